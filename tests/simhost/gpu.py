@@ -1,0 +1,119 @@
+"""One GPU of a simulated host, and what can happen to it while programs run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from . import layout
+from .nvml import COMPUTE_MODES, ERRORS, XID_FELL_OFF_THE_BUS
+from .state import StateFile
+from .tree import plug_in, unplug
+from .values import PROCESS_TYPES, GpuDescription, ProcessDescription
+
+
+class SimGpu:
+    """A GPU by its slot: its NVML index as long as no GPU before it is removed."""
+
+    def __init__(self, slot: int, description: GpuDescription, state: StateFile, root: Path) -> None:
+        self.slot = slot
+        self.description = description
+        self._file = state
+        self._root = root
+
+    @property
+    def uuid(self) -> str:
+        """The UUID, e.g. GPU-76aef7ff-372d-2432-b4b4-beca4d8d3400."""
+        return self.description.uuid
+
+    @property
+    def compute_mode(self) -> str:
+        """The compute mode now: default, prohibited or exclusive_process."""
+        return next(name for name, mode in COMPUTE_MODES.items() if mode == self._slot.compute_mode)
+
+    @compute_mode.setter
+    def compute_mode(self, name: str) -> None:
+        with self._file.changing():
+            self._slot.compute_mode = COMPUTE_MODES[name]
+
+    @property
+    def mig(self) -> bool:
+        """Whether MIG mode is on."""
+        return bool(self._slot.mig_current)
+
+    @mig.setter
+    def mig(self, on: bool) -> None:
+        if not self._slot.mig_capable:
+            raise ValueError(f"a {self.description.kind} has no MIG mode")
+        with self._file.changing():
+            self._slot.mig_current = self._slot.mig_pending = on
+
+    def lose(self, *, lookup: str = "gpu_is_lost", xid: int | None = XID_FELL_OFF_THE_BUS) -> None:
+        """Lose the GPU: every call on its handle gives GPU_IS_LOST, and an XID is reported.
+
+        `lookup` is what looking up its handle gives; "success" for a driver that notices only later.
+        """
+        with self._file.changing():
+            self._slot.lost_lookup = ERRORS[lookup]
+            self._slot.lost = 1
+        if xid is not None:
+            self._file.add_event(self.slot, xid)
+
+    def remove(self) -> None:
+        """Take the GPU off the bus: also its files go, and the next nvmlInit does not count it."""
+        with self._file.changing():
+            self._slot.present = 0
+        unplug(self._root, self.description)
+
+    def restore(self) -> None:
+        """Bring a lost or removed GPU back; a removed one is found by the next nvmlInit."""
+        if not self._slot.present:
+            plug_in(self._root, self.description)
+        with self._file.changing():
+            self._slot.lost = 0
+            self._slot.present = 1
+
+    def add_process(self, pid: int, used_mib: int | None, kind: str = "C") -> None:
+        """Put a process on the GPU, or change its memory; `kind` as in nvidia-smi: C, M+C (MPS) or G."""
+        self._file.add_process(self.slot, ProcessDescription(pid, used_mib, kind))
+
+    def remove_process(self, pid: int) -> bool:
+        """Take a process off the GPU; false where it was not there."""
+        return self._file.remove_process(self.slot, pid)
+
+    def xid(self, code: int) -> None:
+        """Report an XID error."""
+        self._file.add_event(self.slot, code)
+
+    def show(self) -> dict[str, Any]:
+        """Return what the GPU is now, for people and programs."""
+        slot = self._slot
+        types = {number: name for name, number in PROCESS_TYPES.items()}
+        processes = [
+            {
+                "pid": p.pid,
+                "used_mib": None if p.used_mib == layout.UNKNOWN_MIB else p.used_mib,
+                "type": types[p.type],
+            }
+            for p in slot.processes
+            if p.pid
+        ]
+        return {
+            "slot": self.slot,
+            "kind": self.description.kind,
+            "name": self.description.name,
+            "uuid": self.uuid,
+            "pci": self.description.address,
+            "render": self.description.render,
+            "memory_mib": self.description.memory_mib,
+            "compute_mode": self.compute_mode,
+            "mig": self.mig if slot.mig_capable else None,
+            "lost": bool(slot.lost),
+            "present": bool(slot.present),
+            "processes": processes,
+        }
+
+    @property
+    def _slot(self) -> layout.Gpu:
+        slot: layout.Gpu = self._file.state.gpus[self.slot]
+        return slot

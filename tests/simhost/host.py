@@ -1,0 +1,196 @@
+"""A simulated host as tests use it: made, changed while programs run, and gone at the end without a trace."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import ModuleType, TracebackType
+from typing import Any
+
+from .description import REFERENCE, Description, parse_description, parse_failure
+from .environment import CHECKOUT, host_environment
+from .gpu import SimGpu
+from .install import install, library_path
+from .library import built_library
+from .state import StateError, StateFile
+from .tree import write_tree
+from .values import HostDescription
+
+
+class SimHost:
+    """One host: its root, its environment, its GPUs in NVML's order (that of PCI addresses)."""
+
+    def __init__(
+        self, root: Path, description: HostDescription, state: StateFile, *, temporary: bool
+    ) -> None:
+        self.root = root
+        self.description = description
+        self.env = host_environment(root)
+        self._state = state
+        self._temporary = temporary
+        self.gpus = [SimGpu(slot, gpu, state, root) for slot, gpu in enumerate(description.gpus)]
+
+    @classmethod
+    def create(cls, description: Description | None = None, root: Path | None = None) -> SimHost:
+        """Make a host; the reference case without a description, a short root of its own without `root`.
+
+        A named root is kept at the end, and one that holds a host is taken up with its state and all edits.
+        Raises DescriptionError for a bad description, StateError for a root that holds something else.
+        """
+        if root is not None and (root / "lib/simhost.json").exists():
+            return cls._reopen(root.absolute(), description)
+        raw = REFERENCE if description is None else description
+        host = parse_description(raw)
+        library = built_library(CHECKOUT)
+        place = _new_root() if root is None else root.absolute()
+        try:
+            place.mkdir(parents=True, exist_ok=True)
+            if root is None:
+                place.chmod(0o755)  # programs of other users look in too
+            write_tree(place, host)
+            install(place, library)
+            state = StateFile.create(place / "lib/simhost.state", host)
+            (place / "lib/simhost.json").write_text(json.dumps(raw))
+        except BaseException:
+            if root is None:
+                shutil.rmtree(place, ignore_errors=True)
+            raise
+        return cls(place, host, state, temporary=root is None)
+
+    @classmethod
+    def attach(cls, root: Path) -> SimHost:
+        """Take part in a host that is there, and leave it there; raises StateError where there is none."""
+        try:
+            raw = json.loads((root / "lib/simhost.json").read_text())
+        except OSError as error:
+            raise StateError(f"{root}: no simulated host here ({error.strerror})") from error
+        return cls(root, parse_description(raw), StateFile(root / "lib/simhost.state"), temporary=False)
+
+    @classmethod
+    def _reopen(cls, root: Path, description: Description | None) -> SimHost:
+        host = cls.attach(root)
+        if description is not None and parse_description(description) != host.description:
+            raise StateError(
+                f"{root}: holds a host of another description: remove it, or give no description"
+            )
+        install(root, built_library(CHECKOUT))
+        return host
+
+    def close(self) -> None:
+        """Remove the root where it was made for this host alone."""
+        if self._temporary:
+            shutil.rmtree(self.root, ignore_errors=True)
+
+    def __enter__(self) -> SimHost:  # noqa: PYI034 - typing.Self is not in 3.9
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def fail(
+        self, call: str, error: str, *, gpu: int | None = None, times: int | None = None, delay_ms: int = 0
+    ) -> None:
+        """Let an NVML call (any version; `*` and `?` as in file names) fail with an error of nvml.ERRORS.
+
+        `times=None`: until cleared. `delay_ms` passes first, less if the rule is cleared meanwhile; the
+        error "success" only takes that time. With `gpu`, a slot, calls that concern no GPU go on.
+        """
+        rule = {"call": call, "error": error, "gpu": gpu, "times": times, "delay_ms": delay_ms}
+        given = {key: value for key, value in rule.items() if value is not None}
+        self._state.add_failure(parse_failure(given, "failure", len(self.gpus)))
+
+    def show(self) -> dict[str, Any]:
+        """Return the host as it is now."""
+        return {
+            "root": str(self.root),
+            "driver": self.description.driver_version,
+            "library": self.library.exists(),
+            "failures": self._state.failures(),
+            "gpus": [gpu.show() for gpu in self.gpus],
+        }
+
+    def clear(self, call: str | None = None) -> None:
+        """Take back the failures of one call, or all; calls that hang in them go on."""
+        self._state.clear_failures(call)
+
+    def hide_library(self) -> None:
+        """Take the library away: programs started from now on find no driver."""
+        with contextlib.suppress(FileNotFoundError):
+            self.library.rename(self._hidden_library)
+
+    def show_library(self) -> None:
+        """Bring the library back."""
+        with contextlib.suppress(FileNotFoundError):
+            self._hidden_library.rename(self.library)
+
+    @property
+    def library(self) -> Path:
+        """The host's libnvidia-ml.so.1."""
+        return library_path(self.root)
+
+    @property
+    def _hidden_library(self) -> Path:
+        return self.library.with_name(f"hidden-{self.library.name}")
+
+    def run(
+        self,
+        command: Sequence[object],
+        **options: Any,  # noqa: ANN401 - those of subprocess
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a command on the host: subprocess.run in its environment, output captured, 30 s at most."""
+        settings = {"capture_output": True, "text": True, "env": self.env, "timeout": 30, **options}
+        return subprocess.run(self._argv(command), **settings)
+
+    def popen(
+        self,
+        command: Sequence[object],
+        **options: Any,  # noqa: ANN401 - those of subprocess
+    ) -> subprocess.Popen[str]:
+        """Start a command on the host: subprocess.Popen in its environment, with text pipes."""
+        settings = {
+            "stdout": subprocess.PIPE,
+            "stderr": subprocess.PIPE,
+            "text": True,
+            "env": self.env,
+            **options,
+        }
+        return subprocess.Popen(self._argv(command), **settings)
+
+    def _argv(self, command: Sequence[object]) -> list[str]:
+        words = [str(word) for word in command]
+        # Not by execvp, which would look in the PATH of the outer host.
+        return [shutil.which(words[0], path=self.env["PATH"]) or words[0], *words[1:]]
+
+    @contextlib.contextmanager
+    def pynvml(self) -> Iterator[ModuleType]:
+        """Let pynvml in this very process speak to this host; the module is as before at the end."""
+        import pynvml
+
+        before = pynvml.nvmlLib, dict(pynvml._nvmlGetFunctionPointer_cache)
+        pynvml.nvmlLib = ctypes.CDLL(str(self.library))
+        pynvml._nvmlGetFunctionPointer_cache.clear()
+        try:
+            yield pynvml
+        finally:
+            pynvml.nvmlLib, cache = before
+            pynvml._nvmlGetFunctionPointer_cache.clear()
+            pynvml._nvmlGetFunctionPointer_cache.update(cache)
+
+
+def _new_root() -> Path:
+    """Make a short folder, as the paths of the Unix sockets under it end at 107 bytes.
+
+    In memory where it may hold programs: 64 GPUs are 1200 files, which take a second on some disks.
+    """
+    memory = "/dev/shm"
+    usable = os.access(memory, os.W_OK) and not os.statvfs(memory).f_flag & os.ST_NOEXEC
+    return Path(tempfile.mkdtemp(prefix="sim.", dir=memory if usable else "/tmp"))

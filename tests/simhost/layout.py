@@ -1,0 +1,149 @@
+"""The shared state of a simulated host: one memory-mapped file, its layout defined here and only here.
+
+Every process that loads the simulated NVML maps the file `MAP_SHARED`; so does the Python side. The C library
+is compiled against the header that `c_header` makes from these structures, and `_Static_assert` in it holds
+both to the same sizes. All integers are of the host's byte order; all memory amounts are MiB.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+MAGIC = 0x53494D48  # "SIMH"
+VERSION = 1
+
+MAX_GPUS = 64
+MAX_PROCESSES = 32  # a GPU
+MAX_FAILURES = 64
+MAX_EVENTS = 64  # a ring: the oldest is overwritten
+
+FOREVER = 0xFFFFFFFF  # Failure.times: until cleared
+ALL_GPUS = -1  # Failure.gpu
+UNKNOWN_MIB = 0xFFFFFFFFFFFFFFFF  # Process.used_mib: the driver cannot tell
+
+PROCESS_COMPUTE, PROCESS_MPS, PROCESS_GRAPHICS = 1, 2, 3
+
+
+class Process(ctypes.Structure):
+    """One process on a GPU; a slot with pid 0 is free."""
+
+    _fields_ = [
+        ("pid", ctypes.c_uint32),
+        ("type", ctypes.c_uint32),  # PROCESS_*
+        ("used_mib", ctypes.c_uint64),
+    ]
+
+
+class Gpu(ctypes.Structure):
+    """One GPU. Slots are in the order of PCI addresses, which is NVML's order of indices."""
+
+    _fields_ = [
+        ("uuid", ctypes.c_char * 64),
+        ("name", ctypes.c_char * 96),
+        ("memory_mib", ctypes.c_uint64),
+        ("reserved_mib", ctypes.c_uint64),
+        ("pci_domain", ctypes.c_uint32),
+        ("pci_bus", ctypes.c_uint32),
+        ("pci_device", ctypes.c_uint32),
+        ("pci_device_id", ctypes.c_uint32),  # device << 16 | vendor, as NVML has it
+        ("pci_subsystem_id", ctypes.c_uint32),
+        ("pci_class", ctypes.c_uint32),
+        ("capability_major", ctypes.c_uint32),
+        ("capability_minor", ctypes.c_uint32),
+        ("architecture", ctypes.c_uint32),  # nvmlDeviceArchitecture_t
+        ("brand", ctypes.c_uint32),  # nvmlBrandType_t
+        ("minor", ctypes.c_uint32),  # of /dev/nvidia<minor>
+        ("link_generation_max", ctypes.c_uint32),
+        ("link_width_max", ctypes.c_uint32),
+        ("link_generation", ctypes.c_uint32),
+        ("link_width", ctypes.c_uint32),
+        ("mig_capable", ctypes.c_uint32),
+        ("mig_current", ctypes.c_uint32),
+        ("mig_pending", ctypes.c_uint32),
+        ("compute_mode", ctypes.c_uint32),  # nvmlComputeMode_t
+        ("persistence", ctypes.c_uint32),
+        ("present", ctypes.c_uint32),  # 0: not enumerated by the next nvmlInit
+        ("lost", ctypes.c_uint32),  # 1: every call on its handle gives GPU_IS_LOST
+        ("lost_lookup", ctypes.c_uint32),  # what looking up a lost GPU's handle gives (nvmlReturn_t)
+        ("processes", Process * MAX_PROCESSES),
+    ]
+
+
+class Failure(ctypes.Structure):
+    """One rule by which calls fail; a slot with an empty call is free."""
+
+    _fields_ = [
+        ("call", ctypes.c_char * 64),  # fnmatch(3) pattern for the name without _v2, _v3
+        ("gpu", ctypes.c_int32),  # slot, or ALL_GPUS
+        ("error", ctypes.c_uint32),  # nvmlReturn_t; 0: the call only takes its time
+        ("times", ctypes.c_uint32),  # how many calls are still to fail, or FOREVER
+        ("delay_ms", ctypes.c_uint32),  # wait before the call answers; ends early when the rule is cleared
+        ("id", ctypes.c_uint32),  # tells this rule from a later one in the same slot
+    ]
+
+
+class Event(ctypes.Structure):
+    """One event of a GPU, e.g. an XID error."""
+
+    _fields_ = [
+        ("type", ctypes.c_uint64),  # nvmlEventType*
+        ("data", ctypes.c_uint64),  # the XID
+        ("gpu", ctypes.c_uint32),
+    ]
+
+
+class State(ctypes.Structure):
+    """The whole file."""
+
+    _fields_ = [
+        ("magic", ctypes.c_uint32),
+        ("version", ctypes.c_uint32),
+        ("size", ctypes.c_uint32),
+        ("changes", ctypes.c_uint32),  # counts changes; a futex on which the C side waits
+        ("driver_version", ctypes.c_char * 80),
+        ("nvml_version", ctypes.c_char * 80),
+        ("cuda_version", ctypes.c_uint32),  # 1000 * major + 10 * minor
+        ("gpu_count", ctypes.c_uint32),  # slots in use
+        ("failure_count", ctypes.c_uint32),  # rules in force; 0 keeps the calls off the lock
+        ("last_failure_id", ctypes.c_uint32),
+        ("event_count", ctypes.c_uint32),  # events ever; event n is in slot n % MAX_EVENTS
+        ("failures", Failure * MAX_FAILURES),
+        ("events", Event * MAX_EVENTS),
+        ("gpus", Gpu * MAX_GPUS),
+    ]
+
+
+STATE_SIZE = ctypes.sizeof(State)
+
+_C_TYPES = {
+    ctypes.c_uint32: "uint32_t",
+    ctypes.c_int32: "int32_t",
+    ctypes.c_uint64: "uint64_t",
+}
+_CONSTANTS = (
+    "MAGIC VERSION MAX_GPUS MAX_PROCESSES MAX_FAILURES MAX_EVENTS FOREVER ALL_GPUS "
+    "PROCESS_COMPUTE PROCESS_MPS PROCESS_GRAPHICS"
+)
+
+
+def c_header() -> str:
+    """Return the C header of these structures: `struct sim_gpu` for `Gpu`, `SIM_MAX_GPUS` for `MAX_GPUS`."""
+    lines = ["/* Made from layout.py; do not edit. */", "#include <stdint.h>"]
+    lines += [f"#define SIM_{name} ({globals()[name]:#x})" for name in _CONSTANTS.split()]
+    lines.append(f"#define SIM_UNKNOWN_MIB UINT64_C({UNKNOWN_MIB:#x})")
+    for struct in (Process, Gpu, Failure, Event, State):
+        name = f"struct sim_{struct.__name__.lower()}"
+        members = [f"    {_c_member(field[0], field[1])};" for field in struct._fields_]
+        lines += [f"{name} {{", *members, "};"]
+        lines.append(f'_Static_assert(sizeof({name}) == {ctypes.sizeof(struct)}, "{name}");')
+    return "\n".join(lines) + "\n"
+
+
+def _c_member(name: str, kind: Any) -> str:  # noqa: ANN401 - ctypes has no type for its arrays
+    if kind in _C_TYPES:
+        return f"{_C_TYPES[kind]} {name}"
+    item, length = kind._type_, kind._length_
+    if item is ctypes.c_char:
+        return f"char {name}[{length}]"
+    return f"struct sim_{item.__name__.lower()} {name}[{length}]"

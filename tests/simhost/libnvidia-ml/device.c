@@ -1,0 +1,203 @@
+/* What a GPU is and does: identity, link, memory, modes. */
+#include <stdio.h>
+#include <unistd.h>
+
+#include "nvml.h"
+#include "unsupported.h"
+
+enum { COMPUTE_DEFAULT = 0, COMPUTE_PROHIBITED = 2, COMPUTE_EXCLUSIVE_PROCESS = 3 };
+
+typedef struct {
+    char bus_id_legacy[16];
+    unsigned int domain, bus, device, pci_device_id, pci_subsystem_id;
+    char bus_id[32];
+} nvmlPciInfo_t;
+
+typedef struct { /* before nvmlDeviceGetPciInfo_v3 the last 16 bytes were reserved words */
+    char bus_id_legacy[16];
+    unsigned int domain, bus, device, pci_device_id, pci_subsystem_id, reserved[4];
+} nvmlPciInfo_v2_t;
+
+typedef struct {
+    unsigned int version, domain, bus, device, pci_device_id, pci_subsystem_id, base_class, sub_class;
+    char bus_id[32];
+} nvmlPciInfoExt_v1_t;
+
+typedef struct { unsigned long long total, free, used; } nvmlMemory_t;
+typedef struct { unsigned int version; unsigned long long total, reserved, free, used; } nvmlMemory_v2_t;
+typedef struct { unsigned int gpu, memory; } nvmlUtilization_t;
+
+NVML nvmlDeviceGetUUID(nvmlDevice_t gpu, char *uuid, unsigned int size)
+{
+    ENTER_DEVICE(gpu, uuid);
+    return give_text(uuid, size, gpu->uuid);
+}
+
+NVML nvmlDeviceGetName(nvmlDevice_t gpu, char *name, unsigned int size)
+{
+    ENTER_DEVICE(gpu, name);
+    return give_text(name, size, gpu->name);
+}
+
+#define NUMBER_OF_GPU(function, value)                        \
+    NVML function(nvmlDevice_t gpu, unsigned int *out)        \
+    {                                                         \
+        ENTER_DEVICE(gpu, out);                               \
+        return give(out, value);                              \
+    }
+
+NUMBER_OF_GPU(nvmlDeviceGetMinorNumber, gpu->minor)
+NUMBER_OF_GPU(nvmlDeviceGetArchitecture, gpu->architecture)
+NUMBER_OF_GPU(nvmlDeviceGetBrand, gpu->brand)
+NUMBER_OF_GPU(nvmlDeviceGetMaxPcieLinkGeneration, gpu->link_generation_max)
+NUMBER_OF_GPU(nvmlDeviceGetGpuMaxPcieLinkGeneration, gpu->link_generation_max)
+NUMBER_OF_GPU(nvmlDeviceGetMaxPcieLinkWidth, gpu->link_width_max)
+NUMBER_OF_GPU(nvmlDeviceGetCurrPcieLinkGeneration, gpu->link_generation)
+NUMBER_OF_GPU(nvmlDeviceGetCurrPcieLinkWidth, gpu->link_width)
+NUMBER_OF_GPU(nvmlDeviceGetPersistenceMode, gpu->persistence)
+NUMBER_OF_GPU(nvmlDeviceGetDisplayActive, 0)
+NUMBER_OF_GPU(nvmlDeviceGetDisplayMode, 0)
+NUMBER_OF_GPU(nvmlDeviceGetPerformanceState, 0)
+NUMBER_OF_GPU(nvmlDeviceGetMaxMigDeviceCount, gpu->mig_capable ? 7 : 0)
+NUMBER_OF_GPU(nvmlDeviceIsMigDeviceHandle, 0)
+
+NVML nvmlDeviceGetCudaComputeCapability(nvmlDevice_t gpu, int *major, int *minor)
+{
+    ENTER_DEVICE(gpu, major && minor);
+    *major = (int)gpu->capability_major;
+    *minor = (int)gpu->capability_minor;
+    return SUCCESS;
+}
+
+NVML nvmlDeviceGetPciInfo_v3(nvmlDevice_t gpu, nvmlPciInfo_t *pci)
+{
+    ENTER_DEVICE(gpu, pci);
+    *pci = (nvmlPciInfo_t){
+        .domain = gpu->pci_domain, .bus = gpu->pci_bus, .device = gpu->pci_device,
+        .pci_device_id = gpu->pci_device_id, .pci_subsystem_id = gpu->pci_subsystem_id,
+    };
+    snprintf(pci->bus_id_legacy, sizeof pci->bus_id_legacy, "%04X:%02X:%02X.0", pci->domain, pci->bus, pci->device);
+    snprintf(pci->bus_id, sizeof pci->bus_id, "%08X:%02X:%02X.0", pci->domain, pci->bus, pci->device);
+    return SUCCESS;
+}
+
+NVML nvmlDeviceGetPciInfo_v2(nvmlDevice_t gpu, nvmlPciInfo_v2_t *pci)
+{
+    nvmlPciInfo_t full;
+    nvmlReturn_t error = nvmlDeviceGetPciInfo_v3(gpu, &full);
+
+    if (!error && !pci)
+        error = INVALID_ARGUMENT;
+    if (!error) {
+        memset(pci, 0, sizeof *pci);
+        memcpy(pci, &full, offsetof(nvmlPciInfo_v2_t, reserved));
+    }
+    return error;
+}
+
+NVML nvmlDeviceGetPciInfo(nvmlDevice_t gpu, nvmlPciInfo_v2_t *pci) { return nvmlDeviceGetPciInfo_v2(gpu, pci); }
+
+NVML nvmlDeviceGetPciInfoExt(nvmlDevice_t gpu, nvmlPciInfoExt_v1_t *pci)
+{
+    ENTER_DEVICE(gpu, pci);
+    if (pci->version != (sizeof *pci | 1u << 24))
+        return ARGUMENT_VERSION_MISMATCH;
+    pci->domain = gpu->pci_domain, pci->bus = gpu->pci_bus, pci->device = gpu->pci_device;
+    pci->pci_device_id = gpu->pci_device_id, pci->pci_subsystem_id = gpu->pci_subsystem_id;
+    pci->base_class = gpu->pci_class >> 16, pci->sub_class = gpu->pci_class >> 8 & 0xff;
+    snprintf(pci->bus_id, sizeof pci->bus_id, "%08X:%02X:%02X.0", pci->domain, pci->bus, pci->device);
+    return SUCCESS;
+}
+
+static unsigned long long used_mib(const struct sim_gpu *gpu)
+{
+    unsigned long long used = 0;
+    int lock = lock_state();
+
+    for (size_t i = 0; i < COUNT(gpu->processes); i++)
+        if (gpu->processes[i].pid && gpu->processes[i].used_mib != SIM_UNKNOWN_MIB)
+            used += gpu->processes[i].used_mib;
+    unlock_state(lock);
+    return used < gpu->memory_mib - gpu->reserved_mib ? used : gpu->memory_mib - gpu->reserved_mib;
+}
+
+NVML nvmlDeviceGetMemoryInfo(nvmlDevice_t gpu, nvmlMemory_t *memory)
+{
+    ENTER_DEVICE(gpu, memory);
+    memory->total = gpu->memory_mib * MIB;
+    memory->used = (used_mib(gpu) + gpu->reserved_mib) * MIB; /* version 1 counts the reserved part as used */
+    memory->free = memory->total - memory->used;
+    return SUCCESS;
+}
+
+NVML nvmlDeviceGetMemoryInfo_v2(nvmlDevice_t gpu, nvmlMemory_v2_t *memory)
+{
+    ENTER_DEVICE(gpu, memory);
+    if (memory->version != (sizeof *memory | 2u << 24))
+        return ARGUMENT_VERSION_MISMATCH;
+    memory->total = gpu->memory_mib * MIB;
+    memory->used = used_mib(gpu) * MIB;
+    memory->reserved = gpu->reserved_mib * MIB;
+    memory->free = memory->total - memory->reserved - memory->used;
+    return SUCCESS;
+}
+
+NUMBER_OF_GPU(nvmlDeviceGetComputeMode, gpu->compute_mode)
+
+NVML nvmlDeviceSetComputeMode(nvmlDevice_t gpu, unsigned int mode)
+{
+    ENTER_DEVICE(gpu, mode == COMPUTE_DEFAULT || mode == COMPUTE_PROHIBITED || mode == COMPUTE_EXCLUSIVE_PROCESS);
+    if (geteuid() != 0)
+        return NO_PERMISSION;
+    if (gpu->mig_current && mode == COMPUTE_EXCLUSIVE_PROCESS)
+        return NOT_SUPPORTED;
+    int lock = lock_state();
+    __atomic_store_n(&gpu->compute_mode, mode, __ATOMIC_RELEASE);
+    unlock_state(lock);
+    changed();
+    return SUCCESS;
+}
+
+NVML nvmlDeviceSetPersistenceMode(nvmlDevice_t gpu, unsigned int mode)
+{
+    ENTER_DEVICE(gpu, mode <= 1);
+    if (geteuid() != 0)
+        return NO_PERMISSION;
+    __atomic_store_n(&gpu->persistence, mode, __ATOMIC_RELEASE);
+    return SUCCESS;
+}
+
+NVML nvmlDeviceGetMigMode(nvmlDevice_t gpu, unsigned int *current, unsigned int *pending)
+{
+    ENTER_DEVICE(gpu, current && pending);
+    if (!gpu->mig_capable)
+        return NOT_SUPPORTED;
+    *pending = gpu->mig_pending;
+    return give(current, gpu->mig_current);
+}
+
+/* MIG mode without a MIG device in it: an index that is in range is not found. */
+NVML nvmlDeviceGetMigDeviceHandleByIndex(nvmlDevice_t gpu, unsigned int index, nvmlDevice_t *device)
+{
+    ENTER_DEVICE(gpu, device && (!gpu->mig_capable || index < 7));
+    return gpu->mig_capable ? NOT_FOUND : NOT_SUPPORTED;
+}
+
+NVML nvmlDeviceGetUtilizationRates(nvmlDevice_t gpu, nvmlUtilization_t *utilization)
+{
+    ENTER_DEVICE(gpu, utilization);
+    if (gpu->mig_current)
+        return NOT_SUPPORTED;
+    *utilization = (nvmlUtilization_t){0, 0};
+    return SUCCESS;
+}
+
+/* All take the GPU first; what else they take is left alone, which the C ABIs of Linux allow. */
+#define UNSUPPORTED(function)             \
+    NVML function(nvmlDevice_t gpu)       \
+    {                                     \
+        ENTER_DEVICE(gpu, true);          \
+        return NOT_SUPPORTED;             \
+    }
+
+UNSUPPORTED_CALLS(UNSUPPORTED)

@@ -1,0 +1,110 @@
+/* Finding GPUs: by index, UUID and PCI address. */
+#include <stdio.h>
+#include <strings.h>
+
+#include "nvml.h"
+
+static unsigned int order[SIM_MAX_GPUS], order_count; /* slots by NVML index */
+
+void find_gpus(void)
+{
+    order_count = 0;
+    for (unsigned int i = 0; i < state->gpu_count; i++)
+        if (state->gpus[i].present)
+            order[order_count++] = i;
+}
+
+static nvmlReturn_t found(struct sim_gpu *gpu, nvmlDevice_t *device)
+{
+    if (!gpu->present)
+        return GPU_IS_LOST;
+    if (gpu->lost && gpu->lost_lookup)
+        return gpu->lost_lookup;
+    *device = gpu;
+    return SUCCESS;
+}
+
+/* A failure of a lookup may name the GPU that is looked up. */
+static nvmlReturn_t look_up(const char *call, struct sim_gpu *gpu, nvmlDevice_t *device)
+{
+    nvmlReturn_t error;
+
+    if (!__atomic_load_n(&references, __ATOMIC_ACQUIRE))
+        return UNINITIALIZED;
+    error = injected(call, gpu ? (int)(gpu - state->gpus) : -1);
+    return error ? error : gpu ? found(gpu, device) : NOT_FOUND;
+}
+
+static nvmlReturn_t count_gpus(unsigned int *count) { return give(count, order_count); }
+
+NVML nvmlDeviceGetCount_v2(unsigned int *count) { ENTER(count); return count_gpus(count); }
+NVML nvmlDeviceGetCount(unsigned int *count) { ENTER(count); return count_gpus(count); }
+
+NVML nvmlDeviceGetHandleByIndex_v2(unsigned int index, nvmlDevice_t *device)
+{
+    if (references && (!device || index >= order_count))
+        return INVALID_ARGUMENT;
+    return look_up(__func__, references ? &state->gpus[order[index]] : NULL, device);
+}
+
+NVML nvmlDeviceGetHandleByIndex(unsigned int index, nvmlDevice_t *device)
+{
+    return nvmlDeviceGetHandleByIndex_v2(index, device);
+}
+
+NVML nvmlDeviceGetHandleByUUID(const char *uuid, nvmlDevice_t *device)
+{
+    struct sim_gpu *gpu = NULL;
+
+    if (references && (!device || !uuid))
+        return INVALID_ARGUMENT;
+    for (unsigned int i = 0; references && i < order_count; i++)
+        if (!strcasecmp(state->gpus[order[i]].uuid, uuid))
+            gpu = &state->gpus[order[i]];
+    return look_up(__func__, gpu, device);
+}
+
+static bool has_address(const struct sim_gpu *gpu, const char *text)
+{
+    unsigned int domain, bus, device, function;
+    int end = 0;
+
+    if (sscanf(text, "%x:%x:%x.%x%n", &domain, &bus, &device, &function, &end) != 4 || text[end]) {
+        domain = 0, end = 0;
+        if (sscanf(text, "%x:%x.%x%n", &bus, &device, &function, &end) != 3 || text[end])
+            return false;
+    }
+    return gpu->pci_domain == domain && gpu->pci_bus == bus && gpu->pci_device == device && function == 0;
+}
+
+NVML nvmlDeviceGetHandleByPciBusId_v2(const char *address, nvmlDevice_t *device)
+{
+    struct sim_gpu *gpu = NULL;
+
+    if (references && (!device || !address))
+        return INVALID_ARGUMENT;
+    for (unsigned int i = 0; references && i < order_count; i++)
+        if (has_address(&state->gpus[order[i]], address))
+            gpu = &state->gpus[order[i]];
+    return look_up(__func__, gpu, device);
+}
+
+NVML nvmlDeviceGetHandleByPciBusId(const char *address, nvmlDevice_t *device)
+{
+    return nvmlDeviceGetHandleByPciBusId_v2(address, device);
+}
+
+NVML nvmlDeviceGetHandleBySerial(const char *serial, nvmlDevice_t *device)
+{
+    ENTER(serial && device);
+    return NOT_FOUND;
+}
+
+NVML nvmlDeviceGetIndex(nvmlDevice_t gpu, unsigned int *index)
+{
+    ENTER_DEVICE(gpu, index);
+    for (unsigned int i = 0; i < order_count; i++)
+        if (&state->gpus[order[i]] == gpu)
+            return give(index, i);
+    return NOT_FOUND;
+}

@@ -1,0 +1,98 @@
+/*
+ * A libnvidia-ml.so.1 without hardware: the part of NVML's ABI that pynvml and nvidia-smi use, answered from a
+ * memory-mapped file that all processes of a simulated host share (../layout.py says what is in it).
+ *
+ * Names, types, numbers and semantics are those of NVIDIA's NVML API Reference. A device handle is the address of
+ * the GPU's slot in the mapping. What is not here does not exist for a caller, as in an old driver's library.
+ */
+#ifndef SIM_NVML_H
+#define SIM_NVML_H
+
+#include <limits.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#include "layout.h"
+
+#define NVML __attribute__((visibility("default"))) nvmlReturn_t
+#define COUNT(array) (sizeof(array) / sizeof((array)[0]))
+#define MIB (1024ULL * 1024ULL)
+
+typedef unsigned int nvmlReturn_t;
+typedef struct sim_gpu *nvmlDevice_t;
+
+enum {
+    SUCCESS = 0, UNINITIALIZED = 1, INVALID_ARGUMENT = 2, NOT_SUPPORTED = 3, NO_PERMISSION = 4, NOT_FOUND = 6,
+    INSUFFICIENT_SIZE = 7, TIMEOUT = 10, GPU_IS_LOST = 15, MEMORY = 20, ARGUMENT_VERSION_MISMATCH = 25,
+    UNKNOWN = 999
+};
+
+/* ---- state.c: the file that all share -------------------------------------------------------------------- */
+
+extern struct sim_state *state;
+extern unsigned int references; /* nvmlInit less nvmlShutdown */
+
+bool map_state(void);
+
+/*
+ * The lock of all writers. Opening the file anew each time makes it exclude threads, forked children and Python in
+ * this very process alike, and the kernel drops it when its holder dies. A host that is gone needs no lock.
+ */
+int lock_state(void);
+void unlock_state(int lock);
+
+uint32_t changes(void); /* how many there have been */
+void changed(void);     /* one more: wake all who wait */
+
+long long now_ms(void);
+/* Wait until somebody changes the state after `seen`, or the time has come. False: it has. */
+bool wait_for_change(uint32_t seen, long long until_ms);
+
+/* ---- enter.c: what every call does first ----------------------------------------------------------------- */
+
+/* The failure that is to meet this call, or SUCCESS. `slot` is -1 for a call that concerns no GPU. */
+nvmlReturn_t injected(const char *call, int slot);
+nvmlReturn_t enter(const char *call);
+nvmlReturn_t enter_device(const char *call, nvmlDevice_t gpu);
+
+#define ENTER(valid)                              \
+    do {                                          \
+        nvmlReturn_t entered = enter(__func__);   \
+        if (entered)                              \
+            return entered;                       \
+        if (!(valid))                             \
+            return INVALID_ARGUMENT;              \
+    } while (0)
+
+#define ENTER_DEVICE(gpu, valid)                             \
+    do {                                                     \
+        nvmlReturn_t entered = enter_device(__func__, gpu);  \
+        if (entered)                                         \
+            return entered;                                  \
+        if (!(valid))                                        \
+            return INVALID_ARGUMENT;                         \
+    } while (0)
+
+/* ---- How calls answer ------------------------------------------------------------------------------------ */
+
+static inline nvmlReturn_t give_text(char *out, unsigned int size, const char *text)
+{
+    if (strlen(text) >= size)
+        return INSUFFICIENT_SIZE;
+    strcpy(out, text);
+    return SUCCESS;
+}
+
+static inline nvmlReturn_t give(unsigned int *out, unsigned int value)
+{
+    *out = value;
+    return SUCCESS;
+}
+
+/* ---- lookup.c -------------------------------------------------------------------------------------------- */
+
+void find_gpus(void); /* the first nvmlInit finds those that are there then */
+
+#endif

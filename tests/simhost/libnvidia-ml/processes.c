@@ -1,0 +1,125 @@
+/* The processes on a GPU, as NVML tells them and as nvidia-smi asks for them. */
+#include <stdio.h>
+
+#include "nvml.h"
+
+typedef struct { unsigned int pid; unsigned long long used; } nvmlProcessInfo_v1_t;
+typedef struct { unsigned int pid; unsigned long long used; unsigned int gpu_instance, compute_instance; }
+    nvmlProcessInfo_v2_t;
+typedef struct { /* nvidia-smi's own; versions 1 and 2 are how it begins */
+    unsigned int pid;
+    unsigned long long used;
+    unsigned int gpu_instance, compute_instance;
+    unsigned long long used_protected;
+    char name[4096];
+} process_view_t;
+_Static_assert(sizeof(process_view_t) == 0x1020, "what nvidia-smi 535 and 550 take");
+
+/* The command line's first word, cut to the buffer, as the real one gives it. */
+static bool process_name(unsigned int pid, char *name, size_t size)
+{
+    char path[32];
+
+    snprintf(path, sizeof path, "/proc/%u/cmdline", pid);
+    FILE *file = fopen(path, "re");
+    if (!file)
+        return false;
+    name[fread(name, 1, size - 1, file)] = '\0';
+    fclose(file);
+    return true;
+}
+
+NVML nvmlSystemGetProcessName(unsigned int pid, char *name, unsigned int size)
+{
+    ENTER(name && size);
+    return process_name(pid, name, size) ? SUCCESS : NOT_FOUND;
+}
+
+static void view_process(const struct sim_process *process, process_view_t *view, bool named)
+{
+    view->pid = process->pid;
+    view->used = process->used_mib == SIM_UNKNOWN_MIB ? SIM_UNKNOWN_MIB : process->used_mib * MIB;
+    view->gpu_instance = view->compute_instance = UINT_MAX;
+    view->used_protected = 0;
+    if (named && !process_name(process->pid, view->name, sizeof view->name))
+        strcpy(view->name, "[Not Found]");
+}
+
+/*
+ * Fills at most *count entries of `size` bytes, each as much of a process_view_t as fits. A client of MPS is a
+ * compute process too: nvidia-smi merges the two lists and shows it as M+C.
+ */
+static nvmlReturn_t give_processes(struct sim_gpu *gpu, uint32_t type, unsigned int *count, void *out, size_t size)
+{
+    unsigned int n = 0, room = *count;
+    process_view_t view;
+    int lock = lock_state();
+
+    for (size_t i = 0; i < COUNT(gpu->processes); i++) {
+        const struct sim_process *process = &gpu->processes[i];
+        bool fits = process->type == type || (type == SIM_PROCESS_COMPUTE && process->type == SIM_PROCESS_MPS);
+        if (!process->pid || !fits)
+            continue;
+        if (n < room && out) {
+            view_process(process, &view, size == sizeof view);
+            memcpy((char *)out + n * size, &view, size);
+        }
+        n++;
+    }
+    unlock_state(lock);
+    *count = n;
+    return n > room ? INSUFFICIENT_SIZE : SUCCESS;
+}
+
+#define PROCESSES(function, type, entry)                                                       \
+    NVML function(nvmlDevice_t gpu, unsigned int *count, entry *processes)                     \
+    {                                                                                          \
+        ENTER_DEVICE(gpu, count && (processes || !*count));                                    \
+        return give_processes(gpu, type, count, processes, sizeof(entry));                     \
+    }
+
+PROCESSES(nvmlDeviceGetComputeRunningProcesses, SIM_PROCESS_COMPUTE, nvmlProcessInfo_v1_t)
+PROCESSES(nvmlDeviceGetComputeRunningProcesses_v2, SIM_PROCESS_COMPUTE, nvmlProcessInfo_v2_t)
+PROCESSES(nvmlDeviceGetComputeRunningProcesses_v3, SIM_PROCESS_COMPUTE, nvmlProcessInfo_v2_t)
+PROCESSES(nvmlDeviceGetMPSComputeRunningProcesses, SIM_PROCESS_MPS, nvmlProcessInfo_v1_t)
+PROCESSES(nvmlDeviceGetMPSComputeRunningProcesses_v2, SIM_PROCESS_MPS, nvmlProcessInfo_v2_t)
+PROCESSES(nvmlDeviceGetMPSComputeRunningProcesses_v3, SIM_PROCESS_MPS, nvmlProcessInfo_v2_t)
+PROCESSES(nvmlDeviceGetGraphicsRunningProcesses, SIM_PROCESS_GRAPHICS, nvmlProcessInfo_v1_t)
+PROCESSES(nvmlDeviceGetGraphicsRunningProcesses_v2, SIM_PROCESS_GRAPHICS, nvmlProcessInfo_v2_t)
+PROCESSES(nvmlDeviceGetGraphicsRunningProcesses_v3, SIM_PROCESS_GRAPHICS, nvmlProcessInfo_v2_t)
+
+static nvmlReturn_t unsupported(void) { return NOT_SUPPORTED; }
+
+#define PRIVATE_PROCESSES(function, type)                                                             \
+    static nvmlReturn_t function(nvmlDevice_t gpu, unsigned int *count, process_view_t *processes)    \
+    {                                                                                                 \
+        ENTER_DEVICE(gpu, count && processes);                                                        \
+        return give_processes(gpu, type, count, processes, sizeof *processes);                        \
+    }
+
+PRIVATE_PROCESSES(nvmlDeviceGetComputeRunningProcesses_private, SIM_PROCESS_COMPUTE)
+PRIVATE_PROCESSES(nvmlDeviceGetGraphicsRunningProcesses_private, SIM_PROCESS_GRAPHICS)
+PRIVATE_PROCESSES(nvmlDeviceGetMPSComputeRunningProcesses_private, SIM_PROCESS_MPS)
+
+/*
+ * nvidia-smi refuses a library without this ("Mismatch in versions"). A table begins with its size in bytes. The
+ * calls for processes are where nvidia-smi 535 and 550 look for them; the others say that they are not supported,
+ * which it shows as N/A.
+ */
+NVML nvmlInternalGetExportTable(const void **table, const void *id)
+{
+    enum { COMPUTE = 213, MPS = 214, GRAPHICS = 215 };
+    static const void *slots[512];
+
+    (void)id;
+    if (!table)
+        return INVALID_ARGUMENT;
+    slots[0] = (void *)sizeof slots;
+    for (size_t i = 1; i < COUNT(slots); i++)
+        slots[i] = (void *)unsupported;
+    slots[COMPUTE] = (void *)nvmlDeviceGetComputeRunningProcesses_private;
+    slots[MPS] = (void *)nvmlDeviceGetMPSComputeRunningProcesses_private;
+    slots[GRAPHICS] = (void *)nvmlDeviceGetGraphicsRunningProcesses_private;
+    *table = slots;
+    return SUCCESS;
+}

@@ -1,0 +1,179 @@
+"""The Python side of the shared state: one writer among others, under the C library's lock."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import mmap
+import os
+import platform
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from . import layout
+from .catalog import KINDS
+from .nvml import ERRORS, EVENT_XID, architecture
+from .values import PROCESS_TYPES, FailureDescription, GpuDescription, HostDescription, ProcessDescription
+
+_FUTEX_CALLS = {"x86_64": 202, "aarch64": 98}  # linux: the number of futex(2)
+_FUTEX_WAKE = 1
+_EVERYBODY = 0x7FFFFFFF
+
+
+class StateError(RuntimeError):
+    """The state file is not there, not ours, or has no room."""
+
+
+class StateFile:
+    """The mapped state file of one host. Reading a single number needs no lock; everything else does."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            with path.open("r+b") as file:
+                if os.fstat(file.fileno()).st_size != layout.STATE_SIZE:
+                    raise StateError(f"{path}: not the state of this version of simhost; use a new root")
+                self._map = mmap.mmap(file.fileno(), layout.STATE_SIZE)
+        except OSError as error:
+            raise StateError(f"{path}: no simulated host here ({error.strerror})") from error
+        self.state = layout.State.from_buffer(self._map)
+        if (self.state.magic, self.state.version, self.state.size) != (
+            layout.MAGIC, layout.VERSION, layout.STATE_SIZE,
+        ):  # fmt: skip
+            raise StateError(f"{path}: not the state of this version of simhost; use a new root")
+
+    @classmethod
+    def create(cls, path: Path, host: HostDescription) -> StateFile:
+        """Write the state that a description asks for; anybody on the machine may map it."""
+        state = layout.State(magic=layout.MAGIC, version=layout.VERSION, size=layout.STATE_SIZE)
+        state.driver_version = host.driver_version.encode()
+        state.nvml_version = f"{host.cuda_version[0]}.{host.driver_version}".encode()
+        state.cuda_version = host.cuda_version[0] * 1000 + host.cuda_version[1] * 10
+        state.gpu_count = len(host.gpus)
+        for slot, gpu in enumerate(host.gpus):
+            _fill(state.gpus[slot], gpu)
+        temporary = path.with_name(f"{path.name}.{os.getpid()}")
+        temporary.write_bytes(bytes(state))
+        temporary.chmod(0o666)
+        temporary.replace(path)
+        made = cls(path)
+        for failure in host.failures:
+            made.add_failure(failure)
+        return made
+
+    @contextlib.contextmanager
+    def changing(self) -> Iterator[layout.State]:
+        """Hold the writers' lock, then tell everybody who waits for a change. See lock_state in nvml.h."""
+        with open(self.path, "r+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield self.state
+            self.state.changes = (self.state.changes + 1) & 0xFFFFFFFF
+        self._wake()
+
+    def _wake(self) -> None:
+        number = _FUTEX_CALLS.get(platform.machine())
+        if number is None:
+            raise StateError(f"simhost does not know the system calls of a {platform.machine()}")
+        word = ctypes.byref(self.state, layout.State.changes.offset)
+        ctypes.CDLL(None).syscall(number, word, _FUTEX_WAKE, _EVERYBODY, None, None, 0)
+
+    def add_failure(self, failure: FailureDescription) -> None:
+        """Add a rule; the first rule that fits a call decides about it."""
+        with self.changing() as state:
+            free = next((slot for slot in state.failures if not slot.call), None)
+            if free is None:
+                raise StateError(f"no more than {layout.MAX_FAILURES} failures at once: clear some")
+            state.last_failure_id += 1
+            free.id = state.last_failure_id
+            free.gpu = layout.ALL_GPUS if failure.gpu is None else failure.gpu
+            free.error = ERRORS[failure.error]
+            free.times = layout.FOREVER if failure.times is None else failure.times
+            free.delay_ms = failure.delay_ms
+            free.call = _unversioned(failure.call).encode()
+            state.failure_count += 1
+
+    def failures(self) -> list[dict[str, Any]]:
+        """Return the rules in force."""
+        names = {number: name for name, number in ERRORS.items()}
+        return [
+            {
+                "call": slot.call.decode(),
+                "error": names[slot.error],
+                "gpu": None if slot.gpu == layout.ALL_GPUS else slot.gpu,
+                "times": None if slot.times == layout.FOREVER else slot.times,
+                "delay_ms": slot.delay_ms,
+            }
+            for slot in self.state.failures
+            if slot.call
+        ]
+
+    def clear_failures(self, call: str | None = None) -> None:
+        """Take back the rules for one call, or all of them."""
+        wanted = _unversioned(call).encode() if call else None
+        with self.changing() as state:
+            for slot in state.failures:
+                if slot.call and wanted in (None, slot.call):
+                    slot.call = b""
+                    state.failure_count -= 1
+
+    def add_process(self, gpu: int, process: ProcessDescription) -> None:
+        """Put a process on a GPU; one that is there changes its memory."""
+        with self.changing() as state:
+            slots = state.gpus[gpu].processes
+            slot = next((slot for slot in slots if slot.pid == process.pid), None) or next(
+                (slot for slot in slots if not slot.pid), None
+            )
+            if slot is None:
+                raise StateError(f"no more than {layout.MAX_PROCESSES} processes on a GPU")
+            slot.type = PROCESS_TYPES[process.type]
+            slot.used_mib = layout.UNKNOWN_MIB if process.used_mib is None else process.used_mib
+            slot.pid = process.pid
+
+    def remove_process(self, gpu: int, pid: int) -> bool:
+        """Take a process off a GPU; false where it was not there."""
+        with self.changing() as state:
+            for slot in state.gpus[gpu].processes:
+                if slot.pid == pid:
+                    slot.pid = 0
+                    return True
+        return False
+
+    def add_event(self, gpu: int, xid: int) -> None:
+        """Report an XID error of a GPU to all who wait for events."""
+        with self.changing() as state:
+            event = state.events[state.event_count % layout.MAX_EVENTS]
+            event.type, event.data, event.gpu = EVENT_XID, xid, gpu
+            state.event_count += 1
+
+
+def _unversioned(call: str) -> str:
+    base, separator, version = call.rpartition("_v")
+    call = base if separator and version.isdigit() else call
+    return "nvmlInit" if call == "nvmlInitWithFlags" else call
+
+
+def _fill(slot: layout.Gpu, gpu: GpuDescription) -> None:
+    kind = KINDS[gpu.kind]
+    slot.uuid, slot.name = gpu.uuid.encode(), gpu.name.encode()
+    slot.memory_mib = gpu.memory_mib
+    slot.reserved_mib = gpu.memory_mib // 128  # made up, of the usual size
+    slot.pci_domain, slot.pci_bus, slot.pci_device = gpu.pci
+    slot.pci_device_id = gpu.device << 16 | gpu.vendor
+    slot.pci_subsystem_id = kind.subsystem << 16 | gpu.vendor
+    slot.pci_class = kind.pci_class
+    slot.capability_major, slot.capability_minor = gpu.capability
+    slot.architecture = architecture(gpu.capability)
+    slot.brand = kind.brand
+    slot.minor = gpu.minor
+    slot.link_generation_max, slot.link_width_max = gpu.link
+    slot.link_generation, slot.link_width = gpu.current_link
+    slot.mig_capable = gpu.mig is not None
+    slot.mig_current = slot.mig_pending = bool(gpu.mig)
+    slot.compute_mode = gpu.compute_mode
+    slot.present = 1
+    slot.lost, slot.lost_lookup = gpu.lost, ERRORS["gpu_is_lost"]
+    for place, process in zip(slot.processes, gpu.processes):
+        place.pid, place.type = process.pid, PROCESS_TYPES[process.type]
+        place.used_mib = layout.UNKNOWN_MIB if process.used_mib is None else process.used_mib

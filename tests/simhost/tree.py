@@ -1,0 +1,116 @@
+"""The files of a simulated host: /sys, /dev, /proc and /etc under one root, as a real host has them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+from .catalog import KINDS, LINK_SPEEDS
+from .values import GpuDescription, HostDescription
+
+MACHINE_ID = "5c3f2b1de4a94f60b7c8d9e0f1a2b3c4"
+
+_FOLDERS = (
+    "bin", "dev/dri/by-path", "etc/yunion", "lib", "proc/driver/nvidia", "run", "sys/bus/pci/devices",
+    "sys/bus/pci/drivers/nvidia", "tmp", "var/lib", "var/log",
+)  # fmt: skip
+_DRIVER = """\
+NVRM version: NVIDIA UNIX x86_64 Kernel Module  {version}  Fri Jun 13 09:12:41 UTC 2025
+GCC version:  gcc version 12.2.0 (Debian 12.2.0-14+deb12u1)
+"""
+_HOST_CONF = """\
+# The simulated host's; Cloudpods' host agent owns most keys of the real one.
+enable_cuda_mps: true
+container_device_config_file: /etc/yunion/host_container_device.yml
+"""
+
+
+def write_tree(root: Path, host: HostDescription) -> None:
+    """Make the tree; configuration files that are there stay as they are."""
+    for folder in _FOLDERS:
+        os.makedirs(root / folder, exist_ok=True)
+    os.chmod(root / "tmp", 0o1777)
+    _write(root / "etc/machine-id", f"{MACHINE_ID}\n")
+    _write(root / "etc/yunion/host.conf", _HOST_CONF)
+    _write(root / "etc/yunion/host_container_device.yml", device_file(host.gpus))
+    _write(root / "proc/driver/nvidia/version", _DRIVER.format(version=host.driver_version))
+    for node in ("nvidiactl", "nvidia-uvm"):
+        _write(root / "dev" / node, "")
+    for gpu in host.gpus:
+        plug_in(root, gpu)
+
+
+def device_file(gpus: Iterable[GpuDescription]) -> str:
+    """Return the host_container_device.yml of all GPUs; one without a render node goes by its UUID."""
+    lines = ["devices:"]
+    for gpu in gpus:
+        path = gpu.uuid if gpu.render is None else f"/dev/dri/renderD{gpu.render}"
+        lines += [f"- path: {path}", "  type: NVIDIA_MPS", f"  virtual_number: {gpu.virtual_number}"]
+    return "\n".join(lines) + "\n"
+
+
+def plug_in(root: Path, gpu: GpuDescription) -> None:
+    """Make the files of one GPU: what a kernel with a bound nvidia driver shows of it."""
+    folder = _device_folder(root, gpu)
+    os.makedirs(folder, exist_ok=True)
+    kind = KINDS[gpu.kind]
+    attributes = {
+        "vendor": f"{gpu.vendor:#06x}",
+        "device": f"{gpu.device:#06x}",
+        "subsystem_vendor": f"{gpu.vendor:#06x}",
+        "subsystem_device": f"{kind.subsystem:#06x}",
+        "class": f"{kind.pci_class:#08x}",
+        "numa_node": str(gpu.numa_node),
+        "max_link_speed": LINK_SPEEDS[gpu.link[0]],
+        "max_link_width": str(gpu.link[1]),
+        "current_link_speed": LINK_SPEEDS[gpu.current_link[0]],
+        "current_link_width": str(gpu.current_link[1]),
+        "uevent": f"DRIVER=nvidia\nPCI_CLASS={kind.pci_class:X}\nPCI_ID={gpu.vendor:04X}:{gpu.device:04X}\n"
+                  f"PCI_SUBSYS_ID={gpu.vendor:04X}:{kind.subsystem:04X}\nPCI_SLOT_NAME={gpu.address}",
+    }  # fmt: skip
+    for name, value in attributes.items():
+        _write(folder / name, f"{value}\n")
+    _link(folder / "driver", "../../../bus/pci/drivers/nvidia")
+    _link(root / "sys/bus/pci/devices" / gpu.address, os.path.relpath(folder, root / "sys/bus/pci/devices"))
+    _write(root / f"dev/nvidia{gpu.minor}", "")
+    if gpu.render is not None:
+        for kind_of_node, node in _nodes(gpu).items():
+            os.makedirs(folder / "drm" / node, exist_ok=True)
+            _write(root / "dev/dri" / node, "")
+            _link(root / f"dev/dri/by-path/pci-{gpu.address}-{kind_of_node}", f"../{node}")
+
+
+def unplug(root: Path, gpu: GpuDescription) -> None:
+    """Take away the files of one GPU, as after its removal from the PCI bus."""
+    paths = [root / "sys/bus/pci/devices" / gpu.address, root / f"dev/nvidia{gpu.minor}"]
+    for kind_of_node, node in _nodes(gpu).items():
+        paths += [root / "dev/dri" / node, root / f"dev/dri/by-path/pci-{gpu.address}-{kind_of_node}"]
+    for path in paths:
+        if path.is_symlink() or path.exists():
+            path.unlink()
+    shutil.rmtree(_device_folder(root, gpu), ignore_errors=True)
+
+
+def _device_folder(root: Path, gpu: GpuDescription) -> Path:
+    return root / f"sys/devices/pci{gpu.pci[0]:04x}:{gpu.pci[1]:02x}" / gpu.address
+
+
+def _nodes(gpu: GpuDescription) -> dict[str, str]:
+    """Return the DRM nodes by kind; render node 128 + n belongs to card n."""
+    return {} if gpu.render is None else {"render": f"renderD{gpu.render}", "card": f"card{gpu.render % 128}"}
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        with open(path, "x", encoding="ascii") as file:
+            file.write(text)
+    except FileExistsError:  # a kept root: its edits stay
+        pass
+
+
+def _link(path: Path, target: str) -> None:
+    with contextlib.suppress(FileExistsError):
+        os.symlink(target, path)

@@ -1,0 +1,186 @@
+"""`simhost` and `simhost-ctl`, run as programs."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import simhost
+
+PROGRAM = [sys.executable, "-I", str(Path(simhost.__file__).with_name("__main__.py"))]
+
+
+def run(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*PROGRAM, *words], capture_output=True, text=True, timeout=30)
+
+
+def test_command_runs_on_the_reference_case_and_nothing_is_left() -> None:
+    done = run("--", "sh", "-c", 'echo "$YUNION_MPS_ROOT"; nvidia-smi -L')
+    root, line = done.stdout.splitlines()
+    assert line == "GPU 0: Tesla P40 (UUID: GPU-76aef7ff-372d-2432-b4b4-beca4d8d3400)"
+    assert not Path(root).exists()
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("words", "status"),
+    [
+        (["sh", "-c", "exit 42"], 42),
+        (["sh", "-c", "kill -TERM $$"], -signal.SIGTERM),
+        (["no-such-command"], 127),
+        (["/etc"], 126),
+    ],
+)
+def test_exit_status_is_the_commands(words: list[str], status: int) -> None:
+    assert run("--", *words).returncode == status
+
+
+def test_signals_are_passed_on() -> None:
+    script = "trap 'echo got it; exit 5' TERM; echo ready; while :; do sleep 0.01; done"
+    with subprocess.Popen([*PROGRAM, "--", "sh", "-c", script], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        process.terminate()
+        assert process.communicate(timeout=10)[0] == "got it\n"
+    assert process.returncode == 5
+
+
+def test_daemons_end_with_the_host() -> None:
+    done = run("--", "sh", "-c", "setsid sh -c 'sleep 60 & echo $!; wait' & sleep 0.2; echo $YUNION_MPS_ROOT")
+    pid, root = done.stdout.split()
+    deadline = time.monotonic() + 5
+    while Path("/proc", pid).exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not Path("/proc", pid).exists()
+    assert not Path(root).exists()
+
+
+def test_real_control_daemon_runs_on_it() -> None:
+    script = """
+    export CUDA_MPS_PIPE_DIRECTORY=$YUNION_MPS_ROOT/tmp CUDA_MPS_LOG_DIRECTORY=$YUNION_MPS_ROOT/tmp
+    nvidia-cuda-mps-control -d && echo get_default_active_thread_percentage | nvidia-cuda-mps-control
+    """
+    assert run("--", "sh", "-c", script).stdout == "100.0\n"
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("gpus: [{kind: h1000}]", "gpus[0].kind: 'h1000' is not known; did you mean 'h100'?"),
+        ("gpus: [\n", "line 2: not YAML: "),
+        (None, "cannot be read (No such file or directory): give a readable file"),
+    ],
+)
+def test_bad_file_is_one_clear_line(tmp_path: Path, content: str | None, words: str) -> None:
+    file = tmp_path / "gpus.yml"
+    if content is not None:
+        file.write_text(content)
+    done = run("--gpus", str(file), "--", "true")
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"simhost: {file}: {words}")
+    assert done.stderr.count("\n") == 1
+
+
+def test_named_root_is_kept_and_used_again(tmp_path: Path) -> None:
+    file = tmp_path / "gpus.yml"
+    file.write_text("gpus:\n- {kind: t4}\n")
+    root = str(tmp_path / "h")
+    assert (
+        run(
+            "--gpus", str(file), "--root", root, "--", "simhost-ctl", "compute-mode", "0", "prohibited"
+        ).returncode
+        == 0
+    )
+    query = ["nvidia-smi", "--query-gpu=name,compute_mode", "--format=csv,noheader"]
+    assert run("--root", root, "--", *query).stdout == "Tesla T4, Prohibited\n"
+
+
+def test_ctl_does_each_of_its_commands() -> None:
+    script = """
+    set -e
+    simhost-ctl compute-mode 0 exclusive_process
+    simhost-ctl process 0 add 77 10
+    simhost-ctl process 0 add 78 20 --type M+C
+    simhost-ctl process 0 remove 77
+    simhost-ctl xid 0 31
+    simhost-ctl fail nvmlDeviceGetUUID gpu_is_lost --gpu 0 --times 2 --delay-ms 5
+    simhost-ctl lose 0
+    simhost-ctl hide-library
+    simhost-ctl show
+    """
+    shown = json.loads(run("--", "sh", "-c", script).stdout)
+    (gpu,) = shown["gpus"]
+    assert (gpu["compute_mode"], gpu["lost"], gpu["present"]) == ("exclusive_process", True, True)
+    assert gpu["processes"] == [{"pid": 78, "used_mib": 20, "type": "M+C"}]
+    assert shown["library"] is False
+    assert shown["failures"] == [
+        {"call": "nvmlDeviceGetUUID", "error": "gpu_is_lost", "gpu": 0, "times": 2, "delay_ms": 5}
+    ]
+
+
+def test_ctl_takes_it_all_back(tmp_path: Path) -> None:
+    file = tmp_path / "gpus.yml"
+    file.write_text(
+        "gpus: [{kind: a100, mig: true}, {kind: t4, lost: true}]\nfailures: [{call: '*', error: unknown}]\n"
+    )
+    script = (
+        "simhost-ctl mig 0 off && simhost-ctl remove 0 && simhost-ctl restore 0 && simhost-ctl restore 1 && "
+    )
+    script += (
+        "simhost-ctl clear && simhost-ctl hide-library && simhost-ctl show-library && nvidia-smi -L | wc -l"
+    )
+    assert run("--gpus", str(file), "--", "sh", "-c", script).stdout == "2\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["lose", "1"], "GPU 1: the host has GPUs 0 to 0"),
+        (["process", "0", "remove", "5"], "no process 5 on GPU 0"),
+        (["mig", "0", "on"], "a tesla-p40 has no MIG mode"),
+    ],
+)
+def test_ctl_refuses_what_cannot_be(words: list[str], message: str) -> None:
+    done = run("--", "simhost-ctl", *words)
+    assert (done.returncode, done.stderr) == (2, f"simhost-ctl: {message}\n")
+
+
+def test_own_time_is_short() -> None:
+    run("--", "true")  # compiles the library where it is not
+    times = []
+    for _ in range(5):
+        before = os.times()
+        run("--", "true")
+        after = os.times()
+        times.append(
+            after.children_user + after.children_system - before.children_user - before.children_system
+        )
+    assert min(times) < 0.2
+
+
+def test_signal_at_any_moment_leaves_no_root() -> None:
+    """Ends simhost while it makes its host, too: from the first moment to well into the command."""
+    wait = "echo $YUNION_MPS_ROOT; exec sleep 60"
+    for delay_s in (0.03, 0.035, 0.04, 0.05, 0.08):
+        with subprocess.Popen(
+            [*PROGRAM, "--", "sh", "-c", wait], stdout=subprocess.PIPE, text=True
+        ) as process:
+            time.sleep(delay_s)
+            process.terminate()
+            root = process.communicate(timeout=10)[0].strip()
+        assert process.returncode == -signal.SIGTERM
+        assert not root or not Path(root).exists()
+
+
+def test_command_has_the_signals_of_a_shells_child() -> None:
+    shown = run("--", "grep", "-E", "SigBlk|SigIgn", "/proc/self/status").stdout.split()
+    blocked, ignored = int(shown[1], 16), int(shown[3], 16)
+    assert blocked == 0
+    assert not ignored & 1 << signal.SIGPIPE - 1

@@ -1,0 +1,207 @@
+"""pynvml (NVIDIA's nvidia-ml-py), unmodified, on a simulated host."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import pytest
+
+from simhost import SimHost
+from simhost.catalog import KINDS
+from simhost.nvml import ERRORS
+
+MakeHost = Callable[..., SimHost]
+RunPython = Callable[..., str]
+
+READ_ALL = """
+import json
+n.nvmlInit()
+rows = []
+for i in range(n.nvmlDeviceGetCount()):
+    h = n.nvmlDeviceGetHandleByIndex(i)
+    pci = n.nvmlDeviceGetPciInfo(h)
+    try:
+        mig = n.nvmlDeviceGetMigMode(h)
+    except n.NVMLError_NotSupported:
+        mig = None
+    rows.append({
+        "index": n.nvmlDeviceGetIndex(h), "uuid": n.nvmlDeviceGetUUID(h), "name": n.nvmlDeviceGetName(h),
+        "bus_id": pci.busId, "legacy": pci.busIdLegacy, "pci": [pci.domain, pci.bus, pci.device],
+        "device": pci.pciDeviceId, "minor": n.nvmlDeviceGetMinorNumber(h), "mig": mig,
+        "memory_mib": n.nvmlDeviceGetMemoryInfo(h).total >> 20,
+        "mode": n.nvmlDeviceGetComputeMode(h), "capability": n.nvmlDeviceGetCudaComputeCapability(h),
+        "link": [n.nvmlDeviceGetMaxPcieLinkGeneration(h), n.nvmlDeviceGetMaxPcieLinkWidth(h)],
+        "architecture": n.nvmlDeviceGetArchitecture(h),
+        "found": [n.nvmlDeviceGetIndex(n.nvmlDeviceGetHandleByUUID(n.nvmlDeviceGetUUID(h))),
+                  n.nvmlDeviceGetIndex(n.nvmlDeviceGetHandleByPciBusId(pci.busId))],
+    })
+print(json.dumps(rows))
+"""
+
+
+def test_every_kind_is_read_as_the_catalogue_has_it(make_host: MakeHost, python: RunPython) -> None:
+    host = make_host([{"kind": kind} for kind in KINDS])
+    rows = json.loads(python(host, READ_ALL))
+    for number, (row, kind) in enumerate(zip(rows, KINDS.values())):
+        assert row == {
+            "index": number,
+            "uuid": host.gpus[number].uuid,
+            "name": kind.name,
+            "bus_id": f"00000000:{number // 16:02X}:{6 + number % 16:02X}.0",
+            "legacy": f"0000:{number // 16:02X}:{6 + number % 16:02X}.0",
+            "pci": [0, number // 16, 6 + number % 16],
+            "device": kind.device << 16 | 0x10DE,
+            "minor": number,
+            "mig": [0, 0] if kind.mig else None,
+            "memory_mib": kind.memory_mib,
+            "mode": 0,
+            "capability": list(kind.capability),
+            "link": [kind.generation, 16],
+            "architecture": row["architecture"],
+            "found": [number, number],
+        }
+    architectures = [row["architecture"] for row in rows]
+    assert architectures == [2, 3, 4, 4, 5, 6, 6, 7, 7, 8, 8, 9, 9, 10, 10, 10]  # Kepler is 2, Blackwell 10
+
+
+def test_sixty_four_gpus_are_all_different(make_host: MakeHost, python: RunPython) -> None:
+    rows = json.loads(python(make_host([{"kind": "h200", "count": 64}]), READ_ALL))
+    for key in ("index", "uuid", "bus_id", "minor"):
+        assert len({row[key] for row in rows}) == 64
+
+
+def test_other_domains_sort_last_and_are_found(make_host: MakeHost, python: RunPython) -> None:
+    host = make_host([{"kind": "h100", "pci": "10000:e1:00.0"}, {"kind": "t4"}])
+    rows = json.loads(python(host, READ_ALL))
+    assert [row["bus_id"] for row in rows] == ["00000000:00:06.0", "00010000:E1:00.0"]
+    assert rows[1]["found"] == [1, 1]
+
+
+def test_versions_are_the_descriptions(make_host: MakeHost, python: RunPython) -> None:
+    host = make_host({"driver": {"version": "550.163.01", "cuda": "12.4"}, "gpus": [{"kind": "l4"}]})
+    assert python(
+        host,
+        """
+        n.nvmlInit()
+        print(n.nvmlSystemGetDriverVersion(), n.nvmlSystemGetNVMLVersion())
+        print(n.nvmlSystemGetCudaDriverVersion(), n.nvmlSystemGetCudaDriverVersion_v2())
+        """,
+    ).split() == ["550.163.01", "12.550.163.01", "12040", "12040"]
+
+
+def test_calls_before_init_and_after_shutdown_are_uninitialized(
+    make_host: MakeHost, python: RunPython
+) -> None:
+    program = """
+    def count():
+        try:
+            print(n.nvmlDeviceGetCount())
+        except n.NVMLError as error:
+            print(type(error).__name__)
+    n._LoadNvmlLibrary(); count()
+    n.nvmlInit(); n.nvmlInit(); count()
+    n.nvmlShutdown(); count()
+    n.nvmlShutdown(); count()
+    """
+    assert python(make_host(), program).split() == [
+        "NVMLError_Uninitialized", "1", "1", "NVMLError_Uninitialized",
+    ]  # fmt: skip
+
+
+def test_memory_counts_processes_and_the_reserved_part(make_host: MakeHost) -> None:
+    host = make_host([{"kind": "t4", "processes": [{"pid": 5, "used_mib": 1000}]}])
+    with host.pynvml() as n:
+        n.nvmlInit()
+        handle = n.nvmlDeviceGetHandleByIndex(0)
+        one, two = n.nvmlDeviceGetMemoryInfo(handle), n.nvmlDeviceGetMemoryInfo(handle, n.nvmlMemory_v2)
+        assert (two.total >> 20, two.reserved >> 20, two.used >> 20) == (15360, 120, 1000)
+        assert (one.used, one.free) == (two.used + two.reserved, two.free)
+
+
+def test_processes_come_and_go_while_a_program_runs(make_host: MakeHost) -> None:
+    host = make_host()
+    with host.pynvml() as n:
+        n.nvmlInit()
+        handle = n.nvmlDeviceGetHandleByIndex(0)
+
+        def listed() -> tuple[list[object], list[object], list[object]]:
+            return tuple(  # type: ignore[return-value]
+                [(p.pid, p.usedGpuMemory and p.usedGpuMemory >> 20) for p in call(handle)]
+                for call in (
+                    n.nvmlDeviceGetComputeRunningProcesses,
+                    n.nvmlDeviceGetMPSComputeRunningProcesses,
+                    n.nvmlDeviceGetGraphicsRunningProcesses,
+                )
+            )
+
+        assert listed() == ([], [], [])
+        host.gpus[0].add_process(10, 100)
+        host.gpus[0].add_process(11, None, "M+C")
+        host.gpus[0].add_process(12, 7, "G")
+        assert listed() == ([(10, 100), (11, None)], [(11, None)], [(12, 7)])
+        host.gpus[0].add_process(10, 200)
+        assert host.gpus[0].remove_process(11)
+        assert not host.gpus[0].remove_process(11)
+        assert listed() == ([(10, 200)], [], [(12, 7)])
+
+
+def test_compute_mode_set_by_nvidia_smi_is_seen_at_once(make_host: MakeHost, python: RunPython) -> None:
+    host = make_host()
+    with host.pynvml() as n:
+        n.nvmlInit()
+        handle = n.nvmlDeviceGetHandleByIndex(0)
+        assert n.nvmlDeviceGetComputeMode(handle) == n.NVML_COMPUTEMODE_DEFAULT
+        host.run(["nvidia-smi", "-i", "0", "-c", "EXCLUSIVE_PROCESS"], check=True)
+        assert n.nvmlDeviceGetComputeMode(handle) == n.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS
+        assert json.loads(python(host, READ_ALL))[0]["mode"] == n.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS
+        host.gpus[0].compute_mode = "prohibited"
+        assert n.nvmlDeviceGetComputeMode(handle) == n.NVML_COMPUTEMODE_PROHIBITED
+
+
+def test_compute_mode_needs_root(make_host: MakeHost, python: RunPython) -> None:
+    program = """
+    import os
+    n.nvmlInit()
+    if os.geteuid() == 0:
+        os.seteuid(65534)
+    try:
+        n.nvmlDeviceSetComputeMode(n.nvmlDeviceGetHandleByIndex(0), 3)
+    except n.NVMLError_NoPermission:
+        print("refused")
+    """
+    assert python(make_host(), program) == "refused\n"
+
+
+def test_mig_mode_is_switched_while_a_program_runs(make_host: MakeHost) -> None:
+    host = make_host([{"kind": "a100"}])
+    with host.pynvml() as n:
+        n.nvmlInit()
+        handle = n.nvmlDeviceGetHandleByIndex(0)
+        assert n.nvmlDeviceGetMigMode(handle) == [0, 0]
+        host.gpus[0].mig = True
+        assert n.nvmlDeviceGetMigMode(handle) == [1, 1]
+        with pytest.raises(n.NVMLError_NotSupported):
+            n.nvmlDeviceSetComputeMode(handle, n.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS)
+
+
+def test_what_does_not_exist_is_not_found(make_host: MakeHost) -> None:
+    with make_host().pynvml() as n:
+        n.nvmlInit()
+        handle = n.nvmlDeviceGetHandleByIndex(0)
+        with pytest.raises(n.NVMLError_NotFound):
+            n.nvmlDeviceGetHandleByUUID("GPU-00000000-0000-0000-0000-000000000000")
+        with pytest.raises(n.NVMLError_NotFound):
+            n.nvmlDeviceGetHandleByPciBusId("0000:00:1f.0")
+        with pytest.raises(n.NVMLError_InvalidArgument):
+            n.nvmlDeviceGetHandleByIndex(1)
+        with pytest.raises(n.NVMLError_NotSupported):
+            n.nvmlDeviceGetSerial(handle)
+        with pytest.raises(n.NVMLError_FunctionNotFound):
+            n.nvmlDeviceGetNvLinkState(handle, 0)
+
+
+def test_error_words_exist_for_every_number(make_host: MakeHost) -> None:
+    with make_host().pynvml() as n:
+        words = {number: n.nvmlErrorString(number) for number in ERRORS.values()}
+    assert len(set(words.values())) == len(words)

@@ -1,0 +1,107 @@
+"""The client: one question to the daemon, with a deadline and words for every way it can fail."""
+
+from __future__ import annotations
+
+import errno
+import json
+import socket
+import time
+from typing import Any
+
+import h11
+
+from yunion_mps.errors import NotAllowedError, NotFoundError, UnreachableError, YunionError
+from yunion_mps.paths import Paths
+
+TIMEOUT_S = 30.0
+_UNIT = "yunion-mps-daemon"
+
+
+class Client:
+    """Asks the daemon of this host over its socket."""
+
+    def __init__(self, paths: Paths, timeout_s: float = TIMEOUT_S) -> None:
+        self._path = paths.socket
+        self._timeout_s = timeout_s
+
+    def get(self, target: str) -> Any:
+        """The JSON answer to a GET; raises YunionError of the kind that the failure is."""
+        deadline_s = time.monotonic() + self._timeout_s
+        with self._connect() as connection:
+            try:
+                status, body = self._ask(connection, target, deadline_s)
+            except socket.timeout:
+                raise self._silent() from None
+            except (OSError, h11.ProtocolError) as error:
+                raise UnreachableError(
+                    f"the daemon's answer on {self._path} broke off: {error}", f"see: journalctl -u {_UNIT}"
+                ) from None
+        return _result(status, body)
+
+    def _connect(self) -> socket.socket:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        connection.settimeout(self._timeout_s)
+        try:
+            connection.connect(self._path)
+        except OSError as error:
+            connection.close()
+            raise self._unreachable(error) from None
+        return connection
+
+    def _unreachable(self, error: OSError) -> YunionError:
+        if error.errno in (errno.EACCES, errno.EPERM):
+            return NotAllowedError(
+                f"you may not ask the daemon: no permission for {self._path}",
+                "become root, or join the group: usermod -aG yunion-mps USER, then log in anew",
+            )
+        if isinstance(error, socket.timeout) or error.errno == errno.EAGAIN:
+            return self._silent()
+        if error.errno == errno.ENOENT:
+            what = f"the daemon is not running: there is no {self._path}"
+        elif error.errno == errno.ECONNREFUSED:
+            what = f"the daemon is not running: nothing answers on {self._path}"
+        else:
+            what = f"the daemon cannot be reached on {self._path}: {error.strerror}"
+        return UnreachableError(what, f"start it: systemctl start {_UNIT}; or see why not: systemctl status {_UNIT}")
+
+    def _silent(self) -> YunionError:
+        return UnreachableError(
+            f"the daemon does not answer on {self._path} within {self._timeout_s:g} s",
+            f"see what it does: journalctl -u {_UNIT}; or restart it, which leaves running jobs alone",
+        )
+
+    def _ask(self, connection: socket.socket, target: str, deadline_s: float) -> tuple[int, bytes]:
+        http = h11.Connection(h11.CLIENT)
+        headers = [("Host", "localhost"), ("Accept", "application/json"), ("Connection", "close")]
+        question = h11.Request(method="GET", target=target, headers=headers)
+        connection.sendall((http.send(question) or b"") + (http.send(h11.EndOfMessage()) or b""))
+        status, body = 0, []
+        while True:
+            event = http.next_event()
+            if event is h11.NEED_DATA:
+                left_s = deadline_s - time.monotonic()
+                if left_s <= 0:
+                    raise socket.timeout
+                connection.settimeout(left_s)
+                http.receive_data(connection.recv(1 << 18))
+            elif isinstance(event, h11.Response):
+                status = event.status_code
+            elif isinstance(event, h11.Data):
+                body.append(bytes(event.data))
+            else:
+                return status, b"".join(body)
+
+
+def _result(status: int, body: bytes) -> Any:
+    try:
+        answer = json.loads(body)
+    except ValueError:
+        raise UnreachableError(
+            f"the daemon's answer (status {status}) is not JSON", "is another program on its socket?"
+        ) from None
+    if status == 200:
+        return answer
+    message = str(answer.get("detail") or f"the daemon answered {status}")
+    hint = str(answer.get("hint") or f"see: journalctl -u {_UNIT}")
+    kinds = {403: NotAllowedError, 404: NotFoundError}
+    raise kinds.get(status, YunionError)(message, hint)

@@ -1,0 +1,223 @@
+"""The server: many connections, none of which can cost another one anything.
+
+Every connection has a deadline for its request and for taking the answer, a bound on what it may send, and
+a share of the connections that one user may hold. h11 parses; a request that it refuses is answered and
+the connection closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import struct
+from collections import Counter
+from typing import Optional, cast
+
+import h11
+
+from yunion_mps.api.routes import Request, Response, Router, problem
+
+log = logging.getLogger(__name__)
+
+REQUEST_TIMEOUT_S = 10.0
+IDLE_TIMEOUT_S = 30.0
+ANSWER_TIMEOUT_S = 10.0
+LARGEST_HEAD_BYTES = 16 << 10
+LARGEST_BODY_BYTES = 64 << 10
+MOST_CONNECTIONS = 512
+#: Root always gets in: other users together cannot take the last connections.
+KEPT_FOR_ROOT = 64
+MOST_OF_ONE_USER = 128
+
+
+class Server:
+    """Accepts on the listening socket until it is closed."""
+
+    def __init__(self, router: Router) -> None:
+        self.router = router
+        self.connections: set[Connection] = set()
+        self.by_uid: Counter[int] = Counter()
+        self._server: Optional[asyncio.AbstractServer] = None
+
+    async def open(self, listener: socket.socket) -> None:
+        """Begin to accept."""
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_unix_server(lambda: Connection(self), sock=listener)
+
+    async def close(self) -> None:
+        """Accept no more, and end the connections that are open."""
+        if self._server:
+            self._server.close()
+        for connection in list(self.connections):
+            connection.abort()
+
+    def admit(self, connection: Connection) -> bool:
+        """Whether there is room for one more connection of this user."""
+        uid = connection.uid
+        room = MOST_CONNECTIONS - (0 if uid == 0 else KEPT_FOR_ROOT)
+        if len(self.connections) >= room or (uid != 0 and self.by_uid[uid] >= MOST_OF_ONE_USER):
+            return False
+        self.connections.add(connection)
+        self.by_uid[uid] += 1
+        return True
+
+    def forget(self, connection: Connection) -> None:
+        """The connection is over."""
+        if connection in self.connections:
+            self.connections.discard(connection)
+            self.by_uid[connection.uid] -= 1
+            if not self.by_uid[connection.uid]:
+                del self.by_uid[connection.uid]
+
+
+class Connection(asyncio.Protocol):
+    """One client: its requests one after another, each answered before the next is read."""
+
+    def __init__(self, server: Server) -> None:
+        self.uid = -1
+        self._server = server
+        self._http = h11.Connection(h11.SERVER, max_incomplete_event_size=LARGEST_HEAD_BYTES)
+        self._transport: Optional[asyncio.Transport] = None
+        self._timer: Optional[asyncio.TimerHandle] = None
+        self._request: Optional[h11.Request] = None
+        self._body_bytes = 0
+        self._blocked = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """A client has connected: find out who it is, and whether there is room."""
+        self._transport = cast(asyncio.Transport, transport)
+        self.uid = _uid_of(transport.get_extra_info("socket"))
+        if not self._server.admit(self):
+            self._refuse(problem(503, "too many connections are open", "close some, or try again in a moment"))
+            return
+        self._set_deadline(REQUEST_TIMEOUT_S)
+
+    def connection_lost(self, exc: Optional[Exception]) -> None:  # noqa: ARG002 - the interface is asyncio's
+        """The connection is over, from either side."""
+        if self._timer:
+            self._timer.cancel()
+        self._server.forget(self)
+
+    def data_received(self, data: bytes) -> None:
+        """Something has come in."""
+        self._http.receive_data(data)
+        self._work()
+
+    def eof_received(self) -> bool:
+        """The client sends no more; what it has asked is still answered."""
+        self._http.receive_data(b"")
+        self._work()
+        return False
+
+    def pause_writing(self) -> None:
+        """The client does not take its answer: it gets a deadline, and no more is read from it."""
+        assert self._transport is not None
+        self._blocked = True
+        self._transport.pause_reading()
+        self._set_deadline(ANSWER_TIMEOUT_S)
+
+    def resume_writing(self) -> None:
+        """The client has taken its answer."""
+        assert self._transport is not None
+        self._blocked = False
+        self._transport.resume_reading()
+        self._set_deadline(IDLE_TIMEOUT_S)
+        self._work()
+
+    def abort(self) -> None:
+        """End it now, whatever is under way."""
+        if self._transport:
+            self._transport.abort()
+
+    def _work(self) -> None:
+        """Handle all requests that are complete, as long as the client takes the answers."""
+        try:
+            while not self._blocked:
+                event = self._http.next_event()
+                if isinstance(event, h11.Request):
+                    self._begin(event)
+                elif isinstance(event, h11.Data):
+                    self._count(len(event.data))
+                elif isinstance(event, h11.EndOfMessage):
+                    self._answer()
+                elif isinstance(event, h11.ConnectionClosed):
+                    self._close()
+                    return
+                else:
+                    return
+        except h11.RemoteProtocolError as error:
+            status = error.error_status_hint if error.error_status_hint in (400, 431, 501) else 400
+            self._refuse(problem(status, f"the request is not valid HTTP: {error}"))
+
+    def _begin(self, request: h11.Request) -> None:
+        self._request = request
+        self._body_bytes = 0
+        self._set_deadline(REQUEST_TIMEOUT_S)
+
+    def _count(self, length: int) -> None:
+        """Bodies are read past, for no request of ours has one that matters; but not without end."""
+        self._body_bytes += length
+        if self._body_bytes > LARGEST_BODY_BYTES:
+            self._refuse(problem(413, f"the body is larger than {LARGEST_BODY_BYTES} bytes"))
+            raise h11.RemoteProtocolError("body too large")
+
+    def _answer(self) -> None:
+        assert self._request is not None
+        request = self._request
+        method, target = request.method.decode(), request.target.decode("ascii", "replace")
+        self._send(self._server.router.answer(Request(method, target, self.uid)))
+        self._set_deadline(ANSWER_TIMEOUT_S if self._blocked else IDLE_TIMEOUT_S)
+        if self._http.our_state is h11.MUST_CLOSE:
+            self._close()
+        elif self._http.our_state is h11.DONE and self._http.their_state is h11.DONE:
+            self._http.start_next_cycle()
+
+    def _send(self, response: Response) -> None:
+        if self._transport is None or self._transport.is_closing():
+            return
+        headers = [
+            ("Content-Type", response.content_type),
+            ("Content-Length", str(len(response.body))),
+            *response.headers,
+        ]
+        head = h11.Response(status_code=response.status, headers=headers)
+        out = self._http.send(head) or b""
+        is_head = self._request is not None and self._request.method == b"HEAD"
+        out += b"" if is_head else self._http.send(h11.Data(data=response.body)) or b""
+        out += self._http.send(h11.EndOfMessage()) or b""
+        self._transport.write(out)
+
+    def _refuse(self, response: Response) -> None:
+        """Answer where that is still possible, and close."""
+        if self._transport is None or self._transport.is_closing():
+            return
+        if self._http.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            self._request = None
+            self._send(response._replace(headers=(*response.headers, ("Connection", "close"))))
+        self._close()
+
+    def _close(self) -> None:
+        """Close once what was written has been taken, and within the deadline for that."""
+        if self._transport and not self._transport.is_closing():
+            self._transport.close()
+            self._set_deadline(ANSWER_TIMEOUT_S)
+
+    def _set_deadline(self, wait_s: float) -> None:
+        if self._timer:
+            self._timer.cancel()
+        self._timer = asyncio.get_running_loop().call_later(wait_s, self._too_late)
+
+    def _too_late(self) -> None:
+        """The client was too slow; a request that it has begun is answered with that."""
+        if self._request is not None and self._http.our_state is h11.SEND_RESPONSE and not self._blocked:
+            self._refuse(problem(408, "the request did not arrive in time"))
+        elif self._transport:
+            self._transport.abort()
+
+
+def _uid_of(connection: socket.socket) -> int:
+    """The user at the other end (SO_PEERCRED, unix(7))."""
+    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    uid: int = struct.unpack("3i", raw)[1]
+    return uid

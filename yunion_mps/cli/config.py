@@ -1,0 +1,88 @@
+"""`yunion-mps config check` and `config show`: both work without the daemon, and touch nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from yunion_mps.cli.output import output_option, show, show_pairs
+from yunion_mps.cli.table import draw
+from yunion_mps.errors import ConfigError
+from yunion_mps.paths import Paths
+
+
+@click.group("config")
+def command() -> None:
+    """Look at the configuration: what is in force, and whether it is right."""
+
+
+@command.command("show")
+@output_option
+def show_config(output: str) -> None:
+    """Show every key's value, and where it stands or that it is the default.
+
+    \b
+    Examples:
+      yunion-mps config show
+      yunion-mps config show --output yaml
+    """  # noqa: D301
+    from yunion_mps.config import load
+    from yunion_mps.report import config_json
+
+    config, problems = load(Paths.from_environment())
+    if problems:
+        raise ConfigError(problems)
+    answer = config_json(config)
+    header = ("Key", "Value", "From")
+    rows = [(name, entry["value"], entry["from"]) for name, entry in answer["keys"].items()]
+    rows += [("devices", f"{d['path']}: {d['virtual_number']}", d["from"]) for d in answer["devices"]]
+    show(answer, output, header, rows, lambda: draw(header, rows))
+
+
+@command.command("check")
+@output_option
+def check_config(output: str) -> None:
+    """Check both files against this host's GPUs, and show the plan that they make.
+
+    Exits with 6 and every problem of both files, each with its file and line, where there is one.
+
+    \b
+    Examples:
+      yunion-mps config check
+      yunion-mps config check --output json
+    """  # noqa: D301
+    from yunion_mps.examination import examine
+    from yunion_mps.report import plan_json
+
+    examination = examine(Paths.from_environment())
+    try:
+        examination.check()
+        answer = plan_json(examination)
+    finally:
+        examination.close()
+    show_pairs(answer, output, lambda: _plan_text(answer))
+
+
+def _plan_text(answer: dict[str, Any]) -> str:
+    text = "The configuration is right. Nothing was changed; the daemon would do this:\n"
+    if answer["notice"]:
+        return f"The configuration is right. {answer['notice']}.\n"
+    rows = [
+        (
+            gpu["addr"],
+            gpu["name"],
+            gpu["devices"],
+            gpu["memory_limit"],
+            gpu["thread_percentage"],
+            gpu["compute_mode"],
+            gpu["domain"],
+            gpu["reason"] or ("" if gpu["budget_enforced"] else "budgets are not enforced: older than Volta"),
+        )
+        for gpu in answer["gpus"]
+    ]
+    header = ("GPU", "Name", "Devices", "Memory_MiB", "Threads_%", "Compute_mode", "Domain", "Note")
+    text += draw(header, rows, ("Name", "Domain", "Compute_mode"))
+    for domain in answer["domains"]:
+        text += f"Control daemon {domain['name']}: {len(domain['gpus'])} GPUs, {domain['pipe_directory']}\n"
+    return text

@@ -1,0 +1,40 @@
+"""`yunion-mps gpus`: every GPU of the host, the broken ones with their reason."""
+
+from __future__ import annotations
+
+import click
+
+from yunion_mps.cli.ask import ask
+from yunion_mps.cli.output import output_option, show
+from yunion_mps.cli.table import draw
+
+COLUMNS = {
+    "Addr": "addr",
+    "Name": "name",
+    "UUID": "uuid",
+    "Memory_MiB": "memory_total",
+    "Compute_mode": "compute_mode",
+    "Capability": "compute_capability",
+    "MIG": "mig_enabled",
+    "Devices": "devices",
+    "Enforced": "budget_enforced",
+    "State": "state",
+    "Reason": "reason",
+}
+_DROP = ("MIG", "Capability", "UUID", "Memory_MiB", "Name", "Enforced")
+
+
+@click.command("gpus")
+@output_option
+def command(output: str) -> None:
+    """List the NVIDIA GPUs of this host.
+
+    \b
+    Examples:
+      yunion-mps gpus
+      yunion-mps gpus --output csv
+    """  # noqa: D301
+    answer = ask("/v1/gpus")
+    rows = [[gpu[field] for field in COLUMNS.values()] for gpu in answer["gpus"]]
+    header = list(COLUMNS)
+    show(answer, output, header, rows, lambda: draw(header, rows, _DROP))

@@ -1,0 +1,84 @@
+"""`--output`: the same answer as a table for people, or as JSON, YAML or CSV for programs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import click
+
+FORMATS = ("table", "json", "yaml", "csv")
+
+Row = Sequence[object]
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def output_option(function: F) -> F:
+    """Give a command the option `--output`."""
+    option = click.option(
+        "-o", "--output", type=click.Choice(FORMATS), default="table", show_default=True, help="How to print it."
+    )
+    return option(function)
+
+
+def show(value: Any, output: str, header: Sequence[str], rows: Sequence[Row], table: Callable[[], str]) -> None:
+    """Print `value` as JSON or YAML, the rows under their header as CSV, or what `table` makes."""
+    if output == "json":
+        import json
+
+        text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+    elif output == "yaml":
+        import yaml
+
+        text = yaml.safe_dump(value, sort_keys=False, allow_unicode=True)
+    elif output == "csv":
+        text = _csv(header, rows)
+    else:
+        text = table()
+    sys.stdout.write(text)
+
+
+def cell(value: object) -> str:
+    """A value as a cell: nothing for what is unknown, JSON for what has parts, no control characters."""
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, (dict, list)):
+        import json
+
+        return json.dumps(value, separators=(",", ":"), ensure_ascii=False)
+    text = str(value)
+    return text if text.isprintable() else "".join(c if c.isprintable() else "?" for c in text)
+
+
+def pairs(value: Mapping[str, object], prefix: str = "") -> list[tuple[str, object]]:
+    """A nested answer as (name, value) lines, the names joined by dots."""
+    found: list[tuple[str, object]] = []
+    for key, inner in value.items():
+        name = f"{prefix}{key}"
+        if isinstance(inner, Mapping) and inner:
+            found += pairs(inner, f"{name}.")
+        elif isinstance(inner, list) and inner and isinstance(inner[0], Mapping):
+            for index, item in enumerate(inner):
+                found += pairs(item, f"{name}.{index}.")
+        else:
+            found.append((name, inner))
+    return found
+
+
+def show_pairs(value: Mapping[str, object], output: str, table: Callable[[], str]) -> None:
+    """As `show`, for an answer that is one thing and no list."""
+    show(value, output, ("Field", "Value"), pairs(value), table)
+
+
+def _csv(header: Sequence[str], rows: Sequence[Row]) -> str:
+    import csv
+    import io
+
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(header)
+    writer.writerows([cell(value) for value in row] for row in rows)
+    return text.getvalue()

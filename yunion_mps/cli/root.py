@@ -1,0 +1,67 @@
+"""The root command: which commands there are. Each is imported only when it is called."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Optional
+
+import click
+
+from yunion_mps import __version__
+
+#: The commands and the modules that hold them, in the order of the help.
+COMMANDS = {
+    "isolated-device-list": "yunion_mps.cli.list",
+    "list": "yunion_mps.cli.list",
+    "show": "yunion_mps.cli.show",
+    "gpus": "yunion_mps.cli.gpus",
+    "status": "yunion_mps.cli.status",
+    "config": "yunion_mps.cli.config",
+    "completion": "yunion_mps.cli.completion",
+}
+
+
+class LazyGroup(click.Group):
+    """A group whose commands are found by name and imported on use: `list` does not pay for the others."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click's interface
+        """All names, in the order of `COMMANDS`."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> Optional[click.Command]:  # noqa: ARG002
+        """The command, None where there is none of this name."""
+        module = COMMANDS.get(cmd_name)
+        command: Optional[click.Command] = importlib.import_module(module).command if module else None
+        return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[Optional[str], Optional[click.Command], list[str]]:
+        """As click does, with the nearest real command in the error."""
+        try:
+            return super().resolve_command(ctx, args)
+        except click.UsageError as error:
+            from difflib import get_close_matches
+
+            near = get_close_matches(args[0], list(COMMANDS), n=1)
+            error.message += f" Did you mean {near[0]}?" if near else ""
+            raise
+
+
+@click.group(
+    cls=LazyGroup,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="\b\nexit status:\n"
+    "  0 done; 1 the request failed; 2 wrong usage; 3 the daemon cannot be reached;\n"
+    "  4 not allowed; 5 nothing free; 6 bad configuration",
+)
+@click.version_option(__version__, prog_name="yunion-mps", message="%(prog)s %(version)s")
+def cli() -> None:
+    """NVIDIA GPUs divided into devices with budgets, by MPS.
+
+    \b
+    See what this host offers:            yunion-mps list
+    See one device and how to use it:     yunion-mps show 00:06.0-1
+    See whether all is well:              yunion-mps status
+    Try the configuration, touch nothing: yunion-mps config check
+    """  # noqa: D301 - \b is click's mark for lines that stay as they are

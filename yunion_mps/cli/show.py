@@ -1,0 +1,38 @@
+"""`yunion-mps show`: one device, and the environment that a process needs to use it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+from click.shell_completion import CompletionItem
+
+from yunion_mps.cli.ask import ask, quoted
+from yunion_mps.cli.output import output_option, pairs, show_pairs
+from yunion_mps.cli.table import draw
+from yunion_mps.errors import YunionError
+
+
+def complete_device(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """The addresses of the devices; nothing where the daemon does not answer."""
+    del ctx, param
+    try:
+        devices = ask("/v1/devices?limit=0")["isolated_devices"]
+    except YunionError:
+        return []
+    return [CompletionItem(d["addr"], help=d["model"]) for d in devices if d["addr"].startswith(incomplete)]
+
+
+@click.command("show")
+@click.argument("device", shell_complete=complete_device)
+@output_option
+def command(device: str, output: str) -> None:
+    """Show DEVICE: by id, by address, or by a unique beginning of either.
+
+    \b
+    Examples:
+      yunion-mps show 00:06.0-1
+      yunion-mps show 00:06.0-1 --output json
+    """  # noqa: D301
+    answer: dict[str, Any] = ask(f"/v1/devices/{quoted(device)}")
+    show_pairs(answer, output, lambda: draw(("Field", "Value"), pairs(answer)))

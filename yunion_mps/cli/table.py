@@ -1,0 +1,64 @@
+"""Tables as Cloudpods' own command draws them: whole when piped, fitted to the width of a terminal."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from yunion_mps.cli.output import Row, cell
+
+_SHORTEST_CELL = 8
+
+
+def terminal_width() -> int:
+    """The columns of the terminal on standard output, 0 where that is none."""
+    if not sys.stdout.isatty():
+        return 0
+    try:
+        return os.get_terminal_size(sys.stdout.fileno()).columns
+    except OSError:
+        return 0
+
+
+def draw(header: Sequence[str], rows: Sequence[Row], drop: Sequence[str] = ()) -> str:
+    """A bordered table. Where the terminal is too narrow, the columns of `drop` give way, then long cells."""
+    width = terminal_width()
+    texts = [[cell(value) for value in row] for row in rows]
+    columns = list(range(len(header)))
+    widths = [max([len(name), *(len(row[i]) for row in texts)]) for i, name in enumerate(header)]
+    hidden = []
+    for name in drop:
+        least = sum(max(len(header[i]), min(widths[i], _SHORTEST_CELL)) + 3 for i in columns) + 1
+        if not width or least <= width:
+            break
+        index = header.index(name)
+        if index in columns:
+            columns.remove(index)
+            hidden.append(name)
+    if width:
+        _shrink(widths, columns, header, width)
+    border = "+" + "+".join("-" * (widths[i] + 2) for i in columns) + "+"
+    lines = [border, _line(header, columns, widths), border]
+    lines += [_line(row, columns, widths) for row in texts]
+    lines.append(border)
+    if hidden:
+        lines.append(f"(no room for {', '.join(hidden)}: widen the terminal, or use --output csv)")
+    return "\n".join(lines) + "\n"
+
+
+def _shrink(widths: list[int], columns: Sequence[int], header: Sequence[str], width: int) -> None:
+    """Take from the widest column until all fit, but no column gets narrower than its header."""
+    while sum(widths[i] + 3 for i in columns) + 1 > width:
+        able = [i for i in columns if widths[i] > max(len(header[i]), _SHORTEST_CELL)]
+        if not able:
+            return
+        widths[max(able, key=lambda i: widths[i])] -= 1
+
+
+def _line(row: Sequence[str], columns: Sequence[int], widths: Sequence[int]) -> str:
+    return "| " + " | ".join(_fit(row[i], widths[i]) for i in columns) + " |"
+
+
+def _fit(text: str, width: int) -> str:
+    return text.ljust(width) if len(text) <= width else text[: width - 1] + "…"

@@ -1,0 +1,27 @@
+"""The two configuration files: host.conf, which Cloudpods' host agent owns with us, and the device file.
+
+`load` reads both and gathers every problem instead of stopping at the first; which GPUs the entries mean is
+not decided here but in `planning`, for it needs the host's inventory.
+"""
+
+from __future__ import annotations
+
+from yunion_mps.config.devices import read_devices
+from yunion_mps.config.host import KEYS, read_host
+from yunion_mps.config.values import MOST_DEVICES
+from yunion_mps.errors import Problem
+from yunion_mps.models import Config
+from yunion_mps.paths import Paths
+
+__all__ = ["KEYS", "load"]
+
+
+def load(paths: Paths) -> tuple[Config, list[Problem]]:
+    """Read both files; a value with a problem is replaced by its default, so that the rest can be checked."""
+    values, sources, problems = read_host(paths)
+    device_file = paths.under(str(values["container_device_config_file"]))
+    named = sources["container_device_config_file"].line is not None
+    devices, device_problems = read_devices(
+        device_file, must_exist=named, most=values["cuda_mps_max_clients"] or MOST_DEVICES
+    )
+    return Config(devices=devices, sources=sources, **values), [*problems, *device_problems]

@@ -1,0 +1,156 @@
+"""/etc/yunion/host_container_device.yml: the entries of type NVIDIA_MPS; other types belong to other software."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, Optional
+
+import yaml
+
+from yunion_mps.config.document import (
+    FileProblemError,
+    Node,
+    line_of,
+    pairs_of,
+    read_document,
+    value_of,
+    written,
+)
+from yunion_mps.config.values import Kind, WrongValueError, nearest, text, whole_number
+from yunion_mps.errors import Problem
+from yunion_mps.models import DEV_TYPE, DeviceEntry, Source
+
+#: Cloudpods' other types of container devices, which are no misspellings of ours.
+FOREIGN_TYPES = (
+    "ASCEND_NPU",
+    "CPH_AMD_GPU",
+    "CPH_AOSP_BINDER",
+    "NETINT_CA_ASIC",
+    "NETINT_CA_QUADRA",
+    "NVIDIA_GPU",
+    "NVIDIA_GPU_SHARE",
+    "NVIDIA_HAMI",
+    "VASTAITECH_GPU",
+)
+
+_EXAMPLE = {"path": "path: /dev/dri/renderD128", "virtual_number": "virtual_number: 4"}
+_KEYS = ("path", "type", "virtual_number")
+
+
+def read_devices(
+    file: str, *, must_exist: bool, most: int
+) -> tuple[tuple[DeviceEntry, ...], list[Problem]]:
+    """Return our entries in the file's order and what is wrong; `most` bounds a `virtual_number`.
+
+    A file that host.conf does not name (`must_exist` False) may be missing, as with Cloudpods: then the
+    file divides no GPU, and `cuda_mps_replicas` says how each is divided.
+    """
+    if not must_exist and not os.path.lexists(file):
+        return (), []
+    problems: list[Problem] = []
+    try:
+        items = _items(file, read_document(file), problems)
+    except FileProblemError as error:
+        return (), [*problems, error.problem]
+    kinds: dict[str, Kind] = {"path": text, "virtual_number": whole_number(1, most)}
+    entries = [_entry(file, item, kinds, problems) for item in items]
+    return tuple(entry for entry in entries if entry), sorted(problems, key=lambda problem: problem.line or 0)
+
+
+def _items(file: str, root: Optional[Node], problems: list[Problem]) -> list[Node]:
+    if root is None:
+        raise FileProblemError(Problem(file, None, "is empty", "write devices: [] to divide no GPU by this file"))
+    if not isinstance(root, yaml.MappingNode):
+        what = f"holds {written(root)}, not a mapping"
+        raise FileProblemError(Problem(file, line_of(root), what, "begin the file with devices:"))
+    found: Optional[Node] = None
+    for name, key, node in pairs_of(root):
+        if name == "devices" and found is not None:
+            problems.append(Problem(file, line_of(key), "devices is given twice", "put all entries under one"))
+        elif name == "devices":
+            found = node
+        elif nearest(name, ["devices"]):
+            problems.append(Problem(file, line_of(key), f"{name} is no key", "did you mean devices?"))
+    if found is None:
+        if not problems:
+            problems.append(Problem(file, line_of(root), "has no key devices", "begin the file with devices:"))
+        return []
+    if not isinstance(found, yaml.SequenceNode):
+        what = f"devices is {written(found)}, not a list"
+        problems.append(Problem(file, line_of(found), what, "write each entry after a dash: - path: …"))
+        return []
+    return list(found.value)
+
+
+def _entry(
+    file: str, item: Node, kinds: dict[str, Kind], problems: list[Problem]
+) -> Optional[DeviceEntry]:
+    """One entry, None where it is another software's or has a problem, which is then in `problems`."""
+    if not isinstance(item, yaml.MappingNode):
+        what = f"an entry of devices is {written(item)}, not a mapping"
+        problems.append(Problem(file, line_of(item), what, "write - path: …, type: … and virtual_number: …"))
+        return None
+    nodes: dict[str, tuple[Node, Node]] = {}
+    twice = []
+    for name, key, node in pairs_of(item):
+        if name in nodes:
+            remedy = f"keep one of the two lines (the other is line {line_of(nodes[name][0])})"
+            twice.append(Problem(file, line_of(key), f"{name} is given twice", remedy))
+        else:
+            nodes[name] = (key, node)
+    if not _is_ours(file, item, nodes, problems):
+        return None
+    count = len(problems)
+    problems += twice
+    problems += _unknown_keys(file, nodes)
+    values = {name: _value(file, item, name, kinds[name], nodes, problems) for name in kinds}
+    if len(problems) > count:
+        return None
+    places = {name: Source(file, line_of(nodes[name][1])) for name in kinds}
+    return DeviceEntry(values["path"], values["virtual_number"], places["path"], places["virtual_number"])
+
+
+def _is_ours(file: str, item: Node, nodes: dict[str, tuple[Node, Node]], problems: list[Problem]) -> bool:
+    if "type" not in nodes:
+        near = next((name for name in nodes if nearest(name, ["type"])), None)
+        line = line_of(nodes[near][0]) if near else line_of(item)
+        what = f"{near} is no key" if near else "an entry has no type"
+        remedy = "did you mean type?" if near else f"write type: {DEV_TYPE}, or another software's type"
+        problems.append(Problem(file, line, what, remedy))
+        return False
+    node = nodes["type"][1]
+    value = value_of(node)
+    if not isinstance(value, str):
+        problems.append(Problem(file, line_of(node), f"type is {written(node)}, not a text", f"write type: {DEV_TYPE}"))
+        return False
+    if value != DEV_TYPE and value not in FOREIGN_TYPES and nearest(value, [DEV_TYPE]):
+        problems.append(Problem(file, line_of(node), f"type {value} is unknown", f"did you mean {DEV_TYPE}?"))
+        return False
+    return value == DEV_TYPE
+
+
+def _unknown_keys(file: str, nodes: dict[str, tuple[Node, Node]]) -> list[Problem]:
+    problems = []
+    for name, (key, _) in nodes.items():
+        if name not in _KEYS:
+            near = nearest(name, _KEYS)
+            remedy = f"did you mean {near}?" if near else f"remove it; the keys of an entry are {', '.join(_KEYS)}"
+            shown = name or "a key that is no text"
+            problems.append(Problem(file, line_of(key), f"{shown} is no key of a {DEV_TYPE} entry", remedy))
+    return problems
+
+
+def _value(
+    file: str, item: Node, name: str, kind: Kind, nodes: dict[str, tuple[Node, Node]], problems: list[Problem]
+) -> Any:
+    if name not in nodes:
+        if not any(nearest(other, [name]) for other in nodes if other not in _KEYS):
+            what = f"a {DEV_TYPE} entry has no {name}"
+            problems.append(Problem(file, line_of(item), what, f"add {name}, for example {_EXAMPLE[name]}"))
+        return None
+    node = nodes[name][1]
+    try:
+        return kind(name, node)
+    except WrongValueError as error:
+        problems.append(Problem(file, line_of(node), error.what, error.remedy))
+        return None

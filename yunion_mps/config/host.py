@@ -1,0 +1,118 @@
+"""/etc/yunion/host.conf: our keys among those of Cloudpods' host agent, which are left alone."""
+
+from __future__ import annotations
+
+from typing import Any, Optional
+
+import yaml
+
+from yunion_mps.config.document import FileProblemError, Node, line_of, pairs_of, read_document, written
+from yunion_mps.config.values import (
+    LARGEST_OVERRIDE,
+    MOST_DEVICES,
+    Key,
+    Kind,
+    WrongValueError,
+    absolute_path,
+    boolean,
+    nearest,
+    one_of,
+    whole_number,
+)
+from yunion_mps.errors import Problem
+from yunion_mps.models import Source
+from yunion_mps.paths import LONGEST_SOCKET_PATH, Paths
+
+KEYS: dict[str, Key] = {
+    "enable_cuda_mps": Key(boolean, False, "whether this host offers MPS devices"),
+    "container_device_config_file": Key(
+        absolute_path, "/etc/yunion/host_container_device.yml", "the file that divides the GPUs"
+    ),
+    "cuda_mps_pipe_directory": Key(absolute_path, "/tmp/nvidia-mps/pipe", "where clients find the control daemon"),
+    "cuda_mps_log_directory": Key(absolute_path, "/tmp/nvidia-mps/log", "where the control daemon's log is kept"),
+    "cuda_mps_replicas": Key(
+        whole_number(1, MOST_DEVICES),
+        10,
+        "devices of every GPU where the device file names none of type NVIDIA_MPS",
+    ),
+    "cuda_mps_compute_mode": Key(
+        one_of("exclusive_process", "keep"), "exclusive_process", "the GPUs' compute mode while MPS runs"
+    ),
+    "cuda_mps_scope": Key(one_of("host", "gpu"), "host", "one control daemon for all GPUs, or one for each"),
+    "cuda_mps_thread_percentage": Key(
+        one_of("equal", "double", "none"), "equal", "SM threads of a device: 100/n, 100/(0.5 n), or not limited"
+    ),
+    "cuda_mps_max_clients": Key(
+        whole_number(1, LARGEST_OVERRIDE), None, "clients of a GPU's MPS, for drivers newer than this table"
+    ),
+}
+
+#: What the control daemon adds to the pipe directory: its longest socket, below a GPU's UUID with scope gpu.
+_SOCKET = "/control_privileged"
+_GPU_DIRECTORY = "/GPU-00000000-0000-0000-0000-000000000000"
+
+
+def read_host(paths: Paths) -> tuple[dict[str, Any], dict[str, Source], list[Problem]]:
+    """Return the value of every key, where it stands, and what is wrong; defaults where a value is unusable."""
+    file = paths.host_conf
+    values: dict[str, Any] = {name: key.default for name, key in KEYS.items()}
+    sources = {name: Source("default", None) for name in KEYS}
+    problems: list[Problem] = []
+    try:
+        root = _mapping(file, read_document(file))
+    except FileProblemError as error:
+        return values, sources, [error.problem]
+    # The override comes first wherever it stands, for it bounds another key.
+    for name, key_node, node in sorted(pairs_of(root), key=lambda pair: pair[0] != "cuda_mps_max_clients"):
+        line = line_of(key_node)
+        if name not in KEYS:
+            problems += _misspelt(file, line, name)
+        elif sources[name].line is not None:
+            remedy = f"keep one of the two lines (the other is line {sources[name].line})"
+            problems.append(Problem(file, line, f"{name} is given twice", remedy))
+        else:
+            sources[name] = Source(file, line)
+            try:
+                values[name] = _kind(name, values)(name, node)
+            except WrongValueError as error:
+                problems.append(Problem(file, line_of(node), error.what, error.remedy))
+    problems += _check_pipe_directory(paths, values, sources)
+    return values, sources, sorted(problems, key=lambda problem: problem.line or 0)
+
+
+def _kind(name: str, values: dict[str, Any]) -> Kind:
+    most = values["cuda_mps_max_clients"]
+    return whole_number(1, most) if name == "cuda_mps_replicas" and most else KEYS[name].kind
+
+
+def _mapping(file: str, root: Optional[Node]) -> Node:
+    if root is None:
+        remedy = "write at least enable_cuda_mps: true or enable_cuda_mps: false"
+        raise FileProblemError(Problem(file, None, "is empty", remedy))
+    if not isinstance(root, yaml.MappingNode):
+        remedy = "write one key: value a line, as the example has it"
+        raise FileProblemError(Problem(file, line_of(root), f"holds {written(root)}, not a mapping", remedy))
+    return root
+
+
+def _misspelt(file: str, line: int, name: str) -> list[Problem]:
+    """A foreign key is none of our business, unless it is nearly one of ours or begins as only ours do."""
+    near = nearest(name, KEYS)
+    if near:
+        return [Problem(file, line, f"{name} is no key", f"did you mean {near}?")]
+    if name.startswith(("cuda_mps_", "enable_cuda_mps")):
+        real = ", ".join(sorted(KEYS))
+        return [Problem(file, line, f"{name} is no key", f"remove it; the keys of yunion-mps are {real}")]
+    return []
+
+
+def _check_pipe_directory(paths: Paths, values: dict[str, Any], sources: dict[str, Source]) -> list[Problem]:
+    """Whether the sockets' paths, which the control daemon makes longer, fit a socket's address."""
+    at = sources["cuda_mps_pipe_directory"]
+    extra = _SOCKET if values["cuda_mps_scope"] == "host" else _GPU_DIRECTORY + _SOCKET
+    room = LONGEST_SOCKET_PATH - len(extra) - len(paths.under("/")) + 1
+    length = len(values["cuda_mps_pipe_directory"].encode())
+    if length <= room:
+        return []
+    what = f"cuda_mps_pipe_directory is {length} bytes long, too long for a socket's address"
+    return [Problem(at.file, at.line, what, f"choose a path of at most {room} bytes")]

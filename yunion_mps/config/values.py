@@ -1,0 +1,112 @@
+"""The kinds of values that our keys have: what is accepted, and what is said of everything else."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, Optional
+
+from yunion_mps.config.document import Node, value_of, written
+
+#: The most devices that any known driver allows on one GPU; see planning.MPS_CLIENTS for which allows what.
+MOST_DEVICES = 60
+
+#: How far a number may be raised by the operator for drivers that we do not know yet.
+LARGEST_OVERRIDE = 4096
+
+
+class WrongValueError(Exception):
+    """A value that cannot be used: what it is, and what would be right."""
+
+    def __init__(self, what: str, remedy: str) -> None:
+        super().__init__(what)
+        self.what = what
+        self.remedy = remedy
+
+
+#: A kind turns the node of a key into its value or raises WrongValueError.
+Kind = Callable[[str, Node], Any]
+
+
+class Key(NamedTuple):
+    """A key of ours: the kind of its value, its default, and what it is for (help and documentation)."""
+
+    kind: Kind
+    default: Any
+    help: str
+
+
+def boolean(key: str, node: Node) -> bool:
+    """`true` or `false`."""
+    value = value_of(node)
+    if not isinstance(value, bool):
+        raise WrongValueError(f"{key} is {written(node)}, not true or false", f"write {key}: true or {key}: false")
+    return value
+
+
+def whole_number(lowest: int, highest: int) -> Kind:
+    """A whole number within bounds, both included."""
+
+    def kind(key: str, node: Node) -> int:
+        value = value_of(node)
+        remedy = f"write a whole number from {lowest} to {highest}, without quotes"
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise WrongValueError(f"{key} is {written(node)}, not a whole number", remedy)
+        if not lowest <= value <= highest:
+            raise WrongValueError(f"{key} is {written(node)}, out of range", remedy)
+        return value
+
+    return kind
+
+
+def one_of(*choices: str) -> Kind:
+    """One of a few words."""
+
+    def kind(key: str, node: Node) -> str:
+        value = value_of(node)
+        if value not in choices:
+            near = nearest(str(value), choices) if isinstance(value, str) else None
+            remedy = f"write {near}" if near else f"write one of {', '.join(choices)}"
+            raise WrongValueError(f"{key} is {written(node)}, none of {', '.join(choices)}", remedy)
+        return str(value)
+
+    return kind
+
+
+def absolute_path(key: str, node: Node) -> str:
+    """The path of a file or directory, from `/`; normalised."""
+    value = text(key, node)
+    if not value.startswith("/") or "\0" in value:
+        raise WrongValueError(f"{key} is {written(node)}, not an absolute path", "write the whole path, from /")
+    normal = "/" + os.path.normpath(value).lstrip("/")
+    if normal == "/":
+        raise WrongValueError(f"{key} is the root directory", "write a directory of its own")
+    return normal
+
+
+def text(key: str, node: Node) -> str:
+    """A text that is not empty."""
+    value = value_of(node)
+    if not isinstance(value, str) or not value.strip():
+        raise WrongValueError(f"{key} is {written(node)}, not a text", f"write {key}: followed by a text")
+    return value
+
+
+def nearest(word: str, real: Iterable[str]) -> Optional[str]:
+    """The one of `real` that `word` is most likely a misspelling of, None where there is none.
+
+    Cheap to ask for every foreign key of host.conf: `difflib` (5 ms to import) is met only when the letters
+    and the length are nearly those of a real one.
+    """
+    candidates = [
+        name
+        for name in real
+        if abs(len(name) - len(word)) <= 3 and len(set(name.lower()) ^ set(word.lower())) <= 4
+    ]
+    if not candidates:
+        return None
+    import difflib
+
+    by_lower = {name.lower(): name for name in candidates}
+    close = difflib.get_close_matches(word.lower().replace("-", "_"), list(by_lower), n=1, cutoff=0.85)
+    return by_lower[close[0]] if close else None

@@ -1,0 +1,158 @@
+"""The daemon's life: examine, start the domains, say READY, serve, stop, put back."""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import signal
+import time
+from collections.abc import Callable
+from typing import Optional
+
+from yunion_mps import __version__
+from yunion_mps.daemon import logs
+from yunion_mps.daemon.lock import take_lock
+from yunion_mps.daemon.options import Options
+from yunion_mps.errors import ConfigError, YunionError
+from yunion_mps.examination import Examination, examine
+from yunion_mps.paths import Paths
+from yunion_mps.service import Service, one_line
+from yunion_mps.supervisor import Supervisor, warnings
+from yunion_mps.systemd import Notifier
+
+log = logging.getLogger("yunion_mps.daemon")
+
+
+def run(options: Options) -> int:
+    """Run until a signal says to stop; returns the exit status."""
+    logs.set_up(options.log_level)
+    paths = Paths.from_environment()
+    try:
+        if options.check:
+            return _check(paths)
+        lock = take_lock(paths)
+        try:
+            _serve(paths)
+        finally:
+            os.close(lock)
+    except YunionError as error:
+        problems = error.problems if isinstance(error, ConfigError) else (error.message,)
+        for problem in problems:
+            log.error("%s", problem)
+        if error.hint:
+            log.error("%s", error.hint)
+        return error.exit_code
+    return 0
+
+
+def _check(paths: Paths) -> int:
+    examination = examine(paths)
+    try:
+        examination.check()
+    finally:
+        examination.close()
+    log.info("the configuration is right: %d devices", len(examination.plan.devices))
+    return 0
+
+
+def _serve(paths: Paths) -> None:
+    started_s = time.time()
+    notifier = Notifier()
+    notifier.status("reading the configuration and looking at the GPUs")
+    examination = examine(paths)
+    try:
+        examination.check()
+        stop = StopSignals()
+        supervisor = Supervisor(paths, examination)
+        try:
+            _start(supervisor, stop)
+            service = Service(supervisor.snapshot, started_s, os.getpid())
+            if not stop.requested:
+                _until_stopped(paths, examination, supervisor, service, notifier, stop)
+        finally:
+            notifier.stopping("stopping the control daemons and putting the compute modes back")
+            supervisor.stop(time.monotonic())
+            drive(supervisor, lambda: supervisor.stopped)
+            supervisor.close()
+            stop.close()
+    finally:
+        examination.close()
+    log.info("stopped")
+
+
+def _until_stopped(
+    paths: Paths,
+    examination: Examination,
+    supervisor: Supervisor,
+    service: Service,
+    notifier: Notifier,
+    stop: StopSignals,
+) -> None:
+    """Serve. READY is said once every limit was read back and the socket listens.
+
+    What the event loop needs (asyncio, h11: some 30 ms of imports) is loaded after that; until then
+    the kernel keeps the connections of the first clients for us.
+    """
+    from yunion_mps.api.listener import listen
+
+    with listen(paths) as listener:
+        try:
+            line = one_line(service.status())
+            log.info("yunion-mps %s is ready: %s", __version__, line)
+            for warning in warnings(supervisor.snapshot()):
+                log.warning("%s", warning)
+            notifier.ready(line)
+            from yunion_mps.daemon.loop import serve
+
+            serve(examination, paths, listener, supervisor, service, notifier, stop)
+        finally:
+            os.unlink(paths.socket)
+
+
+class StopSignals:
+    """SIGTERM and SIGINT: the handler only sets a flag, and a descriptor wakes whatever waits."""
+
+    def __init__(self) -> None:
+        self.requested = False
+        self._wake, self._write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._request)
+
+    def fileno(self) -> int:
+        """A descriptor that becomes readable with the first signal."""
+        return self._wake
+
+    def close(self) -> None:
+        """Go back to the system's own handling."""
+        signal.set_wakeup_fd(-1)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_DFL)
+        os.close(self._wake)
+        os.close(self._write)
+
+    def _request(self, *_: object) -> None:
+        self.requested = True
+
+
+def _start(supervisor: Supervisor, stop: StopSignals) -> None:
+    """Start the domains and wait for each to be ready or to say why not; raises when none is."""
+    supervisor.start(time.monotonic())
+    drive(supervisor, lambda: supervisor.started or stop.requested, stop.fileno())
+    error = supervisor.first_error()
+    if error and not supervisor.serving and not stop.requested:
+        raise error
+
+
+def drive(supervisor: Supervisor, done: Callable[[], bool], wake: Optional[int] = None) -> None:
+    """Tick until `done`, by poll(2): what the event loop does later, before it is loaded and after it ended."""
+    while True:
+        due_s = supervisor.tick(time.monotonic())
+        if done():
+            return
+        poll = select.poll()
+        for descriptor in [*supervisor.descriptors(), *([] if wake is None else [wake])]:
+            poll.register(descriptor, select.POLLIN)
+        wait_ms = None if due_s is None else max(0.0, due_s - time.monotonic()) * 1000
+        poll.poll(wait_ms)

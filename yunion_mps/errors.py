@@ -1,0 +1,76 @@
+"""One tree of errors: what is wrong, what to do about it, and the exit code of a command that meets it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Optional
+
+
+class YunionError(Exception):
+    """Something a person must know of.
+
+    `message` is one line that says what is wrong, `hint` one line that says what to do, and `exit_code`
+    what a command that ends with this error returns to its shell.
+    """
+
+    exit_code = 1
+
+    def __init__(self, message: str, hint: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+
+class Problem(NamedTuple):
+    """One thing wrong in a configuration file: where, what, and what would be right."""
+
+    file: str
+    line: Optional[int]
+    what: str
+    remedy: str
+
+    def __str__(self) -> str:
+        """`FILE:LINE: what is wrong: what would be right`, as compilers and editors have it."""
+        place = self.file if self.line is None else f"{self.file}:{self.line}"
+        return f"{place}: {self.what}: {self.remedy}"
+
+
+class ConfigError(YunionError):
+    """The configuration cannot be used; carries every problem of both files."""
+
+    exit_code = 6
+
+    def __init__(self, problems: Sequence[Problem]) -> None:
+        super().__init__(
+            "\n".join(str(problem) for problem in problems),
+            "correct the lines above, then try them with: yunion-mps config check",
+        )
+        self.problems = tuple(problems)
+
+
+class DriverError(YunionError):
+    """NVML, or a GPU behind it, refused a call."""
+
+
+class ControlError(YunionError):
+    """NVIDIA's control daemon did not start, did not answer, or answered something else than it should."""
+
+
+class HostError(YunionError):
+    """The host's files, directories or users are not as they must be."""
+
+
+class UnreachableError(YunionError):
+    """The daemon does not answer on its socket."""
+
+    exit_code = 3
+
+
+class NotAllowedError(YunionError):
+    """The caller may not do this."""
+
+    exit_code = 4
+
+
+class NotFoundError(YunionError):
+    """What was asked for by name does not exist."""

@@ -1,0 +1,56 @@
+"""What the two files and the host's GPUs say together: the daemon's first step, and all of `config check`."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Optional
+
+from yunion_mps.config import load
+from yunion_mps.errors import ConfigError, DriverError, Problem
+from yunion_mps.inventory import Nvml, machine_id, scan
+from yunion_mps.models import Config, Driver, Inventory, Plan
+from yunion_mps.paths import Paths
+from yunion_mps.planning import make_plan
+
+_NOTHING = Inventory(Driver("", None), ())
+
+
+class Examination(NamedTuple):
+    """The result. `nvml` is open where MPS is enabled and the driver answers; the caller closes it."""
+
+    config: Config
+    problems: tuple[Problem, ...]
+    inventory: Inventory
+    plan: Plan
+    machine_id: str
+    nvml: Optional[Nvml]
+    driver_error: Optional[DriverError]
+
+    def check(self) -> None:
+        """Raise ConfigError with every problem, or DriverError where there is no driver to work with."""
+        if self.problems:
+            raise ConfigError(self.problems)
+        if self.driver_error:
+            raise self.driver_error
+
+    def close(self) -> None:
+        """Give NVML back."""
+        if self.nvml:
+            self.nvml.close()
+
+
+def examine(paths: Paths) -> Examination:
+    """Read both files and look at the GPUs; changes nothing. Raises HostError without a machine id."""
+    host = machine_id(paths)
+    config, problems = load(paths)
+    nvml, inventory, driver_error = None, _NOTHING, None
+    if config.enable_cuda_mps:
+        try:
+            nvml = Nvml()
+            inventory = scan(nvml, paths)
+        except DriverError as error:
+            driver_error = error
+    plan, host_problems = Plan(""), []
+    if driver_error is None:
+        plan, host_problems = make_plan(config, inventory, host)
+    found = tuple([*problems, *host_problems])
+    return Examination(config, found, inventory, plan, host, nvml, driver_error)

@@ -1,0 +1,188 @@
+"""NVML: the only module that uses `pynvml`, and the only one that can change a GPU's compute mode."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pynvml
+
+from yunion_mps.errors import DriverError
+from yunion_mps.inventory.pci import normal_address
+from yunion_mps.models import DEFAULT, EXCLUSIVE_PROCESS, PROHIBITED, Driver, Gpu
+
+#: nvidia-smi's names of NVML's compute modes.
+COMPUTE_MODES = {
+    pynvml.NVML_COMPUTEMODE_DEFAULT: DEFAULT,
+    pynvml.NVML_COMPUTEMODE_PROHIBITED: PROHIBITED,
+    pynvml.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS: EXCLUSIVE_PROCESS,
+}
+_MODE_NUMBERS = {name: number for number, name in COMPUTE_MODES.items()}
+
+#: The failures of NVML that have a remedy of their own: what they mean, and what to do.
+_MEANINGS = {
+    pynvml.NVML_ERROR_LIBRARY_NOT_FOUND: (
+        "no NVIDIA driver: its library libnvidia-ml.so.1 is not installed",
+        "install the NVIDIA driver with its libraries, then check it with: nvidia-smi",
+    ),
+    pynvml.NVML_ERROR_DRIVER_NOT_LOADED: (
+        "the NVIDIA driver's kernel module is not loaded",
+        "load it with: modprobe nvidia; where that fails, see: dmesg | grep -i nvidia",
+    ),
+    pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH: (
+        "the NVIDIA driver's library and its kernel module are of different versions",
+        "reboot, or unload and load the module: the driver was updated while the old module was in use",
+    ),
+    pynvml.NVML_ERROR_GPU_IS_LOST: (
+        "the GPU has fallen off the bus or is otherwise inaccessible (GPU is lost)",
+        "see: dmesg | grep Xid; then reset the GPU or reboot the host",
+    ),
+    pynvml.NVML_ERROR_NO_PERMISSION: (
+        "NVML does not permit this",
+        "run as root: systemctl start yunion-mps-daemon",
+    ),
+    pynvml.NVML_ERROR_NOT_SUPPORTED: (
+        "the driver does not support this on the GPU",
+        "where it is about the compute mode, set cuda_mps_compute_mode: keep in host.conf",
+    ),
+}
+
+#: An answer of this kind means that a field is unknown here, not that the GPU is broken.
+_UNKNOWN_FIELD = (
+    pynvml.NVML_ERROR_NOT_SUPPORTED,
+    pynvml.NVML_ERROR_FUNCTION_NOT_FOUND,
+    pynvml.NVML_ERROR_NO_PERMISSION,
+    pynvml.NVML_ERROR_NO_DATA,
+    pynvml.NVML_ERROR_INVALID_ARGUMENT,
+)
+
+MIB = 1 << 20
+
+
+def _translated(error: Any) -> DriverError:
+    """The error in words that name the cause and the remedy."""
+    number = error.value
+    known = _MEANINGS.get(number)
+    if known:
+        return DriverError(*known)
+    return DriverError(f"NVML says: {error}", "see: dmesg | grep -i nvidia; and try: nvidia-smi")
+
+
+def _call(function: Callable[..., Any], *arguments: Any) -> Any:
+    try:
+        return function(*arguments)
+    except pynvml.NVMLError as error:
+        raise _translated(error) from None
+
+
+def _optional(function: Callable[..., Any], *arguments: Any) -> Any:
+    """What the call returns, None where the driver does not know the field; raises DriverError otherwise."""
+    try:
+        return function(*arguments)
+    except pynvml.NVMLError as error:
+        if error.value in _UNKNOWN_FIELD:
+            return None
+        raise _translated(error) from None
+
+
+def _text(value: Any) -> str:
+    """NVML's text; older releases of pynvml return bytes."""
+    return value.decode(errors="replace") if isinstance(value, bytes) else str(value)
+
+
+class Nvml:
+    """An initialised NVML; a context manager. Opening raises DriverError where there is no working driver."""
+
+    def __init__(self) -> None:
+        _call(pynvml.nvmlInit)
+
+    def close(self) -> None:
+        """Give NVML back; a failure at that point hurts nobody."""
+        try:
+            pynvml.nvmlShutdown()
+        except pynvml.NVMLError:
+            return
+
+    def __enter__(self) -> Nvml:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def driver(self) -> Driver:
+        """The driver's version and that of its CUDA driver API, e.g. 535.261.03 and 12.2."""
+        cuda = _optional(pynvml.nvmlSystemGetCudaDriverVersion)
+        return Driver(
+            _text(_call(pynvml.nvmlSystemGetDriverVersion)),
+            f"{cuda // 1000}.{cuda % 1000 // 10}" if cuda else None,
+        )
+
+    def gpus(self) -> tuple[list[Gpu], list[tuple[int, DriverError]]]:
+        """The GPUs that answer, by what NVML says of them, and the (index, error) of those that don't."""
+        found: list[Gpu] = []
+        silent: list[tuple[int, DriverError]] = []
+        for index in range(_call(pynvml.nvmlDeviceGetCount)):
+            try:
+                found.append(self._gpu(index))
+            except DriverError as error:
+                silent.append((index, error))
+        return found, silent
+
+    def reason_at(self, pci_address: str) -> str:
+        """Why NVML offers no GPU at this address, empty where it does offer one."""
+        try:
+            _call(pynvml.nvmlDeviceGetHandleByPciBusId, pci_address.encode())
+        except DriverError as error:
+            return error.message
+        return ""
+
+    def compute_mode(self, uuid: str) -> str:
+        """The GPU's compute mode, as nvidia-smi names it."""
+        handle = _call(pynvml.nvmlDeviceGetHandleByUUID, uuid.encode())
+        number = _call(pynvml.nvmlDeviceGetComputeMode, handle)
+        return COMPUTE_MODES.get(number, str(number))
+
+    def set_compute_mode(self, uuid: str, mode: str) -> None:
+        """Set the GPU's compute mode, and read it back; raises DriverError when it is not in force then."""
+        handle = _call(pynvml.nvmlDeviceGetHandleByUUID, uuid.encode())
+        _call(pynvml.nvmlDeviceSetComputeMode, handle, _MODE_NUMBERS[mode])
+        actual = self.compute_mode(uuid)
+        if actual != mode:
+            raise DriverError(
+                f"GPU {uuid} is in compute mode {actual} after it was set to {mode}",
+                "find what else sets compute modes on this host, or set cuda_mps_compute_mode: keep",
+            )
+
+    def _gpu(self, index: int) -> Gpu:
+        handle = _call(pynvml.nvmlDeviceGetHandleByIndex, index)
+        pci = _call(pynvml.nvmlDeviceGetPciInfo, handle)
+        bus_id = _text(pci.busId)
+        address = normal_address(bus_id)
+        if address is None:
+            raise DriverError(f"NVML names the PCI address {bus_id!r}", "report this with the driver's version")
+        gpu = Gpu(address, index=index, vendor_device_id=_vendor_device_id(pci.pciDeviceId))
+        try:
+            gpu = gpu._replace(uuid=_text(_call(pynvml.nvmlDeviceGetUUID, handle)))
+            return self._described(gpu, handle)
+        except DriverError as error:
+            return gpu._replace(reason=error.message)
+
+    def _described(self, gpu: Gpu, handle: Any) -> Gpu:
+        name = _optional(pynvml.nvmlDeviceGetName, handle)
+        memory = _optional(pynvml.nvmlDeviceGetMemoryInfo, handle)
+        mode = _optional(pynvml.nvmlDeviceGetComputeMode, handle)
+        capability = _optional(pynvml.nvmlDeviceGetCudaComputeCapability, handle)
+        mig = _optional(pynvml.nvmlDeviceGetMigMode, handle)
+        return gpu._replace(
+            name=None if name is None else _text(name),
+            memory_mib=None if memory is None else memory.total // MIB,
+            compute_mode=None if mode is None else COMPUTE_MODES.get(mode, str(mode)),
+            compute_capability=None if capability is None else (capability[0], capability[1]),
+            mig_enabled=None if mig is None else mig[0] == pynvml.NVML_DEVICE_MIG_ENABLE,
+            minor=_optional(pynvml.nvmlDeviceGetMinorNumber, handle),
+        )
+
+
+def _vendor_device_id(number: int) -> str:
+    """`10de:1b38` from NVML's number, which has the vendor in its lower half."""
+    return f"{number & 0xFFFF:04x}:{number >> 16:04x}"

@@ -1,0 +1,108 @@
+"""PCI addresses and what sysfs knows of the devices there."""
+
+from __future__ import annotations
+
+import os
+from typing import Optional
+
+from yunion_mps.models import PcieLink
+from yunion_mps.paths import Paths
+
+NVIDIA_VENDOR = "0x10de"
+
+#: PCI Express versions by the transfer rate that sysfs prints, and GB/s of one lane (PCI-SIG, after encoding).
+_VERSIONS = {
+    "2.5": ("1.0", 0.25),
+    "5": ("2.0", 0.5),
+    "8": ("3.0", 0.985),
+    "16": ("4.0", 1.969),
+    "32": ("5.0", 3.938),
+    "64": ("6.0", 7.563),
+    "128": ("7.0", 15.125),
+}
+
+
+def normal_address(text: str) -> Optional[str]:
+    """`text` as sysfs spells a PCI address (`0000:00:06.0`), None where it is none.
+
+    NVML writes eight digits of domain, people often none, and both also in capitals.
+    """
+    head, dot, function = text.strip().lower().rpartition(".")
+    parts = head.split(":")
+    if not dot or len(parts) not in (2, 3):
+        return None
+    try:
+        domain = int(parts[-3], 16) if len(parts) == 3 else 0
+        bus, device, number = int(parts[-2], 16), int(parts[-1], 16), int(function, 16)
+    except ValueError:
+        return None
+    if not (0 <= domain < 1 << 32 and 0 <= bus < 256 and 0 <= device < 32 and 0 <= number < 8):
+        return None
+    return f"{domain:04x}:{bus:02x}:{device:02x}.{number:x}"
+
+
+def nvidia_gpus(paths: Paths) -> list[str]:
+    """The addresses of all NVIDIA display controllers (PCI class 03xxxx), whether or not NVML offers them."""
+    found = []
+    for address in _listing(paths.pci_devices):
+        if _read(paths, address, "vendor") == NVIDIA_VENDOR:
+            kind = _read(paths, address, "class")
+            if kind is not None and kind.startswith("0x03"):
+                found.append(address)
+    return sorted(found, key=sort_key)
+
+
+def sort_key(address: str) -> tuple[int, str]:
+    """Orders normal addresses as the bus does, also where a domain has more than four digits."""
+    return len(address), address
+
+
+def vendor_device_id(paths: Paths, address: str) -> Optional[str]:
+    """`10de:1b38` from sysfs."""
+    vendor, device = _read(paths, address, "vendor"), _read(paths, address, "device")
+    return f"{vendor[2:]}:{device[2:]}" if vendor and device else None
+
+
+def numa_node(paths: Paths, address: str) -> Optional[int]:
+    """The NUMA node next to the device, None where the kernel knows none (-1)."""
+    text = _read(paths, address, "numa_node")
+    return int(text) if text and text.isdigit() else None
+
+
+def max_link(paths: Paths, address: str) -> Optional[PcieLink]:
+    """The most that the link can do, None where sysfs does not say or says something unknown."""
+    speed, width = _read(paths, address, "max_link_speed"), _read(paths, address, "max_link_width")
+    if not speed or not width or not width.isdigit():
+        return None
+    rate = speed.split()[0].removesuffix(".0")
+    if rate not in _VERSIONS:
+        return None
+    version, lane_gb_s = _VERSIONS[rate]
+    lanes = int(width)
+    return PcieLink(version, f"{rate}GT/s", lanes, f"{lane_gb_s * lanes:.2f} GB/s")
+
+
+def render_nodes(paths: Paths) -> dict[str, str]:
+    """The render nodes (`/dev/dri/renderD128`) by PCI address, from udev's links."""
+    nodes = {}
+    for name in _listing(paths.render_nodes):
+        address = normal_address(name.removeprefix("pci-").removesuffix("-render"))
+        if address and name.endswith("-render"):
+            target = os.readlink(os.path.join(paths.render_nodes, name))
+            nodes[address] = "/dev/dri/" + os.path.basename(target)
+    return nodes
+
+
+def _listing(directory: str) -> list[str]:
+    try:
+        return os.listdir(directory)
+    except OSError:
+        return []
+
+
+def _read(paths: Paths, address: str, attribute: str) -> Optional[str]:
+    try:
+        with open(os.path.join(paths.pci_devices, address, attribute), encoding="ascii") as file:
+            return file.read().strip()
+    except (OSError, UnicodeDecodeError):
+        return None

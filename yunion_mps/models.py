@@ -1,0 +1,154 @@
+"""The values that the parts hand to each other. All of them are frozen; a unit stands in the name.
+
+They are named tuples and not dataclasses because `dataclasses` takes 7 ms to import, on the path of every
+start of the daemon.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple, Optional
+
+EXCLUSIVE_PROCESS = "Exclusive_Process"
+DEFAULT = "Default"
+PROHIBITED = "Prohibited"
+
+#: The Dev_type of every device that we serve, as Cloudpods names it.
+DEV_TYPE = "NVIDIA_MPS"
+
+
+class Source(NamedTuple):
+    """Where a value of the configuration stands; `line` is None for a default."""
+
+    file: str
+    line: Optional[int]
+
+
+class DeviceEntry(NamedTuple):
+    """One `NVIDIA_MPS` entry of host_container_device.yml."""
+
+    path: str
+    virtual_number: int
+    path_at: Source
+    virtual_number_at: Source
+
+
+class Config(NamedTuple):
+    """What both files say, with the defaults filled in; `sources` tells for each key where it stands."""
+
+    enable_cuda_mps: bool
+    container_device_config_file: str
+    cuda_mps_pipe_directory: str
+    cuda_mps_log_directory: str
+    cuda_mps_replicas: int
+    cuda_mps_compute_mode: str
+    cuda_mps_scope: str
+    cuda_mps_thread_percentage: str
+    cuda_mps_max_clients: Optional[int]
+    devices: tuple[DeviceEntry, ...]
+    sources: Mapping[str, Source]
+
+
+class PcieLink(NamedTuple):
+    """The most that a GPU's PCI Express link can do."""
+
+    version: str
+    transfer_rate_per_lane: str
+    lane_width: int
+    throughput: str
+
+
+class Driver(NamedTuple):
+    """The NVIDIA driver: its version, and that of the CUDA driver API it brings (None where unknown)."""
+
+    version: str
+    cuda_version: Optional[str]
+
+
+class Gpu(NamedTuple):
+    """One physical GPU. What the driver does not tell is None; `reason` says why it cannot be used, if so."""
+
+    pci_address: str
+    uuid: Optional[str] = None
+    name: Optional[str] = None
+    index: Optional[int] = None
+    minor: Optional[int] = None
+    memory_mib: Optional[int] = None
+    compute_mode: Optional[str] = None
+    compute_capability: Optional[tuple[int, int]] = None
+    mig_enabled: Optional[bool] = None
+    vendor_device_id: Optional[str] = None
+    numa_node: Optional[int] = None
+    link: Optional[PcieLink] = None
+    render_node: Optional[str] = None
+    reason: str = ""
+
+    @property
+    def address(self) -> str:
+        """The PCI address without its domain where that is 0000, as Cloudpods shows it."""
+        return self.pci_address[5:] if self.pci_address.startswith("0000:") else self.pci_address
+
+
+class Inventory(NamedTuple):
+    """The driver and the GPUs found, in PCI order."""
+
+    driver: Driver
+    gpus: tuple[Gpu, ...]
+
+
+class Device(NamedTuple):
+    """One MPS device: the `slot`-th share of a GPU, with its budget."""
+
+    id: str
+    addr: str
+    gpu_uuid: str
+    slot: int
+    memory_limit_mib: int
+    memory_total_mib: int
+    thread_percentage: float
+    budget_enforced: bool
+    domain: str
+
+
+class DomainPlan(NamedTuple):
+    """One control daemon: the GPUs it serves, in CUDA's order, and the limits it gives to a client by default."""
+
+    name: str
+    pipe_directory: str
+    log_directory: str
+    gpu_uuids: tuple[str, ...]
+    memory_limits_mib: tuple[int, ...]
+    thread_percentage: float
+
+
+class Plan(NamedTuple):
+    """What should be. `compute_modes` and `unavailable` are by GPU UUID and by PCI address respectively."""
+
+    host_id: str
+    domains: tuple[DomainPlan, ...] = ()
+    compute_modes: Mapping[str, str] = {}
+    devices: tuple[Device, ...] = ()
+    unavailable: Mapping[str, str] = {}
+
+
+class DomainStatus(NamedTuple):
+    """What a domain is at: the state, why, and the control daemon's PID; limits only once read back."""
+
+    plan: DomainPlan
+    state: str
+    reason: str
+    pid: Optional[int]
+    since_s: float
+    restarts: int
+
+
+class Snapshot(NamedTuple):
+    """What is, read back from NVML and the control daemons; `taken_s` is the wall clock's time."""
+
+    version: int
+    taken_s: float
+    enabled: bool
+    notice: str
+    plan: Plan
+    inventory: Inventory
+    domains: tuple[DomainStatus, ...]

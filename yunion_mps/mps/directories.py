@@ -1,0 +1,132 @@
+"""Directories and files below places where others can write too, as /tmp is.
+
+Each step of the path is opened from the one before and judged by what was opened, so that nothing can be
+exchanged between the look and the use. Only links that the administrator made are followed (root's, in a
+directory that only root writes). Nothing of another user is used, changed or removed.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+
+from yunion_mps.errors import HostError
+
+_MODE = 0o755
+_MOST_LINKS = 40
+_OPEN = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+
+
+def make_directory(path: str) -> int:
+    """Make the directory `path` and those above it where missing; return a descriptor of it.
+
+    Raises HostError where a step is a symlink, belongs to another user, or may be written by others. A
+    directory of ours that others cannot traverse is opened to them (0755), for clients have to get in.
+    """
+    directory = os.open("/", _OPEN)
+    names = [name for name in path.split("/") if name][::-1]
+    links = 0
+    at = ""
+    try:
+        while names:
+            name = names.pop()
+            child = _step(directory, name, f"{at}/{name}")
+            if isinstance(child, str):
+                links += 1
+                if links > _MOST_LINKS:
+                    raise HostError(f"{at}/{name} is a symlink in a circle", "remove it")
+                names += [part for part in child.split("/") if part][::-1]
+                if child.startswith("/"):
+                    os.close(directory)
+                    directory, at = os.open("/", _OPEN), ""
+                continue
+            os.close(directory)
+            directory, at = child, f"{at}/{name}"
+            _judge(directory, at, last=not names)
+        mode = stat.S_IMODE(os.fstat(directory).st_mode)
+        if mode & 0o111 != 0o111:
+            os.fchmod(directory, _MODE)
+    except BaseException:
+        os.close(directory)
+        raise
+    return directory
+
+
+def _step(directory: int, name: str, path: str) -> int | str:
+    """Open the child, making it where missing; or the target of a symlink that may be followed."""
+    if name == "..":
+        raise HostError(f"{path} goes upwards", "name the directory without ..")
+    try:
+        try:
+            return os.open(name, _OPEN, dir_fd=directory)
+        except FileNotFoundError:
+            os.mkdir(name, _MODE, dir_fd=directory)
+            child = os.open(name, _OPEN, dir_fd=directory)
+            os.fchmod(child, _MODE)  # whatever the umask is
+            return child
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENOTDIR):
+            return _link(directory, name, path)
+        hint = "run as root, and look at the file system: df and mount tell if it is full or read-only"
+        raise HostError(f"{path} cannot be made or opened: {error.strerror}", hint) from None
+
+
+def _link(directory: int, name: str, path: str) -> str:
+    link = os.stat(name, dir_fd=directory, follow_symlinks=False)
+    if not stat.S_ISLNK(link.st_mode):
+        raise HostError(f"{path} is not a directory", f"look at it (ls -ld {path}), and remove it")
+    if link.st_uid not in _ours() or os.fstat(directory).st_mode & _OTHERS_WRITE:
+        hint = f"look who made it (ls -l {path}), and remove it: others can write there"
+        raise HostError(f"{path} is a symlink, which is not followed", hint)
+    return os.readlink(name, dir_fd=directory)
+
+
+def _judge(directory: int, path: str, *, last: bool) -> None:
+    info = os.fstat(directory)
+    if info.st_uid not in _ours():
+        hint = f"look what is in it, then remove it: rm -r {path}"
+        raise HostError(f"{path} belongs to another user ({_name(info.st_uid)})", hint)
+    sticky = info.st_mode & stat.S_ISVTX
+    if info.st_mode & _OTHERS_WRITE and (last or not sticky):
+        hint = f"look what is in it, then: chmod go-w {path}"
+        raise HostError(f"{path} may be written by other users", hint)
+
+
+def check_entries(directory: int, path: str) -> None:
+    """Raise HostError where something in the directory is a symlink or belongs to another user."""
+    for name in os.listdir(directory):
+        info = os.stat(name, dir_fd=directory, follow_symlinks=False)
+        if stat.S_ISLNK(info.st_mode):
+            raise HostError(f"{path}/{name} is a symlink, which is not followed", f"remove it: rm {path}/{name}")
+        if info.st_uid not in _ours():
+            what = f"{path}/{name} belongs to another user ({_name(info.st_uid)})"
+            raise HostError(what, f"end what made it, then remove it: rm -r {path}/{name}")
+
+
+def open_log(directory: int, path: str, name: str) -> int:
+    """Open the log file for appending, made where missing; raises HostError where it is not a file of ours."""
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        log = os.open(name, flags, 0o640, dir_fd=directory)
+    except OSError as error:
+        raise HostError(f"{path}/{name} cannot be written: {error.strerror}", f"look at it: ls -l {path}") from None
+    info = os.fstat(log)
+    if not stat.S_ISREG(info.st_mode) or info.st_uid not in _ours():
+        os.close(log)
+        raise HostError(f"{path}/{name} is not a file of ours", f"look at it (ls -l {path}), and remove it")
+    return log
+
+
+def _ours() -> tuple[int, int]:
+    return 0, os.geteuid()
+
+
+def _name(uid: int) -> str:
+    import pwd
+
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return f"uid {uid}"

@@ -1,0 +1,279 @@
+"""One domain as a state machine: it is told the time, does what can be done now, and never waits.
+
+`tick` is called when a descriptor of `descriptors()` is readable or the time that it returned has come. The
+state changes in `_change` and nowhere else. Every state that waits for something has a deadline.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from collections.abc import Callable
+from typing import Optional
+
+from yunion_mps.errors import ControlError, HostError, YunionError
+from yunion_mps.models import DomainPlan, DomainStatus
+from yunion_mps.mps import directories
+from yunion_mps.mps.adoption import adopt, control_environment
+from yunion_mps.mps.control import Conversation, check_limits, limit_commands, peer_of
+from yunion_mps.mps.states import (
+    APPLYING,
+    BACKOFF,
+    FAILED,
+    LEGAL_CHANGES,
+    READY,
+    STARTING,
+    STOPPED,
+    STOPPING,
+)
+from yunion_mps.process import Process, describe_exit, spawn
+
+log = logging.getLogger(__name__)
+
+START_TIMEOUT_S = 10.0
+ANSWER_TIMEOUT_S = 5.0
+#: How long clients have to end after a `quit`, before the control daemon ends their servers.
+QUIT_TIMEOUT_S = 10
+#: How long it may take on top of that, before it is ended by signals.
+QUIT_GRACE_S = 2.0
+_FIRST_LOOK_S = 0.0002
+_LONGEST_LOOK_S = 0.05
+BACKOFF_S = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0)
+RETRY_FAILED_S = 60.0
+#: READY for this long, and earlier deaths count no more.
+STABLE_S = 60.0
+LOG_NAME = "control.log"
+_LOG_LINES = 5
+
+
+class Domain:
+    """A control daemon, from its start over its limits to its end."""
+
+    def __init__(self, plan: DomainPlan, program: str, on_change: Callable[[], None]) -> None:
+        self.plan = plan
+        self.state = STOPPED
+        self.reason = "not started yet"
+        self.error: Optional[YunionError] = None
+        self.since_s = 0.0
+        self.restarts = 0
+        self._program = program
+        self._on_change = on_change
+        self._process: Optional[Process] = None
+        self._conversation: Optional[Conversation] = None
+        self._deadline_s = 0.0
+        self._look_s = _FIRST_LOOK_S
+        self._deaths = 0
+        self._ended_by = 0
+
+    @property
+    def settled(self) -> bool:
+        """Whether nothing more happens by itself before somebody or something changes."""
+        return self.state in (READY, FAILED, BACKOFF, STOPPED)
+
+    def status(self) -> DomainStatus:
+        """What the snapshot shows of it."""
+        pid = self._process.pid if self._process else None
+        return DomainStatus(self.plan, self.state, self.reason, pid, self.since_s, self.restarts)
+
+    def descriptors(self) -> list[int]:
+        """What to watch for reading: the control daemon's end, and the answer that is awaited."""
+        watched = [self._process.fileno()] if self._process else []
+        return [*watched, self._conversation.fileno()] if self._conversation else watched
+
+    def start(self, now_s: float) -> None:
+        """Begin: directories, then the control daemon; the rest is done by ticks."""
+        try:
+            self._prepare()
+            found = adopt(self.plan)
+            self._process = found or self._spawn()
+        except HostError as error:
+            self._fail(now_s, error, FAILED)
+            return
+        what = f"took over the running control daemon (PID {self._process.pid})" if found else "started"
+        self._look_s = _FIRST_LOOK_S
+        self._deadline_s = now_s + START_TIMEOUT_S
+        self._change(STARTING, now_s, f"{what}; it does not answer yet")
+
+    def stop(self, now_s: float) -> None:
+        """Begin to stop; idle states end at once, the others by ticks."""
+        self._end_conversation()
+        if self._process is None:
+            if self.state != STOPPED:
+                self._change(STOPPED, now_s, "stopped")
+            return
+        if self.state == STOPPING:
+            return
+        self._change(STOPPING, now_s, f"waiting up to {QUIT_TIMEOUT_S} s for its clients to end")
+        self._deadline_s = now_s + QUIT_TIMEOUT_S + QUIT_GRACE_S
+        self._ended_by = 0
+        try:
+            quit_command = [f"quit -t {QUIT_TIMEOUT_S}"]
+            wait_s = QUIT_TIMEOUT_S + QUIT_GRACE_S
+            self._conversation = Conversation(
+                self._program, self.plan.pipe_directory, quit_command, now_s, wait_s
+            )
+        except YunionError as error:
+            log.warning("domain %s: cannot ask it to quit: %s", self.plan.name, error)
+            self._deadline_s = now_s
+
+    def tick(self, now_s: float) -> Optional[float]:
+        """Do what is due; return when to be called again at the latest, None for not before a descriptor."""
+        if self._process and self._process.status() is not None:
+            self._ended(now_s)
+        step = {
+            STARTING: self._tick_starting,
+            APPLYING: self._tick_applying,
+            BACKOFF: self._tick_waiting,
+            FAILED: self._tick_waiting,
+            STOPPING: self._tick_stopping,
+        }.get(self.state)
+        return step(now_s) if step else None
+
+    def _tick_starting(self, now_s: float) -> Optional[float]:
+        assert self._process is not None
+        peer = peer_of(self.plan.pipe_directory)
+        if peer and peer.pid == self._process.pid:
+            self._conversation = self._ask(now_s)
+            if self._conversation:
+                self._change(APPLYING, now_s, "its limits are being set and read back")
+            return self.tick(now_s) if self._conversation else self._deadline_s
+        if now_s >= self._deadline_s:
+            what = f"the control daemon did not answer within {START_TIMEOUT_S:g} s after its start"
+            self._give_up(now_s, ControlError(what + self._log_tail(), "look at its log"))
+            return self._deadline_s
+        self._look_s = min(self._look_s * 1.5, _LONGEST_LOOK_S)
+        return min(now_s + self._look_s, self._deadline_s)
+
+    def _ask(self, now_s: float) -> Optional[Conversation]:
+        commands = limit_commands(self.plan)
+        try:
+            return Conversation(self._program, self.plan.pipe_directory, commands, now_s, ANSWER_TIMEOUT_S)
+        except YunionError as error:
+            self._give_up(now_s, error)
+            return None
+
+    def _tick_applying(self, now_s: float) -> Optional[float]:
+        assert self._conversation is not None
+        try:
+            answer = self._conversation.poll(now_s)
+            if answer is None:
+                return self._conversation.deadline_s
+            self._conversation = None
+            check_limits(self.plan, answer)
+        except ControlError as error:
+            self._give_up(now_s, error)
+            return self._deadline_s
+        self._change(READY, now_s, "")
+        return None
+
+    def _tick_waiting(self, now_s: float) -> Optional[float]:
+        if now_s < self._deadline_s:
+            return self._deadline_s
+        self.start(now_s)
+        return self.tick(now_s) if self.state == STARTING else self._deadline_s
+
+    def _tick_stopping(self, now_s: float) -> Optional[float]:
+        """Once the deadline is over: SIGTERM, and a moment later SIGKILL."""
+        assert self._process is not None
+        if self._conversation:
+            try:
+                if self._conversation.poll(now_s) is not None:
+                    self._conversation = None
+            except ControlError as error:
+                log.warning("domain %s: %s", self.plan.name, error)
+                self._conversation = None
+        if now_s < self._deadline_s:
+            return self._deadline_s
+        number = signal.SIGKILL if self._ended_by else signal.SIGTERM
+        log.warning("domain %s: control daemon (PID %d) gets %s", self.plan.name, self._process.pid, number.name)
+        self._process.signal(number)
+        self._ended_by = number
+        self._deadline_s = now_s + QUIT_GRACE_S
+        return self._deadline_s
+
+    def _ended(self, now_s: float) -> None:
+        """The control daemon is gone: as we wished, or on its own."""
+        assert self._process is not None
+        words = describe_exit(self._process.status() or 0)
+        pid = self._process.pid
+        self._process.close()
+        self._process = None
+        self._end_conversation()
+        if self.state == STOPPING:
+            self._change(STOPPED, now_s, "stopped")
+            return
+        what = f"the control daemon (PID {pid}) {words}{self._log_tail()}"
+        self._fail(now_s, ControlError(what, "look at its log"), BACKOFF)
+
+    def _give_up(self, now_s: float, error: YunionError) -> None:
+        """End a control daemon that does not do what it should, and try anew later.
+
+        One that was taken over may have clients at work: it is left alone, and looked at again later.
+        """
+        self._end_conversation()
+        if self._process and self._process.is_child:
+            self._process.kill()
+        elif self._process:
+            self._process.close()
+        self._process = None
+        self._fail(now_s, error, BACKOFF)
+
+    def _fail(self, now_s: float, error: YunionError, state: str) -> None:
+        if self.state == READY and now_s - self.since_s >= STABLE_S:
+            self._deaths = 0
+        wait_s = BACKOFF_S[min(self._deaths, len(BACKOFF_S) - 1)] if state == BACKOFF else RETRY_FAILED_S
+        self._deaths += 1
+        self.restarts += 1
+        self.error = error
+        self._deadline_s = now_s + wait_s
+        log.error("domain %s: %s; next start in %g s. %s", self.plan.name, error.message, wait_s, error.hint)
+        self._change(state, now_s, error.message)
+
+    def _change(self, state: str, now_s: float, reason: str) -> None:
+        """The one place that changes the state."""
+        if state not in LEGAL_CHANGES[self.state]:
+            raise AssertionError(f"domain {self.plan.name}: {self.state} cannot become {state}")
+        log.info("domain %s: %s -> %s%s", self.plan.name, self.state, state, f" ({reason})" if reason else "")
+        self.state, self.since_s, self.reason = state, now_s, reason
+        if state == READY:
+            self.error = None
+        self._on_change()
+
+    def _prepare(self) -> None:
+        """Make both directories, and see that nothing of another user lies where clients go."""
+        for path in (self.plan.log_directory, self.plan.pipe_directory):
+            directory = directories.make_directory(path)
+            try:
+                directories.check_entries(directory, path)
+            finally:
+                os.close(directory)
+
+    def _spawn(self) -> Process:
+        directory = directories.make_directory(self.plan.log_directory)
+        try:
+            output = directories.open_log(directory, self.plan.log_directory, LOG_NAME)
+        finally:
+            os.close(directory)
+        try:
+            return spawn(
+                [self._program, "-f"], control_environment(self.plan), stdin=None, stdout=output, stderr=output
+            )
+        finally:
+            os.close(output)
+
+    def _end_conversation(self) -> None:
+        if self._conversation:
+            self._conversation.close()
+            self._conversation = None
+
+    def _log_tail(self) -> str:
+        """The control daemon's last words, for the reason that the operator reads first."""
+        path = os.path.join(self.plan.log_directory, LOG_NAME)
+        try:
+            with open(path, "rb") as file:
+                file.seek(max(0, os.fstat(file.fileno()).st_size - 2000))
+                lines = file.read().decode(errors="replace").splitlines()[-_LOG_LINES:]
+        except OSError:
+            return ""
+        return f"; the end of {path}: " + " | ".join(lines) if lines else ""

@@ -1,0 +1,84 @@
+"""Every path of ours, from one root.
+
+`YUNION_MPS_ROOT` names another root than `/` for tests and for looking into an unpacked host; what is
+configured (`/tmp/nvidia-mps/pipe`) then lies under it as well.
+"""
+
+from __future__ import annotations
+
+import os
+
+ROOT_VARIABLE = "YUNION_MPS_ROOT"
+
+#: The longest path that fits a Unix socket's address, in bytes (unix(7): sun_path less its final NUL).
+LONGEST_SOCKET_PATH = 107
+
+
+class Paths:
+    """The files and directories that the programs use, below `root`."""
+
+    def __init__(self, root: str = "/") -> None:
+        self.root = os.path.normpath(root)
+
+    @classmethod
+    def from_environment(cls) -> Paths:
+        """The paths below the root that the environment names, which is `/` on a real host."""
+        return cls(os.environ.get(ROOT_VARIABLE) or "/")
+
+    def under(self, path: str) -> str:
+        """Where the absolute `path` lies below the root."""
+        return path if self.root == "/" else self.root + path
+
+    def outside(self, path: str) -> str:
+        """The reverse of `under`: `path` as the configuration would name it."""
+        return path if self.root == "/" or not path.startswith(self.root) else path[len(self.root) :]
+
+    @property
+    def host_conf(self) -> str:
+        """Cloudpods' configuration of the host, which holds our keys too."""
+        return self.under("/etc/yunion/host.conf")
+
+    @property
+    def machine_id(self) -> str:
+        """machine-id(5)."""
+        return self.under("/etc/machine-id")
+
+    @property
+    def run_directory(self) -> str:
+        """Where the socket and the lock lie; emptied by a reboot."""
+        return self.under("/run/yunion-mps")
+
+    @property
+    def socket(self) -> str:
+        """The API's socket."""
+        return self.under("/run/yunion-mps/yunion-mps.sock")
+
+    @property
+    def lock(self) -> str:
+        """Held by the one daemon of a host, and names its PID."""
+        return self.under("/run/yunion-mps/daemon.lock")
+
+    @property
+    def state_directory(self) -> str:
+        """What must survive the daemon."""
+        return self.under("/var/lib/yunion-mps")
+
+    @property
+    def store(self) -> str:
+        """The SQLite file in the state directory."""
+        return self.under("/var/lib/yunion-mps/state.db")
+
+    @property
+    def boot_id(self) -> str:
+        """The kernel's identity of this boot; never below another root, for there is one kernel."""
+        return "/proc/sys/kernel/random/boot_id"
+
+    @property
+    def pci_devices(self) -> str:
+        """Sysfs' list of PCI devices."""
+        return self.under("/sys/bus/pci/devices")
+
+    @property
+    def render_nodes(self) -> str:
+        """Udev's names of the render nodes by PCI address."""
+        return self.under("/dev/dri/by-path")

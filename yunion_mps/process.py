@@ -1,0 +1,150 @@
+"""The only place that spawns, signals and watches processes. Nothing here waits.
+
+`posix_spawn` and not `subprocess`: it costs a tenth at the daemon's start, and all that is needed of the
+latter is a file descriptor in another's place.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import select
+import signal
+from collections.abc import Mapping, Sequence
+from typing import Optional
+
+from yunion_mps.errors import HostError
+
+#: Where NVIDIA's programs lie on hosts whose PATH does not have them: containers' driver mounts, Debian's
+#: versioned directories.
+PROGRAM_DIRECTORIES = (
+    "/usr/bin",
+    "/usr/local/bin",
+    "/usr/local/nvidia/bin",
+    "/usr/lib/nvidia/current",
+    "/run/nvidia/driver/usr/bin",
+    "/opt/nvidia/bin",
+)
+
+
+def find_program(name: str, hint: str) -> str:
+    """The path of the program on PATH or where drivers put it; raises HostError with `hint` when missing."""
+    directories = [part for part in os.environ.get("PATH", "").split(os.pathsep) if part.startswith("/")]
+    for directory in (*directories, *PROGRAM_DIRECTORIES):
+        path = os.path.join(directory, name)
+        if os.path.isfile(path) and os.access(path, os.X_OK):
+            return path
+    raise HostError(f"{name} is not installed", hint)
+
+
+class Process:
+    """A process held by a pidfd, so that no signal ever goes to a later process of the same PID."""
+
+    def __init__(self, pid: int, *, child: bool) -> None:
+        self.pid = pid
+        self.is_child = child
+        self._pidfd = os.pidfd_open(pid)
+        self._status: Optional[int] = None
+
+    @classmethod
+    def adopt(cls, pid: int) -> Optional[Process]:
+        """A process that somebody else started, None where it is gone."""
+        try:
+            return cls(pid, child=False)
+        except ProcessLookupError:
+            return None
+
+    def fileno(self) -> int:
+        """A descriptor that becomes readable when the process ends."""
+        return self._pidfd
+
+    def status(self) -> Optional[int]:
+        """None while it runs; then its exit status, negative for a signal, -1000 for another's child."""
+        if self._status is None and _readable(self._pidfd):
+            self._status = -1000
+            if self.is_child:
+                _, raw = os.waitpid(self.pid, os.WNOHANG)
+                self._status = os.waitstatus_to_exitcode(raw)
+        return self._status
+
+    def signal(self, number: int) -> None:
+        """Send a signal; nothing happens where the process has ended."""
+        try:
+            signal.pidfd_send_signal(self._pidfd, number)
+        except ProcessLookupError:
+            return
+
+    def kill(self) -> None:
+        """End a child of ours for good, reap it, and give the descriptor back."""
+        if self.status() is None:
+            self.signal(signal.SIGKILL)
+            os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED | os.WNOWAIT)
+            self.status()
+        self.close()
+
+    def close(self) -> None:
+        """Give the descriptor back; the process goes on."""
+        os.close(self._pidfd)
+
+
+def _readable(descriptor: int) -> bool:
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(0))
+
+
+def describe_exit(status: int) -> str:
+    """An exit status in words."""
+    if status == -1000:
+        return "ended"
+    return f"was killed by signal {-status}" if status < 0 else f"exited with status {status}"
+
+
+def spawn(
+    argv: Sequence[str], environment: Mapping[str, str], *, stdin: Optional[int], stdout: int, stderr: int
+) -> Process:
+    """Start a program in a session of its own, with just this environment and these descriptors.
+
+    Without `stdin` it reads /dev/null. Its own session keeps the terminal's Ctrl-C from it. Raises
+    HostError when it cannot be started.
+    """
+    actions: list[tuple[int, ...] | tuple[int, int, str, int, int]] = [
+        (os.POSIX_SPAWN_OPEN, 0, "/dev/null", os.O_RDONLY, 0)
+        if stdin is None
+        else (os.POSIX_SPAWN_DUP2, stdin, 0),
+        (os.POSIX_SPAWN_DUP2, stdout, 1),
+        (os.POSIX_SPAWN_DUP2, stderr, 2),
+    ]
+    try:
+        pid = os.posix_spawn(
+            argv[0],
+            argv,
+            environment,
+            file_actions=actions,
+            setsid=True,
+            setsigmask=[],
+            setsigdef=[signal.SIGPIPE, signal.SIGINT, signal.SIGTERM, signal.SIGHUP],
+        )
+    except OSError as error:
+        what = f"{argv[0]} cannot be started: {error.strerror}"
+        hint = "install it anew" if error.errno in (errno.ENOENT, errno.ENOEXEC, errno.EACCES) else "see dmesg"
+        raise HostError(what, hint) from None
+    return Process(pid, child=True)
+
+
+def environment_of(pid: int) -> dict[str, str]:
+    """The environment that the process was started with, empty where it may not be read or is gone."""
+    try:
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            text = file.read().decode(errors="replace")
+    except OSError:
+        return {}
+    return dict(entry.partition("=")[::2] for entry in text.split("\0") if "=" in entry)
+
+
+def program_of(pid: int) -> str:
+    """The path of the program that the process runs, empty where it may not be read or is gone."""
+    try:
+        return os.readlink(f"/proc/{pid}/exe").removesuffix(" (deleted)")
+    except OSError:
+        return ""

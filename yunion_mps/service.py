@@ -1,0 +1,260 @@
+"""What the outside may ask for, made once from the snapshot: the API, the command line and the exporters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Optional
+
+from yunion_mps import __version__
+from yunion_mps.errors import NotFoundError, YunionError
+from yunion_mps.models import DEV_TYPE, Device, DomainStatus, Gpu, PcieLink, Snapshot
+from yunion_mps.mps.states import READY
+from yunion_mps.planning import client_environment, decimal, enforces_budgets
+from yunion_mps.supervisor import warnings
+
+AVAILABLE = "available"
+UNAVAILABLE = "unavailable"
+
+#: A page of a listing where nothing else is asked for, as with Cloudpods.
+DEFAULT_LIMIT = 20
+
+Json = dict[str, Any]
+
+
+class Filters(NamedTuple):
+    """Which devices a listing is to show; None takes all."""
+
+    dev_type: Optional[str] = None
+    model: Optional[str] = None
+    addr: Optional[str] = None
+    device_path: Optional[str] = None
+    vendor_device_id: Optional[str] = None
+    numa_node: Optional[int] = None
+    unused: bool = False
+
+    def take(self, device: Mapping[str, Any]) -> bool:
+        """Whether the device is wanted; an address may be the device's own or its GPU's."""
+        if self.addr is not None and self.addr not in (device["addr"], device["addr"].rpartition("-")[0]):
+            return False
+        if self.unused and device["state"] != AVAILABLE:
+            return False
+        fields = ("dev_type", "model", "device_path", "vendor_device_id", "numa_node")
+        return all(getattr(self, field) in (None, device[field]) for field in fields)
+
+
+class Service:
+    """Answers from the snapshot that `snapshot` returns; what is costly is made once for each snapshot."""
+
+    def __init__(self, snapshot: Callable[[], Snapshot], started_s: float, pid: int) -> None:
+        self._take = snapshot
+        self._started_s = started_s
+        self._pid = pid
+        self._made_for = -1
+        self._devices: list[Json] = []
+
+    @property
+    def version(self) -> int:
+        """Changes when an answer may change."""
+        return self._take().version
+
+    def devices(self, filters: Filters, limit: int, offset: int) -> Json:
+        """One page of the devices that the filters take; a `limit` of 0 means all."""
+        wanted = [device for device in self._all() if filters.take(device)]
+        page = wanted[offset : offset + limit] if limit else wanted[offset:]
+        return {"isolated_devices": page, "total": len(wanted), "limit": limit, "offset": offset}
+
+    def device(self, name: str) -> Json:
+        """One device by id, address or a unique beginning of either; raises NotFoundError otherwise."""
+        devices = self._all()
+        keys = ("id", "addr")
+        found = [device for device in devices if name in (device["id"], device["addr"])]
+        found = found or [device for device in devices if any(device[key].startswith(name) for key in keys)]
+        if not found:
+            raise NotFoundError(f"there is no device {name}", "list the devices with: yunion-mps list")
+        if len(found) > 1:
+            few = ", ".join(device["addr"] for device in found[:4])
+            more = ", …" if len(found) > 4 else ""
+            raise NotFoundError(f"{name} names {len(found)} devices ({few}{more})", "give more of the id or address")
+        return {**found[0], **self._details(found[0])}
+
+    def gpus(self) -> Json:
+        """Every GPU of the host, the broken ones with their reason."""
+        snapshot = self._take()
+        gpus = [_gpu_json(gpu, snapshot) for gpu in snapshot.inventory.gpus]
+        return {"gpus": gpus, "total": len(gpus)}
+
+    def status(self) -> Json:
+        """The daemon, the driver and the domains at a glance."""
+        snapshot = self._take()
+        devices = self._all()
+        available = sum(device["state"] == AVAILABLE for device in devices)
+        return {
+            "state": _state(snapshot),
+            "notice": snapshot.notice,
+            "warnings": list(warnings(snapshot)),
+            "version": __version__,
+            "pid": self._pid,
+            "started": self._started_s,
+            "host_id": snapshot.plan.host_id,
+            "driver": {
+                "version": snapshot.inventory.driver.version or None,
+                "cuda_version": snapshot.inventory.driver.cuda_version,
+            },
+            "devices": {
+                "total": len(devices),
+                AVAILABLE: available,
+                UNAVAILABLE: len(devices) - available,
+            },
+            "gpus": {
+                "total": len(snapshot.inventory.gpus),
+                UNAVAILABLE: sum(bool(_gpu_reason(gpu, snapshot)) for gpu in snapshot.inventory.gpus),
+            },
+            "domains": [_domain_json(domain) for domain in snapshot.domains],
+        }
+
+    def _all(self) -> list[Json]:
+        snapshot = self._take()
+        if self._made_for != snapshot.version:
+            self._devices = devices_json(snapshot)
+            self._made_for = snapshot.version
+        return self._devices
+
+    def _details(self, shown: Json) -> Json:
+        snapshot = self._take()
+        device = next(device for device in snapshot.plan.devices if device.id == shown["id"])
+        domain = next((d.plan for d in snapshot.domains if d.plan.name == device.domain), None)
+        return {
+            "slot": device.slot,
+            "domain": device.domain,
+            "client_environment": client_environment(device, domain) if domain else {},
+        }
+
+
+def devices_json(snapshot: Snapshot) -> list[Json]:
+    """Every device of the snapshot, with Cloudpods' own field names and ours."""
+    gpus = {gpu.uuid: gpu for gpu in snapshot.inventory.gpus}
+    domains = {domain.plan.name: domain for domain in snapshot.domains}
+    reasons: dict[str, str] = {}
+    made = []
+    for device in snapshot.plan.devices:
+        gpu = gpus.get(device.gpu_uuid)
+        if device.gpu_uuid not in reasons:
+            reasons[device.gpu_uuid] = _reason(gpu, domains.get(device.domain))
+        made.append(_device_json(device, gpu, snapshot.plan.host_id, reasons[device.gpu_uuid]))
+    return made
+
+
+def _reason(gpu: Optional[Gpu], domain: Optional[DomainStatus]) -> str:
+    """Why the devices of a GPU cannot be used now, empty where they can."""
+    if gpu is None:
+        return "its GPU is not there any more"
+    if gpu.reason:
+        return gpu.reason
+    if domain is None:
+        return "no control daemon serves it"
+    if domain.state != READY:
+        return f"its domain is {domain.state}: {domain.reason}"
+    return ""
+
+
+def _device_json(device: Device, gpu: Optional[Gpu], host_id: str, reason: str) -> Json:
+    percentage = device.thread_percentage
+    return {
+        "id": device.id,
+        "dev_type": DEV_TYPE,
+        "model": gpu.name if gpu else None,
+        "addr": device.addr,
+        "vendor_device_id": gpu.vendor_device_id if gpu else None,
+        "host_id": host_id,
+        "numa_node": gpu.numa_node if gpu else None,
+        "device_path": device.gpu_uuid,
+        "pcie_info": _link_json(gpu.link) if gpu else None,
+        "index": -1,
+        "device_minor": -1,
+        "mps_memory_limit": device.memory_limit_mib,
+        "mps_memory_total": device.memory_total_mib,
+        "mps_thread_percentage": int(percentage) if percentage == int(percentage) else percentage,
+        "gpu_uuid": device.gpu_uuid,
+        "state": UNAVAILABLE if reason else AVAILABLE,
+        "reason": reason,
+        "budget_enforced": device.budget_enforced,
+    }
+
+
+def _link_json(link: Optional[PcieLink]) -> Optional[Json]:
+    """The link as Cloudpods has it, its keys in alphabetical order."""
+    return dict(sorted(link._asdict().items())) if link else None
+
+
+def _gpu_reason(gpu: Gpu, snapshot: Snapshot) -> str:
+    return gpu.reason or snapshot.plan.unavailable.get(gpu.pci_address, "")
+
+
+def _gpu_json(gpu: Gpu, snapshot: Snapshot) -> Json:
+    count = sum(device.gpu_uuid == gpu.uuid for device in snapshot.plan.devices)
+    capability = gpu.compute_capability
+    reason = _gpu_reason(gpu, snapshot)
+    return {
+        "uuid": gpu.uuid,
+        "name": gpu.name,
+        "addr": gpu.address,
+        "pci_address": gpu.pci_address,
+        "memory_total": gpu.memory_mib,
+        "compute_mode": gpu.compute_mode,
+        "compute_capability": f"{capability[0]}.{capability[1]}" if capability else None,
+        "mig_enabled": gpu.mig_enabled,
+        "vendor_device_id": gpu.vendor_device_id,
+        "numa_node": gpu.numa_node,
+        "pcie_info": _link_json(gpu.link),
+        "render_node": gpu.render_node,
+        "index": gpu.index,
+        "device_minor": gpu.minor,
+        "devices": count,
+        "state": UNAVAILABLE if reason else AVAILABLE if count else "not used",
+        "reason": reason,
+        "budget_enforced": enforces_budgets(gpu),
+    }
+
+
+def _domain_json(domain: DomainStatus) -> Json:
+    plan = domain.plan
+    return {
+        "name": plan.name,
+        "state": domain.state,
+        "reason": domain.reason,
+        "pid": domain.pid,
+        "restarts": domain.restarts,
+        "pipe_directory": plan.pipe_directory,
+        "log_directory": plan.log_directory,
+        "gpus": list(plan.gpu_uuids),
+        "memory_limits": list(plan.memory_limits_mib),
+        "thread_percentage": float(decimal(plan.thread_percentage)),
+    }
+
+
+def _state(snapshot: Snapshot) -> str:
+    """`ready`, `degraded` (something that should serve does not), `failed` (nothing does) or `disabled`."""
+    if not snapshot.enabled:
+        return "disabled"
+    serving = sum(domain.state == READY for domain in snapshot.domains)
+    if not serving:
+        return "failed"
+    broken = any(_gpu_reason(gpu, snapshot) for gpu in snapshot.inventory.gpus)
+    return "degraded" if broken or serving < len(snapshot.domains) else "ready"
+
+
+def one_line(status: Json) -> str:
+    """The status in one line, for systemd and for logs."""
+    devices, domains = status["devices"], status["domains"]
+    serving = sum(domain["state"] == READY for domain in domains)
+    if status["notice"]:
+        return str(status["notice"])
+    line = f"{devices[AVAILABLE]} of {devices['total']} devices available, "
+    line += f"{serving} of {len(domains)} control daemons serving"
+    troubles: Sequence[str] = [d["reason"] for d in domains if d["state"] != READY]
+    return line + (f"; {troubles[0]}" if troubles else "")
+
+
+def explain(error: YunionError) -> str:
+    """An error and its hint as one text."""
+    return f"{error.message}\n{error.hint}" if error.hint else error.message

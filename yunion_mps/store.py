@@ -1,0 +1,78 @@
+"""What must outlive the daemon, in SQLite: the GPUs' compute modes from before we first touched them."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+
+from yunion_mps.errors import HostError
+from yunion_mps.paths import Paths
+
+_SCHEMA_VERSION = 1
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS former_compute_mode (
+    gpu_uuid TEXT NOT NULL PRIMARY KEY,
+    mode TEXT NOT NULL,
+    boot_id TEXT NOT NULL
+) WITHOUT ROWID
+"""
+_HINT = "move the file away; a compute mode that was changed is then put back by: nvidia-smi -c DEFAULT"
+
+
+class Store:
+    """The state file. Every write is there for the next daemon however this one ends."""
+
+    def __init__(self, paths: Paths) -> None:
+        """Open the file, making it where it is missing; raises HostError when that cannot be done."""
+        self._file = paths.store
+        try:
+            os.makedirs(paths.state_directory, mode=0o700, exist_ok=True)
+            # A compute mode ends with the boot, so a write need not survive a power failure, only us.
+            self._connection = sqlite3.connect(self._file, isolation_level=None, timeout=5)
+            version = self._connection.execute("PRAGMA user_version").fetchone()[0]
+            if version > _SCHEMA_VERSION:
+                raise HostError(
+                    f"{self._file} was written by a newer yunion-mps (format {version}, not {_SCHEMA_VERSION})",
+                    "install that version again, or " + _HINT,
+                )
+            self._connection.execute("PRAGMA journal_mode = WAL")
+            self._connection.execute("PRAGMA synchronous = OFF")
+            self._connection.execute(_SCHEMA)
+            self._connection.execute(f"PRAGMA user_version = {_SCHEMA_VERSION}")
+            with open(paths.boot_id, encoding="ascii") as file:
+                self._boot_id = file.read().strip()
+        except (OSError, sqlite3.Error) as error:
+            raise HostError(f"the state file {self._file} cannot be used: {error}", _HINT) from None
+
+    @staticmethod
+    def exists(paths: Paths) -> bool:
+        """Whether there is a state file; opening it is only worth while then, or to write."""
+        return os.path.exists(paths.store)
+
+    def remember_modes(self, modes: dict[str, str]) -> None:
+        """Note the modes (by GPU UUID) before they are changed; an earlier note of this boot is kept."""
+        rows = [(uuid, mode, self._boot_id) for uuid, mode in modes.items()]
+        self._write("DELETE FROM former_compute_mode WHERE boot_id != ?", [(self._boot_id,)])
+        self._write("INSERT OR IGNORE INTO former_compute_mode VALUES (?, ?, ?)", rows)
+
+    def former_modes(self) -> dict[str, str]:
+        """The modes noted since this boot, by GPU UUID."""
+        query = "SELECT gpu_uuid, mode FROM former_compute_mode WHERE boot_id = ?"
+        try:
+            return dict(self._connection.execute(query, (self._boot_id,)).fetchall())
+        except sqlite3.Error as error:
+            raise HostError(f"the state file {self._file} cannot be read: {error}", _HINT) from None
+
+    def forget_mode(self, uuid: str) -> None:
+        """Remove the note of a GPU whose mode is what it was."""
+        self._write("DELETE FROM former_compute_mode WHERE gpu_uuid = ?", [(uuid,)])
+
+    def close(self) -> None:
+        """Close the file."""
+        self._connection.close()
+
+    def _write(self, statement: str, rows: list[tuple[str, ...]]) -> None:
+        try:
+            self._connection.executemany(statement, rows)
+        except sqlite3.Error as error:
+            raise HostError(f"the state file {self._file} cannot be written: {error}", _HINT) from None

@@ -1,0 +1,230 @@
+"""All domains of the host: brings the plan into force, keeps it, and puts back what it changed.
+
+Like a domain it is told the time and never waits, so that one loop can drive it before the event loop is
+loaded and another afterwards.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from typing import Optional
+
+from yunion_mps.errors import DriverError, YunionError
+from yunion_mps.examination import Examination
+from yunion_mps.models import DomainPlan, Inventory, Snapshot
+from yunion_mps.mps.control import find_control_program
+from yunion_mps.mps.domain import Domain
+from yunion_mps.mps.states import FAILED, READY, STOPPED
+from yunion_mps.paths import Paths
+from yunion_mps.planning import difference, enforces_budgets, make_plan
+from yunion_mps.store import Store
+
+log = logging.getLogger(__name__)
+
+
+class Supervisor:
+    """Moves the host from what is to what the plan says, and tells what is."""
+
+    def __init__(self, paths: Paths, examined: Examination) -> None:
+        """`examined` is without problems; its NVML stays open for as long as this is used."""
+        self._paths = paths
+        self._config = examined.config
+        self._machine_id = examined.machine_id
+        self._nvml = examined.nvml
+        self._inventory = examined.inventory
+        self._plan = examined.plan
+        self._domains: list[Domain] = []
+        self._store: Optional[Store] = None
+        self._version = 0
+        self._snapshot: Optional[Snapshot] = None
+
+    def start(self, now_s: float) -> None:
+        """Set the compute modes and begin to start the domains.
+
+        Raises YunionError when nothing of it can work: no GPU may be changed, or no control program.
+        """
+        self._put_back_strangers()
+        if not self._plan.domains:
+            return
+        program = find_control_program()
+        self._set_modes()
+        self._domains = [Domain(self._placed(plan), program, self._changed) for plan in self._plan.domains]
+        for domain in self._domains:
+            domain.start(now_s)
+        self._changed()
+
+    def tick(self, now_s: float) -> Optional[float]:
+        """Do what is due in every domain; return when to be called again at the latest."""
+        times = [due_s for domain in self._domains if (due_s := domain.tick(now_s)) is not None]
+        return min(times, default=None)
+
+    def descriptors(self) -> list[int]:
+        """What to watch for reading, to be asked for again after every tick."""
+        return [descriptor for domain in self._domains for descriptor in domain.descriptors()]
+
+    def stop(self, now_s: float) -> None:
+        """Begin to stop every domain."""
+        for domain in self._domains:
+            domain.stop(now_s)
+
+    @property
+    def started(self) -> bool:
+        """Whether every domain is ready or has said why it is not."""
+        return all(domain.state == READY or domain.error for domain in self._domains)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether every domain has stopped."""
+        return all(domain.state == STOPPED for domain in self._domains)
+
+    @property
+    def serving(self) -> int:
+        """The number of domains that serve."""
+        return sum(domain.state == READY for domain in self._domains)
+
+    def first_error(self) -> Optional[YunionError]:
+        """Why a domain does not serve, None where all do."""
+        return next((domain.error for domain in self._domains if domain.error), None)
+
+    def close(self) -> None:
+        """Put the compute modes back to what they were before we first touched them."""
+        if self._store is None:
+            return
+        for uuid, mode in self._store.former_modes().items():
+            self._put_back(uuid, mode)
+        self._store.close()
+        self._store = None
+
+    def rescan(self, inventory: Inventory) -> None:
+        """Take note of what the GPUs are like now."""
+        if inventory == self._inventory:
+            return
+        before = {gpu.pci_address: gpu for gpu in self._inventory.gpus}
+        for gpu in inventory.gpus:
+            reason = before[gpu.pci_address].reason if gpu.pci_address in before else "it was not there"
+            if gpu.reason and gpu.reason != reason:
+                log.error("GPU %s cannot be used: %s", gpu.address, gpu.reason)
+            elif reason and not gpu.reason:
+                log.info("GPU %s is back", gpu.address)
+        self._inventory = inventory
+        self._changed()
+
+    def lose_driver(self, error: DriverError) -> None:
+        """Take note that the driver as a whole does not answer any more."""
+        gpus = tuple(gpu._replace(reason=error.message) for gpu in self._inventory.gpus)
+        self.rescan(self._inventory._replace(gpus=gpus))
+
+    def snapshot(self) -> Snapshot:
+        """What is now; the same object for as long as nothing changes."""
+        if self._snapshot is None:
+            self._version += 1
+            domains = tuple(domain.status() for domain in self._domains)
+            self._snapshot = Snapshot(
+                self._version,
+                time.time(),
+                self._config.enable_cuda_mps,
+                self._notice(),
+                self._plan,
+                self._inventory,
+                domains,
+            )
+        return self._snapshot
+
+    def _changed(self) -> None:
+        self._snapshot = None
+
+    def _notice(self) -> str:
+        if not self._config.enable_cuda_mps:
+            return f"enable_cuda_mps is false in {self._paths.host_conf}: this host offers no MPS devices"
+        if not self._plan.domains:
+            reasons = "; ".join(f"{address}: {why}" for address, why in self._plan.unavailable.items())
+            return f"no GPU of this host can serve MPS devices ({reasons or 'it has none'})"
+        return ""
+
+    def _placed(self, plan: DomainPlan) -> DomainPlan:
+        """The domain with its directories below the root that everything of ours lies under."""
+        return plan._replace(
+            pipe_directory=self._paths.under(plan.pipe_directory),
+            log_directory=self._paths.under(plan.log_directory),
+        )
+
+    def _set_modes(self) -> None:
+        """Set every GPU's compute mode; one that refuses is planned anew, as unavailable for that reason."""
+        assert self._nvml is not None
+        changes = difference(self._plan, self._inventory, ()).compute_modes
+        if not changes:
+            return
+        self._open_store().remember_modes({change.gpu_uuid: change.before for change in changes})
+        errors: dict[str, DriverError] = {}
+        for change in changes:
+            try:
+                self._nvml.set_compute_mode(change.gpu_uuid, change.after)
+                log.info("GPU %s: compute mode %s -> %s", change.gpu_uuid, change.before, change.after)
+            except DriverError as error:
+                log.error("GPU %s: compute mode cannot be set: %s. %s", change.gpu_uuid, error.message, error.hint)
+                errors[change.gpu_uuid] = error
+        after = {change.gpu_uuid: change.after for change in changes if change.gpu_uuid not in errors}
+        self._inventory = _with_modes(self._inventory, after, errors)
+        if errors and len(errors) == len(self._plan.compute_modes):
+            error = next(iter(errors.values()))
+            raise DriverError(f"no GPU's compute mode can be set: {error.message}", error.hint)
+        self._plan, _ = make_plan(self._config, self._inventory, self._machine_id)
+
+    def _open_store(self) -> Store:
+        if self._store is None:
+            self._store = Store(self._paths)
+        return self._store
+
+    def _put_back_strangers(self) -> None:
+        """Put back the modes that an earlier daemon changed on GPUs which are not ours any more."""
+        if not Store.exists(self._paths) or self._nvml is None:
+            return
+        for uuid, mode in self._open_store().former_modes().items():
+            if uuid not in self._plan.compute_modes:
+                self._put_back(uuid, mode)
+
+    def _put_back(self, uuid: str, mode: str) -> None:
+        assert self._nvml is not None
+        assert self._store is not None
+        try:
+            self._nvml.set_compute_mode(uuid, mode)
+            self._store.forget_mode(uuid)
+            log.info("GPU %s: compute mode is %s again, as before", uuid, mode)
+        except YunionError as error:
+            log.error("GPU %s: compute mode %s cannot be put back: %s. %s", uuid, mode, error.message, error.hint)
+
+
+def _with_modes(
+    inventory: Inventory, modes: dict[str, str], errors: dict[str, DriverError]
+) -> Inventory:
+    """The inventory after compute modes were set, and with the reason where that failed."""
+    gpus = []
+    for gpu in inventory.gpus:
+        uuid = gpu.uuid or ""
+        if uuid in errors:
+            gpu = gpu._replace(reason=f"its compute mode cannot be set: {errors[uuid].message}")
+        elif uuid in modes:
+            gpu = gpu._replace(compute_mode=modes[uuid])
+        gpus.append(gpu)
+    return inventory._replace(gpus=tuple(gpus))
+
+
+def warnings(snapshot: Snapshot) -> Sequence[str]:
+    """What an operator must know although everything runs: budgets that are not enforced, modes that differ."""
+    found = []
+    for gpu in snapshot.inventory.gpus:
+        served = any(gpu.uuid in domain.plan.gpu_uuids for domain in snapshot.domains)
+        if served and not gpu.reason and not enforces_budgets(gpu):
+            found.append(
+                f"GPU {gpu.address} ({gpu.name}): budgets are not enforced, for it is older than Volta; "
+                "its clients can use all of its memory and threads"
+            )
+        wanted = snapshot.plan.compute_modes.get(gpu.uuid or "")
+        if wanted and not gpu.reason and gpu.compute_mode != wanted:
+            found.append(
+                f"GPU {gpu.address} ({gpu.name}): its compute mode is {gpu.compute_mode}, not {wanted}; "
+                "a process that misses the control daemon would use it without limits"
+            )
+    return found

@@ -1,0 +1,49 @@
+"""sd_notify(3), by the sdnotify library; does nothing where systemd did not start us."""
+
+from __future__ import annotations
+
+import os
+from typing import Optional
+
+
+class Notifier:
+    """Tells systemd how the daemon is."""
+
+    def __init__(self) -> None:
+        self._last_status = ""
+        self._library = None
+        if os.environ.get("NOTIFY_SOCKET"):
+            import sdnotify
+
+            self._library = sdnotify.SystemdNotifier()
+
+    def ready(self, status: str) -> None:
+        """The daemon serves."""
+        self._send(f"READY=1\nSTATUS={status}")
+
+    def status(self, status: str) -> None:
+        """What `systemctl status` shows in words; a repetition is not sent."""
+        if status != self._last_status:
+            self._send(f"STATUS={status}")
+        self._last_status = status
+
+    def stopping(self, status: str) -> None:
+        """The daemon has begun to stop."""
+        self._send(f"STOPPING=1\nSTATUS={status}")
+
+    def alive(self) -> None:
+        """The watchdog's sign of life."""
+        self._send("WATCHDOG=1")
+
+    def _send(self, message: str) -> None:
+        if self._library:
+            self._library.notify(message)
+
+
+def watchdog_interval_s() -> Optional[float]:
+    """How often systemd wants a sign of life, halved for safety; None where it wants none."""
+    text = os.environ.get("WATCHDOG_USEC", "")
+    pid = os.environ.get("WATCHDOG_PID", "")
+    if not text.isdigit() or int(text) == 0 or (pid and pid != str(os.getpid())):
+        return None
+    return int(text) / 2_000_000
