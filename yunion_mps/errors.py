@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Optional
+from typing import NamedTuple
 
 
 class YunionError(Exception):
@@ -25,7 +25,7 @@ class Problem(NamedTuple):
     """One thing wrong in a configuration file: where, what, and what would be right."""
 
     file: str
-    line: Optional[int]
+    line: int | None
     what: str
     remedy: str
 

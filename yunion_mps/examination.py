@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Optional
+from typing import NamedTuple
 
 from yunion_mps.config import load
 from yunion_mps.errors import ConfigError, DriverError, Problem
@@ -22,8 +22,8 @@ class Examination(NamedTuple):
     inventory: Inventory
     plan: Plan
     machine_id: str
-    nvml: Optional[Nvml]
-    driver_error: Optional[DriverError]
+    nvml: Nvml | None
+    driver_error: DriverError | None
 
     def check(self) -> None:
         """Raise ConfigError with every problem, or DriverError where there is no driver to work with."""
@@ -49,8 +49,9 @@ def examine(paths: Paths) -> Examination:
             inventory = scan(nvml, paths)
         except DriverError as error:
             driver_error = error
-    plan, host_problems = Plan(""), []
+    plan = Plan("")
+    host_problems: list[Problem] = []
     if driver_error is None:
         plan, host_problems = make_plan(config, inventory, host)
-    found = tuple([*problems, *host_problems])
+    found = (*problems, *host_problems)
     return Examination(config, found, inventory, plan, host, nvml, driver_error)

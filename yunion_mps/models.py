@@ -7,7 +7,7 @@ start of the daemon.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple, Optional
+from typing import NamedTuple
 
 EXCLUSIVE_PROCESS = "Exclusive_Process"
 DEFAULT = "Default"
@@ -21,7 +21,7 @@ class Source(NamedTuple):
     """Where a value of the configuration stands; `line` is None for a default."""
 
     file: str
-    line: Optional[int]
+    line: int | None
 
 
 class DeviceEntry(NamedTuple):
@@ -44,7 +44,7 @@ class Config(NamedTuple):
     cuda_mps_compute_mode: str
     cuda_mps_scope: str
     cuda_mps_thread_percentage: str
-    cuda_mps_max_clients: Optional[int]
+    cuda_mps_max_clients: int | None
     devices: tuple[DeviceEntry, ...]
     sources: Mapping[str, Source]
 
@@ -62,25 +62,25 @@ class Driver(NamedTuple):
     """The NVIDIA driver: its version, and that of the CUDA driver API it brings (None where unknown)."""
 
     version: str
-    cuda_version: Optional[str]
+    cuda_version: str | None
 
 
 class Gpu(NamedTuple):
     """One physical GPU. What the driver does not tell is None; `reason` says why it cannot be used, if so."""
 
     pci_address: str
-    uuid: Optional[str] = None
-    name: Optional[str] = None
-    index: Optional[int] = None
-    minor: Optional[int] = None
-    memory_mib: Optional[int] = None
-    compute_mode: Optional[str] = None
-    compute_capability: Optional[tuple[int, int]] = None
-    mig_enabled: Optional[bool] = None
-    vendor_device_id: Optional[str] = None
-    numa_node: Optional[int] = None
-    link: Optional[PcieLink] = None
-    render_node: Optional[str] = None
+    uuid: str | None = None
+    name: str | None = None
+    nvml_index: int | None = None
+    minor: int | None = None
+    memory_mib: int | None = None
+    compute_mode: str | None = None
+    compute_capability: tuple[int, int] | None = None
+    mig_enabled: bool | None = None
+    vendor_device_id: str | None = None
+    numa_node: int | None = None
+    link: PcieLink | None = None
+    render_node: str | None = None
     reason: str = ""
 
     @property
@@ -111,7 +111,7 @@ class Device(NamedTuple):
 
 
 class DomainPlan(NamedTuple):
-    """One control daemon: the GPUs it serves, in CUDA's order, and the limits it gives to a client by default."""
+    """One control daemon: its GPUs in CUDA's order, and the limits that it gives to a client by default."""
 
     name: str
     pipe_directory: str
@@ -137,7 +137,7 @@ class DomainStatus(NamedTuple):
     plan: DomainPlan
     state: str
     reason: str
-    pid: Optional[int]
+    pid: int | None
     since_s: float
     restarts: int
 

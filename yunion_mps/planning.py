@@ -7,7 +7,7 @@ and do not depend on the order of GPUs or of the file; once a plan is in force, 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple, Optional
+from typing import NamedTuple
 from uuid import UUID, uuid5
 
 from yunion_mps.errors import Problem
@@ -63,10 +63,10 @@ class Changes(NamedTuple):
 
 
 def make_plan(config: Config, inventory: Inventory, machine_id: str) -> tuple[Plan, list[Problem]]:
-    """Return the plan and the problems that only the host's GPUs show; with problems, no plan is to be used."""
+    """Return the plan and the problems that only the GPUs show; with problems, it is not to be used."""
     host = host_id(machine_id)
     if not config.enable_cuda_mps:
-        return Plan(host), []
+        return Plan(str(host)), []
     shares, problems = _shares(config, inventory)
     unavailable = {}
     usable = []
@@ -92,7 +92,7 @@ def make_plan(config: Config, inventory: Inventory, machine_id: str) -> tuple[Pl
 
 
 def difference(plan: Plan, inventory: Inventory, running: Sequence[DomainPlan]) -> Changes:
-    """Return what is to be done where the GPUs are as in `inventory` and the domains `running` are in force."""
+    """Return what is to be done where the GPUs are as in `inventory` and `running` are in force."""
     modes = []
     for gpu in inventory.gpus:
         wanted = plan.compute_modes.get(gpu.uuid or "")
@@ -108,7 +108,7 @@ def host_id(machine_id: str) -> UUID:
     return uuid5(_NAMESPACE, machine_id)
 
 
-def max_clients(gpu: Gpu, driver: Driver, override: Optional[int]) -> int:
+def max_clients(gpu: Gpu, driver: Driver, override: int | None) -> int:
     """How many clients, and so devices, the GPU's MPS allows; the fewest where the capability is unknown."""
     if override:
         return override
@@ -144,7 +144,7 @@ def reason_against(gpu: Gpu, config: Config) -> str:
     if gpu.uuid is None or gpu.memory_mib is None:
         return "the driver does not tell the GPU's UUID and memory"
     if gpu.mig_enabled:
-        return "the GPU is in MIG mode, which excludes MPS on the whole GPU (turn it off with: nvidia-smi -mig 0)"
+        return "the GPU is in MIG mode, which excludes MPS on it as a whole (turn it off: nvidia-smi -mig 0)"
     capability = gpu.compute_capability
     if capability is not None and capability < _FIRST_WITH_MPS:
         return f"MPS needs compute capability 3.5, the GPU has {capability[0]}.{capability[1]}"
@@ -198,7 +198,7 @@ def _shares(config: Config, inventory: Inventory) -> tuple[dict[str, int], list[
     return shares, problems
 
 
-def find_gpu(path: str, gpus: Iterable[Gpu]) -> Optional[Gpu]:
+def find_gpu(path: str, gpus: Iterable[Gpu]) -> Gpu | None:
     """The GPU that a render node, a PCI address or a UUID names, None where none is so named."""
     wanted = path.strip()
     lower = wanted.lower()
@@ -227,13 +227,15 @@ def _no_gpu(entry: DeviceEntry, inventory: Inventory) -> Problem:
 
 
 def _too_many(
-    key: str, number: int, gpu: Gpu, config: Config, inventory: Inventory, entry: Optional[DeviceEntry] = None
+    key: str, number: int, gpu: Gpu, config: Config, inventory: Inventory, entry: DeviceEntry | None = None
 ) -> list[Problem]:
     most = max_clients(gpu, inventory.driver, config.cuda_mps_max_clients)
     if gpu.reason or number <= most:
         return []
     at = entry.virtual_number_at if entry else config.sources[key]
-    what = f"{key} is {number}, more than the {most} clients that MPS allows on GPU {gpu.address} ({gpu.name})"
+    what = (
+        f"{key} is {number}, more than the {most} clients that MPS allows on GPU {gpu.address} ({gpu.name})"
+    )
     remedy = f"write at most {most}"
     if enforces_budgets(gpu):
         remedy += ", or set cuda_mps_max_clients in host.conf where the driver allows more"

@@ -11,7 +11,6 @@ import os
 import select
 import signal
 from collections.abc import Mapping, Sequence
-from typing import Optional
 
 from yunion_mps.errors import HostError
 
@@ -44,10 +43,10 @@ class Process:
         self.pid = pid
         self.is_child = child
         self._pidfd = os.pidfd_open(pid)
-        self._status: Optional[int] = None
+        self._status: int | None = None
 
     @classmethod
-    def adopt(cls, pid: int) -> Optional[Process]:
+    def adopt(cls, pid: int) -> Process | None:
         """A process that somebody else started, None where it is gone."""
         try:
             return cls(pid, child=False)
@@ -58,7 +57,7 @@ class Process:
         """A descriptor that becomes readable when the process ends."""
         return self._pidfd
 
-    def status(self) -> Optional[int]:
+    def status(self) -> int | None:
         """None while it runs; then its exit status, negative for a signal, -1000 for another's child."""
         if self._status is None and _readable(self._pidfd):
             self._status = -1000
@@ -101,7 +100,7 @@ def describe_exit(status: int) -> str:
 
 
 def spawn(
-    argv: Sequence[str], environment: Mapping[str, str], *, stdin: Optional[int], stdout: int, stderr: int
+    argv: Sequence[str], environment: Mapping[str, str], *, stdin: int | None, stdout: int, stderr: int
 ) -> Process:
     """Start a program in a session of its own, with just this environment and these descriptors.
 
@@ -118,7 +117,7 @@ def spawn(
     try:
         pid = os.posix_spawn(
             argv[0],
-            argv,
+            list(argv),
             environment,
             file_actions=actions,
             setsid=True,
@@ -127,7 +126,9 @@ def spawn(
         )
     except OSError as error:
         what = f"{argv[0]} cannot be started: {error.strerror}"
-        hint = "install it anew" if error.errno in (errno.ENOENT, errno.ENOEXEC, errno.EACCES) else "see dmesg"
+        hint = (
+            "install it anew" if error.errno in (errno.ENOENT, errno.ENOEXEC, errno.EACCES) else "see dmesg"
+        )
         raise HostError(what, hint) from None
     return Process(pid, child=True)
 

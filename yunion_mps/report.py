@@ -21,7 +21,7 @@ def config_json(config: Config) -> dict[str, Any]:
 
 
 def plan_json(examination: Examination) -> dict[str, Any]:
-    """The effective configuration and the plan: for each GPU what it would become, and each control daemon."""
+    """The effective configuration and the plan: what each GPU would become, and the control daemons."""
     plan, inventory = examination.plan, examination.inventory
     notice = ""
     if not examination.config.enable_cuda_mps:
@@ -60,7 +60,9 @@ def _gpu_json(gpu: Gpu, plan: Plan) -> dict[str, Any]:
         "compute_mode": f"{gpu.compute_mode} -> {mode}" if changes else gpu.compute_mode,
         "domain": first.domain if first else None,
         "budget_enforced": enforces_budgets(gpu),
-        "reason": gpu.reason or plan.unavailable.get(gpu.pci_address, "") or ("" if devices else "not configured"),
+        "reason": gpu.reason
+        or plan.unavailable.get(gpu.pci_address, "")
+        or ("" if devices else "not configured"),
     }
 
 

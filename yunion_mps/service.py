@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple
 
 from yunion_mps import __version__
 from yunion_mps.errors import NotFoundError, YunionError
@@ -24,12 +24,12 @@ Json = dict[str, Any]
 class Filters(NamedTuple):
     """Which devices a listing is to show; None takes all."""
 
-    dev_type: Optional[str] = None
-    model: Optional[str] = None
-    addr: Optional[str] = None
-    device_path: Optional[str] = None
-    vendor_device_id: Optional[str] = None
-    numa_node: Optional[int] = None
+    dev_type: str | None = None
+    model: str | None = None
+    addr: str | None = None
+    device_path: str | None = None
+    vendor_device_id: str | None = None
+    numa_node: int | None = None
     unused: bool = False
 
     def take(self, device: Mapping[str, Any]) -> bool:
@@ -74,7 +74,9 @@ class Service:
         if len(found) > 1:
             few = ", ".join(device["addr"] for device in found[:4])
             more = ", …" if len(found) > 4 else ""
-            raise NotFoundError(f"{name} names {len(found)} devices ({few}{more})", "give more of the id or address")
+            raise NotFoundError(
+                f"{name} names {len(found)} devices ({few}{more})", "give more of the id or address"
+            )
         return {**found[0], **self._details(found[0])}
 
     def gpus(self) -> Json:
@@ -144,7 +146,7 @@ def devices_json(snapshot: Snapshot) -> list[Json]:
     return made
 
 
-def _reason(gpu: Optional[Gpu], domain: Optional[DomainStatus]) -> str:
+def _reason(gpu: Gpu | None, domain: DomainStatus | None) -> str:
     """Why the devices of a GPU cannot be used now, empty where they can."""
     if gpu is None:
         return "its GPU is not there any more"
@@ -157,7 +159,7 @@ def _reason(gpu: Optional[Gpu], domain: Optional[DomainStatus]) -> str:
     return ""
 
 
-def _device_json(device: Device, gpu: Optional[Gpu], host_id: str, reason: str) -> Json:
+def _device_json(device: Device, gpu: Gpu | None, host_id: str, reason: str) -> Json:
     percentage = device.thread_percentage
     return {
         "id": device.id,
@@ -181,7 +183,7 @@ def _device_json(device: Device, gpu: Optional[Gpu], host_id: str, reason: str) 
     }
 
 
-def _link_json(link: Optional[PcieLink]) -> Optional[Json]:
+def _link_json(link: PcieLink | None) -> Json | None:
     """The link as Cloudpods has it, its keys in alphabetical order."""
     return dict(sorted(link._asdict().items())) if link else None
 
@@ -207,7 +209,7 @@ def _gpu_json(gpu: Gpu, snapshot: Snapshot) -> Json:
         "numa_node": gpu.numa_node,
         "pcie_info": _link_json(gpu.link),
         "render_node": gpu.render_node,
-        "index": gpu.index,
+        "index": gpu.nvml_index,
         "device_minor": gpu.minor,
         "devices": count,
         "state": UNAVAILABLE if reason else AVAILABLE if count else "not used",

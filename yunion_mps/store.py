@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sqlite3
+from collections.abc import Sequence
 
 from yunion_mps.errors import HostError
 from yunion_mps.paths import Paths
@@ -32,7 +33,7 @@ class Store:
             version = self._connection.execute("PRAGMA user_version").fetchone()[0]
             if version > _SCHEMA_VERSION:
                 raise HostError(
-                    f"{self._file} was written by a newer yunion-mps (format {version}, not {_SCHEMA_VERSION})",
+                    f"{self._file} was written by a newer yunion-mps (format {version})",
                     "install that version again, or " + _HINT,
                 )
             self._connection.execute("PRAGMA journal_mode = WAL")
@@ -71,7 +72,7 @@ class Store:
         """Close the file."""
         self._connection.close()
 
-    def _write(self, statement: str, rows: list[tuple[str, ...]]) -> None:
+    def _write(self, statement: str, rows: Sequence[tuple[str, ...]]) -> None:
         try:
             self._connection.executemany(statement, rows)
         except sqlite3.Error as error:

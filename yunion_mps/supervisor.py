@@ -9,14 +9,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from typing import Optional
 
 from yunion_mps.errors import DriverError, YunionError
 from yunion_mps.examination import Examination
 from yunion_mps.models import DomainPlan, Inventory, Snapshot
 from yunion_mps.mps.control import find_control_program
 from yunion_mps.mps.domain import Domain
-from yunion_mps.mps.states import FAILED, READY, STOPPED
+from yunion_mps.mps.states import READY, STOPPED
 from yunion_mps.paths import Paths
 from yunion_mps.planning import difference, enforces_budgets, make_plan
 from yunion_mps.store import Store
@@ -36,9 +35,9 @@ class Supervisor:
         self._inventory = examined.inventory
         self._plan = examined.plan
         self._domains: list[Domain] = []
-        self._store: Optional[Store] = None
+        self._store: Store | None = None
         self._version = 0
-        self._snapshot: Optional[Snapshot] = None
+        self._snapshot: Snapshot | None = None
 
     def start(self, now_s: float) -> None:
         """Set the compute modes and begin to start the domains.
@@ -55,7 +54,7 @@ class Supervisor:
             domain.start(now_s)
         self._changed()
 
-    def tick(self, now_s: float) -> Optional[float]:
+    def tick(self, now_s: float) -> float | None:
         """Do what is due in every domain; return when to be called again at the latest."""
         times = [due_s for domain in self._domains if (due_s := domain.tick(now_s)) is not None]
         return min(times, default=None)
@@ -64,10 +63,10 @@ class Supervisor:
         """What to watch for reading, to be asked for again after every tick."""
         return [descriptor for domain in self._domains for descriptor in domain.descriptors()]
 
-    def stop(self, now_s: float) -> None:
-        """Begin to stop every domain."""
+    def stop(self, now_s: float, *, spare_found: bool = False) -> None:
+        """Begin to stop every domain; `spare_found` leaves control daemons that were running before us."""
         for domain in self._domains:
-            domain.stop(now_s)
+            domain.stop(now_s, spare_found=spare_found)
 
     @property
     def started(self) -> bool:
@@ -84,16 +83,21 @@ class Supervisor:
         """The number of domains that serve."""
         return sum(domain.state == READY for domain in self._domains)
 
-    def first_error(self) -> Optional[YunionError]:
+    def first_error(self) -> YunionError | None:
         """Why a domain does not serve, None where all do."""
         return next((domain.error for domain in self._domains if domain.error), None)
 
     def close(self) -> None:
-        """Put the compute modes back to what they were before we first touched them."""
+        """Put the compute modes back to what they were before we first touched them.
+
+        Where a control daemon is left running, that is for the daemon that ends it: the note stays.
+        """
         if self._store is None:
             return
+        left = {uuid for domain in self._domains if domain.left_running for uuid in domain.plan.gpu_uuids}
         for uuid, mode in self._store.former_modes().items():
-            self._put_back(uuid, mode)
+            if uuid not in left:
+                self._put_back(uuid, mode)
         self._store.close()
         self._store = None
 
@@ -163,13 +167,15 @@ class Supervisor:
                 self._nvml.set_compute_mode(change.gpu_uuid, change.after)
                 log.info("GPU %s: compute mode %s -> %s", change.gpu_uuid, change.before, change.after)
             except DriverError as error:
-                log.error("GPU %s: compute mode cannot be set: %s. %s", change.gpu_uuid, error.message, error.hint)
+                log.error(
+                    "GPU %s: compute mode cannot be set: %s. %s", change.gpu_uuid, error.message, error.hint
+                )
                 errors[change.gpu_uuid] = error
         after = {change.gpu_uuid: change.after for change in changes if change.gpu_uuid not in errors}
         self._inventory = _with_modes(self._inventory, after, errors)
         if errors and len(errors) == len(self._plan.compute_modes):
-            error = next(iter(errors.values()))
-            raise DriverError(f"no GPU's compute mode can be set: {error.message}", error.hint)
+            first = next(iter(errors.values()))
+            raise DriverError(f"no GPU's compute mode can be set: {first.message}", first.hint)
         self._plan, _ = make_plan(self._config, self._inventory, self._machine_id)
 
     def _open_store(self) -> Store:
@@ -193,12 +199,12 @@ class Supervisor:
             self._store.forget_mode(uuid)
             log.info("GPU %s: compute mode is %s again, as before", uuid, mode)
         except YunionError as error:
-            log.error("GPU %s: compute mode %s cannot be put back: %s. %s", uuid, mode, error.message, error.hint)
+            log.error(
+                "GPU %s: compute mode %s cannot be put back: %s. %s", uuid, mode, error.message, error.hint
+            )
 
 
-def _with_modes(
-    inventory: Inventory, modes: dict[str, str], errors: dict[str, DriverError]
-) -> Inventory:
+def _with_modes(inventory: Inventory, modes: dict[str, str], errors: dict[str, DriverError]) -> Inventory:
     """The inventory after compute modes were set, and with the reason where that failed."""
     gpus = []
     for gpu in inventory.gpus:
@@ -212,7 +218,7 @@ def _with_modes(
 
 
 def warnings(snapshot: Snapshot) -> Sequence[str]:
-    """What an operator must know although everything runs: budgets that are not enforced, modes that differ."""
+    """What an operator must know although everything runs: budgets not enforced, modes that differ."""
     found = []
     for gpu in snapshot.inventory.gpus:
         served = any(gpu.uuid in domain.plan.gpu_uuids for domain in snapshot.domains)

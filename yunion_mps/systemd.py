@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from typing import Optional
 
 
 class Notifier:
@@ -40,7 +39,7 @@ class Notifier:
             self._library.notify(message)
 
 
-def watchdog_interval_s() -> Optional[float]:
+def watchdog_interval_s() -> float | None:
     """How often systemd wants a sign of life, halved for safety; None where it wants none."""
     text = os.environ.get("WATCHDOG_USEC", "")
     pid = os.environ.get("WATCHDOG_PID", "")

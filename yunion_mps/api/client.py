@@ -62,7 +62,9 @@ class Client:
             what = f"the daemon is not running: nothing answers on {self._path}"
         else:
             what = f"the daemon cannot be reached on {self._path}: {error.strerror}"
-        return UnreachableError(what, f"start it: systemctl start {_UNIT}; or see why not: systemctl status {_UNIT}")
+        return UnreachableError(
+            what, f"start it: systemctl start {_UNIT}; or see why not: systemctl status {_UNIT}"
+        )
 
     def _silent(self) -> YunionError:
         return UnreachableError(

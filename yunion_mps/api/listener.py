@@ -33,7 +33,9 @@ def listen(paths: Paths) -> socket.socket:
         listener.listen(_BACKLOG)
     except OSError as error:
         listener.close()
-        raise HostError(f"the socket {path} cannot be made: {error}", "run as root; look at: ls -ld " + path) from None
+        raise HostError(
+            f"the socket {path} cannot be made: {error}", "run as root; look at: ls -ld " + path
+        ) from None
     finally:
         os.umask(umask)
     return listener

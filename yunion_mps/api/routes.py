@@ -68,7 +68,9 @@ class Router:
         if request.method not in _READ:
             known = self._find(urlsplit(request.target).path) is not None
             if known:
-                return problem(405, f"{request.method} is not possible here", headers=(("Allow", "GET, HEAD"),))
+                return problem(
+                    405, f"{request.method} is not possible here", headers=(("Allow", "GET, HEAD"),)
+                )
             return self._not_found(request.target)
         version = self._service.version
         if version != self._answers_for or len(self._answers) >= _CACHED_ANSWERS:

@@ -12,7 +12,7 @@ import logging
 import socket
 import struct
 from collections import Counter
-from typing import Optional, cast
+from typing import cast
 
 import h11
 
@@ -38,7 +38,7 @@ class Server:
         self.router = router
         self.connections: set[Connection] = set()
         self.by_uid: Counter[int] = Counter()
-        self._server: Optional[asyncio.AbstractServer] = None
+        self._server: asyncio.AbstractServer | None = None
 
     async def open(self, listener: socket.socket) -> None:
         """Begin to accept."""
@@ -78,9 +78,9 @@ class Connection(asyncio.Protocol):
         self.uid = -1
         self._server = server
         self._http = h11.Connection(h11.SERVER, max_incomplete_event_size=LARGEST_HEAD_BYTES)
-        self._transport: Optional[asyncio.Transport] = None
-        self._timer: Optional[asyncio.TimerHandle] = None
-        self._request: Optional[h11.Request] = None
+        self._transport: asyncio.Transport | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._request: h11.Request | None = None
         self._body_bytes = 0
         self._blocked = False
 
@@ -89,12 +89,15 @@ class Connection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
         self.uid = _uid_of(transport.get_extra_info("socket"))
         if not self._server.admit(self):
-            self._refuse(problem(503, "too many connections are open", "close some, or try again in a moment"))
+            self._refuse(
+                problem(503, "too many connections are open", "close some, or try again in a moment")
+            )
             return
         self._set_deadline(REQUEST_TIMEOUT_S)
 
-    def connection_lost(self, exc: Optional[Exception]) -> None:  # noqa: ARG002 - the interface is asyncio's
+    def connection_lost(self, exc: Exception | None) -> None:
         """The connection is over, from either side."""
+        del exc
         if self._timer:
             self._timer.cancel()
         self._server.forget(self)

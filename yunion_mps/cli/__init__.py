@@ -36,7 +36,9 @@ def _run() -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:
-        return _fail(YunionError(f"the output cannot be written: {error.strerror}", "look at where it goes: df"))
+        return _fail(
+            YunionError(f"the output cannot be written: {error.strerror}", "look at where it goes: df")
+        )
     return 0
 
 

@@ -16,7 +16,7 @@ def command(shell: str) -> None:
       yunion-mps completion bash > /etc/bash_completion.d/yunion-mps
       yunion-mps completion zsh  > "${fpath[1]}/_yunion-mps"
       yunion-mps completion fish > ~/.config/fish/completions/yunion-mps.fish
-    """  # noqa: D301
+    """
     from yunion_mps.cli.root import cli
 
     kind = get_completion_class(shell)

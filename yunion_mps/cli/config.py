@@ -26,7 +26,7 @@ def show_config(output: str) -> None:
     Examples:
       yunion-mps config show
       yunion-mps config show --output yaml
-    """  # noqa: D301
+    """
     from yunion_mps.config import load
     from yunion_mps.report import config_json
 
@@ -51,7 +51,7 @@ def check_config(output: str) -> None:
     Examples:
       yunion-mps config check
       yunion-mps config check --output json
-    """  # noqa: D301
+    """
     from yunion_mps.examination import examine
     from yunion_mps.report import plan_json
 

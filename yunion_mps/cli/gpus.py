@@ -33,7 +33,7 @@ def command(output: str) -> None:
     Examples:
       yunion-mps gpus
       yunion-mps gpus --output csv
-    """  # noqa: D301
+    """
     answer = ask("/v1/gpus")
     rows = [[gpu[field] for field in COLUMNS.values()] for gpu in answer["gpus"]]
     header = list(COLUMNS)

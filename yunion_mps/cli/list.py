@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Optional
-
 import click
 
 from yunion_mps.cli.ask import ask, quoted
@@ -26,12 +24,25 @@ COLUMNS = {
 }
 
 #: What a narrow terminal can do without, the least useful first.
-_DROP = ("Device_minor", "Index", "Host_id", "numa_node", "Vendor_device_id", "PCIE_Info", "Dev_type", "Device_path")
+_DROP = (
+    "Device_minor",
+    "Index",
+    "Host_id",
+    "numa_node",
+    "Vendor_device_id",
+    "PCIE_Info",
+    "Dev_type",
+    "Device_path",
+)
 
 
 @click.command("isolated-device-list")
-@click.option("--limit", type=click.IntRange(min=0), default=20, show_default=True, help="Devices a page; 0 for all.")
-@click.option("--offset", type=click.IntRange(min=0), default=0, show_default=True, help="Devices to pass over.")
+@click.option(
+    "--limit", type=click.IntRange(min=0), default=20, show_default=True, help="Devices a page; 0 for all."
+)
+@click.option(
+    "--offset", type=click.IntRange(min=0), default=0, show_default=True, help="Devices to pass over."
+)
 @click.option("--dev-type", metavar="TYPE", help="Only this type, e.g. NVIDIA_MPS.")
 @click.option("--model", metavar="NAME", help='Only this model, e.g. "Tesla P40".')
 @click.option("--addr", metavar="ADDR", help="Only this device (00:06.0-1), or this GPU's (00:06.0).")
@@ -40,7 +51,7 @@ _DROP = ("Device_minor", "Index", "Host_id", "numa_node", "Vendor_device_id", "P
 @click.option("--numa-node", type=click.IntRange(min=0), metavar="N", help="Only GPUs at this NUMA node.")
 @click.option("--unused", is_flag=True, help="Only devices that can be used now.")
 @output_option
-def command(limit: int, offset: int, output: str, **filters: Optional[object]) -> None:
+def command(limit: int, offset: int, output: str, **filters: object | None) -> None:
     """List the MPS devices of this host.
 
     \b
@@ -48,7 +59,7 @@ def command(limit: int, offset: int, output: str, **filters: Optional[object]) -
       yunion-mps list
       yunion-mps list --addr 00:06.0 --limit 0
       yunion-mps list --unused --output json
-    """  # noqa: D301
+    """
     words = [f"limit={limit}", f"offset={offset}"]
     for name, value in filters.items():
         if value is not None and value is not False:
@@ -64,4 +75,6 @@ def footer(answer: dict[str, int]) -> str:
     total, limit, offset = answer["total"], answer["limit"], answer["offset"]
     size = limit or max(total, 1)
     pages = -(-total // size)
-    return f"*** Total: {total} Pages: {pages} Limit: {limit} Offset: {offset} Page: {offset // size + 1} ***\n"
+    return (
+        f"*** Total: {total} Pages: {pages} Limit: {limit} Offset: {offset} Page: {offset // size + 1} ***\n"
+    )

@@ -17,12 +17,19 @@ F = TypeVar("F", bound=Callable[..., Any])
 def output_option(function: F) -> F:
     """Give a command the option `--output`."""
     option = click.option(
-        "-o", "--output", type=click.Choice(FORMATS), default="table", show_default=True, help="How to print it."
+        "-o",
+        "--output",
+        type=click.Choice(FORMATS),
+        default="table",
+        show_default=True,
+        help="How to print it.",
     )
     return option(function)
 
 
-def show(value: Any, output: str, header: Sequence[str], rows: Sequence[Row], table: Callable[[], str]) -> None:
+def show(
+    value: Any, output: str, header: Sequence[str], rows: Sequence[Row], table: Callable[[], str]
+) -> None:
     """Print `value` as JSON or YAML, the rows under their header as CSV, or what `table` makes."""
     if output == "json":
         import json

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from typing import Optional
 
 import click
 
@@ -24,19 +23,21 @@ COMMANDS = {
 class LazyGroup(click.Group):
     """A group whose commands are found by name and imported on use: `list` does not pay for the others."""
 
-    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click's interface
+    def list_commands(self, ctx: click.Context) -> list[str]:
         """All names, in the order of `COMMANDS`."""
+        del ctx
         return list(COMMANDS)
 
-    def get_command(self, ctx: click.Context, cmd_name: str) -> Optional[click.Command]:  # noqa: ARG002
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """The command, None where there is none of this name."""
+        del ctx
         module = COMMANDS.get(cmd_name)
-        command: Optional[click.Command] = importlib.import_module(module).command if module else None
+        command: click.Command | None = importlib.import_module(module).command if module else None
         return command
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
-    ) -> tuple[Optional[str], Optional[click.Command], list[str]]:
+    ) -> tuple[str | None, click.Command | None, list[str]]:
         """As click does, with the nearest real command in the error."""
         try:
             return super().resolve_command(ctx, args)
@@ -64,4 +65,4 @@ def cli() -> None:
     See one device and how to use it:     yunion-mps show 00:06.0-1
     See whether all is well:              yunion-mps status
     Try the configuration, touch nothing: yunion-mps config check
-    """  # noqa: D301 - \b is click's mark for lines that stay as they are
+    """

@@ -33,6 +33,6 @@ def command(device: str, output: str) -> None:
     Examples:
       yunion-mps show 00:06.0-1
       yunion-mps show 00:06.0-1 --output json
-    """  # noqa: D301
+    """
     answer: dict[str, Any] = ask(f"/v1/devices/{quoted(device)}")
     show_pairs(answer, output, lambda: draw(("Field", "Value"), pairs(answer)))

@@ -11,7 +11,17 @@ from yunion_mps.cli.ask import ask
 from yunion_mps.cli.output import output_option, show_pairs
 from yunion_mps.cli.table import draw
 
-_COLUMNS = ("Domain", "State", "PID", "Restarts", "GPUs", "Threads_%", "Memory_MiB", "Pipe_directory", "Reason")
+_COLUMNS = (
+    "Domain",
+    "State",
+    "PID",
+    "Restarts",
+    "GPUs",
+    "Threads_%",
+    "Memory_MiB",
+    "Pipe_directory",
+    "Reason",
+)
 _DROP = ("Restarts", "Memory_MiB", "Threads_%", "Pipe_directory", "PID")
 
 
@@ -24,7 +34,7 @@ def command(output: str) -> None:
     Examples:
       yunion-mps status
       yunion-mps status --output json
-    """  # noqa: D301
+    """
     answer = ask("/v1/status")
     show_pairs(answer, output, lambda: _text(answer))
 

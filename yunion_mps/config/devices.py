@@ -1,9 +1,9 @@
-"""/etc/yunion/host_container_device.yml: the entries of type NVIDIA_MPS; other types belong to other software."""
+"""/etc/yunion/host_container_device.yml: our entries; other types belong to other software."""
 
 from __future__ import annotations
 
 import os
-from typing import Any, Optional
+from typing import Any
 
 import yaml
 
@@ -37,9 +37,7 @@ _EXAMPLE = {"path": "path: /dev/dri/renderD128", "virtual_number": "virtual_numb
 _KEYS = ("path", "type", "virtual_number")
 
 
-def read_devices(
-    file: str, *, must_exist: bool, most: int
-) -> tuple[tuple[DeviceEntry, ...], list[Problem]]:
+def read_devices(file: str, *, must_exist: bool, most: int) -> tuple[tuple[DeviceEntry, ...], list[Problem]]:
     """Return our entries in the file's order and what is wrong; `most` bounds a `virtual_number`.
 
     A file that host.conf does not name (`must_exist` False) may be missing, as with Cloudpods: then the
@@ -57,23 +55,29 @@ def read_devices(
     return tuple(entry for entry in entries if entry), sorted(problems, key=lambda problem: problem.line or 0)
 
 
-def _items(file: str, root: Optional[Node], problems: list[Problem]) -> list[Node]:
+def _items(file: str, root: Node | None, problems: list[Problem]) -> list[Node]:
     if root is None:
-        raise FileProblemError(Problem(file, None, "is empty", "write devices: [] to divide no GPU by this file"))
+        raise FileProblemError(
+            Problem(file, None, "is empty", "write devices: [] to divide no GPU by this file")
+        )
     if not isinstance(root, yaml.MappingNode):
         what = f"holds {written(root)}, not a mapping"
         raise FileProblemError(Problem(file, line_of(root), what, "begin the file with devices:"))
-    found: Optional[Node] = None
+    found: Node | None = None
     for name, key, node in pairs_of(root):
         if name == "devices" and found is not None:
-            problems.append(Problem(file, line_of(key), "devices is given twice", "put all entries under one"))
+            problems.append(
+                Problem(file, line_of(key), "devices is given twice", "put all entries under one")
+            )
         elif name == "devices":
             found = node
         elif nearest(name, ["devices"]):
             problems.append(Problem(file, line_of(key), f"{name} is no key", "did you mean devices?"))
     if found is None:
         if not problems:
-            problems.append(Problem(file, line_of(root), "has no key devices", "begin the file with devices:"))
+            problems.append(
+                Problem(file, line_of(root), "has no key devices", "begin the file with devices:")
+            )
         return []
     if not isinstance(found, yaml.SequenceNode):
         what = f"devices is {written(found)}, not a list"
@@ -82,9 +86,7 @@ def _items(file: str, root: Optional[Node], problems: list[Problem]) -> list[Nod
     return list(found.value)
 
 
-def _entry(
-    file: str, item: Node, kinds: dict[str, Kind], problems: list[Problem]
-) -> Optional[DeviceEntry]:
+def _entry(file: str, item: Node, kinds: dict[str, Kind], problems: list[Problem]) -> DeviceEntry | None:
     """One entry, None where it is another software's or has a problem, which is then in `problems`."""
     if not isinstance(item, yaml.MappingNode):
         what = f"an entry of devices is {written(item)}, not a mapping"
@@ -121,7 +123,9 @@ def _is_ours(file: str, item: Node, nodes: dict[str, tuple[Node, Node]], problem
     node = nodes["type"][1]
     value = value_of(node)
     if not isinstance(value, str):
-        problems.append(Problem(file, line_of(node), f"type is {written(node)}, not a text", f"write type: {DEV_TYPE}"))
+        problems.append(
+            Problem(file, line_of(node), f"type is {written(node)}, not a text", f"write type: {DEV_TYPE}")
+        )
         return False
     if value != DEV_TYPE and value not in FOREIGN_TYPES and nearest(value, [DEV_TYPE]):
         problems.append(Problem(file, line_of(node), f"type {value} is unknown", f"did you mean {DEV_TYPE}?"))
@@ -134,7 +138,9 @@ def _unknown_keys(file: str, nodes: dict[str, tuple[Node, Node]]) -> list[Proble
     for name, (key, _) in nodes.items():
         if name not in _KEYS:
             near = nearest(name, _KEYS)
-            remedy = f"did you mean {near}?" if near else f"remove it; the keys of an entry are {', '.join(_KEYS)}"
+            remedy = (
+                f"did you mean {near}?" if near else f"remove it; the keys of an entry are {', '.join(_KEYS)}"
+            )
             shown = name or "a key that is no text"
             problems.append(Problem(file, line_of(key), f"{shown} is no key of a {DEV_TYPE} entry", remedy))
     return problems

@@ -6,7 +6,7 @@ import errno
 import os
 import stat
 from collections.abc import Iterator
-from typing import Any, Optional
+from typing import Any
 
 import yaml
 
@@ -32,7 +32,7 @@ class FileProblemError(Exception):
         self.problem = problem
 
 
-def read_document(path: str) -> Optional[Node]:
+def read_document(path: str) -> Node | None:
     """Return the root of the YAML file `path`, None when it holds nothing; raises FileProblemError."""
     try:
         text = _read(path)
@@ -54,7 +54,7 @@ def line_of(node: Node) -> int:
 
 
 def value_of(node: Node) -> Any:
-    """The plain value of a scalar `node` as YAML 1.1 resolves it; None for null, the node itself otherwise."""
+    """The plain value of a scalar `node` as YAML 1.1 resolves it; None for null, else the node."""
     kind = node.tag.rpartition(":")[2]
     if not isinstance(node, yaml.ScalarNode) or kind not in ("int", "bool", "float", "null", "str"):
         return node
@@ -82,7 +82,7 @@ def written(node: Node) -> str:
     return f'"{text}"' if node.tag.endswith(":str") else str(text)
 
 
-def _problem(path: str, line: Optional[int], what: str, remedy: str) -> FileProblemError:
+def _problem(path: str, line: int | None, what: str, remedy: str) -> FileProblemError:
     return FileProblemError(Problem(path, line, what, remedy))
 
 
@@ -114,7 +114,7 @@ def _check_bounds(path: str, text: bytes) -> None:
             depth -= 1
         elif isinstance(event, yaml.events.AliasEvent):
             aliases += 1
-        line = event.start_mark.line + 1
+        line = event.start_mark.line + 1 if event.start_mark else None
         if depth > DEEPEST_NESTING:
             what = f"is nested more than {DEEPEST_NESTING} levels deep"
             raise _problem(path, line, what, "write it flat, as the example has it")

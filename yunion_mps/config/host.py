@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Optional
+from typing import Any
 
 import yaml
 
@@ -24,12 +24,16 @@ from yunion_mps.models import Source
 from yunion_mps.paths import LONGEST_SOCKET_PATH, Paths
 
 KEYS: dict[str, Key] = {
-    "enable_cuda_mps": Key(boolean, False, "whether this host offers MPS devices"),
+    "enable_cuda_mps": Key(boolean, default=False, help="whether this host offers MPS devices"),
     "container_device_config_file": Key(
         absolute_path, "/etc/yunion/host_container_device.yml", "the file that divides the GPUs"
     ),
-    "cuda_mps_pipe_directory": Key(absolute_path, "/tmp/nvidia-mps/pipe", "where clients find the control daemon"),
-    "cuda_mps_log_directory": Key(absolute_path, "/tmp/nvidia-mps/log", "where the control daemon's log is kept"),
+    "cuda_mps_pipe_directory": Key(
+        absolute_path, "/tmp/nvidia-mps/pipe", "where clients find the control daemon"
+    ),
+    "cuda_mps_log_directory": Key(
+        absolute_path, "/tmp/nvidia-mps/log", "where the control daemon's log is kept"
+    ),
     "cuda_mps_replicas": Key(
         whole_number(1, MOST_DEVICES),
         10,
@@ -40,7 +44,9 @@ KEYS: dict[str, Key] = {
     ),
     "cuda_mps_scope": Key(one_of("host", "gpu"), "host", "one control daemon for all GPUs, or one for each"),
     "cuda_mps_thread_percentage": Key(
-        one_of("equal", "double", "none"), "equal", "SM threads of a device: 100/n, 100/(0.5 n), or not limited"
+        one_of("equal", "double", "none"),
+        "equal",
+        "SM threads of a device: 100/n, 100/(0.5 n), or not limited",
     ),
     "cuda_mps_max_clients": Key(
         whole_number(1, LARGEST_OVERRIDE), None, "clients of a GPU's MPS, for drivers newer than this table"
@@ -53,7 +59,7 @@ _GPU_DIRECTORY = "/GPU-00000000-0000-0000-0000-000000000000"
 
 
 def read_host(paths: Paths) -> tuple[dict[str, Any], dict[str, Source], list[Problem]]:
-    """Return the value of every key, where it stands, and what is wrong; defaults where a value is unusable."""
+    """Return the value of every key, where it stands, and what is wrong; defaults for unusable values."""
     file = paths.host_conf
     values: dict[str, Any] = {name: key.default for name, key in KEYS.items()}
     sources = {name: Source("default", None) for name in KEYS}
@@ -85,7 +91,7 @@ def _kind(name: str, values: dict[str, Any]) -> Kind:
     return whole_number(1, most) if name == "cuda_mps_replicas" and most else KEYS[name].kind
 
 
-def _mapping(file: str, root: Optional[Node]) -> Node:
+def _mapping(file: str, root: Node | None) -> Node:
     if root is None:
         remedy = "write at least enable_cuda_mps: true or enable_cuda_mps: false"
         raise FileProblemError(Problem(file, None, "is empty", remedy))

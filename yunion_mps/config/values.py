@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple
 
 from yunion_mps.config.document import Node, value_of, written
 
@@ -40,7 +40,9 @@ def boolean(key: str, node: Node) -> bool:
     """`true` or `false`."""
     value = value_of(node)
     if not isinstance(value, bool):
-        raise WrongValueError(f"{key} is {written(node)}, not true or false", f"write {key}: true or {key}: false")
+        raise WrongValueError(
+            f"{key} is {written(node)}, not true or false", f"write {key}: true or {key}: false"
+        )
     return value
 
 
@@ -77,7 +79,9 @@ def absolute_path(key: str, node: Node) -> str:
     """The path of a file or directory, from `/`; normalised."""
     value = text(key, node)
     if not value.startswith("/") or "\0" in value:
-        raise WrongValueError(f"{key} is {written(node)}, not an absolute path", "write the whole path, from /")
+        raise WrongValueError(
+            f"{key} is {written(node)}, not an absolute path", "write the whole path, from /"
+        )
     normal = "/" + os.path.normpath(value).lstrip("/")
     if normal == "/":
         raise WrongValueError(f"{key} is the root directory", "write a directory of its own")
@@ -92,7 +96,7 @@ def text(key: str, node: Node) -> str:
     return value
 
 
-def nearest(word: str, real: Iterable[str]) -> Optional[str]:
+def nearest(word: str, real: Iterable[str]) -> str | None:
     """The one of `real` that `word` is most likely a misspelling of, None where there is none.
 
     Cheap to ask for every foreign key of host.conf: `difflib` (5 ms to import) is met only when the letters

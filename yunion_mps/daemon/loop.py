@@ -9,7 +9,6 @@ import signal
 import socket
 import threading
 from collections.abc import Callable
-from typing import Optional
 
 from yunion_mps.api.routes import Router
 from yunion_mps.api.server import Server
@@ -49,11 +48,11 @@ class _Loop:
         self._service = service
         self._notifier = notifier
         self._watched: list[int] = []
-        self._timer: Optional[asyncio.TimerHandle] = None
+        self._timer: asyncio.TimerHandle | None = None
         self._stopping = False
-        self._done: Optional[asyncio.Event] = None
+        self._done: asyncio.Event | None = None
 
-    async def run(self, listener: socket.socket, nvml: Optional[Nvml], stop: StopSignals) -> None:
+    async def run(self, listener: socket.socket, nvml: Nvml | None, stop: StopSignals) -> None:
         self._done = asyncio.Event()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -118,7 +117,7 @@ class _Loop:
                 trouble = ""
             except DriverError as error:
                 if error.message != trouble:
-                    log.error("the GPUs cannot be looked at: %s. %s", error.message, error.hint)  # noqa: TRY400
+                    log.error("the GPUs cannot be looked at: %s. %s", error.message, error.hint)
                 trouble = error.message
                 self._supervisor.lose_driver(error)
             self._notifier.status(one_line(self._service.status()))

@@ -39,8 +39,12 @@ def parse(arguments: Sequence[str]) -> Options:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--check", action="store_true", help="check the configuration against the GPUs, and exit")
-    parser.add_argument("--log-level", choices=LEVELS, default=level, help="what is logged (default: %(default)s)")
+    parser.add_argument(
+        "--check", action="store_true", help="check the configuration against the GPUs, and exit"
+    )
+    parser.add_argument(
+        "--log-level", choices=LEVELS, default=level, help="what is logged (default: %(default)s)"
+    )
     parser.add_argument("--version", action="version", version=f"yunion-mps {__version__}")
     found = parser.parse_args(arguments)
     return Options(found.check, found.log_level)

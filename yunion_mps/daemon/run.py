@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import select
 import signal
 import time
 from collections.abc import Callable
-from typing import Optional
 
 from yunion_mps import __version__
 from yunion_mps.daemon import logs
@@ -70,15 +70,26 @@ def _serve(paths: Paths) -> None:
             service = Service(supervisor.snapshot, started_s, os.getpid())
             if not stop.requested:
                 _until_stopped(paths, examination, supervisor, service, notifier, stop)
-        finally:
-            notifier.stopping("stopping the control daemons and putting the compute modes back")
-            supervisor.stop(time.monotonic())
-            drive(supervisor, lambda: supervisor.stopped)
-            supervisor.close()
-            stop.close()
+        except YunionError:
+            _wind_up(supervisor, notifier, spare_found=True)
+            raise
+        _wind_up(supervisor, notifier)
+        stop.close()
     finally:
         examination.close()
     log.info("stopped")
+
+
+def _wind_up(supervisor: Supervisor, notifier: Notifier, *, spare_found: bool = False) -> None:
+    """Stop the control daemons and put the compute modes back.
+
+    Not done when a fault of our own ends us: then, as after SIGKILL, the control daemons and their clients
+    live on, and the next daemon takes them over.
+    """
+    notifier.stopping("stopping the control daemons and putting the compute modes back")
+    supervisor.stop(time.monotonic(), spare_found=spare_found)
+    drive(supervisor, lambda: supervisor.stopped)
+    supervisor.close()
 
 
 def _until_stopped(
@@ -107,7 +118,8 @@ def _until_stopped(
 
             serve(examination, paths, listener, supervisor, service, notifier, stop)
         finally:
-            os.unlink(paths.socket)
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(paths.socket)
 
 
 class StopSignals:
@@ -145,8 +157,8 @@ def _start(supervisor: Supervisor, stop: StopSignals) -> None:
         raise error
 
 
-def drive(supervisor: Supervisor, done: Callable[[], bool], wake: Optional[int] = None) -> None:
-    """Tick until `done`, by poll(2): what the event loop does later, before it is loaded and after it ended."""
+def drive(supervisor: Supervisor, done: Callable[[], bool], wake: int | None = None) -> None:
+    """Tick until `done`, by poll(2): what the event loop does while it is there."""
     while True:
         due_s = supervisor.tick(time.monotonic())
         if done():

@@ -103,7 +103,7 @@ class Nvml:
         except pynvml.NVMLError:
             return
 
-    def __enter__(self) -> Nvml:
+    def __enter__(self) -> Nvml:  # noqa: PYI034 - typing.Self is not in Python 3.9
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -159,8 +159,10 @@ class Nvml:
         bus_id = _text(pci.busId)
         address = normal_address(bus_id)
         if address is None:
-            raise DriverError(f"NVML names the PCI address {bus_id!r}", "report this with the driver's version")
-        gpu = Gpu(address, index=index, vendor_device_id=_vendor_device_id(pci.pciDeviceId))
+            raise DriverError(
+                f"NVML names the PCI address {bus_id!r}", "report this with the driver's version"
+            )
+        gpu = Gpu(address, nvml_index=index, vendor_device_id=_vendor_device_id(pci.pciDeviceId))
         try:
             gpu = gpu._replace(uuid=_text(_call(pynvml.nvmlDeviceGetUUID, handle)))
             return self._described(gpu, handle)

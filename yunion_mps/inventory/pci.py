@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-from typing import Optional
 
 from yunion_mps.models import PcieLink
 from yunion_mps.paths import Paths
 
 NVIDIA_VENDOR = "0x10de"
 
-#: PCI Express versions by the transfer rate that sysfs prints, and GB/s of one lane (PCI-SIG, after encoding).
+#: PCI Express versions by the transfer rate that sysfs prints, and GB/s of one lane (after encoding).
 _VERSIONS = {
     "2.5": ("1.0", 0.25),
     "5": ("2.0", 0.5),
@@ -22,7 +21,7 @@ _VERSIONS = {
 }
 
 
-def normal_address(text: str) -> Optional[str]:
+def normal_address(text: str) -> str | None:
     """`text` as sysfs spells a PCI address (`0000:00:06.0`), None where it is none.
 
     NVML writes eight digits of domain, people often none, and both also in capitals.
@@ -57,19 +56,19 @@ def sort_key(address: str) -> tuple[int, str]:
     return len(address), address
 
 
-def vendor_device_id(paths: Paths, address: str) -> Optional[str]:
+def vendor_device_id(paths: Paths, address: str) -> str | None:
     """`10de:1b38` from sysfs."""
     vendor, device = _read(paths, address, "vendor"), _read(paths, address, "device")
     return f"{vendor[2:]}:{device[2:]}" if vendor and device else None
 
 
-def numa_node(paths: Paths, address: str) -> Optional[int]:
+def numa_node(paths: Paths, address: str) -> int | None:
     """The NUMA node next to the device, None where the kernel knows none (-1)."""
     text = _read(paths, address, "numa_node")
     return int(text) if text and text.isdigit() else None
 
 
-def max_link(paths: Paths, address: str) -> Optional[PcieLink]:
+def max_link(paths: Paths, address: str) -> PcieLink | None:
     """The most that the link can do, None where sysfs does not say or says something unknown."""
     speed, width = _read(paths, address, "max_link_speed"), _read(paths, address, "max_link_width")
     if not speed or not width or not width.isdigit():
@@ -100,7 +99,7 @@ def _listing(directory: str) -> list[str]:
         return []
 
 
-def _read(paths: Paths, address: str, attribute: str) -> Optional[str]:
+def _read(paths: Paths, address: str, attribute: str) -> str | None:
     try:
         with open(os.path.join(paths.pci_devices, address, attribute), encoding="ascii") as file:
             return file.read().strip()

@@ -21,7 +21,9 @@ def scan(nvml: Nvml, paths: Paths) -> Inventory:
     reasons = [error.message for _, error in silent]
     for address in pci.nvidia_gpus(paths):
         if address not in by_address:
-            reason = nvml.reason_at(address) or (reasons[0] if reasons else "the driver does not offer this GPU")
+            reason = nvml.reason_at(address) or (
+                reasons[0] if reasons else "the driver does not offer this GPU"
+            )
             by_address[address] = Gpu(address, reason=reason)
     gpus = [_placed(gpu, nodes, paths) for gpu in by_address.values()]
     return Inventory(driver, tuple(sorted(gpus, key=lambda gpu: pci.sort_key(gpu.pci_address))))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Optional
-
 from yunion_mps.errors import HostError
 from yunion_mps.models import DomainPlan
 from yunion_mps.mps.control import PROGRAM, client_variables, peer_of
@@ -24,7 +22,7 @@ def control_environment(plan: DomainPlan) -> dict[str, str]:
     }
 
 
-def adopt(plan: DomainPlan) -> Optional[Process]:
+def adopt(plan: DomainPlan) -> Process | None:
     """The control daemon that serves the domain's directory already, None where none does.
 
     Raises HostError, and does nothing to it, where it is not the one that we would have started: another
@@ -37,8 +35,11 @@ def adopt(plan: DomainPlan) -> Optional[Process]:
     wanted = control_environment(plan)
     if program_of(peer.pid).rpartition("/")[2] == PROGRAM and wanted.items() <= environment.items():
         return Process.adopt(peer.pid)
-    who = "left by an earlier yunion-mps-daemon for other GPUs" if MARK in environment else "not started by us"
+    who = (
+        "left by an earlier yunion-mps-daemon for other GPUs" if MARK in environment else "not started by us"
+    )
+    place = plan.pipe_directory
     raise HostError(
-        f"a control daemon (PID {peer.pid}, uid {peer.uid}), {who}, already serves {plan.pipe_directory}",
-        f"when its jobs are done, end it with: echo quit | CUDA_MPS_PIPE_DIRECTORY={plan.pipe_directory} {PROGRAM}",
+        f"a control daemon (PID {peer.pid}, uid {peer.uid}), {who}, already serves {place}",
+        f"when its jobs are done, end it with: echo quit | CUDA_MPS_PIPE_DIRECTORY={place} {PROGRAM}",
     )

@@ -11,17 +11,18 @@ import re
 import socket
 import struct
 from collections.abc import Sequence
-from typing import NamedTuple, Optional
+from typing import NamedTuple
 
 from yunion_mps.errors import ControlError
 from yunion_mps.models import DomainPlan
 from yunion_mps.planning import decimal
-from yunion_mps.process import Process, find_program, spawn
+from yunion_mps.process import find_program, spawn
 
 PROGRAM = "nvidia-cuda-mps-control"
 PACKAGES = (
     "install it: nvidia-cuda-mps on Debian (non-free), nvidia-compute-utils-<release> on Ubuntu, "
-    "nvidia-driver-cuda on RHEL and its kin (NVIDIA's repository), xorg-x11-drv-nvidia-cuda on Fedora (RPM Fusion)"
+    "nvidia-driver-cuda on RHEL and its kin (NVIDIA's repository), "
+    "xorg-x11-drv-nvidia-cuda on Fedora (RPM Fusion)"
 )
 
 #: More than any answer of ours; the rest would only fill memory.
@@ -41,10 +42,10 @@ def find_control_program() -> str:
     return find_program(PROGRAM, PACKAGES)
 
 
-def peer_of(pipe_directory: str) -> Optional[Peer]:
+def peer_of(pipe_directory: str) -> Peer | None:
     """The control daemon that listens in the directory, by the kernel's own word; None where none does."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
-        connection.setblocking(False)
+        connection.settimeout(0)
         try:
             connection.connect(f"{pipe_directory}/control")
         except BlockingIOError:
@@ -78,7 +79,9 @@ class Conversation:
             # All of it fits the pipe's 64 KiB, also for 64 GPUs, so this write never waits.
             os.write(commands_in, "".join(f"{command}\n" for command in commands).encode())
             variables = client_variables(pipe_directory)
-            self._process = spawn([program], variables, stdin=commands_out, stdout=answer_in, stderr=answer_in)
+            self._process = spawn(
+                [program], variables, stdin=commands_out, stdout=answer_in, stderr=answer_in
+            )
         except BaseException:
             os.close(self._output)
             raise
@@ -95,7 +98,7 @@ class Conversation:
         """A descriptor that becomes readable when `poll` has something to do."""
         return self._output
 
-    def poll(self, now_s: float) -> Optional[list[str]]:
+    def poll(self, now_s: float) -> list[str] | None:
         """The answer's lines once it is complete, None before that.
 
         Raises ControlError when there is no control daemon, or no answer until the deadline.
@@ -154,9 +157,9 @@ def limit_commands(plan: DomainPlan) -> list[str]:
 
 def check_limits(plan: DomainPlan, answer: Sequence[str]) -> None:
     """Raise ControlError for the first limit that was not read back as it was set."""
-    memory: list[Optional[str]] = []
+    memory: list[str | None] = []
     percentages = [line for line in answer[:1] if not _is_memory(line)]
-    waiting: Optional[str] = None
+    waiting: str | None = None
     for line in answer[1:]:
         if _is_memory(line):
             waiting = line
@@ -182,7 +185,7 @@ def _is_memory(line: str) -> bool:
     return re.fullmatch(r"\d+[GM]", line) is not None
 
 
-def _not_in_force(what: str, wanted: str, got: Optional[str]) -> ControlError:
+def _not_in_force(what: str, wanted: str, got: str | None) -> ControlError:
     answered = f"{got!r}" if got else "nothing"
     return ControlError(
         f"the {what} is not in force: it was set to {wanted}, and the control daemon answers {answered}",

@@ -99,19 +99,23 @@ def check_entries(directory: int, path: str) -> None:
     for name in os.listdir(directory):
         info = os.stat(name, dir_fd=directory, follow_symlinks=False)
         if stat.S_ISLNK(info.st_mode):
-            raise HostError(f"{path}/{name} is a symlink, which is not followed", f"remove it: rm {path}/{name}")
+            raise HostError(
+                f"{path}/{name} is a symlink, which is not followed", f"remove it: rm {path}/{name}"
+            )
         if info.st_uid not in _ours():
             what = f"{path}/{name} belongs to another user ({_name(info.st_uid)})"
             raise HostError(what, f"end what made it, then remove it: rm -r {path}/{name}")
 
 
 def open_log(directory: int, path: str, name: str) -> int:
-    """Open the log file for appending, made where missing; raises HostError where it is not a file of ours."""
+    """Open the log file for appending, made where missing; raises HostError where it is not ours."""
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         log = os.open(name, flags, 0o640, dir_fd=directory)
     except OSError as error:
-        raise HostError(f"{path}/{name} cannot be written: {error.strerror}", f"look at it: ls -l {path}") from None
+        raise HostError(
+            f"{path}/{name} cannot be written: {error.strerror}", f"look at it: ls -l {path}"
+        ) from None
     info = os.fstat(log)
     if not stat.S_ISREG(info.st_mode) or info.st_uid not in _ours():
         os.close(log)

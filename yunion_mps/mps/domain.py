@@ -10,7 +10,6 @@ import logging
 import os
 import signal
 from collections.abc import Callable
-from typing import Optional
 
 from yunion_mps.errors import ControlError, HostError, YunionError
 from yunion_mps.models import DomainPlan, DomainStatus
@@ -54,17 +53,19 @@ class Domain:
         self.plan = plan
         self.state = STOPPED
         self.reason = "not started yet"
-        self.error: Optional[YunionError] = None
+        self.error: YunionError | None = None
         self.since_s = 0.0
         self.restarts = 0
         self._program = program
         self._on_change = on_change
-        self._process: Optional[Process] = None
-        self._conversation: Optional[Conversation] = None
+        self._process: Process | None = None
+        self._conversation: Conversation | None = None
         self._deadline_s = 0.0
         self._look_s = _FIRST_LOOK_S
         self._deaths = 0
         self._ended_by = 0
+        #: Whether a control daemon runs on that this domain found, and let go of.
+        self.left_running = False
 
     @property
     def settled(self) -> bool:
@@ -91,13 +92,19 @@ class Domain:
             self._fail(now_s, error, FAILED)
             return
         what = f"took over the running control daemon (PID {self._process.pid})" if found else "started"
+        self.left_running = False
         self._look_s = _FIRST_LOOK_S
         self._deadline_s = now_s + START_TIMEOUT_S
         self._change(STARTING, now_s, f"{what}; it does not answer yet")
 
-    def stop(self, now_s: float) -> None:
-        """Begin to stop; idle states end at once, the others by ticks."""
+    def stop(self, now_s: float, *, spare_found: bool = False) -> None:
+        """Begin to stop; idle states end at once, the others by ticks.
+
+        With `spare_found`, a control daemon that was running before us is left as it is, with its clients.
+        """
         self._end_conversation()
+        if spare_found and self._process and not self._process.is_child:
+            self._release()
         if self._process is None:
             if self.state != STOPPED:
                 self._change(STOPPED, now_s, "stopped")
@@ -114,10 +121,10 @@ class Domain:
                 self._program, self.plan.pipe_directory, quit_command, now_s, wait_s
             )
         except YunionError as error:
-            log.warning("domain %s: cannot ask it to quit: %s", self.plan.name, error)
+            log.warning("domain %s: it cannot be asked to quit: %s", self.plan.name, error)
             self._deadline_s = now_s
 
-    def tick(self, now_s: float) -> Optional[float]:
+    def tick(self, now_s: float) -> float | None:
         """Do what is due; return when to be called again at the latest, None for not before a descriptor."""
         if self._process and self._process.status() is not None:
             self._ended(now_s)
@@ -130,7 +137,7 @@ class Domain:
         }.get(self.state)
         return step(now_s) if step else None
 
-    def _tick_starting(self, now_s: float) -> Optional[float]:
+    def _tick_starting(self, now_s: float) -> float | None:
         assert self._process is not None
         peer = peer_of(self.plan.pipe_directory)
         if peer and peer.pid == self._process.pid:
@@ -140,12 +147,12 @@ class Domain:
             return self.tick(now_s) if self._conversation else self._deadline_s
         if now_s >= self._deadline_s:
             what = f"the control daemon did not answer within {START_TIMEOUT_S:g} s after its start"
-            self._give_up(now_s, ControlError(what + self._log_tail(), "look at its log"))
+            self._give_up(now_s, ControlError(what, self._look_at_log()))
             return self._deadline_s
         self._look_s = min(self._look_s * 1.5, _LONGEST_LOOK_S)
         return min(now_s + self._look_s, self._deadline_s)
 
-    def _ask(self, now_s: float) -> Optional[Conversation]:
+    def _ask(self, now_s: float) -> Conversation | None:
         commands = limit_commands(self.plan)
         try:
             return Conversation(self._program, self.plan.pipe_directory, commands, now_s, ANSWER_TIMEOUT_S)
@@ -153,7 +160,7 @@ class Domain:
             self._give_up(now_s, error)
             return None
 
-    def _tick_applying(self, now_s: float) -> Optional[float]:
+    def _tick_applying(self, now_s: float) -> float | None:
         assert self._conversation is not None
         try:
             answer = self._conversation.poll(now_s)
@@ -167,13 +174,13 @@ class Domain:
         self._change(READY, now_s, "")
         return None
 
-    def _tick_waiting(self, now_s: float) -> Optional[float]:
+    def _tick_waiting(self, now_s: float) -> float | None:
         if now_s < self._deadline_s:
             return self._deadline_s
         self.start(now_s)
         return self.tick(now_s) if self.state == STARTING else self._deadline_s
 
-    def _tick_stopping(self, now_s: float) -> Optional[float]:
+    def _tick_stopping(self, now_s: float) -> float | None:
         """Once the deadline is over: SIGTERM, and a moment later SIGKILL."""
         assert self._process is not None
         if self._conversation:
@@ -181,12 +188,15 @@ class Domain:
                 if self._conversation.poll(now_s) is not None:
                     self._conversation = None
             except ControlError as error:
-                log.warning("domain %s: %s", self.plan.name, error)
+                log.warning("domain %s: it does not quit: %s", self.plan.name, error)
                 self._conversation = None
+                self._deadline_s = now_s
         if now_s < self._deadline_s:
             return self._deadline_s
         number = signal.SIGKILL if self._ended_by else signal.SIGTERM
-        log.warning("domain %s: control daemon (PID %d) gets %s", self.plan.name, self._process.pid, number.name)
+        log.warning(
+            "domain %s: control daemon (PID %d) gets %s", self.plan.name, self._process.pid, number.name
+        )
         self._process.signal(number)
         self._ended_by = number
         self._deadline_s = now_s + QUIT_GRACE_S
@@ -203,8 +213,9 @@ class Domain:
         if self.state == STOPPING:
             self._change(STOPPED, now_s, "stopped")
             return
-        what = f"the control daemon (PID {pid}) {words}{self._log_tail()}"
-        self._fail(now_s, ControlError(what, "look at its log"), BACKOFF)
+        self._fail(
+            now_s, ControlError(f"the control daemon (PID {pid}) {words}", self._look_at_log()), BACKOFF
+        )
 
     def _give_up(self, now_s: float, error: YunionError) -> None:
         """End a control daemon that does not do what it should, and try anew later.
@@ -214,10 +225,20 @@ class Domain:
         self._end_conversation()
         if self._process and self._process.is_child:
             self._process.kill()
+            self._process = None
         elif self._process:
-            self._process.close()
-        self._process = None
+            self._release()
         self._fail(now_s, error, BACKOFF)
+
+    def _release(self) -> None:
+        """Let go of a control daemon that was running before us."""
+        assert self._process is not None
+        log.warning(
+            "domain %s: the control daemon (PID %d) is left running", self.plan.name, self._process.pid
+        )
+        self._process.close()
+        self._process = None
+        self.left_running = True
 
     def _fail(self, now_s: float, error: YunionError, state: str) -> None:
         if self.state == READY and now_s - self.since_s >= STABLE_S:
@@ -257,7 +278,11 @@ class Domain:
             os.close(directory)
         try:
             return spawn(
-                [self._program, "-f"], control_environment(self.plan), stdin=None, stdout=output, stderr=output
+                [self._program, "-f"],
+                control_environment(self.plan),
+                stdin=None,
+                stdout=output,
+                stderr=output,
             )
         finally:
             os.close(output)
@@ -267,13 +292,13 @@ class Domain:
             self._conversation.close()
             self._conversation = None
 
-    def _log_tail(self) -> str:
-        """The control daemon's last words, for the reason that the operator reads first."""
+    def _look_at_log(self) -> str:
+        """Where the control daemon's log is, and its last words."""
         path = os.path.join(self.plan.log_directory, LOG_NAME)
         try:
             with open(path, "rb") as file:
                 file.seek(max(0, os.fstat(file.fileno()).st_size - 2000))
                 lines = file.read().decode(errors="replace").splitlines()[-_LOG_LINES:]
         except OSError:
-            return ""
-        return f"; the end of {path}: " + " | ".join(lines) if lines else ""
+            lines = []
+        return f"its log is {path}" + "".join(f"\n  {line}" for line in lines)

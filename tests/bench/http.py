@@ -1,0 +1,61 @@
+"""The least of an HTTP client, so that the client's own time is small and the same for daemon and floor."""
+
+from __future__ import annotations
+
+import socket
+from types import TracebackType
+
+from bench.values import BenchError
+
+
+def request_for(target: str) -> bytes:
+    """A GET as curl sends it."""
+    return f"GET {target} HTTP/1.1\r\nHost: localhost\r\nAccept: */*\r\n\r\n".encode()
+
+
+class Http:
+    """One connection, kept."""
+
+    def __init__(self, path: str) -> None:
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket.settimeout(60)
+        self._socket.connect(path)
+
+    def __enter__(self) -> Http:  # noqa: PYI034 - typing.Self is not in 3.9
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._socket.close()
+
+    def ask(self, target: str) -> tuple[bytes, int]:
+        """The answer's body, and the size of the whole answer; raises BenchError for any status but 200."""
+        self._socket.sendall(request_for(target))
+        answer = b""
+        while b"\r\n\r\n" not in answer:
+            answer += self._more()
+        head, _, body = answer.partition(b"\r\n\r\n")
+        lines = head.lower().split(b"\r\n")
+        length = next(int(line.partition(b":")[2]) for line in lines if line.startswith(b"content-length:"))
+        while len(body) < length:
+            body += self._more()
+        if not lines[0].startswith(b"http/1.1 200"):
+            raise BenchError(f"{target} was answered by {answer[:300]!r}")
+        return body, len(head) + 4 + length
+
+    def exchange(self, request: bytes, size: int) -> bytes:
+        """Send a request and take an answer of a known size."""
+        self._socket.sendall(request)
+        parts = [self._socket.recv(size)]
+        left = size - len(parts[0])
+        while left:
+            parts.append(self._more())
+            left -= len(parts[-1])
+        return b"".join(parts)
+
+    def _more(self) -> bytes:
+        data = self._socket.recv(1 << 18)
+        if not data:
+            raise BenchError("the connection was closed within an answer")
+        return data

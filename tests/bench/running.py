@@ -1,0 +1,134 @@
+"""The daemon as systemd would run it: started with a NOTIFY_SOCKET of ours, asked, watched and stopped."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import select
+import signal
+import socket
+import tempfile
+import time
+from collections.abc import Iterator
+from types import TracebackType
+
+from bench.floors import DEADLINE_S, program, spawn
+from bench.http import Http
+from bench.values import BenchError
+from simhost import SimHost
+
+_SERVING = re.compile(r"STATUS=(\d+) of (\d+) devices available, (\d+) of (\d+) control daemons serving$")
+
+
+class Daemon:
+    """A running yunion-mps-daemon; a context manager, that has said READY when it is entered."""
+
+    def __init__(self, host: SimHost) -> None:
+        self.host = host
+        self.pid = 0
+        self.ready_ms = 0.0
+        self.socket = str(host.root / "run/yunion-mps/yunion-mps.sock")
+        self._began_s = 0.0
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the daemon
+        self._notify = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._path = str(host.root / f"notify.{os.getpid()}")
+
+    def __enter__(self) -> Daemon:  # noqa: PYI034 - typing.Self is not in 3.9
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self._path)
+        self._notify.bind(self._path)
+        argv = [program(self.host, "yunion-mps-daemon")]
+        environment = {**self.host.env, "NOTIFY_SOCKET": self._path}
+        self._began_s = time.perf_counter()
+        self.pid = spawn(argv, environment, self._log.fileno())
+        try:
+            self._await("READY=1")
+        except BaseException:
+            self._end(signal.SIGKILL)
+            raise
+        self.ready_ms = self._passed_ms()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._end(signal.SIGTERM)
+
+    def answered_ms(self) -> float:
+        """How long it took from the daemon's start until /v1/devices was answered, asked from READY on."""
+        with Http(self.socket) as http:
+            http.ask("/v1/devices")
+        return self._passed_ms()
+
+    def recovery_ms(self, control_pid: int) -> float:
+        """How long from the control daemon's SIGKILL until the daemon says that all devices are available."""
+        self._drain()
+        begin_s = time.perf_counter()
+        os.kill(control_pid, signal.SIGKILL)
+        lost = False
+        while True:
+            found = _SERVING.search(self._receive(begin_s + DEADLINE_S))
+            if found is None or found[3] != found[4] or found[1] != found[2]:
+                lost = True
+            elif lost:
+                return (time.perf_counter() - begin_s) * 1000
+
+    def _await(self, word: str) -> None:
+        while word not in self._receive(self._began_s + DEADLINE_S).splitlines():
+            pass
+
+    def _receive(self, deadline_s: float) -> str:
+        """The next notification; raises BenchError when the daemon ends, or sends none until the deadline."""
+        while not select.select([self._notify], [], [], 0.5)[0]:
+            ended = os.waitpid(self.pid, os.WNOHANG)[0]
+            if ended or time.perf_counter() > deadline_s:
+                self.pid = 0 if ended else self.pid
+                raise BenchError(f"the daemon {'ended' if ended else 'hangs'}; it said:\n{self._said()}")
+        return self._notify.recv(1 << 16).decode()
+
+    def _drain(self) -> None:
+        while select.select([self._notify], [], [], 0)[0]:
+            self._notify.recv(1 << 16)
+
+    def _passed_ms(self) -> float:
+        return (time.perf_counter() - self._began_s) * 1000
+
+    def _said(self) -> str:
+        self._log.seek(0)
+        return self._log.read().decode(errors="replace")[-3000:]
+
+    def _end(self, number: signal.Signals) -> None:
+        try:
+            if self.pid:
+                os.kill(self.pid, number)
+                self._wait(time.perf_counter() + DEADLINE_S)
+        finally:
+            self._notify.close()
+            self._log.close()
+            os.unlink(self._path)
+
+    def _wait(self, deadline_s: float) -> None:
+        while not os.waitpid(self.pid, os.WNOHANG)[0]:
+            self._drain()  # a full notification socket would hold it up
+            if time.perf_counter() > deadline_s:
+                os.kill(self.pid, signal.SIGKILL)
+                os.waitpid(self.pid, 0)
+                raise BenchError(f"the daemon did not stop in time; it said:\n{self._said()}")
+            time.sleep(0.001)
+        self.pid = 0
+
+
+@contextlib.contextmanager
+def running(gpus: int, virtual_number: int = 4, scope: str = "host") -> Iterator[Daemon]:
+    """A host with so many GPUs, and the daemon on it."""
+    with make_host(gpus, virtual_number, scope) as host, Daemon(host) as daemon:
+        yield daemon
+
+
+def make_host(gpus: int, virtual_number: int = 4, scope: str = "host") -> SimHost:
+    """A host with H100s of so many devices each."""
+    host = SimHost.create([{"kind": "h100", "count": gpus, "virtual_number": virtual_number}])
+    with (host.root / "etc/yunion/host.conf").open("a") as file:
+        file.write(f"cuda_mps_scope: {scope}\n")
+    return host

@@ -1,0 +1,274 @@
+"""yunion-mps-daemon on a simulated host, as systemd would run it: started, waited for, asked and ended.
+
+with Daemon(host) as daemon:                 # any SimHost; nothing of it is left at the end
+    daemon.start().wait_ready()              # READY=1 came on a NOTIFY_SOCKET of ours
+    daemon.get("/v1/devices")                # (status, JSON) from the socket
+    daemon.control("get_server_list")        # lines that the real control daemon answers
+    assert daemon.stop() == 0, daemon.log    # SIGTERM, and the exit status
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from simhost import SimHost
+
+#: So long that only something that never comes is missed, on however slow a machine.
+PATIENCE_S = 60.0
+
+T = TypeVar("T")
+
+
+def eventually(
+    look: Callable[[], T], what: str = "it", patience_s: float = PATIENCE_S, trouble: Callable[[], str] = str
+) -> T:
+    """Return what `look` returns once that is true; fails with `what` (and `trouble()`) when it never is."""
+    end_s = time.monotonic() + patience_s
+    while not (found := look()):
+        if time.monotonic() > end_s:
+            raise AssertionError(f"{what} did not come about in {patience_s:g} s\n{trouble()}")
+        time.sleep(0.005)
+    return found
+
+
+def control_daemons(root: Path) -> list[int]:
+    """The PIDs of all control daemons and front-ends whose pipe directory lies below `root`."""
+    return [pid for pid in _all_pids() if b"CUDA_MPS_PIPE_DIRECTORY=" + bytes(root) in _environ(pid)]
+
+
+def is_running(pid: int) -> bool:
+    """Whether the process exists and is no zombie."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state not in "ZX"
+
+
+class Daemon:
+    """One yunion-mps-daemon on a host; it can be started again after its end. A context manager."""
+
+    def __init__(self, host: SimHost, *, arguments: Sequence[str] = (), notify: bool = True) -> None:
+        """`notify`: with a NOTIFY_SOCKET, as systemd's Type=notify has it."""
+        self.host = host
+        self.env = dict(host.env)
+        for name in ("NOTIFY_SOCKET", "JOURNAL_STREAM", "INVOCATION_ID", "YUNION_MPS_LOG_LEVEL"):
+            self.env.pop(name, None)
+        self.arguments = tuple(arguments)
+        #: Every datagram since the last start, in order, e.g. "READY=1\nSTATUS=4 of 4 devices ...".
+        self.messages: list[str] = []
+        self._process: subprocess.Popen[bytes] | None = None
+        self._log_file = host.root / "var/log/yunion-mps-daemon.stderr"
+        self._log_start = 0
+        self._inbox: socket.socket | None = None
+        if notify:
+            address = str(host.root / "run/notify.sock")
+            self.env["NOTIFY_SOCKET"] = address
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(address)
+            self._inbox = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+            self._inbox.bind(address)
+            # A thread, because the kernel keeps few datagrams and then lets their sender wait.
+            threading.Thread(target=self._receive, args=(self._inbox,), daemon=True).start()
+
+    # -- its life
+
+    def start(self, *arguments: str, **environment: str) -> Daemon:
+        """Start it; does not wait. More options and variables of the environment may be given."""
+        assert self._process is None or self._process.poll() is not None, "it runs already"
+        self.messages.clear()
+        program = shutil.which("yunion-mps-daemon", path=self.env["PATH"])
+        assert program, "yunion-mps-daemon is not there: run scripts/setup"
+        with self._log_file.open("ab") as log:
+            self._log_start = log.tell()
+            self._process = subprocess.Popen(
+                [program, *self.arguments, *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={**self.env, **environment},
+                start_new_session=True,
+            )
+        return self
+
+    def wait_ready(self, patience_s: float = PATIENCE_S) -> Daemon:
+        """Wait until it has said READY=1; fails with its log when it ends before that."""
+        self.wait_message("READY=1", patience_s)
+        return self
+
+    def wait_message(self, text: str, patience_s: float = PATIENCE_S) -> str:
+        """Wait for a notification that holds `text`, and return it whole."""
+
+        def look() -> str:
+            found = next((message for message in list(self.messages) if text in message), "")
+            if not found and not self.running:
+                time.sleep(0.1)  # the last datagrams may still be on their way to the thread
+                found = next((message for message in list(self.messages) if text in message), "")
+                assert found, f"it ended with {self.returncode} before {text!r}:\n{self.log}"
+            return found
+
+        return eventually(look, f"the notification {text!r}", patience_s, lambda: self.log)
+
+    def wait_log(self, text: str, patience_s: float = PATIENCE_S) -> None:
+        """Wait until its log holds `text`."""
+        eventually(lambda: text in self.log, f"{text!r} in the log", patience_s, lambda: self.log)
+
+    def wait(self, patience_s: float = PATIENCE_S) -> int:
+        """Wait for its end, and return the exit status (negative for a signal)."""
+        assert self._process is not None
+        try:
+            return self._process.wait(patience_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"it did not end in {patience_s:g} s:\n{self.log}") from None
+
+    def run(self, *arguments: str, **environment: str) -> int:
+        """Start it and wait for its end by itself: for what refuses to start, `--check` and the like."""
+        return self.start(*arguments, **environment).wait()
+
+    def stop(self, number: int = signal.SIGTERM) -> int:
+        """Ask it to stop, and return its exit status."""
+        self.signal(number)
+        return self.wait()
+
+    def kill(self) -> None:
+        """SIGKILL: its control daemons go on."""
+        self.signal(signal.SIGKILL)
+        self.wait()
+
+    def signal(self, number: int) -> None:
+        """Send it a signal."""
+        assert self._process is not None
+        self._process.send_signal(number)
+
+    # -- what it is at
+
+    @property
+    def pid(self) -> int:
+        """Its PID."""
+        assert self._process is not None
+        return self._process.pid
+
+    @property
+    def running(self) -> bool:
+        """Whether it runs."""
+        return self._process is not None and self._process.poll() is None
+
+    @property
+    def returncode(self) -> int | None:
+        """Its exit status, None while it runs."""
+        return None if self._process is None else self._process.poll()
+
+    @property
+    def log(self) -> str:
+        """What it has written to standard output and error since its last start."""
+        with self._log_file.open("rb") as file:
+            file.seek(self._log_start)
+            return file.read().decode()
+
+    @property
+    def notifications(self) -> list[str]:
+        """Every line of every notification since its last start: READY=1, STATUS=..., in order."""
+        return [line for message in list(self.messages) for line in message.splitlines()]
+
+    @property
+    def socket(self) -> Path:
+        """The API's socket."""
+        return self.host.root / "run/yunion-mps/yunion-mps.sock"
+
+    @property
+    def pipe_directory(self) -> Path:
+        """The pipe directory of the default configuration's one domain."""
+        return self.host.root / "tmp/nvidia-mps/pipe"
+
+    def get(self, path: str) -> tuple[int, Any]:
+        """GET from its socket: the HTTP status and the JSON."""
+        connection = http.client.HTTPConnection("localhost", timeout=PATIENCE_S)
+        connection.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        with contextlib.closing(connection):
+            connection.sock.settimeout(PATIENCE_S)
+            connection.sock.connect(str(self.socket))
+            connection.request("GET", path)
+            response = connection.getresponse()
+            return response.status, json.loads(response.read())
+
+    def status(self) -> dict[str, Any]:
+        """What /v1/status says."""
+        code, answer = self.get("/v1/status")
+        assert code == 200, answer
+        return dict(answer)
+
+    def control_pid(self) -> int:
+        """The PID of the one domain's control daemon, as /v1/status tells it."""
+        (domain,) = self.status()["domains"]
+        return int(domain["pid"])
+
+    def control(self, *commands: str, pipe_directory: Path | None = None) -> list[str]:
+        """What the control daemon answers to the commands, through NVIDIA's own front-end."""
+        done = self.host.run(
+            ["nvidia-cuda-mps-control"],
+            input="".join(f"{command}\n" for command in commands),
+            env={**self.env, "CUDA_MPS_PIPE_DIRECTORY": str(pipe_directory or self.pipe_directory)},
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout.splitlines()
+
+    # -- its files
+
+    def configure(self, **keys: object) -> None:
+        """Write host.conf with `enable_cuda_mps: true` and these keys."""
+        self.write_host_conf({"enable_cuda_mps": True, **keys})
+
+    def write_host_conf(self, keys: Mapping[str, object]) -> None:
+        """Write host.conf with just these keys; JSON's scalars are YAML's."""
+        lines = [f"{name}: {json.dumps(value)}\n" for name, value in keys.items()]
+        (self.host.root / "etc/yunion/host.conf").write_text("".join(lines))
+
+    # -- its end
+
+    def close(self) -> None:
+        """End it and everything that it left on the host."""
+        if self.running:
+            self.kill()
+        for pid in control_daemons(self.host.root):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            eventually(lambda pid=pid: not is_running(pid), f"the end of PID {pid}")  # type: ignore[misc]
+        if self._inbox is not None:
+            # Wakes the thread, which a close alone does not.
+            self._inbox.shutdown(socket.SHUT_RDWR)
+            self._inbox.close()
+            self._inbox = None
+
+    def __enter__(self) -> Daemon:  # noqa: PYI034 - typing.Self is not in 3.9
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _receive(self, inbox: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while message := inbox.recv(65536):
+                self.messages.append(message.decode())
+
+
+def _all_pids() -> list[int]:
+    return [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
+
+
+def _environ(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return b""
