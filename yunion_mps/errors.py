@@ -30,9 +30,13 @@ class Problem(NamedTuple):
     remedy: str
 
     def __str__(self) -> str:
-        """`FILE:LINE: what is wrong: what would be right`, as compilers and editors have it."""
+        """`FILE:LINE: what is wrong: what would be right`, as compilers and editors have it.
+
+        One line, whatever it quotes: line ends and control characters are shown as Python writes them.
+        """
         place = self.file if self.line is None else f"{self.file}:{self.line}"
-        return f"{place}: {self.what}: {self.remedy}"
+        text = f"{place}: {self.what}: {self.remedy}"
+        return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
 
 
 class ConfigError(YunionError):

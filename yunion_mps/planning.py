@@ -179,6 +179,8 @@ def _shares(config: Config, inventory: Inventory) -> tuple[dict[str, int], list[
     first: dict[str, DeviceEntry] = {}
     for entry in config.devices:
         gpu = find_gpu(entry.path, inventory.gpus)
+        if gpu is None and _may_be_broken(entry, inventory):
+            continue
         if gpu is None:
             problems.append(_no_gpu(entry, inventory))
         elif gpu.pci_address in first:
@@ -220,6 +222,12 @@ def _same_address(text: str, pci_address: str) -> bool:
     return tail == rest and head.lstrip("0") == domain.lstrip("0")
 
 
+def _may_be_broken(entry: DeviceEntry, inventory: Inventory) -> bool:
+    """Whether a UUID may be that of a broken GPU, which does not tell its own: then it is not wrong."""
+    is_uuid = entry.path.strip().upper().startswith("GPU-")
+    return is_uuid and any(gpu.uuid is None and gpu.reason for gpu in inventory.gpus)
+
+
 def _no_gpu(entry: DeviceEntry, inventory: Inventory) -> Problem:
     names = [gpu.render_node or gpu.uuid or gpu.address for gpu in inventory.gpus]
     remedy = f"the GPUs of this host are {', '.join(names)}" if names else "this host has no NVIDIA GPU"
@@ -233,6 +241,8 @@ def _too_many(
     if gpu.reason or number <= most:
         return []
     at = entry.virtual_number_at if entry else config.sources[key]
+    if at.line is None:  # the default is above what the operator's own override allows
+        at = config.sources["cuda_mps_max_clients"]
     what = (
         f"{key} is {number}, more than the {most} clients that MPS allows on GPU {gpu.address} ({gpu.name})"
     )

@@ -9,7 +9,7 @@ from yunion_mps import __version__
 from yunion_mps.errors import NotFoundError, YunionError
 from yunion_mps.models import DEV_TYPE, Device, DomainStatus, Gpu, PcieLink, Snapshot
 from yunion_mps.mps.states import READY
-from yunion_mps.planning import client_environment, decimal, enforces_budgets
+from yunion_mps.planning import client_environment, enforces_budgets
 from yunion_mps.supervisor import warnings
 
 AVAILABLE = "available"
@@ -70,7 +70,8 @@ class Service:
         found = [device for device in devices if name in (device["id"], device["addr"])]
         found = found or [device for device in devices if any(device[key].startswith(name) for key in keys)]
         if not found:
-            raise NotFoundError(f"there is no device {name}", "list the devices with: yunion-mps list")
+            shown = name if name.isprintable() and len(name) <= 100 else repr(name[:100])
+            raise NotFoundError(f"there is no device {shown}", "list the devices with: yunion-mps list")
         if len(found) > 1:
             few = ", ".join(device["addr"] for device in found[:4])
             more = ", …" if len(found) > 4 else ""
@@ -160,7 +161,6 @@ def _reason(gpu: Gpu | None, domain: DomainStatus | None) -> str:
 
 
 def _device_json(device: Device, gpu: Gpu | None, host_id: str, reason: str) -> Json:
-    percentage = device.thread_percentage
     return {
         "id": device.id,
         "dev_type": DEV_TYPE,
@@ -175,12 +175,17 @@ def _device_json(device: Device, gpu: Gpu | None, host_id: str, reason: str) -> 
         "device_minor": -1,
         "mps_memory_limit": device.memory_limit_mib,
         "mps_memory_total": device.memory_total_mib,
-        "mps_thread_percentage": int(percentage) if percentage == int(percentage) else percentage,
+        "mps_thread_percentage": _plain(device.thread_percentage),
         "gpu_uuid": device.gpu_uuid,
         "state": UNAVAILABLE if reason else AVAILABLE,
         "reason": reason,
         "budget_enforced": device.budget_enforced,
     }
+
+
+def _plain(percentage: float) -> float | int:
+    """A percentage as JSON has it: 25, 33.3."""
+    return int(percentage) if percentage == int(percentage) else percentage
 
 
 def _link_json(link: PcieLink | None) -> Json | None:
@@ -230,7 +235,7 @@ def _domain_json(domain: DomainStatus) -> Json:
         "log_directory": plan.log_directory,
         "gpus": list(plan.gpu_uuids),
         "memory_limits": list(plan.memory_limits_mib),
-        "thread_percentage": float(decimal(plan.thread_percentage)),
+        "thread_percentage": _plain(plan.thread_percentage),
     }
 
 

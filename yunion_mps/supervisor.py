@@ -172,11 +172,12 @@ class Supervisor:
                 )
                 errors[change.gpu_uuid] = error
         after = {change.gpu_uuid: change.after for change in changes if change.gpu_uuid not in errors}
-        self._inventory = _with_modes(self._inventory, after, errors)
+        self._inventory = _with_modes(self._inventory, after, {})
         if errors and len(errors) == len(self._plan.compute_modes):
             first = next(iter(errors.values()))
             raise DriverError(f"no GPU's compute mode can be set: {first.message}", first.hint)
-        self._plan, _ = make_plan(self._config, self._inventory, self._machine_id)
+        inventory = _with_modes(self._inventory, {}, errors)
+        self._plan, _ = make_plan(self._config, inventory, self._machine_id)
 
     def _open_store(self) -> Store:
         if self._store is None:
@@ -195,9 +196,10 @@ class Supervisor:
         assert self._nvml is not None
         assert self._store is not None
         try:
-            self._nvml.set_compute_mode(uuid, mode)
+            if self._nvml.compute_mode(uuid) != mode:
+                self._nvml.set_compute_mode(uuid, mode)
+                log.info("GPU %s: compute mode is %s again, as before", uuid, mode)
             self._store.forget_mode(uuid)
-            log.info("GPU %s: compute mode is %s again, as before", uuid, mode)
         except YunionError as error:
             log.error(
                 "GPU %s: compute mode %s cannot be put back: %s. %s", uuid, mode, error.message, error.hint

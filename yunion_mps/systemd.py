@@ -18,6 +18,7 @@ class Notifier:
 
     def ready(self, status: str) -> None:
         """The daemon serves."""
+        self._last_status = status
         self._send(f"READY=1\nSTATUS={status}")
 
     def status(self, status: str) -> None:

@@ -11,12 +11,16 @@ import socket
 import tempfile
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from types import TracebackType
 
+from bench.asking import Http
 from bench.floors import DEADLINE_S, program, spawn
-from bench.http import Http
 from bench.values import BenchError
 from simhost import SimHost
+
+#: NVIDIA's control daemon (535 and 550) forgets memory limits for devices from the 33rd on.
+MOST_GPUS_OF_A_DOMAIN = 32
 
 _SERVING = re.compile(r"STATUS=(\d+) of (\d+) devices available, (\d+) of (\d+) control daemons serving$")
 
@@ -35,8 +39,6 @@ class Daemon:
         self._path = str(host.root / f"notify.{os.getpid()}")
 
     def __enter__(self) -> Daemon:  # noqa: PYI034 - typing.Self is not in 3.9
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(self._path)
         self._notify.bind(self._path)
         argv = [program(self.host, "yunion-mps-daemon")]
         environment = {**self.host.env, "NOTIFY_SOCKET": self._path}
@@ -46,6 +48,7 @@ class Daemon:
             self._await("READY=1")
         except BaseException:
             self._end(signal.SIGKILL)
+            _end_control_daemons(self.host)
             raise
         self.ready_ms = self._passed_ms()
         return self
@@ -114,14 +117,25 @@ class Daemon:
             if time.perf_counter() > deadline_s:
                 os.kill(self.pid, signal.SIGKILL)
                 os.waitpid(self.pid, 0)
+                _end_control_daemons(self.host)
                 raise BenchError(f"the daemon did not stop in time; it said:\n{self._said()}")
             time.sleep(0.001)
         self.pid = 0
 
 
+def _end_control_daemons(host: SimHost) -> None:
+    """End what a daemon of ours left behind when it failed."""
+    mark = b"CUDA_MPS_PIPE_DIRECTORY=" + bytes(host.root)
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            if mark in Path(f"/proc/{pid}/environ").read_bytes():
+                os.kill(int(pid), signal.SIGKILL)
+
+
 @contextlib.contextmanager
-def running(gpus: int, virtual_number: int = 4, scope: str = "host") -> Iterator[Daemon]:
+def running(gpus: int, virtual_number: int = 4) -> Iterator[Daemon]:
     """A host with so many GPUs, and the daemon on it."""
+    scope = "host" if gpus <= MOST_GPUS_OF_A_DOMAIN else "gpu"
     with make_host(gpus, virtual_number, scope) as host, Daemon(host) as daemon:
         yield daemon
 

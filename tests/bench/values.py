@@ -26,7 +26,7 @@ class Samples:
 
     @property
     def spread(self) -> tuple[float, float]:
-        """The quartiles: between them lies half of all rounds (the extremes, where there are fewer than 4)."""
+        """The quartiles, between which half of all rounds lie; the extremes of fewer than 4."""
         if len(self.values) < 4:
             return min(self.values), max(self.values)
         low, _, high = statistics.quantiles(self.values, n=4, method="inclusive")
@@ -93,7 +93,7 @@ class Settings:
 
     def rounds(self, full: int, quick: int) -> int:
         """The number of rounds of a measurement."""
-        return self.quick and quick or full
+        return quick if self.quick else full
 
 
 @dataclass

@@ -183,7 +183,7 @@ class Daemon:
         return [line for message in list(self.messages) for line in message.splitlines()]
 
     @property
-    def socket(self) -> Path:
+    def socket_path(self) -> Path:
         """The API's socket."""
         return self.host.root / "run/yunion-mps/yunion-mps.sock"
 
@@ -198,7 +198,7 @@ class Daemon:
         connection.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         with contextlib.closing(connection):
             connection.sock.settimeout(PATIENCE_S)
-            connection.sock.connect(str(self.socket))
+            connection.sock.connect(str(self.socket_path))
             connection.request("GET", path)
             response = connection.getresponse()
             return response.status, json.loads(response.read())

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import socket
+import struct
 import time
 from typing import Any
 
@@ -40,9 +42,12 @@ class Client:
 
     def _connect(self) -> socket.socket:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        connection.settimeout(self._timeout_s)
         try:
+            # In a burst of clients the kernel lets a connect wait; with Python's own timeout it does not.
+            wait = struct.pack("ll", int(self._timeout_s), int(self._timeout_s % 1 * 1e6))
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, wait)
             connection.connect(self._path)
+            connection.settimeout(self._timeout_s)
         except OSError as error:
             connection.close()
             raise self._unreachable(error) from None
@@ -54,7 +59,7 @@ class Client:
                 f"you may not ask the daemon: no permission for {self._path}",
                 "become root, or join the group: usermod -aG yunion-mps USER, then log in anew",
             )
-        if isinstance(error, socket.timeout) or error.errno == errno.EAGAIN:
+        if error.errno == errno.EAGAIN:
             return self._silent()
         if error.errno == errno.ENOENT:
             what = f"the daemon is not running: there is no {self._path}"
@@ -76,7 +81,8 @@ class Client:
         http = h11.Connection(h11.CLIENT)
         headers = [("Host", "localhost"), ("Accept", "application/json"), ("Connection", "close")]
         question = h11.Request(method="GET", target=target, headers=headers)
-        connection.sendall((http.send(question) or b"") + (http.send(h11.EndOfMessage()) or b""))
+        with contextlib.suppress(BrokenPipeError):  # who is turned away still gets to read why
+            connection.sendall((http.send(question) or b"") + (http.send(h11.EndOfMessage()) or b""))
         status, body = 0, []
         while True:
             event = http.next_event()
@@ -103,7 +109,8 @@ def _result(status: int, body: bytes) -> Any:
         ) from None
     if status == 200:
         return answer
-    message = str(answer.get("detail") or f"the daemon answered {status}")
-    hint = str(answer.get("hint") or f"see: journalctl -u {_UNIT}")
+    problem = answer if isinstance(answer, dict) else {}
+    message = str(problem.get("detail") or f"the daemon answered {status}")
+    hint = str(problem.get("hint") or f"see: journalctl -u {_UNIT}")
     kinds = {403: NotAllowedError, 404: NotFoundError}
     raise kinds.get(status, YunionError)(message, hint)

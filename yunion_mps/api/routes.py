@@ -13,8 +13,10 @@ from yunion_mps.service import DEFAULT_LIMIT, Filters, Service
 
 #: No host has more devices; an answer is never larger than this many of them.
 LARGEST_LIMIT = 100_000
+LARGEST_NUMBER = (1 << 31) - 1
 _READ = ("GET", "HEAD")
 _CACHED_ANSWERS = 64
+_NO_URL = "the request's target is no URL that can be taken apart"
 
 
 class Request(NamedTuple):
@@ -66,12 +68,7 @@ class Router:
     def answer(self, request: Request) -> Response:
         """The response to a request; never raises."""
         if request.method not in _READ:
-            known = self._find(urlsplit(request.target).path) is not None
-            if known:
-                return problem(
-                    405, f"{request.method} is not possible here", headers=(("Allow", "GET, HEAD"),)
-                )
-            return self._not_found(request.target)
+            return self._refuse_method(request)
         version = self._service.version
         if version != self._answers_for or len(self._answers) >= _CACHED_ANSWERS:
             self._answers.clear()
@@ -80,6 +77,14 @@ class Router:
         if response is None:
             response = self._answers[request.target] = self._make(request.target)
         return response
+
+    def _refuse_method(self, request: Request) -> Response:
+        try:
+            if self._find(urlsplit(request.target).path) is None:
+                return self._not_found(request.target)
+        except ValueError:
+            return problem(400, _NO_URL)
+        return problem(405, f"{request.method} is not possible here", headers=(("Allow", "GET, HEAD"),))
 
     def _make(self, target: str) -> Response:
         try:
@@ -93,7 +98,7 @@ class Router:
         except BadRequestError as error:
             return problem(400, error.message, error.hint)
         except ValueError:
-            return problem(400, "the request's target is not a URL path")
+            return problem(400, _NO_URL)
 
     def _find(self, path: str) -> Callable[[Mapping[str, str]], Any] | None:
         if path in self._fixed:
@@ -109,11 +114,11 @@ class Router:
         _refuse_unknown(query, known)
         words: dict[str, Any] = {name: query[name] for name in Filters._fields if name in query}
         if "numa_node" in query:
-            words["numa_node"] = _number(query, "numa_node", 0, 0, 1 << 31)
+            words["numa_node"] = _number(query, "numa_node", 0, 0, LARGEST_NUMBER)
         if "unused" in query:
             words["unused"] = _boolean(query, "unused")
         limit = _number(query, "limit", DEFAULT_LIMIT, 0, LARGEST_LIMIT)
-        return self._service.devices(Filters(**words), limit, _number(query, "offset", 0, 0, 1 << 31))
+        return self._service.devices(Filters(**words), limit, _number(query, "offset", 0, 0, LARGEST_NUMBER))
 
     @staticmethod
     def _plain(ask: Callable[[], Any]) -> Callable[[Mapping[str, str]], Any]:
@@ -139,7 +144,11 @@ def _encode(value: Any) -> bytes:
 
 
 def _query(text: str) -> dict[str, str]:
-    pairs = parse_qsl(text, keep_blank_values=True, strict_parsing=bool(text), max_num_fields=32)
+    try:
+        pairs = parse_qsl(text, keep_blank_values=True, strict_parsing=bool(text), max_num_fields=32)
+    except ValueError:
+        hint = "write it as name=value&name=value"
+        raise BadRequestError("the query cannot be taken apart", hint) from None
     query = dict(pairs)
     if len(query) != len(pairs):
         raise BadRequestError("a parameter is given twice")

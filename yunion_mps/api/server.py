@@ -12,7 +12,7 @@ import logging
 import socket
 import struct
 from collections import Counter
-from typing import cast
+from typing import NamedTuple, cast
 
 import h11
 
@@ -20,22 +20,29 @@ from yunion_mps.api.routes import Request, Response, Router, problem
 
 log = logging.getLogger(__name__)
 
-REQUEST_TIMEOUT_S = 10.0
-IDLE_TIMEOUT_S = 30.0
-ANSWER_TIMEOUT_S = 10.0
-LARGEST_HEAD_BYTES = 16 << 10
-LARGEST_BODY_BYTES = 64 << 10
-MOST_CONNECTIONS = 512
-#: Root always gets in: other users together cannot take the last connections.
-KEPT_FOR_ROOT = 64
-MOST_OF_ONE_USER = 128
+#: Clients that may wait to be accepted, so that a burst of them is not turned away.
+_BACKLOG = 512
+
+
+class Limits(NamedTuple):
+    """What one client may cost. Root always gets in: others cannot take the connections kept for it."""
+
+    request_timeout_s: float = 10.0
+    idle_timeout_s: float = 30.0
+    answer_timeout_s: float = 10.0
+    head_bytes: int = 16 << 10
+    body_bytes: int = 64 << 10
+    connections: int = 512
+    kept_for_root: int = 64
+    of_one_user: int = 128
 
 
 class Server:
     """Accepts on the listening socket until it is closed."""
 
-    def __init__(self, router: Router) -> None:
+    def __init__(self, router: Router, limits: Limits = Limits()) -> None:  # noqa: B008 - it is frozen
         self.router = router
+        self.limits = limits
         self.connections: set[Connection] = set()
         self.by_uid: Counter[int] = Counter()
         self._server: asyncio.AbstractServer | None = None
@@ -43,7 +50,9 @@ class Server:
     async def open(self, listener: socket.socket) -> None:
         """Begin to accept."""
         loop = asyncio.get_running_loop()
-        self._server = await loop.create_unix_server(lambda: Connection(self), sock=listener)
+        self._server = await loop.create_unix_server(
+            lambda: Connection(self), sock=listener, backlog=_BACKLOG
+        )
 
     async def close(self) -> None:
         """Accept no more, and end the connections that are open."""
@@ -55,8 +64,8 @@ class Server:
     def admit(self, connection: Connection) -> bool:
         """Whether there is room for one more connection of this user."""
         uid = connection.uid
-        room = MOST_CONNECTIONS - (0 if uid == 0 else KEPT_FOR_ROOT)
-        if len(self.connections) >= room or (uid != 0 and self.by_uid[uid] >= MOST_OF_ONE_USER):
+        room = self.limits.connections - (0 if uid == 0 else self.limits.kept_for_root)
+        if len(self.connections) >= room or (uid != 0 and self.by_uid[uid] >= self.limits.of_one_user):
             return False
         self.connections.add(connection)
         self.by_uid[uid] += 1
@@ -77,7 +86,8 @@ class Connection(asyncio.Protocol):
     def __init__(self, server: Server) -> None:
         self.uid = -1
         self._server = server
-        self._http = h11.Connection(h11.SERVER, max_incomplete_event_size=LARGEST_HEAD_BYTES)
+        self._limits = server.limits
+        self._http = h11.Connection(h11.SERVER, max_incomplete_event_size=server.limits.head_bytes)
         self._transport: asyncio.Transport | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._request: h11.Request | None = None
@@ -93,7 +103,7 @@ class Connection(asyncio.Protocol):
                 problem(503, "too many connections are open", "close some, or try again in a moment")
             )
             return
-        self._set_deadline(REQUEST_TIMEOUT_S)
+        self._set_deadline(self._limits.request_timeout_s)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The connection is over, from either side."""
@@ -118,14 +128,14 @@ class Connection(asyncio.Protocol):
         assert self._transport is not None
         self._blocked = True
         self._transport.pause_reading()
-        self._set_deadline(ANSWER_TIMEOUT_S)
+        self._set_deadline(self._limits.answer_timeout_s)
 
     def resume_writing(self) -> None:
         """The client has taken its answer."""
         assert self._transport is not None
         self._blocked = False
         self._transport.resume_reading()
-        self._set_deadline(IDLE_TIMEOUT_S)
+        self._set_deadline(self._limits.idle_timeout_s)
         self._work()
 
     def abort(self) -> None:
@@ -151,18 +161,25 @@ class Connection(asyncio.Protocol):
                     return
         except h11.RemoteProtocolError as error:
             status = error.error_status_hint if error.error_status_hint in (400, 431, 501) else 400
-            self._refuse(problem(status, f"the request is not valid HTTP: {error}"))
+            why = f"the request is not valid HTTP: {error}"
+            if status == 431:
+                why = f"the request's head is larger than {self._limits.head_bytes} bytes"
+            self._refuse(problem(status, why))
 
     def _begin(self, request: h11.Request) -> None:
         self._request = request
         self._body_bytes = 0
-        self._set_deadline(REQUEST_TIMEOUT_S)
+        # h11 bounds a head that comes in pieces, not one that comes whole.
+        size = len(request.target) + sum(len(name) + len(value) + 4 for name, value in request.headers)
+        if size > self._limits.head_bytes:
+            raise h11.RemoteProtocolError("head too large", error_status_hint=431)
+        self._set_deadline(self._limits.request_timeout_s)
 
     def _count(self, length: int) -> None:
         """Bodies are read past, for no request of ours has one that matters; but not without end."""
         self._body_bytes += length
-        if self._body_bytes > LARGEST_BODY_BYTES:
-            self._refuse(problem(413, f"the body is larger than {LARGEST_BODY_BYTES} bytes"))
+        if self._body_bytes > self._limits.body_bytes:
+            self._refuse(problem(413, f"the body is larger than {self._limits.body_bytes} bytes"))
             raise h11.RemoteProtocolError("body too large")
 
     def _answer(self) -> None:
@@ -170,7 +187,7 @@ class Connection(asyncio.Protocol):
         request = self._request
         method, target = request.method.decode(), request.target.decode("ascii", "replace")
         self._send(self._server.router.answer(Request(method, target, self.uid)))
-        self._set_deadline(ANSWER_TIMEOUT_S if self._blocked else IDLE_TIMEOUT_S)
+        self._set_deadline(self._limits.answer_timeout_s if self._blocked else self._limits.idle_timeout_s)
         if self._http.our_state is h11.MUST_CLOSE:
             self._close()
         elif self._http.our_state is h11.DONE and self._http.their_state is h11.DONE:
@@ -204,7 +221,7 @@ class Connection(asyncio.Protocol):
         """Close once what was written has been taken, and within the deadline for that."""
         if self._transport and not self._transport.is_closing():
             self._transport.close()
-            self._set_deadline(ANSWER_TIMEOUT_S)
+            self._set_deadline(self._limits.answer_timeout_s)
 
     def _set_deadline(self, wait_s: float) -> None:
         if self._timer:

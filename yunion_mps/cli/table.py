@@ -8,7 +8,9 @@ from collections.abc import Sequence
 
 from yunion_mps.cli.output import Row, cell
 
-_SHORTEST_CELL = 8
+#: Cells up to this length are never cut, longer ones (UUIDs, paths, reasons) down to the shorter one.
+_SHORT_CELL = 20
+_CUT_CELL = 12
 
 
 def terminal_width() -> int:
@@ -29,7 +31,7 @@ def draw(header: Sequence[str], rows: Sequence[Row], drop: Sequence[str] = ()) -
     widths = [max([len(name), *(len(row[i]) for row in texts)]) for i, name in enumerate(header)]
     hidden = []
     for name in drop:
-        least = sum(max(len(header[i]), min(widths[i], _SHORTEST_CELL)) + 3 for i in columns) + 1
+        least = sum(_least(header[i], widths[i]) + 3 for i in columns) + 1
         if not width or least <= width:
             break
         index = header.index(name)
@@ -48,12 +50,17 @@ def draw(header: Sequence[str], rows: Sequence[Row], drop: Sequence[str] = ()) -
 
 
 def _shrink(widths: list[int], columns: Sequence[int], header: Sequence[str], width: int) -> None:
-    """Take from the widest column until all fit, but no column gets narrower than its header."""
+    """Take from the widest column until all fit, or none can give more."""
+    least = {i: _least(header[i], widths[i]) for i in columns}
     while sum(widths[i] + 3 for i in columns) + 1 > width:
-        able = [i for i in columns if widths[i] > max(len(header[i]), _SHORTEST_CELL)]
+        able = [i for i in columns if widths[i] > least[i]]
         if not able:
             return
         widths[max(able, key=lambda i: widths[i])] -= 1
+
+
+def _least(name: str, width: int) -> int:
+    return width if width <= _SHORT_CELL else max(len(name), _CUT_CELL)
 
 
 def _line(row: Sequence[str], columns: Sequence[int], widths: Sequence[int]) -> str:

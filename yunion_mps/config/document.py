@@ -16,6 +16,8 @@ from yunion_mps.errors import Problem
 LARGEST_FILE_BYTES = 1 << 20
 DEEPEST_NESTING = 64
 MOST_ALIASES = 100
+#: YAML 1.1 has numbers to the base of 60 (1:30), which take quadratic time in their length.
+_LONGEST_NUMBER = 64
 
 #: The C parser where PyYAML was built with it (8 times as fast), else the one in Python.
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -34,17 +36,23 @@ class FileProblemError(Exception):
 
 def read_document(path: str) -> Node | None:
     """Return the root of the YAML file `path`, None when it holds nothing; raises FileProblemError."""
+    text = _read(path)
     try:
-        text = _read(path)
         _check_bounds(path, text)
         return yaml.compose(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        line = mark.line + 1 if mark else None
+        mark, last = error.problem_mark or error.context_mark, len(text.splitlines())
+        if mark and mark.line >= last:  # noticed only at the file's end: where it began says more
+            mark = error.context_mark or mark
+        line = min(mark.line + 1, last) if mark else None
         what = " ".join(filter(None, (error.context, error.problem)))
         raise _problem(path, line, f"not valid YAML ({what})", "correct the syntax near this line") from None
     except yaml.reader.ReaderError as error:
-        raise _problem(path, None, f"not valid YAML ({error.reason})", "save it as UTF-8 text") from None
+        line = text.count(b"\n", 0, error.position) + 1
+        raise _problem(path, line, f"not valid YAML ({error.reason})", "save it as UTF-8 text") from None
+    except UnicodeDecodeError:  # PyYAML lets it pass from a tag with escapes, and knows no line then
+        what = "not valid YAML (a tag is not UTF-8)"
+        raise _problem(path, None, what, "write the values without tags") from None
 
 
 def line_of(node: Node) -> int:
@@ -58,9 +66,11 @@ def value_of(node: Node) -> Any:
     kind = node.tag.rpartition(":")[2]
     if not isinstance(node, yaml.ScalarNode) or kind not in ("int", "bool", "float", "null", "str"):
         return node
+    if kind != "str" and len(node.value) > _LONGEST_NUMBER:
+        return node.value
     try:
         return getattr(_construct, f"construct_yaml_{kind}")(node)
-    except ValueError:
+    except (ValueError, LookupError):  # an explicit tag promises what the text is not, as in `!!int ""`
         return node.value
 
 
@@ -95,9 +105,10 @@ def _read(path: str) -> bytes:
         if error.errno in (errno.ENOENT, errno.ENOTDIR):
             remedy = "create it; the package's documentation has an example"
         raise _problem(path, None, f"cannot be read ({error.strerror})", remedy) from None
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise _problem(path, None, "is not a regular file", "put a YAML file there")
     with open(descriptor, "rb") as file:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise _problem(path, None, "is not a regular file", "put a YAML file there")
         text = file.read(LARGEST_FILE_BYTES + 1)
     if len(text) > LARGEST_FILE_BYTES:
         raise _problem(path, None, "is larger than 1 MiB", "this is no configuration of ours; replace it")

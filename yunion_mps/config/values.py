@@ -91,6 +91,8 @@ def absolute_path(key: str, node: Node) -> str:
 def text(key: str, node: Node) -> str:
     """A text that is not empty."""
     value = value_of(node)
+    if isinstance(value, (int, float)) and ":" in node.value:
+        value = node.value  # the PCI address 00:06.0 is a number to the base of 60 in YAML 1.1
     if not isinstance(value, str) or not value.strip():
         raise WrongValueError(f"{key} is {written(node)}, not a text", f"write {key}: followed by a text")
     return value
@@ -112,5 +114,8 @@ def nearest(word: str, real: Iterable[str]) -> str | None:
     import difflib
 
     by_lower = {name.lower(): name for name in candidates}
+    for lower, name in by_lower.items():
+        if sorted(lower) == sorted(word.lower()):  # `paht`, which is not near enough by the measure below
+            return name
     close = difflib.get_close_matches(word.lower().replace("-", "_"), list(by_lower), n=1, cutoff=0.85)
     return by_lower[close[0]] if close else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import signal
 import socket
@@ -38,6 +39,8 @@ def serve(
     stop: StopSignals,
 ) -> None:
     """Run until the domains have stopped after a signal."""
+    gc.freeze()  # what was imported stays for good; the collector need not look at it
+    gc.enable()
     asyncio.run(_Loop(paths, supervisor, service, notifier).run(listener, examination.nvml, stop))
 
 

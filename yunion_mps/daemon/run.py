@@ -60,10 +60,10 @@ def _serve(paths: Paths) -> None:
     started_s = time.time()
     notifier = Notifier()
     notifier.status("reading the configuration and looking at the GPUs")
+    stop = StopSignals()
     examination = examine(paths)
     try:
         examination.check()
-        stop = StopSignals()
         supervisor = Supervisor(paths, examination)
         try:
             _start(supervisor, stop)

@@ -87,7 +87,10 @@ def render_nodes(paths: Paths) -> dict[str, str]:
     for name in _listing(paths.render_nodes):
         address = normal_address(name.removeprefix("pci-").removesuffix("-render"))
         if address and name.endswith("-render"):
-            target = os.readlink(os.path.join(paths.render_nodes, name))
+            try:
+                target = os.readlink(os.path.join(paths.render_nodes, name))
+            except OSError:  # gone with its GPU since the listing, or no link
+                continue
             nodes[address] = "/dev/dri/" + os.path.basename(target)
     return nodes
 

@@ -27,6 +27,7 @@ PACKAGES = (
 
 #: More than any answer of ours; the rest would only fill memory.
 _LONGEST_ANSWER = 1 << 20
+_NO_LIMITS = "no device is served without its limits; look at the end of the control daemon's log"
 _CREDENTIALS = struct.Struct("3i")
 
 
@@ -174,6 +175,11 @@ def check_limits(plan: DomainPlan, answer: Sequence[str]) -> None:
     wanted = f"{plan.thread_percentage:.1f}"
     if len(percentages) != len(plan.memory_limits_mib) + 1 or set(percentages) != {wanted}:
         raise _not_in_force("thread percentage", wanted, next((p for p in percentages if p != wanted), None))
+    lines = 2 * len(plan.memory_limits_mib) + 1
+    if len(answer) != lines:
+        raise ControlError(
+            f"the control daemon answers {len(answer)} lines where {lines} were asked for", _NO_LIMITS
+        )
 
 
 def shown_memory(memory_mib: int) -> str:
@@ -189,5 +195,5 @@ def _not_in_force(what: str, wanted: str, got: str | None) -> ControlError:
     answered = f"{got!r}" if got else "nothing"
     return ControlError(
         f"the {what} is not in force: it was set to {wanted}, and the control daemon answers {answered}",
-        "no device is served without its limits; look at the end of the control daemon's log",
+        _NO_LIMITS,
     )

@@ -25,8 +25,10 @@ def make_directory(path: str) -> int:
     Raises HostError where a step is a symlink, belongs to another user, or may be written by others. A
     directory of ours that others cannot traverse is opened to them (0755), for clients have to get in.
     """
-    directory = os.open("/", _OPEN)
     names = [name for name in path.split("/") if name][::-1]
+    if ".." in names:
+        raise HostError(f"{path} goes upwards", "name the directory without ..")
+    directory = os.open("/", _OPEN)
     links = 0
     at = ""
     try:
@@ -37,10 +39,11 @@ def make_directory(path: str) -> int:
                 links += 1
                 if links > _MOST_LINKS:
                     raise HostError(f"{at}/{name} is a symlink in a circle", "remove it")
-                names += [part for part in child.split("/") if part][::-1]
-                if child.startswith("/"):
-                    os.close(directory)
-                    directory, at = os.open("/", _OPEN), ""
+                # What was passed so far holds no symlink any more, so a `..` means what it says.
+                target = os.path.normpath(os.path.join(at or "/", child))
+                names += [part for part in target.split("/") if part][::-1]
+                os.close(directory)
+                directory, at = os.open("/", _OPEN), ""
                 continue
             os.close(directory)
             directory, at = child, f"{at}/{name}"
@@ -56,8 +59,6 @@ def make_directory(path: str) -> int:
 
 def _step(directory: int, name: str, path: str) -> int | str:
     """Open the child, making it where missing; or the target of a symlink that may be followed."""
-    if name == "..":
-        raise HostError(f"{path} goes upwards", "name the directory without ..")
     try:
         try:
             return os.open(name, _OPEN, dir_fd=directory)

@@ -102,14 +102,14 @@ class Domain:
 
         With `spare_found`, a control daemon that was running before us is left as it is, with its clients.
         """
+        if self.state == STOPPING:
+            return
         self._end_conversation()
         if spare_found and self._process and not self._process.is_child:
             self._release()
         if self._process is None:
             if self.state != STOPPED:
                 self._change(STOPPED, now_s, "stopped")
-            return
-        if self.state == STOPPING:
             return
         self._change(STOPPING, now_s, f"waiting up to {QUIT_TIMEOUT_S} s for its clients to end")
         self._deadline_s = now_s + QUIT_TIMEOUT_S + QUIT_GRACE_S

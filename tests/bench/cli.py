@@ -1,0 +1,69 @@
+"""The command."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+from bench import idling, lists, recoveries, requests, starts
+from bench.table import draw, machine
+from bench.values import BenchError, Line, Settings
+from simhost import BuildError
+
+GROUPS: dict[str, Callable[[Settings], Iterator[Line]]] = {
+    "start": starts.lines,
+    "list": lists.lines,
+    "request": requests.lines,
+    "memory": idling.memory_lines,
+    "idle": idling.processor_lines,
+    "recovery": recoveries.lines,
+}
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Measure, and print the table; 0 also where an aim is missed, 1 where something did not work."""
+    options = _parse(arguments)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that all hosts and daemons end
+    settings = Settings(quick=options.quick)
+    begin_s = time.monotonic()
+    lines: list[Line] = []
+    try:
+        for name in options.only or GROUPS:
+            _say(f"{name} ...")
+            lines += GROUPS[name](settings)
+    except (BenchError, BuildError, OSError) as error:
+        _say(str(error))
+        return 1
+    taken_s = time.monotonic() - begin_s
+    kind = "quick" if settings.quick else "full"
+    sys.stdout.write(f"{machine()}; {kind} run, {taken_s:.0f} s\n\n{draw(lines)}")
+    if options.json:
+        with open(options.json, "w", encoding="utf-8") as file:
+            json.dump({"machine": machine(), "lines": [line.as_json() for line in lines]}, file, indent=1)
+    return 0
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"bench: {text}\n")
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="scripts/bench",
+        description="What the daemon and its commands take, as ratios to floors taken in the same run.",
+        epilog="docs/performance.md says how it is measured, and what the last run gave.",
+    )
+    parser.add_argument("--quick", action="store_true", help="fewer rounds: under 40 s instead of 4 minutes")
+    parser.add_argument(
+        "--only",
+        action="append",
+        choices=GROUPS,
+        metavar="NAME",
+        help=f"only {', '.join(GROUPS)}; may be repeated",
+    )
+    parser.add_argument("--json", metavar="FILE", help="write every sample there, too")
+    return parser.parse_args(arguments)

@@ -1,0 +1,94 @@
+"""What the project holds itself to, beyond what its linters check."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from yunion_mps.config import KEYS, load
+from yunion_mps.paths import Paths
+
+CHECKOUT = Path(__file__).resolve().parent.parent
+
+
+def test_no_module_is_longer_than_400_lines() -> None:
+    modules = [*CHECKOUT.glob("yunion_mps/**/*.py"), *CHECKOUT.glob("tests/**/*.py")]
+    lengths = {str(path.relative_to(CHECKOUT)): len(path.read_text().splitlines()) for path in modules}
+    assert len(lengths) > 50
+    assert {name: length for name, length in lengths.items() if length > 400} == {}
+
+
+def test_only_the_inventory_uses_pynvml_and_only_process_spawns() -> None:
+    users = {"pynvml": set(), "posix_spawn": set(), "subprocess": set()}  # type: dict[str, set[str]]
+    for path in CHECKOUT.glob("yunion_mps/**/*.py"):
+        text = path.read_text()
+        for word, found in users.items():
+            if re.search(rf"^\s*(import|from) {word}|os\.{word}\(", text, re.MULTILINE):
+                found.add(str(path.relative_to(CHECKOUT)))
+    assert users["pynvml"] == {"yunion_mps/inventory/nvml.py"}
+    assert users["posix_spawn"] == {"yunion_mps/process.py"}
+    assert users["subprocess"] == set()
+
+
+def test_nothing_in_the_package_knows_of_the_simulated_host() -> None:
+    for path in CHECKOUT.glob("yunion_mps/**/*.py"):
+        assert "simhost" not in path.read_text().lower(), path
+
+
+def test_the_readme_explains_every_key_with_its_default() -> None:
+    text = (CHECKOUT / "README.md").read_text()
+    rows = dict(re.findall(r"^\| `(\w+)` \| `?([^`|]*?)`? \|", text, re.MULTILINE))
+    defaults = {name: "none" if key.default is None else str(key.default) for name, key in KEYS.items()}
+    defaults["enable_cuda_mps"] = "false"
+    assert {name: rows.get(name) for name in KEYS} == defaults
+
+
+def test_the_example_files_explain_every_key_and_are_right(tmp_path: Path) -> None:
+    shutil.copytree(CHECKOUT / "etc", tmp_path / "etc")
+    config, problems = load(Paths(str(tmp_path)))
+    assert problems == []
+    assert config.enable_cuda_mps
+    assert [(entry.path, entry.virtual_number) for entry in config.devices] == [("/dev/dri/renderD128", 4)]
+    text = (CHECKOUT / "etc/yunion/host.conf").read_text()
+    for name in KEYS:
+        assert re.search(rf"^#?{name}: ", text, re.MULTILINE), name
+
+
+def test_the_examples_commented_defaults_are_right_when_they_are_used(tmp_path: Path) -> None:
+    shutil.copytree(CHECKOUT / "etc", tmp_path / "etc")
+    conf = tmp_path / "etc/yunion/host.conf"
+    conf.write_text(re.sub(r"^#(\w+: )", r"\1", conf.read_text(), flags=re.MULTILINE))
+    config, problems = load(Paths(str(tmp_path)))
+    assert problems == []
+    for name, key in KEYS.items():
+        assert config.sources[name].line is not None
+        if name not in ("enable_cuda_mps", "cuda_mps_max_clients"):
+            assert getattr(config, name) == key.default, name
+
+
+def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
+    if shutil.which("systemd-analyze") is None:
+        pytest.fail("systemd-analyze is missing: scripts/setup installs it")
+    unit = tmp_path / "yunion-mps-daemon.service"
+    text = (CHECKOUT / "systemd/yunion-mps-daemon.service").read_text()
+    assert "ExecStart=/usr/bin/yunion-mps-daemon\n" in text
+    unit.write_text(text.replace("/usr/bin/yunion-mps-daemon", shutil.which("true") or ""))
+    result = subprocess.run(
+        ["systemd-analyze", "verify", "--man=no", str(unit)], capture_output=True, text=True, timeout=60
+    )
+    ours = [line for line in result.stderr.splitlines() if unit.name in line]
+    assert ours == []
+    assert result.returncode == 0, result.stderr
+
+
+def test_lock_files_have_hashes_and_no_address() -> None:
+    locks = list((CHECKOUT / "requirements").glob("*.lock"))
+    assert {path.name for path in locks} == {"build.lock", "dev.lock", "runtime.lock"}
+    for path in locks:
+        text = path.read_text()
+        assert "--hash=sha256:" in text
+        assert "://" not in text
+        assert "index-url" not in text

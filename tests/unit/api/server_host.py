@@ -1,0 +1,201 @@
+"""The API's server over a snapshot made by hand, in a thread of this process, and raw clients.
+
+with ServerHost(reference()) as host:
+    host.ask("GET", "/v1/status").status             # one request, one connection
+    with host.connect(uid=65534) as client:          # a connection of another user
+        client.send(b"GET /v1/gpus HTTP/1.1\\r\\n...")
+        client.answer()                              # the next answer, None where the connection ends
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from yunion_mps.api.listener import listen
+from yunion_mps.api.routes import Router
+from yunion_mps.api.server import Limits, Server
+from yunion_mps.models import Snapshot
+from yunion_mps.paths import Paths
+from yunion_mps.service import Service
+
+#: So long that only what never comes is missed, on however slow a machine.
+PATIENCE_S = 60.0
+NOBODY = 65534
+
+
+def eventually(look: Callable[[], Any], what: str) -> None:
+    """Wait until `look` returns something true; fails with `what` when it never does."""
+    end_s = time.monotonic() + PATIENCE_S
+    while not look():
+        assert time.monotonic() < end_s, f"{what} did not come about in {PATIENCE_S:g} s"
+        time.sleep(0.002)
+
+
+def request(target: str, method: str = "GET", *headers: str, version: str = "1.1") -> bytes:
+    """A request's head, as most clients write it."""
+    lines = [f"{method} {target} HTTP/{version}", "Host: localhost", *headers, "", ""]
+    return "\r\n".join(lines).encode()
+
+
+class Answer(NamedTuple):
+    """What came back; the names of the headers are in small letters."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    @property
+    def problem(self) -> tuple[int, str, str | None]:
+        """Status, detail and hint of an answer that has to be problem details."""
+        assert self.headers["content-type"] == "application/problem+json"
+        problem = self.json()
+        assert (problem["type"], problem["status"]) == ("about:blank", self.status)
+        return self.status, problem["detail"], problem.get("hint")
+
+
+class RawClient:
+    """One connection, on which a test writes what it likes; may be closed twice."""
+
+    def __init__(self, path: str, uid: int = 0) -> None:
+        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.socket.settimeout(PATIENCE_S)
+        with as_user(uid):
+            self.socket.connect(path)
+        self._file = self.socket.makefile("rb")
+
+    def send(self, data: bytes) -> RawClient:
+        self.socket.sendall(data)
+        return self
+
+    def answer(self, method: str = "GET") -> Answer | None:
+        """The next answer to a request with `method`; None where the connection has ended instead."""
+        try:
+            line = self._file.readline()
+            if not line:
+                return None
+            pairs = (found.decode().strip().partition(": ") for found in iter(self._file.readline, b"\r\n"))
+            headers = {name.lower(): value for name, _, value in pairs}
+            length = 0 if method == "HEAD" else int(headers["content-length"])
+            return Answer(int(line.split()[1]), headers, self._file.read(length))
+        except ConnectionResetError:  # the kernel's word for an end with something of ours unread
+            return None
+
+    def ended(self) -> bool:
+        """Wait for the connection's end, and tell whether nothing came before it."""
+        return self.answer() is None
+
+    def close(self) -> None:
+        self._file.close()
+        self.socket.close()
+
+    def __enter__(self) -> RawClient:  # noqa: PYI034 - typing.Self is not in 3.9
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+@contextlib.contextmanager
+def as_user(uid: int) -> Iterator[None]:
+    """Be another user for a moment: what is connected to then, sees that uid (SO_PEERCRED)."""
+    os.seteuid(uid)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+@contextlib.contextmanager
+def short_root() -> Iterator[Paths]:
+    """A root with a run directory, short enough for a socket's address, that other users can look into."""
+    root = tempfile.mkdtemp(prefix="api.", dir="/tmp")
+    try:
+        os.chmod(root, 0o755)
+        paths = Paths(root)
+        Path(paths.run_directory).mkdir(parents=True)
+        yield paths
+    finally:
+        shutil.rmtree(root)
+
+
+class ServerHost:
+    """A server that serves; its end fails when anything was raised in its event loop."""
+
+    def __init__(self, snapshot: Snapshot, limits: Limits | None = None) -> None:
+        self.snapshot = snapshot
+        self.troubles: list[str] = []
+        self._clients: list[RawClient] = []
+        self._stack = contextlib.ExitStack()
+        self.paths = self._stack.enter_context(short_root())
+        service = Service(lambda: self.snapshot, time.time(), os.getpid())
+        self.server = Server(Router(service), limits or Limits())
+        self._loop = asyncio.new_event_loop()
+        self._loop.set_exception_handler(lambda _, context: self.troubles.append(str(context)))
+        self._thread = threading.Thread(target=self._loop.run_forever)
+        self._thread.start()
+        self._call(self._open())
+
+    async def _open(self) -> None:
+        await self.server.open(listen(self.paths))
+
+    def connect(self, uid: int = 0) -> RawClient:
+        """A new connection, which ends with the server at the latest."""
+        self._clients.append(RawClient(self.paths.socket, uid))
+        return self._clients[-1]
+
+    def ask(self, method: str, target: str, *headers: str) -> Answer:
+        with self.connect() as client:
+            answer = client.send(request(target, method, *headers)).answer(method)
+            assert answer is not None
+            return answer
+
+    def exchange(self, data: bytes) -> Answer | None:
+        """Send this on a connection of its own, and return what is answered."""
+        with self.connect() as client:
+            return client.send(data).answer()
+
+    def assert_serves(self) -> None:
+        """A well-behaved client gets its answer."""
+        assert self.ask("GET", "/v1/status").status == 200
+
+    def wait_connections(self, count: int) -> None:
+        eventually(lambda: len(self.server.connections) == count, f"{count} open connections")
+
+    def stop(self) -> None:
+        """Close the server, as a daemon that stops does."""
+        self._call(self.server.close())
+        self.wait_connections(0)
+
+    def close(self) -> None:
+        self.stop()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(PATIENCE_S)
+        self._loop.close()
+        for client in self._clients:
+            client.close()
+        self._stack.close()
+        assert not self.server.by_uid
+        assert self.troubles == []
+
+    def _call(self, coroutine: Any) -> None:
+        asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(PATIENCE_S)
+
+    def __enter__(self) -> ServerHost:  # noqa: PYI034 - typing.Self is not in 3.9
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()

@@ -1,0 +1,106 @@
+"""Snapshots as the supervisor takes them, made by hand: the reference case, and hosts where much is amiss."""
+
+from __future__ import annotations
+
+from yunion_mps.models import Config, DomainStatus, Driver, Gpu, Inventory, PcieLink, Snapshot, Source
+from yunion_mps.mps.states import FAILED, READY
+from yunion_mps.planning import make_plan
+
+MACHINE_ID = "0123456789abcdef0123456789abcdef"
+P40 = Gpu(
+    "0000:00:06.0",
+    uuid="GPU-76aef7ff-372d-2432-b4b4-beca4d8d3400",
+    name="Tesla P40",
+    nvml_index=0,
+    minor=0,
+    memory_mib=23040,
+    compute_mode="Exclusive_Process",
+    compute_capability=(6, 1),
+    vendor_device_id="10de:1b38",
+    link=PcieLink("3.0", "8GT/s", 16, "15.76 GB/s"),
+    render_node="/dev/dri/renderD128",
+)
+H100 = Gpu(
+    "0001:e1:00.0",
+    uuid="GPU-11111111-2222-3333-4444-555555555555",
+    name="NVIDIA H100",
+    nvml_index=1,
+    minor=1,
+    memory_mib=81559,
+    compute_mode="Default",
+    compute_capability=(9, 0),
+    mig_enabled=False,
+    vendor_device_id="10de:2330",
+    numa_node=1,
+)
+#: All that is known of a GPU which does not answer.
+SILENT = Gpu("10000:00:07.0", reason="the GPU is lost")
+IN_MIG_MODE = H100._replace(
+    pci_address="0000:81:00.0", uuid="GPU-aaaaaaaa-2222-3333-4444-555555555555", mig_enabled=True
+)
+
+
+def snapshot(
+    *gpus: Gpu, replicas: int = 4, state: str = READY, reason: str = "", version: int = 1
+) -> Snapshot:
+    """The snapshot of a host with these GPUs, each divided by `replicas`, whose domain is in `state`."""
+    config = Config(
+        enable_cuda_mps=True,
+        container_device_config_file="",
+        cuda_mps_pipe_directory="/tmp/nvidia-mps/pipe",
+        cuda_mps_log_directory="/tmp/nvidia-mps/log",
+        cuda_mps_replicas=replicas,
+        cuda_mps_compute_mode="exclusive_process",
+        cuda_mps_scope="host",
+        cuda_mps_thread_percentage="equal",
+        cuda_mps_max_clients=None,
+        devices=(),
+        sources={"cuda_mps_replicas": Source("default", None)},
+    )
+    inventory = Inventory(Driver("535.261.03", "12.2"), gpus)
+    plan, problems = make_plan(config, inventory, MACHINE_ID)
+    assert not problems
+    pid = 4242 if state == READY else None
+    domains = tuple(DomainStatus(domain, state, reason, pid, 0.0, 0) for domain in plan.domains)
+    notice = "" if domains else "no GPU of this host can serve MPS devices"
+    return Snapshot(version, 0.0, True, notice, plan, inventory, domains)
+
+
+def reference() -> Snapshot:
+    """The documentation's reference case."""
+    return snapshot(P40)
+
+
+def troubled() -> Snapshot:
+    """GPUs of every sort, and a control daemon that does not start."""
+    return snapshot(
+        P40, H100, SILENT, IN_MIG_MODE, replicas=3, state=FAILED, reason="nvidia-cuda-mps-control is missing"
+    )
+
+
+def disabled() -> Snapshot:
+    """MPS switched off: the driver was never asked."""
+    return reference()._replace(
+        enabled=False,
+        notice="enable_cuda_mps is false",
+        plan=reference().plan._replace(domains=(), devices=(), compute_modes={}),
+        inventory=Inventory(Driver("", None), ()),
+        domains=(),
+    )
+
+
+def gone() -> Snapshot:
+    """A GPU of the plan is not there any more."""
+    return reference()._replace(inventory=Inventory(Driver("535.261.03", None), ()))
+
+
+def large(devices: int) -> Snapshot:
+    """As many devices as that, of GPUs divided by 48."""
+    gpus = [
+        H100._replace(pci_address=f"0000:{n:02x}:00.0", uuid=f"GPU-{n:08x}-2222-3333-4444-555555555555")
+        for n in range(devices // 48)
+    ]
+    return snapshot(*gpus, replicas=48)
+
+
+ALL = {"reference": reference, "troubled": troubled, "disabled": disabled, "gone": gone}

@@ -1,0 +1,239 @@
+"""The client has words, and an exit code, for every way in which the daemon can fail to answer."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+from yunion_mps.api.client import Client
+from yunion_mps.api.listener import listen
+from yunion_mps.errors import NotAllowedError, NotFoundError, UnreachableError, YunionError
+from yunion_mps.paths import Paths
+
+from unit.api.conftest import Serve
+from unit.api.server_host import NOBODY, ServerHost, as_user, short_root
+
+START = "start it: systemctl start yunion-mps-daemon; or see why not: systemctl status yunion-mps-daemon"
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 20\r\n\r\n"
+
+
+@pytest.fixture
+def paths() -> Iterator[Paths]:
+    with short_root() as found:
+        yield found
+
+
+@contextlib.contextmanager
+def listening(paths: Paths, answer: bytes | None = None) -> Iterator[socket.socket]:
+    """Something in the daemon's place; with `answer` it says that to one client, and hangs up."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind(paths.socket)
+        listener.listen(0)
+        thread = threading.Thread(target=say, args=(listener, answer or b""))
+        if answer is not None:
+            thread.start()
+        yield listener
+        if answer is not None:
+            thread.join()
+
+
+def say(listener: socket.socket, answer: bytes) -> None:
+    connection = listener.accept()[0]
+    with connection:
+        connection.recv(1 << 16)
+        connection.sendall(answer)
+
+
+def failure(client: Client, target: str = "/v1/status") -> tuple[int, str, str]:
+    """The exit code, what is wrong, and what to do."""
+    with pytest.raises(YunionError) as caught:
+        client.get(target)
+    error = caught.value
+    kinds = {1: (YunionError, NotFoundError), 3: (UnreachableError,), 4: (NotAllowedError,)}
+    assert type(error) in kinds[error.exit_code]
+    return error.exit_code, error.message, error.hint
+
+
+def test_an_answer_comes_back_as_what_its_json_says(host: ServerHost) -> None:
+    assert Client(host.paths).get("/v1/gpus")["gpus"][0]["name"] == "Tesla P40"
+
+
+def test_without_a_socket_the_daemon_is_not_running(paths: Paths) -> None:
+    assert failure(Client(paths)) == (3, f"the daemon is not running: there is no {paths.socket}", START)
+
+
+def test_where_nobody_listens_the_daemon_is_not_running(paths: Paths) -> None:
+    listen(paths).close()
+    assert failure(Client(paths)) == (
+        3,
+        f"the daemon is not running: nothing answers on {paths.socket}",
+        START,
+    )
+
+
+def test_a_path_that_cannot_be_one_is_named(paths: Paths) -> None:
+    os.rmdir(paths.run_directory)
+    os.symlink("/dev/null", paths.run_directory)
+    wrong = f"the daemon cannot be reached on {paths.socket}: Not a directory"
+    assert failure(Client(paths)) == (3, wrong, START)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be other users")
+def test_who_is_not_in_the_group_is_told_how_to_get_in(host: ServerHost) -> None:
+    os.chown(host.paths.socket, 0, 12345)
+    with as_user(NOBODY):
+        code, wrong, remedy = failure(Client(host.paths))
+    assert code == 4
+    assert wrong == f"you may not ask the daemon: no permission for {host.paths.socket}"
+    assert remedy == "become root, or join the group: usermod -aG yunion-mps USER, then log in anew"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be other users")
+def test_a_member_of_the_group_may_ask(host: ServerHost) -> None:
+    with as_user(NOBODY):
+        assert Client(host.paths).get("/v1/status")["state"] == "ready"
+
+
+def silent(paths: Paths) -> tuple[int, str, str]:
+    return (
+        3,
+        f"the daemon does not answer on {paths.socket} within 0.2 s",
+        "see what it does: journalctl -u yunion-mps-daemon; or restart it, which leaves running jobs alone",
+    )
+
+
+def test_a_daemon_that_does_not_answer_is_given_up(paths: Paths) -> None:
+    with listening(paths):
+        assert failure(Client(paths, 0.2)) == silent(paths)
+
+
+def wait_in_line(paths: Paths) -> list[socket.socket]:
+    """Connect until the kernel lets nobody else wait to be accepted."""
+    clients: list[socket.socket] = []
+    while True:
+        client = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        client.setblocking(False)
+        try:
+            client.connect(paths.socket)
+        except BlockingIOError:
+            client.close()
+            return clients
+        clients.append(client)
+
+
+def test_a_daemon_that_does_not_even_accept_is_given_up_after_the_same_time(paths: Paths) -> None:
+    with listening(paths), contextlib.ExitStack() as waiting:
+        for client in wait_in_line(paths):
+            waiting.enter_context(client)
+        before_s = time.monotonic()
+        assert failure(Client(paths, 0.2)) == silent(paths)
+        assert time.monotonic() - before_s >= 0.2
+
+
+def test_in_a_burst_a_client_waits_until_it_is_its_turn(paths: Paths) -> None:
+    with listening(paths) as listener:
+        clients = wait_in_line(paths)
+
+        def take_turns() -> None:
+            for client in clients:
+                listener.accept()[0].close()
+                client.close()
+            say(listener, HEAD + b'{"my":     "answer"}')
+
+        timer = threading.Timer(0.1, take_turns)
+        timer.start()
+        assert Client(paths).get("/v1/status") == {"my": "answer"}
+        timer.join()
+
+
+def test_an_answer_that_trickles_in_is_given_up_at_the_deadline(paths: Paths) -> None:
+    def trickle() -> None:
+        connection = listener.accept()[0]
+        with connection, contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            connection.sendall(HEAD.replace(b" 20\r", b" 1000000\r"))
+            while not over.wait(0.01):
+                connection.sendall(b" ")
+
+    over = threading.Event()
+    with listening(paths) as listener:
+        thread = threading.Thread(target=trickle)
+        thread.start()
+        assert failure(Client(paths, 0.2)) == silent(paths)
+        over.set()
+        thread.join()
+
+
+@pytest.mark.parametrize(
+    ("answer", "why"),
+    [
+        (b"\x16\x03\x01\x02\x00\r\n\r\n", "illegal status line"),
+        (b"SSH-2.0-OpenSSH_9.2\r\n\r\n", "illegal status line"),
+        (HEAD + b'{"half":', "peer closed connection without sending complete message body"),
+        (HEAD[:30], "peer unexpectedly closed connection"),
+    ],
+    ids=["binary", "another protocol", "half a body", "half a head"],
+)
+def test_a_broken_answer_is_said_to_be_broken(paths: Paths, answer: bytes, why: str) -> None:
+    with listening(paths, answer):
+        code, wrong, remedy = failure(Client(paths))
+    assert code == 3
+    assert wrong.startswith(f"the daemon's answer on {paths.socket} broke off: ")
+    assert why in wrong
+    assert remedy == "see: journalctl -u yunion-mps-daemon"
+
+
+def test_hanging_up_without_a_word_is_a_broken_answer(paths: Paths) -> None:
+    with listening(paths, b""):
+        code, wrong, _ = failure(Client(paths))
+    assert (code, wrong.split(": ")[0]) == (3, f"the daemon's answer on {paths.socket} broke off")
+
+
+@pytest.mark.parametrize("body", [b"<html>no</html>     ", b'["unclosed"         ', b"\xff\xfe" * 10])
+def test_an_answer_that_is_no_json_is_not_taken(paths: Paths, body: bytes) -> None:
+    with listening(paths, HEAD + body):
+        assert failure(Client(paths)) == (
+            3,
+            "the daemon's answer (status 200) is not JSON",
+            "is another program on its socket?",
+        )
+
+
+@pytest.mark.parametrize("body", [b'"just a text"       ', b"[]                  ", b"null                "])
+def test_an_error_that_is_no_problem_details_is_still_an_error(paths: Paths, body: bytes) -> None:
+    with listening(paths, HEAD.replace(b"200 OK", b"500 Oh") + body):
+        assert failure(Client(paths)) == (
+            1,
+            "the daemon answered 500",
+            "see: journalctl -u yunion-mps-daemon",
+        )
+
+
+def test_a_device_that_is_not_there_is_a_failed_request(host: ServerHost) -> None:
+    assert failure(Client(host.paths), "/v1/devices/x") == (
+        1,
+        "there is no device x",
+        "list the devices with: yunion-mps list",
+    )
+
+
+def test_what_the_daemon_forbids_is_not_allowed(paths: Paths) -> None:
+    with listening(paths, HEAD.replace(b"200 OK", b"403 No") + b'{"detail":"not you"}'):
+        assert failure(Client(paths)) == (4, "not you", "see: journalctl -u yunion-mps-daemon")
+
+
+def test_who_is_turned_away_gets_to_know_why(serve: Serve) -> None:
+    """Again and again, for the server may hang up before the client has said anything."""
+    host = serve(connections=1, kept_for_root=0)
+    host.connect()
+    host.wait_connections(1)
+    for _ in range(50):
+        assert failure(Client(host.paths)) == (
+            1,
+            "too many connections are open",
+            "close some, or try again in a moment",
+        )

@@ -1,0 +1,108 @@
+"""The socket is private before it can be reached, and takes nobody else's place."""
+
+from __future__ import annotations
+
+import contextlib
+import grp
+import os
+import socket
+import stat
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from yunion_mps.api.listener import GROUP, group_id, listen
+from yunion_mps.errors import HostError
+from yunion_mps.paths import Paths
+
+from unit.api.server_host import short_root
+
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root makes this socket")
+
+
+@pytest.fixture
+def paths() -> Iterator[Paths]:
+    with short_root() as found:
+        yield found
+
+
+def has_group() -> bool:
+    with contextlib.suppress(KeyError):
+        return bool(grp.getgrnam(GROUP))
+    return False
+
+
+def test_the_socket_belongs_to_root_and_the_group_and_to_nobody_else(paths: Paths) -> None:
+    with listen(paths):
+        status = os.stat(paths.socket)
+        assert stat.S_ISSOCK(status.st_mode)
+        assert stat.S_IMODE(status.st_mode) == 0o660
+        assert status.st_uid == 0
+        assert status.st_gid == group_id() == (grp.getgrnam(GROUP).gr_gid if has_group() else 0)
+
+
+def test_the_socket_is_never_open_to_more_than_it_is_at_last(paths: Paths) -> None:
+    """Whatever the umask of whoever starts the daemon, which is as before afterwards."""
+    before = os.umask(0)
+    try:
+        with listen(paths):
+            assert stat.S_IMODE(os.stat(paths.socket).st_mode) == 0o660
+        assert os.umask(0) == 0
+    finally:
+        os.umask(before)
+
+
+def test_no_permission_is_given_before_the_owner_is_right(paths: Paths) -> None:
+    """Seen by what Python asks the kernel for, in that order, and the permissions at each moment."""
+    seen: list[tuple[str, int]] = []
+    watching = True
+
+    def note(event: str, _: tuple[object, ...]) -> None:
+        if watching and event in ("os.chown", "os.chmod"):
+            seen.append((event, stat.S_IMODE(os.lstat(paths.socket).st_mode)))
+
+    sys.addaudithook(note)  # for good, therefore the switch
+    try:
+        listen(paths).close()
+    finally:
+        watching = False
+    assert seen == [("os.chown", 0), ("os.chmod", 0)]
+
+
+def test_a_socket_that_an_earlier_daemon_left_is_replaced(paths: Paths) -> None:
+    listen(paths).close()
+    old = os.stat(paths.socket).st_ino, os.stat(paths.socket).st_ctime_ns
+    with listen(paths):
+        new = os.stat(paths.socket)
+        assert (new.st_ino, new.st_ctime_ns) != old
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
+            client.connect(paths.socket)
+
+
+@pytest.mark.parametrize("kind", ["file", "directory", "link"])
+def test_what_is_no_socket_is_not_touched(paths: Paths, kind: str) -> None:
+    place = Path(paths.socket)
+    if kind == "file":
+        place.write_text("kept")
+    elif kind == "directory":
+        place.mkdir()
+    else:
+        place.symlink_to("/etc/hostname")
+    before = os.lstat(place)
+    with pytest.raises(HostError) as caught:
+        listen(paths)
+    assert os.lstat(place) == before
+    assert caught.value.message == (
+        f"the socket {place} cannot be made: [Errno 17] something that is no socket is in its place"
+    )
+    assert caught.value.hint == f"run as root; look at: ls -ld {place}"
+
+
+def test_without_its_directory_the_error_names_the_socket(paths: Paths) -> None:
+    os.rmdir(paths.run_directory)
+    with pytest.raises(HostError) as caught:
+        listen(paths)
+    assert caught.value.message == (
+        f"the socket {paths.socket} cannot be made: [Errno 2] No such file or directory"
+    )

@@ -1,0 +1,172 @@
+"""The OpenAPI document says just what the API does."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from openapi_schema_validator import OAS31Validator
+from openapi_spec_validator import OpenAPIV31SpecValidator
+from yunion_mps import __version__
+from yunion_mps.api.openapi import document
+from yunion_mps.api.routes import Request, Router
+from yunion_mps.models import Snapshot
+from yunion_mps.mps.states import LEGAL_CHANGES
+from yunion_mps.service import Filters, Service
+
+from unit.api import snapshots
+
+DOCUMENT = document()
+ANSWERS = {
+    "/v1/devices": "DeviceList",
+    "/v1/devices/00:06.0-1": "DeviceDetails",
+    "/v1/gpus": "GpuList",
+    "/v1/status": "Status",
+}
+
+
+def router(snapshot: Snapshot) -> Router:
+    return Router(Service(lambda: snapshot, 1788000000.25, 4200))
+
+
+def ask(snapshot: Snapshot, target: str, method: str = "GET") -> tuple[int, Any]:
+    response = router(snapshot).answer(Request(method, target, 0))
+    return response.status, json.loads(response.body)
+
+
+def errors(schema: str, value: Any) -> list[str]:
+    """What is wrong with the value, by the schema of that name."""
+    whole = {"$ref": f"#/components/schemas/{schema}", **DOCUMENT}
+    found = OAS31Validator(whole, format_checker=OAS31Validator.FORMAT_CHECKER).iter_errors(value)
+    return [f"{error.json_path}: {error.message}" for error in found]
+
+
+def objects(schema: Any, place: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every object schema in the document, and where it stands."""
+    if isinstance(schema, dict):
+        if "properties" in schema and "type" in schema:
+            yield place, schema
+        for name, inner in schema.items():
+            yield from objects(inner, f"{place}/{name}")
+
+
+def test_the_document_is_valid_openapi_3_1() -> None:
+    assert DOCUMENT["openapi"] == "3.1.0"
+    assert [error.message for error in OpenAPIV31SpecValidator(DOCUMENT).iter_errors()] == []
+
+
+def test_the_documents_version_is_that_of_the_program() -> None:
+    assert DOCUMENT["info"]["version"] == __version__
+
+
+def test_the_daemon_serves_the_document() -> None:
+    assert ask(snapshots.reference(), "/v1/openapi.json") == (200, DOCUMENT)
+
+
+@pytest.mark.parametrize("target", ANSWERS)
+@pytest.mark.parametrize("name", snapshots.ALL)
+def test_every_answer_is_as_its_schema_says(name: str, target: str) -> None:
+    status, answer = ask(snapshots.ALL[name](), target)
+    if name == "disabled" and "00:06.0-1" in target:
+        assert (status, errors("Problem", answer)) == (404, [])
+    else:
+        assert (status, errors(ANSWERS[target], answer)) == (200, [])
+
+
+@pytest.mark.parametrize("state", LEGAL_CHANGES)
+def test_every_state_of_a_domain_is_in_the_schema(state: str) -> None:
+    for target, schema in ANSWERS.items():
+        answer = ask(snapshots.snapshot(snapshots.P40, state=state), target)[1]
+        assert errors(schema, answer) == []
+
+
+def test_no_object_may_have_fields_that_its_schema_does_not_name() -> None:
+    found = dict(objects(DOCUMENT["components"]["schemas"]))
+    assert len(found) > 8
+    assert [place for place, schema in found.items() if schema["additionalProperties"] is not False] == []
+
+
+def test_every_field_of_an_answer_is_required_but_those_that_may_be_missing() -> None:
+    optional = {
+        place: sorted(set(schema["properties"]) - set(schema.get("required", ())))
+        for place, schema in objects(DOCUMENT["components"]["schemas"])
+        if set(schema["properties"]) != set(schema.get("required", ()))
+    }
+    environment = "/DeviceDetails/properties/client_environment"
+    assert set(optional) == {environment, "/Problem"}
+    assert optional["/Problem"] == ["hint"]
+    status, device = ask(snapshots.reference(), "/v1/devices/00:06.0-1")
+    assert status == 200
+    assert sorted(device["client_environment"]) == optional[environment]
+
+
+@pytest.mark.parametrize("schema", DOCUMENT["components"]["schemas"])
+def test_a_field_more_or_one_less_is_against_the_schema(schema: str) -> None:
+    example = examples()[schema]
+    assert errors(schema, {**example, "surplus": 1})
+    for field in DOCUMENT["components"]["schemas"][schema]["required"]:
+        assert errors(schema, {name: value for name, value in example.items() if name != field})
+
+
+def examples() -> dict[str, Any]:
+    """A whole example of every schema, out of the document."""
+    from yunion_mps.api.schemas import example
+
+    return {
+        name: example({"$ref": f"#/components/schemas/{name}"}) for name in DOCUMENT["components"]["schemas"]
+    }
+
+
+@pytest.mark.parametrize("schema", DOCUMENT["components"]["schemas"])
+def test_every_example_is_as_its_schema_says(schema: str) -> None:
+    assert errors(schema, examples()[schema]) == []
+
+
+def test_the_examples_are_what_the_reference_case_answers() -> None:
+    """All but the ids, which depend on the machine, and the moments and PIDs."""
+    status, answer = ask(snapshots.reference(), "/v1/devices/00:06.0-1")
+    assert status == 200
+    shown = examples()["DeviceDetails"]
+    assert {**answer, "id": shown["id"], "host_id": shown["host_id"]} == shown
+    assert ask(snapshots.reference(), "/v1/gpus")[1] == examples()["GpuList"]
+    status_shown = examples()["Status"]
+    answer = ask(snapshots.reference(), "/v1/status")[1]
+    warnings = answer.pop("warnings")
+    assert "budgets are not enforced" in warnings[0]
+    assert {**answer, "host_id": status_shown["host_id"], "warnings": []} == {**status_shown}
+
+
+def test_every_path_can_be_read_with_get_and_head_and_nothing_else() -> None:
+    for path, item in DOCUMENT["paths"].items():
+        assert set(item) - {"parameters"} == {"get", "head"}, path
+        target = path.replace("{id}", "00:06.0-1")
+        assert ask(snapshots.reference(), target)[0] == 200
+        status, answer = ask(snapshots.reference(), target, "DELETE")
+        assert (status, answer["detail"], errors("Problem", answer)) == (
+            405,
+            "DELETE is not possible here",
+            [],
+        )
+
+
+def test_the_parameters_of_the_listing_are_those_that_the_service_knows() -> None:
+    parameters = {p["name"]: p["schema"] for p in DOCUMENT["paths"]["/v1/devices"]["parameters"]}
+    assert set(parameters) == {*Filters._fields, "limit", "offset"}
+    for name, schema in parameters.items():
+        words = {
+            "integer": [str(schema.get("minimum")), str(schema.get("maximum"))],
+            "boolean": ["true", "false"],
+        }
+        for word in words.get(schema["type"], ["x"]):
+            assert ask(snapshots.reference(), f"/v1/devices?{name}={word}")[0] == 200
+        for word in {"integer": ["-1", str(schema.get("maximum", 0) + 1)], "boolean": ["1"]}.get(
+            schema["type"], []
+        ):
+            assert ask(snapshots.reference(), f"/v1/devices?{name}={word}")[0] == 400
+    answer = ask(snapshots.reference(), "/v1/devices")[1]
+    assert (answer["limit"], answer["offset"]) == (
+        parameters["limit"]["default"],
+        parameters["offset"]["default"],
+    )

@@ -1,0 +1,210 @@
+"""A broken, slow, huge or hostile client costs nobody else anything."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+
+import pytest
+
+from unit.api import snapshots
+from unit.api.conftest import Serve
+from unit.api.server_host import NOBODY, Answer, RawClient, ServerHost, eventually, request
+
+LARGE = "/v1/devices?limit=0"
+GARBAGE = {
+    "TLS": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(200),
+    "binary": bytes(range(256)) * 4,
+    "no version": b"GET /v1/status\r\n\r\n",
+    "HTTP/2": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+    "no host": b"GET /v1/status HTTP/1.1\r\n\r\n",
+    "two lengths": request("/v1/status", "GET", "Content-Length: 1", "Content-Length: 2"),
+    "negative length": request("/v1/status", "GET", "Content-Length: -1"),
+    "length and chunks": request("/v1/status", "GET", "Content-Length: 3", "Transfer-Encoding: gzip"),
+    "a header without colon": request("/v1/status", "GET", "nonsense"),
+    "a space before the colon": request("/v1/status", "GET", "Name : value"),
+    "a bare line": b"\r\nhello\r\n\r\n",
+}
+
+
+def refused(host: ServerHost, data: bytes) -> Answer:
+    """What is answered last; the connection ends after that."""
+    with host.connect() as client:
+        with contextlib.suppress(BrokenPipeError):
+            client.send(data)
+        answer = client.answer()
+        assert answer is not None
+        while "connection" not in answer.headers:
+            answer = client.answer()
+            assert answer is not None
+        assert answer.headers["connection"] == "close"
+        assert client.ended()
+        return answer
+
+
+@pytest.mark.parametrize("data", GARBAGE.values(), ids=GARBAGE)
+def test_garbage_is_answered_with_400_and_the_connection_ended(host: ServerHost, data: bytes) -> None:
+    answer = refused(host, data)
+    assert answer.status in (400, 501)
+    assert answer.problem[1].startswith("the request is not valid HTTP: ")
+    host.assert_serves()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [request("/" + "x" * 20_000), request("/", "GET", *["A: b"] * 5000), b"x" * 99_999],
+    ids=["target", "headers", "no end"],
+)
+def test_a_huge_head_is_answered_with_431(host: ServerHost, data: bytes) -> None:
+    assert refused(host, data).problem == (431, "the request's head is larger than 16384 bytes", None)
+    host.assert_serves()
+
+
+@pytest.mark.parametrize("head", ["Content-Length: 1000000000", "Transfer-Encoding: chunked"])
+def test_a_huge_body_is_answered_with_413_before_it_has_come(host: ServerHost, head: str) -> None:
+    chunk = b"x" * 1000
+    piece = chunk if "Length" in head else b"3e8\r\n" + chunk + b"\r\n"
+    data = request("/v1/status", "GET", head) + piece * 66
+    assert refused(host, data).problem == (413, "the body is larger than 65536 bytes", None)
+    host.assert_serves()
+
+
+def test_a_client_that_sends_a_byte_now_and_then_is_cut_at_its_deadline(serve: Serve) -> None:
+    """However much of a head has come: only a whole request gives more time."""
+    host = serve(request_timeout_s=0.8)
+    sent = 0
+    with host.connect() as client, contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        for _ in range(100_000):
+            client.send(b"GET /v1/gpus HTTP/1.1\r\nX: "[sent : sent + 1] or b"x")
+            sent += 1
+            host.assert_serves()
+    assert 1 < sent < 100_000
+
+
+def test_a_client_that_says_nothing_is_cut_at_its_deadline(serve: Serve) -> None:
+    host = serve(request_timeout_s=0.8)
+    with host.connect() as client:
+        host.assert_serves()
+        assert client.ended()
+
+
+def test_a_body_that_does_not_come_is_answered_with_408(serve: Serve) -> None:
+    host = serve(request_timeout_s=0.2)
+    answer = refused(host, request("/v1/gpus", "GET", "Content-Length: 10") + b"12345")
+    assert answer.problem == (408, "the request did not arrive in time", None)
+
+
+def test_an_idle_connection_is_ended_but_not_before_its_time(serve: Serve) -> None:
+    host = serve(idle_timeout_s=0.3)
+    with host.connect() as client:
+        before_s = time.monotonic()
+        answer = client.send(request("/v1/gpus")).answer()
+        assert answer is not None
+        assert answer.status == 200
+        assert client.ended()
+        assert time.monotonic() - before_s >= 0.3
+
+
+def test_a_client_that_does_not_take_its_answer_is_cut_at_its_deadline(serve: Serve) -> None:
+    host = serve(snapshots.large(2400), answer_timeout_s=0.3)
+    with host.connect() as client:
+        client.send(request(LARGE))
+        host.assert_serves()
+        host.wait_connections(0)
+        assert len(client.socket.recv(1 << 22)) < 1 << 20
+
+
+def test_a_slow_reader_gets_its_whole_answer_while_others_are_served(serve: Serve) -> None:
+    host = serve(snapshots.large(2400))
+    whole = host.ask("GET", LARGE).body
+    with host.connect() as client:
+        client.send(request(LARGE, "GET", "Connection: close"))
+        taken = b""
+        while piece := client.socket.recv(100_000):
+            taken += piece
+            host.assert_serves()
+        assert taken.endswith(whole)
+
+
+def test_a_flood_of_requests_whose_answers_nobody_takes_costs_one_answer_of_memory(serve: Serve) -> None:
+    host = serve(snapshots.large(2400), answer_timeout_s=2.0)
+    size = len(host.ask("GET", LARGE).body)
+    with host.connect() as client:
+        client.socket.settimeout(0.2)
+        with pytest.raises((socket.timeout, BrokenPipeError, ConnectionResetError)):
+            client.send(request(LARGE) * 100_000)
+        host.assert_serves()
+        for connection in list(host.server.connections):
+            assert connection._transport is not None
+            assert connection._transport.get_write_buffer_size() < size + (128 << 10)
+        host.wait_connections(0)
+
+
+def fill(host: ServerHost, count: int, uid: int = 0) -> list[RawClient]:
+    """Open connections that are all admitted."""
+    before = len(host.server.connections)
+    clients = [host.connect(uid) for _ in range(count)]
+    host.wait_connections(before + count)
+    return clients
+
+
+def assert_turned_away(host: ServerHost, uid: int = 0) -> None:
+    with host.connect(uid) as client:
+        answer = client.answer()
+        assert answer is not None
+        assert answer.problem == (
+            503,
+            "too many connections are open",
+            "close some, or try again in a moment",
+        )
+        assert answer.headers["connection"] == "close"
+        assert client.ended()
+
+
+def test_there_is_a_cap_on_connections_and_room_again_when_one_ends(serve: Serve) -> None:
+    host = serve(connections=10, kept_for_root=2)
+    clients = fill(host, 10)
+    assert_turned_away(host)
+    clients.pop().close()
+    host.wait_connections(9)
+    host.assert_serves()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be other users")
+def test_one_user_cannot_take_the_connections_of_another(serve: Serve) -> None:
+    host = serve(connections=20, kept_for_root=2, of_one_user=5)
+    clients = fill(host, 5, NOBODY)
+    assert_turned_away(host, NOBODY)
+    clients += fill(host, 5, NOBODY - 1)
+    assert_turned_away(host, NOBODY - 1)
+    host.assert_serves()
+    eventually(lambda: host.server.by_uid == {NOBODY: 5, NOBODY - 1: 5}, "five connections each")
+    clients.pop(0).close()
+    eventually(lambda: host.server.by_uid[NOBODY] == 4, "room for the first user")
+    clients += fill(host, 1, NOBODY)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be other users")
+def test_all_other_users_together_leave_room_for_root(serve: Serve) -> None:
+    host = serve(connections=10, kept_for_root=3, of_one_user=4)
+    fill(host, 4, 1000)
+    fill(host, 3, 1001)
+    assert_turned_away(host, 1002)
+    host.assert_serves()
+    host.wait_connections(7)
+    fill(host, 3)
+    assert_turned_away(host)
+
+
+def test_a_burst_of_clients_is_answered_to_the_last(host: ServerHost) -> None:
+    clients = [host.connect() for _ in range(400)]
+    for client in clients:
+        client.send(request("/v1/gpus"))
+    for client in clients:
+        answer = client.answer()
+        assert answer is not None
+        assert answer.status == 200
+        client.close()
+    host.wait_connections(0)

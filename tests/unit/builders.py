@@ -1,0 +1,72 @@
+"""GPUs, configurations and inventories for tests, each right in what the test does not name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from yunion_mps.models import Config, DeviceEntry, Driver, Gpu, Inventory, Source
+
+HOST = "/etc/yunion/host.conf"
+DEVICES = "/etc/yunion/host_container_device.yml"
+MACHINE_ID = "5c3f2b1de4a94f60b7c8d9e0f1a2b3c4"
+
+#: The GPU of the reference case.
+P40 = Gpu(
+    "0000:00:06.0",
+    uuid="GPU-76aef7ff-372d-2432-b4b4-beca4d8d3400",
+    name="Tesla P40",
+    nvml_index=0,
+    minor=0,
+    memory_mib=23040,
+    compute_mode="Default",
+    compute_capability=(6, 1),
+    vendor_device_id="10de:1b38",
+    render_node="/dev/dri/renderD128",
+)
+
+
+def gpu(slot: int = 0, **given: Any) -> Gpu:
+    """A healthy H100 at 0000:0<slot>:00.0."""
+    found = Gpu(
+        f"0000:{slot:02x}:00.0",
+        uuid=f"GPU-00000000-0000-0000-0000-{slot:012x}",
+        name="NVIDIA H100 80GB HBM3",
+        nvml_index=slot,
+        minor=slot,
+        memory_mib=81559,
+        compute_mode="Default",
+        compute_capability=(9, 0),
+        mig_enabled=False,
+        vendor_device_id="10de:2330",
+        render_node=f"/dev/dri/renderD{128 + slot}",
+    )
+    return found._replace(**given)
+
+
+def inventory(*gpus: Gpu, driver: str = "535.261.03") -> Inventory:
+    """What a host with these GPUs has."""
+    return Inventory(Driver(driver, "12.2"), gpus)
+
+
+def entry(path: str, virtual_number: int, line: int = 2) -> DeviceEntry:
+    """An entry of the device file of three lines, its path on `line`."""
+    return DeviceEntry(path, virtual_number, Source(DEVICES, line), Source(DEVICES, line + 2))
+
+
+def config(*entries: DeviceEntry, **given: Any) -> Config:
+    """An enabled configuration; a key that is given stands in line 9 of host.conf."""
+    values: dict[str, Any] = {
+        "enable_cuda_mps": True,
+        "container_device_config_file": DEVICES,
+        "cuda_mps_pipe_directory": "/tmp/nvidia-mps/pipe",
+        "cuda_mps_log_directory": "/tmp/nvidia-mps/log",
+        "cuda_mps_replicas": 10,
+        "cuda_mps_compute_mode": "exclusive_process",
+        "cuda_mps_scope": "host",
+        "cuda_mps_thread_percentage": "equal",
+        "cuda_mps_max_clients": None,
+    }
+    unknown = set(given) - set(values)
+    assert not unknown, unknown
+    sources = {name: Source(HOST, 9) if name in given else Source("default", None) for name in values}
+    return Config(**{**values, **given}, devices=entries, sources=sources)

@@ -1,0 +1,213 @@
+from __future__ import annotations
+
+import textwrap
+
+import pytest
+
+from unit.config.files import DEVICES, Files
+
+NUMBER = "write a whole number from 1 to 60, without quotes"
+KEYS = "path, type, virtual_number"
+PATH_EXAMPLE = "add path, for example path: /dev/dri/renderD128"
+NUMBER_EXAMPLE = "add virtual_number, for example virtual_number: 4"
+
+
+def test_entries_are_read_in_the_order_of_the_file_and_know_their_lines(files: Files) -> None:
+    files.write(
+        devices="devices:\n"
+        "- path: /dev/dri/renderD129\n"
+        "  type: NVIDIA_MPS\n"
+        "  virtual_number: 60\n"
+        "- {path: GPU-1, type: NVIDIA_MPS, virtual_number: 1}\n"
+    )
+    entries = files.load().devices
+    assert [(entry.path, entry.virtual_number) for entry in entries] == [
+        ("/dev/dri/renderD129", 60),
+        ("GPU-1", 1),
+    ]
+    assert [(entry.path_at.line, entry.virtual_number_at.line) for entry in entries] == [(2, 4), (5, 5)]
+    assert entries[0].path_at.file == str(files.devices)
+
+
+@pytest.mark.parametrize("path", ["00:06.0", "0000:00:06.0", "'00:06.0'", "00:1e.0", "00000000:00:06.0"])
+def test_a_pci_address_needs_no_quotes_though_yaml_reads_some_as_numbers(files: Files, path: str) -> None:
+    files.write(devices=f"devices:\n- {{path: {path}, type: NVIDIA_MPS, virtual_number: 4}}\n")
+    assert files.load().devices[0].path == path.strip("'")
+
+
+def test_entries_of_other_types_are_left_alone_whatever_they_hold(files: Files) -> None:
+    files.write(
+        devices=textwrap.dedent("""\
+        devices:
+        - {type: NVIDIA_GPU, path: /dev/nvidia0, virtual_number: many, colour: red}
+        - {type: NVIDIA_HAMI, virtual_number: -4, virtual_number: 5}
+        - type: NVIDIA_GPU_SHARE
+        - {type: ASCEND_NPU, path: 5}
+        - {type: CPH_AMD_GPU, path: /dev/dri/renderD128, virtual_number: 4}
+        - {type: something_new, path: [a]}
+        version: 2
+        """)
+    )
+    assert files.load().devices == ()
+
+
+def test_a_list_without_entries_is_right(files: Files) -> None:
+    assert files.write(devices="devices: []\n").load().devices == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", ": is empty: write devices: [] to divide no GPU by this file"),
+        ("# nothing\n", ": is empty: write devices: [] to divide no GPU by this file"),
+        ("- path: a\n", ":1: holds a list, not a mapping: begin the file with devices:"),
+        ("\n\nword\n", ':3: holds "word", not a mapping: begin the file with devices:'),
+        ("version: 1\n", ":1: has no key devices: begin the file with devices:"),
+        ("{}\n", ":1: has no key devices: begin the file with devices:"),
+        ("v: 1\ndevice: []\n", ":2: device is no key: did you mean devices?"),
+        ("dveices: []\n", ":1: dveices is no key: did you mean devices?"),
+        ("devices: []\ndevices: []\n", ":2: devices is given twice: put all entries under one"),
+        ("devices:\n", ":1: devices is nothing (null), not a list: write each entry after a dash: - path: …"),
+        (
+            "devices:\n  path: a\n",
+            ":2: devices is a mapping, not a list: write each entry after a dash: - path: …",
+        ),
+        ("devices: 4\n", ":1: devices is 4, not a list: write each entry after a dash: - path: …"),
+    ],
+)
+def test_a_file_of_another_shape_is_named_with_what_would_be_right(
+    files: Files, text: str, message: str
+) -> None:
+    assert files.write(devices=text).messages() == [DEVICES + message]
+
+
+@pytest.mark.parametrize(
+    ("entry", "messages"),
+    [
+        (
+            "- word",
+            [
+                (
+                    '4: an entry of devices is "word", not a mapping:'
+                    " write - path: …, type: … and virtual_number: …"
+                )
+            ],
+        ),
+        (
+            "-",
+            [
+                (
+                    "4: an entry of devices is nothing (null), not a mapping:"
+                    " write - path: …, type: … and virtual_number: …"
+                )
+            ],
+        ),
+        (
+            "- path: a\n  virtual_number: 4",
+            ["4: an entry has no type: write type: NVIDIA_MPS, or another software's type"],
+        ),
+        ("- path: a\n  tpye: NVIDIA_MPS", ["5: tpye is no key: did you mean type?"]),
+        ("- path: a\n  Type: NVIDIA_MPS", ["5: Type is no key: did you mean type?"]),
+        ("- path: a\n  type: 4", ["5: type is 4, not a text: write type: NVIDIA_MPS"]),
+        ("- path: a\n  type:", ["5: type is nothing (null), not a text: write type: NVIDIA_MPS"]),
+        ("- path: a\n  type: nvidia_mps", ["5: type nvidia_mps is unknown: did you mean NVIDIA_MPS?"]),
+        ("- path: a\n  type: NVIDIA_MSP", ["5: type NVIDIA_MSP is unknown: did you mean NVIDIA_MPS?"]),
+        (
+            "- type: NVIDIA_MPS",
+            [
+                f"4: a NVIDIA_MPS entry has no path: {PATH_EXAMPLE}",
+                f"4: a NVIDIA_MPS entry has no virtual_number: {NUMBER_EXAMPLE}",
+            ],
+        ),
+        (
+            "- type: NVIDIA_MPS\n  path: 5\n  virtual_number: '4'",
+            [
+                "5: path is 5, not a text: write path: followed by a text",
+                f'6: virtual_number is "4", not a whole number: {NUMBER}',
+            ],
+        ),
+        (
+            "- type: NVIDIA_MPS\n  path:\n  virtual_number: 4.5",
+            [
+                "5: path is nothing (null), not a text: write path: followed by a text",
+                f"6: virtual_number is 4.5, not a whole number: {NUMBER}",
+            ],
+        ),
+        (
+            "- type: NVIDIA_MPS\n  path: ' '\n  virtual_number: true",
+            [
+                '5: path is " ", not a text: write path: followed by a text',
+                f"6: virtual_number is true, not a whole number: {NUMBER}",
+            ],
+        ),
+        (
+            "- type: NVIDIA_MPS\n  path: a\n  virtual_number:",
+            [f"6: virtual_number is nothing (null), not a whole number: {NUMBER}"],
+        ),
+        (
+            "- type: NVIDIA_MPS\n  path: a\n  virtual_number: 0",
+            [f"6: virtual_number is 0, out of range: {NUMBER}"],
+        ),
+        (
+            "- type: NVIDIA_MPS\n  path: a\n  virtual_number: 61",
+            [f"6: virtual_number is 61, out of range: {NUMBER}"],
+        ),
+        (
+            "- type: NVIDIA_MPS\n  paht: a\n  virtual-number: 4",
+            [
+                "5: paht is no key of a NVIDIA_MPS entry: did you mean path?",
+                "6: virtual-number is no key of a NVIDIA_MPS entry: did you mean virtual_number?",
+            ],
+        ),
+        (
+            "- type: NVIDIA_MPS\n  path: a\n  virtual_number: 4\n  colour: red\n  [a]: b",
+            [
+                f"7: colour is no key of a NVIDIA_MPS entry: remove it; the keys of an entry are {KEYS}",
+                (
+                    "8: a key that is no text is no key of a NVIDIA_MPS entry:"
+                    f" remove it; the keys of an entry are {KEYS}"
+                ),
+            ],
+        ),
+        (
+            "- type: NVIDIA_MPS\n  path: a\n  virtual_number: 4\n  path: b",
+            ["7: path is given twice: keep one of the two lines (the other is line 5)"],
+        ),
+    ],
+)
+def test_a_bad_entry_is_named_with_its_line_and_what_would_be_right(
+    files: Files, entry: str, messages: list[str]
+) -> None:
+    files.write(devices=f"# a comment\ndevices:\n- {{type: NVIDIA_GPU}}\n{entry}\n")
+    assert files.messages() == [f"{DEVICES}:{message}" for message in messages]
+
+
+def test_all_problems_of_the_file_are_reported_at_once_in_the_order_of_its_lines(files: Files) -> None:
+    files.write(
+        devices="dveices: 1\n"
+        "devices:\n"
+        "- {type: NVIDIA_MPS, virtual_number: 0, path: 4}\n"
+        "- {type: NVIDIA_MSP}\n"
+        "- word\n"
+        "devices: []\n"
+    )
+    lines = [message.split(":")[1] for message in files.messages()]
+    assert lines == ["1", "3", "3", "4", "5", "6"]
+
+
+def test_the_override_of_host_conf_bounds_the_virtual_number(files: Files) -> None:
+    entry = "devices:\n- {{path: a, type: NVIDIA_MPS, virtual_number: {}}}\n"
+    files.write("cuda_mps_max_clients: 128\n", entry.format(128))
+    assert files.load().devices[0].virtual_number == 128
+    files.write("cuda_mps_max_clients: 128\n", entry.format(129))
+    remedy = "write a whole number from 1 to 128, without quotes"
+    assert files.messages() == [f"{DEVICES}:2: virtual_number is 129, out of range: {remedy}"]
+
+
+def test_values_given_by_alias_are_read(files: Files) -> None:
+    files.write(
+        devices="devices:\n"
+        "- {path: a, type: &type NVIDIA_MPS, virtual_number: &number 4}\n"
+        "- {path: b, type: *type, virtual_number: *number}\n"
+    )
+    assert [entry[:2] for entry in files.load().devices] == [("a", 4), ("b", 4)]

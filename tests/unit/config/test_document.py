@@ -1,0 +1,231 @@
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable
+
+import pytest
+
+from unit.config.files import DEVICES, HOST, Files
+
+MIB = 1 << 20
+FILL = "write at least enable_cuda_mps: true or enable_cuda_mps: false"
+FLAT = "write one key: value a line, as the example has it"
+SYNTAX = "correct the syntax near this line"
+UTF_8 = "save it as UTF-8 text"
+CREATE = "create it; the package's documentation has an example"
+READABLE = "make it readable: chmod 0644, and its directory 0755"
+
+#: Long enough for the slowest machine, too short for what grows with the square of the length.
+QUICK_S = 10
+
+
+def as_user(work: Callable[[], list[str]]) -> list[str]:
+    """What `work` returns as the user nobody, in a child process."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.setgroups([])
+            os.setgid(65534)
+            os.setuid(65534)
+            os.write(write, "\n".join(work()).encode())
+        finally:
+            os._exit(0)
+    os.close(write)
+    with open(read, encoding="utf-8") as pipe:
+        lines = pipe.read().splitlines()
+    os.waitpid(child, 0)
+    return lines
+
+
+needs_root = pytest.mark.skipif(os.getuid() != 0, reason="becomes another user, which needs root")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", f": is empty: {FILL}"),
+        (b"\n  \n", f": is empty: {FILL}"),
+        (b"# only a comment\n", f": is empty: {FILL}"),
+        (b"\xef\xbb\xbf", f": is empty: {FILL}"),
+        (b"---\n...\n", f":2: holds nothing (null), not a mapping: {FLAT}"),
+        (b"- a\n", f":1: holds a list, not a mapping: {FLAT}"),
+        (b"\nenable_cuda_mps\n", f':2: holds "enable_cuda_mps", not a mapping: {FLAT}'),
+        (b"enable_cuda_mps = true\n", f':1: holds "enable_cuda_mps = true", not a mapping: {FLAT}'),
+        (b"4.5\n", f":1: holds 4.5, not a mapping: {FLAT}"),
+        (b"a: b: c\n", f":1: not valid YAML (mapping values are not allowed in this context): {SYNTAX}"),
+        (
+            b"a: 1\nb:\n\tc: 2\n",
+            (
+                ":3: not valid YAML (while scanning for the next token"
+                f" found character that cannot start any token): {SYNTAX}"
+            ),
+        ),
+        (
+            b'a: 1\nb: "c\n',
+            f":2: not valid YAML (while scanning a quoted scalar found unexpected end of stream): {SYNTAX}",
+        ),
+        (b"a: 1\nb: *c\n", f":2: not valid YAML (found undefined alias): {SYNTAX}"),
+        (
+            b"a: 1\n--- 2\n",
+            (
+                ":2: not valid YAML (expected a single document in the stream but found another document):"
+                f" {SYNTAX}"
+            ),
+        ),
+        (b"a: 1\n# gr\xfcn\n", f":2: not valid YAML (invalid leading UTF-8 octet): {UTF_8}"),
+        (b"a: 1\n\nb: \x07\n", f":3: not valid YAML (control characters are not allowed): {UTF_8}"),
+        (b"\x7fELF\x02\x01\x01\x00", f":1: not valid YAML (control characters are not allowed): {UTF_8}"),
+        (b"\x1f\x8b\x08\x00\xff\xff", f":1: not valid YAML (control characters are not allowed): {UTF_8}"),
+        (
+            b"a: !%ed%a0%80 b\n",
+            ": not valid YAML (a tag is not UTF-8): write the values without tags",
+        ),
+    ],
+)
+def test_what_is_no_mapping_of_yaml_is_refused_with_its_line(
+    files: Files, content: bytes, message: str
+) -> None:
+    assert files.write(content).messages() == [HOST + message]
+
+
+def test_a_missing_host_conf_is_named(files: Files) -> None:
+    files.write(host=None)
+    assert files.messages() == [f"{HOST}: cannot be read (No such file or directory): {CREATE}"]
+
+
+def test_a_device_file_that_host_conf_names_must_exist(files: Files) -> None:
+    files.write("container_device_config_file: /etc/devices.yml\n")
+    message = f"/etc/devices.yml: cannot be read (No such file or directory): {CREATE}"
+    assert files.messages() == [message]
+
+
+def test_the_device_file_may_be_missing_where_host_conf_does_not_name_it(files: Files) -> None:
+    assert files.write(devices=None).load().devices == ()
+
+
+def test_a_dangling_link_in_place_of_the_device_file_is_named(files: Files) -> None:
+    files.write().devices.symlink_to("nowhere")
+    assert files.messages() == [f"{DEVICES}: cannot be read (No such file or directory): {CREATE}"]
+
+
+def test_a_file_in_place_of_the_directory_is_named(files: Files) -> None:
+    files.write("container_device_config_file: /etc/yunion/host.conf/x.yml\n")
+    assert files.messages() == [f"{HOST}/x.yml: cannot be read (Not a directory): {CREATE}"]
+
+
+def test_a_path_longer_than_any_file_is_named(files: Files) -> None:
+    path = "/" + "x" * 300
+    files.write(f"container_device_config_file: {path}\n")
+    assert files.messages() == [f"{path}: cannot be read (File name too long): {READABLE}"]
+
+
+@needs_root
+def test_a_file_that_may_not_be_read_is_named_with_the_modes_it_should_have(files: Files) -> None:
+    files.write("enable_cuda_mps: true\n", "devices: []\n")
+    files.host.chmod(0o600)
+    files.devices.chmod(0o600)
+    assert as_user(files.messages) == [
+        f"{HOST}: cannot be read (Permission denied): {READABLE}",
+        f"{DEVICES}: cannot be read (Permission denied): {READABLE}",
+    ]
+
+
+@needs_root
+def test_a_directory_that_may_not_be_entered_is_named_with_the_modes_it_should_have(files: Files) -> None:
+    files.write("enable_cuda_mps: true\n").host.parent.chmod(0o700)
+    assert as_user(files.messages)[0] == f"{HOST}: cannot be read (Permission denied): {READABLE}"
+
+
+def test_a_fifo_in_place_of_a_file_is_refused_and_keeps_nobody_waiting(files: Files) -> None:
+    os.mkfifo(files.host)
+    os.mkfifo(files.devices)
+    assert files.messages() == [
+        f"{HOST}: is not a regular file: put a YAML file there",
+        f"{DEVICES}: is not a regular file: put a YAML file there",
+    ]
+
+
+def test_a_directory_in_place_of_a_file_is_refused_and_no_descriptor_stays_open(files: Files) -> None:
+    files.host.mkdir()
+    files.devices.mkdir()
+    before = os.listdir("/proc/self/fd")
+    assert files.messages() == [
+        f"{HOST}: is not a regular file: put a YAML file there",
+        f"{DEVICES}: is not a regular file: put a YAML file there",
+    ]
+    assert os.listdir("/proc/self/fd") == before
+
+
+def test_a_socket_in_place_of_a_file_is_refused(files: Files) -> None:
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(files.host))
+        assert files.messages() == [f"{HOST}: cannot be read (No such device or address): {READABLE}"]
+
+
+def test_an_endless_device_in_place_of_a_file_is_refused(files: Files) -> None:
+    files.host.symlink_to("/dev/zero")
+    assert files.messages() == [f"{HOST}: is not a regular file: put a YAML file there"]
+
+
+def test_a_file_of_1_mib_is_read_and_one_byte_more_is_refused(files: Files) -> None:
+    text = b"enable_cuda_mps: true\n#"
+    assert files.write(text.ljust(MIB, b"x")).load().enable_cuda_mps is True
+    files.write(text.ljust(MIB + 1, b"x"))
+    assert files.messages() == [f"{HOST}: is larger than 1 MiB: this is no configuration of ours; replace it"]
+
+
+def test_a_huge_sparse_file_is_refused_without_being_read_whole(files: Files) -> None:
+    with files.write().host.open("r+b") as file:
+        file.truncate(1 << 40)
+    assert files.messages() == [f"{HOST}: is larger than 1 MiB: this is no configuration of ours; replace it"]
+
+
+def test_an_alias_bomb_is_refused_at_the_line_of_the_first_alias_too_many(files: Files) -> None:
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 30)]
+    files.write("\n".join(lines))
+    assert files.messages() == [f"{HOST}:13: uses more than 100 aliases: write the values out"]
+
+
+def test_a_hundred_aliases_are_as_many_as_are_read(files: Files) -> None:
+    assert files.write("a: &a 1\n" + "b: *a\n" * 100 + "enable_cuda_mps: true\n").load().enable_cuda_mps
+    files.write("a: &a 1\n" + "b: *a\n" * 101)
+    assert files.messages() == [f"{HOST}:102: uses more than 100 aliases: write the values out"]
+
+
+def test_an_alias_to_what_holds_it_is_no_endless_loop(files: Files) -> None:
+    assert files.write("a: &a [*a]\nb: &b {c: *b}\nenable_cuda_mps: on\n").load().enable_cuda_mps is True
+
+
+def test_sixty_four_levels_are_as_deep_as_is_read(files: Files) -> None:
+    files.write("a: " + "[" * 63 + "]" * 63 + "\nenable_cuda_mps: true\n").load()
+    files.write("enable_cuda_mps: true\na: " + "[" * 64 + "]" * 64)
+    assert files.messages() == [
+        f"{HOST}:2: is nested more than 64 levels deep: write it flat, as the example has it"
+    ]
+
+
+@pytest.mark.parametrize("opener", ["[", "{", "- ", "? ", "[{a: "])
+def test_a_mebibyte_of_nesting_is_refused_quickly(files: Files, opener: str) -> None:
+    files.write("\n" + opener * ((MIB - 1) // len(opener)))
+    begin = time.monotonic()
+    assert files.messages() == [
+        f"{HOST}:2: is nested more than 64 levels deep: write it flat, as the example has it"
+    ]
+    assert time.monotonic() - begin < QUICK_S
+
+
+@pytest.mark.parametrize("number", ["9" * (MIB - 50), "1" + ":59" * 340_000, "1" + ":59" * 340_000 + ".5"])
+def test_a_mebibyte_of_number_is_refused_quickly(files: Files, number: str) -> None:
+    files.write(f"cuda_mps_replicas: {number}\n")
+    begin = time.monotonic()
+    assert files.messages() == [
+        (
+            f"{HOST}:1: cuda_mps_replicas is {number[:39]}…, not a whole number:"
+            " write a whole number from 1 to 60, without quotes"
+        )
+    ]
+    assert time.monotonic() - begin < QUICK_S

@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+import re
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from yunion_mps.config import KEYS, load
+
+from unit.config.files import Files
+
+#: What YAML 1.1 ends a line with.
+LINE_END = re.compile("\r\n|[\r\n\x85\u2028\u2029]")
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Files]:
+    """One pair of files for all examples, each of which writes both."""
+    with tempfile.TemporaryDirectory(prefix="mps.", dir="/tmp") as root:
+        yield Files(Path(root))
+
+
+def lines_in(file: Path) -> int:
+    content = file.read_bytes()
+    wide = content.startswith((b"\xff\xfe", b"\xfe\xff"))
+    text = content.decode("utf-16" if wide else "utf-8", errors="replace")
+    return max(len(LINE_END.findall(text)), content.count(b"\n")) + 1
+
+
+def assert_problems_name_real_lines(files: Files) -> None:
+    config, problems = load(files.paths)
+    for problem in problems:
+        assert problem.file in (str(files.host), str(files.devices))
+        assert problem.what
+        assert problem.remedy
+        assert "\n" not in str(problem)
+        if problem.line is not None:
+            assert 1 <= problem.line <= lines_in(Path(problem.file)), problem
+    for entry in config.devices:
+        assert 1 <= entry.virtual_number <= (config.cuda_mps_max_clients or 60)
+
+
+scalars = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(),
+    st.text(max_size=20),
+    st.sampled_from(["NVIDIA_MPS", "NVIDIA_GPU", "4", "/dev/dri/renderD128", "equal", "gpu", "keep"]),
+)
+keys = st.one_of(
+    # The device file stays where it is, so that every problem's file is one of the two.
+    st.sampled_from([key for key in KEYS if key != "container_device_config_file"]),
+    st.sampled_from(["devices", "path", "type", "virtual_number", "paht", "cuda_mps_", "enable_cuda_mpss"]),
+    scalars,
+)
+trees: st.SearchStrategy[Any] = st.recursive(
+    scalars,
+    lambda inner: st.one_of(st.lists(inner, max_size=4), st.dictionaries(keys, inner, max_size=5)),
+    max_leaves=20,
+)
+entries = st.lists(
+    st.one_of(
+        trees,
+        st.fixed_dictionaries({"type": st.just("NVIDIA_MPS"), "path": scalars, "virtual_number": scalars}),
+    ),
+    max_size=4,
+)
+WORDS = (
+    "devices path type virtual_number NVIDIA_MPS [ ] { } , ' \" ! ? << # - _ 0x 0b 010 1:1 true null ~ 4"
+    " .5 .nan 2001-01-01 \\ud800 é 😀 &a *a !!int !!bool !!float !!null !!str !%ed%a0%80"
+)
+BREAKS = [": ", ":", "- ", "\n", "\n  ", " ", "|\n", ">\n", "%YAML 1.1\n", "---\n", "...\n", "\t", "\r",
+          "\x85", "\u2028", "\ufeff"]  # fmt: skip
+pieces = st.lists(st.sampled_from([*KEYS, *WORDS.split(), *BREAKS]), max_size=30).map("".join)
+
+
+@given(st.binary(max_size=200), st.binary(max_size=200))
+def test_no_bytes_at_all_do_more_than_give_problems(shared: Files, host: bytes, devices: bytes) -> None:
+    assert_problems_name_real_lines(shared.write(host, devices))
+
+
+@given(pieces, pieces)
+def test_no_pieces_of_yaml_do_more_than_give_problems(shared: Files, host: str, devices: str) -> None:
+    text = host.replace("container_device_config_file", "container")
+    assert_problems_name_real_lines(shared.write(text, devices))
+
+
+@given(trees, trees)
+def test_no_tree_does_more_than_give_problems(shared: Files, host: Any, devices: Any) -> None:
+    shared.write(yaml.safe_dump(host), yaml.safe_dump(devices))
+    assert_problems_name_real_lines(shared)
+
+
+@given(st.dictionaries(keys, trees, max_size=6), entries)
+def test_no_values_of_our_keys_do_more_than_give_problems(
+    shared: Files, host: dict[Any, Any], devices: list[Any]
+) -> None:
+    shared.write(yaml.safe_dump(host), yaml.safe_dump({"devices": devices}, allow_unicode=True))
+    assert_problems_name_real_lines(shared)
+
+
+@given(st.sampled_from(sorted(KEYS)), pieces)
+def test_nothing_written_after_one_of_our_keys_does_more_than_give_problems(
+    shared: Files, key: str, value: str
+) -> None:
+    name = "cuda_mps_scope" if key == "container_device_config_file" else key
+    assert_problems_name_real_lines(shared.write(f"{name}: {value.replace('container_', '')}\n"))

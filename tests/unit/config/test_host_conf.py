@@ -1,0 +1,281 @@
+from __future__ import annotations
+
+import pytest
+from yunion_mps.config import KEYS
+from yunion_mps.models import Source
+
+from unit.config.files import HOST, Files
+
+BOOLEAN = "write enable_cuda_mps: true or enable_cuda_mps: false"
+REPLICAS = "write a whole number from 1 to 60, without quotes"
+CLIENTS = "write a whole number from 1 to 4096, without quotes"
+WHOLE_PATH = "write the whole path, from /"
+MODES = "exclusive_process, keep"
+SCOPES = "host, gpu"
+PERCENTAGES = "equal, double, none"
+
+
+def test_every_key_has_the_default_of_the_design(files: Files) -> None:
+    config = files.write("hypervisor: kvm\n").load()
+    assert {name: getattr(config, name) for name in KEYS} == {
+        "enable_cuda_mps": False,
+        "container_device_config_file": "/etc/yunion/host_container_device.yml",
+        "cuda_mps_pipe_directory": "/tmp/nvidia-mps/pipe",
+        "cuda_mps_log_directory": "/tmp/nvidia-mps/log",
+        "cuda_mps_replicas": 10,
+        "cuda_mps_compute_mode": "exclusive_process",
+        "cuda_mps_scope": "host",
+        "cuda_mps_thread_percentage": "equal",
+        "cuda_mps_max_clients": None,
+    }
+    assert set(config.sources.values()) == {Source("default", None)}
+    assert config.devices == ()
+
+
+def test_every_key_is_read_and_knows_its_line(files: Files) -> None:
+    config = files.write(
+        "# Cloudpods' and ours\n"
+        "enable_cuda_mps: true\n"
+        "container_device_config_file: /etc/devices.yml\n"
+        "hypervisor: kvm\n"
+        "cuda_mps_pipe_directory: /run/mps/pipe\n"
+        "cuda_mps_log_directory: /var/log/mps\n"
+        "cuda_mps_replicas: 7\n"
+        "cuda_mps_compute_mode: keep\n"
+        "cuda_mps_scope: gpu\n"
+        "cuda_mps_thread_percentage: double\n"
+        "cuda_mps_max_clients: 96\n"
+    )
+    files.root.joinpath("etc/devices.yml").write_text("devices: []\n")
+    found = config.load()
+    assert found[:9] == (
+        True,
+        "/etc/devices.yml",
+        "/run/mps/pipe",
+        "/var/log/mps",
+        7,
+        "keep",
+        "gpu",
+        "double",
+        96,
+    )
+    assert {name: source.line for name, source in found.sources.items()} == dict(
+        zip(found._fields, [2, 3, 5, 6, 7, 8, 9, 10, 11])
+    )
+    assert {source.file for source in found.sources.values()} == {str(files.host)}
+
+
+@pytest.mark.parametrize(
+    ("key", "written", "what", "remedy"),
+    [
+        ("enable_cuda_mps", '"true"', 'is "true", not true or false', BOOLEAN),
+        ("enable_cuda_mps", "1", "is 1, not true or false", BOOLEAN),
+        ("enable_cuda_mps", "", "is nothing (null), not true or false", BOOLEAN),
+        ("enable_cuda_mps", "~", "is nothing (null), not true or false", BOOLEAN),
+        ("enable_cuda_mps", "ture", 'is "ture", not true or false', BOOLEAN),
+        ("enable_cuda_mps", "y", 'is "y", not true or false', BOOLEAN),
+        ("enable_cuda_mps", "[true]", "is a list, not true or false", BOOLEAN),
+        ("enable_cuda_mps", "{a: true}", "is a mapping, not true or false", BOOLEAN),
+        ("enable_cuda_mps", '!!bool "maybe"', "is maybe, not true or false", BOOLEAN),
+        ("cuda_mps_replicas", '"4"', 'is "4", not a whole number', REPLICAS),
+        ("cuda_mps_replicas", "4.5", "is 4.5, not a whole number", REPLICAS),
+        ("cuda_mps_replicas", "4.0", "is 4.0, not a whole number", REPLICAS),
+        ("cuda_mps_replicas", "1e1", 'is "1e1", not a whole number', REPLICAS),
+        ("cuda_mps_replicas", ".inf", "is .inf, not a whole number", REPLICAS),
+        ("cuda_mps_replicas", "true", "is true, not a whole number", REPLICAS),
+        ("cuda_mps_replicas", "yes", "is yes, not a whole number", REPLICAS),
+        ("cuda_mps_replicas", "null", "is nothing (null), not a whole number", REPLICAS),
+        ("cuda_mps_replicas", "four", 'is "four", not a whole number', REPLICAS),
+        ("cuda_mps_replicas", "[4]", "is a list, not a whole number", REPLICAS),
+        ("cuda_mps_replicas", "2001-01-01", "is 2001-01-01, not a whole number", REPLICAS),
+        ("cuda_mps_replicas", '!!int "-"', "is -, not a whole number", REPLICAS),
+        ("cuda_mps_replicas", '!!int "four"', "is four, not a whole number", REPLICAS),
+        ("cuda_mps_replicas", "!!float 4", "is 4, not a whole number", REPLICAS),
+        ("cuda_mps_replicas", "!mine 4", "is 4, not a whole number", REPLICAS),
+        ("cuda_mps_replicas", "0", "is 0, out of range", REPLICAS),
+        ("cuda_mps_replicas", "-1", "is -1, out of range", REPLICAS),
+        ("cuda_mps_replicas", "61", "is 61, out of range", REPLICAS),
+        ("cuda_mps_replicas", "1:10", "is 1:10, out of range", REPLICAS),
+        ("cuda_mps_replicas", "9" * 50, f"is {'9' * 39}…, out of range", REPLICAS),
+        ("cuda_mps_max_clients", "0", "is 0, out of range", CLIENTS),
+        ("cuda_mps_max_clients", "4097", "is 4097, out of range", CLIENTS),
+        ("cuda_mps_max_clients", "null", "is nothing (null), not a whole number", CLIENTS),
+        ("cuda_mps_compute_mode", "default", f'is "default", none of {MODES}', f"write one of {MODES}"),
+        (
+            "cuda_mps_compute_mode",
+            "EXCLUSIVE_PROCESS",
+            f'is "EXCLUSIVE_PROCESS", none of {MODES}',
+            "write exclusive_process",
+        ),
+        ("cuda_mps_compute_mode", "3", f"is 3, none of {MODES}", f"write one of {MODES}"),
+        ("cuda_mps_compute_mode", "", f"is nothing (null), none of {MODES}", f"write one of {MODES}"),
+        ("cuda_mps_scope", "hots", f'is "hots", none of {SCOPES}', "write host"),
+        ("cuda_mps_scope", "true", f"is true, none of {SCOPES}", f"write one of {SCOPES}"),
+        ("cuda_mps_scope", "[host]", f"is a list, none of {SCOPES}", f"write one of {SCOPES}"),
+        ("cuda_mps_thread_percentage", "equals", f'is "equals", none of {PERCENTAGES}', "write equal"),
+        ("cuda_mps_thread_percentage", "25", f"is 25, none of {PERCENTAGES}", f"write one of {PERCENTAGES}"),
+        ("cuda_mps_pipe_directory", "tmp/x", 'is "tmp/x", not an absolute path', WHOLE_PATH),
+        ("cuda_mps_pipe_directory", '"/a\\0b"', 'is "/a\\x00b", not an absolute path', WHOLE_PATH),
+        ("cuda_mps_pipe_directory", "/", "is the root directory", "write a directory of its own"),
+        ("cuda_mps_log_directory", "/tmp/..", "is the root directory", "write a directory of its own"),
+        (
+            "cuda_mps_log_directory",
+            "",
+            "is nothing (null), not a text",
+            "write cuda_mps_log_directory: followed by a text",
+        ),
+        (
+            "cuda_mps_log_directory",
+            '""',
+            'is "", not a text',
+            "write cuda_mps_log_directory: followed by a text",
+        ),
+        (
+            "cuda_mps_log_directory",
+            "5",
+            "is 5, not a text",
+            "write cuda_mps_log_directory: followed by a text",
+        ),
+        ("container_device_config_file", "~/d.yml", 'is "~/d.yml", not an absolute path', WHOLE_PATH),
+    ],
+)
+def test_a_value_that_cannot_be_used_is_named_with_its_line_and_what_would_be_right(
+    files: Files, key: str, written: str, what: str, remedy: str
+) -> None:
+    files.write(f"# a comment\nhypervisor: kvm\n{key}: {written}\n", "devices: []\n")
+    assert files.messages() == [f"{HOST}:3: {key} {what}: {remedy}"]
+
+
+@pytest.mark.parametrize(
+    ("misspelt", "real"),
+    [
+        ("enable_cuda_mp", "enable_cuda_mps"),
+        ("enable-cuda-mps", "enable_cuda_mps"),
+        ("Enable_CUDA_MPS", "enable_cuda_mps"),
+        ("cuda_mps_replica", "cuda_mps_replicas"),
+        ("cuda_mps_socpe", "cuda_mps_scope"),
+        ("cuda_mps_pipe_directories", "cuda_mps_pipe_directory"),
+        ("cuda_mps_log_directroy", "cuda_mps_log_directory"),
+        ("cuda_mps_compute_mod", "cuda_mps_compute_mode"),
+        ("cuda_mps_thread_percentages", "cuda_mps_thread_percentage"),
+        ("cuda_mps_max_client", "cuda_mps_max_clients"),
+        ("container_device_config_fiel", "container_device_config_file"),
+    ],
+)
+def test_a_misspelt_key_is_named_with_the_nearest_real_one(files: Files, misspelt: str, real: str) -> None:
+    files.write(f"hypervisor: kvm\n{misspelt}: x\n")
+    assert files.messages() == [f"{HOST}:2: {misspelt} is no key: did you mean {real}?"]
+
+
+def test_a_key_that_begins_as_ours_do_and_is_none_is_named_with_all_of_ours(files: Files) -> None:
+    files.write("cuda_mps_colour: red\n")
+    assert files.messages() == [
+        (
+            f"{HOST}:1: cuda_mps_colour is no key: remove it; the keys of yunion-mps are"
+            " container_device_config_file, cuda_mps_compute_mode, cuda_mps_log_directory,"
+            " cuda_mps_max_clients, cuda_mps_pipe_directory, cuda_mps_replicas, cuda_mps_scope,"
+            " cuda_mps_thread_percentage, enable_cuda_mps"
+        )
+    ]
+
+
+def test_one_of_our_keys_given_twice_is_named_with_both_lines_and_the_first_counts(files: Files) -> None:
+    files.write("cuda_mps_scope: gpu\nhypervisor: kvm\ncuda_mps_scope: host\ncuda_mps_scope: host\n")
+    remedy = "keep one of the two lines (the other is line 1)"
+    assert files.messages() == [
+        f"{HOST}:3: cuda_mps_scope is given twice: {remedy}",
+        f"{HOST}:4: cuda_mps_scope is given twice: {remedy}",
+    ]
+
+
+def test_all_problems_of_the_file_are_reported_at_once_in_the_order_of_its_lines(files: Files) -> None:
+    files.write(
+        "enable_cuda_mps: 1\ncuda_mps_replicas: 61\ncuda_mps_sope: gpu\nenable_cuda_mps: true\n"
+        "cuda_mps_max_clients: many\n"
+    )
+    assert [message.partition(": ")[0] for message in files.messages()] == [
+        f"{HOST}:{line}" for line in (1, 2, 3, 4, 5)
+    ]
+
+
+def test_the_override_bounds_the_number_of_devices_wherever_it_stands(files: Files) -> None:
+    assert files.write("cuda_mps_replicas: 96\ncuda_mps_max_clients: 96\n").load().cuda_mps_replicas == 96
+    files.write("cuda_mps_replicas: 97\ncuda_mps_max_clients: 96\n")
+    remedy = "write a whole number from 1 to 96, without quotes"
+    assert files.messages() == [f"{HOST}:1: cuda_mps_replicas is 97, out of range: {remedy}"]
+
+
+FOREIGN = """\
+hypervisor: kvm
+hypervisor: twice
+networks: [eth1/br0/10.168.222.136, eth2/br1/bcast0]
+region: Yunion
+auth_url: https://10.0.0.1:30500/v3
+local_image_path: [/opt/cloud/workspace/disks]
+ovn_underlay_mtu: 1500
+enable_cpu_binding: 'true'
+enable_isolated_devices: 5
+disable_gpu: ~
+container_runtime_endpoint: unix:///run/containerd.sock
+device_config: {a: [1, 2, {b: 3}]}
+cuda_visible: 4
+enable_cuda: nothing of ours
+5: five
+? [a, list]
+: as a key
+"""
+
+
+def test_foreign_keys_are_left_alone_whatever_they_hold(files: Files) -> None:
+    assert files.write(FOREIGN + "enable_cuda_mps: true\n").load().enable_cuda_mps is True
+
+
+@pytest.mark.parametrize(
+    "written", ["true", "True", "TRUE", "yes", "Yes", "on", "&anchor true", "!!bool yes"]
+)
+def test_true_is_written_as_yaml_1_1_has_it(files: Files, written: str) -> None:
+    assert files.write(f"enable_cuda_mps: {written}\n").load().enable_cuda_mps is True
+
+
+@pytest.mark.parametrize("written", ["16", "0x10", "020", "0b10000", "1_6", "+16", '!!int "16"'])
+def test_a_whole_number_is_written_as_yaml_1_1_has_it(files: Files, written: str) -> None:
+    assert files.write(f"cuda_mps_replicas: {written}\n").load().cuda_mps_replicas == 16
+
+
+@pytest.mark.parametrize("bom", [b"", b"\xef\xbb\xbf"])
+@pytest.mark.parametrize("line_end", ["\n", "\r\n", "\r"])
+def test_a_byte_order_mark_and_any_line_ends_are_read(files: Files, bom: bytes, line_end: str) -> None:
+    text = line_end.join(["# ours", "enable_cuda_mps: true", "cuda_mps_scope: gpu", ""])
+    config = files.write(bom + text.encode()).load()
+    assert (config.enable_cuda_mps, config.cuda_mps_scope) == (True, "gpu")
+    assert config.sources["cuda_mps_scope"].line == 3
+
+
+def test_directories_are_normalised(files: Files) -> None:
+    config = files.write("cuda_mps_pipe_directory: //run//mps/./x/../pipe/\n").load()
+    assert config.cuda_mps_pipe_directory == "/run/mps/pipe"
+
+
+@pytest.mark.parametrize(("scope", "added"), [("host", 19), ("gpu", 19 + 41)])
+def test_a_pipe_directory_is_refused_exactly_when_its_sockets_have_no_address(
+    files: Files, scope: str, added: int
+) -> None:
+    room = 107 - added - len(str(files.root))
+    assert len("/control_privileged") == 19
+    files.write(f"cuda_mps_scope: {scope}\ncuda_mps_pipe_directory: /{'p' * (room - 1)}\n").load()
+    files.write(f"cuda_mps_scope: {scope}\ncuda_mps_pipe_directory: /{'p' * room}\n")
+    assert files.messages() == [
+        (
+            f"{HOST}:2: cuda_mps_pipe_directory is {room + 1} bytes long, too long for a socket's address:"
+            f" choose a path of at most {room} bytes"
+        )
+    ]
+
+
+def test_a_message_is_one_line_whatever_the_file_holds(files: Files) -> None:
+    files.write('cuda_mps_scope: "a\\nb\\e[31mc\\u202e"\n"cuda_mps_\\nx": 1\n')
+    messages = files.messages()
+    assert messages[0] == (
+        f'{HOST}:1: cuda_mps_scope is "a\\nb\\x1b[31mc\\u202e", none of host, gpu: write one of host, gpu'
+    )
+    assert messages[1].startswith(f"{HOST}:2: cuda_mps_\\nx is no key: ")

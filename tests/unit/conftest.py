@@ -1,0 +1,12 @@
+"""How hypothesis looks for counterexamples here; what else these tests share is in `builders`."""
+
+from __future__ import annotations
+
+import os
+
+from hypothesis import settings
+
+# The same examples in every run, so that a change is blamed for what it broke; `search` looks for new ones.
+settings.register_profile("unit", derandomize=True, database=None, deadline=None, max_examples=100)
+settings.register_profile("search", database=None, deadline=None, max_examples=3000)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "unit"))

@@ -1,0 +1,35 @@
+"""A simulated host and NVML on it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from yunion_mps.inventory import Nvml, scan
+from yunion_mps.models import Gpu, Inventory
+from yunion_mps.paths import Paths
+
+from simhost import SimHost
+
+
+class OpenedHost(NamedTuple):
+    """The host, and NVML as a program holds it open."""
+
+    sim: SimHost
+    nvml: Nvml
+
+    @property
+    def paths(self) -> Paths:
+        """The host's files."""
+        return Paths(str(self.sim.root))
+
+    def scan(self) -> Inventory:
+        """What our inventory finds there now."""
+        return scan(self.nvml, self.paths)
+
+    def gpus(self) -> tuple[Gpu, ...]:
+        """The GPUs that our inventory finds there now."""
+        return self.scan().gpus
+
+
+OpenHost = Callable[..., OpenedHost]

@@ -1,0 +1,201 @@
+from __future__ import annotations
+
+import sys
+
+import pytest
+from yunion_mps.errors import DriverError
+from yunion_mps.models import Gpu
+
+from simhost import SimHost
+from unit.inventory.opened import OpenHost
+
+LOST = "the GPU has fallen off the bus or is otherwise inaccessible (GPU is lost)"
+NOT_PERMITTED = "NVML does not permit this"
+
+#: Our inventory as a program of its own, which says what it is told.
+PROGRAM = """
+from yunion_mps.errors import DriverError
+from yunion_mps.inventory import Nvml, scan
+from yunion_mps.paths import Paths
+try:
+    with Nvml() as nvml:
+        scan(nvml, Paths.from_environment())
+except DriverError as error:
+    print(error.message, error.hint, error.exit_code, sep="\\n")
+"""
+
+MESSAGES = {
+    "library_not_found": (
+        "no NVIDIA driver: its library libnvidia-ml.so.1 is not installed",
+        "install the NVIDIA driver with its libraries, then check it with: nvidia-smi",
+    ),
+    "driver_not_loaded": (
+        "the NVIDIA driver's kernel module is not loaded",
+        "load it with: modprobe nvidia; where that fails, see: dmesg | grep -i nvidia",
+    ),
+    "lib_rm_version_mismatch": (
+        "the NVIDIA driver's library and its kernel module are of different versions",
+        "reboot, or unload and load the module: the driver was updated while the old module was in use",
+    ),
+    "gpu_is_lost": (LOST, "see: dmesg | grep Xid; then reset the GPU or reboot the host"),
+    "no_permission": (NOT_PERMITTED, "run as root: systemctl start yunion-mps-daemon"),
+    "not_supported": (
+        "the driver does not support this on the GPU",
+        "where it is about the compute mode, set cuda_mps_compute_mode: keep in host.conf",
+    ),
+    "function_not_found": (
+        "NVML says: Function Not Found",
+        "see: dmesg | grep -i nvidia; and try: nvidia-smi",
+    ),
+    "unknown": ("NVML says: Unknown Error", "see: dmesg | grep -i nvidia; and try: nvidia-smi"),
+}
+
+
+def said(host: SimHost) -> tuple[str, ...]:
+    done = host.run([sys.executable, "-c", PROGRAM])
+    assert done.returncode == 0, done.stderr
+    return tuple(done.stdout.splitlines())
+
+
+def test_a_missing_library_is_a_missing_driver() -> None:
+    with SimHost.create() as host:
+        host.hide_library()
+        assert said(host) == (*MESSAGES["library_not_found"], "1")
+        host.show_library()
+        assert said(host) == ()
+
+
+@pytest.mark.parametrize("error", MESSAGES)
+@pytest.mark.parametrize("call", ["nvmlInit", "nvmlDeviceGetCount", "nvmlSystemGetDriverVersion"])
+def test_a_driver_that_does_not_answer_as_a_whole_is_named_with_what_to_do(
+    open_host: OpenHost, error: str, call: str
+) -> None:
+    host = open_host()
+    host.sim.fail(call, error)
+    with pytest.raises(DriverError) as caught, type(host.nvml)():
+        host.scan()
+    assert (caught.value.message, caught.value.hint) == MESSAGES[error]
+    assert caught.value.exit_code == 1
+    host.sim.clear()
+    assert len(host.gpus()) == 1
+
+
+FIELDS = {
+    "nvmlDeviceGetName": "name",
+    "nvmlDeviceGetMemoryInfo": "memory_mib",
+    "nvmlDeviceGetComputeMode": "compute_mode",
+    "nvmlDeviceGetCudaComputeCapability": "compute_capability",
+    "nvmlDeviceGetMigMode": "mig_enabled",
+    "nvmlDeviceGetMinorNumber": "minor",
+}
+
+
+@pytest.mark.parametrize("error", ["not_supported", "function_not_found", "no_permission", "no_data"])
+@pytest.mark.parametrize(("call", "field"), FIELDS.items())
+def test_a_field_that_the_driver_does_not_tell_is_absent_and_the_rest_is_there(
+    open_host: OpenHost, call: str, field: str, error: str
+) -> None:
+    host = open_host([{"kind": "a100", "count": 2}])
+    before = host.gpus()
+    host.sim.fail(call, error, gpu=0)
+    absent = {field: None}
+    assert host.gpus() == (before[0]._replace(**absent), before[1])
+
+
+def test_a_driver_that_tells_no_field_at_all_still_has_its_gpus(open_host: OpenHost) -> None:
+    host = open_host()
+    for call in FIELDS:
+        host.sim.fail(call, "not_supported")
+    host.sim.fail("nvmlSystemGetCudaDriverVersion", "function_not_found")
+    found = host.scan()
+    assert found.driver.cuda_version is None
+    (gpu,) = found.gpus
+    assert gpu.uuid == host.sim.gpus[0].uuid
+    assert [getattr(gpu, field) for field in FIELDS.values()] == [None] * 6
+    assert gpu.reason == ""
+
+
+@pytest.mark.parametrize("call", ["nvmlDeviceGetUUID", *FIELDS])
+@pytest.mark.parametrize("error", ["gpu_is_lost", "unknown", "timeout"])
+def test_a_gpu_that_fails_in_any_call_has_a_reason_and_its_neighbours_none(
+    open_host: OpenHost, call: str, error: str
+) -> None:
+    host = open_host([{"kind": "t4", "count": 3}])
+    before = host.gpus()
+    host.sim.fail(call, error, gpu=1)
+    words = {"gpu_is_lost": LOST, "unknown": "NVML says: Unknown Error", "timeout": "NVML says: Timeout"}
+    first, broken, last = host.gpus()
+    assert (first, last) == (before[0], before[2])
+    assert broken.reason == words[error]
+    assert broken.pci_address == "0000:00:07.0"
+    assert broken.vendor_device_id == "10de:1eb8"
+    assert (broken.link, broken.render_node) == (before[1].link, "/dev/dri/renderD129")
+
+
+@pytest.mark.parametrize("call", ["nvmlDeviceGetHandleByIndex", "nvmlDeviceGetPciInfo"])
+@pytest.mark.parametrize("error", ["no_permission", "unknown"])
+def test_a_gpu_without_handle_or_address_is_listed_by_its_place_on_the_bus(
+    open_host: OpenHost, call: str, error: str
+) -> None:
+    host = open_host([{"kind": "t4", "count": 3}])
+    before = host.gpus()
+    host.sim.fail(call, error, gpu=1)
+    first, broken, last = host.gpus()
+    assert (first, last) == (before[0], before[2])
+    assert broken == Gpu(
+        "0000:00:07.0",
+        vendor_device_id="10de:1eb8",
+        link=before[1].link,
+        render_node="/dev/dri/renderD129",
+        reason=MESSAGES[error][0],
+    )
+
+
+def test_a_gpu_without_uuid_cannot_be_used_but_is_listed(open_host: OpenHost) -> None:
+    host = open_host()
+    host.sim.fail("nvmlDeviceGetUUID", "not_supported")
+    (gpu,) = host.gpus()
+    assert (gpu.uuid, gpu.reason) == (None, MESSAGES["not_supported"][0])
+
+
+@pytest.mark.parametrize("lookup", ["gpu_is_lost", "success"])
+def test_a_gpu_that_is_lost_before_the_start_does_not_hide_the_others(
+    open_host: OpenHost, lookup: str
+) -> None:
+    host = open_host([{"kind": "t4"}, {"kind": "l4", "lost": True}, {"kind": "t4"}])
+    host.sim.gpus[1].lose(lookup=lookup)
+    found = host.gpus()
+    assert [gpu.reason for gpu in found] == ["", LOST, ""]
+    assert [gpu.nvml_index for gpu in found] == [0, None, 2]
+    assert found[1].vendor_device_id == "10de:27b8"
+
+
+@pytest.mark.parametrize("lookup", ["gpu_is_lost", "success"])
+def test_a_gpu_that_is_lost_while_we_run_is_listed_with_its_reason_until_it_is_back(
+    open_host: OpenHost, lookup: str
+) -> None:
+    host = open_host([{"kind": "t4", "count": 2}])
+    before = host.gpus()
+    host.sim.gpus[0].lose(lookup=lookup)
+    assert [gpu.reason for gpu in host.gpus()] == [LOST, ""]
+    host.sim.gpus[0].restore()
+    assert host.gpus() == before
+
+
+def test_all_gpus_lost_is_a_host_of_broken_gpus(open_host: OpenHost) -> None:
+    host = open_host([{"kind": "t4", "count": 4}])
+    for gpu in host.sim.gpus:
+        gpu.lose()
+    assert [gpu.reason for gpu in host.gpus()] == [LOST] * 4
+
+
+def test_a_gpu_on_the_bus_that_the_driver_does_not_offer_is_listed(open_host: OpenHost) -> None:
+    host = open_host([{"kind": "t4", "count": 2}])
+    folder = host.sim.root / "sys/bus/pci/devices/0000:00:09.0"
+    folder.mkdir()
+    for name, text in {"vendor": "0x10de", "device": "0x1eb8", "class": "0x030200"}.items():
+        (folder / name).write_text(f"{text}\n")
+    found = host.gpus()
+    assert [gpu.pci_address for gpu in found] == ["0000:00:06.0", "0000:00:07.0", "0000:00:09.0"]
+    assert found[2].vendor_device_id == "10de:1eb8"
+    assert found[2].reason != ""

@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import pytest
+from yunion_mps.models import Driver, Gpu, Inventory, PcieLink
+
+from simhost.catalog import KINDS
+from unit.inventory.opened import OpenHost
+
+
+def test_the_reference_case_has_every_field(open_host: OpenHost) -> None:
+    assert open_host().scan() == Inventory(
+        Driver("535.261.03", "12.2"),
+        (
+            Gpu(
+                pci_address="0000:00:06.0",
+                uuid="GPU-76aef7ff-372d-2432-b4b4-beca4d8d3400",
+                name="Tesla P40",
+                nvml_index=0,
+                minor=0,
+                memory_mib=23040,
+                compute_mode="Default",
+                compute_capability=(6, 1),
+                mig_enabled=None,
+                vendor_device_id="10de:1b38",
+                numa_node=None,
+                link=PcieLink("3.0", "8GT/s", 16, "15.76 GB/s"),
+                render_node="/dev/dri/renderD128",
+                reason="",
+            ),
+        ),
+    )
+
+
+def test_every_kind_from_kepler_to_blackwell_is_described(open_host: OpenHost) -> None:
+    host = open_host([{"kind": kind, "numa_node": slot % 2} for slot, kind in enumerate(KINDS)])
+    found = host.gpus()
+    assert [gpu.name for gpu in found] == [kind.name for kind in KINDS.values()]
+    for slot, (gpu, kind) in enumerate(zip(found, KINDS.values())):
+        link = gpu.link
+        assert link is not None
+        assert gpu._replace(link=None) == Gpu(
+            pci_address=f"0000:00:{6 + slot:02x}.0",
+            uuid=host.sim.gpus[slot].uuid,
+            name=kind.name,
+            nvml_index=slot,
+            minor=slot,
+            memory_mib=kind.memory_mib,
+            compute_mode="Default",
+            compute_capability=kind.capability,
+            mig_enabled=False if kind.mig else None,
+            vendor_device_id=f"10de:{kind.device:04x}",
+            numa_node=slot % 2,
+            render_node=f"/dev/dri/renderD{128 + slot}",
+        )
+        assert (link.version, link.lane_width) == (f"{kind.generation}.0", 16)
+
+
+def test_sixty_four_gpus_are_found_in_pci_order(open_host: OpenHost) -> None:
+    found = open_host([{"kind": "h100", "count": 64}]).gpus()
+    assert [gpu.nvml_index for gpu in found] == list(range(64))
+    assert len({gpu.uuid for gpu in found}) == 64
+    assert [gpu.pci_address for gpu in found] == sorted(gpu.pci_address for gpu in found)
+
+
+def test_other_pci_domains_are_kept_and_follow_in_the_order_of_the_bus(open_host: OpenHost) -> None:
+    addresses = ["10000:e1:00.0", "0001:00:06.0", "0000:00:06.0", "ffff:01:00.0"]
+    found = open_host([{"kind": "t4", "pci": pci} for pci in addresses]).gpus()
+    assert [gpu.pci_address for gpu in found] == [
+        "0000:00:06.0",
+        "0001:00:06.0",
+        "ffff:01:00.0",
+        "10000:e1:00.0",
+    ]
+    assert [gpu.address for gpu in found] == ["00:06.0", "0001:00:06.0", "ffff:01:00.0", "10000:e1:00.0"]
+    assert [gpu.render_node for gpu in found] == [
+        f"/dev/dri/renderD{number}" for number in (130, 129, 131, 128)
+    ]
+    assert all(gpu.link for gpu in found)
+
+
+@pytest.mark.parametrize(
+    ("mode", "name"),
+    [("default", "Default"), ("prohibited", "Prohibited"), ("exclusive_process", "Exclusive_Process")],
+)
+def test_compute_modes_have_the_names_of_nvidia_smi(open_host: OpenHost, mode: str, name: str) -> None:
+    assert open_host([{"kind": "t4", "compute_mode": mode}]).gpus()[0].compute_mode == name
+
+
+@pytest.mark.parametrize(
+    ("kind", "mig", "found"), [("a100", True, True), ("a100", False, False), ("t4", False, None)]
+)
+def test_mig_mode_is_on_off_or_unknown_to_the_gpu(
+    open_host: OpenHost, kind: str, mig: bool, found: bool | None
+) -> None:
+    assert open_host([{"kind": kind, "mig": mig}]).gpus()[0].mig_enabled is found
+
+
+def test_a_gpu_without_render_node_has_none(open_host: OpenHost) -> None:
+    assert open_host([{"kind": "t4", "render": None}]).gpus()[0].render_node is None
+
+
+def test_a_host_that_changes_is_seen_as_it_is_now(open_host: OpenHost) -> None:
+    host = open_host([{"kind": "a100", "count": 2}])
+    host.sim.gpus[1].compute_mode = "prohibited"
+    host.sim.gpus[0].mig = True
+    assert [(gpu.compute_mode, gpu.mig_enabled) for gpu in host.gpus()] == [
+        ("Default", True),
+        ("Prohibited", False),
+    ]

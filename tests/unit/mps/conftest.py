@@ -1,0 +1,115 @@
+"""A real control daemon, plans for one, and trees as a hostile user leaves them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from simhost.environment import CHECKOUT
+from yunion_mps.models import DomainPlan
+from yunion_mps.mps.adoption import control_environment
+from yunion_mps.process import Process, spawn
+
+from .driving import Clock, DomainRun, wait_until_it_answers
+
+MakePlan = Callable[..., DomainPlan]
+StartControl = Callable[..., Process]
+RunDomain = Callable[..., DomainRun]
+
+
+@pytest.fixture
+def program() -> str:
+    """NVIDIA's own control program."""
+    found = shutil.which(
+        "nvidia-cuda-mps-control", path=f"{CHECKOUT}/.nvidia/usr/bin{os.pathsep}{os.environ['PATH']}"
+    )
+    if found is None:
+        pytest.fail("nvidia-cuda-mps-control is not there: run scripts/setup")
+    return found
+
+
+@pytest.fixture
+def place() -> Iterator[Path]:
+    """A short directory, because a socket's path ends at 107 bytes and pytest's own can be longer."""
+    path = Path(tempfile.mkdtemp(prefix="mps."))
+    path.chmod(0o755)
+    yield path
+    shutil.rmtree(path)
+
+
+@pytest.fixture
+def make_plan(place: Path) -> MakePlan:
+    """Make a domain's plan in `place`: one GPU with 5760 MiB and 25 % unless told otherwise."""
+
+    def make(memory_mib: tuple[int, ...] = (5760,), percentage: float = 25.0, name: str = "host") -> DomainPlan:
+        uuids = tuple(f"GPU-00000000-0000-0000-0000-{index:012d}" for index in range(len(memory_mib)))
+        return DomainPlan(name, str(place / "pipe"), str(place / "log"), uuids, memory_mib, percentage)
+
+    return make
+
+
+@pytest.fixture
+def plan(make_plan: MakePlan) -> DomainPlan:
+    """The reference case's."""
+    return make_plan()
+
+
+@pytest.fixture
+def start_control(program: str) -> Iterator[StartControl]:
+    """Start a real control daemon in a plan's directories, with our environment or another; wait until it answers."""
+    started: list[Process] = []
+
+    def start(plan: DomainPlan, environment: dict[str, str] | None = None) -> Process:
+        os.makedirs(plan.pipe_directory, exist_ok=True)
+        os.makedirs(plan.log_directory, exist_ok=True)
+        with open("/dev/null", "wb") as null:
+            process = spawn(
+                [program, "-f"],
+                control_environment(plan) if environment is None else environment,
+                stdin=None,
+                stdout=null.fileno(),
+                stderr=null.fileno(),
+            )
+        started.append(process)
+        wait_until_it_answers(plan, process.pid)
+        return process
+
+    yield start
+    for process in started:
+        with contextlib.suppress(OSError):  # the test has killed it
+            process.kill()
+
+
+@pytest.fixture
+def run_domain(program: str, plan: DomainPlan) -> Iterator[RunDomain]:
+    """Make a Domain with a clock that the test turns; whatever it started is gone at the end."""
+    made: list[DomainRun] = []
+
+    def make(its_plan: DomainPlan | None = None, its_program: str | None = None) -> DomainRun:
+        run = DomainRun(its_plan or plan, its_program or program, Clock())
+        made.append(run)
+        return run
+
+    yield make
+    for run in made:
+        run.end()
+
+
+@pytest.fixture
+def write_program(place: Path) -> Callable[[str], str]:
+    """Write a shell script in the place of NVIDIA's program; returns its path."""
+
+    def write(script: str) -> str:
+        path = place / "bin/nvidia-cuda-mps-control"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f"#!/bin/sh\n{script}\n")
+        path.chmod(0o755)
+        return str(path)
+
+    return write

@@ -1,0 +1,176 @@
+"""A control daemon that serves already: our own survivor is taken over, everybody else's is left alone."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+
+import pytest
+
+from yunion_mps.models import DomainPlan
+from yunion_mps.mps.adoption import MARK, adopt, control_environment
+from yunion_mps.mps.control import PROGRAM
+from yunion_mps.mps.states import APPLYING, BACKOFF, FAILED, READY, STARTING, STOPPED
+from yunion_mps.process import spawn
+
+from .conftest import MakePlan, RunDomain, StartControl
+from .driving import converse, wait_until_it_answers
+
+STRANGERS = "not started by us"
+FOR_OTHERS = "left by an earlier yunion-mps-daemon for other GPUs"
+
+
+def test_where_nothing_serves_there_is_nothing_to_take_over(plan: DomainPlan) -> None:
+    assert adopt(plan) is None
+
+
+def test_our_own_survivor_is_taken_over_with_its_limits_set_anew(
+    run_domain: RunDomain, plan: DomainPlan, start_control: StartControl, program: str
+) -> None:
+    survivor = start_control(plan)
+    run = run_domain().start()
+    assert run.reasons == [f"took over the running control daemon (PID {survivor.pid}); it does not answer yet"]
+    run.until(READY)
+    assert run.pid == survivor.pid
+    assert converse(program, plan, "get_default_device_pinned_mem_limit 0") == ["5G"]
+    run.stop().until(STOPPED)
+    assert survivor.status() == 0, "a stop ends it like one that we started"
+
+
+def test_the_death_of_a_survivor_is_noticed_and_a_new_one_started(
+    run_domain: RunDomain, plan: DomainPlan, start_control: StartControl
+) -> None:
+    survivor = start_control(plan)
+    run = run_domain().start().until(READY)
+    survivor.signal(signal.SIGKILL)
+    run.until_ended().tick()
+    assert run.reasons[3].startswith(f"the control daemon (PID {survivor.pid}) ended")
+    assert run.until(READY).pid != survivor.pid
+
+
+def test_a_survivor_that_hangs_is_not_killed_and_looked_at_again_later(
+    run_domain: RunDomain, plan: DomainPlan, start_control: StartControl
+) -> None:
+    """Clients may be at work on it."""
+    survivor = start_control(plan)
+    survivor.signal(signal.SIGSTOP)
+    run = run_domain().start().until(APPLYING).turn(5).until(APPLYING).turn(5)
+    assert run.state == BACKOFF
+    assert run.domain.reason.startswith("the control daemon did not answer")
+    assert survivor.status() is None
+    survivor.signal(signal.SIGCONT)
+    assert run.turn(1).until(READY).pid == survivor.pid
+
+
+def test_a_survivor_is_spared_when_the_daemon_fails(
+    run_domain: RunDomain, plan: DomainPlan, start_control: StartControl
+) -> None:
+    survivor = start_control(plan)
+    run = run_domain().start().until(READY)
+    run.domain.stop(run.clock.now_s, spare_found=True)
+    assert run.state == STOPPED
+    assert run.domain.left_running
+    assert survivor.status() is None
+
+
+def test_one_that_we_started_is_not_spared(run_domain: RunDomain) -> None:
+    run = run_domain().start().until(READY)
+    pid = run.pid
+    run.domain.stop(run.clock.now_s, spare_found=True)
+    run.until(STOPPED)
+    assert not os.path.exists(f"/proc/{pid}")
+    assert not run.domain.left_running
+
+
+def without_mark(plan: DomainPlan) -> dict[str, str]:
+    return {name: value for name, value in control_environment(plan).items() if name != MARK}
+
+
+def for_other_gpus(plan: DomainPlan) -> dict[str, str]:
+    return {**control_environment(plan), "CUDA_VISIBLE_DEVICES": "GPU-11111111-0000-0000-0000-000000000000"}
+
+
+def of_another_domain(plan: DomainPlan) -> dict[str, str]:
+    return {**control_environment(plan), MARK: "00:07.0"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "who"),
+    [(without_mark, STRANGERS), (for_other_gpus, FOR_OTHERS), (of_another_domain, FOR_OTHERS)],
+)
+def test_a_control_daemon_of_somebody_else_is_refused_and_left_alone(
+    run_domain: RunDomain,
+    plan: DomainPlan,
+    start_control: StartControl,
+    program: str,
+    environment: object,
+    who: str,
+) -> None:
+    assert callable(environment)
+    stranger = start_control(plan, environment(plan))
+    converse(program, plan, "set_default_active_thread_percentage 77")
+    run = run_domain().start()
+    assert run.states == [STOPPED, FAILED]
+    error = run.domain.error
+    assert error is not None
+    assert error.message == (
+        f"a control daemon (PID {stranger.pid}, uid {os.getuid()}), {who}, already serves {plan.pipe_directory}"
+    )
+    assert error.hint == (
+        f"when its jobs are done, end it with: echo quit | CUDA_MPS_PIPE_DIRECTORY={plan.pipe_directory} {PROGRAM}"
+    )
+    assert run.turn(60).states == [STOPPED, FAILED, FAILED]
+    run.stop()
+    assert stranger.status() is None
+    assert converse(program, plan, "get_default_active_thread_percentage") == ["77.0"]
+
+
+def test_once_the_stranger_is_gone_the_domain_starts(
+    run_domain: RunDomain, plan: DomainPlan, start_control: StartControl, program: str
+) -> None:
+    stranger = start_control(plan, without_mark(plan))
+    run = run_domain().start()
+    converse(program, plan, "quit")
+    while stranger.status() is None:
+        os.sched_yield()
+    assert run.turn(59.9).state == FAILED
+    assert run.turn(0.1).until(READY).states == [STOPPED, FAILED, STARTING, APPLYING, READY]
+
+
+def test_another_program_on_the_socket_is_refused_even_with_our_mark(
+    run_domain: RunDomain, plan: DomainPlan
+) -> None:
+    os.makedirs(plan.pipe_directory)
+    listen = "import socket,sys,time; s=socket.socket(socket.AF_UNIX,socket.SOCK_SEQPACKET); s.bind(sys.argv[1]); s.listen(); time.sleep(1000)"
+    with open(os.devnull, "r+b") as null:
+        argv = [os.path.realpath(sys.executable), "-I", "-c", listen, f"{plan.pipe_directory}/control"]
+        other = spawn(
+            argv, control_environment(plan), stdin=None, stdout=null.fileno(), stderr=null.fileno()
+        )
+    try:
+        wait_until_it_answers(plan, other.pid)
+        run = run_domain().start()
+        assert run.state == FAILED
+        assert f"(PID {other.pid}, uid {os.getuid()})" in run.domain.reason
+        assert other.status() is None
+    finally:
+        other.kill()
+
+
+def test_a_socket_that_was_left_behind_is_no_hindrance(run_domain: RunDomain, plan: DomainPlan) -> None:
+    os.makedirs(plan.pipe_directory)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as left:
+        left.bind(f"{plan.pipe_directory}/control")
+    assert run_domain().start().until(READY).states == [STOPPED, STARTING, APPLYING, READY]
+
+
+def test_two_plans_of_the_same_gpus_are_the_same_survivors(
+    make_plan: MakePlan, run_domain: RunDomain, start_control: StartControl, program: str
+) -> None:
+    """Other limits are no reason to refuse it: they are set anew, for the next server."""
+    survivor = start_control(make_plan((5760,), 25.0))
+    run = run_domain(make_plan((2880,), 12.5)).start().until(READY)
+    assert run.pid == survivor.pid
+    assert converse(program, run.domain.plan, "get_default_active_thread_percentage") == ["12.5"]

@@ -1,0 +1,255 @@
+"""Conversations with NVIDIA's real control daemon, and what counts as its limits being in force."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from collections.abc import Callable
+
+import pytest
+
+from yunion_mps.errors import ControlError, HostError
+from yunion_mps.models import DomainPlan
+from yunion_mps.mps.control import (
+    Conversation,
+    Peer,
+    check_limits,
+    client_variables,
+    find_control_program,
+    limit_commands,
+    peer_of,
+    shown_memory,
+)
+from yunion_mps.planning import decimal, thread_percentage
+
+from .conftest import MakePlan, StartControl
+from .driving import converse
+
+NO_DEVICE = "no device is served without its limits; look at the end of the control daemon's log"
+
+
+def test_the_peer_of_a_pipe_directory_is_the_control_daemon_itself(
+    plan: DomainPlan, start_control: StartControl
+) -> None:
+    process = start_control(plan)
+    assert peer_of(plan.pipe_directory) == Peer(process.pid, os.getuid())
+
+
+def test_there_is_no_peer_without_a_control_daemon(plan: DomainPlan, start_control: StartControl) -> None:
+    assert peer_of(plan.pipe_directory) is None
+    start_control(plan).kill()
+    assert os.path.exists(f"{plan.pipe_directory}/control"), "the socket stays behind"
+    assert peer_of(plan.pipe_directory) is None
+
+
+def test_a_stopped_control_daemon_is_still_the_peer(plan: DomainPlan, start_control: StartControl) -> None:
+    process = start_control(plan)
+    process.signal(signal.SIGSTOP)
+    peer = peer_of(plan.pipe_directory)
+    assert peer is not None
+    assert peer.pid == process.pid
+
+
+def test_looking_for_the_peer_does_not_wait_for_a_socket_whose_queue_is_full(plan: DomainPlan) -> None:
+    os.makedirs(plan.pipe_directory)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(f"{plan.pipe_directory}/control")
+        listener.listen(0)
+        waiting = []
+        for _ in range(5):
+            waiting.append(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+            waiting[-1].setblocking(False)
+            waiting[-1].connect_ex(f"{plan.pipe_directory}/control")
+        assert peer_of(plan.pipe_directory) in (None, Peer(os.getpid(), os.getuid()))
+        for connection in waiting:
+            connection.close()
+
+
+def test_the_limits_of_many_gpus_are_set_and_read_back_in_one_conversation(
+    make_plan: MakePlan, start_control: StartControl, program: str
+) -> None:
+    plan = make_plan(tuple(1000 + 700 * index for index in range(32)), 12.5)
+    start_control(plan)
+    answer = converse(program, plan, *limit_commands(plan))
+    check_limits(plan, answer)
+    assert answer[0] == "12.5"
+
+
+def test_a_limit_that_the_control_daemon_ignores_is_noticed(
+    make_plan: MakePlan, start_control: StartControl, program: str
+) -> None:
+    """It keeps the memory limits of 32 devices, and says nothing to one for a 33rd."""
+    plan = make_plan((5760,) * 33)
+    start_control(plan)
+    answer = converse(program, plan, *limit_commands(plan))
+    with pytest.raises(ControlError, match="the memory limit of device 32 is not in force"):
+        check_limits(plan, answer)
+
+
+@pytest.mark.parametrize("memory_mib", [1, 9, 512, 1023, 1024, 1025, 1535, 2047, 2048, 5760, 143771])
+def test_memory_limits_of_every_size_are_shown_as_the_control_daemon_shows_them(
+    make_plan: MakePlan, start_control: StartControl, program: str, memory_mib: int
+) -> None:
+    plan = make_plan((memory_mib,))
+    start_control(plan)
+    set_it = f"set_default_device_pinned_mem_limit 0 {memory_mib}M"
+    assert converse(program, plan, set_it, "get_default_device_pinned_mem_limit 0") == [
+        shown_memory(memory_mib)
+    ]
+
+
+def test_every_percentage_that_a_plan_can_have_is_kept_as_it_was_set(
+    plan: DomainPlan, start_control: StartControl, program: str
+) -> None:
+    start_control(plan)
+    wanted = {
+        thread_percentage(policy, n) for policy in ("equal", "double", "none") for n in range(1, 1001)
+    }
+    ordered = sorted(wanted)
+    commands = [f"set_default_active_thread_percentage {decimal(value)}" for value in ordered]
+    assert converse(program, plan, *commands) == [f"{value:.1f}" for value in ordered]
+
+
+RIGHT = ["25.0", "5G", "25.0", "512M", "25.0"]
+
+
+@pytest.fixture
+def two_gpus(make_plan: MakePlan) -> DomainPlan:
+    return make_plan((5760, 512))
+
+
+def test_the_right_answer_is_accepted(two_gpus: DomainPlan) -> None:
+    check_limits(two_gpus, RIGHT)
+
+
+def memory(device: int, wanted: int, got: str) -> str:
+    return (
+        f"the memory limit of device {device} is not in force: it was set to {wanted}M, "
+        f"and the control daemon answers {got}"
+    )
+
+
+def percentage(got: str) -> str:
+    return f"the thread percentage is not in force: it was set to 25.0, and the control daemon answers {got}"
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        ("", memory(0, 5760, "nothing")),
+        ("25.0", memory(0, 5760, "nothing")),
+        ("25.0 25.0 25.0", memory(0, 5760, "nothing")),
+        ("25.0 25.0 512M 25.0", memory(0, 5760, "nothing")),
+        ("25.0 4G 25.0 512M 25.0", memory(0, 5760, "'4G'")),
+        ("25.0 512M 25.0 5G 25.0", memory(0, 5760, "'512M'")),
+        ("5G 25.0 512M 25.0", memory(0, 5760, "nothing")),
+        ("25.0 5G 25.0 25.0", memory(1, 512, "nothing")),
+        ("25.0 5G 25.0 512M", memory(1, 512, "nothing")),
+        ("25.0 5G 25.0 513M 25.0", memory(1, 512, "'513M'")),
+        ("100.0 5G 100.0 512M 100.0", percentage("'100.0'")),
+        ("25.0 5G 25.0 512M 30.0", percentage("'30.0'")),
+        ("refused 5G 25.0 512M 25.0", percentage("'refused'")),
+        ("25.0 5G 25.0 512M 25.0 refused", percentage("'refused'")),
+        ("25.0 4G 5G 25.0 512M 25.0", "the control daemon answers 6 lines where 5 were asked for"),
+        ("25.0 5G 25.0 512M 25.0 4G", "the control daemon answers 6 lines where 5 were asked for"),
+    ],
+)
+def test_every_wrong_answer_is_refused_with_the_limit_that_is_not_in_force(
+    two_gpus: DomainPlan, answer: str, message: str
+) -> None:
+    with pytest.raises(ControlError) as caught:
+        check_limits(two_gpus, answer.split())
+    assert caught.value.message == message
+    assert caught.value.hint == NO_DEVICE
+
+
+def test_no_single_line_of_the_right_answer_can_be_missing_doubled_or_other(two_gpus: DomainPlan) -> None:
+    for index in range(len(RIGHT)):
+        for instead in ([], [RIGHT[index]] * 2, ["x"], [""], ["26.0"], ["6G"], [RIGHT[index] + " "]):
+            wrong = RIGHT[:index] + instead + RIGHT[index + 1 :]
+            if wrong != RIGHT:
+                with pytest.raises(ControlError):
+                    check_limits(two_gpus, wrong)
+
+
+def test_a_stopped_control_daemon_ends_the_conversation_at_its_deadline(
+    plan: DomainPlan, start_control: StartControl, program: str
+) -> None:
+    start_control(plan).signal(signal.SIGSTOP)
+    before = sorted(os.listdir("/proc/self/fd"))
+    conversation = Conversation(program, plan.pipe_directory, limit_commands(plan), 100.0, 5.0)
+    assert conversation.deadline_s == 105.0
+    assert conversation.poll(100.0) is None
+    assert conversation.poll(104.9) is None
+    with pytest.raises(ControlError) as caught:
+        conversation.poll(105.0)
+    assert caught.value.message == (
+        "the control daemon did not answer 'set_default_active_thread_percentage 25' within 5 s"
+    )
+    assert caught.value.hint == "look at the end of its log"
+    assert sorted(os.listdir("/proc/self/fd")) == before, "the front-end and its pipe are gone"
+
+
+def test_without_a_control_daemon_the_front_ends_own_words_are_the_error(
+    plan: DomainPlan, program: str
+) -> None:
+    os.makedirs(plan.pipe_directory)
+    with pytest.raises(ControlError) as caught:
+        converse(program, plan, "get_server_list")
+    assert caught.value.message.startswith("nvidia-cuda-mps-control said: Cannot find MPS control daemon process")
+
+
+def test_a_front_end_that_fails_without_a_word_is_told_by_its_status(
+    plan: DomainPlan, write_program: Callable[[str], str]
+) -> None:
+    with pytest.raises(ControlError) as caught:
+        converse(write_program("exit 7"), plan, "get_server_list")
+    assert caught.value.message == "nvidia-cuda-mps-control said: status 7"
+
+
+def test_an_endless_answer_is_cut_and_ends_at_the_deadline(
+    plan: DomainPlan, write_program: Callable[[str], str]
+) -> None:
+    program = write_program("exec yes")
+    conversation = Conversation(program, plan.pipe_directory, ["get_server_list"], 0.0, 5.0)
+    for _ in range(3):
+        assert conversation.poll(1.0) is None
+    with pytest.raises(ControlError, match="within 5 s"):
+        conversation.poll(5.0)
+
+
+def test_a_front_end_that_cannot_be_started_leaves_no_pipe_behind(plan: DomainPlan) -> None:
+    before = sorted(os.listdir("/proc/self/fd"))
+    with pytest.raises(HostError):
+        Conversation("/no/such/program", plan.pipe_directory, ["quit"], 0.0, 5.0)
+    assert sorted(os.listdir("/proc/self/fd")) == before
+
+
+def test_the_front_ends_environment_is_built_from_nothing(
+    plan: DomainPlan, write_program: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", "/somewhere/else")
+    monkeypatch.setenv("NOTIFY_SOCKET", "/run/systemd/notify")
+    answer = converse(write_program("exec /usr/bin/env"), plan, "quit")
+    assert dict(line.split("=", 1) for line in answer) == {
+        **client_variables(plan.pipe_directory),
+        "PWD": os.getcwd(),
+    }
+
+
+def test_a_missing_control_program_is_named_with_the_packages_that_hold_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    try:
+        found = find_control_program()
+    except HostError as error:
+        assert error.message == "nvidia-cuda-mps-control is not installed"
+        assert error.hint == (
+            "install it: nvidia-cuda-mps on Debian (non-free), nvidia-compute-utils-<release> on Ubuntu, "
+            "nvidia-driver-cuda on RHEL and its kin (NVIDIA's repository), "
+            "xorg-x11-drv-nvidia-cuda on Fedora (RPM Fusion)"
+        )
+    else:
+        pytest.skip(f"this machine has one in {found}")

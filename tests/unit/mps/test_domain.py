@@ -1,0 +1,261 @@
+"""One domain with NVIDIA's real control daemon: its start, its limits, its deaths and its end."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from yunion_mps.models import DomainPlan
+from yunion_mps.mps.control import peer_of
+from yunion_mps.mps.states import APPLYING, BACKOFF, FAILED, READY, STARTING, STOPPED, STOPPING
+
+from .conftest import RunDomain
+from .driving import DomainRun, converse
+
+WriteProgram = Callable[[str], str]
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+def environment_of(pid: int) -> dict[str, str]:
+    words = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
+    return dict(word.split("=", 1) for word in words if word)
+
+
+def test_it_is_ready_with_its_limits_in_force(run_domain: RunDomain, plan: DomainPlan, program: str) -> None:
+    run = run_domain().start().until(READY)
+    assert run.states == [STOPPED, STARTING, APPLYING, READY]
+    assert run.reasons == [
+        "started; it does not answer yet",
+        "its limits are being set and read back",
+        "",
+    ]
+    answer = converse(
+        program, plan, "get_default_device_pinned_mem_limit 0", "get_default_active_thread_percentage"
+    )
+    assert answer == ["5G", "25.0"]
+    assert run.tick() is None, "a domain that serves needs no time"
+
+
+def test_the_control_daemons_environment_is_built_from_nothing(
+    run_domain: RunDomain, plan: DomainPlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("NOTIFY_SOCKET", "CUDA_VISIBLE_DEVICES", "LD_PRELOAD_X", "CUDA_MPS_PIPE_DIRECTORY"):
+        monkeypatch.setenv(name, "ours")
+    run = run_domain().start()
+    assert environment_of(run.pid) == {
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+        "CUDA_MPS_LOG_DIRECTORY": plan.log_directory,
+        "CUDA_MPS_PIPE_DIRECTORY": plan.pipe_directory,
+        "CUDA_VISIBLE_DEVICES": plan.gpu_uuids[0],
+        "LC_ALL": "C",
+        "PATH": "/usr/sbin:/usr/bin:/sbin:/bin",
+        "YUNION_MPS_DOMAIN": "host",
+    }
+
+
+def test_a_program_that_exits_at_once_is_told_with_its_last_words(
+    run_domain: RunDomain, plan: DomainPlan, write_program: WriteProgram
+) -> None:
+    run = run_domain(its_program=write_program("echo no CUDA here; exit 3")).start()
+    first = run.pid
+    run.until(BACKOFF)
+    log = f"{plan.log_directory}/control.log"
+    assert run.reasons[1] == f"the control daemon (PID {first}) exited with status 3"
+    assert run.domain.error is not None
+    assert run.domain.error.hint == f"its log is {log}\n  no CUDA here\n  no CUDA here"
+    assert READY not in run.states
+
+
+def test_a_program_that_cannot_be_run_fails_with_its_name(run_domain: RunDomain, place: Path) -> None:
+    (place / "broken").write_text("no program")
+    (place / "broken").chmod(0o755)
+    run = run_domain(its_program=str(place / "broken")).start()
+    assert run.states == [STOPPED, FAILED]
+    assert run.domain.reason == f"{place}/broken cannot be started: Exec format error"
+
+
+def test_a_control_daemon_that_never_answers_is_ended_after_ten_seconds(
+    run_domain: RunDomain, write_program: WriteProgram
+) -> None:
+    run = run_domain(its_program=write_program("exec sleep 1000")).start()
+    pid = run.pid
+    assert run.turn(9.9).state == STARTING
+    run.turn(0.1)
+    assert run.reasons[1] == "the control daemon did not answer within 10 s after its start"
+    assert is_gone(pid)
+
+
+def test_it_looks_less_and_less_often_whether_the_control_daemon_answers(
+    run_domain: RunDomain, write_program: WriteProgram
+) -> None:
+    run = run_domain(its_program=write_program("exec sleep 1000")).start()
+    waits = [run.tick() or 0.0 for _ in range(20)]
+    assert waits == sorted(waits)
+    assert waits[0] < 0.001
+    assert waits[-1] == pytest.approx(0.05)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("s/^5G$/4G/", "the memory limit of device 0 is not in force: it was set to 5760M, and the control daemon answers '4G'"),
+        ("/G$/d", "the memory limit of device 0 is not in force: it was set to 5760M, and the control daemon answers nothing"),
+        ("s/25.0/100.0/", "the thread percentage is not in force: it was set to 25.0, and the control daemon answers '100.0'"),
+        ("d", "the memory limit of device 0 is not in force: it was set to 5760M, and the control daemon answers nothing"),
+    ],
+)  # fmt: skip
+def test_limits_that_are_read_back_wrong_are_never_ready(
+    run_domain: RunDomain, program: str, write_program: WriteProgram, change: str, message: str
+) -> None:
+    wrong = write_program(f'[ "$1" = -f ] && exec {program} -f; {program} | sed "{change}"')
+    run = run_domain(its_program=wrong).start().until(BACKOFF)
+    assert READY not in run.states
+    assert run.domain.reason == message
+    assert run.domain.status().pid is None, "a control daemon of ours without its limits serves nobody"
+    write_program(f"exec {program} $1")
+    assert run.turn(1).until(READY).domain.error is None
+
+
+def test_it_is_started_again_at_once_and_then_later_and_later_up_to_a_minute(
+    run_domain: RunDomain, write_program: WriteProgram
+) -> None:
+    run = run_domain(its_program=write_program("exit 3")).start()
+    run.until(BACKOFF)
+    assert run.states[1:4] == [STARTING, BACKOFF, STARTING], "the first new start is immediate"
+    for wait_s in (1, 2, 4, 8, 16, 32, 60, 60):
+        assert run.tick() == pytest.approx(wait_s)
+        assert run.turn(wait_s - 0.5).state == BACKOFF
+        before = len(run.states)
+        run.turn(0.5).until(BACKOFF)
+        assert run.states[before] == STARTING
+    assert run.domain.restarts == 10
+
+
+def kill_control_daemon(run: DomainRun) -> DomainRun:
+    os.kill(run.pid, signal.SIGKILL)
+    run.until_ended().tick()
+    return run
+
+
+def test_a_control_daemon_that_dies_is_replaced_with_its_limits(
+    run_domain: RunDomain, plan: DomainPlan, program: str
+) -> None:
+    run = run_domain().start().until(READY)
+    first = run.pid
+    kill_control_daemon(run).until(READY)
+    assert run.pid != first
+    assert run.domain.restarts == 1
+    assert f"the control daemon (PID {first}) was killed by signal 9" in run.reasons[3]
+    assert converse(program, plan, "get_default_device_pinned_mem_limit 0") == ["5G"]
+
+
+def test_earlier_deaths_count_no_more_after_a_minute_of_service(run_domain: RunDomain) -> None:
+    run = run_domain().start().until(READY)
+    kill_control_daemon(run).until(READY)
+    run.clock.now_s += 59
+    assert kill_control_daemon(run).tick() == pytest.approx(1)
+    run.turn(1).until(READY)
+    run.clock.now_s += 60
+    assert kill_control_daemon(run).state == STARTING
+
+
+def test_its_log_is_continued_by_the_next_one(run_domain: RunDomain, plan: DomainPlan) -> None:
+    log = Path(plan.log_directory) / "control.log"
+    run_domain().start().until(READY).stop().until(STOPPED)
+    first = log.read_text()
+    assert first
+    run_domain().start().until(READY).stop().until(STOPPED)
+    assert log.read_text().startswith(first)
+    assert len(log.read_text()) > len(first)
+
+
+def test_a_stop_ends_the_control_daemon_without_any_time_passing(
+    run_domain: RunDomain, plan: DomainPlan
+) -> None:
+    run = run_domain().start().until(READY)
+    pid = run.pid
+    run.stop()
+    assert (run.state, run.domain.reason) == (STOPPING, "waiting up to 10 s for its clients to end")
+    run.until(STOPPED)
+    assert is_gone(pid)
+    assert peer_of(plan.pipe_directory) is None
+    assert run.domain.descriptors() == []
+
+
+def test_a_stop_of_what_has_stopped_or_is_stopping_changes_nothing(run_domain: RunDomain) -> None:
+    run = run_domain().start().until(READY).stop()
+    before = list(run.states)
+    assert run.stop().states == before
+    run.until(STOPPED)
+    before = list(run.states)
+    assert run.stop().states == before
+
+
+def test_a_hanging_control_daemon_is_ended_by_sigterm_and_then_sigkill(
+    run_domain: RunDomain, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, "yunion_mps.mps.domain")
+    run = run_domain().start().until(READY)
+    pid = run.pid
+    os.kill(pid, signal.SIGSTOP)
+    run.stop()
+    assert run.tick() == pytest.approx(12)
+    run.turn(11.9)
+    assert caplog.messages == []
+    run.turn(0.1)
+    assert caplog.messages[-1] == f"domain host: control daemon (PID {pid}) gets SIGTERM"
+    run.turn(2)
+    assert caplog.messages[-1] == f"domain host: control daemon (PID {pid}) gets SIGKILL"
+    run.until(STOPPED)
+    assert is_gone(pid)
+
+
+def test_a_control_daemon_that_cannot_be_asked_to_quit_gets_sigterm_at_once(
+    run_domain: RunDomain, write_program: WriteProgram
+) -> None:
+    """A stop while it starts: nothing listens yet, so there is nothing to wait for."""
+    script = '[ "$1" = -f ] && exec sleep 1000; echo Cannot find MPS control daemon process; exit 1'
+    run = run_domain(its_program=write_program(script)).start()
+    run.stop().until(STOPPED)
+
+
+def test_a_front_end_that_hangs_does_not_keep_a_stop_from_ending(
+    run_domain: RunDomain, program: str, write_program: WriteProgram
+) -> None:
+    run = run_domain(its_program=write_program(f"exec {program} $1")).start().until(READY)
+    write_program("exec sleep 1000")
+    run.stop().turn(12).until(STOPPED)
+
+
+def test_a_control_daemon_that_dies_while_it_is_stopped_has_stopped(run_domain: RunDomain) -> None:
+    run = run_domain().start().until(READY)
+    os.kill(run.pid, signal.SIGSTOP)
+    run.stop()
+    os.kill(run.pid, signal.SIGKILL)
+    assert run.until(STOPPED).domain.restarts == 0
+
+
+def test_it_can_be_started_again_after_a_stop(run_domain: RunDomain) -> None:
+    run = run_domain().start().until(READY).stop().until(STOPPED)
+    assert run.start().until(READY).domain.reason == ""
+
+
+def test_a_life_from_start_to_stop_leaves_no_descriptor_open(run_domain: RunDomain) -> None:
+    run_domain().start().until(READY).stop().until(STOPPED)
+    before = os.listdir("/proc/self/fd")
+    for _ in range(3):
+        run = run_domain().start().until(READY)
+        kill_control_daemon(run).until(READY).stop().until(STOPPED)
+    assert len(os.listdir("/proc/self/fd")) == len(before)

@@ -1,0 +1,238 @@
+from __future__ import annotations
+
+import pytest
+from yunion_mps.models import Config, Driver, Gpu, Inventory
+from yunion_mps.planning import find_gpu, make_plan, max_clients
+
+from unit.builders import DEVICES, HOST, MACHINE_ID, P40, config, entry, gpu, inventory
+
+
+def messages(settings: Config, found: Inventory) -> list[str]:
+    return [str(problem) for problem in make_plan(settings, found, MACHINE_ID)[1]]
+
+
+def reasons(found: Gpu, settings: Config) -> str:
+    plan, problems = make_plan(settings, inventory(found), MACHINE_ID)
+    assert problems == []
+    assert (plan.devices, plan.domains, plan.compute_modes) == ((), (), {})
+    return plan.unavailable[found.pci_address]
+
+
+@pytest.mark.parametrize(
+    "spelling",
+    [
+        "/dev/dri/renderD128",
+        " /dev/dri/renderD128 ",
+        "/dev/dri/by-path/pci-0000:00:06.0-render",
+        "00:06.0",
+        "0000:00:06.0",
+        "00000000:00:06.0",
+        "GPU-76aef7ff-372d-2432-b4b4-beca4d8d3400",
+        "gpu-76AEF7FF-372D-2432-B4B4-BECA4D8D3400",
+    ],
+)
+def test_a_gpu_is_found_by_render_node_pci_address_and_uuid(spelling: str) -> None:
+    assert find_gpu(spelling, [gpu(1), P40, gpu(2)]) is P40
+
+
+@pytest.mark.parametrize("spelling", ["10000:E1:00.0", "10000:e1:00.0", "00010000:e1:00.0"])
+def test_a_gpu_in_another_pci_domain_is_found_with_its_domain(spelling: str) -> None:
+    other = gpu(1, pci_address="10000:e1:00.0")
+    assert find_gpu(spelling, [gpu(2, pci_address="0000:e1:00.0"), other]) is other
+
+
+@pytest.mark.parametrize(
+    "spelling",
+    [
+        "/dev/dri/renderD129",
+        "/dev/dri/card0",
+        "/dev/nvidia0",
+        "00:07.0",
+        "0001:00:06.0",
+        "1:00:06.0",
+        "00:06.1",
+        "00:06",
+        "6.0",
+        "GPU-76aef7ff",
+        "0",
+        "all",
+        ":",
+        "::",
+    ],
+)
+def test_nothing_else_names_a_gpu(spelling: str) -> None:
+    assert find_gpu(spelling, [P40]) is None
+
+
+def test_an_address_without_domain_is_in_domain_0000() -> None:
+    other = gpu(1, pci_address="0001:00:06.0")
+    assert find_gpu("00:06.0", [other]) is None
+    assert find_gpu("00:06.0", [other, P40]) is P40
+
+
+def test_a_gpu_without_render_node_and_uuid_is_found_by_its_address_alone() -> None:
+    bare = Gpu("0000:00:06.0")
+    assert find_gpu("00:06.0", [bare]) is bare
+    assert find_gpu("/dev/dri/by-path/pci-0000:00:06.0-render", [bare]) is None
+
+
+def test_a_path_that_is_no_gpu_is_named_with_those_that_are() -> None:
+    found = inventory(P40, gpu(1, render_node=None), gpu(2, render_node=None, uuid=None))
+    assert messages(config(entry("/dev/dri/renderD130", 4, 7)), found) == [
+        (
+            f"{DEVICES}:7: path /dev/dri/renderD130 is no GPU of this host: the GPUs of this host are"
+            f" /dev/dri/renderD128, {gpu(1).uuid}, 02:00.0"
+        )
+    ]
+
+
+def test_a_path_on_a_host_without_gpus_is_named() -> None:
+    assert messages(config(entry("00:06.0", 4)), inventory()) == [
+        f"{DEVICES}:2: path 00:06.0 is no GPU of this host: this host has no NVIDIA GPU"
+    ]
+
+
+def test_the_uuid_of_a_gpu_that_is_lost_is_no_wrong_configuration() -> None:
+    lost = Gpu("0000:02:00.0", reason="GPU is lost")
+    settings = config(entry(str(gpu(1).uuid), 2), entry(str(gpu(2).uuid), 2, 5))
+    plan, problems = make_plan(settings, inventory(gpu(1), lost), MACHINE_ID)
+    assert problems == []
+    assert {device.gpu_uuid for device in plan.devices} == {gpu(1).uuid}
+
+
+def test_the_same_gpu_twice_is_named_with_the_first_line() -> None:
+    settings = config(entry("00:06.0", 4), entry("00:06.0", 2, 5))
+    assert messages(settings, inventory(P40)) == [
+        (
+            f"{DEVICES}:5: path 00:06.0 is GPU 00:06.0, which line 2 divides already:"
+            " remove one of the two entries"
+        )
+    ]
+
+
+def test_the_same_gpu_by_several_spellings_is_named_with_the_first_line_and_spelling() -> None:
+    settings = config(
+        entry("/dev/dri/renderD128", 4), entry("0000:00:06.0", 2, 5), entry(str(P40.uuid).upper(), 2, 8)
+    )
+    already = (
+        "is GPU 00:06.0, which line 2 divides already as /dev/dri/renderD128: remove one of the two entries"
+    )
+    assert messages(settings, inventory(P40)) == [
+        f"{DEVICES}:5: path 0000:00:06.0 {already}",
+        f"{DEVICES}:8: path {str(P40.uuid).upper()} {already}",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("capability", "driver", "clients"),
+    [
+        ((3, 5), "470.256.02", 16),
+        ((6, 1), "535.261.03", 16),
+        ((6, 1), "590.44.01", 16),
+        ((7, 0), "535.261.03", 48),
+        ((9, 0), "589.99", 48),
+        ((9, 0), "590.44.01", 60),
+        ((12, 0), "615.10", 60),
+        ((7, 5), "", 48),
+        ((7, 5), "unknown", 48),
+        ((3, 0), "535.261.03", 16),
+        (None, "615.10", 16),
+    ],
+)
+def test_how_many_clients_mps_serves_on_a_gpu(capability: tuple[int, int], driver: str, clients: int) -> None:
+    assert max_clients(gpu(compute_capability=capability), Driver(driver, None), None) == clients
+
+
+def test_the_override_decides_on_every_gpu() -> None:
+    assert max_clients(P40, Driver("535", None), 128) == 128
+    assert max_clients(gpu(), Driver("535", None), 4) == 4
+
+
+def test_more_devices_than_mps_serves_clients_is_named_with_what_is_allowed() -> None:
+    settings = config(entry("00:06.0", 17), entry("01:00.0", 49, 5))
+    assert messages(settings, inventory(P40, gpu(1))) == [
+        (
+            f"{DEVICES}:4: virtual_number is 17, more than the 16 clients that MPS allows"
+            " on GPU 00:06.0 (Tesla P40):"
+            " write at most 16"
+        ),
+        (
+            f"{DEVICES}:7: virtual_number is 49, more than the 48 clients that MPS allows on GPU 01:00.0"
+            " (NVIDIA H100 80GB HBM3): write at most 48,"
+            " or set cuda_mps_max_clients in host.conf where the driver allows more"
+        ),
+    ]
+    allowed = config(entry("00:06.0", 16), entry("01:00.0", 48, 5))
+    assert messages(allowed, inventory(P40, gpu(1))) == []
+    assert messages(config(entry("01:00.0", 60)), inventory(gpu(1), driver="590.44.01")) == []
+
+
+def test_more_replicas_than_mps_serves_clients_are_named_at_their_line_of_host_conf() -> None:
+    assert messages(config(cuda_mps_replicas=20), inventory(gpu(1), P40)) == [
+        (
+            f"{HOST}:9: cuda_mps_replicas is 20, more than the 16 clients that MPS allows"
+            " on GPU 00:06.0 (Tesla P40):"
+            " write at most 16"
+        )
+    ]
+
+
+def test_an_override_below_the_default_number_of_replicas_is_named_at_its_own_line() -> None:
+    assert messages(config(cuda_mps_max_clients=4), inventory(P40)) == [
+        (
+            f"{HOST}:9: cuda_mps_replicas is 10, more than the 4 clients that MPS allows"
+            " on GPU 00:06.0 (Tesla P40):"
+            " write at most 4"
+        )
+    ]
+
+
+def test_a_broken_gpu_is_not_held_to_a_number_of_clients() -> None:
+    broken = gpu(1, compute_capability=None, reason="GPU is lost")
+    plan, problems = make_plan(config(entry("01:00.0", 48)), inventory(broken), MACHINE_ID)
+    assert (problems, plan.unavailable) == ([], {broken.pci_address: "GPU is lost"})
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"reason": "the GPU has fallen off the bus"}, "the GPU has fallen off the bus"),
+        ({"uuid": None}, "the driver does not tell the GPU's UUID and memory"),
+        ({"memory_mib": None}, "the driver does not tell the GPU's UUID and memory"),
+        (
+            {"mig_enabled": True},
+            "the GPU is in MIG mode, which excludes MPS on it as a whole (turn it off: nvidia-smi -mig 0)",
+        ),
+        ({"compute_capability": (3, 0)}, "MPS needs compute capability 3.5, the GPU has 3.0"),
+        ({"compute_capability": (2, 1)}, "MPS needs compute capability 3.5, the GPU has 2.1"),
+    ],
+)
+def test_a_gpu_that_cannot_serve_gets_a_reason_instead_of_devices(
+    given: dict[str, object], reason: str
+) -> None:
+    assert reasons(gpu(1, **given), config(entry("01:00.0", 2))) == reason
+
+
+def test_a_prohibited_gpu_cannot_serve_where_compute_modes_are_kept() -> None:
+    prohibited = gpu(1, compute_mode="Prohibited")
+    assert reasons(prohibited, config(entry("01:00.0", 2), cuda_mps_compute_mode="keep")) == (
+        "the GPU's compute mode is Prohibited, and cuda_mps_compute_mode is keep"
+    )
+    plan, _ = make_plan(config(entry("01:00.0", 2)), inventory(prohibited), MACHINE_ID)
+    assert (len(plan.devices), plan.compute_modes) == (2, {prohibited.uuid: "Exclusive_Process"})
+
+
+def test_a_gpu_of_capability_3_5_is_the_oldest_that_serves() -> None:
+    plan, _ = make_plan(config(entry("01:00.0", 2)), inventory(gpu(1, compute_capability=(3, 5))), MACHINE_ID)
+    assert len(plan.devices) == 2
+
+
+@pytest.mark.parametrize("scope", ["host", "gpu"])
+def test_a_gpu_that_cannot_serve_does_not_hinder_the_others(scope: str) -> None:
+    settings = config(cuda_mps_replicas=2, cuda_mps_scope=scope)
+    found = inventory(gpu(1, mig_enabled=True), gpu(2), gpu(3, reason="GPU is lost"))
+    plan, problems = make_plan(settings, found, MACHINE_ID)
+    assert problems == []
+    assert {device.gpu_uuid for device in plan.devices} == {gpu(2).uuid}
+    assert [domain.gpu_uuids for domain in plan.domains] == [(gpu(2).uuid,)]
+    assert set(plan.unavailable) == {"0000:01:00.0", "0000:03:00.0"}

@@ -1,0 +1,198 @@
+"""Spawning, signalling and watching processes."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from yunion_mps.errors import HostError
+from yunion_mps.process import Process, describe_exit, environment_of, find_program, program_of, spawn
+
+PATIENCE_MS = 60_000
+
+
+def start(script: str, environment: dict[str, str], output: int, stdin: int | None = None) -> Process:
+    return spawn(["/bin/sh", "-c", script], environment, stdin=stdin, stdout=output, stderr=output)
+
+
+def wait(process: Process) -> int:
+    poll = select.poll()
+    poll.register(process.fileno(), select.POLLIN)
+    assert poll.poll(PATIENCE_MS)
+    status = process.status()
+    assert status is not None
+    return status
+
+
+def output_of(script: str, environment: dict[str, str], stdin: int | None = None) -> str:
+    output, into = os.pipe()
+    process = start(script, environment, into, stdin)
+    os.close(into)
+    with open(output, "rb") as file:
+        text = file.read().decode()
+    assert wait(process) == 0
+    process.close()
+    return text
+
+
+@pytest.fixture
+def null() -> Iterator[int]:
+    with open(os.devnull, "r+b") as file:
+        yield file.fileno()
+
+
+@pytest.mark.parametrize(
+    ("script", "status", "words"),
+    [
+        ("exit 0", 0, "exited with status 0"),
+        ("exit 7", 7, "exited with status 7"),
+        ("kill -TERM $$", -15, "was killed by signal 15"),
+    ],
+)
+def test_a_childs_end_is_seen_and_told_in_words(script: str, status: int, words: str, null: int) -> None:
+    process = start(script, {}, null)
+    assert wait(process) == status
+    assert process.status() == status
+    assert describe_exit(status) == words
+    process.close()
+
+
+def test_a_running_child_has_no_status_and_kill_ends_and_reaps_it(null: int) -> None:
+    process = start("exec sleep 1000", {"PATH": "/usr/bin:/bin"}, null)
+    assert process.status() is None
+    process.kill()
+    assert process.status() == -9
+    with pytest.raises(ChildProcessError):
+        os.waitpid(process.pid, os.WNOHANG)
+
+
+def test_a_child_has_just_the_environment_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NOTIFY_SOCKET", "/run/systemd/notify")
+    with_shells_own = ["A=1", "B=x=y", f"PWD={os.getcwd()}"]
+    assert sorted(output_of("exec /usr/bin/env", {"A": "1", "B": "x=y"}).split()) == with_shells_own
+
+
+def test_a_child_gets_none_of_our_files_and_reads_nothing(tmp_path: Path) -> None:
+    with (tmp_path / "secret").open("w") as secret:
+        listed = output_of("cat; ls -l /proc/$$/fd", {"PATH": "/usr/bin:/bin"})
+    assert "0 -> /dev/null" in listed
+    assert secret.name not in listed
+
+
+def test_a_child_leads_a_session_of_its_own_with_no_signal_held_back(null: int) -> None:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        process = start("exec sleep 1000", {"PATH": "/usr/bin:/bin"}, null)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    assert os.getsid(process.pid) == process.pid
+    process.signal(signal.SIGTERM)
+    assert wait(process) == -signal.SIGTERM
+    process.close()
+
+
+def test_sigpipe_which_python_ignores_ends_a_child() -> None:
+    """Otherwise a front-end whose reader is gone would go on."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    process = start("while :; do echo x || exit 3; done", {}, writing)
+    os.close(writing)
+    assert wait(process) == -signal.SIGPIPE
+    process.close()
+
+
+def test_a_signal_to_a_process_that_has_ended_does_nothing(null: int) -> None:
+    process = start("exit 0", {}, null)
+    wait(process)
+    process.signal(signal.SIGKILL)
+    process.kill()
+    assert process.status() == 0
+
+
+def test_a_process_of_somebody_else_is_held_and_its_end_seen(null: int) -> None:
+    with subprocess.Popen(["sleep", "1000"]) as other:
+        process = Process.adopt(other.pid)
+        assert process is not None
+        assert not process.is_child
+        assert process.status() is None
+        process.signal(signal.SIGKILL)
+        status = wait(process)
+        assert describe_exit(status) == "ended"
+        process.close()
+        assert other.wait() == -signal.SIGKILL, "it is not ours to reap"
+
+
+def test_a_process_that_is_gone_cannot_be_adopted() -> None:
+    with subprocess.Popen(["true"]) as gone:
+        pass
+    assert Process.adopt(gone.pid) is None
+
+
+def test_environment_and_program_of_a_process_are_read_from_the_kernel(null: int) -> None:
+    process = start("exec sleep 1000", {"PATH": "/usr/bin:/bin", "MARK": "a=b"}, null)
+    try:
+        # posix_spawn returns after the exec of sh, which then becomes sleep.
+        poll = select.poll()
+        while not program_of(process.pid).endswith(("sleep", "coreutils", "busybox")):
+            poll.poll(1)
+        assert environment_of(process.pid)["MARK"] == "a=b"
+    finally:
+        process.kill()
+    assert environment_of(process.pid) == {}
+    assert program_of(process.pid) == ""
+
+
+@pytest.mark.parametrize(
+    ("content", "mode", "words"),
+    [
+        ("#!/bin/sh\n", 0o644, "Permission denied"),
+        ("no program", 0o755, "Exec format error"),
+        ("#!/no/such/shell\n", 0o755, "No such file or directory"),
+    ],
+)
+def test_a_program_that_cannot_be_started_is_an_error_with_a_remedy(
+    tmp_path: Path, null: int, content: str, mode: int, words: str
+) -> None:
+    program = tmp_path / "program"
+    program.write_text(content)
+    program.chmod(mode)
+    with pytest.raises(HostError) as caught:
+        spawn([str(program)], {}, stdin=None, stdout=null, stderr=null)
+    assert caught.value.message == f"{program} cannot be started: {words}"
+    assert caught.value.hint == "install it anew"
+
+
+def test_a_program_is_found_on_path_first_and_only_when_it_can_be_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder, mode in (("plain", 0o644), ("first", 0o755), ("second", 0o755)):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "a-program").write_text("#!/bin/sh\n")
+        (tmp_path / folder / "a-program").chmod(mode)
+    monkeypatch.setenv("PATH", f"relative:{tmp_path}/plain:{tmp_path}/first:{tmp_path}/second")
+    assert find_program("a-program", "") == f"{tmp_path}/first/a-program"
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "relative").mkdir()
+    (tmp_path / "relative/a-program").symlink_to(tmp_path / "second/a-program")
+    assert find_program("a-program", "") == f"{tmp_path}/first/a-program", "a relative entry is passed over"
+
+
+def test_a_program_beside_path_is_found_where_drivers_put_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert find_program("env", "") == "/usr/bin/env"
+
+
+def test_a_missing_program_is_an_error_with_the_hint(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(HostError) as caught:
+        find_program("no-such-program", "install it: so and so")
+    assert (caught.value.message, caught.value.hint) == (
+        "no-such-program is not installed",
+        "install it: so and so",
+    )

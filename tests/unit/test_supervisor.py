@@ -1,0 +1,284 @@
+"""All domains of a host: compute modes set and put back, GPUs that refuse, are lost and come back."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+
+import pytest
+
+from simhost import Description, SimHost
+from yunion_mps.daemon.run import drive
+from yunion_mps.errors import DriverError
+from yunion_mps.examination import examine
+from yunion_mps.inventory import Nvml, scan
+from yunion_mps.models import Snapshot
+from yunion_mps.paths import Paths
+from yunion_mps.service import devices_json
+from yunion_mps.supervisor import Supervisor, warnings
+
+TWO = [{"kind": "v100"}, {"kind": "a100", "compute_mode": "prohibited"}]
+FIRST, SECOND = "0000:00:06.0", "0000:00:07.0"
+
+MakeHost = Callable[..., SimHost]
+
+
+class Supervised:
+    """A Supervisor on a host, driven by the real clock."""
+
+    def __init__(self, host: SimHost) -> None:
+        self.host = host
+        self.paths = Paths(str(host.root))
+        self.examined = examine(self.paths)
+        self.examined.check()
+        self.supervisor = Supervisor(self.paths, self.examined)
+
+    @property
+    def snapshot(self) -> Snapshot:
+        return self.supervisor.snapshot()
+
+    @property
+    def available(self) -> int:
+        return sum(device["state"] == "available" for device in devices_json(self.snapshot))
+
+    def start(self) -> Supervised:
+        self.supervisor.start(time.monotonic())
+        drive(self.supervisor, lambda: self.supervisor.started)
+        return self
+
+    def rescan(self) -> Snapshot:
+        assert isinstance(self.examined.nvml, Nvml)
+        self.supervisor.rescan(scan(self.examined.nvml, self.paths))
+        return self.snapshot
+
+    def stop(self, *, put_back: bool = True) -> None:
+        self.supervisor.stop(time.monotonic())
+        drive(self.supervisor, lambda: self.supervisor.stopped)
+        if put_back:
+            self.supervisor.close()
+
+
+@pytest.fixture
+def make_host(monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeHost]:
+    """Make a host that NVML in this process, and PATH, belong to."""
+    with ExitStack() as stack:
+
+        def make(description: Description, **keys: str) -> SimHost:
+            host = stack.enter_context(SimHost.create(description))
+            configure(host, **keys)
+            stack.enter_context(host.pynvml())
+            monkeypatch.setenv("PATH", host.env["PATH"])
+            return host
+
+        yield make
+
+
+@pytest.fixture
+def supervise() -> Iterator[Callable[[SimHost], Supervised]]:
+    """Make a Supervised; it is stopped at the end."""
+    with ExitStack() as stack:
+
+        def make(host: SimHost) -> Supervised:
+            made = Supervised(host)
+            stack.callback(made.examined.close)
+            stack.callback(made.stop)
+            return made
+
+        yield make
+
+
+def configure(host: SimHost, **keys: str) -> None:
+    lines = ["enable_cuda_mps: true", *(f"{name}: {value}" for name, value in keys.items())]
+    (host.root / "etc/yunion/host.conf").write_text("\n".join(lines) + "\n")
+
+
+def modes(host: SimHost) -> list[str]:
+    return [gpu.compute_mode for gpu in host.gpus]
+
+
+Supervise = Callable[[SimHost], Supervised]
+
+
+def test_compute_modes_are_set_and_on_a_stop_put_back_to_what_each_was(
+    make_host: MakeHost, supervise: Supervise
+) -> None:
+    host = make_host(TWO)
+    made = supervise(host).start()
+    assert modes(host) == ["exclusive_process", "exclusive_process"]
+    assert [gpu.compute_mode for gpu in made.snapshot.inventory.gpus] == ["Exclusive_Process"] * 2
+    made.stop()
+    assert modes(host) == ["default", "prohibited"]
+
+
+def test_modes_are_put_back_by_the_next_daemon_when_one_ended_without_doing_so(
+    make_host: MakeHost, supervise: Supervise
+) -> None:
+    host = make_host(TWO)
+    supervise(host).start().stop(put_back=False)
+    assert modes(host) == ["exclusive_process", "exclusive_process"]
+    supervise(host).start().stop()
+    assert modes(host) == ["default", "prohibited"]
+
+
+def test_the_mode_of_a_gpu_that_is_no_longer_configured_is_put_back_at_the_next_start(
+    make_host: MakeHost, supervise: Supervise
+) -> None:
+    host = make_host(TWO)
+    supervise(host).start().stop(put_back=False)
+    entry = f"devices:\n- path: {host.gpus[0].uuid}\n  type: NVIDIA_MPS\n  virtual_number: 2\n"
+    (host.root / "etc/yunion/host_container_device.yml").write_text(entry)
+    made = supervise(host).start()
+    assert modes(host) == ["exclusive_process", "prohibited"]
+    made.stop()
+    assert modes(host) == ["default", "prohibited"]
+
+
+def test_keep_changes_no_mode_and_needs_no_note(make_host: MakeHost, supervise: Supervise) -> None:
+    host = make_host([{"kind": "v100"}, {"kind": "v100", "compute_mode": "exclusive_process"}],
+                     cuda_mps_compute_mode="keep")  # fmt: skip
+    made = supervise(host).start()
+    assert made.available == 8
+    assert modes(host) == ["default", "exclusive_process"]
+    made.stop()
+    assert modes(host) == ["default", "exclusive_process"]
+    assert not os.path.exists(made.paths.store)
+
+
+def test_a_gpu_whose_mode_is_right_already_is_not_touched(make_host: MakeHost, supervise: Supervise) -> None:
+    host = make_host([{"kind": "v100", "compute_mode": "exclusive_process"}])
+    host.fail("nvmlDeviceSetComputeMode", "no_permission")
+    made = supervise(host).start()
+    assert made.available == 4
+    made.stop()
+    assert modes(host) == ["exclusive_process"]
+
+
+@pytest.mark.parametrize("scope", ["host", "gpu"])
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        ("no_permission", "NVML does not permit this"),
+        ("not_supported", "the driver does not support this on the GPU"),
+    ],
+)
+def test_a_gpu_whose_mode_cannot_be_set_is_not_served_and_the_others_are(
+    make_host: MakeHost,
+    supervise: Supervise,
+    caplog: pytest.LogCaptureFixture,
+    scope: str,
+    error: str,
+    words: str,
+) -> None:
+    caplog.set_level(logging.INFO)
+    host = make_host(TWO, cuda_mps_scope=scope)
+    host.fail("nvmlDeviceSetComputeMode", error, gpu=0)
+    made = supervise(host).start()
+    reason = {FIRST: f"its compute mode cannot be set: {words}"}
+    assert made.snapshot.plan.unavailable == reason
+    assert {device["gpu_uuid"] for device in devices_json(made.snapshot)} == {host.gpus[1].uuid}
+    assert made.available == 4
+    assert [domain.plan.gpu_uuids for domain in made.snapshot.domains] == [(host.gpus[1].uuid,)]
+    assert any(f"GPU {host.gpus[0].uuid}: compute mode cannot be set: {words}" in m for m in caplog.messages)
+    made.rescan()
+    assert made.snapshot.plan.unavailable == reason
+    made.stop()
+    assert modes(host) == ["default", "prohibited"]
+    assert not [m for m in caplog.messages if "cannot be put back" in m or "is back" in m]
+
+
+def test_when_no_gpus_mode_can_be_set_nothing_is_started(make_host: MakeHost, supervise: Supervise) -> None:
+    host = make_host(TWO)
+    host.fail("nvmlDeviceSetComputeMode", "no_permission")
+    made = supervise(host)
+    with pytest.raises(DriverError) as caught:
+        made.supervisor.start(time.monotonic())
+    assert caught.value.message == "no GPU's compute mode can be set: NVML does not permit this"
+    assert caught.value.hint == "run as root: systemctl start yunion-mps-daemon"
+    assert not (host.root / "tmp/nvidia-mps").exists()
+    assert modes(host) == ["default", "prohibited"]
+
+
+def test_a_gpu_that_is_lost_and_back_while_running_shows_in_the_snapshot(
+    make_host: MakeHost, supervise: Supervise, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    host = make_host(TWO)
+    made = supervise(host).start()
+    before = made.snapshot
+    assert made.rescan() is before, "nothing has changed"
+    host.gpus[1].lose()
+    lost = made.rescan()
+    words = "the GPU has fallen off the bus or is otherwise inaccessible (GPU is lost)"
+    assert lost.version > before.version
+    assert [gpu.reason for gpu in lost.inventory.gpus] == ["", words]
+    assert {d["gpu_uuid"]: d["reason"] for d in devices_json(lost)} == {
+        host.gpus[0].uuid: "",
+        host.gpus[1].uuid: words,
+    }
+    assert made.available == 4
+    host.gpus[1].restore()
+    made.rescan()
+    assert made.available == 8
+    assert f"GPU 00:07.0 cannot be used: {words}" in caplog.messages
+    assert "GPU 00:07.0 is back" in caplog.messages
+
+
+def test_a_driver_that_answers_no_more_takes_all_devices_and_coming_back_gives_them_back(
+    make_host: MakeHost, supervise: Supervise
+) -> None:
+    host = make_host(TWO)
+    made = supervise(host).start()
+    host.fail("nvmlSystemGetDriverVersion", "driver_not_loaded")
+    with pytest.raises(DriverError) as caught:
+        made.rescan()
+    made.supervisor.lose_driver(caught.value)
+    assert made.available == 0
+    assert {device["reason"] for device in devices_json(made.snapshot)} == {
+        "the NVIDIA driver's kernel module is not loaded"
+    }
+    host.clear()
+    made.rescan()
+    assert made.available == 8
+
+
+def test_a_mode_that_somebody_changes_meanwhile_is_warned_of(
+    make_host: MakeHost, supervise: Supervise
+) -> None:
+    host = make_host(TWO)
+    made = supervise(host).start()
+    assert list(warnings(made.snapshot)) == []
+    host.gpus[0].compute_mode = "default"
+    assert list(warnings(made.rescan())) == [
+        "GPU 00:06.0 (Tesla V100-SXM2-16GB): its compute mode is Default, not Exclusive_Process; "
+        "a process that misses the control daemon would use it without limits"
+    ]
+
+
+def test_a_gpu_that_is_lost_at_the_stop_is_put_back_by_the_next_daemon(
+    make_host: MakeHost, supervise: Supervise, caplog: pytest.LogCaptureFixture
+) -> None:
+    host = make_host(TWO)
+    made = supervise(host).start()
+    host.gpus[1].lose()
+    made.stop()
+    assert f"GPU {host.gpus[1].uuid}: compute mode Prohibited cannot be put back" in caplog.text
+    host.gpus[1].restore()
+    assert modes(host) == ["default", "exclusive_process"]
+    supervise(host).start().stop()
+    assert modes(host) == ["default", "prohibited"]
+
+
+def test_gpus_that_cannot_serve_are_told_and_nothing_is_started(
+    make_host: MakeHost, supervise: Supervise
+) -> None:
+    host = make_host([{"kind": "a100", "mig": True}])
+    made = supervise(host).start()
+    assert made.snapshot.notice == (
+        "no GPU of this host can serve MPS devices (0000:00:06.0: the GPU is in MIG mode, "
+        "which excludes MPS on the whole GPU (turn it off with: nvidia-smi -mig 0))"
+    )
+    assert devices_json(made.snapshot) == []
+    assert not (host.root / "tmp/nvidia-mps").exists()

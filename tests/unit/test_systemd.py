@@ -1,0 +1,108 @@
+"""sd_notify: what systemd is told, and when it is told nothing."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from yunion_mps.systemd import Notifier, watchdog_interval_s
+
+# The library never closes its socket, which in the daemon lives as long as the process.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+
+
+@pytest.fixture
+def inbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
+    """systemd's end of NOTIFY_SOCKET."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as found:
+        address = f"{tmp_path}/notify"
+        found.bind(address)
+        found.setblocking(False)
+        monkeypatch.setenv("NOTIFY_SOCKET", address)
+        yield found
+
+
+def received(inbox: socket.socket) -> list[str]:
+    messages = []
+    while True:
+        try:
+            messages.append(inbox.recv(65536).decode())
+        except BlockingIOError:
+            return messages
+
+
+def test_ready_stopping_and_the_watchdog_are_told_with_the_status_in_words(inbox: socket.socket) -> None:
+    notifier = Notifier()
+    notifier.status("starting")
+    notifier.ready("4 of 4 devices available")
+    notifier.alive()
+    notifier.stopping("waiting for jobs")
+    assert received(inbox) == [
+        "STATUS=starting",
+        "READY=1\nSTATUS=4 of 4 devices available",
+        "WATCHDOG=1",
+        "STOPPING=1\nSTATUS=waiting for jobs",
+    ]
+
+
+def test_a_status_that_was_told_already_is_not_told_again(inbox: socket.socket) -> None:
+    notifier = Notifier()
+    notifier.ready("serving")
+    for text in ("serving", "serving", "degraded", "degraded", "serving"):
+        notifier.status(text)
+    assert received(inbox) == ["READY=1\nSTATUS=serving", "STATUS=degraded", "STATUS=serving"]
+
+
+def test_an_abstract_socket_is_written_to_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as inbox:
+        name = f"yunion-mps-test-{os.getpid()}"
+        inbox.bind(f"\0{name}")
+        inbox.setblocking(False)
+        monkeypatch.setenv("NOTIFY_SOCKET", f"@{name}")
+        Notifier().ready("serving")
+        assert received(inbox) == ["READY=1\nSTATUS=serving"]
+
+
+def test_without_systemd_nothing_is_told_and_nothing_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NOTIFY_SOCKET", raising=False)
+    notifier = Notifier()
+    notifier.ready("serving")
+    notifier.status("serving")
+    notifier.stopping("stopping")
+    notifier.alive()
+
+
+def test_a_notify_socket_that_is_gone_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NOTIFY_SOCKET", "/nowhere/notify")
+    Notifier().ready("serving")
+
+
+@pytest.mark.parametrize(
+    ("usec", "pid", "interval_s"),
+    [
+        ("30000000", None, 15.0),
+        ("30000000", "own", 15.0),
+        ("30000000", "1", None),
+        ("0", None, None),
+        ("", None, None),
+        ("soon", None, None),
+        (None, None, None),
+    ],
+)
+def test_the_watchdog_wants_a_sign_of_life_twice_in_its_time_and_only_from_the_one_it_watches(
+    monkeypatch: pytest.MonkeyPatch, usec: str | None, pid: str | None, interval_s: float | None
+) -> None:
+    values = {"WATCHDOG_USEC": usec, "WATCHDOG_PID": str(os.getpid()) if pid == "own" else pid}
+    for name, value in values.items():
+        if value is None:
+            monkeypatch.delenv(name, raising=False)
+        else:
+            monkeypatch.setenv(name, value)
+    assert watchdog_interval_s() == interval_s
