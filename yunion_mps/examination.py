@@ -53,5 +53,7 @@ def examine(paths: Paths) -> Examination:
     host_problems: list[Problem] = []
     if driver_error is None:
         plan, host_problems = make_plan(config, inventory, host)
+    if not config.devices and any(problem.file != paths.host_conf for problem in problems):
+        host_problems = []  # the entries are among the problems: cuda_mps_replicas is not meant
     found = (*problems, *host_problems)
     return Examination(config, found, inventory, plan, host, nvml, driver_error)

@@ -29,10 +29,6 @@ class Paths:
         """Where the absolute `path` lies below the root."""
         return path if self.root == "/" else self.root + path
 
-    def outside(self, path: str) -> str:
-        """The reverse of `under`: `path` as the configuration would name it."""
-        return path if self.root == "/" or not path.startswith(self.root) else path[len(self.root) :]
-
     @property
     def host_conf(self) -> str:
         """Cloudpods' configuration of the host, which holds our keys too."""

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
-from uuid import UUID, uuid5
 
 from yunion_mps.errors import Problem
+from yunion_mps.identity import NAMESPACE, uuid5
 from yunion_mps.models import (
     DEFAULT,
     EXCLUSIVE_PROCESS,
@@ -23,10 +23,8 @@ from yunion_mps.models import (
     Gpu,
     Inventory,
     Plan,
+    Source,
 )
-
-#: The namespace of host ids: uuid5(NAMESPACE_DNS, "yunion-mps").
-_NAMESPACE = UUID("9f730301-df5c-5d50-ba8a-1c8a10bd4344")
 
 VOLTA = (7, 0)
 #: MPS needs compute capability 3.5 (nvidia-cuda-mps-control(1)).
@@ -39,6 +37,9 @@ MPS_CLIENTS = (
     (VOLTA, 0, 48),
     (_FIRST_WITH_MPS, 0, 16),
 )
+
+#: Measured with 535: a control daemon keeps memory limits of devices 0 to 31, and ignores others silently.
+MOST_GPUS_OF_A_DOMAIN = 32
 
 
 class ModeChange(NamedTuple):
@@ -66,7 +67,7 @@ def make_plan(config: Config, inventory: Inventory, machine_id: str) -> tuple[Pl
     """Return the plan and the problems that only the GPUs show; with problems, it is not to be used."""
     host = host_id(machine_id)
     if not config.enable_cuda_mps:
-        return Plan(str(host)), []
+        return Plan(host), []
     shares, problems = _shares(config, inventory)
     unavailable = {}
     usable = []
@@ -77,6 +78,7 @@ def make_plan(config: Config, inventory: Inventory, machine_id: str) -> tuple[Pl
                 unavailable[gpu.pci_address] = reason
             else:
                 usable.append(gpu)
+    problems += _too_many_in_one_domain(config, usable)
     groups = [("host", "", usable)] if config.cuda_mps_scope == "host" else _one_each(usable)
     domains = tuple(_domain(config, shares, name, below, gpus) for name, below, gpus in groups if gpus)
     names = {uuid: domain.name for domain in domains for uuid in domain.gpu_uuids}
@@ -88,7 +90,7 @@ def make_plan(config: Config, inventory: Inventory, machine_id: str) -> tuple[Pl
     modes = {str(gpu.uuid): EXCLUSIVE_PROCESS for gpu in usable}
     if config.cuda_mps_compute_mode == "keep":
         modes = {}
-    return Plan(str(host), domains, modes, tuple(devices), unavailable), problems
+    return Plan(host, domains, modes, tuple(devices), unavailable), problems
 
 
 def difference(plan: Plan, inventory: Inventory, running: Sequence[DomainPlan]) -> Changes:
@@ -103,9 +105,9 @@ def difference(plan: Plan, inventory: Inventory, running: Sequence[DomainPlan]) 
     return Changes(tuple(modes), stop, start)
 
 
-def host_id(machine_id: str) -> UUID:
+def host_id(machine_id: str) -> str:
     """The host's id: the same for as long as the machine id is."""
-    return uuid5(_NAMESPACE, machine_id)
+    return uuid5(NAMESPACE, machine_id)
 
 
 def max_clients(gpu: Gpu, driver: Driver, override: int | None) -> int:
@@ -252,6 +254,17 @@ def _too_many(
     return [Problem(*at, what, remedy)]
 
 
+def _too_many_in_one_domain(config: Config, gpus: Sequence[Gpu]) -> list[Problem]:
+    if config.cuda_mps_scope != "host" or len(gpus) <= MOST_GPUS_OF_A_DOMAIN:
+        return []
+    most = MOST_GPUS_OF_A_DOMAIN
+    what = f"cuda_mps_scope is host, and one control daemon cannot limit more than {most} GPUs"
+    at = config.sources["cuda_mps_scope"]
+    if at.line is None:  # the default: host.conf is where MPS is enabled
+        at = Source(config.sources["enable_cuda_mps"].file, None)
+    return [Problem(*at, what, "write cuda_mps_scope: gpu")]
+
+
 def _one_each(gpus: Iterable[Gpu]) -> list[tuple[str, str, list[Gpu]]]:
     """A domain for each GPU, in directories named by its UUID."""
     return [(gpu.address, f"/{gpu.uuid}", [gpu]) for gpu in gpus]
@@ -272,12 +285,12 @@ def _domain(
     )
 
 
-def _devices(config: Config, host: UUID, gpu: Gpu, number: int, domain: str) -> Iterable[Device]:
+def _devices(config: Config, host: str, gpu: Gpu, number: int, domain: str) -> Iterable[Device]:
     memory = gpu.memory_mib or 0
     percentage = thread_percentage(config.cuda_mps_thread_percentage, number)
     for slot in range(number):
         yield Device(
-            id=str(uuid5(host, f"{gpu.uuid}/{slot}")),
+            id=uuid5(host, f"{gpu.uuid}/{slot}"),
             addr=f"{gpu.address}-{slot}",
             gpu_uuid=str(gpu.uuid),
             slot=slot,

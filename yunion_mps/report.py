@@ -57,7 +57,7 @@ def _gpu_json(gpu: Gpu, plan: Plan) -> dict[str, Any]:
         "devices": len(devices),
         "memory_limit": first.memory_limit_mib if first else None,
         "thread_percentage": first.thread_percentage if first else None,
-        "compute_mode": f"{gpu.compute_mode} -> {mode}" if changes else gpu.compute_mode,
+        "compute_mode": f"{gpu.compute_mode or 'unknown'} -> {mode}" if changes else gpu.compute_mode,
         "domain": first.domain if first else None,
         "budget_enforced": enforces_budgets(gpu),
         "reason": gpu.reason

@@ -247,6 +247,8 @@ def _state(snapshot: Snapshot) -> str:
     if not serving:
         return "failed"
     broken = any(_gpu_reason(gpu, snapshot) for gpu in snapshot.inventory.gpus)
+    there = {gpu.uuid for gpu in snapshot.inventory.gpus}
+    broken = broken or any(device.gpu_uuid not in there for device in snapshot.plan.devices)
     return "degraded" if broken or serving < len(snapshot.domains) else "ready"
 
 

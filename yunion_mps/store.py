@@ -30,18 +30,13 @@ class Store:
             os.makedirs(paths.state_directory, mode=0o700, exist_ok=True)
             # A compute mode ends with the boot, so a write need not survive a power failure, only us.
             self._connection = sqlite3.connect(self._file, isolation_level=None, timeout=5)
-            version = self._connection.execute("PRAGMA user_version").fetchone()[0]
-            if version > _SCHEMA_VERSION:
-                raise HostError(
-                    f"{self._file} was written by a newer yunion-mps (format {version})",
-                    "install that version again, or " + _HINT,
-                )
-            self._connection.execute("PRAGMA journal_mode = WAL")
-            self._connection.execute("PRAGMA synchronous = OFF")
-            self._connection.execute(_SCHEMA)
-            self._connection.execute(f"PRAGMA user_version = {_SCHEMA_VERSION}")
-            with open(paths.boot_id, encoding="ascii") as file:
-                self._boot_id = file.read().strip()
+            try:
+                self._prepare()
+                with open(paths.boot_id, encoding="ascii") as file:
+                    self._boot_id = file.read().strip()
+            except BaseException:
+                self._connection.close()
+                raise
         except (OSError, sqlite3.Error) as error:
             raise HostError(f"the state file {self._file} cannot be used: {error}", _HINT) from None
 
@@ -71,6 +66,18 @@ class Store:
     def close(self) -> None:
         """Close the file."""
         self._connection.close()
+
+    def _prepare(self) -> None:
+        version = self._connection.execute("PRAGMA user_version").fetchone()[0]
+        if version > _SCHEMA_VERSION:
+            raise HostError(
+                f"{self._file} was written by a newer yunion-mps (format {version})",
+                "install that version again, or " + _HINT,
+            )
+        self._connection.execute("PRAGMA journal_mode = WAL")
+        self._connection.execute("PRAGMA synchronous = OFF")
+        self._connection.execute(_SCHEMA)
+        self._connection.execute(f"PRAGMA user_version = {_SCHEMA_VERSION}")
 
     def _write(self, statement: str, rows: Sequence[tuple[str, ...]]) -> None:
         try:

@@ -102,10 +102,17 @@ class Supervisor:
         self._store = None
 
     def rescan(self, inventory: Inventory) -> None:
-        """Take note of what the GPUs are like now."""
+        """Take note of what the GPUs are like now; one that only sysfs still lists stays who it was."""
+        before = {gpu.pci_address: gpu for gpu in self._inventory.gpus}
+        gpus = [
+            before[gpu.pci_address]._replace(reason=gpu.reason)
+            if gpu.uuid is None and gpu.pci_address in before
+            else gpu
+            for gpu in inventory.gpus
+        ]
+        inventory = inventory._replace(gpus=tuple(gpus))
         if inventory == self._inventory:
             return
-        before = {gpu.pci_address: gpu for gpu in self._inventory.gpus}
         for gpu in inventory.gpus:
             reason = before[gpu.pci_address].reason if gpu.pci_address in before else "it was not there"
             if gpu.reason and gpu.reason != reason:

@@ -58,7 +58,7 @@ def lines(settings: Settings) -> Iterator[Line]:
         (f"{TARGET} on a new connection", fresh),
         (f"{REQUESTS:,} times {TARGET} from {CLIENTS} clients", many),
     ):
-        yield Line(GROUP, what, rounds.of("daemon"), rounds.of("floor"), f"{FLOOR} ({size})")
+        yield Line(GROUP, what, rounds.of("daemon"), rounds.of("floor"), f"{FLOOR} ({size:,})")
 
 
 def _kept_us(http: Http, question: bytes, size: int) -> float:
@@ -92,7 +92,7 @@ def _many_ms(path: str, question: bytes, size: int) -> float:
             client.sendall(question)
         while clients:
             for number, _ in poll.poll(60) or [(-1, 0)]:
-                got = len(clients[number].recv(1 << 18)) if number >= 0 else 0
+                got = len(clients[number].recv(missing[number])) if number >= 0 else 0
                 if not got:
                     raise BenchError(f"{path} does not answer every client")
                 missing[number] -= got

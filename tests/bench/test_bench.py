@@ -58,7 +58,7 @@ def test_the_table_says_for_each_line_its_ratio_and_whether_the_aim_was_met() ->
 
 def test_a_quick_run_of_one_group_prints_its_table_and_writes_every_sample(tmp_path: Path) -> None:
     file = tmp_path / "bench.json"
-    command = [CHECKOUT / "scripts/bench", "--quick", "--only", "recovery", "--json", file]
+    command: list[str | Path] = [CHECKOUT / "scripts/bench", "--quick", "--only", "recovery", "--json", file]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert "recovery from SIGKILL, 1 GPU " in done.stdout

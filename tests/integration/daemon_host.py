@@ -28,6 +28,8 @@ from simhost import SimHost
 #: So long that only something that never comes is missed, on however slow a machine.
 PATIENCE_S = 60.0
 
+_DRAINED = b"everything before this was read"
+
 T = TypeVar("T")
 
 
@@ -73,6 +75,7 @@ class Daemon:
         self._log_file = host.root / "var/log/yunion-mps-daemon.stderr"
         self._log_start = 0
         self._inbox: socket.socket | None = None
+        self._drained = threading.Event()
         if notify:
             address = str(host.root / "run/notify.sock")
             self.env["NOTIFY_SOCKET"] = address
@@ -114,7 +117,7 @@ class Daemon:
         def look() -> str:
             found = next((message for message in list(self.messages) if text in message), "")
             if not found and not self.running:
-                time.sleep(0.1)  # the last datagrams may still be on their way to the thread
+                self._drain()
                 found = next((message for message in list(self.messages) if text in message), "")
                 assert found, f"it ended with {self.returncode} before {text!r}:\n{self.log}"
             return found
@@ -129,9 +132,11 @@ class Daemon:
         """Wait for its end, and return the exit status (negative for a signal)."""
         assert self._process is not None
         try:
-            return self._process.wait(patience_s)
+            self._process.wait(patience_s)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"it did not end in {patience_s:g} s:\n{self.log}") from None
+        self._drain()
+        return self._process.returncode
 
     def run(self, *arguments: str, **environment: str) -> int:
         """Start it and wait for its end by itself: for what refuses to start, `--check` and the like."""
@@ -260,7 +265,18 @@ class Daemon:
     def _receive(self, inbox: socket.socket) -> None:
         with contextlib.suppress(OSError):
             while message := inbox.recv(65536):
-                self.messages.append(message.decode())
+                if message == _DRAINED:
+                    self._drained.set()
+                else:
+                    self.messages.append(message.decode())
+
+    def _drain(self) -> None:
+        """Wait until the thread has read all that was sent up to now."""
+        if self._inbox is not None:
+            self._drained.clear()
+            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+                sender.sendto(_DRAINED, self._inbox.getsockname())
+            assert self._drained.wait(PATIENCE_S)
 
 
 def _all_pids() -> list[int]:

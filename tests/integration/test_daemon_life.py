@@ -97,9 +97,22 @@ def test_a_second_signal_while_it_stops_does_no_harm(ready_daemon: Daemon) -> No
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_while_it_looks_at_the_gpus_stops_it_cleanly(
-    daemon: Daemon, number: signal.Signals
+def test_a_second_signal_while_it_puts_the_modes_back_does_not_keep_it_from_doing_so(
+    ready_daemon: Daemon, number: signal.Signals
 ) -> None:
+    host = ready_daemon.host
+    host.fail("nvmlDeviceSetComputeMode", "success", delay_ms=60_000)
+    ready_daemon.signal(signal.SIGTERM)
+    ready_daemon.wait_message("STATUS=stopping the control daemons and putting the compute modes back")
+    ready_daemon.signal(number)
+    host.clear()
+    assert ready_daemon.wait() == 0, ready_daemon.log
+    assert "Traceback" not in ready_daemon.log
+    assert host.gpus[0].compute_mode == "default"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_it_looks_at_the_gpus_stops_it_cleanly(daemon: Daemon, number: signal.Signals) -> None:
     daemon.host.fail("nvmlSystemGetDriverVersion", "success", delay_ms=60_000)
     daemon.start().wait_message("STATUS=reading the configuration")
     daemon.signal(number)

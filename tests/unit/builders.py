@@ -68,5 +68,6 @@ def config(*entries: DeviceEntry, **given: Any) -> Config:
     }
     unknown = set(given) - set(values)
     assert not unknown, unknown
-    sources = {name: Source(HOST, 9) if name in given else Source("default", None) for name in values}
+    written = {"enable_cuda_mps", *given}
+    sources = {name: Source(HOST, 9) if name in written else Source("default", None) for name in values}
     return Config(**{**values, **given}, devices=entries, sources=sources)

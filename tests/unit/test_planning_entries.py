@@ -236,3 +236,15 @@ def test_a_gpu_that_cannot_serve_does_not_hinder_the_others(scope: str) -> None:
     assert {device.gpu_uuid for device in plan.devices} == {gpu(2).uuid}
     assert [domain.gpu_uuids for domain in plan.domains] == [(gpu(2).uuid,)]
     assert set(plan.unavailable) == {"0000:01:00.0", "0000:03:00.0"}
+
+
+def test_one_control_daemon_for_more_gpus_than_it_can_limit_is_named() -> None:
+    gpus = [gpu(slot) for slot in range(33)]
+    wrong = "cuda_mps_scope is host, and one control daemon cannot limit more than 32 GPUs"
+    assert messages(config(cuda_mps_scope="host"), inventory(*gpus)) == [
+        f"{HOST}:9: {wrong}: write cuda_mps_scope: gpu"
+    ]
+    assert messages(config(), inventory(*gpus)) == [f"{HOST}: {wrong}: write cuda_mps_scope: gpu"]
+    assert messages(config(), inventory(*gpus[1:])) == []
+    assert messages(config(), inventory(gpus[0]._replace(mig_enabled=True), *gpus[1:])) == []
+    assert messages(config(cuda_mps_scope="gpu"), inventory(*gpus)) == []

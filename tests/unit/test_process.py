@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
 from yunion_mps.errors import HostError
 from yunion_mps.process import Process, describe_exit, environment_of, find_program, program_of, spawn
 

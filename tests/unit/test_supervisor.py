@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
 import pytest
-
-from simhost import Description, SimHost
 from yunion_mps.daemon.run import drive
 from yunion_mps.errors import DriverError
 from yunion_mps.examination import examine
@@ -19,6 +17,8 @@ from yunion_mps.models import Snapshot
 from yunion_mps.paths import Paths
 from yunion_mps.service import devices_json
 from yunion_mps.supervisor import Supervisor, warnings
+
+from simhost import Description, SimHost
 
 TWO = [{"kind": "v100"}, {"kind": "a100", "compute_mode": "prohibited"}]
 FIRST, SECOND = "0000:00:06.0", "0000:00:07.0"
@@ -214,6 +214,7 @@ def test_a_gpu_that_is_lost_and_back_while_running_shows_in_the_snapshot(
     words = "the GPU has fallen off the bus or is otherwise inaccessible (GPU is lost)"
     assert lost.version > before.version
     assert [gpu.reason for gpu in lost.inventory.gpus] == ["", words]
+    assert [gpu.name for gpu in lost.inventory.gpus] == [gpu.name for gpu in before.inventory.gpus]
     assert {d["gpu_uuid"]: d["reason"] for d in devices_json(lost)} == {
         host.gpus[0].uuid: "",
         host.gpus[1].uuid: words,
@@ -251,10 +252,11 @@ def test_a_mode_that_somebody_changes_meanwhile_is_warned_of(
     made = supervise(host).start()
     assert list(warnings(made.snapshot)) == []
     host.gpus[0].compute_mode = "default"
-    assert list(warnings(made.rescan())) == [
+    (warning,) = warnings(made.rescan())
+    assert warning == (
         "GPU 00:06.0 (Tesla V100-SXM2-16GB): its compute mode is Default, not Exclusive_Process; "
         "a process that misses the control daemon would use it without limits"
-    ]
+    )
 
 
 def test_a_gpu_that_is_lost_at_the_stop_is_put_back_by_the_next_daemon(
@@ -276,9 +278,8 @@ def test_gpus_that_cannot_serve_are_told_and_nothing_is_started(
 ) -> None:
     host = make_host([{"kind": "a100", "mig": True}])
     made = supervise(host).start()
-    assert made.snapshot.notice == (
-        "no GPU of this host can serve MPS devices (0000:00:06.0: the GPU is in MIG mode, "
-        "which excludes MPS on the whole GPU (turn it off with: nvidia-smi -mig 0))"
-    )
+    reason = made.snapshot.plan.unavailable[FIRST]
+    assert reason.startswith("the GPU is in MIG mode")
+    assert made.snapshot.notice == f"no GPU of this host can serve MPS devices ({FIRST}: {reason})"
     assert devices_json(made.snapshot) == []
     assert not (host.root / "tmp/nvidia-mps").exists()

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
 from yunion_mps.systemd import Notifier, watchdog_interval_s
 
 # The library never closes its socket, which in the daemon lives as long as the process.

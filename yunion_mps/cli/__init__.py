@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import os
 import sys
 
 
 def main() -> None:
     """Run one command.
 
-    It ends within a moment, so the collector is left off: it would run through all imports, 2 ms a command.
+    It ends within a moment, so the collector is left off, and the process ends without Python taking
+    down every module first: 9 ms of a command that takes 40.
     """
     gc.disable()
-    from yunion_mps.cli.boundary import run
+    try:
+        from yunion_mps.cli.boundary import run
 
-    sys.exit(run())
+        status = run()
+    except KeyboardInterrupt:
+        status = 130
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError, OSError, ValueError):  # closed, or none
+            stream.flush()
+    os._exit(status)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 
@@ -15,6 +16,8 @@ _PROGRAM = "yunion-mps"
 
 def run() -> int:
     """Run the command that the arguments name; returns its exit status."""
+    if sys.stdout is None:
+        return _fail(_unwritable("standard output is closed"))
     try:
         cli.main(prog_name=_PROGRAM, standalone_mode=False)
         sys.stdout.flush()
@@ -23,24 +26,36 @@ def run() -> int:
     except click.exceptions.Exit as error:
         return error.exit_code
     except click.ClickException as error:
-        error.show()
+        with contextlib.suppress(OSError):
+            error.show()
         return error.exit_code
     except (click.Abort, KeyboardInterrupt):
         return 130
-    except BrokenPipeError:
-        # Whoever read our output has enough; Python would complain once more at its end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # whoever read our output has enough
+        _forget_output()
         return 0
+    except SystemExit as end:
+        if isinstance(end.__context__, BrokenPipeError):  # the same, where click saw it first
+            return 0
+        raise
     except OSError as error:
-        return _fail(
-            YunionError(f"the output cannot be written: {error.strerror}", "look at where it goes: df")
-        )
+        _forget_output()
+        return _fail(_unwritable(error.strerror))
     return 0
 
 
+def _unwritable(why: str | None) -> YunionError:
+    return YunionError(f"the output cannot be written: {why}", "look at where it goes: df")
+
+
+def _forget_output() -> None:
+    """Python would try once more to write what is left, at its end, and complain."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def _fail(error: YunionError) -> int:
-    for line in error.message.splitlines():
-        print(f"{_PROGRAM}: {line}", file=sys.stderr)
-    if error.hint:
-        print(f"{_PROGRAM}: {error.hint}", file=sys.stderr)
+    lines = [*error.message.splitlines(), *error.hint.splitlines()]
+    if sys.stderr is not None:
+        with contextlib.suppress(OSError):  # the exit status says it even where nothing can be written
+            print("\n".join(f"{_PROGRAM}: {line}" for line in lines), file=sys.stderr)
     return error.exit_code

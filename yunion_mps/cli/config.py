@@ -7,17 +7,24 @@ from typing import Any
 import click
 
 from yunion_mps.cli.output import output_option, show, show_pairs
+from yunion_mps.cli.suggest import SuggestingGroup
 from yunion_mps.cli.table import draw
 from yunion_mps.errors import ConfigError
 from yunion_mps.paths import Paths
 
 
-@click.group("config")
+@click.group("config", cls=SuggestingGroup, short_help="Show or check the configuration.")
 def command() -> None:
-    """Look at the configuration: what is in force, and whether it is right."""
+    """Look at the configuration: what is in force, and whether it is right.
+
+    \b
+    Examples:
+      yunion-mps config show
+      yunion-mps config check
+    """
 
 
-@command.command("show")
+@command.command("show", short_help="Show every key, its value and its place.")
 @output_option
 def show_config(output: str) -> None:
     """Show every key's value, and where it stands or that it is the default.
@@ -40,7 +47,7 @@ def show_config(output: str) -> None:
     show(answer, output, header, rows, lambda: draw(header, rows))
 
 
-@command.command("check")
+@command.command("check", short_help="Check both files, and show their plan.")
 @output_option
 def check_config(output: str) -> None:
     """Check both files against this host's GPUs, and show the plan that they make.
@@ -84,5 +91,7 @@ def _plan_text(answer: dict[str, Any]) -> str:
     header = ("GPU", "Name", "Devices", "Memory_MiB", "Threads_%", "Compute_mode", "Domain", "Note")
     text += draw(header, rows, ("Name", "Domain", "Compute_mode"))
     for domain in answer["domains"]:
-        text += f"Control daemon {domain['name']}: {len(domain['gpus'])} GPUs, {domain['pipe_directory']}\n"
+        count = len(domain["gpus"])
+        gpus = "1 GPU" if count == 1 else f"{count} GPUs"
+        text += f"Control daemon {domain['name']}: {gpus}, {domain['pipe_directory']}\n"
     return text

@@ -35,20 +35,24 @@ _DROP = (
     "Device_path",
 )
 
+# What the daemon takes, so that a wrong number is wrong usage here.
+_FROM_0 = click.IntRange(min=0)
+_UP_TO = click.IntRange(0, 100_000)
+
 
 @click.command("isolated-device-list")
 @click.option(
-    "--limit", type=click.IntRange(min=0), default=20, show_default=True, help="Devices a page; 0 for all."
+    "--limit", type=_UP_TO, metavar="N", default=20, show_default=True, help="Devices a page; 0: all."
 )
 @click.option(
-    "--offset", type=click.IntRange(min=0), default=0, show_default=True, help="Devices to pass over."
+    "--offset", type=_FROM_0, metavar="N", default=0, show_default=True, help="Devices to pass over."
 )
 @click.option("--dev-type", metavar="TYPE", help="Only this type, e.g. NVIDIA_MPS.")
 @click.option("--model", metavar="NAME", help='Only this model, e.g. "Tesla P40".')
 @click.option("--addr", metavar="ADDR", help="Only this device (00:06.0-1), or this GPU's (00:06.0).")
 @click.option("--device-path", metavar="UUID", help="Only devices of the GPU with this UUID.")
 @click.option("--vendor-device-id", metavar="ID", help="Only this kind of GPU, e.g. 10de:1b38.")
-@click.option("--numa-node", type=click.IntRange(min=0), metavar="N", help="Only GPUs at this NUMA node.")
+@click.option("--numa-node", type=_FROM_0, metavar="N", help="Only GPUs at this NUMA node.")
 @click.option("--unused", is_flag=True, help="Only devices that can be used now.")
 @output_option
 def command(limit: int, offset: int, output: str, **filters: object | None) -> None:
@@ -56,6 +60,7 @@ def command(limit: int, offset: int, output: str, **filters: object | None) -> N
 
     \b
     Examples:
+      yunion-mps isolated-device-list
       yunion-mps list
       yunion-mps list --addr 00:06.0 --limit 0
       yunion-mps list --unused --output json

@@ -52,6 +52,8 @@ def cell(value: object) -> str:
         return ""
     if isinstance(value, bool):
         return str(value).lower()
+    if isinstance(value, float):
+        return str(value).removesuffix(".0")
     if isinstance(value, (dict, list)):
         import json
 

@@ -7,6 +7,7 @@ import importlib
 import click
 
 from yunion_mps import __version__
+from yunion_mps.cli.suggest import SuggestingGroup
 
 #: The commands and the modules that hold them, in the order of the help.
 COMMANDS = {
@@ -20,7 +21,7 @@ COMMANDS = {
 }
 
 
-class LazyGroup(click.Group):
+class LazyGroup(SuggestingGroup):
     """A group whose commands are found by name and imported on use: `list` does not pay for the others."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -34,19 +35,6 @@ class LazyGroup(click.Group):
         module = COMMANDS.get(cmd_name)
         command: click.Command | None = importlib.import_module(module).command if module else None
         return command
-
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        """As click does, with the nearest real command in the error."""
-        try:
-            return super().resolve_command(ctx, args)
-        except click.UsageError as error:
-            from difflib import get_close_matches
-
-            near = get_close_matches(args[0], list(COMMANDS), n=1)
-            error.message += f" Did you mean {near[0]}?" if near else ""
-            raise
 
 
 @click.group(

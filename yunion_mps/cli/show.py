@@ -20,10 +20,11 @@ def complete_device(ctx: click.Context, param: click.Parameter, incomplete: str)
         devices = ask("/v1/devices?limit=0")["isolated_devices"]
     except YunionError:
         return []
-    return [CompletionItem(d["addr"], help=d["model"]) for d in devices if d["addr"].startswith(incomplete)]
+    # Without a description: zsh would look for it behind the address' first colon.
+    return [CompletionItem(d["addr"]) for d in devices if d["addr"].startswith(incomplete)]
 
 
-@click.command("show")
+@click.command("show", short_help="Show one device, and how to use it.")
 @click.argument("device", shell_complete=complete_device)
 @output_option
 def command(device: str, output: str) -> None:
@@ -34,5 +35,16 @@ def command(device: str, output: str) -> None:
       yunion-mps show 00:06.0-1
       yunion-mps show 00:06.0-1 --output json
     """
+    if not device:
+        raise click.UsageError("DEVICE is empty.")
     answer: dict[str, Any] = ask(f"/v1/devices/{quoted(device)}")
-    show_pairs(answer, output, lambda: draw(("Field", "Value"), pairs(answer)))
+    show_pairs(answer, output, lambda: _text(answer))
+
+
+def _text(answer: dict[str, Any]) -> str:
+    """A table, and below it the environment in lines that can be copied as they are."""
+    about = {name: value for name, value in answer.items() if name != "client_environment"}
+    text = draw(("Field", "Value"), pairs(about))
+    if answer["client_environment"]:
+        text += "Environment of a process that uses it:\n"
+    return text + "".join(f"  {name}={value}\n" for name, value in answer["client_environment"].items())

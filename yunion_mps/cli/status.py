@@ -25,7 +25,7 @@ _COLUMNS = (
 _DROP = ("Restarts", "Memory_MiB", "Threads_%", "Pipe_directory", "PID")
 
 
-@click.command("status")
+@click.command("status", short_help="Show whether all is well.")
 @output_option
 def command(output: str) -> None:
     """Show how the daemon, the control daemons and the devices are.

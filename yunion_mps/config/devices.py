@@ -20,19 +20,6 @@ from yunion_mps.config.values import Kind, WrongValueError, nearest, text, whole
 from yunion_mps.errors import Problem
 from yunion_mps.models import DEV_TYPE, DeviceEntry, Source
 
-#: Cloudpods' other types of container devices, which are no misspellings of ours.
-FOREIGN_TYPES = (
-    "ASCEND_NPU",
-    "CPH_AMD_GPU",
-    "CPH_AOSP_BINDER",
-    "NETINT_CA_ASIC",
-    "NETINT_CA_QUADRA",
-    "NVIDIA_GPU",
-    "NVIDIA_GPU_SHARE",
-    "NVIDIA_HAMI",
-    "VASTAITECH_GPU",
-)
-
 _EXAMPLE = {"path": "path: /dev/dri/renderD128", "virtual_number": "virtual_number: 4"}
 _KEYS = ("path", "type", "virtual_number")
 
@@ -127,7 +114,7 @@ def _is_ours(file: str, item: Node, nodes: dict[str, tuple[Node, Node]], problem
             Problem(file, line_of(node), f"type is {written(node)}, not a text", f"write type: {DEV_TYPE}")
         )
         return False
-    if value != DEV_TYPE and value not in FOREIGN_TYPES and nearest(value, [DEV_TYPE]):
+    if value != DEV_TYPE and nearest(value, [DEV_TYPE]):
         problems.append(Problem(file, line_of(node), f"type {value} is unknown", f"did you mean {DEV_TYPE}?"))
         return False
     return value == DEV_TYPE

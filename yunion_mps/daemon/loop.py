@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import gc
 import logging
-import signal
 import socket
 import threading
 from collections.abc import Callable
@@ -58,15 +57,13 @@ class _Loop:
     async def run(self, listener: socket.socket, nvml: Nvml | None, stop: StopSignals) -> None:
         self._done = asyncio.Event()
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._stop, number.name)
+        # Not loop.add_signal_handler: its end would leave the winding up to a second signal's mercy.
+        loop.add_reader(stop.fileno(), self._stop, stop)
         server = Server(Router(self._service))
         await server.open(listener)
         tasks = [asyncio.create_task(self._watchdog())]
         if nvml:
             tasks.append(asyncio.create_task(self._rescan(nvml)))
-        if stop.requested:
-            self._stop("a signal")
         self._tick()
         try:
             await self._done.wait()
@@ -77,13 +74,14 @@ class _Loop:
             self._unwatch()
             await server.close()
 
-    def _stop(self, why: str) -> None:
-        if not self._stopping:
-            self._stopping = True
-            log.info("stopping, for %s came", why)
-            self._notifier.stopping("waiting for the control daemons' clients to end")
-            self._supervisor.stop(asyncio.get_running_loop().time())
-            self._tick()
+    def _stop(self, stop: StopSignals) -> None:
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(stop.fileno())
+        self._stopping = True
+        log.info("stopping, for %s came", stop.requested)
+        self._notifier.stopping("waiting for the control daemons' clients to end")
+        self._supervisor.stop(loop.time())
+        self._tick()
 
     def _tick(self) -> None:
         """Let the supervisor do what is due, then watch for whatever it waits for now."""

@@ -7,8 +7,10 @@ import logging
 import os
 import select
 import signal
+import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
 from yunion_mps import __version__
 from yunion_mps.daemon import logs
@@ -58,9 +60,9 @@ def _check(paths: Paths) -> int:
 
 def _serve(paths: Paths) -> None:
     started_s = time.time()
+    stop = StopSignals()
     notifier = Notifier()
     notifier.status("reading the configuration and looking at the GPUs")
-    stop = StopSignals()
     examination = examine(paths)
     try:
         examination.check()
@@ -114,19 +116,30 @@ def _until_stopped(
             for warning in warnings(supervisor.snapshot()):
                 log.warning("%s", warning)
             notifier.ready(line)
-            from yunion_mps.daemon.loop import serve
-
+            serve = _load_event_loop()
             serve(examination, paths, listener, supervisor, service, notifier, stop)
         finally:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(paths.socket)
 
 
+def _load_event_loop() -> Callable[..., None]:
+    """Import asyncio without ssl, which it would take where it is there: 4 MiB for a Unix socket."""
+    absent: Any = None  # makes an import of the name fail, which asyncio is written for
+    sys.modules.setdefault("ssl", absent)
+    try:
+        from yunion_mps.daemon.loop import serve
+    finally:
+        if sys.modules["ssl"] is None:
+            del sys.modules["ssl"]
+    return serve
+
+
 class StopSignals:
-    """SIGTERM and SIGINT: the handler only sets a flag, and a descriptor wakes whatever waits."""
+    """SIGTERM and SIGINT: the handler only notes the name, and a descriptor wakes whatever waits."""
 
     def __init__(self) -> None:
-        self.requested = False
+        self.requested = ""
         self._wake, self._write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -144,14 +157,14 @@ class StopSignals:
         os.close(self._wake)
         os.close(self._write)
 
-    def _request(self, *_: object) -> None:
-        self.requested = True
+    def _request(self, number: int, _: object) -> None:
+        self.requested = signal.Signals(number).name
 
 
 def _start(supervisor: Supervisor, stop: StopSignals) -> None:
     """Start the domains and wait for each to be ready or to say why not; raises when none is."""
     supervisor.start(time.monotonic())
-    drive(supervisor, lambda: supervisor.started or stop.requested, stop.fileno())
+    drive(supervisor, lambda: supervisor.started or bool(stop.requested), stop.fileno())
     error = supervisor.first_error()
     if error and not supervisor.serving and not stop.requested:
         raise error

@@ -2,14 +2,37 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
-
-import pynvml
 
 from yunion_mps.errors import DriverError
 from yunion_mps.inventory.pci import normal_address
 from yunion_mps.models import DEFAULT, EXCLUSIVE_PROCESS, PROHIBITED, Driver, Gpu
+
+
+def _import_pynvml() -> Any:
+    """The module pynvml, without `ctypes.util`: 4 ms of imports for one function that it never calls.
+
+    Should a later release call it, it gets the real one.
+    """
+
+    def find_library(name: str) -> str | None:
+        return importlib.import_module("ctypes.util").find_library(name)  # type: ignore[no-any-return]
+
+    stand_in = ModuleType("ctypes.util")
+    stand_in.find_library = find_library  # type: ignore[attr-defined]
+    present = sys.modules.setdefault("ctypes.util", stand_in)
+    try:
+        return importlib.import_module("pynvml")
+    finally:
+        if present is stand_in:
+            del sys.modules["ctypes.util"]
+
+
+pynvml = _import_pynvml()
 
 #: nvidia-smi's names of NVML's compute modes.
 COMPUTE_MODES = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from yunion_mps.config import KEYS
 from yunion_mps.models import Config, DomainStatus, Driver, Gpu, Inventory, PcieLink, Snapshot, Source
 from yunion_mps.mps.states import FAILED, READY
 from yunion_mps.planning import make_plan
@@ -41,7 +42,7 @@ IN_MIG_MODE = H100._replace(
 
 
 def snapshot(
-    *gpus: Gpu, replicas: int = 4, state: str = READY, reason: str = "", version: int = 1
+    *gpus: Gpu, replicas: int = 4, scope: str = "host", state: str = READY, reason: str = ""
 ) -> Snapshot:
     """The snapshot of a host with these GPUs, each divided by `replicas`, whose domain is in `state`."""
     config = Config(
@@ -51,11 +52,11 @@ def snapshot(
         cuda_mps_log_directory="/tmp/nvidia-mps/log",
         cuda_mps_replicas=replicas,
         cuda_mps_compute_mode="exclusive_process",
-        cuda_mps_scope="host",
+        cuda_mps_scope=scope,
         cuda_mps_thread_percentage="equal",
         cuda_mps_max_clients=None,
         devices=(),
-        sources={"cuda_mps_replicas": Source("default", None)},
+        sources={name: Source("default", None) for name in KEYS},
     )
     inventory = Inventory(Driver("535.261.03", "12.2"), gpus)
     plan, problems = make_plan(config, inventory, MACHINE_ID)
@@ -63,7 +64,7 @@ def snapshot(
     pid = 4242 if state == READY else None
     domains = tuple(DomainStatus(domain, state, reason, pid, 0.0, 0) for domain in plan.domains)
     notice = "" if domains else "no GPU of this host can serve MPS devices"
-    return Snapshot(version, 0.0, True, notice, plan, inventory, domains)
+    return Snapshot(1, 0.0, True, notice, plan, inventory, domains)
 
 
 def reference() -> Snapshot:
@@ -100,7 +101,7 @@ def large(devices: int) -> Snapshot:
         H100._replace(pci_address=f"0000:{n:02x}:00.0", uuid=f"GPU-{n:08x}-2222-3333-4444-555555555555")
         for n in range(devices // 48)
     ]
-    return snapshot(*gpus, replicas=48)
+    return snapshot(*gpus, replicas=48, scope="gpu")
 
 
 ALL = {"reference": reference, "troubled": troubled, "disabled": disabled, "gone": gone}

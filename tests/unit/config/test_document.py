@@ -64,7 +64,7 @@ needs_root = pytest.mark.skipif(os.getuid() != 0, reason="becomes another user, 
             ),
         ),
         (
-            b'a: 1\nb: "c\n',
+            b'a: 1\nb: "c\nd: 1\ne: 2\n',
             f":2: not valid YAML (while scanning a quoted scalar found unexpected end of stream): {SYNTAX}",
         ),
         (b"a: 1\nb: *c\n", f":2: not valid YAML (found undefined alias): {SYNTAX}"),

@@ -46,7 +46,9 @@ def test_a_compute_mode_that_cannot_be_set_is_an_error(open_host: OpenHost, erro
 def test_a_compute_mode_that_is_not_in_force_afterwards_is_an_error(open_host: OpenHost) -> None:
     host = open_host()
     gpu, uuid = host.sim.gpus[0], host.sim.gpus[0].uuid
-    host.sim.fail("nvmlDeviceGetComputeMode", "success", delay_ms=60_000)  # until it is changed behind our back
+    host.sim.fail(
+        "nvmlDeviceGetComputeMode", "success", delay_ms=60_000
+    )  # until it is changed behind our back
 
     def meddle() -> None:
         deadline = time.monotonic() + 30

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import pytest
 from yunion_mps.errors import DriverError
@@ -98,7 +99,7 @@ def test_a_field_that_the_driver_does_not_tell_is_absent_and_the_rest_is_there(
     host = open_host([{"kind": "a100", "count": 2}])
     before = host.gpus()
     host.sim.fail(call, error, gpu=0)
-    absent = {field: None}
+    absent: dict[str, Any] = {field: None}
     assert host.gpus() == (before[0]._replace(**absent), before[1])
 
 
@@ -126,10 +127,15 @@ def test_a_gpu_that_fails_in_any_call_has_a_reason_and_its_neighbours_none(
     words = {"gpu_is_lost": LOST, "unknown": "NVML says: Unknown Error", "timeout": "NVML says: Timeout"}
     first, broken, last = host.gpus()
     assert (first, last) == (before[0], before[2])
-    assert broken.reason == words[error]
-    assert broken.pci_address == "0000:00:07.0"
-    assert broken.vendor_device_id == "10de:1eb8"
-    assert (broken.link, broken.render_node) == (before[1].link, "/dev/dri/renderD129")
+    assert broken == Gpu(
+        "0000:00:07.0",
+        uuid=None if call == "nvmlDeviceGetUUID" else before[1].uuid,
+        nvml_index=1,
+        vendor_device_id="10de:1eb8",
+        link=before[1].link,
+        render_node="/dev/dri/renderD129",
+        reason=words[error],
+    )
 
 
 @pytest.mark.parametrize("call", ["nvmlDeviceGetHandleByIndex", "nvmlDeviceGetPciInfo"])
@@ -149,6 +155,13 @@ def test_a_gpu_without_handle_or_address_is_listed_by_its_place_on_the_bus(
         render_node="/dev/dri/renderD129",
         reason=MESSAGES[error][0],
     )
+
+
+def test_gpus_without_handles_have_each_its_own_reason(open_host: OpenHost) -> None:
+    host = open_host([{"kind": "t4", "count": 3}])
+    host.sim.gpus[0].lose()
+    host.sim.fail("nvmlDeviceGetHandleBy*", "no_permission", gpu=2)
+    assert [gpu.reason for gpu in host.gpus()] == [LOST, "", NOT_PERMITTED]
 
 
 def test_a_gpu_without_uuid_cannot_be_used_but_is_listed(open_host: OpenHost) -> None:
@@ -199,3 +212,10 @@ def test_a_gpu_on_the_bus_that_the_driver_does_not_offer_is_listed(open_host: Op
     assert [gpu.pci_address for gpu in found] == ["0000:00:06.0", "0000:00:07.0", "0000:00:09.0"]
     assert found[2].vendor_device_id == "10de:1eb8"
     assert found[2].reason != ""
+
+
+def test_a_driver_that_fails_when_it_is_given_back_hurts_nobody(open_host: OpenHost) -> None:
+    host = open_host()
+    host.sim.fail("nvmlShutdown", "unknown", times=1)
+    host.nvml.close()
+    assert host.sim.show()["failures"] == []

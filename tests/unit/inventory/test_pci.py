@@ -74,8 +74,8 @@ def test_the_link_s_maximum_by_speed_and_lanes(tree: Paths, speed: str, lanes: i
 
 @pytest.mark.parametrize(
     ("speed", "width"),
-    [("Unknown speed", "16"), ("256.0 GT/s", "16"), ("", "16"), ("8.0 GT/s", "x16"), ("8.0 GT/s", ""), (" ", "4"),
-     (b"\xff\xfe", "16")],
+    [("Unknown speed", "16"), ("256.0 GT/s", "16"), ("", "16"), ("8.0 GT/s", "x16"), ("8.0 GT/s", ""),
+     (" ", "4"), (b"\xff\xfe", "16")],
 )  # fmt: skip
 def test_a_link_that_sysfs_does_not_know_is_absent(tree: Paths, speed: str | bytes, width: str) -> None:
     write(tree, "max_link_speed", speed)

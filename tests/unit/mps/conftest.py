@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-
-from simhost.environment import CHECKOUT
 from yunion_mps.models import DomainPlan
 from yunion_mps.mps.adoption import control_environment
 from yunion_mps.process import Process, spawn
+
+from simhost.environment import CHECKOUT
 
 from .driving import Clock, DomainRun, wait_until_it_answers
 
@@ -47,7 +47,9 @@ def place() -> Iterator[Path]:
 def make_plan(place: Path) -> MakePlan:
     """Make a domain's plan in `place`: one GPU with 5760 MiB and 25 % unless told otherwise."""
 
-    def make(memory_mib: tuple[int, ...] = (5760,), percentage: float = 25.0, name: str = "host") -> DomainPlan:
+    def make(
+        memory_mib: tuple[int, ...] = (5760,), percentage: float = 25.0, name: str = "host"
+    ) -> DomainPlan:
         uuids = tuple(f"GPU-00000000-0000-0000-0000-{index:012d}" for index in range(len(memory_mib)))
         return DomainPlan(name, str(place / "pipe"), str(place / "log"), uuids, memory_mib, percentage)
 
@@ -62,7 +64,7 @@ def plan(make_plan: MakePlan) -> DomainPlan:
 
 @pytest.fixture
 def start_control(program: str) -> Iterator[StartControl]:
-    """Start a real control daemon in a plan's directories, with our environment or another; wait until it answers."""
+    """Start a real control daemon for a plan, with our environment or another, and wait until it answers."""
     started: list[Process] = []
 
     def start(plan: DomainPlan, environment: dict[str, str] | None = None) -> Process:

@@ -1,4 +1,4 @@
-"""A Domain driven by hand: the clock stands still until the test turns it, and only real events are waited for."""
+"""A Domain driven by hand: the clock stands still until the test turns it, and real events are waited for."""
 
 from __future__ import annotations
 

@@ -8,7 +8,6 @@ import socket
 import sys
 
 import pytest
-
 from yunion_mps.models import DomainPlan
 from yunion_mps.mps.adoption import MARK, adopt, control_environment
 from yunion_mps.mps.control import PROGRAM
@@ -31,7 +30,9 @@ def test_our_own_survivor_is_taken_over_with_its_limits_set_anew(
 ) -> None:
     survivor = start_control(plan)
     run = run_domain().start()
-    assert run.reasons == [f"took over the running control daemon (PID {survivor.pid}); it does not answer yet"]
+    assert run.reasons == [
+        f"took over the running control daemon (PID {survivor.pid}); it does not answer yet"
+    ]
     run.until(READY)
     assert run.pid == survivor.pid
     assert converse(program, plan, "get_default_device_pinned_mem_limit 0") == ["5G"]
@@ -115,12 +116,11 @@ def test_a_control_daemon_of_somebody_else_is_refused_and_left_alone(
     assert run.states == [STOPPED, FAILED]
     error = run.domain.error
     assert error is not None
-    assert error.message == (
-        f"a control daemon (PID {stranger.pid}, uid {os.getuid()}), {who}, already serves {plan.pipe_directory}"
-    )
-    assert error.hint == (
-        f"when its jobs are done, end it with: echo quit | CUDA_MPS_PIPE_DIRECTORY={plan.pipe_directory} {PROGRAM}"
-    )
+    pipe = plan.pipe_directory
+    it = f"a control daemon (PID {stranger.pid}, uid {os.getuid()})"
+    assert error.message == f"{it}, {who}, already serves {pipe}"
+    command = f"echo quit | CUDA_MPS_PIPE_DIRECTORY={pipe} {PROGRAM}"
+    assert error.hint == f"when its jobs are done, end it with: {command}"
     assert run.turn(60).states == [STOPPED, FAILED, FAILED]
     run.stop()
     assert stranger.status() is None
@@ -143,12 +143,13 @@ def test_another_program_on_the_socket_is_refused_even_with_our_mark(
     run_domain: RunDomain, plan: DomainPlan
 ) -> None:
     os.makedirs(plan.pipe_directory)
-    listen = "import socket,sys,time; s=socket.socket(socket.AF_UNIX,socket.SOCK_SEQPACKET); s.bind(sys.argv[1]); s.listen(); time.sleep(1000)"
+    listen = (
+        "import socket, sys, time; s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET); "
+        "s.bind(sys.argv[1]); s.listen(); time.sleep(1000)"
+    )
     with open(os.devnull, "r+b") as null:
         argv = [os.path.realpath(sys.executable), "-I", "-c", listen, f"{plan.pipe_directory}/control"]
-        other = spawn(
-            argv, control_environment(plan), stdin=None, stdout=null.fileno(), stderr=null.fileno()
-        )
+        other = spawn(argv, control_environment(plan), stdin=None, stdout=null.fileno(), stderr=null.fileno())
     try:
         wait_until_it_answers(plan, other.pid)
         run = run_domain().start()

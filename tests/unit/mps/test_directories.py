@@ -1,4 +1,4 @@
-"""Directories below /tmp, where everybody writes: what is made, what is refused, and that nothing foreign changes."""
+"""Directories below /tmp, where everybody writes: made safely or refused, and nothing foreign changes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-
 from yunion_mps.errors import HostError
 from yunion_mps.mps.directories import check_entries, make_directory, open_log
 

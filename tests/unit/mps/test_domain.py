@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-
 from yunion_mps.models import DomainPlan
 from yunion_mps.mps.control import peer_of
 from yunion_mps.mps.states import APPLYING, BACKOFF, FAILED, READY, STARTING, STOPPED, STOPPING
@@ -53,7 +52,7 @@ def test_the_control_daemons_environment_is_built_from_nothing(
 ) -> None:
     for name in ("NOTIFY_SOCKET", "CUDA_VISIBLE_DEVICES", "LD_PRELOAD_X", "CUDA_MPS_PIPE_DIRECTORY"):
         monkeypatch.setenv(name, "ours")
-    run = run_domain().start()
+    run = run_domain().start().until(READY)
     assert environment_of(run.pid) == {
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
         "CUDA_MPS_LOG_DIRECTORY": plan.log_directory,
@@ -107,15 +106,19 @@ def test_it_looks_less_and_less_often_whether_the_control_daemon_answers(
     assert waits[-1] == pytest.approx(0.05)
 
 
+MEMORY = "the memory limit of device 0 is not in force: it was set to 5760M, and the control daemon answers "
+PERCENTAGE = "the thread percentage is not in force: it was set to 25.0, and the control daemon answers "
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("s/^5G$/4G/", "the memory limit of device 0 is not in force: it was set to 5760M, and the control daemon answers '4G'"),
-        ("/G$/d", "the memory limit of device 0 is not in force: it was set to 5760M, and the control daemon answers nothing"),
-        ("s/25.0/100.0/", "the thread percentage is not in force: it was set to 25.0, and the control daemon answers '100.0'"),
-        ("d", "the memory limit of device 0 is not in force: it was set to 5760M, and the control daemon answers nothing"),
+        ("s/^5G$/4G/", f"{MEMORY}'4G'"),
+        ("/G$/d", f"{MEMORY}nothing"),
+        ("d", f"{MEMORY}nothing"),
+        ("s/25.0/100.0/", f"{PERCENTAGE}'100.0'"),
     ],
-)  # fmt: skip
+)
 def test_limits_that_are_read_back_wrong_are_never_ready(
     run_domain: RunDomain, program: str, write_program: WriteProgram, change: str, message: str
 ) -> None:
@@ -168,7 +171,7 @@ def test_earlier_deaths_count_no_more_after_a_minute_of_service(run_domain: RunD
     assert kill_control_daemon(run).tick() == pytest.approx(1)
     run.turn(1).until(READY)
     run.clock.now_s += 60
-    assert kill_control_daemon(run).state == STARTING
+    assert kill_control_daemon(run).state != BACKOFF
 
 
 def test_its_log_is_continued_by_the_next_one(run_domain: RunDomain, plan: DomainPlan) -> None:

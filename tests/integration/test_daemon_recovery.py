@@ -1,0 +1,174 @@
+"""What the daemon survives: the control daemon's death, its own, and being told to do nothing at all."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from integration.conftest import MakeDaemon, MakeHost
+from integration.daemon_host import Daemon, control_daemons, eventually, is_running
+from simhost import SimHost
+
+LIMITS = ("get_default_device_pinned_mem_limit 0", "get_default_active_thread_percentage")
+
+
+def environment_of(pid: int) -> dict[str, str]:
+    words = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
+    return dict(word.split("=", 1) for word in words if word)
+
+
+def test_a_control_daemon_that_is_killed_is_replaced_with_its_limits(ready_daemon: Daemon) -> None:
+    first = ready_daemon.control_pid()
+    os.kill(first, signal.SIGKILL)
+    eventually(
+        lambda: (
+            ready_daemon.status()["domains"][0]["restarts"] == 1
+            and ready_daemon.status()["domains"][0]["state"] == "ready"
+        ),
+        "another control daemon",
+        trouble=lambda: ready_daemon.log,
+    )
+    assert ready_daemon.control_pid() != first
+    assert ready_daemon.control(*LIMITS) == ["5G", "25.0"]
+    assert f"<3>domain host: the control daemon (PID {first}) was killed by signal 9" in ready_daemon.log
+    assert ready_daemon.status()["devices"]["available"] == 4
+    assert ready_daemon.stop() == 0
+
+
+def test_systemd_is_told_in_words_while_the_control_daemon_is_gone(ready_daemon: Daemon) -> None:
+    """The second death in a row is followed by a pause, so that there is something to see."""
+    nothing = "STATUS=0 of 4 devices available, 0 of 1 control daemons serving; "
+    os.kill(ready_daemon.control_pid(), signal.SIGKILL)
+    eventually(lambda: ready_daemon.status()["domains"][0]["restarts"] == 1)
+    eventually(lambda: ready_daemon.status()["state"] == "ready")
+    second = ready_daemon.control_pid()
+    os.kill(second, signal.SIGKILL)
+    ready_daemon.wait_message(f"{nothing}the control daemon (PID {second}) was killed by signal 9")
+    eventually(lambda: ready_daemon.status()["state"] == "ready")
+    assert ready_daemon.notifications.count("READY=1") == 1
+    assert ready_daemon.stop() == 0
+
+
+def test_after_a_kill_the_next_daemon_takes_over_and_puts_back_what_the_first_changed(daemon: Daemon) -> None:
+    daemon.start().wait_ready()
+    control = daemon.control_pid()
+    daemon.kill()
+    assert is_running(control)
+    assert daemon.host.gpus[0].compute_mode == "exclusive_process"
+    daemon.start().wait_ready()
+    assert daemon.control_pid() == control
+    assert f"took over the running control daemon (PID {control})" in daemon.log
+    assert daemon.control(*LIMITS) == ["5G", "25.0"]
+    assert daemon.stop() == 0
+    assert not is_running(control)
+    assert daemon.host.gpus[0].compute_mode == "default"
+
+
+def test_the_control_daemon_has_only_the_environment_that_was_built_for_it(ready_daemon: Daemon) -> None:
+    tmp = ready_daemon.host.root / "tmp/nvidia-mps"
+    assert "NOTIFY_SOCKET" in environment_of(ready_daemon.pid)
+    assert environment_of(ready_daemon.control_pid()) == {
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+        "CUDA_MPS_LOG_DIRECTORY": str(tmp / "log"),
+        "CUDA_MPS_PIPE_DIRECTORY": str(tmp / "pipe"),
+        "CUDA_VISIBLE_DEVICES": ready_daemon.host.gpus[0].uuid,
+        "LC_ALL": "C",
+        "PATH": "/usr/sbin:/usr/bin:/sbin:/bin",
+        "YUNION_MPS_DOMAIN": "host",
+    }
+
+
+def test_the_gpus_are_named_to_the_control_daemon_in_pci_order(
+    make_host: MakeHost, make_daemon: MakeDaemon
+) -> None:
+    host = make_host(
+        [{"kind": "h100", "pci": "0000:81:00.0"}, {"kind": "a100", "pci": "0000:03:00.0"}, {"kind": "t4"}]
+    )
+    daemon = make_daemon(host).start().wait_ready()
+    gpus = sorted(host.gpus, key=lambda gpu: gpu.description.pci)
+    expected = ",".join(gpu.uuid for gpu in gpus)
+    assert environment_of(daemon.control_pid())["CUDA_VISIBLE_DEVICES"] == expected
+    assert daemon.stop() == 0
+
+
+def test_the_control_daemon_holds_none_of_the_daemons_files(ready_daemon: Daemon) -> None:
+    root = str(ready_daemon.host.root)
+    folder = Path(f"/proc/{ready_daemon.control_pid()}/fd")
+    targets = {os.readlink(entry) for entry in folder.iterdir()}
+    ours = {target for target in targets if target.startswith((root, "/memfd"))}
+    pipe = f"{root}/tmp/nvidia-mps/pipe"
+    assert ours <= {f"{root}/tmp/nvidia-mps/log/control.log", f"{pipe}/log", f"{pipe}/control_lock"}
+
+
+def test_the_log_of_the_control_daemon_outlives_both(daemon: Daemon) -> None:
+    log = daemon.host.root / "tmp/nvidia-mps/log/control.log"
+    daemon.start().wait_ready()
+    assert daemon.stop() == 0
+    first = log.read_text()
+    assert first
+    daemon.start().wait_ready()
+    assert daemon.stop() == 0
+    assert log.read_text().startswith(first)
+
+
+def test_no_descriptor_is_leaked_over_many_deaths_of_the_control_daemon(ready_daemon: Daemon) -> None:
+    def held() -> int:
+        return len(os.listdir(f"/proc/{ready_daemon.pid}/fd"))
+
+    ready_daemon.status()
+    before = held()
+    for restarts in (1, 2):
+        os.kill(ready_daemon.control_pid(), signal.SIGKILL)
+        eventually(lambda n=restarts: ready_daemon.status()["domains"][0]["restarts"] == n)  # type: ignore[misc]
+        eventually(lambda: ready_daemon.status()["state"] == "ready")
+    eventually(lambda: held() <= before, "no more descriptors than before")
+    assert ready_daemon.stop() == 0
+
+
+@pytest.mark.parametrize("driver", [True, False])
+def test_disabled_it_stays_up_serves_an_empty_list_and_says_why(daemon: Daemon, driver: bool) -> None:
+    if not driver:
+        daemon.host.hide_library()
+    daemon.write_host_conf({"enable_cuda_mps": False})
+    daemon.start().wait_ready()
+    conf = f"{daemon.host.root}/etc/yunion/host.conf"
+    why = f"enable_cuda_mps is false in {conf}: this host offers no MPS devices"
+    assert daemon.get("/v1/devices") == (
+        200,
+        {"isolated_devices": [], "total": 0, "limit": 20, "offset": 0},
+    )
+    status = daemon.status()
+    assert (status["state"], status["notice"]) == ("disabled", why)
+    assert f"STATUS={why}" in daemon.notifications
+    assert why in daemon.log
+    assert daemon.host.gpus[0].compute_mode == "default"
+    assert control_daemons(daemon.host.root) == []
+    assert daemon.stop() == 0
+    assert not (daemon.host.root / "tmp/nvidia-mps").exists()
+
+
+def test_keep_leaves_the_compute_mode_alone(daemon: Daemon) -> None:
+    daemon.configure(cuda_mps_compute_mode="keep")
+    daemon.start().wait_ready()
+    assert daemon.host.gpus[0].compute_mode == "default"
+    assert daemon.control(*LIMITS) == ["5G", "25.0"]
+    assert daemon.stop() == 0
+
+
+def test_other_directories_and_budgets_are_taken_from_the_configuration(
+    host: SimHost, daemon: Daemon
+) -> None:
+    daemon.configure(
+        cuda_mps_pipe_directory="/run/mps/pipe",
+        cuda_mps_log_directory="/var/log/mps",
+        cuda_mps_thread_percentage="double",
+    )
+    daemon.start().wait_ready()
+    answer = daemon.control(*LIMITS, pipe_directory=host.root / "run/mps/pipe")
+    assert answer == ["5G", "50.0"]
+    assert (host.root / "var/log/mps/control.log").exists()
+    assert not (host.root / "tmp/nvidia-mps").exists()
+    assert daemon.stop() == 0

@@ -1,0 +1,196 @@
+"""What keeps the daemon from serving: each ends with one clear message, and READY is never said."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from yunion_mps.mps.control import peer_of
+from yunion_mps.process import PROGRAM_DIRECTORIES
+
+from integration.conftest import MakeDaemon, MakeHost
+from integration.daemon_host import Daemon, control_daemons, eventually, is_running
+from simhost import SimHost
+
+PROGRAM = "nvidia-cuda-mps-control"
+
+
+def refused(daemon: Daemon, code: int) -> list[str]:
+    """Run it to its end; returns its last words, and nothing of it is left."""
+    assert daemon.run() == code, daemon.log
+    assert "READY=1" not in daemon.notifications
+    assert "Traceback" not in daemon.log
+    assert {gpu.compute_mode for gpu in daemon.host.gpus} == {"default"}
+    assert not daemon.socket_path.exists()
+    return daemon.log.splitlines()
+
+
+def test_without_a_driver_it_says_so_and_ends_with_1(daemon: Daemon) -> None:
+    daemon.host.hide_library()
+    assert refused(daemon, 1) == [
+        "<3>no NVIDIA driver: its library libnvidia-ml.so.1 is not installed",
+        "<3>install the NVIDIA driver with its libraries, then check it with: nvidia-smi",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "hint"),
+    [
+        (
+            "driver_not_loaded",
+            "the NVIDIA driver's kernel module is not loaded",
+            "load it with: modprobe nvidia; where that fails, see: dmesg | grep -i nvidia",
+        ),
+        (
+            "lib_rm_version_mismatch",
+            "the NVIDIA driver's library and its kernel module are of different versions",
+            "reboot, or unload and load the module: the driver was updated while the old module was in use",
+        ),
+    ],
+)
+def test_a_driver_that_does_not_work_is_told_with_the_remedy(
+    daemon: Daemon, error: str, message: str, hint: str
+) -> None:
+    daemon.host.fail("nvmlInit*", error)
+    assert refused(daemon, 1) == [f"<3>{message}", f"<3>{hint}"]
+
+
+def test_a_bad_configuration_ends_with_6_and_all_its_problems(daemon: Daemon) -> None:
+    daemon.configure(cuda_mps_scope="node", cuda_mps_replicas=0)
+    devices = daemon.host.root / "etc/yunion/host_container_device.yml"
+    devices.write_text("devices:\n- path: /dev/dri/renderD128\n  type: NVIDIA_MPS\n  virtual_number: true\n")
+    lines = refused(daemon, 6)
+    conf = daemon.host.root / "etc/yunion/host.conf"
+    assert [line.split(": ")[0] for line in lines[:-1]] == [f"<3>{conf}:2", f"<3>{conf}:3", f"<3>{devices}:4"]
+    assert lines[-1] == "<3>correct the lines above, then try them with: yunion-mps config check"
+
+
+def test_a_path_that_is_no_gpu_of_the_host_ends_with_6(daemon: Daemon) -> None:
+    devices = daemon.host.root / "etc/yunion/host_container_device.yml"
+    devices.write_text("devices:\n- path: /dev/dri/renderD199\n  type: NVIDIA_MPS\n  virtual_number: 4\n")
+    assert refused(daemon, 6)[0].startswith(
+        f"<3>{devices}:2: path /dev/dri/renderD199 is no GPU of this host"
+    )
+
+
+def test_a_missing_control_program_is_named_with_the_packages_of_each_distribution(daemon: Daemon) -> None:
+    if any(os.path.exists(f"{folder}/{PROGRAM}") for folder in PROGRAM_DIRECTORIES):
+        pytest.skip("this machine has the program where drivers put it")
+    daemon.env["PATH"] = str(Path(shutil.which("yunion-mps-daemon", path=daemon.env["PATH"]) or "").parent)
+    *_, message, hint = refused(daemon, 1)
+    assert message == f"<3>{PROGRAM} is not installed"
+    assert hint == (
+        "<3>install it: nvidia-cuda-mps on Debian (non-free), nvidia-compute-utils-<release> on Ubuntu, "
+        "nvidia-driver-cuda on RHEL and its kin (NVIDIA's repository), "
+        "xorg-x11-drv-nvidia-cuda on Fedora (RPM Fusion)"
+    )
+
+
+def wrap(daemon: Daemon, script: str) -> None:
+    """Put a script before NVIDIA's program; `$REAL` in it is the real one."""
+    real = shutil.which(PROGRAM, path=daemon.env["PATH"])
+    folder = daemon.host.root / "wrapper"
+    folder.mkdir(exist_ok=True)
+    (folder / PROGRAM).write_text(f"#!/bin/sh\nREAL={real}\n{script}\n")
+    (folder / PROGRAM).chmod(0o755)
+    daemon.env["PATH"] = f"{folder}{os.pathsep}{daemon.env['PATH']}"
+
+
+def test_limits_that_are_not_in_force_are_never_ready(daemon: Daemon) -> None:
+    wrap(daemon, '[ "$1" = -f ] && exec $REAL -f; $REAL | sed "s/^5G$/4G/"')
+    lines = refused(daemon, 1)
+    assert lines[-2] == (
+        "<3>the memory limit of device 0 is not in force: it was set to 5760M, "
+        "and the control daemon answers '4G'"
+    )
+    assert control_daemons(daemon.host.root) == []
+
+
+def test_a_control_program_that_exits_at_once_is_told_with_its_last_words(daemon: Daemon) -> None:
+    wrap(daemon, "echo the driver is too old; exit 3")
+    text = "\n".join(refused(daemon, 1))
+    assert "exited with status 3" in text
+    assert "the driver is too old" in text
+
+
+def test_where_one_domain_cannot_serve_the_others_do_and_it_says_why(
+    make_host: MakeHost, make_daemon: MakeDaemon
+) -> None:
+    host = make_host([{"kind": "h100", "count": 2}])
+    daemon = make_daemon(host)
+    daemon.configure(cuda_mps_scope="gpu")
+    link = daemon.pipe_directory / host.gpus[0].uuid
+    link.parent.mkdir(parents=True)
+    link.symlink_to(host.root)
+    os.lchown(link, 65534, 65534)
+    link.parent.chmod(0o1777)
+    os.chmod(link.parent, 0o755)
+    daemon.start()
+    daemon.wait_ready()
+    status = daemon.status()
+    assert [domain["state"] for domain in status["domains"]] == ["failed", "ready"]
+    assert status["domains"][0]["reason"] == f"{link} is a symlink, which is not followed"
+    assert status["devices"] == {"total": 8, "available": 4, "unavailable": 4}
+    assert any("4 of 8 devices available, 1 of 2" in line for line in daemon.notifications)
+    assert daemon.stop() == 0
+
+
+@pytest.fixture
+def stranger(host: SimHost) -> Iterator[subprocess.Popen[str]]:
+    """A control daemon that somebody else runs in the default pipe directory."""
+    directories = {
+        "CUDA_MPS_PIPE_DIRECTORY": str(host.root / "tmp/nvidia-mps/pipe"),
+        "CUDA_MPS_LOG_DIRECTORY": str(host.root / "tmp/nvidia-mps/log"),
+    }
+    for directory in directories.values():
+        os.makedirs(directory)
+    with ExitStack() as stack:
+        started = host.popen([PROGRAM, "-f"], env={**host.env, **directories}, stdout=subprocess.DEVNULL)
+        stack.enter_context(started)
+        stack.callback(started.kill)
+        pipe = directories["CUDA_MPS_PIPE_DIRECTORY"]
+        eventually(lambda: peer_of(pipe) is not None, "its answer")
+        yield started
+
+
+def test_a_control_daemon_of_somebody_else_is_reported_and_left_alone(
+    daemon: Daemon, stranger: subprocess.Popen[str]
+) -> None:
+    pipe = daemon.pipe_directory
+    daemon.control("set_default_active_thread_percentage 77")
+    *_, message, hint = refused(daemon, 1)
+    who = f"a control daemon (PID {stranger.pid}, uid {os.getuid()}), not started by us"
+    assert message == f"<3>{who}, already serves {pipe}"
+    command = f"echo quit | CUDA_MPS_PIPE_DIRECTORY={pipe} {PROGRAM}"
+    assert hint == f"<3>when its jobs are done, end it with: {command}"
+    assert stranger.poll() is None
+    assert daemon.control("get_default_active_thread_percentage") == ["77.0"]
+    daemon.control("quit")
+    assert stranger.wait(60) == 0
+    daemon.start().wait_ready()
+    assert daemon.stop() == 0
+
+
+def test_a_survivor_that_does_not_answer_is_spared_and_its_gpus_stay_as_they_are(daemon: Daemon) -> None:
+    """Its clients may be at work: the failing daemon neither kills it nor opens the GPUs to others."""
+    daemon.start().wait_ready()
+    control = daemon.control_pid()
+    daemon.kill()
+    wrap(daemon, '[ "$1" = -f ] && exec $REAL -f; $REAL | sed "s/^5G$/4G/"')
+    assert daemon.run() == 1
+    assert "Traceback" not in daemon.log
+    assert f"the control daemon (PID {control}) is left running" in daemon.log
+    assert is_running(control)
+    assert daemon.host.gpus[0].compute_mode == "exclusive_process"
+    (daemon.host.root / "wrapper" / PROGRAM).unlink()
+    daemon.start().wait_ready()
+    assert daemon.control_pid() == control
+    assert daemon.stop(signal.SIGTERM) == 0
+    assert not is_running(control)
+    assert daemon.host.gpus[0].compute_mode == "default"

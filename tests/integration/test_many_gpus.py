@@ -1,0 +1,181 @@
+"""Hosts with 8 and 64 GPUs of mixed kinds, each divided otherwise, as one domain and as one domain a GPU."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from integration.conftest import MakeDaemon, MakeHost
+from integration.daemon_host import Daemon, control_daemons
+from simhost import SimGpu
+
+KINDS = (
+    "tesla-p40", "a100", "h100", "v100", "t4", "tesla-p100", "l40s", "b200", "rtx-2080ti", "h200", "a10",
+    "l4", "tesla-m60", "rtx-pro-6000", "rtx-5090", "tesla-k80",
+)  # fmt: skip
+NUMBERS = (4, 7, 3, 16, 1, 2, 10, 5, 12, 6)
+
+
+def description(count: int) -> list[dict[str, Any]]:
+    """So many GPUs; every kind and many numbers come up, and the last lie in another PCI domain."""
+    gpus: list[dict[str, Any]] = []
+    for index in range(count):
+        gpu: dict[str, Any] = {
+            "kind": KINDS[index % len(KINDS)],
+            "virtual_number": NUMBERS[index % len(NUMBERS)],
+            "numa_node": index % 2,
+        }
+        if index >= count - 2:
+            gpu["pci"] = f"10000:e{index % 10}:00.0"
+        gpus.append(gpu)
+    return gpus
+
+
+def tenths(number: int) -> float:
+    """100 / n with one decimal, rounded down."""
+    return 1000 // number / 10
+
+
+def address(gpu: SimGpu) -> str:
+    return gpu.description.address.removeprefix("0000:")
+
+
+def shown(memory_mib: int) -> str:
+    """As the control daemon shows a limit."""
+    return f"{memory_mib // 1024}G" if memory_mib >= 1024 else f"{memory_mib}M"
+
+
+def check_devices(daemon: Daemon, gpus: Sequence[SimGpu]) -> None:
+    """Every device of every GPU, with its own budget, in the order of PCI addresses and slots."""
+    code, answer = daemon.get("/v1/devices?limit=0")
+    assert code == 200
+    expected = [
+        {
+            "addr": f"{address(gpu)}-{slot}",
+            "gpu_uuid": gpu.uuid,
+            "model": gpu.description.name,
+            "numa_node": gpu.description.numa_node,
+            "mps_memory_total": gpu.description.memory_mib,
+            "mps_memory_limit": gpu.description.memory_mib // gpu.description.virtual_number,
+            "mps_thread_percentage": tenths(gpu.description.virtual_number),
+            "budget_enforced": gpu.description.capability >= (7, 0),
+            "state": "available",
+        }
+        for gpu in gpus
+        for slot in range(gpu.description.virtual_number)
+    ]
+    devices = answer["isolated_devices"]
+    assert [{key: device[key] for key in expected[0]} for device in devices] == expected
+    assert answer["total"] == len(expected)
+    assert len({device["id"] for device in devices}) == len(expected)
+
+
+def check_listing(daemon: Daemon, gpus: Sequence[SimGpu]) -> None:
+    """The command's own table has them too, and its footer counts them by pages."""
+    total = sum(gpu.description.virtual_number for gpu in gpus)
+    done = daemon.host.run(["yunion-mps", "list", "--limit", "0", "--output", "csv"], check=True)
+    rows = list(csv.DictReader(io.StringIO(done.stdout)))
+    assert [row["Addr"] for row in rows] == [
+        f"{address(gpu)}-{slot}" for gpu in gpus for slot in range(gpu.description.virtual_number)
+    ]
+    footer = daemon.host.run(["yunion-mps", "list", "--offset", "20"], check=True).stdout.splitlines()[-1]
+    assert footer == f"*** Total: {total} Pages: {-(-total // 20)} Limit: 20 Offset: 20 Page: 2 ***"
+
+
+def check_modes(daemon: Daemon, gpus: Sequence[SimGpu], mode: str) -> None:
+    query = ["nvidia-smi", "--query-gpu=gpu_uuid,compute_mode", "--format=csv,noheader"]
+    lines = daemon.host.run(query, check=True).stdout.splitlines()
+    assert sorted(lines) == sorted(f"{gpu.uuid}, {mode}" for gpu in gpus)
+
+
+def limits(daemon: Daemon, count: int, pipe_directory: Path) -> list[str]:
+    """What the control daemon answers for its percentage and for so many devices."""
+    commands = [f"get_default_device_pinned_mem_limit {device}" for device in range(count)]
+    return daemon.control("get_default_active_thread_percentage", *commands, pipe_directory=pipe_directory)
+
+
+def in_pci_order(gpus: Sequence[SimGpu]) -> list[SimGpu]:
+    return sorted(gpus, key=lambda gpu: gpu.description.pci)
+
+
+@pytest.mark.parametrize("count", [8, 32])
+def test_one_domain_serves_many_gpus_with_each_ones_own_memory_limit(
+    make_host: MakeHost, make_daemon: MakeDaemon, count: int
+) -> None:
+    host = make_host(description(count))
+    daemon = make_daemon(host).start().wait_ready()
+    gpus = in_pci_order(host.gpus)
+    check_devices(daemon, gpus)
+    check_listing(daemon, gpus)
+    check_modes(daemon, gpus, "Exclusive_Process")
+    memory = [gpu.description.memory_mib // gpu.description.virtual_number for gpu in gpus]
+    largest = max(tenths(gpu.description.virtual_number) for gpu in gpus)
+    assert limits(daemon, count, daemon.pipe_directory) == [f"{largest:.1f}", *map(shown, memory)]
+    (domain,) = daemon.status()["domains"]
+    assert domain["gpus"] == [gpu.uuid for gpu in gpus], "CUDA's order is that of PCI addresses"
+    assert domain["memory_limits"] == memory
+    assert daemon.stop() == 0
+    check_modes(daemon, gpus, "Default")
+
+
+@pytest.mark.parametrize("count", [8, 64])
+def test_one_domain_a_gpu_gives_each_gpu_its_own_control_daemon_and_limits(
+    make_host: MakeHost, make_daemon: MakeDaemon, count: int
+) -> None:
+    host = make_host(description(count))
+    daemon = make_daemon(host)
+    daemon.configure(cuda_mps_scope="gpu")
+    daemon.start().wait_ready()
+    gpus = in_pci_order(host.gpus)
+    check_devices(daemon, gpus)
+    check_listing(daemon, gpus)
+    check_modes(daemon, gpus, "Exclusive_Process")
+    domains = daemon.status()["domains"]
+    assert [domain["name"] for domain in domains] == [address(gpu) for gpu in gpus]
+    assert len({domain["pid"] for domain in domains}) == count
+    for gpu in gpus:
+        number = gpu.description.virtual_number
+        assert limits(daemon, 2, daemon.pipe_directory / gpu.uuid) == [
+            f"{tenths(number):.1f}",
+            shown(gpu.description.memory_mib // number),
+        ]
+    assert daemon.notifications.count("READY=1") == 1
+    assert daemon.stop() == 0
+    assert control_daemons(host.root) == []
+    check_modes(daemon, gpus, "Default")
+
+
+def test_more_gpus_than_one_control_daemon_keeps_limits_for_are_refused_with_the_way_out(
+    make_host: MakeHost, make_daemon: MakeDaemon
+) -> None:
+    """NVIDIA's control daemon keeps the memory limits of 32 devices and passes over the others in silence."""
+    host = make_host([{"kind": "h100", "count": 33}])
+    daemon = make_daemon(host)
+    assert daemon.run() == 6, daemon.log
+    conf = host.root / "etc/yunion/host.conf"
+    assert daemon.log.splitlines()[0] == (
+        f"<3>{conf}: cuda_mps_scope is host, and one control daemon cannot limit more than 32 GPUs: "
+        "write cuda_mps_scope: gpu"
+    )
+    assert "READY=1" not in daemon.notifications
+    assert {gpu.compute_mode for gpu in host.gpus} == {"default"}
+
+
+def test_one_broken_gpu_among_many_does_not_hide_the_others(
+    make_host: MakeHost, make_daemon: MakeDaemon
+) -> None:
+    host = make_host([{"kind": "h100", "count": 8}])
+    host.gpus[3].lose(lookup="success")
+    host.gpus[5].mig = True
+    daemon = make_daemon(host).start().wait_ready()
+    assert daemon.get("/v1/devices")[1]["total"] == 24
+    gpus = {gpu["uuid"]: gpu["reason"] for gpu in daemon.get("/v1/gpus")[1]["gpus"] if gpu["reason"]}
+    assert len(gpus) == 2
+    assert gpus[host.gpus[5].uuid].startswith("the GPU is in MIG mode")
+    assert daemon.status()["state"] == "degraded"
+    assert daemon.stop() == 0

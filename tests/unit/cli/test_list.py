@@ -1,0 +1,137 @@
+"""`yunion-mps isolated-device-list`: Cloudpods' columns, footer and filters."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+
+import pytest
+import yaml
+
+from unit.cli.conftest import Cli
+
+HEADER = [
+    "ID",
+    "Dev_type",
+    "Model",
+    "Addr",
+    "Vendor_device_id",
+    "Host_id",
+    "numa_node",
+    "Device_path",
+    "PCIE_Info",
+    "Index",
+    "Device_minor",
+]
+IDS = (
+    "b12d61be-94a4-552c-ad13-b3efefc94aa3",
+    "3cb2ad91-8d2c-5b86-89cd-e78abbc0a30a",
+    "801c89c4-90b6-52f7-9571-7ee9d414cdbc",
+    "28ab592f-a465-577c-b525-6ff140f7d5f1",
+)
+HOST = "52b1e14e-614a-598b-b82e-ff71dc75e5c6"
+P40 = "GPU-76aef7ff-372d-2432-b4b4-beca4d8d3400"
+H100 = "GPU-11111111-2222-3333-4444-555555555555"
+LINK = '{"lane_width":16,"throughput":"15.76 GB/s","transfer_rate_per_lane":"8GT/s","version":"3.0"}'
+ROWS = [
+    [IDS[slot], "NVIDIA_MPS", "Tesla P40", f"00:06.0-{slot}", "10de:1b38", HOST, "", P40, LINK, "-1", "-1"]
+    for slot in range(4)
+]
+ON_P40 = ["00:06.0-0", "00:06.0-1", "00:06.0-2"]
+ON_H100 = ["0001:e1:00.0-0", "0001:e1:00.0-1", "0001:e1:00.0-2"]
+WIDTHS = (36, 10, 9, 9, 16, 36, 9, 40, 92, 5, 12)
+BORDER = "+" + "+".join("-" * (width + 2) for width in WIDTHS) + "+\n"
+
+
+def drawn(rows: list[list[str]], footer: str) -> str:
+    """The table as it has to be, to the last space."""
+
+    def line(cells: list[str]) -> str:
+        return "| " + " | ".join(cell.ljust(width) for cell, width in zip(cells, WIDTHS)) + " |\n"
+
+    return BORDER + line(HEADER) + BORDER + "".join(line(row) for row in rows) + BORDER + footer + "\n"
+
+
+def rows_of(table: str) -> list[list[str]]:
+    """The cells of a table that was printed, without its header."""
+    lines = [line for line in table.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[1:]]
+
+
+@pytest.mark.parametrize("name", ["isolated-device-list", "list"])
+def test_the_reference_case_is_listed_to_the_last_character(cli: Cli, name: str) -> None:
+    assert cli.good(name) == drawn(ROWS, "*** Total: 4 Pages: 1 Limit: 20 Offset: 0 Page: 1 ***")
+
+
+@pytest.mark.parametrize(
+    ("limit", "offset", "shown", "footer"),
+    [
+        (3, 0, slice(0, 3), "*** Total: 4 Pages: 2 Limit: 3 Offset: 0 Page: 1 ***"),
+        (3, 3, slice(3, 4), "*** Total: 4 Pages: 2 Limit: 3 Offset: 3 Page: 2 ***"),
+        (2, 2, slice(2, 4), "*** Total: 4 Pages: 2 Limit: 2 Offset: 2 Page: 2 ***"),
+        (1, 1, slice(1, 2), "*** Total: 4 Pages: 4 Limit: 1 Offset: 1 Page: 2 ***"),
+        (4, 0, slice(0, 4), "*** Total: 4 Pages: 1 Limit: 4 Offset: 0 Page: 1 ***"),
+        (0, 0, slice(0, 4), "*** Total: 4 Pages: 1 Limit: 0 Offset: 0 Page: 1 ***"),
+        (0, 1, slice(1, 4), "*** Total: 4 Pages: 1 Limit: 0 Offset: 1 Page: 1 ***"),
+    ],
+)
+def test_a_page_shows_its_devices_and_says_which_page_it_is(
+    cli: Cli, limit: int, offset: int, shown: slice, footer: str
+) -> None:
+    assert cli.good("list", "--limit", str(limit), "--offset", str(offset)) == drawn(ROWS[shown], footer)
+
+
+def test_past_the_last_device_there_is_a_header_and_the_total(cli: Cli) -> None:
+    out = cli.good("list", "--offset", "9")
+    assert rows_of(out) == []
+    assert out.splitlines()[-1] == "*** Total: 4 Pages: 1 Limit: 20 Offset: 9 Page: 1 ***"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "addresses"),
+    [
+        (["--dev-type", "NVIDIA_MPS"], ON_P40 + ON_H100),
+        (["--dev-type", "GPU-HPC"], []),
+        (["--model", "Tesla P40"], ON_P40),
+        (["--model", "tesla"], []),
+        (["--addr", "0001:e1:00.0"], ON_H100),
+        (["--addr", "00:06.0-2"], ["00:06.0-2"]),
+        (["--addr", "00:06"], []),
+        (["--device-path", H100], ON_H100),
+        (["--vendor-device-id", "10de:1b38"], ON_P40),
+        (["--numa-node", "1"], ON_H100),
+        (["--numa-node", "0"], []),
+        (["--unused"], []),
+        (["--model", "Tesla P40", "--numa-node", "1"], []),
+        (["--model", "Tesla P40", "--offset", "1", "--limit", "1"], ["00:06.0-1"]),
+    ],
+)
+def test_a_filter_shows_the_devices_that_it_names(
+    troubled: Cli, arguments: list[str], addresses: list[str]
+) -> None:
+    assert [row[3] for row in rows_of(troubled.good("list", *arguments))] == addresses
+
+
+def test_unused_devices_are_those_that_can_be_used_now(cli: Cli, troubled: Cli) -> None:
+    assert len(rows_of(cli.good("list", "--unused"))) == 4
+    footer = "*** Total: 0 Pages: 0 Limit: 20 Offset: 0 Page: 1 ***\n"
+    assert troubled.good("list", "--unused").endswith(footer)
+
+
+def test_what_is_unknown_is_an_empty_cell_and_a_numa_node_a_number(troubled: Cli) -> None:
+    rows = rows_of(troubled.good("list", "--addr", "0001:e1:00.0-0"))
+    assert [row[6:9] for row in rows] == [["1", H100, ""]]
+
+
+def test_csv_has_the_table_s_cells(cli: Cli) -> None:
+    assert list(csv.reader(io.StringIO(cli.good("list", "--output", "csv")))) == [HEADER, *ROWS]
+
+
+def test_json_and_yaml_are_what_the_daemon_answers(cli: Cli) -> None:
+    answer = json.loads(cli.good("list", "-o", "json", "--limit", "2", "--offset", "1"))
+    assert (answer["total"], answer["limit"], answer["offset"]) == (4, 2, 1)
+    assert [device["id"] for device in answer["isolated_devices"]] == list(IDS[1:3])
+    assert answer["isolated_devices"][0]["mps_memory_limit"] == 5760
+    assert answer["isolated_devices"][0]["mps_thread_percentage"] == 25
+    assert yaml.safe_load(cli.good("list", "-o", "yaml", "--limit", "2", "--offset", "1")) == answer

@@ -1,0 +1,184 @@
+"""`yunion-mps show`, `gpus` and `status`: what they print, to the letter."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+
+import pytest
+import yaml
+from yunion_mps import __version__
+
+from unit.api import snapshots
+from unit.cli.conftest import Cli, Serve
+from unit.cli.test_list import HOST, IDS, P40
+
+DEVICE = {
+    "id": IDS[1],
+    "dev_type": "NVIDIA_MPS",
+    "model": "Tesla P40",
+    "addr": "00:06.0-1",
+    "vendor_device_id": "10de:1b38",
+    "host_id": HOST,
+    "numa_node": "",
+    "device_path": P40,
+    "pcie_info.lane_width": "16",
+    "pcie_info.throughput": "15.76 GB/s",
+    "pcie_info.transfer_rate_per_lane": "8GT/s",
+    "pcie_info.version": "3.0",
+    "index": "-1",
+    "device_minor": "-1",
+    "mps_memory_limit": "5760",
+    "mps_memory_total": "23040",
+    "mps_thread_percentage": "25",
+    "gpu_uuid": P40,
+    "state": "available",
+    "reason": "",
+    "budget_enforced": "false",
+    "slot": "1",
+    "domain": "host",
+    "client_environment.CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+    "client_environment.CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "25",
+    "client_environment.CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": "0=5760M",
+    "client_environment.CUDA_MPS_PIPE_DIRECTORY": "/tmp/nvidia-mps/pipe",
+    "client_environment.CUDA_VISIBLE_DEVICES": P40,
+}
+ENVIRONMENT = f"""\
+Environment of a process that uses it:
+  CUDA_DEVICE_ORDER=PCI_BUS_ID
+  CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=25
+  CUDA_MPS_PINNED_DEVICE_MEM_LIMIT=0=5760M
+  CUDA_MPS_PIPE_DIRECTORY=/tmp/nvidia-mps/pipe
+  CUDA_VISIBLE_DEVICES={P40}
+"""
+HEALTHY = """\
+State:    ready
+Warning:  GPU 00:06.0 (Tesla P40): budgets are not enforced, for it is older than Volta; its clients \
+can use all of its memory and threads
+Devices:  4 of 4 available
+GPUs:     1
+Driver:   535.261.03, CUDA 12.2
+Host id:  {host}
+Daemon:   {version}, PID N, up T
++--------+-------+------+----------+------+-----------+------------+----------------------+--------+
+| Domain | State | PID  | Restarts | GPUs | Threads_% | Memory_MiB | Pipe_directory       | Reason |
++--------+-------+------+----------+------+-----------+------------+----------------------+--------+
+| host   | ready | 4242 | 0        | 1    | 25        | 5760       | /tmp/nvidia-mps/pipe |        |
++--------+-------+------+----------+------+-----------+------------+----------------------+--------+
+"""
+HINT = "yunion-mps: list the devices with: yunion-mps list\n"
+
+
+@pytest.mark.parametrize("name", ["00:06.0-1", IDS[1], IDS[1][:3]], ids=["address", "id", "beginning"])
+def test_a_device_is_shown_by_address_id_or_a_unique_beginning(cli: Cli, name: str) -> None:
+    names, values = 32, 40
+    border = f"+{'-' * (names + 2)}+{'-' * (values + 2)}+\n"
+    shown = [(field, value) for field, value in DEVICE.items() if "client_environment" not in field]
+    lines = [f"| {field.ljust(names)} | {value.ljust(values)} |\n" for field, value in shown]
+    header = f"| {'Field'.ljust(names)} | {'Value'.ljust(values)} |\n"
+    table = border + header + border + "".join(lines) + border
+    assert cli.good("show", name) == table + ENVIRONMENT
+
+
+def test_a_device_s_csv_has_the_same_lines(cli: Cli) -> None:
+    rows = list(csv.reader(io.StringIO(cli.good("show", "00:06.0-1", "-o", "csv"))))
+    assert rows == [["Field", "Value"], *(list(pair) for pair in DEVICE.items())]
+
+
+def test_a_device_s_json_and_yaml_keep_what_belongs_together(cli: Cli) -> None:
+    answer = json.loads(cli.good("show", "00:06.0-1", "-o", "json"))
+    assert (answer["slot"], answer["numa_node"]) == (1, None)
+    assert answer["client_environment"]["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] == "0=5760M"
+    assert yaml.safe_load(cli.good("show", "00:06.0-1", "-o", "yaml")) == answer
+
+
+def test_a_beginning_of_several_devices_names_them(cli: Cli) -> None:
+    assert cli("show", "00:06.0") == (
+        1,
+        "",
+        (
+            "yunion-mps: 00:06.0 names 4 devices (00:06.0-0, 00:06.0-1, 00:06.0-2, 00:06.0-3)\n"
+            "yunion-mps: give more of the id or address\n"
+        ),
+    )
+
+
+@pytest.mark.parametrize("name", ["00:06.0-9", "nothing", "é ü", "a/b", "../gpus", "?", "%41", "-"])
+def test_an_unknown_device_is_said_to_be_unknown(cli: Cli, name: str) -> None:
+    done = cli("show", name)
+    if "/" in name:
+        assert (done.code, done.err.splitlines()[1]) == (1, "yunion-mps: the paths are in /v1/openapi.json")
+    else:
+        assert done == (1, "", f"yunion-mps: there is no device {name}\n{HINT}")
+
+
+def test_an_empty_device_is_wrong_usage(cli: Cli) -> None:
+    done = cli("show", "")
+    assert (done.code, done.out, done.err.splitlines()[-1]) == (2, "", "Error: DEVICE is empty.")
+
+
+def test_the_reference_case_s_gpu_is_listed(cli: Cli) -> None:
+    assert cli.good("gpus", "-o", "csv") == (
+        "Addr,Name,UUID,Memory_MiB,Compute_mode,Capability,MIG,Devices,Enforced,State,Reason\n"
+        f"00:06.0,Tesla P40,{P40},23040,Exclusive_Process,6.1,,4,false,available,\n"
+    )
+    lines = cli.good("gpus").splitlines()
+    assert lines[3] == (
+        f"| 00:06.0 | Tesla P40 | {P40} | 23040      | Exclusive_Process | 6.1        |     | 4       "
+        "| false    | available |        |"
+    )
+    assert len({len(line) for line in lines}) == 1
+
+
+def test_a_broken_gpu_is_listed_with_its_reason(troubled: Cli) -> None:
+    rows = {row[0]: row for row in csv.reader(io.StringIO(troubled.good("gpus", "-o", "csv")))}
+    assert rows["10000:00:07.0"][1:] == [*[""] * 6, "0", "false", "unavailable", "the GPU is lost"]
+    assert rows["81:00.0"][6:10] == ["true", "0", "true", "unavailable"]
+    assert "MIG mode" in rows["81:00.0"][10]
+
+
+def test_gpus_are_printed_as_json_and_yaml_too(troubled: Cli) -> None:
+    answer = json.loads(troubled.good("gpus", "-o", "json"))
+    assert (answer["total"], len(answer["gpus"])) == (4, 4)
+    assert yaml.safe_load(troubled.good("gpus", "-o", "yaml")) == answer
+
+
+def test_the_status_of_a_healthy_host_is_short(cli: Cli) -> None:
+    out = re.sub(r"PID \d+, up \d+ (s|min)( \d+ s)?", "PID N, up T", cli.good("status"))
+    assert out == HEALTHY.format(host=HOST, version=__version__)
+
+
+def test_the_status_of_a_troubled_host_says_what_is_amiss(troubled: Cli) -> None:
+    lines = troubled.good("status").splitlines()
+    assert lines[0] == "State:    failed"
+    assert "Devices:  0 of 6 available" in lines
+    assert "GPUs:     4, 2 unavailable (see: yunion-mps gpus)" in lines
+    assert "nvidia-cuda-mps-control is missing" in lines[-2]
+    assert sum(line.startswith("Warning:  GPU 0001:e1:00.0") for line in lines) == 1
+
+
+def test_the_status_of_a_host_without_mps_says_why(serve: Serve) -> None:
+    lines = serve(snapshots.disabled()).good("status").splitlines()
+    assert lines[:5] == [
+        "State:    disabled",
+        "Notice:   enable_cuda_mps is false",
+        "Devices:  0 of 0 available",
+        "GPUs:     0",
+        "Driver:   not looked at",
+    ]
+
+
+def test_a_host_one_of_whose_gpus_is_gone_is_not_ready(serve: Serve) -> None:
+    lines = serve(snapshots.gone()).good("status").splitlines()
+    assert (lines[0], lines[1]) == ("State:    degraded", "Devices:  0 of 4 available")
+
+
+def test_the_status_is_printed_for_programs_too(cli: Cli) -> None:
+    answer = json.loads(cli.good("status", "-o", "json"))
+    assert (answer["state"], answer["domains"][0]["memory_limits"]) == ("ready", [5760])
+    assert yaml.safe_load(cli.good("status", "-o", "yaml")) == answer
+    pairs = dict(csv.reader(io.StringIO(cli.good("status", "-o", "csv"))))
+    assert (pairs["Field"], pairs["state"], pairs["domains.0.pid"]) == ("Value", "ready", "4242")
+    assert pairs["domains.0.memory_limits"] == "[5760]"

@@ -1,0 +1,103 @@
+"""Tables fit the terminal they are printed on, and are whole where they are piped."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import struct
+import termios
+
+import pytest
+from yunion_mps.cli.table import draw
+
+from unit.cli.conftest import Cli
+
+TABLES = (["list"], ["show", "00:06.0-1"], ["gpus"], ["status"])
+
+
+def on_terminal(cli: Cli, columns: int, *arguments: str) -> list[str]:
+    """The lines that the command prints on a terminal of so many columns."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 50, columns, 0, 0))
+    env = {name: value for name, value in cli.env.items() if name != "COLUMNS"}
+    with cli.start(*arguments, stdout=theirs, stdin=theirs, env=env) as process:
+        os.close(theirs)
+        printed = b""
+        try:
+            while piece := os.read(ours, 65536):
+                printed += piece
+        except OSError:  # EIO: nobody has the other side open any more
+            pass
+        finally:
+            os.close(ours)
+        assert process.wait(60) == 0
+        assert process.stderr is not None
+        assert process.stderr.read() == ""
+    assert b"\x1b" not in printed
+    return printed.decode().splitlines()
+
+
+def table_of(lines: list[str]) -> list[str]:
+    return [line for line in lines if line.startswith(("|", "+"))]
+
+
+@pytest.mark.parametrize("columns", [40, 80, 100, 132, 200, 400])
+@pytest.mark.parametrize("command", TABLES, ids=" ".join)
+@pytest.mark.parametrize("name", ["cli", "troubled"])
+def test_a_table_fits_the_terminal(
+    request: pytest.FixtureRequest, name: str, command: list[str], columns: int
+) -> None:
+    table = table_of(on_terminal(request.getfixturevalue(name), columns, *command))
+    assert len(table) > 3
+    assert len({len(line) for line in table}) == 1
+    if columns >= 80:
+        assert len(table[0]) <= columns
+
+
+@pytest.mark.parametrize("command", TABLES, ids=" ".join)
+def test_on_a_terminal_wide_enough_a_table_is_as_when_piped(troubled: Cli, command: list[str]) -> None:
+    wide = on_terminal(troubled, 500, *command)
+    piped = troubled.good(*command).splitlines()
+    assert table_of(wide) == table_of(piped)
+    assert not [line for line in wide if "…" in line or "no room" in line]
+
+
+def test_on_80_columns_the_list_keeps_what_names_a_device_and_says_what_it_leaves_out(cli: Cli) -> None:
+    lines = on_terminal(cli, 80, "list")
+    assert lines[1].replace(" ", "").strip("|").split("|") == [
+        "ID",
+        "Dev_type",
+        "Model",
+        "Addr",
+        "Device_path",
+    ]
+    assert [line.split("|")[4].strip() for line in lines[3:7]] == [f"00:06.0-{slot}" for slot in range(4)]
+    assert lines[-2].startswith("(no room for Device_minor, Index, Host_id, ")
+    assert lines[-2].endswith(": widen the terminal, or use --output csv)")
+    assert lines[-1] == "*** Total: 4 Pages: 1 Limit: 20 Offset: 0 Page: 1 ***"
+
+
+def test_on_80_columns_a_device_is_shown_whole(cli: Cli) -> None:
+    lines = on_terminal(cli, 80, "show", "00:06.0-1")
+    assert lines == cli.good("show", "00:06.0-1").splitlines()
+
+
+def test_a_table_without_rows_has_a_header() -> None:
+    assert draw(("A", "Bc"), []) == "+---+----+\n| A | Bc |\n+---+----+\n+---+----+\n"
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (None, ""),
+        (True, "true"),
+        (25.0, "25"),
+        (33.3, "33.3"),
+        (0, "0"),
+        ([1], "[1]"),
+        ("a\x1b[2J\nb", "a?[2J?b"),
+    ],
+)
+def test_a_cell_is_one_line_that_cannot_steer_the_terminal(value: object, shown: str) -> None:
+    assert draw(("V",), [(value,)]).splitlines()[3] == f"| {shown.ljust(max(1, len(shown)))} |"

@@ -1,0 +1,173 @@
+"""The command line teaches: help with examples, the nearest real word, exit codes that tell kinds apart."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+
+import pytest
+from yunion_mps import __version__
+from yunion_mps.cli.root import COMMANDS
+
+from unit.api.server_host import NOBODY
+from unit.cli.conftest import Cli
+
+ALL = [[], *([name] for name in COMMANDS), ["config", "show"], ["config", "check"]]
+ASKING = (["list"], ["isolated-device-list"], ["show", "00:06.0-1"], ["gpus"], ["status"])
+LIMIT = "Invalid value for '--limit':"
+OUTPUT = "Invalid value for '-o' / '--output':"
+SHELL = "Invalid value for '{bash|zsh|fish}':"
+SOCKET = "run/yunion-mps/yunion-mps.sock"
+WRITING = (["list"], ["gpus", "-o", "json"], ["status", "-o", "yaml"], ["--help"], ["--version"])
+JOIN = "become root, or join the group: usermod -aG yunion-mps USER, then log in anew"
+START = (
+    "yunion-mps: start it: systemctl start yunion-mps-daemon; "
+    "or see why not: systemctl status yunion-mps-daemon\n"
+)
+
+
+@pytest.mark.parametrize("command", ALL, ids=" ".join)
+@pytest.mark.parametrize("option", ["--help", "-h"])
+def test_every_command_s_help_has_examples_and_fits_the_terminal(
+    alone: Cli, command: list[str], option: str
+) -> None:
+    out = alone.good(*command, option)
+    assert out.startswith(" ".join(["Usage: yunion-mps", *command]))
+    examples = out.split("Examples:\n")[1] if command else out
+    assert " ".join(["  yunion-mps", *command]) in examples
+    assert max(len(line) for line in out.splitlines()) <= 80
+    assert "..." not in out.replace("[ARGS]...", "")
+
+
+def test_the_first_help_tells_the_exit_codes_and_all_commands(alone: Cli) -> None:
+    out = alone.good()
+    assert out == alone.good("--help")
+    for name in COMMANDS:
+        assert f"\n  {name} " in out
+    assert (
+        "    0 done; 1 the request failed; 2 wrong usage; 3 the daemon cannot be reached;\n"
+        "    4 not allowed; 5 nothing free; 6 bad configuration\n"
+    ) in out
+
+
+def test_the_version_is_one_line(alone: Cli) -> None:
+    assert alone.good("--version") == f"yunion-mps {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (["lst"], "No such command 'lst'. Did you mean list?"),
+        (["isolated-devices"], "No such command 'isolated-devices'. Did you mean isolated-device-list?"),
+        (["stauts"], "No such command 'stauts'. Did you mean status?"),
+        (["config", "chek"], "No such command 'chek'. Did you mean check?"),
+        (["zzz"], "No such command 'zzz'."),
+        (["list", "--limt", "3"], "No such option: --limt Did you mean --limit?"),
+        (["list", "--limit", "x"], "Invalid value for '--limit': 'x' is not a valid integer range."),
+        (["list", "--limit", "-1"], "Invalid value for '--limit': -1 is not in the range 0<=x<=100000."),
+        (["list", "--limit", "100001"], f"{LIMIT} 100001 is not in the range 0<=x<=100000."),
+        (["list", "--offset", "-1"], "Invalid value for '--offset': -1 is not in the range x>=0."),
+        (["list", "more"], "Got unexpected extra argument (more)"),
+        (["show"], "Missing argument 'DEVICE'."),
+        (["gpus", "-o", "xml"], f"{OUTPUT} 'xml' is not one of 'table', 'json', 'yaml', 'csv'."),
+        (["completion", "tcsh"], f"{SHELL} 'tcsh' is not one of 'bash', 'zsh', 'fish'."),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_wrong_usage_exits_with_2_and_says_what_would_be_right(
+    alone: Cli, arguments: list[str], error: str
+) -> None:
+    done = alone(*arguments)
+    lines = done.err.splitlines()
+    assert (done.code, done.out, lines[-1]) == (2, "", f"Error: {error}")
+    assert lines[0].startswith("Usage: yunion-mps ")
+    assert lines[1].startswith("Try 'yunion-mps ")
+
+
+@pytest.mark.parametrize("command", ASKING, ids=" ".join)
+@pytest.mark.parametrize("output", ["table", "json"])
+def test_without_the_daemon_every_command_that_asks_it_exits_with_3(
+    alone: Cli, command: list[str], output: str
+) -> None:
+    wrong = f"yunion-mps: the daemon is not running: there is no {alone.root}/{SOCKET}\n"
+    assert alone(*command, "-o", output) == (3, "", wrong + START)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be other users")
+@pytest.mark.parametrize("command", ASKING, ids=" ".join)
+def test_a_user_outside_the_group_is_not_allowed_to_ask_and_exits_with_4(
+    cli: Cli, command: list[str]
+) -> None:
+    why = f"you may not ask the daemon: no permission for {cli.root}/{SOCKET}"
+    assert as_nobody(cli, *command) == (4, f"yunion-mps: {why}\nyunion-mps: {JOIN}\n")
+
+
+def as_nobody(cli: Cli, *arguments: str) -> tuple[int, str]:
+    """Run the command line as another user, loaded before that: not everyone may read the checkout."""
+    program = (
+        "import os, sys, importlib\n"
+        "from yunion_mps.cli import boundary, main, root\n"
+        "from yunion_mps.api import client\n"
+        "for module in root.COMMANDS.values(): importlib.import_module(module)\n"
+        f"os.setgroups([]); os.setgid({NOBODY}); os.setuid({NOBODY})\n"
+        "main()\n"
+    )
+    command = [sys.executable, "-c", program, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, env=cli.env, timeout=60, check=False)
+    assert done.stdout == ""
+    return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize("stream", ["/dev/full", "closed"])
+@pytest.mark.parametrize("command", WRITING, ids=" ".join)
+def test_output_that_cannot_be_written_is_said_once(cli: Cli, command: list[str], stream: str) -> None:
+    if stream == "closed":
+        done = cli(*command, stdout=None, preexec_fn=lambda: os.close(1))
+        why = "standard output is closed"
+    else:
+        with open(stream, "w") as full:
+            done = cli(*command, stdout=full)
+        why = "No space left on device"
+    wrong = f"yunion-mps: the output cannot be written: {why}\nyunion-mps: look at where it goes: df\n"
+    assert (done.code, done.err) == (1, wrong)
+
+
+@pytest.mark.parametrize("arguments", [["show", "x"], ["lst"], ["list", "--limit", "x"]])
+@pytest.mark.parametrize("stream", ["/dev/full", "closed"])
+def test_the_exit_status_is_right_where_even_errors_cannot_be_written(
+    cli: Cli, arguments: list[str], stream: str
+) -> None:
+    expected = 1 if arguments[0] == "show" else 2
+    if stream == "closed":
+        done = cli(*arguments, stderr=None, preexec_fn=lambda: os.close(2))
+    else:
+        with open(stream, "w") as full:
+            done = cli(*arguments, stderr=full)
+    assert done.code == expected
+
+
+@pytest.mark.parametrize("command", WRITING, ids=" ".join)
+def test_a_reader_that_has_enough_is_no_error(cli: Cli, command: list[str]) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as pipe:
+        done = cli(*command, stdout=pipe)
+    assert (done.code, done.err) == (0, "")
+
+
+def test_an_interrupted_command_ends_without_a_word(alone: Cli) -> None:
+    """While it waits for a daemon that does not answer."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind(f"{alone.root}/run/yunion-mps/yunion-mps.sock")
+        listener.listen()
+        listener.settimeout(60)
+        process = alone.start("list")
+        connection = listener.accept()[0]
+        with connection, process:
+            assert connection.recv(1024)
+            process.send_signal(signal.SIGINT)
+            out, err = process.communicate(timeout=60)
+    assert (process.returncode, out, err.strip()) == (130, "", "")

@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+import pytest
+from yunion_mps import errors
+from yunion_mps.errors import ConfigError, Problem, YunionError
+
+
+def test_a_problem_is_printed_as_compilers_do() -> None:
+    assert str(Problem("/etc/x.yml", 7, "a is b", "write c")) == "/etc/x.yml:7: a is b: write c"
+
+
+def test_a_problem_of_a_whole_file_has_no_line() -> None:
+    assert str(Problem("/etc/x.yml", None, "is empty", "fill it")) == "/etc/x.yml: is empty: fill it"
+
+
+def test_a_problem_is_one_line_without_control_characters_whatever_it_quotes() -> None:
+    shown = str(Problem("/etc/a\nb", 1, "x is \x1b[31m\r\n\x85\u2028\u202e", "write … or é 😀"))
+    assert shown == "/etc/a\\nb:1: x is \\x1b[31m\\r\\n\\x85\\u2028\\u202e: write … or é 😀"
+
+
+def test_a_bad_configuration_carries_every_problem_a_line_each_and_how_to_try_again() -> None:
+    problems = [Problem("a", 1, "b", "c"), Problem("d", None, "e", "f")]
+    error = ConfigError(problems)
+    assert error.problems == tuple(problems)
+    assert error.message == str(error) == "a:1: b: c\nd: e: f"
+    assert error.hint == "correct the lines above, then try them with: yunion-mps config check"
+
+
+@pytest.mark.parametrize(
+    ("name", "code"),
+    [
+        ("YunionError", 1),
+        ("DriverError", 1),
+        ("ControlError", 1),
+        ("HostError", 1),
+        ("NotFoundError", 1),
+        ("UnreachableError", 3),
+        ("NotAllowedError", 4),
+        ("ConfigError", 6),
+    ],
+)
+def test_every_error_is_of_one_tree_and_has_the_exit_code_of_the_design(name: str, code: int) -> None:
+    kind = getattr(errors, name)
+    assert issubclass(kind, YunionError)
+    assert kind.exit_code == code
+
+
+def test_an_error_has_a_message_and_a_hint() -> None:
+    error = YunionError("what is wrong", "what to do")
+    assert (str(error), error.message, error.hint) == ("what is wrong", "what is wrong", "what to do")
+    assert YunionError("alone").hint == ""

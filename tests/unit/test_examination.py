@@ -1,0 +1,177 @@
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
+
+import pytest
+from yunion_mps.errors import ConfigError, DriverError, HostError
+from yunion_mps.examination import Examination, examine
+from yunion_mps.models import Plan
+from yunion_mps.paths import Paths
+from yunion_mps.report import plan_json
+
+from simhost import Description, SimHost
+
+MakeHost = Callable[..., SimHost]
+
+
+@pytest.fixture
+def make_host() -> Iterator[MakeHost]:
+    with ExitStack() as stack:
+
+        def make(description: Description | None = None) -> SimHost:
+            host = stack.enter_context(SimHost.create(description))
+            stack.enter_context(host.pynvml())
+            return host
+
+        yield make
+
+
+def examined(host: SimHost) -> Examination:
+    with closing(examine(Paths(str(host.root)))) as found:
+        return found
+
+
+def messages(host: SimHost) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        examined(host).check()
+    return [str(problem).replace(str(host.root), "") for problem in caught.value.problems]
+
+
+def contents(root: Path) -> dict[str, tuple[float, int]]:
+    found = {}
+    for folder, _, names in os.walk(root):
+        for name in [".", *names]:
+            status = os.lstat(os.path.join(folder, name))
+            found[os.path.join(folder, name)] = (status.st_mtime, status.st_size)
+    return found
+
+
+def test_the_reference_case_is_right_and_has_its_plan(make_host: MakeHost) -> None:
+    found = examined(make_host())
+    found.check()
+    assert (found.problems, found.driver_error) == ((), None)
+    assert [device.addr for device in found.plan.devices] == [f"00:06.0-{slot}" for slot in range(4)]
+    assert found.inventory.driver.version == "535.261.03"
+    assert found.machine_id == "5c3f2b1de4a94f60b7c8d9e0f1a2b3c4"
+
+
+def test_nothing_on_the_host_is_changed(make_host: MakeHost) -> None:
+    host = make_host([{"kind": "t4", "count": 2}])
+    before = contents(host.root)
+    examined(host).check()
+    assert contents(host.root) == before
+    assert [gpu.compute_mode for gpu in host.gpus] == ["default", "default"]
+
+
+def test_the_problems_of_the_files_and_of_the_host_are_reported_together(make_host: MakeHost) -> None:
+    host = make_host()
+    etc = host.root / "etc/yunion"
+    (etc / "host.conf").write_text("enable_cuda_mps: true\ncuda_mps_scope: hots\n")
+    (etc / "host_container_device.yml").write_text(
+        "devices:\n"
+        "- {path: /dev/dri/renderD128, type: NVIDIA_MPS, virtual_number: 17}\n"
+        "- {path: 00:06.0, type: NVIDIA_MPS, virtual_number: 4}\n"
+        "- {path: 00:0f.0, type: NVIDIA_MPS, virtual_number: 0}\n"
+        "- {path: 00:0f.0, type: NVIDIA_MPS, virtual_number: 1}\n"
+    )
+    device_file = "/etc/yunion/host_container_device.yml"
+    assert messages(host) == [
+        '/etc/yunion/host.conf:2: cuda_mps_scope is "hots", none of host, gpu: write host',
+        (
+            f"{device_file}:4: virtual_number is 0, out of range:"
+            " write a whole number from 1 to 60, without quotes"
+        ),
+        (
+            f"{device_file}:2: virtual_number is 17, more than the 16 clients that MPS allows on GPU 00:06.0"
+            " (Tesla P40): write at most 16"
+        ),
+        (
+            f"{device_file}:3: path 00:06.0 is GPU 00:06.0, which line 2 divides already as"
+            " /dev/dri/renderD128: remove one of the two entries"
+        ),
+        (
+            f"{device_file}:5: path 00:0f.0 is no GPU of this host:"
+            " the GPUs of this host are /dev/dri/renderD128"
+        ),
+    ]
+
+
+def test_a_host_without_driver_is_an_error_of_its_own(make_host: MakeHost) -> None:
+    host = make_host()
+    host.fail("nvmlInit", "driver_not_loaded")
+    found = examined(host)
+    assert (found.nvml, found.plan, found.inventory.gpus) == (None, Plan(""), ())
+    with pytest.raises(DriverError, match="the NVIDIA driver's kernel module is not loaded"):
+        found.check()
+
+
+def test_a_bad_configuration_is_reported_before_a_missing_driver(make_host: MakeHost) -> None:
+    host = make_host()
+    host.fail("nvmlInit", "driver_not_loaded")
+    (host.root / "etc/yunion/host_container_device.yml").write_text("devices: 4\n")
+    assert len(messages(host)) == 1
+
+
+def test_a_driver_that_fails_during_the_search_is_an_error(make_host: MakeHost) -> None:
+    host = make_host()
+    host.fail("nvmlDeviceGetCount", "unknown")
+    with pytest.raises(DriverError, match="NVML says: Unknown Error"):
+        examined(host).check()
+
+
+def test_no_driver_is_needed_where_mps_is_not_enabled(make_host: MakeHost) -> None:
+    host = make_host()
+    host.fail("nvmlInit", "library_not_found")
+    (host.root / "etc/yunion/host.conf").write_text("enable_cuda_mps: false\n")
+    found = examined(host)
+    found.check()
+    assert (found.nvml, found.plan.devices, found.plan.domains) == (None, (), ())
+
+
+def test_a_broken_gpu_is_no_problem_of_the_configuration(make_host: MakeHost) -> None:
+    host = make_host([{"kind": "t4", "count": 2, "render": None}])
+    host.gpus[0].lose()
+    found = examined(host)
+    found.check()
+    assert {device.gpu_uuid for device in found.plan.devices} == {host.gpus[1].uuid}
+
+
+def test_a_host_without_machine_id_cannot_be_examined(make_host: MakeHost) -> None:
+    host = make_host()
+    (host.root / "etc/machine-id").unlink()
+    with pytest.raises(HostError, match="holds no machine id"):
+        examined(host)
+
+
+def test_config_check_shows_the_plan_without_a_daemon_and_exits_0(make_host: MakeHost) -> None:
+    host = make_host()
+    done = host.run(["yunion-mps", "config", "check", "--output", "json"])
+    assert (done.returncode, done.stderr) == (0, "")
+    shown = json.loads(done.stdout)
+    assert shown == plan_json(examined(host))
+
+
+def test_config_check_names_every_problem_in_a_line_of_its_own_and_exits_6(make_host: MakeHost) -> None:
+    host = make_host()
+    (host.root / "etc/yunion/host.conf").write_text("enable_cuda_mps: true\ncuda_mps_scope: hots\n")
+    (host.root / "etc/yunion/host_container_device.yml").write_text("devices: 4\n")
+    done = host.run(["yunion-mps", "config", "check"])
+    assert (done.returncode, done.stdout) == (6, "")
+    lines = done.stderr.replace(str(host.root), "").splitlines()
+    for message in messages(host):
+        assert any(line.endswith(message) for line in lines)
+    assert "Traceback" not in done.stderr
+    assert len(lines) <= 5
+
+
+def test_config_check_without_a_driver_says_so_and_exits_1(make_host: MakeHost) -> None:
+    host = make_host()
+    host.hide_library()
+    done = host.run(["yunion-mps", "config", "check"])
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "no NVIDIA driver: its library libnvidia-ml.so.1 is not installed" in done.stderr
+    assert "install the NVIDIA driver with its libraries, then check it with: nvidia-smi" in done.stderr

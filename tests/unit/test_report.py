@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+import json
+
+from yunion_mps.config import KEYS
+from yunion_mps.examination import Examination
+from yunion_mps.models import Config, Gpu, Inventory
+from yunion_mps.planning import make_plan
+from yunion_mps.report import config_json, plan_json
+
+from unit.builders import DEVICES, HOST, MACHINE_ID, P40, config, entry, gpu, inventory
+
+
+def examination(settings: Config, found: Inventory) -> Examination:
+    plan, problems = make_plan(settings, found, MACHINE_ID)
+    return Examination(settings, tuple(problems), found, plan, MACHINE_ID, None, None)
+
+
+def test_every_key_is_shown_with_its_value_and_where_it_stands() -> None:
+    shown = config_json(config(cuda_mps_scope="gpu"))
+    assert list(shown["keys"]) == list(KEYS)
+    assert shown["keys"]["enable_cuda_mps"] == {"value": True, "from": f"{HOST}:9"}
+    assert shown["keys"]["cuda_mps_scope"] == {"value": "gpu", "from": f"{HOST}:9"}
+    assert shown["keys"]["cuda_mps_replicas"] == {"value": 10, "from": "default"}
+    assert shown["keys"]["cuda_mps_max_clients"] == {"value": None, "from": "default"}
+    assert shown["devices"] == []
+
+
+def test_every_entry_is_shown_with_its_line() -> None:
+    shown = config_json(config(entry("00:06.0", 4), entry("GPU-1", 2, 5)))
+    assert shown["devices"] == [
+        {"path": "00:06.0", "virtual_number": 4, "from": f"{DEVICES}:2"},
+        {"path": "GPU-1", "virtual_number": 2, "from": f"{DEVICES}:5"},
+    ]
+
+
+def test_the_plan_of_the_reference_case_says_what_would_be() -> None:
+    settings = config(entry("/dev/dri/renderD128", 4))
+    shown = plan_json(examination(settings, inventory(P40)))
+    assert shown == {
+        "notice": "",
+        "driver": "535.261.03",
+        "host_id": "24854d54-6fb6-5ac9-9cb0-857b92bf9c53",
+        "gpus": [
+            {
+                "addr": "00:06.0",
+                "uuid": P40.uuid,
+                "name": "Tesla P40",
+                "devices": 4,
+                "memory_limit": 5760,
+                "thread_percentage": 25.0,
+                "compute_mode": "Default -> Exclusive_Process",
+                "domain": "host",
+                "budget_enforced": False,
+                "reason": "",
+            }
+        ],
+        "domains": [
+            {
+                "name": "host",
+                "pipe_directory": "/tmp/nvidia-mps/pipe",
+                "gpus": [P40.uuid],
+                "memory_limits": [5760],
+                "thread_percentage": 25.0,
+            }
+        ],
+        "configuration": config_json(settings),
+    }
+    assert json.loads(json.dumps(shown)) == shown
+
+
+def test_a_gpu_without_devices_says_why() -> None:
+    found = inventory(
+        gpu(1),
+        gpu(2, mig_enabled=True),
+        gpu(3),
+        Gpu("0000:04:00.0", reason="GPU is lost"),
+    )
+    settings = config(entry("01:00.0", 2), entry("02:00.0", 2, 5), entry("04:00.0", 2, 8))
+    reasons = [shown["reason"] for shown in plan_json(examination(settings, found))["gpus"]]
+    assert reasons == [
+        "",
+        "the GPU is in MIG mode, which excludes MPS on it as a whole (turn it off: nvidia-smi -mig 0)",
+        "not configured",
+        "GPU is lost",
+    ]
+
+
+def test_a_compute_mode_that_stays_is_shown_alone() -> None:
+    kept = config(entry("01:00.0", 2), cuda_mps_compute_mode="keep")
+    right = inventory(gpu(1, compute_mode="Exclusive_Process"))
+    for settings, found, mode in (
+        (kept, inventory(gpu(1)), "Default"),
+        (config(entry("01:00.0", 2)), right, "Exclusive_Process"),
+        (config(), inventory(gpu(1, mig_enabled=True)), "Default"),
+    ):
+        assert plan_json(examination(settings, found))["gpus"][0]["compute_mode"] == mode
+
+
+def test_a_host_without_mps_says_so_and_shows_no_gpu() -> None:
+    settings = config(enable_cuda_mps=False)
+    shown = plan_json(examination(settings, Inventory(inventory().driver._replace(version=""), ())))
+    assert shown["notice"] == "enable_cuda_mps is false: this host offers no MPS devices"
+    assert (shown["driver"], shown["gpus"], shown["domains"]) == (None, [], [])

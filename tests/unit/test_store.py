@@ -1,0 +1,221 @@
+from __future__ import annotations
+
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
+
+import pytest
+from yunion_mps.errors import HostError
+from yunion_mps.paths import Paths
+from yunion_mps.store import Store
+
+HINT = "move the file away; a compute mode that was changed is then put back by: nvidia-smi -c DEFAULT"
+OTHER_BOOT = "00000000-0000-0000-0000-000000000000"
+
+OpenStore = Callable[[], Store]
+
+#: A daemon that notes a mode and is killed at once.
+CRASH = """
+import os, signal, sys
+from yunion_mps.paths import Paths
+from yunion_mps.store import Store
+Store(Paths(sys.argv[1])).remember_modes({"GPU-1": "Default", "GPU-2": "Prohibited"})
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> Paths:
+    return Paths(str(tmp_path))
+
+
+@pytest.fixture
+def store(paths: Paths) -> Iterator[OpenStore]:
+    with ExitStack() as stack:
+        yield lambda: stack.enter_context(closing(Store(paths)))
+
+
+def open_descriptors() -> list[str]:
+    return [number for number in os.listdir("/proc/self/fd") if os.path.lexists(f"/proc/self/fd/{number}")]
+
+
+def error_of(paths: Paths) -> HostError:
+    with pytest.raises(HostError) as caught:
+        Store(paths)
+    held = [os.readlink(f"/proc/self/fd/{number}") for number in open_descriptors()]
+    assert not any(file.startswith(paths.root) for file in held)
+    return caught.value
+
+
+def read_modes(paths: Paths) -> dict[str, str]:
+    with closing(Store(paths)) as opened:
+        return opened.former_modes()
+
+
+def test_the_file_is_made_where_it_is_missing_in_a_directory_of_root_s_own(
+    paths: Paths, store: OpenStore
+) -> None:
+    assert not Store.exists(paths)
+    assert store().former_modes() == {}
+    assert Store.exists(paths)
+    assert os.stat(paths.state_directory).st_mode & 0o777 == 0o700
+
+
+def test_modes_are_there_for_the_next_daemon(store: OpenStore) -> None:
+    first = store()
+    first.remember_modes({"GPU-1": "Default"})
+    first.close()
+    assert store().former_modes() == {"GPU-1": "Default"}
+
+
+def test_modes_are_there_after_the_daemon_was_killed(paths: Paths, store: OpenStore) -> None:
+    killed = subprocess.run([sys.executable, "-c", CRASH, paths.root], timeout=60, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert store().former_modes() == {"GPU-1": "Default", "GPU-2": "Prohibited"}
+
+
+def test_the_mode_from_before_our_first_change_is_kept(store: OpenStore) -> None:
+    opened = store()
+    opened.remember_modes({"GPU-1": "Default"})
+    opened.remember_modes({"GPU-1": "Exclusive_Process", "GPU-2": "Prohibited"})
+    assert opened.former_modes() == {"GPU-1": "Default", "GPU-2": "Prohibited"}
+
+
+def test_a_mode_that_was_put_back_is_forgotten_and_can_be_noted_anew(store: OpenStore) -> None:
+    opened = store()
+    opened.remember_modes({"GPU-1": "Default", "GPU-2": "Default"})
+    opened.forget_mode("GPU-1")
+    opened.forget_mode("GPU-9")
+    assert opened.former_modes() == {"GPU-2": "Default"}
+    opened.remember_modes({"GPU-1": "Prohibited"})
+    assert opened.former_modes() == {"GPU-1": "Prohibited", "GPU-2": "Default"}
+
+
+def rows(paths: Paths) -> list[tuple[str, ...]]:
+    with closing(sqlite3.connect(paths.store)) as connection:
+        return connection.execute("SELECT gpu_uuid, mode FROM former_compute_mode ORDER BY 1").fetchall()
+
+
+def test_modes_of_another_boot_do_not_count_and_go_with_the_next_note(paths: Paths, store: OpenStore) -> None:
+    opened = store()
+    with closing(sqlite3.connect(paths.store)) as connection, connection:
+        rows_of_old = [("GPU-1", "Prohibited", OTHER_BOOT), ("GPU-2", "Prohibited", OTHER_BOOT)]
+        connection.executemany("INSERT INTO former_compute_mode VALUES (?, ?, ?)", rows_of_old)
+    assert opened.former_modes() == {}
+    opened.remember_modes({"GPU-1": "Default"})
+    assert opened.former_modes() == {"GPU-1": "Default"}
+    assert rows(paths) == [("GPU-1", "Default")]
+
+
+def test_a_newer_format_is_left_alone_and_named(paths: Paths, store: OpenStore) -> None:
+    opened = store()
+    opened.remember_modes({"GPU-1": "Default"})
+    opened.close()
+    with closing(sqlite3.connect(paths.store)) as connection:
+        connection.execute("PRAGMA user_version = 2")
+    error = error_of(paths)
+    assert error.message == f"{paths.store} was written by a newer yunion-mps (format 2)"
+    assert error.hint == f"install that version again, or {HINT}"
+    assert rows(paths) == [("GPU-1", "Default")]
+
+
+@pytest.mark.parametrize("content", [b"no database at all, but some text" * 99, b"\0" * 4096])
+def test_a_file_that_is_no_database_is_left_alone_and_named(paths: Paths, content: bytes) -> None:
+    os.makedirs(paths.state_directory)
+    Path(paths.store).write_bytes(content)
+    error = error_of(paths)
+    assert error.message == f"the state file {paths.store} cannot be used: file is not a database"
+    assert error.hint == HINT
+    assert Path(paths.store).read_bytes() == content
+
+
+def test_a_torn_file_is_an_error_or_gives_only_modes_that_were_noted(paths: Paths, store: OpenStore) -> None:
+    noted = {f"GPU-{number}": "Default" for number in range(500)}
+    opened = store()
+    opened.remember_modes(noted)
+    opened.close()
+    whole = Path(paths.store).read_bytes()
+    right = 0
+    for length in range(512, len(whole), 512):
+        Path(paths.store).write_bytes(whole[:length])
+        try:
+            found = read_modes(paths)
+        except HostError as error:
+            right += str(error).startswith(f"the state file {paths.store} cannot be ")
+        else:
+            right += found.items() <= noted.items()
+    assert right == len(range(512, len(whole), 512))
+
+
+def test_the_first_bytes_of_a_torn_file_are_a_new_one(paths: Paths, store: OpenStore) -> None:
+    opened = store()
+    opened.remember_modes({"GPU-1": "Default"})
+    opened.close()
+    os.truncate(paths.store, 1)
+    assert read_modes(paths) == {}
+
+
+def test_an_empty_file_is_a_new_one(paths: Paths, store: OpenStore) -> None:
+    os.makedirs(paths.state_directory)
+    Path(paths.store).touch()
+    assert store().former_modes() == {}
+
+
+def test_a_directory_in_place_of_the_file_is_named(paths: Paths) -> None:
+    os.makedirs(paths.store)
+    message = f"the state file {paths.store} cannot be used: unable to open database file"
+    assert error_of(paths).message == message
+
+
+def test_a_file_in_place_of_the_directory_is_named(paths: Paths, tmp_path: Path) -> None:
+    (tmp_path / "var").mkdir()
+    (tmp_path / "var/lib").write_text("")
+    assert error_of(paths).message == (
+        f"the state file {paths.store} cannot be used: [Errno 20] Not a directory: '{paths.state_directory}'"
+    )
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user, which needs root")
+@pytest.mark.parametrize("mode", [0o755, 0o700])
+def test_a_directory_that_may_not_be_written_is_named(
+    tmp_path_factory: pytest.TempPathFactory, mode: int
+) -> None:
+    program = (
+        "import os, sys\n"
+        "from yunion_mps.errors import HostError\n"
+        "from yunion_mps.paths import Paths\n"
+        "from yunion_mps.store import Store\n"
+        "os.setgid(65534), os.setuid(65534)\n"
+        "try:\n"
+        "    Store(Paths(sys.argv[1]))\n"
+        "except HostError as error:\n"
+        "    print(error.message)\n"
+    )
+    root = tmp_path_factory.mktemp("root")
+    for folder in (root, *root.parents[: len(root.parents) - 2]):
+        folder.chmod(folder.stat().st_mode | 0o055)
+    state = root / "var/lib/yunion-mps"
+    state.mkdir(parents=True)
+    state.chmod(mode)
+    done = subprocess.run(
+        [sys.executable, "-c", program, root], capture_output=True, text=True, timeout=60, check=True
+    )
+    wanted = f"the state file {state}/state.db cannot be used: unable to open database file"
+    assert done.stdout.splitlines() == [wanted]
+
+
+def test_a_file_that_cannot_be_written_any_more_is_an_error(paths: Paths, store: OpenStore) -> None:
+    opened = store()
+    with closing(sqlite3.connect(paths.store)) as connection:
+        connection.execute("DROP TABLE former_compute_mode")
+    with pytest.raises(HostError) as caught:
+        opened.remember_modes({"GPU-1": "Default"})
+    wanted = f"the state file {paths.store} cannot be written: no such table: former_compute_mode"
+    assert (caught.value.message, caught.value.hint) == (wanted, HINT)
+    with pytest.raises(HostError, match="cannot be read: no such table"):
+        opened.former_modes()

@@ -1,0 +1,25 @@
+"""UUIDs of version 5 (RFC 9562, 5.5): the same names give the same ids, on every start and every host.
+
+As `uuid.uuid5` makes them, without what that imports: `platform`, and OpenSSL for one SHA-1, 4 ms of the
+daemon's start and 1 MiB for as long as it runs.
+"""
+
+from __future__ import annotations
+
+try:
+    from _sha1 import sha1  # type: ignore[import-not-found]
+except ImportError:  # a Python built without its own
+    from hashlib import sha1
+
+#: uuid5(NAMESPACE_DNS, "yunion-mps")
+NAMESPACE = "9f730301-df5c-5d50-ba8a-1c8a10bd4344"
+
+
+def uuid5(namespace: str, name: str) -> str:
+    """The UUID of `name` in the namespace, which is a UUID itself."""
+    data = bytes.fromhex(namespace.replace("-", "")) + name.encode()
+    digest = bytearray(sha1(data).digest()[:16])  # noqa: S324 - the standard's own choice, and no secret
+    digest[6] = digest[6] & 0x0F | 0x50
+    digest[8] = digest[8] & 0x3F | 0x80
+    text = digest.hex()
+    return f"{text[:8]}-{text[8:12]}-{text[12:16]}-{text[16:20]}-{text[20:]}"
