@@ -57,7 +57,7 @@ def main(arguments: list[str]) -> int:
         return 2
 
 
-def _read(path: Path) -> Any:  # noqa: ANN401 - YAML can be anything
+def _read(path: Path) -> Any:
     import yaml
 
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)

@@ -144,7 +144,7 @@ class SimHost:
     def run(
         self,
         command: Sequence[object],
-        **options: Any,  # noqa: ANN401 - those of subprocess
+        **options: Any,
     ) -> subprocess.CompletedProcess[str]:
         """Run a command on the host: subprocess.run in its environment, output captured, 30 s at most."""
         settings = {"capture_output": True, "text": True, "env": self.env, "timeout": 30, **options}
@@ -153,7 +153,7 @@ class SimHost:
     def popen(
         self,
         command: Sequence[object],
-        **options: Any,  # noqa: ANN401 - those of subprocess
+        **options: Any,
     ) -> subprocess.Popen[str]:
         """Start a command on the host: subprocess.Popen in its environment, with text pipes."""
         settings = {

@@ -140,7 +140,7 @@ def c_header() -> str:
     return "\n".join(lines) + "\n"
 
 
-def _c_member(name: str, kind: Any) -> str:  # noqa: ANN401 - ctypes has no type for its arrays
+def _c_member(name: str, kind: Any) -> str:
     if kind in _C_TYPES:
         return f"{_C_TYPES[kind]} {name}"
     item, length = kind._type_, kind._length_

@@ -123,6 +123,16 @@ def test_modes_are_put_back_by_the_next_daemon_when_one_ended_without_doing_so(
     assert modes(host) == ["default", "prohibited"]
 
 
+def test_the_mode_from_before_we_first_touched_it_counts_whatever_came_between(
+    make_host: MakeHost, supervise: Supervise
+) -> None:
+    host = make_host([{"kind": "v100"}])
+    supervise(host).start().stop(put_back=False)
+    host.gpus[0].compute_mode = "prohibited"
+    supervise(host).start().stop()
+    assert modes(host) == ["default"]
+
+
 def test_the_mode_of_a_gpu_that_is_no_longer_configured_is_put_back_at_the_next_start(
     make_host: MakeHost, supervise: Supervise
 ) -> None:
