@@ -83,7 +83,8 @@ class Service:
     def gpus(self) -> Json:
         """Every GPU of the host, the broken ones with their reason."""
         snapshot = self._take()
-        gpus = [_gpu_json(gpu, snapshot) for gpu in snapshot.inventory.gpus]
+        domains = {uuid: domain for domain in snapshot.domains for uuid in domain.plan.gpu_uuids}
+        gpus = [_gpu_json(gpu, domains.get(gpu.uuid or ""), snapshot) for gpu in snapshot.inventory.gpus]
         return {"gpus": gpus, "total": len(gpus)}
 
     def status(self) -> Json:
@@ -197,10 +198,10 @@ def _gpu_reason(gpu: Gpu, snapshot: Snapshot) -> str:
     return gpu.reason or snapshot.plan.unavailable.get(gpu.pci_address, "")
 
 
-def _gpu_json(gpu: Gpu, snapshot: Snapshot) -> Json:
+def _gpu_json(gpu: Gpu, domain: DomainStatus | None, snapshot: Snapshot) -> Json:
     count = sum(device.gpu_uuid == gpu.uuid for device in snapshot.plan.devices)
     capability = gpu.compute_capability
-    reason = _gpu_reason(gpu, snapshot)
+    reason = _gpu_reason(gpu, snapshot) or (_reason(gpu, domain) if count else "")
     return {
         "uuid": gpu.uuid,
         "name": gpu.name,

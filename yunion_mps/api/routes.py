@@ -15,7 +15,7 @@ from yunion_mps.service import DEFAULT_LIMIT, Filters, Service
 LARGEST_LIMIT = 100_000
 LARGEST_NUMBER = (1 << 31) - 1
 _READ = ("GET", "HEAD")
-_CACHED_ANSWERS = 64
+_CACHED_BYTES = 8 << 20
 _NO_URL = "the request's target is no URL that can be taken apart"
 
 
@@ -58,6 +58,7 @@ class Router:
         self._service = service
         self._answers: dict[str, Response] = {}
         self._answers_for = -1
+        self._cached_bytes = 0
         self._fixed: dict[str, Callable[[Mapping[str, str]], Any]] = {
             "/v1/devices": self._devices,
             "/v1/gpus": self._plain(service.gpus),
@@ -70,12 +71,13 @@ class Router:
         if request.method not in _READ:
             return self._refuse_method(request)
         version = self._service.version
-        if version != self._answers_for or len(self._answers) >= _CACHED_ANSWERS:
+        if version != self._answers_for or self._cached_bytes > _CACHED_BYTES:
             self._answers.clear()
-            self._answers_for = version
+            self._answers_for, self._cached_bytes = version, 0
         response = self._answers.get(request.target)
         if response is None:
             response = self._answers[request.target] = self._make(request.target)
+            self._cached_bytes += len(request.target) + len(response.body)
         return response
 
     def _refuse_method(self, request: Request) -> Response:

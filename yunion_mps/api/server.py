@@ -23,6 +23,9 @@ log = logging.getLogger(__name__)
 #: Clients that may wait to be accepted, so that a burst of them is not turned away.
 _BACKLOG = 512
 
+#: From this size on it is looked at how much a user has left unread.
+_LARGE_ANSWER_BYTES = 64 << 10
+
 
 class Limits(NamedTuple):
     """What one client may cost. Root always gets in: others cannot take the connections kept for it."""
@@ -35,6 +38,7 @@ class Limits(NamedTuple):
     connections: int = 512
     kept_for_root: int = 64
     of_one_user: int = 128
+    unread_bytes: int = 16 << 20
 
 
 class Server:
@@ -70,6 +74,10 @@ class Server:
         self.connections.add(connection)
         self.by_uid[uid] += 1
         return True
+
+    def unread_bytes(self, uid: int) -> int:
+        """How much of the answers to this user waits to be read."""
+        return sum(connection.unread_bytes for connection in self.connections if connection.uid == uid)
 
     def forget(self, connection: Connection) -> None:
         """The connection is over."""
@@ -138,6 +146,11 @@ class Connection(asyncio.Protocol):
         self._set_deadline(self._limits.idle_timeout_s)
         self._work()
 
+    @property
+    def unread_bytes(self) -> int:
+        """How much of the answers waits to be read."""
+        return self._transport.get_write_buffer_size() if self._transport else 0
+
     def abort(self) -> None:
         """End it now, whatever is under way."""
         if self._transport:
@@ -186,7 +199,11 @@ class Connection(asyncio.Protocol):
         assert self._request is not None
         request = self._request
         method, target = request.method.decode(), request.target.decode("ascii", "replace")
-        self._send(self._server.router.answer(Request(method, target, self.uid)))
+        answer = self._server.router.answer(Request(method, target, self.uid))
+        large = len(answer.body) > _LARGE_ANSWER_BYTES
+        if large and self._server.unread_bytes(self.uid) > self._limits.unread_bytes:
+            answer = problem(503, "too much of your answers waits to be read", "read it, or ask for less")
+        self._send(answer)
         self._set_deadline(self._limits.answer_timeout_s if self._blocked else self._limits.idle_timeout_s)
         if self._http.our_state is h11.MUST_CLOSE:
             self._close()

@@ -208,3 +208,23 @@ def test_a_burst_of_clients_is_answered_to_the_last(host: ServerHost) -> None:
         assert answer.status == 200
         client.close()
     host.wait_connections(0)
+
+
+def test_a_user_who_leaves_large_answers_unread_gets_no_more_of_them(serve: Serve) -> None:
+    host = serve(snapshots.large(3000), unread_bytes=1 << 20)
+    with host.connect() as first, host.connect() as second, host.connect() as third:
+        first.send(request(LARGE))
+        eventually(lambda: host.server.unread_bytes(0) > 1 << 20, "an answer that waits to be read")
+        answer = second.send(request(LARGE)).answer()
+        assert answer is not None
+        assert answer.problem == (
+            503,
+            "too much of your answers waits to be read",
+            "read it, or ask for less",
+        )
+        small = third.send(request("/v1/status")).answer()
+        assert small is not None
+        assert small.status == 200
+        kept = first.answer()
+        assert kept is not None
+        assert kept.json()["total"] == 3000

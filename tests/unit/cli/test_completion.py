@@ -105,7 +105,7 @@ def test_a_completion_script_needs_no_daemon_and_asks_for_its_own_shell(alone: C
 @pytest.mark.parametrize("shell", ["zsh", "fish"])
 def test_the_other_shells_can_read_their_scripts(alone: Cli, tmp_path: Path, shell: str) -> None:
     if not shutil.which(shell):
-        pytest.skip(f"{shell} is not there")
+        pytest.fail(f"{shell} is not there: scripts/setup installs it")
     script = tmp_path / f"yunion-mps.{shell}"
     script.write_text(alone.good("completion", shell))
     subprocess.run([shell, "-n", str(script)], check=True, timeout=60)

@@ -8,6 +8,7 @@ import json
 
 import pytest
 import yaml
+from yunion_mps.cli.list import footer
 
 from unit.cli.conftest import Cli
 
@@ -44,13 +45,13 @@ WIDTHS = (36, 10, 9, 9, 16, 36, 9, 40, 92, 5, 12)
 BORDER = "+" + "+".join("-" * (width + 2) for width in WIDTHS) + "+\n"
 
 
-def drawn(rows: list[list[str]], footer: str) -> str:
+def drawn(rows: list[list[str]], last_line: str) -> str:
     """The table as it has to be, to the last space."""
 
     def line(cells: list[str]) -> str:
         return "| " + " | ".join(cell.ljust(width) for cell, width in zip(cells, WIDTHS)) + " |\n"
 
-    return BORDER + line(HEADER) + BORDER + "".join(line(row) for row in rows) + BORDER + footer + "\n"
+    return BORDER + line(HEADER) + BORDER + "".join(line(row) for row in rows) + BORDER + last_line + "\n"
 
 
 def rows_of(table: str) -> list[list[str]]:
@@ -65,7 +66,7 @@ def test_the_reference_case_is_listed_to_the_last_character(cli: Cli, name: str)
 
 
 @pytest.mark.parametrize(
-    ("limit", "offset", "shown", "footer"),
+    ("limit", "offset", "shown", "last_line"),
     [
         (3, 0, slice(0, 3), "*** Total: 4 Pages: 2 Limit: 3 Offset: 0 Page: 1 ***"),
         (3, 3, slice(3, 4), "*** Total: 4 Pages: 2 Limit: 3 Offset: 3 Page: 2 ***"),
@@ -77,9 +78,20 @@ def test_the_reference_case_is_listed_to_the_last_character(cli: Cli, name: str)
     ],
 )
 def test_a_page_shows_its_devices_and_says_which_page_it_is(
-    cli: Cli, limit: int, offset: int, shown: slice, footer: str
+    cli: Cli, limit: int, offset: int, shown: slice, last_line: str
 ) -> None:
-    assert cli.good("list", "--limit", str(limit), "--offset", str(offset)) == drawn(ROWS[shown], footer)
+    assert cli.good("list", "--limit", str(limit), "--offset", str(offset)) == drawn(ROWS[shown], last_line)
+
+
+@pytest.mark.parametrize(
+    ("total", "limit", "offset", "pages", "page"),
+    [(0, 20, 0, 0, 1), (20, 20, 0, 1, 1), (21, 20, 20, 2, 2), (3072, 0, 0, 1, 1), (3072, 100, 3000, 31, 31)],
+)
+def test_the_footer_counts_pages_as_cloudpods_does(
+    total: int, limit: int, offset: int, pages: int, page: int
+) -> None:
+    expected = f"*** Total: {total} Pages: {pages} Limit: {limit} Offset: {offset} Page: {page} ***\n"
+    assert footer({"total": total, "limit": limit, "offset": offset}) == expected
 
 
 def test_past_the_last_device_there_is_a_header_and_the_total(cli: Cli) -> None:
@@ -115,8 +127,8 @@ def test_a_filter_shows_the_devices_that_it_names(
 
 def test_unused_devices_are_those_that_can_be_used_now(cli: Cli, troubled: Cli) -> None:
     assert len(rows_of(cli.good("list", "--unused"))) == 4
-    footer = "*** Total: 0 Pages: 0 Limit: 20 Offset: 0 Page: 1 ***\n"
-    assert troubled.good("list", "--unused").endswith(footer)
+    expected = "*** Total: 0 Pages: 0 Limit: 20 Offset: 0 Page: 1 ***\n"
+    assert troubled.good("list", "--unused").endswith(expected)
 
 
 def test_what_is_unknown_is_an_empty_cell_and_a_numa_node_a_number(troubled: Cli) -> None:

@@ -13,6 +13,6 @@ from unit.config.files import Files
 
 @pytest.fixture
 def files() -> Iterator[Files]:
-    with tempfile.TemporaryDirectory(prefix="mps.", dir="/tmp") as root:
+    with tempfile.TemporaryDirectory(prefix="cfg.", dir="/tmp") as root:
         Path(root).chmod(0o755)
         yield Files(Path(root))

@@ -21,7 +21,7 @@ LINE_END = re.compile("\r\n|[\r\n\x85\u2028\u2029]")
 @pytest.fixture(scope="module")
 def shared() -> Iterator[Files]:
     """One pair of files for all examples, each of which writes both."""
-    with tempfile.TemporaryDirectory(prefix="mps.", dir="/tmp") as root:
+    with tempfile.TemporaryDirectory(prefix="cfg.", dir="/tmp") as root:
         yield Files(Path(root))
 
 
