@@ -197,7 +197,7 @@ def test_a_directory_that_may_not_be_written_is_named(
         "    print(error.message)\n"
     )
     root = tmp_path_factory.mktemp("root")
-    for folder in (root, *root.parents[: len(root.parents) - 2]):
+    for folder in (root, *list(root.parents)[:-2]):
         folder.chmod(folder.stat().st_mode | 0o055)
     state = root / "var/lib/yunion-mps"
     state.mkdir(parents=True)

@@ -39,7 +39,8 @@ def read_document(path: str) -> Node | None:
     text = _read(path)
     try:
         _check_bounds(path, text)
-        return yaml.compose(text, Loader=_Loader)
+        root = yaml.compose(text, Loader=_Loader)
+        return root if root and not root.tag.endswith(":null") else None
     except yaml.MarkedYAMLError as error:
         mark, last = error.problem_mark or error.context_mark, len(text.splitlines())
         if mark and mark.line >= last:  # noticed only at the file's end: where it began says more
