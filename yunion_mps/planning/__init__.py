@@ -14,32 +14,35 @@ from yunion_mps.identity import NAMESPACE, uuid5
 from yunion_mps.models import (
     DEFAULT,
     EXCLUSIVE_PROCESS,
-    PROHIBITED,
     Config,
     Device,
-    DeviceEntry,
     DomainPlan,
-    Driver,
     Gpu,
     Inventory,
     Plan,
     Source,
 )
-
-VOLTA = (7, 0)
-#: MPS needs compute capability 3.5 (nvidia-cuda-mps-control(1)).
-_FIRST_WITH_MPS = (3, 5)
-
-#: Clients that MPS serves on one GPU (NVIDIA's MPS documentation): from this compute capability and this
-#: driver release on. The first row that fits counts.
-MPS_CLIENTS = (
-    (VOLTA, 590, 60),
-    (VOLTA, 0, 48),
-    (_FIRST_WITH_MPS, 0, 16),
+from yunion_mps.planning.capabilities import (
+    MOST_GPUS_OF_A_DOMAIN,
+    enforces_budgets,
+    max_clients,
+    reason_against,
 )
+from yunion_mps.planning.entries import find_gpu, shares_of
 
-#: Measured with 535: a control daemon keeps memory limits of devices 0 to 31, and ignores others silently.
-MOST_GPUS_OF_A_DOMAIN = 32
+__all__ = [
+    "Changes",
+    "ModeChange",
+    "client_environment",
+    "decimal",
+    "difference",
+    "enforces_budgets",
+    "find_gpu",
+    "host_id",
+    "make_plan",
+    "max_clients",
+    "thread_percentage",
+]
 
 
 class ModeChange(NamedTuple):
@@ -68,7 +71,7 @@ def make_plan(config: Config, inventory: Inventory, machine_id: str) -> tuple[Pl
     host = host_id(machine_id)
     if not config.enable_cuda_mps:
         return Plan(host), []
-    shares, problems = _shares(config, inventory)
+    shares, problems = shares_of(config, inventory)
     unavailable = {}
     usable = []
     for gpu in inventory.gpus:
@@ -110,24 +113,6 @@ def host_id(machine_id: str) -> str:
     return uuid5(NAMESPACE, machine_id)
 
 
-def max_clients(gpu: Gpu, driver: Driver, override: int | None) -> int:
-    """How many clients, and so devices, the GPU's MPS allows; the fewest where the capability is unknown."""
-    if override:
-        return override
-    major = driver.version.partition(".")[0]
-    release = int(major) if major.isdigit() else 0
-    capability = gpu.compute_capability or _FIRST_WITH_MPS
-    for lowest, first_release, clients in MPS_CLIENTS:
-        if capability >= lowest and release >= first_release:
-            return clients
-    return MPS_CLIENTS[-1][2]
-
-
-def enforces_budgets(gpu: Gpu) -> bool:
-    """Whether memory limits and percentages are enforced, which no GPU before Volta does."""
-    return gpu.compute_capability is not None and gpu.compute_capability >= VOLTA
-
-
 def thread_percentage(policy: str, virtual_number: int) -> float:
     """The share of SM threads in percent: 100/n, 100/(0.5 n) or 100, one decimal, rounded down, at least 0.1.
 
@@ -137,22 +122,6 @@ def thread_percentage(policy: str, virtual_number: int) -> float:
         return 100.0
     tenths = (1000 if policy == "equal" else 2000) // virtual_number
     return max(1, min(1000, tenths)) / 10
-
-
-def reason_against(gpu: Gpu, config: Config) -> str:
-    """Why the GPU cannot serve MPS devices, empty where it can."""
-    if gpu.reason:
-        return gpu.reason
-    if gpu.uuid is None or gpu.memory_mib is None:
-        return "the driver does not tell the GPU's UUID and memory"
-    if gpu.mig_enabled:
-        return "the GPU is in MIG mode, which excludes MPS on it as a whole (turn it off: nvidia-smi -mig 0)"
-    capability = gpu.compute_capability
-    if capability is not None and capability < _FIRST_WITH_MPS:
-        return f"MPS needs compute capability 3.5, the GPU has {capability[0]}.{capability[1]}"
-    if gpu.compute_mode == PROHIBITED and config.cuda_mps_compute_mode == "keep":
-        return "the GPU's compute mode is Prohibited, and cuda_mps_compute_mode is keep"
-    return ""
 
 
 def client_environment(device: Device, domain: DomainPlan) -> dict[str, str]:
@@ -172,86 +141,6 @@ def client_environment(device: Device, domain: DomainPlan) -> dict[str, str]:
 def decimal(percentage: float) -> str:
     """A percentage as NVIDIA's programs take it: `25`, `33.3`."""
     return f"{percentage:.1f}".removesuffix(".0")
-
-
-def _shares(config: Config, inventory: Inventory) -> tuple[dict[str, int], list[Problem]]:
-    """How many devices each GPU (by PCI address) is divided into, and what is wrong with the entries."""
-    problems = []
-    shares: dict[str, int] = {}
-    first: dict[str, DeviceEntry] = {}
-    for entry in config.devices:
-        gpu = find_gpu(entry.path, inventory.gpus)
-        if gpu is None and _may_be_broken(entry, inventory):
-            continue
-        if gpu is None:
-            problems.append(_no_gpu(entry, inventory))
-        elif gpu.pci_address in first:
-            at = first[gpu.pci_address]
-            what = f"path {entry.path} is GPU {gpu.address}, which line {at.path_at.line} divides already"
-            if entry.path != at.path:
-                what += f" as {at.path}"
-            problems.append(Problem(*entry.path_at, what, "remove one of the two entries"))
-        else:
-            first[gpu.pci_address] = entry
-            shares[gpu.pci_address] = entry.virtual_number
-            problems += _too_many("virtual_number", entry.virtual_number, gpu, config, inventory, entry)
-    if not config.devices:
-        for gpu in inventory.gpus:
-            shares[gpu.pci_address] = config.cuda_mps_replicas
-            problems += _too_many("cuda_mps_replicas", config.cuda_mps_replicas, gpu, config, inventory)
-    return shares, problems
-
-
-def find_gpu(path: str, gpus: Iterable[Gpu]) -> Gpu | None:
-    """The GPU that a render node, a PCI address or a UUID names, None where none is so named."""
-    wanted = path.strip()
-    lower = wanted.lower()
-    for gpu in gpus:
-        link = f"/dev/dri/by-path/pci-{gpu.pci_address}-render" if gpu.render_node else None
-        if wanted in (gpu.render_node, link) or lower == (gpu.uuid or "").lower():
-            return gpu
-        if _same_address(lower, gpu.pci_address):
-            return gpu
-    return None
-
-
-def _same_address(text: str, pci_address: str) -> bool:
-    """Whether `text` is the address, with its domain in any number of digits or, where it is 0, without."""
-    domain, _, rest = pci_address.partition(":")
-    head, _, tail = text.partition(":")
-    if text.count(":") == 1:
-        return int(domain, 16) == 0 and text == rest
-    return tail == rest and head.lstrip("0") == domain.lstrip("0")
-
-
-def _may_be_broken(entry: DeviceEntry, inventory: Inventory) -> bool:
-    """Whether a UUID may be that of a broken GPU, which does not tell its own: then it is not wrong."""
-    is_uuid = entry.path.strip().upper().startswith("GPU-")
-    return is_uuid and any(gpu.uuid is None and gpu.reason for gpu in inventory.gpus)
-
-
-def _no_gpu(entry: DeviceEntry, inventory: Inventory) -> Problem:
-    names = [gpu.render_node or gpu.uuid or gpu.address for gpu in inventory.gpus]
-    remedy = f"the GPUs of this host are {', '.join(names)}" if names else "this host has no NVIDIA GPU"
-    return Problem(*entry.path_at, f"path {entry.path} is no GPU of this host", remedy)
-
-
-def _too_many(
-    key: str, number: int, gpu: Gpu, config: Config, inventory: Inventory, entry: DeviceEntry | None = None
-) -> list[Problem]:
-    most = max_clients(gpu, inventory.driver, config.cuda_mps_max_clients)
-    if gpu.reason or number <= most:
-        return []
-    at = entry.virtual_number_at if entry else config.sources[key]
-    if at.line is None:  # the default is above what the operator's own override allows
-        at = config.sources["cuda_mps_max_clients"]
-    what = (
-        f"{key} is {number}, more than the {most} clients that MPS allows on GPU {gpu.address} ({gpu.name})"
-    )
-    remedy = f"write at most {most}"
-    if enforces_budgets(gpu):
-        remedy += ", or set cuda_mps_max_clients in host.conf where the driver allows more"
-    return [Problem(*at, what, remedy)]
 
 
 def _too_many_in_one_domain(config: Config, gpus: Sequence[Gpu]) -> list[Problem]:
