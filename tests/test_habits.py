@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from yunion_mps.config import KEYS, load
+from yunion_mps.errors import ConfigError
 from yunion_mps.paths import Paths
 
 CHECKOUT = Path(__file__).resolve().parent.parent
@@ -43,7 +44,7 @@ def test_nothing_in_the_package_knows_of_the_simulated_host() -> None:
 def test_the_readme_explains_every_key_with_its_default() -> None:
     text = (CHECKOUT / "README.md").read_text()
     rows = dict(re.findall(r"^\| `(\w+)` \| `?([^`|]*?)`? \|", text, re.MULTILINE))
-    defaults = {name: "none" if key.default is None else str(key.default) for name, key in KEYS.items()}
+    defaults = {name: "not set" if key.default is None else str(key.default) for name, key in KEYS.items()}
     defaults["enable_cuda_mps"] = "false"
     assert {name: rows.get(name) for name in KEYS} == defaults
 
@@ -77,6 +78,9 @@ def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
     unit = tmp_path / "yunion-mps-daemon.service"
     text = (CHECKOUT / "systemd/yunion-mps-daemon.service").read_text()
     assert "ExecStart=/usr/bin/yunion-mps-daemon\n" in text
+    # A bad configuration ends the service for good; a stop outlasts a call of NVML that hangs.
+    assert f"\nRestartPreventExitStatus={ConfigError([]).exit_code}\n" in text
+    assert "\nTimeoutStopSec=90s\n" in text
     unit.write_text(text.replace("/usr/bin/yunion-mps-daemon", shutil.which("true") or ""))
     result = subprocess.run(
         ["systemd-analyze", "verify", "--man=no", str(unit)], capture_output=True, text=True, timeout=60

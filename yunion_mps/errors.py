@@ -64,6 +64,14 @@ class HostError(YunionError):
     """The host's files, directories or users are not as they must be."""
 
 
+class ShortageError(HostError):
+    """The kernel refused a descriptor or a process; that may pass by itself."""
+
+    def __init__(self, message: str) -> None:
+        hint = "look at the limits of files and processes: systemctl show yunion-mps-daemon | grep Limit"
+        super().__init__(message, hint)
+
+
 class UnreachableError(YunionError):
     """The daemon does not answer on its socket."""
 

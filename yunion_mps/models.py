@@ -117,7 +117,7 @@ class DomainPlan(NamedTuple):
     pipe_directory: str
     log_directory: str
     gpu_uuids: tuple[str, ...]
-    memory_limits_mib: tuple[int, ...]
+    memory_limits_mib: tuple[int | None, ...]
     thread_percentage: float
 
 

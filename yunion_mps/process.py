@@ -12,7 +12,7 @@ import select
 import signal
 from collections.abc import Mapping, Sequence
 
-from yunion_mps.errors import HostError
+from yunion_mps.errors import HostError, ShortageError
 
 #: Where NVIDIA's programs lie on hosts whose PATH does not have them: containers' driver mounts, Debian's
 #: versioned directories.
@@ -47,11 +47,13 @@ class Process:
 
     @classmethod
     def adopt(cls, pid: int) -> Process | None:
-        """A process that somebody else started, None where it is gone."""
+        """A process that somebody else started, None where it is gone; raises HostError otherwise."""
         try:
             return cls(pid, child=False)
         except ProcessLookupError:
             return None
+        except OSError as error:
+            raise ShortageError(f"PID {pid} cannot be watched: {error.strerror}") from None
 
     def fileno(self) -> int:
         """A descriptor that becomes readable when the process ends."""
@@ -126,11 +128,15 @@ def spawn(
         )
     except OSError as error:
         what = f"{argv[0]} cannot be started: {error.strerror}"
-        hint = (
-            "install it anew" if error.errno in (errno.ENOENT, errno.ENOEXEC, errno.EACCES) else "see dmesg"
-        )
-        raise HostError(what, hint) from None
-    return Process(pid, child=True)
+        if error.errno in (errno.ENOENT, errno.ENOEXEC, errno.EACCES):
+            raise HostError(what, "install it anew") from None
+        raise ShortageError(what) from None
+    try:
+        return Process(pid, child=True)
+    except OSError as error:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        raise ShortageError(f"{argv[0]} cannot be watched: {error.strerror}") from None
 
 
 def environment_of(pid: int) -> dict[str, str]:

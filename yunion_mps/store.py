@@ -17,6 +17,11 @@ CREATE TABLE IF NOT EXISTS former_compute_mode (
     boot_id TEXT NOT NULL
 ) WITHOUT ROWID
 """
+_DOMAINS = """
+CREATE TABLE IF NOT EXISTS domain (
+    pipe_directory TEXT NOT NULL PRIMARY KEY
+) WITHOUT ROWID
+"""
 _HINT = "move the file away; a compute mode that was changed is then put back by: nvidia-smi -c DEFAULT"
 
 
@@ -54,10 +59,19 @@ class Store:
     def former_modes(self) -> dict[str, str]:
         """The modes noted since this boot, by GPU UUID."""
         query = "SELECT gpu_uuid, mode FROM former_compute_mode WHERE boot_id = ?"
-        try:
-            return dict(self._connection.execute(query, (self._boot_id,)).fetchall())
-        except sqlite3.Error as error:
-            raise HostError(f"the state file {self._file} cannot be read: {error}", _HINT) from None
+        return {row[0]: row[1] for row in self._read(query, self._boot_id)}
+
+    def remember_domain(self, pipe_directory: str) -> None:
+        """Note where a control daemon of ours is about to be started, so that it is never forgotten."""
+        self._write("INSERT OR IGNORE INTO domain VALUES (?)", [(pipe_directory,)])
+
+    def domains(self) -> list[str]:
+        """The pipe directories where a control daemon of ours may run."""
+        return [row[0] for row in self._read("SELECT pipe_directory FROM domain ORDER BY 1")]
+
+    def forget_domain(self, pipe_directory: str) -> None:
+        """Remove the note of a control daemon that has ended."""
+        self._write("DELETE FROM domain WHERE pipe_directory = ?", [(pipe_directory,)])
 
     def forget_mode(self, uuid: str) -> None:
         """Remove the note of a GPU whose mode is what it was."""
@@ -77,7 +91,14 @@ class Store:
         self._connection.execute("PRAGMA journal_mode = WAL")
         self._connection.execute("PRAGMA synchronous = OFF")
         self._connection.execute(_SCHEMA)
+        self._connection.execute(_DOMAINS)
         self._connection.execute(f"PRAGMA user_version = {_SCHEMA_VERSION}")
+
+    def _read(self, query: str, *values: str) -> list[tuple[str, ...]]:
+        try:
+            return self._connection.execute(query, values).fetchall()
+        except sqlite3.Error as error:
+            raise HostError(f"the state file {self._file} cannot be read: {error}", _HINT) from None
 
     def _write(self, statement: str, rows: Sequence[tuple[str, ...]]) -> None:
         try:

@@ -10,14 +10,16 @@ import logging
 import time
 from collections.abc import Sequence
 
-from yunion_mps.errors import DriverError, YunionError
+from yunion_mps.compute_modes import put_back, set_modes
+from yunion_mps.errors import DriverError, HostError, YunionError
 from yunion_mps.examination import Examination
-from yunion_mps.models import DomainPlan, Inventory, Snapshot
-from yunion_mps.mps.control import find_control_program
+from yunion_mps.models import DomainPlan, Gpu, Inventory, Snapshot
+from yunion_mps.mps.adoption import left_behind
+from yunion_mps.mps.control import PROGRAM, find_control_program
 from yunion_mps.mps.domain import Domain
 from yunion_mps.mps.states import READY, STOPPED
 from yunion_mps.paths import Paths
-from yunion_mps.planning import difference, enforces_budgets, make_plan
+from yunion_mps.planning import difference, enforces_budgets, make_plan, reason_against
 from yunion_mps.store import Store
 
 log = logging.getLogger(__name__)
@@ -37,20 +39,27 @@ class Supervisor:
         self._domains: list[Domain] = []
         self._store: Store | None = None
         self._version = 0
+        self._past = ""
         self._snapshot: Snapshot | None = None
 
     def start(self, now_s: float) -> None:
         """Set the compute modes and begin to start the domains.
 
-        Raises YunionError when nothing of it can work: no GPU may be changed, or no control program.
+        Raises YunionError, with nothing changed, when nothing of it can work: there is no control program,
+        every domain's place is taken, or a control daemon runs that the configuration knows no more.
         """
-        self._put_back_strangers()
+        self._settle_the_past()
         if not self._plan.domains:
             return
         program = find_control_program()
+        self._make_domains(program)
+        obstacles = [error for domain in self._domains if (error := domain.obstacle())]
+        if len(obstacles) == len(self._domains):
+            raise obstacles[0]
         self._set_modes()
-        self._domains = [Domain(self._placed(plan), program, self._changed) for plan in self._plan.domains]
+        self._make_domains(program)
         for domain in self._domains:
+            self._note(domain.plan)
             domain.start(now_s)
         self._changed()
 
@@ -94,10 +103,12 @@ class Supervisor:
         """
         if self._store is None:
             return
-        left = {uuid for domain in self._domains if domain.left_running for uuid in domain.plan.gpu_uuids}
-        for uuid, mode in self._store.former_modes().items():
-            if uuid not in left:
-                self._put_back(uuid, mode)
+        left = [domain.plan for domain in self._domains if domain.left_running]
+        if not self._past:
+            put_back(self._nvml, self._store, spare={uuid for plan in left for uuid in plan.gpu_uuids})
+        for domain in self._domains:
+            if not domain.left_running:
+                self._store.forget_domain(domain.plan.pipe_directory)
         self._store.close()
         self._store = None
 
@@ -110,7 +121,7 @@ class Supervisor:
             else gpu
             for gpu in inventory.gpus
         ]
-        inventory = inventory._replace(gpus=tuple(gpus))
+        inventory = inventory._replace(gpus=tuple(self._judged(gpu) for gpu in gpus))
         if inventory == self._inventory:
             return
         for gpu in inventory.gpus:
@@ -121,6 +132,12 @@ class Supervisor:
                 log.info("GPU %s is back", gpu.address)
         self._inventory = inventory
         self._changed()
+
+    def _judged(self, gpu: Gpu) -> Gpu:
+        """The GPU, with the reason where it serves devices and no longer can: MIG mode, say."""
+        if gpu.uuid in {device.gpu_uuid for device in self._plan.devices}:
+            return gpu._replace(reason=reason_against(gpu, self._config))
+        return gpu
 
     def lose_driver(self, error: DriverError) -> None:
         """Take note that the driver as a whole does not answer any more."""
@@ -148,7 +165,8 @@ class Supervisor:
 
     def _notice(self) -> str:
         if not self._config.enable_cuda_mps:
-            return f"enable_cuda_mps is false in {self._paths.host_conf}: this host offers no MPS devices"
+            why = f"enable_cuda_mps is false in {self._paths.host_conf}: this host offers no MPS devices"
+            return f"{why}; {self._past}" if self._past else why
         if not self._plan.domains:
             reasons = "; ".join(f"{address}: {why}" for address, why in self._plan.unavailable.items())
             return f"no GPU of this host can serve MPS devices ({reasons or 'it has none'})"
@@ -167,17 +185,7 @@ class Supervisor:
         changes = difference(self._plan, self._inventory, ()).compute_modes
         if not changes:
             return
-        self._open_store().remember_modes({change.gpu_uuid: change.before for change in changes})
-        errors: dict[str, DriverError] = {}
-        for change in changes:
-            try:
-                self._nvml.set_compute_mode(change.gpu_uuid, change.after)
-                log.info("GPU %s: compute mode %s -> %s", change.gpu_uuid, change.before, change.after)
-            except DriverError as error:
-                log.error(
-                    "GPU %s: compute mode cannot be set: %s. %s", change.gpu_uuid, error.message, error.hint
-                )
-                errors[change.gpu_uuid] = error
+        errors = set_modes(changes, self._nvml, self._open_store())
         after = {change.gpu_uuid: change.after for change in changes if change.gpu_uuid not in errors}
         self._inventory = _with_modes(self._inventory, after, {})
         if errors and len(errors) == len(self._plan.compute_modes):
@@ -191,26 +199,42 @@ class Supervisor:
             self._store = Store(self._paths)
         return self._store
 
-    def _put_back_strangers(self) -> None:
-        """Put back the modes that an earlier daemon changed on GPUs which are not ours any more."""
-        if not Store.exists(self._paths) or self._nvml is None:
-            return
-        for uuid, mode in self._open_store().former_modes().items():
-            if uuid not in self._plan.compute_modes:
-                self._put_back(uuid, mode)
+    def _make_domains(self, program: str) -> None:
+        self._domains = [Domain(self._placed(plan), program, self._changed) for plan in self._plan.domains]
 
-    def _put_back(self, uuid: str, mode: str) -> None:
-        assert self._nvml is not None
-        assert self._store is not None
+    def _note(self, plan: DomainPlan) -> None:
+        """Note where a control daemon is about to run, for the next daemon, should this one not end it."""
         try:
-            if self._nvml.compute_mode(uuid) != mode:
-                self._nvml.set_compute_mode(uuid, mode)
-                log.info("GPU %s: compute mode is %s again, as before", uuid, mode)
-            self._store.forget_mode(uuid)
-        except YunionError as error:
-            log.error(
-                "GPU %s: compute mode %s cannot be put back: %s. %s", uuid, mode, error.message, error.hint
-            )
+            self._open_store().remember_domain(plan.pipe_directory)
+        except HostError as error:
+            log.warning("domain %s is not noted: %s. %s", plan.name, error.message, error.hint)
+
+    def _settle_the_past(self) -> None:
+        """See to what an earlier daemon that was killed left behind, where the plan does not take it over.
+
+        A control daemon that still runs may have jobs: it is not ended but reported, and as long as it
+        runs its GPUs' compute modes stay, and no other control daemon is started. Otherwise the modes of
+        GPUs that are not ours any more are put back.
+        """
+        if not Store.exists(self._paths):
+            return
+        store = self._open_store()
+        planned = {self._placed(plan).pipe_directory for plan in self._plan.domains}
+        running = False
+        for place in store.domains():
+            pid = left_behind(place)
+            running = running or pid is not None
+            if pid is None:
+                store.forget_domain(place)
+            elif place not in planned:
+                what = f"a control daemon (PID {pid}) of an earlier configuration still serves {place}"
+                hint = f"when its jobs are done: echo quit | CUDA_MPS_PIPE_DIRECTORY={place} {PROGRAM}"
+                self._past = f"{what}; {hint}"
+                if self._plan.domains:
+                    raise HostError(what, hint)
+                log.error("%s. %s", what, hint)
+        if not running:
+            put_back(self._nvml, store, spare=self._plan.compute_modes)
 
 
 def _with_modes(inventory: Inventory, modes: dict[str, str], errors: dict[str, DriverError]) -> Inventory:

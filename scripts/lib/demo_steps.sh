@@ -17,7 +17,8 @@ step "2. The daemon starts: compute modes, NVIDIA's control daemon, and every li
 echo "$ yunion-mps-daemon &"
 yunion-mps-daemon &
 daemon=$!
-trap 'kill "$daemon" 2>/dev/null || :' EXIT
+trap 'kill "$daemon" 2>/dev/null && wait "$daemon" || :' EXIT
+trap 'exit 1' HUP INT TERM
 tries=0
 until yunion-mps status >/dev/null 2>&1; do
     tries=$((tries + 1))
@@ -55,7 +56,7 @@ step "7. The daemon stops: the control daemon quits, and the compute modes are w
 echo "$ kill $daemon"
 kill "$daemon"
 wait "$daemon"
-trap - EXIT
+trap - EXIT HUP INT TERM
 after=$(modes)
 echo "$after"
 if [ "$before" != "$after" ]; then

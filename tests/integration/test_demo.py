@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 import subprocess
+import tempfile
 from pathlib import Path
+
+import pytest
 
 from simhost import SimHost
 
@@ -12,19 +17,24 @@ CHECKOUT = Path(__file__).resolve().parent.parent.parent
 SMI = "GPU-76aef7ff-372d-2432-b4b4-beca4d8d3400, Tesla P40, 00000000:00:06.0, 23040 MiB"
 
 
-def test_the_demo_shows_the_main_job_in_order_and_puts_everything_back() -> None:
-    result = subprocess.run(
-        [str(CHECKOUT / "scripts/demo")],
+def demo(*options: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [str(CHECKOUT / "scripts/demo"), *options],
         capture_output=True,
         text=True,
         timeout=120,
         stdin=subprocess.DEVNULL,
     )
+
+
+def test_the_demo_shows_the_main_job_in_order_and_puts_everything_back() -> None:
+    result = demo()
     assert result.returncode == 0, result.stderr
+    assert "--compute-mode" not in result.stdout
     steps = re.split(r"^==> ", result.stdout, flags=re.MULTILINE)
     assert [step[:2] for step in steps[1:]] == ["1.", "2.", "3.", "4.", "5.", "6.", "7."]
     assert "virtual_number: 4" in steps[1]
-    assert "The configuration is right." in steps[1]
+    assert "The configuration is right" in steps[1]
     assert f"{SMI}, Exclusive_Process" in steps[3]
     addresses = re.findall(r"\| (00:06\.0-\d) ", steps[4])
     assert addresses == ["00:06.0-0", "00:06.0-1", "00:06.0-2", "00:06.0-3"]
@@ -37,20 +47,72 @@ def test_the_demo_shows_the_main_job_in_order_and_puts_everything_back() -> None
     assert "is ready: 4 of 4 devices available, 1 of 1 control daemons serving" in result.stderr
 
 
-def test_the_demo_runs_on_the_gpus_of_a_host_with_a_driver_and_keeps_their_compute_mode() -> None:
+def test_the_demo_says_that_a_compute_mode_is_not_used_on_the_simulated_host() -> None:
+    result = demo("--compute-mode", "keep")
+    assert result.returncode == 0, result.stderr
+    assert "\n(--compute-mode keep is for real GPUs, and not used here.)\n" in result.stdout
+    assert f"{SMI}, Exclusive_Process" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "mode"),
+    [
+        ([], "Default"),
+        (["--compute-mode", "keep"], "Default"),
+        (["--compute-mode", "exclusive_process"], "Exclusive_Process"),
+    ],
+)
+def test_the_demo_runs_on_the_gpus_of_a_host_with_a_driver_and_keeps_their_compute_mode_unless_told(
+    options: list[str], mode: str
+) -> None:
     with SimHost.create([{"kind": "h100", "count": 2}]) as host:
-        result = host.run([str(CHECKOUT / "scripts/demo")], timeout=120)
+        result = host.run([str(CHECKOUT / "scripts/demo"), *options], timeout=120)
         assert result.returncode == 0, result.stderr
         assert "simulated" not in result.stdout
+        assert "not used here" not in result.stdout
         modes = re.findall(r"MiB, (\w+)$", result.stdout, re.MULTILINE)
-        assert modes == ["Default"] * 4  # two GPUs, while it runs and afterwards
+        assert modes == [mode, mode, "Default", "Default"]  # two GPUs, while it runs and afterwards
         assert "Devices:  8 of 8 available" in result.stdout
         assert result.stdout.endswith("The compute modes are what they were.\n")
 
 
-def test_the_demo_refuses_an_option_that_it_does_not_know() -> None:
-    result = subprocess.run(
-        [str(CHECKOUT / "scripts/demo"), "--nonsense"], capture_output=True, text=True, timeout=60
-    )
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--nonsense"],
+        ["--compute-mode"],
+        ["--compute-mode", ""],
+        ["--compute-mode", "bogus"],
+        ["--compute-mode", "keep", "more"],
+        [""],
+    ],
+)
+def test_the_demo_refuses_a_use_that_it_does_not_know(options: list[str]) -> None:
+    result = demo(*options)
     assert result.returncode == 2
-    assert "scripts/demo [--compute-mode exclusive_process]" in result.stderr
+    assert result.stdout == ""
+    assert result.stderr.startswith(f"demo: no such use: {' '.join(options)}\n")
+    assert "\n  scripts/demo [--compute-mode keep|exclusive_process]\n" in result.stderr
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user, which needs root")
+@pytest.mark.parametrize("script", ["demo", "test"])
+def test_a_script_that_needs_root_says_so_at_once_and_what_to_do(script: str) -> None:
+    with tempfile.TemporaryDirectory() as place:
+        shutil.copytree(CHECKOUT / "scripts", f"{place}/scripts")  # the checkout may let nobody in
+        Path(place).chmod(0o755)
+        result = subprocess.run(
+            [f"scripts/{script}"],
+            cwd=place,
+            user=65534,
+            group=65534,
+            extra_groups=[],
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+    assert (result.returncode, result.stdout) == (1, "")
+    assert result.stderr.splitlines() == [
+        f"scripts/{script}: root is needed: compute modes and other users are part of it",
+        f"scripts/{script}: run it as root: sudo scripts/{script}",
+    ]

@@ -1,10 +1,14 @@
-"""How hypothesis looks for counterexamples here; what else these tests share is in `builders`."""
+"""How hypothesis looks for counterexamples here, and the fixtures of `supervised`."""
 
 from __future__ import annotations
 
 import os
 
 from hypothesis import settings
+
+from unit.supervised import make_host, supervise
+
+__all__ = ["make_host", "supervise"]
 
 # The same examples in every run, so that a change is blamed for what it broke; `search` looks for new ones.
 settings.register_profile("unit", derandomize=True, database=None, deadline=None, max_examples=100)

@@ -143,9 +143,24 @@ def test_how_many_clients_mps_serves_on_a_gpu(capability: tuple[int, int], drive
     assert max_clients(gpu(compute_capability=capability), Driver(driver, None), None) == clients
 
 
-def test_the_override_decides_on_every_gpu() -> None:
-    assert max_clients(P40, Driver("535", None), 128) == 128
-    assert max_clients(gpu(), Driver("535", None), 4) == 4
+@pytest.mark.parametrize("override", [4, 128])
+def test_the_override_decides_from_volta_on(override: int) -> None:
+    driver = Driver("535", None)
+    assert max_clients(gpu(compute_capability=(7, 0)), driver, override) == override
+    assert max_clients(gpu(compute_capability=(9, 0)), driver, override) == override
+    for older in ((6, 2), (6, 1), (3, 5), None):
+        assert max_clients(gpu(compute_capability=older), driver, override) == 16
+
+
+def test_the_override_allows_no_more_devices_on_a_gpu_before_volta() -> None:
+    settings = config(entry("00:06.0", 17), entry("01:00.0", 64, 5), cuda_mps_max_clients=64)
+    assert messages(settings, inventory(P40, gpu(1))) == [
+        (
+            f"{DEVICES}:4: virtual_number is 17, more than the 16 clients that MPS allows"
+            " on GPU 00:06.0 (Tesla P40):"
+            " write at most 16"
+        )
+    ]
 
 
 def test_more_devices_than_mps_serves_clients_is_named_with_what_is_allowed() -> None:
@@ -178,11 +193,11 @@ def test_more_replicas_than_mps_serves_clients_are_named_at_their_line_of_host_c
 
 
 def test_an_override_below_the_default_number_of_replicas_is_named_at_its_own_line() -> None:
-    assert messages(config(cuda_mps_max_clients=4), inventory(P40)) == [
+    assert messages(config(cuda_mps_max_clients=4), inventory(P40, gpu(1))) == [
         (
             f"{HOST}:9: cuda_mps_replicas is 10, more than the 4 clients that MPS allows"
-            " on GPU 00:06.0 (Tesla P40):"
-            " write at most 4"
+            " on GPU 01:00.0 (NVIDIA H100 80GB HBM3): write at most 4,"
+            " or set cuda_mps_max_clients in host.conf where the driver allows more"
         )
     ]
 

@@ -3,103 +3,18 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 
 import pytest
-from yunion_mps.daemon.run import drive
 from yunion_mps.errors import DriverError
-from yunion_mps.examination import examine
-from yunion_mps.inventory import Nvml, scan
-from yunion_mps.models import Snapshot
-from yunion_mps.paths import Paths
 from yunion_mps.service import devices_json
-from yunion_mps.supervisor import Supervisor, warnings
+from yunion_mps.store import Store
+from yunion_mps.supervisor import warnings
 
-from simhost import Description, SimHost
+from unit.supervised import MakeHost, Supervise, modes
 
 TWO = [{"kind": "v100"}, {"kind": "a100", "compute_mode": "prohibited"}]
 FIRST, SECOND = "0000:00:06.0", "0000:00:07.0"
-
-MakeHost = Callable[..., SimHost]
-
-
-class Supervised:
-    """A Supervisor on a host, driven by the real clock."""
-
-    def __init__(self, host: SimHost) -> None:
-        self.host = host
-        self.paths = Paths(str(host.root))
-        self.examined = examine(self.paths)
-        self.examined.check()
-        self.supervisor = Supervisor(self.paths, self.examined)
-
-    @property
-    def snapshot(self) -> Snapshot:
-        return self.supervisor.snapshot()
-
-    @property
-    def available(self) -> int:
-        return sum(device["state"] == "available" for device in devices_json(self.snapshot))
-
-    def start(self) -> Supervised:
-        self.supervisor.start(time.monotonic())
-        drive(self.supervisor, lambda: self.supervisor.started)
-        return self
-
-    def rescan(self) -> Snapshot:
-        assert isinstance(self.examined.nvml, Nvml)
-        self.supervisor.rescan(scan(self.examined.nvml, self.paths))
-        return self.snapshot
-
-    def stop(self, *, put_back: bool = True) -> None:
-        self.supervisor.stop(time.monotonic())
-        drive(self.supervisor, lambda: self.supervisor.stopped)
-        if put_back:
-            self.supervisor.close()
-
-
-@pytest.fixture
-def make_host(monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeHost]:
-    """Make a host that NVML in this process, and PATH, belong to."""
-    with ExitStack() as stack:
-
-        def make(description: Description, **keys: str) -> SimHost:
-            host = stack.enter_context(SimHost.create(description))
-            configure(host, **keys)
-            stack.enter_context(host.pynvml())
-            monkeypatch.setenv("PATH", host.env["PATH"])
-            return host
-
-        yield make
-
-
-@pytest.fixture
-def supervise() -> Iterator[Callable[[SimHost], Supervised]]:
-    """Make a Supervised; it is stopped at the end."""
-    with ExitStack() as stack:
-
-        def make(host: SimHost) -> Supervised:
-            made = Supervised(host)
-            stack.callback(made.examined.close)
-            stack.callback(made.stop)
-            return made
-
-        yield make
-
-
-def configure(host: SimHost, **keys: str) -> None:
-    lines = ["enable_cuda_mps: true", *(f"{name}: {value}" for name, value in keys.items())]
-    (host.root / "etc/yunion/host.conf").write_text("\n".join(lines) + "\n")
-
-
-def modes(host: SimHost) -> list[str]:
-    return [gpu.compute_mode for gpu in host.gpus]
-
-
-Supervise = Callable[[SimHost], Supervised]
 
 
 def test_compute_modes_are_set_and_on_a_stop_put_back_to_what_each_was(
@@ -146,7 +61,7 @@ def test_the_mode_of_a_gpu_that_is_no_longer_configured_is_put_back_at_the_next_
     assert modes(host) == ["default", "prohibited"]
 
 
-def test_keep_changes_no_mode_and_needs_no_note(make_host: MakeHost, supervise: Supervise) -> None:
+def test_keep_changes_no_mode_and_notes_none(make_host: MakeHost, supervise: Supervise) -> None:
     host = make_host([{"kind": "v100"}, {"kind": "v100", "compute_mode": "exclusive_process"}],
                      cuda_mps_compute_mode="keep")  # fmt: skip
     made = supervise(host).start()
@@ -154,7 +69,10 @@ def test_keep_changes_no_mode_and_needs_no_note(make_host: MakeHost, supervise: 
     assert modes(host) == ["default", "exclusive_process"]
     made.stop()
     assert modes(host) == ["default", "exclusive_process"]
-    assert not os.path.exists(made.paths.store)
+    store = Store(made.paths)
+    assert store.former_modes() == {}
+    assert store.domains() == [], "its control daemon has ended"
+    store.close()
 
 
 def test_a_gpu_whose_mode_is_right_already_is_not_touched(make_host: MakeHost, supervise: Supervise) -> None:
@@ -207,7 +125,7 @@ def test_when_no_gpus_mode_can_be_set_nothing_is_started(make_host: MakeHost, su
         made.supervisor.start(time.monotonic())
     assert caught.value.message == "no GPU's compute mode can be set: NVML does not permit this"
     assert caught.value.hint == "run as root: systemctl start yunion-mps-daemon"
-    assert not (host.root / "tmp/nvidia-mps").exists()
+    assert not (host.root / "tmp/nvidia-mps/log/control.log").exists()
     assert modes(host) == ["default", "prohibited"]
 
 

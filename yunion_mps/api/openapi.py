@@ -14,10 +14,11 @@ _PROBLEMS = {
     408: "The request did not arrive in time.",
     413: "The request's body is too large.",
     431: "The request's head is too large.",
+    501: "The request's body is in a transfer coding other than `chunked`.",
     503: "Too many connections are open.",
 }
 #: What any request may meet.
-_ANY_REQUEST = (400, 408, 413, 431, 503)
+_ANY_REQUEST = (400, 408, 413, 431, 501, 503)
 
 _ABOUT = """\
 The GPUs of one host, divided by NVIDIA MPS into devices with a budget of memory and SM threads.
@@ -57,7 +58,7 @@ def _paths() -> Schema:
         "in": "path",
         "required": True,
         "description": "Its id, its address, or a unique beginning of either.",
-        "schema": {"type": "string", "minLength": 1, "pattern": "^[^/]+$"},
+        "schema": {"type": "string", "minLength": 1},
         "example": "00:06.0-1",
     }
     return {

@@ -106,9 +106,9 @@ class Router:
         if path in self._fixed:
             return self._fixed[path]
         prefix = "/v1/devices/"
-        name = unquote(path[len(prefix) :])
+        name = path[len(prefix) :]
         if path.startswith(prefix) and name and "/" not in name:
-            return self._plain(lambda: self._service.device(name))
+            return self._plain(lambda: self._service.device(unquote(name)))
         return None
 
     def _devices(self, query: Mapping[str, str]) -> Any:

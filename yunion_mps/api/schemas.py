@@ -169,7 +169,9 @@ def _domain() -> Schema:
         "log_directory": _text("Where its log is.", "/tmp/nvidia-mps/log"),
         "gpus": _list_of("UUIDs of its GPUs, in CUDA's order.", {"type": "string"}, [_GPU_UUID]),
         "memory_limits": _list_of(
-            "A client's memory in MiB, for each GPU.", {"type": "integer", "minimum": 0}, [5760]
+            "A client's memory in MiB, for each GPU; null for one that is not in the configuration any more.",
+            {"type": ["integer", "null"], "minimum": 0},
+            [5760],
         ),
         "thread_percentage": _percentage("What a client may use of the SM threads."),
     }

@@ -26,6 +26,12 @@ _BACKLOG = 512
 #: From this size on it is looked at how much a user has left unread.
 _LARGE_ANSWER_BYTES = 64 << 10
 
+#: What is kept of requests that wait for their turn, and of answers before no more of them is made.
+_KEPT_BYTES = 16 << 10
+
+#: A body may come in this many pieces before others get their turn.
+_EVENTS_A_TURN = 64
+
 
 class Limits(NamedTuple):
     """What one client may cost. Root always gets in: others cannot take the connections kept for it."""
@@ -47,6 +53,7 @@ class Server:
     def __init__(self, router: Router, limits: Limits = Limits()) -> None:  # noqa: B008 - it is frozen
         self.router = router
         self.limits = limits
+        self.buffer = memoryview(bytearray(_KEPT_BYTES))
         self.connections: set[Connection] = set()
         self.by_uid: Counter[int] = Counter()
         self._server: asyncio.AbstractServer | None = None
@@ -88,8 +95,8 @@ class Server:
                 del self.by_uid[connection.uid]
 
 
-class Connection(asyncio.Protocol):
-    """One client: its requests one after another, each answered before the next is read."""
+class Connection(asyncio.BufferedProtocol):
+    """One client: its requests one after another, one a turn, so that none keeps the loop from others."""
 
     def __init__(self, server: Server) -> None:
         self.uid = -1
@@ -98,6 +105,7 @@ class Connection(asyncio.Protocol):
         self._http = h11.Connection(h11.SERVER, max_incomplete_event_size=server.limits.head_bytes)
         self._transport: asyncio.Transport | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self._turn: asyncio.Handle | None = None
         self._request: h11.Request | None = None
         self._body_bytes = 0
         self._blocked = False
@@ -105,6 +113,7 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """A client has connected: find out who it is, and whether there is room."""
         self._transport = cast(asyncio.Transport, transport)
+        self._transport.set_write_buffer_limits(high=_KEPT_BYTES)
         self.uid = _uid_of(transport.get_extra_info("socket"))
         if not self._server.admit(self):
             self._refuse(
@@ -118,18 +127,25 @@ class Connection(asyncio.Protocol):
         del exc
         if self._timer:
             self._timer.cancel()
+        if self._turn:
+            self._turn.cancel()
         self._server.forget(self)
 
-    def data_received(self, data: bytes) -> None:
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """Where to put what comes in: it is taken out at once, so one place does for all connections."""
+        del sizehint
+        return self._server.buffer
+
+    def buffer_updated(self, nbytes: int) -> None:
         """Something has come in."""
-        self._http.receive_data(data)
+        self._http.receive_data(bytes(self._server.buffer[:nbytes]))
         self._work()
 
     def eof_received(self) -> bool:
-        """The client sends no more; what it has asked is still answered."""
+        """The client sends no more; what it has asked is still answered, and then the connection closed."""
         self._http.receive_data(b"")
         self._work()
-        return False
+        return True
 
     def pause_writing(self) -> None:
         """The client does not take its answer: it gets a deadline, and no more is read from it."""
@@ -140,9 +156,7 @@ class Connection(asyncio.Protocol):
 
     def resume_writing(self) -> None:
         """The client has taken its answer."""
-        assert self._transport is not None
         self._blocked = False
-        self._transport.resume_reading()
         self._set_deadline(self._limits.idle_timeout_s)
         self._work()
 
@@ -157,27 +171,41 @@ class Connection(asyncio.Protocol):
             self._transport.abort()
 
     def _work(self) -> None:
-        """Handle all requests that are complete, as long as the client takes the answers."""
+        """Take a turn: what is left after it waits for the next one, and nothing is read until then."""
+        self._turn = None
+        if self._transport is None or self._transport.is_closing() or self._blocked:
+            return
         try:
-            while not self._blocked:
-                event = self._http.next_event()
-                if isinstance(event, h11.Request):
-                    self._begin(event)
-                elif isinstance(event, h11.Data):
-                    self._count(len(event.data))
-                elif isinstance(event, h11.EndOfMessage):
-                    self._answer()
-                elif isinstance(event, h11.ConnectionClosed):
-                    self._close()
-                    return
-                else:
-                    return
+            more = self._handle()
         except h11.RemoteProtocolError as error:
             status = error.error_status_hint if error.error_status_hint in (400, 431, 501) else 400
             why = f"the request is not valid HTTP: {error}"
             if status == 431:
                 why = f"the request's head is larger than {self._limits.head_bytes} bytes"
             self._refuse(problem(status, why))
+            return
+        if more and not self._blocked:
+            self._transport.pause_reading()
+            self._turn = asyncio.get_running_loop().call_soon(self._work)
+        elif not self._blocked:
+            self._transport.resume_reading()
+
+    def _handle(self) -> bool:
+        """Handle what has come in, up to one answer; returns whether something may be left."""
+        for _ in range(_EVENTS_A_TURN):
+            event = self._http.next_event()
+            if isinstance(event, h11.Request):
+                self._begin(event)
+            elif isinstance(event, h11.Data):
+                self._count(len(event.data))
+            elif isinstance(event, h11.EndOfMessage):
+                self._answer()
+                return self._http.trailing_data != (b"", False)
+            else:
+                if isinstance(event, h11.ConnectionClosed):
+                    self._close()
+                return False
+        return True
 
     def _begin(self, request: h11.Request) -> None:
         self._request = request
@@ -187,6 +215,9 @@ class Connection(asyncio.Protocol):
         if size > self._limits.head_bytes:
             raise h11.RemoteProtocolError("head too large", error_status_hint=431)
         self._set_deadline(self._limits.request_timeout_s)
+        if self._transport and self._http.they_are_waiting_for_100_continue:
+            go_on = h11.InformationalResponse(status_code=100, headers=[], reason=b"Continue")
+            self._transport.write(self._http.send(go_on) or b"")
 
     def _count(self, length: int) -> None:
         """Bodies are read past, for no request of ours has one that matters; but not without end."""
@@ -247,9 +278,16 @@ class Connection(asyncio.Protocol):
 
     def _too_late(self) -> None:
         """The client was too slow; a request that it has begun is answered with that."""
-        if self._request is not None and self._http.our_state is h11.SEND_RESPONSE and not self._blocked:
+        if self._transport is None:
+            return
+        if self._turn:  # it is we who are slow
+            self._set_deadline(self._limits.request_timeout_s)
+            return
+        state = self._http.our_state
+        begun = state is h11.SEND_RESPONSE or (state is h11.IDLE and self._http.trailing_data[0])
+        if begun and not self._blocked and not self._transport.is_closing():
             self._refuse(problem(408, "the request did not arrive in time"))
-        elif self._transport:
+        else:
             self._transport.abort()
 
 

@@ -8,6 +8,7 @@ import sys
 
 import click
 
+from yunion_mps.cli.output import cell
 from yunion_mps.cli.root import cli
 from yunion_mps.errors import YunionError
 
@@ -26,9 +27,7 @@ def run() -> int:
     except click.exceptions.Exit as error:
         return error.exit_code
     except click.ClickException as error:
-        with contextlib.suppress(OSError):
-            error.show()
-        return error.exit_code
+        return _fail(_wrong_usage(error))
     except (click.Abort, KeyboardInterrupt):
         return 130
     except BrokenPipeError:  # whoever read our output has enough
@@ -42,6 +41,15 @@ def run() -> int:
         _forget_output()
         return _fail(_unwritable(error.strerror))
     return 0
+
+
+def _wrong_usage(error: click.ClickException) -> YunionError:
+    """Click's words for it, in one line, and the help of the command that it met."""
+    context = error.ctx if isinstance(error, click.UsageError) else None
+    path = context.command_path if context else _PROGRAM
+    found = YunionError(cell(" ".join(error.format_message().split())), f"see: {path} --help")
+    found.exit_code = error.exit_code
+    return found
 
 
 def _unwritable(why: str | None) -> YunionError:

@@ -8,9 +8,11 @@ import click
 
 from yunion_mps.cli.output import output_option, show, show_pairs
 from yunion_mps.cli.suggest import SuggestingGroup
-from yunion_mps.cli.table import draw
+from yunion_mps.cli.table import draw, notes
 from yunion_mps.errors import ConfigError
 from yunion_mps.paths import Paths
+
+_HEADER = ("Key", "Value", "From")
 
 
 @click.group("config", cls=SuggestingGroup, short_help="Show or check the configuration.")
@@ -41,10 +43,14 @@ def show_config(output: str) -> None:
     if problems:
         raise ConfigError(problems)
     answer = config_json(config)
-    header = ("Key", "Value", "From")
-    rows = [(name, entry["value"], entry["from"]) for name, entry in answer["keys"].items()]
-    rows += [("devices", f"{d['path']}: {d['virtual_number']}", d["from"]) for d in answer["devices"]]
-    show(answer, output, header, rows, lambda: draw(header, rows))
+    rows = _config_rows(answer)
+    show(answer, output, _HEADER, rows, lambda: draw(_HEADER, rows))
+
+
+def _config_rows(configuration: dict[str, Any]) -> list[tuple[str, object, str]]:
+    rows = [(name, entry["value"], entry["from"]) for name, entry in configuration["keys"].items()]
+    entries = [(f"{d['path']}: {d['virtual_number']}", d["from"]) for d in configuration["devices"]]
+    return rows + [("devices", value, place) for value, place in entries]
 
 
 @command.command("check", short_help="Check both files, and show their plan.")
@@ -72,9 +78,10 @@ def check_config(output: str) -> None:
 
 
 def _plan_text(answer: dict[str, Any]) -> str:
-    text = "The configuration is right. Nothing was changed; the daemon would do this:\n"
+    text = "The configuration is right:\n" + draw(_HEADER, _config_rows(answer["configuration"]))
     if answer["notice"]:
-        return f"The configuration is right. {answer['notice']}.\n"
+        return f"{text}{answer['notice']}.\n"
+    text += "Nothing was changed; the daemon would do this:\n"
     rows = [
         (
             gpu["addr"],
@@ -84,14 +91,19 @@ def _plan_text(answer: dict[str, Any]) -> str:
             gpu["thread_percentage"],
             gpu["compute_mode"],
             gpu["domain"],
-            gpu["reason"] or ("" if gpu["budget_enforced"] else "budgets are not enforced: older than Volta"),
         )
         for gpu in answer["gpus"]
     ]
-    header = ("GPU", "Name", "Devices", "Memory_MiB", "Threads_%", "Compute_mode", "Domain", "Note")
-    text += draw(header, rows, ("Name", "Domain", "Compute_mode"))
+    header = ("GPU", "Name", "Devices", "Memory_MiB", "Threads_%", "Compute_mode", "Domain")
+    text += draw(header, rows, ("Name", "Domain", "Compute_mode", "Threads_%", "Memory_MiB"))
+    text += notes((gpu["addr"], _note(gpu)) for gpu in answer["gpus"])
     for domain in answer["domains"]:
         count = len(domain["gpus"])
         gpus = "1 GPU" if count == 1 else f"{count} GPUs"
         text += f"Control daemon {domain['name']}: {gpus}, {domain['pipe_directory']}\n"
     return text
+
+
+def _note(gpu: dict[str, Any]) -> str:
+    unenforced = "" if gpu["budget_enforced"] else "budgets are not enforced: older than Volta"
+    return gpu["reason"] or unenforced

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
 
 from yunion_mps.cli.ask import ask
 from yunion_mps.cli.output import output_option, show
-from yunion_mps.cli.table import draw
+from yunion_mps.cli.table import draw, notes
 
 COLUMNS = {
     "Addr": "addr",
@@ -21,7 +23,7 @@ COLUMNS = {
     "State": "state",
     "Reason": "reason",
 }
-_DROP = ("MIG", "Capability", "UUID", "Memory_MiB", "Name", "Enforced")
+_DROP = ("MIG", "Capability", "UUID", "Memory_MiB", "Name", "Enforced", "Compute_mode", "Devices")
 
 
 @click.command("gpus")
@@ -36,5 +38,11 @@ def command(output: str) -> None:
     """
     answer = ask("/v1/gpus")
     rows = [[gpu[field] for field in COLUMNS.values()] for gpu in answer["gpus"]]
-    header = list(COLUMNS)
-    show(answer, output, header, rows, lambda: draw(header, rows, _DROP))
+    show(answer, output, list(COLUMNS), rows, lambda: _text(answer["gpus"]))
+
+
+def _text(gpus: list[dict[str, Any]]) -> str:
+    """A table, and below it the reasons, which no column has room for."""
+    header = [name for name in COLUMNS if name != "Reason"]
+    rows = [[gpu[COLUMNS[name]] for name in header] for gpu in gpus]
+    return draw(header, rows, _DROP) + notes((gpu["addr"], gpu["reason"]) for gpu in gpus)

@@ -33,10 +33,11 @@ _DROP = (
     "PCIE_Info",
     "Dev_type",
     "Device_path",
+    "Model",
 )
 
 # What the daemon takes, so that a wrong number is wrong usage here.
-_FROM_0 = click.IntRange(min=0)
+_FROM_0 = click.IntRange(0, 2_147_483_647)
 _UP_TO = click.IntRange(0, 100_000)
 
 

@@ -9,7 +9,7 @@ import click
 
 from yunion_mps.cli.ask import ask
 from yunion_mps.cli.output import output_option, show_pairs
-from yunion_mps.cli.table import draw
+from yunion_mps.cli.table import draw, notes
 
 _COLUMNS = (
     "Domain",
@@ -20,9 +20,8 @@ _COLUMNS = (
     "Threads_%",
     "Memory_MiB",
     "Pipe_directory",
-    "Reason",
 )
-_DROP = ("Restarts", "Memory_MiB", "Threads_%", "Pipe_directory", "PID")
+_DROP = ("Restarts", "Memory_MiB", "Threads_%", "Pipe_directory", "PID", "GPUs")
 
 
 @click.command("status", short_help="Show whether all is well.")
@@ -64,13 +63,13 @@ def _text(status: dict[str, Any]) -> str:
             domain["restarts"],
             len(domain["gpus"]),
             domain["thread_percentage"],
-            ",".join(str(limit) for limit in sorted(set(domain["memory_limits"]))),
+            ",".join(str(limit) for limit in sorted(set(domain["memory_limits"]) - {None})),
             domain["pipe_directory"],
-            domain["reason"],
         )
         for domain in status["domains"]
     ]
-    return text + draw(_COLUMNS, rows, _DROP)
+    reasons = notes((domain["name"], domain["reason"]) for domain in status["domains"])
+    return text + draw(_COLUMNS, rows, _DROP) + reasons
 
 
 def _duration(seconds: int) -> str:

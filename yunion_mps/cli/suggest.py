@@ -6,7 +6,14 @@ import click
 
 
 class SuggestingGroup(click.Group):
-    """As click's group, with the nearest real command in the error."""
+    """As click's group, with the nearest real command in the error, and help where no command is given."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Take the arguments apart; from click 8.2 on, none at all would be an error."""
+        if not args and not ctx.resilient_parsing:
+            click.echo(ctx.get_help())
+            ctx.exit()
+        return super().parse_args(ctx, args)
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from yunion_mps.cli.output import Row, cell
 
@@ -24,7 +24,10 @@ def terminal_width() -> int:
 
 
 def draw(header: Sequence[str], rows: Sequence[Row], drop: Sequence[str] = ()) -> str:
-    """A bordered table. Where the terminal is too narrow, the columns of `drop` give way, then long cells."""
+    """A bordered table.
+
+    Where the terminal is too narrow, the columns of `drop` give way, then long cells, then all of them.
+    """
     width = terminal_width()
     texts = [[cell(value) for value in row] for row in rows]
     columns = list(range(len(header)))
@@ -39,21 +42,28 @@ def draw(header: Sequence[str], rows: Sequence[Row], drop: Sequence[str] = ()) -
             columns.remove(index)
             hidden.append(name)
     if width:
-        _shrink(widths, columns, header, width)
+        _shrink(widths, {i: _least(header[i], widths[i]) for i in columns}, width)
+        _shrink(widths, dict.fromkeys(columns, 1), width)
     border = "+" + "+".join("-" * (widths[i] + 2) for i in columns) + "+"
     lines = [border, _line(header, columns, widths), border]
     lines += [_line(row, columns, widths) for row in texts]
     lines.append(border)
     if hidden:
-        lines.append(f"(no room for {', '.join(hidden)}: widen the terminal, or use --output csv)")
+        names = f"(no room for {', '.join(hidden)}: use -o csv)"
+        few = f"(no room for {len(hidden)} columns: use -o csv)"
+        lines.append(names if len(names) <= width else few)
     return "\n".join(lines) + "\n"
 
 
-def _shrink(widths: list[int], columns: Sequence[int], header: Sequence[str], width: int) -> None:
-    """Take from the widest column until all fit, or none can give more."""
-    least = {i: _least(header[i], widths[i]) for i in columns}
-    while sum(widths[i] + 3 for i in columns) + 1 > width:
-        able = [i for i in columns if widths[i] > least[i]]
+def notes(entries: Iterable[tuple[str, str]]) -> str:
+    """What is said of rows below their table, where it can be read whole: `name: text` lines."""
+    return "".join(f"{cell(name)}: {cell(text)}\n" for name, text in entries if text)
+
+
+def _shrink(widths: list[int], least: Mapping[int, int], width: int) -> None:
+    """Take from the widest column of `least` until all fit, or none can give more."""
+    while sum(widths[i] + 3 for i in least) + 1 > width:
+        able = [i for i in least if widths[i] > least[i]]
         if not able:
             return
         widths[max(able, key=lambda i: widths[i])] -= 1

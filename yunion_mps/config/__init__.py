@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from yunion_mps.config.devices import read_devices
 from yunion_mps.config.host import KEYS, read_host
-from yunion_mps.config.values import MOST_DEVICES
+from yunion_mps.config.values import most_devices
 from yunion_mps.errors import Problem
 from yunion_mps.models import Config
 from yunion_mps.paths import Paths
@@ -22,6 +22,6 @@ def load(paths: Paths) -> tuple[Config, list[Problem]]:
     device_file = paths.under(str(values["container_device_config_file"]))
     named = sources["container_device_config_file"].line is not None
     devices, device_problems = read_devices(
-        device_file, must_exist=named, most=values["cuda_mps_max_clients"] or MOST_DEVICES
+        device_file, must_exist=named, most=most_devices(values["cuda_mps_max_clients"])
     )
     return Config(devices=devices, sources=sources, **values), [*problems, *device_problems]

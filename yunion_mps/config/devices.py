@@ -16,7 +16,7 @@ from yunion_mps.config.document import (
     value_of,
     written,
 )
-from yunion_mps.config.values import Kind, WrongValueError, nearest, text, whole_number
+from yunion_mps.config.values import Kind, WrongValueError, nearest, nearest_key, text, whole_number
 from yunion_mps.errors import Problem
 from yunion_mps.models import DEV_TYPE, DeviceEntry, Source
 
@@ -37,7 +37,7 @@ def read_devices(file: str, *, must_exist: bool, most: int) -> tuple[tuple[Devic
         items = _items(file, read_document(file), problems)
     except FileProblemError as error:
         return (), [*problems, error.problem]
-    kinds: dict[str, Kind] = {"path": text, "virtual_number": whole_number(1, most)}
+    kinds: dict[str, Kind] = {"path": _path, "virtual_number": whole_number(1, most)}
     entries = [_entry(file, item, kinds, problems) for item in items]
     return tuple(entry for entry in entries if entry), sorted(problems, key=lambda problem: problem.line or 0)
 
@@ -58,7 +58,7 @@ def _items(file: str, root: Node | None, problems: list[Problem]) -> list[Node]:
             )
         elif name == "devices":
             found = node
-        elif nearest(name, ["devices"]):
+        elif nearest_key(name, ["devices"]):
             problems.append(Problem(file, line_of(key), f"{name} is no key", "did you mean devices?"))
     if found is None:
         if not problems:
@@ -87,9 +87,9 @@ def _entry(file: str, item: Node, kinds: dict[str, Kind], problems: list[Problem
             twice.append(Problem(file, line_of(key), f"{name} is given twice", remedy))
         else:
             nodes[name] = (key, node)
+    count = len(problems)
     if not _is_ours(file, item, nodes, problems):
         return None
-    count = len(problems)
     problems += twice
     problems += _unknown_keys(file, nodes)
     values = {name: _value(file, item, name, kinds[name], nodes, problems) for name in kinds}
@@ -100,31 +100,39 @@ def _entry(file: str, item: Node, kinds: dict[str, Kind], problems: list[Problem
 
 
 def _is_ours(file: str, item: Node, nodes: dict[str, tuple[Node, Node]], problems: list[Problem]) -> bool:
-    if "type" not in nodes:
-        near = next((name for name in nodes if nearest(name, ["type"])), None)
-        line = line_of(nodes[near][0]) if near else line_of(item)
-        what = f"{near} is no key" if near else "an entry has no type"
-        remedy = "did you mean type?" if near else f"write type: {DEV_TYPE}, or another software's type"
-        problems.append(Problem(file, line, what, remedy))
+    """Whether the entry is meant to be ours, though its type may be misspelt, which is then in `problems`."""
+    name = _type_key(nodes)
+    if name is None:
+        remedy = f"write type: {DEV_TYPE}, or another software's type"
+        problems.append(Problem(file, line_of(item), "an entry has no type", remedy))
         return False
-    node = nodes["type"][1]
+    key, node = nodes[name]
+    if name != "type":
+        problems.append(Problem(file, line_of(key), f"{name} is no key", "did you mean type?"))
     value = value_of(node)
+    if value == DEV_TYPE:
+        return True
     if not isinstance(value, str):
-        problems.append(
-            Problem(file, line_of(node), f"type is {written(node)}, not a text", f"write type: {DEV_TYPE}")
-        )
+        what = f"type is {written(node)}, not a text"
+        problems.append(Problem(file, line_of(node), what, f"write type: {DEV_TYPE}"))
         return False
-    if value != DEV_TYPE and nearest(value, [DEV_TYPE]):
-        problems.append(Problem(file, line_of(node), f"type {value} is unknown", f"did you mean {DEV_TYPE}?"))
+    if not nearest(value, [DEV_TYPE]):
         return False
-    return value == DEV_TYPE
+    problems.append(Problem(file, line_of(node), f"type {value} is unknown", f"did you mean {DEV_TYPE}?"))
+    return True
+
+
+def _type_key(nodes: dict[str, tuple[Node, Node]]) -> str | None:
+    """The key that says whose the entry is, or that is meant to."""
+    return "type" if "type" in nodes else next((name for name in nodes if nearest_key(name, ["type"])), None)
 
 
 def _unknown_keys(file: str, nodes: dict[str, tuple[Node, Node]]) -> list[Problem]:
     problems = []
+    reported = _type_key(nodes)
     for name, (key, _) in nodes.items():
-        if name not in _KEYS:
-            near = nearest(name, _KEYS)
+        if name not in _KEYS and name != reported:
+            near = nearest_key(name, _KEYS)
             remedy = (
                 f"did you mean {near}?" if near else f"remove it; the keys of an entry are {', '.join(_KEYS)}"
             )
@@ -133,11 +141,15 @@ def _unknown_keys(file: str, nodes: dict[str, tuple[Node, Node]]) -> list[Proble
     return problems
 
 
+def _path(key: str, node: Node) -> str:
+    return text(key, node, "a render node, a PCI address or a GPU's UUID")
+
+
 def _value(
     file: str, item: Node, name: str, kind: Kind, nodes: dict[str, tuple[Node, Node]], problems: list[Problem]
 ) -> Any:
     if name not in nodes:
-        if not any(nearest(other, [name]) for other in nodes if other not in _KEYS):
+        if not any(nearest_key(other, [name]) for other in nodes if other not in _KEYS):
             what = f"a {DEV_TYPE} entry has no {name}"
             problems.append(Problem(file, line_of(item), what, f"add {name}, for example {_EXAMPLE[name]}"))
         return None

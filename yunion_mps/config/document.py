@@ -15,7 +15,8 @@ from yunion_mps.errors import Problem
 #: A configuration is a page of text; these bounds only keep a mistake or an attack from costing time.
 LARGEST_FILE_BYTES = 1 << 20
 DEEPEST_NESTING = 64
-MOST_ALIASES = 100
+#: Counted with every alias written out; nothing here expands them, but what walks the tree meets them so.
+MOST_VALUES = 200_000
 #: YAML 1.1 has numbers to the base of 60 (1:30), which take quadratic time in their length.
 _LONGEST_NUMBER = 64
 
@@ -117,19 +118,29 @@ def _read(path: str) -> bytes:
 
 
 def _check_bounds(path: str, text: bytes) -> None:
-    """Refuse what would take long or much to compose: deep nesting, and aliases that multiply ("bombs")."""
-    depth = aliases = 0
+    """Refuse what would take long or much to walk: deep nesting, and aliases that multiply ("bombs")."""
+    values = 0
+    sizes: dict[str | None, int] = {}  # what each anchor stands for, once it is complete
+    opened: list[tuple[str | None, int]] = []  # the collections around: anchor, and the values before it
     for event in yaml.parse(text, Loader=_Loader):
-        if isinstance(event, yaml.events.CollectionStartEvent):
-            depth += 1
-        elif isinstance(event, yaml.events.CollectionEndEvent):
-            depth -= 1
-        elif isinstance(event, yaml.events.AliasEvent):
-            aliases += 1
         line = event.start_mark.line + 1 if event.start_mark else None
-        if depth > DEEPEST_NESTING:
+        if isinstance(event, yaml.AliasEvent):
+            if any(event.anchor == anchor for anchor, _ in opened):
+                what = f"holds the alias *{event.anchor} in what it stands for"
+                raise _problem(path, line, what, "write the values out")
+            values += sizes.get(event.anchor, 0)
+        elif isinstance(event, yaml.CollectionStartEvent):
+            opened.append((event.anchor, values))
+            values += 1
+        elif isinstance(event, yaml.ScalarEvent):
+            values += 1
+            sizes[event.anchor] = 1
+        elif isinstance(event, yaml.CollectionEndEvent):
+            anchor, before = opened.pop()
+            sizes[anchor] = values - before
+        if len(opened) > DEEPEST_NESTING:
             what = f"is nested more than {DEEPEST_NESTING} levels deep"
             raise _problem(path, line, what, "write it flat, as the example has it")
-        if aliases > MOST_ALIASES:
-            what = f"uses more than {MOST_ALIASES} aliases"
-            raise _problem(path, line, what, "write the values out")
+        if values > MOST_VALUES:
+            what = f"holds more than {MOST_VALUES:,} values, aliases written out"
+            raise _problem(path, line, what, "write a short file, without aliases")

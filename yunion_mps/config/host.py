@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import yaml
@@ -15,8 +16,10 @@ from yunion_mps.config.values import (
     WrongValueError,
     absolute_path,
     boolean,
-    nearest,
+    most_devices,
+    nearest_key,
     one_of,
+    own_directory,
     whole_number,
 )
 from yunion_mps.errors import Problem
@@ -29,10 +32,10 @@ KEYS: dict[str, Key] = {
         absolute_path, "/etc/yunion/host_container_device.yml", "the file that divides the GPUs"
     ),
     "cuda_mps_pipe_directory": Key(
-        absolute_path, "/tmp/nvidia-mps/pipe", "where clients find the control daemon"
+        own_directory("/tmp/nvidia-mps/pipe"), "/tmp/nvidia-mps/pipe", "where clients find the control daemon"
     ),
     "cuda_mps_log_directory": Key(
-        absolute_path, "/tmp/nvidia-mps/log", "where the control daemon's log is kept"
+        own_directory("/tmp/nvidia-mps/log"), "/tmp/nvidia-mps/log", "where the control daemon's log is kept"
     ),
     "cuda_mps_replicas": Key(
         whole_number(1, MOST_DEVICES),
@@ -49,13 +52,18 @@ KEYS: dict[str, Key] = {
         "SM threads of a device: 100/n, 100/(0.5 n), or not limited",
     ),
     "cuda_mps_max_clients": Key(
-        whole_number(1, LARGEST_OVERRIDE), None, "clients of a GPU's MPS, for drivers newer than this table"
+        whole_number(1, LARGEST_OVERRIDE),
+        None,
+        "clients of a GPU's MPS from Volta on, for drivers newer than this table",
     ),
 }
 
 #: What the control daemon adds to the pipe directory: its longest socket, below a GPU's UUID with scope gpu.
 _SOCKET = "/control_privileged"
 _GPU_DIRECTORY = "/GPU-00000000-0000-0000-0000-000000000000"
+
+#: The tag of a plain `<<` as a key (https://yaml.org/type/merge.html).
+_MERGE = "tag:yaml.org,2002:merge"
 
 
 def read_host(paths: Paths) -> tuple[dict[str, Any], dict[str, Source], list[Problem]]:
@@ -71,7 +79,9 @@ def read_host(paths: Paths) -> tuple[dict[str, Any], dict[str, Source], list[Pro
     # The override comes first wherever it stands, for it bounds another key.
     for name, key_node, node in sorted(pairs_of(root), key=lambda pair: pair[0] != "cuda_mps_max_clients"):
         line = line_of(key_node)
-        if name not in KEYS:
+        if key_node.tag == _MERGE:
+            problems += _merge(file, line, node)
+        elif name not in KEYS:
             problems += _misspelt(file, line, name)
         elif sources[name].line is not None:
             remedy = f"keep one of the two lines (the other is line {sources[name].line})"
@@ -87,8 +97,9 @@ def read_host(paths: Paths) -> tuple[dict[str, Any], dict[str, Source], list[Pro
 
 
 def _kind(name: str, values: dict[str, Any]) -> Kind:
-    most = values["cuda_mps_max_clients"]
-    return whole_number(1, most) if name == "cuda_mps_replicas" and most else KEYS[name].kind
+    if name == "cuda_mps_replicas":
+        return whole_number(1, most_devices(values["cuda_mps_max_clients"]))
+    return KEYS[name].kind
 
 
 def _mapping(file: str, root: Node | None) -> Node:
@@ -103,13 +114,31 @@ def _mapping(file: str, root: Node | None) -> Node:
 
 def _misspelt(file: str, line: int, name: str) -> list[Problem]:
     """A foreign key is none of our business, unless it is nearly one of ours or begins as only ours do."""
-    near = nearest(name, KEYS)
+    near = nearest_key(name, KEYS)
     if near:
         return [Problem(file, line, f"{name} is no key", f"did you mean {near}?")]
     if name.startswith(("cuda_mps_", "enable_cuda_mps")):
         real = ", ".join(sorted(KEYS))
         return [Problem(file, line, f"{name} is no key", f"remove it; the keys of yunion-mps are {real}")]
     return []
+
+
+def _merge(file: str, line: int, node: Node) -> list[Problem]:
+    """A merge may bring in whatever is not ours."""
+    if any(name in KEYS for name in _merged(node)):
+        return [Problem(file, line, "merge keys (<<) are not followed", "write the keys out")]
+    return []
+
+
+def _merged(node: Node) -> Iterator[str]:
+    if isinstance(node, yaml.SequenceNode):
+        for inner in node.value:
+            yield from _merged(inner)
+    elif isinstance(node, yaml.MappingNode):
+        for name, key, inner in pairs_of(node):
+            yield name
+            if key.tag == _MERGE:
+                yield from _merged(inner)
 
 
 def _check_pipe_directory(paths: Paths, values: dict[str, Any], sources: dict[str, Source]) -> list[Problem]:

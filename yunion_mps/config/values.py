@@ -11,6 +11,21 @@ from yunion_mps.config.document import Node, value_of, written
 #: The most devices that any known driver allows on one GPU; see planning.MPS_CLIENTS for which allows what.
 MOST_DEVICES = 60
 
+#: Directories that belong to the system or to many, though nothing in them need: hier(7), file-hierarchy(7).
+_ONLY_SHARED_IN = ("/", "/usr", "/dev", "/proc", "/sys")
+_SHARED = (
+    "/run/lock",
+    "/run/systemd",
+    "/run/user",
+    "/var/cache",
+    "/var/lib",
+    "/var/lock",
+    "/var/log",
+    "/var/run",
+    "/var/spool",
+    "/var/tmp",
+)
+
 #: How far a number may be raised by the operator for drivers that we do not know yet.
 LARGEST_OVERRIDE = 4096
 
@@ -88,14 +103,40 @@ def absolute_path(key: str, node: Node) -> str:
     return normal
 
 
-def text(key: str, node: Node) -> str:
-    """A text that is not empty."""
+def own_directory(example: str) -> Kind:
+    """The path of a directory that no other software uses, and so none that the system has."""
+
+    def kind(key: str, node: Node) -> str:
+        path = absolute_path(key, node)
+        if os.path.dirname(path) in _ONLY_SHARED_IN or path in _SHARED:
+            raise WrongValueError(
+                f"{key} is {written(node)}, which is shared with other software",
+                f"write a directory of its own, for example {example}",
+            )
+        return path
+
+    return kind
+
+
+def most_devices(override: int | None) -> int:
+    """The most devices that any GPU may have; planning, which knows the GPU, may allow fewer."""
+    return max(override or 0, MOST_DEVICES)
+
+
+def text(key: str, node: Node, what: str = "a text") -> str:
+    """A text that is not empty; `what` says in the remedy what it should name."""
     value = value_of(node)
     if isinstance(value, (int, float)) and ":" in node.value:
         value = node.value  # the PCI address 00:06.0 is a number to the base of 60 in YAML 1.1
     if not isinstance(value, str) or not value.strip():
-        raise WrongValueError(f"{key} is {written(node)}, not a text", f"write {key}: followed by a text")
+        raise WrongValueError(f"{key} is {written(node)}, not a text", f"write {key}: followed by {what}")
     return value
+
+
+def nearest_key(word: str, real: Iterable[str]) -> str | None:
+    """As `nearest`; also one of which `word` is the first 60 % or more (`cuda_mps_pipe_dir`)."""
+    begun = (name for name in real if name.startswith(word) and 0.6 * len(name) <= len(word) < len(name))
+    return next(begun, None) or nearest(word, real)
 
 
 def nearest(word: str, real: Iterable[str]) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import stat
 
 from yunion_mps.errors import HostError
 from yunion_mps.paths import Paths
@@ -11,11 +12,7 @@ from yunion_mps.paths import Paths
 
 def take_lock(paths: Paths) -> int:
     """Return a descriptor that holds the lock while it is open; raises HostError naming the other daemon."""
-    try:
-        os.makedirs(paths.run_directory, mode=0o755, exist_ok=True)
-        descriptor = os.open(paths.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
-    except OSError as error:
-        raise HostError(f"{paths.lock} cannot be opened: {error.strerror}", "run as root") from None
+    descriptor = _open(paths)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -27,4 +24,22 @@ def take_lock(paths: Paths) -> int:
         ) from None
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+    return descriptor
+
+
+def _open(paths: Paths) -> int:
+    """Open the file for ourselves alone: whoever can open it can lock it, and so keep us from starting."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    try:
+        os.makedirs(paths.run_directory, mode=0o755, exist_ok=True)
+        descriptor = os.open(paths.lock, flags, 0o600)
+    except OSError as error:
+        hint = f"run as root, and look at it: ls -ld {paths.lock}"
+        raise HostError(f"{paths.lock} cannot be opened: {error.strerror}", hint) from None
+    info = os.fstat(descriptor)
+    if not stat.S_ISREG(info.st_mode) or info.st_uid not in (0, os.geteuid()):
+        os.close(descriptor)
+        hint = f"look at it (ls -l {paths.lock}), and remove it"
+        raise HostError(f"{paths.lock} is not a file of ours", hint)
+    os.fchmod(descriptor, 0o600)  # an older one may be open to others
     return descriptor

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import sys
@@ -22,10 +23,32 @@ class JournalFormatter(logging.Formatter):
 def set_up(level: str) -> None:
     """Log from `level` on."""
     handler = logging.StreamHandler(sys.stderr)
-    if os.environ.get("JOURNAL_STREAM") or os.environ.get("NOTIFY_SOCKET"):
+    if _for_systemd():
         handler.setFormatter(JournalFormatter("%(message)s"))
     else:
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     logging.basicConfig(level=level.upper(), handlers=[handler])
     # What these record costs time on every message, and no format of ours uses it.
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
+    atexit.register(_give_up_what_is_left)
+
+
+def _for_systemd() -> bool:
+    """Whether standard error goes to the journal, as systemd.exec(5) tells it, or to a manager's own pipe."""
+    try:
+        error = os.fstat(2)
+    except OSError:
+        return False
+    if os.environ.get("JOURNAL_STREAM") == f"{error.st_dev}:{error.st_ino}":
+        return True
+    return bool(os.environ.get("NOTIFY_SOCKET")) and not os.isatty(2)
+
+
+def _give_up_what_is_left() -> None:
+    """Lines that could not be written (a full disk) would make Python end with 120."""
+    try:
+        sys.stderr.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    except (AttributeError, ValueError):  # it is closed, or was never there
+        pass

@@ -52,27 +52,47 @@ class _Loop:
         self._watched: list[int] = []
         self._timer: asyncio.TimerHandle | None = None
         self._stopping = False
-        self._done: asyncio.Event | None = None
+        self._end: asyncio.Future[None] | None = None
 
     async def run(self, listener: socket.socket, nvml: Nvml | None, stop: StopSignals) -> None:
-        self._done = asyncio.Event()
         loop = asyncio.get_running_loop()
+        self._end = loop.create_future()
         # Not loop.add_signal_handler: its end would leave the winding up to a second signal's mercy.
-        loop.add_reader(stop.fileno(), self._stop, stop)
+        loop.add_reader(stop.fileno(), self._guarded, lambda: self._stop(stop))
         server = Server(Router(self._service))
         await server.open(listener)
         tasks = [asyncio.create_task(self._watchdog())]
         if nvml:
             tasks.append(asyncio.create_task(self._rescan(nvml)))
-        self._tick()
+        for task in tasks:
+            task.add_done_callback(self._task_ended)
+        self._guarded(self._tick)
         try:
-            await self._done.wait()
+            await self._end
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             self._unwatch()
             await server.close()
+
+    def _guarded(self, work: Callable[[], None]) -> None:
+        """Do `work`; a fault of ours ends the loop, and the daemon, which systemd then starts anew.
+
+        The control daemons live on and are taken over; going on without supervision would be worse.
+        """
+        try:
+            work()
+        except Exception as error:  # noqa: BLE001 - it is raised again where the loop is awaited
+            self._fail(error)
+
+    def _task_ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and task.exception():
+            self._fail(task.exception())
+
+    def _fail(self, error: BaseException | None) -> None:
+        if error and self._end and not self._end.done():
+            self._end.set_exception(error)
 
     def _stop(self, stop: StopSignals) -> None:
         loop = asyncio.get_running_loop()
@@ -88,14 +108,15 @@ class _Loop:
         loop = asyncio.get_running_loop()
         self._unwatch()
         due_s = self._supervisor.tick(loop.time())
-        if self._done and self._stopping and self._supervisor.stopped:
-            self._done.set()
+        if self._end and self._stopping and self._supervisor.stopped:
+            if not self._end.done():
+                self._end.set_result(None)
             return
         self._watched = self._supervisor.descriptors()
         for descriptor in self._watched:
-            loop.add_reader(descriptor, self._tick)
+            loop.add_reader(descriptor, self._guarded, self._tick)
         if due_s is not None:
-            self._timer = loop.call_at(due_s, self._tick)
+            self._timer = loop.call_at(due_s, self._guarded, self._tick)
         if not self._stopping:
             self._notifier.status(one_line(self._service.status()))
 
@@ -135,18 +156,18 @@ async def _on_thread(work: Callable[[], Inventory]) -> Inventory:
     loop = asyncio.get_running_loop()
     result: asyncio.Future[Inventory] = loop.create_future()
 
-    def deliver(outcome: Inventory | DriverError) -> None:
+    def deliver(outcome: Inventory | Exception) -> None:
         if result.cancelled():
             return
-        if isinstance(outcome, DriverError):
+        if isinstance(outcome, Exception):
             result.set_exception(outcome)
         else:
             result.set_result(outcome)
 
     def run() -> None:
         try:
-            outcome: Inventory | DriverError = work()
-        except DriverError as error:
+            outcome: Inventory | Exception = work()
+        except Exception as error:  # noqa: BLE001 - it is raised again where the result is awaited
             outcome = error
         with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
             loop.call_soon_threadsafe(deliver, outcome)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
+_LEVEL_VARIABLE = "YUNION_MPS_LOG_LEVEL"
 LEVELS = ("debug", "info", "warning", "error")
 _EPILOG = """\
 The daemon runs in the foreground; systemd starts it: systemctl enable --now yunion-mps-daemon.
@@ -25,9 +28,17 @@ class Options(NamedTuple):
 
 def parse(arguments: Sequence[str]) -> Options:
     """The options; exits by itself for --help, --version and wrong usage (status 2)."""
-    level = os.environ.get("YUNION_MPS_LOG_LEVEL", "info")
-    if not arguments:
-        return Options(log_level=level if level in LEVELS else "info")
+    level = os.environ.get(_LEVEL_VARIABLE) or "info"
+    found = _parse(arguments, level) if arguments else Options(log_level=level)
+    if found.log_level not in LEVELS:
+        choices = ", ".join(LEVELS)
+        with contextlib.suppress(OSError):  # the exit status says it even where nothing can be written
+            sys.stderr.write(f"yunion-mps-daemon: {_LEVEL_VARIABLE} is {level!r}: write one of {choices}\n")
+        sys.exit(2)
+    return found
+
+
+def _parse(arguments: Sequence[str], level: str) -> Options:
     import argparse
 
     from yunion_mps import __version__

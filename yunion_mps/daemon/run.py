@@ -7,6 +7,7 @@ import logging
 import os
 import select
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from yunion_mps import __version__
 from yunion_mps.daemon import logs
 from yunion_mps.daemon.lock import take_lock
 from yunion_mps.daemon.options import Options
-from yunion_mps.errors import ConfigError, YunionError
+from yunion_mps.errors import ConfigError, ShortageError, YunionError
 from yunion_mps.examination import Examination, examine
 from yunion_mps.paths import Paths
 from yunion_mps.service import Service, one_line
@@ -68,13 +69,15 @@ def _serve(paths: Paths) -> None:
         examination.check()
         supervisor = Supervisor(paths, examination)
         try:
-            _start(supervisor, stop)
-            service = Service(supervisor.snapshot, started_s, os.getpid())
-            if not stop.requested:
-                _until_stopped(paths, examination, supervisor, service, notifier, stop)
-        except YunionError:
+            listener = _start(paths, supervisor, stop)
+        except (YunionError, OSError) as error:
             _wind_up(supervisor, notifier, spare_found=True)
+            if isinstance(error, OSError):
+                raise ShortageError(f"the system refused something: {error}") from None
             raise
+        if listener:
+            service = Service(supervisor.snapshot, started_s, os.getpid())
+            _until_stopped(paths, examination, listener, supervisor, service, notifier, stop)
         _wind_up(supervisor, notifier)
         stop.close()
     finally:
@@ -97,6 +100,7 @@ def _wind_up(supervisor: Supervisor, notifier: Notifier, *, spare_found: bool = 
 def _until_stopped(
     paths: Paths,
     examination: Examination,
+    listener: socket.socket,
     supervisor: Supervisor,
     service: Service,
     notifier: Notifier,
@@ -104,12 +108,10 @@ def _until_stopped(
 ) -> None:
     """Serve. READY is said once every limit was read back and the socket listens.
 
-    What the event loop needs (asyncio, h11: some 30 ms of imports) is loaded after that; until then
+    What the event loop needs (asyncio, h11: some 20 ms of imports) is loaded after that; until then
     the kernel keeps the connections of the first clients for us.
     """
-    from yunion_mps.api.listener import listen
-
-    with listen(paths) as listener:
+    with listener:
         try:
             line = one_line(service.status())
             log.info("yunion-mps %s is ready: %s", __version__, line)
@@ -161,13 +163,21 @@ class StopSignals:
         self.requested = signal.Signals(number).name
 
 
-def _start(supervisor: Supervisor, stop: StopSignals) -> None:
-    """Start the domains and wait for each to be ready or to say why not; raises when none is."""
+def _start(paths: Paths, supervisor: Supervisor, stop: StopSignals) -> socket.socket | None:
+    """Start the domains and wait for each to be ready or to say why not; return the listening socket.
+
+    None where a signal came first. Raises YunionError when no domain is ready.
+    """
     supervisor.start(time.monotonic())
     drive(supervisor, lambda: supervisor.started or bool(stop.requested), stop.fileno())
+    if stop.requested:
+        return None
     error = supervisor.first_error()
-    if error and not supervisor.serving and not stop.requested:
+    if error and not supervisor.serving:
         raise error
+    from yunion_mps.api.listener import listen
+
+    return listen(paths)
 
 
 def drive(supervisor: Supervisor, done: Callable[[], bool], wake: int | None = None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import sys
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from types import ModuleType
 from typing import Any
 
 from yunion_mps.errors import DriverError
+from yunion_mps.inventory.deadline import TIMEOUT_S, Deadline, bounded
 from yunion_mps.inventory.pci import normal_address
 from yunion_mps.models import DEFAULT, EXCLUSIVE_PROCESS, PROHIBITED, Driver, Gpu
 
@@ -114,17 +116,19 @@ def _text(value: Any) -> str:
 
 
 class Nvml:
-    """An initialised NVML; a context manager. Opening raises DriverError where there is no working driver."""
+    """An initialised NVML; a context manager. Opening raises DriverError where there is no working driver.
 
-    def __init__(self) -> None:
-        _call(pynvml.nvmlInit)
+    Every method has a deadline, for a driver with an ill GPU may never come back from a call.
+    """
+
+    def __init__(self, timeout_s: float = TIMEOUT_S) -> None:
+        self.deadline = Deadline(timeout_s)
+        self.deadline.call(lambda: _call(pynvml.nvmlInit))
 
     def close(self) -> None:
         """Give NVML back; a failure at that point hurts nobody."""
-        try:
-            pynvml.nvmlShutdown()
-        except pynvml.NVMLError:
-            return
+        with contextlib.suppress(DriverError):
+            self.deadline.call(lambda: _call(pynvml.nvmlShutdown))
 
     def __enter__(self) -> Nvml:  # noqa: PYI034 - typing.Self is not in Python 3.9
         return self
@@ -132,6 +136,7 @@ class Nvml:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
+    @bounded
     def driver(self) -> Driver:
         """The driver's version and that of its CUDA driver API, e.g. 535.261.03 and 12.2."""
         cuda = _optional(pynvml.nvmlSystemGetCudaDriverVersion)
@@ -140,6 +145,7 @@ class Nvml:
             f"{cuda // 1000}.{cuda % 1000 // 10}" if cuda else None,
         )
 
+    @bounded
     def gpus(self) -> tuple[list[Gpu], list[tuple[int, DriverError]]]:
         """The GPUs that answer, by what NVML says of them, and the (index, error) of those that don't."""
         found: list[Gpu] = []
@@ -151,6 +157,7 @@ class Nvml:
                 silent.append((index, error))
         return found, silent
 
+    @bounded
     def reason_at(self, pci_address: str) -> str:
         """Why NVML offers no GPU at this address, empty where it does offer one."""
         try:
@@ -159,12 +166,14 @@ class Nvml:
             return error.message
         return ""
 
+    @bounded
     def compute_mode(self, uuid: str) -> str:
         """The GPU's compute mode, as nvidia-smi names it."""
         handle = _call(pynvml.nvmlDeviceGetHandleByUUID, uuid.encode())
         number = _call(pynvml.nvmlDeviceGetComputeMode, handle)
         return COMPUTE_MODES.get(number, str(number))
 
+    @bounded
     def set_compute_mode(self, uuid: str, mode: str) -> None:
         """Set the GPU's compute mode, and read it back; raises DriverError when it is not in force then."""
         handle = _call(pynvml.nvmlDeviceGetHandleByUUID, uuid.encode())

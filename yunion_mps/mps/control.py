@@ -6,17 +6,15 @@ back. Nothing here waits: a conversation is polled with the time, and has a dead
 
 from __future__ import annotations
 
+import contextlib
 import os
-import re
 import socket
 import struct
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from yunion_mps.errors import ControlError
-from yunion_mps.models import DomainPlan
-from yunion_mps.planning import decimal
-from yunion_mps.process import find_program, spawn
+from yunion_mps.errors import ControlError, ShortageError
+from yunion_mps.process import Process, find_program, spawn
 
 PROGRAM = "nvidia-cuda-mps-control"
 PACKAGES = (
@@ -27,7 +25,6 @@ PACKAGES = (
 
 #: More than any answer of ours; the rest would only fill memory.
 _LONGEST_ANSWER = 1 << 20
-_NO_LIMITS = "no device is served without its limits; look at the end of the control daemon's log"
 _CREDENTIALS = struct.Struct("3i")
 
 
@@ -44,8 +41,15 @@ def find_control_program() -> str:
 
 
 def peer_of(pipe_directory: str) -> Peer | None:
-    """The control daemon that listens in the directory, by the kernel's own word; None where none does."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+    """The control daemon that listens in the directory, by the kernel's own word; None where none does.
+
+    Raises HostError where no socket is to be had.
+    """
+    try:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    except OSError as error:
+        raise ShortageError(f"no socket can be made: {error.strerror}") from None
+    with connection:
         connection.settimeout(0)
         try:
             connection.connect(f"{pipe_directory}/control")
@@ -73,22 +77,28 @@ class Conversation:
         self._deadline_s = now_s + timeout_s
         self._timeout_s = timeout_s
         self._answer = bytearray()
-        commands_out, commands_in = os.pipe()
-        self._output, answer_in = os.pipe()
-        os.set_blocking(self._output, False)
         try:
+            self._output, self._process = self._open(program, pipe_directory)
+        except OSError as error:
+            what = f"the control daemon cannot be talked to: {error.strerror}"
+            raise ShortageError(what) from None
+        os.set_blocking(self._output, False)
+
+    def _open(self, program: str, pipe_directory: str) -> tuple[int, Process]:
+        """Start the front-end with the commands on its input; return the end of its output, and itself."""
+        with contextlib.ExitStack() as ours, contextlib.ExitStack() as unless_started:
+            commands_out, commands_in = os.pipe()
+            ours.callback(os.close, commands_out)
+            ours.callback(os.close, commands_in)
+            output, answer_in = os.pipe()
+            ours.callback(os.close, answer_in)
+            unless_started.callback(os.close, output)
             # All of it fits the pipe's 64 KiB, also for 64 GPUs, so this write never waits.
-            os.write(commands_in, "".join(f"{command}\n" for command in commands).encode())
+            os.write(commands_in, "".join(f"{command}\n" for command in self._commands).encode())
             variables = client_variables(pipe_directory)
-            self._process = spawn(
-                [program], variables, stdin=commands_out, stdout=answer_in, stderr=answer_in
-            )
-        except BaseException:
-            os.close(self._output)
-            raise
-        finally:
-            for descriptor in (commands_out, commands_in, answer_in):
-                os.close(descriptor)
+            process = spawn([program], variables, stdin=commands_out, stdout=answer_in, stderr=answer_in)
+            unless_started.pop_all()
+            return output, process
 
     @property
     def deadline_s(self) -> float:
@@ -138,62 +148,3 @@ class Conversation:
                 return True
             if len(self._answer) < _LONGEST_ANSWER:
                 self._answer += part
-
-
-def limit_commands(plan: DomainPlan) -> list[str]:
-    """The commands that set every limit of a domain, and then ask for each.
-
-    The percentage is asked for after each memory limit, because a limit that is not set is answered by
-    no line at all: so each answer stays beside its question.
-    """
-    percentage = decimal(plan.thread_percentage)
-    commands = [f"set_default_active_thread_percentage {percentage}"]
-    for device, memory_mib in enumerate(plan.memory_limits_mib):
-        commands.append(f"set_default_device_pinned_mem_limit {device} {memory_mib}M")
-    for device in range(len(plan.memory_limits_mib)):
-        commands.append(f"get_default_device_pinned_mem_limit {device}")
-        commands.append("get_default_active_thread_percentage")
-    return commands
-
-
-def check_limits(plan: DomainPlan, answer: Sequence[str]) -> None:
-    """Raise ControlError for the first limit that was not read back as it was set."""
-    memory: list[str | None] = []
-    percentages = [line for line in answer[:1] if not _is_memory(line)]
-    waiting: str | None = None
-    for line in answer[1:]:
-        if _is_memory(line):
-            waiting = line
-        else:
-            memory.append(waiting)
-            percentages.append(line)
-            waiting = None
-    for device, memory_mib in enumerate(plan.memory_limits_mib):
-        got = memory[device] if device < len(memory) else None
-        if got != shown_memory(memory_mib):
-            raise _not_in_force(f"memory limit of device {device}", f"{memory_mib}M", got)
-    wanted = f"{plan.thread_percentage:.1f}"
-    if len(percentages) != len(plan.memory_limits_mib) + 1 or set(percentages) != {wanted}:
-        raise _not_in_force("thread percentage", wanted, next((p for p in percentages if p != wanted), None))
-    lines = 2 * len(plan.memory_limits_mib) + 1
-    if len(answer) != lines:
-        raise ControlError(
-            f"the control daemon answers {len(answer)} lines where {lines} were asked for", _NO_LIMITS
-        )
-
-
-def shown_memory(memory_mib: int) -> str:
-    """How the control daemon shows a memory limit: cut to whole G from 1 GiB on, so 5760M is `5G`."""
-    return f"{memory_mib // 1024}G" if memory_mib >= 1024 else f"{memory_mib}M"
-
-
-def _is_memory(line: str) -> bool:
-    return re.fullmatch(r"\d+[GM]", line) is not None
-
-
-def _not_in_force(what: str, wanted: str, got: str | None) -> ControlError:
-    answered = f"{got!r}" if got else "nothing"
-    return ControlError(
-        f"the {what} is not in force: it was set to {wanted}, and the control daemon answers {answered}",
-        _NO_LIMITS,
-    )

@@ -11,23 +11,35 @@ import errno
 import os
 import stat
 
-from yunion_mps.errors import HostError
+from yunion_mps.errors import HostError, ShortageError
 
 _MODE = 0o755
 _MOST_LINKS = 40
 _OPEN = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_ALL_ENTER = stat.S_IXUSR | stat.S_IXGRP | stat.S_IXOTH
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
-def make_directory(path: str) -> int:
-    """Make the directory `path` and those above it where missing; return a descriptor of it.
+def make_directory(path: str, *, traversable: bool = False) -> int:
+    """Make the directory `path` and those above it where missing (0755); return a descriptor of it.
 
-    Raises HostError where a step is a symlink, belongs to another user, or may be written by others. A
-    directory of ours that others cannot traverse is opened to them (0755), for clients have to get in.
+    Raises HostError where a step is a symlink, belongs to another user, or may be written by others; with
+    `traversable` also where other users cannot enter it. What is there already keeps its mode.
     """
-    names = [name for name in path.split("/") if name][::-1]
-    if ".." in names:
+    if ".." in path.split("/"):
         raise HostError(f"{path} goes upwards", "name the directory without ..")
+    try:
+        directory = _walk(path)
+        if traversable and os.fstat(directory).st_mode & _ALL_ENTER != _ALL_ENTER:
+            os.close(directory)
+            raise HostError(f"{path} cannot be entered by other users", f"let clients in: chmod go+x {path}")
+    except OSError as error:
+        raise _cannot(error, f"{path} cannot be made or opened") from None
+    return directory
+
+
+def _walk(path: str) -> int:
+    names = [name for name in path.split("/") if name][::-1]
     directory = os.open("/", _OPEN)
     links = 0
     at = ""
@@ -42,15 +54,13 @@ def make_directory(path: str) -> int:
                 # What was passed so far holds no symlink any more, so a `..` means what it says.
                 target = os.path.normpath(os.path.join(at or "/", child))
                 names += [part for part in target.split("/") if part][::-1]
+                root = os.open("/", _OPEN)
                 os.close(directory)
-                directory, at = os.open("/", _OPEN), ""
+                directory, at = root, ""
                 continue
             os.close(directory)
             directory, at = child, f"{at}/{name}"
             _judge(directory, at, last=not names)
-        mode = stat.S_IMODE(os.fstat(directory).st_mode)
-        if mode & 0o111 != 0o111:
-            os.fchmod(directory, _MODE)
     except BaseException:
         os.close(directory)
         raise
@@ -70,8 +80,7 @@ def _step(directory: int, name: str, path: str) -> int | str:
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.ENOTDIR):
             return _link(directory, name, path)
-        hint = "run as root, and look at the file system: df and mount tell if it is full or read-only"
-        raise HostError(f"{path} cannot be made or opened: {error.strerror}", hint) from None
+        raise _cannot(error, f"{path} cannot be made or opened") from None
 
 
 def _link(directory: int, name: str, path: str) -> str:
@@ -87,25 +96,33 @@ def _link(directory: int, name: str, path: str) -> str:
 def _judge(directory: int, path: str, *, last: bool) -> None:
     info = os.fstat(directory)
     if info.st_uid not in _ours():
-        hint = f"look what is in it, then remove it: rm -r {path}"
+        hint = f"look at it (ls -la {path}); remove it, or choose another directory"
         raise HostError(f"{path} belongs to another user ({_name(info.st_uid)})", hint)
     sticky = info.st_mode & stat.S_ISVTX
     if info.st_mode & _OTHERS_WRITE and (last or not sticky):
-        hint = f"look what is in it, then: chmod go-w {path}"
+        hint = f"look at it (ls -la {path}); then chmod go-w {path}, or choose another directory"
         raise HostError(f"{path} may be written by other users", hint)
 
 
 def check_entries(directory: int, path: str) -> None:
     """Raise HostError where something in the directory is a symlink or belongs to another user."""
-    for name in os.listdir(directory):
+    try:
+        for name in os.listdir(directory):
+            _check_entry(directory, name, f"{path}/{name}")
+    except OSError as error:
+        raise _cannot(error, f"{path} cannot be read") from None
+
+
+def _check_entry(directory: int, name: str, path: str) -> None:
+    try:
         info = os.stat(name, dir_fd=directory, follow_symlinks=False)
-        if stat.S_ISLNK(info.st_mode):
-            raise HostError(
-                f"{path}/{name} is a symlink, which is not followed", f"remove it: rm {path}/{name}"
-            )
-        if info.st_uid not in _ours():
-            what = f"{path}/{name} belongs to another user ({_name(info.st_uid)})"
-            raise HostError(what, f"end what made it, then remove it: rm -r {path}/{name}")
+    except FileNotFoundError:  # it went meanwhile, as the files of a control daemon that ends do
+        return
+    if stat.S_ISLNK(info.st_mode):
+        raise HostError(f"{path} is a symlink, which is not followed", f"remove it: rm {path}")
+    if info.st_uid not in _ours():
+        what = f"{path} belongs to another user ({_name(info.st_uid)})"
+        raise HostError(what, f"look at it (ls -la {path}); remove it, or choose another directory")
 
 
 def open_log(directory: int, path: str, name: str) -> int:
@@ -122,6 +139,13 @@ def open_log(directory: int, path: str, name: str) -> int:
         os.close(log)
         raise HostError(f"{path}/{name} is not a file of ours", f"look at it (ls -l {path}), and remove it")
     return log
+
+
+def _cannot(error: OSError, what: str) -> HostError:
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return ShortageError(f"{what}: {error.strerror}")
+    hint = "run as root, and look at the file system: df and mount tell if it is full or read-only"
+    return HostError(f"{what}: {error.strerror}", hint)
 
 
 def _ours() -> tuple[int, int]:

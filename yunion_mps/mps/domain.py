@@ -7,15 +7,14 @@ state changes in `_change` and nowhere else. Every state that waits for somethin
 from __future__ import annotations
 
 import logging
-import os
 import signal
 from collections.abc import Callable
 
-from yunion_mps.errors import ControlError, HostError, YunionError
+from yunion_mps.errors import ControlError, HostError, ShortageError, YunionError
 from yunion_mps.models import DomainPlan, DomainStatus
-from yunion_mps.mps import directories
-from yunion_mps.mps.adoption import adopt, control_environment
-from yunion_mps.mps.control import Conversation, check_limits, limit_commands, peer_of
+from yunion_mps.mps import launch, limits
+from yunion_mps.mps.adoption import LeftRunningError, find
+from yunion_mps.mps.control import Conversation, peer_of
 from yunion_mps.mps.states import (
     APPLYING,
     BACKOFF,
@@ -26,7 +25,7 @@ from yunion_mps.mps.states import (
     STOPPED,
     STOPPING,
 )
-from yunion_mps.process import Process, describe_exit, spawn
+from yunion_mps.process import Process, describe_exit
 
 log = logging.getLogger(__name__)
 
@@ -42,8 +41,6 @@ BACKOFF_S = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0)
 RETRY_FAILED_S = 60.0
 #: READY for this long, and earlier deaths count no more.
 STABLE_S = 60.0
-LOG_NAME = "control.log"
-_LOG_LINES = 5
 
 
 class Domain:
@@ -56,6 +53,7 @@ class Domain:
         self.error: YunionError | None = None
         self.since_s = 0.0
         self.restarts = 0
+        self._wanted = plan
         self._program = program
         self._on_change = on_change
         self._process: Process | None = None
@@ -64,6 +62,7 @@ class Domain:
         self._look_s = _FIRST_LOOK_S
         self._deaths = 0
         self._ended_by = 0
+        self._found = False
         #: Whether a control daemon runs on that this domain found, and let go of.
         self.left_running = False
 
@@ -82,15 +81,30 @@ class Domain:
         watched = [self._process.fileno()] if self._process else []
         return [*watched, self._conversation.fileno()] if self._conversation else watched
 
+    def obstacle(self) -> HostError | None:
+        """What would keep it from starting: found out before anything is changed on the host."""
+        try:
+            launch.prepare(self._wanted)
+            found = find(self._wanted)
+            if found:
+                found.process.close()
+        except HostError as error:
+            self.left_running = isinstance(error, LeftRunningError)
+            return error
+        return None
+
     def start(self, now_s: float) -> None:
         """Begin: directories, then the control daemon; the rest is done by ticks."""
         try:
-            self._prepare()
-            found = adopt(self.plan)
-            self._process = found or self._spawn()
+            launch.prepare(self._wanted)
+            found = find(self._wanted)
+            self._process = found.process if found else launch.launch(self._program, self._wanted)
         except HostError as error:
+            self.left_running = isinstance(error, LeftRunningError)
             self._fail(now_s, error, FAILED)
             return
+        self.plan = found.plan if found else self._wanted
+        self._found = found is not None
         what = f"took over the running control daemon (PID {self._process.pid})" if found else "started"
         self.left_running = False
         self._look_s = _FIRST_LOOK_S
@@ -139,26 +153,27 @@ class Domain:
 
     def _tick_starting(self, now_s: float) -> float | None:
         assert self._process is not None
-        peer = peer_of(self.plan.pipe_directory)
-        if peer and peer.pid == self._process.pid:
-            self._conversation = self._ask(now_s)
-            if self._conversation:
+        try:
+            peer = peer_of(self.plan.pipe_directory)
+            if peer and peer.pid == self._process.pid:
+                self._conversation = self._ask(now_s)
                 self._change(APPLYING, now_s, "its limits are being set and read back")
-            return self.tick(now_s) if self._conversation else self._deadline_s
+                return self.tick(now_s)
+        except YunionError as error:
+            self._give_up(now_s, error)
+            return self._deadline_s
         if now_s >= self._deadline_s:
             what = f"the control daemon did not answer within {START_TIMEOUT_S:g} s after its start"
-            self._give_up(now_s, ControlError(what, self._look_at_log()))
+            self._give_up(now_s, ControlError(what, launch.look_at_log(self.plan)))
             return self._deadline_s
         self._look_s = min(self._look_s * 1.5, _LONGEST_LOOK_S)
         return min(now_s + self._look_s, self._deadline_s)
 
-    def _ask(self, now_s: float) -> Conversation | None:
-        commands = limit_commands(self.plan)
-        try:
-            return Conversation(self._program, self.plan.pipe_directory, commands, now_s, ANSWER_TIMEOUT_S)
-        except YunionError as error:
-            self._give_up(now_s, error)
-            return None
+    def _ask(self, now_s: float) -> Conversation:
+        """Set the limits; those of a control daemon that was found are only asked for, with its servers."""
+        commands = limits.asking(self.plan)
+        commands = ["get_server_list", *commands] if self._found else limits.setting(self.plan) + commands
+        return Conversation(self._program, self.plan.pipe_directory, commands, now_s, ANSWER_TIMEOUT_S)
 
     def _tick_applying(self, now_s: float) -> float | None:
         assert self._conversation is not None
@@ -167,12 +182,35 @@ class Domain:
             if answer is None:
                 return self._conversation.deadline_s
             self._conversation = None
-            check_limits(self.plan, answer)
-        except ControlError as error:
+            if self._found and not self._in_force(answer):
+                self._found = False
+                self._conversation = self._ask(now_s)
+                return self.tick(now_s)
+            if not self._found:
+                limits.check_setting(self.plan, answer)
+        except YunionError as error:
             self._give_up(now_s, error)
             return self._deadline_s
         self._change(READY, now_s, "")
         return None
+
+    def _in_force(self, answer: list[str]) -> bool:
+        """Whether a control daemon that was found has the planned limits.
+
+        Raises ControlError where it has others and a server runs: limits count for the next server only.
+        """
+        servers = limits.servers_in(answer)
+        try:
+            limits.check(self.plan, answer[len(servers) :])
+        except ControlError:
+            if servers:
+                pids = ", ".join(str(pid) for pid in servers)
+                what = f"its MPS server (PID {pids}) keeps the limits of the configuration before this one"
+                raise ControlError(
+                    what, "it ends with its last client; the new limits are set then"
+                ) from None
+            return False
+        return True
 
     def _tick_waiting(self, now_s: float) -> float | None:
         if now_s < self._deadline_s:
@@ -214,7 +252,9 @@ class Domain:
             self._change(STOPPED, now_s, "stopped")
             return
         self._fail(
-            now_s, ControlError(f"the control daemon (PID {pid}) {words}", self._look_at_log()), BACKOFF
+            now_s,
+            ControlError(f"the control daemon (PID {pid}) {words}", launch.look_at_log(self.plan)),
+            BACKOFF,
         )
 
     def _give_up(self, now_s: float, error: YunionError) -> None:
@@ -243,7 +283,9 @@ class Domain:
     def _fail(self, now_s: float, error: YunionError, state: str) -> None:
         if self.state == READY and now_s - self.since_s >= STABLE_S:
             self._deaths = 0
-        wait_s = BACKOFF_S[min(self._deaths, len(BACKOFF_S) - 1)] if state == BACKOFF else RETRY_FAILED_S
+        wait_s = RETRY_FAILED_S
+        if state == BACKOFF or isinstance(error, ShortageError):
+            wait_s = BACKOFF_S[min(self._deaths, len(BACKOFF_S) - 1)]
         self._deaths += 1
         self.restarts += 1
         self.error = error
@@ -261,44 +303,7 @@ class Domain:
             self.error = None
         self._on_change()
 
-    def _prepare(self) -> None:
-        """Make both directories, and see that nothing of another user lies where clients go."""
-        for path in (self.plan.log_directory, self.plan.pipe_directory):
-            directory = directories.make_directory(path)
-            try:
-                directories.check_entries(directory, path)
-            finally:
-                os.close(directory)
-
-    def _spawn(self) -> Process:
-        directory = directories.make_directory(self.plan.log_directory)
-        try:
-            output = directories.open_log(directory, self.plan.log_directory, LOG_NAME)
-        finally:
-            os.close(directory)
-        try:
-            return spawn(
-                [self._program, "-f"],
-                control_environment(self.plan),
-                stdin=None,
-                stdout=output,
-                stderr=output,
-            )
-        finally:
-            os.close(output)
-
     def _end_conversation(self) -> None:
         if self._conversation:
             self._conversation.close()
             self._conversation = None
-
-    def _look_at_log(self) -> str:
-        """Where the control daemon's log is, and its last words."""
-        path = os.path.join(self.plan.log_directory, LOG_NAME)
-        try:
-            with open(path, "rb") as file:
-                file.seek(max(0, os.fstat(file.fileno()).st_size - 2000))
-                lines = file.read().decode(errors="replace").splitlines()[-_LOG_LINES:]
-        except OSError:
-            lines = []
-        return f"its log is {path}" + "".join(f"\n  {line}" for line in lines)

@@ -41,6 +41,7 @@ __all__ = [
     "host_id",
     "make_plan",
     "max_clients",
+    "reason_against",
     "thread_percentage",
 ]
 

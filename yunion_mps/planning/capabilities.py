@@ -21,8 +21,11 @@ MOST_GPUS_OF_A_DOMAIN = 32
 
 
 def max_clients(gpu: Gpu, driver: Driver, override: int | None) -> int:
-    """How many clients, and so devices, the GPU's MPS allows; the fewest where the capability is unknown."""
-    if override:
+    """How many clients, and so devices, the GPU's MPS allows; the fewest where the capability is unknown.
+
+    The operator's override is for newer drivers, none of which changes what a GPU before Volta can do.
+    """
+    if override and enforces_budgets(gpu):
         return override
     major = driver.version.partition(".")[0]
     release = int(major) if major.isdigit() else 0

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import textwrap
+import time
 
 import pytest
 
@@ -8,7 +9,11 @@ from unit.config.files import DEVICES, Files
 
 NUMBER = "write a whole number from 1 to 60, without quotes"
 KEYS = "path, type, virtual_number"
+PATH_REMEDY = "write path: followed by a render node, a PCI address or a GPU's UUID"
 PATH_EXAMPLE = "add path, for example path: /dev/dri/renderD128"
+TYPE = "did you mean type?"
+MPS = "did you mean NVIDIA_MPS?"
+RIGHT = "- path: a\n  virtual_number: 4"
 NUMBER_EXAMPLE = "add virtual_number, for example virtual_number: 4"
 
 
@@ -45,6 +50,7 @@ def test_entries_of_other_types_are_left_alone_whatever_they_hold(files: Files) 
         - {type: ASCEND_NPU, path: 5}
         - {type: CPH_AMD_GPU, path: /dev/dri/renderD128, virtual_number: 4}
         - {type: something_new, path: [a]}
+        - {type: NVIDIA, path: [a]}
         version: 2
         """)
     )
@@ -106,12 +112,41 @@ def test_a_file_of_another_shape_is_named_with_what_would_be_right(
             "- path: a\n  virtual_number: 4",
             ["4: an entry has no type: write type: NVIDIA_MPS, or another software's type"],
         ),
-        ("- path: a\n  tpye: NVIDIA_MPS", ["5: tpye is no key: did you mean type?"]),
-        ("- path: a\n  Type: NVIDIA_MPS", ["5: Type is no key: did you mean type?"]),
+        (f"{RIGHT}\n  tpye: NVIDIA_MPS", ["6: tpye is no key: did you mean type?"]),
+        (f"{RIGHT}\n  Type: NVIDIA_MPS", ["6: Type is no key: did you mean type?"]),
+        (
+            f"{RIGHT}\n  typ: NVIDIA_MSP",
+            [f"6: typ is no key: {TYPE}", f"6: type NVIDIA_MSP is unknown: {MPS}"],
+        ),
+        ("- typ: NVIDIA_GPU\n  virtual_numbr: 4", [f"4: typ is no key: {TYPE}"]),
+        (
+            "- typ: 5\n  virtual_numbr: 4",
+            [f"4: typ is no key: {TYPE}", "4: type is 5, not a text: write type: NVIDIA_MPS"],
+        ),
+        (
+            "- pth: a\n  typ: NVIDIA_MPS\n  virtual_numbr: 4",
+            [
+                "4: pth is no key of a NVIDIA_MPS entry: did you mean path?",
+                f"5: typ is no key: {TYPE}",
+                "6: virtual_numbr is no key of a NVIDIA_MPS entry: did you mean virtual_number?",
+            ],
+        ),
+        (
+            "- pth: a\n  type: NVIDIA_MSP\n  virtual_num: 4",
+            [
+                "4: pth is no key of a NVIDIA_MPS entry: did you mean path?",
+                f"5: type NVIDIA_MSP is unknown: {MPS}",
+                "6: virtual_num is no key of a NVIDIA_MPS entry: did you mean virtual_number?",
+            ],
+        ),
+        (
+            "- typ: NVIDIA_MPS\n  path: a",
+            [f"4: typ is no key: {TYPE}", f"4: a NVIDIA_MPS entry has no virtual_number: {NUMBER_EXAMPLE}"],
+        ),
         ("- path: a\n  type: 4", ["5: type is 4, not a text: write type: NVIDIA_MPS"]),
         ("- path: a\n  type:", ["5: type is nothing (null), not a text: write type: NVIDIA_MPS"]),
-        ("- path: a\n  type: nvidia_mps", ["5: type nvidia_mps is unknown: did you mean NVIDIA_MPS?"]),
-        ("- path: a\n  type: NVIDIA_MSP", ["5: type NVIDIA_MSP is unknown: did you mean NVIDIA_MPS?"]),
+        (f"{RIGHT}\n  type: nvidia_mps", ["6: type nvidia_mps is unknown: did you mean NVIDIA_MPS?"]),
+        (f"{RIGHT}\n  type: NVIDIA_MSP", ["6: type NVIDIA_MSP is unknown: did you mean NVIDIA_MPS?"]),
         (
             "- type: NVIDIA_MPS",
             [
@@ -122,21 +157,21 @@ def test_a_file_of_another_shape_is_named_with_what_would_be_right(
         (
             "- type: NVIDIA_MPS\n  path: 5\n  virtual_number: '4'",
             [
-                "5: path is 5, not a text: write path: followed by a text",
+                f"5: path is 5, not a text: {PATH_REMEDY}",
                 f'6: virtual_number is "4", not a whole number: {NUMBER}',
             ],
         ),
         (
             "- type: NVIDIA_MPS\n  path:\n  virtual_number: 4.5",
             [
-                "5: path is nothing (null), not a text: write path: followed by a text",
+                f"5: path is nothing (null), not a text: {PATH_REMEDY}",
                 f"6: virtual_number is 4.5, not a whole number: {NUMBER}",
             ],
         ),
         (
             "- type: NVIDIA_MPS\n  path: ' '\n  virtual_number: true",
             [
-                '5: path is " ", not a text: write path: followed by a text',
+                f'5: path is " ", not a text: {PATH_REMEDY}',
                 f"6: virtual_number is true, not a whole number: {NUMBER}",
             ],
         ),
@@ -187,7 +222,7 @@ def test_all_problems_of_the_file_are_reported_at_once_in_the_order_of_its_lines
         devices="dveices: 1\n"
         "devices:\n"
         "- {type: NVIDIA_MPS, virtual_number: 0, path: 4}\n"
-        "- {type: NVIDIA_MSP}\n"
+        "- {type: NVIDIA_MSP, path: a, virtual_number: 4}\n"
         "- word\n"
         "devices: []\n"
     )
@@ -202,6 +237,23 @@ def test_the_override_of_host_conf_bounds_the_virtual_number(files: Files) -> No
     files.write("cuda_mps_max_clients: 128\n", entry.format(129))
     remedy = "write a whole number from 1 to 128, without quotes"
     assert files.messages() == [f"{DEVICES}:2: virtual_number is 129, out of range: {remedy}"]
+
+
+def test_an_override_below_60_leaves_it_to_the_plan_which_knows_what_each_gpu_can_do(files: Files) -> None:
+    files.write(
+        "cuda_mps_max_clients: 8\ncuda_mps_replicas: 16\n",
+        "devices:\n- {path: a, type: NVIDIA_MPS, virtual_number: 16}\n",
+    )
+    config = files.load()
+    assert (config.devices[0].virtual_number, config.cuda_mps_replicas) == (16, 16)
+
+
+def test_ten_thousand_unknown_keys_beside_a_misspelt_type_take_no_longer_than_they_must(files: Files) -> None:
+    keys = "".join(f"  k{number}: 1\n" for number in range(10_000))
+    files.write(devices=f"devices:\n- path: a\n  virtual_number: 4\n{keys}  typ: NVIDIA_MPS\n")
+    begin = time.monotonic()
+    assert len(files.messages()) == 10_001
+    assert time.monotonic() - begin < 20
 
 
 def test_values_given_by_alias_are_read(files: Files) -> None:

@@ -183,21 +183,53 @@ def test_a_huge_sparse_file_is_refused_without_being_read_whole(files: Files) ->
     assert files.messages() == [f"{HOST}: is larger than 1 MiB: this is no configuration of ours; replace it"]
 
 
-def test_an_alias_bomb_is_refused_at_the_line_of_the_first_alias_too_many(files: Files) -> None:
-    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
-    lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 30)]
-    files.write("\n".join(lines))
-    assert files.messages() == [f"{HOST}:13: uses more than 100 aliases: write the values out"]
+TOO_MANY = "holds more than 200,000 values, aliases written out: write a short file, without aliases"
 
 
-def test_a_hundred_aliases_are_as_many_as_are_read(files: Files) -> None:
-    assert files.write("a: &a 1\n" + "b: *a\n" * 100 + "enable_cuda_mps: true\n").load().enable_cuda_mps
-    files.write("a: &a 1\n" + "b: *a\n" * 101)
-    assert files.messages() == [f"{HOST}:102: uses more than 100 aliases: write the values out"]
+def bomb(levels: int, aliases: int) -> str:
+    """Lists of lists: a few lines that stand for `aliases` to the power of `levels` values."""
+    lines = [f"a0: &a0 [{', '.join('x' * aliases)}]"]
+    lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * aliases)}]" for n in range(1, levels)]
+    return "\n".join(lines)
 
 
-def test_an_alias_to_what_holds_it_is_no_endless_loop(files: Files) -> None:
-    assert files.write("a: &a [*a]\nb: &b {c: *b}\nenable_cuda_mps: on\n").load().enable_cuda_mps is True
+@pytest.mark.parametrize(
+    ("content", "line"),
+    [
+        (bomb(9, 9), 6),  # the classic: 72 aliases, a billion laughs
+        (bomb(30, 9), 6),
+        (bomb(300, 2), 16),
+        ("a: &a [" + "x," * 999 + "]\n" + "b: *a\n" * 99_999, 200),
+        ("a: &a [" + "x," * 999 + "]\nb: {<<: [" + "*a," * 99_999 + "]}\n", 2),
+    ],
+)
+def test_an_alias_bomb_is_refused_quickly_at_the_line_where_it_grows_too_large(
+    files: Files, content: str, line: int
+) -> None:
+    files.write(content)
+    begin = time.monotonic()
+    assert files.messages() == [f"{HOST}:{line}: {TOO_MANY}"]
+    assert time.monotonic() - begin < QUICK_S
+
+
+def test_two_hundred_thousand_values_are_as_many_as_are_read(files: Files) -> None:
+    # the list and its alias are 99,996 each, the mapping 1, its keys and the other values 7
+    text = "a: &a [" + "x," * 99_995 + "]\nb: *a\nenable_cuda_mps: true\nc: "
+    files.write(text + "[d]\n").load()
+    files.write(text + "[d, e]\n")
+    assert files.messages() == [f"{HOST}:4: {TOO_MANY}"]
+
+
+def test_many_aliases_to_little_are_read(files: Files) -> None:
+    assert files.write("a: &a 1\n" + "b: *a\n" * 1000 + "enable_cuda_mps: true\n").load().enable_cuda_mps
+
+
+@pytest.mark.parametrize(
+    "content", ["a: 1\nb: &a [*a]\n", "a: 1\nb: &a {c: [d, *a]}\n", "a: 1\n? &a [*a]\n: b\n"]
+)
+def test_an_alias_to_what_holds_it_is_refused(files: Files, content: str) -> None:
+    files.write(content)
+    assert files.messages() == [f"{HOST}:2: holds the alias *a in what it stands for: write the values out"]
 
 
 def test_sixty_four_levels_are_as_deep_as_is_read(files: Files) -> None:

@@ -154,6 +154,11 @@ def test_a_value_that_cannot_be_used_is_named_with_its_line_and_what_would_be_ri
         ("Enable_CUDA_MPS", "enable_cuda_mps"),
         ("cuda_mps_replica", "cuda_mps_replicas"),
         ("cuda_mps_socpe", "cuda_mps_scope"),
+        ("cuda_mps_pipe_dir", "cuda_mps_pipe_directory"),
+        ("cuda_mps_log_dir", "cuda_mps_log_directory"),
+        ("cuda_mps_compute", "cuda_mps_compute_mode"),
+        ("container_device_config", "container_device_config_file"),
+        ("enable_cuda", "enable_cuda_mps"),
         ("cuda_mps_pipe_directories", "cuda_mps_pipe_directory"),
         ("cuda_mps_log_directroy", "cuda_mps_log_directory"),
         ("cuda_mps_compute_mod", "cuda_mps_compute_mode"),
@@ -177,6 +182,21 @@ def test_a_key_that_begins_as_ours_do_and_is_none_is_named_with_all_of_ours(file
             " cuda_mps_thread_percentage, enable_cuda_mps"
         )
     ]
+
+
+@pytest.mark.parametrize(
+    "merge",
+    [
+        "<<: {cuda_mps_scope: gpu}",
+        "<<: [{a: b}, {cuda_mps_scope: gpu}]",
+        "<<: *ours",
+        "<<: [*ours]",
+        "<<: {<<: *ours}",
+    ],
+)
+def test_a_merge_that_brings_in_keys_of_ours_is_named(files: Files, merge: str) -> None:
+    files.write(f"theirs: &ours {{enable_cuda_mps: true}}\n{merge}\n")
+    assert files.messages() == [f"{HOST}:2: merge keys (<<) are not followed: write the keys out"]
 
 
 def test_one_of_our_keys_given_twice_is_named_with_both_lines_and_the_first_counts(files: Files) -> None:
@@ -219,7 +239,10 @@ disable_gpu: ~
 container_runtime_endpoint: unix:///run/containerd.sock
 device_config: {a: [1, 2, {b: 3}]}
 cuda_visible: 4
-enable_cuda: nothing of ours
+enable_gpu: nothing of ours
+container_device: nothing of ours
+"<<": {enable_cuda_mps: 5}
+<<: [{a: 1}, {<<: {b: 2}}]
 5: five
 ? [a, list]
 : as a key
@@ -249,27 +272,6 @@ def test_a_byte_order_mark_and_any_line_ends_are_read(files: Files, bom: bytes, 
     config = files.write(bom + text.encode()).load()
     assert (config.enable_cuda_mps, config.cuda_mps_scope) == (True, "gpu")
     assert config.sources["cuda_mps_scope"].line == 3
-
-
-def test_directories_are_normalised(files: Files) -> None:
-    config = files.write("cuda_mps_pipe_directory: //run//mps/./x/../pipe/\n").load()
-    assert config.cuda_mps_pipe_directory == "/run/mps/pipe"
-
-
-@pytest.mark.parametrize(("scope", "added"), [("host", 19), ("gpu", 19 + 41)])
-def test_a_pipe_directory_is_refused_exactly_when_its_sockets_have_no_address(
-    files: Files, scope: str, added: int
-) -> None:
-    room = 107 - added - len(str(files.root))
-    assert len("/control_privileged") == 19
-    files.write(f"cuda_mps_scope: {scope}\ncuda_mps_pipe_directory: /{'p' * (room - 1)}\n").load()
-    files.write(f"cuda_mps_scope: {scope}\ncuda_mps_pipe_directory: /{'p' * room}\n")
-    assert files.messages() == [
-        (
-            f"{HOST}:2: cuda_mps_pipe_directory is {room + 1} bytes long, too long for a socket's address:"
-            f" choose a path of at most {room} bytes"
-        )
-    ]
 
 
 def test_a_message_is_one_line_whatever_the_file_holds(files: Files) -> None:

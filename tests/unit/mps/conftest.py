@@ -21,6 +21,7 @@ from .driving import Clock, DomainRun, wait_until_it_answers
 MakePlan = Callable[..., DomainPlan]
 StartControl = Callable[..., Process]
 RunDomain = Callable[..., DomainRun]
+WriteProgram = Callable[[str], str]
 
 
 @pytest.fixture
@@ -104,7 +105,7 @@ def run_domain(program: str, plan: DomainPlan) -> Iterator[RunDomain]:
 
 
 @pytest.fixture
-def write_program(place: Path) -> Callable[[str], str]:
+def write_program(place: Path) -> WriteProgram:
     """Write a shell script in the place of NVIDIA's program; returns its path."""
 
     def write(script: str) -> str:

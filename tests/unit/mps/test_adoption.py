@@ -9,20 +9,20 @@ import sys
 
 import pytest
 from yunion_mps.models import DomainPlan
-from yunion_mps.mps.adoption import MARK, adopt, control_environment
+from yunion_mps.mps.adoption import MARK, control_environment, find, left_behind
 from yunion_mps.mps.control import PROGRAM
 from yunion_mps.mps.states import APPLYING, BACKOFF, FAILED, READY, STARTING, STOPPED
 from yunion_mps.process import spawn
 
-from .conftest import MakePlan, RunDomain, StartControl
+from .conftest import MakePlan, RunDomain, StartControl, WriteProgram
 from .driving import converse, wait_until_it_answers
 
-STRANGERS = "not started by us"
-FOR_OTHERS = "left by an earlier yunion-mps-daemon for other GPUs"
+OTHER_GPU = "GPU-11111111-0000-0000-0000-000000000000"
 
 
 def test_where_nothing_serves_there_is_nothing_to_take_over(plan: DomainPlan) -> None:
-    assert adopt(plan) is None
+    assert find(plan) is None
+    assert left_behind(plan.pipe_directory) is None
 
 
 def test_our_own_survivor_is_taken_over_with_its_limits_set_anew(
@@ -90,16 +90,22 @@ def without_mark(plan: DomainPlan) -> dict[str, str]:
 
 
 def for_other_gpus(plan: DomainPlan) -> dict[str, str]:
-    return {**control_environment(plan), "CUDA_VISIBLE_DEVICES": "GPU-11111111-0000-0000-0000-000000000000"}
+    return {**control_environment(plan), "CUDA_VISIBLE_DEVICES": OTHER_GPU}
 
 
-def of_another_domain(plan: DomainPlan) -> dict[str, str]:
-    return {**control_environment(plan), MARK: "00:07.0"}
+def strangers(plan: DomainPlan, pid: int) -> str:
+    it = f"a control daemon (PID {pid}, uid {os.getuid()})"
+    return f"{it}, not started by us, already serves {plan.pipe_directory}"
+
+
+def for_others(plan: DomainPlan, pid: int) -> str:
+    it = f"the control daemon (PID {pid}) that an earlier yunion-mps-daemon left in {plan.pipe_directory}"
+    return f"{it} does not serve GPU {plan.gpu_uuids[0]}"
 
 
 @pytest.mark.parametrize(
     ("environment", "who"),
-    [(without_mark, STRANGERS), (for_other_gpus, FOR_OTHERS), (of_another_domain, FOR_OTHERS)],
+    [(without_mark, strangers), (for_other_gpus, for_others)],
 )
 def test_a_control_daemon_of_somebody_else_is_refused_and_left_alone(
     run_domain: RunDomain,
@@ -107,9 +113,10 @@ def test_a_control_daemon_of_somebody_else_is_refused_and_left_alone(
     start_control: StartControl,
     program: str,
     environment: object,
-    who: str,
+    who: object,
 ) -> None:
     assert callable(environment)
+    assert callable(who)
     stranger = start_control(plan, environment(plan))
     converse(program, plan, "set_default_active_thread_percentage 77")
     run = run_domain().start()
@@ -117,8 +124,8 @@ def test_a_control_daemon_of_somebody_else_is_refused_and_left_alone(
     error = run.domain.error
     assert error is not None
     pipe = plan.pipe_directory
-    it = f"a control daemon (PID {stranger.pid}, uid {os.getuid()})"
-    assert error.message == f"{it}, {who}, already serves {pipe}"
+    assert error.message == who(plan, stranger.pid)
+    assert run.domain.left_running == (who is for_others)
     command = f"echo quit | CUDA_MPS_PIPE_DIRECTORY={pipe} {PROGRAM}"
     assert error.hint == f"when its jobs are done, end it with: {command}"
     assert run.turn(60).states == [STOPPED, FAILED, FAILED]
@@ -175,3 +182,54 @@ def test_two_plans_of_the_same_gpus_are_the_same_survivors(
     run = run_domain(make_plan((2880,), 12.5)).start().until(READY)
     assert run.pid == survivor.pid
     assert converse(program, run.domain.plan, "get_default_active_thread_percentage") == ["12.5"]
+
+
+def test_a_survivor_that_serves_a_lost_gpu_too_is_taken_over_for_the_others(
+    plan: DomainPlan, run_domain: RunDomain, start_control: StartControl, program: str
+) -> None:
+    """Limits are named by the survivor's own order; that of the GPU which is not planned stays as it is."""
+    both = plan._replace(gpu_uuids=(OTHER_GPU, *plan.gpu_uuids), memory_limits_mib=(1024, 5760))
+    survivor = start_control(both)
+    converse(program, plan, "set_default_device_pinned_mem_limit 0 1024M")
+    run = run_domain(plan).start().until(READY)
+    assert run.pid == survivor.pid
+    assert run.domain.plan.gpu_uuids == both.gpu_uuids
+    assert run.domain.plan.memory_limits_mib == (None, 5760)
+    asked = [f"get_default_device_pinned_mem_limit {device}" for device in (0, 1)]
+    assert converse(program, plan, *asked) == ["1G", "5G"]
+
+
+def test_a_survivor_whose_server_keeps_other_limits_is_not_ready_until_that_has_ended(
+    plan: DomainPlan,
+    run_domain: RunDomain,
+    start_control: StartControl,
+    write_program: WriteProgram,
+    program: str,
+) -> None:
+    """There is no server without a GPU, so the front-end is made to name one."""
+    survivor = start_control(plan)
+    named = 'case $in in get_server_list*) echo 4711;; esac; printf "%s\\n" "$in" | '
+    run = run_domain(plan, write_program(f"in=$(cat); {named}{program}")).start().until(BACKOFF)
+    assert (
+        run.domain.reason == "its MPS server (PID 4711) keeps the limits of the configuration before this one"
+    )
+    assert survivor.status() is None
+    assert converse(program, plan, "get_default_device_pinned_mem_limit 0") == []
+    write_program(f"exec {program} $1")
+    assert run.turn(60).until(READY).pid == survivor.pid
+    assert converse(program, plan, "get_default_device_pinned_mem_limit 0") == ["5G"]
+
+
+def test_a_survivor_whose_server_has_the_planned_limits_is_ready_and_nothing_is_set(
+    plan: DomainPlan,
+    run_domain: RunDomain,
+    start_control: StartControl,
+    write_program: WriteProgram,
+    program: str,
+) -> None:
+    start_control(plan)
+    converse(program, plan, "set_default_active_thread_percentage 25")
+    converse(program, plan, "set_default_device_pinned_mem_limit 0 5760M")
+    named = 'case $in in get_server_list*) echo 4711;; set_*) exit 1;; esac; printf "%s\\n" "$in" | '
+    run = run_domain(plan, write_program(f"in=$(cat); {named}{program}")).start().until(READY)
+    assert run.states == [STOPPED, STARTING, APPLYING, READY]

@@ -10,16 +10,14 @@ from collections.abc import Callable
 import pytest
 from yunion_mps.errors import ControlError, HostError
 from yunion_mps.models import DomainPlan
+from yunion_mps.mps import limits
 from yunion_mps.mps.control import (
     PROGRAM,
     Conversation,
     Peer,
-    check_limits,
     client_variables,
     find_control_program,
-    limit_commands,
     peer_of,
-    shown_memory,
 )
 from yunion_mps.planning import decimal, thread_percentage
 from yunion_mps.process import PROGRAM_DIRECTORIES
@@ -72,8 +70,8 @@ def test_the_limits_of_many_gpus_are_set_and_read_back_in_one_conversation(
 ) -> None:
     plan = make_plan(tuple(1000 + 700 * index for index in range(32)), 12.5)
     start_control(plan)
-    answer = converse(program, plan, *limit_commands(plan))
-    check_limits(plan, answer)
+    answer = converse(program, plan, *limits.setting(plan), *limits.asking(plan))
+    limits.check_setting(plan, answer)
     assert answer[0] == "12.5"
 
 
@@ -83,9 +81,9 @@ def test_a_limit_that_the_control_daemon_ignores_is_noticed(
     """It keeps the memory limits of 32 devices, and says nothing to one for a 33rd."""
     plan = make_plan((5760,) * 33)
     start_control(plan)
-    answer = converse(program, plan, *limit_commands(plan))
+    answer = converse(program, plan, *limits.setting(plan), *limits.asking(plan))
     with pytest.raises(ControlError, match="the memory limit of device 32 is not in force"):
-        check_limits(plan, answer)
+        limits.check_setting(plan, answer)
 
 
 @pytest.mark.parametrize("memory_mib", [1, 9, 512, 1023, 1024, 1025, 1535, 2047, 2048, 5760, 143771])
@@ -96,7 +94,7 @@ def test_memory_limits_of_every_size_are_shown_as_the_control_daemon_shows_them(
     start_control(plan)
     set_it = f"set_default_device_pinned_mem_limit 0 {memory_mib}M"
     assert converse(program, plan, set_it, "get_default_device_pinned_mem_limit 0") == [
-        shown_memory(memory_mib)
+        limits.shown(memory_mib)
     ]
 
 
@@ -110,6 +108,7 @@ def test_every_percentage_that_a_plan_can_have_is_kept_as_it_was_set(
     assert converse(program, plan, *commands) == [f"{value:.1f}" for value in ordered]
 
 
+MORE = "the control daemon answers more than was asked for: "
 RIGHT = ["25.0", "5G", "25.0", "512M", "25.0"]
 
 
@@ -119,7 +118,7 @@ def two_gpus(make_plan: MakePlan) -> DomainPlan:
 
 
 def test_the_right_answer_is_accepted(two_gpus: DomainPlan) -> None:
-    check_limits(two_gpus, RIGHT)
+    limits.check_setting(two_gpus, RIGHT)
 
 
 def memory(device: int, wanted: int, got: str) -> str:
@@ -136,29 +135,29 @@ def percentage(got: str) -> str:
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
-        ("", memory(0, 5760, "nothing")),
+        ("", percentage("nothing")),
         ("25.0", memory(0, 5760, "nothing")),
         ("25.0 25.0 25.0", memory(0, 5760, "nothing")),
         ("25.0 25.0 512M 25.0", memory(0, 5760, "nothing")),
         ("25.0 4G 25.0 512M 25.0", memory(0, 5760, "'4G'")),
         ("25.0 512M 25.0 5G 25.0", memory(0, 5760, "'512M'")),
-        ("5G 25.0 512M 25.0", memory(0, 5760, "nothing")),
+        ("5G 25.0 512M 25.0", percentage("'5G'")),
         ("25.0 5G 25.0 25.0", memory(1, 512, "nothing")),
-        ("25.0 5G 25.0 512M", memory(1, 512, "nothing")),
+        ("25.0 5G 25.0 512M", percentage("nothing")),
         ("25.0 5G 25.0 513M 25.0", memory(1, 512, "'513M'")),
         ("100.0 5G 100.0 512M 100.0", percentage("'100.0'")),
         ("25.0 5G 25.0 512M 30.0", percentage("'30.0'")),
         ("refused 5G 25.0 512M 25.0", percentage("'refused'")),
-        ("25.0 5G 25.0 512M 25.0 refused", percentage("'refused'")),
-        ("25.0 4G 5G 25.0 512M 25.0", "the control daemon answers 6 lines where 5 were asked for"),
-        ("25.0 5G 25.0 512M 25.0 4G", "the control daemon answers 6 lines where 5 were asked for"),
+        ("25.0 5G 25.0 512M 25.0 refused", MORE + "'refused'"),
+        ("25.0 4G 5G 25.0 512M 25.0", memory(0, 5760, "'4G'")),
+        ("25.0 5G 25.0 512M 25.0 4G", MORE + "'4G'"),
     ],
 )
 def test_every_wrong_answer_is_refused_with_the_limit_that_is_not_in_force(
     two_gpus: DomainPlan, answer: str, message: str
 ) -> None:
     with pytest.raises(ControlError) as caught:
-        check_limits(two_gpus, answer.split())
+        limits.check_setting(two_gpus, answer.split())
     assert caught.value.message == message
     assert caught.value.hint == NO_DEVICE
 
@@ -169,7 +168,7 @@ def test_no_single_line_of_the_right_answer_can_be_missing_doubled_or_other(two_
             wrong = RIGHT[:index] + instead + RIGHT[index + 1 :]
             if wrong != RIGHT:
                 with pytest.raises(ControlError):
-                    check_limits(two_gpus, wrong)
+                    limits.check_setting(two_gpus, wrong)
 
 
 def test_a_stopped_control_daemon_ends_the_conversation_at_its_deadline(
@@ -177,7 +176,9 @@ def test_a_stopped_control_daemon_ends_the_conversation_at_its_deadline(
 ) -> None:
     start_control(plan).signal(signal.SIGSTOP)
     before = sorted(os.listdir("/proc/self/fd"))
-    conversation = Conversation(program, plan.pipe_directory, limit_commands(plan), 100.0, 5.0)
+    conversation = Conversation(
+        program, plan.pipe_directory, [*limits.setting(plan), *limits.asking(plan)], 100.0, 5.0
+    )
     assert conversation.deadline_s == 105.0
     assert conversation.poll(100.0) is None
     assert conversation.poll(104.9) is None

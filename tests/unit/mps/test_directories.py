@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-import socket
-import stat
-from collections.abc import Callable
+import resource
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from yunion_mps.errors import HostError
-from yunion_mps.mps.directories import check_entries, make_directory, open_log
+from yunion_mps.mps.directories import check_entries, make_directory
 
-#: nobody: a user who is neither root nor us.
-STRANGER = 65534
+from unit.mps.hostile import STRANGER, everything_below, make, mode_of
+
+LIMITS = "look at the limits of files and processes: systemctl show yunion-mps-daemon | grep Limit"
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to another user")
 
@@ -25,26 +27,6 @@ def tmp(place: Path) -> Path:
     path.mkdir()
     path.chmod(0o1777)
     return path
-
-
-def make(path: Path) -> Path:
-    """Make it as the domain does, and close it."""
-    os.close(make_directory(str(path)))
-    return path
-
-
-def mode_of(path: Path) -> int:
-    return stat.S_IMODE(path.stat().st_mode)
-
-
-def everything_below(path: Path) -> dict[str, tuple[object, ...]]:
-    """Each name below with all that somebody could have changed of it."""
-    found: dict[str, tuple[object, ...]] = {}
-    for inner in sorted(path.rglob("*")):
-        info = inner.lstat()
-        text = inner.read_bytes() if inner.is_file() and not inner.is_symlink() else b""
-        found[str(inner)] = (info.st_mode, info.st_uid, info.st_gid, info.st_ino, info.st_mtime_ns, text)
-    return found
 
 
 def refused(path: Path, watched: Path) -> HostError:
@@ -82,17 +64,62 @@ def test_the_descriptor_is_the_directory(tmp: Path) -> None:
     os.close(descriptor)
 
 
-@pytest.mark.parametrize("mode", [0o700, 0o750, 0o600])
-def test_a_directory_of_ours_that_others_cannot_traverse_is_opened_to_them(tmp: Path, mode: int) -> None:
+@pytest.mark.parametrize("mode", [0o600, 0o700, 0o711, 0o750, 0o751, 0o755])
+def test_a_directory_that_is_there_keeps_its_mode(tmp: Path, mode: int) -> None:
+    (tmp / "log").mkdir(mode=mode)
+    assert mode_of(make(tmp / "log")) == mode
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o700, 0o750])
+def test_a_directory_that_clients_cannot_enter_is_refused_where_they_have_to(tmp: Path, mode: int) -> None:
     (tmp / "pipe").mkdir(mode=mode)
-    assert mode_of(make(tmp / "pipe")) == 0o755
+    descriptors = open_descriptors()
+    with pytest.raises(HostError) as caught:
+        make_directory(f"{tmp}/pipe", traversable=True)
+    assert caught.value.message == f"{tmp}/pipe cannot be entered by other users"
+    assert caught.value.hint == f"let clients in: chmod go+x {tmp}/pipe"
+    assert mode_of(tmp / "pipe") == mode
+    assert open_descriptors() == descriptors
 
 
-@pytest.mark.parametrize("mode", [0o711, 0o755, 0o751])
-def test_a_directory_of_ours_that_others_can_traverse_keeps_its_mode(tmp: Path, mode: int) -> None:
-    (tmp / "pipe").mkdir()
-    (tmp / "pipe").chmod(mode)
-    assert mode_of(make(tmp / "pipe")) == mode
+def test_following_the_hint_lets_clients_in(tmp: Path) -> None:
+    (tmp / "pipe").mkdir(mode=0o700)
+    subprocess.run(["chmod", "go+x", f"{tmp}/pipe"], check=True)
+    os.close(make_directory(f"{tmp}/pipe", traversable=True))
+    assert mode_of(tmp / "pipe") == 0o711
+
+
+def test_a_directory_made_for_clients_can_be_entered_whatever_the_umask_is(tmp: Path) -> None:
+    before = os.umask(0o077)
+    try:
+        os.close(make_directory(f"{tmp}/mps/pipe", traversable=True))
+    finally:
+        os.umask(before)
+    assert mode_of(tmp / "mps/pipe") == 0o755
+
+
+@contextlib.contextmanager
+def no_descriptor_left() -> Iterator[None]:
+    """As where this process may open nothing more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_no_descriptor_left_is_told_with_what_to_look_at(tmp: Path) -> None:
+    with pytest.raises(HostError) as caught, no_descriptor_left():
+        make_directory(f"{tmp}/pipe")
+    assert caught.value.message == f"{tmp}/pipe cannot be made or opened: Too many open files"
+    assert caught.value.hint == LIMITS
+    descriptor = make_directory(f"{tmp}/pipe")
+    with pytest.raises(HostError) as caught, no_descriptor_left():
+        check_entries(descriptor, f"{tmp}/pipe")
+    os.close(descriptor)
+    assert caught.value.message == f"{tmp}/pipe cannot be read: Too many open files"
+    assert caught.value.hint == LIMITS
 
 
 def test_the_directories_above_keep_their_modes(place: Path) -> None:
@@ -160,7 +187,7 @@ def test_a_strangers_directory_is_refused_at_every_level(tmp: Path, level: str, 
     os.chown(path, STRANGER, STRANGER)
     error = refused(tmp / LEVELS[-1], tmp)
     assert error.message == f"{path} belongs to another user (nobody)"
-    assert error.hint == f"look what is in it, then remove it: rm -r {path}"
+    assert error.hint == f"look at it (ls -la {path}); remove it, or choose another directory"
 
 
 def test_a_stranger_without_a_name_is_named_by_number(tmp: Path) -> None:
@@ -180,7 +207,7 @@ def test_a_directory_that_others_can_write_is_refused_unless_sticky_on_the_way(
     path.chmod(mode)
     error = refused(path if last else path / "pipe", place)
     assert error.message == f"{path} may be written by other users"
-    assert error.hint == f"look what is in it, then: chmod go-w {path}"
+    assert error.hint == f"look at it (ls -la {path}); then chmod go-w {path}, or choose another directory"
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -197,101 +224,3 @@ def test_a_refusal_leaves_no_descriptor_open(tmp: Path) -> None:
     for _ in range(3):
         refused(tmp / "nvidia-mps/pipe", tmp)
     assert open_descriptors() == before
-
-
-# -- what lies in a directory
-
-
-def put_file(path: Path) -> None:
-    path.write_text("precious")
-
-
-def put_socket(path: Path) -> None:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-        listener.bind(str(path))
-
-
-def put_directory(path: Path) -> None:
-    path.mkdir()
-
-
-@pytest.mark.parametrize("put", [put_file, put_socket, put_directory, os.mkfifo])
-def test_something_of_a_stranger_in_the_directory_is_refused(tmp: Path, put: Callable[[Path], None]) -> None:
-    descriptor = make_directory(str(tmp / "pipe"))
-    put(tmp / "pipe/control")
-    check_entries(descriptor, str(tmp / "pipe"))
-    os.chown(tmp / "pipe/control", STRANGER, STRANGER)
-    before = everything_below(tmp)
-    with pytest.raises(HostError) as caught:
-        check_entries(descriptor, str(tmp / "pipe"))
-    os.close(descriptor)
-    assert caught.value.message == f"{tmp}/pipe/control belongs to another user (nobody)"
-    assert caught.value.hint == f"end what made it, then remove it: rm -r {tmp}/pipe/control"
-    assert everything_below(tmp) == before
-
-
-def test_a_symlink_in_the_directory_is_refused_even_when_it_is_ours(tmp: Path) -> None:
-    descriptor = make_directory(str(tmp / "pipe"))
-    (tmp / "pipe/log").symlink_to("/etc/passwd")
-    with pytest.raises(HostError) as caught:
-        check_entries(descriptor, str(tmp / "pipe"))
-    os.close(descriptor)
-    assert caught.value.message == f"{tmp}/pipe/log is a symlink, which is not followed"
-    assert caught.value.hint == f"remove it: rm {tmp}/pipe/log"
-
-
-# -- the log
-
-
-@pytest.fixture
-def log_directory(tmp: Path) -> Path:
-    return make(tmp / "log")
-
-
-def open_it(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.close(open_log(descriptor, str(directory), "control.log"))
-    finally:
-        os.close(descriptor)
-
-
-def test_the_log_is_made_unreadable_to_others_and_appended_to_later(log_directory: Path) -> None:
-    open_it(log_directory)
-    log = log_directory / "control.log"
-    assert mode_of(log) & 0o007 == 0
-    log.write_text("first\n")
-    descriptor = os.open(log_directory, os.O_RDONLY)
-    output = open_log(descriptor, str(log_directory), "control.log")
-    os.write(output, b"second\n")
-    os.close(output)
-    os.close(descriptor)
-    assert log.read_text() == "first\nsecond\n"
-
-
-@pytest.mark.parametrize(
-    ("what", "message"),
-    [
-        ("file of a stranger", "is not a file of ours"),
-        ("symlink", "cannot be written: Too many levels of symbolic links"),
-        ("fifo", "cannot be written: No such device or address"),
-        ("directory", "cannot be written: Is a directory"),
-    ],
-)
-def test_a_log_that_is_not_a_file_of_ours_is_refused(log_directory: Path, what: str, message: str) -> None:
-    log = log_directory / "control.log"
-    if what == "symlink":
-        (log_directory / "target").write_text("precious")
-        log.symlink_to("target")
-    elif what == "fifo":
-        os.mkfifo(log)
-    elif what == "directory":
-        log.mkdir()
-    else:
-        log.write_text("precious")
-        os.chown(log, STRANGER, STRANGER)
-    before = everything_below(log_directory)
-    with pytest.raises(HostError) as caught:
-        open_it(log_directory)
-    assert caught.value.message == f"{log} {message}"
-    assert everything_below(log_directory) == before

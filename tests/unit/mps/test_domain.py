@@ -115,7 +115,7 @@ PERCENTAGE = "the thread percentage is not in force: it was set to 25.0, and the
     [
         ("s/^5G$/4G/", f"{MEMORY}'4G'"),
         ("/G$/d", f"{MEMORY}nothing"),
-        ("d", f"{MEMORY}nothing"),
+        ("d", f"{PERCENTAGE}nothing"),
         ("s/25.0/100.0/", f"{PERCENTAGE}'100.0'"),
     ],
 )

@@ -1,0 +1,66 @@
+"""The kernel refuses descriptors: supervision goes on, says so, and recovers when there are some again."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import subprocess
+
+from integration.conftest import MakeDaemon
+from integration.daemon_host import Daemon, control_daemons, eventually
+
+
+def allow(daemon: Daemon, descriptors: int) -> None:
+    resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE, (descriptors, 4096))
+
+
+def descriptors_of(daemon: Daemon) -> int:
+    return len(os.listdir(f"/proc/{daemon.pid}/fd"))
+
+
+def test_a_control_daemon_that_dies_without_descriptors_to_spare_is_replaced_later(
+    ready_daemon: Daemon,
+) -> None:
+    eventually(lambda: ready_daemon.get("/v1/status")[0] == 200)
+    first = ready_daemon.control_pid()
+    allow(ready_daemon, 3)
+    os.kill(first, signal.SIGKILL)
+    ready_daemon.wait_log("Too many open files")
+    assert ready_daemon.running
+    allow(ready_daemon, 1024)
+    eventually(
+        lambda: (
+            ready_daemon.status()["domains"][0]["state"] == "ready" and ready_daemon.control_pid() != first
+        ),
+        "another control daemon",
+        patience_s=60,
+        trouble=lambda: ready_daemon.log,
+    )
+    assert ready_daemon.control("get_default_device_pinned_mem_limit 0") == ["5G"]
+    assert ready_daemon.stop() == 0
+
+
+def test_a_stop_without_descriptors_to_spare_still_ends_and_puts_the_modes_back(ready_daemon: Daemon) -> None:
+    eventually(lambda: ready_daemon.get("/v1/status")[0] == 200)
+    allow(ready_daemon, 3)
+    assert ready_daemon.stop() == 0
+    assert control_daemons(ready_daemon.host.root) == []
+    assert ready_daemon.host.gpus[0].compute_mode == "default"
+
+
+def test_a_start_with_too_few_descriptors_fails_in_words_and_leaves_nothing(make_daemon: MakeDaemon) -> None:
+    daemon = make_daemon()
+    seen = set()
+    for most in (6, 9, 11, 12, 13, 14, 15, 17):
+        done = subprocess.run(
+            ["sh", "-c", f"ulimit -n {most}; exec timeout -s TERM 1 yunion-mps-daemon"],
+            env=daemon.env,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        seen.add(done.returncode)
+        assert control_daemons(daemon.host.root) == [], most
+        assert daemon.host.gpus[0].compute_mode == "default", (most, done.stderr)
+    assert 1 in seen, "the fewest are too few"

@@ -1,0 +1,132 @@
+"""What an earlier daemon left behind when it was killed, and a configuration that has changed since."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import pytest
+from yunion_mps.errors import HostError
+from yunion_mps.mps.control import PROGRAM
+
+from simhost import SimHost
+from unit.supervised import MakeHost, Supervise, Supervised, configure, modes
+
+TWO = [{"kind": "v100"}, {"kind": "a100"}]
+
+
+def killed(made: Supervised) -> int:
+    """Let go of everything as SIGKILL does; the PID of the control daemon that lives on."""
+    pid = made.snapshot.domains[0].pid
+    assert pid is not None
+    return pid
+
+
+def end(host: SimHost) -> None:
+    """What the hint tells the operator to type."""
+    pipe = host.root / "tmp/nvidia-mps/pipe"
+    host.run([PROGRAM], input="quit\n", env={**host.env, "CUDA_MPS_PIPE_DIRECTORY": str(pipe)})
+
+
+def test_modes_are_put_back_where_mps_was_disabled_since_and_no_control_daemon_runs(
+    make_host: MakeHost, supervise: Supervise
+) -> None:
+    host = make_host(TWO)
+    made = supervise(host).start()
+    made.stop(put_back=False)
+    assert modes(host) == ["exclusive_process"] * 2
+    configure(host, enable_cuda_mps="false")
+    supervise(host).start()
+    assert modes(host) == ["default"] * 2
+
+
+def test_a_control_daemon_that_still_runs_where_mps_was_disabled_is_reported_and_keeps_its_modes(
+    make_host: MakeHost, supervise: Supervise, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    host = make_host(TWO)
+    pid = killed(supervise(host).start())
+    configure(host, enable_cuda_mps="false")
+    made = supervise(host).start()
+    pipe = host.root / "tmp/nvidia-mps/pipe"
+    what = f"a control daemon (PID {pid}) of an earlier configuration still serves {pipe}"
+    assert what in made.snapshot.notice
+    assert f"echo quit | CUDA_MPS_PIPE_DIRECTORY={pipe} {PROGRAM}" in caplog.text
+    made.stop()
+    assert modes(host) == ["exclusive_process"] * 2
+    end(host)
+    supervise(host).start()
+    assert modes(host) == ["default"] * 2
+
+
+def test_no_second_control_daemon_is_started_for_a_gpu_that_one_serves_elsewhere(
+    make_host: MakeHost, supervise: Supervise
+) -> None:
+    host = make_host(TWO)
+    pid = killed(supervise(host).start())
+    configure(host, cuda_mps_scope="gpu")
+    made = supervise(host)
+    with pytest.raises(HostError) as caught:
+        made.supervisor.start(time.monotonic())
+    pipe = host.root / "tmp/nvidia-mps/pipe"
+    assert caught.value.message == (
+        f"a control daemon (PID {pid}) of an earlier configuration still serves {pipe}"
+    )
+    command = f"echo quit | CUDA_MPS_PIPE_DIRECTORY={pipe} {PROGRAM}"
+    assert caught.value.hint == f"when its jobs are done: {command}"
+    made.stop()
+    assert modes(host) == ["exclusive_process"] * 2, "its jobs are still at work"
+    end(host)
+    again = supervise(host).start()
+    assert again.available == 8
+    again.stop()
+    assert modes(host) == ["default"] * 2
+
+
+def test_a_survivor_is_taken_over_for_the_gpus_that_are_left_when_one_was_lost(
+    make_host: MakeHost, supervise: Supervise
+) -> None:
+    host = make_host(TWO)
+    pid = killed(supervise(host).start())
+    host.gpus[1].lose()
+    made = supervise(host).start()
+    assert made.snapshot.domains[0].pid == pid
+    assert made.available == 4
+    made.stop()
+    assert modes(host)[0] == "default"
+
+
+def test_a_stranger_on_the_directory_is_reported_before_any_mode_is_changed(
+    make_host: MakeHost, supervise: Supervise
+) -> None:
+    host = make_host(TWO)
+    first = supervise(host).start()
+    pipe = first.snapshot.domains[0].plan.pipe_directory
+    first.stop()
+    stranger = host.popen([PROGRAM, "-f"], env={**host.env, "CUDA_MPS_PIPE_DIRECTORY": pipe})
+    try:
+        assert stranger.stdout is not None
+        stranger.stdout.readline()
+        made = supervise(host)
+        host.fail("nvmlDeviceSetComputeMode", "unknown")
+        with pytest.raises(HostError, match=f"PID {stranger.pid}, uid 0.*, not started by us, already"):
+            made.supervisor.start(time.monotonic())
+        made.stop()
+    finally:
+        stranger.kill()
+        stranger.communicate()
+    assert modes(host) == ["default"] * 2
+
+
+def test_a_gpu_whose_mig_mode_is_turned_on_while_it_serves_is_unavailable_with_the_reason(
+    make_host: MakeHost, supervise: Supervise
+) -> None:
+    host = make_host(TWO)
+    made = supervise(host).start()
+    host.gpus[1].mig = True
+    made.rescan()
+    assert made.available == 4
+    assert made.snapshot.inventory.gpus[1].reason.startswith("the GPU is in MIG mode")
+    host.gpus[1].mig = False
+    made.rescan()
+    assert made.available == 8
