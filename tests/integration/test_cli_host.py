@@ -114,20 +114,23 @@ def test_every_command_prints_the_same_answer_as_json_and_yaml_and_some_csv(
 def test_config_check_shows_the_plan_without_the_daemon_and_changes_nothing(make_host: MakeHost) -> None:
     host = make_host()
     before = sorted(str(path) for path in host.root.rglob("*"))
-    assert printed(host, "config", "check") == PLAN
+    shown = printed(host, "config", "show")
+    assert "| cuda_mps_replicas " in shown
+    assert printed(host, "config", "check") == f"The configuration is right:\n{shown}{PLAN}"
     assert host.gpus[0].compute_mode == "default"
     assert sorted(str(path) for path in host.root.rglob("*")) == before
 
 
 PLAN = """\
-The configuration is right. Nothing was changed; the daemon would do this:
-+---------+-----------+---------+------------+-----------+------------------------------+--------+--------------------------------------------+
-| GPU     | Name      | Devices | Memory_MiB | Threads_% | Compute_mode                 | Domain | Note                                       |
-+---------+-----------+---------+------------+-----------+------------------------------+--------+--------------------------------------------+
-| 00:06.0 | Tesla P40 | 4       | 5760       | 25        | Default -> Exclusive_Process | host   | budgets are not enforced: older than Volta |
-+---------+-----------+---------+------------+-----------+------------------------------+--------+--------------------------------------------+
+Nothing was changed; the daemon would do this:
++---------+-----------+---------+------------+-----------+------------------------------+--------+
+| GPU     | Name      | Devices | Memory_MiB | Threads_% | Compute_mode                 | Domain |
++---------+-----------+---------+------------+-----------+------------------------------+--------+
+| 00:06.0 | Tesla P40 | 4       | 5760       | 25        | Default -> Exclusive_Process | host   |
++---------+-----------+---------+------------+-----------+------------------------------+--------+
+00:06.0: budgets are not enforced: older than Volta
 Control daemon host: 1 GPU, /tmp/nvidia-mps/pipe
-"""  # noqa: E501 - a table as it is printed
+"""
 
 
 def test_config_show_says_where_every_value_stands(make_host: MakeHost) -> None:
@@ -188,7 +191,8 @@ def test_with_mps_switched_off_the_commands_say_why_there_is_nothing(make_host: 
     with Daemon(make_host()) as daemon:
         daemon.write_host_conf({"enable_cuda_mps": False})
         assert printed(daemon.host, "config", "check") == (
-            "The configuration is right. enable_cuda_mps is false: this host offers no MPS devices.\n"
+            f"The configuration is right:\n{printed(daemon.host, 'config', 'show')}"
+            "enable_cuda_mps is false: this host offers no MPS devices.\n"
         )
         daemon.start().wait_ready()
         footer = printed(daemon.host, "list").splitlines()[-1]

@@ -49,7 +49,10 @@ def test_under_systemd_each_line_has_its_level_and_no_time(
     make_daemon: MakeDaemon, host: SimHost, under: str
 ) -> None:
     daemon = make_daemon(host, notify=under == "NOTIFY_SOCKET")
-    daemon.start(**({"JOURNAL_STREAM": "8:12345"} if under == "JOURNAL_STREAM" else {}))
+    daemon._log_file.touch()
+    error = daemon._log_file.stat()
+    stream = {"JOURNAL_STREAM": f"{error.st_dev}:{error.st_ino}"}
+    daemon.start(**(stream if under == "JOURNAL_STREAM" else {}))
     daemon.wait_log("is ready")
     assert daemon.stop() == 0
     lines = daemon.log.splitlines()

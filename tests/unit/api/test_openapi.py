@@ -151,6 +151,16 @@ def test_every_path_can_be_read_with_get_and_head_and_nothing_else() -> None:
         )
 
 
+def test_every_status_that_the_server_itself_refuses_with_is_in_the_document() -> None:
+    for item in DOCUMENT["paths"].values():
+        for method in ("get", "head"):
+            assert {"400", "408", "413", "431", "501", "503"} <= set(item[method]["responses"])
+
+
+def test_the_limit_of_a_gpu_that_is_not_in_the_plan_may_be_null() -> None:
+    assert errors("Domain", {**examples()["Domain"], "memory_limits": [5760, None]}) == []
+
+
 def test_the_parameters_of_the_listing_are_those_that_the_service_knows() -> None:
     parameters = {p["name"]: p["schema"] for p in DOCUMENT["paths"]["/v1/devices"]["parameters"]}
     assert set(parameters) == {*Filters._fields, "limit", "offset"}

@@ -162,6 +162,21 @@ def test_a_body_is_read_past(host: ServerHost, head: str) -> None:
             assert answer.status == 200
 
 
+def test_who_waits_for_leave_to_send_a_body_gets_it(host: ServerHost) -> None:
+    with host.connect() as client:
+        client.send(request("/v1/gpus", "GET", "Content-Length: 4", "Expect: 100-continue"))
+        leave = client.answer("HEAD")
+        assert leave == (100, {}, b"")
+        answer = client.send(b"abcd").answer()
+        assert answer is not None
+        assert answer.status == 200
+
+
+def test_a_device_s_name_may_hold_a_slash_that_is_written_as_a_part_of_it(host: ServerHost) -> None:
+    detail = "there is no device ../../x"
+    assert host.ask("GET", "/v1/devices/..%2F..%2Fx").problem[:2] == (404, detail)
+
+
 def test_who_has_shut_its_sending_side_still_gets_the_whole_answer(serve: Serve) -> None:
     host = serve(snapshots.large(2400))
     with host.connect() as client:

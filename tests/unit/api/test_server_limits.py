@@ -23,6 +23,7 @@ GARBAGE = {
     "two lengths": request("/v1/status", "GET", "Content-Length: 1", "Content-Length: 2"),
     "negative length": request("/v1/status", "GET", "Content-Length: -1"),
     "length and chunks": request("/v1/status", "GET", "Content-Length: 3", "Transfer-Encoding: gzip"),
+    "another coding": request("/v1/status", "GET", "Transfer-Encoding: gzip"),
     "a header without colon": request("/v1/status", "GET", "nonsense"),
     "a space before the colon": request("/v1/status", "GET", "Name : value"),
     "a bare line": b"\r\nhello\r\n\r\n",
@@ -47,7 +48,7 @@ def refused(host: ServerHost, data: bytes) -> Answer:
 @pytest.mark.parametrize("data", GARBAGE.values(), ids=GARBAGE)
 def test_garbage_is_answered_with_400_and_the_connection_ended(host: ServerHost, data: bytes) -> None:
     answer = refused(host, data)
-    assert answer.status in (400, 501)
+    assert answer.status == (501 if "gzip" in str(data) else 400)
     assert answer.problem[1].startswith("the request is not valid HTTP: ")
     host.assert_serves()
 
@@ -88,6 +89,12 @@ def test_a_client_that_says_nothing_is_cut_at_its_deadline(serve: Serve) -> None
     with host.connect() as client:
         host.assert_serves()
         assert client.ended()
+
+
+@pytest.mark.parametrize("part", [b"G", b"GET /v1/gpus HTTP/1.1\r\nHost: x\r\n"])
+def test_a_head_that_does_not_end_is_answered_with_408(serve: Serve, part: bytes) -> None:
+    answer = refused(serve(request_timeout_s=0.2), part)
+    assert answer.problem == (408, "the request did not arrive in time", None)
 
 
 def test_a_body_that_does_not_come_is_answered_with_408(serve: Serve) -> None:
@@ -211,10 +218,10 @@ def test_a_burst_of_clients_is_answered_to_the_last(host: ServerHost) -> None:
 
 
 def test_a_user_who_leaves_large_answers_unread_gets_no_more_of_them(serve: Serve) -> None:
-    host = serve(snapshots.large(2400), unread_bytes=1 << 20)
+    host = serve(snapshots.large(2400), unread_bytes=1 << 19)
     with host.connect() as first, host.connect() as second, host.connect() as third:
         first.send(request(LARGE))
-        eventually(lambda: host.server.unread_bytes(0) > 1 << 20, "an answer that waits to be read")
+        eventually(lambda: host.server.unread_bytes(0) > 1 << 19, "an answer that waits to be read")
         answer = second.send(request(LARGE)).answer()
         assert answer is not None
         assert answer.problem == (

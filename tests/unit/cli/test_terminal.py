@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import pty
+import re
 import struct
 import termios
 
@@ -42,7 +43,7 @@ def table_of(lines: list[str]) -> list[str]:
     return [line for line in lines if line.startswith(("|", "+"))]
 
 
-@pytest.mark.parametrize("columns", [40, 80, 100, 132, 200, 400])
+@pytest.mark.parametrize("columns", [30, 40, 60, 80, 100, 132, 200, 400])
 @pytest.mark.parametrize("command", TABLES, ids=" ".join)
 @pytest.mark.parametrize("name", ["cli", "troubled"])
 def test_a_table_fits_the_terminal(
@@ -51,8 +52,7 @@ def test_a_table_fits_the_terminal(
     table = table_of(on_terminal(request.getfixturevalue(name), columns, *command))
     assert len(table) > 3
     assert len({len(line) for line in table}) == 1
-    if columns >= 80:
-        assert len(table[0]) <= columns
+    assert len(table[0]) <= columns
 
 
 @pytest.mark.parametrize("command", TABLES, ids=" ".join)
@@ -73,9 +73,28 @@ def test_on_80_columns_the_list_keeps_what_names_a_device_and_says_what_it_leave
         "Device_path",
     ]
     assert [line.split("|")[4].strip() for line in lines[3:7]] == [f"00:06.0-{slot}" for slot in range(4)]
-    assert lines[-2].startswith("(no room for Device_minor, Index, Host_id, ")
-    assert lines[-2].endswith(": widen the terminal, or use --output csv)")
+    assert lines[-2] == "(no room for 6 columns: use -o csv)"
     assert lines[-1] == "*** Total: 4 Pages: 1 Limit: 20 Offset: 0 Page: 1 ***"
+
+
+@pytest.mark.parametrize("columns", [40, 60, 80, 120, 250])
+def test_what_a_table_leaves_out_is_said_in_one_line_that_fits_too(cli: Cli, columns: int) -> None:
+    line = on_terminal(cli, columns, "list")[-2]
+    assert line.startswith("(no room for ")
+    assert line.endswith(": use -o csv)")
+    assert len(line) <= columns
+    assert ("Device_minor" in line) == (columns > 100)
+
+
+@pytest.mark.parametrize("columns", [40, 60, 80])
+def test_reasons_are_whole_on_every_terminal(troubled: Cli, columns: int) -> None:
+    def below(lines: list[str]) -> list[str]:
+        return [line for line in lines if re.match(r"(\d\S+|host): \S", line)]
+
+    for command in ("gpus", "status"):
+        reasons = below(on_terminal(troubled, columns, command))
+        assert reasons == below(troubled.good(command).splitlines())
+        assert reasons
 
 
 def test_on_80_columns_a_device_is_shown_whole(cli: Cli) -> None:

@@ -1,0 +1,126 @@
+"""Requests sent all at once are answered one a turn, so that whoever sends many does not keep others waiting."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from unit.api import snapshots
+from unit.api.conftest import Serve
+from unit.api.server_host import PATIENCE_S, ServerHost, eventually, request
+
+COUNT = 1500
+#: Each is worked out anew; without a body, so that no answer waits to be read.
+QUESTIONS = b"".join(request(f"/v1/devices?limit=1&offset={n}", "HEAD") for n in range(COUNT))
+
+
+@contextlib.contextmanager
+def held(host: ServerHost) -> Iterator[None]:
+    """Let the server read nothing meanwhile, so that it then finds all at once."""
+    gate = threading.Event()
+    host._loop.call_soon_threadsafe(gate.wait, PATIENCE_S)
+    try:
+        yield
+    finally:
+        gate.set()
+
+
+class Taker(threading.Thread):
+    """Takes answers as they come, and counts them, to the end of the connection."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        super().__init__()
+        self.count = 0
+        self._connection = connection
+        self.start()
+
+    def run(self) -> None:
+        left = b""
+        with contextlib.suppress(OSError):
+            while data := self._connection.recv(65536):
+                *whole, left = (left + data).split(b"\r\n\r\n")
+                self.count += sum(head.startswith(b"HTTP/1.1 200 ") for head in whole)
+
+
+def test_who_asks_very_much_at_once_leaves_others_their_turn(serve: Serve) -> None:
+    host = serve(snapshots.large(3072))
+    with host.connect() as greedy, host.connect() as other:
+        host.wait_connections(2)
+        taker = Taker(greedy.socket)
+        with held(host):
+            greedy.send(QUESTIONS)
+            greedy.socket.shutdown(socket.SHUT_WR)
+        eventually(lambda: taker.count, "the first answer")
+        answer = other.send(request("/v1/status")).answer()
+        before = taker.count
+        assert answer is not None
+        assert answer.status == 200
+        assert before < COUNT / 2
+        taker.join(PATIENCE_S)
+        assert taker.count == COUNT
+
+
+@pytest.mark.parametrize("end", ["client", "server"])
+def test_an_end_between_two_turns_leaves_nothing_behind(serve: Serve, end: str) -> None:
+    host = serve(snapshots.large(3072))
+    clients = [host.connect() for _ in range(5)]
+    host.wait_connections(5)
+    with held(host):
+        for client in clients:
+            client.send(QUESTIONS)
+    for client in clients:
+        assert client.answer("HEAD") is not None
+        if end == "client":
+            client.close()
+    if end == "server":
+        host.stop()
+    host.wait_connections(0)
+
+
+def test_a_body_in_very_many_pieces_is_read_past_within_several_turns(serve: Serve) -> None:
+    host = serve()
+    with host.connect() as client:
+        client.send(request("/v1/gpus", "GET", "Transfer-Encoding: chunked"))
+        client.send(b"1\r\nx\r\n" * 5000 + b"0\r\n\r\n" + request("/v1/status"))
+        for _ in range(2):
+            answer = client.answer()
+            assert answer is not None
+            assert answer.status == 200
+
+
+def test_the_requests_of_a_client_that_waits_for_its_turn_are_not_too_late(serve: Serve) -> None:
+    """However long that takes: its deadline is for what it has to do itself."""
+    host = serve(
+        snapshots.large(3072), request_timeout_s=0.02, idle_timeout_s=0.02, answer_timeout_s=PATIENCE_S
+    )
+    with host.connect() as first, host.connect() as second:
+        takers = [Taker(first.socket), Taker(second.socket)]
+        first.send(QUESTIONS[: len(QUESTIONS) // 2])
+        second.send(QUESTIONS[: len(QUESTIONS) // 2])
+        for taker in takers:
+            taker.join(PATIENCE_S)
+            assert taker.count >= COUNT // 2 - 1
+
+
+def test_what_many_connections_hold_unread_is_bounded_for_root_too(serve: Serve) -> None:
+    """Of requests and answers together, whatever the size of the answers."""
+    host = serve(snapshots.large(2400), answer_timeout_s=PATIENCE_S)
+    clients = [host.connect() for _ in range(60)]
+    targets = ("/v1/devices?limit=0", "/v1/devices?limit=100", "/v1/devices")
+    for number, client in enumerate(clients):
+        client.socket.setblocking(False)  # noqa: FBT003 - socket's own
+        with contextlib.suppress(BlockingIOError):
+            client.socket.send(request(targets[number % 3]) * 3000)
+    eventually(
+        lambda: all(c._blocked or c._transport.is_closing() for c in list(host.server.connections)),
+        "nobody's answers being taken",
+    )
+    size = len(host.server.router._answers[targets[0]].body)
+    for connection in host.server.connections:
+        assert len(connection._http.trailing_data[0]) < 64 << 10
+        assert connection.unread_bytes < size + (32 << 10)
+    assert host.server.unread_bytes(0) < (16 << 20) + size + 60 * (96 << 10)
