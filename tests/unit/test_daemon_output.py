@@ -9,9 +9,11 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Union
+from typing import IO
 
 import pytest
+
+from unit.api.server_host import short_root
 
 PROGRAM = str(Path(sys.executable).with_name("yunion-mps-daemon"))
 CHOICES = "write one of debug, info, warning, error"
@@ -24,11 +26,14 @@ def error(tmp_path: Path) -> Iterator[IO[str]]:
         yield file
 
 
-def check(error: Union[IO[str], int], *arguments: str, **environment: str) -> int:
+def check(error: IO[str] | int, *arguments: str, **environment: str) -> int:
     """Run `--check`, which finds no configuration; returns the exit status."""
-    env = {"PATH": os.environ["PATH"], "YUNION_MPS_ROOT": "/nonexistent", **environment}
-    command = [PROGRAM, *(arguments or ("--check",))]
-    return subprocess.run(command, stderr=error, env=env, timeout=60, check=False).returncode
+    with short_root() as paths:
+        os.mkdir(f"{paths.root}/etc")
+        Path(f"{paths.root}/etc/machine-id").write_text("0123456789abcdef0123456789abcdef\n")
+        env = {"PATH": os.environ["PATH"], "YUNION_MPS_ROOT": paths.root, **environment}
+        command = [PROGRAM, *(arguments or ("--check",))]
+        return subprocess.run(command, stderr=error, env=env, timeout=60, check=False).returncode
 
 
 def lines_of(error: IO[str]) -> list[str]:
