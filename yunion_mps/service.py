@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from yunion_mps import __version__
-from yunion_mps.errors import NotFoundError, YunionError
+from yunion_mps.errors import NotFoundError
 from yunion_mps.models import DEV_TYPE, Device, DomainStatus, Gpu, PcieLink, Snapshot
 from yunion_mps.mps.states import READY
 from yunion_mps.planning import client_environment, enforces_budgets
@@ -263,8 +263,3 @@ def one_line(status: Json) -> str:
     line += f"{serving} of {len(domains)} control daemons serving"
     troubles: Sequence[str] = [d["reason"] for d in domains if d["state"] != READY]
     return line + (f"; {troubles[0]}" if troubles else "")
-
-
-def explain(error: YunionError) -> str:
-    """An error and its hint as one text."""
-    return f"{error.message}\n{error.hint}" if error.hint else error.message

@@ -66,11 +66,6 @@ class Domain:
         #: Whether a control daemon runs on that this domain found, and let go of.
         self.left_running = False
 
-    @property
-    def settled(self) -> bool:
-        """Whether nothing more happens by itself before somebody or something changes."""
-        return self.state in (READY, FAILED, BACKOFF, STOPPED)
-
     def status(self) -> DomainStatus:
         """What the snapshot shows of it."""
         pid = self._process.pid if self._process else None
