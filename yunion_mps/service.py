@@ -10,7 +10,7 @@ from yunion_mps.errors import NotFoundError
 from yunion_mps.models import DEV_TYPE, Device, DomainStatus, Gpu, PcieLink, Snapshot
 from yunion_mps.mps.states import READY
 from yunion_mps.planning import client_environment, enforces_budgets
-from yunion_mps.supervisor import warnings
+from yunion_mps.supervisor import RESTART, warnings
 
 AVAILABLE = "available"
 UNAVAILABLE = "unavailable"
@@ -83,8 +83,12 @@ class Service:
     def gpus(self) -> Json:
         """Every GPU of the host, the broken ones with their reason."""
         snapshot = self._take()
-        domains = {uuid: domain for domain in snapshot.domains for uuid in domain.plan.gpu_uuids}
-        gpus = [_gpu_json(gpu, domains.get(gpu.uuid or ""), snapshot) for gpu in snapshot.inventory.gpus]
+        names = {device.gpu_uuid: device.domain for device in snapshot.plan.devices}
+        domains = {domain.plan.name: domain for domain in snapshot.domains}
+        gpus = [
+            _gpu_json(gpu, domains.get(names.get(gpu.uuid or "", "")), snapshot)
+            for gpu in snapshot.inventory.gpus
+        ]
         return {"gpus": gpus, "total": len(gpus)}
 
     def status(self) -> Json:
@@ -156,6 +160,8 @@ def _reason(gpu: Gpu | None, domain: DomainStatus | None) -> str:
         return gpu.reason
     if domain is None:
         return "no control daemon serves it"
+    if gpu.uuid not in domain.plan.gpu_uuids:
+        return "the running control daemon does not serve it; it will be served once that has ended"
     if domain.state != READY:
         return f"its domain is {domain.state}: {domain.reason}"
     return ""
@@ -195,7 +201,10 @@ def _link_json(link: PcieLink | None) -> Json | None:
 
 
 def _gpu_reason(gpu: Gpu, snapshot: Snapshot) -> str:
-    return gpu.reason or snapshot.plan.unavailable.get(gpu.pci_address, "")
+    before = snapshot.plan.unavailable.get(gpu.pci_address)
+    if gpu.reason or not before:
+        return gpu.reason
+    return f"it could not be used when the daemon started ({before}); {RESTART}"
 
 
 def _gpu_json(gpu: Gpu, domain: DomainStatus | None, snapshot: Snapshot) -> Json:

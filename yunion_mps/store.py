@@ -6,7 +6,7 @@ import os
 import sqlite3
 from collections.abc import Sequence
 
-from yunion_mps.errors import HostError
+from yunion_mps.errors import HostError, ShortageError
 from yunion_mps.paths import Paths
 
 _SCHEMA_VERSION = 1
@@ -43,6 +43,7 @@ class Store:
                 self._connection.close()
                 raise
         except (OSError, sqlite3.Error) as error:
+            _refuse_shortage()
             raise HostError(f"the state file {self._file} cannot be used: {error}", _HINT) from None
 
     @staticmethod
@@ -105,3 +106,11 @@ class Store:
             self._connection.executemany(statement, rows)
         except sqlite3.Error as error:
             raise HostError(f"the state file {self._file} cannot be written: {error}", _HINT) from None
+
+
+def _refuse_shortage() -> None:
+    """Raise ShortageError where descriptors are short, which SQLite takes for a file that it cannot open."""
+    try:
+        os.close(os.open(os.devnull, os.O_RDONLY))
+    except OSError as error:
+        raise ShortageError(f"the state file cannot be opened: {error.strerror}") from None

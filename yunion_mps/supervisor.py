@@ -14,7 +14,7 @@ from yunion_mps.compute_modes import put_back, set_modes
 from yunion_mps.errors import DriverError, HostError, YunionError
 from yunion_mps.examination import Examination
 from yunion_mps.models import DomainPlan, Gpu, Inventory, Snapshot
-from yunion_mps.mps.adoption import left_behind
+from yunion_mps.mps.adoption import Left, left_behind
 from yunion_mps.mps.control import PROGRAM, find_control_program
 from yunion_mps.mps.domain import Domain
 from yunion_mps.mps.states import READY, STOPPED
@@ -23,6 +23,9 @@ from yunion_mps.planning import difference, enforces_budgets, make_plan, reason_
 from yunion_mps.store import Store
 
 log = logging.getLogger(__name__)
+
+RESTART = "restart yunion-mps-daemon to use it"
+_AFTERWARDS = "the next start of yunion-mps-daemon then puts its GPUs' compute modes back"
 
 
 class Supervisor:
@@ -34,8 +37,9 @@ class Supervisor:
         self._config = examined.config
         self._machine_id = examined.machine_id
         self._nvml = examined.nvml
-        self._inventory = examined.inventory
         self._plan = examined.plan
+        gpus = tuple(self._judged(gpu) for gpu in examined.inventory.gpus)
+        self._inventory = examined.inventory._replace(gpus=gpus)
         self._domains: list[Domain] = []
         self._store: Store | None = None
         self._version = 0
@@ -99,18 +103,29 @@ class Supervisor:
     def close(self) -> None:
         """Put the compute modes back to what they were before we first touched them.
 
-        Where a control daemon is left running, that is for the daemon that ends it: the note stays.
+        Where a control daemon of ours is left running, its GPUs' modes stay, and so do the notes of them:
+        they are for the daemon that takes it over, or is started after its end.
         """
         if self._store is None:
             return
-        left = [domain.plan for domain in self._domains if domain.left_running]
-        if not self._past:
-            put_back(self._nvml, self._store, spare={uuid for plan in left for uuid in plan.gpu_uuids})
-        for domain in self._domains:
-            if not domain.left_running:
-                self._store.forget_domain(domain.plan.pipe_directory)
+        left = self._left()
+        put_back(self._nvml, self._store, spare={uuid for one in left.values() for uuid in one.gpu_uuids})
+        for place, one in left.items():
+            log.warning("a control daemon (PID %d) is left running in %s; %s", one.pid, place, _AFTERWARDS)
         self._store.close()
         self._store = None
+
+    def _left(self) -> dict[str, Left]:
+        """The control daemons of ours that run unwatched, by pipe directory; what has ended is forgotten."""
+        left = {}
+        watched = {d.plan.pipe_directory for d in self._domains if d.status().pid is not None}
+        for place in self._open_store().domains():
+            one = left_behind(place)
+            if one is None and place not in watched:
+                self._open_store().forget_domain(place)
+            elif one and place not in watched:
+                left[place] = one
+        return left
 
     def rescan(self, inventory: Inventory) -> None:
         """Take note of what the GPUs are like now; one that only sysfs still lists stays who it was."""
@@ -129,15 +144,19 @@ class Supervisor:
             if gpu.reason and gpu.reason != reason:
                 log.error("GPU %s cannot be used: %s", gpu.address, gpu.reason)
             elif reason and not gpu.reason:
-                log.info("GPU %s is back", gpu.address)
+                log.info("GPU %s is back%s", gpu.address, self._unused(gpu))
         self._inventory = inventory
         self._changed()
 
     def _judged(self, gpu: Gpu) -> Gpu:
         """The GPU, with the reason where it serves devices and no longer can: MIG mode, say."""
-        if gpu.uuid in {device.gpu_uuid for device in self._plan.devices}:
+        ours = {device.gpu_uuid for device in self._plan.devices}
+        if gpu.uuid in ours or gpu.pci_address in self._plan.unavailable:
             return gpu._replace(reason=reason_against(gpu, self._config))
         return gpu
+
+    def _unused(self, gpu: Gpu) -> str:
+        return "; " + RESTART if gpu.pci_address in self._plan.unavailable else ""
 
     def lose_driver(self, error: DriverError) -> None:
         """Take note that the driver as a whole does not answer any more."""
@@ -169,8 +188,9 @@ class Supervisor:
             return f"{why}; {self._past}" if self._past else why
         if not self._plan.domains:
             reasons = "; ".join(f"{address}: {why}" for address, why in self._plan.unavailable.items())
-            return f"no GPU of this host can serve MPS devices ({reasons or 'it has none'})"
-        return ""
+            why = f"no GPU of this host can serve MPS devices ({reasons or 'it has none'})"
+            return f"{why}; {self._past}" if self._past else why
+        return self._past
 
     def _placed(self, plan: DomainPlan) -> DomainPlan:
         """The domain with its directories below the root that everything of ours lies under."""
@@ -212,29 +232,25 @@ class Supervisor:
     def _settle_the_past(self) -> None:
         """See to what an earlier daemon that was killed left behind, where the plan does not take it over.
 
-        A control daemon that still runs may have jobs: it is not ended but reported, and as long as it
-        runs its GPUs' compute modes stay, and no other control daemon is started. Otherwise the modes of
-        GPUs that are not ours any more are put back.
+        A control daemon that still runs may have jobs: it is not ended but reported, its GPUs' compute modes
+        stay, and none of its GPUs gets a second control daemon. Other modes that are noted are put back.
         """
         if not Store.exists(self._paths):
             return
-        store = self._open_store()
-        planned = {self._placed(plan).pipe_directory for plan in self._plan.domains}
-        running = False
-        for place in store.domains():
-            pid = left_behind(place)
-            running = running or pid is not None
-            if pid is None:
-                store.forget_domain(place)
-            elif place not in planned:
-                what = f"a control daemon (PID {pid}) of an earlier configuration still serves {place}"
-                hint = f"when its jobs are done: echo quit | CUDA_MPS_PIPE_DIRECTORY={place} {PROGRAM}"
-                self._past = f"{what}; {hint}"
-                if self._plan.domains:
-                    raise HostError(what, hint)
-                log.error("%s. %s", what, hint)
-        if not running:
-            put_back(self._nvml, store, spare=self._plan.compute_modes)
+        planned = {self._placed(plan).pipe_directory: plan for plan in self._plan.domains}
+        needed = {uuid for plan in planned.values() for uuid in plan.gpu_uuids}
+        left = self._left()
+        for place, one in left.items():
+            if place in planned:
+                continue
+            what = f"a control daemon (PID {one.pid}) of an earlier daemon still serves {place}"
+            hint = f"when its jobs are done: echo quit | CUDA_MPS_PIPE_DIRECTORY={place} {PROGRAM}"
+            if needed & set(one.gpu_uuids):
+                raise HostError(what, f"{hint}; {_AFTERWARDS}")
+            log.error("%s. %s; %s", what, hint, _AFTERWARDS)
+            self._past = f"{what}; {hint}; {_AFTERWARDS}"
+        spare = {*self._plan.compute_modes, *(uuid for one in left.values() for uuid in one.gpu_uuids)}
+        put_back(self._nvml, self._open_store(), spare=spare)
 
 
 def _with_modes(inventory: Inventory, modes: dict[str, str], errors: dict[str, DriverError]) -> Inventory:

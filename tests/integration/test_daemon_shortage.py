@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import resource
 import signal
+import socket
 import subprocess
 
 from integration.conftest import MakeDaemon
-from integration.daemon_host import Daemon, control_daemons, eventually
+from integration.daemon_host import Daemon, control_daemons, eventually, is_running
 
 
 def allow(daemon: Daemon, descriptors: int) -> None:
@@ -41,12 +42,33 @@ def test_a_control_daemon_that_dies_without_descriptors_to_spare_is_replaced_lat
     assert ready_daemon.stop() == 0
 
 
-def test_a_stop_without_descriptors_to_spare_still_ends_and_puts_the_modes_back(ready_daemon: Daemon) -> None:
+def test_a_stop_without_descriptors_to_spare_gives_clients_their_time_all_the_same(
+    ready_daemon: Daemon,
+) -> None:
     eventually(lambda: ready_daemon.get("/v1/status")[0] == 200)
+    control = ready_daemon.control_pid()
     allow(ready_daemon, 3)
-    assert ready_daemon.stop() == 0
+    ready_daemon.signal(signal.SIGTERM)
+    ready_daemon.wait_log("waiting up to 10 s for its clients to end")
+    assert is_running(control)
+    allow(ready_daemon, 1024)
+    assert ready_daemon.wait() == 0
+    assert "gets SIG" not in ready_daemon.log
     assert control_daemons(ready_daemon.host.root) == []
     assert ready_daemon.host.gpus[0].compute_mode == "default"
+
+
+def test_connections_that_cannot_be_accepted_are_told_in_a_few_lines(ready_daemon: Daemon) -> None:
+    eventually(lambda: ready_daemon.get("/v1/status")[0] == 200)
+    allow(ready_daemon, 3)
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(str(ready_daemon.socket_path))
+        ready_daemon.wait_log("socket.accept() out of system resource")
+        allow(ready_daemon, 1024)
+        eventually(lambda: ready_daemon.get("/v1/status")[0] == 200, patience_s=60)
+    assert "Traceback" not in ready_daemon.log
+    assert ready_daemon.log.count("socket.accept()") <= 32
+    assert ready_daemon.stop() == 0
 
 
 def test_a_start_with_too_few_descriptors_fails_in_words_and_leaves_nothing(make_daemon: MakeDaemon) -> None:

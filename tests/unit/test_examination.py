@@ -94,6 +94,10 @@ def test_the_problems_of_the_files_and_of_the_host_are_reported_together(make_ho
             " /dev/dri/renderD128: remove one of the two entries"
         ),
         (
+            f"{device_file}:4: path 00:0f.0 is no GPU of this host:"
+            " the GPUs of this host are /dev/dri/renderD128"
+        ),
+        (
             f"{device_file}:5: path 00:0f.0 is no GPU of this host:"
             " the GPUs of this host are /dev/dri/renderD128"
         ),

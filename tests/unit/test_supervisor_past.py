@@ -8,6 +8,7 @@ import time
 import pytest
 from yunion_mps.errors import HostError
 from yunion_mps.mps.control import PROGRAM
+from yunion_mps.service import devices_json
 
 from simhost import SimHost
 from unit.supervised import MakeHost, Supervise, Supervised, configure, modes
@@ -49,7 +50,7 @@ def test_a_control_daemon_that_still_runs_where_mps_was_disabled_is_reported_and
     configure(host, enable_cuda_mps="false")
     made = supervise(host).start()
     pipe = host.root / "tmp/nvidia-mps/pipe"
-    what = f"a control daemon (PID {pid}) of an earlier configuration still serves {pipe}"
+    what = f"a control daemon (PID {pid}) of an earlier daemon still serves {pipe}"
     assert what in made.snapshot.notice
     assert f"echo quit | CUDA_MPS_PIPE_DIRECTORY={pipe} {PROGRAM}" in caplog.text
     made.stop()
@@ -57,6 +58,45 @@ def test_a_control_daemon_that_still_runs_where_mps_was_disabled_is_reported_and
     end(host)
     supervise(host).start()
     assert modes(host) == ["default"] * 2
+
+
+def test_modes_are_put_back_at_the_stop_where_the_control_daemon_has_ended_meanwhile(
+    make_host: MakeHost, supervise: Supervise
+) -> None:
+    host = make_host(TWO)
+    killed(supervise(host).start())
+    configure(host, enable_cuda_mps="false")
+    made = supervise(host).start()
+    end(host)
+    made.stop()
+    assert modes(host) == ["default"] * 2
+
+
+def test_with_one_control_daemon_a_gpu_that_of_a_lost_gpu_is_left_alone_and_the_others_go_on(
+    make_host: MakeHost, supervise: Supervise
+) -> None:
+    host = make_host(TWO, cuda_mps_scope="gpu")
+    first = supervise(host).start()
+    pids = [domain.pid for domain in first.snapshot.domains]
+    host.gpus[0].lose()
+    made = supervise(host).start()
+    assert [domain.pid for domain in made.snapshot.domains] == pids[1:]
+    assert made.available == 4
+    assert f"a control daemon (PID {pids[0]}) of an earlier daemon still serves" in made.snapshot.notice
+
+
+def test_a_gpu_that_has_come_back_waits_for_the_end_of_the_survivor_and_the_others_go_on(
+    make_host: MakeHost, supervise: Supervise
+) -> None:
+    host = make_host(TWO)
+    host.gpus[0].lose()
+    pid = killed(supervise(host).start())
+    host.gpus[0].restore()
+    made = supervise(host).start()
+    assert made.snapshot.domains[0].pid == pid
+    devices = devices_json(made.snapshot)
+    why = "the running control daemon does not serve it; it will be served once that has ended"
+    assert [device["reason"] for device in devices] == [why] * 4 + [""] * 4
 
 
 def test_no_second_control_daemon_is_started_for_a_gpu_that_one_serves_elsewhere(
@@ -69,11 +109,10 @@ def test_no_second_control_daemon_is_started_for_a_gpu_that_one_serves_elsewhere
     with pytest.raises(HostError) as caught:
         made.supervisor.start(time.monotonic())
     pipe = host.root / "tmp/nvidia-mps/pipe"
-    assert caught.value.message == (
-        f"a control daemon (PID {pid}) of an earlier configuration still serves {pipe}"
-    )
+    assert caught.value.message == (f"a control daemon (PID {pid}) of an earlier daemon still serves {pipe}")
     command = f"echo quit | CUDA_MPS_PIPE_DIRECTORY={pipe} {PROGRAM}"
-    assert caught.value.hint == f"when its jobs are done: {command}"
+    then = "the next start of yunion-mps-daemon then puts its GPUs' compute modes back"
+    assert caught.value.hint == f"when its jobs are done: {command}; {then}"
     made.stop()
     assert modes(host) == ["exclusive_process"] * 2, "its jobs are still at work"
     end(host)

@@ -23,6 +23,9 @@ log = logging.getLogger(__name__)
 #: Clients that may wait to be accepted, so that a burst of them is not turned away.
 _BACKLOG = 512
 
+#: Connections accepted a turn of the loop; asyncio logs as many errors where descriptors are short.
+_ACCEPTS_A_TURN = 8
+
 #: From this size on it is looked at how much a user has left unread.
 _LARGE_ANSWER_BYTES = 64 << 10
 
@@ -62,8 +65,9 @@ class Server:
         """Begin to accept."""
         loop = asyncio.get_running_loop()
         self._server = await loop.create_unix_server(
-            lambda: Connection(self), sock=listener, backlog=_BACKLOG
+            lambda: Connection(self), sock=listener, backlog=_ACCEPTS_A_TURN
         )
+        listener.listen(_BACKLOG)
 
     async def close(self) -> None:
         """Accept no more, and end the connections that are open."""

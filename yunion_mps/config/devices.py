@@ -21,6 +21,7 @@ from yunion_mps.errors import Problem
 from yunion_mps.models import DEV_TYPE, DeviceEntry, Source
 
 _EXAMPLE = {"path": "path: /dev/dri/renderD128", "virtual_number": "virtual_number: 4"}
+_NO_MERGE = ("merge keys (<<) are not followed", "write the keys out")
 _KEYS = ("path", "type", "virtual_number")
 
 
@@ -74,7 +75,11 @@ def _items(file: str, root: Node | None, problems: list[Problem]) -> list[Node]:
 
 
 def _entry(file: str, item: Node, kinds: dict[str, Kind], problems: list[Problem]) -> DeviceEntry | None:
-    """One entry, None where it is another software's or has a problem, which is then in `problems`."""
+    """One entry, None where it is another software's or names no path.
+
+    One with a problem, which is then in `problems`, is returned as well: its path can still be checked. A
+    `virtual_number` that cannot be used counts as 1 for that.
+    """
     if not isinstance(item, yaml.MappingNode):
         what = f"an entry of devices is {written(item)}, not a mapping"
         problems.append(Problem(file, line_of(item), what, "write - path: …, type: … and virtual_number: …"))
@@ -87,21 +92,25 @@ def _entry(file: str, item: Node, kinds: dict[str, Kind], problems: list[Problem
             twice.append(Problem(file, line_of(key), f"{name} is given twice", remedy))
         else:
             nodes[name] = (key, node)
-    count = len(problems)
     if not _is_ours(file, item, nodes, problems):
         return None
     problems += twice
     problems += _unknown_keys(file, nodes)
     values = {name: _value(file, item, name, kinds[name], nodes, problems) for name in kinds}
-    if len(problems) > count:
+    if values["path"] is None:
         return None
-    places = {name: Source(file, line_of(nodes[name][1])) for name in kinds}
-    return DeviceEntry(values["path"], values["virtual_number"], places["path"], places["virtual_number"])
+    places = {name: Source(file, line_of(nodes[name][1] if name in nodes else item)) for name in kinds}
+    return DeviceEntry(
+        values["path"], values["virtual_number"] or 1, places["path"], places["virtual_number"]
+    )
 
 
 def _is_ours(file: str, item: Node, nodes: dict[str, tuple[Node, Node]], problems: list[Problem]) -> bool:
     """Whether the entry is meant to be ours, though its type may be misspelt, which is then in `problems`."""
     name = _type_key(nodes)
+    if name is None and "<<" in nodes:
+        problems += _merge(file, nodes["<<"])
+        return False
     if name is None:
         remedy = f"write type: {DEV_TYPE}, or another software's type"
         problems.append(Problem(file, line_of(item), "an entry has no type", remedy))
@@ -122,6 +131,18 @@ def _is_ours(file: str, item: Node, nodes: dict[str, tuple[Node, Node]], problem
     return True
 
 
+def _merge(file: str, merge: tuple[Node, Node]) -> list[Problem]:
+    """What is wrong with an entry whose type comes by a merge: nothing where that is another software's."""
+    key, node = merge
+    mappings = node.value if isinstance(node, yaml.SequenceNode) else [node]
+    types = [value_of(value) for each in mappings for name, _, value in _pairs(each) if name == "type"]
+    return [Problem(file, line_of(key), *_NO_MERGE)] if DEV_TYPE in types else []
+
+
+def _pairs(node: Node) -> list[tuple[str, Node, Node]]:
+    return list(pairs_of(node)) if isinstance(node, yaml.MappingNode) else []
+
+
 def _type_key(nodes: dict[str, tuple[Node, Node]]) -> str | None:
     """The key that says whose the entry is, or that is meant to."""
     return "type" if "type" in nodes else next((name for name in nodes if nearest_key(name, ["type"])), None)
@@ -131,7 +152,9 @@ def _unknown_keys(file: str, nodes: dict[str, tuple[Node, Node]]) -> list[Proble
     problems = []
     reported = _type_key(nodes)
     for name, (key, _) in nodes.items():
-        if name not in _KEYS and name != reported:
+        if name == "<<":
+            problems.append(Problem(file, line_of(key), *_NO_MERGE))
+        elif name not in _KEYS and name != reported:
             near = nearest_key(name, _KEYS)
             remedy = (
                 f"did you mean {near}?" if near else f"remove it; the keys of an entry are {', '.join(_KEYS)}"

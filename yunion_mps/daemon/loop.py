@@ -9,6 +9,7 @@ import logging
 import socket
 import threading
 from collections.abc import Callable
+from typing import Any
 
 from yunion_mps.api.routes import Router
 from yunion_mps.api.server import Server
@@ -56,6 +57,7 @@ class _Loop:
 
     async def run(self, listener: socket.socket, nvml: Nvml | None, stop: StopSignals) -> None:
         loop = asyncio.get_running_loop()
+        loop.set_exception_handler(_report)
         self._end = loop.create_future()
         # Not loop.add_signal_handler: its end would leave the winding up to a second signal's mercy.
         loop.add_reader(stop.fileno(), self._guarded, lambda: self._stop(stop))
@@ -149,6 +151,14 @@ class _Loop:
         while interval_s:
             self._notifier.alive()
             await asyncio.sleep(interval_s)
+
+
+def _report(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """What asyncio could not hand to anybody: in one line where the system refused something."""
+    del loop
+    error = context.get("exception")
+    trace = None if isinstance(error, OSError) else error
+    log.error("%s: %s", context.get("message"), error, exc_info=trace)
 
 
 async def _on_thread(work: Callable[[], Inventory]) -> Inventory:

@@ -36,7 +36,11 @@ def run(options: Options) -> int:
             return _check(paths)
         lock = take_lock(paths)
         try:
-            _serve(paths)
+            stop = StopSignals()
+        except OSError as error:
+            raise ShortageError(f"signals cannot be waited for: {error.strerror}") from None
+        try:
+            _serve(paths, stop)
         finally:
             os.close(lock)
     except YunionError as error:
@@ -59,9 +63,8 @@ def _check(paths: Paths) -> int:
     return 0
 
 
-def _serve(paths: Paths) -> None:
+def _serve(paths: Paths, stop: StopSignals) -> None:
     started_s = time.time()
-    stop = StopSignals()
     notifier = Notifier()
     notifier.status("reading the configuration and looking at the GPUs")
     examination = examine(paths)

@@ -20,8 +20,11 @@ class Found(NamedTuple):
     plan: DomainPlan
 
 
-class LeftRunningError(HostError):
-    """A control daemon of ours runs that cannot be taken over; its clients may be at work."""
+class Left(NamedTuple):
+    """A control daemon of ours that runs where nobody watches it, and the GPUs (UUIDs) that it serves."""
+
+    pid: int
+    gpu_uuids: tuple[str, ...]
 
 
 def control_environment(plan: DomainPlan) -> dict[str, str]:
@@ -38,9 +41,8 @@ def control_environment(plan: DomainPlan) -> dict[str, str]:
 def find(plan: DomainPlan) -> Found | None:
     """The control daemon that serves the domain's directory already, None where none does.
 
-    It may serve more GPUs than the plan has, where one was lost since. Raises HostError, and does nothing to
-    it, where it is not one that we would have started: another program, somebody else's (HostError), or ours
-    without a GPU of the plan (LeftRunningError).
+    It may serve other GPUs than are planned, where one was lost or came back since. Raises HostError, and
+    does nothing to it, where it is not one that we would have started, or serves no GPU of the plan.
     """
     peer = peer_of(plan.pipe_directory)
     if peer is None:
@@ -51,21 +53,25 @@ def find(plan: DomainPlan) -> Found | None:
     if not _is_ours(peer.pid, environment, place):
         what = f"a control daemon (PID {peer.pid}, uid {peer.uid}), not started by us, already serves {place}"
         raise HostError(what, hint)
-    serves = tuple(environment.get("CUDA_VISIBLE_DEVICES", "").split(","))
-    missing = [uuid for uuid in plan.gpu_uuids if uuid not in serves]
-    if missing:
+    serves = _served(environment)
+    if not set(serves) & set(plan.gpu_uuids):
         what = f"the control daemon (PID {peer.pid}) that an earlier yunion-mps-daemon left in {place}"
-        raise LeftRunningError(f"{what} does not serve GPU {missing[0]}", hint)
+        raise HostError(f"{what} serves none of its GPUs", hint)
     process = Process.adopt(peer.pid)
     return Found(process, _as_served(plan, serves, environment)) if process else None
 
 
-def left_behind(pipe_directory: str) -> int | None:
-    """The PID of a control daemon of ours that still serves the directory, None where none does."""
+def left_behind(pipe_directory: str) -> Left | None:
+    """The control daemon of ours that still serves the directory, None where none does."""
     peer = peer_of(pipe_directory)
-    if peer and _is_ours(peer.pid, environment_of(peer.pid), pipe_directory):
-        return peer.pid
+    environment = environment_of(peer.pid) if peer else {}
+    if peer and _is_ours(peer.pid, environment, pipe_directory):
+        return Left(peer.pid, _served(environment))
     return None
+
+
+def _served(environment: dict[str, str]) -> tuple[str, ...]:
+    return tuple(environment.get("CUDA_VISIBLE_DEVICES", "").split(","))
 
 
 def _is_ours(pid: int, environment: dict[str, str], pipe_directory: str) -> bool:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from yunion_mps.errors import ControlError, HostError, ShortageError, YunionError
 from yunion_mps.models import DomainPlan, DomainStatus
 from yunion_mps.mps import launch, limits
-from yunion_mps.mps.adoption import LeftRunningError, find
+from yunion_mps.mps.adoption import find
 from yunion_mps.mps.control import Conversation, peer_of
 from yunion_mps.mps.states import (
     APPLYING,
@@ -35,6 +35,7 @@ ANSWER_TIMEOUT_S = 5.0
 QUIT_TIMEOUT_S = 10
 #: How long it may take on top of that, before it is ended by signals.
 QUIT_GRACE_S = 2.0
+QUIT_RETRY_S = 0.2
 _FIRST_LOOK_S = 0.0002
 _LONGEST_LOOK_S = 0.05
 BACKOFF_S = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0)
@@ -62,9 +63,8 @@ class Domain:
         self._look_s = _FIRST_LOOK_S
         self._deaths = 0
         self._ended_by = 0
+        self._asked_to_quit = False
         self._found = False
-        #: Whether a control daemon runs on that this domain found, and let go of.
-        self.left_running = False
 
     def status(self) -> DomainStatus:
         """What the snapshot shows of it."""
@@ -84,7 +84,6 @@ class Domain:
             if found:
                 found.process.close()
         except HostError as error:
-            self.left_running = isinstance(error, LeftRunningError)
             return error
         return None
 
@@ -95,13 +94,11 @@ class Domain:
             found = find(self._wanted)
             self._process = found.process if found else launch.launch(self._program, self._wanted)
         except HostError as error:
-            self.left_running = isinstance(error, LeftRunningError)
             self._fail(now_s, error, FAILED)
             return
         self.plan = found.plan if found else self._wanted
         self._found = found is not None
         what = f"took over the running control daemon (PID {self._process.pid})" if found else "started"
-        self.left_running = False
         self._look_s = _FIRST_LOOK_S
         self._deadline_s = now_s + START_TIMEOUT_S
         self._change(STARTING, now_s, f"{what}; it does not answer yet")
@@ -123,12 +120,19 @@ class Domain:
         self._change(STOPPING, now_s, f"waiting up to {QUIT_TIMEOUT_S} s for its clients to end")
         self._deadline_s = now_s + QUIT_TIMEOUT_S + QUIT_GRACE_S
         self._ended_by = 0
+        self._asked_to_quit = False
+        self._ask_to_quit(now_s)
+
+    def _ask_to_quit(self, now_s: float) -> None:
+        """Ask; where only descriptors are short, its clients still get their time, and it is asked again."""
+        place, wait_s = self.plan.pipe_directory, QUIT_TIMEOUT_S + QUIT_GRACE_S
         try:
-            quit_command = [f"quit -t {QUIT_TIMEOUT_S}"]
-            wait_s = QUIT_TIMEOUT_S + QUIT_GRACE_S
             self._conversation = Conversation(
-                self._program, self.plan.pipe_directory, quit_command, now_s, wait_s
+                self._program, place, [f"quit -t {QUIT_TIMEOUT_S}"], now_s, wait_s
             )
+            self._asked_to_quit = True
+        except ShortageError as error:
+            log.debug("domain %s: it cannot be asked to quit yet: %s", self.plan.name, error)
         except YunionError as error:
             log.warning("domain %s: it cannot be asked to quit: %s", self.plan.name, error)
             self._deadline_s = now_s
@@ -224,6 +228,9 @@ class Domain:
                 log.warning("domain %s: it does not quit: %s", self.plan.name, error)
                 self._conversation = None
                 self._deadline_s = now_s
+        if now_s < self._deadline_s and not self._asked_to_quit:
+            self._ask_to_quit(now_s)
+            return min(self._deadline_s, now_s + QUIT_RETRY_S)
         if now_s < self._deadline_s:
             return self._deadline_s
         number = signal.SIGKILL if self._ended_by else signal.SIGTERM
@@ -273,7 +280,6 @@ class Domain:
         )
         self._process.close()
         self._process = None
-        self.left_running = True
 
     def _fail(self, now_s: float, error: YunionError, state: str) -> None:
         if self.state == READY and now_s - self.since_s >= STABLE_S:

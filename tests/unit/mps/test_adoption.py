@@ -72,7 +72,6 @@ def test_a_survivor_is_spared_when_the_daemon_fails(
     run = run_domain().start().until(READY)
     run.domain.stop(run.clock.now_s, spare_found=True)
     assert run.state == STOPPED
-    assert run.domain.left_running
     assert survivor.status() is None
 
 
@@ -82,7 +81,6 @@ def test_one_that_we_started_is_not_spared(run_domain: RunDomain) -> None:
     run.domain.stop(run.clock.now_s, spare_found=True)
     run.until(STOPPED)
     assert not os.path.exists(f"/proc/{pid}")
-    assert not run.domain.left_running
 
 
 def without_mark(plan: DomainPlan) -> dict[str, str]:
@@ -100,7 +98,7 @@ def strangers(plan: DomainPlan, pid: int) -> str:
 
 def for_others(plan: DomainPlan, pid: int) -> str:
     it = f"the control daemon (PID {pid}) that an earlier yunion-mps-daemon left in {plan.pipe_directory}"
-    return f"{it} does not serve GPU {plan.gpu_uuids[0]}"
+    return f"{it} serves none of its GPUs"
 
 
 @pytest.mark.parametrize(
@@ -125,7 +123,6 @@ def test_a_control_daemon_of_somebody_else_is_refused_and_left_alone(
     assert error is not None
     pipe = plan.pipe_directory
     assert error.message == who(plan, stranger.pid)
-    assert run.domain.left_running == (who is for_others)
     command = f"echo quit | CUDA_MPS_PIPE_DIRECTORY={pipe} {PROGRAM}"
     assert error.hint == f"when its jobs are done, end it with: {command}"
     assert run.turn(60).states == [STOPPED, FAILED, FAILED]
@@ -233,3 +230,16 @@ def test_a_survivor_whose_server_has_the_planned_limits_is_ready_and_nothing_is_
     named = 'case $in in get_server_list*) echo 4711;; set_*) exit 1;; esac; printf "%s\\n" "$in" | '
     run = run_domain(plan, write_program(f"in=$(cat); {named}{program}")).start().until(READY)
     assert run.states == [STOPPED, STARTING, APPLYING, READY]
+
+
+def test_a_survivor_that_lacks_a_gpu_is_taken_over_for_those_that_it_serves(
+    plan: DomainPlan, run_domain: RunDomain, start_control: StartControl, program: str
+) -> None:
+    survivor = start_control(plan)
+    both = plan._replace(gpu_uuids=(OTHER_GPU, *plan.gpu_uuids), memory_limits_mib=(1024, 5760))
+    run = run_domain(both).start().until(READY)
+    assert run.pid == survivor.pid
+    assert run.domain.plan.gpu_uuids == plan.gpu_uuids
+    assert converse(program, plan, "get_default_device_pinned_mem_limit 0") == ["5G"]
+    left = left_behind(plan.pipe_directory)
+    assert left == (survivor.pid, plan.gpu_uuids)
