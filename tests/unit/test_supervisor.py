@@ -211,3 +211,14 @@ def test_gpus_that_cannot_serve_are_told_and_nothing_is_started(
     assert made.snapshot.notice == f"no GPU of this host can serve MPS devices ({FIRST}: {reason})"
     assert devices_json(made.snapshot) == []
     assert not (host.root / "tmp/nvidia-mps").exists()
+
+
+def test_what_was_put_back_is_forgotten_so_that_the_operator_s_own_later_mode_is_kept(
+    make_host: MakeHost, supervise: Supervise
+) -> None:
+    host = make_host([{"kind": "v100"}])
+    supervise(host).start().stop()
+    assert modes(host) == ["default"]
+    host.gpus[0].compute_mode = "prohibited"
+    supervise(host).start().stop()
+    assert modes(host) == ["prohibited"]

@@ -1,0 +1,53 @@
+"""A fault of our own ends the loop, and so the daemon, but no control daemon and no job."""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+
+import pytest
+from yunion_mps.api.listener import listen
+from yunion_mps.daemon.loop import serve
+from yunion_mps.daemon.run import StopSignals, drive
+from yunion_mps.service import Service
+from yunion_mps.supervisor import Supervisor
+from yunion_mps.systemd import Notifier
+
+from unit.supervised import MakeHost, Supervise, modes
+
+
+class Faulty(Supervisor):
+    """A supervisor with a fault in it, once it is told to have one."""
+
+    fault = False
+
+    def tick(self, now_s: float) -> float | None:
+        if self.fault:
+            raise ZeroDivisionError("a fault of our own")
+        return super().tick(now_s)
+
+
+def test_a_fault_in_a_tick_ends_the_loop_and_leaves_control_daemon_and_modes_as_they_are(
+    make_host: MakeHost, supervise: Supervise
+) -> None:
+    host = make_host([{"kind": "v100"}])
+    made = supervise(host)
+    made.supervisor = faulty = Faulty(made.paths, made.examined)
+    made.start()
+    pid = made.snapshot.domains[0].pid
+    os.makedirs(made.paths.run_directory)
+    stop = StopSignals()
+    faulty.fault = True
+    try:
+        service = Service(faulty.snapshot, time.time(), os.getpid())
+        with listen(made.paths) as listener, pytest.raises(ZeroDivisionError, match="a fault of our own"):
+            serve(made.examined, made.paths, listener, faulty, service, Notifier(), stop)
+    finally:
+        stop.close()
+        gc.unfreeze()
+        faulty.fault = False
+    drive(faulty, lambda: True)
+    assert made.snapshot.domains[0].pid == pid
+    assert made.snapshot.domains[0].state == "ready"
+    assert modes(host) == ["exclusive_process"]
