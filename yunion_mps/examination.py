@@ -38,14 +38,17 @@ class Examination(NamedTuple):
             self.nvml.close()
 
 
-def examine(paths: Paths) -> Examination:
-    """Read both files and look at the GPUs; changes nothing. Raises HostError without a machine id."""
+def examine(paths: Paths, opened: Nvml | None = None) -> Examination:
+    """Read both files and look at the GPUs, with the NVML that is open already where there is one.
+
+    Changes nothing. Raises HostError without a machine id.
+    """
     host = machine_id(paths)
     config, problems = load(paths)
     nvml, inventory, driver_error = None, _NOTHING, None
     if config.enable_cuda_mps:
         try:
-            nvml = Nvml()
+            nvml = opened or Nvml()
             inventory = scan(nvml, paths)
         except DriverError as error:
             driver_error = error

@@ -45,6 +45,8 @@ class Config(NamedTuple):
     cuda_mps_scope: str
     cuda_mps_thread_percentage: str
     cuda_mps_max_clients: int | None
+    cuda_mps_stop_timeout_s: int
+    cuda_mps_multiuser: bool
     devices: tuple[DeviceEntry, ...]
     sources: Mapping[str, Source]
 
@@ -111,7 +113,10 @@ class Device(NamedTuple):
 
 
 class DomainPlan(NamedTuple):
-    """One control daemon: its GPUs in CUDA's order, and the limits that it gives to a client by default."""
+    """One control daemon: its GPUs in CUDA's order, and the limits that it gives to a client by default.
+
+    `numbers` and `percentages` are by GPU: the devices that it is divided into, and the percentage of each.
+    """
 
     name: str
     pipe_directory: str
@@ -119,6 +124,20 @@ class DomainPlan(NamedTuple):
     gpu_uuids: tuple[str, ...]
     memory_limits_mib: tuple[int | None, ...]
     thread_percentage: float
+    numbers: tuple[int, ...] = ()
+    percentages: tuple[float, ...] = ()
+    multiuser: bool = False
+
+    def same_control_daemon(self, other: DomainPlan) -> bool:
+        """Whether a control daemon that runs for `other` can serve this plan: at most limits differ."""
+        mine = (self.name, self.pipe_directory, self.log_directory, self.gpu_uuids, self.multiuser)
+        return mine == (
+            other.name,
+            other.pipe_directory,
+            other.log_directory,
+            other.gpu_uuids,
+            other.multiuser,
+        )
 
 
 class Plan(NamedTuple):
@@ -132,7 +151,11 @@ class Plan(NamedTuple):
 
 
 class DomainStatus(NamedTuple):
-    """What a domain is at: the state, why, and the control daemon's PID; limits only once read back."""
+    """What a domain is at: the state, why, and the control daemon's PID.
+
+    `plan` is what its clients get; `pending`, where not empty, says what is to become of it and what that
+    waits for; `pending_plan` is the plan that then holds, None where the control daemon is to end.
+    """
 
     plan: DomainPlan
     state: str
@@ -140,6 +163,23 @@ class DomainStatus(NamedTuple):
     pid: int | None
     since_s: float
     restarts: int
+    pending: str = ""
+    pending_plan: DomainPlan | None = None
+
+
+class Event(NamedTuple):
+    """Something that changed: what, why, and what it means for the devices and the jobs on them.
+
+    `kind` is one of domain, limit, gpu, compute_mode, configuration, client, lease and daemon; `severity`
+    one of info, warning and error; `subject` is the name of what changed, such as a GPU's address.
+    """
+
+    severity: str
+    kind: str
+    subject: str
+    what: str
+    cause: str = ""
+    consequence: str = ""
 
 
 class Snapshot(NamedTuple):

@@ -65,6 +65,8 @@ def config(*entries: DeviceEntry, **given: Any) -> Config:
         "cuda_mps_scope": "host",
         "cuda_mps_thread_percentage": "equal",
         "cuda_mps_max_clients": None,
+        "cuda_mps_stop_timeout_s": 10,
+        "cuda_mps_multiuser": False,
     }
     unknown = set(given) - set(values)
     assert not unknown, unknown

@@ -31,7 +31,16 @@ def test_the_reference_case_is_four_devices_of_5760_mib_and_25_percent() -> None
     }
     assert [device.slot for device in plan.devices] == [0, 1, 2, 3]
     assert plan.domains == (
-        DomainPlan("host", "/tmp/nvidia-mps/pipe", "/tmp/nvidia-mps/log", (str(P40.uuid),), (5760,), 25.0),
+        DomainPlan(
+            "host",
+            "/tmp/nvidia-mps/pipe",
+            "/tmp/nvidia-mps/log",
+            (str(P40.uuid),),
+            (5760,),
+            25.0,
+            (4,),
+            (25.0,),
+        ),
     )
     assert plan.compute_modes == {P40.uuid: "Exclusive_Process"}
     assert plan.unavailable == {}
@@ -129,9 +138,11 @@ def test_each_gpu_has_a_domain_with_directories_of_its_own_in_scope_gpu() -> Non
             (str(one.uuid),),
             (memory,),
             percentage,
+            (number,),
+            (percentage,),
         )
-        for one, name, memory, percentage in zip(
-            gpus, ("01:00.0", "0001:02:00.0"), (40779, 20389), (50.0, 25.0)
+        for one, name, memory, percentage, number in zip(
+            gpus, ("01:00.0", "0001:02:00.0"), (40779, 20389), (50.0, 25.0), (2, 4)
         )
     )
     assert {device.domain for device in plan.devices} == {"01:00.0", "0001:02:00.0"}
@@ -175,6 +186,7 @@ def test_a_client_s_environment_carries_its_own_device_s_budget() -> None:
         "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": "0=27186M",
         "CUDA_MPS_PIPE_DIRECTORY": "/run/mps",
         "CUDA_VISIBLE_DEVICES": str(gpu(2).uuid),
+        "YUNION_MPS_DEVICE": "02:00.0-2",
     }
 
 

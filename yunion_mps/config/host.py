@@ -56,6 +56,12 @@ KEYS: dict[str, Key] = {
         None,
         "clients of a GPU's MPS from Volta on, for drivers newer than this table",
     ),
+    "cuda_mps_stop_timeout_s": Key(
+        whole_number(0, 86_400), 10, "seconds that a stop waits for jobs to end before it ends them"
+    ),
+    "cuda_mps_multiuser": Key(
+        boolean, default=False, help="one MPS server for all users' jobs, where NVIDIA's program knows it"
+    ),
 }
 
 #: What the control daemon adds to the pipe directory: its longest socket, below a GPU's UUID with scope gpu.

@@ -31,10 +31,12 @@ from yunion_mps.planning.capabilities import (
 from yunion_mps.planning.entries import find_gpu, shares_of
 
 __all__ = [
+    "DEVICE_VARIABLE",
     "Changes",
     "ModeChange",
     "client_environment",
     "decimal",
+    "devices_of",
     "difference",
     "enforces_budgets",
     "find_gpu",
@@ -44,6 +46,10 @@ __all__ = [
     "reason_against",
     "thread_percentage",
 ]
+
+
+#: Tells whose process it is that uses a device; it means nothing to CUDA.
+DEVICE_VARIABLE = "YUNION_MPS_DEVICE"
 
 
 class ModeChange(NamedTuple):
@@ -85,12 +91,9 @@ def make_plan(config: Config, inventory: Inventory, machine_id: str) -> tuple[Pl
     problems += _too_many_in_one_domain(config, usable)
     groups = [("host", "", usable)] if config.cuda_mps_scope == "host" else _one_each(usable)
     domains = tuple(_domain(config, shares, name, below, gpus) for name, below, gpus in groups if gpus)
-    names = {uuid: domain.name for domain in domains for uuid in domain.gpu_uuids}
-    devices = [
-        device
-        for gpu in usable
-        for device in _devices(config, host, gpu, shares[gpu.pci_address], names[str(gpu.uuid)])
-    ]
+    devices = [device for domain in domains for device in devices_of(host, domain, usable)]
+    order = {str(gpu.uuid): place for place, gpu in enumerate(usable)}
+    devices.sort(key=lambda device: (order[device.gpu_uuid], device.slot))
     modes = {str(gpu.uuid): EXCLUSIVE_PROCESS for gpu in usable}
     if config.cuda_mps_compute_mode == "keep":
         modes = {}
@@ -107,6 +110,35 @@ def difference(plan: Plan, inventory: Inventory, running: Sequence[DomainPlan]) 
     stop = tuple(domain for domain in running if domain not in plan.domains)
     start = tuple(domain for domain in plan.domains if domain not in running)
     return Changes(tuple(modes), stop, start)
+
+
+def devices_of(host: str, domain: DomainPlan, gpus: Iterable[Gpu]) -> list[Device]:
+    """The devices into which the domain divides its GPUs, by GPU in the domain's order and slot.
+
+    A GPU that is not among `gpus`, or that the domain has no limit for, has none.
+    """
+    by_uuid = {gpu.uuid: gpu for gpu in gpus}
+    shares = zip(domain.gpu_uuids, domain.memory_limits_mib, domain.numbers, domain.percentages)
+    devices = []
+    for uuid, memory_mib, number, percentage in shares:
+        gpu = by_uuid.get(uuid)
+        if gpu is None or memory_mib is None:
+            continue
+        devices += [
+            Device(
+                id=uuid5(host, f"{uuid}/{slot}"),
+                addr=f"{gpu.address}-{slot}",
+                gpu_uuid=uuid,
+                slot=slot,
+                memory_limit_mib=memory_mib,
+                memory_total_mib=gpu.memory_mib or 0,
+                thread_percentage=percentage,
+                budget_enforced=enforces_budgets(gpu),
+                domain=domain.name,
+            )
+            for slot in range(number)
+        ]
+    return devices
 
 
 def host_id(machine_id: str) -> str:
@@ -136,6 +168,7 @@ def client_environment(device: Device, domain: DomainPlan) -> dict[str, str]:
         "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": f"0={device.memory_limit_mib}M",
         "CUDA_MPS_PIPE_DIRECTORY": domain.pipe_directory,
         "CUDA_VISIBLE_DEVICES": device.gpu_uuid,
+        DEVICE_VARIABLE: device.addr,
     }
 
 
@@ -164,29 +197,16 @@ def _domain(
     config: Config, shares: Mapping[str, int], name: str, below: str, gpus: Sequence[Gpu]
 ) -> DomainPlan:
     """One control daemon's plan; its default percentage is the largest, for clients can only tighten it."""
-    numbers = [shares[gpu.pci_address] for gpu in gpus]
+    numbers = tuple(shares[gpu.pci_address] for gpu in gpus)
+    percentages = tuple(thread_percentage(config.cuda_mps_thread_percentage, number) for number in numbers)
     return DomainPlan(
         name,
         config.cuda_mps_pipe_directory + below,
         config.cuda_mps_log_directory + below,
         tuple(str(gpu.uuid) for gpu in gpus),
         tuple((gpu.memory_mib or 0) // number for gpu, number in zip(gpus, numbers)),
-        max(thread_percentage(config.cuda_mps_thread_percentage, number) for number in numbers),
+        max(percentages),
+        numbers,
+        percentages,
+        config.cuda_mps_multiuser,
     )
-
-
-def _devices(config: Config, host: str, gpu: Gpu, number: int, domain: str) -> Iterable[Device]:
-    memory = gpu.memory_mib or 0
-    percentage = thread_percentage(config.cuda_mps_thread_percentage, number)
-    for slot in range(number):
-        yield Device(
-            id=uuid5(host, f"{gpu.uuid}/{slot}"),
-            addr=f"{gpu.address}-{slot}",
-            gpu_uuid=str(gpu.uuid),
-            slot=slot,
-            memory_limit_mib=memory // number,
-            memory_total_mib=memory,
-            thread_percentage=percentage,
-            budget_enforced=enforces_budgets(gpu),
-            domain=domain,
-        )
