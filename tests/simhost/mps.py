@@ -1,0 +1,151 @@
+"""Clients and servers of MPS without a GPU: stand-ins that NVIDIA's real control daemon takes for real.
+
+    with StandIns(host) as stand_ins:             # from now on host.env's control daemon can start a server
+        client = stand_ins.client(pipe_directory) # a process that attaches as a CUDA program does
+        assert [client.says(), client.says()] == ["asking", "attached"]
+
+What the control daemon (535, 550) does with them is real: its lists and log, who waits for whom, how servers
+start, end and are ended. What goes on between a server and its clients is not, and neither is what a server
+does without its control daemon, which nobody here has seen: `behave` lets tests have both.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import select
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import TracebackType
+
+from .environment import CHECKOUT
+from .host import SimHost
+from .library import BuildError
+
+SERVER = "nvidia-cuda-mps-server"
+CONTROL = "nvidia-cuda-mps-control"
+#: So long that only something that never comes is missed.
+PATIENCE_S = 60.0
+_SOURCE = Path(__file__).with_name("mps-server") / "server.c"
+_CLIENT = Path(__file__).with_name("mps_client.py")
+_FLAGS = ["-std=gnu11", "-O1", "-g0", "-Wall", "-Wextra"]
+
+# The control daemon looks for its server on its own PATH, and nowhere else.
+_WRAPPER = """\
+#!/bin/sh
+PATH={folder}:$PATH
+exec {program} "$@"
+"""
+
+
+class StandIns:
+    """The stand-ins of one host, in a folder of its root that comes first on its PATH; a context manager."""
+
+    def __init__(self, host: SimHost) -> None:
+        program = shutil.which(CONTROL, path=host.env["PATH"])
+        if program is None:
+            raise BuildError(f"{CONTROL} is not there: run scripts/setup")
+        self._host = host
+        self._clients: list[Client] = []
+        #: Whether the control daemon asks a server to end (550), or tells it to (535).
+        self.asked = b"get_server_status" in Path(program).read_bytes()
+        self.folder = host.root / "mps"
+        self.folder.mkdir(exist_ok=True)
+        shutil.copy(_built_server(), self.folder / SERVER)
+        self._write(
+            CONTROL,
+            _WRAPPER.format(folder=shlex.quote(str(self.folder)), program=shlex.quote(program)),
+            0o755,
+        )
+        self.behave()
+        host.env["PATH"] = f"{self.folder}{os.pathsep}{host.env['PATH']}"
+
+    def behave(self, *words: str) -> None:
+        """What servers do from now on: the words of mps-server/server.c, none for nothing special."""
+        self._write("behaviour", " ".join([*(["asked"] if self.asked else []), *words]), 0o644)
+
+    def client(self, pipe_directory: Path, uid: int | None = None) -> Client:
+        """Start a client, of another user where `uid` says so (only root can)."""
+        self._clients.append(Client(self._host, pipe_directory, uid))
+        return self._clients[-1]
+
+    def servers(self) -> list[int]:
+        """The PIDs of all servers that run, also of those whose control daemon is gone."""
+        return [int(entry) for entry in os.listdir("/proc") if entry.isdigit() and self._is_server(entry)]
+
+    def close(self) -> None:
+        """End all clients and servers that are left; control daemons are whoever's started them."""
+        for client in self._clients:
+            client.end()
+        for pid in self.servers():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def __enter__(self) -> StandIns:  # noqa: PYI034 - typing.Self is not in 3.9
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _is_server(self, pid: str) -> bool:
+        try:
+            return os.readlink(f"/proc/{pid}/exe") == str(self.folder / SERVER)
+        except OSError:
+            return False
+
+    def _write(self, name: str, text: str, mode: int) -> None:
+        """Write a file of the folder so that nobody ever reads half of it."""
+        new = self.folder / f".{name}.new"
+        new.write_text(text)
+        new.chmod(mode)
+        new.replace(self.folder / name)
+
+
+class Client:
+    """A process that wants to be served; it lives until it is ended, or its server ends it."""
+
+    def __init__(self, host: SimHost, pipe_directory: Path, uid: int | None) -> None:
+        command = [sys.executable, "-IS", str(_CLIENT), *([] if uid is None else [str(uid)])]
+        env = {**host.env, "CUDA_MPS_PIPE_DIRECTORY": str(pipe_directory)}
+        self._process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, bufsize=0)
+        self.pid = self._process.pid
+
+    def says(self, patience_s: float = PATIENCE_S) -> str:
+        """The next thing that happens to it, in a word of mps_client.py; waits for that. Empty at its end."""
+        assert self._process.stdout is not None
+        if not select.select([self._process.stdout], [], [], patience_s)[0]:
+            raise AssertionError(f"nothing happened to the client {self.pid} in {patience_s:g} s")
+        return self._process.stdout.readline().decode().strip()
+
+    def end(self) -> None:
+        """End it as a job ends, where it still runs; also a stopped one."""
+        assert self._process.stdout is not None
+        self._process.terminate()
+        self._process.send_signal(signal.SIGCONT)
+        self._process.wait()
+        self._process.stdout.close()
+
+
+def _built_server() -> Path:
+    """The compiled server under `.cache/` of the checkout; several builders at once are safe, and alike."""
+    key = hashlib.sha256(_SOURCE.read_bytes() + " ".join(_FLAGS).encode()).hexdigest()[:16]
+    target = CHECKOUT / ".cache/simhost" / f"mps-server-{key}"
+    if not target.exists():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        made = target.with_name(f".{target.name}.{os.getpid()}")
+        compiler = shutil.which("cc") or shutil.which("gcc")
+        if not compiler:
+            raise BuildError("simhost needs a C compiler: apt-get install gcc libc6-dev")
+        command = [compiler, *_FLAGS, str(_SOURCE), "-o", str(made)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode != 0:
+            raise BuildError(f"simhost: {' '.join(command)} failed:\n{done.stderr}")
+        made.replace(target)
+    return target

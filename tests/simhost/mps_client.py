@@ -1,0 +1,71 @@
+"""A stand-in for a CUDA client of MPS: attaches through the real control daemon, stays, and tells of it.
+
+Usage: mps_client.py [UID]; the pipe directory is in CUDA_MPS_PIPE_DIRECTORY.
+
+It prints a line each time that something happens to it: `asking`, `attached`, and then at its end one of
+`refused` (the control daemon closed the connection), `terminated` (by `terminate_client`) or `server gone`.
+SIGTERM ends it as a job ends.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import sys
+
+_AS_CLIENT = struct.pack("i", 2)
+_ATTACHED = struct.pack("i", 0)
+
+
+def connect() -> socket.socket:
+    """Connect to the control daemon as everyone does, and say who one is."""
+    control = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    control.connect(os.environ["CUDA_MPS_PIPE_DIRECTORY"] + "/control")
+    control.recv(64)  # a greeting
+    control.send(b"OUTBCRED\0")  # the kernel adds the credentials
+    return control
+
+
+def attach() -> socket.socket | None:
+    """Wait for a server; the connection to it, None where the control daemon refused."""
+    try:
+        with connect() as control:
+            control.send(_AS_CLIENT)
+            say("asking")
+            descriptors = socket.recv_fds(control, 64, 1)[1]
+            if not descriptors:
+                return None
+            server = socket.socket(fileno=descriptors[0])
+            server.send(b"client")  # the kernel adds who sends it
+            control.send(_ATTACHED)
+            return server
+    except ConnectionError:
+        return None
+
+
+def live() -> str:
+    """Live as a client; how it ended."""
+    server = attach()
+    if server is None:
+        return "refused"
+    with server:
+        while True:
+            try:
+                message = server.recv(64)
+            except ConnectionError:
+                return "server gone"
+            if message != b"welcome":
+                return "terminated" if message else "server gone"
+            say("attached")
+
+
+def say(word: str) -> None:
+    """Tell whoever started it."""
+    os.write(1, f"{word}\n".encode())
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        os.setuid(int(sys.argv[1]))
+    say(live())
