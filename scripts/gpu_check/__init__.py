@@ -1,0 +1,1 @@
+"""What NVIDIA MPS does on a real GPU, measured: see docs/gpu/README.md."""

@@ -1,0 +1,200 @@
+"""One CUDA client, in a process of its own so that it has its own environment: `gpu-check --client`.
+
+It reads commands from standard input and writes events to standard output, one JSON object a line. Every
+event has `t`, the machine's monotonic clock in seconds. First comes `started`, then `ready` or `error`; a
+command is answered with `reply`. It ends with its input.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import select
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from gpu_check.cuda import CudaError, Driver, Gpu
+from gpu_check.processes import die_with_parent
+
+_PR_SET_DUMPABLE = 4
+_LONGEST_LAUNCH_S = 0.002
+_BEAT_S = 0.05
+_WARM_S = 0.5  # an idle GPU's clocks are low, and take a while to rise
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Be a client until the input ends; returns 3 where there is no working GPU for it."""
+    options = _parse(arguments)
+    die_with_parent()
+    if options.uid is not None:
+        _become(options.uid)
+    _say("started", pid=os.getpid(), uid=os.getuid())
+    try:
+        gpu = Gpu(Driver(options.libcuda), options.device)
+        gpu.work(1, 1)
+        facts = gpu.facts()
+    except CudaError as error:
+        _say("error", **error.as_json())
+        return 3
+    _say("ready", **facts)
+    Commands(gpu).serve()
+    try:
+        gpu.close()
+    except CudaError as error:
+        _say("error", **error.as_json())
+    return 0
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser("gpu-check --client")
+    parser.add_argument("--device", type=int, default=0)
+    parser.add_argument("--uid", type=int)
+    parser.add_argument("--libcuda", default="libcuda.so.1")
+    return parser.parse_args(arguments)
+
+
+def _become(uid: int) -> None:
+    """Be another user, once everything is imported that this one may not be able to read."""
+    os.setgroups([])
+    os.setgid(uid)
+    os.setuid(uid)
+    # A process that changed its user is hidden in /proc from its new user; a real client is not.
+    ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0)
+    die_with_parent()
+
+
+def _say(event: str, **values: Any) -> None:
+    print(json.dumps({"event": event, "t": time.monotonic(), **values}), flush=True)
+
+
+class Commands:
+    """What a client can be told to do, each command a method of its name."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        self._gpu = gpu
+        self._input = b""
+        self._ended = False
+
+    def serve(self) -> None:
+        """Obey until the input ends."""
+        while (line := self._line(None)) is not None:
+            request = json.loads(line)
+            name = request.pop("do")
+            if name == "quit":
+                return
+            command: Callable[..., dict[str, Any]] = getattr(self, name)
+            try:
+                reply = {"ok": True, **command(**request)}
+            except CudaError as error:
+                reply = {"ok": False, "error": error.as_json()}
+            _say("reply", to=name, **reply)
+
+    def _line(self, timeout_s: float | None) -> bytes | None:
+        """The next line; None at the input's end, or b"" where none came in time."""
+        while b"\n" not in self._input:
+            if self._ended:
+                return None
+            if not select.select([0], [], [], timeout_s)[0]:
+                return b""
+            part = os.read(0, 65536)
+            self._ended = not part
+            self._input += part
+        line, _, self._input = self._input.partition(b"\n")
+        return line
+
+    def memory(self) -> dict[str, Any]:
+        """What this client sees of the memory."""
+        free, total = self._gpu.memory_mib()
+        return {"free_mib": round(free, 1), "total_mib": round(total, 1)}
+
+    def allocate(self, mib: int) -> dict[str, Any]:
+        """Try for one piece, and give it back at once."""
+        try:
+            self._gpu.allocate(mib)
+        finally:
+            self._gpu.release()
+        return {"mib": mib}
+
+    def fill(self, cap_mib: int) -> dict[str, Any]:
+        """Take ever smaller pieces until nothing more is to be had, or `cap_mib` are; then give all back.
+
+        The last pieces are of 2 MiB, the unit in which the driver takes memory.
+        """
+        taken = 0
+        last: CudaError | None = None
+        for piece in (1024, 128, 16, 2):
+            while taken + piece <= cap_mib:
+                try:
+                    self._gpu.allocate(piece)
+                except CudaError as error:
+                    last = error
+                    break
+                taken += piece
+        self._gpu.release()
+        return {
+            "mib": taken,
+            "capped": taken + 2 > cap_mib,
+            "refusal": last.as_json() if last else None,
+        }
+
+    def calibrate(self, blocks: int) -> dict[str, Any]:
+        """How many iterations make one launch take about a millisecond, alone on the GPU."""
+        iterations = 1 << 12
+        seconds = 0.0
+        self.work(0.0, _WARM_S, blocks, iterations)
+        while iterations < 1 << 24:
+            start_s = time.monotonic()
+            self._gpu.work(blocks, iterations)
+            seconds = time.monotonic() - start_s
+            if seconds > _LONGEST_LAUNCH_S:
+                break
+            iterations *= 2
+        return {"iterations": max(1, int(iterations * 0.001 / max(seconds, 1e-6)))}
+
+    def work(
+        self, start: float, seconds: float, blocks: int, iterations: int, batch: int = 4
+    ) -> dict[str, Any]:
+        """Launch for some seconds from the moment `start` of the monotonic clock on."""
+        time.sleep(max(0.0, start - time.monotonic()))
+        launches = 0
+        begin_s = time.monotonic()
+        end_s = begin_s + seconds
+        while (now_s := time.monotonic()) < end_s:
+            self._gpu.work(blocks, iterations, batch)
+            launches += batch
+        now_s = time.monotonic()
+        return {"launches": launches, "seconds": now_s - begin_s, "per_s": launches / (now_s - begin_s)}
+
+    def multiprocessors(self, blocks: int, iterations: int) -> dict[str, Any]:
+        """How many SMs the blocks of one launch ran on."""
+        return {"used": self._gpu.multiprocessors_used(blocks, iterations)}
+
+    def beat(self, blocks: int, iterations: int) -> dict[str, Any]:
+        """Launch and wait, again and again, until any line comes; `beat` every 50 ms, an `error` at once.
+
+        `gap` is the longest time that one launch took since the last event.
+        """
+        launches, gap = 0, 0.0
+        last_s = told_s = time.monotonic()
+        while self._line(0) == b"":
+            try:
+                self._gpu.work(blocks, iterations)
+            except CudaError as error:
+                _say("error", launches=launches, **error.as_json())
+                self._line(None)
+                raise
+            launches += 1
+            now_s = time.monotonic()
+            gap, last_s = max(gap, now_s - last_s), now_s
+            if now_s - told_s >= _BEAT_S:
+                _say("beat", launches=launches, gap=round(gap, 4))
+                told_s, gap = now_s, 0.0
+        return {"launches": launches}
+
+    def fault(self) -> dict[str, Any]:
+        """Do what a broken program does; the reply has the error."""
+        self._gpu.fault()
+        return {}

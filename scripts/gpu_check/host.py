@@ -1,0 +1,212 @@
+"""What is on this machine: the driver's library and programs, and a GPU that a client can use."""
+
+from __future__ import annotations
+
+import glob
+import os
+import shutil
+import subprocess
+import sys
+import time
+from typing import Any, NamedTuple
+
+from gpu_check.asking import Client
+from gpu_check.values import Host, Surroundings, Trouble
+
+LIBCUDA = "libcuda.so.1"
+CONTROL = "nvidia-cuda-mps-control"
+SERVER = "nvidia-cuda-mps-server"
+SMI = "nvidia-smi"
+
+#: Where drivers put their programs when PATH has them not: containers' mounts, Debian's versioned folders.
+PROGRAM_FOLDERS = (
+    "/usr/bin",
+    "/usr/sbin",
+    "/usr/local/bin",
+    "/usr/local/nvidia/bin",
+    "/usr/lib/nvidia/current",
+    "/run/nvidia/driver/usr/bin",
+    "/opt/nvidia/bin",
+)
+LIBRARY_FOLDERS = (
+    "/usr/local/nvidia/lib64",
+    "/usr/local/nvidia/lib",
+    "/usr/lib/x86_64-linux-gnu",
+    "/usr/lib/aarch64-linux-gnu",
+    "/usr/lib64",
+    "/usr/lib/x86_64-linux-gnu/nvidia/current",
+    "/usr/lib/wsl/lib",
+    "/run/nvidia/driver/usr/lib/x86_64-linux-gnu",
+    "/run/nvidia/driver/usr/lib64",
+)
+_SETTINGS = {
+    "compute_mode": "compute_mode",
+    "driver_version": "driver",
+    "persistence_mode": "persistence",
+    "mig.mode.current": "mig",
+    "memory.total": "memory_total",
+    "memory.used": "memory_used",
+    "utilization.gpu": "utilization",
+    "clocks.sm": "clock_sm",
+    "pci.bus_id": "pci",
+    "name": "name",
+}
+
+
+class NoGpu(Exception):  # noqa: N818 - it is what most machines say
+    """There is no GPU to measure; the text says what was looked for."""
+
+
+class Found(NamedTuple):
+    """Library and programs; empty where missing."""
+
+    libcuda: str
+    """What to load: its bare name where the loader finds it by itself, else its path."""
+    control: str
+    server: str
+    smi: str
+    looked_in: list[str]
+
+
+def look(folder: str = "") -> Found:
+    """Look for the driver's parts, first in `folder` where one is given; raises NoGpu without libcuda."""
+    library, path = _library()
+    if not library:
+        tried = ", ".join(("the loader's own path", *LIBRARY_FOLDERS))
+        devices = ", ".join(sorted(glob.glob("/dev/nvidia*"))) or "none"
+        raise NoGpu(f"no {LIBCUDA} was found (looked in {tried}; device nodes /dev/nvidia*: {devices})")
+    first = [part for part in (folder, *os.environ.get("PATH", "").split(os.pathsep)) if part.startswith("/")]
+    smi_path = _program(SMI, [*first, *PROGRAM_FOLDERS])
+    near = [os.path.dirname(path), os.path.normpath(f"{os.path.dirname(path)}/../bin")]
+    near += [os.path.dirname(os.path.realpath(smi_path))] if smi_path else []
+    places = [*first, *PROGRAM_FOLDERS, *near]
+    control = _program(CONTROL, places)
+    server = _program(SERVER, [*places, *([os.path.dirname(os.path.realpath(control))] if control else [])])
+    return Found(library, control, server, smi_path, places)
+
+
+def _library() -> tuple[str, str]:
+    """What to load, and where it lies; both empty where it is nowhere.
+
+    Loaded in a process of its own, for the steps' processes come from this one and must not have touched it.
+    """
+    program = (
+        f"import ctypes; ctypes.CDLL({LIBCUDA!r})\n"
+        "print(*{line.split()[-1] for line in open('/proc/self/maps') if 'libcuda.so' in line})"
+    )
+    result = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", program], capture_output=True, text=True, timeout=60
+    )
+    if result.returncode == 0:
+        return LIBCUDA, (result.stdout.split() or [LIBCUDA])[0]
+    paths = [f"{folder}/{LIBCUDA}" for folder in LIBRARY_FOLDERS]
+    path = next((path for path in paths if os.path.exists(path)), "")
+    return path, os.path.realpath(path) if path else ""
+
+
+def _program(name: str, folders: list[str]) -> str:
+    for folder in folders:
+        path = os.path.join(folder, name)
+        if os.path.isfile(path) and os.access(path, os.X_OK):
+            return path
+    return ""
+
+
+def environment(found: Found, directory: str) -> dict[str, str]:
+    """The environment of everything that is started: this one's without CUDA's variables, and our mark."""
+    variables = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("CUDA_") or name == "CUDA_VISIBLE_DEVICES"
+    }
+    variables.setdefault("PATH", os.defpath)
+    if "/" in found.libcuda:
+        libraries = [os.path.dirname(found.libcuda), variables.get("LD_LIBRARY_PATH", "")]
+        variables["LD_LIBRARY_PATH"] = os.pathsep.join(part for part in libraries if part)
+    variables["GPU_CHECK_RUN"] = directory
+    variables["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
+    variables["CUDA_CACHE_DISABLE"] = "1"  # nothing of ours stays in anybody's home
+    return variables
+
+
+def meet(found: Found, directory: str, device: int) -> Host:
+    """The host, after a first client has used the GPU; raises NoGpu where that cannot be."""
+    variables = environment(found, directory)
+    host = Host(found.libcuda, found.control, found.server, found.smi, variables, device, {}, {})
+    try:
+        gpu = _first_client(host, directory)
+    except Trouble as error:
+        settings = smi_settings(host, "")
+        if settings.get("compute_mode") in ("Prohibited", "Exclusive_Process"):
+            gpu = {"name": settings.get("name", "GPU"), "uuid": "", "unusable": str(error)}
+            return host._replace(gpu=gpu, settings=settings)
+        raise NoGpu(f"{found.libcuda} is there, but no GPU can be used with it: {error}") from None
+    if gpu["devices_seen"] > 1 or "CUDA_VISIBLE_DEVICES" in variables:
+        # One GPU is measured; the control daemon and its clients see only that one, as number 0.
+        host = host._replace(device=0, environment={**variables, "CUDA_VISIBLE_DEVICES": gpu["uuid"]})
+    return host._replace(gpu=gpu, settings=smi_settings(host, gpu["uuid"]))
+
+
+def _first_client(host: Host, directory: str) -> dict[str, Any]:
+    around = Surroundings(host, directory, time.monotonic() + 120)
+    with Client(around, "first") as client:
+        facts = client.ready(90)
+        gpu = {key: value for key, value in facts.items() if key not in ("event", "t")}
+        gpu["seconds_until_ready"] = round(facts["t"] - client.started_s, 3)
+        sizes = host._replace(gpu=gpu)
+        for key, blocks in (("iterations", sizes.small_blocks), ("iterations_large", sizes.large_blocks)):
+            gpu[key] = client.ask("calibrate", 30, blocks=blocks)["iterations"]
+        gpu["memory"] = client.ask("memory")
+    return gpu
+
+
+def smi_settings(host: Host, uuid: str) -> dict[str, str]:
+    """The GPU's settings as nvidia-smi has them; empty where it is missing or fails."""
+    fields = ",".join(_SETTINGS)
+    text = smi(host, "-i", uuid or str(host.device), f"--query-gpu={fields}", "--format=csv,noheader")
+    values = text.strip().split(", ")
+    return dict(zip(_SETTINGS.values(), values)) if len(values) == len(_SETTINGS) else {}
+
+
+def smi(host: Host, *arguments: str, timeout_s: float = 20.0) -> str:
+    """What nvidia-smi prints; empty where it is missing, fails or hangs."""
+    if not host.smi:
+        return ""
+    try:
+        result = subprocess.run(
+            [host.smi, *arguments],
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=timeout_s,
+            env=host.environment,
+            stdin=subprocess.DEVNULL,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return result.stdout if result.returncode == 0 else ""
+
+
+def notes(host: Host) -> list[str]:
+    """What a reader should know of the state in which the GPU was found."""
+    said = []
+    mode = host.settings.get("compute_mode", "")
+    if mode not in ("", "Default"):
+        said.append(f"The GPU is in compute mode {mode}, which was left as it is.")
+    if host.settings.get("mig", "").lower() == "enabled":
+        said.append("The GPU is in MIG mode: what follows is about one of its MIG devices.")
+    others = smi(host, "--query-compute-apps=pid,process_name,used_memory", "--format=csv,noheader").strip()
+    if others:
+        said.append(f"Other processes used the GPU when the run began, and were left alone: {others!r}.")
+    pipes = [path for path in ("/tmp/nvidia-mps", os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "")) if path]
+    said += [
+        f"There is a control daemon's socket in {path}, which was left alone."
+        for path in pipes
+        if os.path.exists(f"{path}/control")
+    ]
+    for name, path in (("control daemon", host.control), ("MPS server", host.server)):
+        if not path:
+            said.append(f"NVIDIA's {name} program was not found, so every step that needs MPS was skipped.")
+    if shutil.disk_usage("/tmp").free < 1 << 24:
+        said.append("/tmp is nearly full.")
+    return said

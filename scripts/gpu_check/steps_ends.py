@@ -1,0 +1,225 @@
+"""What can happen to a control daemon under live clients: each way is a step of its own."""
+
+from __future__ import annotations
+
+import functools
+import signal
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+from gpu_check.asking import Client
+from gpu_check.control import Answer, Control
+from gpu_check.fates import Attempt, attempt, fates, outcome_of, start_beating, watch
+from gpu_check.processes import name_of, stat_of
+from gpu_check.values import Report, Step, Surroundings, Trouble, seconds
+
+_WATCH_S = 4.0
+
+Act = Callable[[Control, int], "Answer | None"]
+
+
+def _by_signal(number: int) -> Act:
+    def act(control: Control, _server: int) -> None:
+        control.signal(number)
+
+    return act
+
+
+def _by_command(command: str, timeout_s: float = 5.0) -> Act:
+    def act(control: Control, server: int) -> Answer:
+        return control.ask(command.format(server=server), timeout_s=timeout_s)
+
+    return act
+
+
+def _end(act: Act, around: Surroundings, report: Report) -> None:
+    """Two clients work, the thing happens, and everybody is looked at; then a successor is tried."""
+    with ExitStack() as stack:
+        control = stack.enter_context(Control(around).start())
+        clients = [stack.enter_context(Client(around, name, pipe=control.pipe)) for name in "ab"]
+        start_beating(clients, around)
+        server = control.the_server()
+        since_s = time.monotonic()
+        answer = act(control, server)
+        if answer:
+            report.raw("command", answer._asdict())
+            report.verbatim(f"> {answer.command}", f"{answer.words()}\n(after {seconds(answer.seconds)})")
+        watch(clients, _WATCH_S)
+        found, words = fates(clients, since_s)
+        report.raw("clients", found)
+        report.answer("clients", f"{words[0].upper()}{words[1:]}.")
+        _look_at_server(report, control, server, since_s)
+        stopped = _is_stopped(control)
+        newcomer = stack.enter_context(Client(around, "new", pipe=control.pipe))
+        met = outcome_of(newcomer, around.patience_s)
+        _tell_newcomer(report, met)
+        if stopped:
+            _go_on(report, control, newcomer, clients)
+        elif not control.alive:
+            newcomer.close()
+            _succeed(around, report, control, server, clients)
+        else:
+            _when_clients_end(report, control, server, clients, newcomer)
+        report.verbatim("Logs", control.logs(60))
+
+
+def _is_stopped(control: Control) -> bool:
+    stat = stat_of(control.pid)
+    return stat is not None and stat.state == "T"
+
+
+def _look_at_server(report: Report, control: Control, server: int, since_s: float) -> None:
+    stat = stat_of(server)
+    values: dict[str, Any] = {
+        "control_alive": control.alive,
+        "server": stat,
+        "after_s": time.monotonic() - since_s,
+    }
+    after = seconds(values["after_s"])
+    daemon = "runs" if control.alive else "is gone"
+    if stat:
+        parent = "its child" if stat.parent == control.pid else f"now a child of {name_of(stat.parent)!r}"
+        sentence = f"The control daemon {daemon} and the server lives {after} after it, {parent}"
+        if control.alive and not _is_stopped(control):
+            status = control.ask(f"get_server_status {server}", timeout_s=3)
+            values["status"] = status._asdict()
+            sentence += f"; get_server_status says {status.words()!r}"
+    else:
+        sentence = f"The control daemon {daemon} and the server is gone {after} after it"
+    report.raw("server", values)
+    report.answer("server", f"{sentence}.")
+
+
+def _tell_newcomer(report: Report, met: Attempt) -> None:
+    report.raw("new_client", met.as_json())
+    report.answer("new_client", f"A new client {met.words()}.")
+
+
+def _go_on(report: Report, control: Control, newcomer: Client, clients: list[Client]) -> None:
+    """SIGCONT after SIGSTOP."""
+    silent = control.ask("get_server_list", timeout_s=2)
+    since_s = time.monotonic()
+    control.signal(signal.SIGCONT)
+    event = newcomer.outcome(10)
+    watch(clients, 1.0)
+    found, words = fates(clients, since_s)
+    served = "was served" if event and event["event"] == "ready" else "was not served"
+    after = seconds((event["t"] if event else time.monotonic()) - since_s)
+    report.raw("continued", {"front_end": silent._asdict(), "new_client": event, "clients": found})
+    report.answer(
+        "successor",
+        f"While it was stopped, the front-end said: {silent.words()!r}. The client that came meanwhile "
+        f"{served} {after} after SIGCONT; {words}.",
+    )
+
+
+def _when_clients_end(
+    report: Report, control: Control, server: int, clients: list[Client], newcomer: Client
+) -> None:
+    """What happens once the clients from before have left, while the control daemon still runs."""
+    since_s = time.monotonic()
+    for client in clients:
+        client.close()
+    gone = _wait_gone(server, 5.0)
+    event = newcomer.outcome(5.0)
+    met = "still waits"
+    if event:
+        after = event["t"] - since_s
+        met = f"{event['event']} {seconds(after)} after they were told to end"
+        met = met if after > 0 else "has had its answer before"
+    daemon = "runs" if control.alive else "has ended"
+    report.raw("clients_ended", {"server_gone": gone, "new_client": event, "control_alive": control.alive})
+    report.answer(
+        "successor",
+        f"Once the old clients had ended, the server {gone}; the new client: {met}; the control daemon "
+        f"{daemon}.",
+    )
+
+
+def _wait_gone(pid: int, timeout_s: float) -> str:
+    """Whether a process ended in time, in words."""
+    start_s = time.monotonic()
+    while stat_of(pid) and time.monotonic() < start_s + timeout_s:
+        time.sleep(0.01)
+    took = seconds(time.monotonic() - start_s)
+    return f"was still there {took} later" if stat_of(pid) else f"was gone within {took}"
+
+
+def _succeed(
+    around: Surroundings, report: Report, control: Control, server: int, clients: list[Client]
+) -> None:
+    """A second control daemon on the directory of the one that is gone."""
+    before = "lived" if stat_of(server) else "was gone"
+    since_s = time.monotonic()
+    try:
+        with control.successor().start() as successor:
+            listed = successor.server_pids()
+            met = attempt(around, successor.pipe, 10)
+            then = successor.server_pids()
+            old = "lived" if stat_of(server) else "was gone"
+            watch(clients, 0.5)
+            found, words = fates(clients, since_s)
+            for client in clients:
+                client.close()
+            gone = _wait_gone(server, 4.0)
+            report.raw(
+                "successor",
+                {
+                    "start_s": successor.start_seconds,
+                    "listed": listed,
+                    "then": then,
+                    "clients": found,
+                    "server": server,
+                    "server_gone": gone,
+                },
+            )
+            report.verbatim("Logs of the successor", successor.logs(40))
+            takes = "listed the old server" if server in listed else "did not list the old server"
+            started = seconds(successor.start_seconds)
+            sentence = (
+                f"A new control daemon started in {started} while the old server {before}, and {takes}; a "
+                f"new client {met.words()}; after it the old server {old} and the server list was "
+                f"{then or 'empty'}; of the old clients: {words}. Once these had ended, the old server "
+                f"{gone}."
+            )
+    except Trouble as error:
+        sentence = f"A new control daemon could not be started: {error}."
+    report.answer("successor", sentence)
+
+
+def _questions(what: str, successor: str) -> tuple[tuple[str, str], ...]:
+    return (
+        ("clients", f"What do live clients see on {what}?"),
+        ("server", "What becomes of the control daemon and the server?"),
+        ("new_client", "What does a new client meet with then?"),
+        ("successor", successor),
+    )
+
+
+_SUCCESSOR = "Does a new control daemon on the same directory serve?"
+
+_AFTER = "And once the clients from before have ended?"
+
+
+def _step(name: str, what: str, act: Act, successor: str = _SUCCESSOR) -> Step:
+    questions = _questions(what, successor)
+    run = functools.partial(_end, act)
+    return Step(f"end_{name}", f"{what[0].upper()}{what[1:]}", run, 50, questions, frozenset({"mps"}))
+
+
+STEPS = (
+    _step("sigkill", "SIGKILL of the control daemon", _by_signal(signal.SIGKILL)),
+    _step("sigterm", "SIGTERM of the control daemon", _by_signal(signal.SIGTERM)),
+    _step(
+        "sigstop",
+        "SIGSTOP of the control daemon",
+        _by_signal(signal.SIGSTOP),
+        "And once it goes on, with SIGCONT?",
+    ),
+    _step("quit", "`quit`", _by_command("quit"), _AFTER),
+    _step("quit_t", "`quit -t 3`", _by_command("quit -t 3", 9.0)),
+    _step("shutdown", "`shutdown_server PID`", _by_command("shutdown_server {server}"), _AFTER),
+    _step("shutdown_f", "`shutdown_server PID -f`", _by_command("shutdown_server {server} -f"), _AFTER),
+)

@@ -1,0 +1,142 @@
+"""A control daemon with live clients and nothing wrong: what it, NVML and the process table say."""
+
+from __future__ import annotations
+
+import os
+import time
+
+from gpu_check import host as driver
+from gpu_check.asking import Client
+from gpu_check.control import Control
+from gpu_check.fates import start_beating
+from gpu_check.processes import all_pids, name_of, names, stat_of
+from gpu_check.values import Report, Step, Surroundings, seconds
+
+#: So long a server without clients is watched.
+_IDLE_S = 10.0
+
+
+def look(around: Surroundings, report: Report) -> None:
+    """Two clients come, are looked at, and leave."""
+    with Control(around).start() as control:
+        with Client(around, "a", pipe=control.pipe) as first:
+            event = first.ready(60)
+            with Client(around, "b", pipe=control.pipe) as second:
+                also = second.ready(30)
+                report.raw("start_s", {"control": control.start_seconds})
+                server_s, second_s = event["t"] - first.started_s, also["t"] - second.started_s
+                report.answer(
+                    "start",
+                    f"The control daemon listened after {seconds(control.start_seconds)}; its first client, "
+                    f"for which the server is started, had run a kernel after {seconds(server_s)} (with "
+                    f"Python's own start), the second after {seconds(second_s)}.",
+                )
+                told = {True: "yes", False: "no", None: "it does not say"}[event["mps"]]
+                report.answer("attribute", f"Does it say MPS is on: {told} (attribute MPS_ENABLED).")
+                start_beating([first, second], around)
+                server = _parents(report, control)
+                _answers(report, control, server, first.pid)
+                _listed(around, report, control, [first.pid, second.pid])
+        _idle(report, control, server)
+        report.verbatim("All logs of this control daemon and its server", control.logs())
+
+
+def _parents(report: Report, control: Control) -> int:
+    server = control.the_server()
+    stat = stat_of(server)
+    parent = stat.parent if stat else 0
+    others = [pid for pid in all_pids() if names(pid, control.pipe) and stat_of(pid)]
+    report.raw(
+        "processes",
+        [{"pid": pid, "name": name_of(pid), "stat": stat_of(pid)} for pid in others],
+    )
+    relation = "a child of the control daemon" if parent == control.pid else f"a child of {name_of(parent)!r}"
+    report.answer(
+        "parent", f"The server is {relation}, runs as uid {stat.uid if stat else '?'}, and is one process."
+    )
+    return server
+
+
+def _answers(report: Report, control: Control, server: int, client: int) -> None:
+    commands = (
+        "get_server_list",
+        f"get_server_status {server}",
+        f"get_client_list {server}",
+        f"get_device_client_list {server}",
+        "get_device_client_list",
+        "ps",
+        f"ps -p {server}",
+        f"get_active_thread_percentage {server}",
+        f"get_device_pinned_mem_limit {server} 0",
+        "get_default_active_thread_percentage",
+        "get_default_device_pinned_mem_limit 0",
+        "get_default_client_priority",
+        "device_query",
+        "lspart",
+    )
+    answers = [control.ask(command, timeout_s=3) for command in commands]
+    report.raw("answers", [answer._asdict() for answer in answers])
+    shown = "\n".join(f"> {answer.command}\n{answer.words()}" for answer in answers)
+    numbers = f"server {server}, control daemon {control.pid}, a client {client}"
+    report.verbatim(f"What the control daemon answers with two live clients ({numbers})", shown)
+    unknown = [a.command.split()[0] for a in answers if "unknown command" in a.text.lower()]
+    silent = [a.command for a in answers if a.status is None]
+    report.answer(
+        "lists",
+        f"All {len(answers)} commands were asked, their answers are below; unknown to it: "
+        f"{', '.join(unknown) or 'none'}; without an answer: {', '.join(silent) or 'none'}.",
+    )
+
+
+def _listed(around: Surroundings, report: Report, control: Control, clients: list[int]) -> None:
+    host = around.host
+    table = driver.smi(host, "--query-compute-apps=pid,process_name,used_memory", "--format=csv")
+    whole = driver.smi(host)
+    report.verbatim(
+        "nvidia-smi --query-compute-apps with two live clients", table or "(nothing, or no nvidia-smi)"
+    )
+    report.verbatim("nvidia-smi with two live clients", whole or "(nothing, or no nvidia-smi)")
+    listed = {line.split(",")[0].strip() for line in table.splitlines()[1:]}
+    inside = [str(pid) for pid in clients if str(pid) in listed]
+    servers = [str(pid) for pid in control.servers if str(pid) in listed]
+    report.raw("listed", {"table": table, "clients": clients, "servers": sorted(control.servers)})
+    report.answer(
+        "nvml",
+        f"nvidia-smi lists {len(listed)} compute processes: {len(inside)} of 2 clients and {len(servers)} of "
+        f"{len(control.servers)} servers by their own PIDs"
+        + (" (type M+C in its table)." if "M+C" in whole else "."),
+    )
+
+
+def _idle(report: Report, control: Control, server: int) -> None:
+    """Whether the server goes when its last client has."""
+    start_s = time.monotonic()
+    while stat_of(server) and time.monotonic() < start_s + _IDLE_S:
+        time.sleep(0.05)
+    waited = seconds(time.monotonic() - start_s)
+    if stat_of(server):
+        sentence = f"No: it was there {waited} after its last client had ended."
+    else:
+        sentence = f"Yes: it was gone {waited} after its last client had ended."
+    report.answer("idle", sentence)
+    status = control.ask(f"get_server_status {server}", timeout_s=3)
+    report.raw("idle", {"alive": bool(stat_of(server)), "status": status._asdict(), "uid": os.geteuid()})
+
+
+STEPS = (
+    Step(
+        "look",
+        "A control daemon with live clients",
+        look,
+        75,
+        (
+            ("start", "How long until a client runs?"),
+            ("attribute", "Does the driver tell a client that it is under MPS?"),
+            ("parent", "Whose child is the server?"),
+            ("lists", "What does the control daemon answer?"),
+            ("nvml", "Which processes does NVML list?"),
+            ("idle", "Does the server end by itself when its last client ends?"),
+        ),
+        frozenset({"mps"}),
+    ),
+)

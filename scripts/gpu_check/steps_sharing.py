@@ -1,0 +1,270 @@
+"""SM percentages, and many small clients with MPS against the same without it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from gpu_check.asking import Client, Event
+from gpu_check.control import Control
+from gpu_check.values import Report, Step, Surroundings, Trouble
+
+_PERCENTAGE = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
+_SPAN_S = 1.0
+_ROUND_S = 1.2
+_WARM_S = 0.4  # an idle GPU's clocks are low, and take a while to rise
+_COUNTS = (1, 2, 4, 8, 16)
+
+Measured = dict[str, Any]
+
+
+def _large(client: Client, around: Surroundings) -> Measured:
+    """The throughput of a client whose kernels fill the GPU, and on how many SMs they run."""
+    gpu = around.host.gpu
+    facts = client.ready(30)
+    sizes = {"blocks": around.host.large_blocks, "iterations": gpu["iterations_large"]}
+    client.ask("work", 30, start=0.0, seconds=_WARM_S, **sizes)
+    used = client.ask("multiprocessors", 30, **sizes)
+    work = client.ask("work", 30, start=0.0, seconds=_SPAN_S, **sizes)
+    if not (used["ok"] and work["ok"]):
+        raise Trouble(f"client {client.name} could not compute: {used.get('error') or work.get('error')}")
+    return {
+        "mps": facts["mps"],
+        "says_multiprocessors": facts["multiprocessors"],
+        "used_multiprocessors": used["used"],
+        "per_s": work["per_s"],
+    }
+
+
+def percentages(around: Surroundings, report: Report) -> None:
+    """Clients of one server with different percentages, one after the other."""
+    found: dict[str, Measured] = {}
+    if around.host.default_mode:
+        with Client(around, "outside") as client:
+            found["outside MPS"] = _large(client, around)
+    with Control(around).start() as control:
+        for percentage in ("100", "50", "25", "12.5", "10"):
+            environment = {_PERCENTAGE: percentage}
+            with Client(around, percentage, pipe=control.pipe, environment=environment) as client:
+                found[percentage] = _large(client, around)
+            report.raw("alone", found)
+        _tell_percentages(around, report, found)
+        _together(around, report, control, found)
+        _tighten(around, report, control)
+
+
+def _tell_percentages(around: Surroundings, report: Report, found: dict[str, Measured]) -> None:
+    whole = found["100"]["per_s"]
+    total = int(around.host.gpu["multiprocessors"])
+    rows = [
+        [
+            name,
+            each["says_multiprocessors"],
+            each["used_multiprocessors"],
+            f"{each['used_multiprocessors'] / total:.1%}",
+            f"{each['per_s']:.0f}",
+            f"{each['per_s'] / whole:.1%}",
+        ]
+        for name, each in found.items()
+    ]
+    header = ("percentage", "SMs it is told", "SMs used", "of all SMs", "launches/s", "of that at 100 %")
+    report.table("One client whose kernels fill the GPU", header, rows)
+    parts = [f"{name} %: {found[name]['per_s'] / whole:.1%}" for name in found if name[0].isdigit()]
+    over = [
+        name for name in ("50", "25", "12.5", "10") if found[name]["per_s"] / whole > float(name) / 100 * 1.1
+    ]
+    verdict = f"NOT at {', '.join(over)} %" if over else "yes, none is more than a tenth above its percentage"
+    report.answer(
+        "hold", f"{verdict[0].upper()}{verdict[1:]}; throughput of that at 100 %: {', '.join(parts)}."
+    )
+    used = [f"{name} %: {found[name]['used_multiprocessors']}" for name in found if name[0].isdigit()]
+    told = [f"{name} %: {found[name]['says_multiprocessors']}" for name in found if name[0].isdigit()]
+    report.answer(
+        "sms",
+        f"Blocks ran on so many of {total} SMs: {', '.join(used)}; the client is told {', '.join(told)}.",
+    )
+    if "outside MPS" in found:
+        ratio = whole / found["outside MPS"]["per_s"]
+        report.answer("cost", f"One client under MPS at 100 % had {ratio:.3f} of its throughput outside MPS.")
+
+
+def _together(around: Surroundings, report: Report, control: Control, found: dict[str, Measured]) -> None:
+    """Four clients of 25 % at once."""
+    with ExitStack() as stack:
+        clients = [
+            stack.enter_context(
+                Client(around, f"quarter {i}", pipe=control.pipe, environment={_PERCENTAGE: "25"})
+            )
+            for i in range(4)
+        ]
+        for client in clients:
+            client.ready(30)
+        gpu = around.host.gpu
+        replies = run_together(clients, _SPAN_S, around.host.large_blocks, gpu["iterations_large"])
+    rates = [reply["per_s"] for reply in replies]
+    report.raw("four_quarters", rates)
+    share = sum(rates) / found["100"]["per_s"]
+    alone = [rate / found["25"]["per_s"] for rate in rates]
+    report.answer(
+        "together",
+        f"Four clients of 25 % at once had {share:.1%} of the throughput of one at 100 %; each had "
+        f"{min(alone):.1%} to {max(alone):.1%} of what one of 25 % has alone.",
+    )
+
+
+def _tighten(around: Surroundings, report: Report, control: Control) -> None:
+    """A running server's percentage, and a client that asks for more."""
+    with Client(around, "staying", pipe=control.pipe) as staying:
+        staying.ready(30)
+        pid = control.the_server()
+        answers = [
+            control.ask(f"set_active_thread_percentage {pid} 25"),
+            control.ask(f"get_active_thread_percentage {pid}"),
+        ]
+        said = "\n".join(f"> {answer.command}\n{answer.words()}" for answer in answers)
+        report.verbatim("The percentage of one server", said)
+        with Client(around, "server's 25", pipe=control.pipe) as client:
+            plain = _large(client, around)
+        environment = {_PERCENTAGE: "50"}
+        with Client(around, "own 50", pipe=control.pipe, environment=environment) as client:
+            loose = _large(client, around)
+    report.raw("of_server", {"plain": plain, "own 50": loose})
+    report.answer(
+        "loosen",
+        f"With a server set to 25 %, a new client used {plain['used_multiprocessors']} SMs, and one whose "
+        f"own environment says 50 % used {loose['used_multiprocessors']} SMs.",
+    )
+
+
+def run_together(clients: Sequence[Client], span_s: float, blocks: int, iterations: int) -> list[Event]:
+    """Let all clients work over the same span of time; raises Trouble where one cannot."""
+    start_s = time.monotonic() + 0.15
+    for client in clients:
+        client.tell("work", start=start_s, seconds=span_s, blocks=blocks, iterations=iterations, batch=8)
+    replies = [client.reply("work", span_s + 30) for client in clients]
+    for client, reply in zip(clients, replies):
+        if not reply["ok"]:
+            raise Trouble(f"client {client.name} could not work: {reply['error']}")
+    return replies
+
+
+def fairness(rates: Sequence[float]) -> float:
+    """Jain's index: 1 where all have the same, 1/n where one has all."""
+    squares = sum(rate * rate for rate in rates)
+    return sum(rates) ** 2 / (len(rates) * squares) if squares else 0.0
+
+
+def throughput(around: Surroundings, report: Report) -> None:
+    """Both kinds of clients are there all the time, and take turns: MPS, without, without, MPS."""
+    host = around.host
+    groups: dict[str, list[Client]] = {}
+    rounds: dict[str, dict[int, list[list[float]]]] = {}
+    with ExitStack() as stack:
+        pipes = {"without MPS": ""} if host.default_mode else {}
+        if host.control and host.server:
+            pipes["MPS"] = stack.enter_context(Control(around).start()).pipe
+        for kind, pipe in pipes.items():
+            try:
+                groups[kind] = _ready_group(around, stack, kind, pipe)
+            except Trouble as error:
+                report.raw(f"no clients, {kind}", str(error))
+        if not groups:
+            raise Trouble("no clients could be started")
+        for count in _COUNTS:
+            for kind in [*reversed(groups), *groups]:
+                replies = run_together(
+                    groups[kind][:count], _ROUND_S, host.small_blocks, host.gpu["iterations"]
+                )
+                rates = [reply["per_s"] for reply in replies]
+                rounds.setdefault(kind, {}).setdefault(count, []).append(rates)
+            report.raw("rounds", rounds)
+        _tell_throughput(around, report, rounds)
+
+
+def _ready_group(around: Surroundings, stack: ExitStack, kind: str, pipe: str) -> list[Client]:
+    """As many clients of one kind as are ever needed, all ready; raises Trouble."""
+    clients = [stack.enter_context(Client(around, f"{kind} {i}", pipe=pipe)) for i in range(max(_COUNTS))]
+    for client in clients:
+        client.ready(25)
+    return clients
+
+
+def _tell_throughput(
+    around: Surroundings, report: Report, rounds: dict[str, dict[int, list[list[float]]]]
+) -> None:
+    sums = {
+        kind: {count: sum(map(sum, each)) / len(each) for count, each in counts.items()}
+        for kind, counts in rounds.items()
+    }
+    even = {
+        kind: {count: min(map(fairness, each)) for count, each in counts.items()}
+        for kind, counts in rounds.items()
+    }
+    spread = {
+        kind: {count: min(min(rates) / max(rates) for rates in each) for count, each in counts.items()}
+        for kind, counts in rounds.items()
+    }
+    header = ["clients"]
+    for kind in sums:
+        header += [f"{kind}, launches/s", f"of one client {kind}", "slowest/fastest", "Jain"]
+    rows: list[list[object]] = []
+    for count in _COUNTS:
+        row: list[object] = [count]
+        for kind, by_count in sums.items():
+            row += [f"{by_count[count]:.0f}", f"{by_count[count] / by_count[1]:.2f} x"]
+            row += [f"{spread[kind][count]:.2f}", f"{even[kind][count]:.3f}"]
+        rows.append([*row, *([_ratio(sums, count)] if len(sums) > 1 else [])])
+    report.table(
+        f"Clients whose kernels of a millisecond have {around.host.small_blocks} blocks",
+        [*header, *(["MPS / without"] if len(sums) > 1 else [])],
+        rows,
+    )
+    report.raw("sums", sums)
+    if len(sums) > 1:
+        parts = [f"{count}: {_ratio(sums, count)}" for count in _COUNTS]
+        report.answer(
+            "ratio", f"Throughput of all under MPS to that without it, by clients: {', '.join(parts)}."
+        )
+    else:
+        report.answer("ratio", f"There is no ratio: clients ran in one way only, {next(iter(sums))}.")
+    for kind, name in (("MPS", "fair_mps"), ("without MPS", "fair_without")):
+        if kind in spread:
+            parts = [f"{count}: {spread[kind][count]:.2f}" for count in _COUNTS[1:]]
+            report.answer(
+                name, f"The slowest client's share of the fastest's, by clients: {', '.join(parts)}."
+            )
+
+
+def _ratio(sums: dict[str, dict[int, float]], count: int) -> str:
+    return f"{sums['MPS'][count] / sums['without MPS'][count]:.2f} x"
+
+
+STEPS = (
+    Step(
+        "percentages",
+        "Percentages of the SM threads",
+        percentages,
+        75,
+        (
+            ("hold", "Does the percentage of a client hold?"),
+            ("sms", "On how many SMs does such a client run, and how many is it told of?"),
+            ("together", "Do four clients of 25 % add up, and keep out of each other's way?"),
+            ("loosen", "Does a running server's percentage hold, also for a client that asks for more?"),
+            ("cost", "What does MPS cost one client that has the GPU alone?"),
+        ),
+        frozenset({"mps"}),
+    ),
+    Step(
+        "throughput",
+        "Many small clients, with MPS and without",
+        throughput,
+        120,
+        (
+            ("ratio", "How much more do 1 to 16 small clients get done under MPS than without it?"),
+            ("fair_mps", "How even are they under MPS?"),
+            ("fair_without", "How even are they without MPS?"),
+        ),
+    ),
+)

@@ -1,0 +1,372 @@
+"""scripts/gpu-check without a GPU: that it says so, that no step hinders the next, and that every step runs.
+
+The driver is a stand-in (tests/gpu_check_host/libcuda.c, and the servers of simhost.mps), the control daemon
+NVIDIA's own. So this shows that the program works, and nothing about MPS.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from simhost import SimHost
+from simhost.mps import StandIns
+
+CHECKOUT = Path(__file__).resolve().parent.parent.parent
+SCRIPTS = CHECKOUT / "scripts"
+PROGRAM = SCRIPTS / "gpu-check"
+UUID = "GPU-76aef7ff-372d-2432-b4b4-beca4d8d3400"
+STEM = "*-stand-in-gpu-0"
+
+#: Steps of the test's own, run as `gpu-check` runs its steps.
+STEPS = """
+import os, signal, subprocess, sys, time
+sys.path.insert(0, {scripts!r})
+from gpu_check.cli import main
+from gpu_check.values import Skip, Step, Trouble
+
+def fine(around, report):
+    report.answer("q", "It is fine.")
+    report.raw("environment", around.host.environment["GPU_CHECK_RUN"])
+def raises(around, report):
+    report.answer("q", "Half of it.")
+    raise ValueError("what a pity")
+def troubled(around, report):
+    raise Trouble("no server")
+def skips(around, report):
+    raise Skip("not here")
+def dies(around, report):
+    os._exit(7)
+def hangs(around, report):
+    report.answer("q", "It began to hang.")
+    child = subprocess.Popen(["sh", "-c", "trap '' TERM; while :; do sleep 1; done"], start_new_session=True)
+    report.raw("child", child.pid)
+    time.sleep(1000)
+def leaves(around, report):
+    report.raw("child", subprocess.Popen(["sleep", "1000"], start_new_session=True).pid)
+
+steps = [Step(f.__name__, f"The step that is called {{f.__name__}}", f, 3.0, [("q", "What of it?")])
+         for f in (fine, raises, troubled, skips, dies, hangs, leaves)]
+sys.exit(main(sys.argv[1:], [*steps, steps[0]._replace(name="again")]))
+"""
+
+
+@pytest.fixture(scope="module")
+def libcuda(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    assert compiler, "a C compiler is missing: scripts/setup installs it"
+    target = tmp_path_factory.mktemp("libcuda") / "libcuda.so.1"
+    source = CHECKOUT / "tests/gpu_check_host/libcuda.c"
+    flags = ["-std=gnu11", "-O1", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC"]
+    subprocess.run([compiler, *flags, "-o", str(target), str(source)], check=True, timeout=60)
+    return target
+
+
+@pytest.fixture
+def host(libcuda: Path) -> Iterator[SimHost]:
+    with SimHost.create([{"kind": "h200", "uuid": UUID}]) as host, StandIns(host) as stand_ins:
+        shutil.copy(libcuda, host.root / "lib")
+        yield host
+        assert stand_ins.servers() == []
+
+
+@pytest.fixture
+def module(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    return lambda name: importlib.import_module(f"gpu_check.{name}")
+
+
+def check(host: SimHost, output: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    return host.run([PROGRAM, "--output", output, *options], timeout=120)
+
+
+def written(output: Path) -> tuple[dict[str, Any], str]:
+    (file,) = output.glob(f"{STEM}.json")
+    result: dict[str, Any] = json.loads(file.read_text())
+    return result, file.with_suffix(".md").read_text()
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def wait_until(look: Callable[[], bool], what: str) -> None:
+    end_s = time.monotonic() + 60
+    while not look():
+        assert time.monotonic() < end_s, f"{what} did not come about"
+        time.sleep(0.01)
+
+
+def test_without_a_driver_it_says_what_it_looked_for_and_exits_0(tmp_path: Path) -> None:
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        pass
+    else:
+        pytest.skip("a driver is here")
+    result = subprocess.run([PROGRAM, "--output", tmp_path], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("gpu-check: skipped: no libcuda.so.1 was found (looked in ")
+    assert "/usr/local/nvidia/lib64" in result.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_with_a_driver_but_no_gpu_it_says_so_and_exits_0(host: SimHost, tmp_path: Path) -> None:
+    host.env["STANDIN_NO_DEVICE"] = "1"
+    result = check(host, tmp_path)
+    assert result.returncode == 0
+    assert "skipped: libcuda.so.1 is there, but no GPU can be used with it" in result.stdout
+    assert "CUDA_ERROR_NO_DEVICE (100) from cuInit" in result.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_its_help_says_what_it_leaves_alone() -> None:
+    result = subprocess.run([PROGRAM, "--help"], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0
+    assert "changes no setting" in " ".join(result.stdout.split())
+    assert "--minutes" in result.stdout
+
+
+def test_a_step_that_is_not_there_is_wrong_usage() -> None:
+    result = subprocess.run([PROGRAM, "--only", "looks"], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 2
+    assert "no such step: looks (there are: look, memory_default," in result.stderr
+
+
+def test_steps_run_from_their_start_to_their_end_and_leave_nothing(host: SimHost, tmp_path: Path) -> None:
+    steps = "memory_default,memory_client,end_shutdown_f,users_multi,recovery,outside"
+    result = check(host, tmp_path, "--only", steps)
+    assert result.returncode == 0, result.stderr
+    found, page = written(tmp_path)
+    by_name = {step["name"]: step for step in found["steps"]}
+    assert list(by_name) == steps.split(",")
+    assert by_name.pop("users_multi")["status"] in ("done", "skipped")  # by the release; or it needs root
+    assert {name: (step["status"], step["reason"]) for name, step in by_name.items()} == dict.fromkeys(
+        by_name, ("done", "")
+    )
+    for entry in found["catalogue"]:
+        for name, question in entry["questions"]:
+            assert f"- **{question}** " in page
+            if entry["name"] in by_name:
+                assert by_name[entry["name"]]["answers"][name] in page
+    assert [step["left_behind"] for step in found["steps"]] == [[]] * 6
+    # The stand-in keeps the limits of a client's own environment, and knows of no others.
+    answers = by_name["memory_client"]["answers"]
+    assert answers["odd"] == "5760M is enforced as 5760M: 640 MiB more could be taken than under 5G."
+    assert "NOT limited" in by_name["memory_default"]["answers"]["number"]
+    assert "CUDA_ERROR_MPS_RPC_FAILURE (806)" in by_name["end_shutdown_f"]["answers"]["clients"]
+
+
+def test_no_step_hinders_the_next_and_none_leaves_a_process(host: SimHost, tmp_path: Path) -> None:
+    program = tmp_path / "steps.py"
+    program.write_text(STEPS.format(scripts=str(SCRIPTS)))
+    result = host.run([sys.executable, program, "--output", tmp_path / "out"], timeout=120)
+    assert result.returncode == 0, result.stderr
+    found, page = written(tmp_path / "out")
+    steps = {step["name"]: step for step in found["steps"]}
+    assert {name: step["status"] for name, step in steps.items()} == {
+        "fine": "done",
+        "raises": "failed",
+        "troubled": "failed",
+        "skips": "skipped",
+        "dies": "failed",
+        "hangs": "timed out",
+        "leaves": "done",
+        "again": "done",
+    }
+    assert steps["raises"]["reason"] == "ValueError: what a pity"
+    assert "what a pity" in steps["raises"]["raw"]["traceback"]
+    assert steps["raises"]["answers"] == {"q": "Half of it."}
+    assert steps["dies"]["reason"] == "its process ended with status 7 and said nothing"
+    assert steps["hangs"]["answers"] == {"q": "It began to hang."}
+    assert steps["leaves"]["left_behind"] == [
+        f"sleep (PID {steps['leaves']['raw']['child']}) was left and ended"
+    ]
+    assert is_gone(steps["hangs"]["raw"]["child"])
+    assert is_gone(steps["leaves"]["raw"]["child"])
+    assert not Path(steps["fine"]["raw"]["environment"]).exists()
+    assert "**This step: timed out: it had not ended by its deadline" in page
+    assert "**This step: skipped: not here.**" in page
+
+
+def test_an_interrupted_run_keeps_what_it_has_and_leaves_no_process(host: SimHost, tmp_path: Path) -> None:
+    run = host.popen([PROGRAM, "--output", tmp_path, "--only", "outside,end_sigstop,recovery"])
+    # end_sigstop takes at least ten seconds, so the signal comes in its midst.
+    wait_until(
+        lambda: b'"status": "done"' in b"".join(f.read_bytes() for f in tmp_path.glob("*.json")), "a result"
+    )
+    first, _ = written(tmp_path)
+    wait_until(lambda: bool(_of_runs(host)), "a control daemon")
+    run.send_signal(signal.SIGTERM)
+    _, errors = run.communicate(timeout=60)
+    assert run.returncode == 128 + signal.SIGTERM, errors
+    assert "interrupted; what was measured before is written" in errors
+    assert _of_runs(host) == []
+    second, page = written(tmp_path)
+    assert second["steps"][0] == first["steps"][0]
+    assert [step["status"] for step in second["steps"]] == ["done", "failed"]
+    assert "**This step: not measured.**" in page
+
+
+def _of_runs(host: SimHost) -> list[int]:
+    """The control daemons that this host's gpu-check has started."""
+    root = f"YUNION_MPS_ROOT={host.root}\0".encode()
+    found = []
+    for entry in os.listdir("/proc"):
+        try:
+            environment = Path(f"/proc/{entry}/environ").read_bytes() + b"\0"
+        except OSError:
+            continue
+        if root in environment and b"GPU_CHECK_RUN=" in environment and b"CUDA_MPS_LOG_" in environment:
+            found.append(int(entry))
+    return found
+
+
+def test_another_control_daemon_and_its_clients_are_left_alone(host: SimHost, tmp_path: Path) -> None:
+    pipe = host.root / "tmp/other"
+    pipe.mkdir(parents=True)
+    variables = {**host.env, "CUDA_MPS_PIPE_DIRECTORY": str(pipe), "CUDA_MPS_LOG_DIRECTORY": str(pipe)}
+    control = shutil.which("nvidia-cuda-mps-control", path=host.env["PATH"])
+    assert control
+    other = subprocess.Popen(
+        [control, "-f"], env=variables, stdout=subprocess.DEVNULL, stdin=subprocess.DEVNULL
+    )
+    try:
+        wait_until(lambda: (pipe / "control").exists(), "a control daemon")
+        host.env["CUDA_MPS_PIPE_DIRECTORY"] = str(pipe)
+        assert check(host, tmp_path, "--only", "outside,end_shutdown_f").returncode == 0
+        found, page = written(tmp_path)
+        assert [step["status"] for step in found["steps"]] == ["done", "done"]
+        assert f"There is a control daemon's socket in {pipe}, which was left alone." in page
+        assert other.poll() is None
+        listed = subprocess.run(
+            [control], input="get_server_list\n", env=variables, capture_output=True, text=True, timeout=60
+        )
+        assert (listed.returncode, listed.stdout) == (0, "")
+    finally:
+        other.kill()
+        other.wait()
+
+
+def test_a_gpu_that_no_client_may_use_is_left_as_it_is(host: SimHost, tmp_path: Path) -> None:
+    host.gpus[0].compute_mode = "prohibited"
+    assert check(host, tmp_path).returncode == 0
+    found, page = written(tmp_path)
+    assert {step["status"] for step in found["steps"]} == {"skipped"}
+    assert "The GPU is in compute mode Prohibited, which was left as it is." in page
+    assert host.gpus[0].compute_mode == "prohibited"
+
+
+def test_a_second_run_on_the_same_day_does_not_take_the_first_ones_place(
+    host: SimHost, tmp_path: Path
+) -> None:
+    for _ in range(2):
+        assert check(host, tmp_path, "--only", "outside").returncode == 0
+    assert len(list(tmp_path.glob("*.json"))) == len(list(tmp_path.glob("*.md"))) == 2
+
+
+def test_without_nvidias_programs_only_steps_that_need_none_are_taken(module: Callable[[str], Any]) -> None:
+    host = module("values").Host("libcuda.so.1", "", "", "", {}, 0, {"multiprocessors": 132}, {})
+    steps = module("registry").STEPS
+    missing_for = module("runner").missing_for
+    taken = [step.name for step in steps if not missing_for(step, host)]
+    assert taken == ["throughput", "outside"]
+    why = {missing_for(step, host) for step in steps} - {""}
+    assert why == {"nvidia-cuda-mps-control and nvidia-cuda-mps-server not found"}
+
+
+def test_the_page_has_every_answer_and_says_what_is_missing_and_why(module: Callable[[str], Any]) -> None:
+    def step(name: str, status: str, reason: str, answers: dict[str, str], **more: Any) -> dict[str, Any]:
+        empty = {"tables": [], "verbatim": [], "raw": {}, "left_behind": [], "seconds": 1.25}
+        return {"name": name, "status": status, "reason": reason, "answers": answers, **empty, **more}
+
+    result = {
+        "date": "2026-11-20",
+        "begun": "2026-11-20T10:00:00+00:00",
+        "seconds": 12.5,
+        "gpu": {"name": "NVIDIA H200", "multiprocessors": 132, "memory_mib": 143156},
+        "settings": {"compute_mode": "Default", "driver": "580.1"},
+        "machine": {"cores": 16, "kernel": "Linux 6 x86_64"},
+        "programs": {"control": "/usr/bin/control", "server": ""},
+        "notes": ["Something to know."],
+        "catalogue": [
+            {"name": "one", "title": "The first", "questions": [["a", "What is a?"], ["b", "What is b?"]]},
+            {"name": "two", "title": "The second", "questions": [["c", "What is c?"]]},
+            {"name": "three", "title": "The third", "questions": [["d", "What is d?"]]},
+        ],
+        "steps": [
+            step(
+                "one",
+                "done",
+                "",
+                {"a": "It is 5760M.", "b": "It is kept."},
+                tables=[{"title": "Numbers", "header": ["n", "x|y"], "rows": [["1", "2"]]}],
+                verbatim=[{"title": "Log", "text": "\n".join(f"line {i}" for i in range(200)) + "```"}],
+            ),
+            step(
+                "two", "timed out", "it had not ended", {}, left_behind=["sleep (PID 5) was left and ended"]
+            ),
+        ],
+    }
+    page = module("page").draw(result)
+    assert page.startswith("# MPS on NVIDIA H200, 2026-11-20\n")
+    assert "Of 4 questions 2 have an answer." in page
+    assert "- Something to know.\n" in page
+    assert "- **What is a?** It is 5760M.\n- **What is b?** It is kept.\n" in page
+    assert "| n | x\\|y |\n| --- | --- |\n| 1 | 2 |\n" in page
+    assert "line 0\n" in page
+    assert "line 199'''\n```\n" in page
+    assert "... (130 lines are left out here)" in page
+    assert (
+        "## The second\n\n**This step: timed out: it had not ended.**\n\n- **What is c?** Not measured.\n"
+        in page
+    )
+    assert "## The third\n\n**This step: not measured.**\n\n- **What is d?** Not measured.\n" in page
+    assert "| two | timed out | 1.2 s | it had not ended | sleep (PID 5) was left and ended |\n" in page
+    assert "| three | not measured |  |  |  |\n" in page
+
+
+@pytest.mark.parametrize(
+    ("taken", "sentence"),
+    [
+        ({"5G": 4800, "5760M": 5440, "6G": 5824}, "5760M is enforced as 5760M: 640 MiB more"),
+        ({"5G": 4800, "5760M": 4800, "6G": 5824}, "5760M is enforced as 5G: as much"),
+        ({"5G": 4800, "5760M": 5822, "6G": 5824}, "5760M is enforced as 6G: as much"),
+        ({"5G": 4800, "5760M": 5100, "6G": 5824}, "5760M is enforced as something else: 300 MiB more"),
+        ({"5G": 4800, "5760M": None, "6G": 5824}, "5760M was not enforced at all."),
+    ],
+)
+def test_what_an_odd_limit_is_enforced_as_shows_between_its_neighbours(
+    module: Callable[[str], Any], taken: dict[str, int | None], sentence: str
+) -> None:
+    memory = module("steps_memory")
+    found = {name: {"taken_mib": mib or 7808, "unlimited": mib is None} for name, mib in taken.items()}
+    assert memory.enforced_as(memory.Sizes(143156), found).startswith(sentence)
+
+
+def test_fairness_is_1_for_all_alike_and_1_in_n_where_one_has_all(module: Callable[[str], Any]) -> None:
+    fairness = module("steps_sharing").fairness
+    assert fairness([5.0, 5.0, 5.0]) == pytest.approx(1)
+    assert fairness([9.0, 0.0, 0.0]) == pytest.approx(1 / 3)
+    assert fairness([0.0]) == 0
+
+
+def test_every_module_of_it_is_short() -> None:
+    lengths = {path.name: len(path.read_text().splitlines()) for path in SCRIPTS.glob("gpu_check/*.py")}
+    assert len(lengths) > 15
+    assert {name: length for name, length in lengths.items() if length > 300} == {}
