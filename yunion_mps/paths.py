@@ -55,6 +55,11 @@ class Paths:
         return self.under("/run/yunion-mps/daemon.lock")
 
     @property
+    def former_modes(self) -> str:
+        """A copy of what the store knows of compute modes; both end with the boot."""
+        return self.under("/run/yunion-mps/former-compute-modes.json")
+
+    @property
     def state_directory(self) -> str:
         """What must survive the daemon."""
         return self.under("/var/lib/yunion-mps")

@@ -1,47 +1,82 @@
-"""What must outlive the daemon, in SQLite: the GPUs' compute modes from before we first touched them."""
+"""What must outlive the daemon, in SQLite: compute modes from before us, what domains have, and the events.
+
+Every write is there for the next daemon however this one ends. A file that cannot be read any more is kept
+aside and begun anew; the compute modes are then taken from their copy in the run directory, which is enough
+because both they and it end with the boot.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import sqlite3
+import threading
+import time
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from yunion_mps.errors import HostError, ShortageError
+from yunion_mps.models import Event
 from yunion_mps.paths import Paths
 
-_SCHEMA_VERSION = 1
-_SCHEMA = """
-CREATE TABLE IF NOT EXISTS former_compute_mode (
+_SCHEMA_VERSION = 2
+_SCHEMA = (
+    """CREATE TABLE IF NOT EXISTS former_compute_mode (
     gpu_uuid TEXT NOT NULL PRIMARY KEY,
     mode TEXT NOT NULL,
     boot_id TEXT NOT NULL
-) WITHOUT ROWID
-"""
-_DOMAINS = """
-CREATE TABLE IF NOT EXISTS domain (
+) WITHOUT ROWID""",
+    """CREATE TABLE IF NOT EXISTS domain (
     pipe_directory TEXT NOT NULL PRIMARY KEY
-) WITHOUT ROWID
-"""
+) WITHOUT ROWID""",
+    """CREATE TABLE IF NOT EXISTS in_force (
+    pipe_directory TEXT NOT NULL PRIMARY KEY,
+    value TEXT NOT NULL
+) WITHOUT ROWID""",
+    """CREATE TABLE IF NOT EXISTS event (
+    id INTEGER PRIMARY KEY AUTOINCREMENT,
+    time_s REAL NOT NULL,
+    severity TEXT NOT NULL,
+    kind TEXT NOT NULL,
+    subject TEXT NOT NULL,
+    what TEXT NOT NULL,
+    cause TEXT NOT NULL,
+    consequence TEXT NOT NULL
+)""",
+)
 _HINT = "move the file away; a compute mode that was changed is then put back by: nvidia-smi -c DEFAULT"
+
+#: How many events are kept, and for how long.
+MOST_EVENTS = 10_000
+OLDEST_EVENT_S = 30 * 86_400.0
+_PRUNE_EVERY = 256
+
+
+class Recorded(NamedTuple):
+    """An event as it stands in the file; ids grow, and are never used twice. `time_s` is in s since 1970."""
+
+    id: int
+    time_s: float
+    event: Event
 
 
 class Store:
-    """The state file. Every write is there for the next daemon however this one ends."""
+    """The state file; may be used from several threads."""
 
     def __init__(self, paths: Paths) -> None:
         """Open the file, making it where it is missing; raises HostError when that cannot be done."""
         self._file = paths.store
+        self._copy = paths.former_modes
+        self._lock = threading.RLock()
+        self._until_prune = 0
+        #: Where the file lies that could not be read, empty where that was not so.
+        self.set_aside = ""
         try:
             os.makedirs(paths.state_directory, mode=0o700, exist_ok=True)
-            # A compute mode ends with the boot, so a write need not survive a power failure, only us.
-            self._connection = sqlite3.connect(self._file, isolation_level=None, timeout=5)
-            try:
-                self._prepare()
-                with open(paths.boot_id, encoding="ascii") as file:
-                    self._boot_id = file.read().strip()
-            except BaseException:
-                self._connection.close()
-                raise
+            with open(paths.boot_id, encoding="ascii") as file:
+                self._boot_id = file.read().strip()
+            self._connection = self._open()
         except (OSError, sqlite3.Error) as error:
             _refuse_shortage()
             raise HostError(f"the state file {self._file} cannot be used: {error}", _HINT) from None
@@ -51,16 +86,32 @@ class Store:
         """Whether there is a state file; opening it is only worth while then, or to write."""
         return os.path.exists(paths.store)
 
+    def close(self) -> None:
+        """Close the file."""
+        self._connection.close()
+
+    # -- compute modes
+
     def remember_modes(self, modes: dict[str, str]) -> None:
         """Note the modes (by GPU UUID) before they are changed; an earlier note of this boot is kept."""
         rows = [(uuid, mode, self._boot_id) for uuid, mode in modes.items()]
-        self._write("DELETE FROM former_compute_mode WHERE boot_id != ?", [(self._boot_id,)])
-        self._write("INSERT OR IGNORE INTO former_compute_mode VALUES (?, ?, ?)", rows)
+        with self._lock:
+            self._write("DELETE FROM former_compute_mode WHERE boot_id != ?", [(self._boot_id,)])
+            self._write("INSERT OR IGNORE INTO former_compute_mode VALUES (?, ?, ?)", rows)
+            self._copy_modes()
 
     def former_modes(self) -> dict[str, str]:
         """The modes noted since this boot, by GPU UUID."""
         query = "SELECT gpu_uuid, mode FROM former_compute_mode WHERE boot_id = ?"
         return {row[0]: row[1] for row in self._read(query, self._boot_id)}
+
+    def forget_mode(self, uuid: str) -> None:
+        """Remove the note of a GPU whose mode is what it was."""
+        with self._lock:
+            self._write("DELETE FROM former_compute_mode WHERE gpu_uuid = ?", [(uuid,)])
+            self._copy_modes()
+
+    # -- domains
 
     def remember_domain(self, pipe_directory: str) -> None:
         """Note where a control daemon of ours is about to be started, so that it is never forgotten."""
@@ -72,40 +123,174 @@ class Store:
 
     def forget_domain(self, pipe_directory: str) -> None:
         """Remove the note of a control daemon that has ended."""
-        self._write("DELETE FROM domain WHERE pipe_directory = ?", [(pipe_directory,)])
+        for table in ("domain", "in_force"):
+            self._write(f"DELETE FROM {table} WHERE pipe_directory = ?", [(pipe_directory,)])
 
-    def forget_mode(self, uuid: str) -> None:
-        """Remove the note of a GPU whose mode is what it was."""
-        self._write("DELETE FROM former_compute_mode WHERE gpu_uuid = ?", [(uuid,)])
+    def note_in_force(self, pipe_directory: str, value: Any) -> None:
+        """Note what the clients of a control daemon get, as JSON."""
+        row = (pipe_directory, json.dumps(value, separators=(",", ":")))
+        self._write("INSERT OR REPLACE INTO in_force VALUES (?, ?)", [row])
 
-    def close(self) -> None:
-        """Close the file."""
-        self._connection.close()
+    def in_force(self, pipe_directory: str) -> Any:
+        """What was noted last, None where nothing was, or nothing that can be understood."""
+        for row in self._read("SELECT value FROM in_force WHERE pipe_directory = ?", pipe_directory):
+            with contextlib.suppress(ValueError):
+                return json.loads(row[0])
+        return None
 
-    def _prepare(self) -> None:
-        version = self._connection.execute("PRAGMA user_version").fetchone()[0]
-        if version > _SCHEMA_VERSION:
-            raise HostError(
-                f"{self._file} was written by a newer yunion-mps (format {version})",
-                "install that version again, or " + _HINT,
-            )
-        self._connection.execute("PRAGMA journal_mode = WAL")
-        self._connection.execute("PRAGMA synchronous = OFF")
-        self._connection.execute(_SCHEMA)
-        self._connection.execute(_DOMAINS)
-        self._connection.execute(f"PRAGMA user_version = {_SCHEMA_VERSION}")
+    # -- events
 
-    def _read(self, query: str, *values: str) -> list[tuple[str, ...]]:
+    def add_events(self, events: Sequence[tuple[float, Event]]) -> int:
+        """Keep the events with their times (in s since 1970), all or none; returns the last one's id."""
+        with self._lock:
+            statement = "INSERT INTO event (time_s, severity, kind, subject, what, cause, consequence) "
+            self._write(statement + "VALUES (?, ?, ?, ?, ?, ?, ?)", [(time_s, *e) for time_s, e in events])
+            self._until_prune -= len(events)
+            if self._until_prune < 0:
+                self._until_prune = _PRUNE_EVERY
+                self._prune()
+            return self.last_event()
+
+    def last_event(self) -> int:
+        """The id of the newest event, 0 where there was none yet."""
+        rows = self._read("SELECT seq FROM sqlite_sequence WHERE name = 'event'")
+        return int(rows[0][0]) if rows else 0
+
+    def events(self, after: int, since_s: float, limit: int, kind: str = "") -> list[Recorded]:
+        """The newest `limit` events with an id above `after` and a time from `since_s` on, oldest first."""
+        query = "SELECT * FROM event WHERE id > ? AND time_s >= ? AND (? = '' OR kind = ?) "
+        rows = self._read(query + "ORDER BY id DESC LIMIT ?", after, since_s, kind, kind, limit)
+        return [Recorded(int(row[0]), float(row[1]), Event(*row[2:])) for row in reversed(rows)]
+
+    def first_events(self, after: int, limit: int, kind: str = "") -> list[Recorded]:
+        """The oldest `limit` events with an id above `after`, oldest first."""
+        query = "SELECT * FROM event WHERE id > ? AND (? = '' OR kind = ?) ORDER BY id LIMIT ?"
+        rows = self._read(query, after, kind, kind, limit)
+        return [Recorded(int(row[0]), float(row[1]), Event(*row[2:])) for row in rows]
+
+    def _prune(self) -> None:
+        """Forget the oldest; by number first, for a clock that was set ahead makes old ones of new ones."""
+        self._write("DELETE FROM event WHERE id <= ?", [(self.last_event() - MOST_EVENTS,)])
+        self._write("DELETE FROM event WHERE time_s < ?", [(time.time() - OLDEST_EVENT_S,)])
+
+    # -- the file
+
+    def _open(self) -> sqlite3.Connection:
         try:
-            return self._connection.execute(query, values).fetchall()
-        except sqlite3.Error as error:
-            raise HostError(f"the state file {self._file} cannot be read: {error}", _HINT) from None
+            if _is_torn(self._file):
+                return self._begin_anew()
+            return self._connect()
+        except sqlite3.DatabaseError as error:
+            if isinstance(error, (sqlite3.OperationalError, sqlite3.IntegrityError)):
+                raise
+            return self._begin_anew()
 
-    def _write(self, statement: str, rows: Sequence[tuple[str, ...]]) -> None:
+    def _connect(self) -> sqlite3.Connection:
+        connection = sqlite3.connect(self._file, isolation_level=None, timeout=5, check_same_thread=False)
+        try:
+            version = connection.execute("PRAGMA user_version").fetchone()[0]
+            if version > _SCHEMA_VERSION:
+                raise HostError(
+                    f"{self._file} was written by a newer yunion-mps (format {version})",
+                    "install that version again, or " + _HINT,
+                )
+            connection.execute("PRAGMA journal_mode = WAL")
+            # Without a power failure nothing is lost, and with one the file stays whole (SQLite's own words).
+            connection.execute("PRAGMA synchronous = NORMAL")
+            for statement in _SCHEMA:
+                connection.execute(statement)
+            connection.execute(f"PRAGMA user_version = {_SCHEMA_VERSION}")
+            if version == 0:  # new, or torn to nothing, which looks the same
+                self._take_copy(connection)
+            for table in ("former_compute_mode", "domain", "in_force"):
+                connection.execute(f"SELECT * FROM {table}").fetchall()
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def _begin_anew(self) -> sqlite3.Connection:
+        """Keep the unreadable file aside, and take the compute modes from their copy."""
+        self.set_aside = f"{self._file}.unreadable"
+        for end in ("", "-wal", "-shm"):
+            with contextlib.suppress(FileNotFoundError):
+                os.replace(self._file + end, self.set_aside + end)
+        return self._connect()
+
+    def _take_copy(self, connection: sqlite3.Connection) -> None:
+        rows = [(uuid, mode, self._boot_id) for uuid, mode in self._copied_modes().items()]
+        connection.executemany("INSERT OR IGNORE INTO former_compute_mode VALUES (?, ?, ?)", rows)
+
+    def _read(self, query: str, *values: object) -> list[Any]:
+        return self._do("read", lambda: self._connection.execute(query, values).fetchall())
+
+    def _write(self, statement: str, rows: Sequence[tuple[object, ...]]) -> None:
+        self._do("written", lambda: self._write_all(statement, rows))
+
+    def _write_all(self, statement: str, rows: Sequence[tuple[object, ...]]) -> list[Any]:
+        if len(rows) == 1:
+            self._connection.execute(statement, rows[0])
+            return []
+        self._connection.execute("BEGIN IMMEDIATE")
         try:
             self._connection.executemany(statement, rows)
-        except sqlite3.Error as error:
-            raise HostError(f"the state file {self._file} cannot be written: {error}", _HINT) from None
+        except BaseException:
+            self._connection.execute("ROLLBACK")
+            raise
+        self._connection.execute("COMMIT")
+        return []
+
+    def _do(self, what: str, work: Any) -> list[Any]:
+        with self._lock:
+            try:
+                try:
+                    found: list[Any] = work()
+                except sqlite3.DatabaseError as error:
+                    if isinstance(error, sqlite3.OperationalError):
+                        raise
+                    self._connection.close()  # it was damaged while in use
+                    self._connection = self._begin_anew()
+                    found = work()
+            except (OSError, sqlite3.Error) as error:
+                message = f"the state file {self._file} cannot be {what}: {error}"
+                raise HostError(message, _HINT) from None
+            return found
+
+    def _copy_modes(self) -> None:
+        """Keep a copy of the modes beside the socket; that it cannot be written is no reason to stop."""
+        modes = self.former_modes()
+        with contextlib.suppress(OSError):
+            if not modes:
+                os.unlink(self._copy)
+                return
+            os.makedirs(os.path.dirname(self._copy), mode=0o755, exist_ok=True)
+            with open(f"{self._copy}.new", "w", encoding="utf-8") as file:
+                json.dump({"boot_id": self._boot_id, "modes": modes}, file)
+            os.replace(f"{self._copy}.new", self._copy)
+
+    def _copied_modes(self) -> dict[str, str]:
+        with contextlib.suppress(OSError, ValueError, KeyError, AttributeError), open(self._copy) as file:
+            copy = json.load(file)
+            if copy["boot_id"] == self._boot_id:
+                return {str(uuid): str(mode) for uuid, mode in copy["modes"].items()}
+        return {}
+
+
+def _is_torn(path: str) -> bool:
+    """Whether the file is shorter than its own header says, which SQLite does not always notice.
+
+    https://www.sqlite.org/fileformat.html: the page size is at byte 16 (1 for 65536), the pages at byte 28.
+    """
+    try:
+        with open(path, "rb") as file:
+            header = file.read(100)
+            length = os.fstat(file.fileno()).st_size
+    except OSError:  # SQLite says it better
+        return False
+    if len(header) < 100:
+        return len(header) > 0
+    page, pages = int.from_bytes(header[16:18], "big"), int.from_bytes(header[28:32], "big")
+    return length < pages * (65536 if page == 1 else page)
 
 
 def _refuse_shortage() -> None:

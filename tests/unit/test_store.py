@@ -5,25 +5,30 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
 from yunion_mps.errors import HostError
+from yunion_mps.models import Event
 from yunion_mps.paths import Paths
-from yunion_mps.store import Store
+from yunion_mps.store import MOST_EVENTS, OLDEST_EVENT_S, Recorded, Store
 
 HINT = "move the file away; a compute mode that was changed is then put back by: nvidia-smi -c DEFAULT"
 OTHER_BOOT = "00000000-0000-0000-0000-000000000000"
+
+EVENT = Event("info", "domain", "host", "stopped -> starting", "it was asked for", "nothing")
 
 OpenStore = Callable[[], Store]
 
 #: A daemon that notes a mode and is killed at once.
 CRASH = """
 import os, signal, sys
+from yunion_mps.models import Event
 from yunion_mps.paths import Paths
-from yunion_mps.store import Store
+from yunion_mps.store import MOST_EVENTS, OLDEST_EVENT_S, Recorded, Store
 Store(Paths(sys.argv[1])).remember_modes({"GPU-1": "Default", "GPU-2": "Prohibited"})
 os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -117,47 +122,111 @@ def test_a_newer_format_is_left_alone_and_named(paths: Paths, store: OpenStore) 
     opened.remember_modes({"GPU-1": "Default"})
     opened.close()
     with closing(sqlite3.connect(paths.store)) as connection:
-        connection.execute("PRAGMA user_version = 2")
+        connection.execute("PRAGMA user_version = 3")
     error = error_of(paths)
-    assert error.message == f"{paths.store} was written by a newer yunion-mps (format 2)"
+    assert error.message == f"{paths.store} was written by a newer yunion-mps (format 3)"
     assert error.hint == f"install that version again, or {HINT}"
     assert rows(paths) == [("GPU-1", "Default")]
 
 
 @pytest.mark.parametrize("content", [b"no database at all, but some text" * 99, b"\0" * 4096])
-def test_a_file_that_is_no_database_is_left_alone_and_named(paths: Paths, content: bytes) -> None:
-    os.makedirs(paths.state_directory)
+def test_a_file_that_is_no_database_is_kept_aside_and_the_modes_taken_from_their_copy(
+    paths: Paths, store: OpenStore, content: bytes
+) -> None:
+    noting = store()
+    noting.remember_modes({"GPU-1": "Default"})
+    noting.close()
     Path(paths.store).write_bytes(content)
-    error = error_of(paths)
-    assert error.message == f"the state file {paths.store} cannot be used: file is not a database"
-    assert error.hint == HINT
-    assert Path(paths.store).read_bytes() == content
+    opened = store()
+    assert opened.set_aside == f"{paths.store}.unreadable"
+    assert Path(opened.set_aside).read_bytes() == content
+    assert opened.former_modes() == {"GPU-1": "Default"}
 
 
-def test_a_torn_file_is_an_error_or_gives_only_modes_that_were_noted(paths: Paths, store: OpenStore) -> None:
-    noted = {f"GPU-{number}": "Default" for number in range(500)}
+def test_no_torn_file_loses_a_mode(paths: Paths, store: OpenStore) -> None:
+    noted = {f"GPU-{number}": "Default" for number in range(100)}
     opened = store()
     opened.remember_modes(noted)
     opened.close()
     whole = Path(paths.store).read_bytes()
-    right = 0
-    for length in range(512, len(whole), 512):
+    for length in range(0, len(whole), 1024):
         Path(paths.store).write_bytes(whole[:length])
-        try:
-            found = read_modes(paths)
-        except HostError as error:
-            right += str(error).startswith(f"the state file {paths.store} cannot be ")
-        else:
-            right += found.items() <= noted.items()
-    assert right == len(range(512, len(whole), 512))
+        assert read_modes(paths) == noted, length
 
 
-def test_the_first_bytes_of_a_torn_file_are_a_new_one(paths: Paths, store: OpenStore) -> None:
+def test_a_file_that_is_damaged_while_in_use_is_begun_anew(paths: Paths, store: OpenStore) -> None:
     opened = store()
     opened.remember_modes({"GPU-1": "Default"})
-    opened.close()
-    os.truncate(paths.store, 1)
+    opened.add_events([(1.0, EVENT)])
+    with closing(sqlite3.connect(paths.store)) as connection:
+        connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    with open(paths.store, "r+b") as file:
+        file.seek(0)
+        file.write(b"\xff" * os.stat(paths.store).st_size)
+    opened.remember_modes({"GPU-2": "Prohibited"})
+    assert opened.former_modes() == {"GPU-1": "Default", "GPU-2": "Prohibited"}
+    assert opened.set_aside == f"{paths.store}.unreadable"
+
+
+def test_a_copy_of_another_boot_does_not_count(paths: Paths, store: OpenStore) -> None:
+    noting = store()
+    noting.remember_modes({"GPU-1": "Default"})
+    noting.close()
+    copy = Path(paths.former_modes)
+    copy.write_text(copy.read_text().replace(Path(paths.boot_id).read_text().strip(), OTHER_BOOT))
+    Path(paths.store).write_bytes(b"torn" * 1024)
     assert read_modes(paths) == {}
+
+
+def test_what_clients_get_is_there_for_the_next_daemon(paths: Paths, store: OpenStore) -> None:
+    opened = store()
+    assert opened.in_force("/pipe") is None
+    opened.remember_domain("/pipe")
+    opened.note_in_force("/pipe", {"plan": [1, None, "x"]})
+    opened.close()
+    again = store()
+    assert (again.domains(), again.in_force("/pipe")) == (["/pipe"], {"plan": [1, None, "x"]})
+    again.forget_domain("/pipe")
+    assert (again.domains(), again.in_force("/pipe")) == ([], None)
+
+
+def test_events_are_given_by_id_by_time_and_by_kind(store: OpenStore) -> None:
+    opened = store()
+    assert (opened.last_event(), opened.events(0, 0.0, 10)) == (0, [])
+    now_s = time.time()
+    times_s = [now_s - 30, now_s - 20, now_s - 10]
+    kinds = ["domain", "gpu", "domain"]
+    added = [(time_s, EVENT._replace(kind=kind)) for time_s, kind in zip(times_s, kinds)]
+    assert opened.add_events(added) == 3
+    assert [one.id for one in opened.events(0, 0.0, 10)] == [1, 2, 3]
+    assert [one.id for one in opened.events(0, 0.0, 2)] == [2, 3], "the newest, oldest first"
+    assert [one.id for one in opened.events(0, times_s[1], 10)] == [2, 3]
+    assert [one.id for one in opened.events(0, 0.0, 10, "gpu")] == [2]
+    assert [one.id for one in opened.first_events(1, 1)] == [2]
+    assert [one.id for one in opened.first_events(0, 9, "domain")] == [1, 3]
+    assert opened.first_events(0, 1) == [Recorded(1, times_s[0], EVENT)]
+
+
+def test_events_are_bounded_in_number_and_age_and_their_ids_go_on(store: OpenStore) -> None:
+    opened = store()
+    now_s = time.time()
+    opened.add_events([(now_s - OLDEST_EVENT_S - 10, EVENT)] * 5)
+    opened.add_events([(now_s, EVENT)] * (MOST_EVENTS + 300))
+    left = opened.first_events(0, 20_000)
+    assert MOST_EVENTS <= len(left) <= MOST_EVENTS + 300
+    opened.add_events([(now_s, EVENT)] * 300)
+    left = opened.first_events(0, 20_000)
+    assert len(left) <= MOST_EVENTS + 300
+    assert min(one.time_s for one in left) == now_s
+    assert opened.last_event() == MOST_EVENTS + 605
+
+
+def test_events_are_kept_all_or_none(store: OpenStore) -> None:
+    opened = store()
+    wrong = EVENT._replace(what=None)  # type: ignore[arg-type]
+    with pytest.raises(HostError, match="NOT NULL"):
+        opened.add_events([(1.0, EVENT), (2.0, wrong)])
+    assert opened.events(0, 0.0, 10) == []
 
 
 def test_an_empty_file_is_a_new_one(paths: Paths, store: OpenStore) -> None:
