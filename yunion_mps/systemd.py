@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 
 
 class Notifier:
@@ -26,6 +27,11 @@ class Notifier:
         if status != self._last_status:
             self._send(f"STATUS={status}")
         self._last_status = status
+
+    def reloading(self, status: str) -> None:
+        """The daemon changes, and says `ready` again after it; for systemd, it is up all the while."""
+        now_us = time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000
+        self._send(f"RELOADING=1\nMONOTONIC_USEC={now_us}\nSTATUS={status}")
 
     def stopping(self, status: str) -> None:
         """The daemon has begun to stop."""

@@ -123,12 +123,19 @@ class Nvml:
 
     def __init__(self, timeout_s: float = TIMEOUT_S) -> None:
         self.deadline = Deadline(timeout_s)
+        self._is_kept = False
         self.deadline.call(lambda: _call(pynvml.nvmlInit))
 
     def close(self) -> None:
         """Give NVML back; a failure at that point hurts nobody."""
+        if self._is_kept:
+            return
         with contextlib.suppress(DriverError):
             self.deadline.call(lambda: _call(pynvml.nvmlShutdown))
+
+    def keep_open(self) -> None:
+        """Leave it to the process' end to give NVML back, for a thread may be waiting in it then."""
+        self._is_kept = True
 
     def __enter__(self) -> Nvml:  # noqa: PYI034 - typing.Self is not in Python 3.9
         return self
@@ -165,6 +172,21 @@ class Nvml:
         except DriverError as error:
             return error.message
         return ""
+
+    @bounded
+    def processes(self) -> dict[str, dict[int, int | None]]:
+        """The memory in MiB (None where unknown) that each process uses, by GPU UUID and PID.
+
+        A GPU that does not answer is missing.
+        """
+        found: dict[str, dict[int, int | None]] = {}
+        for index in range(_call(pynvml.nvmlDeviceGetCount)):
+            with contextlib.suppress(DriverError):
+                handle = _call(pynvml.nvmlDeviceGetHandleByIndex, index)
+                uuid = _text(_call(pynvml.nvmlDeviceGetUUID, handle))
+                used = _call(pynvml.nvmlDeviceGetComputeRunningProcesses, handle)
+                found[uuid] = {one.pid: _mib(one.usedGpuMemory) for one in used}
+        return found
 
     @bounded
     def compute_mode(self, uuid: str) -> str:
@@ -215,6 +237,10 @@ class Nvml:
             mig_enabled=None if mig is None else mig[0] == pynvml.NVML_DEVICE_MIG_ENABLE,
             minor=_optional(pynvml.nvmlDeviceGetMinorNumber, handle),
         )
+
+
+def _mib(size: int | None) -> int | None:
+    return None if size is None else size // MIB
 
 
 def _vendor_device_id(number: int) -> str:

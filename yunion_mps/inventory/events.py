@@ -1,0 +1,86 @@
+"""What the driver reports by itself, the moment it happens: XIDs, and GPUs that are lost."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from yunion_mps.inventory.nvml import Nvml, pynvml
+from yunion_mps.inventory.pci import normal_address
+
+#: How long one wait of the driver takes at most; what the thread's end may wait for.
+_WAIT_MS = 1000
+#: After so many, the GPUs are looked up anew: one may be back that was lost.
+_WAITS_A_SET = 60
+#: The pause after a failure, so that a driver that is broken is not asked without end.
+_PAUSE_S = 5.0
+
+#: Called with a PCI address and an XID, or with None where something happened that a look at the GPUs shows.
+OnEvent = Callable[["tuple[str, int] | None"], None]
+
+
+class EventWatch:
+    """A thread that waits for the driver's events until `stop` is called."""
+
+    def __init__(self, nvml: Nvml, on_event: OnEvent) -> None:
+        """`on_event` is called on the thread. From now on NVML stays open until the process ends."""
+        nvml.keep_open()
+        self._on_event = on_event
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="driver events", daemon=True)
+
+    def start(self) -> None:
+        """Begin to wait."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Wait no more; the thread ends within a second, and nobody waits for it."""
+        self._stopped.set()
+
+    def _run(self) -> None:
+        while not self._stopped.is_set():
+            try:
+                self._watch()
+            except pynvml.NVMLError as error:
+                if error.value in (pynvml.NVML_ERROR_NOT_SUPPORTED, pynvml.NVML_ERROR_FUNCTION_NOT_FOUND):
+                    return  # a driver without events: the regular look at the GPUs has to do
+                self._on_event(None)
+            self._stopped.wait(_PAUSE_S)
+
+    def _watch(self) -> None:
+        """Wait with one set of GPUs, until one of them is lost or the driver fails."""
+        events = pynvml.nvmlEventSetCreate()
+        try:
+            watched = [index for index in range(pynvml.nvmlDeviceGetCount()) if _register(index, events)]
+            for _ in range(_WAITS_A_SET if watched else 0):
+                if self._stopped.is_set():
+                    return
+                with contextlib.suppress(_timeout()):
+                    self._tell(pynvml.nvmlEventSetWait_v2(events, _WAIT_MS))
+        finally:
+            with contextlib.suppress(pynvml.NVMLError):
+                pynvml.nvmlEventSetFree(events)
+
+    def _tell(self, data: Any) -> None:
+        bus_id = pynvml.nvmlDeviceGetPciInfo(data.device).busId
+        text = bus_id.decode(errors="replace") if isinstance(bus_id, bytes) else str(bus_id)
+        address = normal_address(text)
+        if address:
+            self._on_event((address, int(data.eventData)))
+
+
+def _register(index: int, events: Any) -> bool:
+    try:
+        handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+        pynvml.nvmlDeviceRegisterEvents(handle, pynvml.nvmlEventTypeXidCriticalError, events)
+    except pynvml.NVMLError:
+        return False
+    return True
+
+
+def _timeout() -> type[BaseException]:
+    """The class that pynvml raises when nothing happened in time."""
+    kind: type[BaseException] = pynvml.NVMLError_Timeout
+    return kind
