@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping
+from typing import NamedTuple
 
-from yunion_mps.errors import DriverError, YunionError
+from yunion_mps.errors import DriverError, HostError, YunionError
 from yunion_mps.inventory import Nvml
 from yunion_mps.planning import ModeChange
 from yunion_mps.store import Store
@@ -13,39 +14,61 @@ from yunion_mps.store import Store
 log = logging.getLogger(__name__)
 
 
-def set_modes(changes: Sequence[ModeChange], nvml: Nvml, store: Store) -> dict[str, DriverError]:
-    """Make the changes; return why it failed for which GPU. Raises HostError when they cannot be noted."""
-    store.remember_modes({change.gpu_uuid: change.before for change in changes})
-    errors = {}
-    for change in changes:
-        try:
-            nvml.set_compute_mode(change.gpu_uuid, change.after)
-            log.info("GPU %s: compute mode %s -> %s", change.gpu_uuid, change.before, change.after)
-        except DriverError as error:
-            name = change.gpu_uuid
-            log.error("GPU %s: compute mode cannot be set: %s. %s", name, error.message, error.hint)
-            errors[name] = error
-    return errors
+class ModeWork(NamedTuple):
+    """What is to be done: modes to set, and former modes to put back, by GPU UUID."""
+
+    changes: tuple[ModeChange, ...] = ()
+    put_back: Mapping[str, str] = {}
 
 
-def put_back(nvml: Nvml | None, store: Store, *, spare: Collection[str] = ()) -> None:
-    """Put back every mode that is noted, except those of the GPUs to `spare`; what fails stays noted.
+class ModeResult(NamedTuple):
+    """What was done: the modes that are in force now, and why it failed, by GPU UUID."""
+
+    modes: Mapping[str, str]
+    errors: Mapping[str, DriverError]
+
+
+def carry_out(work: ModeWork, nvml: Nvml | None, store: Store) -> ModeResult:
+    """Do the work; it calls the driver, which may take long. Raises HostError when modes cannot be noted.
 
     Without an `nvml` (MPS is not enabled) one is opened for it.
     """
-    modes = {uuid: mode for uuid, mode in store.former_modes().items() if uuid not in spare}
-    if modes and nvml is None:
+    if not any(work):
+        return ModeResult({}, {})
+    if nvml is None:
         try:
             with Nvml() as own:
-                put_back(own, store, spare=spare)
+                return carry_out(work, own, store)
         except DriverError as error:
             log.error("compute modes cannot be put back: %s. %s", error.message, error.hint)
-    elif nvml:
-        for uuid, mode in modes.items():
-            _put_back(uuid, mode, nvml, store)
+            return ModeResult({}, {})
+    modes, errors = _set(work.changes, nvml, store)
+    for uuid, mode in work.put_back.items():
+        if _put_back(uuid, mode, nvml, store):
+            modes[uuid] = mode
+    return ModeResult(modes, errors)
 
 
-def _put_back(uuid: str, mode: str, nvml: Nvml, store: Store) -> None:
+def _set(
+    changes: tuple[ModeChange, ...], nvml: Nvml, store: Store
+) -> tuple[dict[str, str], dict[str, DriverError]]:
+    modes: dict[str, str] = {}
+    errors: dict[str, DriverError] = {}
+    if changes:
+        store.remember_modes({change.gpu_uuid: change.before for change in changes})
+    for change in changes:
+        name = change.gpu_uuid
+        try:
+            nvml.set_compute_mode(name, change.after)
+            log.info("GPU %s: compute mode %s -> %s", name, change.before, change.after)
+            modes[name] = change.after
+        except DriverError as error:
+            log.error("GPU %s: compute mode cannot be set: %s. %s", name, error.message, error.hint)
+            errors[name] = error
+    return modes, errors
+
+
+def _put_back(uuid: str, mode: str, nvml: Nvml, store: Store) -> bool:
     try:
         if nvml.compute_mode(uuid) != mode:
             nvml.set_compute_mode(uuid, mode)
@@ -54,3 +77,14 @@ def _put_back(uuid: str, mode: str, nvml: Nvml, store: Store) -> None:
     except YunionError as error:
         what = error.message
         log.error("GPU %s: compute mode %s cannot be put back: %s. %s", uuid, mode, what, error.hint)
+        return False
+    return True
+
+
+def noted(store: Store) -> dict[str, str]:
+    """The former modes by GPU UUID; nothing where the note cannot be read, which is said."""
+    try:
+        return store.former_modes()
+    except HostError as error:
+        log.error("compute modes cannot be put back: %s. %s", error.message, error.hint)
+        return {}

@@ -7,16 +7,20 @@ from typing import Any, NamedTuple
 
 from yunion_mps import __version__
 from yunion_mps.errors import NotFoundError
+from yunion_mps.journal import Journal
 from yunion_mps.models import DEV_TYPE, Device, DomainStatus, Gpu, PcieLink, Snapshot
 from yunion_mps.mps.states import READY
 from yunion_mps.planning import client_environment, enforces_budgets
-from yunion_mps.supervisor import RESTART, warnings
+from yunion_mps.supervisor.warnings import warnings
 
 AVAILABLE = "available"
 UNAVAILABLE = "unavailable"
 
 #: A page of a listing where nothing else is asked for, as with Cloudpods.
 DEFAULT_LIMIT = 20
+
+#: The kinds of events.
+EVENT_KINDS = ("domain", "limit", "gpu", "compute_mode", "configuration", "client", "lease", "daemon")
 
 Json = dict[str, Any]
 
@@ -42,11 +46,23 @@ class Filters(NamedTuple):
         return all(getattr(self, field) in (None, device[field]) for field in fields)
 
 
+class Wanted(NamedTuple):
+    """Which events: after an id (the oldest first), or the newest from a time (s since 1970) on."""
+
+    after: int | None = None
+    since_s: float = 0.0
+    limit: int = 100
+    kind: str = ""
+
+
 class Service:
     """Answers from the snapshot that `snapshot` returns; what is costly is made once for each snapshot."""
 
-    def __init__(self, snapshot: Callable[[], Snapshot], started_s: float, pid: int) -> None:
+    def __init__(
+        self, snapshot: Callable[[], Snapshot], started_s: float, pid: int, journal: Journal | None = None
+    ) -> None:
         self._take = snapshot
+        self._journal = journal
         self._started_s = started_s
         self._pid = pid
         self._made_for = -1
@@ -119,6 +135,28 @@ class Service:
             },
             "domains": [_domain_json(domain) for domain in snapshot.domains],
         }
+
+    def events(self, wanted: Wanted) -> Json:
+        """The events that are wanted, oldest first, and the newest one's id; raises HostError."""
+        if self._journal is None:
+            return {"events": [], "last": 0}
+        if wanted.after is None:
+            found = self._journal.newest(wanted.since_s, wanted.limit, wanted.kind)
+        else:
+            found = self._journal.after(wanted.after, wanted.limit, wanted.kind)
+        last = found[-1].id if found else self._journal.last_id()
+        events = [{"id": one.id, "time": one.time_s, **one.event._asdict()} for one in found]
+        return {"events": events, "last": last}
+
+    def when_there_are_more(self, call: Callable[[], None]) -> None:
+        """Have `call` called once, with the next event."""
+        if self._journal:
+            self._journal.waiting.append(call)
+
+    def forget(self, call: Callable[[], None]) -> None:
+        """Not to call it after all."""
+        if self._journal and call in self._journal.waiting:
+            self._journal.waiting.remove(call)
 
     def _all(self) -> list[Json]:
         snapshot = self._take()
@@ -201,10 +239,7 @@ def _link_json(link: PcieLink | None) -> Json | None:
 
 
 def _gpu_reason(gpu: Gpu, snapshot: Snapshot) -> str:
-    before = snapshot.plan.unavailable.get(gpu.pci_address)
-    if gpu.reason or not before:
-        return gpu.reason
-    return f"it could not be used when the daemon started ({before}); {RESTART}"
+    return gpu.reason or snapshot.plan.unavailable.get(gpu.pci_address, "")
 
 
 def _gpu_json(gpu: Gpu, domain: DomainStatus | None, snapshot: Snapshot) -> Json:
@@ -239,6 +274,7 @@ def _domain_json(domain: DomainStatus) -> Json:
         "name": plan.name,
         "state": domain.state,
         "reason": domain.reason,
+        "pending": domain.pending,
         "pid": domain.pid,
         "restarts": domain.restarts,
         "pipe_directory": plan.pipe_directory,

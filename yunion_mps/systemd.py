@@ -33,9 +33,9 @@ class Notifier:
         now_us = time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000
         self._send(f"RELOADING=1\nMONOTONIC_USEC={now_us}\nSTATUS={status}")
 
-    def stopping(self, status: str) -> None:
-        """The daemon has begun to stop."""
-        self._send(f"STOPPING=1\nSTATUS={status}")
+    def stopping(self, status: str, within_s: int) -> None:
+        """The daemon has begun to stop, and may take so long, whatever the unit's own timeout is."""
+        self._send(f"STOPPING=1\nEXTEND_TIMEOUT_USEC={within_s * 1_000_000}\nSTATUS={status}")
 
     def alive(self) -> None:
         """The watchdog's sign of life."""

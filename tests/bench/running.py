@@ -10,7 +10,7 @@ import signal
 import socket
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -64,11 +64,12 @@ class Daemon:
             http.ask("/v1/devices")
         return self._passed_ms()
 
-    def recovery_ms(self, control_pid: int) -> float:
-        """How long from the control daemon's SIGKILL until the daemon says that all devices are available."""
+    def recovery_ms(self, control_pids: Sequence[int]) -> float:
+        """How long from the control daemons' SIGKILL until the daemon says that all devices are available."""
         self._drain()
         begin_s = time.perf_counter()
-        os.kill(control_pid, signal.SIGKILL)
+        for pid in control_pids:
+            os.kill(pid, signal.SIGKILL)
         lost = False
         while True:
             found = _SERVING.search(self._receive(begin_s + DEADLINE_S))

@@ -61,7 +61,8 @@ def test_a_quick_run_of_one_group_prints_its_table_and_writes_every_sample(tmp_p
     command: list[str | Path] = [CHECKOUT / "scripts/bench", "--quick", "--only", "recovery", "--json", file]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    assert "recovery from SIGKILL, 1 GPU " in done.stdout
+    assert "recovery of 1 control daemon, 1 GPU " in done.stdout
+    assert "recovery of 8 control daemons, 8 GPUs " in done.stdout
     lines = json.loads(file.read_text())["lines"]
     assert {entry["group"] for entry in lines} == {"recovery"}
     assert all(len(entry["samples"]) == len(entry["floor_samples"]) and entry["ratio"] > 1 for entry in lines)

@@ -199,12 +199,16 @@ class Daemon:
 
     def get(self, path: str) -> tuple[int, Any]:
         """GET from its socket: the HTTP status and the JSON."""
+        return self.ask("GET", path)
+
+    def ask(self, method: str, path: str) -> tuple[int, Any]:
+        """Ask its socket: the HTTP status and the JSON."""
         connection = http.client.HTTPConnection("localhost", timeout=PATIENCE_S)
         connection.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         with contextlib.closing(connection):
             connection.sock.settimeout(PATIENCE_S)
             connection.sock.connect(str(self.socket_path))
-            connection.request("GET", path)
+            connection.request(method, path)
             response = connection.getresponse()
             return response.status, json.loads(response.read())
 

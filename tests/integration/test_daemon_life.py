@@ -26,8 +26,10 @@ def test_systemd_is_told_each_step_once_and_in_order(ready_daemon: Daemon) -> No
         "READY=1",
         f"STATUS={LINE}",
         "STOPPING=1",
+        "EXTEND_TIMEOUT_USEC=90000000",
         "STATUS=waiting for the control daemons' clients to end",
         "STOPPING=1",
+        "EXTEND_TIMEOUT_USEC=90000000",
         "STATUS=stopping the control daemons and putting the compute modes back",
     ]
 

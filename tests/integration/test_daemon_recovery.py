@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from pathlib import Path
 
 import pytest
+from yunion_mps.mps.control import PROGRAM
 
 from integration.conftest import MakeDaemon, MakeHost
 from integration.daemon_host import Daemon, control_daemons, eventually, is_running
@@ -69,6 +71,7 @@ def test_after_a_kill_the_next_daemon_takes_over_and_puts_back_what_the_first_ch
 
 def test_the_control_daemon_has_only_the_environment_that_was_built_for_it(ready_daemon: Daemon) -> None:
     tmp = ready_daemon.host.root / "tmp/nvidia-mps"
+    program_directory = os.path.dirname(shutil.which(PROGRAM, path=ready_daemon.env["PATH"]) or "")
     assert "NOTIFY_SOCKET" in environment_of(ready_daemon.pid)
     assert environment_of(ready_daemon.control_pid()) == {
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
@@ -76,7 +79,7 @@ def test_the_control_daemon_has_only_the_environment_that_was_built_for_it(ready
         "CUDA_MPS_PIPE_DIRECTORY": str(tmp / "pipe"),
         "CUDA_VISIBLE_DEVICES": ready_daemon.host.gpus[0].uuid,
         "LC_ALL": "C",
-        "PATH": "/usr/sbin:/usr/bin:/sbin:/bin",
+        "PATH": f"{program_directory}:/usr/sbin:/usr/bin:/sbin:/bin",
         "YUNION_MPS_DOMAIN": "host",
     }
 

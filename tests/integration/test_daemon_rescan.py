@@ -10,25 +10,13 @@ def reasons(daemon: Daemon) -> list[str]:
     return [device["reason"] for device in daemon.get("/v1/devices?limit=0")[1]["isolated_devices"]]
 
 
-def test_a_gpu_is_lost_and_back_and_the_driver_too_and_the_others_go_on(
+def test_the_driver_is_lost_and_back_and_the_control_daemon_goes_on(
     make_host: MakeHost, make_daemon: MakeDaemon
 ) -> None:
     host = make_host([{"kind": "h100", "count": 2, "virtual_number": 2}])
     daemon = make_daemon(host).start().wait_ready()
     control = daemon.control_pid()
     assert reasons(daemon) == [""] * 4
-
-    host.gpus[0].lose()
-    lost = "the GPU has fallen off the bus or is otherwise inaccessible (GPU is lost)"
-    eventually(lambda: reasons(daemon) == [lost, lost, "", ""], "the loss", patience_s=60)
-    assert daemon.status()["state"] == "degraded"
-    address = daemon.get("/v1/gpus")[1]["gpus"][0]["addr"]
-    daemon.wait_log(f"GPU {address} cannot be used: {lost}")
-    daemon.wait_message("STATUS=2 of 4 devices available, 1 of 1 control daemons serving")
-
-    host.gpus[0].restore()
-    eventually(lambda: reasons(daemon) == [""] * 4, "the GPU's return", patience_s=60)
-    daemon.wait_log(f"GPU {address} is back")
 
     host.fail("nvmlSystemGetDriverVersion", "driver_not_loaded")
     gone = "the NVIDIA driver's kernel module is not loaded"

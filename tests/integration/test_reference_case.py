@@ -125,6 +125,7 @@ def test_a_client_of_a_device_gets_its_budget_in_the_environment(ready_daemon: D
         "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": "0=5760M",
         "CUDA_MPS_PIPE_DIRECTORY": str(ready_daemon.pipe_directory),
         "CUDA_VISIBLE_DEVICES": GPU,
+        "YUNION_MPS_DEVICE": "00:06.0-3",
     }
 
 

@@ -7,15 +7,18 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
 import pytest
+from yunion_mps.compute_modes import carry_out
 from yunion_mps.daemon.run import drive
 from yunion_mps.examination import examine
 from yunion_mps.inventory import Nvml, scan
-from yunion_mps.models import Snapshot
+from yunion_mps.models import Event, Snapshot
 from yunion_mps.paths import Paths
 from yunion_mps.service import devices_json
-from yunion_mps.supervisor import Supervisor
+from yunion_mps.supervisor import Change, Supervisor
 
 from simhost import Description, SimHost
+
+PATIENCE_S = 60.0
 
 MakeHost = Callable[..., SimHost]
 
@@ -45,8 +48,37 @@ class Supervised:
 
     def rescan(self) -> Snapshot:
         assert isinstance(self.examined.nvml, Nvml)
-        self.supervisor.rescan(scan(self.examined.nvml, self.paths))
+        self.supervisor.rescan(scan(self.examined.nvml, self.paths), time.monotonic())
         return self.snapshot
+
+    def accept(self) -> list[Change]:
+        """Read the files again, and aim at what they say."""
+        nvml = self.supervisor.nvml
+        changes = self.supervisor.accept(examine(self.paths, nvml))
+        self.supervisor.note_modes(carry_out(self.supervisor.mode_work(), nvml, self.supervisor.store()))
+        self.supervisor.aim(time.monotonic())
+        return changes
+
+    def reload(self) -> list[Change]:
+        """As a reload of the daemon does: until every domain is ready or has said why it is not."""
+        changes = self.accept()
+        drive(self.supervisor, lambda: self.supervisor.started)
+        self.set_modes()
+        return changes
+
+    def set_modes(self) -> None:
+        supervisor = self.supervisor
+        supervisor.note_modes(carry_out(supervisor.mode_work(), supervisor.nvml, supervisor.store()))
+
+    def until(self, done: Callable[[], bool]) -> None:
+        """Drive it until `done`."""
+        end_s = time.monotonic() + PATIENCE_S
+        drive(self.supervisor, lambda: done() or time.monotonic() > end_s)
+        assert done(), self.snapshot.domains
+
+    @property
+    def events(self) -> list[Event]:
+        return [one.event for one in self.supervisor.journal.after(0, 1000)]
 
     def stop(self, *, put_back: bool = True) -> None:
         self.supervisor.stop(time.monotonic())
@@ -88,6 +120,13 @@ def configure(host: SimHost, **keys: str) -> None:
     """Write host.conf with these keys."""
     lines = [f"{name}: {value}" for name, value in {"enable_cuda_mps": "true", **keys}.items()]
     (host.root / "etc/yunion/host.conf").write_text("\n".join(lines) + "\n")
+
+
+def divide(host: SimHost, *numbers: int) -> None:
+    """Divide the first GPUs of the host into so many devices each, and leave the others alone."""
+    entry = "- path: {}\n  type: NVIDIA_MPS\n  virtual_number: {}\n"
+    entries = [entry.format(gpu.uuid, number) for gpu, number in zip(host.gpus, numbers)]
+    (host.root / "etc/yunion/host_container_device.yml").write_text("devices:\n" + "".join(entries))
 
 
 def modes(host: SimHost) -> list[str]:

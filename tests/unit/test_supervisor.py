@@ -9,7 +9,7 @@ import pytest
 from yunion_mps.errors import DriverError
 from yunion_mps.service import devices_json
 from yunion_mps.store import Store
-from yunion_mps.supervisor import warnings
+from yunion_mps.supervisor.warnings import warnings
 
 from unit.supervised import MakeHost, Supervise, modes
 
@@ -163,7 +163,7 @@ def test_a_driver_that_answers_no_more_takes_all_devices_and_coming_back_gives_t
     host.fail("nvmlSystemGetDriverVersion", "driver_not_loaded")
     with pytest.raises(DriverError) as caught:
         made.rescan()
-    made.supervisor.lose_driver(caught.value)
+    made.supervisor.lose_driver(caught.value, time.monotonic())
     assert made.available == 0
     assert {device["reason"] for device in devices_json(made.snapshot)} == {
         "the NVIDIA driver's kernel module is not loaded"

@@ -85,7 +85,7 @@ def test_with_one_control_daemon_a_gpu_that_of_a_lost_gpu_is_left_alone_and_the_
     assert f"a control daemon (PID {pids[0]}) of an earlier daemon still serves" in made.snapshot.notice
 
 
-def test_a_gpu_that_has_come_back_waits_for_the_end_of_the_survivor_and_the_others_go_on(
+def test_a_gpu_that_has_come_back_is_served_once_the_survivor_has_no_jobs_and_the_others_go_on(
     make_host: MakeHost, supervise: Supervise
 ) -> None:
     host = make_host(TWO)
@@ -97,6 +97,8 @@ def test_a_gpu_that_has_come_back_waits_for_the_end_of_the_survivor_and_the_othe
     devices = devices_json(made.snapshot)
     why = "the running control daemon does not serve it; it will be served once that has ended"
     assert [device["reason"] for device in devices] == [why] * 4 + [""] * 4
+    made.until(lambda: made.available == 8)
+    assert made.snapshot.domains[0].pid != pid
 
 
 def test_no_second_control_daemon_is_started_for_a_gpu_that_one_serves_elsewhere(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -42,12 +43,12 @@ def test_ready_stopping_and_the_watchdog_are_told_with_the_status_in_words(inbox
     notifier.status("starting")
     notifier.ready("4 of 4 devices available")
     notifier.alive()
-    notifier.stopping("waiting for jobs")
+    notifier.stopping("waiting for jobs", 90)
     assert received(inbox) == [
         "STATUS=starting",
         "READY=1\nSTATUS=4 of 4 devices available",
         "WATCHDOG=1",
-        "STOPPING=1\nSTATUS=waiting for jobs",
+        "STOPPING=1\nEXTEND_TIMEOUT_USEC=90000000\nSTATUS=waiting for jobs",
     ]
 
 
@@ -57,6 +58,14 @@ def test_a_status_that_was_told_already_is_not_told_again(inbox: socket.socket) 
     for text in ("serving", "serving", "degraded", "degraded", "serving"):
         notifier.status(text)
     assert received(inbox) == ["READY=1\nSTATUS=serving", "STATUS=degraded", "STATUS=serving"]
+
+
+def test_a_reload_is_told_with_the_time_by_the_clock_that_systemd_compares(inbox: socket.socket) -> None:
+    before_us = time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000
+    Notifier().reloading("the program is run anew")
+    first, second, third = received(inbox)[0].split("\n")
+    assert (first, third) == ("RELOADING=1", "STATUS=the program is run anew")
+    assert before_us <= int(second.partition("=")[2]) <= time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000
 
 
 def test_an_abstract_socket_is_written_to_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,7 +83,7 @@ def test_without_systemd_nothing_is_told_and_nothing_fails(monkeypatch: pytest.M
     notifier = Notifier()
     notifier.ready("serving")
     notifier.status("serving")
-    notifier.stopping("stopping")
+    notifier.stopping("stopping", 1)
     notifier.alive()
 
 

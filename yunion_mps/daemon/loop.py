@@ -3,45 +3,44 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
 import logging
-import socket
-import threading
 from collections.abc import Callable
 from typing import Any
 
+from yunion_mps.api.deferred import Deferred
+from yunion_mps.api.listener import Listener
 from yunion_mps.api.routes import Router
 from yunion_mps.api.server import Server
-from yunion_mps.daemon.run import StopSignals
-from yunion_mps.errors import DriverError
-from yunion_mps.examination import Examination
-from yunion_mps.inventory import Nvml, scan
-from yunion_mps.models import Inventory
+from yunion_mps.daemon.changing import Changing
+from yunion_mps.daemon.clients import Clients
+from yunion_mps.daemon.health import Health
+from yunion_mps.daemon.looking import Looking
+from yunion_mps.daemon.run import ANEW, STOPPED
+from yunion_mps.daemon.signals import Signals
 from yunion_mps.paths import Paths
 from yunion_mps.service import Service, one_line
 from yunion_mps.supervisor import Supervisor
-from yunion_mps.systemd import Notifier, watchdog_interval_s
+from yunion_mps.systemd import Notifier
 
 log = logging.getLogger(__name__)
 
-#: How often the GPUs are looked at; one look takes about a millisecond a GPU.
-RESCAN_S = 10.0
+#: The supervisor is late when what was due is not done for so long.
+_LATE_S = 10.0
 
 
 def serve(
-    examination: Examination,
     paths: Paths,
-    listener: socket.socket,
+    listener: Listener,
     supervisor: Supervisor,
     service: Service,
     notifier: Notifier,
-    stop: StopSignals,
-) -> None:
-    """Run until the domains have stopped after a signal."""
+    signals: Signals,
+) -> str:
+    """Run until the domains have stopped after a signal, or the program is to be run anew; returns which."""
     gc.freeze()  # what was imported stays for good; the collector need not look at it
     gc.enable()
-    asyncio.run(_Loop(paths, supervisor, service, notifier).run(listener, examination.nvml, stop))
+    return asyncio.run(_Loop(paths, supervisor, service, notifier).run(listener, signals))
 
 
 class _Loop:
@@ -52,31 +51,41 @@ class _Loop:
         self._notifier = notifier
         self._watched: list[int] = []
         self._timer: asyncio.TimerHandle | None = None
+        self._due_s: float | None = None
         self._stopping = False
-        self._end: asyncio.Future[None] | None = None
+        self._end: asyncio.Future[str] | None = None
+        self._changing: Changing | None = None
 
-    async def run(self, listener: socket.socket, nvml: Nvml | None, stop: StopSignals) -> None:
+    async def run(self, listener: Listener, signals: Signals) -> str:
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(_report)
         self._end = loop.create_future()
+        lock = asyncio.Lock()
+        looking = Looking(self._paths, self._supervisor, lock, self._tick_soon)
+        changing = Changing(self._paths, self._supervisor, looking, lock, self._tick_soon, self._anew)
+        self._changing = changing
+        deferred = Deferred(self._service, changing, Clients(self._supervisor))
         # Not loop.add_signal_handler: its end would leave the winding up to a second signal's mercy.
-        loop.add_reader(stop.fileno(), self._guarded, lambda: self._stop(stop))
-        server = Server(Router(self._service))
-        await server.open(listener)
-        tasks = [asyncio.create_task(self._watchdog())]
-        if nvml:
-            tasks.append(asyncio.create_task(self._rescan(nvml)))
+        loop.add_reader(signals.fileno(), self._guarded, lambda: self._heed(signals))
+        server = Server(Router(self._service, deferred))
+        await server.open(listener.socket)
+        health = Health(self._paths, listener, server, self._notifier, self._late)
+        tasks = [asyncio.create_task(health.run()), asyncio.create_task(looking.run())]
         for task in tasks:
             task.add_done_callback(self._task_ended)
         self._guarded(self._tick)
+        self._guarded(lambda: self._heed(signals))
+        end = STOPPED
         try:
-            await self._end
+            end = await self._end
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             self._unwatch()
-            await server.close()
+            loop.remove_reader(signals.fileno())
+            await (server.hand_over() if end == ANEW else server.close())
+        return end
 
     def _guarded(self, work: Callable[[], None]) -> None:
         """Do `work`; a fault of ours ends the loop, and the daemon, which systemd then starts anew.
@@ -96,31 +105,54 @@ class _Loop:
         if error and self._end and not self._end.done():
             self._end.set_exception(error)
 
-    def _stop(self, stop: StopSignals) -> None:
-        loop = asyncio.get_running_loop()
-        loop.remove_reader(stop.fileno())
+    def _heed(self, signals: Signals) -> None:
+        """Do what a signal asks for."""
+        signals.clear()
+        if signals.stop and not self._stopping:
+            self._stop(signals.stop)
+        elif signals.take_reload() and self._changing and not self._stopping:
+            self._changing.reload_for("SIGHUP").add_done_callback(self._task_ended)
+
+    def _stop(self, name: str) -> None:
         self._stopping = True
-        log.info("stopping, for %s came", stop.requested)
-        self._notifier.stopping("waiting for the control daemons' clients to end")
-        self._supervisor.stop(loop.time())
+        log.info("stopping, for %s came", name)
+        status = "waiting for the control daemons' clients to end"
+        self._notifier.stopping(status, self._supervisor.stop_within_s)
+        self._supervisor.stop(asyncio.get_running_loop().time())
         self._tick()
+
+    def _anew(self) -> None:
+        if self._end and not self._end.done() and not self._stopping:
+            self._end.set_result(ANEW)
+
+    def _tick_soon(self) -> None:
+        asyncio.get_running_loop().call_soon(self._guarded, self._tick)
 
     def _tick(self) -> None:
         """Let the supervisor do what is due, then watch for whatever it waits for now."""
         loop = asyncio.get_running_loop()
         self._unwatch()
-        due_s = self._supervisor.tick(loop.time())
+        if self._end and self._end.done():
+            return
+        due_s = self._due_s = self._supervisor.tick(loop.time())
         if self._end and self._stopping and self._supervisor.stopped:
-            if not self._end.done():
-                self._end.set_result(None)
+            self._end.set_result(STOPPED)
             return
         self._watched = self._supervisor.descriptors()
         for descriptor in self._watched:
             loop.add_reader(descriptor, self._guarded, self._tick)
         if due_s is not None:
             self._timer = loop.call_at(due_s, self._guarded, self._tick)
+        self._say()
+
+    def _say(self) -> None:
         if not self._stopping:
             self._notifier.status(one_line(self._service.status()))
+
+    def _late(self) -> str:
+        """What the supervisor should have done by now."""
+        late_s = 0.0 if self._due_s is None else asyncio.get_running_loop().time() - self._due_s
+        return f"supervision is {late_s:.0f} s late" if late_s > _LATE_S else ""
 
     def _unwatch(self) -> None:
         """Forget every descriptor: the supervisor may close one, and the next of its number be another's."""
@@ -131,27 +163,6 @@ class _Loop:
             self._timer.cancel()
             self._timer = None
 
-    async def _rescan(self, nvml: Nvml) -> None:
-        """Look at the GPUs now and then."""
-        trouble = ""
-        while True:
-            await asyncio.sleep(RESCAN_S)
-            try:
-                self._supervisor.rescan(await _on_thread(lambda: scan(nvml, self._paths)))
-                trouble = ""
-            except DriverError as error:
-                if error.message != trouble:
-                    log.error("the GPUs cannot be looked at: %s. %s", error.message, error.hint)
-                trouble = error.message
-                self._supervisor.lose_driver(error)
-            self._notifier.status(one_line(self._service.status()))
-
-    async def _watchdog(self) -> None:
-        interval_s = watchdog_interval_s()
-        while interval_s:
-            self._notifier.alive()
-            await asyncio.sleep(interval_s)
-
 
 def _report(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
     """What asyncio could not hand to anybody: in one line where the system refused something."""
@@ -159,28 +170,3 @@ def _report(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
     error = context.get("exception")
     trace = None if isinstance(error, OSError) else error
     log.error("%s: %s", context.get("message"), error, exc_info=trace)
-
-
-async def _on_thread(work: Callable[[], Inventory]) -> Inventory:
-    """Call `work` on a thread that nobody waits for at the end: a call of the driver may hang for good."""
-    loop = asyncio.get_running_loop()
-    result: asyncio.Future[Inventory] = loop.create_future()
-
-    def deliver(outcome: Inventory | Exception) -> None:
-        if result.cancelled():
-            return
-        if isinstance(outcome, Exception):
-            result.set_exception(outcome)
-        else:
-            result.set_result(outcome)
-
-    def run() -> None:
-        try:
-            outcome: Inventory | Exception = work()
-        except Exception as error:  # noqa: BLE001 - it is raised again where the result is awaited
-            outcome = error
-        with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
-            loop.call_soon_threadsafe(deliver, outcome)
-
-    threading.Thread(target=run, name="rescan", daemon=True).start()
-    return await result

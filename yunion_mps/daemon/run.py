@@ -2,29 +2,34 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import select
-import signal
-import socket
 import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
 from yunion_mps import __version__
+from yunion_mps.api.listener import Listener
 from yunion_mps.daemon import logs
+from yunion_mps.daemon.handover import Handover, become_anew, received
 from yunion_mps.daemon.lock import take_lock
 from yunion_mps.daemon.options import Options
+from yunion_mps.daemon.signals import Signals
 from yunion_mps.errors import ConfigError, ShortageError, YunionError
-from yunion_mps.examination import Examination, examine
+from yunion_mps.examination import examine
+from yunion_mps.models import Event
 from yunion_mps.paths import Paths
 from yunion_mps.service import Service, one_line
-from yunion_mps.supervisor import Supervisor, warnings
+from yunion_mps.supervisor import Supervisor
+from yunion_mps.supervisor.warnings import warnings
 from yunion_mps.systemd import Notifier
 
 log = logging.getLogger("yunion_mps.daemon")
+
+#: How the event loop came to its end.
+STOPPED, ANEW = "stopped", "anew"
 
 
 def run(options: Options) -> int:
@@ -34,13 +39,14 @@ def run(options: Options) -> int:
     try:
         if options.check:
             return _check(paths)
-        lock = take_lock(paths)
+        handover = received()
+        lock = handover.lock if handover else take_lock(paths)
         try:
-            stop = StopSignals()
+            signals = Signals()
         except OSError as error:
             raise ShortageError(f"signals cannot be waited for: {error.strerror}") from None
         try:
-            _serve(paths, stop)
+            _serve(paths, signals, lock, handover)
         finally:
             os.close(lock)
     except YunionError as error:
@@ -63,8 +69,8 @@ def _check(paths: Paths) -> int:
     return 0
 
 
-def _serve(paths: Paths, stop: StopSignals) -> None:
-    started_s = time.time()
+def _serve(paths: Paths, signals: Signals, lock: int, handover: Handover | None) -> None:
+    started_s = handover.started_s if handover else time.time()
     notifier = Notifier()
     notifier.status("reading the configuration and looking at the GPUs")
     examination = examine(paths)
@@ -72,17 +78,18 @@ def _serve(paths: Paths, stop: StopSignals) -> None:
         examination.check()
         supervisor = Supervisor(paths, examination)
         try:
-            listener = _start(paths, supervisor, stop)
+            listener = _start(paths, supervisor, signals, handover)
         except (YunionError, OSError) as error:
             _wind_up(supervisor, notifier, spare_found=True)
             if isinstance(error, OSError):
                 raise ShortageError(f"the system refused something: {error}") from None
             raise
         if listener:
-            service = Service(supervisor.snapshot, started_s, os.getpid())
-            _until_stopped(paths, examination, listener, supervisor, service, notifier, stop)
+            service = Service(supervisor.snapshot, started_s, os.getpid(), supervisor.journal)
+            anew = Handover(listener.socket.fileno(), lock, started_s)
+            _until_stopped(paths, listener, supervisor, service, notifier, signals, anew)
         _wind_up(supervisor, notifier)
-        stop.close()
+        signals.close()
     finally:
         examination.close()
     log.info("stopped")
@@ -94,7 +101,8 @@ def _wind_up(supervisor: Supervisor, notifier: Notifier, *, spare_found: bool = 
     Not done when a fault of our own ends us: then, as after SIGKILL, the control daemons and their clients
     live on, and the next daemon takes them over.
     """
-    notifier.stopping("stopping the control daemons and putting the compute modes back")
+    status = "stopping the control daemons and putting the compute modes back"
+    notifier.stopping(status, supervisor.stop_within_s)
     supervisor.stop(time.monotonic(), spare_found=spare_found)
     drive(supervisor, lambda: supervisor.stopped)
     supervisor.close()
@@ -102,33 +110,49 @@ def _wind_up(supervisor: Supervisor, notifier: Notifier, *, spare_found: bool = 
 
 def _until_stopped(
     paths: Paths,
-    examination: Examination,
-    listener: socket.socket,
+    listener: Listener,
     supervisor: Supervisor,
     service: Service,
     notifier: Notifier,
-    stop: StopSignals,
+    signals: Signals,
+    anew: Handover,
 ) -> None:
     """Serve. READY is said once every limit was read back and the socket listens.
 
     What the event loop needs (asyncio, h11: some 20 ms of imports) is loaded after that; until then
     the kernel keeps the connections of the first clients for us.
     """
-    with listener:
-        try:
-            line = one_line(service.status())
-            log.info("yunion-mps %s is ready: %s", __version__, line)
-            for warning in warnings(supervisor.snapshot()):
-                log.warning("%s", warning)
-            notifier.ready(line)
-            serve = _load_event_loop()
-            serve(examination, paths, listener, supervisor, service, notifier, stop)
-        finally:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(paths.socket)
+    line = one_line(service.status())
+    log.info("yunion-mps %s is ready: %s", __version__, line)
+    for warning in warnings(supervisor.snapshot()):
+        log.warning("%s", warning)
+    supervisor.journal.record(Event("info", "daemon", "yunion-mps-daemon", f"ready, {__version__}", "", line))
+    notifier.ready(line)
+    serve = _load_event_loop()
+    try:
+        while serve(paths, listener, supervisor, service, notifier, signals) == ANEW:
+            _become_anew(supervisor, notifier, anew._replace(listener=listener.socket.fileno()))
+        supervisor.say_whom_it_ended()
+        supervisor.journal.record(Event("info", "daemon", "yunion-mps-daemon", "stopped", signals.stop))
+    finally:
+        listener.close()
 
 
-def _load_event_loop() -> Callable[..., None]:
+def _become_anew(supervisor: Supervisor, notifier: Notifier, anew: Handover) -> None:
+    """Run the program anew in this process; where that fails, go on with this one."""
+    log.info("the program is run anew; control daemons, socket and lock stay")
+    notifier.reloading("the program is run anew")
+    supervisor.release()
+    try:
+        become_anew(anew)
+    except OSError as error:
+        what = f"the program cannot be run anew: {error}"
+        log.error("%s; this one goes on", what)
+        supervisor.journal.record(Event("error", "daemon", "yunion-mps-daemon", what, "", "this one goes on"))
+        notifier.ready(what)
+
+
+def _load_event_loop() -> Callable[..., str]:
     """Import asyncio without ssl, which it would take where it is there: 4 MiB for a Unix socket."""
     absent: Any = None  # makes an import of the name fail, which asyncio is written for
     sys.modules.setdefault("ssl", absent)
@@ -140,57 +164,35 @@ def _load_event_loop() -> Callable[..., None]:
     return serve
 
 
-class StopSignals:
-    """SIGTERM and SIGINT: the handler only notes the name, and a descriptor wakes whatever waits."""
-
-    def __init__(self) -> None:
-        self.requested = ""
-        self._wake, self._write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._request)
-
-    def fileno(self) -> int:
-        """A descriptor that becomes readable with the first signal."""
-        return self._wake
-
-    def close(self) -> None:
-        """Go back to the system's own handling."""
-        signal.set_wakeup_fd(-1)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, signal.SIG_DFL)
-        os.close(self._wake)
-        os.close(self._write)
-
-    def _request(self, number: int, _: object) -> None:
-        self.requested = signal.Signals(number).name
-
-
-def _start(paths: Paths, supervisor: Supervisor, stop: StopSignals) -> socket.socket | None:
+def _start(
+    paths: Paths, supervisor: Supervisor, signals: Signals, handover: Handover | None
+) -> Listener | None:
     """Start the domains and wait for each to be ready or to say why not; return the listening socket.
 
     None where a signal came first. Raises YunionError when no domain is ready.
     """
     supervisor.start(time.monotonic())
-    drive(supervisor, lambda: supervisor.started or bool(stop.requested), stop.fileno())
-    if stop.requested:
+    drive(supervisor, lambda: supervisor.started or bool(signals.stop), signals)
+    if signals.stop:
         return None
+    if handover:
+        return Listener(paths, handover.listener)
     error = supervisor.first_error()
     if error and not supervisor.serving:
         raise error
-    from yunion_mps.api.listener import listen
-
-    return listen(paths)
+    return Listener(paths)
 
 
-def drive(supervisor: Supervisor, done: Callable[[], bool], wake: int | None = None) -> None:
+def drive(supervisor: Supervisor, done: Callable[[], bool], wake: Signals | None = None) -> None:
     """Tick until `done`, by poll(2): what the event loop does while it is there."""
     while True:
+        if wake:
+            wake.clear()
         due_s = supervisor.tick(time.monotonic())
         if done():
             return
         poll = select.poll()
-        for descriptor in [*supervisor.descriptors(), *([] if wake is None else [wake])]:
+        for descriptor in [*supervisor.descriptors(), *([] if wake is None else [wake.fileno()])]:
             poll.register(descriptor, select.POLLIN)
         wait_ms = None if due_s is None else max(0.0, due_s - time.monotonic()) * 1000
         poll.poll(wait_ms)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -29,6 +30,7 @@ class EventWatch:
         nvml.keep_open()
         self._on_event = on_event
         self._stopped = threading.Event()
+        self._addresses: dict[int | None, str] = {}
         self._thread = threading.Thread(target=self._run, name="driver events", daemon=True)
 
     def start(self) -> None:
@@ -38,6 +40,10 @@ class EventWatch:
     def stop(self) -> None:
         """Wait no more; the thread ends within a second, and nobody waits for it."""
         self._stopped.set()
+
+    def join(self) -> None:
+        """Wait for the thread's end, within a second after `stop`; for tests, that leave nothing behind."""
+        self._thread.join()
 
     def _run(self) -> None:
         while not self._stopped.is_set():
@@ -53,8 +59,10 @@ class EventWatch:
         """Wait with one set of GPUs, until one of them is lost or the driver fails."""
         events = pynvml.nvmlEventSetCreate()
         try:
-            watched = [index for index in range(pynvml.nvmlDeviceGetCount()) if _register(index, events)]
-            for _ in range(_WAITS_A_SET if watched else 0):
+            self._addresses = {}
+            for index in range(pynvml.nvmlDeviceGetCount()):
+                self._register(index, events)
+            for _ in range(_WAITS_A_SET if self._addresses else 0):
                 if self._stopped.is_set():
                     return
                 with contextlib.suppress(_timeout()):
@@ -63,21 +71,23 @@ class EventWatch:
             with contextlib.suppress(pynvml.NVMLError):
                 pynvml.nvmlEventSetFree(events)
 
+    def _register(self, index: int, events: Any) -> None:
+        """Watch one GPU, if it can be; its address is noted, for a lost one does not tell it any more."""
+        with contextlib.suppress(pynvml.NVMLError):
+            handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+            bus_id = pynvml.nvmlDeviceGetPciInfo(handle).busId
+            pynvml.nvmlDeviceRegisterEvents(handle, pynvml.nvmlEventTypeXidCriticalError, events)
+            text = bus_id.decode(errors="replace") if isinstance(bus_id, bytes) else str(bus_id)
+            self._addresses[_number(handle)] = normal_address(text) or text
+
     def _tell(self, data: Any) -> None:
-        bus_id = pynvml.nvmlDeviceGetPciInfo(data.device).busId
-        text = bus_id.decode(errors="replace") if isinstance(bus_id, bytes) else str(bus_id)
-        address = normal_address(text)
-        if address:
-            self._on_event((address, int(data.eventData)))
+        address = self._addresses.get(_number(data.device))
+        self._on_event((address, int(data.eventData)) if address else None)
 
 
-def _register(index: int, events: Any) -> bool:
-    try:
-        handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-        pynvml.nvmlDeviceRegisterEvents(handle, pynvml.nvmlEventTypeXidCriticalError, events)
-    except pynvml.NVMLError:
-        return False
-    return True
+def _number(handle: Any) -> int | None:
+    """What NVML's handle of a GPU points to, which is what makes two of them the same."""
+    return ctypes.cast(handle, ctypes.c_void_p).value
 
 
 def _timeout() -> type[BaseException]:

@@ -1,31 +1,40 @@
-"""All domains of the host: brings the plan into force, keeps it, and puts back what it changed.
+"""Brings the plan into force, keeps it, puts back what it changed, and tells what is.
 
 Like a domain it is told the time and never waits, so that one loop can drive it before the event loop is
-loaded and another afterwards.
+loaded and another afterwards. What calls the driver is handed out as work (`ModeWork`), for the caller to do
+where it may take long.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from yunion_mps.compute_modes import put_back, set_modes
-from yunion_mps.errors import DriverError, HostError, YunionError
+from yunion_mps.compute_modes import ModeResult, ModeWork, carry_out, noted
+from yunion_mps.errors import ConfigError, DriverError, HostError, YunionError
 from yunion_mps.examination import Examination
-from yunion_mps.models import DomainPlan, Gpu, Inventory, Snapshot
-from yunion_mps.mps.adoption import Left, left_behind
-from yunion_mps.mps.control import PROGRAM, find_control_program
+from yunion_mps.journal import Journal
+from yunion_mps.models import Config, DomainPlan, Event, Inventory, Plan, Snapshot
+from yunion_mps.mps.control import find_control_program
 from yunion_mps.mps.domain import Domain
 from yunion_mps.mps.states import READY, STOPPED
 from yunion_mps.paths import Paths
-from yunion_mps.planning import difference, enforces_budgets, make_plan, reason_against
+from yunion_mps.planning import difference, make_plan
 from yunion_mps.store import Store
+from yunion_mps.supervisor.changes import Change, changes_to
+from yunion_mps.supervisor.fleet import Fleet
+from yunion_mps.supervisor.gpus import Gpus
+from yunion_mps.supervisor.jobs import Jobs
+from yunion_mps.supervisor.past import AFTERWARDS, gpus_of, judge, left_running
+from yunion_mps.supervisor.view import in_force, statuses
+
+__all__ = ["Change", "Supervisor"]
 
 log = logging.getLogger(__name__)
 
-RESTART = "restart yunion-mps-daemon to use it"
-_AFTERWARDS = "the next start of yunion-mps-daemon then puts its GPUs' compute modes back"
+#: Keys of host.conf that change how we work, and nothing on the host by themselves.
+_SETTINGS = ("cuda_mps_stop_timeout_s", "cuda_mps_max_clients")
 
 
 class Supervisor:
@@ -36,15 +45,18 @@ class Supervisor:
         self._paths = paths
         self._config = examined.config
         self._machine_id = examined.machine_id
-        self._nvml = examined.nvml
-        self._plan = examined.plan
-        gpus = tuple(self._judged(gpu) for gpu in examined.inventory.gpus)
-        self._inventory = examined.inventory._replace(gpus=gpus)
-        self._domains: list[Domain] = []
+        self.nvml = examined.nvml
+        self._target = examined.plan
+        self._gpus = Gpus(examined.inventory, examined.config, examined.plan)
         self._store: Store | None = None
+        self.journal = Journal(self.store)
+        self._fleet = Fleet(self.store, self.journal.record, self._changed)
+        self._jobs = Jobs()
         self._version = 0
         self._past = ""
         self._snapshot: Snapshot | None = None
+
+    # -- its life
 
     def start(self, now_s: float) -> None:
         """Set the compute modes and begin to start the domains.
@@ -53,52 +65,47 @@ class Supervisor:
         every domain's place is taken, or a control daemon runs that the configuration knows no more.
         """
         self._settle_the_past()
-        if not self._plan.domains:
+        if not self._target.domains:
             return
         program = find_control_program()
-        self._make_domains(program)
-        obstacles = [error for domain in self._domains if (error := domain.obstacle())]
-        if len(obstacles) == len(self._domains):
+        self._make_fleet(program)
+        obstacles = [error for domain in self.domains if (error := domain.obstacle())]
+        if len(obstacles) == len(self.domains):
             raise obstacles[0]
-        self._set_modes()
-        self._make_domains(program)
-        for domain in self._domains:
-            self._note(domain.plan)
-            domain.start(now_s)
+        work = ModeWork(difference(self._target, self._gpus.inventory, ()).compute_modes)
+        if work.changes:
+            self.note_modes(carry_out(work, self.nvml, self.store()))
+            self._refuse_if_no_mode_can_be_set()
+        self._replan()
+        self._make_fleet(program)
+        self._fleet.start(now_s)
         self._changed()
 
     def tick(self, now_s: float) -> float | None:
         """Do what is due in every domain; return when to be called again at the latest."""
-        times = [due_s for domain in self._domains if (due_s := domain.tick(now_s)) is not None]
-        return min(times, default=None)
+        times = (self._fleet.tick(now_s), self._jobs.tick(now_s))
+        return min((due_s for due_s in times if due_s is not None), default=None)
 
     def descriptors(self) -> list[int]:
         """What to watch for reading, to be asked for again after every tick."""
-        return [descriptor for domain in self._domains for descriptor in domain.descriptors()]
+        return [descriptor for domain in self.domains for descriptor in domain.descriptors()]
 
     def stop(self, now_s: float, *, spare_found: bool = False) -> None:
         """Begin to stop every domain; `spare_found` leaves control daemons that were running before us."""
-        for domain in self._domains:
-            domain.stop(now_s, spare_found=spare_found)
+        jobs, wait_s = self._jobs.running(), self._config.cuda_mps_stop_timeout_s
+        if jobs:
+            log.warning("running jobs have up to %d s to end: %s", wait_s, "; ".join(jobs))
+            self._jobs.end_by(now_s + wait_s)
+        self._fleet.stop(now_s, spare_found=spare_found)
 
-    @property
-    def started(self) -> bool:
-        """Whether every domain is ready or has said why it is not."""
-        return all(domain.state == READY or domain.error for domain in self._domains)
-
-    @property
-    def stopped(self) -> bool:
-        """Whether every domain has stopped."""
-        return all(domain.state == STOPPED for domain in self._domains)
-
-    @property
-    def serving(self) -> int:
-        """The number of domains that serve."""
-        return sum(domain.state == READY for domain in self._domains)
-
-    def first_error(self) -> YunionError | None:
-        """Why a domain does not serve, None where all do."""
-        return next((domain.error for domain in self._domains if domain.error), None)
+    def say_whom_it_ended(self) -> None:
+        """Name the jobs that did not end in time."""
+        for job in self._jobs.late:
+            log.warning("%s did not end in time: its MPS server was ended", job)
+            event = Event("warning", "client", "stop", f"{job} did not end in time", "the daemon was stopped")
+            self.journal.record(
+                event._replace(consequence="its MPS server was ended, and its CUDA calls fail")
+            )
 
     def close(self) -> None:
         """Put the compute modes back to what they were before we first touched them.
@@ -108,89 +115,233 @@ class Supervisor:
         """
         if self._store is None:
             return
-        left = self._left()
-        put_back(self._nvml, self._store, spare={uuid for one in left.values() for uuid in one.gpu_uuids})
+        left = left_running(self._store, self._watched())
+        modes = {u: mode for u, mode in noted(self._store).items() if u not in gpus_of(left)}
+        carry_out(ModeWork(put_back=modes), self.nvml, self._store)
         for place, one in left.items():
-            log.warning("a control daemon (PID %d) is left running in %s; %s", one.pid, place, _AFTERWARDS)
-        self._store.close()
-        self._store = None
+            log.warning("a control daemon (PID %d) is left running in %s; %s", one.pid, place, AFTERWARDS)
+        self.release()
 
-    def _left(self) -> dict[str, Left]:
-        """The control daemons of ours that run unwatched, by pipe directory; what has ended is forgotten."""
-        left = {}
-        watched = {d.plan.pipe_directory for d in self._domains if d.status().pid is not None}
-        for place in self._open_store().domains():
-            one = left_behind(place)
-            if one is None and place not in watched:
-                self._open_store().forget_domain(place)
-            elif one and place not in watched:
-                left[place] = one
-        return left
+    def release(self) -> None:
+        """Give back what is held, and leave everything as it is, for the program that takes over."""
+        self.journal.flush()
+        if self._store:
+            self._store.close()
+            self._store = None
 
-    def rescan(self, inventory: Inventory) -> None:
-        """Take note of what the GPUs are like now; one that only sysfs still lists stays who it was."""
-        before = {gpu.pci_address: gpu for gpu in self._inventory.gpus}
-        gpus = [
-            before[gpu.pci_address]._replace(reason=gpu.reason)
-            if gpu.uuid is None and gpu.pci_address in before
-            else gpu
-            for gpu in inventory.gpus
-        ]
-        inventory = inventory._replace(gpus=tuple(self._judged(gpu) for gpu in gpus))
-        if inventory == self._inventory:
-            return
-        for gpu in inventory.gpus:
-            reason = before[gpu.pci_address].reason if gpu.pci_address in before else "it was not there"
-            if gpu.reason and gpu.reason != reason:
-                log.error("GPU %s cannot be used: %s", gpu.address, gpu.reason)
-            elif reason and not gpu.reason:
-                log.info("GPU %s is back%s", gpu.address, self._unused(gpu))
-        self._inventory = inventory
-        self._changed()
+    # -- what it is at
 
-    def _judged(self, gpu: Gpu) -> Gpu:
-        """The GPU, with the reason where it serves devices and no longer can: MIG mode, say."""
-        ours = {device.gpu_uuid for device in self._plan.devices}
-        if gpu.uuid in ours or gpu.pci_address in self._plan.unavailable:
-            return gpu._replace(reason=reason_against(gpu, self._config))
-        return gpu
+    @property
+    def domains(self) -> list[Domain]:
+        """The domains that there are now."""
+        return self._fleet.domains
 
-    def _unused(self, gpu: Gpu) -> str:
-        return "; " + RESTART if gpu.pci_address in self._plan.unavailable else ""
+    @property
+    def config(self) -> Config:
+        """The configuration that is aimed at."""
+        return self._config
 
-    def lose_driver(self, error: DriverError) -> None:
-        """Take note that the driver as a whole does not answer any more."""
-        gpus = tuple(gpu._replace(reason=error.message) for gpu in self._inventory.gpus)
-        self.rescan(self._inventory._replace(gpus=gpus))
+    @property
+    def stop_within_s(self) -> int:
+        """How long a stop may take: the jobs' time, the control daemons', and that of calls of the driver."""
+        return self._config.cuda_mps_stop_timeout_s + 80
+
+    @property
+    def started(self) -> bool:
+        """Whether every domain is ready or has said why it is not."""
+        return all(domain.state == READY or domain.error for domain in self.domains)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether every domain has stopped."""
+        return all(domain.state == STOPPED for domain in self.domains)
+
+    @property
+    def serving(self) -> int:
+        """The number of domains that serve."""
+        return sum(domain.state == READY for domain in self.domains)
+
+    def first_error(self) -> YunionError | None:
+        """Why a domain does not serve, None where all do."""
+        return next((domain.error for domain in self.domains if domain.error), None)
 
     def snapshot(self) -> Snapshot:
         """What is now; the same object for as long as nothing changes."""
         if self._snapshot is None:
             self._version += 1
-            domains = tuple(domain.status() for domain in self._domains)
             self._snapshot = Snapshot(
                 self._version,
                 time.time(),
                 self._config.enable_cuda_mps,
                 self._notice(),
-                self._plan,
-                self._inventory,
-                domains,
+                in_force(self._target, self.domains, self._gpus.inventory.gpus),
+                self._gpus.inventory,
+                statuses(self.domains, self._fleet.awaited, self._gpus.inventory.gpus),
             )
         return self._snapshot
+
+    # -- GPUs
+
+    def rescan(self, inventory: Inventory, now_s: float) -> None:
+        """Take note of what the GPUs are like now, and of one that can serve only now."""
+        before = {gpu.uuid: gpu.compute_mode for gpu in self._gpus.inventory.gpus}
+        events = self._gpus.look(inventory, self._config, self._target)
+        for gpu in self._gpus.inventory.gpus:
+            wanted = self._target.compute_modes.get(gpu.uuid or "")
+            if wanted and before.get(gpu.uuid) == wanted != gpu.compute_mode and not gpu.reason:
+                what = f"{wanted} -> {gpu.compute_mode}"
+                event = Event("warning", "compute_mode", gpu.address, what, "somebody else has changed it")
+                events.append(event._replace(consequence=f"it is set to {wanted} again"))
+        for event in events:
+            self.journal.record(event)
+        if self._gpus.changed:
+            self._changed()
+            self._use_what_came(now_s)
+
+    def lose_driver(self, error: DriverError, now_s: float) -> None:
+        """Take note that the driver as a whole does not answer any more."""
+        inventory = self._gpus.inventory
+        gpus = tuple(gpu._replace(reason=error.message) for gpu in inventory.gpus)
+        self.rescan(inventory._replace(gpus=gpus), now_s)
+
+    def note_xid(self, pci_address: str, xid: int) -> None:
+        """Take note of an error that the driver reported."""
+        event = self._gpus.mark_ill(pci_address, xid)
+        if event:
+            log.warning("GPU %s: %s; %s", event.subject, event.what, event.consequence)
+            self.journal.record(event)
+            self._changed()
+
+    def note_processes(self, processes: Mapping[str, Mapping[int, int | None]]) -> None:
+        """Take note of who uses the GPUs (by UUID: PID and MiB), so that no job is taken for none."""
+        self._jobs.note(self.domains, processes)
+
+    # -- compute modes
+
+    def mode_work(self) -> ModeWork:
+        """The compute modes that are to be set or put back now."""
+        able = [gpu for gpu in self._gpus.inventory.gpus if not gpu.reason]
+        changes = difference(self._target, self._gpus.inventory._replace(gpus=tuple(able)), ()).compute_modes
+        if self._store is None:
+            return ModeWork(changes)
+        spare = {*self._target.compute_modes, *self._fleet.gpus_in_use()}
+        modes = {u: mode for u, mode in noted(self._store).items() if u not in spare}
+        if modes:
+            left = gpus_of(left_running(self._store, self._watched()))
+            modes = {uuid: mode for uuid, mode in modes.items() if uuid not in left}
+        return ModeWork(changes, modes)
+
+    def note_modes(self, result: ModeResult) -> None:
+        """Take note of modes that were set or put back, and of GPUs that refused."""
+        for gpu in self._gpus.inventory.gpus:
+            after = result.modes.get(gpu.uuid or "")
+            if after and after != gpu.compute_mode:
+                what = f"{gpu.compute_mode} -> {after}"
+                self.journal.record(Event("info", "compute_mode", gpu.address, what, "the plan asks for it"))
+        if result.modes or result.errors:
+            self._gpus.note_modes(result)
+            self._changed()
+
+    # -- another configuration
+
+    def examine(self, examined: Examination) -> tuple[Plan, list[Change]]:
+        """The plan for what was read anew and its changes; raises YunionError where it cannot be."""
+        examined.check()
+        plan = self._plan_for(examined.config, examined.inventory)
+        if plan.domains:
+            find_control_program()
+        settings = [
+            Change("setting", name, str(old), str(new), "at once")
+            for name in _SETTINGS
+            if (old := getattr(self._config, name)) != (new := getattr(examined.config, name))
+        ]
+        placed = plan._replace(domains=tuple(self._placed(domain) for domain in plan.domains))
+        changes = changes_to(
+            placed,
+            in_force(self._target, self.domains, self._gpus.inventory.gpus),
+            self._gpus.inventory,
+            self.domains,
+            settings,
+        )
+        return plan, changes
+
+    def accept(self, examined: Examination) -> list[Change]:
+        """Aim at what was read anew; the modes are set next (`mode_work`), then it is to be `aim`ed at.
+
+        Raises YunionError, with nothing changed, where it cannot be.
+        """
+        plan, changes = self.examine(examined)
+        for wanted in plan.domains:
+            placed = self._placed(wanted)
+            if not any(placed.pipe_directory == domain.plan.pipe_directory for domain in self.domains):
+                obstacle = Domain(placed, "", self.journal.record, self._changed).obstacle()
+                if obstacle:
+                    raise obstacle
+        self._config, self._target = examined.config, plan
+        self.nvml = examined.nvml or self.nvml
+        self._gpus.forgive()
+        if examined.nvml:
+            for event in self._gpus.look(examined.inventory, examined.config, plan):
+                self.journal.record(event)
+        for change in changes:
+            what = f"{change.before or 'nothing'} -> {change.after or 'nothing'}"
+            subject = f"{change.kind} {change.subject}"
+            event = Event("info", "configuration", subject, what, "the configuration was read again")
+            self.journal.record(event._replace(consequence=f"it counts {change.effect}"))
+        self._changed()
+        return changes
+
+    def aim(self, now_s: float) -> None:
+        """Bring what was accepted into force, as far as no job is in its way."""
+        self._replan()
+        program = find_control_program() if self._target.domains else ""
+        plans = [self._placed(plan) for plan in self._target.domains]
+        self._fleet.aim(plans, program, self._config.cuda_mps_stop_timeout_s, now_s)
+        self._changed()
+
+    def renew(self, now_s: float, *, force: bool) -> None:
+        """Ask the servers that a pending change waits for to end."""
+        for domain in self.domains:
+            domain.renew(now_s, force=force)
+
+    # -- its own
+
+    def _plan_for(self, config: Config, inventory: Inventory) -> Plan:
+        plan, problems = make_plan(config, self._gpus.for_planning(inventory, self._target), self._machine_id)
+        if problems:
+            raise ConfigError(problems)
+        return plan
+
+    def _replan(self) -> None:
+        """Plan anew with the GPUs as they are known now; what cannot be planned is left as it was."""
+        try:
+            self._target = self._plan_for(self._config, self._gpus.inventory)
+        except ConfigError as error:
+            log.error("the GPUs that came do not fit the configuration: %s", error.message)
+
+    def _use_what_came(self, now_s: float) -> None:
+        """A GPU that could not serve before and can now gets its place in the plan."""
+        before = self._target
+        self._replan()
+        if self._target.domains != before.domains:
+            try:
+                self.aim(now_s)
+            except HostError as error:
+                log.error("%s. %s", error.message, error.hint)
+        if self._target != before:
+            self._changed()
 
     def _changed(self) -> None:
         self._snapshot = None
 
     def _notice(self) -> str:
+        why = ""
         if not self._config.enable_cuda_mps:
             why = f"enable_cuda_mps is false in {self._paths.host_conf}: this host offers no MPS devices"
-            return f"{why}; {self._past}" if self._past else why
-        if not self._plan.domains:
-            reasons = "; ".join(f"{address}: {why}" for address, why in self._plan.unavailable.items())
+        elif not self._target.domains:
+            reasons = "; ".join(f"{address}: {why}" for address, why in self._target.unavailable.items())
             why = f"no GPU of this host can serve MPS devices ({reasons or 'it has none'})"
-            return f"{why}; {self._past}" if self._past else why
-        return self._past
+        return "; ".join(part for part in (why, self._past) if part)
 
     def _placed(self, plan: DomainPlan) -> DomainPlan:
         """The domain with its directories below the root that everything of ours lies under."""
@@ -199,87 +350,40 @@ class Supervisor:
             log_directory=self._paths.under(plan.log_directory),
         )
 
-    def _set_modes(self) -> None:
-        """Set every GPU's compute mode; one that refuses is planned anew, as unavailable for that reason."""
-        assert self._nvml is not None
-        changes = difference(self._plan, self._inventory, ()).compute_modes
-        if not changes:
-            return
-        errors = set_modes(changes, self._nvml, self._open_store())
-        after = {change.gpu_uuid: change.after for change in changes if change.gpu_uuid not in errors}
-        self._inventory = _with_modes(self._inventory, after, {})
-        if errors and len(errors) == len(self._plan.compute_modes):
+    def _make_fleet(self, program: str) -> None:
+        plans: Sequence[DomainPlan] = [self._placed(plan) for plan in self._target.domains]
+        self._fleet.make(plans, program, self._config.cuda_mps_stop_timeout_s)
+
+    def _refuse_if_no_mode_can_be_set(self) -> None:
+        errors = self._gpus.mode_errors
+        if errors and len(errors) == len(self._target.compute_modes):
             first = next(iter(errors.values()))
             raise DriverError(f"no GPU's compute mode can be set: {first.message}", first.hint)
-        inventory = _with_modes(self._inventory, {}, errors)
-        self._plan, _ = make_plan(self._config, inventory, self._machine_id)
 
-    def _open_store(self) -> Store:
+    def store(self) -> Store:
+        """The state file, opened when it is first needed; raises HostError."""
         if self._store is None:
             self._store = Store(self._paths)
+            if self._store.set_aside:
+                what = f"the state file could not be read: it is kept as {self._store.set_aside}"
+                log.error("%s, and was begun anew", what)
+                means = "earlier events are there; compute modes are known from their copy"
+                self.journal.record(Event("error", "daemon", "state file", what, "it is damaged", means))
         return self._store
 
-    def _make_domains(self, program: str) -> None:
-        self._domains = [Domain(self._placed(plan), program, self._changed) for plan in self._plan.domains]
-
-    def _note(self, plan: DomainPlan) -> None:
-        """Note where a control daemon is about to run, for the next daemon, should this one not end it."""
-        try:
-            self._open_store().remember_domain(plan.pipe_directory)
-        except HostError as error:
-            log.warning("domain %s is not noted: %s. %s", plan.name, error.message, error.hint)
+    def _watched(self) -> set[str]:
+        return {d.plan.pipe_directory for d in self.domains if d.status().pid is not None}
 
     def _settle_the_past(self) -> None:
-        """See to what an earlier daemon that was killed left behind, where the plan does not take it over.
-
-        A control daemon that still runs may have jobs: it is not ended but reported, its GPUs' compute modes
-        stay, and none of its GPUs gets a second control daemon. Other modes that are noted are put back.
-        """
+        """See to what an earlier daemon that was killed left behind, where the plan does not take it over."""
         if not Store.exists(self._paths):
             return
-        planned = {self._placed(plan).pipe_directory: plan for plan in self._plan.domains}
-        needed = {uuid for plan in planned.values() for uuid in plan.gpu_uuids}
-        left = self._left()
-        for place, one in left.items():
-            if place in planned:
-                continue
-            what = f"a control daemon (PID {one.pid}) of an earlier daemon still serves {place}"
-            hint = f"when its jobs are done: echo quit | CUDA_MPS_PIPE_DIRECTORY={place} {PROGRAM}"
-            if needed & set(one.gpu_uuids):
-                raise HostError(what, f"{hint}; {_AFTERWARDS}")
-            log.error("%s. %s; %s", what, hint, _AFTERWARDS)
-            self._past = f"{what}; {hint}; {_AFTERWARDS}"
-        spare = {*self._plan.compute_modes, *(uuid for one in left.values() for uuid in one.gpu_uuids)}
-        put_back(self._nvml, self._open_store(), spare=spare)
-
-
-def _with_modes(inventory: Inventory, modes: dict[str, str], errors: dict[str, DriverError]) -> Inventory:
-    """The inventory after compute modes were set, and with the reason where that failed."""
-    gpus = []
-    for gpu in inventory.gpus:
-        uuid = gpu.uuid or ""
-        if uuid in errors:
-            gpu = gpu._replace(reason=f"its compute mode cannot be set: {errors[uuid].message}")
-        elif uuid in modes:
-            gpu = gpu._replace(compute_mode=modes[uuid])
-        gpus.append(gpu)
-    return inventory._replace(gpus=tuple(gpus))
-
-
-def warnings(snapshot: Snapshot) -> Sequence[str]:
-    """What an operator must know although everything runs: budgets not enforced, modes that differ."""
-    found = []
-    for gpu in snapshot.inventory.gpus:
-        served = any(gpu.uuid in domain.plan.gpu_uuids for domain in snapshot.domains)
-        if served and not gpu.reason and not enforces_budgets(gpu):
-            found.append(
-                f"GPU {gpu.address} ({gpu.name}): budgets are not enforced, for it is older than Volta; "
-                "its clients can use all of its memory and threads"
-            )
-        wanted = snapshot.plan.compute_modes.get(gpu.uuid or "")
-        if wanted and not gpu.reason and gpu.compute_mode != wanted:
-            found.append(
-                f"GPU {gpu.address} ({gpu.name}): its compute mode is {gpu.compute_mode}, not {wanted}; "
-                "a process that misses the control daemon would use it without limits"
-            )
-    return found
+        store = self.store()
+        planned = [self._placed(plan) for plan in self._target.domains]
+        left = left_running(store, self._watched())
+        for what, hint in judge(left, planned):
+            log.error("%s. %s", what, hint)
+            self._past = f"{what}; {hint}"
+        spare = {*self._target.compute_modes, *gpus_of(left)}
+        modes = {uuid: mode for uuid, mode in noted(store).items() if uuid not in spare}
+        carry_out(ModeWork(put_back=modes), self.nvml, store)

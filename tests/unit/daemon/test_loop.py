@@ -5,11 +5,13 @@ from __future__ import annotations
 import gc
 import os
 import time
+from contextlib import closing
 
 import pytest
-from yunion_mps.api.listener import listen
+from yunion_mps.api.listener import Listener
 from yunion_mps.daemon.loop import serve
-from yunion_mps.daemon.run import StopSignals, drive
+from yunion_mps.daemon.run import drive
+from yunion_mps.daemon.signals import Signals
 from yunion_mps.service import Service
 from yunion_mps.supervisor import Supervisor
 from yunion_mps.systemd import Notifier
@@ -36,15 +38,16 @@ def test_a_fault_in_a_tick_ends_the_loop_and_leaves_control_daemon_and_modes_as_
     made.supervisor = faulty = Faulty(made.paths, made.examined)
     made.start()
     pid = made.snapshot.domains[0].pid
-    os.makedirs(made.paths.run_directory)
-    stop = StopSignals()
+    os.makedirs(made.paths.run_directory, exist_ok=True)
+    signals = Signals()
     faulty.fault = True
     try:
         service = Service(faulty.snapshot, time.time(), os.getpid())
-        with listen(made.paths) as listener, pytest.raises(ZeroDivisionError, match="a fault of our own"):
-            serve(made.examined, made.paths, listener, faulty, service, Notifier(), stop)
+        with closing(Listener(made.paths)) as listener:
+            with pytest.raises(ZeroDivisionError, match="a fault of our own"):
+                serve(made.paths, listener, faulty, service, Notifier(), signals)
     finally:
-        stop.close()
+        signals.close()
         gc.unfreeze()
         faulty.fault = False
     drive(faulty, lambda: True)

@@ -1,0 +1,138 @@
+"""The record of what happened, and the daemon's own health."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sqlite3
+import threading
+from typing import Any
+
+from integration.conftest import MakeDaemon, MakeHost
+from integration.daemon_host import Daemon, eventually
+from simhost.mps import StandIns
+
+
+def events(daemon: Daemon, query: str = "") -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = daemon.get(f"/v1/events?limit=1000{query}")[1]["events"]
+    return found
+
+
+def control_pid(daemon: Daemon) -> int | None:
+    found: int | None = daemon.status()["domains"][0]["pid"]
+    return found
+
+
+def test_a_death_and_the_recovery_are_told_with_cause_and_consequence(ready_daemon: Daemon) -> None:
+    control = ready_daemon.control_pid()
+    last = ready_daemon.get("/v1/events")[1]["last"]
+    os.kill(control, signal.SIGKILL)
+    eventually(lambda: control_pid(ready_daemon) not in (None, control), "another control daemon")
+    eventually(lambda: ready_daemon.status()["state"] == "ready", "ready")
+    told = events(ready_daemon, f"&after={last}&kind=domain")
+    assert [event["what"] for event in told] == [
+        "ready -> backoff",
+        "backoff -> starting",
+        "starting -> applying",
+        "applying -> ready",
+    ]
+    assert told[0]["cause"] == f"the control daemon (PID {control}) was killed by signal 9"
+    assert told[0]["consequence"] == "its devices are not served until it was started again"
+
+
+def test_whoever_waits_hears_of_the_next_event_at_once(ready_daemon: Daemon) -> None:
+    last = ready_daemon.get("/v1/events")[1]["last"]
+    heard: list[dict[str, Any]] = []
+    waiter = threading.Thread(target=lambda: heard.extend(events(ready_daemon, f"&after={last}&wait=30")))
+    waiter.start()
+    os.kill(ready_daemon.control_pid(), signal.SIGKILL)
+    waiter.join(10)
+    assert heard[0]["what"] == "ready -> backoff"
+
+
+def test_no_event_is_lost_when_the_daemon_is_killed(ready_daemon: Daemon) -> None:
+    before = events(ready_daemon)
+    ready_daemon.kill()
+    ready_daemon.start().wait_ready()
+    after = events(ready_daemon)
+    assert after[: len(before)] == before
+    ids = [event["id"] for event in after]
+    assert ids == list(range(ids[0], ids[0] + len(ids)))
+
+
+def test_events_that_cannot_be_written_are_written_later_in_order(ready_daemon: Daemon) -> None:
+    file = ready_daemon.host.root / "var/lib/yunion-mps/state.db"
+    control = ready_daemon.control_pid()
+    last = ready_daemon.get("/v1/events")[1]["last"]
+    with sqlite3.connect(file, isolation_level=None) as other:
+        other.execute("ALTER TABLE event RENAME TO hidden")
+        os.kill(control, signal.SIGKILL)
+        ready_daemon.wait_log("events cannot be written, and are kept in memory")
+        eventually(lambda: ready_daemon.status()["state"] == "ready", "ready: nothing waits for the record")
+        other.execute("ALTER TABLE hidden RENAME TO event")
+    other.close()
+    again = ready_daemon.control_pid()
+    os.kill(again, signal.SIGKILL)
+    eventually(lambda: control_pid(ready_daemon) not in (None, again), "another control daemon")
+    told = [event["what"] for event in events(ready_daemon, f"&after={last}&kind=domain")]
+    assert told[:5] == [
+        "ready -> backoff",
+        "backoff -> starting",
+        "starting -> applying",
+        "applying -> ready",
+        "ready -> backoff",
+    ]
+
+
+def test_a_socket_that_was_removed_is_made_anew(daemon: Daemon) -> None:
+    daemon.start(WATCHDOG_USEC="200000").wait_ready()
+    daemon.status()
+    daemon.socket_path.unlink()
+    eventually(daemon.socket_path.exists, "the socket")
+    assert daemon.status()["state"] == "ready"
+    daemon.wait_log("was removed, and is made anew")
+    assert daemon.stop() == 0
+    assert not daemon.socket_path.exists()
+
+
+def test_a_daemon_that_hangs_gives_no_sign_of_life(daemon: Daemon) -> None:
+    daemon.start(WATCHDOG_USEC="200000").wait_ready()
+    eventually(lambda: daemon.notifications.count("WATCHDOG=1") >= 2, "signs of life")
+    daemon.signal(signal.SIGSTOP)
+    try:
+        eventually(lambda: _is_stopped(daemon.pid), "the stop")
+        count = daemon.notifications.count("WATCHDOG=1")
+        control = daemon.host.run(["nvidia-smi", "-L"])  # something that takes longer than two signs of life
+        assert control.returncode == 0
+        assert daemon.notifications.count("WATCHDOG=1") <= count + 1
+    finally:
+        daemon.signal(signal.SIGCONT)
+    eventually(lambda: daemon.notifications.count("WATCHDOG=1") > count + 1, "signs of life again")
+
+
+def _is_stopped(pid: int) -> bool:
+    with open(f"/proc/{pid}/stat") as file:
+        return file.read().rpartition(")")[2].split()[0] == "T"
+
+
+def test_a_stop_waits_for_the_jobs_as_long_as_configured_and_says_whom_it_has_ended(
+    make_host: MakeHost, make_daemon: MakeDaemon
+) -> None:
+    host = make_host([{"kind": "v100"}])
+    with StandIns(host) as jobs:
+        daemon = make_daemon(host)
+        daemon.configure(cuda_mps_stop_timeout_s=1)
+        daemon.start().wait_ready()
+        client = jobs.client(daemon.pipe_directory)
+        assert [client.says(), client.says()] == ["asking", "attached"]
+        host.gpus[0].add_process(client.pid, 100, "M+C")
+        daemon.ask("POST", "/v1/reload")  # after it the GPUs are looked at
+        eventually(
+            lambda: daemon.get("/v1/clients")[1]["clients"][0]["memory_used"] == 100, "the job's memory"
+        )
+        assert daemon.stop() == 0
+        assert "running jobs have up to 1 s to end: " in daemon.log
+        assert client.says() == "server gone"
+        assert f"(PID {client.pid}, root) did not end in time: its MPS server was ended" in daemon.log
+        assert jobs.servers() == []
+        assert host.gpus[0].compute_mode == "default"

@@ -1,0 +1,98 @@
+"""GPUs that change while the daemon runs: noticed, told with a reason, and put right where they can be."""
+
+from __future__ import annotations
+
+from integration.conftest import MakeDaemon, MakeHost
+from integration.daemon_host import Daemon, eventually
+from simhost import SimHost
+
+TWO = [{"kind": "v100"}, {"kind": "a100"}]
+#: Far less than the time between two regular looks at the GPUs.
+AT_ONCE_S = 6.0
+
+
+def available(daemon: Daemon) -> int:
+    found: int = daemon.status()["devices"]["available"]
+    return found
+
+
+def reported(host: SimHost, xid: int) -> bool:
+    """Have the driver report the XID of the first GPU; again and again, for the daemon may not listen yet."""
+    host.gpus[0].xid(xid)
+    return True
+
+
+def gpu_events(daemon: Daemon) -> list[tuple[str, str, str]]:
+    events = daemon.get("/v1/events?kind=gpu")[1]["events"]
+    return [(event["severity"], event["subject"], event["what"]) for event in events]
+
+
+def test_a_gpu_that_falls_off_the_bus_is_noticed_at_once_and_the_others_go_on(
+    make_host: MakeHost, make_daemon: MakeDaemon
+) -> None:
+    host = make_host(TWO)
+    daemon = make_daemon(host).start().wait_ready()
+    control = daemon.control_pid()
+    host.gpus[1].lose()
+    eventually(lambda: available(daemon) == 4, "four devices", AT_ONCE_S)
+    reasons = {d["gpu_uuid"]: d["reason"] for d in daemon.get("/v1/devices")[1]["isolated_devices"]}
+    assert reasons[host.gpus[0].uuid] == ""
+    assert reasons[host.gpus[1].uuid]
+    assert daemon.control_pid() == control
+    assert ("error", "00:07.0", "XID 79: the GPU has fallen off the bus") in gpu_events(daemon)
+    host.gpus[1].restore()
+    eventually(lambda: available(daemon) == 8, "eight devices", 60)
+    assert ("info", "00:07.0", "available") in gpu_events(daemon)
+
+
+def test_a_fatal_xid_makes_its_devices_unavailable_until_a_reload(
+    make_host: MakeHost, make_daemon: MakeDaemon
+) -> None:
+    host = make_host(TWO)
+    daemon = make_daemon(host).start().wait_ready()
+    daemon.wait_log("is ready")
+    eventually(lambda: reported(host, 95) and available(daemon) == 4, "four devices", AT_ONCE_S)
+    gpu = daemon.get("/v1/gpus")[1]["gpus"][0]
+    assert gpu["reason"] == (
+        f"XID 95 (uncontained memory error): reset it (nvidia-smi --gpu-reset -i {host.gpus[0].uuid}) "
+        "or reboot, then: yunion-mps reload"
+    )
+    assert daemon.ask("POST", "/v1/reload")[0] == 200
+    assert available(daemon) == 8
+
+
+def test_an_xid_of_a_job_is_told_and_takes_no_device(make_host: MakeHost, make_daemon: MakeDaemon) -> None:
+    host = make_host(TWO)
+    daemon = make_daemon(host).start().wait_ready()
+    seen = ("warning", "00:06.0", "XID 31: memory page fault, mostly a fault of a job")
+    eventually(lambda: reported(host, 31) and seen in gpu_events(daemon), "the event", AT_ONCE_S)
+    assert available(daemon) == 8
+
+
+def test_what_changes_between_two_looks_is_put_right_or_taken_in(
+    make_host: MakeHost, make_daemon: MakeDaemon
+) -> None:
+    """Two things at once, because the looks are ten seconds apart."""
+    host = make_host(TWO)
+    host.gpus[1].mig = True
+    daemon = make_daemon(host)
+    daemon.configure(cuda_mps_scope="gpu")
+    daemon.start().wait_ready()
+    assert available(daemon) == 4
+
+    host.gpus[1].mig = False
+    host.gpus[0].compute_mode = "default"
+    eventually(lambda: host.gpus[0].compute_mode == "exclusive_process", "the mode", 60)
+    eventually(lambda: available(daemon) == 8, "eight devices", 60)
+    assert host.gpus[1].compute_mode == "exclusive_process", "a GPU that can serve now gets its mode too"
+    events = daemon.get("/v1/events?kind=compute_mode")[1]["events"]
+    assert [event["what"] for event in events if event["subject"] == "00:06.0"] == [
+        "Default -> Exclusive_Process",
+        "Exclusive_Process -> Default",
+        "Default -> Exclusive_Process",
+    ]
+    told = next(event for event in events if event["what"] == "Exclusive_Process -> Default")
+    assert told["cause"] == "somebody else has changed it"
+    assert told["consequence"] == "it is set to Exclusive_Process again"
+    assert daemon.stop() == 0
+    assert [gpu.compute_mode for gpu in host.gpus] == ["default", "default"]

@@ -1,0 +1,178 @@
+"""Another configuration and another program while the daemon runs: nobody is refused, and no job ends."""
+
+from __future__ import annotations
+
+import http.client
+import os
+import signal
+import socket
+import threading
+from pathlib import Path
+
+import pytest
+
+from integration.conftest import MakeDaemon, MakeHost
+from integration.daemon_host import Daemon, eventually
+from simhost.mps import StandIns
+
+
+def post(daemon: Daemon, target: str) -> tuple[int, dict[str, object]]:
+    return daemon.ask("POST", target)
+
+
+def divide(daemon: Daemon, number: int) -> None:
+    path = daemon.host.root / "etc/yunion/host_container_device.yml"
+    entry = f"- path: {daemon.host.gpus[0].uuid}\n  type: NVIDIA_MPS\n  virtual_number: {number}\n"
+    path.write_text(f"devices:\n{entry}")
+
+
+def total(daemon: Daemon) -> int:
+    found: int = daemon.get("/v1/devices")[1]["total"]
+    return found
+
+
+def test_sighup_brings_the_new_files_into_force(ready_daemon: Daemon) -> None:
+    control = ready_daemon.control_pid()
+    divide(ready_daemon, 2)
+    ready_daemon.signal(signal.SIGHUP)
+    eventually(lambda: total(ready_daemon) == 2, "two devices")
+    assert ready_daemon.control("get_default_device_pinned_mem_limit 0") == ["11G"]
+    assert ready_daemon.control_pid() == control
+
+
+def test_a_bad_file_is_refused_to_the_caller_and_in_the_log_and_changes_nothing(ready_daemon: Daemon) -> None:
+    (ready_daemon.host.root / "etc/yunion/host.conf").write_text("enable_cuda_mps: perhaps\n")
+    for target in ("/v1/plan", "/v1/reload"):
+        status, answer = ready_daemon.ask("GET" if target == "/v1/plan" else "POST", target)
+        assert status == 422
+        assert "host.conf:1: enable_cuda_mps is" in str(answer["detail"])
+    ready_daemon.signal(signal.SIGHUP)
+    ready_daemon.wait_log("not reloaded: ")
+    assert total(ready_daemon) == 4
+    events = ready_daemon.get("/v1/events?kind=configuration")[1]["events"]
+    assert {event["what"] for event in events} == {"refused"}
+    assert events[0]["consequence"] == "nothing was changed: what was in force stays in force"
+
+
+def test_the_difference_is_told_before_and_after(ready_daemon: Daemon) -> None:
+    divide(ready_daemon, 2)
+    change = {
+        "kind": "budget",
+        "subject": "00:06.0",
+        "before": "4 x 5760 MiB, 25 %",
+        "after": "2 x 11520 MiB, 50 %",
+        "effect": "at once",
+    }
+    assert ready_daemon.get("/v1/plan") == (200, {"changes": [change], "pending": []})
+    assert total(ready_daemon) == 4
+    assert post(ready_daemon, "/v1/reload") == (200, {"changes": [change], "pending": []})
+    assert total(ready_daemon) == 2
+    assert ready_daemon.get("/v1/plan") == (200, {"changes": [], "pending": []})
+
+
+def test_the_program_is_run_anew_and_keeps_its_control_daemon_and_its_socket(ready_daemon: Daemon) -> None:
+    control, inode = ready_daemon.control_pid(), ready_daemon.socket_path.stat().st_ino
+    started = ready_daemon.status()["started"]
+    ready_daemon.messages.clear()
+    status, answer = post(ready_daemon, "/v1/reexec")
+    assert (status, answer) == (200, {"pid": ready_daemon.pid})
+    ready_daemon.wait_message("READY=1")
+    after = ready_daemon.status()
+    assert (after["pid"], after["started"], after["state"]) == (ready_daemon.pid, started, "ready")
+    assert ready_daemon.control_pid() == control
+    assert ready_daemon.socket_path.stat().st_ino == inode
+    assert any(message.startswith("RELOADING=1\nMONOTONIC_USEC=") for message in ready_daemon.messages)
+    os.kill(control, signal.SIGKILL)
+    eventually(lambda: ready_daemon.control_pid() != control, "another control daemon")
+    assert not Path(f"/proc/{control}").exists(), "it is still our child, and no zombie is left"
+    assert ready_daemon.stop() == 0
+    assert not ready_daemon.socket_path.exists()
+
+
+def test_no_request_is_refused_while_the_program_is_run_anew(ready_daemon: Daemon) -> None:
+    done = threading.Event()
+    troubles: list[str] = []
+    answered: list[int] = []
+
+    def ask() -> None:
+        while not done.is_set():
+            try:
+                answered.append(ready_daemon.get("/v1/status")[0])
+            except (OSError, http.client.HTTPException) as error:
+                troubles.append(repr(error))
+
+    askers = [threading.Thread(target=ask) for _ in range(4)]
+    for asker in askers:
+        asker.start()
+    try:
+        for _ in range(5):
+            ready_daemon.messages.clear()
+            assert post(ready_daemon, "/v1/reexec")[0] == 200
+            ready_daemon.wait_message("READY=1")
+    finally:
+        done.set()
+        for asker in askers:
+            asker.join()
+    assert troubles == []
+    assert set(answered) == {200}
+
+
+def test_a_program_that_would_not_start_is_not_run(ready_daemon: Daemon) -> None:
+    control = ready_daemon.control_pid()
+    (ready_daemon.host.root / "etc/yunion/host.conf").write_text("enable_cuda_mps: perhaps\n")
+    status, answer = post(ready_daemon, "/v1/reexec")
+    assert status == 409
+    assert "the new program would not start" in str(answer["detail"])
+    assert "host.conf:1" in str(answer["detail"])
+    assert (ready_daemon.control_pid(), total(ready_daemon)) == (control, 4)
+
+
+def test_jobs_live_through_a_new_program_and_a_pending_budget_stays_pending(
+    make_host: MakeHost, make_daemon: MakeDaemon
+) -> None:
+    host = make_host([{"kind": "v100"}])
+    with StandIns(host) as jobs:
+        daemon = make_daemon(host).start().wait_ready()
+        client = jobs.client(daemon.pipe_directory)
+        assert [client.says(), client.says()] == ["asking", "attached"]
+        divide(daemon, 2)
+        status, answer = post(daemon, "/v1/reload")
+        assert status == 200
+        assert [entry["domain"] for entry in answer["pending"]] == ["host"]  # type: ignore[attr-defined]
+        daemon.messages.clear()
+        assert post(daemon, "/v1/reexec")[0] == 200
+        daemon.wait_message("READY=1")
+        (domain,) = daemon.status()["domains"]
+        assert (domain["state"], bool(domain["pending"])) == ("ready", True)
+        assert daemon.get("/v1/devices")[1]["isolated_devices"][0]["mps_memory_limit"] == 4096
+        clients = daemon.get("/v1/clients")[1]["clients"]
+        assert [(one["pid"], one["server"]) for one in clients] == [(client.pid, jobs.servers()[0])]
+        assert post(daemon, "/v1/reload?now=true")[0] == 200
+        assert client.says() == "server gone"
+        eventually(lambda: not daemon.status()["domains"][0]["pending"], "the new limits in force")
+        assert daemon.get("/v1/devices")[1]["isolated_devices"][0]["mps_memory_limit"] == 8192
+        assert daemon.stop() == 0
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user, which needs root")
+def test_only_root_may_change_the_daemon(ready_daemon: Daemon) -> None:
+    ready_daemon.socket_path.chmod(0o666)
+    for folder in ready_daemon.socket_path.parents:
+        if str(folder).startswith(str(ready_daemon.host.root)):
+            folder.chmod(folder.stat().st_mode | 0o011)
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.setuid(65534)
+        found = b""
+        for target in (b"/v1/reload", b"/v1/reexec"):
+            connection = socket.socket(socket.AF_UNIX)
+            connection.connect(str(ready_daemon.socket_path))
+            connection.sendall(b"POST " + target + b" HTTP/1.1\r\nHost: x\r\n\r\n")
+            found += connection.recv(12)
+        os.write(writer, found)
+        os._exit(0)
+    os.close(writer)
+    os.waitpid(pid, 0)
+    with os.fdopen(reader, "rb") as answers:
+        assert answers.read() == b"HTTP/1.1 403" * 2

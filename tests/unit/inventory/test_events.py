@@ -1,0 +1,79 @@
+"""What the driver reports by itself arrives at once, and a driver that fails is asked again."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Optional
+
+import pytest
+from yunion_mps.inventory.events import EventWatch
+from yunion_mps.inventory.xid import meaning
+
+from unit.inventory.opened import OpenedHost, OpenHost
+
+Heard = queue.Queue[Optional[tuple[str, int]]]
+Listen = Callable[[OpenedHost], Heard]
+PATIENCE_S = 30.0
+TWO = [{"kind": "v100"}, {"kind": "a100"}]
+
+
+@pytest.fixture
+def listen() -> Iterator[Listen]:
+    with ExitStack() as stack:
+
+        def make(host: OpenedHost) -> Heard:
+            heard: Heard = queue.Queue()
+            watch = EventWatch(host.nvml, heard.put)
+            watch.start()
+            stack.callback(watch.join)
+            stack.callback(watch.stop)
+            return heard
+
+        yield make
+
+
+def until(host: OpenedHost, heard: Heard, gpu: int, xid: int) -> tuple[str, int]:
+    """Report it until it is heard: the watch may not have begun to listen yet."""
+    for _ in range(100):
+        host.sim.gpus[gpu].xid(xid)
+        try:
+            found = heard.get(timeout=PATIENCE_S / 100)
+        except queue.Empty:
+            continue
+        if found:
+            return found
+    raise AssertionError("nothing was heard")
+
+
+def test_an_xid_is_heard_with_its_gpu(open_host: OpenHost, listen: Listen) -> None:
+    host = open_host(TWO)
+    assert until(host, listen(host), 1, 48) == ("0000:00:07.0", 48)
+
+
+def test_a_gpu_that_is_lost_is_still_named(open_host: OpenHost, listen: Listen) -> None:
+    host = open_host(TWO)
+    heard = listen(host)
+    until(host, heard, 0, 13)
+    host.sim.gpus[1].lose()
+    while (found := heard.get(timeout=PATIENCE_S)) != ("0000:00:07.0", 79):
+        assert found in (("0000:00:06.0", 13), None)
+
+
+def test_a_driver_that_fails_is_told_as_something_to_look_at(open_host: OpenHost, listen: Listen) -> None:
+    host = open_host(TWO)
+    host.sim.fail("nvmlEventSetCreate", "unknown")
+    assert listen(host).get(timeout=PATIENCE_S) is None
+
+
+@pytest.mark.parametrize(
+    ("xid", "fatal", "words"),
+    [
+        (79, True, "the GPU has fallen off the bus"),
+        (13, False, "graphics engine exception, mostly a fault of a job"),
+        (9999, False, "see NVIDIA's catalogue of XIDs, and: dmesg | grep -i xid"),
+    ],
+)
+def test_an_xid_means_that_a_gpu_is_ill_or_only_a_job(xid: int, fatal: bool, words: str) -> None:
+    assert meaning(xid) == (fatal, words)

@@ -1,0 +1,192 @@
+"""Who uses the GPUs through MPS: servers and clients, from control daemons, NVML and the kernel."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from yunion_mps.daemon.threads import on_thread
+from yunion_mps.errors import DriverError, NotAllowedError, NotFoundError, YunionError
+from yunion_mps.inventory import Nvml
+from yunion_mps.models import DomainPlan, Event, Gpu
+from yunion_mps.mps.clients import clients_of, server_state, terminate
+from yunion_mps.mps.control import find_control_program
+from yunion_mps.mps.servers import server_pids
+from yunion_mps.planning import DEVICE_VARIABLE
+from yunion_mps.process import Process, environment_of, uid_of, user_name
+from yunion_mps.supervisor import Supervisor
+
+log = logging.getLogger(__name__)
+
+Json = dict[str, Any]
+
+#: How long a client has to end by itself once its server has let go of it.
+_GRACE_S = 5.0
+
+
+class _Asked(NamedTuple):
+    """What one control daemon told."""
+
+    plan: DomainPlan
+    servers: tuple[int, ...]
+    states: Mapping[int, str | None]
+    clients: Mapping[int, int]  # PID: its server's
+    trouble: str
+
+
+class Clients:
+    """Finds clients, and ends them safely."""
+
+    def __init__(self, supervisor: Supervisor) -> None:
+        self._supervisor = supervisor
+        self._asking = asyncio.Lock()  # one question at a time is enough, however many ask it
+
+    async def clients(self) -> Json:
+        """The servers and clients of all domains; `troubles` says of which nothing is known, and why."""
+        async with self._asking:
+            return await self._clients()
+
+    async def _clients(self) -> Json:
+        serving = [(status.plan, status.pid) for status in self._supervisor.snapshot().domains if status.pid]
+        nvml, gpus = self._supervisor.nvml, self._supervisor.snapshot().inventory.gpus
+        return await on_thread(lambda: _look(serving, nvml, gpus))
+
+    async def terminate(self, pid: int, uid: int, *, force: bool) -> Json:
+        """End a client: its server lets go of it first, then it gets SIGTERM, and with `force` SIGKILL.
+
+        Raises NotFoundError where it is none, NotAllowedError where it is another user's, ControlError where
+        its server does not let go of it and `force` was not asked for.
+        """
+        found = next((one for one in (await self.clients())["clients"] if one["pid"] == pid), None)
+        if found is None:
+            raise NotFoundError(f"PID {pid} is no client of MPS", "list the clients with: yunion-mps clients")
+        if uid not in (0, os.geteuid(), found["uid"]):
+            what = f"PID {pid} is a job of {found['user']}"
+            raise NotAllowedError(what, "only root and its owner may end it")
+        process = Process.adopt(pid)
+        if process is None:
+            raise NotFoundError(f"PID {pid} has just ended", "")
+        try:
+            how, ended = await self._end(process, found, force=force)
+        finally:
+            process.close()
+        what = f"{found['command'] or 'a job'} (PID {pid}) of {found['user']}: {how}"
+        cause = f"uid {uid} asked for its end"
+        log.warning("%s, for %s", what, cause)
+        self._supervisor.journal.record(Event("warning", "client", found["domain"] or "", what, cause))
+        return {"pid": pid, "ended": ended, "how": how}
+
+    async def _end(self, process: Process, found: Json, *, force: bool) -> tuple[str, bool]:
+        """How it ended, or what was done for that, and whether it ended."""
+        steps = []
+        if found["server"]:
+            status = next(s for s in self._supervisor.snapshot().domains if s.plan.name == found["domain"])
+            program, server = find_control_program(), found["server"]
+            try:
+                await on_thread(lambda: terminate(program, status.plan, server, process.pid))
+                steps.append("its MPS server let go of it")
+            except YunionError as error:
+                if not force:
+                    raise
+                steps.append(f"its MPS server did not let go of it ({error.message})")
+        for number in (signal.SIGTERM, signal.SIGKILL) if force else (signal.SIGTERM,):
+            process.signal(number)
+            if await _ended(process):
+                return "; ".join([*steps, f"ended by {number.name}"]), True
+        return "; ".join([*steps, f"it goes on after {_GRACE_S:g} s: end it with --force"]), False
+
+
+async def _ended(process: Process) -> bool:
+    loop = asyncio.get_running_loop()
+    ended = asyncio.Event()
+    loop.add_reader(process.fileno(), ended.set)
+    try:
+        await asyncio.wait_for(ended.wait(), _GRACE_S)
+    except asyncio.TimeoutError:
+        return False
+    finally:
+        loop.remove_reader(process.fileno())
+    return True
+
+
+def _look(serving: Iterable[tuple[DomainPlan, int]], nvml: Nvml | None, gpus: Iterable[Gpu]) -> Json:
+    asked = [_ask(plan, pid) for plan, pid in serving]
+    used: dict[str, dict[int, int | None]] = {}
+    troubles = [f"domain {one.plan.name}: {one.trouble}" for one in asked if one.trouble]
+    try:
+        used = nvml.processes() if nvml else {}
+    except DriverError as error:
+        troubles.append(error.message)
+    addresses = {gpu.uuid: gpu.address for gpu in gpus}
+    clients = [client for one in asked for client in _clients_json(one, used, addresses)]
+    servers = [
+        {**_process_json(pid), "domain": one.plan.name, "state": one.states.get(pid)}
+        for one in asked
+        for pid in one.servers
+    ]
+    return {"servers": servers, "clients": clients, "troubles": troubles, "total": len(clients)}
+
+
+def _ask(plan: DomainPlan, control_pid: int) -> _Asked:
+    servers = tuple(server_pids(control_pid))
+    states: dict[int, str | None] = {}
+    clients: dict[int, int] = {}
+    trouble = ""
+    try:
+        program = find_control_program()
+        clients = {row.pid: row.server for row in clients_of(program, plan, control_pid)}
+        states = {pid: server_state(program, plan, pid) for pid in servers}
+    except YunionError as error:
+        trouble = f"{error.message}; {error.hint}"
+    return _Asked(plan, servers, states, clients, trouble)
+
+
+def _clients_json(
+    asked: _Asked, used: Mapping[str, Mapping[int, int | None]], addresses: Mapping[str | None, str]
+) -> list[Json]:
+    """Those that the control daemon names, and those that NVML sees on its GPUs.
+
+    A server that is about to end names none, although they run.
+    """
+    on_gpus: dict[int, dict[str, int | None]] = {}
+    for uuid in asked.plan.gpu_uuids:
+        for pid, mib in used.get(uuid, {}).items():
+            if pid not in asked.servers:
+                on_gpus.setdefault(pid, {})[uuid] = mib
+    only = asked.servers[0] if len(asked.servers) == 1 else None
+    found = []
+    for pid in sorted({*asked.clients, *on_gpus}):
+        memory = on_gpus.get(pid, {})
+        known = [mib for mib in memory.values() if mib is not None]
+        found.append(
+            {
+                **_process_json(pid),
+                "server": asked.clients.get(pid, only),
+                "domain": asked.plan.name,
+                "device": environment_of(pid).get(DEVICE_VARIABLE),
+                "gpus": [addresses.get(uuid, uuid) for uuid in memory],
+                "memory_used": sum(known) if known else None,
+            }
+        )
+    return found
+
+
+def _process_json(pid: int) -> Json:
+    """The kernel's word on a process; all but the PID is null where it has ended meanwhile."""
+    import psutil
+
+    uid = uid_of(pid)
+    about: Json = {"pid": pid, "uid": uid, "user": None, "command": None, "started": None}
+    if uid is not None:
+        about["user"] = user_name(uid)
+        try:
+            process = psutil.Process(pid)
+            about["command"] = " ".join(process.cmdline())[:500] or process.name()
+            about["started"] = process.create_time()
+        except psutil.Error:
+            return about
+    return about

@@ -1,0 +1,81 @@
+"""Whether the daemon is well: only then systemd's watchdog gets its sign of life."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+from collections.abc import Callable
+
+from yunion_mps.api.listener import Listener
+from yunion_mps.api.server import Server
+from yunion_mps.errors import HostError
+from yunion_mps.paths import Paths
+from yunion_mps.systemd import Notifier, watchdog_interval_s
+
+log = logging.getLogger(__name__)
+
+#: How often it is looked where systemd does not say how often it wants to hear.
+_INTERVAL_S = 15.0
+#: How long our own answer may take.
+_ANSWER_S = 5.0
+_QUESTION = b"HEAD /v1/status HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+
+
+class Health:
+    """Looks at the loop's timeliness and asks our own socket, as a client would."""
+
+    def __init__(
+        self, paths: Paths, listener: Listener, server: Server, notifier: Notifier, late: Callable[[], str]
+    ) -> None:
+        """`late` says what the supervisor should have done by now, empty where it is in time."""
+        self._paths = paths
+        self._listener = listener
+        self._server = server
+        self._notifier = notifier
+        self._late = late
+        self._said = ""
+
+    async def run(self) -> None:
+        """Look for good, and say so where all is well."""
+        interval_s = watchdog_interval_s()
+        if interval_s:
+            self._notifier.alive()
+        while True:
+            await asyncio.sleep(interval_s or _INTERVAL_S)
+            trouble = self._late() or await self._silent()
+            if not trouble and interval_s:
+                self._notifier.alive()
+            if trouble and trouble != self._said:
+                log.error("not well: %s; systemd hears nothing from us until that is over", trouble)
+            self._said = trouble
+
+    async def _silent(self) -> str:
+        """Why our own socket does not answer, empty where it does; a name that was removed is made anew."""
+        if not self._listener.is_found:
+            try:
+                await self._server.reopen(self._listener)
+                log.warning("the socket %s was removed, and is made anew", self._paths.socket)
+            except HostError as error:
+                return error.message
+        try:
+            answer = await asyncio.wait_for(_ask(self._paths.socket), _ANSWER_S)
+        except asyncio.TimeoutError:
+            return f"our own socket does not answer within {_ANSWER_S:g} s"
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                return ""  # that passes when clients go, and a new start would not help
+            return f"our own socket cannot be reached: {error.strerror or error}"
+        return "" if answer.startswith(b"HTTP/1.1 ") else "our own socket gives no answer"
+
+
+async def _ask(path: str) -> bytes:
+    reader, writer = await asyncio.open_unix_connection(path)
+    try:
+        writer.write(_QUESTION)
+        return await reader.readline()
+    finally:
+        writer.close()
+        with contextlib.suppress(OSError):
+            await writer.wait_closed()

@@ -1,0 +1,114 @@
+"""Looking at the GPUs: now and then, at once when the driver reports something, and putting modes right."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from yunion_mps.compute_modes import carry_out
+from yunion_mps.daemon.threads import on_thread
+from yunion_mps.errors import DriverError, HostError
+from yunion_mps.inventory import Nvml, scan
+from yunion_mps.inventory.events import EventWatch
+from yunion_mps.models import Inventory
+from yunion_mps.paths import Paths
+from yunion_mps.supervisor import Supervisor
+
+log = logging.getLogger(__name__)
+
+#: How often the GPUs are looked at; one look takes about a millisecond a GPU.
+RESCAN_S = 10.0
+
+
+class _Seen(NamedTuple):
+    inventory: Inventory
+    processes: Mapping[str, Mapping[int, int | None]]
+
+
+class Looking:
+    """The task that looks, and what wakes it."""
+
+    def __init__(
+        self, paths: Paths, supervisor: Supervisor, changing: asyncio.Lock, did: Callable[[], None]
+    ) -> None:
+        """`changing` is held while the plan or a mode changes; `did` is called after each look."""
+        self._paths = paths
+        self._supervisor = supervisor
+        self._changing = changing
+        self._did = did
+        self._wake = asyncio.Event()
+        self._trouble = ""
+        self._events: EventWatch | None = None
+
+    def soon(self) -> None:
+        """Look at once."""
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Look for good."""
+        try:
+            while True:
+                self._listen()
+                with contextlib.suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(self._wake.wait(), RESCAN_S)
+                self._wake.clear()
+                async with self._changing:
+                    await self.look()
+                self._did()
+        finally:
+            if self._events:
+                self._events.stop()
+
+    async def look(self) -> None:
+        """Look once, and do to the compute modes what is to be done."""
+        supervisor, loop = self._supervisor, asyncio.get_running_loop()
+        nvml = supervisor.nvml
+        if nvml:
+            try:
+                seen = await on_thread(lambda: _look(nvml, self._paths))
+            except DriverError as error:
+                if error.message != self._trouble:
+                    log.error("the GPUs cannot be looked at: %s. %s", error.message, error.hint)
+                self._trouble = error.message
+                supervisor.lose_driver(error, loop.time())
+                return
+            self._trouble = ""
+            supervisor.note_processes(seen.processes)
+            supervisor.rescan(seen.inventory, loop.time())
+        await self.set_modes()
+
+    async def set_modes(self) -> None:
+        """Set and put back what is due; the caller holds the lock."""
+        work = self._supervisor.mode_work()
+        if not any(work):
+            return
+        try:
+            store = self._supervisor.store()
+            result = await on_thread(lambda: carry_out(work, self._supervisor.nvml, store))
+            self._supervisor.note_modes(result)
+        except HostError as error:
+            log.error("compute modes cannot be set: %s. %s", error.message, error.hint)
+
+    def _listen(self) -> None:
+        """Have the driver tell us what happens, once there is one."""
+        if self._events is None and self._supervisor.nvml:
+            loop = asyncio.get_running_loop()
+
+            def tell(event: tuple[str, int] | None) -> None:
+                with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
+                    loop.call_soon_threadsafe(self._heard, event)
+
+            self._events = EventWatch(self._supervisor.nvml, tell)
+            self._events.start()
+
+    def _heard(self, event: tuple[str, int] | None) -> None:
+        if event:
+            self._supervisor.note_xid(*event)
+        self.soon()
+
+
+def _look(nvml: Nvml, paths: Paths) -> _Seen:
+    return _Seen(scan(nvml, paths), nvml.processes())

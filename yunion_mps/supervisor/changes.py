@@ -1,0 +1,84 @@
+"""What another configuration would change, in words: shown before it is done, and recorded when it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from yunion_mps.models import Device, DomainPlan, Gpu, Inventory, Plan
+from yunion_mps.mps.domain import Domain
+from yunion_mps.mps.servers import named
+
+AT_ONCE = "at once"
+
+
+class Change(NamedTuple):
+    """One thing that becomes another; `effect` says when it comes into force, and for whom."""
+
+    kind: str
+    subject: str
+    before: str
+    after: str
+    effect: str
+
+
+def changes_to(
+    plan: Plan, before: Plan, inventory: Inventory, domains: Sequence[Domain], settings: Iterable[Change]
+) -> list[Change]:
+    """What it takes from what is in force (`before`, and the running `domains`) to `plan`."""
+    found = [*settings]
+    found += _control_daemons(plan, domains)
+    for gpu in inventory.gpus:
+        found += _budgets(gpu, plan, before, domains)
+        found += _mode(gpu, plan, before)
+    return found
+
+
+def _control_daemons(plan: Plan, domains: Sequence[Domain]) -> list[Change]:
+    found = []
+    kept = []
+    for domain in domains:
+        if any(wanted.same_control_daemon(domain.wanted) for wanted in plan.domains):
+            kept.append(domain.wanted)
+        else:
+            found.append(Change("control daemon", domain.plan.name, _shown(domain.plan), "", _when(domain)))
+    for wanted in plan.domains:
+        if not any(wanted.same_control_daemon(other) for other in kept):
+            waits = [change.effect for change in found if change.effect != AT_ONCE]
+            effect = f"once the one before has ended: {waits[0]}" if waits else AT_ONCE
+            found.append(Change("control daemon", wanted.name, "", _shown(wanted), effect))
+    return found
+
+
+def _shown(plan: DomainPlan) -> str:
+    count = len(plan.gpu_uuids)
+    users = ", one server for all users" if plan.multiuser else ""
+    return f"{count} GPU{'s' if count > 1 else ''} in {plan.pipe_directory}{users}"
+
+
+def _when(domain: Domain) -> str:
+    servers = domain.server_pids()
+    return f"when {named(servers)} has ended" if servers else AT_ONCE
+
+
+def _budgets(gpu: Gpu, plan: Plan, before: Plan, domains: Sequence[Domain]) -> list[Change]:
+    old, new = _divided(gpu, before.devices), _divided(gpu, plan.devices)
+    if old == new:
+        return []
+    domain = next((d for d in domains if gpu.uuid in d.plan.gpu_uuids), None)
+    return [Change("budget", gpu.address, old, new, _when(domain) if domain else AT_ONCE)]
+
+
+def _divided(gpu: Gpu, devices: Iterable[Device]) -> str:
+    ours = [device for device in devices if device.gpu_uuid == gpu.uuid]
+    if not ours:
+        return ""
+    first = ours[0]
+    return f"{len(ours)} x {first.memory_limit_mib} MiB, {first.thread_percentage:g} %"
+
+
+def _mode(gpu: Gpu, plan: Plan, before: Plan) -> list[Change]:
+    old, new = (some.compute_modes.get(gpu.uuid or "") for some in (before, plan))
+    if old == new:
+        return []
+    return [Change("compute mode", gpu.address, old or "as it was", new or "as it was", AT_ONCE)]

@@ -1,0 +1,150 @@
+"""What the GPUs are like: what NVML says, and what we know beyond that."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection
+
+from yunion_mps.compute_modes import ModeResult
+from yunion_mps.errors import DriverError
+from yunion_mps.inventory.pci import sort_key
+from yunion_mps.inventory.xid import meaning
+from yunion_mps.models import Config, Event, Gpu, Inventory, Plan
+from yunion_mps.planning import reason_against
+
+log = logging.getLogger(__name__)
+
+_GONE = "the GPU is not there any more"
+
+
+class Gpus:
+    """The GPUs as they were looked at last, each with the reason why it cannot be used, if there is one."""
+
+    def __init__(self, inventory: Inventory, config: Config, plan: Plan) -> None:
+        #: Why a GPU is ill although NVML still speaks of it, by PCI address: a fatal XID.
+        self._ill: dict[str, str] = {}
+        #: Why its compute mode could not be set, by UUID.
+        self.mode_errors: dict[str, DriverError] = {}
+        #: Whether the last look has changed anything.
+        self.changed = False
+        concerned = _concerned(inventory, plan)
+        gpus = [self._judged(gpu, config, concerned) for gpu in inventory.gpus]
+        self.inventory = inventory._replace(gpus=tuple(gpus))
+
+    def look(self, inventory: Inventory, config: Config, plan: Plan) -> list[Event]:
+        """Take note of what they are like now; returns what has happened to which.
+
+        One that only sysfs still lists, or that is gone and serves devices, stays who it was.
+        """
+        before = {gpu.pci_address: gpu for gpu in self.inventory.gpus}
+        self._forget_cured(inventory, before)
+        concerned = _concerned(self.inventory, plan)
+        known = [_known(gpu, before) for gpu in inventory.gpus]
+        gpus = {gpu.pci_address: self._judged(gpu, config, concerned) for gpu in known}
+        for address in _serving(self.inventory, plan) - set(gpus):
+            gpus[address] = before[address]._replace(reason=_GONE, nvml_index=None)
+        seen = tuple(sorted(gpus.values(), key=lambda gpu: sort_key(gpu.pci_address)))
+        events = [event for gpu in seen for event in _changes(gpu, before.get(gpu.pci_address))]
+        after = inventory._replace(gpus=seen)
+        self.changed = after != self.inventory
+        self.inventory = after
+        return events
+
+    def mark_ill(self, pci_address: str, xid: int) -> Event | None:
+        """Take note of an XID (an error that the driver reported); the event, None for a GPU not known."""
+        gpu = next((gpu for gpu in self.inventory.gpus if gpu.pci_address == pci_address), None)
+        if gpu is None:
+            return None
+        fatal, words = meaning(xid)
+        event = Event("warning", "gpu", gpu.address, f"XID {xid}: {words}", "the driver reported it")
+        if not fatal:
+            return event._replace(consequence="jobs on it may have failed; its devices stay available")
+        remedy = f"reset it (nvidia-smi --gpu-reset -i {gpu.uuid}) or reboot, then: yunion-mps reload"
+        self._ill[pci_address] = f"XID {xid} ({words}): {remedy}"
+        self._replace(gpu._replace(reason=gpu.reason or self._ill[pci_address]))
+        return event._replace(severity="error", consequence="its devices are unavailable")
+
+    def note_modes(self, result: ModeResult) -> None:
+        """Take note of compute modes that were set, and of GPUs that refused."""
+        self.mode_errors.update(result.errors)
+        for gpu in self.inventory.gpus:
+            uuid = gpu.uuid or ""
+            if uuid in result.modes:
+                self.mode_errors.pop(uuid, None)
+                self._replace(gpu._replace(compute_mode=result.modes[uuid]))
+            elif uuid in result.errors:
+                self._replace(self._with_mode_error(gpu))
+
+    def forgive(self) -> None:
+        """Take every GPU for well again: the operator says so by a reload."""
+        for gpu in self.inventory.gpus:
+            if gpu.reason and gpu.reason == self._ill.get(gpu.pci_address):
+                self._replace(gpu._replace(reason=""))
+        self._ill.clear()
+        self.mode_errors.clear()
+
+    def for_planning(self, inventory: Inventory, plan: Plan) -> Inventory:
+        """The GPUs as a plan is to see them: one that serves and is ill, lost or gone now keeps its place."""
+        known = {gpu.pci_address: gpu for gpu in self.inventory.gpus}
+        serving = _serving(self.inventory, plan)
+        gpus = {gpu.pci_address: gpu for gpu in inventory.gpus}
+        for address in serving:
+            now = gpus.get(address)
+            refuses = known[address].uuid in self.mode_errors
+            if not refuses and (now is None or now.uuid in (None, known[address].uuid)):
+                gpus[address] = known[address]._replace(reason="", mig_enabled=None, compute_mode=None)
+        seen = [self._with_mode_error(gpu) for gpu in gpus.values()]
+        return inventory._replace(gpus=tuple(sorted(seen, key=lambda gpu: sort_key(gpu.pci_address))))
+
+    def _replace(self, gpu: Gpu) -> None:
+        gpus = [gpu if other.pci_address == gpu.pci_address else other for other in self.inventory.gpus]
+        self.inventory = self.inventory._replace(gpus=tuple(gpus))
+
+    def _with_mode_error(self, gpu: Gpu) -> Gpu:
+        error = self.mode_errors.get(gpu.uuid or "")
+        return gpu._replace(reason=f"its compute mode cannot be set: {error.message}") if error else gpu
+
+    def _judged(self, gpu: Gpu, config: Config, concerned: Collection[str]) -> Gpu:
+        """The GPU, with the reason where it is to serve devices and cannot: MIG mode, say."""
+        gpu = self._with_mode_error(gpu)
+        reason = reason_against(gpu, config) if gpu.pci_address in concerned else gpu.reason
+        return gpu._replace(reason=reason or self._ill.get(gpu.pci_address, ""))
+
+    def _forget_cured(self, inventory: Inventory, before: dict[str, Gpu]) -> None:
+        """A GPU that was gone and is back was reset: what it had is over."""
+        for gpu in inventory.gpus:
+            known = before.get(gpu.pci_address)
+            was_gone = known and known.reason and known.reason != self._ill.get(gpu.pci_address)
+            if was_gone and not gpu.reason:
+                self._ill.pop(gpu.pci_address, None)
+
+
+def _serving(inventory: Inventory, plan: Plan) -> set[str]:
+    """The PCI addresses of the GPUs that are divided into devices."""
+    uuids = {uuid for domain in plan.domains for uuid in domain.gpu_uuids}
+    return {gpu.pci_address for gpu in inventory.gpus if gpu.uuid in uuids}
+
+
+def _concerned(inventory: Inventory, plan: Plan) -> set[str]:
+    """The PCI addresses of the GPUs that the configuration divides, also of those that cannot be."""
+    return _serving(inventory, plan) | set(plan.unavailable)
+
+
+def _known(gpu: Gpu, before: dict[str, Gpu]) -> Gpu:
+    if gpu.uuid is None and gpu.pci_address in before:
+        return before[gpu.pci_address]._replace(reason=gpu.reason)
+    return gpu
+
+
+def _changes(gpu: Gpu, before: Gpu | None) -> list[Event]:
+    """What has happened to the GPU, as events and in the log."""
+    reason = before.reason if before else "it was not there"
+    if gpu.reason and gpu.reason != reason:
+        log.error("GPU %s cannot be used: %s", gpu.address, gpu.reason)
+        return [Event("error", "gpu", gpu.address, "unavailable", gpu.reason, "its devices are unavailable")]
+    if reason and not gpu.reason:
+        log.info("GPU %s is back", gpu.address)
+        return [
+            Event("info", "gpu", gpu.address, "available", f"it was not: {reason}", "it can be used again")
+        ]
+    return []

@@ -1,0 +1,46 @@
+"""What is, put together for the snapshot: not what should be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from yunion_mps.models import DomainPlan, DomainStatus, Gpu, Plan
+from yunion_mps.mps.domain import Domain
+from yunion_mps.mps.states import STOPPED
+from yunion_mps.planning import devices_of
+
+_WAITS = "it waits for the end of the control daemon that serves its GPUs now"
+
+
+def in_force(target: Plan, domains: Sequence[Domain], gpus: Sequence[Gpu]) -> Plan:
+    """The plan with the devices as clients get them now, which may still be those of a plan before."""
+    devices = []
+    served: set[str | None] = set()
+    for domain in domains:
+        devices += devices_of(target.host_id, domain.plan, gpus)
+        served |= set(domain.plan.gpu_uuids)
+    rest = [gpu for gpu in gpus if gpu.uuid not in served]
+    for plan in target.domains:
+        devices += devices_of(target.host_id, plan, rest)
+    order = _order(gpus)
+    devices.sort(key=lambda device: (order[device.gpu_uuid], device.slot))
+    return target._replace(devices=tuple(devices))
+
+
+def statuses(
+    domains: Sequence[Domain], awaited: Iterable[DomainPlan], gpus: Sequence[Gpu]
+) -> tuple[DomainStatus, ...]:
+    """Of the domains that there are, and of those that wait for one of them, in the GPUs' order."""
+    found = [domain.status() for domain in domains]
+    names = {status.plan.name for status in found}
+    found += [
+        DomainStatus(plan, STOPPED, _WAITS, None, 0.0, 0, _WAITS, plan)
+        for plan in awaited
+        if plan.name not in names
+    ]
+    order = _order(gpus)
+    return tuple(sorted(found, key=lambda status: order.get(status.plan.gpu_uuids[0], 0)))
+
+
+def _order(gpus: Iterable[Gpu]) -> dict[str | None, int]:
+    return {gpu.uuid: place for place, gpu in enumerate(gpus)}
