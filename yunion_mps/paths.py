@@ -75,6 +75,11 @@ class Paths:
         return "/proc/sys/kernel/random/boot_id"
 
     @property
+    def kernel_log(self) -> str:
+        """The kernel's log (dmesg(1))."""
+        return self.under("/dev/kmsg")
+
+    @property
     def pci_devices(self) -> str:
         """Sysfs' list of PCI devices."""
         return self.under("/sys/bus/pci/devices")

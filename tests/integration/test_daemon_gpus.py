@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+
 from integration.conftest import MakeDaemon, MakeHost
 from integration.daemon_host import Daemon, eventually
 from simhost import SimHost
+from simhost.mps import StandIns
 
 TWO = [{"kind": "v100"}, {"kind": "a100"}]
 #: Far less than the time between two regular looks at the GPUs.
@@ -67,6 +70,52 @@ def test_an_xid_of_a_job_is_told_and_takes_no_device(make_host: MakeHost, make_d
     seen = ("warning", "00:06.0", "XID 31: memory page fault, mostly a fault of a job")
     eventually(lambda: reported(host, 31) and seen in gpu_events(daemon), "the event", AT_ONCE_S)
     assert available(daemon) == 8
+
+
+#: The control daemon of release 535 knows no states of servers: a front-end that does, as that of 550.
+KNOWS_STATES = """#!/bin/sh
+[ $# = 0 ] || exec {program} "$@"
+commands=$(cat)
+case $commands in
+*get_server_status*) printf '25.0\\nFAULT\\n' ;;
+*) echo "$commands" | {program} ;;
+esac
+"""
+
+
+def test_a_server_in_fault_is_reported_with_the_process_that_the_kernel_names(
+    make_host: MakeHost, make_daemon: MakeDaemon
+) -> None:
+    host = make_host([{"kind": "v100"}])
+    with StandIns(host) as jobs:
+        wrapper = jobs.folder / "front-end/nvidia-cuda-mps-control"
+        wrapper.parent.mkdir()
+        wrapper.write_text(KNOWS_STATES.format(program=jobs.folder / "nvidia-cuda-mps-control"))
+        wrapper.chmod(0o755)
+        host.env["PATH"] = f"{wrapper.parent}{os.pathsep}{host.env['PATH']}"
+        daemon = make_daemon(host).start().wait_ready()
+        client = jobs.client(daemon.pipe_directory)
+        assert [client.says(), client.says()] == ["asking", "attached"]
+        line = f"4,1,1,-;NVRM: Xid (PCI:0000:00:06): 31, pid={client.pid}, name=job\n"
+        (host.root / "dev/kmsg").write_text(line)
+
+        def told() -> list[str]:
+            reported(host, 31)
+            events = daemon.get("/v1/events?kind=client")[1]["events"]
+            return [event["what"] for event in events if "FAULT" in event["what"]]
+
+        eventually(told, "the report of the server")
+        (server,) = jobs.servers()
+        assert told()[0] == f"MPS server (PID {server}) is in state FAULT"
+        events = daemon.get("/v1/events?kind=client")[1]["events"]
+        fault = next(event for event in events if "FAULT" in event["what"])
+        assert fault["cause"] == f"suspected: PID {client.pid}"
+        assert fault["consequence"].endswith(f"yunion-mps clients terminate {client.pid}")
+        assert daemon.get("/v1/clients")[1]["servers"][0]["state"] == "FAULT"
+        status, answer = daemon.ask("POST", f"/v1/clients/{client.pid}/terminate")
+        assert (status, answer["ended"]) == (200, True)
+        assert "its MPS server let go of it" in answer["how"]
+        assert client.says() == "terminated"
 
 
 def test_what_changes_between_two_looks_is_put_right_or_taken_in(

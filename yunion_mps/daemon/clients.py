@@ -51,7 +51,11 @@ class Clients:
             return await self._clients()
 
     async def _clients(self) -> Json:
-        serving = [(status.plan, status.pid) for status in self._supervisor.snapshot().domains if status.pid]
+        serving = [
+            (domain.plan, pid, tuple(domain.server_pids()))
+            for domain in self._supervisor.domains
+            if (pid := domain.status().pid)
+        ]
         nvml, gpus = self._supervisor.nvml, self._supervisor.snapshot().inventory.gpus
         return await on_thread(lambda: _look(serving, nvml, gpus))
 
@@ -113,8 +117,10 @@ async def _ended(process: Process) -> bool:
     return True
 
 
-def _look(serving: Iterable[tuple[DomainPlan, int]], nvml: Nvml | None, gpus: Iterable[Gpu]) -> Json:
-    asked = [_ask(plan, pid) for plan, pid in serving]
+def _look(
+    serving: Iterable[tuple[DomainPlan, int, tuple[int, ...]]], nvml: Nvml | None, gpus: Iterable[Gpu]
+) -> Json:
+    asked = [_ask(plan, pid, servers) for plan, pid, servers in serving]
     used: dict[str, dict[int, int | None]] = {}
     troubles = [f"domain {one.plan.name}: {one.trouble}" for one in asked if one.trouble]
     try:
@@ -131,15 +137,14 @@ def _look(serving: Iterable[tuple[DomainPlan, int]], nvml: Nvml | None, gpus: It
     return {"servers": servers, "clients": clients, "troubles": troubles, "total": len(clients)}
 
 
-def _ask(plan: DomainPlan, control_pid: int) -> _Asked:
-    servers = tuple(server_pids(control_pid))
+def _ask(plan: DomainPlan, control_pid: int, servers: tuple[int, ...]) -> _Asked:
     states: dict[int, str | None] = {}
     clients: dict[int, int] = {}
     trouble = ""
     try:
         program = find_control_program()
         clients = {row.pid: row.server for row in clients_of(program, plan, control_pid)}
-        states = {pid: server_state(program, plan, pid) for pid in servers}
+        states = {pid: server_state(program, plan, pid) for pid in server_pids(control_pid)}
     except YunionError as error:
         trouble = f"{error.message}; {error.hint}"
     return _Asked(plan, servers, states, clients, trouble)

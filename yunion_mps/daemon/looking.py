@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from yunion_mps.compute_modes import carry_out
+from yunion_mps.daemon.faults import Faults
 from yunion_mps.daemon.threads import on_thread
 from yunion_mps.errors import DriverError, HostError
 from yunion_mps.inventory import Nvml, scan
@@ -32,13 +33,20 @@ class Looking:
     """The task that looks, and what wakes it."""
 
     def __init__(
-        self, paths: Paths, supervisor: Supervisor, changing: asyncio.Lock, did: Callable[[], None]
+        self,
+        paths: Paths,
+        supervisor: Supervisor,
+        changing: asyncio.Lock,
+        faults: Faults,
+        did: Callable[[], None],
     ) -> None:
         """`changing` is held while the plan or a mode changes; `did` is called after each look."""
         self._paths = paths
         self._supervisor = supervisor
         self._changing = changing
+        self._faults = faults
         self._did = did
+        self._tasks: set[asyncio.Task[None]] = set()
         self._wake = asyncio.Event()
         self._trouble = ""
         self._events: EventWatch | None = None
@@ -61,6 +69,8 @@ class Looking:
         finally:
             if self._events:
                 self._events.stop()
+            for task in self._tasks:
+                task.cancel()
 
     async def look(self) -> None:
         """Look once, and do to the compute modes what is to be done."""
@@ -106,7 +116,9 @@ class Looking:
 
     def _heard(self, event: tuple[str, int] | None) -> None:
         if event:
-            self._supervisor.note_xid(*event)
+            task = asyncio.ensure_future(self._faults.after_xid(*event))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
         self.soon()
 
 

@@ -14,6 +14,7 @@ from yunion_mps.api.routes import Router
 from yunion_mps.api.server import Server
 from yunion_mps.daemon.changing import Changing
 from yunion_mps.daemon.clients import Clients
+from yunion_mps.daemon.faults import Faults
 from yunion_mps.daemon.health import Health
 from yunion_mps.daemon.looking import Looking
 from yunion_mps.daemon.run import ANEW, STOPPED
@@ -61,10 +62,12 @@ class _Loop:
         loop.set_exception_handler(_report)
         self._end = loop.create_future()
         lock = asyncio.Lock()
-        looking = Looking(self._paths, self._supervisor, lock, self._tick_soon)
+        clients = Clients(self._supervisor)
+        faults = Faults(self._paths, self._supervisor, clients)
+        looking = Looking(self._paths, self._supervisor, lock, faults, self._tick_soon)
         changing = Changing(self._paths, self._supervisor, looking, lock, self._tick_soon, self._anew)
         self._changing = changing
-        deferred = Deferred(self._service, changing, Clients(self._supervisor))
+        deferred = Deferred(self._service, changing, clients)
         # Not loop.add_signal_handler: its end would leave the winding up to a second signal's mercy.
         loop.add_reader(signals.fileno(), self._guarded, lambda: self._heed(signals))
         server = Server(Router(self._service, deferred))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from yunion_mps.compute_modes import ModeResult, ModeWork, carry_out, noted
 from yunion_mps.errors import ConfigError, DriverError, HostError, YunionError
@@ -25,7 +25,7 @@ from yunion_mps.store import Store
 from yunion_mps.supervisor.changes import Change, changes_to
 from yunion_mps.supervisor.fleet import Fleet
 from yunion_mps.supervisor.gpus import Gpus
-from yunion_mps.supervisor.jobs import Jobs
+from yunion_mps.supervisor.jobs import Jobs, Processes
 from yunion_mps.supervisor.past import AFTERWARDS, gpus_of, judge, left_running
 from yunion_mps.supervisor.view import in_force, statuses
 
@@ -200,6 +200,7 @@ class Supervisor:
 
     def lose_driver(self, error: DriverError, now_s: float) -> None:
         """Take note that the driver as a whole does not answer any more."""
+        self._jobs.forget(self.domains)
         inventory = self._gpus.inventory
         gpus = tuple(gpu._replace(reason=error.message) for gpu in inventory.gpus)
         self.rescan(inventory._replace(gpus=gpus), now_s)
@@ -212,9 +213,9 @@ class Supervisor:
             self.journal.record(event)
             self._changed()
 
-    def note_processes(self, processes: Mapping[str, Mapping[int, int | None]]) -> None:
+    def note_processes(self, processes: Processes) -> None:
         """Take note of who uses the GPUs (by UUID: PID and MiB), so that no job is taken for none."""
-        self._jobs.note(self.domains, processes)
+        self._jobs.note(self.domains, processes, self._gpus.inventory.gpus)
 
     # -- compute modes
 

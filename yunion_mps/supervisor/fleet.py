@@ -14,7 +14,7 @@ from yunion_mps.errors import HostError
 from yunion_mps.models import DomainPlan, Event
 from yunion_mps.mps.applying import InForce
 from yunion_mps.mps.domain import Domain
-from yunion_mps.mps.states import BACKOFF, FAILED, READY, STOPPED
+from yunion_mps.mps.states import READY, STOPPED
 from yunion_mps.store import Store
 
 log = logging.getLogger(__name__)
@@ -87,9 +87,7 @@ class Fleet:
     def _go_on(self, now_s: float) -> bool:
         """Let go of what has ended, and start what waited for that; returns whether anything was done."""
         for domain in self.domains:
-            if domain.retiring and domain.state in (BACKOFF, FAILED):
-                domain.stop(now_s)
-            elif not domain.retiring and not self._stopping and _lacks_gpus(domain):
+            if not domain.retiring and not self._stopping and _lacks_gpus(domain):
                 domain.retire()
                 self.awaited.append(domain.wanted)
         ended = [domain for domain in self.domains if domain.retiring and domain.state == STOPPED]

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Optional
 
+from yunion_mps.models import Gpu
 from yunion_mps.mps.domain import Domain
+from yunion_mps.planning import enforces_budgets
 from yunion_mps.process import command_of, started_ticks, uid_of, user_name
+
+Processes = Mapping[str, Mapping[int, Optional[int]]]
 
 _JUST_BEFORE_S = 0.1
 
@@ -19,17 +24,25 @@ class Jobs:
         #: Those that had not ended when their time was over, in words.
         self.late: list[str] = []
 
-    def note(self, domains: Iterable[Domain], processes: Mapping[str, Mapping[int, int | None]]) -> None:
+    def note(self, domains: Iterable[Domain], processes: Processes, gpus: Iterable[Gpu]) -> None:
         """Take note of who uses the GPUs (by UUID: PID and MiB), and tell each domain about its own."""
         found: set[int] = set()
+        telling = {gpu.uuid for gpu in gpus if enforces_budgets(gpu) and gpu.uuid in processes}
         for domain in domains:
-            known = [processes[uuid] for uuid in domain.plan.gpu_uuids if uuid in processes]
+            listed = {pid for uuid in domain.plan.gpu_uuids for pid in processes.get(uuid, {})}
             servers = set(domain.server_pids())
-            jobs = {pid for pids in known for pid in pids} - servers
+            jobs = listed - servers
             found |= jobs
-            complete = len(known) == len(domain.plan.gpu_uuids)
-            domain.in_use = True if jobs else (False if complete else None)
+            # That there are none is believed only where NVML lists the servers themselves: before Volta it
+            # lists no client of MPS, and in a container without the host's PIDs nobody.
+            told = servers <= listed and telling >= set(domain.plan.gpu_uuids)
+            domain.in_use = True if jobs else (False if told else None)
         self._started = {pid: ticks for pid in found if (ticks := started_ticks(pid)) is not None}
+
+    def forget(self, domains: Iterable[Domain]) -> None:
+        """Nothing is known any more, for NVML does not answer."""
+        for domain in domains:
+            domain.in_use = None
 
     def end_by(self, deadline_s: float) -> None:
         """They have until then: who still runs just before it is late."""
