@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
 import pytest
-from yunion_mps.compute_modes import carry_out
 from yunion_mps.daemon.run import drive
 from yunion_mps.examination import examine
 from yunion_mps.inventory import Nvml, scan
@@ -55,7 +54,7 @@ class Supervised:
         """Read the files again, and aim at what they say."""
         nvml = self.supervisor.nvml
         changes = self.supervisor.accept(examine(self.paths, nvml))
-        self.supervisor.note_modes(carry_out(self.supervisor.mode_work(), nvml, self.supervisor.store()))
+        self.set_modes()
         self.supervisor.aim(time.monotonic())
         return changes
 
@@ -67,8 +66,7 @@ class Supervised:
         return changes
 
     def set_modes(self) -> None:
-        supervisor = self.supervisor
-        supervisor.note_modes(carry_out(supervisor.mode_work(), supervisor.nvml, supervisor.store()))
+        self.supervisor.note_modes(self.supervisor.set_modes(self.supervisor.mode_work()))
 
     def until(self, done: Callable[[], bool]) -> None:
         """Drive it until `done`."""

@@ -222,3 +222,74 @@ def test_what_was_put_back_is_forgotten_so_that_the_operator_s_own_later_mode_is
     host.gpus[0].compute_mode = "prohibited"
     supervise(host).start().stop()
     assert modes(host) == ["prohibited"]
+
+
+def test_no_mode_is_set_any_more_once_a_stop_has_begun(make_host: MakeHost, supervise: Supervise) -> None:
+    """A look at the GPUs may be under way on a thread, and come to its end after the modes were put back."""
+    host = make_host([{"kind": "v100"}])
+    made = supervise(host).start()
+    host.gpus[0].compute_mode = "default"
+    made.rescan()
+    work = made.supervisor.mode_work()
+    assert [change.after for change in work.changes] == ["Exclusive_Process"]
+    made.stop()
+    assert made.supervisor.set_modes(work) == ({}, {})
+    assert modes(host) == ["default"]
+
+
+def test_a_fatal_xid_takes_the_devices_of_its_gpu_until_it_was_reset(
+    make_host: MakeHost, supervise: Supervise
+) -> None:
+    host = make_host(TWO)
+    made = supervise(host).start()
+    made.supervisor.note_xid(SECOND, 48)
+    assert made.available == 4
+    assert made.rescan().inventory.gpus[1].reason.startswith("XID 48 (double bit ECC error): reset it")
+    host.gpus[1].lose(xid=None)
+    made.rescan()
+    host.gpus[1].restore()
+    made.rescan()
+    assert made.available == 8, "it was away, so it was reset"
+    made.supervisor.note_xid("0000:99:00.0", 48)
+    made.supervisor.note_xid(FIRST, 31)
+    assert made.available == 8
+    assert [(event.severity, event.subject, event.what) for event in made.events if "XID" in event.what] == [
+        ("error", "00:07.0", "XID 48: double bit ECC error"),
+        ("warning", "00:06.0", "XID 31: memory page fault, mostly a fault of a job"),
+    ]
+
+
+def test_a_gpu_that_is_taken_out_keeps_its_devices_unavailable_and_a_new_one_is_told(
+    make_host: MakeHost, supervise: Supervise
+) -> None:
+    host = make_host(TWO)
+    made = supervise(host).start()
+    inventory = made.snapshot.inventory
+    made.supervisor.rescan(inventory._replace(gpus=inventory.gpus[:1]), time.monotonic())
+    assert [gpu.reason for gpu in made.snapshot.inventory.gpus] == ["", "the GPU is not there any more"]
+    assert made.available == 4
+    made.rescan()
+    assert made.available == 8
+    assert [event.what for event in made.events if event.kind == "gpu"] == ["unavailable", "available"]
+
+
+def test_whether_jobs_run_is_believed_only_where_nvml_lists_the_servers(
+    make_host: MakeHost, supervise: Supervise
+) -> None:
+    host = make_host([{"kind": "v100"}])
+    made = supervise(host).start()
+    (domain,) = made.supervisor.domains
+    uuid = host.gpus[0].uuid
+    for processes, in_use in (({uuid: {1: 10}}, True), ({uuid: {}}, False), ({}, None)):
+        made.supervisor.note_processes(processes)
+        assert domain.in_use is in_use
+    made.supervisor.note_processes({uuid: {}})
+    made.supervisor.lose_driver(DriverError("gone"), time.monotonic())
+    assert domain.in_use is None
+
+
+def test_before_volta_nobody_knows_whether_jobs_run(make_host: MakeHost, supervise: Supervise) -> None:
+    host = make_host([{"kind": "tesla-p40"}])
+    made = supervise(host).start()
+    made.supervisor.note_processes({host.gpus[0].uuid: {}})
+    assert made.supervisor.domains[0].in_use is None

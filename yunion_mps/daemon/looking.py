@@ -8,7 +8,6 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from yunion_mps.compute_modes import carry_out
 from yunion_mps.daemon.faults import Faults
 from yunion_mps.daemon.threads import on_thread
 from yunion_mps.errors import DriverError, HostError
@@ -96,9 +95,7 @@ class Looking:
         if not any(work):
             return
         try:
-            store = self._supervisor.store()
-            result = await on_thread(lambda: carry_out(work, self._supervisor.nvml, store))
-            self._supervisor.note_modes(result)
+            self._supervisor.note_modes(await on_thread(lambda: self._supervisor.set_modes(work)))
         except HostError as error:
             log.error("compute modes cannot be set: %s. %s", error.message, error.hint)
 

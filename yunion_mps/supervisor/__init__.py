@@ -8,6 +8,7 @@ where it may take long.
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Sequence
 
@@ -27,7 +28,7 @@ from yunion_mps.supervisor.fleet import Fleet
 from yunion_mps.supervisor.gpus import Gpus
 from yunion_mps.supervisor.jobs import Jobs, Processes
 from yunion_mps.supervisor.past import AFTERWARDS, gpus_of, judge, left_running
-from yunion_mps.supervisor.view import in_force, statuses
+from yunion_mps.supervisor.view import in_force, notice, statuses
 
 __all__ = ["Change", "Supervisor"]
 
@@ -52,6 +53,8 @@ class Supervisor:
         self.journal = Journal(self.store)
         self._fleet = Fleet(self.store, self.journal.record, self._changed)
         self._jobs = Jobs()
+        self._mode_lock = threading.Lock()
+        self._stopping = False
         self._version = 0
         self._past = ""
         self._snapshot: Snapshot | None = None
@@ -96,6 +99,7 @@ class Supervisor:
         if jobs:
             log.warning("running jobs have up to %d s to end: %s", wait_s, "; ".join(jobs))
             self._jobs.end_by(now_s + wait_s)
+        self._stopping = True
         self._fleet.stop(now_s, spare_found=spare_found)
 
     def say_whom_it_ended(self) -> None:
@@ -117,7 +121,8 @@ class Supervisor:
             return
         left = left_running(self._store, self._watched())
         modes = {u: mode for u, mode in noted(self._store).items() if u not in gpus_of(left)}
-        carry_out(ModeWork(put_back=modes), self.nvml, self._store)
+        with self._mode_lock:  # what was begun before the stop ends first
+            carry_out(ModeWork(put_back=modes), self.nvml, self._store)
         for place, one in left.items():
             log.warning("a control daemon (PID %d) is left running in %s; %s", one.pid, place, AFTERWARDS)
         self.release()
@@ -173,7 +178,7 @@ class Supervisor:
                 self._version,
                 time.time(),
                 self._config.enable_cuda_mps,
-                self._notice(),
+                notice(self._config, self._target, self._paths.host_conf, self._past),
                 in_force(self._target, self.domains, self._gpus.inventory.gpus),
                 self._gpus.inventory,
                 statuses(self.domains, self._fleet.awaited, self._gpus.inventory.gpus),
@@ -231,6 +236,16 @@ class Supervisor:
             left = gpus_of(left_running(self._store, self._watched()))
             modes = {uuid: mode for uuid, mode in modes.items() if uuid not in left}
         return ModeWork(changes, modes)
+
+    def set_modes(self, work: ModeWork) -> ModeResult:
+        """Do the work; for threads, as it calls the driver. Nothing is done once a stop has begun.
+
+        Otherwise a mode could be set after those from before were put back. Raises HostError.
+        """
+        with self._mode_lock:
+            if self._stopping:
+                return ModeResult({}, {})
+            return carry_out(work, self.nvml, self.store())
 
     def note_modes(self, result: ModeResult) -> None:
         """Take note of modes that were set or put back, and of GPUs that refused."""
@@ -334,15 +349,6 @@ class Supervisor:
 
     def _changed(self) -> None:
         self._snapshot = None
-
-    def _notice(self) -> str:
-        why = ""
-        if not self._config.enable_cuda_mps:
-            why = f"enable_cuda_mps is false in {self._paths.host_conf}: this host offers no MPS devices"
-        elif not self._target.domains:
-            reasons = "; ".join(f"{address}: {why}" for address, why in self._target.unavailable.items())
-            why = f"no GPU of this host can serve MPS devices ({reasons or 'it has none'})"
-        return "; ".join(part for part in (why, self._past) if part)
 
     def _placed(self, plan: DomainPlan) -> DomainPlan:
         """The domain with its directories below the root that everything of ours lies under."""

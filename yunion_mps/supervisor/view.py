@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from yunion_mps.models import DomainPlan, DomainStatus, Gpu, Plan
+from yunion_mps.models import Config, DomainPlan, DomainStatus, Gpu, Plan
 from yunion_mps.mps.domain import Domain
 from yunion_mps.mps.states import STOPPED
 from yunion_mps.planning import devices_of
@@ -40,6 +40,17 @@ def statuses(
     ]
     order = _order(gpus)
     return tuple(sorted(found, key=lambda status: order.get(status.plan.gpu_uuids[0], 0)))
+
+
+def notice(config: Config, target: Plan, host_conf: str, past: str) -> str:
+    """Why the host offers no devices at all, where that is so, and what of `past` must still be known."""
+    why = ""
+    if not config.enable_cuda_mps:
+        why = f"enable_cuda_mps is false in {host_conf}: this host offers no MPS devices"
+    elif not target.domains:
+        reasons = "; ".join(f"{address}: {reason}" for address, reason in target.unavailable.items())
+        why = f"no GPU of this host can serve MPS devices ({reasons or 'it has none'})"
+    return "; ".join(part for part in (why, past) if part)
 
 
 def _order(gpus: Iterable[Gpu]) -> dict[str | None, int]:
