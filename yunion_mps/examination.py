@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from typing import NamedTuple
 
 from yunion_mps.config import load
-from yunion_mps.errors import ConfigError, DriverError, Problem
+from yunion_mps.errors import ConfigError, DriverError, HostError, Problem
 from yunion_mps.inventory import Nvml, machine_id, scan
 from yunion_mps.models import Config, Driver, Inventory, Plan
+from yunion_mps.mps.control import find_control_program
 from yunion_mps.paths import Paths
 from yunion_mps.planning import make_plan
 
@@ -15,7 +17,10 @@ _NOTHING = Inventory(Driver("", None), ())
 
 
 class Examination(NamedTuple):
-    """The result. `nvml` is open where MPS is enabled and the driver answers; the caller closes it."""
+    """The result. `nvml` is open where MPS is enabled and the driver answers; the caller closes it.
+
+    `remarks` are what the host cannot do of what is configured, and goes without.
+    """
 
     config: Config
     problems: tuple[Problem, ...]
@@ -24,6 +29,7 @@ class Examination(NamedTuple):
     machine_id: str
     nvml: Nvml | None
     driver_error: DriverError | None
+    remarks: tuple[str, ...] = ()
 
     def check(self) -> None:
         """Raise ConfigError with every problem, or DriverError where there is no driver to work with."""
@@ -45,6 +51,7 @@ def examine(paths: Paths, opened: Nvml | None = None) -> Examination:
     """
     host = machine_id(paths)
     config, problems = load(paths)
+    config, remarks = _possible(config, paths)
     nvml, inventory, driver_error = None, _NOTHING, None
     if config.enable_cuda_mps:
         try:
@@ -59,4 +66,27 @@ def examine(paths: Paths, opened: Nvml | None = None) -> Examination:
     if not config.devices and any(problem.file != paths.host_conf for problem in problems):
         host_problems = []  # the entries are among the problems: cuda_mps_replicas is not meant
     found = (*problems, *host_problems)
-    return Examination(config, found, inventory, plan, host, nvml, driver_error)
+    return Examination(config, found, inventory, plan, host, nvml, driver_error, remarks)
+
+
+def _possible(config: Config, paths: Paths) -> tuple[Config, tuple[str, ...]]:
+    """The configuration without what NVIDIA's program here does not know, and what that is."""
+    if not (config.enable_cuda_mps and config.cuda_mps_multiuser):
+        return config, ()
+    from yunion_mps.mps.multiuser import knows_multiuser  # few hosts ask for it
+
+    try:
+        program = find_control_program()
+        if knows_multiuser(program, _short_directory(paths)):
+            return config, ()
+    except HostError:  # a start would say it, with what to do
+        return config, ()
+    remark = (
+        f"cuda_mps_multiuser is true, and {program} does not know it: jobs of one user wait for another's"
+    )
+    return config._replace(cuda_mps_multiuser=False), (remark,)
+
+
+def _short_directory(paths: Paths) -> str:
+    """Where a program can be tried that makes sockets; that of the daemon where it has run before."""
+    return paths.run_directory if os.access(paths.run_directory, os.W_OK) else "/tmp"

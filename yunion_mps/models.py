@@ -183,7 +183,10 @@ class Event(NamedTuple):
 
 
 class Snapshot(NamedTuple):
-    """What is, read back from NVML and the control daemons; `taken_s` is the wall clock's time."""
+    """What is, read back from NVML and the control daemons; `taken_s` is the wall clock's time.
+
+    `remarks` are what the host cannot do of what is configured, and goes without.
+    """
 
     version: int
     taken_s: float
@@ -192,3 +195,4 @@ class Snapshot(NamedTuple):
     plan: Plan
     inventory: Inventory
     domains: tuple[DomainStatus, ...]
+    remarks: tuple[str, ...] = ()

@@ -26,6 +26,7 @@ def plan_json(examination: Examination) -> dict[str, Any]:
     notice = ""
     if not examination.config.enable_cuda_mps:
         notice = "enable_cuda_mps is false: this host offers no MPS devices"
+    notice = "; ".join([*([notice] if notice else []), *examination.remarks])
     return {
         "notice": notice,
         "driver": examination.inventory.driver.version or None,

@@ -10,6 +10,7 @@ import pytest
 from yunion_mps.errors import ConfigError, HostError
 from yunion_mps.examination import examine
 from yunion_mps.service import devices_json
+from yunion_mps.supervisor.warnings import warnings
 
 from simhost import SimHost
 from simhost.mps import Client, StandIns
@@ -328,3 +329,18 @@ def test_what_would_change_is_told_and_not_done(make_host: MakeHost, supervise: 
     assert made.snapshot is before
     made.reload()
     assert made.supervisor.domains[0].stop_timeout_s == 60
+
+
+def test_one_server_for_all_users_is_asked_of_a_program_that_knows_it_and_left_off_where_it_does_not(
+    make_host: MakeHost, supervise: Supervise
+) -> None:
+    host = make_host([{"kind": "v100"}], cuda_mps_multiuser="true")
+    made = supervise(host).start()
+    (warning,) = warnings(made.snapshot)
+    assert warning.startswith("cuda_mps_multiuser is true, and ")
+    assert warning.endswith(" does not know it: jobs of one user wait for another's")
+    assert made.available == 4
+    assert not made.snapshot.domains[0].plan.multiuser
+    configure(host)
+    made.reload()
+    assert list(warnings(made.snapshot)) == []

@@ -80,7 +80,9 @@ def check_config(output: str) -> None:
 def _plan_text(answer: dict[str, Any]) -> str:
     text = "The configuration is right:\n" + draw(_HEADER, _config_rows(answer["configuration"]))
     if answer["notice"]:
-        return f"{text}{answer['notice']}.\n"
+        text += f"{answer['notice']}.\n"
+    if not answer["gpus"]:
+        return text
     text += "Nothing was changed; the daemon would do this:\n"
     rows = [
         (

@@ -45,6 +45,7 @@ class Supervisor:
         """`examined` is without problems; its NVML stays open for as long as this is used."""
         self._paths = paths
         self._config = examined.config
+        self._remarks = examined.remarks
         self._machine_id = examined.machine_id
         self.nvml = examined.nvml
         self._target = examined.plan
@@ -182,6 +183,7 @@ class Supervisor:
                 in_force(self._target, self.domains, self._gpus.inventory.gpus),
                 self._gpus.inventory,
                 statuses(self.domains, self._fleet.awaited, self._gpus.inventory.gpus),
+                self._remarks,
             )
         return self._snapshot
 
@@ -293,7 +295,7 @@ class Supervisor:
                 obstacle = Domain(placed, "", self.journal.record, self._changed).obstacle()
                 if obstacle:
                     raise obstacle
-        self._config, self._target = examined.config, plan
+        self._config, self._target, self._remarks = examined.config, plan, examined.remarks
         self.nvml = examined.nvml or self.nvml
         self._gpus.forgive()
         if examined.nvml:

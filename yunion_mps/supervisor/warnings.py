@@ -10,7 +10,7 @@ from yunion_mps.planning import enforces_budgets
 
 def warnings(snapshot: Snapshot) -> Sequence[str]:
     """Budgets that are not enforced, compute modes that differ, changes that wait."""
-    found = []
+    found = list(snapshot.remarks)
     for gpu in snapshot.inventory.gpus:
         served = any(gpu.uuid in domain.plan.gpu_uuids for domain in snapshot.domains)
         if served and not gpu.reason and not enforces_budgets(gpu):

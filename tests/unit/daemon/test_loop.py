@@ -43,9 +43,9 @@ def test_a_fault_in_a_tick_ends_the_loop_and_leaves_control_daemon_and_modes_as_
     faulty.fault = True
     try:
         service = Service(faulty.snapshot, time.time(), os.getpid())
-        with closing(Listener(made.paths)) as listener:
-            with pytest.raises(ZeroDivisionError, match="a fault of our own"):
-                serve(made.paths, listener, faulty, service, Notifier(), signals)
+        fault = pytest.raises(ZeroDivisionError, match="a fault of our own")
+        with closing(Listener(made.paths)) as listener, fault:
+            serve(made.paths, listener, faulty, service, Notifier(), signals)
     finally:
         signals.close()
         gc.unfreeze()
