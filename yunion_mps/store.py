@@ -70,6 +70,7 @@ class Store:
         self._copy = paths.former_modes
         self._lock = threading.RLock()
         self._until_prune = 0
+        self._is_closed = False
         #: Where the file lies that could not be read, empty where that was not so.
         self.set_aside = ""
         try:
@@ -79,7 +80,7 @@ class Store:
             self._connection = self._open()
         except (OSError, sqlite3.Error) as error:
             _refuse_shortage()
-            raise HostError(f"the state file {self._file} cannot be used: {error}", _HINT) from None
+            raise self._trouble("used", error) from None
 
     @staticmethod
     def exists(paths: Paths) -> bool:
@@ -87,8 +88,10 @@ class Store:
         return os.path.exists(paths.store)
 
     def close(self) -> None:
-        """Close the file."""
-        self._connection.close()
+        """Close the file, once nobody uses it any more; what is asked of it later raises HostError."""
+        with self._lock:
+            self._is_closed = True
+            self._connection.close()
 
     # -- compute modes
 
@@ -181,11 +184,12 @@ class Store:
                 return self._begin_anew()
             return self._connect()
         except sqlite3.DatabaseError as error:
-            if isinstance(error, (sqlite3.OperationalError, sqlite3.IntegrityError)):
+            if not _is_damage(error):
                 raise
             return self._begin_anew()
 
     def _connect(self) -> sqlite3.Connection:
+        had_log = os.path.exists(f"{self._file}-wal")
         connection = sqlite3.connect(self._file, isolation_level=None, timeout=5, check_same_thread=False)
         try:
             version = connection.execute("PRAGMA user_version").fetchone()[0]
@@ -202,8 +206,8 @@ class Store:
             connection.execute(f"PRAGMA user_version = {_SCHEMA_VERSION}")
             if version == 0:  # new, or torn to nothing, which looks the same
                 self._take_copy(connection)
-            for table in ("former_compute_mode", "domain", "in_force"):
-                connection.execute(f"SELECT * FROM {table}").fetchall()
+            if had_log and connection.execute("PRAGMA quick_check(1)").fetchone()[0] != "ok":
+                raise sqlite3.DatabaseError("it is damaged")
         except BaseException:
             connection.close()
             raise
@@ -246,15 +250,18 @@ class Store:
                 try:
                     found: list[Any] = work()
                 except sqlite3.DatabaseError as error:
-                    if isinstance(error, sqlite3.OperationalError):
+                    if self._is_closed or not _is_damage(error):
                         raise
                     self._connection.close()  # it was damaged while in use
                     self._connection = self._begin_anew()
                     found = work()
             except (OSError, sqlite3.Error) as error:
-                message = f"the state file {self._file} cannot be {what}: {error}"
-                raise HostError(message, _HINT) from None
+                raise self._trouble(what, error) from None
             return found
+
+    def _trouble(self, what: str, error: Exception) -> HostError:
+        hint = "make room: df" if "full" in str(error) else _HINT
+        return HostError(f"the state file {self._file} cannot be {what}: {error}", hint)
 
     def _copy_modes(self) -> None:
         """Keep a copy of the modes beside the socket; that it cannot be written is no reason to stop."""
@@ -276,12 +283,20 @@ class Store:
         return {}
 
 
+def _is_damage(error: sqlite3.DatabaseError) -> bool:
+    """Whether it says that the file is none of SQLite's, or torn; its subclasses say other things."""
+    return type(error) is sqlite3.DatabaseError
+
+
 def _is_torn(path: str) -> bool:
     """Whether the file is shorter than its own header says, which SQLite does not always notice.
 
     https://www.sqlite.org/fileformat.html: the page size is at byte 16 (1 for 65536), the pages at byte 28.
+    Where a log (`-wal`) lies beside it, what is missing may stand there, and SQLite's own check has to judge.
     """
     try:
+        if os.path.exists(f"{path}-wal") and os.path.getsize(f"{path}-wal"):
+            return False
         with open(path, "rb") as file:
             header = file.read(100)
             length = os.fstat(file.fileno()).st_size

@@ -168,6 +168,30 @@ def test_a_file_that_is_damaged_while_in_use_is_begun_anew(paths: Paths, store: 
     assert opened.set_aside == f"{paths.store}.unreadable"
 
 
+def test_no_kill_during_a_checkpoint_makes_a_healthy_file_look_torn(paths: Paths, store: OpenStore) -> None:
+    """A checkpoint writes the first page, which has the file's length, before the pages at its end."""
+    opened = store()
+    opened.add_events([(time.time(), EVENT)] * 500)
+    log = Path(f"{paths.store}-wal").read_bytes()
+    with closing(sqlite3.connect(paths.store)) as connection:
+        connection.execute("PRAGMA wal_checkpoint(PASSIVE)")
+    opened.close()
+    os.truncate(paths.store, 4096)
+    Path(f"{paths.store}-wal").write_bytes(log)
+    again = store()
+    assert (again.set_aside, again.last_event()) == ("", 500)
+
+
+def test_what_is_asked_after_the_end_is_refused_and_damages_nothing(paths: Paths, store: OpenStore) -> None:
+    opened = store()
+    opened.remember_modes({"GPU-1": "Default"})
+    opened.close()
+    with pytest.raises(HostError, match="closed database"):
+        opened.add_events([(1.0, EVENT)])
+    assert opened.set_aside == ""
+    assert read_modes(paths) == {"GPU-1": "Default"}
+
+
 def test_a_copy_of_another_boot_does_not_count(paths: Paths, store: OpenStore) -> None:
     noting = store()
     noting.remember_modes({"GPU-1": "Default"})
@@ -226,6 +250,7 @@ def test_events_are_kept_all_or_none(store: OpenStore) -> None:
     wrong = EVENT._replace(what=None)  # type: ignore[arg-type]
     with pytest.raises(HostError, match="NOT NULL"):
         opened.add_events([(1.0, EVENT), (2.0, wrong)])
+    assert opened.set_aside == ""
     assert opened.events(0, 0.0, 10) == []
 
 

@@ -139,6 +139,56 @@ def test_a_configuration_that_changed_while_no_daemon_ran_is_pending_too(
     assert pid(again) == pid(first)
 
 
+def test_a_change_that_is_taken_back_is_pending_no_more(
+    make_host: MakeHost, supervise: Supervise, stand_ins: Callable[[SimHost], StandIns]
+) -> None:
+    host = make_host([{"kind": "v100"}])
+    divide(host, 2)
+    jobs = stand_ins(host)
+    made = supervise(host).start()
+    attach(jobs, host)
+    divide(host, 4)
+    made.reload()
+    assert made.snapshot.domains[0].pending
+    told = len(made.events)
+    made.reload()
+    assert len([event for event in made.events[told:] if event.kind == "configuration"]) == 0
+    divide(host, 2)
+    made.reload()
+    assert made.snapshot.domains[0].pending == ""
+    assert [mib for _, mib in budgets(made)] == [8192] * 2
+
+
+def test_a_change_that_is_taken_back_while_no_daemon_runs_is_no_change(
+    make_host: MakeHost, supervise: Supervise, stand_ins: Callable[[SimHost], StandIns]
+) -> None:
+    host = make_host([{"kind": "v100"}])
+    divide(host, 2)
+    jobs = stand_ins(host)
+    first = supervise(host).start()
+    attach(jobs, host)
+    divide(host, 4)
+    first.reload()
+    divide(host, 2)
+    again = supervise(host).start()
+    assert (again.snapshot.domains[0].state, again.snapshot.domains[0].pending) == ("ready", "")
+    assert [mib for _, mib in budgets(again)] == [8192] * 2
+
+
+def test_a_reload_tries_at_once_what_waited_for_somebody_to_mend_it(
+    make_host: MakeHost, supervise: Supervise
+) -> None:
+    host = make_host(TWO, cuda_mps_scope="gpu")
+    log = host.root / "tmp/nvidia-mps/log" / host.gpus[1].uuid
+    log.parent.mkdir(parents=True)
+    log.write_text("")
+    made = supervise(host).start()
+    assert [domain.state for domain in made.snapshot.domains] == ["ready", "failed"]
+    log.unlink()
+    made.accept()
+    made.until(lambda: made.available == 8)
+
+
 def test_now_ends_the_servers_that_a_pending_change_waits_for(
     make_host: MakeHost, supervise: Supervise, stand_ins: Callable[[SimHost], StandIns]
 ) -> None:

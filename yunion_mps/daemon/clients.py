@@ -17,7 +17,7 @@ from yunion_mps.mps.clients import clients_of, server_state, terminate
 from yunion_mps.mps.control import find_control_program
 from yunion_mps.mps.servers import server_pids
 from yunion_mps.planning import DEVICE_VARIABLE
-from yunion_mps.process import Process, environment_of, uid_of, user_name
+from yunion_mps.process import Process, environment_of, started_ticks, uid_of, user_name
 from yunion_mps.supervisor import Supervisor
 
 log = logging.getLogger(__name__)
@@ -65,6 +65,7 @@ class Clients:
         Raises NotFoundError where it is none, NotAllowedError where it is another user's, ControlError where
         its server does not let go of it and `force` was not asked for.
         """
+        began = started_ticks(pid)
         found = next((one for one in (await self.clients())["clients"] if one["pid"] == pid), None)
         if found is None:
             raise NotFoundError(f"PID {pid} is no client of MPS", "list the clients with: yunion-mps clients")
@@ -75,6 +76,8 @@ class Clients:
         if process is None:
             raise NotFoundError(f"PID {pid} has just ended", "")
         try:
+            if started_ticks(pid) != began:  # it ended meanwhile, and its PID is another's
+                raise NotFoundError(f"PID {pid} has just ended", "")
             how, ended = await self._end(process, found, force=force)
         finally:
             process.close()

@@ -169,7 +169,8 @@ def _start(
 ) -> Listener | None:
     """Start the domains and wait for each to be ready or to say why not; return the listening socket.
 
-    None where a signal came first. Raises YunionError when no domain is ready.
+    None where a signal came first. Raises YunionError when no domain is ready; but where a control daemon
+    runs that may have jobs, it is looked after all the same, for nobody else would.
     """
     supervisor.start(time.monotonic())
     drive(supervisor, lambda: supervisor.started or bool(signals.stop), signals)
@@ -178,7 +179,7 @@ def _start(
     if handover:
         return Listener(paths, handover.listener)
     error = supervisor.first_error()
-    if error and not supervisor.serving:
+    if error and not supervisor.serving and not supervisor.has_control_daemons:
         raise error
     return Listener(paths)
 

@@ -143,11 +143,6 @@ class Supervisor:
         return self._fleet.domains
 
     @property
-    def config(self) -> Config:
-        """The configuration that is aimed at."""
-        return self._config
-
-    @property
     def stop_within_s(self) -> int:
         """How long a stop may take: the jobs' time, the control daemons', and that of calls of the driver."""
         return self._config.cuda_mps_stop_timeout_s + 80
@@ -166,6 +161,11 @@ class Supervisor:
     def serving(self) -> int:
         """The number of domains that serve."""
         return sum(domain.state == READY for domain in self.domains)
+
+    @property
+    def has_control_daemons(self) -> bool:
+        """Whether a control daemon of ours runs, serving or not."""
+        return bool(self._watched() or left_running(self.store(), ()))
 
     def first_error(self) -> YunionError | None:
         """Why a domain does not serve, None where all do."""
@@ -295,13 +295,14 @@ class Supervisor:
                 obstacle = Domain(placed, "", self.journal.record, self._changed).obstacle()
                 if obstacle:
                     raise obstacle
+        is_other = (examined.config, plan) != (self._config, self._target)
         self._config, self._target, self._remarks = examined.config, plan, examined.remarks
         self.nvml = examined.nvml or self.nvml
         self._gpus.forgive()
         if examined.nvml:
             for event in self._gpus.look(examined.inventory, examined.config, plan):
                 self.journal.record(event)
-        for change in changes:
+        for change in changes if is_other else ():  # what is pending was recorded before
             what = f"{change.before or 'nothing'} -> {change.after or 'nothing'}"
             subject = f"{change.kind} {change.subject}"
             event = Event("info", "configuration", subject, what, "the configuration was read again")
