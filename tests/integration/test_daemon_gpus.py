@@ -36,12 +36,15 @@ def test_a_gpu_that_falls_off_the_bus_is_noticed_at_once_and_the_others_go_on(
     host = make_host(TWO)
     daemon = make_daemon(host).start().wait_ready()
     control = daemon.control_pid()
+    eventually(lambda: reported(host, 31) and gpu_events(daemon), "its ear for the driver", 30)
     host.gpus[1].lose()
     eventually(lambda: available(daemon) == 4, "four devices", AT_ONCE_S)
     reasons = {d["gpu_uuid"]: d["reason"] for d in daemon.get("/v1/devices")[1]["isolated_devices"]}
     assert reasons[host.gpus[0].uuid] == ""
     assert reasons[host.gpus[1].uuid]
     assert daemon.control_pid() == control
+    lost = "the GPU has fallen off the bus or is otherwise inaccessible (GPU is lost)"
+    eventually(lambda: daemon.get("/v1/gpus")[1]["gpus"][1]["reason"] == lost, "a look at it", 30)
     assert ("error", "00:07.0", "XID 79: the GPU has fallen off the bus") in gpu_events(daemon)
     host.gpus[1].restore()
     eventually(lambda: available(daemon) == 8, "eight devices", 60)

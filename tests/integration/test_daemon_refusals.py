@@ -177,19 +177,22 @@ def test_a_control_daemon_of_somebody_else_is_reported_and_left_alone(
     assert daemon.stop() == 0
 
 
-def test_a_survivor_that_does_not_answer_is_spared_and_its_gpus_stay_as_they_are(daemon: Daemon) -> None:
-    """Its clients may be at work: the failing daemon neither kills it nor opens the GPUs to others."""
+def test_a_survivor_with_limits_of_its_own_is_spared_and_looked_after_until_it_has_ours(
+    daemon: Daemon,
+) -> None:
+    """Jobs may be at work on it: the daemon neither ends it nor leaves it to itself."""
     daemon.start().wait_ready()
     control = daemon.control_pid()
     daemon.kill()
     wrap(daemon, '[ "$1" = -f ] && exec $REAL -f; $REAL | sed "s/^5G$/4G/"')
-    assert daemon.run() == 1
-    assert "Traceback" not in daemon.log
-    assert f"the control daemon (PID {control}) is left running" in daemon.log
+    daemon.start().wait_ready()
+    assert daemon.status()["state"] == "failed"
+    assert daemon.get("/v1/devices")[1]["isolated_devices"][0]["state"] == "unavailable"
     assert is_running(control)
     assert daemon.host.gpus[0].compute_mode == "exclusive_process"
     (daemon.host.root / "wrapper" / PROGRAM).unlink()
-    daemon.start().wait_ready()
+    assert daemon.ask("POST", "/v1/reload")[0] == 200
+    eventually(lambda: daemon.status()["state"] == "ready", "the limits in force")
     assert daemon.control_pid() == control
     assert daemon.stop(signal.SIGTERM) == 0
     assert not is_running(control)

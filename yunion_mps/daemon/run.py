@@ -32,6 +32,10 @@ log = logging.getLogger("yunion_mps.daemon")
 STOPPED, ANEW = "stopped", "anew"
 
 
+class _LoadError(Exception):
+    """A module could not be read, for descriptors are short."""
+
+
 def run(options: Options) -> int:
     """Run until a signal says to stop; returns the exit status."""
     logs.set_up(options.log_level)
@@ -128,12 +132,15 @@ def _until_stopped(
         log.warning("%s", warning)
     supervisor.journal.record(Event("info", "daemon", "yunion-mps-daemon", f"ready, {__version__}", "", line))
     notifier.ready(line)
-    serve = _load_event_loop()
     try:
+        serve = _load_event_loop()
         while serve(paths, listener, supervisor, service, notifier, signals) == ANEW:
             _become_anew(supervisor, notifier, anew._replace(listener=listener.socket.fileno()))
         supervisor.say_whom_it_ended()
         supervisor.journal.record(Event("info", "daemon", "yunion-mps-daemon", "stopped", signals.stop))
+    except _LoadError as error:
+        _wind_up(supervisor, notifier)
+        raise ShortageError(f"the event loop cannot be loaded: {error}") from None
     finally:
         listener.close()
 
@@ -158,6 +165,8 @@ def _load_event_loop() -> Callable[..., str]:
     sys.modules.setdefault("ssl", absent)
     try:
         from yunion_mps.daemon.loop import serve
+    except OSError as error:
+        raise _LoadError(str(error)) from None
     finally:
         if sys.modules["ssl"] is None:
             del sys.modules["ssl"]
@@ -179,7 +188,7 @@ def _start(
     if handover:
         return Listener(paths, handover.listener)
     error = supervisor.first_error()
-    if error and not supervisor.serving and not supervisor.has_control_daemons:
+    if error and not supervisor.serving and not supervisor.took_over:
         raise error
     return Listener(paths)
 

@@ -163,9 +163,9 @@ class Supervisor:
         return sum(domain.state == READY for domain in self.domains)
 
     @property
-    def has_control_daemons(self) -> bool:
-        """Whether a control daemon of ours runs, serving or not."""
-        return bool(self._watched() or left_running(self.store(), ()))
+    def took_over(self) -> bool:
+        """Whether a control daemon is watched that ran before us, serving or not."""
+        return any(domain.took_over for domain in self.domains)
 
     def first_error(self) -> YunionError | None:
         """Why a domain does not serve, None where all do."""

@@ -53,7 +53,7 @@ class Fleet:
         self._program, self._stop_timeout_s = program, stop_timeout_s
         left = list(plans)
         for domain in self.domains:
-            domain.stop_timeout_s = stop_timeout_s
+            domain.program, domain.stop_timeout_s = program or domain.program, stop_timeout_s
             plan = next((plan for plan in left if _can_serve(domain, plan)), None)
             if plan is None:
                 domain.retire()
@@ -126,9 +126,12 @@ class Fleet:
         domain.start(now_s)
 
     def _note(self) -> None:
-        """Write down what clients get, where that is another than noted."""
+        """Write down what clients get, where that is another than noted.
+
+        While limits are being set, what was noted before that holds, for it names those that keep the old ones.
+        """
         for domain in self.domains:
-            if domain.status().pid is not None:
+            if domain.state == READY:
                 self._write(domain.plan.pipe_directory, domain.in_force)
 
     def _note_before_change(self, domain: Domain, plan: DomainPlan) -> None:
