@@ -44,7 +44,7 @@ def daemon_of_three() -> Iterator[Daemon]:
         assert "Traceback" not in daemon.log
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def session(daemon_of_three: Daemon) -> Iterator[requests.Session]:
     with unix_session(daemon_of_three.socket_path) as session:
         yield session

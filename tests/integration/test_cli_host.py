@@ -20,7 +20,15 @@ UUID = "[0-9a-f]{8}-[0-9a-f]{4}-5[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}"
 GPU = "GPU-76aef7ff-372d-2432-b4b4-beca4d8d3400"
 LINK = '{"lane_width":16,"throughput":"15.76 GB/s","transfer_rate_per_lane":"8GT/s","version":"3.0"}'
 HEADER = "ID,Dev_type,Model,Addr,Vendor_device_id,Host_id,numa_node,Device_path,PCIE_Info,Index,Device_minor"
-COMMANDS = (["list"], ["gpus"], ["status"], ["show", "00:06.0-0"], ["config", "show"], ["config", "check"])
+COMMANDS = (
+    ["list"],
+    ["gpus"],
+    ["status"],
+    ["events"],
+    ["show", "00:06.0-0"],
+    ["config", "show"],
+    ["config", "check"],
+)
 CONFIG_HINT = "yunion-mps: correct the lines above, then try them with: yunion-mps config check\n"
 
 
@@ -79,6 +87,7 @@ def test_show_gives_the_environment_that_leads_to_the_real_control_daemon(ready:
         "  CUDA_MPS_PINNED_DEVICE_MEM_LIMIT=0=5760M\n"
         f"  CUDA_MPS_PIPE_DIRECTORY={ready.pipe_directory}\n"
         f"  CUDA_VISIBLE_DEVICES={GPU}\n"
+        "  YUNION_MPS_DEVICE=00:06.0-1\n"
     )
     assert (ready.pipe_directory / "control").is_socket()
 

@@ -12,11 +12,17 @@ from typing import Any
 
 import h11
 
-from yunion_mps.errors import NotAllowedError, NotFoundError, UnreachableError, YunionError
+from yunion_mps.errors import ConfigError, NotAllowedError, NotFoundError, UnreachableError, YunionError
 from yunion_mps.paths import Paths
 
 TIMEOUT_S = 30.0
 _UNIT = "yunion-mps-daemon"
+
+
+class BadConfigurationError(YunionError):
+    """The daemon refuses the configuration; the message holds one problem a line."""
+
+    exit_code = ConfigError.exit_code
 
 
 class Client:
@@ -26,41 +32,59 @@ class Client:
         self._path = paths.socket
         self._timeout_s = timeout_s
 
-    def get(self, target: str) -> Any:
-        """The JSON answer to a GET; raises YunionError of the kind that the failure is."""
-        deadline_s = time.monotonic() + self._timeout_s
-        with self._connect() as connection:
+    def get(self, target: str, timeout_s: float | None = None) -> Any:
+        """The JSON answer to a GET; raises YunionError of the kind that the failure is.
+
+        `timeout_s` is for a question that the daemon may take longer to answer than others.
+        """
+        return self._request("GET", target, timeout_s)
+
+    def post(self, target: str, timeout_s: float | None = None, *, until_closed: bool = False) -> Any:
+        """The JSON answer to a POST; raises as `get` does. It is never sent twice.
+
+        With `until_closed` it returns only once the program that has answered does not serve any more.
+        """
+        return self._request("POST", target, timeout_s, until_closed=until_closed)
+
+    def _request(
+        self, method: str, target: str, timeout_s: float | None, *, until_closed: bool = False
+    ) -> Any:
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        deadline_s = time.monotonic() + timeout_s
+        with self._connect(timeout_s) as connection:
             try:
-                status, body = self._ask(connection, target, deadline_s)
+                status, body = _ask(connection, method, target, deadline_s, keep=until_closed)
+                if until_closed and status == 200:
+                    _see_out(connection, deadline_s)
             except socket.timeout:
-                raise self._silent() from None
+                raise self._silent(timeout_s) from None
             except (OSError, h11.ProtocolError) as error:
                 raise UnreachableError(
                     f"the daemon's answer on {self._path} broke off: {error}", f"see: journalctl -u {_UNIT}"
                 ) from None
         return _result(status, body)
 
-    def _connect(self) -> socket.socket:
+    def _connect(self, timeout_s: float) -> socket.socket:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             # In a burst of clients the kernel lets a connect wait; with Python's own timeout it does not.
-            wait = struct.pack("ll", int(self._timeout_s), int(self._timeout_s % 1 * 1e6))
+            wait = struct.pack("ll", int(timeout_s), int(timeout_s % 1 * 1e6))
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, wait)
             connection.connect(self._path)
-            connection.settimeout(self._timeout_s)
+            connection.settimeout(timeout_s)
         except OSError as error:
             connection.close()
-            raise self._unreachable(error) from None
+            raise self._unreachable(error, timeout_s) from None
         return connection
 
-    def _unreachable(self, error: OSError) -> YunionError:
+    def _unreachable(self, error: OSError, timeout_s: float) -> YunionError:
         if error.errno in (errno.EACCES, errno.EPERM):
             return NotAllowedError(
                 f"you may not ask the daemon: no permission for {self._path}",
                 "become root, or join the group: usermod -aG yunion-mps USER, then log in anew",
             )
         if error.errno == errno.EAGAIN:
-            return self._silent()
+            return self._silent(timeout_s)
         if error.errno == errno.ENOENT:
             what = f"the daemon is not running: there is no {self._path}"
         elif error.errno == errno.ECONNREFUSED:
@@ -71,33 +95,49 @@ class Client:
             what, f"start it: systemctl start {_UNIT}; or see why not: systemctl status {_UNIT}"
         )
 
-    def _silent(self) -> YunionError:
+    def _silent(self, timeout_s: float) -> YunionError:
         return UnreachableError(
-            f"the daemon does not answer on {self._path} within {self._timeout_s:g} s",
+            f"the daemon does not answer on {self._path} within {timeout_s:g} s",
             f"see what it does: journalctl -u {_UNIT}; or restart it, which leaves running jobs alone",
         )
 
-    def _ask(self, connection: socket.socket, target: str, deadline_s: float) -> tuple[int, bytes]:
-        http = h11.Connection(h11.CLIENT)
-        headers = [("Host", "localhost"), ("Accept", "application/json"), ("Connection", "close")]
-        question = h11.Request(method="GET", target=target, headers=headers)
-        with contextlib.suppress(BrokenPipeError):  # who is turned away still gets to read why
-            connection.sendall((http.send(question) or b"") + (http.send(h11.EndOfMessage()) or b""))
-        status, body = 0, []
-        while True:
-            event = http.next_event()
-            if event is h11.NEED_DATA:
-                left_s = deadline_s - time.monotonic()
-                if left_s <= 0:
-                    raise socket.timeout
-                connection.settimeout(left_s)
-                http.receive_data(connection.recv(1 << 18))
-            elif isinstance(event, h11.Response):
-                status = event.status_code
-            elif isinstance(event, h11.Data):
-                body.append(bytes(event.data))
-            else:
-                return status, b"".join(body)
+
+def _ask(
+    connection: socket.socket, method: str, target: str, deadline_s: float, *, keep: bool
+) -> tuple[int, bytes]:
+    """Status and body of the answer; with `keep` the connection stays open after it."""
+    http = h11.Connection(h11.CLIENT)
+    headers = [("Host", "localhost"), ("Accept", "application/json")]
+    headers += [] if keep else [("Connection", "close")]
+    headers += [("Content-Length", "0")] if method == "POST" else []
+    question = h11.Request(method=method, target=target, headers=headers)
+    with contextlib.suppress(BrokenPipeError):  # who is turned away still gets to read why
+        connection.sendall((http.send(question) or b"") + (http.send(h11.EndOfMessage()) or b""))
+    status, body = 0, []
+    while True:
+        event = http.next_event()
+        if event is h11.NEED_DATA:
+            http.receive_data(_receive(connection, deadline_s))
+        elif isinstance(event, h11.Response):
+            status = event.status_code
+        elif isinstance(event, h11.Data):
+            body.append(bytes(event.data))
+        else:
+            return status, b"".join(body)
+
+
+def _receive(connection: socket.socket, deadline_s: float) -> bytes:
+    left_s = deadline_s - time.monotonic()
+    if left_s <= 0:
+        raise socket.timeout
+    connection.settimeout(left_s)
+    return connection.recv(1 << 18)
+
+
+def _see_out(connection: socket.socket, deadline_s: float) -> None:
+    with contextlib.suppress(ConnectionError):
+        while _receive(connection, deadline_s):
+            pass
 
 
 def _result(status: int, body: bytes) -> Any:
@@ -112,5 +152,5 @@ def _result(status: int, body: bytes) -> Any:
     problem = answer if isinstance(answer, dict) else {}
     message = str(problem.get("detail") or f"the daemon answered {status}")
     hint = str(problem.get("hint") or f"see: journalctl -u {_UNIT}")
-    kinds = {403: NotAllowedError, 404: NotFoundError}
+    kinds = {403: NotAllowedError, 404: NotFoundError, 422: BadConfigurationError}
     raise kinds.get(status, YunionError)(message, hint)

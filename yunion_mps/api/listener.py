@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import socket
@@ -13,6 +14,44 @@ from yunion_mps.paths import Paths
 #: Members of this group may ask; where it does not exist, only root may.
 GROUP = "yunion-mps"
 _BACKLOG = 512
+
+
+class Listener:
+    """The socket that the API is served on, and its name in the file system."""
+
+    def __init__(self, paths: Paths, handed_over: int | None = None) -> None:
+        """Listen, or go on with the descriptor of a socket that listens already; raises HostError."""
+        self._paths = paths
+        self.socket = listen(paths) if handed_over is None else socket.socket(fileno=handed_over)
+        self.socket.settimeout(0)
+        self._place = _place(paths.socket)
+
+    @property
+    def is_found(self) -> bool:
+        """Whether clients find it: its name may have been removed, or be that of something else."""
+        return self._place is not None and _place(self._paths.socket) == self._place
+
+    def renew(self) -> None:
+        """Listen anew under the name; who has connected stays connected. Raises HostError."""
+        renewed = listen(self._paths)
+        self.socket.close()
+        self.socket = renewed
+        self._place = _place(self._paths.socket)
+
+    def close(self) -> None:
+        """Listen no more, and remove the name where it is still ours."""
+        self.socket.close()
+        if self.is_found:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self._paths.socket)
+
+
+def _place(path: str) -> tuple[int, int] | None:
+    try:
+        info = os.lstat(path)
+    except OSError:
+        return None
+    return info.st_dev, info.st_ino
 
 
 def listen(paths: Paths) -> socket.socket:

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from yunion_mps import __version__
-from yunion_mps.api.routes import LARGEST_LIMIT, LARGEST_NUMBER
-from yunion_mps.api.schemas import Schema, example, ref, schemas
-from yunion_mps.service import DEFAULT_LIMIT
+from yunion_mps.api.deferred import LATEST_S, LONGEST_WAIT_S, MOST_EVENTS
+from yunion_mps.api.query import LARGEST_NUMBER
+from yunion_mps.api.routes import LARGEST_LIMIT
+from yunion_mps.api.schema_parts import Schema, ref
+from yunion_mps.api.schemas import example, schemas
+from yunion_mps.service import DEFAULT_LIMIT, EVENT_KINDS
 
 _PROBLEMS = {
     400: "The request, or one of its parameters, is not as described.",
-    404: "There is no such device, or more than one.",
-    405: "The path can only be read; `Allow` says how.",
+    403: "The caller's user may not do this.",
+    404: "There is no such thing, or more than one.",
+    405: "The path takes other methods; `Allow` says which.",
     408: "The request did not arrive in time.",
+    409: "It was refused, or did not work; nothing was changed.",
     413: "The request's body is too large.",
+    422: "The configuration is not right, and nothing was changed; `detail` holds one problem a line.",
     431: "The request's head is too large.",
     501: "The request's body is in a transfer coding other than `chunked`.",
     503: "Too many connections are open.",
@@ -30,7 +36,10 @@ yunion-mps may ask:
 
 Memory is in MiB, percentages are of a GPU's SM threads. Every error is a problem detail (RFC 9457), with a
 `hint` where there is something to do about it. What is at none of these paths is answered with 404, any
-method other than GET and HEAD with 405, and a parameter that is not described with 400."""
+method other than those described with 405, and a parameter that is not described with 400.
+
+What can be read, all of these users may read. Only root may change the daemon, and only root and its owner
+end a client. What a POST has begun is finished, though whoever asked for it may go away meanwhile."""
 
 
 def document() -> Schema:
@@ -61,33 +70,116 @@ def _paths() -> Schema:
         "schema": {"type": "string", "minLength": 1},
         "example": "00:06.0-1",
     }
+    client = {
+        "name": "pid",
+        "in": "path",
+        "required": True,
+        "description": "The client's PID.",
+        "schema": {"type": "integer", "minimum": 0, "maximum": 9_999_999_999},
+        "example": 4260,
+    }
+    late = (409,)
     return {
-        "/v1/devices": _path("Devices", "One page of the MPS devices", "DeviceList", _filters()),
-        "/v1/devices/{id}": _path("Device", "One MPS device, and how to use it", "DeviceDetails", [device]),
-        "/v1/gpus": _path("Gpus", "All GPUs of the host", "GpuList"),
-        "/v1/status": _path("Status", "How all is", "Status"),
-        "/v1/openapi.json": _path("Document", "This document", None),
+        "/v1/devices": _read("Devices", "One page of the MPS devices", "DeviceList", (), _filters()),
+        "/v1/devices/{id}": _read(
+            "Device", "One MPS device, and how to use it", "DeviceDetails", (404,), [device]
+        ),
+        "/v1/gpus": _read("Gpus", "All GPUs of the host", "GpuList"),
+        "/v1/status": _read("Status", "How all is", "Status"),
+        "/v1/events": _read("Events", "What happened", "EventList", late, _which_events()),
+        "/v1/plan": _read("Plan", "What a reload would change", "ChangeList", (*late, 422)),
+        "/v1/clients": _read("Clients", "Who uses the GPUs through MPS", "ClientList", late),
+        "/v1/reload": _change(
+            "reload",
+            "Read the configuration again, and bring into force what differs",
+            "ChangeList",
+            (403, *late, 422),
+            [
+                _switch("drain", "Give MPS servers that keep old limits no new clients."),
+                _switch("now", "End MPS servers that keep old limits, with their clients."),
+            ],
+        ),
+        "/v1/reexec": _change("reexec", "Run the daemon's program anew", "Anew", (403, *late)),
+        "/v1/clients/{pid}/terminate": _change(
+            "terminateClient",
+            "End a client: its server lets go of it first",
+            "Ended",
+            (403, 404, *late),
+            [client, _switch("force", "End it by SIGKILL where nothing else helps.")],
+        ),
+        "/v1/openapi.json": _read("Document", "This document", None),
     }
 
 
-def _path(name: str, about: str, answer: str | None, parameters: list[Schema] | None = None) -> Schema:
+def _read(
+    name: str,
+    about: str,
+    answer: str | None,
+    refusals: tuple[int, ...] = (),
+    parameters: list[Schema] | None = None,
+) -> Schema:
     """A path that can be read; `answer` is None where it is any JSON object."""
+    get = _operation(f"get{name}", about, answer, refusals)
+    empty = {
+        status: {"description": _PROBLEMS[int(status)]} for status in get["responses"] if status != "200"
+    }
+    head = {"200": {"description": "The head of GET's answer."}, **empty}
+    path: Schema = {
+        "get": get,
+        "head": {"operationId": f"head{name}", "summary": f"{about}, the head only", "responses": head},
+    }
+    return path if parameters is None else {**path, "parameters": parameters}
+
+
+def _change(
+    name: str,
+    about: str,
+    answer: str,
+    refusals: tuple[int, ...],
+    parameters: list[Schema] | None = None,
+) -> Schema:
+    """A path that changes something."""
+    path: Schema = {"post": _operation(name, about, answer, refusals)}
+    return path if parameters is None else {**path, "parameters": parameters}
+
+
+def _operation(name: str, about: str, answer: str | None, refusals: tuple[int, ...]) -> Schema:
     schema: Schema = ref(answer) if answer else {"type": "object"}
     content: Schema = {"schema": schema}
     if answer:
         content["example"] = example(schema)
-    statuses = (*_ANY_REQUEST, 404) if answer == "DeviceDetails" else _ANY_REQUEST
-    problems = {str(status): ref(str(status), "responses") for status in sorted(statuses)}
-    empty = {str(status): {"description": _PROBLEMS[status]} for status in sorted(statuses)}
-    get = {"200": {"description": f"{about}.", "content": {"application/json": content}}, **problems}
-    head = {"200": {"description": "The head of GET's answer."}, **empty}
-    path: Schema = {
-        "get": {"operationId": f"get{name}", "summary": about, "responses": get},
-        "head": {"operationId": f"head{name}", "summary": f"{about}, the head only", "responses": head},
+    problems = {str(status): ref(str(status), "responses") for status in sorted({*_ANY_REQUEST, *refusals})}
+    done = {"description": f"{about}.", "content": {"application/json": content}}
+    return {"operationId": name, "summary": about, "responses": {"200": done, **problems}}
+
+
+def _switch(name: str, about: str) -> Schema:
+    schema = {"type": "boolean", "default": False}
+    return {"name": name, "in": "query", "description": about, "schema": schema}
+
+
+def _which_events() -> list[Schema]:
+    whole = {"type": "integer", "minimum": 0}
+    found = {
+        "after": (
+            "Only events with a higher id, the oldest first; `since` does not count then.",
+            {**whole, "maximum": LARGEST_NUMBER},
+        ),
+        "since": (
+            "Only the newest from this moment on, in seconds since 1970.",
+            {**whole, "maximum": LATEST_S, "default": 0},
+        ),
+        "limit": ("The most events.", {**whole, "minimum": 1, "maximum": MOST_EVENTS, "default": 100}),
+        "kind": ("Only events of this kind.", {"type": "string", "enum": list(EVENT_KINDS)}),
+        "wait": (
+            "Where there are none, wait so many seconds for one; not where `after` is beyond the last.",
+            {**whole, "maximum": LONGEST_WAIT_S, "default": 0},
+        ),
     }
-    if parameters:
-        path["parameters"] = parameters
-    return path
+    return [
+        {"name": name, "in": "query", "description": about, "schema": schema}
+        for name, (about, schema) in found.items()
+    ]
 
 
 def _filters() -> list[Schema]:
@@ -119,5 +211,5 @@ def _problem(status: int, why: str) -> Schema:
         "content": {"application/problem+json": {"schema": ref("Problem")}},
     }
     if status == 405:
-        response["headers"] = {"Allow": {"required": True, "schema": {"const": "GET, HEAD"}}}
+        response["headers"] = {"Allow": {"required": True, "schema": {"enum": ["GET, HEAD", "POST"]}}}
     return response

@@ -2,60 +2,42 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping
-from http import HTTPStatus
-from typing import Any, NamedTuple
-from urllib.parse import parse_qsl, unquote, urlsplit
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, Union
+from urllib.parse import unquote, urlsplit
 
-from yunion_mps.errors import NotFoundError, YunionError
+from yunion_mps.api.deferred import Deferred, Later
+from yunion_mps.api.query import (
+    LARGEST_NUMBER,
+    BadRequestError,
+    Request,
+    Response,
+    boolean,
+    encode,
+    number,
+    parse_query,
+    problem,
+    refuse_unknown,
+)
+from yunion_mps.errors import NotFoundError
 from yunion_mps.service import DEFAULT_LIMIT, Filters, Service
 
 #: No host has more devices; an answer is never larger than this many of them.
 LARGEST_LIMIT = 100_000
-LARGEST_NUMBER = (1 << 31) - 1
 _READ = ("GET", "HEAD")
 _CACHED_BYTES = 8 << 20
 _NO_URL = "the request's target is no URL that can be taken apart"
 
 
-class Request(NamedTuple):
-    """What was asked, and by whom: the uid is the kernel's word on the other end of the connection."""
-
-    method: str
-    target: str
-    uid: int
-
-
-class Response(NamedTuple):
-    """What is answered."""
-
-    status: int
-    content_type: str
-    body: bytes
-    headers: tuple[tuple[str, str], ...] = ()
-
-
-class BadRequestError(YunionError):
-    """The request cannot be understood; `field` names the parameter."""
-
-    exit_code = 2
-
-
-def problem(status: int, detail: str, hint: str = "", headers: tuple[tuple[str, str], ...] = ()) -> Response:
-    """An error as problem details; `hint` is what to do, as our commands print it."""
-    body: dict[str, Any] = {"type": "about:blank", "title": HTTPStatus(status).phrase, "status": status}
-    body["detail"] = detail
-    if hint:
-        body["hint"] = hint
-    return Response(status, "application/problem+json", _encode(body), headers)
+Answer = Union[Response, Awaitable[Response]]
 
 
 class Router:
     """Answers requests out of the service; equal questions between two changes get the very same bytes."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Service, deferred: Deferred) -> None:
         self._service = service
+        self._deferred = deferred
         self._answers: dict[str, Response] = {}
         self._answers_for = -1
         self._cached_bytes = 0
@@ -66,27 +48,42 @@ class Router:
             "/v1/openapi.json": self._plain(_openapi),
         }
 
-    def answer(self, request: Request) -> Response:
-        """The response to a request; never raises."""
-        if request.method not in _READ:
-            return self._refuse_method(request)
+    def answer(self, request: Request) -> Answer:
+        """The response to a request, or what becomes it later; never raises."""
         version = self._service.version
         if version != self._answers_for or self._cached_bytes > _CACHED_BYTES:
             self._answers.clear()
             self._answers_for, self._cached_bytes = version, 0
-        response = self._answers.get(request.target)
-        if response is None:
-            response = self._answers[request.target] = self._make(request.target)
-            self._cached_bytes += len(request.target) + len(response.body)
-        return response
-
-    def _refuse_method(self, request: Request) -> Response:
+        reads = request.method in _READ
+        response = self._answers.get(request.target) if reads else None
+        if response:
+            return response
         try:
-            if self._find(urlsplit(request.target).path) is None:
-                return self._not_found(request.target)
+            path = urlsplit(request.target).path
         except ValueError:
             return problem(400, _NO_URL)
-        return problem(405, f"{request.method} is not possible here", headers=(("Allow", "GET, HEAD"),))
+        later = self._deferred.find(path)
+        if later:
+            return self._later(later, request)
+        if not reads:
+            return self._refuse_method(path, request)
+        response = self._answers[request.target] = self._make(request.target)
+        self._cached_bytes += len(request.target) + len(response.body)
+        return response
+
+    def hurry(self) -> None:
+        """Let no answer wait for what may come."""
+        self._deferred.hurry()
+
+    def _later(self, later: Later, request: Request) -> Answer:
+        if request.method not in later.methods:
+            return _method_not_allowed(request, ", ".join(later.methods))
+        return self._deferred.answer(later, request)
+
+    def _refuse_method(self, path: str, request: Request) -> Response:
+        if self._find(path) is None:
+            return self._not_found(request.target)
+        return _method_not_allowed(request, "GET, HEAD")
 
     def _make(self, target: str) -> Response:
         try:
@@ -94,13 +91,11 @@ class Router:
             handler = self._find(parts.path)
             if handler is None:
                 return self._not_found(target)
-            return Response(200, "application/json", _encode(handler(_query(parts.query))))
+            return Response(200, "application/json", encode(handler(parse_query(parts.query))))
         except NotFoundError as error:
             return problem(404, error.message, error.hint)
         except BadRequestError as error:
             return problem(400, error.message, error.hint)
-        except ValueError:
-            return problem(400, _NO_URL)
 
     def _find(self, path: str) -> Callable[[Mapping[str, str]], Any] | None:
         if path in self._fixed:
@@ -113,19 +108,19 @@ class Router:
 
     def _devices(self, query: Mapping[str, str]) -> Any:
         known = {*Filters._fields, "limit", "offset"}
-        _refuse_unknown(query, known)
+        refuse_unknown(query, known)
         words: dict[str, Any] = {name: query[name] for name in Filters._fields if name in query}
         if "numa_node" in query:
-            words["numa_node"] = _number(query, "numa_node", 0, 0, LARGEST_NUMBER)
+            words["numa_node"] = number(query, "numa_node", 0, 0, LARGEST_NUMBER)
         if "unused" in query:
-            words["unused"] = _boolean(query, "unused")
-        limit = _number(query, "limit", DEFAULT_LIMIT, 0, LARGEST_LIMIT)
-        return self._service.devices(Filters(**words), limit, _number(query, "offset", 0, 0, LARGEST_NUMBER))
+            words["unused"] = boolean(query, "unused")
+        limit = number(query, "limit", DEFAULT_LIMIT, 0, LARGEST_LIMIT)
+        return self._service.devices(Filters(**words), limit, number(query, "offset", 0, 0, LARGEST_NUMBER))
 
     @staticmethod
     def _plain(ask: Callable[[], Any]) -> Callable[[Mapping[str, str]], Any]:
         def handler(query: Mapping[str, str]) -> Any:
-            _refuse_unknown(query, set())
+            refuse_unknown(query, set())
             return ask()
 
         return handler
@@ -135,45 +130,11 @@ class Router:
         return problem(404, f"there is nothing at {urlsplit(target).path[:200]!r}", hint)
 
 
+def _method_not_allowed(request: Request, allowed: str) -> Response:
+    return problem(405, f"{request.method} is not possible here", headers=(("Allow", allowed),))
+
+
 def _openapi() -> Any:
     from yunion_mps.api.openapi import document
 
     return document()
-
-
-def _encode(value: Any) -> bytes:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
-
-
-def _query(text: str) -> dict[str, str]:
-    try:
-        pairs = parse_qsl(text, keep_blank_values=True, strict_parsing=bool(text), max_num_fields=32)
-    except ValueError:
-        hint = "write it as name=value&name=value"
-        raise BadRequestError("the query cannot be taken apart", hint) from None
-    query = dict(pairs)
-    if len(query) != len(pairs):
-        raise BadRequestError("a parameter is given twice")
-    return query
-
-
-def _refuse_unknown(query: Mapping[str, str], known: set[str]) -> None:
-    for name in query:
-        if name not in known:
-            there = f"the parameters are {', '.join(sorted(known))}" if known else "there are none here"
-            raise BadRequestError(f"{name[:100]!r} is no parameter", there)
-
-
-def _number(query: Mapping[str, str], name: str, default: int, lowest: int, highest: int) -> int:
-    text = query.get(name)
-    if text is None:
-        return default
-    if not (text.isascii() and text.isdigit() and len(text) < 12 and lowest <= int(text) <= highest):
-        raise BadRequestError(f"{name} is {text[:100]!r}", f"write a whole number from {lowest} to {highest}")
-    return int(text)
-
-
-def _boolean(query: Mapping[str, str], name: str) -> bool:
-    if query[name] not in ("true", "false"):
-        raise BadRequestError(f"{name} is {query[name][:100]!r}", f"write {name}=true or {name}=false")
-    return query[name] == "true"

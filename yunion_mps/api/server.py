@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import select
 import socket
 import struct
 from collections import Counter
@@ -16,7 +17,9 @@ from typing import NamedTuple, cast
 
 import h11
 
-from yunion_mps.api.routes import Request, Response, Router, problem
+from yunion_mps.api.listener import Listener
+from yunion_mps.api.query import Request, Response, problem
+from yunion_mps.api.routes import Router
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +37,12 @@ _KEPT_BYTES = 16 << 10
 
 #: A body may come in this many pieces before others get their turn.
 _EVENTS_A_TURN = 64
+
+#: Turns of the loop from accepting a client to its connection.
+_TURNS_TO_BEGIN = 5
+
+#: How long answers have to be read before another program goes on with the socket.
+_HAND_OVER_S = 1.0
 
 
 class Limits(NamedTuple):
@@ -60,19 +69,48 @@ class Server:
         self.connections: set[Connection] = set()
         self.by_uid: Counter[int] = Counter()
         self._server: asyncio.AbstractServer | None = None
+        self._listener: socket.socket | None = None
 
     async def open(self, listener: socket.socket) -> None:
         """Begin to accept."""
         loop = asyncio.get_running_loop()
+        self._listener = listener
         self._server = await loop.create_unix_server(
             lambda: Connection(self), sock=listener, backlog=_ACCEPTS_A_TURN
         )
         listener.listen(_BACKLOG)
 
+    async def reopen(self, listener: Listener) -> None:
+        """Accept on a new socket, for the name of the old one is gone; raises HostError."""
+        if self._server:
+            self._server.close()
+        listener.renew()
+        await self.open(listener.socket)
+
     async def close(self) -> None:
         """Accept no more, and end the connections that are open."""
         if self._server:
             self._server.close()
+        for connection in list(self.connections):
+            connection.abort()
+
+    async def hand_over(self) -> None:
+        """Accept no more, leave the socket open, and give what is being answered a moment to be read.
+
+        Who connects from now on is kept waiting by the kernel for whoever goes on with the socket.
+        """
+        if self._listener:
+            asyncio.get_running_loop().remove_reader(self._listener.fileno())
+        self.router.hurry()
+        for _ in range(
+            _TURNS_TO_BEGIN
+        ):  # what asyncio has accepted becomes a connection of ours some turns later
+            await asyncio.sleep(0)
+        end_s = asyncio.get_running_loop().time() + _HAND_OVER_S
+        while any(connection.is_busy for connection in self.connections):
+            if asyncio.get_running_loop().time() > end_s:
+                break
+            await asyncio.sleep(0.005)
         for connection in list(self.connections):
             connection.abort()
 
@@ -113,6 +151,8 @@ class Connection(asyncio.BufferedProtocol):
         self._request: h11.Request | None = None
         self._body_bytes = 0
         self._blocked = False
+        self._fresh = True
+        self._awaited: asyncio.Future[Response] | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """A client has connected: find out who it is, and whether there is room."""
@@ -133,6 +173,8 @@ class Connection(asyncio.BufferedProtocol):
             self._timer.cancel()
         if self._turn:
             self._turn.cancel()
+        if self._awaited:
+            self._awaited.cancel()
         self._server.forget(self)
 
     def get_buffer(self, sizehint: int) -> memoryview:
@@ -143,11 +185,15 @@ class Connection(asyncio.BufferedProtocol):
     def buffer_updated(self, nbytes: int) -> None:
         """Something has come in."""
         self._http.receive_data(bytes(self._server.buffer[:nbytes]))
+        if self._awaited and self._transport and len(self._http.trailing_data[0]) > _KEPT_BYTES:
+            self._transport.pause_reading()
         self._work()
 
     def eof_received(self) -> bool:
         """The client sends no more; what it has asked is still answered, and then the connection closed."""
         self._http.receive_data(b"")
+        if self._awaited and self._transport and _is_gone(self._transport.get_extra_info("socket")):
+            self._transport.abort()  # nobody is there to take what it waits for
         self._work()
         return True
 
@@ -169,6 +215,12 @@ class Connection(asyncio.BufferedProtocol):
         """How much of the answers waits to be read."""
         return self._transport.get_write_buffer_size() if self._transport else 0
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether a request is on its way or being answered, or its answer not read yet."""
+        waits = self._awaited is not None or self._turn is not None or self.unread_bytes > 0
+        return waits or self._fresh or bool(self._http.trailing_data[0])
+
     def abort(self) -> None:
         """End it now, whatever is under way."""
         if self._transport:
@@ -177,7 +229,7 @@ class Connection(asyncio.BufferedProtocol):
     def _work(self) -> None:
         """Take a turn: what is left after it waits for the next one, and nothing is read until then."""
         self._turn = None
-        if self._transport is None or self._transport.is_closing() or self._blocked:
+        if self._transport is None or self._transport.is_closing() or self._blocked or self._awaited:
             return
         try:
             more = self._handle()
@@ -188,7 +240,10 @@ class Connection(asyncio.BufferedProtocol):
                 why = f"the request's head is larger than {self._limits.head_bytes} bytes"
             self._refuse(problem(status, why))
             return
-        if more and not self._blocked:
+        if self._awaited:
+            if len(self._http.trailing_data[0]) <= _KEPT_BYTES:
+                self._transport.resume_reading()  # so that the client's end is noticed
+        elif more and not self._blocked:
             self._transport.pause_reading()
             self._turn = asyncio.get_running_loop().call_soon(self._work)
         elif not self._blocked:
@@ -235,6 +290,24 @@ class Connection(asyncio.BufferedProtocol):
         request = self._request
         method, target = request.method.decode(), request.target.decode("ascii", "replace")
         answer = self._server.router.answer(Request(method, target, self.uid))
+        if isinstance(answer, Response):
+            self._give(answer)
+            return
+        if self._timer:
+            self._timer.cancel()  # it has its own deadline, which may be longer than ours
+        self._awaited = asyncio.ensure_future(answer)
+        self._awaited.add_done_callback(self._got)
+
+    def _got(self, awaited: asyncio.Future[Response]) -> None:
+        """What took longer is there."""
+        self._awaited = None
+        if awaited.cancelled() or self._transport is None or self._transport.is_closing():
+            return
+        self._give(awaited.result())
+        if not self._transport.is_closing():
+            self._work()
+
+    def _give(self, answer: Response) -> None:
         large = len(answer.body) > _LARGE_ANSWER_BYTES
         if large and self._server.unread_bytes(self.uid) > self._limits.unread_bytes:
             answer = problem(503, "too much of your answers waits to be read", "read it, or ask for less")
@@ -248,6 +321,7 @@ class Connection(asyncio.BufferedProtocol):
     def _send(self, response: Response) -> None:
         if self._transport is None or self._transport.is_closing():
             return
+        self._fresh = False
         headers = [
             ("Content-Type", response.content_type),
             ("Content-Length", str(len(response.body))),
@@ -284,7 +358,7 @@ class Connection(asyncio.BufferedProtocol):
         """The client was too slow; a request that it has begun is answered with that."""
         if self._transport is None:
             return
-        if self._turn:  # it is we who are slow
+        if self._turn or self._awaited:  # it is we who are slow
             self._set_deadline(self._limits.request_timeout_s)
             return
         state = self._http.our_state
@@ -293,6 +367,13 @@ class Connection(asyncio.BufferedProtocol):
             self._refuse(problem(408, "the request did not arrive in time"))
         else:
             self._transport.abort()
+
+
+def _is_gone(connection: socket.socket) -> bool:
+    """Whether the other end was closed, and not only shut for sending."""
+    poll = select.poll()
+    poll.register(connection.fileno(), 0)
+    return any(event & select.POLLHUP for _, event in poll.poll(0))
 
 
 def _uid_of(connection: socket.socket) -> int:

@@ -1,4 +1,4 @@
-"""Asking the daemon."""
+"""Asking the daemon, and telling it what to do."""
 
 from __future__ import annotations
 
@@ -6,12 +6,26 @@ from typing import Any
 
 from yunion_mps.paths import Paths
 
+#: For what makes the daemon ask the driver: waking many GPUs takes tens of seconds, and a call that hangs
+#: is given up after 60.
+SLOW_S = 150.0
 
-def ask(target: str) -> Any:
+
+def ask(target: str, timeout_s: float | None = None) -> Any:
     """The daemon's JSON answer; raises YunionError of the kind that the failure is."""
     from yunion_mps.api.client import Client
 
-    return Client(Paths.from_environment()).get(target)
+    return Client(Paths.from_environment()).get(target, timeout_s)
+
+
+def tell(target: str, *, until_closed: bool = False) -> Any:
+    """The daemon's JSON answer to what it is told to do; raises as `ask` does.
+
+    With `until_closed` it returns once the program that answered has given way to the next.
+    """
+    from yunion_mps.api.client import Client
+
+    return Client(Paths.from_environment()).post(target, SLOW_S, until_closed=until_closed)
 
 
 def quoted(text: str) -> str:

@@ -40,7 +40,7 @@ def show(
 
         text = yaml.safe_dump(value, sort_keys=False, allow_unicode=True)
     elif output == "csv":
-        text = _csv(header, rows)
+        text = csv_rows([header, *rows])
     else:
         text = table()
     sys.stdout.write(text)
@@ -82,12 +82,11 @@ def show_pairs(value: Mapping[str, object], output: str, table: Callable[[], str
     show(value, output, ("Field", "Value"), pairs(value), table)
 
 
-def _csv(header: Sequence[str], rows: Sequence[Row]) -> str:
+def csv_rows(rows: Sequence[Row]) -> str:
+    """The rows as CSV, without a header."""
     import csv
     import io
 
     text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(header)
-    writer.writerows([cell(value) for value in row] for row in rows)
+    csv.writer(text, lineterminator="\n").writerows([cell(value) for value in row] for row in rows)
     return text.getvalue()

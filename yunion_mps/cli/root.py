@@ -16,7 +16,12 @@ COMMANDS = {
     "show": "yunion_mps.cli.show",
     "gpus": "yunion_mps.cli.gpus",
     "status": "yunion_mps.cli.status",
+    "clients": "yunion_mps.cli.clients",
+    "events": "yunion_mps.cli.events",
+    "plan": "yunion_mps.cli.plan",
+    "reload": "yunion_mps.cli.reload",
     "config": "yunion_mps.cli.config",
+    "daemon-reexec": "yunion_mps.cli.reexec",
     "completion": "yunion_mps.cli.completion",
 }
 
@@ -52,5 +57,8 @@ def cli() -> None:
     See what this host offers:            yunion-mps list
     See one device and how to use it:     yunion-mps show 00:06.0-1
     See whether all is well:              yunion-mps status
-    Try the configuration, touch nothing: yunion-mps config check
+    See what happened:                    yunion-mps events
+    See whose jobs are running:           yunion-mps clients
+    Check both files, touch nothing:      yunion-mps config check
+    Try a new configuration:              yunion-mps plan; yunion-mps reload
     """

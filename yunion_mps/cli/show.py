@@ -25,10 +25,12 @@ def complete_device(ctx: click.Context, param: click.Parameter, incomplete: str)
 
 
 @click.command("show", short_help="Show one device, and how to use it.")
-@click.argument("device", shell_complete=complete_device)
+@click.argument("device", envvar="YUNION_MPS_DEVICE", shell_complete=complete_device)
 @output_option
 def command(device: str, output: str) -> None:
     """Show DEVICE: by id, by address, or by a unique beginning of either.
+
+    Within a job it may be left out: YUNION_MPS_DEVICE in the environment names the job's own.
 
     \b
     Examples:

@@ -44,6 +44,7 @@ def _text(status: dict[str, Any]) -> str:
     if status["notice"]:
         lines.append(f"Notice:   {status['notice']}")
     lines += [f"Warning:  {warning}" for warning in status["warnings"]]
+    lines += [f"Pending:  {d['name']}: {d['pending']}" for d in status["domains"] if d["pending"]]
     up_s = max(0, int(time.time() - status["started"]))
     cuda = f", CUDA {driver['cuda_version']}" if driver["cuda_version"] else ""
     lines.append(f"Devices:  {devices['available']} of {devices['total']} available")
@@ -68,7 +69,8 @@ def _text(status: dict[str, Any]) -> str:
         )
         for domain in status["domains"]
     ]
-    reasons = notes((domain["name"], domain["reason"]) for domain in status["domains"])
+    known = [domain for domain in status["domains"] if domain["reason"] != domain["pending"]]
+    reasons = notes((domain["name"], domain["reason"]) for domain in known)
     return text + draw(_COLUMNS, rows, _DROP) + reasons
 
 

@@ -2,6 +2,8 @@
 
 with ServerHost(reference()) as host:
     host.ask("GET", "/v1/status").status             # one request, one connection
+    host.record(event)                               # an event comes, as the supervisor records it
+    host.changes.error = HostError("no", "because")  # what a reload is refused with: see by_hand.py
     with host.connect(uid=65534) as client:          # a connection of another user
         client.send(b"GET /v1/gpus HTTP/1.1\\r\\n...")
         client.answer()                              # the next answer, None where the connection ends
@@ -22,12 +24,17 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from yunion_mps.api.listener import listen
+from yunion_mps.api.deferred import Deferred
+from yunion_mps.api.listener import Listener
 from yunion_mps.api.routes import Router
 from yunion_mps.api.server import Limits, Server
-from yunion_mps.models import Snapshot
+from yunion_mps.journal import Journal
+from yunion_mps.models import Event, Snapshot
 from yunion_mps.paths import Paths
 from yunion_mps.service import Service
+from yunion_mps.store import Store
+
+from unit.api.by_hand import Changes, People
 
 #: So long that only what never comes is missed, on however slow a machine.
 PATIENCE_S = 60.0
@@ -141,16 +148,35 @@ class ServerHost:
         self._clients: list[RawClient] = []
         self._stack = contextlib.ExitStack()
         self.paths = self._stack.enter_context(short_root())
-        service = Service(lambda: self.snapshot, time.time(), os.getpid())
-        self.server = Server(Router(service), limits or Limits())
+        self.use(Store(self.paths))
+        self.journal = Journal(lambda: self.store)
+        self.changes = Changes()
+        self.people = People()
+        self.service = service = Service(lambda: self.snapshot, time.time(), os.getpid(), self.journal)
+        self.deferred = Deferred(service, self.changes, self.people)
+        self.server = Server(Router(service, self.deferred), limits or Limits())
+        self.listener = Listener(self.paths)
         self._loop = asyncio.new_event_loop()
         self._loop.set_exception_handler(lambda _, context: self.troubles.append(str(context)))
         self._thread = threading.Thread(target=self._loop.run_forever)
         self._thread.start()
-        self._call(self._open())
+        self.call(self.server.open(self.listener.socket))
 
-    async def _open(self) -> None:
-        await self.server.open(listen(self.paths))
+    def use(self, store: Store) -> None:
+        """Keep events there from now on; it is closed at the end."""
+        self.store = store
+        self._stack.callback(store.close)
+
+    def record(self, event: Event, time_s: float | None = None) -> None:
+        """An event comes now; with `time_s`, there is one of then."""
+        if time_s is not None:
+            self.store.add_events([(time_s, event)])
+            return
+
+        async def record() -> None:
+            self.journal.record(event)
+
+        self.call(record())
 
     def connect(self, uid: int = 0) -> RawClient:
         """A new connection, which ends with the server at the latest."""
@@ -177,8 +203,11 @@ class ServerHost:
 
     def stop(self) -> None:
         """Close the server, as a daemon that stops does."""
-        self._call(self.server.close())
+        self.changes.gate.set()
+        self.people.gate.set()
+        self.call(self.server.close())
         self.wait_connections(0)
+        eventually(lambda: not self.journal.waiting, "that nobody waits for events")
 
     def close(self) -> None:
         self.stop()
@@ -191,7 +220,8 @@ class ServerHost:
         assert not self.server.by_uid
         assert self.troubles == []
 
-    def _call(self, coroutine: Any) -> None:
+    def call(self, coroutine: Any) -> None:
+        """Do this in the server's event loop."""
         asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(PATIENCE_S)
 
     def __enter__(self) -> ServerHost:  # noqa: PYI034 - typing.Self is not in 3.9

@@ -55,6 +55,8 @@ def snapshot(
         cuda_mps_scope=scope,
         cuda_mps_thread_percentage="equal",
         cuda_mps_max_clients=None,
+        cuda_mps_stop_timeout_s=10,
+        cuda_mps_multiuser=False,
         devices=(),
         sources={name: Source("default", None) for name in KEYS},
     )

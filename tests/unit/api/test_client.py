@@ -10,13 +10,23 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from yunion_mps.api.client import Client
+from yunion_mps.api.client import BadConfigurationError, Client
 from yunion_mps.api.listener import listen
-from yunion_mps.errors import NotAllowedError, NotFoundError, UnreachableError, YunionError
+from yunion_mps.errors import (
+    ConfigError,
+    HostError,
+    NotAllowedError,
+    NotFoundError,
+    Problem,
+    UnreachableError,
+    YunionError,
+)
+from yunion_mps.models import Event
 from yunion_mps.paths import Paths
 
+from unit.api import by_hand
 from unit.api.conftest import Serve
-from unit.api.server_host import NOBODY, ServerHost, as_user, short_root
+from unit.api.server_host import NOBODY, ServerHost, as_user, eventually, short_root
 
 START = "start it: systemctl start yunion-mps-daemon; or see why not: systemctl status yunion-mps-daemon"
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 20\r\n\r\n"
@@ -49,12 +59,17 @@ def say(listener: socket.socket, answer: bytes) -> None:
         connection.sendall(answer)
 
 
-def failure(client: Client, target: str = "/v1/status") -> tuple[int, str, str]:
+def failure(client: Client, target: str = "/v1/status", *, post: bool = False) -> tuple[int, str, str]:
     """The exit code, what is wrong, and what to do."""
     with pytest.raises(YunionError) as caught:
-        client.get(target)
+        client.post(target) if post else client.get(target)
     error = caught.value
-    kinds = {1: (YunionError, NotFoundError), 3: (UnreachableError,), 4: (NotAllowedError,)}
+    kinds: dict[int, tuple[type[YunionError], ...]] = {
+        1: (YunionError, NotFoundError),
+        3: (UnreachableError,),
+        4: (NotAllowedError,),
+        6: (BadConfigurationError,),
+    }
     assert type(error) in kinds[error.exit_code]
     return error.exit_code, error.message, error.hint
 
@@ -237,3 +252,62 @@ def test_who_is_turned_away_gets_to_know_why(serve: Serve) -> None:
             "too many connections are open",
             "close some, or try again in a moment",
         )
+
+
+def test_a_post_s_answer_comes_back_as_what_its_json_says(host: ServerHost) -> None:
+    host.changes.reloaded = by_hand.RELOADED
+    assert Client(host.paths).post("/v1/reload?drain=true") == by_hand.RELOADED
+    assert host.changes.done == ["reload drain"]
+
+
+def test_a_post_that_is_refused_is_a_failed_request(host: ServerHost) -> None:
+    host.changes.error = HostError("the disk is full", "make room")
+    assert failure(Client(host.paths), "/v1/reload", post=True) == (1, "the disk is full", "make room")
+
+
+@pytest.mark.parametrize("post", [False, True])
+def test_a_bad_configuration_has_its_own_exit_code_and_every_problem(host: ServerHost, post: bool) -> None:
+    error = ConfigError([Problem("a.conf", 3, "x is 0", "write 1"), Problem("b.yml", None, "y", "z")])
+    host.changes.error = error
+    target = "/v1/reload" if post else "/v1/plan"
+    assert failure(Client(host.paths), target, post=post) == (6, error.message, error.hint)
+
+
+def test_a_post_without_an_answer_is_not_sent_again(paths: Paths) -> None:
+    with listening(paths, b""):
+        code, wrong, _ = failure(Client(paths), "/v1/reload", post=True)
+    assert (code, wrong.split(": ")[0]) == (3, f"the daemon's answer on {paths.socket} broke off")
+
+
+def test_a_question_may_take_longer_than_others(host: ServerHost) -> None:
+    """Longer than what the daemon may wait for it."""
+    answers: list[object] = []
+    client = Client(host.paths, 0.0)
+    asking = threading.Thread(
+        target=lambda: answers.append(client.get("/v1/events?after=0&wait=60", timeout_s=60))
+    )
+    asking.start()
+    eventually(lambda: host.journal.waiting, "one that waits")
+    host.record(Event("info", "gpu", "00:06.0", "back"))
+    asking.join()
+    assert len(answers) == 1
+
+
+def test_who_sees_a_program_out_waits_until_it_serves_no_more(host: ServerHost) -> None:
+    answers: list[object] = []
+    asking = threading.Thread(
+        target=lambda: answers.append(Client(host.paths).post("/v1/reexec", until_closed=True))
+    )
+    asking.start()
+    eventually(lambda: host.changes.done == ["reexec"], "the request")
+    host.assert_serves()
+    assert answers == []
+    host.stop()
+    asking.join()
+    assert answers == [{"pid": 4200}]
+
+
+def test_who_would_see_a_program_out_that_refuses_hears_so_at_once(host: ServerHost) -> None:
+    host.changes.error = HostError("the new program would not start: no", "correct that")
+    with pytest.raises(YunionError, match="the new program would not start: no"):
+        Client(host.paths).post("/v1/reexec", until_closed=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -10,13 +11,15 @@ import pytest
 from openapi_schema_validator import OAS31Validator
 from openapi_spec_validator import OpenAPIV31SpecValidator
 from yunion_mps import __version__
+from yunion_mps.api.deferred import Deferred
 from yunion_mps.api.openapi import document
-from yunion_mps.api.routes import Request, Router
+from yunion_mps.api.query import Request, Response
+from yunion_mps.api.routes import Router
 from yunion_mps.models import Snapshot
 from yunion_mps.mps.states import LEGAL_CHANGES
 from yunion_mps.service import Filters, Service
 
-from unit.api import snapshots
+from unit.api import by_hand, snapshots
 
 DOCUMENT = document()
 ANSWERS = {
@@ -24,15 +27,23 @@ ANSWERS = {
     "/v1/devices/00:06.0-1": "DeviceDetails",
     "/v1/gpus": "GpuList",
     "/v1/status": "Status",
+    "/v1/events": "EventList",
+    "/v1/plan": "ChangeList",
+    "/v1/clients": "ClientList",
 }
 
 
 def router(snapshot: Snapshot) -> Router:
-    return Router(Service(lambda: snapshot, 1788000000.25, 4200))
+    service = Service(lambda: snapshot, 1788000000.25, 4200)
+    return Router(service, Deferred(service, by_hand.Changes(), by_hand.People()))
 
 
 def ask(snapshot: Snapshot, target: str, method: str = "GET") -> tuple[int, Any]:
-    response = router(snapshot).answer(Request(method, target, 0))
+    async def answer() -> Response:
+        found = router(snapshot).answer(Request(method, target, 0))
+        return found if isinstance(found, Response) else await found
+
+    response = asyncio.run(answer())
     return response.status, json.loads(response.body)
 
 
@@ -138,23 +149,72 @@ def test_the_examples_are_what_the_reference_case_answers() -> None:
     assert {**answer, "host_id": status_shown["host_id"], "warnings": []} == {**status_shown}
 
 
-def test_every_path_can_be_read_with_get_and_head_and_nothing_else() -> None:
-    for path, item in DOCUMENT["paths"].items():
-        assert set(item) - {"parameters"} == {"get", "head"}, path
-        target = path.replace("{id}", "00:06.0-1")
-        assert ask(snapshots.reference(), target)[0] == 200
-        status, answer = ask(snapshots.reference(), target, "DELETE")
-        assert (status, answer["detail"], errors("Problem", answer)) == (
-            405,
-            "DELETE is not possible here",
-            [],
-        )
+@pytest.mark.parametrize("path", DOCUMENT["paths"])
+def test_every_path_takes_the_methods_that_are_described_and_no_others(path: str) -> None:
+    described = {name.upper() for name in DOCUMENT["paths"][path]} - {"PARAMETERS"}
+    assert described in ({"GET", "HEAD"}, {"POST"})
+    target = path.replace("{id}", "00:06.0-1").replace("{pid}", "4260")
+    for method in ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE"):
+        status, answer = ask(snapshots.reference(), target, method)
+        if method in described:
+            assert status == 200
+        else:
+            detail = f"{method} is not possible here"
+            assert (status, answer["detail"], errors("Problem", answer)) == (405, detail, [])
+
+
+def operations() -> Iterator[dict[str, Any]]:
+    for item in DOCUMENT["paths"].values():
+        yield from (operation for name, operation in item.items() if name != "parameters")
 
 
 def test_every_status_that_the_server_itself_refuses_with_is_in_the_document() -> None:
-    for item in DOCUMENT["paths"].values():
-        for method in ("get", "head"):
-            assert {"400", "408", "413", "431", "501", "503"} <= set(item[method]["responses"])
+    for operation in operations():
+        assert {"400", "408", "413", "431", "501", "503"} <= set(operation["responses"])
+
+
+def test_every_operation_has_a_name_of_its_own() -> None:
+    names = [operation["operationId"] for operation in operations()]
+    assert len(names) == len(set(names)) > 15
+
+
+@pytest.mark.parametrize("found", [by_hand.NOTHING, by_hand.PLANNED, by_hand.RELOADED])
+def test_the_changes_made_by_hand_are_such_as_the_daemon_answers(found: Any) -> None:
+    assert errors("ChangeList", found) == []
+
+
+def test_the_clients_made_by_hand_are_such_as_the_daemon_answers() -> None:
+    failed = {**by_hand.SERVER, "state": "FAULT"}
+    unknown = {**by_hand.SERVER, "state": None}
+    found = by_hand.clients(by_hand.CLIENT, by_hand.GONE, servers=(failed, unknown), troubles=("no",))
+    assert errors("ClientList", found) == []
+
+
+def test_what_the_daemon_answers_to_changes_is_as_its_schema_says() -> None:
+    asked = {
+        "/v1/reload?drain=true&now=false": "ChangeList",
+        "/v1/reexec": "Anew",
+        "/v1/clients/4260/terminate?force=true": "Ended",
+    }
+    for target, schema in asked.items():
+        status, answer = ask(snapshots.reference(), target, "POST")
+        assert (status, errors(schema, answer)) == (200, [])
+
+
+def test_the_kinds_and_bounds_of_events_are_those_that_the_daemon_knows() -> None:
+    parameters = {p["name"]: p["schema"] for p in DOCUMENT["paths"]["/v1/events"]["parameters"]}
+    assert set(parameters) == {"after", "since", "limit", "kind", "wait"}
+    for kind in parameters.pop("kind")["enum"]:
+        assert ask(snapshots.reference(), f"/v1/events?kind={kind}")[0] == 200
+    after = parameters.pop("after")
+    assert ask(snapshots.reference(), f"/v1/events?after={after['maximum']}")[0] == 200
+    assert ask(snapshots.reference(), f"/v1/events?after={after['maximum'] + 1}")[0] == 400
+    for name, schema in parameters.items():
+        lowest, highest = schema["minimum"], schema["maximum"]
+        for number in (lowest, highest):
+            assert ask(snapshots.reference(), f"/v1/events?after=1&{name}={number}")[0] == 200
+        for number in (lowest - 1, highest + 1):
+            assert ask(snapshots.reference(), f"/v1/events?{name}={number}")[0] == 400
 
 
 def test_the_limit_of_a_gpu_that_is_not_in_the_plan_may_be_null() -> None:

@@ -14,7 +14,16 @@ NO_QUERY = "the query cannot be taken apart"
 AS_PAIRS = "write it as name=value&name=value"
 KNOWN = "addr, dev_type, device_path, limit, model, numa_node, offset, unused, vendor_device_id"
 STRANGE = ("%FF", "%00", "%F0%9F%90%8D", "%", "%zz", "..%2f..", "a" * 8000, "%0a%1b[2J")
-PATHS = ("/v1/devices", "/v1/devices/00:06.0-1", "/v1/gpus", "/v1/status", "/v1/openapi.json")
+PATHS = (
+    "/v1/devices",
+    "/v1/devices/00:06.0-1",
+    "/v1/events",
+    "/v1/gpus",
+    "/v1/clients",
+    "/v1/status",
+    "/v1/plan",
+    "/v1/openapi.json",
+)
 
 
 def test_one_connection_serves_many_requests(host: ServerHost) -> None:

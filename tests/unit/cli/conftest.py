@@ -30,11 +30,19 @@ class Done(NamedTuple):
 
 
 class Cli:
-    """Runs yunion-mps on a host with this root."""
+    """Runs yunion-mps on a host with this root, and perhaps a server."""
 
-    def __init__(self, root: str) -> None:
+    def __init__(self, root: str, host: ServerHost | None = None) -> None:
         self.root = root
+        self._host = host
         self.env = {**os.environ, "YUNION_MPS_ROOT": root, "LC_ALL": "C.UTF-8", "COLUMNS": "80"}
+        self.env.pop("YUNION_MPS_DEVICE", None)
+
+    @property
+    def host(self) -> ServerHost:
+        """The server that it asks."""
+        assert self._host
+        return self._host
 
     def start(self, *arguments: str, **options: Any) -> subprocess.Popen[str]:
         settings: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "env": self.env}
@@ -59,7 +67,8 @@ def serve() -> Iterator[Serve]:
     with ExitStack() as stack:
 
         def make(snapshot: Snapshot) -> Cli:
-            return Cli(stack.enter_context(ServerHost(snapshot)).paths.root)
+            host = stack.enter_context(ServerHost(snapshot))
+            return Cli(host.paths.root, host)
 
         yield make
 
@@ -74,6 +83,13 @@ def cli(serve: Serve) -> Cli:
 def troubled(serve: Serve) -> Cli:
     """GPUs of every sort, and a control daemon that does not start."""
     return serve(snapshots.troubled())
+
+
+@pytest.fixture
+def own() -> Iterator[Cli]:
+    """The reference case, for a test that changes something."""
+    with ServerHost(snapshots.reference()) as host:
+        yield Cli(host.paths.root, host)
 
 
 @pytest.fixture

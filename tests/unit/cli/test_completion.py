@@ -10,6 +10,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from yunion_mps.cli.root import COMMANDS
 
 from unit.cli.conftest import PROGRAM, Cli
 
@@ -47,7 +48,10 @@ def with_program(cli: Cli) -> dict[str, str]:
     [
         ("yunion-mps st", ["status"]),
         ("yunion-mps is", ["isolated-device-list"]),
-        ("yunion-mps ", ["isolated-device-list", "list", "show", "gpus", "status", "config", "completion"]),
+        ("yunion-mps ", list(COMMANDS)),
+        ("yunion-mps clients ", ["terminate"]),
+        ("yunion-mps events --kind c", ["compute_mode", "configuration", "client"]),
+        ("yunion-mps reload --", ["--drain", "--now", "--timeout", "--yes", "--output", "--help"]),
         ("yunion-mps config ", ["check", "show"]),
         ("yunion-mps list --of", ["--offset"]),
         ("yunion-mps list --output ", ["table", "json", "yaml", "csv"]),

@@ -45,6 +45,7 @@ DEVICE = {
     "client_environment.CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": "0=5760M",
     "client_environment.CUDA_MPS_PIPE_DIRECTORY": "/tmp/nvidia-mps/pipe",
     "client_environment.CUDA_VISIBLE_DEVICES": P40,
+    "client_environment.YUNION_MPS_DEVICE": "00:06.0-1",
 }
 ENVIRONMENT = f"""\
 Environment of a process that uses it:
@@ -53,6 +54,7 @@ Environment of a process that uses it:
   CUDA_MPS_PINNED_DEVICE_MEM_LIMIT=0=5760M
   CUDA_MPS_PIPE_DIRECTORY=/tmp/nvidia-mps/pipe
   CUDA_VISIBLE_DEVICES={P40}
+  YUNION_MPS_DEVICE=00:06.0-1
 """
 HEALTHY = """\
 State:    ready
@@ -81,6 +83,12 @@ def test_a_device_is_shown_by_address_id_or_a_unique_beginning(cli: Cli, name: s
     header = f"| {'Field'.ljust(names)} | {'Value'.ljust(values)} |\n"
     table = border + header + border + "".join(lines) + border
     assert cli.good("show", name) == table + ENVIRONMENT
+
+
+def test_within_a_job_its_own_device_is_shown(cli: Cli) -> None:
+    env = {**cli.env, "YUNION_MPS_DEVICE": "00:06.0-1"}
+    assert cli("show", env=env) == (0, cli.good("show", "00:06.0-1"), "")
+    assert cli("show", "00:06.0-2", env=env) == (0, cli.good("show", "00:06.0-2"), "")
 
 
 def test_a_device_s_csv_has_the_same_lines(cli: Cli) -> None:
@@ -163,6 +171,26 @@ def test_gpus_are_printed_as_json_and_yaml_too(troubled: Cli) -> None:
 def test_the_status_of_a_healthy_host_is_short(cli: Cli) -> None:
     out = re.sub(r"PID \d+, up \d+ (s|min)( \d+ s)?", "PID N, up T", cli.good("status"))
     assert out == HEALTHY.format(host=HOST, version=__version__)
+
+
+def test_what_is_pending_is_said_of_each_domain_and_only_once(serve: Serve) -> None:
+    shown = snapshots.reference()
+    later = "it waits for the end of the control daemon that serves its GPUs now"
+    domains = (
+        shown.domains[0]._replace(pending="other limits come into force when its MPS server has ended"),
+        shown.domains[0]._replace(
+            plan=shown.domains[0].plan._replace(name="00:06.0"),
+            state="stopped",
+            reason=later,
+            pending=later,
+        ),
+    )
+    lines = serve(shown._replace(domains=domains)).good("status").splitlines()
+    assert [line for line in lines if "Pending" in line] == [
+        "Pending:  host: other limits come into force when its MPS server has ended",
+        f"Pending:  00:06.0: {later}",
+    ]
+    assert lines[-1].startswith("+--")
 
 
 def test_the_status_of_a_troubled_host_says_what_is_amiss(troubled: Cli) -> None:

@@ -10,20 +10,47 @@ import sys
 
 import pytest
 from yunion_mps import __version__
-from yunion_mps.api.routes import LARGEST_LIMIT, LARGEST_NUMBER
+from yunion_mps.api.deferred import LATEST_S, LONGEST_WAIT_S, MOST_EVENTS
+from yunion_mps.api.query import LARGEST_NUMBER
+from yunion_mps.api.routes import LARGEST_LIMIT
+from yunion_mps.cli import changes, events, since
 from yunion_mps.cli.root import COMMANDS
+from yunion_mps.service import EVENT_KINDS
+from yunion_mps.supervisor.changes import AT_ONCE
 
 from unit.api.server_host import NOBODY
 from unit.cli.conftest import Cli
 
-ALL = [[], *([name] for name in COMMANDS), ["config", "show"], ["config", "check"]]
-ASKING = (["list"], ["isolated-device-list"], ["show", "00:06.0-1"], ["gpus"], ["status"])
+ALL = [[], *([name] for name in COMMANDS), ["config", "show"], ["config", "check"], ["clients", "terminate"]]
+ASKING = (
+    ["list"],
+    ["isolated-device-list"],
+    ["show", "00:06.0-1"],
+    ["gpus"],
+    ["status"],
+    ["events"],
+    ["events", "--follow"],
+    ["plan"],
+    ["reload"],
+    ["reload", "--now", "--yes"],
+    ["clients"],
+)
+TELLING = (["daemon-reexec"], ["clients", "terminate", "4260", "--yes"])
+KIND = "Invalid value for '--kind':"
+KINDS = ", ".join(repr(kind) for kind in EVENT_KINDS)
 LIMIT = "Invalid value for '--limit':"
 NODE = "Invalid value for '--numa-node':"
 OFFSET = "Invalid value for '--offset':"
 OUTPUT = "Invalid value for '-o' / '--output':"
+PID = "Invalid value for 'PID':"
 SHELL = "Invalid value for '{bash|zsh|fish}':"
 SOCKET = "run/yunion-mps/yunion-mps.sock"
+SINCE = "Invalid value for '--since':"
+TIMEOUT = "Invalid value for '--timeout':"
+TIMES = (
+    "write 10m, 2h or 3d for so long ago, today, yesterday, a date as 2026-11-20, "
+    "a time as '2026-11-20 13:45', or seconds since 1970"
+)
 WRITING = (["list"], ["gpus", "-o", "json"], ["status", "-o", "yaml"], ["--help"], ["--version"])
 JOIN = "become root, or join the group: usermod -aG yunion-mps USER, then log in anew"
 START = (
@@ -67,6 +94,15 @@ def test_the_largest_numbers_are_those_that_the_daemon_takes(cli: Cli) -> None:
     assert cli("list", "--offset", str(LARGEST_NUMBER + 1)).code == 2
 
 
+def test_what_the_commands_know_of_the_daemon_is_so() -> None:
+    """It is written there again, for loading it from there would take them as long as all the rest."""
+    assert events.KINDS == EVENT_KINDS
+    assert events.MOST == MOST_EVENTS
+    assert events.WAIT_S <= LONGEST_WAIT_S
+    assert since.LATEST_S == LATEST_S
+    assert changes.AT_ONCE == AT_ONCE
+
+
 def test_the_version_is_one_line(alone: Cli) -> None:
     assert alone.good("--version") == f"yunion-mps {__version__}\n"
 
@@ -92,6 +128,20 @@ def test_the_version_is_one_line(alone: Cli) -> None:
         (["list", "more"], "Got unexpected extra argument (more)"),
         (["show"], "Missing argument 'DEVICE'."),
         (["gpus", "-o", "xml"], f"{OUTPUT} 'xml' is not one of 'table', 'json', 'yaml', 'csv'."),
+        (["events", "--kind", "gpu0"], f"{KIND} 'gpu0' is not one of {KINDS}."),
+        (["events", "--limit", "0"], f"{LIMIT} 0 is not in the range 1<=x<=1000."),
+        (["events", "--since", "tomorrow"], f"{SINCE} 'tomorrow' is no time: {TIMES}."),
+        (["reload", "--timeout", "5"], "--timeout goes with --drain or --now."),
+        (["reload", "--drain", "--timeout", "0"], f"{TIMEOUT} 0 is not in the range x>=1."),
+        (["reload", "--yes"], "--yes goes with --now."),
+        (["reload", "--now"], "This ends jobs, and nobody is there to be asked: add --yes."),
+        (["clients", "terminat"], "No such command 'terminat'. Did you mean terminate?"),
+        (["clients", "terminate"], "Missing argument 'PID'."),
+        (["clients", "terminate", "x"], f"{PID} 'x' is not a valid integer range."),
+        (["clients", "terminate", "0"], f"{PID} 0 is not in the range 1<=x<=4194304."),
+        (["clients", "terminate", "1"], "This ends jobs, and nobody is there to be asked: add --yes."),
+        (["plan", "more"], "Got unexpected extra argument (more)"),
+        (["daemon-reexe"], "No such command 'daemon-reexe'. Did you mean daemon-reexec?"),
         (["completion"], "Missing argument '{bash|zsh|fish}'. Choose from: bash, zsh, fish"),
         (["completion", "tcsh"], f"{SHELL} 'tcsh' is not one of 'bash', 'zsh', 'fish'."),
     ],
@@ -102,8 +152,9 @@ def test_wrong_usage_exits_with_2_and_says_what_would_be_right(
 ) -> None:
     path = "yunion-mps"
     for name in arguments:
-        path += f" {name}" if name in (*COMMANDS, "check") else ""
-    assert alone(*arguments) == (2, "", f"yunion-mps: {error}\nyunion-mps: see: {path} --help\n")
+        path += f" {name}" if name in (*COMMANDS, "check", "terminate") else ""
+    told = f"yunion-mps: {error}\nyunion-mps: see: {path} --help\n"
+    assert alone(*arguments, stdin=subprocess.DEVNULL) == (2, "", told)
 
 
 @pytest.mark.parametrize("command", ASKING, ids=" ".join)
@@ -115,8 +166,23 @@ def test_without_the_daemon_every_command_that_asks_it_exits_with_3(
     assert alone(*command, "-o", output) == (3, "", wrong + START)
 
 
+@pytest.mark.parametrize("command", TELLING, ids=" ".join)
+def test_without_the_daemon_nobody_can_be_told_anything(alone: Cli, command: list[str]) -> None:
+    wrong = f"yunion-mps: the daemon is not running: there is no {alone.root}/{SOCKET}\n"
+    assert alone(*command) == (3, "", wrong + START)
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be other users")
-@pytest.mark.parametrize("command", ASKING, ids=" ".join)
+@pytest.mark.parametrize("command", [["reload"], ["daemon-reexec"]], ids=" ".join)
+def test_a_user_who_may_ask_may_still_not_change_the_daemon(own: Cli, command: list[str]) -> None:
+    os.chmod(own.host.paths.socket, 0o666)
+    told = "yunion-mps: only root may change the daemon\nyunion-mps: use sudo\n"
+    assert as_nobody(own, *command) == (4, told)
+    assert own.host.changes.asked == []
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be other users")
+@pytest.mark.parametrize("command", [*ASKING, *TELLING], ids=" ".join)
 def test_a_user_outside_the_group_is_not_allowed_to_ask_and_exits_with_4(
     cli: Cli, command: list[str]
 ) -> None:

@@ -1,0 +1,168 @@
+"""The commands for what happens while jobs run, on a whole host: events, reload, clients and the like.
+
+The daemon and the control daemon are real; the jobs and their MPS server are stand-ins.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from integration.conftest import MakeDaemon
+from integration.daemon_host import PATIENCE_S, Daemon, eventually, is_running
+from integration.test_cli_host import failed, printed, rows
+from simhost import SimHost
+from simhost.mps import Client, StandIns
+
+DEVICE = "00:06.0-1"
+PLANNED = """\
++--------+---------+--------------------+---------------------+{line}+
+| Kind   | Subject | Before             | After               | Effect{space} |
++--------+---------+--------------------+---------------------+{line}+
+| budget | 00:06.0 | 4 x 5760 MiB, 25 % | 2 x 11520 MiB, 50 % | {effect} |
++--------+---------+--------------------+---------------------+{line}+
+"""
+
+
+@pytest.fixture
+def stand_ins(host: SimHost) -> Iterator[StandIns]:
+    with StandIns(host) as found:
+        yield found
+
+
+@pytest.fixture
+def ready(stand_ins: StandIns, make_daemon: MakeDaemon, host: SimHost) -> Daemon:
+    return make_daemon(host).start().wait_ready()
+
+
+@pytest.fixture
+def job(stand_ins: StandIns, ready: Daemon) -> Client:
+    """A job that uses the second device."""
+    ready.host.env["YUNION_MPS_DEVICE"] = DEVICE
+    client = stand_ins.client(ready.pipe_directory)
+    del ready.host.env["YUNION_MPS_DEVICE"]
+    assert [client.says(), client.says()] == ["asking", "attached"]
+    return client
+
+
+def divide(daemon: Daemon, number: object) -> None:
+    """Write a device file that divides the GPU by this."""
+    (daemon.host.root / "etc/yunion/host_container_device.yml").write_text(
+        f"devices:\n- path: /dev/dri/renderD128\n  type: NVIDIA_MPS\n  virtual_number: {number}\n"
+    )
+
+
+def planned(effect: str) -> str:
+    line = "-" * (len(effect) + 2)
+    table = PLANNED.format(line=line, space=" " * (len(effect) - len("Effect")), effect=effect)
+    return table if effect == "at once" else f"{table}budget 00:06.0: {effect}\n"
+
+
+def limits(daemon: Daemon) -> list[int]:
+    (domain,) = daemon.status()["domains"]
+    return list(domain["memory_limits"])
+
+
+def test_a_plan_is_what_the_reload_then_does(ready: Daemon) -> None:
+    assert printed(ready.host, "plan") == "A reload would change nothing.\n"
+    divide(ready, 2)
+    shown = planned("at once")
+    assert printed(ready.host, "plan") == f"Nothing was changed; a reload would change this:\n{shown}"
+    assert limits(ready) == [5760]
+    assert printed(ready.host, "reload") == f"Reloaded; this changes:\n{shown}"
+    assert limits(ready) == [11520]
+    assert printed(ready.host, "plan") == "A reload would change nothing.\n"
+
+
+@pytest.mark.parametrize("command", ["plan", "reload"])
+def test_a_bad_file_is_told_as_config_check_tells_it_and_changes_nothing(ready: Daemon, command: str) -> None:
+    divide(ready, "many")
+    told = failed(ready.host, command)
+    assert told == failed(ready.host, "config", "check")
+    assert told[0] == 6
+    assert limits(ready) == [5760]
+
+
+def test_while_a_job_runs_a_budget_is_pending_and_a_drain_waits_for_it(
+    ready: Daemon, job: Client, stand_ins: StandIns
+) -> None:
+    (server,) = stand_ins.servers()
+    divide(ready, 2)
+    waits = f"its MPS server (PID {server}) has ended"
+    pending = f"Pending:  host: other limits come into force when {waits}\n"
+    out = printed(ready.host, "reload")
+    assert out.startswith(f"Reloaded; this changes:\n{planned(f'when {waits}')}{pending}")
+    assert pending in printed(ready.host, "status")
+    assert limits(ready) == [5760]
+    command = ["yunion-mps", "reload", "--drain"]
+    with ready.host.popen(command) as draining:
+        assert draining.stderr is not None
+        assert draining.stderr.readline() == f"yunion-mps: waiting: host: {pending.partition('host: ')[2]}"
+        job.end()
+        os.kill(server, signal.SIGTERM)
+        out, err = draining.communicate(timeout=PATIENCE_S)
+    assert (draining.returncode, err) == (0, "yunion-mps: nothing is pending any more\n")
+    assert out.startswith(f"Reloaded; this changes:\n{planned(f'when {waits}')}")
+    assert limits(ready) == [11520]
+
+
+def test_now_ends_the_job_that_is_in_the_way(ready: Daemon, job: Client, stand_ins: StandIns) -> None:
+    divide(ready, 2)
+    done = ready.host.run(["yunion-mps", "reload", "--now", "--yes"])
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.startswith("This would be ended:\n")
+    assert f"| {job.pid} |" in done.stderr
+    assert limits(ready) == [11520]
+    eventually(lambda: not stand_ins.servers(), "the server's end")
+
+
+def test_a_client_is_listed_with_its_device_and_ended_safely(
+    ready: Daemon, job: Client, stand_ins: StandIns
+) -> None:
+    (server,) = stand_ins.servers()
+    header, row = rows(printed(ready.host, "clients", "-o", "csv"))
+    shown = dict(zip(header, row))
+    assert (shown["PID"], shown["User"], shown["Device"]) == (str(job.pid), "root", DEVICE)
+    assert (shown["Server"], shown["Domain"]) == (str(server), "host")
+    assert "mps_client.py" in shown["Command"]
+    out = printed(ready.host, "clients", "terminate", str(job.pid), "--yes")
+    assert out.endswith("its MPS server let go of it; ended by SIGTERM\n")
+    eventually(lambda: not is_running(job.pid), "its end")
+    assert len(rows(printed(ready.host, "clients", "-o", "csv"))) == 1
+    assert "uid 0 asked for its end" in printed(ready.host, "events", "--kind", "client")
+
+
+def test_what_happened_is_told_and_goes_on_over_a_new_program(ready: Daemon) -> None:
+    control = ready.control_pid()
+    first = printed(ready.host, "events")
+    assert re.search(r"info     compute_mode 00:06\.0: Default -> Exclusive_Process\n", first)
+    assert re.search(r"info     domain host: applying -> ready\n", first)
+    command = ["yunion-mps", "events", "--follow", "--kind", "domain", "--limit", "1"]
+    with ready.host.popen(command) as following:
+        assert following.stdout is not None
+        assert "applying -> ready" in following.stdout.readline()
+        told = rf"The daemon \(\S+\) runs anew, with PID {ready.pid} as before; it took \d+\.\d\d s\n"
+        assert re.fullmatch(told, printed(ready.host, "daemon-reexec"))
+        assert ready.control_pid() == control
+        os.kill(control, signal.SIGKILL)
+        text = ""
+        while f"(PID {control}) was killed by signal 9" not in text:
+            line = following.stdout.readline()
+            assert line, text
+            text += line
+        following.send_signal(signal.SIGINT)
+        assert following.wait(PATIENCE_S) == 130
+
+
+def test_a_new_program_that_would_not_start_is_refused_in_its_own_words(ready: Daemon) -> None:
+    divide(ready, "many")
+    code, words = failed(ready.host, "daemon-reexec")
+    assert code == 1
+    assert words.startswith("yunion-mps: the new program would not start: ")
+    assert "virtual_number" in words
+    assert ready.running
+    assert limits(ready) == [5760]

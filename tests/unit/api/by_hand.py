@@ -1,0 +1,145 @@
+"""What the daemon does and knows beyond the snapshot, made by hand, as the snapshots themselves are.
+
+test_openapi.py holds these answers to their schemas, and test_api_contract.py the real daemon's to the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+from yunion_mps.errors import NotFoundError, YunionError
+
+Json = dict[str, Any]
+
+NOTHING: Json = {"changes": [], "pending": []}
+AT_ONCE: Json = {
+    "kind": "setting",
+    "subject": "cuda_mps_stop_timeout_s",
+    "before": "10",
+    "after": "20",
+    "effect": "at once",
+}
+LATE: Json = {
+    "kind": "budget",
+    "subject": "00:06.0",
+    "before": "4 x 5760 MiB, 25 %",
+    "after": "2 x 11520 MiB, 50 %",
+    "effect": "when its MPS server (PID 4250) has ended",
+}
+WAITS = "other limits come into force when its MPS server (PID 4250) has ended"
+PLANNED: Json = {"changes": [AT_ONCE, LATE], "pending": []}
+RELOADED: Json = {"changes": [AT_ONCE, LATE], "pending": [{"domain": "host", "pending": WAITS}]}
+
+SERVER: Json = {
+    "pid": 4250,
+    "uid": 1000,
+    "user": "alice",
+    "command": "nvidia-cuda-mps-server",
+    "started": 1788000000.25,
+    "domain": "host",
+    "state": "ACTIVE",
+}
+CLIENT: Json = {
+    "pid": 4260,
+    "uid": 1000,
+    "user": "alice",
+    "command": "python train.py",
+    "started": 1788000060.5,
+    "server": 4250,
+    "domain": "host",
+    "device": "00:06.0-1",
+    "gpus": ["00:06.0"],
+    "memory_used": 512,
+}
+#: All but the PID of a process that ended while it was looked at.
+GONE: Json = {
+    **CLIENT,
+    "pid": 4261,
+    "uid": None,
+    "user": None,
+    "command": None,
+    "started": None,
+    "server": None,
+    "device": None,
+    "gpus": [],
+    "memory_used": None,
+}
+
+
+def clients(*found: Json, servers: tuple[Json, ...] = (SERVER,), troubles: tuple[str, ...] = ()) -> Json:
+    """The answer with these clients."""
+    return {
+        "servers": list(servers),
+        "clients": list(found),
+        "troubles": list(troubles),
+        "total": len(found),
+    }
+
+
+class _ByHand:
+    """Answers once `gate` is open; raises `error` where there is one; `asked`, `over` and `done` say what it
+    was asked, is through with, and did."""
+
+    def __init__(self) -> None:
+        self.error: YunionError | Exception | None = None
+        self.asked: list[str] = []
+        self.over: list[str] = []
+        self.done: list[str] = []
+        self.gate = threading.Event()
+        self.gate.set()
+
+    async def _pass(self, what: str) -> None:
+        self.asked.append(what)
+        if not self.gate.is_set():
+            await asyncio.to_thread(self.gate.wait)
+        self.over.append(what)
+        if self.error:
+            raise self.error
+        self.done.append(what)
+
+
+class Changes(_ByHand):
+    """A configuration whose change is given by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.planned = NOTHING
+        self.reloaded = NOTHING
+
+    async def plan(self) -> Json:
+        await self._pass("plan")
+        return self.planned
+
+    async def reload(self, *, drain: bool, now: bool) -> Json:
+        await self._pass("reload" + (" drain" if drain else "") + (" now" if now else ""))
+        return self.reloaded
+
+    async def reexec(self) -> Json:
+        await self._pass("reexec")
+        return {"pid": 4200}
+
+
+class People(_ByHand):
+    """Clients given by hand; whoever is terminated is gone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = clients(CLIENT)
+        #: Why whoever is to be terminated is not.
+        self.refusal: YunionError | None = None
+        self.ended = True
+        self.how = "its MPS server let go of it; ended by SIGTERM"
+
+    async def clients(self) -> Json:
+        await self._pass("clients")
+        return self.found
+
+    async def terminate(self, pid: int, uid: int, *, force: bool) -> Json:
+        await self._pass(f"terminate {pid} for {uid}" + (" force" if force else ""))
+        if not any(client["pid"] == pid for client in self.found["clients"]):
+            raise NotFoundError(f"PID {pid} is no client of MPS", "list the clients with: yunion-mps clients")
+        if self.refusal:
+            raise self.refusal
+        return {"pid": pid, "ended": self.ended, "how": self.how}

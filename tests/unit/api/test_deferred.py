@@ -1,0 +1,346 @@
+"""What is answered later: events that are waited for, changes, clients."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+
+import pytest
+from yunion_mps.errors import ConfigError, HostError, NotAllowedError, NotFoundError, Problem, YunionError
+from yunion_mps.models import Event
+
+from unit.api import by_hand
+from unit.api.by_hand import Changes, People
+from unit.api.conftest import Serve
+from unit.api.server_host import NOBODY, Answer, RawClient, ServerHost, eventually, request
+
+LOST = Event("error", "gpu", "00:06.0", "lost", "GPU_IS_LOST", "its 4 devices are unavailable")
+BACK = Event("info", "gpu", "00:06.0", "back")
+READY = Event("info", "domain", "host", "applying -> ready")
+WAIT = "/v1/events?after=0&wait=60"
+AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be other users")
+
+
+def whats(answer: Answer | None) -> list[str]:
+    """What happened, by an answer's events."""
+    assert answer is not None
+    assert answer.status == 200
+    return [event["what"] for event in answer.json()["events"]]
+
+
+def waiting(host: ServerHost, count: int = 1, target: str = WAIT) -> list[RawClient]:
+    """Clients that wait for an event."""
+    clients = [host.connect().send(request(target)) for _ in range(count)]
+    eventually(lambda: len(host.journal.waiting) == count, f"{count} that wait")
+    return clients
+
+
+def test_events_are_asked_for_by_time_kind_and_number(host: ServerHost) -> None:
+    now_s = int(time.time())
+    for before_s, event in ((300.5, LOST), (200, READY), (100, BACK)):
+        host.record(event, now_s - before_s)
+    assert host.ask("GET", "/v1/events?limit=1").json() == {
+        "events": [{"id": 3, "time": now_s - 100, **BACK._asdict()}],
+        "last": 3,
+    }
+    for query, expected in {
+        "": [LOST.what, READY.what, BACK.what],
+        "?limit=2": [READY.what, BACK.what],
+        f"?since={now_s - 300}": [READY.what, BACK.what],
+        f"?since={now_s - 99}": [],
+        "?kind=gpu": [LOST.what, BACK.what],
+        "?kind=gpu&limit=1": [BACK.what],
+        "?kind=lease": [],
+        "?after=1": [READY.what, BACK.what],
+        "?after=0&limit=1": [LOST.what],
+        "?after=3&wait=0": [],
+    }.items():
+        assert whats(host.ask("GET", "/v1/events" + query)) == expected, query
+    assert host.ask("GET", "/v1/events?after=3").json()["last"] == 3
+    assert host.ask("GET", "/v1/events?after=1&kind=lease").json()["last"] == 3
+
+
+def test_where_nothing_has_happened_the_last_event_is_0(host: ServerHost) -> None:
+    assert host.ask("GET", "/v1/events").json() == {"events": [], "last": 0}
+
+
+def test_who_waits_for_an_event_is_told_it_when_it_comes(host: ServerHost) -> None:
+    clients = waiting(host, 3)
+    host.record(LOST)
+    assert [whats(client.answer()) for client in clients] == [[LOST.what]] * 3
+
+
+def test_who_waits_for_one_kind_is_not_told_another(host: ServerHost) -> None:
+    (client,) = waiting(host, target=WAIT + "&kind=gpu")
+    host.record(READY)
+    eventually(lambda: len(host.journal.waiting) == 1, "that it waits on")
+    host.record(BACK)
+    assert whats(client.answer()) == [BACK.what]
+
+
+def test_the_time_to_wait_ends(host: ServerHost) -> None:
+    assert whats(host.ask("GET", "/v1/events?after=0&wait=1")) == []
+
+
+def test_who_asks_beyond_the_last_event_does_not_wait_but_is_told_where_the_record_ends(
+    host: ServerHost,
+) -> None:
+    host.record(LOST)
+    assert host.ask("GET", "/v1/events?after=2&wait=60").json() == {"events": [], "last": 1}
+
+
+def test_many_that_wait_cost_others_nothing(serve: Serve) -> None:
+    """They have no deadline of ours, and whoever comes is served while they wait."""
+    host = serve(request_timeout_s=0.2, idle_timeout_s=0.2)
+    clients = waiting(host, 200)
+    with host.connect() as idle:
+        assert idle.send(request("/v1/gpus")).answer() is not None
+        assert idle.ended()
+    for path in ("/v1/status", "/v1/plan", "/v1/events"):
+        assert host.ask("GET", path).status == 200
+    assert len(host.journal.waiting) == 200
+    host.record(LOST)
+    assert [whats(client.answer()) for client in clients] == [[LOST.what]] * 200
+
+
+@pytest.mark.parametrize("behind", [0, 3])
+def test_who_goes_away_while_it_waits_leaves_nothing_behind(host: ServerHost, behind: int) -> None:
+    clients = [host.connect().send(request(WAIT) + request("/v1/gpus") * behind) for _ in range(20)]
+    eventually(lambda: len(host.journal.waiting) == 20, "20 that wait")
+    for client in clients:
+        client.close()
+    host.wait_connections(0)
+    assert host.journal.waiting == []
+    host.assert_serves()
+
+
+def test_who_waits_behind_other_requests_leaves_nothing_behind_either(host: ServerHost) -> None:
+    client = host.connect().send(request("/v1/gpus") * 3 + request(WAIT))
+    eventually(lambda: len(host.journal.waiting) == 1, "one that waits")
+    client.close()
+    host.wait_connections(0)
+
+
+def test_who_has_shut_its_sending_side_still_gets_what_it_waits_for(host: ServerHost) -> None:
+    (client,) = waiting(host)
+    client.socket.shutdown(socket.SHUT_WR)
+    host.assert_serves()
+    host.record(LOST)
+    assert whats(client.answer()) == [LOST.what]
+    assert client.ended()
+
+
+def test_requests_behind_one_that_waits_are_answered_in_their_order(host: ServerHost) -> None:
+    host.changes.gate.clear()
+    with host.connect() as client:
+        client.send(b"".join(map(request, ("/v1/gpus", "/v1/plan", "/v1/status", "/v1/plan", "/v1/events"))))
+        first = client.answer()
+        assert first is not None
+        assert "gpus" in first.json()
+        eventually(lambda: host.changes.asked == ["plan"], "the first question for the plan")
+        client.send(request("/v1/clients"))
+        host.assert_serves()
+        host.changes.gate.set()
+        for field in ("changes", "host_id", "changes", "events", "servers"):
+            answer = client.answer()
+            assert answer is not None
+            assert field in answer.json()
+
+
+def test_what_a_client_sends_while_it_waits_is_bounded(host: ServerHost) -> None:
+    (client,) = waiting(host)
+    client.socket.setblocking(False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            client.socket.send(b"x" * 65536)
+    (connection,) = host.server.connections
+    assert len(connection._http.trailing_data[0]) <= 48 << 10
+    host.assert_serves()
+    host.record(LOST)
+    client.socket.setblocking(True)
+    assert whats(client.answer()) == [LOST.what]
+    refused = client.answer()
+    assert refused is not None
+    assert refused.status in (400, 431)
+
+
+def test_a_stopping_server_lets_nobody_wait(host: ServerHost) -> None:
+    clients = waiting(host, 2)
+    host.stop()
+    assert [client.ended() for client in clients] == [True, True]
+
+
+def post(host: ServerHost, target: str, uid: int = 0) -> Answer:
+    with host.connect(uid) as client:
+        answer = client.send(request(target, "POST")).answer()
+        assert answer is not None
+        return answer
+
+
+@pytest.mark.parametrize(
+    ("target", "asked"),
+    [
+        ("/v1/reload", "reload"),
+        ("/v1/reload?drain=true&now=false", "reload drain"),
+        ("/v1/reload?now=true", "reload now"),
+        ("http://localhost/v1/reload", "reload"),
+        ("/v1/reexec", "reexec"),
+    ],
+)
+def test_root_may_change_the_daemon(host: ServerHost, target: str, asked: str) -> None:
+    assert post(host, target).status == 200
+    assert host.changes.done == [asked]
+
+
+@AS_ROOT
+@pytest.mark.parametrize("target", ["/v1/reload", "/v1/reload?x=1", "/v1/reexec"])
+def test_another_user_may_not_change_the_daemon(host: ServerHost, target: str) -> None:
+    os.chmod(host.paths.socket, 0o666)
+    assert post(host, target, NOBODY).problem == (403, "only root may change the daemon", "use sudo")
+    assert host.changes.asked == []
+
+
+@AS_ROOT
+def test_another_user_may_read_all_there_is(host: ServerHost) -> None:
+    os.chmod(host.paths.socket, 0o666)
+    with host.connect(NOBODY) as client:
+        for path in ("/v1/plan", "/v1/clients", "/v1/events"):
+            answer = client.send(request(path)).answer()
+            assert answer is not None
+            assert answer.status == 200
+
+
+@AS_ROOT
+def test_who_asks_for_a_client_s_end_is_known(host: ServerHost) -> None:
+    os.chmod(host.paths.socket, 0o666)
+    assert post(host, "/v1/clients/4260/terminate", NOBODY).json()["ended"]
+    assert post(host, "/v1/clients/4260/terminate?force=true").status == 200
+    assert host.people.done == [f"terminate 4260 for {NOBODY}", "terminate 4260 for 0 force"]
+
+
+@pytest.mark.parametrize("pid", ["0", "1", "4194304", "9999999999"])
+def test_a_pid_that_is_no_client_s_is_not_there(host: ServerHost, pid: str) -> None:
+    assert post(host, f"/v1/clients/{pid}/terminate").problem == (
+        404,
+        f"PID {pid} is no client of MPS",
+        "list the clients with: yunion-mps clients",
+    )
+
+
+@pytest.mark.parametrize("pid", ["", "x", "-1", "1.5", "4260/x", "%34", "9" * 11, "9" * 5000])
+def test_what_is_no_pid_is_no_path(host: ServerHost, pid: str) -> None:
+    status, detail, hint = post(host, f"/v1/clients/{pid}/terminate").problem
+    assert (status, hint) == (404, "the paths are in /v1/openapi.json")
+    assert detail.startswith("there is nothing at ")
+    assert host.people.asked == []
+
+
+@pytest.mark.parametrize(
+    ("method", "target", "allowed"),
+    [
+        ("POST", "/v1/plan", "GET, HEAD"),
+        ("POST", "/v1/events", "GET, HEAD"),
+        ("DELETE", "/v1/clients", "GET, HEAD"),
+        ("GET", "/v1/reload", "POST"),
+        ("HEAD", "/v1/reexec", "POST"),
+        ("PUT", "/v1/reload", "POST"),
+        ("DELETE", "/v1/clients/4260/terminate", "POST"),
+        ("GET", "http://localhost/v1/reload?x#y", "POST"),
+    ],
+)
+def test_other_methods_are_refused_with_the_ones_that_are_allowed(
+    host: ServerHost, method: str, target: str, allowed: str
+) -> None:
+    answer = host.ask(method, target)
+    assert (answer.status, answer.headers["allow"]) == (405, allowed)
+    assert host.changes.asked + host.people.asked == []
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (NotAllowedError("what", "hint"), 403),
+        (NotFoundError("what", "hint"), 404),
+        (HostError("what", "hint"), 409),
+    ],
+)
+def test_a_refusal_has_its_status_and_words(host: ServerHost, error: Exception, status: int) -> None:
+    host.changes.error = error
+    assert post(host, "/v1/reload").problem == (status, "what", "hint")
+    assert host.ask("GET", "/v1/plan").problem == (status, "what", "hint")
+
+
+def test_a_bad_configuration_is_told_line_by_line(host: ServerHost) -> None:
+    problems = [Problem("a.conf", 3, "x is 0", "write 1"), Problem("b.yml", None, "y", "z")]
+    host.changes.error = ConfigError(problems)
+    assert host.ask("GET", "/v1/plan").problem == (
+        422,
+        "a.conf:3: x is 0: write 1\nb.yml: y: z",
+        "correct the lines above, then try them with: yunion-mps config check",
+    )
+
+
+def test_a_fault_of_ours_is_told_as_such_and_is_in_the_log(
+    host: ServerHost, caplog: pytest.LogCaptureFixture
+) -> None:
+    host.changes.error = RuntimeError("our own")
+    assert post(host, "/v1/reload").problem[:2] == (500, "a fault of the daemon")
+    assert "the answer to POST /v1/reload has failed" in caplog.text
+    assert "RuntimeError: our own" in caplog.text
+    host.assert_serves()
+
+
+FLAGS = "the parameters are drain, now"
+KINDS = "write one of domain, limit, gpu, compute_mode, configuration, client, lease, daemon"
+
+
+@pytest.mark.parametrize(
+    ("method", "target", "detail", "hint"),
+    [
+        ("GET", "/v1/events?wait=61", "wait is '61'", "write a whole number from 0 to 60"),
+        ("GET", "/v1/events?limit=0", "limit is '0'", "write a whole number from 1 to 1000"),
+        ("GET", "/v1/events?limit=1001", "limit is '1001'", "write a whole number from 1 to 1000"),
+        ("GET", "/v1/events?since=-1", "since is '-1'", "write a whole number from 0 to 99999999999"),
+        ("GET", "/v1/events?after=x", "after is 'x'", "write a whole number from 0 to 2147483647"),
+        ("GET", "/v1/events?kind=gpus", "kind is 'gpus'", KINDS),
+        ("GET", "/v1/events?kind=", "kind is ''", KINDS),
+        ("GET", "/v1/plan?x=1", "'x' is no parameter", "there are none here"),
+        ("POST", "/v1/reload?force=true", "'force' is no parameter", FLAGS),
+        ("POST", "/v1/reload?now=1", "now is '1'", "write now=true or now=false"),
+        ("POST", "/v1/reexec?x", "the query cannot be taken apart", "write it as name=value&name=value"),
+        ("POST", "/v1/clients/1/terminate?force=", "force is ''", "write force=true or force=false"),
+    ],
+)
+def test_a_bad_query_is_refused_by_name(
+    host: ServerHost, method: str, target: str, detail: str, hint: str
+) -> None:
+    assert host.ask(method, target).problem == (400, detail, hint)
+    assert host.changes.done + host.people.done == []
+
+
+@pytest.mark.parametrize("error", [None, HostError("too late, and nobody is there to be told")])
+@pytest.mark.parametrize("target", ["/v1/reload", "/v1/clients/4260/terminate"])
+def test_a_change_is_finished_though_whoever_asked_has_gone(
+    host: ServerHost, target: str, error: YunionError | None
+) -> None:
+    changing: Changes | People = host.changes if target == "/v1/reload" else host.people
+    changing.gate.clear()
+    changing.error = error
+    client = host.connect().send(request(target, "POST"))
+    eventually(lambda: changing.asked, "the request")
+    client.close()
+    host.wait_connections(0)
+    assert changing.over == []
+    changing.gate.set()
+    eventually(lambda: changing.over == changing.asked, "its end")
+    assert changing.done == ([] if error else changing.asked)
+
+
+def test_what_is_planned_is_never_kept(host: ServerHost) -> None:
+    assert host.ask("GET", "/v1/plan").json() == by_hand.NOTHING
+    host.changes.planned = by_hand.PLANNED
+    assert host.ask("GET", "/v1/plan").json() == by_hand.PLANNED
+    assert host.ask("HEAD", "/v1/plan").status == 200
+    assert host.changes.done == ["plan"] * 3

@@ -1,0 +1,107 @@
+"""The socket goes on: from one program to the next, and when its name was taken away."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from concurrent.futures import Future
+
+import pytest
+from yunion_mps.api.listener import Listener
+from yunion_mps.api.server import Server
+
+from unit.api.server_host import PATIENCE_S, ServerHost, eventually, request
+from unit.api.test_deferred import WAIT, waiting, whats
+from unit.api.test_turns import held
+
+
+def hand_over(host: ServerHost) -> Future[None]:
+    """Begin to hand over."""
+    return asyncio.run_coroutine_threadsafe(host.server.hand_over(), host._loop)
+
+
+def go_on(host: ServerHost) -> None:
+    """Serve again on the same socket, as the next program does."""
+    host.listener = Listener(host.paths, host.listener.socket.detach())
+    host.server = Server(host.server.router, host.server.limits)
+    host.call(host.server.open(host.listener.socket))
+
+
+def test_who_connects_between_two_programs_waits_and_is_answered_by_the_next(host: ServerHost) -> None:
+    host.assert_serves()
+    hand_over(host).result(PATIENCE_S)
+    clients = [host.connect().send(request("/v1/gpus")) for _ in range(20)]
+    assert host.listener.is_found
+    assert len(host.server.connections) == 0
+    go_on(host)
+    for client in clients:
+        answer = client.answer()
+        assert answer is not None
+        assert answer.status == 200
+
+
+def test_what_is_under_way_is_answered_before(host: ServerHost) -> None:
+    host.changes.gate.clear()
+    client = host.connect().send(request("/v1/plan"))
+    eventually(lambda: host.changes.asked, "the question")
+    handing = hand_over(host)
+    host.changes.gate.set()
+    answer = client.answer()
+    assert answer is not None
+    assert "changes" in answer.json()
+    handing.result(PATIENCE_S)
+    assert client.ended()
+
+
+def test_a_request_that_was_sent_and_not_read_yet_is_answered_before(host: ServerHost) -> None:
+    clients = [host.connect() for _ in range(20)]
+    host.wait_connections(20)
+    with held(host):
+        for client in clients:
+            client.send(request("/v1/gpus"))
+        handing = hand_over(host)
+    for client in clients:
+        answer = client.answer()
+        assert answer is not None
+        assert answer.status == 200
+    handing.result(PATIENCE_S)
+
+
+def test_who_waits_for_events_keeps_nobody_waiting_for_the_next_program(host: ServerHost) -> None:
+    clients = waiting(host, 5)
+    handing = hand_over(host)
+    assert [whats(client.answer()) for client in clients] == [[]] * 5
+    handing.result(PATIENCE_S)
+    assert [client.ended() for client in clients] == [True] * 5
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /v1/gpus HTTP/1.1\r\nHost"])
+def test_a_client_that_does_not_go_on_does_not_keep_the_next_program_from_starting(
+    host: ServerHost, sent: bytes
+) -> None:
+    client = host.connect().send(sent)
+    host.wait_connections(1)
+    hand_over(host).result(PATIENCE_S)
+    assert client.ended()
+
+
+def test_an_answer_that_takes_too_long_does_not_either(host: ServerHost) -> None:
+    host.changes.gate.clear()
+    client = host.connect().send(request("/v1/plan"))
+    eventually(lambda: host.changes.asked, "the question")
+    hand_over(host).result(PATIENCE_S)
+    assert client.ended()
+
+
+def test_when_its_name_is_taken_away_it_listens_anew_and_drops_nobody(host: ServerHost) -> None:
+    old = host.connect()
+    assert old.send(request("/v1/gpus")).answer() is not None
+    (client,) = waiting(host, target=WAIT)
+    os.unlink(host.paths.socket)
+    assert not host.listener.is_found
+    host.call(host.server.reopen(host.listener))
+    assert host.listener.is_found
+    host.assert_serves()
+    assert old.send(request("/v1/gpus")).answer() is not None
+    assert len(host.server.connections) >= 2
+    client.close()

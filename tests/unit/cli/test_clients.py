@@ -1,0 +1,155 @@
+"""`yunion-mps clients` and `clients terminate`: what they print, and what they ask."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+
+import pytest
+import yaml
+from yunion_mps.errors import ControlError, NotAllowedError, YunionError
+
+from unit.api.by_hand import CLIENT, GONE, SERVER, clients
+from unit.cli.conftest import Cli
+from unit.cli.test_reload import answered
+from unit.cli.test_terminal import on_terminal, table_of
+
+TABLE = """\
++------+-------+-----------------+-----------+---------+------------+--------+--------+---------------------+
+| PID  | User  | Command         | Device    | GPUs    | Memory_MiB | Server | Domain | Started             |
++------+-------+-----------------+-----------+---------+------------+--------+--------+---------------------+
+| 4260 | alice | python train.py | 00:06.0-1 | 00:06.0 | 512        | 4250   | host   | 2026-08-29 10:41:00 |
+| 4261 |       |                 |           |         |            |        | host   |                     |
++------+-------+-----------------+-----------+---------+------------+--------+--------+---------------------+
+"""
+NOBODY_THERE = """\
++-----+------+---------+--------+------+------------+--------+--------+---------+
+| PID | User | Command | Device | GPUs | Memory_MiB | Server | Domain | Started |
++-----+------+---------+--------+------+------------+--------+--------+---------+
++-----+------+---------+--------+------+------------+--------+--------+---------+
+"""
+WHO = "PID 4260 (python train.py) of alice"
+
+
+@pytest.fixture
+def utc(own: Cli) -> Cli:
+    own.env["TZ"] = "UTC"
+    return own
+
+
+def test_clients_are_listed_with_their_server_below(utc: Cli) -> None:
+    utc.host.people.found = clients(CLIENT, GONE)
+    assert utc.good("clients") == TABLE + "MPS server (PID 4250) of alice, domain host: ACTIVE\n"
+
+
+def test_a_failed_server_is_told_first_and_what_is_not_known_last(utc: Cli) -> None:
+    utc.host.people.found = clients(
+        CLIENT,
+        GONE,
+        servers=({**SERVER, "pid": 4300, "state": None}, {**SERVER, "state": "FAULT"}),
+        troubles=("domain 0001:e1:00.0: it does not answer",),
+    )
+    assert utc.good("clients") == (
+        "FAULT: MPS server (PID 4250) of alice, domain host: its jobs have failed, and it serves again once "
+        "they have ended\n" + TABLE + "MPS server (PID 4300) of alice, domain host: running\n"
+        "Not known: domain 0001:e1:00.0: it does not answer\n"
+    )
+
+
+def test_where_nobody_is_there_the_table_is_empty(utc: Cli) -> None:
+    utc.host.people.found = clients(servers=())
+    assert utc.good("clients") == NOBODY_THERE
+
+
+def test_clients_are_printed_for_programs_too(utc: Cli) -> None:
+    two = {**CLIENT, "gpus": ["00:06.0", "00:07.0"]}
+    utc.host.people.found = found = clients(two, GONE)
+    assert json.loads(utc.good("clients", "-o", "json")) == found
+    assert yaml.safe_load(utc.good("clients", "-o", "yaml")) == found
+    header, first, second = csv.reader(io.StringIO(utc.good("clients", "-o", "csv")))
+    assert header == TABLE.splitlines()[1].replace(" ", "").strip("|").split("|")
+    assert first[4:6] == ["00:06.0,00:07.0", "512"]
+    assert second == ["4261", "", "", "", "", "", "", "host", ""]
+
+
+def test_a_command_line_cannot_steer_the_terminal(utc: Cli) -> None:
+    utc.host.people.found = clients({**CLIENT, "command": "sh -c \x1b[2J\n"})
+    assert "| sh -c ?[2J? |" in utc.good("clients")
+
+
+def test_on_80_columns_the_list_keeps_who_it_is_and_what_runs(utc: Cli) -> None:
+    utc.host.people.found = clients(
+        {**CLIENT, "command": "/usr/bin/python3 -m torch.distributed.run train.py"}
+    )
+    table = table_of(on_terminal(utc, 80, "clients"))
+    assert len(table[0]) <= 80
+    assert table[1].replace(" ", "").strip("|").split("|")[:4] == ["PID", "User", "Command", "Device"]
+
+
+def test_a_client_is_ended_and_how_is_told(own: Cli) -> None:
+    out = own.good("clients", "terminate", "4260", "--yes")
+    assert out == f"{WHO}: its MPS server let go of it; ended by SIGTERM\n"
+    assert own.host.people.done == ["clients", "terminate 4260 for 0"]
+
+
+def test_force_is_passed_on(own: Cli) -> None:
+    own.good("clients", "terminate", "4260", "--yes", "--force")
+    assert own.host.people.done == ["clients", "terminate 4260 for 0 force"]
+
+
+def test_before_it_is_ended_somebody_is_asked(own: Cli) -> None:
+    code, text = answered(own, b"y\n", "clients", "terminate", "4260")
+    assert code == 0
+    assert text == (f"End {WHO}? [y/N]: y\n{WHO}: its MPS server let go of it; ended by SIGTERM\n")
+
+
+def test_with_no_it_goes_on(own: Cli) -> None:
+    code, text = answered(own, b"n\n", "clients", "terminate", "4260")
+    assert code == 1
+    assert "yunion-mps: nothing was changed, and nobody was ended\n" in text
+    assert own.host.people.done == ["clients"]
+
+
+def test_a_client_that_goes_on_is_a_failure(own: Cli) -> None:
+    own.host.people.ended = False
+    own.host.people.how = "it goes on after 5 s: end it with --force"
+    assert own("clients", "terminate", "4260", "--yes") == (
+        1,
+        "",
+        (
+            f"yunion-mps: {WHO}: it goes on after 5 s: end it with --force\n"
+            "yunion-mps: see how it is: yunion-mps clients\n"
+        ),
+    )
+
+
+def test_who_is_no_client_is_not_ended(own: Cli) -> None:
+    assert own("clients", "terminate", "1", "--yes") == (
+        1,
+        "",
+        "yunion-mps: PID 1 is no client of MPS\nyunion-mps: list the clients with: yunion-mps clients\n",
+    )
+    assert own.host.people.done == ["clients"]
+
+
+def test_of_one_that_is_just_ending_nothing_more_is_known(own: Cli) -> None:
+    own.host.people.found = clients(GONE)
+    out = own.good("clients", "terminate", "4261", "--yes")
+    assert out.startswith("PID 4261 (unknown) of a user who is gone: ")
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (NotAllowedError("PID 4260 is a job of bob", "hint"), 4),
+        (ControlError("it does not let go", "hint"), 1),
+    ],
+)
+def test_what_is_refused_is_told(own: Cli, error: YunionError, code: int) -> None:
+    own.host.people.refusal = error
+    assert own("clients", "terminate", "4260", "--yes") == (
+        code,
+        "",
+        f"yunion-mps: {error}\nyunion-mps: hint\n",
+    )

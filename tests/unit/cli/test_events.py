@@ -1,0 +1,269 @@
+"""`yunion-mps events`: what it prints, and how it goes on."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import yaml
+from yunion_mps.api.listener import Listener
+from yunion_mps.api.server import Server
+from yunion_mps.cli.output import cell
+from yunion_mps.models import Event
+from yunion_mps.store import Store
+
+from unit.api.server_host import ServerHost, eventually, short_root
+from unit.cli.conftest import Cli
+from unit.cli.test_terminal import on_terminal
+
+#: A moment of yesterday, whenever that is, in s since 1970.
+THEN_S = int(time.time()) // 86_400 * 86_400 - 43_200 + 0.25
+DIED = Event(
+    "warning",
+    "domain",
+    "host",
+    "ready -> backoff",
+    "the control daemon (PID 4242) was killed by signal 9",
+    "its devices are not served until it was started again",
+)
+BACK = Event("info", "domain", "host", "applying -> ready", "", "its devices are served within their budgets")
+REFUSED = Event(
+    "error", "configuration", "reload", "refused", "a.conf:3: x is 0\nb.yml:2: y is 1", "nothing changed"
+)
+GPU = Event("info", "gpu", "00:06.0", "a\x1b[2Jb")
+
+
+def day(form: str = "%Y-%m-%d") -> str:
+    return time.strftime(form, time.gmtime(THEN_S))
+
+
+@pytest.fixture
+def happened(own: Cli) -> Cli:
+    """A host on which four things happened yesterday from noon on, an hour apart."""
+    own.env["TZ"] = "UTC"
+    for hour, event in enumerate((DIED, BACK, REFUSED, GPU)):
+        own.host.record(event, THEN_S + 3600 * hour)
+    return own
+
+
+TEXT = f"""\
+{day()} 12:00:00  WARNING  domain host: ready -> backoff
+    cause: the control daemon (PID 4242) was killed by signal 9
+    consequence: its devices are not served until it was started again
+{day()} 13:00:00  info     domain host: applying -> ready
+    consequence: its devices are served within their budgets
+{day()} 14:00:00  ERROR    configuration reload: refused
+    cause: a.conf:3: x is 0
+    b.yml:2: y is 1
+    consequence: nothing changed
+{day()} 15:00:00  info     gpu 00:06.0: a?[2Jb
+"""
+
+
+def test_events_are_told_with_their_time_cause_and_consequence(happened: Cli) -> None:
+    assert happened.good("events") == TEXT
+
+
+def test_on_a_narrow_terminal_lines_are_folded_and_no_word_is_broken(happened: Cli) -> None:
+    lines = on_terminal(happened, 50, "events", "--limit", "4", "--kind", "domain")
+    assert lines == [
+        f"{day()} 12:00:00  WARNING  domain host: ready",
+        "        -> backoff",
+        "    cause: the control daemon (PID 4242) was",
+        "        killed by signal 9",
+        "    consequence: its devices are not served until",
+        "        it was started again",
+        f"{day()} 13:00:00  info     domain host:",
+        "        applying -> ready",
+        "    consequence: its devices are served within",
+        "        their budgets",
+    ]
+
+
+def test_on_80_columns_nothing_of_this_is_folded(happened: Cli) -> None:
+    assert on_terminal(happened, 80, "events") == TEXT.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [
+        (["--kind", "domain"], [DIED, BACK]),
+        (["--kind", "lease"], []),
+        (["--since", f"{day()} 13:00"], [BACK, REFUSED, GPU]),
+        (["--since", f"{day()} 13:00:01"], [REFUSED, GPU]),
+        (["--since", "yesterday"], [DIED, BACK, REFUSED, GPU]),
+        (["--since", "today"], []),
+        (["--since", "0s"], []),
+        (["--since", "30d", "--limit", "2"], [REFUSED, GPU]),
+        (["--since", str(int(THEN_S) + 7200), "--kind", "gpu"], [GPU]),
+        (["--limit", "1"], [GPU]),
+    ],
+)
+def test_only_the_events_that_are_asked_for_are_told(
+    happened: Cli, arguments: list[str], shown: list[Event]
+) -> None:
+    answer = json.loads(happened.good("events", *arguments, "-o", "json"))
+    assert [event["what"] for event in answer["events"]] == [event.what for event in shown]
+
+
+def test_where_there_are_none_it_says_so(happened: Cli) -> None:
+    assert happened.good("events", "--since", "today") == "No events.\n"
+
+
+def test_where_there_may_be_more_it_says_so_and_tells_the_newest(happened: Cli) -> None:
+    cut = "(the newest 1; there may be older ones: use --limit or --since)\n"
+    assert happened.good("events", "--limit", "1") == cut + TEXT.splitlines(keepends=True)[-1]
+    for _ in range(100):
+        happened.host.record(GPU, THEN_S + 3600 * 4)
+    assert happened.good("events").startswith("(the newest 100; ")
+    assert len(happened.good("events").splitlines()) == 101
+    assert happened.good("events", "--since", "yesterday").startswith(TEXT)
+
+
+def test_events_are_printed_for_programs_too(happened: Cli) -> None:
+    answer = json.loads(happened.good("events", "-o", "json"))
+    assert answer["events"][0] == {"id": 1, "time": THEN_S, **DIED._asdict()}
+    assert yaml.safe_load(happened.good("events", "-o", "yaml")) == answer
+    header, *rows = csv.reader(io.StringIO(happened.good("events", "-o", "csv")))
+    assert header == ["Time", "Severity", "Kind", "Subject", "What", "Cause", "Consequence"]
+    assert rows[1] == [day("%Y-%m-%dT13:00:00+0000"), *BACK]
+    assert rows[2][-2] == "a.conf:3: x is 0; b.yml:2: y is 1"
+    assert len(rows) == 4
+
+
+@contextmanager
+def following(cli: Cli, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """`yunion-mps events --follow`, once it waits for what comes."""
+    with cli.start("events", "--follow", *arguments) as process:
+        try:
+            eventually(lambda: cli.host.journal.waiting, "that it waits")
+            yield process
+        finally:
+            process.kill()
+    eventually(lambda: not cli.host.journal.waiting, "that it waits no more")
+
+
+def lines_of(process: subprocess.Popen[str], count: int) -> list[str]:
+    assert process.stdout is not None
+    return [process.stdout.readline() for _ in range(count)]
+
+
+def test_who_follows_is_told_what_was_and_what_comes_and_ends_it_by_ctrl_c(happened: Cli) -> None:
+    with following(happened) as process:
+        assert "".join(lines_of(process, 10)) == TEXT
+        happened.host.record(BACK)
+        assert lines_of(process, 2)[1] == f"    consequence: {BACK.consequence}\n"
+        happened.host.record(GPU)
+        assert lines_of(process, 1)[0].endswith("gpu 00:06.0: a?[2Jb\n")
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    assert (process.returncode, out, err.strip()) == (130, "", "")
+
+
+def test_who_follows_is_told_the_newest_ten_first_or_those_since_then(happened: Cli) -> None:
+    for _ in range(10):
+        happened.host.record(BACK, THEN_S + 3600 * 4)
+    for arguments, count in (([], 10), (["--limit", "3"], 3), (["--since", "yesterday"], 14)):
+        with following(happened, "-o", "json", *arguments) as process:
+            ids = [json.loads(line)["id"] for line in lines_of(process, count)]
+        assert ids == list(range(15 - count, 15))
+
+
+def test_who_follows_one_kind_is_told_nothing_else(happened: Cli) -> None:
+    with following(happened, "--kind", "gpu", "-o", "json") as process:
+        assert json.loads(lines_of(process, 1)[0])["id"] == 4
+        happened.host.record(BACK)
+        happened.host.record(GPU)
+        assert json.loads(lines_of(process, 1)[0])["id"] == 6
+
+
+@pytest.mark.parametrize("output", ["json", "yaml", "csv"])
+def test_a_program_that_follows_gets_each_event_whole(happened: Cli, output: str) -> None:
+    """JSON: an object a line; YAML: a list that goes on; CSV: with one header."""
+    with following(happened, "-o", output) as process:
+        for _ in range(2):
+            happened.host.record(BACK)
+            eventually(lambda: happened.host.journal.waiting, "that it waits again")
+        process.send_signal(signal.SIGINT)
+        text = process.communicate(timeout=60)[0]
+    if output == "csv":
+        rows = list(csv.DictReader(io.StringIO(text)))
+        whats = [row["What"] for row in rows]
+    elif output == "yaml":
+        whats = [event["what"] for event in yaml.safe_load(text)]
+    else:
+        whats = [json.loads(line)["what"] for line in text.splitlines()]
+    last = cell(GPU.what) if output == "csv" else GPU.what
+    assert whats == [DIED.what, BACK.what, REFUSED.what, last, BACK.what, BACK.what]
+
+
+def test_a_program_that_follows_where_nothing_happened_yet_gets_what_comes(own: Cli) -> None:
+    for output, begin in (("json", "{"), ("yaml", "- id:"), ("csv", "Time,")):
+        with following(own, "-o", output, "--since", "0s") as process:
+            own.host.record(BACK)
+            assert lines_of(process, 1)[0].startswith(begin)
+
+
+def test_a_reader_that_has_enough_ends_it_with_the_next_event(happened: Cli) -> None:
+    with following(happened) as process:
+        assert process.stdout is not None
+        process.stdout.close()
+        happened.host.record(BACK)
+        assert process.wait(60) == 0
+        assert process.stderr is not None
+        assert process.stderr.read() == ""
+
+
+def test_a_reader_that_has_enough_is_noticed_without_an_event(happened: Cli) -> None:
+    with following(happened) as process:
+        assert process.stdout is not None
+        process.stdout.close()
+        hurry(happened.host)
+        assert process.wait(60) == 0
+        assert process.stderr is not None
+        assert process.stderr.read() == ""
+
+
+def hurry(host: ServerHost) -> None:
+    """Have whoever waits for an event ask again."""
+
+    async def work() -> None:
+        host.server.router.hurry()
+
+    host.call(work())
+
+
+def test_who_follows_goes_on_after_a_restart_and_misses_nothing(happened: Cli) -> None:
+    with following(happened, "-o", "json", "--limit", "1") as process:
+        assert json.loads(lines_of(process, 1)[0])["id"] == 4
+        host = happened.host
+        host.stop()
+        assert process.stderr is not None
+        wrong = process.stderr.readline()
+        host.record(BACK, THEN_S)
+        host.listener = Listener(host.paths)
+        host.server = Server(host.server.router)
+        host.call(host.server.open(host.listener.socket))
+        assert process.stderr.readline() == "yunion-mps: the daemon answers again\n"
+        assert json.loads(lines_of(process, 1)[0])["id"] == 5
+        host.record(GPU)
+        assert json.loads(lines_of(process, 1)[0])["id"] == 6
+    assert wrong.startswith(f"yunion-mps: the daemon's answer on {happened.host.paths.socket} broke off: ")
+    assert wrong.endswith("; waiting up to 60 s for it\n")
+
+
+def test_who_follows_goes_on_when_the_record_was_begun_anew(happened: Cli) -> None:
+    with short_root() as elsewhere, following(happened, "-o", "json", "--limit", "1") as process:
+        assert json.loads(lines_of(process, 1)[0])["id"] == 4
+        happened.host.use(Store(elsewhere))
+        happened.host.record(BACK)
+        assert process.stderr is not None
+        assert process.stderr.readline() == "yunion-mps: the record of events was begun anew\n"
+        assert json.loads(lines_of(process, 1)[0])["id"] == 1

@@ -1,0 +1,272 @@
+"""`yunion-mps plan` and `reload`: what they show, whom they ask about, and what they wait for."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import pty
+import select
+import subprocess
+
+import pytest
+import yaml
+from yunion_mps.errors import ConfigError, HostError, Problem
+from yunion_mps.models import Snapshot
+
+from unit.api import by_hand, snapshots
+from unit.api.by_hand import AT_ONCE, LATE, PLANNED, RELOADED, WAITS
+from unit.api.server_host import PATIENCE_S, eventually
+from unit.cli.conftest import Cli, Serve
+from unit.cli.test_terminal import on_terminal, table_of
+
+TABLE = """\
++---------+-------------------------+--------------------+---------------------+------------------------------------------+
+| Kind    | Subject                 | Before             | After               | Effect                                   |
++---------+-------------------------+--------------------+---------------------+------------------------------------------+
+| setting | cuda_mps_stop_timeout_s | 10                 | 20                  | at once                                  |
+| budget  | 00:06.0                 | 4 x 5760 MiB, 25 % | 2 x 11520 MiB, 50 % | when its MPS server (PID 4250) has ended |
++---------+-------------------------+--------------------+---------------------+------------------------------------------+
+budget 00:06.0: when its MPS server (PID 4250) has ended
+"""  # noqa: E501 - it is what is printed
+PENDING = f"Pending:  host: {WAITS}\n"
+HINT = "See who uses it: yunion-mps clients; wait for them: --drain; end them: --now\n"
+SAME = "Reloaded; nothing changes.\n"
+BAD = ConfigError([Problem("a.conf", 3, "x is 0", "write 1"), Problem("b.yml", None, "y", "z")])
+TOLD = """\
+yunion-mps: a.conf:3: x is 0: write 1
+yunion-mps: b.yml: y: z
+yunion-mps: correct the lines above, then try them with: yunion-mps config check
+"""
+CLIENTS = """\
+This would be ended:
++------+-------+-----------------+-----------+---------+------------+--------+--------+---------------------+
+| PID  | User  | Command         | Device    | GPUs    | Memory_MiB | Server | Domain | Started             |
++------+-------+-----------------+-----------+---------+------------+--------+--------+---------------------+
+| 4260 | alice | python train.py | 00:06.0-1 | 00:06.0 | 512        | 4250   | host   | 2026-08-29 10:41:00 |
++------+-------+-----------------+-----------+---------+------------+--------+--------+---------------------+
+"""
+
+
+def pending(text: str = WAITS, state: str = "ready", reason: str = "") -> Snapshot:
+    """The reference case, with something pending; a new version with each call."""
+    shown = snapshots.reference()
+    domain = shown.domains[0]._replace(pending=text, state=state, reason=reason)
+    return shown._replace(version=id(domain), domains=(domain,))
+
+
+def test_a_plan_is_shown_with_what_has_to_wait(own: Cli) -> None:
+    own.host.changes.planned = PLANNED
+    assert own.good("plan") == "Nothing was changed; a reload would change this:\n" + TABLE
+    assert own.host.changes.done == ["plan"]
+
+
+def test_a_plan_that_changes_nothing_says_so_and_what_is_pending_already(own: Cli) -> None:
+    assert own.good("plan") == "A reload would change nothing.\n"
+    own.host.changes.planned = {"changes": [], "pending": RELOADED["pending"]}
+    assert own.good("plan") == "A reload would change nothing.\n" + PENDING
+
+
+def test_what_is_not_there_before_or_after_is_called_nothing(own: Cli) -> None:
+    change = {**AT_ONCE, "kind": "control daemon", "subject": "host", "before": "", "after": "1 GPU in /p"}
+    own.host.changes.planned = {"changes": [change], "pending": []}
+    assert "| control daemon | host    | nothing | 1 GPU in /p | at once |\n" in own.good("plan")
+
+
+@pytest.mark.parametrize("command", ["plan", "reload"])
+def test_changes_are_printed_for_programs_too(own: Cli, command: str) -> None:
+    own.host.changes.planned = own.host.changes.reloaded = RELOADED
+    assert json.loads(own.good(command, "-o", "json")) == RELOADED
+    assert yaml.safe_load(own.good(command, "-o", "yaml")) == RELOADED
+    header, *rows = csv.reader(io.StringIO(own.good(command, "-o", "csv")))
+    assert header == ["Kind", "Subject", "Before", "After", "Effect"]
+    assert rows == [list(AT_ONCE.values()), list(LATE.values())]
+
+
+@pytest.mark.parametrize("columns", [60, 80, 100, 132])
+def test_on_every_terminal_what_has_to_wait_is_told_whole(own: Cli, columns: int) -> None:
+    own.host.changes.planned = PLANNED
+    lines = on_terminal(own, columns, "plan")
+    assert len(table_of(lines)[0]) <= columns
+    assert lines[-1] == TABLE.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    "command", [["plan"], ["reload"], ["reload", "--drain"], ["reload", "--now", "--yes"]]
+)
+def test_bad_files_are_told_and_change_nothing(own: Cli, command: list[str]) -> None:
+    own.host.changes.error = BAD
+    assert own(*command) == (6, "", TOLD)
+    assert own.host.changes.done == []
+
+
+def test_a_reload_shows_what_it_changed_and_what_is_pending(own: Cli) -> None:
+    own.host.changes.reloaded = RELOADED
+    own.host.snapshot = pending()
+    assert own.good("reload") == "Reloaded; this changes:\n" + TABLE + PENDING + HINT
+    assert own.host.changes.done == ["reload"]
+
+
+def test_a_reload_that_changes_nothing_says_so(own: Cli) -> None:
+    assert own.good("reload") == SAME
+
+
+def test_a_reload_that_is_refused_is_a_failed_request(own: Cli) -> None:
+    own.host.changes.error = HostError("/p is another's", "give it back")
+    assert own("reload") == (1, "", "yunion-mps: /p is another's\nyunion-mps: give it back\n")
+
+
+@pytest.mark.parametrize("state", ["failed", "backoff", "wedged"])
+def test_a_reload_after_which_something_does_not_serve_says_so_and_fails(own: Cli, state: str) -> None:
+    own.host.snapshot = pending("", state, "it does not start")
+    assert own("reload") == (
+        1,
+        SAME,
+        (
+            f"yunion-mps: domain host is {state}: it does not start\n"
+            "yunion-mps: the configuration was reloaded; see: yunion-mps status\n"
+        ),
+    )
+
+
+def test_a_drain_waits_until_nothing_is_pending(own: Cli) -> None:
+    own.host.changes.reloaded = RELOADED
+    own.host.snapshot = pending()
+    with own.start("reload", "--drain") as process:
+        assert process.stderr is not None
+        assert process.stderr.readline() == f"yunion-mps: waiting: host: {WAITS}\n"
+        own.host.snapshot = pending("and then for this")
+        assert process.stderr.readline() == "yunion-mps: waiting: host: and then for this\n"
+        assert process.poll() is None
+        own.host.snapshot = pending("")
+        out, err = process.communicate(timeout=PATIENCE_S)
+    assert (process.returncode, err) == (0, "yunion-mps: nothing is pending any more\n")
+    assert out == "Reloaded; this changes:\n" + TABLE + PENDING
+    assert own.host.changes.done == ["reload drain"]
+
+
+def test_a_drain_with_nothing_pending_is_done_at_once(own: Cli) -> None:
+    assert own.good("reload", "--drain") == SAME
+
+
+def test_a_drain_that_takes_too_long_fails_and_says_what_it_waited_for(own: Cli) -> None:
+    own.host.snapshot = pending()
+    assert own("reload", "--drain", "--timeout", "1") == (
+        1,
+        SAME,
+        (
+            f"yunion-mps: waiting: host: {WAITS}\n"
+            f"yunion-mps: still pending after 1 s: host: {WAITS}\n"
+            "yunion-mps: it comes into force by itself; see: yunion-mps status\n"
+        ),
+    )
+
+
+def test_now_says_whom_it_ends_and_with_yes_does_not_ask(own: Cli) -> None:
+    own.env["TZ"] = "UTC"
+    own.host.changes.planned, own.host.changes.reloaded = PLANNED, by_hand.NOTHING
+    assert own("reload", "--now", "--yes") == (0, SAME, CLIENTS)
+    assert own.host.changes.done == ["plan", "reload now"]
+
+
+def test_now_waits_for_their_end_and_may_be_given_a_time(own: Cli) -> None:
+    own.host.snapshot = pending()
+    own.host.people.found = by_hand.clients()
+    done = own("reload", "--drain", "--now", "--yes", "--timeout", "1")
+    assert (done.code, own.host.changes.done) == (1, ["plan", "reload drain now"])
+    assert f"still pending after 1 s: host: {WAITS}\n" in done.err
+
+
+TWO = snapshots.snapshot(snapshots.P40, snapshots.H100, scope="gpu")
+
+
+@pytest.mark.parametrize(
+    ("subject", "waits", "ended"),
+    [
+        ("00:06.0", "", [4260]),
+        ("0001:e1:00.0", "", [4270]),
+        ("0001:e1:00.0", "00:06.0", [4260, 4270]),
+        ("", "00:06.0", [4260]),
+        ("", "", []),
+    ],
+)
+def test_now_names_those_and_only_those_that_are_in_the_way(
+    serve: Serve, subject: str, waits: str, ended: list[int]
+) -> None:
+    """By a change of their GPU or domain that has to wait, or one that is pending already."""
+    domains = [domain._replace(pending="x" if domain.plan.name == waits else "") for domain in TWO.domains]
+    cli = serve(TWO._replace(domains=tuple(domains)))
+    first = {**by_hand.CLIENT, "domain": "00:06.0"}
+    second = {**by_hand.CLIENT, "pid": 4270, "domain": "0001:e1:00.0"}
+    cli.host.people.found = by_hand.clients(first, second)
+    changes = [AT_ONCE, *([{**LATE, "subject": subject}] if subject else [])]
+    cli.host.changes.planned = {"changes": changes, "pending": []}
+    process = cli.start("reload", "--now", "--yes")
+    eventually(lambda: "reload now" in cli.host.changes.done, "the reload")
+    cli.host.snapshot = TWO._replace(version=TWO.version + 1)
+    _, err = process.communicate(timeout=PATIENCE_S)
+    assert [pid for pid in (4260, 4270) if f"| {pid} |" in err] == ended
+    assert process.returncode == 0
+
+
+def test_now_also_asks_where_not_all_clients_are_known(own: Cli) -> None:
+    own.host.changes.planned = PLANNED
+    own.host.people.found = by_hand.clients(troubles=("domain host: it does not answer",))
+    code, text = answered(own, b"n\n", "reload", "--now")
+    assert code == 1
+    assert "yunion-mps: not all clients are known: domain host: it does not answer" in text
+
+
+def answered(cli: Cli, answer: bytes, *arguments: str) -> tuple[int, str]:
+    """What the command comes to on a terminal where somebody answers its question."""
+    ours, theirs = pty.openpty()
+    with cli.start(*arguments, stdin=theirs, stdout=theirs, stderr=theirs) as process:
+        os.close(theirs)
+        printed = b""
+        while b"[y/N]: " not in printed:
+            assert select.select([ours], [], [], PATIENCE_S)[0], printed
+            printed += os.read(ours, 65536)
+        os.write(ours, answer)
+        process.wait(PATIENCE_S)
+        while select.select([ours], [], [], 0)[0]:
+            try:
+                printed += os.read(ours, 65536)
+            except OSError:  # EIO: nobody has the other side open any more
+                break
+        os.close(ours)
+    return process.returncode, printed.decode().replace("\r\n", "\n")
+
+
+def test_now_asks_first_and_goes_on_with_yes(own: Cli) -> None:
+    own.host.changes.planned = PLANNED
+    code, text = answered(own, b"y\n", "reload", "--now")
+    assert code == 0
+    assert text.startswith("This would be ended:\n")
+    assert text.endswith("End them? [y/N]: y\n" + SAME)
+    assert own.host.changes.done == ["plan", "reload now"]
+
+
+@pytest.mark.parametrize("answer", [b"n\n", b"\n"])
+def test_now_changes_nothing_where_the_answer_is_no(own: Cli, answer: bytes) -> None:
+    own.host.changes.planned = PLANNED
+    code, text = answered(own, answer, "reload", "--now")
+    assert code == 1
+    assert text.splitlines()[-2:] == [
+        "yunion-mps: nothing was changed, and nobody was ended",
+        "yunion-mps: answer y to go on",
+    ]
+    assert own.host.changes.done == ["plan"]
+
+
+def test_now_changes_nothing_where_it_is_interrupted(own: Cli) -> None:
+    own.host.changes.planned = PLANNED
+    code, _ = answered(own, b"\x04", "reload", "--now")
+    assert (code, own.host.changes.done) == (130, ["plan"])
+
+
+def test_nobody_is_asked_where_nobody_would_be_ended(own: Cli) -> None:
+    own.host.people.found = by_hand.clients()
+    own.host.changes.planned = PLANNED
+    with own.start("reload", "--now", "--yes", stdin=subprocess.DEVNULL) as process:
+        assert process.communicate(timeout=PATIENCE_S) == (SAME, "")

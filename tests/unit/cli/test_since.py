@@ -1,0 +1,70 @@
+"""Moments as people write them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+from yunion_mps.cli.since import LATEST_S, moment
+
+#: 2026-11-20 13:45:07 in Berlin, an hour ahead of UTC; at that place it is summer until 2026-10-25.
+NOW_S = 1795178707
+
+
+@pytest.fixture(autouse=True)
+def _in_berlin(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("TZ", "CET-1CEST,M3.5.0,M10.5.0/3")
+    time.tzset()
+    yield
+    monkeypatch.undo()
+    time.tzset()
+
+
+@pytest.mark.parametrize(
+    ("text", "then"),
+    [
+        ("0s", "2026-11-20 13:45:07"),
+        ("90s", "2026-11-20 13:43:37"),
+        ("10m", "2026-11-20 13:35:07"),
+        ("2h", "2026-11-20 11:45:07"),
+        ("3d", "2026-11-17 13:45:07"),
+        ("1w", "2026-11-13 13:45:07"),
+        ("today", "2026-11-20 00:00:00"),
+        ("yesterday", "2026-11-19 00:00:00"),
+        ("2026-11-20", "2026-11-20 00:00:00"),
+        ("2026-11-20 13:45", "2026-11-20 13:45:00"),
+        ("2026-11-20 13:45:59", "2026-11-20 13:45:59"),
+        ("2026-11-20T13:45", "2026-11-20 13:45:00"),
+        ("2026-07-01 12:00", "2026-07-01 12:00:00"),
+        ("1795178707", "2026-11-20 13:45:07"),
+        ("999999999w", "1970-01-01 01:00:00"),
+        ("1900-01-01", "1970-01-01 01:00:00"),
+    ],
+)
+def test_a_moment_is_by_the_local_time(text: str, then: str) -> None:
+    assert time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(moment(text, NOW_S))) == then
+
+
+def test_yesterday_of_the_first_of_a_month_and_over_a_change_of_the_clock_is_a_day_before() -> None:
+    for now, before in (("2026-03-01 00:30", "2026-02-28"), ("2026-10-26 00:10", "2026-10-25")):
+        assert moment("yesterday", moment(now, NOW_S)) == moment(before, NOW_S)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", "x", "m", "-5m", "1.5h", "10 m", "5y", "1234567890m", "now", "Today", "tomorrow", "12345678",
+        "123456789012", "2026", "20261120", "2026-13-01", "2026-02-30", "20-11-2026", "13:45",
+        "2026-11-20 25:00", "2026-11-20 13", "2026-11-20 13:45:07 CET", "2026-11-20T13:45T", "\uff12h",
+        "\u0663" * 10,
+    ],
+)  # fmt: skip
+def test_what_is_no_moment_is_refused(text: str) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011 - it has no words: the option's are told
+        moment(text, NOW_S)
+
+
+def test_no_moment_is_later_than_the_daemon_takes() -> None:
+    assert moment("9999-12-31", NOW_S) == LATEST_S
+    assert moment("99999999999", NOW_S) == LATEST_S

@@ -1,0 +1,110 @@
+"""The schemas of what happens while the daemon runs: events, changes of the configuration, clients."""
+
+from __future__ import annotations
+
+from yunion_mps.api.schema_parts import Schema, list_of, number, object_of, or_null, ref, text, truth
+from yunion_mps.service import EVENT_KINDS
+
+_MOMENT = 1788000000.25
+_WAITS_FOR = "its MPS server (PID 4250) has ended"
+
+
+def schemas() -> Schema:
+    """The schemas by name."""
+    changed = {
+        "changes": list_of("What is, or would be, different.", ref("Change")),
+        "pending": list_of("What is still to come into force, empty where all is.", ref("Pending")),
+    }
+    clients = {
+        "servers": list_of("The MPS servers.", ref("Server")),
+        "clients": list_of("Their clients, and other processes on their GPUs.", ref("Client")),
+        "troubles": list_of("Of what nothing is known, and why.", {"type": "string"}, []),
+        "total": number("The number of clients.", 1),
+    }
+    events = {
+        "events": list_of("The oldest first.", ref("Event")),
+        "last": number("The id to ask on from, with `after`; 0 where nothing has happened yet.", 17),
+    }
+    ended = {
+        "pid": number("The client's PID.", 4260, minimum=1),
+        "ended": truth("Whether it has ended.", example=True),
+        "how": text("What was done.", "its MPS server let go of it; ended by SIGTERM"),
+    }
+    anew = {"pid": number("The daemon's PID, which stays.", 4200, minimum=1)}
+    return {
+        "Event": object_of("Something that changed, why, and what it means.", _event()),
+        "EventList": object_of("Events, and where to go on.", events),
+        "Change": object_of("One thing that becomes another.", _change()),
+        "Pending": object_of("What a domain waits for.", _pending()),
+        "ChangeList": object_of("What another configuration changes, and when.", changed),
+        "Server": object_of("One MPS server.", {**_process("nvidia-cuda-mps-server", 4250), **_server()}),
+        "Client": object_of(
+            "One process that uses GPUs.", {**_process("python train.py", 4260), **_client()}
+        ),
+        "ClientList": object_of("Who uses the GPUs through MPS.", clients),
+        "Ended": object_of("How a client was ended.", ended),
+        "Anew": object_of("The program is run anew within moments.", anew),
+    }
+
+
+def _event() -> Schema:
+    return {
+        "id": number("Grows, and is never used twice.", 17, minimum=1),
+        "time": number("When, in seconds since 1970.", _MOMENT, "number"),
+        "severity": text("How bad it is.", "warning", enum=["info", "warning", "error"]),
+        "kind": text("What it is about.", "domain", enum=list(EVENT_KINDS)),
+        "subject": text("The name of what changed.", "host"),
+        "what": text("What happened.", "ready -> backoff"),
+        "cause": text("Why, where that is known.", "the control daemon (PID 4242) was killed by signal 9"),
+        "consequence": text(
+            "What it means for devices and jobs, where it means anything.",
+            "its devices are not served until it was started again",
+        ),
+    }
+
+
+def _change() -> Schema:
+    kinds = ["control daemon", "budget", "compute mode", "setting"]
+    return {
+        "kind": text("What changes.", "budget", enum=kinds),
+        "subject": text("A GPU's address, a domain's name or a key.", "00:06.0"),
+        "before": text("Empty where there was none.", "4 x 5760 MiB, 25 %"),
+        "after": text("Empty where there is to be none.", "2 x 11520 MiB, 50 %"),
+        "effect": text("`at once`, or what it waits for.", f"when {_WAITS_FOR}"),
+    }
+
+
+def _pending() -> Schema:
+    return {
+        "domain": text("The domain's name.", "host"),
+        "pending": text("What waits for what.", f"other limits come into force when {_WAITS_FOR}"),
+    }
+
+
+def _process(command: str, pid: int) -> Schema:
+    return {
+        "pid": number("Its PID.", pid, minimum=1),
+        "uid": or_null(number("Its user's id; null where it has just ended.", 1000)),
+        "user": or_null(text("Its user's name, or the id where it has none.", "alice")),
+        "command": or_null(text("Its command line, cut to 500 characters.", command, maxLength=500)),
+        "started": or_null(number("When it started, in seconds since 1970.", _MOMENT, "number")),
+    }
+
+
+def _client() -> Schema:
+    memory = "What it has on its domain's GPUs, in MiB; null where the driver does not tell."
+    return {
+        "server": or_null(number("The PID of its MPS server.", 4250, minimum=1)),
+        "domain": text("The control daemon that serves it.", "host"),
+        "device": or_null(text("Its device, by YUNION_MPS_DEVICE in its environment.", "00:06.0-1")),
+        "gpus": list_of("Addresses of the GPUs that it has memory on.", {"type": "string"}, ["00:06.0"]),
+        "memory_used": or_null(number(memory, 512)),
+    }
+
+
+def _server() -> Schema:
+    states = "Null where the control daemon does not know it (before 550); FAULT: its jobs have failed."
+    return {
+        "domain": text("The control daemon that it belongs to.", "host"),
+        "state": or_null(text(states, "ACTIVE")),
+    }

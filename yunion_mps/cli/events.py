@@ -1,0 +1,154 @@
+"""`yunion-mps events`: what happened, when, why, and what it means for the jobs."""
+
+from __future__ import annotations
+
+import json
+import select
+import sys
+import time
+from typing import Any
+
+import click
+
+from yunion_mps.cli.ask import ask
+from yunion_mps.cli.output import cell, output_option, show
+from yunion_mps.cli.patience import Patience, say
+from yunion_mps.cli.since import Moment
+from yunion_mps.cli.table import terminal_width
+from yunion_mps.errors import UnreachableError
+
+COLUMNS = ("Time", "Severity", "Kind", "Subject", "What", "Cause", "Consequence")
+KINDS = ("domain", "limit", "gpu", "compute_mode", "configuration", "client", "lease", "daemon")
+#: The most that the daemon gives at once.
+MOST = 1000
+
+_NEWEST = 100
+_NEWEST_TO_FOLLOW = 10
+#: How long a question waits for the next event: then it is looked whether anybody reads on.
+WAIT_S = 10
+_ANSWER_S = 30
+_PATIENCE_S = 60.0
+_NARROWEST = 40
+
+Event = dict[str, Any]
+
+
+@click.command("events", short_help="Show what happened, and why.")
+@click.option("-f", "--follow", is_flag=True, help="Go on, with what happens from now on.")
+@click.option("--since", type=Moment(), metavar="TIME", help="Only from then on: 10m, 2h, yesterday.")
+@click.option("--kind", type=click.Choice(KINDS), metavar="KIND", help=f"Only these: {', '.join(KINDS)}.")
+@click.option(
+    "--limit",
+    type=click.IntRange(1, MOST),
+    metavar="N",
+    help=f"At most so many, the newest: {_NEWEST}, to follow {_NEWEST_TO_FOLLOW}, with --since {MOST}.",
+)
+@output_option
+def command(follow: bool, since: int | None, kind: str | None, limit: int | None, output: str) -> None:
+    """Show what happened on this host, the oldest first.
+
+    TIME is 10m, 2h or 3d for so long ago, today, yesterday, a date (2026-11-20), a local time
+    ("2026-11-20 13:45"), or seconds since 1970.
+
+    \b
+    Examples:
+      yunion-mps events
+      yunion-mps events --since 2h
+      yunion-mps events --follow --kind gpu
+      yunion-mps events --since yesterday --output csv
+    """
+    of_kind = f"&kind={kind}" if kind else ""
+    default = MOST if since is not None else _NEWEST_TO_FOLLOW if follow else _NEWEST
+    target = f"/v1/events?limit={limit or default}&since={since or 0}{of_kind}"
+    answer = ask(target)
+    if follow:
+        _follow(answer, of_kind, output)
+    rows = [_row(event) for event in answer["events"]]
+    show(answer, output, COLUMNS, rows, lambda: _whole_text(answer["events"], limit or default))
+
+
+def _whole_text(events: list[Event], limit: int) -> str:
+    if not events:
+        return "No events.\n"
+    cut = f"(the newest {limit}; there may be older ones: use --limit or --since)\n"
+    return (cut if len(events) == limit else "") + _text(events)
+
+
+def _text(events: list[Event]) -> str:
+    """Lines for people: what happened, and below it why, and what it means."""
+    width = terminal_width()
+    lines: list[str] = []
+    for event in events:
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event["time"]))
+        severity = event["severity"] if event["severity"] == "info" else event["severity"].upper()
+        subject = f"{event['kind']} {event['subject']}".rstrip()
+        lines += _folded(f"{when}  {severity:7}  {subject}: ", event["what"], width)
+        for name in ("cause", "consequence"):
+            for number, line in enumerate(event[name].splitlines()):
+                lines += _folded("    " + (f"{name}: " if not number else ""), line, width)
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _folded(begin: str, text: str, width: int) -> list[str]:
+    """A line, or on a terminal as many as it takes; words are never broken, so that they can be copied."""
+    whole = cell(begin) + cell(text)
+    if not width or len(whole) <= width:
+        return [whole]
+    from textwrap import wrap
+
+    return wrap(
+        whole,
+        max(width, _NARROWEST),
+        subsequent_indent=" " * 8,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def _row(event: Event) -> list[object]:
+    when = time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(event["time"]))
+    return [when, *("; ".join(event[name.lower()].splitlines()) for name in COLUMNS[1:])]
+
+
+def _follow(answer: Any, of_kind: str, output: str) -> None:
+    """Print what there is and what comes, until somebody ends it."""
+    patience = Patience(_PATIENCE_S)
+    _print(answer["events"], output, begin=True)
+    last = answer["last"]
+    while True:
+        _refuse_without_reader()
+        try:
+            answer = ask(f"/v1/events?after={last}&limit={MOST}&wait={WAIT_S}{of_kind}", WAIT_S + _ANSWER_S)
+        except UnreachableError as error:
+            patience.lost(error)
+            continue
+        patience.found()
+        if answer["last"] < last:
+            say("the record of events was begun anew")
+            last = 0
+            continue
+        _print(answer["events"], output)
+        last = answer["last"]
+
+
+def _print(events: list[Event], output: str, *, begin: bool = False) -> None:
+    """Print so that each event is whole for itself, and at once."""
+    if output == "json":
+        sys.stdout.write("".join(json.dumps(event, ensure_ascii=False) + "\n" for event in events))
+    elif output == "yaml" and not events:
+        pass  # the empty list would not go together with what follows
+    elif output == "csv" and not begin:
+        from yunion_mps.cli.output import csv_rows
+
+        sys.stdout.write(csv_rows([_row(event) for event in events]))
+    else:
+        show(events, output, COLUMNS, [_row(event) for event in events], lambda: _text(events))
+    sys.stdout.flush()
+
+
+def _refuse_without_reader() -> None:
+    """Raise BrokenPipeError where whoever read our output is gone, before there is anything to write."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    if any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0)):
+        raise BrokenPipeError
