@@ -44,8 +44,8 @@ def test_nothing_in_the_package_knows_of_the_simulated_host() -> None:
 def test_the_readme_explains_every_key_with_its_default() -> None:
     text = (CHECKOUT / "README.md").read_text()
     rows = dict(re.findall(r"^\| `(\w+)` \| `?([^`|]*?)`? \|", text, re.MULTILINE))
-    defaults = {name: "not set" if key.default is None else str(key.default) for name, key in KEYS.items()}
-    defaults["enable_cuda_mps"] = "false"
+    words = {None: "not set", False: "false"}
+    defaults = {name: words.get(key.default, str(key.default)) for name, key in KEYS.items()}
     assert {name: rows.get(name) for name in KEYS} == defaults
 
 
@@ -81,7 +81,8 @@ def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
     # A bad configuration ends the service for good; a stop outlasts a call of NVML that hangs.
     assert f"\nRestartPreventExitStatus={ConfigError([]).exit_code}\n" in text
     assert "\nTimeoutStopSec=90s\n" in text
-    unit.write_text(text.replace("/usr/bin/yunion-mps-daemon", shutil.which("true") or ""))
+    assert "\nExecReload=/usr/bin/yunion-mps reload\n" in text
+    unit.write_text(re.sub(r"/usr/bin/yunion-mps(-daemon)?", shutil.which("true") or "", text))
     result = subprocess.run(
         ["systemd-analyze", "verify", "--man=no", str(unit)], capture_output=True, text=True, timeout=60
     )

@@ -128,7 +128,7 @@ class Fleet:
     def _note(self) -> None:
         """Write down what clients get, where that is another than noted.
 
-        While limits are being set, what was noted before that holds, for it names those that keep the old ones.
+        While limits are being set, the note from before that holds: it names those that keep the old ones.
         """
         for domain in self.domains:
             if domain.state == READY:
