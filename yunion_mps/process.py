@@ -6,11 +6,12 @@ latter is a file descriptor in another's place.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import select
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from yunion_mps.errors import HostError, ShortageError
 
@@ -47,9 +48,12 @@ class Process:
 
     @classmethod
     def adopt(cls, pid: int) -> Process | None:
-        """A process that somebody else started, None where it is gone; raises HostError otherwise."""
+        """A process that runs already, None where it is gone; raises HostError otherwise.
+
+        It may be a child of ours: of the program that this process ran before it ran this one.
+        """
         try:
-            return cls(pid, child=False)
+            return cls(pid, child=parent_of(pid) == os.getpid())
         except ProcessLookupError:
             return None
         except OSError as error:
@@ -64,8 +68,9 @@ class Process:
         if self._status is None and _readable(self._pidfd):
             self._status = -1000
             if self.is_child:
-                _, raw = os.waitpid(self.pid, os.WNOHANG)
-                self._status = os.waitstatus_to_exitcode(raw)
+                with contextlib.suppress(ChildProcessError):  # somebody else took note of its end
+                    _, raw = os.waitpid(self.pid, os.WNOHANG)
+                    self._status = os.waitstatus_to_exitcode(raw)
         return self._status
 
     def signal(self, number: int) -> None:
@@ -139,6 +144,114 @@ def spawn(
         raise ShortageError(f"{argv[0]} cannot be watched: {error.strerror}") from None
 
 
+def reap_forgotten() -> None:
+    """Take note of the end of children that the program which this process ran before has left to us."""
+    while True:
+        try:
+            if os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG) is None:
+                return
+        except ChildProcessError:
+            return
+
+
+def _stat_of(pid: int) -> list[str]:
+    """The fields of proc(5)'s stat from the state on, empty where the process is gone."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return file.read().decode(errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def started_ticks(pid: int) -> int | None:
+    """When the process started, in clock ticks since the boot; None where it is gone or a zombie.
+
+    With the PID it names a process for good, for PIDs are used again.
+    """
+    fields = _stat_of(pid)
+    return int(fields[19]) if len(fields) > 19 and fields[0] not in "ZX" else None
+
+
+def parent_of(pid: int) -> int:
+    """The PID of the parent, 0 where the process is gone."""
+    fields = _stat_of(pid)
+    return int(fields[1]) if len(fields) > 1 else 0
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether the process was stopped by a signal or a debugger."""
+    return _stat_of(pid)[:1] in (["T"], ["t"])
+
+
+def wake(pids: Iterable[int]) -> None:
+    """Let those of the processes go on that were stopped by a signal; to others nothing happens."""
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            os.kill(pid, signal.SIGCONT)
+
+
+def name_of(pid: int) -> str:
+    """The kernel's name of the process, at most 15 characters; empty where it is gone or a zombie."""
+    if _stat_of(pid)[:1] in ([], ["Z"], ["X"]):
+        return ""
+    try:
+        with open(f"/proc/{pid}/comm", "rb") as file:
+            return file.read().decode(errors="replace").rstrip("\n")
+    except OSError:
+        return ""
+
+
+def uid_of(pid: int) -> int | None:
+    """The process' user, None where it is gone."""
+    try:
+        return os.stat(f"/proc/{pid}").st_uid
+    except OSError:
+        return None
+
+
+def user_name(uid: int) -> str:
+    """The user's name, or `uid 1234` where it has none."""
+    import pwd
+
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return f"uid {uid}"
+
+
+def command_of(pid: int) -> str:
+    """The command line, cut to 100 characters; empty where the process is gone."""
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            return file.read(400).replace(b"\0", b" ").decode(errors="replace").strip()[:100]
+    except OSError:
+        return ""
+
+
+def children_of(pid: int) -> list[int]:
+    """The PIDs of the process' children, empty where it is gone.
+
+    Raises ShortageError where no descriptor is left to read them with: that is not the same as none.
+    """
+    found: list[int] = []
+    try:
+        for task in os.listdir(f"/proc/{pid}/task"):
+            with open(f"/proc/{pid}/task/{task}/children", "rb") as file:
+                found += [int(word) for word in file.read().split()]
+    except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            raise ShortageError(f"the children of PID {pid} cannot be read: {error.strerror}") from None
+    return found
+
+
+def all_pids() -> list[int]:
+    """The PIDs of all processes, the newest numbers first; raises ShortageError where they cannot be read."""
+    try:
+        return sorted((int(name) for name in os.listdir("/proc") if name.isdigit()), reverse=True)
+    except OSError as error:
+        raise ShortageError(f"the processes cannot be listed: {error.strerror}") from None
+
+
 def environment_of(pid: int) -> dict[str, str]:
     """The environment that the process was started with, empty where it may not be read or is gone."""
     try:
@@ -150,7 +263,10 @@ def environment_of(pid: int) -> dict[str, str]:
 
 
 def program_of(pid: int) -> str:
-    """The path of the program that the process runs, empty where it may not be read or is gone."""
+    """The path of the program that the process runs, empty where it may not be read or is gone.
+
+    Takes no descriptor.
+    """
     try:
         return os.readlink(f"/proc/{pid}/exe").removesuffix(" (deleted)")
     except OSError:

@@ -114,17 +114,31 @@ def test_a_signal_to_a_process_that_has_ended_does_nothing(null: int) -> None:
     assert process.status() == 0
 
 
-def test_a_process_of_somebody_else_is_held_and_its_end_seen(null: int) -> None:
-    with subprocess.Popen(["sleep", "1000"]) as other:
-        process = Process.adopt(other.pid)
+def test_a_process_of_somebody_else_is_held_and_its_end_seen() -> None:
+    script = "sleep 1000 & echo $!; wait; echo gone; read x"
+    with subprocess.Popen(["/bin/sh", "-c", script], stdin=-1, stdout=-1, text=True) as parent:
+        assert parent.stdout is not None
+        process = Process.adopt(int(parent.stdout.readline()))
         assert process is not None
         assert not process.is_child
         assert process.status() is None
         process.signal(signal.SIGKILL)
+        assert parent.stdout.readline() == "gone\n", "it is not ours to reap"
         status = wait(process)
         assert describe_exit(status) == "ended"
         process.close()
-        assert other.wait() == -signal.SIGKILL, "it is not ours to reap"
+
+
+def test_a_child_that_is_adopted_is_reaped_by_whoever_adopted_it(null: int) -> None:
+    """As after a daemon has replaced its own code: its children are still its children."""
+    started = start("exit 7", {}, null)
+    process = Process.adopt(started.pid)
+    assert process is not None
+    assert process.is_child
+    assert wait(process) == 7
+    assert started.status() == -1000, "somebody else has taken note of its end"
+    process.close()
+    started.close()
 
 
 def test_a_process_that_is_gone_cannot_be_adopted() -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from typing import NamedTuple
 
 from yunion_mps.errors import HostError
 from yunion_mps.models import DomainPlan
-from yunion_mps.mps.control import PROGRAM, client_variables, peer_of
+from yunion_mps.mps.control import PROGRAM, Peer, client_variables, peer_of
 from yunion_mps.process import Process, environment_of, program_of
 
 #: Marks a control daemon as ours, in the environment that it was started with.
@@ -27,15 +28,23 @@ class Left(NamedTuple):
     gpu_uuids: tuple[str, ...]
 
 
-def control_environment(plan: DomainPlan) -> dict[str, str]:
+def control_environment(plan: DomainPlan, program: str = "") -> dict[str, str]:
     """The control daemon's environment, built from nothing: just these GPUs, in NVML's order."""
     return {
         **client_variables(plan.pipe_directory),
+        "PATH": server_path(program),
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
         "CUDA_MPS_LOG_DIRECTORY": plan.log_directory,
         "CUDA_VISIBLE_DEVICES": ",".join(plan.gpu_uuids),
         MARK: plan.name,
     }
+
+
+def server_path(program: str) -> str:
+    """The control daemon's PATH: it looks for NVIDIA's server there alone, so its own place comes first."""
+    usual = client_variables("")["PATH"]
+    beside = os.path.dirname(program)
+    return usual if not beside or beside in usual.split(os.pathsep) else f"{beside}{os.pathsep}{usual}"
 
 
 def find(plan: DomainPlan) -> Found | None:
@@ -50,7 +59,7 @@ def find(plan: DomainPlan) -> Found | None:
     place = plan.pipe_directory
     hint = f"when its jobs are done, end it with: echo quit | CUDA_MPS_PIPE_DIRECTORY={place} {PROGRAM}"
     environment = environment_of(peer.pid)
-    if not _is_ours(peer.pid, environment, place):
+    if not _is_ours(peer, environment, place):
         what = f"a control daemon (PID {peer.pid}, uid {peer.uid}), not started by us, already serves {place}"
         raise HostError(what, hint)
     serves = _served(environment)
@@ -58,14 +67,16 @@ def find(plan: DomainPlan) -> Found | None:
         what = f"the control daemon (PID {peer.pid}) that an earlier yunion-mps-daemon left in {place}"
         raise HostError(f"{what} serves none of its GPUs", hint)
     process = Process.adopt(peer.pid)
-    return Found(process, _as_served(plan, serves, environment)) if process else None
+    log_directory = environment.get("CUDA_MPS_LOG_DIRECTORY", plan.log_directory)
+    served = as_served(plan, plan._replace(log_directory=log_directory, gpu_uuids=serves))
+    return Found(process, served) if process else None
 
 
 def left_behind(pipe_directory: str) -> Left | None:
     """The control daemon of ours that still serves the directory, None where none does."""
     peer = peer_of(pipe_directory)
     environment = environment_of(peer.pid) if peer else {}
-    if peer and _is_ours(peer.pid, environment, pipe_directory):
+    if peer and _is_ours(peer, environment, pipe_directory):
         return Left(peer.pid, _served(environment))
     return None
 
@@ -74,16 +85,23 @@ def _served(environment: dict[str, str]) -> tuple[str, ...]:
     return tuple(environment.get("CUDA_VISIBLE_DEVICES", "").split(","))
 
 
-def _is_ours(pid: int, environment: dict[str, str], pipe_directory: str) -> bool:
+def _is_ours(peer: Peer, environment: dict[str, str], pipe_directory: str) -> bool:
     named = environment.get("CUDA_MPS_PIPE_DIRECTORY") == pipe_directory
-    return program_of(pid).rpartition("/")[2] == PROGRAM and MARK in environment and named
+    program = program_of(peer.pid).rpartition("/")[2]
+    return peer.uid in (0, os.geteuid()) and program == PROGRAM and MARK in environment and named
 
 
-def _as_served(plan: DomainPlan, serves: tuple[str, ...], environment: dict[str, str]) -> DomainPlan:
+def as_served(plan: DomainPlan, running: DomainPlan) -> DomainPlan:
     """The plan with the GPUs in the running control daemon's own order, by which limits are named."""
     limits = dict(zip(plan.gpu_uuids, plan.memory_limits_mib))
+    numbers = dict(zip(plan.gpu_uuids, plan.numbers))
+    percentages = dict(zip(plan.gpu_uuids, plan.percentages))
+    serves = running.gpu_uuids
     return plan._replace(
-        log_directory=environment.get("CUDA_MPS_LOG_DIRECTORY", plan.log_directory),
+        pipe_directory=running.pipe_directory,
+        log_directory=running.log_directory,
         gpu_uuids=serves,
         memory_limits_mib=tuple(limits.get(uuid) for uuid in serves),
+        numbers=tuple(numbers.get(uuid, 0) for uuid in serves),
+        percentages=tuple(percentages.get(uuid, 0.0) for uuid in serves),
     )

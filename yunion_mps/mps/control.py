@@ -23,9 +23,32 @@ PACKAGES = (
     "xorg-x11-drv-nvidia-cuda on Fedora (RPM Fusion)"
 )
 
+#: A question that every control daemon answers with one line. Where even this is answered by none, we were
+#: turned away: it serves one front-end at a time, and closes to a second one without a word (measured).
+HEARD = "get_default_active_thread_percentage"
+
+#: What the front-end says (status 1) in half of the cases where another one is connected, and always where
+#: the control daemon waits for its clients after a `quit`; in the other half it says nothing, with status 0,
+#: and seldom 1 (measured).
+_TURNED_AWAY = "Cannot send command to MPS control daemon process"
+
 #: More than any answer of ours; the rest would only fill memory.
 _LONGEST_ANSWER = 1 << 20
 _CREDENTIALS = struct.Struct("3i")
+
+
+class SilentError(ControlError):
+    """A control daemon that runs does not answer, or nobody can reach it."""
+
+
+class OccupiedError(ControlError):
+    """Another front-end is connected, and so ours was not heard."""
+
+    def __init__(self, pipe_directory: str) -> None:
+        super().__init__(
+            "it answers nothing, because another nvidia-cuda-mps-control is connected to it",
+            f"end that one; who has it open: pgrep -a nvidia-cuda-mps (pipe directory {pipe_directory})",
+        )
 
 
 class Peer(NamedTuple):
@@ -57,9 +80,15 @@ def peer_of(pipe_directory: str) -> Peer | None:
             pass  # its queue is full: it is there, and does not accept
         except OSError:
             return None
-        raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        peer = credentials_of(connection)
+    return peer if peer.pid > 0 else None
+
+
+def credentials_of(connection: socket.socket) -> Peer:
+    """Who listens at the other end, by the kernel's own word (SO_PEERCRED, unix(7)); PID 0 where unknown."""
+    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, uid, _ = _CREDENTIALS.unpack(raw)
-    return Peer(pid, uid) if pid > 0 else None
+    return Peer(pid, uid)
 
 
 def client_variables(pipe_directory: str) -> dict[str, str]:
@@ -110,21 +139,23 @@ class Conversation:
         return self._output
 
     def poll(self, now_s: float) -> list[str] | None:
-        """The answer's lines once it is complete, None before that.
+        """The answer's lines once it is complete, None before that; none where another front-end is served.
 
-        Raises ControlError when there is no control daemon, or no answer until the deadline.
+        Raises SilentError when there is no control daemon, or no answer until the deadline.
         """
         complete = self._read()
         if complete and self._process.status() is not None:
             status = self._process.status()
             text = self._answer.decode(errors="replace")
             self.close()
+            if status != 0 and (text.startswith(_TURNED_AWAY) or (status == 1 and not text)):
+                return []
             if status != 0:
-                raise ControlError(f"{PROGRAM} said: {text.strip() or f'status {status}'}", "")
+                raise SilentError(f"{PROGRAM} said: {text.strip() or f'status {status}'}", "")
             return text.splitlines()
         if now_s >= self._deadline_s:
             self.close()
-            raise ControlError(
+            raise SilentError(
                 f"the control daemon did not answer {self._commands[0]!r} within {self._timeout_s:g} s",
                 "look at the end of its log",
             )

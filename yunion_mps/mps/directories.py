@@ -12,6 +12,7 @@ import os
 import stat
 
 from yunion_mps.errors import HostError, ShortageError
+from yunion_mps.process import user_name
 
 _MODE = 0o755
 _MOST_LINKS = 40
@@ -97,7 +98,7 @@ def _judge(directory: int, path: str, *, last: bool) -> None:
     info = os.fstat(directory)
     if info.st_uid not in _ours():
         hint = f"look at it (ls -la {path}); remove it, or choose another directory"
-        raise HostError(f"{path} belongs to another user ({_name(info.st_uid)})", hint)
+        raise HostError(f"{path} belongs to another user ({user_name(info.st_uid)})", hint)
     sticky = info.st_mode & stat.S_ISVTX
     if info.st_mode & _OTHERS_WRITE and (last or not sticky):
         hint = f"look at it (ls -la {path}); then chmod go-w {path}, or choose another directory"
@@ -121,7 +122,7 @@ def _check_entry(directory: int, name: str, path: str) -> None:
     if stat.S_ISLNK(info.st_mode):
         raise HostError(f"{path} is a symlink, which is not followed", f"remove it: rm {path}")
     if info.st_uid not in _ours():
-        what = f"{path} belongs to another user ({_name(info.st_uid)})"
+        what = f"{path} belongs to another user ({user_name(info.st_uid)})"
         raise HostError(what, f"look at it (ls -la {path}); remove it, or choose another directory")
 
 
@@ -150,12 +151,3 @@ def _cannot(error: OSError, what: str) -> HostError:
 
 def _ours() -> tuple[int, int]:
     return 0, os.geteuid()
-
-
-def _name(uid: int) -> str:
-    import pwd
-
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return f"uid {uid}"

@@ -2,309 +2,407 @@
 
 `tick` is called when a descriptor of `descriptors()` is readable or the time that it returned has come. The
 state changes in `_change` and nowhere else. Every state that waits for something has a deadline.
+
+Limits that are set count for the next MPS server only. So `plan` is what clients get, `wanted` what they are
+to get, and where the two differ while it serves, the change is pending.
 """
 
 from __future__ import annotations
 
 import logging
-import signal
 from collections.abc import Callable
 
 from yunion_mps.errors import ControlError, HostError, ShortageError, YunionError
-from yunion_mps.models import DomainPlan, DomainStatus
-from yunion_mps.mps import launch, limits
-from yunion_mps.mps.adoption import find
-from yunion_mps.mps.control import Conversation, peer_of
+from yunion_mps.models import DomainPlan, DomainStatus, Event
+from yunion_mps.mps import launch
+from yunion_mps.mps.adoption import as_served, find
+from yunion_mps.mps.applying import Applying, InForce
+from yunion_mps.mps.backoff import RETRY_S, Backoff
+from yunion_mps.mps.control import SilentError
+from yunion_mps.mps.diagnosis import why_silent
+from yunion_mps.mps.ending import Ending
+from yunion_mps.mps.launch import Starting
+from yunion_mps.mps.log_file import look_at_log
+from yunion_mps.mps.news import NewsReader, events_of
+from yunion_mps.mps.servers import named
 from yunion_mps.mps.states import (
     APPLYING,
     BACKOFF,
     FAILED,
-    LEGAL_CHANGES,
     READY,
     STARTING,
     STOPPED,
     STOPPING,
+    WEDGED,
+    Told,
 )
+from yunion_mps.mps.succession import LOOK_AGAIN_S, Succession
+from yunion_mps.mps.watch import LimitsChangedError, Watch
+from yunion_mps.mps.wedge import Wedge
 from yunion_mps.process import Process, describe_exit
 
 log = logging.getLogger(__name__)
 
-START_TIMEOUT_S = 10.0
-ANSWER_TIMEOUT_S = 5.0
 #: How long clients have to end after a `quit`, before the control daemon ends their servers.
-QUIT_TIMEOUT_S = 10
-#: How long it may take on top of that, before it is ended by signals.
-QUIT_GRACE_S = 2.0
-QUIT_RETRY_S = 0.2
-_FIRST_LOOK_S = 0.0002
-_LONGEST_LOOK_S = 0.05
-BACKOFF_S = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0)
-RETRY_FAILED_S = 60.0
-#: READY for this long, and earlier deaths count no more.
-STABLE_S = 60.0
+STOP_TIMEOUT_S = 10
+#: How often servers without clients are asked to end, where something waits for that.
+_ASK_AGAIN_S = 10.0
 
 
-class Domain:
+class Domain(Told):
     """A control daemon, from its start over its limits to its end."""
 
-    def __init__(self, plan: DomainPlan, program: str, on_change: Callable[[], None]) -> None:
-        self.plan = plan
-        self.state = STOPPED
-        self.reason = "not started yet"
-        self.error: YunionError | None = None
-        self.since_s = 0.0
+    def __init__(
+        self,
+        plan: DomainPlan,
+        program: str,
+        tell: Callable[[Event], None],
+        changed: Callable[[], None],
+        remembered: InForce | None = None,
+    ) -> None:
+        """`tell` gets every event, and `changed` is called when the status is another.
+
+        `remembered` is what was `in_force` when an earlier daemon wrote it down.
+        """
+        super().__init__(plan.name, tell, changed)
+        self.wanted = plan
         self.restarts = 0
-        self._wanted = plan
-        self._program = program
-        self._on_change = on_change
+        self.stop_timeout_s = STOP_TIMEOUT_S
+        #: Whether processes other than servers use its GPUs, as NVML told last; None where that is unknown.
+        self.in_use: bool | None = None
+        #: Whether it is to end once no server has jobs: the configuration has no place for it any more.
+        self.retiring = False
+        self.program = program
+        self._target = plan
+        self._succession = Succession(remembered or InForce(plan), tell, changed)
+        self._news = NewsReader(plan)
         self._process: Process | None = None
-        self._conversation: Conversation | None = None
-        self._deadline_s = 0.0
-        self._look_s = _FIRST_LOOK_S
-        self._deaths = 0
-        self._ended_by = 0
-        self._asked_to_quit = False
-        self._found = False
+        #: What is under way with its control daemon, by the state.
+        self._work: Starting | Applying | Watch | Wedge | Ending | None = None
+        self._deadline_s = self._ask_s = 0.0
+        self._backoff = Backoff()
+        self._has_served = self._was_found = False
+
+    # -- what it is at
+
+    @property
+    def in_force(self) -> InForce:
+        """What its clients get, and the servers for which that is not what is wanted."""
+        return self._succession.in_force
+
+    @property
+    def plan(self) -> DomainPlan:
+        """What its clients get."""
+        return self.in_force.plan
 
     def status(self) -> DomainStatus:
         """What the snapshot shows of it."""
-        pid = self._process.pid if self._process else None
-        return DomainStatus(self.plan, self.state, self.reason, pid, self.since_s, self.restarts)
+        going = self.state in (STOPPED, STOPPING)
+        pending = "" if going else self._succession.pending(retiring=self.retiring)
+        after = self._target if pending and not self.retiring else None
+        return DomainStatus(
+            self.plan, self.state, self.reason, self._pid, self.since_s, self.restarts, pending, after
+        )
 
     def descriptors(self) -> list[int]:
-        """What to watch for reading: the control daemon's end, and the answer that is awaited."""
-        watched = [self._process.fileno()] if self._process else []
-        return [*watched, self._conversation.fileno()] if self._conversation else watched
+        """What to watch for reading: the control daemon's end, and the answers that are awaited."""
+        end = [self._process.fileno()] if self._process else []
+        return [*end, *self._work.descriptors()] if self._work else end
+
+    def server_pids(self) -> list[int]:
+        """The PIDs of its MPS servers, also of those that have outlived their control daemon."""
+        return [*self._children(), *self._succession.orphans.pids]
+
+    @property
+    def _pid(self) -> int | None:
+        return self._process.pid if self._process else None
+
+    def _children(self) -> tuple[int, ...]:
+        return self._succession.children(self._pid)
+
+    # -- what it is told
+
+    @property
+    def took_over(self) -> bool:
+        """Whether its control daemon ran before us, and so may have jobs."""
+        return self._was_found and self._process is not None
 
     def obstacle(self) -> HostError | None:
         """What would keep it from starting: found out before anything is changed on the host."""
-        try:
-            launch.prepare(self._wanted)
-            found = find(self._wanted)
-            if found:
-                found.process.close()
-        except HostError as error:
-            return error
-        return None
+        return launch.obstacle(self.wanted)
 
     def start(self, now_s: float) -> None:
         """Begin: directories, then the control daemon; the rest is done by ticks."""
-        try:
-            launch.prepare(self._wanted)
-            found = find(self._wanted)
-            self._process = found.process if found else launch.launch(self._program, self._wanted)
-        except HostError as error:
-            self._fail(now_s, error, FAILED)
-            return
-        self.plan = found.plan if found else self._wanted
-        self._found = found is not None
-        what = f"took over the running control daemon (PID {self._process.pid})" if found else "started"
-        self._look_s = _FIRST_LOOK_S
-        self._deadline_s = now_s + START_TIMEOUT_S
+        self._succession.begin(now_s)
+        what = f"asks the running control daemon (PID {self._pid}) again"
+        if self._process is None:
+            try:
+                what = self._find_or_launch()
+            except HostError as error:
+                self._fail(now_s, error, lasting=True)
+                return
+        assert self._process is not None
+        self._work = Starting(self._process, self._target, now_s)
         self._change(STARTING, now_s, f"{what}; it does not answer yet")
 
-    def stop(self, now_s: float, *, spare_found: bool = False) -> None:
-        """Begin to stop; idle states end at once, the others by ticks.
+    def stop(self, now_s: float, *, spare_found: bool = False, timeout_s: int | None = None) -> None:
+        """Begin to stop; what runs nothing stops at once, the others by ticks.
 
-        With `spare_found`, a control daemon that was running before us is left as it is, with its clients.
+        Clients have `timeout_s` to end, or what was configured. With `spare_found`, what was running before
+        us is left as it is, with its clients.
         """
-        if self.state == STOPPING:
+        if self.state in (STOPPED, STOPPING):
             return
-        self._end_conversation()
-        if spare_found and self._process and not self._process.is_child:
-            self._release()
-        if self._process is None:
-            if self.state != STOPPED:
-                self._change(STOPPED, now_s, "stopped")
-            return
-        self._change(STOPPING, now_s, f"waiting up to {QUIT_TIMEOUT_S} s for its clients to end")
-        self._deadline_s = now_s + QUIT_TIMEOUT_S + QUIT_GRACE_S
-        self._ended_by = 0
-        self._asked_to_quit = False
-        self._ask_to_quit(now_s)
-
-    def _ask_to_quit(self, now_s: float) -> None:
-        """Ask; where only descriptors are short, its clients still get their time, and it is asked again."""
-        place, wait_s = self.plan.pipe_directory, QUIT_TIMEOUT_S + QUIT_GRACE_S
-        try:
-            self._conversation = Conversation(
-                self._program, place, [f"quit -t {QUIT_TIMEOUT_S}"], now_s, wait_s
+        self._drop()
+        if spare_found:
+            self._leave_what_was_found()
+        wait_s = self.stop_timeout_s if timeout_s is None else timeout_s
+        if self._process:
+            self._work = Ending(
+                self._process, self.plan, self.program, self._children, now_s, timeout_s=wait_s
             )
-            self._asked_to_quit = True
-        except ShortageError as error:
-            log.debug("domain %s: it cannot be asked to quit yet: %s", self.plan.name, error)
-        except YunionError as error:
-            log.warning("domain %s: it cannot be asked to quit: %s", self.plan.name, error)
-            self._deadline_s = now_s
+        self._succession.end(now_s + wait_s)
+        if self._process or self._succession.orphans.pids:
+            self._change(STOPPING, now_s, f"waiting up to {wait_s} s for its clients to end")
+        else:
+            self._change(STOPPED, now_s, "stopped")
+
+    def change(self, plan: DomainPlan, now_s: float) -> None:
+        """Aim at other limits; a control daemon that serves gets them at once, for its next server."""
+        self.retiring = False
+        if self.state in (BACKOFF, FAILED):
+            self._deadline_s = now_s  # somebody may have mended what kept it from starting
+        differs, self.wanted = plan != self.wanted, plan
+        if differs and self._process is None:
+            self._succession.in_force = InForce(plan)
+        elif differs:
+            self._target = as_served(plan, self._target)
+            if self._target == self.plan:  # a change is taken back: its servers have just that
+                self._succession.in_force = InForce(self.plan)
+            if self.state in (APPLYING, READY):
+                self._apply(now_s, "the configuration has changed: its limits are being set", setting=True)
+        self._changed()
+
+    def retire(self) -> None:
+        """End it once its servers have ended."""
+        self.retiring = True
+        self._changed()
+
+    def renew(self, now_s: float, *, force: bool) -> bool:
+        """Ask the servers that something waits for to end: once their clients have, with `force` at once.
+
+        Those without a control daemon can only be forced. Returns whether any is on its way to its end.
+        """
+        orphans = self._succession.orphans
+        if force:
+            orphans.end(now_s, "its end was asked for")
+        servers = self._children() if self.retiring else self.in_force.old_servers
+        if isinstance(self._work, Watch) and servers:
+            how = " -f" if force else ""
+            self._work.order([f"shutdown_server {pid}{how}" for pid in servers])
+            return True
+        return force and bool(orphans.pids)
 
     def tick(self, now_s: float) -> float | None:
         """Do what is due; return when to be called again at the latest, None for not before a descriptor."""
+        due_s = self._step(now_s)
+        if self.state != STOPPED:
+            also_s = self._succession.tick(now_s, self._pid, in_use=self.in_use)
+            due_s = min((time_s for time_s in (due_s, also_s) if time_s is not None), default=None)
+        return due_s
+
+    # -- its states
+
+    def _step(self, now_s: float) -> float | None:
         if self._process and self._process.status() is not None:
             self._ended(now_s)
         step = {
             STARTING: self._tick_starting,
             APPLYING: self._tick_applying,
+            READY: self._tick_ready,
+            WEDGED: self._tick_wedged,
             BACKOFF: self._tick_waiting,
             FAILED: self._tick_waiting,
             STOPPING: self._tick_stopping,
         }.get(self.state)
-        return step(now_s) if step else None
+        try:
+            return step(now_s) if step else None
+        except YunionError as error:
+            self._give_up(now_s, error)
+            return self._step(now_s)
+
+    def _find_or_launch(self) -> str:
+        """Have a control daemon, in words; raises HostError."""
+        found = find(self.wanted)  # first, for one that serves needs nothing of what a new one needs
+        self._target = found.plan if found else self.wanted
+        self._news = NewsReader(self._target)
+        self._has_served = self._was_found = found is not None
+        if found:
+            self._process = found.process
+            return f"took over the running control daemon (PID {found.process.pid})"
+        launch.prepare(self.wanted)
+        self._process = launch.launch(self.program, self.wanted)
+        self._succession.in_force = InForce(self.wanted)
+        return "started"
 
     def _tick_starting(self, now_s: float) -> float | None:
-        assert self._process is not None
-        try:
-            peer = peer_of(self.plan.pipe_directory)
-            if peer and peer.pid == self._process.pid:
-                self._conversation = self._ask(now_s)
-                self._change(APPLYING, now_s, "its limits are being set and read back")
-                return self.tick(now_s)
-        except YunionError as error:
-            self._give_up(now_s, error)
-            return self._deadline_s
-        if now_s >= self._deadline_s:
-            what = f"the control daemon did not answer within {START_TIMEOUT_S:g} s after its start"
-            self._give_up(now_s, ControlError(what, launch.look_at_log(self.plan)))
-            return self._deadline_s
-        self._look_s = min(self._look_s * 1.5, _LONGEST_LOOK_S)
-        return min(now_s + self._look_s, self._deadline_s)
+        assert isinstance(self._work, Starting)
+        due_s = self._work.tick(now_s)
+        if due_s is None:
+            what = "read" if self._has_served else "set and read back"
+            self._apply(now_s, f"its limits are being {what}", setting=not self._has_served)
+            return self._step(now_s)
+        return due_s
 
-    def _ask(self, now_s: float) -> Conversation:
-        """Set the limits; those of a control daemon that was found are only asked for, with its servers."""
-        commands = limits.asking(self.plan)
-        commands = ["get_server_list", *commands] if self._found else limits.setting(self.plan) + commands
-        return Conversation(self._program, self.plan.pipe_directory, commands, now_s, ANSWER_TIMEOUT_S)
+    def _apply(self, now_s: float, reason: str, *, setting: bool) -> None:
+        self._drop()
+        self._work = Applying(
+            self.program,
+            self.in_force,
+            self._target,
+            now_s,
+            setting=setting,
+            has_served=self._has_served,
+            idle=self.in_use is False,
+        )
+        if self.state == APPLYING:
+            self._explain(reason)
+        else:
+            self._change(APPLYING, now_s, reason)
 
     def _tick_applying(self, now_s: float) -> float | None:
-        assert self._conversation is not None
-        try:
-            answer = self._conversation.poll(now_s)
-            if answer is None:
-                return self._conversation.deadline_s
-            self._conversation = None
-            if self._found and not self._in_force(answer):
-                self._found = False
-                self._conversation = self._ask(now_s)
-                return self.tick(now_s)
-            if not self._found:
-                limits.check_setting(self.plan, answer)
-        except YunionError as error:
-            self._give_up(now_s, error)
-            return self._deadline_s
+        assert isinstance(self._work, Applying)
+        assert self._process is not None
+        result = self._work.tick(now_s)
+        if isinstance(result, float):
+            self._explain(self._work.note or self.reason)
+            return result
+        self._drop()
+        self._succession.in_force, self._has_served = result, True
+        self._work = Watch(
+            self.program, self._target, self._process.pid, self._children(), self._tell_news, now_s
+        )
         self._change(READY, now_s, "")
-        return None
+        return self._step(now_s)
 
-    def _in_force(self, answer: list[str]) -> bool:
-        """Whether a control daemon that was found has the planned limits.
-
-        Raises ControlError where it has others and a server runs: limits count for the next server only.
-        """
-        servers = limits.servers_in(answer)
+    def _tick_ready(self, now_s: float) -> float | None:
+        assert isinstance(self._work, Watch)
+        if self.retiring and not self.server_pids():
+            self.stop(now_s)
+            return self._step(now_s)
+        self._succession.look_after_old(self._target)
+        waits = bool(self.retiring or self.in_force.old_servers)
+        # Without -f, for a job may have come since NVML was asked: a server with clients goes on with them
+        # (535 ends it after them, 550 asks it again and again), and one without ends at once.
+        if waits and self.in_use is False and now_s >= self._ask_s:
+            self._ask_s = now_s + _ASK_AGAIN_S
+            self.renew(now_s, force=False)
         try:
-            limits.check(self.plan, answer[len(servers) :])
-        except ControlError:
-            if servers:
-                pids = ", ".join(str(pid) for pid in servers)
-                what = f"its MPS server (PID {pids}) keeps the limits of the configuration before this one"
-                raise ControlError(
-                    what, "it ends with its last client; the new limits are set then"
-                ) from None
-            return False
-        return True
+            due_s = self._work.tick(now_s)
+        except LimitsChangedError as error:
+            strange = tuple(pid for pid in self._children() if pid not in self._work.servers)
+            self._succession.note_strangers(strange, error.message)
+            self._apply(now_s, "somebody else has changed its limits: they are set again", setting=True)
+            return self._step(now_s)
+        return min(due_s, now_s + LOOK_AGAIN_S) if waits else due_s
+
+    def _tick_wedged(self, now_s: float) -> float | None:
+        assert isinstance(self._work, Wedge)
+        due_s = self._work.tick(now_s, in_use=self.in_use)
+        if due_s is None:
+            self._apply(now_s, "it answers again; its limits are being read", setting=False)
+            return self._step(now_s)
+        if self._work.spared_for:
+            before = self.reason.partition("; it is replaced")[0]
+            note = f"it is replaced when {named(self._work.spared_for)}, which may have jobs, has ended"
+            self._explain(f"{before}; {note} (not to wait, and risk them: kill -9 {self._pid})")
+        return due_s
 
     def _tick_waiting(self, now_s: float) -> float | None:
+        if self.retiring and not self.server_pids():
+            self.stop(now_s)
+            return self._step(now_s)
+        if self.retiring and self._process is None:
+            return now_s + LOOK_AGAIN_S  # only for jobs to end; nothing new is started for that
         if now_s < self._deadline_s:
             return self._deadline_s
         self.start(now_s)
-        return self.tick(now_s) if self.state == STARTING else self._deadline_s
+        return self._step(now_s) if self.state == STARTING else self._deadline_s
 
     def _tick_stopping(self, now_s: float) -> float | None:
-        """Once the deadline is over: SIGTERM, and a moment later SIGKILL."""
-        assert self._process is not None
-        if self._conversation:
-            try:
-                if self._conversation.poll(now_s) is not None:
-                    self._conversation = None
-            except ControlError as error:
-                log.warning("domain %s: it does not quit: %s", self.plan.name, error)
-                self._conversation = None
-                self._deadline_s = now_s
-        if now_s < self._deadline_s and not self._asked_to_quit:
-            self._ask_to_quit(now_s)
-            return min(self._deadline_s, now_s + QUIT_RETRY_S)
-        if now_s < self._deadline_s:
-            return self._deadline_s
-        number = signal.SIGKILL if self._ended_by else signal.SIGTERM
-        log.warning(
-            "domain %s: control daemon (PID %d) gets %s", self.plan.name, self._process.pid, number.name
-        )
-        self._process.signal(number)
-        self._ended_by = number
-        self._deadline_s = now_s + QUIT_GRACE_S
-        return self._deadline_s
+        if isinstance(self._work, Ending):
+            return self._work.tick(now_s)
+        if not self._succession.orphans.pids:
+            self._change(STOPPED, now_s, "stopped")
+        return None
+
+    # -- when something goes wrong
 
     def _ended(self, now_s: float) -> None:
         """The control daemon is gone: as we wished, or on its own."""
         assert self._process is not None
-        words = describe_exit(self._process.status() or 0)
-        pid = self._process.pid
+        what = f"the control daemon (PID {self._process.pid}) {describe_exit(self._process.status() or 0)}"
+        replaced = isinstance(self._work, Wedge) and self._work.ended
+        if replaced:
+            what = f"the control daemon (PID {self._process.pid}) did not serve, and was ended"
+        self._tell_news()
         self._process.close()
         self._process = None
-        self._end_conversation()
-        if self.state == STOPPING:
-            self._change(STOPPED, now_s, "stopped")
-            return
-        self._fail(
-            now_s,
-            ControlError(f"the control daemon (PID {pid}) {words}", launch.look_at_log(self.plan)),
-            BACKOFF,
-        )
+        self._drop()
+        self._succession.bereave(what, now_s if replaced else None)
+        if self.state in (BACKOFF, FAILED):
+            self._deadline_s = now_s  # what was wrong was wrong with this one
+        elif self.state != STOPPING:
+            self._fail(now_s, ControlError(what, look_at_log(self.plan)))
 
     def _give_up(self, now_s: float, error: YunionError) -> None:
-        """End a control daemon that does not do what it should, and try anew later.
-
-        One that was taken over may have clients at work: it is left alone, and looked at again later.
-        """
-        self._end_conversation()
-        if self._process and self._process.is_child:
+        """End a control daemon that never served; one that may have jobs at work is treated with care."""
+        self._drop()
+        if self._process and self._has_served and isinstance(error, SilentError):
+            self._begin_wedge(now_s, error)
+            return
+        if self._process and not self._has_served:
             self._process.kill()
             self._process = None
-        elif self._process:
-            self._release()
-        self._fail(now_s, error, BACKOFF)
+            self._succession.bereave(error.message)  # where a job has come before it had its limits
+        self._fail(now_s, error)
 
-    def _release(self) -> None:
-        """Let go of a control daemon that was running before us."""
+    def _begin_wedge(self, now_s: float, error: YunionError) -> None:
         assert self._process is not None
-        log.warning(
-            "domain %s: the control daemon (PID %d) is left running", self.plan.name, self._process.pid
-        )
-        self._process.close()
-        self._process = None
+        why = why_silent(self._process.pid, self.plan.pipe_directory) or error.message
+        self.error = error
+        self._change(WEDGED, now_s, f"the control daemon (PID {self._process.pid}) does not serve: {why}")
+        log.error("domain %s: %s. It is told to go on. %s", self.plan.name, self.reason, error.hint)
+        self._work = Wedge(self._process, self._target, self.program, self._children, now_s)
 
-    def _fail(self, now_s: float, error: YunionError, state: str) -> None:
-        if self.state == READY and now_s - self.since_s >= STABLE_S:
-            self._deaths = 0
-        wait_s = RETRY_FAILED_S
-        if state == BACKOFF or isinstance(error, ShortageError):
-            wait_s = BACKOFF_S[min(self._deaths, len(BACKOFF_S) - 1)]
-        self._deaths += 1
+    def _fail(self, now_s: float, error: YunionError, *, lasting: bool = False) -> None:
+        self._backoff.served(now_s - self.since_s if self.state == READY else self.served_s)
+        self.served_s = 0.0
+        wait_s = self._backoff.next_wait_s()
+        lasting = lasting or wait_s is None
+        if wait_s is None or (lasting and not isinstance(error, ShortageError)):
+            wait_s = RETRY_S
         self.restarts += 1
         self.error = error
         self._deadline_s = now_s + wait_s
         log.error("domain %s: %s; next start in %g s. %s", self.plan.name, error.message, wait_s, error.hint)
-        self._change(state, now_s, error.message)
+        self._change(FAILED if lasting else BACKOFF, now_s, error.message)
 
-    def _change(self, state: str, now_s: float, reason: str) -> None:
-        """The one place that changes the state."""
-        if state not in LEGAL_CHANGES[self.state]:
-            raise AssertionError(f"domain {self.plan.name}: {self.state} cannot become {state}")
-        log.info("domain %s: %s -> %s%s", self.plan.name, self.state, state, f" ({reason})" if reason else "")
-        self.state, self.since_s, self.reason = state, now_s, reason
-        if state == READY:
-            self.error = None
-        self._on_change()
+    def _leave_what_was_found(self) -> None:
+        self._succession.orphans.leave()
+        if self._process and self._was_found:
+            log.warning("domain %s: the control daemon (PID %d) is left running", self.plan.name, self._pid)
+            self._process.close()
+            self._process = None
 
-    def _end_conversation(self) -> None:
-        if self._conversation:
-            self._conversation.close()
-            self._conversation = None
+    def _tell_news(self) -> None:
+        """Tell what the control daemon's log has told since the last look."""
+        news = self._news.read()
+        for event in events_of(news, self.plan.name, self._children()) if news else ():
+            self._tell(event)
+
+    def _drop(self) -> None:
+        """Leave off what was under way."""
+        if self._work:
+            self._work.close()
+            self._work = None

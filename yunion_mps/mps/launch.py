@@ -1,17 +1,24 @@
-"""Starting a control daemon: its directories, its log, and what the log said last."""
+"""Starting a control daemon: its directories, its log and its environment."""
 
 from __future__ import annotations
 
 import os
 
-from yunion_mps.errors import ShortageError
+from yunion_mps.errors import HostError, ShortageError
 from yunion_mps.models import DomainPlan
 from yunion_mps.mps import directories
-from yunion_mps.mps.adoption import control_environment
+from yunion_mps.mps.adoption import control_environment, find
+from yunion_mps.mps.control import SilentError, peer_of
+from yunion_mps.mps.log_file import LOG_NAME, look_at_log
 from yunion_mps.process import Process, spawn
 
-LOG_NAME = "control.log"
-_LOG_LINES = 5
+#: Has the control daemon give all users one server; before 570 it is not known.
+MULTIUSER = "-multiuser-server"
+
+#: It listens after about 2 ms.
+START_TIMEOUT_S = 10.0
+_FIRST_LOOK_S = 0.0002
+_LONGEST_LOOK_S = 0.05
 
 
 def prepare(plan: DomainPlan) -> None:
@@ -31,6 +38,19 @@ def prepare(plan: DomainPlan) -> None:
         raise ShortageError(f"the domain's directories cannot be made: {error}") from None
 
 
+def obstacle(plan: DomainPlan) -> HostError | None:
+    """What would keep a control daemon from being started, or taken over."""
+    try:
+        found = find(plan)
+        if found:
+            found.process.close()
+        else:
+            prepare(plan)
+    except HostError as error:
+        return error
+    return None
+
+
 def launch(program: str, plan: DomainPlan) -> Process:
     """Start NVIDIA's control daemon in the foreground, its log behind what is there; raises HostError."""
     try:
@@ -41,20 +61,37 @@ def launch(program: str, plan: DomainPlan) -> Process:
             os.close(directory)
     except OSError as error:
         raise ShortageError(f"the control daemon's log cannot be opened: {error}") from None
+    words = [program, "-f", MULTIUSER] if plan.multiuser else [program, "-f"]
     try:
-        environment = control_environment(plan)
-        return spawn([program, "-f"], environment, stdin=None, stdout=output, stderr=output)
+        environment = control_environment(plan, program)
+        return spawn(words, environment, stdin=None, stdout=output, stderr=output)
     finally:
         os.close(output)
 
 
-def look_at_log(plan: DomainPlan) -> str:
-    """Where the control daemon's log is, and its last words."""
-    path = os.path.join(plan.log_directory, LOG_NAME)
-    try:
-        with open(path, "rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - 2000))
-            lines = file.read().decode(errors="replace").splitlines()[-_LOG_LINES:]
-    except OSError:
-        lines = []
-    return f"its log is {path}" + "".join(f"\n  {line}" for line in lines)
+class Starting:
+    """Waiting for a control daemon's first sign of life; nothing here waits, or can be watched."""
+
+    def __init__(self, process: Process, plan: DomainPlan, now_s: float) -> None:
+        self._process = process
+        self._plan = plan
+        self._look_s = _FIRST_LOOK_S
+        self._deadline_s = now_s + START_TIMEOUT_S
+
+    def descriptors(self) -> list[int]:
+        """None tells of it."""
+        return []
+
+    def tick(self, now_s: float) -> float | None:
+        """When to be called again, sooner at first; None once it listens. Raises SilentError in the end."""
+        peer = peer_of(self._plan.pipe_directory)
+        if peer and peer.pid == self._process.pid:
+            return None
+        if now_s >= self._deadline_s:
+            what = f"the control daemon did not answer within {START_TIMEOUT_S:g} s after its start"
+            raise SilentError(what, look_at_log(self._plan))
+        self._look_s = min(self._look_s * 1.5, _LONGEST_LOOK_S)
+        return min(now_s + self._look_s, self._deadline_s)
+
+    def close(self) -> None:
+        """Nothing is held."""

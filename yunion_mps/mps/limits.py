@@ -40,7 +40,6 @@ def asking(plan: DomainPlan) -> list[str]:
 
 def check(plan: DomainPlan, answer: Sequence[str]) -> None:
     """Raise ControlError for the first limit that the answer to `asking` does not show as planned."""
-    wanted = f"{plan.thread_percentage:.1f}"
     lines = list(answer)
     for device, memory_mib in enumerate(plan.memory_limits_mib):
         if memory_mib is None:
@@ -48,20 +47,25 @@ def check(plan: DomainPlan, answer: Sequence[str]) -> None:
         got = lines.pop(0) if lines and _is_memory(lines[0]) else None
         if got != shown(memory_mib):
             raise _not_in_force(f"memory limit of device {device}", f"{memory_mib}M", got)
-        percentage = lines.pop(0) if lines else None
-        if percentage != wanted:
-            raise _not_in_force("thread percentage", wanted, percentage)
+        check_percentage(plan, lines.pop(0) if lines else None)
     if lines:
         raise ControlError(f"the control daemon answers more than was asked for: {lines[0]!r}", _HINT)
 
 
-def check_setting(plan: DomainPlan, answer: Sequence[str]) -> None:
-    """As `check`, for the answer to `setting` and `asking` in one conversation."""
+def match(plan: DomainPlan, answer: Sequence[str]) -> bool:
+    """Whether `check` finds nothing."""
+    try:
+        check(plan, answer)
+    except ControlError:
+        return False
+    return True
+
+
+def check_percentage(plan: DomainPlan, answer: str | None) -> None:
+    """As `check`, for the one line that `setting` is answered with."""
     wanted = f"{plan.thread_percentage:.1f}"
-    first = answer[0] if answer else None
-    if first != wanted:
-        raise _not_in_force("thread percentage", wanted, first)
-    check(plan, answer[1:])
+    if answer != wanted:
+        raise _not_in_force("thread percentage", wanted, answer)
 
 
 def servers_in(answer: Sequence[str]) -> list[int]:

@@ -1,21 +1,82 @@
-"""The states of a domain, and which may follow which."""
+"""The states of a domain, which may follow which, and what each means for the jobs."""
 
 from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from yunion_mps.errors import YunionError
+from yunion_mps.models import Event
+
+log = logging.getLogger(__name__)
 
 STOPPED = "stopped"
 STARTING = "starting"  # the control daemon was started (or found) and does not answer yet
 APPLYING = "applying"  # its limits are being set and read back
 READY = "ready"  # every limit was read back: clients are served within their budgets
+WEDGED = "wedged"  # it runs and does not answer, or nobody finds it
 BACKOFF = "backoff"  # it ended or failed; the next start is due at a time
 FAILED = "failed"  # no start helps before somebody has done something; tried again slowly
 STOPPING = "stopping"  # it was asked to quit
 
 LEGAL_CHANGES: dict[str, tuple[str, ...]] = {
     STOPPED: (STARTING, FAILED),
-    STARTING: (APPLYING, BACKOFF, STOPPING, STOPPED),
-    APPLYING: (READY, BACKOFF, STOPPING, STOPPED),
-    READY: (BACKOFF, STOPPING, STOPPED),
-    BACKOFF: (STARTING, FAILED, STOPPED),
-    FAILED: (STARTING, FAILED, STOPPED),
+    STARTING: (APPLYING, WEDGED, BACKOFF, FAILED, STOPPING, STOPPED),
+    APPLYING: (READY, WEDGED, BACKOFF, FAILED, STOPPING, STOPPED),
+    READY: (APPLYING, WEDGED, BACKOFF, FAILED, STOPPING, STOPPED),
+    WEDGED: (APPLYING, BACKOFF, FAILED, STOPPING, STOPPED),
+    BACKOFF: (STARTING, FAILED, STOPPING, STOPPED),
+    FAILED: (STARTING, FAILED, STOPPING, STOPPED),
     STOPPING: (STOPPED,),
 }
+
+#: How bad it is, and what it means for devices and jobs: both for the record of events.
+MEANINGS: dict[str, tuple[str, str]] = {
+    STOPPED: ("info", "its devices are not served"),
+    STARTING: ("info", "its devices are served once every limit was read back"),
+    APPLYING: ("info", "its devices are served once every limit was read back"),
+    READY: ("info", "its devices are served within their budgets"),
+    WEDGED: ("error", "its devices are not served; jobs that run are left alone"),
+    BACKOFF: ("warning", "its devices are not served until it was started again"),
+    FAILED: ("error", "its devices are not served; it is tried again every minute"),
+    STOPPING: ("info", "its devices are not served; jobs that run have their time to end"),
+}
+
+
+class Told:
+    """What is in one of the states, changes it in one place, and tells of every change."""
+
+    def __init__(self, name: str, tell: Callable[[Event], None], changed: Callable[[], None]) -> None:
+        self.state = STOPPED
+        self.reason = "not started yet"
+        #: What is wrong, None where nothing is.
+        self.error: YunionError | None = None
+        self.since_s = 0.0
+        #: For how long it served when it did last.
+        self.served_s = 0.0
+        self._name = name
+        self._tell = tell
+        self._changed = changed
+
+    def _change(self, state: str, now_s: float, reason: str) -> None:
+        """The one place that changes the state."""
+        if state not in LEGAL_CHANGES[self.state]:
+            raise AssertionError(f"domain {self._name}: {self.state} cannot become {state}")
+        log.info("domain %s: %s -> %s%s", self._name, self.state, state, f" ({reason})" if reason else "")
+        if self.state == READY:
+            self.served_s = now_s - self.since_s
+        before, again = self.state, (self.state, self.reason) == (state, reason)
+        self.state, self.since_s, self.reason = state, now_s, reason
+        if state == READY:
+            self.error = None
+        severity, means = MEANINGS[state]
+        if not again:  # what fails every minute for the same reason is one event
+            self._tell(Event(severity, "domain", self._name, f"{before} -> {state}", reason, means))
+        self._changed()
+
+    def _explain(self, reason: str) -> None:
+        """Give another reason for the state that it is in."""
+        if reason != self.reason:
+            self.reason = reason
+            log.info("domain %s: %s", self._name, reason)
+            self._changed()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,16 +13,22 @@ from pathlib import Path
 import pytest
 from yunion_mps.models import DomainPlan
 from yunion_mps.mps.adoption import control_environment
+from yunion_mps.mps.applying import InForce
+from yunion_mps.mps.control import client_variables
+from yunion_mps.mps.diagnosis import front_end_at
 from yunion_mps.process import Process, spawn
 
+from simhost import SimHost
 from simhost.environment import CHECKOUT
+from simhost.mps import StandIns
 
-from .driving import Clock, DomainRun, wait_until_it_answers
+from .driving import Clock, DomainRun, Jobs, wait_for, wait_until_it_answers
 
 MakePlan = Callable[..., DomainPlan]
 StartControl = Callable[..., Process]
 RunDomain = Callable[..., DomainRun]
 WriteProgram = Callable[[str], str]
+HoldFrontEnd = Callable[[DomainPlan], Callable[[], None]]
 
 
 @pytest.fixture
@@ -52,7 +59,9 @@ def make_plan(place: Path) -> MakePlan:
         memory_mib: tuple[int, ...] = (5760,), percentage: float = 25.0, name: str = "host"
     ) -> DomainPlan:
         uuids = tuple(f"GPU-00000000-0000-0000-0000-{index:012d}" for index in range(len(memory_mib)))
-        return DomainPlan(name, str(place / "pipe"), str(place / "log"), uuids, memory_mib, percentage)
+        numbers, percentages = (4,) * len(uuids), (percentage,) * len(uuids)
+        pipe, log = str(place / "pipe"), str(place / "log")
+        return DomainPlan(name, pipe, log, uuids, memory_mib, percentage, numbers, percentages)
 
     return make
 
@@ -94,8 +103,12 @@ def run_domain(program: str, plan: DomainPlan) -> Iterator[RunDomain]:
     """Make a Domain with a clock that the test turns; whatever it started is gone at the end."""
     made: list[DomainRun] = []
 
-    def make(its_plan: DomainPlan | None = None, its_program: str | None = None) -> DomainRun:
-        run = DomainRun(its_plan or plan, its_program or program, Clock())
+    def make(
+        its_plan: DomainPlan | None = None,
+        its_program: str | None = None,
+        remembered: InForce | None = None,
+    ) -> DomainRun:
+        run = DomainRun(its_plan or plan, its_program or program, Clock(), remembered)
         made.append(run)
         return run
 
@@ -116,3 +129,32 @@ def write_program(place: Path) -> WriteProgram:
         return str(path)
 
     return write
+
+
+@pytest.fixture
+def jobs(plan: DomainPlan) -> Iterator[Jobs]:
+    """Stand-ins for jobs and their servers, under a program that has NVIDIA's control daemon find them."""
+    with SimHost.create() as host, StandIns(host) as stand_ins:
+        yield Jobs(host, stand_ins, plan)
+
+
+@pytest.fixture
+def hold_front_end(program: str) -> Iterator[HoldFrontEnd]:
+    """Open NVIDIA's front-end as an operator does who types commands; returns how to leave it."""
+    held: list[subprocess.Popen[bytes]] = []
+
+    def leave() -> None:
+        for front_end in held:
+            front_end.kill()
+            front_end.communicate()
+        held.clear()
+
+    def hold(plan: DomainPlan) -> Callable[[], None]:
+        variables = client_variables(plan.pipe_directory)
+        front_end = subprocess.Popen([program], env=variables, stdin=-1, stdout=-1)
+        held.append(front_end)
+        wait_for(lambda: f"PID {front_end.pid} " in front_end_at(plan.pipe_directory))
+        return leave
+
+    yield hold
+    leave()

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import select
+import signal
+import socket
 import time
 from collections.abc import Callable
+from pathlib import Path
 
-from yunion_mps.models import DomainPlan
+from yunion_mps.models import DomainPlan, Event
+from yunion_mps.mps.applying import InForce
 from yunion_mps.mps.control import Conversation, peer_of
 from yunion_mps.mps.domain import Domain
+from yunion_mps.process import is_stopped
 
-PATIENCE_S = 60.0
+from simhost import SimHost
+from simhost.mps import CONTROL, Client, StandIns
+
+PATIENCE_S = 5.0
 
 
 class Clock:
@@ -20,18 +29,50 @@ class Clock:
         self.now_s = 1000.0
 
 
+class Jobs:
+    """Jobs on a domain's GPU, as its control daemon sees them."""
+
+    def __init__(self, host: SimHost, stand_ins: StandIns, plan: DomainPlan) -> None:
+        self.program = str(stand_ins.folder / CONTROL)
+        self.stand_ins = stand_ins
+        self._host = host
+        self._plan = plan
+
+    def begin(self, uid: int | None = None) -> Client:
+        """A job that has its server."""
+        client = self.wait(uid)
+        assert client.says() == "attached"
+        return client
+
+    def wait(self, uid: int | None = None) -> Client:
+        """A job that has asked for a server."""
+        client = self.stand_ins.client(Path(self._plan.pipe_directory), uid)
+        assert client.says() == "asking"
+        return client
+
+    def end(self, *clients: Client) -> None:
+        """Have jobs end, and their server notice."""
+        for client in clients:
+            client.end()
+
+
 class DomainRun:
     """A Domain, its clock and the states that it went through."""
 
-    def __init__(self, plan: DomainPlan, program: str, clock: Clock) -> None:
+    def __init__(
+        self, plan: DomainPlan, program: str, clock: Clock, remembered: InForce | None = None
+    ) -> None:
         self.clock = clock
-        self.domain = Domain(plan, program, self._note)
+        self.events: list[Event] = []
+        self.domain = Domain(plan, program, self._tell, lambda: None, remembered)
         self.states = [self.domain.state]
         self.reasons: list[str] = []
 
-    def _note(self) -> None:
-        self.states.append(self.domain.state)
-        self.reasons.append(self.domain.reason)
+    def _tell(self, event: Event) -> None:
+        self.events.append(event)
+        if event.kind == "domain":
+            self.states.append(self.domain.state)
+            self.reasons.append(self.domain.reason)
 
     @property
     def state(self) -> str:
@@ -81,6 +122,32 @@ class DomainRun:
             poll.poll(2)
         return self
 
+    def until_it(self, done: Callable[[], bool]) -> DomainRun:
+        """Tick on real events, with the clock standing still, until it has come about."""
+        end_s = time.monotonic() + PATIENCE_S
+        while not done():
+            assert time.monotonic() < end_s, f"{self.states}: {self.domain.reason}; {self.told}"
+            self.tick()
+            time.sleep(0.001)
+        return self
+
+    def until_in_time(self, *states: str) -> DomainRun:
+        """As `until`, with the clock going ten times as fast as a real one."""
+        return self.until_it(lambda: self.turn(0.01).state in states)
+
+    def until_said(self) -> DomainRun:
+        """Tick until no answer is awaited any more, with the clock standing still."""
+        return self.until_it(lambda: self.tick() is not None and len(self.domain.descriptors()) <= 1)
+
+    @property
+    def told(self) -> list[str]:
+        """What its events other than changes of the state say."""
+        return [event.what for event in self.events if event.kind != "domain"]
+
+    @property
+    def pending(self) -> str:
+        return self.domain.status().pending
+
     def until_ended(self) -> DomainRun:
         """Wait until the control daemon's end can be seen, without a tick."""
         poll = select.poll()
@@ -89,14 +156,14 @@ class DomainRun:
         return self
 
     def end(self) -> None:
-        """Leave nothing behind, whatever state it is in."""
+        """Leave nothing behind, whatever state it is in, and be quick."""
         if self.state not in ("stopped", "stopping"):
-            self.stop()
-        for _ in range(3):
-            if self.state == "stopping":
-                self.turn(100)
-        if self.state == "stopping":
-            self.until("stopped")
+            self.domain.stop(self.clock.now_s, timeout_s=0)
+        end_s = time.monotonic() + PATIENCE_S
+        while self.state != "stopped" and time.monotonic() < end_s:
+            self.turn(0.1)
+            time.sleep(0.01)
+        assert self.state == "stopped", self.domain.reason
 
 
 def wait_until_it_answers(plan: DomainPlan, pid: int) -> None:
@@ -120,3 +187,22 @@ def converse(program: str, plan: DomainPlan, *commands: str) -> list[str]:
     while (answer := conversation.poll(0.0)) is None:
         assert poll.poll(PATIENCE_S * 1000), "no answer"
     return answer
+
+
+def stop_process(pid: int) -> None:
+    """Stop it by SIGSTOP, and wait until it has."""
+    os.kill(pid, signal.SIGSTOP)
+    wait_for(lambda: is_stopped(pid))
+
+
+def silent_connection(plan: DomainPlan) -> socket.socket:
+    """A connection to its control daemon that says nothing, which keeps it from everybody else (measured)."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    connection.settimeout(PATIENCE_S)
+    try:
+        connection.connect(f"{plan.pipe_directory}/control")
+        connection.recv(64)  # its greeting, so that it is at this connection now
+    except BaseException:
+        connection.close()
+        raise
+    return connection

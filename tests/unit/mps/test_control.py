@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 from yunion_mps.errors import ControlError, HostError
@@ -24,6 +24,13 @@ from yunion_mps.process import PROGRAM_DIRECTORIES
 
 from .conftest import MakePlan, StartControl
 from .driving import converse
+
+
+def check_setting(plan: DomainPlan, answer: Sequence[str]) -> None:
+    """As a domain checks what is answered to both, where no server runs."""
+    limits.check_percentage(plan, answer[0] if answer else None)
+    limits.check(plan, answer[1:])
+
 
 NO_DEVICE = "no device is served without its limits; look at the end of the control daemon's log"
 
@@ -71,7 +78,7 @@ def test_the_limits_of_many_gpus_are_set_and_read_back_in_one_conversation(
     plan = make_plan(tuple(1000 + 700 * index for index in range(32)), 12.5)
     start_control(plan)
     answer = converse(program, plan, *limits.setting(plan), *limits.asking(plan))
-    limits.check_setting(plan, answer)
+    check_setting(plan, answer)
     assert answer[0] == "12.5"
 
 
@@ -83,7 +90,7 @@ def test_a_limit_that_the_control_daemon_ignores_is_noticed(
     start_control(plan)
     answer = converse(program, plan, *limits.setting(plan), *limits.asking(plan))
     with pytest.raises(ControlError, match="the memory limit of device 32 is not in force"):
-        limits.check_setting(plan, answer)
+        check_setting(plan, answer)
 
 
 @pytest.mark.parametrize("memory_mib", [1, 9, 512, 1023, 1024, 1025, 1535, 2047, 2048, 5760, 143771])
@@ -118,7 +125,7 @@ def two_gpus(make_plan: MakePlan) -> DomainPlan:
 
 
 def test_the_right_answer_is_accepted(two_gpus: DomainPlan) -> None:
-    limits.check_setting(two_gpus, RIGHT)
+    check_setting(two_gpus, RIGHT)
 
 
 def memory(device: int, wanted: int, got: str) -> str:
@@ -157,7 +164,7 @@ def test_every_wrong_answer_is_refused_with_the_limit_that_is_not_in_force(
     two_gpus: DomainPlan, answer: str, message: str
 ) -> None:
     with pytest.raises(ControlError) as caught:
-        limits.check_setting(two_gpus, answer.split())
+        check_setting(two_gpus, answer.split())
     assert caught.value.message == message
     assert caught.value.hint == NO_DEVICE
 
@@ -168,7 +175,7 @@ def test_no_single_line_of_the_right_answer_can_be_missing_doubled_or_other(two_
             wrong = RIGHT[:index] + instead + RIGHT[index + 1 :]
             if wrong != RIGHT:
                 with pytest.raises(ControlError):
-                    limits.check_setting(two_gpus, wrong)
+                    check_setting(two_gpus, wrong)
 
 
 def test_a_stopped_control_daemon_ends_the_conversation_at_its_deadline(

@@ -14,7 +14,7 @@ from yunion_mps.mps.control import peer_of
 from yunion_mps.mps.states import APPLYING, BACKOFF, FAILED, READY, STARTING, STOPPED, STOPPING
 
 from .conftest import RunDomain
-from .driving import DomainRun, converse
+from .driving import DomainRun, converse, silent_connection, stop_process
 
 WriteProgram = Callable[[str], str]
 
@@ -44,11 +44,11 @@ def test_it_is_ready_with_its_limits_in_force(run_domain: RunDomain, plan: Domai
         program, plan, "get_default_device_pinned_mem_limit 0", "get_default_active_thread_percentage"
     )
     assert answer == ["5G", "25.0"]
-    assert run.tick() is None, "a domain that serves needs no time"
+    assert run.turn(1).tick() == pytest.approx(9), "from then on it is looked at every ten seconds"
 
 
 def test_the_control_daemons_environment_is_built_from_nothing(
-    run_domain: RunDomain, plan: DomainPlan, monkeypatch: pytest.MonkeyPatch
+    run_domain: RunDomain, plan: DomainPlan, program: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("NOTIFY_SOCKET", "CUDA_VISIBLE_DEVICES", "LD_PRELOAD_X", "CUDA_MPS_PIPE_DIRECTORY"):
         monkeypatch.setenv(name, "ours")
@@ -59,7 +59,7 @@ def test_the_control_daemons_environment_is_built_from_nothing(
         "CUDA_MPS_PIPE_DIRECTORY": plan.pipe_directory,
         "CUDA_VISIBLE_DEVICES": plan.gpu_uuids[0],
         "LC_ALL": "C",
-        "PATH": "/usr/sbin:/usr/bin:/sbin:/bin",
+        "PATH": f"{os.path.dirname(program)}:/usr/sbin:/usr/bin:/sbin:/bin",
         "YUNION_MPS_DOMAIN": "host",
     }
 
@@ -115,7 +115,7 @@ PERCENTAGE = "the thread percentage is not in force: it was set to 25.0, and the
     [
         ("s/^5G$/4G/", f"{MEMORY}'4G'"),
         ("/G$/d", f"{MEMORY}nothing"),
-        ("d", f"{PERCENTAGE}nothing"),
+        ("s/25.0/nonsense/", f"{PERCENTAGE}'nonsense'"),
         ("s/25.0/100.0/", f"{PERCENTAGE}'100.0'"),
     ],
 )
@@ -137,13 +137,33 @@ def test_it_is_started_again_at_once_and_then_later_and_later_up_to_a_minute(
     run = run_domain(its_program=write_program("exit 3")).start()
     run.until(BACKOFF)
     assert run.states[1:4] == [STARTING, BACKOFF, STARTING], "the first new start is immediate"
-    for wait_s in (1, 2, 4, 8, 16, 32, 60, 60):
-        assert run.tick() == pytest.approx(wait_s)
-        assert run.turn(wait_s - 0.5).state == BACKOFF
+    for wait_s in (1, 2, 4, 8, 16, 32):
+        assert run.turn(0.5).state == BACKOFF
+        assert run.turn(wait_s - 1.0).tick() == pytest.approx(0.5)
+        assert run.state == BACKOFF
         before = len(run.states)
-        run.turn(0.5).until(BACKOFF)
+        run.turn(0.5).until(BACKOFF, FAILED)
         assert run.states[before] == STARTING
-    assert run.domain.restarts == 10
+    assert run.domain.restarts == 8
+
+
+def test_one_that_dies_again_and_again_has_failed_and_is_tried_every_minute(
+    run_domain: RunDomain, plan: DomainPlan, program: str, write_program: WriteProgram
+) -> None:
+    run = run_domain(its_program=write_program("echo no CUDA here; exit 3")).start()
+    while run.state != FAILED:
+        run.until(BACKOFF, FAILED).turn(60)
+    assert run.domain.error is not None
+    log = f"{plan.log_directory}/control.log"
+    assert run.domain.error.hint.splitlines()[:2] == [f"its log is {log}", "  no CUDA here"]
+    events = len(run.events)
+    for _ in range(3):
+        assert run.turn(59.5).state == FAILED
+        run.turn(0.5).until(FAILED)
+    assert len(run.events) == events + 3 * len([STARTING, FAILED])
+    write_program(f"exec {program} $1")
+    run.turn(59.5)
+    assert run.turn(0.5).until(READY).domain.error is None
 
 
 def kill_control_daemon(run: DomainRun) -> DomainRun:
@@ -207,22 +227,33 @@ def test_a_stop_of_what_has_stopped_or_is_stopping_changes_nothing(run_domain: R
 
 
 def test_a_hanging_control_daemon_is_ended_by_sigterm_and_then_sigkill(
-    run_domain: RunDomain, caplog: pytest.LogCaptureFixture
+    run_domain: RunDomain, plan: DomainPlan, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.WARNING, "yunion_mps.mps.domain")
+    caplog.set_level(logging.WARNING, "yunion_mps.mps")
     run = run_domain().start().until(READY)
     pid = run.pid
-    os.kill(pid, signal.SIGSTOP)
-    run.stop()
-    assert run.tick() == pytest.approx(12)
-    run.turn(11.9)
-    assert caplog.messages == []
-    run.turn(0.1)
-    assert caplog.messages[-1] == f"domain host: control daemon (PID {pid}) gets SIGTERM"
-    run.turn(2)
+    with silent_connection(plan):
+        run.stop()
+        stop_process(pid)
+        assert run.tick() == pytest.approx(1), "all processes are searched once, a second after each start"
+        assert run.turn(1).tick() == pytest.approx(11)
+        run.turn(10.9)
+        assert caplog.messages == []
+        run.turn(0.1)
+        assert caplog.messages == [
+            "domain host: it has not ended in time",
+            f"domain host: control daemon (PID {pid}) gets SIGTERM",
+        ]
+        run.turn(2)
     assert caplog.messages[-1] == f"domain host: control daemon (PID {pid}) gets SIGKILL"
     run.until(STOPPED)
     assert is_gone(pid)
+
+
+def test_a_stopped_control_daemon_is_let_go_on_to_quit(run_domain: RunDomain, plan: DomainPlan) -> None:
+    run = run_domain().start().until(READY)
+    stop_process(run.pid)
+    run.stop().until(STOPPED)
 
 
 def test_a_control_daemon_that_cannot_be_asked_to_quit_gets_sigterm_at_once(
@@ -244,7 +275,6 @@ def test_a_front_end_that_hangs_does_not_keep_a_stop_from_ending(
 
 def test_a_control_daemon_that_dies_while_it_is_stopped_has_stopped(run_domain: RunDomain) -> None:
     run = run_domain().start().until(READY)
-    os.kill(run.pid, signal.SIGSTOP)
     run.stop()
     os.kill(run.pid, signal.SIGKILL)
     assert run.until(STOPPED).domain.restarts == 0

@@ -1,0 +1,103 @@
+"""Who keeps a control daemon waiting, as far as the kernel tells; and plain words where it does not."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from yunion_mps.models import DomainPlan
+from yunion_mps.mps import diagnosis
+from yunion_mps.mps.diagnosis import front_end_at, why_silent
+from yunion_mps.process import name_of
+
+from .conftest import HoldFrontEnd, StartControl
+from .driving import stop_process, wait_for
+
+CONNECT = (
+    "import socket, sys; s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET); "
+    "s.connect(sys.argv[1]); print(flush=True); input()"
+)
+
+
+@pytest.fixture
+def control_pid(plan: DomainPlan, start_control: StartControl) -> int:
+    return start_control(plan).pid
+
+
+@pytest.fixture
+def other(plan: DomainPlan, control_pid: int) -> Iterator[int]:
+    """A process that has connected and says nothing; its PID."""
+    argv = [sys.executable, "-Ic", CONNECT, f"{plan.pipe_directory}/control"]
+    with subprocess.Popen(argv, stdin=-1, stdout=-1) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        wait_for(lambda: process.pid in diagnosis._connected(plan.pipe_directory))
+        yield process.pid
+        process.kill()
+
+
+def test_nobody_is_blamed_where_nothing_is_seen(plan: DomainPlan, control_pid: int) -> None:
+    assert why_silent(control_pid, plan.pipe_directory) == ""
+    assert why_silent(1 << 22, "/no/such/place") == ""
+
+
+def test_whoever_is_connected_and_says_nothing_is_named(
+    plan: DomainPlan, control_pid: int, other: int
+) -> None:
+    assert why_silent(control_pid, plan.pipe_directory) == (
+        f"PID {other} ({name_of(other)}, root) is connected to it and says nothing: "
+        "everybody waits for that process"
+    )
+
+
+def test_whoever_is_connected_and_was_stopped_is_named_as_that(
+    plan: DomainPlan, control_pid: int, other: int
+) -> None:
+    stop_process(other)
+    assert why_silent(control_pid, plan.pipe_directory).startswith(
+        f"PID {other} ({name_of(other)}, root) is connected to it and was stopped"
+    )
+
+
+def test_a_stopped_control_daemon_is_its_own_cause(plan: DomainPlan, control_pid: int, other: int) -> None:
+    stop_process(control_pid)
+    why = why_silent(control_pid, plan.pipe_directory)
+    assert why == "it was stopped by a signal (SIGSTOP) or a debugger"
+
+
+def test_an_open_front_end_is_named_and_not_blamed_for_silence(
+    plan: DomainPlan, control_pid: int, hold_front_end: HoldFrontEnd
+) -> None:
+    leave = hold_front_end(plan)
+    assert front_end_at(plan.pipe_directory).endswith("(nvidia-cuda-mps, root)")
+    assert why_silent(control_pid, plan.pipe_directory) == ""
+    leave()
+    wait_for(lambda: front_end_at(plan.pipe_directory) == "")
+
+
+def test_who_is_connected_elsewhere_is_not_meant(plan: DomainPlan, other: int, place: Path) -> None:
+    assert diagnosis._connected(str(place)) == []
+
+
+def test_the_search_is_given_up_in_time(
+    plan: DomainPlan, control_pid: int, other: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(diagnosis, "_SEARCH_S", -1.0)
+    assert why_silent(control_pid, plan.pipe_directory) == ""
+    monkeypatch.undo()
+    before_s = time.monotonic()
+    diagnosis._holders({0xFFFFFFFF})
+    assert time.monotonic() - before_s < 2 * diagnosis._SEARCH_S + diagnosis._TIMEOUT_S
+
+
+@pytest.mark.parametrize("names", ["_NETLINK_SOCK_DIAG", "_SOCK_DIAG_BY_FAMILY"])
+def test_a_kernel_that_does_not_tell_is_no_error(
+    plan: DomainPlan, control_pid: int, other: int, names: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(diagnosis, names, 31)
+    assert why_silent(control_pid, plan.pipe_directory) == ""
+    assert front_end_at(plan.pipe_directory) == ""

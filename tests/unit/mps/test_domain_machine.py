@@ -1,0 +1,273 @@
+"""Faults, commands and time in any order, on NVIDIA's real control daemon, and what must always hold."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import tempfile
+import time
+from pathlib import Path
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from yunion_mps.models import DomainPlan
+from yunion_mps.mps import limits
+from yunion_mps.mps.control import Conversation, SilentError
+from yunion_mps.mps.states import APPLYING, READY, STOPPED, STOPPING
+from yunion_mps.process import all_pids, environment_of, parent_of, program_of
+
+from simhost import SimHost
+from simhost.mps import Client, StandIns
+
+from .driving import Clock, DomainRun, Jobs
+
+#: Longer than every deadline there is: 10 s for clients, 2 s each for three steps, and orphans after them.
+STOP_WITHIN_S = 10 + 3 * 2 + 2 * 2
+MINUTES_S = 60.0
+
+
+def control_daemons(place: str) -> list[int]:
+    """The PIDs of the control daemons on the directory.
+
+    Front-ends have no GPUs in their environment, and a child is about to become a server.
+    """
+    found = [
+        pid
+        for pid in all_pids()
+        if program_of(pid).endswith("/nvidia-cuda-mps-control")
+        and (environment := environment_of(pid)).get("CUDA_MPS_PIPE_DIRECTORY") == place
+        and "CUDA_VISIBLE_DEVICES" in environment
+    ]
+    return [pid for pid in found if parent_of(pid) not in found]
+
+
+class Faults(RuleBasedStateMachine):
+    """One domain, and all that can happen to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.place = Path(tempfile.mkdtemp(prefix="mps."))
+        self.place.chmod(0o755)
+        self.host = SimHost.create()
+        self.stand_ins = StandIns(self.host)
+        self.files = len(os.listdir("/proc/self/fd"))
+        uuid = "GPU-00000000-0000-0000-0000-000000000000"
+        pipe, log = str(self.place / "pipe"), str(self.place / "log")
+        self.plan = DomainPlan("host", pipe, log, (uuid,), (5760,), 25.0, (4,), (25.0,))
+        self.jobs = Jobs(self.host, self.stand_ins, self.plan)
+        self.running: list[Client] = []
+        #: Whether somebody else may have changed the limits since they were last read.
+        self.meddled = False
+        self.silent: list[socket.socket] = []
+        self.run = DomainRun(self.plan, self.jobs.program, Clock())
+
+    @initialize()
+    def begin(self) -> None:
+        self.run.start()
+
+    # -- time and commands
+
+    # No rule has a precondition: what state it is in may differ by a millisecond from run to run.
+
+    def let(self, seconds: float) -> None:
+        """Let time pass as it does: in small steps, with what really happens in between."""
+        end_s = self.run.clock.now_s + seconds
+        while True:
+            due_s = self.run.domain.tick(self.run.clock.now_s)
+            self.settle()
+            if self.run.clock.now_s >= end_s:
+                return
+            step_s = 5.0 if due_s is None else max(due_s - self.run.clock.now_s, 0.01)
+            self.run.clock.now_s = min(end_s, self.run.clock.now_s + step_s)
+
+    def settle(self) -> None:
+        """Give real processes the time that they need, which is none of the test's own clock."""
+        for _ in range(20):
+            before = (self.run.state, len(self.run.events))
+            time.sleep(0.001)
+            self.run.tick()
+            if (self.run.state, len(self.run.events)) == before and len(self.run.domain.descriptors()) <= 1:
+                break
+        if self.run.state == READY and "limit" in {event.kind for event in self.run.events[-5:]}:
+            self.meddled = self.meddled and self.wrong() != []
+
+    @rule(seconds=st.sampled_from([0.0, 0.5, 2.0, 12.0, 70.0]))
+    def wait(self, seconds: float) -> None:
+        self.let(seconds)
+
+    @rule(percentage=st.sampled_from([25.0, 50.0, 12.5]), memory_mib=st.sampled_from([5760, 2880]))
+    def change(self, percentage: float, memory_mib: int) -> None:
+        self.plan = self.plan._replace(thread_percentage=percentage, memory_limits_mib=(memory_mib,))
+        self.run.domain.change(self.plan, self.run.clock.now_s)
+        self.let(0.5)
+
+    @rule(force=st.booleans())
+    def renew(self, *, force: bool) -> None:
+        self.run.domain.renew(self.run.clock.now_s, force=force)
+        self.let(1.0)
+
+    @rule(in_use=st.sampled_from([None, True, False]))
+    def look_with_nvml(self, *, in_use: bool | None) -> None:
+        """It never says that there are no jobs where there are."""
+        self.run.domain.in_use = True if self.running and in_use is False else in_use
+
+    # No rule has a precondition: what state it is in may differ by a millisecond from run to run.
+
+    @rule()
+    def stop(self) -> None:
+        if self.run.state == STOPPED:
+            return
+        self.let_go()
+        self.free_directory()
+        self.run.stop()
+        self.let(STOP_WITHIN_S)
+        end_s = time.monotonic() + 5
+        while self.run.state != STOPPED and time.monotonic() < end_s:
+            self.settle()
+        assert self.run.state == STOPPED, self.run.domain.reason
+        assert control_daemons(self.plan.pipe_directory) == []
+        assert self.stand_ins.servers() == []
+        self.end_jobs()
+
+    @rule()
+    def start(self) -> None:
+        if self.run.state != STOPPED:
+            return
+        self.run.start()
+        self.let(0.5)
+
+    # -- what others do
+
+    @rule(number=st.sampled_from([signal.SIGKILL, signal.SIGSTOP, signal.SIGCONT, signal.SIGTERM]))
+    def signal_control_daemon(self, number: signal.Signals) -> None:
+        pid = self.run.domain.status().pid
+        if pid:
+            os.kill(pid, number)
+            self.settle()
+
+    @rule(name=st.sampled_from(["control", "control_lock", "control_privileged", "log"]))
+    def remove_socket(self, name: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(f"{self.plan.pipe_directory}/{name}")
+
+    @rule()
+    def meddle(self) -> None:
+        self.ask("set_default_active_thread_percentage 99")
+        self.meddled = True
+
+    @rule()
+    def begin_job(self) -> None:
+        if not os.path.exists(f"{self.plan.pipe_directory}/control"):
+            return
+        self.running.append(self.stand_ins.client(Path(self.plan.pipe_directory)))
+        self.run.domain.in_use = True
+        self.settle()
+
+    @rule()
+    def end_jobs(self) -> None:
+        for job in self.running:
+            job.end()
+        self.running.clear()
+        self.settle()
+
+    @rule()
+    def keep_waiting(self) -> None:
+        """Connect and say nothing, which keeps the control daemon from everybody."""
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        connection.setblocking(False)
+        self.silent.append(connection)
+        with contextlib.suppress(OSError):
+            connection.connect(f"{self.plan.pipe_directory}/control")
+
+    @rule()
+    def let_go(self) -> None:
+        for connection in self.silent:
+            connection.close()
+        self.silent.clear()
+
+    @rule()
+    def lose_the_daemon(self) -> None:
+        """Ours dies, and the next one begins with what was written down."""
+        self.run.domain._drop()
+        if self.run.domain._process:
+            self.run.domain._process.close()
+        was_running = self.run.state not in (STOPPED, STOPPING)
+        self.run = DomainRun(self.plan, self.jobs.program, self.run.clock, self.run.domain.in_force)
+        if was_running or control_daemons(self.plan.pipe_directory):
+            self.run.start()
+            self.let(1.5)
+
+    @rule()
+    def block_directory(self) -> None:
+        log = Path(self.plan.log_directory)
+        if log.is_dir():
+            shutil.rmtree(log)
+            log.touch()
+
+    @rule()
+    def free_directory(self) -> None:
+        log = Path(self.plan.log_directory)
+        if log.is_file():
+            log.unlink()
+
+    # -- what holds
+
+    def ask(self, *commands: str) -> list[str]:
+        place = self.plan.pipe_directory
+        conversation = Conversation(self.jobs.program, place, commands, time.monotonic(), 1.0)
+        try:
+            while (answer := conversation.poll(time.monotonic())) is None:
+                time.sleep(0.001)
+        except SilentError:
+            return []
+        return answer
+
+    def wrong(self) -> list[str]:
+        """The limits that the next server would have, where they are not ours; empty where nobody tells."""
+        answer = self.ask(*limits.asking(self.run.domain.wanted))
+        return [] if not answer or limits.match(self.run.domain.wanted, answer) else answer
+
+    @invariant()
+    def one_control_daemon_at_most(self) -> None:
+        assert len(control_daemons(self.plan.pipe_directory)) <= 1
+
+    @invariant()
+    def ready_means_that_the_limits_are_ours(self) -> None:
+        if self.run.state == READY and not self.meddled:
+            assert self.wrong() == []
+
+    @invariant()
+    def every_wait_has_an_end(self) -> None:
+        due_s = self.run.domain.tick(self.run.clock.now_s)
+        assert self.run.state == STOPPED or due_s is not None
+
+    @invariant()
+    def servers_are_known_where_it_stops_or_serves(self) -> None:
+        if self.run.state not in (READY, APPLYING, STOPPING):
+            return
+        self.let(1.0)
+        if self.run.state == READY and not self.running:
+            assert set(self.run.domain.server_pids()) >= set(self.stand_ins.servers())
+
+    def teardown(self) -> None:
+        self.let_go()
+        for job in self.running:
+            job.end()
+        if Path(self.plan.log_directory).is_file():
+            os.unlink(self.plan.log_directory)
+        self.run.end()
+        files = len(os.listdir("/proc/self/fd"))
+        self.stand_ins.close()
+        self.host.close()
+        shutil.rmtree(self.place)
+        assert files <= self.files, "a descriptor is left"
+        with contextlib.suppress(ChildProcessError):
+            assert os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None, "a zombie is left"
+
+
+TestFaults = Faults.TestCase
+TestFaults.settings = settings(max_examples=8, stateful_step_count=18, deadline=None, derandomize=True)

@@ -1,0 +1,217 @@
+"""The control daemon's log: never fills the disk, keeps what matters, tells what nothing else does."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from yunion_mps.models import DomainPlan
+from yunion_mps.mps.log_file import LARGEST_BYTES, LOG_NAME, OLDER, SERVER_LOG, bound_logs, look_at_log
+from yunion_mps.mps.news import NewsReader, events_of
+from yunion_mps.mps.states import READY
+from yunion_mps.mps.watch import PROBE_S
+
+from .conftest import RunDomain
+from .driving import DomainRun, Jobs, wait_for
+
+CHATTER = (
+    "[2026-11-20 12:40:49.964 Control 21889] Accepting connection...\n"
+    "[2026-11-20 12:40:49.964 Control 21889] NEW UI\n"
+    "[2026-11-20 12:40:49.964 Control 21889] Cmd:get_server_list\n"
+    "[2026-11-20 12:40:49.964 Control 21889] UI closed\n"
+)
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user, and mount")
+
+
+@pytest.fixture
+def log(plan: DomainPlan) -> Path:
+    os.makedirs(plan.log_directory)
+    return Path(plan.log_directory, LOG_NAME)
+
+
+def test_a_log_that_is_small_is_left_alone(plan: DomainPlan, log: Path) -> None:
+    log.write_text(CHATTER)
+    bound_logs(plan)
+    assert log.read_text() == CHATTER
+    assert not log.with_name(OLDER).exists()
+
+
+@pytest.mark.parametrize("name", [LOG_NAME, SERVER_LOG])
+def test_a_log_that_has_grown_is_emptied_and_what_matters_of_its_end_is_kept(
+    plan: DomainPlan, log: Path, name: str
+) -> None:
+    large = log.with_name(name)
+    large.write_text("old\n" + CHATTER * 10_000 + "what matters\n")
+    bound_logs(plan)
+    assert large.read_text() == ""
+    assert log.with_name(f"{name}.1").read_text() == "what matters\n"
+
+
+def test_what_was_kept_grows_no_further_than_the_log(plan: DomainPlan, log: Path) -> None:
+    for number in range(5):
+        log.write_text(f"{number} matters\n" * 200_000)
+        bound_logs(plan)
+        assert log.with_name(OLDER).stat().st_size <= LARGEST_BYTES
+    assert log.with_name(OLDER).read_text().endswith("4 matters\n")
+
+
+def test_a_control_daemon_goes_on_writing_to_a_log_that_was_emptied(
+    run_domain: RunDomain, plan: DomainPlan
+) -> None:
+    run = run_domain().start().until(READY)
+    log = Path(plan.log_directory, LOG_NAME)
+    with log.open("a") as file:
+        file.write(CHATTER * 10_000)
+    run.turn(PROBE_S).until_said()
+    assert log.stat().st_size < LARGEST_BYTES
+    assert b"\0" not in log.read_bytes()
+    assert "Starting control daemon" not in log.read_text()
+    before = log.stat().st_size
+    run.turn(PROBE_S).until_said()
+    wait_for(lambda: log.stat().st_size > before)
+
+
+def test_a_symlink_in_the_logs_place_is_not_followed(plan: DomainPlan, log: Path) -> None:
+    target = log.with_name("precious")
+    target.write_text("precious\n" * 200_000)
+    log.symlink_to(target)
+    bound_logs(plan)
+    assert target.stat().st_size == len("precious\n") * 200_000
+
+
+@pytest.fixture
+def full_disk(plan: DomainPlan) -> Iterator[Path]:
+    """The log directory on a file system of 3 MiB."""
+    os.makedirs(plan.log_directory)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=3m,mode=755", "none", plan.log_directory], check=False
+    )
+    if mounted.returncode:
+        pytest.skip("nothing can be mounted here")
+    yield Path(plan.log_directory)
+    subprocess.run(["umount", "-l", plan.log_directory], check=True)
+
+
+def fill(path: Path) -> None:
+    with path.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while file.write(b"matters\n" * 4096):
+            pass
+    assert os.statvfs(path).f_bfree == 0
+
+
+@as_root
+def test_a_full_disk_is_freed_by_emptying_the_log(full_disk: Path, plan: DomainPlan) -> None:
+    log = full_disk / LOG_NAME
+    fill(log)
+    bound_logs(plan)
+    assert log.stat().st_size == 0
+
+
+@as_root
+def test_a_full_disk_ends_no_service(full_disk: Path, run_domain: RunDomain, plan: DomainPlan) -> None:
+    fill(full_disk / "ballast")
+    run = run_domain().start().until(READY)
+    for _ in range(10):
+        run.turn(PROBE_S).until_said()
+    assert run.state == READY
+    run.domain.change(plan._replace(thread_percentage=50.0), run.clock.now_s)
+    run.until(READY)
+
+
+def test_its_last_words_are_those_that_matter(plan: DomainPlan, log: Path) -> None:
+    assert look_at_log(plan) == f"its log is {log}"
+    log.write_text("no CUDA here\n" + CHATTER * 5)
+    assert look_at_log(plan) == f"its log is {log}\n  no CUDA here"
+
+
+# -- news
+
+
+@pytest.fixture
+def run(jobs: Jobs, run_domain: RunDomain) -> DomainRun:
+    return run_domain(its_program=jobs.program).start().until(READY)
+
+
+def hear(run: DomainRun) -> list[str]:
+    """What the events after one more look say."""
+    before = len(run.told)
+    run.turn(PROBE_S).until_said()
+    return run.told[before:]
+
+
+def test_a_server_that_starts_and_ends_is_told_of(run: DomainRun, jobs: Jobs, plan: DomainPlan) -> None:
+    job = jobs.begin()
+    (server,) = run.domain.server_pids()
+    assert hear(run) == [f"MPS server (PID {server}) started"]
+    assert hear(run) == []
+    jobs.end(job)
+    run.domain.retire()
+    run.domain.in_use = False
+    run.until_it(lambda: run.domain.server_pids() == [] or run.turn(1).state == "stopped")
+
+
+def test_a_job_that_comes_just_before_the_daemon_serves_again_is_told_of(run: DomainRun, jobs: Jobs) -> None:
+    """The log is read on across a change of limits."""
+    jobs.begin()
+    run.domain.change(run.domain.plan._replace(thread_percentage=50.0), run.clock.now_s)
+    run.until(READY)
+    assert len(hear(run)) == 1
+
+
+def test_a_server_that_cannot_start_is_one_event_and_no_flood(run: DomainRun, jobs: Jobs) -> None:
+    jobs.stand_ins.behave("failing")
+    assert jobs.wait().says() == "refused"
+    (what,) = hear(run)
+    assert "exited with status 1, and 5 more" in what
+    assert run.events[-1].severity == "error"
+
+
+@as_root
+def test_a_job_of_another_user_that_waits_is_told_of_with_whom_it_waits_for(
+    run: DomainRun, jobs: Jobs
+) -> None:
+    jobs.begin()
+    hear(run)
+    waiting = [jobs.wait(uid=1234), jobs.wait(uid=1234)]
+    wait_for(lambda: log_of(run).count("push client to pending list") == 3)
+    (what,) = hear(run)
+    assert what == f"2 jobs of uid 1234 (PIDs {waiting[0].pid}, {waiting[1].pid}) wait"
+    event = run.events[-1]
+    assert (event.severity, event.cause) == (
+        "warning",
+        "MPS serves one user at a time, and root has the server",
+    )
+    assert "cuda_mps_multiuser: true" in event.consequence
+
+
+def log_of(run: DomainRun) -> str:
+    return Path(run.domain.plan.log_directory, LOG_NAME).read_text()
+
+
+def test_a_fault_is_told_of(plan: DomainPlan, log: Path) -> None:
+    log.write_text("before\n")
+    reader = NewsReader(plan)
+    with log.open("a") as file:
+        file.write("[2026-11-20 12:40:49.964 Control 1] Server encountered a fatal except")
+        file.flush()
+        assert reader.read() == [], "half a line is read with its other half"
+        file.write("ion\n")
+    (event,) = events_of(reader.read(), "host", [])
+    assert (event.severity, event.what) == ("error", "an MPS server had a fatal exception")
+    log.write_text("[2026-11-20 12:40:49.964 Control 1] Server 7 exited with status 0\n")
+    (event,) = events_of(reader.read(), "host", [])
+    assert (event.severity, event.what) == ("info", "MPS server (PID 7) ended"), (
+        "also in a log that was emptied"
+    )
+
+
+def test_of_a_flood_only_the_end_is_read(plan: DomainPlan, log: Path) -> None:
+    reader = NewsReader(plan)
+    log.write_text(CHATTER * 100_000 + "[x Control 1] Starting new server 7 for user 0\n")
+    (event,) = events_of(reader.read(), "host", [])
+    assert event.what == "MPS server (PID 7) started"
+    assert reader.read() == []

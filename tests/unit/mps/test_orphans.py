@@ -1,0 +1,283 @@
+"""MPS servers that outlive their control daemon: they are told of, spared, and never forgotten."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+from yunion_mps.errors import ShortageError
+from yunion_mps.models import DomainPlan, Event
+from yunion_mps.mps.orphans import IDLE_S, Orphans
+from yunion_mps.mps.servers import orphans_in, still_serving
+from yunion_mps.mps.states import BACKOFF, FAILED, READY, STOPPED, STOPPING
+
+from simhost.mps import Client
+
+from .conftest import RunDomain
+from .driving import DomainRun, Jobs, silent_connection, stop_process, wait_for
+
+
+@pytest.fixture
+def run(jobs: Jobs, run_domain: RunDomain) -> DomainRun:
+    return run_domain(its_program=jobs.program).start().until(READY)
+
+
+def orphan(run: DomainRun, jobs: Jobs) -> tuple[int, Client]:
+    """A server that goes on with its job under a new control daemon; the server's PID."""
+    job = jobs.begin()
+    run.tick()
+    (server,) = run.domain.server_pids()
+    kill(run)
+    run.until(READY)
+    return server, job
+
+
+def kill(run: DomainRun) -> None:
+    os.kill(run.pid, signal.SIGKILL)
+    run.until_ended().tick()
+
+
+def test_the_servers_of_a_control_daemon_that_died_are_told_of_and_shown(run: DomainRun, jobs: Jobs) -> None:
+    first = run.pid
+    server, _ = orphan(run, jobs)
+    (event,) = [event for event in run.events if "lives on" in event.what]
+    assert event == Event(
+        "warning",
+        "client",
+        "host",
+        f"its MPS server (PID {server}) lives on without its control daemon",
+        f"the control daemon (PID {first}) was killed by signal 9",
+        "its jobs go on with their limits; new ones may have to wait for its end",
+    )
+    assert run.pending == (
+        f"its MPS server (PID {server}) of a control daemon before goes on with its jobs; "
+        "new ones may have to wait"
+    )
+    assert run.domain.server_pids() == [server], "NVML's list of processes is read by this"
+    assert run.domain.descriptors()
+
+
+def test_an_orphan_that_ends_with_its_job_is_told_of_and_shown_no_more(run: DomainRun, jobs: Jobs) -> None:
+    server, job = orphan(run, jobs)
+    jobs.end(job)
+    run.until_it(lambda: run.domain.server_pids() == [])
+    assert run.told[-1] == f"its MPS server (PID {server}), left without a control daemon, has ended"
+    assert run.pending == ""
+
+
+@pytest.mark.parametrize("in_use", [None, True])
+def test_an_orphan_that_may_have_jobs_is_spared_for_good(
+    run: DomainRun, jobs: Jobs, in_use: bool | None
+) -> None:
+    server, _ = orphan(run, jobs)
+    run.domain.in_use = in_use
+    for _ in range(30):
+        run.turn(60).until_said()
+    assert jobs.stand_ins.servers() == [server]
+
+
+def test_the_end_of_another_control_daemon_costs_no_orphan_its_jobs(
+    run: DomainRun, jobs: Jobs, plan: DomainPlan
+) -> None:
+    server, _ = orphan(run, jobs)
+    first = run.pid
+    with silent_connection(plan):
+        run.turn(10).turn(5).turn(2).until(BACKOFF)
+    run.turn(1).until(READY)
+    assert run.pid != first
+    assert run.turn(60).until_said().state == READY
+    assert jobs.stand_ins.servers() == [server]
+
+
+def test_an_orphan_without_jobs_is_ended(run: DomainRun, jobs: Jobs) -> None:
+    """NVML says that no other process uses the GPU, so that this client is none."""
+    server, _ = orphan(run, jobs)
+    run.domain.in_use = False
+    run.turn(0).turn(IDLE_S - 0.1)
+    assert jobs.stand_ins.servers() == [server]
+    run.turn(0.1).until_it(lambda: run.domain.server_pids() == [])
+    assert run.told[-2:] == [
+        f"its MPS server (PID {server}), left without a control daemon, gets SIGTERM",
+        f"its MPS server (PID {server}), left without a control daemon, has ended",
+    ]
+    assert run.events[-1].cause == "no job uses its GPUs"
+    assert run.state == READY
+
+
+def test_an_orphan_is_idle_only_where_no_job_was_seen_for_a_while(run: DomainRun, jobs: Jobs) -> None:
+    server, _ = orphan(run, jobs)
+    for in_use in (False, True, False, None, False):
+        run.domain.in_use = in_use
+        run.turn(0).turn(IDLE_S - 1)
+    assert jobs.stand_ins.servers() == [server]
+
+
+def test_a_server_that_starts_and_loses_its_control_daemon_between_two_ticks_is_found(
+    run: DomainRun, jobs: Jobs
+) -> None:
+    jobs.begin()
+    kill(run)
+    run.until(READY)
+    assert run.pending == ""
+    run.turn(1)
+    (server,) = jobs.stand_ins.servers()
+    assert run.pending.startswith(f"its MPS server (PID {server}) of a control daemon before goes on")
+
+
+def test_a_daemon_that_starts_finds_the_orphans_of_one_before_it(
+    run: DomainRun, jobs: Jobs, run_domain: RunDomain
+) -> None:
+    jobs.begin()
+    (server,) = jobs.stand_ins.servers()
+    os.kill(run.pid, signal.SIGKILL)
+    run.until_ended()
+    after = run_domain(its_program=jobs.program).start().until(READY).turn(1)
+    assert after.told == [f"its MPS server (PID {server}) lives on without its control daemon"]
+    after.stop().turn(10).until(STOPPED)
+    assert jobs.stand_ins.servers() == []
+
+
+def test_the_servers_of_a_control_daemon_that_is_taken_over_are_no_orphans(
+    run: DomainRun, jobs: Jobs, run_domain: RunDomain, plan: DomainPlan
+) -> None:
+    jobs.begin()
+    after = run_domain(its_program=jobs.program).start().until(READY).turn(1)
+    assert after.pid == run.pid
+    assert (after.told, after.pending) == ([], "")
+    assert orphans_in(plan.pipe_directory) == []
+
+
+def test_nothing_but_a_server_of_ours_on_the_directory_is_an_orphan(plan: DomainPlan, jobs: Jobs) -> None:
+    """What is only named like one, and what another directory's control daemon has left."""
+    named = jobs.stand_ins.folder / "real" / "nvidia-cuda-mps-server"
+    named.parent.mkdir()
+    named.symlink_to(sys.executable)
+    env = {"CUDA_MPS_PIPE_DIRECTORY": plan.pipe_directory, "YUNION_MPS_DOMAIN": "host"}
+    with subprocess.Popen([named, "-c", "input()"], env=env, stdin=-1) as other:
+        assert still_serving([other.pid, os.getpid(), 1 << 22]) == ()
+        assert orphans_in(plan.pipe_directory) == []
+        other.terminate()
+
+
+def test_a_stop_gives_orphans_the_time_that_clients_have_and_then_ends_them(
+    run: DomainRun, jobs: Jobs
+) -> None:
+    server, _ = orphan(run, jobs)
+    run.stop()
+    run.until_it(lambda: run.domain.status().pid is None)
+    assert run.state == STOPPING
+    run.turn(9.9)
+    assert jobs.stand_ins.servers() == [server]
+    run.turn(0.1).until(STOPPED)
+    assert jobs.stand_ins.servers() == []
+    assert f"its MPS server (PID {server}), left without a control daemon, gets SIGTERM" in run.told
+    assert run.events[-2].cause == "the time that its jobs had to end is over"
+
+
+def test_a_stop_need_not_wait_for_an_orphan_that_ends(run: DomainRun, jobs: Jobs) -> None:
+    _, job = orphan(run, jobs)
+    run.stop()
+    jobs.end(job)
+    run.until(STOPPED)
+
+
+def test_a_stopped_orphan_is_let_go_on_to_see_its_signal(run: DomainRun, jobs: Jobs) -> None:
+    server, _ = orphan(run, jobs)
+    run.stop().until_it(lambda: run.domain.status().pid is None)
+    stop_process(server)
+    run.turn(10).until(STOPPED)
+    assert jobs.stand_ins.servers() == []
+
+
+def test_orphans_are_ended_where_nothing_can_be_started(run: DomainRun, jobs: Jobs, plan: DomainPlan) -> None:
+    jobs.begin()
+    run.tick()
+    os.rename(plan.log_directory, f"{plan.log_directory}.old")
+    with open(plan.log_directory, "w"):
+        pass
+    kill(run)
+    run.until(FAILED).stop()
+    assert run.state == STOPPING
+    run.turn(10).until(STOPPED)
+    assert jobs.stand_ins.servers() == []
+
+
+def test_a_domain_that_retires_waits_for_its_orphans(run: DomainRun, jobs: Jobs) -> None:
+    _, job = orphan(run, jobs)
+    run.domain.retire()
+    assert run.turn(60).state == READY
+    jobs.end(job)
+    run.until(STOPPED)
+
+
+def test_a_domain_that_retires_starts_nothing_new_for_its_orphans(run: DomainRun, jobs: Jobs) -> None:
+    job = jobs.begin()
+    run.tick()
+    run.domain.retire()
+    run.domain._backoff.next_wait_s()
+    kill(run)
+    before = list(run.states)
+    assert run.turn(60).turn(60).states == before
+    jobs.end(job)
+    run.until(STOPPED)
+
+
+def test_orphans_can_be_ended_by_force_at_once(run: DomainRun, jobs: Jobs) -> None:
+    orphan(run, jobs)
+    assert not run.domain.renew(run.clock.now_s, force=False), "nobody can ask it anything"
+    assert run.domain.renew(run.clock.now_s, force=True)
+    run.until_it(lambda: jobs.stand_ins.servers() == [])
+
+
+def test_a_daemon_that_fails_itself_leaves_orphans_alone_and_says_so(
+    run: DomainRun, jobs: Jobs, caplog: pytest.LogCaptureFixture
+) -> None:
+    server, _ = orphan(run, jobs)
+    run.domain.stop(run.clock.now_s, spare_found=True)
+    run.until(STOPPED)
+    assert jobs.stand_ins.servers() == [server]
+    assert f"domain host: its MPS server (PID {server}) is left running" in caplog.messages
+
+
+def test_a_server_that_cannot_be_ended_is_told_of_once_a_minute(
+    jobs: Jobs, run: DomainRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that hangs in the driver; there is none here, so signals are kept from it."""
+    server, _ = orphan(run, jobs)
+    monkeypatch.setattr(signal, "pidfd_send_signal", lambda *_: None)
+    told: list[str] = []
+    orphans = Orphans("host", lambda event: told.append(event.what))
+    orphans.add([server], "")
+    orphans.end(0.0, "")
+    now_s = 0.0
+    while now_s < 200:
+        due_s = orphans.tick(now_s, in_use=None)
+        assert due_s is not None
+        now_s = max(due_s, now_s + 0.01)
+    assert [what.rpartition(" ")[2] for what in told[1:]] == ["SIGTERM", *["SIGKILL"] * 4]
+    assert orphans.pids == (server,)
+
+
+def test_without_descriptors_no_server_is_taken_for_gone(run: DomainRun, jobs: Jobs) -> None:
+    """For then its limits would be taken for those of the next."""
+    jobs.begin()
+    run.tick()
+    (server,) = jobs.stand_ins.servers()
+    taken = []
+    try:
+        while True:
+            taken.append(os.dup(0))
+    except OSError:
+        pass
+    try:
+        assert run.domain.server_pids() == [server]
+        assert still_serving([server]) == (server,)
+        with pytest.raises(ShortageError):
+            orphans_in("/nowhere")
+    finally:
+        for descriptor in taken:
+            os.close(descriptor)
+    wait_for(lambda: run.domain.server_pids() == [server])

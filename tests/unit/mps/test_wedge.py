@@ -1,0 +1,236 @@
+"""A control daemon that runs and does not serve: found, named, let go on, or replaced without loss."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from yunion_mps.models import DomainPlan
+from yunion_mps.mps.control import PROGRAM, peer_of
+from yunion_mps.mps.states import APPLYING, BACKOFF, FAILED, READY, STARTING, WEDGED
+from yunion_mps.mps.watch import PROBE_S, PROBE_TIMEOUT_S
+
+from .conftest import RunDomain
+from .driving import DomainRun, Jobs, converse, silent_connection, stop_process, wait_for
+
+
+@pytest.fixture
+def run(jobs: Jobs, run_domain: RunDomain) -> DomainRun:
+    return run_domain(its_program=jobs.program).start().until(READY)
+
+
+def find_out(run: DomainRun) -> DomainRun:
+    """Let the time pass in which a probe finds that nobody answers."""
+    return run.turn(PROBE_S).turn(PROBE_TIMEOUT_S)
+
+
+def no_longer_silent(run: DomainRun, connection: socket.socket) -> DomainRun:
+    connection.close()
+    return run.until_in_time(READY)
+
+
+def test_it_is_found_within_two_probe_intervals() -> None:
+    assert PROBE_S + PROBE_TIMEOUT_S < 2 * PROBE_S
+
+
+def test_a_stopped_control_daemon_is_named_let_go_on_and_its_limits_read(
+    run: DomainRun, plan: DomainPlan, program: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    pid = run.pid
+    stop_process(pid)
+    find_out(run).until(READY)
+    assert run.states[-4:] == [READY, WEDGED, APPLYING, READY]
+    assert run.reasons[-3] == (
+        f"the control daemon (PID {pid}) does not serve: it was stopped by a signal (SIGSTOP) or a debugger"
+    )
+    assert run.reasons[-2] == "it answers again; its limits are being read"
+    assert run.pid == pid
+    assert run.domain.error is None
+    assert any("It is told to go on." in message for message in caplog.messages)
+    assert converse(program, plan, "get_default_device_pinned_mem_limit 0") == ["5G"]
+
+
+def test_one_that_is_stopped_again_and_again_is_replaced(run: DomainRun) -> None:
+    pid = run.pid
+    stop_process(pid)
+    run.turn(PROBE_S)
+    run.clock.now_s += PROBE_TIMEOUT_S
+    while run.state != BACKOFF and BACKOFF not in run.states:
+        run.tick()
+        if run.domain.status().pid == pid:
+            os.kill(pid, signal.SIGSTOP)
+        run.clock.now_s += 0.25
+    assert run.until(READY).pid != pid
+    assert f"the control daemon (PID {pid}) did not serve, and was ended" in run.reasons
+
+
+def test_who_keeps_it_waiting_is_named(run: DomainRun, plan: DomainPlan, jobs: Jobs) -> None:
+    """Somebody who has connected and says nothing keeps it from everybody else."""
+    script = (
+        "import socket, sys; s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET); "
+        "s.connect(sys.argv[1]); s.recv(64); print(flush=True); input()"
+    )
+    argv = [sys.executable, "-Ic", script, f"{plan.pipe_directory}/control"]
+    with subprocess.Popen(argv, stdin=-1, stdout=-1) as other:
+        assert other.stdout is not None
+        other.stdout.readline()
+        find_out(run)
+        name = Path(f"/proc/{other.pid}/comm").read_text().strip()
+        assert run.domain.reason == (
+            f"the control daemon (PID {run.pid}) does not serve: PID {other.pid} ({name}, root) is connected "
+            "to it and says nothing: everybody waits for that process"
+        )
+        other.kill()
+
+
+def test_it_goes_on_where_whoever_kept_it_waiting_lets_go_of_it(run: DomainRun, plan: DomainPlan) -> None:
+    pid = run.pid
+    with silent_connection(plan) as connection:
+        assert find_out(run).state == WEDGED
+        no_longer_silent(run, connection)
+    assert run.pid == pid
+
+
+def test_one_that_stays_silent_without_jobs_is_ended_and_replaced(run: DomainRun, plan: DomainPlan) -> None:
+    pid = run.pid
+    with silent_connection(plan):
+        find_out(run)
+        assert run.turn(1.9).state == WEDGED
+        run.turn(0.1).until(READY)
+    assert run.pid != pid
+    assert run.states[-5:] == [WEDGED, BACKOFF, STARTING, APPLYING, READY]
+
+
+@pytest.mark.parametrize("in_use", [None, True])
+def test_one_with_jobs_is_spared_and_replaced_once_their_server_has_ended(
+    run: DomainRun, jobs: Jobs, plan: DomainPlan, in_use: bool | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    job = jobs.begin()
+    run.tick()
+    run.domain.in_use = in_use
+    pid, (server,) = run.pid, run.domain.server_pids()
+    with silent_connection(plan):
+        find_out(run)
+        for _ in range(20):
+            run.turn(2)
+        assert (run.state, run.pid, jobs.stand_ins.servers()) == (WEDGED, pid, [server])
+        assert run.domain.reason.endswith(
+            f"; it is replaced when its MPS server (PID {server}), which may have jobs, has ended "
+            f"(not to wait, and risk them: kill -9 {pid})"
+        )
+        assert sum("which may have jobs" in message for message in caplog.messages) == 1, "it is said once"
+        jobs.end(job)
+        os.kill(server, signal.SIGKILL)
+        wait_for(lambda: jobs.stand_ins.servers() == [])
+        run.turn(2).until(READY)
+    assert run.pid != pid
+
+
+def test_one_whose_servers_have_no_jobs_is_replaced_with_them(
+    run: DomainRun, jobs: Jobs, plan: DomainPlan
+) -> None:
+    jobs.end(jobs.begin())
+    run.tick()
+    run.domain.in_use = False
+    pid = run.pid
+    with silent_connection(plan):
+        find_out(run).turn(2).until_it(lambda: run.state == READY and run.pid != pid)
+    wait_for(lambda: jobs.stand_ins.servers() == [])
+    assert run.turn(2).pending == ""
+
+
+def test_a_stopped_server_that_it_waits_for_is_named_and_let_go_on(
+    run: DomainRun, jobs: Jobs, program: str, plan: DomainPlan
+) -> None:
+    jobs.begin()
+    run.tick()
+    (server,) = run.domain.server_pids()
+    stop_process(server)
+    env = {"CUDA_MPS_PIPE_DIRECTORY": plan.pipe_directory}
+    with subprocess.Popen([program], env=env, stdin=-1, stdout=-1) as asking:
+        assert asking.stdin is not None
+        asking.stdin.write(b"ps\n")
+        asking.stdin.close()
+        log = Path(plan.log_directory, "control.log")
+        wait_for(lambda: "Cmd:ps" in log.read_text())
+        pid = run.pid
+        find_out(run).until_in_time(READY)
+        assert asking.stdout is not None
+        assert asking.stdout.read()
+    assert f"its MPS server (PID {server}) was stopped by a signal (SIGSTOP) or a debugger" in run.reasons[-3]
+    assert run.pid == pid
+
+
+def test_a_socket_that_somebody_has_removed_comes_back(run: DomainRun, plan: DomainPlan) -> None:
+    """As age-based cleaning of /tmp does."""
+    pid = run.pid
+    os.unlink(f"{plan.pipe_directory}/control")
+    run.turn(PROBE_S).turn(2).until(READY)
+    assert f"its socket in {plan.pipe_directory} is gone (No such file or directory)" in run.reasons[3]
+    assert run.pid != pid
+    peer = peer_of(plan.pipe_directory)
+    assert peer is not None
+    assert peer.pid == run.pid
+
+
+def test_removed_sockets_cost_no_job(run: DomainRun, plan: DomainPlan, jobs: Jobs) -> None:
+    jobs.begin()
+    run.tick()
+    run.domain.in_use = True
+    (server,) = run.domain.server_pids()
+    os.unlink(f"{plan.pipe_directory}/control")
+    assert run.turn(PROBE_S).turn(60).state == WEDGED
+    assert jobs.stand_ins.servers() == [server]
+
+
+def test_a_pipe_directory_that_has_become_a_symlink_is_not_used(
+    run: DomainRun, plan: DomainPlan, place: Path
+) -> None:
+    """The control daemon is ended, for nobody finds it, and a human has to look at the link."""
+    pid = run.pid
+    os.rename(plan.pipe_directory, place / "elsewhere")
+    (place / "aim").mkdir()
+    place.chmod(0o777)
+    os.symlink(place / "aim", plan.pipe_directory)
+    run.turn(PROBE_S).turn(2).until(FAILED)
+    place.chmod(0o755)
+    assert not Path(f"/proc/{pid}").exists()
+    assert run.domain.error is not None
+    assert plan.pipe_directory in run.domain.error.message or str(place) in run.domain.error.message
+    assert run.domain.error.hint
+    assert list((place / "aim").iterdir()) == []
+    os.unlink(plan.pipe_directory)
+    assert run.turn(60).until(READY).domain.error is None
+
+
+def test_another_process_socket_in_its_place_is_reported_and_left_alone(
+    run: DomainRun, plan: DomainPlan
+) -> None:
+    pid = run.pid
+    os.unlink(f"{plan.pipe_directory}/control")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as other:
+        other.bind(f"{plan.pipe_directory}/control")
+        other.listen()
+        run.turn(PROBE_S).turn(2).until(FAILED)
+        who = f"(PID {os.getpid()})"
+        assert f"its socket in {plan.pipe_directory} is that of another process {who}" in run.reasons[3]
+        assert not Path(f"/proc/{pid}").exists()
+        assert run.domain.error is not None
+        assert f"(PID {os.getpid()}, uid {os.getuid()}), not started by us" in run.domain.error.message
+        assert PROGRAM in run.domain.error.hint
+    assert run.turn(60).until(READY).domain.error is None
+
+
+def test_probes_leave_little_in_the_log(run: DomainRun, plan: DomainPlan) -> None:
+    log = Path(plan.log_directory, "control.log")
+    before = len(log.read_text().splitlines())
+    for _ in range(10):
+        run.turn(PROBE_S).until_it(lambda: (run.tick() or 0) > PROBE_TIMEOUT_S)
+    assert len(log.read_text().splitlines()) - before <= 10 * 3 + 3 * 12

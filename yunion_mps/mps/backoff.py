@@ -1,0 +1,27 @@
+"""When a control daemon that ended is started again: at once, then later and later, then slowly for good."""
+
+from __future__ import annotations
+
+#: The wait before each new start; the first death may be an accident, and costs no time.
+WAITS_S = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
+#: Once those are used up, somebody has to look at it; it is still tried this often.
+RETRY_S = 60.0
+#: After this long in service, earlier deaths count no more.
+STABLE_S = 60.0
+
+
+class Backoff:
+    """Counts deaths."""
+
+    def __init__(self) -> None:
+        self._deaths = 0
+
+    def served(self, for_s: float) -> None:
+        """It served for so long before it ended."""
+        if for_s >= STABLE_S:
+            self._deaths = 0
+
+    def next_wait_s(self) -> float | None:
+        """Count a death; the wait before the next start, None once only a slow retry is left."""
+        self._deaths += 1
+        return WAITS_S[self._deaths - 1] if self._deaths <= len(WAITS_S) else None

@@ -1,0 +1,162 @@
+"""Why a control daemon does not answer, as far as the host tells: who was stopped, who keeps it waiting.
+
+It serves everybody from one loop, and waits there for whoever has connected (measured): one process that
+connects and says nothing keeps it from all others. The kernel tells who is connected (sock_diag(7)).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+import time
+from collections.abc import Collection, Iterator
+
+from yunion_mps.mps.control import PROGRAM
+from yunion_mps.mps.servers import server_pids
+from yunion_mps.process import all_pids, is_stopped, name_of, program_of, uid_of, user_name
+
+#: The search of all processes' descriptors is given up after this long: our one loop waits for it.
+_SEARCH_S = 0.2
+#: From linux/netlink.h, linux/sock_diag.h and linux/unix_diag.h; Python has no names for them.
+_NETLINK_SOCK_DIAG = 4
+_SOCK_DIAG_BY_FAMILY = 20
+_REQUEST_DUMP = 0x301
+_SHOW_NAME, _SHOW_PEER = 1, 4
+_NAME, _PEER = 0, 2
+_ESTABLISHED = 1
+_HEADER = struct.Struct("=IHHII")
+_QUESTION = struct.Struct("=BBHIIIII")
+_ANSWER = struct.Struct("=BBBBIII")
+_ATTRIBUTE = struct.Struct("=HH")
+_TIMEOUT_S = 0.2
+
+
+def why_silent(pid: int, pipe_directory: str) -> str:
+    """The cause in words, empty where none can be seen. Never raises; takes up to half a second."""
+    with contextlib.suppress(Exception):
+        return _who_was_stopped(pid) or _who_is_silent(pid, pipe_directory)
+    return ""
+
+
+def front_end_at(pipe_directory: str) -> str:
+    """Who has NVIDIA's front-end open on the directory; empty where nobody is found. Never raises."""
+    with contextlib.suppress(Exception):
+        return ", ".join(_described(pid) for pid in _connected(pipe_directory) if _is_front_end(pid))
+    return ""
+
+
+def _who_was_stopped(pid: int) -> str:
+    if is_stopped(pid):
+        return "it was stopped by a signal (SIGSTOP) or a debugger"
+    for server in server_pids(pid):
+        if is_stopped(server):
+            return f"its MPS server (PID {server}) was stopped by a signal (SIGSTOP) or a debugger"
+    return ""
+
+
+def _who_is_silent(pid: int, pipe_directory: str) -> str:
+    """Servers, front-ends and we may be connected and silent; of the others, each may be the one."""
+    known = {pid, os.getpid(), *server_pids(pid)}
+    connected = _connected(pipe_directory)
+    strangers = [other for other in connected if other not in known and not _is_front_end(other)]
+    stopped = [other for other in strangers if is_stopped(other)]
+    if stopped:
+        return (
+            f"{_described(stopped[0])} is connected to it and was stopped: everybody waits for that process"
+        )
+    if len(strangers) == 1:
+        who = _described(strangers[0])
+        return f"{who} is connected to it and says nothing: everybody waits for that process"
+    if strangers:
+        who = ", ".join(_described(other) for other in strangers[:5])
+        return f"one of {who} is connected to it and says nothing: everybody waits for that process"
+    return ""
+
+
+def _is_front_end(pid: int) -> bool:
+    return program_of(pid).rpartition("/")[2] == PROGRAM
+
+
+def _described(pid: int) -> str:
+    """`PID 4711 (python3, alice)`."""
+    uid = uid_of(pid)
+    about = [name_of(pid), "" if uid is None else user_name(uid)]
+    return f"PID {pid} ({', '.join(word for word in about if word)})"
+
+
+def _connected(pipe_directory: str) -> list[int]:
+    """The PIDs of the processes with a connection that the control daemon has accepted."""
+    return _holders(set(_peers(pipe_directory)))
+
+
+def _peers(pipe_directory: str) -> Iterator[int]:
+    """The inodes at the other ends of the connections; raises OSError where nobody tells."""
+    # The second is where root's front-ends connect (measured).
+    places = {f"{pipe_directory}/{name}".encode() for name in ("control", "control_privileged")}
+    for state, attributes in _sockets():
+        name = attributes.get(_NAME, b"").rstrip(b"\0")
+        if state == _ESTABLISHED and name in places and _PEER in attributes:
+            yield struct.unpack("=I", attributes[_PEER])[0]
+
+
+def _sockets() -> Iterator[tuple[int, dict[int, bytes]]]:
+    """State and attributes of every Unix socket of this network namespace."""
+    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _NETLINK_SOCK_DIAG) as netlink:
+        netlink.settimeout(_TIMEOUT_S)
+        anybody = 0xFFFFFFFF
+        question = _QUESTION.pack(
+            socket.AF_UNIX, 0, 0, 1 << _ESTABLISHED, 0, _SHOW_NAME | _SHOW_PEER, anybody, anybody
+        )
+        size = _HEADER.size + len(question)
+        netlink.send(_HEADER.pack(size, _SOCK_DIAG_BY_FAMILY, _REQUEST_DUMP, 1, 0) + question)
+        while True:
+            text = netlink.recv(1 << 16)
+            place = 0
+            while place + _HEADER.size <= len(text):
+                length, kind, _, _, _ = _HEADER.unpack_from(text, place)
+                if kind != _SOCK_DIAG_BY_FAMILY or length < _HEADER.size:  # the end, or an error
+                    return
+                body = text[place + _HEADER.size : place + length]
+                yield _ANSWER.unpack_from(body)[2], dict(_attributes(body[_ANSWER.size :]))
+                place += _aligned(length)
+
+
+def _attributes(text: bytes) -> Iterator[tuple[int, bytes]]:
+    place = 0
+    while place + _ATTRIBUTE.size <= len(text):
+        length, kind = _ATTRIBUTE.unpack_from(text, place)
+        if length < _ATTRIBUTE.size:
+            return
+        yield kind, text[place + _ATTRIBUTE.size : place + length]
+        place += _aligned(length)
+
+
+def _aligned(length: int) -> int:
+    return (length + 3) & ~3
+
+
+def _holders(inodes: Collection[int]) -> list[int]:
+    """The PIDs of the processes that have these sockets open, as far as they are found in time."""
+    end_s = time.monotonic() + _SEARCH_S
+    links = {f"socket:[{inode}]" for inode in inodes}
+    found = []
+    for pid in all_pids() if links else []:
+        if time.monotonic() > end_s:
+            break
+        if _has_open(pid, links):
+            found.append(pid)
+    return found
+
+
+def _has_open(pid: int, links: Collection[str]) -> bool:
+    try:
+        names = os.listdir(f"/proc/{pid}/fd")
+    except OSError:
+        return False
+    for name in names:
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/{pid}/fd/{name}") in links:
+                return True
+    return False

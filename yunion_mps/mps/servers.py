@@ -1,0 +1,58 @@
+"""The MPS servers of a control daemon, found without asking it: they are its children."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from yunion_mps.mps.adoption import MARK
+from yunion_mps.mps.control import PROGRAM
+from yunion_mps.process import all_pids, children_of, environment_of, name_of, parent_of, program_of
+
+SERVER = "nvidia-cuda-mps-server"
+#: What the kernel keeps of a program's name (TASK_COMM_LEN less its NUL); the control daemon's is the same.
+_NAME = SERVER[:15]
+
+
+def server_pids(control_pid: int) -> list[int]:
+    """The PIDs of the control daemon's servers, also of one that is about to start; empty where it is gone.
+
+    Raises ShortageError where they cannot be read.
+    """
+    return [pid for pid in children_of(control_pid) if name_of(pid) == _NAME]
+
+
+def still_serving(pids: Iterable[int]) -> tuple[int, ...]:
+    """Those of the PIDs that are still those of MPS servers; takes no descriptor, so it never lacks one."""
+    return tuple(pid for pid in pids if _program(pid) == SERVER)
+
+
+def orphans_in(pipe_directory: str) -> list[int]:
+    """The PIDs of the servers of ours on the directory whose control daemon is gone.
+
+    Looks at every process, 10 us each. Raises ShortageError where it cannot.
+    """
+    return [
+        pid
+        for pid in all_pids()
+        if name_of(pid) == _NAME
+        and _program(pid) == SERVER
+        and _is_ours(pid, pipe_directory)
+        and _program(parent_of(pid)) != PROGRAM
+    ]
+
+
+def named(pids: Iterable[int]) -> str:
+    """`its MPS server (PID 12)`, `its MPS servers (PIDs 12, 13)`."""
+    texts = [str(pid) for pid in pids]
+    plural = "s" if len(texts) > 1 else ""
+    return f"its MPS server{plural} (PID{plural} {', '.join(texts)})"
+
+
+def _program(pid: int) -> str:
+    return program_of(pid).rpartition("/")[2]
+
+
+def _is_ours(pid: int, pipe_directory: str) -> bool:
+    """Servers inherit their control daemon's environment (measured)."""
+    environment = environment_of(pid)
+    return MARK in environment and environment.get("CUDA_MPS_PIPE_DIRECTORY") == pipe_directory
