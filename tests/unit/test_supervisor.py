@@ -281,9 +281,9 @@ def test_whether_jobs_run_is_believed_only_where_nvml_lists_the_servers(
     (domain,) = made.supervisor.domains
     uuid = host.gpus[0].uuid
     for processes, in_use in (({uuid: {1: 10}}, True), ({uuid: {}}, False), ({}, None)):
-        made.supervisor.note_processes(processes)
+        made.supervisor.note_processes(processes, time.monotonic())
         assert domain.in_use is in_use
-    made.supervisor.note_processes({uuid: {}})
+    made.supervisor.note_processes({uuid: {}}, time.monotonic())
     made.supervisor.lose_driver(DriverError("gone"), time.monotonic())
     assert domain.in_use is None
 
@@ -291,5 +291,20 @@ def test_whether_jobs_run_is_believed_only_where_nvml_lists_the_servers(
 def test_before_volta_nobody_knows_whether_jobs_run(make_host: MakeHost, supervise: Supervise) -> None:
     host = make_host([{"kind": "tesla-p40"}])
     made = supervise(host).start()
-    made.supervisor.note_processes({host.gpus[0].uuid: {}})
+    made.supervisor.note_processes({host.gpus[0].uuid: {}}, time.monotonic())
     assert made.supervisor.domains[0].in_use is None
+
+
+def test_a_look_from_before_a_wedge_says_nothing_of_the_jobs_in_its_way(
+    make_host: MakeHost, supervise: Supervise
+) -> None:
+    """A job may have come since; so another look is wanted at once, and none is ended before it."""
+    host = make_host([{"kind": "v100"}])
+    made = supervise(host).start()
+    (domain,) = made.supervisor.domains
+    made.supervisor.note_processes({host.gpus[0].uuid: {}}, time.monotonic())
+    assert not made.supervisor.take_wants_look()
+    assert domain.looked_s < time.monotonic()
+    domain.wants_look = True
+    assert made.supervisor.take_wants_look()
+    assert not made.supervisor.take_wants_look()

@@ -76,6 +76,7 @@ class Looking:
         supervisor, loop = self._supervisor, asyncio.get_running_loop()
         nvml = supervisor.nvml
         if nvml:
+            began_s = loop.time()
             try:
                 seen = await on_thread(lambda: _look(nvml, self._paths))
             except DriverError as error:
@@ -85,7 +86,7 @@ class Looking:
                 supervisor.lose_driver(error, loop.time())
                 return
             self._trouble = ""
-            supervisor.note_processes(seen.processes)
+            supervisor.note_processes(seen.processes, began_s)
             supervisor.rescan(seen.inventory, loop.time())
         await self.set_modes()
 

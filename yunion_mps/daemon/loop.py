@@ -56,6 +56,7 @@ class _Loop:
         self._stopping = False
         self._end: asyncio.Future[str] | None = None
         self._changing: Changing | None = None
+        self._looking: Looking | None = None
 
     async def run(self, listener: Listener, signals: Signals) -> str:
         loop = asyncio.get_running_loop()
@@ -66,7 +67,7 @@ class _Loop:
         faults = Faults(self._paths, self._supervisor, clients)
         looking = Looking(self._paths, self._supervisor, lock, faults, self._tick_soon)
         changing = Changing(self._paths, self._supervisor, looking, lock, self._tick_soon, self._anew)
-        self._changing = changing
+        self._changing, self._looking = changing, looking
         deferred = Deferred(self._service, changing, clients)
         # Not loop.add_signal_handler: its end would leave the winding up to a second signal's mercy.
         loop.add_reader(signals.fileno(), self._guarded, lambda: self._heed(signals))
@@ -138,6 +139,8 @@ class _Loop:
         if self._end and self._end.done():
             return
         due_s = self._due_s = self._supervisor.tick(loop.time())
+        if self._looking and self._supervisor.take_wants_look():
+            self._looking.soon()
         if self._end and self._stopping and self._supervisor.stopped:
             self._end.set_result(STOPPED)
             return

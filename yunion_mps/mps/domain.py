@@ -10,6 +10,7 @@ to get, and where the two differ while it serves, the change is pending.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 
 from yunion_mps.errors import ControlError, HostError, ShortageError, YunionError
@@ -23,7 +24,7 @@ from yunion_mps.mps.diagnosis import why_silent
 from yunion_mps.mps.ending import Ending
 from yunion_mps.mps.launch import Starting
 from yunion_mps.mps.log_file import look_at_log
-from yunion_mps.mps.news import NewsReader, events_of
+from yunion_mps.mps.news import NewsReader
 from yunion_mps.mps.servers import named
 from yunion_mps.mps.states import (
     APPLYING,
@@ -70,12 +71,15 @@ class Domain(Told):
         self.stop_timeout_s = STOP_TIMEOUT_S
         #: Whether processes other than servers use its GPUs, as NVML told last; None where that is unknown.
         self.in_use: bool | None = None
+        #: When that look began; and whether another one is wanted at once.
+        self.looked_s = math.inf
+        self.wants_look = False
         #: Whether it is to end once no server has jobs: the configuration has no place for it any more.
         self.retiring = False
         self.program = program
         self._target = plan
         self._succession = Succession(remembered or InForce(plan), tell, changed)
-        self._news = NewsReader(plan)
+        self._news = NewsReader(plan, tell, self._children)
         self._process: Process | None = None
         #: What is under way with its control daemon, by the state.
         self._work: Starting | Applying | Watch | Wedge | Ending | None = None
@@ -235,7 +239,7 @@ class Domain(Told):
         """Have a control daemon, in words; raises HostError."""
         found = find(self.wanted)  # first, for one that serves needs nothing of what a new one needs
         self._target = found.plan if found else self.wanted
-        self._news = NewsReader(self._target)
+        self._news = NewsReader(self._target, self._tell, self._children)
         self._has_served = self._was_found = found is not None
         if found:
             self._process = found.process
@@ -280,7 +284,7 @@ class Domain(Told):
         self._drop()
         self._succession.in_force, self._has_served = result, True
         self._work = Watch(
-            self.program, self._target, self._process.pid, self._children(), self._tell_news, now_s
+            self.program, self._target, self._process.pid, self._children(), self._news.tell, now_s
         )
         self._change(READY, now_s, "")
         return self._step(now_s)
@@ -308,7 +312,9 @@ class Domain(Told):
 
     def _tick_wedged(self, now_s: float) -> float | None:
         assert isinstance(self._work, Wedge)
-        due_s = self._work.tick(now_s, in_use=self.in_use)
+        # A job may have come since the last look, so only one that began later counts.
+        in_use = self.in_use if self.looked_s >= self.since_s else None
+        due_s = self._work.tick(now_s, in_use=in_use)
         if due_s is None:
             self._apply(now_s, "it answers again; its limits are being read", setting=False)
             return self._step(now_s)
@@ -345,7 +351,7 @@ class Domain(Told):
         replaced = isinstance(self._work, Wedge) and self._work.ended
         if replaced:
             what = f"the control daemon (PID {self._process.pid}) did not serve, and was ended"
-        self._tell_news()
+        self._news.tell()
         self._process.close()
         self._process = None
         self._drop()
@@ -359,7 +365,11 @@ class Domain(Told):
         """End a control daemon that never served; one that may have jobs at work is treated with care."""
         self._drop()
         if self._process and self._has_served and isinstance(error, SilentError):
-            self._begin_wedge(now_s, error)
+            why = why_silent(self._process.pid, self.plan.pipe_directory) or error.message
+            self.error = error
+            self._change(WEDGED, now_s, f"the control daemon (PID {self._process.pid}) does not serve: {why}")
+            log.error("domain %s: %s. It is told to go on. %s", self.plan.name, self.reason, error.hint)
+            self._work = Wedge(self._process, self._target, self.program, self._children, now_s)
             return
         if self._process and not self._has_served:
             self._process.kill()
@@ -367,21 +377,13 @@ class Domain(Told):
             self._succession.bereave(error.message)  # where a job has come before it had its limits
         self._fail(now_s, error)
 
-    def _begin_wedge(self, now_s: float, error: YunionError) -> None:
-        assert self._process is not None
-        why = why_silent(self._process.pid, self.plan.pipe_directory) or error.message
-        self.error = error
-        self._change(WEDGED, now_s, f"the control daemon (PID {self._process.pid}) does not serve: {why}")
-        log.error("domain %s: %s. It is told to go on. %s", self.plan.name, self.reason, error.hint)
-        self._work = Wedge(self._process, self._target, self.program, self._children, now_s)
-
     def _fail(self, now_s: float, error: YunionError, *, lasting: bool = False) -> None:
         self._backoff.served(now_s - self.since_s if self.state == READY else self.served_s)
         self.served_s = 0.0
-        wait_s = self._backoff.next_wait_s()
-        lasting = lasting or wait_s is None
-        if wait_s is None or (lasting and not isinstance(error, ShortageError)):
-            wait_s = RETRY_S
+        quick_s = self._backoff.next_wait_s()
+        passes = isinstance(error, ShortageError) or not lasting
+        wait_s = RETRY_S if quick_s is None or not passes else quick_s
+        lasting = lasting or quick_s is None
         self.restarts += 1
         self.error = error
         self._deadline_s = now_s + wait_s
@@ -394,12 +396,6 @@ class Domain(Told):
             log.warning("domain %s: the control daemon (PID %d) is left running", self.plan.name, self._pid)
             self._process.close()
             self._process = None
-
-    def _tell_news(self) -> None:
-        """Tell what the control daemon's log has told since the last look."""
-        news = self._news.read()
-        for event in events_of(news, self.plan.name, self._children()) if news else ():
-            self._tell(event)
 
     def _drop(self) -> None:
         """Leave off what was under way."""

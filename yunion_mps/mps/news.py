@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from yunion_mps.models import DomainPlan, Event
@@ -33,13 +33,24 @@ class News(NamedTuple):
 class NewsReader:
     """Reads on where it ended before."""
 
-    def __init__(self, plan: DomainPlan) -> None:
+    def __init__(
+        self, plan: DomainPlan, tell: Callable[[Event], None], servers: Callable[[], Sequence[int]]
+    ) -> None:
         """Begin at the log's end: what is there already was told to an earlier reader, or to nobody."""
+        self._name = plan.name
+        self._tell = tell
+        self._servers = servers
         self._path = os.path.join(plan.log_directory, LOG_NAME)
         self._offset = 0
         self._rest = b""
         with contextlib.suppress(OSError):
             self._offset = os.stat(self._path).st_size
+
+    def tell(self) -> None:
+        """Tell what is new since the last call, as events."""
+        news = self.read()
+        for event in events_of(news, self._name, self._servers()) if news else ():
+            self._tell(event)
 
     def read(self) -> list[News]:
         """What is new since the last call."""

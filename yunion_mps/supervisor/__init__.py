@@ -23,7 +23,7 @@ from yunion_mps.mps.states import READY, STOPPED
 from yunion_mps.paths import Paths
 from yunion_mps.planning import difference, make_plan
 from yunion_mps.store import Store
-from yunion_mps.supervisor.changes import Change, changes_to
+from yunion_mps.supervisor.changes import Change, changes_to, events_of, settings_changed
 from yunion_mps.supervisor.fleet import Fleet
 from yunion_mps.supervisor.gpus import Gpus
 from yunion_mps.supervisor.jobs import Jobs, Processes
@@ -33,9 +33,6 @@ from yunion_mps.supervisor.view import in_force, notice, statuses
 __all__ = ["Change", "Supervisor"]
 
 log = logging.getLogger(__name__)
-
-#: Keys of host.conf that change how we work, and nothing on the host by themselves.
-_SETTINGS = ("cuda_mps_stop_timeout_s", "cuda_mps_max_clients")
 
 
 class Supervisor:
@@ -220,9 +217,16 @@ class Supervisor:
             self.journal.record(event)
             self._changed()
 
-    def note_processes(self, processes: Processes) -> None:
-        """Take note of who uses the GPUs (by UUID: PID and MiB), so that no job is taken for none."""
-        self._jobs.note(self.domains, processes, self._gpus.inventory.gpus)
+    def note_processes(self, processes: Processes, looked_s: float) -> None:
+        """Take note of who uses the GPUs (by UUID: PID and MiB), by a look that began at `looked_s`."""
+        self._jobs.note(self.domains, processes, self._gpus.inventory.gpus, looked_s)
+
+    def take_wants_look(self) -> bool:
+        """Whether a look at the GPUs is wanted at once; said only once for each cause."""
+        wanted = [domain for domain in self.domains if domain.wants_look]
+        for domain in wanted:
+            domain.wants_look = False
+        return bool(wanted)
 
     # -- compute modes
 
@@ -268,11 +272,7 @@ class Supervisor:
         plan = self._plan_for(examined.config, examined.inventory)
         if plan.domains:
             find_control_program()
-        settings = [
-            Change("setting", name, str(old), str(new), "at once")
-            for name in _SETTINGS
-            if (old := getattr(self._config, name)) != (new := getattr(examined.config, name))
-        ]
+        settings = settings_changed(self._config, examined.config)
         placed = plan._replace(domains=tuple(self._placed(domain) for domain in plan.domains))
         changes = changes_to(
             placed,
@@ -302,11 +302,8 @@ class Supervisor:
         if examined.nvml:
             for event in self._gpus.look(examined.inventory, examined.config, plan):
                 self.journal.record(event)
-        for change in changes if is_other else ():  # what is pending was recorded before
-            what = f"{change.before or 'nothing'} -> {change.after or 'nothing'}"
-            subject = f"{change.kind} {change.subject}"
-            event = Event("info", "configuration", subject, what, "the configuration was read again")
-            self.journal.record(event._replace(consequence=f"it counts {change.effect}"))
+        for event in events_of(changes) if is_other else ():  # what is pending was recorded before
+            self.journal.record(event)
         self._changed()
         return changes
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from yunion_mps.models import Device, DomainPlan, Gpu, Inventory, Plan
+from yunion_mps.models import Config, Device, DomainPlan, Event, Gpu, Inventory, Plan
 from yunion_mps.mps.domain import Domain
 from yunion_mps.mps.servers import named
 
@@ -20,6 +20,26 @@ class Change(NamedTuple):
     before: str
     after: str
     effect: str
+
+
+def settings_changed(old: Config, new: Config) -> list[Change]:
+    """The keys of host.conf that change how we work, and nothing on the host by themselves."""
+    names = ("cuda_mps_stop_timeout_s", "cuda_mps_max_clients")
+    values = [(name, getattr(old, name), getattr(new, name)) for name in names]
+    return [
+        Change("setting", name, str(before), str(after), AT_ONCE)
+        for name, before, after in values
+        if before != after
+    ]
+
+
+def events_of(changes: Iterable[Change]) -> Iterable[Event]:
+    """The changes as events: what a reload has begun."""
+    for change in changes:
+        subject = f"{change.kind} {change.subject}"
+        what = f"{change.before or 'nothing'} -> {change.after or 'nothing'}"
+        means = f"it counts {change.effect}"
+        yield Event("info", "configuration", subject, what, "the configuration was read again", means)
 
 
 def changes_to(

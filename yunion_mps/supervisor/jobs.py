@@ -24,8 +24,13 @@ class Jobs:
         #: Those that had not ended when their time was over, in words.
         self.late: list[str] = []
 
-    def note(self, domains: Iterable[Domain], processes: Processes, gpus: Iterable[Gpu]) -> None:
-        """Take note of who uses the GPUs (by UUID: PID and MiB), and tell each domain about its own."""
+    def note(
+        self, domains: Iterable[Domain], processes: Processes, gpus: Iterable[Gpu], looked_s: float
+    ) -> None:
+        """Take note of who uses the GPUs (by UUID: PID and MiB), and tell each domain about its own.
+
+        `looked_s` is when the look at them began.
+        """
         found: set[int] = set()
         telling = {gpu.uuid for gpu in gpus if enforces_budgets(gpu) and gpu.uuid in processes}
         for domain in domains:
@@ -37,6 +42,7 @@ class Jobs:
             # lists no client of MPS, and in a container without the host's PIDs nobody.
             told = servers <= listed and telling >= set(domain.plan.gpu_uuids)
             domain.in_use = True if jobs else (False if told else None)
+            domain.looked_s = looked_s
         self._started = {pid: ticks for pid in found if (ticks := started_ticks(pid)) is not None}
 
     def forget(self, domains: Iterable[Domain]) -> None:

@@ -97,6 +97,21 @@ def test_to_drain_waits_for_the_jobs_and_force_does_not(
     assert job.says() == "server gone"
 
 
+def test_a_server_that_was_asked_while_it_had_jobs_ends_when_it_has_none(
+    run: DomainRun, other: DomainPlan, jobs: Jobs
+) -> None:
+    """535 ends it with its last job; 550 asks it again later and later, and at once when we do."""
+    job = jobs.begin()
+    change(run, other)
+    for _ in range(12):
+        run.domain.renew(run.clock.now_s, force=False)
+        run.until_said()
+    jobs.end(job)
+    run.domain.in_use = False
+    run.turn(10).until_it(lambda: run.domain.in_force == InForce(other))
+    assert jobs.stand_ins.servers() == []
+
+
 def test_nothing_is_asked_to_end_where_nothing_is_pending(run: DomainRun, jobs: Jobs) -> None:
     jobs.begin()
     assert not run.domain.renew(run.clock.now_s, force=True)

@@ -192,9 +192,13 @@ def log_of(run: DomainRun) -> str:
     return Path(run.domain.plan.log_directory, LOG_NAME).read_text()
 
 
+def reader_of(plan: DomainPlan) -> NewsReader:
+    return NewsReader(plan, lambda _: None, list)
+
+
 def test_a_fault_is_told_of(plan: DomainPlan, log: Path) -> None:
     log.write_text("before\n")
-    reader = NewsReader(plan)
+    reader = reader_of(plan)
     with log.open("a") as file:
         file.write("[2026-11-20 12:40:49.964 Control 1] Server encountered a fatal except")
         file.flush()
@@ -210,7 +214,7 @@ def test_a_fault_is_told_of(plan: DomainPlan, log: Path) -> None:
 
 
 def test_of_a_flood_only_the_end_is_read(plan: DomainPlan, log: Path) -> None:
-    reader = NewsReader(plan)
+    reader = reader_of(plan)
     log.write_text(CHATTER * 100_000 + "[x Control 1] Starting new server 7 for user 0\n")
     (event,) = events_of(reader.read(), "host", [])
     assert event.what == "MPS server (PID 7) started"
