@@ -308,3 +308,20 @@ def test_a_look_from_before_a_wedge_says_nothing_of_the_jobs_in_its_way(
     domain.wants_look = True
     assert made.supervisor.take_wants_look()
     assert not made.supervisor.take_wants_look()
+
+
+@pytest.mark.parametrize("call", ["nvmlDeviceGetComputeMode", "nvmlDeviceGetMemoryInfo", "nvmlDeviceGetUUID"])
+def test_a_gpu_that_is_lost_in_the_middle_of_a_look_keeps_its_place(
+    make_host: MakeHost, supervise: Supervise, call: str
+) -> None:
+    host = make_host(TWO, cuda_mps_scope="gpu")
+    made = supervise(host).start()
+    pids = [domain.pid for domain in made.snapshot.domains]
+    host.fail(call, "gpu_is_lost", gpu=1)
+    made.rescan()
+    assert made.available == 4
+    assert not any(made.supervisor.mode_work())
+    host.clear()
+    made.rescan()
+    assert made.available == 8
+    assert [domain.pid for domain in made.snapshot.domains] == pids

@@ -131,8 +131,10 @@ def _concerned(inventory: Inventory, plan: Plan) -> set[str]:
 
 
 def _known(gpu: Gpu, before: dict[str, Gpu]) -> Gpu:
-    if gpu.uuid is None and gpu.pci_address in before:
-        return before[gpu.pci_address]._replace(reason=gpu.reason)
+    """The GPU; one that is lost, perhaps in the middle of a look at it, with what was known of it."""
+    known = before.get(gpu.pci_address)
+    if known and gpu.reason and gpu.uuid in (None, known.uuid):
+        return known._replace(reason=gpu.reason)
     return gpu
 
 
