@@ -16,6 +16,7 @@ from yunion_mps.service import devices_json
 from yunion_mps.supervisor import Change, Supervisor
 
 from simhost import Description, SimHost
+from simhost.mps import Client, StandIns
 
 PATIENCE_S = 60.0
 
@@ -114,6 +115,26 @@ def supervise() -> Iterator[Callable[[SimHost], Supervised]]:
         yield make
 
 
+@pytest.fixture
+def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeStandIns]:
+    """Put servers and clients on a host that the real control daemon takes for real ones."""
+    with ExitStack() as stack:
+
+        def make(host: SimHost) -> StandIns:
+            made = stack.enter_context(StandIns(host))
+            monkeypatch.setenv("PATH", host.env["PATH"])
+            return made
+
+        yield make
+
+
+def attach(stand_ins: StandIns, host: SimHost) -> Client:
+    client = stand_ins.client(host.root / "tmp/nvidia-mps/pipe")
+    while client.says() != "attached":
+        pass
+    return client
+
+
 def configure(host: SimHost, **keys: str) -> None:
     """Write host.conf with these keys."""
     lines = [f"{name}: {value}" for name, value in {"enable_cuda_mps": "true", **keys}.items()]
@@ -132,3 +153,4 @@ def modes(host: SimHost) -> list[str]:
 
 
 Supervise = Callable[[SimHost], Supervised]
+MakeStandIns = Callable[[SimHost], StandIns]

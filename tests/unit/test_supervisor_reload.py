@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 
 import pytest
 from yunion_mps.errors import ConfigError, HostError
@@ -12,25 +10,19 @@ from yunion_mps.examination import examine
 from yunion_mps.service import devices_json
 from yunion_mps.supervisor.warnings import warnings
 
-from simhost import SimHost
-from simhost.mps import Client, StandIns
-from unit.supervised import MakeHost, Supervise, Supervised, configure, divide, modes
+from unit.supervised import (
+    MakeHost,
+    MakeStandIns,
+    Supervise,
+    Supervised,
+    attach,
+    configure,
+    divide,
+    modes,
+)
 
 TWO = [{"kind": "v100"}, {"kind": "a100"}]
 A100_MIB = 40960
-
-
-@pytest.fixture
-def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[SimHost], StandIns]]:
-    """Put servers and clients on a host that the real control daemon takes for real ones."""
-    with ExitStack() as stack:
-
-        def make(host: SimHost) -> StandIns:
-            made = stack.enter_context(StandIns(host))
-            monkeypatch.setenv("PATH", host.env["PATH"])
-            return made
-
-        yield make
 
 
 def budgets(made: Supervised) -> list[tuple[str, int]]:
@@ -39,13 +31,6 @@ def budgets(made: Supervised) -> list[tuple[str, int]]:
 
 def pid(made: Supervised) -> int | None:
     return made.snapshot.domains[0].pid
-
-
-def attach(stand_ins: StandIns, host: SimHost) -> Client:
-    client = stand_ins.client(host.root / "tmp/nvidia-mps/pipe")
-    while client.says() != "attached":
-        pass
-    return client
 
 
 def test_files_that_did_not_change_change_nothing(make_host: MakeHost, supervise: Supervise) -> None:
@@ -77,7 +62,7 @@ def test_other_numbers_of_devices_come_into_force_at_once_where_no_job_runs(
 
 
 def test_a_budget_is_pending_while_a_job_runs_and_in_force_when_its_server_has_ended(
-    make_host: MakeHost, supervise: Supervise, stand_ins: Callable[[SimHost], StandIns]
+    make_host: MakeHost, supervise: Supervise, stand_ins: MakeStandIns
 ) -> None:
     host = make_host([{"kind": "v100"}])
     divide(host, 2)
@@ -102,7 +87,7 @@ def test_a_budget_is_pending_while_a_job_runs_and_in_force_when_its_server_has_e
 
 
 def test_a_pending_budget_is_still_pending_for_the_next_daemon(
-    make_host: MakeHost, supervise: Supervise, stand_ins: Callable[[SimHost], StandIns]
+    make_host: MakeHost, supervise: Supervise, stand_ins: MakeStandIns
 ) -> None:
     host = make_host([{"kind": "v100"}])
     divide(host, 2)
@@ -124,7 +109,7 @@ def test_a_pending_budget_is_still_pending_for_the_next_daemon(
 
 
 def test_a_configuration_that_changed_while_no_daemon_ran_is_pending_too(
-    make_host: MakeHost, supervise: Supervise, stand_ins: Callable[[SimHost], StandIns]
+    make_host: MakeHost, supervise: Supervise, stand_ins: MakeStandIns
 ) -> None:
     host = make_host([{"kind": "v100"}])
     divide(host, 2)
@@ -140,7 +125,7 @@ def test_a_configuration_that_changed_while_no_daemon_ran_is_pending_too(
 
 
 def test_a_change_that_is_taken_back_is_pending_no_more(
-    make_host: MakeHost, supervise: Supervise, stand_ins: Callable[[SimHost], StandIns]
+    make_host: MakeHost, supervise: Supervise, stand_ins: MakeStandIns
 ) -> None:
     host = make_host([{"kind": "v100"}])
     divide(host, 2)
@@ -160,7 +145,7 @@ def test_a_change_that_is_taken_back_is_pending_no_more(
 
 
 def test_a_change_that_is_taken_back_while_no_daemon_runs_is_no_change(
-    make_host: MakeHost, supervise: Supervise, stand_ins: Callable[[SimHost], StandIns]
+    make_host: MakeHost, supervise: Supervise, stand_ins: MakeStandIns
 ) -> None:
     host = make_host([{"kind": "v100"}])
     divide(host, 2)
@@ -190,7 +175,7 @@ def test_a_reload_tries_at_once_what_waited_for_somebody_to_mend_it(
 
 
 def test_now_ends_the_servers_that_a_pending_change_waits_for(
-    make_host: MakeHost, supervise: Supervise, stand_ins: Callable[[SimHost], StandIns]
+    make_host: MakeHost, supervise: Supervise, stand_ins: MakeStandIns
 ) -> None:
     host = make_host([{"kind": "v100"}])
     divide(host, 2)
@@ -206,7 +191,7 @@ def test_now_ends_the_servers_that_a_pending_change_waits_for(
 
 
 def test_other_control_daemons_wait_for_the_end_of_the_jobs_on_those_that_run(
-    make_host: MakeHost, supervise: Supervise, stand_ins: Callable[[SimHost], StandIns]
+    make_host: MakeHost, supervise: Supervise, stand_ins: MakeStandIns
 ) -> None:
     host = make_host(TWO)
     jobs = stand_ins(host)

@@ -17,6 +17,7 @@ from yunion_mps.errors import ConfigError, DriverError, HostError, YunionError
 from yunion_mps.examination import Examination
 from yunion_mps.journal import Journal
 from yunion_mps.models import Config, DomainPlan, Event, Inventory, Plan, Snapshot
+from yunion_mps.mps.applying import InForce
 from yunion_mps.mps.control import find_control_program
 from yunion_mps.mps.domain import Domain
 from yunion_mps.mps.states import READY, STOPPED
@@ -27,7 +28,7 @@ from yunion_mps.supervisor.changes import Change, changes_to, events_of, setting
 from yunion_mps.supervisor.fleet import Fleet
 from yunion_mps.supervisor.gpus import Gpus
 from yunion_mps.supervisor.jobs import Jobs, Processes
-from yunion_mps.supervisor.past import AFTERWARDS, gpus_of, judge, left_running
+from yunion_mps.supervisor.past import AFTERWARDS, find_past, gpus_of, left_running
 from yunion_mps.supervisor.view import in_force, notice, statuses
 
 __all__ = ["Change", "Supervisor"]
@@ -62,23 +63,24 @@ class Supervisor:
     def start(self, now_s: float) -> None:
         """Set the compute modes and begin to start the domains.
 
-        Raises YunionError, with nothing changed, when nothing of it can work: there is no control program,
-        every domain's place is taken, or a control daemon runs that the configuration knows no more.
+        A control daemon of an earlier daemon that the configuration has no place for is looked after until
+        it has no jobs. Raises YunionError, with nothing changed, when nothing of it can work: there is no
+        control program, or every domain's place is taken.
         """
-        self._settle_the_past()
-        if not self._target.domains:
+        left = self._settle_the_past()
+        if not self._target.domains and not left:
             return
         program = find_control_program()
-        self._make_fleet(program)
+        self._make_fleet(program, left)
         obstacles = [error for domain in self.domains if (error := domain.obstacle())]
-        if len(obstacles) == len(self.domains):
+        if len(obstacles) == len(self.domains) and obstacles:
             raise obstacles[0]
         work = ModeWork(difference(self._target, self._gpus.inventory, ()).compute_modes)
         if work.changes:
             self.note_modes(carry_out(work, self.nvml, self.store()))
             self._refuse_if_no_mode_can_be_set()
         self._replan()
-        self._make_fleet(program)
+        self._make_fleet(program, left)
         self._fleet.start(now_s)
         self._changed()
 
@@ -357,9 +359,9 @@ class Supervisor:
             log_directory=self._paths.under(plan.log_directory),
         )
 
-    def _make_fleet(self, program: str) -> None:
-        plans: Sequence[DomainPlan] = [self._placed(plan) for plan in self._target.domains]
-        self._fleet.make(plans, program, self._config.cuda_mps_stop_timeout_s)
+    def _make_fleet(self, program: str, left: Sequence[InForce]) -> None:
+        plans = [self._placed(plan) for plan in self._target.domains]
+        self._fleet.make(plans, left, program, self._config.cuda_mps_stop_timeout_s)
 
     def _refuse_if_no_mode_can_be_set(self) -> None:
         errors = self._gpus.mode_errors
@@ -381,16 +383,14 @@ class Supervisor:
     def _watched(self) -> set[str]:
         return {d.plan.pipe_directory for d in self.domains if d.status().pid is not None}
 
-    def _settle_the_past(self) -> None:
-        """See to what an earlier daemon that was killed left behind, where the plan does not take it over."""
+    def _settle_the_past(self) -> list[InForce]:
+        """See to what an earlier daemon left; returns what is to be looked after until it has no jobs."""
         if not Store.exists(self._paths):
-            return
+            return []
         store = self.store()
-        planned = [self._placed(plan) for plan in self._target.domains]
-        left = left_running(store, self._watched())
-        for what, hint in judge(left, planned):
-            log.error("%s. %s", what, hint)
-            self._past = f"{what}; {hint}"
-        spare = {*self._target.compute_modes, *gpus_of(left)}
+        past = find_past(store, [self._placed(plan) for plan in self._target.domains])
+        self._past = past.notice
+        spare = {*self._target.compute_modes, *past.gpu_uuids}
         modes = {uuid: mode for uuid, mode in noted(store).items() if uuid not in spare}
         carry_out(ModeWork(put_back=modes), self.nvml, store)
+        return past.known

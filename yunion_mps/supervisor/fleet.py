@@ -36,10 +36,19 @@ class Fleet:
         self._stop_timeout_s = 0
         self._stopping = False
 
-    def make(self, plans: Sequence[DomainPlan], program: str, stop_timeout_s: int) -> None:
-        """Have these domains, none of them started."""
+    def make(
+        self, plans: Sequence[DomainPlan], left: Sequence[InForce], program: str, stop_timeout_s: int
+    ) -> None:
+        """Have these domains, none of them started, and those that are `left` from a configuration before.
+
+        The latter are only looked after until they have no jobs; what needs their place waits for that.
+        """
         self._program, self._stop_timeout_s = program, stop_timeout_s
-        self.domains = [self._new(plan) for plan in plans]
+        self.domains = [self._new(one.plan) for one in left]
+        for domain in self.domains:
+            domain.retire()
+        self.awaited = [plan for plan in plans if self._in_the_way(plan)]
+        self.domains += [self._new(plan) for plan in plans if plan not in self.awaited]
 
     def start(self, now_s: float) -> None:
         """Start every domain."""

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
 
 from yunion_mps.errors import HostError
 from yunion_mps.models import DomainPlan
 from yunion_mps.mps.adoption import Left, left_behind
+from yunion_mps.mps.applying import InForce
 from yunion_mps.mps.control import PROGRAM
 from yunion_mps.store import Store
+from yunion_mps.supervisor.fleet import from_json
+
+log = logging.getLogger(__name__)
 
 AFTERWARDS = "the next start of yunion-mps-daemon then puts its GPUs' compute modes back"
 
@@ -30,21 +36,38 @@ def gpus_of(left: Mapping[str, Left]) -> set[str]:
     return {uuid for one in left.values() for uuid in one.gpu_uuids}
 
 
-def judge(left: Mapping[str, Left], planned: Sequence[DomainPlan]) -> list[tuple[str, str]]:
-    """(what, hint) of each that the plan does not take over.
+class Past(NamedTuple):
+    """What an earlier daemon left behind, and the plan does not take over.
 
-    It may have jobs: it is not ended but reported. Raises HostError where one serves a GPU that the plan
-    needs, for none of them gets a second control daemon.
+    `known` is to be looked after until it has no jobs, `gpu_uuids` are the GPUs that control daemons still
+    serve, and `notice` says what a human has to do about one of which nothing is noted.
     """
-    places = {plan.pipe_directory for plan in planned}
-    needed = {uuid for plan in planned for uuid in plan.gpu_uuids}
-    found = []
+
+    known: list[InForce]
+    gpu_uuids: set[str]
+    notice: str
+
+
+def find_past(store: Store, planned: Sequence[DomainPlan]) -> Past:
+    """What is left; raises HostError where one of which nothing is noted serves a GPU that the plan needs.
+
+    It may have jobs, so it is not touched; and none of its GPUs gets a second control daemon.
+    """
+    gpus = {plan.pipe_directory: set(plan.gpu_uuids) for plan in planned}
+    needed = {uuid for uuids in gpus.values() for uuid in uuids}
+    left = left_running(store, ())
+    past = Past([], gpus_of(left), "")
     for place, one in left.items():
-        if place in places:
+        if gpus.get(place, set()) & set(one.gpu_uuids):
+            continue
+        noted = from_json(store.in_force(place))
+        if noted and noted.plan.gpu_uuids == one.gpu_uuids:
+            past.known.append(noted)
             continue
         what = f"a control daemon (PID {one.pid}) of an earlier daemon still serves {place}"
         hint = f"when its jobs are done: echo quit | CUDA_MPS_PIPE_DIRECTORY={place} {PROGRAM}; {AFTERWARDS}"
         if needed & set(one.gpu_uuids):
             raise HostError(what, hint)
-        found.append((what, hint))
-    return found
+        log.error("%s. %s", what, hint)
+        past = past._replace(notice=f"{what}; {hint}")
+    return past

@@ -19,7 +19,7 @@ from yunion_mps.process import is_stopped
 from simhost import SimHost
 from simhost.mps import CONTROL, Client, StandIns
 
-PATIENCE_S = 5.0
+PATIENCE_S = 60.0
 
 
 class Clock:

@@ -104,7 +104,7 @@ def test_where_somebody_else_has_its_ear_nothing_is_known_rather_than_nobody_the
     (server,) = run.domain.server_pids()
     hold_front_end(plan)
     for _ in range(5):
-        with pytest.raises(OccupiedError):
+        with pytest.raises(OccupiedError, match=r"connected to it: PID \d+ \(nvidia-cuda-mps, root\)"):
             clients_of(jobs.program, plan, run.pid)
         with pytest.raises(OccupiedError):
             terminate(jobs.program, plan, server, client.pid)

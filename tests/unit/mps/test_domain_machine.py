@@ -260,10 +260,14 @@ class Faults(RuleBasedStateMachine):
         if Path(self.plan.log_directory).is_file():
             os.unlink(self.plan.log_directory)
         self.run.end()
+        left = control_daemons(self.plan.pipe_directory)
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)
         files = len(os.listdir("/proc/self/fd"))
         self.stand_ins.close()
         self.host.close()
         shutil.rmtree(self.place)
+        assert left == [], "a control daemon is left"
         assert files <= self.files, "a descriptor is left"
         with contextlib.suppress(ChildProcessError):
             assert os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None, "a zombie is left"

@@ -28,7 +28,7 @@ def run(jobs: Jobs, run_domain: RunDomain) -> DomainRun:
 def orphan(run: DomainRun, jobs: Jobs) -> tuple[int, Client]:
     """A server that goes on with its job under a new control daemon; the server's PID."""
     job = jobs.begin()
-    run.tick()
+    run.turn(1)
     (server,) = run.domain.server_pids()
     kill(run)
     run.until(READY)
@@ -194,7 +194,7 @@ def test_a_stopped_orphan_is_let_go_on_to_see_its_signal(run: DomainRun, jobs: J
 
 def test_orphans_are_ended_where_nothing_can_be_started(run: DomainRun, jobs: Jobs, plan: DomainPlan) -> None:
     jobs.begin()
-    run.tick()
+    run.turn(1)
     os.rename(plan.log_directory, f"{plan.log_directory}.old")
     with open(plan.log_directory, "w"):
         pass
@@ -215,7 +215,7 @@ def test_a_domain_that_retires_waits_for_its_orphans(run: DomainRun, jobs: Jobs)
 
 def test_a_domain_that_retires_starts_nothing_new_for_its_orphans(run: DomainRun, jobs: Jobs) -> None:
     job = jobs.begin()
-    run.tick()
+    run.turn(1)
     run.domain.retire()
     run.domain._backoff.next_wait_s()
     kill(run)
@@ -264,7 +264,7 @@ def test_a_server_that_cannot_be_ended_is_told_of_once_a_minute(
 def test_without_descriptors_no_server_is_taken_for_gone(run: DomainRun, jobs: Jobs) -> None:
     """For then its limits would be taken for those of the next."""
     jobs.begin()
-    run.tick()
+    run.turn(1)
     (server,) = jobs.stand_ins.servers()
     taken = []
     try:

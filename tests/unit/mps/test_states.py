@@ -61,7 +61,7 @@ class Stage:
         """A domain with NVIDIA's own program that serves a job."""
         run = self._run_domain(its_program=self._jobs.program).start().until(READY)
         self._jobs.begin()
-        run.tick()
+        run.turn(1)
         return run
 
     def hang(self) -> None:

@@ -118,7 +118,7 @@ def test_a_server_left_by_a_control_daemon_that_dies_while_it_stops_has_its_time
     run: DomainRun, jobs: Jobs
 ) -> None:
     jobs.begin()
-    run.tick()
+    run.turn(1)
     pid = run.pid
     run.stop()
     os.kill(pid, signal.SIGKILL)
