@@ -75,8 +75,9 @@ def test_a_start_with_too_few_descriptors_fails_in_words_and_leaves_nothing(make
     daemon = make_daemon()
     seen = set()
     for most in (6, 9, 11, 12, 13, 14, 15, 17):
+        end = "" if most < 11 else "timeout -s TERM 1 "  # the fewest are never enough
         done = subprocess.run(
-            ["sh", "-c", f"ulimit -n {most}; exec timeout -s TERM 1 yunion-mps-daemon"],
+            ["sh", "-c", f"ulimit -n {most}; exec {end}yunion-mps-daemon"],
             env=daemon.env,
             capture_output=True,
             text=True,

@@ -52,13 +52,17 @@ def test_an_xid_is_heard_with_its_gpu(open_host: OpenHost, listen: Listen) -> No
     assert until(host, listen(host), 1, 48) == ("0000:00:07.0", 48)
 
 
-def test_a_gpu_that_is_lost_is_still_named(open_host: OpenHost, listen: Listen) -> None:
+def test_a_gpu_that_is_lost_is_heard_of_by_its_xid_or_as_something_to_look_at(
+    open_host: OpenHost, listen: Listen
+) -> None:
+    """The driver may refuse to wait on before it gives the XID."""
     host = open_host(TWO)
     heard = listen(host)
     until(host, heard, 0, 13)
     host.sim.gpus[1].lose()
-    while (found := heard.get(timeout=PATIENCE_S)) != ("0000:00:07.0", 79):
-        assert found in (("0000:00:06.0", 13), None)
+    while (found := heard.get(timeout=PATIENCE_S)) == ("0000:00:06.0", 13):
+        pass
+    assert found in (("0000:00:07.0", 79), None)
 
 
 def test_a_driver_that_fails_is_told_as_something_to_look_at(open_host: OpenHost, listen: Listen) -> None:
