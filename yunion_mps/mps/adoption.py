@@ -8,7 +8,7 @@ from typing import NamedTuple
 from yunion_mps.errors import HostError
 from yunion_mps.models import DomainPlan
 from yunion_mps.mps.control import PROGRAM, Peer, client_variables, peer_of
-from yunion_mps.process import Process, environment_of, program_of
+from yunion_mps.process import Process, all_pids, environment_of, name_of, program_of, uid_of
 
 #: Marks a control daemon as ours, in the environment that it was started with.
 MARK = "YUNION_MPS_DOMAIN"
@@ -53,7 +53,7 @@ def find(plan: DomainPlan) -> Found | None:
     It may serve other GPUs than are planned, where one was lost or came back since. Raises HostError, and
     does nothing to it, where it is not one that we would have started, or serves no GPU of the plan.
     """
-    peer = peer_of(plan.pipe_directory)
+    peer = _serving(plan.pipe_directory)
     if peer is None:
         return None
     place = plan.pipe_directory
@@ -74,10 +74,26 @@ def find(plan: DomainPlan) -> Found | None:
 
 def left_behind(pipe_directory: str) -> Left | None:
     """The control daemon of ours that still serves the directory, None where none does."""
-    peer = peer_of(pipe_directory)
+    peer = _serving(pipe_directory)
     environment = environment_of(peer.pid) if peer else {}
     if peer and _is_ours(peer, environment, pipe_directory):
         return Left(peer.pid, _served(environment))
+    return None
+
+
+def _serving(pipe_directory: str) -> Peer | None:
+    """The control daemon on the directory, also one whose sockets somebody has removed.
+
+    Such a one cannot be reached any more, but goes on with its jobs, and another would start beside it.
+    Where a socket is left, its own control daemon was the last one there, so processes are searched without.
+    """
+    peer = peer_of(pipe_directory)
+    if peer or os.path.lexists(f"{pipe_directory}/control"):
+        return peer
+    for pid in reversed(all_pids()):
+        one = Peer(pid, uid_of(pid) or 0)
+        if name_of(pid) == PROGRAM[:15] and _is_ours(one, environment_of(pid), pipe_directory):
+            return one
     return None
 
 

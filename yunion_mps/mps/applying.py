@@ -104,12 +104,12 @@ class Applying:
         return self._conversation
 
     def _turned_away(self, now_s: float) -> float:
-        error = OccupiedError(self._target.pipe_directory)
+        place = self._target.pipe_directory
         if self._give_up_s is not None and now_s >= self._give_up_s:
-            raise error
+            raise OccupiedError(place, front_end_at(place))
         if not self.note:
-            who = front_end_at(self._target.pipe_directory)
-            self.note = f"{error.message}{f': {who}' if who else ''}; {error.hint}"
+            error = OccupiedError(place, front_end_at(place))
+            self.note = f"{error.message}; {error.hint}"
         self._again_s = now_s + LOOK_AGAIN_S
         return self._again_s
 
@@ -127,14 +127,17 @@ class Applying:
             if before != self._target or not self._has_served:
                 old = servers  # of a new control daemon too: a job may have come before the limits did
         elif not limits.match(self._target, said):
-            if set(servers) - set(self._known.old_servers) and not limits.match(before, said):
+            if set(servers) - set(self._known.old_servers) and not limits.match(self._asked(before), said):
                 self._make_way(servers)
-            elif (
-                before == self._target
-            ):  # set for a change that was taken back: the servers have what is wanted
+            elif before == self._target:  # a change was taken back: the servers have what is wanted
                 self._known = InForce(self._known.plan)
             return None
         return InForce(before, old) if old else InForce(self._target)
+
+    def _asked(self, plan: DomainPlan) -> DomainPlan:
+        """The plan's limits for the GPUs that are asked for: not for one that is wanted no more."""
+        pairs = zip(plan.memory_limits_mib, self._target.memory_limits_mib)
+        return plan._replace(memory_limits_mib=tuple(None if now is None else was for was, now in pairs))
 
     def _make_way(self, servers: tuple[int, ...]) -> None:
         """Servers have limits that nobody knows; where they have no jobs, have them end."""

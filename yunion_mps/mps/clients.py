@@ -14,6 +14,7 @@ from typing import NamedTuple
 from yunion_mps.errors import ControlError
 from yunion_mps.models import DomainPlan
 from yunion_mps.mps.control import HEARD, Conversation, OccupiedError, SilentError
+from yunion_mps.mps.diagnosis import front_end_at
 from yunion_mps.mps.servers import server_pids
 from yunion_mps.process import is_stopped
 
@@ -43,18 +44,23 @@ def converse(program: str, plan: DomainPlan, command: str) -> list[str]:
     finally:
         conversation.close()
     if not answer:
-        raise OccupiedError(plan.pipe_directory)
+        raise OccupiedError(plan.pipe_directory, front_end_at(plan.pipe_directory))
     return answer[1:]
 
 
 def clients_of(program: str, plan: DomainPlan, control_pid: int) -> list[ClientRow]:
     """Its clients; waits for the answer. Raises ControlError where it cannot be asked, or does not answer."""
     servers = server_pids(control_pid)
+    _refuse_stopped(servers)
+    return rows_in(converse(program, plan, "ps")) if servers else []
+
+
+def _refuse_stopped(servers: Sequence[int]) -> None:
+    """Raise SilentError where one of the servers was stopped: to ask it would stop the control daemon too."""
     stopped = [pid for pid in servers if is_stopped(pid)]
     if stopped:
         what = f"its MPS server (PID {stopped[0]}) was stopped, and asking for its clients would hang"
         raise SilentError(what, f"let it go on: kill -CONT {stopped[0]}")
-    return rows_in(converse(program, plan, "ps")) if servers else []
 
 
 def server_state(program: str, plan: DomainPlan, server: int) -> str | None:
@@ -84,6 +90,7 @@ def rows_in(answer: Sequence[str]) -> list[ClientRow]:
 
 def terminate(program: str, plan: DomainPlan, server: int, client: int) -> None:
     """Have the server let go of the client, which is then safe to end; raises ControlError otherwise."""
+    _refuse_stopped([server])
     answer = converse(program, plan, f"terminate_client {server} {client}")
     if not answer or answer[-1].strip() != "0":
         words = "; ".join(answer) or "nothing"

@@ -44,9 +44,9 @@ class SilentError(ControlError):
 class OccupiedError(ControlError):
     """Another front-end is connected, and so ours was not heard."""
 
-    def __init__(self, pipe_directory: str) -> None:
+    def __init__(self, pipe_directory: str, who: str = "") -> None:
         super().__init__(
-            "it answers nothing, because another nvidia-cuda-mps-control is connected to it",
+            f"it answers nothing, because another {PROGRAM} is connected to it{f': {who}' if who else ''}",
             f"end that one; who has it open: pgrep -a nvidia-cuda-mps (pipe directory {pipe_directory})",
         )
 

@@ -22,7 +22,6 @@ from yunion_mps.mps.backoff import RETRY_S, Backoff
 from yunion_mps.mps.control import SilentError
 from yunion_mps.mps.diagnosis import why_silent
 from yunion_mps.mps.ending import Ending
-from yunion_mps.mps.launch import Starting
 from yunion_mps.mps.log_file import look_at_log
 from yunion_mps.mps.news import NewsReader
 from yunion_mps.mps.servers import named
@@ -82,7 +81,7 @@ class Domain(Told):
         self._news = NewsReader(plan, tell, self._children)
         self._process: Process | None = None
         #: What is under way with its control daemon, by the state.
-        self._work: Starting | Applying | Watch | Wedge | Ending | None = None
+        self._work: launch.Starting | Applying | Watch | Wedge | Ending | None = None
         self._deadline_s = self._ask_s = 0.0
         self._backoff = Backoff()
         self._has_served = self._was_found = False
@@ -131,6 +130,11 @@ class Domain(Told):
         """Whether its control daemon ran before us, and so may have jobs."""
         return self._was_found and self._process is not None
 
+    @property
+    def waits_for_somebody(self) -> bool:
+        """Whether it took over a control daemon that somebody else keeps from answering."""
+        return self._was_found and isinstance(self._work, Applying) and bool(self._work.note)
+
     def obstacle(self) -> HostError | None:
         """What would keep it from starting: found out before anything is changed on the host."""
         return launch.obstacle(self.wanted)
@@ -146,7 +150,7 @@ class Domain(Told):
                 self._fail(now_s, error, lasting=True)
                 return
         assert self._process is not None
-        self._work = Starting(self._process, self._target, now_s)
+        self._work = launch.Starting(self._process, self._target, now_s)
         self._change(STARTING, now_s, f"{what}; it does not answer yet")
 
     def stop(self, now_s: float, *, spare_found: bool = False, timeout_s: int | None = None) -> None:
@@ -159,7 +163,11 @@ class Domain(Told):
             return
         self._drop()
         if spare_found:
-            self._leave_what_was_found()
+            self._succession.orphans.leave()
+        if spare_found and self._process and self._was_found:
+            log.warning("domain %s: the control daemon (PID %d) is left running", self.plan.name, self._pid)
+            self._process.close()
+            self._process = None
         wait_s = self.stop_timeout_s if timeout_s is None else timeout_s
         if self._process:
             self._work = Ending(
@@ -195,17 +203,14 @@ class Domain(Told):
     def renew(self, now_s: float, *, force: bool) -> bool:
         """Ask the servers that something waits for to end: once their clients have, with `force` at once.
 
-        Those without a control daemon can only be forced. Returns whether any is on its way to its end.
+        Those without a control daemon can only be forced. Returns False where one cannot be asked yet.
         """
-        orphans = self._succession.orphans
         if force:
-            orphans.end(now_s, "its end was asked for")
+            self._succession.orphans.end(now_s, "its end was asked for")
         servers = self._children() if self.retiring else self.in_force.old_servers
         if isinstance(self._work, Watch) and servers:
-            how = " -f" if force else ""
-            self._work.order([f"shutdown_server {pid}{how}" for pid in servers])
-            return True
-        return force and bool(orphans.pids)
+            self._work.order([f"shutdown_server {pid}{' -f' if force else ''}" for pid in servers])
+        return not servers or isinstance(self._work, Watch)
 
     def tick(self, now_s: float) -> float | None:
         """Do what is due; return when to be called again at the latest, None for not before a descriptor."""
@@ -214,8 +219,6 @@ class Domain(Told):
             also_s = self._succession.tick(now_s, self._pid, in_use=self.in_use)
             due_s = min((time_s for time_s in (due_s, also_s) if time_s is not None), default=None)
         return due_s
-
-    # -- its states
 
     def _step(self, now_s: float) -> float | None:
         if self._process and self._process.status() is not None:
@@ -250,13 +253,13 @@ class Domain(Told):
         return "started"
 
     def _tick_starting(self, now_s: float) -> float | None:
-        assert isinstance(self._work, Starting)
+        assert isinstance(self._work, launch.Starting)
         due_s = self._work.tick(now_s)
-        if due_s is None:
-            what = "read" if self._has_served else "set and read back"
-            self._apply(now_s, f"its limits are being {what}", setting=not self._has_served)
-            return self._step(now_s)
-        return due_s
+        if due_s is not None:
+            return due_s
+        what = "read" if self._has_served else "set and read back"
+        self._apply(now_s, f"its limits are being {what}", setting=not self._has_served)
+        return self._step(now_s)
 
     def _apply(self, now_s: float, reason: str, *, setting: bool) -> None:
         self._drop()
@@ -304,8 +307,7 @@ class Domain(Told):
         try:
             due_s = self._work.tick(now_s)
         except LimitsChangedError as error:
-            strange = tuple(pid for pid in self._children() if pid not in self._work.servers)
-            self._succession.note_strangers(strange, error.message)
+            self._succession.note_strangers(self._children(), self._work.servers, error.message)
             self._apply(now_s, "somebody else has changed its limits: they are set again", setting=True)
             return self._step(now_s)
         return min(due_s, now_s + LOOK_AGAIN_S) if waits else due_s
@@ -341,8 +343,6 @@ class Domain(Told):
         if not self._succession.orphans.pids:
             self._change(STOPPED, now_s, "stopped")
         return None
-
-    # -- when something goes wrong
 
     def _ended(self, now_s: float) -> None:
         """The control daemon is gone: as we wished, or on its own."""
@@ -389,13 +389,6 @@ class Domain(Told):
         self._deadline_s = now_s + wait_s
         log.error("domain %s: %s; next start in %g s. %s", self.plan.name, error.message, wait_s, error.hint)
         self._change(FAILED if lasting else BACKOFF, now_s, error.message)
-
-    def _leave_what_was_found(self) -> None:
-        self._succession.orphans.leave()
-        if self._process and self._was_found:
-            log.warning("domain %s: the control daemon (PID %d) is left running", self.plan.name, self._pid)
-            self._process.close()
-            self._process = None
 
     def _drop(self) -> None:
         """Leave off what was under way."""

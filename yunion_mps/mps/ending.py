@@ -142,8 +142,7 @@ class Ending:
         """Another front-end has its ear: its clients get their time all the same, and it is asked again."""
         if not self._occupied:
             self._occupied = True
-            who = front_end_at(self._plan.pipe_directory)
-            error = OccupiedError(self._plan.pipe_directory)
-            log.warning("domain %s: %s%s", self._plan.name, error.message, f": {who}" if who else "")
+            place = self._plan.pipe_directory
+            log.warning("domain %s: %s", self._plan.name, OccupiedError(place, front_end_at(place)))
         if not self._servers():
             self._deadline_s = now_s  # nobody has anything to lose

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 from collections.abc import Callable, Sequence
@@ -20,10 +19,15 @@ _STARTED = re.compile(r"Starting new server (\d+) for user (\d+)")
 _EXITED = re.compile(r"Server (\d+) exited with status (\d+)")
 _WAITS = re.compile(r"NEW CLIENT (\d+) from user (\d+): Server is not ready, push client to pending list")
 _FAULT = "Server encountered a fatal exception"
+#: A server never ends by itself; what tells it to, apart from another user's waiting client (measured).
+_ORDERS = ("Cmd:shutdown_server", "Cmd:quit", "quit command issued", "shutting down server")
 
 
 class News(NamedTuple):
-    """One thing that the log tells: `kind` is started, exited, waits or fault."""
+    """One thing that the log tells: `kind` is started, ordered, exited, died, waits or fault.
+
+    `died` is an end that nobody asked for: 535 logs status 0 also for a server that a signal killed.
+    """
 
     kind: str
     pid: int = 0
@@ -43,8 +47,9 @@ class NewsReader:
         self._path = os.path.join(plan.log_directory, LOG_NAME)
         self._offset = 0
         self._rest = b""
-        with contextlib.suppress(OSError):
-            self._offset = os.stat(self._path).st_size
+        self._is_ordered = False
+        self._user: int | None = None
+        self.read()
 
     def tell(self) -> None:
         """Tell what is new since the last call, as events."""
@@ -66,7 +71,17 @@ class NewsReader:
             return []
         self._offset = size
         *lines, self._rest = text.split(b"\n")
-        return [news for line in lines if (news := _news(line.decode(errors="replace")))]
+        return [self._judged(news) for line in lines if (news := _news(line.decode(errors="replace")))]
+
+    def _judged(self, news: News) -> News:
+        """The same, but for the end of a server that nobody has told to end."""
+        if news.kind == "started":
+            self._is_ordered, self._user = False, news.number
+        elif news.kind == "ordered" or (news.kind == "waits" and news.number != self._user):
+            self._is_ordered = True
+        elif news.kind == "exited" and not news.number and not self._is_ordered:
+            return news._replace(kind="died")
+        return news
 
 
 def events_of(news: Sequence[News], domain: str, servers: Sequence[int]) -> list[Event]:
@@ -90,6 +105,9 @@ def _told(news: News, domain: str) -> Event | None:
         return Event("info", "client", domain, f"{who} started", f"a job of {user_name(news.number)} came")
     if news.kind == "exited":
         return Event("info", "client", domain, f"{who} ended")
+    if news.kind == "died":
+        what = f"{who} ended without being asked to"
+        return Event("error", "client", domain, what, "it crashed or was killed", "its jobs have failed")
     if news.kind == "fault":
         means = "every job on that server fails; new ones start once those are gone"
         what = "an MPS server had a fatal exception"
@@ -125,4 +143,6 @@ def _news(line: str) -> News | None:
         found = pattern.search(line)
         if found:
             return News(kind, int(found[1]), int(found[2]))
+    if any(order in line for order in _ORDERS):
+        return News("ordered")
     return News("fault") if _FAULT in line else None

@@ -78,5 +78,6 @@ class Told:
         """Give another reason for the state that it is in."""
         if reason != self.reason:
             self.reason = reason
-            log.info("domain %s: %s", self._name, reason)
+            log.warning("domain %s: %s", self._name, reason)
+            self._tell(Event("warning", "domain", self._name, f"still {self.state}", reason))
             self._changed()

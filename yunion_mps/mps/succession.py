@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 #: How soon after a start all processes are searched for orphans; at once, it would delay the start.
 SEARCH_AFTER_S = 1.0
-#: How often it is looked whether servers have ended that something waits for.
+#: How often at most it is looked which servers there are, and whether those ended that something waits for.
 LOOK_AGAIN_S = 1.0
 _STOP = "the time that its jobs had to end is over"
 
@@ -34,6 +34,7 @@ class Succession:
         self._tell = tell
         self._changed = changed
         self._children: tuple[int, ...] = ()
+        self._look_s = 0.0
         self._search_s: float | None = None
         self._stop_s: float | None = None
 
@@ -71,7 +72,9 @@ class Succession:
 
     def tick(self, now_s: float, control_pid: int | None, *, in_use: bool | None) -> float | None:
         """Take note of servers that came and ended; when to be called again."""
-        self.children(control_pid)
+        if now_s >= self._look_s:  # not at every tick, of which there are many while dozens of domains start
+            self._look_s = now_s + LOOK_AGAIN_S
+            self.children(control_pid)
         if self._search_s is not None and now_s >= self._search_s:
             self._search()
         before = self.orphans.pids
@@ -102,8 +105,9 @@ class Succession:
             self._tell(Event("info", "limit", name, what, f"{named(old)} has ended"))
         self._changed()
 
-    def note_strangers(self, strange: tuple[int, ...], cause: str) -> None:
-        """Somebody else changed the limits, and these servers have started since they were last right."""
+    def note_strangers(self, servers: tuple[int, ...], known: tuple[int, ...], cause: str) -> None:
+        """Somebody else changed the limits; the `known` servers are from when they were last right."""
+        strange = [pid for pid in servers if pid not in known]
         means = "they are set again"
         if strange:
             means += f"; {named(strange)} may have the others, and keeps them until it ends"

@@ -11,7 +11,7 @@ import pytest
 from yunion_mps.models import DomainPlan
 from yunion_mps.mps.adoption import MARK, control_environment, find, left_behind
 from yunion_mps.mps.control import PROGRAM
-from yunion_mps.mps.states import APPLYING, FAILED, READY, STARTING, STOPPED, WEDGED
+from yunion_mps.mps.states import APPLYING, BACKOFF, FAILED, READY, STARTING, STOPPED, WEDGED
 from yunion_mps.process import spawn
 
 from .conftest import MakePlan, RunDomain, StartControl
@@ -50,6 +50,24 @@ def test_a_survivor_is_taken_over_also_where_no_other_could_be_started(
     run = run_domain()
     assert run.domain.obstacle() is None
     assert run.start().until(READY).pid == survivor.pid
+
+
+@pytest.mark.parametrize("gone", ["control", "everything"])
+def test_a_survivor_without_its_sockets_is_found_and_replaced(
+    run_domain: RunDomain, plan: DomainPlan, start_control: StartControl, gone: str
+) -> None:
+    """As age-based cleaning of /tmp leaves it; a second one would start beside it: its lock is gone too."""
+    survivor = start_control(plan)
+    for name in os.listdir(plan.pipe_directory) if gone == "everything" else ["control"]:
+        os.unlink(f"{plan.pipe_directory}/{name}")
+    found = left_behind(plan.pipe_directory)
+    assert found is not None
+    assert found.pid == survivor.pid
+    run = run_domain().start()
+    assert run.pid == survivor.pid
+    run.turn(10).turn(2).until(READY)
+    assert survivor.status() is not None
+    assert run.states == [STOPPED, STARTING, WEDGED, BACKOFF, STARTING, APPLYING, READY]
 
 
 def test_the_death_of_a_survivor_is_noticed_and_a_new_one_started(

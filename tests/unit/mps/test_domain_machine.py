@@ -63,6 +63,8 @@ class Faults(RuleBasedStateMachine):
         #: Whether somebody else may have changed the limits since they were last read.
         self.meddled = False
         self.silent: list[socket.socket] = []
+        #: Control daemons of daemons that died: children of this process still, as they would not be.
+        self.lost: list[int] = []
         self.run = DomainRun(self.plan, self.jobs.program, Clock())
 
     @initialize()
@@ -194,6 +196,7 @@ class Faults(RuleBasedStateMachine):
         """Ours dies, and the next one begins with what was written down."""
         self.run.domain._drop()
         if self.run.domain._process:
+            self.lost.append(self.run.domain._process.pid)
             self.run.domain._process.close()
         was_running = self.run.state not in (STOPPED, STOPPING)
         self.run = DomainRun(self.plan, self.jobs.program, self.run.clock, self.run.domain.in_force)
@@ -263,6 +266,9 @@ class Faults(RuleBasedStateMachine):
         left = control_daemons(self.plan.pipe_directory)
         for pid in left:
             os.kill(pid, signal.SIGKILL)
+        for pid in {*left, *self.lost}:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, 0)
         files = len(os.listdir("/proc/self/fd"))
         self.stand_ins.close()
         self.host.close()

@@ -206,11 +206,41 @@ def test_a_fault_is_told_of(plan: DomainPlan, log: Path) -> None:
         file.write("ion\n")
     (event,) = events_of(reader.read(), "host", [])
     assert (event.severity, event.what) == ("error", "an MPS server had a fatal exception")
-    log.write_text("[2026-11-20 12:40:49.964 Control 1] Server 7 exited with status 0\n")
+    log.write_text("[2026-11-20 12:40:49.964 Control 1] Starting new server 7 for user 0\n")
     (event,) = events_of(reader.read(), "host", [])
-    assert (event.severity, event.what) == ("info", "MPS server (PID 7) ended"), (
-        "also in a log that was emptied"
-    )
+    assert event.what == "MPS server (PID 7) started", "also in a log that was emptied"
+
+
+ENDED = "[x Control 1] Server 7 exited with status 0\n"
+
+
+@pytest.mark.parametrize(
+    ("before", "severity", "what"),
+    [
+        ("", "error", "MPS server (PID 7) ended without being asked to"),
+        ("[x Control 1] Cmd:shutdown_server 7\n", "info", "MPS server (PID 7) ended"),
+        ("[x Control 1] quit command issued with timeout of 10\n", "info", "MPS server (PID 7) ended"),
+        (
+            "[x Control 1] NEW CLIENT 9 from user 1234: Server is not ready, push client to pending list\n",
+            "info",
+            "MPS server (PID 7) ended",
+        ),
+        (
+            "[x Control 1] NEW CLIENT 9 from user 0: Server is not ready, push client to pending list\n",
+            "error",
+            "MPS server (PID 7) ended without being asked to",
+        ),
+    ],
+)
+def test_an_end_that_nobody_asked_for_is_a_failure_whatever_the_status(
+    plan: DomainPlan, log: Path, before: str, severity: str, what: str
+) -> None:
+    log.write_text("[x Control 1] Starting new server 7 for user 0\n")
+    reader = reader_of(plan)
+    with log.open("a") as file:
+        file.write(before + ENDED)
+    events = events_of(reader.read(), "host", [])
+    assert [(event.severity, event.what) for event in events] == [(severity, what)]
 
 
 def test_of_a_flood_only_the_end_is_read(plan: DomainPlan, log: Path) -> None:
