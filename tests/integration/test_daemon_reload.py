@@ -6,13 +6,16 @@ import http.client
 import os
 import signal
 import socket
+import subprocess
 import threading
 from pathlib import Path
 
 import pytest
+from yunion_mps.mps.control import PROGRAM
 
 from integration.conftest import MakeDaemon, MakeHost
 from integration.daemon_host import Daemon, eventually
+from simhost import SimHost
 from simhost.mps import StandIns
 
 
@@ -176,3 +179,80 @@ def test_only_root_may_change_the_daemon(ready_daemon: Daemon) -> None:
     os.waitpid(pid, 0)
     with os.fdopen(reader, "rb") as answers:
         assert answers.read() == b"HTTP/1.1 403" * 2
+
+
+def test_a_gpu_that_is_taken_out_of_the_file_takes_no_device_of_a_job_also_over_a_restart(
+    make_host: MakeHost, make_daemon: MakeDaemon
+) -> None:
+    host = make_host([{"kind": "v100", "count": 2}])
+    with StandIns(host) as jobs:
+        daemon = make_daemon(host).start().wait_ready()
+        client = jobs.client(daemon.pipe_directory)
+        assert [client.says(), client.says()] == ["asking", "attached"]
+        divide(daemon, 2)
+        daemon.kill()
+        daemon.start().wait_ready()
+        status = daemon.status()
+        assert (status["state"], status["domains"][0]["state"]) == ("ready", "ready")
+        assert status["domains"][0]["pending"]
+        assert total(daemon) == 8
+        assert daemon.stop() == 0
+
+
+def test_changed_scope_and_directories_that_wait_for_jobs_wait_on_over_a_new_program(
+    make_host: MakeHost, make_daemon: MakeDaemon
+) -> None:
+    host = make_host([{"kind": "v100"}])
+    with StandIns(host) as jobs:
+        daemon = make_daemon(host).start().wait_ready()
+        control = daemon.control_pid()
+        client = jobs.client(daemon.pipe_directory)
+        assert [client.says(), client.says()] == ["asking", "attached"]
+        daemon.configure(cuda_mps_scope="gpu", cuda_mps_pipe_directory="/run/mps")
+        assert post(daemon, "/v1/reload")[0] == 200
+        daemon.messages.clear()
+        assert post(daemon, "/v1/reexec")[0] == 200
+        daemon.wait_message("READY=1")
+        domains = {domain["name"]: domain for domain in daemon.status()["domains"]}
+        assert (domains["host"]["pid"], domains["host"]["state"]) == (control, "ready")
+        assert domains["00:06.0"]["state"] == "stopped"
+        assert post(daemon, "/v1/reload?now=true")[0] == 200
+        assert client.says() == "server gone"
+        eventually(lambda: [d["state"] for d in daemon.status()["domains"]] == ["ready"], "the new one")
+        assert daemon.status()["domains"][0]["name"] == "00:06.0"
+        assert daemon.stop() == 0
+
+
+def test_an_open_front_end_keeps_neither_a_new_program_from_answering_nor_an_order_from_its_end(
+    make_host: MakeHost, make_daemon: MakeDaemon
+) -> None:
+    host = make_host([{"kind": "v100"}])
+    with StandIns(host) as jobs:
+        daemon = make_daemon(host).start().wait_ready()
+        client = jobs.client(daemon.pipe_directory)
+        assert [client.says(), client.says()] == ["asking", "attached"]
+        env = {**daemon.env, "CUDA_MPS_PIPE_DIRECTORY": str(daemon.pipe_directory)}
+        operator = host.popen([PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env=env)
+        try:
+            eventually(lambda: "NEW UI" in log_of(host).rpartition("UI closed")[2], "the front-end")
+            daemon.messages.clear()
+            assert post(daemon, "/v1/reexec")[0] == 200
+            daemon.wait_message("READY=1")
+            (domain,) = daemon.status()["domains"]
+            assert domain["state"] == "applying"
+            assert "another nvidia-cuda-mps-control is connected" in domain["reason"]
+            divide(daemon, 2)
+            ordered = threading.Thread(target=lambda: post(daemon, "/v1/reload?now=true"))
+            ordered.start()
+            daemon.wait_log("its limits are being set")
+        finally:
+            operator.kill()
+            operator.communicate()
+        assert client.says() == "server gone"
+        ordered.join()
+        eventually(lambda: not daemon.status()["domains"][0]["pending"], "the new limits")
+        assert daemon.stop() == 0
+
+
+def log_of(host: SimHost) -> str:
+    return (host.root / "tmp/nvidia-mps/log/control.log").read_text()

@@ -149,7 +149,9 @@ class Supervisor:
     @property
     def started(self) -> bool:
         """Whether every domain is ready or has said why it is not."""
-        return all(domain.state == READY or domain.error for domain in self.domains)
+        return all(
+            domain.state == READY or domain.error or domain.waits_for_somebody for domain in self.domains
+        )
 
     @property
     def stopped(self) -> bool:
@@ -317,10 +319,10 @@ class Supervisor:
         self._fleet.aim(plans, program, self._config.cuda_mps_stop_timeout_s, now_s)
         self._changed()
 
-    def renew(self, now_s: float, *, force: bool) -> None:
-        """Ask the servers that a pending change waits for to end."""
-        for domain in self.domains:
-            domain.renew(now_s, force=force)
+    def renew(self, now_s: float, *, force: bool) -> bool:
+        """Ask the servers that a pending change waits for to end; False where one cannot be asked yet."""
+        pending = [domain for domain in self.domains if domain.status().pending]
+        return sum(domain.renew(now_s, force=force) for domain in pending) == len(pending)
 
     # -- its own
 

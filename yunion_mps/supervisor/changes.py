@@ -101,4 +101,5 @@ def _mode(gpu: Gpu, plan: Plan, before: Plan) -> list[Change]:
     old, new = (some.compute_modes.get(gpu.uuid or "") for some in (before, plan))
     if old == new:
         return []
-    return [Change("compute mode", gpu.address, old or "as it was", new or "as it was", AT_ONCE)]
+    effect = AT_ONCE if new else "when no control daemon serves it any more"
+    return [Change("compute mode", gpu.address, old or "as it was", new or "as it was", effect)]
