@@ -1,0 +1,49 @@
+"""The table of this run, and the threads on which faults are played that mostly wait."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from faults.playing import play
+from faults.rows import Fault, Row
+from faults.scene import INTERRUPTED
+
+#: Each is a host with its daemons; more at once would make each other late on a small machine.
+_AT_ONCE = 12
+
+
+@pytest.fixture(scope="session")
+def rows() -> list[Row]:
+    """The rows of this run."""
+    return []
+
+
+@pytest.fixture(scope="session")
+def played(request: pytest.FixtureRequest) -> Iterator[Callable[[Fault], Row]]:
+    """Play a fault; those that take long are begun with the first one, the longest before the others."""
+    calls = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
+    chosen = [call["fault"] for call in calls if isinstance(call.get("fault"), Fault)]
+    long = sorted((fault for fault in chosen if fault.takes_s), key=lambda fault: -fault.takes_s)
+    INTERRUPTED.clear()
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        begun = {fault.name: pool.submit(play, fault) for fault in long}
+        try:
+            yield lambda fault: begun[fault.name].result() if fault.takes_s else play(fault)
+        finally:
+            INTERRUPTED.set()
+            for one in begun.values():
+                one.cancel()
+
+
+@pytest.fixture
+def row(played: Callable[[Fault], Row], rows: list[Row]) -> Callable[[Fault], Row]:
+    """Play a fault, and put its row into the table."""
+
+    def add(fault: Fault) -> Row:
+        rows.append(played(fault))
+        return rows[-1]
+
+    return add

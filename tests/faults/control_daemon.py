@@ -1,0 +1,125 @@
+"""Faults of NVIDIA's control daemon itself, and of its program file."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from pathlib import Path
+
+from faults.hands import FailingProgram, Tracer, signal_and_wait
+from faults.rows import CONTROL_DAEMON, fault
+from faults.scene import FORMER_MODE, Scene, until
+from simhost.mps import CONTROL
+
+
+@fault(CONTROL_DAEMON, "it is killed (SIGKILL)")
+def killed(scene: Scene) -> None:
+    scene.serve()
+    old = scene.control
+    scene.strike(lambda: os.kill(old, signal.SIGKILL))
+    scene.serves_again(lambda: scene.control != old)
+    scene.saw("was killed by signal 9")
+
+
+@fault(CONTROL_DAEMON, "it is stopped (SIGSTOP) while a job runs", takes_s=16)
+def stopped(scene: Scene) -> None:
+    scene.serve().job()
+    old = scene.control
+    scene.strike(lambda: signal_and_wait(old, signal.SIGSTOP))
+    scene.is_told("does not serve")
+    scene.recovery += "; "
+    scene.serves_again(lambda: scene.control == old)
+
+
+@fault(CONTROL_DAEMON, "it is stopped again and again, whatever tells it to go on", takes_s=18)
+def kept_stopped(scene: Scene) -> None:
+    """A tracer holds it: no signal but SIGKILL helps then."""
+    scene.serve()
+    old = scene.control
+    with_tracer = Tracer(old)
+    scene.strike(with_tracer.attach)
+    scene.is_told("does not serve")
+    scene.recovery += "; "
+    scene.serves_again(lambda: scene.control not in (0, old))
+    with_tracer.close()
+
+
+@fault(CONTROL_DAEMON, "it was killed, and its program exits at the next start")
+def exits_once(scene: Scene) -> None:
+    scene.serve()
+    program = FailingProgram(scene)
+    program.fails(once=True)
+    old = scene.control
+    scene.strike(lambda: os.kill(old, signal.SIGKILL))
+    scene.serves_again(lambda: scene.control not in (0, old))
+    scene.saw("exited with status 3")
+
+
+@fault(CONTROL_DAEMON, "it was killed, and its program exits at every start")
+def exits_always(scene: Scene) -> None:
+    scene.serve()
+    program = FailingProgram(scene)
+    program.fails(once=False)
+    old = scene.control
+    scene.strike(lambda: os.kill(old, signal.SIGKILL))
+    scene.is_told("exited with status 3")
+    until(lambda: scene.domain["restarts"] >= 3, "three attempts", scene.trouble)
+    scene.mend(program.works, "that is mended")
+    scene.serves_again()
+
+
+@fault(CONTROL_DAEMON, "its program exits when the daemon starts, and systemd starts the daemon again")
+def exits_at_our_start(scene: Scene) -> None:
+    program = FailingProgram(scene)
+    program.fails(once=False)
+    scene.strike(lambda: None)
+    assert scene.daemon.run() == 1
+    assert scene.host.gpus[0].compute_mode == FORMER_MODE
+    scene.is_told("exited with status 3")
+    program.works()
+    scene.mend(scene.serve, "that is mended")
+    scene.serves_again()
+
+
+@fault(CONTROL_DAEMON, "it was killed, and its program is missing", takes_s=61)
+def missing(scene: Scene) -> None:
+    scene.serve()
+    old, away = scene.control, scene.control_program.with_name("away")
+    scene.control_program.rename(away)
+    scene.strike(lambda: os.kill(old, signal.SIGKILL))
+    scene.is_told("cannot be started")
+    scene.mend(lambda: away.rename(scene.control_program), "it is installed again")
+    scene.serves_again()
+
+
+@fault(CONTROL_DAEMON, "its program is replaced by a newer version while it runs")
+def replaced(scene: Scene) -> None:
+    """The running one goes on, also under the next daemon; after its death the new one serves."""
+    program = _copied_program(scene)
+    scene.serve()
+    old, inode = scene.control, program.stat().st_ino
+    newer = program.with_name("newer")
+    newer.write_bytes(program.read_bytes() + b"\0")
+    newer.chmod(0o755)
+    scene.strike(lambda: newer.replace(program))
+    assert Path(f"/proc/{old}/exe").stat().st_ino == inode
+    scene.daemon.kill()
+    scene.serve()
+    assert scene.control == old
+    scene.saw("took over the running control daemon")
+    scene.goes_on("the running one serves on; once it ends, the new one ")
+    scene.strike(lambda: os.kill(old, signal.SIGKILL))
+    scene.serves_again(lambda: scene.control not in (0, old))
+    assert Path(f"/proc/{scene.control}/exe").stat().st_ino == program.stat().st_ino != inode
+
+
+def _copied_program(scene: Scene) -> Path:
+    """NVIDIA's program in a place of the scene's own, in the place of the wrapper there."""
+    path = scene.daemon.env["PATH"].split(os.pathsep, 1)[1]
+    original = shutil.which(CONTROL, path=path)
+    assert original
+    made = scene.control_program.with_name("copy")
+    shutil.copy(original, made)
+    made.replace(scene.control_program)
+    return scene.control_program

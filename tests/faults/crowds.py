@@ -1,0 +1,121 @@
+"""Faults that come by the API's socket and the control daemon's: too many, too slow, silent; and a soak."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import resource
+import select
+import signal
+import socket
+from contextlib import ExitStack
+
+from faults.rows import CONNECTIONS, fault
+from faults.scene import Scene
+from faults.soak import soak
+
+_GET = b"GET /v1/status HTTP/1.1\r\nHost: localhost\r\n\r\n"
+
+
+def _connect(scene: Scene) -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX)
+    try:
+        connection.connect(str(scene.daemon.socket_path))  # with a timeout it would not wait in a burst
+        connection.settimeout(60)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _answer(connection: socket.socket) -> tuple[int, dict[str, object]]:
+    response = http.client.HTTPResponse(connection)
+    response.begin()
+    return response.status, json.loads(response.read())
+
+
+@fault(CONNECTIONS, "1,000 connections at once, each with a request; meanwhile the control daemon is killed")
+def thousand(scene: Scene) -> None:
+    scene.serve()
+    old = scene.control
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(most[0], min(4096, most[1])), most[1]))
+    with ExitStack() as held:
+        held.callback(resource.setrlimit, resource.RLIMIT_NOFILE, most)
+        connections = [held.enter_context(_connect(scene)) for _ in range(1000)]
+        scene.strike(lambda: os.kill(old, signal.SIGKILL), answers=False)
+        for connection in connections:
+            with contextlib.suppress(BrokenPipeError):
+                connection.sendall(_GET)
+        answers = [_answer(connection) for connection in connections]
+        refusals = [str(body["detail"]) for status, body in answers if status == 503]
+        scene.words = f"to those above the limit: {refusals[0]}"
+        assert {status for status, _ in answers} == {200, 503}
+        assert sum(status == 200 for status, _ in answers) >= 448
+    scene.serves_again(lambda: scene.control not in (0, old))
+
+
+@fault(CONNECTIONS, "400 connections with half a request each, that never goes on", takes_s=11)
+def half_open(scene: Scene) -> None:
+    scene.serve()
+    with ExitStack() as held:
+        connections = [held.enter_context(_connect(scene)) for _ in range(400)]
+        for connection in connections:
+            connection.sendall(_GET[:20])
+        scene.strike(lambda: None)
+        assert scene.daemon.status()["devices"]["available"] == 4
+        answers = [_answer(connection) for connection in connections]
+        assert {status for status, _ in answers} == {408}
+        scene.words = f"to each of them: {answers[0][1]['detail']}"
+    scene.goes_on()
+
+
+@fault(CONNECTIONS, "a request that comes a byte a second", takes_s=11)
+def byte_a_second(scene: Scene) -> None:
+    scene.serve()
+    with _connect(scene) as connection:
+        scene.strike(lambda: None)
+        for byte in _GET:
+            connection.sendall(bytes([byte]))
+            if select.select([connection], [], [], 1)[0]:
+                break
+        status, answer = _answer(connection)
+        assert status == 408
+        scene.words = f"to the client: {answer['detail']}"
+    assert scene.daemon.status()["devices"]["available"] == 4
+    scene.goes_on()
+
+
+@fault(CONNECTIONS, "no descriptors are left, and the control daemon is killed", takes_s=2)
+def no_descriptors(scene: Scene) -> None:
+    scene.serve()
+    old = scene.control
+    most = resource.prlimit(scene.daemon.pid, resource.RLIMIT_NOFILE)
+    scene.remember_events()
+    resource.prlimit(scene.daemon.pid, resource.RLIMIT_NOFILE, (3, most[1]))
+    scene.strike(lambda: os.kill(old, signal.SIGKILL), answers=False)
+    scene.log_tells("Too many open files")
+    scene.mend(
+        lambda: resource.prlimit(scene.daemon.pid, resource.RLIMIT_NOFILE, most), "there are some again"
+    )
+    scene.serves_again(lambda: scene.control not in (0, old))
+    scene.saw("Too many open files")
+
+
+@fault(CONNECTIONS, "a process connects to the control daemon's socket and says nothing", takes_s=16)
+def silent(scene: Scene) -> None:
+    scene.serve()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+        scene.strike(lambda: connection.connect(f"{scene.pipe_directory}/control"))
+        scene.is_told("does not serve")
+    scene.mend(lambda: None, "it has gone")
+    scene.serves_again(lambda: scene.control)
+
+
+@fault(CONNECTIONS, "a soak of 50,000 requests and 500 reloads", takes_s=25)
+def soaked(scene: Scene) -> None:
+    scene.without_coverage().serve()
+    scene.goes_on(soak(scene))
+    scene.saw("the configuration was read again")

@@ -1,0 +1,123 @@
+"""Faults of GPUs and of their driver."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+from faults.hands import hang, hear_events
+from faults.rows import GPUS, fault
+from faults.scene import Scene, until
+
+_MANY = [{"kind": "v100", "count": 64, "virtual_number": 4}]
+_TWO = [{"kind": "a100", "virtual_number": 4}, {"kind": "a100", "virtual_number": 4}]
+
+
+def _available(scene: Scene) -> int:
+    return int(scene.daemon.status()["devices"]["available"])
+
+
+@fault(GPUS, "64 GPUs are lost at once, and come back (cuda_mps_scope: gpu)", takes_s=14, gpus=_MANY)
+def all_lost(scene: Scene) -> None:
+    scene.daemon.configure(cuda_mps_scope="gpu")
+    scene.serve()
+    hear_events(scene)
+    controls = {domain["name"]: domain["pid"] for domain in scene.daemon.status()["domains"]}
+    assert len(controls) == 64
+
+    def blow() -> None:
+        for gpu in scene.host.gpus:
+            gpu.lose()
+
+    scene.strike(blow)
+    scene.unavailable()
+    scene.is_told("GPU is lost")
+
+    def remedy() -> None:
+        for gpu in scene.host.gpus:
+            gpu.restore()
+
+    scene.mend(remedy, "their return")
+    scene.serves_again()
+    after = {domain["name"]: domain["pid"] for domain in scene.daemon.status()["domains"]}
+    assert controls == after, scene.daemon.log
+
+
+@fault(GPUS, "one GPU of two is lost, and comes back", takes_s=12, gpus=_TWO)
+def one_lost(scene: Scene) -> None:
+    scene.budgets = ["10G", "25.0"]
+    scene.serve().job()
+    hear_events(scene)
+    control = scene.control
+    scene.strike(scene.host.gpus[1].lose)
+    scene.is_told("GPU is lost")
+    assert _available(scene) == 4
+    scene.mend(scene.host.gpus[1].restore, "its return")
+    scene.serves_again(lambda: scene.control == control)
+
+
+@fault(GPUS, "one GPU of two is lost in the middle of a look at it", takes_s=12, gpus=_TWO)
+def lost_in_a_look(scene: Scene) -> None:
+    scene.budgets = ["10G", "25.0"]
+    scene.daemon.configure(cuda_mps_scope="gpu")
+    scene.serve()
+    hear_events(scene)
+    controls = [domain["pid"] for domain in scene.daemon.status()["domains"]]
+    scene.host.fail("nvmlDeviceGetMemoryInfo*", "success", gpu=1, times=1, delay_ms=300)
+    scene.host.gpus[0].xid(13)  # so that the GPUs are looked at now
+    until(lambda: not scene.host.show()["failures"], "the call", scene.trouble)
+    scene.strike(scene.host.gpus[1].lose)
+    scene.is_told("GPU is lost")
+    scene.mend(scene.host.gpus[1].restore, "its return")
+    scene.serves_again()
+    assert controls == [domain["pid"] for domain in scene.daemon.status()["domains"]], scene.daemon.log
+
+
+@fault(GPUS, "a GPU gets a fatal XID (48, double-bit ECC error)", takes_s=2)
+def fatal_xid(scene: Scene) -> None:
+    scene.serve()
+    hear_events(scene)
+    scene.strike(lambda: scene.host.gpus[0].xid(48))
+    scene.unavailable()
+    scene.is_told("nvidia-smi --gpu-reset")
+
+    def remedy() -> None:
+        assert scene.daemon.ask("POST", "/v1/reload")[0] == 200
+
+    scene.mend(remedy, "the reset and a reload")
+    scene.serves_again()
+
+
+@fault(GPUS, "MIG mode is switched on for one GPU of two, and off again", takes_s=21, gpus=_TWO)
+def mig(scene: Scene) -> None:
+    scene.budgets = ["10G", "25.0"]
+    scene.serve().job()
+    scene.strike(lambda: setattr(scene.host.gpus[1], "mig", True))
+    scene.is_told("MIG mode")
+    assert _available(scene) == 4
+    scene.mend(lambda: setattr(scene.host.gpus[1], "mig", False), "it is off again")
+    scene.serves_again()
+
+
+@fault(GPUS, "NVML hangs for 30 s in a call; meanwhile the control daemon is killed", takes_s=33)
+def nvml_hangs(scene: Scene) -> None:
+    """Nothing but the look at the GPUs waits for it: requests, and supervision, go on."""
+    scene.serve()
+    hang(scene, "nvmlDeviceGetMemoryInfo*")
+    begun_s = time.monotonic()
+    old = scene.control
+    scene.strike(lambda: os.kill(old, signal.SIGKILL))
+    scene.serves_again(lambda: scene.control not in (0, old))
+    scene.saw("was killed by signal 9")
+    gpu = scene.host.gpus[0]
+    gpu.compute_mode = "default"  # what only the next look will notice
+    slowest_s = 0.0
+    while gpu.compute_mode == "default":
+        before_s = time.monotonic()
+        scene.daemon.status()
+        slowest_s = max(slowest_s, time.monotonic() - before_s)
+        assert before_s < begun_s + 60, "no look came"
+        time.sleep(0.01)
+    assert time.monotonic() - begun_s > 25, "it did not hang"
+    assert slowest_s < 5, slowest_s

@@ -1,0 +1,131 @@
+"""Faults that jobs, their servers and other people's hands bring about."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+from faults.hands import divide, open_front_end, signal_and_wait
+from faults.reading import shown_s
+from faults.rows import JOBS, fault
+from faults.scene import FORMER_MODE, Scene, until
+
+OTHER_USER = 65534
+
+
+@fault(JOBS, "the control daemon is killed while a job runs")
+def killed_with_a_job(scene: Scene) -> None:
+    scene.serve().job()
+    old = scene.control
+    scene.strike(lambda: os.kill(old, signal.SIGKILL))
+    scene.serves_again(lambda: scene.control != old)
+    scene.saw("was killed by signal 9")
+    scene.job()
+
+
+@fault(
+    JOBS,
+    "the MPS server of a job is killed",
+    loses="a job",
+    takes_s=12,
+)
+def server_killed(scene: Scene) -> None:
+    job = scene.serve().job()
+    (server,) = scene.stand_ins.servers()
+    scene.strike(lambda: os.kill(server, signal.SIGKILL))
+    assert job.says() == "server gone"
+    (told,) = until(lambda: _about(scene, server), "an event", scene.trouble)
+    assert told["severity"] == "error", told
+    scene.is_told(str(told["what"]))
+    assert scene.daemon.status()["devices"]["available"] == 4
+    new = scene.job()
+    assert scene.stand_ins.servers() != [server]
+    scene.end(new)
+
+
+def _about(scene: Scene, server: int) -> list[dict[str, Any]]:
+    """The events that tell of a server's end."""
+    named = [event for event in scene.events() if f"(PID {server})" in event["what"]]
+    return [event for event in named if "started" not in event["what"]]
+
+
+@fault(JOBS, "the MPS server of a job is stopped (SIGSTOP)")
+def server_stopped(scene: Scene) -> None:
+    scene.serve().job()
+    (server,) = scene.stand_ins.servers()
+    scene.strike(lambda: signal_and_wait(server, signal.SIGSTOP))
+    (trouble,) = scene.daemon.get("/v1/clients")[1]["troubles"]
+    scene.words = trouble.replace(str(server), "N")
+    scene.goes_on()
+    os.kill(server, signal.SIGCONT)
+
+
+@fault(JOBS, "every MPS server fails at its start", takes_s=12)
+def server_fails(scene: Scene) -> None:
+    scene.serve()
+    scene.stand_ins.behave("failing")
+    scene.strike(lambda: None)
+    job = scene.waiting_job()
+    scene.forget(job)
+    assert job.says() == "refused"
+    scene.is_told("exited with status 1")
+    scene.stand_ins.behave()
+    scene.job()
+
+
+@fault(JOBS, "a job of another user waits for the server", takes_s=21)
+def another_user_waits(scene: Scene) -> None:
+    scene.serve().job()
+    scene.strike(lambda: None)
+    waiting = scene.waiting_job(OTHER_USER)
+    scene.is_told(" waits")
+    scene.end(waiting)
+
+
+@fault(JOBS, "somebody else changes the limits", takes_s=60)
+def limits_changed(scene: Scene) -> None:
+    scene.serve().job()
+    ask = "get_default_active_thread_percentage"
+    changes = ["set_default_active_thread_percentage 90", "set_default_device_pinned_mem_limit 0 9G"]
+    scene.strike(lambda: scene.ask(*changes))
+    assert scene.ask(ask) == ["90.0"]
+    scene.serves_again(lambda: scene.ask(ask) == ["25.0"])
+    scene.saw("somebody else has changed its limits")
+
+
+@fault(JOBS, "somebody else changes the compute mode", takes_s=11)
+def mode_changed(scene: Scene) -> None:
+    scene.serve().job()
+    gpu = scene.host.gpus[0]
+    change = ["nvidia-smi", "-i", gpu.uuid, "-c", "DEFAULT"]
+    scene.strike(lambda: scene.host.run(change, check=True))
+    assert gpu.compute_mode == "default"
+    scene.serves_again(lambda: gpu.compute_mode == "exclusive_process")
+    scene.saw("somebody else has changed it")
+
+
+@fault(JOBS, "an operator's front-end stays open during a reload")
+def front_end_open_in_a_reload(scene: Scene) -> None:
+    scene.serve()
+    with open_front_end(scene):
+        divide(scene, 2)
+        scene.strike(lambda: scene.daemon.signal(signal.SIGHUP))
+        scene.is_told("another nvidia-cuda-mps-control is connected")
+    scene.mend(lambda: None, "its end")
+    scene.serves_again(lambda: scene.domain["memory_limits"] == [8192])
+    scene.budgets = ["8G", "50.0"]
+
+
+@fault(JOBS, "an operator's front-end stays open during a stop, and a job runs", loses="a job", takes_s=13)
+def front_end_open_in_a_stop(scene: Scene) -> None:
+    """The job gets the time that a stop leaves it (10 s), then it ends; and the modes are put back."""
+    job = scene.serve().job()
+    with open_front_end(scene):
+        scene.strike(lambda: scene.daemon.signal(signal.SIGTERM))
+        assert scene.daemon.wait() == 0
+        assert job.says() == "server gone"
+        scene.goes_on(f"stopped after {shown_s(scene.elapsed_s)}")
+    assert scene.host.gpus[0].compute_mode == FORMER_MODE
+    scene.saw("gets SIGTERM")
+    scene.serve()

@@ -1,0 +1,65 @@
+"""Levers on a running daemon: its end at a chosen step, and its wall clock; see levers.c."""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import os
+import shutil
+import struct
+import subprocess
+from pathlib import Path
+
+from simhost.environment import CHECKOUT
+
+_SOURCE = Path(__file__).with_name("levers.c")
+_FLAGS = ["-std=gnu11", "-O1", "-g0", "-Wall", "-Wextra", "-fPIC", "-shared"]
+_PAGE = struct.Struct("=QQqq")
+
+
+class Levers:
+    """The page that a daemon started with `environment` shares with the test."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / "levers"
+        self._path.write_bytes(bytes(_PAGE.size))
+        with self._path.open("r+b") as file:
+            self._page = mmap.mmap(file.fileno(), _PAGE.size)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What to start the daemon with; the levers then are that daemon's."""
+        self._page[:] = bytes(_PAGE.size)
+        return {"LD_PRELOAD": str(_built_library()), "LEVERS": str(self._path)}
+
+    @property
+    def steps(self) -> int:
+        """How often it has changed something outside itself."""
+        return int(_PAGE.unpack(self._page[:])[0])
+
+    def kill_before(self, step: int) -> None:
+        """End it by SIGKILL just before its step of that number."""
+        self._page[8:16] = struct.pack("=Q", step)
+
+    def set_clock(self, offset_s: int) -> None:
+        """Shift its wall clock against the host's."""
+        self._page[16:24] = struct.pack("=q", offset_s)
+
+    def close(self) -> None:
+        """Give the page back."""
+        self._page.close()
+
+
+def _built_library() -> Path:
+    """The compiled library under `.cache/` of the checkout; several builders at once are safe, and alike."""
+    key = hashlib.sha256(_SOURCE.read_bytes() + " ".join(_FLAGS).encode()).hexdigest()[:16]
+    target = CHECKOUT / ".cache/simhost" / f"levers-{key}.so"
+    if not target.exists():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        made = target.with_name(f".{target.name}.{os.getpid()}")
+        compiler = shutil.which("cc") or shutil.which("gcc")
+        assert compiler, "the faults need a C compiler: apt-get install gcc libc6-dev"
+        command = [compiler, *_FLAGS, str(_SOURCE), "-o", str(made), "-ldl"]
+        subprocess.run(command, check=True)
+        made.replace(target)
+    return target

@@ -1,0 +1,127 @@
+"""Faults of the daemon itself: its death at every step, its stop, and its clock."""
+
+from __future__ import annotations
+
+import signal
+import time
+
+from faults.hands import divide, signal_and_wait
+from faults.levers import Levers
+from faults.rows import OURSELVES, fault
+from faults.scene import Scene, until
+from faults.sweep import Sweep
+
+DAY_S = 86_400
+
+
+@fault(OURSELVES, "it is killed (SIGKILL) while a job runs")
+def killed(scene: Scene) -> None:
+    scene.serve().job()
+    control = scene.control
+    scene.strike(scene.daemon.kill)
+    scene.serve()
+    scene.serves_again(lambda: scene.control == control)
+    scene.saw("took over the running control daemon")
+
+
+@fault(OURSELVES, "it is stopped (SIGSTOP), and systemd's watchdog kills it")
+def stopped(scene: Scene) -> None:
+    scene.serve(WATCHDOG_USEC="200000").job()
+    control = scene.control
+    until(lambda: scene.daemon.notifications.count("WATCHDOG=1") > 2, "signs of life")
+    scene.remember_events()
+    signal_and_wait(scene.daemon.pid, signal.SIGSTOP)
+    until(lambda: _is_silent(scene), "the end of its signs of life")
+    scene.strike(
+        scene.daemon.kill, answers=False
+    )  # systemd sends SIGABRT first, which a stopped process does not heed
+    scene.serve()
+    scene.serves_again(lambda: scene.control == control)
+    scene.saw("took over the running control daemon")
+
+
+def _is_silent(scene: Scene) -> bool:
+    """Whether no sign of life came for as long as systemd waits for one."""
+    before = scene.daemon.notifications.count("WATCHDOG=1")
+    time.sleep(0.2)
+    return scene.daemon.notifications.count("WATCHDOG=1") == before
+
+
+@fault(OURSELVES, "it is killed before each step of a start, a reload and a stop", takes_s=40)
+def every_step(scene: Scene) -> None:
+    sweep = Sweep(scene)
+    sweep.without_a_job()
+    scene.recovery, scene.words = sweep.recovery, scene.find("took over the running control daemon")
+    assert sweep.kills >= 150, sweep.kills
+
+
+@fault(OURSELVES, "it is killed before each step of a reload and of the next start; a job runs", takes_s=40)
+def every_step_with_a_job(scene: Scene) -> None:
+    sweep = Sweep(scene)
+    sweep.with_a_job()
+    scene.recovery, scene.words = sweep.recovery, scene.find("took over the running control daemon")
+    assert sweep.kills >= 50, sweep.kills
+
+
+@fault(OURSELVES, "it is killed while the driver sets a compute mode, at a start and at a stop")
+def in_a_mode_change(scene: Scene) -> None:
+    daemon = scene.daemon
+
+    def kill_in_the_call() -> None:
+        until(lambda: not scene.host.show()["failures"], "the call", scene.trouble)
+        scene.strike(daemon.kill, answers=False)
+
+    _let_the_next_change_hang(scene)
+    daemon.start()
+    kill_in_the_call()
+    scene.serve()
+    _let_the_next_change_hang(scene)
+    daemon.signal(signal.SIGTERM)
+    kill_in_the_call()
+    scene.serve()
+    scene.serves_again()
+    scene.saw("stopped -> starting")
+
+
+def _let_the_next_change_hang(scene: Scene) -> None:
+    """The rule is gone once the call is made."""
+    scene.host.fail("nvmlDeviceSetComputeMode", "success", times=1, delay_ms=60_000)
+
+
+@fault(OURSELVES, "it is killed while it writes down what it has kept in SQLite's log", takes_s=15)
+def checkpoint(scene: Scene) -> None:
+    sweep = Sweep(scene)
+    sweep.through_checkpoints()
+    scene.recovery, scene.words = sweep.recovery, scene.find("took over the running control daemon")
+    assert sweep.kills >= 10, sweep.kills
+
+
+@fault(OURSELVES, "the clock is set back by a day")
+def clock_back(scene: Scene) -> None:
+    _with_the_clock_at(scene, -DAY_S)
+
+
+@fault(OURSELVES, "the clock is set forward by a day")
+def clock_forward(scene: Scene) -> None:
+    _with_the_clock_at(scene, DAY_S)
+
+
+def _with_the_clock_at(scene: Scene, offset_s: int) -> None:
+    """What is due comes all the same, and the next reload and death of the control daemon are as ever."""
+    levers = Levers(scene.host.root)
+    scene.serve(WATCHDOG_USEC="200000", **levers.environment).job()
+    old = scene.control
+    scene.strike(lambda: levers.set_clock(offset_s))
+    signs = scene.daemon.notifications.count("WATCHDOG=1")
+    until(lambda: scene.daemon.notifications.count("WATCHDOG=1") > signs + 2, "signs of life")
+    assert scene.control == old
+    assert scene.daemon.status()["devices"]["available"] == 4
+    divide(scene, 2)
+    scene.daemon.signal(signal.SIGHUP)
+    until(lambda: scene.domain["pending"], "the new budget", scene.trouble)
+    scene.budgets = ["8G", "50.0"]
+    event = scene.events()[-1]
+    assert abs(event["time"] - time.time() - offset_s) < 60
+    scene.goes_on()
+    scene.saw("other limits")
+    levers.close()

@@ -1,0 +1,189 @@
+"""Faults of files, directories and disks."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sqlite3
+from pathlib import Path
+
+from faults.disk import FullDisk
+from faults.hands import hang
+from faults.rows import PLACES, fault
+from faults.scene import Scene, until
+
+
+def _clean(scene: Scene) -> None:
+    """Remove the sockets as an age-based cleaning of /tmp does: what is open stays open."""
+    for name in ("control", "control_privileged"):
+        (scene.pipe_directory / name).unlink()
+
+
+@fault(PLACES, "the control daemon's sockets are removed (cleaning of /tmp), no job", takes_s=13)
+def sockets_removed(scene: Scene) -> None:
+    scene.serve()
+    old = scene.control
+    scene.strike(lambda: _clean(scene))
+    scene.serves_again(lambda: scene.control not in (0, old))
+    scene.saw("does not serve")
+
+
+@fault(PLACES, "the control daemon's sockets are removed (cleaning of /tmp) while a job runs", takes_s=20)
+def sockets_removed_with_a_job(scene: Scene) -> None:
+    job = scene.serve().job()
+    old = scene.control
+    scene.strike(lambda: _clean(scene))
+    scene.is_told("which may have jobs")
+    assert scene.control == old
+    scene.mend(lambda: scene.end(job), "the job has ended")
+    scene.serves_again(lambda: scene.control not in (0, old))
+
+
+@fault(PLACES, "the same, and NVML hangs for 30 s, since before the job came", takes_s=45)
+def sockets_removed_while_nvml_hangs(scene: Scene) -> None:
+    """Nobody knows who uses the GPUs then, and so nothing is ended."""
+    scene.serve()
+    hang(scene, "*RunningProcesses*")
+    job = scene.job()
+    old = scene.control
+    scene.strike(lambda: _clean(scene))
+    scene.is_told("which may have jobs")
+    assert scene.control == old
+    scene.mend(lambda: scene.end(job), "the job has ended")
+    scene.serves_again(lambda: scene.control not in (0, old))
+
+
+@fault(PLACES, "the pipe directory is replaced by a symlink of another user", takes_s=73)
+def symlink(scene: Scene) -> None:
+    scene.serve()
+    pipes, elsewhere = _elsewhere(scene)
+    scene.strike(lambda: _replace(pipes, elsewhere, owner=65534))
+    scene.is_told("is a symlink")
+    scene.mend(pipes.unlink, "it is removed")
+    scene.serves_again()
+    assert list(elsewhere.iterdir()) == [], "it was not followed"
+
+
+@fault(PLACES, "the pipe directory is replaced by a symlink of the administrator's", takes_s=13)
+def own_symlink(scene: Scene) -> None:
+    scene.serve()
+    old = scene.control
+    pipes, elsewhere = _elsewhere(scene)
+    scene.strike(lambda: _replace(pipes, elsewhere, owner=0))
+    scene.serves_again(lambda: scene.control not in (0, old))
+    scene.saw("does not serve")
+    assert (elsewhere / "control").exists(), "it was followed"
+
+
+def _elsewhere(scene: Scene) -> tuple[Path, Path]:
+    """The pipe directory, and an empty one."""
+    pipes = scene.pipe_directory
+    elsewhere = pipes.with_name("elsewhere")
+    elsewhere.mkdir()
+    return pipes, elsewhere
+
+
+def _replace(pipes: Path, elsewhere: Path, owner: int) -> None:
+    pipes.rename(pipes.with_name("aside"))
+    pipes.symlink_to(elsewhere)
+    os.lchown(pipes, owner, owner)
+
+
+@fault(PLACES, "the disk of the log directory is full, and the control daemon is killed")
+def log_disk(scene: Scene) -> None:
+    _with_a_full_disk(scene, "tmp/nvidia-mps/log")
+    scene.saw("was killed by signal 9")
+
+
+@fault(PLACES, "the disk of the state directory is full, and the control daemon is killed")
+def state_disk(scene: Scene) -> None:
+    _with_a_full_disk(scene, "var/lib/yunion-mps")
+    scene.saw("disk is full")
+
+
+@fault(PLACES, "the disk of the run directory is full, and the control daemon is killed")
+def run_disk(scene: Scene) -> None:
+    _with_a_full_disk(scene, "run/yunion-mps")
+    scene.saw("was killed by signal 9")
+
+
+def _with_a_full_disk(scene: Scene, directory: str) -> None:
+    disk = scene.stack.enter_context(FullDisk(scene, directory))
+    scene.serve()
+    old = scene.control
+    disk.fill()
+    scene.strike(lambda: os.kill(old, signal.SIGKILL))
+    scene.serves_again(lambda: scene.control not in (0, old))
+    disk.make_room()
+
+
+@fault(PLACES, "the disks of log, state and run directories are full, and the daemon is killed")
+def all_disks(scene: Scene) -> None:
+    places = ("tmp/nvidia-mps/log", "var/lib/yunion-mps", "run/yunion-mps")
+    disk = scene.stack.enter_context(FullDisk(scene, *places))
+    scene.serve()
+    control = scene.control
+    disk.fill()
+    scene.strike(scene.daemon.kill)
+    assert scene.daemon.run() == 1
+    scene.is_told("disk is full")
+    disk.make_room()
+    scene.mend(scene.serve, "there is room again")
+    scene.serves_again(lambda: scene.control == control)
+
+
+@fault(PLACES, "the daemon is killed and its state file torn", loses="earlier events")
+def torn(scene: Scene) -> None:
+    """They are in the file that is kept aside; everything else is known again."""
+    scene.serve()
+    scene.remember_events()
+    state = scene.host.root / "var/lib/yunion-mps/state.db"
+    scene.daemon.kill()
+    with sqlite3.connect(state) as connection:
+        connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    connection.close()
+    os.truncate(state, state.stat().st_size // 2)
+    scene.strike(scene.serve)
+    scene.serves_again()
+    scene.saw("could not be read")
+
+
+@fault(PLACES, "the daemon is killed, and the state file is of a newer version")
+def newer(scene: Scene) -> None:
+    scene.serve()
+    scene.remember_events()
+    scene.daemon.kill()
+    state = scene.host.root / "var/lib/yunion-mps/state.db"
+    _set_version(state, 99)
+    scene.strike(lambda: None)
+    assert scene.daemon.run() == 1
+    scene.is_told("was written by a newer yunion-mps")
+    _set_version(state, 2)
+    scene.mend(scene.serve, "that version is installed")
+    scene.serves_again()
+
+
+def _set_version(state: object, version: int) -> None:
+    connection = sqlite3.connect(str(state))
+    connection.execute(f"PRAGMA user_version = {version}")
+    connection.close()
+
+
+@fault(PLACES, "the API's socket is removed")
+def api_socket_removed(scene: Scene) -> None:
+    scene.serve(WATCHDOG_USEC="400000")
+    scene.strike(scene.daemon.socket_path.unlink)
+    until(scene.daemon.socket_path.exists, "another socket", scene.trouble)
+    scene.serves_again()
+    scene.saw("was removed, and is made anew")
+
+
+@fault(PLACES, "the pipe and log directories are removed")
+def directories_removed(scene: Scene) -> None:
+    scene.serve()
+    old = scene.control
+    shutil.rmtree(scene.host.root / "tmp/nvidia-mps")
+    scene.strike(lambda: os.kill(old, signal.SIGKILL))
+    scene.serves_again(lambda: scene.control not in (0, old))
+    scene.saw("was killed by signal 9")

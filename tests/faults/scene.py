@@ -1,0 +1,265 @@
+"""The place of a fault: a simulated host with both daemons and jobs; and what is measured there.
+
+with Scene(None) as scene:
+    job = scene.serve().job()
+    scene.strike(lambda: os.kill(scene.control, signal.SIGKILL))
+    scene.serves_again()
+    scene.saw("was killed by signal 9")
+    row = Row(..., lost(scene), scene.recovery, scene.words)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+from faults.reading import events_of, readable, shown, shown_s
+from integration.daemon_host import Daemon, is_running
+from simhost import Description, SimHost
+from simhost.mps import CONTROL, Client, StandIns
+
+T = TypeVar("T")
+
+#: One GPU that enforces budgets, divided by four.
+ONE_GPU: Description = [{"kind": "v100"}]
+#: The GPUs' compute mode before the daemon: not the driver's own, so that only a remembered one is right.
+FORMER_MODE = "prohibited"
+#: So long that only something that never comes is missed: the limits are read back every 60 s.
+PATIENCE_S = 120.0
+#: Set when the tests are interrupted: nobody waits any longer.
+INTERRUPTED = threading.Event()
+
+
+def until(look: Callable[[], T], what: str, trouble: Callable[[], str] = str, pause_s: float = 0.004) -> T:
+    """Return what `look` returns once that is true; AssertionError with `what` where it never is."""
+    end_s = time.monotonic() + PATIENCE_S
+    while not (found := look()):
+        if time.monotonic() > end_s or INTERRUPTED.is_set():
+            raise AssertionError(f"{what} did not come about\n{trouble()}")
+        time.sleep(pause_s)
+    return found
+
+
+class SceneDaemon(Daemon):
+    """A daemon that may run in a mount namespace of its own."""
+
+    #: Where its root directory is to be found.
+    namespace = ""
+
+    @property
+    def socket_path(self) -> Path:
+        """The API's socket."""
+        return Path(f"{self.namespace}{super().socket_path}")
+
+
+class Scene:
+    """One host on which one fault happens; nothing of it is left at the end. A context manager."""
+
+    def __init__(self, gpus: Description | None) -> None:
+        #: What is to be closed at the end, the last one first.
+        self.stack = ExitStack()
+        self.host = self.stack.enter_context(SimHost.create(gpus or ONE_GPU))
+        self.stand_ins = self.stack.enter_context(StandIns(self.host))
+        self.daemon = SceneDaemon(self.host)
+        self.stack.enter_context(self.daemon)
+        #: What each domain answers to `get_default_device_pinned_mem_limit 0` and the percentage's question.
+        self.budgets = ["4G", "25.0"]
+        self.words = ""
+        self.recovery = ""
+        for gpu in self.host.gpus:
+            gpu.compute_mode = FORMER_MODE
+        #: The jobs that must live on.
+        self.jobs: list[Client] = []
+        self._shown: set[int] = set()
+        #: The events that must stay.
+        self.known_events: list[dict[str, Any]] = []
+        self._struck_s = 0.0
+
+    # -- before the fault
+
+    def without_coverage(self) -> Scene:
+        """Leave the daemon's coverage unmeasured: it would be most of what it does."""
+        for name in [name for name in self.daemon.env if name.startswith("COV")]:
+            del self.daemon.env[name]
+        return self
+
+    def serve(self, **environment: str) -> Scene:
+        """Start the daemon and wait until every device is available."""
+        self.daemon.start(**environment).wait_ready()
+        self.all_available()
+        return self
+
+    def job(self, uid: int | None = None) -> Client:
+        """A job that is attached to its MPS server, and that the driver shows on the first GPU."""
+        job = self.waiting_job(uid)
+        assert job.says() == "attached"
+        self._show_processes()
+        return job
+
+    def waiting_job(self, uid: int | None = None) -> Client:
+        """A job that has asked for a server, and gets none yet."""
+        job = self.stand_ins.client(self.pipe_directory, uid)
+        assert job.says() == "asking"
+        self.jobs.append(job)
+        self._show_processes()
+        return job
+
+    def end(self, job: Client) -> None:
+        """Let a job end as jobs do."""
+        self.jobs.remove(job)
+        job.end()
+        self._show_processes()
+
+    def forget(self, job: Client) -> None:
+        """Not to expect of a job that it lives on, which may have ended."""
+        self.jobs.remove(job)
+        self._show_processes()
+
+    @property
+    def pipe_directory(self) -> Path:
+        """That of the first domain."""
+        return Path(self.daemon.status()["domains"][0]["pipe_directory"])
+
+    @property
+    def control(self) -> int:
+        """The PID of the first domain's control daemon."""
+        return int(self.domain["pid"] or 0)
+
+    @property
+    def domain(self) -> dict[str, Any]:
+        """The first domain's status."""
+        return dict(self.daemon.status()["domains"][0])
+
+    @property
+    def control_program(self) -> Path:
+        """What the daemon starts as the control daemon; may be replaced."""
+        return self.stand_ins.folder / CONTROL
+
+    def ask(self, *questions: str, place: Path | None = None) -> list[str]:
+        """What the control daemon tells NVIDIA's front-end; asked again where another one has its ear."""
+        place = place or self.pipe_directory
+
+        def answer() -> list[str]:
+            with contextlib.suppress(AssertionError):  # it was told that it cannot be heard now
+                return self.daemon.control(*questions, pipe_directory=place)
+            return []
+
+        return until(answer, "the control daemon's answer", self.trouble)
+
+    # -- the fault
+
+    def strike(self, blow: Callable[[], object], *, answers: bool = True) -> None:
+        """Let the fault happen, and begin to measure; `answers` is whether the daemon can be asked before."""
+        if answers:
+            self.remember_events()
+        self._struck_s = time.monotonic()
+        blow()
+
+    def mend(self, remedy: Callable[[], object], what: str) -> None:
+        """Do what a human has to do, and measure anew from then on."""
+        self.recovery += f"; after {what}: "
+        self._struck_s = time.monotonic()
+        remedy()
+
+    def serves_again(self, also: Callable[[], object] = lambda: True) -> None:
+        """Wait until every device is available (and `also` holds), and note how long that took."""
+        self.all_available(also)
+        self._note("serves again after {}")
+
+    def is_told(self, text: str) -> None:
+        """Wait until the operator can read `text`, keep its line for the table, and note the time."""
+        self.words = until(lambda: self.find(text), f"{text!r} in status, log or events", self.trouble)
+        self._note("told after {}")
+
+    @property
+    def elapsed_s(self) -> float:
+        """How long ago the fault, or its remedy, was."""
+        return time.monotonic() - self._struck_s
+
+    def log_tells(self, text: str) -> None:
+        """As `is_told`, where the daemon cannot be asked."""
+        self.daemon.wait_log(text)
+        self._note("told after {}")
+
+    def saw(self, text: str) -> None:
+        """Keep the first line with `text` that the operator could read for the table."""
+        self.words = until(lambda: self.find(text), f"{text!r} in status, log or events", self.trouble)
+
+    def find(self, text: str) -> str:
+        """The first line with `text` that the operator can read, empty where there is none."""
+        return next((shown(line, self.host) for line in readable(self.daemon) if text in line), "")
+
+    def goes_on(self, what: str = "serves throughout") -> None:
+        """Note that nothing was interrupted."""
+        self.recovery += what
+
+    def all_available(self, also: Callable[[], object] = lambda: True) -> None:
+        """Wait until every device is available, which is asked once `also` holds: before, it is old news."""
+        until(lambda: also() and self._is_whole(), "all devices available", self.trouble)
+
+    def unavailable(self) -> None:
+        """Wait until no device is available."""
+        until(lambda: not self._devices()["available"], "no device available", self.trouble)
+
+    # -- what is to be compared afterwards
+
+    def remember_events(self) -> None:
+        """Take note of the events that there are, which must never go."""
+        if self.daemon.running:
+            self.known_events = self.events()
+
+    def events(self) -> list[dict[str, Any]]:
+        """The newest events (1,000), oldest first."""
+        return events_of(self.daemon)
+
+    def trouble(self) -> str:
+        """For a failure's message: where it stands."""
+        with contextlib.suppress(OSError, AssertionError):
+            return f"{self.daemon.status()}\n{self.daemon.log}"
+        return self.daemon.log
+
+    def close(self) -> None:
+        """Leave nothing."""
+        self.host.clear()
+        self.stack.close()
+
+    def __enter__(self) -> Scene:  # noqa: PYI034 - typing.Self is not in 3.9
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # -- its own
+
+    def _devices(self) -> dict[str, int]:
+        try:
+            return dict(self.daemon.status()["devices"])
+        except OSError:
+            return {"total": 0, "available": 0}
+
+    def _show_processes(self) -> None:
+        """Have the driver show the jobs and servers that there are, as clients of MPS and as processes."""
+        now = {job.pid: "M+C" for job in self.jobs if is_running(job.pid)}
+        now.update((pid, "C") for pid in self.stand_ins.servers())
+        for pid in self._shown - set(now):
+            self.host.gpus[0].remove_process(pid)
+        for pid in set(now) - self._shown:
+            self.host.gpus[0].add_process(pid, 100, now[pid])
+        self._shown = set(now)
+
+    def _is_whole(self) -> bool:
+        if self._shown:
+            self._show_processes()
+        devices = self._devices()
+        return 0 < devices["total"] == devices["available"]
+
+    def _note(self, words: str) -> None:
+        self.recovery += words.format(shown_s(self.elapsed_s))
