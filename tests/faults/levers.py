@@ -8,6 +8,7 @@ import os
 import shutil
 import struct
 import subprocess
+import threading
 from pathlib import Path
 
 from simhost.environment import CHECKOUT
@@ -56,7 +57,7 @@ def _built_library() -> Path:
     target = CHECKOUT / ".cache/simhost" / f"levers-{key}.so"
     if not target.exists():
         target.parent.mkdir(parents=True, exist_ok=True)
-        made = target.with_name(f".{target.name}.{os.getpid()}")
+        made = target.with_name(f".{target.name}.{os.getpid()}.{threading.get_ident()}")
         compiler = shutil.which("cc") or shutil.which("gcc")
         assert compiler, "the faults need a C compiler: apt-get install gcc libc6-dev"
         command = [compiler, *_FLAGS, str(_SOURCE), "-o", str(made), "-ldl"]

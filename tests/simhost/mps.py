@@ -20,6 +20,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from types import TracebackType
 
@@ -139,7 +140,7 @@ def _built_server() -> Path:
     target = CHECKOUT / ".cache/simhost" / f"mps-server-{key}"
     if not target.exists():
         target.parent.mkdir(parents=True, exist_ok=True)
-        made = target.with_name(f".{target.name}.{os.getpid()}")
+        made = target.with_name(f".{target.name}.{os.getpid()}.{threading.get_ident()}")
         compiler = shutil.which("cc") or shutil.which("gcc")
         if not compiler:
             raise BuildError("simhost needs a C compiler: apt-get install gcc libc6-dev")

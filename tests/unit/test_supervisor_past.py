@@ -11,6 +11,7 @@ import pytest
 from yunion_mps.errors import HostError
 from yunion_mps.mps.control import PROGRAM
 from yunion_mps.service import devices_json
+from yunion_mps.store import Store
 
 from simhost import SimHost
 from unit.supervised import (
@@ -20,6 +21,7 @@ from unit.supervised import (
     Supervised,
     attach,
     configure,
+    divide,
     modes,
 )
 
@@ -222,3 +224,53 @@ def test_a_gpu_whose_mig_mode_is_turned_on_while_it_serves_is_unavailable_with_t
     host.gpus[1].mig = False
     made.rescan()
     assert made.available == 8
+
+
+def test_a_lost_gpu_has_its_devices_back_when_it_returns_after_a_restart_and_nothing_is_pending(
+    make_host: MakeHost, supervise: Supervise, stand_ins: MakeStandIns
+) -> None:
+    host = make_host(TWO)
+    jobs = stand_ins(host)
+    pid = killed(supervise(host).start())
+    attach(jobs, host)
+    host.gpus[1].lose()
+    made = supervise(host).start()
+    assert (made.snapshot.domains[0].pid, made.available) == (pid, 4)
+    host.gpus[1].restore()
+    made.rescan()
+    made.until(lambda: made.available == 8)
+    assert (made.snapshot.domains[0].pid, made.snapshot.domains[0].pending) == (pid, "")
+
+
+def test_a_gpu_that_was_taken_out_of_the_file_is_let_go_also_after_a_restart(
+    make_host: MakeHost, supervise: Supervise, stand_ins: MakeStandIns
+) -> None:
+    host = make_host(TWO)
+    divide(host, 4, 4)
+    jobs = stand_ins(host)
+    pid = killed(supervise(host).start())
+    client = attach(jobs, host)
+    divide(host, 4)
+    made = supervise(host).start()
+    made.until(lambda: bool(made.snapshot.domains[0].pending))
+    assert (made.snapshot.domains[0].pid, made.available) == (pid, 8), "a job may use either"
+    client.end()
+    for server in jobs.servers():
+        os.kill(server, signal.SIGKILL)
+    made.until(lambda: made.available == 4 and made.snapshot.domains[0].pid not in (None, pid))
+    assert made.snapshot.domains[0].plan.gpu_uuids == (host.gpus[0].uuid,)
+    made.set_modes()
+    assert modes(host) == ["exclusive_process", "default"]
+
+
+def test_modes_that_are_put_back_at_the_stop_are_told(make_host: MakeHost, supervise: Supervise) -> None:
+    host = make_host(TWO)
+    made = supervise(host).start()
+    made.stop()
+    store = Store(made.paths)
+    told = [one.event for one in store.first_events(0, 100, "compute_mode")]
+    store.close()
+    assert [(event.subject, event.what) for event in told][2:] == [
+        ("00:06.0", "Exclusive_Process -> Default"),
+        ("00:07.0", "Exclusive_Process -> Default"),
+    ]

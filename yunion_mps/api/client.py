@@ -59,9 +59,10 @@ class Client:
             except socket.timeout:
                 raise self._silent(timeout_s) from None
             except (OSError, h11.ProtocolError) as error:
-                raise UnreachableError(
-                    f"the daemon's answer on {self._path} broke off: {error}", f"see: journalctl -u {_UNIT}"
-                ) from None
+                # h11's words for an end before any answer mean nothing to a person.
+                why = "it ended or began anew" if "ConnectionClosed" in str(error) else str(error)
+                what = f"the daemon's answer on {self._path} broke off: {why}"
+                raise UnreachableError(what, f"see: journalctl -u {_UNIT}") from None
         return _result(status, body)
 
     def _connect(self, timeout_s: float) -> socket.socket:

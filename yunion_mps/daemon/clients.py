@@ -94,8 +94,8 @@ class Clients:
             status = next(s for s in self._supervisor.snapshot().domains if s.plan.name == found["domain"])
             program, server = find_control_program(), found["server"]
             try:
-                await on_thread(lambda: terminate(program, status.plan, server, process.pid))
-                steps.append("its MPS server let go of it")
+                let_go = await on_thread(lambda: terminate(program, status.plan, server, process.pid))
+                steps.append("its MPS server let go of it" if let_go else "no MPS server had it")
             except YunionError as error:
                 if not force:
                     raise

@@ -121,3 +121,22 @@ def as_served(plan: DomainPlan, running: DomainPlan) -> DomainPlan:
         numbers=tuple(numbers.get(uuid, 0) for uuid in serves),
         percentages=tuple(percentages.get(uuid, 0.0) for uuid in serves),
     )
+
+
+def with_remembered(plan: DomainPlan, remembered: DomainPlan) -> DomainPlan:
+    """The plan, with what is remembered of GPUs that it has no limit for: of one that is lost for now."""
+    before = as_served(remembered, plan)
+    rows = [
+        was if limit is None else now
+        for limit, now, was in zip(plan.memory_limits_mib, _rows(plan), _rows(before))
+    ]
+    limits, numbers, percentages = zip(*rows)
+    return plan._replace(memory_limits_mib=limits, numbers=numbers, percentages=percentages)
+
+
+def _rows(plan: DomainPlan) -> list[tuple[int | None, int, float]]:
+    """By GPU: limit, number of devices and percentage; the latter may be unknown."""
+    count = len(plan.gpu_uuids)
+    numbers = plan.numbers or (0,) * count
+    percentages = plan.percentages or (0.0,) * count
+    return list(zip(plan.memory_limits_mib, numbers, percentages))

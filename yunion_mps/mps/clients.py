@@ -88,10 +88,16 @@ def rows_in(answer: Sequence[str]) -> list[ClientRow]:
     return rows
 
 
-def terminate(program: str, plan: DomainPlan, server: int, client: int) -> None:
-    """Have the server let go of the client, which is then safe to end; raises ControlError otherwise."""
+def terminate(program: str, plan: DomainPlan, server: int, client: int) -> bool:
+    """Have the server let go of the client, which is then safe to end; False where it has none to let go of.
+
+    Raises ControlError where it does not.
+    """
     _refuse_stopped([server])
     answer = converse(program, plan, f"terminate_client {server} {client}")
+    if any("not found" in line for line in answer):
+        return False  # it waits for a server, or that is about to end
     if not answer or answer[-1].strip() != "0":
         words = "; ".join(answer) or "nothing"
         raise ControlError(f"the control daemon answers {words!r} to terminate_client {server} {client}")
+    return True

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from yunion_mps.errors import ControlError, HostError, ShortageError, YunionError
 from yunion_mps.models import DomainPlan, DomainStatus, Event
 from yunion_mps.mps import launch
-from yunion_mps.mps.adoption import as_served, find
+from yunion_mps.mps.adoption import as_served, find, with_remembered
 from yunion_mps.mps.applying import Applying, InForce
 from yunion_mps.mps.backoff import RETRY_S, Backoff
 from yunion_mps.mps.control import SilentError
@@ -241,7 +241,7 @@ class Domain(Told):
     def _find_or_launch(self) -> str:
         """Have a control daemon, in words; raises HostError."""
         found = find(self.wanted)  # first, for one that serves needs nothing of what a new one needs
-        self._target = found.plan if found else self.wanted
+        self._target = with_remembered(found.plan, self.plan) if found else self.wanted
         self._news = NewsReader(self._target, self._tell, self._children)
         self._has_served = self._was_found = found is not None
         if found:

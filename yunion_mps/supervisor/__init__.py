@@ -122,7 +122,7 @@ class Supervisor:
         left = left_running(self._store, self._watched())
         modes = {u: mode for u, mode in noted(self._store).items() if u not in gpus_of(left)}
         with self._mode_lock:  # what was begun before the stop ends first
-            carry_out(ModeWork(put_back=modes), self.nvml, self._store)
+            self.note_modes(carry_out(ModeWork(put_back=modes), self.nvml, self._store), "as before")
         for place, one in left.items():
             log.warning("a control daemon (PID %d) is left running in %s; %s", one.pid, place, AFTERWARDS)
         self.release()
@@ -203,6 +203,7 @@ class Supervisor:
         for event in events:
             self.journal.record(event)
         if self._gpus.changed:
+            self._fleet.healthy_gpus = self._gpus.healthy
             self._changed()
             self._use_what_came(now_s)
 
@@ -257,13 +258,13 @@ class Supervisor:
                 return ModeResult({}, {})
             return carry_out(work, self.nvml, self.store())
 
-    def note_modes(self, result: ModeResult) -> None:
+    def note_modes(self, result: ModeResult, why: str = "the plan asks for it") -> None:
         """Take note of modes that were set or put back, and of GPUs that refused."""
         for gpu in self._gpus.inventory.gpus:
             after = result.modes.get(gpu.uuid or "")
             if after and after != gpu.compute_mode:
                 what = f"{gpu.compute_mode} -> {after}"
-                self.journal.record(Event("info", "compute_mode", gpu.address, what, "the plan asks for it"))
+                self.journal.record(Event("info", "compute_mode", gpu.address, what, why))
         if result.modes or result.errors:
             self._gpus.note_modes(result)
             self._changed()
@@ -362,6 +363,7 @@ class Supervisor:
         )
 
     def _make_fleet(self, program: str, left: Sequence[InForce]) -> None:
+        self._fleet.healthy_gpus = self._gpus.healthy
         plans = [self._placed(plan) for plan in self._target.domains]
         self._fleet.make(plans, left, program, self._config.cuda_mps_stop_timeout_s)
 

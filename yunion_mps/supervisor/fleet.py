@@ -35,6 +35,8 @@ class Fleet:
         self._program = ""
         self._stop_timeout_s = 0
         self._stopping = False
+        #: The UUIDs of the GPUs that are there and well.
+        self.healthy_gpus: set[str] = set()
 
     def make(
         self, plans: Sequence[DomainPlan], left: Sequence[InForce], program: str, stop_timeout_s: int
@@ -96,7 +98,7 @@ class Fleet:
     def _go_on(self, now_s: float) -> bool:
         """Let go of what has ended, and start what waited for that; returns whether anything was done."""
         for domain in self.domains:
-            if not domain.retiring and not self._stopping and _lacks_gpus(domain):
+            if not domain.retiring and not self._stopping and self._has_other_gpus(domain):
                 domain.retire()
                 self.awaited.append(domain.wanted)
         ended = [domain for domain in self.domains if domain.retiring and domain.state == STOPPED]
@@ -112,6 +114,14 @@ class Fleet:
         if ended or begun:
             self._changed()
         return bool(ended or begun)
+
+    def _has_other_gpus(self, domain: Domain) -> bool:
+        """Whether it took over a control daemon that lacks a GPU, or serves one that it should not.
+
+        One that is lost for now is none of those: it has its place, should it come back.
+        """
+        wanted, served = set(domain.wanted.gpu_uuids), set(domain.plan.gpu_uuids)
+        return domain.state == READY and bool(wanted - served or (served - wanted) & self.healthy_gpus)
 
     def _in_the_way(self, plan: DomainPlan) -> bool:
         return any(
@@ -181,11 +191,6 @@ def _can_serve(domain: Domain, plan: DomainPlan) -> bool:
         return True
     serves = set(domain.plan.gpu_uuids) == set(plan.gpu_uuids)
     return serves and plan._replace(gpu_uuids=domain.wanted.gpu_uuids).same_control_daemon(domain.wanted)
-
-
-def _lacks_gpus(domain: Domain) -> bool:
-    """Whether it took over a control daemon that does not serve every GPU that it should."""
-    return domain.state == READY and bool(set(domain.wanted.gpu_uuids) - set(domain.plan.gpu_uuids))
 
 
 def to_json(value: InForce) -> dict[str, Any]:

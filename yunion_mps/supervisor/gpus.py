@@ -64,6 +64,11 @@ class Gpus:
         self._replace(gpu._replace(reason=gpu.reason or self._ill[pci_address]))
         return event._replace(severity="error", consequence="its devices are unavailable")
 
+    @property
+    def healthy(self) -> set[str]:
+        """The UUIDs of the GPUs that are there and well."""
+        return {str(gpu.uuid) for gpu in self.inventory.gpus if gpu.uuid and not gpu.reason}
+
     def note_modes(self, result: ModeResult) -> None:
         """Take note of compute modes that were set, and of GPUs that refused."""
         self.mode_errors.update(result.errors)
