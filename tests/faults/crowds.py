@@ -109,7 +109,7 @@ def silent(scene: Scene) -> None:
     scene.serve()
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
         scene.strike(lambda: connection.connect(f"{scene.pipe_directory}/control"))
-        scene.is_told("does not serve")
+        scene.is_told("is connected to it and says nothing")
     scene.mend(lambda: None, "it has gone")
     scene.serves_again(lambda: scene.control)
 

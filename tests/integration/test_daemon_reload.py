@@ -6,6 +6,7 @@ import http.client
 import os
 import signal
 import socket
+import sqlite3
 import subprocess
 import threading
 from pathlib import Path
@@ -256,3 +257,39 @@ def test_an_open_front_end_keeps_neither_a_new_program_from_answering_nor_an_ord
 
 def log_of(host: SimHost) -> str:
     return (host.root / "tmp/nvidia-mps/log/control.log").read_text()
+
+
+def test_a_daemon_that_stops_takes_no_other_configuration_and_no_other_program(
+    make_host: MakeHost, make_daemon: MakeDaemon
+) -> None:
+    host = make_host([{"kind": "v100"}])
+    with StandIns(host) as jobs:
+        daemon = make_daemon(host)
+        daemon.configure(cuda_mps_stop_timeout_s=60)
+        daemon.start().wait_ready()
+        client = jobs.client(daemon.pipe_directory)
+        assert [client.says(), client.says()] == ["asking", "attached"]
+        daemon.signal(signal.SIGTERM)
+        daemon.wait_message("STOPPING=1")
+        for target in ("/v1/reload", "/v1/reexec"):
+            status, answer = post(daemon, target)
+            assert (status, answer["detail"]) == (409, "the daemon is stopping")
+        client.end()
+        assert daemon.wait() == 0
+
+
+def test_nothing_is_changed_where_it_cannot_be_written_down(ready_daemon: Daemon) -> None:
+    """Otherwise a daemon that dies then would leave the next one without the budgets that jobs have."""
+    file = ready_daemon.host.root / "var/lib/yunion-mps/state.db"
+    divide(ready_daemon, 2)
+    with sqlite3.connect(file, isolation_level=None) as other:
+        other.execute("ALTER TABLE in_force RENAME TO hidden")
+        for target in ("/v1/reload", "/v1/reexec"):
+            status, answer = post(ready_daemon, target)
+            assert status == 409
+            assert "cannot be written" in str(answer["detail"])
+        assert total(ready_daemon) == 4
+        other.execute("ALTER TABLE hidden RENAME TO in_force")
+    other.close()
+    assert post(ready_daemon, "/v1/reload")[0] == 200
+    assert total(ready_daemon) == 2

@@ -8,8 +8,9 @@ import signal
 import socket
 import subprocess
 
-from integration.conftest import MakeDaemon
-from integration.daemon_host import Daemon, control_daemons, eventually, is_running
+from integration.conftest import MakeDaemon, MakeHost
+from integration.daemon_host import Daemon, control_daemons, eventually
+from simhost.mps import StandIns
 
 
 def allow(daemon: Daemon, descriptors: int) -> None:
@@ -42,20 +43,27 @@ def test_a_control_daemon_that_dies_without_descriptors_to_spare_is_replaced_lat
     assert ready_daemon.stop() == 0
 
 
-def test_a_stop_without_descriptors_to_spare_gives_clients_their_time_all_the_same(
-    ready_daemon: Daemon,
+def test_a_stop_without_descriptors_to_spare_gives_jobs_their_time_all_the_same(
+    make_host: MakeHost, make_daemon: MakeDaemon
 ) -> None:
-    eventually(lambda: ready_daemon.get("/v1/status")[0] == 200)
-    control = ready_daemon.control_pid()
-    allow(ready_daemon, 3)
-    ready_daemon.signal(signal.SIGTERM)
-    ready_daemon.wait_log("waiting up to 10 s for its clients to end")
-    assert is_running(control)
-    allow(ready_daemon, 1024)
-    assert ready_daemon.wait() == 0
-    assert "gets SIG" not in ready_daemon.log
-    assert control_daemons(ready_daemon.host.root) == []
-    assert ready_daemon.host.gpus[0].compute_mode == "default"
+    host = make_host([{"kind": "v100"}])
+    with StandIns(host) as jobs:
+        daemon = make_daemon(host)
+        daemon.configure(cuda_mps_stop_timeout_s=60)
+        daemon.start().wait_ready()
+        client = jobs.client(daemon.pipe_directory)
+        assert [client.says(), client.says()] == ["asking", "attached"]
+        daemon.status()  # its loop runs
+        allow(daemon, 3)
+        daemon.signal(signal.SIGTERM)
+        daemon.wait_log("waiting up to 60 s for its clients to end")
+        assert daemon.running
+        allow(daemon, 1024)
+        client.end()
+        assert daemon.wait() == 0, daemon.log
+        assert "MPS server (PID" not in daemon.log, "none was ended by a signal"
+        assert control_daemons(host.root) == []
+        assert host.gpus[0].compute_mode == "default"
 
 
 def test_connections_that_cannot_be_accepted_are_told_in_a_few_lines(ready_daemon: Daemon) -> None:

@@ -99,7 +99,7 @@ class Client:
     def _silent(self, timeout_s: float) -> YunionError:
         return UnreachableError(
             f"the daemon does not answer on {self._path} within {timeout_s:g} s",
-            f"see what it does: journalctl -u {_UNIT}; or restart it, which leaves running jobs alone",
+            f"see what it does: journalctl -u {_UNIT}; a restart ends jobs that do not end in time",
         )
 
 

@@ -84,7 +84,9 @@ class Changing:
     async def reexec(self) -> Json:
         """Run the program anew in this process; raises HostError where the new one refuses to start."""
         async with self._lock:
+            self._supervisor.refuse_if_unsafe()
             await self._check_the_new_program()
+            self._supervisor.journal.flush()
         self._supervisor.journal.record(
             Event("info", "daemon", "yunion-mps-daemon", "run anew", "somebody asked for it", _NOTHING_ENDS)
         )
@@ -94,6 +96,7 @@ class Changing:
     async def _reload(self, who: str, *, drain: bool, now: bool) -> Json:
         async with self._lock:
             try:
+                self._supervisor.refuse_if_unsafe()
                 changes = await self._accept(await self._examine())
             except YunionError as error:
                 self._refused(who, error)

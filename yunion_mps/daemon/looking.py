@@ -90,6 +90,13 @@ class Looking:
             supervisor.rescan(seen.inventory, loop.time())
         await self.set_modes()
 
+    async def see_jobs(self) -> None:
+        """Look only at who uses the GPUs: a stop is to name those that came since the last look."""
+        nvml, began_s = self._supervisor.nvml, asyncio.get_running_loop().time()
+        if nvml:
+            with contextlib.suppress(DriverError):
+                self._supervisor.note_processes(await on_thread(nvml.processes), began_s)
+
     async def set_modes(self) -> None:
         """Set and put back what is due; the caller holds the lock."""
         work = self._supervisor.mode_work()

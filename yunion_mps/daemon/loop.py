@@ -57,6 +57,7 @@ class _Loop:
         self._end: asyncio.Future[str] | None = None
         self._changing: Changing | None = None
         self._looking: Looking | None = None
+        self._seeing: asyncio.Future[None] | None = None
 
     async def run(self, listener: Listener, signals: Signals) -> str:
         loop = asyncio.get_running_loop()
@@ -123,6 +124,8 @@ class _Loop:
         status = "waiting for the control daemons' clients to end"
         self._notifier.stopping(status, self._supervisor.stop_within_s)
         self._supervisor.stop(asyncio.get_running_loop().time())
+        if self._looking:
+            self._seeing = asyncio.ensure_future(self._looking.see_jobs())
         self._tick()
 
     def _anew(self) -> None:

@@ -18,7 +18,7 @@ from yunion_mps.mps.servers import server_pids
 from yunion_mps.process import all_pids, is_stopped, name_of, program_of, uid_of, user_name
 
 #: The search of all processes' descriptors is given up after this long: our one loop waits for it.
-_SEARCH_S = 0.2
+_SEARCH_S = 0.5
 #: From linux/netlink.h, linux/sock_diag.h and linux/unix_diag.h; Python has no names for them.
 _NETLINK_SOCK_DIAG = 4
 _SOCK_DIAG_BY_FAMILY = 20
@@ -30,7 +30,7 @@ _HEADER = struct.Struct("=IHHII")
 _QUESTION = struct.Struct("=BBHIIIII")
 _ANSWER = struct.Struct("=BBBBIII")
 _ATTRIBUTE = struct.Struct("=HH")
-_TIMEOUT_S = 0.2
+_TIMEOUT_S = 0.5
 
 
 def why_silent(pid: int, pipe_directory: str) -> str:

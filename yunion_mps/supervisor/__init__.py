@@ -84,6 +84,12 @@ class Supervisor:
         self._fleet.start(now_s)
         self._changed()
 
+    def refuse_if_unsafe(self) -> None:
+        """Raise HostError where nothing may change now: a stop has begun, or nothing can be written down."""
+        if self._stopping:
+            raise HostError("the daemon is stopping", "start it again: systemctl start yunion-mps-daemon")
+        self._fleet.note_all()
+
     def tick(self, now_s: float) -> float | None:
         """Do what is due in every domain; return when to be called again at the latest."""
         times = (self._fleet.tick(now_s), self._jobs.tick(now_s))
@@ -95,21 +101,15 @@ class Supervisor:
 
     def stop(self, now_s: float, *, spare_found: bool = False) -> None:
         """Begin to stop every domain; `spare_found` leaves control daemons that were running before us."""
-        jobs, wait_s = self._jobs.running(), self._config.cuda_mps_stop_timeout_s
-        if jobs:
-            log.warning("running jobs have up to %d s to end: %s", wait_s, "; ".join(jobs))
-            self._jobs.end_by(now_s + wait_s)
+        if not self._stopping:
+            self._jobs.end_within(self._config.cuda_mps_stop_timeout_s, now_s)
         self._stopping = True
         self._fleet.stop(now_s, spare_found=spare_found)
 
     def say_whom_it_ended(self) -> None:
         """Name the jobs that did not end in time."""
-        for job in self._jobs.late:
-            log.warning("%s did not end in time: its MPS server was ended", job)
-            event = Event("warning", "client", "stop", f"{job} did not end in time", "the daemon was stopped")
-            self.journal.record(
-                event._replace(consequence="its MPS server was ended, and its CUDA calls fail")
-            )
+        for event in self._jobs.ended_by_force():
+            self.journal.record(event)
 
     def close(self) -> None:
         """Put the compute modes back to what they were before we first touched them.

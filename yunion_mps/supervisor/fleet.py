@@ -153,6 +153,12 @@ class Fleet:
             if domain.state == READY:
                 self._write(domain.plan.pipe_directory, domain.in_force)
 
+    def note_all(self) -> None:
+        """Write down again what clients get; raises HostError where it cannot be: nothing may change then."""
+        for domain in self.domains:
+            if domain.state == READY:
+                self._store().note_in_force(domain.plan.pipe_directory, to_json(domain.in_force))
+
     def _note_before_change(self, domain: Domain, plan: DomainPlan) -> None:
         """Note the servers that are to keep what they have, before the next ones get something else.
 

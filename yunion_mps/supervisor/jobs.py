@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import logging
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Optional
 
-from yunion_mps.models import Gpu
+from yunion_mps.models import Event, Gpu
 from yunion_mps.mps.domain import Domain
 from yunion_mps.planning import enforces_budgets
 from yunion_mps.process import command_of, started_ticks, uid_of, user_name
+
+log = logging.getLogger(__name__)
 
 Processes = Mapping[str, Mapping[int, Optional[int]]]
 
@@ -50,9 +53,20 @@ class Jobs:
         for domain in domains:
             domain.in_use = None
 
-    def end_by(self, deadline_s: float) -> None:
-        """They have until then: who still runs just before it is late."""
-        self._last_look_s = deadline_s - _JUST_BEFORE_S
+    def end_within(self, wait_s: int, now_s: float) -> None:
+        """They have so long: who still runs just before that is over is late."""
+        jobs = self.running()
+        if jobs:
+            log.warning("running jobs have up to %d s to end: %s", wait_s, "; ".join(jobs))
+        self._last_look_s = now_s + wait_s - _JUST_BEFORE_S
+
+    def ended_by_force(self) -> Iterator[Event]:
+        """Those that were late, as events and in the log."""
+        for job in self.late:
+            log.warning("%s did not end in time: its MPS server was ended", job)
+            means = "its MPS server was ended, and its CUDA calls fail"
+            what = f"{job} did not end in time"
+            yield Event("warning", "client", "stop", what, "the daemon was stopped", means)
 
     def tick(self, now_s: float) -> float | None:
         """See who is late, once it is time for that; return when it is, None where nothing is to be seen."""

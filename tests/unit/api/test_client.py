@@ -118,7 +118,7 @@ def silent(paths: Paths) -> tuple[int, str, str]:
     return (
         3,
         f"the daemon does not answer on {paths.socket} within 0.2 s",
-        "see what it does: journalctl -u yunion-mps-daemon; or restart it, which leaves running jobs alone",
+        "see what it does: journalctl -u yunion-mps-daemon; a restart ends jobs that do not end in time",
     )
 
 
