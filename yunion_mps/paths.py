@@ -60,6 +60,11 @@ class Paths:
         return self.under("/run/yunion-mps/former-compute-modes.json")
 
     @property
+    def ill_gpus(self) -> str:
+        """Which GPUs had a fatal XID since the boot."""
+        return self.under("/run/yunion-mps/ill-gpus.json")
+
+    @property
     def state_directory(self) -> str:
         """What must survive the daemon."""
         return self.under("/var/lib/yunion-mps")

@@ -325,3 +325,17 @@ def test_a_gpu_that_is_lost_in_the_middle_of_a_look_keeps_its_place(
     made.rescan()
     assert made.available == 8
     assert [domain.pid for domain in made.snapshot.domains] == pids
+
+
+def test_a_gpu_with_a_fatal_xid_stays_out_of_service_over_a_restart_until_a_reload(
+    make_host: MakeHost, supervise: Supervise
+) -> None:
+    host = make_host(TWO)
+    first = supervise(host).start()
+    first.supervisor.note_xid(SECOND, 95)
+    made = supervise(host).start()
+    assert made.available == 4
+    assert made.snapshot.inventory.gpus[1].reason.startswith("XID 95 (uncontained memory error)")
+    made.reload()
+    assert made.available == 8
+    assert supervise(host).start().available == 8

@@ -27,6 +27,7 @@ from yunion_mps.store import Store
 from yunion_mps.supervisor.changes import Change, changes_to, events_of, settings_changed
 from yunion_mps.supervisor.fleet import Fleet
 from yunion_mps.supervisor.gpus import Gpus
+from yunion_mps.supervisor.illness import Illness
 from yunion_mps.supervisor.jobs import Jobs, Processes
 from yunion_mps.supervisor.past import AFTERWARDS, find_past, gpus_of, left_running
 from yunion_mps.supervisor.view import in_force, notice, statuses
@@ -47,7 +48,7 @@ class Supervisor:
         self._machine_id = examined.machine_id
         self.nvml = examined.nvml
         self._target = examined.plan
-        self._gpus = Gpus(examined.inventory, examined.config, examined.plan)
+        self._gpus = Gpus(examined.inventory, examined.config, examined.plan, Illness(paths.ill_gpus))
         self._store: Store | None = None
         self.journal = Journal(self.store)
         self._fleet = Fleet(self.store, self.journal.record, self._changed)
@@ -249,10 +250,7 @@ class Supervisor:
         return ModeWork(changes, modes)
 
     def set_modes(self, work: ModeWork) -> ModeResult:
-        """Do the work; for threads, as it calls the driver. Nothing is done once a stop has begun.
-
-        Otherwise a mode could be set after those from before were put back. Raises HostError.
-        """
+        """Do the work, or nothing once a stop has begun; for threads, as it calls the driver."""
         with self._mode_lock:
             if self._stopping:
                 return ModeResult({}, {})

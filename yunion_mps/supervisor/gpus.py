@@ -11,6 +11,7 @@ from yunion_mps.inventory.pci import sort_key
 from yunion_mps.inventory.xid import meaning
 from yunion_mps.models import Config, Event, Gpu, Inventory, Plan
 from yunion_mps.planning import reason_against
+from yunion_mps.supervisor.illness import Illness
 
 log = logging.getLogger(__name__)
 
@@ -20,9 +21,8 @@ _GONE = "the GPU is not there any more"
 class Gpus:
     """The GPUs as they were looked at last, each with the reason why it cannot be used, if there is one."""
 
-    def __init__(self, inventory: Inventory, config: Config, plan: Plan) -> None:
-        #: Why a GPU is ill although NVML still speaks of it, by PCI address: a fatal XID.
-        self._ill: dict[str, str] = {}
+    def __init__(self, inventory: Inventory, config: Config, plan: Plan, illness: Illness) -> None:
+        self._illness = illness
         #: Why its compute mode could not be set, by UUID.
         self.mode_errors: dict[str, DriverError] = {}
         #: Whether the last look has changed anything.
@@ -60,8 +60,8 @@ class Gpus:
         if not fatal:
             return event._replace(consequence="jobs on it may have failed; its devices stay available")
         remedy = f"reset it (nvidia-smi --gpu-reset -i {gpu.uuid}) or reboot, then: yunion-mps reload"
-        self._ill[pci_address] = f"XID {xid} ({words}): {remedy}"
-        self._replace(gpu._replace(reason=gpu.reason or self._ill[pci_address]))
+        self._illness.note(pci_address, f"XID {xid} ({words}): {remedy}")
+        self._replace(gpu._replace(reason=gpu.reason or self._illness.reason(pci_address)))
         return event._replace(severity="error", consequence="its devices are unavailable")
 
     @property
@@ -83,9 +83,9 @@ class Gpus:
     def forgive(self) -> None:
         """Take every GPU for well again: the operator says so by a reload."""
         for gpu in self.inventory.gpus:
-            if gpu.reason and gpu.reason == self._ill.get(gpu.pci_address):
+            if gpu.reason and gpu.reason == self._illness.reason(gpu.pci_address):
                 self._replace(gpu._replace(reason=""))
-        self._ill.clear()
+        self._illness.cure()
         self.mode_errors.clear()
 
     def for_planning(self, inventory: Inventory, plan: Plan) -> Inventory:
@@ -113,15 +113,15 @@ class Gpus:
         """The GPU, with the reason where it is to serve devices and cannot: MIG mode, say."""
         gpu = self._with_mode_error(gpu)
         reason = reason_against(gpu, config) if gpu.pci_address in concerned else gpu.reason
-        return gpu._replace(reason=reason or self._ill.get(gpu.pci_address, ""))
+        return gpu._replace(reason=reason or self._illness.reason(gpu.pci_address))
 
     def _forget_cured(self, inventory: Inventory, before: dict[str, Gpu]) -> None:
         """A GPU that was gone and is back was reset: what it had is over."""
         for gpu in inventory.gpus:
             known = before.get(gpu.pci_address)
-            was_gone = known and known.reason and known.reason != self._ill.get(gpu.pci_address)
+            was_gone = known and known.reason and known.reason != self._illness.reason(gpu.pci_address)
             if was_gone and not gpu.reason:
-                self._ill.pop(gpu.pci_address, None)
+                self._illness.cure(gpu.pci_address)
 
 
 def _serving(inventory: Inventory, plan: Plan) -> set[str]:
