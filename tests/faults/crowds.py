@@ -10,6 +10,8 @@ import resource
 import select
 import signal
 import socket
+import subprocess
+import sys
 from contextlib import ExitStack
 
 from faults.rows import CONNECTIONS, fault
@@ -104,12 +106,24 @@ def no_descriptors(scene: Scene) -> None:
     scene.saw("Too many open files")
 
 
+_SILENT = """
+import socket, sys
+connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+connection.connect(sys.argv[1])
+sys.stdin.read()
+"""
+
+
 @fault(CONNECTIONS, "a process connects to the control daemon's socket and says nothing", takes_s=16)
 def silent(scene: Scene) -> None:
     scene.serve()
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
-        scene.strike(lambda: connection.connect(f"{scene.pipe_directory}/control"))
+    command = [sys.executable, "-IS", "-c", _SILENT, f"{scene.pipe_directory}/control"]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE
+    ) as silent_one:  # the page names it
+        scene.strike(lambda: None)
         scene.is_told("is connected to it and says nothing")
+        silent_one.communicate()
     scene.mend(lambda: None, "it has gone")
     scene.serves_again(lambda: scene.control)
 
