@@ -118,9 +118,7 @@ sys.stdin.read()
 def silent(scene: Scene) -> None:
     scene.serve()
     command = [sys.executable, "-IS", "-c", _SILENT, f"{scene.pipe_directory}/control"]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE
-    ) as silent_one:  # the page names it
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as silent_one:  # the page names it
         scene.strike(lambda: None)
         scene.is_told("is connected to it and says nothing")
         silent_one.communicate()
