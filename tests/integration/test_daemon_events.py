@@ -123,8 +123,7 @@ def test_a_stop_waits_for_the_jobs_as_long_as_configured_and_says_whom_it_has_en
         daemon = make_daemon(host)
         daemon.configure(cuda_mps_stop_timeout_s=1)
         daemon.start().wait_ready()
-        client = jobs.client(daemon.pipe_directory)
-        assert [client.says(), client.says()] == ["asking", "attached"]
+        client = jobs.attached(daemon.pipe_directory)
         host.gpus[0].add_process(client.pid, 100, "M+C")
         assert daemon.stop() == 0
         assert client.says() == "server gone"

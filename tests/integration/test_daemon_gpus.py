@@ -97,8 +97,7 @@ def test_a_server_in_fault_is_reported_with_the_process_that_the_kernel_names(
         wrapper.chmod(0o755)
         host.env["PATH"] = f"{wrapper.parent}{os.pathsep}{host.env['PATH']}"
         daemon = make_daemon(host).start().wait_ready()
-        client = jobs.client(daemon.pipe_directory)
-        assert [client.says(), client.says()] == ["asking", "attached"]
+        client = jobs.attached(daemon.pipe_directory)
         line = f"4,1,1,-;NVRM: Xid (PCI:0000:00:06): 31, pid={client.pid}, name=job\n"
         (host.root / "dev/kmsg").write_text(line)
 

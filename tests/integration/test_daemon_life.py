@@ -98,8 +98,7 @@ def test_a_second_signal_while_it_waits_for_a_job_does_no_harm(
         daemon = make_daemon(host)
         daemon.configure(cuda_mps_stop_timeout_s=60)
         daemon.start().wait_ready()
-        client = jobs.client(daemon.pipe_directory)
-        assert [client.says(), client.says()] == ["asking", "attached"]
+        client = jobs.attached(daemon.pipe_directory)
         daemon.signal(signal.SIGTERM)
         daemon.wait_message("STOPPING=1")
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

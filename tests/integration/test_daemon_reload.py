@@ -137,8 +137,7 @@ def test_jobs_live_through_a_new_program_and_a_pending_budget_stays_pending(
     host = make_host([{"kind": "v100"}])
     with StandIns(host) as jobs:
         daemon = make_daemon(host).start().wait_ready()
-        client = jobs.client(daemon.pipe_directory)
-        assert [client.says(), client.says()] == ["asking", "attached"]
+        client = jobs.attached(daemon.pipe_directory)
         divide(daemon, 2)
         status, answer = post(daemon, "/v1/reload")
         assert status == 200
@@ -188,8 +187,7 @@ def test_a_gpu_that_is_taken_out_of_the_file_takes_no_device_of_a_job_also_over_
     host = make_host([{"kind": "v100", "count": 2}])
     with StandIns(host) as jobs:
         daemon = make_daemon(host).start().wait_ready()
-        client = jobs.client(daemon.pipe_directory)
-        assert [client.says(), client.says()] == ["asking", "attached"]
+        jobs.attached(daemon.pipe_directory)
         divide(daemon, 2)
         daemon.kill()
         daemon.start().wait_ready()
@@ -207,8 +205,7 @@ def test_changed_scope_and_directories_that_wait_for_jobs_wait_on_over_a_new_pro
     with StandIns(host) as jobs:
         daemon = make_daemon(host).start().wait_ready()
         control = daemon.control_pid()
-        client = jobs.client(daemon.pipe_directory)
-        assert [client.says(), client.says()] == ["asking", "attached"]
+        client = jobs.attached(daemon.pipe_directory)
         daemon.configure(cuda_mps_scope="gpu", cuda_mps_pipe_directory="/run/mps")
         assert post(daemon, "/v1/reload")[0] == 200
         daemon.messages.clear()
@@ -230,8 +227,7 @@ def test_an_open_front_end_keeps_neither_a_new_program_from_answering_nor_an_ord
     host = make_host([{"kind": "v100"}])
     with StandIns(host) as jobs:
         daemon = make_daemon(host).start().wait_ready()
-        client = jobs.client(daemon.pipe_directory)
-        assert [client.says(), client.says()] == ["asking", "attached"]
+        client = jobs.attached(daemon.pipe_directory)
         env = {**daemon.env, "CUDA_MPS_PIPE_DIRECTORY": str(daemon.pipe_directory)}
         operator = host.popen([PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env=env)
         try:
@@ -267,8 +263,7 @@ def test_a_daemon_that_stops_takes_no_other_configuration_and_no_other_program(
         daemon = make_daemon(host)
         daemon.configure(cuda_mps_stop_timeout_s=60)
         daemon.start().wait_ready()
-        client = jobs.client(daemon.pipe_directory)
-        assert [client.says(), client.says()] == ["asking", "attached"]
+        client = jobs.attached(daemon.pipe_directory)
         daemon.signal(signal.SIGTERM)
         daemon.wait_message("STOPPING=1")
         for target in ("/v1/reload", "/v1/reexec"):

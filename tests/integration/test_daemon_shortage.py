@@ -51,8 +51,7 @@ def test_a_stop_without_descriptors_to_spare_gives_jobs_their_time_all_the_same(
         daemon = make_daemon(host)
         daemon.configure(cuda_mps_stop_timeout_s=60)
         daemon.start().wait_ready()
-        client = jobs.client(daemon.pipe_directory)
-        assert [client.says(), client.says()] == ["asking", "attached"]
+        client = jobs.attached(daemon.pipe_directory)
         daemon.status()  # its loop runs
         allow(daemon, 3)
         daemon.signal(signal.SIGTERM)

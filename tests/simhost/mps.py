@@ -75,6 +75,14 @@ class StandIns:
         self._clients.append(Client(self._host, pipe_directory, uid))
         return self._clients[-1]
 
+    def attached(self, pipe_directory: Path) -> Client:
+        """A client that its server has taken: a job at work."""
+        client = self.client(pipe_directory)
+        while (word := client.says()) != "attached":
+            if word != "asking":
+                raise AssertionError(f"the client {client.pid} is {word or 'gone'}, and not attached")
+        return client
+
     def servers(self) -> list[int]:
         """The PIDs of all servers that run, also of those whose control daemon is gone."""
         return [int(entry) for entry in os.listdir("/proc") if entry.isdigit() and self._is_server(entry)]

@@ -11,7 +11,7 @@ from yunion_mps.service import devices_json
 from yunion_mps.store import Store
 from yunion_mps.supervisor.warnings import warnings
 
-from unit.supervised import MakeHost, Supervise, modes
+from unit.supervised import MakeHost, MakeStandIns, Supervise, attach, modes
 
 TWO = [{"kind": "v100"}, {"kind": "a100", "compute_mode": "prohibited"}]
 FIRST, SECOND = "0000:00:06.0", "0000:00:07.0"
@@ -339,3 +339,21 @@ def test_a_gpu_with_a_fatal_xid_stays_out_of_service_over_a_restart_until_a_relo
     made.reload()
     assert made.available == 8
     assert supervise(host).start().available == 8
+
+
+def test_a_stop_names_the_jobs_that_it_waits_for_and_then_those_that_were_late(
+    make_host: MakeHost, supervise: Supervise, stand_ins: MakeStandIns, caplog: pytest.LogCaptureFixture
+) -> None:
+    host = make_host([{"kind": "v100"}], cuda_mps_stop_timeout_s="1")
+    jobs = stand_ins(host)
+    made = supervise(host).start()
+    client = attach(jobs, host)
+    made.supervisor.note_processes({host.gpus[0].uuid: {client.pid: 100}}, time.monotonic())
+    made.stop(put_back=False)
+    made.supervisor.say_whom_it_ended()
+    named = f"(PID {client.pid}, root)"
+    told = [message for message in caplog.messages if named in message]
+    assert len(told) == 2
+    assert told[0].startswith("running jobs have up to 1 s to end: ")
+    assert told[1].endswith("did not end in time: its MPS server was ended")
+    assert [event.what for event in made.events if event.subject == "stop"] == [told[1].partition(": ")[0]]
