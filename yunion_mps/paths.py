@@ -60,6 +60,11 @@ class Paths:
         return self.under("/run/yunion-mps/former-compute-modes.json")
 
     @property
+    def events_copy(self) -> str:
+        """A copy of the newest events since the boot."""
+        return self.under("/run/yunion-mps/events.jsonl")
+
+    @property
     def ill_gpus(self) -> str:
         """Which GPUs had a fatal XID since the boot."""
         return self.under("/run/yunion-mps/ill-gpus.json")

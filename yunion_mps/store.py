@@ -12,12 +12,10 @@ import json
 import os
 import sqlite3
 import threading
-import time
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from yunion_mps.errors import HostError, ShortageError
-from yunion_mps.models import Event
 from yunion_mps.paths import Paths
 
 _SCHEMA_VERSION = 2
@@ -47,19 +45,6 @@ _SCHEMA = (
 )
 _HINT = "move the file away; a compute mode that was changed is then put back by: nvidia-smi -c DEFAULT"
 
-#: How many events are kept, and for how long.
-MOST_EVENTS = 10_000
-OLDEST_EVENT_S = 30 * 86_400.0
-_PRUNE_EVERY = 256
-
-
-class Recorded(NamedTuple):
-    """An event as it stands in the file; ids grow, and are never used twice. `time_s` is in s since 1970."""
-
-    id: int
-    time_s: float
-    event: Event
-
 
 class Store:
     """The state file; may be used from several threads."""
@@ -69,7 +54,6 @@ class Store:
         self._file = paths.store
         self._copy = paths.former_modes
         self._lock = threading.RLock()
-        self._until_prune = 0
         self._is_closed = False
         #: Where the file lies that could not be read, empty where that was not so.
         self.set_aside = ""
@@ -99,82 +83,47 @@ class Store:
         """Note the modes (by GPU UUID) before they are changed; an earlier note of this boot is kept."""
         rows = [(uuid, mode, self._boot_id) for uuid, mode in modes.items()]
         with self._lock:
-            self._write("DELETE FROM former_compute_mode WHERE boot_id != ?", [(self._boot_id,)])
-            self._write("INSERT OR IGNORE INTO former_compute_mode VALUES (?, ?, ?)", rows)
+            self.write("DELETE FROM former_compute_mode WHERE boot_id != ?", [(self._boot_id,)])
+            self.write("INSERT OR IGNORE INTO former_compute_mode VALUES (?, ?, ?)", rows)
             self._copy_modes()
 
     def former_modes(self) -> dict[str, str]:
         """The modes noted since this boot, by GPU UUID."""
         query = "SELECT gpu_uuid, mode FROM former_compute_mode WHERE boot_id = ?"
-        return {row[0]: row[1] for row in self._read(query, self._boot_id)}
+        return {row[0]: row[1] for row in self.read(query, self._boot_id)}
 
     def forget_mode(self, uuid: str) -> None:
         """Remove the note of a GPU whose mode is what it was."""
         with self._lock:
-            self._write("DELETE FROM former_compute_mode WHERE gpu_uuid = ?", [(uuid,)])
+            self.write("DELETE FROM former_compute_mode WHERE gpu_uuid = ?", [(uuid,)])
             self._copy_modes()
 
     # -- domains
 
     def remember_domain(self, pipe_directory: str) -> None:
         """Note where a control daemon of ours is about to be started, so that it is never forgotten."""
-        self._write("INSERT OR IGNORE INTO domain VALUES (?)", [(pipe_directory,)])
+        self.write("INSERT OR IGNORE INTO domain VALUES (?)", [(pipe_directory,)])
 
     def domains(self) -> list[str]:
         """The pipe directories where a control daemon of ours may run."""
-        return [row[0] for row in self._read("SELECT pipe_directory FROM domain ORDER BY 1")]
+        return [row[0] for row in self.read("SELECT pipe_directory FROM domain ORDER BY 1")]
 
     def forget_domain(self, pipe_directory: str) -> None:
         """Remove the note of a control daemon that has ended."""
         for table in ("domain", "in_force"):
-            self._write(f"DELETE FROM {table} WHERE pipe_directory = ?", [(pipe_directory,)])
+            self.write(f"DELETE FROM {table} WHERE pipe_directory = ?", [(pipe_directory,)])
 
     def note_in_force(self, pipe_directory: str, value: Any) -> None:
         """Note what the clients of a control daemon get, as JSON."""
         row = (pipe_directory, json.dumps(value, separators=(",", ":")))
-        self._write("INSERT OR REPLACE INTO in_force VALUES (?, ?)", [row])
+        self.write("INSERT OR REPLACE INTO in_force VALUES (?, ?)", [row])
 
     def in_force(self, pipe_directory: str) -> Any:
         """What was noted last, None where nothing was, or nothing that can be understood."""
-        for row in self._read("SELECT value FROM in_force WHERE pipe_directory = ?", pipe_directory):
+        for row in self.read("SELECT value FROM in_force WHERE pipe_directory = ?", pipe_directory):
             with contextlib.suppress(ValueError):
                 return json.loads(row[0])
         return None
-
-    # -- events
-
-    def add_events(self, events: Sequence[tuple[float, Event]]) -> int:
-        """Keep the events with their times (in s since 1970), all or none; returns the last one's id."""
-        with self._lock:
-            statement = "INSERT INTO event (time_s, severity, kind, subject, what, cause, consequence) "
-            self._write(statement + "VALUES (?, ?, ?, ?, ?, ?, ?)", [(time_s, *e) for time_s, e in events])
-            self._until_prune -= len(events)
-            if self._until_prune < 0:
-                self._until_prune = _PRUNE_EVERY
-                self._prune()
-            return self.last_event()
-
-    def last_event(self) -> int:
-        """The id of the newest event, 0 where there was none yet."""
-        rows = self._read("SELECT seq FROM sqlite_sequence WHERE name = 'event'")
-        return int(rows[0][0]) if rows else 0
-
-    def events(self, after: int, since_s: float, limit: int, kind: str = "") -> list[Recorded]:
-        """The newest `limit` events with an id above `after` and a time from `since_s` on, oldest first."""
-        query = "SELECT * FROM event WHERE id > ? AND time_s >= ? AND (? = '' OR kind = ?) "
-        rows = self._read(query + "ORDER BY id DESC LIMIT ?", after, since_s, kind, kind, limit)
-        return [Recorded(int(row[0]), float(row[1]), Event(*row[2:])) for row in reversed(rows)]
-
-    def first_events(self, after: int, limit: int, kind: str = "") -> list[Recorded]:
-        """The oldest `limit` events with an id above `after`, oldest first."""
-        query = "SELECT * FROM event WHERE id > ? AND (? = '' OR kind = ?) ORDER BY id LIMIT ?"
-        rows = self._read(query, after, kind, kind, limit)
-        return [Recorded(int(row[0]), float(row[1]), Event(*row[2:])) for row in rows]
-
-    def _prune(self) -> None:
-        """Forget the oldest; by number first, for a clock that was set ahead makes old ones of new ones."""
-        self._write("DELETE FROM event WHERE id <= ?", [(self.last_event() - MOST_EVENTS,)])
-        self._write("DELETE FROM event WHERE time_s < ?", [(time.time() - OLDEST_EVENT_S,)])
 
     # -- the file
 
@@ -225,10 +174,12 @@ class Store:
         rows = [(uuid, mode, self._boot_id) for uuid, mode in self._copied_modes().items()]
         connection.executemany("INSERT OR IGNORE INTO former_compute_mode VALUES (?, ?, ?)", rows)
 
-    def _read(self, query: str, *values: object) -> list[Any]:
+    def read(self, query: str, *values: object) -> list[Any]:
+        """The rows that `query` gives; raises HostError."""
         return self._do("read", lambda: self._connection.execute(query, values).fetchall())
 
-    def _write(self, statement: str, rows: Sequence[tuple[object, ...]]) -> None:
+    def write(self, statement: str, rows: Sequence[tuple[object, ...]]) -> None:
+        """Do the statement for each row, for all or none of them; raises HostError."""
         self._do("written", lambda: self._write_all(statement, rows))
 
     def _write_all(self, statement: str, rows: Sequence[tuple[object, ...]]) -> list[Any]:

@@ -102,6 +102,24 @@ def state_disk(scene: Scene) -> None:
     scene.saw("disk is full")
 
 
+@fault(PLACES, "the disk of the state directory is full, the control daemon is killed, and then the daemon")
+def state_disk_and_death(scene: Scene) -> None:
+    """What happened while nothing could be written is in the record of the next daemon."""
+    disk = scene.stack.enter_context(FullDisk(scene, "var/lib/yunion-mps"))
+    scene.serve()
+    old = scene.control
+    disk.fill()
+    scene.strike(lambda: os.kill(old, signal.SIGKILL))
+    scene.serves_again(lambda: scene.control not in (0, old))
+    assert any("nothing can be changed" in warning for warning in scene.daemon.status()["warnings"])
+    scene.remember_events()
+    assert any("was killed by signal 9" in event["cause"] for event in scene.known_events)
+    scene.saw("disk is full")
+    scene.daemon.kill()
+    disk.make_room()
+    scene.serve()
+
+
 @fault(PLACES, "the disk of the run directory is full, and the control daemon is killed")
 def run_disk(scene: Scene) -> None:
     _with_a_full_disk(scene, "run/yunion-mps")
@@ -133,9 +151,9 @@ def all_disks(scene: Scene) -> None:
     scene.serves_again(lambda: scene.control == control)
 
 
-@fault(PLACES, "the daemon is killed and its state file torn", loses="earlier events")
+@fault(PLACES, "the daemon is killed and its state file torn")
 def torn(scene: Scene) -> None:
-    """They are in the file that is kept aside; everything else is known again."""
+    """Events since the boot are known from their copy, older ones are in the file that is kept aside."""
     scene.serve()
     scene.remember_events()
     state = scene.host.root / "var/lib/yunion-mps/state.db"

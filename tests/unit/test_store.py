@@ -5,30 +5,28 @@ import signal
 import sqlite3
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
 from yunion_mps.errors import HostError
-from yunion_mps.models import Event
 from yunion_mps.paths import Paths
-from yunion_mps.store import MOST_EVENTS, OLDEST_EVENT_S, Recorded, Store
+from yunion_mps.store import Store
 
 HINT = "move the file away; a compute mode that was changed is then put back by: nvidia-smi -c DEFAULT"
 OTHER_BOOT = "00000000-0000-0000-0000-000000000000"
 
-EVENT = Event("info", "domain", "host", "stopped -> starting", "it was asked for", "nothing")
+#: A statement for as much as is wanted in the file.
+EVENT = "INSERT INTO event VALUES (NULL, 1.0, 'info', 'domain', 'host', ?, '', '')"
 
 OpenStore = Callable[[], Store]
 
 #: A daemon that notes a mode and is killed at once.
 CRASH = """
 import os, signal, sys
-from yunion_mps.models import Event
 from yunion_mps.paths import Paths
-from yunion_mps.store import MOST_EVENTS, OLDEST_EVENT_S, Recorded, Store
+from yunion_mps.store import Store
 Store(Paths(sys.argv[1])).remember_modes({"GPU-1": "Default", "GPU-2": "Prohibited"})
 os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -157,7 +155,7 @@ def test_no_torn_file_loses_a_mode(paths: Paths, store: OpenStore) -> None:
 def test_a_file_that_is_damaged_while_in_use_is_begun_anew(paths: Paths, store: OpenStore) -> None:
     opened = store()
     opened.remember_modes({"GPU-1": "Default"})
-    opened.add_events([(1.0, EVENT)])
+    opened.write(EVENT, [("one",)])
     with closing(sqlite3.connect(paths.store)) as connection:
         connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     with open(paths.store, "r+b") as file:
@@ -171,7 +169,7 @@ def test_a_file_that_is_damaged_while_in_use_is_begun_anew(paths: Paths, store: 
 def test_no_kill_during_a_checkpoint_makes_a_healthy_file_look_torn(paths: Paths, store: OpenStore) -> None:
     """A checkpoint writes the first page, which has the file's length, before the pages at its end."""
     opened = store()
-    opened.add_events([(time.time(), EVENT)] * 500)
+    opened.write(EVENT, [("one of many",)] * 500)
     log = Path(f"{paths.store}-wal").read_bytes()
     with closing(sqlite3.connect(paths.store)) as connection:
         connection.execute("PRAGMA wal_checkpoint(PASSIVE)")
@@ -179,7 +177,7 @@ def test_no_kill_during_a_checkpoint_makes_a_healthy_file_look_torn(paths: Paths
     os.truncate(paths.store, 4096)
     Path(f"{paths.store}-wal").write_bytes(log)
     again = store()
-    assert (again.set_aside, again.last_event()) == ("", 500)
+    assert (again.set_aside, again.read("SELECT count(*) FROM event")) == ("", [(500,)])
 
 
 def test_what_is_asked_after_the_end_is_refused_and_damages_nothing(paths: Paths, store: OpenStore) -> None:
@@ -187,7 +185,7 @@ def test_what_is_asked_after_the_end_is_refused_and_damages_nothing(paths: Paths
     opened.remember_modes({"GPU-1": "Default"})
     opened.close()
     with pytest.raises(HostError, match="closed database"):
-        opened.add_events([(1.0, EVENT)])
+        opened.write(EVENT, [("one",)])
     assert opened.set_aside == ""
     assert read_modes(paths) == {"GPU-1": "Default"}
 
@@ -214,44 +212,12 @@ def test_what_clients_get_is_there_for_the_next_daemon(paths: Paths, store: Open
     assert (again.domains(), again.in_force("/pipe")) == ([], None)
 
 
-def test_events_are_given_by_id_by_time_and_by_kind(store: OpenStore) -> None:
+def test_rows_are_written_all_or_none(store: OpenStore) -> None:
     opened = store()
-    assert (opened.last_event(), opened.events(0, 0.0, 10)) == (0, [])
-    now_s = time.time()
-    times_s = [now_s - 30, now_s - 20, now_s - 10]
-    kinds = ["domain", "gpu", "domain"]
-    added = [(time_s, EVENT._replace(kind=kind)) for time_s, kind in zip(times_s, kinds)]
-    assert opened.add_events(added) == 3
-    assert [one.id for one in opened.events(0, 0.0, 10)] == [1, 2, 3]
-    assert [one.id for one in opened.events(0, 0.0, 2)] == [2, 3], "the newest, oldest first"
-    assert [one.id for one in opened.events(0, times_s[1], 10)] == [2, 3]
-    assert [one.id for one in opened.events(0, 0.0, 10, "gpu")] == [2]
-    assert [one.id for one in opened.first_events(1, 1)] == [2]
-    assert [one.id for one in opened.first_events(0, 9, "domain")] == [1, 3]
-    assert opened.first_events(0, 1) == [Recorded(1, times_s[0], EVENT)]
-
-
-def test_events_are_bounded_in_number_and_age_and_their_ids_go_on(store: OpenStore) -> None:
-    opened = store()
-    now_s = time.time()
-    opened.add_events([(now_s - OLDEST_EVENT_S - 10, EVENT)] * 5)
-    opened.add_events([(now_s, EVENT)] * (MOST_EVENTS + 300))
-    left = opened.first_events(0, 20_000)
-    assert MOST_EVENTS <= len(left) <= MOST_EVENTS + 300
-    opened.add_events([(now_s, EVENT)] * 300)
-    left = opened.first_events(0, 20_000)
-    assert len(left) <= MOST_EVENTS + 300
-    assert min(one.time_s for one in left) == now_s
-    assert opened.last_event() == MOST_EVENTS + 605
-
-
-def test_events_are_kept_all_or_none(store: OpenStore) -> None:
-    opened = store()
-    wrong = EVENT._replace(what=None)  # type: ignore[arg-type]
     with pytest.raises(HostError, match="NOT NULL"):
-        opened.add_events([(1.0, EVENT), (2.0, wrong)])
+        opened.write(EVENT, [("right",), (None,)])
     assert opened.set_aside == ""
-    assert opened.events(0, 0.0, 10) == []
+    assert opened.read("SELECT * FROM event") == []
 
 
 def test_an_empty_file_is_a_new_one(paths: Paths, store: OpenStore) -> None:

@@ -6,9 +6,11 @@ import logging
 import os
 import signal
 import time
+from contextlib import closing
 
 import pytest
 from yunion_mps.errors import HostError
+from yunion_mps.journal.table import Table
 from yunion_mps.mps.control import PROGRAM
 from yunion_mps.service import devices_json
 from yunion_mps.store import Store
@@ -267,9 +269,8 @@ def test_modes_that_are_put_back_at_the_stop_are_told(make_host: MakeHost, super
     host = make_host(TWO)
     made = supervise(host).start()
     made.stop()
-    store = Store(made.paths)
-    told = [one.event for one in store.first_events(0, 100, "compute_mode")]
-    store.close()
+    with closing(Store(made.paths)) as store:
+        told = [one.event for one in Table(store).after(0, 100, "compute_mode")]
     assert [(event.subject, event.what) for event in told][2:] == [
         ("00:06.0", "Exclusive_Process -> Default"),
         ("00:07.0", "Exclusive_Process -> Default"),

@@ -50,7 +50,7 @@ class Supervisor:
         self._target = examined.plan
         self._gpus = Gpus(examined.inventory, examined.config, examined.plan, Illness(paths.ill_gpus))
         self._store: Store | None = None
-        self.journal = Journal(self.store)
+        self.journal = Journal(self.store, paths.events_copy, self._changed)
         self._fleet = Fleet(self.store, self.journal.record, self._changed)
         self._jobs = Jobs()
         self._mode_lock = threading.Lock()
@@ -185,9 +185,15 @@ class Supervisor:
                 in_force(self._target, self.domains, self._gpus.inventory.gpus),
                 self._gpus.inventory,
                 statuses(self.domains, self._fleet.awaited, self._gpus.inventory.gpus),
-                self._remarks,
+                (*self._remarks, *self._troubles()),
             )
         return self._snapshot
+
+    def _troubles(self) -> list[str]:
+        if not self.journal.trouble:
+            return []
+        means = "events are kept elsewhere meanwhile, and nothing can be changed"
+        return [f"{self.journal.trouble}; {means}"]
 
     # -- GPUs
 
@@ -375,11 +381,6 @@ class Supervisor:
         """The state file, opened when it is first needed; raises HostError."""
         if self._store is None:
             self._store = Store(self._paths)
-            if self._store.set_aside:
-                what = f"the state file could not be read: it is kept as {self._store.set_aside}"
-                log.error("%s, and was begun anew", what)
-                means = "earlier events are there; compute modes are known from their copy"
-                self.journal.record(Event("error", "daemon", "state file", what, "it is damaged", means))
         return self._store
 
     def _watched(self) -> set[str]:

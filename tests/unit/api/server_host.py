@@ -148,8 +148,7 @@ class ServerHost:
         self._clients: list[RawClient] = []
         self._stack = contextlib.ExitStack()
         self.paths = self._stack.enter_context(short_root())
-        self.use(Store(self.paths))
-        self.journal = Journal(lambda: self.store)
+        self._use(self.paths)
         self.changes = Changes()
         self.people = People()
         self.service = service = Service(lambda: self.snapshot, time.time(), os.getpid(), self.journal)
@@ -162,19 +161,25 @@ class ServerHost:
         self._thread.start()
         self.call(self.server.open(self.listener.socket))
 
-    def use(self, store: Store) -> None:
-        """Keep events there from now on; it is closed at the end."""
-        self.store = store
-        self._stack.callback(store.close)
+    def _use(self, paths: Paths) -> None:
+        self.store = self._stack.enter_context(contextlib.closing(Store(paths)))
+        self.journal = Journal(lambda: self.store, paths.events_copy)
+
+    def begin_record_anew(self, paths: Paths) -> None:
+        """Keep events there from now on, as a daemon does that finds none of those before."""
+        waiting = self.journal.waiting
+        self._use(paths)
+        self.journal.waiting = waiting
+        self.service._journal = self.journal
 
     def record(self, event: Event, time_s: float | None = None) -> None:
         """An event comes now; with `time_s`, there is one of then."""
-        if time_s is not None:
-            self.store.add_events([(time_s, event)])
-            return
 
         async def record() -> None:
             self.journal.record(event)
+            if time_s is not None:
+                row = (time_s, self.journal.last_id())
+                self.store.write("UPDATE event SET time_s = ? WHERE id = ?", [row])
 
         self.call(record())
 

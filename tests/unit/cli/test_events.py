@@ -17,7 +17,6 @@ from yunion_mps.api.listener import Listener
 from yunion_mps.api.server import Server
 from yunion_mps.cli.output import cell
 from yunion_mps.models import Event
-from yunion_mps.store import Store
 
 from unit.api.server_host import ServerHost, eventually, short_root
 from unit.cli.conftest import Cli
@@ -262,7 +261,7 @@ def test_who_follows_goes_on_after_a_restart_and_misses_nothing(happened: Cli) -
 def test_who_follows_goes_on_when_the_record_was_begun_anew(happened: Cli) -> None:
     with short_root() as elsewhere, following(happened, "-o", "json", "--limit", "1") as process:
         assert json.loads(lines_of(process, 1)[0])["id"] == 4
-        happened.host.use(Store(elsewhere))
+        happened.host.begin_record_anew(elsewhere)
         happened.host.record(BACK)
         assert process.stderr is not None
         assert process.stderr.readline() == "yunion-mps: the record of events was begun anew\n"
