@@ -154,7 +154,8 @@ class DomainStatus(NamedTuple):
     """What a domain is at: the state, why, and the control daemon's PID.
 
     `plan` is what its clients get; `pending`, where not empty, says what is to become of it and what that
-    waits for; `pending_plan` is the plan that then holds, None where the control daemon is to end.
+    waits for; `pending_plan` is the plan that then holds, None where the control daemon is to end, and
+    `waits_for` are the MPS servers (PIDs) whose end that waits for.
     """
 
     plan: DomainPlan
@@ -165,6 +166,7 @@ class DomainStatus(NamedTuple):
     restarts: int
     pending: str = ""
     pending_plan: DomainPlan | None = None
+    waits_for: tuple[int, ...] = ()
 
 
 class Event(NamedTuple):

@@ -275,6 +275,7 @@ def _domain_json(domain: DomainStatus) -> Json:
         "state": domain.state,
         "reason": domain.reason,
         "pending": domain.pending,
+        "waits_for": list(domain.waits_for),
         "pid": domain.pid,
         "restarts": domain.restarts,
         "pipe_directory": plan.pipe_directory,

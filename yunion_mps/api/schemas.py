@@ -129,6 +129,7 @@ def _domain() -> Schema:
         "state": text("What it is at.", READY, enum=list(LEGAL_CHANGES)),
         "reason": text("Why it does not serve, empty where it does.", ""),
         "pending": text("What is still to become of it, and what that waits for.", ""),
+        "waits_for": list_of("PIDs of the MPS servers that this waits for.", {"type": "integer"}, []),
         "pid": or_null(number("The control daemon's PID.", 4242, minimum=1)),
         "restarts": number("How often it had to be started again.", 0),
         "pipe_directory": text("Where its clients find it.", _PIPE_DIRECTORY),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import click
@@ -70,11 +71,11 @@ def _text(answer: Json, *, waits: bool) -> str:
 
 def _ask_for_the_jobs(yes: bool) -> None:
     """Say whom `--now` would end, and go on where that is right; raises YunionError otherwise."""
-    domains = _in_the_way(ask("/v1/plan", SLOW_S), ask("/v1/status"))
-    if not domains:
+    is_in_the_way = _in_the_way(ask("/v1/plan", SLOW_S), ask("/v1/status"))
+    if is_in_the_way is None:
         return
     answer = ask("/v1/clients", SLOW_S)
-    clients = [client for client in answer["clients"] if client["domain"] in domains]
+    clients = [client for client in answer["clients"] if is_in_the_way(client)]
     if clients:
         click.echo(f"This would be ended:\n{table_of_clients(clients)}", nl=False, err=True)
     for trouble in answer["troubles"]:
@@ -83,15 +84,25 @@ def _ask_for_the_jobs(yes: bool) -> None:
         confirm("End them?", yes)
 
 
-def _in_the_way(plan: Json, status: Json) -> set[str]:
-    """The domains whose servers keep something from coming into force: their own change, or of their GPUs."""
+def _in_the_way(plan: Json, status: Json) -> Callable[[Json], bool] | None:
+    """Tells clients whose servers keep something from coming into force; None where nothing does.
+
+    A change that is still to be made waits for every server of its domain or its GPUs, and one that is
+    pending for those that it names.
+    """
     late = {change["subject"] for change in plan["changes"] if change["effect"] != AT_ONCE}
     uuids = {gpu["uuid"] for gpu in ask("/v1/gpus")["gpus"] if gpu["addr"] in late}
-    return {
-        domain["name"]
-        for domain in status["domains"]
-        if domain["pending"] or domain["name"] in late or uuids.intersection(domain["gpus"])
-    }
+    domains, servers = set(), {None}  # a client whose server nobody knows may be any server's
+    for domain in status["domains"]:
+        if domain["name"] in late or uuids.intersection(domain["gpus"]):
+            domains.add(domain["name"])
+        servers.update(domain["waits_for"])
+    waiting = {domain["name"] for domain in status["domains"] if domain["pending"]}
+    if not domains and not waiting:
+        return None
+    return lambda client: (
+        client["domain"] in domains or (client["domain"] in waiting and client["server"] in servers)
+    )
 
 
 def _wait(timeout_s: int | None) -> Json:

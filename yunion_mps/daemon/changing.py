@@ -11,7 +11,7 @@ from typing import Any
 from yunion_mps.daemon.handover import program
 from yunion_mps.daemon.looking import Looking
 from yunion_mps.daemon.threads import on_thread
-from yunion_mps.errors import ConfigError, ControlError, HostError, YunionError
+from yunion_mps.errors import ConfigError, HostError, YunionError
 from yunion_mps.examination import Examination, examine
 from yunion_mps.models import Event
 from yunion_mps.mps.states import APPLYING, STARTING
@@ -22,7 +22,6 @@ log = logging.getLogger(__name__)
 
 #: How long a reload waits for the control daemons that it has started or changed.
 _SETTLE_S = 15.0
-_LOOK_S = 0.2
 #: How long the new program may take to find the configuration right.
 _CHECK_S = 90.0
 
@@ -106,23 +105,11 @@ class Changing:
             self._tick()
             await self._settled()
             if drain or now:
-                await self._renew(force=now)
+                self._supervisor.renew(asyncio.get_running_loop().time(), force=now)
+                self._tick()
         log.info("reloaded for %s: %d changes", who, len(changes))
         self._looking.soon()
         return self._answer(changes)
-
-    async def _renew(self, *, force: bool) -> None:
-        """Ask the servers in the way to end; raises ControlError where they cannot be asked for too long."""
-        loop = asyncio.get_running_loop()
-        end_s = loop.time() + _SETTLE_S
-        while not self._supervisor.renew(loop.time(), force=force):
-            self._tick()
-            if loop.time() > end_s:
-                troubles = "; ".join(one["pending"] for one in self._answer([])["pending"])
-                what = f"reloaded, but the servers in the way cannot be asked to end: {troubles}"
-                raise ControlError(what, "when that is over: yunion-mps reload, with the same option")
-            await asyncio.sleep(_LOOK_S)
-        self._tick()
 
     async def _accept(self, examined: Examination) -> list[Change]:
         try:

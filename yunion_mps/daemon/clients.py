@@ -32,8 +32,8 @@ class _Asked(NamedTuple):
     """What one control daemon told."""
 
     plan: DomainPlan
-    servers: tuple[int, ...]
-    states: Mapping[int, str | None]
+    servers: tuple[int, ...]  # also those that have outlived their control daemon
+    states: Mapping[int, str | None]  # of those that have not
     clients: Mapping[int, int]  # PID: its server's
     trouble: str
 
@@ -158,14 +158,15 @@ def _clients_json(
 ) -> list[Json]:
     """Those that the control daemon names, and those that NVML sees on its GPUs.
 
-    A server that is about to end names none, although they run.
+    A server that is about to end names none, although they run, and one without a control daemon neither.
     """
     on_gpus: dict[int, dict[str, int | None]] = {}
     for uuid in asked.plan.gpu_uuids:
         for pid, mib in used.get(uuid, {}).items():
             if pid not in asked.servers:
                 on_gpus.setdefault(pid, {})[uuid] = mib
-    only = asked.servers[0] if len(asked.servers) == 1 else None
+    silent = [pid for pid in asked.servers if pid not in asked.states] or asked.servers
+    only = silent[0] if len(silent) == 1 else None
     found = []
     for pid in sorted({*asked.clients, *on_gpus}):
         memory = on_gpus.get(pid, {})

@@ -45,8 +45,6 @@ log = logging.getLogger(__name__)
 
 #: How long clients have to end after a `quit`, before the control daemon ends their servers.
 STOP_TIMEOUT_S = 10
-#: How often servers without clients are asked to end, where something waits for that.
-_ASK_AGAIN_S = 10.0
 
 
 class Domain(Told):
@@ -82,7 +80,7 @@ class Domain(Told):
         self._process: Process | None = None
         #: What is under way with its control daemon, by the state.
         self._work: launch.Starting | Applying | Watch | Wedge | Ending | None = None
-        self._deadline_s = self._ask_s = 0.0
+        self._deadline_s = 0.0
         self._backoff = Backoff()
         self._has_served = self._was_found = False
 
@@ -102,9 +100,16 @@ class Domain(Told):
         """What the snapshot shows of it."""
         going = self.state in (STOPPED, STOPPING)
         pending = "" if going else self._succession.pending(retiring=self.retiring)
-        after = self._target if pending and not self.retiring else None
         return DomainStatus(
-            self.plan, self.state, self.reason, self._pid, self.since_s, self.restarts, pending, after
+            self.plan,
+            self.state,
+            self.reason,
+            self._pid,
+            self.since_s,
+            self.restarts,
+            pending,
+            self._target if pending and not self.retiring else None,
+            self._succession.in_the_way(self._pid, retiring=self.retiring) if pending else (),
         )
 
     def descriptors(self) -> list[int]:
@@ -200,17 +205,9 @@ class Domain(Told):
         self.retiring = True
         self._changed()
 
-    def renew(self, now_s: float, *, force: bool) -> bool:
-        """Ask the servers that something waits for to end: once their clients have, with `force` at once.
-
-        Those without a control daemon can only be forced. Returns False where one cannot be asked yet.
-        """
-        if force:
-            self._succession.orphans.end(now_s, "its end was asked for")
-        servers = self._children() if self.retiring else self.in_force.old_servers
-        if isinstance(self._work, Watch) and servers:
-            self._work.order([f"shutdown_server {pid}{' -f' if force else ''}" for pid in servers])
-        return not servers or isinstance(self._work, Watch)
+    def renew(self, now_s: float, *, force: bool) -> None:
+        """Have the servers that something waits for end: once their clients have, with `force` at once."""
+        self._succession.ask_to_end(now_s, self._pid, force=force)
 
     def tick(self, now_s: float) -> float | None:
         """Do what is due; return when to be called again at the latest, None for not before a descriptor."""
@@ -299,11 +296,9 @@ class Domain(Told):
             return self._step(now_s)
         self._succession.look_after_old(self._target)
         waits = bool(self.retiring or self.in_force.old_servers)
-        # Without -f, for a job may have come since NVML was asked: a server with clients goes on with them
-        # (535 ends it after them, 550 asks it again and again), and one without ends at once.
-        if waits and self.in_use is False and now_s >= self._ask_s:
-            self._ask_s = now_s + _ASK_AGAIN_S
-            self.renew(now_s, force=False)
+        self._work.order(
+            self._succession.orders(now_s, self._pid, retiring=self.retiring, in_use=self.in_use)
+        )
         try:
             due_s = self._work.tick(now_s)
         except LimitsChangedError as error:

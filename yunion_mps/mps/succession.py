@@ -22,6 +22,10 @@ SEARCH_AFTER_S = 1.0
 #: How often at most it is looked which servers there are, and whether those ended that something waits for.
 LOOK_AGAIN_S = 1.0
 _STOP = "the time that its jobs had to end is over"
+#: How often servers without clients are asked to end, where something waits for that.
+_ASK_AGAIN_S = 10.0
+#: For how long it is remembered that servers are to be asked to end, where nobody hears that now.
+_ASK_WITHIN_S = 60.0
 
 
 class Succession:
@@ -37,6 +41,9 @@ class Succession:
         self._look_s = 0.0
         self._search_s: float | None = None
         self._stop_s: float | None = None
+        self._ask_s = self._asked_s = 0.0
+        #: The servers that are to be asked to end where they are in the way, and whether also with clients.
+        self._to_ask: dict[int, bool] = {}
 
     def begin(self, now_s: float) -> None:
         """A control daemon is being started or taken over: there may be servers of one before it."""
@@ -115,6 +122,36 @@ class Succession:
             self.in_force = self.in_force._replace(old_servers=old)
         name, what = self.in_force.plan.name, "somebody else has changed its limits"
         self._tell(Event("warning", "limit", name, what, cause, means))
+
+    def in_the_way(self, control_pid: int | None, *, retiring: bool) -> tuple[int, ...]:
+        """The servers that something waits for, those without a control daemon among them."""
+        own = self.children(control_pid) if retiring else self.in_force.old_servers
+        return (*own, *self.orphans.pids)
+
+    def ask_to_end(self, now_s: float, control_pid: int | None, *, force: bool) -> None:
+        """Have those in the way asked to end: once their clients have, with `force` at once.
+
+        Those without a control daemon can only be forced. The others are asked when their control daemon
+        hears us, within a minute: later, nobody would expect it any more.
+        """
+        if force:
+            self.orphans.end(now_s, "its end was asked for")
+        self._asked_s = now_s
+        self._to_ask = dict.fromkeys(self.children(control_pid), force)
+
+    def orders(
+        self, now_s: float, control_pid: int | None, *, retiring: bool, in_use: bool | None
+    ) -> list[str]:
+        """What the control daemon, which hears us, is to be told now."""
+        to_ask = self._to_ask if now_s <= self._asked_s + _ASK_WITHIN_S else {}
+        self._to_ask = {}
+        in_the_way = self.children(control_pid) if retiring else self.in_force.old_servers
+        # Without -f, for a job may have come since NVML was asked: a server with clients goes on with them
+        # (535 ends it after them, 550 asks it again and again), and one without ends at once.
+        if in_the_way and not to_ask and in_use is False and now_s >= self._ask_s:
+            self._ask_s = now_s + _ASK_AGAIN_S
+            to_ask = dict.fromkeys(in_the_way, False)
+        return [f"shutdown_server {pid}{' -f' if to_ask[pid] else ''}" for pid in in_the_way if pid in to_ask]
 
     def pending(self, *, retiring: bool) -> str:
         """What is to become of the domain, and what that waits for; empty for nothing."""

@@ -324,10 +324,10 @@ class Supervisor:
         self._fleet.aim(plans, program, self._config.cuda_mps_stop_timeout_s, now_s)
         self._changed()
 
-    def renew(self, now_s: float, *, force: bool) -> bool:
-        """Ask the servers that a pending change waits for to end; False where one cannot be asked yet."""
-        pending = [domain for domain in self.domains if domain.status().pending]
-        return sum(domain.renew(now_s, force=force) for domain in pending) == len(pending)
+    def renew(self, now_s: float, *, force: bool) -> None:
+        """Have the servers that a pending change waits for end: after their jobs, with `force` at once."""
+        for domain in self.domains:
+            domain.renew(now_s, force=force)
 
     # -- its own
 

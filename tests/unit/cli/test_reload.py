@@ -195,7 +195,10 @@ def test_now_names_those_and_only_those_that_are_in_the_way(
     serve: Serve, subject: str, waits: str, ended: list[int]
 ) -> None:
     """By a change of their GPU or domain that has to wait, or one that is pending already."""
-    domains = [domain._replace(pending="x" if domain.plan.name == waits else "") for domain in TWO.domains]
+    domains = [
+        domain._replace(pending="x", waits_for=(4250,)) if domain.plan.name == waits else domain
+        for domain in TWO.domains
+    ]
     cli = serve(TWO._replace(domains=tuple(domains)))
     first = {**by_hand.CLIENT, "domain": "00:06.0"}
     second = {**by_hand.CLIENT, "pid": 4270, "domain": "0001:e1:00.0"}
@@ -208,6 +211,24 @@ def test_now_names_those_and_only_those_that_are_in_the_way(
     _, err = process.communicate(timeout=PATIENCE_S)
     assert [pid for pid in (4260, 4270) if f"| {pid} |" in err] == ended
     assert process.returncode == 0
+
+
+def test_now_names_of_a_pending_domain_the_clients_of_the_servers_that_it_waits_for(serve: Serve) -> None:
+    """One on the server that a new control daemon has started meanwhile has what is wanted already."""
+    waiting = [domain._replace(pending="x", waits_for=(4250,)) for domain in TWO.domains[:1]]
+    cli = serve(TWO._replace(domains=(*waiting, *TWO.domains[1:])))
+    domain = waiting[0].plan.name
+    old, new, unknown = (
+        {**by_hand.CLIENT, "pid": pid, "server": server, "domain": domain}
+        for pid, server in ((4260, 4250), (4270, 4251), (4280, None))
+    )
+    cli.host.people.found = by_hand.clients(old, new, unknown)
+    cli.host.changes.planned = {"changes": [], "pending": []}
+    process = cli.start("reload", "--now", "--yes")
+    eventually(lambda: "reload now" in cli.host.changes.done, "the reload")
+    cli.host.snapshot = TWO._replace(version=TWO.version + 1)
+    _, err = process.communicate(timeout=PATIENCE_S)
+    assert [pid for pid in (4260, 4270, 4280) if f"| {pid} |" in err] == [4260, 4280]
 
 
 def test_now_also_asks_where_not_all_clients_are_known(own: Cli) -> None:
