@@ -221,6 +221,33 @@ def test_changed_scope_and_directories_that_wait_for_jobs_wait_on_over_a_new_pro
         assert daemon.stop() == 0
 
 
+def test_now_ends_the_job_of_a_server_that_has_outlived_its_control_daemon_and_no_other(
+    make_host: MakeHost, make_daemon: MakeDaemon
+) -> None:
+    host = make_host([{"kind": "v100"}])
+    with StandIns(host) as jobs:
+        daemon = make_daemon(host).start().wait_ready()
+        late = jobs.attached(daemon.pipe_directory)
+        host.gpus[0].add_process(late.pid, 100, "M+C")
+        (orphan,) = jobs.servers()
+        host.gpus[0].add_process(orphan, 30, "M+C")
+        os.kill(daemon.control_pid() or 0, signal.SIGKILL)
+        eventually(lambda: daemon.status()["domains"][0]["waits_for"] == [orphan], "that it waits for it")
+        eventually(lambda: daemon.status()["domains"][0]["state"] == "ready", "the new one")
+        current = jobs.attached(daemon.pipe_directory)
+        host.gpus[0].add_process(current.pid, 100, "M+C")
+        (server,) = set(jobs.servers()) - {orphan}
+        found = {one["pid"]: one["server"] for one in daemon.get("/v1/clients")[1]["clients"]}
+        assert found == {late.pid: orphan, current.pid: server}
+
+        done = host.run(["yunion-mps", "reload", "--now", "--yes"])
+        assert done.returncode == 0, done.stderr
+        assert [pid for pid in (late.pid, current.pid) if f"| {pid} |" in done.stderr] == [late.pid]
+        assert late.says() == "server gone"
+        assert jobs.servers() == [server]
+        assert daemon.stop() == 0
+
+
 def test_an_open_front_end_keeps_neither_a_new_program_from_answering_nor_an_order_from_its_end(
     make_host: MakeHost, make_daemon: MakeDaemon
 ) -> None:

@@ -79,12 +79,12 @@ class Succession:
 
     def tick(self, now_s: float, control_pid: int | None, *, in_use: bool | None) -> float | None:
         """Take note of servers that came and ended; when to be called again."""
+        before = self.orphans.pids
         if now_s >= self._look_s:  # not at every tick, of which there are many while dozens of domains start
             self._look_s = now_s + LOOK_AGAIN_S
             self.children(control_pid)
         if self._search_s is not None and now_s >= self._search_s:
             self._search()
-        before = self.orphans.pids
         due_s = self.orphans.tick(now_s, in_use=in_use)
         if self.orphans.pids != before:
             self._changed()
