@@ -8,7 +8,6 @@ where it may take long.
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Sequence
 
@@ -16,19 +15,20 @@ from yunion_mps.compute_modes import ModeResult, ModeWork, carry_out, noted
 from yunion_mps.errors import ConfigError, DriverError, HostError, YunionError
 from yunion_mps.examination import Examination
 from yunion_mps.journal import Journal
-from yunion_mps.models import Config, DomainPlan, Event, Inventory, Plan, Snapshot
+from yunion_mps.models import Config, DomainPlan, Inventory, Plan, Snapshot
 from yunion_mps.mps.applying import InForce
 from yunion_mps.mps.control import find_control_program
 from yunion_mps.mps.domain import Domain
 from yunion_mps.mps.states import READY, STOPPED
 from yunion_mps.paths import Paths
-from yunion_mps.planning import difference, make_plan
+from yunion_mps.planning import make_plan
 from yunion_mps.store import Store
 from yunion_mps.supervisor.changes import Change, changes_to, events_of, settings_changed
 from yunion_mps.supervisor.fleet import Fleet
 from yunion_mps.supervisor.gpus import Gpus
 from yunion_mps.supervisor.illness import Illness
 from yunion_mps.supervisor.jobs import Jobs, Processes
+from yunion_mps.supervisor.modes import Modes
 from yunion_mps.supervisor.past import AFTERWARDS, find_past, gpus_of, left_running
 from yunion_mps.supervisor.view import in_force, notice, statuses
 
@@ -53,7 +53,7 @@ class Supervisor:
         self.journal = Journal(self.store, paths.events_copy, self._changed)
         self._fleet = Fleet(self.store, self.journal.record, self._changed)
         self._jobs = Jobs()
-        self._mode_lock = threading.Lock()
+        self._modes = Modes(self._gpus, self.journal.record)
         self._stopping = False
         self._version = 0
         self._past = ""
@@ -76,10 +76,10 @@ class Supervisor:
         obstacles = [error for domain in self.domains if (error := domain.obstacle())]
         if len(obstacles) == len(self.domains) and obstacles:
             raise obstacles[0]
-        work = ModeWork(difference(self._target, self._gpus.inventory, ()).compute_modes)
+        work = self._modes.work(self._target, None)
         if work.changes:
-            self.note_modes(carry_out(work, self.nvml, self.store()))
-            self._refuse_if_no_mode_can_be_set()
+            self.note_modes(self.set_modes(work))
+            self._modes.refuse_if_none_can_be_set(self._target)
         self._replan()
         self._make_fleet(program, left)
         self._fleet.start(now_s)
@@ -105,6 +105,7 @@ class Supervisor:
         if not self._stopping:
             self._jobs.end_within(self._config.cuda_mps_stop_timeout_s, now_s)
         self._stopping = True
+        self._modes.end()
         self._fleet.stop(now_s, spare_found=spare_found)
 
     def say_whom_it_ended(self) -> None:
@@ -121,9 +122,8 @@ class Supervisor:
         if self._store is None:
             return
         left = left_running(self._store, self._watched())
-        modes = {u: mode for u, mode in noted(self._store).items() if u not in gpus_of(left)}
-        with self._mode_lock:  # what was begun before the stop ends first
-            self.note_modes(carry_out(ModeWork(put_back=modes), self.nvml, self._store), "as before")
+        if self._modes.put_back(self.nvml, self._store, gpus_of(left)):
+            self._changed()
         for place, one in left.items():
             log.warning("a control daemon (PID %d) is left running in %s; %s", one.pid, place, AFTERWARDS)
         self.release()
@@ -200,15 +200,9 @@ class Supervisor:
     def rescan(self, inventory: Inventory, now_s: float) -> None:
         """Take note of what the GPUs are like now, and of one that can serve only now."""
         before = {gpu.uuid: gpu.compute_mode for gpu in self._gpus.inventory.gpus}
-        events = self._gpus.look(inventory, self._config, self._target)
-        for gpu in self._gpus.inventory.gpus:
-            wanted = self._target.compute_modes.get(gpu.uuid or "")
-            if wanted and before.get(gpu.uuid) == wanted != gpu.compute_mode and not gpu.reason:
-                what = f"{wanted} -> {gpu.compute_mode}"
-                event = Event("warning", "compute_mode", gpu.address, what, "somebody else has changed it")
-                events.append(event._replace(consequence=f"it is set to {wanted} again"))
-        for event in events:
+        for event in self._gpus.look(inventory, self._config, self._target):
             self.journal.record(event)
+        self._modes.tell_of_others(before, self._target)
         if self._gpus.changed:
             self._fleet.healthy_gpus = self._gpus.healthy
             self._changed()
@@ -244,33 +238,15 @@ class Supervisor:
 
     def mode_work(self) -> ModeWork:
         """The compute modes that are to be set or put back now."""
-        able = [gpu for gpu in self._gpus.inventory.gpus if not gpu.reason]
-        changes = difference(self._target, self._gpus.inventory._replace(gpus=tuple(able)), ()).compute_modes
-        if self._store is None:
-            return ModeWork(changes)
-        spare = {*self._target.compute_modes, *self._fleet.gpus_in_use()}
-        modes = {u: mode for u, mode in noted(self._store).items() if u not in spare}
-        if modes:
-            left = gpus_of(left_running(self._store, self._watched()))
-            modes = {uuid: mode for uuid, mode in modes.items() if uuid not in left}
-        return ModeWork(changes, modes)
+        return self._modes.work(self._target, self._store, self._fleet.gpus_in_use(), self._watched())
 
     def set_modes(self, work: ModeWork) -> ModeResult:
         """Do the work, or nothing once a stop has begun; for threads, as it calls the driver."""
-        with self._mode_lock:
-            if self._stopping:
-                return ModeResult({}, {})
-            return carry_out(work, self.nvml, self.store())
+        return self._modes.set(work, self.nvml, self.store())
 
-    def note_modes(self, result: ModeResult, why: str = "the plan asks for it") -> None:
+    def note_modes(self, result: ModeResult) -> None:
         """Take note of modes that were set or put back, and of GPUs that refused."""
-        for gpu in self._gpus.inventory.gpus:
-            after = result.modes.get(gpu.uuid or "")
-            if after and after != gpu.compute_mode:
-                what = f"{gpu.compute_mode} -> {after}"
-                self.journal.record(Event("info", "compute_mode", gpu.address, what, why))
-        if result.modes or result.errors:
-            self._gpus.note_modes(result)
+        if self._modes.note(result, "the plan asks for it"):
             self._changed()
 
     # -- another configuration
@@ -370,12 +346,6 @@ class Supervisor:
         self._fleet.healthy_gpus = self._gpus.healthy
         plans = [self._placed(plan) for plan in self._target.domains]
         self._fleet.make(plans, left, program, self._config.cuda_mps_stop_timeout_s)
-
-    def _refuse_if_no_mode_can_be_set(self) -> None:
-        errors = self._gpus.mode_errors
-        if errors and len(errors) == len(self._target.compute_modes):
-            first = next(iter(errors.values()))
-            raise DriverError(f"no GPU's compute mode can be set: {first.message}", first.hint)
 
     def store(self) -> Store:
         """The state file, opened when it is first needed; raises HostError."""
