@@ -292,6 +292,8 @@ def test_a_daemon_that_stops_takes_no_other_configuration_and_no_other_program(
         client = jobs.attached(daemon.pipe_directory)
         daemon.signal(signal.SIGTERM)
         daemon.wait_message("STOPPING=1")
+        status, answer = post(daemon, f"/v1/clients/{client.pid}/terminate")
+        assert (status, str(answer["detail"])[:22]) == (409, "the daemon is stopping")
         for target in ("/v1/reload", "/v1/reexec"):
             status, answer = post(daemon, target)
             assert (status, answer["detail"]) == (409, "the daemon is stopping")

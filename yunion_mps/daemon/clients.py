@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from yunion_mps.daemon.threads import on_thread
-from yunion_mps.errors import DriverError, NotAllowedError, NotFoundError, YunionError
+from yunion_mps.errors import DriverError, HostError, NotAllowedError, NotFoundError, YunionError
 from yunion_mps.inventory import Nvml
 from yunion_mps.models import DomainPlan, Event, Gpu
 from yunion_mps.mps.clients import clients_of, server_state, terminate
@@ -62,9 +62,12 @@ class Clients:
     async def terminate(self, pid: int, uid: int, *, force: bool) -> Json:
         """End a client: its server lets go of it first, then it gets SIGTERM, and with `force` SIGKILL.
 
-        Raises NotFoundError where it is none, NotAllowedError where it is another user's, ControlError where
-        its server does not let go of it and `force` was not asked for.
+        Raises HostError during a stop, NotFoundError where it is none, NotAllowedError where it is another
+        user's, ControlError where its server does not let go of it and `force` was not asked for.
         """
+        if self._supervisor.stopping:
+            what = "the daemon is stopping, and its jobs have their time to end"
+            raise HostError(what, f"end this one by hand: kill {pid}")
         began = started_ticks(pid)
         found = next((one for one in (await self.clients())["clients"] if one["pid"] == pid), None)
         if found is None:

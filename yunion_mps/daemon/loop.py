@@ -53,7 +53,7 @@ class _Loop:
         self._watched: list[int] = []
         self._timer: asyncio.TimerHandle | None = None
         self._due_s: float | None = None
-        self._stopping = False
+        self._stopping = self._ticks_soon = False
         self._end: asyncio.Future[str] | None = None
         self._changing: Changing | None = None
         self._looking: Looking | None = None
@@ -133,11 +133,15 @@ class _Loop:
             self._end.set_result(ANEW)
 
     def _tick_soon(self) -> None:
-        asyncio.get_running_loop().call_soon(self._guarded, self._tick)
+        """Tick once for all that has happened by then: dozens of control daemons may answer at a time."""
+        if not self._ticks_soon:
+            self._ticks_soon = True
+            asyncio.get_running_loop().call_soon(self._guarded, self._tick)
 
     def _tick(self) -> None:
         """Let the supervisor do what is due, then watch for whatever it waits for now."""
         loop = asyncio.get_running_loop()
+        self._ticks_soon = False
         self._unwatch()
         if self._end and self._end.done():
             return
@@ -149,7 +153,7 @@ class _Loop:
             return
         self._watched = self._supervisor.descriptors()
         for descriptor in self._watched:
-            loop.add_reader(descriptor, self._guarded, self._tick)
+            loop.add_reader(descriptor, self._tick_soon)
         if due_s is not None:
             self._timer = loop.call_at(due_s, self._guarded, self._tick)
         self._say()

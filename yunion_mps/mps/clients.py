@@ -99,5 +99,6 @@ def terminate(program: str, plan: DomainPlan, server: int, client: int) -> bool:
         return False  # it waits for a server, or that is about to end
     if not answer or answer[-1].strip() != "0":
         words = "; ".join(answer) or "nothing"
-        raise ControlError(f"the control daemon answers {words!r} to terminate_client {server} {client}")
+        what = f"its MPS server (PID {server}) refused to let go of it (the control daemon's answer: {words})"
+        raise ControlError(what, "to end it all the same: yunion-mps clients terminate --force")
     return True

@@ -194,8 +194,8 @@ class Domain(Told):
             self._succession.in_force = InForce(plan)
         elif differs:
             self._target = as_served(plan, self._target)
-            if self._target == self.plan:  # a change is taken back: its servers have just that
-                self._succession.in_force = InForce(self.plan)
+            if self._target == self.plan:  # its servers have just that
+                self._succession.take_back()
             if self.state in (APPLYING, READY):
                 self._apply(now_s, "the configuration has changed: its limits are being set", setting=True)
         self._changed()

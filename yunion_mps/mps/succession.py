@@ -112,6 +112,13 @@ class Succession:
             self._tell(Event("info", "limit", name, what, f"{named(old)} has ended"))
         self._changed()
 
+    def take_back(self) -> None:
+        """What is wanted is what its servers have after all."""
+        if self.in_force.old_servers:
+            name, what = self.in_force.plan.name, "the change that was pending is taken back"
+            self._tell(Event("info", "limit", name, what, "the configuration was read again"))
+        self.in_force = InForce(self.in_force.plan)
+
     def note_strangers(self, servers: tuple[int, ...], known: tuple[int, ...], cause: str) -> None:
         """Somebody else changed the limits; the `known` servers are from when they were last right."""
         strange = [pid for pid in servers if pid not in known]

@@ -148,6 +148,11 @@ class Supervisor:
         return self._config.cuda_mps_stop_timeout_s + 80
 
     @property
+    def stopping(self) -> bool:
+        """Whether a stop has begun."""
+        return self._stopping
+
+    @property
     def started(self) -> bool:
         """Whether every domain is ready or has said why it is not."""
         return all(

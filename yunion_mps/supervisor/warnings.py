@@ -9,7 +9,7 @@ from yunion_mps.planning import enforces_budgets
 
 
 def warnings(snapshot: Snapshot) -> Sequence[str]:
-    """Budgets that are not enforced, compute modes that differ, changes that wait."""
+    """Budgets that are not enforced, compute modes that differ, what cannot be written down."""
     found = list(snapshot.remarks)
     for gpu in snapshot.inventory.gpus:
         served = any(gpu.uuid in domain.plan.gpu_uuids for domain in snapshot.domains)
@@ -24,5 +24,4 @@ def warnings(snapshot: Snapshot) -> Sequence[str]:
                 f"GPU {gpu.address} ({gpu.name}): its compute mode is {gpu.compute_mode}, not {wanted}; "
                 "a process that misses the control daemon would use it without limits"
             )
-    found += [f"domain {domain.plan.name}: {domain.pending}" for domain in snapshot.domains if domain.pending]
     return found

@@ -69,6 +69,7 @@ def test_a_change_that_is_taken_back_is_pending_no_more(
     assert run.pending
     change(run, plan)
     assert (run.domain.in_force, run.pending) == (InForce(plan), "")
+    assert "the change that was pending is taken back" in run.told
 
 
 def test_the_next_server_has_the_new_limits(
