@@ -6,7 +6,10 @@ import contextlib
 import os
 import sys
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from argparse import ArgumentParser
 
 _LEVEL_VARIABLE = "YUNION_MPS_LOG_LEVEL"
 LEVELS = ("debug", "info", "warning", "error")
@@ -15,7 +18,8 @@ The daemon runs in the foreground; systemd starts it: systemctl enable --now yun
 It reads /etc/yunion/host.conf and the device file named there (see: yunion-mps config show), and stops
 on SIGTERM or SIGINT, waiting a while for running jobs and putting the GPUs' compute modes back.
 
-exit status: 0 after a clean stop; 1 something failed, and the last lines say what; 6 bad configuration
+exit status: 0 after a clean stop; 1 something failed, and the last lines say what; 2 wrong usage;
+  6 bad configuration
 """
 
 
@@ -39,23 +43,28 @@ def parse(arguments: Sequence[str]) -> Options:
 
 
 def _parse(arguments: Sequence[str], level: str) -> Options:
+    found = parser(level).parse_args(arguments)
+    return Options(found.check, found.log_level)
+
+
+def parser(level: str = Options().log_level) -> ArgumentParser:
+    """All options with their help; `level` is the log level where none is given."""
     import argparse
 
     from yunion_mps import __version__
 
-    parser = argparse.ArgumentParser(
+    made = argparse.ArgumentParser(
         prog="yunion-mps-daemon",
         description="Runs NVIDIA MPS as a service: GPUs divided into devices with budgets that are kept.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument(
+    made.add_argument(
         "--check", action="store_true", help="check the configuration against the GPUs, and exit"
     )
-    parser.add_argument(
+    made.add_argument(
         "--log-level", choices=LEVELS, default=level, help="what is logged (default: %(default)s)"
     )
-    parser.add_argument("--version", action="version", version=f"yunion-mps {__version__}")
-    found = parser.parse_args(arguments)
-    return Options(found.check, found.log_level)
+    made.add_argument("--version", action="version", version=f"yunion-mps {__version__}")
+    return made
