@@ -1,0 +1,1 @@
+"""What `scripts/generate` writes: man pages, completions, example files, in the programs' own words."""

@@ -1,0 +1,56 @@
+"""Which files there are, and writing them."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import redirect_stdout
+from datetime import datetime, timezone
+
+from yunion_mps.cli.completion import command as completion
+
+from manual import command_page, daemon_page, examples, file_pages
+
+#: Where each shell looks for a file of this name once it is in its directory.
+_COMPLETIONS = {"bash": "yunion-mps.bash", "zsh": "_yunion-mps", "fish": "yunion-mps.fish"}
+
+
+def main(directory: str, epoch: str) -> int:
+    """Write all files below `directory`; the man pages are dated by `epoch` (s since 1970, UTC)."""
+    try:
+        date = datetime.fromtimestamp(int(epoch), timezone.utc).strftime("%Y-%m-%d")
+    except (ValueError, OverflowError, OSError):
+        print(f"generate: SOURCE_DATE_EPOCH is {epoch!r}: write seconds since 1970", file=sys.stderr)
+        return 2
+    try:
+        for name, text in files(date):
+            path = os.path.join(directory, name)
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            with open(path, "w", encoding="utf-8", newline="\n") as file:
+                file.write(text)
+    except OSError as error:
+        print(f"generate: {error.filename} cannot be written: {error.strerror}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def files(date: str) -> Iterator[tuple[str, str]]:
+    """Each file's name below the directory, and its text."""
+    yield "man/yunion-mps.1", command_page.page(date)
+    yield "man/yunion-mps-daemon.8", daemon_page.page(date)
+    yield "man/yunion-mps-host.conf.5", file_pages.host_conf(date)
+    yield "man/yunion-mps-host_container_device.yml.5", file_pages.device_file(date)
+    for shell, name in _COMPLETIONS.items():
+        yield f"completions/{name}", completion_script(shell)
+    yield "etc/yunion/host.conf", examples.host_conf()
+    yield "etc/yunion/host_container_device.yml", examples.device_file()
+
+
+def completion_script(shell: str) -> str:
+    """Just what `yunion-mps completion` prints."""
+    assert completion.callback
+    with redirect_stdout(io.StringIO()) as printed:
+        completion.callback(shell)
+    return printed.getvalue()
