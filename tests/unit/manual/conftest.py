@@ -1,0 +1,61 @@
+"""The generated files, and their pages as a reader sees them."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from unit.cli.conftest import cli, serve
+from unit.generated import generate
+
+__all__ = ["cli", "serve"]
+
+PAGES = (
+    "yunion-mps.1",
+    "yunion-mps-daemon.8",
+    "yunion-mps-host.conf.5",
+    "yunion-mps-host_container_device.yml.5",
+)
+
+
+@pytest.fixture(scope="session")
+def generated(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory with all that scripts/generate writes."""
+    return generate(tmp_path_factory.mktemp("generated"))
+
+
+class Manual:
+    """The pages as plain text."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def path(self, name: str) -> Path:
+        return self.directory / name
+
+    def text(self, name: str) -> str:
+        """The page as man shows it on a terminal of 80 columns."""
+        command = [program("mandoc"), "-Tutf8", "-Owidth=80", str(self.path(name))]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+        return re.sub(".\b", "", done.stdout)
+
+
+@pytest.fixture(scope="session")
+def manual(generated: Path) -> Manual:
+    return Manual(generated / "man")
+
+
+def program(name: str) -> str:
+    """The path of a program that the tests need."""
+    path = shutil.which(name)
+    assert path, f"{name} is missing: scripts/setup installs it"
+    return path
+
+
+def squeezed(text: str) -> str:
+    """Without blanks and line ends, of which a help and a man page have others."""
+    return re.sub(r"\s", "", text)

@@ -1,0 +1,125 @@
+"""The example files and the man pages explain every key, and what they say is what the parser does."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from yunion_mps.config import KEYS, devices, load
+from yunion_mps.errors import Problem
+
+from unit.api.server_host import short_root
+from unit.generated import CHECKOUT
+from unit.manual.conftest import Manual, squeezed
+
+HOST_PAGE = "yunion-mps-host.conf.5"
+DEVICE_PAGE = "yunion-mps-host_container_device.yml.5"
+
+
+def written(value: Any) -> str:
+    return "not set" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+class Told(NamedTuple):
+    """What the example says of a key."""
+
+    about: str
+    type: str
+    default: str
+    used: bool
+    value: str
+
+
+def told(directory: Path) -> dict[str, Told]:
+    pattern = r"((?:^# .*\n)+)^# Type: (.+)\. Default: (.+)\.\n(#?)(\w+): (.*)\n"
+    text = (directory / "etc/yunion/host.conf").read_text()
+    return {
+        name: Told(" ".join(about.replace("# ", "").split()), kind, default, not hidden, value)
+        for about, kind, default, hidden, name, value in re.findall(pattern, text, re.MULTILINE)
+    }
+
+
+def test_the_checkouts_example_files_are_the_generated_ones(generated: Path) -> None:
+    for name in ("host.conf", "host_container_device.yml"):
+        new = generated / "etc/yunion" / name
+        mend = f"scripts/generate DIRECTORY, then copy DIRECTORY/etc/yunion/{name}"
+        assert new.read_text() == (CHECKOUT / "etc/yunion" / name).read_text(), mend
+
+
+def test_the_example_has_every_key_with_its_true_default(generated: Path) -> None:
+    found = told(generated)
+    assert list(found) == list(KEYS)
+    for name, key in KEYS.items():
+        assert found[name].default == written(key.default), name
+        assert found[name].about.lower().startswith(key.help.lower()), name
+        assert len(found[name].about) > len(key.help) + 20, name
+        if not found[name].used and key.default is not None:
+            assert found[name].value == found[name].default, name
+
+
+def test_the_man_page_has_every_key_in_the_words_of_the_example(generated: Path, manual: Manual) -> None:
+    page = squeezed(manual.text(HOST_PAGE))
+    for name, key in told(generated).items():
+        assert squeezed(f"{name}: {key.type}; default: {key.default} {key.about}") in page, name
+
+
+def test_the_device_files_example_and_man_page_have_every_key(generated: Path, manual: Manual) -> None:
+    example = (generated / "etc/yunion/host_container_device.yml").read_text()
+    page = manual.text(DEVICE_PAGE)
+    for name in devices._KEYS:
+        entry = re.search(rf"^# {name}: ((?:.+\n(?:# )?)+)", example, re.MULTILINE)
+        assert entry, name
+        about = entry[1].partition("#\n")[0].partition("devices:")[0].replace("# ", "")
+        assert squeezed(f"{name}:{about}").replace(".", "") in squeezed(page).replace(".", ""), name
+    assert len(re.findall(r"^       \w+: ", page, re.MULTILINE)) == len(devices._KEYS)
+
+
+def problems_of(name: str, value: str) -> list[Problem]:
+    """What the parser says of host.conf where the key has this value."""
+    with short_root() as paths:
+        etc = Path(paths.root) / "etc/yunion"
+        etc.mkdir(parents=True, exist_ok=True)
+        (etc / "host.conf").write_text(f"hypervisor: kvm\n{name}: {value}\n")
+        (etc.parent / "devices.yml").write_text("devices: []\n")
+        return load(paths)[1]
+
+
+def right_and_wrong(kind: str) -> tuple[list[str], list[str]]:
+    """Values that are right by what the example says, and some that are wrong."""
+    if kind == "true or false":
+        return ["true", "false"], ["1", '"true"', "maybe"]
+    if kind == "an absolute path":
+        return ["/etc/devices.yml"], ["devices.yml", "1", "/"]
+    numbers = re.fullmatch(r"a whole number from (\d+) to (\d+)", kind)
+    if numbers:
+        lowest, highest = int(numbers[1]), int(numbers[2])
+        return [numbers[1], numbers[2]], [str(lowest - 1), str(highest + 1), "2.5", '"2"']
+    words = re.split(", | or ", kind)
+    assert len(words) > 1
+    assert all(re.fullmatch(r"[a-z_]+", word) for word in words)
+    return words, ["another", "1"]
+
+
+@pytest.mark.parametrize("name", KEYS)
+def test_the_parser_takes_what_the_example_says_and_nothing_else(name: str, generated: Path) -> None:
+    kind = told(generated)[name].type
+    right, wrong = right_and_wrong(kind)
+    for value in right:
+        if name.endswith("_directory"):
+            value = "/srv/mps/own"
+        assert problems_of(name, value) == [], value
+    for value in wrong:
+        assert problems_of(name, value)[0].what.startswith(f"{name} is "), value
+
+
+def test_where_a_key_has_a_few_words_the_example_has_them_all(generated: Path) -> None:
+    checked = 0
+    for name, key in told(generated).items():
+        said = [problem.remedy for problem in problems_of(name, "another")]
+        listed = re.fullmatch(r"write one of (.*)", said[0]) if said else None
+        if listed:
+            assert re.split(", | or ", key.type) == listed[1].split(", "), name
+            checked += 1
+    assert checked == 3
