@@ -122,4 +122,4 @@ def _add_kept(made: Page, texts: list[str]) -> None:
         title, _, rest = text.partition("\n")
         if title.endswith(":"):
             made.paragraph(title)
-        made.verbatim(cleandoc("\n" + rest if title.endswith(":") else text).splitlines())
+        made.verbatim((rest if title.endswith(":") else text).splitlines())

@@ -41,7 +41,7 @@ def page(date: str) -> str:
     made.section("Examples")
     for title, lines in words["examples"].items():
         made.paragraph(title)
-        made.verbatim(lines.splitlines())
+        made.verbatim(f"  {line}" for line in lines.splitlines())
     made.see_also(
         [
             "yunion-mps(1)",

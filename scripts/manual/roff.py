@@ -57,7 +57,7 @@ class Page:
     def verbatim(self, lines: Iterable[str]) -> None:
         """Add lines that stay as they are: commands, files."""
         self._apart()
-        self._lines += [".RS 4", ".EX", *(_line(escaped(line)) for line in lines), ".EE", ".RE"]
+        self._lines += [".EX", *(_line(escaped(line)) for line in lines), ".EE"]
         self._fresh = False
 
     def term(self, tag: str, *paragraphs: str) -> None:
