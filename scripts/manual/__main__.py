@@ -1,4 +1,4 @@
-"""`scripts/generate`."""
+"""`scripts/generate`; whoever has a Python with the project's packages can also run this file itself."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import sys
 
 if __name__ == "__main__":
     here = os.path.dirname(os.path.abspath(__file__))
-    sys.path[:] = [os.path.dirname(here), *(path for path in sys.path if path != here)]
+    scripts = os.path.dirname(here)
+    # The sources around this file come before an installed yunion_mps: what is made describes them.
+    sys.path[:] = [scripts, os.path.dirname(scripts), *(path for path in sys.path if path != here)]
     from manual.writing import main
 
-    sys.exit(main(sys.argv[1], os.environ["SOURCE_DATE_EPOCH"]))
+    sys.exit(main(sys.argv[1], os.environ.get("SOURCE_DATE_EPOCH", "")))

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 from unit.generated import CHECKOUT, generate, run
@@ -42,6 +45,18 @@ def test_a_second_run_replaces_the_files(tmp_path: Path) -> None:
     page.write_text("something else, and longer than the page: " + whole)
     generate(tmp_path)
     assert page.read_text() == whole
+
+
+def test_the_files_describe_the_sources_beside_the_script(tmp_path: Path) -> None:
+    """Packages are built from a copy of the sources, with the checkout's Python."""
+    copy = tmp_path / "copy"
+    shutil.copytree(CHECKOUT / "yunion_mps", copy / "yunion_mps")
+    shutil.copytree(CHECKOUT / "scripts/manual", copy / "scripts/manual")
+    command = copy / "yunion_mps/cli/gpus.py"
+    command.write_text(command.read_text().replace("List the NVIDIA GPUs", "Count the NVIDIA GPUs"))
+    made = [sys.executable, "-I", str(copy / "scripts/manual/__main__.py"), str(tmp_path / "made")]
+    subprocess.run(made, env={"SOURCE_DATE_EPOCH": "0"}, check=True, timeout=60)
+    assert "Count the NVIDIA GPUs" in (tmp_path / "made/man/yunion-mps.1").read_text()
 
 
 def test_without_a_directory_it_says_how_to_call_it() -> None:
