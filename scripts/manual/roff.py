@@ -25,9 +25,11 @@ class Page:
         kind = {1: "User Commands", 5: "File Formats", 8: "System Administration"}[section]
         # The longest name would not leave room for the rest of the line at the top, and of that below.
         head = name.replace("yunion-mps-host", "host").upper()
-        # Not hyphenated (HY is what groff's man goes back to after .nh) nor stretched: much is to be copied.
+        # Neither hyphenated nor stretched to the margin, for much is to be copied. HY and AD are what groff's
+        # macros go back to after each paragraph (AD from 1.23 on).
         self._lines = [
             ".nr HY 0",
+            ".ds AD l",
             f'.TH "{escaped(head)}" {section} {date} "yunion\\-mps {__version__}" "{kind}"',
             ".nh",
             ".ad l",
