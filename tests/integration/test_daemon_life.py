@@ -9,6 +9,7 @@ import stat
 from pathlib import Path
 
 import pytest
+from yunion_mps.revision import version_line
 
 from integration.conftest import MakeDaemon, MakeHost
 from integration.daemon_host import Daemon, control_daemons, eventually, is_running
@@ -203,7 +204,7 @@ def test_the_socket_is_private_and_the_log_is_not_for_everybody(ready_daemon: Da
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
-        (["--version"], 0, "yunion-mps 0.1.0\n"),
+        (["--version"], 0, f"{version_line('yunion-mps-daemon')}\n"),
         (["--help"], 0, "usage: yunion-mps-daemon [-h] [--check]"),
         (["--chek"], 2, "yunion-mps-daemon: error: unrecognized arguments: --chek\n"),
         (["--log-level", "loud"], 2, "invalid choice: 'loud'"),

@@ -6,7 +6,6 @@ import importlib
 
 import click
 
-from yunion_mps import __version__
 from yunion_mps.cli.suggest import SuggestingGroup
 
 #: The commands and the modules that hold them, in the order of the help.
@@ -42,6 +41,15 @@ class LazyGroup(SuggestingGroup):
         return command
 
 
+def _show_version(ctx: click.Context, parameter: click.Parameter, value: bool) -> None:
+    del parameter
+    if value and not ctx.resilient_parsing:
+        from yunion_mps.revision import version_line
+
+        click.echo(version_line("yunion-mps"))
+        ctx.exit()
+
+
 @click.group(
     cls=LazyGroup,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -49,7 +57,10 @@ class LazyGroup(SuggestingGroup):
     "  0 done; 1 the request failed; 2 wrong usage; 3 the daemon cannot be reached;\n"
     "  4 not allowed; 5 nothing free; 6 bad configuration",
 )
-@click.version_option(__version__, prog_name="yunion-mps", message="%(prog)s %(version)s")
+@click.option(
+    "--version", is_flag=True, is_eager=True, expose_value=False, callback=_show_version,
+    help="Show the version and the revision, and exit.",
+)  # fmt: skip
 def cli() -> None:
     """NVIDIA GPUs divided into devices with budgets, by MPS.
 

@@ -51,7 +51,7 @@ def parser(level: str = Options().log_level) -> ArgumentParser:
     """All options with their help; `level` is the log level where none is given."""
     import argparse
 
-    from yunion_mps import __version__
+    from yunion_mps.revision import version_line
 
     made = argparse.ArgumentParser(
         prog="yunion-mps-daemon",
@@ -66,5 +66,5 @@ def parser(level: str = Options().log_level) -> ArgumentParser:
     made.add_argument(
         "--log-level", choices=LEVELS, default=level, help="what is logged (default: %(default)s)"
     )
-    made.add_argument("--version", action="version", version=f"yunion-mps {__version__}")
+    made.add_argument("--version", action="version", version=version_line("yunion-mps-daemon"))
     return made

@@ -15,6 +15,7 @@ from yunion_mps.api.query import LARGEST_NUMBER
 from yunion_mps.api.routes import LARGEST_LIMIT
 from yunion_mps.cli import changes, events, since
 from yunion_mps.cli.root import COMMANDS
+from yunion_mps.revision import revision
 from yunion_mps.service import EVENT_KINDS
 from yunion_mps.supervisor.changes import AT_ONCE
 
@@ -103,8 +104,8 @@ def test_what_the_commands_know_of_the_daemon_is_so() -> None:
     assert changes.AT_ONCE == AT_ONCE
 
 
-def test_the_version_is_one_line(alone: Cli) -> None:
-    assert alone.good("--version") == f"yunion-mps {__version__}\n"
+def test_the_version_is_one_line_with_the_revision(alone: Cli) -> None:
+    assert alone.good("--version") == f"yunion-mps {__version__} ({revision()})\n"
 
 
 @pytest.mark.parametrize(
