@@ -1,0 +1,24 @@
+# ---- Before anything is unpacked
+
+check_host() { # refuse what could only end half done
+    if ! python >/dev/null; then
+        say "/usr/bin has no python3 that is 3.9 or later, nor a later one beside it (python3.11): add one, and try again"
+        exit 1
+    fi
+    for directory in /usr /etc /var; do
+        free_mib=$(stat -f -c '%a %S' "$directory" | { read -r blocks size; echo $((blocks * size / 1048576)); })
+        if [ "$free_mib" -lt 8 ]; then
+            say "$directory has $free_mib MiB free, and 8 are needed: make room (df -h $directory), and try again"
+            exit 1
+        fi
+    done
+}
+
+note_cloudpods() { # what Cloudpods' service does, before its package goes: its rpm disables and stops it then
+    [ -e /opt/yunion/bin/mps-daemon ] && systemd_runs || return 0
+    {
+        systemctl --quiet is-enabled "$unit" 2>/dev/null && echo enabled
+        systemctl --quiet is-active "$unit" && echo active
+        echo noted
+    } >"$before"
+}

@@ -1,0 +1,33 @@
+# What the scripts of both packages share. scripts/package puts it before the others: see tree.py, deb.py and rpm.py.
+
+unit=yunion-mps-daemon.service
+library=/usr/lib/yunion-mps
+configuration=/etc/yunion
+state=/var/lib/yunion-mps
+made=$state/made-by-package
+before=/run/yunion-mps-daemon.cloudpods
+
+say() { echo "yunion-mps-daemon: $*" >&2; }
+
+systemd_runs() { [ -d /run/systemd/system ]; }
+
+python() { # the Python that the programs run with: the same search as in /usr/bin/yunion-mps
+    [ -x /usr/bin/python3 ] || return 1
+    for python in /usr/bin/python3 /usr/bin/python3.9 /usr/bin/python3.[1-9][0-9]; do
+        if "$python" -IS -c 'import sys; sys.exit(sys.version_info < (3, 9))' 2>/dev/null; then
+            echo "$python"
+            return
+        fi
+    done
+    return 1
+}
+
+others() { # PID and pipe directory of each control daemon that is not ours
+    for process in /proc/[1-9]*; do
+        case $(readlink "$process/exe" 2>/dev/null) in */nvidia-cuda-mps-control) ;; *) continue ;; esac
+        case $(tr '\0' ' ' <"$process/cmdline" 2>/dev/null) in *" -"[df]*) ;; *) continue ;; esac # a front-end
+        variables=$(tr '\0' '\n' <"$process/environ" 2>/dev/null) || continue
+        case $variables in *YUNION_MPS_DOMAIN=*) continue ;; esac
+        echo "${process#/proc/}" "$(echo "$variables" | sed -n 's/^CUDA_MPS_PIPE_DIRECTORY=//p')"
+    done
+}

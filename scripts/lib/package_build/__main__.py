@@ -1,0 +1,77 @@
+"""`scripts/package`: builds everything that a release consists of."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+
+from package_build.deb import build_deb
+from package_build.rpm import build_rpm
+from package_build.sbom import sbom
+from package_build.source import Source, take_source
+from package_build.tree import DEBIAN, FEDORA, stage
+from package_build.vendor import bundled, relock
+
+_LOCK = "requirements/package.lock"
+
+
+def main() -> None:
+    """Build, or write the lock file anew."""
+    parser = argparse.ArgumentParser(prog="scripts/package", description=__doc__, allow_abbrev=False)
+    parser.add_argument(
+        "--output", metavar="DIRECTORY", default="dist", help="where to (default: %(default)s)"
+    )
+    parser.add_argument("--lock", action="store_true", help=f"write {_LOCK} anew, after scripts/lock")
+    parser.add_argument("--cache", default=".cache/package", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.lock:
+        relock("requirements/runtime.lock", _LOCK, options.cache)
+        return
+    missing = [program for program in ("git", "dpkg-deb", "rpmbuild") if shutil.which(program) is None]
+    if missing:
+        raise SystemExit(f"package: missing: {' '.join(missing)}\npackage: install them with: scripts/setup")
+    os.umask(0o022)
+    os.makedirs(options.output, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="yunion-mps-package.") as work:
+        for path in build(os.getcwd(), options.cache, work, options.output):
+            print(f"{os.path.getsize(path):>9} {path}")
+
+
+def build(checkout: str, cache: str, work: str, output: str) -> list[str]:
+    """Build everything into `output`; returns the paths."""
+    source = take_source(checkout, os.path.join(work, "source"))
+    bundle = bundled(_LOCK, cache)
+    bill = sbom(source, bundle)
+    listed = os.path.join(output, f"yunion-mps-daemon-{source.version}.cdx.json")
+    with open(listed, "w", encoding="utf-8") as file:
+        file.write(bill)
+    sdist, wheel = (_flit(source, kind, output) for kind in ("sdist", "wheel"))
+    debian, fedora, rpm_work = (os.path.join(work, name) for name in ("debian", "fedora", "rpm"))
+    stage(source, DEBIAN, wheel, bundle, bill, debian)
+    stage(source, FEDORA, wheel, bundle, bill, fedora)
+    os.mkdir(rpm_work)
+    return [
+        build_deb(source, debian, output),
+        build_rpm(source, fedora, rpm_work, output),
+        wheel,
+        sdist,
+        listed,
+    ]
+
+
+def _flit(source: Source, kind: str, output: str) -> str:
+    """Build a wheel or an sdist by the project's own build backend."""
+    code = f"import sys; from flit_core.buildapi import build_{kind} as build; print(build(sys.argv[1]))"
+    environment = {**os.environ, "SOURCE_DATE_EPOCH": str(source.epoch_s)}
+    done = subprocess.run(
+        [sys.executable, "-c", code, os.path.abspath(output)],
+        check=True, cwd=source.directory, env=environment, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    return os.path.join(output, done.stdout.split()[-1])
+
+
+main()

@@ -1,0 +1,122 @@
+"""The bundled dependencies: which file of each, fetched by its hash, and what is taken out of it."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import zipfile
+from collections.abc import Iterator
+from typing import NamedTuple
+
+#: Which of several published files is taken: pure Python, or C for the stable ABI and an old glibc.
+_WANTED = [
+    *("--python-version", "3.9", "--implementation", "cp", "--abi", "cp39", "--abi", "abi3", "--abi", "none"),
+    *("--platform", "manylinux2014_x86_64", "--platform", "any"),
+]
+
+
+class Component(NamedTuple):
+    """A dependency: its name, what is taken of its file (a regular expression), and its licence (SPDX)."""
+
+    name: str
+    taken: str
+    licence: str
+
+
+COMPONENTS = (
+    Component("click", r"click/.+\.py", "BSD-3-Clause"),
+    Component("h11", r"h11/.+\.py", "MIT"),
+    Component("nvidia-ml-py", r"pynvml\.py", "BSD-3-Clause"),
+    # Without the halves for other systems.
+    Component("psutil", r"psutil/((__init__|_common|_ntuples|_pslinux|_psposix)\.py|.+\.so)", "BSD-3-Clause"),
+    Component("pyyaml", r"yaml/.+\.py", "MIT"),
+    Component("sdnotify", r"sdnotify/__init__\.py", "MIT"),
+)
+
+
+class Bundled(NamedTuple):
+    """A component: its version, the published file's SHA-256, and what is installed of it."""
+
+    component: Component
+    version: str
+    sha256: str
+    files: dict[str, bytes]
+
+
+def bundled(lock: str, cache: str) -> list[Bundled]:
+    """Every component that the lock file names, out of `cache`, which is filled where it has to be."""
+    pinned = dict(_pins(lock))
+    if sorted(pinned) != [component.name for component in COMPONENTS]:
+        raise SystemExit(f"package: {lock} is not of these: {[one.name for one in COMPONENTS]}")
+    found = _files_by_hash(cache)
+    if any(sha256 not in found for _, sha256 in pinned.values()):
+        download(lock, cache)
+        found = _files_by_hash(cache)
+    return [_unpack(component, *pinned[component.name], found) for component in COMPONENTS]
+
+
+def relock(runtime_lock: str, lock: str, cache: str) -> None:
+    """Write the lock file anew: of what runtime.lock allows, the one file of each that is bundled."""
+    for path in _files_by_hash(cache).values():
+        os.unlink(path)
+    download(runtime_lock, cache)
+    hashes = {os.path.basename(path): sha256 for sha256, path in _files_by_hash(cache).items()}
+    lines = ["# Written by scripts/package --lock: the one file of every dependency that is bundled.\n"]
+    for name, sha256 in sorted((_normal(file), sha256) for file, sha256 in hashes.items()):
+        lines.append(f"{name} \\\n    --hash=sha256:{sha256}\n")
+    with open(lock, "w", encoding="utf-8") as file:
+        file.writelines(lines)
+
+
+def download(lock: str, cache: str) -> None:
+    """Fetch the files that the lock file allows."""
+    os.makedirs(cache, exist_ok=True)
+    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-input"]
+    how = ["--no-deps", "--require-hashes", "--no-build-isolation", *_WANTED]
+    subprocess.run([*pip, *how, "--dest", cache, "-r", lock], check=True)
+
+
+def _normal(file: str) -> str:
+    """`name==version` of a published file's name."""
+    name, version = re.sub(r"\.tar\.gz$", "", file).split("-")[:2]
+    return f"{name.replace('_', '-').lower()}=={version}"
+
+
+def _pins(lock: str) -> Iterator[tuple[str, tuple[str, str]]]:
+    with open(lock, encoding="utf-8") as file:
+        text = file.read()
+    for name, version, sha256 in re.findall(r"^(\S+)==(\S+) \\\n +--hash=sha256:([0-9a-f]{64})$", text, re.M):
+        yield name, (version, sha256)
+
+
+def _files_by_hash(cache: str) -> dict[str, str]:
+    found = {}
+    for name in sorted(os.listdir(cache)) if os.path.isdir(cache) else []:
+        path = os.path.join(cache, name)
+        with open(path, "rb") as file:
+            found[hashlib.sha256(file.read()).hexdigest()] = path
+    return found
+
+
+def _unpack(component: Component, version: str, sha256: str, found: dict[str, str]) -> Bundled:
+    wanted = re.compile(component.taken)
+    files = {name: data for name, data in _members(found[sha256]) if wanted.fullmatch(name)}
+    return Bundled(component, version, sha256, dict(sorted(files.items())))
+
+
+def _members(path: str) -> Iterator[tuple[str, bytes]]:
+    """The names and contents of an archive's files; those of a source archive without its first folder."""
+    if path.endswith(".whl"):
+        with zipfile.ZipFile(path) as wheel:
+            for name in wheel.namelist():
+                yield name, wheel.read(name)
+        return
+    with tarfile.open(path) as archive:
+        for member in archive.getmembers():
+            file = archive.extractfile(member)
+            if file:
+                yield member.name.partition("/")[2], file.read()
