@@ -2,7 +2,8 @@
 
 check_host() { # refuse what could only end half done
     if ! python >/dev/null; then
-        say "/usr/bin has no python3 that is 3.9 or later, nor a later one beside it (python3.11): add one, and try again"
+        found=$(/usr/bin/python3 -c 'import sys; print("is %d.%d" % sys.version_info[:2])' 2>/dev/null || echo "is not there")
+        say "/usr/bin/python3 $found, and 3.9 or later is needed: add one, beside it too (python3.11), and try again"
         exit 1
     fi
     for directory in /usr /etc /var; do

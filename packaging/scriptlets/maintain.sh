@@ -76,7 +76,7 @@ configuration_is_right() { # else say so, and $1
     return 1
 }
 
-first() { echo "$1" | sed '1s/^<[0-7]>//;1s/^yunion-mps[a-z-]*: //;1q'; }
+first() { echo "$1" | sed '1s/^<[0-7]>//;1s/^[-0-9]* [0-9:,]* [A-Z]* //;1s/^yunion-mps[a-z-]*: //;1q'; }
 
 follow_cloudpods() { # take the place of Cloudpods' daemon: enabled and running where that was
     was=$(cat "$before")

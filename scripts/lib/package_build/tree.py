@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import os
 import subprocess
+import sys
 import zipfile
 from typing import NamedTuple
 
@@ -93,11 +94,10 @@ def installed_bytes(root: str) -> int:
 
 def _generate(source: Source, family: Family, root: str) -> None:
     """The man pages and the shells' completions, out of the program itself."""
-    if not os.path.exists(source.path("scripts/generate")):
-        return
-    made = source.path(".generated")
-    if not os.path.isdir(made):
-        subprocess.run([source.path("scripts/generate"), made], check=True)
+    made = f"{root}.generated"
+    environment = {**os.environ, "SOURCE_DATE_EPOCH": str(source.epoch_s)}
+    command = [sys.executable, "-I", source.path("scripts/manual/__main__.py"), made]
+    subprocess.run(command, check=True, env=environment)
     for name in sorted(os.listdir(f"{made}/man")):
         section = name.rpartition(".")[2]
         put(root, f"usr/share/man/man{section}/{name}.gz", compressed(_bytes(f"{made}/man/{name}")))
