@@ -3,6 +3,7 @@
 unit=yunion-mps-daemon.service
 library=/usr/lib/yunion-mps
 configuration=/etc/yunion
+examples=/usr/share/yunion-mps
 state=/var/lib/yunion-mps
 made=$state/made-by-package
 before=/run/yunion-mps-daemon.cloudpods

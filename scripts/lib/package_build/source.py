@@ -66,4 +66,8 @@ def take_source(checkout: str, directory: str) -> Source:
 
 def _git(checkout: str, *arguments: str) -> str:
     command = ["git", "-C", checkout, *arguments]
-    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    if done.returncode:
+        why = done.stderr.strip().splitlines()[-1]
+        raise SystemExit(f"package: version and revision are git's to tell, and it says: {why}")
+    return done.stdout

@@ -1,0 +1,135 @@
+"""The packages, built once; what is in them; and their scripts' functions, called by themselves."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTLETS = ROOT / "packaging/scriptlets"
+
+
+class File(NamedTuple):
+    """A file as a package installs it."""
+
+    mode: str
+    owner: str
+    sha256: str
+
+
+class Built:
+    """What scripts/package wrote into a directory."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.deb = self._one("*.deb")
+        self.rpm = self._one("*.rpm")
+        self.wheel = self._one("*.whl")
+        self.sdist = self._one("*.tar.gz")
+        self.sbom = self._one("*.cdx.json")
+
+    def _one(self, pattern: str) -> Path:
+        (path,) = self.directory.glob(pattern)
+        return path
+
+    def deb_files(self, root: Path) -> dict[str, File]:
+        """What the deb installs, given that it is unpacked in `root`."""
+        found = {}
+        for line in run("dpkg-deb", "-c", self.deb).splitlines():
+            mode, owner, _, _, _, name = line.split(maxsplit=5)
+            path = root / name
+            if path.is_file():
+                digest = hashlib.sha256(path.read_bytes()).hexdigest()
+                found[name[1:]] = File(mode, owner, digest)
+        return found
+
+    def rpm_files(self) -> dict[str, File]:
+        """What the rpm installs."""
+        each = "%{FILENAMES} %{FILEMODES:perms} %{FILEUSERNAME}/%{FILEGROUPNAME} %{FILEDIGESTS}\n"
+        rows = [line.split(" ") for line in self.asked_rpm(f"[{each}]").splitlines()]
+        return {name: File(*rest) for name, *rest in rows if rest[0].startswith("-")}
+
+    def asked_rpm(self, form: str) -> str:
+        return run("rpm", "-qp", "--qf", form, self.rpm)
+
+
+def run(*command: str | Path) -> str:
+    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+
+
+def build(checkout: Path, output: Path, environment: dict[str, str] | None = None) -> Built:
+    """Build as scripts/package does, with this Python's packages."""
+    options = ["--output", str(output), "--cache", str(ROOT / ".cache/package")]
+    command = [sys.executable, "-m", "package_build", *options]
+    variables = {**os.environ, **(environment or {}), "PYTHONPATH": str(checkout / "scripts/lib")}
+    subprocess.run(command, check=True, cwd=checkout, env=variables, stdout=subprocess.DEVNULL)
+    return Built(output)
+
+
+@pytest.fixture(scope="session")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
+    return build(ROOT, tmp_path_factory.mktemp("dist"))
+
+
+@pytest.fixture(scope="session")
+def unpacked(built: Built, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The deb's files, in a root of their own."""
+    root = tmp_path_factory.mktemp("root")
+    run("dpkg-deb", "-x", built.deb, root)
+    return root
+
+
+class Host:
+    """A host's directories and programs, for the functions of the packages' scripts."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.bin = root / "bin"
+        self.called = root / "called"
+        for name in ("etc", "run", "usr", "bin", "examples"):
+            (root / name).mkdir()
+
+    def program(self, name: str, body: str) -> None:
+        """A program that writes down how it was called, and then does `body`."""
+        path = self.bin / name
+        path.write_text(f'#!/bin/sh\necho "{name} $*" >>{self.called}\n{body}\n')
+        path.chmod(0o755)
+
+    def call(self, *words: str) -> subprocess.CompletedProcess[str]:
+        """Call a function of the scripts, as they do: under `set -e`."""
+        setting = f"""
+            set -e
+            . {SCRIPTLETS}/names.sh
+            configuration={self.root}/etc examples={self.root}/examples state={self.root}/state
+            made=$state/made-by-package before={self.root}/run/cloudpods library={self.root}/usr
+            . {SCRIPTLETS}/before.sh
+            . {SCRIPTLETS}/purge.sh
+            set -- nothing
+            . {SCRIPTLETS}/maintain.sh
+        """
+        path = f"{self.bin}:{os.environ['PATH']}"
+        return subprocess.run(
+            ["sh", "-c", f"{setting}\n{' '.join(words)}"],
+            env={"PATH": path}, check=False, capture_output=True, text=True,
+        )  # fmt: skip
+
+    def good(self, *words: str) -> list[str]:
+        """Call a function that has to succeed; returns the lines that it said."""
+        done = self.call(*words)
+        assert done.returncode == 0, done.stderr
+        return done.stderr.splitlines()
+
+    def calls(self) -> list[str]:
+        """The programs called so far, with their arguments."""
+        return self.called.read_text().splitlines() if self.called.exists() else []
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Host:
+    return Host(tmp_path)

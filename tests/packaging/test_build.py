@@ -1,0 +1,151 @@
+"""The build: the same each time, from what the lock file names, with a list of what is bundled."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from yunion_mps import __version__
+
+from .conftest import ROOT, Built, build, run
+
+VENDOR = "/usr/lib/yunion-mps/vendor/"
+
+
+@pytest.fixture(scope="module")
+def sbom(built: Built) -> Any:
+    return json.loads(built.sbom.read_text())
+
+
+def pins(name: str) -> dict[str, tuple[str, list[str]]]:
+    """Name, version and hashes of a lock file's entries."""
+    text = (ROOT / "requirements" / name).read_text()
+    entries = re.findall(r"^(\S+)==(\S+).*((?:\\\n +--hash=\S+ ?)+)", text, re.M)
+    return {package: (version, re.findall(r"sha256:(\w+)", rest)) for package, version, rest in entries}
+
+
+def test_two_builds_are_equal_byte_for_byte(built: Built, tmp_path: Path) -> None:
+    """The second is of a copy in another place, by another user's habits, at another time of its files."""
+    copy = tmp_path / "another place"
+    for name in run("git", "-C", ROOT, "ls-files", "-z", "--cached", "--others", "--exclude-standard").split(
+        "\0"
+    ):
+        if name and (ROOT / name).exists():
+            (copy / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, copy / name)
+            os.utime(copy / name, (1_000_000_000, 1_000_000_000))
+    shutil.copytree(ROOT / ".git", copy / ".git")
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    before = os.umask(0o077)
+    try:
+        again = build(copy, tmp_path / "dist", {
+            "TMPDIR": str(scratch), "TZ": "Pacific/Chatham", "LC_ALL": "C", "PYTHONHASHSEED": "7",
+        })  # fmt: skip
+    finally:
+        os.umask(before)
+    assert hashes(again.directory) == hashes(built.directory)
+    assert list(scratch.iterdir()) == []
+
+
+def hashes(directory: Path) -> dict[str, str]:
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in directory.iterdir()}
+
+
+def test_the_lock_file_names_one_file_of_each_dependency_that_the_runtime_allows() -> None:
+    runtime = pins("runtime.lock")
+    bundled = pins("package.lock")
+    assert set(bundled) == set(runtime) - {"colorama"}  # which is for Windows
+    for name, (version, digests) in bundled.items():
+        assert version == runtime[name][0]
+        assert len(digests) == 1
+        assert digests[0] in runtime[name][1]
+
+
+def test_the_list_of_what_is_bundled_agrees_with_the_lock_file(sbom: Any) -> None:
+    listed = {one["name"]: (one["version"], [one["hashes"][0]["content"]]) for one in sbom["components"]}
+    assert listed == pins("package.lock")
+    assert sbom["metadata"]["component"]["version"] == __version__
+
+
+def test_every_bundled_file_is_listed_with_its_hash(sbom: Any, unpacked: Path) -> None:
+    listed = {
+        file["name"]: file["hashes"][0]["content"] for one in sbom["components"] for file in one["components"]
+    }
+    installed = {
+        f"/{path.relative_to(unpacked)}": hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in unpacked.rglob("*")
+        if path.is_file() and f"/{path.relative_to(unpacked)}".startswith(VENDOR)
+    }
+    assert installed
+    assert listed == installed
+
+
+def test_the_list_is_installed_as_it_is_published(built: Built, unpacked: Path) -> None:
+    assert (
+        unpacked / "usr/share/doc/yunion-mps-daemon/sbom.cdx.json"
+    ).read_bytes() == built.sbom.read_bytes()
+
+
+def test_the_list_has_what_cyclonedx_demands(sbom: Any) -> None:
+    assert (sbom["bomFormat"], sbom["specVersion"], sbom["version"]) == ("CycloneDX", "1.5", 1)
+    assert re.fullmatch(r"urn:uuid:[0-9a-f-]{36}", sbom["serialNumber"])
+    references = [one["bom-ref"] for one in sbom["components"]]
+    assert len(set(references)) == len(references)
+    assert sbom["dependencies"][0]["dependsOn"] == references
+    for one in sbom["components"]:
+        assert one["purl"] == f"pkg:pypi/{one['name']}@{one['version']}"
+        assert one["licenses"][0]["license"]["id"] in ("BSD-3-Clause", "MIT")
+
+
+def test_the_licence_of_every_bundled_module_is_installed(unpacked: Path) -> None:
+    told = (unpacked / "usr/share/doc/yunion-mps-daemon/copyright").read_text()
+    for path in (unpacked / VENDOR[1:]).iterdir():
+        assert f"Files: vendor/{path.name}{'/*' if path.is_dir() else ''}\n" in told
+
+
+def test_the_version_and_the_revision_are_told(built: Built, tmp_path: Path) -> None:
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
+    # Without --ignore-installed, pip removes what is installed elsewhere: the checkout itself.
+    run(*pip, "--no-index", "--ignore-installed", "--prefix", str(tmp_path), str(built.wheel))
+    (packages,) = tmp_path.glob("lib/python*/site-packages")
+    revision = run("git", "-C", ROOT, "rev-parse", "--short=12", "HEAD").strip()
+    if run("git", "-C", ROOT, "status", "--porcelain"):
+        revision += "+changes"
+    for program in ("yunion-mps", "yunion-mps-daemon"):
+        command = [str(tmp_path / "bin" / program), "--version"]
+        environment = {**os.environ, "PYTHONPATH": str(packages)}
+        told = subprocess.run(command, check=True, env=environment, stdout=subprocess.PIPE, text=True)
+        assert told.stdout == f"{program} {__version__} ({revision})\n"
+
+
+def test_the_sdist_builds_the_same_wheel(built: Built, tmp_path: Path) -> None:
+    run("tar", "-C", tmp_path, "-xf", built.sdist)
+    (source,) = tmp_path.iterdir()
+    code = "from flit_core.buildapi import build_wheel; build_wheel('dist')"
+    (source / "dist").mkdir()
+    epoch_s = run("git", "-C", ROOT, "log", "-1", "--format=%ct").strip()
+    environment = {**os.environ, "SOURCE_DATE_EPOCH": epoch_s}
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=source, env=environment)
+    (wheel,) = (source / "dist").iterdir()
+    assert wheel.read_bytes() == built.wheel.read_bytes()
+
+
+def test_outside_a_checkout_one_line_says_so(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "scripts/lib", tmp_path / "scripts/lib")
+    above = {"PYTHONPATH": str(tmp_path / "scripts/lib"), "GIT_CEILING_DIRECTORIES": str(tmp_path.parent)}
+    done = subprocess.run(
+        [sys.executable, "-m", "package_build"],
+        cwd=tmp_path, check=False, capture_output=True, text=True, env={**os.environ, **above},
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("package: ")

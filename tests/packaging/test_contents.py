@@ -1,0 +1,161 @@
+"""What the packages install, and what they say of themselves."""
+
+from __future__ import annotations
+
+import re
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from yunion_mps import __version__
+
+from .conftest import ROOT, Built, run
+
+#: Where the families expect the same file in different places, and what only one of them has.
+ELSEWHERE = {
+    "/etc/default/yunion-mps-daemon": "/etc/sysconfig/yunion-mps-daemon",
+    "/usr/share/zsh/vendor-completions/_yunion-mps": "/usr/share/zsh/site-functions/_yunion-mps",
+}
+ONLY_DEBIAN = {
+    "/usr/share/doc/yunion-mps-daemon/changelog.gz",
+    "/usr/share/lintian/overrides/yunion-mps-daemon",
+}
+PROGRAMS = {"/usr/bin/yunion-mps", "/usr/bin/yunion-mps-daemon", "/usr/lib/yunion-mps/maintain"}
+EXPECTED = {
+    "/usr/lib/systemd/system/yunion-mps-daemon.service",
+    "/usr/lib/systemd/system-preset/90-yunion-mps.preset",
+    "/usr/lib/sysusers.d/yunion-mps.conf",
+    "/usr/lib/tmpfiles.d/yunion-mps.conf",
+    "/usr/share/bash-completion/completions/yunion-mps",
+    "/usr/share/fish/vendor_completions.d/yunion-mps.fish",
+    "/usr/share/man/man1/yunion-mps.1.gz",
+    "/usr/share/man/man5/yunion-mps-host.conf.5.gz",
+    "/usr/share/man/man5/yunion-mps-host_container_device.yml.5.gz",
+    "/usr/share/man/man8/yunion-mps-daemon.8.gz",
+    "/usr/share/yunion-mps/host.conf",
+    "/usr/share/yunion-mps/host_container_device.yml",
+    "/usr/share/doc/yunion-mps-daemon/copyright",
+    "/usr/share/doc/yunion-mps-daemon/sbom.cdx.json",
+}
+LARGEST_MIB = 8
+
+
+def test_both_packages_install_the_same_files(built: Built, unpacked: Path) -> None:
+    of_deb = built.deb_files(unpacked)
+    same = {ELSEWHERE.get(name, name): file for name, file in of_deb.items() if name not in ONLY_DEBIAN}
+    assert same == built.rpm_files()
+
+
+def test_what_an_operator_looks_for_is_there(built: Built) -> None:
+    assert set(built.rpm_files()) >= EXPECTED | PROGRAMS | set(ELSEWHERE.values())
+
+
+def test_only_the_programs_can_be_run_and_only_root_can_write(built: Built, unpacked: Path) -> None:
+    for name, file in built.deb_files(unpacked).items():
+        assert file.owner == "root/root"
+        assert file.mode == ("-rwxr-xr-x" if name in PROGRAMS else "-rw-r--r--")
+    for path in unpacked.rglob("*"):
+        if path.is_dir():
+            assert stat.S_IMODE(path.stat().st_mode) == 0o755
+
+
+def test_nothing_lies_in_etc_but_the_environment_of_the_daemon(built: Built) -> None:
+    """Those in /etc/yunion are made where there are none: packaged, a removal would take Cloudpods' away."""
+    assert [name for name in built.rpm_files() if name.startswith("/etc/")] == [
+        "/etc/sysconfig/yunion-mps-daemon"
+    ]
+    configuration = run("rpm", "-qp", "--qf", "[%{FILENAMES} %{FILEFLAGS:fflags}\n]", built.rpm)
+    assert "/etc/sysconfig/yunion-mps-daemon cn\n" in configuration  # %config(noreplace)
+    assert run("dpkg-deb", "-I", built.deb, "conffiles") == "/etc/default/yunion-mps-daemon\n"
+
+
+def test_it_is_small_with_its_bytecode(unpacked: Path, tmp_path: Path) -> None:
+    run("cp", "-a", f"{unpacked}/.", tmp_path)
+    run(sys.executable, "-IS", "-m", "compileall", "-q", tmp_path / "usr/lib/yunion-mps")
+    size = sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
+    assert size <= LARGEST_MIB * 1024 * 1024
+
+
+def test_the_programs_need_nothing_of_the_systems_packages(unpacked: Path) -> None:
+    library = unpacked / "usr/lib/yunion-mps"
+    modules = [
+        str(path.relative_to(library).with_suffix("")).replace("/", ".")
+        for path in (library / "yunion_mps").rglob("*.py")
+        if path.name != "__main__.py"
+    ]
+    code = f"""
+import importlib, sys
+sys.path[:0] = [{str(library)!r}, {str(library / "vendor")!r}]
+for name in {modules!r}:
+    importlib.import_module(name.removesuffix(".__init__"))
+for name in ("click", "h11", "psutil", "pynvml", "sdnotify", "yaml"):
+    print(sys.modules.get(name) or importlib.import_module(name))
+"""
+    found = run(sys.executable, "-B", "-IS", "-c", code).splitlines()
+    assert len(found) == 6
+    assert all(str(library / "vendor") in line for line in found)
+
+
+def test_the_c_parts_serve_every_python_and_an_old_glibc(unpacked: Path) -> None:
+    parts = list(unpacked.rglob("*.so"))
+    assert [part.name for part in parts] == ["_psutil_linux.abi3.so"]
+    versions = re.findall(rb"GLIBC_(\d+)\.(\d+)", parts[0].read_bytes())
+    assert max((int(major), int(minor)) for major, minor in versions) <= (2, 7)  # as the packages demand
+
+
+def test_both_packages_are_newer_than_any_of_cloudpods(built: Built) -> None:
+    """Its package has the same name and versions such as 3.11: only an epoch makes ours an upgrade."""
+    version = run("dpkg-deb", "-f", built.deb, "Version").strip()
+    assert version == f"1:{__version__}"
+    newer = ["dpkg", "--compare-versions", version, "gt", "999.0-24112208"]
+    assert subprocess.run(newer, check=False).returncode == 0
+    assert built.asked_rpm("%{EPOCH}:%{VERSION}-%{RELEASE}") == f"1:{__version__}-1"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("Package", "yunion-mps-daemon"),
+        ("Architecture", "amd64"),
+        (
+            "Pre-Depends",
+            "python3, python3 (>= 3.9) | python3.9 | python3.10 | python3.11 | python3.12 | python3.13",
+        ),
+        ("Provides", f"yunion-mps (= 1:{__version__})"),
+        ("Conflicts", "yunion-mps"),
+        ("Replaces", "yunion-mps"),
+        ("Recommends", "systemd"),
+    ],
+)
+def test_the_deb_says_what_it_needs_and_replaces(built: Built, field: str, value: str) -> None:
+    assert run("dpkg-deb", "-f", built.deb, field).strip() == value
+
+
+def test_the_rpm_needs_a_python_and_a_glibc_and_nothing_else(built: Built) -> None:
+    needed = {
+        line
+        for line in run("rpm", "-qp", "--requires", built.rpm).splitlines()
+        if not line.startswith(("rpmlib(", "/bin/sh"))
+    }
+    tools = {"coreutils", "findutils", "grep", "sed"}
+    assert needed - tools == {"libc.so.6(GLIBC_2.7)(64bit)", "python(abi) >= 3.9"}
+    assert f"yunion-mps = 1:{__version__}-1" in run("rpm", "-qp", "--provides", built.rpm)
+
+
+def test_lintian_finds_nothing(built: Built) -> None:
+    done = subprocess.run(
+        ["lintian", "--allow-root", "--fail-on", "error,warning", built.deb],
+        check=False, capture_output=True, text=True,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, "")
+
+
+def test_rpmlint_finds_nothing(built: Built) -> None:
+    done = subprocess.run(
+        ["rpmlint", "--config", ROOT / "packaging/rpm/rpmlint.toml", built.rpm],
+        check=False, capture_output=True, text=True,
+    )  # fmt: skip
+    assert "0 errors, 0 warnings" in done.stdout, done.stdout
+    assert done.returncode == 0

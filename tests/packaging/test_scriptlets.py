@@ -1,0 +1,213 @@
+"""The packages' scripts, function by function; tests/packages runs them on real machines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from .conftest import ROOT, Host
+
+NAMES = ("host.conf", "host_container_device.yml")
+CLOUDPODS = "hypervisor: kvm\nadmin_password: secret\nenable_cuda_mps: true\n"
+REFUSED = "<3>/etc/yunion/host.conf:5: enable_cuda_mps is 3\n<3>correct the lines above"
+
+
+@pytest.fixture(autouse=True)
+def examples(host: Host) -> None:
+    for name in NAMES:
+        (host.root / "examples" / name).write_text((ROOT / "etc/yunion" / name).read_text())
+
+
+def configuration(host: Host) -> dict[str, str]:
+    return (
+        {path.name: path.read_text() for path in (host.root / "etc").iterdir()}
+        if (host.root / "etc").exists()
+        else {}
+    )
+
+
+# -- the two files
+
+
+def test_where_there_is_no_configuration_the_examples_are_taken(host: Host) -> None:
+    assert host.good("make_configuration") == []
+    assert configuration(host) == {name: (ROOT / "etc/yunion" / name).read_text() for name in NAMES}
+
+
+def test_what_is_there_stays_also_through_a_purge(host: Host) -> None:
+    (host.root / "etc/host.conf").write_text(CLOUDPODS)
+    (host.root / "etc/host_container_device.yml").symlink_to("elsewhere.yml")  # and dangles
+    host.program("getent", "exit 2")
+    host.good("make_configuration")
+    host.good("purge")
+    assert (host.root / "etc/host.conf").read_text() == CLOUDPODS
+    assert (host.root / "etc/host_container_device.yml").is_symlink()
+
+
+def test_a_second_installation_changes_nothing(host: Host) -> None:
+    host.good("make_configuration")
+    (host.root / "etc/host.conf").write_text("enable_cuda_mps: false\n")
+    host.good("make_configuration")
+    assert configuration(host)["host.conf"] == "enable_cuda_mps: false\n"
+    assert len((host.root / "state/made-by-package").read_text().splitlines()) == 2
+
+
+def test_a_purge_takes_what_the_package_made_and_the_operator_changed(host: Host) -> None:
+    host.program("getent", "exit 2")
+    host.good("make_configuration")
+    (host.root / "etc/host.conf").write_text("enable_cuda_mps: true\ncuda_mps_scope: gpu\n")
+    assert host.good("purge") == []
+    assert configuration(host) == {}
+    assert not (host.root / "etc").exists()
+    assert not (host.root / "state").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "added"),
+    [
+        ("host.conf", CLOUDPODS),
+        ("host_container_device.yml", "- path: /dev/dri/renderD129\n  type: NVIDIA_GPU_SHARE\n"),
+    ],
+)
+def test_a_purge_leaves_a_file_that_other_software_uses_by_now(host: Host, name: str, added: str) -> None:
+    host.program("getent", "exit 2")
+    host.good("make_configuration")
+    path = host.root / "etc" / name
+    path.write_text(path.read_text() + added)
+    assert host.good("purge") == [f"yunion-mps-daemon: {path} is left: other software uses it as well"]
+    assert list(configuration(host)) == [name]
+
+
+def test_a_purge_leaves_a_file_that_another_package_owns(host: Host) -> None:
+    host.program("getent", "exit 2")
+    host.program("dpkg-query", "exit 0")
+    host.good("make_configuration")
+    host.good("purge")
+    assert set(configuration(host)) == set(NAMES)
+
+
+def test_a_purge_takes_the_files_of_mps_by_name_out_of_roots_own_directories(host: Host) -> None:
+    host.program("getent", "exit 2")
+    places = {key: host.root / "mps" / key for key in ("pipe", "log")}
+    (host.root / "etc/host.conf").write_text(
+        "".join(f"cuda_mps_{key}_directory: {place}  # ours\n" for key, place in places.items())
+    )
+    for place in (places["pipe"] / "00:06.0", places["log"]):
+        place.mkdir(parents=True)
+    for path in (
+        places["pipe"] / "00:06.0/control_lock",
+        places["log"] / "control.log",
+        places["log"] / "mine",
+    ):
+        path.write_text("")
+    host.good("purge")
+    assert not places["pipe"].exists()
+    assert [path.name for path in places["log"].iterdir()] == ["mine"]
+
+
+def test_a_purge_follows_no_link(host: Host, tmp_path: Path) -> None:
+    host.program("getent", "exit 2")
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious/log").write_text("")
+    (tmp_path / "link").symlink_to(tmp_path / "precious")
+    (host.root / "etc/host.conf").write_text(f"cuda_mps_pipe_directory: {tmp_path}/link\n")
+    host.good("purge")
+    assert (tmp_path / "precious/log").exists()
+
+
+# -- before anything is unpacked
+
+
+def test_a_disk_that_is_nearly_full_is_refused(host: Host) -> None:
+    host.program("stat", "echo 1000 4096")
+    done = host.call("check_host")
+    assert done.returncode == 1
+    assert done.stderr == (
+        "yunion-mps-daemon: /usr has 3 MiB free, and 8 are needed: make room (df -h /usr), and try again\n"
+    )
+
+
+def test_a_host_as_it_should_be_is_accepted_without_a_word(host: Host) -> None:
+    assert host.good("check_host") == []
+
+
+# -- a daemon that ran before
+
+
+def test_an_upgrade_runs_the_daemon_anew_in_its_process(host: Host) -> None:
+    host.program("systemctl", "")
+    host.program("yunion-mps-daemon", "")
+    host.program("yunion-mps", "echo The daemon runs anew, with PID 7 as before")
+    assert host.good("go_on") == ["yunion-mps-daemon: The daemon runs anew, with PID 7 as before"]
+    assert host.calls()[1:] == ["yunion-mps-daemon --check", "yunion-mps daemon-reexec"]
+
+
+def test_where_the_new_version_refuses_the_configuration_the_daemon_of_before_goes_on(host: Host) -> None:
+    host.program("systemctl", "")
+    host.program("yunion-mps-daemon", f"cat >&2 <<'END'\n{REFUSED}\nEND\nexit 6")
+    (said,) = host.good("go_on")
+    assert (
+        "refuses the configuration (/etc/yunion/host.conf:5: enable_cuda_mps is 3); the daemon of before"
+        in said
+    )
+    assert host.calls()[1:] == ["yunion-mps-daemon --check"]
+
+
+def test_where_the_daemon_cannot_be_run_anew_no_job_is_ended_for_it(host: Host) -> None:
+    host.program("systemctl", "")
+    host.program("yunion-mps-daemon", "")
+    host.program("yunion-mps", "echo 'yunion-mps: the state file is full' >&2; exit 1")
+    (said,) = host.good("go_on")
+    assert "the daemon of before goes on: the state file is full; when no job runs: systemctl restart" in said
+    assert not [call for call in host.calls() if "restart" in call or "stop" in call]
+
+
+def test_where_no_daemon_runs_none_is_started(host: Host) -> None:
+    host.program("systemctl", "exit 3")
+    assert host.good("go_on") == []
+    assert host.calls() == ["systemctl --quiet is-active yunion-mps-daemon.service"]
+
+
+# -- the place of Cloudpods' daemon
+
+
+def test_where_cloudpods_daemon_was_enabled_and_ran_ours_is_and_does(host: Host) -> None:
+    (host.root / "run/cloudpods").write_text("enabled\nactive\nnoted\n")
+    host.program("systemctl", "")
+    host.program("yunion-mps-daemon", "")
+    assert host.good("go_on") == []
+    assert host.calls() == [
+        "systemctl --quiet enable yunion-mps-daemon.service",
+        "yunion-mps-daemon --check",
+        "systemctl stop yunion-mps-daemon.service",
+        "systemctl start yunion-mps-daemon.service",
+    ]
+    assert not (host.root / "run/cloudpods").exists()
+
+
+def test_where_cloudpods_daemon_rested_ours_does(host: Host) -> None:
+    (host.root / "run/cloudpods").write_text("noted\n")
+    host.program("systemctl", "")
+    assert host.good("go_on") == []
+    assert host.calls() == []
+
+
+def test_where_our_version_refuses_cloudpods_files_its_daemon_is_not_stopped(host: Host) -> None:
+    (host.root / "run/cloudpods").write_text("active\nnoted\n")
+    host.program("systemctl", "")
+    host.program("yunion-mps-daemon", f"cat >&2 <<'END'\n{REFUSED}\nEND\nexit 6")
+    (said,) = host.good("go_on")
+    assert said.endswith("correct it, then: systemctl restart yunion-mps-daemon.service")
+    assert host.calls() == ["yunion-mps-daemon --check"]
+
+
+# -- bytecode
+
+
+def test_where_the_disk_is_too_full_for_bytecode_none_stays_and_that_is_said(host: Host) -> None:
+    (host.root / "usr/module.py").write_text("syntax error\n")  # fails as a full disk does
+    (host.root / "usr/good.py").write_text("")
+    (said,) = host.good("compile_bytecode")
+    assert "no bytecode could be written" in said
+    assert not (host.root / "usr/__pycache__").exists()
