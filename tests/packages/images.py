@@ -1,0 +1,85 @@
+"""Debian as a minimal host has it, made once and kept under .cache/images by what it is made of."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from simhost.environment import CHECKOUT
+
+IMAGES = CHECKOUT / ".cache/images"
+_SOURCES = CHECKOUT / "scripts/lib/nonfree_sources.py"
+#: python3 and systemd are all that the packages may need; curl is how people ask a socket, rpm the other way in.
+_PACKAGES = ("systemd", "systemd-sysv", "dbus", "python3", "procps", "curl", "rpm")
+_UNUSED = ("/usr/share/locale/*", "/usr/share/doc/*")
+_LIMIT_S = 420
+
+
+class ImageError(RuntimeError):
+    """An image could not be made."""
+
+
+def image(release: str) -> Path:
+    """The root of Debian `release` (bookworm, trixie), to be copied and not to be changed.
+
+    It is made from this machine's own sources of Debian, whatever their release. Raises ImageError.
+    """
+    key = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
+    target = IMAGES / f"{release}-{key}"
+    IMAGES.mkdir(parents=True, exist_ok=True)
+    with open(IMAGES / f"{release}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not target.exists():
+            for old in IMAGES.glob(f"{release}-*"):
+                shutil.rmtree(old)
+            _make(release, target)
+    return target
+
+
+def _make(release: str, target: Path) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        sources = _sources(release, Path(folder) / "apt")
+        new = target.with_name(f"{target.name}.new")
+        command = [
+            "mmdebstrap",
+            "--mode=root",
+            "--variant=minbase",
+            '--aptopt=APT::Install-Recommends "false"',
+            '--aptopt=Acquire::Languages "none"',
+            *(f"--dpkgopt=path-exclude={path}" for path in _UNUSED),
+            f"--include={','.join(_PACKAGES)}",
+            release,
+            str(new),
+            *map(str, sources),
+        ]
+        # From a terminal's Ctrl-C on it may leave mounts behind; it cleans up when it is told by SIGTERM.
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT_S, start_new_session=True)
+    if done.returncode != 0:
+        shutil.rmtree(new, ignore_errors=True)
+        raise ImageError(f"Debian {release} could not be made: {' '.join(command)}\n{done.stderr[-3000:]}")
+    (new / "var/log/journal").mkdir(exist_ok=True)
+    new.rename(target)
+
+
+def _sources(release: str, folder: Path) -> list[Path]:
+    """Write this machine's sources of Debian as those of `release`, component main; return the files."""
+    here = platform.freedesktop_os_release().get("VERSION_CODENAME", "unknown")
+    subprocess.run([sys.executable, "-I", str(_SOURCES), here, "/etc/apt", str(folder)], check=True)
+    suites = re.compile(rf"(?<=\s)(?:{here}|oldstable|stable|testing|unstable|sid)(-updates|-security)?(?=\s)")
+    files = []
+    for name in ("sources.list", *(f"sources.list.d/{name}" for name in os.listdir(folder / "sources.list.d"))):
+        path = folder / name
+        text = path.read_text() if path.exists() else ""
+        if text.strip():
+            text = suites.sub(lambda found: release + (found[1] or ""), text)
+            path.write_text(re.sub(r"(?<=\s)non-free(?=\s)", "main", text))
+            files.append(path)
+    return files
