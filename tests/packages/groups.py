@@ -17,7 +17,9 @@ class ControlGroup:
     def __init__(self, name: str) -> None:
         #: Whether this machine was booted with systemd, which then makes a scope.
         self.is_systemds = os.path.isdir("/run/systemd/system")
-        self._folders = [] if self.is_systemds else [folder / f"yunion-mps-test-{name}" for folder in _hierarchies()]
+        self._folders = (
+            [] if self.is_systemds else [folder / f"yunion-mps-test-{name}" for folder in _hierarchies()]
+        )
 
     def enter(self) -> list[str]:
         """The beginning of a command that is then run in the group."""

@@ -61,7 +61,9 @@ def _make(release: str, target: Path) -> None:
             *map(str, sources),
         ]
         # From a terminal's Ctrl-C on it may leave mounts behind; it cleans up when it is told by SIGTERM.
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT_S, start_new_session=True)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_LIMIT_S, start_new_session=True
+        )
     if done.returncode != 0:
         shutil.rmtree(new, ignore_errors=True)
         raise ImageError(f"Debian {release} could not be made: {' '.join(command)}\n{done.stderr[-3000:]}")
@@ -73,9 +75,14 @@ def _sources(release: str, folder: Path) -> list[Path]:
     """Write this machine's sources of Debian as those of `release`, component main; return the files."""
     here = platform.freedesktop_os_release().get("VERSION_CODENAME", "unknown")
     subprocess.run([sys.executable, "-I", str(_SOURCES), here, "/etc/apt", str(folder)], check=True)
-    suites = re.compile(rf"(?<=\s)(?:{here}|oldstable|stable|testing|unstable|sid)(-updates|-security)?(?=\s)")
+    suites = re.compile(
+        rf"(?<=\s)(?:{here}|oldstable|stable|testing|unstable|sid)(-updates|-security)?(?=\s)"
+    )
     files = []
-    for name in ("sources.list", *(f"sources.list.d/{name}" for name in os.listdir(folder / "sources.list.d"))):
+    for name in (
+        "sources.list",
+        *(f"sources.list.d/{name}" for name in os.listdir(folder / "sources.list.d")),
+    ):
         path = folder / name
         text = path.read_text() if path.exists() else ""
         if text.strip():

@@ -124,7 +124,9 @@ class Machine:
         variables = [f"{name}={value}" for name, value in {**_ENVIRONMENT, **env}.items()]
         command = ["nsenter", f"--target={self._leader}", "--mount", "--uts", "--ipc", "--net", "--pid"]
         command += ["--wd=/", "env", "-i", *variables, "timeout", "--kill-after=5", str(limit_s), *argv]
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=limit_s + 20)
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=limit_s + 20
+        )
         if check and done.returncode != 0:
             raise MachineError(f"{' '.join(argv)}: status {done.returncode}\n{done.stdout}{done.stderr}")
         return done
