@@ -1,7 +1,7 @@
 """The simulated driver in a machine: what its programs find where NVIDIA's driver would have put it.
 
-No variable tells anybody of it: the daemon, nvidia-smi and the control daemon are as on a real host. Its state,
-which a real driver has in the kernel, lies below /dev as the driver's nodes do.
+No variable tells anybody of it: the daemon, nvidia-smi and the control daemon are as on a real host. Its
+state, which a real driver has in the kernel, lies below /dev as the driver's nodes do.
 """
 
 from __future__ import annotations

@@ -27,9 +27,8 @@ class ControlGroup:
             return []
         for folder in self._folders:
             folder.mkdir(exist_ok=True)
-        script = 'for folder in "$1" "$2"; do [ -z "$folder" ] || echo $$ >"$folder/cgroup.procs"; done; shift 2; exec "$@"'
-        first, second = (*map(str, self._folders), "")[:2]
-        return ["sh", "-ec", script, "sh", first, second]
+        joined = " ".join(f"{folder}/cgroup.procs" for folder in self._folders)
+        return ["sh", "-ec", f'for file in {joined}; do echo $$ >"$file"; done; exec "$@"', "sh"]
 
     def remove(self) -> None:
         """Remove it; the kernel takes a moment to forget the processes that were in it."""

@@ -17,9 +17,16 @@ from simhost.environment import CHECKOUT
 
 IMAGES = CHECKOUT / ".cache/images"
 _SOURCES = CHECKOUT / "scripts/lib/nonfree_sources.py"
-#: python3 and systemd are all that the packages may need; curl is how people ask a socket, rpm the other way in.
+#: python3 and systemd are all that the packages may need; curl asks a socket, rpm is the other way in.
 _PACKAGES = ("systemd", "systemd-sysv", "dbus", "python3", "procps", "curl", "rpm")
-_UNUSED = ("/usr/share/locale/*", "/usr/share/doc/*")
+_RECIPE = (
+    "--mode=root",
+    "--variant=minbase",
+    '--aptopt=APT::Install-Recommends "false"',
+    '--aptopt=Acquire::Languages "none"',
+    "--dpkgopt=path-exclude=/usr/share/locale/*",
+    f"--include={','.join(_PACKAGES)}",
+)
 _LIMIT_S = 420
 
 
@@ -32,7 +39,7 @@ def image(release: str) -> Path:
 
     It is made from this machine's own sources of Debian, whatever their release. Raises ImageError.
     """
-    key = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
+    key = hashlib.sha256(" ".join([release, *_RECIPE]).encode()).hexdigest()[:12]
     target = IMAGES / f"{release}-{key}"
     IMAGES.mkdir(parents=True, exist_ok=True)
     with open(IMAGES / f"{release}.lock", "w") as lock:
@@ -50,12 +57,7 @@ def _make(release: str, target: Path) -> None:
         new = target.with_name(f"{target.name}.new")
         command = [
             "mmdebstrap",
-            "--mode=root",
-            "--variant=minbase",
-            '--aptopt=APT::Install-Recommends "false"',
-            '--aptopt=Acquire::Languages "none"',
-            *(f"--dpkgopt=path-exclude={path}" for path in _UNUSED),
-            f"--include={','.join(_PACKAGES)}",
+            *_RECIPE,
             release,
             str(new),
             *map(str, sources),

@@ -1,0 +1,98 @@
+"""How an operator of each family installs, upgrades, goes back and removes: without a network."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from pathlib import Path
+
+from packages.machine import Done, Machine
+from packages.versions import Packages, stub_rpm
+
+NAME = "yunion-mps-daemon"
+
+
+class Family(ABC):
+    """What both can do; the machine is the operator's."""
+
+    name: str
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+
+    def prepare(self, folder: Path) -> None:  # noqa: B027 - there may be nothing to do
+        """Make the machine as one of the family is."""
+
+    @abstractmethod
+    def install(self, packages: Packages, *, check: bool = True) -> Done:
+        """Install the version, whichever was there before."""
+
+    @abstractmethod
+    def remove(self) -> Done:
+        """Remove it, and keep what is configured."""
+
+    @abstractmethod
+    def purge(self) -> None:
+        """Remove what `remove` keeps."""
+
+    @abstractmethod
+    def version(self) -> str:
+        """The version that is installed, empty where none is."""
+
+
+class Deb(Family):
+    """Debian and Ubuntu."""
+
+    name = "deb"
+
+    def install(self, packages: Packages, *, check: bool = True) -> Done:
+        file = self.machine.install_file(packages.deb)
+        options = ["--yes", "--no-install-recommends", "--allow-downgrades"]
+        return self.machine.run("apt-get", "install", *options, file, check=check)
+
+    def remove(self) -> Done:
+        return self.machine.run("apt-get", "remove", "--yes", NAME)
+
+    def purge(self) -> None:
+        self.machine.run("apt-get", "purge", "--yes", NAME)
+
+    def version(self) -> str:
+        done = self.machine.run(
+            "dpkg-query", "--show", "--showformat=${db:Status-Status} ${Version}", NAME, check=False
+        )
+        state, _, version = done.stdout.partition(" ")
+        return version.rpartition(":")[2] if state == "installed" else ""
+
+
+class Rpm(Family):
+    """RHEL and its kin: rpm's own database, in a root in which everything else came otherwise."""
+
+    name = "rpm"
+
+    def prepare(self, folder: Path) -> None:
+        """Begin the database with what Debian's packages provide."""
+        here = self.machine.run(
+            "python3", "-c", "import sys; print('%d.%d' % sys.version_info[:2])"
+        ).stdout.strip()
+        provides = [f"python(abi) = {here}", "libc.so.6(GLIBC_2.7)(64bit)", "/bin/sh"]
+        provides += ["coreutils", "sed", "grep", "findutils", "systemd"]
+        self._rpm("--initdb")
+        self._rpm("--install", self.machine.install_file(stub_rpm(folder, provides)))
+
+    def install(self, packages: Packages, *, check: bool = True) -> Done:
+        return self._rpm("--upgrade", "--oldpackage", self.machine.install_file(packages.rpm), check=check)
+
+    def remove(self) -> Done:
+        return self._rpm("--erase", NAME)
+
+    def purge(self) -> None:
+        self.machine.run("/usr/share/doc/yunion-mps-daemon/purge")
+
+    def version(self) -> str:
+        done = self._rpm("--query", "--queryformat", "%{VERSION}", NAME, check=False)
+        return done.stdout if done.returncode == 0 else ""
+
+    def _rpm(self, *arguments: str, check: bool = True) -> Done:
+        return self.machine.run("rpm", "--force-debian", *arguments, check=check)
+
+
+FAMILIES: dict[str, type[Family]] = {"deb": Deb, "rpm": Rpm}

@@ -1,0 +1,158 @@
+"""What an operator does in a machine, and sees: by systemd, the socket, nvidia-smi, the control daemon."""
+
+from __future__ import annotations
+
+import json
+import signal
+from typing import Any
+
+from packages.driver import CLIENT
+from packages.machine import UNIT, Machine
+
+SOCKET = "/run/yunion-mps/yunion-mps.sock"
+PIPE = "/tmp/nvidia-mps/pipe"
+HOST_CONF = "/etc/yunion/host.conf"
+DEVICES = "/etc/yunion/host_container_device.yml"
+#: A user whose jobs these are.
+USER = 65534
+
+Json = dict[str, Any]
+
+_CONF = f"""\
+# Cloudpods' host agent owns most keys of this file.
+hostname: tested
+enable_cuda_mps: true
+container_device_config_file: {DEVICES}
+"""
+_GPU = """\
+devices:
+- path: /dev/dri/renderD128
+  type: NVIDIA_MPS
+  virtual_number: {number}
+"""
+
+
+class Operator:
+    """Works on one machine."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+
+    # -- what he does
+
+    def configure(self, number: object = 4) -> None:
+        """Write both files: the GPU in `number` devices."""
+        self.machine.write(HOST_CONF, _CONF)
+        self.machine.write(DEVICES, _GPU.format(number=number))
+
+    def start(self) -> None:
+        """`systemctl enable --now`, which returns once the budgets are in force."""
+        self.machine.run("systemctl", "enable", "--now", UNIT)
+
+    def begin_job(self, name: str, *, attached: bool = True) -> int:
+        """Begin a job of an ordinary user, and wait until it is at work; its PID."""
+        self.machine.run(
+            "systemd-run",
+            f"--unit={name}",
+            f"--uid={USER}",
+            f"--setenv=CUDA_MPS_PIPE_DIRECTORY={PIPE}",
+            "python3",
+            "-IS",
+            CLIENT,
+        )
+        pid = int(self.machine.show("MainPID", f"{name}.service"))
+        self.machine.driver.host.gpus[0].add_process(pid, 64)
+        if attached:
+            self.machine.wait_until(
+                f"{name} is attached", lambda: "attached" in self.machine.journal(f"{name}.service")
+            )
+        return pid
+
+    def end_job(self, name: str, pid: int) -> None:
+        """End it as jobs end."""
+        self.machine.run("systemctl", "stop", f"{name}.service", check=False)
+        self.machine.driver.host.gpus[0].remove_process(pid)
+
+    def is_at_work(self, name: str) -> bool:
+        """Whether the job is still attached to its server."""
+        said = self.machine.journal(f"{name}.service")
+        ended = ("server gone", "terminated", "refused")
+        running = self.machine.show("ActiveState", f"{name}.service") == "active"
+        return running and "attached" in said and not any(word in said for word in ended)
+
+    # -- what he sees
+
+    def ask(self, path: str) -> Json:
+        """What the socket answers."""
+        done = self.machine.run(
+            "curl", "--silent", "--fail", "--unix-socket", SOCKET, f"http://localhost/v1/{path}"
+        )
+        answer: Json = json.loads(done.stdout)
+        return answer
+
+    def daemon(self) -> int:
+        """The daemon's PID, 0 where none runs."""
+        return int(self.machine.show("MainPID"))
+
+    def control_daemon(self) -> int:
+        """The control daemon's PID, 0 where none serves."""
+        (domain,) = self.ask("status")["domains"]
+        return int(domain["pid"] or 0)
+
+    def control(self, *commands: str) -> list[str]:
+        """What the control daemon answers."""
+        lines = "\n".join(commands)
+        script = f"printf '%s\\n' '{lines}' | CUDA_MPS_PIPE_DIRECTORY={PIPE} nvidia-cuda-mps-control"
+        return self.machine.shell(script).splitlines()
+
+    def servers(self) -> list[int]:
+        """The PIDs of the MPS servers."""
+        return [int(line) for line in self.control("get_server_list")]
+
+    def modes(self) -> list[str]:
+        """The GPUs' compute modes, as nvidia-smi has them."""
+        query = ["--query-gpu=compute_mode", "--format=csv,noheader"]
+        return self.machine.run("nvidia-smi", *query).stdout.splitlines()
+
+    def processes(self, name: str) -> list[int]:
+        """The PIDs of the processes with this program's name."""
+        found = self.machine.run("pidof", name, check=False).stdout
+        return [int(word) for word in found.split()]
+
+    # -- what must be so
+
+    def see_it_serves(self, number: int = 4) -> None:
+        """All of them say that the GPU is divided by `number`."""
+        machine = self.machine
+        shown = [machine.show(name) for name in ("ActiveState", "SubState", "Result")]
+        assert shown == ["active", "running", "success"], machine.journal()
+        machine.wait_until("ready", lambda: self.ask("status")["state"] == "ready")
+        served = f"{number} of {number} devices available"
+        machine.wait_until(served, lambda: served in machine.show("StatusText"))
+        devices = self.ask("devices")
+        assert devices["total"] == number
+        assert {device["mps_memory_limit"] for device in devices["isolated_devices"]} == {23040 // number}
+        assert self.modes() == ["Exclusive_Process"]
+        limits = self.control("get_default_device_pinned_mem_limit 0", "get_default_active_thread_percentage")
+        assert limits == [f"{23040 // number // 1024}G", f"{100 / number:.1f}"]
+        self.see_no_fault()
+
+    def see_it_rests(self) -> None:
+        """Nothing of it runs, and the GPU is as it was."""
+        machine = self.machine
+        assert machine.show("ActiveState") == "inactive", machine.journal()
+        assert self.processes("nvidia-cuda-mps-control") == self.processes("nvidia-cuda-mps-server") == []
+        assert machine.run("test", "-e", SOCKET, check=False).returncode == 1
+        assert self.modes() == ["Default"]
+        self.see_no_fault()
+
+    def see_no_fault(self) -> None:
+        """Neither a traceback of ours, nor a line of our files that systemd does not understand."""
+        said = self.machine.run("journalctl", "--boot", "--no-pager", "--output=cat").stdout
+        assert "Traceback" not in said, said
+        ours = [line for line in said.splitlines() if "yunion" in line]
+        assert [line for line in ours if "Unknown key" in line or "Failed to parse" in line] == []
+
+    def kill(self, pid: int) -> None:
+        """End a process as the kernel does when memory is short."""
+        self.machine.kill(pid, signal.SIGKILL)

@@ -1,0 +1,258 @@
+"""An operator's life with the package on one machine: each step begins where the one before ended."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from packages.family import NAME, Family
+from packages.machine import UNIT, Machine
+from packages.operator import DEVICES, HOST_CONF, USER, Operator
+from packages.traces import Traces
+from packages.versions import Packages
+
+_DROP_IN = f"/etc/systemd/system/{UNIT}.d/watchdog.conf"
+
+
+@pytest.fixture(autouse=True)
+def step(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Skip what follows a step that failed: its machine is not where it should be."""
+    life = request.cls
+    broken = getattr(life, "broken", {})
+    machine = request.node.callspec.params["family"]
+    if machine in broken:
+        pytest.skip(f"after: {broken[machine]}")
+    before = request.session.testsfailed
+    yield
+    if request.session.testsfailed > before:
+        life.broken = {**broken, machine: request.node.name}
+
+
+@pytest.fixture(scope="class")
+def machine(family: Family) -> Machine:
+    return family.machine
+
+
+@pytest.fixture(scope="class")
+def traces(machine: Machine) -> Traces:
+    """What was on the machine before the package."""
+    return Traces(machine)
+
+
+@pytest.mark.parametrize("family", ["bookworm-deb", "trixie-deb", "trixie-rpm"], indirect=True, scope="class")
+class TestLife:
+    """The steps."""
+
+    def test_it_installs_offline_and_starts_nothing(
+        self, family: Family, operator: Operator, traces: Traces, current: Packages
+    ) -> None:
+        traces.take()
+        done = family.install(current)
+        assert "Traceback" not in done.stdout + done.stderr
+        assert family.version() == current.version
+        assert operator.machine.run("systemctl", "is-enabled", UNIT, check=False).stdout.strip() == "disabled"
+        assert operator.machine.run("getent", "group", "yunion-mps").stdout
+        operator.see_it_rests()
+        version = operator.machine.run("yunion-mps", "--version").stdout
+        assert current.version in version
+        assert operator.machine.run("systemctl", "is-system-running").stdout.strip() == "running"
+
+    def test_systemd_reads_the_unit_without_a_word_and_rates_it(self, machine: Machine) -> None:
+        assert machine.show("LoadState") == "loaded"
+        verified = machine.run("systemd-analyze", "verify", "--man=no", machine.show("FragmentPath"))
+        assert [line for line in verified.stderr.splitlines() if "yunion" in line] == []
+        rating = machine.run("systemd-analyze", "security", "--no-pager", UNIT).stdout.splitlines()[-1]
+        assert float(rating.partition(":")[2].split()[0]) <= 4.0
+
+    def test_before_it_is_configured_status_says_what_to_do(self, machine: Machine) -> None:
+        done = machine.run("yunion-mps", "status", check=False)
+        assert done.returncode == 3
+        assert "systemctl" in done.stderr
+        assert "Traceback" not in done.stderr
+
+    def test_it_is_configured_and_checked(self, operator: Operator, machine: Machine) -> None:
+        operator.configure()
+        machine.run("yunion-mps", "config", "check")
+        operator.see_it_rests()
+
+    def test_enabled_and_started_it_serves(self, operator: Operator, machine: Machine) -> None:
+        operator.start()
+        operator.see_it_serves()
+        assert machine.run("systemctl", "is-enabled", UNIT).stdout.strip() == "enabled"
+
+    def test_it_lists_its_devices(self, machine: Machine) -> None:
+        listed = machine.run("yunion-mps", "isolated-device-list", "--output", "csv").stdout
+        assert [f"00:06.0-{slot}" in listed for slot in range(5)] == [True] * 4 + [False]
+        table = machine.run("yunion-mps", "isolated-device-list").stdout
+        assert "*** Total: 4 Pages: 1 Limit: 20 Offset: 0 Page: 1 ***" in table
+
+    def test_the_sandbox_holds_the_control_daemon_too(self, operator: Operator, machine: Machine) -> None:
+        for pid in (operator.daemon(), operator.control_daemon()):
+            status = machine.shell(f"cat /proc/{pid}/status")
+            assert "NoNewPrivs:\t1" in status
+            assert "Seccomp:\t2" in status
+            opened = machine.run(
+                "nsenter", f"--target={pid}", "--mount", "touch", "/usr/x", "/etc/x", check=False
+            )
+            assert opened.stderr.count("Read-only file system") == 2
+
+    def test_a_reload_with_good_files_changes_what_is_in_force(
+        self, operator: Operator, machine: Machine
+    ) -> None:
+        before = operator.control_daemon()
+        operator.configure(2)
+        machine.run("systemctl", "reload", UNIT)
+        operator.see_it_serves(2)
+        operator.configure(4)
+        machine.run("systemctl", "reload", UNIT)
+        operator.see_it_serves(4)
+        assert operator.control_daemon() == before
+
+    def test_a_reload_with_a_bad_file_fails_and_changes_nothing(
+        self, operator: Operator, machine: Machine
+    ) -> None:
+        before = operator.control_daemon()
+        operator.configure('"many"')
+        done = machine.run("systemctl", "reload", UNIT, check=False)
+        assert done.returncode != 0
+        assert f"{DEVICES}:4: virtual_number" in machine.journal()
+        operator.see_it_serves()
+        assert operator.control_daemon() == before
+        operator.configure()
+
+    def test_a_job_of_an_ordinary_user_is_served(self, operator: Operator, machine: Machine) -> None:
+        pid = operator.begin_job("job")
+        (server,) = operator.servers()
+        assert operator.processes("nvidia-cuda-mps-server") == [server]
+        assert str(pid) in machine.run("yunion-mps", "clients").stdout
+        assert f"Uid:\t{USER}\t" in machine.shell(f"cat /proc/{server}/status")
+        operator.end_job("job", pid)
+
+    def test_a_daemon_that_is_killed_comes_back_to_its_control_daemon_and_jobs(
+        self, operator: Operator, machine: Machine
+    ) -> None:
+        pid, control = operator.begin_job("work"), operator.control_daemon()
+        before = operator.daemon()
+        operator.kill(before)
+        machine.wait_until("another daemon", lambda: self._another(operator, before))
+        operator.see_it_serves()
+        assert operator.control_daemon() == control
+        assert operator.is_at_work("work")
+        operator.end_job("work", pid)
+
+    def test_a_daemon_that_hangs_is_replaced_and_its_jobs_go_on(
+        self, operator: Operator, machine: Machine
+    ) -> None:
+        machine.write(_DROP_IN, "[Service]\nWatchdogSec=2s\nRestartSec=100ms\n")
+        machine.run("systemctl", "daemon-reload")
+        machine.run("systemctl", "restart", UNIT)
+        assert machine.show("WatchdogUSec") == "2s"
+        pid, control, before = operator.begin_job("hung"), operator.control_daemon(), operator.daemon()
+        machine.kill(before, signal.SIGSTOP)
+        machine.wait_until("another daemon", lambda: self._another(operator, before))
+        assert "watchdog" in machine.journal().lower()
+        operator.see_it_serves()
+        assert operator.control_daemon() == control
+        assert operator.is_at_work("hung")
+        operator.end_job("hung", pid)
+        machine.run("rm", "-r", os.path.dirname(_DROP_IN))
+        machine.run("systemctl", "daemon-reload")
+
+    def test_a_server_that_is_killed_takes_only_its_jobs(self, operator: Operator, machine: Machine) -> None:
+        pid, control = operator.begin_job("unlucky"), operator.control_daemon()
+        operator.kill(operator.servers()[0])
+        machine.wait_until("its job has ended", lambda: not operator.is_at_work("unlucky"))
+        machine.driver.host.gpus[0].remove_process(pid)
+        operator.end_job("next", operator.begin_job("next"))
+        operator.see_it_serves()
+        assert operator.control_daemon() == control
+
+    def test_a_control_daemon_that_is_killed_is_started_again(
+        self, operator: Operator, machine: Machine
+    ) -> None:
+        before = operator.control_daemon()
+        operator.kill(before)
+        machine.wait_until("another", lambda: operator.control_daemon() not in (0, before))
+        operator.see_it_serves()
+
+    def test_a_stop_puts_everything_back_and_a_start_brings_it_again(
+        self, operator: Operator, machine: Machine
+    ) -> None:
+        machine.run("systemctl", "stop", UNIT)
+        operator.see_it_rests()
+        machine.run("systemctl", "start", UNIT)
+        operator.see_it_serves()
+
+    def test_after_a_reboot_it_serves_before_others_start_jobs(
+        self, operator: Operator, machine: Machine
+    ) -> None:
+        machine.write(
+            "/etc/systemd/system/kubelet.service",
+            "[Service]\nType=oneshot\nExecStart=yunion-mps list\nRemainAfterExit=yes\n"
+            "[Install]\nWantedBy=multi-user.target\n",
+        )
+        machine.run("systemctl", "enable", "kubelet")
+        machine.reboot()
+        operator.see_it_serves()
+        assert "*** Total: 4 " in machine.journal("kubelet.service")
+        machine.run("systemctl", "disable", "--now", "kubelet")
+        (machine.root / "etc/systemd/system/kubelet.service").unlink()
+
+    # Leases come with a later issue: the job here becomes one with a lease then.
+    def test_a_downgrade_and_an_upgrade_end_no_job(
+        self, family: Family, operator: Operator, previous: Packages, current: Packages
+    ) -> None:
+        pid, control = operator.begin_job("steady"), operator.control_daemon()
+        daemon = operator.daemon()
+        for packages in (previous, current):
+            family.install(packages)
+            assert family.version() == packages.version
+            assert operator.ask("status")["version"] == packages.version
+            operator.see_it_serves()
+            assert operator.control_daemon() == control
+            assert operator.daemon() == daemon
+            assert operator.is_at_work("steady")
+        assert "hostname: tested" in (family.machine.root / HOST_CONF.lstrip("/")).read_text()
+        operator.end_job("steady", pid)
+
+    def test_an_upgrade_with_a_broken_configuration_leaves_the_daemon_as_it_was(
+        self, family: Family, operator: Operator, previous: Packages, current: Packages
+    ) -> None:
+        control = operator.control_daemon()
+        operator.configure('"many"')
+        done = family.install(previous)
+        assert "virtual_number" in done.stdout + done.stderr
+        assert operator.ask("status")["version"] == current.version
+        operator.see_it_serves()
+        assert operator.control_daemon() == control
+        operator.configure()
+        family.install(current)
+        operator.see_it_serves()
+
+    def test_removed_it_leaves_the_configuration_and_nothing_that_runs(
+        self, family: Family, operator: Operator, machine: Machine, traces: Traces
+    ) -> None:
+        family.remove()
+        assert family.version() == ""
+        machine.wait_until("the unit is gone", lambda: machine.show("LoadState") == "not-found")
+        operator.see_it_rests()
+        assert "hostname: tested" in (machine.root / HOST_CONF.lstrip("/")).read_text()
+        assert traces.programs() == []
+
+    def test_purged_it_leaves_nothing_of_its_own(
+        self, family: Family, machine: Machine, current: Packages, traces: Traces
+    ) -> None:
+        for path in (HOST_CONF, DEVICES):  # the operator's own
+            (machine.root / path.lstrip("/")).unlink()
+        family.install(current)
+        family.purge()
+        assert traces.left() == []
+        assert NAME not in machine.run("systemctl", "list-unit-files", "--no-pager").stdout
+        assert machine.run("systemctl", "is-system-running").stdout.strip() == "running"
+
+    def _another(self, operator: Operator, before: int) -> bool:
+        active = operator.machine.show("ActiveState") == "active"
+        return active and operator.daemon() not in (0, before)

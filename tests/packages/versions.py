@@ -1,0 +1,88 @@
+"""The packages under test, and the same program as its version before this one would have been."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+from yunion_mps import __version__
+
+from simhost.environment import CHECKOUT
+
+#: The version that is upgraded from: this tree with another number, until there is a release to take.
+PREVIOUS = "0.0.9"
+_LIMIT_S = 300
+
+
+class Packages(NamedTuple):
+    """One version in both formats."""
+
+    version: str
+    deb: Path
+    rpm: Path
+
+
+def built(folder: Path, version: str = __version__) -> Packages:
+    """Build both formats of this checkout, as of `version`, below the folder."""
+    tree, output = folder / f"tree-{version}", folder / f"dist-{version}"
+    _copy(tree, version)
+    environment = {**os.environ, "PYTHONPATH": "scripts/lib"}
+    command = [sys.executable, "-m", "package_build", "--output", str(output)]
+    command += ["--cache", str(CHECKOUT / ".cache/package")]
+    done = subprocess.run(
+        command, cwd=tree, env=environment, capture_output=True, text=True, timeout=_LIMIT_S
+    )
+    if done.returncode != 0:
+        raise RuntimeError(f"scripts/package failed for {version}:\n{done.stdout}{done.stderr}")
+    return Packages(version, _only(output, "*.deb"), _only(output, "*.rpm"))
+
+
+def stub_rpm(folder: Path, provides: list[str]) -> Path:
+    """An empty rpm that provides what Debian's own packages have, of which rpm's database knows nothing."""
+    spec = folder / "stub.spec"
+    tags = {
+        "Name": "debian-itself",
+        "Version": "1",
+        "Release": "1",
+        "Summary": "What is there",
+        "License": "none",
+    }
+    lines = [f"{name}: {value}" for name, value in {**tags, "BuildArch": "noarch"}.items()]
+    spec.write_text(
+        "\n".join([*lines, *(f"Provides: {one}" for one in provides), "%description", "%files", ""])
+    )
+    command = [
+        "rpmbuild",
+        "-bb",
+        "--define",
+        f"_topdir {folder}/stub",
+        "--define",
+        f"_rpmdir {folder}",
+        str(spec),
+    ]
+    subprocess.run(command, check=True, capture_output=True, timeout=_LIMIT_S)
+    return _only(folder / "noarch", "*.rpm")
+
+
+def _copy(tree: Path, version: str) -> None:
+    """Copy the checkout as git would know it, in a repository of its own."""
+    subprocess.run(["git", "clone", "--quiet", "--shared", str(CHECKOUT), str(tree)], check=True)
+    list_files = ["git", "-C", str(CHECKOUT), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(list_files, check=True, capture_output=True, text=True).stdout.split("\0")
+    for name in filter(None, names):
+        (tree / name).unlink(missing_ok=True)
+        if (CHECKOUT / name).exists():
+            (tree / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(CHECKOUT / name, tree / name)
+    init = tree / "yunion_mps/__init__.py"
+    init.write_text(re.sub(r'(?m)^__version__ = ".+"$', f'__version__ = "{version}"', init.read_text()))
+
+
+def _only(folder: Path, pattern: str) -> Path:
+    (found,) = folder.glob(pattern)
+    return found
