@@ -9,6 +9,13 @@ from packages.machine import Done, Machine
 from packages.versions import Packages, stub_rpm
 
 NAME = "yunion-mps-daemon"
+#: What the family's package `filesystem` has, and Debian has not.
+_FOLDERS = ("/etc/sysconfig", "/usr/share/zsh/site-functions", "/usr/share/fish/vendor_completions.d")
+#: What docs/install.md says for rpm, which knows no purge.
+_PURGE = """\
+rm -rf /etc/yunion /var/lib/yunion-mps /run/yunion-mps /tmp/nvidia-mps
+groupdel yunion-mps
+"""
 
 
 class Family(ABC):
@@ -75,6 +82,7 @@ class Rpm(Family):
         ).stdout.strip()
         provides = [f"python(abi) = {here}", "libc.so.6(GLIBC_2.7)(64bit)", "/bin/sh"]
         provides += ["coreutils", "sed", "grep", "findutils", "systemd"]
+        self.machine.run("mkdir", "-p", *_FOLDERS)
         self._rpm("--initdb")
         self._rpm("--install", self.machine.install_file(stub_rpm(folder, provides)))
 
@@ -85,14 +93,15 @@ class Rpm(Family):
         return self._rpm("--erase", NAME)
 
     def purge(self) -> None:
-        self.machine.run("/usr/share/doc/yunion-mps-daemon/purge")
+        self.remove()
+        self.machine.shell(_PURGE)
 
     def version(self) -> str:
         done = self._rpm("--query", "--queryformat", "%{VERSION}", NAME, check=False)
         return done.stdout if done.returncode == 0 else ""
 
     def _rpm(self, *arguments: str, check: bool = True) -> Done:
-        return self.machine.run("rpm", "--force-debian", *arguments, check=check)
+        return self.machine.run("rpm", *arguments, check=check)
 
 
 FAMILIES: dict[str, type[Family]] = {"deb": Deb, "rpm": Rpm}

@@ -44,7 +44,8 @@ class Machine:
 
     def __init__(self, image: Path, name: str) -> None:
         """Copy the image; it is not booted yet. `name` is also the host's name."""
-        self._folder = Path(tempfile.mkdtemp(prefix=f"{name}."))
+        self._folder = Path(tempfile.gettempdir()) / f"{name}-{uuid.uuid4().hex[:8]}"
+        self._folder.mkdir(mode=0o755)
         self.name = name
         self.root = self._folder / "root"
         subprocess.run(["cp", "-a", "--reflink=auto", str(image), str(self.root)], check=True)
@@ -186,7 +187,7 @@ class Machine:
             *self._group.enter(),
             "systemd-nspawn",
             f"--directory={self.root}",
-            f"--machine={self._folder.name.replace('_', '-')}",
+            f"--machine={self._folder.name}",
             f"--hostname={self.name}",
             "--boot",
             "--quiet",
