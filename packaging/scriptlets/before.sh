@@ -19,7 +19,7 @@ note_cloudpods() { # what Cloudpods' service does, before its package goes: its 
     [ -e /opt/yunion/bin/mps-daemon ] && systemd_runs || return 0
     {
         systemctl --quiet is-enabled "$unit" 2>/dev/null && echo enabled
-        systemctl --quiet is-active "$unit" && echo active
+        [ "$(systemctl show --property ActiveState --value "$unit")" = inactive ] || echo wanted # it may have failed
         echo noted
     } >"$before"
 }

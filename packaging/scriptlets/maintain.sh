@@ -82,7 +82,7 @@ follow_cloudpods() { # take the place of Cloudpods' daemon: enabled and running 
     was=$(cat "$before")
     rm -f "$before"
     case $was in *enabled*) systemctl --quiet enable "$unit" ;; esac
-    case $was in *active*) ;; *) return 0 ;; esac
+    case $was in *wanted*) ;; *) return 0 ;; esac
     configuration_is_right "correct it, then: systemctl restart $unit" || return 0
     systemctl stop "$unit" # Cloudpods' daemon tells its control daemon to end once its jobs have
     others | while read -r pid directory; do

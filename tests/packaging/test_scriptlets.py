@@ -173,7 +173,7 @@ def test_where_no_daemon_runs_none_is_started(host: Host) -> None:
 
 
 def test_where_cloudpods_daemon_was_enabled_and_ran_ours_is_and_does(host: Host) -> None:
-    (host.root / "run/cloudpods").write_text("enabled\nactive\nnoted\n")
+    (host.root / "run/cloudpods").write_text("enabled\nwanted\nnoted\n")
     host.program("systemctl", "")
     host.program("yunion-mps-daemon", "")
     assert host.good("go_on") == []
@@ -194,7 +194,7 @@ def test_where_cloudpods_daemon_rested_ours_does(host: Host) -> None:
 
 
 def test_where_our_version_refuses_cloudpods_files_its_daemon_is_not_stopped(host: Host) -> None:
-    (host.root / "run/cloudpods").write_text("active\nnoted\n")
+    (host.root / "run/cloudpods").write_text("wanted\nnoted\n")
     host.program("systemctl", "")
     host.program("yunion-mps-daemon", f"cat >&2 <<'END'\n{REFUSED}\nEND\nexit 6")
     (said,) = host.good("go_on")
