@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import select
@@ -30,6 +31,10 @@ log = logging.getLogger("yunion_mps.daemon")
 
 #: How the event loop came to its end.
 STOPPED, ANEW = "stopped", "anew"
+
+
+#: Imported where they are used, for few hosts and few clients use them.
+_NEEDED_LATER = ("yunion_mps.api.openapi", "yunion_mps.mps.multiuser")
 
 
 class _LoadError(Exception):
@@ -160,11 +165,17 @@ def _become_anew(supervisor: Supervisor, notifier: Notifier, anew: Handover) -> 
 
 
 def _load_event_loop() -> Callable[..., str]:
-    """Import asyncio without ssl, which it would take where it is there: 4 MiB for a Unix socket."""
+    """Import asyncio without ssl, which it would take where it is there: 4 MiB for a Unix socket.
+
+    And all else of ours that is needed later: after an upgrade, its files are those of another version.
+    """
     absent: Any = None  # makes an import of the name fail, which asyncio is written for
     sys.modules.setdefault("ssl", absent)
     try:
         from yunion_mps.daemon.loop import serve
+
+        for name in _NEEDED_LATER:
+            importlib.import_module(name)
     except OSError as error:
         raise _LoadError(str(error)) from None
     finally:
