@@ -85,7 +85,9 @@ follow_cloudpods() { # take the place of Cloudpods' daemon: enabled and running 
     case $was in *wanted*) ;; *) return 0 ;; esac
     configuration_is_right "correct it, then: systemctl restart $unit" || return 0
     systemctl stop "$unit" # Cloudpods' daemon tells its control daemon to end once its jobs have
+    pipe=$(yunion-mps config show --output csv | sed -n 's/^cuda_mps_pipe_directory,\([^,]*\),.*/\1/p')
     others | while read -r pid directory; do
+        [ "$directory" = "$pipe" ] || continue
         say "Cloudpods' control daemon (PID $pid) is asked to end once its jobs have"
         echo quit | CUDA_MPS_PIPE_DIRECTORY=$directory timeout 10 nvidia-cuda-mps-control >/dev/null 2>&1 || :
     done

@@ -7,6 +7,7 @@ examples=/usr/share/yunion-mps
 state=/var/lib/yunion-mps
 made=$state/made-by-package
 before=/run/yunion-mps-daemon.cloudpods
+processes=/proc
 
 say() { echo "yunion-mps-daemon: $*" >&2; }
 
@@ -24,11 +25,11 @@ python() { # the Python that the programs run with: the same search as in /usr/b
 }
 
 others() { # PID and pipe directory of each control daemon that is not ours
-    for process in /proc/[1-9]*; do
+    for process in "$processes"/[1-9]*; do
         case $(readlink "$process/exe" 2>/dev/null) in */nvidia-cuda-mps-control) ;; *) continue ;; esac
         case $(tr '\0' ' ' <"$process/cmdline" 2>/dev/null) in *" -"[df]*) ;; *) continue ;; esac # a front-end
         variables=$(tr '\0' '\n' <"$process/environ" 2>/dev/null) || continue
         case $variables in *YUNION_MPS_DOMAIN=*) continue ;; esac
-        echo "${process#/proc/}" "$(echo "$variables" | sed -n 's/^CUDA_MPS_PIPE_DIRECTORY=//p')"
+        echo "${process##*/}" "$(echo "$variables" | sed -n 's/^CUDA_MPS_PIPE_DIRECTORY=//p')"
     done
 }

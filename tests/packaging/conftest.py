@@ -92,7 +92,7 @@ class Host:
         self.root = root
         self.bin = root / "bin"
         self.called = root / "called"
-        for name in ("etc", "run", "usr", "bin", "examples"):
+        for name in ("etc", "run", "usr", "bin", "examples", "proc"):
             (root / name).mkdir()
 
     def program(self, name: str, body: str) -> None:
@@ -101,6 +101,14 @@ class Host:
         path.write_text(f'#!/bin/sh\necho "{name} $*" >>{self.called}\n{body}\n')
         path.chmod(0o755)
 
+    def control_daemon(self, pid: int, arguments: str, **variables: str) -> None:
+        """A process that runs NVIDIA's control program, as the kernel shows it."""
+        process = self.root / "proc" / str(pid)
+        process.mkdir()
+        (process / "exe").symlink_to("/usr/bin/nvidia-cuda-mps-control")
+        (process / "cmdline").write_text(f"nvidia-cuda-mps-control\0{arguments}")
+        (process / "environ").write_text("".join(f"{name}={value}\0" for name, value in variables.items()))
+
     def call(self, *words: str) -> subprocess.CompletedProcess[str]:
         """Call a function of the scripts, as they do: under `set -e`."""
         setting = f"""
@@ -108,6 +116,7 @@ class Host:
             . {SCRIPTLETS}/names.sh
             configuration={self.root}/etc examples={self.root}/examples state={self.root}/state
             made=$state/made-by-package before={self.root}/run/cloudpods library={self.root}/usr
+            processes={self.root}/proc
             . {SCRIPTLETS}/before.sh
             . {SCRIPTLETS}/purge.sh
             set -- nothing

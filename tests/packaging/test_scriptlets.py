@@ -106,6 +106,16 @@ def test_a_purge_takes_the_files_of_mps_by_name_out_of_roots_own_directories(hos
     assert [path.name for path in places["log"].iterdir()] == ["mine"]
 
 
+def test_a_purge_leaves_the_directories_of_a_control_daemon_that_is_not_ours(host: Host) -> None:
+    host.program("getent", "exit 2")
+    host.control_daemon(5, "-d", CUDA_MPS_PIPE_DIRECTORY=f"{host.root}/pipe")
+    (host.root / "etc/host.conf").write_text(f"cuda_mps_pipe_directory: {host.root}/pipe\n")
+    (host.root / "pipe").mkdir()
+    (host.root / "pipe/control").write_text("")
+    host.good("purge")
+    assert (host.root / "pipe/control").exists()
+
+
 def test_a_purge_follows_no_link(host: Host, tmp_path: Path) -> None:
     host.program("getent", "exit 2")
     (tmp_path / "precious").mkdir()
@@ -169,6 +179,15 @@ def test_where_no_daemon_runs_none_is_started(host: Host) -> None:
     assert host.calls() == ["systemctl --quiet is-active yunion-mps-daemon.service"]
 
 
+def test_control_daemons_that_are_not_ours_are_named_and_left_alone(host: Host) -> None:
+    host.program("systemctl", "exit 3")
+    host.control_daemon(5, "-d", CUDA_MPS_PIPE_DIRECTORY="/tmp/nvidia-mps/pipe")
+    host.control_daemon(6, "-f", CUDA_MPS_PIPE_DIRECTORY="/tmp/nvidia-mps/pipe", YUNION_MPS_DOMAIN="host")
+    host.control_daemon(7, "", CUDA_MPS_PIPE_DIRECTORY="/tmp/nvidia-mps/pipe")  # a front-end
+    (said,) = host.good("go_on")
+    assert said.endswith("(PID 5) that is not ours serves /tmp/nvidia-mps/pipe, and is left alone")
+
+
 # -- the place of Cloudpods' daemon
 
 
@@ -176,11 +195,19 @@ def test_where_cloudpods_daemon_was_enabled_and_ran_ours_is_and_does(host: Host)
     (host.root / "run/cloudpods").write_text("enabled\nwanted\nnoted\n")
     host.program("systemctl", "")
     host.program("yunion-mps-daemon", "")
-    assert host.good("go_on") == []
+    host.program("yunion-mps", "echo cuda_mps_pipe_directory,/tmp/nvidia-mps/pipe,default")
+    host.program("nvidia-cuda-mps-control", "cat")
+    host.control_daemon(5, "-d", CUDA_MPS_PIPE_DIRECTORY="/tmp/nvidia-mps/pipe")
+    host.control_daemon(6, "-f", CUDA_MPS_PIPE_DIRECTORY="/mps/of/a/container")
+    assert host.good("go_on") == [
+        "yunion-mps-daemon: Cloudpods' control daemon (PID 5) is asked to end once its jobs have"
+    ]
     assert host.calls() == [
         "systemctl --quiet enable yunion-mps-daemon.service",
         "yunion-mps-daemon --check",
         "systemctl stop yunion-mps-daemon.service",
+        "yunion-mps config show --output csv",
+        "nvidia-cuda-mps-control ",
         "systemctl start yunion-mps-daemon.service",
     ]
     assert not (host.root / "run/cloudpods").exists()
