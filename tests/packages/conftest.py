@@ -56,7 +56,7 @@ def current(versions: tuple[Packages, Packages]) -> Packages:
 
 @pytest.fixture(scope="class")
 def make_machine(request: pytest.FixtureRequest, versions: object) -> Iterator[MakeMachine]:
-    """Copy and boot a machine of a release."""
+    """Copy a machine of a release; it is not booted yet."""
     with ExitStack() as stack:
 
         def make(release: str, name: str) -> Machine:
@@ -70,7 +70,7 @@ def make_machine(request: pytest.FixtureRequest, versions: object) -> Iterator[M
                     machine.keep_journal(journal)
 
             stack.callback(keep)
-            return machine.boot()
+            return machine
 
         yield make
 
@@ -79,7 +79,7 @@ def make_machine(request: pytest.FixtureRequest, versions: object) -> Iterator[M
 def family(request: pytest.FixtureRequest, make_machine: MakeMachine, folder: Path) -> Family:
     """A machine of the release and the family that the test's parameter names, such as bookworm-deb."""
     release, _, name = request.param.partition("-")
-    kind = FAMILIES[name](make_machine(release, request.param))
+    kind = FAMILIES[name](make_machine(release, request.param).boot())
     kind.prepare(folder)
     return kind
 

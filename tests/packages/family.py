@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from pathlib import Path
 
 from packages.machine import Done, Machine
 from packages.versions import Packages, stub_rpm
+from simhost.environment import CHECKOUT
 
 NAME = "yunion-mps-daemon"
 #: What the family's package `filesystem` has, and Debian has not.
 _FOLDERS = ("/etc/sysconfig", "/usr/share/zsh/site-functions", "/usr/share/fish/vendor_completions.d")
-#: What docs/install.md says for rpm, which knows no purge.
-_PURGE = """\
-rm -rf /etc/yunion /var/lib/yunion-mps /run/yunion-mps /tmp/nvidia-mps
-groupdel yunion-mps
-"""
+_INSTALL = CHECKOUT / "docs/install.md"
 
 
 class Family(ABC):
@@ -93,8 +91,11 @@ class Rpm(Family):
         return self._rpm("--erase", NAME)
 
     def purge(self) -> None:
+        """Do what docs/install.md says, for rpm knows no purge."""
         self.remove()
-        self.machine.shell(_PURGE)
+        said = re.search(r"An rpm knows no purge.*?\n    # (.+?)\n", _INSTALL.read_text(), re.DOTALL)
+        assert said, f"{_INSTALL} does not say how to remove everything"
+        self.machine.shell(said[1])
 
     def version(self) -> str:
         done = self._rpm("--query", "--queryformat", "%{VERSION}", NAME, check=False)

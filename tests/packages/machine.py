@@ -124,7 +124,16 @@ class Machine:
         """Run a command in it as root with the output captured; raises MachineError where it fails."""
         variables = [f"{name}={value}" for name, value in {**_ENVIRONMENT, **env}.items()]
         command = ["nsenter", f"--target={self._leader}", "--mount", "--uts", "--ipc", "--net", "--pid"]
-        command += ["--wd=/", "env", "-i", *variables, "timeout", "--kill-after=5", str(limit_s), *argv]
+        command += [
+            "env",
+            "--ignore-environment",
+            "--chdir=/",
+            *variables,
+            "timeout",
+            "--kill-after=5",
+            str(limit_s),
+            *argv,
+        ]
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=limit_s + 20
         )

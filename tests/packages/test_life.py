@@ -42,7 +42,9 @@ def traces(machine: Machine) -> Traces:
     return Traces(machine)
 
 
-@pytest.mark.parametrize("family", ["bookworm-deb", "trixie-deb", "bookworm-rpm", "trixie-rpm"], indirect=True, scope="class")
+@pytest.mark.parametrize(
+    "family", ["bookworm-deb", "trixie-deb", "bookworm-rpm", "trixie-rpm"], indirect=True, scope="class"
+)
 class TestLife:
     """The steps."""
 

@@ -35,7 +35,7 @@ class Traces:
         self._before = self._now()
 
     def left(self) -> list[str]:
-        """What is there now and was not, is gone and was, or is another; our names also where others write."""
+        """What is there now and was not, is gone and was, or is another; and whatever has our name."""
         now = self._now()
         paths = sorted(now.keys() | self._before.keys())
         return [path for path in paths if now.get(path) != self._before.get(path)] + self._ours()

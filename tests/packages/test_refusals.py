@@ -1,0 +1,167 @@
+"""What is wrong with a host is said in a clear line, and the host is as it was before."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from packages.conftest import MakeMachine
+from packages.family import Deb, Family
+from packages.machine import UNIT, Machine, MachineError
+from packages.operator import PIPE, Operator
+from packages.traces import Traces
+from packages.versions import Packages
+
+both = pytest.mark.parametrize("family", ["bookworm-deb", "trixie-rpm"], indirect=True, scope="class")
+
+
+@pytest.fixture(scope="class")
+def machine(family: Family) -> Machine:
+    return family.machine
+
+
+@pytest.fixture(scope="class")
+def configured(operator: Operator, family: Family, current: Packages) -> Operator:
+    """On a machine with the package and both files; the service is not started."""
+    family.install(current)
+    operator.configure()
+    return operator
+
+
+@both
+class TestInstallation:
+    """Each leaves nothing behind, so they share a machine."""
+
+    @pytest.fixture(autouse=True)
+    def nothing_is_left(self, machine: Machine) -> Iterator[None]:
+        traces = Traces(machine)
+        traces.take()
+        yield
+        assert traces.left() == []
+        assert machine.show("LoadState") == "not-found"
+
+    def test_without_a_python_that_is_new_enough_it_is_not_installed(
+        self, family: Family, current: Packages
+    ) -> None:
+        machine = family.machine
+        machine.shell("mkdir /root/kept; mv /usr/bin/python3* /root/kept")
+        machine.write("/usr/bin/python3", "#!/bin/sh\nexit 1\n")  # what an old one says to our question
+        machine.run("chmod", "755", "/usr/bin/python3")
+        try:
+            done = family.install(current, check=False)
+        finally:
+            machine.shell("rm /usr/bin/python3; mv /root/kept/* /usr/bin; rmdir /root/kept")
+        assert done.returncode != 0
+        assert "3.9 or later" in done.stdout + done.stderr
+        assert family.version() == ""
+
+    def test_where_little_room_is_left_it_is_not_installed(self, family: Family, current: Packages) -> None:
+        machine = family.machine
+        machine.shell(
+            "mount -t tmpfs -o size=7m room /mnt; mkdir /mnt/upper /mnt/work\n"
+            "mount -t overlay -o lowerdir=/usr,upperdir=/mnt/upper,workdir=/mnt/work room /usr"
+        )
+        try:
+            done = family.install(current, check=False)
+        finally:
+            machine.shell("umount --lazy /usr /mnt")
+        assert done.returncode != 0
+        assert "MiB are free in /usr" in done.stdout + done.stderr
+        assert family.version() == ""
+
+    def test_where_the_disk_is_full_in_the_middle_of_it_it_is_as_before(
+        self, family: Family, current: Packages
+    ) -> None:
+        machine = family.machine
+        machine.shell("mkdir /usr/lib/yunion-mps; mount -t tmpfs -o size=256k room /usr/lib/yunion-mps")
+        try:
+            done = family.install(current, check=False)
+        finally:
+            machine.shell("umount /usr/lib/yunion-mps; rmdir --ignore-fail-on-non-empty /usr/lib/yunion-mps")
+        said = done.stdout + done.stderr
+        assert done.returncode != 0
+        assert "No space left on device" in said or "needs" in said
+        assert family.version() == ""
+
+
+@both
+class TestStart:
+    """On one machine that is configured, and each leaves the service stopped."""
+
+    @pytest.fixture(autouse=True)
+    def it_rests(self, configured: Operator) -> Iterator[None]:
+        yield
+        configured.machine.run("systemctl", "stop", UNIT)
+        configured.machine.run("systemctl", "reset-failed", UNIT)
+        configured.see_it_rests()
+
+    def test_a_foreign_control_daemon_is_named_and_left_alone(self, operator: Operator) -> None:
+        machine = operator.machine
+        machine.shell(
+            f"mkdir -p {PIPE}\n"
+            f"systemd-run --unit=foreign --setenv=CUDA_MPS_PIPE_DIRECTORY={PIPE} nvidia-cuda-mps-control -f"
+        )
+        foreign = int(machine.show("MainPID", "foreign.service"))
+        machine.wait_until("it serves", lambda: self._serves(operator))
+        started = machine.run("systemctl", "start", UNIT, check=False)
+        assert started.returncode != 0
+        assert (
+            f"a control daemon (PID {foreign}, uid 0), not started by us, already serves" in machine.journal()
+        )
+        assert machine.show("ActiveState", "foreign.service") == "active"
+        assert operator.modes() == ["Default"]
+        assert operator.control("quit") == []  # as the line says; nobody has to start the service again
+        machine.wait_until("active", lambda: machine.show("ActiveState") == "active")
+        operator.see_it_serves()
+
+    def test_a_bad_configuration_ends_the_start_for_good(self, operator: Operator) -> None:
+        machine = operator.machine
+        operator.configure('"many"')
+        assert machine.run("systemctl", "start", UNIT, check=False).returncode != 0
+        shown = [machine.show(name) for name in ("ActiveState", "Result", "ExecMainStatus", "NRestarts")]
+        assert shown == ["failed", "exit-code", "6", "0"]
+        assert "virtual_number" in machine.journal()
+        assert operator.modes() == ["Default"]
+        operator.configure()
+
+    def test_without_a_driver_it_tries_on_and_neither_gives_up_nor_spins(self, operator: Operator) -> None:
+        machine = operator.machine
+        machine.driver.host.hide_library()
+        began_s = time.monotonic()
+        try:
+            assert machine.run("systemctl", "start", UNIT, check=False).returncode != 0
+            machine.wait_until("a second try", lambda: int(machine.show("NRestarts")) >= 2)
+            assert int(machine.show("NRestarts")) <= (time.monotonic() - began_s) / 4
+            assert "libnvidia-ml" in machine.journal()
+        finally:
+            machine.driver.host.show_library()
+        machine.wait_until("active", lambda: machine.show("ActiveState") == "active")
+        operator.see_it_serves()
+
+    def _serves(self, operator: Operator) -> bool:
+        try:
+            return operator.control("get_default_active_thread_percentage") == ["100.0"]
+        except MachineError:
+            return False
+
+
+@pytest.mark.parametrize("release", ["bookworm", "trixie"])
+def test_where_systemd_does_not_run_it_is_installed_and_started_later(
+    release: str, make_machine: MakeMachine, current: Packages
+) -> None:
+    machine = make_machine(release, f"{release}-chroot")
+    file = machine.install_file(current.deb)
+    command = ["chroot", str(machine.root), "apt-get", "install", "--yes", "--no-install-recommends", file]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "systemd does not run here" in done.stderr + done.stdout
+    machine.boot()
+    assert Deb(machine).version() == current.version
+    operator = Operator(machine)
+    operator.see_it_rests()
+    operator.configure()
+    operator.start()
+    operator.see_it_serves()
