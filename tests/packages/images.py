@@ -24,6 +24,7 @@ _RECIPE = (
     "--variant=minbase",
     '--aptopt=APT::Install-Recommends "false"',
     '--aptopt=Acquire::Languages "none"',
+    "--dpkgopt=force-unsafe-io",
     "--dpkgopt=path-exclude=/usr/share/locale/*",
     f"--include={','.join(_PACKAGES)}",
 )

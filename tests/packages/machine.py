@@ -18,6 +18,7 @@ from typing import TypeVar
 
 from packages.driver import Driver
 from packages.groups import ControlGroup
+from packages.layers import lay_over, take_off
 
 T = TypeVar("T")
 Done = subprocess.CompletedProcess[str]
@@ -43,12 +44,12 @@ class Machine:
     """A context manager: at the end nothing is left of it."""
 
     def __init__(self, image: Path, name: str) -> None:
-        """Copy the image; it is not booted yet. `name` is also the host's name."""
+        """Take a copy of the image; it is not booted yet. `name` is also the host's name."""
         self._folder = Path(tempfile.gettempdir()) / f"{name}-{uuid.uuid4().hex[:8]}"
         self._folder.mkdir(mode=0o755)
         self.name = name
         self.root = self._folder / "root"
-        subprocess.run(["cp", "-a", "--reflink=auto", str(image), str(self.root)], check=True)
+        lay_over(image, self.root)
         self.driver = Driver(self._folder / "driver")
         self.driver.install(self.root)
         (self.root / "etc/hostname").write_text(f"{name}\n")
@@ -102,6 +103,7 @@ class Machine:
         """Switch it off the hard way where it runs, and remove it."""
         self._kill()
         self._group.remove()
+        take_off(self.root)
         shutil.rmtree(self._folder)
 
     def keep_journal(self, folder: Path) -> None:

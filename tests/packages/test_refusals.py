@@ -69,7 +69,7 @@ class TestInstallation:
         finally:
             machine.shell("umount --lazy /usr /mnt")
         assert done.returncode != 0
-        assert "MiB are free in /usr" in done.stdout + done.stderr
+        assert "/usr has " in done.stdout + done.stderr
         assert family.version() == ""
 
     def test_where_the_disk_is_full_in_the_middle_of_it_it_is_as_before(
@@ -95,7 +95,7 @@ class TestStart:
     def it_rests(self, configured: Operator) -> Iterator[None]:
         yield
         configured.machine.run("systemctl", "stop", UNIT)
-        configured.machine.run("systemctl", "reset-failed", UNIT)
+        configured.machine.run("systemctl", "reset-failed", UNIT, check=False)  # it may not have failed
         configured.see_it_rests()
 
     def test_a_foreign_control_daemon_is_named_and_left_alone(self, operator: Operator) -> None:
