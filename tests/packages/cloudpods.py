@@ -1,112 +1,76 @@
-"""A stand-in for Cloudpods' package of the same name: its files, its scripts, and a daemon that does as its.
-
-The daemon is after cmd/mps-daemon/main.go of github.com/yunionio/cloudpods, unit and scripts after
-build/mps-daemon, build/build.sh and build/build_deb.sh there.
-"""
+"""A package as Cloudpods has it: the same name and unit, and a daemon that starts MPS and then only waits."""
 
 from __future__ import annotations
 
 import subprocess
 from pathlib import Path
 
-VERSION = "3.11.9"
-PROGRAM = "/opt/yunion/bin/mps-daemon"
-_UNIT_PLACE = "usr/lib/systemd/system/yunion-mps-daemon.service"
+from packages.operator import PIPE
+from packages.versions import Packages, build_rpm
 
-_DAEMON = """\
-#!/bin/bash
-export CUDA_MPS_PIPE_DIRECTORY=/tmp/nvidia-mps/pipe CUDA_MPS_LOG_DIRECTORY=/tmp/nvidia-mps/log
-mkdir -p "$CUDA_MPS_PIPE_DIRECTORY" "$CUDA_MPS_LOG_DIRECTORY"
-nvidia-smi -i 0 -c EXCLUSIVE_PROCESS || exit
-nvidia-cuda-mps-control -d || exit
-echo set_default_active_thread_percentage 10 | nvidia-cuda-mps-control
-trap 'echo quit | nvidia-cuda-mps-control; exit' TERM INT
-while :; do sleep 1; done
+VERSION = "4.0.1"
+_DAEMON = f"""\
+#!/bin/sh
+export CUDA_MPS_PIPE_DIRECTORY={PIPE} CUDA_MPS_LOG_DIRECTORY=/tmp/nvidia-mps/log
+mkdir -p $CUDA_MPS_PIPE_DIRECTORY $CUDA_MPS_LOG_DIRECTORY
+nvidia-smi -i 0 -c EXCLUSIVE_PROCESS
+nvidia-cuda-mps-control -d
+trap 'echo quit | nvidia-cuda-mps-control; exit 0' TERM
+while :; do sleep 1 & wait $!; done
 """
-_UNIT = f"""\
+_UNIT = """\
 [Unit]
-Description=Yunion MPS Daemon
-Documentation=https://docs.yunion.cn
-
+Description=Yunion MPS daemon
 [Service]
-Type=simple
-User=root
-Group=root
-ExecStart={PROGRAM}
-WorkingDirectory=/opt/yunion/bin
+ExecStart=/opt/yunion/bin/mps-daemon
 KillMode=process
-Restart=always
-RestartSec=30
-LimitNOFILE=500000
-LimitNPROC=500000
-
 [Install]
 WantedBy=multi-user.target
 """
+_FILES = {
+    "opt/yunion/bin/mps-daemon": (_DAEMON, 0o755),
+    "usr/lib/systemd/system/yunion-mps-daemon.service": (_UNIT, 0o644),
+}
 _CONTROL = f"""\
 Package: yunion-mps-daemon
-Version: {VERSION}-24112208
-Section: base
-Priority: optional
+Version: {VERSION}
 Architecture: amd64
-Maintainer: nobody@localhost
-Description: Yunion mps-daemon
+Maintainer: nobody <nobody@localhost>
+Description: MPS daemon of a cloud
 """
-#: The scripts of its rpm disable and stop the service also in an upgrade; those of its deb do not exist.
+# Its rpm stops and disables the service whenever a version of it goes.
 _SPEC = f"""\
 Name: yunion-mps-daemon
 Version: {VERSION}
-Release: 24112208
-Summary: yunion-mps-daemon
-License: GPL
-%define __os_install_post %{{nil}}
-AutoReqProv: no
+Release: 1
+Summary: MPS daemon of a cloud
+License: Apache-2.0
+BuildArch: x86_64
 %description
-Yunion MPS Daemon Utility
 %install
-cp -a %{{tree}}/. %{{buildroot}}/
-%post
-/usr/bin/systemctl preset yunion-mps-daemon.service >/dev/null 2>&1 ||:
+cp -a {{files}}/. %{{{{buildroot}}}}/
 %preun
-/usr/bin/systemctl --no-reload disable yunion-mps-daemon.service >/dev/null 2>&1 || :
-/usr/bin/systemctl stop yunion-mps-daemon.service >/dev/null 2>&1 ||:
-%postun
-/usr/bin/systemctl daemon-reload >/dev/null 2>&1 ||:
+systemctl disable yunion-mps-daemon
+systemctl stop yunion-mps-daemon
 %files
-{PROGRAM}
-/{_UNIT_PLACE}
+/opt/yunion/bin/mps-daemon
+/usr/lib/systemd/system/yunion-mps-daemon.service
 """
 
 
-def cloudpods_deb(folder: Path) -> Path:
-    """Its deb, built in an empty folder."""
-    tree = _tree(folder / "tree")
-    (tree / "DEBIAN").mkdir()
-    (tree / "DEBIAN/control").write_text(_CONTROL)
-    deb = folder / "cloudpods.deb"
-    _run("dpkg-deb", "--root-owner-group", "--build", str(tree), str(deb))
-    return deb
-
-
-def cloudpods_rpm(folder: Path) -> Path:
-    """Its rpm, built in an empty folder."""
-    tree = _tree(folder / "tree")
-    spec = folder / "cloudpods.spec"
-    spec.write_text(_SPEC)
-    defines = [f"_topdir {folder}/topdir", f"_rpmdir {folder}/cloudpods", f"tree {tree}"]
-    _run("rpmbuild", "-bb", *(word for one in defines for word in ("--define", one)), str(spec))
-    (rpm,) = folder.glob("cloudpods/*/*.rpm")
-    return rpm
-
-
-def _tree(tree: Path) -> Path:
-    for place, text, mode in ((PROGRAM[1:], _DAEMON, 0o755), (_UNIT_PLACE, _UNIT, 0o644)):
-        path = tree / place
-        path.parent.mkdir(parents=True)
+def cloudpods(folder: Path) -> Packages:
+    """Build it in both formats."""
+    files = folder / "cloudpods"
+    for name, (text, mode) in _FILES.items():
+        path = files / name
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
         path.chmod(mode)
-    return tree
-
-
-def _run(*command: str) -> None:
-    subprocess.run(command, check=True, capture_output=True, timeout=60)
+    rpm = build_rpm(folder / "cloudpods-rpm", _SPEC.format(files=files))
+    (files / "DEBIAN").mkdir(exist_ok=True)
+    (files / "DEBIAN/control").write_text(_CONTROL)
+    deb = folder / "cloudpods.deb"
+    subprocess.run(
+        ["dpkg-deb", "--root-owner-group", "--build", str(files), str(deb)], check=True, capture_output=True
+    )
+    return Packages(VERSION, deb, rpm)

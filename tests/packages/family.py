@@ -20,6 +20,8 @@ class Family(ABC):
     """What both can do; the machine is the operator's."""
 
     name: str
+    #: The file with the daemon's environment.
+    environment: str
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
@@ -48,6 +50,7 @@ class Deb(Family):
     """Debian and Ubuntu."""
 
     name = "deb"
+    environment = "/etc/default/yunion-mps-daemon"
 
     def install(self, packages: Packages, *, check: bool = True) -> Done:
         file = self.machine.install_file(packages.deb)
@@ -72,6 +75,7 @@ class Rpm(Family):
     """RHEL and its kin: rpm's own database, in a root in which everything else came otherwise."""
 
     name = "rpm"
+    environment = "/etc/sysconfig/yunion-mps-daemon"
 
     def prepare(self, folder: Path) -> None:
         """Begin the database with what Debian's packages provide."""

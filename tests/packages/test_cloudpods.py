@@ -1,71 +1,60 @@
-"""A host with Cloudpods: one command, and our daemon does what its daemon did."""
+"""A host with Cloudpods' own package changes over by one command."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from packages.cloudpods import PROGRAM, cloudpods_deb, cloudpods_rpm
-from packages.family import Family, Rpm
-from packages.machine import UNIT, Machine
+from packages.cloudpods import cloudpods
+from packages.family import Family
+from packages.machine import UNIT
 from packages.operator import DEVICES, HOST_CONF, Operator
 from packages.versions import Packages
 
 CONTROL = "nvidia-cuda-mps-control"
 
+pytestmark = pytest.mark.parametrize("family", ["bookworm-deb", "trixie-rpm"], indirect=True, scope="class")
+
+
+@pytest.fixture(scope="session")
+def theirs(folder: Path) -> Packages:
+    """Cloudpods' package."""
+    return cloudpods(folder)
+
 
 @pytest.fixture(scope="class")
-def machine(family: Family, operator: Operator, tmp_path_factory: pytest.TempPathFactory) -> Machine:
-    """A machine on which Cloudpods' daemon is installed, enabled and started."""
-    machine, folder = family.machine, tmp_path_factory.mktemp("cloudpods")
+def their(family: Family, operator: Operator, theirs: Packages) -> int:
+    """Cloudpods' package at work; the PID of its control daemon."""
     operator.configure()
-    if isinstance(family, Rpm):
-        machine.run("rpm", "--install", machine.install_file(cloudpods_rpm(folder)))
-    else:
-        machine.run("dpkg", "--install", machine.install_file(cloudpods_deb(folder)))
-    machine.run("systemctl", "enable", "--now", UNIT)
-    machine.wait_until("its control daemon serves", lambda: len(operator.processes(CONTROL)) == 1)
-    return machine
+    family.install(theirs)
+    operator.start()
+    operator.machine.wait_until("its control daemon", lambda: len(operator.processes(CONTROL)) == 1)
+    return operator.processes(CONTROL)[0]
 
 
-@pytest.mark.parametrize("family", ["bookworm-deb", "bookworm-rpm"], indirect=True, scope="class")
-class TestChangeOver:
-    """The steps."""
-
-    def test_one_command_and_our_daemon_serves_where_cloudpods_did(
-        self, machine: Machine, family: Family, operator: Operator, current: Packages
-    ) -> None:
-        before = {path: (machine.root / path[1:]).read_bytes() for path in (HOST_CONF, DEVICES)}
-        (theirs,) = operator.processes(CONTROL)
-        family.install(current)
-        operator.see_it_serves()
-        assert operator.control_daemon() != theirs
-        assert len(operator.processes(CONTROL)) == 1
-        assert machine.run("systemctl", "is-enabled", UNIT).stdout.strip() == "enabled"
-        assert not (machine.root / PROGRAM[1:]).exists()
-        assert {path: (machine.root / path[1:]).read_bytes() for path in before} == before
-
-    def test_going_away_again_leaves_cloudpods_files(
-        self, machine: Machine, family: Family, operator: Operator
-    ) -> None:
-        family.remove()
-        if not isinstance(family, Rpm):
-            family.purge()
-        assert (machine.root / HOST_CONF[1:]).exists()
-        assert (machine.root / DEVICES[1:]).exists()
+def test_our_package_takes_the_place_of_the_one_that_runs(
+    family: Family, operator: Operator, their: int, current: Packages
+) -> None:
+    machine = operator.machine
+    before = [machine.run("cat", path).stdout for path in (HOST_CONF, DEVICES)]
+    family.install(current)
+    assert family.version() == current.version
+    operator.see_it_serves()
+    assert operator.processes(CONTROL) == [operator.control_daemon()] != [their]
+    assert machine.run("systemctl", "is-enabled", UNIT).stdout.strip() == "enabled"
+    assert [machine.run("cat", path).stdout for path in (HOST_CONF, DEVICES)] == before
+    assert machine.run("test", "-e", "/opt/yunion/bin/mps-daemon", check=False).returncode == 1
 
 
-@pytest.mark.parametrize("family", ["bookworm-deb", "bookworm-rpm"], indirect=True, scope="class")
-class TestLeftBehind:
-    """Cloudpods' daemon was killed; its control daemon lives on, and keeps it from starting again."""
-
-    def test_the_control_daemon_that_it_left_ends_and_ours_serves(
-        self, machine: Machine, family: Family, operator: Operator, current: Packages
-    ) -> None:
-        (theirs,) = operator.processes(CONTROL)
-        operator.kill(operator.daemon())
-        machine.wait_until("systemd sees it", lambda: machine.show("ActiveState") != "active")
-        assert operator.processes(CONTROL) == [theirs]
-        done = family.install(current)
-        assert f"Cloudpods' control daemon (PID {theirs}) is asked to end" in done.stdout + done.stderr
-        operator.see_it_serves()
-        assert len(operator.processes(CONTROL)) == 1
+def test_a_control_daemon_that_its_crash_left_behind_is_taken_over(
+    family: Family, operator: Operator, their: int, current: Packages
+) -> None:
+    machine = operator.machine
+    operator.kill(operator.daemon())
+    machine.wait_until("it failed", lambda: machine.show("ActiveState") == "failed")
+    assert operator.processes(CONTROL) == [their]
+    done = family.install(current)
+    assert f"Cloudpods' control daemon (PID {their}) is asked to end" in done.stdout + done.stderr
+    operator.see_it_serves()
+    assert operator.processes(CONTROL) == [operator.control_daemon()] != [their]

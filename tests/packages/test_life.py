@@ -91,6 +91,25 @@ class TestLife:
         table = machine.run("yunion-mps", "isolated-device-list").stdout
         assert "*** Total: 4 Pages: 1 Limit: 20 Offset: 0 Page: 1 ***" in table
 
+    def test_members_of_its_group_may_ask_and_nobody_else(self, machine: Machine) -> None:
+        machine.shell("useradd --system --groups yunion-mps friend; useradd --system stranger")
+        assert machine.shell("runuser -u friend -- yunion-mps list").count("NVIDIA_MPS") == 4
+        done = machine.run("runuser", "-u", "stranger", "--", "yunion-mps", "list", check=False)
+        assert done.returncode == 4
+        assert "yunion-mps" in done.stderr
+        machine.shell("userdel friend; userdel stranger")
+
+    def test_its_environment_is_in_the_familys_file(self, family: Family, operator: Operator) -> None:
+        machine = operator.machine
+        before = machine.run("cat", family.environment).stdout
+        machine.write(family.environment, f"{before}YUNION_MPS_LOG_LEVEL=debug\n")
+        machine.run("systemctl", "restart", UNIT)
+        assert "YUNION_MPS_LOG_LEVEL=debug" in machine.shell(
+            f"tr '\\0' '\\n' </proc/{operator.daemon()}/environ"
+        )
+        machine.write(family.environment, before)
+        machine.run("systemctl", "restart", UNIT)
+
     def test_the_sandbox_holds_the_control_daemon_too(self, operator: Operator, machine: Machine) -> None:
         for pid in (operator.daemon(), operator.control_daemon()):
             status = machine.shell(f"cat /proc/{pid}/status")

@@ -44,29 +44,35 @@ def built(folder: Path, version: str = __version__) -> Packages:
 
 def stub_rpm(folder: Path, provides: list[str]) -> Path:
     """An empty rpm that provides what Debian's own packages have, of which rpm's database knows nothing."""
-    spec = folder / "stub.spec"
-    tags = {
-        "Name": "debian-itself",
-        "Version": "1",
-        "Release": "1",
-        "Summary": "What is there",
-        "License": "none",
-    }
-    lines = [f"{name}: {value}" for name, value in {**tags, "BuildArch": "noarch"}.items()]
-    spec.write_text(
-        "\n".join([*lines, *(f"Provides: {one}" for one in provides), "%description", "%files", ""])
-    )
+    tags = ["Name: debian-itself", "Version: 1", "Release: 1", "Summary: What is there", "License: none"]
+    lines = [
+        *tags,
+        "BuildArch: noarch",
+        *(f"Provides: {one}" for one in provides),
+        "%description",
+        "%files",
+        "",
+    ]
+    return build_rpm(folder / "stub-rpm", "\n".join(lines))
+
+
+def build_rpm(folder: Path, specification: str) -> Path:
+    """Build a package out of a specification alone."""
+    folder.mkdir(exist_ok=True)
+    (folder / "one.spec").write_text(specification)
+    places = ["--define", f"_topdir {folder}", "--define", f"_rpmdir {folder}/rpm"]
     command = [
         "rpmbuild",
         "-bb",
+        *places,
         "--define",
-        f"_topdir {folder}/stub",
-        "--define",
-        f"_rpmdir {folder}",
-        str(spec),
+        "_build_name_fmt %%{NAME}.rpm",
+        str(folder / "one.spec"),
     ]
-    subprocess.run(command, check=True, capture_output=True, timeout=_LIMIT_S)
-    return _only(folder / "noarch", "*.rpm")
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT_S)
+    if done.returncode != 0:
+        raise RuntimeError(f"rpmbuild failed:\n{done.stdout}{done.stderr}")
+    return _only(folder / "rpm", "*.rpm")
 
 
 def _copy(tree: Path, version: str) -> None:
