@@ -91,6 +91,13 @@ def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
 
 
+def test_the_units_sandbox_is_rated_at_most_4() -> None:
+    unit = CHECKOUT / "systemd/yunion-mps-daemon.service"
+    command = ["systemd-analyze", "security", "--offline=yes", "--threshold=40", "--no-pager", str(unit)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stdout[-200:] + result.stderr
+
+
 def test_lock_files_have_hashes_and_no_address() -> None:
     locks = list((CHECKOUT / "requirements").glob("*.lock"))
     assert {path.name for path in locks} == {"build.lock", "dev.lock", "runtime.lock"}

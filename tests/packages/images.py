@@ -63,7 +63,7 @@ def _make(release: str, target: Path) -> None:
             str(new),
             *map(str, sources),
         ]
-        # From a terminal's Ctrl-C on it may leave mounts behind; it cleans up when it is told by SIGTERM.
+        # A session of its own: Ctrl-C in the middle of it would leave mounts behind.
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=_LIMIT_S, start_new_session=True
         )

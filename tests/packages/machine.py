@@ -49,14 +49,18 @@ class Machine:
         self._folder.mkdir(mode=0o755)
         self.name = name
         self.root = self._folder / "root"
-        lay_over(image, self.root)
-        self.driver = Driver(self._folder / "driver")
-        self.driver.install(self.root)
-        (self.root / "etc/hostname").write_text(f"{name}\n")
-        (self.root / "etc/machine-id").write_text(f"{uuid.uuid4().hex}\n")
         self._nspawn: subprocess.Popen[bytes] | None = None
         self._leader = 0
         self._group = ControlGroup(self._folder.name)
+        try:
+            lay_over(image, self.root)
+            self.driver = Driver(self._folder / "driver")
+            self.driver.install(self.root)
+            (self.root / "etc/hostname").write_text(f"{name}\n")
+            (self.root / "etc/machine-id").write_text(f"{uuid.uuid4().hex}\n")
+        except BaseException:
+            self.close()
+            raise
 
     # -- its life
 

@@ -144,6 +144,16 @@ class TestLife:
         assert operator.control_daemon() == before
         operator.configure()
 
+    def test_cleaning_by_age_leaves_the_pipe_directory_alone(
+        self, operator: Operator, machine: Machine
+    ) -> None:
+        machine.write("/etc/tmpfiles.d/aged.conf", "e /tmp 1777 root root 0\n")
+        before = machine.shell("touch /tmp/old; ls -R /tmp/nvidia-mps")
+        machine.run("systemd-tmpfiles", "--clean")
+        assert machine.shell("ls -R /tmp/nvidia-mps") == before
+        assert machine.run("test", "-e", "/tmp/old", check=False).returncode == 1
+        machine.run("rm", "/etc/tmpfiles.d/aged.conf")
+
     def test_a_job_of_an_ordinary_user_is_served(self, operator: Operator, machine: Machine) -> None:
         pid = operator.begin_job("job")
         (server,) = operator.servers()
