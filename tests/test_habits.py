@@ -100,7 +100,7 @@ def test_the_units_sandbox_is_rated_at_most_4() -> None:
 
 def test_lock_files_have_hashes_and_no_address() -> None:
     locks = list((CHECKOUT / "requirements").glob("*.lock"))
-    assert {path.name for path in locks} == {"build.lock", "dev.lock", "runtime.lock"}
+    assert {path.name for path in locks} == {"build.lock", "dev.lock", "package.lock", "runtime.lock"}
     for path in locks:
         text = path.read_text()
         assert "--hash=sha256:" in text
