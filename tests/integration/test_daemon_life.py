@@ -86,7 +86,7 @@ def test_a_signal_stops_it_cleanly_and_leaves_nothing(ready_daemon: Daemon, numb
     assert not is_running(control)
     assert control_daemons(host.root) == []
     assert host.gpus[0].compute_mode == "default"
-    assert os.listdir(host.root / RUN) == ["daemon.lock"]
+    assert sorted(os.listdir(host.root / RUN)) == ["daemon.lock", "events.jsonl"]
     assert "Traceback" not in ready_daemon.log
     assert f"<6>stopping, for {number.name} came" in ready_daemon.log
 

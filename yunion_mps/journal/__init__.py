@@ -127,8 +127,6 @@ class Journal:
         if message == self.trouble:
             return
         if message:
-            log.error(
-                "events are kept in memory and in %s until they can be written: %s", self._copy.file, message
-            )
+            log.error("events cannot be written, and are kept in %s: %s", self._copy.file, message)
         self.trouble = message
         self._changed()
