@@ -177,6 +177,7 @@ class TestLife:
     def test_a_daemon_that_hangs_is_replaced_and_its_jobs_go_on(
         self, operator: Operator, machine: Machine
     ) -> None:
+        assert machine.show("WatchdogUSec") == "30s"
         machine.write(_DROP_IN, "[Service]\nWatchdogSec=2s\nRestartSec=100ms\n")
         machine.run("systemctl", "daemon-reload")
         machine.run("systemctl", "restart", UNIT)
