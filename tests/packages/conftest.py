@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import pytest
@@ -22,7 +22,7 @@ JOURNALS = CHECKOUT / ".cache/packages"
 #: The releases that are booted.
 RELEASES = ("bookworm", "trixie")
 
-MakeMachine = Callable[..., Machine]
+NewMachine = Callable[[str, str], AbstractContextManager[Machine]]
 
 
 @pytest.fixture(scope="session")
@@ -54,34 +54,40 @@ def current(versions: tuple[Packages, Packages]) -> Packages:
     return versions[1]
 
 
+@pytest.fixture(scope="session")
+def new_machine(request: pytest.FixtureRequest, versions: object) -> NewMachine:
+    """A machine of a release, not booted yet; its journal is kept where a test fails while it is there."""
+    shutil.rmtree(JOURNALS, ignore_errors=True)
+
+    @contextmanager
+    def new(release: str, name: str) -> Iterator[Machine]:
+        failed_before = request.session.testsfailed
+        with Machine(image(release), name) as machine:
+            all_is_well = False
+            try:
+                yield machine
+                all_is_well = request.session.testsfailed == failed_before
+            finally:
+                if not all_is_well:
+                    machine.keep_journal(JOURNALS / f"{name}-{len(list(JOURNALS.glob('*')))}")
+
+    return new
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say where journals were kept."""
+    for path in sorted(JOURNALS.glob("*/journal.log")):
+        terminalreporter.write_line(f"journal: {path.relative_to(CHECKOUT)}")
+
+
 @pytest.fixture(scope="class")
-def make_machine(request: pytest.FixtureRequest, versions: object) -> Iterator[MakeMachine]:
-    """Copy a machine of a release; it is not booted yet."""
-    with ExitStack() as stack:
-
-        def make(release: str, name: str) -> Machine:
-            journal = JOURNALS / name
-            shutil.rmtree(journal, ignore_errors=True)
-            machine = stack.enter_context(Machine(image(release), name))
-            failed_before = request.session.testsfailed
-
-            def keep() -> None:
-                if request.session.testsfailed > failed_before:
-                    machine.keep_journal(journal)
-
-            stack.callback(keep)
-            return machine
-
-        yield make
-
-
-@pytest.fixture(scope="class")
-def family(request: pytest.FixtureRequest, make_machine: MakeMachine, folder: Path) -> Family:
+def family(request: pytest.FixtureRequest, new_machine: NewMachine, folder: Path) -> Iterator[Family]:
     """A machine of the release and the family that the test's parameter names, such as bookworm-deb."""
     release, _, name = request.param.partition("-")
-    kind = FAMILIES[name](make_machine(release, request.param).boot())
-    kind.prepare(folder)
-    return kind
+    with new_machine(release, request.param) as machine:
+        kind = FAMILIES[name](machine.boot())
+        kind.prepare(folder)
+        yield kind
 
 
 @pytest.fixture(scope="class")

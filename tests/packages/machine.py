@@ -121,8 +121,9 @@ class Machine:
             subprocess.run(journal, stdout=file, stderr=file, timeout=PATIENCE_S)
 
     def console(self) -> str:
-        """What systemd-nspawn and the console said."""
-        return (self._folder / "console.log").read_text(errors="replace")
+        """What systemd-nspawn and the console said; nothing before the first boot."""
+        console = self._folder / "console.log"
+        return console.read_text(errors="replace") if console.exists() else ""
 
     # -- what happens in it
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from packages.conftest import MakeMachine
+from packages.conftest import NewMachine
 from packages.family import Deb, Family
 from packages.machine import UNIT, Machine, MachineError
 from packages.operator import PIPE, Operator
@@ -150,18 +150,26 @@ class TestStart:
 
 @pytest.mark.parametrize("release", ["bookworm", "trixie"])
 def test_where_systemd_does_not_run_it_is_installed_and_started_later(
-    release: str, make_machine: MakeMachine, current: Packages
+    release: str, new_machine: NewMachine, current: Packages
 ) -> None:
-    machine = make_machine(release, f"{release}-chroot")
-    file = machine.install_file(current.deb)
-    command = ["chroot", str(machine.root), "apt-get", "install", "--yes", "--no-install-recommends", file]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "systemd does not run here" in done.stderr + done.stdout
-    machine.boot()
-    assert Deb(machine).version() == current.version
-    operator = Operator(machine)
-    operator.see_it_rests()
-    operator.configure()
-    operator.start()
-    operator.see_it_serves()
+    with new_machine(release, f"{release}-chroot") as machine:
+        file = machine.install_file(current.deb)
+        command = [
+            "chroot",
+            str(machine.root),
+            "apt-get",
+            "install",
+            "--yes",
+            "--no-install-recommends",
+            file,
+        ]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "systemd does not run here" in done.stderr + done.stdout
+        machine.boot()
+        assert Deb(machine).version() == current.version
+        operator = Operator(machine)
+        operator.see_it_rests()
+        operator.configure()
+        operator.start()
+        operator.see_it_serves()
