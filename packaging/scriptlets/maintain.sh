@@ -89,7 +89,7 @@ follow_cloudpods() { # take the place of Cloudpods' daemon: enabled and running 
     others | while read -r pid directory; do
         [ "$directory" = "$pipe" ] || continue
         say "Cloudpods' control daemon (PID $pid) is asked to end once its jobs have"
-        echo quit | CUDA_MPS_PIPE_DIRECTORY=$directory timeout 10 nvidia-cuda-mps-control >/dev/null 2>&1 || :
+        echo quit | CUDA_MPS_PIPE_DIRECTORY=/proc/$pid/root$directory timeout 10 nvidia-cuda-mps-control >/dev/null 2>&1 || :
     done
     systemctl start "$unit" || say "the service does not serve yet; see: systemctl status $unit"
 }
