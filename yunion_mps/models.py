@@ -184,6 +184,32 @@ class Event(NamedTuple):
     consequence: str = ""
 
 
+class Holder(NamedTuple):
+    """Who has a lease, and what ends it.
+
+    `binding` is `process` (it ends with `pid`, which together with `started`, in clock ticks since the boot,
+    names a process for good), `connection` (with the connection to the daemon, and as `process` once that is
+    another daemon) or `name` (`ttl_s` after it was last renewed).
+    """
+
+    binding: str
+    uid: int
+    pid: int | None = None
+    started: int | None = None
+    name: str = ""
+    ttl_s: float = 0.0
+
+
+class Lease(NamedTuple):
+    """Devices that are given to one holder until it ends, as they were then; `since_s` is in s since 1970."""
+
+    id: str
+    devices: tuple[Device, ...]
+    holder: Holder
+    since_s: float
+    environment: Mapping[str, str] = {}
+
+
 class Snapshot(NamedTuple):
     """What is, read back from NVML and the control daemons; `taken_s` is the wall clock's time.
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from yunion_mps import __version__
 from yunion_mps.errors import NotFoundError
 from yunion_mps.journal import Journal
+from yunion_mps.leases.ledger import Ledger
 from yunion_mps.models import DEV_TYPE, Device, DomainStatus, Gpu, PcieLink, Snapshot
 from yunion_mps.mps.states import READY
 from yunion_mps.planning import client_environment, enforces_budgets
@@ -40,7 +41,7 @@ class Filters(NamedTuple):
         """Whether the device is wanted; an address may be the device's own or its GPU's."""
         if self.addr is not None and self.addr not in (device["addr"], device["addr"].rpartition("-")[0]):
             return False
-        if self.unused and device["state"] != AVAILABLE:
+        if self.unused and (device["state"] != AVAILABLE or device["lease"]):
             return False
         fields = ("dev_type", "model", "device_path", "vendor_device_id", "numa_node")
         return all(getattr(self, field) in (None, device[field]) for field in fields)
@@ -67,11 +68,13 @@ class Service:
         self._pid = pid
         self._made_for = -1
         self._devices: list[Json] = []
+        #: Who has which device; there is none before the event loop is there.
+        self.ledger: Ledger | None = None
 
     @property
     def version(self) -> int:
         """Changes when an answer may change."""
-        return self._take().version
+        return self._take().version + (self.ledger.version if self.ledger else 0)
 
     def devices(self, filters: Filters, limit: int, offset: int) -> Json:
         """One page of the devices that the filters take; a `limit` of 0 means all."""
@@ -158,11 +161,14 @@ class Service:
         if self._journal and call in self._journal.waiting:
             self._journal.waiting.remove(call)
 
+    def reasons(self) -> Mapping[str, str]:
+        """Why the devices of a GPU (by UUID) cannot be used now, empty where they can."""
+        return reasons(self._take())
+
     def _all(self) -> list[Json]:
-        snapshot = self._take()
-        if self._made_for != snapshot.version:
-            self._devices = devices_json(snapshot)
-            self._made_for = snapshot.version
+        if self._made_for != self.version:
+            self._devices = devices_json(self._take(), self.ledger.owners if self.ledger else {})
+            self._made_for = self.version
         return self._devices
 
     def _details(self, shown: Json) -> Json:
@@ -172,22 +178,30 @@ class Service:
         return {
             "slot": device.slot,
             "domain": device.domain,
-            "client_environment": client_environment(device, domain) if domain else {},
+            "client_environment": client_environment([device], domain) if domain else {},
         }
 
 
-def devices_json(snapshot: Snapshot) -> list[Json]:
-    """Every device of the snapshot, with Cloudpods' own field names and ours."""
+def devices_json(snapshot: Snapshot, owners: Mapping[str, str] = {}) -> list[Json]:
+    """Every device of the snapshot, with Cloudpods' own field names and ours; `owners` are ids of leases."""
+    gpus = {gpu.uuid: gpu for gpu in snapshot.inventory.gpus}
+    why = reasons(snapshot)
+    host_id = snapshot.plan.host_id
+    return [
+        {
+            **_device_json(device, gpus.get(device.gpu_uuid), host_id, why[device.gpu_uuid]),
+            "lease": owners.get(device.id),
+        }
+        for device in snapshot.plan.devices
+    ]
+
+
+def reasons(snapshot: Snapshot) -> dict[str, str]:
+    """Why the devices of a GPU (by UUID) cannot be used now, empty where they can."""
     gpus = {gpu.uuid: gpu for gpu in snapshot.inventory.gpus}
     domains = {domain.plan.name: domain for domain in snapshot.domains}
-    reasons: dict[str, str] = {}
-    made = []
-    for device in snapshot.plan.devices:
-        gpu = gpus.get(device.gpu_uuid)
-        if device.gpu_uuid not in reasons:
-            reasons[device.gpu_uuid] = _reason(gpu, domains.get(device.domain))
-        made.append(_device_json(device, gpu, snapshot.plan.host_id, reasons[device.gpu_uuid]))
-    return made
+    names = {device.gpu_uuid: device.domain for device in snapshot.plan.devices}
+    return {uuid: _reason(gpus.get(uuid), domains.get(name)) for uuid, name in names.items()}
 
 
 def _reason(gpu: Gpu | None, domain: DomainStatus | None) -> str:

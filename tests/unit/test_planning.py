@@ -180,7 +180,7 @@ def test_budgets_are_enforced_from_volta_on(capability: tuple[int, int], enforce
 def test_a_client_s_environment_carries_its_own_device_s_budget() -> None:
     settings = config(entry("01:00.0", 8), entry("02:00.0", 3, 5), cuda_mps_pipe_directory="/run/mps")
     plan = planned(settings, inventory(gpu(1), gpu(2)))
-    assert client_environment(plan.devices[-1], plan.domains[0]) == {
+    assert client_environment(plan.devices[-1:], plan.domains[0]) == {
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
         "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "33.3",
         "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": "0=27186M",

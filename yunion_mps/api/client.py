@@ -13,6 +13,7 @@ from typing import Any
 import h11
 
 from yunion_mps.errors import ConfigError, NotAllowedError, NotFoundError, UnreachableError, YunionError
+from yunion_mps.leases.ledger import NothingFreeError
 from yunion_mps.paths import Paths
 
 TIMEOUT_S = 30.0
@@ -45,6 +46,10 @@ class Client:
         With `until_closed` it returns only once the program that has answered does not serve any more.
         """
         return self._request("POST", target, timeout_s, until_closed=until_closed)
+
+    def delete(self, target: str, timeout_s: float | None = None) -> Any:
+        """The JSON answer to a DELETE; raises as `get` does. It is never sent twice."""
+        return self._request("DELETE", target, timeout_s)
 
     def _request(
         self, method: str, target: str, timeout_s: float | None, *, until_closed: bool = False
@@ -153,5 +158,5 @@ def _result(status: int, body: bytes) -> Any:
     problem = answer if isinstance(answer, dict) else {}
     message = str(problem.get("detail") or f"the daemon answered {status}")
     hint = str(problem.get("hint") or f"see: journalctl -u {_UNIT}")
-    kinds = {403: NotAllowedError, 404: NotFoundError, 422: BadConfigurationError}
+    kinds = {403: NotAllowedError, 404: NotFoundError, 422: BadConfigurationError, 423: NothingFreeError}
     raise kinds.get(status, YunionError)(message, hint)

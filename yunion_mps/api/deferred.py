@@ -10,6 +10,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, NamedTuple, Protocol
 from urllib.parse import urlsplit
 
+from yunion_mps.api.leases import Giver, LeasePaths
 from yunion_mps.api.query import (
     LARGEST_NUMBER,
     BadRequestError,
@@ -23,6 +24,7 @@ from yunion_mps.api.query import (
     refuse_unknown,
 )
 from yunion_mps.errors import ConfigError, NotAllowedError, NotFoundError, YunionError
+from yunion_mps.leases.ledger import NothingFreeError
 from yunion_mps.service import EVENT_KINDS, Service, Wanted
 
 log = logging.getLogger(__name__)
@@ -34,13 +36,19 @@ MOST_EVENTS = 1000
 #: The last moment that can be asked for (in s since 1970), in the year 5138.
 LATEST_S = 99_999_999_999
 #: How long a request may wait for an event, in s.
-LONGEST_WAIT_S = 60
+LONGEST_EVENT_WAIT_S = 60
 
 _READ = ("GET", "HEAD")
 _CHANGE = ("POST",)
 #: A PID has seven digits at most (PID_MAX_LIMIT of the kernel's include/linux/threads.h).
 _PID_DIGITS = 10
-_STATUS = {BadRequestError: 400, NotAllowedError: 403, NotFoundError: 404, ConfigError: 422}
+_STATUS = {
+    BadRequestError: 400,
+    NotAllowedError: 403,
+    NotFoundError: 404,
+    ConfigError: 422,
+    NothingFreeError: 423,
+}
 
 
 class Changes(Protocol):
@@ -67,19 +75,21 @@ class People(Protocol):
 
 
 class Later(NamedTuple):
-    """A path that is answered later: how, and by whom."""
+    """A path that is answered later: how, and by whom; `whole` where it is done though the asker may go."""
 
     methods: tuple[str, ...]
     answer: Callable[[Request, Query], Coroutine[Any, Any, Json]]
+    whole: bool = False
 
 
 class Deferred:
     """The paths that are answered later."""
 
-    def __init__(self, service: Service, changes: Changes, people: People) -> None:
+    def __init__(self, service: Service, changes: Changes, people: People, giver: Giver) -> None:
         self._service = service
         self._changes = changes
         self._people = people
+        self._leases = LeasePaths(giver)
         self._changing: set[asyncio.Task[Json]] = set()
         self._waiting: set[Callable[[], None]] = set()
         self._hurried = False
@@ -87,16 +97,20 @@ class Deferred:
             "/v1/events": Later(_READ, self._events),
             "/v1/plan": Later(_READ, self._plan),
             "/v1/clients": Later(_READ, self._clients),
-            "/v1/reload": Later(_CHANGE, self._reload),
-            "/v1/reexec": Later(_CHANGE, self._reexec),
+            "/v1/reload": Later(_CHANGE, self._reload, whole=True),
+            "/v1/reexec": Later(_CHANGE, self._reexec, whole=True),
         }
 
-    def find(self, path: str) -> Later | None:
+    def find(self, path: str, method: str) -> Later | None:
         """What answers the path, None where it is answered at once or not at all."""
+        by_method = self._leases.find(path)
+        if by_method:
+            answer = by_method.get(method)
+            return Later(tuple(by_method), answer or self._plan)
         begin, end = "/v1/clients/", "/terminate"
         pid = path[len(begin) : -len(end)] if path.startswith(begin) and path.endswith(end) else ""
         if pid.isascii() and pid.isdigit() and len(pid) <= _PID_DIGITS:
-            return Later(_CHANGE, self._terminate)
+            return Later(_CHANGE, self._terminate, whole=True)
         return self._paths.get(path)
 
     async def answer(self, later: Later, request: Request) -> Response:
@@ -104,7 +118,7 @@ class Deferred:
         try:
             query = parse_query(urlsplit(request.target).query)
             work = later.answer(request, query)
-            found = await (self._to_its_end(work) if later.methods == _CHANGE else work)
+            found = await (self._to_its_end(work) if later.whole else work)
             return Response(200, "application/json", encode(found))
         except YunionError as error:
             status = next((status for kind, status in _STATUS.items() if isinstance(error, kind)), 409)
@@ -140,7 +154,7 @@ class Deferred:
         after = number(query, "after", 0, 0, LARGEST_NUMBER) if "after" in query else None
         since_s = number(query, "since", 0, 0, LATEST_S)
         limit = number(query, "limit", 100, 1, MOST_EVENTS)
-        wait_s = number(query, "wait", 0, 0, LONGEST_WAIT_S)
+        wait_s = number(query, "wait", 0, 0, LONGEST_EVENT_WAIT_S)
         return await self._wait_for_events(Wanted(after, float(since_s), limit, kind), wait_s)
 
     async def _wait_for_events(self, wanted: Wanted, wait_s: float) -> Json:

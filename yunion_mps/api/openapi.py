@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from yunion_mps import __version__
-from yunion_mps.api.deferred import LATEST_S, LONGEST_WAIT_S, MOST_EVENTS
+from yunion_mps.api.deferred import LATEST_S, LONGEST_EVENT_WAIT_S, MOST_EVENTS
+from yunion_mps.api.leases import BINDINGS, LONGEST_TTL_S, LONGEST_WAIT_S, MOST_DEVICES, NAME, PLACEMENTS
 from yunion_mps.api.query import LARGEST_NUMBER
 from yunion_mps.api.routes import LARGEST_LIMIT
 from yunion_mps.api.schema_parts import Schema, ref
@@ -19,6 +20,7 @@ _PROBLEMS = {
     409: "It was refused, or did not work; nothing was changed.",
     413: "The request's body is too large.",
     422: "The configuration is not right, and nothing was changed; `detail` holds one problem a line.",
+    423: "Nothing is free that would do; `detail` says what there is.",
     431: "The request's head is too large.",
     501: "The request's body is in a transfer coding other than `chunked`.",
     503: "Too many connections are open.",
@@ -38,8 +40,9 @@ Memory is in MiB, percentages are of a GPU's SM threads. Every error is a proble
 `hint` where there is something to do about it. What is at none of these paths is answered with 404, any
 method other than those described with 405, and a parameter that is not described with 400.
 
-What can be read, all of these users may read. Only root may change the daemon, and only root and its owner
-end a client. What a POST has begun is finished, though whoever asked for it may go away meanwhile."""
+What can be read, all of these users may read, and all may take devices. Only root may change the daemon,
+and only root and its owner end a client or a lease. What a POST to change the daemon has begun is finished,
+though whoever asked for it may go away meanwhile; a wish for devices ends with its connection."""
 
 
 def document() -> Schema:
@@ -78,6 +81,14 @@ def _paths() -> Schema:
         "schema": {"type": "integer", "minimum": 0, "maximum": 9_999_999_999},
         "example": 4260,
     }
+    lease = {
+        "name": "lease",
+        "in": "path",
+        "required": True,
+        "description": "The id of the lease.",
+        "schema": {"type": "string", "minLength": 1},
+        "example": "7c1f0e7a-8a52-4f0e-8b5e-3f9d2a6c1b44",
+    }
     late = (409,)
     return {
         "/v1/devices": _read("Devices", "One page of the MPS devices", "DeviceList", (), _filters()),
@@ -106,6 +117,29 @@ def _paths() -> Schema:
             "Ended",
             (403, 404, *late),
             [client, _switch("force", "End it by SIGKILL where nothing else helps.")],
+        ),
+        "/v1/leases": {
+            **_read("Leases", "Who has which devices, and who waits", "LeaseList"),
+            "post": {
+                **_operation(
+                    "takeLease",
+                    "Take devices, for as long as a process, a connection or a name lives",
+                    "Lease",
+                    (403, 404, *late, 423),
+                ),
+                "parameters": _wish(),
+            },
+        },
+        "/v1/leases/{lease}": {
+            "delete": _operation("endLease", "Give devices back", "Lease", (403, 404, *late)),
+            "parameters": [lease],
+        },
+        "/v1/leases/{lease}/renew": _change(
+            "renewLease",
+            "Let a lease of a name live for its whole time from now",
+            "Lease",
+            (403, 404, *late),
+            [lease],
         ),
         "/v1/openapi.json": _read("Document", "This document", None),
     }
@@ -173,8 +207,51 @@ def _which_events() -> list[Schema]:
         "kind": ("Only events of this kind.", {"type": "string", "enum": list(EVENT_KINDS)}),
         "wait": (
             "Where there are none, wait so many seconds for one; not where `after` is beyond the last.",
-            {**whole, "maximum": LONGEST_WAIT_S, "default": 0},
+            {**whole, "maximum": LONGEST_EVENT_WAIT_S, "default": 0},
         ),
+    }
+    return [
+        {"name": name, "in": "query", "description": about, "schema": schema}
+        for name, (about, schema) in found.items()
+    ]
+
+
+def _wish() -> list[Schema]:
+    """Which devices are wanted, for whom, and for how long one would wait."""
+    whole = {"type": "integer", "minimum": 1}
+    text = {"type": "string"}
+    truth = {"type": "boolean", "default": False}
+    found: dict[str, tuple[str, Schema]] = {
+        "count": ("How many devices.", {**whole, "maximum": MOST_DEVICES, "default": 1}),
+        "device": ("Just this device, by id or address.", text),
+        "gpu": ("Devices of this GPU, by UUID or address.", text),
+        "across": ("Each on another GPU, and not all on one.", truth),
+        "placement": (
+            "Of the GPU with the fewest free devices that will do, or with the most.",
+            {"type": "string", "enum": list(PLACEMENTS), "default": PLACEMENTS[0]},
+        ),
+        "binding": (
+            "What ends it: the end of a process, of this connection, or of a name's time to live.",
+            {"type": "string", "enum": list(BINDINGS), "default": BINDINGS[0]},
+        ),
+        "pid": (
+            "With binding `process`: another process of the caller's user.",
+            {**whole, "maximum": 9_999_999},
+        ),
+        "name": ("With binding `name`: whose devices they are.", {"type": "string", "pattern": NAME}),
+        "ttl": (
+            "With binding `name`: seconds that it lives after its last renewal.",
+            {**whole, "maximum": LONGEST_TTL_S},
+        ),
+        "wait": (
+            "Where nothing is free, wait so many seconds: first come, first served.",
+            {**whole, "minimum": 0, "maximum": LONGEST_WAIT_S, "default": 0},
+        ),
+        "since": (
+            "Waited since then, in seconds since 1970, for a daemon before this one.",
+            {"type": "number", "minimum": 0, "maximum": LATEST_S},
+        ),
+        "dry": ("Only tell what would be given now.", truth),
     }
     return [
         {"name": name, "in": "query", "description": about, "schema": schema}
@@ -211,5 +288,10 @@ def _problem(status: int, why: str) -> Schema:
         "content": {"application/problem+json": {"schema": ref("Problem")}},
     }
     if status == 405:
-        response["headers"] = {"Allow": {"required": True, "schema": {"enum": ["GET, HEAD", "POST"]}}}
+        response["headers"] = {
+            "Allow": {
+                "required": True,
+                "schema": {"enum": ["GET, HEAD", "GET, HEAD, POST", "POST", "DELETE"]},
+            }
+        }
     return response

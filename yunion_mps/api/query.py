@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from http import HTTPStatus
 from typing import Any, NamedTuple
 from urllib.parse import parse_qsl
@@ -14,11 +14,16 @@ LARGEST_NUMBER = (1 << 31) - 1
 
 
 class Request(NamedTuple):
-    """What was asked, and by whom: the uid is the kernel's word on the other end of the connection."""
+    """What was asked, and by whom: uid and PID are the kernel's word on the other end of the connection.
+
+    `keep` has a function called when the connection ends, which then may be idle for good.
+    """
 
     method: str
     target: str
     uid: int
+    pid: int = 0
+    keep: Callable[[Callable[[], None]], None] = lambda _: None
 
 
 class Response(NamedTuple):

@@ -62,7 +62,7 @@ class Router:
             path = urlsplit(request.target).path
         except ValueError:
             return problem(400, _NO_URL)
-        later = self._deferred.find(path)
+        later = self._deferred.find(path, request.method)
         if later:
             return self._later(later, request)
         if not reads:

@@ -69,6 +69,7 @@ def _device() -> Schema:
         "state": text("Whether it can be used now.", AVAILABLE, enum=[AVAILABLE, UNAVAILABLE]),
         "reason": text(reason, ""),
         "budget_enforced": truth("Whether MPS keeps the budget: not before Volta.", example=False),
+        "lease": or_null(text("The id of the lease that has it; null where it is free.", None)),
     }
 
 

@@ -11,6 +11,11 @@ _WAITS_FOR = "its MPS server (PID 4250) has ended"
 
 def schemas() -> Schema:
     """The schemas by name."""
+    leases = {
+        "leases": list_of("Who has which devices.", ref("Lease")),
+        "waiting": list_of("Those who wait for devices, in the order of their coming.", ref("Waiter")),
+        "total": number("The number of leases.", 1),
+    }
     changed = {
         "changes": list_of("What is, or would be, different.", ref("Change")),
         "pending": list_of("What is still to come into force, empty where all is.", ref("Pending")),
@@ -32,6 +37,9 @@ def schemas() -> Schema:
     }
     anew = {"pid": number("The daemon's PID, which stays.", 4200, minimum=1)}
     return {
+        "Lease": object_of("Devices that are somebody's until it ends.", _lease()),
+        "Waiter": object_of("Somebody who waits for devices.", _waiter()),
+        "LeaseList": object_of("All leases.", leases),
         "Event": object_of("Something that changed, why, and what it means.", _event()),
         "EventList": object_of("Events, and where to go on.", events),
         "Change": object_of("One thing that becomes another.", _change()),
@@ -107,4 +115,43 @@ def _server() -> Schema:
     return {
         "domain": text("The control daemon that it belongs to.", "host"),
         "state": or_null(text(states, "ACTIVE")),
+    }
+
+
+def _who(command: str) -> Schema:
+    return {
+        "pid": or_null(number("Its process; null where it is a name.", 4260, minimum=1)),
+        "uid": number("Its user's id.", 1000),
+        "user": text("Its user's name, or the id where it has none.", "alice"),
+        "command": or_null(text("The process' command line, cut to 100 characters.", command)),
+        "name": or_null(text("Its name; null where it is a process or a connection.", None)),
+    }
+
+
+def _lease() -> Schema:
+    until = "When it ends unless it is renewed, in seconds since 1970; null where that is not how it ends."
+    return {
+        "id": text("A random UUID.", "7c1f0e7a-8a52-4f0e-8b5e-3f9d2a6c1b44"),
+        "devices": list_of("The devices' addresses.", {"type": "string"}, ["00:06.0-1"]),
+        "gpus": list_of("Their GPUs' addresses.", {"type": "string"}, ["00:06.0"]),
+        "memory": list_of("Each device's memory in MiB.", {"type": "integer", "minimum": 0}, [5760]),
+        "thread_percentage": number("The smallest of the devices'.", 25, "number"),
+        "binding": text("What ends it.", "process", enum=["process", "connection", "name"]),
+        **_who("python train.py"),
+        "since": number("When it began, in seconds since 1970.", _MOMENT, "number"),
+        "expires": or_null(number(until, None, "number")),
+        "environment": {
+            "type": "object",
+            "description": "The environment of a process that uses them.",
+            "additionalProperties": {"type": "string"},
+            "examples": [{"CUDA_VISIBLE_DEVICES": "GPU-76aef7ff-372d-2432-b4b4-beca4d8d3400"}],
+        },
+    }
+
+
+def _waiter() -> Schema:
+    return {
+        **_who("yunion-mps run python train.py"),
+        "since": number("Since when, in seconds since 1970.", _MOMENT, "number"),
+        "wants": text("What for.", "2 devices on one GPU"),
     }

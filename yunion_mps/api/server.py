@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import select
 import socket
-import struct
 from collections import Counter
+from collections.abc import Callable
 from typing import NamedTuple, cast
 
 import h11
 
 from yunion_mps.api.listener import Listener
+from yunion_mps.api.peer import is_gone, peer_of
 from yunion_mps.api.query import Request, Response, problem
 from yunion_mps.api.routes import Router
 
@@ -141,7 +141,9 @@ class Connection(asyncio.BufferedProtocol):
     """One client: its requests one after another, one a turn, so that none keeps the loop from others."""
 
     def __init__(self, server: Server) -> None:
+        self.pid = 0
         self.uid = -1
+        self._at_end: list[Callable[[], None]] = []
         self._server = server
         self._limits = server.limits
         self._http = h11.Connection(h11.SERVER, max_incomplete_event_size=server.limits.head_bytes)
@@ -158,7 +160,7 @@ class Connection(asyncio.BufferedProtocol):
         """A client has connected: find out who it is, and whether there is room."""
         self._transport = cast(asyncio.Transport, transport)
         self._transport.set_write_buffer_limits(high=_KEPT_BYTES)
-        self.uid = _uid_of(transport.get_extra_info("socket"))
+        self.pid, self.uid = peer_of(transport.get_extra_info("socket"))
         if not self._server.admit(self):
             self._refuse(
                 problem(503, "too many connections are open", "close some, or try again in a moment")
@@ -176,6 +178,8 @@ class Connection(asyncio.BufferedProtocol):
         if self._awaited:
             self._awaited.cancel()
         self._server.forget(self)
+        for call in self._at_end:
+            call()
 
     def get_buffer(self, sizehint: int) -> memoryview:
         """Where to put what comes in: it is taken out at once, so one place does for all connections."""
@@ -192,7 +196,7 @@ class Connection(asyncio.BufferedProtocol):
     def eof_received(self) -> bool:
         """The client sends no more; what it has asked is still answered, and then the connection closed."""
         self._http.receive_data(b"")
-        if self._awaited and self._transport and _is_gone(self._transport.get_extra_info("socket")):
+        if self._awaited and self._transport and is_gone(self._transport.get_extra_info("socket")):
             self._transport.abort()  # nobody is there to take what it waits for
         self._work()
         return True
@@ -207,8 +211,12 @@ class Connection(asyncio.BufferedProtocol):
     def resume_writing(self) -> None:
         """The client has taken its answer."""
         self._blocked = False
-        self._set_deadline(self._limits.idle_timeout_s)
+        self._set_deadline(self._idle_timeout_s)
         self._work()
+
+    @property
+    def _idle_timeout_s(self) -> float | None:
+        return None if self._at_end else self._limits.idle_timeout_s
 
     @property
     def unread_bytes(self) -> int:
@@ -220,6 +228,10 @@ class Connection(asyncio.BufferedProtocol):
         """Whether a request is on its way or being answered, or its answer not read yet."""
         waits = self._awaited is not None or self._turn is not None or self.unread_bytes > 0
         return waits or self._fresh or bool(self._http.trailing_data[0])
+
+    def keep(self, at_end: Callable[[], None]) -> None:
+        """Something hangs on this connection: it may be idle for good, and `at_end` is called at its end."""
+        self._at_end.append(at_end)
 
     def abort(self) -> None:
         """End it now, whatever is under way."""
@@ -289,7 +301,7 @@ class Connection(asyncio.BufferedProtocol):
         assert self._request is not None
         request = self._request
         method, target = request.method.decode(), request.target.decode("ascii", "replace")
-        answer = self._server.router.answer(Request(method, target, self.uid))
+        answer = self._server.router.answer(Request(method, target, self.uid, self.pid, self.keep))
         if isinstance(answer, Response):
             self._give(answer)
             return
@@ -312,7 +324,7 @@ class Connection(asyncio.BufferedProtocol):
         if large and self._server.unread_bytes(self.uid) > self._limits.unread_bytes:
             answer = problem(503, "too much of your answers waits to be read", "read it, or ask for less")
         self._send(answer)
-        self._set_deadline(self._limits.answer_timeout_s if self._blocked else self._limits.idle_timeout_s)
+        self._set_deadline(self._limits.answer_timeout_s if self._blocked else self._idle_timeout_s)
         if self._http.our_state is h11.MUST_CLOSE:
             self._close()
         elif self._http.our_state is h11.DONE and self._http.their_state is h11.DONE:
@@ -349,10 +361,12 @@ class Connection(asyncio.BufferedProtocol):
             self._transport.close()
             self._set_deadline(self._limits.answer_timeout_s)
 
-    def _set_deadline(self, wait_s: float) -> None:
+    def _set_deadline(self, wait_s: float | None) -> None:
         if self._timer:
             self._timer.cancel()
-        self._timer = asyncio.get_running_loop().call_later(wait_s, self._too_late)
+            self._timer = None
+        if wait_s is not None:
+            self._timer = asyncio.get_running_loop().call_later(wait_s, self._too_late)
 
     def _too_late(self) -> None:
         """The client was too slow; a request that it has begun is answered with that."""
@@ -367,17 +381,3 @@ class Connection(asyncio.BufferedProtocol):
             self._refuse(problem(408, "the request did not arrive in time"))
         else:
             self._transport.abort()
-
-
-def _is_gone(connection: socket.socket) -> bool:
-    """Whether the other end was closed, and not only shut for sending."""
-    poll = select.poll()
-    poll.register(connection.fileno(), 0)
-    return any(event & select.POLLHUP for _, event in poll.poll(0))
-
-
-def _uid_of(connection: socket.socket) -> int:
-    """The user at the other end (SO_PEERCRED, unix(7))."""
-    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-    uid: int = struct.unpack("3i", raw)[1]
-    return uid

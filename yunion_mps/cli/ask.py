@@ -18,14 +18,21 @@ def ask(target: str, timeout_s: float | None = None) -> Any:
     return Client(Paths.from_environment()).get(target, timeout_s)
 
 
-def tell(target: str, *, until_closed: bool = False) -> Any:
+def tell(target: str, *, until_closed: bool = False, timeout_s: float = SLOW_S) -> Any:
     """The daemon's JSON answer to what it is told to do; raises as `ask` does.
 
     With `until_closed` it returns once the program that answered has given way to the next.
     """
     from yunion_mps.api.client import Client
 
-    return Client(Paths.from_environment()).post(target, SLOW_S, until_closed=until_closed)
+    return Client(Paths.from_environment()).post(target, timeout_s, until_closed=until_closed)
+
+
+def remove(target: str) -> Any:
+    """The daemon's JSON answer to a DELETE; raises as `ask` does."""
+    from yunion_mps.api.client import Client
+
+    return Client(Paths.from_environment()).delete(target)
 
 
 def quoted(text: str) -> str:

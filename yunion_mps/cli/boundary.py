@@ -20,7 +20,7 @@ def run() -> int:
     if sys.stdout is None:
         return _fail(_unwritable("standard output is closed"))
     try:
-        cli.main(prog_name=_PROGRAM, standalone_mode=False)
+        status = cli.main(prog_name=_PROGRAM, standalone_mode=False)
         sys.stdout.flush()
     except YunionError as error:
         return _fail(error)
@@ -40,7 +40,7 @@ def run() -> int:
     except OSError as error:
         _forget_output()
         return _fail(_unwritable(error.strerror))
-    return 0
+    return status if isinstance(status, int) else 0  # click hands on what an Exit asked for
 
 
 def _wrong_usage(error: click.ClickException) -> YunionError:

@@ -13,6 +13,9 @@ COMMANDS = {
     "isolated-device-list": "yunion_mps.cli.list",
     "list": "yunion_mps.cli.list",
     "show": "yunion_mps.cli.show",
+    "run": "yunion_mps.cli.run",
+    "env": "yunion_mps.cli.environment",
+    "lease": "yunion_mps.cli.lease",
     "gpus": "yunion_mps.cli.gpus",
     "status": "yunion_mps.cli.status",
     "clients": "yunion_mps.cli.clients",
@@ -67,6 +70,7 @@ def cli() -> None:
     \b
     See what this host offers:            yunion-mps list
     See one device and how to use it:     yunion-mps show 00:06.0-1
+    Run a command with a device:          yunion-mps run python train.py
     See whether all is well:              yunion-mps status
     See what happened:                    yunion-mps events
     See whose jobs are running:           yunion-mps clients

@@ -16,6 +16,7 @@ from yunion_mps.daemon.changing import Changing
 from yunion_mps.daemon.clients import Clients
 from yunion_mps.daemon.faults import Faults
 from yunion_mps.daemon.health import Health
+from yunion_mps.daemon.leasing import Leasing
 from yunion_mps.daemon.looking import Looking
 from yunion_mps.daemon.run import ANEW, STOPPED
 from yunion_mps.daemon.signals import Signals
@@ -57,6 +58,7 @@ class _Loop:
         self._end: asyncio.Future[str] | None = None
         self._changing: Changing | None = None
         self._looking: Looking | None = None
+        self._leasing: Leasing | None = None
         self._seeing: asyncio.Future[None] | None = None
 
     async def run(self, listener: Listener, signals: Signals) -> str:
@@ -69,7 +71,10 @@ class _Loop:
         looking = Looking(self._paths, self._supervisor, lock, faults, self._tick_soon)
         changing = Changing(self._paths, self._supervisor, looking, lock, self._tick_soon, self._anew)
         self._changing, self._looking = changing, looking
-        deferred = Deferred(self._service, changing, clients)
+        leasing = self._leasing = Leasing(self._supervisor, self._service)
+        self._service.ledger = leasing.ledger
+        leasing.restore()
+        deferred = Deferred(self._service, changing, clients, leasing)
         # Not loop.add_signal_handler: its end would leave the winding up to a second signal's mercy.
         loop.add_reader(signals.fileno(), self._guarded, lambda: self._heed(signals))
         server = Server(Router(self._service, deferred))
@@ -156,6 +161,8 @@ class _Loop:
             loop.add_reader(descriptor, self._tick_soon)
         if due_s is not None:
             self._timer = loop.call_at(due_s, self._guarded, self._tick)
+        if self._leasing:
+            self._leasing.serve()  # what has come or changed may be just what somebody waits for
         self._say()
 
     def _say(self) -> None:

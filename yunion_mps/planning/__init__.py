@@ -157,19 +157,48 @@ def thread_percentage(policy: str, virtual_number: int) -> float:
     return max(1, min(1000, tenths)) / 10
 
 
-def client_environment(device: Device, domain: DomainPlan) -> dict[str, str]:
-    """The environment of a process that uses the device: it can only tighten what the control daemon set.
+def client_environment(devices: Sequence[Device], domain: DomainPlan) -> dict[str, str]:
+    """The environment of a process that uses the domain's devices: it can only tighten what that has set.
 
-    The process sees one GPU, so the memory limit is that of its device 0.
+    Devices of one GPU are one budget, their sum. The process sees just their GPUs, in this order, and has one
+    percentage for all of them: where they differ, the smallest.
     """
+    memory_mib: dict[str, int] = {}
+    percentage: dict[str, float] = {}
+    for device in devices:
+        gpu = device.gpu_uuid
+        memory_mib[gpu] = memory_mib.get(gpu, 0) + device.memory_limit_mib
+        percentage[gpu] = min(100.0, round(percentage.get(gpu, 0.0) + device.thread_percentage, 1))
+    limits = (f"{number}={mib}M" for number, mib in enumerate(memory_mib.values()))
     return {
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
-        "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": decimal(device.thread_percentage),
-        "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": f"0={device.memory_limit_mib}M",
+        "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": decimal(min(percentage.values())),
+        "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": ",".join(limits),
         "CUDA_MPS_PIPE_DIRECTORY": domain.pipe_directory,
-        "CUDA_VISIBLE_DEVICES": device.gpu_uuid,
-        DEVICE_VARIABLE: device.addr,
+        "CUDA_VISIBLE_DEVICES": ",".join(memory_mib),
+        DEVICE_VARIABLE: ",".join(device.addr for device in devices),
     }
+
+
+def why_not_honoured(devices: Sequence[Device], domain: DomainPlan) -> str:
+    """Why a process would get less than the devices' sum, empty where it gets all of it.
+
+    A client's environment can only tighten the domain's limits.
+    """
+    for uuid in {device.gpu_uuid for device in devices}:
+        own = [device for device in devices if device.gpu_uuid == uuid]
+        wanted_mib = sum(device.memory_limit_mib for device in own)
+        most_mib = domain.memory_limits_mib[domain.gpu_uuids.index(uuid)]
+        if most_mib is not None and wanted_mib > most_mib:
+            return (
+                f"its control daemon gives no process more than {most_mib} MiB of a GPU, not {wanted_mib} MiB"
+            )
+        wanted = min(100.0, sum(device.thread_percentage for device in own))
+        if round(wanted, 1) > domain.thread_percentage:
+            most = decimal(domain.thread_percentage)
+            instead = f"{most} % of the threads, not {decimal(wanted)} %"
+            return f"its control daemon gives no process more than {instead}"
+    return ""
 
 
 def decimal(percentage: float) -> str:

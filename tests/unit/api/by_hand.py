@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Callable
 from typing import Any
 
 from yunion_mps.errors import NotFoundError, YunionError
+from yunion_mps.leases.ledger import Wish
+from yunion_mps.models import Holder
 
 Json = dict[str, Any]
 
@@ -78,6 +81,33 @@ def clients(*found: Json, servers: tuple[Json, ...] = (SERVER,), troubles: tuple
     }
 
 
+LEASE: Json = {
+    "id": "7c1f0e7a-8a52-4f0e-8b5e-3f9d2a6c1b44",
+    "devices": ["00:06.0-1"],
+    "gpus": ["00:06.0"],
+    "memory": [5760],
+    "thread_percentage": 25,
+    "binding": "process",
+    "pid": 4260,
+    "uid": 1000,
+    "user": "alice",
+    "command": "python train.py",
+    "name": None,
+    "since": 1788000060.5,
+    "expires": None,
+    "environment": {"CUDA_VISIBLE_DEVICES": "GPU-76aef7ff-372d-2432-b4b4-beca4d8d3400"},
+}
+WAITER: Json = {
+    "pid": 4300,
+    "uid": 1001,
+    "user": "bob",
+    "command": "yunion-mps run",
+    "name": None,
+    "since": 1788000090.5,
+    "wants": "2 devices on one GPU",
+}
+
+
 class _ByHand:
     """Answers once `gate` is open; raises `error` where there is one; `asked`, `over` and `done` say what it
     was asked, is through with, and did."""
@@ -143,3 +173,45 @@ class People(_ByHand):
         if self.refusal:
             raise self.refusal
         return {"pid": pid, "ended": self.ended, "how": self.how}
+
+
+class Giver(_ByHand):
+    """Leases given by hand: every wish gets the same one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Json = {"leases": [LEASE], "waiting": [WAITER], "total": 1}
+        self.given: Json = LEASE
+        self.refusal: YunionError | None = None
+        self.wished: list[tuple[Wish, Holder, float]] = []
+
+    def leases(self) -> Json:
+        return self.found
+
+    async def take(
+        self,
+        wish: Wish,
+        holder: Holder,
+        keep: Callable[[Callable[[], None]], None],
+        wait_s: float,
+        since_s: float | None,
+    ) -> Json:
+        await self._pass("take")
+        self.wished.append((wish, holder, wait_s))
+        if self.refusal:
+            raise self.refusal
+        return self.given
+
+    def would_take(self, wish: Wish, holder: Holder) -> Json:
+        self.wished.append((wish, holder, -1))
+        if self.refusal:
+            raise self.refusal
+        return self.given
+
+    def release(self, lease_id: str, uid: int) -> Json:
+        self.done.append(f"release {lease_id} for {uid}")
+        return self.given
+
+    def renew(self, lease_id: str, uid: int) -> Json:
+        self.done.append(f"renew {lease_id} for {uid}")
+        return self.given

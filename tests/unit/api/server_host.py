@@ -34,7 +34,7 @@ from yunion_mps.paths import Paths
 from yunion_mps.service import Service
 from yunion_mps.store import Store
 
-from unit.api.by_hand import Changes, People
+from unit.api.by_hand import Changes, Giver, People
 
 #: So long that only what never comes is missed, on however slow a machine.
 PATIENCE_S = 60.0
@@ -151,8 +151,9 @@ class ServerHost:
         self._use(self.paths)
         self.changes = Changes()
         self.people = People()
+        self.giver = Giver()
         self.service = service = Service(lambda: self.snapshot, time.time(), os.getpid(), self.journal)
-        self.deferred = Deferred(service, self.changes, self.people)
+        self.deferred = Deferred(service, self.changes, self.people, self.giver)
         self.server = Server(Router(service, self.deferred), limits or Limits())
         self.listener = Listener(self.paths)
         self._loop = asyncio.new_event_loop()

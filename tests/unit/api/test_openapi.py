@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -30,17 +31,18 @@ ANSWERS = {
     "/v1/events": "EventList",
     "/v1/plan": "ChangeList",
     "/v1/clients": "ClientList",
+    "/v1/leases": "LeaseList",
 }
 
 
 def router(snapshot: Snapshot) -> Router:
     service = Service(lambda: snapshot, 1788000000.25, 4200)
-    return Router(service, Deferred(service, by_hand.Changes(), by_hand.People()))
+    return Router(service, Deferred(service, by_hand.Changes(), by_hand.People(), by_hand.Giver()))
 
 
 def ask(snapshot: Snapshot, target: str, method: str = "GET") -> tuple[int, Any]:
     async def answer() -> Response:
-        found = router(snapshot).answer(Request(method, target, 0))
+        found = router(snapshot).answer(Request(method, target, 0, os.getpid()))
         return found if isinstance(found, Response) else await found
 
     response = asyncio.run(answer())
@@ -152,8 +154,8 @@ def test_the_examples_are_what_the_reference_case_answers() -> None:
 @pytest.mark.parametrize("path", DOCUMENT["paths"])
 def test_every_path_takes_the_methods_that_are_described_and_no_others(path: str) -> None:
     described = {name.upper() for name in DOCUMENT["paths"][path]} - {"PARAMETERS"}
-    assert described in ({"GET", "HEAD"}, {"POST"})
-    target = path.replace("{id}", "00:06.0-1").replace("{pid}", "4260")
+    assert described in ({"GET", "HEAD"}, {"GET", "HEAD", "POST"}, {"POST"}, {"DELETE"})
+    target = path.replace("{id}", "00:06.0-1").replace("{pid}", "4260").replace("{lease}", "7c1f")
     for method in ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE"):
         status, answer = ask(snapshots.reference(), target, method)
         if method in described:
@@ -181,6 +183,10 @@ def test_every_operation_has_a_name_of_its_own() -> None:
 @pytest.mark.parametrize("found", [by_hand.NOTHING, by_hand.PLANNED, by_hand.RELOADED])
 def test_the_changes_made_by_hand_are_such_as_the_daemon_answers(found: Any) -> None:
     assert errors("ChangeList", found) == []
+
+
+def test_the_leases_made_by_hand_are_such_as_the_daemon_answers() -> None:
+    assert errors("LeaseList", by_hand.Giver().found) == []
 
 
 def test_the_clients_made_by_hand_are_such_as_the_daemon_answers() -> None:

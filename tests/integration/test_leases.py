@@ -1,0 +1,374 @@
+"""Devices in use, on a whole host: `yunion-mps run`, and leases over every end of process and daemon."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from integration.conftest import MakeDaemon, MakeHost
+from integration.daemon_host import Daemon, eventually
+from simhost import SimHost
+
+ADDRESSES = [f"00:06.0-{slot}" for slot in range(4)]
+
+
+class _Connection(http.client.HTTPConnection):
+    """HTTP over the daemon's socket."""
+
+    def __init__(self, daemon: Daemon) -> None:
+        super().__init__("localhost", timeout=60)
+        self._path = str(daemon.socket_path)
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX)
+        self.sock.connect(self._path)
+
+    def ask(self, method: str, target: str) -> tuple[int, Any]:
+        self.request(method, target, headers={"Content-Length": "0"})
+        answer = self.getresponse()
+        return answer.status, json.loads(answer.read())
+
+
+def ask(daemon: Daemon, method: str, target: str) -> tuple[int, Any]:
+    connection = _Connection(daemon)
+    try:
+        return connection.ask(method, target)
+    finally:
+        connection.close()
+
+
+def given(daemon: Daemon) -> list[str]:
+    """The addresses of the devices that somebody has."""
+    leases = ask(daemon, "GET", "/v1/leases")[1]["leases"]
+    return sorted(address for lease in leases for address in lease["devices"])
+
+
+def run(host: SimHost, *arguments: str, **more: Any) -> subprocess.CompletedProcess[str]:
+    return host.run(["yunion-mps", "run", *arguments], **more)
+
+
+def start(host: SimHost, *arguments: str) -> subprocess.Popen[str]:
+    """A job that says when it has begun, and runs until its standard input is closed."""
+    job = host.popen(
+        ["yunion-mps", "run", *arguments, "--", "sh", "-c", "echo begun; exec cat"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert job.stdout is not None
+    assert job.stdout.readline() == "begun\n"
+    return job
+
+
+def end(job: subprocess.Popen[str]) -> None:
+    job.kill()
+    job.communicate()
+
+
+def test_a_command_has_a_device_for_as_long_as_it_runs(ready_daemon: Daemon) -> None:
+    host = ready_daemon.host
+    job = start(host)
+    (lease,) = ask(ready_daemon, "GET", "/v1/leases")[1]["leases"]
+    assert (lease["devices"], lease["pid"], lease["binding"]) == ([ADDRESSES[0]], job.pid, "process")
+    assert ready_daemon.get("/v1/devices")[1]["isolated_devices"][0]["lease"] == lease["id"]
+    assert ready_daemon.get("/v1/devices?unused=true")[1]["total"] == 3
+    job.communicate()
+    eventually(lambda: given(ready_daemon) == [], "the end of the lease")
+    assert ready_daemon.get("/v1/devices?unused=true")[1]["total"] == 4
+    told = [event["what"] for event in ready_daemon.get("/v1/events?kind=lease")[1]["events"]]
+    assert [what.partition(" ")[0] for what in told] == ["given", "given"]
+
+
+def test_the_environment_is_that_of_the_device_variable_by_variable(ready_daemon: Daemon) -> None:
+    host = ready_daemon.host
+    done = run(host, "--device", ADDRESSES[2], "--", "env", "-0")
+    before = {*host.env}
+    found = dict(entry.partition("=")[::2] for entry in done.stdout.split("\0") if entry)
+    new = {name: value for name, value in found.items() if name not in before}
+    assert len(new.pop("YUNION_MPS_LEASE")) == 36
+    assert new == {
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+        "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "25",
+        "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": "0=5760M",
+        "CUDA_MPS_PIPE_DIRECTORY": str(ready_daemon.pipe_directory),
+        "CUDA_VISIBLE_DEVICES": host.gpus[0].uuid,
+        "YUNION_MPS_DEVICE": ADDRESSES[2],
+    }
+
+
+@pytest.mark.parametrize(
+    ("command", "status"),
+    [
+        ("exit 0", 0),
+        ("exit 7", 7),
+        ("kill -TERM $$", -signal.SIGTERM),
+        ("kill -INT $$", -signal.SIGINT),
+    ],
+)
+def test_the_exit_status_and_signals_are_the_command_s_own(
+    ready_daemon: Daemon, command: str, status: int
+) -> None:
+    assert run(ready_daemon.host, "--", "sh", "-c", command).returncode == status
+
+
+def test_standard_input_and_output_are_the_command_s_own(ready_daemon: Daemon) -> None:
+    command = ["sh", "-c", "echo one two | yunion-mps run tr a-z A-Z | yunion-mps run -- cut -d ' ' -f 2"]
+    assert ready_daemon.host.run(command).stdout == "TWO\n"
+
+
+@pytest.mark.parametrize(
+    ("command", "status", "why"),
+    [
+        (["/nosuch/program"], 127, "/nosuch/program cannot be started: No such file or directory"),
+        (["/etc"], 126, "/etc cannot be started: Permission denied"),
+    ],
+)
+def test_a_command_that_cannot_be_started_keeps_no_device(
+    ready_daemon: Daemon, command: list[str], status: int, why: str
+) -> None:
+    done = run(ready_daemon.host, *command)
+    assert (done.returncode, done.stderr) == (status, f"yunion-mps: {why}\n")
+    eventually(lambda: given(ready_daemon) == [], "the end of the lease")
+
+
+def test_where_nothing_is_free_it_fails_or_waits_its_turn(ready_daemon: Daemon) -> None:
+    host = ready_daemon.host
+    jobs = [start(host) for _ in ADDRESSES]
+    assert given(ready_daemon) == ADDRESSES
+    done = run(host, "true")
+    assert (done.returncode, done.stderr.splitlines()[0]) == (
+        5,
+        "yunion-mps: 1 device cannot be had now: 4 of 4 in use",
+    )
+    assert run(host, "--wait=1", "true").returncode == 5
+    waiting = host.popen(["yunion-mps", "run", "--wait", "--", "printenv", "YUNION_MPS_DEVICE"], stdout=-1)
+    eventually(lambda: ask(ready_daemon, "GET", "/v1/leases")[1]["waiting"], "that it waits")
+    jobs[2].communicate()
+    assert waiting.communicate()[0].strip() == ADDRESSES[2]
+    for job in jobs:
+        end(job)
+
+
+def test_who_gives_up_waiting_is_in_nobodys_way(ready_daemon: Daemon) -> None:
+    host = ready_daemon.host
+    jobs = [start(host) for _ in ADDRESSES]
+    waiting = host.popen(["yunion-mps", "run", "--wait", "true"], stderr=-1)
+    eventually(lambda: ask(ready_daemon, "GET", "/v1/leases")[1]["waiting"], "that it waits")
+    end(waiting)
+    eventually(lambda: not ask(ready_daemon, "GET", "/v1/leases")[1]["waiting"], "that it waits no more")
+    for job in jobs:
+        end(job)
+    eventually(lambda: given(ready_daemon) == [], "that all is free")
+
+
+def test_without_a_control_daemon_nothing_is_started_unless_that_is_asked_for(ready_daemon: Daemon) -> None:
+    host = ready_daemon.host
+    ready_daemon.kill()
+    done = run(host, "echo", "ran")
+    assert (done.returncode, done.stdout) == (3, "")
+    done = run(host, "--allow-unlimited", "echo", "ran")
+    assert (done.returncode, done.stdout) == (0, "ran\n")
+    assert done.stderr.startswith("yunion-mps: echo runs without limits: the daemon is not running")
+
+
+def test_leases_survive_the_daemon_and_end_with_what_had_them_meanwhile(ready_daemon: Daemon) -> None:
+    host = ready_daemon.host
+    stays, goes = start(host), start(host)
+    assert ask(ready_daemon, "POST", "/v1/leases?name=job-17&ttl=600")[0] == 200
+    before = {one["id"]: one["devices"] for one in ask(ready_daemon, "GET", "/v1/leases")[1]["leases"]}
+    ready_daemon.kill()
+    end(goes)
+    ready_daemon.start().wait_ready()
+    found = ask(ready_daemon, "GET", "/v1/leases")[1]["leases"]
+    assert [(one["devices"], one["pid"], one["name"]) for one in found] == [
+        ([ADDRESSES[0]], stays.pid, None),
+        ([ADDRESSES[2]], None, "job-17"),
+    ]
+    assert all(before[one["id"]] == one["devices"] for one in found)
+    assert ask(ready_daemon, "POST", "/v1/reexec")[0] == 200
+    eventually(lambda: given(ready_daemon) == [ADDRESSES[0], ADDRESSES[2]], "that they are known")
+    end(stays)
+    eventually(lambda: given(ready_daemon) == [ADDRESSES[2]], "the end of the lease")
+
+
+def test_a_lease_of_a_connection_ends_with_it_and_that_of_a_name_lives_as_long_as_it_is_renewed(
+    ready_daemon: Daemon,
+) -> None:
+    connection = _Connection(ready_daemon)
+    status, lease = connection.ask("POST", "/v1/leases?binding=connection")
+    assert (status, lease["binding"], lease["pid"]) == (200, "connection", os.getpid())
+    assert connection.ask("GET", "/v1/leases")[1]["total"] == 1
+    connection.close()
+    eventually(lambda: given(ready_daemon) == [], "its end")
+    _, named = ask(ready_daemon, "POST", "/v1/leases?name=a&ttl=1")
+    for _ in range(3):
+        status, renewed = ask(ready_daemon, "POST", f"/v1/leases/{named['id']}/renew")
+        assert status == 200
+        assert renewed["expires"] > named["expires"]
+    eventually(lambda: given(ready_daemon) == [], "its end")
+    assert ask(ready_daemon, "POST", f"/v1/leases/{named['id']}/renew")[0] == 404
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user, which needs root")
+def test_only_the_owner_and_root_end_a_lease(ready_daemon: Daemon) -> None:
+    ready_daemon.socket_path.chmod(0o666)
+    _, lease = ask(ready_daemon, "POST", "/v1/leases?name=a&ttl=600")
+    with contextlib.closing(_Connection(ready_daemon)) as stranger:
+        os.seteuid(65534)
+        try:
+            stranger.connect()
+        finally:
+            os.seteuid(0)
+        status, answer = stranger.ask("DELETE", f"/v1/leases/{lease['id']}")
+        assert (status, answer["hint"]) == (403, "only root and its owner may end or renew it")
+        status, answer = stranger.ask("POST", f"/v1/leases?pid={os.getpid()}")
+        assert (status, answer["hint"]) == (403, "only root may take a lease for it")
+        _, theirs = stranger.ask("POST", "/v1/leases?name=b&ttl=600")
+        assert stranger.ask("DELETE", f"/v1/leases/{theirs['id']}")[0] == 200
+    assert ask(ready_daemon, "DELETE", f"/v1/leases/{lease['id']}")[0] == 200
+    assert given(ready_daemon) == []
+
+
+@pytest.mark.parametrize(
+    ("query", "detail"),
+    [
+        ("count=0", "count is '0'"),
+        ("count=2&device=00:06.0-1", "device names one device, and count wants more"),
+        ("placement=best", "placement is 'best'"),
+        ("binding=hope", "binding is 'hope'"),
+        ("name=job", "a lease of a name needs both its name and its time to live"),
+        ("name=a%20b&ttl=1", "a lease of a name needs both its name and its time to live"),
+        ("ttl=5", "ttl goes with binding=name only"),
+        ("binding=connection&pid=1", "pid goes with binding=process only"),
+        ("hope=1", "'hope' is no parameter"),
+    ],
+)
+def test_a_wish_that_cannot_be_understood_is_refused(ready_daemon: Daemon, query: str, detail: str) -> None:
+    status, answer = ask(ready_daemon, "POST", f"/v1/leases?{query}")
+    assert (status, answer["detail"]) == (400, detail)
+
+
+def test_devices_across_gpus_have_a_limit_each_and_of_one_gpu_they_are_refused(
+    make_host: MakeHost, make_daemon: MakeDaemon
+) -> None:
+    host = make_host([{"kind": "v100", "count": 2}])
+    daemon = make_daemon(host).start().wait_ready()
+    done = run(host, "--count", "2", "--across", "--print-env", "-o", "json")
+    environment = json.loads(done.stdout)
+    assert environment["CUDA_VISIBLE_DEVICES"] == ",".join(gpu.uuid for gpu in host.gpus)
+    assert environment["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] == "0=4096M,1=4096M"
+    assert environment["YUNION_MPS_DEVICE"] == "00:06.0-0,00:07.0-0"
+    refused = run(host, "--count", "2", "true")
+    assert refused.returncode == 1
+    assert refused.stderr.startswith(
+        "yunion-mps: 2 devices cannot be one budget: its control daemon gives no"
+    )
+    assert given(daemon) == []
+
+
+#: As many jobs as there are devices and a few more, each a process of its own, over and over.
+_RUNS, _AT_A_TIME, _DEVICES = 500, 50, 48
+#: Says which device it has, holds a lock on it that nobody else may hold, and ends in one of several ways.
+_JOB = """\
+import fcntl, os, random, signal, sys, time
+folder, number = sys.argv[1:]
+device = os.environ["YUNION_MPS_DEVICE"]
+lock = os.open(os.path.join(folder, device), os.O_CREAT | os.O_RDWR)
+try:
+    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+except OSError:
+    open(os.path.join(folder, "twice"), "a").write(f"{device} {number}\\n")
+time.sleep(random.Random(int(number)).uniform(0, 0.05))
+if int(number) % 5 == 0:
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_of_500_jobs_on_48_devices_none_shares_and_all_end_whatever_is_killed(
+    make_host: MakeHost, make_daemon: MakeDaemon, tmp_path: Path
+) -> None:
+    host = make_host([{"kind": "v100"}])
+    divide(host, _DEVICES)
+    daemon = make_daemon(host).start().wait_ready()
+    job = tmp_path / "job.py"
+    job.write_text(_JOB)
+    running: list[subprocess.Popen[str]] = []
+    statuses: list[int] = []
+    begun = kills = 0
+    while begun < _RUNS or running:
+        while begun < _RUNS and len(running) < _AT_A_TIME:
+            command = [
+                "yunion-mps",
+                "run",
+                "--wait=120",
+                "--",
+                sys.executable,
+                "-IS",
+                job,
+                tmp_path,
+                str(begun),
+            ]
+            running.append(host.popen(command, stderr=subprocess.PIPE))
+            begun += 1
+        if begun >= (kills + 1) * 100 and kills < 4:
+            kills += 1
+            daemon.kill()
+            daemon.start().wait_ready()
+        finished = [one for one in running if one.poll() is not None]
+        for one in finished:
+            running.remove(one)
+            one.communicate()
+            statuses.append(one.returncode)
+        if not finished:
+            running[0].wait(60)
+    assert not (tmp_path / "twice").exists(), (tmp_path / "twice").read_text()
+    assert sorted(set(statuses)) == [-signal.SIGKILL, 0]
+    assert statuses.count(-signal.SIGKILL) == _RUNS // 5, "each of them has begun"
+    eventually(lambda: given(daemon) == [], "that all is free")
+    assert daemon.get("/v1/devices?unused=true&limit=0")[1]["total"] == _DEVICES
+
+
+def test_those_who_wait_are_served_in_the_order_of_their_coming_also_by_the_next_daemon(
+    ready_daemon: Daemon,
+) -> None:
+    host = ready_daemon.host
+    jobs = [start(host) for _ in ADDRESSES]
+    waiting: list[subprocess.Popen[str]] = []
+    for _ in ADDRESSES:
+        waiting.append(host.popen(["yunion-mps", "run", "--wait", "--", "cat"], stdin=-1, stderr=-1))
+        wait_until_wait(ready_daemon, len(waiting))
+    ready_daemon.kill()
+    ready_daemon.start().wait_ready()
+    wait_until_wait(ready_daemon, len(waiting))
+    left = list(waiting)
+    for job in jobs:
+        end(job)
+        first = left.pop(0).pid
+        eventually(lambda: first in holders(ready_daemon), "that the next one is served")  # noqa: B023 - it is called at once
+        assert holders(ready_daemon) & {one.pid for one in left} == set()
+    for one in waiting:
+        end(one)
+
+
+def wait_until_wait(daemon: Daemon, number: int) -> None:
+    """Wait until so many wait for a device."""
+    eventually(lambda: len(ask(daemon, "GET", "/v1/leases")[1]["waiting"]) == number, f"{number} that wait")
+
+
+def holders(daemon: Daemon) -> set[int]:
+    return {lease["pid"] for lease in ask(daemon, "GET", "/v1/leases")[1]["leases"]}
+
+
+def divide(host: SimHost, number: int) -> None:
+    (host.root / "etc/yunion/host_container_device.yml").write_text(
+        f"devices:\n- path: /dev/dri/renderD128\n  type: NVIDIA_MPS\n  virtual_number: {number}\n"
+    )

@@ -1,0 +1,169 @@
+"""Who has what: never two owners of one device, and never more memory than a GPU has."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from yunion_mps.leases.ledger import SPREAD, Ledger, NothingFreeError, Offer, Wish, refuse_impossible
+
+from unit.leases.shares import GPU_MIB, device, lease, offers
+
+
+def chosen(ledger: Ledger, wish: Wish, found: list[Offer]) -> list[str]:
+    return [one.addr for one in ledger.choose(wish, found)]
+
+
+def why_not(ledger: Ledger, wish: Wish, found: list[Offer]) -> tuple[str, str]:
+    with pytest.raises(NothingFreeError) as caught:
+        ledger.choose(wish, found)
+    assert caught.value.exit_code == 5
+    return caught.value.message, caught.value.hint
+
+
+def test_a_gpu_is_filled_before_the_next_one_is_begun() -> None:
+    ledger = Ledger([lease("a", device(1, 0))])
+    assert chosen(ledger, Wish(), offers(2)) == ["01:00.0-1"]
+    assert chosen(ledger, Wish(2), offers(2)) == ["01:00.0-1", "01:00.0-2"]
+    assert chosen(ledger, Wish(4), offers(2)) == ["00:00.0-0", "00:00.0-1", "00:00.0-2", "00:00.0-3"]
+
+
+def test_spread_takes_of_the_gpu_with_the_most_left() -> None:
+    ledger = Ledger([lease("a", device(0, 0))])
+    assert chosen(ledger, Wish(placement=SPREAD), offers(2)) == ["01:00.0-0"]
+
+
+def test_devices_across_gpus_are_of_as_many_gpus() -> None:
+    ledger = Ledger([lease("a", *(device(1, slot) for slot in range(4)))])
+    assert chosen(ledger, Wish(2, across=True), offers(3)) == ["00:00.0-0", "02:00.0-0"]
+    message, _ = why_not(ledger, Wish(3, across=True), offers(3))
+    assert (
+        message
+        == "3 devices on different GPUs cannot be had now: 4 of 12 in use; 8 free, at most 4 on one GPU"
+    )
+
+
+@pytest.mark.parametrize("name", ["01:00.0-2", "id-1-4-2"])
+def test_one_device_is_named_by_address_or_id(name: str) -> None:
+    assert chosen(Ledger(), Wish(device=name), offers(2)) == ["01:00.0-2"]
+    message, hint = why_not(Ledger([lease("a", device(1, 2))]), Wish(device=name), offers(2))
+    assert message == f"device {name} cannot be had now: 1 of 1 in use"
+    assert hint == "wait for it: --wait; see who has them: yunion-mps who"
+
+
+@pytest.mark.parametrize("name", ["01:00.0", "GPU-1"])
+def test_a_gpu_is_named_by_address_or_uuid(name: str) -> None:
+    assert chosen(Ledger(), Wish(gpu=name), offers(2)) == ["01:00.0-0"]
+
+
+def test_what_is_not_served_is_not_given_and_the_reason_is_said() -> None:
+    found = [offer._replace(reason="its domain is failed: no") for offer in offers(1)]
+    message, hint = why_not(Ledger(), Wish(), found)
+    assert message == "1 device cannot be had now: 4 unavailable (its domain is failed: no)"
+    assert hint == "see: yunion-mps status"
+
+
+@pytest.mark.parametrize(
+    ("wish", "there"),
+    [
+        (Wish(5), "4 such devices on 1 GPUs"),
+        (Wish(2, across=True), "4 such devices on 1 GPUs"),
+        (Wish(device="nosuch"), "0 such devices on 0 GPUs"),
+    ],
+)
+def test_what_can_never_be_had_is_refused_at_once(wish: Wish, there: str) -> None:
+    with pytest.raises(NothingFreeError, match=f"can never be had: there are {there}"):
+        refuse_impossible(wish, offers(1))
+    refuse_impossible(Wish(4), [offer._replace(reason="away") for offer in offers(1)])
+
+
+def test_leases_of_a_division_before_count_against_the_gpus_memory() -> None:
+    """Half a GPU is in use as one of two: of the four quarters that there are now, only two fit beside it."""
+    ledger = Ledger([lease("a", device(0, 0, 2))])
+    assert len(ledger.choose(Wish(2), offers(1))) == 2
+    message, _ = why_not(ledger, Wish(3), offers(1))
+    assert message == "3 devices on one GPU cannot be had now: 2 free, at most 2 on one GPU"
+
+
+def test_a_device_has_one_owner() -> None:
+    ledger = Ledger([lease("a", device(0, 0))])
+    with pytest.raises(AssertionError, match=r"00:00\.0-0 has an owner: lease a"):
+        ledger.add(lease("b", device(0, 1), device(0, 0)))
+    assert (ledger.owners, list(ledger.leases)) == ({"id-0-4-0": "a"}, ["a"]), "and nothing was entered"
+
+
+def test_every_change_is_a_new_version() -> None:
+    ledger = Ledger()
+    ledger.add(lease("a", device(0, 0)))
+    assert ledger.version == 1
+    ledger.remove("a")
+    assert (ledger.version, ledger.owners, ledger.leases) == (2, {}, {})
+
+
+WISHES = st.builds(
+    Wish,
+    number=st.integers(1, 5),
+    device=st.just(""),
+    gpu=st.sampled_from(["", "GPU-0", "01:00.0"]),
+    across=st.booleans(),
+    placement=st.sampled_from(["binpack", SPREAD]),
+)
+
+
+class LedgerMachine(RuleBasedStateMachine):
+    """Wishes, ends and other divisions of the GPUs at random."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ledger = Ledger()
+        self.number = 4
+        self.count = 0
+
+    @rule(wish=WISHES)
+    def take(self, wish: Wish) -> None:
+        try:
+            devices = self.ledger.choose(wish, offers(3, self.number))
+        except NothingFreeError:
+            return
+        gpus = {one.gpu_uuid for one in devices}
+        assert len(devices) == wish.number
+        assert len(gpus) == (wish.number if wish.across else 1)
+        assert all(wish.takes(one) for one in devices)
+        self.count += 1
+        self.ledger.add(lease(str(self.count), *devices))
+
+    @rule(data=st.data())
+    def end(self, data: st.DataObject) -> None:
+        if self.ledger.leases:
+            self.ledger.remove(data.draw(st.sampled_from(sorted(self.ledger.leases))))
+
+    @rule(number=st.sampled_from([1, 2, 3, 4, 6]))
+    def divide(self, number: int) -> None:
+        self.number = number
+
+    @invariant()
+    def no_gpu_is_given_away_twice(self) -> None:
+        used: Counter[str] = Counter()
+        owned: Counter[str] = Counter()
+        for one in self.ledger.leases.values():
+            for share in one.devices:
+                used[share.gpu_uuid] += share.memory_limit_mib
+                owned[share.id] += 1
+        assert all(mib <= GPU_MIB for mib in used.values())
+        assert set(owned.values()) <= {1}
+        assert self.ledger.owners.keys() == owned.keys()
+
+
+TestLedger = LedgerMachine.TestCase
+
+
+@given(WISHES)
+def test_what_is_kept_for_somebody_is_free_and_would_do(wish: Wish) -> None:
+    ledger = Ledger([lease("a", device(0, 0)), lease("b", *(device(1, slot) for slot in range(3)))])
+    kept = ledger.claims(wish, offers(2))
+    found = {offer.device.id: offer.device for offer in offers(2)}
+    assert len(kept) <= wish.number
+    assert all(wish.takes(found[one]) and one not in ledger.owners for one in kept)

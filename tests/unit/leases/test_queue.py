@@ -1,0 +1,85 @@
+"""Waiting: first come, first served, and nobody is overtaken for good."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from yunion_mps.leases.ledger import Ledger, NothingFreeError, Wish
+from yunion_mps.leases.queue import Queue, Waiter
+
+from unit.leases.shares import device, lease, offers
+
+
+def queue(ledger: Ledger, *wishes: Wish) -> Queue[int]:
+    made: Queue[int] = Queue(ledger)
+    made.waiters = [Waiter(wish, float(number), number) for number, wish in enumerate(wishes)]
+    return made
+
+
+def served(waiting: Queue[int], ledger: Ledger, gpus: int) -> list[int]:
+    """Who is served now, in this order."""
+    order = []
+    while found := waiting.next(offers(gpus)):
+        waiter, devices = found
+        ledger.add(lease(f"w{waiter.whose}", *devices))
+        waiting.waiters.remove(waiter)
+        order.append(waiter.whose)
+    return order
+
+
+def test_those_who_fit_are_served_in_the_order_of_their_coming() -> None:
+    ledger = Ledger([lease("a", device(0, 0), device(0, 1))])
+    waiting = queue(ledger, Wish(), Wish(), Wish())
+    assert served(waiting, ledger, 1) == [0, 1]
+    ledger.remove("a")
+    assert served(waiting, ledger, 1) == [2]
+
+
+def test_a_large_wish_is_not_starved_by_small_ones() -> None:
+    ledger = Ledger([lease(str(slot), device(0, slot)) for slot in range(4)])
+    waiting = queue(ledger, Wish(3), Wish(), Wish())
+    for slot in (0, 1):
+        ledger.remove(str(slot))
+        assert served(waiting, ledger, 1) == [], "what is free is kept for the first"
+    ledger.remove("2")
+    assert served(waiting, ledger, 1) == [0]
+    ledger.remove("3")
+    assert served(waiting, ledger, 1) == [1]
+
+
+def test_who_waits_for_one_gpu_holds_up_nobody_who_wants_another() -> None:
+    ledger = Ledger([lease("a", *(device(0, slot) for slot in range(4)))])
+    waiting = queue(ledger, Wish(gpu="GPU-0"), Wish(gpu="GPU-1"))
+    assert served(waiting, ledger, 2) == [1]
+
+
+def test_what_is_kept_for_those_who_wait_is_not_given_to_who_comes_now() -> None:
+    ledger = Ledger([lease("a", device(0, 0), device(0, 1), device(0, 2))])
+    waiting = queue(ledger, Wish(2))
+    assert waiting.spoken_for(offers(1)) == {"id-0-4-3"}
+    kept = "3 of 4 in use; 1 kept for those who have waited longer"
+    with pytest.raises(NothingFreeError, match=f"cannot be had now: {kept}"):
+        ledger.choose(Wish(), offers(1), waiting.spoken_for(offers(1)))
+
+
+WISHES = st.builds(
+    Wish, number=st.integers(1, 4), device=st.just(""), gpu=st.just(""), across=st.booleans(),
+    placement=st.sampled_from(["binpack", "spread"]),
+)  # fmt: skip
+
+
+@given(st.lists(WISHES, max_size=12))
+def test_everybody_is_served_in_the_end(wishes: list[Wish]) -> None:
+    """Whatever is wished for, as long as it can be met at all, and leases end."""
+    ledger = Ledger()
+    waiting = queue(ledger, *wishes)
+    order: list[int] = []
+    for _ in range(len(wishes) + 1):
+        order += served(waiting, ledger, 4)
+        for name in list(ledger.leases)[:1]:
+            ledger.remove(name)
+    for name in list(ledger.leases):
+        ledger.remove(name)
+        order += served(waiting, ledger, 4)
+    assert sorted(order) == list(range(len(wishes)))

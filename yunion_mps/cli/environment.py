@@ -1,0 +1,78 @@
+"""`yunion-mps env`: the environment of a device, in the form that whoever takes it wants."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import click
+
+from yunion_mps.cli.ask import ask, quoted
+from yunion_mps.cli.show import complete_device
+from yunion_mps.errors import HostError
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+STYLES = ("shell", "dotenv", "json", "docker", "systemd")
+
+
+def style_option(function: F) -> F:
+    """Give a command the option `--output` for environments."""
+    option = click.option(
+        "-o", "--output", type=click.Choice(STYLES), default="shell", show_default=True,
+        help="How to print an environment.",
+    )  # fmt: skip
+    return option(function)
+
+
+@click.command("env", short_help="Print the environment of a device.")
+@click.argument("device", envvar="YUNION_MPS_DEVICE", shell_complete=complete_device)
+@style_option
+def command(device: str, output: str) -> None:
+    """Print the environment of a process that uses DEVICE.
+
+    It takes no lease: others may be given the same device. Where that matters, use `yunion-mps run`.
+
+    \b
+    Examples:
+      yunion-mps env 00:06.0-1 --output dotenv > job.env
+      eval "$(yunion-mps env 00:06.0-1)"
+      docker run --env-file <(yunion-mps env 00:06.0-1 -o docker) IMAGE
+    """
+    answer = ask(f"/v1/devices/{quoted(device)}")
+    if answer["reason"]:
+        raise HostError(
+            f"device {answer['addr']} cannot be used now: {answer['reason']}",
+            "see: yunion-mps status",
+        )
+    show_environment(answer["client_environment"], output)
+
+
+def show_environment(environment: Mapping[str, str], style: str) -> None:
+    """Print the variables in one of `STYLES`."""
+    if style == "json":
+        import json
+
+        click.echo(json.dumps(environment, indent=2))
+        return
+    for name, value in environment.items():
+        click.echo(_LINES[style](name, value))
+
+
+def _shell(name: str, value: str) -> str:
+    import shlex
+
+    return f"export {name}={shlex.quote(value)}"
+
+
+def _in_quotes(value: str) -> str:
+    """The value in double quotes, as dotenv files and systemd.syntax(7) read it."""
+    return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
+_LINES: dict[str, Callable[[str, str], str]] = {
+    "shell": _shell,
+    "dotenv": lambda name, value: f"{name}={_in_quotes(value)}",
+    "docker": lambda name, value: f"{name}={value}",  # taken literally: --env-file knows no quotes
+    "systemd": lambda name, value: f"Environment={_in_quotes(f'{name}={value}'.replace('%', '%%'))}",
+}

@@ -1,0 +1,82 @@
+"""`yunion-mps lease`: devices for what is no process of this host: a job of a scheduler, a container."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from yunion_mps.cli.ask import quoted, remove, tell
+from yunion_mps.cli.output import output_option, pairs, show_pairs
+from yunion_mps.cli.suggest import SuggestingGroup
+from yunion_mps.cli.table import draw
+from yunion_mps.cli.wish import WishCommand, parameters, seconds, take, wish_options
+
+
+@click.group("lease", cls=SuggestingGroup, short_help="Take, renew and give back devices by name.")
+def command() -> None:
+    """Take devices for what is no process of this host, by a name and with a time to live.
+
+    For a command on this host `yunion-mps run` is simpler, and gives the device back by itself.
+
+    \b
+    Examples:
+      yunion-mps lease take job-17 --ttl 3600 --output json
+      yunion-mps lease renew 7c1f0e7a-8a52-4f0e-8b5e-3f9d2a6c1b44
+      yunion-mps lease release 7c1f0e7a-8a52-4f0e-8b5e-3f9d2a6c1b44
+    """
+
+
+@command.command("take", cls=WishCommand, short_help="Take devices for a name.")
+@click.argument("name")
+@wish_options
+@click.option(
+    "--ttl",
+    type=click.IntRange(1),
+    required=True,
+    metavar="SECONDS",
+    help="It ends so long after its last renewal.",
+)
+@output_option
+def take_command(
+    name: str, device: str | None, gpu: str | None, count: int, across: bool, spread: bool, wait: str | None,
+    ttl: int, output: str,
+) -> None:  # fmt: skip
+    """Take devices for NAME, and print the lease with its id and its environment.
+
+    \b
+    Examples:
+      yunion-mps lease take job-17 --ttl 3600 --count 2
+    """
+    wanted = parameters(device, gpu, count, across, spread)
+    _show(take({**wanted, "name": name, "ttl": ttl}, seconds(wait)), output)
+
+
+@command.command("renew", short_help="Let a lease live on.")
+@click.argument("lease")
+@output_option
+def renew_command(lease: str, output: str) -> None:
+    """Let the lease with the id LEASE live for its whole time from now on.
+
+    \b
+    Examples:
+      yunion-mps lease renew 7c1f0e7a-8a52-4f0e-8b5e-3f9d2a6c1b44
+    """
+    _show(tell(f"/v1/leases/{quoted(lease)}/renew"), output)
+
+
+@command.command("release", short_help="Give devices back.")
+@click.argument("lease")
+@output_option
+def release_command(lease: str, output: str) -> None:
+    """End the lease with the id LEASE; only its owner and root may. A process that uses it goes on.
+
+    \b
+    Examples:
+      yunion-mps lease release 7c1f0e7a-8a52-4f0e-8b5e-3f9d2a6c1b44
+    """
+    _show(remove(f"/v1/leases/{quoted(lease)}"), output)
+
+
+def _show(lease: dict[str, Any], output: str) -> None:
+    show_pairs(lease, output, lambda: draw(("Field", "Value"), pairs(lease)))

@@ -1,0 +1,93 @@
+"""`yunion-mps run`: a command with a device of its own, for as long as it runs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+import click
+
+from yunion_mps.cli.environment import show_environment, style_option
+from yunion_mps.cli.patience import say
+from yunion_mps.cli.wish import WishCommand, parameters, seconds, take, wish_options
+from yunion_mps.errors import HostError, YunionError
+
+#: The exit statuses of env(1) and shells for a command that cannot be started.
+_NOT_FOUND, _NOT_EXECUTABLE = 127, 126
+
+
+@click.command(
+    "run",
+    cls=WishCommand,
+    short_help="Run a command with a device of its own.",
+    context_settings={"allow_interspersed_args": False},
+)
+@wish_options
+@click.option("--allow-unlimited", is_flag=True, help="Run it without limits where it can get no device.")
+@click.option("--dry-run", is_flag=True, help="Only say which device it would get.")
+@click.option("--print-env", is_flag=True, help="Only print the environment that it would get.")
+@style_option
+@click.argument("argv", metavar="COMMAND [ARG]...", nargs=-1, type=click.UNPROCESSED)
+def command(
+    device: str | None, gpu: str | None, count: int, across: bool, spread: bool, wait: str | None,
+    allow_unlimited: bool, dry_run: bool, print_env: bool, output: str, argv: tuple[str, ...],
+) -> None:  # fmt: skip
+    """Take a device and become COMMAND; it is given back when COMMAND ends.
+
+    COMMAND is started with the budget of the device in its environment, or not at all: where no device is
+    free, its control daemon does not serve, or it could not keep to the budget, this fails instead. Signals,
+    exit status, terminal and process group are COMMAND's own.
+
+    Exits with 5 where nothing is free; --wait waits for it, first come, first served.
+
+    \b
+    Examples:
+      yunion-mps run python train.py
+      yunion-mps run --wait=600 --gpu 00:06.0 -- ./simulate --steps 100
+      yunion-mps run --count 2 --across torchrun --nproc-per-node 2 train.py
+      eval "$(yunion-mps run --print-env)"
+    """
+    wait_s = seconds(wait)
+    wanted = parameters(device, gpu, count, across, spread)
+    if dry_run or print_env:
+        lease = take({**wanted, "dry": "true"}, 0)
+        if print_env:
+            show_environment(lease["environment"], output)
+        else:
+            click.echo(f"it would get {', '.join(lease['devices'])}: {_budget(lease)}")
+        return
+    if not argv:
+        raise click.UsageError("COMMAND is missing: yunion-mps run [OPTIONS] COMMAND [ARG]...")
+    try:
+        environment = take(wanted, wait_s)["environment"]
+        _refuse_unreachable(environment["CUDA_MPS_PIPE_DIRECTORY"])
+    except YunionError as error:
+        if not allow_unlimited:
+            raise
+        say(f"{argv[0]} runs without limits: {error.message}")
+        environment = {}
+    _become(argv, {**os.environ, **environment})
+
+
+def _budget(lease: Mapping[str, Any]) -> str:
+    environment = lease["environment"]
+    threads = environment["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"]
+    return f"{environment['CUDA_MPS_PINNED_DEVICE_MEM_LIMIT']} of memory, {threads} % of the threads"
+
+
+def _refuse_unreachable(pipe_directory: str) -> None:
+    """Raise HostError where this user cannot reach the control daemon: CUDA would go on without limits."""
+    control = os.path.join(pipe_directory, "control")
+    if not os.access(control, os.W_OK):
+        what = f"{control} cannot be reached as this user, and CUDA would then run without limits"
+        raise HostError(what, "see: yunion-mps doctor")
+
+
+def _become(argv: tuple[str, ...], environment: Mapping[str, str]) -> NoReturn:
+    try:
+        os.execvpe(argv[0], argv, environment)  # noqa: S606 - no shell is the point
+    except OSError as error:
+        say(f"{argv[0]} cannot be started: {error.strerror}")
+        status = _NOT_FOUND if isinstance(error, FileNotFoundError) else _NOT_EXECUTABLE
+        raise click.exceptions.Exit(status) from None

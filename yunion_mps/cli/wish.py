@@ -1,0 +1,125 @@
+"""Options that say which devices are wanted, and the question for them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import click
+
+from yunion_mps.cli.ask import tell
+from yunion_mps.cli.patience import Patience, say
+from yunion_mps.cli.show import complete_device
+from yunion_mps.errors import UnreachableError, YunionError
+
+F = TypeVar("F", bound=Callable[..., Any])
+Json = dict[str, Any]
+
+#: How long a daemon that has gone away is waited for, where one waits for devices anyway.
+_PATIENCE_S = 60.0
+#: What an answer may take beside the time that one waits for devices.
+_ANSWER_S = 30.0
+FOREVER_S = 30 * 86_400
+
+
+def wish_options(function: F) -> F:
+    """Give a command the options that say which devices are wanted."""
+    options = (
+        click.option(
+            "--device", metavar="DEVICE", shell_complete=complete_device,
+            help="Just this one, by id or address.",
+        ),
+        click.option("--gpu", metavar="GPU", help="Of this GPU, by UUID or address."),
+        click.option(
+            "--count", type=click.IntRange(1, 64), default=1, metavar="N", help="So many, as one budget."
+        ),
+        click.option("--across", is_flag=True, help="With --count: each on another GPU."),
+        click.option("--spread", is_flag=True, help="Of the GPU with the most free, not the fewest."),
+        click.option(
+            "--wait", is_flag=False, flag_value="forever", metavar="[SECONDS]",
+            help="Wait until it can be had, or so long.",
+        ),
+    )  # fmt: skip
+    for option in reversed(options):
+        function = option(function)
+    return function
+
+
+class WishCommand(click.Command):
+    """A command for which `--wait` takes a value after `=` only, for COMMAND may follow it."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Give a bare `--wait` the value that it means."""
+        valued = {name for option in self.params if _takes_value(option) for name in option.opts}
+        place = 0
+        while place < len(args) and args[place].startswith("-") and args[place] != "--":
+            if args[place] == "--wait":
+                args[place] = "--wait=forever"
+            place += 2 if args[place] in valued else 1
+        return super().parse_args(ctx, args)
+
+
+def _takes_value(parameter: click.Parameter) -> bool:
+    return isinstance(parameter, click.Option) and not parameter.is_flag and parameter.name != "wait"
+
+
+def seconds(wait: str | None) -> int:
+    """How long to wait, in s; raises UsageError."""
+    if wait is None:
+        return 0
+    if wait == "forever":
+        return FOREVER_S
+    if not (wait.isascii() and wait.isdigit() and 1 <= int(wait) <= FOREVER_S):
+        raise click.UsageError(f"--wait is {wait!r}: write a whole number of seconds, as in --wait=60.")
+    return int(wait)
+
+
+def parameters(device: str | None, gpu: str | None, count: int, across: bool, spread: bool) -> Json:
+    """What is wanted, as parameters of the question; raises UsageError."""
+    if device and (gpu or count > 1):
+        raise click.UsageError("--device names one device: leave out --gpu and --count.")
+    if across and count < 2:
+        raise click.UsageError("--across goes with --count.")
+    if across and gpu:
+        raise click.UsageError("--gpu names one GPU, and --across wants several.")
+    given: Json = {"device": device, "gpu": gpu, "count": count if count > 1 else None}
+    return {**given, "across": "true" if across else None, "placement": "spread" if spread else None}
+
+
+def take(wanted: Mapping[str, Any], wait_s: int) -> Json:
+    """The lease; raises YunionError, NothingFreeError among them, where there is none within `wait_s`."""
+    since_s = time.time()
+    end_s = time.monotonic() + wait_s
+    patience = Patience(_PATIENCE_S)
+    told = False
+    while True:
+        left_s = max(0, round(end_s - time.monotonic()))
+        if wait_s and not told:
+            told = _say_if_it_takes_long(wanted)
+        words = {**wanted, "wait": left_s or None, "since": f"{since_s:.6f}" if wait_s else None}
+        try:
+            lease: Json = tell(f"/v1/leases?{_query(words)}", timeout_s=left_s + _ANSWER_S)
+        except UnreachableError as error:
+            if not wait_s:
+                raise
+            patience.lost(error)
+        else:
+            return lease
+
+
+def _say_if_it_takes_long(wanted: Mapping[str, Any]) -> bool:
+    """Say, before the waiting begins, what is in its way; whether that was so."""
+    try:
+        tell(f"/v1/leases?{_query({**wanted, 'dry': 'true'})}")
+    except UnreachableError:
+        return False
+    except YunionError as error:
+        say(f"waiting: {error.message}")
+    return True
+
+
+def _query(words: Mapping[str, Any]) -> str:
+    from urllib.parse import urlencode
+
+    return urlencode({name: value for name, value in words.items() if value is not None})

@@ -1,0 +1,53 @@
+"""Leases and those who wait, as the outside sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from yunion_mps.leases.ledger import Wish
+from yunion_mps.models import Holder, Lease
+from yunion_mps.process import command_of, started_ticks, user_name
+
+Json = dict[str, Any]
+
+
+def lease_json(lease: Lease, expires_s: float | None) -> Json:
+    """One lease; `expires_s` is in s since 1970, None where it ends with a process or a connection."""
+    holder = lease.holder
+    return {
+        "id": lease.id,
+        "devices": [device.addr for device in lease.devices],
+        "gpus": list(dict.fromkeys(device.addr.rpartition("-")[0] for device in lease.devices)),
+        "memory": [device.memory_limit_mib for device in lease.devices],
+        "thread_percentage": min(device.thread_percentage for device in lease.devices),
+        "binding": holder.binding,
+        **_who(holder),
+        "name": holder.name or None,
+        "since": lease.since_s,
+        "expires": expires_s,
+        "environment": dict(lease.environment),
+    }
+
+
+def leases_json(
+    leases: Iterable[tuple[Lease, float | None]], waiting: Iterable[tuple[Wish, float, Holder]]
+) -> Json:
+    """All leases, and those who wait in the order of their coming."""
+    given = [lease_json(lease, expires_s) for lease, expires_s in leases]
+    waiters = [
+        {**_who(holder), "name": holder.name or None, "since": since_s, "wants": str(wish)}
+        for wish, since_s, holder in waiting
+    ]
+    return {"leases": given, "waiting": waiters, "total": len(given)}
+
+
+def _who(holder: Holder) -> Json:
+    pid = holder.pid
+    runs = pid is not None and started_ticks(pid) == holder.started
+    return {
+        "pid": pid,
+        "uid": holder.uid,
+        "user": user_name(holder.uid),
+        "command": command_of(pid) if pid is not None and runs else None,
+    }
