@@ -65,6 +65,11 @@ class Paths:
         return self.under("/run/yunion-mps/events.jsonl")
 
     @property
+    def lease_copies(self) -> str:
+        """The directory with a copy of each lease."""
+        return self.under("/run/yunion-mps/leases")
+
+    @property
     def ill_gpus(self) -> str:
         """Which GPUs had a fatal XID since the boot."""
         return self.under("/run/yunion-mps/ill-gpus.json")

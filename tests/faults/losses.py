@@ -18,7 +18,7 @@ _QUESTIONS = ("get_default_device_pinned_mem_limit 0", "get_default_active_threa
 
 def lost(scene: Scene) -> str:
     """End the jobs and the daemon; what the fault has cost, in words."""
-    found = [*_jobs(scene), *_budgets(scene), *_events(scene), *_modes(scene)]
+    found = [*_jobs(scene), *_budgets(scene), *_leases(scene), *_events(scene), *_modes(scene)]
     return ", ".join(found) or NOTHING
 
 
@@ -37,6 +37,12 @@ def _budgets(scene: Scene) -> list[str]:
     places = [Path(domain["pipe_directory"]) for domain in scene.daemon.status()["domains"]]
     answers = [scene.ask(*_QUESTIONS, place=place) for place in places]
     return [] if all(answer == scene.budgets for answer in answers) else [f"a budget ({answers})"]
+
+
+def _leases(scene: Scene) -> list[str]:
+    leases = scene.daemon.get("/v1/leases")[1]["leases"]
+    kept = not scene.lease or scene.lease in [lease["id"] for lease in leases]
+    return [] if kept else ["a lease"]
 
 
 def _events(scene: Scene) -> list[str]:

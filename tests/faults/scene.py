@@ -11,6 +11,7 @@ with Scene(None) as scene:
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -79,6 +80,8 @@ class Scene:
         self._shown: set[int] = set()
         #: The events that must stay.
         self.known_events: list[dict[str, Any]] = []
+        #: The lease that must stay: this process has it.
+        self.lease = ""
         self._struck_s = 0.0
 
     # -- before the fault
@@ -93,6 +96,8 @@ class Scene:
         """Start the daemon and wait until every device is available."""
         self.daemon.start(**environment).wait_ready()
         self.all_available()
+        if not self.lease:
+            self.lease = self.daemon.ask("POST", f"/v1/leases?pid={os.getpid()}")[1]["id"]
         return self
 
     def job(self, uid: int | None = None) -> Client:

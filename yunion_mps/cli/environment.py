@@ -31,7 +31,8 @@ def style_option(function: F) -> F:
 def command(device: str, output: str) -> None:
     """Print the environment of a process that uses DEVICE.
 
-    It takes no lease: others may be given the same device. Where that matters, use `yunion-mps run`.
+    It takes no lease, so others may be given the same device: to have it for
+    yourself, use yunion-mps run.
 
     \b
     Examples:

@@ -17,7 +17,8 @@ from yunion_mps.cli.wish import WishCommand, parameters, seconds, take, wish_opt
 def command() -> None:
     """Take devices for what is no process of this host, by a name and with a time to live.
 
-    For a command on this host `yunion-mps run` is simpler, and gives the device back by itself.
+    For a command on this host, yunion-mps run is simpler, and gives the device
+    back by itself.
 
     \b
     Examples:

@@ -39,6 +39,8 @@ def command(
     free, its control daemon does not serve, or it could not keep to the budget, this fails instead. Signals,
     exit status, terminal and process group are COMMAND's own.
 
+    In COMMAND's environment, YUNION_MPS_DEVICE and YUNION_MPS_LEASE name what it got.
+
     Exits with 5 where nothing is free; --wait waits for it, first come, first served.
 
     \b

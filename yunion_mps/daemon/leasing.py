@@ -16,6 +16,7 @@ from yunion_mps.leases.ledger import Ledger, NothingFreeError, Offer, Wish, refu
 from yunion_mps.leases.queue import Queue, Waiter
 from yunion_mps.leases.view import lease_json, leases_json
 from yunion_mps.models import Device, Event, Holder, Lease
+from yunion_mps.paths import Paths
 from yunion_mps.planning import client_environment, why_not_honoured
 from yunion_mps.process import Process, command_of, started_ticks, user_name
 from yunion_mps.service import Service
@@ -43,8 +44,10 @@ class _Asker(NamedTuple):
 class Leasing:
     """Gives devices to those who ask, and takes them back when what has them ends."""
 
-    def __init__(self, supervisor: Supervisor, service: Service) -> None:
+    def __init__(self, paths: Paths, supervisor: Supervisor, service: Service) -> None:
+        """Raises HostError where the state file cannot be used."""
         self._supervisor = supervisor
+        self._book = Book(supervisor.store(), paths.lease_copies)
         self._service = service
         self.ledger = Ledger()
         self._queue: Queue[_Asker] = Queue(self.ledger)
@@ -59,7 +62,7 @@ class Leasing:
 
         Raises HostError where that cannot be read: nothing may be given away then.
         """
-        for lease in Book(self._supervisor.store()).read():
+        for lease in self._book.read():
             try:
                 self.ledger.add(lease)
             except AssertionError as error:
@@ -169,11 +172,10 @@ class Leasing:
         """Enter the lease; raises YunionError, with nothing given, where it cannot be kept or honoured."""
         lease_id = _new_id()
         lease = Lease(lease_id, devices, holder, time.time(), self._environment(devices, lease_id))
-        book = Book(self._supervisor.store())
         if not self._watch(lease):
             raise NotFoundError(f"PID {holder.pid} has ended", "")
         try:
-            book.write(lease)
+            self._book.write(lease)
         except HostError:
             self._unwatch(lease_id)
             raise
@@ -239,7 +241,7 @@ class Leasing:
         self._unwatch(lease_id)
         lease = self.ledger.remove(lease_id)
         try:
-            Book(self._supervisor.store()).strike(lease_id)
+            self._book.strike(lease_id)
         except HostError as error:  # the next daemon sees by itself that its holder is gone
             log.warning("the end of the lease of %s is not noted: %s", _devices(lease), error.message)
         self._tell(lease, f"given back by {_named(lease.holder)}", cause)

@@ -71,7 +71,7 @@ class _Loop:
         looking = Looking(self._paths, self._supervisor, lock, faults, self._tick_soon)
         changing = Changing(self._paths, self._supervisor, looking, lock, self._tick_soon, self._anew)
         self._changing, self._looking = changing, looking
-        leasing = self._leasing = Leasing(self._supervisor, self._service)
+        leasing = self._leasing = Leasing(self._paths, self._supervisor, self._service)
         self._service.ledger = leasing.ledger
         leasing.restore()
         deferred = Deferred(self._service, changing, clients, leasing)

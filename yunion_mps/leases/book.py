@@ -1,8 +1,13 @@
-"""Leases in the state file: what a daemon has given away, the next one knows."""
+"""Leases in the state file: what a daemon has given away, the next one knows.
+
+A copy of each lies in the run directory, a file a lease, for when the state file was damaged and begun anew.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 from typing import Any
 
 from yunion_mps.models import Device, Holder, Lease
@@ -12,27 +17,62 @@ from yunion_mps.store import Store
 class Book:
     """The leases of one state file; everything here raises HostError where that cannot be used."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, copies: str) -> None:
+        """`copies` is the directory of the copies."""
         self._store = store
+        self._copies = copies
+        self._set_aside = ""
+        self._mend()
 
     def write(self, lease: Lease) -> None:
         """Keep a lease, in the place of what was kept of it."""
-        value = {
-            **lease._asdict(),
-            "devices": [device._asdict() for device in lease.devices],
-            "holder": lease.holder._asdict(),
-        }
-        row = (lease.id, json.dumps(value, separators=(",", ":")))
-        self._store.write("INSERT OR REPLACE INTO lease VALUES (?, ?)", [row])
+        text = _text(lease)
+        self._insert(lease.id, text)
+        self._copy(lease.id, text)
+        self._mend()
 
     def strike(self, lease_id: str) -> None:
         """Forget a lease."""
+        with contextlib.suppress(OSError):
+            os.unlink(self._path(lease_id))
         self._store.write("DELETE FROM lease WHERE id = ?", [(lease_id,)])
+        self._mend()
 
     def read(self) -> list[Lease]:
         """All that are kept; what nobody can understand, such as another release's, is passed over."""
         rows = self._store.read("SELECT value FROM lease ORDER BY rowid")
         return [lease for row in rows if (lease := _lease(row[0]))]
+
+    def _insert(self, lease_id: str, text: str) -> None:
+        self._store.write("INSERT OR REPLACE INTO lease VALUES (?, ?)", [(lease_id, text)])
+
+    def _mend(self) -> None:
+        """Where the file was begun anew, give it the leases of which there is a copy."""
+        if self._store.set_aside == self._set_aside:
+            return
+        self._set_aside = self._store.set_aside
+        with contextlib.suppress(OSError):
+            for name in sorted(os.listdir(self._copies)):
+                with contextlib.suppress(OSError), open(self._path(name), encoding="utf-8") as file:
+                    self._insert(name, file.read())
+
+    def _copy(self, lease_id: str, text: str) -> None:
+        """That a copy cannot be written is no reason to refuse the lease."""
+        path = self._path(lease_id)
+        with contextlib.suppress(OSError):
+            os.makedirs(self._copies, mode=0o700, exist_ok=True)
+            with open(f"{path}.new", "w", encoding="utf-8") as file:
+                file.write(text)
+            os.replace(f"{path}.new", path)
+
+    def _path(self, lease_id: str) -> str:
+        return os.path.join(self._copies, lease_id)
+
+
+def _text(lease: Lease) -> str:
+    devices = [device._asdict() for device in lease.devices]
+    value = {**lease._asdict(), "devices": devices, "holder": lease.holder._asdict()}
+    return json.dumps(value, separators=(",", ":"))
 
 
 def _lease(text: str) -> Lease | None:

@@ -17,18 +17,44 @@ def test_leases_are_there_for_the_next_daemon(tmp_path: Path) -> None:
     first = lease("a", device(0, 0), device(0, 1))._replace(environment={"CUDA_VISIBLE_DEVICES": "GPU-0"})
     second = lease("b", device(1, 0))._replace(holder=Holder("name", 0, name="job-17", ttl_s=60.0))
     with closing(Store(Paths(str(tmp_path)))) as store:
-        book = Book(store)
+        book = Book(store, str(tmp_path / "copies"))
         book.write(first)
         book.write(second)
         book.write(lease("c", device(1, 1)))
         book.strike("c")
     with closing(Store(Paths(str(tmp_path)))) as store:
-        assert Book(store).read() == [first, second]
+        assert Book(store, str(tmp_path / "copies")).read() == [first, second]
 
 
 def test_what_nobody_can_understand_is_passed_over(tmp_path: Path) -> None:
     with closing(Store(Paths(str(tmp_path)))) as store:
-        Book(store).write(lease("a", device(0, 0)))
+        book = Book(store, str(tmp_path / "copies"))
+        book.write(lease("a", device(0, 0)))
         for value in ("", "{}", '{"id":"x","devices":[{"other":1}],"holder":{},"since_s":1}', "[1]"):
             store.write("INSERT INTO lease VALUES (?, ?)", [(f"bad {value}", value)])
-        assert [one.id for one in Book(store).read()] == ["a"]
+        assert [one.id for one in book.read()] == ["a"]
+
+
+def test_a_damaged_file_that_is_begun_anew_has_the_leases_of_which_there_is_a_copy(tmp_path: Path) -> None:
+    paths = Paths(str(tmp_path))
+    kept = [lease("a", device(0, 0)), lease("b", device(0, 1))]
+    with closing(Store(paths)) as store:
+        book = Book(store, paths.lease_copies)
+        for one in (*kept, lease("c", device(0, 2))):
+            book.write(one)
+        book.strike("c")
+    Path(paths.store).write_bytes(b"torn" * 1024)
+    with closing(Store(paths)) as store:
+        assert Book(store, paths.lease_copies).read() == kept
+    with closing(Store(paths)) as store:
+        assert Book(store, "/nosuch").read() == kept, "they are in the file again"
+
+
+def test_a_lease_is_kept_also_where_no_copy_can_be(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with closing(Store(Paths(str(tmp_path)))) as store:
+        book = Book(store, str(tmp_path / "file"))
+        book.write(lease("a", device(0, 0)))
+        assert book.read() == [lease("a", device(0, 0))]
+        book.strike("a")
+        assert book.read() == []
