@@ -233,12 +233,18 @@ class TestLife:
         machine.run("systemctl", "disable", "--now", "kubelet")
         (machine.root / "etc/systemd/system/kubelet.service").unlink()
 
-    # Leases come with a later issue: the job here becomes one with a lease then.
     def test_a_downgrade_and_an_upgrade_end_no_job(
-        self, family: Family, operator: Operator, previous: Packages, current: Packages
+        self,
+        family: Family,
+        operator: Operator,
+        machine: Machine,
+        previous: Packages,
+        current: Packages,
     ) -> None:
         pid, control = operator.begin_job("steady"), operator.control_daemon()
         daemon = operator.daemon()
+        machine.run("systemd-run", "--unit=holder", "yunion-mps", "run", "sleep", "infinity")
+        (lease,) = machine.wait_until("a lease", lambda: operator.ask("leases")["leases"])
         for packages in (previous, current):
             family.install(packages)
             assert family.version() == packages.version
@@ -247,6 +253,9 @@ class TestLife:
             assert operator.control_daemon() == control
             assert operator.daemon() == daemon
             assert operator.is_at_work("steady")
+            assert operator.ask("leases")["leases"] == [lease]
+        machine.run("systemctl", "stop", "holder")
+        machine.wait_until("its end", lambda: not operator.ask("leases")["leases"])
         assert "hostname: tested" in (family.machine.root / HOST_CONF.lstrip("/")).read_text()
         operator.end_job("steady", pid)
 
