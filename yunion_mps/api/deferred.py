@@ -105,8 +105,8 @@ class Deferred:
         """What answers the path, None where it is answered at once or not at all."""
         by_method = self._leases.find(path)
         if by_method:
-            answer = by_method.get(method)
-            return Later(tuple(by_method), answer or self._plan)
+            any_of_them = next(iter(by_method.values()))  # for a method that is refused anyway
+            return Later(tuple(by_method), by_method.get(method, any_of_them))
         begin, end = "/v1/clients/", "/terminate"
         pid = path[len(begin) : -len(end)] if path.startswith(begin) and path.endswith(end) else ""
         if pid.isascii() and pid.isdigit() and len(pid) <= _PID_DIGITS:
