@@ -16,6 +16,12 @@ PROHIBITED = "Prohibited"
 #: The Dev_type of every device that we serve, as Cloudpods names it.
 DEV_TYPE = "NVIDIA_MPS"
 
+#: The priorities of a client in CUDA_MPS_CLIENT_PRIORITY's order: the value there is the place here
+#: (nvidia-cuda-mps-control(1), set_default_client_priority). They are hints to the CUDA driver.
+NORMAL = "normal"
+BELOW_NORMAL = "below_normal"
+PRIORITIES = (NORMAL, BELOW_NORMAL)
+
 
 class Source(NamedTuple):
     """Where a value of the configuration stands; `line` is None for a default."""
@@ -24,17 +30,38 @@ class Source(NamedTuple):
     line: int | None
 
 
+class SliceEntry(NamedTuple):
+    """One of an entry's `slices`; a percentage of None is to be made from the memory's share."""
+
+    memory_mib: int
+    thread_percentage: float | None = None
+    priority: str = NORMAL
+
+
 class DeviceEntry(NamedTuple):
-    """One `NVIDIA_MPS` entry of host_container_device.yml."""
+    """One `NVIDIA_MPS` entry of host_container_device.yml.
+
+    It divides the GPU into `virtual_number` equal devices, into `slices`, or opens it for any amount of
+    memory in units of `memory_unit_mib`; the two that it does not mean are 0 or empty. `divided_at` is where
+    the key stands that it means. A `thread_overcommit` of None is what `cuda_mps_thread_percentage` says.
+    """
 
     path: str
     virtual_number: int
     path_at: Source
-    virtual_number_at: Source
+    divided_at: Source
+    slices: tuple[SliceEntry, ...] = ()
+    memory_unit_mib: int = 0
+    memory_reserve_mib: int = 0
+    thread_overcommit: float | None = None
 
 
 class Config(NamedTuple):
-    """What both files say, with the defaults filled in; `sources` tells for each key where it stands."""
+    """What both files say, with the defaults filled in.
+
+    `sources` tells for each key of host.conf where it stands. `gpu_memory_unit_mib`, what requests for memory
+    in units count in, is the device file's.
+    """
 
     enable_cuda_mps: bool
     container_device_config_file: str
@@ -49,6 +76,8 @@ class Config(NamedTuple):
     cuda_mps_multiuser: bool
     devices: tuple[DeviceEntry, ...]
     sources: Mapping[str, Source]
+    gpu_memory_unit_mib: int = 1024
+    gpu_memory_unit_at: Source = Source("default", None)
 
 
 class PcieLink(NamedTuple):
@@ -99,7 +128,10 @@ class Inventory(NamedTuple):
 
 
 class Device(NamedTuple):
-    """One MPS device: the `slot`-th share of a GPU, with its budget."""
+    """One MPS device: the `slot`-th part of a GPU, or of its pool, with its budget.
+
+    `reserve_mib` is kept free of the GPU's memory beside the limit, for what MPS itself needs for a client.
+    """
 
     id: str
     addr: str
@@ -110,12 +142,44 @@ class Device(NamedTuple):
     thread_percentage: float
     budget_enforced: bool
     domain: str
+    priority: str = NORMAL
+    reserve_mib: int = 0
+
+
+class Slice(NamedTuple):
+    """One of the unequal devices of a GPU: what it may use."""
+
+    gpu_uuid: str
+    slot: int
+    memory_limit_mib: int
+    thread_percentage: float
+    priority: str = NORMAL
+
+
+class Pool(NamedTuple):
+    """A GPU whose memory is handed out in any number of units; every client is a device of its own.
+
+    `memory_mib` is what can be handed out to one client alone: a multiple of the unit. Each client takes
+    `reserve_mib` beside its units, and all together take at most `memory_total_mib`; `clients` is how many of
+    them MPS allows. Threads go with the memory, times `thread_overcommit`; None does not limit them.
+    """
+
+    gpu_uuid: str
+    domain: str
+    unit_mib: int
+    memory_mib: int
+    memory_total_mib: int
+    reserve_mib: int
+    clients: int
+    thread_overcommit: float | None = 1.0
 
 
 class DomainPlan(NamedTuple):
     """One control daemon: its GPUs in CUDA's order, and the limits that it gives to a client by default.
 
-    `numbers` and `percentages` are by GPU: the devices that it is divided into, and the percentage of each.
+    `numbers` and `percentages` are by GPU: the devices that it is divided into, and the percentage of each,
+    the largest where they are unequal. Those of a GPU with unequal devices are in `slices`, by GPU and slot;
+    a GPU in `pools` is divided into none.
     """
 
     name: str
@@ -127,6 +191,8 @@ class DomainPlan(NamedTuple):
     numbers: tuple[int, ...] = ()
     percentages: tuple[float, ...] = ()
     multiuser: bool = False
+    slices: tuple[Slice, ...] = ()
+    pools: tuple[Pool, ...] = ()
 
     def same_control_daemon(self, other: DomainPlan) -> bool:
         """Whether a control daemon that runs for `other` can serve this plan: at most limits differ."""
@@ -148,6 +214,7 @@ class Plan(NamedTuple):
     compute_modes: Mapping[str, str] = {}
     devices: tuple[Device, ...] = ()
     unavailable: Mapping[str, str] = {}
+    pools: tuple[Pool, ...] = ()
 
 
 class DomainStatus(NamedTuple):

@@ -27,7 +27,7 @@ def test_the_reference_case_is_four_devices_of_5760_mib_and_25_percent() -> None
     plan = planned(config(entry("/dev/dri/renderD128", 4)), inventory(P40))
     assert [device.addr for device in plan.devices] == ["00:06.0-0", "00:06.0-1", "00:06.0-2", "00:06.0-3"]
     assert {device[2:3] + device[4:] for device in plan.devices} == {
-        (P40.uuid, 5760, 23040, 25.0, False, "host")
+        (P40.uuid, 5760, 23040, 25.0, False, "host", "normal", 0)
     }
     assert [device.slot for device in plan.devices] == [0, 1, 2, 3]
     assert plan.domains == (

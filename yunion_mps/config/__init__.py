@@ -24,4 +24,11 @@ def load(paths: Paths) -> tuple[Config, list[Problem]]:
     devices, device_problems = read_devices(
         device_file, must_exist=named, most=most_devices(values["cuda_mps_max_clients"])
     )
-    return Config(devices=devices, sources=sources, **values), [*problems, *device_problems]
+    config = Config(
+        devices=devices.entries,
+        sources=sources,
+        gpu_memory_unit_mib=devices.memory_unit_mib,
+        gpu_memory_unit_at=devices.memory_unit_at,
+        **values,
+    )
+    return config, [*problems, *device_problems]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -74,6 +75,46 @@ def whole_number(lowest: int, highest: int) -> Kind:
         return value
 
     return kind
+
+
+def number(lowest: float, highest: float, decimals: int) -> Kind:
+    """A number within bounds, both included, with at most so many decimals."""
+
+    def kind(key: str, node: Node) -> float:
+        value = value_of(node)
+        some = "one decimal" if decimals == 1 else f"{decimals} decimals"
+        remedy = f"write a number from {lowest:g} to {highest:g}, with at most {some} and without quotes"
+        if not isinstance(value, (int, float)) or isinstance(value, bool):
+            raise WrongValueError(f"{key} is {written(node)}, not a number", remedy)
+        if not lowest <= value <= highest:
+            raise WrongValueError(f"{key} is {written(node)}, out of range", remedy)
+        if round(value, decimals) != value:
+            raise WrongValueError(f"{key} is {written(node)}, more exact than it can be", remedy)
+        return float(value)
+
+    return kind
+
+
+def memory(lowest_mib: int) -> Kind:
+    """An amount of memory with its unit, `8GiB` or `8192MiB`; the value is in MiB."""
+
+    def kind(key: str, node: Node) -> int:
+        value = value_of(node)
+        found = re.fullmatch(r"([0-9]{1,9})(MiB|GiB)", value) if isinstance(value, str) else None
+        remedy = "write a whole number of MiB or GiB, for example 8192MiB or 8GiB"
+        if found is None:
+            raise WrongValueError(f"{key} is {written(node)}, not an amount of memory", remedy)
+        mib = in_mib(found[0])
+        if mib < lowest_mib:
+            raise WrongValueError(f"{key} is {written(node)}, too little", f"write at least {lowest_mib}MiB")
+        return mib
+
+    return kind
+
+
+def in_mib(amount: str) -> int:
+    """What `8GiB` or `8192MiB` is in MiB."""
+    return int(amount[:-3]) * (1024 if amount.endswith("GiB") else 1)
 
 
 def one_of(*choices: str) -> Kind:

@@ -14,12 +14,16 @@ from yunion_mps.identity import NAMESPACE, uuid5
 from yunion_mps.models import (
     DEFAULT,
     EXCLUSIVE_PROCESS,
+    NORMAL,
+    PRIORITIES,
     Config,
     Device,
+    DeviceEntry,
     DomainPlan,
     Gpu,
     Inventory,
     Plan,
+    Slice,
     Source,
 )
 from yunion_mps.planning.capabilities import (
@@ -28,7 +32,9 @@ from yunion_mps.planning.capabilities import (
     max_clients,
     reason_against,
 )
-from yunion_mps.planning.entries import find_gpu, shares_of
+from yunion_mps.planning.dividing import divide, thread_percentage
+from yunion_mps.planning.entries import entries_of, find_gpu
+from yunion_mps.planning.pools import free_units, pool_device, pools_of, units_for
 
 __all__ = [
     "DEVICE_VARIABLE",
@@ -40,11 +46,15 @@ __all__ = [
     "difference",
     "enforces_budgets",
     "find_gpu",
+    "free_units",
     "host_id",
     "make_plan",
     "max_clients",
+    "pool_device",
+    "pools_of",
     "reason_against",
     "thread_percentage",
+    "units_for",
 ]
 
 
@@ -78,11 +88,11 @@ def make_plan(config: Config, inventory: Inventory, machine_id: str) -> tuple[Pl
     host = host_id(machine_id)
     if not config.enable_cuda_mps:
         return Plan(host), []
-    shares, problems = shares_of(config, inventory)
+    entries, problems = entries_of(config, inventory)
     unavailable = {}
     usable = []
     for gpu in inventory.gpus:
-        if gpu.pci_address in shares:
+        if gpu.pci_address in entries:
             reason = reason_against(gpu, config)
             if reason:
                 unavailable[gpu.pci_address] = reason
@@ -90,14 +100,17 @@ def make_plan(config: Config, inventory: Inventory, machine_id: str) -> tuple[Pl
                 usable.append(gpu)
     problems += _too_many_in_one_domain(config, usable)
     groups = [("host", "", usable)] if config.cuda_mps_scope == "host" else _one_each(usable)
-    domains = tuple(_domain(config, shares, name, below, gpus) for name, below, gpus in groups if gpus)
+    domains = tuple(
+        _domain(config, entries, inventory, name, below, gpus) for name, below, gpus in groups if gpus
+    )
     devices = [device for domain in domains for device in devices_of(host, domain, usable)]
+    pools = [pool for domain in domains for pool in pools_of(domain, usable)]
     order = {str(gpu.uuid): place for place, gpu in enumerate(usable)}
     devices.sort(key=lambda device: (order[device.gpu_uuid], device.slot))
     modes = {str(gpu.uuid): EXCLUSIVE_PROCESS for gpu in usable}
     if config.cuda_mps_compute_mode == "keep":
         modes = {}
-    return Plan(host, domains, modes, tuple(devices), unavailable), problems
+    return Plan(host, domains, modes, tuple(devices), unavailable, tuple(pools)), problems
 
 
 def difference(plan: Plan, inventory: Inventory, running: Sequence[DomainPlan]) -> Changes:
@@ -118,27 +131,40 @@ def devices_of(host: str, domain: DomainPlan, gpus: Iterable[Gpu]) -> list[Devic
     A GPU that is not among `gpus`, or that the domain has no limit for, has none.
     """
     by_uuid = {gpu.uuid: gpu for gpu in gpus}
-    shares = zip(domain.gpu_uuids, domain.memory_limits_mib, domain.numbers, domain.percentages)
     devices = []
-    for uuid, memory_mib, number, percentage in shares:
+    for uuid, slices in _slices(domain).items():
         gpu = by_uuid.get(uuid)
-        if gpu is None or memory_mib is None:
+        if gpu is None:
             continue
         devices += [
             Device(
-                id=uuid5(host, f"{uuid}/{slot}"),
-                addr=f"{gpu.address}-{slot}",
+                id=uuid5(host, f"{uuid}/{one.slot}"),
+                addr=f"{gpu.address}-{one.slot}",
                 gpu_uuid=uuid,
-                slot=slot,
-                memory_limit_mib=memory_mib,
+                slot=one.slot,
+                memory_limit_mib=one.memory_limit_mib,
                 memory_total_mib=gpu.memory_mib or 0,
-                thread_percentage=percentage,
+                thread_percentage=one.thread_percentage,
                 budget_enforced=enforces_budgets(gpu),
                 domain=domain.name,
+                priority=one.priority,
             )
-            for slot in range(number)
+            for one in slices
         ]
     return devices
+
+
+def _slices(domain: DomainPlan) -> dict[str, list[Slice]]:
+    """The devices of each GPU that the domain has a limit for, in its order; equal ones are written out."""
+    unequal: dict[str, list[Slice]] = {}
+    for one in domain.slices:
+        unequal.setdefault(one.gpu_uuid, []).append(one)
+    shares = zip(domain.gpu_uuids, domain.memory_limits_mib, domain.numbers, domain.percentages)
+    return {
+        uuid: unequal.get(uuid) or [Slice(uuid, slot, memory_mib, percentage) for slot in range(number)]
+        for uuid, memory_mib, number, percentage in shares
+        if memory_mib is not None
+    }
 
 
 def host_id(machine_id: str) -> str:
@@ -146,22 +172,11 @@ def host_id(machine_id: str) -> str:
     return uuid5(NAMESPACE, machine_id)
 
 
-def thread_percentage(policy: str, virtual_number: int) -> float:
-    """The share of SM threads in percent: 100/n, 100/(0.5 n) or 100, one decimal, rounded down, at least 0.1.
-
-    NVIDIA suggests the first for clients that are always busy, the second to let them use idle time.
-    """
-    if policy == "none":
-        return 100.0
-    tenths = (1000 if policy == "equal" else 2000) // virtual_number
-    return max(1, min(1000, tenths)) / 10
-
-
 def client_environment(devices: Sequence[Device], domain: DomainPlan) -> dict[str, str]:
     """The environment of a process that uses the domain's devices: it can only tighten what that has set.
 
     Devices of one GPU are one budget, their sum. The process sees just their GPUs, in this order, and has one
-    percentage for all of them: where they differ, the smallest.
+    percentage for all of them: where they differ, the smallest. Its priority is the lowest of them.
     """
     memory_mib: dict[str, int] = {}
     percentage: dict[str, float] = {}
@@ -170,7 +185,7 @@ def client_environment(devices: Sequence[Device], domain: DomainPlan) -> dict[st
         memory_mib[gpu] = memory_mib.get(gpu, 0) + device.memory_limit_mib
         percentage[gpu] = min(100.0, round(percentage.get(gpu, 0.0) + device.thread_percentage, 1))
     limits = (f"{number}={mib}M" for number, mib in enumerate(memory_mib.values()))
-    return {
+    environment = {
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
         "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": decimal(min(percentage.values())),
         "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": ",".join(limits),
@@ -178,6 +193,10 @@ def client_environment(devices: Sequence[Device], domain: DomainPlan) -> dict[st
         "CUDA_VISIBLE_DEVICES": ",".join(memory_mib),
         DEVICE_VARIABLE: ",".join(device.addr for device in devices),
     }
+    priority = max(PRIORITIES.index(device.priority) for device in devices)
+    if priority != PRIORITIES.index(NORMAL):
+        environment["CUDA_MPS_CLIENT_PRIORITY"] = str(priority)
+    return dict(sorted(environment.items()))
 
 
 def why_not_honoured(devices: Sequence[Device], domain: DomainPlan) -> str:
@@ -223,19 +242,34 @@ def _one_each(gpus: Iterable[Gpu]) -> list[tuple[str, str, list[Gpu]]]:
 
 
 def _domain(
-    config: Config, shares: Mapping[str, int], name: str, below: str, gpus: Sequence[Gpu]
+    config: Config,
+    entries: Mapping[str, DeviceEntry],
+    inventory: Inventory,
+    name: str,
+    below: str,
+    gpus: Sequence[Gpu],
 ) -> DomainPlan:
-    """One control daemon's plan; its default percentage is the largest, for clients can only tighten it."""
-    numbers = tuple(shares[gpu.pci_address] for gpu in gpus)
-    percentages = tuple(thread_percentage(config.cuda_mps_thread_percentage, number) for number in numbers)
+    """One control daemon's plan; its default limits are the largest, for clients can only tighten them."""
+    divided = [
+        divide(
+            entries[gpu.pci_address],
+            gpu,
+            config,
+            name,
+            max_clients(gpu, inventory.driver, config.cuda_mps_max_clients),
+        )
+        for gpu in gpus
+    ]
     return DomainPlan(
         name,
         config.cuda_mps_pipe_directory + below,
         config.cuda_mps_log_directory + below,
         tuple(str(gpu.uuid) for gpu in gpus),
-        tuple((gpu.memory_mib or 0) // number for gpu, number in zip(gpus, numbers)),
-        max(percentages),
-        numbers,
-        percentages,
+        tuple(one.memory_mib for one in divided),
+        max(one.percentage for one in divided),
+        tuple(one.number for one in divided),
+        tuple(one.percentage for one in divided),
         config.cuda_mps_multiuser,
+        tuple(one for each in divided for one in each.slices),
+        tuple(one.pool for one in divided if one.pool),
     )

@@ -1,40 +1,43 @@
-"""Which GPU an entry of the device file means, and into how many devices it is divided."""
+"""Which GPU an entry of the device file means, and whether the GPU can be divided as it says."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 from yunion_mps.errors import Problem
-from yunion_mps.models import Config, DeviceEntry, Gpu, Inventory
+from yunion_mps.models import Config, DeviceEntry, Gpu, Inventory, Source
 from yunion_mps.planning.capabilities import enforces_budgets, max_clients
+from yunion_mps.planning.dividing import wrong_pool, wrong_slices
 
 
-def shares_of(config: Config, inventory: Inventory) -> tuple[dict[str, int], list[Problem]]:
-    """How many devices each GPU (by PCI address) is divided into, and what is wrong with the entries."""
+def entries_of(config: Config, inventory: Inventory) -> tuple[dict[str, DeviceEntry], list[Problem]]:
+    """The entry that divides each GPU (by PCI address), and what is wrong with the entries.
+
+    Where the file has none, there is one for every GPU: `cuda_mps_replicas` equal devices.
+    """
     problems = []
-    shares: dict[str, int] = {}
-    first: dict[str, DeviceEntry] = {}
+    entries: dict[str, DeviceEntry] = {}
     for entry in config.devices:
         gpu = find_gpu(entry.path, inventory.gpus)
         if gpu is None and _may_be_broken(entry, inventory):
             continue
         if gpu is None:
             problems.append(_no_gpu(entry, inventory))
-        elif gpu.pci_address in first:
-            at = first[gpu.pci_address]
-            what = f"path {entry.path} is GPU {gpu.address}, which line {at.path_at.line} divides already"
-            if entry.path != at.path:
-                what += f" as {at.path}"
+        elif gpu.pci_address in entries:
+            first = entries[gpu.pci_address]
+            what = f"path {entry.path} is GPU {gpu.address}, which line {first.path_at.line} divides already"
+            if entry.path != first.path:
+                what += f" as {first.path}"
             problems.append(Problem(*entry.path_at, what, "remove one of the two entries"))
         else:
-            first[gpu.pci_address] = entry
-            shares[gpu.pci_address] = entry.virtual_number
-            problems += _too_many("virtual_number", entry.virtual_number, gpu, config, inventory, entry)
+            entries[gpu.pci_address] = entry
+            problems += _wrong_for(entry, gpu, config, inventory)
     if not config.devices:
+        at = config.sources["cuda_mps_replicas"]
         for gpu in inventory.gpus:
-            shares[gpu.pci_address] = config.cuda_mps_replicas
-            problems += _too_many("cuda_mps_replicas", config.cuda_mps_replicas, gpu, config, inventory)
-    return shares, problems
+            entries[gpu.pci_address] = DeviceEntry(gpu.pci_address, config.cuda_mps_replicas, at, at)
+            problems += _too_many("cuda_mps_replicas", config.cuda_mps_replicas, gpu, config, inventory, at)
+    return entries, problems
 
 
 def find_gpu(path: str, gpus: Iterable[Gpu]) -> Gpu | None:
@@ -71,18 +74,29 @@ def _no_gpu(entry: DeviceEntry, inventory: Inventory) -> Problem:
     return Problem(*entry.path_at, f"path {entry.path} is no GPU of this host", remedy)
 
 
+def _wrong_for(entry: DeviceEntry, gpu: Gpu, config: Config, inventory: Inventory) -> list[Problem]:
+    """What the entry asks of its GPU and that cannot give; a broken one is not held to it."""
+    if gpu.reason:
+        return []
+    at = entry.divided_at
+    if entry.slices:
+        many = _too_many("slices", len(entry.slices), gpu, config, inventory, at)
+        return many + [Problem(*at, *wrong) for wrong in wrong_slices(entry, gpu, config)]
+    if entry.memory_unit_mib:
+        return [Problem(*at, *wrong) for wrong in wrong_pool(entry, gpu)]
+    return _too_many("virtual_number", entry.virtual_number, gpu, config, inventory, at)
+
+
 def _too_many(
-    key: str, number: int, gpu: Gpu, config: Config, inventory: Inventory, entry: DeviceEntry | None = None
+    key: str, count: int, gpu: Gpu, config: Config, inventory: Inventory, at: Source
 ) -> list[Problem]:
     most = max_clients(gpu, inventory.driver, config.cuda_mps_max_clients)
-    if gpu.reason or number <= most:
+    if gpu.reason or count <= most:
         return []
-    at = entry.virtual_number_at if entry else config.sources[key]
     if at.line is None:  # the default is above what the operator's own override allows
         at = config.sources["cuda_mps_max_clients"]
-    what = (
-        f"{key} is {number}, more than the {most} clients that MPS allows on GPU {gpu.address} ({gpu.name})"
-    )
+    is_many = f"are {count}" if key == "slices" else f"is {count}"
+    what = f"{key} {is_many}, more than the {most} clients that MPS allows on GPU {gpu.address} ({gpu.name})"
     remedy = f"write at most {most}"
     if enforces_budgets(gpu):
         remedy += ", or set cuda_mps_max_clients in host.conf where the driver allows more"

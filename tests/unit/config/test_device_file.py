@@ -8,7 +8,7 @@ import pytest
 from unit.config.files import DEVICES, Files
 
 NUMBER = "write a whole number from 1 to 60, without quotes"
-KEYS = "path, type, virtual_number"
+KEYS = "path, type, virtual_number, slices, memory_unit, memory_reserve, thread_overcommit"
 PATH_REMEDY = "write path: followed by a render node, a PCI address or a GPU's UUID"
 PATH_EXAMPLE = "add path, for example path: /dev/dri/renderD128"
 TYPE = "did you mean type?"
@@ -30,7 +30,7 @@ def test_entries_are_read_in_the_order_of_the_file_and_know_their_lines(files: F
         ("/dev/dri/renderD129", 60),
         ("GPU-1", 1),
     ]
-    assert [(entry.path_at.line, entry.virtual_number_at.line) for entry in entries] == [(2, 4), (5, 5)]
+    assert [(entry.path_at.line, entry.divided_at.line) for entry in entries] == [(2, 4), (5, 5)]
     assert entries[0].path_at.file == str(files.devices)
 
 

@@ -42,7 +42,10 @@ def assert_problems_name_real_lines(files: Files) -> None:
         if problem.line is not None:
             assert 1 <= problem.line <= lines_in(Path(problem.file)), problem
     for entry in config.devices:
-        assert 1 <= entry.virtual_number <= max(config.cuda_mps_max_clients or 0, 60)
+        most = max(config.cuda_mps_max_clients or 0, 60)
+        assert (1 <= entry.virtual_number <= most) != (
+            0 < len(entry.slices) <= most or entry.memory_unit_mib > 0
+        )
 
 
 scalars = st.one_of(
@@ -52,11 +55,14 @@ scalars = st.one_of(
     st.floats(),
     st.text(max_size=20),
     st.sampled_from(["NVIDIA_MPS", "NVIDIA_GPU", "4", "/dev/dri/renderD128", "equal", "gpu", "keep"]),
+    st.sampled_from(["8GiB", "128MiB", "1GiB", "below_normal", 50, 0, 2]),
 )
 keys = st.one_of(
     # The device file stays where it is, so that every problem's file is one of the two.
     st.sampled_from([key for key in KEYS if key != "container_device_config_file"]),
     st.sampled_from(["devices", "path", "type", "virtual_number", "paht", "cuda_mps_", "enable_cuda_mpss"]),
+    st.sampled_from(["slices", "memory_unit", "memory_reserve", "thread_overcommit", "gpu_memory_unit"]),
+    st.sampled_from(["memory", "thread_percentage", "priority"]),
     scalars,
 )
 trees: st.SearchStrategy[Any] = st.recursive(
@@ -68,11 +74,14 @@ entries = st.lists(
     st.one_of(
         trees,
         st.fixed_dictionaries({"type": st.just("NVIDIA_MPS"), "path": scalars, "virtual_number": scalars}),
+        st.fixed_dictionaries({"type": st.just("NVIDIA_MPS"), "path": scalars, "slices": trees}),
+        st.fixed_dictionaries({"type": st.just("NVIDIA_MPS"), "path": scalars, "memory_unit": scalars}),
     ),
     max_size=4,
 )
 WORDS = (
-    "devices path type virtual_number NVIDIA_MPS [ ] { } , ' \" ! ? << # - _ 0x 0b 010 1:1 true null ~ 4"
+    "devices path type virtual_number slices memory memory_unit 8GiB"
+    " NVIDIA_MPS [ ] { } , ' \" ! ? << # - _ 0x 0b 010 1:1 true null ~ 4"
     " .5 .nan 2001-01-01 \\ud800 é 😀 &a *a !!int !!bool !!float !!null !!str !%ed%a0%80"
 )
 BREAKS = [": ", ":", "- ", "\n", "\n  ", " ", "|\n", ">\n", "%YAML 1.1\n", "---\n", "...\n", "\t", "\r",

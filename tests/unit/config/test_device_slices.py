@@ -1,0 +1,233 @@
+"""What an entry may say beside `virtual_number`: unequal slices, and memory in units."""
+
+from __future__ import annotations
+
+import pytest
+from yunion_mps.models import DeviceEntry, SliceEntry, Source
+
+from unit.config.files import DEVICES, Files
+
+ENTRY = "devices:\n- type: NVIDIA_MPS\n  path: 00:06.0\n"
+AMOUNT = "write a whole number of MiB or GiB, for example 8192MiB or 8GiB"
+PERCENTAGE = "write a number from 0.1 to 100, with at most one decimal and without quotes"
+OVERCOMMIT = "write a number from 1 to 4096, with at most 2 decimals and without quotes"
+DASH = "write each device after a dash: - {memory: 8GiB, thread_percentage: 50}"
+SLICE_KEYS = "memory, thread_percentage, priority"
+UNITS = "none of 1GiB, 128MiB: write one of 1GiB, 128MiB"
+
+
+def entry_of(files: Files, text: str) -> DeviceEntry:
+    (entry,) = files.write(devices=ENTRY + text).load().devices
+    return entry
+
+
+def test_slices_are_read_with_their_memory_percentage_and_priority(files: Files) -> None:
+    entry = entry_of(
+        files,
+        "  slices:\n"
+        "  - {memory: 8GiB, thread_percentage: 50}\n"
+        "  - memory: 4096MiB\n"
+        "    thread_percentage: 12.5\n"
+        "    priority: below_normal\n"
+        "  - {memory: 1MiB, priority: normal}\n",
+    )
+    assert entry.slices == (
+        SliceEntry(8192, 50.0, "normal"),
+        SliceEntry(4096, 12.5, "below_normal"),
+        SliceEntry(1, None, "normal"),
+    )
+    assert (entry.virtual_number, entry.memory_unit_mib, entry.thread_overcommit) == (0, 0, None)
+    assert entry.divided_at == Source(str(files.devices), 4)
+
+
+@pytest.mark.parametrize(("unit", "mib"), [("128MiB", 128), ("1GiB", 1024)])
+@pytest.mark.parametrize("number", ["", "  virtual_number: 0\n"])
+def test_a_memory_unit_opens_the_gpu_for_any_amount_with_virtual_number_0_or_without(
+    files: Files, unit: str, mib: int, number: str
+) -> None:
+    entry = entry_of(files, f"{number}  memory_unit: {unit}\n")
+    assert (entry.virtual_number, entry.slices, entry.memory_unit_mib) == (0, (), mib)
+    assert (entry.memory_reserve_mib, entry.thread_overcommit) == (0, None)
+    assert entry.divided_at == Source(str(files.devices), 5 if number else 4)
+
+
+def test_the_reserve_and_the_over_commit_are_read(files: Files) -> None:
+    entry = entry_of(files, "  memory_unit: 1GiB\n  memory_reserve: 64MiB\n  thread_overcommit: 1.5\n")
+    assert (entry.memory_reserve_mib, entry.thread_overcommit) == (64, 1.5)
+    entry = entry_of(files, "  slices: [{memory: 1GiB}]\n  thread_overcommit: 2\n")
+    assert entry.thread_overcommit == 2.0
+
+
+def test_the_unit_of_requests_is_1_gib_unless_the_file_says_otherwise(files: Files) -> None:
+    found = files.write(devices="devices: []\n").load()
+    assert (found.gpu_memory_unit_mib, found.gpu_memory_unit_at) == (1024, Source("default", None))
+    found = files.write(devices="devices: []\ngpu_memory_unit: 128MiB\n").load()
+    assert (found.gpu_memory_unit_mib, found.gpu_memory_unit_at) == (128, Source(str(files.devices), 2))
+    assert files.write(devices=None).load().gpu_memory_unit_mib == 1024
+
+
+def test_slices_given_by_alias_count_in_the_line_of_their_own_entry(files: Files) -> None:
+    files.write(
+        devices="devices:\n"
+        "- {path: a, type: NVIDIA_MPS, slices: &both [{memory: 1GiB}, {memory: 2GiB}]}\n"
+        "- {path: b, type: NVIDIA_MPS, slices: *both}\n"
+    )
+    first, second = files.load().devices
+    assert first.slices == second.slices == (SliceEntry(1024), SliceEntry(2048))
+    assert (first.divided_at.line, second.divided_at.line) == (2, 3)
+
+
+@pytest.mark.parametrize(
+    ("text", "messages"),
+    [
+        ("  slices: []", [f"4: slices is an empty list: {DASH}"]),
+        ("  slices: 8GiB", [f'4: slices is "8GiB", not a list: {DASH}']),
+        ("  slices:", [f"4: slices is nothing (null), not a list: {DASH}"]),
+        (
+            "  slices:\n  - 8GiB",
+            ['5: a slice is "8GiB", not a mapping: write - {memory: 8GiB, thread_percentage: 50}'],
+        ),
+        (
+            "  slices:\n  - {}\n  - {memory: 1GiB}\n  - thread_percentage: 50",
+            [
+                "5: a slice has no memory: add memory, for example memory: 8GiB",
+                "7: a slice has no memory: add memory, for example memory: 8GiB",
+            ],
+        ),
+        (
+            "  slices:\n  - memory: 8GB\n  - memory: 8192\n  - memory: 1.5GiB\n  - memory: 8gib\n  - memory:",
+            [
+                f'5: memory is "8GB", not an amount of memory: {AMOUNT}',
+                f"6: memory is 8192, not an amount of memory: {AMOUNT}",
+                f'7: memory is "1.5GiB", not an amount of memory: {AMOUNT}',
+                f'8: memory is "8gib", not an amount of memory: {AMOUNT}',
+                f"9: memory is nothing (null), not an amount of memory: {AMOUNT}",
+            ],
+        ),
+        ("  slices: [{memory: 0GiB}]", ['4: memory is "0GiB", too little: write at least 1MiB']),
+        (
+            (
+                "  slices:\n"
+                "  - {memory: 1GiB, thread_percentage: 0}\n"
+                "  - {memory: 1GiB, thread_percentage: 100.1}\n"
+                "  - {memory: 1GiB, thread_percentage: 50%}\n"
+                "  - {memory: 1GiB, thread_percentage: 33.33}\n"
+                "  - {memory: 1GiB, thread_percentage: .nan}"
+            ),
+            [
+                f"5: thread_percentage is 0, out of range: {PERCENTAGE}",
+                f"6: thread_percentage is 100.1, out of range: {PERCENTAGE}",
+                f'7: thread_percentage is "50%", not a number: {PERCENTAGE}',
+                f"8: thread_percentage is 33.33, more exact than it can be: {PERCENTAGE}",
+                f"9: thread_percentage is .nan, out of range: {PERCENTAGE}",
+            ],
+        ),
+        (
+            "  slices:\n  - {memory: 1GiB, priority: below-normal}\n  - {memory: 1GiB, priority: 1}",
+            [
+                '5: priority is "below-normal", none of normal, below_normal: write below_normal',
+                "6: priority is 1, none of normal, below_normal: write one of normal, below_normal",
+            ],
+        ),
+        (
+            "  slices:\n  - {memroy: 1GiB}\n  - {memory: 1GiB, colour: 1}\n  - {memory: 1GiB, memory: 1MiB}",
+            [
+                "5: memroy is no key of a slice: did you mean memory?",
+                f"6: colour is no key of a slice: remove it; the keys of a slice are {SLICE_KEYS}",
+                "7: memory is given twice: keep one of the two lines (the other is line 7)",
+            ],
+        ),
+        (
+            f"  slices: [{'{memory: 1MiB}, ' * 61}]",
+            ["4: slices has 61 devices, more than any GPU may have: write at most 60"],
+        ),
+        (
+            "  slices: [{memory: 1GiB}]\n  virtual_number: 4",
+            ["5: virtual_number divides the GPU, which slices in line 4 does already: keep one of the two"],
+        ),
+        (
+            "  virtual_number: 0\n  slices: [{memory: 1GiB}]",
+            ["5: slices divides the GPU, which virtual_number in line 4 does already: keep one of the two"],
+        ),
+        (
+            "  memory_unit: 1GiB\n  virtual_number: 4",
+            [
+                (
+                    "5: virtual_number divides the GPU, which memory_unit in line 4 does already:"
+                    " keep one of the two"
+                )
+            ],
+        ),
+        (
+            "  virtual_number: false\n  memory_unit: 1GiB",
+            [
+                (
+                    "5: memory_unit divides the GPU, which virtual_number in line 4 does already:"
+                    " keep one of the two"
+                )
+            ],
+        ),
+        ("  memory_unit: 256MiB", [f'4: memory_unit is "256MiB", {UNITS}']),
+        ("  memory_unit: 128", [f"4: memory_unit is 128, {UNITS}"]),
+        (
+            "  memory_unit: 1GiB\n  memory_reserve: 64\n  thread_overcommit: 0.5",
+            [
+                f"5: memory_reserve is 64, not an amount of memory: {AMOUNT}",
+                f"6: thread_overcommit is 0.5, out of range: {OVERCOMMIT}",
+            ],
+        ),
+        (
+            "  virtual_number: 4\n  memory_reserve: 64MiB\n  thread_overcommit: 2",
+            [
+                "5: memory_reserve does not count with virtual_number, only with memory_unit: remove it",
+                (
+                    "6: thread_overcommit does not count with virtual_number, only with slices or"
+                    " memory_unit: remove it, or set cuda_mps_thread_percentage in host.conf"
+                ),
+            ],
+        ),
+        (
+            "  slices: [{memory: 1GiB}]\n  memory_reserve: 64MiB",
+            ["5: memory_reserve does not count with slices, only with memory_unit: remove it"],
+        ),
+        ("  slice: [{memory: 1GiB}]", ["4: slice is no key of a NVIDIA_MPS entry: did you mean slices?"]),
+        (
+            "  memory_unti: 1GiB",
+            ["4: memory_unti is no key of a NVIDIA_MPS entry: did you mean memory_unit?"],
+        ),
+    ],
+)
+def test_what_is_wrong_with_a_division_is_named_with_its_line_and_what_would_be_right(
+    files: Files, text: str, messages: list[str]
+) -> None:
+    files.write(devices=f"{ENTRY}{text}\n")
+    assert files.messages() == [f"{DEVICES}:{message}" for message in messages]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("gpu_memory_unit: 2GiB", f'1: gpu_memory_unit is "2GiB", {UNITS}'),
+        ("gpu_memory_unti: 1GiB", "1: gpu_memory_unti is no key: did you mean gpu_memory_unit?"),
+        (
+            "gpu_memory_unit: 1GiB\ngpu_memory_unit: 1GiB",
+            "2: gpu_memory_unit is given twice: keep one of the two lines",
+        ),
+    ],
+)
+def test_a_bad_unit_of_requests_is_named_as_well(files: Files, text: str, message: str) -> None:
+    assert files.write(devices=f"{text}\ndevices: []\n").messages() == [f"{DEVICES}:{message}"]
+
+
+def test_an_entry_with_a_problem_counts_as_one_device_so_that_its_path_can_be_checked(files: Files) -> None:
+    from yunion_mps.config import load
+
+    for text in (
+        "slices: []",
+        "slices: [{memory: 1}]",
+        "memory_unit: 5",
+        "slices: [{memory: 1GiB}]\n  virtual_number: 1",
+    ):
+        config, problems = load(files.write(devices=f"{ENTRY}  {text}\n").paths)
+        (entry,) = config.devices
+        assert (entry.virtual_number, entry.slices, entry.memory_unit_mib, len(problems)) == (1, (), 0, 1)

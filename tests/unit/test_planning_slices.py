@@ -1,0 +1,287 @@
+"""Unequal devices of a GPU, and memory in units."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from yunion_mps.errors import NotFoundError
+from yunion_mps.models import Config, DeviceEntry, Gpu, Inventory, Plan, Pool, SliceEntry, Source
+from yunion_mps.planning import (
+    client_environment,
+    free_units,
+    make_plan,
+    pool_device,
+    pools_of,
+    units_for,
+)
+
+from unit.builders import DEVICES, MACHINE_ID, P40, config, entry, gpu, inventory
+
+V100 = gpu(1, name="Tesla V100", memory_mib=16384, compute_capability=(7, 0))
+
+
+def slices(*parts: tuple[Any, ...], path: str = "01:00.0", **given: Any) -> DeviceEntry:
+    """An entry in lines 2 to 4 with slices of (MiB, percentage, priority)."""
+    return DeviceEntry(
+        path, 0, Source(DEVICES, 2), Source(DEVICES, 4), tuple(SliceEntry(*part) for part in parts), **given
+    )
+
+
+def units(unit_mib: int = 1024, path: str = "01:00.0", **given: Any) -> DeviceEntry:
+    """An entry in lines 2 to 4 that opens its GPU for any amount of memory."""
+    return DeviceEntry(path, 0, Source(DEVICES, 2), Source(DEVICES, 4), memory_unit_mib=unit_mib, **given)
+
+
+def planned(settings: Config, found: Inventory) -> Plan:
+    plan, problems = make_plan(settings, found, MACHINE_ID)
+    assert problems == []
+    return plan
+
+
+def pool_of(one: Gpu, given: DeviceEntry, **keys: Any) -> Pool:
+    (pool,) = planned(config(given, **keys), inventory(one)).pools
+    return pool
+
+
+def messages(settings: Config, *found: Gpu) -> list[str]:
+    return [str(problem) for problem in make_plan(settings, inventory(*found), MACHINE_ID)[1]]
+
+
+def test_slices_are_devices_with_budgets_of_their_own() -> None:
+    plan = planned(config(slices((8192, 50.0), (4096, 25.0, "below_normal"), (2048, 25.0))), inventory(V100))
+    assert [
+        (device.addr, device.memory_limit_mib, device.thread_percentage, device.priority, device.slot)
+        for device in plan.devices
+    ] == [
+        ("01:00.0-0", 8192, 50.0, "normal", 0),
+        ("01:00.0-1", 4096, 25.0, "below_normal", 1),
+        ("01:00.0-2", 2048, 25.0, "normal", 2),
+    ]
+    assert {device.memory_total_mib for device in plan.devices} == {16384}
+    assert plan.pools == ()
+
+
+def test_the_domain_s_limits_are_the_largest_that_any_client_of_its_gpu_may_get() -> None:
+    found = inventory(P40, V100, gpu(2, memory_mib=16000))
+    settings = config(
+        entry("00:06.0", 4), slices((2048, 10.0), (8192, 60.0), (1024, 5.0)), units(path="02:00.0")
+    )
+    (domain,) = planned(settings, found).domains
+    assert domain.memory_limits_mib == (5760, 8192, 15360)
+    assert domain.numbers == (4, 3, 0)
+    assert domain.percentages == (25.0, 60.0, 96.0)
+    assert domain.thread_percentage == 96.0
+
+
+@pytest.mark.parametrize(
+    ("policy", "percentages"),
+    [("equal", [50.0, 12.5, 6.2]), ("double", [100.0, 25.0, 12.5]), ("none", [100.0, 100.0, 100.0])],
+)
+def test_a_percentage_that_is_left_out_is_the_memory_s_share_by_the_policy(
+    policy: str, percentages: list[float]
+) -> None:
+    settings = config(slices((8192,), (2048,), (1024,)), cuda_mps_thread_percentage=policy)
+    devices = planned(settings, inventory(V100)).devices
+    assert [device.thread_percentage for device in devices] == percentages
+
+
+def test_an_over_commit_of_the_entry_counts_instead_of_the_policy() -> None:
+    settings = config(slices((8192,), (2048,), thread_overcommit=1.5), cuda_mps_thread_percentage="none")
+    devices = planned(settings, inventory(V100)).devices
+    assert [device.thread_percentage for device in devices] == [75.0, 18.7]
+
+
+def test_the_ids_of_slices_are_those_of_equal_devices_in_the_same_slots() -> None:
+    equal = planned(config(entry("01:00.0", 2)), inventory(V100))
+    unequal = planned(config(slices((8192,), (1024,))), inventory(V100))
+    assert [device.id for device in unequal.devices] == [device.id for device in equal.devices]
+
+
+def test_the_priority_is_in_the_client_s_environment_only_where_it_is_below_normal() -> None:
+    plan = planned(config(slices((8192, 50.0, "normal"), (4096, 25.0, "below_normal"))), inventory(V100))
+    normal, below = (client_environment([device], plan.domains[0]) for device in plan.devices)
+    assert "CUDA_MPS_CLIENT_PRIORITY" not in normal
+    assert below == {
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+        "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "25",
+        "CUDA_MPS_CLIENT_PRIORITY": "1",
+        "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": "0=4096M",
+        "CUDA_MPS_PIPE_DIRECTORY": "/tmp/nvidia-mps/pipe",
+        "CUDA_VISIBLE_DEVICES": str(V100.uuid),
+        "YUNION_MPS_DEVICE": "01:00.0-1",
+    }
+
+
+@pytest.mark.parametrize(
+    ("given", "keys", "expected"),
+    [
+        (
+            slices((8192,), (8193,)),
+            {},
+            [("slices have 16385 MiB in all, more than the 16384 MiB of GPU 01:00.0 (Tesla V100):"
+             " take 1 MiB off them")],
+        ),
+        (
+            slices((1024, 60.0), (1024, 50.5)),
+            {},
+            [("slices have 110.5 % of the threads of GPU 01:00.0 (Tesla V100) in all, more than 100 %:"
+             " lower their thread_percentage, or over-commit it: thread_overcommit: 1.11")],
+        ),
+        (
+            slices((1024, 90.0), (8192,)),
+            {},
+            [("slices have 140 % of the threads of GPU 01:00.0 (Tesla V100) in all, more than 100 %:"
+             " lower their thread_percentage, or over-commit it: thread_overcommit: 1.4")],
+        ),
+        (slices((1024, 60.0), (1024, 50.5), thread_overcommit=1.11), {}, []),
+        (slices((1024, 100.0), (1024, 100.0)), {"cuda_mps_thread_percentage": "double"}, []),
+        (slices(*[(1024, 100.0)] * 9), {"cuda_mps_thread_percentage": "none"}, []),
+        (slices((16326,), *[(1,)] * 47), {}, []),  # with 0.1 % at least, they have more than 100 % by design
+        (
+            slices(*[(1,)] * 49),
+            {},
+            [("slices are 49, more than the 48 clients that MPS allows on GPU 01:00.0 (Tesla V100):"
+             " write at most 48, or set cuda_mps_max_clients in host.conf where the driver allows more")],
+        ),
+        (
+            units(1024, memory_reserve_mib=15361),
+            {},
+            [("memory_unit is 1024 MiB and memory_reserve 15361 MiB, together more than the 16384 MiB of"
+             " GPU 01:00.0 (Tesla V100): write smaller ones, or divide the GPU by virtual_number")],
+        ),
+        (units(1024, memory_reserve_mib=15360), {}, []),
+    ],
+)  # fmt: skip
+def test_what_the_gpu_has_not_is_named_with_the_line_and_what_would_be_right(
+    given: DeviceEntry, keys: dict[str, Any], expected: list[str]
+) -> None:
+    assert messages(config(given, **keys), V100) == [f"{DEVICES}:4: {message}" for message in expected]
+    assert messages(config(given, **keys), V100._replace(reason="GPU is lost", memory_mib=None)) == []
+
+
+def test_a_gpu_smaller_than_the_unit_is_named() -> None:
+    assert messages(config(units()), gpu(1, memory_mib=1000)) == [
+        (
+            f"{DEVICES}:4: memory_unit is 1024 MiB, more than the 1000 MiB of GPU 01:00.0"
+            " (NVIDIA H100 80GB HBM3): write a smaller one, or divide the GPU by virtual_number"
+        )
+    ]
+
+
+def test_ack_s_example_is_2_gib_of_a_gpu_with_180_units_in_all() -> None:
+    pool = pool_of(P40, units(128, "00:06.0"))
+    assert (pool.gpu_uuid, pool.domain, pool.unit_mib, pool.memory_mib) == (P40.uuid, "host", 128, 23040)
+    device = pool_device("", pool, 16, 3, (P40,))
+    assert (device.addr, device.slot, device.memory_limit_mib, device.memory_total_mib) == (
+        "00:06.0-m3",
+        3,
+        2048,
+        23040,
+    )
+    assert (device.thread_percentage, device.budget_enforced, device.domain) == (8.8, False, "host")
+    assert free_units(pool, []) == 180
+    assert free_units(pool, [16] * 11) == 4
+    assert free_units(pool, [16] * 11 + [4]) == 0
+    assert units_for(pool, 2048) == 16
+
+
+def test_a_client_of_a_pool_gets_its_own_budget_by_its_environment() -> None:
+    plan = planned(config(units(128, "00:06.0")), inventory(P40))
+    assert (plan.devices, plan.compute_modes) == ((), {P40.uuid: "Exclusive_Process"})
+    device = pool_device(plan.host_id, plan.pools[0], 16, 3, (P40,))
+    assert client_environment([device], plan.domains[0]) == {
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+        "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "8.8",
+        "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": "0=2048M",
+        "CUDA_MPS_PIPE_DIRECTORY": "/tmp/nvidia-mps/pipe",
+        "CUDA_VISIBLE_DEVICES": str(P40.uuid),
+        "YUNION_MPS_DEVICE": "00:06.0-m3",
+    }
+
+
+def test_the_ids_of_a_pool_s_devices_are_the_same_in_every_release_and_differ_from_the_equal_ones() -> None:
+    plan = planned(config(units(128, "00:06.0")), inventory(P40))
+    (pool,) = plan.pools
+    assert [pool_device(plan.host_id, pool, 1 + slot, slot, (P40,)).id for slot in range(2)] == [
+        "b1afb67d-2f48-53b0-a507-75618bcbea44",
+        "4352fb4c-9a60-51d5-b5c3-ca01afcaf9d4",
+    ]
+    assert pool_device(plan.host_id, pool, 180, 1, (P40,)).id == "4352fb4c-9a60-51d5-b5c3-ca01afcaf9d4"
+    equal = planned(config(entry("00:06.0", 2)), inventory(P40)).devices
+    assert "b1afb67d-2f48-53b0-a507-75618bcbea44" not in {device.id for device in equal}
+
+
+def test_each_client_takes_the_reserve_beside_its_units() -> None:
+    pool = pool_of(V100, units(1024, memory_reserve_mib=100))
+    assert pool.memory_mib == 15 * 1024
+    assert free_units(pool, []) == 15
+    assert free_units(pool, [15]) == 0
+    assert free_units(pool, [8]) == 7
+    assert free_units(pool, [1] * 10) == 4  # eleven reserves are more than another unit
+    device = pool_device("", pool, 3, 0, (V100,))
+    assert (device.memory_limit_mib, device.reserve_mib) == (3072, 100)
+
+
+def test_a_pool_has_no_more_clients_than_mps_allows_on_its_gpu() -> None:
+    pool = pool_of(P40, units(128, "00:06.0"))
+    assert pool.clients == 16
+    assert free_units(pool, [1] * 15) == 165
+    assert free_units(pool, [1] * 16) == 0
+    assert pool_of(V100, units(), cuda_mps_max_clients=50).clients == 50
+
+
+@pytest.mark.parametrize(
+    ("policy", "overcommit", "percentage"),
+    [
+        ("equal", None, 12.5),
+        ("double", None, 25.0),
+        ("none", None, 100.0),
+        ("none", 1.0, 12.5),
+        ("equal", 1.33, 16.6),
+        ("equal", 8.0, 100.0),
+        ("equal", 4096.0, 100.0),
+    ],
+)
+def test_the_threads_of_a_pool_s_device_go_with_its_memory_times_the_over_commit(
+    policy: str, overcommit: float | None, percentage: float
+) -> None:
+    pool = pool_of(V100, units(thread_overcommit=overcommit), cuda_mps_thread_percentage=policy)
+    assert pool_device("", pool, 2, 0, (V100,)).thread_percentage == percentage
+
+
+def test_the_smallest_device_of_a_large_gpu_has_a_tenth_of_a_percent() -> None:
+    large = gpu(1, memory_mib=196608)
+    assert pool_device("", pool_of(large, units(128)), 1, 0, (large,)).thread_percentage == 0.1
+
+
+@pytest.mark.parametrize("wrong", [-1, 0, 17])
+def test_a_device_that_the_pool_never_has_is_not_made(wrong: int) -> None:
+    with pytest.raises(ValueError, match=f"{wrong} units of 1024 MiB out of a pool of 16384 MiB"):
+        pool_device("", pool_of(V100, units()), wrong, 0, (V100,))
+
+
+def test_a_device_of_a_gpu_that_is_gone_is_not_made() -> None:
+    with pytest.raises(NotFoundError, match="is not there any more"):
+        pool_device("", pool_of(V100, units()), 1, 0, (P40,))
+
+
+def test_an_amount_between_two_units_takes_the_larger_one() -> None:
+    pool = pool_of(V100, units())
+    assert [units_for(pool, mib) for mib in (1, 1024, 1025, 2560)] == [1, 1, 2, 3]
+
+
+def test_each_gpu_s_pool_is_served_by_its_own_domain_in_scope_gpu() -> None:
+    other = gpu(2, memory_mib=16384)
+    plan = planned(config(units(), units(path="02:00.0"), cuda_mps_scope="gpu"), inventory(V100, other))
+    assert [(pool.gpu_uuid, pool.domain) for pool in plan.pools] == [
+        (V100.uuid, "01:00.0"),
+        (other.uuid, "02:00.0"),
+    ]
+    assert [pools_of(domain, (V100,)) for domain in plan.domains] == [[plan.pools[0]], []]
+
+
+def test_a_gpu_that_cannot_serve_has_no_pool() -> None:
+    plan = planned(config(units()), inventory(V100._replace(mig_enabled=True)))
+    assert (plan.pools, plan.domains) == ((), ())
+    assert set(plan.unavailable) == {V100.pci_address}
