@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from textwrap import wrap
 
-from manual.keys import Key, device_keys, host_keys
+from manual.keys import Key, device_file_keys, device_keys, host_keys
 
 _WIDTH = 100
 
@@ -21,6 +21,21 @@ _DEVICE_FILE = """\
 """
 
 
+#: What else an entry may be, as comments: the GPUs are not there.
+_OTHER_ENTRIES = """\
+#
+#  - path: /dev/dri/renderD129
+#    type: NVIDIA_MPS
+#    slices:
+#      - {memory: 8GiB, thread_percentage: 50}
+#      - {memory: 4GiB, thread_percentage: 25, priority: below_normal}
+#
+#  - path: /dev/dri/renderD130
+#    type: NVIDIA_MPS
+#    memory_unit: 128MiB
+"""
+
+
 def host_conf() -> str:
     """The file host.conf; what is commented out has its default, or an example where there is none."""
     return _HOST_CONF + "".join(
@@ -31,9 +46,15 @@ def host_conf() -> str:
 def device_file() -> str:
     """The file host_container_device.yml."""
     keys = device_keys()
-    about = "".join(f"#\n{_comment(key, f'{key.name}: {key.type}. ')}" for key in keys)
-    entry = "\n    ".join(f"{key.name}: {key.example}" for key in keys)
-    return f"{_DEVICE_FILE}{about}devices:\n  - {entry}\n"
+    about = "".join(f"#\n{_comment(key, _first(key))}" for key in keys)
+    beside = "".join(f"#\n{_comment(key, _first(key))}{_line(key)}\n" for key in device_file_keys())
+    entry = "\n    ".join(f"{key.name}: {key.example}" for key in keys if key.example)
+    return f"{_DEVICE_FILE}{about}{beside}\ndevices:\n  - {entry}\n{_OTHER_ENTRIES}"
+
+
+def _first(key: Key) -> str:
+    default = f"; default: {key.default}" if key.default else ""
+    return f"{key.name}: {key.type}{default}. "
 
 
 def _line(key: Key) -> str:

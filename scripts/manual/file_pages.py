@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from manual import examples
-from manual.keys import Key, device_keys, host_keys
+from manual.keys import Key, device_file_keys, device_keys, host_keys
 from manual.roff import Page
 
 _CHECK = """\
@@ -17,12 +17,15 @@ A YAML file of keys and values, one a line. On a host with Cloudpods it is share
 agent; the keys below are those of yunion-mps, and all others are left alone. What is nearly one of these,
 or begins with `cuda_mps_` and is none of them, is taken for a mistake."""
 _DEVICE_FILE = """\
-A YAML file with one key, `devices`: a list of entries, each of which divides one GPU. On a host with
+A YAML file with the key `devices`: a list of entries, each of which divides one GPU. On a host with
 Cloudpods it is shared with Cloudpods' host agent. `container_device_config_file` in
 `yunion-mps-host.conf`(5) may name another file."""
 _NO_ENTRY = """\
 A GPU that no entry names offers no devices. Where there is no entry of type NVIDIA_MPS at all, every GPU is
-divided into `cuda_mps_replicas` devices. An entry has all of these keys, and no others:"""
+divided into `cuda_mps_replicas` devices. An entry has `path`, `type` and one of `virtual_number`, `slices`
+and `memory_unit`:"""
+_BESIDE = """\
+Beside `devices` the file may have:"""
 
 
 def host_conf(date: str) -> str:
@@ -50,6 +53,8 @@ def device_file(date: str) -> str:
     made.section("Keys")
     made.paragraph(_NO_ENTRY)
     _add_keys(made, device_keys())
+    made.paragraph(_BESIDE)
+    _add_keys(made, device_file_keys())
     return _finished(made, examples.device_file(), "yunion-mps-host.conf(5)")
 
 

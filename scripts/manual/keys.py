@@ -50,7 +50,13 @@ def host_keys() -> list[Key]:
 def device_keys() -> list[Key]:
     """The keys of an entry of the device file."""
     about = texts("keys")["host_container_device.yml"]
-    return [_key(name, text) for name, text in about.items()]
+    return [_key(name, text, default=text.get("default")) for name, text in about.items()]
+
+
+def device_file_keys() -> list[Key]:
+    """The keys of the device file beside the list of its entries."""
+    about = texts("keys")["host_container_device.yml, beside devices"]
+    return [_key(name, text, default=text["default"]) for name, text in about.items()]
 
 
 def written(value: Any) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import yaml
 from yunion_mps.config import KEYS, devices, load
 from yunion_mps.errors import Problem
 
@@ -68,12 +69,31 @@ def test_the_man_page_has_every_key_in_the_words_of_the_example(generated: Path,
 def test_the_device_files_example_and_man_page_have_every_key(generated: Path, manual: Manual) -> None:
     example = (generated / "etc/yunion/host_container_device.yml").read_text()
     page = manual.text(DEVICE_PAGE)
-    for name in devices._KEYS:
+    keys = {*devices._KEYS, *devices._FILE_KEYS} - {"devices"}
+    for name in keys:
         entry = re.search(rf"^# {name}: ((?:.+\n(?:# )?)+)", example, re.MULTILINE)
         assert entry, name
-        about = entry[1].partition("#\n")[0].partition("devices:")[0].replace("# ", "")
+        about = re.split(r"^#\w|^#\n|^devices:", entry[1], flags=re.MULTILINE)[0].replace("# ", "")
         assert squeezed(f"{name}:{about}").replace(".", "") in squeezed(page).replace(".", ""), name
-    assert len(re.findall(r"^       \w+: ", page, re.MULTILINE)) == len(devices._KEYS)
+    assert len(re.findall(r"^       \w+: ", page, re.MULTILINE)) == len(keys)
+
+
+def test_what_the_device_files_example_has_as_comments_is_right_when_it_is_used(generated: Path) -> None:
+    text = (generated / "etc/yunion/host_container_device.yml").read_text()
+    text = re.sub(r"^#(?=  |\w)", "", text, flags=re.MULTILINE)
+    with short_root() as paths:
+        etc = Path(paths.root) / "etc/yunion"
+        etc.mkdir(parents=True, exist_ok=True)
+        (etc / "host.conf").write_text("enable_cuda_mps: true\n")
+        (etc / "host_container_device.yml").write_text(text)
+        config, problems = load(paths)
+    assert problems == []
+    equal, unequal, pool = config.devices
+    assert (equal.virtual_number, len(unequal.slices), pool.memory_unit_mib) == (4, 2, 128)
+    assert config.gpu_memory_unit_at.line is not None
+    keys = yaml.safe_load((CHECKOUT / "scripts/manual/keys.yml").read_text())
+    default = keys["host_container_device.yml, beside devices"]["gpu_memory_unit"]["default"]
+    assert config.gpu_memory_unit_mib == 1024 * int(default.removesuffix("GiB"))
 
 
 def problems_of(name: str, value: str) -> list[Problem]:
