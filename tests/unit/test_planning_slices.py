@@ -9,6 +9,7 @@ from yunion_mps.errors import NotFoundError
 from yunion_mps.models import Config, DeviceEntry, Gpu, Inventory, Plan, Pool, SliceEntry, Source
 from yunion_mps.planning import (
     client_environment,
+    division,
     free_units,
     make_plan,
     pool_device,
@@ -285,3 +286,26 @@ def test_a_gpu_that_cannot_serve_has_no_pool() -> None:
     plan = planned(config(units()), inventory(V100._replace(mig_enabled=True)))
     assert (plan.pools, plan.domains) == ((), ())
     assert set(plan.unavailable) == {V100.pci_address}
+
+
+@pytest.mark.parametrize(
+    ("given", "keys", "words"),
+    [
+        (entry("01:00.0", 4), {}, "4 x 4096 MiB, 25 %"),
+        (
+            slices((8192, 50.0), (2048, 12.5), (2048, 12.5), (1024, 5.0, "below_normal")),
+            {},
+            "1 x 8192 MiB, 50 % + 2 x 2048 MiB, 12.5 % + 1 x 1024 MiB, 5 %, below normal",
+        ),
+        (units(128), {}, "128 units of 128 MiB"),
+        (
+            units(128, memory_reserve_mib=64, thread_overcommit=1.5),
+            {},
+            "127 units of 128 MiB, 64 MiB in reserve for each client, threads 1.5 times",
+        ),
+        (units(), {"cuda_mps_thread_percentage": "none"}, "16 units of 1024 MiB, threads not limited"),
+    ],
+)
+def test_a_division_in_words(given: DeviceEntry, keys: dict[str, Any], words: str) -> None:
+    plan = planned(config(given, **keys), inventory(V100, P40))
+    assert (division(plan, V100.uuid), division(plan, P40.uuid)) == (words, "")

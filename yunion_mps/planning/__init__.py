@@ -35,6 +35,7 @@ from yunion_mps.planning.capabilities import (
 from yunion_mps.planning.dividing import divide, thread_percentage
 from yunion_mps.planning.entries import entries_of, find_gpu
 from yunion_mps.planning.pools import free_units, pool_device, pools_of, units_for
+from yunion_mps.planning.words import division
 
 __all__ = [
     "DEVICE_VARIABLE",
@@ -44,6 +45,7 @@ __all__ = [
     "decimal",
     "devices_of",
     "difference",
+    "division",
     "enforces_budgets",
     "find_gpu",
     "free_units",
