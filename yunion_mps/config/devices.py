@@ -146,12 +146,14 @@ def _divided(file: str, item: Node, nodes: Nodes, most: int, problems: list[Prob
         problems.append(Problem(file, second[0], what, "keep one of the two"))
         return entry
     means = given[0] if given else "virtual_number"
-    if given:  # the list of slices may stand elsewhere, and be an alias here
-        entry = entry._replace(divided_at=Source(file, line_of(nodes[means][means != "slices"])))
+    if given:
+        key, value = nodes[means]
+        at = key if means == "slices" else value  # the list may stand elsewhere, and be an alias here
+        entry = entry._replace(divided_at=Source(file, line_of(at)))
     problems += _meaningless(file, means, nodes)
     if means == "virtual_number":
-        value = _required(file, item, means, whole_number(1, most), nodes, problems)
-        return entry._replace(virtual_number=value or 1)
+        number_of = _required(file, item, means, whole_number(1, most), nodes, problems)
+        return entry._replace(virtual_number=number_of or 1)
     overcommit = _optional(file, "thread_overcommit", number(1, LARGEST_OVERRIDE, 2), nodes, problems)
     if means == "slices":
         slices, wrong = read_slices(file, nodes[means][1], most)
