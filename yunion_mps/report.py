@@ -6,18 +6,37 @@ from typing import Any
 
 from yunion_mps.config import KEYS
 from yunion_mps.examination import Examination
-from yunion_mps.models import Config, Gpu, Plan, Source
-from yunion_mps.planning import enforces_budgets
+from yunion_mps.models import Config, DeviceEntry, Gpu, Plan, Source
+from yunion_mps.planning import division, enforces_budgets
 
 
 def config_json(config: Config) -> dict[str, Any]:
-    """Every key with its value and where it stands, and the device entries."""
+    """Every key with its value and where it stands, and the device entries as far as the file has them."""
     keys = {name: {"value": getattr(config, name), "from": _place(config.sources[name])} for name in KEYS}
-    devices = [
-        {"path": entry.path, "virtual_number": entry.virtual_number, "from": _place(entry.path_at)}
-        for entry in config.devices
-    ]
-    return {"keys": keys, "devices": devices}
+    unit = {"value": config.gpu_memory_unit_mib, "from": _place(config.gpu_memory_unit_at)}
+    return {"keys": keys, "gpu_memory_unit": unit, "devices": [_entry_json(one) for one in config.devices]}
+
+
+def _entry_json(entry: DeviceEntry) -> dict[str, Any]:
+    """How an entry divides its GPU; memory is in MiB."""
+    shown: dict[str, Any] = {"path": entry.path}
+    if entry.slices:
+        shown["slices"] = [
+            {
+                "memory": one.memory_mib,
+                "thread_percentage": one.thread_percentage,
+                "priority": one.priority,
+            }
+            for one in entry.slices
+        ]
+    elif entry.memory_unit_mib:
+        shown["memory_unit"] = entry.memory_unit_mib
+        shown["memory_reserve"] = entry.memory_reserve_mib
+    else:
+        shown["virtual_number"] = entry.virtual_number
+    if entry.thread_overcommit is not None:
+        shown["thread_overcommit"] = entry.thread_overcommit
+    return {**shown, "from": _place(entry.path_at)}
 
 
 def plan_json(examination: Examination) -> dict[str, Any]:
@@ -48,7 +67,9 @@ def plan_json(examination: Examination) -> dict[str, Any]:
 
 def _gpu_json(gpu: Gpu, plan: Plan) -> dict[str, Any]:
     devices = [device for device in plan.devices if device.gpu_uuid == gpu.uuid]
-    first = devices[0] if devices else None
+    domain = next((d.name for d in plan.domains if gpu.uuid in d.gpu_uuids), None)
+    budgets = {(device.memory_limit_mib, device.thread_percentage) for device in devices}
+    memory_mib, percentage = budgets.pop() if len(budgets) == 1 else (None, None)
     mode = plan.compute_modes.get(gpu.uuid or "")
     changes = mode and mode != gpu.compute_mode
     return {
@@ -56,14 +77,15 @@ def _gpu_json(gpu: Gpu, plan: Plan) -> dict[str, Any]:
         "uuid": gpu.uuid,
         "name": gpu.name,
         "devices": len(devices),
-        "memory_limit": first.memory_limit_mib if first else None,
-        "thread_percentage": first.thread_percentage if first else None,
+        "division": division(plan, gpu.uuid),
+        "memory_limit": memory_mib,
+        "thread_percentage": percentage,
         "compute_mode": f"{gpu.compute_mode or 'unknown'} -> {mode}" if changes else gpu.compute_mode,
-        "domain": first.domain if first else None,
+        "domain": domain,
         "budget_enforced": enforces_budgets(gpu),
         "reason": gpu.reason
         or plan.unavailable.get(gpu.pci_address, "")
-        or ("" if devices else "not configured"),
+        or ("" if domain else "not configured"),
     }
 
 

@@ -9,7 +9,7 @@ from yunion_mps import __version__
 from yunion_mps.errors import NotFoundError
 from yunion_mps.journal import Journal
 from yunion_mps.leases.ledger import Ledger
-from yunion_mps.models import DEV_TYPE, Device, DomainStatus, Gpu, PcieLink, Snapshot
+from yunion_mps.models import DEV_TYPE, Device, DomainStatus, Gpu, PcieLink, Plan, Snapshot
 from yunion_mps.mps.states import READY
 from yunion_mps.planning import client_environment, enforces_budgets
 from yunion_mps.supervisor.warnings import warnings
@@ -102,7 +102,7 @@ class Service:
     def gpus(self) -> Json:
         """Every GPU of the host, the broken ones with their reason."""
         snapshot = self._take()
-        names = {device.gpu_uuid: device.domain for device in snapshot.plan.devices}
+        names = _domain_names(snapshot.plan)
         domains = {domain.plan.name: domain for domain in snapshot.domains}
         gpus = [
             _gpu_json(gpu, domains.get(names.get(gpu.uuid or "", "")), snapshot)
@@ -256,10 +256,17 @@ def _gpu_reason(gpu: Gpu, snapshot: Snapshot) -> str:
     return gpu.reason or snapshot.plan.unavailable.get(gpu.pci_address, "")
 
 
+def _domain_names(plan: Plan) -> dict[str, str]:
+    """The domain of each GPU (UUID) that has devices, or a pool to make them of."""
+    names = {device.gpu_uuid: device.domain for device in plan.devices}
+    return {**names, **{pool.gpu_uuid: pool.domain for pool in plan.pools}}
+
+
 def _gpu_json(gpu: Gpu, domain: DomainStatus | None, snapshot: Snapshot) -> Json:
     count = sum(device.gpu_uuid == gpu.uuid for device in snapshot.plan.devices)
     capability = gpu.compute_capability
-    reason = _gpu_reason(gpu, snapshot) or (_reason(gpu, domain) if count else "")
+    used = gpu.uuid in _domain_names(snapshot.plan)
+    reason = _gpu_reason(gpu, snapshot) or (_reason(gpu, domain) if used else "")
     return {
         "uuid": gpu.uuid,
         "name": gpu.name,
@@ -276,7 +283,7 @@ def _gpu_json(gpu: Gpu, domain: DomainStatus | None, snapshot: Snapshot) -> Json
         "index": gpu.nvml_index,
         "device_minor": gpu.minor,
         "devices": count,
-        "state": UNAVAILABLE if reason else AVAILABLE if count else "not used",
+        "state": UNAVAILABLE if reason else AVAILABLE if used else "not used",
         "reason": reason,
         "budget_enforced": enforces_budgets(gpu),
     }
@@ -309,7 +316,7 @@ def _state(snapshot: Snapshot) -> str:
         return "failed"
     broken = any(_gpu_reason(gpu, snapshot) for gpu in snapshot.inventory.gpus)
     there = {gpu.uuid for gpu in snapshot.inventory.gpus}
-    broken = broken or any(device.gpu_uuid not in there for device in snapshot.plan.devices)
+    broken = broken or any(uuid not in there for uuid in _domain_names(snapshot.plan))
     return "degraded" if broken or serving < len(snapshot.domains) else "ready"
 
 

@@ -4,7 +4,7 @@ import json
 
 from yunion_mps.config import KEYS
 from yunion_mps.examination import Examination
-from yunion_mps.models import Config, Gpu, Inventory
+from yunion_mps.models import Config, Gpu, Inventory, SliceEntry
 from yunion_mps.planning import make_plan
 from yunion_mps.report import config_json, plan_json
 
@@ -34,6 +34,34 @@ def test_every_entry_is_shown_with_its_line() -> None:
     ]
 
 
+def test_an_entry_shows_what_the_file_has_of_how_it_divides_its_gpu() -> None:
+    slices = entry("01:00.0", 0)._replace(
+        slices=(SliceEntry(8192, 50.0), SliceEntry(4096, None, "below_normal")), thread_overcommit=2.0
+    )
+    pool = entry("02:00.0", 0, 5)._replace(memory_unit_mib=128, memory_reserve_mib=64)
+    settings = config(slices, pool)
+    assert config_json(settings)["gpu_memory_unit"] == {"value": 1024, "from": "default"}
+    assert config_json(settings)["devices"] == [
+        {
+            "path": "01:00.0",
+            "slices": [
+                {"memory": 8192, "thread_percentage": 50.0, "priority": "normal"},
+                {"memory": 4096, "thread_percentage": None, "priority": "below_normal"},
+            ],
+            "thread_overcommit": 2.0,
+            "from": f"{DEVICES}:2",
+        },
+        {"path": "02:00.0", "memory_unit": 128, "memory_reserve": 64, "from": f"{DEVICES}:5"},
+    ]
+    found = inventory(gpu(1), gpu(2, memory_mib=16384))
+    shown = plan_json(examination(settings, found))["gpus"]
+    told = ("devices", "division", "memory_limit", "thread_percentage", "domain", "reason")
+    assert [[one[field] for field in told] for one in shown] == [
+        [2, "1 x 8192 MiB, 50 % + 1 x 4096 MiB, 10 %, below normal", None, None, "host", ""],
+        [0, "127 units of 128 MiB, 64 MiB in reserve for each client", None, None, "host", ""],
+    ]
+
+
 def test_the_plan_of_the_reference_case_says_what_would_be() -> None:
     settings = config(entry("/dev/dri/renderD128", 4))
     shown = plan_json(examination(settings, inventory(P40)))
@@ -47,6 +75,7 @@ def test_the_plan_of_the_reference_case_says_what_would_be() -> None:
                 "uuid": P40.uuid,
                 "name": "Tesla P40",
                 "devices": 4,
+                "division": "4 x 5760 MiB, 25 %",
                 "memory_limit": 5760,
                 "thread_percentage": 25.0,
                 "compute_mode": "Default -> Exclusive_Process",

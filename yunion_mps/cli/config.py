@@ -49,8 +49,18 @@ def show_config(output: str) -> None:
 
 def _config_rows(configuration: dict[str, Any]) -> list[tuple[str, object, str]]:
     rows = [(name, entry["value"], entry["from"]) for name, entry in configuration["keys"].items()]
-    entries = [(f"{d['path']}: {d['virtual_number']}", d["from"]) for d in configuration["devices"]]
+    unit = configuration["gpu_memory_unit"]
+    rows.append(("gpu_memory_unit", f"{unit['value']} MiB", unit["from"]))
+    entries = [(f"{d['path']}: {_entry_text(d)}", d["from"]) for d in configuration["devices"]]
     return rows + [("devices", value, place) for value, place in entries]
+
+
+def _entry_text(entry: dict[str, Any]) -> str:
+    if "slices" in entry:
+        return ", ".join(f"{one['memory']} MiB" for one in entry["slices"])
+    if "memory_unit" in entry:
+        return f"units of {entry['memory_unit']} MiB"
+    return str(entry["virtual_number"])
 
 
 @command.command("check", short_help="Check both files, and show their plan.")
@@ -107,5 +117,8 @@ def _plan_text(answer: dict[str, Any]) -> str:
 
 
 def _note(gpu: dict[str, Any]) -> str:
+    if gpu["reason"]:
+        return str(gpu["reason"])
+    uneven = gpu["division"] if gpu["memory_limit"] is None else ""
     unenforced = "" if gpu["budget_enforced"] else "budgets are not enforced: older than Volta"
-    return gpu["reason"] or unenforced
+    return "; ".join(filter(None, (uneven, unenforced)))

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, TypeVar
 
 from yunion_mps.errors import HostError
-from yunion_mps.models import DomainPlan
+from yunion_mps.models import DomainPlan, Pool, Slice
 from yunion_mps.mps.control import PROGRAM, Peer, client_variables, peer_of
 from yunion_mps.process import Process, all_pids, environment_of, name_of, program_of, uid_of
 
 #: Marks a control daemon as ours, in the environment that it was started with.
 MARK = "YUNION_MPS_DOMAIN"
+
+Part = TypeVar("Part", Slice, Pool)
 
 
 class Found(NamedTuple):
@@ -120,6 +123,8 @@ def as_served(plan: DomainPlan, running: DomainPlan) -> DomainPlan:
         memory_limits_mib=tuple(limits.get(uuid) for uuid in serves),
         numbers=tuple(numbers.get(uuid, 0) for uuid in serves),
         percentages=tuple(percentages.get(uuid, 0.0) for uuid in serves),
+        slices=_of(serves, plan.slices),
+        pools=_of(serves, plan.pools),
     )
 
 
@@ -131,7 +136,20 @@ def with_remembered(plan: DomainPlan, remembered: DomainPlan) -> DomainPlan:
         for limit, now, was in zip(plan.memory_limits_mib, _rows(plan), _rows(before))
     ]
     limits, numbers, percentages = zip(*rows)
-    return plan._replace(memory_limits_mib=limits, numbers=numbers, percentages=percentages)
+    known = zip(plan.gpu_uuids, plan.memory_limits_mib)
+    lost = [uuid for uuid, limit in known if limit is None]
+    return plan._replace(
+        memory_limits_mib=limits,
+        numbers=numbers,
+        percentages=percentages,
+        slices=_of(plan.gpu_uuids, (*plan.slices, *_of(lost, before.slices))),
+        pools=_of(plan.gpu_uuids, (*plan.pools, *_of(lost, before.pools))),
+    )
+
+
+def _of(gpu_uuids: Iterable[str], parts: Sequence[Part]) -> tuple[Part, ...]:
+    """The parts of these GPUs, in their order."""
+    return tuple(part for uuid in gpu_uuids for part in parts if part.gpu_uuid == uuid)
 
 
 def _rows(plan: DomainPlan) -> list[tuple[int | None, int, float]]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from yunion_mps.models import Config, Device, DomainPlan, Event, Gpu, Inventory, Plan
+from yunion_mps.models import Config, DomainPlan, Event, Gpu, Inventory, Plan
 from yunion_mps.mps.domain import Domain
 from yunion_mps.mps.servers import named
+from yunion_mps.planning import division
 
 AT_ONCE = "at once"
 
@@ -82,19 +83,11 @@ def _when(domain: Domain) -> str:
 
 
 def _budgets(gpu: Gpu, plan: Plan, before: Plan, domains: Sequence[Domain]) -> list[Change]:
-    old, new = _divided(gpu, before.devices), _divided(gpu, plan.devices)
+    old, new = division(before, gpu.uuid), division(plan, gpu.uuid)
     if old == new:
         return []
     domain = next((d for d in domains if gpu.uuid in d.plan.gpu_uuids), None)
     return [Change("budget", gpu.address, old, new, _when(domain) if domain else AT_ONCE)]
-
-
-def _divided(gpu: Gpu, devices: Iterable[Device]) -> str:
-    ours = [device for device in devices if device.gpu_uuid == gpu.uuid]
-    if not ours:
-        return ""
-    first = ours[0]
-    return f"{len(ours)} x {first.memory_limit_mib} MiB, {first.thread_percentage:g} %"
 
 
 def _mode(gpu: Gpu, plan: Plan, before: Plan) -> list[Change]:

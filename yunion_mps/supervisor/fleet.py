@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from yunion_mps.errors import HostError
-from yunion_mps.models import DomainPlan, Event
+from yunion_mps.models import DomainPlan, Event, Pool, Slice
 from yunion_mps.mps.applying import InForce
 from yunion_mps.mps.domain import Domain
 from yunion_mps.mps.states import READY, STOPPED
@@ -208,6 +208,8 @@ def from_json(value: Any) -> InForce | None:
     """What `to_json` made; None for anything else, such as what another release noted."""
     try:
         fields = {name: _tuple(field) for name, field in value["plan"].items()}
+        fields["slices"] = tuple(Slice(*row) for row in fields.get("slices", ()))
+        fields["pools"] = tuple(Pool(*row) for row in fields.get("pools", ()))
         return InForce(DomainPlan(**fields), tuple(int(pid) for pid in value["old_servers"]))
     except (TypeError, KeyError, AttributeError, ValueError):
         return None

@@ -7,24 +7,28 @@ from collections.abc import Iterable, Sequence
 from yunion_mps.models import Config, DomainPlan, DomainStatus, Gpu, Plan
 from yunion_mps.mps.domain import Domain
 from yunion_mps.mps.states import STOPPED
-from yunion_mps.planning import devices_of
+from yunion_mps.planning import devices_of, pools_of
 
 _WAITS = "it waits for the end of the control daemon that serves its GPUs now"
 
 
 def in_force(target: Plan, domains: Sequence[Domain], gpus: Sequence[Gpu]) -> Plan:
-    """The plan with the devices as clients get them now, which may still be those of a plan before."""
+    """The plan with the devices and pools as clients get them now, which may still be of a plan before."""
     devices = []
+    pools = []
     served: set[str | None] = set()
     for domain in domains:
         devices += devices_of(target.host_id, domain.plan, gpus)
+        pools += pools_of(domain.plan, gpus)
         served |= set(domain.plan.gpu_uuids)
     rest = [gpu for gpu in gpus if gpu.uuid not in served]
     for plan in target.domains:
         devices += devices_of(target.host_id, plan, rest)
+        pools += pools_of(plan, rest)
     order = _order(gpus)
     devices.sort(key=lambda device: (order[device.gpu_uuid], device.slot))
-    return target._replace(devices=tuple(devices))
+    pools.sort(key=lambda pool: order[pool.gpu_uuid])
+    return target._replace(devices=tuple(devices), pools=tuple(pools))
 
 
 def statuses(

@@ -1,0 +1,141 @@
+"""Unequal devices and pools, from the files to what is in force on NVIDIA's real control daemon."""
+
+from __future__ import annotations
+
+import json
+import time
+
+from yunion_mps.models import DomainPlan, Pool, Slice
+from yunion_mps.mps.adoption import as_served, with_remembered
+from yunion_mps.mps.applying import InForce
+from yunion_mps.service import Service
+from yunion_mps.supervisor.fleet import from_json, to_json
+
+from simhost import SimHost
+from unit.supervised import MakeHost, MakeStandIns, Supervise, attach, divide
+
+V100 = [{"kind": "v100"}]
+V100_MIB = 16384
+SLICES = "slices: [{memory: 8GiB, thread_percentage: 50}, {memory: 4GiB, thread_percentage: 25}]"
+
+A, B = "GPU-a", "GPU-b"
+PLAN = DomainPlan(
+    "host",
+    "/pipe",
+    "/log",
+    (A, B),
+    (8192, 16384),
+    100.0,
+    (2, 0),
+    (50.0, 100.0),
+    slices=(Slice(A, 0, 8192, 50.0), Slice(A, 1, 4096, 25.0, "below_normal")),
+    pools=(Pool(B, "host", 1024, 16384, 16384, 0, 48, None),),
+)
+
+
+def write(host: SimHost, division: str) -> None:
+    """Divide the host's one GPU so."""
+    entry = f"- path: {host.gpus[0].uuid}\n  type: NVIDIA_MPS\n  {division}\n"
+    (host.root / "etc/yunion/host_container_device.yml").write_text(f"devices:\n{entry}")
+
+
+def test_what_is_noted_of_slices_and_pools_is_read_as_it_was() -> None:
+    noted = json.loads(json.dumps(to_json(InForce(PLAN, (5,)))))
+    assert from_json(noted) == InForce(PLAN, (5,))
+    read = from_json(noted)
+    assert read is not None
+    assert isinstance(read.plan.slices[0], Slice)
+    assert isinstance(read.plan.pools[0], Pool)
+    for name in ("slices", "pools"):  # as a release before them noted it
+        del noted["plan"][name]
+    assert from_json(noted) == InForce(PLAN._replace(slices=(), pools=()), (5,))
+
+
+def test_slices_and_pools_stay_with_their_gpus_in_another_order_of_these() -> None:
+    running = PLAN._replace(gpu_uuids=(B, A))
+    served = as_served(PLAN, running)
+    assert (served.memory_limits_mib, served.numbers) == ((16384, 8192), (0, 2))
+    assert as_served(served, PLAN) == PLAN
+    alone = as_served(PLAN, PLAN._replace(gpu_uuids=(B,)))
+    assert (alone.slices, alone.pools) == ((), PLAN.pools)
+
+
+def test_a_gpu_that_is_lost_for_now_keeps_its_slices_or_its_pool() -> None:
+    for lost in (A, B):
+        left = as_served(PLAN, PLAN._replace(gpu_uuids=tuple({A, B} - {lost})))
+        known = as_served(left, PLAN)
+        assert None in known.memory_limits_mib
+        assert with_remembered(known, PLAN) == PLAN
+
+
+def test_slices_come_into_force_with_the_largest_as_the_limit(
+    make_host: MakeHost, supervise: Supervise
+) -> None:
+    host = make_host(V100)
+    divide(host, 4)
+    made = supervise(host).start()
+    write(host, SLICES)
+    (change,) = made.reload()
+    after = "1 x 8192 MiB, 50 % + 1 x 4096 MiB, 25 %"
+    assert change == ("budget", "00:06.0", "4 x 4096 MiB, 25 %", after, "at once")
+    plan = made.snapshot.plan
+    assert [(one.memory_limit_mib, one.thread_percentage) for one in plan.devices] == [
+        (8192, 50.0),
+        (4096, 25.0),
+    ]
+    (domain,) = made.snapshot.domains
+    assert (domain.plan.memory_limits_mib, domain.plan.thread_percentage) == ((8192,), 50.0)
+    assert domain.pending == ""
+
+
+def test_a_pool_comes_into_force_with_all_of_it_as_the_limit_and_is_no_unused_gpu(
+    make_host: MakeHost, supervise: Supervise
+) -> None:
+    host = make_host(V100)
+    divide(host, 4)
+    made = supervise(host).start()
+    write(host, "memory_unit: 128MiB")
+    (change,) = made.reload()
+    assert change[2:] == ("4 x 4096 MiB, 25 %", "128 units of 128 MiB", "at once")
+    snapshot = made.snapshot
+    assert (snapshot.plan.devices, len(snapshot.plan.pools)) == ((), 1)
+    (domain,) = snapshot.domains
+    assert (domain.plan.memory_limits_mib, domain.plan.thread_percentage) == ((V100_MIB,), 100.0)
+    (shown,) = Service(lambda: snapshot, 0.0, 1).gpus()["gpus"]
+    assert (shown["state"], shown["devices"], shown["reason"]) == ("available", 0, "")
+
+
+def test_while_a_job_runs_in_a_pool_that_stays_for_the_next_daemon_too(
+    make_host: MakeHost, supervise: Supervise, stand_ins: MakeStandIns
+) -> None:
+    host = make_host(V100)
+    write(host, "memory_unit: 1GiB")
+    jobs = stand_ins(host)
+    first = supervise(host).start()
+    (pool,) = first.snapshot.plan.pools
+    client = attach(jobs, host)
+    write(host, SLICES)
+    (change,) = first.reload()
+    assert change.effect == f"when its MPS server (PID {jobs.servers()[0]}) has ended"
+    for made in (first, supervise(host).start()):
+        assert made.snapshot.domains[0].pending
+        assert (made.snapshot.plan.pools, made.snapshot.plan.devices) == ((pool,), ())
+    client.end()
+    for server in jobs.servers():
+        made.supervisor.note_processes({host.gpus[0].uuid: {server: 30}}, time.monotonic())
+    made.until(lambda: not made.snapshot.domains[0].pending)
+    assert (made.snapshot.plan.pools, len(made.snapshot.plan.devices)) == ((), 2)
+
+
+def test_slices_with_a_job_are_the_same_and_not_pending_for_the_next_daemon(
+    make_host: MakeHost, supervise: Supervise, stand_ins: MakeStandIns
+) -> None:
+    host = make_host(V100)
+    write(host, SLICES)
+    jobs = stand_ins(host)
+    first = supervise(host).start()
+    attach(jobs, host)
+    again = supervise(host).start()
+    assert again.snapshot.domains[0].pid == first.snapshot.domains[0].pid
+    assert again.snapshot.domains[0].pending == ""
+    assert again.snapshot.plan == first.snapshot.plan
