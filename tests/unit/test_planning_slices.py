@@ -45,6 +45,12 @@ def pool_of(one: Gpu, given: DeviceEntry, **keys: Any) -> Pool:
     return pool
 
 
+def free(pool: Pool, held: list[int]) -> int:
+    """What is free beside clients that hold so many units each."""
+    taken_mib = sum(units * pool.unit_mib + pool.reserve_mib for units in held)
+    return free_units(pool, taken_mib, len(held))
+
+
 def messages(settings: Config, *found: Gpu) -> list[str]:
     return [str(problem) for problem in make_plan(settings, inventory(*found), MACHINE_ID)[1]]
 
@@ -181,9 +187,9 @@ def test_ack_s_example_is_2_gib_of_a_gpu_with_180_units_in_all() -> None:
         23040,
     )
     assert (device.thread_percentage, device.budget_enforced, device.domain) == (8.8, False, "host")
-    assert free_units(pool, []) == 180
-    assert free_units(pool, [16] * 11) == 4
-    assert free_units(pool, [16] * 11 + [4]) == 0
+    assert free(pool, []) == 180
+    assert free(pool, [16] * 11) == 4
+    assert free(pool, [16] * 11 + [4]) == 0
     assert units_for(pool, 2048) == 16
 
 
@@ -216,19 +222,25 @@ def test_the_ids_of_a_pool_s_devices_are_the_same_in_every_release_and_differ_fr
 def test_each_client_takes_the_reserve_beside_its_units() -> None:
     pool = pool_of(V100, units(1024, memory_reserve_mib=100))
     assert pool.memory_mib == 15 * 1024
-    assert free_units(pool, []) == 15
-    assert free_units(pool, [15]) == 0
-    assert free_units(pool, [8]) == 7
-    assert free_units(pool, [1] * 10) == 4  # eleven reserves are more than another unit
+    assert free(pool, []) == 15
+    assert free(pool, [15]) == 0
+    assert free(pool, [8]) == 7
+    assert free(pool, [1] * 10) == 4  # eleven reserves are more than another unit
     device = pool_device("", pool, 3, 0, (V100,))
     assert (device.memory_limit_mib, device.reserve_mib) == (3072, 100)
+
+
+def test_what_others_have_of_the_gpu_counts_as_well() -> None:
+    pool = pool_of(V100, units(1024, memory_reserve_mib=100))
+    assert free_units(pool, 4096, 1) == 11  # an equal device of the division before
+    assert free_units(pool, 20000, 1) == 0
 
 
 def test_a_pool_has_no_more_clients_than_mps_allows_on_its_gpu() -> None:
     pool = pool_of(P40, units(128, "00:06.0"))
     assert pool.clients == 16
-    assert free_units(pool, [1] * 15) == 165
-    assert free_units(pool, [1] * 16) == 0
+    assert free(pool, [1] * 15) == 165
+    assert free(pool, [1] * 16) == 0
     assert pool_of(V100, units(), cuda_mps_max_clients=50).clients == 50
 
 
@@ -309,3 +321,10 @@ def test_a_gpu_that_cannot_serve_has_no_pool() -> None:
 def test_a_division_in_words(given: DeviceEntry, keys: dict[str, Any], words: str) -> None:
     plan = planned(config(given, **keys), inventory(V100, P40))
     assert (division(plan, V100.uuid), division(plan, P40.uuid)) == (words, "")
+
+
+def test_devices_together_have_the_lowest_priority_of_them() -> None:
+    plan = planned(config(slices((8192, 50.0, "below_normal"), (4096, 25.0, "normal"))), inventory(V100))
+    environment = client_environment(plan.devices, plan.domains[0])
+    assert environment["CUDA_MPS_CLIENT_PRIORITY"] == "1"
+    assert environment["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] == "0=12288M"

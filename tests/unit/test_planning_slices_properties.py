@@ -88,11 +88,16 @@ def planned(case: Case) -> Plan:
     return plan
 
 
+def free_beside(pool: Pool, held: list[int]) -> int:
+    taken_mib = sum(units * pool.unit_mib + pool.reserve_mib for units in held)
+    return free_units(pool, taken_mib, len(held))
+
+
 @st.composite
 def clients(draw: st.DrawFn, pool: Pool) -> list[int]:
     """The units of clients that come to a pool one after the other, until nobody fits or wants any more."""
     held: list[int] = []
-    while (free := free_units(pool, held)) and draw(st.integers(0, 20)):
+    while (free := free_beside(pool, held)) and draw(st.integers(0, 20)):
         held.append(draw(st.integers(1, free)))
     return held
 
@@ -129,7 +134,7 @@ def test_what_clients_get_out_of_a_pool_never_adds_up_to_more_than_its_gpu_s_mem
         ]
         taken = sum(device.memory_limit_mib + device.reserve_mib for device in devices)
         assert taken <= pool.memory_total_mib
-        if not free_units(pool, held) and len(held) < pool.clients:
+        if not free_beside(pool, held) and len(held) < pool.clients:
             assert pool.memory_total_mib - taken < pool.unit_mib + pool.reserve_mib
         ids = [device.id for device in (*plan.devices, *devices)]
         assert len(set(ids)) == len(ids)
@@ -141,7 +146,7 @@ def test_no_memory_of_a_pool_is_lost_but_what_is_less_than_a_unit(case: Case) ->
         assert pool.memory_mib % pool.unit_mib == 0
         assert 0 < pool.memory_mib <= pool.memory_total_mib - pool.reserve_mib
         assert pool.memory_total_mib - pool.reserve_mib - pool.memory_mib < pool.unit_mib
-        assert free_units(pool, []) == units_for(pool, pool.memory_mib)
+        assert free_units(pool) == units_for(pool, pool.memory_mib)
 
 
 @given(right_cases(), st.data())
@@ -151,7 +156,7 @@ def test_every_client_s_budget_is_allowed_by_its_domain_and_carried_by_its_envir
     plan = planned(case)
     devices = list(plan.devices)
     for pool in plan.pools:
-        units = data.draw(st.integers(1, free_units(pool, [])))
+        units = data.draw(st.integers(1, free_units(pool)))
         devices.append(pool_device(plan.host_id, pool, units, 0, case.found.gpus))
     for device in devices:
         (domain,) = [domain for domain in plan.domains if domain.name == device.domain]
@@ -159,7 +164,7 @@ def test_every_client_s_budget_is_allowed_by_its_domain_and_carried_by_its_envir
         assert limit is not None
         assert device.memory_limit_mib <= limit
         assert 0.1 <= device.thread_percentage <= domain.thread_percentage <= 100
-        environment = client_environment(device, domain)
+        environment = client_environment([device], domain)
         assert environment["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] == f"0={device.memory_limit_mib}M"
         assert float(environment["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"]) == device.thread_percentage
         assert ("CUDA_MPS_CLIENT_PRIORITY" in environment) == (device.priority != "normal")

@@ -26,13 +26,14 @@ def units_for(pool: Pool, memory_mib: int) -> int:
     return -(-memory_mib // pool.unit_mib)
 
 
-def free_units(pool: Pool, held: Iterable[int]) -> int:
-    """How many units one more client can get beside those that hold so many each; 0 where none fits."""
-    clients = list(held)
-    if len(clients) >= pool.clients:
+def free_units(pool: Pool, taken_mib: int = 0, clients: int = 0) -> int:
+    """How many units one more client can get of the GPU, 0 where none fits.
+
+    `clients` have `taken_mib` of it already, each with its reserve: also those of a division before the pool.
+    """
+    if clients >= pool.clients:
         return 0
-    taken_mib = sum(clients) * pool.unit_mib + (len(clients) + 1) * pool.reserve_mib
-    return max(0, pool.memory_total_mib - taken_mib) // pool.unit_mib
+    return max(0, pool.memory_total_mib - taken_mib - pool.reserve_mib) // pool.unit_mib
 
 
 def pool_device(host_id: str, pool: Pool, units: int, slot: int, gpus: Iterable[Gpu]) -> Device:
