@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from yunion_mps import __version__
 from yunion_mps.errors import NotFoundError
 from yunion_mps.journal import Journal
 from yunion_mps.leases.ledger import Ledger
-from yunion_mps.models import DEV_TYPE, Device, DomainStatus, Gpu, PcieLink, Plan, Snapshot
+from yunion_mps.models import DEV_TYPE, Device, DomainStatus, Gpu, Lease, PcieLink, Plan, Snapshot
 from yunion_mps.mps.states import READY
 from yunion_mps.planning import client_environment, enforces_budgets
 from yunion_mps.supervisor.warnings import warnings
@@ -24,6 +24,8 @@ DEFAULT_LIMIT = 20
 EVENT_KINDS = ("domain", "limit", "gpu", "compute_mode", "configuration", "client", "lease", "daemon")
 
 Json = dict[str, Any]
+
+_NO_DOMAIN = "no control daemon serves it"
 
 
 class Filters(NamedTuple):
@@ -165,15 +167,19 @@ class Service:
         """Why the devices of a GPU (by UUID) cannot be used now, empty where they can."""
         return reasons(self._take())
 
+    def _leases(self) -> Collection[Lease]:
+        return self.ledger.leases.values() if self.ledger else ()
+
     def _all(self) -> list[Json]:
         if self._made_for != self.version:
-            self._devices = devices_json(self._take(), self.ledger.owners if self.ledger else {})
+            self._devices = devices_json(self._take(), self._leases())
             self._made_for = self.version
         return self._devices
 
     def _details(self, shown: Json) -> Json:
         snapshot = self._take()
-        device = next(device for device in snapshot.plan.devices if device.id == shown["id"])
+        made = [device for lease in self._leases() for device in lease.devices]
+        device = next(device for device in (*snapshot.plan.devices, *made) if device.id == shown["id"])
         domain = next((d.plan for d in snapshot.domains if d.plan.name == device.domain), None)
         return {
             "slot": device.slot,
@@ -182,25 +188,26 @@ class Service:
         }
 
 
-def devices_json(snapshot: Snapshot, owners: Mapping[str, str] = {}) -> list[Json]:
-    """Every device of the snapshot, with Cloudpods' own field names and ours; `owners` are ids of leases."""
+def devices_json(snapshot: Snapshot, leases: Collection[Lease] = ()) -> list[Json]:
+    """Every device of the snapshot, with Cloudpods' own field names and ours, and those made for a lease."""
+    owners = {device.id: lease.id for lease in leases for device in lease.devices}
+    planned = {device.id for device in snapshot.plan.devices}
+    made = [device for lease in leases for device in lease.devices if device.id not in planned]
     gpus = {gpu.uuid: gpu for gpu in snapshot.inventory.gpus}
     why = reasons(snapshot)
-    host_id = snapshot.plan.host_id
-    return [
-        {
-            **_device_json(device, gpus.get(device.gpu_uuid), host_id, why[device.gpu_uuid]),
-            "lease": owners.get(device.id),
-        }
-        for device in snapshot.plan.devices
-    ]
+    shown = []
+    for device in (*snapshot.plan.devices, *made):
+        gpu, reason = gpus.get(device.gpu_uuid), why.get(device.gpu_uuid, _NO_DOMAIN)
+        fields = _device_json(device, gpu, snapshot.plan.host_id, reason)
+        shown.append({**fields, "lease": owners.get(device.id)})
+    return shown
 
 
 def reasons(snapshot: Snapshot) -> dict[str, str]:
     """Why the devices of a GPU (by UUID) cannot be used now, empty where they can."""
     gpus = {gpu.uuid: gpu for gpu in snapshot.inventory.gpus}
     domains = {domain.plan.name: domain for domain in snapshot.domains}
-    names = {device.gpu_uuid: device.domain for device in snapshot.plan.devices}
+    names = _domain_names(snapshot.plan)
     return {uuid: _reason(gpus.get(uuid), domains.get(name)) for uuid, name in names.items()}
 
 
@@ -211,7 +218,7 @@ def _reason(gpu: Gpu | None, domain: DomainStatus | None) -> str:
     if gpu.reason:
         return gpu.reason
     if domain is None:
-        return "no control daemon serves it"
+        return _NO_DOMAIN
     if gpu.uuid not in domain.plan.gpu_uuids:
         return "the running control daemon does not serve it; it will be served once that has ended"
     if domain.state != READY:

@@ -242,7 +242,7 @@ def test_only_the_owner_and_root_end_a_lease(ready_daemon: Daemon) -> None:
     ("query", "detail"),
     [
         ("count=0", "count is '0'"),
-        ("count=2&device=00:06.0-1", "device names one device, and count wants more"),
+        ("count=2&device=00:06.0-1", "count, device, memory and units are different wishes"),
         ("placement=best", "placement is 'best'"),
         ("binding=hope", "binding is 'hope'"),
         ("name=job", "a lease of a name needs both its name and its time to live"),
@@ -273,6 +273,53 @@ def test_devices_across_gpus_have_a_limit_each_and_of_one_gpu_they_are_refused(
         "yunion-mps: 2 devices cannot be one budget: its control daemon gives no"
     )
     assert given(daemon) == []
+
+
+def test_memory_in_units_as_ack_hands_it_out(make_host: MakeHost, make_daemon: MakeDaemon) -> None:
+    """16 units of 128 MiB are 2 GiB; of a GPU of 23040 MiB there are 180, and the 181st is refused."""
+    host = make_host([{"kind": "tesla-p40"}])
+    (host.root / "etc/yunion/host_container_device.yml").write_text(
+        "gpu_memory_unit: 128MiB\ndevices:\n- path: /dev/dri/renderD128\n  type: NVIDIA_MPS\n"
+        "  virtual_number: 0\n  memory_unit: 128MiB\n"
+    )
+    daemon = make_daemon(host).start().wait_ready()
+    done = run(host, "--gpu-mem-units", "16", "--print-env", "-o", "json")
+    environment = json.loads(done.stdout)
+    assert environment["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] == "0=2048M"
+    assert environment["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == "8.8"
+    assert environment["YUNION_MPS_DEVICE"] == "00:06.0-m0"
+    sizes = [16] * 11 + [4]
+    for number, units in enumerate(sizes):
+        status, lease = ask(daemon, "POST", f"/v1/leases?units={units}&name=job-{number}&ttl=600")
+        assert (status, lease["memory"]) == (200, [units * 128])
+    shown = daemon.get("/v1/devices?limit=0")[1]["isolated_devices"]
+    assert [one["addr"] for one in shown] == [f"00:06.0-m{slot}" for slot in range(12)]
+    assert sum(one["mps_memory_limit"] for one in shown) == 23040
+    refused = run(host, "--gpu-mem-units", "1", "true")
+    assert refused.returncode == 5
+    assert refused.stderr.startswith("yunion-mps: 128 MiB cannot be had now: 0 MiB free on GPU 00:06.0\n")
+    assert run(host, "--gpu-mem", "30GiB", "true").stderr.startswith(
+        "yunion-mps: 30720 MiB can never be had: there are at most 23040 MiB of GPU 00:06.0\n"
+    )
+
+
+def test_unequal_slices_are_given_by_name_or_by_the_memory_that_is_needed(
+    make_host: MakeHost, make_daemon: MakeDaemon
+) -> None:
+    host = make_host([{"kind": "v100"}])
+    (host.root / "etc/yunion/host_container_device.yml").write_text(
+        "devices:\n- path: /dev/dri/renderD128\n  type: NVIDIA_MPS\n  slices:\n"
+        "  - {memory: 8GiB, thread_percentage: 50}\n"
+        "  - {memory: 4GiB, thread_percentage: 25, priority: below_normal}\n"
+    )
+    daemon = make_daemon(host).start().wait_ready()
+    small = json.loads(run(host, "--gpu-mem", "3GiB", "--print-env", "-o", "json").stdout)
+    assert small["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] == "0=4096M"
+    assert (small["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"], small["CUDA_MPS_CLIENT_PRIORITY"]) == ("25", "1")
+    large = json.loads(run(host, "--device", "00:06.0-0", "--print-env", "-o", "json").stdout)
+    assert large["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] == "0=8192M"
+    assert "CUDA_MPS_CLIENT_PRIORITY" not in large
+    assert daemon.control("get_default_device_pinned_mem_limit 0") == ["8G"], "the largest of them"
 
 
 #: As many jobs as there are devices and a few more, each a process of its own, over and over.

@@ -24,17 +24,24 @@ LONGEST_WAIT_S = 30 * 86_400
 LONGEST_TTL_S = 365 * 86_400
 #: A PID has seven digits at most (PID_MAX_LIMIT of the kernel's include/linux/threads.h).
 _LARGEST_PID = 9_999_999
+#: More memory than any GPU has.
+_MOST_MIB = 1 << 30
 PLACEMENTS = (BINPACK, SPREAD)
 BINDINGS = ("process", "connection", "name")
 NAME = "^[A-Za-z0-9][A-Za-z0-9._:/@-]{0,99}$"
 #: What may be said of a wish for devices.
 PARAMETERS = {
-    "count", "device", "gpu", "across", "placement", "binding", "pid", "name", "ttl", "wait", "since", "dry"
+    "count", "memory", "units", "device", "gpu", "across", "placement",
+    "binding", "pid", "name", "ttl", "wait", "since", "dry",
 }  # fmt: skip
 
 
 class Giver(Protocol):
     """Who gives devices; each raises YunionError where it is refused."""
+
+    @property
+    def memory_unit_mib(self) -> int:
+        """What a unit of memory is in requests."""
 
     def leases(self) -> Json:
         """All leases, and those who wait."""
@@ -90,9 +97,11 @@ class LeasePaths:
                 f"placement is {placement[:100]!r}", f"write one of {', '.join(PLACEMENTS)}"
             )
         across = boolean(query, "across")
-        wish = Wish(count, query.get("device", ""), query.get("gpu", ""), across, placement)
-        if wish.device and count > 1:
-            raise BadRequestError("device names one device, and count wants more", "give one of the two")
+        memory_mib = number(query, "memory", 0, 1, _MOST_MIB)
+        memory_mib += number(query, "units", 0, 1, _MOST_MIB) * self._giver.memory_unit_mib
+        wish = Wish(count, query.get("device", ""), query.get("gpu", ""), across, placement, memory_mib)
+        if sum((count > 1, bool(wish.device), "memory" in query, "units" in query)) > 1:
+            raise BadRequestError("count, device, memory and units are different wishes", "give one of them")
         if boolean(query, "dry"):
             return self._giver.would_take(wish, _holder(request, query))
         wait_s = number(query, "wait", 0, 0, LONGEST_WAIT_S)

@@ -223,6 +223,11 @@ def _wish() -> list[Schema]:
     truth = {"type": "boolean", "default": False}
     found: dict[str, tuple[str, Schema]] = {
         "count": ("How many devices.", {**whole, "maximum": MOST_DEVICES, "default": 1}),
+        "memory": (
+            "So many MiB of a GPU that the configuration opens for it (memory_unit, or slices).",
+            {**whole, "maximum": 1 << 30},
+        ),
+        "units": ("The same, in units of `gpu_memory_unit`.", {**whole, "maximum": 1 << 30}),
         "device": ("Just this device, by id or address.", text),
         "gpu": ("Devices of this GPU, by UUID or address.", text),
         "across": ("Each on another GPU, and not all on one.", truth),

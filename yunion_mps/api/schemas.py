@@ -54,7 +54,7 @@ def _device() -> Schema:
         "id": text("The same after every restart.", "0a2b8a1e-0d3c-5f0e-8f61-7b8f6f2b9d11", format="uuid"),
         "dev_type": {"const": DEV_TYPE, "description": "The kind of device.", "examples": [DEV_TYPE]},
         "model": or_null(text("The GPU's name.", "Tesla P40")),
-        "addr": text("The GPU's PCI address and the slot.", "00:06.0-1", pattern=f"^{_PCI}-[0-9]+$"),
+        "addr": text("The GPU's PCI address and the slot.", "00:06.0-1", pattern=f"^{_PCI}-m?[0-9]+$"),
         "vendor_device_id": or_null(_vendor_device_id()),
         "host_id": text("The host's id.", _HOST_ID, format="uuid"),
         "numa_node": or_null(number("The NUMA node next to the GPU.", None)),

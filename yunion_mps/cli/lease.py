@@ -40,7 +40,8 @@ def command() -> None:
 )
 @output_option
 def take_command(
-    name: str, device: str | None, gpu: str | None, count: int, across: bool, spread: bool, wait: str | None,
+    name: str, device: str | None, gpu: str | None, count: int, across: bool, spread: bool,
+    gpu_mem: str | None, gpu_mem_units: int | None, wait: str | None,
     ttl: int, output: str,
 ) -> None:  # fmt: skip
     """Take devices for NAME, and print the lease with its id and its environment.
@@ -49,7 +50,7 @@ def take_command(
     Examples:
       yunion-mps lease take job-17 --ttl 3600 --count 2
     """
-    wanted = parameters(device, gpu, count, across, spread)
+    wanted = parameters(device, gpu, count, across, spread, gpu_mem, gpu_mem_units)
     _show(take({**wanted, "name": name, "ttl": ttl}, seconds(wait)), output)
 
 

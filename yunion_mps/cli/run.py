@@ -30,7 +30,8 @@ _NOT_FOUND, _NOT_EXECUTABLE = 127, 126
 @style_option
 @click.argument("argv", metavar="COMMAND [ARG]...", nargs=-1, type=click.UNPROCESSED)
 def command(
-    device: str | None, gpu: str | None, count: int, across: bool, spread: bool, wait: str | None,
+    device: str | None, gpu: str | None, count: int, across: bool, spread: bool,
+    gpu_mem: str | None, gpu_mem_units: int | None, wait: str | None,
     allow_unlimited: bool, dry_run: bool, print_env: bool, output: str, argv: tuple[str, ...],
 ) -> None:  # fmt: skip
     """Take a device and become COMMAND; it is given back when COMMAND ends.
@@ -51,7 +52,7 @@ def command(
       eval "$(yunion-mps run --print-env)"
     """
     wait_s = seconds(wait)
-    wanted = parameters(device, gpu, count, across, spread)
+    wanted = parameters(device, gpu, count, across, spread, gpu_mem, gpu_mem_units)
     if dry_run or print_env:
         lease = take({**wanted, "dry": "true"}, 0)
         if print_env:

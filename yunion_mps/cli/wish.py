@@ -34,6 +34,13 @@ def wish_options(function: F) -> F:
         click.option(
             "--count", type=click.IntRange(1, 64), default=1, metavar="N", help="So many, as one budget."
         ),
+        click.option(
+            "--gpu-mem", metavar="SIZE", help="So much of a GPU's memory, as in 2GiB, where that is open."
+        ),
+        click.option(
+            "--gpu-mem-units", type=click.IntRange(1), metavar="N",
+            help="The same, in units of gpu_memory_unit.",
+        ),
         click.option("--across", is_flag=True, help="With --count: each on another GPU."),
         click.option("--spread", is_flag=True, help="Of the GPU with the most free, not the fewest."),
         click.option(
@@ -75,16 +82,40 @@ def seconds(wait: str | None) -> int:
     return int(wait)
 
 
-def parameters(device: str | None, gpu: str | None, count: int, across: bool, spread: bool) -> Json:
+def parameters(
+    device: str | None,
+    gpu: str | None,
+    count: int,
+    across: bool,
+    spread: bool,
+    gpu_mem: str | None,
+    gpu_mem_units: int | None,
+) -> Json:
     """What is wanted, as parameters of the question; raises UsageError."""
-    if device and (gpu or count > 1):
-        raise click.UsageError("--device names one device: leave out --gpu and --count.")
+    if sum((bool(device), count > 1, gpu_mem is not None, gpu_mem_units is not None)) > 1:
+        raise click.UsageError(
+            "--device, --count, --gpu-mem and --gpu-mem-units are different wishes: give one."
+        )
+    if device and gpu:
+        raise click.UsageError("--device names one device: leave out --gpu.")
     if across and count < 2:
         raise click.UsageError("--across goes with --count.")
     if across and gpu:
         raise click.UsageError("--gpu names one GPU, and --across wants several.")
     given: Json = {"device": device, "gpu": gpu, "count": count if count > 1 else None}
+    given.update(memory=None if gpu_mem is None else mebibytes(gpu_mem), units=gpu_mem_units)
     return {**given, "across": "true" if across else None, "placement": "spread" if spread else None}
+
+
+def mebibytes(text: str) -> int:
+    """An amount of memory in MiB, as people write it: `2GiB`, `512MiB`; raises UsageError."""
+    import re
+
+    found = re.fullmatch(r"([0-9]{1,9})(MiB|GiB|M|G)", text)
+    mib = int(found[1]) * (1024 if found[2][0] == "G" else 1) if found else 0
+    if not mib:
+        raise click.UsageError(f"--gpu-mem is {text!r}: write a whole number of MiB or GiB, as in 2GiB.")
+    return mib
 
 
 def take(wanted: Mapping[str, Any], wait_s: int) -> Json:

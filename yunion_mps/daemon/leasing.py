@@ -7,17 +7,25 @@ import logging
 import os
 import time
 from bisect import insort
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from yunion_mps.errors import HostError, NotAllowedError, NotFoundError, YunionError
 from yunion_mps.leases.book import Book
-from yunion_mps.leases.ledger import Ledger, NothingFreeError, Offer, Wish, refuse_impossible
+from yunion_mps.leases.ledger import (
+    Ledger,
+    NothingFreeError,
+    Offer,
+    Offers,
+    PoolOffer,
+    Wish,
+    refuse_impossible,
+)
 from yunion_mps.leases.queue import Queue, Waiter
 from yunion_mps.leases.view import lease_json, leases_json
-from yunion_mps.models import Device, Event, Holder, Lease
+from yunion_mps.models import Device, Event, Holder, Lease, Snapshot
 from yunion_mps.paths import Paths
-from yunion_mps.planning import client_environment, why_not_honoured
+from yunion_mps.planning import client_environment, pool_device, why_not_honoured
 from yunion_mps.process import Process, command_of, started_ticks, user_name
 from yunion_mps.service import Service
 from yunion_mps.supervisor import Supervisor
@@ -54,7 +62,7 @@ class Leasing:
         self._processes: dict[str, Process] = {}
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._began_s = time.time()
-        self._known: list[Offer] = []
+        self._known = Offers()
         self._known_of = -1
 
     def restore(self) -> None:
@@ -70,6 +78,11 @@ class Leasing:
                 continue
             if not self._watch(lease):
                 self._end(lease.id, "its process ended while no daemon ran")
+
+    @property
+    def memory_unit_mib(self) -> int:
+        """What a unit of memory is in requests."""
+        return self._supervisor.memory_unit_mib
 
     def leases(self) -> Json:
         """All leases, and those who wait in the order of their coming."""
@@ -144,13 +157,11 @@ class Leasing:
         timer = self._timers.get(lease.id)
         return time.time() + timer.when() - asyncio.get_running_loop().time() if timer else None
 
-    def _offers(self) -> Sequence[Offer]:
-        """The devices as they are now."""
+    def _offers(self) -> Offers:
+        """The devices and pools as they are now."""
         snapshot = self._supervisor.snapshot()
         if self._known_of != snapshot.version:
-            reasons = self._service.reasons()
-            self._known = [Offer(one, reasons[one.gpu_uuid]) for one in snapshot.plan.devices]
-            self._known_of = snapshot.version
+            self._known, self._known_of = _offers(snapshot, self._service.reasons()), snapshot.version
         return self._known
 
     def _place(self, since_s: float | None) -> float:
@@ -249,6 +260,23 @@ class Leasing:
 
     def _tell(self, lease: Lease, what: str, cause: str) -> None:
         self._supervisor.journal.record(Event("info", "lease", _devices(lease), what, cause))
+
+
+def _offers(snapshot: Snapshot, reasons: Mapping[str, str]) -> Offers:
+    plan, gpus = snapshot.plan, snapshot.inventory.gpus
+    sliced = {one.gpu_uuid for status in snapshot.domains for one in status.plan.slices}
+    devices = [Offer(one, reasons[one.gpu_uuid], one.gpu_uuid in sliced) for one in plan.devices]
+    addresses = {gpu.uuid: gpu.address for gpu in gpus}
+    pools = [
+        PoolOffer(
+            pool,
+            addresses[pool.gpu_uuid],
+            lambda units, slot, pool=pool: pool_device(plan.host_id, pool, units, slot, gpus),  # type: ignore[misc]
+            reasons[pool.gpu_uuid],
+        )
+        for pool in plan.pools
+    ]
+    return Offers(devices, pools)
 
 
 def _devices(lease: Lease) -> str:

@@ -2,16 +2,18 @@
 
 A device is free where it is served and no lease has it, and where its GPU's memory suffices for it beside
 what all leases have of that GPU: those of a division before, which go on with what they had, count as well.
+Of a GPU whose memory is handed out in units, a device of any size is made when somebody wishes for it.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from yunion_mps.errors import YunionError
-from yunion_mps.models import Device, Lease
+from yunion_mps.models import Device, Lease, Pool
+from yunion_mps.planning.pools import free_units, units_for
 
 BINPACK = "binpack"
 SPREAD = "spread"
@@ -24,7 +26,7 @@ class NothingFreeError(YunionError):
 
 
 class Wish(NamedTuple):
-    """What somebody wants: `number` devices, of one GPU or each of another (`across`).
+    """What somebody wants: `number` devices, of one GPU or each of another (`across`), or so much memory.
 
     `device` (id or address) and `gpu` (UUID or address) bound the choice where they are not empty.
     """
@@ -34,27 +36,65 @@ class Wish(NamedTuple):
     gpu: str = ""
     across: bool = False
     placement: str = BINPACK
+    memory_mib: int = 0
 
     def takes(self, device: Device) -> bool:
         """Whether the device would do, free or not."""
-        gpu_address = device.addr.rpartition("-")[0]
-        return self.device in ("", device.id, device.addr) and self.gpu in ("", device.gpu_uuid, gpu_address)
+        if device.memory_limit_mib < self.memory_mib or self.device not in ("", device.id, device.addr):
+            return False
+        return self.gpu in ("", device.gpu_uuid, device.addr.rpartition("-")[0])
 
     def __str__(self) -> str:
         """In words: `2 devices on different GPUs`."""
         if self.device:
             return f"device {self.device}"
-        what = "1 device" if self.number == 1 else f"{self.number} devices"
         where = f" of GPU {self.gpu}" if self.gpu else ""
+        if self.memory_mib:
+            return f"{self.memory_mib} MiB{where}"
+        what = "1 device" if self.number == 1 else f"{self.number} devices"
         together = " on different GPUs" if self.across else " on one GPU"
         return what + where + (together if self.number > 1 and not self.gpu else "")
 
 
 class Offer(NamedTuple):
-    """A device as it is now: `reason` says why it is not served, empty where it is."""
+    """A device as it is now: `reason` says why it is not served, empty where it is.
+
+    `sliced`: it is one of a GPU's unequal slices, so whoever wishes for memory may get it.
+    """
 
     device: Device
     reason: str = ""
+    sliced: bool = False
+
+
+class PoolOffer(NamedTuple):
+    """A GPU's memory in units, as it is now: `make` makes the device of so many units in a slot."""
+
+    pool: Pool
+    gpu: str  # its address
+    make: Callable[[int, int], Device]
+    reason: str = ""
+
+
+class Offers(NamedTuple):
+    """All that can be given."""
+
+    devices: Sequence[Offer] = ()
+    pools: Sequence[PoolOffer] = ()
+
+
+class Kept(NamedTuple):
+    """What is free and kept for those who have waited longer: ids of devices, and MiB by GPU UUID."""
+
+    devices: set[str]
+    memory_mib: Counter[str]
+
+    def __or__(self, other: Kept) -> Kept:
+        """Both together."""
+        return Kept(self.devices | other.devices, self.memory_mib + other.memory_mib)
+
+
+NOTHING_KEPT = Kept(set(), Counter())
 
 
 class Ledger:
@@ -67,6 +107,7 @@ class Ledger:
         #: Changes with every lease that comes or ends.
         self.version = 0
         self._memory_mib: Counter[str] = Counter()
+        self._clients: Counter[str] = Counter()
         for lease in leases:
             self.add(lease)
 
@@ -79,7 +120,8 @@ class Ledger:
         self.leases[lease.id] = lease
         for device in lease.devices:
             self.owners[device.id] = lease.id
-            self._memory_mib[device.gpu_uuid] += device.memory_limit_mib
+            self._memory_mib[device.gpu_uuid] += _needs_mib(device)
+            self._clients[device.gpu_uuid] += 1
         self.version += 1
 
     def remove(self, lease_id: str) -> Lease:
@@ -87,85 +129,141 @@ class Ledger:
         lease = self.leases.pop(lease_id)
         for device in lease.devices:
             del self.owners[device.id]
-            self._memory_mib[device.gpu_uuid] -= device.memory_limit_mib
+            self._memory_mib[device.gpu_uuid] -= _needs_mib(device)
+            self._clients[device.gpu_uuid] -= 1
         self.version += 1
         return lease
 
-    def choose(
-        self, wish: Wish, offers: Iterable[Offer], spoken_for: Collection[str] = ()
-    ) -> tuple[Device, ...]:
-        """The devices that the wish gets now; raises NothingFreeError, which says why it gets none.
+    def choose(self, wish: Wish, offers: Offers, kept: Kept = NOTHING_KEPT) -> tuple[Device, ...]:
+        """The devices that the wish gets now; raises NothingFreeError, which says why it gets none."""
+        if wish.memory_mib:
+            chosen = self._of_a_pool(wish, offers, kept)
+            if chosen:
+                return (chosen,)
+        matching = _matching(wish, offers)
+        by_gpu = self._free_by_gpu(matching, kept)
+        picked = _pick(wish, by_gpu)
+        if picked:
+            return picked
+        raise NothingFreeError(*self._why_not(wish, offers, matching, by_gpu, kept))
 
-        `spoken_for` are ids of devices that are free and kept for somebody who has waited longer.
-        """
-        matching = [offer for offer in offers if wish.takes(offer.device)]
-        by_gpu = self._free_by_gpu(matching, spoken_for)
-        chosen = _pick(wish, by_gpu)
-        if chosen:
-            return chosen
-        raise NothingFreeError(*self._why_not(wish, matching, by_gpu, spoken_for))
-
-    def claims(self, wish: Wish, offers: Iterable[Offer], spoken_for: Collection[str] = ()) -> set[str]:
-        """The free devices to keep for a wish that cannot be met yet, so that it comes nearer."""
-        by_gpu = self._free_by_gpu([offer for offer in offers if wish.takes(offer.device)], spoken_for)
+    def claims(self, wish: Wish, offers: Offers, kept: Kept = NOTHING_KEPT) -> Kept:
+        """What to keep of what is free for a wish that cannot be met yet, so that it comes nearer."""
+        if wish.memory_mib:
+            left = {
+                one.pool.gpu_uuid: self._left_mib(one, kept) for one in _pools(wish, offers) if not one.reason
+            }
+            most = max(left, key=lambda gpu: left[gpu], default="")
+            return Kept(set(), Counter({most: min(left[most], wish.memory_mib)} if most else {}))
+        by_gpu = self._free_by_gpu(_matching(wish, offers), kept)
         most_first = sorted(by_gpu.values(), key=len, reverse=True)
         if wish.across:
-            return {devices[0].id for devices in most_first[: wish.number]}
-        return {device.id for device in most_first[0][: wish.number]} if most_first else set()
+            return Kept({devices[0].id for devices in most_first[: wish.number]}, Counter())
+        return Kept(
+            {device.id for device in most_first[0][: wish.number]} if most_first else set(), Counter()
+        )
 
-    def _free_by_gpu(self, offers: Sequence[Offer], spoken_for: Collection[str]) -> dict[str, list[Device]]:
+    def _of_a_pool(self, wish: Wish, offers: Offers, kept: Kept) -> Device | None:
+        """A device of the memory that is wished for: binpack takes the pool that has the least left."""
+        fits = []
+        for one in _pools(wish, offers):
+            units = units_for(one.pool, wish.memory_mib)
+            left_mib = self._left_mib(one, kept)
+            if not one.reason and units * one.pool.unit_mib <= left_mib:
+                fits.append((left_mib, units, one))
+        if not fits:
+            return None
+        pick = max if wish.placement == SPREAD else min
+        _, units, best = pick(fits, key=lambda fit: fit[0])
+        slot = 0
+        while (device := best.make(units, slot)).id in self.owners:
+            slot += 1
+        return device
+
+    def _left_mib(self, one: PoolOffer, kept: Kept) -> int:
+        gpu = one.pool.gpu_uuid
+        taken_mib = self._memory_mib[gpu] + kept.memory_mib[gpu]
+        return free_units(one.pool, taken_mib, self._clients[gpu]) * one.pool.unit_mib
+
+    def _free_by_gpu(self, offers: Sequence[Offer], kept: Kept) -> dict[str, list[Device]]:
         """The devices that can be had of each GPU, as many as its memory has room for."""
         found: dict[str, list[Device]] = {}
         left_mib: dict[str, int] = {}
-        for device, reason in offers:
-            if reason or device.id in spoken_for or device.id in self.owners:
+        for device, reason, _ in offers:
+            if reason or device.id in kept.devices or device.id in self.owners:
                 continue
             gpu = device.gpu_uuid
             if gpu not in left_mib:
                 left_mib[gpu] = device.memory_total_mib - self._memory_mib[gpu]
-            if device.memory_limit_mib <= left_mib[gpu]:
-                left_mib[gpu] -= device.memory_limit_mib
+            if _needs_mib(device) <= left_mib[gpu]:
+                left_mib[gpu] -= _needs_mib(device)
                 found.setdefault(gpu, []).append(device)
         return found
 
     def _why_not(
         self,
         wish: Wish,
+        offers: Offers,
         matching: Sequence[Offer],
         by_gpu: Mapping[str, Sequence[Device]],
-        spoken_for: Collection[str],
+        kept: Kept,
     ) -> tuple[str, str]:
         """What is wrong, and what to do."""
-        if not matching:
+        pools = _pools(wish, offers) if wish.memory_mib else []
+        if not matching and not pools:
             return f"{wish} is not there to be had", "see: yunion-mps list"
         ids = {offer.device.id for offer in matching}
-        reasons = Counter(offer.reason for offer in matching if offer.reason)
-        used, kept, free = (
-            len(ids & self.owners.keys()),
-            len(ids & set(spoken_for)),
-            sum(map(len, by_gpu.values())),
+        reasons = Counter(
+            [one.reason for one in matching if one.reason] + [one.reason for one in pools if one.reason]
         )
-        parts = [f"{used} of {len(ids)} in use"] if used else []
-        parts += [f"{kept} kept for those who have waited longer"] if kept else []
+        used, free = len(ids & self.owners.keys()), sum(map(len, by_gpu.values()))
+        parts = [f"{self._left_mib(one, kept)} MiB free on GPU {one.gpu}" for one in pools if not one.reason]
+        parts += [f"{used} of {len(ids)} in use"] if used else []
+        if kept.devices & ids:
+            parts.append(f"{len(kept.devices & ids)} kept for those who have waited longer")
         if free:
             parts.append(f"{free} free, at most {max(map(len, by_gpu.values()))} on one GPU")
         for reason, count in reasons.most_common(1):
             parts.append(f"{count} unavailable ({reason})")
         hint = "wait for it: --wait; see who has them: yunion-mps who"
-        if sum(reasons.values()) == len(matching):
+        if sum(reasons.values()) == len(matching) + len(pools):
             hint = "see: yunion-mps status"
         return f"{wish} cannot be had now: {'; '.join(parts)}", hint
 
 
-def refuse_impossible(wish: Wish, offers: Iterable[Offer]) -> None:
+def refuse_impossible(wish: Wish, offers: Offers) -> None:
     """Raise NothingFreeError where the wish could not be met if everything were free and served."""
+    pools = _pools(wish, offers) if wish.memory_mib else []
+    if any(units_for(one.pool, wish.memory_mib) <= free_units(one.pool) for one in pools):
+        return
     by_gpu: dict[str, list[Device]] = {}
-    for device, _ in offers:
-        if wish.takes(device):
-            by_gpu.setdefault(device.gpu_uuid, []).append(device)
-    if not _pick(wish, by_gpu):
-        there = f"{sum(map(len, by_gpu.values()))} such devices on {len(by_gpu)} GPUs"
-        raise NothingFreeError(f"{wish} can never be had: there are {there}", "see: yunion-mps list")
+    for offer in _matching(wish, offers):
+        by_gpu.setdefault(offer.device.gpu_uuid, []).append(offer.device)
+    if _pick(wish, by_gpu):
+        return
+    there = f"{sum(map(len, by_gpu.values()))} such devices on {len(by_gpu)} GPUs"
+    hint = "see: yunion-mps list"
+    if wish.memory_mib:
+        sizes = [f"at most {one.pool.memory_mib} MiB of GPU {one.gpu}" for one in pools]
+        there = ", ".join(sizes) or "no GPUs whose memory is handed out in units, and no slices of that size"
+        hint = "see memory_unit and slices: man yunion-mps-host_container_device.yml"
+    raise NothingFreeError(f"{wish} can never be had: there are {there}", hint)
+
+
+def _matching(wish: Wish, offers: Offers) -> list[Offer]:
+    """The devices that would do; whoever wishes for memory gets no equal share, and the smallest slice."""
+    found = [one for one in offers.devices if wish.takes(one.device) and (one.sliced or not wish.memory_mib)]
+    if wish.memory_mib:
+        found.sort(key=lambda one: one.device.memory_limit_mib)
+    return found
+
+
+def _pools(wish: Wish, offers: Offers) -> list[PoolOffer]:
+    return [one for one in offers.pools if wish.gpu in ("", one.pool.gpu_uuid, one.gpu)]
+
+
+def _needs_mib(device: Device) -> int:
+    return device.memory_limit_mib + device.reserve_mib
 
 
 def _pick(wish: Wish, by_gpu: Mapping[str, Sequence[Device]]) -> tuple[Device, ...]:

@@ -6,10 +6,9 @@ behind. So a wish for four devices is not starved by many for one, nor does it h
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Generic, NamedTuple, TypeVar
 
-from yunion_mps.leases.ledger import Ledger, NothingFreeError, Offer, Wish
+from yunion_mps.leases.ledger import NOTHING_KEPT, Kept, Ledger, NothingFreeError, Offers, Wish
 from yunion_mps.models import Device
 
 T = TypeVar("T")
@@ -30,12 +29,12 @@ class Queue(Generic[T]):
         self._ledger = ledger
         self.waiters: list[Waiter[T]] = []
 
-    def next(self, offers: Sequence[Offer]) -> tuple[Waiter[T], tuple[Device, ...]] | None:
+    def next(self, offers: Offers) -> tuple[Waiter[T], tuple[Device, ...]] | None:
         """The first who can be served now, and with what; None where nobody can be.
 
         It stays in the queue until it is removed; the next one is asked for when the ledger has its lease.
         """
-        kept: set[str] = set()
+        kept = NOTHING_KEPT
         for waiter in self.waiters:
             try:
                 return waiter, self._ledger.choose(waiter.wish, offers, kept)
@@ -43,9 +42,9 @@ class Queue(Generic[T]):
                 kept |= self._ledger.claims(waiter.wish, offers, kept)
         return None
 
-    def spoken_for(self, offers: Sequence[Offer]) -> set[str]:
-        """The free devices that are kept for those who wait."""
-        kept: set[str] = set()
+    def spoken_for(self, offers: Offers) -> Kept:
+        """What is free and kept for those who wait."""
+        kept = NOTHING_KEPT
         for waiter in self.waiters:
             kept |= self._ledger.claims(waiter.wish, offers, kept)
         return kept

@@ -148,6 +148,11 @@ class Supervisor:
         return self._config.cuda_mps_stop_timeout_s + 80
 
     @property
+    def memory_unit_mib(self) -> int:
+        """What a unit of memory is, where it is asked for in units."""
+        return self._config.gpu_memory_unit_mib
+
+    @property
     def stopping(self) -> bool:
         """Whether a stop has begun."""
         return self._stopping

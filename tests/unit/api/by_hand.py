@@ -182,6 +182,7 @@ class Giver(_ByHand):
         super().__init__()
         self.found: Json = {"leases": [LEASE], "waiting": [WAITER], "total": 1}
         self.given: Json = LEASE
+        self.memory_unit_mib = 1024
         self.refusal: YunionError | None = None
         self.wished: list[tuple[Wish, Holder, float]] = []
 

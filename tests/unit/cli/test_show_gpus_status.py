@@ -38,6 +38,7 @@ DEVICE = {
     "state": "available",
     "reason": "",
     "budget_enforced": "false",
+    "lease": "",
     "slot": "1",
     "domain": "host",
     "client_environment.CUDA_DEVICE_ORDER": "PCI_BUS_ID",

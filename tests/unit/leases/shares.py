@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from yunion_mps.leases.ledger import Offer
-from yunion_mps.models import Device, Holder, Lease
+from yunion_mps.leases.ledger import Offer, Offers, PoolOffer
+from yunion_mps.models import Device, Holder, Lease, Pool
 
 GPU_MIB = 1200
 HOLDER = Holder("process", 1000, 4260, 77)
@@ -24,8 +24,20 @@ def device(gpu: int, slot: int, number: int = 4) -> Device:
     )
 
 
-def offers(gpus: int, number: int = 4) -> list[Offer]:
-    return [Offer(device(gpu, slot, number)) for gpu in range(gpus) for slot in range(number)]
+def offers(gpus: int, number: int = 4, reason: str = "") -> Offers:
+    return Offers([Offer(device(gpu, slot, number), reason) for gpu in range(gpus) for slot in range(number)])
+
+
+def pool(gpu: int, unit_mib: int = 100, reserve_mib: int = 0, clients: int = 48) -> PoolOffer:
+    """A GPU's memory in units."""
+    made = Pool(f"GPU-{gpu}", "host", unit_mib, GPU_MIB, GPU_MIB, reserve_mib, clients)
+
+    def make(units: int, slot: int) -> Device:
+        name = f"0{gpu}:00.0-m{slot}"
+        share = device(gpu, slot)._replace(id=f"id-{gpu}-m{slot}", addr=name, reserve_mib=reserve_mib)
+        return share._replace(memory_limit_mib=units * unit_mib)
+
+    return PoolOffer(made, f"0{gpu}:00.0", make)
 
 
 def lease(name: str, *devices: Device) -> Lease:

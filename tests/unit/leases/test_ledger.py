@@ -8,16 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-from yunion_mps.leases.ledger import SPREAD, Ledger, NothingFreeError, Offer, Wish, refuse_impossible
+from yunion_mps.leases.ledger import SPREAD, Ledger, NothingFreeError, Offer, Offers, Wish, refuse_impossible
 
-from unit.leases.shares import GPU_MIB, device, lease, offers
+from unit.leases.shares import GPU_MIB, device, lease, offers, pool
 
 
-def chosen(ledger: Ledger, wish: Wish, found: list[Offer]) -> list[str]:
+def chosen(ledger: Ledger, wish: Wish, found: Offers) -> list[str]:
     return [one.addr for one in ledger.choose(wish, found)]
 
 
-def why_not(ledger: Ledger, wish: Wish, found: list[Offer]) -> tuple[str, str]:
+def why_not(ledger: Ledger, wish: Wish, found: Offers) -> tuple[str, str]:
     with pytest.raises(NothingFreeError) as caught:
         ledger.choose(wish, found)
     assert caught.value.exit_code == 5
@@ -60,8 +60,7 @@ def test_a_gpu_is_named_by_address_or_uuid(name: str) -> None:
 
 
 def test_what_is_not_served_is_not_given_and_the_reason_is_said() -> None:
-    found = [offer._replace(reason="its domain is failed: no") for offer in offers(1)]
-    message, hint = why_not(Ledger(), Wish(), found)
+    message, hint = why_not(Ledger(), Wish(), offers(1, reason="its domain is failed: no"))
     assert message == "1 device cannot be had now: 4 unavailable (its domain is failed: no)"
     assert hint == "see: yunion-mps status"
 
@@ -77,7 +76,7 @@ def test_what_is_not_served_is_not_given_and_the_reason_is_said() -> None:
 def test_what_can_never_be_had_is_refused_at_once(wish: Wish, there: str) -> None:
     with pytest.raises(NothingFreeError, match=f"can never be had: there are {there}"):
         refuse_impossible(wish, offers(1))
-    refuse_impossible(Wish(4), [offer._replace(reason="away") for offer in offers(1)])
+    refuse_impossible(Wish(4), offers(1, reason="away"))
 
 
 def test_leases_of_a_division_before_count_against_the_gpus_memory() -> None:
@@ -103,6 +102,55 @@ def test_every_change_is_a_new_version() -> None:
     assert (ledger.version, ledger.owners, ledger.leases) == (2, {}, {})
 
 
+def test_memory_is_given_in_units_of_the_pool_with_the_least_left() -> None:
+    both = Offers(pools=[pool(0), pool(1)])
+    ledger = Ledger()
+    (first,) = ledger.choose(Wish(memory_mib=250), both)
+    assert (first.addr, first.memory_limit_mib) == ("00:00.0-m0", 300)
+    ledger.add(lease("a", first))
+    (second,) = ledger.choose(Wish(memory_mib=900), both)
+    assert second.addr == "00:00.0-m1"
+    assert ledger.choose(Wish(memory_mib=900, placement=SPREAD), both)[0].addr == "01:00.0-m0"
+    ledger.add(lease("b", second))
+    message, _ = why_not(ledger, Wish(memory_mib=100, gpu="GPU-0"), both)
+    assert message == "100 MiB of GPU GPU-0 cannot be had now: 0 MiB free on GPU 00:00.0"
+    ledger.remove("a")
+    assert ledger.choose(Wish(memory_mib=300, gpu="GPU-0"), both)[0].addr == "00:00.0-m0", "its slot is free"
+
+
+def test_every_client_of_a_pool_takes_the_reserve_too_and_there_are_only_so_many() -> None:
+    some = Offers(pools=[pool(0, reserve_mib=50, clients=3)])
+    ledger = Ledger()
+    for name in "abc":
+        ledger.add(lease(name, *ledger.choose(Wish(memory_mib=300), some)))
+    assert why_not(ledger, Wish(memory_mib=100), some)[0].endswith("0 MiB free on GPU 00:00.0")
+    ledger.remove("a")
+    assert why_not(ledger, Wish(memory_mib=500), some)[0].endswith("400 MiB free on GPU 00:00.0")
+
+
+def test_an_equal_share_is_no_memory_to_be_wished_for_and_the_smallest_slice_is() -> None:
+    equal = offers(1)
+    with pytest.raises(NothingFreeError, match="no GPUs whose memory is handed out in units"):
+        refuse_impossible(Wish(memory_mib=100), equal)
+    large, small = device(0, 0, 2), device(0, 1, 4)
+    slices = Offers([Offer(large, sliced=True), Offer(small, sliced=True)])
+    assert Ledger().choose(Wish(memory_mib=100), slices) == (small,)
+    assert Ledger([lease("a", small)]).choose(Wish(memory_mib=100), slices) == (large,)
+    with pytest.raises(NothingFreeError, match="can never be had"):
+        refuse_impossible(Wish(memory_mib=700), slices)
+
+
+def test_memory_is_kept_for_those_who_wait_for_more_of_it() -> None:
+    one = Offers(pools=[pool(0)])
+    ledger = Ledger([lease("a", pool(0).make(6, 0))])
+    kept = ledger.claims(Wish(memory_mib=900), one)
+    assert kept.memory_mib == {"GPU-0": 600}
+    with pytest.raises(NothingFreeError):
+        ledger.choose(Wish(memory_mib=100), one, kept)
+    with pytest.raises(NothingFreeError, match="1300 MiB can never be had: there are at most 1200 MiB"):
+        refuse_impossible(Wish(memory_mib=1300), one)
+
+
 WISHES = st.builds(
     Wish,
     number=st.integers(1, 5),
@@ -110,6 +158,16 @@ WISHES = st.builds(
     gpu=st.sampled_from(["", "GPU-0", "01:00.0"]),
     across=st.booleans(),
     placement=st.sampled_from(["binpack", SPREAD]),
+    memory_mib=st.just(0),
+)
+MEMORY = st.builds(
+    Wish,
+    number=st.just(1),
+    device=st.just(""),
+    gpu=st.sampled_from(["", "GPU-0", "01:00.0"]),
+    across=st.just(False),
+    placement=st.sampled_from(["binpack", SPREAD]),
+    memory_mib=st.integers(1, 1300),
 )
 
 
@@ -135,6 +193,16 @@ class LedgerMachine(RuleBasedStateMachine):
         self.count += 1
         self.ledger.add(lease(str(self.count), *devices))
 
+    @rule(wish=MEMORY)
+    def take_memory(self, wish: Wish) -> None:
+        try:
+            (made,) = self.ledger.choose(wish, Offers(pools=[pool(0, 100, 7), pool(1, 64), pool(2, 100)]))
+        except NothingFreeError:
+            return
+        assert made.memory_limit_mib >= wish.memory_mib
+        self.count += 1
+        self.ledger.add(lease(str(self.count), made))
+
     @rule(data=st.data())
     def end(self, data: st.DataObject) -> None:
         if self.ledger.leases:
@@ -150,7 +218,7 @@ class LedgerMachine(RuleBasedStateMachine):
         owned: Counter[str] = Counter()
         for one in self.ledger.leases.values():
             for share in one.devices:
-                used[share.gpu_uuid] += share.memory_limit_mib
+                used[share.gpu_uuid] += share.memory_limit_mib + share.reserve_mib
                 owned[share.id] += 1
         assert all(mib <= GPU_MIB for mib in used.values())
         assert set(owned.values()) <= {1}
@@ -163,7 +231,7 @@ TestLedger = LedgerMachine.TestCase
 @given(WISHES)
 def test_what_is_kept_for_somebody_is_free_and_would_do(wish: Wish) -> None:
     ledger = Ledger([lease("a", device(0, 0)), lease("b", *(device(1, slot) for slot in range(3)))])
-    kept = ledger.claims(wish, offers(2))
-    found = {offer.device.id: offer.device for offer in offers(2)}
+    kept = ledger.claims(wish, offers(2)).devices
+    found = {offer.device.id: offer.device for offer in offers(2).devices}
     assert len(kept) <= wish.number
     assert all(wish.takes(found[one]) and one not in ledger.owners for one in kept)

@@ -57,7 +57,7 @@ def test_who_waits_for_one_gpu_holds_up_nobody_who_wants_another() -> None:
 def test_what_is_kept_for_those_who_wait_is_not_given_to_who_comes_now() -> None:
     ledger = Ledger([lease("a", device(0, 0), device(0, 1), device(0, 2))])
     waiting = queue(ledger, Wish(2))
-    assert waiting.spoken_for(offers(1)) == {"id-0-4-3"}
+    assert waiting.spoken_for(offers(1)).devices == {"id-0-4-3"}
     kept = "3 of 4 in use; 1 kept for those who have waited longer"
     with pytest.raises(NothingFreeError, match=f"cannot be had now: {kept}"):
         ledger.choose(Wish(), offers(1), waiting.spoken_for(offers(1)))
@@ -65,7 +65,7 @@ def test_what_is_kept_for_those_who_wait_is_not_given_to_who_comes_now() -> None
 
 WISHES = st.builds(
     Wish, number=st.integers(1, 4), device=st.just(""), gpu=st.just(""), across=st.booleans(),
-    placement=st.sampled_from(["binpack", "spread"]),
+    placement=st.sampled_from(["binpack", "spread"]), memory_mib=st.just(0),
 )  # fmt: skip
 
 
