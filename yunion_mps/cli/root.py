@@ -20,6 +20,7 @@ COMMANDS = {
     "status": "yunion_mps.cli.status",
     "clients": "yunion_mps.cli.clients",
     "events": "yunion_mps.cli.events",
+    "doctor": "yunion_mps.cli.doctor",
     "plan": "yunion_mps.cli.plan",
     "reload": "yunion_mps.cli.reload",
     "config": "yunion_mps.cli.config",
@@ -72,6 +73,7 @@ def cli() -> None:
     See one device and how to use it:     yunion-mps show 00:06.0-1
     Run a command with a device:          yunion-mps run python train.py
     See whether all is well:              yunion-mps status
+    Find what makes MPS fail:             yunion-mps doctor
     See what happened:                    yunion-mps events
     See whose jobs are running:           yunion-mps clients
     Check both files, touch nothing:      yunion-mps config check

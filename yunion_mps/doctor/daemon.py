@@ -1,0 +1,74 @@
+"""Our own daemon, and the two files that it reads."""
+
+from __future__ import annotations
+
+import os
+
+from yunion_mps import __version__
+from yunion_mps.doctor.finding import Finding, Findings, ok, problem, skipped, warning
+from yunion_mps.doctor.host import Host
+from yunion_mps.errors import DriverError, HostError, Problem, UnreachableError
+from yunion_mps.mps.states import READY
+
+_EVENTS = "see what happened: yunion-mps events; journalctl -u yunion-mps-daemon"
+
+
+def daemon(host: Host) -> Findings:
+    """Whether it runs, and what it says of its domains."""
+    try:
+        status = host.status()
+    except UnreachableError as error:
+        if host.enabled:
+            return [problem(error.message, error.hint)]
+        return [ok("it does not run, and enable_cuda_mps is false: this host offers no devices")]
+    if status["state"] == "disabled":
+        return [ok(f"it runs ({status['version']}), and enable_cuda_mps is false: no devices are offered")]
+    found = [problem(status["notice"], _EVENTS)] if status["notice"] else []
+    for domain in status["domains"]:
+        name = domain["name"]
+        if domain["state"] != READY:
+            found.append(problem(f"domain {name} is {domain['state']}: {domain['reason']}", _EVENTS))
+        if domain["pending"]:
+            remedy = "wait for the jobs, or end them: yunion-mps reload --drain or --now"
+            found.append(warning(f"domain {name}: {domain['pending']}", remedy))
+        if domain["restarts"]:
+            what = f"the control daemon of domain {name} had to be started again, {domain['restarts']} times"
+            found.append(warning(what, _EVENTS))
+    # What it says of single GPUs, the checks of the GPUs say in more detail.
+    found += [warning(text, _EVENTS) for text in status["warnings"] if not text.startswith("GPU ")]
+    if status["version"] != __version__:
+        what = f"it is version {status['version']}, and this command is {__version__}"
+        found.append(warning(what, "run the new one, without harm to jobs: yunion-mps daemon-reexec"))
+    devices = status["devices"]
+    well = f"it serves, {devices['available']} of {devices['total']} devices are available"
+    return found or [ok(well)]
+
+
+def configuration(host: Host) -> Findings:
+    """Both files, and whether they fit the GPUs."""
+    paths = host.paths
+    if os.path.exists(paths.host_conf) and not os.access(paths.host_conf, os.R_OK):
+        return [skipped(f"you may not read {paths.host_conf}", "run it as root")]
+    config, problems = host.config()
+    if problems:
+        return [_of(one) for one in problems]
+    if not config.enable_cuda_mps:
+        return [ok("both files are right; enable_cuda_mps is false")]
+    try:
+        plan, problems = host.plan()
+    except DriverError:
+        return [ok("both files are right, as far as that can be seen without the driver")]
+    except HostError as error:
+        return [problem(error.message, error.hint)]
+    if problems:
+        return [_of(one) for one in problems]
+    if not plan.devices:
+        hint = f"look at what the driver says of the GPUs, and at {config.container_device_config_file}"
+        return [problem("both files are right, and no GPU of this host can be divided", hint)]
+    gpus = len({device.gpu_uuid for device in plan.devices})
+    return [ok(f"both files are right: {len(plan.devices)} devices on {gpus} GPU{'s' if gpus > 1 else ''}")]
+
+
+def _of(one: Problem) -> Finding:
+    place = one.file if one.line is None else f"{one.file}:{one.line}"
+    return problem(f"{place}: {one.what}", one.remedy)

@@ -1,0 +1,181 @@
+"""The environments of programs: of one that runs, of a command that would, and of everybody who logs in."""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+
+from yunion_mps.doctor import variables
+from yunion_mps.doctor.driver import library_version
+from yunion_mps.doctor.finding import Finding, Findings, ok, problem, skipped, warning
+from yunion_mps.doctor.host import DEFAULT_PIPE_DIRECTORY, Host, Subject
+from yunion_mps.doctor.servers import same_place
+from yunion_mps.errors import DriverError, YunionError
+from yunion_mps.models import DomainPlan
+from yunion_mps.planning import DEVICE_VARIABLE
+from yunion_mps.process import command_of, environment_of, name_of
+
+#: `export NAME=VALUE` of shells, `NAME=VALUE` of pam_env(8) and environment.d(5).
+_ASSIGNMENT = re.compile(r"^\s*(?:export\s+|setenv\s+)?(\w+)[= ]\s*[\"']?([^\"'\s;#]*)", re.MULTILINE)
+_LONGEST_SCRIPT = 1 << 16
+_WITHOUT_VALUE = ("-i", "-", "--ignore-environment", "-0", "--null", "-v", "--debug")
+
+
+def of_process(host: Host, pid: int) -> Findings:
+    """The environment that the process was started with, and what it sees of the host."""
+    if not os.path.exists(f"/proc/{pid}"):
+        return [problem(f"there is no process {pid}", "list the clients with: yunion-mps clients")]
+    if not os.access(f"/proc/{pid}/environ", os.R_OK):
+        return [skipped(f"you may not look at PID {pid}", "run it as root, or as the user that it runs as")]
+    subject = Subject(f"PID {pid} ({name_of(pid) or command_of(pid)})", environment_of(pid), pid)
+    return list(_judged(host, subject)) or [ok(f"{subject.title} has what a client of ours needs")]
+
+
+def of_command(host: Host, own: Mapping[str, str], words: Sequence[str]) -> Findings:
+    """The environment that the command would have if it were started from here; it is not started."""
+    given, words = _unpacked(dict(own), list(words))
+    if not words:
+        return [problem("there is no command behind the variables", "yunion-mps doctor -- python3 train.py")]
+    program = shutil.which(words[0], path=given.get("PATH"))
+    if program is None:
+        return [problem(f"{words[0]} was not found", "give its path, or correct PATH")]
+    script = _assigned_in(program)
+    found = list(_judged(host, Subject(words[0], {**given, **script})))
+    return found or [ok(f"{words[0]} would have what a client of ours needs")]
+
+
+def of_logins(host: Host) -> Findings:
+    """The variables that everybody gets at login, and that lead their programs past ours."""
+    found: list[Finding] = []
+    for pattern in ("/etc/environment", "/etc/environment.d/*.conf", "/etc/profile.d/*.sh"):
+        for path in sorted(glob.glob(host.paths.under(pattern))):
+            given = {name: value for name, value in _assigned_in(path).items() if name.startswith("CUDA_")}
+            found += [one._replace(what=f"{path}: {one.what}") for one in variables.misspelt(given)]
+            found += [
+                warning(f"{path} gives every user {name}={given[name]}", f"remove that line from {path}")
+                for name in (variables.PIPE, variables.VISIBLE, variables.MEMORY, variables.THREADS)
+                if name in given
+                and not (name == variables.PIPE and _domain_at(host, Subject("", given)) is not None)
+            ]
+    return found or [ok("no file gives every user a variable that leads past MPS")]
+
+
+def _judged(host: Host, subject: Subject) -> Iterator[Finding]:
+    yield from variables.misspelt(subject.variables)
+    domains = host.domains()
+    domain = _domain_at(host, subject)
+    if domain is None and domains:
+        default = host.paths.under(DEFAULT_PIPE_DIRECTORY)
+        served = [one.pipe_directory for one in domains]
+        yield variables.no_place(subject.variables, default, served)
+    elif domain:
+        meets = variables.Domain(
+            domain.pipe_directory, domain.gpu_uuids, domain.memory_limits_mib, domain.thread_percentage
+        )
+        yield from variables.values(subject.variables, meets)
+        yield from _device(host, subject)
+    if subject.pid is not None:
+        yield from _sees(host, subject.pid, domain)
+
+
+def _domain_at(host: Host, subject: Subject) -> DomainPlan | None:
+    """The domain whose control daemon the program finds."""
+    place = subject.variables.get(variables.PIPE, host.paths.under(DEFAULT_PIPE_DIRECTORY))
+    for domain in host.domains():
+        if subject.pid is None and os.path.realpath(place) == os.path.realpath(domain.pipe_directory):
+            return domain
+        if subject.pid is not None and same_place(subject.pid, place, domain.pipe_directory):
+            return domain
+    return None
+
+
+def _device(host: Host, subject: Subject) -> Iterator[Finding]:
+    """Where it says which device it is on: whether the rest fits that."""
+    name = subject.variables.get(DEVICE_VARIABLE)
+    if not name:
+        return
+    try:
+        needs = host.device(name)["client_environment"]
+    except YunionError:
+        return
+    differ = [key for key, value in needs.items() if subject.variables.get(key) != value]
+    if differ:
+        given = ", ".join(f"{key}={subject.variables.get(key, '')}" for key in differ)
+        meant = ", ".join(f"{key}={needs[key]}" for key in differ)
+        what = f"{DEVICE_VARIABLE} is {name}, and its environment is not that device's: {given}"
+        yield warning(what, f"that device needs {meant}")
+
+
+def _sees(host: Host, pid: int, domain: DomainPlan | None) -> Iterator[Finding]:
+    """What a process in a container, or with PrivateTmp=, does not share with the control daemon."""
+    control = host.control_pid(domain) if domain else None
+    mine, theirs = (_device_of(f"/proc/{one}/root/dev/shm") for one in (control or os.getpid(), pid))
+    if mine is not None and theirs is not None and mine != theirs:
+        what = f"PID {pid} has a /dev/shm of its own, so it cannot share memory with its MPS server"
+        yield problem(what, "start the container with --ipc=host (Kubernetes: hostIPC, or mount /dev/shm)")
+    try:
+        version = host.inventory().driver.version
+    except DriverError:
+        return
+    for path in _mapped(pid):
+        other = library_version(path)
+        if other and other != version:
+            what = f"PID {pid} has loaded {path}, and the driver is {version}"
+            yield warning(what, "let it use the host's libcuda: remove compat libraries from LD_LIBRARY_PATH")
+
+
+def _device_of(path: str) -> int | None:
+    try:
+        return os.stat(path).st_dev
+    except OSError:
+        return None
+
+
+def _mapped(pid: int) -> set[str]:
+    try:
+        with open(f"/proc/{pid}/maps", encoding="utf-8", errors="replace") as file:
+            return {line.split(None, 5)[5].strip() for line in file if "libcuda.so" in line}
+    except OSError:
+        return set()
+
+
+def _unpacked(given: dict[str, str], words: list[str]) -> tuple[dict[str, str], list[str]]:
+    """The environment and the rest behind `NAME=VALUE` words and env(1) with its options."""
+    while words:
+        name, equals, value = words[0].partition("=")
+        if equals and name.isidentifier():
+            given[name] = value
+        elif os.path.basename(words[0]) != "env":
+            break
+        else:
+            while len(words) > 1 and words[1].startswith("-"):
+                words, given = _option(words, given)
+        words = words[1:]
+    return given, words
+
+
+def _option(words: list[str], given: dict[str, str]) -> tuple[list[str], dict[str, str]]:
+    option = words[1]
+    if option in _WITHOUT_VALUE[:3]:
+        return [words[0], *words[2:]], {}
+    if option in ("-u", "--unset") and len(words) > 2:
+        return [words[0], *words[3:]], {name: value for name, value in given.items() if name != words[2]}
+    if option in ("-C", "--chdir"):
+        return [words[0], *words[3:]], given
+    return [words[0], *words[2:]], given
+
+
+def _assigned_in(path: str) -> dict[str, str]:
+    """CUDA's variables that a script or a file of variables sets; a program that is no text sets none."""
+    try:
+        with open(path, "rb") as file:
+            text = file.read(_LONGEST_SCRIPT)
+    except OSError:
+        return {}
+    if b"\0" in text:
+        return {}
+    found = dict(_ASSIGNMENT.findall(text.decode(errors="replace")))
+    return {name: value for name, value in found.items() if "CUDA" in name.upper() and "$" not in value}

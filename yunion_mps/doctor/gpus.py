@@ -1,0 +1,138 @@
+"""The GPUs that are divided: whether they answer, and whether MPS can do there what is promised."""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+
+from yunion_mps.doctor.finding import Finding, Findings, ok, problem, skipped, warning
+from yunion_mps.doctor.host import Host
+from yunion_mps.errors import YunionError
+from yunion_mps.models import DEFAULT, EXCLUSIVE_PROCESS, PROHIBITED, Gpu
+from yunion_mps.planning import enforces_budgets
+
+#: The driver in a virtual machine names a vGPU by its profile: `GRID T4-16C`, `NVIDIA A40-48Q`, `A100-1-5C`.
+_VGPU = re.compile(r"-(?:\d-)?\d+(?:ME)?[ABCQ]$")
+
+_NONE = "no GPU is divided here"
+
+
+def gpus(host: Host) -> Findings:
+    """Whether each of our GPUs answers, and can serve."""
+    ours = host.our_gpus()
+    unavailable = host.plan()[0].unavailable
+    found: list[Finding] = []
+    for gpu in ours:
+        reason = gpu.reason or ("" if gpu.mig_enabled else unavailable.get(gpu.pci_address, ""))
+        if reason:
+            remedy = "see: yunion-mps gpus; dmesg | grep -iE 'nvrm|xid'"
+            found.append(problem(f"{_named(gpu)}: {reason}", remedy))
+    if found:
+        return found
+    return [ok(f"{len(ours)} divided, each answers")] if ours else _nothing()
+
+
+def mig(host: Host) -> Findings:
+    """MIG mode, in which a GPU as a whole has no MPS."""
+    ours = host.our_gpus()
+    found = [
+        problem(
+            f"{_named(gpu)} is in MIG mode, which excludes MPS on it as a whole",
+            f"nvidia-smi -i {gpu.pci_address} -mig 0, or take it out of the device file",
+        )
+        for gpu in ours
+        if gpu.mig_enabled
+    ]
+    return found or ([ok("off on every GPU that is divided")] if ours else _nothing())
+
+
+def vgpu(host: Host) -> Findings:
+    """GPUs that are one virtual machine's share already, or whose memory is given to virtual machines."""
+    ours = host.our_gpus()
+    found: list[Finding] = []
+    for gpu in ours:
+        if gpu.name and _VGPU.search(gpu.name):
+            what = f"{_named(gpu)} is a vGPU: not every vGPU type and release has MPS or keeps its limits"
+            found.append(
+                warning(what, "try it: yunion-mps doctor --selftest; better pass a whole GPU through")
+            )
+        guests = _guests(host, gpu)
+        if guests:
+            what = f"{_named(gpu)} serves {guests} for virtual machines, which take its memory and time"
+            found.append(problem(what, "end them, or take it out of the device file"))
+    return found or ([ok("no GPU that is divided is a vGPU, or has any")] if ours else _nothing())
+
+
+def budgets(host: Host) -> Findings:
+    """Whether limits are enforced at all."""
+    ours = [gpu for gpu in host.our_gpus() if not gpu.reason]
+    found = [
+        warning(
+            f"{_named(gpu)} is older than Volta: no budget is enforced, each client can use all of it",
+            "use such GPUs only for jobs that keep to their budgets by themselves",
+        )
+        for gpu in ours
+        if not enforces_budgets(gpu)
+    ]
+    return found or ([ok("enforced on every GPU that is divided")] if ours else _nothing())
+
+
+def compute_mode(host: Host) -> Findings:
+    """The modes: what a program does that misses the control daemon depends on them."""
+    wanted = host.plan()[0].compute_modes
+    serves = _serves(host)
+    ours = [gpu for gpu in host.our_gpus() if gpu.compute_mode]
+    found = [finding for gpu in ours if (finding := _mode(gpu, wanted.get(gpu.uuid or ""), serves=serves))]
+    if found or not ours:
+        return found or _nothing()
+    modes = ", ".join(sorted({str(gpu.compute_mode) for gpu in ours}))
+    return [ok(modes if serves else f"{modes}; set at the daemon's start")]
+
+
+def _mode(gpu: Gpu, wanted: str | None, *, serves: bool) -> Finding | None:
+    setting = f"nvidia-smi -i {gpu.pci_address} -c"
+    if gpu.compute_mode == PROHIBITED and (serves or wanted is None):
+        return problem(
+            f"{_named(gpu)} is Prohibited: no CUDA program can use it", f"{setting} {DEFAULT.upper()}"
+        )
+    if serves and wanted and gpu.compute_mode != wanted:
+        what = f"{_named(gpu)} is {gpu.compute_mode}, not {wanted}: a program that misses the control daemon"
+        remedy = f"find what changed it (yunion-mps events --kind compute_mode); {setting} {wanted.upper()}"
+        return problem(f"{what} runs without limits", remedy)
+    if not serves and gpu.compute_mode == EXCLUSIVE_PROCESS:
+        what = (
+            f"{_named(gpu)} is {EXCLUSIVE_PROCESS} without a control daemon: it takes one program at a time"
+        )
+        remedy = f"start the daemon (systemctl start yunion-mps-daemon), or: {setting} {DEFAULT.upper()}"
+        return warning(f"{what}, others find it busy or unavailable", remedy)
+    return None
+
+
+def _serves(host: Host) -> bool:
+    try:
+        return any(domain["pid"] for domain in host.status()["domains"])
+    except YunionError:
+        return any(host.control_pid(domain) for domain in host.domains())
+
+
+def _guests(host: Host, gpu: Gpu) -> str:
+    """What sysfs shows of virtual machines on the GPU; empty where there are none."""
+    folder = os.path.join(host.paths.pci_devices, gpu.pci_address)
+    mediated = glob.glob(os.path.join(folder, "mdev_supported_types/*/devices/*"))
+    if mediated:
+        return f"{len(mediated)} vGPU{'s' if len(mediated) > 1 else ''}"
+    try:
+        with open(os.path.join(folder, "sriov_numvfs"), encoding="ascii") as file:
+            number = int(file.read())
+    except (OSError, ValueError):
+        return ""
+    return f"{number} virtual functions" if number else ""
+
+
+def _named(gpu: Gpu) -> str:
+    return f"GPU {gpu.address} ({gpu.name})" if gpu.name else f"GPU {gpu.address}"
+
+
+def _nothing() -> Findings:
+    return [skipped(_NONE)]

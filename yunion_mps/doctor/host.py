@@ -1,0 +1,152 @@
+"""What the checks look at. Each part is found out once, when the first check asks for it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from yunion_mps.api.client import Client
+from yunion_mps.config import load
+from yunion_mps.errors import Problem, YunionError
+from yunion_mps.inventory import Nvml, machine_id, scan
+from yunion_mps.models import Config, DomainPlan, Gpu, Inventory, Plan
+from yunion_mps.mps.control import peer_of
+from yunion_mps.paths import Paths
+from yunion_mps.planning import make_plan
+
+T = TypeVar("T")
+
+#: What the parts below may take of a check's time, so that their own words for it are heard.
+_SHARE = 0.8
+
+#: NVIDIA's own default, where programs look that name no pipe directory.
+DEFAULT_PIPE_DIRECTORY = "/tmp/nvidia-mps"
+
+
+class Subject(NamedTuple):
+    """The environment that is looked at, of a process that runs (`pid`) or of a command that would."""
+
+    title: str
+    variables: Mapping[str, str]
+    pid: int | None = None
+
+
+class Once(Generic[T]):
+    """What `work` returns or raises, found out by the first thread that asks; others wait for that."""
+
+    def __init__(self, work: Callable[[], T]) -> None:
+        self._work = work
+        self._lock = threading.Lock()
+        self._found: list[T] = []
+        self._error: YunionError | None = None
+
+    def __call__(self) -> T:
+        """It; raises the same error each time."""
+        with self._lock:
+            if self._error:
+                raise self._error
+            if not self._found:
+                try:
+                    self._found.append(self._work())
+                except YunionError as error:
+                    self._error = error
+                    raise
+            return self._found[0]
+
+
+class Host:
+    """One host, as the files, NVML, the kernel and the daemon tell it."""
+
+    def __init__(self, paths: Paths, timeout_s: float) -> None:
+        """`timeout_s`: what one check may take."""
+        self.paths = paths
+        self.timeout_s = timeout_s
+        client = Client(paths, timeout_s * _SHARE)
+        #: The configuration and the problems of both files.
+        self.config: Once[tuple[Config, list[Problem]]] = Once(lambda: load(paths))
+        #: NVML, opened; raises DriverError.
+        self.nvml: Once[Nvml] = Once(lambda: _opened(timeout_s * _SHARE))
+        #: The driver and the GPUs; raises DriverError.
+        self.inventory: Once[Inventory] = Once(lambda: scan(self.nvml(), paths))
+        #: What should be, and what the GPUs show to be wrong with it; raises DriverError and HostError.
+        self.plan: Once[tuple[Plan, list[Problem]]] = Once(
+            lambda: make_plan(self.config()[0], self.inventory(), machine_id(paths))
+        )
+        #: The daemon's /v1/status; raises UnreachableError, NotAllowedError.
+        self.status: Once[dict[str, Any]] = Once(lambda: dict(client.get("/v1/status")))
+        #: The daemon's devices, each as /v1/devices lists it; raises as `status`.
+        self.devices: Once[list[dict[str, Any]]] = Once(
+            lambda: list(client.get("/v1/devices?limit=0")["isolated_devices"])
+        )
+        #: Who uses each GPU: by UUID, the memory in MiB by PID; raises DriverError.
+        self.users: Once[dict[str, dict[int, int | None]]] = Once(lambda: self.nvml().processes())
+        #: The domains as they run, or as they would; their directories are below the root.
+        self.domains: Once[list[DomainPlan]] = Once(self._domains)
+        self._client = client
+
+    @property
+    def enabled(self) -> bool:
+        """Whether this host is to offer MPS devices at all."""
+        return self.config()[0].enable_cuda_mps
+
+    @property
+    def foreign_root(self) -> bool:
+        """Whether another directory than / stands for the host; processes outside it are none of its own."""
+        return self.paths.root != "/"
+
+    def device(self, name: str) -> dict[str, Any]:
+        """What the daemon says of one device, with its environment; raises YunionError."""
+        from urllib.parse import quote
+
+        return dict(self._client.get(f"/v1/devices/{quote(name, safe='')}"))
+
+    def our_gpus(self) -> list[Gpu]:
+        """The GPUs that are divided into devices, or would be; raises as `plan`."""
+        plan, _ = self.plan()
+        uuids = {uuid for domain in plan.domains for uuid in domain.gpu_uuids}
+        gpus = self.inventory().gpus
+        return [gpu for gpu in gpus if gpu.uuid in uuids or gpu.pci_address in plan.unavailable]
+
+    def control_pid(self, domain: DomainPlan) -> int | None:
+        """The PID of the control daemon that listens in the domain's directory, None where none does."""
+        peer = peer_of(domain.pipe_directory)
+        return peer.pid if peer else None
+
+    def _domains(self) -> list[DomainPlan]:
+        try:
+            return [_running(domain) for domain in self.status()["domains"]]
+        except YunionError:
+            pass
+        try:
+            return [self._rooted(domain) for domain in self.plan()[0].domains]
+        except YunionError:
+            config = self.config()[0]
+            if not config.enable_cuda_mps:
+                return []
+            # Which GPUs there are is unknown; of the directories, those of the host's one domain are known.
+            pipe, log = config.cuda_mps_pipe_directory, config.cuda_mps_log_directory
+            return [self._rooted(DomainPlan("host", pipe, log, (), (), 100.0))]
+
+    def _rooted(self, domain: DomainPlan) -> DomainPlan:
+        return domain._replace(
+            pipe_directory=self.paths.under(domain.pipe_directory),
+            log_directory=self.paths.under(domain.log_directory),
+        )
+
+
+def _opened(timeout_s: float) -> Nvml:
+    nvml = Nvml(timeout_s)
+    nvml.keep_open()  # the process ends soon, and a thread may be waiting in it then
+    return nvml
+
+
+def _running(domain: Mapping[str, Any]) -> DomainPlan:
+    return DomainPlan(
+        domain["name"],
+        domain["pipe_directory"],
+        domain["log_directory"],
+        tuple(domain["gpus"]),
+        tuple(domain["memory_limits"]),
+        domain["thread_percentage"],
+    )

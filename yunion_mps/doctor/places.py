@@ -1,0 +1,178 @@
+"""Directories and file systems: where clients find the control daemon, and what may keep them from it."""
+
+from __future__ import annotations
+
+import fnmatch
+import glob
+import os
+import stat
+from collections.abc import Iterator
+
+from yunion_mps.doctor.finding import Finding, Findings, ok, problem, skipped, warning
+from yunion_mps.doctor.host import Host
+from yunion_mps.process import user_name
+
+_ALL_ENTER = stat.S_IXUSR | stat.S_IXGRP | stat.S_IXOTH
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+_ALL_WRITE = 0o222
+
+#: A control daemon's log is emptied at 1 MiB; NVIDIA's server log and the sockets need little beside it.
+_LEAST_FREE_BYTES = 16 << 20
+#: Each server makes some small files there, a client's queues some more; containers get 64 MiB by default.
+_LEAST_SHM_BYTES = 64 << 20
+_LEAST_SHM_FREE_BYTES = 8 << 20
+
+#: Types of tmpfiles.d(5) whose age cleans what lies below, and those that keep it from that.
+_CLEANING, _KEEPING = "dDeqQvC", "xX"
+
+
+def pipe_directory(host: Host) -> Findings:
+    """Whether every user can come to the sockets, and nobody else's stand in the way."""
+    found: list[Finding] = []
+    places = [domain.pipe_directory for domain in host.domains()]
+    for place in places:
+        if os.path.lexists(place):
+            found += list(_on_the_way(host.paths.root, place)) or list(_sockets(place))
+        elif any(host.control_pid(domain) for domain in host.domains()):
+            found.append(problem(f"{place} does not exist", "systemctl restart yunion-mps-daemon"))
+    if found:
+        return found
+    if not places:
+        return [skipped("no GPU is divided here")]
+    there = [place for place in places if os.path.lexists(place)]
+    if not there:
+        return [ok(f"{', '.join(places)}: made at the daemon's start")]
+    return [ok(f"{', '.join(there)}: all users can enter")]
+
+
+def _on_the_way(root: str, place: str) -> Iterator[Finding]:
+    """What is wrong with each directory from the host's root to the place."""
+    path = root.rstrip("/")
+    names = [name for name in place[len(path) :].split("/") if name]
+    for number, name in enumerate(names):
+        path = f"{path}/{name}"
+        info = os.lstat(path)
+        if stat.S_ISLNK(info.st_mode):
+            if info.st_uid != 0:
+                what = f"{path} is a symlink of {user_name(info.st_uid)}, which is not followed"
+                yield problem(what, f"look who made it (ls -l {path}), and remove it")
+            info = os.stat(path)
+        if not stat.S_ISDIR(info.st_mode):
+            yield problem(f"{path} is not a directory", f"look at it (ls -ld {path}), and remove it")
+            return
+        yield from _judged(path, info, last=number == len(names) - 1)
+
+
+def _judged(path: str, info: os.stat_result, *, last: bool) -> Iterator[Finding]:
+    if info.st_mode & _ALL_ENTER != _ALL_ENTER:
+        what = f"{path} cannot be entered by other users: their programs do not find the control daemon"
+        yield problem(f"{what}, nor do their MPS servers", f"chmod a+x {path}")
+    if info.st_uid not in (0, os.geteuid()):
+        what = f"{path} belongs to {user_name(info.st_uid)}, who can put another control daemon there"
+        yield problem(what, f"look at it (ls -la {path}); remove it, or choose another directory")
+    elif info.st_mode & _OTHERS_WRITE and (last or not info.st_mode & stat.S_ISVTX):
+        what = f"{path} may be written by other users, who can put another control daemon there"
+        yield problem(what, f"chmod go-w {path}")
+
+
+def _sockets(place: str) -> Iterator[Finding]:
+    path = f"{place}/control"
+    try:
+        mode = os.stat(path).st_mode
+    except OSError:
+        return
+    if mode & _ALL_WRITE != _ALL_WRITE:
+        yield problem(f"other users may not connect to {path}", f"chmod a+rw {path}")
+
+
+def cleaning(host: Host) -> Findings:
+    """Whether something removes sockets by their age, as systemd-tmpfiles does in /tmp on many systems."""
+    found = []
+    rules = list(_rules(host))
+    for domain in host.domains():
+        place = "/" + os.path.relpath(domain.pipe_directory, host.paths.root)
+        kept = any(kind in _KEEPING and _covers(path, place) for kind, path, _ in rules)
+        ages = [
+            (path, age) for kind, path, age in rules if kind in _CLEANING and age and _is_below(place, path)
+        ]
+        if ages and not kept:
+            path, age = ages[0]
+            what = (
+                f"systemd-tmpfiles removes from {path} what is older than {age}, the sockets in {place} too"
+            )
+            remedy = f"echo 'x {place}' >/etc/tmpfiles.d/yunion-mps-pipe.conf"
+            found.append(warning(what, remedy))
+    return found or [ok("nothing removes sockets by their age")]
+
+
+def _rules(host: Host) -> Iterator[tuple[str, str, str]]:
+    """Type, path and age of each line of tmpfiles.d(5); a file of /etc hides one of the same name."""
+    files: dict[str, str] = {}
+    for folder in ("/etc/tmpfiles.d", "/run/tmpfiles.d", "/usr/lib/tmpfiles.d"):
+        for file in glob.glob(host.paths.under(f"{folder}/*.conf")):
+            files.setdefault(os.path.basename(file), file)
+    for file in files.values():
+        try:
+            with open(file, encoding="utf-8", errors="replace") as lines:
+                words = [line.split() for line in lines if not line.startswith("#")]
+        except OSError:
+            continue
+        for line in words:
+            if len(line) > 1:
+                age = line[5] if len(line) > 5 and line[5] != "-" else ""
+                yield line[0][0], line[1], age
+
+
+def _covers(pattern: str, place: str) -> bool:
+    parents = [place]
+    while parents[-1] != "/":
+        parents.append(os.path.dirname(parents[-1]))
+    return any(fnmatch.fnmatch(parent, pattern.removesuffix("/*")) for parent in parents)
+
+
+def _is_below(place: str, path: str) -> bool:
+    return place == path or place.startswith(path.rstrip("/") + "/")
+
+
+def space(host: Host) -> Findings:
+    """Room for sockets and logs."""
+    found = []
+    for place in sorted({p for d in host.domains() for p in (d.pipe_directory, d.log_directory)}):
+        while not os.path.exists(place):
+            place = os.path.dirname(place)
+        try:
+            system = os.statvfs(place)
+        except OSError as error:
+            found.append(problem(f"{place}: {error.strerror}", f"look at it: df {place}"))
+            continue
+        free = system.f_bavail * system.f_frsize
+        if system.f_flag & os.ST_RDONLY:
+            found.append(problem(f"{place} is read-only", f"mount -o remount,rw; see: findmnt -T {place}"))
+        elif free < _LEAST_FREE_BYTES:
+            what = f"{place} has {free >> 20} MiB left: the control daemon cannot write its log"
+            found.append(problem(what, f"make room: df -h {place}"))
+        elif system.f_files and not system.f_favail:
+            found.append(problem(f"{place} has no inodes left", f"remove files: df -i {place}"))
+    return found or [ok("the pipe and log directories have room")]
+
+
+def shm(host: Host) -> Findings:
+    """The shared memory in which servers and clients meet."""
+    place = host.paths.under("/dev/shm")
+    try:
+        info, system = os.stat(place), os.statvfs(place)
+    except OSError as error:
+        what = f"{place}: {error.strerror}: MPS servers and clients share memory there"
+        return [problem(what, f"mount -t tmpfs -o mode=1777 tmpfs {place}")]
+    free, size = (number * system.f_frsize for number in (system.f_bavail, system.f_blocks))
+    found = []
+    if info.st_mode & 0o1777 != 0o1777:
+        what = f"{place} has mode {stat.S_IMODE(info.st_mode):o}: not every user's server can make its files"
+        found.append(problem(what, f"chmod 1777 {place}"))
+    if size < _LEAST_SHM_BYTES:
+        what = f"{place} has {size >> 20} MiB in all, too few for many clients"
+        found.append(warning(what, f"mount -o remount,size=1G {place}; docker run --shm-size 1g"))
+    if free < _LEAST_SHM_FREE_BYTES or (system.f_files and not system.f_favail):
+        what = f"{place} is full ({free >> 20} MiB and {system.f_favail} files left): no MPS server starts"
+        found.append(problem(what, f"look what fills it (ls -laS {place}), and remove what no process uses"))
+    return found or [ok(f"{free >> 20} of {size >> 20} MiB are free")]

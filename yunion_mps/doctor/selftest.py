@@ -1,0 +1,161 @@
+"""`--selftest`: a CUDA program on a device of each domain, and what it was given against its budget."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import select
+import sys
+import time
+from typing import Any
+
+from yunion_mps.doctor import cuda_client
+from yunion_mps.doctor.finding import Finding, Findings, ok, problem, skipped
+from yunion_mps.doctor.host import Host
+from yunion_mps.mps.servers import server_pids
+from yunion_mps.process import spawn, uid_of, user_name
+
+#: Waking a GPU and starting an MPS server take seconds; a client that waits for another's jobs is told of.
+TIMEOUT_S = 60.0
+_LONGEST_ANSWER = 1 << 16
+#: A piece so much larger than the budget, or the whole, is to be refused.
+_OVER_MIB = 64
+
+#: What an error of CUDA's means here (cuda.h), and what to do.
+_MEANINGS = {
+    -1: ("there is no CUDA driver library", "install the driver's libraries: see the check `programs`"),
+    2: ("no memory is left within the budget", "see who uses the GPU: yunion-mps clients"),
+    46: ("the GPU is busy or unavailable", "see who uses it past MPS: nvidia-smi, and the compute mode"),
+    100: ("no GPU is there for it", "see: yunion-mps gpus; nvidia-smi -L"),
+    101: ("CUDA_VISIBLE_DEVICES names no GPU", "see: yunion-mps gpus"),
+    802: ("the NVLink fabric is not up", "systemctl start nvidia-fabricmanager"),
+    803: ("library and kernel module are of different versions", "finish the driver's update, then reboot"),
+    804: ("libcuda's compatibility package does not fit this GPU", "remove cuda-compat from LD_LIBRARY_PATH"),
+    805: ("its MPS server was not reached", "see the checks `control daemon`, `MPS servers` and `/dev/shm`"),
+    806: ("its MPS server did not answer", "see the log directory's server.log"),
+    807: ("the MPS server is not ready", "after a fault it waits for its clients' end: yunion-mps clients"),
+    808: ("MPS has no room for another client", "see: yunion-mps clients"),
+    809: ("MPS has no connection left", "lower CUDA_DEVICE_MAX_CONNECTIONS, or run fewer clients"),
+}
+_UNKNOWN = ("a CUDA program failed", "see the log directory's server.log")
+_NO_GPU = (-1, 100)
+#: What of our own environment the program gets.
+_KEPT = ("PATH", "LD_LIBRARY_PATH", "HOME", "LANG")
+
+
+def selftest(host: Host) -> Findings:
+    """One device of each domain."""
+    devices = [one for one in host.devices() if one["state"] == "available" and not one.get("lease")]
+    if not devices:
+        return [skipped("no device is available and unused", "see: yunion-mps list")]
+    found: list[Finding] = []
+    seen: set[str] = set()
+    for device in devices:
+        shown = host.device(device["id"])
+        if shown["domain"] not in seen:
+            seen.add(shown["domain"])
+            found.append(_tested(host, shown))
+    return found
+
+
+def _tested(host: Host, device: dict[str, Any]) -> Finding:
+    addr = device["addr"]
+    other = _other_user(host, device["domain"])
+    if other:
+        what = f"{addr} was not tried: a client of yours would make new jobs of {other} wait"
+        return skipped(what, f"run it as {other}, or when no MPS server runs")
+    budget = device["mps_memory_limit"]
+    over_mib = min(budget, device["mps_memory_total"]) + _OVER_MIB
+    told = _told(device["client_environment"], over_mib)
+    if told is None:
+        what = f"{addr}: a CUDA program was not served within {TIMEOUT_S:g} s"
+        remedy = (
+            "see whether it waits for another user's jobs (yunion-mps clients), and the control daemon's log"
+        )
+        return problem(what, remedy)
+    if "code" in told:
+        means, remedy = _MEANINGS.get(
+            told["code"], ("a CUDA program failed", "see the log directory's server.log")
+        )
+        what = f"{addr}: {means} ({told['call']}: {told['name']})"
+        return skipped(what, remedy) if told["code"] in _NO_GPU else problem(what, remedy)
+    return _judged(device, told)
+
+
+def _judged(device: dict[str, Any], told: dict[str, Any]) -> Finding:
+    budget, percentage = device["mps_memory_limit"], device["mps_thread_percentage"]
+    addr, memory, used, all_of = device["addr"], told["memory_mib"], told["used"], told["multiprocessors"]
+    what = (
+        f"{addr} ({told['name']}): {memory} MiB of memory for a budget of {budget}, "
+        f"{used} of {all_of or '?'} SMs for {percentage:g} %"
+    )
+    if told["mps"] == 0:
+        return problem(f"{what}; it was not served by MPS", "see the check `control daemon`")
+    if not device["budget_enforced"]:
+        return ok(f"{what}; on this GPU no budget is enforced")
+    if told["over_budget"] or memory > budget:
+        remedy = "see the limits: yunion-mps status; and have the MPS server begin anew: yunion-mps reload"
+        return problem(f"{what}; more than the budget was given", remedy)
+    # Releases differ in whether a client's own count of SMs is already that of its share.
+    if all_of and percentage < 100 and math.ceil(all_of * percentage / 100) < used < all_of:
+        return problem(f"{what}; more than the budget was given", "see the limits: yunion-mps status")
+    return ok(what)
+
+
+def _other_user(host: Host, domain: str) -> str:
+    """Whose jobs the domain's server serves, where those are not ours; empty otherwise."""
+    for one in host.status()["domains"]:
+        if one["name"] == domain and one["pid"]:
+            for pid in server_pids(one["pid"]):
+                uid = uid_of(pid)
+                if uid is not None and uid != os.geteuid():
+                    return user_name(uid)
+    return ""
+
+
+def _told(variables: dict[str, str], over_mib: int) -> dict[str, Any] | None:
+    """What the program says; None where it says nothing in time."""
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name in ("PATH", "LD_LIBRARY_PATH", "HOME", "LANG")
+    }
+    # Nothing of ours stays in anybody's home.
+    environment = {**kept, **variables, "CUDA_CACHE_DISABLE": "1"}
+    argv = [sys.executable, "-IS", cuda_client.__file__, str(over_mib)]
+    output, answer_in = os.pipe()
+    try:
+        with open(os.devnull, "wb") as null:
+            process = spawn(argv, environment, stdin=None, stdout=answer_in, stderr=null.fileno())
+    except BaseException:
+        os.close(output)
+        raise
+    finally:
+        os.close(answer_in)
+    try:
+        text = _read(output)
+    finally:
+        process.kill()
+        os.close(output)
+    if text is None:
+        return None
+    try:
+        told: dict[str, Any] = json.loads(text)
+    except ValueError:
+        return {"call": "the program", "code": -2, "name": "it ended without a word"}
+    return told
+
+
+def _read(output: int) -> bytes | None:
+    """All that comes until the end; None where that does not come in time."""
+    end_s = time.monotonic() + TIMEOUT_S
+    text = b""
+    while len(text) < _LONGEST_ANSWER:
+        if not select.select([output], [], [], max(0.0, end_s - time.monotonic()))[0]:
+            return None
+        part = os.read(output, 65536)
+        if not part:
+            break
+        text += part
+    return text

@@ -1,0 +1,178 @@
+"""What the variables of a program's environment mean for MPS. Pure: nothing here looks at the host."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from yunion_mps.config.values import nearest_key
+from yunion_mps.doctor.finding import Finding, problem, warning
+
+PIPE = "CUDA_MPS_PIPE_DIRECTORY"
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+ORDER = "CUDA_DEVICE_ORDER"
+MEMORY = "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"
+THREADS = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
+
+#: Those that decide what a client of MPS gets (NVIDIA's MPS documentation, its appendix).
+THAT_MATTER = (
+    PIPE,
+    VISIBLE,
+    ORDER,
+    MEMORY,
+    THREADS,
+    "CUDA_MPS_LOG_DIRECTORY",
+    "CUDA_MPS_CLIENT_PRIORITY",
+    "CUDA_MPS_ENABLE_PER_CTX_DEVICE_MULTIPROCESSOR_PARTITIONING",
+    "CUDA_DEVICE_MAX_CONNECTIONS",
+)
+#: Others' that look like them, and are no mistakes.
+_OTHERS = (
+    "NVIDIA_VISIBLE_DEVICES",
+    "CUDA_DEVICE_WAITS_ON_EXCEPTION",
+    "CUDA_VERSION",
+    "CUDA_HOME",
+    "CUDA_PATH",
+)
+
+#: `0=5760M,1=4G`; anything else is ignored without a word.
+_LIMIT = re.compile(r"\d+=\d+[KMGkmg]?[Bb]?$")
+_MIB = {"K": 1 / 1024, "M": 1, "G": 1024}
+
+_HOW = 'start it with: yunion-mps run -- COMMAND; or set what a device needs: eval "$(yunion-mps env DEVICE)"'
+
+
+class Domain(NamedTuple):
+    """What a client of one control daemon meets."""
+
+    pipe_directory: str
+    gpu_uuids: Sequence[str]
+    memory_limits_mib: Sequence[int | None]
+    thread_percentage: float
+
+
+def misspelt(variables: Mapping[str, str]) -> Iterator[Finding]:
+    """Variables that nobody reads, and that were likely meant to be another."""
+    for name in sorted(variables):
+        if name in THAT_MATTER or name in _OTHERS:
+            continue
+        near = name.upper() if name.upper() in THAT_MATTER else nearest_key(name, THAT_MATTER)
+        if near:
+            yield problem(f"{name} is read by nobody; {near} was likely meant", f"write {near} instead")
+        elif name.startswith("CUDA_MPS_"):
+            real = ", ".join(known for known in THAT_MATTER if known.startswith("CUDA_MPS_"))
+            yield warning(f"{name} is no variable of MPS that is known here", f"these are: {real}")
+
+
+def values(variables: Mapping[str, str], domain: Domain) -> Iterator[Finding]:
+    """What a client of the domain gets otherwise than was likely meant."""
+    seen = _seen(variables.get(VISIBLE), domain)
+    yield from _visible(variables, domain)
+    yield from _order(variables, domain)
+    yield from _memory(variables.get(MEMORY), seen, domain)
+    yield from _threads(variables.get(THREADS), domain)
+
+
+def no_place(variables: Mapping[str, str], default: str, served: Sequence[str]) -> Finding:
+    """The finding for an environment whose pipe directory is none of ours."""
+    place = variables.get(PIPE)
+    if place is None:
+        what = f"{PIPE} is not set: it looks in {default}, where no control daemon of ours serves"
+    else:
+        what = f"{PIPE} is {place}, where no control daemon of ours serves ({' or '.join(served)} is ours)"
+    what += "; it runs without limits, or finds the GPU busy where that is in Exclusive_Process"
+    return problem(what, _HOW)
+
+
+def _words(text: str) -> list[str]:
+    return [word.strip() for word in text.split(",")]
+
+
+def _seen(visible: str | None, domain: Domain) -> list[str]:
+    """The UUIDs of the GPUs that it sees, in its own order; CUDA stops at the first that it does not know."""
+    if visible is None:
+        return list(domain.gpu_uuids)
+    found: list[str] = []
+    for word in _words(visible):
+        uuid = _one(word, domain)
+        if uuid is None:
+            break
+        found.append(uuid)
+    return found
+
+
+def _one(word: str, domain: Domain) -> str | None:
+    if word.isdigit():
+        return domain.gpu_uuids[int(word)] if int(word) < len(domain.gpu_uuids) else None
+    return next((uuid for uuid in domain.gpu_uuids if word and uuid.startswith(word)), None)
+
+
+def _visible(variables: Mapping[str, str], domain: Domain) -> Iterator[Finding]:
+    text = variables.get(VISIBLE)
+    if text is None:
+        if len(domain.gpu_uuids) > 1:
+            what = f"{VISIBLE} is not set: it sees all {len(domain.gpu_uuids)} GPUs of its control daemon"
+            yield warning(what, _HOW)
+        return
+    words = _words(text)
+    unknown = [word for word in words if domain.gpu_uuids and _one(word, domain) is None]
+    if any(word.startswith("MIG-") for word in words):
+        yield problem(f"{VISIBLE} names a MIG device ({text}), which our control daemons do not serve", _HOW)
+    elif unknown:
+        what = f"{VISIBLE} is {text!r}: its control daemon has no GPU {unknown[0]!r}"
+        yield problem(f"{what}, and CUDA stops counting there", _HOW)
+    elif any(word.isdigit() for word in words):
+        what = f"{VISIBLE} is {text!r}: with MPS, numbers count the control daemon's GPUs, not nvidia-smi's"
+        yield warning(what, f"name GPUs by UUID: {','.join(_seen(text, domain))}")
+
+
+def _order(variables: Mapping[str, str], domain: Domain) -> Iterator[Finding]:
+    text = variables.get(ORDER)
+    if text not in (None, "PCI_BUS_ID", "FASTEST_FIRST"):
+        yield problem(f"{ORDER} is {text!r}, which CUDA does not know", f"write {ORDER}=PCI_BUS_ID")
+    by_number = any(word.isdigit() for word in _words(variables.get(VISIBLE, "0")))
+    if text != "PCI_BUS_ID" and by_number and len(domain.gpu_uuids) > 1:
+        what = f"{ORDER} is {text or 'not set'}: CUDA counts the fastest GPU first, nvidia-smi by PCI address"
+        yield warning(what, f"write {ORDER}=PCI_BUS_ID, or name GPUs by UUID")
+
+
+def _memory(text: str | None, seen: Sequence[str], domain: Domain) -> Iterator[Finding]:
+    if text is None:
+        return
+    limits = dict(zip(domain.gpu_uuids, domain.memory_limits_mib))
+    for entry in text.split(","):
+        if not _LIMIT.match(entry):
+            what = f"{MEMORY} is {text!r}: {entry!r} is not understood, and not limited"
+            yield problem(what, f"write whole numbers, no blanks or quotes: {MEMORY}=0=5760M")
+            continue
+        number, _, size = entry.partition("=")
+        if domain.gpu_uuids and int(number) >= len(seen):
+            what = f"{MEMORY} is {text!r}: it sees {len(seen)} GPUs, from 0, so there is no GPU {number}"
+            yield problem(f"{what}; one such entry drops every limit", "count from 0 what it sees")
+            continue
+        limit = limits.get(seen[int(number)]) if int(number) < len(seen) else None
+        if limit is not None and _mib(size) > limit:
+            what = f"{MEMORY} is {text!r}, more than the {limit} MiB that the control daemon allows"
+            yield warning(f"{what}: it gets those", "a client can only lower its limit")
+
+
+def _mib(size: str) -> float:
+    digits = size.rstrip("KMGBkmgb")
+    unit = size[len(digits) :][:1].upper()
+    return int(digits) * _MIB[unit] if unit in _MIB else int(digits) / (1 << 20)
+
+
+def _threads(text: str | None, domain: Domain) -> Iterator[Finding]:
+    if text is None:
+        return
+    try:
+        percentage = float(text)
+    except ValueError:
+        percentage = 0.0
+    if not 0 < percentage <= 100:
+        what = f"{THREADS} is {text!r}, which is not understood"
+        yield problem(what, f"write a number above 0 and up to 100: {THREADS}=25")
+    elif percentage > domain.thread_percentage:
+        what = f"{THREADS} is {text}, and the control daemon allows {domain.thread_percentage:g} %"
+        yield warning(f"{what}: it gets that", "a client can only lower its limit")
