@@ -55,27 +55,23 @@ def _judged(host: Host, domain: DomainPlan) -> Finding:
     if peer is None and known:
         what = f"the control daemon of domain {domain.name} (PID {known}) cannot be found in {place}"
         return problem(f"{what}: its socket was removed", _RESTART)
-    if peer is None:
-        well = f"none runs in {place}"
-        return problem(well, _RESTART) if _runs(host) else ok(f"{well}; the daemon starts it")
-    if known == peer.pid:
+    if peer and known == peer.pid:
         return ok(f"PID {peer.pid} serves domain {domain.name} in {place}")
-    if known is None and uid_of(peer.pid) != os.geteuid() and os.geteuid() != 0:
-        return skipped(
-            f"only root sees whose the control daemon in {place} (PID {peer.pid}) is", "run it as root"
-        )
+    if os.geteuid() != 0 and (peer is None or uid_of(peer.pid) != os.geteuid()):
+        return skipped(f"only root sees whose control daemon runs in {place}", "run it as root")
     try:
-        mine = find(domain if domain.gpu_uuids else domain._replace(gpu_uuids=_served(peer.pid)))
+        found = find(domain)
     except HostError as error:
         return problem(error.message, error.hint)
-    if mine:
-        mine.process.close()
-    what = f"PID {peer.pid} goes on in {place} without the daemon, with the limits that it was given"
+    if found is None:
+        well = f"none runs in {place}"
+        return problem(well, _RESTART) if _runs(host) else ok(f"{well}; the daemon starts it")
+    pid = found.process.pid
+    found.process.close()
+    what = f"PID {pid} goes on in {place} without the daemon, with the limits that it was given"
+    if peer is None:
+        what += ", and no new job finds it, for its socket was removed"
     return warning(what, "start the daemon, which takes it over: systemctl start yunion-mps-daemon")
-
-
-def _served(pid: int) -> tuple[str, ...]:
-    return tuple(environment_of(pid).get("CUDA_VISIBLE_DEVICES", "").split(","))
 
 
 def _known_pid(host: Host, domain: DomainPlan) -> int | None:
@@ -100,28 +96,36 @@ def others(host: Host) -> Findings:
         where = other.pipe_directory
         end = f"when its jobs are done: echo quit | CUDA_MPS_PIPE_DIRECTORY={where or 'DIRECTORY'} {PROGRAM}"
         end += "; and see what starts it: systemctl list-units '*mps*'; kubectl get pods -A"
-        if _shares_gpus(host, other):
+        shares = _shares_gpus(host, other)
+        if shares:
             what = f"another control daemon, {other}, serves GPUs of ours: only one's server can use them"
             found.append(problem(f"{what}, and its clients have none of our limits", end))
         elif where == host.paths.under(DEFAULT_PIPE_DIRECTORY):
             what = f"another control daemon, {other}, is where programs look that name no pipe directory"
             found.append(warning(f"{what}: they get none of our limits", end))
-        elif other.gpus is None:
-            what = f"another control daemon runs, {other}; which GPUs it serves, only root can see"
-            found.append(warning(what, "run it as root"))
+        elif shares is None:
+            what = (
+                f"another control daemon runs, {other}, and it cannot be seen whether it serves GPUs of ours"
+            )
+            found.append(warning(what, f"look as root; {end}"))
         else:
             found.append(ok(f"another control daemon, {other}, serves other GPUs"))
     return found or [ok("no other control daemon runs here")]
 
 
-def _shares_gpus(host: Host, other: Other) -> bool:
-    if other.gpus is None:
-        return False
+def _shares_gpus(host: Host, other: Other) -> bool | None:
+    """None where that cannot be seen: numbers count what its container shows it, or CUDA's own order."""
     ours = {uuid for domain in host.domains() for uuid in domain.gpu_uuids}
-    theirs = [word.strip() for word in other.gpus.split(",")]
-    if not other.gpus or any(word.isdigit() for word in theirs):
-        return bool(ours) and not (other.in_container and not other.gpus)
-    return any(uuid.startswith(word) for uuid in ours for word in theirs if word)
+    if not ours:
+        return False
+    if other.gpus is None or (other.in_container and not other.gpus):
+        return None
+    words = [word.strip() for word in other.gpus.split(",") if word.strip()]
+    if not words:
+        return True
+    if any(word.isdigit() for word in words):
+        return None
+    return any(uuid.startswith(word) for uuid in ours for word in words)
 
 
 def _others(host: Host) -> list[Other]:
@@ -207,6 +211,8 @@ def _greeted(place: str, pid: int) -> float:
 
 def orphans(host: Host) -> Findings:
     """MPS servers that have outlived their control daemon, and keep their GPUs."""
+    if os.geteuid() != 0:
+        return [skipped("only root sees whose MPS servers run", "run it as root")]
     found = []
     for domain in host.domains():
         pids = orphans_in(domain.pipe_directory)

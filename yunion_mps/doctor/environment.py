@@ -8,7 +8,7 @@ import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 
-from yunion_mps.doctor import variables
+from yunion_mps.doctor import containers, variables
 from yunion_mps.doctor.driver import library_version
 from yunion_mps.doctor.finding import Finding, Findings, ok, problem, skipped, warning
 from yunion_mps.doctor.host import DEFAULT_PIPE_DIRECTORY, Host, Subject
@@ -42,8 +42,13 @@ def of_command(host: Host, own: Mapping[str, str], words: Sequence[str]) -> Find
     program = shutil.which(words[0], path=given.get("PATH"))
     if program is None:
         return [problem(f"{words[0]} was not found", "give its path, or correct PATH")]
-    script = _assigned_in(program)
-    found = list(_judged(host, Subject(words[0], {**given, **script})))
+    if containers.starts_container(words):
+        found = containers.shared(words)
+        subject = Subject(words[0], containers.variables_in(words, given))
+        return [*found, *_judged(host, subject)] or [ok(f"{words[0]} gives its container what it needs")]
+    for path in (program, *words[1:]):
+        given = {**given, **_assigned_in(path)}
+    found = list(_judged(host, Subject(words[0], given)))
     return found or [ok(f"{words[0]} would have what a client of ours needs")]
 
 
@@ -70,7 +75,13 @@ def _judged(host: Host, subject: Subject) -> Iterator[Finding]:
     if domain is None and domains:
         default = host.paths.under(DEFAULT_PIPE_DIRECTORY)
         served = [one.pipe_directory for one in domains]
-        yield variables.no_place(subject.variables, default, served)
+        place = os.path.normpath(subject.variables.get(variables.PIPE, default))
+        if subject.pid is not None and place in served and os.path.isdir(place):
+            what = f"{subject.title} does not see the host's {place}: a container, or PrivateTmp=yes"
+            remedy = f"docker run -v {place}:{place}; in a unit PrivateTmp=no, or a directory in /run"
+            yield problem(what, remedy)
+        else:
+            yield variables.no_place(subject.variables, default, served)
     elif domain:
         meets = variables.Domain(
             domain.pipe_directory, domain.gpu_uuids, domain.memory_limits_mib, domain.thread_percentage
@@ -169,13 +180,13 @@ def _option(words: list[str], given: dict[str, str]) -> tuple[list[str], dict[st
 
 
 def _assigned_in(path: str) -> dict[str, str]:
-    """CUDA's variables that a script or a file of variables sets; a program that is no text sets none."""
+    """CUDA's variables that a shell script or a file of variables sets; no other program does so in words."""
     try:
         with open(path, "rb") as file:
             text = file.read(_LONGEST_SCRIPT)
     except OSError:
         return {}
-    if b"\0" in text:
+    if b"\0" in text or (text.startswith(b"#!") and b"sh" not in text.partition(b"\n")[0]):
         return {}
     found = dict(_ASSIGNMENT.findall(text.decode(errors="replace")))
     return {name: value for name, value in found.items() if "CUDA" in name.upper() and "$" not in value}

@@ -87,7 +87,9 @@ def compute_mode(host: Host) -> Findings:
     if found or not ours:
         return found or _nothing()
     modes = ", ".join(sorted({str(gpu.compute_mode) for gpu in ours}))
-    return [ok(modes if serves else f"{modes}; set at the daemon's start")]
+    if not wanted:
+        return [ok(f"{modes}, which cuda_mps_compute_mode: keep leaves as it is")]
+    return [ok(modes if serves else f"{modes}; the daemon sets {EXCLUSIVE_PROCESS} at its start")]
 
 
 def _mode(gpu: Gpu, wanted: str | None, *, serves: bool) -> Finding | None:

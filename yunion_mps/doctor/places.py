@@ -137,14 +137,14 @@ def _is_below(place: str, path: str) -> bool:
 def space(host: Host) -> Findings:
     """Room for sockets and logs."""
     found = []
+    seen = set()
     for place in sorted({p for d in host.domains() for p in (d.pipe_directory, d.log_directory)}):
         while not os.path.exists(place):
             place = os.path.dirname(place)
-        try:
-            system = os.statvfs(place)
-        except OSError as error:
-            found.append(problem(f"{place}: {error.strerror}", f"look at it: df {place}"))
+        system, device = os.statvfs(place), os.stat(place).st_dev
+        if device in seen:
             continue
+        seen.add(device)
         free = system.f_bavail * system.f_frsize
         if system.f_flag & os.ST_RDONLY:
             found.append(problem(f"{place} is read-only", f"mount -o remount,rw; see: findmnt -T {place}"))

@@ -8,6 +8,7 @@ import time
 
 from yunion_mps.doctor.finding import Finding, Findings, ok, problem, skipped, warning
 from yunion_mps.doctor.host import DEFAULT_PIPE_DIRECTORY, Host
+from yunion_mps.errors import YunionError
 from yunion_mps.models import DomainPlan
 from yunion_mps.mps.control import PROGRAM
 from yunion_mps.mps.diagnosis import _connected as connected
@@ -20,6 +21,8 @@ _LAST_BYTES = 1 << 16
 _RECENT_S = 3600.0
 #: From this share of the limit on, it is worth a warning.
 _NEARLY = 0.9
+#: A probe or a question is over by then.
+_BETWEEN_LOOKS_S = 0.2
 
 #: `[2026-04-28 18:20:41.704 Control  3511] Server 17 exited with status 1`
 _LINE = re.compile(r"^\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)\.\d+ \w+\s+\d+\] (.*)$")
@@ -101,7 +104,12 @@ def client_limit(host: Host) -> Findings:
 
 def user_switching(host: Host) -> Findings:
     """Whether clients of one user wait for the end of another's jobs."""
+    if host.config()[0].cuda_mps_multiuser:
+        return [ok("cuda_mps_multiuser: all users are served at once, where NVIDIA's program knows that")]
+    if os.geteuid() != 0:
+        return [skipped("only root sees who waits", "run it as root")]
     found: list[Finding] = []
+    known = {os.getpid(), _daemon_pid(host)}
     for domain in host.domains():
         pid = host.control_pid(domain)
         servers = server_pids(pid) if pid else []
@@ -109,24 +117,39 @@ def user_switching(host: Host) -> Findings:
         if not serving or pid is None:
             continue
         who = ", ".join(user_name(uid) for uid in sorted(serving))
-        for waiting in _waiting(domain, pid, servers):
-            uid = uid_of(waiting)
-            if uid is not None and uid not in serving:
-                what = f"{_named(waiting)} waits until the jobs of {who} are done"
-                remedy = "run all jobs as one user, or write cuda_mps_multiuser: true (release 570 and later)"
-                means = f"domain {domain.name} serves one user at a time"
-                found.append(warning(f"{what}: {means}", remedy))
+        for waiting in _waiting(domain, known | {pid, *servers}, serving):
+            what = f"{_named(waiting)} waits until the jobs of {who} are done"
+            remedy = "run all jobs as one user, or write cuda_mps_multiuser: true (release 570 and later)"
+            means = f"domain {domain.name} serves one user at a time"
+            found.append(warning(f"{what}: {means}", remedy))
     return found or [ok("nobody waits for another user's jobs")]
 
 
-def _waiting(domain: DomainPlan, pid: int, servers: list[int]) -> list[int]:
-    """Who is connected to the control daemon: a client only as long as it waits for its server."""
-    known = {pid, os.getpid(), os.getppid(), *servers}
-    return [
-        one
-        for one in connected(domain.pipe_directory)
-        if one not in known and program_of(one).rpartition("/")[2] != PROGRAM
-    ]
+def _waiting(domain: DomainPlan, known: set[int], serving: set[int]) -> list[int]:
+    """Who waits for a server: a client is connected to the control daemon only until it has one.
+
+    Whoever only asks something is not connected any more at the second look.
+    """
+    found: set[int] = set()
+    for look in range(2):
+        here = {
+            pid
+            for pid in connected(domain.pipe_directory)
+            if pid not in known
+            and uid_of(pid) not in (None, *serving)
+            and program_of(pid).rpartition("/")[2] != PROGRAM
+        }
+        found = here if look == 0 else found & here
+        if found and look == 0:
+            time.sleep(_BETWEEN_LOOKS_S)
+    return sorted(found)
+
+
+def _daemon_pid(host: Host) -> int:
+    try:
+        return int(host.status()["pid"])
+    except YunionError:
+        return 0
 
 
 def strangers(host: Host) -> Findings:
@@ -157,9 +180,11 @@ def strangers(host: Host) -> Findings:
 def same_place(pid: int, seen: str, ours: str) -> bool:
     """Whether the directory that a process sees as `seen` is ours, also from within a container."""
     try:
-        theirs = os.stat(f"/proc/{pid}/root{os.path.abspath(seen)}")
         mine = os.stat(ours)
-    except OSError:
+        theirs = os.stat(f"/proc/{pid}/root{os.path.abspath(seen)}")
+    except FileNotFoundError:
+        return not os.path.exists(ours) and os.path.normpath(seen) == ours
+    except OSError:  # we may not look; names are what is left
         return os.path.normpath(seen) == ours
     return (theirs.st_dev, theirs.st_ino) == (mine.st_dev, mine.st_ino)
 

@@ -1,0 +1,51 @@
+"""What `docker run` and its kin give a container."""
+
+from __future__ import annotations
+
+import pytest
+from yunion_mps.doctor.containers import shared, starts_container, variables_in
+
+PIPE = "CUDA_MPS_PIPE_DIRECTORY"
+
+
+def words(text: str) -> list[str]:
+    return text.split()
+
+
+@pytest.mark.parametrize(
+    ("command", "starts"),
+    [
+        ("docker run x", True),
+        ("/usr/bin/podman --log-level info run x", True),
+        ("docker ps", False),
+        ("run", False),
+    ],
+)
+def test_what_starts_a_container_is_known(command: str, starts: bool) -> None:
+    assert starts_container(words(command)) is starts
+
+
+def test_a_container_gets_only_the_variables_that_are_given_to_it() -> None:
+    command = words("docker run -e A=1 --env B=2 --env=C=3 -eD=4 -e E -e NOT image")
+    assert variables_in(command, {"E": "5", "F": "6"}) == {"A": "1", "B": "2", "C": "3", "D": "4", "E": "5"}
+
+
+@pytest.mark.parametrize(
+    "mount", ["-v /host:/mps", "--volume=/host/:/mps/:ro", "--mount type=bind,source=/host,target=/mps"]
+)
+def test_its_pipe_directory_is_the_one_of_the_host_that_is_mounted_there(mount: str) -> None:
+    command = words(f"docker run --ipc=host {mount} -e {PIPE}=/mps/pipe image")
+    assert variables_in(command, {})[PIPE] == "/host/pipe"
+    assert shared(command) == []
+
+
+def test_a_pipe_directory_that_nobody_mounts_is_told() -> None:
+    (found,) = shared(words(f"docker run --ipc host -v /data:/data -e {PIPE}=/mps image"))
+    assert (found.what, found.remedy) == ("the container does not see /mps", "add -v /mps:/mps")
+
+
+@pytest.mark.parametrize("sharing", ["--ipc=host", "--ipc host", "-v /dev/shm:/dev/shm"])
+def test_a_container_must_share_the_hosts_memory(sharing: str) -> None:
+    (found,) = shared(words("docker run image"))
+    assert "/dev/shm of its own" in found.what
+    assert shared(words(f"docker run {sharing} image")) == []

@@ -1,0 +1,102 @@
+"""All checks are called at once, and none hides what the others found."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from yunion_mps.doctor.finding import Finding, Findings, ok, problem, skipped, warning
+from yunion_mps.doctor.host import Host, Once
+from yunion_mps.doctor.running import Check, Report, run
+from yunion_mps.errors import HostError
+from yunion_mps.paths import Paths
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Host:
+    return Host(Paths(str(tmp_path)), 30)
+
+
+def report(host: Host, *findings: Finding) -> Report:
+    return run([Check("one", lambda _: findings)], host)
+
+
+def broken(_: Host) -> Findings:
+    raise ZeroDivisionError("of ours")
+
+
+def refused(_: Host) -> Findings:
+    raise HostError("you may not", "become root")
+
+
+def test_a_check_that_breaks_is_a_line_of_its_own(host: Host) -> None:
+    found = run([Check("bad", broken), Check("good", lambda _: [ok("fine")])], host)
+    assert [(line.check, line.finding.level) for line in found.lines] == [("bad", "unknown"), ("good", "ok")]
+    assert found.lines[0].finding.what == "the check itself failed: ZeroDivisionError: of ours"
+    assert found.exit_code == 3
+
+
+def test_a_check_that_hangs_is_given_up_after_its_time_and_the_others_are_not(host: Host) -> None:
+    ended = threading.Event()
+
+    def hangs(_: Host) -> Findings:
+        ended.wait()
+        return []
+
+    began_s = time.monotonic()
+    found = run([Check("bad", hangs, 0.2), Check("good", lambda _: [ok("fine")])], host)
+    took_s = time.monotonic() - began_s
+    ended.set()
+    assert [line.check for line in found.lines] == ["bad", "good"]
+    assert found.lines[0].finding.what == "this was not found out within 0.2 s"
+    assert 0.2 <= took_s < 20
+
+
+def test_what_may_not_be_looked_at_is_skipped_with_the_reason(host: Host) -> None:
+    found = run([Check("root's", refused), Check("good", lambda _: [ok("fine")])], host)
+    assert found.lines[-1].finding == ok("fine")
+    assert found.lines[0].finding == skipped("not looked at: you may not", "become root")
+    assert found.exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("findings", "state", "code"),
+    [
+        ([ok("")], "ok", 0),
+        ([ok(""), skipped("")], "ok", 0),
+        ([ok(""), warning("", "")], "warning", 1),
+        ([problem("", ""), warning("", ""), Finding("unknown", "")], "problem", 2),
+        ([ok(""), Finding("unknown", "")], "unknown", 3),
+        ([skipped("")], "unknown", 3),
+        ([], "unknown", 3),
+    ],
+)
+def test_the_exit_status_is_the_worst_of_all_as_monitoring_has_it(
+    host: Host, findings: list[Finding], state: str, code: int
+) -> None:
+    found = report(host, *findings)
+    assert (found.state, found.exit_code) == (state, code)
+
+
+def test_the_worst_comes_first(host: Host) -> None:
+    found = report(host, ok("1"), warning("2", ""), problem("3", ""), skipped("4"), Finding("unknown", "5"))
+    assert [line.finding.what for line in found.lines] == ["3", "2", "5", "4", "1"]
+    assert found.counts == {"problem": 1, "warning": 1, "unknown": 1, "skipped": 1, "ok": 1}
+
+
+def test_what_was_found_out_once_is_not_looked_for_again_nor_is_what_failed() -> None:
+    calls = []
+
+    def work() -> int:
+        calls.append(1)
+        raise HostError("no", "")
+
+    once = Once(work)
+    for _ in range(2):
+        with pytest.raises(HostError):
+            once()
+    assert calls == [1]
+    good = Once(lambda: calls.append(2))
+    assert (good(), good(), calls) == (None, None, [1, 2])

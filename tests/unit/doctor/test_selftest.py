@@ -1,0 +1,139 @@
+"""`--selftest`: a small CUDA program on a device, and what it was given against the budget.
+
+libcuda is the stand-in of tests/gpu_check_host; what a driver does on a GPU is not shown here.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from integration.daemon_host import Daemon, eventually
+from simhost import SimHost
+from simhost.environment import CHECKOUT
+from simhost.mps import StandIns
+from unit.doctor.healthy import STRANGER, described, finish, look
+
+SOURCE = CHECKOUT / "tests/gpu_check_host/libcuda.c"
+#: The stand-in takes only the program that gpu-check loads, and knows nothing of what a client of ours loads.
+WRAPPED = f"""\
+#define cuModuleLoadData its_own
+#include "{SOURCE}"
+#undef cuModuleLoadData
+int cuModuleLoadData(void **module, const char *text)
+{{
+    *module = &server;
+    return !getenv("STANDIN_OLD") && strstr(text, ".entry work") ? OK : INVALID;
+}}
+"""
+GPU = "GPU-76aef7ff-372d-2432-b4b4-beca4d8d3400"
+
+
+class Scene:
+    """A host with its daemon, whose programs find the stand-in of libcuda."""
+
+    def __init__(self, host: SimHost, stand_ins: StandIns, daemon: Daemon) -> None:
+        self.host = host
+        self.stand_ins = stand_ins
+        self.daemon = daemon
+
+    def tested(self, level: str, **environment: str) -> dict[str, str]:
+        return look(self.host, "--selftest", env={**self.host.env, **environment}).one("selftest", level)
+
+
+@pytest.fixture(scope="module")
+def libcuda(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("libcuda")
+    (folder / "wrapped.c").write_text(WRAPPED)
+    target = folder / "libcuda.so.1"
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    assert compiler, "a C compiler is missing: scripts/setup installs it"
+    flags = ["-std=gnu11", "-O1", "-shared", "-fPIC"]
+    command = [compiler, *flags, "-o", str(target), str(folder / "wrapped.c")]
+    subprocess.run(command, check=True, timeout=60)
+    return target
+
+
+@pytest.fixture
+def scene(libcuda: Path) -> Iterator[Scene]:
+    described_host = described({"kind": "t4", "uuid": GPU})
+    with SimHost.create(described_host) as host, StandIns(host) as stand_ins, Daemon(host) as daemon:
+        finish(host)
+        (host.root / "lib/libcuda.so.1").unlink()
+        shutil.copy(libcuda, host.root / "lib")
+        daemon.start().wait_ready()
+        yield Scene(host, stand_ins, daemon)
+
+
+def test_a_device_that_gives_its_budget_is_ok(scene: Scene) -> None:
+    told = scene.tested("ok")["what"]
+    assert told == (
+        "00:06.0-0 (Stand-in GPU 0): 3840 MiB of memory for a budget of 3840, 4 of 16 SMs for 25 %"
+    )
+    assert look(scene.host, "--selftest").bad() == {}
+
+
+def test_a_device_that_gives_more_than_its_budget_is_a_problem(scene: Scene) -> None:
+    wrapper = scene.host.root / "lib/libcuda.so.1"
+    real = wrapper.rename(wrapper.with_name("real.so"))
+    # A driver that forgets the limits, as one does whose list names a GPU that it does not see.
+    source = scene.host.root / "forgets.c"
+    source.write_text(
+        "#include <stdlib.h>\n__attribute__((constructor)) static void forget(void)\n"
+        '{ unsetenv("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"); unsetenv("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"); }\n'
+    )
+    command = ["cc", "-shared", "-fPIC", "-o", str(wrapper), str(source), str(real)]
+    subprocess.run(command, check=True, timeout=60)
+    told = scene.tested("problem")["what"]
+    assert "16384 MiB of memory for a budget of 3840" in told
+    assert told.endswith("more than the budget was given")
+
+
+def test_a_client_that_mps_does_not_serve_is_a_problem(scene: Scene) -> None:
+    scene.stand_ins.behave("failing")
+    told = scene.tested("problem")
+    assert told["what"] == (
+        "00:06.0-0: its MPS server was not reached (cuInit: CUDA_ERROR_MPS_CONNECTION_FAILED)"
+    )
+    assert "`control daemon`" in told["remedy"]
+
+
+def test_a_program_that_the_driver_does_not_compile_is_a_problem(scene: Scene) -> None:
+    library = scene.host.root / "lib/libcuda.so.1"
+    text = library.read_bytes()
+    library.unlink()  # a process may have it mapped
+    library.write_bytes(text.replace(b".entry work", b".entry none"))
+    assert "cuModuleLoadData: CUDA_ERROR_INVALID_VALUE" in scene.tested("problem")["what"]
+
+
+def test_without_libcuda_or_a_gpu_it_is_skipped(scene: Scene) -> None:
+    library = scene.host.root / "lib/libcuda.so.1"
+    library.unlink()
+    assert "there is no CUDA driver library (dlopen: libcuda.so.1" in scene.tested("skipped")["what"]
+
+
+def test_without_the_daemon_it_is_skipped(scene: Scene) -> None:
+    scene.daemon.stop()
+    assert "the daemon is not running" in scene.tested("skipped")["what"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be other users")
+def test_it_does_not_get_in_the_way_of_another_users_jobs(scene: Scene) -> None:
+    client = scene.stand_ins.client(scene.daemon.pipe_directory, STRANGER)
+    assert [client.says(), client.says()] == ["asking", "attached"]
+    told = scene.tested("skipped")
+    assert told["what"] == "00:06.0-0 was not tried: a client of yours would make new jobs of nobody wait"
+    servers = scene.stand_ins.servers()
+    client.end()
+    assert len(servers) == 1
+
+
+def test_no_client_is_left(scene: Scene) -> None:
+    scene.tested("ok")
+    clients = eventually(lambda: [scene.daemon.get("/v1/clients")[1]["clients"]], "the list")
+    assert clients == [[]]

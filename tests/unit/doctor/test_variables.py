@@ -1,0 +1,109 @@
+"""What the variables of a program's environment mean for MPS."""
+
+from __future__ import annotations
+
+import pytest
+from yunion_mps.doctor.variables import Domain, misspelt, no_place, values
+
+FIRST, SECOND = "GPU-9d6bc93d-9a42-5da4-88b7-18e41339b01f", "GPU-814e0011-bb75-5e86-b480-bf6d776eb621"
+ONE = Domain("/run/mps", (FIRST,), (5760,), 25.0)
+TWO = Domain("/run/mps", (FIRST, SECOND), (5760, 5760), 25.0)
+
+#: What `yunion-mps show` tells of a device.
+RIGHT = {
+    "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+    "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "25",
+    "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": "0=5760M",
+    "CUDA_MPS_PIPE_DIRECTORY": "/run/mps",
+    "CUDA_VISIBLE_DEVICES": SECOND,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("CUDA_MPS_PIPE_DIR", "CUDA_MPS_PIPE_DIRECTORY"),
+        ("CUDA_MPS_PIPE_DIRECTROY", "CUDA_MPS_PIPE_DIRECTORY"),
+        ("CUDA_VISIBLE_DEVICE", "CUDA_VISIBLE_DEVICES"),
+        ("CUDA_VISBLE_DEVICES", "CUDA_VISIBLE_DEVICES"),
+        ("cuda_visible_devices", "CUDA_VISIBLE_DEVICES"),
+        ("CUDA_DEVICES_ORDER", "CUDA_DEVICE_ORDER"),
+        ("CUDA_MPS_PINNED_DEVICE_MEMORY_LIMIT", "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"),
+        ("CUDA_MPS_ACTIVE_THREADS_PERCENTAGE", "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"),
+    ],
+)
+def test_a_misspelt_variable_is_named_with_the_one_that_was_meant(name: str, meant: str) -> None:
+    (found,) = misspelt({name: "x", "PATH": "/bin"})
+    assert (found.level, found.remedy) == ("problem", f"write {meant} instead")
+
+
+def test_a_variable_that_mps_does_not_know_is_told() -> None:
+    (found,) = misspelt({"CUDA_MPS_TURBO": "1"})
+    assert found.level == "warning"
+    assert "CUDA_MPS_PIPE_DIRECTORY" in found.remedy
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["NVIDIA_VISIBLE_DEVICES", "CUDA_HOME", "CUDA_PATH", "CUDA_VERSION", "CUDA_LAUNCH_BLOCKING", "HOME"],
+)
+def test_others_variables_are_no_mistakes(name: str) -> None:
+    assert list(misspelt({name: "x"})) == []
+
+
+@pytest.mark.parametrize("domain", [ONE, TWO])
+def test_the_environment_of_a_device_is_right(domain: Domain) -> None:
+    right = {**RIGHT, "CUDA_VISIBLE_DEVICES": domain.gpu_uuids[-1]}
+    assert [*misspelt(right), *values(right, domain)] == []
+
+
+@pytest.mark.parametrize(
+    ("changed", "level", "words"),
+    [
+        ({"CUDA_VISIBLE_DEVICES": "1"}, "warning", "numbers count the control daemon's GPUs"),
+        ({"CUDA_VISIBLE_DEVICES": "2"}, "problem", "no GPU '2'"),
+        ({"CUDA_VISIBLE_DEVICES": "-1"}, "problem", "no GPU '-1'"),
+        ({"CUDA_VISIBLE_DEVICES": ""}, "problem", "no GPU ''"),
+        ({"CUDA_VISIBLE_DEVICES": f"{SECOND},GPU-0"}, "problem", "no GPU 'GPU-0'"),
+        ({"CUDA_VISIBLE_DEVICES": "MIG-2cc993d0"}, "problem", "MIG device"),
+        ({"CUDA_VISIBLE_DEVICES": None}, "warning", "sees all 2 GPUs"),
+        ({"CUDA_DEVICE_ORDER": "PCI_BUS"}, "problem", "which CUDA does not know"),
+        ({"CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": "1=1G"}, "problem", "there is no GPU 1; one such entry drops"),
+        ({"CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": "5760M"}, "problem", "not understood"),
+        ({"CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": "0=5.5G"}, "problem", "not understood"),
+        ({"CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": "0=1G, 1=1G"}, "problem", "' 1=1G' is not understood"),
+        ({"CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": '"0=1G"'}, "problem", "not understood"),
+        ({"CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": "0=6G"}, "warning", "more than the 5760 MiB"),
+        ({"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "50"}, "warning", "the control daemon allows 25 %"),
+        ({"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "0"}, "problem", "not understood"),
+        ({"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "25%"}, "problem", "not understood"),
+    ],
+    ids=str,
+)
+def test_a_value_that_does_something_else_than_was_meant_is_told(
+    changed: dict[str, str | None], level: str, words: str
+) -> None:
+    given = {name: value for name, value in {**RIGHT, **changed}.items() if value is not None}
+    found = [one for one in values(given, TWO) if words in one.what]
+    assert [one.level for one in found] == [level]
+    assert found[0].remedy
+
+
+def test_numbers_without_the_order_of_pci_addresses_are_told() -> None:
+    given = {"CUDA_VISIBLE_DEVICES": "1", "CUDA_MPS_PIPE_DIRECTORY": "/run/mps"}
+    assert any("CUDA counts the fastest GPU first" in one.what for one in values(given, TWO))
+    assert not any("fastest" in one.what for one in values(given, ONE))
+
+
+def test_limits_in_any_unit_that_is_known_are_compared() -> None:
+    for text in ("0=5G", "0=5760MB", "0=5898240K", "0=1000000000"):
+        assert list(values({**RIGHT, "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": text}, TWO)) == []
+
+
+def test_a_pipe_directory_that_is_not_set_is_told_with_what_the_program_then_does() -> None:
+    found = no_place({}, "/tmp/nvidia-mps", ["/run/mps"])
+    assert found.level == "problem"
+    assert "it looks in /tmp/nvidia-mps, where no control daemon of ours serves" in found.what
+    assert "yunion-mps run -- COMMAND" in found.remedy
+    other = no_place({"CUDA_MPS_PIPE_DIRECTORY": "/mps"}, "/tmp/nvidia-mps", ["/run/mps"])
+    assert "CUDA_MPS_PIPE_DIRECTORY is /mps" in other.what
