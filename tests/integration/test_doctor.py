@@ -13,64 +13,17 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
-from pathlib import Path
 
 import pytest
 
-from integration.daemon_host import Daemon, eventually, is_running
-from simhost import SimHost
-from simhost.mps import StandIns
-from unit.doctor.healthy import CONTROL, STRANGER, described, finish, look
+from integration.daemon_host import eventually, is_running
+from unit.doctor.healthy import CONTROL, STRANGER, look
+from unit.doctor.scene import Scene
 
 #: As a Nagios or NRPE plugin is run.
 QUICK_S = 1.0
 
 SLEEP = [sys.executable, "-IS", "-c", "import time; print('ready', flush=True); time.sleep(600)"]
-
-
-class Scene:
-    """A healthy host with its daemon, and what may be done to it."""
-
-    def __init__(self, stack: ExitStack, *gpus: dict[str, object]) -> None:
-        self._stack = stack
-        self.host = stack.enter_context(SimHost.create(described(*gpus)))
-        self.stand_ins = stack.enter_context(StandIns(self.host))
-        finish(self.host)
-        self.daemon = stack.enter_context(Daemon(self.host))
-
-    @property
-    def pipe(self) -> Path:
-        return self.daemon.pipe_directory
-
-    def start(self) -> Scene:
-        self.daemon.start().wait_ready()
-        return self
-
-    def process(self, words: list[str], **environment: str) -> subprocess.Popen[str]:
-        """A process that has printed its first line, and ends with the test."""
-        env = {**self.host.env, **environment}
-        process = self._stack.enter_context(self.host.popen(words, env=env))
-        self._stack.callback(process.kill)
-        assert process.stdout is not None
-        assert process.stdout.readline()
-        return process
-
-    def control_daemon(self, place: Path, **environment: str) -> int:
-        """A control daemon that somebody else starts there; its PID."""
-        place.mkdir(parents=True, exist_ok=True)
-        names = ("CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY")
-        env = {**self.host.env, **dict.fromkeys(names, str(place)), **environment}
-        process = self._stack.enter_context(
-            self.host.popen([CONTROL, "-f"], env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        )
-        self._stack.callback(process.kill)
-        eventually((place / "control").exists, "its socket")
-        return process.pid
-
-    def device(self, slot: int) -> dict[str, str]:
-        """The environment of a device of the first GPU."""
-        environment: dict[str, str] = self.daemon.get(f"/v1/devices/00:06.0-{slot}")[1]["client_environment"]
-        return environment
 
 
 @pytest.fixture
@@ -176,6 +129,23 @@ def test_a_bad_configuration_is_told_with_its_line(scene: Scene) -> None:
     scene.daemon.configure(cuda_mps_scope="hots")
     found = look(scene.host).one("configuration", "problem")
     assert found["what"].startswith(f"{scene.host.root}/etc/yunion/host.conf:2: cuda_mps_scope is")
+
+
+def test_a_control_daemon_that_had_to_be_started_again_is_told(ready: Scene) -> None:
+    os.kill(ready.daemon.control_pid(), signal.SIGKILL)
+    eventually(lambda: ready.daemon.status()["domains"][0]["restarts"], "its next start")
+    eventually(lambda: ready.daemon.status()["state"] == "ready", "ready again")
+    found = look(ready.host).one("daemon", "warning")
+    assert found["what"] == "the control daemon of domain host had to be started again, once"
+
+
+def test_limits_that_wait_for_a_jobs_end_are_told(ready: Scene) -> None:
+    ready.stand_ins.attached(ready.pipe)
+    file = ready.host.root / "etc/yunion/host_container_device.yml"
+    file.write_text(file.read_text().replace("virtual_number: 4", "virtual_number: 2"))
+    assert ready.host.run(["yunion-mps", "reload"]).returncode == 0
+    found = look(ready.host).one("daemon", "warning")
+    assert found["what"].startswith("domain host: other limits come into force when its MPS server (PID ")
 
 
 # -- the driver
@@ -374,106 +344,3 @@ def test_a_control_daemon_whose_program_was_replaced_is_told(scene: Scene) -> No
     shutil.copy(real, folder / "new")
     (folder / "new").replace(folder / CONTROL)
     assert "was replaced or removed since" in look(scene.host).one("programs", "warning")["what"]
-
-
-# -- environments
-
-
-def test_a_process_with_a_devices_environment_is_content(ready: Scene) -> None:
-    process = ready.process(SLEEP, **ready.device(1))
-    assert look(ready.host, "--pid", str(process.pid)).bad() == {}
-
-
-def test_a_process_with_a_misspelt_variable_is_told_that_and_what_follows(ready: Scene) -> None:
-    given = ready.device(1)
-    given["CUDA_MPS_PIPE_DIR"] = given.pop("CUDA_MPS_PIPE_DIRECTORY")
-    process = ready.process(SLEEP, **given)
-    seen = look(ready.host, "--pid", str(process.pid))
-    first, second = seen.checks["environment"]
-    assert first["what"] == "CUDA_MPS_PIPE_DIR is read by nobody; CUDA_MPS_PIPE_DIRECTORY was likely meant"
-    assert second["what"].startswith("CUDA_MPS_PIPE_DIRECTORY is not set: it looks in ")
-    assert seen.code == 2
-
-
-def test_an_environment_of_another_device_than_it_says_is_told(ready: Scene) -> None:
-    given = {**ready.device(1), "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "5"}
-    process = ready.process(SLEEP, **given)
-    found = look(ready.host, "--pid", str(process.pid)).one("environment", "warning")
-    assert found["remedy"] == "that device needs CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=25"
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root may make namespaces")
-def test_a_process_that_shares_no_memory_with_the_server_is_told(ready: Scene) -> None:
-    # The host's root lies in /dev/shm, and is kept visible as a container's -v would.
-    steps = (
-        "mount -t tmpfs t /mnt && mkdir /mnt/kept && mount --bind $0 /mnt/kept && mount -t tmpfs t /dev/shm "
-        "&& mkdir -p $0 && mount --bind /mnt/kept $0 && echo ready && exec sleep 600"
-    )
-    words = ["unshare", "--mount", "sh", "-c", steps, str(ready.host.root)]
-    process = ready.process(words, **ready.device(1))
-    found = look(ready.host, "--pid", str(process.pid)).one("environment", "problem")
-    assert "has a /dev/shm of its own" in found["what"]
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root may make namespaces")
-def test_a_process_that_does_not_see_the_pipe_directory_is_told(ready: Scene) -> None:
-    hide = f"mount -t tmpfs t {ready.host.root}/tmp && echo ready && exec sleep 600"
-    process = ready.process(["unshare", "--mount", "sh", "-c", hide], **ready.device(1))
-    found = look(ready.host, "--pid", str(process.pid)).one("environment", "problem")
-    assert f"does not see the host's {ready.pipe}: a container, or PrivateTmp=yes" in found["what"]
-
-
-def test_a_process_that_is_not_there_is_told(ready: Scene) -> None:
-    assert "no process 4194304" in look(ready.host, "--pid", "4194304").one("environment", "problem")["what"]
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be other users")
-def test_a_process_of_another_user_is_roots_to_look_at(ready: Scene) -> None:
-    seen = look(ready.host, "--pid", "1", user=STRANGER, group=STRANGER, extra_groups=[])
-    assert "you may not look at PID 1" in seen.one("environment", "skipped")["what"]
-
-
-def test_a_command_is_looked_at_with_the_variables_in_front_of_it_and_is_not_run(
-    ready: Scene, tmp_path: Path
-) -> None:
-    mark = tmp_path / "ran"
-    given = [f"{name}={value}" for name, value in ready.device(2).items()]
-    assert look(ready.host, command=("env", *given, "touch", str(mark))).bad() == {}
-    assert look(ready.host, command=(*given, "touch", str(mark))).bad() == {}
-    assert not mark.exists()
-    wrong = ("env", "-u", "CUDA_VISIBLE_DEVICES", *given[:-1], "CUDA_VISIBLE_DEVICES=1", "true")
-    (found, *_) = look(ready.host, command=wrong).checks["environment"]
-    assert found["what"].startswith(
-        "CUDA_VISIBLE_DEVICES is '1': with MPS, numbers count the control daemon's"
-    )
-
-
-def test_a_job_script_is_read_for_what_it_exports(ready: Scene, tmp_path: Path) -> None:
-    script = tmp_path / "job.sh"
-    script.write_text('#!/bin/sh\nexport CUDA_MPS_PIPE_DIRECTROY="/mps"  # ours\npython3 train.py\n')
-    script.chmod(0o755)
-    for command in ((str(script),), ("bash", str(script))):
-        seen = look(ready.host, command=command, env={**ready.host.env, **ready.device(0)})
-        assert "CUDA_MPS_PIPE_DIRECTROY is read by nobody" in seen.one("environment", "problem")["what"]
-
-
-def test_a_command_that_is_not_there_is_told(ready: Scene) -> None:
-    assert (
-        look(ready.host, command=("pyhton3", "x")).one("environment", "problem")["what"]
-        == "pyhton3 was not found"
-    )
-
-
-def test_a_container_is_looked_at_by_what_it_is_given(ready: Scene) -> None:
-    docker = ready.host.root / "bin/docker"
-    docker.write_text("#!/bin/sh\n")
-    docker.chmod(0o755)
-    given = [word for name, value in ready.device(0).items() for word in ("-e", f"{name}={value}")]
-    place = f"{ready.pipe}:{ready.pipe}"
-    good = ("docker", "run", "--ipc=host", "-v", place, *given, "image", "python3")
-    assert look(ready.host, command=good).bad() == {}
-    bad = look(ready.host, command=("docker", "run", "image", "python3"))
-    assert [one["what"].split(":")[0] for one in bad.checks["environment"]] == [
-        "the container has a /dev/shm of its own, so it cannot share memory with an MPS server",
-        "CUDA_MPS_PIPE_DIRECTORY is not set",
-    ]

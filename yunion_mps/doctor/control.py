@@ -133,7 +133,7 @@ def _others(host: Host) -> list[Other]:
     ours |= {pid for domain in host.domains() if (pid := _known_pid(host, domain))}
     found = []
     for pid in all_pids():
-        if pid in ours or not _is_control_daemon(pid):
+        if pid in ours or not _options(pid):
             continue
         environment = environment_of(pid)
         place = environment.get("CUDA_MPS_PIPE_DIRECTORY", DEFAULT_PIPE_DIRECTORY) if environment else None
@@ -146,15 +146,19 @@ def _others(host: Host) -> list[Other]:
     return found
 
 
-def _is_control_daemon(pid: int) -> bool:
-    """By its command line, which everybody may read: a front-end has no option."""
+def _options(pid: int) -> int | None:
+    """How many options NVIDIA's control program has there: a front-end has none. None for other programs.
+
+    By its command line, which everybody may read.
+    """
     try:
         with open(f"/proc/{pid}/cmdline", "rb") as file:
             words = file.read(4096).decode(errors="replace").split("\0")
     except OSError:
-        return False
-    options = [word for word in words[1:] if word.startswith("-")]
-    return os.path.basename(words[0]) == PROGRAM and bool(options)
+        return None
+    if os.path.basename(words[0]) != PROGRAM:
+        return None
+    return sum(word.startswith("-") for word in words[1:])
 
 
 def _listens(place: str | None, pid: int) -> bool:
@@ -173,6 +177,8 @@ def answers(host: Host) -> Findings:
     """Whether each control daemon greets who connects, and who keeps it from that."""
     found: list[Finding] = []
     asked = 0
+    # To find whose connection one is takes a search of all processes' descriptors for each domain.
+    front_ends = any(options == 0 for pid in all_pids() if (options := _options(pid)) is not None)
     for domain in host.domains():
         peer = peer_of(domain.pipe_directory)
         if peer is None:
@@ -186,7 +192,7 @@ def answers(host: Host) -> Findings:
             remedy = "end what keeps it, or: systemctl restart yunion-mps-daemon (this ends its jobs)"
             found.append(problem(f"{what}{f'; {why}' if why else ''}", remedy))
             continue
-        who = front_end_at(domain.pipe_directory)
+        who = front_end_at(domain.pipe_directory) if front_ends else ""
         if who:
             what = f"{PROGRAM} is open at domain {domain.name}: {who}; meanwhile no other is answered"
             found.append(warning(what, "end it: it serves one front-end at a time"))

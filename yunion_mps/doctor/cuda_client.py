@@ -55,7 +55,7 @@ LOOP:
 
 
 class CudaError(Exception):
-    """A call that failed, with CUDA's code (-1: the library or the call is missing) and its name."""
+    """A call that failed, with CUDA's code (-1: no library, -2: it lacks the call) and its name."""
 
     def __init__(self, call: str, code: int, name: str) -> None:
         super().__init__(f"{call}: {name}")
@@ -76,7 +76,7 @@ class Cuda:
         try:
             function = getattr(self._library, name)
         except AttributeError:
-            raise CudaError(name, -1, "missing in libcuda") from None
+            raise CudaError(name, -2, "missing in libcuda") from None
         code = function(*arguments)
         if code:
             text = c_char_p()

@@ -32,7 +32,8 @@ def daemon(host: Host) -> Findings:
             remedy = "wait for the jobs, or end them: yunion-mps reload --drain or --now"
             found.append(warning(f"domain {name}: {domain['pending']}", remedy))
         if domain["restarts"]:
-            what = f"the control daemon of domain {name} had to be started again, {domain['restarts']} times"
+            times = "once" if domain["restarts"] == 1 else f"{domain['restarts']} times"
+            what = f"the control daemon of domain {name} had to be started again, {times}"
             found.append(warning(what, _EVENTS))
     # What it says of single GPUs, the checks of the GPUs say in more detail.
     found += [warning(text, _EVENTS) for text in status["warnings"] if not text.startswith("GPU ")]

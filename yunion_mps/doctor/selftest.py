@@ -143,7 +143,7 @@ def _told(variables: dict[str, str], over_mib: int) -> dict[str, Any] | None:
     try:
         told: dict[str, Any] = json.loads(text)
     except ValueError:
-        return {"call": "the program", "code": -2, "name": "it ended without a word"}
+        return {"call": "the program", "code": -3, "name": "it ended without a word"}
     return told
 
 

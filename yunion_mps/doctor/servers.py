@@ -11,7 +11,7 @@ from yunion_mps.doctor.host import DEFAULT_PIPE_DIRECTORY, Host
 from yunion_mps.errors import YunionError
 from yunion_mps.models import DomainPlan
 from yunion_mps.mps.control import PROGRAM
-from yunion_mps.mps.diagnosis import _connected as connected
+from yunion_mps.mps.diagnosis import _holders, _peers
 from yunion_mps.mps.log_file import LOG_NAME, SERVER_LOG
 from yunion_mps.mps.servers import server_pids
 from yunion_mps.planning import max_clients
@@ -108,21 +108,27 @@ def user_switching(host: Host) -> Findings:
         return [ok("cuda_mps_multiuser: all users are served at once, where NVIDIA's program knows that")]
     if os.geteuid() != 0:
         return [skipped("only root sees who waits", "run it as root")]
-    found: list[Finding] = []
-    known = {os.getpid(), _daemon_pid(host)}
+    busy = {}
     for domain in host.domains():
         pid = host.control_pid(domain)
         servers = server_pids(pid) if pid else []
-        serving = {uid for server in servers if (uid := uid_of(server)) is not None}
-        if not serving or pid is None:
-            continue
-        who = ", ".join(user_name(uid) for uid in sorted(serving))
-        for waiting in _waiting(domain, known | {pid, *servers}, serving):
-            what = f"{_named(waiting)} waits until the jobs of {who} are done"
-            remedy = "run all jobs as one user, or write cuda_mps_multiuser: true (release 570 and later)"
-            means = f"domain {domain.name} serves one user at a time"
-            found.append(warning(f"{what}: {means}", remedy))
+        if servers and pid:
+            busy[domain] = (pid, *servers)
+    known = {os.getpid(), _daemon_pid(host), *(pid for pids in busy.values() for pid in pids)}
+    found: list[Finding] = []
+    # Who holds a connection is looked up for all domains at once: that searches all processes.
+    if set(_holders({inode for domain in busy for inode in _peers(domain.pipe_directory)})) - known:
+        for domain, (_, *servers) in busy.items():
+            serving = {uid for server in servers if (uid := uid_of(server)) is not None}
+            found += [_told(pid, domain, serving) for pid in _waiting(domain, known, serving)]
     return found or [ok("nobody waits for another user's jobs")]
+
+
+def _told(pid: int, domain: DomainPlan, serving: set[int]) -> Finding:
+    who = ", ".join(user_name(uid) for uid in sorted(serving))
+    what = f"{_named(pid)} waits until the jobs of {who} are done"
+    remedy = "run all jobs as one user, or write cuda_mps_multiuser: true (release 570 and later)"
+    return warning(f"{what}: domain {domain.name} serves one user at a time", remedy)
 
 
 def _waiting(domain: DomainPlan, known: set[int], serving: set[int]) -> list[int]:
@@ -130,19 +136,20 @@ def _waiting(domain: DomainPlan, known: set[int], serving: set[int]) -> list[int
 
     Whoever only asks something is not connected any more at the second look.
     """
-    found: set[int] = set()
-    for look in range(2):
-        here = {
-            pid
-            for pid in connected(domain.pipe_directory)
-            if pid not in known
-            and uid_of(pid) not in (None, *serving)
-            and program_of(pid).rpartition("/")[2] != PROGRAM
-        }
-        found = here if look == 0 else found & here
-        if found and look == 0:
-            time.sleep(_BETWEEN_LOOKS_S)
-    return sorted(found)
+    first = _strangers_at(domain, known, serving)
+    if first:
+        time.sleep(_BETWEEN_LOOKS_S)
+    return sorted(first & _strangers_at(domain, known, serving)) if first else []
+
+
+def _strangers_at(domain: DomainPlan, known: set[int], serving: set[int]) -> set[int]:
+    return {
+        pid
+        for pid in _holders(set(_peers(domain.pipe_directory)))
+        if pid not in known
+        and uid_of(pid) not in (None, *serving)
+        and program_of(pid).rpartition("/")[2] != PROGRAM
+    }
 
 
 def _daemon_pid(host: Host) -> int:

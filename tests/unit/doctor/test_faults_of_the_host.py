@@ -155,6 +155,8 @@ def test_a_directory_that_other_users_cannot_enter_is_told(host: SimHost, closed
     assert host.run(["ls", "-d", f"{pipe}/."], user=STRANGER, extra_groups=[]).returncode != 0
     found = look(host).one("pipe directory", "problem")
     assert found["what"].startswith(f"{host.root}/{closed} cannot be entered by other users")
+    as_user = look(host, user=STRANGER, group=STRANGER, extra_groups=[])
+    assert as_user.one("pipe directory", "problem") == found
     assert host.run(found["remedy"].split()).returncode == 0
     assert host.run(["ls", "-d", f"{pipe}/."], user=STRANGER, extra_groups=[]).returncode == 0
     assert look(host).one("pipe directory", "ok")

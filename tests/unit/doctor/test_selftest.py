@@ -87,7 +87,8 @@ def test_a_device_that_gives_more_than_its_budget_is_a_problem(scene: Scene) -> 
         "#include <stdlib.h>\n__attribute__((constructor)) static void forget(void)\n"
         '{ unsetenv("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"); unsetenv("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"); }\n'
     )
-    command = ["cc", "-shared", "-fPIC", "-o", str(wrapper), str(source), str(real)]
+    flags = ["-shared", "-fPIC", "-Wl,--no-as-needed"]
+    command = ["cc", *flags, "-o", str(wrapper), str(source), str(real)]
     subprocess.run(command, check=True, timeout=60)
     told = scene.tested("problem")["what"]
     assert "16384 MiB of memory for a budget of 3840" in told

@@ -1,0 +1,114 @@
+"""`--pid PID` and `-- COMMAND`: the environments of real processes, and of commands that are not run."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from unit.doctor.healthy import STRANGER, look
+from unit.doctor.scene import Scene
+
+SLEEP = [sys.executable, "-IS", "-c", "import time; print('ready', flush=True); time.sleep(600)"]
+
+
+def test_a_process_with_a_devices_environment_is_content(ready: Scene) -> None:
+    process = ready.process(SLEEP, **ready.device(1))
+    assert look(ready.host, "--pid", str(process.pid)).bad() == {}
+
+
+def test_a_process_with_a_misspelt_variable_is_told_that_and_what_follows(ready: Scene) -> None:
+    given = ready.device(1)
+    given["CUDA_MPS_PIPE_DIR"] = given.pop("CUDA_MPS_PIPE_DIRECTORY")
+    process = ready.process(SLEEP, **given)
+    seen = look(ready.host, "--pid", str(process.pid))
+    first, second = seen.checks["environment"]
+    assert first["what"] == "CUDA_MPS_PIPE_DIR is read by nobody; CUDA_MPS_PIPE_DIRECTORY was likely meant"
+    assert second["what"].startswith("CUDA_MPS_PIPE_DIRECTORY is not set: it looks in ")
+    assert seen.code == 2
+
+
+def test_an_environment_of_another_device_than_it_says_is_told(ready: Scene) -> None:
+    given = {**ready.device(1), "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "5"}
+    process = ready.process(SLEEP, **given)
+    found = look(ready.host, "--pid", str(process.pid)).one("environment", "warning")
+    assert found["remedy"] == "that device needs CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=25"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may make namespaces")
+def test_a_process_that_shares_no_memory_with_the_server_is_told(ready: Scene) -> None:
+    # The host's root lies in /dev/shm, and is kept visible as a container's -v would.
+    steps = (
+        "mount -t tmpfs t /mnt && mkdir /mnt/kept && mount --bind $0 /mnt/kept && mount -t tmpfs t /dev/shm "
+        "&& mkdir -p $0 && mount --bind /mnt/kept $0 && echo ready && exec sleep 600"
+    )
+    words = ["unshare", "--mount", "sh", "-c", steps, str(ready.host.root)]
+    process = ready.process(words, **ready.device(1))
+    found = look(ready.host, "--pid", str(process.pid)).one("environment", "problem")
+    assert "has a /dev/shm of its own" in found["what"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may make namespaces")
+def test_a_process_that_does_not_see_the_pipe_directory_is_told(ready: Scene) -> None:
+    hide = f"mount -t tmpfs t {ready.host.root}/tmp && echo ready && exec sleep 600"
+    process = ready.process(["unshare", "--mount", "sh", "-c", hide], **ready.device(1))
+    found = look(ready.host, "--pid", str(process.pid)).one("environment", "problem")
+    assert f"does not see the host's {ready.pipe}: a container, or PrivateTmp=yes" in found["what"]
+
+
+def test_a_process_that_is_not_there_is_told(ready: Scene) -> None:
+    assert "no process 4194304" in look(ready.host, "--pid", "4194304").one("environment", "problem")["what"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be other users")
+def test_a_process_of_another_user_is_roots_to_look_at(ready: Scene) -> None:
+    seen = look(ready.host, "--pid", "1", user=STRANGER, group=STRANGER, extra_groups=[])
+    assert "you may not look at PID 1" in seen.one("environment", "skipped")["what"]
+
+
+def test_a_command_is_looked_at_with_the_variables_in_front_of_it_and_is_not_run(
+    ready: Scene, tmp_path: Path
+) -> None:
+    mark = tmp_path / "ran"
+    given = [f"{name}={value}" for name, value in ready.device(2).items()]
+    assert look(ready.host, command=("env", *given, "touch", str(mark))).bad() == {}
+    assert look(ready.host, command=(*given, "touch", str(mark))).bad() == {}
+    assert not mark.exists()
+    wrong = ("env", "-u", "CUDA_VISIBLE_DEVICES", *given[:-1], "CUDA_VISIBLE_DEVICES=1", "true")
+    (found, *_) = look(ready.host, command=wrong).checks["environment"]
+    assert found["what"].startswith(
+        "CUDA_VISIBLE_DEVICES is '1': with MPS, numbers count the control daemon's"
+    )
+
+
+def test_a_job_script_is_read_for_what_it_exports(ready: Scene, tmp_path: Path) -> None:
+    script = tmp_path / "job.sh"
+    script.write_text('#!/bin/sh\nexport CUDA_MPS_PIPE_DIRECTROY="/mps"  # ours\npython3 train.py\n')
+    script.chmod(0o755)
+    for command in ((str(script),), ("bash", str(script))):
+        seen = look(ready.host, command=command, env={**ready.host.env, **ready.device(0)})
+        assert "CUDA_MPS_PIPE_DIRECTROY is read by nobody" in seen.one("environment", "problem")["what"]
+
+
+def test_a_command_that_is_not_there_is_told(ready: Scene) -> None:
+    assert (
+        look(ready.host, command=("pyhton3", "x")).one("environment", "problem")["what"]
+        == "pyhton3 was not found"
+    )
+
+
+def test_a_container_is_looked_at_by_what_it_is_given(ready: Scene) -> None:
+    docker = ready.host.root / "bin/docker"
+    docker.write_text("#!/bin/sh\n")
+    docker.chmod(0o755)
+    given = [word for name, value in ready.device(0).items() for word in ("-e", f"{name}={value}")]
+    place = f"{ready.pipe}:{ready.pipe}"
+    good = ("docker", "run", "--ipc=host", "-v", place, *given, "image", "python3")
+    assert look(ready.host, command=good).bad() == {}
+    bad = look(ready.host, command=("docker", "run", "image", "python3"))
+    assert [one["what"].split(":")[0] for one in bad.checks["environment"]] == [
+        "the container has a /dev/shm of its own, so it cannot share memory with an MPS server",
+        "CUDA_MPS_PIPE_DIRECTORY is not set",
+    ]
