@@ -111,8 +111,12 @@ def test_without_the_daemon_the_rest_is_looked_at(scene: Scene) -> None:
 
 def test_where_mps_is_not_enabled_nothing_is_wrong(scene: Scene) -> None:
     scene.daemon.write_host_conf({"enable_cuda_mps": False})
-    seen = look(scene.host)
-    assert (seen.code, [level for level in seen.bad() if not level.startswith("skipped")]) == (0, [])
+    for words in ("it does not run, and enable_cuda_mps is false", "it runs (0.1.0), and enable_cuda_mps is"):
+        seen = look(scene.host)
+        assert (seen.code, [level for level in seen.bad() if not level.startswith("skipped")]) == (0, [])
+        assert seen.one("daemon", "ok")["what"].startswith(words)
+        if not scene.daemon.running:
+            scene.start()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be other users")
@@ -207,6 +211,12 @@ def test_a_gpu_that_enforces_nothing_is_a_warning(stack: ExitStack) -> None:
     assert (seen.code, list(seen.bad())) == (1, ["warning budgets"])
 
 
+def test_a_compute_mode_that_is_to_be_kept_is_no_mistake(scene: Scene) -> None:
+    scene.daemon.configure(cuda_mps_compute_mode="keep")
+    seen = look(scene.start().host)
+    assert seen.one("compute mode", "ok")["what"].startswith("Default, which cuda_mps_compute_mode: keep")
+
+
 def test_as_many_clients_as_mps_allows_are_told(scene: Scene) -> None:
     scene.daemon.configure(cuda_mps_max_clients=20)
     gpu = scene.start().host.gpus[0]
@@ -267,6 +277,17 @@ def test_another_control_daemon_for_our_gpus_is_told(ready: Scene) -> None:
     place = ready.host.root / "run/theirs"
     ready.control_daemon(place, CUDA_VISIBLE_DEVICES=ready.host.gpus[1].uuid)
     assert "serves GPUs of ours" in look(ready.host).one("other control daemons", "problem")["what"]
+
+
+def test_another_control_daemon_that_counts_gpus_or_takes_all_is_told(ready: Scene) -> None:
+    pid = ready.control_daemon(ready.host.root / "run/counts", CUDA_VISIBLE_DEVICES="0")
+    found = look(ready.host).one("other control daemons", "warning")
+    assert f"PID {pid} " in found["what"]
+    ready.control_daemon(ready.host.root / "run/takes-all")
+    assert [one["level"] for one in look(ready.host).checks["other control daemons"]] == [
+        "problem",
+        "warning",
+    ]
 
 
 def test_another_control_daemon_for_other_gpus_is_none_of_our_business(ready: Scene) -> None:

@@ -16,8 +16,9 @@ from yunion_mps.doctor.host import Host
 from yunion_mps.mps.servers import server_pids
 from yunion_mps.process import spawn, uid_of, user_name
 
-#: Waking a GPU and starting an MPS server take seconds; a client that waits for another's jobs is told of.
-TIMEOUT_S = 60.0
+#: As long as another check: waking a GPU and starting an MPS server take seconds, and a client that waits for
+#: another's jobs is to be told of.
+TIMES_AS_LONG = 6
 _LONGEST_ANSWER = 1 << 16
 #: A piece so much larger than the budget, or the whole, is to be refused.
 _OVER_MIB = 64
@@ -67,9 +68,10 @@ def _tested(host: Host, device: dict[str, Any]) -> Finding:
         return skipped(what, f"run it as {other}, or when no MPS server runs")
     budget = device["mps_memory_limit"]
     over_mib = min(budget, device["mps_memory_total"]) + _OVER_MIB
-    told = _told(device["client_environment"], over_mib)
+    timeout_s = host.timeout_s * TIMES_AS_LONG
+    told = _told(device["client_environment"], over_mib, timeout_s)
     if told is None:
-        what = f"{addr}: a CUDA program was not served within {TIMEOUT_S:g} s"
+        what = f"{addr}: a CUDA program was not served within {timeout_s:g} s"
         remedy = (
             "see whether it waits for another user's jobs (yunion-mps clients), and the control daemon's log"
         )
@@ -114,7 +116,7 @@ def _other_user(host: Host, domain: str) -> str:
     return ""
 
 
-def _told(variables: dict[str, str], over_mib: int) -> dict[str, Any] | None:
+def _told(variables: dict[str, str], over_mib: int, timeout_s: float) -> dict[str, Any] | None:
     """What the program says; None where it says nothing in time."""
     kept = {
         name: value
@@ -134,7 +136,7 @@ def _told(variables: dict[str, str], over_mib: int) -> dict[str, Any] | None:
     finally:
         os.close(answer_in)
     try:
-        text = _read(output)
+        text = _read(output, timeout_s)
     finally:
         process.kill()
         os.close(output)
@@ -147,9 +149,9 @@ def _told(variables: dict[str, str], over_mib: int) -> dict[str, Any] | None:
     return told
 
 
-def _read(output: int) -> bytes | None:
+def _read(output: int, timeout_s: float) -> bytes | None:
     """All that comes until the end; None where that does not come in time."""
-    end_s = time.monotonic() + TIMEOUT_S
+    end_s = time.monotonic() + timeout_s
     text = b""
     while len(text) < _LONGEST_ANSWER:
         if not select.select([output], [], [], max(0.0, end_s - time.monotonic()))[0]:

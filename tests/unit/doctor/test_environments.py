@@ -58,6 +58,27 @@ def test_a_process_that_does_not_see_the_pipe_directory_is_told(ready: Scene) ->
     assert f"does not see the host's {ready.pipe}: a container, or PrivateTmp=yes" in found["what"]
 
 
+def test_a_process_with_a_library_of_another_driver_is_told(ready: Scene) -> None:
+    library = ready.host.root / "compat/libcuda.so.470.10.01"
+    library.parent.mkdir()
+    library.write_bytes(b"x")
+    mapping = f"import mmap; f = open({str(library)!r}); m = mmap.mmap(f.fileno(), 0, prot=mmap.PROT_READ)"
+    process = ready.process([*SLEEP[:-1], f"{mapping}; {SLEEP[-1]}"], **ready.device(1))
+    found = look(ready.host, "--pid", str(process.pid)).one("environment", "warning")
+    assert f"has loaded {library}, and the driver is" in found["what"]
+
+
+def test_env_may_forget_and_unset_variables(ready: Scene) -> None:
+    given = [f"{name}={value}" for name, value in ready.device(2).items()]
+    wrong = {**ready.host.env, "CUDA_VISIBLE_DEVICE": "0", "CUDA_MPS_PIPE_DIR": "/x"}
+    path = f"PATH={ready.host.env['PATH']}"
+    for options in (("-i", path), ("-u", "CUDA_VISIBLE_DEVICE", "--unset", "CUDA_MPS_PIPE_DIR", "-C", "/")):
+        assert look(ready.host, command=("env", *options, *given, "true"), env=wrong).bad() == {}
+    assert len(look(ready.host, command=("env", *given, "true"), env=wrong).checks["environment"]) == 2
+    (found,) = look(ready.host, command=("env", "A=1")).checks["environment"]
+    assert found["what"] == "there is no command behind the variables"
+
+
 def test_a_process_that_is_not_there_is_told(ready: Scene) -> None:
     assert "no process 4194304" in look(ready.host, "--pid", "4194304").one("environment", "problem")["what"]
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from yunion_mps.process import command_of
 
 from integration.daemon_host import Daemon, eventually
 from simhost import SimHost
@@ -31,6 +32,7 @@ int cuModuleLoadData(void **module, const char *text)
     return !getenv("STANDIN_OLD") && strstr(text, ".entry work") ? OK : INVALID;
 }}
 """
+BEGIN = "__attribute__((constructor)) static void begin(void)"
 GPU = "GPU-76aef7ff-372d-2432-b4b4-beca4d8d3400"
 
 
@@ -44,6 +46,16 @@ class Scene:
 
     def tested(self, level: str, **environment: str) -> dict[str, str]:
         return look(self.host, "--selftest", env={**self.host.env, **environment}).one("selftest", level)
+
+
+def replaced(scene: Scene, text: str) -> None:
+    """Another library in libcuda's place, which goes on with the stand-in."""
+    library = scene.host.root / "lib/libcuda.so.1"
+    real = library.rename(library.with_name("real.so"))
+    source = scene.host.root / "lib/other.c"
+    source.write_text(text)
+    flags = ["-shared", "-fPIC", "-Wl,--no-as-needed"]
+    subprocess.run(["cc", *flags, "-o", str(library), str(source), str(real)], check=True, timeout=60)
 
 
 @pytest.fixture(scope="module")
@@ -79,17 +91,10 @@ def test_a_device_that_gives_its_budget_is_ok(scene: Scene) -> None:
 
 
 def test_a_device_that_gives_more_than_its_budget_is_a_problem(scene: Scene) -> None:
-    wrapper = scene.host.root / "lib/libcuda.so.1"
-    real = wrapper.rename(wrapper.with_name("real.so"))
-    # A driver that forgets the limits, as one does whose list names a GPU that it does not see.
-    source = scene.host.root / "forgets.c"
-    source.write_text(
-        "#include <stdlib.h>\n__attribute__((constructor)) static void forget(void)\n"
-        '{ unsetenv("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"); unsetenv("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"); }\n'
-    )
-    flags = ["-shared", "-fPIC", "-Wl,--no-as-needed"]
-    command = ["cc", *flags, "-o", str(wrapper), str(source), str(real)]
-    subprocess.run(command, check=True, timeout=60)
+    # A driver forgets the limits where their list names a GPU that the program does not see.
+    names = ("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT", "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE")
+    forget = " ".join(f'unsetenv("{name}");' for name in names)
+    replaced(scene, f"#include <stdlib.h>\n{BEGIN} {{ {forget} }}\n")
     told = scene.tested("problem")["what"]
     assert "16384 MiB of memory for a budget of 3840" in told
     assert told.endswith("more than the budget was given")
@@ -110,6 +115,19 @@ def test_a_program_that_the_driver_does_not_compile_is_a_problem(scene: Scene) -
     library.unlink()  # a process may have it mapped
     library.write_bytes(text.replace(b".entry work", b".entry none"))
     assert "cuModuleLoadData: CUDA_ERROR_INVALID_VALUE" in scene.tested("problem")["what"]
+
+
+def test_a_driver_that_hangs_is_told_in_time_and_leaves_no_process(scene: Scene) -> None:
+    replaced(scene, f"#include <unistd.h>\n{BEGIN} {{ for (;;) pause(); }}\n")
+    seen = look(scene.host, "--selftest", "--timeout", "0.5")
+    assert seen.one("selftest", "problem")["what"] == "00:06.0-0: a CUDA program was not served within 3 s"
+    left = [pid for pid in os.listdir("/proc") if pid.isdigit() and "cuda_client" in command_of(int(pid))]
+    assert left == []
+
+
+def test_a_program_that_dies_is_a_problem(scene: Scene) -> None:
+    replaced(scene, f"#include <stdlib.h>\n{BEGIN} {{ abort(); }}\n")
+    assert "it ended without a word" in scene.tested("problem")["what"]
 
 
 def test_without_libcuda_or_a_gpu_it_is_skipped(scene: Scene) -> None:
