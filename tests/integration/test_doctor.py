@@ -165,9 +165,13 @@ def test_a_driver_that_hangs_is_one_problem_and_keeps_nobody_waiting(ready: Scen
     assert seen.one("daemon", "ok")
 
 
-def test_without_a_driver_that_is_said(ready: Scene) -> None:
+def test_without_a_driver_that_is_said_once_and_what_was_not_looked_at(ready: Scene) -> None:
     ready.host.hide_library()
     assert "no NVIDIA driver" in look(ready.host).one("driver", "problem")["what"]
+    told = ready.host.run(["yunion-mps", "doctor"]).stdout
+    skipped = "skipped  device nodes, GPUs, MIG, vGPU, budgets, compute mode, client limit, past MPS"
+    reason = "not looked at: no NVIDIA driver: its library libnvidia-ml.so.1 is not installed"
+    assert f"\n{skipped}: {reason}\n" in told
 
 
 def test_a_driver_whose_module_is_older_than_its_library_is_told(ready: Scene) -> None:

@@ -14,6 +14,7 @@ from yunion_mps.cli.table import terminal_width
 from yunion_mps.paths import Paths
 
 if TYPE_CHECKING:
+    from yunion_mps.doctor.finding import Finding
     from yunion_mps.doctor.running import Report
 
 _HEADER = ("Level", "Check", "What", "Remedy")
@@ -72,9 +73,12 @@ def _text(report: Report) -> str:
     """The state first, in one line, for that is what monitoring shows; then a line for each finding."""
     counts = [f"{count} {level}{_plural(level, count)}" for level, count in report.counts.items() if count]
     text = f"{report.state}: {', '.join(counts)}\n"
+    # Where many checks were skipped for one reason, that is told once.
+    checks: dict[Finding, list[str]] = {}
     for line in report.lines:
-        level, what, remedy = line.finding
-        text += _wrapped(f"{level:<8} {line.check}: {what}")
+        checks.setdefault(line.finding, []).append(line.check)
+    for (level, what, remedy), names in checks.items():
+        text += _wrapped(f"{level:<8} {', '.join(names)}: {what}")
         text += _wrapped(f"{'':<8} -> {remedy}") if remedy else ""
     return text
 

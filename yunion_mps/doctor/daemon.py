@@ -18,7 +18,8 @@ def daemon(host: Host) -> Findings:
     try:
         status = host.status()
     except UnreachableError as error:
-        if host.enabled:
+        config, problems = host.config()
+        if config.enable_cuda_mps or problems:
             return [problem(error.message, error.hint)]
         return [ok("it does not run, and enable_cuda_mps is false: this host offers no devices")]
     if status["state"] == "disabled":

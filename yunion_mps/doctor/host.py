@@ -86,11 +86,6 @@ class Host:
         self._client = client
 
     @property
-    def enabled(self) -> bool:
-        """Whether this host is to offer MPS devices at all."""
-        return self.config()[0].enable_cuda_mps
-
-    @property
     def foreign_root(self) -> bool:
         """Whether another directory than / stands for the host; processes outside it are none of its own."""
         return self.paths.root != "/"
