@@ -14,7 +14,7 @@ from .values import GpuDescription, HostDescription
 MACHINE_ID = "5c3f2b1de4a94f60b7c8d9e0f1a2b3c4"
 
 _FOLDERS = (
-    "bin", "dev/dri/by-path", "etc/yunion", "lib", "proc/driver/nvidia", "run", "sys/bus/pci/devices",
+    "bin", "dev/dri/by-path", "dev/shm", "etc/yunion", "lib", "proc/driver/nvidia", "run", "sys/bus/pci/devices",
     "sys/bus/pci/drivers/nvidia", "tmp", "var/lib", "var/log",
 )  # fmt: skip
 _DRIVER = """\
@@ -37,8 +37,9 @@ def write_tree(root: Path, host: HostDescription) -> None:
     _write(root / "etc/yunion/host.conf", _HOST_CONF)
     _write(root / "etc/yunion/host_container_device.yml", device_file(host.gpus))
     _write(root / "proc/driver/nvidia/version", _DRIVER.format(version=host.driver_version))
+    (root / "dev/shm").chmod(0o1777)
     for node in ("nvidiactl", "nvidia-uvm"):
-        _write(root / "dev" / node, "")
+        _node(root / "dev" / node)
     for gpu in host.gpus:
         plug_in(root, gpu)
 
@@ -75,7 +76,7 @@ def plug_in(root: Path, gpu: GpuDescription) -> None:
         _write(folder / name, f"{value}\n")
     _link(folder / "driver", "../../../bus/pci/drivers/nvidia")
     _link(root / "sys/bus/pci/devices" / gpu.address, os.path.relpath(folder, root / "sys/bus/pci/devices"))
-    _write(root / f"dev/nvidia{gpu.minor}", "")
+    _node(root / f"dev/nvidia{gpu.minor}")
     if gpu.render is not None:
         for kind_of_node, node in _nodes(gpu).items():
             os.makedirs(folder / "drm" / node, exist_ok=True)
@@ -101,6 +102,12 @@ def _device_folder(root: Path, gpu: GpuDescription) -> Path:
 def _nodes(gpu: GpuDescription) -> dict[str, str]:
     """Return the DRM nodes by kind; render node 128 + n belongs to card n."""
     return {} if gpu.render is None else {"render": f"renderD{gpu.render}", "card": f"card{gpu.render % 128}"}
+
+
+def _node(path: Path) -> None:
+    """A node that all users may open, as the driver makes them."""
+    _write(path, "")
+    path.chmod(0o666)
 
 
 def _write(path: Path, text: str) -> None:

@@ -11,7 +11,7 @@ from yunion_mps.doctor.host import DEFAULT_PIPE_DIRECTORY, Host
 from yunion_mps.errors import YunionError
 from yunion_mps.models import DomainPlan
 from yunion_mps.mps.control import PROGRAM
-from yunion_mps.mps.diagnosis import _holders, _peers
+from yunion_mps.mps.diagnosis import holders, peers
 from yunion_mps.mps.log_file import LOG_NAME, SERVER_LOG
 from yunion_mps.mps.servers import server_pids
 from yunion_mps.planning import max_clients
@@ -117,7 +117,7 @@ def user_switching(host: Host) -> Findings:
     known = {os.getpid(), _daemon_pid(host), *(pid for pids in busy.values() for pid in pids)}
     found: list[Finding] = []
     # Who holds a connection is looked up for all domains at once: that searches all processes.
-    if set(_holders({inode for domain in busy for inode in _peers(domain.pipe_directory)})) - known:
+    if set(holders({inode for domain in busy for inode in peers(domain.pipe_directory)})) - known:
         for domain, (_, *servers) in busy.items():
             serving = {uid for server in servers if (uid := uid_of(server)) is not None}
             found += [_told(pid, domain, serving) for pid in _waiting(domain, known, serving)]
@@ -145,7 +145,7 @@ def _waiting(domain: DomainPlan, known: set[int], serving: set[int]) -> list[int
 def _strangers_at(domain: DomainPlan, known: set[int], serving: set[int]) -> set[int]:
     return {
         pid
-        for pid in _holders(set(_peers(domain.pipe_directory)))
+        for pid in holders(set(peers(domain.pipe_directory)))
         if pid not in known
         and uid_of(pid) not in (None, *serving)
         and program_of(pid).rpartition("/")[2] != PROGRAM

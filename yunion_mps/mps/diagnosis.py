@@ -88,10 +88,10 @@ def _described(pid: int) -> str:
 
 def _connected(pipe_directory: str) -> list[int]:
     """The PIDs of the processes with a connection that the control daemon has accepted."""
-    return _holders(set(_peers(pipe_directory)))
+    return holders(set(peers(pipe_directory)))
 
 
-def _peers(pipe_directory: str) -> Iterator[int]:
+def peers(pipe_directory: str) -> Iterator[int]:
     """The inodes at the other ends of the connections; raises OSError where nobody tells."""
     # The second is where root's front-ends connect (measured).
     places = {f"{pipe_directory}/{name}".encode() for name in ("control", "control_privileged")}
@@ -137,7 +137,7 @@ def _aligned(length: int) -> int:
     return (length + 3) & ~3
 
 
-def _holders(inodes: Collection[int]) -> list[int]:
+def holders(inodes: Collection[int]) -> list[int]:
     """The PIDs of the processes that have these sockets open, as far as they are found in time."""
     end_s = time.monotonic() + _SEARCH_S
     links = {f"socket:[{inode}]" for inode in inodes}

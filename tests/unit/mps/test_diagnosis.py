@@ -90,7 +90,7 @@ def test_the_search_is_given_up_in_time(
     assert why_silent(control_pid, plan.pipe_directory) == ""
     monkeypatch.undo()
     before_s = time.monotonic()
-    diagnosis._holders({0xFFFFFFFF})
+    diagnosis.holders({0xFFFFFFFF})
     assert time.monotonic() - before_s < 2 * diagnosis._SEARCH_S + diagnosis._TIMEOUT_S
 
 
