@@ -14,8 +14,8 @@ from .values import GpuDescription, HostDescription
 MACHINE_ID = "5c3f2b1de4a94f60b7c8d9e0f1a2b3c4"
 
 _FOLDERS = (
-    "bin", "dev/dri/by-path", "dev/shm", "etc/yunion", "lib", "proc/driver/nvidia", "run", "sys/bus/pci/devices",
-    "sys/bus/pci/drivers/nvidia", "tmp", "var/lib", "var/log",
+    "bin", "dev/dri/by-path", "dev/shm", "etc/yunion", "lib", "proc/driver/nvidia", "run",
+    "sys/bus/pci/devices", "sys/bus/pci/drivers/nvidia", "tmp", "var/lib", "var/log",
 )  # fmt: skip
 _DRIVER = """\
 NVRM version: NVIDIA UNIX x86_64 Kernel Module  {version}  Fri Jun 13 09:12:41 UTC 2025
