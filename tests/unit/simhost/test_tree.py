@@ -39,6 +39,7 @@ def test_reference_case_is_as_the_kernel_shows_it(make_host: MakeHost) -> None:
         "dri",
         "nvidia0",
         "nvidiactl",
+        "shm",
         "nvidia-uvm",
     }
     assert (host.root / "etc/machine-id").read_text().strip().isalnum()
