@@ -71,6 +71,7 @@ class Config(NamedTuple):
     cuda_mps_compute_mode: str
     cuda_mps_scope: str
     cuda_mps_thread_percentage: str
+    cuda_mps_combine: int
     cuda_mps_max_clients: int | None
     cuda_mps_stop_timeout_s: int
     cuda_mps_multiuser: bool

@@ -9,8 +9,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -275,6 +273,27 @@ def test_devices_across_gpus_have_a_limit_each_and_of_one_gpu_they_are_refused(
     assert given(daemon) == []
 
 
+def test_devices_of_one_gpu_are_one_budget_where_the_control_daemon_allows_as_much(
+    make_host: MakeHost, make_daemon: MakeDaemon
+) -> None:
+    host = make_host([{"kind": "v100"}])
+    daemon = make_daemon(host)
+    daemon.configure(cuda_mps_combine=2)
+    daemon.start().wait_ready()
+    assert daemon.control("get_default_device_pinned_mem_limit 0") == ["8G"]
+    alone = json.loads(run(host, "--print-env", "-o", "json").stdout)
+    both = json.loads(run(host, "--count", "2", "--print-env", "-o", "json").stdout)
+    names = ("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT", "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "YUNION_MPS_DEVICE")
+    assert [alone[name] for name in names] == ["0=4096M", "25", "00:06.0-0"]
+    assert [both[name] for name in names] == ["0=8192M", "50", "00:06.0-0,00:06.0-1"]
+    assert run(host, "--count", "3", "true").stderr.splitlines()[1] == (
+        "yunion-mps: take them on different GPUs (--across), or set cuda_mps_combine: 3 in host.conf"
+    )
+    daemon.kill()
+    daemon.start().wait_ready()
+    assert [d["mps_memory_limit"] for d in daemon.get("/v1/devices")[1]["isolated_devices"]] == [4096] * 4
+
+
 def test_memory_in_units_as_ack_hands_it_out(make_host: MakeHost, make_daemon: MakeDaemon) -> None:
     """16 units of 128 MiB are 2 GiB; of a GPU of 23040 MiB there are 180, and the 181st is refused."""
     host = make_host([{"kind": "tesla-p40"}])
@@ -320,102 +339,3 @@ def test_unequal_slices_are_given_by_name_or_by_the_memory_that_is_needed(
     assert large["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] == "0=8192M"
     assert "CUDA_MPS_CLIENT_PRIORITY" not in large
     assert daemon.control("get_default_device_pinned_mem_limit 0") == ["8G"], "the largest of them"
-
-
-#: As many jobs as there are devices and a few more, each a process of its own, over and over.
-_RUNS, _AT_A_TIME, _DEVICES = 500, 50, 48
-#: Says which device it has, holds a lock on it that nobody else may hold, and ends in one of several ways.
-_JOB = """\
-import fcntl, os, random, signal, sys, time
-folder, number = sys.argv[1:]
-device = os.environ["YUNION_MPS_DEVICE"]
-lock = os.open(os.path.join(folder, device), os.O_CREAT | os.O_RDWR)
-try:
-    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-except OSError:
-    open(os.path.join(folder, "twice"), "a").write(f"{device} {number}\\n")
-time.sleep(random.Random(int(number)).uniform(0, 0.05))
-if int(number) % 5 == 0:
-    os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
-def test_of_500_jobs_on_48_devices_none_shares_and_all_end_whatever_is_killed(
-    make_host: MakeHost, make_daemon: MakeDaemon, tmp_path: Path
-) -> None:
-    host = make_host([{"kind": "v100"}])
-    divide(host, _DEVICES)
-    daemon = make_daemon(host).start().wait_ready()
-    job = tmp_path / "job.py"
-    job.write_text(_JOB)
-    running: list[subprocess.Popen[str]] = []
-    statuses: list[int] = []
-    begun = kills = 0
-    while begun < _RUNS or running:
-        while begun < _RUNS and len(running) < _AT_A_TIME:
-            command = [
-                "yunion-mps",
-                "run",
-                "--wait=120",
-                "--",
-                sys.executable,
-                "-IS",
-                job,
-                tmp_path,
-                str(begun),
-            ]
-            running.append(host.popen(command, stderr=subprocess.PIPE))
-            begun += 1
-        if begun >= (kills + 1) * 100 and kills < 4:
-            kills += 1
-            daemon.kill()
-            daemon.start().wait_ready()
-        finished = [one for one in running if one.poll() is not None]
-        for one in finished:
-            running.remove(one)
-            one.communicate()
-            statuses.append(one.returncode)
-        if not finished:
-            running[0].wait(60)
-    assert not (tmp_path / "twice").exists(), (tmp_path / "twice").read_text()
-    assert sorted(set(statuses)) == [-signal.SIGKILL, 0]
-    assert statuses.count(-signal.SIGKILL) == _RUNS // 5, "each of them has begun"
-    eventually(lambda: given(daemon) == [], "that all is free")
-    assert daemon.get("/v1/devices?unused=true&limit=0")[1]["total"] == _DEVICES
-
-
-def test_those_who_wait_are_served_in_the_order_of_their_coming_also_by_the_next_daemon(
-    ready_daemon: Daemon,
-) -> None:
-    host = ready_daemon.host
-    jobs = [start(host) for _ in ADDRESSES]
-    waiting: list[subprocess.Popen[str]] = []
-    for _ in ADDRESSES:
-        waiting.append(host.popen(["yunion-mps", "run", "--wait", "--", "cat"], stdin=-1, stderr=-1))
-        wait_until_wait(ready_daemon, len(waiting))
-    ready_daemon.kill()
-    ready_daemon.start().wait_ready()
-    wait_until_wait(ready_daemon, len(waiting))
-    left = list(waiting)
-    for job in jobs:
-        end(job)
-        first = left.pop(0).pid
-        eventually(lambda: first in holders(ready_daemon), "that the next one is served")  # noqa: B023 - it is called at once
-        assert holders(ready_daemon) & {one.pid for one in left} == set()
-    for one in waiting:
-        end(one)
-
-
-def wait_until_wait(daemon: Daemon, number: int) -> None:
-    """Wait until so many wait for a device."""
-    eventually(lambda: len(ask(daemon, "GET", "/v1/leases")[1]["waiting"]) == number, f"{number} that wait")
-
-
-def holders(daemon: Daemon) -> set[int]:
-    return {lease["pid"] for lease in ask(daemon, "GET", "/v1/leases")[1]["leases"]}
-
-
-def divide(host: SimHost, number: int) -> None:
-    (host.root / "etc/yunion/host_container_device.yml").write_text(
-        f"devices:\n- path: /dev/dri/renderD128\n  type: NVIDIA_MPS\n  virtual_number: {number}\n"
-    )

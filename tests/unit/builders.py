@@ -67,6 +67,7 @@ def config(*entries: DeviceEntry, **given: Any) -> Config:
         "cuda_mps_max_clients": None,
         "cuda_mps_stop_timeout_s": 10,
         "cuda_mps_multiuser": False,
+        "cuda_mps_combine": 1,
     }
     unknown = set(given) - set(values)
     assert not unknown, unknown

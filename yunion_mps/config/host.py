@@ -51,6 +51,9 @@ KEYS: dict[str, Key] = {
         "equal",
         "SM threads of a device: 100/n, 100/(0.5 n), or not limited",
     ),
+    "cuda_mps_combine": Key(
+        whole_number(1, MOST_DEVICES), 1, "how many devices of a GPU one job may have as one budget"
+    ),
     "cuda_mps_max_clients": Key(
         whole_number(1, LARGEST_OVERRIDE),
         None,

@@ -205,7 +205,8 @@ class Leasing:
         domain = next(status.plan for status in domains if status.plan.name in names)
         why = why_not_honoured(devices, domain)
         if why:
-            hint = "take them on different GPUs (--across), or divide the GPU into fewer devices"
+            more = f"cuda_mps_combine: {len(devices)}"
+            hint = f"take them on different GPUs (--across), or set {more} in host.conf"
             raise HostError(f"{len(devices)} devices cannot be one budget: {why}", hint)
         return {**client_environment(devices, domain), LEASE_VARIABLE: lease_id}
 

@@ -18,7 +18,8 @@ _OVERCOMMIT = {"equal": 1.0, "double": 2.0, "none": None}
 class Division(NamedTuple):
     """One GPU divided: what any client of it gets at most, into how many devices, and which.
 
-    Equal devices are told by their `number`, unequal ones are in `slices` as well; a pool has none yet.
+    Equal devices are told by their `number`; those that differ from what a client gets at most, being unequal
+    or to be combined, are in `slices` as well; a pool has none yet.
     """
 
     memory_mib: int
@@ -46,8 +47,12 @@ def divide(entry: DeviceEntry, gpu: Gpu, config: Config, domain: str, clients: i
         pool = Pool(str(gpu.uuid), domain, unit_mib, most_mib, total_mib, reserve_mib, clients, overcommit)
         return Division(most_mib, 0, share_percentage(most_mib, total_mib, overcommit), pool=pool)
     number = entry.virtual_number
-    percentage = thread_percentage(config.cuda_mps_thread_percentage, number)
-    return Division(total_mib // number, number, percentage)
+    percentage, share_mib = thread_percentage(config.cuda_mps_thread_percentage, number), total_mib // number
+    together = min(config.cuda_mps_combine, number)
+    if together == 1:
+        return Division(share_mib, number, percentage)
+    slices = tuple(Slice(str(gpu.uuid), slot, share_mib, percentage) for slot in range(number))
+    return Division(share_mib * together, number, min(100.0, round(percentage * together, 1)), slices)
 
 
 def thread_percentage(policy: str, virtual_number: int) -> float:

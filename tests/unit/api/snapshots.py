@@ -57,6 +57,7 @@ def snapshot(
         cuda_mps_max_clients=None,
         cuda_mps_stop_timeout_s=10,
         cuda_mps_multiuser=False,
+        cuda_mps_combine=1,
         devices=(),
         sources={name: Source("default", None) for name in KEYS},
     )

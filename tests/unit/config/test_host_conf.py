@@ -26,6 +26,7 @@ def test_every_key_has_the_default_of_the_design(files: Files) -> None:
         "cuda_mps_compute_mode": "exclusive_process",
         "cuda_mps_scope": "host",
         "cuda_mps_thread_percentage": "equal",
+        "cuda_mps_combine": 1,
         "cuda_mps_max_clients": None,
         "cuda_mps_stop_timeout_s": 10,
         "cuda_mps_multiuser": False,
@@ -46,13 +47,14 @@ def test_every_key_is_read_and_knows_its_line(files: Files) -> None:
         "cuda_mps_compute_mode: keep\n"
         "cuda_mps_scope: gpu\n"
         "cuda_mps_thread_percentage: double\n"
+        "cuda_mps_combine: 2\n"
         "cuda_mps_max_clients: 96\n"
         "cuda_mps_stop_timeout_s: 3600\n"
         "cuda_mps_multiuser: true\n"
     )
     files.root.joinpath("etc/devices.yml").write_text("devices: []\n")
     found = config.load()
-    assert found[:11] == (
+    assert found[:12] == (
         True,
         "/etc/devices.yml",
         "/run/mps/pipe",
@@ -61,12 +63,13 @@ def test_every_key_is_read_and_knows_its_line(files: Files) -> None:
         "keep",
         "gpu",
         "double",
+        2,
         96,
         3600,
         True,
     )
     assert {name: source.line for name, source in found.sources.items()} == dict(
-        zip(found._fields, [2, 3, 5, 6, 7, 8, 9, 10, 11, 12, 13])
+        zip(found._fields, [2, 3, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14])
     )
     assert {source.file for source in found.sources.values()} == {str(files.host)}
 
@@ -183,7 +186,7 @@ def test_a_key_that_begins_as_ours_do_and_is_none_is_named_with_all_of_ours(file
     assert files.messages() == [
         (
             f"{HOST}:1: cuda_mps_colour is no key: remove it; the keys of yunion-mps are"
-            " container_device_config_file, cuda_mps_compute_mode, cuda_mps_log_directory,"
+            " container_device_config_file, cuda_mps_combine, cuda_mps_compute_mode, cuda_mps_log_directory,"
             " cuda_mps_max_clients, cuda_mps_multiuser, cuda_mps_pipe_directory, cuda_mps_replicas,"
             " cuda_mps_scope, cuda_mps_stop_timeout_s, cuda_mps_thread_percentage, enable_cuda_mps"
         )
