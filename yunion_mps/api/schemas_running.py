@@ -101,11 +101,15 @@ def _process(command: str, pid: int) -> Schema:
 
 def _client() -> Schema:
     memory = "What it has on its domain's GPUs, in MiB; null where the driver does not tell."
+    through = "False: past MPS, so that no budget holds it; null where nobody can tell."
+    by_gpu = {"type": ["integer", "null"], "minimum": 0}
     return {
+        "mps": or_null(truth(through, example=True)),
         "server": or_null(number("The PID of its MPS server.", 4250, minimum=1)),
         "domain": text("The control daemon that serves it.", "host"),
         "device": or_null(text("Its device, by YUNION_MPS_DEVICE in its environment.", "00:06.0-1")),
         "gpus": list_of("Addresses of the GPUs that it has memory on.", {"type": "string"}, ["00:06.0"]),
+        "memory_by_gpu": list_of("What it has on each of these, in MiB, or null.", by_gpu, [512]),
         "memory_used": or_null(number(memory, 512)),
     }
 

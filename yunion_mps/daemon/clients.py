@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import signal
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from yunion_mps.daemon.threads import on_thread
@@ -15,7 +15,7 @@ from yunion_mps.inventory import Nvml
 from yunion_mps.models import DomainPlan, Event, Gpu
 from yunion_mps.mps.clients import clients_of, server_state, terminate
 from yunion_mps.mps.control import find_control_program
-from yunion_mps.mps.servers import server_pids
+from yunion_mps.mps.servers import is_server, server_pids
 from yunion_mps.planning import DEVICE_VARIABLE
 from yunion_mps.process import Process, environment_of, started_ticks, uid_of, user_name
 from yunion_mps.supervisor import Supervisor
@@ -36,6 +36,13 @@ class _Asked(NamedTuple):
     states: Mapping[int, str | None]  # of those that have not
     clients: Mapping[int, int]  # PID: its server's
     trouble: str
+
+
+class _Seen(NamedTuple):
+    """What the driver told, by GPU UUID."""
+
+    memory: Mapping[str, Mapping[int, int | None]]  # in MiB, of each process
+    through_mps: Mapping[str, Collection[int]]  # a GPU that does not tell is missing
 
 
 class Clients:
@@ -127,14 +134,15 @@ def _look(
     serving: Iterable[tuple[DomainPlan, int, tuple[int, ...]]], nvml: Nvml | None, gpus: Iterable[Gpu]
 ) -> Json:
     asked = [_ask(plan, pid, servers) for plan, pid, servers in serving]
-    used: dict[str, dict[int, int | None]] = {}
+    seen = _Seen({}, {})
     troubles = [f"domain {one.plan.name}: {one.trouble}" for one in asked if one.trouble]
     try:
-        used = nvml.processes() if nvml else {}
+        # In this order: whoever begins between the two questions is known to use MPS.
+        seen = _Seen(nvml.processes(), nvml.mps_clients()) if nvml else seen
     except DriverError as error:
         troubles.append(error.message)
     addresses = {gpu.uuid: gpu.address for gpu in gpus}
-    clients = [client for one in asked for client in _clients_json(one, used, addresses)]
+    clients = [client for one in asked for client in _clients_json(one, seen, addresses)]
     servers = [
         {**_process_json(pid), "domain": one.plan.name, "state": one.states.get(pid)}
         for one in asked
@@ -156,16 +164,14 @@ def _ask(plan: DomainPlan, control_pid: int, servers: tuple[int, ...]) -> _Asked
     return _Asked(plan, servers, states, clients, trouble)
 
 
-def _clients_json(
-    asked: _Asked, used: Mapping[str, Mapping[int, int | None]], addresses: Mapping[str | None, str]
-) -> list[Json]:
+def _clients_json(asked: _Asked, seen: _Seen, addresses: Mapping[str | None, str]) -> list[Json]:
     """Those that the control daemon names, and those that NVML sees on its GPUs.
 
     A server that is about to end names none, although they run, and one without a control daemon neither.
     """
     on_gpus: dict[int, dict[str, int | None]] = {}
     for uuid in asked.plan.gpu_uuids:
-        for pid, mib in used.get(uuid, {}).items():
+        for pid, mib in seen.memory.get(uuid, {}).items():
             if pid not in asked.servers:
                 on_gpus.setdefault(pid, {})[uuid] = mib
     silent = [pid for pid in asked.servers if pid not in asked.states] or asked.servers
@@ -174,17 +180,31 @@ def _clients_json(
     for pid in sorted({*asked.clients, *on_gpus}):
         memory = on_gpus.get(pid, {})
         known = [mib for mib in memory.values() if mib is not None]
+        through_mps = _uses_mps(pid, asked, seen, memory)
         found.append(
             {
                 **_process_json(pid),
-                "server": asked.clients.get(pid, only),
+                "mps": through_mps,
+                "server": None if through_mps is False else asked.clients.get(pid, only),
                 "domain": asked.plan.name,
                 "device": environment_of(pid).get(DEVICE_VARIABLE),
                 "gpus": [addresses.get(uuid, uuid) for uuid in memory],
+                "memory_by_gpu": list(memory.values()),
                 "memory_used": sum(known) if known else None,
             }
         )
     return found
+
+
+def _uses_mps(pid: int, asked: _Asked, seen: _Seen, gpus: Collection[str]) -> bool | None:
+    """Whether the process uses the GPUs through MPS; None where nobody can tell.
+
+    Past MPS is only who is there, has one of the GPUs, and is no client by anybody's word.
+    """
+    if pid in asked.clients or any(pid in seen.through_mps.get(uuid, ()) for uuid in gpus):
+        return True
+    told = bool(gpus) and all(uuid in seen.through_mps for uuid in gpus)
+    return False if told and uid_of(pid) is not None and not is_server(pid) else None
 
 
 def _process_json(pid: int) -> Json:

@@ -189,6 +189,18 @@ class Nvml:
         return found
 
     @bounded
+    def mps_clients(self) -> dict[str, set[int]]:
+        """The PIDs of the clients of MPS on each GPU, by its UUID; a GPU that does not tell is missing."""
+        found: dict[str, set[int]] = {}
+        for index in range(_call(pynvml.nvmlDeviceGetCount)):
+            with contextlib.suppress(DriverError):
+                handle = _call(pynvml.nvmlDeviceGetHandleByIndex, index)
+                uuid = _text(_call(pynvml.nvmlDeviceGetUUID, handle))
+                clients = _call(pynvml.nvmlDeviceGetMPSComputeRunningProcesses, handle)
+                found[uuid] = {one.pid for one in clients}
+        return found
+
+    @bounded
     def compute_mode(self, uuid: str) -> str:
         """The GPU's compute mode, as nvidia-smi names it."""
         handle = _call(pynvml.nvmlDeviceGetHandleByUUID, uuid.encode())

@@ -21,6 +21,11 @@ def server_pids(control_pid: int) -> list[int]:
     return [pid for pid in children_of(control_pid) if name_of(pid) == _NAME]
 
 
+def is_server(pid: int) -> bool:
+    """Whether the process is an MPS server, also one that has not come as far as its program."""
+    return name_of(pid) == _NAME
+
+
 def still_serving(pids: Iterable[int]) -> tuple[int, ...]:
     """Those of the PIDs that are still those of MPS servers; takes no descriptor, so it never lacks one."""
     return tuple(pid for pid in pids if _program(pid) == SERVER)

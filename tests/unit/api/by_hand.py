@@ -50,10 +50,12 @@ CLIENT: Json = {
     "user": "alice",
     "command": "python train.py",
     "started": 1788000060.5,
+    "mps": True,
     "server": 4250,
     "domain": "host",
     "device": "00:06.0-1",
     "gpus": ["00:06.0"],
+    "memory_by_gpu": [512],
     "memory_used": 512,
 }
 #: All but the PID of a process that ended while it was looked at.
@@ -64,9 +66,11 @@ GONE: Json = {
     "user": None,
     "command": None,
     "started": None,
+    "mps": None,
     "server": None,
     "device": None,
     "gpus": [],
+    "memory_by_gpu": [],
     "memory_used": None,
 }
 
