@@ -18,6 +18,8 @@ COMMANDS = {
     "lease": "yunion_mps.cli.lease",
     "gpus": "yunion_mps.cli.gpus",
     "status": "yunion_mps.cli.status",
+    "top": "yunion_mps.cli.top",
+    "who": "yunion_mps.cli.who",
     "clients": "yunion_mps.cli.clients",
     "events": "yunion_mps.cli.events",
     "doctor": "yunion_mps.cli.doctor",
@@ -73,9 +75,5 @@ def cli() -> None:
     See one device and how to use it:     yunion-mps show 00:06.0-1
     Run a command with a device:          yunion-mps run python train.py
     See whether all is well:              yunion-mps status
-    Find what makes MPS fail:             yunion-mps doctor
-    See what happened:                    yunion-mps events
-    See whose jobs are running:           yunion-mps clients
-    Check both files, touch nothing:      yunion-mps config check
-    Try a new configuration:              yunion-mps plan; yunion-mps reload
-    """
+    See who has what:                     yunion-mps who
+    Watch it:                             yunion-mps top

@@ -1,17 +1,23 @@
-"""`yunion-mps status`: whether all is well, and what is not, first."""
+"""`yunion-mps status`: one screen of whether all is well, and what is not, first."""
 
 from __future__ import annotations
 
+import os
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import click
 
 from yunion_mps.cli.ask import ask
-from yunion_mps.cli.output import output_option, show_pairs
+from yunion_mps.cli.output import cell, output_option, show_pairs
+from yunion_mps.cli.screen import asking
+from yunion_mps.cli.screen.findings import Finding, folded, of_status, of_uses, ranked
+from yunion_mps.cli.screen.text import count, duration, right
+from yunion_mps.cli.screen.uses import Holding, holdings, memory_by_gpu
 from yunion_mps.cli.table import draw, notes
 
-_COLUMNS = (
+_DOMAIN_COLUMNS = (
     "Domain",
     "State",
     "PID",
@@ -21,41 +27,105 @@ _COLUMNS = (
     "Memory_MiB",
     "Pipe_directory",
 )
-_DROP = ("Restarts", "Memory_MiB", "Threads_%", "Pipe_directory", "PID", "GPUs")
+_DOMAIN_DROP = ("Restarts", "Memory_MiB", "Threads_%", "Pipe_directory", "PID", "GPUs")
+_GPU_COLUMNS = ("GPU", "Name", "State", "Devices", "In_use", "Free", "Used_MiB", "Memory_MiB")
+_GPU_DROP = ("Memory_MiB", "Name", "Devices")
+_NUMBERS = ("PID", "Restarts", "GPUs", "Threads_%", "Memory_MiB", "Devices", "In_use", "Free", "Used_MiB")
+#: More rows than these are counted, and not shown one by one: it is to be one screen.
+_MOST_ROWS = 12
+
+Json = dict[str, Any]
 
 
 @click.command("status", short_help="Show whether all is well.")
 @output_option
 def command(output: str) -> None:
-    """Show how the daemon, the control daemons and the devices are.
+    """Show how the daemon, the GPUs, the devices and their users are: what is wrong first, with its remedy.
 
     \b
     Examples:
       yunion-mps status
       yunion-mps status --output json
     """
-    answer = ask("/v1/status")
-    show_pairs(answer, output, lambda: _text(answer))
+    status = ask("/v1/status")
+    gpus = ask("/v1/gpus")["gpus"]
+    devices = ask("/v1/devices?limit=0")["isolated_devices"]
+    held, waiting = asking.leases()
+    clients = asking.clients_or_why() if status["domains"] else asking.NOBODY
+    found = holdings(devices, held, clients.clients)
+    wrong = ranked([*of_status(status, gpus), *of_uses(found, clients.servers)])
+    in_use = sum(len(holding.devices) for holding in found if holding.in_use)
+    answer = {
+        **status,
+        "devices": {**status["devices"], "used": in_use, "free": _free(found)},
+        "leases": {"total": len(held), "waiting": len(waiting)},
+        "clients": len(clients.clients),
+        "problems": [one._asdict() for one in wrong],
+        "troubles": clients.troubles,
+    }
+    show_pairs(answer, output, lambda: _text(answer, gpus, found, wrong, clients))
 
 
-def _text(status: dict[str, Any]) -> str:
-    devices, gpus, driver = status["devices"], status["gpus"], status["driver"]
-    lines = [f"State:    {status['state']}"]
-    if status["notice"]:
-        lines.append(f"Notice:   {status['notice']}")
-    lines += [f"Warning:  {warning}" for warning in status["warnings"]]
-    lines += [f"Pending:  {d['name']}: {d['pending']}" for d in status["domains"] if d["pending"]]
-    up_s = max(0, int(time.time() - status["started"]))
+def _free(found: Sequence[Holding]) -> int:
+    return sum(one.available and not one.in_use for one in found)
+
+
+def _text(
+    status: Json, gpus: Sequence[Json], found: Sequence[Holding], wrong: Sequence[Finding],
+    clients: asking.Clients,
+) -> str:  # fmt: skip
+    devices, driver, leases = status["devices"], status["driver"], status["leases"]
     cuda = f", CUDA {driver['cuda_version']}" if driver["cuda_version"] else ""
-    lines.append(f"Devices:  {devices['available']} of {devices['total']} available")
-    broken = f", {gpus['unavailable']} unavailable (see: yunion-mps gpus)" if gpus["unavailable"] else ""
-    lines.append(f"GPUs:     {gpus['total']}{broken}")
-    lines.append(f"Driver:   {driver['version'] or 'not looked at'}{cuda}")
-    lines.append(f"Host id:  {status['host_id']}")
-    lines.append(f"Daemon:   {status['version']}, PID {status['pid']}, up {_duration(up_s)}")
-    text = "\n".join(lines) + "\n"
-    if not status["domains"]:
-        return text
+    waiting = f", {leases['waiting']} waiting" if leases["waiting"] else ""
+    up = duration(time.time() - status["started"])
+    free = f", {devices['used']} used, {devices['free']} free" if devices["total"] else ""
+    broken = status["gpus"]["unavailable"]
+    lines = [
+        f"State:    {status['state']}",
+        *_wrong(wrong),
+        f"Devices:  {devices['available']} of {devices['total']} available{free}",
+        f"Leases:   {leases['total']}{waiting}; {count(status['clients'], 'client')} of MPS",
+        f"GPUs:     {status['gpus']['total']}" + (f", {broken} unavailable" if broken else ""),
+        f"Driver:   {driver['version'] or 'not looked at'}{cuda}",
+        f"Host:     {os.uname().nodename}, id {status['host_id']}",
+        f"Daemon:   {status['version']}, PID {status['pid']}, up {up}",
+    ]
+    text = "".join(f"{cell(line)}\n" for line in lines)
+    text += _gpu_table(gpus, found, clients) if gpus else ""
+    text += _domain_table(status["domains"]) if status["domains"] else ""
+    return text + notes(("Not known", trouble) for trouble in clients.troubles)
+
+
+def _wrong(wrong: Sequence[Finding]) -> list[str]:
+    """Each with its remedy below it, which several may share."""
+    shown = folded(wrong)
+    lines = []
+    for place, one in enumerate(shown):
+        lines.append(f"{one.kind + ':':9} {one.what}")
+        if place + 1 == len(shown) or shown[place + 1].remedy != one.remedy:
+            lines.append(f"Remedy:   {one.remedy}")
+    return lines
+
+
+def _gpu_table(gpus: Sequence[Json], found: Sequence[Holding], clients: asking.Clients) -> str:
+    """A row a GPU; where they are too many for a screen, a row for those of a kind in a state."""
+    used_mib = memory_by_gpu(clients.clients)
+    rows: dict[tuple[str, ...], list[Any]] = {}
+    for gpu in gpus:
+        own = [one for one in found if one.gpu == gpu["addr"]]
+        in_use = sum(len(one.devices) for one in own if one.in_use)
+        numbers = (gpu["devices"], in_use, _free(own), used_mib.get(gpu["addr"], 0), gpu["memory_total"] or 0)
+        words = (gpu["addr"], gpu["name"] or "", gpu["state"])
+        key = words if len(gpus) <= _MOST_ROWS else words[1:]
+        row = rows.setdefault(key, [0, 0, 0, 0, 0, 0])
+        rows[key] = [before + more for before, more in zip(row, (1, *numbers))]
+    shown = [(*(key if len(key) == 3 else (f"{row[0]} GPUs", *key)), *row[1:]) for key, row in rows.items()]
+    return draw(_GPU_COLUMNS, right(_GPU_COLUMNS, shown, _NUMBERS), _GPU_DROP)
+
+
+def _domain_table(domains: Sequence[Json]) -> str:
+    """The control daemons; where they are too many for a screen, those that do not serve."""
+    shown = [one for one in domains if len(domains) <= _MOST_ROWS or one["state"] != "ready"][:_MOST_ROWS]
     rows = [
         (
             domain["name"],
@@ -67,19 +137,9 @@ def _text(status: dict[str, Any]) -> str:
             ",".join(str(limit) for limit in sorted(set(domain["memory_limits"]) - {None})),
             domain["pipe_directory"],
         )
-        for domain in status["domains"]
+        for domain in shown
     ]
-    known = [domain for domain in status["domains"] if domain["reason"] != domain["pending"]]
-    reasons = notes((domain["name"], domain["reason"]) for domain in known)
-    return text + draw(_COLUMNS, rows, _DROP) + reasons
-
-
-def _duration(seconds: int) -> str:
-    """Seconds in the two largest units: `3 d 4 h`."""
-    units = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
-    parts = []
-    for size, name in units:
-        if seconds >= size:
-            parts.append(f"{seconds // size} {name}")
-            seconds %= size
-    return " ".join(parts[:2]) or "0 s"
+    text = draw(_DOMAIN_COLUMNS, right(_DOMAIN_COLUMNS, rows, _NUMBERS), _DOMAIN_DROP) if rows else ""
+    left = len(domains) - len(shown)
+    ready = sum(domain["state"] == "ready" for domain in domains)
+    return text + (f"Domains:  {ready} of {len(domains)} are ready (all: -o json)\n" if left else "")

@@ -1,0 +1,182 @@
+"""A terminal as a screen: drawn on without flicker, read key by key, and left as it was however that ends.
+
+Plain control sequences of ECMA-48, which every terminal of today knows, and no curses: nothing of terminfo
+has to be installed, and a frame is one write.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import select
+import signal
+import termios
+import tty
+from types import FrameType, TracebackType
+
+from yunion_mps.cli.screen.frame import Line
+
+#: The alternate screen, without a cursor; and back.
+_ENTER = b"\x1b[?1049h\x1b[?25l\x1b[2J"
+_LEAVE = b"\x1b[0m\x1b[?25h\x1b[?1049l"
+_SGR = {"bold": "1", "dim": "2", "good": "32", "warn": "33", "bad": "31", "head": "7"}
+#: These end a program; after them the terminal is put right, and then they do what they do.
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+_OTHERS = (signal.SIGWINCH, signal.SIGTSTP, signal.SIGCONT)
+_KEYS = {
+    b"A": "up", b"B": "down", b"5~": "page up", b"6~": "page down", b"H": "home", b"F": "end",
+    b"1~": "home", b"4~": "end", b"7~": "home", b"8~": "end",
+}  # fmt: skip
+_KEY = re.compile(rb"\x1b[\[O][0-9;]*([A-Za-z]|[0-9]*~)|\x1b[\[O]?[0-9;]*$|\x1b|[^\x1b]")
+#: How long the rest of a key may take, on a slow line.
+_REST_OF_KEY_MS = 100
+
+
+class Woken:
+    """What the loop waits for: signals, and threads that have something."""
+
+    def __init__(self) -> None:
+        self._reader, self._writer = os.pipe()
+        for end in (self._reader, self._writer):
+            os.set_blocking(end, False)
+        self._before: dict[signal.Signals, object] = {}
+
+    def wake(self) -> None:
+        """Let the loop go on; may be called in any thread."""
+        with contextlib.suppress(BlockingIOError):  # full: it goes on anyway
+            os.write(self._writer, b"\0")
+
+    def fileno(self) -> int:
+        """Readable when there is something."""
+        return self._reader
+
+    def signals(self) -> list[int]:
+        """The signals that came since the last time."""
+        with contextlib.suppress(BlockingIOError):
+            return [number for number in os.read(self._reader, 4096) if number]
+        return []
+
+    def __enter__(self) -> Woken:  # noqa: PYI034 - typing.Self is not in 3.9
+        for number in (*ENDING, *_OTHERS):
+            self._before[number] = signal.signal(number, _only_wake)
+        signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        signal.set_wakeup_fd(-1)
+        for number, before in self._before.items():
+            signal.signal(number, before)  # type: ignore[arg-type]
+
+
+def _only_wake(number: int, frame: FrameType | None) -> None:
+    """Its number goes through the pipe."""
+
+
+class Terminal:
+    """The terminal on standard input and output, drawn on between `__enter__` and `__exit__`."""
+
+    def __init__(self, *, utf8: bool, colour: bool) -> None:
+        self._in, self._out = 0, 1
+        self._utf8 = utf8
+        self._colour = colour
+        self._before = termios.tcgetattr(self._in)
+        self._drawn: list[bytes] = []
+        self._typed = b""
+
+    def size(self) -> tuple[int, int]:
+        """Columns and rows; 80 and 24 where it does not tell, as over a serial line."""
+        size = os.get_terminal_size(self._out)
+        return size.columns or 80, size.lines or 24
+
+    def enter(self) -> None:
+        """Take the terminal: each key comes at once and unseen, and the cursor is away."""
+        tty.setcbreak(self._in, termios.TCSANOW)
+        self._drawn = []
+        os.write(self._out, _ENTER)
+
+    def leave(self) -> None:
+        """Give it back as it was; where it is gone, nothing."""
+        with contextlib.suppress(OSError, termios.error):
+            termios.tcflow(self._out, termios.TCOON)  # Ctrl-S would keep us here
+            os.write(self._out, _LEAVE)
+        with contextlib.suppress(OSError, termios.error):
+            termios.tcsetattr(self._in, termios.TCSANOW, self._before)
+
+    def stop(self) -> None:
+        """Do what Ctrl-Z does, and go on when it goes on."""
+        self.leave()
+        signal.signal(signal.SIGTSTP, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGTSTP)
+        signal.signal(signal.SIGTSTP, _only_wake)
+        self.enter()
+
+    def draw(self, lines: list[Line]) -> None:
+        """Show these lines: one write of those that are others than before, or none where it was stopped."""
+        columns, rows = self.size()
+        encoded = [self._encoded(line, columns) for line in lines[:rows]]
+        begin = b"" if self._drawn else b"\x1b[0m\x1b[2J"
+        pieces = [
+            b"\x1b[%d;1H%s" % (row, line)
+            for row, line in enumerate(encoded, 1)
+            if len(self._drawn) < row or self._drawn[row - 1] != line
+        ]
+        if not pieces:
+            return
+        poll = select.poll()
+        poll.register(self._out, select.POLLOUT)
+        if poll.poll(0):
+            _write(self._out, begin + b"".join(pieces))
+            self._drawn = encoded
+
+    def forget(self) -> None:
+        """Draw all of it next time: the size is another, or somebody has drawn on it."""
+        self._drawn = []
+
+    def keys(self) -> list[str]:
+        """The keys that were pressed, with names for those that have no character; raises EOFError."""
+        piece = os.read(self._in, 1024)
+        if not piece:
+            raise EOFError
+        self._typed += piece
+        found = []
+        while match := _KEY.match(self._typed):
+            if match.end() == len(self._typed) and _is_begun(match[0]) and self._more_comes():
+                self._typed += os.read(self._in, 1024)
+                continue
+            self._typed = self._typed[match.end() :]
+            found.append(_named(match[0]))
+        return [key for key in found if key]
+
+    def _more_comes(self) -> bool:
+        poll = select.poll()
+        poll.register(self._in, select.POLLIN)
+        return bool(poll.poll(_REST_OF_KEY_MS))
+
+    def _encoded(self, line: Line, columns: int) -> bytes:
+        taken, pieces = 0, []
+        for text, style in line:
+            taken += len(text)
+            code = _SGR.get(style) if self._colour else None
+            pieces.append(f"\x1b[{code}m{text}\x1b[0m" if code else text)
+        # At the right margin the rest of the line is the last character itself.
+        end = "" if taken >= columns else "\x1b[K"
+        return ("".join(pieces) + end).encode("utf-8" if self._utf8 else "ascii", "replace")
+
+
+def _write(descriptor: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(descriptor, data) :]
+
+
+def _is_begun(key: bytes) -> bool:
+    return key[:1] == b"\x1b" and re.fullmatch(rb"\x1b([\[O][0-9;]*)?", key) is not None
+
+
+def _named(key: bytes) -> str:
+    """The character, the name of a key that has none, or nothing for one that means nothing here."""
+    if key[:1] != b"\x1b":
+        return key.decode("ascii", "ignore")
+    return _KEYS.get(key[2:], "")
