@@ -96,7 +96,7 @@ def test_status_names_the_processes_that_run(ready: Daemon) -> None:
     out = printed(ready.host, "status")
     assert out.startswith("State:    ready\n")
     assert re.search(rf"^Daemon:   \S+, PID {ready.pid}, up ", out, re.MULTILINE)
-    domain = rf"^\| host +\| ready \| {ready.control_pid()} +\| 0 +\| 1 +\| 25 +\| 5760 "
+    domain = rf"^\| host +\| ready \| +{ready.control_pid()} \| +0 \| +1 \| +25 \| +5760 "
     assert re.search(domain, out, re.MULTILINE)
 
 

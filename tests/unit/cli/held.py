@@ -1,4 +1,4 @@
-"""A host whose devices are in use: leases given by hand, in the shape of /v1/leases, beside by_hand's clients."""
+"""A host whose devices are in use: leases by hand, in the shape of /v1/leases, beside by_hand's clients."""
 
 from __future__ import annotations
 

@@ -1,19 +1,15 @@
-"""`yunion-mps show`, `gpus` and `status`: what they print, to the letter."""
+"""`yunion-mps show` and `gpus`: what they print, to the letter."""
 
 from __future__ import annotations
 
 import csv
 import io
 import json
-import re
-from typing import Any
 
 import pytest
 import yaml
-from yunion_mps import __version__
 
-from unit.api import snapshots
-from unit.cli.conftest import Cli, Serve
+from unit.cli.conftest import Cli
 from unit.cli.test_list import HOST, IDS, P40
 
 DEVICE = {
@@ -56,21 +52,6 @@ Environment of a process that uses it:
   CUDA_MPS_PIPE_DIRECTORY=/tmp/nvidia-mps/pipe
   CUDA_VISIBLE_DEVICES={P40}
   YUNION_MPS_DEVICE=00:06.0-1
-"""
-HEALTHY = """\
-State:    ready
-Warning:  GPU 00:06.0 (Tesla P40): budgets are not enforced, for it is older than Volta; its clients \
-can use all of its memory and threads
-Devices:  4 of 4 available
-GPUs:     1
-Driver:   535.261.03, CUDA 12.2
-Host id:  {host}
-Daemon:   {version}, PID N, up T
-+--------+-------+------+----------+------+-----------+------------+----------------------+
-| Domain | State | PID  | Restarts | GPUs | Threads_% | Memory_MiB | Pipe_directory       |
-+--------+-------+------+----------+------+-----------+------------+----------------------+
-| host   | ready | 4242 | 0        | 1    | 25        | 5760       | /tmp/nvidia-mps/pipe |
-+--------+-------+------+----------+------+-----------+------------+----------------------+
 """
 HINT = "yunion-mps: list the devices with: yunion-mps list\n"
 
@@ -154,76 +135,7 @@ def test_the_reasons_are_whole_below_the_table_of_gpus(troubled: Cli) -> None:
     assert below == [f"{addr}: {reason}" for addr, reason in reasons.items() if reason]
 
 
-def test_the_limit_of_a_gpu_that_is_not_in_the_plan_is_left_out(serve: Serve) -> None:
-    found = snapshots.reference()
-    limits: Any = (None, 5760, None)
-    domain = found.domains[0]._replace(plan=found.domains[0].plan._replace(memory_limits_mib=limits))
-    cli = serve(found._replace(domains=(domain,)))
-    assert cli.good("status").splitlines()[-2].split("|")[7].strip() == "5760"
-    assert json.loads(cli.good("status", "-o", "json"))["domains"][0]["memory_limits"] == [None, 5760, None]
-
-
 def test_gpus_are_printed_as_json_and_yaml_too(troubled: Cli) -> None:
     answer = json.loads(troubled.good("gpus", "-o", "json"))
     assert (answer["total"], len(answer["gpus"])) == (4, 4)
     assert yaml.safe_load(troubled.good("gpus", "-o", "yaml")) == answer
-
-
-def test_the_status_of_a_healthy_host_is_short(cli: Cli) -> None:
-    out = re.sub(r"PID \d+, up \d+ (s|min)( \d+ s)?", "PID N, up T", cli.good("status"))
-    assert out == HEALTHY.format(host=HOST, version=__version__)
-
-
-def test_what_is_pending_is_said_of_each_domain_and_only_once(serve: Serve) -> None:
-    shown = snapshots.reference()
-    later = "it waits for the end of the control daemon that serves its GPUs now"
-    domains = (
-        shown.domains[0]._replace(pending="other limits come into force when its MPS server has ended"),
-        shown.domains[0]._replace(
-            plan=shown.domains[0].plan._replace(name="00:06.0"),
-            state="stopped",
-            reason=later,
-            pending=later,
-        ),
-    )
-    lines = serve(shown._replace(domains=domains)).good("status").splitlines()
-    assert [line for line in lines if "Pending" in line] == [
-        "Pending:  host: other limits come into force when its MPS server has ended",
-        f"Pending:  00:06.0: {later}",
-    ]
-    assert lines[-1].startswith("+--")
-
-
-def test_the_status_of_a_troubled_host_says_what_is_amiss(troubled: Cli) -> None:
-    lines = troubled.good("status").splitlines()
-    assert lines[0] == "State:    failed"
-    assert "Devices:  0 of 6 available" in lines
-    assert "GPUs:     4, 2 unavailable (see: yunion-mps gpus)" in lines
-    assert lines[-2].startswith("+--")
-    assert lines[-1] == "host: nvidia-cuda-mps-control is missing"
-    assert sum(line.startswith("Warning:  GPU 0001:e1:00.0") for line in lines) == 1
-
-
-def test_the_status_of_a_host_without_mps_says_why(serve: Serve) -> None:
-    lines = serve(snapshots.disabled()).good("status").splitlines()
-    assert lines[:5] == [
-        "State:    disabled",
-        "Notice:   enable_cuda_mps is false",
-        "Devices:  0 of 0 available",
-        "GPUs:     0",
-        "Driver:   not looked at",
-    ]
-
-
-def test_a_host_one_of_whose_gpus_is_gone_is_not_ready(serve: Serve) -> None:
-    lines = serve(snapshots.gone()).good("status").splitlines()
-    assert (lines[0], lines[1]) == ("State:    degraded", "Devices:  0 of 4 available")
-
-
-def test_the_status_is_printed_for_programs_too(cli: Cli) -> None:
-    answer = json.loads(cli.good("status", "-o", "json"))
-    assert (answer["state"], answer["domains"][0]["memory_limits"]) == ("ready", [5760])
-    assert yaml.safe_load(cli.good("status", "-o", "yaml")) == answer
-    pairs = dict(csv.reader(io.StringIO(cli.good("status", "-o", "csv"))))
-    assert (pairs["Field"], pairs["state"], pairs["domains.0.pid"]) == ("Value", "ready", "4242")
-    assert pairs["domains.0.memory_limits"] == "[5760]"

@@ -14,7 +14,7 @@ from yunion_mps.cli.table import draw
 
 from unit.cli.conftest import Cli
 
-TABLES = (["list"], ["show", "00:06.0-1"], ["gpus"], ["status"])
+TABLES = (["list"], ["show", "00:06.0-1"], ["gpus"])
 
 
 def on_terminal(cli: Cli, columns: int, *arguments: str) -> list[str]:
@@ -88,12 +88,12 @@ def test_what_a_table_leaves_out_is_said_in_one_line_that_fits_too(cli: Cli, col
 
 @pytest.mark.parametrize("columns", [40, 60, 80])
 def test_reasons_are_whole_on_every_terminal(troubled: Cli, columns: int) -> None:
-    def below(lines: list[str]) -> list[str]:
-        return [line for line in lines if re.match(r"(\d\S+|host): \S", line)]
+    def told(lines: list[str]) -> list[str]:
+        return [line for line in lines if re.match(r"(\d\S+|Problem|Remedy): +\S", line)]
 
     for command in ("gpus", "status"):
-        reasons = below(on_terminal(troubled, columns, command))
-        assert reasons == below(troubled.good(command).splitlines())
+        reasons = told(on_terminal(troubled, columns, command))
+        assert reasons == told(troubled.good(command).splitlines())
         assert reasons
 
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from yunion_mps.cli.output import cell
 from yunion_mps.cli.screen.columns import Layout, device_line, gpu_line, headings, layout
 from yunion_mps.cli.screen.findings import PROBLEM
 from yunion_mps.cli.screen.scene import ORDERS, Scene, sorted_devices, sorted_gpus
@@ -63,7 +64,10 @@ def frame(scene: Scene, look: Look, away: str, now_s: float, interval_s: int) ->
         lines = lines[: look.rows - 1] + [[]] * (look.rows - 1 - len(lines)) + foot
     scrolls_gpus = look.view == "GPUs"
     page = (room.gpus if scrolls_gpus else room.devices) - 1
-    fitted = lines if whole else [_fitted(line, look) for line in lines[: look.rows]]
+    if whole:
+        fitted = [[(cell(text), style) for text, style in line] for line in lines]
+    else:
+        fitted = [_fitted(line, look) for line in lines[: look.rows]]
     return Frame(fitted, gpus_over if scrolls_gpus else devices_over, max(page, 1))
 
 
@@ -129,7 +133,7 @@ def _part(total: int, room: int, offset: int) -> tuple[int, int, str]:
     """From where to where to show, and in words how much of it that is, where it is not all."""
     shown = min(max(room - 1, 0), total)
     begin = min(offset, total - shown)
-    return begin, begin + shown, f" {begin + 1}-{begin + shown} of {total}" if shown < total else ""
+    return begin, begin + shown, f" {begin + 1}-{begin + shown}/{total}" if shown < total else ""
 
 
 def _gpu_lines(scene: Scene, look: Look, shape: Layout, room: int) -> tuple[list[Line], int]:

@@ -1,0 +1,200 @@
+"""`yunion-mps status`: one screen, to the letter, with what is wrong first and its remedy."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import re
+from typing import Any
+
+import pytest
+import yaml
+from yunion_mps import __version__
+from yunion_mps.errors import ControlError
+
+from unit.api import snapshots
+from unit.api.by_hand import SERVER, clients
+from unit.cli.conftest import Cli, Serve
+from unit.cli.held import LEASE, PAST_MPS, busy, hold
+from unit.cli.test_list import HOST
+from unit.cli.test_terminal import on_terminal
+
+NOT_ENFORCED = """\
+Warning:  GPU 00:06.0 (Tesla P40): budgets are not enforced, for it is older than Volta; its clients \
+can use all of its memory and threads
+Remedy:   nothing enforces them on such a GPU; see who uses more: yunion-mps who
+"""
+WHERE = """\
+GPUs:     1
+Driver:   535.261.03, CUDA 12.2
+Host:     {node}, id {host}
+Daemon:   {version}, PID N, up T
+"""
+GPU = """\
++---------+-----------+-----------+---------+--------+------+----------+------------+
+| GPU     | Name      | State     | Devices | In_use | Free | Used_MiB | Memory_MiB |
++---------+-----------+-----------+---------+--------+------+----------+------------+
+| 00:06.0 | Tesla P40 | available |       4 |      {use} |    {free} |     {mib:4} |      23040 |
++---------+-----------+-----------+---------+--------+------+----------+------------+
+"""
+DOMAIN = """\
++--------+-------+------+----------+------+-----------+------------+----------------------+
+| Domain | State | PID  | Restarts | GPUs | Threads_% | Memory_MiB | Pipe_directory       |
++--------+-------+------+----------+------+-----------+------------+----------------------+
+| host   | ready | 4242 |        0 |    1 |        25 |       5760 | /tmp/nvidia-mps/pipe |
++--------+-------+------+----------+------+-----------+------------+----------------------+
+"""
+HEALTHY = f"""\
+State:    ready
+{NOT_ENFORCED}\
+Devices:  4 of 4 available, 1 used, 3 free
+Leases:   0; 1 client of MPS
+{WHERE}{GPU.format(use=1, free=3, mib=512)}{DOMAIN}"""
+BUSY = f"""\
+State:    ready
+Problem:  00:06.0-1 has 6000 of 5760 MiB: PID 4260 of alice (python train.py)
+Problem:  past MPS on GPU 00:06.0 with 300 MiB, where no budget holds: PID 4711 of mallory (./old-job)
+Remedy:   ask its owner, or end it: yunion-mps clients terminate PID
+{NOT_ENFORCED}\
+Devices:  4 of 4 available, 3 used, 1 free
+Leases:   2, 1 waiting; 2 clients of MPS
+{WHERE}{GPU.format(use=3, free=1, mib=6300)}{DOMAIN}"""
+
+
+MIG = "the GPU is in MIG mode, which excludes MPS on it as a whole (turn it off: nvidia-smi -mig 0)"
+
+
+def shown(cli: Cli) -> str:
+    return re.sub(r"PID \d+, up \d+ (s|min)( \d+ s)?", "PID N, up T", cli.good("status"))
+
+
+def whole(text: str) -> str:
+    return text.format(host=HOST, version=__version__, node=os.uname().nodename)
+
+
+def test_the_status_of_a_healthy_host_is_one_screen(own: Cli) -> None:
+    assert shown(own) == whole(HEALTHY)
+    assert len(shown(own).splitlines()) < 24
+
+
+def test_what_is_over_budget_or_past_mps_comes_first_with_its_remedy(own: Cli) -> None:
+    busy(own.host)
+    assert shown(own) == whole(BUSY)
+    assert len(shown(own).splitlines()) < 24
+
+
+def test_a_server_that_has_failed_is_told(own: Cli) -> None:
+    own.host.people.found = clients(servers=({**SERVER, "state": "FAULT"},))
+    assert own.good("status").splitlines()[1:3] == [
+        "Problem:  MPS server (PID 4250), domain host: its jobs have failed",
+        "Remedy:   it serves again once they have ended: yunion-mps clients",
+    ]
+
+
+def test_where_nobody_tells_who_uses_the_gpus_the_rest_is_there(own: Cli) -> None:
+    own.host.people.error = ControlError("the control daemon does not answer", "wait")
+    lines = own.good("status").splitlines()
+    assert lines[0] == "State:    ready"
+    assert lines[-1] == "Not known: who uses the GPUs: the control daemon does not answer"
+
+
+def test_the_limit_of_a_gpu_that_is_not_in_the_plan_is_left_out(serve: Serve) -> None:
+    found = snapshots.reference()
+    limits: Any = (None, 5760, None)
+    domain = found.domains[0]._replace(plan=found.domains[0].plan._replace(memory_limits_mib=limits))
+    cli = serve(found._replace(domains=(domain,)))
+    assert cli.good("status").splitlines()[-2].split("|")[7].strip() == "5760"
+    assert json.loads(cli.good("status", "-o", "json"))["domains"][0]["memory_limits"] == [None, 5760, None]
+
+
+def test_what_is_pending_is_said_of_each_domain_and_only_once(serve: Serve) -> None:
+    found = snapshots.reference()
+    later = "it waits for the end of the control daemon that serves its GPUs now"
+    domains = (
+        found.domains[0]._replace(pending="other limits come into force when its MPS server has ended"),
+        found.domains[0]._replace(
+            plan=found.domains[0].plan._replace(name="00:06.0"),
+            state="stopped",
+            reason=later,
+            pending=later,
+        ),
+    )
+    lines = serve(found._replace(domains=domains)).good("status").splitlines()
+    assert [line for line in lines if later in line or "Pending" in line] == [
+        "Pending:  host: other limits come into force when its MPS server has ended",
+        f"Pending:  00:06.0: {later}",
+    ]
+
+
+def test_the_status_of_a_troubled_host_says_what_is_amiss_and_what_to_do(troubled: Cli) -> None:
+    lines = troubled.good("status").splitlines()
+    assert lines[:7] == [
+        "State:    failed",
+        "Problem:  domain host is failed: nvidia-cuda-mps-control is missing",
+        "Remedy:   mend that; it is tried again every minute, or at once by: yunion-mps reload",
+        "Problem:  GPU 10000:00:07.0: the GPU is lost",
+        "Remedy:   when it is mended or reset: yunion-mps reload; look closer: yunion-mps doctor",
+        f"Problem:  GPU 81:00.0 (NVIDIA H100): {MIG}",
+        f"Remedy:   turn it off: nvidia-smi -i {snapshots.IN_MIG_MODE.uuid} -mig 0; then: yunion-mps reload",
+    ]
+    assert "Devices:  0 of 6 available, 1 used, 0 free" in lines
+    assert "GPUs:     4, 2 unavailable" in lines
+    assert sum(line.startswith("Warning:  GPU 0001:e1:00.0") for line in lines) == 1
+
+
+def test_the_status_of_a_host_without_mps_says_why(serve: Serve) -> None:
+    assert serve(snapshots.disabled()).good("status").splitlines()[:7] == [
+        "State:    disabled",
+        "Notice:   enable_cuda_mps is false",
+        "Remedy:   to offer them: set enable_cuda_mps: true there, then: yunion-mps reload",
+        "Devices:  0 of 0 available",
+        "Leases:   0; 0 clients of MPS",
+        "GPUs:     0",
+        "Driver:   not looked at",
+    ]
+
+
+def test_a_host_one_of_whose_gpus_is_gone_is_not_ready(serve: Serve) -> None:
+    lines = serve(snapshots.gone()).good("status").splitlines()
+    assert lines[0] == "State:    degraded"
+    assert "Devices:  0 of 4 available, 1 used, 0 free" in lines
+
+
+def test_a_host_of_many_gpus_is_one_screen_too(serve: Serve) -> None:
+    lines = serve(snapshots.large(3072)).good("status").splitlines()
+    assert len(lines) < 24
+    assert [line for line in lines if "NVIDIA H100 |" in line] == [
+        "| 64 GPUs | NVIDIA H100 | available |    3072 |      0 | 3072 |        0 |    5219776 |"
+    ]
+    assert lines[-1] == "Domains:  64 of 64 are ready (all: -o json)"
+
+
+@pytest.mark.parametrize("columns", [30, 40, 60, 80, 120])
+def test_tables_fit_the_terminal(own: Cli, columns: int) -> None:
+    busy(own.host)
+    lines = on_terminal(own, columns, "status")
+    assert all(len(line) <= columns for line in lines if line[:1] in "+|")
+
+
+def test_the_status_is_printed_for_programs_too(own: Cli) -> None:
+    own.host.people.found = clients(PAST_MPS)
+    hold(own.host, LEASE)
+    answer = json.loads(own.good("status", "-o", "json"))
+    assert (answer["state"], answer["domains"][0]["memory_limits"]) == ("ready", [5760])
+    assert answer["devices"] == {"total": 4, "available": 4, "unavailable": 0, "used": 1, "free": 3}
+    assert (answer["leases"], answer["clients"]) == ({"total": 1, "waiting": 0}, 1)
+    assert [problem["kind"] for problem in answer["problems"]] == ["Problem", "Warning"]
+    assert yaml.safe_load(own.good("status", "-o", "yaml")) == answer
+    pairs = dict(csv.reader(io.StringIO(own.good("status", "-o", "csv"))))
+    assert (pairs["Field"], pairs["state"], pairs["domains.0.pid"]) == ("Value", "ready", "4242")
+    assert pairs["domains.0.memory_limits"] == "[5760]"
+
+
+def test_every_key_of_the_daemon_s_own_answer_is_in_it(own: Cli) -> None:
+    told = own.host.ask("GET", "/v1/status").json()
+    answer = json.loads(own.good("status", "-o", "json"))
+    devices = told.pop("devices")
+    assert {name: answer[name] for name in told} == told
+    assert {name: answer["devices"][name] for name in devices} == devices
