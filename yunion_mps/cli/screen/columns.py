@@ -46,7 +46,7 @@ def layout(gpus: Sequence[GpuRow], devices: Sequence[DeviceRow], columns: int) -
     return Layout(longest, widths)
 
 
-def headings(shape: Layout, name: str, words: str) -> str:
+def headings(shape: Layout, name: str, words: str, *, utf8: bool) -> str:
     """The heading of a table; `words` say how much of it is to be seen."""
     widths = shape.widths
     named = {"used": _USED, "of": _OF}
@@ -57,8 +57,12 @@ def headings(shape: Layout, name: str, words: str) -> str:
     right = ("used", "of", "threads", "pid", "since")
     begin = name + words
     room = shape.address + (1 + widths["bar"] if "bar" in widths else 0)
-    cells = [fit(named[one], widths[one], to_the_right=one in right) for one in widths if one != "bar"]
-    return " ".join([fit(begin, room), *cells])
+    cells = [
+        fit(named[one], width, utf8=utf8, to_the_right=one in right)
+        for one, width in widths.items()
+        if one != "bar"
+    ]
+    return " ".join([fit(begin, room, utf8=utf8), *cells])
 
 
 def device_line(row: DeviceRow, shape: Layout, now_s: float, *, utf8: bool) -> Line:

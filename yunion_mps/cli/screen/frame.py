@@ -141,7 +141,7 @@ def _gpu_lines(scene: Scene, look: Look, shape: Layout, room: int) -> tuple[list
         return [], 0
     rows = sorted_gpus(scene.gpus, look.order)
     begin, end, words = _part(len(rows), room, look.offset if look.view == "GPUs" else 0)
-    lines: list[Line] = [_heading(headings(shape, "GPU", words), look)]
+    lines: list[Line] = [_heading(headings(shape, "GPU", words, utf8=look.utf8), look)]
     lines += [gpu_line(row, shape, utf8=look.utf8) for row in rows[begin:end]]
     return lines, len(rows) - (end - begin)
 
@@ -151,7 +151,7 @@ def _device_lines(scene: Scene, look: Look, shape: Layout, room: int, now_s: flo
         return [], 0
     rows = sorted_devices(scene.devices, look.order)
     begin, end, words = _part(len(rows), room, look.offset)
-    lines: list[Line] = [_heading(headings(shape, "DEVICE", words), look)]
+    lines: list[Line] = [_heading(headings(shape, "DEVICE", words, utf8=look.utf8), look)]
     lines += [device_line(row, shape, now_s, utf8=look.utf8) for row in rows[begin:end]]
     return lines, len(rows) - (end - begin)
 
@@ -174,7 +174,7 @@ def _events(scene: Scene, look: Look, room: int, now_s: float) -> list[Line]:
 
 
 def _heading(text: str, look: Look) -> Line:
-    return [(fit(text, look.columns), "head")]
+    return [(fit(text, look.columns, utf8=look.utf8), "head")]
 
 
 def _foot(look: Look, interval_s: int) -> Line:

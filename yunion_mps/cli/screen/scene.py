@@ -108,7 +108,7 @@ def _gpu_rows(answers: Answers, found: Iterable[Holding], clients: Iterable[Json
     return [
         GpuRow(
             gpu["addr"],
-            gpu["name"] or "",
+            (gpu["name"] or "").removeprefix("NVIDIA "),
             used.get(gpu["addr"], 0),
             gpu["memory_total"],
             gpu["devices"],

@@ -1,0 +1,379 @@
+"""`yunion-mps top` on a terminal: what it draws, what keys, signals and sizes do, and how it leaves it."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from yunion_mps.models import Event
+
+from integration.conftest import MakeDaemon, MakeHost
+from integration.daemon_host import Daemon, eventually, is_running
+from integration.test_cli_host import printed
+from integration.tmux import Tmux
+from simhost.mps import StandIns
+from unit.api import snapshots
+from unit.api.by_hand import clients
+from unit.api.server_host import ServerHost
+from unit.cli.conftest import PROGRAM
+from unit.cli.held import LEASE, OVER, PAST_MPS, TWO, WAITER, hold
+
+BAR = "░" * 11
+SCREEN_80 = f"""\
+yunion-mps 0.1.0  HH:MM:SS  ready  driver 535.261.03
+1 GPU; 4 devices: 3 used, 1 free; 2 leases, 1 waiting; 2 processes
+Problem: 00:06.0-1 has 6000 of 5760 MiB: PID 4260 of alice (python train.py)
+  do: ask its owner, or end it: yunion-mps clients terminate PID
+Problem: past MPS on GPU 00:06.0 with 300 MiB, where no budget holds: PID 4711 …
+1 more; all of it: yunion-mps status
+GPU                    USED MiB  OF MiB       IN USE     PROCS        NAME
+00:06.0    ███░░░░░░░░     6300   23040       3 of 4         2        Tesla P40
+DEVICE                 USED MiB  OF MiB  SM % USER         PID  SINCE COMMAND
+00:06.0-1! ███████████     6000    5760    25 alice       4260    2 h python tr…
+00:06.0!   {BAR}      300               mallory     4711    3 h ./old-job
+00:06.0-2  {BAR}        0    5760    50 bob                 5 d job-17
+00:06.0-3  {BAR}        0    5760    50 bob                 5 d job-17
+00:06.0-0  {BAR}             5760    25 free
+EVENTS
+HH:MM:SS info    domain host: applying -> ready
+HH:MM:SS WARNING domain host: ready -> backoff (killed by signal 9)
+"""
+FOOT = " q  quit  s  sort: busiest  v  view: all  ↑↓  scroll  every 1 s"
+WIDE = "░" * 24
+SCREEN_120 = f"""\
+yunion-mps 0.1.0  HH:MM:SS  ready  driver 535.261.03
+1 GPU; 4 devices: 3 used, 1 free; 2 leases, 1 waiting; 2 processes
+Problem: 00:06.0-1 has 6000 of 5760 MiB: PID 4260 of alice (python train.py)
+  do: ask its owner, or end it: yunion-mps clients terminate PID
+Problem: past MPS on GPU 00:06.0 with 300 MiB, where no budget holds: PID 4711 of mallory (./old-job)
+  do: ask its owner, or end it: yunion-mps clients terminate PID
+Warning: GPU 00:06.0 (Tesla P40): budgets are not enforced, for it is older than Volta; its clients can use \
+all of its …
+GPU                                 USED MiB  OF MiB       IN USE           PROCS        NAME
+00:06.0    ██████▋░░░░░░░░░░░░░░░░░     6300   23040       3 of 4               2        Tesla P40
+DEVICE                              USED MiB  OF MiB  SM % USER               PID  SINCE COMMAND
+00:06.0-1! ████████████████████████     6000    5760    25 alice             4260    2 h python train.py
+00:06.0!   {WIDE}      300               mallory           4711    3 h ./old-job
+00:06.0-2  {WIDE}        0    5760    50 bob                       5 d job-17
+00:06.0-3  {WIDE}        0    5760    50 bob                       5 d job-17
+00:06.0-0  {WIDE}             5760    25 free
+EVENTS
+HH:MM:SS info    domain host: applying -> ready
+HH:MM:SS WARNING domain host: ready -> backoff (killed by signal 9)
+"""
+TOP = "yunion-mps top --interval 1"
+#: How a terminal is set, in a line that can be compared.
+SETTINGS = "stty -g | cksum"
+
+
+@pytest.fixture
+def host() -> Iterator[ServerHost]:
+    """The reference case, in use in every way, on which two things have happened."""
+    with ServerHost(snapshots.reference()) as host:
+        now_s = time.time()
+        one = {**LEASE, "since": now_s - 7300}
+        hold(host, one, {**TWO, "since": now_s - 5 * 86400 - 60}, waiting=(WAITER,))
+        host.people.found = clients(OVER, {**PAST_MPS, "started": now_s - 11000})
+        host.record(Event("warning", "domain", "host", "ready -> backoff", "killed by signal 9"))
+        host.record(Event("info", "domain", "host", "applying -> ready"))
+        yield host
+
+
+def environment(root: str, **more: str) -> dict[str, str]:
+    path = f"{Path(PROGRAM).parent}{os.pathsep}{os.environ['PATH']}"
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("LC_")}
+    return {**kept, "YUNION_MPS_ROOT": root, "LC_ALL": "C.UTF-8", "PATH": path, **more}
+
+
+@pytest.fixture
+def screen(host: ServerHost) -> Iterator[Tmux]:
+    """A terminal of 80 x 24 on that host."""
+    with Tmux(environment(host.paths.root), 80, 24) as screen:
+        yield screen
+
+
+def timeless(lines: list[str]) -> list[str]:
+    return [re.sub(r"\d\d:\d\d:\d\d", "HH:MM:SS", line) for line in lines]
+
+
+def shown(text: str, rows: int) -> list[str]:
+    lines = text.splitlines()
+    return [*lines, *[""] * (rows - 1 - len(lines)), FOOT]
+
+
+def test_at_80_x_24_everything_is_on_one_screen(screen: Tmux) -> None:
+    screen.type(TOP, "Enter")
+    assert timeless(screen.wait("mallory.*old-job")) == shown(SCREEN_80, 24)
+
+
+def test_at_120_x_40_there_is_room_for_more(screen: Tmux) -> None:
+    screen.resize(120, 40)
+    screen.type(TOP, "Enter")
+    assert timeless(screen.wait("mallory.*old-job")) == shown(SCREEN_120, 40)
+
+
+def test_another_size_is_drawn_at_once_and_again_as_before(screen: Tmux) -> None:
+    screen.type("yunion-mps top --interval 3600", "Enter")
+    screen.wait("mallory.*old-job")
+    screen.resize(120, 40)
+    eventually(lambda: timeless(screen.lines())[:18] == SCREEN_120.splitlines(), "the wide screen")
+    screen.resize(80, 24)
+    wanted = shown(SCREEN_80, 24)[:-1]
+    eventually(lambda: timeless(screen.lines())[:-1] == wanted, "the screen as it was")
+
+
+@pytest.mark.parametrize(("columns", "rows"), [(60, 16), (40, 10), (20, 6), (8, 3), (1, 1)])
+def test_on_a_small_terminal_it_shows_what_has_room_and_goes_on(
+    screen: Tmux, columns: int, rows: int
+) -> None:
+    screen.type(TOP, "Enter")
+    screen.wait("mallory.*old-job")
+    screen.resize(columns, rows)
+    eventually(lambda: len(screen.lines()) <= rows and screen.lines()[-1:] != [], "the small screen")
+    if rows >= 6:
+        screen.wait(r"^00:06\.0-1")
+    assert screen.tell("alternate_on") == "1"
+    screen.resize(80, 24)
+    eventually(lambda: timeless(screen.lines())[:6] == SCREEN_80.splitlines()[:6], "the screen as it was")
+
+
+def test_keys_sort_and_choose_what_is_to_be_seen(screen: Tmux) -> None:
+    screen.type(TOP, "Enter")
+    screen.wait("mallory.*old-job")
+    firsts = []
+    for order in ("device", "user", "longest", "busiest"):
+        screen.type("s")
+        lines = screen.wait(f"sort: {order}")
+        place = next(place for place, line in enumerate(lines) if line.startswith("DEVICE"))
+        firsts.append(lines[place + 1].split(" ")[0])
+    assert firsts == ["00:06.0-0", "00:06.0-1!", "00:06.0-2", "00:06.0-1!"]
+    screen.type("v")
+    assert not any(line.startswith("DEVICE") for line in screen.wait("view: GPUs"))
+    screen.type("v")
+    assert not any(line.startswith("GPU ") for line in screen.wait("view: devices"))
+    screen.type("x", "Escape", "F5", "Left", "v")
+    screen.wait("view: all")
+
+
+def test_keys_scroll_through_3072_devices() -> None:
+    with ServerHost(snapshots.large(3072)) as many, Tmux(environment(many.paths.root), 80, 24) as screen:
+        many.people.found = clients()
+        screen.type(TOP, "Enter")
+        screen.wait(r"DEVICE 1-(\d+)/3072")
+        screen.type("s")
+        lines = screen.wait("sort: device")
+        first = next(line for line in lines if line.startswith("DEVICE"))
+        page = int(first.split("-")[1].split("/")[0])
+        for keys, begin in (
+            (("Down",), 2),
+            (("j", "j"), 4),
+            (("PageDown",), 4 + page),
+            (("PageUp", "Up"), 3),
+            (("End",), 3072 - page + 1),
+            (("k",), 3072 - page),
+            (("Home",), 1),
+            (("Up",), 1),
+        ):
+            screen.type(*keys)
+            screen.wait(f"DEVICE {begin}-{begin + page - 1}/3072")
+        assert next(line for line in screen.lines() if "-0 " in line).startswith("00:00.0-0 ")
+
+
+def left(screen: Tmux) -> list[str]:
+    """What is on the terminal once the shell has it back as it was before."""
+    screen.wait("^left with ")
+    assert (screen.tell("alternate_on"), screen.tell("cursor_flag")) == ("0", "1")
+    screen.type(SETTINGS, "Enter")
+    eventually(lambda: len(settings(screen)) == 2, "the settings")
+    before, after = settings(screen)
+    assert before == after
+    return screen.lines()
+
+
+def settings(screen: Tmux) -> list[str]:
+    return [line for line in screen.lines() if re.fullmatch(r"\d+ \d+", line)]
+
+
+def start(screen: Tmux) -> None:
+    """Begin it from a shell that tells its settings, and then how it ended."""
+    screen.type(SETTINGS, "Enter")
+    eventually(lambda: settings(screen), "the settings")
+    screen.type(f"{TOP}; echo left with $?", "Enter")
+    screen.wait("mallory.*old-job")
+
+
+def pid_of_top(screen: Tmux) -> int:
+    shell = int(screen.tell("pane_pid"))
+    return int(Path(f"/proc/{shell}/task/{shell}/children").read_text().split()[0])
+
+
+@pytest.mark.parametrize(("key", "status"), [("q", 0), ("C-c", 130), ("C-\\", 131)])
+def test_a_key_ends_it_and_the_terminal_is_as_before(screen: Tmux, key: str, status: int) -> None:
+    start(screen)
+    screen.type(key)
+    screen.wait(f"^left with {status}$")
+    left(screen)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_ends_it_and_the_terminal_is_as_before(screen: Tmux, number: signal.Signals) -> None:
+    start(screen)
+    os.kill(pid_of_top(screen), number)
+    screen.wait(f"^left with {128 + number}$")
+    left(screen)
+
+
+def test_a_signal_ends_it_also_where_the_terminal_was_stopped_by_ctrl_s(screen: Tmux) -> None:
+    start(screen)
+    pid = pid_of_top(screen)
+    screen.type("C-s")
+    os.kill(pid, signal.SIGTERM)
+    screen.wait("^left with 143$")
+    left(screen)
+
+
+def test_a_fault_of_its_own_leaves_the_terminal_as_before(screen: Tmux, host: ServerHost) -> None:
+    screen.resize(120, 60)
+    start(screen)
+    host.people.found = {"clients": [{}], "servers": [], "troubles": [], "total": 1}
+    screen.wait("^left with 1$")
+    assert any("KeyError" in line for line in left(screen))
+
+
+def test_a_fault_of_what_asks_leaves_the_terminal_as_before(screen: Tmux, host: ServerHost) -> None:
+    screen.resize(120, 60)
+    start(screen)
+    host.people.found = {}
+    screen.wait("^left with 1$")
+    assert any("KeyError" in line for line in left(screen))
+
+
+def test_it_is_stopped_by_ctrl_z_with_the_terminal_as_before_and_goes_on(screen: Tmux) -> None:
+    start(screen)
+    screen.type("C-z")
+    screen.wait("Stopped")
+    assert (screen.tell("alternate_on"), screen.tell("cursor_flag")) == ("0", "1")
+    screen.type("fg", "Enter")
+    screen.wait("mallory.*old-job")
+    assert (screen.tell("alternate_on"), screen.tell("cursor_flag")) == ("1", "0")
+    screen.type("q")
+    screen.wait("^left with 0$|[#$]$")
+
+
+def test_nothing_is_written_while_nothing_changes_but_the_clock(screen: Tmux, host: ServerHost) -> None:
+    """What is drawn again is only the line that is another: that is what keeps it from flickering."""
+    start(screen)
+    pid = pid_of_top(screen)
+
+    def written() -> int:
+        return int(re.search(r"wchar: (\d+)", Path(f"/proc/{pid}/io").read_text())[1])  # type: ignore[index]
+
+    lines = screen.lines()
+    before = written()
+    eventually(lambda: screen.lines()[0] != lines[0], "another second")
+    assert written() - before < 2000  # questions to the daemon are counted as well
+    assert screen.lines()[1:] == lines[1:]
+
+
+def test_there_are_colours_and_none_where_nobody_wants_them(screen: Tmux) -> None:
+    screen.type(TOP, "Enter")
+    screen.wait("mallory.*old-job")
+    assert any("\x1b[31m" in line for line in screen.lines(styled=True))
+    screen.type("q")
+    screen.wait_without("mallory")
+    screen.type(f"NO_COLOR=1 {TOP}", "Enter")
+    screen.wait("mallory.*old-job")
+    assert not any("\x1b[" in line for line in screen.lines(styled=True))
+    assert timeless(screen.lines()) == shown(SCREEN_80, 24)
+
+
+def test_where_the_locale_is_not_utf_8_the_bars_are_ascii(host: ServerHost) -> None:
+    with Tmux(environment(host.paths.root), 80, 24) as screen:
+        screen.type(f"LC_ALL=C {TOP}", "Enter")
+        lines = screen.wait("mallory.*old-job")
+    assert "".join(lines).isascii()
+    assert "00:06.0-1! [#########]     6000    5760    25 alice       4260    2 h python tr~" in lines
+    assert "00:06.0    [##-------]     6300   23040       3 of 4         2        Tesla P40" in lines
+    assert lines[-1] == FOOT.replace("↑↓", "j k")
+
+
+def test_a_terminal_that_cannot_be_drawn_on_is_told_what_to_do_instead(screen: Tmux) -> None:
+    screen.resize(140, 24)
+    screen.type(f"TERM=dumb {TOP}", "Enter")
+    lines = screen.wait("top --once")
+    assert "yunion-mps: top cannot draw on this terminal: TERM is dumb" in lines
+    screen.type(f"{TOP} </dev/null", "Enter")
+    screen.wait("yunion-mps: top needs a terminal, for its screen and for its keys")
+
+
+# ---- With the real daemon and NVIDIA's control daemon
+
+
+@pytest.fixture
+def busy(make_host: MakeHost, make_daemon: MakeDaemon) -> Iterator[tuple[Daemon, StandIns]]:
+    """A V100 divided by two, whose budgets are kept, with stand-ins for jobs."""
+    host = make_host([{"kind": "v100", "virtual_number": 2}])
+    with StandIns(host) as jobs:
+        yield make_daemon(host).start().wait_ready(), jobs
+
+
+def test_jobs_of_the_real_daemon_come_and_go_and_who_is_past_mps_is_named(
+    busy: tuple[Daemon, StandIns],
+) -> None:
+    daemon, jobs = busy
+    host = daemon.host
+    with Tmux({**host.env, "LC_ALL": "C.UTF-8"}, 100, 30) as screen:
+        screen.type(TOP, "Enter")
+        screen.wait(r"1 GPU; 2 devices: 0 used, 2 free; 0 leases; 0 processes")
+        host.env["YUNION_MPS_DEVICE"] = "00:06.0-1"
+        job = jobs.attached(daemon.pipe_directory)
+        host.gpus[0].add_process(job.pid, 4096, "M+C")
+        screen.wait(rf"^00:06\.0-1 .* 4096 .* root +{job.pid} ")
+        screen.wait(r"2 devices: 1 used, 1 free; 0 leases; 1 process$")
+        host.gpus[0].add_process(os.getpid(), 700, "C")
+        screen.wait(rf"^Problem: past MPS on GPU 00:06.0 with 700 MiB, .* PID {os.getpid()} of root")
+        host.gpus[0].add_process(job.pid, 9000, "M+C")
+        screen.wait(rf"^Problem: 00:06.0-1 has 9000 of \d+ MiB: PID {job.pid} of root")
+        status, who = printed(host, "status"), printed(host, "who")
+        for text in (status, who):
+            assert re.search(rf"^Problem: +00:06.0-1 has 9000 of \d+ MiB: PID {job.pid} ", text, re.MULTILINE)
+            assert re.search(rf"^Problem: +past MPS on GPU .* PID {os.getpid()} ", text, re.MULTILINE)
+        assert re.search(rf"^\| 00:06.0-1 .*\| root +\| +{job.pid} \|.*over budget \|$", who, re.MULTILINE)
+        host.gpus[0].remove_process(os.getpid())
+        job.end()
+        host.gpus[0].remove_process(job.pid)
+        screen.wait(r"2 devices: 0 used, 2 free; 0 leases; 0 processes")
+        assert not any("Problem" in line for line in screen.lines())
+        assert daemon.stop() == 0
+
+
+def test_a_daemon_that_goes_away_is_told_and_it_goes_on_when_that_is_back(
+    busy: tuple[Daemon, StandIns],
+) -> None:
+    daemon, _ = busy
+    with Tmux({**daemon.host.env, "LC_ALL": "C.UTF-8"}, 100, 30) as screen:
+        screen.type(TOP, "Enter")
+        screen.wait(r"2 devices: 0 used, 2 free")
+        pid = int(screen.tell("pane_pid"))
+        daemon.kill()
+        lines = screen.wait("all below is from before .*: the daemon is not running")
+        assert any(line.startswith("00:06.0-1 ") for line in lines)
+        screen.type("s")
+        screen.wait("sort: device")
+        daemon.start().wait_ready()
+        screen.wait_without("from before")
+        screen.wait("the daemon was taken over|domain host: .*ready|configuration|daemon")
+        assert is_running(pid)
+
+
+def test_without_a_daemon_it_does_not_begin(make_host: MakeHost) -> None:
+    host = make_host()
+    with Tmux({**host.env, "LC_ALL": "C.UTF-8"}, 200, 24) as screen:
+        screen.type(f"{TOP}; echo left with $?", "Enter")
+        lines = screen.wait("^left with 3$")
+    assert any(line.startswith("yunion-mps: the daemon is not running: ") for line in lines)

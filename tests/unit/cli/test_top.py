@@ -1,0 +1,242 @@
+"""`yunion-mps top`: what a frame shows, whatever its size, and what is printed where nothing can be drawn."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+from typing import Any
+
+import pytest
+from yunion_mps.cli.screen.asking import NOBODY, Answers, Clients
+from yunion_mps.cli.screen.findings import Finding, folded, of_status
+from yunion_mps.cli.screen.frame import VIEWS, Look, frame, plain
+from yunion_mps.cli.screen.scene import ORDERS, Scene, scene, sorted_devices
+from yunion_mps.cli.screen.text import bar, columns_of, count, duration, fit
+from yunion_mps.models import Event, Snapshot
+from yunion_mps.service import Service
+from yunion_mps.supervisor.warnings import warnings
+
+from unit.api import snapshots
+from unit.api.by_hand import CLIENT, clients
+from unit.cli.conftest import Cli
+from unit.cli.held import LEASE, OVER, PAST_MPS, TWO, busy
+
+NOW_S = 1788007260.0
+INSTEAD = (
+    "yunion-mps: one frame, on anything: yunion-mps top --once; what happens, line by line: "
+    "yunion-mps events -f\n"
+)
+
+
+def answers(snapshot: Snapshot, *leases: dict[str, Any], events: int = 0) -> Answers:
+    """What a daemon with this snapshot says."""
+    service = Service(lambda: snapshot, NOW_S - 60, 4200)
+    devices = service._all()
+    event = {"id": 1, "time": NOW_S - 30, **Event("info", "gpu", "00:06.0", "available")._asdict()}
+    return Answers(
+        NOW_S, service.status(), service.gpus()["gpus"], devices, list(leases), [], [event] * events, 1, 0.0
+    )
+
+
+def seen(*found: dict[str, Any]) -> Clients:
+    return Clients(list(found), [], [])
+
+
+BUSY = scene(answers(snapshots.reference(), LEASE, TWO, events=9), seen(OVER, PAST_MPS))
+MANY = scene(answers(snapshots.large(480), events=9), NOBODY)
+TROUBLED = scene(answers(snapshots.troubled()), NOBODY)
+DISABLED = scene(answers(snapshots.disabled()), NOBODY)
+
+
+def lines_of(scene: Scene, columns: int, rows: int, away: str = "", **look: Any) -> list[str]:
+    shown = frame(scene, Look(columns, rows, **look), away, NOW_S, 2)
+    return ["".join(text for text, _ in line) for line in shown.lines]
+
+
+@pytest.mark.parametrize(
+    "scene", [BUSY, MANY, TROUBLED, DISABLED], ids=["busy", "many", "troubled", "disabled"]
+)
+@pytest.mark.parametrize("view", VIEWS)
+def test_a_frame_never_has_more_lines_or_columns_than_the_terminal(scene: Scene, view: str) -> None:
+    for columns in (1, 2, 5, 11, 19, 20, 33, 39, 47, 58, 64, 79, 80, 100, 200):
+        for rows in (1, 2, 3, 4, 5, 7, 9, 12, 16, 24, 50, 100):
+            for utf8 in (True, False):
+                lines = lines_of(scene, columns, rows, "away", view=view, utf8=utf8)
+                assert len(lines) <= rows
+                assert all(columns_of(line) <= columns for line in lines)
+                assert utf8 or "".join(lines).isascii()
+
+
+@pytest.mark.parametrize(
+    "scene", [BUSY, MANY, TROUBLED, DISABLED], ids=["busy", "many", "troubled", "disabled"]
+)
+def test_from_80_x_24_on_every_part_is_there_and_the_last_line_has_the_keys(scene: Scene) -> None:
+    for columns, rows in ((80, 24), (120, 40), (200, 60)):
+        lines = lines_of(scene, columns, rows)
+        assert len(lines) == rows
+        assert lines[-1].startswith(" q  quit  s  sort: busiest  v  view: all ")
+        begins = [
+            word for word in ("GPU", "DEVICE", "EVENTS") if any(line.startswith(word) for line in lines)
+        ]
+        assert begins == ["GPU", "DEVICE", *(["EVENTS"] if scene.answers.events else [])]
+
+
+def test_rows_that_have_no_room_are_counted_in_the_heading() -> None:
+    lines = lines_of(MANY, 80, 24)
+    assert any(line.startswith("GPU 1-3/10 ") for line in lines)
+    assert any(line.startswith("DEVICE 1-7/480 ") for line in lines)
+    assert any(line.startswith("DEVICE 5-11/480 ") for line in lines_of(MANY, 80, 24, offset=4))
+    last = frame(MANY, Look(80, 24), "", NOW_S, 2).last_offset
+    assert any(line.startswith("DEVICE 474-480/480 ") for line in lines_of(MANY, 80, 24, offset=last))
+
+
+def test_that_the_daemon_is_away_is_said_above_what_is_old() -> None:
+    lines = lines_of(BUSY, 80, 24, "all below is from before 03:12:44: the daemon is not running")
+    assert lines[2].rstrip() == "all below is from before 03:12:44: the daemon is not running"
+    assert any(line.startswith("00:06.0-1!") for line in lines)
+
+
+def test_numbers_stand_on_the_right_below_each_other() -> None:
+    lines = [line for line in lines_of(BUSY, 80, 24) if line.startswith("00:06.0")]
+    assert [line[22:39] for line in lines] == [
+        "     6300   23040",
+        "     6000    5760",
+        "      300        ",
+        "        0    5760",
+        "        0    5760",
+        "             5760",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("order", "slots"),
+    [
+        ("busiest", ["-1!", "!", "-2", "-3", "-0"]),
+        ("device", ["-0", "-1!", "-2", "-3", "!"]),
+        ("user", ["-1!", "-2", "-3", "!", "-0"]),
+        ("longest", ["-1!", "!", "-2", "-3", "-0"]),
+    ],
+)
+def test_devices_are_sorted_in_each_order(order: str, slots: list[str]) -> None:
+    assert order in ORDERS
+    rows = sorted_devices(BUSY.devices, order)
+    assert [(row.address + row.mark).removeprefix("00:06.0") for row in rows] == slots
+
+
+def test_a_lease_of_several_devices_fills_them_one_after_the_other() -> None:
+    client = {**CLIENT, "device": "00:06.0-2,00:06.0-3", "memory_by_gpu": [7000]}
+    found = scene(answers(snapshots.reference(), TWO), seen(client))
+    assert [(row.address, row.used_mib) for row in found.devices if row.in_use] == [
+        ("00:06.0-2", 5760),
+        ("00:06.0-3", 1240),
+    ]
+
+
+def test_the_processes_of_a_device_are_told_by_the_largest_and_how_many_more() -> None:
+    more = [{**CLIENT, "pid": 4270 + n, "command": f"job {n}", "memory_by_gpu": [n]} for n in range(3)]
+    found = scene(answers(snapshots.reference()), seen(*more))
+    assert [(row.pid, row.command) for row in found.devices if row.in_use] == [(4272, "job 2 (+2)")]
+
+
+def test_every_warning_of_the_daemon_has_a_remedy_of_its_own() -> None:
+    kept = "events are kept elsewhere meanwhile, and nothing can be changed"
+    multiuser = "cuda_mps_multiuser is true, and /usr/bin/nvidia-cuda-mps-control does not know it: jobs wait"
+    found = snapshots.troubled()._replace(remarks=(kept, multiuser))
+    status = Service(lambda: found, 0.0, 1).status()
+    assert len(status["warnings"]) == len(warnings(found)) == 4
+    told = [one.remedy for one in of_status(status, []) if one.kind == "Warning"]
+    assert len(set(told)) == 4
+    assert "look closer: yunion-mps doctor" not in told
+
+
+def test_findings_that_are_mended_alike_are_folded() -> None:
+    many = [Finding("Warning", f"GPU {n}", "reload") for n in range(9)] + [Finding("Problem", "x", "y")]
+    assert [one.what for one in folded(many)] == [
+        "GPU 0",
+        "GPU 1",
+        "GPU 2",
+        "and 6 more like that (all: yunion-mps status -o json)",
+        "x",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("share", "blocks", "signs"),
+    [
+        (0.0, "░░░░░░░░░░", "[--------]"),
+        (0.0001, "▏░░░░░░░░░", "[#-------]"),
+        (0.25, "██▌░░░░░░░", "[##------]"),
+        (0.5, "█████░░░░░", "[####----]"),
+        (1.0, "██████████", "[########]"),
+        (7.0, "██████████", "[########]"),
+    ],
+)
+def test_a_bar_shows_the_share_and_whatever_is_not_nothing(share: float, blocks: str, signs: str) -> None:
+    assert bar(share, 10, utf8=True) == blocks
+    assert bar(share, 10, utf8=False) == signs
+
+
+@pytest.mark.parametrize("width", range(12))
+def test_text_is_cut_and_filled_to_columns_also_where_letters_are_wide(width: int) -> None:
+    for text in ("", "train", "訓練をする", "e\u0301te\u0301", "a\x1b[2Jb"):
+        for utf8 in (True, False):
+            assert columns_of(fit(text, width, utf8=utf8)) == width
+    assert fit("訓練をする", 6) == "訓練… "
+    assert fit("12", 5, to_the_right=True) == "   12"
+
+
+def test_durations_and_counts_read_as_people_say_them() -> None:
+    told = [duration(seconds) for seconds in (-5, 0, 59, 61, 3600, 90061)]
+    assert told == ["0 s", "0 s", "59 s", "1 min 1 s", "1 h", "1 d 1 h"]
+    assert [count(1, "GPU"), count(2, "GPU")] == ["1 GPU", "2 GPUs"]
+
+
+def test_once_prints_a_frame_whole_and_without_colours(own: Cli) -> None:
+    busy(own.host)
+    out = own.good("top", "--once")
+    assert "\x1b" not in out
+    assert "  do: ask its owner, or end it: yunion-mps clients terminate PID\n" in out
+    assert "00:06.0-0  ░░░░░░░░░░░             5760    25 free\n" in out
+    assert "mallory (./old-job)\n" in out
+    assert " quit " not in out
+
+
+def test_once_says_what_is_not_known(own: Cli) -> None:
+    own.host.people.found = clients(troubles=("domain host: it does not answer",))
+    assert own.good("top", "--once").splitlines()[-1] == "Not known: domain host: it does not answer"
+
+
+def test_a_host_without_mps_has_its_notice(serve: Any) -> None:
+    lines = serve(snapshots.disabled()).good("top", "--once").splitlines()
+    assert lines[1:3] == [
+        "0 GPUs; 0 devices: 0 used, 0 free; 0 leases; 1 process",
+        "Notice: enable_cuda_mps is false",
+    ]
+
+
+def test_without_a_terminal_it_says_what_to_do_instead(own: Cli) -> None:
+    words = "yunion-mps: top needs a terminal, for its screen and for its keys\n" + INSTEAD
+    assert own("top") == (1, "", words)
+
+
+@pytest.mark.parametrize("name", ["dumb", ""])
+def test_on_a_terminal_that_cannot_be_drawn_on_it_says_what_to_do_instead(own: Cli, name: str) -> None:
+    ours, theirs = pty.openpty()
+    try:
+        done = own("top", stdin=theirs, stdout=theirs, env={**own.env, "TERM": name})
+    finally:
+        os.close(ours)
+        os.close(theirs)
+    told = f"yunion-mps: top cannot draw on this terminal: TERM is {name or 'not set'}\n" + INSTEAD
+    assert (done.code, done.err) == (1, told)
+
+
+def test_without_a_daemon_it_is_said(alone: Cli) -> None:
+    done = alone("top", "--once")
+    assert done.code == 3
+    assert re.match("yunion-mps: the daemon is not running: there is no ", done.err)
+
+
+def test_a_frame_is_plain_text_where_it_is_to_be() -> None:
+    assert plain([[("a", "bad"), ("  ", "")], []]) == "a\n\n"
