@@ -30,14 +30,15 @@ _PIPE_COLUMNS = 120
 def command(once: bool, interval: int) -> None:
     """Watch the GPUs and the devices: what is used of each budget, by whom, and what happens.
 
+    Behind an address, ! is what is over budget or past MPS, and ? a client of MPS that names no device.
+    With NO_COLOR in the environment there are no colours.
+
     \b
     Keys:
-      q                     quit
-      s                     sort: busiest, device, user, longest
-      v                     view: all, only GPUs, only devices
-      arrows, j, k, PgUp, PgDn, Home, End   scroll
-    Behind an address: ! over budget or past MPS, ? a client of MPS that names no device.
-    NO_COLOR in the environment keeps it without colours.
+      q           quit
+      s           sort: busiest, device, user, longest
+      v           view: all, only GPUs, only devices
+      arrows      scroll; so do j, k, PgUp, PgDn, Home and End
 
     \b
     Examples:

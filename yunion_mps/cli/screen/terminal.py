@@ -59,7 +59,8 @@ class Woken:
 
     def __enter__(self) -> Woken:  # noqa: PYI034 - typing.Self is not in 3.9
         for number in (*ENDING, *_OTHERS):
-            self._before[number] = signal.signal(number, _only_wake)
+            if signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it
+                self._before[number] = signal.signal(number, _only_wake)
         signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         return self
 
@@ -100,7 +101,8 @@ class Terminal:
     def leave(self) -> None:
         """Give it back as it was; where it is gone, nothing."""
         with contextlib.suppress(OSError, termios.error):
-            termios.tcflow(self._out, termios.TCOON)  # Ctrl-S would keep us here
+            for action in (termios.TCOOFF, termios.TCOON):  # Ctrl-S would keep us here; only both undo it
+                termios.tcflow(self._out, action)
             os.write(self._out, _LEAVE)
         with contextlib.suppress(OSError, termios.error):
             termios.tcsetattr(self._in, termios.TCSANOW, self._before)
