@@ -290,6 +290,20 @@ def test_nothing_is_written_while_nothing_changes_but_the_clock(screen: Tmux, ho
     assert screen.lines()[1:] == lines[1:]
 
 
+def test_while_nobody_tells_who_uses_the_gpus_the_rest_goes_on_and_keys_work(
+    screen: Tmux, host: ServerHost
+) -> None:
+    host.people.gate.clear()
+    screen.type(TOP, "Enter")
+    screen.wait("1 GPU; 4 devices: 3 used, 1 free; 2 leases, 1 waiting; 0 processes")
+    hold(host)
+    screen.wait("1 GPU; 4 devices: 0 used, 4 free; 0 leases; 0 processes")
+    screen.type("s")
+    screen.wait("sort: device")
+    host.people.gate.set()
+    screen.wait("; 0 leases; 2 processes")
+
+
 def test_there_are_colours_and_none_where_nobody_wants_them(screen: Tmux) -> None:
     screen.type(TOP, "Enter")
     screen.wait("mallory.*old-job")
@@ -360,6 +374,27 @@ def test_jobs_of_the_real_daemon_come_and_go_and_who_is_past_mps_is_named(
         screen.wait(r"2 devices: 0 used, 2 free; 0 leases; 0 processes")
         assert not any("Problem" in line for line in screen.lines())
         assert daemon.stop() == 0
+
+
+def test_nobody_is_called_past_mps_without_proof(busy: tuple[Daemon, StandIns]) -> None:
+    """A server is none of it, nor who has just ended; and where the driver does not tell, nobody is."""
+    daemon, jobs = busy
+    gpu, foreign = daemon.host.gpus[0], os.getpid()
+    job = jobs.attached(daemon.pipe_directory)
+    (server,) = jobs.servers()
+    ended = 4_194_303
+    for pid in (server, ended, foreign):
+        gpu.add_process(pid, 30, "C")
+
+    def told() -> dict[int, bool | None]:
+        return {one["pid"]: one["mps"] for one in daemon.get("/v1/clients")[1]["clients"]}
+
+    assert told() == {job.pid: True, ended: None, foreign: False}
+    daemon.host.fail("nvmlDeviceGetMPSComputeRunningProcesses*", "not_supported")
+    assert told() == {job.pid: True, ended: None, foreign: None}
+    daemon.host.clear()
+    gpu.add_process(foreign, 30, "M+C")
+    assert told() == {job.pid: True, ended: None, foreign: True}
 
 
 def test_a_daemon_that_goes_away_is_told_and_it_goes_on_when_that_is_back(

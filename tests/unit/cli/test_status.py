@@ -100,6 +100,14 @@ def test_where_nobody_tells_who_uses_the_gpus_the_rest_is_there(own: Cli) -> Non
     assert lines[-1] == "Not known: who uses the GPUs: the control daemon does not answer"
 
 
+def test_a_question_that_hangs_does_not_keep_the_rest_for_long(own: Cli) -> None:
+    own.host.people.gate.clear()
+    lines = own.good("status").splitlines()
+    own.host.people.gate.set()
+    assert lines[0] == "State:    ready"
+    assert re.match(r"Not known: who uses the GPUs: the daemon does not answer on .* within 6 s$", lines[-1])
+
+
 def test_the_limit_of_a_gpu_that_is_not_in_the_plan_is_left_out(serve: Serve) -> None:
     found = snapshots.reference()
     limits: Any = (None, 5760, None)
