@@ -14,14 +14,14 @@ from yunion_mps.models import Event
 
 from integration.conftest import MakeDaemon, MakeHost
 from integration.daemon_host import Daemon, eventually, is_running
-from integration.test_cli_host import printed
+from integration.test_cli_host import printed, rows
 from integration.tmux import Tmux
 from simhost.mps import StandIns
 from unit.api import snapshots
-from unit.api.by_hand import clients
+from unit.api.by_hand import LEASE, clients
 from unit.api.server_host import ServerHost
 from unit.cli.conftest import PROGRAM
-from unit.cli.held import LEASE, OVER, PAST_MPS, TWO, WAITER, hold
+from unit.cli.held import CAROL, OVER, PAST_MPS, TWO, hold
 
 BAR = "░" * 11
 SCREEN_80 = f"""\
@@ -36,8 +36,8 @@ GPU                    USED MiB  OF MiB       IN USE     PROCS        NAME
 DEVICE                 USED MiB  OF MiB  SM % USER         PID  SINCE COMMAND
 00:06.0-1! ███████████     6000    5760    25 alice       4260    2 h python tr…
 00:06.0!   {BAR}      300               mallory     4711    3 h ./old-job
-00:06.0-2  {BAR}        0    5760    50 bob                 5 d job-17
-00:06.0-3  {BAR}        0    5760    50 bob                 5 d job-17
+00:06.0-2  {BAR}        0    5760    25 bob                 5 d job-17
+00:06.0-3  {BAR}        0    5760    25 bob                 5 d job-17
 00:06.0-0  {BAR}             5760    25 free
 EVENTS
 HH:MM:SS info    domain host: applying -> ready
@@ -59,8 +59,8 @@ GPU                                 USED MiB  OF MiB       IN USE           PROC
 DEVICE                              USED MiB  OF MiB  SM % USER               PID  SINCE COMMAND
 00:06.0-1! ████████████████████████     6000    5760    25 alice             4260    2 h python train.py
 00:06.0!   {WIDE}      300               mallory           4711    3 h ./old-job
-00:06.0-2  {WIDE}        0    5760    50 bob                       5 d job-17
-00:06.0-3  {WIDE}        0    5760    50 bob                       5 d job-17
+00:06.0-2  {WIDE}        0    5760    25 bob                       5 d job-17
+00:06.0-3  {WIDE}        0    5760    25 bob                       5 d job-17
 00:06.0-0  {WIDE}             5760    25 free
 EVENTS
 HH:MM:SS info    domain host: applying -> ready
@@ -77,7 +77,7 @@ def host() -> Iterator[ServerHost]:
     with ServerHost(snapshots.reference()) as host:
         now_s = time.time()
         one = {**LEASE, "since": now_s - 7300}
-        hold(host, one, {**TWO, "since": now_s - 5 * 86400 - 60}, waiting=(WAITER,))
+        hold(host, one, {**TWO, "since": now_s - 5 * 86400 - 60}, waiting=(CAROL,))
         host.people.found = clients(OVER, {**PAST_MPS, "started": now_s - 11000})
         host.record(Event("warning", "domain", "host", "ready -> backoff", "killed by signal 9"))
         host.record(Event("info", "domain", "host", "applying -> ready"))
@@ -163,6 +163,7 @@ def test_keys_sort_and_choose_what_is_to_be_seen(screen: Tmux) -> None:
 def test_keys_scroll_through_3072_devices() -> None:
     with ServerHost(snapshots.large(3072)) as many, Tmux(environment(many.paths.root), 80, 24) as screen:
         many.people.found = clients()
+        hold(many)
         screen.type(TOP, "Enter")
         screen.wait(r"DEVICE 1-(\d+)/3072")
         screen.type("s")
@@ -374,6 +375,32 @@ def test_jobs_of_the_real_daemon_come_and_go_and_who_is_past_mps_is_named(
         screen.wait(r"2 devices: 0 used, 2 free; 0 leases; 0 processes")
         assert not any("Problem" in line for line in screen.lines())
         assert daemon.stop() == 0
+
+
+def test_a_lease_of_the_real_daemon_is_somebody_s_while_its_command_runs(
+    busy: tuple[Daemon, StandIns],
+) -> None:
+    daemon, _ = busy
+    host = daemon.host
+    with Tmux({**host.env, "LC_ALL": "C.UTF-8"}, 100, 30) as screen:
+        screen.type(TOP, "Enter")
+        screen.wait("2 devices: 0 used, 2 free; 0 leases")
+        command = host.popen(["yunion-mps", "run", "--", "sleep", "600"])
+        try:
+            screen.wait("2 devices: 1 used, 1 free; 1 lease;")
+            screen.wait(rf"^00:06\.0-0 .* 0 +8192 +50 root +{command.pid} +\d+ s sleep 600")
+            header, row = rows(printed(host, "who", "-o", "csv"))
+            shown = dict(zip(header, row))
+            assert (shown["Device"], shown["User"], shown["PID"]) == ("00:06.0-0", "root", str(command.pid))
+            assert (shown["Command"], shown["Remark"]) == ("sleep 600", "idle")
+            (lease,) = daemon.get("/v1/leases")[1]["leases"]
+            assert shown["Lease"] == lease["id"]
+            assert "Devices:  2 of 2 available, 1 used, 1 free\nLeases:   1; " in printed(host, "status")
+        finally:
+            command.kill()
+            command.communicate()
+        screen.wait("2 devices: 0 used, 2 free; 0 leases")
+        assert printed(host, "who").count("\n") == 4
 
 
 def test_nobody_is_called_past_mps_without_proof(busy: tuple[Daemon, StandIns]) -> None:

@@ -78,7 +78,7 @@ def _text(
     cuda = f", CUDA {driver['cuda_version']}" if driver["cuda_version"] else ""
     waiting = f", {leases['waiting']} waiting" if leases["waiting"] else ""
     up = duration(time.time() - status["started"])
-    free = f", {devices['used']} used, {devices['free']} free" if devices["total"] else ""
+    free = f", {devices['used']} used, {devices['free']} free" if devices["total"] or devices["used"] else ""
     broken = status["gpus"]["unavailable"]
     lines = [
         f"State:    {status['state']}",
@@ -114,7 +114,8 @@ def _gpu_table(gpus: Sequence[Json], found: Sequence[Holding], clients: asking.C
     for gpu in gpus:
         own = [one for one in found if one.gpu == gpu["addr"]]
         in_use = sum(len(one.devices) for one in own if one.in_use)
-        numbers = (gpu["devices"], in_use, _free(own), used_mib.get(gpu["addr"], 0), gpu["memory_total"] or 0)
+        total = sum(len(one.devices) for one in own)
+        numbers = (total, in_use, _free(own), used_mib.get(gpu["addr"], 0), gpu["memory_total"] or 0)
         words = (gpu["addr"], gpu["name"] or "", gpu["state"])
         key = words if len(gpus) <= _MOST_ROWS else words[1:]
         row = rows.setdefault(key, [0, 0, 0, 0, 0, 0])

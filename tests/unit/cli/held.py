@@ -2,33 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-from yunion_mps.api.deferred import Later
-from yunion_mps.api.query import Request
-
-from unit.api.by_hand import CLIENT, clients
+from unit.api.by_hand import CLIENT, LEASE, WAITER, clients
 from unit.api.server_host import ServerHost
 
 Json = dict[str, Any]
 
-LEASE: Json = {
-    "id": "3f2a8a1e-0d3c-4f0e-8f61-7b8f6f2b9d11",
-    "devices": ["00:06.0-1"],
-    "gpus": ["00:06.0"],
-    "memory": [5760],
-    "thread_percentage": 25,
-    "binding": "process",
-    "pid": 4260,
-    "uid": 1000,
-    "user": "alice",
-    "command": "python train.py",
-    "name": None,
-    "since": 1788000060.5,
-    "expires": None,
-    "environment": {},
-}
 #: Two devices of one GPU as one larger budget, of which nothing is used yet.
 TWO: Json = {
     **LEASE,
@@ -44,13 +24,7 @@ TWO: Json = {
     "since": 1788003600.0,
     "expires": 1788007200.0,
 }
-WAITER: Json = {
-    "uid": 1001,
-    "user": "carol",
-    "pid": 4300,
-    "since": 1788003000.0,
-    "wants": "2 devices on one GPU",
-}
+CAROL: Json = {**WAITER, "user": "carol"}
 #: More than its device has.
 OVER: Json = {**CLIENT, "memory_by_gpu": [6000], "memory_used": 6000}
 PAST_MPS: Json = {
@@ -68,15 +42,10 @@ PAST_MPS: Json = {
 
 def hold(host: ServerHost, *leases: Json, waiting: tuple[Json, ...] = ()) -> None:
     """From now on the host has these leases."""
-    answer = {"leases": list(leases), "waiting": list(waiting), "total": len(leases)}
-
-    async def give(request: Request, query: Mapping[str, str]) -> Json:
-        return answer
-
-    host.deferred._paths["/v1/leases"] = Later(("GET", "HEAD"), give)
+    host.giver.found = {"leases": list(leases), "waiting": list(waiting), "total": len(leases)}
 
 
 def busy(host: ServerHost) -> None:
     """Somebody over budget, somebody past MPS, somebody who has not begun, and somebody who waits."""
-    hold(host, LEASE, TWO, waiting=(WAITER,))
+    hold(host, LEASE, TWO, waiting=(CAROL,))
     host.people.found = clients(OVER, PAST_MPS)

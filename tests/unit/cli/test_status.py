@@ -15,9 +15,9 @@ from yunion_mps import __version__
 from yunion_mps.errors import ControlError
 
 from unit.api import snapshots
-from unit.api.by_hand import SERVER, clients
+from unit.api.by_hand import LEASE, SERVER, clients
 from unit.cli.conftest import Cli, Serve
-from unit.cli.held import LEASE, PAST_MPS, busy, hold
+from unit.cli.held import PAST_MPS, busy, hold
 from unit.cli.test_list import HOST
 from unit.cli.test_terminal import on_terminal
 
@@ -75,6 +75,7 @@ def whole(text: str) -> str:
 
 
 def test_the_status_of_a_healthy_host_is_one_screen(own: Cli) -> None:
+    hold(own.host)
     assert shown(own) == whole(HEALTHY)
     assert len(shown(own).splitlines()) < 24
 
@@ -153,7 +154,9 @@ def test_the_status_of_a_troubled_host_says_what_is_amiss_and_what_to_do(trouble
 
 
 def test_the_status_of_a_host_without_mps_says_why(serve: Serve) -> None:
-    assert serve(snapshots.disabled()).good("status").splitlines()[:7] == [
+    cli = serve(snapshots.disabled())
+    hold(cli.host)
+    assert cli.good("status").splitlines()[:7] == [
         "State:    disabled",
         "Notice:   enable_cuda_mps is false",
         "Remedy:   to offer them: set enable_cuda_mps: true there, then: yunion-mps reload",

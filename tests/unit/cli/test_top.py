@@ -18,9 +18,9 @@ from yunion_mps.service import Service
 from yunion_mps.supervisor.warnings import warnings
 
 from unit.api import snapshots
-from unit.api.by_hand import CLIENT, clients
+from unit.api.by_hand import CLIENT, LEASE, clients
 from unit.cli.conftest import Cli
-from unit.cli.held import LEASE, OVER, PAST_MPS, TWO, busy
+from unit.cli.held import OVER, PAST_MPS, TWO, busy, hold
 
 NOW_S = 1788007260.0
 INSTEAD = (
@@ -133,6 +133,15 @@ def test_a_lease_of_several_devices_fills_them_one_after_the_other() -> None:
     ]
 
 
+def test_devices_that_were_made_of_a_pool_are_there_while_they_are_leased() -> None:
+    lease = {**LEASE, "devices": ["00:06.0-m0", "00:06.0-m1"], "memory": [2048, 1024]}
+    client = {**CLIENT, "device": "00:06.0-m0,00:06.0-m1", "memory_by_gpu": [2500]}
+    found = scene(answers(snapshots.reference(), lease), seen(client))
+    rows = [(row.address, row.used_mib, row.budget_mib) for row in found.devices if row.in_use]
+    assert rows == [("00:06.0-m0", 2048, 2048), ("00:06.0-m1", 452, 1024)]
+    assert [(row.in_use, row.devices) for row in found.gpus] == [(2, 6)]
+
+
 def test_the_processes_of_a_device_are_told_by_the_largest_and_how_many_more() -> None:
     more = [{**CLIENT, "pid": 4270 + n, "command": f"job {n}", "memory_by_gpu": [n]} for n in range(3)]
     found = scene(answers(snapshots.reference()), seen(*more))
@@ -208,7 +217,9 @@ def test_once_says_what_is_not_known(own: Cli) -> None:
 
 
 def test_a_host_without_mps_has_its_notice(serve: Any) -> None:
-    lines = serve(snapshots.disabled()).good("top", "--once").splitlines()
+    cli = serve(snapshots.disabled())
+    hold(cli.host)
+    lines = cli.good("top", "--once").splitlines()
     assert lines[1:3] == [
         "0 GPUs; 0 devices: 0 used, 0 free; 0 leases; 1 process",
         "Notice: enable_cuda_mps is false",

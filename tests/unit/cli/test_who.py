@@ -12,15 +12,15 @@ import pytest
 import yaml
 from yunion_mps.cli.screen.uses import Holding, filled, holdings, memory_by_gpu
 
-from unit.api.by_hand import CLIENT, GONE, clients
+from unit.api.by_hand import CLIENT, GONE, LEASE, clients
 from unit.cli.conftest import Cli
-from unit.cli.held import LEASE, OVER, PAST_MPS, TWO, busy, hold
+from unit.cli.held import OVER, PAST_MPS, TWO, busy, hold
 from unit.cli.test_terminal import on_terminal
 
 #: With one space for many, T for what passes, and no borders.
 TEXT = """\
 | Device | Lease | User | PID | Command | Since | Used_MiB | Of_MiB | Remark |
-| 00:06.0-1 | 3f2a8a1e | alice | 4260 | python train.py | T | 6000 | 5760 | over budget |
+| 00:06.0-1 | 7c1f0e7a | alice | 4260 | python train.py | T | 6000 | 5760 | over budget |
 | 00:06.0-2,00:06.0-3 | 71b0b1ae | bob | | job-17 | T | 0 | 11520 | idle |
 | 00:06.0 | | mallory | 4711 | ./old-job | T | 300 | | past MPS |
 Waiting: carol (PID 4300) wants 2 devices on one GPU, for T
@@ -59,6 +59,7 @@ def test_numbers_stand_on_the_right(own: Cli) -> None:
 
 
 def test_where_nobody_has_anything_the_table_is_empty(own: Cli) -> None:
+    hold(own.host)
     own.host.people.found = clients()
     assert len(own.good("who").splitlines()) == 4
 
@@ -144,6 +145,7 @@ def test_what_is_past_mps_counts_against_no_device_whatever_it_says_of_itself() 
 
 
 def test_a_client_that_names_no_device_is_no_device_s(own: Cli) -> None:
+    hold(own.host)
     own.host.people.found = clients({**CLIENT, "device": None})
     (row,) = json.loads(own.good("who", "-o", "json"))["uses"]
     assert (row["device"], row["gpu"], row["remark"]) == (None, "00:06.0", "no device")

@@ -80,10 +80,10 @@ def _top(scene: Scene, now_s: float) -> list[Line]:
     style = {"ready": "good", "degraded": "warn", "failed": "bad"}.get(state, "")
     first: Line = [(f"yunion-mps {status['version']}  {clock}  ", "bold"), (state, style), (about, "")]
     devices, leases, waiting = status["devices"], scene.answers.leases, len(scene.answers.waiting)
-    free = max(devices["available"] - scene.in_use, 0)
+    total = sum(row.devices for row in scene.gpus)
     parts = [
         count(len(scene.gpus), "GPU"),
-        f"{count(devices['total'], 'device')}: {scene.in_use} used, {free} free"
+        f"{count(total, 'device')}: {scene.in_use} used, {scene.free} free"
         + (f", {devices['unavailable']} unavailable" if devices["unavailable"] else ""),
         count(len(leases), "lease") + (f", {waiting} waiting" if waiting else ""),
         f"{scene.processes} processes" if scene.processes != 1 else "1 process",

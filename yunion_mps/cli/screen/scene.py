@@ -12,6 +12,9 @@ from yunion_mps.cli.screen.uses import Holding, Json, filled, holdings, memory_b
 #: Why a row needs somebody's eye.
 TROUBLED, WITHOUT_DEVICE = "!", "?"
 
+#: In the place of a user.
+FREE = "free"
+
 ORDERS = ("busiest", "device", "user", "longest")
 
 
@@ -63,6 +66,11 @@ class Scene(NamedTuple):
     processes: int
 
     @property
+    def free(self) -> int:
+        """The devices that somebody could have."""
+        return sum(row.user == FREE for row in self.devices)
+
+    @property
     def in_use(self) -> int:
         """The devices that somebody has."""
         return sum(row.in_use for row in self.gpus)
@@ -73,6 +81,8 @@ def scene(answers: Answers, clients: Clients) -> Scene:
     found = holdings(answers.devices, answers.leases, clients.clients)
     wrong = ranked([*of_status(answers.status, answers.gpus), *of_uses(found, clients.servers)])
     budgets = {device["addr"]: device["mps_memory_limit"] for device in answers.devices}
+    for lease in answers.leases:  # a device that was made of a pool for its lease is not listed
+        budgets.update(zip(lease["devices"], lease["memory"]))
     return Scene(
         answers,
         folded(wrong, 2),
@@ -99,9 +109,11 @@ def sorted_gpus(rows: Iterable[GpuRow], order: str) -> list[GpuRow]:
 
 
 def _gpu_rows(answers: Answers, found: Iterable[Holding], clients: Iterable[Json]) -> list[GpuRow]:
+    devices: dict[str, int] = {}
     in_use: dict[str, int] = {}
     processes: dict[str, int] = {}
     for holding in found:
+        devices[holding.gpu] = devices.get(holding.gpu, 0) + len(holding.devices)
         in_use[holding.gpu] = in_use.get(holding.gpu, 0) + len(holding.devices) * holding.in_use
         processes[holding.gpu] = processes.get(holding.gpu, 0) + len(holding.processes)
     used = memory_by_gpu(clients)
@@ -111,7 +123,7 @@ def _gpu_rows(answers: Answers, found: Iterable[Holding], clients: Iterable[Json
             (gpu["name"] or "").removeprefix("NVIDIA "),
             used.get(gpu["addr"], 0),
             gpu["memory_total"],
-            gpu["devices"],
+            devices.get(gpu["addr"], 0),
             in_use.get(gpu["addr"], 0),
             processes.get(gpu["addr"], 0),
             gpu["reason"],
@@ -128,7 +140,7 @@ def _device_rows(holding: Holding, budgets: dict[str, int]) -> list[DeviceRow]:
     command = (first.command if first else lease["command"] or lease["name"] if lease else "") or ""
     more = len(holding.processes) - 1
     command += f" (+{more})" if more > 0 else ""
-    user = holding.user or ("" if holding.in_use else "free" if holding.available else "unavailable")
+    user = holding.user or ("" if holding.in_use else FREE if holding.available else "unavailable")
     row = DeviceRow(
         holding.gpu, mark, holding.used_mib, None, holding.threads, user, pid, command, holding.since_s,
         holding.in_use,

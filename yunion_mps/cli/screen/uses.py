@@ -96,7 +96,7 @@ def holdings(devices: Sequence[Json], leases: Iterable[Json], clients: Iterable[
         device = known.get(address, {})
         if budget_mib is None:
             budget_mib = device.get("mps_memory_limit")
-        percentage = lease["thread_percentage"] if lease else device.get("mps_thread_percentage")
+        percentage = device.get("mps_thread_percentage", lease["thread_percentage"] if lease else None)
         available = device.get("state", "available") == "available"
         one = Holding(key[1], (address,), budget_mib, percentage, lease, available)
         found[key] = _joined(found[key], one) if key in found else one
