@@ -36,7 +36,7 @@ class Tmux:
         try:
             self._tmux("set-option", "-g", "status", "off")
             self.resize(columns, rows)
-            self.wait(r"^[#$]$")
+            self.wait_prompt()
         except BaseException:
             self.close()
             raise
@@ -65,6 +65,10 @@ class Tmux:
         eventually(look, f"{pattern!r} on the screen", patience_s, lambda: "\n".join(found))
         return list(found)
 
+    def wait_prompt(self) -> None:
+        """Wait until the shell wants the next command."""
+        eventually(lambda: (self.lines() or [""])[-1] in ("#", "$"), "the prompt", trouble=self._text)
+
     def wait_without(self, pattern: str) -> list[str]:
         """The lines, once none of them matches."""
         found: list[str] = []
@@ -75,6 +79,9 @@ class Tmux:
 
         eventually(look, f"a screen without {pattern!r}", PATIENCE_S, lambda: "\n".join(found))
         return list(found)
+
+    def _text(self) -> str:
+        return "\n".join(self.lines())
 
     def tell(self, what: str) -> str:
         """What tmux says of the terminal: `cursor_flag`, `alternate_on`, `pane_pid` and the like."""

@@ -1,0 +1,128 @@
+"""`yunion-mps top`, `who` and `status` with the real daemon, its leases, and jobs that come and go."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from integration.conftest import MakeDaemon, MakeHost
+from integration.daemon_host import Daemon, is_running
+from integration.test_cli_host import printed, rows
+from integration.test_screens import TOP
+from integration.tmux import Tmux
+from simhost.mps import StandIns
+
+
+@pytest.fixture
+def busy(make_host: MakeHost, make_daemon: MakeDaemon) -> Iterator[tuple[Daemon, StandIns]]:
+    """A V100 divided by two, whose budgets are kept, with stand-ins for jobs."""
+    host = make_host([{"kind": "v100", "virtual_number": 2}])
+    with StandIns(host) as jobs:
+        yield make_daemon(host).start().wait_ready(), jobs
+
+
+def test_jobs_of_the_real_daemon_come_and_go_and_who_is_past_mps_is_named(
+    busy: tuple[Daemon, StandIns],
+) -> None:
+    daemon, jobs = busy
+    host = daemon.host
+    with Tmux({**host.env, "LC_ALL": "C.UTF-8"}, 100, 30) as screen:
+        screen.type(TOP, "Enter")
+        screen.wait(r"1 GPU; 2 devices: 0 used, 2 free; 0 leases; 0 processes")
+        host.env["YUNION_MPS_DEVICE"] = "00:06.0-1"
+        job = jobs.attached(daemon.pipe_directory)
+        host.gpus[0].add_process(job.pid, 4096, "M+C")
+        screen.wait(rf"^00:06\.0-1 .* 4096 .* root +{job.pid} ")
+        screen.wait(r"2 devices: 1 used, 1 free; 0 leases; 1 process$")
+        host.gpus[0].add_process(os.getpid(), 700, "C")
+        screen.wait(rf"^Problem: past MPS on GPU 00:06.0 with 700 MiB, .* PID {os.getpid()} of root")
+        host.gpus[0].add_process(job.pid, 9000, "M+C")
+        screen.wait(rf"^Problem: 00:06.0-1 has 9000 of \d+ MiB: PID {job.pid} of root")
+        status, who = printed(host, "status"), printed(host, "who")
+        for text in (status, who):
+            assert re.search(rf"^Problem: +00:06.0-1 has 9000 of \d+ MiB: PID {job.pid} ", text, re.MULTILINE)
+            assert re.search(rf"^Problem: +past MPS on GPU .* PID {os.getpid()} ", text, re.MULTILINE)
+        assert re.search(rf"^\| 00:06.0-1 .*\| root +\| +{job.pid} \|.*over budget \|$", who, re.MULTILINE)
+        host.gpus[0].remove_process(os.getpid())
+        job.end()
+        host.gpus[0].remove_process(job.pid)
+        screen.wait(r"2 devices: 0 used, 2 free; 0 leases; 0 processes")
+        assert not any("Problem" in line for line in screen.lines())
+        assert daemon.stop() == 0
+
+
+def test_a_lease_of_the_real_daemon_is_somebody_s_while_its_command_runs(
+    busy: tuple[Daemon, StandIns],
+) -> None:
+    daemon, _ = busy
+    host = daemon.host
+    with Tmux({**host.env, "LC_ALL": "C.UTF-8"}, 100, 30) as screen:
+        screen.type(TOP, "Enter")
+        screen.wait("2 devices: 0 used, 2 free; 0 leases")
+        command = host.popen(["yunion-mps", "run", "--", "sleep", "600"])
+        try:
+            screen.wait("2 devices: 1 used, 1 free; 1 lease;")
+            screen.wait(rf"^00:06\.0-0 .* 0 +8192 +50 root +{command.pid} +\d+ s sleep 600")
+            header, row = rows(printed(host, "who", "-o", "csv"))
+            shown = dict(zip(header, row))
+            assert (shown["Device"], shown["User"], shown["PID"]) == ("00:06.0-0", "root", str(command.pid))
+            assert (shown["Command"], shown["Remark"]) == ("sleep 600", "idle")
+            (lease,) = daemon.get("/v1/leases")[1]["leases"]
+            assert shown["Lease"] == lease["id"]
+            assert "Devices:  2 of 2 available, 1 used, 1 free\nLeases:   1; " in printed(host, "status")
+        finally:
+            command.kill()
+            command.communicate()
+        screen.wait("2 devices: 0 used, 2 free; 0 leases")
+        assert printed(host, "who").count("\n") == 4
+
+
+def test_nobody_is_called_past_mps_without_proof(busy: tuple[Daemon, StandIns]) -> None:
+    """A server is none of it, nor who has just ended; and where the driver does not tell, nobody is."""
+    daemon, jobs = busy
+    gpu, foreign = daemon.host.gpus[0], os.getpid()
+    job = jobs.attached(daemon.pipe_directory)
+    (server,) = jobs.servers()
+    ended = 4_194_303
+    for pid in (server, ended, foreign):
+        gpu.add_process(pid, 30, "C")
+
+    def told() -> dict[int, bool | None]:
+        return {one["pid"]: one["mps"] for one in daemon.get("/v1/clients")[1]["clients"]}
+
+    assert told() == {job.pid: True, ended: None, foreign: False}
+    daemon.host.fail("nvmlDeviceGetMPSComputeRunningProcesses*", "not_supported")
+    assert told() == {job.pid: True, ended: None, foreign: None}
+    daemon.host.clear()
+    gpu.add_process(foreign, 30, "M+C")
+    assert told() == {job.pid: True, ended: None, foreign: True}
+
+
+def test_a_daemon_that_goes_away_is_told_and_it_goes_on_when_that_is_back(
+    busy: tuple[Daemon, StandIns],
+) -> None:
+    daemon, _ = busy
+    with Tmux({**daemon.host.env, "LC_ALL": "C.UTF-8"}, 100, 30) as screen:
+        screen.type(TOP, "Enter")
+        screen.wait(r"2 devices: 0 used, 2 free")
+        pid = int(screen.tell("pane_pid"))
+        daemon.kill()
+        lines = screen.wait("all below is from before .*: the daemon is not running")
+        assert any(line.startswith("00:06.0-1 ") for line in lines)
+        screen.type("s")
+        screen.wait("sort: device")
+        daemon.start().wait_ready()
+        screen.wait_without("from before")
+        screen.wait("2 devices: 0 used, 2 free")
+        assert is_running(pid)
+
+
+def test_without_a_daemon_it_does_not_begin(make_host: MakeHost) -> None:
+    host = make_host()
+    with Tmux({**host.env, "LC_ALL": "C.UTF-8"}, 200, 24) as screen:
+        screen.type(f"{TOP}; echo left with $?", "Enter")
+        lines = screen.wait("^left with 3$")
+    assert any(line.startswith("yunion-mps: the daemon is not running: ") for line in lines)
