@@ -77,3 +77,9 @@ def cli() -> None:
     See whether all is well:              yunion-mps status
     See who has what:                     yunion-mps who
     Watch it:                             yunion-mps top
+    Find what makes MPS fail:             yunion-mps doctor
+    See what happened:                    yunion-mps events
+    See whose jobs are running:           yunion-mps clients
+    Check both files, touch nothing:      yunion-mps config check
+    Try a new configuration:              yunion-mps plan; yunion-mps reload
+    """
