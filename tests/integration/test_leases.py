@@ -237,22 +237,24 @@ def test_only_the_owner_and_root_end_a_lease(ready_daemon: Daemon) -> None:
 
 
 @pytest.mark.parametrize(
-    ("query", "detail"),
+    ("query", "status", "detail"),
     [
-        ("count=0", "count is '0'"),
-        ("count=2&device=00:06.0-1", "count, device, memory and units are different wishes"),
-        ("placement=best", "placement is 'best'"),
-        ("binding=hope", "binding is 'hope'"),
-        ("name=job", "a lease of a name needs both its name and its time to live"),
-        ("name=a%20b&ttl=1", "a lease of a name needs both its name and its time to live"),
-        ("ttl=5", "ttl goes with binding=name only"),
-        ("binding=connection&pid=1", "pid goes with binding=process only"),
-        ("hope=1", "'hope' is no parameter"),
+        ("count=0", 400, "count is '0'"),
+        ("count=2&device=00:06.0-1", 409, "count, device, memory and units are different wishes"),
+        ("placement=best", 400, "placement is 'best'"),
+        ("binding=hope", 400, "binding is 'hope'"),
+        ("name=job", 409, "a lease of a name needs both its name and its time to live"),
+        ("name=a%20b&ttl=1", 409, "a lease of a name needs both its name and its time to live"),
+        ("ttl=5", 409, "ttl goes with binding=name only"),
+        ("binding=connection&pid=1", 409, "pid goes with binding=process only"),
+        ("hope=1", 400, "'hope' is no parameter"),
     ],
 )
-def test_a_wish_that_cannot_be_understood_is_refused(ready_daemon: Daemon, query: str, detail: str) -> None:
-    status, answer = ask(ready_daemon, "POST", f"/v1/leases?{query}")
-    assert (status, answer["detail"]) == (400, detail)
+def test_a_wish_that_cannot_be_understood_is_refused(
+    ready_daemon: Daemon, query: str, status: int, detail: str
+) -> None:
+    answered, answer = ask(ready_daemon, "POST", f"/v1/leases?{query}")
+    assert (answered, answer["detail"]) == (status, detail)
 
 
 def test_devices_across_gpus_have_a_limit_each_and_of_one_gpu_they_are_refused(

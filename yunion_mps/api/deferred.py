@@ -67,8 +67,8 @@ class Changes(Protocol):
 class People(Protocol):
     """Who uses the GPUs, and who is to do so no more; each raises YunionError as above."""
 
-    async def clients(self) -> Json:
-        """The MPS servers and their clients."""
+    async def clients(self, *, seen: bool = False) -> Json:
+        """The MPS servers and their clients; with `seen` no control daemon is asked."""
 
     async def terminate(self, pid: int, uid: int, *, force: bool) -> Json:
         """End a client, for the user `uid`."""
@@ -184,8 +184,8 @@ class Deferred:
 
     async def _clients(self, request: Request, query: Query) -> Json:
         del request
-        refuse_unknown(query, set())
-        return await self._people.clients()
+        refuse_unknown(query, {"seen"})
+        return await self._people.clients(seen=boolean(query, "seen"))
 
     async def _reload(self, request: Request, query: Query) -> Json:
         _only_root(request)

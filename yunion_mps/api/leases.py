@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
-from yunion_mps.api.query import BadRequestError, Request, boolean, number, refuse_unknown
+from yunion_mps.api.query import BadRequestError, ContradictionError, Request, boolean, number, refuse_unknown
 from yunion_mps.errors import NotAllowedError, NotFoundError
 from yunion_mps.leases.ledger import BINPACK, SPREAD, Wish
 from yunion_mps.models import Holder
@@ -101,7 +101,7 @@ class LeasePaths:
         memory_mib += number(query, "units", 0, 1, _MOST_MIB) * self._giver.memory_unit_mib
         wish = Wish(count, query.get("device", ""), query.get("gpu", ""), across, placement, memory_mib)
         if sum((count > 1, bool(wish.device), "memory" in query, "units" in query)) > 1:
-            raise BadRequestError("count, device, memory and units are different wishes", "give one of them")
+            raise ContradictionError("count, device, memory and units are different wishes", "give one")
         if boolean(query, "dry"):
             return self._giver.would_take(wish, _holder(request, query))
         wait_s = number(query, "wait", 0, 0, LONGEST_WAIT_S)
@@ -136,14 +136,14 @@ def _holder(request: Request, query: Query) -> Holder:
         name = query.get("name", "")
         if not re.fullmatch(NAME.strip("^$"), name) or "ttl" not in query:
             hint = "write name (letters, digits and ._:/@-, at most 100) and ttl, in seconds"
-            raise BadRequestError("a lease of a name needs both its name and its time to live", hint)
+            raise ContradictionError("a lease of a name needs both its name and its time to live", hint)
         return Holder("name", request.uid, name=name, ttl_s=number(query, "ttl", 0, 1, LONGEST_TTL_S))
     for parameter in ("name", "ttl"):
         if parameter in query:
-            raise BadRequestError(f"{parameter} goes with binding=name only")
+            raise ContradictionError(f"{parameter} goes with binding=name only", "leave one of them out")
     pid = number(query, "pid", request.pid, 1, _LARGEST_PID)
     if binding == "connection" and pid != request.pid:
-        raise BadRequestError("pid goes with binding=process only")
+        raise ContradictionError("pid goes with binding=process only")
     return _process(binding, pid, request.uid)
 
 

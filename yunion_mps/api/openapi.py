@@ -99,7 +99,13 @@ def _paths() -> Schema:
         "/v1/status": _read("Status", "How all is", "Status"),
         "/v1/events": _read("Events", "What happened", "EventList", late, _which_events()),
         "/v1/plan": _read("Plan", "What a reload would change", "ChangeList", (*late, 422)),
-        "/v1/clients": _read("Clients", "Who uses the GPUs through MPS", "ClientList", late),
+        "/v1/clients": _read(
+            "Clients",
+            "Who uses the GPUs through MPS",
+            "ClientList",
+            late,
+            [_switch("seen", "Only tell what the driver and the kernel see: no control daemon is asked.")],
+        ),
         "/v1/reload": _change(
             "reload",
             "Read the configuration again, and bring into force what differs",

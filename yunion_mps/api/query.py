@@ -41,6 +41,12 @@ class BadRequestError(YunionError):
     exit_code = 2
 
 
+class ContradictionError(YunionError):
+    """Each parameter can be understood, and all of them together cannot."""
+
+    exit_code = 2
+
+
 def problem(status: int, detail: str, hint: str = "", headers: tuple[tuple[str, str], ...] = ()) -> Response:
     """An error as problem details; `hint` is what to do, as our commands print it."""
     body: dict[str, Any] = {"type": "about:blank", "title": HTTPStatus(status).phrase, "status": status}

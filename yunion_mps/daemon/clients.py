@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import signal
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from yunion_mps.daemon.threads import on_thread
@@ -52,19 +52,24 @@ class Clients:
         self._supervisor = supervisor
         self._asking = asyncio.Lock()  # one question at a time is enough, however many ask it
 
-    async def clients(self) -> Json:
-        """The servers and clients of all domains; `troubles` says of which nothing is known, and why."""
-        async with self._asking:
-            return await self._clients()
+    async def clients(self, *, seen: bool = False) -> Json:
+        """The servers and clients of all domains; `troubles` says of which nothing is known, and why.
 
-    async def _clients(self) -> Json:
+        With `seen` only what NVML and the kernel see: no control daemon is asked, which a server that hangs
+        could keep from serving anybody.
+        """
+        async with self._asking:
+            return await self._clients(seen=seen)
+
+    async def _clients(self, *, seen: bool) -> Json:
         serving = [
             (domain.plan, pid, tuple(domain.server_pids()))
             for domain in self._supervisor.domains
             if (pid := domain.status().pid)
         ]
         nvml, gpus = self._supervisor.nvml, self._supervisor.snapshot().inventory.gpus
-        return await on_thread(lambda: _look(serving, nvml, gpus))
+        ask = _not_asked if seen else _ask
+        return await on_thread(lambda: _look(serving, nvml, gpus, ask))
 
     async def terminate(self, pid: int, uid: int, *, force: bool) -> Json:
         """End a client: its server lets go of it first, then it gets SIGTERM, and with `force` SIGKILL.
@@ -131,9 +136,12 @@ async def _ended(process: Process) -> bool:
 
 
 def _look(
-    serving: Iterable[tuple[DomainPlan, int, tuple[int, ...]]], nvml: Nvml | None, gpus: Iterable[Gpu]
+    serving: Iterable[tuple[DomainPlan, int, tuple[int, ...]]],
+    nvml: Nvml | None,
+    gpus: Iterable[Gpu],
+    ask: Callable[[DomainPlan, int, tuple[int, ...]], _Asked],
 ) -> Json:
-    asked = [_ask(plan, pid, servers) for plan, pid, servers in serving]
+    asked = [ask(plan, pid, servers) for plan, pid, servers in serving]
     seen = _Seen({}, {})
     troubles = [f"domain {one.plan.name}: {one.trouble}" for one in asked if one.trouble]
     try:
@@ -162,6 +170,10 @@ def _ask(plan: DomainPlan, control_pid: int, servers: tuple[int, ...]) -> _Asked
     except YunionError as error:
         trouble = f"{error.message}; {error.hint}"
     return _Asked(plan, servers, states, clients, trouble)
+
+
+def _not_asked(plan: DomainPlan, control_pid: int, servers: tuple[int, ...]) -> _Asked:
+    return _Asked(plan, servers, dict.fromkeys(server_pids(control_pid)), {}, "")
 
 
 def _clients_json(asked: _Asked, seen: _Seen, addresses: Mapping[str | None, str]) -> list[Json]:

@@ -166,7 +166,7 @@ class People(_ByHand):
         self.ended = True
         self.how = "its MPS server let go of it; ended by SIGTERM"
 
-    async def clients(self) -> Json:
+    async def clients(self, *, seen: bool = False) -> Json:
         await self._pass("clients")
         return self.found
 

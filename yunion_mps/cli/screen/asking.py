@@ -75,8 +75,8 @@ def answers(before: Answers | None = None) -> Answers:
 
 
 def clients(timeout_s: float = CLIENTS_S) -> Clients:
-    """Who uses GPUs now; raises YunionError."""
-    answer = ask("/v1/clients", timeout_s)
+    """Who uses GPUs now, as the driver sees it: no look at a screen may cost a job; raises YunionError."""
+    answer = ask("/v1/clients?seen=true", timeout_s)
     return Clients(answer["clients"], answer["servers"], answer["troubles"])
 
 
