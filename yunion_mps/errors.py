@@ -84,5 +84,11 @@ class NotAllowedError(YunionError):
     exit_code = 4
 
 
+class NothingFreeError(YunionError):
+    """No device is free that would do; the message says what there is."""
+
+    exit_code = 5
+
+
 class NotFoundError(YunionError):
     """What was asked for by name does not exist."""

@@ -12,8 +12,14 @@ from typing import Any
 
 import h11
 
-from yunion_mps.errors import ConfigError, NotAllowedError, NotFoundError, UnreachableError, YunionError
-from yunion_mps.leases.ledger import NothingFreeError
+from yunion_mps.errors import (
+    ConfigError,
+    NotAllowedError,
+    NotFoundError,
+    NothingFreeError,
+    UnreachableError,
+    YunionError,
+)
 from yunion_mps.paths import Paths
 
 TIMEOUT_S = 30.0

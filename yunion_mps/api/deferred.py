@@ -23,8 +23,7 @@ from yunion_mps.api.query import (
     problem,
     refuse_unknown,
 )
-from yunion_mps.errors import ConfigError, NotAllowedError, NotFoundError, YunionError
-from yunion_mps.leases.ledger import NothingFreeError
+from yunion_mps.errors import ConfigError, NotAllowedError, NotFoundError, NothingFreeError, YunionError
 from yunion_mps.service import EVENT_KINDS, Service, Wanted
 
 log = logging.getLogger(__name__)

@@ -10,11 +10,10 @@ from bisect import insort
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from yunion_mps.errors import HostError, NotAllowedError, NotFoundError, YunionError
+from yunion_mps.errors import HostError, NotAllowedError, NotFoundError, NothingFreeError, YunionError
 from yunion_mps.leases.book import Book
 from yunion_mps.leases.ledger import (
     Ledger,
-    NothingFreeError,
     Offer,
     Offers,
     PoolOffer,

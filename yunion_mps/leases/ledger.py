@@ -11,18 +11,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from yunion_mps.errors import YunionError
+from yunion_mps.errors import NothingFreeError
 from yunion_mps.models import Device, Lease, Pool
 from yunion_mps.planning.pools import free_units, units_for
 
 BINPACK = "binpack"
 SPREAD = "spread"
-
-
-class NothingFreeError(YunionError):
-    """No device is free that would do; the message says what there is."""
-
-    exit_code = 5
 
 
 class Wish(NamedTuple):

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import Generic, NamedTuple, TypeVar
 
-from yunion_mps.leases.ledger import NOTHING_KEPT, Kept, Ledger, NothingFreeError, Offers, Wish
+from yunion_mps.errors import NothingFreeError
+from yunion_mps.leases.ledger import NOTHING_KEPT, Kept, Ledger, Offers, Wish
 from yunion_mps.models import Device
 
 T = TypeVar("T")

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-from yunion_mps.leases.ledger import SPREAD, Ledger, NothingFreeError, Offer, Offers, Wish, refuse_impossible
+from yunion_mps.errors import NothingFreeError
+from yunion_mps.leases.ledger import SPREAD, Ledger, Offer, Offers, Wish, refuse_impossible
 
 from unit.leases.shares import GPU_MIB, device, lease, offers, pool
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from yunion_mps.leases.ledger import Ledger, NothingFreeError, Wish
+from yunion_mps.errors import NothingFreeError
+from yunion_mps.leases.ledger import Ledger, Wish
 from yunion_mps.leases.queue import Queue, Waiter
 
 from unit.leases.shares import device, lease, offers
