@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from yunion_mps.paths import Paths
+
+if TYPE_CHECKING:
+    from yunion_mps.api.client import Client
 
 #: For what makes the daemon ask the driver: waking many GPUs takes tens of seconds, and a call that hangs
 #: is given up after 60.
 SLOW_S = 150.0
 
 
-def ask(target: str, timeout_s: float | None = None) -> Any:
-    """The daemon's JSON answer; raises YunionError of the kind that the failure is."""
+def daemon() -> Client:
+    """The daemon of this host. Its client is imported only to ask: `--help` does not pay for it."""
     from yunion_mps.api.client import Client
 
-    return Client(Paths.from_environment()).get(target, timeout_s)
+    return Client(Paths.from_environment())
+
+
+def ask(target: str, timeout_s: float | None = None) -> Any:
+    """The daemon's JSON answer; raises YunionError of the kind that the failure is."""
+    return daemon().get(target, timeout_s)
 
 
 def tell(target: str, *, until_closed: bool = False, timeout_s: float = SLOW_S) -> Any:
@@ -23,16 +31,12 @@ def tell(target: str, *, until_closed: bool = False, timeout_s: float = SLOW_S) 
 
     With `until_closed` it returns once the program that answered has given way to the next.
     """
-    from yunion_mps.api.client import Client
-
-    return Client(Paths.from_environment()).post(target, timeout_s, until_closed=until_closed)
+    return daemon().post(target, timeout_s, until_closed=until_closed)
 
 
 def remove(target: str) -> Any:
     """The daemon's JSON answer to a DELETE; raises as `ask` does."""
-    from yunion_mps.api.client import Client
-
-    return Client(Paths.from_environment()).delete(target)
+    return daemon().delete(target)
 
 
 def quoted(text: str) -> str:

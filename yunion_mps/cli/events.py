@@ -6,31 +6,25 @@ import json
 import select
 import sys
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import click
 
-from yunion_mps.cli.ask import ask
+from yunion_mps.cli.ask import ask, daemon
 from yunion_mps.cli.output import cell, output_option, show
-from yunion_mps.cli.patience import Patience, say
+from yunion_mps.cli.patience import say
 from yunion_mps.cli.since import Moment
 from yunion_mps.cli.table import terminal_width
-from yunion_mps.errors import UnreachableError
+from yunion_mps.client import Event, following
+from yunion_mps.client.following import MOST
 
 COLUMNS = ("Time", "Severity", "Kind", "Subject", "What", "Cause", "Consequence")
 KINDS = ("domain", "limit", "gpu", "compute_mode", "configuration", "client", "lease", "daemon")
-#: The most that the daemon gives at once.
-MOST = 1000
 
 _NEWEST = 100
 _NEWEST_TO_FOLLOW = 10
-#: How long a question waits for the next event: then it is looked whether anybody reads on.
-WAIT_S = 10
-_ANSWER_S = 30
-_PATIENCE_S = 60.0
 _NARROWEST = 40
-
-Event = dict[str, Any]
 
 
 @click.command("events", short_help="Show what happened, and why.")
@@ -57,12 +51,10 @@ def command(follow: bool, since: int | None, kind: str | None, limit: int | None
       yunion-mps events --follow --kind gpu
       yunion-mps events --since yesterday --output csv
     """
-    of_kind = f"&kind={kind}" if kind else ""
     default = MOST if since is not None else _NEWEST_TO_FOLLOW if follow else _NEWEST
-    target = f"/v1/events?limit={limit or default}&since={since or 0}{of_kind}"
-    answer = ask(target)
+    answer = ask(following.target(kind, limit=limit or default, since=since or 0))
     if follow:
-        _follow(answer, of_kind, output)
+        _follow(answer, kind, output)
     rows = [_row(event) for event in answer["events"]]
     show(answer, output, COLUMNS, rows, lambda: _whole_text(answer["events"], limit or default))
 
@@ -107,28 +99,17 @@ def _folded(begin: str, text: str, width: int) -> list[str]:
 
 def _row(event: Event) -> list[object]:
     when = time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(event["time"]))
-    return [when, *("; ".join(event[name.lower()].splitlines()) for name in COLUMNS[1:])]
+    values: Mapping[str, object] = event
+    return [when, *("; ".join(str(values[name.lower()]).splitlines()) for name in COLUMNS[1:])]
 
 
-def _follow(answer: Any, of_kind: str, output: str) -> None:
+def _follow(answer: Any, kind: str | None, output: str) -> None:
     """Print what there is and what comes, until somebody ends it."""
-    patience = Patience(_PATIENCE_S)
     _print(answer["events"], output, begin=True)
-    last = answer["last"]
-    while True:
+    _refuse_without_reader()
+    for events in following.follow(daemon().get, answer["last"], kind, say):
+        _print(events, output)
         _refuse_without_reader()
-        try:
-            answer = ask(f"/v1/events?after={last}&limit={MOST}&wait={WAIT_S}{of_kind}", WAIT_S + _ANSWER_S)
-        except UnreachableError as error:
-            patience.lost(error)
-            continue
-        patience.found()
-        if answer["last"] < last:
-            say("the record of events was begun anew")
-            last = 0
-            continue
-        _print(answer["events"], output)
-        last = answer["last"]
 
 
 def _print(events: list[Event], output: str, *, begin: bool = False) -> None:

@@ -51,7 +51,7 @@ def take_command(
       yunion-mps lease take job-17 --ttl 3600 --count 2
     """
     wanted = parameters(device, gpu, count, across, spread, gpu_mem, gpu_mem_units)
-    _show(take({**wanted, "name": name, "ttl": ttl}, seconds(wait)), output)
+    _show(dict(take({**wanted, "name": name, "ttl": ttl}, seconds(wait))), output)
 
 
 @command.command("renew", short_help="Let a lease live on.")

@@ -10,8 +10,9 @@ import click
 
 from yunion_mps.cli.environment import show_environment, style_option
 from yunion_mps.cli.patience import say
-from yunion_mps.cli.wish import WishCommand, parameters, seconds, take, wish_options
-from yunion_mps.errors import HostError, YunionError
+from yunion_mps.cli.wish import WishCommand, parameters, seconds, take, wish_options, would_take
+from yunion_mps.client.taking import refuse_unreachable
+from yunion_mps.errors import YunionError
 
 #: The exit statuses of env(1) and shells for a command that cannot be started.
 _NOT_FOUND, _NOT_EXECUTABLE = 127, 126
@@ -54,7 +55,7 @@ def command(
     wait_s = seconds(wait)
     wanted = parameters(device, gpu, count, across, spread, gpu_mem, gpu_mem_units)
     if dry_run or print_env:
-        lease = take({**wanted, "dry": "true"}, 0)
+        lease = would_take(wanted)
         if print_env:
             show_environment(lease["environment"], output)
         else:
@@ -64,7 +65,7 @@ def command(
         raise click.UsageError("COMMAND is missing: yunion-mps run [OPTIONS] COMMAND [ARG]...")
     try:
         environment = take(wanted, wait_s)["environment"]
-        _refuse_unreachable(environment["CUDA_MPS_PIPE_DIRECTORY"])
+        refuse_unreachable(environment)
     except YunionError as error:
         if not allow_unlimited:
             raise
@@ -77,14 +78,6 @@ def _budget(lease: Mapping[str, Any]) -> str:
     environment = lease["environment"]
     threads = environment["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"]
     return f"{environment['CUDA_MPS_PINNED_DEVICE_MEM_LIMIT']} of memory, {threads} % of the threads"
-
-
-def _refuse_unreachable(pipe_directory: str) -> None:
-    """Raise HostError where this user cannot reach the control daemon: CUDA would go on without limits."""
-    control = os.path.join(pipe_directory, "control")
-    if not os.access(control, os.W_OK):
-        what = f"{control} cannot be reached as this user, and CUDA would then run without limits"
-        raise HostError(what, "see: yunion-mps doctor")
 
 
 def _become(argv: tuple[str, ...], environment: Mapping[str, str]) -> NoReturn:

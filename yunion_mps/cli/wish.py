@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import click
 
-from yunion_mps.cli.ask import tell
-from yunion_mps.cli.patience import Patience, say
+from yunion_mps.cli.ask import daemon
+from yunion_mps.cli.patience import say
 from yunion_mps.cli.show import complete_device
-from yunion_mps.errors import UnreachableError, YunionError
+from yunion_mps.client import LeaseRecord, taking
+from yunion_mps.client.taking import FOREVER_S
 
 F = TypeVar("F", bound=Callable[..., Any])
 Json = dict[str, Any]
-
-#: How long a daemon that has gone away is waited for, where one waits for devices anyway.
-_PATIENCE_S = 60.0
-#: What an answer may take beside the time that one waits for devices.
-_ANSWER_S = 30.0
-FOREVER_S = 30 * 86_400
 
 
 def wish_options(function: F) -> F:
@@ -118,39 +112,11 @@ def mebibytes(text: str) -> int:
     return mib
 
 
-def take(wanted: Mapping[str, Any], wait_s: int) -> Json:
+def take(wanted: Mapping[str, Any], wait_s: int) -> LeaseRecord:
     """The lease; raises YunionError, NothingFreeError among them, where there is none within `wait_s`."""
-    since_s = time.time()
-    end_s = time.monotonic() + wait_s
-    patience = Patience(_PATIENCE_S)
-    told = False
-    while True:
-        left_s = max(0, round(end_s - time.monotonic()))
-        if wait_s and not told:
-            told = _say_if_it_takes_long(wanted)
-        words = {**wanted, "wait": left_s or None, "since": f"{since_s:.6f}" if wait_s else None}
-        try:
-            lease: Json = tell(f"/v1/leases?{_query(words)}", timeout_s=left_s + _ANSWER_S)
-        except UnreachableError as error:
-            if not wait_s:
-                raise
-            patience.lost(error)
-        else:
-            return lease
+    return taking.take(daemon(), wanted, wait_s, say)
 
 
-def _say_if_it_takes_long(wanted: Mapping[str, Any]) -> bool:
-    """Say, before the waiting begins, what is in its way; whether that was so."""
-    try:
-        tell(f"/v1/leases?{_query({**wanted, 'dry': 'true'})}")
-    except UnreachableError:
-        return False
-    except YunionError as error:
-        say(f"waiting: {error.message}")
-    return True
-
-
-def _query(words: Mapping[str, Any]) -> str:
-    from urllib.parse import urlencode
-
-    return urlencode({name: value for name, value in words.items() if value is not None})
+def would_take(wanted: Mapping[str, Any]) -> LeaseRecord:
+    """The lease that one would get now; raises as `take` does."""
+    return taking.would_take(daemon(), wanted)

@@ -15,6 +15,7 @@ from yunion_mps.api.query import LARGEST_NUMBER
 from yunion_mps.api.routes import LARGEST_LIMIT
 from yunion_mps.cli import changes, events, since
 from yunion_mps.cli.root import COMMANDS
+from yunion_mps.client import following
 from yunion_mps.revision import revision
 from yunion_mps.service import EVENT_KINDS
 from yunion_mps.supervisor.changes import AT_ONCE
@@ -98,8 +99,8 @@ def test_the_largest_numbers_are_those_that_the_daemon_takes(cli: Cli) -> None:
 def test_what_the_commands_know_of_the_daemon_is_so() -> None:
     """It is written there again, for loading it from there would take them as long as all the rest."""
     assert events.KINDS == EVENT_KINDS
-    assert events.MOST == MOST_EVENTS
-    assert events.WAIT_S <= LONGEST_EVENT_WAIT_S
+    assert following.MOST == MOST_EVENTS
+    assert following.WAIT_S <= LONGEST_EVENT_WAIT_S
     assert since.LATEST_S == LATEST_S
     assert changes.AT_ONCE == AT_ONCE
 

@@ -9,7 +9,13 @@ from pathlib import Path
 import yunion_mps
 
 #: What only other processes need: the command line, and what the daemon's start has done with by then.
-ELSEWHERE = ("yunion_mps.cli", "yunion_mps.api.client", "yunion_mps.report", "yunion_mps.revision")
+ELSEWHERE = (
+    "yunion_mps.cli",
+    "yunion_mps.client",
+    "yunion_mps.api.client",
+    "yunion_mps.report",
+    "yunion_mps.revision",
+)
 
 
 def test_a_daemon_that_serves_reads_none_of_its_modules_any_more() -> None:

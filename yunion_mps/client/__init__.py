@@ -1,0 +1,140 @@
+"""A client of the daemon for programs in Python, and for the command line: devices, leases and events.
+
+    with Client().lease(wait=60) as lease:
+        subprocess.run(["./simulate"], env=lease.environ(), check=True)
+
+Every failure is a YunionError with a `message`, a `hint` of what to do, and the `exit_code` of a command
+that meets it; docs/python-client.md has them all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from yunion_mps.client.following import MOST, follow, target
+from yunion_mps.client.lease import Lease
+from yunion_mps.client.patience import Say
+from yunion_mps.client.taking import FOREVER_S, refuse_unreachable, take
+from yunion_mps.client.values import Device, DeviceDetails, Event, LeaseRecord, PcieLink
+from yunion_mps.errors import NotAllowedError, NotFoundError, NothingFreeError, UnreachableError, YunionError
+from yunion_mps.paths import Paths
+
+__all__ = [
+    "Client",
+    "Device",
+    "DeviceDetails",
+    "Event",
+    "Lease",
+    "LeaseRecord",
+    "NotAllowedError",
+    "NotFoundError",
+    "NothingFreeError",
+    "PcieLink",
+    "UnreachableError",
+    "YunionError",
+]
+
+#: How long a lease with a name lives without renewal where nothing else is asked for, in s.
+TTL_S = 60
+
+
+def _silent(text: str) -> None:
+    del text
+
+
+class Client:
+    """Asks the daemon of this host. It may be used by several threads, and holds nothing open."""
+
+    def __init__(self, say: Say = _silent) -> None:
+        """`say` is given a line for people now and then: what is waited for, and that it has come."""
+        from yunion_mps.api.client import Client as Connection
+
+        self._daemon = Connection(Paths.from_environment())
+        self._say = say
+
+    def devices(self, *, unused: bool = False) -> list[Device]:
+        """All devices, or those that are served and nobody's; raises YunionError."""
+        answer = self._daemon.get("/v1/devices?limit=0" + ("&unused=true" if unused else ""))
+        devices: list[Device] = answer["isolated_devices"]
+        return devices
+
+    def device(self, name: str) -> DeviceDetails:
+        """One device by id, address or a unique beginning of either; raises NotFoundError and others."""
+        from urllib.parse import quote
+
+        device: DeviceDetails = self._daemon.get(f"/v1/devices/{quote(name, safe='')}")
+        return device
+
+    def leases(self) -> list[LeaseRecord]:
+        """Who has which devices; raises YunionError."""
+        leases: list[LeaseRecord] = self._daemon.get("/v1/leases")["leases"]
+        return leases
+
+    def lease(
+        self,
+        *,
+        device: str | None = None,
+        gpu: str | None = None,
+        count: int = 1,
+        across: bool = False,
+        spread: bool = False,
+        wait: float = 0,
+        name: str | None = None,
+        ttl: int | None = None,
+    ) -> Lease:
+        """Take devices, and give them back at the end of a `with` block, or of this process at the latest.
+
+        `device` (id or address) and `gpu` (UUID or address) bound the choice. `count` devices are of one GPU
+        or, with `across`, of one each; `spread` takes from the GPU with the most free, not the fewest.
+        `wait` is how long to wait for them, in s, `math.inf` for good: first come, first served.
+
+        With a `name` the lease is bound to that and not to this process: it is renewed for as long as this
+        process lives, and ends `ttl` seconds (60) after that.
+
+        Raises NothingFreeError where there are none within that time, and YunionError of other kinds where
+        they cannot be had at all, or a process of this user could not use them.
+        """
+        ttl_s = None if name is None else TTL_S if ttl is None else ttl
+        wanted = {
+            "device": device,
+            "gpu": gpu,
+            "count": count if count != 1 else None,
+            "across": "true" if across else None,
+            "placement": "spread" if spread else None,
+            "name": name,
+            "ttl": ttl if name is None else ttl_s,
+        }
+        record = take(self._daemon, wanted, whole_seconds(wait), self._say)
+        lease = Lease(self._daemon, record, ttl_s, self._say)
+        try:
+            refuse_unreachable(lease.environment)
+        except YunionError:
+            lease.release()
+            raise
+        return lease
+
+    def events(
+        self, *, since: float | None = None, kind: str | None = None, follow: bool = False
+    ) -> Iterator[Event]:
+        """Yield what has happened since then (s since 1970), the oldest first, at most the newest 1000.
+
+        `kind` is one of domain, limit, gpu, compute_mode, configuration, client, lease and daemon. With
+        `follow` it goes on for good with what comes, also past a restart of the daemon; raises
+        UnreachableError where that stays away.
+        """
+        since_s = since or 0.0
+        answer = self._daemon.get(target(kind, limit=MOST, since=max(0, int(since_s))))
+        yield from (event for event in answer["events"] if event["time"] >= since_s)
+        if follow:
+            for events in self.follow(answer["last"], kind):
+                yield from events
+
+    def follow(self, last: int, kind: str | None = None) -> Iterator[list[Event]]:
+        """Yield what comes after the event with the id `last`, and now and then an empty list."""
+        return follow(self._daemon.get, last, kind, self._say)
+
+
+def whole_seconds(wait: float) -> int:
+    """A time to wait as the daemon takes it, rounded up."""
+    return FOREVER_S if wait >= FOREVER_S else max(0, math.ceil(wait))
