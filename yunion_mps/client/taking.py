@@ -66,7 +66,7 @@ def take(daemon: Tells, wanted: Wanted, wait_s: int, say: Say) -> LeaseRecord:
 def refuse_unreachable(environment: Mapping[str, str]) -> None:
     """Raise HostError where this user cannot reach the control daemon: CUDA would go on without limits."""
     control = os.path.join(environment["CUDA_MPS_PIPE_DIRECTORY"], "control")
-    if not os.access(control, os.W_OK):
+    if not os.access(control, os.W_OK, effective_ids=True):
         what = f"{control} cannot be reached as this user, and CUDA would then run without limits"
         raise HostError(what, "see: yunion-mps doctor")
 

@@ -1,0 +1,277 @@
+"""`yunion_mps.Client`, on a whole host: every example of its page, and leases over the ends of things."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import yunion_mps
+from yunion_mps.client import (
+    Client,
+    Lease,
+    NotAllowedError,
+    NotFoundError,
+    NothingFreeError,
+    UnreachableError,
+)
+from yunion_mps.errors import HostError
+
+from integration.conftest import MakeDaemon, MakeHost
+from integration.daemon_host import PATIENCE_S, Daemon, eventually
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+PAGE = (CHECKOUT / "docs/python-client.md").read_text()
+EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+ADDRESSES = [f"00:06.0-{slot}" for slot in range(4)]
+
+
+@pytest.fixture
+def said() -> list[str]:
+    """What the client has told people."""
+    return []
+
+
+@pytest.fixture
+def client(ready_daemon: Daemon, said: list[str], monkeypatch: pytest.MonkeyPatch) -> Client:
+    """A client of the reference case."""
+    monkeypatch.setenv("YUNION_MPS_ROOT", str(ready_daemon.host.root))
+    return Client(said.append)
+
+
+def given(client: Client) -> list[str]:
+    return sorted(address for record in client.leases() for address in record["devices"])
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=range(len(EXAMPLES)))
+def test_every_example_of_the_page_runs_and_leaves_nothing_taken(
+    ready_daemon: Daemon, client: Client, example: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "example.py"
+    file.write_text(example)
+    done = ready_daemon.host.run([sys.executable, file])
+    assert (done.returncode, done.stderr) == (0, "")
+    eventually(lambda: given(client) == [], "that all is free")
+
+
+def test_the_examples_pass_a_strict_type_check_with_the_installed_package(tmp_path: Path) -> None:
+    for number, example in enumerate(EXAMPLES):
+        (tmp_path / f"example{number}.py").write_text(example)
+    wrong = tmp_path / "wrong.py"
+    wrong.write_text("from yunion_mps import Client\nwith Client().lease() as lease:\n    lease.nothing\n")
+    command = [
+        sys.executable,
+        "-m",
+        "mypy",
+        "--strict",
+        "--cache-dir",
+        tmp_path / "cache",
+        "--no-incremental",
+    ]
+    files = sorted(tmp_path.glob("*.py"))
+    done = subprocess.run([*command, *files], capture_output=True, text=True, cwd=tmp_path, timeout=100)
+    lines = done.stdout.splitlines()
+    assert lines[0] == 'wrong.py:3: error: "Lease" has no attribute "nothing"  [attr-defined]'
+    assert lines[1].startswith("Found 1 error in 1 file"), done.stdout
+
+
+def test_any_python_finds_it_beside_h11_without_our_environment(
+    ready_daemon: Daemon, client: Client, tmp_path: Path
+) -> None:
+    """As the packages lay it out; `-IS` keeps everything else away."""
+    spec = find_spec("h11")
+    assert spec
+    assert spec.origin
+    (tmp_path / "vendor").mkdir()
+    (tmp_path / "yunion_mps").symlink_to(Path(yunion_mps.__file__).parent)
+    (tmp_path / "vendor/h11").symlink_to(Path(spec.origin).parent)
+    code = (
+        f"import sys; sys.path += [{str(tmp_path)!r}, {str(tmp_path / 'vendor')!r}]\n"
+        "from yunion_mps import Client\nprint(Client().lease().devices)"
+    )
+    base = sys._base_executable  # type: ignore[attr-defined]
+    done = ready_daemon.host.run([base, "-IS", "-c", code])
+    assert (done.stdout, done.stderr) == (f"('{ADDRESSES[0]}',)\n", "")
+
+
+def test_a_package_that_is_only_imported_loads_nothing_of_the_client() -> None:
+    code = "import sys; before = {*sys.modules}; import yunion_mps; print(*({*sys.modules} - before))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == ["yunion_mps"]
+    with pytest.raises(AttributeError, match="no attribute 'Cliemt'"):
+        yunion_mps.Cliemt  # type: ignore[attr-defined] # noqa: B018
+
+
+def test_a_lease_is_this_process_s_until_the_end_of_its_block_however_that_is_left(client: Client) -> None:
+    with contextlib.suppress(ZeroDivisionError), client.lease(device=ADDRESSES[2]) as lease:
+        (record,) = client.leases()
+        assert (record["id"], record["pid"], record["binding"]) == (lease.id, os.getpid(), "process")
+        assert lease.devices == (ADDRESSES[2],)
+        assert (lease.memory, lease.thread_percentage, lease.gpus) == ((5760,), 25, ("00:06.0",))
+        assert lease.environ() == {**os.environ, **record["environment"]}
+        assert lease.environ({"A": "b"}) == {"A": "b", **record["environment"]}
+        assert len(client.devices(unused=True)) == 3
+        1 / 0  # noqa: B018
+    assert given(client) == []
+    lease.release()
+    assert len(client.devices(unused=True)) == 4
+
+
+def test_what_is_not_to_be_had_is_told_by_the_kind_of_the_error(client: Client) -> None:
+    with client.lease(device=ADDRESSES[0]):
+        with pytest.raises(NothingFreeError, match="1 of 1 in use"):
+            client.lease(device=ADDRESSES[0])
+        with pytest.raises(NothingFreeError, match="can never be had"):
+            client.lease(count=2, across=True, wait=math.inf)
+    with pytest.raises(NotFoundError, match="there is no device nosuch"):
+        client.device("nosuch")
+
+
+def test_who_waits_gets_the_device_once_it_is_free(client: Client, said: list[str]) -> None:
+    first = client.lease(device=ADDRESSES[0])
+    got: list[Lease] = []
+    waiter = threading.Thread(target=lambda: got.append(client.lease(device=ADDRESSES[0], wait=math.inf)))
+    waiter.start()
+    eventually(lambda: said, "that it waits")
+    assert said == [f"waiting: device {ADDRESSES[0]} cannot be had now: 1 of 1 in use"]
+    first.release()
+    waiter.join(PATIENCE_S)
+    got[0].release()
+
+
+def test_who_waits_goes_on_past_every_restart_of_the_daemon(
+    ready_daemon: Daemon, client: Client, said: list[str]
+) -> None:
+    first = client.lease(device=ADDRESSES[0])
+    got: list[Lease] = []
+    waiter = threading.Thread(target=lambda: got.append(client.lease(device=ADDRESSES[0], wait=600)))
+    waiter.start()
+    for number in (1, 2):
+        eventually(lambda: ready_daemon.get("/v1/leases")[1]["waiting"], "that it waits")
+        ready_daemon.kill()
+        ready_daemon.start().wait_ready()
+        eventually(lambda number=number: said.count("the daemon answers again") == number, "that it knows")  # type: ignore[misc]
+    eventually(lambda: ready_daemon.get("/v1/leases")[1]["waiting"], "that it waits")
+    first.release()
+    waiter.join(PATIENCE_S)
+    assert given(client) == [ADDRESSES[0]]
+    got[0].release()
+
+
+def test_a_lease_is_given_back_to_the_next_daemon_where_its_own_is_away(
+    ready_daemon: Daemon, client: Client, said: list[str]
+) -> None:
+    lease = client.lease()
+    ready_daemon.kill()
+    giver = threading.Thread(target=lease.release)
+    giver.start()
+    eventually(lambda: said, "that it waits for the daemon")
+    ready_daemon.start().wait_ready()
+    giver.join(PATIENCE_S)
+    assert given(client) == []
+
+
+def test_a_fork_of_the_process_gives_nothing_back(client: Client) -> None:
+    with client.lease() as lease:
+        child = os.fork()
+        if not child:
+            lease.release()
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        assert given(client) == [ADDRESSES[0]]
+
+
+def test_a_lease_with_a_name_is_renewed_until_it_is_given_back(client: Client) -> None:
+    with client.lease(name="job-17", ttl=1) as lease:
+        (first,) = client.leases()
+        assert (first["name"], first["pid"], lease.name) == ("job-17", None, "job-17")
+        eventually(lambda: (client.leases()[0]["expires"] or 0) > first["since"] + 3, "a third renewal")
+        assert lease.lost == ""
+    assert given(client) == []
+    name = f"lease {lease.id}"
+    eventually(lambda: name not in {one.name for one in threading.enumerate()}, "the end of its thread")
+
+
+def test_a_lease_with_a_name_says_that_somebody_else_has_ended_it(
+    ready_daemon: Daemon, client: Client, said: list[str]
+) -> None:
+    with client.lease(name="job-17", ttl=1) as lease:
+        assert ready_daemon.ask("DELETE", f"/v1/leases/{lease.id}")[0] == 200
+        assert eventually(lambda: lease.lost).startswith("there is no lease")
+        assert said == [f"the lease of {ADDRESSES[0]} is lost: {lease.lost}"]
+
+
+def test_a_control_daemon_that_this_user_cannot_reach_gets_no_lease(
+    ready_daemon: Daemon, client: Client, as_nobody: Callable[[], None]
+) -> None:
+    ready_daemon.socket_path.chmod(0o666)
+    ready_daemon.pipe_directory.chmod(0o700)
+    as_nobody()
+    with pytest.raises(HostError, match="cannot be reached as this user"):
+        client.lease(name="a", ttl=600)
+    assert given(client) == []
+
+
+def test_who_may_not_ask_the_daemon_is_told_so(
+    ready_daemon: Daemon, client: Client, as_nobody: Callable[[], None]
+) -> None:
+    as_nobody()
+    with pytest.raises(NotAllowedError):
+        client.devices()
+
+
+@pytest.fixture
+def as_nobody() -> Iterator[Callable[[], None]]:
+    """Go on as another user, until the end of the test."""
+    if os.geteuid() != 0:
+        pytest.skip("becomes another user, which needs root")
+    groups = os.getgroups()
+
+    def become() -> None:
+        os.setgroups([])
+        os.setegid(65534)
+        os.seteuid(65534)
+
+    yield become
+    os.seteuid(0)
+    os.setegid(0)
+    os.setgroups(groups)
+
+
+def test_events_are_those_since_then_and_go_on_past_a_restart(ready_daemon: Daemon, client: Client) -> None:
+    began_s = time.time()
+    client.lease(device=ADDRESSES[1]).release()
+    told = [event["what"].partition(" ")[0] for event in client.events(since=began_s, kind="lease")]
+    assert told == ["given", "given"]
+    assert list(client.events(since=time.time() + 60)) == []
+    following = client.events(since=began_s, kind="lease", follow=True)
+    assert [next(following)["subject"], next(following)["subject"]] == [ADDRESSES[1]] * 2
+    ready_daemon.kill()
+    ready_daemon.start().wait_ready()
+    client.lease(device=ADDRESSES[3]).release()
+    assert next(following)["subject"] == ADDRESSES[3]
+
+
+def test_without_a_daemon_it_says_so_at_once(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("YUNION_MPS_ROOT", str(daemon.host.root))
+    with pytest.raises(UnreachableError, match="the daemon is not running"):
+        Client().lease()
+
+
+def test_devices_across_gpus_are_one_lease(
+    make_host: MakeHost, make_daemon: MakeDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    daemon = make_daemon(make_host([{"kind": "v100", "count": 2}])).start().wait_ready()
+    monkeypatch.setenv("YUNION_MPS_ROOT", str(daemon.host.root))
+    with Client().lease(count=2, across=True) as lease:
+        assert lease.gpus == ("00:06.0", "00:07.0")
+        assert lease.environment["YUNION_MPS_DEVICE"] == "00:06.0-0,00:07.0-0"
