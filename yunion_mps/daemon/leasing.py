@@ -103,10 +103,13 @@ class Leasing:
         insort(self._queue.waiters, waiter, key=lambda one: one.since_s)
         self.serve()
         try:
-            lease = await asyncio.wait_for(asyncio.shield(asker.answer), wait_s)
+            if wait_s and not asker.answer.done():
+                # Not wait_for: until Python 3.12 it forgets a cancellation that comes with the answer.
+                await asyncio.wait({asker.answer}, timeout=wait_s)
+            if not asker.answer.done():
+                raise self._why_not(waiter)
+            lease = asker.answer.result()
             return lease_json(lease, self._expires_s(lease))
-        except asyncio.TimeoutError:
-            raise self._why_not(waiter) from None
         except asyncio.CancelledError:
             if asker.answer.done() and not asker.answer.exception():
                 self._end(asker.answer.result().id, "whoever asked for it went away")
@@ -114,7 +117,7 @@ class Leasing:
         finally:
             if waiter in self._queue.waiters:
                 self._queue.waiters.remove(waiter)
-                self.serve()
+                self.serve()  # what was kept for it is for those behind
 
     def would_take(self, wish: Wish, holder: Holder) -> Json:
         """What the holder would be given now; raises YunionError where that is nothing."""
@@ -170,10 +173,9 @@ class Leasing:
         return min(since_s, now_s)
 
     def _why_not(self, waiter: Waiter[_Asker]) -> YunionError:
-        self._queue.waiters.remove(waiter)
         offers = self._offers()
         try:
-            self.ledger.choose(waiter.wish, offers, self._queue.spoken_for(offers))
+            self.ledger.choose(waiter.wish, offers, self._queue.spoken_for(offers, besides=waiter))
         except NothingFreeError as error:
             return error
         return NothingFreeError(f"{waiter.wish} cannot be had now", "try again")

@@ -43,9 +43,10 @@ class Queue(Generic[T]):
                 kept |= self._ledger.claims(waiter.wish, offers, kept)
         return None
 
-    def spoken_for(self, offers: Offers) -> Kept:
-        """What is free and kept for those who wait."""
+    def spoken_for(self, offers: Offers, besides: Waiter[T] | None = None) -> Kept:
+        """What is free and kept for those who wait, `besides` left out."""
         kept = NOTHING_KEPT
         for waiter in self.waiters:
-            kept |= self._ledger.claims(waiter.wish, offers, kept)
+            if waiter is not besides:
+                kept |= self._ledger.claims(waiter.wish, offers, kept)
         return kept

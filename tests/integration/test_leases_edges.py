@@ -1,0 +1,219 @@
+"""Leases at the moments when two things happen at once, and where the host has no more of something."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import signal
+import sqlite3
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from faults.levers import Levers
+from integration.conftest import MakeDaemon, MakeHost
+from integration.daemon_host import Daemon, eventually
+from integration.test_leases import ADDRESSES, _Connection, ask, divide, given, wait_until_wait
+
+
+@pytest.fixture
+def sleeper() -> Iterator[subprocess.Popen[bytes]]:
+    """A process that has leases."""
+    with subprocess.Popen(["sleep", "600"]) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+class Asker(_Connection):
+    """Asks for a lease, and hears of it later."""
+
+    def __init__(self, daemon: Daemon, query: str) -> None:
+        super().__init__(daemon)
+        self.request("POST", f"/v1/leases?{query}", headers={"Content-Length": "0"})
+
+    def answer(self) -> tuple[int, Any]:
+        response = self.getresponse()
+        return response.status, json.loads(response.read())
+
+
+@contextlib.contextmanager
+def stopped(daemon: Daemon) -> Iterator[None]:
+    """What happens meanwhile happens to the daemon in one moment."""
+    daemon.signal(signal.SIGSTOP)
+    try:
+        eventually(lambda: "\nState:\tT" in Path(f"/proc/{daemon.pid}/status").read_text(), "its halt")
+        yield
+    finally:
+        daemon.signal(signal.SIGCONT)
+
+
+def take(daemon: Daemon, query: str) -> dict[str, Any]:
+    status, lease = ask(daemon, "POST", f"/v1/leases?{query}")
+    assert status == 200, lease
+    return dict(lease)
+
+
+def test_a_device_that_is_freed_just_when_a_wait_runs_out_is_given_or_free(ready_daemon: Daemon) -> None:
+    holder = Asker(ready_daemon, "binding=connection&device=00:06.0-0")
+    assert holder.answer()[0] == 200
+    waiter = Asker(ready_daemon, "device=00:06.0-0&name=a&ttl=600&wait=1")
+    end_s = time.monotonic() + 1.1
+    wait_until_wait(ready_daemon, 1)
+    with stopped(ready_daemon):
+        holder.close()
+        eventually(lambda: time.monotonic() > end_s, "the end of the wait")
+    status, answer = waiter.answer()
+    assert status in (200, 423), answer
+    assert given(ready_daemon) == ([ADDRESSES[0]] if status == 200 else [])
+    waiter.close()
+
+
+@pytest.mark.parametrize("first", ["device", "asker"])
+def test_who_goes_away_just_when_its_device_is_freed_has_none(
+    ready_daemon: Daemon, sleeper: subprocess.Popen[bytes], first: str
+) -> None:
+    take(ready_daemon, f"device=00:06.0-0&pid={sleeper.pid}")
+    waiter = Asker(ready_daemon, "device=00:06.0-0&name=a&ttl=600&wait=60")
+    wait_until_wait(ready_daemon, 1)
+    with stopped(ready_daemon):
+        if first == "asker":
+            waiter.close()
+        sleeper.kill()
+        sleeper.wait()
+        waiter.close()
+    eventually(lambda: not ask(ready_daemon, "GET", "/v1/leases")[1]["waiting"], "that nobody waits")
+    eventually(lambda: given(ready_daemon) == [], "that all is free")
+
+
+def test_what_was_kept_for_a_wait_that_ran_out_is_given_to_those_behind_at_once(
+    make_host: MakeHost, make_daemon: MakeDaemon
+) -> None:
+    daemon = make_daemon(make_host([{"kind": "v100", "count": 2}])).start().wait_ready()
+    total = daemon.get("/v1/devices")[1]["total"]
+    for _ in range(total - 1):
+        take(daemon, "name=a&ttl=600")
+    wants_two = Asker(daemon, "count=2&across=true&wait=1")
+    wait_until_wait(daemon, 1)
+    wants_one = Asker(daemon, "name=b&ttl=600&wait=60")
+    wait_until_wait(daemon, 2)
+    assert wants_two.answer()[0] == 423
+    assert wants_two.ask("GET", "/v1/leases")[1]["waiting"] == []
+    assert wants_one.answer()[0] == 200
+    wants_two.close()
+    wants_one.close()
+
+
+def test_a_lease_of_a_connection_goes_on_as_one_of_its_process_when_the_daemon_is_another(
+    ready_daemon: Daemon,
+) -> None:
+    holder = Asker(ready_daemon, "binding=connection")
+    assert holder.answer()[0] == 200
+    assert ask(ready_daemon, "POST", "/v1/reexec")[0] == 200
+    assert holder.sock.recv(1) == b""
+    assert given(ready_daemon) == [ADDRESSES[0]]
+    holder.close()
+    assert ready_daemon.stop() == 0
+    ready_daemon.start().wait_ready()
+    assert given(ready_daemon) == [ADDRESSES[0]]
+
+
+def test_a_daemon_that_is_short_of_descriptors_ends_no_lease_of_a_process_that_runs(
+    make_host: MakeHost, make_daemon: MakeDaemon, sleeper: subprocess.Popen[bytes]
+) -> None:
+    host = make_host([{"kind": "v100"}])
+    divide(host, 48)
+    daemon = make_daemon(host).start().wait_ready()
+    for _ in range(48):
+        take(daemon, f"pid={sleeper.pid}")
+    used = len(os.listdir(f"/proc/{daemon.pid}/fd"))
+    daemon.kill()
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (used - 24, most[1]))
+    try:
+        daemon.start()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, most)
+    daemon.wait()
+    assert "Too many open files" in daemon.log
+    daemon.start().wait_ready()
+    assert len(given(daemon)) == 48
+
+
+def test_a_daemon_that_is_short_of_descriptors_says_so_and_gives_nothing(
+    ready_daemon: Daemon, sleeper: subprocess.Popen[bytes]
+) -> None:
+    with contextlib.closing(_Connection(ready_daemon)) as connection:
+        connection.ask("GET", "/v1/leases")
+        before = resource.prlimit(ready_daemon.pid, resource.RLIMIT_NOFILE)
+        for spare in range(4):
+            used = max(map(int, os.listdir(f"/proc/{ready_daemon.pid}/fd"))) + 1
+            resource.prlimit(ready_daemon.pid, resource.RLIMIT_NOFILE, (used + spare, before[1]))
+            status, answer = connection.ask("POST", f"/v1/leases?pid={sleeper.pid}")
+            resource.prlimit(ready_daemon.pid, resource.RLIMIT_NOFILE, before)
+            if status != 200:
+                assert "has ended" not in answer["detail"], answer
+                assert connection.ask("GET", "/v1/leases")[1]["total"] == 0
+            else:
+                assert connection.ask("DELETE", f"/v1/leases/{answer['id']}")[0] == 200
+
+
+def test_a_lease_whose_end_could_not_be_noted_takes_nobodys_device_after_a_crash(
+    ready_daemon: Daemon,
+) -> None:
+    """The state file refuses the end, as a full disk makes it, and has room again for what comes then."""
+    ended = take(ready_daemon, "name=a&ttl=600&device=00:06.0-0")
+    state = sqlite3.connect(ready_daemon.host.root / "var/lib/yunion-mps/state.db", isolation_level=None)
+    with contextlib.closing(state):
+        full = "BEGIN SELECT RAISE(ABORT, 'database or disk is full'); END"
+        state.execute(f"CREATE TRIGGER full BEFORE DELETE ON lease {full}")
+        assert ask(ready_daemon, "DELETE", f"/v1/leases/{ended['id']}")[0] == 200
+        assert given(ready_daemon) == []
+        assert ask(ready_daemon, "POST", "/v1/leases?name=b&ttl=600")[0] == 409
+        state.execute("DROP TRIGGER full")
+    new = take(ready_daemon, "name=b&ttl=600&device=00:06.0-0")
+    ready_daemon.kill()
+    ready_daemon.start().wait_ready()
+    (found,) = ask(ready_daemon, "GET", "/v1/leases")[1]["leases"]
+    assert found["id"] == new["id"]
+    assert "passed over" not in ready_daemon.log
+
+
+def test_a_clock_that_is_set_back_changes_no_order(daemon: Daemon, tmp_path: Path) -> None:
+    levers = Levers(tmp_path)
+    daemon.start(**levers.environment).wait_ready()
+    held = take(daemon, "name=a&ttl=600&device=00:06.0-0")
+    waiters = []
+    for number in range(2):
+        waiters.append(Asker(daemon, f"device=00:06.0-0&name=w{number}&ttl=600&wait=60"))
+        wait_until_wait(daemon, number + 1)
+        levers.set_clock(-3600)
+    waiting = ask(daemon, "GET", "/v1/leases")[1]["waiting"]
+    assert [one["name"] for one in waiting] == ["w0", "w1"]
+    ask(daemon, "DELETE", f"/v1/leases/{held['id']}")
+    assert waiters[0].answer()[1]["name"] == "w0"
+    for waiter in waiters:
+        waiter.close()
+
+
+def test_what_a_crash_left_of_a_copy_is_no_second_lease(ready_daemon: Daemon) -> None:
+    lease = take(ready_daemon, "name=a&ttl=600")
+    copies = ready_daemon.host.root / "run/yunion-mps/leases"
+    (copies / f"{lease['id']}.new").write_bytes((copies / lease["id"]).read_bytes())
+    ready_daemon.kill()
+    (ready_daemon.host.root / "var/lib/yunion-mps/state.db").write_bytes(b"torn" * 100)
+    for end in ("-wal", "-shm"):
+        (ready_daemon.host.root / f"var/lib/yunion-mps/state.db{end}").unlink(missing_ok=True)
+    ready_daemon.start().wait_ready()
+    assert given(ready_daemon) == [ADDRESSES[0]]
+    assert ask(ready_daemon, "DELETE", f"/v1/leases/{lease['id']}")[0] == 200
+    ready_daemon.kill()
+    ready_daemon.start().wait_ready()
+    assert given(ready_daemon) == []
