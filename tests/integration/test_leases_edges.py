@@ -19,7 +19,8 @@ import pytest
 from faults.levers import Levers
 from integration.conftest import MakeDaemon, MakeHost
 from integration.daemon_host import Daemon, eventually
-from integration.test_leases import ADDRESSES, _Connection, ask, divide, given, wait_until_wait
+from integration.test_leases import ADDRESSES, _Connection, ask, given
+from integration.test_leases_load import divide, wait_until_wait
 
 
 @pytest.fixture

@@ -68,7 +68,7 @@ def test_the_examples_pass_a_strict_type_check_with_the_installed_package(tmp_pa
         (tmp_path / f"example{number}.py").write_text(example)
     wrong = tmp_path / "wrong.py"
     wrong.write_text("from yunion_mps import Client\nwith Client().lease() as lease:\n    lease.nothing\n")
-    command = [
+    command: list[str | Path] = [
         sys.executable,
         "-m",
         "mypy",

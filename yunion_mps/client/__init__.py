@@ -77,6 +77,7 @@ class Client:
         device: str | None = None,
         gpu: str | None = None,
         count: int = 1,
+        gpu_memory: int | None = None,
         across: bool = False,
         spread: bool = False,
         wait: float = 0,
@@ -86,8 +87,9 @@ class Client:
         """Take devices, and give them back at the end of a `with` block, or of this process at the latest.
 
         `device` (id or address) and `gpu` (UUID or address) bound the choice. `count` devices are of one GPU
-        or, with `across`, of one each; `spread` takes from the GPU with the most free, not the fewest.
-        `wait` is how long to wait for them, in s, `math.inf` for good: first come, first served.
+        or, with `across`, of one each; `gpu_memory` (MiB) is a device of that size, on a GPU that is open for
+        it. `spread` takes from the GPU with the most free, not the fewest. `wait` is how long to wait for
+        them, in s, `math.inf` for good: first come, first served.
 
         With a `name` the lease is bound to that and not to this process: it is renewed for as long as this
         process lives, and ends `ttl` seconds (60) after that.
@@ -100,6 +102,7 @@ class Client:
             "device": device,
             "gpu": gpu,
             "count": count if count != 1 else None,
+            "memory": gpu_memory,
             "across": "true" if across else None,
             "placement": "spread" if spread else None,
             "name": name,
