@@ -22,26 +22,34 @@ class Book:
         self._store = store
         self._copies = copies
         self._set_aside = ""
+        self._ended: set[str] = set()
         self._mend()
 
     def write(self, lease: Lease) -> None:
         """Keep a lease, in the place of what was kept of it."""
+        self._strike_ended()  # else a device would be in two leases for the next daemon
         text = _text(lease)
         self._insert(lease.id, text)
         self._copy(lease.id, text)
         self._mend()
 
     def strike(self, lease_id: str) -> None:
-        """Forget a lease."""
+        """Forget a lease; where that fails now, it is done before another is kept."""
+        self._ended.add(lease_id)
         with contextlib.suppress(OSError):
             os.unlink(self._path(lease_id))
-        self._store.write("DELETE FROM lease WHERE id = ?", [(lease_id,)])
+        self._strike_ended()
         self._mend()
 
     def read(self) -> list[Lease]:
         """All that are kept; what nobody can understand, such as another release's, is passed over."""
         rows = self._store.read("SELECT value FROM lease ORDER BY rowid")
         return [lease for row in rows if (lease := _lease(row[0]))]
+
+    def _strike_ended(self) -> None:
+        if self._ended:
+            self._store.write("DELETE FROM lease WHERE id = ?", [(one,) for one in sorted(self._ended)])
+            self._ended.clear()
 
     def _insert(self, lease_id: str, text: str) -> None:
         self._store.write("INSERT OR REPLACE INTO lease VALUES (?, ?)", [(lease_id, text)])
