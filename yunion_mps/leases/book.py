@@ -13,6 +13,9 @@ from typing import Any
 from yunion_mps.models import Device, Holder, Lease
 from yunion_mps.store import Store
 
+#: The end of a copy's name while it is written.
+_UNFINISHED = ".new"
+
 
 class Book:
     """The leases of one state file; everything here raises HostError where that cannot be used."""
@@ -61,6 +64,8 @@ class Book:
         self._set_aside = self._store.set_aside
         with contextlib.suppress(OSError):
             for name in sorted(os.listdir(self._copies)):
+                if name.endswith(_UNFINISHED):
+                    continue
                 with contextlib.suppress(OSError), open(self._path(name), encoding="utf-8") as file:
                     self._insert(name, file.read())
 
@@ -69,9 +74,9 @@ class Book:
         path = self._path(lease_id)
         with contextlib.suppress(OSError):
             os.makedirs(self._copies, mode=0o700, exist_ok=True)
-            with open(f"{path}.new", "w", encoding="utf-8") as file:
+            with open(path + _UNFINISHED, "w", encoding="utf-8") as file:
                 file.write(text)
-            os.replace(f"{path}.new", path)
+            os.replace(path + _UNFINISHED, path)
 
     def _path(self, lease_id: str) -> str:
         return os.path.join(self._copies, lease_id)
