@@ -60,8 +60,13 @@ class Leasing:
         self._queue: Queue[_Asker] = Queue(self.ledger)
         self._processes: dict[str, Process] = {}
         self._timers: dict[str, asyncio.TimerHandle] = {}
+<<<<<<< HEAD
         self._began_s = time.time()
         self._known = Offers()
+=======
+        self._began_s = time.monotonic()
+        self._known: list[Offer] = []
+>>>>>>> 5559de1 (Keep the order of those who wait when the clock is set back)
         self._known_of = -1
 
     def restore(self) -> None:
@@ -167,8 +172,10 @@ class Leasing:
         return self._known
 
     def _place(self, since_s: float | None) -> float:
-        now_s = time.time()
-        if since_s is None or now_s > self._began_s + _COME_BACK_S:
+        """Since when whoever comes now waits; never before others, though the clock was set back."""
+        waiters = self._queue.waiters
+        now_s = max(time.time(), waiters[-1].since_s if waiters else 0.0)
+        if since_s is None or time.monotonic() > self._began_s + _COME_BACK_S:
             return now_s
         return min(since_s, now_s)
 
