@@ -10,7 +10,14 @@ from bisect import insort
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from yunion_mps.errors import HostError, NotAllowedError, NotFoundError, NothingFreeError, YunionError
+from yunion_mps.errors import (
+    HostError,
+    NotAllowedError,
+    NotFoundError,
+    NothingFreeError,
+    ShortageError,
+    YunionError,
+)
 from yunion_mps.leases.book import Book
 from yunion_mps.leases.ledger import (
     Ledger,
@@ -238,7 +245,12 @@ class Leasing:
         process = Process.adopt(holder.pid or 0)
         if process is None:
             return False
-        if started_ticks(process.pid) != holder.started:
+        try:
+            is_other = _is_other(process, holder)
+        except ShortageError:
+            process.close()
+            raise
+        if is_other:
             process.close()
             return False
         self._processes[lease.id] = process
@@ -271,6 +283,7 @@ class Leasing:
         self._supervisor.journal.record(Event("info", "lease", _devices(lease), what, cause))
 
 
+<<<<<<< HEAD
 def _offers(snapshot: Snapshot, reasons: Mapping[str, str]) -> Offers:
     plan, gpus = snapshot.plan, snapshot.inventory.gpus
     sliced = {one.gpu_uuid for status in snapshot.domains for one in status.plan.slices}
@@ -286,6 +299,18 @@ def _offers(snapshot: Snapshot, reasons: Mapping[str, str]) -> Offers:
         for pool in plan.pools
     ]
     return Offers(devices, pools)
+=======
+def _is_other(process: Process, holder: Holder) -> bool:
+    """Whether the process has ended, or only its number is the holder's; raises ShortageError."""
+    started = started_ticks(process.pid)
+    if started is None and process.status() is None:  # it runs, and cannot be looked at
+        try:
+            os.close(os.open(os.devnull, os.O_RDONLY))
+        except OSError as error:
+            raise ShortageError(f"PID {process.pid} cannot be looked at: {error.strerror}") from None
+        return False  # only its first thread has ended
+    return started != holder.started
+>>>>>>> c61e5a4 (End no lease of a process that only cannot be looked at)
 
 
 def _devices(lease: Lease) -> str:
