@@ -127,6 +127,26 @@ def test_a_lease_of_a_connection_goes_on_as_one_of_its_process_when_the_daemon_i
     assert given(ready_daemon) == [ADDRESSES[0]]
 
 
+def test_a_process_whose_first_thread_has_ended_has_its_lease_until_all_have(ready_daemon: Daemon) -> None:
+    code = """
+import ctypes, platform, sys, threading, time
+threading.Thread(target=time.sleep, args=(600,)).start()
+sys.stdin.readline()
+ctypes.CDLL(None).syscall({"x86_64": 60, "aarch64": 93}[platform.machine()], 0)
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE) as process:
+        take(ready_daemon, f"pid={process.pid}")
+        assert process.stdin
+        process.stdin.close()
+        status = Path(f"/proc/{process.pid}/status")
+        eventually(lambda: "\nState:\tZ" in status.read_text(), "the end of its first thread")
+        ready_daemon.kill()
+        ready_daemon.start().wait_ready()
+        assert given(ready_daemon) == [ADDRESSES[0]]
+        process.kill()
+        eventually(lambda: given(ready_daemon) == [], "the end of the lease")
+
+
 def test_a_daemon_that_is_short_of_descriptors_ends_no_lease_of_a_process_that_runs(
     make_host: MakeHost, make_daemon: MakeDaemon, sleeper: subprocess.Popen[bytes]
 ) -> None:

@@ -67,13 +67,8 @@ class Leasing:
         self._queue: Queue[_Asker] = Queue(self.ledger)
         self._processes: dict[str, Process] = {}
         self._timers: dict[str, asyncio.TimerHandle] = {}
-<<<<<<< HEAD
-        self._began_s = time.time()
-        self._known = Offers()
-=======
         self._began_s = time.monotonic()
-        self._known: list[Offer] = []
->>>>>>> 5559de1 (Keep the order of those who wait when the clock is set back)
+        self._known = Offers()
         self._known_of = -1
 
     def restore(self) -> None:
@@ -283,7 +278,18 @@ class Leasing:
         self._supervisor.journal.record(Event("info", "lease", _devices(lease), what, cause))
 
 
-<<<<<<< HEAD
+def _is_other(process: Process, holder: Holder) -> bool:
+    """Whether the process has ended, or only its number is the holder's; raises ShortageError."""
+    started = started_ticks(process.pid)
+    if started is None and process.status() is None:  # it runs, and cannot be looked at
+        try:
+            os.close(os.open(os.devnull, os.O_RDONLY))
+        except OSError as error:
+            raise ShortageError(f"PID {process.pid} cannot be looked at: {error.strerror}") from None
+        return False  # only its first thread has ended
+    return started != holder.started
+
+
 def _offers(snapshot: Snapshot, reasons: Mapping[str, str]) -> Offers:
     plan, gpus = snapshot.plan, snapshot.inventory.gpus
     sliced = {one.gpu_uuid for status in snapshot.domains for one in status.plan.slices}
@@ -299,18 +305,6 @@ def _offers(snapshot: Snapshot, reasons: Mapping[str, str]) -> Offers:
         for pool in plan.pools
     ]
     return Offers(devices, pools)
-=======
-def _is_other(process: Process, holder: Holder) -> bool:
-    """Whether the process has ended, or only its number is the holder's; raises ShortageError."""
-    started = started_ticks(process.pid)
-    if started is None and process.status() is None:  # it runs, and cannot be looked at
-        try:
-            os.close(os.open(os.devnull, os.O_RDONLY))
-        except OSError as error:
-            raise ShortageError(f"PID {process.pid} cannot be looked at: {error.strerror}") from None
-        return False  # only its first thread has ended
-    return started != holder.started
->>>>>>> c61e5a4 (End no lease of a process that only cannot be looked at)
 
 
 def _devices(lease: Lease) -> str:
