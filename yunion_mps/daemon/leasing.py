@@ -70,6 +70,7 @@ class Leasing:
         self._began_s = time.monotonic()
         self._known = Offers()
         self._known_of = -1
+        self._is_closed = False
 
     def restore(self) -> None:
         """Know again what the daemon before has given away, and end what has lost its holder meanwhile.
@@ -84,6 +85,12 @@ class Leasing:
                 continue
             if not self._watch(lease):
                 self._end(lease.id, "its process ended while no daemon ran")
+
+    def close(self) -> None:
+        """Give and end no more: whoever has a lease has it for the next daemon, too."""
+        self._is_closed = True
+        for lease_id in list(self.ledger.leases):
+            self._unwatch(lease_id)
 
     @property
     def memory_unit_mib(self) -> int:
@@ -152,7 +159,7 @@ class Leasing:
 
     def serve(self) -> None:
         """Give to those who wait what they can have now."""
-        while self._queue.waiters and (found := self._queue.next(self._offers())):
+        while self._queue.waiters and not self._is_closed and (found := self._queue.next(self._offers())):
             waiter, devices = found
             self._queue.waiters.remove(waiter)
             asker = waiter.whose
@@ -202,9 +209,14 @@ class Leasing:
             raise
         self.ledger.add(lease)
         if holder.binding == "connection":
-            keep(lambda: self._end(lease_id, "its connection ended"))
+            keep(lambda: self._end_connected(lease_id))
         self._tell(lease, f"given to {_named(holder)}", "it was asked for")
         return lease
+
+    def _end_connected(self, lease_id: str) -> None:
+        """Its connection has ended, which is nothing where it is we who end them all."""
+        if not self._is_closed:
+            self._end(lease_id, "its connection ended")
 
     def _environment(self, devices: tuple[Device, ...], lease_id: str) -> dict[str, str]:
         names = {device.domain for device in devices}

@@ -95,6 +95,7 @@ class _Loop:
             self._unwatch()
             loop.remove_reader(signals.fileno())
             await (server.hand_over() if end == ANEW else server.close())
+            leasing.close()  # before the end of its connections is noticed
         return end
 
     def _guarded(self, work: Callable[[], None]) -> None:
