@@ -147,6 +147,19 @@ ctypes.CDLL(None).syscall({"x86_64": 60, "aarch64": 93}[platform.machine()], 0)
         eventually(lambda: given(ready_daemon) == [], "the end of the lease")
 
 
+def test_those_who_wait_do_not_hold_up_a_re_exec(ready_daemon: Daemon) -> None:
+    for address in ADDRESSES:
+        take(ready_daemon, f"name=a&ttl=600&device={address}")
+    waiter = Asker(ready_daemon, "wait=60")
+    wait_until_wait(ready_daemon, 1)
+    assert ask(ready_daemon, "POST", "/v1/reexec")[0] == 200
+    began_s = time.monotonic()
+    assert waiter.sock.recv(1) == b""
+    assert time.monotonic() - began_s < 0.9, "it gives those who have not read their answers 1 s"
+    waiter.close()
+    assert given(ready_daemon) == ADDRESSES
+
+
 def test_a_daemon_that_is_short_of_descriptors_ends_no_lease_of_a_process_that_runs(
     make_host: MakeHost, make_daemon: MakeDaemon, sleeper: subprocess.Popen[bytes]
 ) -> None:

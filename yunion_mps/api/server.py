@@ -313,7 +313,10 @@ class Connection(asyncio.BufferedProtocol):
     def _got(self, awaited: asyncio.Future[Response]) -> None:
         """What took longer is there."""
         self._awaited = None
-        if awaited.cancelled() or self._transport is None or self._transport.is_closing():
+        if awaited.cancelled():
+            self.abort()  # there is no answer, and none will come
+            return
+        if self._transport is None or self._transport.is_closing():
             return
         self._give(awaited.result())
         if not self._transport.is_closing():

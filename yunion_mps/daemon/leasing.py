@@ -86,6 +86,12 @@ class Leasing:
             if not self._watch(lease):
                 self._end(lease.id, "its process ended while no daemon ran")
 
+    def hurry(self) -> None:
+        """Let nobody wait any longer: they hear nothing, and take their place in the next daemon."""
+        waiting, self._queue.waiters = self._queue.waiters, []
+        for waiter in waiting:
+            waiter.whose.answer.cancel()
+
     def close(self) -> None:
         """Give and end no more: whoever has a lease has it for the next daemon, too."""
         self._is_closed = True
@@ -125,7 +131,7 @@ class Leasing:
             lease = asker.answer.result()
             return lease_json(lease, self._expires_s(lease))
         except asyncio.CancelledError:
-            if asker.answer.done() and not asker.answer.exception():
+            if not asker.answer.cancelled() and asker.answer.done() and not asker.answer.exception():
                 self._end(asker.answer.result().id, "whoever asked for it went away")
             raise
         finally:

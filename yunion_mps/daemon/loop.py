@@ -94,6 +94,7 @@ class _Loop:
             await asyncio.gather(*tasks, return_exceptions=True)
             self._unwatch()
             loop.remove_reader(signals.fileno())
+            leasing.hurry()
             await (server.hand_over() if end == ANEW else server.close())
             leasing.close()  # before the end of its connections is noticed
         return end
