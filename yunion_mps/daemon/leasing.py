@@ -64,7 +64,7 @@ class Leasing:
         self._book = Book(supervisor.store(), paths.lease_copies)
         self._service = service
         self.ledger = Ledger()
-        self._queue: Queue[_Asker] = Queue(self.ledger)
+        self._queue: Queue = Queue(self.ledger)
         self._processes: dict[str, Process] = {}
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._began_s = time.monotonic()
@@ -194,7 +194,7 @@ class Leasing:
             return now_s
         return min(since_s, now_s)
 
-    def _why_not(self, waiter: Waiter[_Asker]) -> YunionError:
+    def _why_not(self, waiter: Waiter) -> YunionError:
         offers = self._offers()
         try:
             self.ledger.choose(waiter.wish, offers, self._queue.spoken_for(offers, besides=waiter))

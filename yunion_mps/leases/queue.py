@@ -6,47 +6,57 @@ behind. So a wish for four devices is not starved by many for one, nor does it h
 
 from __future__ import annotations
 
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from yunion_mps.errors import NothingFreeError
 from yunion_mps.leases.ledger import NOTHING_KEPT, Kept, Ledger, Offers, Wish
 from yunion_mps.models import Device
 
-T = TypeVar("T")
 
-
-class Waiter(NamedTuple, Generic[T]):
-    """One wish that waits, since when (in s since 1970), and whose it is."""
+class Waiter(NamedTuple):
+    """One wish that waits, since when (in s since 1970), and whose it is, which is nobody's business here."""
 
     wish: Wish
     since_s: float
-    whose: T
+    whose: Any
 
 
-class Queue(Generic[T]):
+class Queue:
     """The waiters in the order of their coming."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
-        self.waiters: list[Waiter[T]] = []
+        self.waiters: list[Waiter] = []
 
-    def next(self, offers: Offers) -> tuple[Waiter[T], tuple[Device, ...]] | None:
+    def next(self, offers: Offers) -> tuple[Waiter, tuple[Device, ...]] | None:
         """The first who can be served now, and with what; None where nobody can be.
 
         It stays in the queue until it is removed; the next one is asked for when the ledger has its lease.
         """
-        kept = NOTHING_KEPT
+        kept, hopeless = NOTHING_KEPT, set[Wish]()
         for waiter in self.waiters:
+            if waiter.wish in hopeless:
+                continue
             try:
                 return waiter, self._ledger.choose(waiter.wish, offers, kept)
             except NothingFreeError:
-                kept |= self._ledger.claims(waiter.wish, offers, kept)
+                kept = self._keep(waiter.wish, offers, kept, hopeless)
         return None
 
-    def spoken_for(self, offers: Offers, besides: Waiter[T] | None = None) -> Kept:
+    def spoken_for(self, offers: Offers, besides: Waiter | None = None) -> Kept:
         """What is free and kept for those who wait, `besides` left out."""
-        kept = NOTHING_KEPT
+        kept, hopeless = NOTHING_KEPT, set[Wish]()
         for waiter in self.waiters:
-            if waiter is not besides:
-                kept |= self._ledger.claims(waiter.wish, offers, kept)
+            if waiter is not besides and waiter.wish not in hopeless:
+                kept = self._keep(waiter.wish, offers, kept, hopeless)
         return kept
+
+    def _keep(self, wish: Wish, offers: Offers, kept: Kept, hopeless: set[Wish]) -> Kept:
+        """What is kept with what the wish needs; or note that nothing is there for any of its kind.
+
+        So hundreds who wait for the same cost no more than one: this is done at every lease's end.
+        """
+        claims = self._ledger.claims(wish, offers, kept)
+        if not any(claims):
+            hopeless.add(wish)
+        return kept | claims

@@ -12,13 +12,13 @@ from yunion_mps.leases.queue import Queue, Waiter
 from unit.leases.shares import device, lease, offers
 
 
-def queue(ledger: Ledger, *wishes: Wish) -> Queue[int]:
-    made: Queue[int] = Queue(ledger)
+def queue(ledger: Ledger, *wishes: Wish) -> Queue:
+    made: Queue = Queue(ledger)
     made.waiters = [Waiter(wish, float(number), number) for number, wish in enumerate(wishes)]
     return made
 
 
-def served(waiting: Queue[int], ledger: Ledger, gpus: int) -> list[int]:
+def served(waiting: Queue, ledger: Ledger, gpus: int) -> list[int]:
     """Who is served now, in this order."""
     order = []
     while found := waiting.next(offers(gpus)):
