@@ -6,7 +6,6 @@ import asyncio
 import logging
 import os
 import time
-from bisect import insort
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -120,7 +119,7 @@ class Leasing:
         refuse_impossible(wish, offers)
         asker = _Asker(holder, keep, asyncio.get_running_loop().create_future())
         waiter = Waiter(wish, self._place(since_s), asker)
-        insort(self._queue.waiters, waiter, key=lambda one: one.since_s)
+        self._queue.add(waiter)
         self.serve()
         try:
             if wait_s and not asker.answer.done():

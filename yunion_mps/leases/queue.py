@@ -28,6 +28,11 @@ class Queue:
         self._ledger = ledger
         self.waiters: list[Waiter] = []
 
+    def add(self, waiter: Waiter) -> None:
+        """Take a waiter in, behind those who have waited as long."""
+        place = sum(one.since_s <= waiter.since_s for one in self.waiters)
+        self.waiters.insert(place, waiter)
+
     def next(self, offers: Offers) -> tuple[Waiter, tuple[Device, ...]] | None:
         """The first who can be served now, and with what; None where nobody can be.
 
