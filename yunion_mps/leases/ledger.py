@@ -34,9 +34,11 @@ class Wish(NamedTuple):
 
     def takes(self, device: Device) -> bool:
         """Whether the device would do, free or not."""
-        if device.memory_limit_mib < self.memory_mib or self.device not in ("", device.id, device.addr):
+        if device.memory_limit_mib < self.memory_mib:
             return False
-        return self.gpu in ("", device.gpu_uuid, device.addr.rpartition("-")[0])
+        if self.device and self.device not in (device.id, device.addr):
+            return False
+        return not self.gpu or self.gpu in (device.gpu_uuid, device.addr.rpartition("-")[0])
 
     def __str__(self) -> str:
         """In words: `2 devices on different GPUs`."""
