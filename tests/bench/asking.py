@@ -8,9 +8,10 @@ from types import TracebackType
 from bench.values import BenchError
 
 
-def request_for(target: str) -> bytes:
-    """A GET as curl sends it."""
-    return f"GET {target} HTTP/1.1\r\nHost: localhost\r\nAccept: */*\r\n\r\n".encode()
+def request_for(target: str, method: str = "GET") -> bytes:
+    """A request without a body, as curl sends it."""
+    length = "Content-Length: 0\r\n" if method == "POST" else ""
+    return f"{method} {target} HTTP/1.1\r\nHost: localhost\r\nAccept: */*\r\n{length}\r\n".encode()
 
 
 class Http:
@@ -29,9 +30,9 @@ class Http:
     ) -> None:
         self._socket.close()
 
-    def ask(self, target: str) -> tuple[bytes, int]:
+    def ask(self, target: str, method: str = "GET") -> tuple[bytes, int]:
         """The answer's body, and the size of the whole answer; raises BenchError for any status but 200."""
-        self._socket.sendall(request_for(target))
+        self._socket.sendall(request_for(target, method))
         answer = b""
         while b"\r\n\r\n" not in answer:
             answer += self._more()

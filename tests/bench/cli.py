@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from bench import idling, lists, recoveries, requests, starts
+from bench import idling, leases, ledgers, lists, recoveries, requests, runs, starts
 from bench.table import draw, machine
 from bench.values import BenchError, Line, Settings
 from simhost import BuildError
@@ -17,7 +17,10 @@ from simhost import BuildError
 GROUPS: dict[str, Callable[[Settings], Iterator[Line]]] = {
     "start": starts.lines,
     "list": lists.lines,
+    "run": runs.lines,
     "request": requests.lines,
+    "lease": leases.lines,
+    "ledger": ledgers.lines,
     "memory": idling.memory_lines,
     "idle": idling.processor_lines,
     "recovery": recoveries.lines,

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from bench import ledgers
 from bench.table import draw
-from bench.values import Aim, Line, Rounds, Samples
+from bench.values import Aim, Line, Rounds, Samples, Settings
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 
@@ -54,6 +55,12 @@ def test_the_table_says_for_each_line_its_ratio_and_whether_the_aim_was_met() ->
         "\n"
         "floor a: a floor\n"
     )
+
+
+def test_the_ledger_s_lines_are_of_what_they_say_and_slower_than_their_floors() -> None:
+    found = list(ledgers.lines(Settings(quick=True)))
+    assert {entry.group for entry in found} == {"ledger"}
+    assert all((entry.ratio or 0) > 1 for entry in found)
 
 
 def test_a_quick_run_of_one_group_prints_its_table_and_writes_every_sample(tmp_path: Path) -> None:

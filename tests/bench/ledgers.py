@@ -1,0 +1,103 @@
+"""The ledger by itself, with 10,000 devices: finding one, entering and striking a lease, who waits."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+
+from yunion_mps.errors import NothingFreeError
+from yunion_mps.leases.ledger import Ledger, Offer, Wish
+from yunion_mps.leases.queue import Queue, Waiter
+from yunion_mps.models import Device, Holder, Lease
+
+from bench.values import BenchError, Line, Rounds, Settings
+
+GROUP = "ledger"
+GPUS, OF_EACH = 200, 50
+#: As many as the daemon has connections for users.
+WAITERS = 448
+_GPU_MIB = 80_000
+_PASS = "a pass over the devices"
+_HOLDER = Holder("process", 1000, 4260, 77)
+
+
+def lines(settings: Settings) -> Iterator[Line]:
+    """One line for each thing that is done at every lease."""
+    devices = [_device(gpu, slot) for gpu in range(GPUS) for slot in range(OF_EACH)]
+    offers = [Offer(device) for device in devices]
+    ledger = Ledger(_lease(device) for device in devices[:-1])
+    last = _lease(devices[-1])
+    if ledger.choose(Wish(), offers) != last.devices:
+        raise BenchError("the ledger does not find the one device that is free")
+    full = Ledger(_lease(device) for device in devices)
+    queue: Queue[int] = Queue(full)
+    queue.waiters = [Waiter(Wish(), float(number), number) for number in range(WAITERS)]
+    some = f"of {len(devices):,} devices"
+    steps = (
+        (f"the free one {some}", "ms", _PASS, lambda: ledger.choose(Wish(), offers), lambda: _pass(offers)),
+        (f"none {some}, and why", "ms", _PASS, lambda: _why_not(full, offers), lambda: _pass(offers)),
+        (f"none {some}, {WAITERS} wait", "ms", _PASS, lambda: queue.next(offers), lambda: _pass(offers)),
+        (
+            f"a lease entered and struck {some}",
+            "us",
+            "a dict's entry made and deleted",
+            lambda: _enter(ledger, last),
+            lambda: _entry(ledger.owners),
+        ),
+    )
+    for what, unit, floor, work, least in steps:
+        rounds = Rounds(unit)
+        factor = {"ms": 1e3, "us": 1e6}[unit]
+        count = settings.rounds(200, 30) if unit == "ms" else settings.rounds(5000, 1000)
+        rounds.run(
+            count, [("work", partial(_taken, work, factor)), ("floor", partial(_taken, least, factor))]
+        )
+        yield Line(GROUP, what, rounds.of("work"), rounds.of("floor"), floor)
+
+
+def _taken(work: Callable[[], object], factor: float) -> float:
+    begin_s = time.perf_counter()
+    work()
+    return (time.perf_counter() - begin_s) * factor
+
+
+def _pass(offers: list[Offer]) -> None:
+    for _ in offers:
+        pass
+
+
+def _why_not(ledger: Ledger, offers: list[Offer]) -> str:
+    try:
+        ledger.choose(Wish(), offers)
+    except NothingFreeError as error:
+        return error.message
+    raise BenchError("the ledger gives a device that somebody has")
+
+
+def _enter(ledger: Ledger, lease: Lease) -> None:
+    ledger.add(lease)
+    ledger.remove(lease.id)
+
+
+def _entry(owners: dict[str, str]) -> None:
+    owners["another"] = "another"
+    del owners["another"]
+
+
+def _device(gpu: int, slot: int) -> Device:
+    return Device(
+        id=f"{gpu}-{slot}",
+        addr=f"{gpu:04x}:00:00.0-{slot}",
+        gpu_uuid=f"GPU-{gpu}",
+        slot=slot,
+        memory_limit_mib=_GPU_MIB // OF_EACH,
+        memory_total_mib=_GPU_MIB,
+        thread_percentage=100 / OF_EACH,
+        budget_enforced=True,
+        domain="host",
+    )
+
+
+def _lease(device: Device) -> Lease:
+    return Lease(f"lease-{device.id}", (device,), _HOLDER, 0.0)
