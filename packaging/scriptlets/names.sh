@@ -6,6 +6,8 @@ configuration=/etc/yunion
 examples=/usr/share/yunion-mps
 state=/var/lib/yunion-mps
 made=$state/made-by-package
+recorded=$state/directories
+running=/run/yunion-mps
 before=/run/yunion-mps-daemon.cloudpods
 processes=/proc
 
@@ -24,12 +26,19 @@ python() { # the Python that the programs run with: the same search as in /usr/b
     return 1
 }
 
-others() { # PID and pipe directory of each control daemon that is not ours
+control_daemons() { # PID of each control daemon that runs, and whether it is ours
     for process in "$processes"/[1-9]*; do
         case $(readlink "$process/exe" 2>/dev/null) in */nvidia-cuda-mps-control) ;; *) continue ;; esac
         case $(tr '\0' ' ' <"$process/cmdline" 2>/dev/null) in *" -"[df]*) ;; *) continue ;; esac # a front-end
         variables=$(tr '\0' '\n' <"$process/environ" 2>/dev/null) || continue
-        case $variables in *YUNION_MPS_DOMAIN=*) continue ;; esac
-        echo "${process##*/}" "$(echo "$variables" | sed -n 's/^CUDA_MPS_PIPE_DIRECTORY=//p')"
+        case $variables in *YUNION_MPS_DOMAIN=*) echo "${process##*/} ours" ;; *) echo "${process##*/} another's" ;; esac
+    done
+}
+
+variable() { tr '\0' '\n' <"$processes/$1/environ" 2>/dev/null | sed -n "s/^$2=//p"; } # what a process has in its environment
+
+others() { # PID and pipe directory of each control daemon that is not ours
+    control_daemons | while read -r pid whose; do
+        [ "$whose" = ours ] || echo "$pid $(variable "$pid" CUDA_MPS_PIPE_DIRECTORY)"
     done
 }

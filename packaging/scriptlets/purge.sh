@@ -1,42 +1,76 @@
 # ---- Nothing of ours is to stay. Only the deb knows a purge; docs/install.md says it for the rpm.
 
 purge() {
-    [ -n "$(others)" ] || remove_what_clients_saw
+    remove_what_clients_saw
     for name in host.conf host_container_device.yml; do
         if is_ours "$name"; then
             rm -f "$configuration/$name"
         fi
     done
     rmdir "$configuration" 2>/dev/null || :
-    rm -rf "$state" /run/yunion-mps "$before"
+    rm -rf "$before"
+    remove_notes
     if getent group yunion-mps >/dev/null; then
         groupdel yunion-mps || say "the group yunion-mps is left: see above"
     fi
 }
 
-remove_what_clients_saw() { # by name, and only in root's own directories: some lie in /tmp
-    for key in pipe log; do
-        directory=$(sed -n "s/^cuda_mps_${key}_directory: *\([^ #]*\).*/\1/p" "$configuration/host.conf" 2>/dev/null)
-        directory=${directory:-/tmp/nvidia-mps/$key}
-        for one in "$directory"/*/ "$directory/"; do
-            if [ -O "$one" ] && [ ! -L "${one%/}" ] && [ -O "$one.." ]; then
-                (cd -P "$one" && rm -f control control_lock control_privileged log nvidia-cuda-mps-control.pid \
-                    control.log control.log.1 server.log)
-                rmdir "$one" 2>/dev/null || :
-            fi
-        done
+remove_what_clients_saw() { # just what the daemon has recorded: yunion_mps/mps/directories.py says how
+    serving=$(control_daemons | while read -r pid _; do
+        variable "$pid" CUDA_MPS_PIPE_DIRECTORY | grep . || echo /tmp/nvidia-mps # which is NVIDIA's default
+        variable "$pid" CUDA_MPS_LOG_DIRECTORY
+    done)
+    [ -f "$recorded" ] || return 0
+    LC_ALL=C sort -r -k 2 "$recorded" | while IFS= read -r line; do # what lies deeper comes first
+        directory=${line#* }
+        if echo "$serving" | grep -qxF -e "$directory"; then
+            say "$directory is left: a control daemon serves there"
+            continue
+        fi
+        case $line in
+        "made "* | "used "*) remove_files_of_mps "$directory" ;;
+        esac
+        case $line in
+        "made "* | "above "*) [ -L "$directory" ] || rmdir "$directory" 2>/dev/null || : ;;
+        esac
     done
-    rmdir /tmp/nvidia-mps 2>/dev/null || :
+}
+
+remove_files_of_mps() ( # by name, and only in a directory of root's that no symlink leads to
+    cd -P "$1" 2>/dev/null && [ "$(pwd -P)" = "$1" ] && [ -O . ] || return 0
+    for name in control control_lock control_privileged log nvidia-cuda-mps-control.pid \
+        control.log control.log.1 server.log server.log.1; do
+        [ -d "$name" ] || grep -qxF -e "theirs $1/$name" "$recorded" || rm -f "$name"
+    done
+)
+
+remove_notes() { # but not those by which what is still changed can be put back
+    if control_daemons | grep -q ' ours$'; then
+        say "a control daemon of ours still runs, so $state is left; install the package again, then:" \
+            "yunion-mps-daemon --put-back"
+        return
+    fi
+    rm -rf "$state"
+    modes=$running/former-compute-modes.json
+    if [ -e "$modes" ]; then
+        grep -o '"GPU-[^"]*": "[A-Za-z_]*"' "$modes" | tr -d '":' | while read -r gpu mode; do
+            mode=$(echo "$mode" | tr '[:lower:]' '[:upper:]')
+            say "the compute mode of $gpu is not yet what it was; put it back: nvidia-smi -i $gpu -c $mode"
+        done
+        find "$running" -mindepth 1 ! -path "$modes" -delete
+    else
+        rm -rf "$running"
+    fi
 }
 
 is_ours() { # whether we made the file, and it has not become another's since
     grep -q " $1\$" "$made" 2>/dev/null || return 1
     ! dpkg-query -S "$configuration/$1" >/dev/null 2>&1 || return 1
-    case $1 in
-    host.conf) every='^[A-Za-z]' ours='^\(enable_cuda_mps\|container_device_config_file\|cuda_mps_[a-z_]*\):' ;;
+    case $1 in # what has a key, comments left out
+    host.conf) every='^[A-Za-z_]*:' ours='^\(enable_cuda_mps\|container_device_config_file\|cuda_mps_[a-z_]*\):' ;;
     *) every='type:' ours='NVIDIA_MPS' ;;
     esac
-    if grep "$every" "$configuration/$1" 2>/dev/null | grep -qv "$ours"; then
+    if sed 's/\(^\|[[:space:]]\)#.*//' "$configuration/$1" 2>/dev/null | grep -e "$every" | grep -qv -e "$ours"; then
         say "$configuration/$1 is left: other software uses it as well"
         return 1
     fi

@@ -116,7 +116,7 @@ class Host:
             . {SCRIPTLETS}/names.sh
             configuration={self.root}/etc examples={self.root}/examples state={self.root}/state
             made=$state/made-by-package before={self.root}/run/cloudpods library={self.root}/usr
-            processes={self.root}/proc
+            recorded=$state/directories running={self.root}/run/yunion-mps processes={self.root}/proc
             . {SCRIPTLETS}/before.sh
             . {SCRIPTLETS}/purge.sh
             set -- nothing

@@ -21,6 +21,7 @@ from yunion_mps.daemon.signals import Signals
 from yunion_mps.errors import ConfigError, ShortageError, YunionError
 from yunion_mps.examination import examine
 from yunion_mps.models import Event
+from yunion_mps.mps import directories
 from yunion_mps.paths import Paths
 from yunion_mps.service import Service, one_line
 from yunion_mps.supervisor import Supervisor
@@ -82,6 +83,7 @@ def _serve(paths: Paths, signals: Signals, lock: int, handover: Handover | None)
     started_s = handover.started_s if handover else time.time()
     notifier = Notifier()
     notifier.status("reading the configuration and looking at the GPUs")
+    directories.record_in(os.path.join(paths.state_directory, "directories"))
     examination = examine(paths)
     try:
         examination.check()

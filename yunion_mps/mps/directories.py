@@ -3,22 +3,46 @@
 Each step of the path is opened from the one before and judged by what was opened, so that nothing can be
 exchanged between the look and the use. Only links that the administrator made are followed (root's, in a
 directory that only root writes). Nothing of another user is used, changed or removed.
+
+What is used is recorded, a line each, for the day on which the package is purged (packaging/scriptlets/purge.sh):
+`made DIRECTORY`, `used DIRECTORY` for one that was there before us, `theirs FILE` for a file in that whose name
+is like one of ours, and `above DIRECTORY` for one that we made only on the way to another.
 """
 
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import stat
+from collections.abc import Sequence
 
 from yunion_mps.errors import HostError, ShortageError
 from yunion_mps.process import user_name
 
+log = logging.getLogger(__name__)
+
+#: What NVIDIA's programs and we put into pipe and log directories; purge.sh has the same names.
+FILES = (
+    *("control", "control_lock", "control_privileged", "log", "nvidia-cuda-mps-control.pid"),
+    *("control.log", "control.log.1", "server.log", "server.log.1"),
+)
+
 _MODE = 0o755
+_MOST_RECORDED = 1000
 _MOST_LINKS = 40
 _OPEN = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _ALL_ENTER = stat.S_IXUSR | stat.S_IXGRP | stat.S_IXOTH
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+
+#: The record of this process; empty where none is kept.
+_record = ""
+
+
+def record_in(path: str) -> None:
+    """Keep the record in the file `path` from now on; what it has is never forgotten."""
+    global _record
+    _record = path
 
 
 def make_directory(path: str, *, traversable: bool = False) -> int:
@@ -47,7 +71,7 @@ def _walk(path: str) -> int:
     try:
         while names:
             name = names.pop()
-            child = _step(directory, name, f"{at}/{name}")
+            child = _step(directory, name, f"{at}/{name}", last=not names)
             if isinstance(child, str):
                 links += 1
                 if links > _MOST_LINKS:
@@ -62,19 +86,20 @@ def _walk(path: str) -> int:
             os.close(directory)
             directory, at = child, f"{at}/{name}"
             _judge(directory, at, last=not names)
+        _record_use(directory, at)
     except BaseException:
         os.close(directory)
         raise
     return directory
 
 
-def _step(directory: int, name: str, path: str) -> int | str:
+def _step(directory: int, name: str, path: str, *, last: bool) -> int | str:
     """Open the child, making it where missing; or the target of a symlink that may be followed."""
     try:
         try:
             return os.open(name, _OPEN, dir_fd=directory)
         except FileNotFoundError:
-            os.mkdir(name, _MODE, dir_fd=directory)
+            _make(directory, name, path, last=last)
             child = os.open(name, _OPEN, dir_fd=directory)
             os.fchmod(child, _MODE)  # whatever the umask is
             return child
@@ -82,6 +107,53 @@ def _step(directory: int, name: str, path: str) -> int | str:
         if error.errno in (errno.ELOOP, errno.ENOTDIR):
             return _link(directory, name, path)
         raise _cannot(error, f"{path} cannot be made or opened") from None
+
+
+def _make(directory: int, name: str, path: str, *, last: bool) -> None:
+    """Make the child; recorded first, so that no crash leaves one behind of which nothing is known."""
+    before = _recorded()
+    _write_record(before, [f"{'made' if last else 'above'} {path}"])
+    try:
+        os.mkdir(name, _MODE, dir_fd=directory)
+    except OSError:
+        if before is not None:
+            os.truncate(_record, sum(len(os.fsencode(line)) + 1 for line in before))
+        raise
+
+
+def _record_use(directory: int, path: str) -> None:
+    """Record a directory that was there before us, with the files in it that only look like ours."""
+    before = _recorded()
+    if before is None or {f"made {path}", f"used {path}"} & set(before):
+        return
+    theirs = [f"theirs {path}/{name}" for name in os.listdir(directory) if name in FILES]
+    _write_record(before, [*theirs, f"used {path}"])
+
+
+def _recorded() -> list[str] | None:
+    """The record's lines; None where there is no record, or it cannot be read."""
+    try:
+        with open(_record, "rb") as file:
+            return [os.fsdecode(line) for line in file.read().split(b"\n")[:-1]]
+    except FileNotFoundError:
+        return [] if _record else None
+    except OSError as error:
+        log.warning("%s cannot be read: %s; a purge leaves what is not noted there", _record, error.strerror)
+        return None
+
+
+def _write_record(before: Sequence[str] | None, lines: Sequence[str]) -> None:
+    """Add the lines that are not there yet. What cannot be recorded is no reason to stop: a purge leaves it."""
+    new = [line for line in lines if before is not None and line not in before]
+    if not new or len(before or ()) + len(new) > _MOST_RECORDED:
+        return
+    try:
+        os.makedirs(os.path.dirname(_record), mode=0o700, exist_ok=True)
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        with open(os.open(_record, flags, 0o600), "ab") as file:
+            file.write(b"".join(os.fsencode(line) + b"\n" for line in new))
+    except OSError as error:
+        log.warning("%s cannot be written: %s; a purge leaves what is not noted there", _record, error.strerror)
 
 
 def _link(directory: int, name: str, path: str) -> str:

@@ -1,0 +1,88 @@
+"""What is recorded of the directories that are used, for a purge."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from yunion_mps.errors import HostError
+from yunion_mps.mps.directories import FILES, make_directory, record_in
+
+PURGE = Path(__file__).resolve().parents[3] / "packaging/scriptlets/purge.sh"
+
+
+@pytest.fixture
+def record(tmp_path: Path) -> Iterator[Path]:
+    file = tmp_path / "state/directories"
+    record_in(str(file))
+    yield file
+    record_in("")
+
+
+@pytest.fixture
+def mps(tmp_path: Path) -> Path:
+    return tmp_path / "mps"
+
+
+def make(path: Path) -> None:
+    os.close(make_directory(str(path)))
+
+
+def test_what_is_made_is_recorded_once_with_what_was_made_on_the_way(record: Path, mps: Path) -> None:
+    make(mps / "pipe")
+    make(mps / "pipe")
+    make(mps / "log")
+    assert record.read_text().splitlines() == [f"above {mps}", f"made {mps}/pipe", f"made {mps}/log"]
+    assert record.stat().st_mode & 0o777 == 0o600
+
+
+def test_of_what_was_there_the_files_are_theirs(record: Path, mps: Path) -> None:
+    mps.mkdir()
+    (mps / "server.log").write_text("of a neighbour")
+    (mps / "else").write_text("")
+    make(mps)
+    (mps / "control.log").write_text("ours")
+    make(mps)
+    assert record.read_text().splitlines() == [f"theirs {mps}/server.log", f"used {mps}"]
+
+
+def test_what_is_refused_or_cannot_be_made_is_not_recorded(record: Path, mps: Path) -> None:
+    mps.mkdir()
+    (mps / "log").mkdir()
+    (mps / "log").chmod(0o777)
+    (mps / "gone").mkdir()
+    for path in (mps / "log", Path("/proc/nothing")):
+        with pytest.raises(HostError):
+            make_directory(str(path))
+    assert not record.exists() or record.read_text() == ""
+
+
+def test_another_word_is_added_where_a_directory_serves_otherwise_later(record: Path, mps: Path) -> None:
+    make(mps / "pipe")
+    make(mps)
+    assert record.read_text().splitlines() == [f"above {mps}", f"made {mps}/pipe", f"used {mps}"]
+
+
+def test_the_record_is_bounded_and_full_it_hinders_nothing(record: Path, mps: Path) -> None:
+    make(mps / "first")
+    record.write_text("".join(f"made /nowhere/{number}\n" for number in range(1000)))
+    make(mps / "pipe")
+    assert (mps / "pipe").is_dir()
+    assert len(record.read_text().splitlines()) == 1000
+
+
+def test_where_nothing_can_be_recorded_directories_are_made_all_the_same(
+    record: Path, mps: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    record.parent.write_text("no directory")
+    make(mps / "pipe")
+    assert (mps / "pipe").is_dir()
+    assert "a purge leaves what is not noted there" in caplog.text
+
+
+def test_a_purge_knows_the_same_names() -> None:
+    (words,) = re.findall(r"for name in (control [^;]+);", PURGE.read_text())
+    assert tuple(words.replace("\\\n", "").split()) == FILES
