@@ -27,6 +27,7 @@ class Options(NamedTuple):
     """What the daemon was started with."""
 
     check: bool = False
+    put_back: bool = False
     log_level: str = "info"
 
 
@@ -44,7 +45,7 @@ def parse(arguments: Sequence[str]) -> Options:
 
 def _parse(arguments: Sequence[str], level: str) -> Options:
     found = parser(level).parse_args(arguments)
-    return Options(found.check, found.log_level)
+    return Options(found.check, found.put_back, found.log_level)
 
 
 def parser(level: str = Options().log_level) -> ArgumentParser:
@@ -62,6 +63,9 @@ def parser(level: str = Options().log_level) -> ArgumentParser:
     )
     made.add_argument(
         "--check", action="store_true", help="check the configuration against the GPUs, and exit"
+    )
+    made.add_argument(
+        "--put-back", action="store_true", help="undo what a daemon that was killed has left, and exit"
     )
     made.add_argument(
         "--log-level", choices=LEVELS, default=level, help="what is logged (default: %(default)s)"

@@ -9,7 +9,7 @@ import select
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from yunion_mps import __version__
 from yunion_mps.api.listener import Listener
@@ -49,6 +49,10 @@ def run(options: Options) -> int:
     try:
         if options.check:
             return _check(paths)
+        if options.put_back:
+            from yunion_mps.daemon.put_back import put_back  # few ever need it
+
+            return put_back(paths)
         handover = received()
         lock = handover.lock if handover else take_lock(paths)
         try:
@@ -206,16 +210,26 @@ def _start(
     return Listener(paths)
 
 
-def drive(supervisor: Supervisor, done: Callable[[], bool], wake: Signals | None = None) -> None:
+class Driven(Protocol):
+    """What `drive` can drive."""
+
+    def tick(self, now_s: float) -> float | None:
+        """Do what is due; return when to be called again at the latest."""
+
+    def descriptors(self) -> list[int]:
+        """What to watch for reading, to be asked for again after every tick."""
+
+
+def drive(driven: Driven, done: Callable[[], bool], wake: Signals | None = None) -> None:
     """Tick until `done`, by poll(2): what the event loop does while it is there."""
     while True:
         if wake:
             wake.clear()
-        due_s = supervisor.tick(time.monotonic())
+        due_s = driven.tick(time.monotonic())
         if done():
             return
         poll = select.poll()
-        for descriptor in [*supervisor.descriptors(), *([] if wake is None else [wake.fileno()])]:
+        for descriptor in [*driven.descriptors(), *([] if wake is None else [wake.fileno()])]:
             poll.register(descriptor, select.POLLIN)
         wait_ms = None if due_s is None else max(0.0, due_s - time.monotonic()) * 1000
         poll.poll(wait_ms)

@@ -4,9 +4,9 @@ Each step of the path is opened from the one before and judged by what was opene
 exchanged between the look and the use. Only links that the administrator made are followed (root's, in a
 directory that only root writes). Nothing of another user is used, changed or removed.
 
-What is used is recorded, a line each, for the day on which the package is purged (packaging/scriptlets/purge.sh):
-`made DIRECTORY`, `used DIRECTORY` for one that was there before us, `theirs FILE` for a file in that whose name
-is like one of ours, and `above DIRECTORY` for one that we made only on the way to another.
+What is used is recorded, a line each, for a purge of the package (packaging/scriptlets/purge.sh):
+`made DIRECTORY`, `used DIRECTORY` for one that was there before us, `theirs FILE` for a file in that whose
+name is like one of ours, and `above DIRECTORY` for one that we made only on the way to another.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def _recorded() -> list[str] | None:
 
 
 def _write_record(before: Sequence[str] | None, lines: Sequence[str]) -> None:
-    """Add the lines that are not there yet. What cannot be recorded is no reason to stop: a purge leaves it."""
+    """Add the lines that are not there yet. What cannot be recorded is no reason to stop."""
     new = [line for line in lines if before is not None and line not in before]
     if not new or len(before or ()) + len(new) > _MOST_RECORDED:
         return
@@ -153,7 +153,9 @@ def _write_record(before: Sequence[str] | None, lines: Sequence[str]) -> None:
         with open(os.open(_record, flags, 0o600), "ab") as file:
             file.write(b"".join(os.fsencode(line) + b"\n" for line in new))
     except OSError as error:
-        log.warning("%s cannot be written: %s; a purge leaves what is not noted there", _record, error.strerror)
+        log.warning(
+            "%s cannot be written: %s; a purge leaves what is not noted there", _record, error.strerror
+        )
 
 
 def _link(directory: int, name: str, path: str) -> str:

@@ -1,0 +1,61 @@
+"""`yunion-mps-daemon --put-back`: what a daemon that was killed has left is undone, with broken files too."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from integration.daemon_host import Daemon, eventually, is_running
+
+
+@pytest.fixture
+def killed(daemon: Daemon) -> int:
+    """A daemon was killed, and its files are broken since; the PID of its control daemon."""
+    daemon.start().wait_ready()
+    control = daemon.control_pid()
+    daemon.kill()
+    (daemon.host.root / "etc/yunion/host.conf").write_text("enable_cuda_mps: 3\ncuda_mps_stop_timeout_s: 1\n")
+    assert is_running(control)
+    return control
+
+
+def test_its_control_daemon_is_ended_and_the_compute_mode_put_back(daemon: Daemon, killed: int) -> None:
+    assert daemon.run("--put-back") == 0, daemon.log
+    assert not is_running(killed)
+    assert daemon.host.gpus[0].compute_mode == "default"
+    assert f"a control daemon (PID {killed})" in daemon.log
+    assert "nothing is left" in daemon.log
+    assert "Traceback" not in daemon.log
+    assert daemon.run("--put-back") == 0, daemon.log
+
+
+def test_where_only_the_mode_is_left_it_is_put_back(daemon: Daemon, killed: int) -> None:
+    os.kill(killed, signal.SIGKILL)
+    eventually(lambda: not is_running(killed))
+    assert daemon.run("--put-back") == 0, daemon.log
+    assert daemon.host.gpus[0].compute_mode == "default"
+
+
+def test_where_a_mode_cannot_be_put_back_the_command_is_named(daemon: Daemon, killed: int) -> None:
+    daemon.host.fail("nvmlDeviceSetComputeMode", "no_permission")
+    assert daemon.run("--put-back") == 1
+    uuid = daemon.host.gpus[0].uuid
+    assert f"put it back: nvidia-smi -i {uuid} -c DEFAULT" in daemon.log
+    assert not is_running(killed)
+    daemon.host.clear()
+    assert daemon.run("--put-back") == 0
+    assert daemon.host.gpus[0].compute_mode == "default"
+
+
+def test_while_a_daemon_runs_it_refuses(ready_daemon: Daemon) -> None:
+    other = Daemon(ready_daemon.host, notify=False)
+    assert other.run("--put-back") == 1
+    assert f"another yunion-mps-daemon is running already (PID {ready_daemon.pid})" in other.log
+    assert ready_daemon.status()["state"] == "ready"
+
+
+def test_where_no_daemon_has_ever_run_there_is_nothing_to_do(daemon: Daemon) -> None:
+    assert daemon.run("--put-back") == 0
+    assert "there is nothing to put back" in daemon.log

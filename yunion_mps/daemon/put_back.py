@@ -1,0 +1,124 @@
+"""`yunion-mps-daemon --put-back`: what a daemon that was killed has left is undone, whatever the files say.
+
+It ends the control daemons of ours that are noted, as a stop does, and puts the compute modes back.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+
+from yunion_mps.compute_modes import ModeWork, carry_out, noted
+from yunion_mps.config import load
+from yunion_mps.daemon.lock import take_lock
+from yunion_mps.daemon.run import drive
+from yunion_mps.models import DomainPlan, Event
+from yunion_mps.mps.adoption import Left, left_behind
+from yunion_mps.mps.domain import Domain
+from yunion_mps.mps.orphans import Orphans
+from yunion_mps.mps.servers import orphans_in
+from yunion_mps.mps.states import STOPPED
+from yunion_mps.paths import Paths
+from yunion_mps.process import program_of
+from yunion_mps.store import Store
+from yunion_mps.supervisor.past import gpus_of, left_running
+
+log = logging.getLogger("yunion_mps.daemon")
+
+#: How long ending may take beside the jobs' time, before what is left is named.
+_GRACE_S = 80
+
+
+def put_back(paths: Paths) -> int:
+    """Undo it, and say what was done and what not; the exit status is 0 where nothing is left.
+
+    Raises HostError where a daemon runs, or the notes cannot be read.
+    """
+    lock = take_lock(paths)
+    try:
+        if not Store.exists(paths) and not os.path.exists(paths.former_modes):
+            log.info("there is nothing to put back: no daemon has left a note")
+            return 0
+        store = Store(paths)
+        try:
+            return _put_back(paths, store)
+        finally:
+            store.close()
+    finally:
+        os.close(lock)
+
+
+def _put_back(paths: Paths, store: Store) -> int:
+    config, _ = load(paths)  # what is wrong there is read as its default
+    timeout_s = config.cuda_mps_stop_timeout_s
+    past = _Past(store, timeout_s, time.monotonic())
+    end_s = time.monotonic() + timeout_s + _GRACE_S
+    drive(past, lambda: past.ended or time.monotonic() > end_s)
+    left = left_running(store, ())
+    used = gpus_of(left)
+    modes = {uuid: mode for uuid, mode in noted(store).items() if uuid not in used}
+    carry_out(ModeWork(put_back=modes), None, store)
+    for place, one in left.items():
+        log.error(
+            "a control daemon (PID %d) is left running in %s; end it: kill -9 %d", one.pid, place, one.pid
+        )
+    for pid in past.orphans:
+        log.error("an MPS server (PID %d) is left running; end it: kill -9 %d", pid, pid)
+    still = noted(store)
+    for uuid, mode in still.items():
+        how = f"nvidia-smi -i {uuid} -c {mode.upper()}"
+        log.error("the compute mode of GPU %s is not what it was; put it back: %s", uuid, how)
+    if left or past.orphans or still:
+        return 1
+    log.info("nothing is left: no control daemon of ours runs, and the compute modes are as before")
+    return 0
+
+
+class _Past:
+    """The control daemons that are noted, and the servers that have outlived one; all are being ended."""
+
+    def __init__(self, store: Store, timeout_s: int, now_s: float) -> None:
+        self._domains: list[Domain] = []
+        self._orphans: list[Orphans] = []
+        for place in store.domains():
+            one = left_behind(place)
+            if one:
+                log.info(
+                    "a control daemon (PID %d) in %s is ended; its jobs have %d s", one.pid, place, timeout_s
+                )
+                self._end(place, one, timeout_s, now_s)
+            orphans = Orphans(place, _ignore)
+            orphans.add(orphans_in(place), "", now_s + timeout_s, "the time that its jobs had is over")
+            self._orphans.append(orphans)
+
+    def _end(self, place: str, one: Left, timeout_s: int, now_s: float) -> None:
+        plan = DomainPlan(place, place, place, one.gpu_uuids, (None,) * len(one.gpu_uuids), 100.0)
+        domain = Domain(plan, program_of(one.pid), _ignore, lambda: None)
+        domain.start(now_s)  # which takes it over
+        domain.stop(now_s, timeout_s=timeout_s)
+        self._domains.append(domain)
+
+    def tick(self, now_s: float) -> float | None:
+        """Do what is due; return when to be called again at the latest."""
+        times = [domain.tick(now_s) for domain in self._domains]
+        times += [orphans.tick(now_s, in_use=None) for orphans in self._orphans]
+        return min((due_s for due_s in times if due_s is not None), default=None)
+
+    def descriptors(self) -> list[int]:
+        """What to watch for reading, to be asked for again after every tick."""
+        return [descriptor for domain in self._domains for descriptor in domain.descriptors()]
+
+    @property
+    def orphans(self) -> tuple[int, ...]:
+        """The PIDs of the servers without a control daemon that still run."""
+        return tuple(pid for orphans in self._orphans for pid in orphans.pids)
+
+    @property
+    def ended(self) -> bool:
+        """Whether all have ended."""
+        return not self.orphans and all(domain.state == STOPPED for domain in self._domains)
+
+
+def _ignore(_: Event) -> None:
+    """What happens is logged; nobody is there to ask for events."""
