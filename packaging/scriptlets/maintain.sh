@@ -3,7 +3,8 @@
 installed() { # the files are there, for the first time or in another version
     compile_bytecode
     make_group
-    make_configuration
+    mkdir -p "$state"
+    chmod 0700 "$state"
     if systemd_runs; then
         systemd-tmpfiles --create yunion-mps.conf || say "systemd-tmpfiles failed: see above"
         systemctl daemon-reload || say "systemctl daemon-reload failed: see above"
@@ -30,21 +31,31 @@ make_group() {
         say "the group yunion-mps cannot be made, so only root can ask the daemon; make it: groupadd --system yunion-mps"
 }
 
-make_configuration() { # where there is none: on a host with Cloudpods both files are Cloudpods'
+# Only at the first installation, for later the lack of a file is somebody's wish; and only where there is none: on a
+# host with Cloudpods both files are Cloudpods'.
+make_configuration() {
     mkdir -p "$configuration" "$state"
     chmod 0700 "$state"
-    for name in host.conf host_container_device.yml; do
-        file=$configuration/$name
-        if [ -e "$file" ] || [ -L "$file" ]; then
-            continue
+    if make_file host.conf; then
+        say "$configuration/host.conf was made, an example that is in force at the next start of the service"
+        if make_file host_container_device.yml; then
+            say "$configuration/host_container_device.yml was made too: name your GPUs there"
         fi
-        if cp "$examples/$name" "$file.new" && mv "$file.new" "$file"; then
-            (cd "$configuration" && sha256sum "$name") >>"$made"
-        else
-            rm -f "$file.new"
-            say "$file could not be written; copy it: cp $examples/$name $file"
-        fi
-    done
+    fi
+}
+
+make_file() { # returns whether it was made
+    file=$configuration/$1
+    if [ -e "$file" ] || [ -L "$file" ]; then
+        return 1
+    fi
+    if cp "$examples/$1" "$file.new" && mv "$file.new" "$file"; then
+        (cd "$configuration" && sha256sum "$1") >>"$made"
+    else
+        rm -f "$file.new"
+        say "$file could not be written; copy it: cp $examples/$1 $file"
+        return 1
+    fi
 }
 
 # ---- A daemon that ran before
@@ -55,6 +66,9 @@ go_on() {
     elif systemctl --quiet is-active "$unit"; then
         run_anew
     else
+        if systemctl --quiet is-enabled "$unit" 2>/dev/null; then
+            configuration_is_right "correct it, then: systemctl restart $unit" || :
+        fi
         others | while read -r pid directory; do
             say "a control daemon (PID $pid) that is not ours serves $directory, and is left alone"
         done
@@ -62,7 +76,12 @@ go_on() {
 }
 
 run_anew() { # an upgrade ends no job: the daemon runs the new program in its own process
-    configuration_is_right "the daemon of before goes on; correct it, then: systemctl reload $unit" || return 0
+    configuration_is_right "the daemon of before goes on; correct it, then: yunion-mps daemon-reexec" || return 0
+    changes=$(timeout 180 yunion-mps plan --output csv 2>/dev/null | sed 1d) || changes=
+    if [ -n "$changes" ]; then
+        say "the files were changed since the daemon has read them; the daemon now brings this into force:"
+        timeout 180 yunion-mps plan 2>/dev/null | sed 1d >&2 || :
+    fi
     if why=$(timeout 180 yunion-mps daemon-reexec 2>&1); then
         say "$why"
     else
@@ -97,23 +116,36 @@ follow_cloudpods() { # take the place of Cloudpods' daemon: enabled and running 
 # ---- The end
 
 going() { # for good: the daemon puts the compute modes back as it stops
-    remove_bytecode
-    [ -x /usr/bin/systemctl ] || return 0
-    systemctl --quiet disable "$unit" 2>/dev/null || :
-    systemd_runs || return 0
-    systemctl stop "$unit" || say "the service could not be stopped: see above"
-    if [ -e /run/yunion-mps/former-compute-modes.json ]; then # it had been killed: the next one ends what it left
-        { systemctl start "$unit" && systemctl stop "$unit"; } ||
-            say "the GPUs' compute modes could not be put back; see: nvidia-smi --query-gpu=uuid,compute_mode --format=csv"
+    if systemd_runs; then
+        say_whose_jobs_end
+        systemctl stop "$unit" || say "the service could not be stopped: see above"
+        systemctl reset-failed "$unit" 2>/dev/null || :
     fi
-    systemctl reset-failed "$unit" 2>/dev/null || :
+    if [ -x /usr/bin/systemctl ]; then
+        systemctl --quiet disable "$unit" 2>/dev/null || :
+    fi
+    if [ -e "$running/former-compute-modes.json" ] || control_daemons | grep -q ' ours$'; then # it had been killed
+        yunion-mps-daemon --put-back || say "not all could be put back: see above; to try again: yunion-mps-daemon --put-back"
+    fi
+    remove_bytecode
+}
+
+say_whose_jobs_end() {
+    jobs=$(timeout 60 yunion-mps clients --output csv 2>/dev/null | sed 1d | cut -d , -f 1,2) || return 0
+    [ -n "$jobs" ] || return 0
+    wait_s=$(timeout 60 yunion-mps config show --output csv 2>/dev/null | sed -n 's/^cuda_mps_stop_timeout_s,\([0-9]*\),.*/\1/p')
+    number=$(echo "$jobs" | wc -l)
+    whose=$(echo "$jobs" | head -n 10 | sed 's/\([^,]*\),\(.*\)/PID \1 of \2/' | paste -s -d , | sed 's/,/, /g')
+    [ "$number" -le 10 ] || whose="$whose and others"
+    say "$number job(s) on the GPUs have ${wait_s:-10} s to end, and are ended then: $whose"
 }
 
 case $1 in
 nothing) ;; # the tests call one function after another
+first) make_configuration ;;
 installed) installed ;;
 python-changed) compile_bytecode ;;
 going) going ;;
 leaving-bytecode) remove_bytecode ;;
-*) say "usage: maintain installed|python-changed|going|leaving-bytecode" && exit 2 ;;
+*) say "usage: maintain first|installed|python-changed|going|leaving-bytecode" && exit 2 ;;
 esac

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from .conftest import ROOT, Host
 
 NAMES = ("host.conf", "host_container_device.yml")
+SPEC = ROOT / "packaging/rpm/yunion-mps-daemon.spec"
 CLOUDPODS = "hypervisor: kvm\nadmin_password: secret\nenable_cuda_mps: true\n"
 REFUSED = "<3>/etc/yunion/host.conf:5: enable_cuda_mps is 3\n<3>correct the lines above"
 
@@ -30,9 +32,29 @@ def configuration(host: Host) -> dict[str, str]:
 # -- the two files
 
 
-def test_where_there_is_no_configuration_the_examples_are_taken(host: Host) -> None:
-    assert host.good("make_configuration") == []
+def test_where_there_is_no_configuration_the_examples_are_taken_and_that_is_said(host: Host) -> None:
+    said = host.good("make_configuration")
+    assert [line.split(" was made")[0] for line in said] == [
+        f"yunion-mps-daemon: {host.root}/etc/{name}" for name in NAMES
+    ]
     assert configuration(host) == {name: (ROOT / "etc/yunion" / name).read_text() for name in NAMES}
+
+
+def test_beside_somebody_elses_host_conf_no_device_file_is_made(host: Host) -> None:
+    (host.root / "etc/host.conf").write_text(CLOUDPODS)
+    assert host.good("make_configuration") == []
+    assert configuration(host) == {"host.conf": CLOUDPODS}
+
+
+def test_only_the_first_installation_makes_files() -> None:
+    """An upgrade does not bring back what an operator has taken away."""
+    postinst = (ROOT / "packaging/debian/postinst").read_text()
+    assert '[ -n "$2" ] || /usr/lib/yunion-mps/maintain first' in postinst
+    assert (
+        "make_configuration"
+        not in (ROOT / "packaging/scriptlets/maintain.sh").read_text().partition("compile_bytecode() {")[0]
+    )
+    assert re.search(r'%post\nif \[ "\$1" = 1 \].*\n.*maintain first', SPEC.read_text())
 
 
 def test_what_is_there_stays_also_through_a_purge(host: Host) -> None:
@@ -43,14 +65,6 @@ def test_what_is_there_stays_also_through_a_purge(host: Host) -> None:
     host.good("purge")
     assert (host.root / "etc/host.conf").read_text() == CLOUDPODS
     assert (host.root / "etc/host_container_device.yml").is_symlink()
-
-
-def test_a_second_installation_changes_nothing(host: Host) -> None:
-    host.good("make_configuration")
-    (host.root / "etc/host.conf").write_text("enable_cuda_mps: false\n")
-    host.good("make_configuration")
-    assert configuration(host)["host.conf"] == "enable_cuda_mps: false\n"
-    assert len((host.root / "state/made-by-package").read_text().splitlines()) == 2
 
 
 def test_a_purge_takes_what_the_package_made_and_the_operator_changed(host: Host) -> None:
@@ -103,7 +117,12 @@ def test_a_purge_takes_the_files_of_mps_by_name_out_of_the_directories_that_are_
     host.program("getent", "exit 2")
     mps = host.root / "mps"
     recorded(
-        host, f"above {mps}", f"made {mps}/pipe", f"made {mps}/pipe/GPU-1", f"made {mps}/log", f"used {mps}/old"
+        host,
+        f"above {mps}",
+        f"made {mps}/pipe",
+        f"made {mps}/pipe/GPU-1",
+        f"made {mps}/log",
+        f"used {mps}/old",
     )
     files(mps / "pipe/GPU-1", "control", "control_lock")
     files(mps / "log", "control.log", "server.log.1", "mine")
@@ -136,7 +155,9 @@ def test_a_purge_touches_nothing_of_a_directory_that_is_only_named_in_host_conf(
 
 
 @pytest.mark.parametrize("mark", [{}, {"YUNION_MPS_DOMAIN": "host"}])
-def test_a_purge_leaves_the_directories_that_a_control_daemon_serves(host: Host, mark: dict[str, str]) -> None:
+def test_a_purge_leaves_the_directories_that_a_control_daemon_serves(
+    host: Host, mark: dict[str, str]
+) -> None:
     host.program("getent", "exit 2")
     pipe = host.root / "pipe"
     host.control_daemon(5, "-f", CUDA_MPS_PIPE_DIRECTORY=str(pipe), **mark)
@@ -208,12 +229,41 @@ def test_a_host_as_it_should_be_is_accepted_without_a_word(host: Host) -> None:
 # -- a daemon that ran before
 
 
+def yunion_mps(host: Host, **answers: str) -> None:
+    """The client, with what it prints by command."""
+    cases = "".join(
+        f"{name.replace('_', '-')}*) printf '%s\\n' '{text}' ;;\n" for name, text in answers.items()
+    )
+    host.program("yunion-mps", f'case "$*" in\n{cases}esac')
+
+
 def test_an_upgrade_runs_the_daemon_anew_in_its_process(host: Host) -> None:
     host.program("systemctl", "")
     host.program("yunion-mps-daemon", "")
-    host.program("yunion-mps", "echo The daemon runs anew, with PID 7 as before")
+    yunion_mps(host, plan="Kind,Subject", daemon_reexec="The daemon runs anew, with PID 7 as before")
     assert host.good("go_on") == ["yunion-mps-daemon: The daemon runs anew, with PID 7 as before"]
-    assert host.calls()[1:] == ["yunion-mps-daemon --check", "yunion-mps daemon-reexec"]
+    assert host.calls()[1:] == [
+        "yunion-mps-daemon --check", "yunion-mps plan --output csv", "yunion-mps daemon-reexec",
+    ]  # fmt: skip
+
+
+def test_what_an_upgrade_brings_into_force_of_changed_files_is_shown_before(host: Host) -> None:
+    host.program("systemctl", "")
+    host.program("yunion-mps-daemon", "")
+    yunion_mps(
+        host, plan="Nothing was changed; a reload would:\n| limit | 00:06.0 |", daemon_reexec="It runs"
+    )
+    said = host.good("go_on")
+    assert "brings this into force:" in said[0]
+    assert said[1:] == ["| limit | 00:06.0 |", "yunion-mps-daemon: It runs"]
+
+
+def test_where_the_service_is_enabled_and_rests_a_broken_configuration_is_told_too(host: Host) -> None:
+    host.program("systemctl", 'case "$*" in *is-active*) exit 3 ;; esac')
+    host.program("yunion-mps-daemon", f"cat >&2 <<'END'\n{REFUSED}\nEND\nexit 6")
+    (said,) = host.good("go_on")
+    assert "enable_cuda_mps is 3); correct it, then: systemctl restart yunion-mps-daemon.service" in said
+    assert not [call for call in host.calls() if " start" in call or " restart" in call]
 
 
 def test_where_the_new_version_refuses_the_configuration_the_daemon_of_before_goes_on(host: Host) -> None:
@@ -224,6 +274,7 @@ def test_where_the_new_version_refuses_the_configuration_the_daemon_of_before_go
         "refuses the configuration (/etc/yunion/host.conf:5: enable_cuda_mps is 3); the daemon of before"
         in said
     )
+    assert said.endswith("correct it, then: yunion-mps daemon-reexec")  # a reload would leave the old program
     assert host.calls()[1:] == ["yunion-mps-daemon --check"]
 
 
@@ -239,7 +290,10 @@ def test_where_the_daemon_cannot_be_run_anew_no_job_is_ended_for_it(host: Host) 
 def test_where_no_daemon_runs_none_is_started(host: Host) -> None:
     host.program("systemctl", "exit 3")
     assert host.good("go_on") == []
-    assert host.calls() == ["systemctl --quiet is-active yunion-mps-daemon.service"]
+    assert host.calls() == [
+        "systemctl --quiet is-active yunion-mps-daemon.service",
+        "systemctl --quiet is-enabled yunion-mps-daemon.service",
+    ]
 
 
 def test_control_daemons_that_are_not_ours_are_named_and_left_alone(host: Host) -> None:
@@ -290,6 +344,51 @@ def test_where_our_version_refuses_cloudpods_files_its_daemon_is_not_stopped(hos
     (said,) = host.good("go_on")
     assert said.endswith("correct it, then: systemctl restart yunion-mps-daemon.service")
     assert host.calls() == ["yunion-mps-daemon --check"]
+
+
+# -- the end
+
+
+def test_whose_jobs_a_removal_ends_is_said_before(host: Host) -> None:
+    host.program("systemctl", "")
+    yunion_mps(
+        host,
+        clients="PID,User,Command\n4711,alice,a,b\n4712,bob,c",
+        config="Key,Value,From\ncuda_mps_stop_timeout_s,25,host.conf:3",
+    )
+    (said,) = host.good("systemd_runs() { :; }; going")
+    assert said == (
+        "yunion-mps-daemon: 2 job(s) on the GPUs have 25 s to end, and are ended then:"
+        " PID 4711 of alice, PID 4712 of bob"
+    )
+    calls = host.calls()
+    assert calls.index("yunion-mps clients --output csv") < calls.index(
+        "systemctl stop yunion-mps-daemon.service"
+    )
+
+
+@pytest.mark.parametrize("left", ["modes", "control daemon"])
+def test_what_a_killed_daemon_left_is_put_back_at_a_removal(host: Host, left: str) -> None:
+    host.program("systemctl", "")
+    host.program("yunion-mps", "")
+    host.program("yunion-mps-daemon", "exit 1")
+    if left == "modes":
+        files(host.root / "run/yunion-mps", "former-compute-modes.json")
+    else:
+        host.control_daemon(6, "-f", CUDA_MPS_PIPE_DIRECTORY="/pipe", YUNION_MPS_DOMAIN="host")
+    (said,) = host.good("systemd_runs() { :; }; going")
+    assert "to try again: yunion-mps-daemon --put-back" in said
+    calls = host.calls()
+    assert calls.index("systemctl stop yunion-mps-daemon.service") < calls.index(
+        "yunion-mps-daemon --put-back"
+    )
+
+
+def test_a_removal_without_anything_left_says_nothing(host: Host) -> None:
+    host.program("systemctl", "")
+    host.program("yunion-mps", "")
+    assert host.good("systemd_runs() { :; }; going") == []
+    assert "yunion-mps-daemon --put-back" not in host.calls()
 
 
 # -- bytecode
