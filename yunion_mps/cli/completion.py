@@ -16,6 +16,11 @@ _yunion_mps_completion() {
     [[ $COMP_WORDBREAKS == *:* ]] && before=${words[last]%"${words[last]##*:}"}
     COMPREPLY=()
     while IFS=, read -r kind value; do
+        if [[ $kind == file ]]; then
+            COMPREPLY=()
+            compopt -o default 2>/dev/null
+            return
+        fi
         COMPREPLY+=("${value#"$before"}")
     done < <(COMP_WORDS=$line COMP_CWORD=$last _YUNION_MPS_COMPLETE=bash_complete "$1")
 }

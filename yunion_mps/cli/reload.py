@@ -15,6 +15,7 @@ from yunion_mps.cli.clients import table as table_of_clients
 from yunion_mps.cli.confirm import confirm, need_somebody
 from yunion_mps.cli.output import output_option, show
 from yunion_mps.cli.patience import Patience, say
+from yunion_mps.cli.screen.findings import REEXEC, other_version
 from yunion_mps.errors import UnreachableError, YunionError
 
 _LOOK_S = 0.5
@@ -58,7 +59,10 @@ def command(drain: bool, now: bool, timeout: int | None, yes: bool, output: str)
     answer = tell("/v1/reload" + ("?" + "&".join(words) if words else ""))
     show(answer, output, COLUMNS, rows(answer), lambda: _text(answer, waits=bool(words)))
     sys.stdout.flush()
-    _refuse_trouble(_wait(timeout or (None if drain else _NOW_S)) if words else ask("/v1/status"))
+    status = _wait(timeout or (None if drain else _NOW_S)) if words else ask("/v1/status")
+    if other_version(status):
+        say(f"{other_version(status)}: {REEXEC}")
+    _refuse_trouble(status)
 
 
 def _text(answer: Json, *, waits: bool) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 import click
+from click.shell_completion import CompletionItem
 
 from yunion_mps.cli.environment import show_environment, style_option
 from yunion_mps.cli.patience import say
@@ -16,6 +17,11 @@ from yunion_mps.errors import YunionError
 
 #: The exit statuses of env(1) and shells for a command that cannot be started.
 _NOT_FOUND, _NOT_EXECUTABLE = 127, 126
+
+
+def _files(_: click.Context, __: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """What the shell itself offers: names of files."""
+    return [CompletionItem(incomplete, type="file")]
 
 
 @click.command(
@@ -29,7 +35,7 @@ _NOT_FOUND, _NOT_EXECUTABLE = 127, 126
 @click.option("--dry-run", is_flag=True, help="Only say which device it would get.")
 @click.option("--print-env", is_flag=True, help="Only print the environment that it would get.")
 @style_option
-@click.argument("argv", metavar="COMMAND [ARG]...", nargs=-1, type=click.UNPROCESSED)
+@click.argument("argv", metavar="COMMAND [ARG]...", nargs=-1, type=click.UNPROCESSED, shell_complete=_files)
 def command(
     device: str | None, gpu: str | None, count: int, across: bool, spread: bool,
     gpu_mem: str | None, gpu_mem_units: int | None, wait: str | None,

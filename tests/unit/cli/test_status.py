@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 from yunion_mps import __version__
+from yunion_mps.cli.screen.findings import other_version
 from yunion_mps.errors import ControlError
 
 from unit.api import snapshots
@@ -209,3 +210,9 @@ def test_every_key_of_the_daemon_s_own_answer_is_in_it(own: Cli) -> None:
     devices = told.pop("devices")
     assert {name: answer[name] for name in told} == told
     assert {name: answer["devices"][name] for name in devices} == devices
+
+
+@pytest.mark.parametrize("version", [__version__, "0.0.1"])
+def test_a_daemon_of_another_version_than_is_installed_is_told_with_what_to_type(version: str) -> None:
+    said = f"{version} of the daemon runs, and {__version__} is installed"
+    assert other_version({"version": version}) == ("" if version == __version__ else said)

@@ -88,6 +88,19 @@ def test_a_tab_completes_a_command_and_a_device(
         terminal.type("yunion-mps show 0\t3 -o csv\n", "addr,00:06.0-3")
 
 
+@pytest.mark.parametrize("shell", ["bash", "zsh"])
+@pytest.mark.parametrize("words", ["--count 2 python3 train", "./train"])
+def test_a_tab_completes_the_name_of_a_file_for_a_command_to_run(
+    words: str, shell: str, cli: Cli, generated: Path, tmp_path: Path
+) -> None:
+    directory = generated / "completions"
+    prepare = START[shell][1].format(file=directory / FILES[shell], directory=directory)
+    (tmp_path / "training.py").write_text("")
+    with closing(Terminal(shell, environment(cli, tmp_path, generated))) as terminal:
+        terminal.type(f"{prepare}; cd {tmp_path}; echo rea''dy\n", "ready\r\n")
+        terminal.type(f"yunion-mps run {words}\t", "ing.py")
+
+
 @pytest.mark.parametrize(
     ("line", "offered"),
     [
@@ -96,6 +109,7 @@ def test_a_tab_completes_a_command_and_a_device(
         ("yunion-mps events --kind c", ["compute_mode", "configuration", "client"]),
         ("yunion-mps list --of", ["--offset"]),
         ("yunion-mps show ", ["00:06.0-0", "00:06.0-1", "00:06.0-2", "00:06.0-3"]),
+        ("yunion-mps run python3 /usr/bin/dpkg-que", ["/usr/bin/dpkg-query"]),
     ],
 )
 def test_fish_finds_the_file_among_those_of_packages_and_completes(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+from yunion_mps import __version__
 from yunion_mps.cli.screen.uses import Holding, Process
 
 Json = dict[str, Any]
@@ -15,6 +16,8 @@ _EVENTS = "see what happened: yunion-mps events --since 1h"
 _LOOK_CLOSER = "look closer: yunion-mps doctor"
 _END_IT = "ask its owner, or end it: yunion-mps clients terminate PID"
 _PENDING_REMEDY = "see who: yunion-mps clients; wait for them: yunion-mps reload --drain"
+#: What makes the daemon the version that is installed.
+REEXEC = "yunion-mps daemon-reexec"
 _COMMAND_LENGTH = 40
 #: By the state of a domain that does not serve.
 _DOMAIN = {
@@ -43,6 +46,13 @@ class Finding(NamedTuple):
     remedy: str
 
 
+def other_version(status: Json) -> str:
+    """What to say where another version runs than is installed, as after an upgrade that it refused."""
+    if status["version"] == __version__:
+        return ""
+    return f"{status['version']} of the daemon runs, and {__version__} is installed"
+
+
 def of_status(status: Json, gpus: Iterable[Json]) -> Iterator[Finding]:
     """What the daemon says of itself, its domains and its GPUs."""
     if status["notice"]:
@@ -54,6 +64,8 @@ def of_status(status: Json, gpus: Iterable[Json]) -> Iterator[Finding]:
     for gpu in gpus:
         if gpu["state"] == "unavailable" and not gpu["reason"].startswith("its domain is"):
             yield Finding(PROBLEM, f"GPU {_gpu(gpu)}: {gpu['reason']}", _gpu_remedy(gpu))
+    if other_version(status):
+        yield Finding(WARNING, other_version(status), f"run that one, which ends no job: {REEXEC}")
     for warning in status["warnings"]:
         remedy = next((remedy for mark, remedy in _WARNINGS if mark in warning), _LOOK_CLOSER)
         yield Finding(WARNING, warning, remedy)
