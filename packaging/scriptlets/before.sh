@@ -7,6 +7,10 @@ check_host() { # refuse what could only end half done
         exit 1
     fi
     for directory in /usr /etc /var; do
+        if ! can_be_written "$directory"; then
+            say "$directory cannot be written: see whether it is mounted read-only (findmnt -T $directory), and try again"
+            exit 1
+        fi
         free_mib=$(stat -f -c '%a %S' "$directory" | { read -r blocks size; echo $((blocks * size / 1048576)); })
         if [ "$free_mib" -lt 8 ]; then
             say "$directory has $free_mib MiB free, and 8 are needed: make room (df -h $directory), and try again"
@@ -14,6 +18,8 @@ check_host() { # refuse what could only end half done
         fi
     done
 }
+
+can_be_written() { tried=$(mktemp -d "$1/.yunion-mps.XXXXXX" 2>/dev/null) && rmdir "$tried"; }
 
 note_cloudpods() { # what Cloudpods' service does, before its package goes: its rpm disables and stops it then
     [ -e /opt/yunion/bin/mps-daemon ] && systemd_runs || return 0

@@ -54,6 +54,7 @@ def test_two_builds_are_equal_byte_for_byte(built: Built, tmp_path: Path) -> Non
         os.umask(before)
     assert hashes(again.directory) == hashes(built.directory)
     assert list(scratch.iterdir()) == []
+    assert {path.stat().st_mode & 0o777 for path in built.directory.iterdir()} == {0o644}
 
 
 def hashes(directory: Path) -> dict[str, str]:

@@ -63,6 +63,13 @@ def test_each_name_starts_its_own_program(installed: Installed, program: str) ->
     assert program in installed.run(program, "--help").stdout
 
 
+def test_a_link_of_another_name_starts_what_it_leads_to(installed: Installed) -> None:
+    (installed.root / "mpsd").symlink_to(installed.root / "yunion-mps-daemon")
+    (installed.root / "yunion-mps-daemon-too").symlink_to(installed.root / "yunion-mps")
+    assert installed.run("mpsd", "--version").stdout.startswith("yunion-mps-daemon ")
+    assert installed.run("yunion-mps-daemon-too", "--version").stdout.startswith("yunion-mps 0")
+
+
 def test_neither_the_environment_nor_the_current_directory_changes_what_is_run(
     installed: Installed, tmp_path: Path
 ) -> None:

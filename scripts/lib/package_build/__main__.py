@@ -71,7 +71,9 @@ def _flit(source: Source, kind: str, output: str) -> str:
         [sys.executable, "-c", code, os.path.abspath(output)],
         check=True, cwd=source.directory, env=environment, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
-    return os.path.join(output, done.stdout.split()[-1])
+    path = os.path.join(output, done.stdout.split()[-1])
+    os.chmod(path, 0o644)  # flit's wheels are for their owner alone
+    return path
 
 
 main()

@@ -1,0 +1,149 @@
+"""What a purge removes, and what it leaves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from .conftest import Host
+from .test_scriptlets import CLOUDPODS, NAMES, configuration, examples, files
+
+__all__ = ["examples"]
+
+
+def test_a_purge_takes_what_the_package_made_and_the_operator_changed(host: Host) -> None:
+    host.program("getent", "exit 2")
+    host.good("make_configuration")
+    (host.root / "etc/host.conf").write_text("enable_cuda_mps: true\ncuda_mps_scope: gpu\n")
+    assert host.good("purge") == []
+    assert configuration(host) == {}
+    assert not (host.root / "etc").exists()
+    assert not (host.root / "state").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "added"),
+    [
+        ("host.conf", CLOUDPODS),
+        ("host_container_device.yml", "- path: /dev/dri/renderD129\n  type: NVIDIA_GPU_SHARE\n"),
+    ],
+)
+def test_a_purge_leaves_a_file_that_other_software_uses_by_now(host: Host, name: str, added: str) -> None:
+    host.program("getent", "exit 2")
+    host.good("make_configuration")
+    path = host.root / "etc" / name
+    path.write_text(path.read_text() + added)
+    assert host.good("purge") == [f"yunion-mps-daemon: {path} is left: other software uses it as well"]
+    assert list(configuration(host)) == [name]
+
+
+def test_a_purge_leaves_a_file_that_another_package_owns(host: Host) -> None:
+    host.program("getent", "exit 2")
+    host.program("dpkg-query", "exit 0")
+    host.good("make_configuration")
+    host.good("purge")
+    assert set(configuration(host)) == set(NAMES)
+
+
+def recorded(host: Host, *lines: str) -> None:
+    """As the daemon writes it."""
+    (host.root / "state").mkdir(exist_ok=True)
+    (host.root / "state/directories").write_text("".join(f"{line}\n" for line in lines))
+
+
+def test_a_purge_takes_the_files_of_mps_by_name_out_of_the_directories_that_are_recorded(host: Host) -> None:
+    host.program("getent", "exit 2")
+    mps = host.root / "mps"
+    recorded(
+        host,
+        f"above {mps}",
+        f"made {mps}/pipe",
+        f"made {mps}/pipe/GPU-1",
+        f"made {mps}/log",
+        f"used {mps}/old",
+    )
+    files(mps / "pipe/GPU-1", "control", "control_lock")
+    files(mps / "log", "control.log", "server.log.1", "mine")
+    files(mps / "old", "server.log")
+    assert host.good("purge") == []
+    left = [str(path.relative_to(mps)) for path in sorted(mps.rglob("*"))]
+    assert left == ["log", "log/mine", "old"]
+
+
+def test_a_purge_leaves_a_neighbours_log_in_a_directory_that_was_used_too(host: Host) -> None:
+    host.program("getent", "exit 2")
+    logs = host.root / "srv/logs"
+    recorded(host, f"theirs {logs}/server.log", f"used {logs}")
+    files(logs, "server.log", "control.log")
+    files(logs / "kafka", "server.log")
+    host.good("purge")
+    assert sorted(path.name for path in logs.iterdir()) == ["kafka", "server.log"]
+    assert (logs / "kafka/server.log").exists()
+
+
+def test_a_purge_touches_nothing_of_a_directory_that_is_only_named_in_host_conf(host: Host) -> None:
+    host.program("getent", "exit 2")
+    logs = host.root / "srv/logs"
+    (host.root / "etc/host.conf").write_text(f"cuda_mps_pipe_directory: /\ncuda_mps_log_directory: {logs}\n")
+    files(logs, "server.log")
+    files(logs / "kafka", "server.log")
+    host.good("purge")
+    assert (logs / "server.log").exists()
+    assert (logs / "kafka/server.log").exists()
+
+
+@pytest.mark.parametrize("mark", [{}, {"YUNION_MPS_DOMAIN": "host"}])
+def test_a_purge_leaves_the_directories_that_a_control_daemon_serves(
+    host: Host, mark: dict[str, str]
+) -> None:
+    host.program("getent", "exit 2")
+    pipe = host.root / "pipe"
+    host.control_daemon(5, "-f", CUDA_MPS_PIPE_DIRECTORY=str(pipe), **mark)
+    recorded(host, f"made {pipe}")
+    files(pipe, "control")
+    assert f"yunion-mps-daemon: {pipe} is left: a control daemon serves there" in host.good("purge")
+    assert (pipe / "control").exists()
+    assert (host.root / "state").exists() is bool(mark)
+
+
+def test_a_purge_keeps_the_note_of_modes_that_are_not_put_back_and_says_how(host: Host) -> None:
+    host.program("getent", "exit 2")
+    running = host.root / "run/yunion-mps"
+    files(running, "daemon.lock")
+    note = running / "former-compute-modes.json"
+    note.write_text('{"boot_id": "1-2", "modes": {"GPU-a-1": "Default", "GPU-b-2": "Prohibited"}}')
+    how = "is not yet what it was; put it back: nvidia-smi -i"
+    assert host.good("purge") == [
+        f"yunion-mps-daemon: the compute mode of GPU-a-1 {how} GPU-a-1 -c DEFAULT",
+        f"yunion-mps-daemon: the compute mode of GPU-b-2 {how} GPU-b-2 -c PROHIBITED",
+    ]
+    assert list(running.iterdir()) == [note]
+
+
+@pytest.mark.parametrize("place", ["link", "link/below"])
+def test_a_purge_follows_no_link(host: Host, tmp_path: Path, place: str) -> None:
+    host.program("getent", "exit 2")
+    for directory in (tmp_path / "precious", tmp_path / "precious/below"):
+        files(directory, "log")
+    (tmp_path / "link").symlink_to(tmp_path / "precious")
+    recorded(host, f"made {tmp_path}/{place}")
+    host.good("purge")
+    assert (tmp_path / "precious/log").exists()
+    assert (tmp_path / "precious/below/log").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "added"),
+    [
+        ("host.conf", "# Cloudpods: none\nenable_cuda_mps true\n"),
+        ("host_container_device.yml", "  # its type: NVIDIA_GPU_SHARE would be Cloudpods'\n"),
+    ],
+)
+def test_a_purge_takes_a_file_with_comments_and_broken_lines(host: Host, name: str, added: str) -> None:
+    host.program("getent", "exit 2")
+    host.good("make_configuration")
+    with (host.root / "etc" / name).open("a") as file:
+        file.write(added)
+    assert host.good("purge") == []
+    assert configuration(host) == {}
