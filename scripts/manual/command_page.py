@@ -21,8 +21,8 @@ _HELP_OPTION = ("-h, --help", "--help")
 
 _WHO_MAY = """\
 `yunion-mps` asks `yunion-mps-daemon`(8) on its socket, and tells it what to do. Root and the members of the
-group `yunion-mps` may look; only root may change something. Its commands `config` and `completion` need no
-daemon."""
+group `yunion-mps` may look, and take devices and give them back; only root may change what concerns
+everybody. Its commands `config` and `completion` need no daemon."""
 _ENVIRONMENT = {
     DEVICE_VARIABLE: """\
 The device that `show` is about where none is given. A process that uses a device has it in its environment
