@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 from yunion_mps.errors import NothingFreeError
-from yunion_mps.leases.ledger import Ledger, Offer, Wish
+from yunion_mps.leases.ledger import Ledger, Offer, Offers, Wish
 from yunion_mps.leases.queue import Queue, Waiter
 from yunion_mps.models import Device, Holder, Lease
 
@@ -25,13 +25,13 @@ _HOLDER = Holder("process", 1000, 4260, 77)
 def lines(settings: Settings) -> Iterator[Line]:
     """One line for each thing that is done at every lease."""
     devices = [_device(gpu, slot) for gpu in range(GPUS) for slot in range(OF_EACH)]
-    offers = [Offer(device) for device in devices]
+    offers = Offers([Offer(device) for device in devices])
     ledger = Ledger(_lease(device) for device in devices[:-1])
     last = _lease(devices[-1])
     if ledger.choose(Wish(), offers) != last.devices:
         raise BenchError("the ledger does not find the one device that is free")
     full = Ledger(_lease(device) for device in devices)
-    queue: Queue[int] = Queue(full)
+    queue = Queue(full)
     queue.waiters = [Waiter(Wish(), float(number), number) for number in range(WAITERS)]
     some = f"of {len(devices):,} devices"
     steps = (
@@ -62,12 +62,12 @@ def _taken(work: Callable[[], object], factor: float) -> float:
     return (time.perf_counter() - begin_s) * factor
 
 
-def _pass(offers: list[Offer]) -> None:
-    for _ in offers:
+def _pass(offers: Offers) -> None:
+    for _ in offers.devices:
         pass
 
 
-def _why_not(ledger: Ledger, offers: list[Offer]) -> str:
+def _why_not(ledger: Ledger, offers: Offers) -> str:
     try:
         ledger.choose(Wish(), offers)
     except NothingFreeError as error:
