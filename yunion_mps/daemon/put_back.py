@@ -5,6 +5,7 @@ It ends the control daemons of ours that are noted, as a stop does, and puts the
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
@@ -37,6 +38,8 @@ def put_back(paths: Paths) -> int:
     """
     lock = take_lock(paths)
     try:
+        with contextlib.suppress(OSError):
+            os.unlink(paths.socket)  # nobody listens there any more
         if not Store.exists(paths) and not os.path.exists(paths.former_modes):
             log.info("there is nothing to put back: no daemon has left a note")
             return 0
