@@ -6,14 +6,17 @@ import pytest
 
 from packages.family import Family
 from packages.machine import UNIT
-from packages.operator import Operator
+from packages.operator import HOST_CONF, Operator
 from packages.versions import Packages
 
+pytestmark = pytest.mark.parametrize("family", ["bookworm-deb"], indirect=True, scope="class")
 
-@pytest.mark.parametrize("family", ["bookworm-deb"], indirect=True)
+
+@pytest.mark.parametrize("number", ["4", '"many"'], ids=["right", "broken"])
 def test_removed_after_its_daemon_was_killed_it_puts_back_what_that_left(
-    family: Family, operator: Operator, current: Packages
+    family: Family, operator: Operator, current: Packages, number: str
 ) -> None:
+    """Also where its files are broken since, so that no daemon could start any more."""
     machine = family.machine
     operator.configure()
     family.install(current)
@@ -23,5 +26,30 @@ def test_removed_after_its_daemon_was_killed_it_puts_back_what_that_left(
     operator.kill(operator.daemon())
     machine.wait_until("systemd sees it", lambda: machine.show("ActiveState") == "failed")
     assert operator.modes() == ["Exclusive_Process"]
+    operator.configure(number)
     family.remove()
     operator.see_it_rests()
+
+
+def test_a_removal_says_first_whose_jobs_it_ends_and_a_purge_leaves_a_neighbours_files(
+    family: Family, operator: Operator, current: Packages
+) -> None:
+    machine = family.machine
+    operator.configure()
+    machine.shell(
+        "mkdir -p /srv/logs/kafka; touch /srv/logs/server.log /srv/logs/kafka/server.log\n"
+        f"echo 'cuda_mps_log_directory: /srv/logs' >>{HOST_CONF}"
+    )
+    family.install(current)
+    operator.start()
+    pid = operator.begin_job("working")
+    done = family.remove()
+    said = f"1 job(s) on the GPUs have 10 s to end, and are ended then: PID {pid} of nobody"
+    assert said in done.stdout + done.stderr
+    operator.end_job("working", pid)
+    family.purge()
+    assert machine.shell("find /srv/logs -type f | sort").split() == [
+        "/srv/logs/kafka/server.log",
+        "/srv/logs/server.log",
+    ]
+    assert machine.run("test", "-e", "/tmp/nvidia-mps", check=False).returncode == 1
