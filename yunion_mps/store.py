@@ -96,6 +96,15 @@ class Store:
         query = "SELECT gpu_uuid, mode FROM former_compute_mode WHERE boot_id = ?"
         return {row[0]: row[1] for row in self.read(query, self._boot_id)}
 
+    def trust_copy(self) -> None:
+        """Note the modes of the copy as those of this boot, whatever it says: a reboot empties its directory.
+
+        In a container, a sandboxed unit sees another boot id (measured: systemd-nspawn) than a shell does.
+        """
+        modes = self._copied_modes(of_any_boot=True)
+        if modes:
+            self.remember_modes(modes)
+
     def forget_mode(self, uuid: str) -> None:
         """Remove the note of a GPU whose mode is what it was."""
         with self._lock:
@@ -230,10 +239,10 @@ class Store:
                 json.dump({"boot_id": self._boot_id, "modes": modes}, file)
             os.replace(f"{self._copy}.new", self._copy)
 
-    def _copied_modes(self) -> dict[str, str]:
+    def _copied_modes(self, *, of_any_boot: bool = False) -> dict[str, str]:
         with contextlib.suppress(OSError, ValueError, KeyError, AttributeError), open(self._copy) as file:
             copy = json.load(file)
-            if copy["boot_id"] == self._boot_id:
+            if of_any_boot or copy["boot_id"] == self._boot_id:
                 return {str(uuid): str(mode) for uuid, mode in copy["modes"].items()}
         return {}
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
+import sqlite3
+from contextlib import closing
 
 import pytest
 
@@ -37,6 +40,18 @@ def test_where_only_the_mode_is_left_it_is_put_back(daemon: Daemon, killed: int)
     eventually(lambda: not is_running(killed))
     assert daemon.run("--put-back") == 0, daemon.log
     assert daemon.host.gpus[0].compute_mode == "default"
+
+
+def test_a_note_is_of_this_boot_whatever_boot_id_it_has(daemon: Daemon, killed: int) -> None:
+    """As in a container, where the unit's sandbox shows another one than the shell."""
+    note = daemon.host.root / "run/yunion-mps/former-compute-modes.json"
+    other = re.sub(r'"boot_id": "[^"]*"', '"boot_id": "another"', note.read_text())
+    note.write_text(other)
+    with closing(sqlite3.connect(daemon.host.root / "var/lib/yunion-mps/state.db")) as store, store:
+        store.execute("UPDATE former_compute_mode SET boot_id = 'another'")
+    assert daemon.run("--put-back") == 0, daemon.log
+    assert daemon.host.gpus[0].compute_mode == "default"
+    assert not note.exists()
 
 
 def test_where_a_mode_cannot_be_put_back_the_command_is_named(daemon: Daemon, killed: int) -> None:

@@ -27,7 +27,8 @@ def test_removed_after_its_daemon_was_killed_it_puts_back_what_that_left(
     machine.wait_until("systemd sees it", lambda: machine.show("ActiveState") == "failed")
     assert operator.modes() == ["Exclusive_Process"]
     operator.configure(number)
-    family.remove()
+    done = family.remove()
+    assert "nothing is left" in done.stdout + done.stderr
     operator.see_it_rests()
 
 

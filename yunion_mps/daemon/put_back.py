@@ -45,6 +45,7 @@ def put_back(paths: Paths) -> int:
             return 0
         store = Store(paths)
         try:
+            store.trust_copy()
             return _put_back(paths, store)
         finally:
             store.close()
