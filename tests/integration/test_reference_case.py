@@ -85,6 +85,7 @@ def test_every_field_of_the_devices_is_as_designed(ready_daemon: Daemon) -> None
                 "state": "available",
                 "reason": "",
                 "budget_enforced": False,
+                "lease": None,
             }
             for slot in range(4)
         ],
