@@ -70,6 +70,11 @@ class Store:
             _refuse_shortage()
             raise self._trouble("used", error) from None
 
+    @property
+    def boot_id(self) -> str:
+        """The kernel's identity of this boot."""
+        return self._boot_id
+
     @staticmethod
     def exists(paths: Paths) -> bool:
         """Whether there is a state file; opening it is only worth while then, or to write."""

@@ -31,7 +31,7 @@ class Book:
     def write(self, lease: Lease) -> None:
         """Keep a lease, in the place of what was kept of it."""
         self._strike_ended()  # else a device would be in two leases for the next daemon
-        text = _text(lease)
+        text = _text(lease, self._store.boot_id)
         self._insert(lease.id, text)
         self._copy(lease.id, text)
         self._mend()
@@ -45,9 +45,12 @@ class Book:
         self._mend()
 
     def read(self) -> list[Lease]:
-        """All that are kept; what nobody can understand, such as another release's, is passed over."""
+        """All that are kept; what nobody can understand, such as another release's, is passed over.
+
+        Processes end with the boot, and their numbers are given anew: their leases are of this one.
+        """
         rows = self._store.read("SELECT value FROM lease ORDER BY rowid")
-        return [lease for row in rows if (lease := _lease(row[0]))]
+        return [lease for row in rows if (lease := _lease(row[0], self._store.boot_id))]
 
     def _strike_ended(self) -> None:
         if self._ended:
@@ -82,17 +85,19 @@ class Book:
         return os.path.join(self._copies, lease_id)
 
 
-def _text(lease: Lease) -> str:
+def _text(lease: Lease, boot_id: str) -> str:
     devices = [device._asdict() for device in lease.devices]
-    value = {**lease._asdict(), "devices": devices, "holder": lease.holder._asdict()}
+    value = {**lease._asdict(), "devices": devices, "holder": lease.holder._asdict(), "boot": boot_id}
     return json.dumps(value, separators=(",", ":"))
 
 
-def _lease(text: str) -> Lease | None:
+def _lease(text: str, boot_id: str) -> Lease | None:
     try:
         value: dict[str, Any] = json.loads(text)
+        is_of_this_boot = value.pop("boot") == boot_id
         value["devices"] = tuple(Device(**device) for device in value["devices"])
         value["holder"] = Holder(**value["holder"])
-        return Lease(**value)
-    except (ValueError, TypeError, KeyError):
+        lease = Lease(**value)
+    except (ValueError, TypeError, KeyError, AttributeError):
         return None
+    return lease if is_of_this_boot or lease.holder.binding == "name" else None

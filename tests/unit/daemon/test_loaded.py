@@ -13,6 +13,8 @@ ELSEWHERE = (
     "yunion_mps.cli",
     "yunion_mps.client",
     "yunion_mps.api.client",
+    "yunion_mps.daemon.put_back",
+    "yunion_mps.doctor",
     "yunion_mps.report",
     "yunion_mps.revision",
 )

@@ -58,3 +58,15 @@ def test_a_lease_is_kept_also_where_no_copy_can_be(tmp_path: Path) -> None:
         assert book.read() == [lease("a", device(0, 0))]
         book.strike("a")
         assert book.read() == []
+
+
+def test_of_another_boot_only_leases_of_names_are_known(tmp_path: Path) -> None:
+    """A process of the same number may have started at the same tick: some machines boot alike."""
+    paths = Paths(str(tmp_path))
+    named = lease("b", device(0, 1))._replace(holder=Holder("name", 0, name="job-17", ttl_s=60.0))
+    with closing(Store(paths)) as store:
+        book = Book(store, paths.lease_copies)
+        book.write(lease("a", device(0, 0)))
+        book.write(named)
+        store.write("UPDATE lease SET value = replace(value, ?, 'another')", [(store.boot_id,)])
+        assert book.read() == [named]
