@@ -47,6 +47,8 @@ _SCHEMA = (
     consequence TEXT NOT NULL
 )""",
 )
+#: What SQLite keeps of the file in memory; by itself it would take 2 MiB, as events come.
+_CACHE_KIB = 256
 _HINT = "move the file away; a compute mode that was changed is then put back by: nvidia-smi -c DEFAULT"
 
 
@@ -168,6 +170,7 @@ class Store:
             connection.execute("PRAGMA journal_mode = WAL")
             # Without a power failure nothing is lost, and with one the file stays whole (SQLite's own words).
             connection.execute("PRAGMA synchronous = NORMAL")
+            connection.execute(f"PRAGMA cache_size = -{_CACHE_KIB}")
             for statement in _SCHEMA:
                 connection.execute(statement)
             connection.execute(f"PRAGMA user_version = {_SCHEMA_VERSION}")
