@@ -100,8 +100,8 @@ def test_what_was_kept_for_a_wait_that_ran_out_is_given_to_those_behind_at_once(
 ) -> None:
     daemon = make_daemon(make_host([{"kind": "v100", "count": 2}])).start().wait_ready()
     total = daemon.get("/v1/devices")[1]["total"]
-    for _ in range(total - 1):
-        take(daemon, "name=a&ttl=600")
+    for number in range(total - 1):
+        take(daemon, f"name=a{number}&ttl=600")
     wants_two = Asker(daemon, "count=2&across=true&wait=1")
     wait_until_wait(daemon, 1)
     wants_one = Asker(daemon, "name=b&ttl=600&wait=60")
@@ -149,7 +149,7 @@ ctypes.CDLL(None).syscall({"x86_64": 60, "aarch64": 93}[platform.machine()], 0)
 
 def test_those_who_wait_do_not_hold_up_a_re_exec(ready_daemon: Daemon) -> None:
     for address in ADDRESSES:
-        take(ready_daemon, f"name=a&ttl=600&device={address}")
+        take(ready_daemon, f"name={address}&ttl=600&device={address}")
     waiter = Asker(ready_daemon, "wait=60")
     wait_until_wait(ready_daemon, 1)
     assert ask(ready_daemon, "POST", "/v1/reexec")[0] == 200

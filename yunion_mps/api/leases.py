@@ -90,6 +90,13 @@ class LeasePaths:
 
     async def _take(self, request: Request, query: Query) -> Json:
         refuse_unknown(query, PARAMETERS)
+        if request.body_bytes:
+            raise BadRequestError(
+                "a body is not read here", "write it as parameters: /v1/leases?name=a&ttl=60"
+            )
+        for name in ("device", "gpu"):
+            if query.get(name) == "":
+                raise BadRequestError(f"{name} is ''", "leave it out, or name one")
         count = number(query, "count", 1, 1, MOST_DEVICES)
         placement = query.get("placement", BINPACK)
         if placement not in PLACEMENTS:

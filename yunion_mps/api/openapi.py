@@ -234,8 +234,14 @@ def _wish() -> list[Schema]:
             {**whole, "maximum": 1 << 30},
         ),
         "units": ("The same, in units of `gpu_memory_unit`.", {**whole, "maximum": 1 << 30}),
-        "device": ("Just this device, by id or address.", text),
-        "gpu": ("Devices of this GPU, by UUID or address.", text),
+        "device": (
+            "Just this device: id, address, or a unique beginning of either.",
+            {**text, "minLength": 1},
+        ),
+        "gpu": (
+            "Devices of this GPU: UUID, address, or a unique beginning of either.",
+            {**text, "minLength": 1},
+        ),
         "across": ("Each on another GPU, and not all on one.", truth),
         "placement": (
             "Of the GPU with the fewest free devices that will do, or with the most.",

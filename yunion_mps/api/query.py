@@ -16,7 +16,8 @@ LARGEST_NUMBER = (1 << 31) - 1
 class Request(NamedTuple):
     """What was asked, and by whom: uid and PID are the kernel's word on the other end of the connection.
 
-    `keep` has a function called when the connection ends, which then may be idle for good.
+    `keep` has a function called when the connection ends, which then may be idle for good. Bodies are not
+    kept: `body_bytes` is how long it was.
     """
 
     method: str
@@ -24,6 +25,7 @@ class Request(NamedTuple):
     uid: int
     pid: int = 0
     keep: Callable[[Callable[[], None]], None] = lambda _: None
+    body_bytes: int = 0
 
 
 class Response(NamedTuple):

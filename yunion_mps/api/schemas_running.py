@@ -140,6 +140,7 @@ def _lease() -> Schema:
         "gpus": list_of("Their GPUs' addresses.", {"type": "string"}, ["00:06.0"]),
         "memory": list_of("Each device's memory in MiB.", {"type": "integer", "minimum": 0}, [5760]),
         "thread_percentage": number("The smallest of the devices'.", 25, "number"),
+        "budget_enforced": truth("Whether MPS keeps their budgets: not before Volta.", example=False),
         "binding": text("What ends it.", "process", enum=["process", "connection", "name"]),
         **_who("python train.py"),
         "since": number("When it began, in seconds since 1970.", _MOMENT, "number"),

@@ -301,7 +301,9 @@ class Connection(asyncio.BufferedProtocol):
         assert self._request is not None
         request = self._request
         method, target = request.method.decode(), request.target.decode("ascii", "replace")
-        answer = self._server.router.answer(Request(method, target, self.uid, self.pid, self.keep))
+        answer = self._server.router.answer(
+            Request(method, target, self.uid, self.pid, self.keep, self._body_bytes)
+        )
         if isinstance(answer, Response):
             self._give(answer)
             return

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
 import click
 from click.shell_completion import CompletionItem
 
+from yunion_mps.cli.ask import remove
 from yunion_mps.cli.environment import show_environment, style_option
+from yunion_mps.cli.output import cell
 from yunion_mps.cli.patience import say
 from yunion_mps.cli.wish import WishCommand, parameters, seconds, take, wish_options, would_take
 from yunion_mps.client.taking import refuse_unreachable
@@ -17,6 +21,14 @@ from yunion_mps.errors import YunionError
 
 #: The exit statuses of env(1) and shells for a command that cannot be started.
 _NOT_FOUND, _NOT_EXECUTABLE = 127, 126
+#: What a device says of a process; what another device said of ours is not COMMAND's.
+VARIABLES = (
+    "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE",
+    "CUDA_MPS_CLIENT_PRIORITY",
+    "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT",
+    "YUNION_MPS_DEVICE",
+    "YUNION_MPS_LEASE",
+)
 
 
 def _files(_: click.Context, __: click.Parameter, incomplete: str) -> list[CompletionItem]:
@@ -66,18 +78,45 @@ def command(
             show_environment(lease["environment"], output)
         else:
             click.echo(f"it would get {', '.join(lease['devices'])}: {_budget(lease)}")
+        _warn_of_limits(lease)
         return
-    if not argv:
+    if not argv or not argv[0]:
         raise click.UsageError("COMMAND is missing: yunion-mps run [OPTIONS] COMMAND [ARG]...")
+    given: Mapping[str, Any] | None = None
     try:
-        environment = take(wanted, wait_s)["environment"]
-        refuse_unreachable(environment)
+        given = take(wanted, wait_s)
+        refuse_unreachable(given["environment"])
     except YunionError as error:
         if not allow_unlimited:
             raise
-        say(f"{argv[0]} runs without limits: {error.message}")
-        environment = {}
-    _become(argv, {**os.environ, **environment})
+        say(f"{cell(argv[0])} runs without limits: {error.message}")
+        _give_back(given)
+        given = None
+    if given:
+        _warn_of_limits(given)
+    _become(argv, {**_inherited(), **(given["environment"] if given else {})})
+
+
+def _give_back(lease: Mapping[str, Any] | None) -> None:
+    """What runs without limits has no device; that it cannot be given back is no reason not to run."""
+    if lease:
+        with contextlib.suppress(YunionError):
+            remove(f"/v1/leases/{lease['id']}")
+
+
+def _warn_of_limits(lease: Mapping[str, Any]) -> None:
+    if not lease["budget_enforced"]:
+        gpus = ", ".join(lease["gpus"])
+        say(f"budgets are not enforced on GPU {gpus}, older than Volta: it could use all of its memory")
+
+
+def _inherited() -> dict[str, str]:
+    """Our environment without what only a device may say, and without the locale that Python has put in."""
+    inherited = {name: value for name, value in os.environ.items() if name not in VARIABLES}
+    with contextlib.suppress(OSError), open("/proc/self/environ", "rb") as file:
+        if not any(entry.startswith(b"LC_CTYPE=") for entry in file.read().split(b"\0")):
+            inherited.pop("LC_CTYPE", None)
+    return inherited
 
 
 def _budget(lease: Mapping[str, Any]) -> str:
@@ -87,9 +126,15 @@ def _budget(lease: Mapping[str, Any]) -> str:
 
 
 def _become(argv: tuple[str, ...], environment: Mapping[str, str]) -> NoReturn:
+    name = cell(argv[0])
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # which Python ignores, and so would COMMAND
+        signal.signal(number, signal.SIG_DFL)
     try:
         os.execvpe(argv[0], argv, environment)  # noqa: S606 - no shell is the point
-    except OSError as error:
-        say(f"{argv[0]} cannot be started: {error.strerror}")
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        say(f"{name} cannot be started: {why}")
+        if name.isdigit():
+            say("seconds to wait are written so: --wait=60")
         status = _NOT_FOUND if isinstance(error, FileNotFoundError) else _NOT_EXECUTABLE
         raise click.exceptions.Exit(status) from None

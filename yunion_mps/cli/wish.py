@@ -86,6 +86,8 @@ def parameters(
     gpu_mem_units: int | None,
 ) -> Json:
     """What is wanted, as parameters of the question; raises UsageError."""
+    if device == "" or gpu == "":
+        raise click.UsageError("--device and --gpu want a name: what was given is empty.")
     if sum((bool(device), count > 1, gpu_mem is not None, gpu_mem_units is not None)) > 1:
         raise click.UsageError(
             "--device, --count, --gpu-mem and --gpu-mem-units are different wishes: give one."

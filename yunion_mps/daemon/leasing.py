@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from yunion_mps.errors import (
@@ -18,19 +18,14 @@ from yunion_mps.errors import (
     YunionError,
 )
 from yunion_mps.leases.book import Book
-from yunion_mps.leases.ledger import (
-    Ledger,
-    Offer,
-    Offers,
-    PoolOffer,
-    Wish,
-    refuse_impossible,
-)
+from yunion_mps.leases.ledger import Ledger, Offers, Wish, refuse_impossible
+from yunion_mps.leases.names import cut, gpu_named
+from yunion_mps.leases.offers import offers_of
 from yunion_mps.leases.queue import Queue, Waiter
 from yunion_mps.leases.view import lease_json, leases_json
-from yunion_mps.models import Device, Event, Holder, Lease, Snapshot
+from yunion_mps.models import Device, Event, Holder, Lease
 from yunion_mps.paths import Paths
-from yunion_mps.planning import client_environment, pool_device, why_not_honoured
+from yunion_mps.planning import client_environment, why_not_honoured
 from yunion_mps.process import Process, command_of, started_ticks, user_name
 from yunion_mps.service import Service
 from yunion_mps.supervisor import Supervisor
@@ -41,6 +36,9 @@ log = logging.getLogger(__name__)
 LEASE_VARIABLE = "YUNION_MPS_LEASE"
 #: For how long after the daemon's start those who had waited before may come back to their place.
 _COME_BACK_S = 60.0
+
+#: So much of a lease's id must be given.
+_LEAST = 4
 
 Json = dict[str, Any]
 Keep = Callable[[Callable[[], None]], None]
@@ -115,7 +113,8 @@ class Leasing:
         Who has waited since `since_s` (in s since 1970) for a daemon before this one comes back to its place.
         """
         self._supervisor.refuse_if_unsafe()
-        offers = self._offers()
+        self._refuse_a_second(holder)
+        wish, offers = self._resolved(wish), self._offers()
         refuse_impossible(wish, offers)
         asker = _Asker(holder, keep, asyncio.get_running_loop().create_future())
         waiter = Waiter(wish, self._place(since_s), asker)
@@ -140,7 +139,7 @@ class Leasing:
 
     def would_take(self, wish: Wish, holder: Holder) -> Json:
         """What the holder would be given now; raises YunionError where that is nothing."""
-        offers = self._offers()
+        wish, offers = self._resolved(wish), self._offers()
         refuse_impossible(wish, offers)
         devices = self.ledger.choose(wish, offers, self._queue.spoken_for(offers))
         lease = Lease("", devices, holder, time.time(), self._environment(devices, ""))
@@ -182,7 +181,7 @@ class Leasing:
         """The devices and pools as they are now."""
         snapshot = self._supervisor.snapshot()
         if self._known_of != snapshot.version:
-            self._known, self._known_of = _offers(snapshot, self._service.reasons()), snapshot.version
+            self._known, self._known_of = offers_of(snapshot, self._service.reasons()), snapshot.version
         return self._known
 
     def _place(self, since_s: float | None) -> float:
@@ -203,6 +202,7 @@ class Leasing:
 
     def _give(self, devices: tuple[Device, ...], holder: Holder, keep: Keep) -> Lease:
         """Enter the lease; raises YunionError, with nothing given, where it cannot be kept or honoured."""
+        self._refuse_a_second(holder)
         lease_id = _new_id()
         lease = Lease(lease_id, devices, holder, time.time(), self._environment(devices, lease_id))
         if not self._watch(lease):
@@ -237,10 +237,34 @@ class Leasing:
             raise HostError(f"{len(devices)} devices cannot be one budget: {why}", hint)
         return {**client_environment(devices, domain), LEASE_VARIABLE: lease_id}
 
-    def _own(self, lease_id: str, uid: int) -> Lease:
-        lease = self.ledger.leases.get(lease_id)
-        if lease is None:
-            raise NotFoundError(f"there is no lease {lease_id[:100]!r}", "see: yunion-mps who")
+    def _resolved(self, wish: Wish) -> Wish:
+        """The wish with whole names for unique beginnings; raises NotFoundError where there are none."""
+        device, gpu = wish.device, wish.gpu
+        if device:
+            device = self._service.device(device.removeprefix("0000:"))["addr"]
+        if gpu:
+            gpus = self._supervisor.snapshot().inventory.gpus
+            gpu = gpu_named(gpu.removeprefix("0000:"), gpus).address
+        return wish._replace(device=device, gpu=gpu)
+
+    def _refuse_a_second(self, holder: Holder) -> None:
+        """Who asks again because an answer was lost must not get devices twice; raises HostError."""
+        for lease in self.ledger.leases.values():
+            if holder.name and (lease.holder.name, lease.holder.uid) == (holder.name, holder.uid):
+                what = f"{holder.name} has a lease already: {lease.id}"
+                raise HostError(what, "go on with that one (yunion-mps lease renew), or release it")
+
+    def _own(self, name: str, uid: int) -> Lease:
+        """The lease of this id, a unique beginning of it, or the name of its holder."""
+        leases = self.ledger.leases
+        found = [leases[name]] if name in leases else []
+        found = found or [one for one in leases.values() if one.holder.name == name]
+        found = found or [one for one in leases.values() if len(name) >= _LEAST and one.id.startswith(name)]
+        if not found:
+            raise NotFoundError(f"there is no lease {cut(name)}", "see: yunion-mps who")
+        if len(found) > 1:
+            raise NotFoundError(f"{cut(name)} names {len(found)} leases", "give more of the id")
+        lease = found[0]
         if uid not in (0, os.geteuid(), lease.holder.uid):
             what = f"the lease of {_devices(lease)} is {user_name(lease.holder.uid)}'s"
             raise NotAllowedError(what, "only root and its owner may end or renew it")
@@ -305,23 +329,6 @@ def _is_other(process: Process, holder: Holder) -> bool:
             raise ShortageError(f"PID {process.pid} cannot be looked at: {error.strerror}") from None
         return False  # only its first thread has ended
     return started != holder.started
-
-
-def _offers(snapshot: Snapshot, reasons: Mapping[str, str]) -> Offers:
-    plan, gpus = snapshot.plan, snapshot.inventory.gpus
-    sliced = {one.gpu_uuid for status in snapshot.domains for one in status.plan.slices}
-    devices = [Offer(one, reasons[one.gpu_uuid], one.gpu_uuid in sliced) for one in plan.devices]
-    addresses = {gpu.uuid: gpu.address for gpu in gpus}
-    pools = [
-        PoolOffer(
-            pool,
-            addresses[pool.gpu_uuid],
-            lambda units, slot, pool=pool: pool_device(plan.host_id, pool, units, slot, gpus),  # type: ignore[misc]
-            reasons[pool.gpu_uuid],
-        )
-        for pool in plan.pools
-    ]
-    return Offers(devices, pools)
 
 
 def _devices(lease: Lease) -> str:

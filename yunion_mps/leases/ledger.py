@@ -221,6 +221,8 @@ class Ledger:
             parts.append(f"{free} free, at most {max(map(len, by_gpu.values()))} on one GPU")
         for reason, count in reasons.most_common(1):
             parts.append(f"{count} unavailable ({reason})")
+        if not parts:
+            parts.append("leases of a division before hold the memory of its GPU")
         hint = "wait for it: --wait; see who has them: yunion-mps who"
         if sum(reasons.values()) == len(matching) + len(pools):
             hint = "see: yunion-mps status"
@@ -239,6 +241,8 @@ def refuse_impossible(wish: Wish, offers: Offers) -> None:
         return
     there = f"{sum(map(len, by_gpu.values()))} such devices on {len(by_gpu)} GPUs"
     hint = "see: yunion-mps list"
+    if not by_gpu and _pools(wish, offers):
+        hint = "memory is handed out in units here: --gpu-mem 2GiB"
     if wish.memory_mib:
         sizes = [f"at most {one.pool.memory_mib} MiB of GPU {one.gpu}" for one in pools]
         there = ", ".join(sizes) or "no GPUs whose memory is handed out in units, and no slices of that size"

@@ -21,6 +21,7 @@ def lease_json(lease: Lease, expires_s: float | None) -> Json:
         "gpus": list(dict.fromkeys(device.addr.rpartition("-")[0] for device in lease.devices)),
         "memory": [device.memory_limit_mib for device in lease.devices],
         "thread_percentage": min(device.thread_percentage for device in lease.devices),
+        "budget_enforced": all(device.budget_enforced for device in lease.devices),
         "binding": holder.binding,
         **_who(holder),
         "name": holder.name or None,

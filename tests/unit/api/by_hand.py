@@ -91,6 +91,7 @@ LEASE: Json = {
     "gpus": ["00:06.0"],
     "memory": [5760],
     "thread_percentage": 25,
+    "budget_enforced": True,
     "binding": "process",
     "pid": 4260,
     "uid": 1000,
