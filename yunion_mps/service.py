@@ -107,10 +107,20 @@ class Service:
         names = _domain_names(snapshot.plan)
         domains = {domain.plan.name: domain for domain in snapshot.domains}
         gpus = [
-            _gpu_json(gpu, domains.get(names.get(gpu.uuid or "", "")), snapshot)
+            {
+                **_gpu_json(gpu, domains.get(names.get(gpu.uuid or "", "")), snapshot),
+                "memory_free": self._memory_free(gpu, snapshot),
+            }
             for gpu in snapshot.inventory.gpus
         ]
         return {"gpus": gpus, "total": len(gpus)}
+
+    def _memory_free(self, gpu: Gpu, snapshot: Snapshot) -> int | None:
+        """How many MiB one more client can get where memory is handed out in units, None elsewhere."""
+        pool = next((pool for pool in snapshot.plan.pools if pool.gpu_uuid == gpu.uuid), None)
+        if pool is None:
+            return None
+        return self.ledger.free_mib(pool) if self.ledger else pool.memory_mib
 
     def status(self) -> Json:
         """The daemon, the driver and the domains at a glance."""

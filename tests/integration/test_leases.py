@@ -316,6 +316,9 @@ def test_memory_in_units_as_ack_hands_it_out(make_host: MakeHost, make_daemon: M
     shown = daemon.get("/v1/devices?limit=0")[1]["isolated_devices"]
     assert [one["addr"] for one in shown] == [f"00:06.0-m{slot}" for slot in range(12)]
     assert sum(one["mps_memory_limit"] for one in shown) == 23040
+    left = "00:06.0: 0 of 23040 MiB can be had: yunion-mps run --gpu-mem"
+    for screen in ("gpus", "status"):
+        assert left in host.run(["yunion-mps", screen]).stdout
     refused = run(host, "--gpu-mem-units", "1", "true")
     assert refused.returncode == 5
     assert refused.stderr.startswith("yunion-mps: 128 MiB cannot be had now: 0 MiB free on GPU 00:06.0\n")

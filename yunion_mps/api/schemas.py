@@ -108,6 +108,9 @@ def _gpu() -> Schema:
         "addr": text("The PCI address, without domain 0000.", "00:06.0", pattern=f"^{_PCI}$"),
         "pci_address": text("The whole PCI address.", "0000:00:06.0", pattern=f"^{_PCI}$"),
         "memory_total": or_null(number("In MiB.", 23040)),
+        "memory_free": or_null(
+            number("MiB that can still be had of it in units; null where it is not handed out so.", None)
+        ),
         "compute_mode": or_null(text("As nvidia-smi names it.", "Exclusive_Process")),
         "compute_capability": or_null(text("Major and minor.", "6.1", pattern="^[0-9]+\\.[0-9]+$")),
         "mig_enabled": or_null({**truth("Whether it is in MIG mode.", example=False), "examples": [None]}),

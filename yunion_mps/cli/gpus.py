@@ -45,4 +45,12 @@ def _text(gpus: list[dict[str, Any]]) -> str:
     """A table, and below it the reasons, which no column has room for."""
     header = [name for name in COLUMNS if name != "Reason"]
     rows = [[gpu[COLUMNS[name]] for name in header] for gpu in gpus]
-    return draw(header, rows, _DROP) + notes((gpu["addr"], gpu["reason"]) for gpu in gpus)
+    text = draw(header, rows, _DROP) + notes((gpu["addr"], gpu["reason"]) for gpu in gpus)
+    return text + notes((gpu["addr"], free_in_units(gpu)) for gpu in gpus)
+
+
+def free_in_units(gpu: dict[str, Any]) -> str:
+    """What can still be had of a GPU whose memory is handed out in units, empty for any other."""
+    if gpu["memory_free"] is None:
+        return ""
+    return f"{gpu['memory_free']} of {gpu['memory_total']} MiB can be had: yunion-mps run --gpu-mem"

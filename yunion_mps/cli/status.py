@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from yunion_mps.cli.ask import ask
+from yunion_mps.cli.gpus import free_in_units
 from yunion_mps.cli.output import cell, output_option, show_pairs
 from yunion_mps.cli.screen import asking
 from yunion_mps.cli.screen.findings import Finding, folded, of_status, of_uses, ranked
@@ -93,6 +94,7 @@ def _text(
     text = "".join(f"{cell(line)}\n" for line in lines)
     text += _gpu_table(gpus, found, clients) if gpus else ""
     text += _domain_table(status["domains"]) if status["domains"] else ""
+    text += notes((gpu["addr"], free_in_units(gpu)) for gpu in gpus)
     return text + notes(("Not known", trouble) for trouble in clients.troubles)
 
 

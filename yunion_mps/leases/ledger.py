@@ -130,6 +130,11 @@ class Ledger:
         self.version += 1
         return lease
 
+    def free_mib(self, pool: Pool) -> int:
+        """How much of the pool one more client can get."""
+        gpu = pool.gpu_uuid
+        return free_units(pool, self._memory_mib[gpu], self._clients[gpu]) * pool.unit_mib
+
     def choose(self, wish: Wish, offers: Offers, kept: Kept = NOTHING_KEPT) -> tuple[Device, ...]:
         """The devices that the wish gets now; raises NothingFreeError, which says why it gets none."""
         if wish.memory_mib:
