@@ -32,7 +32,7 @@ def all_lost(scene: Scene) -> None:
 
     scene.strike(blow)
     scene.unavailable()
-    scene.is_told("GPU is lost")
+    scene.is_told("00:06.0: unavailable")  # they are lost one after another, during a look
 
     def remedy() -> None:
         for gpu in scene.host.gpus:
