@@ -40,9 +40,7 @@ def _budgets(scene: Scene) -> list[str]:
 
 
 def _leases(scene: Scene) -> list[str]:
-    leases = scene.daemon.get("/v1/leases")[1]["leases"]
-    kept = not scene.lease or scene.lease in [lease["id"] for lease in leases]
-    return [] if kept else ["a lease"]
+    return [] if scene.keeps_the_lease else ["a lease"]
 
 
 def _events(scene: Scene) -> list[str]:

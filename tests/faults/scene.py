@@ -96,9 +96,18 @@ class Scene:
         """Start the daemon and wait until every device is available."""
         self.daemon.start(**environment).wait_ready()
         self.all_available()
+        self.hold_a_lease()
+        return self
+
+    def hold_a_lease(self) -> None:
+        """This process has a device from now on, if it has none yet."""
         if not self.lease:
             self.lease = self.daemon.ask("POST", f"/v1/leases?pid={os.getpid()}")[1]["id"]
-        return self
+
+    @property
+    def keeps_the_lease(self) -> bool:
+        """Whether the daemon still knows of it."""
+        return self.lease in [lease["id"] for lease in self.daemon.get("/v1/leases")[1]["leases"]]
 
     def job(self, uid: int | None = None) -> Client:
         """A job that is attached to its MPS server, and that the driver shows on the first GPU."""

@@ -77,6 +77,7 @@ class Sweep:
         self._begin()
         self._daemon.wait_ready()
         self._scene.all_available()
+        self._scene.hold_a_lease()
         self._scene.job()
         control = self._scene.control
         for step in itertools.count(1):
@@ -101,6 +102,7 @@ class Sweep:
             self._begin()
             self._daemon.wait_ready()
             self._scene.all_available()
+            self._scene.hold_a_lease()
             for _ in range(_RELOADS_FOR_GROWTH):
                 self._reload()
             self._last_event = self._scene.events()[-1]["id"]
@@ -120,6 +122,7 @@ class Sweep:
         self._begin()
         self._daemon.wait_ready()
         self._scene.all_available()
+        self._scene.hold_a_lease()
         started = self._levers.steps
         self._reload()
         reloaded = self._levers.steps
@@ -172,6 +175,7 @@ class Sweep:
         assert self._scene.host.gpus[0].compute_mode == "exclusive_process"
         running = [pid for pid in control_daemons(self._scene.host.root) if _is_control_daemon(pid)]
         assert running == [self._scene.control]
+        assert self._scene.keeps_the_lease, self._scene.trouble()
         events = self._scene.events()
         ids = [event["id"] for event in events]
         assert ids == list(range(ids[0], ids[-1] + 1))
