@@ -64,7 +64,11 @@ class HostError(YunionError):
     """The host's files, directories or users are not as they must be."""
 
 
-class ShortageError(HostError):
+class BusyError(HostError):
+    """The daemon cannot do it at this moment, which passes by itself: it stops, or has too much to do."""
+
+
+class ShortageError(BusyError):
     """The kernel refused a descriptor or a process; that may pass by itself."""
 
     def __init__(self, message: str) -> None:

@@ -16,6 +16,12 @@ PROHIBITED = "Prohibited"
 #: The Dev_type of every device that we serve, as Cloudpods names it.
 DEV_TYPE = "NVIDIA_MPS"
 
+#: The kind of device that containers are given, in the Container Device Interface's words.
+CDI_KIND = "yunion.io/mps"
+
+#: What stands for all devices of the host, where one control daemon serves them.
+ALL = "all"
+
 #: The priorities of a client in CUDA_MPS_CLIENT_PRIORITY's order: the value there is the place here
 #: (nvidia-cuda-mps-control(1), set_default_client_priority). They are hints to the CUDA driver.
 NORMAL = "normal"
@@ -79,6 +85,11 @@ class Config(NamedTuple):
     sources: Mapping[str, Source]
     gpu_memory_unit_mib: int = 1024
     gpu_memory_unit_at: Source = Source("default", None)
+    metrics_listen: str | None = None
+    metrics_allow_public: bool = False
+    metrics_textfile: str | None = None
+    web_listen: str | None = None
+    web_allow_public: bool = False
 
 
 class PcieLink(NamedTuple):
@@ -122,10 +133,14 @@ class Gpu(NamedTuple):
 
 
 class Inventory(NamedTuple):
-    """The driver and the GPUs found, in PCI order."""
+    """The driver and the GPUs found, in PCI order.
+
+    `served` are the UUIDs of those that have served devices before, also of those that are lost since.
+    """
 
     driver: Driver
     gpus: tuple[Gpu, ...]
+    served: tuple[str, ...] = ()
 
 
 class Device(NamedTuple):
@@ -208,7 +223,11 @@ class DomainPlan(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What should be. `compute_modes` and `unavailable` are by GPU UUID and by PCI address respectively."""
+    """What should be. `compute_modes` and `unavailable` are by GPU UUID and by PCI address respectively.
+
+    `parked` has the GPUs that served before and cannot now, divided as they are to be when they can again:
+    their devices are listed, and no control daemon is started for them.
+    """
 
     host_id: str
     domains: tuple[DomainPlan, ...] = ()
@@ -216,14 +235,14 @@ class Plan(NamedTuple):
     devices: tuple[Device, ...] = ()
     unavailable: Mapping[str, str] = {}
     pools: tuple[Pool, ...] = ()
+    parked: tuple[DomainPlan, ...] = ()
 
 
 class DomainStatus(NamedTuple):
     """What a domain is at: the state, why, and the control daemon's PID.
 
     `plan` is what its clients get; `pending`, where not empty, says what is to become of it and what that
-    waits for; `pending_plan` is the plan that then holds, None where the control daemon is to end, and
-    `waits_for` are the MPS servers (PIDs) whose end that waits for.
+    waits for; `waits_for` are the MPS servers (PIDs) whose end that is.
     """
 
     plan: DomainPlan
@@ -233,7 +252,6 @@ class DomainStatus(NamedTuple):
     since_s: float
     restarts: int
     pending: str = ""
-    pending_plan: DomainPlan | None = None
     waits_for: tuple[int, ...] = ()
 
 
@@ -256,8 +274,9 @@ class Holder(NamedTuple):
     """Who has a lease, and what ends it.
 
     `binding` is `process` (it ends with `pid`, which together with `started`, in clock ticks since the boot,
-    names a process for good), `connection` (with the connection to the daemon, and as `process` once that is
-    another daemon) or `name` (`ttl_s` after it was last renewed).
+    names a process for good), `container` (the same, of a container's first process), `connection` (with the
+    connection to the daemon, and as `process` once that is another daemon) or `name` (`ttl_s` after it was
+    last renewed).
     """
 
     binding: str
@@ -269,23 +288,28 @@ class Holder(NamedTuple):
 
 
 class Lease(NamedTuple):
-    """Devices that are given to one holder until it ends, as they were then; `since_s` is in s since 1970."""
+    """Devices that are given to one holder until it ends, as they were then; `since_s` is in s since 1970.
+
+    `request` is what the holder has called its request for them, empty where it has not. `cdi`: container
+    engines find it as a device for as long as it lives.
+    """
 
     id: str
     devices: tuple[Device, ...]
     holder: Holder
     since_s: float
     environment: Mapping[str, str] = {}
+    request: str = ""
+    cdi: bool = False
 
 
 class Snapshot(NamedTuple):
-    """What is, read back from NVML and the control daemons; `taken_s` is the wall clock's time.
+    """What is, read back from NVML and the control daemons.
 
     `remarks` are what the host cannot do of what is configured, and goes without.
     """
 
     version: int
-    taken_s: float
     enabled: bool
     notice: str
     plan: Plan

@@ -60,6 +60,11 @@ class Paths:
         return self.under("/run/yunion-mps/former-compute-modes.json")
 
     @property
+    def taken_over(self) -> str:
+        """Which control daemon of somebody else is ours; ends with the boot, as that does."""
+        return self.under("/run/yunion-mps/taken-over.json")
+
+    @property
     def events_copy(self) -> str:
         """A copy of the newest events since the boot."""
         return self.under("/run/yunion-mps/events.jsonl")
@@ -70,9 +75,24 @@ class Paths:
         return self.under("/run/yunion-mps/leases")
 
     @property
+    def waiting_places(self) -> str:
+        """The directory with since when each of those waits who wait for devices."""
+        return self.under("/run/yunion-mps/waiting")
+
+    @property
     def ill_gpus(self) -> str:
         """Which GPUs had a fatal XID since the boot."""
         return self.under("/run/yunion-mps/ill-gpus.json")
+
+    @property
+    def gateway(self) -> str:
+        """What is to be served over TCP, for the gateway; there where anything is."""
+        return self.under("/run/yunion-mps/gateway.json")
+
+    @property
+    def cdi_directory(self) -> str:
+        """Where container engines look for devices that come and go; /var/run is the same directory."""
+        return self.under("/run/cdi")
 
     @property
     def state_directory(self) -> str:
@@ -83,6 +103,11 @@ class Paths:
     def store(self) -> str:
         """The SQLite file in the state directory."""
         return self.under("/var/lib/yunion-mps/state.db")
+
+    @property
+    def served_gpus(self) -> str:
+        """Who the GPUs are that have served devices."""
+        return self.under("/var/lib/yunion-mps/served-gpus.json")
 
     @property
     def boot_id(self) -> str:

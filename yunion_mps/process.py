@@ -11,6 +11,7 @@ import errno
 import os
 import select
 import signal
+import time
 from collections.abc import Iterable, Mapping, Sequence
 
 from yunion_mps.errors import HostError, ShortageError
@@ -27,10 +28,10 @@ PROGRAM_DIRECTORIES = (
 )
 
 
-def find_program(name: str, hint: str) -> str:
+def find_program(name: str, hint: str, besides: Sequence[str] = PROGRAM_DIRECTORIES) -> str:
     """The path of the program on PATH or where drivers put it; raises HostError with `hint` when missing."""
     directories = [part for part in os.environ.get("PATH", "").split(os.pathsep) if part.startswith("/")]
-    for directory in (*directories, *PROGRAM_DIRECTORIES):
+    for directory in (*directories, *besides):
         path = os.path.join(directory, name)
         if os.path.isfile(path) and os.access(path, os.X_OK):
             return path
@@ -93,10 +94,10 @@ class Process:
         os.close(self._pidfd)
 
 
-def _readable(descriptor: int) -> bool:
+def _readable(descriptor: int, patience_s: float | None = 0.0) -> bool:
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
-    return bool(poll.poll(0))
+    return bool(poll.poll(None if patience_s is None else patience_s * 1000))
 
 
 def describe_exit(status: int) -> str:
@@ -142,6 +143,38 @@ def spawn(
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
         raise ShortageError(f"{argv[0]} cannot be watched: {error.strerror}") from None
+
+
+def output_of(argv: Sequence[str], patience_s: float | None = None) -> str:
+    """What a program says on standard output; empty where it fails, or takes longer than `patience_s`."""
+    output, answer_in = os.pipe()
+    try:
+        with open(os.devnull, "r+b") as null:
+            process = spawn(argv, os.environ, stdin=None, stdout=answer_in, stderr=null.fileno())
+    except HostError:
+        os.close(output)
+        return ""
+    finally:
+        os.close(answer_in)
+    with open(output, "rb", buffering=0) as file:
+        found = _read_all(file.fileno(), patience_s)
+    if found is not None:  # it has closed its output, and is about to end
+        _readable(process.fileno(), patience_s)
+    status = process.status()
+    process.kill()
+    return found.decode(errors="replace").strip() if found and status == 0 else ""
+
+
+def _read_all(descriptor: int, patience_s: float | None) -> bytes | None:
+    """All that comes until it is closed; None where that takes longer."""
+    end_s = None if patience_s is None else time.monotonic() + patience_s
+    found = b""
+    while _readable(descriptor, None if end_s is None else max(0.0, end_s - time.monotonic())):
+        piece = os.read(descriptor, 1 << 16)
+        if not piece:
+            return found
+        found += piece
+    return None
 
 
 def reap_forgotten() -> None:

@@ -8,6 +8,7 @@ because both they and it end with the boot.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import sqlite3
@@ -233,6 +234,8 @@ class Store:
 
     def _trouble(self, what: str, error: Exception) -> HostError:
         hint = "make room: df" if "full" in str(error) else _HINT
+        if "readonly" in str(error) or getattr(error, "errno", None) == errno.EROFS:
+            hint = f"let root write there: findmnt -T {os.path.dirname(self._file)}; ls -l {self._file}"
         return HostError(f"the state file {self._file} cannot be {what}: {error}", hint)
 
     def _copy_modes(self) -> None:

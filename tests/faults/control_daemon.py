@@ -16,9 +16,7 @@ from simhost.mps import CONTROL
 @fault(CONTROL_DAEMON, "it is killed (SIGKILL)")
 def killed(scene: Scene) -> None:
     scene.serve()
-    old = scene.control
-    scene.strike(lambda: os.kill(old, signal.SIGKILL))
-    scene.serves_again(lambda: scene.control != old)
+    scene.kill_control_daemon()
     scene.saw("was killed by signal 9")
 
 
@@ -41,7 +39,7 @@ def kept_stopped(scene: Scene) -> None:
     scene.strike(with_tracer.attach)
     scene.is_told("does not serve")
     scene.recovery += "; "
-    scene.serves_again(lambda: scene.control not in (0, old))
+    scene.another_serves(old)
     with_tracer.close()
 
 
@@ -50,9 +48,7 @@ def exits_once(scene: Scene) -> None:
     scene.serve()
     program = FailingProgram(scene)
     program.fails(once=True)
-    old = scene.control
-    scene.strike(lambda: os.kill(old, signal.SIGKILL))
-    scene.serves_again(lambda: scene.control not in (0, old))
+    scene.kill_control_daemon()
     scene.saw("exited with status 3")
 
 
@@ -109,8 +105,7 @@ def replaced(scene: Scene) -> None:
     assert scene.control == old
     scene.saw("took over the running control daemon")
     scene.goes_on("the running one serves on; once it ends, the new one ")
-    scene.strike(lambda: os.kill(old, signal.SIGKILL))
-    scene.serves_again(lambda: scene.control not in (0, old))
+    scene.kill_control_daemon()
     assert Path(f"/proc/{scene.control}/exe").stat().st_ino == program.stat().st_ino != inode
 
 

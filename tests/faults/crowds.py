@@ -56,7 +56,7 @@ def thousand(scene: Scene) -> None:
         scene.words = f"to those above the limit: {refusals[0]}"
         assert {status for status, _ in answers} == {200, 503}
         assert sum(status == 200 for status, _ in answers) >= 448
-    scene.serves_again(lambda: scene.control not in (0, old))
+    scene.another_serves(old)
 
 
 @fault(CONNECTIONS, "400 connections with half a request each, that never goes on", takes_s=11)
@@ -102,7 +102,7 @@ def no_descriptors(scene: Scene) -> None:
     scene.mend(
         lambda: resource.prlimit(scene.daemon.pid, resource.RLIMIT_NOFILE, most), "there are some again"
     )
-    scene.serves_again(lambda: scene.control not in (0, old))
+    scene.another_serves(old)
     scene.saw("Too many open files")
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 
 from faults.hands import hang, hear_events
@@ -106,9 +104,7 @@ def nvml_hangs(scene: Scene) -> None:
     scene.serve()
     hang(scene, "nvmlDeviceGetMemoryInfo*")
     begun_s = time.monotonic()
-    old = scene.control
-    scene.strike(lambda: os.kill(old, signal.SIGKILL))
-    scene.serves_again(lambda: scene.control not in (0, old))
+    scene.kill_control_daemon()
     scene.saw("was killed by signal 9")
     gpu = scene.host.gpus[0]
     gpu.compute_mode = "default"  # what only the next look will notice

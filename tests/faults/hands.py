@@ -25,13 +25,6 @@ exec {program} "$@"
 """
 
 
-def divide(scene: Scene, number: int) -> None:
-    """Write the device file so that the first GPU is divided by `number`."""
-    path = scene.host.root / "etc/yunion/host_container_device.yml"
-    entry = f"- path: {scene.host.gpus[0].uuid}\n  type: NVIDIA_MPS\n  virtual_number: {number}\n"
-    path.write_text(f"devices:\n{entry}")
-
-
 def signal_and_wait(pid: int, number: int) -> None:
     """SIGSTOP, and wait until it has stopped."""
     os.kill(pid, number)

@@ -6,7 +6,7 @@ import os
 import signal
 from typing import Any
 
-from faults.hands import divide, open_front_end, signal_and_wait
+from faults.hands import open_front_end, signal_and_wait
 from faults.reading import shown_s
 from faults.rows import JOBS, fault
 from faults.scene import FORMER_MODE, Scene, until
@@ -17,9 +17,7 @@ OTHER_USER = 65534
 @fault(JOBS, "the control daemon is killed while a job runs")
 def killed_with_a_job(scene: Scene) -> None:
     scene.serve().job()
-    old = scene.control
-    scene.strike(lambda: os.kill(old, signal.SIGKILL))
-    scene.serves_again(lambda: scene.control != old)
+    scene.kill_control_daemon()
     scene.saw("was killed by signal 9")
     scene.job()
 
@@ -109,7 +107,7 @@ def mode_changed(scene: Scene) -> None:
 def front_end_open_in_a_reload(scene: Scene) -> None:
     scene.serve()
     with open_front_end(scene):
-        divide(scene, 2)
+        scene.host.divide(2)
         scene.strike(lambda: scene.daemon.signal(signal.SIGHUP))
         scene.is_told("another nvidia-cuda-mps-control is connected")
     scene.mend(lambda: None, "its end")

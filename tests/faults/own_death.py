@@ -5,13 +5,14 @@ from __future__ import annotations
 import signal
 import time
 
-from faults.hands import divide, signal_and_wait
+from faults.hands import signal_and_wait
 from faults.levers import Levers
 from faults.rows import OURSELVES, fault
 from faults.scene import Scene, until
 from faults.sweep import Sweep
 
 DAY_S = 86_400
+_TAKEN_OVER = "took over the running control daemon"
 
 
 @fault(OURSELVES, "it is killed (SIGKILL) while a job runs")
@@ -19,9 +20,14 @@ def killed(scene: Scene) -> None:
     scene.serve().job()
     control = scene.control
     scene.strike(scene.daemon.kill)
+    _is_taken_over(scene, control)
+
+
+def _is_taken_over(scene: Scene, control: int) -> None:
+    """The next daemon goes on with the same control daemon."""
     scene.serve()
     scene.serves_again(lambda: scene.control == control)
-    scene.saw("took over the running control daemon")
+    scene.saw(_TAKEN_OVER)
 
 
 @fault(OURSELVES, "it is stopped (SIGSTOP), and systemd's watchdog kills it")
@@ -32,12 +38,9 @@ def stopped(scene: Scene) -> None:
     scene.remember_events()
     signal_and_wait(scene.daemon.pid, signal.SIGSTOP)
     until(lambda: _is_silent(scene), "the end of its signs of life")
-    scene.strike(
-        scene.daemon.kill, answers=False
-    )  # systemd sends SIGABRT first, which a stopped process does not heed
-    scene.serve()
-    scene.serves_again(lambda: scene.control == control)
-    scene.saw("took over the running control daemon")
+    # systemd sends SIGABRT first, which a stopped process does not heed.
+    scene.strike(scene.daemon.kill, answers=False)
+    _is_taken_over(scene, control)
 
 
 def _is_silent(scene: Scene) -> bool:
@@ -51,16 +54,20 @@ def _is_silent(scene: Scene) -> bool:
 def every_step(scene: Scene) -> None:
     sweep = Sweep(scene)
     sweep.without_a_job()
-    scene.recovery, scene.words = sweep.recovery, scene.find("took over the running control daemon")
-    assert sweep.kills >= 150, sweep.kills
+    _tell(scene, sweep, at_least=150)
 
 
 @fault(OURSELVES, "it is killed before each step of a reload and of the next start; a job runs", takes_s=40)
 def every_step_with_a_job(scene: Scene) -> None:
     sweep = Sweep(scene)
     sweep.with_a_job()
-    scene.recovery, scene.words = sweep.recovery, scene.find("took over the running control daemon")
-    assert sweep.kills >= 50, sweep.kills
+    _tell(scene, sweep, at_least=50)
+
+
+def _tell(scene: Scene, sweep: Sweep, at_least: int) -> None:
+    """Note what the sweep found, which is nothing unless it has killed so often."""
+    scene.recovery, scene.words = sweep.recovery, scene.find(_TAKEN_OVER)
+    assert sweep.kills >= at_least, sweep.kills
 
 
 @fault(OURSELVES, "it is killed while the driver sets a compute mode, at a start and at a stop")
@@ -92,8 +99,7 @@ def _let_the_next_change_hang(scene: Scene) -> None:
 def checkpoint(scene: Scene) -> None:
     sweep = Sweep(scene)
     sweep.through_checkpoints()
-    scene.recovery, scene.words = sweep.recovery, scene.find("took over the running control daemon")
-    assert sweep.kills >= 10, sweep.kills
+    _tell(scene, sweep, at_least=10)
 
 
 @fault(OURSELVES, "the clock is set back by a day")
@@ -116,7 +122,7 @@ def _with_the_clock_at(scene: Scene, offset_s: int) -> None:
     until(lambda: scene.daemon.notifications.count("WATCHDOG=1") > signs + 2, "signs of life")
     assert scene.control == old
     assert scene.daemon.status()["devices"]["available"] == 4
-    divide(scene, 2)
+    scene.host.divide(2)
     scene.daemon.signal(signal.SIGHUP)
     until(lambda: scene.domain["pending"], "the new budget", scene.trouble)
     scene.budgets = ["8G", "50.0"]

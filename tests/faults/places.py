@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import sqlite3
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from faults.disk import FullDisk
 from faults.hands import hang
 from faults.rows import PLACES, fault
 from faults.scene import Scene, until
+from simhost.mps import Client
 
 
 def _clean(scene: Scene) -> None:
@@ -25,19 +25,13 @@ def sockets_removed(scene: Scene) -> None:
     scene.serve()
     old = scene.control
     scene.strike(lambda: _clean(scene))
-    scene.serves_again(lambda: scene.control not in (0, old))
+    scene.another_serves(old)
     scene.saw("does not serve")
 
 
 @fault(PLACES, "the control daemon's sockets are removed (cleaning of /tmp) while a job runs", takes_s=20)
 def sockets_removed_with_a_job(scene: Scene) -> None:
-    job = scene.serve().job()
-    old = scene.control
-    scene.strike(lambda: _clean(scene))
-    scene.is_told("which may have jobs")
-    assert scene.control == old
-    scene.mend(lambda: scene.end(job), "the job has ended")
-    scene.serves_again(lambda: scene.control not in (0, old))
+    _removed_under(scene, scene.serve().job())
 
 
 @fault(PLACES, "the same, and NVML hangs for 30 s, since before the job came", takes_s=45)
@@ -45,13 +39,17 @@ def sockets_removed_while_nvml_hangs(scene: Scene) -> None:
     """Nobody knows who uses the GPUs then, and so nothing is ended."""
     scene.serve()
     hang(scene, "*RunningProcesses*")
-    job = scene.job()
+    _removed_under(scene, scene.job())
+
+
+def _removed_under(scene: Scene, job: Client) -> None:
+    """Nothing is ended that may serve the job."""
     old = scene.control
     scene.strike(lambda: _clean(scene))
     scene.is_told("which may have jobs")
     assert scene.control == old
     scene.mend(lambda: scene.end(job), "the job has ended")
-    scene.serves_again(lambda: scene.control not in (0, old))
+    scene.another_serves(old)
 
 
 @fault(PLACES, "the pipe directory is replaced by a symlink of another user", takes_s=73)
@@ -71,7 +69,7 @@ def own_symlink(scene: Scene) -> None:
     old = scene.control
     pipes, elsewhere = _elsewhere(scene)
     scene.strike(lambda: _replace(pipes, elsewhere, owner=0))
-    scene.serves_again(lambda: scene.control not in (0, old))
+    scene.another_serves(old)
     scene.saw("does not serve")
     assert (elsewhere / "control").exists(), "it was followed"
 
@@ -107,10 +105,8 @@ def state_disk_and_death(scene: Scene) -> None:
     """What happened while nothing could be written is in the record of the next daemon."""
     disk = scene.stack.enter_context(FullDisk(scene, "var/lib/yunion-mps"))
     scene.serve()
-    old = scene.control
     disk.fill()
-    scene.strike(lambda: os.kill(old, signal.SIGKILL))
-    scene.serves_again(lambda: scene.control not in (0, old))
+    scene.kill_control_daemon()
     assert any("nothing can be changed" in warning for warning in scene.daemon.status()["warnings"])
     scene.remember_events()
     assert any("was killed by signal 9" in event["cause"] for event in scene.known_events)
@@ -129,10 +125,8 @@ def run_disk(scene: Scene) -> None:
 def _with_a_full_disk(scene: Scene, directory: str) -> None:
     disk = scene.stack.enter_context(FullDisk(scene, directory))
     scene.serve()
-    old = scene.control
     disk.fill()
-    scene.strike(lambda: os.kill(old, signal.SIGKILL))
-    scene.serves_again(lambda: scene.control not in (0, old))
+    scene.kill_control_daemon()
     disk.make_room()
 
 
@@ -200,8 +194,6 @@ def api_socket_removed(scene: Scene) -> None:
 @fault(PLACES, "the pipe and log directories are removed")
 def directories_removed(scene: Scene) -> None:
     scene.serve()
-    old = scene.control
     shutil.rmtree(scene.host.root / "tmp/nvidia-mps")
-    scene.strike(lambda: os.kill(old, signal.SIGKILL))
-    scene.serves_again(lambda: scene.control not in (0, old))
+    scene.kill_control_daemon()
     scene.saw("was killed by signal 9")

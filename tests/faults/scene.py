@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -185,6 +186,16 @@ class Scene:
         """Wait until every device is available (and `also` holds), and note how long that took."""
         self.all_available(also)
         self._note("serves again after {}")
+
+    def another_serves(self, old: int) -> None:
+        """As `serves_again`, by another control daemon than this one."""
+        self.serves_again(lambda: self.control not in (0, old))
+
+    def kill_control_daemon(self) -> None:
+        """Let its death (SIGKILL) be the fault, and wait until another serves."""
+        old = self.control
+        self.strike(lambda: os.kill(old, signal.SIGKILL))
+        self.another_serves(old)
 
     def is_told(self, text: str) -> None:
         """Wait until the operator can read `text`, keep its line for the table, and note the time."""

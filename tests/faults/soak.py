@@ -6,7 +6,6 @@ import socket
 import threading
 from pathlib import Path
 
-from faults.hands import divide
 from faults.scene import Scene, until
 
 _REQUESTS, _RELOADS, _CONNECTIONS, _AT_ONCE = 50_000, 500, 4, 25
@@ -40,7 +39,7 @@ def _round(scene: Scene, requests: int, reloads: int) -> None:
     for asker in askers:
         asker.start()
     for number in range(reloads):
-        divide(scene, 4 if number % 2 else 2)
+        scene.host.divide(4 if number % 2 else 2)
         status, answer = scene.daemon.ask("POST", "/v1/reload")
         assert status == 200, answer
     for asker in askers:

@@ -10,7 +10,6 @@ import statistics
 import time
 from pathlib import Path
 
-from faults.hands import divide
 from faults.levers import Levers
 from faults.reading import shown_s
 from faults.scene import FORMER_MODE, Scene, until
@@ -136,7 +135,7 @@ class Sweep:
     def _reload(self, steps: int = 0) -> None:
         """Change the budgets, so many steps before the end."""
         self._number = 6 - self._number
-        divide(self._scene, self._number)
+        self._scene.host.divide(self._number)
         if steps:
             self._levers.kill_before(self._levers.steps + steps)
         with contextlib.suppress(OSError, http.client.HTTPException):

@@ -20,7 +20,7 @@ from .gpu import SimGpu
 from .install import install, library_path
 from .library import built_library
 from .state import StateError, StateFile
-from .tree import write_tree
+from .tree import device_file, write_tree
 from .values import HostDescription
 
 
@@ -95,6 +95,11 @@ class SimHost:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def divide(self, *numbers: object) -> None:
+        """Write the device file: the first GPUs into so many devices each, the others not at all."""
+        divided = zip((gpu.uuid for gpu in self.gpus), numbers)
+        (self.root / "etc/yunion/host_container_device.yml").write_text(device_file(divided))
 
     def fail(
         self, call: str, error: str, *, gpu: int | None = None, times: int | None = None, delay_ms: int = 0

@@ -57,7 +57,7 @@ class StandIns:
         self.asked = b"get_server_status" in Path(program).read_bytes()
         self.folder = host.root / "mps"
         self.folder.mkdir(exist_ok=True)
-        shutil.copy(_built_server(), self.folder / SERVER)
+        shutil.copy(built_server(), self.folder / SERVER)
         self._write(
             CONTROL,
             _WRAPPER.format(folder=shlex.quote(str(self.folder)), program=shlex.quote(program)),
@@ -142,9 +142,10 @@ class Client:
         self._process.stdout.close()
 
 
-def _built_server() -> Path:
+def built_server(*more_flags: str) -> Path:
     """The compiled server under `.cache/` of the checkout; several builders at once are safe, and alike."""
-    key = hashlib.sha256(_SOURCE.read_bytes() + " ".join(_FLAGS).encode()).hexdigest()[:16]
+    flags = [*_FLAGS, *more_flags]
+    key = hashlib.sha256(_SOURCE.read_bytes() + " ".join(flags).encode()).hexdigest()[:16]
     target = CHECKOUT / ".cache/simhost" / f"mps-server-{key}"
     if not target.exists():
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -152,7 +153,7 @@ def _built_server() -> Path:
         compiler = shutil.which("cc") or shutil.which("gcc")
         if not compiler:
             raise BuildError("simhost needs a C compiler: apt-get install gcc libc6-dev")
-        command = [compiler, *_FLAGS, str(_SOURCE), "-o", str(made)]
+        command = [compiler, *flags, str(_SOURCE), "-o", str(made)]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode != 0:
             raise BuildError(f"simhost: {' '.join(command)} failed:\n{done.stderr}")

@@ -33,9 +33,10 @@ def write_tree(root: Path, host: HostDescription) -> None:
     for folder in _FOLDERS:
         os.makedirs(root / folder, exist_ok=True)
     os.chmod(root / "tmp", 0o1777)
+    divided = ((_path_of(gpu), gpu.virtual_number) for gpu in host.gpus)
     _write(root / "etc/machine-id", f"{MACHINE_ID}\n")
     _write(root / "etc/yunion/host.conf", _HOST_CONF)
-    _write(root / "etc/yunion/host_container_device.yml", device_file(host.gpus))
+    _write(root / "etc/yunion/host_container_device.yml", device_file(divided))
     _write(root / "proc/driver/nvidia/version", _DRIVER.format(version=host.driver_version))
     (root / "dev/shm").chmod(0o1777)
     for node in ("nvidiactl", "nvidia-uvm"):
@@ -44,13 +45,17 @@ def write_tree(root: Path, host: HostDescription) -> None:
         plug_in(root, gpu)
 
 
-def device_file(gpus: Iterable[GpuDescription]) -> str:
-    """Return the host_container_device.yml of all GPUs; one without a render node goes by its UUID."""
+def device_file(divided: Iterable[tuple[str, object]]) -> str:
+    """Return the host_container_device.yml in which each of these GPUs has so many devices."""
     lines = ["devices:"]
-    for gpu in gpus:
-        path = gpu.uuid if gpu.render is None else f"/dev/dri/renderD{gpu.render}"
-        lines += [f"- path: {path}", "  type: NVIDIA_MPS", f"  virtual_number: {gpu.virtual_number}"]
+    for path, number in divided:
+        lines += [f"- path: {path}", "  type: NVIDIA_MPS", f"  virtual_number: {number}"]
     return "\n".join(lines) + "\n"
+
+
+def _path_of(gpu: GpuDescription) -> str:
+    """Return how the device file names the GPU: by its UUID where it has no render node."""
+    return gpu.uuid if gpu.render is None else f"/dev/dri/renderD{gpu.render}"
 
 
 def plug_in(root: Path, gpu: GpuDescription) -> None:

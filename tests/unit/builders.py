@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from yunion_mps.config import KEYS
 from yunion_mps.models import Config, DeviceEntry, Driver, Gpu, Inventory, Source
 
 HOST = "/etc/yunion/host.conf"
@@ -69,8 +70,8 @@ def config(*entries: DeviceEntry, **given: Any) -> Config:
         "cuda_mps_multiuser": False,
         "cuda_mps_combine": 1,
     }
-    unknown = set(given) - set(values)
+    unknown = set(given) - set(KEYS)
     assert not unknown, unknown
     written = {"enable_cuda_mps", *given}
-    sources = {name: Source(HOST, 9) if name in written else Source("default", None) for name in values}
+    sources = {name: Source(HOST, 9) if name in written else Source("default", None) for name in KEYS}
     return Config(**{**values, **given}, devices=entries, sources=sources)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from typing import NamedTuple
 
 import pytest
 from yunion_mps.daemon.run import drive
@@ -128,6 +131,39 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeStandIns]:
         yield make
 
 
+class AtWork(NamedTuple):
+    """A host, stand-ins for MPS servers and clients, a started supervisor, and the first job at work."""
+
+    host: SimHost
+    jobs: StandIns
+    made: Supervised
+    job: Client
+
+    def end(self) -> None:
+        """Have the job end, and its server."""
+        self.job.end()
+        for server in self.jobs.servers():
+            os.kill(server, signal.SIGKILL)
+
+
+@pytest.fixture
+def put_to_work(make_host: MakeHost, supervise: Supervise, stand_ins: MakeStandIns) -> PutToWork:
+    """Make a host with a job, its first GPUs divided into so many devices each, or all of them by four.
+
+    What is asked for last ends first: the job, or the stop of the supervisor would wait for it.
+    """
+
+    def make(description: Description, *numbers: int) -> AtWork:
+        host = make_host(description)
+        if numbers:
+            host.divide(*numbers)
+        jobs = stand_ins(host)
+        made = supervise(host).start()
+        return AtWork(host, jobs, made, attach(jobs, host))
+
+    return make
+
+
 def attach(stand_ins: StandIns, host: SimHost) -> Client:
     """A job at work, on the pipe directory of the default configuration."""
     return stand_ins.attached(host.root / "tmp/nvidia-mps/pipe")
@@ -139,11 +175,14 @@ def configure(host: SimHost, **keys: str) -> None:
     (host.root / "etc/yunion/host.conf").write_text("\n".join(lines) + "\n")
 
 
-def divide(host: SimHost, *numbers: int) -> None:
-    """Divide the first GPUs of the host into so many devices each, and leave the others alone."""
-    entry = "- path: {}\n  type: NVIDIA_MPS\n  virtual_number: {}\n"
-    entries = [entry.format(gpu.uuid, number) for gpu, number in zip(host.gpus, numbers)]
-    (host.root / "etc/yunion/host_container_device.yml").write_text("devices:\n" + "".join(entries))
+def budgets(made: Supervised) -> list[tuple[str, int]]:
+    """The devices' addresses, and how many MiB each client may use."""
+    return [(device["addr"], device["mps_memory_limit"]) for device in devices_json(made.snapshot)]
+
+
+def pid(made: Supervised) -> int | None:
+    """The PID of the first control daemon."""
+    return made.snapshot.domains[0].pid
 
 
 def modes(host: SimHost) -> list[str]:
@@ -152,3 +191,4 @@ def modes(host: SimHost) -> list[str]:
 
 Supervise = Callable[[SimHost], Supervised]
 MakeStandIns = Callable[[SimHost], StandIns]
+PutToWork = Callable[..., AtWork]

@@ -6,6 +6,7 @@ import os
 import select
 import signal
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -150,10 +151,14 @@ def test_a_process_that_is_gone_cannot_be_adopted() -> None:
 def test_environment_and_program_of_a_process_are_read_from_the_kernel(null: int) -> None:
     process = start("exec sleep 1000", {"PATH": "/usr/bin:/bin", "MARK": "a=b"}, null)
     try:
-        # posix_spawn returns after the exec of sh, which then becomes sleep.
-        poll = select.poll()
-        while not program_of(process.pid).endswith(("sleep", "coreutils", "busybox")):
-            poll.poll(1)
+        # posix_spawn returns after the exec of sh, which then becomes sleep: first without an environment.
+        end_s = time.monotonic() + 60
+        while not (
+            program_of(process.pid).endswith(("sleep", "coreutils", "busybox"))
+            and environment_of(process.pid)
+        ):
+            assert time.monotonic() < end_s, program_of(process.pid)
+            time.sleep(0.001)
         assert environment_of(process.pid)["MARK"] == "a=b"
     finally:
         process.kill()

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 from yunion_mps.errors import HostError
@@ -45,6 +46,10 @@ def store(paths: Paths) -> Iterator[OpenStore]:
 
 def open_descriptors() -> list[str]:
     return [number for number in os.listdir("/proc/self/fd") if os.path.lexists(f"/proc/self/fd/{number}")]
+
+
+#: What opens a file, whatever tests put in its place.
+CONNECT = sqlite3.connect
 
 
 def error_of(paths: Paths) -> HostError:
@@ -279,3 +284,19 @@ def test_a_file_that_cannot_be_written_any_more_is_an_error(paths: Paths, store:
     assert (caught.value.message, caught.value.hint) == (wanted, HINT)
     with pytest.raises(HostError, match="cannot be read: no such table"):
         opened.former_modes()
+
+
+def test_that_a_file_is_read_only_is_no_reason_to_move_it_away(
+    paths: Paths, store: OpenStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a file system that was mounted anew, read-only, after an error of its disk."""
+    store().close()
+
+    def read_only(file: str, **more: Any) -> sqlite3.Connection:
+        connection: sqlite3.Connection = CONNECT(f"file:{file}?mode=ro", uri=True, **more)
+        return connection
+
+    monkeypatch.setattr(sqlite3, "connect", read_only)
+    error = error_of(paths)
+    assert "readonly database" in error.message
+    assert error.hint.startswith(f"let root write there: findmnt -T {paths.state_directory}; ls -l ")

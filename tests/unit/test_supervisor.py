@@ -1,4 +1,4 @@
-"""All domains of a host: compute modes set and put back, GPUs that refuse, are lost and come back."""
+"""All domains of a host: GPUs that cannot serve, are lost and come back, and what is known of their jobs."""
 
 from __future__ import annotations
 
@@ -8,125 +8,11 @@ import time
 import pytest
 from yunion_mps.errors import DriverError
 from yunion_mps.service import devices_json
-from yunion_mps.store import Store
-from yunion_mps.supervisor.warnings import warnings
 
-from unit.supervised import MakeHost, MakeStandIns, Supervise, attach, modes
+from unit.supervised import MakeHost, MakeStandIns, Supervise, attach
 
 TWO = [{"kind": "v100"}, {"kind": "a100", "compute_mode": "prohibited"}]
 FIRST, SECOND = "0000:00:06.0", "0000:00:07.0"
-
-
-def test_compute_modes_are_set_and_on_a_stop_put_back_to_what_each_was(
-    make_host: MakeHost, supervise: Supervise
-) -> None:
-    host = make_host(TWO)
-    made = supervise(host).start()
-    assert modes(host) == ["exclusive_process", "exclusive_process"]
-    assert [gpu.compute_mode for gpu in made.snapshot.inventory.gpus] == ["Exclusive_Process"] * 2
-    made.stop()
-    assert modes(host) == ["default", "prohibited"]
-
-
-def test_modes_are_put_back_by_the_next_daemon_when_one_ended_without_doing_so(
-    make_host: MakeHost, supervise: Supervise
-) -> None:
-    host = make_host(TWO)
-    supervise(host).start().stop(put_back=False)
-    assert modes(host) == ["exclusive_process", "exclusive_process"]
-    supervise(host).start().stop()
-    assert modes(host) == ["default", "prohibited"]
-
-
-def test_the_mode_from_before_we_first_touched_it_counts_whatever_came_between(
-    make_host: MakeHost, supervise: Supervise
-) -> None:
-    host = make_host([{"kind": "v100"}])
-    supervise(host).start().stop(put_back=False)
-    host.gpus[0].compute_mode = "prohibited"
-    supervise(host).start().stop()
-    assert modes(host) == ["default"]
-
-
-def test_the_mode_of_a_gpu_that_is_no_longer_configured_is_put_back_at_the_next_start(
-    make_host: MakeHost, supervise: Supervise
-) -> None:
-    host = make_host(TWO)
-    supervise(host).start().stop(put_back=False)
-    entry = f"devices:\n- path: {host.gpus[0].uuid}\n  type: NVIDIA_MPS\n  virtual_number: 2\n"
-    (host.root / "etc/yunion/host_container_device.yml").write_text(entry)
-    made = supervise(host).start()
-    assert modes(host) == ["exclusive_process", "prohibited"]
-    made.stop()
-    assert modes(host) == ["default", "prohibited"]
-
-
-def test_keep_changes_no_mode_and_notes_none(make_host: MakeHost, supervise: Supervise) -> None:
-    host = make_host([{"kind": "v100"}, {"kind": "v100", "compute_mode": "exclusive_process"}],
-                     cuda_mps_compute_mode="keep")  # fmt: skip
-    made = supervise(host).start()
-    assert made.available == 8
-    assert modes(host) == ["default", "exclusive_process"]
-    made.stop()
-    assert modes(host) == ["default", "exclusive_process"]
-    store = Store(made.paths)
-    assert store.former_modes() == {}
-    assert store.domains() == [], "its control daemon has ended"
-    store.close()
-
-
-def test_a_gpu_whose_mode_is_right_already_is_not_touched(make_host: MakeHost, supervise: Supervise) -> None:
-    host = make_host([{"kind": "v100", "compute_mode": "exclusive_process"}])
-    host.fail("nvmlDeviceSetComputeMode", "no_permission")
-    made = supervise(host).start()
-    assert made.available == 4
-    made.stop()
-    assert modes(host) == ["exclusive_process"]
-
-
-@pytest.mark.parametrize("scope", ["host", "gpu"])
-@pytest.mark.parametrize(
-    ("error", "words"),
-    [
-        ("no_permission", "NVML does not permit this"),
-        ("not_supported", "the driver does not support this on the GPU"),
-    ],
-)
-def test_a_gpu_whose_mode_cannot_be_set_is_not_served_and_the_others_are(
-    make_host: MakeHost,
-    supervise: Supervise,
-    caplog: pytest.LogCaptureFixture,
-    scope: str,
-    error: str,
-    words: str,
-) -> None:
-    caplog.set_level(logging.INFO)
-    host = make_host(TWO, cuda_mps_scope=scope)
-    host.fail("nvmlDeviceSetComputeMode", error, gpu=0)
-    made = supervise(host).start()
-    reason = {FIRST: f"its compute mode cannot be set: {words}"}
-    assert made.snapshot.plan.unavailable == reason
-    assert {device["gpu_uuid"] for device in devices_json(made.snapshot)} == {host.gpus[1].uuid}
-    assert made.available == 4
-    assert [domain.plan.gpu_uuids for domain in made.snapshot.domains] == [(host.gpus[1].uuid,)]
-    assert any(f"GPU {host.gpus[0].uuid}: compute mode cannot be set: {words}" in m for m in caplog.messages)
-    made.rescan()
-    assert made.snapshot.plan.unavailable == reason
-    made.stop()
-    assert modes(host) == ["default", "prohibited"]
-    assert not [m for m in caplog.messages if "cannot be put back" in m or "is back" in m]
-
-
-def test_when_no_gpus_mode_can_be_set_nothing_is_started(make_host: MakeHost, supervise: Supervise) -> None:
-    host = make_host(TWO)
-    host.fail("nvmlDeviceSetComputeMode", "no_permission")
-    made = supervise(host)
-    with pytest.raises(DriverError) as caught:
-        made.supervisor.start(time.monotonic())
-    assert caught.value.message == "no GPU's compute mode can be set: NVML does not permit this"
-    assert caught.value.hint == "run as root: systemctl start yunion-mps-daemon"
-    assert not (host.root / "tmp/nvidia-mps/log/control.log").exists()
-    assert modes(host) == ["default", "prohibited"]
 
 
 def test_a_gpu_that_is_lost_and_back_while_running_shows_in_the_snapshot(
@@ -173,34 +59,6 @@ def test_a_driver_that_answers_no_more_takes_all_devices_and_coming_back_gives_t
     assert made.available == 8
 
 
-def test_a_mode_that_somebody_changes_meanwhile_is_warned_of(
-    make_host: MakeHost, supervise: Supervise
-) -> None:
-    host = make_host(TWO)
-    made = supervise(host).start()
-    assert list(warnings(made.snapshot)) == []
-    host.gpus[0].compute_mode = "default"
-    (warning,) = warnings(made.rescan())
-    assert warning == (
-        "GPU 00:06.0 (Tesla V100-SXM2-16GB): its compute mode is Default, not Exclusive_Process; "
-        "a process that misses the control daemon would use it without limits"
-    )
-
-
-def test_a_gpu_that_is_lost_at_the_stop_is_put_back_by_the_next_daemon(
-    make_host: MakeHost, supervise: Supervise, caplog: pytest.LogCaptureFixture
-) -> None:
-    host = make_host(TWO)
-    made = supervise(host).start()
-    host.gpus[1].lose()
-    made.stop()
-    assert f"GPU {host.gpus[1].uuid}: compute mode Prohibited cannot be put back" in caplog.text
-    host.gpus[1].restore()
-    assert modes(host) == ["default", "exclusive_process"]
-    supervise(host).start().stop()
-    assert modes(host) == ["default", "prohibited"]
-
-
 def test_gpus_that_cannot_serve_are_told_and_nothing_is_started(
     make_host: MakeHost, supervise: Supervise
 ) -> None:
@@ -211,30 +69,6 @@ def test_gpus_that_cannot_serve_are_told_and_nothing_is_started(
     assert made.snapshot.notice == f"no GPU of this host can serve MPS devices ({FIRST}: {reason})"
     assert devices_json(made.snapshot) == []
     assert not (host.root / "tmp/nvidia-mps").exists()
-
-
-def test_what_was_put_back_is_forgotten_so_that_the_operator_s_own_later_mode_is_kept(
-    make_host: MakeHost, supervise: Supervise
-) -> None:
-    host = make_host([{"kind": "v100"}])
-    supervise(host).start().stop()
-    assert modes(host) == ["default"]
-    host.gpus[0].compute_mode = "prohibited"
-    supervise(host).start().stop()
-    assert modes(host) == ["prohibited"]
-
-
-def test_no_mode_is_set_any_more_once_a_stop_has_begun(make_host: MakeHost, supervise: Supervise) -> None:
-    """A look at the GPUs may be under way on a thread, and come to its end after the modes were put back."""
-    host = make_host([{"kind": "v100"}])
-    made = supervise(host).start()
-    host.gpus[0].compute_mode = "default"
-    made.rescan()
-    work = made.supervisor.mode_work()
-    assert [change.after for change in work.changes] == ["Exclusive_Process"]
-    made.stop()
-    assert made.supervisor.set_modes(work) == ({}, {})
-    assert modes(host) == ["default"]
 
 
 def test_a_fatal_xid_takes_the_devices_of_its_gpu_until_it_was_reset(

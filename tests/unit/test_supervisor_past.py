@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import signal
 import time
 from contextlib import closing
 
@@ -18,12 +16,10 @@ from yunion_mps.store import Store
 from simhost import SimHost
 from unit.supervised import (
     MakeHost,
-    MakeStandIns,
+    PutToWork,
     Supervise,
     Supervised,
-    attach,
     configure,
-    divide,
     modes,
 )
 
@@ -56,12 +52,10 @@ def test_modes_are_put_back_where_mps_was_disabled_since_and_no_control_daemon_r
 
 
 def test_a_control_daemon_with_jobs_where_mps_was_disabled_since_goes_on_until_it_has_none(
-    make_host: MakeHost, supervise: Supervise, stand_ins: MakeStandIns
+    put_to_work: PutToWork, supervise: Supervise
 ) -> None:
-    host = make_host(TWO)
-    jobs = stand_ins(host)
-    pid = killed(supervise(host).start())
-    client = attach(jobs, host)
+    at_work = put_to_work(TWO)
+    host, pid = at_work.host, killed(at_work.made)
     configure(host, enable_cuda_mps="false")
     made = supervise(host).start()
     (domain,) = made.snapshot.domains
@@ -69,9 +63,7 @@ def test_a_control_daemon_with_jobs_where_mps_was_disabled_since_goes_on_until_i
     assert domain.pending.startswith("it ends when its MPS server")
     made.set_modes()
     assert modes(host) == ["exclusive_process"] * 2
-    client.end()
-    for server in jobs.servers():
-        os.kill(server, signal.SIGKILL)
+    at_work.end()
     made.until(lambda: not made.snapshot.domains)
     made.set_modes()
     assert modes(host) == ["default"] * 2
@@ -140,20 +132,16 @@ def test_a_gpu_that_has_come_back_is_served_once_the_survivor_has_no_jobs_and_th
 
 
 def test_no_second_control_daemon_is_started_for_a_gpu_that_one_with_jobs_serves_elsewhere(
-    make_host: MakeHost, supervise: Supervise, stand_ins: MakeStandIns
+    put_to_work: PutToWork, supervise: Supervise
 ) -> None:
     """As after a reload that waits for the jobs: nothing needs a human, and nobody is refused what he has."""
-    host = make_host(TWO)
-    jobs = stand_ins(host)
-    pid = killed(supervise(host).start())
-    client = attach(jobs, host)
+    at_work = put_to_work(TWO)
+    host, pid = at_work.host, killed(at_work.made)
     configure(host, cuda_mps_scope="gpu")
     made = supervise(host).start()
     assert [domain.pid for domain in made.snapshot.domains] == [pid, None, None]
     assert made.available == 8
-    client.end()
-    for server in jobs.servers():
-        os.kill(server, signal.SIGKILL)
+    at_work.end()
     made.until(lambda: len(made.snapshot.domains) == 2 and made.available == 8)
     made.stop()
     assert modes(host) == ["default"] * 2
@@ -229,12 +217,10 @@ def test_a_gpu_whose_mig_mode_is_turned_on_while_it_serves_is_unavailable_with_t
 
 
 def test_a_lost_gpu_has_its_devices_back_when_it_returns_after_a_restart_and_nothing_is_pending(
-    make_host: MakeHost, supervise: Supervise, stand_ins: MakeStandIns
+    put_to_work: PutToWork, supervise: Supervise
 ) -> None:
-    host = make_host(TWO)
-    jobs = stand_ins(host)
-    pid = killed(supervise(host).start())
-    attach(jobs, host)
+    at_work = put_to_work(TWO)
+    host, pid = at_work.host, killed(at_work.made)
     host.gpus[1].lose()
     made = supervise(host).start()
     assert (made.snapshot.domains[0].pid, made.available) == (pid, 4)
@@ -245,20 +231,15 @@ def test_a_lost_gpu_has_its_devices_back_when_it_returns_after_a_restart_and_not
 
 
 def test_a_gpu_that_was_taken_out_of_the_file_is_let_go_also_after_a_restart(
-    make_host: MakeHost, supervise: Supervise, stand_ins: MakeStandIns
+    put_to_work: PutToWork, supervise: Supervise
 ) -> None:
-    host = make_host(TWO)
-    divide(host, 4, 4)
-    jobs = stand_ins(host)
-    pid = killed(supervise(host).start())
-    client = attach(jobs, host)
-    divide(host, 4)
+    at_work = put_to_work(TWO, 4, 4)
+    host, pid = at_work.host, killed(at_work.made)
+    host.divide(4)
     made = supervise(host).start()
     made.until(lambda: bool(made.snapshot.domains[0].pending))
     assert (made.snapshot.domains[0].pid, made.available) == (pid, 8), "a job may use either"
-    client.end()
-    for server in jobs.servers():
-        os.kill(server, signal.SIGKILL)
+    at_work.end()
     made.until(lambda: made.available == 4 and made.snapshot.domains[0].pid not in (None, pid))
     assert made.snapshot.domains[0].plan.gpu_uuids == (host.gpus[0].uuid,)
     made.set_modes()

@@ -1,8 +1,6 @@
-"""Another configuration: what differs is touched and nothing else, and no running job loses its budget."""
+"""Another configuration: what differs is touched and nothing else."""
 
 from __future__ import annotations
-
-import time
 
 import pytest
 from yunion_mps.errors import ConfigError, HostError
@@ -10,27 +8,10 @@ from yunion_mps.examination import examine
 from yunion_mps.service import devices_json
 from yunion_mps.supervisor.warnings import warnings
 
-from unit.supervised import (
-    MakeHost,
-    MakeStandIns,
-    Supervise,
-    Supervised,
-    attach,
-    configure,
-    divide,
-    modes,
-)
+from unit.supervised import MakeHost, Supervise, budgets, configure, modes, pid
 
 TWO = [{"kind": "v100"}, {"kind": "a100"}]
 A100_MIB = 40960
-
-
-def budgets(made: Supervised) -> list[tuple[str, int]]:
-    return [(device["addr"], device["mps_memory_limit"]) for device in devices_json(made.snapshot)]
-
-
-def pid(made: Supervised) -> int | None:
-    return made.snapshot.domains[0].pid
 
 
 def test_files_that_did_not_change_change_nothing(make_host: MakeHost, supervise: Supervise) -> None:
@@ -45,10 +26,10 @@ def test_other_numbers_of_devices_come_into_force_at_once_where_no_job_runs(
     make_host: MakeHost, supervise: Supervise
 ) -> None:
     host = make_host(TWO)
-    divide(host, 2, 4)
+    host.divide(2, 4)
     made = supervise(host).start()
     before = pid(made)
-    divide(host, 4, 4)
+    host.divide(4, 4)
     (change,) = made.reload()
     assert change == ("budget", "00:06.0", "2 x 8192 MiB, 50 %", "4 x 4096 MiB, 25 %", "at once")
     assert pid(made) == before, "the control daemon goes on"
@@ -59,105 +40,6 @@ def test_other_numbers_of_devices_come_into_force_at_once_where_no_job_runs(
     assert [(event.subject, event.what, event.consequence) for event in told] == [
         ("budget 00:06.0", "2 x 8192 MiB, 50 % -> 4 x 4096 MiB, 25 %", "it counts at once")
     ]
-
-
-def test_a_budget_is_pending_while_a_job_runs_and_in_force_when_its_server_has_ended(
-    make_host: MakeHost, supervise: Supervise, stand_ins: MakeStandIns
-) -> None:
-    host = make_host([{"kind": "v100"}])
-    divide(host, 2)
-    jobs = stand_ins(host)
-    made = supervise(host).start()
-    client = attach(jobs, host)
-    (server,) = jobs.servers()
-    divide(host, 4)
-    (change,) = made.reload()
-    assert change.effect == f"when its MPS server (PID {server}) has ended"
-    (domain,) = made.snapshot.domains
-    assert domain.state == "ready"
-    assert str(server) in domain.pending
-    assert budgets(made) == [("00:06.0-0", 8192), ("00:06.0-1", 8192)], "what clients get is what is shown"
-    assert made.available == 2
-    client.end()
-    made.supervisor.note_processes({host.gpus[0].uuid: {server: 30}}, time.monotonic())
-    made.until(lambda: not made.snapshot.domains[0].pending)
-    assert [mib for _, mib in budgets(made)] == [4096] * 4
-    assert jobs.servers() == [], "a server without jobs was asked to end"
-    assert [event.what for event in made.events if event.kind == "limit"] == ["the new limits are in force"]
-
-
-def test_a_pending_budget_is_still_pending_for_the_next_daemon(
-    make_host: MakeHost, supervise: Supervise, stand_ins: MakeStandIns
-) -> None:
-    host = make_host([{"kind": "v100"}])
-    divide(host, 2)
-    jobs = stand_ins(host)
-    first = supervise(host).start()
-    client = attach(jobs, host)
-    divide(host, 4)
-    first.reload()
-    again = supervise(host).start()
-    assert pid(again) == pid(first)
-    assert again.snapshot.domains[0].state == "ready"
-    assert again.snapshot.domains[0].pending
-    assert [mib for _, mib in budgets(again)] == [8192] * 2
-    client.end()
-    for server in jobs.servers():
-        again.supervisor.note_processes({host.gpus[0].uuid: {server: 30}}, time.monotonic())
-    again.until(lambda: not again.snapshot.domains[0].pending)
-    assert [mib for _, mib in budgets(again)] == [4096] * 4
-
-
-def test_a_configuration_that_changed_while_no_daemon_ran_is_pending_too(
-    make_host: MakeHost, supervise: Supervise, stand_ins: MakeStandIns
-) -> None:
-    host = make_host([{"kind": "v100"}])
-    divide(host, 2)
-    jobs = stand_ins(host)
-    first = supervise(host).start()
-    attach(jobs, host)
-    divide(host, 4)
-    again = supervise(host).start()
-    assert again.snapshot.domains[0].state == "ready"
-    assert again.snapshot.domains[0].pending
-    assert [mib for _, mib in budgets(again)] == [8192] * 2
-    assert pid(again) == pid(first)
-
-
-def test_a_change_that_is_taken_back_is_pending_no_more(
-    make_host: MakeHost, supervise: Supervise, stand_ins: MakeStandIns
-) -> None:
-    host = make_host([{"kind": "v100"}])
-    divide(host, 2)
-    jobs = stand_ins(host)
-    made = supervise(host).start()
-    attach(jobs, host)
-    divide(host, 4)
-    made.reload()
-    assert made.snapshot.domains[0].pending
-    told = len(made.events)
-    made.reload()
-    assert len([event for event in made.events[told:] if event.kind == "configuration"]) == 0
-    divide(host, 2)
-    made.reload()
-    assert made.snapshot.domains[0].pending == ""
-    assert [mib for _, mib in budgets(made)] == [8192] * 2
-
-
-def test_a_change_that_is_taken_back_while_no_daemon_runs_is_no_change(
-    make_host: MakeHost, supervise: Supervise, stand_ins: MakeStandIns
-) -> None:
-    host = make_host([{"kind": "v100"}])
-    divide(host, 2)
-    jobs = stand_ins(host)
-    first = supervise(host).start()
-    attach(jobs, host)
-    divide(host, 4)
-    first.reload()
-    divide(host, 2)
-    again = supervise(host).start()
-    assert (again.snapshot.domains[0].state, again.snapshot.domains[0].pending) == ("ready", "")
-    assert [mib for _, mib in budgets(again)] == [8192] * 2
 
 
 def test_a_reload_tries_at_once_what_waited_for_somebody_to_mend_it(
@@ -174,55 +56,12 @@ def test_a_reload_tries_at_once_what_waited_for_somebody_to_mend_it(
     made.until(lambda: made.available == 8)
 
 
-def test_now_ends_the_servers_that_a_pending_change_waits_for(
-    make_host: MakeHost, supervise: Supervise, stand_ins: MakeStandIns
-) -> None:
-    host = make_host([{"kind": "v100"}])
-    divide(host, 2)
-    jobs = stand_ins(host)
-    made = supervise(host).start()
-    client = attach(jobs, host)
-    divide(host, 4)
-    made.reload()
-    made.supervisor.renew(time.monotonic(), force=True)
-    made.until(lambda: not made.snapshot.domains[0].pending)
-    assert client.says() == "server gone"
-    assert [mib for _, mib in budgets(made)] == [4096] * 4
-
-
-def test_other_control_daemons_wait_for_the_end_of_the_jobs_on_those_that_run(
-    make_host: MakeHost, supervise: Supervise, stand_ins: MakeStandIns
-) -> None:
-    host = make_host(TWO)
-    jobs = stand_ins(host)
-    made = supervise(host).start()
-    client = attach(jobs, host)
-    before = pid(made)
-    configure(host, cuda_mps_scope="gpu")
-    changes = made.accept()
-    assert [change.kind for change in changes] == ["control daemon"] * 3
-    assert changes[0].effect.startswith("when its MPS server")
-    first, *others = made.snapshot.domains
-    assert (first.pid, first.state, made.available) == (before, "ready", 8)
-    assert first.pending == "it ends when its MPS servers have ended, for the configuration has changed"
-    why = "it waits for the end of the control daemon that serves its GPUs now"
-    assert [(other.plan.name, other.reason) for other in others] == [("00:06.0", why), ("00:07.0", why)]
-    client.end()
-    uuids = [gpu.uuid for gpu in host.gpus]
-    made.supervisor.note_processes(
-        {uuid: dict.fromkeys(jobs.servers(), 30) for uuid in uuids}, time.monotonic()
-    )
-    made.until(lambda: len(made.snapshot.domains) == 2 and made.supervisor.started)
-    assert [domain.plan.gpu_uuids for domain in made.snapshot.domains] == [(uuid,) for uuid in uuids]
-    assert made.available == 8
-
-
 def test_a_gpu_more_is_served_and_its_mode_set(make_host: MakeHost, supervise: Supervise) -> None:
     host = make_host(TWO, cuda_mps_scope="gpu")
-    divide(host, 2)
+    host.divide(2)
     made = supervise(host).start()
     before = pid(made)
-    divide(host, 2, 2)
+    host.divide(2, 2)
     changes = made.reload()
     assert [(change.kind, change.effect) for change in changes] == [
         ("control daemon", "at once"),
@@ -236,10 +75,10 @@ def test_a_gpu_more_is_served_and_its_mode_set(make_host: MakeHost, supervise: S
 
 def test_a_gpu_less_is_let_go_and_its_mode_put_back(make_host: MakeHost, supervise: Supervise) -> None:
     host = make_host(TWO, cuda_mps_scope="gpu")
-    divide(host, 2, 2)
+    host.divide(2, 2)
     made = supervise(host).start()
     before = pid(made)
-    divide(host, 2)
+    host.divide(2)
     made.reload()
     made.until(lambda: len(made.snapshot.domains) == 1)
     made.set_modes()
@@ -289,11 +128,15 @@ def test_keep_gives_the_modes_back_and_exclusive_takes_them_again(
 ) -> None:
     host = make_host(TWO)
     made = supervise(host).start()
+    control = made.snapshot.domains[0].pid
     configure(host, cuda_mps_compute_mode="keep")
-    made.reload()
-    assert modes(host) == ["exclusive_process"] * 2, "jobs may be at work under it"
-    made.stop()
+    gone = [("00:06.0", "Exclusive_Process", "as it was"), ("00:07.0", "Exclusive_Process", "as it was")]
+    assert [change[1:4] for change in made.reload()] == gone
     assert modes(host) == ["default"] * 2
+    configure(host, cuda_mps_compute_mode="exclusive_process")
+    assert [change.effect for change in made.reload()] == ["at once"] * 2
+    assert modes(host) == ["exclusive_process"] * 2
+    assert made.snapshot.domains[0].pid == control
 
 
 @pytest.mark.parametrize(
@@ -337,12 +180,12 @@ def test_a_place_that_is_taken_is_refused_before_anything_is_changed(
 
 def test_a_gpu_that_is_lost_meanwhile_keeps_its_place(make_host: MakeHost, supervise: Supervise) -> None:
     host = make_host(TWO)
-    divide(host, 2, 2)
+    host.divide(2, 2)
     made = supervise(host).start()
     before = pid(made)
     host.gpus[1].lose()
     made.rescan()
-    divide(host, 4, 2)
+    host.divide(4, 2)
     made.reload()
     assert (pid(made), made.available) == (before, 4)
     assert len(devices_json(made.snapshot)) == 6
@@ -353,10 +196,10 @@ def test_a_gpu_that_is_lost_meanwhile_keeps_its_place(make_host: MakeHost, super
 
 def test_what_would_change_is_told_and_not_done(make_host: MakeHost, supervise: Supervise) -> None:
     host = make_host([{"kind": "v100"}])
-    divide(host, 2)
+    host.divide(2)
     made = supervise(host).start()
     before = made.snapshot
-    divide(host, 4)
+    host.divide(4)
     configure(host, cuda_mps_stop_timeout_s="60")
     _, changes = made.supervisor.examine(examine(made.paths, made.supervisor.nvml))
     assert [change[:4] for change in changes] == [

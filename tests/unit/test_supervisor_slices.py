@@ -12,7 +12,7 @@ from yunion_mps.service import Service
 from yunion_mps.supervisor.fleet import from_json, to_json
 
 from simhost import SimHost
-from unit.supervised import MakeHost, MakeStandIns, Supervise, attach, divide
+from unit.supervised import MakeHost, MakeStandIns, Supervise, attach
 
 V100 = [{"kind": "v100"}]
 V100_MIB = 16384
@@ -72,7 +72,7 @@ def test_slices_come_into_force_with_the_largest_as_the_limit(
     make_host: MakeHost, supervise: Supervise
 ) -> None:
     host = make_host(V100)
-    divide(host, 4)
+    host.divide(4)
     made = supervise(host).start()
     write(host, SLICES)
     (change,) = made.reload()
@@ -92,7 +92,7 @@ def test_a_pool_comes_into_force_with_all_of_it_as_the_limit_and_is_no_unused_gp
     make_host: MakeHost, supervise: Supervise
 ) -> None:
     host = make_host(V100)
-    divide(host, 4)
+    host.divide(4)
     made = supervise(host).start()
     write(host, "memory_unit: 128MiB")
     (change,) = made.reload()

@@ -20,7 +20,7 @@ def processes_of_xids(paths: Paths) -> list[tuple[str, int, int]]:
     Empty where the log cannot be read, as in a container.
     """
     found = []
-    for record in _records(paths.kernel_log):
+    for record in records(paths.kernel_log) or []:
         for bus, xid, pid in _XID.findall(record):
             address = normal_address(bus.decode() if bus.count(b".") else f"{bus.decode()}.0")
             if address:
@@ -28,14 +28,15 @@ def processes_of_xids(paths: Paths) -> list[tuple[str, int, int]]:
     return found
 
 
-def _records(path: str) -> list[bytes]:
-    records: list[bytes] = []
+def records(path: str) -> list[bytes] | None:
+    """The log's records, the oldest first; None where it cannot be read."""
     try:
         log = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
-        return records
+        return None
+    found: list[bytes] = []
     try:
-        while len(records) < _MOST_RECORDS:
+        while len(found) < _MOST_RECORDS:
             try:
                 record = os.read(log, 8192)
             except BrokenPipeError:  # it was overwritten while we read: the next one is there
@@ -44,7 +45,7 @@ def _records(path: str) -> list[bytes]:
                 break
             if not record:
                 break
-            records.append(record)
+            found.append(record)
     finally:
         os.close(log)
-    return records
+    return found

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 
 from yunion_mps.errors import HostError
@@ -42,12 +42,15 @@ class Journal:
         self._set_aside = ""
         #: Why events cannot be written now, empty where they can.
         self.trouble = ""
+        #: How many were recorded, by kind and severity.
+        self.counts: Counter[tuple[str, str]] = Counter()
         #: What is to be called, once, with the next event.
         self.waiting: list[Callable[[], None]] = []
 
     def record(self, event: Event) -> None:
         """Keep the event, with the time that it is now."""
         self._nameless.append((time.time(), event))
+        self.counts[event.kind, event.severity] += 1
         self.flush()
 
     def flush(self) -> None:

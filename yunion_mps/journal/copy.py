@@ -12,6 +12,8 @@ from yunion_mps.models import Event
 
 #: A file of it is followed by the next when it has so many bytes; two are kept, of some 2,000 events each.
 _LARGEST = 512 * 1024
+#: A larger id is none of ours, and no id that SQLite can keep could follow it.
+_MOST_EVENTS_EVER = 1 << 62
 
 
 class Copy:
@@ -43,7 +45,9 @@ class Copy:
         for name in (self._older, self.file):
             with contextlib.suppress(OSError), open(name, encoding="utf-8", errors="replace") as file:
                 for line in file:
-                    with contextlib.suppress(ValueError, TypeError):
+                    with contextlib.suppress(ValueError, TypeError, OverflowError, RecursionError):
                         number, time_s, *fields = json.loads(line)
-                        found[int(number)] = Recorded(int(number), float(time_s), Event(*map(str, fields)))
+                        if 0 < int(number) < _MOST_EVENTS_EVER:
+                            event = Event(*map(str, fields))
+                            found[int(number)] = Recorded(int(number), float(time_s), event)
         return [found[number] for number in sorted(found)]

@@ -1,4 +1,7 @@
-"""Taking over a control daemon that an earlier daemon of ours left running, and nobody else's."""
+"""Taking over a control daemon that an earlier daemon of ours left running.
+
+Somebody else's is left alone, but for one that we were told to take over (see `taken_over`).
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from typing import NamedTuple, TypeVar
 from yunion_mps.errors import HostError
 from yunion_mps.models import DomainPlan, Pool, Slice
 from yunion_mps.mps.control import PROGRAM, Peer, client_variables, peer_of
+from yunion_mps.mps.taken_over import TakenOver, taken_over
 from yunion_mps.process import Process, all_pids, environment_of, name_of, program_of, uid_of
 
 #: Marks a control daemon as ours, in the environment that it was started with.
@@ -18,10 +22,14 @@ Part = TypeVar("Part", Slice, Pool)
 
 
 class Found(NamedTuple):
-    """A control daemon of ours that runs already, and the domain as it serves it."""
+    """A control daemon of ours that runs already, and the domain as it serves it.
+
+    `taken_over` is what is noted of one that somebody else has started.
+    """
 
     process: Process
     plan: DomainPlan
+    taken_over: TakenOver | None = None
 
 
 class Left(NamedTuple):
@@ -64,15 +72,20 @@ def find(plan: DomainPlan) -> Found | None:
     environment = environment_of(peer.pid)
     if not _is_ours(peer, environment, place):
         what = f"a control daemon (PID {peer.pid}, uid {peer.uid}), not started by us, already serves {place}"
+        if could_be_ours(peer):
+            hint += f"; or go on with it and its jobs: yunion-mps-daemon --take-over {peer.pid}"
         raise HostError(what, hint)
-    serves = _served(environment)
+    taken = taken_over(peer.pid)
+    if taken:
+        taken.refuse_other_limits(plan)
+    serves = _served(peer.pid, environment)
     if not set(serves) & set(plan.gpu_uuids):
         what = f"the control daemon (PID {peer.pid}) that an earlier yunion-mps-daemon left in {place}"
         raise HostError(f"{what} serves none of its GPUs", hint)
     process = Process.adopt(peer.pid)
     log_directory = environment.get("CUDA_MPS_LOG_DIRECTORY", plan.log_directory)
     served = as_served(plan, plan._replace(log_directory=log_directory, gpu_uuids=serves))
-    return Found(process, served) if process else None
+    return Found(process, served, taken) if process else None
 
 
 def left_behind(pipe_directory: str) -> Left | None:
@@ -80,7 +93,7 @@ def left_behind(pipe_directory: str) -> Left | None:
     peer = _serving(pipe_directory)
     environment = environment_of(peer.pid) if peer else {}
     if peer and _is_ours(peer, environment, pipe_directory):
-        return Left(peer.pid, _served(environment))
+        return Left(peer.pid, _served(peer.pid, environment))
     return None
 
 
@@ -100,14 +113,23 @@ def _serving(pipe_directory: str) -> Peer | None:
     return None
 
 
-def _served(environment: dict[str, str]) -> tuple[str, ...]:
-    return tuple(environment.get("CUDA_VISIBLE_DEVICES", "").split(","))
+def _served(pid: int, environment: dict[str, str]) -> tuple[str, ...]:
+    taken = taken_over(pid)
+    return taken.gpu_uuids if taken else tuple(environment.get("CUDA_VISIBLE_DEVICES", "").split(","))
 
 
 def _is_ours(peer: Peer, environment: dict[str, str], pipe_directory: str) -> bool:
-    named = environment.get("CUDA_MPS_PIPE_DIRECTORY") == pipe_directory
-    program = program_of(peer.pid).rpartition("/")[2]
-    return peer.uid in (0, os.geteuid()) and program == PROGRAM and MARK in environment and named
+    if not could_be_ours(peer):
+        return False
+    if MARK in environment:
+        return environment.get("CUDA_MPS_PIPE_DIRECTORY") == pipe_directory
+    taken = taken_over(peer.pid)
+    return taken is not None and taken.pipe_directory == pipe_directory
+
+
+def could_be_ours(peer: Peer) -> bool:
+    """Whether it is NVIDIA's control program, and root's or of our user."""
+    return peer.uid in (0, os.geteuid()) and program_of(peer.pid).rpartition("/")[2] == PROGRAM
 
 
 def as_served(plan: DomainPlan, running: DomainPlan) -> DomainPlan:

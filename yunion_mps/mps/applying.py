@@ -42,12 +42,14 @@ class Applying:
         setting: bool,
         has_served: bool,
         idle: bool,
+        strange: bool = False,
     ) -> None:
         """Begin; `now` is what is in force as far as we know.
 
         `setting`: the limits are set without asking first. `has_served`: it may have jobs, so where another
         front-end has its ear, it is asked again for good. `idle`: no job uses its GPUs, so a server that is
-        in the way may be asked to end.
+        in the way may be asked to end. `strange`: somebody else has started it, and nobody has noted what its
+        servers have; where that is not what is wanted, they are taken for ones with other limits.
         """
         self._program = program
         self._known = now
@@ -56,6 +58,7 @@ class Applying:
         self._idle = idle
         self._first: list[str] = []
         self._has_served = has_served
+        self._strange = strange
         self._give_up_s = None if has_served else now_s + OCCUPIED_TIMEOUT_S
         self._again_s = 0.0
         #: Why it takes longer than usual, empty where it does not.
@@ -124,9 +127,11 @@ class Applying:
         old = tuple(pid for pid in self._known.old_servers if pid in servers)
         if self._setting:
             limits.check(self._target, said)
-            if before != self._target or not self._has_served:
+            if before != self._target or not self._has_served or self._strange:
                 old = servers  # of a new control daemon too: a job may have come before the limits did
         elif not limits.match(self._target, said):
+            if self._strange:
+                return None
             if set(servers) - set(self._known.old_servers) and not limits.match(self._asked(before), said):
                 self._make_way(servers)
             elif before == self._target:  # a change was taken back: the servers have what is wanted

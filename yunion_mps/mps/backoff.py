@@ -16,12 +16,9 @@ class Backoff:
     def __init__(self) -> None:
         self._deaths = 0
 
-    def served(self, for_s: float) -> None:
-        """It served for so long before it ended."""
-        if for_s >= STABLE_S:
+    def next_wait_s(self, served_s: float = 0.0) -> float | None:
+        """Count a death after so long in service; the wait before the next start, None for a slow retry."""
+        if served_s >= STABLE_S:
             self._deaths = 0
-
-    def next_wait_s(self) -> float | None:
-        """Count a death; the wait before the next start, None once only a slow retry is left."""
         self._deaths += 1
         return WAITS_S[self._deaths - 1] if self._deaths <= len(WAITS_S) else None

@@ -95,32 +95,32 @@ def peers(pipe_directory: str) -> Iterator[int]:
     """The inodes at the other ends of the connections; raises OSError where nobody tells."""
     # The second is where root's front-ends connect (measured).
     places = {f"{pipe_directory}/{name}".encode() for name in ("control", "control_privileged")}
-    for state, attributes in _sockets():
-        name = attributes.get(_NAME, b"").rstrip(b"\0")
-        if state == _ESTABLISHED and name in places and _PEER in attributes:
-            yield struct.unpack("=I", attributes[_PEER])[0]
-
-
-def _sockets() -> Iterator[tuple[int, dict[int, bytes]]]:
-    """State and attributes of every Unix socket of this network namespace."""
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _NETLINK_SOCK_DIAG) as netlink:
-        netlink.settimeout(_TIMEOUT_S)
-        anybody = 0xFFFFFFFF
-        question = _QUESTION.pack(
-            socket.AF_UNIX, 0, 0, 1 << _ESTABLISHED, 0, _SHOW_NAME | _SHOW_PEER, anybody, anybody
-        )
-        size = _HEADER.size + len(question)
-        netlink.send(_HEADER.pack(size, _SOCK_DIAG_BY_FAMILY, _REQUEST_DUMP, 1, 0) + question)
-        while True:
-            text = netlink.recv(1 << 16)
-            place = 0
-            while place + _HEADER.size <= len(text):
-                length, kind, _, _, _ = _HEADER.unpack_from(text, place)
-                if kind != _SOCK_DIAG_BY_FAMILY or length < _HEADER.size:  # the end, or an error
-                    return
-                body = text[place + _HEADER.size : place + length]
-                yield _ANSWER.unpack_from(body)[2], dict(_attributes(body[_ANSWER.size :]))
-                place += _aligned(length)
+        for state, attributes in _sockets(netlink):
+            name = attributes.get(_NAME, b"").rstrip(b"\0")
+            if state == _ESTABLISHED and name in places and _PEER in attributes:
+                yield struct.unpack("=I", attributes[_PEER])[0]
+
+
+def _sockets(netlink: socket.socket) -> Iterator[tuple[int, dict[int, bytes]]]:
+    """State and attributes of every Unix socket of the network namespace that the kernel is asked about."""
+    netlink.settimeout(_TIMEOUT_S)
+    anybody = 0xFFFFFFFF
+    question = _QUESTION.pack(
+        socket.AF_UNIX, 0, 0, 1 << _ESTABLISHED, 0, _SHOW_NAME | _SHOW_PEER, anybody, anybody
+    )
+    size = _HEADER.size + len(question)
+    netlink.send(_HEADER.pack(size, _SOCK_DIAG_BY_FAMILY, _REQUEST_DUMP, 1, 0) + question)
+    while True:
+        text = netlink.recv(1 << 16)
+        place = 0
+        while place + _HEADER.size <= len(text):
+            length, kind, _, _, _ = _HEADER.unpack_from(text, place)
+            if kind != _SOCK_DIAG_BY_FAMILY or length < _HEADER.size:  # the end, or an error
+                return
+            body = text[place + _HEADER.size : place + length]
+            yield _ANSWER.unpack_from(body)[2], dict(_attributes(body[_ANSWER.size :]))
+            place += _aligned(length)
 
 
 def _attributes(text: bytes) -> Iterator[tuple[int, bytes]]:
@@ -137,9 +137,9 @@ def _aligned(length: int) -> int:
     return (length + 3) & ~3
 
 
-def holders(inodes: Collection[int]) -> list[int]:
+def holders(inodes: Collection[int], search_s: float = _SEARCH_S) -> list[int]:
     """The PIDs of the processes that have these sockets open, as far as they are found in time."""
-    end_s = time.monotonic() + _SEARCH_S
+    end_s = time.monotonic() + search_s
     links = {f"socket:[{inode}]" for inode in inodes}
     found = []
     for pid in all_pids() if links else []:

@@ -37,6 +37,7 @@ from yunion_mps.mps.states import (
     Told,
 )
 from yunion_mps.mps.succession import LOOK_AGAIN_S, Succession
+from yunion_mps.mps.taken_over import TakenOver
 from yunion_mps.mps.watch import LimitsChangedError, Watch
 from yunion_mps.mps.wedge import Wedge
 from yunion_mps.process import Process, describe_exit
@@ -73,6 +74,8 @@ class Domain(Told):
         self.wants_look = False
         #: Whether it is to end once no server has jobs: the configuration has no place for it any more.
         self.retiring = False
+        #: Whether a compute mode of its GPUs is to be put back once no server runs on them.
+        self.holds_modes = False
         self.program = program
         self._target = plan
         self._succession = Succession(remembered or InForce(plan), tell, changed)
@@ -83,6 +86,9 @@ class Domain(Told):
         self._deadline_s = 0.0
         self._backoff = Backoff()
         self._has_served = self._was_found = False
+        #: What is noted of its control daemon where somebody else has started that.
+        self.taken_over: TakenOver | None = None
+        self._is_remembered = remembered is not None
 
     # -- what it is at
 
@@ -98,8 +104,9 @@ class Domain(Told):
 
     def status(self) -> DomainStatus:
         """What the snapshot shows of it."""
-        going = self.state in (STOPPED, STOPPING)
-        pending = "" if going else self._succession.pending(retiring=self.retiring)
+        pending = ""
+        if self.state not in (STOPPED, STOPPING):
+            pending = self._succession.pending(retiring=self.retiring, holds_modes=self.holds_modes)
         return DomainStatus(
             self.plan,
             self.state,
@@ -108,8 +115,7 @@ class Domain(Told):
             self.since_s,
             self.restarts,
             pending,
-            self._target if pending and not self.retiring else None,
-            self._succession.in_the_way(self._pid, retiring=self.retiring) if pending else (),
+            self._succession.in_the_way(self._pid, every=self._renews_all) if pending else (),
         )
 
     def descriptors(self) -> list[int]:
@@ -125,6 +131,10 @@ class Domain(Told):
     def _pid(self) -> int | None:
         return self._process.pid if self._process else None
 
+    @property
+    def _renews_all(self) -> bool:  # every server of its control daemon is to end
+        return self.retiring or self.holds_modes
+
     def _children(self) -> tuple[int, ...]:
         return self._succession.children(self._pid)
 
@@ -137,8 +147,8 @@ class Domain(Told):
 
     @property
     def waits_for_somebody(self) -> bool:
-        """Whether it took over a control daemon that somebody else keeps from answering."""
-        return self._was_found and isinstance(self._work, Applying) and bool(self._work.note)
+        """Whether somebody else keeps its control daemon, which served before, from answering."""
+        return self._has_served and isinstance(self._work, Applying) and bool(self._work.note)
 
     def obstacle(self) -> HostError | None:
         """What would keep it from starting: found out before anything is changed on the host."""
@@ -152,6 +162,7 @@ class Domain(Told):
             try:
                 what = self._find_or_launch()
             except HostError as error:
+                self._is_remembered = False
                 self._fail(now_s, error, lasting=True)
                 return
         assert self._process is not None
@@ -241,11 +252,11 @@ class Domain(Told):
         self._target = with_remembered(found.plan, self.plan) if found else self.wanted
         self._news = NewsReader(self._target, self._tell, self._children)
         self._has_served = self._was_found = found is not None
+        self.taken_over = found.taken_over if found else None
         if found:
             self._process = found.process
             return f"took over the running control daemon (PID {found.process.pid})"
-        launch.prepare(self.wanted)
-        self._process = launch.launch(self.program, self.wanted)
+        self._process = launch.begin(self.program, self.wanted)
         self._succession.in_force = InForce(self.wanted)
         return "started"
 
@@ -260,15 +271,11 @@ class Domain(Told):
 
     def _apply(self, now_s: float, reason: str, *, setting: bool) -> None:
         self._drop()
+        strange = self.taken_over is not None and not self._is_remembered
         self._work = Applying(
-            self.program,
-            self.in_force,
-            self._target,
-            now_s,
-            setting=setting,
-            has_served=self._has_served,
-            idle=self.in_use is False,
-        )
+            self.program, self.in_force, self._target, now_s, setting=setting, has_served=self._has_served,
+            idle=self.in_use is False, strange=strange,
+        )  # fmt: skip
         if self.state == APPLYING:
             self._explain(reason)
         else:
@@ -282,7 +289,7 @@ class Domain(Told):
             self._explain(self._work.note or self.reason)
             return result
         self._drop()
-        self._succession.in_force, self._has_served = result, True
+        self._succession.in_force, self._has_served, self._is_remembered = result, True, True
         self._work = Watch(
             self.program, self._target, self._process.pid, self._children(), self._news.tell, now_s
         )
@@ -295,9 +302,8 @@ class Domain(Told):
             self.stop(now_s)
             return self._step(now_s)
         self._succession.look_after_old(self._target)
-        waits = bool(self.retiring or self.in_force.old_servers)
         self._work.order(
-            self._succession.orders(now_s, self._pid, retiring=self.retiring, in_use=self.in_use)
+            self._succession.orders(now_s, self._pid, every=self._renews_all, in_use=self.in_use), now_s
         )
         try:
             due_s = self._work.tick(now_s)
@@ -305,7 +311,8 @@ class Domain(Told):
             self._succession.note_strangers(self._children(), self._work.servers, error.message)
             self._apply(now_s, "somebody else has changed its limits: they are set again", setting=True)
             return self._step(now_s)
-        return min(due_s, now_s + LOOK_AGAIN_S) if waits else due_s
+        self.probe_s = self._work.probe_s
+        return min(due_s, now_s + LOOK_AGAIN_S) if self._renews_all or self.in_force.old_servers else due_s
 
     def _tick_wedged(self, now_s: float) -> float | None:
         assert isinstance(self._work, Wedge)
@@ -343,12 +350,11 @@ class Domain(Told):
         """The control daemon is gone: as we wished, or on its own."""
         assert self._process is not None
         what = f"the control daemon (PID {self._process.pid}) {describe_exit(self._process.status() or 0)}"
-        replaced = isinstance(self._work, Wedge) and self._work.ended
-        if replaced:
+        if replaced := isinstance(self._work, Wedge) and self._work.ended:
             what = f"the control daemon (PID {self._process.pid}) did not serve, and was ended"
         self._news.tell()
         self._process.close()
-        self._process = None
+        self._process = self.taken_over = None
         self._drop()
         self._succession.bereave(what, now_s if replaced else None)
         if self.state in (BACKOFF, FAILED):
@@ -373,17 +379,15 @@ class Domain(Told):
         self._fail(now_s, error)
 
     def _fail(self, now_s: float, error: YunionError, *, lasting: bool = False) -> None:
-        self._backoff.served(now_s - self.since_s if self.state == READY else self.served_s)
+        quick_s = self._backoff.next_wait_s(now_s - self.since_s if self.state == READY else self.served_s)
         self.served_s = 0.0
-        quick_s = self._backoff.next_wait_s()
         passes = isinstance(error, ShortageError) or not lasting
         wait_s = RETRY_S if quick_s is None or not passes else quick_s
-        lasting = lasting or quick_s is None
         self.restarts += 1
         self.error = error
         self._deadline_s = now_s + wait_s
         log.error("domain %s: %s; next start in %g s. %s", self.plan.name, error.message, wait_s, error.hint)
-        self._change(FAILED if lasting else BACKOFF, now_s, error.message)
+        self._change(FAILED if lasting or quick_s is None else BACKOFF, now_s, error.message)
 
     def _drop(self) -> None:
         """Leave off what was under way."""

@@ -51,8 +51,9 @@ def obstacle(plan: DomainPlan) -> HostError | None:
     return None
 
 
-def launch(program: str, plan: DomainPlan) -> Process:
+def begin(program: str, plan: DomainPlan) -> Process:
     """Start NVIDIA's control daemon in the foreground, its log behind what is there; raises HostError."""
+    prepare(plan)
     try:
         directory = directories.make_directory(plan.log_directory)
         try:

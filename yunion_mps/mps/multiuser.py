@@ -17,14 +17,14 @@ from yunion_mps.mps.launch import MULTIUSER
 from yunion_mps.process import Process, spawn
 
 #: It serves after some milliseconds; a machine under load may need longer.
-DEADLINE_S = 2.0
+_DEADLINE_S = 2.0
 _LOOK_MS = 5
 
 _known: dict[tuple[str, int, int], bool] = {}
 
 
-def knows_multiuser(program: str, run_directory: str) -> bool:
-    """Whether the program serves with the flag; may wait for two seconds, so it is for threads.
+def knows_multiuser(program: str, run_directory: str, deadline_s: float = _DEADLINE_S) -> bool:
+    """Whether the program serves with the flag; may wait until the deadline, so it is for threads.
 
     It is tried in a directory of its own below `run_directory`, whose path must be short, for it holds a
     socket. Raises HostError where it cannot be tried. What was found out is remembered until the
@@ -35,7 +35,7 @@ def knows_multiuser(program: str, run_directory: str) -> bool:
         key = (program, info.st_mtime_ns, info.st_size)
         if key in _known:
             return _known[key]
-        knows = _try(program, run_directory)
+        knows = _try(program, run_directory, deadline_s)
     except OSError as error:
         raise HostError(f"{program} cannot be tried: {error.strerror}", "look at the file system") from None
     if knows is not None:
@@ -43,7 +43,7 @@ def knows_multiuser(program: str, run_directory: str) -> bool:
     return knows is True
 
 
-def _try(program: str, run_directory: str) -> bool | None:
+def _try(program: str, run_directory: str, deadline_s: float) -> bool | None:
     # Not above: the daemon's start would pay several milliseconds for what few hosts ask for.
     import shutil
     import tempfile
@@ -60,16 +60,16 @@ def _try(program: str, run_directory: str) -> bool | None:
             output = null.fileno()
             process = spawn([program, "-f", MULTIUSER], variables, stdin=None, stdout=output, stderr=output)
         try:
-            return _serves(process, place)
+            return _serves(process, place, deadline_s)
         finally:
             process.kill()
     finally:
         shutil.rmtree(place, ignore_errors=True)
 
 
-def _serves(process: Process, place: str) -> bool | None:
+def _serves(process: Process, place: str, deadline_s: float) -> bool | None:
     """Whether it serves there; None where it does neither that nor end, until the deadline."""
-    end_s = time.monotonic() + DEADLINE_S
+    end_s = time.monotonic() + deadline_s
     poll = select.poll()
     poll.register(process.fileno(), select.POLLIN)
     while time.monotonic() < end_s:

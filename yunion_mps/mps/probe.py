@@ -19,6 +19,7 @@ class Probe:
 
     def __init__(self, pipe_directory: str, pid: int, now_s: float, timeout_s: float) -> None:
         """Connect; raises SilentError where the socket is gone or another process', ShortageError too."""
+        self.began_s = now_s
         self.deadline_s = now_s + timeout_s
         self._timeout_s = timeout_s
         self._accepted = True

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from yunion_mps.mps.adoption import MARK
 from yunion_mps.mps.control import PROGRAM
+from yunion_mps.mps.taken_over import began_server
 from yunion_mps.process import all_pids, children_of, environment_of, name_of, parent_of, program_of
 
 SERVER = "nvidia-cuda-mps-server"
@@ -60,4 +61,6 @@ def _program(pid: int) -> str:
 def _is_ours(pid: int, pipe_directory: str) -> bool:
     """Servers inherit their control daemon's environment (measured)."""
     environment = environment_of(pid)
-    return MARK in environment and environment.get("CUDA_MPS_PIPE_DIRECTORY") == pipe_directory
+    if MARK in environment:
+        return environment.get("CUDA_MPS_PIPE_DIRECTORY") == pipe_directory
+    return began_server(pid, environment, pipe_directory)

@@ -54,6 +54,8 @@ class Told:
         self.since_s = 0.0
         #: For how long it served when it did last.
         self.served_s = 0.0
+        #: How long its control daemon took to answer when it was last asked for a sign of life.
+        self.probe_s: float | None = None
         self._name = name
         self._tell = tell
         self._changed = changed

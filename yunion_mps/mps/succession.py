@@ -24,8 +24,10 @@ LOOK_AGAIN_S = 1.0
 _STOP = "the time that its jobs had to end is over"
 #: How often servers without clients are asked to end, where something waits for that.
 _ASK_AGAIN_S = 10.0
-#: For how long it is remembered that servers are to be asked to end, where nobody hears that now.
-_ASK_WITHIN_S = 60.0
+#: For how long it is remembered that servers are to end with their jobs, where nobody hears that now.
+FORCE_WITHIN_S = 60.0
+#: The end of an order to a server that ends its jobs with it.
+FORCED = " -f"
 
 
 class Succession:
@@ -130,37 +132,38 @@ class Succession:
         name, what = self.in_force.plan.name, "somebody else has changed its limits"
         self._tell(Event("warning", "limit", name, what, cause, means))
 
-    def in_the_way(self, control_pid: int | None, *, retiring: bool) -> tuple[int, ...]:
+    def in_the_way(self, control_pid: int | None, *, every: bool) -> tuple[int, ...]:
         """The servers that something waits for, those without a control daemon among them."""
-        own = self.children(control_pid) if retiring else self.in_force.old_servers
+        own = self.children(control_pid) if every else self.in_force.old_servers
         return (*own, *self.orphans.pids)
 
     def ask_to_end(self, now_s: float, control_pid: int | None, *, force: bool) -> None:
         """Have those in the way asked to end: once their clients have, with `force` at once.
 
         Those without a control daemon can only be forced. The others are asked when their control daemon
-        hears us, within a minute: later, nobody would expect it any more.
+        hears us, with `force` within a minute: later, nobody would expect jobs to end any more.
         """
         if force:
             self.orphans.end(now_s, "its end was asked for")
         self._asked_s = now_s
         self._to_ask = dict.fromkeys(self.children(control_pid), force)
 
-    def orders(
-        self, now_s: float, control_pid: int | None, *, retiring: bool, in_use: bool | None
-    ) -> list[str]:
-        """What the control daemon, which hears us, is to be told now."""
-        to_ask = self._to_ask if now_s <= self._asked_s + _ASK_WITHIN_S else {}
+    def orders(self, now_s: float, control_pid: int | None, *, every: bool, in_use: bool | None) -> list[str]:
+        """What the control daemon, which hears us, is to be told now; whether `every` server is to end."""
+        late = now_s > self._asked_s + FORCE_WITHIN_S
+        to_ask = {pid: force for pid, force in self._to_ask.items() if not (force and late)}
         self._to_ask = {}
-        in_the_way = self.children(control_pid) if retiring else self.in_force.old_servers
+        in_the_way = self.children(control_pid) if every else self.in_force.old_servers
         # Without -f, for a job may have come since NVML was asked: a server with clients goes on with them
         # (535 ends it after them, 550 asks it again and again), and one without ends at once.
         if in_the_way and not to_ask and in_use is False and now_s >= self._ask_s:
             self._ask_s = now_s + _ASK_AGAIN_S
             to_ask = dict.fromkeys(in_the_way, False)
-        return [f"shutdown_server {pid}{' -f' if to_ask[pid] else ''}" for pid in in_the_way if pid in to_ask]
+        return [
+            f"shutdown_server {pid}{FORCED if to_ask[pid] else ''}" for pid in in_the_way if pid in to_ask
+        ]
 
-    def pending(self, *, retiring: bool) -> str:
+    def pending(self, *, retiring: bool, holds_modes: bool) -> str:
         """What is to become of the domain, and what that waits for; empty for nothing."""
         waits = []
         if retiring:
@@ -168,6 +171,8 @@ class Succession:
         elif self.in_force.old_servers:
             old = named(self.in_force.old_servers)
             waits.append(f"other limits come into force when {old} has ended")
+        if holds_modes and self._children:
+            waits.append(f"compute modes are put back when {named(self._children)} has ended")
         if self.orphans.pids:
             orphans = named(self.orphans.pids)
             waits.append(

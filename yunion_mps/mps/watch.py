@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from yunion_mps.errors import ControlError, ShortageError
 from yunion_mps.models import DomainPlan
@@ -11,6 +11,7 @@ from yunion_mps.mps import limits
 from yunion_mps.mps.control import Conversation, OccupiedError
 from yunion_mps.mps.log_file import bound_logs
 from yunion_mps.mps.probe import Probe
+from yunion_mps.mps.succession import FORCE_WITHIN_S, FORCED
 
 log = logging.getLogger(__name__)
 
@@ -53,8 +54,11 @@ class Watch:
         self._probe_s = now_s + PROBE_S
         self._verify_s = now_s + VERIFY_S
         self._order_s = now_s
-        self._orders: list[str] = []
-        self._telling: list[str] = []
+        #: What it is to be told and what it is being told, each with when that was first asked for.
+        self._orders: dict[str, float] = {}
+        self._telling: dict[str, float] = {}
+        #: How long it took to answer when it was last asked for a sign of life, None before that.
+        self.probe_s: float | None = None
         #: The PIDs of its servers when its limits were last found right.
         self.servers = tuple(servers)
 
@@ -63,9 +67,13 @@ class Watch:
         probe = [self._probe.fileno()] if self._probe and self._probe.watched else []
         return [*probe, self._conversation.fileno()] if self._conversation else probe
 
-    def order(self, commands: Sequence[str]) -> None:
-        """Have it told these commands, which answer nothing; again and again where it does not hear us."""
-        self._orders += [command for command in commands if command not in self._orders]
+    def order(self, commands: Iterable[str], now_s: float) -> None:
+        """Have it told these commands, which answer nothing; again and again where it does not hear us.
+
+        Those that end jobs (`-f`) are told within a minute, or not at all.
+        """
+        for command in commands:
+            self._orders.setdefault(command, now_s)
 
     def tick(self, now_s: float) -> float:
         """Do what is due; return when to be called again.
@@ -101,13 +109,14 @@ class Watch:
                 return self._probe_s
         if not self._probe.poll(now_s):
             return self._probe.deadline_s
+        self.probe_s = now_s - self._probe.began_s
         self._probe.close()
         self._probe = None
         return self._probe_s
 
     def _talk(self, now_s: float) -> float:
         """Begin a conversation: a question for its limits, which shows that it hears us, then orders."""
-        self._telling, self._orders = self._orders, []
+        self._telling, self._orders = self._orders, {}
         self._verify_s = now_s + VERIFY_S
         commands = ["get_server_list", *limits.asking(self._plan), *self._telling]
         place = self._plan.pipe_directory
@@ -137,6 +146,8 @@ class Watch:
 
     def _not_heard(self, now_s: float) -> float:
         """Orders are told again soon, and the limits with them; without orders those have time."""
-        self.order(self._telling)
+        for command, since_s in self._telling.items():
+            if not command.endswith(FORCED) or now_s <= since_s + FORCE_WITHIN_S:
+                self._orders[command] = since_s
         self._order_s = now_s + LOOK_AGAIN_S
         return self._order_s if self._orders else self._verify_s

@@ -6,6 +6,7 @@ and do not depend on the order of GPUs or of the file; once a plan is in force, 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -57,6 +58,7 @@ __all__ = [
     "reason_against",
     "thread_percentage",
     "units_for",
+    "whole_environment",
 ]
 
 
@@ -101,18 +103,21 @@ def make_plan(config: Config, inventory: Inventory, machine_id: str) -> tuple[Pl
             else:
                 usable.append(gpu)
     problems += _too_many_in_one_domain(config, usable)
-    groups = [("host", "", usable)] if config.cuda_mps_scope == "host" else _one_each(usable)
-    domains = tuple(
-        _domain(config, entries, inventory, name, below, gpus) for name, below, gpus in groups if gpus
-    )
-    devices = [device for domain in domains for device in devices_of(host, domain, usable)]
-    pools = [pool for domain in domains for pool in pools_of(domain, usable)]
-    order = {str(gpu.uuid): place for place, gpu in enumerate(usable)}
+    lost = [
+        gpu
+        for gpu in inventory.gpus
+        if gpu.pci_address in unavailable and gpu.uuid in inventory.served and gpu.memory_mib is not None
+    ]
+    domains, parked = (_domains(config, entries, inventory, gpus) for gpus in (usable, lost))
+    planned = [*usable, *lost]
+    devices = [device for domain in (*domains, *parked) for device in devices_of(host, domain, planned)]
+    pools = [pool for domain in (*domains, *parked) for pool in pools_of(domain, planned)]
+    order = {str(gpu.uuid): place for place, gpu in enumerate(inventory.gpus)}
     devices.sort(key=lambda device: (order[device.gpu_uuid], device.slot))
-    modes = {str(gpu.uuid): EXCLUSIVE_PROCESS for gpu in usable}
+    modes = {str(gpu.uuid): EXCLUSIVE_PROCESS for gpu in planned}
     if config.cuda_mps_compute_mode == "keep":
         modes = {}
-    return Plan(host, domains, modes, tuple(devices), unavailable, tuple(pools)), problems
+    return Plan(host, domains, modes, tuple(devices), unavailable, tuple(pools), parked), problems
 
 
 def difference(plan: Plan, inventory: Inventory, running: Sequence[DomainPlan]) -> Changes:
@@ -201,6 +206,23 @@ def client_environment(devices: Sequence[Device], domain: DomainPlan) -> dict[st
     return dict(sorted(environment.items()))
 
 
+def whole_environment(devices: Sequence[Device], domain: DomainPlan) -> dict[str, str]:
+    """The environment of a process that has all devices: each GPU up to what one client may get of it.
+
+    A client cannot get more than its control daemon gives, so more is not promised. Of a GPU that this one
+    does not serve now, nobody gets anything, and its devices' sum stands there.
+    """
+    sums = Counter[str]()
+    for device in devices:
+        sums[device.gpu_uuid] += device.memory_limit_mib
+    most = [_most_mib(domain, gpu) or mib for gpu, mib in sums.items()]
+    return {
+        **client_environment(devices, domain),
+        "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": ",".join(f"{number}={mib}M" for number, mib in enumerate(most)),
+        "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": decimal(domain.thread_percentage),
+    }
+
+
 def why_not_honoured(devices: Sequence[Device], domain: DomainPlan) -> str:
     """Why a process would get less than the devices' sum, empty where it gets all of it.
 
@@ -209,7 +231,7 @@ def why_not_honoured(devices: Sequence[Device], domain: DomainPlan) -> str:
     for uuid in {device.gpu_uuid for device in devices}:
         own = [device for device in devices if device.gpu_uuid == uuid]
         wanted_mib = sum(device.memory_limit_mib for device in own)
-        most_mib = domain.memory_limits_mib[domain.gpu_uuids.index(uuid)]
+        most_mib = _most_mib(domain, uuid)
         if most_mib is not None and wanted_mib > most_mib:
             return (
                 f"its control daemon gives no process more than {most_mib} MiB of a GPU, not {wanted_mib} MiB"
@@ -220,6 +242,11 @@ def why_not_honoured(devices: Sequence[Device], domain: DomainPlan) -> str:
             instead = f"{most} % of the threads, not {decimal(wanted)} %"
             return f"its control daemon gives no process more than {instead}"
     return ""
+
+
+def _most_mib(domain: DomainPlan, gpu_uuid: str) -> int | None:
+    """What one client may get of the GPU; None where it is not served, as one that is lost."""
+    return dict(zip(domain.gpu_uuids, domain.memory_limits_mib)).get(gpu_uuid)
 
 
 def decimal(percentage: float) -> str:
@@ -238,7 +265,15 @@ def _too_many_in_one_domain(config: Config, gpus: Sequence[Gpu]) -> list[Problem
     return [Problem(*at, what, "write cuda_mps_scope: gpu")]
 
 
-def _one_each(gpus: Iterable[Gpu]) -> list[tuple[str, str, list[Gpu]]]:
+def _domains(
+    config: Config, entries: Mapping[str, DeviceEntry], inventory: Inventory, gpus: Sequence[Gpu]
+) -> tuple[DomainPlan, ...]:
+    groups = [("host", "", gpus)] if config.cuda_mps_scope == "host" else _one_each(gpus)
+    given = (group for group in groups if group[2])
+    return tuple(_domain(config, entries, inventory, *group) for group in given)
+
+
+def _one_each(gpus: Iterable[Gpu]) -> list[tuple[str, str, Sequence[Gpu]]]:
     """A domain for each GPU, in directories named by its UUID."""
     return [(gpu.address, f"/{gpu.uuid}", [gpu]) for gpu in gpus]
 

@@ -8,11 +8,10 @@ where it may take long.
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from yunion_mps.compute_modes import ModeResult, ModeWork, carry_out, noted
-from yunion_mps.errors import ConfigError, DriverError, HostError, YunionError
+from yunion_mps.errors import BusyError, ConfigError, DriverError, HostError, YunionError
 from yunion_mps.examination import Examination
 from yunion_mps.journal import Journal
 from yunion_mps.models import Config, DomainPlan, Inventory, Plan, Snapshot
@@ -57,6 +56,7 @@ class Supervisor:
         self._stopping = False
         self._version = 0
         self._past = ""
+        self._remarked: dict[str, str] = {}
         self._snapshot: Snapshot | None = None
 
     # -- its life
@@ -81,14 +81,15 @@ class Supervisor:
             self.note_modes(self.set_modes(work))
             self._modes.refuse_if_none_can_be_set(self._target)
         self._replan()
+        self._gpus.remember(self._target, self._paths)
         self._make_fleet(program, left)
         self._fleet.start(now_s)
         self._changed()
 
     def refuse_if_unsafe(self) -> None:
-        """Raise HostError where nothing may change now: a stop has begun, or nothing can be written down."""
+        """Raise HostError where nothing may change now: nothing can be written down, or a stop has begun."""
         if self._stopping:
-            raise HostError("the daemon is stopping", "start it again: systemctl start yunion-mps-daemon")
+            raise BusyError("the daemon is stopping", "start it again: systemctl start yunion-mps-daemon")
         self._fleet.note_all()
 
     def tick(self, now_s: float) -> float | None:
@@ -148,9 +149,9 @@ class Supervisor:
         return self._config.cuda_mps_stop_timeout_s + 80
 
     @property
-    def memory_unit_mib(self) -> int:
-        """What a unit of memory is, where it is asked for in units."""
-        return self._config.gpu_memory_unit_mib
+    def config(self) -> Config:
+        """What both files said when they were last accepted."""
+        return self._config
 
     @property
     def stopping(self) -> bool:
@@ -189,7 +190,6 @@ class Supervisor:
             self._version += 1
             self._snapshot = Snapshot(
                 self._version,
-                time.time(),
                 self._config.enable_cuda_mps,
                 notice(self._config, self._target, self._paths.host_conf, self._past),
                 in_force(self._target, self.domains, self._gpus.inventory.gpus),
@@ -199,11 +199,18 @@ class Supervisor:
             )
         return self._snapshot
 
+    def remark(self, about: str, words: str) -> None:
+        """Have the status warn of something; empty words take that back."""
+        if self._remarked.get(about, "") != words:
+            self._remarked[about] = words
+            self._changed()
+
     def _troubles(self) -> list[str]:
-        if not self.journal.trouble:
-            return []
-        means = "events are kept elsewhere meanwhile, and nothing can be changed"
-        return [f"{self.journal.trouble}; {means}"]
+        found = [words for words in self._remarked.values() if words]
+        if self.journal.trouble:
+            means = "events are kept elsewhere meanwhile, and nothing can be changed"
+            found.append(f"{self.journal.trouble}; {means}")
+        return found
 
     # -- GPUs
 
@@ -237,6 +244,11 @@ class Supervisor:
         """Take note of who uses the GPUs (by UUID: PID and MiB), by a look that began at `looked_s`."""
         self._jobs.note(self.domains, processes, self._gpus.inventory.gpus, looked_s)
 
+    @property
+    def jobs(self) -> Mapping[int, int]:
+        """Processes on our GPUs at the last look, by PID, with their start in ticks; no MPS servers."""
+        return self._jobs.started
+
     def take_wants_look(self) -> bool:
         """Whether a look at the GPUs is wanted at once; said only once for each cause."""
         wanted = [domain for domain in self.domains if domain.wants_look]
@@ -247,7 +259,13 @@ class Supervisor:
     # -- compute modes
 
     def mode_work(self) -> ModeWork:
-        """The compute modes that are to be set or put back now."""
+        """The compute modes that are to be set or put back now; what waits for servers is pending."""
+        held = self._modes.held(self._target, self._store, self._fleet.gpus_in_use())
+        for domain in self.domains:
+            holds = not held.isdisjoint(domain.plan.gpu_uuids)
+            if domain.holds_modes != holds:
+                domain.holds_modes = holds
+                self._changed()
         return self._modes.work(self._target, self._store, self._fleet.gpus_in_use(), self._watched())
 
     def set_modes(self, work: ModeWork) -> ModeResult:
@@ -305,6 +323,7 @@ class Supervisor:
     def aim(self, now_s: float) -> None:
         """Bring what was accepted into force, as far as no job is in its way."""
         self._replan()
+        self._gpus.remember(self._target, self._paths)
         program = find_control_program() if self._target.domains else ""
         plans = [self._placed(plan) for plan in self._target.domains]
         self._fleet.aim(plans, program, self._config.cuda_mps_stop_timeout_s, now_s)

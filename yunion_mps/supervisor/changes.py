@@ -23,10 +23,21 @@ class Change(NamedTuple):
     effect: str
 
 
+#: The keys of host.conf that change how we work, and nothing about the GPUs.
+_SETTINGS = (
+    "cuda_mps_stop_timeout_s",
+    "cuda_mps_max_clients",
+    "metrics_listen",
+    "metrics_allow_public",
+    "metrics_textfile",
+    "web_listen",
+    "web_allow_public",
+)
+
+
 def settings_changed(old: Config, new: Config) -> list[Change]:
     """The keys of host.conf that change how we work, and nothing on the host by themselves."""
-    names = ("cuda_mps_stop_timeout_s", "cuda_mps_max_clients")
-    values = [(name, getattr(old, name), getattr(new, name)) for name in names]
+    values = [(name, getattr(old, name), getattr(new, name)) for name in _SETTINGS]
     return [
         Change("setting", name, str(before), str(after), AT_ONCE)
         for name, before, after in values
@@ -51,7 +62,7 @@ def changes_to(
     found += _control_daemons(plan, domains)
     for gpu in inventory.gpus:
         found += _budgets(gpu, plan, before, domains)
-        found += _mode(gpu, plan, before)
+        found += _mode(gpu, plan, before, domains)
     return found
 
 
@@ -90,9 +101,10 @@ def _budgets(gpu: Gpu, plan: Plan, before: Plan, domains: Sequence[Domain]) -> l
     return [Change("budget", gpu.address, old, new, _when(domain) if domain else AT_ONCE)]
 
 
-def _mode(gpu: Gpu, plan: Plan, before: Plan) -> list[Change]:
+def _mode(gpu: Gpu, plan: Plan, before: Plan, domains: Sequence[Domain]) -> list[Change]:
     old, new = (some.compute_modes.get(gpu.uuid or "") for some in (before, plan))
     if old == new:
         return []
-    effect = AT_ONCE if new else "when no control daemon serves it any more"
+    domain = next((d for d in domains if gpu.uuid in d.plan.gpu_uuids), None)
+    effect = AT_ONCE if new or domain is None else _when(domain)
     return [Change("compute mode", gpu.address, old or "as it was", new or "as it was", effect)]

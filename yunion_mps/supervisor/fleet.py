@@ -91,9 +91,9 @@ class Fleet:
             domain.stop(now_s, spare_found=spare_found)
 
     def gpus_in_use(self) -> set[str]:
-        """The UUIDs of the GPUs that a control daemon of ours serves now."""
-        running = [domain for domain in self.domains if domain.status().pid is not None]
-        return {uuid for domain in running for uuid in domain.plan.gpu_uuids}
+        """The UUIDs of the GPUs that an MPS server of ours has now, and so perhaps a job."""
+        busy = [domain for domain in self.domains if domain.server_pids()]
+        return {uuid for domain in busy for uuid in domain.plan.gpu_uuids}
 
     def _go_on(self, now_s: float) -> bool:
         """Let go of what has ended, and start what waited for that; returns whether anything was done."""
@@ -193,6 +193,8 @@ class Fleet:
 
 def _can_serve(domain: Domain, plan: DomainPlan) -> bool:
     """Whether the domain can go on with this plan: its control daemon has just its GPUs, or is to have."""
+    if domain.taken_over and not domain.taken_over.can_serve(plan):
+        return False
     if plan.same_control_daemon(domain.wanted):
         return True
     serves = set(domain.plan.gpu_uuids) == set(plan.gpu_uuids)

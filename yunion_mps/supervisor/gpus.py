@@ -8,14 +8,14 @@ from collections.abc import Collection
 from yunion_mps.compute_modes import ModeResult
 from yunion_mps.errors import DriverError
 from yunion_mps.inventory.pci import sort_key
+from yunion_mps.inventory.served import GONE, save
 from yunion_mps.inventory.xid import meaning
 from yunion_mps.models import Config, Event, Gpu, Inventory, Plan
+from yunion_mps.paths import Paths
 from yunion_mps.planning import reason_against
 from yunion_mps.supervisor.illness import Illness
 
 log = logging.getLogger(__name__)
-
-_GONE = "the GPU is not there any more"
 
 
 class Gpus:
@@ -27,6 +27,7 @@ class Gpus:
         self.mode_errors: dict[str, DriverError] = {}
         #: Whether the last look has changed anything.
         self.changed = False
+        self._remembered: set[tuple[str | None, str]] | None = None
         concerned = _concerned(inventory, plan)
         gpus = [self._judged(gpu, config, concerned) for gpu in inventory.gpus]
         self.inventory = inventory._replace(gpus=tuple(gpus))
@@ -41,11 +42,15 @@ class Gpus:
         concerned = _concerned(self.inventory, plan)
         known = [_known(gpu, before) for gpu in inventory.gpus]
         gpus = {gpu.pci_address: self._judged(gpu, config, concerned) for gpu in known}
-        for address in _serving(self.inventory, plan) - set(gpus):
-            gpus[address] = before[address]._replace(reason=_GONE, nvml_index=None)
+        served = tuple(sorted({*self.inventory.served, *inventory.served}))
+        uuids = {gpu.uuid for gpu in gpus.values()}
+        lost = {gpu.pci_address for gpu in before.values() if gpu.uuid in served} & set(plan.unavailable)
+        for address in (_serving(self.inventory, plan) | lost) - set(gpus):
+            if before[address].uuid not in uuids:  # or it has another place now
+                gpus[address] = before[address]._replace(reason=GONE, nvml_index=None)
         seen = tuple(sorted(gpus.values(), key=lambda gpu: sort_key(gpu.pci_address)))
         events = [event for gpu in seen for event in _changes(gpu, before.get(gpu.pci_address))]
-        after = inventory._replace(gpus=seen)
+        after = inventory._replace(gpus=seen, served=served)
         self.changed = after != self.inventory
         self.inventory = after
         return events
@@ -87,6 +92,18 @@ class Gpus:
                 self._replace(gpu._replace(reason=""))
         self._illness.cure()
         self.mode_errors.clear()
+
+    def remember(self, plan: Plan, paths: Paths) -> None:
+        """Write down who serves, also who would and is lost, for a daemon that starts while one is lost.
+
+        Nobody at all, as where MPS was disabled for a while, is not written down: that forgets nobody.
+        """
+        planned = {uuid for domain in (*plan.domains, *plan.parked) for uuid in domain.gpu_uuids}
+        kept = tuple(gpu for gpu in self.inventory.gpus if gpu.uuid in planned)
+        self.inventory = self.inventory._replace(served=tuple(sorted(planned)))
+        places = {(gpu.uuid, gpu.pci_address) for gpu in kept}
+        if places and places != self._remembered and save(paths, kept):
+            self._remembered = places
 
     def for_planning(self, inventory: Inventory, plan: Plan) -> Inventory:
         """The GPUs as a plan is to see them: one that serves and is ill, lost or gone now keeps its place."""

@@ -13,7 +13,8 @@ class Illness:
     def __init__(self, file: str) -> None:
         self._file = file
         self._reasons: dict[str, str] = {}
-        with contextlib.suppress(OSError, ValueError, AttributeError), open(file, encoding="utf-8") as kept:
+        unreadable = (OSError, ValueError, AttributeError, RecursionError)
+        with contextlib.suppress(*unreadable), open(file, encoding="utf-8") as kept:
             self._reasons = {str(address): str(why) for address, why in json.load(kept).items()}
 
     def reason(self, pci_address: str) -> str:

@@ -48,6 +48,11 @@ class Jobs:
             domain.looked_s = looked_s
         self._started = {pid: ticks for pid in found if (ticks := started_ticks(pid)) is not None}
 
+    @property
+    def started(self) -> Mapping[int, int]:
+        """Those that were there at the last look, by PID, with their start in clock ticks since the boot."""
+        return self._started
+
     def forget(self, domains: Iterable[Domain]) -> None:
         """Nothing is known any more, for NVML does not answer."""
         for domain in domains:

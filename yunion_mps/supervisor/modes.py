@@ -46,6 +46,10 @@ class Modes:
             modes = {uuid: mode for uuid, mode in modes.items() if uuid not in left}
         return ModeWork(changes, modes)
 
+    def held(self, target: Plan, store: Store | None, used: Collection[str]) -> set[str]:
+        """The UUIDs of the `used` GPUs whose mode goes back once nothing of ours uses them any more."""
+        return set() if store is None else ({*noted(store)} & {*used}) - {*target.compute_modes}
+
     def set(self, work: ModeWork, nvml: Nvml | None, store: Store) -> ModeResult:
         """Do the work, or nothing once the end has begun; for threads, as it calls the driver."""
         with self._lock:
@@ -84,6 +88,6 @@ class Modes:
     def refuse_if_none_can_be_set(self, target: Plan) -> None:
         """Raise DriverError where every GPU has refused."""
         errors = self._gpus.mode_errors
-        if errors and len(errors) == len(target.compute_modes):
+        if errors and all(uuid in errors for domain in target.domains for uuid in domain.gpu_uuids):
             first = next(iter(errors.values()))
             raise DriverError(f"no GPU's compute mode can be set: {first.message}", first.hint)

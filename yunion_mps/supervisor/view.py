@@ -22,7 +22,7 @@ def in_force(target: Plan, domains: Sequence[Domain], gpus: Sequence[Gpu]) -> Pl
         pools += pools_of(domain.plan, gpus)
         served |= set(domain.plan.gpu_uuids)
     rest = [gpu for gpu in gpus if gpu.uuid not in served]
-    for plan in target.domains:
+    for plan in (*target.domains, *target.parked):
         devices += devices_of(target.host_id, plan, rest)
         pools += pools_of(plan, rest)
     order = _order(gpus)
@@ -38,7 +38,7 @@ def statuses(
     found = [domain.status() for domain in domains]
     names = {status.plan.name for status in found}
     found += [
-        DomainStatus(plan, STOPPED, _WAITS, None, 0.0, 0, _WAITS, plan)
+        DomainStatus(plan, STOPPED, _WAITS, None, 0.0, 0, _WAITS)
         for plan in awaited
         if plan.name not in names
     ]

@@ -8,12 +8,16 @@
 #include <stdlib.h>
 #include <sys/file.h>
 #include <sys/mman.h>
-#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
 
 #include "nvml.h"
+
+#ifdef __x86_64__
+/* So that a library that was built here also runs on a Debian older than this one. */
+__asm__(".symver dladdr,dladdr@GLIBC_2.2.5");
+#endif
 
 struct sim_state *state;
 static char state_path[PATH_MAX];
@@ -36,7 +40,6 @@ static bool find_state_path(void)
 
 bool map_state(void)
 {
-    struct stat status;
     struct sim_state *map;
 
     if (state)
@@ -44,7 +47,7 @@ bool map_state(void)
     if (!find_state_path())
         return false;
     int fd = open(state_path, O_RDWR | O_CLOEXEC);
-    if (fd < 0 || fstat(fd, &status) < 0 || status.st_size != (off_t)sizeof *map) {
+    if (fd < 0 || lseek(fd, 0, SEEK_END) != (off_t)sizeof *map) {
         fprintf(stderr, "simhost: %s: no state of this library's layout\n", state_path);
         if (fd >= 0)
             close(fd);

@@ -24,6 +24,17 @@ def test_what_was_added_is_read_by_the_next(tmp_path: Path) -> None:
     assert (tmp_path / "run/events").stat().st_mode & 0o777 == 0o600, "others' commands may stand in it"
 
 
+def test_what_is_no_event_is_passed_over(tmp_path: Path) -> None:
+    file = tmp_path / "events"
+    copy = Copy(str(file))
+    copy.add([recorded(1)])
+    fields = '1,"info","gpu","00:06.0","what","cause","x"]'
+    with file.open("a") as out:
+        out.write(f"[1e999,{fields}\n[{10**30},{fields}\n[-1,{fields}\n{'[' * 100_000}\n")
+    copy.add([recorded(2)])
+    assert copy.read() == [recorded(1), recorded(2)]
+
+
 def test_it_is_bounded_and_the_newest_are_kept(tmp_path: Path) -> None:
     copy = Copy(str(tmp_path / "events"))
     for first in range(1, 20_000, 100):

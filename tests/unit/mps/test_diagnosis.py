@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import socket
+import struct
 import subprocess
 import sys
 import time
@@ -16,7 +19,9 @@ from yunion_mps.process import name_of
 
 from .conftest import HoldFrontEnd, StartControl
 from .driving import stop_process, wait_for
+from .kernel import SOCKET, refusing
 
+NLMSG_ERROR = 2
 CONNECT = (
     "import socket, sys; s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET); "
     "s.connect(sys.argv[1]); print(flush=True); input()"
@@ -83,21 +88,28 @@ def test_who_is_connected_elsewhere_is_not_meant(plan: DomainPlan, other: int, p
     assert diagnosis._connected(str(place)) == []
 
 
-def test_the_search_is_given_up_in_time(
-    plan: DomainPlan, control_pid: int, other: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(diagnosis, "_SEARCH_S", -1.0)
-    assert why_silent(control_pid, plan.pipe_directory) == ""
-    monkeypatch.undo()
+def test_the_search_is_given_up_in_time(plan: DomainPlan, control_pid: int, other: int) -> None:
+    inodes = set(diagnosis.peers(plan.pipe_directory))
+    assert diagnosis.holders(inodes) == [other]
+    assert diagnosis.holders(inodes, search_s=0.0) == []
     before_s = time.monotonic()
     diagnosis.holders({0xFFFFFFFF})
     assert time.monotonic() - before_s < 2 * diagnosis._SEARCH_S + diagnosis._TIMEOUT_S
 
 
-@pytest.mark.parametrize("names", ["_NETLINK_SOCK_DIAG", "_SOCK_DIAG_BY_FAMILY"])
-def test_a_kernel_that_does_not_tell_is_no_error(
-    plan: DomainPlan, control_pid: int, other: int, names: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(diagnosis, names, 31)
-    assert why_silent(control_pid, plan.pipe_directory) == ""
-    assert front_end_at(plan.pipe_directory) == ""
+def test_a_kernel_that_cannot_be_asked_is_no_error(plan: DomainPlan, control_pid: int, other: int) -> None:
+    def look() -> tuple[str, str]:
+        return why_silent(control_pid, plan.pipe_directory), front_end_at(plan.pipe_directory)
+
+    assert look()[0]
+    assert refusing(SOCKET, errno.EPROTONOSUPPORT, look, first_argument=socket.AF_NETLINK) == ("", "")
+
+
+def test_a_kernel_that_answers_with_an_error_tells_of_no_socket() -> None:
+    """As one does that is built without sock_diag's part for Unix sockets."""
+    ours, kernels = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, kernels:
+        header = struct.pack("=IHHII", 36, NLMSG_ERROR, 0, 1, 0)
+        kernels.send(header + struct.pack("=i", -errno.ENOENT) + header)
+        assert list(diagnosis._sockets(ours)) == []
+        assert kernels.recv(1 << 16), "it was asked"

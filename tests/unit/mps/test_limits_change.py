@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -50,7 +51,7 @@ def test_while_a_server_runs_they_are_pending_and_in_force_when_it_has_ended(
     change(run, other)
     assert run.domain.in_force == InForce(plan, (server,))
     assert run.pending == f"other limits come into force when its MPS server (PID {server}) has ended"
-    assert run.domain.status().pending_plan == other
+    assert run.domain.wanted == other
     assert converse(program, other, PERCENTAGE, MEMORY) == ["12.5", "2G"], "for the next server"
     assert converse(program, other, f"get_active_thread_percentage {server}") == ["25.0"]
     jobs.end(job)
@@ -121,18 +122,59 @@ def test_nothing_is_asked_to_end_where_nothing_is_pending(run: DomainRun, jobs: 
     assert len(jobs.stand_ins.servers()) == 1
 
 
+@pytest.mark.parametrize("when", ["before the change", "after it"])
+@pytest.mark.parametrize(("force", "for_s"), [(True, 50), (False, 200)])
 def test_an_order_is_given_again_where_it_was_not_heard(
-    run: DomainRun, plan: DomainPlan, other: DomainPlan, jobs: Jobs, hold_front_end: HoldFrontEnd
-) -> None:
-    jobs.end(jobs.begin())
-    change(run, other)
-    leave = hold_front_end(plan)
-    run.domain.renew(run.clock.now_s, force=False)
-    for _ in range(5):
-        run.turn(1).until_said()
+    run: DomainRun, plan: DomainPlan, other: DomainPlan, jobs: Jobs, hold_front_end: HoldFrontEnd,
+    when: str, force: bool, for_s: int,
+) -> None:  # fmt: skip
+    """Also a drain of long ago, which costs no job anything."""
+    job = jobs.begin()
+    if not force:
+        jobs.end(job)
+    leave = held(run, plan, other, hold_front_end, when)
+    run.domain.renew(run.clock.now_s, force=force)
+    wait_held(run, for_s)
     assert len(jobs.stand_ins.servers()) == 1
     leave()
     run.turn(1).until_it(lambda: run.domain.in_force == InForce(other))
+    assert not force or job.says() == "server gone"
+
+
+@pytest.mark.parametrize("when", ["before the change", "after it"])
+def test_an_order_that_ends_jobs_is_given_up_after_a_minute(
+    run: DomainRun, plan: DomainPlan, other: DomainPlan, jobs: Jobs, hold_front_end: HoldFrontEnd, when: str
+) -> None:
+    """Later, nobody would expect it; what waits for the jobs goes on waiting."""
+    jobs.begin()
+    (server,) = run.domain.server_pids()
+    leave = held(run, plan, other, hold_front_end, when)
+    run.domain.renew(run.clock.now_s, force=True)
+    wait_held(run, 90)
+    leave()
+    run.turn(1).until(READY).until_said()
+    for _ in range(3):
+        run.turn(10).until_said()
+    assert (run.domain.in_force, jobs.stand_ins.servers()) == (InForce(plan, (server,)), [server])
+    assert run.pending
+
+
+def held(
+    run: DomainRun, plan: DomainPlan, other: DomainPlan, hold_front_end: HoldFrontEnd, when: str
+) -> Callable[[], None]:
+    """Change the limits while, or before, somebody has the front-end open; returns how they leave it."""
+    if when == "after it":
+        change(run, other)
+        return hold_front_end(plan)
+    leave = hold_front_end(plan)
+    run.domain.change(other, run.clock.now_s)
+    run.until_it(lambda: run.domain.waits_for_somebody)
+    return leave
+
+
+def wait_held(run: DomainRun, seconds: int) -> None:
+    for _ in range(seconds // 10):
+        run.turn(10).until_said()
 
 
 def test_a_retiring_domain_ends_when_its_servers_have_ended(run: DomainRun, jobs: Jobs) -> None:
@@ -140,7 +182,6 @@ def test_a_retiring_domain_ends_when_its_servers_have_ended(run: DomainRun, jobs
     run.domain.retire()
     assert run.turn(10).state == READY
     assert run.pending == "it ends when its MPS servers have ended, for the configuration has changed"
-    assert run.domain.status().pending_plan is None
     run.domain.in_use = False
     run.turn(1).until(STOPPED)
     assert jobs.stand_ins.servers() == []

@@ -18,6 +18,7 @@ from simhost.mps import Client
 
 from .conftest import RunDomain
 from .driving import DomainRun, Jobs, silent_connection, stop_process, wait_for
+from .kernel import PIDFD_SEND_SIGNAL, refusing
 
 
 @pytest.fixture
@@ -242,21 +243,22 @@ def test_a_daemon_that_fails_itself_leaves_orphans_alone_and_says_so(
     assert f"domain host: its MPS server (PID {server}) is left running" in caplog.messages
 
 
-def test_a_server_that_cannot_be_ended_is_told_of_once_a_minute(
-    jobs: Jobs, run: DomainRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As one that hangs in the driver; there is none here, so signals are kept from it."""
+def test_a_server_that_cannot_be_ended_is_told_of_once_a_minute(jobs: Jobs, run: DomainRun) -> None:
+    """As one that hangs in the driver; there is none here, so the kernel keeps signals from it."""
     server, _ = orphan(run, jobs)
-    monkeypatch.setattr(signal, "pidfd_send_signal", lambda *_: None)
     told: list[str] = []
     orphans = Orphans("host", lambda event: told.append(event.what))
     orphans.add([server], "")
     orphans.end(0.0, "")
-    now_s = 0.0
-    while now_s < 200:
-        due_s = orphans.tick(now_s, in_use=None)
-        assert due_s is not None
-        now_s = max(due_s, now_s + 0.01)
+
+    def tick_for_200_s() -> None:
+        now_s = 0.0
+        while now_s < 200:
+            due_s = orphans.tick(now_s, in_use=None)
+            assert due_s is not None
+            now_s = max(due_s, now_s + 0.01)
+
+    refusing(PIDFD_SEND_SIGNAL, 0, tick_for_200_s)
     assert [what.rpartition(" ")[2] for what in told[1:]] == ["SIGTERM", *["SIGKILL"] * 4]
     assert orphans.pids == (server,)
 

@@ -228,6 +228,15 @@ def test_another_process_socket_in_its_place_is_reported_and_left_alone(
     assert run.turn(60).until(READY).domain.error is None
 
 
+def test_it_is_known_how_long_the_last_probe_took(run: DomainRun) -> None:
+    assert run.domain.probe_s is None
+    os.kill(run.pid, signal.SIGSTOP)
+    run.turn(PROBE_S)
+    run.clock.now_s += 0.25
+    os.kill(run.pid, signal.SIGCONT)
+    assert run.until_said().domain.probe_s == 0.25
+
+
 def test_probes_leave_little_in_the_log(run: DomainRun, plan: DomainPlan) -> None:
     log = Path(plan.log_directory, "control.log")
     before = len(log.read_text().splitlines())

@@ -53,7 +53,10 @@ def test_signals_are_passed_on() -> None:
 
 
 def test_daemons_end_with_the_host() -> None:
-    done = run("--", "sh", "-c", "setsid sh -c 'sleep 60 & echo $!; wait' & sleep 0.2; echo $YUNION_MPS_ROOT")
+    steps = (
+        "cd $YUNION_MPS_ROOT; mkfifo pid; setsid sh -c 'sleep 60 & echo $! >pid; wait' & cat pid; echo $PWD"
+    )
+    done = run("--", "sh", "-c", steps)
     pid, root = done.stdout.split()
     deadline = time.monotonic() + 5
     while Path("/proc", pid).exists() and time.monotonic() < deadline:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -86,17 +88,16 @@ def test_temporary_root_is_removed() -> None:
     assert not host.root.exists()
 
 
-def test_temporary_root_is_removed_when_the_host_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    roots: list[Path] = []
-
-    def fail(root: Path, _: object) -> None:
-        roots.append(root)
-        raise OSError("no space left")
-
-    monkeypatch.setattr("simhost.host.write_tree", fail)
-    with pytest.raises(OSError, match="no space left"):
-        SimHost.create()
-    assert not roots[0].exists()
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may make namespaces")
+def test_temporary_root_is_removed_when_the_host_cannot_be_made(make_host: MakeHost) -> None:
+    create = "from simhost import SimHost; SimHost.create()"
+    steps = 'mount -t tmpfs -o nr_inodes=10 t /dev/shm && "$@"; find /dev/shm -mindepth 1'
+    done = make_host().run(
+        ["unshare", "--mount", "sh", "-c", steps, "sh", sys.executable, "-c", create],
+        cwd=Path(__file__).parents[2],
+    )
+    assert re.search(r"OSError: .* No space left on device: '/dev/shm/sim\.\w+/", done.stderr), done.stderr
+    assert done.stdout == ""
 
 
 def test_named_root_keeps_its_state_and_edits(tmp_path: Path) -> None:

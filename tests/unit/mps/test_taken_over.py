@@ -1,0 +1,180 @@
+"""A control daemon that somebody else has started, and that we were told to take over."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from yunion_mps.errors import HostError
+from yunion_mps.models import DomainPlan
+from yunion_mps.mps.adoption import control_environment, find, left_behind
+from yunion_mps.mps.servers import orphans_in
+from yunion_mps.mps.states import READY, STOPPED
+from yunion_mps.mps.taken_over import judge, taken_over, write_down
+from yunion_mps.process import Process, environment_of
+
+from .conftest import MakePlan, RunDomain, StartControl
+from .driving import Jobs, converse
+
+ONE, TWO = "GPU-00000000-0000-0000-0000-000000000000", "GPU-00000000-0000-0000-0000-000000000001"
+OTHER_GPU = "GPU-11111111-0000-0000-0000-000000000000"
+TakeOver = Callable[[DomainPlan, Process], None]
+
+
+def theirs(plan: DomainPlan, **more: str) -> dict[str, str]:
+    """The environment of one that serves all GPUs of the host, as Cloudpods has it."""
+    ours = control_environment(plan)
+    names = ("PATH", "LC_ALL", "CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY")
+    return {**{name: ours[name] for name in names}, **more}
+
+
+@pytest.fixture
+def take_over(place: Path, monkeypatch: pytest.MonkeyPatch) -> TakeOver:
+    """Do what `yunion-mps-daemon --take-over` does with the process, on a host with just the plan's GPUs."""
+    monkeypatch.setenv("YUNION_MPS_ROOT", str(place / "root"))
+
+    def take(plan: DomainPlan, process: Process) -> None:
+        write_down(judge(process.pid, environment_of(process.pid), plan.gpu_uuids, plan))
+
+    return take
+
+
+def test_one_taken_over_goes_on_with_its_pid_and_with_our_limits(
+    run_domain: RunDomain, plan: DomainPlan, start_control: StartControl, program: str, take_over: TakeOver
+) -> None:
+    stranger = start_control(plan, theirs(plan))
+    assert left_behind(plan.pipe_directory) is None
+    take_over(plan, stranger)
+    run = run_domain().start().until(READY)
+    assert run.pid == stranger.pid
+    assert run.pending == ""
+    asked = ["get_default_device_pinned_mem_limit 0", "get_default_active_thread_percentage"]
+    assert converse(program, plan, *asked) == ["5G", "25.0"]
+    assert left_behind(plan.pipe_directory) == (stranger.pid, plan.gpu_uuids), "the next daemon knows it too"
+    run.domain.stop(run.clock.now_s, spare_found=True)
+    again = run_domain().start().until(READY)
+    assert again.pid == stranger.pid
+    again.stop().until(STOPPED)
+    assert stranger.status() is not None, "a stop ends it like one that we started"
+    assert left_behind(plan.pipe_directory) is None
+
+
+def test_its_server_keeps_what_it_has_and_the_next_one_gets_ours(
+    run_domain: RunDomain, plan: DomainPlan, start_control: StartControl, take_over: TakeOver, jobs: Jobs
+) -> None:
+    environment = theirs(plan, PATH=f"{jobs.stand_ins.folder}:{os.environ['PATH']}")
+    stranger = start_control(plan, environment)
+    job = jobs.begin()
+    take_over(plan, stranger)
+    run = run_domain(its_program=jobs.program).start().until(READY)
+    assert run.pid == stranger.pid
+    (server,) = run.domain.server_pids()
+    assert run.domain.in_force.old_servers == (server,)
+    assert f"its MPS server (PID {server})" in run.pending
+    another = jobs.begin()  # joins it
+    jobs.end(job, another)
+    run.domain.in_use = False
+    run.until_it(lambda: run.turn(0.5).pending == "")
+    assert run.state == READY
+
+
+def test_servers_that_outlive_one_taken_over_are_ours_too(
+    plan: DomainPlan, start_control: StartControl, take_over: TakeOver, jobs: Jobs
+) -> None:
+    environment = theirs(plan, PATH=f"{jobs.stand_ins.folder}:{os.environ['PATH']}")
+    stranger = start_control(plan, environment)
+    job = jobs.begin()
+    server = int(converse(jobs.program, plan, "get_server_list")[0])
+    noted = judge(stranger.pid, environment_of(stranger.pid), plan.gpu_uuids, plan)
+    stranger.kill()
+    assert orphans_in(plan.pipe_directory) == []
+    write_down(noted)
+    assert orphans_in(plan.pipe_directory) == [server]
+    assert orphans_in(f"{plan.pipe_directory}2") == []
+    write_down(noted._replace(started_ticks=1 << 60))  # of a later one
+    assert orphans_in(plan.pipe_directory) == []
+    jobs.end(job)
+    os.kill(server, signal.SIGKILL)
+
+
+def test_what_was_written_down_holds_for_that_process_alone(
+    plan: DomainPlan, start_control: StartControl, take_over: TakeOver, program: str
+) -> None:
+    stranger = start_control(plan, theirs(plan))
+    take_over(plan, stranger)
+    noted = taken_over(stranger.pid)
+    assert noted is not None
+    write_down(noted._replace(started_ticks=noted.started_ticks + 1))  # as where its PID is another's by now
+    assert taken_over(stranger.pid) is None
+    with pytest.raises(HostError, match="not started by us"):
+        find(plan)
+    write_down(noted._replace(pipe_directory="/elsewhere"))
+    with pytest.raises(HostError, match="not started by us"):
+        find(plan)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"pid": 1}'])
+def test_a_note_that_is_torn_is_none(place: Path, take_over: TakeOver, text: str) -> None:
+    file = place / "root/run/yunion-mps/taken-over.json"
+    file.parent.mkdir(parents=True)
+    file.write_text(text)
+    assert taken_over(os.getpid()) is None
+
+
+@pytest.mark.parametrize(
+    ("limits", "environment", "order"),
+    [
+        pytest.param((5760,), {}, (ONE,), id="one GPU"),
+        pytest.param((5760, 1024), {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}, (ONE, TWO), id="in PCI order"),
+        pytest.param((5760, 1024), {"CUDA_VISIBLE_DEVICES": f"{TWO},{ONE}"}, (TWO, ONE), id="by UUID"),
+        pytest.param((5760, 5760), {}, (ONE, TWO), id="in any order with equal limits"),
+    ],
+)
+def test_where_it_is_certain_which_gpu_is_which_it_is_taken_over(
+    make_plan: MakePlan, limits: tuple[int, ...], environment: dict[str, str], order: tuple[str, ...]
+) -> None:
+    plan = make_plan(limits)
+    found = judge(os.getpid(), theirs(plan, **environment), plan.gpu_uuids, plan)
+    assert found.gpu_uuids == order
+    assert found.can_serve(make_plan((5760, 2048)[: len(limits)])) == (limits != (5760, 5760))
+
+
+@pytest.mark.parametrize(
+    ("environment", "gpus", "why"),
+    [
+        pytest.param({}, (ONE, TWO), "CUDA_DEVICE_ORDER is not PCI_BUS_ID", id="in an order of its own"),
+        pytest.param({"CUDA_VISIBLE_DEVICES": "1,0"}, (ONE, TWO), "only UUIDs tell", id="by number"),
+        pytest.param({"CUDA_VISIBLE_DEVICES": ""}, (ONE, TWO), "only UUIDs tell", id="none"),
+        pytest.param({"CUDA_VISIBLE_DEVICES": ONE}, (ONE, TWO), "are not those", id="too few"),
+        pytest.param({}, (ONE, TWO, OTHER_GPU), "are not those", id="too many"),
+        pytest.param({}, (ONE, None), "does not tell its UUID", id="one unknown"),
+        pytest.param({"CUDA_MPS_PIPE_DIRECTORY": "/b"}, (ONE, TWO), "started for /b", id="elsewhere"),
+    ],
+)
+def test_where_it_is_not_the_reason_is_said(
+    make_plan: MakePlan, environment: dict[str, str], gpus: tuple[str | None, ...], why: str
+) -> None:
+    plan = make_plan((5760, 1024))
+    with pytest.raises(HostError, match=why) as raised:
+        judge(os.getpid(), theirs(plan, **environment), gpus, plan)
+    assert "cannot be taken over: " in raised.value.message
+
+
+def test_one_for_all_users_is_not_made_of_one_that_is_not(plan: DomainPlan) -> None:
+    with pytest.raises(HostError, match="cuda_mps_multiuser"):
+        judge(os.getpid(), theirs(plan), plan.gpu_uuids, plan._replace(multiuser=True))
+
+
+def test_where_its_order_is_not_certain_unequal_limits_are_refused_later_too(
+    make_plan: MakePlan, start_control: StartControl, take_over: TakeOver
+) -> None:
+    stranger = start_control(make_plan((5760, 5760)), theirs(make_plan((5760, 5760))))
+    take_over(make_plan((5760, 5760)), stranger)
+    found = find(make_plan((1024, 1024)))
+    assert found is not None
+    found.process.close()
+    with pytest.raises(HostError, match="their memory limits differ"):
+        find(make_plan((5760, 1024)))

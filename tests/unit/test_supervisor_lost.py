@@ -1,0 +1,308 @@
+"""A GPU that served and is lost when a daemon starts: its devices are listed until it is back or given up."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from yunion_mps.errors import ConfigError, DriverError
+from yunion_mps.service import devices_json
+
+from simhost import SimHost
+from unit.supervised import MakeHost, MakeStandIns, Supervise, Supervised, attach, configure, modes
+
+TWO = [{"kind": "v100"}, {"kind": "a100"}]
+LOST = "the GPU has fallen off the bus or is otherwise inaccessible (GPU is lost)"
+GONE = "the GPU is not there any more"
+
+Entry = Callable[[SimHost, int], str]
+
+
+def by_uuid(host: SimHost, slot: int) -> str:
+    return host.gpus[slot].uuid
+
+
+def by_address(host: SimHost, slot: int) -> str:
+    return str(host.gpus[slot].description.address)
+
+
+def by_render_node(host: SimHost, slot: int) -> str:
+    return f"/dev/dri/renderD{host.gpus[slot].description.render}"
+
+
+def name(host: SimHost, *paths: str) -> None:
+    """Divide the GPUs of these paths into four devices each; without any, every GPU of the host."""
+    file = host.root / "etc/yunion/host_container_device.yml"
+    entry = "- path: {}\n  type: NVIDIA_MPS\n  virtual_number: 4\n"
+    text = "devices:\n" + "".join(entry.format(path) for path in paths)
+    file.write_text(text) if paths else file.unlink()
+
+
+def shown(made: Supervised) -> dict[str, str]:
+    """The reason of each device, by its id."""
+    return {device["id"]: device["reason"] for device in devices_json(made.snapshot)}
+
+
+def reasons(made: Supervised) -> list[str]:
+    return list(shown(made).values())
+
+
+def served_file(host: SimHost) -> Path:
+    return host.root / "var/lib/yunion-mps/served-gpus.json"
+
+
+def reboot(host: SimHost) -> None:
+    """As if the file were from before a reboot."""
+    kept = json.loads(served_file(host).read_text())
+    served_file(host).write_text(json.dumps({**kept, "boot_id": "another"}))
+
+
+@pytest.mark.parametrize("entry", [None, by_uuid, by_address, by_render_node])
+@pytest.mark.parametrize("lookup", ["gpu_is_lost", "success", "removed"])
+@pytest.mark.parametrize("scope", ["host", "gpu"])
+def test_its_devices_are_listed_with_the_reason_and_serve_again_when_it_is_back(
+    make_host: MakeHost, supervise: Supervise, entry: Entry | None, lookup: str, scope: str
+) -> None:
+    host = make_host(TWO, cuda_mps_scope=scope, cuda_mps_replicas="4")
+    name(host, *([entry(host, 0), entry(host, 1)] if entry else []))
+    first = supervise(host).start()
+    ids = list(shown(first))
+    first.stop()
+    host.gpus[0].remove() if lookup == "removed" else host.gpus[0].lose(lookup=lookup)
+    made = supervise(host).start()
+    assert list(shown(made)) == ids
+    assert reasons(made) == [GONE if lookup == "removed" else LOST] * 4 + [""] * 4
+    served = [uuid for domain in made.snapshot.domains for uuid in domain.plan.gpu_uuids]
+    assert served == [host.gpus[1].uuid], "no control daemon is told of a GPU that is not there"
+    for look in (made.rescan, made.reload):
+        look()
+        assert list(shown(made)) == ids
+        assert reasons(made) == [GONE if lookup == "removed" else LOST] * 4 + [""] * 4
+    host.gpus[0].restore()
+    again = supervise(host).start() if lookup == "removed" else made
+    again.rescan()
+    again.until(lambda: again.available == 8)
+    assert list(shown(again)) == ids
+    again.set_modes()
+    assert modes(host) == ["exclusive_process"] * 2
+
+
+def test_the_running_control_daemon_that_serves_it_too_goes_on_and_each_device_is_listed_once(
+    make_host: MakeHost, supervise: Supervise, stand_ins: MakeStandIns
+) -> None:
+    host = make_host(TWO)
+    jobs = stand_ins(host)
+    first = supervise(host).start()
+    ids, pid = list(shown(first)), first.snapshot.domains[0].pid
+    attach(jobs, host)
+    host.gpus[1].lose()
+    made = supervise(host).start()
+    assert list(shown(made)) == ids
+    assert (made.snapshot.domains[0].pid, reasons(made)) == (pid, [""] * 4 + [LOST] * 4)
+    assert made.snapshot.domains[0].pending == ""
+
+
+def test_one_that_fails_in_every_call_is_listed_too(make_host: MakeHost, supervise: Supervise) -> None:
+    host = make_host(TWO)
+    first = supervise(host).start()
+    ids = list(shown(first))
+    first.stop()
+    host.fail("nvmlDeviceGetUUID", "unknown", gpu=0)
+    made = supervise(host).start()
+    assert list(shown(made)) == ids
+    assert reasons(made) == ["NVML says: Unknown Error"] * 4 + [""] * 4
+
+
+def test_one_that_was_switched_to_mig_mode_is_listed_too(make_host: MakeHost, supervise: Supervise) -> None:
+    host = make_host(TWO)
+    first = supervise(host).start()
+    ids = list(shown(first))
+    first.stop()
+    host.gpus[1].mig = True
+    made = supervise(host).start()
+    assert list(shown(made)) == ids
+    assert reasons(made)[4].startswith("the GPU is in MIG mode")
+    host.gpus[1].mig = False
+    made.rescan()
+    made.until(lambda: made.available == 8)
+
+
+def test_one_that_never_could_serve_has_no_devices(make_host: MakeHost, supervise: Supervise) -> None:
+    host = make_host(TWO)
+    host.gpus[1].mig = True
+    for _ in range(2):
+        made = supervise(host).start()
+        assert reasons(made) == [""] * 4
+        made.stop()
+
+
+def test_where_the_only_one_that_is_there_refuses_its_mode_the_start_is_refused(
+    make_host: MakeHost, supervise: Supervise
+) -> None:
+    host = make_host(TWO)
+    supervise(host).start().stop()
+    host.gpus[1].lose()
+    host.fail("nvmlDeviceSetComputeMode", "no_permission")
+    with pytest.raises(DriverError, match="no GPU's compute mode can be set"):
+        supervise(host).start()
+
+
+def test_where_all_are_lost_all_devices_are_listed(make_host: MakeHost, supervise: Supervise) -> None:
+    host = make_host(TWO)
+    first = supervise(host).start()
+    ids = list(shown(first))
+    first.stop()
+    for gpu in host.gpus:
+        gpu.lose()
+    for _ in range(2):
+        made = supervise(host).start()
+        assert (list(shown(made)), reasons(made)) == (ids, [LOST] * 8)
+        assert LOST in made.snapshot.notice
+
+
+def test_one_that_was_taken_out_of_the_file_is_not_listed(make_host: MakeHost, supervise: Supervise) -> None:
+    host = make_host(TWO)
+    host.divide(4, 4)
+    supervise(host).start().stop()
+    host.gpus[1].remove()
+    made = supervise(host).start()
+    assert len(shown(made)) == 8
+    host.divide(4)
+    made.reload()
+    made.rescan()
+    assert [gpu.uuid for gpu in made.snapshot.inventory.gpus] == [host.gpus[0].uuid]
+    made.until(lambda: reasons(made) == [""] * 4)
+    made.stop()
+    assert len(json.loads(served_file(host).read_text())["gpus"]) == 1
+    assert reasons(supervise(host).start()) == [""] * 4
+
+
+def test_one_that_was_taken_out_of_the_file_while_no_daemon_ran_is_not_listed(
+    make_host: MakeHost, supervise: Supervise
+) -> None:
+    host = make_host(TWO)
+    host.divide(4, 4)
+    supervise(host).start().stop()
+    host.gpus[1].remove()
+    host.divide(4)
+    made = supervise(host).start()
+    assert reasons(made) == [""] * 4
+    assert [gpu.uuid for gpu in made.snapshot.inventory.gpus] == [host.gpus[0].uuid]
+
+
+def test_mps_that_was_disabled_for_a_while_forgets_none(make_host: MakeHost, supervise: Supervise) -> None:
+    host = make_host(TWO)
+    made = supervise(host).start()
+    configure(host, enable_cuda_mps="false")
+    made.reload()
+    made.stop()
+    supervise(host).start().stop()
+    host.gpus[1].remove()
+    configure(host)
+    assert reasons(supervise(host).start()) == [""] * 4 + [GONE] * 4
+
+
+def test_one_in_whose_place_there_is_another_is_given_up(make_host: MakeHost, supervise: Supervise) -> None:
+    host = make_host(TWO)
+    name(host, by_address(host, 0), by_address(host, 1))
+    supervise(host).start().stop()
+    kept = json.loads(served_file(host).read_text())
+    kept["gpus"][1]["uuid"] = "GPU-00000000-0000-0000-0000-000000000001"  # what was there before
+    served_file(host).write_text(json.dumps(kept))
+    made = supervise(host).start()
+    assert reasons(made) == [""] * 8
+    assert {gpu.uuid for gpu in made.snapshot.inventory.gpus} == {gpu.uuid for gpu in host.gpus}
+
+
+def test_a_lost_one_of_another_model_than_was_there_is_another(
+    make_host: MakeHost, supervise: Supervise
+) -> None:
+    host = make_host(TWO)
+    supervise(host).start().stop()
+    kept = json.loads(served_file(host).read_text())
+    kept["gpus"][1]["vendor_device_id"] = "10de:0000"
+    served_file(host).write_text(json.dumps(kept))
+    host.gpus[1].lose()
+    assert reasons(supervise(host).start()) == [""] * 4
+
+
+def test_one_that_has_another_place_now_is_listed_once(make_host: MakeHost, supervise: Supervise) -> None:
+    host = make_host(TWO)
+    supervise(host).start().stop()
+    kept = json.loads(served_file(host).read_text())
+    kept["gpus"][1]["pci_address"] = "0000:42:00.0"
+    served_file(host).write_text(json.dumps(kept))
+    assert reasons(supervise(host).start()) == [""] * 8
+
+
+def test_after_a_reboot_a_gone_one_is_listed_where_the_file_names_it_and_not_where_it_means_every_gpu(
+    make_host: MakeHost, supervise: Supervise
+) -> None:
+    host = make_host(TWO)
+    host.divide(4, 4)
+    supervise(host).start().stop()
+    host.gpus[1].remove()
+    reboot(host)
+    made = supervise(host).start()
+    assert reasons(made) == [""] * 4 + [GONE] * 4
+    made.stop()
+    reboot(host)
+    name(host)
+    assert len(shown(supervise(host).start())) == 10, "cuda_mps_replicas of the one that is there"
+
+
+def test_one_that_never_served_is_still_a_mistake_in_the_file(
+    make_host: MakeHost, supervise: Supervise
+) -> None:
+    host = make_host(TWO)
+    name(host, by_uuid(host, 0))
+    supervise(host).start().stop()
+    host.gpus[1].remove()
+    name(host, by_uuid(host, 0), by_uuid(host, 1))
+    with pytest.raises(ConfigError, match=f"path {host.gpus[1].uuid} is no GPU of this host"):
+        supervise(host)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"gpus": [{}], "boot_id": ""}', '{"gpus": 7}', None])
+def test_a_file_that_cannot_be_read_is_nothing_known(
+    make_host: MakeHost, supervise: Supervise, text: Any
+) -> None:
+    host = make_host(TWO)
+    name(host)
+    supervise(host).start().stop()
+    served_file(host).unlink() if text is None else served_file(host).write_text(text)
+    host.gpus[1].remove()
+    assert reasons(supervise(host).start()) == [""] * 10
+
+
+def test_a_former_compute_mode_is_put_back_once_it_is_back_and_nothing_is_tried_before(
+    make_host: MakeHost, supervise: Supervise, caplog: pytest.LogCaptureFixture
+) -> None:
+    host = make_host(TWO)
+    supervise(host).start().stop(put_back=False)
+    host.gpus[1].lose()
+    made = supervise(host).start()
+    made.rescan()
+    assert not any(made.supervisor.mode_work())
+    assert "cannot be put back" not in caplog.text
+    made.stop()
+    host.gpus[1].restore()
+    configure(host, enable_cuda_mps="false")
+    supervise(host).start()
+    assert modes(host) == ["default"] * 2
+
+
+def test_what_is_lost_while_the_daemon_runs_is_remembered_too(
+    make_host: MakeHost, supervise: Supervise
+) -> None:
+    host = make_host(TWO)
+    made = supervise(host).start()
+    host.gpus[0].lose()
+    made.rescan()
+    made.supervisor.aim(time.monotonic())
+    made.stop()
+    assert len(shown(supervise(host).start())) == 8

@@ -1,0 +1,186 @@
+"""Compute modes under faults and commands in any order: none is changed and forgotten."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, rule
+from yunion_mps.errors import YunionError
+from yunion_mps.paths import Paths
+from yunion_mps.store import Store
+
+from simhost import SimHost
+from unit.supervised import Supervised, configure, modes
+
+GPUS = [{"kind": "v100"}, {"kind": "a100", "compute_mode": "prohibited"}]
+which = st.integers(0, len(GPUS) - 1)
+
+
+class Modes(RuleBasedStateMachine):
+    """A host with two GPUs, and one daemon after another on it.
+
+    What a GPU's mode was is known to this machine alone: it looks before our code may do something, and
+    compares what our code has noted and done with that.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._stack = contextlib.ExitStack()
+        self.host = self._stack.enter_context(SimHost.create(GPUS))
+        self._stack.enter_context(self.host.pynvml())
+        self._stack.enter_context(_variable("PATH", self.host.env["PATH"]))
+        configure(self.host)
+        self.runs: Supervised | None = None
+        self.lost: set[int] = set()
+        #: What each GPU (UUID) that we have changed is to have again.
+        self.owed: dict[str, str] = {}
+
+    # -- commands
+
+    @rule()
+    def start(self) -> None:
+        if self.runs is None:
+            self.ours(self._start)
+
+    @rule()
+    def stop(self) -> None:
+        if self.runs:
+            self.ours(self._stop)
+            assert not self.owed or self.lost, "what can be put back is"
+
+    @rule()
+    def crash(self) -> None:
+        """The control daemon lives on, and the next daemon takes it over."""
+        if self.runs:
+            self.runs.supervisor.release()
+            self.runs.examined.close()
+            self.runs = None
+
+    @rule(mode=st.sampled_from(["exclusive_process", "keep"]), enabled=st.sampled_from([True, True, False]))
+    def configure(self, mode: str, *, enabled: bool) -> None:
+        configure(self.host, enable_cuda_mps=str(enabled).lower(), cuda_mps_compute_mode=mode)
+
+    @rule(numbers=st.sampled_from([(4, 4), (4,), (2, 8)]))
+    def divide(self, numbers: tuple[int, ...]) -> None:
+        self.host.divide(*numbers)
+
+    @rule()
+    def reload(self) -> None:
+        if self.runs:
+            self.ours(self._reload)
+
+    # -- what happens to the host
+
+    @rule(slot=which, mode=st.sampled_from(["default", "prohibited", "exclusive_process"]))
+    def meddle(self, slot: int, mode: str) -> None:
+        self.host.gpus[slot].compute_mode = mode
+
+    @rule(slot=which)
+    def lose(self, slot: int) -> None:
+        self.host.gpus[slot].lose()
+        self.lost.add(slot)
+
+    @rule(slot=which)
+    def restore(self, slot: int) -> None:
+        self.host.gpus[slot].restore()
+        self.lost.discard(slot)
+
+    @rule(slot=which)
+    def refuse(self, slot: int) -> None:
+        """The next mode that is set there is not."""
+        self.host.fail("nvmlDeviceSetComputeMode", "unknown", gpu=slot, times=1)
+
+    @rule()
+    def look(self) -> None:
+        if self.runs:
+            self.ours(self._look)
+
+    # -- what must hold
+
+    def ours(self, work: Callable[[Supervised | None], Supervised | None]) -> None:
+        """Have our code do something, and see what has become of the modes by that."""
+        uuids = [gpu.uuid for gpu in self.host.gpus]
+        before = dict(zip(uuids, modes(self.host)))
+        self.runs = work(self.runs)
+        after = dict(zip(uuids, modes(self.host)))
+        noted = self._noted()
+        for uuid in uuids:
+            if uuid in noted:
+                owed = self.owed.setdefault(uuid, before[uuid])
+                assert noted[uuid] == owed, "what it was before we first touched it"
+            elif uuid in self.owed:
+                assert after[uuid] == self.owed.pop(uuid), "nothing is forgotten that was not put back"
+            else:
+                assert after[uuid] == before[uuid], "nothing is changed that is not noted"
+
+    def _noted(self) -> dict[str, str]:
+        with contextlib.closing(Store(Paths(str(self.host.root)))) as store:
+            return {uuid: mode.lower() for uuid, mode in store.former_modes().items()}
+
+    def teardown(self) -> None:
+        try:
+            for slot in range(len(GPUS)):
+                self.restore(slot)
+            self.host.clear()
+            configure(self.host)
+            self.host.divide(4, 4)
+            if self.runs is None:
+                self.ours(self._start)
+            assert self.runs, "with nothing wrong it starts"
+            self.ours(self._stop)
+            assert self.owed == {}
+        finally:
+            if self.runs:
+                self.runs.stop()
+                self.runs.examined.close()
+            self._stack.close()
+
+    # -- our code
+
+    def _start(self, _: Supervised | None) -> Supervised | None:
+        try:
+            made = Supervised(self.host)
+        except YunionError:
+            return None
+        try:
+            return made.start()
+        except YunionError:
+            made.stop()
+            made.examined.close()
+            return None
+
+    def _stop(self, runs: Supervised | None) -> None:
+        assert runs
+        runs.stop()
+        runs.examined.close()
+
+    def _reload(self, runs: Supervised | None) -> Supervised | None:
+        assert runs
+        with contextlib.suppress(YunionError):
+            runs.reload()
+        return runs
+
+    def _look(self, runs: Supervised | None) -> Supervised | None:
+        assert runs
+        if runs.supervisor.nvml:
+            runs.rescan()
+        runs.set_modes()
+        return runs
+
+
+@contextlib.contextmanager
+def _variable(name: str, value: str) -> Iterator[None]:
+    before = os.environ[name]
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        os.environ[name] = before
+
+
+TestModes = Modes.TestCase
+TestModes.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
