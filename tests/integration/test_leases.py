@@ -20,6 +20,12 @@ from simhost import SimHost
 ADDRESSES = [f"00:06.0-{slot}" for slot in range(4)]
 
 
+@pytest.fixture
+def host(make_host: MakeHost) -> SimHost:
+    """One Tesla V100, divided by four: `run` starts nothing on the reference case, which has no limits."""
+    return make_host([{"kind": "v100"}])
+
+
 class _Connection(http.client.HTTPConnection):
     """HTTP over the daemon's socket."""
 
@@ -96,7 +102,7 @@ def test_the_environment_is_that_of_the_device_variable_by_variable(ready_daemon
     assert new == {
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
         "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "25",
-        "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": "0=5760M",
+        "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": "0=4096M",
         "CUDA_MPS_PIPE_DIRECTORY": str(ready_daemon.pipe_directory),
         "CUDA_VISIBLE_DEVICES": host.gpus[0].uuid,
         "YUNION_MPS_DEVICE": ADDRESSES[2],
@@ -175,7 +181,9 @@ def test_without_a_control_daemon_nothing_is_started_unless_that_is_asked_for(re
     assert (done.returncode, done.stdout) == (3, "")
     done = run(host, "--allow-unlimited", "echo", "ran")
     assert (done.returncode, done.stdout) == (0, "ran\n")
-    assert done.stderr.startswith("yunion-mps: echo runs without limits: the daemon is not running")
+    what, remedy = done.stderr.splitlines()
+    assert what.startswith("yunion-mps: echo runs without limits: the daemon is not running")
+    assert remedy.startswith("yunion-mps: start it: systemctl start yunion-mps-daemon")
 
 
 def test_leases_survive_the_daemon_and_end_with_what_had_them_meanwhile(ready_daemon: Daemon) -> None:
@@ -241,6 +249,8 @@ def test_only_the_owner_and_root_end_a_lease(ready_daemon: Daemon) -> None:
     [
         ("count=0", 400, "count is '0'"),
         ("count=2&device=00:06.0-1", 409, "count, device, memory and units are different wishes"),
+        ("across=true&count=1", 409, "across wants several devices, and count is 1"),
+        ("across=true", 409, "across wants several devices, and count is 1"),
         ("placement=best", 400, "placement is 'best'"),
         ("binding=hope", 400, "binding is 'hope'"),
         ("name=job", 409, "a lease of a name needs both its name and its time to live"),
@@ -298,7 +308,7 @@ def test_devices_of_one_gpu_are_one_budget_where_the_control_daemon_allows_as_mu
 
 def test_memory_in_units_as_ack_hands_it_out(make_host: MakeHost, make_daemon: MakeDaemon) -> None:
     """16 units of 128 MiB are 2 GiB; of a GPU of 23040 MiB there are 180, and the 181st is refused."""
-    host = make_host([{"kind": "tesla-p40"}])
+    host = make_host([{"kind": "v100", "memory_mib": 23040}])
     (host.root / "etc/yunion/host_container_device.yml").write_text(
         "gpu_memory_unit: 128MiB\ndevices:\n- path: /dev/dri/renderD128\n  type: NVIDIA_MPS\n"
         "  virtual_number: 0\n  memory_unit: 128MiB\n"

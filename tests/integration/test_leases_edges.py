@@ -21,7 +21,7 @@ from faults.levers import Levers
 from integration.conftest import MakeDaemon, MakeHost
 from integration.daemon_host import Daemon, eventually
 from integration.test_leases import ADDRESSES, _Connection, ask, given
-from integration.test_leases_load import divide, wait_until_wait
+from integration.test_leases_load import wait_until_wait
 
 
 @pytest.fixture
@@ -164,7 +164,7 @@ def test_a_daemon_that_is_short_of_descriptors_ends_no_lease_of_a_process_that_r
     make_host: MakeHost, make_daemon: MakeDaemon, sleeper: subprocess.Popen[bytes]
 ) -> None:
     host = make_host([{"kind": "v100"}])
-    divide(host, 48)
+    host.divide(48)
     daemon = make_daemon(host).start().wait_ready()
     for _ in range(48):
         take(daemon, f"pid={sleeper.pid}")

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yunion_mps
@@ -24,15 +25,22 @@ from yunion_mps.client import (
     NothingFreeError,
     UnreachableError,
 )
-from yunion_mps.errors import HostError
+from yunion_mps.errors import HostError, YunionError
 
 from integration.conftest import MakeDaemon, MakeHost
 from integration.daemon_host import PATIENCE_S, Daemon, eventually
+from simhost import SimHost
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 PAGE = (CHECKOUT / "docs/python-client.md").read_text()
 EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 ADDRESSES = [f"00:06.0-{slot}" for slot in range(4)]
+
+
+@pytest.fixture
+def host(make_host: MakeHost) -> SimHost:
+    """One Tesla V100, divided by four: the client takes nothing of the reference case without limits."""
+    return make_host([{"kind": "v100"}])
 
 
 @pytest.fixture
@@ -43,7 +51,7 @@ def said() -> list[str]:
 
 @pytest.fixture
 def client(ready_daemon: Daemon, said: list[str], monkeypatch: pytest.MonkeyPatch) -> Client:
-    """A client of the reference case."""
+    """A client of that host."""
     monkeypatch.setenv("YUNION_MPS_ROOT", str(ready_daemon.host.root))
     return Client(said.append)
 
@@ -108,7 +116,7 @@ def test_a_lease_is_this_process_s_until_the_end_of_its_block_however_that_is_le
         (record,) = client.leases()
         assert (record["id"], record["pid"], record["binding"]) == (lease.id, os.getpid(), "process")
         assert lease.devices == (ADDRESSES[2],)
-        assert (lease.memory, lease.thread_percentage, lease.gpus) == ((5760,), 25, ("00:06.0",))
+        assert (lease.memory, lease.thread_percentage, lease.gpus) == ((4096,), 25, ("00:06.0",))
         assert lease.environ() == {**os.environ, **record["environment"]}
         assert lease.environ({"A": "b"}) == {"A": "b", **record["environment"]}
         assert len(client.devices(unused=True)) == 3
@@ -237,6 +245,20 @@ def as_nobody() -> Iterator[Callable[[], None]]:
     os.seteuid(0)
     os.setegid(0)
     os.setgroups(groups)
+
+
+def test_what_makes_no_sense_is_told_as_every_failure_is(client: Client) -> None:
+    wrong: Any
+    for wrong in (math.nan, None, "60"):
+        with pytest.raises(YunionError, match="wait is "):
+            client.lease(wait=wrong)
+    for wrong in (math.nan, "x", [1]):
+        with pytest.raises(YunionError, match="since is "):
+            next(client.events(since=wrong))
+    with pytest.raises(YunionError, match="kind is 'a b&c'"):
+        next(client.events(kind="a b&c"))
+    assert list(client.events(since=math.inf)) == []
+    assert given(client) == []
 
 
 def test_events_are_those_since_then_and_go_on_past_a_restart(ready_daemon: Daemon, client: Client) -> None:

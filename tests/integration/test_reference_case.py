@@ -86,6 +86,7 @@ def test_every_field_of_the_devices_is_as_designed(ready_daemon: Daemon) -> None
                 "reason": "",
                 "budget_enforced": False,
                 "lease": None,
+                "free": True,
             }
             for slot in range(4)
         ],

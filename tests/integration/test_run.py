@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shlex
 import signal
+from pathlib import Path
 
 import pytest
 
+from integration.conftest import MakeDaemon, MakeHost
 from integration.daemon_host import Daemon
-from integration.test_leases import _Connection, given, run
+from integration.test_leases import _Connection, ask, given, run, start
+from simhost import SimHost
+
+
+@pytest.fixture
+def host(make_host: MakeHost) -> SimHost:
+    """One Tesla V100, divided by four: `run` starts nothing on the reference case, which has no limits."""
+    return make_host([{"kind": "v100"}])
 
 
 def test_what_python_changes_of_a_process_is_not_the_commands(ready_daemon: Daemon) -> None:
@@ -24,10 +34,45 @@ def test_what_python_changes_of_a_process_is_not_the_commands(ready_daemon: Daem
     assert "PRIORITY" not in host.run(["yunion-mps", "run", "env"], env=inner).stdout
 
 
-def test_a_gpu_that_enforces_no_budget_is_told_by_whoever_runs_on_it(ready_daemon: Daemon) -> None:
+def test_on_a_gpu_that_enforces_no_budget_nothing_is_started_unless_that_is_asked_for(
+    make_host: MakeHost, make_daemon: MakeDaemon
+) -> None:
+    daemon = make_daemon(make_host()).start().wait_ready()
+    why = "no budget is enforced on GPU 00:06.0 (Tesla P40), which is older than Volta"
+    for option in ("--dry-run", "--print-env", "--wait", "--"):
+        done = run(daemon.host, option, "echo", "ran")
+        assert (done.returncode, done.stdout) == (1, "")
+        assert done.stderr.splitlines() == [
+            f"yunion-mps: {why}: a command could use all of the memory",
+            "yunion-mps: take it all the same: --allow-unlimited (in Python: allow_unlimited=True)",
+        ]
+    assert daemon.get("/v1/events?kind=lease")[1]["events"] == [], "no lease was taken for it"
     said = "budgets are not enforced on GPU 00:06.0, older than Volta: it could use all of its memory"
-    for option in ("--dry-run", "--"):
-        assert run(ready_daemon.host, option, "true").stderr == f"yunion-mps: {said}\n"
+    done = run(daemon.host, "--allow-unlimited", "printenv", "YUNION_MPS_DEVICE")
+    assert (done.stdout, done.stderr) == ("00:06.0-0\n", f"yunion-mps: {said}\n")
+    status, lease = ask(daemon, "POST", "/v1/leases?name=a&ttl=600")
+    assert (status, lease["budget_enforced"]) == (200, False), "the API tells, and leaves it to who asks"
+    assert ask(daemon, "POST", "/v1/leases?enforced=true")[0] == 409
+
+
+def test_of_unlike_gpus_a_command_gets_one_that_enforces_its_budget(
+    make_host: MakeHost, make_daemon: MakeDaemon
+) -> None:
+    host = make_host([{"kind": "tesla-p40"}, {"kind": "v100"}, {"kind": "tesla-p40"}])
+    daemon = make_daemon(host).start().wait_ready()
+    any_gpu = ["--allow-unlimited", "printenv", "YUNION_MPS_DEVICE"]
+    assert run(host, *any_gpu).stdout == "00:07.0-0\n"
+    jobs = [start(host) for _ in range(4)]
+    assert given(daemon) == [f"00:07.0-{slot}" for slot in range(4)]
+    done = run(host, "true")
+    assert (done.returncode, done.stderr.splitlines()[0]) == (
+        5,
+        "yunion-mps: 1 device cannot be had now: 4 of 4 in use",
+    )
+    assert run(host, *any_gpu).stdout == "00:06.0-0\n"
+    assert "GPU 00:08.0 (Tesla P40)" in run(host, "--gpu", "00:08.0", "true").stderr
+    for job in jobs:
+        job.communicate()
 
 
 def test_what_runs_without_limits_has_no_device(ready_daemon: Daemon) -> None:
@@ -40,11 +85,60 @@ def test_what_runs_without_limits_has_no_device(ready_daemon: Daemon) -> None:
     assert run(host, "true").returncode == 1
 
 
-@pytest.mark.parametrize("wrong", [["--device", "", "true"], ["--gpu", "", "true"], [""], ["--", ""]])
-def test_what_is_empty_is_wrong_usage(ready_daemon: Daemon, wrong: list[str]) -> None:
-    done = run(ready_daemon.host, *wrong)
-    assert (done.returncode, "Traceback" in done.stderr) == (2, False)
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        ("run --device '' true", "--device and --gpu want a name: what was given is empty."),
+        ("run --gpu '' true", "--device and --gpu want a name: what was given is empty."),
+        (
+            "run --podman --rm IMAGE true",
+            "--rm is no option of run; podman's come after --: yunion-mps run --podman -- --rm … IMAGE",
+        ),
+        (
+            "run --podman --docker IMAGE",
+            "a container has one engine: leave one of --podman and --docker out.",
+        ),
+        ("run ''", "COMMAND is missing: yunion-mps run [OPTIONS] COMMAND [ARG]..."),
+        ("run -- ''", "COMMAND is missing: yunion-mps run [OPTIONS] COMMAND [ARG]..."),
+        ("run --wait=-1 true", "--wait is '-1': write a whole number of seconds, as in --wait=60."),
+        ("run --wait=0 true", "--wait is '0': write a whole number of seconds, as in --wait=60."),
+        ("run --gpu-mem-units 9999999999 true", "Invalid value for '--gpu-mem-units': 9999999999 is not in"),
+        ("env ''", "DEVICE is empty."),
+        ("lease release ''", "LEASE is empty."),
+        ("lease renew ''", "LEASE is empty."),
+        ("lease take 'a b' --ttl 5", "NAME has letters, digits and ._:/@-"),
+        ("lease take '' --ttl 5", "NAME has letters, digits and ._:/@-"),
+        ("lease take a --ttl 99999999999", "Invalid value for '--ttl': 99999999999 is not in the range"),
+        ("lease take --wait=-1 a --ttl 5", "--wait is '-1': write a whole number of seconds"),
+    ],
+)
+def test_what_is_empty_or_too_much_is_wrong_usage(ready_daemon: Daemon, wrong: str, why: str) -> None:
+    done = ready_daemon.host.run(["yunion-mps", *shlex.split(wrong)])
+    assert (done.returncode, done.stderr.startswith(f"yunion-mps: {why}")) == (2, True), done.stderr
+    subcommand = " ".join(wrong.split()[: 1 + wrong.startswith("lease")])
+    assert done.stderr.splitlines()[1:] == [f"yunion-mps: see: yunion-mps {subcommand} --help"]
     assert given(ready_daemon) == []
+
+
+def test_a_command_without_standard_output_is_run_as_any_other(ready_daemon: Daemon, tmp_path: Path) -> None:
+    def done(*words: str) -> tuple[int, str]:
+        ended = ready_daemon.host.run(["sh", "-c", shlex.join(words) + " >&-"])
+        return ended.returncode, ended.stderr
+
+    look = ["sh", "-c", f"[ ! -e /proc/self/fd/1 ] && printenv YUNION_MPS_DEVICE >{tmp_path / 'got'}; exit 7"]
+    assert done("yunion-mps", "run", *look) == (7, "")
+    assert (tmp_path / "got").read_text() == "00:06.0-0\n"
+    for words in (["run", "--print-env"], ["run", "--dry-run"], ["list"]):
+        status, said = done("yunion-mps", *words)
+        assert (status, said.splitlines()[0]) == (
+            1,
+            "yunion-mps: the output cannot be written: standard output is closed",
+        )
+
+
+def test_without_standard_error_what_is_to_be_said_is_not_put_into_the_output(daemon: Daemon) -> None:
+    done = daemon.host.run(["sh", "-c", "yunion-mps run --allow-unlimited echo ran 2>&-"])
+    assert (done.returncode, done.stdout) == (0, "ran\n")
 
 
 def test_names_may_be_cut_as_elsewhere_and_a_name_has_one_lease(ready_daemon: Daemon) -> None:

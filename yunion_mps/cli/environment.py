@@ -9,6 +9,7 @@ import click
 
 from yunion_mps.cli.ask import ask, quoted
 from yunion_mps.cli.show import complete_device
+from yunion_mps.cli.wish import warn_of_limits
 from yunion_mps.errors import HostError
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -40,6 +41,8 @@ def command(device: str, output: str) -> None:
       eval "$(yunion-mps env 00:06.0-1)"
       docker run --env-file <(yunion-mps env 00:06.0-1 -o docker) IMAGE
     """
+    if not device:
+        raise click.UsageError("DEVICE is empty.")
     answer = ask(f"/v1/devices/{quoted(device)}")
     if answer["reason"]:
         raise HostError(
@@ -47,6 +50,7 @@ def command(device: str, output: str) -> None:
             "see: yunion-mps status",
         )
     show_environment(answer["client_environment"], output)
+    warn_of_limits({**answer, "gpus": [answer["addr"].rpartition("-")[0]]})
 
 
 def show_environment(environment: Mapping[str, str], style: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import click
@@ -10,7 +11,8 @@ from yunion_mps.cli.ask import quoted, remove, tell
 from yunion_mps.cli.output import output_option, pairs, show_pairs
 from yunion_mps.cli.suggest import SuggestingGroup
 from yunion_mps.cli.table import draw
-from yunion_mps.cli.wish import WishCommand, parameters, seconds, take, wish_options
+from yunion_mps.cli.wish import WishCommand, parameters, seconds, take, warn_of_limits, wish_options
+from yunion_mps.leases.bounds import LONGEST_TTL_S, NAME
 
 
 @click.group("lease", cls=SuggestingGroup, short_help="Take, renew and give back devices by name.")
@@ -33,7 +35,7 @@ def command() -> None:
 @wish_options
 @click.option(
     "--ttl",
-    type=click.IntRange(1),
+    type=click.IntRange(1, LONGEST_TTL_S),
     required=True,
     metavar="SECONDS",
     help="It ends so long after its last renewal.",
@@ -50,8 +52,12 @@ def take_command(
     Examples:
       yunion-mps lease take job-17 --ttl 3600 --count 2
     """
+    if not re.fullmatch(NAME.strip("^$"), name):
+        raise click.UsageError("NAME has letters, digits and ._:/@-, a letter or digit first, at most 100.")
     wanted = parameters(device, gpu, count, across, spread, gpu_mem, gpu_mem_units)
-    _show(dict(take({**wanted, "name": name, "ttl": ttl}, seconds(wait))), output)
+    lease = take({**wanted, "name": name, "ttl": ttl}, seconds(wait))
+    _show(dict(lease), output)
+    warn_of_limits(lease)
 
 
 @command.command("renew", short_help="Let a lease live on.")
@@ -64,7 +70,7 @@ def renew_command(lease: str, output: str) -> None:
     Examples:
       yunion-mps lease renew 7c1f0e7a-8a52-4f0e-8b5e-3f9d2a6c1b44
     """
-    _show(tell(f"/v1/leases/{quoted(lease)}/renew"), output)
+    _show(tell(f"{_path(lease)}/renew"), output)
 
 
 @command.command("release", short_help="Give devices back.")
@@ -77,7 +83,13 @@ def release_command(lease: str, output: str) -> None:
     Examples:
       yunion-mps lease release 7c1f0e7a-8a52-4f0e-8b5e-3f9d2a6c1b44
     """
-    _show(remove(f"/v1/leases/{quoted(lease)}"), output)
+    _show(remove(_path(lease)), output)
+
+
+def _path(lease: str) -> str:
+    if not lease:
+        raise click.UsageError("LEASE is empty.")
+    return f"/v1/leases/{quoted(lease)}"
 
 
 def _show(lease: dict[str, Any], output: str) -> None:

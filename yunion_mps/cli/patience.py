@@ -9,7 +9,8 @@ from yunion_mps.client import patience
 
 def say(text: str) -> None:
     """Tell a person how it goes, beside the output."""
-    print(f"yunion-mps: {text}", file=sys.stderr, flush=True)
+    if sys.stderr is not None:  # print would take standard output instead
+        print(f"yunion-mps: {text}", file=sys.stderr, flush=True)
 
 
 class Patience(patience.Patience):

@@ -12,10 +12,18 @@ import click
 from click.shell_completion import CompletionItem
 
 from yunion_mps.cli.ask import remove
+from yunion_mps.cli.engine import EngineCommand, engine_options, run_container, the_engine
 from yunion_mps.cli.environment import show_environment, style_option
-from yunion_mps.cli.output import cell
+from yunion_mps.cli.output import cell, refuse_closed_output
 from yunion_mps.cli.patience import say
-from yunion_mps.cli.wish import WishCommand, parameters, seconds, take, wish_options, would_take
+from yunion_mps.cli.wish import (
+    parameters,
+    seconds,
+    take,
+    warn_of_limits,
+    wish_options,
+    would_take,
+)
 from yunion_mps.client.taking import refuse_unreachable
 from yunion_mps.errors import YunionError
 
@@ -38,26 +46,31 @@ def _files(_: click.Context, __: click.Parameter, incomplete: str) -> list[Compl
 
 @click.command(
     "run",
-    cls=WishCommand,
+    cls=EngineCommand,
     short_help="Run a command with a device of its own.",
     context_settings={"allow_interspersed_args": False},
 )
 @wish_options
-@click.option("--allow-unlimited", is_flag=True, help="Run it without limits where it can get no device.")
+@engine_options
+@click.option("--allow-unlimited", is_flag=True, help="Run it also where nothing limits it.")
 @click.option("--dry-run", is_flag=True, help="Only say which device it would get.")
 @click.option("--print-env", is_flag=True, help="Only print the environment that it would get.")
 @style_option
 @click.argument("argv", metavar="COMMAND [ARG]...", nargs=-1, type=click.UNPROCESSED, shell_complete=_files)
 def command(
     device: str | None, gpu: str | None, count: int, across: bool, spread: bool,
-    gpu_mem: str | None, gpu_mem_units: int | None, wait: str | None,
+    gpu_mem: str | None, gpu_mem_units: int | None, wait: str | None, podman: bool, docker: bool,
     allow_unlimited: bool, dry_run: bool, print_env: bool, output: str, argv: tuple[str, ...],
 ) -> None:  # fmt: skip
     """Take a device and become COMMAND; it is given back when COMMAND ends.
 
     COMMAND is started with the budget of the device in its environment, or not at all: where no device is
-    free, its control daemon does not serve, or it could not keep to the budget, this fails instead. Signals,
-    exit status, terminal and process group are COMMAND's own.
+    free, its control daemon does not serve, or nothing would hold COMMAND to the budget, as on a GPU older
+    than Volta, this fails instead. With --allow-unlimited it says so, and starts COMMAND with such a device,
+    or with none. Signals, exit status, terminal and process group are COMMAND's own.
+
+    With --podman or --docker, COMMAND is what follows podman run: its options, an image, and what runs in
+    it. The device is the container's then, until that ends, also with -d.
 
     In COMMAND's environment, YUNION_MPS_DEVICE and YUNION_MPS_LEASE name what it got.
 
@@ -68,20 +81,26 @@ def command(
       yunion-mps run python train.py
       yunion-mps run --wait=600 --gpu 00:06.0 -- ./simulate --steps 100
       yunion-mps run --count 2 --across torchrun --nproc-per-node 2 train.py
+      yunion-mps run --podman -- --rm IMAGE python train.py
       eval "$(yunion-mps run --print-env)"
     """
     wait_s = seconds(wait)
+    engine = the_engine(podman=podman, docker=docker)
     wanted = parameters(device, gpu, count, across, spread, gpu_mem, gpu_mem_units)
+    wanted["enforced"] = None if allow_unlimited else "true"
     if dry_run or print_env:
+        refuse_closed_output()
         lease = would_take(wanted)
         if print_env:
             show_environment(lease["environment"], output)
         else:
             click.echo(f"it would get {', '.join(lease['devices'])}: {_budget(lease)}")
-        _warn_of_limits(lease)
+        warn_of_limits(lease)
         return
     if not argv or not argv[0]:
         raise click.UsageError("COMMAND is missing: yunion-mps run [OPTIONS] COMMAND [ARG]...")
+    if engine:
+        run_container(engine, wanted, wait_s, argv, _inherited())
     given: Mapping[str, Any] | None = None
     try:
         given = take(wanted, wait_s)
@@ -90,10 +109,12 @@ def command(
         if not allow_unlimited:
             raise
         say(f"{cell(argv[0])} runs without limits: {error.message}")
+        if error.hint:
+            say(error.hint)
         _give_back(given)
         given = None
     if given:
-        _warn_of_limits(given)
+        warn_of_limits(given)
     _become(argv, {**_inherited(), **(given["environment"] if given else {})})
 
 
@@ -102,12 +123,6 @@ def _give_back(lease: Mapping[str, Any] | None) -> None:
     if lease:
         with contextlib.suppress(YunionError):
             remove(f"/v1/leases/{lease['id']}")
-
-
-def _warn_of_limits(lease: Mapping[str, Any]) -> None:
-    if not lease["budget_enforced"]:
-        gpus = ", ".join(lease["gpus"])
-        say(f"budgets are not enforced on GPU {gpus}, older than Volta: it could use all of its memory")
 
 
 def _inherited() -> dict[str, str]:

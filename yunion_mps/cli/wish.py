@@ -6,12 +6,13 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import click
+from click.core import augment_usage_errors
 
 from yunion_mps.cli.ask import daemon
 from yunion_mps.cli.patience import say
 from yunion_mps.cli.show import complete_device
 from yunion_mps.client import LeaseRecord, taking
-from yunion_mps.client.taking import FOREVER_S
+from yunion_mps.leases.bounds import LONGEST_WAIT_S, MOST_DEVICES, MOST_MIB
 
 F = TypeVar("F", bound=Callable[..., Any])
 Json = dict[str, Any]
@@ -26,13 +27,14 @@ def wish_options(function: F) -> F:
         ),
         click.option("--gpu", metavar="GPU", help="Of this GPU, by UUID or address."),
         click.option(
-            "--count", type=click.IntRange(1, 64), default=1, metavar="N", help="So many, as one budget."
+            "--count", type=click.IntRange(1, MOST_DEVICES), default=1, metavar="N",
+            help="So many, as one budget.",
         ),
         click.option(
             "--gpu-mem", metavar="SIZE", help="So much of a GPU's memory, as in 2GiB, where that is open."
         ),
         click.option(
-            "--gpu-mem-units", type=click.IntRange(1), metavar="N",
+            "--gpu-mem-units", type=click.IntRange(1, MOST_MIB), metavar="N",
             help="The same, in units of gpu_memory_unit.",
         ),
         click.option("--across", is_flag=True, help="With --count: each on another GPU."),
@@ -57,6 +59,9 @@ class WishCommand(click.Command):
         while place < len(args) and args[place].startswith("-") and args[place] != "--":
             if args[place] == "--wait":
                 args[place] = "--wait=forever"
+            elif args[place].startswith("--wait="):
+                with augment_usage_errors(ctx):  # click takes a value of -1 for another option
+                    seconds(args[place].partition("=")[2])
             place += 2 if args[place] in valued else 1
         return super().parse_args(ctx, args)
 
@@ -70,8 +75,8 @@ def seconds(wait: str | None) -> int:
     if wait is None:
         return 0
     if wait == "forever":
-        return FOREVER_S
-    if not (wait.isascii() and wait.isdigit() and 1 <= int(wait) <= FOREVER_S):
+        return LONGEST_WAIT_S
+    if not (wait.isascii() and wait.isdigit() and 1 <= int(wait) <= LONGEST_WAIT_S):
         raise click.UsageError(f"--wait is {wait!r}: write a whole number of seconds, as in --wait=60.")
     return int(wait)
 
@@ -122,3 +127,10 @@ def take(wanted: Mapping[str, Any], wait_s: int) -> LeaseRecord:
 def would_take(wanted: Mapping[str, Any]) -> LeaseRecord:
     """The lease that one would get now; raises as `take` does."""
     return taking.would_take(daemon(), wanted)
+
+
+def warn_of_limits(lease: Mapping[str, Any]) -> None:
+    """Say so, beside the output, where nothing holds a process to the lease's budget."""
+    if not lease["budget_enforced"]:
+        gpus = ", ".join(lease["gpus"])
+        say(f"budgets are not enforced on GPU {gpus}, older than Volta: it could use all of its memory")

@@ -12,12 +12,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from yunion_mps.client.following import MOST, follow, target
+from yunion_mps.client.following import LATEST_S, MOST, follow, target
 from yunion_mps.client.lease import Lease
 from yunion_mps.client.patience import Say
-from yunion_mps.client.taking import FOREVER_S, refuse_unreachable, take
+from yunion_mps.client.taking import refuse_unreachable, take
 from yunion_mps.client.values import Device, DeviceDetails, Event, LeaseRecord, PcieLink
 from yunion_mps.errors import NotAllowedError, NotFoundError, NothingFreeError, UnreachableError, YunionError
+from yunion_mps.leases.bounds import LONGEST_WAIT_S
 from yunion_mps.paths import Paths
 
 __all__ = [
@@ -80,6 +81,7 @@ class Client:
         gpu_memory: int | None = None,
         across: bool = False,
         spread: bool = False,
+        allow_unlimited: bool = False,
         wait: float = 0,
         name: str | None = None,
         ttl: int | None = None,
@@ -88,8 +90,9 @@ class Client:
 
         `device` (id or address) and `gpu` (UUID or address) bound the choice. `count` devices are of one GPU
         or, with `across`, of one each; `gpu_memory` (MiB) is a device of that size, on a GPU that is open for
-        it. `spread` takes from the GPU with the most free, not the fewest. `wait` is how long to wait for
-        them, in s, `math.inf` for good: first come, first served.
+        it. `spread` takes from the GPU with the most free, not the fewest. Only what holds a process to its
+        budget is taken, which no GPU older than Volta does; `allow_unlimited` takes those as well. `wait` is
+        how long to wait, in s, `math.inf` for good: first come, first served.
 
         With a `name` the lease is bound to that and not to this process: it is renewed for as long as this
         process lives, and ends `ttl` seconds (60) after that.
@@ -105,6 +108,7 @@ class Client:
             "memory": gpu_memory,
             "across": "true" if across else None,
             "placement": "spread" if spread else None,
+            "enforced": None if allow_unlimited else "true",
             "name": name,
             "ttl": ttl if name is None else ttl_s,
         }
@@ -126,8 +130,10 @@ class Client:
         `follow` it goes on for good with what comes, also past a restart of the daemon; raises
         UnreachableError where that stays away.
         """
-        since_s = since or 0.0
-        answer = self._daemon.get(target(kind, limit=MOST, since=max(0, int(since_s))))
+        since_s = 0.0 if since is None else since
+        if not _is_number(since_s):
+            raise YunionError(f"since is {since!r}", "write seconds since 1970, as time.time() has them")
+        answer = self._daemon.get(target(kind, limit=MOST, since=int(min(max(0.0, since_s), LATEST_S))))
         yield from (event for event in answer["events"] if event["time"] >= since_s)
         if follow:
             for events in self.follow(answer["last"], kind):
@@ -139,5 +145,12 @@ class Client:
 
 
 def whole_seconds(wait: float) -> int:
-    """A time to wait as the daemon takes it, rounded up."""
-    return FOREVER_S if wait >= FOREVER_S else max(0, math.ceil(wait))
+    """A time to wait as the daemon takes it, rounded up; raises YunionError where it is none."""
+    if not _is_number(wait):
+        raise YunionError(f"wait is {wait!r}", "write a number of seconds, or math.inf")
+    return LONGEST_WAIT_S if wait >= LONGEST_WAIT_S else max(0, math.ceil(wait))
+
+
+def _is_number(value: object) -> bool:
+    """Whether it can be reckoned with, as types say that it can and a program may not heed."""
+    return isinstance(value, (int, float)) and not math.isnan(value)

@@ -14,6 +14,8 @@ MOST = 1000
 #: How long a question waits for the next event.
 WAIT_S = 10
 _ANSWER_S = 30.0
+#: The last moment that can be asked for, in s since 1970.
+LATEST_S = 99_999_999_999
 
 #: Asks the daemon for a target, and gives it so many seconds.
 Ask = Callable[[str, float], Any]
@@ -22,7 +24,11 @@ Ask = Callable[[str, float], Any]
 def target(kind: str | None, **words: int) -> str:
     """The question for events, of one kind or of all."""
     query = "&".join(f"{name}={value}" for name, value in words.items())
-    return f"/v1/events?{query}" + (f"&kind={kind}" if kind else "")
+    if not kind:
+        return f"/v1/events?{query}"
+    from urllib.parse import quote  # 2 ms, which a plain `run` need not pay
+
+    return f"/v1/events?{query}&kind={quote(kind)}"
 
 
 def follow(ask: Ask, last: int, kind: str | None, say: Say) -> Iterator[list[Event]]:

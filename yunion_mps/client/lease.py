@@ -42,6 +42,7 @@ class Lease:
         self.gpus = tuple(record["gpus"])
         self.memory = tuple(record["memory"])
         self.thread_percentage = record["thread_percentage"]
+        self.budget_enforced = record["budget_enforced"]
         #: The variables of a process that is to use the devices, without any others.
         self.environment: Mapping[str, str] = dict(record["environment"])
         #: Why a lease with a name ended before it was given back, empty where it did not.

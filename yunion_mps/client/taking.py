@@ -9,10 +9,8 @@ from typing import Any, Protocol
 
 from yunion_mps.client.patience import MOST_S, Patience, Say
 from yunion_mps.client.values import LeaseRecord
-from yunion_mps.errors import HostError, UnreachableError, YunionError
+from yunion_mps.errors import BusyError, HostError, NothingFreeError, UnreachableError
 
-#: The longest that the daemon lets anybody wait, in s.
-FOREVER_S = 30 * 86_400
 #: What an answer may take beside the time that one waits for devices.
 _ANSWER_S = 30.0
 
@@ -27,6 +25,10 @@ class Tells(Protocol):
         """The JSON answer; raises YunionError of the kind that the failure is."""
 
 
+#: What a unit with PrivateTmp= has of its own (systemd.exec(5)).
+_PRIVATE_PLACES = ("/tmp/", "/var/tmp/")
+
+
 def would_take(daemon: Tells, wanted: Wanted) -> LeaseRecord:
     """The lease that one would get now, which is given to nobody; raises as `take` does."""
     lease: LeaseRecord = daemon.post(_target({**wanted, "dry": "true"}))
@@ -36,28 +38,28 @@ def would_take(daemon: Tells, wanted: Wanted) -> LeaseRecord:
 def take(daemon: Tells, wanted: Wanted, wait_s: int, say: Say) -> LeaseRecord:
     """The lease; raises YunionError, NothingFreeError among them, where there is none within `wait_s`.
 
-    Who waits says what for, goes on past a restart of the daemon, and keeps its place in the queue.
+    Who waits says what for, and goes on past a restart of the daemon and what it cannot do at the moment: by
+    the name of the request the next daemon knows its place in the queue, or the lease that it has already.
     """
-    since_s = time.time()
+    wanted = {**wanted, "request": os.urandom(16).hex()}
     end_s = time.monotonic() + wait_s
-    patience = Patience(min(MOST_S, wait_s), say)
+    away, busy = Patience(min(MOST_S, wait_s), say), Patience(wait_s, say)
     is_there = told = False
     while True:
         left_s = max(0, round(end_s - time.monotonic()))
-        words = {**wanted, "wait": left_s or None, "since": f"{since_s:.6f}" if wait_s else None}
         try:
             if wait_s and not is_there:
                 obstacle = _in_the_way(daemon, wanted)
-                patience.found()
+                away.found()
                 is_there = True
                 if obstacle and not told:
                     say(f"waiting: {obstacle}")
                     told = True
-            lease: LeaseRecord = daemon.post(_target(words), left_s + _ANSWER_S)
-        except UnreachableError as error:
-            if not wait_s:
+            lease: LeaseRecord = daemon.post(_target({**wanted, "wait": left_s or None}), left_s + _ANSWER_S)
+        except (UnreachableError, BusyError) as error:
+            if time.monotonic() >= end_s:
                 raise
-            patience.lost(error)
+            (busy if isinstance(error, BusyError) else away).lost(error)
             is_there = False
         else:
             return lease
@@ -65,19 +67,21 @@ def take(daemon: Tells, wanted: Wanted, wait_s: int, say: Say) -> LeaseRecord:
 
 def refuse_unreachable(environment: Mapping[str, str]) -> None:
     """Raise HostError where this user cannot reach the control daemon: CUDA would go on without limits."""
-    control = os.path.join(environment["CUDA_MPS_PIPE_DIRECTORY"], "control")
+    place = environment["CUDA_MPS_PIPE_DIRECTORY"]
+    control = os.path.join(place, "control")
     if not os.access(control, os.W_OK, effective_ids=True):
         what = f"{control} cannot be reached as this user, and CUDA would then run without limits"
-        raise HostError(what, "see: yunion-mps doctor")
+        hint = "see: yunion-mps doctor"
+        if place.startswith(_PRIVATE_PLACES) and not os.path.exists(place):  # for the daemon it is there
+            hint = f"in a unit with PrivateTmp=yes, set BindPaths={place}; otherwise {hint}"
+        raise HostError(what, hint)
 
 
 def _in_the_way(daemon: Tells, wanted: Wanted) -> str:
-    """Why one would have to wait, empty where one would not; raises UnreachableError."""
+    """Why one would have to wait, empty where one would not; raises YunionError where that is no use."""
     try:
         would_take(daemon, wanted)
-    except UnreachableError:
-        raise
-    except YunionError as error:
+    except NothingFreeError as error:
         return error.message
     return ""
 

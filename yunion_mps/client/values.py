@@ -15,7 +15,10 @@ class PcieLink(TypedDict):
 
 
 class Device(TypedDict):
-    """One MPS device; `reason` says why it is not served, `lease` is the id of the one that has it."""
+    """One MPS device; `reason` says why it is not served, `lease` is the id of the one that has it.
+
+    It is not `free` either where leases from before a reload have the memory of its GPU.
+    """
 
     id: str
     dev_type: str
@@ -36,6 +39,7 @@ class Device(TypedDict):
     reason: str
     budget_enforced: bool
     lease: str | None
+    free: bool
 
 
 class DeviceDetails(Device):
@@ -49,6 +53,7 @@ class DeviceDetails(Device):
 class LeaseRecord(TypedDict):
     """A lease as everybody sees it; times are in s since 1970, `memory` is of each device.
 
+    `budget_enforced` is False where a GPU older than Volta holds nobody to it;
     `binding` is `process`, `connection` or `name`, and `expires` is None where it does not end by time.
     """
 
@@ -57,14 +62,18 @@ class LeaseRecord(TypedDict):
     gpus: list[str]
     memory: list[int]
     thread_percentage: float
+    budget_enforced: bool
     binding: str
     pid: int | None
     uid: int
     user: str
     command: str | None
+    container: str | None
+    container_id: str | None
     name: str | None
     since: float
     expires: float | None
+    cdi: str | None
     environment: dict[str, str]
 
 

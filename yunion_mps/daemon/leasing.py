@@ -3,39 +3,32 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from yunion_mps.errors import (
-    HostError,
-    NotAllowedError,
-    NotFoundError,
-    NothingFreeError,
-    ShortageError,
-    YunionError,
-)
+from yunion_mps.containers import Containers
+from yunion_mps.daemon.containers import ContainerDevices
+from yunion_mps.daemon.ends import Ends
+from yunion_mps.daemon.wishes import LEASE_VARIABLE, Wishes
+from yunion_mps.errors import HostError, NotAllowedError, NotFoundError, NothingFreeError, YunionError
 from yunion_mps.leases.book import Book
-from yunion_mps.leases.ledger import Ledger, Offers, Wish, refuse_impossible
-from yunion_mps.leases.names import cut, gpu_named
+from yunion_mps.leases.ledger import Ledger, Offers, Wish
+from yunion_mps.leases.names import cut
 from yunion_mps.leases.offers import offers_of
+from yunion_mps.leases.places import Places
 from yunion_mps.leases.queue import Queue, Waiter
 from yunion_mps.leases.view import lease_json, leases_json
 from yunion_mps.models import Device, Event, Holder, Lease
 from yunion_mps.paths import Paths
-from yunion_mps.planning import client_environment, why_not_honoured
-from yunion_mps.process import Process, command_of, started_ticks, user_name
+from yunion_mps.process import command_of, user_name
 from yunion_mps.service import Service
 from yunion_mps.supervisor import Supervisor
 
 log = logging.getLogger(__name__)
-
-#: Says in its environment which lease a process has.
-LEASE_VARIABLE = "YUNION_MPS_LEASE"
-#: For how long after the daemon's start those who had waited before may come back to their place.
-_COME_BACK_S = 60.0
 
 #: So much of a lease's id must be given.
 _LEAST = 4
@@ -48,23 +41,34 @@ class _Asker(NamedTuple):
     """Who waits, and what hears of it."""
 
     holder: Holder
+    request: str
+    cdi: bool
     keep: Keep
     answer: asyncio.Future[Lease]
+
+    @property
+    def key(self) -> str:
+        """What its place is kept by, empty where it is not."""
+        return f"{self.holder.uid}-{self.request}" if self.request else ""
 
 
 class Leasing:
     """Gives devices to those who ask, and takes them back when what has them ends."""
 
-    def __init__(self, paths: Paths, supervisor: Supervisor, service: Service) -> None:
+    def __init__(
+        self, paths: Paths, supervisor: Supervisor, service: Service, devices: ContainerDevices
+    ) -> None:
         """Raises HostError where the state file cannot be used."""
+        self._devices = devices
         self._supervisor = supervisor
         self._book = Book(supervisor.store(), paths.lease_copies)
+        self._places = Places(paths.waiting_places)
         self._service = service
+        self._wishes = Wishes(supervisor, service)
+        self._containers = Containers(paths)
         self.ledger = Ledger()
-        self._queue: Queue = Queue(self.ledger)
-        self._processes: dict[str, Process] = {}
-        self._timers: dict[str, asyncio.TimerHandle] = {}
-        self._began_s = time.monotonic()
+        self.queue: Queue = Queue(self.ledger)
+        self._ends = Ends(self._end)
         self._known = Offers()
         self._known_of = -1
         self._is_closed = False
@@ -80,12 +84,17 @@ class Leasing:
             except AssertionError as error:
                 log.error("lease %s is passed over: %s", lease.id, error)
                 continue
-            if not self._watch(lease):
+            if not self._ends.watch(lease):
                 self._end(lease.id, "its process ended while no daemon ran")
+        self._places.recall(time.monotonic())
+        self._devices.restore(self.ledger.leases.values())
 
     def hurry(self) -> None:
         """Let nobody wait any longer: they hear nothing, and take their place in the next daemon."""
-        waiting, self._queue.waiters = self._queue.waiters, []
+        waiting, self.queue.waiters = self.queue.waiters, []
+        self._places.let_go(
+            {one.whose.key: one.since_s for one in waiting if one.whose.key}, time.monotonic()
+        )
         for waiter in waiting:
             waiter.whose.answer.cancel()
 
@@ -93,63 +102,76 @@ class Leasing:
         """Give and end no more: whoever has a lease has it for the next daemon, too."""
         self._is_closed = True
         for lease_id in list(self.ledger.leases):
-            self._unwatch(lease_id)
+            self._ends.forget(lease_id)
 
     @property
     def memory_unit_mib(self) -> int:
         """What a unit of memory is in requests."""
-        return self._supervisor.memory_unit_mib
+        return self._supervisor.config.gpu_memory_unit_mib
 
     def leases(self) -> Json:
         """All leases, and those who wait in the order of their coming."""
-        given = [(lease, self._expires_s(lease)) for lease in self.ledger.leases.values()]
-        return leases_json(given, [(one.wish, one.since_s, one.whose.holder) for one in self._queue.waiters])
+        given = [(lease, self._ends.expires_s(lease.id)) for lease in self.ledger.leases.values()]
+        waiting = [(one.wish, one.since_s, one.whose.holder) for one in self.queue.waiters]
+        return leases_json(given, waiting, self._containers)
 
     async def take(
-        self, wish: Wish, holder: Holder, keep: Keep, wait_s: float, since_s: float | None = None
+        self,
+        wish: Wish,
+        holder: Holder,
+        keep: Keep,
+        wait_s: float,
+        request: str = "",
+        *,
+        cdi: bool = False,
     ) -> Json:
         """Give the holder what it wishes, within `wait_s`; raises YunionError where that cannot be.
 
-        Who has waited since `since_s` (in s since 1970) for a daemon before this one comes back to its place.
+        Who comes again with the same `request`, because an answer was lost or the daemon restarted, has the
+        lease that it was given, or its place in the queue. With `cdi` container engines find the lease as a
+        device, by its id, before this returns.
         """
         self._supervisor.refuse_if_unsafe()
-        self._refuse_a_second(holder)
-        wish, offers = self._resolved(wish), self._offers()
-        refuse_impossible(wish, offers)
-        asker = _Asker(holder, keep, asyncio.get_running_loop().create_future())
-        waiter = Waiter(wish, self._place(since_s), asker)
-        self._queue.add(waiter)
+        asker = _Asker(holder, request, cdi, keep, asyncio.get_running_loop().create_future())
+        given = self._given_before(asker)
+        if given:
+            return self._json(given)
+        self._refuse_a_second(asker)
+        wish = self._wishes.possible(wish, self._offers())
+        waiter = Waiter(wish, self._since_s(asker), asker)
+        self.queue.add(waiter)
         self.serve()
         try:
             if wait_s and not asker.answer.done():
+                self._places.keep(asker.key, waiter.since_s)
                 # Not wait_for: until Python 3.12 it forgets a cancellation that comes with the answer.
                 await asyncio.wait({asker.answer}, timeout=wait_s)
             if not asker.answer.done():
                 raise self._why_not(waiter)
-            lease = asker.answer.result()
-            return lease_json(lease, self._expires_s(lease))
+            return self._json(asker.answer.result())
         except asyncio.CancelledError:
             if not asker.answer.cancelled() and asker.answer.done() and not asker.answer.exception():
                 self._end(asker.answer.result().id, "whoever asked for it went away")
             raise
         finally:
-            if waiter in self._queue.waiters:
-                self._queue.waiters.remove(waiter)
+            if not any(one.whose.key == asker.key for one in self.queue.waiters if one is not waiter):
+                self._places.leave(asker.key)  # else whoever has asked again waits in it
+            if waiter in self.queue.waiters:
+                self.queue.waiters.remove(waiter)
                 self.serve()  # what was kept for it is for those behind
 
     def would_take(self, wish: Wish, holder: Holder) -> Json:
         """What the holder would be given now; raises YunionError where that is nothing."""
-        wish, offers = self._resolved(wish), self._offers()
-        refuse_impossible(wish, offers)
-        devices = self.ledger.choose(wish, offers, self._queue.spoken_for(offers))
-        lease = Lease("", devices, holder, time.time(), self._environment(devices, ""))
+        wish, offers = self._wishes.possible(wish, self._offers()), self._offers()
+        devices = self.ledger.choose(wish, offers, self.queue.spoken_for(offers))
+        lease = Lease("", devices, holder, time.time(), self._wishes.environment(wish, devices, ""))
         environment = {name: value for name, value in lease.environment.items() if name != LEASE_VARIABLE}
-        return lease_json(lease._replace(environment=environment), None)
+        return lease_json(lease._replace(environment=environment), None, self._containers)
 
     def release(self, lease_id: str, uid: int) -> Json:
         """End a lease for the user; raises NotFoundError and NotAllowedError."""
         lease = self._own(lease_id, uid)
-        ended = lease_json(lease, None)
+        ended = lease_json(lease, None, self._containers)
         self._end(lease.id, f"{user_name(uid)} gave it back")
         return ended
 
@@ -158,24 +180,52 @@ class Leasing:
         lease = self._own(lease_id, uid)
         if lease.holder.binding != "name":
             raise HostError("this lease has no time to live", "it ends with its process or connection")
-        self._watch(lease)
-        return lease_json(lease, self._expires_s(lease))
+        self._ends.watch(lease)
+        return self._json(lease)
+
+    def bind(self, lease_id: str, uid: int, holder: Holder) -> Json:
+        """Let a lease end with the container whose first process this is, and not with what had it before.
+
+        A lease of a name stays one: containers may share it. Raises as `release` does, and HostError, with
+        nothing changed, where another container has it, or a device of it is not served now.
+        """
+        lease = self._own(lease_id, uid)
+        reasons = self._service.reasons()
+        for device in lease.devices:
+            why = reasons.get(device.gpu_uuid, "its GPU is not there any more")
+            if why:
+                raise HostError(f"device {device.addr} cannot be used now: {why}", "see: yunion-mps status")
+        if lease.holder.binding == "name":
+            return self._json(lease)
+        if lease.holder.binding == "container":
+            what = f"the lease of {_devices(lease)} is a container's already (PID {lease.holder.pid})"
+            raise HostError(what, "take another one: yunion-mps run --podman")
+        bound = lease._replace(holder=holder)
+        if not self._ends.watch(bound):
+            raise NotFoundError(f"PID {holder.pid} has ended", "")
+        try:
+            self._book.write(bound)
+        except HostError:
+            if not self._ends.watch(lease):
+                self._end(lease.id, "its process ended")
+            raise
+        self.ledger.replace(bound)
+        self._tell(bound, f"bound to {self._named(holder)}", "its container starts")
+        return self._json(bound)
 
     def serve(self) -> None:
         """Give to those who wait what they can have now."""
-        while self._queue.waiters and not self._is_closed and (found := self._queue.next(self._offers())):
+        while self.queue.waiters and not self._is_closed and (found := self.queue.next(self._offers())):
             waiter, devices = found
-            self._queue.waiters.remove(waiter)
+            self.queue.waiters.remove(waiter)
             asker = waiter.whose
             try:
-                asker.answer.set_result(self._give(devices, asker.holder, asker.keep))
+                asker.answer.set_result(self._give(waiter.wish, devices, asker))
             except YunionError as error:
                 asker.answer.set_exception(error)
 
-    def _expires_s(self, lease: Lease) -> float | None:
-        """When a lease of a name ends where it is not renewed, in s since 1970."""
-        timer = self._timers.get(lease.id)
-        return time.time() + timer.when() - asyncio.get_running_loop().time() if timer else None
+    def _json(self, lease: Lease) -> Json:
+        return lease_json(lease, self._ends.expires_s(lease.id), self._containers)
 
     def _offers(self) -> Offers:
         """The devices and pools as they are now."""
@@ -184,75 +234,73 @@ class Leasing:
             self._known, self._known_of = offers_of(snapshot, self._service.reasons()), snapshot.version
         return self._known
 
-    def _place(self, since_s: float | None) -> float:
+    def _since_s(self, asker: _Asker) -> float:
         """Since when whoever comes now waits; never before others, though the clock was set back."""
-        waiters = self._queue.waiters
-        now_s = max(time.time(), waiters[-1].since_s if waiters else 0.0)
-        if since_s is None or time.monotonic() > self._began_s + _COME_BACK_S:
-            return now_s
-        return min(since_s, now_s)
+        waiters = self.queue.waiters
+        at_s = max(time.time(), waiters[-1].since_s if waiters else 0.0)
+        return self._places.come(asker.key, at_s, time.monotonic())
+
+    def _given_before(self, asker: _Asker) -> Lease | None:
+        """The lease that this very request was answered with, where that answer may have been lost."""
+        for lease in self.ledger.leases.values():
+            if asker.request and (lease.request, lease.holder) == (asker.request, asker.holder):
+                self._bind(lease, asker.keep)
+                return lease
+        return None
 
     def _why_not(self, waiter: Waiter) -> YunionError:
         offers = self._offers()
         try:
-            self.ledger.choose(waiter.wish, offers, self._queue.spoken_for(offers, besides=waiter))
+            self.ledger.choose(waiter.wish, offers, self.queue.spoken_for(offers, besides=waiter))
         except NothingFreeError as error:
             return error
         return NothingFreeError(f"{waiter.wish} cannot be had now", "try again")
 
-    def _give(self, devices: tuple[Device, ...], holder: Holder, keep: Keep) -> Lease:
+    def _give(self, wish: Wish, devices: tuple[Device, ...], asker: _Asker) -> Lease:
         """Enter the lease; raises YunionError, with nothing given, where it cannot be kept or honoured."""
-        self._refuse_a_second(holder)
-        lease_id = _new_id()
-        lease = Lease(lease_id, devices, holder, time.time(), self._environment(devices, lease_id))
-        if not self._watch(lease):
+        self._refuse_a_second(asker)
+        holder, lease_id = asker.holder, _new_id()
+        environment = self._wishes.environment(wish, devices, lease_id)
+        is_device = asker.cdi or holder.binding == "name"
+        lease = Lease(lease_id, devices, holder, time.time(), environment, asker.request, is_device)
+        if not self._ends.watch(lease):
             raise NotFoundError(f"PID {holder.pid} has ended", "")
         try:
             self._book.write(lease)
+            if is_device:
+                self._devices.add(lease, or_warn=not asker.cdi)
         except HostError:
-            self._unwatch(lease_id)
+            self._ends.forget(lease_id)
+            with contextlib.suppress(HostError):
+                self._book.strike(lease_id)
             raise
         self.ledger.add(lease)
-        if holder.binding == "connection":
-            keep(lambda: self._end_connected(lease_id))
-        self._tell(lease, f"given to {_named(holder)}", "it was asked for")
+        self._bind(lease, asker.keep)
+        self._tell(lease, f"given to {self._named(holder)}", "it was asked for")
         return lease
+
+    def _bind(self, lease: Lease, keep: Keep) -> None:
+        if lease.holder.binding == "connection":
+            keep(lambda: self._end_connected(lease.id))
 
     def _end_connected(self, lease_id: str) -> None:
         """Its connection has ended, which is nothing where it is we who end them all."""
-        if not self._is_closed:
+        lease = self.ledger.leases.get(lease_id)
+        if lease and lease.holder.binding == "connection" and not self._is_closed:
             self._end(lease_id, "its connection ended")
 
-    def _environment(self, devices: tuple[Device, ...], lease_id: str) -> dict[str, str]:
-        names = {device.domain for device in devices}
-        if len(names) > 1:
-            hint = "take devices of one GPU; cuda_mps_scope: host has one control daemon for all GPUs"
-            raise HostError("these devices are of several control daemons, and a process has only one", hint)
-        domains = self._supervisor.snapshot().domains
-        domain = next(status.plan for status in domains if status.plan.name in names)
-        why = why_not_honoured(devices, domain)
-        if why:
-            more = f"cuda_mps_combine: {len(devices)}"
-            hint = f"take them on different GPUs (--across), or set {more} in host.conf"
-            raise HostError(f"{len(devices)} devices cannot be one budget: {why}", hint)
-        return {**client_environment(devices, domain), LEASE_VARIABLE: lease_id}
-
-    def _resolved(self, wish: Wish) -> Wish:
-        """The wish with whole names for unique beginnings; raises NotFoundError where there are none."""
-        device, gpu = wish.device, wish.gpu
-        if device:
-            device = self._service.device(device.removeprefix("0000:"))["addr"]
-        if gpu:
-            gpus = self._supervisor.snapshot().inventory.gpus
-            gpu = gpu_named(gpu.removeprefix("0000:"), gpus).address
-        return wish._replace(device=device, gpu=gpu)
-
-    def _refuse_a_second(self, holder: Holder) -> None:
-        """Who asks again because an answer was lost must not get devices twice; raises HostError."""
+    def _refuse_a_second(self, asker: _Asker) -> None:
+        """Nobody gets devices twice, for a name or for one request; raises HostError."""
+        name = asker.holder.name
         for lease in self.ledger.leases.values():
-            if holder.name and (lease.holder.name, lease.holder.uid) == (holder.name, holder.uid):
-                what = f"{holder.name} has a lease already: {lease.id}"
+            if lease.holder.uid != asker.holder.uid:
+                continue
+            if name and lease.holder.name == name:
+                what = f"{name} has a lease already: {lease.id}"
                 raise HostError(what, "go on with that one (yunion-mps lease renew), or release it")
+            if asker.request and lease.request == asker.request:
+                what = f"this request has a lease already: {lease.id}"
+                raise HostError(what, "make a new request for another")
 
     def _own(self, name: str, uid: int) -> Lease:
         """The lease of this id, a unique beginning of it, or the name of its holder."""
@@ -270,77 +318,34 @@ class Leasing:
             raise NotAllowedError(what, "only root and its owner may end or renew it")
         return lease
 
-    def _watch(self, lease: Lease) -> bool:
-        """Notice what ends it; returns whether it has not ended already."""
-        loop, holder = asyncio.get_running_loop(), lease.holder
-        if holder.binding == "name":
-            self._unwatch(lease.id)
-            late = "it was not renewed in time"
-            self._timers[lease.id] = loop.call_later(holder.ttl_s, self._end, lease.id, late)
-            return True
-        process = Process.adopt(holder.pid or 0)
-        if process is None:
-            return False
-        try:
-            is_other = _is_other(process, holder)
-        except ShortageError:
-            process.close()
-            raise
-        if is_other:
-            process.close()
-            return False
-        self._processes[lease.id] = process
-        loop.add_reader(process.fileno(), self._end, lease.id, "its process ended")
-        return True
-
-    def _unwatch(self, lease_id: str) -> None:
-        timer = self._timers.pop(lease_id, None)
-        if timer:
-            timer.cancel()
-        process = self._processes.pop(lease_id, None)
-        if process:
-            asyncio.get_running_loop().remove_reader(process.fileno())
-            process.close()
-
     def _end(self, lease_id: str, cause: str) -> None:
         """It is over; does nothing where it is already."""
         if lease_id not in self.ledger.leases:
             return
-        self._unwatch(lease_id)
+        self._ends.forget(lease_id)
         lease = self.ledger.remove(lease_id)
+        self._devices.forget(lease)
         try:
             self._book.strike(lease_id)
         except HostError as error:  # the next daemon sees by itself that its holder is gone
             log.warning("the end of the lease of %s is not noted: %s", _devices(lease), error.message)
-        self._tell(lease, f"given back by {_named(lease.holder)}", cause)
+        self._tell(lease, f"given back by {self._named(lease.holder)}", cause)
         self.serve()
+
+    def _named(self, holder: Holder) -> str:
+        user = user_name(holder.uid)
+        if holder.binding == "name":
+            return f"{holder.name} of {user}"
+        inside = self._containers.of(holder.pid or 0) if holder.binding == "container" else None
+        what = f"container {inside.name}" if inside else command_of(holder.pid or 0) or "a process"
+        return f"{what} (PID {holder.pid}, {user})"
 
     def _tell(self, lease: Lease, what: str, cause: str) -> None:
         self._supervisor.journal.record(Event("info", "lease", _devices(lease), what, cause))
 
 
-def _is_other(process: Process, holder: Holder) -> bool:
-    """Whether the process has ended, or only its number is the holder's; raises ShortageError."""
-    started = started_ticks(process.pid)
-    if started is None and process.status() is None:  # it runs, and cannot be looked at
-        try:
-            os.close(os.open(os.devnull, os.O_RDONLY))
-        except OSError as error:
-            raise ShortageError(f"PID {process.pid} cannot be looked at: {error.strerror}") from None
-        return False  # only its first thread has ended
-    return started != holder.started
-
-
 def _devices(lease: Lease) -> str:
     return ", ".join(device.addr for device in lease.devices)
-
-
-def _named(holder: Holder) -> str:
-    user = user_name(holder.uid)
-    if holder.binding == "name":
-        return f"{holder.name} of {user}"
-    command = command_of(holder.pid or 0) or "a process"
-    return f"{command} (PID {holder.pid}, {user})"
 
 
 def _new_id() -> str:

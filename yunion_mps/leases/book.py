@@ -15,6 +15,8 @@ from yunion_mps.store import Store
 
 #: The end of a copy's name while it is written.
 _UNFINISHED = ".new"
+#: The kinds of what a device begins with.
+_DEVICE = (str, str, str, int, int, int)
 
 
 class Book:
@@ -69,7 +71,10 @@ class Book:
             for name in sorted(os.listdir(self._copies)):
                 if name.endswith(_UNFINISHED):
                     continue
-                with contextlib.suppress(OSError), open(self._path(name), encoding="utf-8") as file:
+                with (
+                    contextlib.suppress(OSError, UnicodeError),
+                    open(self._path(name), encoding="utf-8") as file,
+                ):
                     self._insert(name, file.read())
 
     def _copy(self, lease_id: str, text: str) -> None:
@@ -100,4 +105,22 @@ def _lease(text: str, boot_id: str) -> Lease | None:
         lease = Lease(**value)
     except (ValueError, TypeError, KeyError, AttributeError):
         return None
+    if not _is_whole(lease):
+        return None
     return lease if is_of_this_boot or lease.holder.binding == "name" else None
+
+
+def _is_whole(lease: Lease) -> bool:
+    """Whether everything in it is of its kind: what is not would end the daemon later, at each start."""
+    holder = lease.holder
+    process = [one for one in (holder.pid, holder.started) if one is not None]
+    kinds: list[tuple[object, type | tuple[type, ...]]] = [
+        *((one, str) for one in (lease.id, lease.request, holder.binding, holder.name)),
+        *((one, int) for one in (holder.uid, *process)),
+        *((one, (int, float)) for one in (lease.since_s, holder.ttl_s)),
+        *((one, str) for pair in dict(lease.environment).items() for one in pair),
+    ]
+    for device in lease.devices:
+        kinds += zip(device, _DEVICE)
+        kinds += [(device.thread_percentage, (int, float)), (device.domain, str), (device.reserve_mib, int)]
+    return bool(lease.devices) and all(isinstance(one, kind) for one, kind in kinds)

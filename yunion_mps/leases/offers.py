@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from yunion_mps.leases.ledger import Offer, Offers, PoolOffer
-from yunion_mps.models import Snapshot
-from yunion_mps.planning import pool_device
+from yunion_mps.models import Device, DomainPlan, Snapshot
+from yunion_mps.planning import enforces_budgets, pool_device, why_not_honoured
 
 
 def offers_of(snapshot: Snapshot, reasons: Mapping[str, str]) -> Offers:
@@ -24,4 +24,18 @@ def offers_of(snapshot: Snapshot, reasons: Mapping[str, str]) -> Offers:
         )
         for pool in plan.pools
     ]
-    return Offers(devices, pools)
+    unenforced = {
+        gpu.uuid: f"{gpu.address} ({gpu.name})" for gpu in gpus if gpu.uuid and not enforces_budgets(gpu)
+    }
+    domains = domain_plans(snapshot)
+
+    def why_apart(some: Sequence[Device]) -> str:
+        return why_not_honoured(some, domains[some[0].domain])
+
+    return Offers(devices, pools, unenforced, why_apart)
+
+
+def domain_plans(snapshot: Snapshot) -> dict[str, DomainPlan]:
+    """By name the domains of all devices: as they serve, or as they are to where nobody serves them now."""
+    to_be = {plan.name: plan for plan in (*snapshot.plan.parked, *snapshot.plan.domains)}
+    return {**to_be, **{status.plan.name: status.plan for status in snapshot.domains}}

@@ -6,6 +6,7 @@ behind. So a wish for four devices is not starved by many for one, nor does it h
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from yunion_mps.errors import NothingFreeError
@@ -39,8 +40,9 @@ class Queue:
         It stays in the queue until it is removed; the next one is asked for when the ledger has its lease.
         """
         kept, hopeless = NOTHING_KEPT, set[Wish]()
+        free = self._ledger.free_singly(offers.devices)
         for waiter in self.waiters:
-            if waiter.wish in hopeless:
+            if waiter.wish in hopeless or _is_hopeless(waiter.wish, free, kept):
                 continue
             try:
                 return waiter, self._ledger.choose(waiter.wish, offers, kept)
@@ -51,9 +53,11 @@ class Queue:
     def spoken_for(self, offers: Offers, besides: Waiter | None = None) -> Kept:
         """What is free and kept for those who wait, `besides` left out."""
         kept, hopeless = NOTHING_KEPT, set[Wish]()
+        free = self._ledger.free_singly(offers.devices)
         for waiter in self.waiters:
-            if waiter is not besides and waiter.wish not in hopeless:
-                kept = self._keep(waiter.wish, offers, kept, hopeless)
+            if waiter is besides or waiter.wish in hopeless or _is_hopeless(waiter.wish, free, kept):
+                continue
+            kept = self._keep(waiter.wish, offers, kept, hopeless)
         return kept
 
     def _keep(self, wish: Wish, offers: Offers, kept: Kept, hopeless: set[Wish]) -> Kept:
@@ -65,3 +69,13 @@ class Queue:
         if not any(claims):
             hopeless.add(wish)
         return kept | claims
+
+
+def _is_hopeless(wish: Wish, free: Sequence[Device], kept: Kept) -> bool:
+    """Whether none of the devices that are free would do for the wish, were it alone.
+
+    So those who wait for other things each cost no more than a look at what is free, which is little.
+    """
+    return not wish.memory_mib and not any(
+        wish.takes(device) and device.id not in kept.devices for device in free
+    )

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from yunion_mps.containers import Containers
 from yunion_mps.leases.ledger import Wish
-from yunion_mps.models import Holder, Lease
+from yunion_mps.models import CDI_KIND, Holder, Lease
 from yunion_mps.process import command_of, started_ticks, user_name
 
 Json = dict[str, Any]
 
 
-def lease_json(lease: Lease, expires_s: float | None) -> Json:
+def lease_json(lease: Lease, expires_s: float | None, containers: Containers) -> Json:
     """One lease; `expires_s` is in s since 1970, None where it ends with a process or a connection."""
     holder = lease.holder
     return {
@@ -23,32 +24,38 @@ def lease_json(lease: Lease, expires_s: float | None) -> Json:
         "thread_percentage": min(device.thread_percentage for device in lease.devices),
         "budget_enforced": all(device.budget_enforced for device in lease.devices),
         "binding": holder.binding,
-        **_who(holder),
+        **_who(holder, containers),
         "name": holder.name or None,
         "since": lease.since_s,
         "expires": expires_s,
+        "cdi": f"{CDI_KIND}={lease.id}" if lease.cdi else None,
         "environment": dict(lease.environment),
     }
 
 
 def leases_json(
-    leases: Iterable[tuple[Lease, float | None]], waiting: Iterable[tuple[Wish, float, Holder]]
+    leases: Iterable[tuple[Lease, float | None]],
+    waiting: Iterable[tuple[Wish, float, Holder]],
+    containers: Containers,
 ) -> Json:
     """All leases, and those who wait in the order of their coming."""
-    given = [lease_json(lease, expires_s) for lease, expires_s in leases]
+    given = [lease_json(lease, expires_s, containers) for lease, expires_s in leases]
     waiters = [
-        {**_who(holder), "name": holder.name or None, "since": since_s, "wants": str(wish)}
+        {**_who(holder, containers), "name": holder.name or None, "since": since_s, "wants": str(wish)}
         for wish, since_s, holder in waiting
     ]
     return {"leases": given, "waiting": waiters, "total": len(given)}
 
 
-def _who(holder: Holder) -> Json:
+def _who(holder: Holder, containers: Containers) -> Json:
     pid = holder.pid
     runs = pid is not None and started_ticks(pid) == holder.started
+    inside = containers.of(pid) if pid is not None and runs else None
     return {
         "pid": pid,
         "uid": holder.uid,
         "user": user_name(holder.uid),
         "command": command_of(pid) if pid is not None and runs else None,
+        "container": inside.name if inside else None,
+        "container_id": inside.id if inside else None,
     }

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import closing
 from pathlib import Path
 
+import pytest
 from yunion_mps.leases.book import Book
 from yunion_mps.models import Holder
 from yunion_mps.paths import Paths
@@ -33,6 +35,46 @@ def test_what_nobody_can_understand_is_passed_over(tmp_path: Path) -> None:
         for value in ("", "{}", '{"id":"x","devices":[{"other":1}],"holder":{},"since_s":1}', "[1]"):
             store.write("INSERT INTO lease VALUES (?, ?)", [(f"bad {value}", value)])
         assert [one.id for one in book.read()] == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("of", "name", "value"),
+    [
+        ("holder", "binding", []),
+        ("holder", "uid", None),
+        ("holder", "pid", "4260"),
+        ("holder", "started", {}),
+        ("holder", "ttl_s", None),
+        ("device", "addr", 7),
+        ("device", "gpu_uuid", []),
+        ("device", "memory_limit_mib", "4G"),
+        ("device", "reserve_mib", None),
+        ("lease", "since_s", "now"),
+        ("lease", "environment", {"A": 1}),
+        ("lease", "devices", []),
+    ],
+)
+def test_what_is_of_another_kind_is_passed_over(tmp_path: Path, of: str, name: str, value: object) -> None:
+    """Each of these would have ended the daemon at its start, and the next one."""
+    with closing(Store(Paths(str(tmp_path)))) as store:
+        book = Book(store, str(tmp_path / "copies"))
+        book.write(lease("a", device(0, 0)))
+        book.write(lease("b", device(0, 1)))
+        ((text,),) = store.read("SELECT value FROM lease WHERE id = 'b'")
+        row = json.loads(text)
+        {"lease": row, "holder": row["holder"], "device": row["devices"][0]}[of][name] = value
+        store.write("UPDATE lease SET value = ? WHERE id = 'b'", [(json.dumps(row),)])
+        assert [one.id for one in book.read()] == ["a"]
+
+
+def test_a_copy_that_is_no_text_is_passed_over(tmp_path: Path) -> None:
+    paths = Paths(str(tmp_path))
+    with closing(Store(paths)) as store:
+        Book(store, paths.lease_copies).write(lease("a", device(0, 0)))
+    Path(paths.lease_copies, "b").write_bytes(b"\xff\xfe")
+    Path(paths.store).write_bytes(b"torn" * 1024)
+    with closing(Store(paths)) as store:
+        assert [one.id for one in Book(store, paths.lease_copies).read()] == ["a"]
 
 
 def test_a_damaged_file_that_is_begun_anew_has_the_leases_of_which_there_is_a_copy(tmp_path: Path) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-from yunion_mps.errors import NothingFreeError
-from yunion_mps.leases.ledger import SPREAD, Ledger, Offer, Offers, Wish, refuse_impossible
+from yunion_mps.errors import HostError, NothingFreeError
+from yunion_mps.leases.ledger import SPREAD, Ledger, Offer, Offers, Wish, least, refuse_impossible
+from yunion_mps.models import Device
 
 from unit.leases.shares import GPU_MIB, device, lease, offers, pool
 
@@ -141,6 +143,40 @@ def test_an_equal_share_is_no_memory_to_be_wished_for_and_the_smallest_slice_is(
         refuse_impossible(Wish(memory_mib=700), slices)
 
 
+def test_several_are_of_a_gpu_whose_devices_can_be_one_budget() -> None:
+    """GPU 0 is fuller, and any two of its devices are more than its control daemon allows a process."""
+
+    def why_apart(devices: Sequence[Device]) -> str:
+        return "too much" if devices[0].gpu_uuid == "GPU-0" else ""
+
+    there = offers(2)._replace(why_apart=why_apart)
+    ledger = Ledger([lease("a", device(0, 0))])
+    assert {one.gpu_uuid for one in ledger.choose(Wish(), there)} == {"GPU-0"}
+    assert {one.gpu_uuid for one in ledger.choose(Wish(2), there)} == {"GPU-1"}
+    full = Ledger([lease("a", device(1, 0), device(1, 1), device(1, 2))])
+    with pytest.raises(NothingFreeError, match="3 of 4 in use"):
+        full.choose(Wish(2), there)
+    assert full.claims(Wish(2), there).devices == {"id-1-4-3"}, "nothing is kept that is of no use"
+
+
+@pytest.mark.parametrize("placement", ["binpack", "spread"])
+def test_memory_of_a_gpu_that_enforces_budgets_is_given_before_that_of_others(placement: str) -> None:
+    there = Offers([], [pool(0), pool(1), pool(2)], {"GPU-0": "0", "GPU-2": "2"})
+    ledger = Ledger()
+    gpus = []
+    for number in range(3):
+        (got,) = ledger.choose(Wish(memory_mib=1200, placement=placement), there)
+        ledger.add(lease(str(number), got))
+        gpus.append(got.gpu_uuid)
+    assert gpus[0] == "GPU-1"
+    enforced = Wish(memory_mib=100, enforced=True)
+    with pytest.raises(NothingFreeError, match=r"0 MiB free on GPU 01:00\.0"):
+        ledger.choose(enforced, there)
+    only = there._replace(pools=[pool(0)])
+    with pytest.raises(HostError, match="no budget is enforced on GPU 0, which is older than Volta"):
+        refuse_impossible(enforced, only)
+
+
 def test_memory_is_kept_for_those_who_wait_for_more_of_it() -> None:
     one = Offers(pools=[pool(0)])
     ledger = Ledger([lease("a", pool(0).make(6, 0))])
@@ -225,6 +261,17 @@ class LedgerMachine(RuleBasedStateMachine):
         assert set(owned.values()) <= {1}
         assert self.ledger.owners.keys() == owned.keys()
 
+    @invariant()
+    def what_counts_as_free_is_what_can_be_had(self) -> None:
+        found = offers(3, self.number)
+        free = self.ledger.free_devices(found.devices)
+        had = Ledger(self.ledger.leases.values())
+        for name in range(len(free)):
+            had.add(lease(f"more {name}", *had.choose(Wish(), found)))
+        with pytest.raises(NothingFreeError):
+            had.choose(Wish(), found)
+        assert free == had.owners.keys() - self.ledger.owners.keys()
+
 
 TestLedger = LedgerMachine.TestCase
 
@@ -236,3 +283,23 @@ def test_what_is_kept_for_somebody_is_free_and_would_do(wish: Wish) -> None:
     found = {offer.device.id: offer.device for offer in offers(2).devices}
     assert len(kept) <= wish.number
     assert all(wish.takes(found[one]) and one not in ledger.owners for one in kept)
+
+
+def test_all_devices_are_had_together_or_not_at_all() -> None:
+    everything = [f"0{gpu}:00.0-{slot}" for gpu in range(2) for slot in range(4)]
+    assert chosen(Ledger(), Wish(device="all"), offers(2)) == everything
+    ledger = Ledger([lease("a", device(1, 2))])
+    message, _ = why_not(ledger, Wish(device="all"), offers(2))
+    assert message.startswith("all devices cannot be had now: 1 of 8 in use; 7 free")
+    kept = ledger.claims(Wish(device="all"), offers(2))
+    assert len(kept.devices) == 7, "who waits for all of them is not passed for good"
+    message, _ = why_not(Ledger(), Wish(device="all"), offers(2, reason="lost"))
+    assert message == "all devices cannot be had now: 8 unavailable (lost)"
+
+
+def test_devices_across_gpus_are_refused_where_memory_is_only_handed_out_in_units() -> None:
+    wish, handed_out = Wish(2, across=True), Offers((), [pool(0), pool(1)])
+    assert list(least(wish, handed_out)) == [], "nothing is to be judged, so nothing to be looked up"
+    with pytest.raises(NothingFreeError, match="can never be had") as caught:
+        refuse_impossible(wish, handed_out)
+    assert "--gpu-mem" in caught.value.hint

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from yunion_mps.errors import NothingFreeError
-from yunion_mps.leases.ledger import Ledger, Wish
+from yunion_mps.leases.ledger import NOTHING_KEPT, Kept, Ledger, Offers, Wish
 from yunion_mps.leases.queue import Queue, Waiter
+from yunion_mps.models import Device, Lease
 
-from unit.leases.shares import device, lease, offers
+from unit.leases.shares import device, lease, offers, pool
 
 
 def queue(ledger: Ledger, *wishes: Wish) -> Queue:
@@ -84,3 +87,54 @@ def test_everybody_is_served_in_the_end(wishes: list[Wish]) -> None:
         ledger.remove(name)
         order += served(waiting, ledger, 4)
     assert sorted(order) == list(range(len(wishes)))
+
+
+class Watched(Ledger):
+    """A ledger that remembers what it was searched for."""
+
+    def __init__(self, leases: Iterable[Lease]) -> None:
+        super().__init__(leases)
+        self.searches: list[Wish] = []
+
+    def choose(self, wish: Wish, offers: Offers, kept: Kept = NOTHING_KEPT) -> tuple[Device, ...]:
+        self.searches.append(wish)
+        return super().choose(wish, offers, kept)
+
+
+def test_hundreds_who_each_wait_for_something_else_cost_no_search_each() -> None:
+    """This is done at every lease's coming and end: a crowd would keep the daemon from all else."""
+    ledger = Watched([lease("a", *(device(0, slot) for slot in range(4)))])
+    waiting = queue(ledger, *(Wish(number, gpu="GPU-0") for number in range(1, 200)), Wish(gpu="GPU-1"))
+    found = waiting.next(offers(2))
+    assert found is not None
+    assert found[0].wish == Wish(gpu="GPU-1")
+    assert ledger.searches == [Wish(gpu="GPU-1")]
+
+
+def test_hundreds_who_wait_for_memory_that_is_handed_out_cost_no_more_than_one() -> None:
+    full = pool(0)
+    ledger = Watched([lease("a", full.make(12, 0))])
+    waiting = queue(ledger, *[Wish(memory_mib=300)] * 100)
+    assert waiting.next(Offers((), [full])) is None
+    assert len(ledger.searches) == 1
+
+
+@given(
+    st.lists(st.one_of(WISHES, st.builds(Wish, gpu=st.sampled_from(["GPU-0", "GPU-1"]))), max_size=12),
+    st.sets(st.tuples(st.integers(0, 1), st.integers(0, 3))),
+    st.booleans(),
+)
+def test_who_is_served_next_is_who_a_search_for_each_would_find(
+    wishes: list[Wish], taken: set[tuple[int, int]], whole: bool
+) -> None:
+    """Also where a lease of a division before has half of a GPU's memory."""
+    held = [lease(f"{gpu}-{slot}", device(gpu, slot)) for gpu, slot in sorted(taken)]
+    ledger = Ledger([*held, *([] if taken or whole else [lease("before", device(0, 0, 2))])])
+    waiting, kept, expected = queue(ledger, *wishes), NOTHING_KEPT, None
+    for waiter in waiting.waiters:
+        try:
+            expected = (waiter, ledger.choose(waiter.wish, offers(2), kept))
+            break
+        except NothingFreeError:
+            kept |= ledger.claims(waiter.wish, offers(2), kept)
+    assert waiting.next(offers(2)) == expected

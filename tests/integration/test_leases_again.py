@@ -1,0 +1,239 @@
+"""Asking again for a lease: after a lost answer, a restart of the daemon, or a moment in which it cannot."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+from yunion_mps.client import Client
+
+from integration.conftest import MakeHost
+from integration.daemon_host import PATIENCE_S, Daemon, eventually
+from integration.test_leases import ADDRESSES, _Connection, ask, given, run, start
+from integration.test_leases_edges import Asker, take
+from integration.test_leases_load import wait_until_wait
+from simhost import SimHost
+
+#: What a request may be called.
+FIRST, SECOND = "a" * 32, "b" * 32
+_BUSY = (
+    b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/problem+json\r\n"
+    b'Content-Length: 43\r\n\r\n{"detail": "too many connections are open"}'
+)
+
+
+@pytest.fixture
+def host(make_host: MakeHost) -> SimHost:
+    """One Tesla V100, divided by four: `run` starts nothing on the reference case, which has no limits."""
+    return make_host([{"kind": "v100"}])
+
+
+class Between:
+    """Stands between clients and the daemon, and does something else with a question for a lease.
+
+    `instead` is given what the daemon answered to it and returns what the client gets.
+    """
+
+    def __init__(self, daemon: Daemon, instead: list[Callable[[Callable[[], bytes]], bytes]]) -> None:
+        self._real = daemon.socket_path.with_name("real.sock")
+        daemon.socket_path.rename(self._real)
+        self._instead = instead
+        self.questions: list[bytes] = []
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(str(daemon.socket_path))
+        self._listener.listen()
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def close(self) -> None:
+        self._listener.close()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                client = self._listener.accept()[0]
+            except OSError:
+                return
+            with client:
+                self._answer(client)
+
+    def _answer(self, client: socket.socket) -> None:
+        question = client.recv(1 << 16)
+        if question.startswith(b"POST /v1/leases") and b"dry=" not in question:
+            self.questions.append(question.partition(b" HTTP")[0])
+            if self._instead:
+                client.sendall(self._instead.pop(0)(lambda: self._forward(question)))
+                return
+        client.sendall(self._forward(question))
+
+    def _forward(self, question: bytes) -> bytes:
+        with socket.socket(socket.AF_UNIX) as real:
+            real.connect(str(self._real))
+            real.sendall(question)
+            return b"".join(iter(lambda: real.recv(1 << 16), b""))
+
+
+@pytest.fixture
+def said(ready_daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What a client in this process has told people."""
+    monkeypatch.setenv("YUNION_MPS_ROOT", str(ready_daemon.host.root))
+    return []
+
+
+@pytest.mark.parametrize("query", ["", "name=a&ttl=600&", "binding=connection&"])
+def test_the_same_request_has_one_lease_however_often_it_is_made(ready_daemon: Daemon, query: str) -> None:
+    with contextlib.closing(_Connection(ready_daemon)) as connection:
+        target = f"/v1/leases?{query}request={FIRST}"
+        _, lease = connection.ask("POST", target)
+        assert connection.ask("POST", target)[1]["id"] == lease["id"]
+        ready_daemon.kill()
+        ready_daemon.start().wait_ready()
+        connection.close()
+        assert connection.ask("POST", target)[1]["id"] == lease["id"]
+        assert given(ready_daemon) == [ADDRESSES[0]]
+        assert connection.ask("DELETE", f"/v1/leases/{lease['id']}")[0] == 200
+        assert connection.ask("POST", target)[1]["id"] != lease["id"]
+
+
+def test_a_lease_of_a_connection_that_is_asked_for_again_ends_with_the_connection_that_asked(
+    ready_daemon: Daemon,
+) -> None:
+    target = f"/v1/leases?binding=connection&request={FIRST}"
+    with contextlib.closing(_Connection(ready_daemon)) as connection:
+        connection.ask("POST", target)
+        ready_daemon.kill()
+        ready_daemon.start().wait_ready()
+        connection.close()
+        assert connection.ask("POST", target)[0] == 200
+        assert given(ready_daemon) == [ADDRESSES[0]]
+    eventually(lambda: given(ready_daemon) == [], "its end")
+
+
+def test_another_holder_cannot_have_the_lease_of_a_request(ready_daemon: Daemon) -> None:
+    take(ready_daemon, f"request={FIRST}")
+    status, answer = ask(ready_daemon, "POST", f"/v1/leases?request={FIRST}&name=a&ttl=600")
+    assert (status, answer["detail"].partition(":")[0]) == (409, "this request has a lease already")
+    assert given(ready_daemon) == [ADDRESSES[0]]
+
+
+@pytest.mark.parametrize("wrong", ["", "short", "../../../../../etc/passwd", "a" * 65])
+def test_a_request_has_a_name_that_can_be_a_file_s(ready_daemon: Daemon, wrong: str) -> None:
+    status, answer = ask(ready_daemon, "POST", f"/v1/leases?request={wrong}")
+    assert (status, answer["detail"]) == (400, f"request is {wrong!r}")
+
+
+@pytest.mark.parametrize("crashes", [False, True], ids=["lost", "crashed"])
+def test_an_answer_that_is_lost_costs_no_second_device(
+    ready_daemon: Daemon, said: list[str], crashes: bool
+) -> None:
+    def lost(answer: Callable[[], bytes]) -> bytes:
+        assert answer().startswith(b"HTTP/1.1 200")
+        if crashes:
+            ready_daemon.kill()
+            ready_daemon.start().wait_ready()
+        return b""
+
+    with contextlib.closing(Between(ready_daemon, [lost])) as between:
+        lease = Client(said.append).lease(wait=60)
+        assert len(between.questions) == (1 if crashes else 2), "the next daemon is asked itself"
+        (record,) = Client().leases()
+        assert (record["id"], record["devices"]) == (lease.id, [ADDRESSES[0]])
+        lease.release()
+
+
+def test_who_waits_also_waits_while_the_daemon_cannot_just_now(ready_daemon: Daemon, said: list[str]) -> None:
+    busy = [lambda _: _BUSY] * 3
+    with contextlib.closing(Between(ready_daemon, [*busy])) as between:
+        with pytest.raises(Exception, match="too many connections are open"):
+            Client().lease()
+        with Client(said.append).lease(wait=60):
+            assert len(between.questions) == 4
+    assert said == ["too many connections are open; waiting up to 60 s for it"]
+
+
+def test_who_comes_back_has_its_place_and_nobody_can_invent_one(ready_daemon: Daemon) -> None:
+    for address in ADDRESSES:
+        take(ready_daemon, f"name={address}&ttl=600&device={address}")
+    first = Asker(ready_daemon, f"name=first&ttl=600&wait=60&request={FIRST}")
+    wait_until_wait(ready_daemon, 1)
+    ready_daemon.kill()
+    first.close()
+    ready_daemon.start().wait_ready()
+    assert ask(ready_daemon, "POST", "/v1/leases?wait=60&since=1")[0] == 400
+    waiters = []
+    for number, query in enumerate((f"name=new&request={SECOND}", f"name=first&request={FIRST}")):
+        waiters.append(Asker(ready_daemon, f"{query}&ttl=600&wait=60"))
+        wait_until_wait(ready_daemon, number + 1)
+    assert names(ready_daemon) == ["first", "new"]
+    for waiter in waiters:
+        waiter.close()
+    places = ready_daemon.host.root / "run/yunion-mps/waiting"
+    eventually(lambda: os.listdir(places) == [], "that no place is left")
+
+
+def test_who_has_asked_again_keeps_the_place_when_the_connection_before_is_noticed_to_be_gone(
+    ready_daemon: Daemon,
+) -> None:
+    for address in ADDRESSES:
+        take(ready_daemon, f"name={address}&ttl=600&device={address}")
+    lost = Asker(ready_daemon, f"name=first&ttl=600&wait=60&request={FIRST}")
+    wait_until_wait(ready_daemon, 1)
+    again = Asker(ready_daemon, f"name=first&ttl=600&wait=60&request={FIRST}")
+    wait_until_wait(ready_daemon, 2)
+    lost.close()
+    wait_until_wait(ready_daemon, 1)
+    places = ready_daemon.host.root / "run/yunion-mps/waiting"
+    assert len(os.listdir(places)) == 1
+    again.close()
+    eventually(lambda: os.listdir(places) == [], "that no place is left")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user, which needs root")
+def test_the_place_of_another_user_s_request_is_not_given(ready_daemon: Daemon) -> None:
+    for address in ADDRESSES:
+        take(ready_daemon, f"name={address}&ttl=600&device={address}")
+    mine = Asker(ready_daemon, f"name=mine&ttl=600&wait=60&request={FIRST}")
+    wait_until_wait(ready_daemon, 1)
+    ready_daemon.kill()
+    mine.close()
+    ready_daemon.start().wait_ready()
+    ready_daemon.socket_path.chmod(0o666)
+    os.seteuid(65534)
+    try:
+        theirs = Asker(ready_daemon, f"name=theirs&ttl=600&wait=60&request={FIRST}")
+    finally:
+        os.seteuid(0)
+    wait_until_wait(ready_daemon, 1)
+    mine = Asker(ready_daemon, f"name=mine&ttl=600&wait=60&request={FIRST}")
+    wait_until_wait(ready_daemon, 2)
+    assert names(ready_daemon) == ["mine", "theirs"]
+    mine.close()
+    theirs.close()
+
+
+@pytest.mark.parametrize(
+    ("count", "status", "why"),
+    [
+        ("2", 1, "2 devices cannot be one budget: its control daemon gives no process more than 4096 MiB"),
+        ("5", 5, "5 devices on one GPU can never be had: there are 4 such devices on 1 GPUs"),
+    ],
+)
+def test_several_devices_that_can_never_be_had_are_refused_at_once(
+    ready_daemon: Daemon, count: str, status: int, why: str
+) -> None:
+    jobs = [start(ready_daemon.host) for _ in ADDRESSES]
+    began_s = time.monotonic()
+    done = run(ready_daemon.host, "--count", count, "--wait=600", "true")
+    assert time.monotonic() - began_s < PATIENCE_S
+    assert (done.returncode, done.stderr.splitlines()[-2].startswith(f"yunion-mps: {why}")) == (status, True)
+    for job in jobs:
+        job.communicate()
+
+
+def names(daemon: Daemon) -> list[str]:
+    """Who waits, in their order."""
+    return [one["name"] for one in ask(daemon, "GET", "/v1/leases")[1]["waiting"]]

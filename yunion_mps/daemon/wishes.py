@@ -1,0 +1,67 @@
+"""What a wish for devices means on this host, and what a process gets with them."""
+
+from __future__ import annotations
+
+from yunion_mps.errors import HostError
+from yunion_mps.leases.ledger import Offers, Wish, least, refuse_impossible
+from yunion_mps.leases.names import gpu_named
+from yunion_mps.leases.offers import domain_plans
+from yunion_mps.models import ALL, Device
+from yunion_mps.planning import client_environment, whole_environment, why_not_honoured
+from yunion_mps.service import Service
+from yunion_mps.supervisor import Supervisor
+
+#: Says in its environment which lease a process has.
+LEASE_VARIABLE = "YUNION_MPS_LEASE"
+
+
+class Wishes:
+    """Knows the devices by name, and the control daemons that serve them."""
+
+    def __init__(self, supervisor: Supervisor, service: Service) -> None:
+        self._supervisor = supervisor
+        self._service = service
+
+    def environment(self, wish: Wish, devices: tuple[Device, ...], lease_id: str) -> dict[str, str]:
+        """The environment of a process with the devices; raises HostError where it would not be honoured."""
+        names = {device.domain for device in devices}
+        if len(names) > 1:
+            hint = "take devices of one GPU; cuda_mps_scope: host has one control daemon for all GPUs"
+            raise HostError("these devices are of several control daemons, and a process has only one", hint)
+        domain = domain_plans(self._supervisor.snapshot())[names.pop()]
+        if wish.device == ALL:
+            return {**whole_environment(devices, domain), LEASE_VARIABLE: lease_id}
+        why = why_not_honoured(devices, domain)
+        if why:
+            more = f"cuda_mps_combine: {len(devices)}"
+            hint = f"take them on different GPUs (--across), or set {more} in host.conf"
+            raise HostError(f"{len(devices)} devices cannot be one budget: {why}", hint)
+        return {**client_environment(devices, domain), LEASE_VARIABLE: lease_id}
+
+    def possible(self, wish: Wish, offers: Offers) -> Wish:
+        """The wish with whole names; raises YunionError where it could not be met if everything were free."""
+        wish = self._resolved(wish)
+        every = tuple(one.device for one in offers.devices)
+        refusal = None
+        for devices in [every] if wish.device == ALL and every else least(wish, offers):
+            try:
+                self.environment(wish, devices, "")
+            except HostError as error:
+                refusal = error
+            else:
+                refusal = None
+                break
+        if refusal:
+            raise refusal
+        refuse_impossible(wish, offers)
+        return wish
+
+    def _resolved(self, wish: Wish) -> Wish:
+        """The wish with whole names for unique beginnings; raises NotFoundError where there are none."""
+        device, gpu = wish.device, wish.gpu
+        if device and device != ALL:
+            device = self._service.device(device.removeprefix("0000:"))["addr"]
+        if gpu:
+            gpus = self._supervisor.snapshot().inventory.gpus
+            gpu = gpu_named(gpu.removeprefix("0000:"), gpus).address
+        return wish._replace(device=device, gpu=gpu)

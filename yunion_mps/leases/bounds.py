@@ -1,0 +1,14 @@
+"""What may be asked for at most, and how a name may read: for the API and whoever asks it."""
+
+from __future__ import annotations
+
+#: The most devices that one lease may have.
+MOST_DEVICES = 64
+#: More memory than any GPU has.
+MOST_MIB = 1 << 30
+#: How long one may wait for devices, and how long a lease of a name may live without renewal, in s.
+LONGEST_WAIT_S = 30 * 86_400
+LONGEST_TTL_S = 365 * 86_400
+#: What a lease of a name, and a request for one, may be called (regular expressions).
+NAME = "^[A-Za-z0-9][A-Za-z0-9._:/@-]{0,99}$"
+REQUEST = "^[A-Za-z0-9-]{16,64}$"
