@@ -84,6 +84,8 @@ run_anew() { # an upgrade ends no job: the daemon runs the new program in its ow
     fi
     if why=$(timeout 180 yunion-mps daemon-reexec 2>&1); then
         say "$why"
+        systemctl --quiet try-restart yunion-mps-gateway.service 2>/dev/null || :
+        systemctl --quiet start yunion-mps-gateway.path 2>/dev/null || : # a release before this one had none
     else
         say "the daemon of before goes on: $(first "$why"); when no job runs: systemctl restart $unit"
     fi
@@ -103,14 +105,42 @@ follow_cloudpods() { # take the place of Cloudpods' daemon: enabled and running 
     case $was in *enabled*) systemctl --quiet enable "$unit" ;; esac
     case $was in *wanted*) ;; *) return 0 ;; esac
     configuration_is_right "correct it, then: systemctl restart $unit" || return 0
-    systemctl stop "$unit" # Cloudpods' daemon tells its control daemon to end once its jobs have
-    pipe=$(yunion-mps config show --output csv | sed -n 's/^cuda_mps_pipe_directory,\([^,]*\),.*/\1/p')
-    others | while read -r pid directory; do
-        [ "$directory" = "$pipe" ] || continue
+    go_on_with_cloudpods
+    systemctl stop "$unit" # where its control daemon was not taken over, Cloudpods' tells it to end after its jobs
+    cloudpods_control_daemons | while read -r pid directory; do
         say "Cloudpods' control daemon (PID $pid) is asked to end once its jobs have"
         echo quit | CUDA_MPS_PIPE_DIRECTORY=/proc/$pid/root$directory timeout 10 nvidia-cuda-mps-control >/dev/null 2>&1 || :
     done
     systemctl start "$unit" || say "the service does not serve yet; see: systemctl status $unit"
+}
+
+# Its control daemon goes on with its jobs, as ours. Its own daemon is not let stop, for it would tell it to end.
+go_on_with_cloudpods() {
+    cloudpods_control_daemons | while read -r pid directory; do
+        # Among the host's own files: rpm from 4.20 on runs scripts with a /tmp of their own.
+        if why=$(timeout 180 nsenter --mount --target 1 yunion-mps-daemon --take-over "$pid" 2>&1); then
+            systemctl daemon-reload # so that our unit counts, which lets the others live when its main process ends
+            main=$(systemctl show --property MainPID --value "$unit")
+            [ "${main:-0}" = 0 ] || kill -KILL "$main"
+            say "Cloudpods' control daemon (PID $pid) goes on with its jobs, as ours"
+        else
+            say "$(first "$why")"
+        fi
+    done
+}
+
+cloudpods_control_daemons() { # PID and directory of each that is not ours and serves where ours is to
+    pipe=$(yunion-mps config show --output csv | sed -n 's/^cuda_mps_pipe_directory,\([^,]*\),.*/\1/p')
+    others | while read -r pid directory; do
+        [ "$directory" != "$pipe" ] || echo "$pid $directory"
+    done
+}
+
+before_cloudpods_goes() { # its rpm stops the service before ours has its last word
+    case $(cat "$before" 2>/dev/null) in *wanted*) ;; *) return 0 ;; esac
+    if systemd_runs && timeout 180 yunion-mps-daemon --check >/dev/null 2>&1; then
+        go_on_with_cloudpods
+    fi
 }
 
 # ---- The end
@@ -121,7 +151,7 @@ going() { # for good: the daemon puts the compute modes back as it stops
         systemctl stop "$unit" || say "the service could not be stopped: see above"
         systemctl reset-failed "$unit" 2>/dev/null || :
     fi
-    if [ -x /usr/bin/systemctl ]; then
+    if command -v systemctl >/dev/null; then
         systemctl --quiet disable "$unit" 2>/dev/null || :
     fi
     if [ -e "$running/former-compute-modes.json" ] || control_daemons | grep -q ' ours$'; then # it had been killed
@@ -143,9 +173,10 @@ say_whose_jobs_end() {
 case $1 in
 nothing) ;; # the tests call one function after another
 first) make_configuration ;;
+before-cloudpods-goes) before_cloudpods_goes ;;
 installed) installed ;;
 python-changed) compile_bytecode ;;
 going) going ;;
 leaving-bytecode) remove_bytecode ;;
-*) say "usage: maintain first|installed|python-changed|going|leaving-bytecode" && exit 2 ;;
+*) say "usage: maintain first|before-cloudpods-goes|installed|python-changed|going|leaving-bytecode" && exit 2 ;;
 esac

@@ -8,7 +8,9 @@ state=/var/lib/yunion-mps
 made=$state/made-by-package
 recorded=$state/directories
 running=/run/yunion-mps
+taken_over=$running/taken-over.json
 before=/run/yunion-mps-daemon.cloudpods
+devices=/run/cdi
 processes=/proc
 
 say() { echo "yunion-mps-daemon: $*" >&2; }
@@ -31,8 +33,17 @@ control_daemons() { # PID of each control daemon that runs, and whether it is ou
         case $(readlink "$process/exe" 2>/dev/null) in */nvidia-cuda-mps-control) ;; *) continue ;; esac
         case $(tr '\0' ' ' <"$process/cmdline" 2>/dev/null) in *" -"[df]*) ;; *) continue ;; esac # a front-end
         variables=$(tr '\0' '\n' <"$process/environ" 2>/dev/null) || continue
-        case $variables in *YUNION_MPS_DOMAIN=*) echo "${process##*/} ours" ;; *) echo "${process##*/} another's" ;; esac
+        pid=${process##*/}
+        case $variables in
+        *YUNION_MPS_DOMAIN=*) echo "$pid ours" ;;
+        *) if is_taken_over "$pid"; then echo "$pid ours"; else echo "$pid another's"; fi ;;
+        esac
     done
+}
+
+is_taken_over() { # by its PID and its start in clock ticks: yunion_mps/mps/taken_over.py wrote them down
+    ticks=$(sed 's/.*) //' "$processes/$1/stat" 2>/dev/null | cut -d ' ' -f 20)
+    grep -q "\"pid\": $1, \"started_ticks\": $ticks," "$taken_over" 2>/dev/null
 }
 
 variable() { tr '\0' '\n' <"$processes/$1/environ" 2>/dev/null | sed -n "s/^$2=//p"; } # what a process has in its environment

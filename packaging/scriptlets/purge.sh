@@ -9,6 +9,7 @@ purge() {
     done
     rmdir "$configuration" 2>/dev/null || :
     rm -rf "$before"
+    rm -f "$devices"/yunion-mps.json "$devices"/yunion-mps-lease-*.json # what a daemon that was killed has left
     remove_notes
     if getent group yunion-mps >/dev/null; then
         groupdel yunion-mps || say "the group yunion-mps is left: see above"

@@ -53,7 +53,7 @@ def fault(around: Surroundings, report: Report) -> None:
 
 
 def _statuses(control: Control, server: int) -> list[Answer]:
-    """The server's status, twice."""
+    """The server's status twice, half a second apart: whether a fault is a state that passes by itself."""
     answers = [control.ask(f"get_server_status {server}", timeout_s=3)]
     time.sleep(0.5)
     return [*answers, control.ask(f"get_server_status {server}", timeout_s=3)]

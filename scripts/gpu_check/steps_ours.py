@@ -86,7 +86,7 @@ def adoption(around: Surroundings, report: Report) -> None:
         since_s = time.monotonic()
         ours.signal(signal.SIGKILL)
         ours.wait(5)
-        time.sleep(0.5)
+        time.sleep(0.5)  # a control daemon that would end with our daemon has had its time
         lives = "lived on" if listener(ours.pipe) == old and stat_of(old) else "did not live on"
         try:
             again = f"was READY again after {seconds(ours.start(20))}"

@@ -63,4 +63,6 @@ def _add_terms(made: Page, terms: dict[str, str]) -> None:
 
 def _invocation(action: argparse.Action) -> str:
     names = ", ".join(action.option_strings)
-    return f"{names} {{{','.join(action.choices)}}}" if action.choices else names
+    if action.choices:
+        return f"{names} {{{','.join(action.choices)}}}"
+    return f"{names} {action.metavar}" if action.metavar else names

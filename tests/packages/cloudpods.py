@@ -15,6 +15,8 @@ export CUDA_MPS_PIPE_DIRECTORY={PIPE} CUDA_MPS_LOG_DIRECTORY=/tmp/nvidia-mps/log
 mkdir -p $CUDA_MPS_PIPE_DIRECTORY $CUDA_MPS_LOG_DIRECTORY
 nvidia-smi -i 0 -c EXCLUSIVE_PROCESS
 nvidia-cuda-mps-control -d
+printf '%s\\n' 'set_default_device_pinned_mem_limit 0 5760M' 'set_default_active_thread_percentage 25' |
+    nvidia-cuda-mps-control
 trap 'echo quit | nvidia-cuda-mps-control; exit 0' TERM
 while :; do sleep 1 & wait $!; done
 """

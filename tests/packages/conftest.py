@@ -19,8 +19,8 @@ from packages.versions import PREVIOUS, Packages, built
 from simhost.environment import CHECKOUT
 
 JOURNALS = CHECKOUT / ".cache/packages"
-#: The releases that are booted.
-RELEASES = ("bookworm", "trixie")
+#: The releases that are booted; Python 3.9, the oldest that we run on, is bullseye's.
+RELEASES = ("bullseye", "bookworm", "trixie")
 
 NewMachine = Callable[[str, str], AbstractContextManager[Machine]]
 

@@ -10,7 +10,7 @@ import shutil
 from pathlib import Path
 
 from simhost import Description, SimHost
-from simhost.mps import CONTROL, SERVER, _built_server
+from simhost.mps import CONTROL, SERVER, built_server
 
 #: Where the driver's folder is seen in the machine.
 _PLACE = "/dev/simhost"
@@ -54,7 +54,8 @@ class Driver:
             if found is None:
                 raise FileNotFoundError(f"{name} is not there: run scripts/setup")
             shutil.copy(found, root / "usr/bin" / name)
-        shutil.copy(_built_server(), root / "usr/bin" / SERVER)
+        # Static, for the machine's C library may be older than the one here.
+        shutil.copy(built_server("-static"), root / "usr/bin" / SERVER)
         asks = b"get_server_status" in (root / "usr/bin" / CONTROL).read_bytes()
         (root / "usr/bin/behaviour").write_text("asked" if asks else "")
         shutil.copy(_CLIENT, root / CLIENT.lstrip("/"))

@@ -36,7 +36,7 @@ class ImageError(RuntimeError):
 
 
 def image(release: str) -> Path:
-    """The root of Debian `release` (bookworm, trixie), to be copied and not to be changed.
+    """The root of Debian `release` (bullseye, bookworm, trixie), to be copied and not to be changed.
 
     It is made from this machine's own sources of Debian, whatever their release. Raises ImageError.
     """

@@ -40,9 +40,9 @@ class Operator:
 
     # -- what he does
 
-    def configure(self, number: object = 4) -> None:
-        """Write both files: the GPU in `number` devices."""
-        self.machine.write(HOST_CONF, _CONF)
+    def configure(self, number: object = 4, more: str = "") -> None:
+        """Write both files: the GPU in `number` devices, and `more` lines of host.conf."""
+        self.machine.write(HOST_CONF, f"{_CONF}{more}\n")
         self.machine.write(DEVICES, _GPU.format(number=number))
 
     def start(self) -> None:

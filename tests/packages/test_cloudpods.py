@@ -33,28 +33,69 @@ def their(family: Family, operator: Operator, theirs: Packages) -> int:
     return operator.processes(CONTROL)[0]
 
 
-def test_our_package_takes_the_place_of_the_one_that_runs(
+def test_our_package_takes_the_place_of_the_one_that_runs_and_its_jobs_go_on(
     family: Family, operator: Operator, their: int, current: Packages
 ) -> None:
     machine = operator.machine
+    job = operator.begin_job("theirs")
     before = [machine.run("cat", path).stdout for path in (HOST_CONF, DEVICES)]
-    family.install(current)
+    done = family.install(current)
+    assert (
+        f"Cloudpods' control daemon (PID {their}) goes on with its jobs, as ours" in done.stdout + done.stderr
+    )
     assert family.version() == current.version
     operator.see_it_serves()
-    assert operator.processes(CONTROL) == [operator.control_daemon()] != [their]
+    assert operator.processes(CONTROL) == [operator.control_daemon()] == [their]
+    (domain,) = operator.ask("status")["domains"]
+    assert domain["pending"] == ""
+    ours = operator.begin_job("ours")
+    assert operator.is_at_work("theirs")
     assert machine.run("systemctl", "is-enabled", UNIT).stdout.strip() == "enabled"
     assert [machine.run("cat", path).stdout for path in (HOST_CONF, DEVICES)] == before
     assert machine.run("test", "-e", "/opt/yunion/bin/mps-daemon", check=False).returncode == 1
+    daemon = operator.daemon()
+    operator.kill(daemon)
+    machine.wait_until("another daemon", lambda: operator.daemon() not in (0, daemon))
+    machine.wait_until("it serves", lambda: machine.show("ActiveState") == "active")
+    machine.run("yunion-mps", "daemon-reexec")
+    operator.see_it_serves()
+    assert operator.processes(CONTROL) == [operator.control_daemon()] == [their]
+    assert operator.is_at_work("theirs")
+    assert operator.is_at_work("ours")
+    operator.end_job("theirs", job)
+    operator.end_job("ours", ours)
+    machine.run("systemctl", "stop", UNIT)
+    assert operator.processes(CONTROL) == []
+    assert operator.modes() == ["Exclusive_Process"], "what was before Cloudpods' daemon nobody has noted"
 
 
-def test_a_control_daemon_that_its_crash_left_behind_is_taken_over(
+def test_of_one_that_its_crash_left_behind_with_other_limits_jobs_keep_theirs(
     family: Family, operator: Operator, their: int, current: Packages
 ) -> None:
     machine = operator.machine
+    operator.control("set_default_active_thread_percentage 50")
+    job = operator.begin_job("theirs")
+    (server,) = operator.servers()
     operator.kill(operator.daemon())
     machine.wait_until("it failed", lambda: machine.show("ActiveState") == "failed")
     assert operator.processes(CONTROL) == [their]
     done = family.install(current)
-    assert f"Cloudpods' control daemon (PID {their}) is asked to end" in done.stdout + done.stderr
+    assert f"Cloudpods' control daemon (PID {their}) goes on" in done.stdout + done.stderr
     operator.see_it_serves()
-    assert operator.processes(CONTROL) == [operator.control_daemon()] != [their]
+    assert operator.processes(CONTROL) == [operator.control_daemon()] == [their]
+    assert operator.is_at_work("theirs")
+    (domain,) = operator.ask("status")["domains"]
+    assert f"its MPS server (PID {server})" in domain["pending"]
+    operator.end_job("theirs", job)
+
+
+def test_one_that_cannot_be_taken_over_is_asked_to_end_once_its_jobs_have(
+    family: Family, operator: Operator, their: int, current: Packages
+) -> None:
+    machine = operator.machine
+    machine.shell(f"echo 'cuda_mps_scope: gpu' >>{HOST_CONF}")
+    done = family.install(current)
+    assert f"(PID {their}) cannot be taken over: cuda_mps_scope is gpu" in done.stdout + done.stderr
+    machine.wait_until("its end", lambda: their not in operator.processes(CONTROL))
+    machine.wait_until("ours", lambda: operator.ask("status")["state"] == "ready")
+    assert operator.processes(CONTROL) == [operator.control_daemon()]

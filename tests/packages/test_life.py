@@ -14,6 +14,8 @@ from packages.operator import DEVICES, HOST_CONF, USER, Operator
 from packages.traces import Traces
 from packages.versions import Packages
 
+GATEWAY = "yunion-mps-gateway.service"
+_SCRAPE = "import urllib.request as u; print(u.urlopen('http://127.0.0.1:9434/metrics').read().decode())"
 _DROP_IN = f"/etc/systemd/system/{UNIT}.d/watchdog.conf"
 
 
@@ -43,7 +45,10 @@ def traces(machine: Machine) -> Traces:
 
 
 @pytest.mark.parametrize(
-    "family", ["bookworm-deb", "trixie-deb", "bookworm-rpm", "trixie-rpm"], indirect=True, scope="class"
+    "family",
+    ["bullseye-deb", "bookworm-deb", "trixie-deb", "bookworm-rpm", "trixie-rpm"],
+    indirect=True,
+    scope="class",
 )
 class TestLife:
     """The steps."""
@@ -64,10 +69,19 @@ class TestLife:
 
     def test_systemd_reads_the_unit_without_a_word_and_rates_it(self, machine: Machine) -> None:
         assert machine.show("LoadState") == "loaded"
-        verified = machine.run("systemd-analyze", "verify", "--man=no", machine.show("FragmentPath"))
+        verify = ["systemd-analyze", "verify", "--man=no", machine.show("FragmentPath")]
+        verified = machine.run("systemd-run", "--quiet", "--pipe", "--wait", *verify)
         assert [line for line in verified.stderr.splitlines() if "yunion" in line] == []
         rating = machine.run("systemd-analyze", "security", "--no-pager", UNIT).stdout.splitlines()[-1]
         assert float(rating.partition(":")[2].split()[0]) <= 4.0
+        users = ("kubelet", "docker", "containerd", "crio", "slurmd", "yunion-host")
+        assert {f"{name}.service" for name in users} <= set(machine.show("Before").split())
+        driver = ("systemd-modules-load", "nvidia-persistenced")
+        assert {f"{name}.service" for name in driver} <= set(machine.show("After").split())
+
+    def test_the_preset_does_not_enable_it(self, machine: Machine) -> None:
+        machine.run("systemctl", "preset", UNIT)
+        assert machine.run("systemctl", "is-enabled", UNIT, check=False).stdout.strip() == "disabled"
 
     def test_before_it_is_configured_status_says_what_to_do(self, machine: Machine) -> None:
         done = machine.run("yunion-mps", "status", check=False)
@@ -98,6 +112,17 @@ class TestLife:
         assert done.returncode == 4
         assert "yunion-mps" in done.stderr
         machine.shell("userdel friend; userdel stranger")
+
+    def test_container_engines_find_the_devices_and_a_hook_that_takes_them(self, machine: Machine) -> None:
+        edits = "['devices'][2]['containerEdits']"
+        look = f"import json; print(*json.load(open('/run/cdi/yunion-mps.json')){edits}['hooks'][0]['args'])"
+        machine.shell("for i in $(seq 100); do [ -e /run/cdi/yunion-mps.json ] || sleep 0.1; done")
+        assert machine.run("python3", "-c", look).stdout == "yunion-mps cdi-hook 00:06.0-1\n"
+        hook = "env -i /usr/bin/yunion-mps cdi-hook 00:06.0-1"
+        state = 'echo "{\\"pid\\": $pid, \\"bundle\\": \\"/\\"}"'
+        taken = machine.shell(f"sleep 60 >/dev/null & pid=$!; {state} | {hook} && yunion-mps who; kill $pid")
+        assert "| 00:06.0-1 |" in taken
+        assert "sleep 60" in taken
 
     def test_its_environment_is_in_the_familys_file(self, family: Family, operator: Operator) -> None:
         machine = operator.machine
@@ -215,8 +240,30 @@ class TestLife:
     ) -> None:
         machine.run("systemctl", "stop", UNIT)
         operator.see_it_rests()
+        assert machine.shell("ls /run/cdi") == "", "no container finds a device of ours"
         machine.run("systemctl", "start", UNIT)
         operator.see_it_serves()
+
+    def test_the_metrics_are_served_over_tcp_by_a_process_without_rights(
+        self, operator: Operator, machine: Machine
+    ) -> None:
+        assert machine.show("ActiveState", GATEWAY) == "inactive"
+        operator.configure(more="metrics_listen: 127.0.0.1:9434")
+        machine.run("systemctl", "reload", UNIT)
+        machine.wait_until("the metrics", lambda: "\nyunion_mps_up 1.0\n" in _scraped(machine))
+        status = machine.run("cat", f"/proc/{machine.show('MainPID', GATEWAY)}/status").stdout
+        uid, capabilities = (status.partition(f"{key}:")[2].split()[0] for key in ("Uid", "CapBnd"))
+        assert (uid != "0", int(capabilities, 16)) == (True, 0)
+        rating = machine.run("systemd-analyze", "security", "--no-pager", GATEWAY).stdout.splitlines()[-1]
+        assert float(rating.partition(":")[2].split()[0]) <= 1.5
+        control = operator.control_daemon()
+        machine.run("systemctl", "restart", UNIT)
+        machine.wait_until("the metrics", lambda: "\nyunion_mps_up 1.0\n" in _scraped(machine))
+        assert operator.control_daemon() != control
+        operator.configure()
+        machine.run("systemctl", "reload", UNIT)
+        machine.wait_until("its end", lambda: machine.show("ActiveState", GATEWAY) == "inactive")
+        assert machine.show("Result", GATEWAY) == "success"
 
     def test_after_a_reboot_it_serves_before_others_start_jobs(
         self, operator: Operator, machine: Machine
@@ -243,8 +290,14 @@ class TestLife:
     ) -> None:
         pid, control = operator.begin_job("steady"), operator.control_daemon()
         daemon = operator.daemon()
-        machine.run("systemd-run", "--unit=holder", "yunion-mps", "run", "sleep", "infinity")
-        (lease,) = machine.wait_until("a lease", lambda: operator.ask("leases")["leases"])
+        machine.run(
+            "systemd-run", "--unit=holder", "yunion-mps", "run", "--allow-unlimited", "sleep", "infinity"
+        )
+        machine.wait_until(  # whose command is ours until it has become the other
+            "a lease",
+            lambda: "sleep infinity" in [one["command"] for one in operator.ask("leases")["leases"]],
+        )
+        (lease,) = operator.ask("leases")["leases"]
         for packages in (previous, current):
             family.install(packages)
             assert family.version() == packages.version
@@ -259,7 +312,7 @@ class TestLife:
         assert "hostname: tested" in (family.machine.root / HOST_CONF.lstrip("/")).read_text()
         operator.end_job("steady", pid)
 
-    def test_an_upgrade_with_a_broken_configuration_leaves_the_daemon_as_it_was(
+    def test_with_a_broken_configuration_the_daemon_of_before_goes_on_and_everything_says_so(
         self, family: Family, operator: Operator, previous: Packages, current: Packages
     ) -> None:
         control = operator.control_daemon()
@@ -269,8 +322,17 @@ class TestLife:
         assert operator.ask("status")["version"] == current.version
         operator.see_it_serves()
         assert operator.control_daemon() == control
+        both = f"{current.version} of the daemon runs, and {previous.version} is installed"
+        status = operator.machine.run("yunion-mps", "status").stdout
+        assert f"Warning:  {both}\n" in status
+        assert "which ends no job: yunion-mps daemon-reexec" in status
         operator.configure()
+        reloaded = operator.machine.run("yunion-mps", "reload")
+        assert f"{both}: yunion-mps daemon-reexec" in reloaded.stdout + reloaded.stderr
+        operator.machine.run("yunion-mps", "daemon-reexec")
+        assert operator.ask("status")["version"] == previous.version
         family.install(current)
+        assert "is installed" not in operator.machine.run("yunion-mps", "status").stdout
         operator.see_it_serves()
 
     def test_removed_it_leaves_the_configuration_and_nothing_that_runs(
@@ -297,3 +359,7 @@ class TestLife:
     def _another(self, operator: Operator, before: int) -> bool:
         active = operator.machine.show("ActiveState") == "active"
         return active and operator.daemon() not in (0, before)
+
+
+def _scraped(machine: Machine) -> str:
+    return str(machine.run("python3", "-c", _SCRAPE, check=False).stdout)

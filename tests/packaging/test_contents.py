@@ -25,17 +25,22 @@ ONLY_DEBIAN = {
 PROGRAMS = {"/usr/bin/yunion-mps", "/usr/bin/yunion-mps-daemon", "/usr/lib/yunion-mps/maintain"}
 EXPECTED = {
     "/usr/lib/systemd/system/yunion-mps-daemon.service",
+    "/usr/lib/systemd/system/yunion-mps-gateway.path",
+    "/usr/lib/systemd/system/yunion-mps-gateway.service",
     "/usr/lib/systemd/system-preset/90-yunion-mps.preset",
     "/usr/lib/sysusers.d/yunion-mps.conf",
     "/usr/lib/tmpfiles.d/yunion-mps.conf",
+    "/usr/lib/yunion-mps/yunion_mps/gateway/page/index.html",
     "/usr/share/bash-completion/completions/yunion-mps",
     "/usr/share/fish/vendor_completions.d/yunion-mps.fish",
     "/usr/share/man/man1/yunion-mps.1.gz",
     "/usr/share/man/man5/yunion-mps-host.conf.5.gz",
     "/usr/share/man/man5/yunion-mps-host_container_device.yml.5.gz",
     "/usr/share/man/man8/yunion-mps-daemon.8.gz",
+    "/usr/share/yunion-mps/grafana/yunion-mps.json",
     "/usr/share/yunion-mps/host.conf",
     "/usr/share/yunion-mps/host_container_device.yml",
+    "/usr/share/yunion-mps/prometheus/yunion-mps.rules.yml",
     "/usr/share/doc/yunion-mps-daemon/copyright",
     "/usr/share/doc/yunion-mps-daemon/sbom.cdx.json",
 }
@@ -46,6 +51,12 @@ def test_both_packages_install_the_same_files(built: Built, unpacked: Path) -> N
     of_deb = built.deb_files(unpacked)
     same = {ELSEWHERE.get(name, name): file for name, file in of_deb.items() if name not in ONLY_DEBIAN}
     assert same == built.rpm_files()
+
+
+def test_there_is_nothing_for_an_app_store(built: Built) -> None:
+    """AppStream's files would have software centres show a daemon."""
+    places = ("/usr/share/metainfo", "/usr/share/appdata", "/usr/share/applications")
+    assert [name for name in built.rpm_files() if name.startswith(places)] == []
 
 
 def test_what_an_operator_looks_for_is_there(built: Built) -> None:
@@ -90,11 +101,11 @@ import importlib, sys
 sys.path[:0] = [{str(library)!r}, {str(library / "vendor")!r}]
 for name in {modules!r}:
     importlib.import_module(name.removesuffix(".__init__"))
-for name in ("click", "h11", "psutil", "pynvml", "sdnotify", "yaml"):
+for name in ("click", "h11", "prometheus_client.samples", "psutil", "pynvml", "sdnotify", "yaml"):
     print(sys.modules.get(name) or importlib.import_module(name))
 """
     found = run(sys.executable, "-B", "-IS", "-c", code).splitlines()
-    assert len(found) == 6
+    assert len(found) == 7
     assert all(str(library / "vendor") in line for line in found)
 
 
@@ -139,7 +150,7 @@ def test_the_rpm_needs_a_python_and_a_glibc_and_nothing_else(built: Built) -> No
         for line in run("rpm", "-qp", "--requires", built.rpm).splitlines()
         if not line.startswith(("rpmlib(", "/bin/sh"))
     }
-    tools = {"coreutils", "findutils", "grep", "sed"}
+    tools = {"coreutils", "findutils", "grep", "sed", "util-linux"}
     assert needed - tools == {"libc.so.6(GLIBC_2.7)(64bit)", "python(abi) >= 3.9"}
     assert f"yunion-mps = 1:{__version__}-1" in run("rpm", "-qp", "--provides", built.rpm)
 

@@ -46,6 +46,14 @@ def test_a_purge_leaves_a_file_that_another_package_owns(host: Host) -> None:
     assert set(configuration(host)) == set(NAMES)
 
 
+def test_a_purge_takes_our_devices_of_containers_and_nobody_else_s(host: Host) -> None:
+    host.program("getent", "exit 2")
+    devices = host.root / "run/cdi"
+    files(devices, "yunion-mps.json", "yunion-mps-lease-7c1f0e7a.json", "nvidia.yaml", "yunion-mps.json.bak")
+    assert host.good("purge") == []
+    assert sorted(path.name for path in devices.iterdir()) == ["nvidia.yaml", "yunion-mps.json.bak"]
+
+
 def recorded(host: Host, *lines: str) -> None:
     """As the daemon writes it."""
     (host.root / "state").mkdir(exist_ok=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -116,8 +117,13 @@ def test_an_upgrade_runs_the_daemon_anew_in_its_process(host: Host) -> None:
     yunion_mps(host, plan="Kind,Subject", daemon_reexec="The daemon runs anew, with PID 7 as before")
     assert host.good("go_on") == ["yunion-mps-daemon: The daemon runs anew, with PID 7 as before"]
     assert host.calls()[1:] == [
-        "yunion-mps-daemon --check", "yunion-mps plan --output csv", "yunion-mps daemon-reexec",
-    ]  # fmt: skip
+        "yunion-mps-daemon --check",
+        "yunion-mps plan --output csv",
+        "yunion-mps daemon-reexec",
+        # What serves over TCP, too.
+        "systemctl --quiet try-restart yunion-mps-gateway.service",
+        "systemctl --quiet start yunion-mps-gateway.path",
+    ]
 
 
 def test_what_an_upgrade_brings_into_force_of_changed_files_is_shown_before(host: Host) -> None:
@@ -181,26 +187,87 @@ def test_control_daemons_that_are_not_ours_are_named_and_left_alone(host: Host) 
 # -- the place of Cloudpods' daemon
 
 
-def test_where_cloudpods_daemon_was_enabled_and_ran_ours_is_and_does(host: Host) -> None:
+@pytest.fixture
+def cloudpods(host: Host) -> Host:
+    """Cloudpods' service was enabled and ran, and its control daemon serves; another's serves a container."""
     (host.root / "run/cloudpods").write_text("enabled\nwanted\nnoted\n")
     host.program("systemctl", "")
-    host.program("yunion-mps-daemon", "")
+    host.program("nsenter", 'shift 3; exec "$@"')
     host.program("yunion-mps", "echo cuda_mps_pipe_directory,/tmp/nvidia-mps/pipe,default")
     host.program("nvidia-cuda-mps-control", "cat")
     host.control_daemon(5, "-d", CUDA_MPS_PIPE_DIRECTORY="/tmp/nvidia-mps/pipe")
     host.control_daemon(6, "-f", CUDA_MPS_PIPE_DIRECTORY="/mps/of/a/container")
-    assert host.good("go_on") == [
-        "yunion-mps-daemon: Cloudpods' control daemon (PID 5) is asked to end once its jobs have"
-    ]
-    assert host.calls() == [
+    return host
+
+
+def systemctl_and_ours(host: Host) -> list[str]:
+    """The calls that change something."""
+    return [call for call in host.calls() if call.split()[0] not in ("yunion-mps", "nsenter")]
+
+
+def test_where_cloudpods_daemon_was_enabled_and_ran_ours_is_and_does(cloudpods: Host) -> None:
+    """Its control daemon goes on, and its own daemon gets no chance to tell it to end."""
+    note = cloudpods.root / "run/yunion-mps/taken-over.json"
+    take = f'mkdir -p {note.parent}; echo \'{{"pid": 5, "started_ticks": 77, "x": 0}}\' >{note}'
+    cloudpods.program("yunion-mps-daemon", f'case "$1" in --take-over) {take} ;; esac')
+    before = "R " + "0 " * 18
+    (cloudpods.root / "proc/5/stat").write_text(f"5 (nvidia-cuda-mps) {before}77 0\n")
+    with subprocess.Popen(["sleep", "1000"]) as daemon:
+        cloudpods.program("systemctl", f'case "$1" in show) echo {daemon.pid} ;; esac')
+        assert cloudpods.good("go_on") == [
+            "yunion-mps-daemon: Cloudpods' control daemon (PID 5) goes on with its jobs, as ours"
+        ]
+        assert daemon.wait(60) == -9
+    assert systemctl_and_ours(cloudpods) == [
         "systemctl --quiet enable yunion-mps-daemon.service",
         "yunion-mps-daemon --check",
+        "yunion-mps-daemon --take-over 5",
+        "systemctl daemon-reload",
+        "systemctl show --property MainPID --value yunion-mps-daemon.service",
         "systemctl stop yunion-mps-daemon.service",
-        "yunion-mps config show --output csv",
+        "systemctl start yunion-mps-daemon.service",
+    ]
+    assert not (cloudpods.root / "run/cloudpods").exists()
+    (cloudpods.root / "proc/5/stat").write_text(f"5 (nvidia-cuda-mps) {before}78 0\n")  # another's PID by now
+    assert "5 another's" in cloudpods.call("control_daemons").stdout
+
+
+def test_where_its_control_daemon_cannot_be_taken_over_that_is_said_and_it_is_asked_to_end(
+    cloudpods: Host,
+) -> None:
+    refused = "<3>the control daemon (PID 5) cannot be taken over: cuda_mps_scope is gpu\n<3>it goes on"
+    cloudpods.program("yunion-mps-daemon", f"[ $1 = --check ] || {{ echo '{refused}' >&2; exit 1; }}")
+    assert cloudpods.good("go_on") == [
+        "yunion-mps-daemon: the control daemon (PID 5) cannot be taken over: cuda_mps_scope is gpu",
+        "yunion-mps-daemon: Cloudpods' control daemon (PID 5) is asked to end once its jobs have",
+    ]
+    assert systemctl_and_ours(cloudpods) == [
+        "systemctl --quiet enable yunion-mps-daemon.service",
+        "yunion-mps-daemon --check",
+        "yunion-mps-daemon --take-over 5",
+        "systemctl stop yunion-mps-daemon.service",
         "nvidia-cuda-mps-control ",
         "systemctl start yunion-mps-daemon.service",
     ]
-    assert not (host.root / "run/cloudpods").exists()
+
+
+@pytest.mark.parametrize(("noted", "checked", "taken"), [
+    ("wanted\nnoted\n", "", True), ("noted\n", "", False), ("", "", False), ("wanted\n", "exit 6", False),
+])  # fmt: skip
+def test_before_cloudpods_rpm_stops_it_its_control_daemon_is_taken_over_where_ours_is_to_run(
+    cloudpods: Host, noted: str, checked: str, *, taken: bool
+) -> None:
+    (cloudpods.root / "run/cloudpods").write_text(noted)
+    cloudpods.program("yunion-mps-daemon", checked)
+    cloudpods.good("systemd_runs() { :; }; before_cloudpods_goes")
+    assert ("yunion-mps-daemon --take-over 5" in cloudpods.calls()) == taken
+    assert not [call for call in cloudpods.calls() if " stop " in call or " start " in call]
+
+
+def test_where_nothing_was_noted_of_cloudpods_nothing_is_done(cloudpods: Host) -> None:
+    (cloudpods.root / "run/cloudpods").unlink()
+    cloudpods.good("systemd_runs() { :; }; before_cloudpods_goes")
+    assert cloudpods.calls() == []
 
 
 def test_where_cloudpods_daemon_rested_ours_does(host: Host) -> None:

@@ -31,6 +31,9 @@ _FILES = (
     ("packaging/bin/launcher", "usr/bin/yunion-mps", 0o755),
     ("packaging/bin/launcher", "usr/bin/yunion-mps-daemon", 0o755),
     ("systemd/yunion-mps-daemon.service", "usr/lib/systemd/system/yunion-mps-daemon.service", 0o644),
+    ("systemd/yunion-mps-job@.service", "usr/lib/systemd/system/yunion-mps-job@.service", 0o644),
+    ("systemd/yunion-mps-gateway.service", "usr/lib/systemd/system/yunion-mps-gateway.service", 0o644),
+    ("systemd/yunion-mps-gateway.path", "usr/lib/systemd/system/yunion-mps-gateway.path", 0o644),
     ("packaging/systemd/yunion-mps.sysusers", "usr/lib/sysusers.d/yunion-mps.conf", 0o644),
     ("packaging/systemd/yunion-mps.tmpfiles", "usr/lib/tmpfiles.d/yunion-mps.conf", 0o644),
     (
@@ -41,6 +44,8 @@ _FILES = (
     # Copied to /etc/yunion where a host has no such files: see packaging/scriptlets/maintain.sh.
     ("etc/yunion/host.conf", "usr/share/yunion-mps/host.conf", 0o644),
     ("etc/yunion/host_container_device.yml", "usr/share/yunion-mps/host_container_device.yml", 0o644),
+    ("etc/prometheus/yunion-mps.rules.yml", "usr/share/yunion-mps/prometheus/yunion-mps.rules.yml", 0o644),
+    ("etc/grafana/yunion-mps.json", "usr/share/yunion-mps/grafana/yunion-mps.json", 0o644),
     ("packaging/copyright", f"{DOCUMENTS}/copyright", 0o644),
 )
 

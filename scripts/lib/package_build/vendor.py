@@ -31,6 +31,13 @@ COMPONENTS = (
     Component("click", r"click/.+\.py", "BSD-3-Clause"),
     Component("h11", r"h11/.+\.py", "MIT"),
     Component("nvidia-ml-py", r"pynvml\.py", "BSD-3-Clause"),
+    # Only what makes metrics into text: yunion_mps/metrics/text.py says why.
+    Component(
+        "prometheus-client",
+        r"prometheus_client/((metrics_core|process_collector|registry|samples|utils|validation)\.py"
+        r"|openmetrics/(__init__|exposition)\.py)",
+        "Apache-2.0",
+    ),
     # Without the halves for other systems.
     Component("psutil", r"psutil/((__init__|_common|_ntuples|_pslinux|_psposix)\.py|.+\.so)", "BSD-3-Clause"),
     Component("pyyaml", r"yaml/.+\.py", "MIT"),

@@ -85,7 +85,7 @@ def test_the_daemons_man_page_has_all_of_its_help(manual: Manual) -> None:
     page = squeezed(manual.text("yunion-mps-daemon.8"))
     text = help_of(PROGRAM + "-daemon")
     options = options_of(text)
-    assert len(options) == 5
+    assert len(options) == 6
     for option in options:
         assert squeezed(option) in page, option
     _, about, _, end, statuses = text.split("\n\n")

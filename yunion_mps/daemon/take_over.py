@@ -1,0 +1,60 @@
+"""`yunion-mps-daemon --take-over PID`: somebody else's control daemon becomes ours, with its jobs.
+
+It changes nothing about that process: the daemon finds it, sets its limits and looks after it from then on.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from yunion_mps.errors import HostError
+from yunion_mps.examination import Examination, examine
+from yunion_mps.mps.adoption import MARK, could_be_ours
+from yunion_mps.mps.control import PROGRAM, peer_of
+from yunion_mps.mps.taken_over import TakenOver, judge, write_down
+from yunion_mps.paths import Paths
+from yunion_mps.process import environment_of
+from yunion_mps.store import Store
+
+log = logging.getLogger("yunion_mps.daemon")
+
+
+def take_over(paths: Paths, pid: int) -> int:
+    """Write down that it is ours; raises YunionError with the reason where it cannot be."""
+    examination = examine(paths)
+    try:
+        examination.check()
+        found = _judged(paths, pid, examination)
+    finally:
+        examination.close()
+    if Store.exists(paths):
+        store = Store(paths)
+        try:
+            store.forget_domain(found.pipe_directory)  # what is noted there is of another control daemon
+        finally:
+            store.close()
+    write_down(found)
+    log.info("the control daemon (PID %d) counts as ours now: yunion-mps-daemon goes on with it", pid)
+    return 0
+
+
+def _judged(paths: Paths, pid: int, examination: Examination) -> TakenOver:
+    config, plan = examination.config, examination.plan
+    if config.cuda_mps_scope != "host" or not plan.domains:
+        why = "cuda_mps_scope is gpu" if plan.domains else "the configuration divides no GPU"
+        hint = "only the one control daemon of all GPUs can be taken over"
+        raise HostError(f"the control daemon (PID {pid}) cannot be taken over: {why}", hint)
+    domain = plan.domains[0]._replace(pipe_directory=paths.under(plan.domains[0].pipe_directory))
+    peer = peer_of(domain.pipe_directory)
+    if peer is None or peer.pid != pid:
+        serves = f"PID {peer.pid} serves there" if peer else "none serves there"
+        hint = f"take over the one that does; all that there are: pgrep -a {PROGRAM[:15]}"
+        raise HostError(f"PID {pid} is no control daemon that serves {domain.pipe_directory}: {serves}", hint)
+    environment = environment_of(pid)
+    if not could_be_ours(peer) or not environment:
+        what = f"PID {pid} (uid {peer.uid}) is not NVIDIA's {PROGRAM}, or not root's"
+        raise HostError(what, f"look at it: ls -l /proc/{pid}/exe")
+    if MARK in environment:
+        raise HostError(f"the control daemon (PID {pid}) is ours already", "nothing is to be done")
+    gpus = [gpu.uuid for gpu in examination.inventory.gpus]
+    return judge(pid, environment, gpus, domain)
