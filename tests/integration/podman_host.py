@@ -1,0 +1,204 @@
+"""The real podman on a simulated host: what it finds in /run/cdi is that host's.
+
+Podman knows no other place for CDI than /etc/cdi and /var/run/cdi. So it runs in a mount namespace of its
+own, with an empty /run and /var/lib, and the simulated host's /run/cdi; nothing of the machine changes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from integration.daemon_host import Daemon
+from simhost import SimHost
+
+IMAGE = "localhost/tools:1"
+_TOOLS = ("bash", "cat", "env", "id", "ls", "sleep")
+_PATIENCE_S = 60
+
+_CONTAINERS_CONF = """\
+[containers]
+# A container may have the limits that we have, where we may not raise them.
+default_ulimits = ["nofile=1024:1024", "nproc=1024:1024"]
+netns = "none"
+log_driver = "k8s-file"
+[engine]
+cgroup_manager = "cgroupfs"
+events_logger = "none"
+lock_type = "file"
+{runtime}
+"""
+_STORAGE_CONF = '[storage]\ndriver = "vfs"\ngraphroot = "{store}"\nrunroot = "/run/containers/storage"\n'
+#: One user alone is mapped where there are no ranges of ids for it (subuid(5)).
+_ROOTLESS_CONF = """\
+[storage]
+driver = "vfs"
+graphroot = "{home}/store"
+runroot = "{home}/run/containers"
+[storage.options]
+ignore_chown_errors = "true"
+[storage.options.vfs]
+ignore_chown_errors = "true"
+"""
+_NAMESPACE = """\
+mount -t tmpfs tmpfs /run && mount -t tmpfs tmpfs /var/lib && mkdir -p /run/cdi &&
+    mount --bind {cdi} /run/cdi && echo ready && exec cat
+"""
+_PODMAN = """\
+#!/bin/sh
+export CONTAINERS_CONF={folder}/containers.conf CONTAINERS_STORAGE_CONF={folder}/storage.conf
+unset LD_LIBRARY_PATH
+exec {nsenter} --target {pid} --mount --wd="$PWD" {podman} "$@"
+"""
+
+
+class Store:
+    """Images for podman, made without a network out of programs of this machine."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        (folder / "storage.conf").write_text(_STORAGE_CONF.format(store=folder / "store"))
+        # crun refuses hosts that have the controllers of cgroups v1 beside v2; runc takes them all.
+        runtime = 'runtime = "runc"' if shutil.which("runc") else ""
+        (folder / "containers.conf").write_text(_CONTAINERS_CONF.format(runtime=runtime))
+        self.has_image = False
+
+    def make_image(self, podman: Podman) -> None:
+        """Have the image that the tests run."""
+        if self.has_image:
+            return
+        tree = self.folder / "tree"
+        for folder in ("bin", "tmp", "etc", "usr/bin"):
+            (tree / folder).mkdir(parents=True)
+        (tree / "etc/passwd").write_text("root:x:0:0::/:/bin/sh\n")
+        programs = [str(shutil.which(tool)) for tool in _TOOLS]
+        programs.append(str(shutil.which("nvidia-cuda-mps-control", path=podman.host.env["PATH"])))
+        for program in programs:
+            shutil.copy(program, tree / "bin")
+            told = subprocess.run(["ldd", program], check=True, capture_output=True, text=True).stdout
+            for word in told.split():
+                if word.startswith("/") and not (tree / word[1:]).exists():
+                    (tree / word[1:]).parent.mkdir(parents=True, exist_ok=True)
+                    shutil.copy(word, tree / word[1:])
+        (tree / "bin/sh").symlink_to("bash")
+        subprocess.run(["tar", "-C", str(tree), "-cf", f"{tree}.tar", "."], check=True)
+        done = podman("import", f"{tree}.tar", IMAGE)
+        assert done.returncode == 0, done.stderr
+        self.has_image = True
+
+
+class Podman:
+    """Podman on a host; `podman(...)` runs it. A context manager: no container is left at its end."""
+
+    def __init__(self, host: SimHost, store: Store) -> None:
+        if not shutil.which("podman"):
+            pytest.fail("podman is not there: run scripts/setup")
+        self.host = host
+        self._store = store
+        cdi = host.root / "run/cdi"
+        cdi.mkdir(exist_ok=True)
+        command = ["unshare", "--mount", "sh", "-c", _NAMESPACE.format(cdi=shlex.quote(str(cdi)))]
+        self._namespace = subprocess.Popen(command, stdin=-1, stdout=-1, text=True)
+        assert self._namespace.stdout is not None
+        assert self._namespace.stdout.readline() == "ready\n"
+        program = host.root / "bin/podman"
+        program.write_text(
+            _PODMAN.format(
+                folder=store.folder,
+                nsenter=shutil.which("nsenter"),
+                pid=self._namespace.pid,
+                podman=shutil.which("podman"),
+            )
+        )
+        program.chmod(0o755)
+        store.make_image(self)
+
+    def __call__(self, *words: str) -> subprocess.CompletedProcess[str]:
+        return self.host.run(["podman", *words], timeout=_PATIENCE_S)
+
+    def as_user(self, uid: int, *words: str) -> subprocess.CompletedProcess[str]:
+        """A command of another user, for whom podman is rootless: with images and containers of its own."""
+        home = self.host.root / f"home/{uid}"
+        if not home.exists():
+            (home / "run").mkdir(parents=True)
+            (home / "storage.conf").write_text(_ROOTLESS_CONF.format(home=home))
+            shutil.copy(self._store.folder / "containers.conf", home)
+            shutil.copy(self._store.folder / "tree.tar", home)
+            for path in (home, *home.iterdir()):
+                os.chown(path, uid, uid)
+            imported = self.as_user(uid, "podman", "import", f"{home}/tree.tar", IMAGE)
+            assert imported.returncode == 0, imported.stderr
+        ours = str(self.host.root / "bin")
+        programs = [one for one in self.host.env["PATH"].split(os.pathsep) if one != ours]
+        environment = {
+            "PATH": os.pathsep.join(programs),
+            "HOME": home,
+            "XDG_RUNTIME_DIR": home / "run",
+            "CONTAINERS_CONF": home / "containers.conf",
+            "CONTAINERS_STORAGE_CONF": home / "storage.conf",
+            "YUNION_MPS_ROOT": self.host.root,
+        }
+        become = ["setpriv", f"--reuid={uid}", f"--regid={uid}", "--clear-groups", "env", "-i"]
+        inside = ["nsenter", "--target", self._namespace.pid, "--mount", f"--wd={home}"]
+        variables = [f"{name}={value}" for name, value in environment.items()]
+        return self.host.run([*inside, *become, *variables, *words], timeout=_PATIENCE_S)
+
+    def run(self, *words: str) -> subprocess.CompletedProcess[str]:
+        """`podman run --rm`."""
+        return self("run", "--rm", *words)
+
+    def good(self, *words: str) -> str:
+        """What it prints where it succeeds."""
+        done = self(*words)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    def pid_of(self, container: str) -> int:
+        """The first process of a container that runs."""
+        return int(self.good("inspect", "--format", "{{.State.Pid}}", container))
+
+    def close(self) -> None:
+        """Remove the containers, and what podman leaves in the machine's cgroups."""
+        self("rm", "--all", "--force", "--time", "0")
+        for pause in self.host.root.glob("home/*/run/libpod/tmp/pause.pid"):  # what rootless podman leaves
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(pause.read_text()), signal.SIGKILL)
+        self._namespace.communicate()
+        for path in Path("/sys/fs/cgroup").glob("**/libpod_parent"):
+            for folder in (*path.iterdir(), path):
+                with contextlib.suppress(OSError):
+                    folder.rmdir()
+
+    def __enter__(self) -> Podman:  # noqa: PYI034 - typing.Self is not in 3.9
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def spec_of(host: SimHost, name: str = "yunion-mps.json") -> dict[str, Any]:
+    """What a file of ours says, empty where it is not there."""
+    try:
+        return dict(json.loads((host.root / "run/cdi" / name).read_text()))
+    except FileNotFoundError:
+        return {}
+
+
+def files_of(host: SimHost) -> list[str]:
+    """The names of all files there."""
+    return sorted(os.listdir(host.root / "run/cdi"))
+
+
+def reloads(daemon: Daemon) -> None:
+    """What makes the daemon look at everything at once, and not within 10 s."""
+    assert daemon.ask("POST", "/v1/reload")[0] == 200
+    daemon.get("/v1/status")

@@ -1,0 +1,117 @@
+"""The files that container engines read, as the daemon keeps them; and an engine that is not there."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from integration.conftest import MakeHost
+from integration.daemon_host import Daemon, eventually
+from integration.podman_host import IMAGE, files_of, reloads, spec_of
+from integration.test_leases import ask, given
+from simhost import SimHost
+
+
+@pytest.fixture
+def host(make_host: MakeHost) -> SimHost:
+    """A GPU whose budgets are enforced, divided by four."""
+    return make_host([{"kind": "v100"}])
+
+
+def test_the_file_is_written_only_when_it_becomes_another_and_removed_at_the_stop(
+    ready_daemon: Daemon,
+) -> None:
+    host = ready_daemon.host
+    eventually(lambda: spec_of(host), "the file")
+    path = host.root / "run/cdi/yunion-mps.json"
+    first = path.stat()
+    assert ask(ready_daemon, "POST", "/v1/leases?name=a&ttl=600")[0] == 200
+    reloads(ready_daemon)
+    assert (path.stat().st_ino, path.stat().st_mtime_ns) == (first.st_ino, first.st_mtime_ns)
+    path.unlink()
+    reloads(ready_daemon)
+    eventually(lambda: spec_of(host), "the file again")
+    device_file = host.root / "etc/yunion/host_container_device.yml"
+    device_file.write_text(device_file.read_text().replace("virtual_number: 4", "virtual_number: 2"))
+    reloads(ready_daemon)
+    eventually(lambda: len(spec_of(host)["devices"]) == 5, "two devices by two names, and all of them")
+    ready_daemon.kill()
+    assert len(spec_of(host)["devices"]) == 5
+    ready_daemon.start().wait_ready()
+    assert ready_daemon.stop() == 0, ready_daemon.log
+    assert files_of(host) == []
+
+
+def test_a_directory_that_cannot_be_written_is_said_once_and_tried_again(ready_daemon: Daemon) -> None:
+    host = ready_daemon.host
+    eventually(lambda: spec_of(host), "the file")
+    directory = host.root / "run/cdi"
+    shutil.rmtree(directory)
+    directory.write_text("")
+    reloads(ready_daemon)
+    trouble = f"containers find no devices: {directory}/yunion-mps.json: File exists"
+    eventually(lambda: trouble in ready_daemon.status()["warnings"], "the warning")
+    reloads(ready_daemon)
+    shown = host.run(["yunion-mps", "status"]).stdout
+    assert (
+        f"Warning:  {trouble}\nRemedy:   make it a directory that root can write; it is tried again" in shown
+    )
+    assert ready_daemon.log.count(trouble) == 1
+    told = [event["what"] for event in ready_daemon.get("/v1/events?kind=daemon")[1]["events"]]
+    assert told.count(trouble) == 1
+    assert ask(ready_daemon, "POST", "/v1/leases")[0] == 200, "all else goes on"
+    refused = host.run(["yunion-mps", "lease", "take", "job-17", "--ttl", "60"])
+    assert refused.returncode == 0, "by name it is of use without a container, too"
+    status, answer = ask(ready_daemon, "POST", "/v1/leases?cdi=true")
+    assert status == 409
+    assert answer["detail"].startswith("containers cannot find the lease: ")
+    assert len(given(ready_daemon)) == 2
+    directory.unlink()
+    reloads(ready_daemon)
+    eventually(lambda: spec_of(host), "the file")
+    eventually(lambda: trouble not in ready_daemon.status()["warnings"], "the end of the warning")
+    assert "containers find the devices again" in ready_daemon.log
+
+
+def test_the_file_of_a_lease_follows_the_driver_and_comes_back(ready_daemon: Daemon) -> None:
+    """A scheduler's lease may live for months, and its containers are begun anew."""
+    host = ready_daemon.host
+    eventually(lambda: spec_of(host), "the file")
+    status, lease = ask(ready_daemon, "POST", "/v1/leases?name=job-17&ttl=600")
+    assert status == 200
+    name = f"yunion-mps-lease-{lease['id']}.json"
+    made = "cdiVersion: 0.5.0\nkind: nvidia.com/gpu\ncontainerEdits: {env: [DRIVER=new]}\n"
+    (host.root / "run/cdi/nvidia.yaml").write_text(made)
+    reloads(ready_daemon)
+    eventually(lambda: spec_of(host, name)["containerEdits"].get("env") == ["DRIVER=new"], "the driver")
+    (host.root / "run/cdi" / name).unlink()
+    reloads(ready_daemon)
+    eventually(lambda: spec_of(host, name), "the file of the lease")
+    assert ask(ready_daemon, "DELETE", f"/v1/leases/{lease['id']}")[0] == 200
+    reloads(ready_daemon)
+    assert name not in files_of(host)
+
+
+def test_a_specification_of_nvidia_s_that_is_none_is_said(ready_daemon: Daemon) -> None:
+    host = ready_daemon.host
+    eventually(lambda: spec_of(host), "the file")
+    path = host.root / "run/cdi/nvidia.yaml"
+    path.write_text("kind: [")
+    reloads(ready_daemon)
+    trouble = f"containers get no driver from us: {path} is passed over: it is no YAML"
+    eventually(lambda: trouble in ready_daemon.status()["warnings"], "the warning")
+    assert len(spec_of(host)["devices"]) == 9
+
+
+@pytest.mark.parametrize("engine", ["docker", "podman"])
+def test_an_engine_that_is_not_there_is_said_in_a_line(ready_daemon: Daemon, engine: str) -> None:
+    host = ready_daemon.host
+    program = shutil.which("yunion-mps", path=host.env["PATH"])
+    alone = {**host.env, "PATH": str(Path(str(program)).parent)}
+    done = host.run([str(program), "run", f"--{engine}", "--", IMAGE, "true"], env=alone)
+    hint = "install it; without a container, the command alone comes after run: yunion-mps run COMMAND"
+    lines = [f"yunion-mps: {engine} is not installed", f"yunion-mps: {hint}"]
+    assert (done.returncode, done.stderr.splitlines()) == (1, lines)
+    assert given(ready_daemon) == []

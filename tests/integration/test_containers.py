@@ -1,0 +1,357 @@
+"""Containers with devices: the real podman, and NVIDIA's real front-end in a container of it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from integration.conftest import MakeDaemon, MakeHost
+from integration.daemon_host import Daemon, eventually, is_running
+from integration.podman_host import IMAGE, Podman, Store, files_of, reloads, spec_of
+from integration.test_leases import ADDRESSES, ask, given
+from simhost import SimHost
+
+MakePodman = Callable[[SimHost], Podman]
+FRONT_END = "nvidia-cuda-mps-control"
+ASK = f"echo get_default_active_thread_percentage | {FRONT_END}; echo get_server_list | {FRONT_END}"
+
+
+def mps(address: str) -> tuple[str, str]:
+    """The option that gives a container this device."""
+    return "--device", f"yunion.io/mps={address}"
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
+    return Store(tmp_path_factory.mktemp("podman"))
+
+
+@pytest.fixture
+def host(make_host: MakeHost) -> SimHost:
+    """A GPU whose budgets are enforced, divided by four."""
+    return make_host([{"kind": "v100"}])
+
+
+@pytest.fixture
+def make_podman(store: Store) -> Iterator[MakePodman]:
+    with contextlib.ExitStack() as stack:
+        yield lambda host: stack.enter_context(Podman(host, store))
+
+
+@pytest.fixture
+def podman(ready_daemon: Daemon, make_podman: MakePodman) -> Podman:
+    """Podman on the host of a daemon that is ready, and whose devices can be found."""
+    eventually(lambda: spec_of(ready_daemon.host), "the file of the devices")
+    return make_podman(ready_daemon.host)
+
+
+def test_one_option_gives_a_container_the_budget_and_the_way_to_the_control_daemon(
+    ready_daemon: Daemon, podman: Podman
+) -> None:
+    """For root and for another user; the control daemon runs outside, the front-end is in the container."""
+    environment = podman.good("run", "--rm", *mps(ADDRESSES[1]), IMAGE, "env", "-0")
+    found = dict(entry.partition("=")[::2] for entry in environment.split("\0"))
+    wanted = ready_daemon.get(f"/v1/devices/{ADDRESSES[1]}")[1]["client_environment"]
+    assert {name: found.get(name) for name in wanted} == wanted
+    assert ready_daemon.control("start_server -uid 0", "get_default_active_thread_percentage")[-1] == "25.0"
+    for user in ("0", "1000"):
+        told = podman.good("run", "--rm", "--user", user, *mps(ADDRESSES[1]), IMAGE, "sh", "-c", ASK)
+        assert told.splitlines()[0] == "25.0"
+    assert podman.good("run", "--rm", *mps("all"), IMAGE, "sh", "-c", ASK).splitlines()[0] == "25.0"
+
+
+def test_a_device_is_the_container_s_until_it_ends_and_nobody_else_s(
+    ready_daemon: Daemon, podman: Podman
+) -> None:
+    host = ready_daemon.host
+    podman.good("run", "--detach", "--name", "trainer", *mps(ADDRESSES[1]), IMAGE, "sleep", "300")
+    (lease,) = ask(ready_daemon, "GET", "/v1/leases")[1]["leases"]
+    assert (lease["devices"], lease["binding"]) == ([ADDRESSES[1]], "container")
+    assert (lease["pid"], lease["container"]) == (podman.pid_of("trainer"), "trainer")
+    assert "trainer: sleep 300" in host.run(["yunion-mps", "who"]).stdout
+    taken = f"device {ADDRESSES[1]} is taken: trainer of root, PID {lease['pid']} (see: yunion-mps who)"
+    for name in (ADDRESSES[1], "all"):
+        refused = podman.run(*mps(name), IMAGE, "true")
+        assert refused.returncode != 0
+        assert refused.stderr.rstrip().endswith(f"yunion-mps: {taken}")
+    assert host.run(["yunion-mps", "run", "--device", ADDRESSES[1], "true"]).returncode == 5
+    podman.good("stop", "--time", "0", "trainer")
+    eventually(lambda: given(ready_daemon) == [], "the end of the lease")
+    podman.good("start", "trainer")
+    assert given(ready_daemon) == [ADDRESSES[1]], "it is taken anew at each start"
+
+
+def test_a_device_that_a_job_of_the_host_has_is_no_container_s(ready_daemon: Daemon, podman: Podman) -> None:
+    job = ready_daemon.host.popen(
+        ["yunion-mps", "run", "--device", ADDRESSES[0], "--", "sh", "-c", "echo begun; exec cat"], stdin=-1
+    )
+    assert job.stdout is not None
+    assert job.stdout.readline() == "begun\n"
+    refused = podman.run(*mps(ADDRESSES[0]), IMAGE, "true")
+    assert f"device {ADDRESSES[0]} is taken: cat of root, PID {job.pid} (see:" in refused.stderr
+    job.communicate()
+
+
+def test_run_gives_a_container_a_lease_that_ends_with_it(ready_daemon: Daemon, podman: Podman) -> None:
+    host = ready_daemon.host
+    inside = "echo $YUNION_MPS_DEVICE; exit 7"
+    done = host.run(["yunion-mps", "run", "--podman", "--", "--rm", IMAGE, "sh", "-c", inside])
+    assert (done.returncode, done.stdout) == (7, f"{ADDRESSES[0]}\n"), done.stderr
+    eventually(lambda: given(ready_daemon) == [], "the end of the lease")
+    command = ["yunion-mps", "run", "--podman", "--gpu", "00:06.0", "--", "-d", "--name", "trainer"]
+    done = host.run([*command, IMAGE, "sleep", "300"])
+    assert done.returncode == 0, done.stderr
+    (lease,) = ask(ready_daemon, "GET", "/v1/leases")[1]["leases"]
+    assert (lease["binding"], lease["pid"]) == ("container", podman.pid_of("trainer"))
+    assert files_of(host) == [f"yunion-mps-lease-{lease['id']}.json", "yunion-mps.json"]
+    refused = podman.run(*mps(lease["id"]), IMAGE, "true")
+    assert "is a container's already" in refused.stderr
+    podman.good("rm", "--force", "--time", "0", "trainer")
+    eventually(lambda: given(ready_daemon) == [], "the end of the lease")
+    assert files_of(host) == ["yunion-mps.json"]
+
+
+def test_the_lease_outlives_the_engine_s_client_and_the_daemon_and_not_the_container(
+    ready_daemon: Daemon, podman: Podman
+) -> None:
+    command = ["yunion-mps", "run", "--podman", "--", "--rm", "--name", "trainer", IMAGE]
+    client = ready_daemon.host.popen([*command, "sh", "-c", "echo begun; exec sleep 300"])
+    assert client.stdout is not None
+    assert client.stdout.readline() == "begun\n"
+    inside = podman.pid_of("trainer")
+    client.kill()
+    client.communicate()
+    assert is_running(inside)
+    assert given(ready_daemon) == [ADDRESSES[0]]
+    ready_daemon.kill()
+    (kept, _) = files_of(ready_daemon.host)
+    (ready_daemon.host.root / "run/cdi" / kept).unlink()
+    (ready_daemon.host.root / "run/cdi/yunion-mps-lease-ended.json").write_text("{}")
+    ready_daemon.start().wait_ready()
+    assert given(ready_daemon) == [ADDRESSES[0]]
+    assert files_of(ready_daemon.host) == [kept, "yunion-mps.json"], "of the leases that there are"
+    assert ask(ready_daemon, "POST", "/v1/reexec")[0] == 200
+    eventually(lambda: given(ready_daemon) == [ADDRESSES[0]], "that it is known")
+    os.kill(inside, signal.SIGKILL)
+    eventually(lambda: given(ready_daemon) == [], "the end of the lease")
+    assert files_of(ready_daemon.host) == ["yunion-mps.json"]
+
+
+def test_several_devices_are_one_budget_by_run_and_refused_by_hand(
+    make_host: MakeHost, make_daemon: MakeDaemon, make_podman: MakePodman
+) -> None:
+    host = make_host([{"kind": "v100", "count": 2}])
+    daemon = make_daemon(host).start().wait_ready()
+    eventually(lambda: spec_of(host), "the file of the devices")
+    podman = make_podman(host)
+    inside = "echo $YUNION_MPS_DEVICE $CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"
+    command = ["yunion-mps", "run", "--podman", "--count", "2", "--across", "--", "--rm", IMAGE]
+    assert host.run([*command, "sh", "-c", inside]).stdout == "00:06.0-0,00:07.0-0 0=4096M,1=4096M\n"
+    refused = podman.run(*mps("00:06.0-0"), *mps("00:07.0-0"), IMAGE, "true")
+    assert "a container has one device, and this one was given 00:06.0-0 beside 00:07.0-0" in refused.stderr
+    alone = ["yunion-mps", "run", "--podman", "--", "--rm", *mps("00:07.0-0"), IMAGE, "true"]
+    assert "was given 00:07.0-0 beside lease" in host.run(alone).stderr
+    eventually(lambda: given(daemon) == [], "that nothing is taken")
+
+
+def test_a_container_whose_domain_does_not_serve_does_not_start(ready_daemon: Daemon, podman: Podman) -> None:
+    status, lease = ask(ready_daemon, "POST", f"/v1/leases?device={ADDRESSES[2]}&name=job-17&ttl=600")
+    assert status == 200
+    ready_daemon.pipe_directory.rename(ready_daemon.pipe_directory.with_name("away"))
+    ready_daemon.pipe_directory.write_text("")
+    os.kill(ready_daemon.control_pid(), signal.SIGKILL)
+    eventually(lambda: ready_daemon.status()["state"] == "failed", "that it does not serve")
+    there = [device["name"] for device in spec_of(ready_daemon.host)["devices"]]
+    assert ADDRESSES[1] in there, "so that the reason can be said"
+    refused = podman.run(*mps(ADDRESSES[1]), IMAGE, "true")
+    assert refused.returncode != 0
+    why = f"yunion-mps: device {ADDRESSES[1]} cannot be had now: 1 unavailable (its domain is "
+    assert why in refused.stderr, "and not the engine's word on the directory"
+    refused = podman.run(*mps(lease["id"]), IMAGE, "true")
+    assert f"yunion-mps: device {ADDRESSES[2]} cannot be used now: its domain is " in refused.stderr
+
+
+def test_a_container_does_not_start_without_a_daemon(ready_daemon: Daemon, podman: Podman) -> None:
+    ready_daemon.kill()
+    refused = podman.run(*mps(ADDRESSES[1]), IMAGE, "true")
+    assert refused.returncode != 0
+    assert "yunion-mps: the daemon is not running" in refused.stderr
+
+
+def test_a_device_that_there_is_not_is_refused_by_the_engine(podman: Podman) -> None:
+    refused = podman.run(*mps("00:06.0-9"), IMAGE, "true")
+    assert refused.returncode != 0
+    assert "yunion.io/mps=00:06.0-9" in refused.stderr
+
+
+def test_the_output_for_docker_is_what_env_file_takes(ready_daemon: Daemon, podman: Podman) -> None:
+    """With the pipe directory and the shared memory, which an environment cannot bring."""
+    place = str(ready_daemon.pipe_directory)
+    command = (
+        f"podman run --rm --env-file <(yunion-mps env {ADDRESSES[2]} --output docker) -v {place}:{place} "
+    )
+    done = ready_daemon.host.run(["bash", "-c", f"{command} --ipc=host {IMAGE} sh -c 'env -0; {ASK}'"])
+    *entries, told = done.stdout.split("\0")
+    wanted = ready_daemon.get(f"/v1/devices/{ADDRESSES[2]}")[1]["client_environment"]
+    found = dict(entry.partition("=")[::2] for entry in entries)
+    assert {name: found.get(name) for name in wanted} == wanted
+    assert told.splitlines()[0] == "25.0"
+
+
+def test_memory_in_units_is_a_device_while_its_lease_lives(
+    make_host: MakeHost, make_daemon: MakeDaemon, make_podman: MakePodman
+) -> None:
+    host = make_host([{"kind": "v100"}])
+    (host.root / "etc/yunion/host_container_device.yml").write_text(
+        "devices:\n- path: /dev/dri/renderD128\n  type: NVIDIA_MPS\n"
+        "  virtual_number: 0\n  memory_unit: 1GiB\n"
+    )
+    daemon = make_daemon(host).start().wait_ready()
+    podman = make_podman(host)
+    assert spec_of(host) == {}
+    status, lease = ask(daemon, "POST", "/v1/leases?memory=2048&name=job-17&ttl=600")
+    assert status == 200
+    for name in (lease["id"], "00:06.0-m0"):
+        limit = podman.good(
+            "run", "--rm", *mps(name), IMAGE, "sh", "-c", "echo $CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"
+        )
+        assert limit == "0=2048M"
+        assert given(daemon) == ["00:06.0-m0"], "a lease of a name outlives the containers that use it"
+    assert ask(daemon, "DELETE", f"/v1/leases/{lease['id']}")[0] == 200
+    assert files_of(host) == []
+
+
+def test_what_nvidia_s_toolkit_made_comes_along_as_soon_as_it_is_there(
+    ready_daemon: Daemon, podman: Podman, tmp_path: Path
+) -> None:
+    host = ready_daemon.host
+    (tmp_path / "libcuda.so.1").write_text("the driver's\n")
+    mount = {
+        "hostPath": str(tmp_path / "libcuda.so.1"),
+        "containerPath": "/usr/lib/libcuda.so.1",
+        "options": ["ro", "bind"],
+    }
+    gpu = {"name": "0", "containerEdits": {"deviceNodes": [{"path": "/dev/nvidia0"}], "env": ["THEIRS=1"]}}
+    spec = {
+        "cdiVersion": "0.3.0",
+        "kind": "nvidia.com/gpu",
+        "containerEdits": {"mounts": [mount]},
+        "devices": [gpu],
+    }
+    gpu["containerEdits"]["deviceNodes"][0] = {"path": "/dev/nvidia0", "hostPath": "/dev/null"}  # type: ignore[index]
+    (host.root / "run/cdi/nvidia.json").write_text(json.dumps(spec))
+    reloads(ready_daemon)
+    eventually(lambda: "libcuda" in json.dumps(spec_of(host)), "that it is taken over")
+    inside = "cat /usr/lib/libcuda.so.1; ls /dev/nvidia0; echo $THEIRS $YUNION_MPS_DEVICE"
+    told = podman.good("run", "--rm", *mps(ADDRESSES[3]), IMAGE, "sh", "-c", inside)
+    assert told.splitlines() == ["the driver's", "/dev/nvidia0", f"1 {ADDRESSES[3]}"]
+
+
+@pytest.fixture
+def shared() -> Iterator[Path]:
+    """A file in the machine's shared memory."""
+    with tempfile.NamedTemporaryFile(dir="/dev/shm", prefix="containers.") as file:
+        yield Path(file.name)
+
+
+def stand_in(host: SimHost, *, reads_cdi: bool) -> None:
+    """A docker that is podman, and answers for itself what podman does not know of docker."""
+    directories = '["/etc/cdi","/var/run/cdi"]' if reads_cdi else "null"
+    program = host.root / "bin/docker"
+    program.write_text(
+        f'#!/bin/sh\n[ "$1" != info ] || {{ echo \'{directories}\'; exit; }}\nexec podman "$@"\n'
+    )
+    program.chmod(0o755)
+
+
+def test_docker_s_container_keeps_its_lease_whatever_its_command_line_says(
+    ready_daemon: Daemon, podman: Podman, tmp_path: Path
+) -> None:
+    """What looks like an option of docker's may be the command's, or the value of another option."""
+    host = ready_daemon.host
+    stand_in(host, reads_cdi=False)
+    for place, (before, after) in enumerate(
+        [
+            ((), ("--cidfile", "nowhere")),
+            (("--cidfile", str(tmp_path / "cid")), ()),
+            (("--env", "--cidfile", "--label", "a=b"), ()),
+        ]
+    ):
+        name = f"trainer-{place}"
+        command = [*before, IMAGE, "sh", "-c", "sleep 300; exit", *after]
+        done = host.run(["yunion-mps", "run", "--docker", "--", "-d", "--name", name, *command])
+        assert done.returncode == 0, done.stderr
+
+        def binding() -> list[str]:
+            return [one["binding"] for one in ask(ready_daemon, "GET", "/v1/leases")[1]["leases"]]
+
+        eventually(lambda: binding() != ["process"], "that the lease is bound, or lost")
+        assert binding() == ["container"]
+        podman.good("rm", "--force", "--time", "0", name)
+        eventually(lambda: given(ready_daemon) == [], "the end of the lease")
+
+
+@pytest.mark.parametrize("reads_cdi", [True, False])
+def test_docker_gets_the_same_whether_it_reads_cdi_or_not(
+    ready_daemon: Daemon, podman: Podman, shared: Path, *, reads_cdi: bool
+) -> None:
+    """Not the real docker, whose daemon needs a host of its own: its command line, with podman behind it."""
+    host = ready_daemon.host
+    stand_in(host, reads_cdi=reads_cdi)
+    inside = f"echo $YUNION_MPS_DEVICE; {ASK}; ls /dev/shm/{shared.name}; exit 7"
+    done = host.run(["yunion-mps", "run", "--docker", "--", "--rm", IMAGE, "sh", "-c", inside])
+    told = [ADDRESSES[0], "25.0", f"/dev/shm/{shared.name}"]
+    assert (done.returncode, done.stdout.splitlines()) == (7, told), done.stderr
+    eventually(lambda: given(ready_daemon) == [], "the end of the lease")
+    done = host.run(["yunion-mps", "run", "--docker", "--", "-d", "--name", "trainer", IMAGE, "sleep", "300"])
+    assert done.returncode == 0, done.stderr
+
+    def binding() -> list[tuple[str, int]]:
+        leases = ask(ready_daemon, "GET", "/v1/leases")[1]["leases"]
+        return [(lease["binding"], lease["pid"]) for lease in leases]
+
+    inside_pid = podman.pid_of("trainer")
+    eventually(lambda: binding() == [("container", inside_pid)], "that the container has the lease")
+    podman.good("rm", "--force", "--time", "0", "trainer")
+    eventually(lambda: given(ready_daemon) == [], "the end of the lease")
+
+
+def test_a_container_that_cannot_be_started_keeps_no_device(ready_daemon: Daemon, podman: Podman) -> None:
+    host = ready_daemon.host
+    for engine, reads_cdi in (("--podman", True), ("--docker", False)):
+        stand_in(host, reads_cdi=reads_cdi)
+        done = host.run(["yunion-mps", "run", engine, "--", "--pull=never", "no/such:image", "true"])
+        assert done.returncode == 125, "the engine's own"
+        eventually(lambda: given(ready_daemon) == [], "the end of the lease")
+    assert files_of(host) == ["yunion-mps.json"]
+    assert podman.good("ps", "--quiet") == ""
+
+
+def test_rootless_podman_does_the_same_for_a_user_of_the_socket_s_group(
+    ready_daemon: Daemon, podman: Podman
+) -> None:
+    uid = 65534
+    refused = podman.as_user(uid, "podman", "run", "--rm", *mps(ADDRESSES[1]), IMAGE, "true")
+    assert "yunion-mps: you may not ask the daemon: no permission for" in refused.stderr
+    ready_daemon.socket_path.chmod(0o666)  # as if it were of the group
+    inside = ["sh", "-c", f"echo $YUNION_MPS_DEVICE; {ASK}"]
+    done = podman.as_user(uid, "podman", "run", "--rm", *mps(ADDRESSES[1]), IMAGE, *inside)
+    assert done.stdout.splitlines()[:2] == [ADDRESSES[1], "25.0"], done.stderr
+    eventually(lambda: given(ready_daemon) == [], "the end of the lease")
+    command = ["yunion-mps", "run", "--podman", "--", "-d", "--name", "theirs", IMAGE, "sleep", "300"]
+    done = podman.as_user(uid, *command)
+    assert done.returncode == 0, done.stderr
+    (lease,) = ask(ready_daemon, "GET", "/v1/leases")[1]["leases"]
+    assert (lease["uid"], lease["binding"]) == (uid, "container")
+    if Path("/sys/fs/cgroup/cgroup.controllers").exists():  # with cgroups v1, rootless podman makes none
+        assert lease["container"] == "theirs"
+    done = podman.as_user(uid, "podman", "rm", "--force", "--time", "0", "theirs")
+    assert done.returncode == 0, done.stderr
+    eventually(lambda: given(ready_daemon) == [], "the end of the lease")

@@ -1,0 +1,138 @@
+"""The hook, as an engine calls it: the container's state on standard input, and one line where it refuses."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from yunion_mps.cdi import hook
+from yunion_mps.errors import HostError, NothingFreeError
+
+from unit.api.by_hand import LEASE
+from unit.api.server_host import ServerHost, short_root
+from unit.api.snapshots import reference
+
+Json = dict[str, Any]
+
+
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[ServerHost]:
+    with ServerHost(reference()) as host:
+        monkeypatch.setenv("YUNION_MPS_ROOT", host.paths.root)
+        yield host
+
+
+def call(*arguments: str, bundle: object = "/nowhere", state: str | None = None, **more: float) -> int:
+    text = json.dumps({"pid": os.getpid(), "bundle": str(bundle), "status": "creating"})
+    return hook.main(list(arguments), io.StringIO(text if state is None else state), **more)
+
+
+def bundle(folder: Path, **environment: str) -> Path:
+    """What an engine makes of a container before it starts it."""
+    words = [f"{name}={value}" for name, value in environment.items()]
+    (folder / "config.json").write_text(json.dumps({"process": {"env": ["PATH=/bin", *words]}}))
+    return folder
+
+
+def test_a_device_is_taken_for_the_container_s_first_process(host: ServerHost, tmp_path: Path) -> None:
+    assert call("00:06.0-1", bundle=bundle(tmp_path, YUNION_MPS_DEVICE="00:06.0-1")) == 0
+    ((wish, holder, wait_s),) = host.giver.wished
+    assert (wish.device, holder.binding, holder.pid, wait_s) == ("00:06.0-1", "container", os.getpid(), 0)
+
+
+def test_a_lease_is_bound_to_the_container_s_first_process(host: ServerHost, tmp_path: Path) -> None:
+    given = bundle(tmp_path, YUNION_MPS_DEVICE="00:06.0-1", YUNION_MPS_LEASE=LEASE["id"])
+    assert call(LEASE["id"], bundle=given) == 0
+    assert host.giver.done == [f"bind {LEASE['id']} for {os.geteuid()} to {os.getpid()}"]
+
+
+def test_whose_device_it_is_is_told_in_one_line(host: ServerHost, capsys: pytest.CaptureFixture[str]) -> None:
+    host.giver.refusal = NothingFreeError("device 00:06.0-1 cannot be had now: 1 of 1 in use", "wait for it")
+    held = {**LEASE, "container": "trainer", "container_id": "a" * 64}
+    host.giver.found = {"leases": [held], "waiting": [], "total": 1}
+    for name in ("00:06.0-1", "all"):
+        assert call(name) == NothingFreeError.exit_code
+        assert capsys.readouterr().err == (
+            "yunion-mps: device 00:06.0-1 is taken: trainer of alice, PID 4260 (see: yunion-mps who)\n"
+        )
+    assert call("00:06.0-2") == NothingFreeError.exit_code
+    assert capsys.readouterr().err == (
+        "yunion-mps: device 00:06.0-1 cannot be had now: 1 of 1 in use (wait for it)\n"
+    )
+
+
+def test_of_two_devices_a_container_would_only_use_one_so_it_is_refused(
+    host: ServerHost, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = bundle(tmp_path, YUNION_MPS_DEVICE="00:06.0-3")
+    assert call("00:06.0-2", bundle=given) == 1
+    assert "was given 00:06.0-2 beside 00:06.0-3 (several as one budget:" in capsys.readouterr().err
+    assert call("00:06.0-3", bundle=given) == 0
+    assert [wish.device for wish, _, _ in host.giver.wished] == ["00:06.0-3"]
+
+
+def test_a_device_beside_a_lease_is_refused_whichever_comes_last(
+    host: ServerHost, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A device's environment leaves the lease's name in there, where it comes after the lease's."""
+    given = bundle(tmp_path, YUNION_MPS_DEVICE="00:06.0-3", YUNION_MPS_LEASE=LEASE["id"])
+    assert call("00:06.0-3", bundle=given) == 1
+    assert f"was given 00:06.0-3 beside lease {LEASE['id']} (" in capsys.readouterr().err
+    assert call("00:06.0-2", bundle=given) == 1
+    assert "was given 00:06.0-2 beside 00:06.0-3 (" in capsys.readouterr().err
+    assert host.giver.wished == []
+
+
+def test_an_odd_name_is_asked_for_as_it_is(host: ServerHost) -> None:
+    assert call("gpu é&pid=1") == 0
+    assert [(wish.device, holder.pid) for wish, holder, _ in host.giver.wished] == [
+        ("gpu é&pid=1", os.getpid())
+    ]
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "7", '{"pid": "x"}', "{}", "[" * 100_000], ids=len)
+def test_what_is_no_container_s_state_is_refused(
+    host: ServerHost, capsys: pytest.CaptureFixture[str], text: str
+) -> None:
+    assert call("00:06.0-1", state=text) == 1
+    assert capsys.readouterr().err.startswith("yunion-mps: the container engine gave no container's state")
+    assert host.giver.wished == []
+
+
+def test_by_hand_it_says_what_it_is_for(capsys: pytest.CaptureFixture[str]) -> None:
+    assert call() == 1
+    assert capsys.readouterr().err.startswith("yunion-mps: cdi-hook is called by container engines alone")
+
+
+def test_any_refusal_of_the_daemon_s_ends_the_start(
+    host: ServerHost, capsys: pytest.CaptureFixture[str]
+) -> None:
+    host.giver.refusal = HostError("the daemon is stopping", "start it again")
+    assert call("00:06.0-1") == 1
+    assert capsys.readouterr().err == "yunion-mps: the daemon is stopping (start it again)\n"
+
+
+def test_without_a_daemon_it_waits_a_moment_and_refuses(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with short_root() as paths:
+        monkeypatch.setenv("YUNION_MPS_ROOT", paths.root)
+        assert call("00:06.0-1", away_s=0.3) == 3
+    assert capsys.readouterr().err.startswith("yunion-mps: the daemon is not running")
+
+
+def test_it_loads_nothing_of_ours_but_the_daemon_s_client() -> None:
+    """Every container that is given a device waits for it."""
+    code = "import yunion_mps.cdi.hook, sys; print(*(name for name in sys.modules if 'yunion_mps.' in name))"
+    loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    assert set(loaded.split()) == {
+        "yunion_mps.api", "yunion_mps.api.client", "yunion_mps.cdi", "yunion_mps.cdi.hook",
+        "yunion_mps.errors", "yunion_mps.models", "yunion_mps.paths",
+    }  # fmt: skip

@@ -1,0 +1,176 @@
+"""NVIDIA's own specification: found where its toolkit puts it, and what of it is each GPU's."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from yunion_mps.cdi import nvidia
+from yunion_mps.cdi.spec import VERSION, Nvidia
+from yunion_mps.paths import Paths
+
+from unit.api.snapshots import H100, P40
+
+#: As `nvidia-ctk cdi generate` of the toolkit 1.13 to 1.17 prints it, cut short.
+YAML = f"""\
+---
+cdiVersion: 0.5.0
+kind: nvidia.com/gpu
+containerEdits:
+  deviceNodes:
+  - path: /dev/nvidiactl
+  env:
+  - NVIDIA_VISIBLE_DEVICES=void
+  hooks:
+  - args: [nvidia-cdi-hook, update-ldcache, --folder, /usr/lib64]
+    hookName: createContainer
+    path: /usr/bin/nvidia-cdi-hook
+  mounts:
+  - containerPath: /usr/lib64/libcuda.so.535.261.03
+    hostPath: /usr/lib64/libcuda.so.535.261.03
+    options: [ro, nosuid, nodev, bind]
+devices:
+- containerEdits:
+    deviceNodes:
+    - path: /dev/nvidia0
+    - path: /dev/nvidia1
+  name: all
+- containerEdits:
+    deviceNodes:
+    - path: /dev/nvidia0
+    - path: /dev/dri/renderD128
+  name: "0"
+- containerEdits:
+    deviceNodes:
+    - path: /dev/nvidia5
+  name: {H100.uuid}
+"""
+
+
+def read(folder: Path, text: str, name: str = "nvidia.yaml") -> Nvidia:
+    (folder / name).write_text(text)
+    return nvidia.read(str(folder / name), [P40, H100])
+
+
+def paths_of(edits: Any) -> list[str]:
+    return [node["path"] for node in edits["deviceNodes"]]
+
+
+def test_a_gpu_s_part_is_found_by_its_uuid_or_else_by_its_node(tmp_path: Path) -> None:
+    found = read(tmp_path, YAML)
+    assert found.version == (0, 5, 0)
+    assert paths_of(found.common) == ["/dev/nvidiactl"]
+    assert [mount["containerPath"][:12] for mount in found.common["mounts"]] == ["/usr/lib64/l"]
+    assert paths_of(found.by_gpu[str(P40.uuid)]) == ["/dev/nvidia0", "/dev/dri/renderD128"]
+    assert paths_of(found.by_gpu[str(H100.uuid)]) == ["/dev/nvidia5"], "they know better"
+
+
+def test_json_says_the_same(tmp_path: Path) -> None:
+    import yaml
+
+    assert read(tmp_path, json.dumps(yaml.safe_load(YAML)), "nvidia.json") == read(tmp_path, YAML)
+
+
+def test_the_file_in_run_counts_before_the_one_in_etc(tmp_path: Path) -> None:
+    paths = Paths(str(tmp_path))
+    assert nvidia.find(paths) is None
+    for folder in ("etc/cdi", "run/cdi"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "nvidia.yaml").write_text(YAML)
+        found = nvidia.find(paths)
+        assert found is not None
+        assert found[0] == str(tmp_path / folder / "nvidia.yaml")
+    (tmp_path / "run/cdi/nvidia.yaml").write_text(YAML + "\n")
+    assert nvidia.find(paths) != found, "it is another one now"
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("", "kind"), ("[]", "kind"), ("kind: vendor.com/net", "kind"), ("a: [", "no YAML"),
+        ("kind: nvidia.com/gpu\ncontainerEdits: 7", "containerEdits"),
+        ("kind: nvidia.com/gpu\ncontainerEdits: {mounts: 7}", "containerEdits"),
+        ("kind: nvidia.com/gpu\ndevices: [{name: 0, containerEdits: [7]}]", "containerEdits"),
+        ("kind: nvidia.com/gpu\n" + "a: " + "[" * 3000, "no YAML"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_understood_is_said(tmp_path: Path, text: str, why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        read(tmp_path, text)
+
+
+@pytest.mark.parametrize(
+    ("edits", "why"),
+    [
+        ("env: [2024-01-01]", "containerEdits"),
+        ("env: [!!binary aGk=]", "containerEdits"),
+        ("mounts: [{hostPath: 1, containerPath: /a}]", "containerEdits"),
+        ("mounts: [{hostPath: /a}]", "containerEdits"),
+        ("hooks: [{hookName: a, path: /b, args: c}]", "containerEdits"),
+        ("deviceNodes: [{path: 7}]", "containerEdits"),
+        ("additionalGids: !!set {1}", "no JSON"),
+        ("mounts: [&a {hostPath: /a, containerPath: /a, b: *a}]", "no JSON"),
+    ],
+)
+def test_what_would_cost_us_our_own_devices_is_refused(tmp_path: Path, edits: str, why: str) -> None:
+    """Taken over, it makes a file that cannot be written, or that engines refuse as a whole."""
+    common = f"kind: nvidia.com/gpu\ncontainerEdits: {{{edits}}}"
+    with pytest.raises(ValueError, match=why):
+        read(tmp_path, common)
+    with pytest.raises(ValueError, match=why):
+        read(tmp_path, f"kind: nvidia.com/gpu\ndevices: [{{name: a, containerEdits: {{{edits}}}}}]")
+
+
+@pytest.mark.parametrize("text", ["{", "[" * 100_000])
+def test_json_that_is_none_is_said(tmp_path: Path, text: str) -> None:
+    with pytest.raises(ValueError, match="it is no JSON"):
+        read(tmp_path, text, "nvidia.json")
+
+
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "nvidia.yaml")
+    with pytest.raises(ValueError, match="it is no file"):
+        nvidia.read(str(tmp_path / "nvidia.yaml"), [P40])
+
+
+def test_parts_that_no_format_has_stay_behind(tmp_path: Path) -> None:
+    """An engine refuses a file that has one, and with it every device of ours."""
+    found = read(tmp_path, YAML.replace("containerEdits:", "containerEdits:\n  fancy: 7", 1))
+    assert found == read(tmp_path, YAML)
+
+
+def test_what_is_too_large_is_not_read(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="more than 8 MiB"):
+        read(tmp_path, " " * (8 << 20) + YAML)
+
+
+@pytest.mark.parametrize("version", ["", "1", "a.b.c", "0.5", "0.²5.0"])
+def test_a_version_that_is_none_is_passed_over(version: str) -> None:
+    assert nvidia.parse({"kind": "nvidia.com/gpu", "cdiVersion": version}, [P40]) == Nvidia(VERSION, {}, {})
+
+
+VALUES = st.recursive(
+    st.none() | st.integers() | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(["name", "containerEdits", "deviceNodes", "path", "env", "hooks", "mounts"]),
+            inner,
+            max_size=3,
+        )
+    ),
+    max_leaves=12,
+)
+
+
+@given(VALUES, VALUES)
+def test_whatever_stands_in_it_is_understood_or_refused(devices: Any, edits: Any) -> None:
+    found = {"kind": "nvidia.com/gpu", "devices": devices, "containerEdits": edits}
+    with contextlib.suppress(ValueError):
+        nvidia.parse(found, [P40, H100])

@@ -1,0 +1,198 @@
+"""The specification: what a container gets with a device."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from yunion_mps.cdi.spec import Host, Node, Nvidia, devices_spec, lease_spec
+from yunion_mps.models import Gpu, Holder, Lease, Pool
+from yunion_mps.planning import client_environment, pool_device
+
+from unit.api.snapshots import H100, P40, disabled, gone, large, reference, snapshot, troubled
+from unit.cdi.specs import HOST, edits_of, environment_of, hold_to_the_format, plan_of
+
+LEASE_ID = "7c1f0e7a-8a52-4f0e-8b5e-3f9d2a6c1b44"
+
+
+def test_every_device_is_there_by_its_address_and_by_its_id_and_all_as_one() -> None:
+    devices, domains = plan_of(reference())
+    spec = devices_spec(devices, domains, HOST)
+    assert spec is not None
+    hold_to_the_format(spec)
+    assert (spec["kind"], spec["cdiVersion"]) == ("yunion.io/mps", "0.5.0")
+    names = [device["name"] for device in spec["devices"]]
+    assert names == [name for one in devices for name in (one.addr, one.id)] + ["all"]
+    assert names[:2] == ["00:06.0-0", devices[0].id]
+    assert edits_of(spec, devices[2].id) == edits_of(spec, "00:06.0-2")
+
+
+def test_a_device_brings_its_budget_the_pipe_directory_its_nodes_and_the_hook() -> None:
+    devices, domains = plan_of(reference())
+    spec = devices_spec(devices, domains, HOST._replace(hook_environment={"A": "b"}))
+    edits = edits_of(spec, "00:06.0-1")
+    assert environment_of(edits) == client_environment([devices[1]], domains[0])
+    place = "/tmp/nvidia-mps/pipe"
+    options = ["rw", "nosuid", "nodev", "noexec", "rbind"]
+    assert edits["mounts"] == [{"hostPath": place, "containerPath": place, "options": options}]
+    assert edits["deviceNodes"] == [{"path": "/dev/nvidia0"}]
+    assert edits["hooks"] == [
+        {
+            "hookName": "createRuntime",
+            "path": "/usr/bin/yunion-mps",
+            "args": ["yunion-mps", "cdi-hook", "00:06.0-1"],
+            "env": ["A=b"],
+            "timeout": 30,
+        }
+    ]
+    assert spec is not None
+    common = spec["containerEdits"]
+    assert [mount["containerPath"] for mount in common["mounts"]] == ["/dev/shm"]
+    assert [node["path"] for node in common["deviceNodes"]] == ["/dev/nvidiactl", "/dev/nvidia-uvm"]
+
+
+def test_all_has_every_gpu_within_what_one_client_may_get_of_it() -> None:
+    devices, domains = plan_of(snapshot(P40, H100))
+    edits = edits_of(devices_spec(devices, domains, HOST), "all")
+    environment = environment_of(edits)
+    assert environment["CUDA_VISIBLE_DEVICES"] == f"{P40.uuid},{H100.uuid}"
+    assert environment["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] == "0=5760M,1=20389M"
+    assert environment["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == "25"
+    assert environment["YUNION_MPS_DEVICE"].split(",") == [device.addr for device in devices]
+    assert [node["path"] for node in edits["deviceNodes"]] == ["/dev/nvidia0", "/dev/nvidia1"]
+
+
+def test_with_a_control_daemon_for_each_gpu_nothing_is_all() -> None:
+    devices, domains = plan_of(snapshot(P40, H100, scope="gpu"))
+    spec = devices_spec(devices, domains, HOST)
+    assert spec is not None
+    assert "all" not in [device["name"] for device in spec["devices"]]
+    places = {environment_of(edits_of(spec, one.addr))["CUDA_MPS_PIPE_DIRECTORY"] for one in devices}
+    assert places == {f"/tmp/nvidia-mps/pipe/{gpu.uuid}" for gpu in (P40, H100)}
+
+
+def test_all_is_there_also_where_a_gpu_is_not_served_now() -> None:
+    devices, (domain,) = plan_of(snapshot(P40, H100))
+    without = domain._replace(gpu_uuids=domain.gpu_uuids[:1], memory_limits_mib=domain.memory_limits_mib[:1])
+    environment = environment_of(edits_of(devices_spec(devices, [without], HOST), "all"))
+    assert environment["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"].startswith("0=5760M,1=")
+
+
+def test_the_one_control_daemon_that_is_left_of_several_is_not_all() -> None:
+    devices, domains = plan_of(snapshot(P40, H100, scope="gpu"))
+    spec = devices_spec(devices, domains[:1], HOST)
+    assert spec is not None
+    assert "all" not in [device["name"] for device in spec["devices"]]
+
+
+def test_devices_that_are_not_served_stay_for_the_hook_to_say_why() -> None:
+    for state in (troubled(), gone()):
+        devices, domains = plan_of(state)
+        spec = devices_spec(devices, domains, HOST)
+        assert spec is not None
+        hold_to_the_format(spec)
+        assert {one.addr for one in devices} < {device["name"] for device in spec["devices"]}
+
+
+def test_a_host_without_devices_has_no_specification() -> None:
+    assert devices_spec(*plan_of(disabled()), HOST) is None
+
+
+def test_below_another_root_a_node_is_found_where_the_host_has_it() -> None:
+    host = Host(gpu_nodes={str(P40.uuid): (Node("/dev/nvidia0", "/root/dev/nvidia0"),)})
+    edits = edits_of(devices_spec(*plan_of(reference()), host), "00:06.0-0")
+    assert edits["deviceNodes"] == [{"path": "/dev/nvidia0", "hostPath": "/root/dev/nvidia0"}]
+
+
+def test_what_nvidia_s_own_specification_says_comes_along() -> None:
+    theirs = {
+        "env": ["NVIDIA_VISIBLE_DEVICES=void"],
+        "mounts": [{"hostPath": "/usr/lib/libcuda.so.1", "containerPath": "/usr/lib/libcuda.so.1"}],
+        "deviceNodes": [{"path": "/dev/nvidiactl"}, {"path": "/dev/nvidia-modeset"}],
+        "hooks": [{"hookName": "createContainer", "path": "/usr/bin/nvidia-cdi-hook", "args": ["hook"]}],
+    }  # fmt: skip
+    gpu = {"deviceNodes": [{"path": "/dev/nvidia0"}, {"path": "/dev/dri/card0"}]}
+    host = HOST._replace(nvidia=Nvidia((0, 6, 0), theirs, {str(P40.uuid): gpu}))
+    spec = devices_spec(*plan_of(snapshot(P40, H100)), host)
+    assert spec is not None
+    assert spec["cdiVersion"] == "0.6.0", "theirs may need what came with it"
+    common = spec["containerEdits"]
+    assert [mount["containerPath"] for mount in common["mounts"]] == ["/usr/lib/libcuda.so.1", "/dev/shm"]
+    assert common["hooks"] == theirs["hooks"]
+    assert [node["path"] for node in common["deviceNodes"]] == [
+        "/dev/nvidiactl", "/dev/nvidia-modeset", "/dev/nvidia-uvm",
+    ]  # fmt: skip
+    assert common["env"] == theirs["env"]
+    on_p40 = edits_of(spec, "00:06.0-0")["deviceNodes"]
+    assert [node["path"] for node in on_p40] == ["/dev/nvidia0", "/dev/dri/card0"]
+    assert edits_of(spec, "0001:e1:00.0-0")["deviceNodes"] == [{"path": "/dev/nvidia1"}]
+    assert [node["path"] for node in edits_of(spec, "all")["deviceNodes"]] == [
+        "/dev/nvidia0", "/dev/dri/card0", "/dev/nvidia1",
+    ]  # fmt: skip
+    older = devices_spec(*plan_of(reference()), HOST._replace(nvidia=Nvidia((0, 3, 0))))
+    assert older is not None
+    assert older["cdiVersion"] == "0.5.0"
+
+
+def test_a_lease_is_a_device_by_its_id_with_the_environment_that_it_was_given() -> None:
+    devices, _ = plan_of(reference())
+    environment = {
+        "CUDA_MPS_PIPE_DIRECTORY": "/p",
+        "CUDA_VISIBLE_DEVICES": str(P40.uuid),
+        "YUNION_MPS_LEASE": LEASE_ID,
+    }
+    lease = Lease(LEASE_ID, devices[:2], Holder("process", 0, 1, 1), 0.0, environment, cdi=True)
+    spec = lease_spec(lease, {device.id for device in devices}, HOST)
+    hold_to_the_format(spec)
+    assert [device["name"] for device in spec["devices"]] == [LEASE_ID]
+    edits = edits_of(spec, LEASE_ID)
+    assert environment_of(edits) == environment
+    assert edits["hooks"][0]["args"][-1] == LEASE_ID
+    assert [mount["containerPath"] for mount in edits["mounts"]] == ["/p"]
+
+
+def test_a_device_that_was_made_of_a_pool_is_there_by_name_while_its_lease_lives() -> None:
+    plan = reference().domains[0].plan
+    pool = Pool(str(P40.uuid), "host", 1024, 22528, 23040, 0, 16)
+    device = pool_device(reference().plan.host_id, pool, 2, 0, [P40])
+    environment = client_environment([device], plan)
+    lease = Lease(LEASE_ID, (device,), Holder("name", 0, name="job"), 0.0, environment, cdi=True)
+    spec = lease_spec(lease, set(), HOST)
+    hold_to_the_format(spec)
+    assert [one["name"] for one in spec["devices"]] == [LEASE_ID, "00:06.0-m0", device.id]
+    assert edits_of(spec, "00:06.0-m0")["hooks"][0]["args"][-1] == LEASE_ID
+
+
+@given(
+    st.lists(
+        st.builds(
+            lambda domain, bus, slot, function: f"{domain:04x}:{bus:02x}:{slot:02x}.{function}",
+            st.integers(0, 0xFFFFF), st.integers(0, 255), st.integers(0, 31), st.integers(0, 7),
+        ),
+        min_size=1, max_size=4, unique=True,
+    ),
+    st.integers(1, 48),
+    st.sampled_from(["host", "gpu"]),
+)  # fmt: skip
+def test_whatever_the_gpus_are_every_name_fits_the_format(
+    addresses: list[str], number: int, scope: str
+) -> None:
+    gpus: list[Gpu] = [
+        H100._replace(pci_address=address, uuid=f"GPU-{place:08x}-2222-3333-4444-555555555555", minor=place)
+        for place, address in enumerate(sorted(addresses))
+    ]
+    devices, domains = plan_of(snapshot(*gpus, replicas=number, scope=scope))
+    spec = devices_spec(devices, domains, HOST)
+    assert spec is not None
+    hold_to_the_format(spec)
+
+
+@pytest.mark.parametrize("word", ["kind", "name", "hookName", "deviceNodes"])
+def test_the_schema_that_holds_us_finds_what_is_wrong(word: str) -> None:
+    spec = devices_spec(*plan_of(large(48)), HOST)
+    assert spec is not None
+    edits = spec["devices"][0]["containerEdits"]
+    broken = {"kind": spec, "name": spec["devices"][0], "hookName": edits["hooks"][0], "deviceNodes": edits}
+    broken[word][word] = 7
+    with pytest.raises((AssertionError, TypeError)):
+        hold_to_the_format(spec)

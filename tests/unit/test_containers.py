@@ -1,0 +1,131 @@
+"""Which container a process is in, by the cgroup and by what engines leave on the disk."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from yunion_mps.containers import Container, Containers, container_in
+from yunion_mps.paths import Paths
+
+ID = "405a526b07491a09cc2239b9d6eafd71b261f8026051f98ff2dc016aac3a4d7f"
+OTHER = "f" * 64
+POD = "8c1f0e7a-8a52-4f0e-8b5e-3f9d2a6c1b44"
+
+
+@pytest.mark.parametrize(
+    ("cgroups", "engine", "pod"),
+    [
+        (f"0::/machine.slice/libpod-{ID}.scope/container", "libpod", ""),
+        (f"9:name=systemd:/libpod_parent/libpod-{ID}\n8:pids:/libpod_parent/libpod-{ID}", "libpod", ""),
+        (f"0::/user.slice/user-1000.slice/user@1000.service/user.slice/libpod-{ID}.scope", "libpod", ""),
+        (f"0::/system.slice/docker-{ID}.scope", "docker", ""),
+        (f"4:memory:/docker/{ID}\n0::/", "", ""),
+        (f"0::/system.slice/docker-{OTHER}.scope/docker/{ID}", "", ""),
+        (f"0::/kubepods.slice/kubepods-pod{POD.replace('-', '_')}.slice/cri-containerd-{ID}.scope",
+         "cri-containerd", POD),
+        (f"0::/kubepods.slice/kubepods-pod{POD.replace('-', '_')}.slice/crio-{ID}.scope/container",
+         "crio", POD),
+        (f"3:cpu:/kubepods/besteffort/pod{POD}/{ID}", "", POD),
+        (f"3:cpu:/system.slice/containerd.service/kubepods-pod{POD}.slice:cri-containerd:{ID}",
+         "cri-containerd", POD),
+    ],
+)  # fmt: skip
+def test_a_container_is_known_by_its_cgroup(cgroups: str, engine: str, pod: str) -> None:
+    found = container_in(cgroups)
+    assert found is not None
+    assert (found.id, found.engine, found.pod) == (ID, engine, pod)
+
+
+@pytest.mark.parametrize(
+    "cgroups",
+    ["", "0::/", "0::/user.slice/user-0.slice/session-1.scope", f"0::/machine.slice/libpod-conmon-{ID}.scope",
+     f"0::/system.slice/{ID[:40]}.scope", "8:pids:/libpod_parent/conmon", f"0::/a{ID}"],
+)  # fmt: skip
+def test_what_is_in_no_container_is_known_as_that(cgroups: str) -> None:
+    assert container_in(cgroups) is None
+
+
+def process(root: Path, cgroup: str, *ancestors: list[str]) -> int:
+    """A process of a made-up /proc, with the command lines of its parents."""
+    for number, words in enumerate([["job"], *ancestors]):
+        folder = root / f"proc/{100 - number}"
+        folder.mkdir(parents=True)
+        (folder / "cgroup").write_text(f"{cgroup}\n")
+        (folder / "stat").write_text(f"{100 - number} (a b) c) S {99 - number if ancestors else 1} 1 1")
+        (folder / "cmdline").write_bytes(b"\0".join(word.encode() for word in words) + b"\0")
+    return 100
+
+
+def name_of(root: Path, pid: int) -> str:
+    found = Containers(Paths(str(root)), proc=str(root / "proc")).of(pid)
+    assert found is not None
+    assert found.id == ID
+    return found.name
+
+
+def write(root: Path, path: str, value: object) -> None:
+    (root / path).parent.mkdir(parents=True, exist_ok=True)
+    (root / path).write_text(json.dumps(value))
+
+
+def test_podman_s_name_is_told_by_the_monitor_wherever_the_storage_lies(tmp_path: Path) -> None:
+    monitor = [
+        "/usr/bin/conmon",
+        "--api-version",
+        "1",
+        "-c",
+        ID,
+        "-u",
+        ID,
+        "-n",
+        "trainer",
+        "-l",
+        "k8s-file:x",
+    ]
+    assert name_of(tmp_path, process(tmp_path, f"0::/libpod-{ID}.scope", ["sh"], monitor)) == "trainer"
+
+
+def test_podman_s_name_is_in_its_storage_where_the_monitor_has_gone(tmp_path: Path) -> None:
+    stored = [{"id": OTHER, "names": ["other"]}, {"id": ID, "names": ["trainer"]}]
+    write(tmp_path, "var/lib/containers/storage/overlay-containers/containers.json", stored)
+    assert name_of(tmp_path, process(tmp_path, f"0::/libpod-{ID}.scope")) == "trainer"
+
+
+@pytest.mark.parametrize("cgroup", [f"0::/system.slice/docker-{ID}.scope", f"3:cpu:/docker/{ID}"])
+def test_docker_s_name_is_in_the_container_s_configuration(tmp_path: Path, cgroup: str) -> None:
+    write(tmp_path, f"var/lib/docker/containers/{ID}/config.v2.json", {"ID": ID, "Name": "/trainer"})
+    assert name_of(tmp_path, process(tmp_path, cgroup)) == "trainer"
+
+
+def test_a_pod_is_named_by_its_uid(tmp_path: Path) -> None:
+    assert name_of(tmp_path, process(tmp_path, f"0::/kubepods/pod{POD}/{ID}")) == f"pod {POD}/{ID[:12]}"
+
+
+@pytest.mark.parametrize("text", ["", "{", "[7]", '{"Name": 7}', json.dumps([{"id": ID}]), "[[[[["])
+def test_a_container_whose_name_cannot_be_read_goes_by_its_id(tmp_path: Path, text: str) -> None:
+    for path in (
+        "containers/storage/overlay-containers/containers.json",
+        f"docker/containers/{ID}/config.v2.json",
+    ):
+        (tmp_path / "var/lib" / path).parent.mkdir(parents=True)
+        (tmp_path / "var/lib" / path).write_text(text)
+    assert name_of(tmp_path, process(tmp_path, f"0::/libpod-{ID}.scope")) in (ID[:12], "7")
+
+
+def test_a_name_is_looked_up_once(tmp_path: Path) -> None:
+    path = "var/lib/containers/storage/overlay-containers/containers.json"
+    write(tmp_path, path, [{"id": ID, "names": ["trainer"]}])
+    pid = process(tmp_path, f"0::/libpod-{ID}.scope")
+    containers = Containers(Paths(str(tmp_path)), proc=str(tmp_path / "proc"))
+    assert containers.of(pid) == Container(ID, "trainer")
+    (tmp_path / path).unlink()
+    assert containers.of(pid) == Container(ID, "trainer")
+
+
+def test_a_process_of_the_host_and_one_that_is_gone_are_in_no_container(tmp_path: Path) -> None:
+    containers = Containers(Paths(str(tmp_path)), proc=str(tmp_path / "proc"))
+    assert containers.of(process(tmp_path, "0::/user.slice")) is None
+    assert containers.of(os.getpid()) is None

@@ -1,0 +1,144 @@
+"""What a container gets with a device: a CDI specification, made from values alone.
+
+Version 0.5.0 of the format is the first whose names may begin with a digit, as our addresses do; every podman
+since 4.1 and docker since 25 reads it. What is taken over from NVIDIA's own specification keeps its version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from yunion_mps.models import ALL, CDI_KIND, Device, DomainPlan, Lease
+from yunion_mps.planning import client_environment, whole_environment
+
+Json = dict[str, Any]
+
+VERSION = (0, 5, 0)
+HOOK_COMMAND = "cdi-hook"
+#: How long the start of a container may wait for the daemon, in s: the hook itself gives up before.
+_HOOK_TIMEOUT_S = 30
+#: MPS hands data over in shared memory: client and server need the same, and a container has its own.
+_SHARED_MEMORY = "/dev/shm"
+
+
+class Nvidia(NamedTuple):
+    """What NVIDIA's own specification says: for every GPU, and for each one by its UUID."""
+
+    version: tuple[int, ...] = VERSION
+    common: Mapping[str, Any] = {}
+    by_gpu: Mapping[str, Mapping[str, Any]] = {}
+
+
+class Node(NamedTuple):
+    """A device node: where a container has it, and where the host has it."""
+
+    path: str
+    host_path: str
+
+
+class Host(NamedTuple):
+    """What of the host a container needs.
+
+    `nodes` are the driver's, and `gpu_nodes` those of each GPU by its UUID; `hook` is the program to call,
+    and `hook_environment` what it needs. `nvidia` is None where NVIDIA's toolkit has made no specification.
+    """
+
+    nodes: Sequence[Node] = ()
+    gpu_nodes: Mapping[str, Sequence[Node]] = {}
+    hook: str = "/usr/bin/yunion-mps"
+    hook_environment: Mapping[str, str] = {}
+    nvidia: Nvidia | None = None
+
+
+def devices_spec(devices: Collection[Device], domains: Collection[DomainPlan], host: Host) -> Json | None:
+    """The devices of the plan, each by its address and by its id; None where there are none.
+
+    Those that are not served now are among them: the hook refuses with the reason, where an engine could only
+    say that there is no such device.
+    """
+    plans = {domain.name: domain for domain in domains}
+    found = []
+    for device in devices:
+        domain = plans.get(device.domain)
+        if domain is not None:
+            edits = _edits(client_environment([device], domain), device.addr, host)
+            found += [{"name": name, "containerEdits": edits} for name in (device.addr, device.id)]
+    if found and {device.domain for device in devices} == plans.keys() and len(plans) == 1:
+        environment = whole_environment(list(devices), next(iter(domains)))
+        found.append({"name": ALL, "containerEdits": _edits(environment, ALL, host)})
+    return _spec(found, host) if found else None
+
+
+def lease_spec(lease: Lease, planned: Collection[str], host: Host) -> Json:
+    """A lease as a device, by its id; and the one that was made for it, by address and id, if so.
+
+    `planned` are the ids of the devices that are there without a lease.
+    """
+    edits = _edits(lease.environment, lease.id, host)
+    names = [lease.id]
+    if len(lease.devices) == 1 and lease.devices[0].id not in planned:
+        names += [lease.devices[0].addr, lease.devices[0].id]
+    return _spec([{"name": name, "containerEdits": edits} for name in names], host)
+
+
+def _edits(environment: Mapping[str, str], hooked: str, host: Host) -> Json:
+    """What one device changes in a container; `hooked` is what the hook is told."""
+    pipe_directory = environment["CUDA_MPS_PIPE_DIRECTORY"]
+    hook: Json = {
+        "hookName": "createRuntime",
+        "path": host.hook,
+        "args": [host.hook.rpartition("/")[2], HOOK_COMMAND, hooked],
+        "timeout": _HOOK_TIMEOUT_S,
+    }
+    if host.hook_environment:
+        hook["env"] = [f"{name}={value}" for name, value in host.hook_environment.items()]
+    edits: Json = {
+        "env": [f"{name}={value}" for name, value in environment.items()],
+        "mounts": [_mount(pipe_directory)],
+        "hooks": [hook],
+    }
+    gpus = environment["CUDA_VISIBLE_DEVICES"].split(",")
+    known = host.nvidia.by_gpu if host.nvidia else {}
+    for theirs in [known[gpu] for gpu in gpus if gpu in known]:
+        edits = _joined(edits, theirs)
+    return _with_nodes(edits, [node for gpu in gpus for node in host.gpu_nodes.get(gpu, ())])
+
+
+def _spec(devices: list[Json], host: Host) -> Json:
+    common: Json = {"mounts": [_mount(_SHARED_MEMORY)]}
+    version: tuple[int, ...] = VERSION
+    if host.nvidia:
+        common = _joined(common, host.nvidia.common)
+        version = max(VERSION, host.nvidia.version)
+    return {
+        "cdiVersion": ".".join(map(str, version)),
+        "kind": CDI_KIND,
+        "devices": devices,
+        "containerEdits": _with_nodes(common, host.nodes),
+    }
+
+
+def _mount(path: str) -> Json:
+    return {"hostPath": path, "containerPath": path, "options": ["rw", "nosuid", "nodev", "noexec", "rbind"]}
+
+
+def _joined(ours: Json, theirs: Mapping[str, Any]) -> Json:
+    """Both edits; ours come last, where the later one counts."""
+    joined: Json = {**theirs, **ours}
+    for name in ("env", "mounts", "hooks", "deviceNodes"):
+        both = [*theirs.get(name, ()), *ours.get(name, ())]
+        if both:
+            joined[name] = both
+    return joined
+
+
+def _with_nodes(edits: Json, nodes: Sequence[Node]) -> Json:
+    """The edits with these nodes beside their own."""
+    own = list(edits.get("deviceNodes", ()))
+    known = {node.get("path") for node in own}
+    for node in nodes:
+        if node.path not in known:
+            other = {} if node.host_path == node.path else {"hostPath": node.host_path}
+            own.append({"path": node.path, **other})
+    return {**edits, "deviceNodes": own} if own else edits

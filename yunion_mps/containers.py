@@ -1,0 +1,134 @@
+"""Which container a process is in: its cgroup tells the id, and files that engines leave tell the name.
+
+No engine is asked: that would wait for another daemon, and needs its socket. What cannot be read leaves a
+container without a name, never without its id.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from yunion_mps.paths import Paths
+
+#: What engines call a container's cgroup: `libpod-ID.scope`, `docker-ID.scope`, `cri-containerd-ID.scope`,
+#: `crio-ID.scope`; with the cgroupfs driver the bare id; nested, `SLICE:cri-containerd:ID`.
+_CGROUP = re.compile(r"(?:^|[/:])(?:(?P<engine>[a-z][a-z-]*?)[-:])?(?P<id>[0-9a-f]{64})(?:\.scope)?(?=/|$)")
+#: The cgroups of monitors, which are beside the container and not in it.
+_BESIDE = ("libpod-conmon", "crio-conmon")
+#: A pod's uid, as the kubelet names its cgroup; systemd's names have `_` for `-`.
+_POD = re.compile(r"pod([0-9a-f]{8}(?:[-_][0-9a-f]{4}){3}[-_][0-9a-f]{12})")
+#: So much of an id is shown where there is no name, as by the engines themselves.
+_SHORT = 12
+_MOST_KNOWN = 1024
+#: A process has its engine's monitor among its ancestors; nobody nests deeper than this.
+_MOST_ANCESTORS = 32
+_CONTAINERS_JSON = (
+    "/var/lib/containers/storage/overlay-containers/containers.json",
+    "/var/lib/containers/storage/vfs-containers/containers.json",
+)
+_DOCKER_CONFIG = "/var/lib/docker/containers/{id}/config.v2.json"
+_MOST_BYTES = 16 << 20
+
+
+class Container(NamedTuple):
+    """A container: its whole id, and what people call it."""
+
+    id: str
+    name: str
+
+
+class _Found(NamedTuple):
+    id: str
+    engine: str
+    pod: str
+
+
+class Containers:
+    """Knows containers, and remembers their names."""
+
+    def __init__(self, paths: Paths, proc: str = "/proc") -> None:
+        """`proc` is proc(5), as it is mounted."""
+        self._paths = paths
+        self._proc = proc
+        self._names: dict[str, str] = {}
+
+    def of(self, pid: int) -> Container | None:
+        """The container that the process is in; None where it is in none, or is gone."""
+        found = container_in(_read(f"{self._proc}/{pid}/cgroup"))
+        if found is None:
+            return None
+        if found.id not in self._names:
+            if len(self._names) >= _MOST_KNOWN:
+                self._names.clear()
+            self._names[found.id] = self._name(pid, found)
+        return Container(found.id, self._names[found.id])
+
+    def _name(self, pid: int, found: _Found) -> str:
+        if found.pod:
+            return f"pod {found.pod}/{found.id[:_SHORT]}"
+        name = (
+            "" if found.engine == "docker" else self._told_by_monitor(pid, found.id) or self._stored(found.id)
+        )
+        return name or self._of_docker(found.id) or found.id[:_SHORT]
+
+    def _told_by_monitor(self, pid: int, container_id: str) -> str:
+        """The name by the command line of conmon, the parent of podman's and CRI-O's containers.
+
+        It is there for every user's storage, wherever that lies.
+        """
+        for _ in range(_MOST_ANCESTORS):
+            fields = _read(f"{self._proc}/{pid}/stat").rpartition(")")[2].split()
+            pid = int(fields[1]) if len(fields) > 1 else 0
+            words = _read(f"{self._proc}/{pid}/cmdline").split("\0")
+            if words[0].endswith("conmon") and container_id in words and "-n" in words[:-1]:
+                return words[words.index("-n") + 1]
+            if pid <= 1:
+                break
+        return ""
+
+    def _stored(self, container_id: str) -> str:
+        for path in _CONTAINERS_JSON:
+            for one in _json(self._paths.under(path), list):
+                if isinstance(one, dict) and one.get("id") == container_id:
+                    names = one.get("names")
+                    return str(names[0]) if isinstance(names, list) and names else ""
+        return ""
+
+    def _of_docker(self, container_id: str) -> str:
+        config = _json(self._paths.under(_DOCKER_CONFIG.format(id=container_id)), dict)
+        return str(config.get("Name") or "").lstrip("/")
+
+
+def container_in(cgroups: str) -> _Found | None:
+    """The innermost container of a /proc/PID/cgroup (cgroups(7), v1 and v2), None where it names none."""
+    for line in cgroups.splitlines():
+        path = line.split(":", 2)[-1]
+        inside = [found for found in _CGROUP.finditer(path) if found["engine"] not in _BESIDE]
+        if inside:
+            pods = _POD.findall(path)
+            return _Found(inside[-1]["id"], inside[-1]["engine"] or "", _dashed(pods))
+    return None
+
+
+def _dashed(pods: Sequence[str]) -> str:
+    return pods[-1].replace("_", "-") if pods else ""
+
+
+def _read(path: str) -> str:
+    try:
+        with open(path, "rb") as file:
+            return file.read(_MOST_BYTES).decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def _json(path: str, kind: type) -> Any:
+    """What a file holds, empty where that is not of the kind."""
+    try:
+        found = json.loads(_read(path) or "null")
+    except ValueError:
+        found = None
+    return found if isinstance(found, kind) else kind()
