@@ -32,7 +32,19 @@ class Http:
 
     def ask(self, target: str, method: str = "GET") -> tuple[bytes, int]:
         """The answer's body, and the size of the whole answer; raises BenchError for any status but 200."""
-        self._socket.sendall(request_for(target, method))
+        self.send(request_for(target, method))
+        return self.answer(target)
+
+    def fileno(self) -> int:
+        """For select."""
+        return self._socket.fileno()
+
+    def send(self, request: bytes) -> None:
+        """Ask, and do not wait for the answer."""
+        self._socket.sendall(request)
+
+    def answer(self, target: str) -> tuple[bytes, int]:
+        """What `ask` returns, once that was sent."""
         answer = b""
         while b"\r\n\r\n" not in answer:
             answer += self._more()

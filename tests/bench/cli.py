@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from bench import idling, leases, ledgers, lists, recoveries, requests, runs, starts
+from bench import idling, leases, ledgers, lists, recoveries, requests, runs, scrapes, starts
 from bench.table import draw, machine
 from bench.values import BenchError, Line, Settings
 from simhost import BuildError
@@ -20,6 +20,7 @@ GROUPS: dict[str, Callable[[Settings], Iterator[Line]]] = {
     "run": runs.lines,
     "request": requests.lines,
     "lease": leases.lines,
+    "scrape": scrapes.lines,
     "ledger": ledgers.lines,
     "memory": idling.memory_lines,
     "idle": idling.processor_lines,

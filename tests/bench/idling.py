@@ -19,6 +19,7 @@ PEER_MIB = 24
 SIZES = ((1, 4), (4, 4), (64, 48))
 MEMORY_FLOOR = "an idle python3 -I"
 _CPUCLOCK_SCHED = 2  # the clock of all of a process's threads, as clock_getcpuclockid(3) makes it
+#: What the daemon still does after an answer is over by then; nothing tells of its end.
 _SETTLE_S = 1.0
 
 
@@ -33,8 +34,8 @@ def memory_lines(settings: Settings) -> Iterator[Line]:
                 what = (
                     f"{kind.upper()}, {gpus} GPU{'s' if gpus > 1 else ''}, {gpus * virtual_number:,} devices"
                 )
-                measured = Samples((_memory_mib(daemon.pid, kind),), "MiB")
-                floor = Samples((_memory_mib(floor_pid, kind),), "MiB")
+                measured = Samples((memory_mib(daemon.pid, kind),), "MiB")
+                floor = Samples((memory_mib(floor_pid, kind),), "MiB")
                 aim = Aim(PEER_MIB if gpus == 4 else 40, "MiB") if kind == "Rss" else None
                 yield Line("memory", what, measured, floor, MEMORY_FLOOR, aim)
 
@@ -56,7 +57,8 @@ def processor_lines(settings: Settings) -> Iterator[Line]:
         yield Line("idle", what, share, None, "one core", Aim(0.1, "%"))
 
 
-def _memory_mib(pid: int, kind: str) -> float:
+def memory_mib(pid: int, kind: str) -> float:
+    """What a process has in memory by /proc/PID/smaps_rollup: its `Rss` or `Pss`."""
     for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
         if line.startswith(f"{kind}:"):
             return int(line.split()[1]) / 1024

@@ -1,0 +1,140 @@
+"""The metrics of the real daemon: on its socket, by its command, and in a file."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+import time
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from integration.conftest import MakeDaemon, MakeHost
+from integration.daemon_host import Daemon, eventually
+
+Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
+
+
+def printed(daemon: Daemon) -> str:
+    done = daemon.host.run(["yunion-mps", "metrics"], env=daemon.env)
+    assert (done.returncode, done.stderr) == (0, "")
+    return str(done.stdout)
+
+
+def samples(text: str) -> Samples:
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): float(sample.value)
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def value(daemon: Daemon, name: str, **labels: str) -> float | None:
+    return samples(printed(daemon)).get((name, tuple(sorted(labels.items()))))
+
+
+@pytest.fixture
+def textfile(daemon: Daemon) -> Path:
+    """Where the daemon, once it runs, is to keep its metrics."""
+    daemon.configure(metrics_textfile="/srv/metrics/yunion-mps.prom")
+    directory = daemon.host.root / "srv/metrics"
+    directory.mkdir(parents=True)
+    return directory / "yunion-mps.prom"
+
+
+def test_the_command_prints_what_is_true(ready_daemon: Daemon) -> None:
+    device = {"device": "00:06.0-1", "gpu": "00:06.0"}
+    assert value(ready_daemon, "yunion_mps_up") == 1
+    assert value(ready_daemon, "yunion_mps_domain_state", domain="host", state="ready") == 1
+    assert value(ready_daemon, "yunion_mps_device_memory_limit_bytes", **device) == 5760 << 20
+    assert value(ready_daemon, "yunion_mps_device_leased", **device) == 0
+    ready_daemon.ask("POST", f"/v1/leases?pid={os.getpid()}&device=00:06.0-1")
+    eventually(lambda: value(ready_daemon, "yunion_mps_device_leased", **device) == 1, "the lease")
+    assert value(ready_daemon, "yunion_mps_leases", binding="process") == 1
+
+
+def test_memory_is_told_by_gpu_and_by_the_device_of_the_process(
+    make_host: MakeHost, make_daemon: MakeDaemon
+) -> None:
+    host = make_host([{"kind": "h100", "virtual_number": 4}])
+    daemon = make_daemon(host).start().wait_ready()
+    address = daemon.get("/v1/devices")[1]["isolated_devices"][2]["addr"]
+    gpu = address.rpartition("-")[0]
+    with host.popen(["sleep", "60"], env={**daemon.env, "YUNION_MPS_DEVICE": address}) as sleeper:
+        host.gpus[0].add_process(sleeper.pid, 700, "M+C")
+        used = "yunion_mps_device_memory_used_bytes"
+        eventually(lambda: value(daemon, used, device=address, gpu=gpu) == 700 << 20, "its memory")
+        assert value(daemon, "yunion_mps_gpu_memory_used_bytes", gpu=gpu) == 700 << 20
+        assert value(daemon, "yunion_mps_device_clients", device=address, gpu=gpu) == 1
+        assert value(daemon, "yunion_mps_gpu_processes_past_mps", gpu=gpu) == 0
+        sleeper.kill()
+
+
+def test_a_driver_that_hangs_holds_up_no_scrape(ready_daemon: Daemon) -> None:
+    before = samples(printed(ready_daemon))
+    ready_daemon.host.fail("nvmlDeviceGetComputeRunningProcesses*", "unknown", delay_ms=20_000)
+    asked = ("yunion_mps_http_requests_total", (("code", "200"), ("method", "GET"), ("route", "/metrics")))
+    began_s = time.monotonic()
+    made = eventually(lambda: _newer(samples(printed(ready_daemon)), asked), "another scrape")
+    assert time.monotonic() - began_s < 10
+    used = ("yunion_mps_use_timestamp_seconds", ())
+    assert made[used] == before[used]
+    ready_daemon.host.clear()
+
+
+def _newer(found: Samples, asked: tuple[str, tuple[tuple[str, str], ...]]) -> Samples:
+    """It, where it was made after an answer before."""
+    return found if found.get(asked) else {}
+
+
+def test_the_file_is_whole_for_all_to_read_and_gone_at_a_stop(daemon: Daemon, textfile: Path) -> None:
+    daemon.start().wait_ready()
+    eventually(textfile.exists, "the file", trouble=lambda: daemon.log)
+    assert samples(textfile.read_text())["yunion_mps_up", ()] == 1
+    assert stat.S_IMODE(textfile.stat().st_mode) == 0o644
+    assert os.listdir(textfile.parent) == [textfile.name]
+    assert daemon.stop() == 0
+    assert os.listdir(textfile.parent) == []
+
+
+def test_a_reload_moves_the_file(daemon: Daemon, textfile: Path) -> None:
+    daemon.start().wait_ready()
+    eventually(textfile.exists, "the file")
+    daemon.configure(metrics_textfile="/srv/metrics/other.prom")
+    daemon.signal(signal.SIGHUP)
+    other = textfile.with_name("other.prom")
+    eventually(other.exists, "the other file", 10, lambda: daemon.log)  # and not in 15 s
+    assert not textfile.exists()
+
+
+def test_a_directory_that_is_not_there_is_one_warning_and_the_daemon_goes_on(
+    daemon: Daemon, textfile: Path
+) -> None:
+    textfile.parent.rmdir()
+    daemon.start().wait_ready()
+    wrong = f"metrics_textfile is {textfile}, which cannot be written: No such file or directory"
+    daemon.wait_log(f"{wrong}; it is tried again every 15 s")
+    assert wrong in daemon.status()["warnings"]
+    assert daemon.status()["devices"]["available"] == 4
+    daemon.signal(signal.SIGHUP)  # the same again
+    daemon.wait_log("reloaded for SIGHUP")
+    assert daemon.log.count(wrong) == 1
+    textfile.parent.mkdir()
+    daemon.configure(metrics_textfile="/srv/metrics/yunion-mps.prom", cuda_mps_stop_timeout_s=9)
+    daemon.signal(signal.SIGHUP)
+    eventually(textfile.exists, "the file", trouble=lambda: daemon.log)
+    eventually(lambda: wrong not in daemon.status()["warnings"], "the end of the warning")
+
+
+def test_nothing_that_another_user_laid_out_is_followed(daemon: Daemon, textfile: Path) -> None:
+    """node_exporter's directory may be its own, and the daemon is root."""
+    victim = textfile.parent.parent / "victim"
+    victim.write_text("mine\n")
+    textfile.symlink_to(victim)
+    Path(f"{textfile}.new").symlink_to(victim)
+    daemon.start().wait_ready()
+    eventually(lambda: not textfile.is_symlink(), "the file", trouble=lambda: daemon.log)
+    assert victim.read_text() == "mine\n"
+    assert not Path(f"{textfile}.new").is_symlink()

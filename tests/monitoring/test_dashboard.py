@@ -1,0 +1,91 @@
+"""The Grafana dashboard: its shape, expressions that Prometheus takes, and metrics that there are."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from yunion_mps.metrics.text import text_of
+
+from monitoring.tools import CHECKOUT, promtool
+from unit.metrics.scene import ALL
+
+DASHBOARD: dict[str, Any] = json.loads((CHECKOUT / "etc/grafana/yunion-mps.json").read_text())
+PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
+
+
+def expressions() -> Iterator[str]:
+    """Each expression, with what Grafana puts in for its variables."""
+    for panel in PANELS:
+        for target in panel["targets"]:
+            yield target["expr"].replace("$instance", ".*").replace("$__rate_interval", "1m")
+
+
+def test_prometheus_takes_each_expression(tmp_path: Path) -> None:
+    rules = [{"record": f"panel:{number}", "expr": expr} for number, expr in enumerate(expressions())]
+    file = tmp_path / "rules.yml"
+    file.write_text(json.dumps({"groups": [{"name": "dashboard", "rules": rules}]}))  # which is YAML as well
+    assert f"SUCCESS: {len(rules)} rules found" in promtool("check", "rules", file)
+    assert len(rules) > 20
+
+
+def test_each_metric_of_it_is_one_that_is_served() -> None:
+    served = set(
+        re.findall(r"^(yunion_mps_\w+?)[ {]", text_of(ALL, openmetrics=False).decode(), re.MULTILINE)
+    )
+    variables = [each["definition"] for each in DASHBOARD["templating"]["list"] if each["type"] == "query"]
+    asked = {name for one in [*expressions(), *variables] for name in re.findall(r"yunion_mps_\w+", one)}
+    assert asked - served == set()
+    assert len(asked) > 20
+
+
+def test_each_expression_is_about_the_chosen_hosts_alone() -> None:
+    for panel in PANELS:
+        for target in panel["targets"]:
+            selectors = re.findall(r"(?:yunion_mps_\w+|ALERTS){(.*?)}", target["expr"])
+            names = re.findall(r"yunion_mps_\w+|ALERTS", target["expr"])
+            assert len(selectors) == len(names), panel["title"]
+            assert all('instance=~"$instance"' in selector for selector in selectors), panel["title"]
+
+
+def test_the_labels_that_it_shows_are_those_of_its_metrics() -> None:
+    text = text_of(ALL, openmetrics=False).decode()
+    labels = set(re.findall(r'[{,](\w+)="', text)) | {"instance"}
+    shown = {
+        name
+        for panel in PANELS
+        for target in panel["targets"]
+        for name in re.findall(r"{{(\w+)}}", target["legendFormat"])
+    }
+    assert shown - labels == set()
+    assert shown >= {"gpu", "device", "domain", "instance"}
+
+
+def test_each_panel_says_what_it_shows_and_none_lies_on_another() -> None:
+    taken: set[tuple[int, int]] = set()
+    for panel in DASHBOARD["panels"]:
+        place = panel["gridPos"]
+        assert place["x"] + place["w"] <= 24
+        cells = {
+            (x, y)
+            for x in range(place["x"], place["x"] + place["w"])
+            for y in range(place["y"], place["y"] + place["h"])
+        }
+        assert not cells & taken, panel["title"]
+        taken |= cells
+    assert all(panel["title"] and panel["description"].endswith(".") for panel in PANELS)
+    ids = [panel["id"] for panel in DASHBOARD["panels"]]
+    assert len(set(ids)) == len(ids)
+
+
+def test_it_names_no_data_source_of_anybody() -> None:
+    sources = {
+        json.dumps(found["datasource"], sort_keys=True)
+        for panel in PANELS
+        for found in [panel, *panel["targets"]]
+    }
+    assert sources == {'{"type": "prometheus", "uid": "${datasource}"}'}
+    assert DASHBOARD["templating"]["list"][0]["name"] == "datasource"

@@ -1,0 +1,79 @@
+"""Facts for the metrics: the reference case, with what a test does not name left out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
+from prometheus_client.parser import text_string_to_metric_families as parse_plain
+from yunion_mps.api.counting import BOUNDS_S, Counted, Latency
+from yunion_mps.metrics.facts import Facts, Moment, Queue
+from yunion_mps.metrics.text import text_of
+from yunion_mps.metrics.use import OfDevice, OfDomain, OfGpu, Use
+from yunion_mps.models import Snapshot
+from yunion_mps.service import Filters, Service
+
+from unit.api.snapshots import P40, reference
+
+#: Now: the daemon's clock began 1,000 s before.
+NOW = Moment(1_788_000_000.0, 1000.0)
+
+#: A value by the metric's name and its labels, sorted.
+Values = dict[tuple[str, tuple[tuple[str, str], ...]], float]
+
+
+def facts(snapshot: Snapshot | None = None, **given: Any) -> Facts:
+    """What is known of a host at that snapshot."""
+    taken = snapshot or reference()
+    service = Service(lambda: taken, 1_787_999_000.25, 4200)
+    found = Facts(
+        NOW,
+        "6c4fb29c1d2e",
+        service.status(),
+        service.gpus()["gpus"],
+        service.devices(Filters(), 0, 0)["isolated_devices"],
+        taken.domains,
+        {},
+        Queue(),
+        {},
+        Counted(),
+    )
+    return found._replace(**given)
+
+
+def values(given: Facts, *, openmetrics: bool = False) -> Values:
+    """What a monitoring system reads of it."""
+    text = text_of(given, openmetrics=openmetrics).decode()
+    families = (parse_openmetrics if openmetrics else parse_plain)(text)
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): float(sample.value)
+        for family in families
+        for sample in family.samples
+        if not sample.name.startswith("yunion_mps_process_")
+    }
+
+
+def value(given: Facts, name: str, **labels: str) -> float | None:
+    """One of them, None where it is missing."""
+    return values(given).get((name, tuple(sorted(labels.items()))))
+
+
+USE = Use(
+    1_788_000_000.5,
+    {str(P40.uuid): OfGpu(6000 << 20, 2, 1)},
+    {"00:06.0-1": OfDevice(5900 << 20, 2)},
+    {"host": OfDomain(1, 2, 1_787_999_500.0)},
+)
+#: A host on which every metric has a value that any host can have.
+ALL = Facts(
+    *facts(
+        domains=(facts().domains[0]._replace(since_s=400.0),),
+        use=USE,
+        probe_s={"host": 0.0004},
+        queue=Queue({"process": 2, "name": 1}, 3, 12.5),
+        events={("domain", "warning"): 4},
+        requests=Counted(
+            {("/v1/status", "GET", 200): 3}, {"/v1/status": Latency((1, 2, *[0] * (len(BOUNDS_S) - 1)), 0.25)}
+        ),
+    )
+)

@@ -1,0 +1,207 @@
+"""What the metrics say, and that others can read it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from yunion_mps.api.counting import BOUNDS_S, Counted, Latency
+from yunion_mps.metrics.catalogue import CATALOGUE
+from yunion_mps.metrics.facts import Facts
+from yunion_mps.metrics.text import text_of
+from yunion_mps.metrics.use import OfDevice, OfDomain, OfGpu, Use
+from yunion_mps.models import DomainStatus
+from yunion_mps.mps.states import LEGAL_CHANGES
+
+from unit.api import snapshots
+from unit.api.snapshots import H100, IN_MIG_MODE, P40, snapshot
+
+from .scene import ALL, USE, facts, value, values
+
+
+@pytest.mark.parametrize("openmetrics", [True, False])
+@pytest.mark.parametrize("name", snapshots.ALL)
+def test_prometheus_own_parsers_read_it(name: str, openmetrics: bool) -> None:
+    found = values(facts(snapshots.ALL[name]()), openmetrics=openmetrics)
+    assert found["yunion_mps_up", ()] == 1
+
+
+def test_both_formats_say_the_same() -> None:
+    assert values(ALL, openmetrics=True) == values(ALL)
+
+
+def test_each_metric_of_the_catalogue_can_be_had_and_no_other() -> None:
+    in_units = [{**gpu, "memory_free": 4096} for gpu in facts(snapshot(H100)).gpus]
+    text = text_of(ALL._replace(gpus=[*ALL.gpus, *in_units]), openmetrics=False).decode()
+    helped = dict(re.findall(r"^# HELP (\S+) (.*)$", text, re.MULTILINE))
+    ours = {name: words for name, words in helped.items() if not name.startswith("yunion_mps_process_")}
+    assert ours == {metric.name: metric.help for metric in CATALOGUE}
+
+
+def test_names_and_units_are_as_prometheus_has_them() -> None:
+    for metric in CATALOGUE:
+        assert metric.name.startswith("yunion_mps_")
+        assert metric.name.endswith("_total") == (metric.kind == "counter"), metric
+        assert metric.name.endswith("_info") == (metric.kind == "info"), metric
+        assert not re.search(r"_(mib|mb|ms|percent|percentage|minutes)(_|$)", metric.name), metric
+        assert metric.help.endswith("."), metric
+        for word in ("memory", "pool"):
+            assert f"_{word}_" not in metric.name or metric.name.endswith("_bytes"), metric
+        for word in ("duration", "time", "timestamp", "wait"):
+            assert f"_{word}_" not in metric.name or metric.name.endswith("_seconds"), metric
+
+
+def test_labels_name_nobody() -> None:
+    labels = {label for metric in CATALOGUE for label in metric.labels}
+    known = {"binding", "kind", "severity", "route", "method", "code", "gpu", "device", "domain", "state"}
+    assert labels == known
+
+
+def test_budgets_are_in_bytes_and_parts_of_one() -> None:
+    device = {"device": "00:06.0-1", "gpu": "00:06.0"}
+    assert value(ALL, "yunion_mps_device_memory_limit_bytes", **device) == 5760 * 1024**2
+    assert value(ALL, "yunion_mps_device_sm_ratio", **device) == 0.25
+    assert value(ALL, "yunion_mps_device_memory_used_bytes", **device) == 5900 * 1024**2
+    assert value(ALL, "yunion_mps_device_clients", **device) == 2
+    assert value(ALL, "yunion_mps_gpu_memory_bytes", gpu="00:06.0") == 23040 * 1024**2
+    assert value(ALL, "yunion_mps_gpu_memory_used_bytes", gpu="00:06.0") == 6000 * 1024**2
+    assert value(ALL, "yunion_mps_gpu_processes_past_mps", gpu="00:06.0") == 1
+
+
+def test_a_device_that_nobody_uses_has_a_use_of_nothing() -> None:
+    device = {"device": "00:06.0-0", "gpu": "00:06.0"}
+    assert value(ALL, "yunion_mps_device_memory_used_bytes", **device) == 0
+    assert value(ALL, "yunion_mps_device_clients", **device) == 0
+
+
+def test_what_nobody_knows_is_missing_and_not_0() -> None:
+    unknown = ALL._replace(use=None, probe_s={})
+    shown = {name for name, _ in values(unknown)}
+    assert not {name for name in shown if "used" in name or "clients" in name or "probe" in name}
+    assert "yunion_mps_use_timestamp_seconds" not in shown
+    silent = ALL._replace(use=USE._replace(gpus={str(P40.uuid): OfGpu(0, 0, None)}))
+    assert value(silent, "yunion_mps_gpu_processes_past_mps", gpu="00:06.0") is None
+    assert value(silent, "yunion_mps_gpu_clients", gpu="00:06.0") == 0
+
+
+@pytest.mark.parametrize("state", LEGAL_CHANGES)
+def test_just_one_state_of_a_domain_is_1(state: str) -> None:
+    found = values(facts(snapshot(P40, state=state)))
+    shown = {
+        dict(labels)["state"]: one
+        for (name, labels), one in found.items()
+        if name == "yunion_mps_domain_state"
+    }
+    assert shown == {each: float(each == state) for each in LEGAL_CHANGES}
+
+
+def test_a_domain_tells_since_when_it_is_in_its_state_by_the_wall_clock() -> None:
+    status = ALL.domains[0]._replace(restarts=3, pending="it waits")
+    given = ALL._replace(domains=(status,))
+    assert value(given, "yunion_mps_domain_state_timestamp_seconds", domain="host") == 1_788_000_000 - 600
+    assert value(given, "yunion_mps_domain_start_time_seconds", domain="host") == 1_787_999_500
+    assert value(given, "yunion_mps_domain_restarts_total", domain="host") == 3
+    assert value(given, "yunion_mps_domain_pending", domain="host") == 1
+    assert value(given, "yunion_mps_domain_probe_duration_seconds", domain="host") == 0.0004
+
+
+def test_two_domains_of_one_name_are_told_once_as_prometheus_demands() -> None:
+    second: DomainStatus = ALL.domains[0]._replace(restarts=7)
+    given = ALL._replace(domains=(*ALL.domains, second))
+    lines = text_of(given, openmetrics=False).decode().splitlines()
+    assert [line for line in lines if line.startswith("yunion_mps_domain_restarts_total")] == [
+        'yunion_mps_domain_restarts_total{domain="host"} 0.0'
+    ]
+
+
+def test_a_gpus_budget_is_told_only_where_it_has_devices() -> None:
+    given = facts(snapshot(P40, IN_MIG_MODE))
+    assert value(given, "yunion_mps_gpu_budget_enforced", gpu="00:06.0") == 0
+    assert value(facts(snapshot(H100)), "yunion_mps_gpu_budget_enforced", gpu="0001:e1:00.0") == 1
+    unavailable = {"gpu": "81:00.0", "state": "unavailable"}
+    assert value(given, "yunion_mps_gpu_state", **unavailable) == 1
+
+
+def test_leases_and_those_who_wait_are_counted() -> None:
+    assert value(ALL, "yunion_mps_leases", binding="process") == 2
+    assert value(ALL, "yunion_mps_lease_waiters") == 3
+    assert value(ALL, "yunion_mps_lease_longest_wait_seconds") == 12.5
+    assert value(ALL, "yunion_mps_events_total", kind="domain", severity="warning") == 4
+    held = [{**device, "lease": "7c1f"} for device in ALL.devices[:1]]
+    given = ALL._replace(devices=[*held, *ALL.devices[1:]])
+    assert value(given, "yunion_mps_gpu_devices_leased", gpu="00:06.0") == 1
+    assert value(given, "yunion_mps_device_leased", device="00:06.0-0", gpu="00:06.0") == 1
+    assert value(given, "yunion_mps_device_leased", device="00:06.0-1", gpu="00:06.0") == 0
+
+
+def test_latencies_are_a_histogram() -> None:
+    name = "yunion_mps_http_request_duration_seconds"
+    assert value(ALL, f"{name}_bucket", route="/v1/status", le="0.0005") == 1
+    assert value(ALL, f"{name}_bucket", route="/v1/status", le="0.001") == 3
+    assert value(ALL, f"{name}_bucket", route="/v1/status", le="+Inf") == 3
+    assert value(ALL, f"{name}_count", route="/v1/status") == 3
+    assert value(ALL, f"{name}_sum", route="/v1/status") == 0.25
+
+
+TEXT = st.text(st.characters(codec="utf-8"), max_size=12)
+NUMBER = st.integers(0, 1 << 50)
+
+
+@st.composite
+def any_facts(draw: st.DrawFn) -> Facts:
+    """What a host may be like, with names as nobody gives them."""
+    found = facts(draw(st.sampled_from([each() for each in snapshots.ALL.values()])))
+    gpus: list[Any] = [
+        {**gpu, "name": draw(TEXT), "addr": draw(TEXT), "compute_mode": draw(st.none() | TEXT)}
+        for gpu in found.gpus
+    ]
+    devices = [{**device, "lease": draw(st.none() | TEXT)} for device in found.devices]
+    use = Use(
+        draw(st.floats(0, 1e10)),
+        {str(gpu["uuid"]): OfGpu(draw(NUMBER), draw(NUMBER), draw(st.none() | NUMBER)) for gpu in gpus},
+        {device["addr"]: OfDevice(draw(NUMBER), draw(NUMBER)) for device in devices},
+        {domain.plan.name: OfDomain(draw(NUMBER), draw(NUMBER), None) for domain in found.domains},
+    )
+    counts = tuple(draw(st.lists(NUMBER, min_size=len(BOUNDS_S) + 1, max_size=len(BOUNDS_S) + 1)))
+    return found._replace(
+        gpus=gpus,
+        devices=devices,
+        use=draw(st.none() | st.just(use)),
+        revision=draw(TEXT),
+        events=draw(st.dictionaries(st.tuples(TEXT, TEXT), NUMBER, max_size=3)),
+        requests=Counted({(draw(TEXT), "GET", 200): draw(NUMBER)}, {draw(TEXT): Latency(counts, 1.5)}),
+    )
+
+
+@given(any_facts())
+@settings(deadline=None, max_examples=60)
+def test_whatever_a_host_is_like_both_parsers_read_the_same(given: Facts) -> None:
+    read = values(given, openmetrics=True)
+    assert read == values(given)
+    assert read["yunion_mps_up", ()] == 1
+    for gpu in given.gpus:
+        about = {"uuid": gpu["uuid"] or "", "name": gpu["name"], "compute_mode": gpu["compute_mode"] or ""}
+        shown = [dict(labels) for name, labels in read if name == "yunion_mps_gpu_info"]
+        assert any(one == {**about, "gpu": gpu["addr"]} for one in shown) or len(
+            {each["addr"] for each in given.gpus}
+        ) < len(given.gpus)
+
+
+def test_only_what_makes_text_is_loaded_and_only_when_it_is_needed() -> None:
+    """prometheus_client as a whole brings HTTP servers and OpenSSL along."""
+    code = """
+import sys
+from yunion_mps.metrics import text
+print(any(name.startswith("prometheus_client") for name in sys.modules))
+text._load()
+print(sorted({"http.server", "urllib.request", "prometheus_client"} & set(sys.modules)))
+import prometheus_client
+print(prometheus_client.Counter.__name__)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["False", "[]", "Counter"]

@@ -1,0 +1,114 @@
+"""The use of the last hour: what is kept of each minute, what is forgotten, and how little room it takes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from contextlib import ExitStack
+from types import SimpleNamespace
+from typing import Any
+
+from yunion_mps.daemon.sampling import Processes, Sampling, used_by_address
+from yunion_mps.leases.ledger import Ledger
+from yunion_mps.models import Gpu
+from yunion_mps.usage import MINUTES, Usage
+
+from unit.leases.shares import device
+
+#: Some minutes after the boot, and what that is in s since 1970.
+BOOT_S = 1_788_000_000.0
+GPU, DEVICE, OTHER = "00:06.0", "00:06.0-1", "00:07.0-1"
+
+
+def told(usage: Usage, now_s: float, gpu: str | None = None, *, devices: bool = True) -> dict[str, Any]:
+    """By address, the last minutes up to the newest that is not like the ones before it."""
+    answer = usage.answer(now_s, BOOT_S + now_s, gpu, devices=devices)
+    return {one["addr"]: one["memory_used"] for one in [*answer["gpus"], *answer["devices"]]}
+
+
+def test_of_each_minute_the_most_is_kept() -> None:
+    usage = Usage()
+    for now_s, mib in ((6000, 10), (6010, 300), (6020, 20), (6060, 5)):
+        usage.note(now_s, {GPU: mib})
+    assert told(usage, 6070)[GPU][-3:] == [None, 300, 5]
+
+
+def test_a_minute_in_which_nobody_looked_is_told_from_one_in_which_nothing_was_used() -> None:
+    usage = Usage()
+    usage.note(6000, {GPU: 7})
+    usage.note(6060, {})
+    usage.note(6180, {GPU: 9})
+    assert told(usage, 6181)[GPU][-4:] == [7, 0, None, 9]
+    assert usage.answer(6181, BOOT_S, None, devices=True)["looked"][-5:] == [False, True, True, False, True]
+
+
+def test_the_first_minute_is_an_hour_back_by_the_wall_clock() -> None:
+    usage = Usage()
+    usage.note(6030, {GPU: 7})
+    answer = usage.answer(6030, BOOT_S, None, devices=True)
+    assert (answer["begin"], answer["step"]) == (BOOT_S - 30 - 59 * 60, 60)
+    assert len(answer["looked"]) == len(answer["gpus"][0]["memory_used"]) == MINUTES
+
+
+def test_what_is_an_hour_ago_is_forgotten_and_takes_no_room() -> None:
+    usage = Usage()
+    usage.note(6000, {GPU: 7, DEVICE: 7})
+    usage.note(6000 + 59 * 60, {GPU: 8})
+    assert told(usage, 6000 + 59 * 60) == {GPU: [7, *[None] * 58, 8], DEVICE: [7, *[None] * 58, 0]}
+    assert told(usage, 6000 + 60 * 60) == {GPU: [*[None] * 58, 8, None]}
+    assert told(usage, 6000 + 1000 * 60) == {}
+    assert not usage._series
+
+
+def test_one_gpu_and_its_devices_or_only_gpus_can_be_asked_for() -> None:
+    usage = Usage()
+    usage.note(6000, {GPU: 2, DEVICE: 1, "00:07.0": 3, OTHER: 3})
+    assert set(told(usage, 6000)) == {GPU, DEVICE, "00:07.0", OTHER}
+    assert set(told(usage, 6000, GPU)) == {GPU, DEVICE}
+    assert set(told(usage, 6000, devices=False)) == {GPU, "00:07.0"}
+    assert told(usage, 6000, "00:0") == {}
+
+
+def test_an_hour_of_3072_devices_takes_little_room_and_an_idle_one_nothing() -> None:
+    usage = Usage()
+    usage.note(6000, {})
+    assert not usage._series
+    addresses = [f"{gpu:02x}:00.0-{slot}" for gpu in range(64) for slot in range(48)]
+    usage.note(6000, dict.fromkeys(addresses, 512))
+    size = sys.getsizeof(usage._series) + sum(sys.getsizeof(series) for series in usage._series.values())
+    assert len(usage._series) == 3072
+    assert size < 1_200_000
+
+
+def test_a_device_that_only_its_process_knows_is_none() -> None:
+    """Its user may write there whatever he likes, and that would be kept for an hour."""
+    plan = SimpleNamespace(devices=[device(0, 1)])
+    gpu = Gpu("00:00.0", uuid="GPU-0")
+    snapshot = SimpleNamespace(plan=plan, inventory=SimpleNamespace(gpus=[gpu]))
+    usage = Usage()
+    with ExitStack() as stack:
+        jobs = []
+        for name in ("00:00.0-1", f"00:00.0-{'x' * 100_000}", "00:00.0-9"):
+            sleeper = subprocess.Popen(
+                ["sleep", "60"], env={"YUNION_MPS_DEVICE": name, "PATH": "/usr/bin:/bin"}
+            )
+            stack.callback(sleeper.wait)
+            stack.callback(sleeper.kill)
+            jobs.append(sleeper.pid)
+        supervisor: Any = SimpleNamespace(jobs=dict.fromkeys(jobs, 1), snapshot=lambda: snapshot)
+        sampling = Sampling(supervisor, Ledger(), usage)
+        sampling.note({"GPU-0": dict.fromkeys(jobs, 10)}, 6000)
+        assert max(map(len, sampling._names.values())) < 5000
+    assert set(usage._series) == {"00:00.0", "00:00.0-1"}
+
+
+def test_memory_counts_for_the_gpu_and_for_the_device_that_its_process_names() -> None:
+    gpus = [Gpu("0000:00:06.0", uuid="GPU-a"), Gpu("0000:00:07.0", uuid="GPU-b"), Gpu("0000:00:08.0")]
+    processes: Processes = {"GPU-a": {1: 100, 2: 50, 3: None, 4: 7}, "GPU-b": {1: 30, 9: 1000}}
+    named = {1: ["00:07.0-1", " 00:06.0-2", "00:06.0-3"], 2: ["00:06.0-2"], 3: ["00:06.0-0"]}
+    assert used_by_address(processes, gpus, {1, 2, 3, 4}, named) == {
+        "00:06.0": 157,
+        "00:06.0-2": 150,
+        "00:07.0": 30,
+        "00:07.0-1": 30,
+    }

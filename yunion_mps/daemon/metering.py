@@ -1,0 +1,163 @@
+"""The metrics while the daemon runs: the facts are taken on the loop, all that takes time on a thread.
+
+A scrape waits for nobody: where the driver does not tell in time who uses the GPUs, what it told last holds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from yunion_mps.api.counting import Counts
+from yunion_mps.api.query import Response
+from yunion_mps.daemon.leasing import Leasing
+from yunion_mps.daemon.threads import on_thread
+from yunion_mps.errors import YunionError
+from yunion_mps.inventory import Nvml
+from yunion_mps.metrics.facts import Facts, Moment, Queue
+from yunion_mps.metrics.text import OPENMETRICS_TYPE, PLAIN_TYPE, text_of, wants_openmetrics
+from yunion_mps.metrics.use import Seen, Served, Use, use_of
+from yunion_mps.mps.servers import is_server
+from yunion_mps.planning import DEVICE_VARIABLE
+from yunion_mps.process import environment_of, uid_of
+from yunion_mps.revision import revision
+from yunion_mps.service import Filters, Service
+from yunion_mps.supervisor import Supervisor
+
+log = logging.getLogger(__name__)
+
+#: How long the driver has to tell who uses the GPUs before what it told last is given.
+_DRIVER_S = 2.0
+#: Several who scrape within so long get the very same.
+_KEPT_S = 1.0
+
+
+class _Question(NamedTuple):
+    """One domain, its GPUs, and the PIDs of its control daemon (None while there is none) and servers."""
+
+    name: str
+    gpu_uuids: tuple[str, ...]
+    control_pid: int | None
+    servers: frozenset[int]
+
+
+class Metering:
+    """Gives the metrics to whoever asks."""
+
+    def __init__(self, supervisor: Supervisor, service: Service, leasing: Leasing, counts: Counts) -> None:
+        self._supervisor = supervisor
+        self._service = service
+        self._leasing = leasing
+        self._counts = counts
+        self._revision = revision()  # now, for after an upgrade it would be another program's
+        self._looking: asyncio.Task[Use] | None = None
+        self._use: Use | None = None
+        self._asking = asyncio.Lock()
+        self._kept: dict[bool, bytes] = {}
+
+    async def metrics(self, accept: str) -> Response:
+        """All metrics, in the format that an Accept header asks for."""
+        openmetrics = wants_openmetrics(accept)
+        return Response(
+            200, OPENMETRICS_TYPE if openmetrics else PLAIN_TYPE, await self.text(openmetrics=openmetrics)
+        )
+
+    async def text(self, *, openmetrics: bool = False) -> bytes:
+        """All metrics, at most a second old."""
+        async with self._asking:
+            if openmetrics not in self._kept:
+                await self._look()
+                facts = self._facts()
+                text = await on_thread(lambda: text_of(facts, openmetrics=openmetrics))
+                self._kept[openmetrics] = text
+                asyncio.get_running_loop().call_later(_KEPT_S, self._kept.pop, openmetrics)
+            return self._kept[openmetrics]
+
+    def _facts(self) -> Facts:
+        """What is known now: nothing here waits or asks."""
+        supervisor, service = self._supervisor, self._service
+        waiting = [waiter.since_s for waiter in self._leasing.queue.waiters]
+        now = Moment(time.time(), asyncio.get_running_loop().time())
+        probes = {domain.plan.name: domain.probe_s for domain in supervisor.domains}
+        return Facts(
+            now,
+            self._revision,
+            service.status(),
+            service.gpus()["gpus"],
+            service.devices(Filters(), 0, 0)["isolated_devices"],
+            supervisor.snapshot().domains,
+            {name: probe_s for name, probe_s in probes.items() if probe_s is not None},
+            Queue(
+                Counter(lease.holder.binding for lease in self._leasing.ledger.leases.values()),
+                len(waiting),
+                max((now.wall_s - since_s for since_s in waiting), default=0.0),
+            ),
+            dict(supervisor.journal.counts),
+            self._counts.counted(),
+            self._use,
+        )
+
+    async def _look(self) -> None:
+        """See who uses the GPUs; one look at a time, and what takes longer is known to a later scrape."""
+        nvml = self._supervisor.nvml
+        if nvml is None:
+            self._use = None
+            return
+        if self._looking is None:
+            self._looking = asyncio.ensure_future(self._seen(nvml))
+        await asyncio.wait({self._looking}, timeout=_DRIVER_S)
+        if self._looking.done():
+            looking, self._looking = self._looking, None
+            try:
+                self._use = looking.result()
+            except YunionError as error:
+                log.debug("who uses the GPUs is not known: %s", error.message)
+
+    async def _seen(self, nvml: Nvml) -> Use:
+        questions = [
+            _Question(
+                domain.plan.name, domain.plan.gpu_uuids, domain.status().pid, frozenset(domain.server_pids())
+            )
+            for domain in self._supervisor.domains
+        ]
+        devices = self._service.devices(Filters(), 0, 0)["isolated_devices"]
+        held = self._leasing.ledger.leases.values()
+        given = {one.holder.pid: tuple(device.addr for device in one.devices) for one in held}
+        return await on_thread(
+            lambda: use_of(
+                _look(nvml, questions, given),
+                {one["addr"]: (one["gpu_uuid"], one["mps_memory_limit"]) for one in devices},
+            )
+        )
+
+
+def _look(nvml: Nvml, questions: Iterable[_Question], given: Mapping[int | None, tuple[str, ...]]) -> Seen:
+    """What NVML and the kernel tell; raises DriverError."""
+    # In this order: whoever begins between the two questions is known to use MPS.
+    memory, through_mps = nvml.processes(), nvml.mps_clients()
+    served = tuple(
+        Served(one.name, one.gpu_uuids, one.servers, _started_s(one.control_pid)) for one in questions
+    )
+    servers = {pid for one in served for pid in one.servers}
+    pids = {pid for of_gpu in (*memory.values(), *through_mps.values()) for pid in of_gpu} - servers
+    devices, others = {}, set()
+    for pid in pids:
+        if uid_of(pid) is None or is_server(pid):
+            others.add(pid)
+            continue
+        named = environment_of(pid).get(DEVICE_VARIABLE, "")
+        devices[pid] = tuple(name.strip() for name in named.split(",") if name.strip()) or given.get(pid, ())
+    return Seen(time.time(), served, memory, through_mps, devices, frozenset(others))
+
+
+def _started_s(pid: int | None) -> float | None:
+    import psutil
+
+    try:
+        return psutil.Process(pid).create_time() if pid else None
+    except psutil.Error:
+        return None

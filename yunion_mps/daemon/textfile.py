@@ -1,0 +1,95 @@
+"""The metrics in a file, for node_exporter's textfile collector: whole at every moment, gone at a stop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+from collections.abc import Awaitable, Callable
+
+from yunion_mps.daemon.threads import on_thread
+from yunion_mps.paths import Paths
+from yunion_mps.supervisor import Supervisor
+
+log = logging.getLogger(__name__)
+
+#: How often it is written.
+_WRITE_S = 15.0
+
+
+class Textfile:
+    """Writes where the configuration says, and nowhere else."""
+
+    def __init__(self, paths: Paths, supervisor: Supervisor, text: Callable[[], Awaitable[bytes]]) -> None:
+        """`text` gives the metrics."""
+        self._paths = paths
+        self._supervisor = supervisor
+        self._text = text
+        self._wake = asyncio.Event()
+        self._written = ""
+        self._trouble = ""
+
+    def soon(self) -> None:
+        """Look at once at what the configuration says."""
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Write for good."""
+        while True:
+            file = self._wanted
+            if self._written != file:
+                self.remove()
+                self._supervisor.remark("metrics_textfile", "")
+            if file:
+                await self._write(file)
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._wake.wait(), _WRITE_S if file else None)
+            self._wake.clear()
+
+    def remove(self) -> None:
+        """Leave no file, for what it says would look true for good."""
+        if self._written:
+            with contextlib.suppress(OSError):
+                os.unlink(self._written)
+        self._written = ""
+
+    @property
+    def _wanted(self) -> str:
+        file = self._supervisor.config.metrics_textfile
+        return self._paths.under(file) if file else ""
+
+    async def _write(self, file: str) -> None:
+        trouble = ""
+        self._written = file
+        try:
+            text = await self._text()
+            await on_thread(lambda: write(file, text))
+        except OSError as error:
+            trouble = f"metrics_textfile is {file}, which cannot be written: {error.strerror}"
+        except Exception as error:  # noqa: BLE001 - a daemon without metrics does all that matters to jobs
+            trouble = f"the metrics for {file} cannot be made: {error!r}"
+        if trouble and self._trouble != trouble:
+            log.warning("%s; it is tried again every %g s", trouble, _WRITE_S)
+        self._trouble = trouble
+        self._supervisor.remark("metrics_textfile", trouble)
+
+
+def write(file: str, text: bytes) -> None:
+    """Put the text there in one step, for all to read; raises OSError.
+
+    The directory may be another user's: nothing is followed there that it has laid out.
+    """
+    new = f"{file}.new"
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(new)
+    descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644)
+    try:
+        with os.fdopen(descriptor, "wb") as out:
+            os.fchmod(descriptor, 0o644)
+            out.write(text)
+        os.replace(new, file)
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.unlink(new)
+        raise

@@ -1,0 +1,117 @@
+"""The metrics as text, by prometheus_client: in the OpenMetrics format, and in Prometheus' own of before.
+
+Of prometheus_client only what makes families and text is imported, and at the first call: as a whole it
+brings HTTP servers, clients and OpenSSL along, 6 MiB and 35 ms for what we never call, instead of 1 MiB and
+5 ms.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Iterable, Mapping
+from itertools import groupby
+from operator import itemgetter
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from yunion_mps.api.query import OPENMETRICS
+from yunion_mps.metrics.catalogue import CATALOGUE, COUNTER, GAUGE, HISTOGRAM, INFO, PROCESS, Metric
+from yunion_mps.metrics.facts import Facts
+from yunion_mps.metrics.families import Row, rows
+
+_NAME = "prometheus_client"
+#: The Content-Type of both formats.
+OPENMETRICS_TYPE = f"{OPENMETRICS}; version=1.0.0; charset=utf-8"
+PLAIN_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+#: The endings of names that are no part of a family's name in OpenMetrics, by kind.
+_ENDINGS = {COUNTER: "_total", INFO: "_info"}
+_END = b"# EOF\n"
+_BY_NAME = {metric.name: metric for metric in CATALOGUE}
+
+
+class _Library(NamedTuple):
+    families: Mapping[str, type[Any]]
+    write: Any
+    process: Any
+
+
+_library: _Library | None = None
+
+
+def wants_openmetrics(accept: str) -> bool:
+    """Whether an Accept header asks for OpenMetrics; Prometheus does, curl does not."""
+    return OPENMETRICS in accept
+
+
+def text_of(facts: Facts, *, openmetrics: bool) -> bytes:
+    """All metrics."""
+    library = _load()
+    parts = [
+        _written(library, _family(library, _BY_NAME[name], values), openmetrics=openmetrics)
+        for name, values in groupby(rows(facts), key=itemgetter(0))
+    ]
+    parts += [_written(library, family, openmetrics=openmetrics) for family in library.process.collect()]
+    return b"".join([*parts, _END] if openmetrics else parts)
+
+
+def _family(library: _Library, metric: Metric, values: Iterable[Row]) -> Any:
+    ending = _ENDINGS.get(metric.kind, "")
+    name = metric.name[: -len(ending)] if ending else metric.name
+    family = library.families[metric.kind](name, metric.help, labels=metric.labels)
+    known = set()
+    for _, labels, *value in values:
+        if labels not in known:  # two domains may have one name for a while, as one goes
+            known.add(labels)
+            family.add_metric(labels, *value)
+    return family
+
+
+class _One:
+    """One family, collected already."""
+
+    def __init__(self, family: Any) -> None:
+        self._family = family
+
+    def collect(self) -> Iterable[Any]:
+        return (self._family,)
+
+
+def _written(library: _Library, family: Any, *, openmetrics: bool) -> bytes:
+    if not openmetrics:
+        family.name += _ENDINGS.get(family.type, "")
+        family.type = GAUGE if family.type == INFO else family.type
+    # This escaping looks at our names as a whole; the default one at each of their letters.
+    return bytes(library.write(_One(family), escaping="allow-utf-8"))[: -len(_END)]
+
+
+def _load() -> _Library:
+    """The parts of prometheus_client; raises ImportError."""
+    global _library
+    if _library is None:
+        is_whole = _NAME in sys.modules
+        if not is_whole:
+            spec = importlib.util.find_spec(_NAME)
+            if spec is None:
+                raise ImportError(f"there is no {_NAME}")
+            shell = ModuleType(_NAME)  # without what its __init__ imports
+            shell.__path__ = list(spec.submodule_search_locations or ())
+            sys.modules[_NAME] = shell
+        try:
+            from prometheus_client import metrics_core, process_collector
+            from prometheus_client.openmetrics import exposition
+
+            families = {
+                GAUGE: metrics_core.GaugeMetricFamily,
+                COUNTER: metrics_core.CounterMetricFamily,
+                INFO: metrics_core.InfoMetricFamily,
+                HISTOGRAM: metrics_core.HistogramMetricFamily,
+            }
+            namespace = PROCESS[: -len("_process")]
+            process = process_collector.ProcessCollector(namespace=namespace, registry=None)
+            _library = _Library(families, exposition.generate_latest, process)
+        finally:
+            if not is_whole:
+                del sys.modules[_NAME]
+    return _library
