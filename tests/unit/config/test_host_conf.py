@@ -9,6 +9,7 @@ from unit.config.files import HOST, Files
 BOOLEAN = "write enable_cuda_mps: true or enable_cuda_mps: false"
 REPLICAS = "write a whole number from 1 to 60, without quotes"
 CLIENTS = "write a whole number from 1 to 4096, without quotes"
+PROM = "write the path of a file of its own that ends in .prom"
 WHOLE_PATH = "write the whole path, from /"
 MODES = "exclusive_process, keep"
 SCOPES = "host, gpu"
@@ -30,6 +31,11 @@ def test_every_key_has_the_default_of_the_design(files: Files) -> None:
         "cuda_mps_max_clients": None,
         "cuda_mps_stop_timeout_s": 10,
         "cuda_mps_multiuser": False,
+        "metrics_listen": None,
+        "metrics_allow_public": False,
+        "metrics_textfile": None,
+        "web_listen": None,
+        "web_allow_public": False,
     }
     assert set(config.sources.values()) == {Source("default", None)}
     assert config.devices == ()
@@ -51,6 +57,11 @@ def test_every_key_is_read_and_knows_its_line(files: Files) -> None:
         "cuda_mps_max_clients: 96\n"
         "cuda_mps_stop_timeout_s: 3600\n"
         "cuda_mps_multiuser: true\n"
+        "metrics_listen: 10.0.0.1:9434\n"
+        "metrics_allow_public: true\n"
+        "metrics_textfile: /srv/yunion-mps.prom\n"
+        "web_listen: '[::1]:9435'\n"
+        "web_allow_public: false\n"
     )
     files.root.joinpath("etc/devices.yml").write_text("devices: []\n")
     found = config.load()
@@ -68,8 +79,14 @@ def test_every_key_is_read_and_knows_its_line(files: Files) -> None:
         3600,
         True,
     )
+    assert (found.metrics_listen, found.metrics_allow_public) == ("10.0.0.1:9434", True)
+    assert (found.metrics_textfile, found.web_listen, found.web_allow_public) == (
+        "/srv/yunion-mps.prom",
+        "[::1]:9435",
+        False,
+    )
     assert {name: source.line for name, source in found.sources.items()} == dict(
-        zip(found._fields, [2, 3, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14])
+        zip(KEYS, [2, 3, *range(5, 20)])
     )
     assert {source.file for source in found.sources.values()} == {str(files.host)}
 
@@ -145,6 +162,14 @@ def test_every_key_is_read_and_knows_its_line(files: Files) -> None:
             "is 5, not a text",
             "write cuda_mps_log_directory: followed by a text",
         ),
+        (
+            "metrics_textfile",
+            "/etc/yunion/host.conf",
+            'is "/etc/yunion/host.conf", which node_exporter does not read',
+            PROM,
+        ),
+        ("metrics_textfile", "/dev/null", 'is "/dev/null", which node_exporter does not read', PROM),
+        ("metrics_textfile", "/srv/.prom", 'is "/srv/.prom", which node_exporter does not read', PROM),
         ("container_device_config_file", "~/d.yml", 'is "~/d.yml", not an absolute path', WHOLE_PATH),
     ],
 )
@@ -188,7 +213,8 @@ def test_a_key_that_begins_as_ours_do_and_is_none_is_named_with_all_of_ours(file
             f"{HOST}:1: cuda_mps_colour is no key: remove it; the keys of yunion-mps are"
             " container_device_config_file, cuda_mps_combine, cuda_mps_compute_mode, cuda_mps_log_directory,"
             " cuda_mps_max_clients, cuda_mps_multiuser, cuda_mps_pipe_directory, cuda_mps_replicas,"
-            " cuda_mps_scope, cuda_mps_stop_timeout_s, cuda_mps_thread_percentage, enable_cuda_mps"
+            " cuda_mps_scope, cuda_mps_stop_timeout_s, cuda_mps_thread_percentage, enable_cuda_mps,"
+            " metrics_allow_public, metrics_listen, metrics_textfile, web_allow_public, web_listen"
         )
     ]
 

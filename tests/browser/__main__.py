@@ -1,0 +1,135 @@
+"""Makes docs/images/web.png anew: a real daemon with jobs on a simulated host, in a real browser.
+
+The jobs' users are whoever /etc/passwd names for the uids below. The hour before is made up, for nobody would
+wait for it: what the daemon answers to /v1/usage is replaced in the browser by curves up to what is used.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import os
+import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from browser.chromium import Chromium, Page
+from browser.scene import Served
+from integration.daemon_host import Daemon, eventually
+from simhost import SimHost
+from simhost.mps import StandIns
+
+Json = dict[str, Any]
+
+_GPUS = [
+    {"kind": "h100", "virtual_number": 7},
+    {"kind": "a100", "virtual_number": 4},
+    {"kind": "l40s", "virtual_number": 3},
+]
+_LAST = "- path: /dev/dri/renderD130\n  type: NVIDIA_MPS\n  virtual_number: 3\n"
+_UNITS = "- path: /dev/dri/renderD130\n  type: NVIDIA_MPS\n  virtual_number: 0\n  memory_unit: 1GiB\n"
+ALICE, BOB, CAROL = 2001, 2002, 2003
+
+
+def main(folder: Path, *, extra: bool) -> None:
+    """Write the picture into the folder; with `extra` also the whole page, the dark one and a phone's."""
+    with SimHost.create(_GPUS) as host, StandIns(host), Daemon(host) as daemon, ExitStack() as stack:
+        file = host.root / "etc/yunion/host_container_device.yml"
+        file.write_text(file.read_text().replace(_LAST, _UNITS))
+        daemon.start().wait_ready()
+        begin(daemon, stack)
+        with Served(host) as served, Chromium() as browser:
+            page = look(browser, served.url, 1280, 1000)
+            page.picture(folder / "web.png")
+            if extra:
+                page.picture(folder / "web-whole.png", whole=True)
+                page.prefer(dark=True)
+                page.picture(folder / "web-dark.png", whole=True)
+                look(browser, served.url, 360, 800).picture(folder / "web-phone.png", whole=True)
+
+
+def look(browser: Chromium, url: str, width: int, height: int) -> Page:
+    """The page, with all that there is to see on it."""
+    page = browser.page("about:blank", width=width, height=height)
+    make_up_an_hour(browser, page)
+    page.tell("Page.navigate", {"url": url})
+    page.wait_text("whisper.py")
+    page.wait("document.querySelectorAll('td .chart .line[d]').length > 3")
+    return page
+
+
+def begin(daemon: Daemon, stack: ExitStack) -> None:
+    """Some of everything: busy, idle, more than allowed, out of a pool."""
+
+    def job(user: int, wish: str, mib: int, *command: str) -> None:
+        folder = daemon.host.root / "tmp"
+        (folder / command[0]).write_text("import time\ntime.sleep(600)\n")
+        as_user = {"user": user, "group": 0, "extra_groups": []}
+        process = daemon.host.popen(["env", "python3", *command], cwd=folder, **as_user)
+        stack.callback(process.communicate)
+        stack.callback(process.kill)
+        shown = Path(f"/proc/{process.pid}/cmdline")
+        eventually(lambda: shown.read_bytes().startswith(b"python3\0"), "the job")
+        os.seteuid(user)
+        try:
+            code, lease = daemon.ask("POST", f"/v1/leases?pid={process.pid}&{wish}")
+        finally:
+            os.seteuid(0)
+        assert code == 200, lease
+        if mib:
+            order = ["00:06.0", "00:07.0", "00:08.0"]
+            daemon.host.gpus[order.index(lease["gpus"][0])].add_process(process.pid, mib, "M+C")
+
+    job(ALICE, "device=00:06.0-0", 9800, "train.py", "--model", "resnet50", "--epochs", "90")
+    job(ALICE, "device=00:06.0-1", 11100, "train.py", "--model", "vit-b16")
+    job(BOB, "device=00:06.0-2", 4100, "serve.py", "--port", "8000")
+    job(CAROL, "device=00:06.0-3", 0, "notebook.py")
+    job(BOB, "device=00:07.0-0", 21700, "finetune.py", "--lora", "--rank", "16")
+    job(CAROL, "device=00:07.0-2", 6200, "embed.py", "corpus/")
+    job(ALICE, "gpu=00:08.0&memory=8192", 7400, "infer.py", "--batch", "32")
+    job(BOB, "gpu=00:08.0&memory=4096", 2900, "whisper.py")
+
+
+def make_up_an_hour(browser: Chromium, page: Page) -> None:
+    """Have the browser show an hour before now that nobody has waited for."""
+
+    def answer(event: Json) -> None:
+        if event["sessionId"] != page.session:
+            return
+        body = base64.b64encode(json.dumps(an_hour(event)).encode()).decode()
+        number = event["params"]["requestId"]
+        page.tell("Fetch.fulfillRequest", {"requestId": number, "responseCode": 200, "body": body})
+
+    browser.answering["Fetch.requestPaused"] = answer
+    page.tell("Fetch.enable", {"patterns": [{"urlPattern": "*/v1/usage*"}]})
+
+
+def an_hour(event: Json) -> Json:
+    del event
+    ends = {"00:06.0-0": 9800, "00:06.0-1": 11100, "00:06.0-2": 4100, "00:07.0-0": 21700, "00:07.0-2": 6200,
+            "00:08.0-m0": 7400, "00:08.0-m1": 2900}  # fmt: skip
+    devices = {name: curve(place, mib) for place, (name, mib) in enumerate(ends.items())}
+    gpus: dict[str, list[int]] = {}
+    for name, curve_of_it in devices.items():
+        gpu = name.rpartition("-")[0]
+        gpus[gpu] = [a + b for a, b in zip(gpus.get(gpu, [0] * 60), curve_of_it)]
+    return {
+        "begin": time.time() - 3600, "step": 60, "looked": [True] * 60,
+        "gpus": [{"addr": name, "memory_used": used} for name, used in gpus.items()],
+        "devices": [{"addr": name, "memory_used": used} for name, used in devices.items()],
+    }  # fmt: skip
+
+
+def curve(place: int, end_mib: int) -> list[int]:
+    """From nothing at some minute, by and by to what is used now, with the wave of a training's batches."""
+    start = (place * 17) % 45
+    rise = [0.0 if minute < start else 1 - math.exp(-(minute - start) / 3) for minute in range(60)]
+    wave = [1 - 0.12 * abs(math.sin(minute / (1.5 + place % 3))) for minute in range(59)]
+    return [int(end_mib * up * share) for up, share in zip(rise, [*wave, 1.0])]
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), extra="--extra" in sys.argv[2:])

@@ -1,0 +1,239 @@
+"""Chromium without a window, driven over the DevTools protocol through a pair of pipes: no port, no library.
+
+with Chromium() as browser:
+    page = browser.page("http://127.0.0.1:9435/", width=360, dark=True)
+    page.wait("document.querySelector('#host').textContent")  # until this is true; returns it
+    page.press("Tab")
+    assert page.troubles() == []                              # nor errors, nor what the policy forbade
+
+https://chromedevtools.github.io/devtools-protocol/
+"""
+
+from __future__ import annotations
+
+import base64
+import fcntl
+import json
+import os
+import select
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from integration.daemon_host import PATIENCE_S, eventually
+
+Json = dict[str, Any]
+
+_PROGRAMS = ("chromium-headless-shell", "chromium", "chromium-browser")
+_ARGUMENTS = (
+    "--headless", "--remote-debugging-pipe", "--no-sandbox", "--disable-gpu", "--no-first-run",
+    "--hide-scrollbars", "--disable-background-networking", "--disable-component-update",
+    "--disable-dev-shm-usage", "--force-color-profile=srgb", "--lang=en-GB", "about:blank",
+)  # fmt: skip
+_WATCH = """
+window.troubles = [];
+addEventListener("securitypolicyviolation", (e) => troubles.push(`${e.violatedDirective} ${e.blockedURI}`));
+addEventListener("error", (e) => troubles.push(`error: ${e.message ?? e.target.outerHTML}`), true);
+addEventListener("unhandledrejection", (e) => troubles.push(`rejection: ${e.reason}`));
+"""
+_KEYS = {"Tab": 9, "Enter": 13, "Escape": 27, " ": 32}
+
+
+class Chromium:
+    """One browser; a context manager."""
+
+    def __init__(self) -> None:
+        program = next((found for name in _PROGRAMS if (found := shutil.which(name))), None)
+        assert program, "chromium-headless-shell is not there: run scripts/setup"
+        self._folder = tempfile.mkdtemp(prefix="chromium.", dir="/tmp")
+        its_in, self._out = _high_pipe()
+        self._in, its_out = _high_pipe()
+
+        def give_pipes() -> None:
+            os.dup2(its_in, 3)
+            os.dup2(its_out, 4)
+
+        self._process = subprocess.Popen(
+            [program, f"--user-data-dir={self._folder}", *_ARGUMENTS],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            preexec_fn=give_pipes,
+            pass_fds=(3, 4),
+            start_new_session=True,
+            env={**os.environ, "TZ": "UTC", "HOME": self._folder},
+        )
+        os.close(its_in)
+        os.close(its_out)
+        self._last = 0
+        self._read = b""
+        self._answers: dict[int, Json] = {}
+        #: What it told by itself, by session.
+        self.events: list[Json] = []
+        self.answering: dict[str, Callable[[Json], None]] = {}
+
+    def page(
+        self, url: str, *, width: int = 1280, height: int = 900, dark: bool = False, reduced: bool = True
+    ) -> Page:
+        """A new page of this size, which has begun to load."""
+        target = self.tell("Target.createTarget", {"url": "about:blank"})["targetId"]
+        session = self.tell("Target.attachToTarget", {"targetId": target, "flatten": True})["sessionId"]
+        page = Page(self, session)
+        page.resize(width, height)
+        page.tell("Page.enable")
+        page.tell("Log.enable")
+        page.tell("Runtime.enable")
+        page.tell("Page.addScriptToEvaluateOnNewDocument", {"source": _WATCH})
+        page.prefer(dark=dark, reduced=reduced)
+        page.tell("Page.navigate", {"url": url})
+        return page
+
+    def tell(self, method: str, parameters: Json | None = None, session: str = "") -> Json:
+        """Have it do something, and return what it answers."""
+        self._last += 1
+        number = self._last
+        message = {"id": number, "method": method, "params": parameters or {}}
+        if session:
+            message["sessionId"] = session
+        data = json.dumps(message).encode() + b"\0"
+        while data:
+            data = data[os.write(self._out, data) :]
+        while number not in self._answers:  # what answers an event asks as well, and may hear of ours
+            self._note(self._next())
+        heard = self._answers.pop(number)
+        assert "error" not in heard, (method, heard["error"])
+        return dict(heard["result"])
+
+    def listen(self) -> None:
+        """Take note of what it has told by itself up to now."""
+        self.tell("Browser.getVersion")
+
+    def close(self) -> None:
+        """End it, and leave nothing of it."""
+        os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        os.close(self._in)
+        os.close(self._out)
+        eventually(self._is_removed, f"the end of {self._folder}")
+
+    def __enter__(self) -> Chromium:  # noqa: PYI034 - typing.Self is not in 3.9
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _is_removed(self) -> bool:
+        """Its helpers end after it, and may write until then."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+        return not Path(self._folder).exists()
+
+    def _note(self, heard: Json) -> None:
+        if "id" in heard:
+            self._answers[heard["id"]] = heard
+        if "method" in heard:
+            self.events.append(heard)
+            if heard["method"] in self.answering:
+                self.answering[heard["method"]](heard)
+
+    def _next(self) -> Json:
+        end_s = time.monotonic() + PATIENCE_S
+        while b"\0" not in self._read:
+            ready, _, _ = select.select([self._in], [], [], max(0.0, end_s - time.monotonic()))
+            assert ready, f"Chromium says nothing for {PATIENCE_S:g} s"
+            piece = os.read(self._in, 1 << 20)
+            assert piece, "Chromium has ended"
+            self._read += piece
+        message, _, self._read = self._read.partition(b"\0")
+        return dict(json.loads(message))
+
+
+class Page:
+    """One page of the browser."""
+
+    def __init__(self, browser: Chromium, session: str) -> None:
+        self._browser = browser
+        self.session = session
+
+    def tell(self, method: str, parameters: Json | None = None) -> Json:
+        """Have the page do something."""
+        return self._browser.tell(method, parameters, self.session)
+
+    def ask(self, expression: str) -> Any:
+        """The value of a JavaScript expression, awaited."""
+        parameters = {"expression": expression, "returnByValue": True, "awaitPromise": True}
+        answer = self.tell("Runtime.evaluate", parameters)
+        assert "exceptionDetails" not in answer, (expression, answer["exceptionDetails"])
+        return answer["result"].get("value")
+
+    def wait(self, expression: str, patience_s: float = PATIENCE_S) -> Any:
+        """The same, once it is true."""
+        shown = "document.body.innerText"
+        return eventually(
+            lambda: self.ask(f"document.readyState !== 'loading' && ({expression})"),
+            expression,
+            patience_s,
+            lambda: str(self.ask(shown))[:3000],
+        )
+
+    def wait_text(self, text: str, where: str = "body") -> str:
+        """Wait until the words are there to be seen, and return all that is."""
+        place = f"document.querySelector({json.dumps(where)})"
+        return str(self.wait(f"{place}?.innerText.includes({json.dumps(text)}) && {place}.innerText"))
+
+    def press(self, key: str, *, shift: bool = False) -> None:
+        """Press a key by its name in the DOM."""
+        code = {"key": key, "windowsVirtualKeyCode": _KEYS.get(key, 0), "modifiers": 8 * shift}
+        text = {"Enter": "\r", " ": " "}.get(key)
+        self.tell("Input.dispatchKeyEvent", {"type": "keyDown", **code, **({"text": text} if text else {})})
+        self.tell("Input.dispatchKeyEvent", {"type": "keyUp", **code})
+
+    def type(self, text: str) -> None:
+        """Write this where the focus is."""
+        self.tell("Input.insertText", {"text": text})
+
+    def resize(self, width: int, height: int) -> None:
+        """Another size of the window, in CSS pixels."""
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
+        self.tell("Emulation.setDeviceMetricsOverride", size)
+
+    def prefer(self, *, dark: bool, reduced: bool = True) -> None:
+        """What the user prefers, as media queries tell it."""
+        features = [
+            {"name": "prefers-color-scheme", "value": "dark" if dark else "light"},
+            {"name": "prefers-reduced-motion", "value": "reduce" if reduced else "no-preference"},
+        ]
+        self.tell("Emulation.setEmulatedMedia", {"features": features})
+
+    def troubles(self) -> list[str]:
+        """Errors, and what the security policy forbade, since the page was loaded."""
+        self._browser.listen()
+        own = [one for one in self._browser.events if one.get("sessionId") == self.session]
+        logged = [
+            one["params"]["entry"]["text"]
+            for one in own
+            if one["method"] == "Log.entryAdded" and one["params"]["entry"]["level"] == "error"
+        ]
+        thrown = [str(one["params"]) for one in own if one["method"] == "Runtime.exceptionThrown"]
+        return [*self.ask("window.troubles"), *logged, *thrown]
+
+    def picture(self, file: Path, *, whole: bool = False) -> None:
+        """Save what is to be seen as PNG: what fits the window, or all of it."""
+        parameters = {"format": "png", "captureBeyondViewport": whole}
+        if whole:
+            size = self.tell("Page.getLayoutMetrics")["cssContentSize"]
+            parameters["clip"] = {**size, "scale": 1}
+        file.write_bytes(base64.b64decode(self.tell("Page.captureScreenshot", parameters)["data"]))
+
+
+def _high_pipe() -> tuple[int, int]:
+    """A pipe whose descriptors are not those that the browser expects."""
+    low = os.pipe()
+    high = tuple(fcntl.fcntl(one, fcntl.F_DUPFD_CLOEXEC, 10) for one in low)
+    for one in low:
+        os.close(one)
+    return high[0], high[1]

@@ -1,0 +1,26 @@
+// Each text that is seen, and the contrast of its colour with that of its ground (WCAG 2.2, 1.4.3 and "relative
+// luminance").
+(() => {
+  const WEIGHTS = [0.2126, 0.7152, 0.0722];
+  const linear = (one) => (one <= 0.03928 ? one / 12.92 : ((one + 0.055) / 1.055) ** 2.4);
+  const luminance = (rgb) => rgb.reduce((sum, one, place) => sum + linear(one / 255) * WEIGHTS[place], 0);
+  const numbers = (colour) => colour.match(/[\d.]+/g).map(Number);
+  const ground = (element) => {
+    for (let one = element; one; one = one.parentElement) {
+      if (one.matches(".label")) one = one.parentElement.parentElement; // it stands below its part, not on it
+      const colour = numbers(getComputedStyle(one).backgroundColor);
+      if (colour[3] !== 0) return colour.slice(0, 3);
+    }
+    return [255, 255, 255];
+  };
+  const words = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  const found = [];
+  while (words.nextNode()) {
+    const text = words.currentNode.data.trim();
+    const element = words.currentNode.parentElement;
+    if (!text || !element.checkVisibility() || element.closest("noscript, .skip")) continue;
+    const both = [numbers(getComputedStyle(element).color).slice(0, 3), ground(element)].map(luminance);
+    found.push([text, (Math.max(...both) + 0.05) / (Math.min(...both) + 0.05)]);
+  }
+  return found;
+})()

@@ -1,0 +1,103 @@
+"""What the page is looked at with: `yunion-mps web` on a simulated host, and jobs that have devices."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+from collections.abc import Sequence
+from types import TracebackType
+
+from integration.daemon_host import Daemon, eventually
+from simhost import SimHost
+from simhost.gpu import SimGpu
+
+
+def free_port() -> int:
+    """A port of 127.0.0.1 that nobody listens on at this moment."""
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+class Served:
+    """`yunion-mps web` on a host, until the end; a context manager."""
+
+    def __init__(self, host: SimHost, port: int = 0) -> None:
+        self.port = port or free_port()
+        self.url = f"http://127.0.0.1:{self.port}/"
+        command = ["yunion-mps", "web", "--listen", f"127.0.0.1:{self.port}"]
+        self._process = host.popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        assert self._process.stdout is not None
+        self.said = self._process.stdout.readline()
+        assert self.url in self.said, self.said + self._process.stdout.read()
+
+    def __enter__(self) -> Served:  # noqa: PYI034 - typing.Self is not in 3.9
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+
+class Jobs:
+    """Commands with devices of their own, as `yunion-mps run` starts them; a context manager."""
+
+    def __init__(self, daemon: Daemon) -> None:
+        self._daemon = daemon
+        self._running: dict[int, tuple[subprocess.Popen[str], SimGpu | None]] = {}
+        self._folder = daemon.host.root / "tmp/jobs"
+        self._folder.mkdir(parents=True, exist_ok=True)
+
+    def start(
+        self, name: str, arguments: Sequence[str] = (), *, device: str = "", mib: int | None = None,
+        options: Sequence[str] = (),
+    ) -> int:  # fmt: skip
+        """A job of this name, which uses so much of its device's GPU; returns its PID once it has that.
+
+        Which device, `options` of `yunion-mps run` may say instead.
+        """
+        program = self._folder / name
+        if not program.exists():
+            program.write_text("import time\ntime.sleep(3600)\n")
+        wish = ["--device", device] if not options else list(options)
+        command = ["yunion-mps", "run", *wish, "--", "python3", name, *arguments]
+        process = self._daemon.host.popen(command, cwd=self._folder)
+        self._running[process.pid] = process, None
+        eventually(lambda: self._has_begun(process), f"the device of {name}")
+        if mib is not None:
+            (address,) = self._held()[process.pid]
+            gpu = next(one for one in self._daemon.host.gpus if _short(one) == address)
+            gpu.add_process(process.pid, mib, "M+C")
+            self._running[process.pid] = process, gpu
+        return process.pid
+
+    def end(self, pid: int) -> None:
+        """End one of them."""
+        process, gpu = self._running.pop(pid)
+        if gpu:
+            gpu.remove_process(pid)
+        process.kill()
+        process.communicate()
+
+    def _has_begun(self, process: subprocess.Popen[str]) -> bool:
+        assert process.poll() is None, process.communicate()
+        return process.pid in self._held()
+
+    def _held(self) -> dict[int, list[str]]:
+        """The GPUs of each lease, by its PID."""
+        return {one["pid"]: one["gpus"] for one in self._daemon.get("/v1/leases")[1]["leases"]}
+
+    def __enter__(self) -> Jobs:  # noqa: PYI034 - typing.Self is not in 3.9
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for pid in list(self._running):
+            self.end(pid)
+
+
+def _short(gpu: SimGpu) -> str:
+    return gpu.description.address.removeprefix("0000:")

@@ -1,0 +1,181 @@
+"""The web page in a real browser, with a real daemon: what comes and goes, and what is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from browser.chromium import Chromium, Page
+from browser.scene import Jobs, Served
+from integration.conftest import MakeDaemon, MakeHost
+from integration.daemon_host import Daemon
+from simhost.mps import StandIns
+
+V100_BY_4 = [{"kind": "v100", "virtual_number": 4}]
+
+
+class Scene(NamedTuple):
+    daemon: Daemon
+    jobs: Jobs
+    served: Served
+
+
+@pytest.fixture
+def scene(make_host: MakeHost, make_daemon: MakeDaemon) -> Iterator[Scene]:
+    """A V100 divided by four, and `yunion-mps web`."""
+    host = make_host(V100_BY_4)
+    with StandIns(host):
+        daemon = make_daemon(host).start().wait_ready()
+        with Jobs(daemon) as jobs, Served(host) as served:
+            yield Scene(daemon, jobs, served)
+
+
+def test_a_lease_that_is_taken_used_and_given_back_is_seen_at_once(scene: Scene, browser: Chromium) -> None:
+    page = browser.page(scene.served.url)
+    page.wait_text("4 devices · 4 free")
+    page.wait_text("Nobody has a device")
+    first = page.ask(
+        "window.bar = document.querySelector('.bar'); window.part = bar.children[1]; bar.children.length"
+    )
+    assert first == 4
+    job = scene.jobs.start("train.py", ["--epochs", "3"], device="00:06.0-1", mib=2048)
+    for words in ("train.py", "00:06.0-1", "root", "--epochs 3", f"PID {job}", "2 GiB of 4 GiB"):
+        page.wait_text(words, "#rows")
+    page.wait_text("4 devices · 1 in use · 3 free")
+    assert page.ask("part.className") == "part used"
+    assert page.ask("part.querySelector('b').style.height") == "50%"
+    assert page.ask("part.textContent") == "root"
+    page.wait_text("given to", "#list")
+    assert page.ask("bar === document.querySelector('.bar') && part === bar.children[1]"), (
+        "nothing is made anew"
+    )
+    scene.jobs.end(job)
+    page.wait_text("4 devices · 4 free")
+    page.wait_text("given back by", "#list")
+    assert page.ask("part.className") == "part free"
+    assert page.troubles() == []
+
+
+def test_what_is_wrong_comes_first_with_the_remedy_that_status_tells(scene: Scene, browser: Chromium) -> None:
+    scene.jobs.start("train.py", device="00:06.0-0", mib=6000)
+    page = browser.page(scene.served.url)
+    shown = page.wait_text("Problem: 00:06.0-0 has 6000 of 4096 MiB", "main").splitlines()
+    assert shown[0] == "What is wrong"
+    (remedy,) = (line for line in shown if line.startswith("Remedy"))
+    told = scene.daemon.host.run(["yunion-mps", "status"]).stdout
+    assert remedy.partition(": ")[2] in told
+    assert page.wait("document.title").startswith("(1) ")
+    assert "over budget" in page.wait_text("over budget", "#rows")
+    assert page.ask("document.querySelector('.bar .part.over').textContent") == "! root"
+
+
+def test_the_use_of_the_last_hour_is_drawn_for_the_host_the_gpu_and_the_device(
+    scene: Scene, browser: Chromium
+) -> None:
+    scene.jobs.start("train.py", device="00:06.0-2", mib=2048)
+    page = browser.page(scene.served.url)
+    drawn = "[...document.querySelectorAll('.chart')].map((one) => one.getAttribute('aria-label') ?? '')"
+    page.wait(f"{drawn}.length === 3")
+    page.wait(f"{drawn}.every((words) => words.includes('2 GiB now, at most 2 GiB'))")
+
+
+def test_a_daemon_that_goes_away_and_comes_back_is_said_with_the_age_of_what_is_shown(
+    scene: Scene, browser: Chromium
+) -> None:
+    page = browser.page(scene.served.url)
+    page.wait_text("4 devices · 4 free")
+    scene.daemon.kill()
+    gone = page.wait_text("No answer since", "#gone")
+    assert "the daemon is not running. All below is from " in gone
+    assert "systemctl status yunion-mps-daemon" in gone
+    page.wait("/as of .*, \\d+ s ago/.test(document.querySelector('#age').textContent)")
+    assert page.ask("document.title").startswith("no answer ")
+    assert "no answer" in page.ask("document.querySelector('#state').innerText")
+    assert "4 devices · 4 free" in page.ask("document.body.innerText"), "what was known stays to be seen"
+    scene.daemon.start().wait_ready()
+    page.wait("document.querySelector('#gone').hidden")
+    assert "ready" in page.ask("document.querySelector('#state').innerText")
+    page.wait_text("The daemon answers again, after ", "#said")
+    job = scene.jobs.start("again.py", device="00:06.0-3")
+    page.wait_text("again.py", "#rows")
+    scene.jobs.end(job)
+    page.wait_text("given back by", "#list")
+
+
+def test_a_page_whose_server_has_ended_says_so(scene: Scene, browser: Chromium) -> None:
+    with Served(scene.daemon.host) as other:
+        page = browser.page(other.url)
+        page.wait_text("4 devices")
+    assert "nothing answers where this page came from" in page.wait_text("No answer since", "#gone")
+    with Served(scene.daemon.host, other.port):
+        page.wait("document.querySelector('#gone').hidden")
+
+
+def test_a_command_line_is_never_anything_but_text(scene: Scene, browser: Chromium) -> None:
+    page = browser.page(scene.served.url)
+    page.wait_text("Nobody has a device")
+    hostile = '<img src=x onerror="window.hacked=1"><script>window.hacked=2</script>'
+    scene.jobs.start("evil.py", [hostile], device="00:06.0-0", mib=9999)
+    assert hostile in page.wait_text("evil.py", "#rows")
+    page.wait_text("evil.py", "#findings")
+    assert page.ask("document.querySelectorAll('img').length + document.scripts.length") == 1
+    assert page.ask("window.hacked ?? 0") == 0
+    assert page.troubles() == []
+
+
+def test_a_host_that_offers_nothing_says_why(
+    make_host: MakeHost, make_daemon: MakeDaemon, browser: Chromium
+) -> None:
+    daemon = make_daemon(make_host(V100_BY_4))
+    daemon.write_host_conf({"enable_cuda_mps": False})
+    daemon.start().wait_ready()
+    with Served(daemon.host) as served:
+        page = browser.page(served.url)
+        page.wait_text("disabled", "#state")
+        page.wait_text("Notice: enable_cuda_mps is false")
+        page.wait_text("Remedy: to offer them: set enable_cuda_mps: true")
+        assert page.troubles() == []
+
+
+def test_memory_in_units_is_a_bar_of_what_is_taken_and_what_is_left(
+    make_host: MakeHost, make_daemon: MakeDaemon, browser: Chromium
+) -> None:
+    host = make_host(V100_BY_4)
+    (host.root / "etc/yunion/host_container_device.yml").write_text(
+        "devices:\n- path: /dev/dri/renderD128\n  type: NVIDIA_MPS\n"
+        "  virtual_number: 0\n  memory_unit: 1GiB\n"
+    )
+    daemon = make_daemon(host).start().wait_ready()
+    with Jobs(daemon) as jobs, Served(host) as served:
+        page = browser.page(served.url)
+        page.wait_text("16 GiB free", ".bar")
+        jobs.start("infer.py", options=["--gpu-mem", "4GiB"])
+        page.wait_text("12 GiB free", ".bar")
+        page.wait_text("1 device · 1 idle · 12 GiB free")
+        widths = page.ask("[...document.querySelectorAll('.bar .part')].map((one) => one.offsetWidth)")
+        assert widths[1] == pytest.approx(3 * widths[0], rel=0.02)
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_words_can_be_read_on_their_ground_by_light_and_by_dark(
+    scene: Scene, browser: Chromium, dark: bool
+) -> None:
+    """WCAG 2.2, 1.4.3: a contrast of 4.5 to 1."""
+    scene.jobs.start("train.py", device="00:06.0-0", mib=6000)
+    scene.jobs.start("other.py", device="00:06.0-1", mib=100)
+    page = browser.page(scene.served.url, dark=dark)
+    page.wait_text("other.py", "#rows")
+    page.wait_text("Problem:")
+    ground = page.ask("getComputedStyle(document.body).backgroundColor")
+    assert (sum(int(one) for one in ground[4:-1].split(",")) < 150) == dark
+    assert poor(page) == []
+
+
+def poor(page: Page) -> list[str]:
+    """Texts whose contrast with what is behind them is below 4.5."""
+    found = page.ask(Path(__file__).with_name("contrasts.js").read_text())
+    assert len(found) > 40
+    return [f"{text!r}: {ratio:.2f}" for text, ratio in found if ratio < 4.5]

@@ -1,0 +1,205 @@
+"""The web page on a large host, on a phone, with a keyboard, and for those who do not see it."""
+
+from __future__ import annotations
+
+import http.client
+import itertools
+import socket
+from collections.abc import Iterator
+from contextlib import closing
+from typing import Any
+
+import pytest
+
+from browser.chromium import Chromium, Page
+from browser.scene import Jobs, Served
+from integration.conftest import MakeDaemon, MakeHost
+from integration.daemon_host import Daemon
+from simhost.mps import StandIns
+
+MANY = [{"kind": "h100", "count": 64, "virtual_number": 48}]
+V100S = [{"kind": "v100", "virtual_number": 12}, {"kind": "v100", "virtual_number": 2}]
+#: Notes every task that keeps the page from answering for 50 ms and more.
+_TASKS = """
+window.tasks = [];
+new PerformanceObserver((list) => tasks.push(...list.getEntries().map((one) => one.duration)))
+  .observe({ type: "longtask", buffered: true });
+"""
+
+
+@pytest.fixture
+def busy(make_host: MakeHost, make_daemon: MakeDaemon) -> Iterator[tuple[Daemon, Served]]:
+    """Two V100s, some of whose devices are in use, one over its budget."""
+    host = make_host(V100S)
+    with StandIns(host):
+        daemon = make_daemon(host).start().wait_ready()
+        with Jobs(daemon) as jobs, Served(host) as served:
+            jobs.start("train.py", ["--data", "/a/path/that/is/long/" * 8], device="00:06.0-3", mib=700)
+            jobs.start("notebook.py", device="00:06.0-4")
+            jobs.start("render.py", device="00:07.0-1", mib=9000)
+            yield daemon, served
+
+
+def seen(browser: Chromium, served: Served, width: int = 1280, height: int = 900) -> Page:
+    page = browser.page(served.url, width=width, height=height)
+    page.wait_text("render.py", "#rows")
+    page.wait_text("given to", "#list")
+    return page
+
+
+def test_64_gpus_with_3072_devices_are_drawn_within_a_second_and_kept_when_something_changes(
+    make_host: MakeHost, make_daemon: MakeDaemon, browser: Chromium
+) -> None:
+    daemon = make_daemon(make_host(MANY))
+    daemon.configure(cuda_mps_scope="gpu")
+    daemon.start().wait_ready()
+    take(daemon, 210)
+    with Served(daemon.host) as served:
+        page = browser.page("about:blank")
+        page.tell("Page.addScriptToEvaluateOnNewDocument", {"source": _TASKS})
+        page.tell("Page.navigate", {"url": served.url})
+        page.wait("document.querySelectorAll('.bar .part').length === 3072")
+        page.wait("document.querySelectorAll('#rows tr').length === 200")
+        assert page.ask("Math.max(...tasks, 0)") < 1000
+        assert page.ask("document.querySelectorAll('.bar .free').length") == 2862
+        page.ask("window.parts = [...document.querySelectorAll('.bar .part')]; tasks.length = 0")
+        take(daemon, 1)
+        page.wait("document.querySelectorAll('.bar .free').length === 2861")
+        assert page.ask("Math.max(...tasks, 0)") < 500
+        assert page.ask("[...document.querySelectorAll('.bar .part')].every((one, n) => one === parts[n])")
+        assert page.wait_text("Show 11 more of 211", "#more")
+        page.ask("document.querySelector('#more').click()")
+        page.wait("document.querySelectorAll('#rows tr').length === 211")
+        page.ask("document.querySelector('#filter').focus()")
+        page.type("job-7 ")
+        page.wait("document.querySelectorAll('#rows tr').length < 211")
+        assert page.ask("document.documentElement.scrollWidth") == 1280
+        assert page.troubles() == []
+
+
+def take(daemon: Daemon, count: int) -> None:
+    """Give devices to so many, by name, over one connection."""
+    connection = http.client.HTTPConnection("localhost")
+    connection.sock = socket.socket(socket.AF_UNIX)
+    connection.sock.connect(str(daemon.socket_path))
+    with closing(connection):
+        for _ in range(count):
+            connection.request("POST", f"/v1/leases?binding=name&ttl=3600&name=job-{next(_NUMBERS)}")
+            answer = connection.getresponse()
+            assert (answer.read(), answer.status)[1] == 200
+
+
+_NUMBERS = itertools.count()
+
+
+@pytest.mark.parametrize("width", [320, 360, 768, 1280, 2560])
+def test_nothing_needs_sideways_scrolling(busy: tuple[Daemon, Served], browser: Chromium, width: int) -> None:
+    page = seen(browser, busy[1], width, 740)
+    assert page.ask("[innerWidth, document.documentElement.scrollWidth]") == [width, width]
+    outside = "(one) => one.getBoundingClientRect().right > innerWidth + 1"
+    assert page.ask(f"[...document.querySelectorAll('main *')].filter({outside}).length") == 0
+
+
+def test_everything_can_be_reached_with_the_tab_key_and_left_again(
+    busy: tuple[Daemon, Served], browser: Chromium
+) -> None:
+    page = seen(browser, busy[1])
+    forward = walk(page, shift=False)
+    assert forward == [
+        "GPUs", "Who has what", "Events", "00:06.0", "00:07.0", "Filter",
+    ]  # fmt: skip
+    assert walk(page, shift=True) == forward[::-1]
+
+
+def walk(page: Page, *, shift: bool) -> list[str]:
+    """The names of what has the focus one after another, each of which must show that it has it."""
+    page.ask("document.activeElement.blur()")
+    names: list[str] = []
+    for _ in range(30):
+        page.press("Tab", shift=shift)
+        name, visible = page.ask(_FOCUS)
+        if name is None or name in names:
+            return names
+        assert visible, f"{name} does not show that it has the focus"
+        names.append(name)
+    return names
+
+
+_FOCUS = """
+(() => {
+  const one = document.activeElement;
+  if (one === document.body) return [null, true];
+  const name = one.getAttribute("aria-label") ?? one.labels?.[0]?.textContent ?? one.textContent;
+  const box = one.getBoundingClientRect();
+  const inside = box.right > 0 && box.bottom > 0 && box.left < innerWidth;
+  return [name, inside && getComputedStyle(one).outlineStyle !== "none"];
+})()
+"""
+
+
+def test_a_gpu_is_chosen_and_let_go_with_the_keyboard(busy: tuple[Daemon, Served], browser: Chromium) -> None:
+    page = seen(browser, busy[1])
+    for _ in range(4):
+        page.press("Tab")
+    page.press("Enter")
+    page.wait("document.querySelectorAll('#rows tr').length === 2")
+    assert page.ask("[document.activeElement.id, document.activeElement.value]") == ["filter", "00:06.0"]
+    page.type(" notebook")
+    page.wait("document.querySelectorAll('#rows tr').length === 1")
+    assert "1 of 3" in page.wait_text("1 of 3", "#shown")
+    page.press("Escape")
+    page.wait("document.querySelectorAll('#rows tr').length === 3")
+
+
+def test_what_is_only_seen_is_also_said(busy: tuple[Daemon, Served], browser: Chromium) -> None:
+    """What the browser tells a screen reader: landmarks, headings, a table, and each drawing in words."""
+    page = seen(browser, busy[1])
+    page.wait("document.querySelectorAll('.chart[aria-label]').length >= 3")
+    nodes = [one for one in page.tell("Accessibility.getFullAXTree")["nodes"] if not one["ignored"]]
+    named: dict[str, list[Any]] = {}
+    for one in nodes:
+        named.setdefault(one["role"]["value"], []).append(one.get("name", {}).get("value"))
+    host, *headings = named["heading"]
+    assert host == page.ask("document.querySelector('#host').textContent")
+    assert headings[:3] == ["What is wrong", "The host as a whole", "GPUs"]
+    assert headings[3:5] == ["Who has what", "Events"]
+    assert headings[5:] == [
+        "00:06.0 Tesla V100-SXM2-16GB 700 MiB of 16 GiB",
+        "00:07.0 Tesla V100-SXM2-16GB 8.8 GiB of 16 GiB",
+    ]
+    assert {"What is wrong", "The host as a whole", "GPUs", "Who has what", "Events"} <= set(named["region"])
+    assert named["table"] == ["Who has what"]
+    assert named["columnheader"] == ["Device", "User", "Command", "Since", "Memory of budget", "Last hour"]
+    assert named["searchbox"] == ["Filter"]
+    assert "12 devices · 1 in use · 1 idle · 10 free" in named["image"]
+    assert any(
+        name.startswith(
+            "2 devices · 1 over budget · 1 free; 00:07.0-0: free, 8 GiB; 00:07.0-1: root, over budget"
+        )
+        for name in named["image"]
+    )
+    assert all(named["image"]), "no drawing is without words"
+
+
+def test_states_differ_by_more_than_their_colour(busy: tuple[Daemon, Served], browser: Chromium) -> None:
+    page = seen(browser, busy[1])
+    page.wait("document.querySelectorAll('.bar .part.used').length === 1")
+    looks = page.ask(_LOOKS)
+    assert len(looks) == len(set(looks)) == 5
+
+
+_LOOKS = """
+[...document.querySelectorAll(".key .part")].map((one) => {
+  const { backgroundImage, borderStyle, borderWidth } = getComputedStyle(one);
+  const filled = one.firstElementChild?.offsetHeight ?? 0;
+  return [backgroundImage.replace(/rgba?\\([^)]*\\)/g, ""), borderStyle, borderWidth, filled].join(" ");
+})
+"""
+
+
+def test_who_wants_less_motion_gets_none(busy: tuple[Daemon, Served], browser: Chromium) -> None:
+    page = seen(browser, busy[1])
+    duration = "getComputedStyle(document.querySelector('.bar .part b')).transitionDuration"
+    assert page.ask(duration) == "0s"
+    page.prefer(dark=False, reduced=False)
+    assert page.ask(duration) != "0s"

@@ -1,0 +1,103 @@
+"""`yunion-mps gateway` beside a daemon, as its unit runs it, and a client over TCP.
+
+with Gateway(daemon) as gateway:
+    gateway.start()                          # it ends by itself where host.conf opens nothing
+    gateway.get(port, "/metrics")            # (status, body), None where nobody listens there
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import socket
+import subprocess
+from pathlib import Path
+
+from integration.daemon_host import PATIENCE_S, Daemon, eventually
+
+
+def free_port() -> int:
+    """A port of the loopback device that nobody has now."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+class Gateway:
+    """One gateway; nothing of it is left at the end. A context manager."""
+
+    def __init__(self, daemon: Daemon) -> None:
+        self.daemon = daemon
+        self._log_file = daemon.host.root / "var/log/gateway.stderr"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> Gateway:
+        """Start it once the daemon has told what is to be served, as the path unit does."""
+        eventually(self.notice.exists, "the daemon's notice", trouble=lambda: self.daemon.log)
+        self.end()
+        with self._log_file.open("ab") as log:
+            self._process = subprocess.Popen(
+                ["yunion-mps", "gateway"], stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                env=self.daemon.env, executable=self._program,
+            )  # fmt: skip
+        return self
+
+    @property
+    def notice(self) -> Path:
+        """What tells it what is to be served."""
+        return self.daemon.host.root / "run/yunion-mps/gateway.json"
+
+    @property
+    def _program(self) -> str:
+        paths = (Path(one) / "yunion-mps" for one in self.daemon.env["PATH"].split(":"))
+        return str(next(path for path in paths if path.exists()))
+
+    @property
+    def log(self) -> str:
+        """What it has written."""
+        return self._log_file.read_text()
+
+    @property
+    def running(self) -> bool:
+        """Whether it runs."""
+        return self._process is not None and self._process.poll() is None
+
+    def wait(self) -> int:
+        """Wait for its end by itself, and return the exit status."""
+        assert self._process
+        return self._process.wait(PATIENCE_S)
+
+    def get(
+        self, port: int, target: str = "/metrics", method: str = "GET", accept: str = "*/*"
+    ) -> tuple[int, str] | None:
+        """Status and body of an answer; None where nobody listens."""
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
+        with contextlib.closing(connection):
+            try:
+                connection.request(method, target, headers={"Accept": accept})
+                response = connection.getresponse()
+                return response.status, response.read().decode()
+            except ConnectionError:
+                return None
+
+    def serves(self, port: int, text: str = "yunion_mps_up 1.0") -> None:
+        """Wait until the metrics there hold that line."""
+
+        def look() -> bool:
+            answer = self.get(port)
+            return answer is not None and answer[0] == 200 and text in answer[1].splitlines()
+
+        eventually(look, f"{text} at port {port}", trouble=lambda: self.log)
+
+    def end(self) -> None:
+        """End it."""
+        if self._process:
+            self._process.kill()
+            self._process.wait(PATIENCE_S)
+            self._process = None
+
+    def __enter__(self) -> Gateway:  # noqa: PYI034 - typing.Self is not in 3.9
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.end()

@@ -1,0 +1,198 @@
+"""The metrics over TCP, by the gateway: as the configuration changes, and as the daemon comes and goes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from integration.daemon_host import Daemon, eventually
+from integration.gateway_host import Gateway, free_port
+
+_DOWN = "# HELP yunion_mps_up Whether the daemon answers.\n# TYPE yunion_mps_up gauge\nyunion_mps_up 0\n"
+MakeGateway = Callable[[Daemon], Gateway]
+
+
+@pytest.fixture
+def make_gateway() -> Iterator[MakeGateway]:
+    """Make a gateway beside a daemon, not started yet."""
+    with ExitStack() as stack:
+        yield lambda daemon: stack.enter_context(Gateway(daemon))
+
+
+@pytest.fixture
+def port() -> int:
+    return free_port()
+
+
+@pytest.fixture
+def open_daemon(daemon: Daemon, port: int) -> Daemon:
+    """A daemon that serves, and whose metrics are to be had at the port."""
+    daemon.configure(metrics_listen=f"127.0.0.1:{port}")
+    return daemon.start().wait_ready()
+
+
+@pytest.fixture
+def gateway(make_gateway: MakeGateway, open_daemon: Daemon, port: int) -> Gateway:
+    """A gateway that serves them there."""
+    found = make_gateway(open_daemon).start()
+    found.serves(port)
+    return found
+
+
+def reload(daemon: Daemon, **keys: object) -> None:
+    daemon.configure(**keys)
+    status, answer = daemon.ask("POST", "/v1/reload")
+    assert status == 200, answer
+
+
+def test_prometheus_format_is_served_as_it_asks_for_it(gateway: Gateway, port: int) -> None:
+    plain = gateway.get(port)
+    assert plain
+    assert plain[0] == 200
+    assert "# TYPE yunion_mps_build_info gauge\n" in plain[1]
+    modern = gateway.get(port, accept="application/openmetrics-text;version=1.0.0,text/plain;q=0.5")
+    assert modern
+    assert "# TYPE yunion_mps_build info\n" in modern[1]
+    assert modern[1].endswith("\n# EOF\n")
+
+
+def test_only_the_metrics_are_there_and_only_to_be_read(gateway: Gateway, port: int) -> None:
+    head = gateway.get(port, method="HEAD")
+    assert head == (200, "")
+    for target in ("/", "/v1/status", "/v1/devices", "/metrics/", "/v1/reload"):
+        found = gateway.get(port, target)
+        assert found
+        assert found[0] == 404
+        assert json.loads(found[1])["hint"] == "the metrics are at /metrics"
+    for method in ("POST", "PUT", "DELETE", "BREW"):
+        refused = gateway.get(port, "/v1/reload", method)
+        assert refused
+        assert refused[0] == 405
+
+
+@pytest.mark.parametrize(
+    "junk",
+    [b"\x16\x03\x01\x02\x00\x01\x00", b"HELLO\r\n\r\n", b"GET /metrics\r\n\r\n", b"\0" * 40_000],
+    ids=["TLS", "no HTTP", "no version", "noughts"],
+)
+def test_what_is_no_http_is_refused_and_others_are_served(gateway: Gateway, port: int, junk: bytes) -> None:
+    with socket.create_connection(("127.0.0.1", port), timeout=30) as client:
+        client.sendall(junk)
+        with contextlib.suppress(OSError):  # it may have been refused by now
+            client.shutdown(socket.SHUT_WR)
+        answer = b""
+        while part := _received(client):
+            answer += part
+    assert answer == b"" or b"HTTP/1.1 4" in answer
+    gateway.serves(port)
+    assert "Traceback" not in gateway.log
+
+
+def test_whatever_somebody_accepts_or_asks_for_is_answered(gateway: Gateway, port: int) -> None:
+    """A connection that is not answered is kept, and they are counted: 128 would shut Prometheus out."""
+    found = gateway.get(port, accept="\xe9t\xe9")
+    assert found
+    assert (found[0], "# TYPE yunion_mps_build_info gauge\n" in found[1]) == (200, True)
+    for target in (b"http://[", b"//[::1", b"*"):
+        with socket.create_connection(("127.0.0.1", port), timeout=30) as client:
+            client.sendall(b"GET " + target + b" HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert client.recv(12) == b"HTTP/1.1 404"
+    assert "Traceback" not in gateway.log
+
+
+def _received(client: socket.socket) -> bytes:
+    try:
+        return client.recv(4096)
+    except ConnectionResetError:  # the kernel's word for an end with something of ours unread
+        return b""
+
+
+def test_a_reload_moves_it_to_another_port(gateway: Gateway, open_daemon: Daemon, port: int) -> None:
+    other = free_port()
+    reload(open_daemon, metrics_listen=f"127.0.0.1:{other}")
+    gateway.serves(other)
+    assert gateway.get(port) is None
+    assert f"metrics_listen: 127.0.0.1:{port} is closed" in gateway.log
+
+
+def test_it_ends_when_nothing_is_to_be_served(gateway: Gateway, open_daemon: Daemon, port: int) -> None:
+    reload(open_daemon)
+    assert gateway.wait() == 0
+    assert not gateway.notice.exists()
+    assert gateway.get(port) is None
+
+
+def test_it_ends_with_the_daemon(gateway: Gateway, open_daemon: Daemon) -> None:
+    assert open_daemon.stop() == 0
+    assert gateway.wait() == 0
+
+
+def test_it_says_that_the_daemon_is_gone_and_when_it_is_back(
+    gateway: Gateway, open_daemon: Daemon, port: int
+) -> None:
+    open_daemon.kill()
+    gateway.serves(port, "yunion_mps_up 0")
+    open_daemon.start().wait_ready()
+    gateway.serves(port)
+
+
+def test_a_daemon_that_hangs_is_told_before_prometheus_gives_up(
+    gateway: Gateway, open_daemon: Daemon, port: int
+) -> None:
+    """Its scrape_timeout is 10 s: beyond it, the alert would be that of a gateway that is gone."""
+    open_daemon.signal(signal.SIGSTOP)
+    try:
+        begun_s = time.monotonic()
+        assert gateway.get(port) == (200, _DOWN)
+        assert time.monotonic() - begun_s < 9
+    finally:
+        open_daemon.signal(signal.SIGCONT)
+    gateway.serves(port)
+
+
+def test_a_port_in_use_is_said_once_and_tried_until_it_is_free(
+    daemon: Daemon, make_gateway: MakeGateway, port: int
+) -> None:
+    daemon.configure(metrics_listen=f"127.0.0.1:{port}")
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", port))
+        other.listen()
+        daemon.start().wait_ready()
+        gateway = make_gateway(daemon).start()
+        why = f"metrics_listen is 127.0.0.1:{port}, where nothing can be served: Address already in use"
+        eventually(lambda: why in gateway.log, "a word of it", trouble=lambda: gateway.log)
+        (entry,) = [line for line in gateway.log.splitlines() if "nothing can be served" in line]
+        assert entry.endswith("it is tried again until that works. Choose another port in host.conf")
+    gateway.serves(port)
+    assert gateway.log.count("nothing can be served") == 1
+
+
+def test_a_public_address_is_refused_by_a_reload_and_opens_nothing(ready_daemon: Daemon) -> None:
+    ready_daemon.configure(metrics_listen="0.0.0.0:9434")
+    status, answer = ready_daemon.ask("POST", "/v1/reload")
+    assert status == 422
+    wrong = "host.conf:2: metrics_listen is 0.0.0.0:9434, which other hosts can reach"
+    assert (
+        f"{wrong}: write 127.0.0.1:9434, or metrics_allow_public: true if that is meant" in answer["detail"]
+    )
+    assert not Gateway(ready_daemon).notice.exists()
+
+
+def test_the_daemon_itself_never_listens_on_tcp(gateway: Gateway, open_daemon: Daemon) -> None:
+    tcp = {
+        line.split()[9] for name in ("tcp", "tcp6") for line in _lines(f"/proc/{open_daemon.pid}/net/{name}")
+    }
+    links = [entry.readlink() for entry in Path(f"/proc/{open_daemon.pid}/fd").iterdir()]
+    assert not [link for link in links if str(link).removeprefix("socket:[").rstrip("]") in tcp]
+
+
+def _lines(path: str) -> list[str]:
+    return Path(path).read_text().splitlines()[1:]

@@ -1,0 +1,275 @@
+"""`yunion-mps web` and what it answers: a few paths, to readers, who call this host by a name of its own."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import threading
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import yunion_mps
+
+from browser.scene import Jobs, Served, free_port
+from integration.conftest import MakeDaemon, MakeHost
+from integration.daemon_host import PATIENCE_S, Daemon, eventually
+from simhost import SimHost
+
+PAGE = Path(yunion_mps.__file__).parent / "gateway/page"
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+
+
+class Answer(NamedTuple):
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+
+@pytest.fixture
+def served(ready_daemon: Daemon) -> Iterator[Served]:
+    """The reference case's page."""
+    with Served(ready_daemon.host) as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def page() -> Iterator[Served]:
+    """The same for all who only read, and read nothing that changes."""
+    with SimHost.create() as host, Daemon(host) as daemon:
+        daemon.start().wait_ready()
+        with Served(host) as served:
+            yield served
+
+
+def ask(served: Served, target: str, method: str = "GET", host: str | None = None) -> Answer:
+    connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=PATIENCE_S)
+    with closing(connection):
+        connection.request(method, target, headers={} if host is None else {"Host": host})
+        answer = connection.getresponse()
+        headers = {name.lower(): value for name, value in answer.getheaders()}
+        return Answer(answer.status, headers, answer.read())
+
+
+@pytest.mark.parametrize("name", [file.name for file in PAGE.iterdir()])
+def test_each_file_of_the_page_is_served_with_its_kind_and_asks_for_nothing_from_elsewhere(
+    page: Served, name: str
+) -> None:
+    answer = ask(page, "/" if name == "index.html" else f"/{name}")
+    assert (answer.status, answer.body) == (200, (PAGE / name).read_bytes())
+    kinds = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
+    assert answer.headers["content-type"].partition(";")[0] == kinds[name.rpartition(".")[2]]
+    text = answer.body.decode().replace("http://www.w3.org/2000/svg", "")
+    assert "://" not in text
+    assert not any(
+        word in text for word in ("innerHTML", "outerHTML", "insertAdjacentHTML", "eval(", "style=")
+    )
+
+
+@pytest.mark.parametrize(
+    "target", ["/", "/page.js", "/overview.json", "/v1/events", "/nothing", "/overview.json?x=1"]
+)
+def test_every_answer_carries_the_strict_policy_and_none_may_be_read_from_another_origin(
+    page: Served, target: str
+) -> None:
+    headers = ask(page, target).headers
+    assert headers["content-security-policy"] == POLICY
+    assert headers["x-content-type-options"] == "nosniff"
+    assert headers["cross-origin-resource-policy"] == "same-origin"
+    assert headers["cache-control"] == "no-store"
+    assert not [name for name in headers if name.startswith("access-control-")]
+
+
+@pytest.mark.parametrize(
+    ("name", "status"),
+    [
+        ("127.0.0.1:9435", 200), ("10.1.2.3", 200), ("[::1]:9435", 200), ("localhost:9435", 200),
+        ("LOCALHOST", 200), (os.uname().nodename, 200), ("", 421), ("evil.example", 421),
+        ("evil.example:9435", 421), ("127.0.0.1.evil.example", 421), ("localhost.evil.example", 421),
+        ("[::1].evil.example", 421), ("1.2.3.4:5:6", 421),
+    ],
+)  # fmt: skip
+def test_a_name_that_somebody_else_may_let_point_here_is_not_answered(
+    page: Served, name: str, status: int
+) -> None:
+    for target in ("/", "/overview.json", "/v1/events"):
+        answer = ask(page, target, host=name)
+        assert answer.status == status, answer.body
+        if status == 421:
+            assert answer.json["detail"] == "this page is not served under that name"
+            assert "localhost" in answer.json["hint"]
+
+
+def test_nothing_can_be_changed_and_of_the_daemon_only_events_and_use_can_be_read(page: Served) -> None:
+    for method in ("POST", "PUT", "DELETE", "PATCH", "OPTIONS"):
+        for target in ("/", "/v1/leases", "/v1/reload", "/v1/events"):
+            answer = ask(page, target, method)
+            assert (answer.status, answer.headers["allow"]) == (405, "GET, HEAD")
+    for target in (
+        "/v1/leases",
+        "/v1/clients",
+        "/v1/devices",
+        "/v1/plan",
+        "/v1/openapi.json",
+        "/metrics",
+        "/../x",
+    ):
+        assert ask(page, target).status == 404
+    assert ask(page, "/v1/usage").json["step"] == 60
+    assert ask(page, "/v1/events?limit=1").json["events"]
+    assert ask(page, "/", "HEAD").body == b""
+
+
+@pytest.mark.parametrize(
+    ("target", "detail"),
+    [
+        ("/v1/events?kind=gpu", "'kind' is no parameter"),
+        ("/v1/events?wait=26", "wait is '26'"),
+        ("/v1/events?limit=1000", "limit is '1000'"),
+        ("/v1/events?after=1%0d%0aX:y", "after is '1\\r\\nX:y'"),
+        ("/v1/usage?gpu=%20HTTP", "gpu is not as it should be"),
+        ("/v1/usage?devices=maybe", "devices is 'maybe'"),
+        ("/overview.json?after=1", "'after' is no parameter"),
+        ("/overview.json?event=x", "event is 'x'"),
+        ("/v1/events?after", "the query cannot be taken apart"),
+    ],
+)
+def test_a_question_that_is_not_the_pages_is_refused_with_one_line(
+    page: Served, target: str, detail: str
+) -> None:
+    answer = ask(page, target)
+    assert (answer.status, answer.json["detail"]) == (400, detail)
+
+
+def test_the_picture_tells_who_has_what_and_nothing_of_anybodys_environment(
+    make_host: MakeHost, make_daemon: MakeDaemon
+) -> None:
+    daemon = make_daemon(make_host([{"kind": "v100", "virtual_number": 4}])).start().wait_ready()
+    with Jobs(daemon) as jobs, Served(daemon.host) as served:
+        pid = jobs.start("train.py", device="00:06.0-1", mib=6000)
+        shown = ask(served, "/overview.json")
+    picture = shown.json
+    (part,) = (one for one in picture["parts"] if one["state"] != "free")
+    assert (part["devices"], part["user"], part["used"], part["budget"]) == (
+        ["00:06.0-1"],
+        "root",
+        6000,
+        4096,
+    )
+    assert part["processes"][0]["pid"] == pid
+    assert picture["devices"] == {"total": 4, "available": 4, "unavailable": 0, "used": 1, "free": 3}
+    assert picture["findings"][0]["what"].startswith("00:06.0-1 has 6000 of 4096 MiB")
+    assert picture["host"] == os.uname().nodename
+    assert b"CUDA_" not in shown.body
+
+
+def test_who_has_the_picture_already_is_told_only_when_it_was_taken(page: Served) -> None:
+    mark = ask(page, "/overview.json").json["mark"]
+    assert set(ask(page, f"/overview.json?mark={mark}").json) == {"mark", "taken"}
+    assert "gpus" in ask(page, "/overview.json?mark=other").json
+
+
+def test_an_event_is_told_to_whoever_waits_for_it_and_the_next_picture_has_it(
+    served: Served, ready_daemon: Daemon
+) -> None:
+    last = ask(served, "/v1/events?limit=1").json["last"]
+    ask(served, "/overview.json")
+    found: list[Answer] = []
+    target = f"/v1/events?after={last}&wait=25"
+    waiting = threading.Thread(target=lambda: found.append(ask(served, target)))
+    waiting.start()
+    assert ready_daemon.ask("POST", "/v1/leases?binding=name&name=night&ttl=60")[0] == 200
+    waiting.join(PATIENCE_S)
+    (event,) = found[0].json["events"]
+    assert event["kind"] == "lease"
+    assert ask(served, f"/overview.json?event={event['id']}").json["leases"] == 1
+
+
+def test_a_daemon_that_is_gone_is_said_with_what_to_do(served: Served, ready_daemon: Daemon) -> None:
+    ready_daemon.kill()
+    for target in ("/overview.json?event=99999", "/v1/events", "/v1/usage"):
+        answer = ask(served, target)
+        assert (answer.status, answer.json["detail"]) == (503, "the daemon is not running")
+        assert answer.json["hint"] == "see: systemctl status yunion-mps-daemon"
+    assert ask(served, "/").status == 200
+    ready_daemon.start().wait_ready()
+    assert ask(served, "/overview.json").status == 200
+
+
+def test_it_says_where_and_ends_quietly_with_ctrl_c(ready_daemon: Daemon) -> None:
+    port = free_port()
+    process = ready_daemon.host.popen(["yunion-mps", "web", "--listen", f"localhost:{port}"])
+    assert process.stdout is not None
+    said = process.stdout.readline()
+    assert said == f"Serving at http://127.0.0.1:{port}/ until Ctrl-C\n"
+    with closing(socket.create_connection(("127.0.0.1", port))):
+        process.send_signal(signal.SIGINT)
+        assert process.communicate(timeout=PATIENCE_S) == ("", "")
+    assert process.returncode == 0
+
+
+def refused(host: SimHost, *arguments: str) -> tuple[int, list[str]]:
+    done = host.run(["yunion-mps", "web", *arguments])
+    return done.returncode, done.stderr.splitlines()
+
+
+def test_what_it_cannot_or_may_not_do_is_one_line_with_what_to_type(ready_daemon: Daemon) -> None:
+    host = ready_daemon.host
+    with closing(socket.create_server(("127.0.0.1", 0))) as other:
+        taken = f"127.0.0.1:{other.getsockname()[1]}"
+        assert refused(host, "--listen", taken) == (
+            1,
+            [
+                f"yunion-mps: nothing can be served at {taken}: Address already in use",
+                "yunion-mps: choose another: --listen 127.0.0.1:PORT",
+            ],
+        )
+    assert refused(host, "--listen", "0.0.0.0:9435") == (
+        1,
+        [
+            "yunion-mps: other hosts can reach 0.0.0.0:9435, and there is no password",
+            "yunion-mps: listen at 127.0.0.1, or add --allow-public if that is meant",
+        ],
+    )
+    status, lines = refused(host, "--listen", "gpu-01:80")
+    assert (status, len(lines)) == (2, 2)
+    assert "gpu-01:80, whose host is no IP address: write an IP address and a port" in lines[0]
+
+
+def test_without_a_daemon_it_does_not_begin(host: SimHost) -> None:
+    status, lines = refused(host)
+    assert (status, len(lines)) == (3, 2)
+    assert lines[0].startswith("yunion-mps: the daemon is not running: ")
+
+
+def test_the_gateway_serves_the_page_where_web_listen_says(daemon: Daemon) -> None:
+    served = Served.__new__(Served)
+    served.port = free_port()
+    daemon.configure(web_listen=f"127.0.0.1:{served.port}")
+    daemon.start().wait_ready()
+    gateway = daemon.host.popen(["yunion-mps", "gateway"], stderr=subprocess.DEVNULL)
+    try:
+        eventually(lambda: listens(served.port), "the gateway")
+        assert ask(served, "/").body == (PAGE / "index.html").read_bytes()
+        assert ask(served, "/overview.json").json["devices"]["total"] == 4
+    finally:
+        gateway.kill()
+        gateway.communicate()
+
+
+def listens(port: int) -> bool:
+    with socket.socket() as one:
+        return one.connect_ex(("127.0.0.1", port)) == 0

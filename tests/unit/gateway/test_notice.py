@@ -1,0 +1,44 @@
+"""What the daemon says is to be served, as the gateway reads it."""
+
+from __future__ import annotations
+
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from yunion_mps.gateway import notice
+from yunion_mps.paths import Paths
+
+from unit import builders
+from unit.api.server_host import short_root
+
+
+@pytest.fixture
+def paths() -> Iterator[Paths]:
+    with short_root() as found:
+        yield found
+
+
+def test_what_is_written_is_read_and_all_may_read_it(paths: Paths) -> None:
+    config = builders.config()._replace(metrics_listen="127.0.0.1:9434", web_listen="[::1]:9435")
+    notice.write(paths, config)
+    assert notice.read(paths) == {"metrics_listen": "127.0.0.1:9434", "web_listen": "[::1]:9435"}
+    assert stat.S_IMODE(Path(paths.gateway).stat().st_mode) == 0o644
+    assert [each.name for each in Path(paths.gateway).parent.iterdir()] == [Path(paths.gateway).name]
+
+
+def test_where_nothing_is_to_be_served_there_is_no_notice(paths: Paths) -> None:
+    notice.write(paths, builders.config()._replace(metrics_listen="127.0.0.1:9434"))
+    notice.write(paths, builders.config())
+    assert not Path(paths.gateway).exists()
+    assert notice.read(paths) == {}
+    notice.remove(paths)  # again
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{", '{"other": "127.0.0.1:1"}', '{"metrics_listen": ""}', "null"]
+)
+def test_what_is_no_notice_opens_nothing(paths: Paths, text: str) -> None:
+    Path(paths.gateway).write_text(text)
+    assert notice.read(paths) == {}

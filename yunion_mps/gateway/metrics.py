@@ -1,0 +1,52 @@
+"""What Prometheus reads: the daemon's own metrics, or that it is not there."""
+
+from __future__ import annotations
+
+from urllib.parse import urlsplit
+
+from yunion_mps.api.query import Request, Response, problem
+from yunion_mps.api.routes import Answer
+from yunion_mps.errors import UnreachableError
+from yunion_mps.gateway.upstream import ask
+from yunion_mps.paths import Paths
+
+PATH = "/metrics"
+#: Less than Prometheus waits unless told otherwise, 10 s: who hangs is the daemon, and not the gateway.
+_PATIENCE_S = 7.0
+_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_DOWN = b"""\
+# HELP yunion_mps_up Whether the daemon answers.
+# TYPE yunion_mps_up gauge
+yunion_mps_up 0
+"""
+
+
+class Metrics:
+    """Answers one path, and only to readers."""
+
+    def __init__(self, paths: Paths) -> None:
+        self._paths = paths
+
+    def answer(self, request: Request) -> Answer:
+        """The metrics; never raises."""
+        if request.method not in ("GET", "HEAD"):
+            return problem(405, f"{request.method} is not possible here", headers=(("Allow", "GET, HEAD"),))
+        if _path(request.target) != PATH:
+            return problem(404, "there is nothing here", f"the metrics are at {PATH}")
+        return self._metrics(request.accept)
+
+    def hurry(self) -> None:
+        """Nothing here waits for what may come."""
+
+    async def _metrics(self, accept: str) -> Response:
+        try:
+            return await ask(self._paths, PATH, accept, _PATIENCE_S)
+        except UnreachableError:
+            return Response(200, _TYPE, _DOWN)
+
+
+def _path(target: str) -> str:
+    try:
+        return urlsplit(target).path
+    except ValueError:  # `http://[`
+        return ""

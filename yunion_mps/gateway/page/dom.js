@@ -1,0 +1,53 @@
+// The document, changed only where something is different. Text is never anything but text.
+
+export const byId = (id) => document.getElementById(id);
+
+/** A new element with a class, attributes and children; strings among the children are text. */
+export function make(name, className = "", attributes = {}, ...children) {
+  const element = document.createElement(name);
+  if (className) element.className = className;
+  for (const [key, value] of Object.entries(attributes)) element.setAttribute(key, value);
+  element.append(...children);
+  return element;
+}
+
+export function text(element, words) {
+  if (element.textContent !== words) element.textContent = words;
+}
+
+export function className(element, name) {
+  if (element.className !== name) element.className = name;
+}
+
+export function attribute(element, name, value) {
+  if (element.getAttribute(name) !== value) element.setAttribute(name, value);
+}
+
+export function hide(element, hidden) {
+  if (element.hidden !== hidden) element.hidden = hidden;
+}
+
+/** A list kept like `items`: elements stay those of their key, and are made, moved and removed only as needed. */
+export class Keyed {
+  constructor(parent, create, update) {
+    this.parent = parent;
+    this.create = create;
+    this.update = update;
+    this.kept = new Map();
+  }
+
+  show(items) {
+    const before = this.kept;
+    this.kept = new Map();
+    let place = this.parent.firstChild;
+    for (const [key, item] of items) {
+      const kept = before.get(key) ?? this.create(item, key);
+      before.delete(key);
+      this.kept.set(key, kept);
+      this.update(kept, item);
+      if (kept.element === place) place = place.nextSibling;
+      else this.parent.insertBefore(kept.element, place);
+    }
+    for (const { element } of before.values()) element.remove();
+  }
+}

@@ -1,0 +1,170 @@
+"""What is wrong on the host, the worst first, each with what to do about it. Pure: it asks nobody."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from yunion_mps import __version__
+from yunion_mps.overview.uses import Clients, Holding, Process
+from yunion_mps.overview.words import count
+
+Json = dict[str, Any]
+
+NOTICE, PROBLEM, WARNING, PENDING = "Notice", "Problem", "Warning", "Pending"
+
+_EVENTS = "see what happened: yunion-mps events --since 1h"
+_LOOK_CLOSER = "look closer: yunion-mps doctor"
+_END_IT = "ask its owner, or end it: yunion-mps clients terminate PID"
+_PENDING_REMEDY = "see who: yunion-mps clients; wait for them: yunion-mps reload --drain"
+WAITING_REMEDY = "wait for the other user's jobs, or serve all users at once: cuda_mps_multiuser: true"
+#: What makes the daemon the version that is installed.
+REEXEC = "yunion-mps daemon-reexec"
+_NO_ROOM_REMEDY = "there is some once they have ended; see whose they are: yunion-mps who"
+_COMMAND_LENGTH = 40
+#: By the state of a domain that does not serve.
+_DOMAIN = {
+    "stopped": "it starts by itself, else: yunion-mps reload",
+    "starting": f"wait a moment; {_EVENTS}",
+    "applying": f"wait a moment; {_EVENTS}",
+    "backoff": f"it is started again by itself; {_EVENTS}",
+    "failed": "mend that; it is tried again every minute, or at once by: yunion-mps reload",
+    "wedged": "see whose jobs wait for it: yunion-mps clients; ended, they let it be started again",
+    "stopping": "it waits for its jobs: yunion-mps clients; end one: yunion-mps clients terminate PID",
+}
+#: By what the daemon's warnings have in common; test_findings.py holds that none of them goes without.
+_WARNINGS = (
+    ("budgets are not enforced", "nothing enforces them on such a GPU; see who uses more: yunion-mps who"),
+    ("its compute mode is", "set it: yunion-mps reload; keep it as it is: cuda_mps_compute_mode: keep"),
+    ("multiuser", "install a newer nvidia-cuda-mps-control, or set cuda_mps_multiuser: false"),
+    ("containers find", "make it a directory that root can write; it is tried again by itself"),
+    ("containers get", "make it anew: nvidia-ctk cdi generate --output=/etc/cdi/nvidia.yaml"),
+    ("events are", "make room where the state file is: df -h /var/lib/yunion-mps"),
+)
+
+
+class Finding(NamedTuple):
+    """Something that is wrong, or that one must know; `number` of the same sort where they were folded."""
+
+    kind: str
+    what: str
+    remedy: str
+    number: int = 1
+
+
+def other_version(status: Json) -> str:
+    """What to say where another version runs than is installed, as after an upgrade that it refused."""
+    if status["version"] == __version__:
+        return ""
+    return f"{status['version']} of the daemon runs, and {__version__} is installed"
+
+
+def of_status(status: Json, gpus: Iterable[Json]) -> Iterator[Finding]:
+    """What the daemon says of itself, its domains and its GPUs."""
+    if status["notice"]:
+        yield Finding(NOTICE, status["notice"], _notice_remedy(status))
+    for domain in status["domains"]:
+        if domain["state"] != "ready" and domain["reason"] != domain["pending"]:
+            what = f"domain {domain['name']} is {domain['state']}: {domain['reason']}"
+            yield Finding(PROBLEM, what, _DOMAIN.get(domain["state"], _LOOK_CLOSER))
+    for gpu in gpus:
+        if gpu["state"] == "unavailable" and not gpu["reason"].startswith("its domain is"):
+            yield Finding(PROBLEM, f"GPU {_gpu(gpu)}: {gpu['reason']}", _gpu_remedy(gpu))
+    if other_version(status):
+        yield Finding(WARNING, other_version(status), f"run that one, which ends no job: {REEXEC}")
+    for warning in status["warnings"]:
+        remedy = next((remedy for mark, remedy in _WARNINGS if mark in warning), _LOOK_CLOSER)
+        yield Finding(WARNING, warning, remedy)
+    for domain in status["domains"]:
+        if domain["pending"]:
+            what = f"{domain['name']}: {domain['pending']}"
+            yield Finding(PENDING, what, _PENDING_REMEDY)
+
+
+def of_uses(holdings: Iterable[Holding], clients: Clients) -> Iterator[Finding]:
+    """What is wrong with who uses the GPUs.
+
+    MPS servers that have failed, who waits for another user's, use past MPS or over budget, and devices that
+    nobody can have.
+    """
+    no_room: dict[str, int] = {}
+    for server in clients.servers:
+        if server["state"] == "FAULT":
+            what = f"MPS server (PID {server['pid']}), domain {server['domain']}: its jobs have failed"
+            yield Finding(PROBLEM, what, "it serves again once they have ended: yunion-mps clients")
+    for one in clients.waiting:
+        who = process_named(Process(one["pid"], one["user"], one["command"], one["started"], None))
+        whose = f"the MPS server (PID {one['server']}) of {one['server_user']}"
+        yield Finding(WARNING, f"{who} waits for {whose}, domain {one['domain']}", WAITING_REMEDY)
+    for holding in holdings:
+        if holding.past_mps:
+            for process in holding.processes:
+                yield _past_mps(holding, process)
+        elif holding.over_mib:
+            yield _over_budget(holding)
+        elif holding.no_room and not holding.in_use:
+            no_room[holding.gpu] = no_room.get(holding.gpu, 0) + len(holding.devices)
+    for gpu, number in no_room.items():
+        what = f"GPU {gpu}: leases from before a reload leave no memory for {count(number, 'device')}"
+        yield Finding(PENDING, what, _NO_ROOM_REMEDY)
+
+
+def ranked(findings: Iterable[Finding]) -> list[Finding]:
+    """The worst first."""
+    return sorted(findings, key=lambda one: (NOTICE, PROBLEM, WARNING, PENDING).index(one.kind))
+
+
+def folded(findings: Sequence[Finding], most: int = 3) -> list[Finding]:
+    """The same, of those that are mended in the same way at most so many and how many more there are."""
+    counts: dict[tuple[str, str], int] = {}
+    for one in findings:
+        counts[one.kind, one.remedy] = counts.get((one.kind, one.remedy), 0) + 1
+    shown: dict[tuple[str, str], list[Finding]] = {}
+    for one in findings:
+        alike = shown.setdefault((one.kind, one.remedy), [])
+        if len(alike) < most:
+            alike.append(one)
+        elif len(alike) == most:
+            more = counts[one.kind, one.remedy] - most
+            what = f"and {more} more like that (all: yunion-mps status -o json)"
+            alike.append(one._replace(what=what, number=more))
+    return [one for alike in shown.values() for one in alike]
+
+
+def process_named(process: Process) -> str:
+    """`PID 4260 of alice (python train.py)`."""
+    command = process.shown.strip()
+    short = command if len(command) <= _COMMAND_LENGTH else f"{command[: _COMMAND_LENGTH - 3]}..."
+    return f"PID {process.pid} of {process.user or 'somebody'}" + (f" ({short})" if short else "")
+
+
+def _notice_remedy(status: Json) -> str:
+    if status["state"] == "disabled":
+        return "to offer them: set enable_cuda_mps: true there, then: yunion-mps reload"
+    return "see each GPU's reason: yunion-mps gpus; then: yunion-mps reload"
+
+
+def _gpu(gpu: Json) -> str:
+    return f"{gpu['addr']} ({gpu['name']})" if gpu["name"] else str(gpu["addr"])
+
+
+def _gpu_remedy(gpu: Json) -> str:
+    if "MIG mode" in gpu["reason"]:
+        return f"turn it off: nvidia-smi -i {gpu['uuid']} -mig 0; then: yunion-mps reload"
+    if "does not serve it" in gpu["reason"]:
+        return "wait for its jobs, or see whose they are: yunion-mps clients"
+    return "when it is mended or reset: yunion-mps reload; " + _LOOK_CLOSER
+
+
+def _past_mps(holding: Holding, process: Process) -> Finding:
+    has = f" with {process.memory_mib} MiB" if process.memory_mib is not None else ""
+    what = f"past MPS on GPU {holding.gpu}{has}, where no budget holds: {process_named(process)}"
+    return Finding(PROBLEM, what, _END_IT)
+
+
+def _over_budget(holding: Holding) -> Finding:
+    most = max(holding.processes, key=lambda process: process.memory_mib or 0)
+    more = len(holding.processes) - 1
+    who = process_named(most) + (f" and {more} more" if more else "")
+    what = f"{holding.named} has {holding.used_mib} of {holding.budget_mib} MiB: {who}"
+    return Finding(PROBLEM, what, _END_IT)

@@ -1,0 +1,216 @@
+"""Who has what: devices, leases and processes put together. Pure: it asks nobody."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+Json = dict[str, Any]
+
+#: A key of a holding: the devices of one lease on one GPU, one device without a lease, or a kind of use
+#: that no device stands for, and the GPU.
+_Key = tuple[str, str]
+_PAST_MPS, _NO_DEVICE = "past MPS", "no device"
+
+
+class Clients(NamedTuple):
+    """Who uses GPUs, and `waiting` who would; `troubles` are what is not known of it, and why."""
+
+    clients: list[Json]
+    servers: list[Json]
+    troubles: list[str]
+    waiting: list[Json]
+
+
+NOBODY = Clients([], [], [], [])
+
+
+def clients_told(answer: Json) -> Clients:
+    """What /v1/clients has answered."""
+    return Clients(answer["clients"], answer["servers"], answer["troubles"], answer["waiting"])
+
+
+class Process(NamedTuple):
+    """What one process has on one GPU; `memory_mib` is None where the driver does not tell."""
+
+    pid: int
+    user: str | None
+    command: str | None
+    started_s: float | None
+    memory_mib: int | None
+    container: str | None = None
+
+    @property
+    def shown(self) -> str:
+        """Its command line, after the name of its container where it is in one."""
+        return in_container(self.container, self.command or "")
+
+
+class Holding(NamedTuple):
+    """What counts against one budget on one GPU: the devices, the lease, if there is one, and who uses them.
+
+    Without devices it is what processes use past MPS, or through MPS and by no device. `free` is whether the
+    daemon would give it to whoever asks, who may find somebody on it who did not ask; `no_room`, whether it
+    is nobody's and yet cannot be had, for leases from before a reload have the memory that it needs.
+    """
+
+    gpu: str
+    devices: tuple[str, ...]
+    budget_mib: int | None
+    threads: float | None = None
+    lease: Json | None = None
+    available: bool = True
+    free: bool = False
+    no_room: bool = False
+    past_mps: bool = False
+    processes: tuple[Process, ...] = ()
+
+    @property
+    def used_mib(self) -> int:
+        """The memory of its processes, as far as the driver tells it."""
+        return sum(process.memory_mib or 0 for process in self.processes)
+
+    @property
+    def over_mib(self) -> int:
+        """By how much it is over its budget, 0 where it is within."""
+        return 0 if self.budget_mib is None else max(0, self.used_mib - self.budget_mib)
+
+    @property
+    def in_use(self) -> bool:
+        """Whether somebody has it."""
+        return bool(self.lease or self.processes)
+
+    @property
+    def is_spare(self) -> bool:
+        """Whether it is free, and nobody uses it."""
+        return self.free and not self.in_use
+
+    @property
+    def share(self) -> float:
+        """What is used of the budget: 1 is all of it; 0 where there is none."""
+        return self.used_mib / self.budget_mib if self.budget_mib else 0.0
+
+    @property
+    def user(self) -> str:
+        """Whose it is, empty where it is nobody's."""
+        if self.lease:
+            return str(self.lease["user"])
+        users = {process.user for process in self.processes if process.user}
+        return users.pop() if len(users) == 1 else f"{len(users)} users" if users else ""
+
+    @property
+    def since_s(self) -> float | None:
+        """Since when, in s since 1970; None where nobody knows."""
+        if self.lease:
+            return float(self.lease["since"])
+        return min((one.started_s for one in self.processes if one.started_s is not None), default=None)
+
+    @property
+    def named(self) -> str:
+        """`00:06.0-1`, `00:06.0-1,00:06.0-2`."""
+        return ",".join(self.devices)
+
+
+def in_container(container: str | None, command: str) -> str:
+    """`trainer: python train.py`, where it runs in a container."""
+    return f"{container}: {command}" if container else command
+
+
+def gpu_of(address: str) -> str:
+    """The address of the GPU that a device is a share of."""
+    return address.rpartition("-")[0]
+
+
+def holdings(devices: Sequence[Json], leases: Iterable[Json], clients: Iterable[Json]) -> list[Holding]:
+    """Every device in the order given, as a part of a holding; then what is used without a device."""
+    known = {device["addr"]: device for device in devices}
+    found: dict[_Key, Holding] = {}
+    place: dict[str, _Key] = {}
+    by_pid: dict[int, list[_Key]] = {}
+    held = _held(leases)
+    for address in [*known, *(address for address in held if address not in known)]:
+        key, lease, budget_mib = held.get(address, ((address, gpu_of(address)), None, None))
+        device = known.get(address, {})
+        if budget_mib is None:
+            budget_mib = device.get("mps_memory_limit")
+        percentage = device.get("mps_thread_percentage")
+        if lease and (percentage is None or len(lease["devices"]) == 1):
+            percentage = lease["thread_percentage"]  # as it was given, which may be before a reload
+        available = device.get("state", "available") == "available"
+        free = device.get("free", False)
+        no_room = bool(device) and available and not free and not device["lease"]
+        one = Holding(key[1], (address,), budget_mib, percentage, lease, available, free, no_room)
+        found[key] = _joined(found[key], one) if key in found else one
+        place[address] = key
+        if lease and lease["pid"] is not None and key not in by_pid.setdefault(lease["pid"], []):
+            by_pid[lease["pid"]].append(key)
+    for client in clients:
+        if client["uid"] is not None:  # else it has ended meanwhile
+            _add(client, found, place, by_pid)
+    return list(found.values())
+
+
+def _held(leases: Iterable[Json]) -> dict[str, tuple[_Key, Json, int | None]]:
+    """By device: the holding that it is a part of, its lease, and its memory in MiB."""
+    held = {}
+    for lease in leases:
+        memory = dict(zip(lease["devices"], lease["memory"]))
+        for address in lease["devices"]:
+            held[address] = ((lease["id"], gpu_of(address)), lease, memory.get(address))
+    return held
+
+
+def _joined(first: Holding, second: Holding) -> Holding:
+    budgets = (first.budget_mib, second.budget_mib)
+    return first._replace(
+        devices=first.devices + second.devices,
+        budget_mib=None if None in budgets else sum(budget or 0 for budget in budgets),
+        available=first.available and second.available,
+    )
+
+
+def _add(
+    client: Json, found: dict[_Key, Holding], place: dict[str, _Key], by_pid: dict[int, list[_Key]]
+) -> None:
+    """Count what a process uses where it belongs: by its device, else by the lease that its PID holds."""
+    memory: dict[str, int | None] = dict(zip(client["gpus"], client["memory_by_gpu"]))
+    names = [name.strip() for name in (client["device"] or "").split(",") if name.strip()]
+    keys = [place[name] for name in names if name in place] or by_pid.get(client["pid"], [])
+    if client["mps"] is False:
+        keys = []
+    keys = [key for key in dict.fromkeys(keys) if not memory or key[1] in memory]
+    others = [gpu for gpu in memory if all(gpu != key[1] for key in keys)]
+    kind = _PAST_MPS if client["mps"] is False else _NO_DEVICE
+    for key in [*keys, *((kind, gpu) for gpu in others or ([] if keys else [""]))]:
+        holding = found.get(key) or Holding(key[1], (), None, past_mps=kind == _PAST_MPS)
+        process = Process(
+            client["pid"], client["user"], client["command"], client["started"], memory.get(key[1]),
+            client["container"],
+        )  # fmt: skip
+        found[key] = holding._replace(processes=(*holding.processes, process))
+
+
+def past_mps(clients: Iterable[Json]) -> int:
+    """How many of them are none of MPS, but use a GPU past it."""
+    return sum(client["mps"] is False for client in clients)
+
+
+def memory_by_gpu(clients: Iterable[Json]) -> dict[str, int]:
+    """The MiB that processes have on each GPU, by its address."""
+    used: dict[str, int] = {}
+    for client in clients:
+        for gpu, mib in zip(client["gpus"], client["memory_by_gpu"]):
+            used[gpu] = used.get(gpu, 0) + (mib or 0)
+    return used
+
+
+def filled(holding: Holding, budgets: dict[str, int]) -> list[tuple[str, int]]:
+    """What is used of each of its devices in MiB: the first ones first, and what is over on the last."""
+    left = holding.used_mib
+    parts = []
+    for address in holding.devices:
+        last = address == holding.devices[-1]
+        part = left if last else min(left, budgets.get(address, 0))
+        parts.append((address, part))
+        left -= part
+    return parts
