@@ -68,7 +68,7 @@ def test_the_examples_commented_defaults_are_right_when_they_are_used(tmp_path: 
     assert problems == []
     for name, key in KEYS.items():
         assert config.sources[name].line is not None
-        if name not in ("enable_cuda_mps", "cuda_mps_max_clients"):
+        if name != "enable_cuda_mps" and key.default is not None:
             assert getattr(config, name) == key.default, name
 
 
@@ -83,6 +83,22 @@ def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
     assert "\nTimeoutStopSec=90s\n" in text
     assert "\nExecReload=/usr/bin/yunion-mps reload\n" in text
     unit.write_text(re.sub(r"/usr/bin/yunion-mps(-daemon)?", shutil.which("true") or "", text))
+    verify(unit)
+
+
+@pytest.mark.parametrize("name", ["yunion-mps-gateway.service", "yunion-mps-gateway.path"])
+def test_systemd_accepts_the_gateways_units(tmp_path: Path, name: str) -> None:
+    for path in CHECKOUT.glob("systemd/yunion-mps-gateway.*"):
+        text = path.read_text().replace("/usr/bin/yunion-mps", shutil.which("true") or "")
+        (tmp_path / path.name).write_text(text)
+    assert "\nPartOf=yunion-mps-daemon.service\n" in (tmp_path / name).read_text()
+    daemon = (CHECKOUT / "systemd/yunion-mps-daemon.service").read_text()
+    assert "\nWants=yunion-mps-gateway.path\n" in daemon
+    verify(tmp_path / name)
+
+
+def verify(unit: Path) -> None:
+    """Let systemd say what it thinks of the unit."""
     result = subprocess.run(
         ["systemd-analyze", "verify", "--man=no", str(unit)], capture_output=True, text=True, timeout=60
     )
@@ -91,9 +107,11 @@ def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
 
 
-def test_the_units_sandbox_is_rated_at_most_4() -> None:
-    unit = CHECKOUT / "systemd/yunion-mps-daemon.service"
-    command = ["systemd-analyze", "security", "--offline=yes", "--threshold=40", "--no-pager", str(unit)]
+@pytest.mark.parametrize(("name", "most"), [("daemon", 4.0), ("gateway", 1.5)])
+def test_the_units_sandboxes_are_rated_at_most(name: str, most: float) -> None:
+    unit = CHECKOUT / f"systemd/yunion-mps-{name}.service"
+    threshold = f"--threshold={most * 10:.0f}"
+    command = ["systemd-analyze", "security", "--offline=yes", threshold, "--no-pager", str(unit)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert result.returncode == 0, result.stdout[-200:] + result.stderr
 

@@ -8,6 +8,8 @@ from typing import NamedTuple
 from yunion_mps.config import load
 from yunion_mps.errors import ConfigError, DriverError, HostError, Problem
 from yunion_mps.inventory import Nvml, machine_id, scan
+from yunion_mps.inventory.served import load as load_served
+from yunion_mps.inventory.served import with_served
 from yunion_mps.models import Config, Driver, Inventory, Plan
 from yunion_mps.mps.control import find_control_program
 from yunion_mps.paths import Paths
@@ -53,20 +55,32 @@ def examine(paths: Paths, opened: Nvml | None = None) -> Examination:
     config, problems = load(paths)
     config, remarks = _possible(config, paths)
     nvml, inventory, driver_error = None, _NOTHING, None
+    gone: set[str] = set()
     if config.enable_cuda_mps:
         try:
             nvml = opened or Nvml()
-            inventory = scan(nvml, paths)
+            inventory, gone = _with_served(scan(nvml, paths), config, paths)
         except DriverError as error:
             driver_error = error
     plan = Plan("")
     host_problems: list[Problem] = []
     if driver_error is None:
         plan, host_problems = make_plan(config, inventory, host)
+        kept = (g for g in inventory.gpus if g.pci_address not in gone or g.pci_address in plan.unavailable)
+        inventory = inventory._replace(gpus=tuple(kept))
     if not config.devices and any(problem.file != paths.host_conf for problem in problems):
         host_problems = []  # the entries are among the problems: cuda_mps_replicas is not meant
     found = (*problems, *host_problems)
     return Examination(config, found, inventory, plan, host, nvml, driver_error, remarks)
+
+
+def _with_served(found: Inventory, config: Config, paths: Paths) -> tuple[Inventory, set[str]]:
+    """The inventory with the GPUs that served and are lost, and the addresses at which there is none now."""
+    before = load_served(paths)
+    known = before.gpus if config.devices or before.this_boot else ()
+    inventory = with_served(found, known)
+    there = {gpu.pci_address for gpu in found.gpus}
+    return inventory, {gpu.pci_address for gpu in inventory.gpus} - there
 
 
 def _possible(config: Config, paths: Paths) -> tuple[Config, tuple[str, ...]]:

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from yunion_mps import __version__
 from yunion_mps.errors import NotFoundError
 from yunion_mps.journal import Journal
-from yunion_mps.leases.ledger import Ledger
+from yunion_mps.leases.ledger import Ledger, Offer
 from yunion_mps.models import DEV_TYPE, Device, DomainStatus, Gpu, Lease, PcieLink, Plan, Snapshot
 from yunion_mps.mps.states import READY
 from yunion_mps.planning import client_environment, enforces_budgets
 from yunion_mps.supervisor.warnings import warnings
+from yunion_mps.usage import Usage
 
 AVAILABLE = "available"
 UNAVAILABLE = "unavailable"
+NOT_USED = "not used"
+
+#: What the host can be at; see `_state`.
+STATES = ("ready", "degraded", "failed", "disabled")
 
 #: A page of a listing where nothing else is asked for, as with Cloudpods.
 DEFAULT_LIMIT = 20
@@ -43,7 +49,7 @@ class Filters(NamedTuple):
         """Whether the device is wanted; an address may be the device's own or its GPU's."""
         if self.addr is not None and self.addr not in (device["addr"], device["addr"].rpartition("-")[0]):
             return False
-        if self.unused and (device["state"] != AVAILABLE or device["lease"]):
+        if self.unused and not device["free"]:
             return False
         fields = ("dev_type", "model", "device_path", "vendor_device_id", "numa_node")
         return all(getattr(self, field) in (None, device[field]) for field in fields)
@@ -72,6 +78,8 @@ class Service:
         self._devices: list[Json] = []
         #: Who has which device; there is none before the event loop is there.
         self.ledger: Ledger | None = None
+        #: What was used in the last hour.
+        self.usage = Usage()
 
     @property
     def version(self) -> int:
@@ -106,9 +114,16 @@ class Service:
         snapshot = self._take()
         names = _domain_names(snapshot.plan)
         domains = {domain.plan.name: domain for domain in snapshot.domains}
+        counts = Counter(device.gpu_uuid for device in snapshot.plan.devices)
         gpus = [
             {
-                **_gpu_json(gpu, domains.get(names.get(gpu.uuid or "", "")), snapshot),
+                **_gpu_json(
+                    gpu,
+                    domains.get(names.get(gpu.uuid or "", "")),
+                    snapshot,
+                    counts[gpu.uuid or ""],
+                    used=gpu.uuid in names,
+                ),
                 "memory_free": self._memory_free(gpu, snapshot),
             }
             for gpu in snapshot.inventory.gpus
@@ -120,6 +135,8 @@ class Service:
         pool = next((pool for pool in snapshot.plan.pools if pool.gpu_uuid == gpu.uuid), None)
         if pool is None:
             return None
+        if reasons(snapshot)[pool.gpu_uuid]:
+            return 0
         return self.ledger.free_mib(pool) if self.ledger else pool.memory_mib
 
     def status(self) -> Json:
@@ -182,7 +199,7 @@ class Service:
 
     def _all(self) -> list[Json]:
         if self._made_for != self.version:
-            self._devices = devices_json(self._take(), self._leases())
+            self._devices = devices_json(self._take(), self.ledger)
             self._made_for = self.version
         return self._devices
 
@@ -198,18 +215,21 @@ class Service:
         }
 
 
-def devices_json(snapshot: Snapshot, leases: Collection[Lease] = ()) -> list[Json]:
+def devices_json(snapshot: Snapshot, ledger: Ledger | None = None) -> list[Json]:
     """Every device of the snapshot, with Cloudpods' own field names and ours, and those made for a lease."""
-    owners = {device.id: lease.id for lease in leases for device in lease.devices}
+    ledger = ledger or Ledger()
     planned = {device.id for device in snapshot.plan.devices}
-    made = [device for lease in leases for device in lease.devices if device.id not in planned]
+    leased = [device for lease in ledger.leases.values() for device in lease.devices]
+    made = [device for device in leased if device.id not in planned]
     gpus = {gpu.uuid: gpu for gpu in snapshot.inventory.gpus}
     why = reasons(snapshot)
+    offers = [Offer(device, why.get(device.gpu_uuid, _NO_DOMAIN)) for device in snapshot.plan.devices]
+    free = ledger.free_devices(offers)
     shown = []
     for device in (*snapshot.plan.devices, *made):
         gpu, reason = gpus.get(device.gpu_uuid), why.get(device.gpu_uuid, _NO_DOMAIN)
         fields = _device_json(device, gpu, snapshot.plan.host_id, reason)
-        shown.append({**fields, "lease": owners.get(device.id)})
+        shown.append({**fields, "lease": ledger.owners.get(device.id), "free": device.id in free})
     return shown
 
 
@@ -279,10 +299,8 @@ def _domain_names(plan: Plan) -> dict[str, str]:
     return {**names, **{pool.gpu_uuid: pool.domain for pool in plan.pools}}
 
 
-def _gpu_json(gpu: Gpu, domain: DomainStatus | None, snapshot: Snapshot) -> Json:
-    count = sum(device.gpu_uuid == gpu.uuid for device in snapshot.plan.devices)
+def _gpu_json(gpu: Gpu, domain: DomainStatus | None, snapshot: Snapshot, devices: int, *, used: bool) -> Json:
     capability = gpu.compute_capability
-    used = gpu.uuid in _domain_names(snapshot.plan)
     reason = _gpu_reason(gpu, snapshot) or (_reason(gpu, domain) if used else "")
     return {
         "uuid": gpu.uuid,
@@ -299,8 +317,8 @@ def _gpu_json(gpu: Gpu, domain: DomainStatus | None, snapshot: Snapshot) -> Json
         "render_node": gpu.render_node,
         "index": gpu.nvml_index,
         "device_minor": gpu.minor,
-        "devices": count,
-        "state": UNAVAILABLE if reason else AVAILABLE if used else "not used",
+        "devices": devices,
+        "state": UNAVAILABLE if reason else AVAILABLE if used else NOT_USED,
         "reason": reason,
         "budget_enforced": enforces_budgets(gpu),
     }

@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from typing import NamedTuple
 
 import pytest
+from yunion_mps.mps.control import peer_of
 
-from integration.daemon_host import Daemon
+from integration.daemon_host import Daemon, eventually
 from simhost import Description, SimHost
+from simhost.mps import Client, StandIns
 
 MakeHost = Callable[..., SimHost]
 MakeDaemon = Callable[..., Daemon]
+StartStranger = Callable[[SimHost], "subprocess.Popen[str]"]
+MakeAtWork = Callable[..., "AtWork"]
+
+
+class AtWork(NamedTuple):
+    """A daemon that has said READY, stand-ins for MPS servers and clients, and the first job at work."""
+
+    daemon: Daemon
+    jobs: StandIns
+    job: Client
 
 
 @pytest.fixture
@@ -57,3 +72,51 @@ def daemon(make_daemon: MakeDaemon, host: SimHost) -> Daemon:
 def ready_daemon(daemon: Daemon) -> Daemon:
     """A daemon on the reference case that has said READY."""
     return daemon.start().wait_ready()
+
+
+@pytest.fixture
+def make_at_work(make_host: MakeHost, make_daemon: MakeDaemon) -> Iterator[MakeAtWork]:
+    """Make a host of V100s, which enforce budgets, divided by four, with a job; the keys go to host.conf."""
+    with ExitStack() as stack:
+
+        def make(gpus: int = 1, **keys: object) -> AtWork:
+            host = make_host([{"kind": "v100", "count": gpus}])
+            jobs = stack.enter_context(StandIns(host))
+            daemon = make_daemon(host)
+            daemon.configure(**keys)
+            daemon.start().wait_ready()
+            return AtWork(daemon, jobs, jobs.attached(daemon.pipe_directory))
+
+        yield make
+
+
+@pytest.fixture
+def at_work(make_at_work: MakeAtWork) -> AtWork:
+    """One V100, with a job."""
+    return make_at_work()
+
+
+@pytest.fixture
+def start_stranger() -> Iterator[StartStranger]:
+    """Start a control daemon that somebody else runs in the default pipe directory of a host."""
+    with ExitStack() as stack:
+
+        def start(host: SimHost) -> subprocess.Popen[str]:
+            pipe, log = (str(host.root / "tmp/nvidia-mps" / name) for name in ("pipe", "log"))
+            for directory in (pipe, log):
+                os.makedirs(directory)
+            variables = {"CUDA_MPS_PIPE_DIRECTORY": pipe, "CUDA_MPS_LOG_DIRECTORY": log}
+            command = ["nvidia-cuda-mps-control", "-f"]
+            started = host.popen(command, env={**host.env, **variables}, stdout=subprocess.DEVNULL)
+            stack.enter_context(started)
+            stack.callback(started.kill)
+            eventually(lambda: peer_of(pipe) is not None, "its answer")
+            return started
+
+        yield start
+
+
+@pytest.fixture
+def stranger(host: SimHost, start_stranger: StartStranger) -> subprocess.Popen[str]:
+    """Such a one on the reference case."""
+    return start_stranger(host)

@@ -9,7 +9,9 @@ import contextlib
 import os
 import re
 import signal
+import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -20,6 +22,7 @@ from simhost import SimHost
 from simhost.mps import Client, StandIns
 
 DEVICE = "00:06.0-1"
+STRANGER = 65534
 PLANNED = """\
 +--------+---------+--------------------+---------------------+{line}+
 | Kind   | Subject | Before             | After               | Effect{space} |
@@ -50,13 +53,6 @@ def job(stand_ins: StandIns, ready: Daemon) -> Client:
     return client
 
 
-def divide(daemon: Daemon, number: object) -> None:
-    """Write a device file that divides the GPU by this."""
-    (daemon.host.root / "etc/yunion/host_container_device.yml").write_text(
-        f"devices:\n- path: /dev/dri/renderD128\n  type: NVIDIA_MPS\n  virtual_number: {number}\n"
-    )
-
-
 def planned(effect: str) -> str:
     line = "-" * (len(effect) + 2)
     table = PLANNED.format(line=line, space=" " * (len(effect) - len("Effect")), effect=effect)
@@ -70,7 +66,7 @@ def limits(daemon: Daemon) -> list[int]:
 
 def test_a_plan_is_what_the_reload_then_does(ready: Daemon) -> None:
     assert printed(ready.host, "plan") == "A reload would change nothing.\n"
-    divide(ready, 2)
+    ready.host.divide(2)
     shown = planned("at once")
     assert printed(ready.host, "plan") == f"Nothing was changed; a reload would change this:\n{shown}"
     assert limits(ready) == [5760]
@@ -81,7 +77,7 @@ def test_a_plan_is_what_the_reload_then_does(ready: Daemon) -> None:
 
 @pytest.mark.parametrize("command", ["plan", "reload"])
 def test_a_bad_file_is_told_as_config_check_tells_it_and_changes_nothing(ready: Daemon, command: str) -> None:
-    divide(ready, "many")
+    ready.host.divide("many")
     told = failed(ready.host, command)
     assert told == failed(ready.host, "config", "check")
     assert told[0] == 6
@@ -92,7 +88,7 @@ def test_while_a_job_runs_a_budget_is_pending_and_a_drain_waits_for_it(
     ready: Daemon, job: Client, stand_ins: StandIns
 ) -> None:
     (server,) = stand_ins.servers()
-    divide(ready, 2)
+    ready.host.divide(2)
     waits = f"its MPS server (PID {server}) has ended"
     pending = f"Pending:  host: other limits come into force when {waits}\n"
     out = printed(ready.host, "reload")
@@ -113,7 +109,7 @@ def test_while_a_job_runs_a_budget_is_pending_and_a_drain_waits_for_it(
 
 
 def test_now_ends_the_job_that_is_in_the_way(ready: Daemon, job: Client, stand_ins: StandIns) -> None:
-    divide(ready, 2)
+    ready.host.divide(2)
     done = ready.host.run(["yunion-mps", "reload", "--now", "--yes"])
     assert done.returncode == 0, done.stderr
     assert done.stderr.startswith("This would be ended:\n")
@@ -136,6 +132,39 @@ def test_a_client_is_listed_with_its_device_and_ended_safely(
     eventually(lambda: not is_running(job.pid), "its end")
     assert len(rows(printed(ready.host, "clients", "-o", "csv"))) == 1
     assert "uid 0 asked for its end" in printed(ready.host, "events", "--kind", "client")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be two users")
+def test_who_waits_for_another_users_server_is_listed_until_it_has_one(
+    ready: Daemon, job: Client, stand_ins: StandIns
+) -> None:
+    (server,) = stand_ins.servers()
+    began_s = time.time()
+    assert answer(ready)["waiting"] == []
+    other = stand_ins.client(ready.pipe_directory, STRANGER)
+    assert other.says() == "asking"
+    eventually(lambda: len(answer(ready)["waiting"]) == 1, "somebody who waits")
+    (waiting,) = answer(ready)["waiting"]
+    assert (waiting["pid"], waiting["uid"], waiting["server_user"]) == (other.pid, STRANGER, "root")
+    assert (waiting["server"], waiting["domain"]) == (server, "host")
+    assert "mps_client.py" in waiting["command"]
+    assert began_s - 2 < waiting["since"] <= time.time()
+    said = printed(ready.host, "clients")
+    assert f"Waiting: PID {other.pid} of nobody (" in said
+    assert f"for the MPS server (PID {server}) of root, domain host\n" in said
+    assert f"waits for the MPS server (PID {server}) of root" in printed(ready.host, "status")
+    third = stand_ins.client(ready.pipe_directory, STRANGER)
+    assert third.says() == "asking"
+    out = printed(ready.host, "clients", "terminate", str(third.pid), "--yes")
+    assert out.endswith(" of nobody: ended by SIGTERM\n")
+    job.end()
+    assert other.says() == "attached"
+    assert answer(ready)["waiting"] == []
+    assert [one["pid"] for one in answer(ready)["clients"]] == [other.pid]
+
+
+def answer(daemon: Daemon) -> dict[str, Any]:
+    return dict(daemon.get("/v1/clients")[1])
 
 
 def test_what_happened_is_told_and_goes_on_over_a_new_program(ready: Daemon) -> None:
@@ -161,7 +190,7 @@ def test_what_happened_is_told_and_goes_on_over_a_new_program(ready: Daemon) -> 
 
 
 def test_a_new_program_that_would_not_start_is_refused_in_its_own_words(ready: Daemon) -> None:
-    divide(ready, "many")
+    ready.host.divide("many")
     code, words = failed(ready.host, "daemon-reexec")
     assert code == 1
     assert words.startswith("yunion-mps: the new program would not start: ")

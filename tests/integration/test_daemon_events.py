@@ -8,9 +8,8 @@ import sqlite3
 import threading
 from typing import Any
 
-from integration.conftest import MakeDaemon, MakeHost
+from integration.conftest import MakeAtWork
 from integration.daemon_host import Daemon, eventually
-from simhost.mps import StandIns
 
 
 def events(daemon: Daemon, query: str = "") -> list[dict[str, Any]]:
@@ -116,17 +115,12 @@ def _is_stopped(pid: int) -> bool:
 
 
 def test_a_stop_waits_for_the_jobs_as_long_as_configured_and_says_whom_it_has_ended(
-    make_host: MakeHost, make_daemon: MakeDaemon
+    make_at_work: MakeAtWork,
 ) -> None:
-    host = make_host([{"kind": "v100"}])
-    with StandIns(host) as jobs:
-        daemon = make_daemon(host)
-        daemon.configure(cuda_mps_stop_timeout_s=1)
-        daemon.start().wait_ready()
-        client = jobs.attached(daemon.pipe_directory)
-        host.gpus[0].add_process(client.pid, 100, "M+C")
-        assert daemon.stop() == 0
-        assert client.says() == "server gone"
-        assert f"(PID {client.pid}, root) did not end in time: its MPS server was ended" in daemon.log
-        assert jobs.servers() == []
-        assert host.gpus[0].compute_mode == "default"
+    daemon, jobs, client = make_at_work(cuda_mps_stop_timeout_s=1)
+    daemon.host.gpus[0].add_process(client.pid, 100, "M+C")
+    assert daemon.stop() == 0
+    assert client.says() == "server gone"
+    assert f"(PID {client.pid}, root) did not end in time: its MPS server was ended" in daemon.log
+    assert jobs.servers() == []
+    assert daemon.host.gpus[0].compute_mode == "default"

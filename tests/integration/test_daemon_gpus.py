@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 
+import pytest
+
 from integration.conftest import MakeDaemon, MakeHost
-from integration.daemon_host import Daemon, eventually
+from integration.daemon_host import Daemon, eventually, is_running
 from simhost import SimHost
 from simhost.mps import StandIns
 
 TWO = [{"kind": "v100"}, {"kind": "a100"}]
+LOST = "the GPU has fallen off the bus or is otherwise inaccessible (GPU is lost)"
 #: Far less than the time between two regular looks at the GPUs.
 AT_ONCE_S = 6.0
 
@@ -19,8 +22,15 @@ def available(daemon: Daemon) -> int:
     return found
 
 
+def reasons(daemon: Daemon) -> list[str]:
+    return [device["reason"] for device in daemon.get("/v1/devices?limit=0")[1]["isolated_devices"]]
+
+
 def reported(host: SimHost, xid: int) -> bool:
-    """Have the driver report the XID of the first GPU; again and again, for the daemon may not listen yet."""
+    """Have the driver report the XID of the first GPU; again and again, for the daemon may not listen yet.
+
+    The daemon then looks at all GPUs, whatever the XID is.
+    """
     host.gpus[0].xid(xid)
     return True
 
@@ -43,12 +53,77 @@ def test_a_gpu_that_falls_off_the_bus_is_noticed_at_once_and_the_others_go_on(
     assert reasons[host.gpus[0].uuid] == ""
     assert reasons[host.gpus[1].uuid]
     assert daemon.control_pid() == control
-    lost = "the GPU has fallen off the bus or is otherwise inaccessible (GPU is lost)"
-    eventually(lambda: daemon.get("/v1/gpus")[1]["gpus"][1]["reason"] == lost, "a look at it", 30)
+    eventually(lambda: daemon.get("/v1/gpus")[1]["gpus"][1]["reason"] == LOST, "a look at it", 30)
     assert ("error", "00:07.0", "unavailable") in gpu_events(daemon)
     host.gpus[1].restore()
-    eventually(lambda: available(daemon) == 8, "eight devices", 60)
+    eventually(lambda: reported(host, 31) and available(daemon) == 8, "eight devices", 60)
     assert ("info", "00:07.0", "available") in gpu_events(daemon)
+
+
+def test_the_next_daemon_lists_a_lost_gpu_with_its_leases_and_serves_the_other(
+    make_host: MakeHost, make_daemon: MakeDaemon
+) -> None:
+    host = make_host(TWO)
+    daemon = make_daemon(host).start().wait_ready()
+    before = {device["addr"]: device["id"] for device in devices(daemon)}
+    for address in ("00:06.0-1", "00:07.0-1"):
+        status, _ = daemon.ask("POST", f"/v1/leases?device={address}&name=job-{address}&ttl=600")
+        assert status == 200
+    held = leases(daemon)
+    host.gpus[1].remove()
+    daemon.kill()
+    daemon = make_daemon(host).start().wait_ready()
+    assert {device["addr"]: device["id"] for device in devices(daemon)} == before
+    told = {device["addr"][:7]: device["reason"] for device in devices(daemon)}
+    assert told == {"00:06.0": "", "00:07.0": "the GPU is not there any more"}
+    assert leases(daemon) == held
+    assert daemon.ask("POST", "/v1/leases?device=00:06.0-2&name=next&ttl=600")[0] == 200
+    status, answer = daemon.ask("POST", "/v1/leases?device=00:07.0-2&name=lost&ttl=600")
+    assert status != 200
+    assert "the GPU is not there any more" in str(answer)
+    checked = host.run(["yunion-mps", "config", "check"])
+    assert checked.returncode == 0, checked.stderr
+    host.gpus[1].restore()
+    daemon.kill()
+    daemon = make_daemon(host).start().wait_ready()
+    eventually(lambda: available(daemon) == 8, "eight devices", 60)
+    assert {device["addr"]: device["id"] for device in devices(daemon)} == before
+    assert leases(daemon)[:2] == held
+
+
+@pytest.mark.parametrize("scope", ["host", "gpu"])
+def test_several_devices_and_containers_are_served_by_the_other_gpu_while_one_is_lost(
+    make_host: MakeHost, make_daemon: MakeDaemon, scope: str
+) -> None:
+    """The control daemon is a new one, as after a reboot: nothing serves the lost GPU, and nothing did."""
+    host = make_host(TWO)
+    daemon = make_daemon(host)
+    daemon.configure(
+        container_device_config_file="/etc/yunion/host_container_device.yml",
+        cuda_mps_scope=scope,
+        cuda_mps_combine=2,
+    )
+    daemon.start().wait_ready()
+    assert daemon.stop() == 0, daemon.log
+    host.gpus[1].lose()
+    daemon.start().wait_ready()
+    status, answer = daemon.ask("POST", "/v1/leases?count=2&name=two&ttl=600")
+    assert (status, answer["devices"]) == (200, ["00:06.0-0", "00:06.0-1"])
+    for wish in ("count=2&gpu=00:07.0", *(["device=all", "count=2&across=true"] if scope == "host" else [])):
+        status, answer = daemon.ask("POST", f"/v1/leases?{wish}&name=more&ttl=600")
+        assert (status, LOST in answer["detail"]) == (423, True), answer
+    eventually((host.root / "run/cdi/yunion-mps.json").exists, "the devices of containers")
+    assert "Traceback" not in daemon.log
+
+
+def leases(daemon: Daemon) -> list[dict[str, object]]:
+    """The leases; when they end is another moment for the next daemon."""
+    return [{**lease, "expires": None} for lease in daemon.get("/v1/leases")[1]["leases"]]
+
+
+def devices(daemon: Daemon) -> list[dict[str, str]]:
+    found: list[dict[str, str]] = daemon.get("/v1/devices")[1]["isolated_devices"]
+    return found
 
 
 def test_a_fatal_xid_makes_its_devices_unavailable_until_a_reload(
@@ -117,7 +192,26 @@ def test_a_server_in_fault_is_reported_with_the_process_that_the_kernel_names(
         status, answer = daemon.ask("POST", f"/v1/clients/{client.pid}/terminate")
         assert (status, answer["ended"]) == (200, True)
         assert "its MPS server let go of it" in answer["how"]
-        assert client.says() == "terminated"
+        assert not is_running(client.pid)
+
+
+def test_the_driver_is_lost_and_back_and_the_control_daemon_goes_on(
+    make_host: MakeHost, make_daemon: MakeDaemon
+) -> None:
+    host = make_host([{"kind": "h100", "count": 2, "virtual_number": 2}])
+    daemon = make_daemon(host).start().wait_ready()
+    control = daemon.control_pid()
+    assert reasons(daemon) == [""] * 4
+
+    host.fail("nvmlSystemGetDriverVersion", "driver_not_loaded")
+    gone = "the NVIDIA driver's kernel module is not loaded"
+    eventually(lambda: reported(host, 31) and reasons(daemon) == [gone] * 4, "the driver's loss")
+    daemon.wait_log(f"the GPUs cannot be looked at: {gone}")
+    host.clear()
+    eventually(lambda: reported(host, 31) and reasons(daemon) == [""] * 4, "the driver's return")
+
+    assert daemon.control_pid() == control
+    assert daemon.stop() == 0
 
 
 def test_what_changes_between_two_looks_is_put_right_or_taken_in(

@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 from yunion_mps.revision import version_line
 
-from integration.conftest import MakeDaemon, MakeHost
+from integration.conftest import MakeAtWork, MakeDaemon
 from integration.daemon_host import Daemon, control_daemons, eventually, is_running
 from simhost import SimHost
-from simhost.mps import StandIns
 
 LINE = "4 of 4 devices available, 1 of 1 control daemons serving"
 RUN = "run/yunion-mps"
@@ -91,23 +90,16 @@ def test_a_signal_stops_it_cleanly_and_leaves_nothing(ready_daemon: Daemon, numb
     assert f"<6>stopping, for {number.name} came" in ready_daemon.log
 
 
-def test_a_second_signal_while_it_waits_for_a_job_does_no_harm(
-    make_host: MakeHost, make_daemon: MakeDaemon
-) -> None:
-    host = make_host([{"kind": "v100"}])
-    with StandIns(host) as jobs:
-        daemon = make_daemon(host)
-        daemon.configure(cuda_mps_stop_timeout_s=60)
-        daemon.start().wait_ready()
-        client = jobs.attached(daemon.pipe_directory)
-        daemon.signal(signal.SIGTERM)
-        daemon.wait_message("STOPPING=1")
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            daemon.signal(number)
-        assert daemon.status()["domains"][0]["state"] == "stopping"
-        client.end()
-        assert daemon.wait() == 0
-        assert host.gpus[0].compute_mode == "default"
+def test_a_second_signal_while_it_waits_for_a_job_does_no_harm(make_at_work: MakeAtWork) -> None:
+    daemon, _, client = make_at_work(cuda_mps_stop_timeout_s=60)
+    daemon.signal(signal.SIGTERM)
+    daemon.wait_message("STOPPING=1")
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        daemon.signal(number)
+    assert daemon.status()["domains"][0]["state"] == "stopping"
+    client.end()
+    assert daemon.wait() == 0
+    assert daemon.host.gpus[0].compute_mode == "default"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -6,17 +6,13 @@ import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from yunion_mps.mps.control import peer_of
 from yunion_mps.process import PROGRAM_DIRECTORIES
 
 from integration.conftest import MakeDaemon, MakeHost
 from integration.daemon_host import Daemon, control_daemons, eventually, is_running
-from simhost import SimHost
 
 PROGRAM = "nvidia-cuda-mps-control"
 
@@ -141,24 +137,6 @@ def test_where_one_domain_cannot_serve_the_others_do_and_it_says_why(
     assert daemon.stop() == 0
 
 
-@pytest.fixture
-def stranger(host: SimHost) -> Iterator[subprocess.Popen[str]]:
-    """A control daemon that somebody else runs in the default pipe directory."""
-    directories = {
-        "CUDA_MPS_PIPE_DIRECTORY": str(host.root / "tmp/nvidia-mps/pipe"),
-        "CUDA_MPS_LOG_DIRECTORY": str(host.root / "tmp/nvidia-mps/log"),
-    }
-    for directory in directories.values():
-        os.makedirs(directory)
-    with ExitStack() as stack:
-        started = host.popen([PROGRAM, "-f"], env={**host.env, **directories}, stdout=subprocess.DEVNULL)
-        stack.enter_context(started)
-        stack.callback(started.kill)
-        pipe = directories["CUDA_MPS_PIPE_DIRECTORY"]
-        eventually(lambda: peer_of(pipe) is not None, "its answer")
-        yield started
-
-
 def test_a_control_daemon_of_somebody_else_is_reported_and_left_alone(
     daemon: Daemon, stranger: subprocess.Popen[str]
 ) -> None:
@@ -168,7 +146,8 @@ def test_a_control_daemon_of_somebody_else_is_reported_and_left_alone(
     who = f"a control daemon (PID {stranger.pid}, uid {os.getuid()}), not started by us"
     assert message == f"<3>{who}, already serves {pipe}"
     command = f"echo quit | CUDA_MPS_PIPE_DIRECTORY={pipe} {PROGRAM}"
-    assert hint == f"<3>when its jobs are done, end it with: {command}"
+    take_over = f"or go on with it and its jobs: yunion-mps-daemon --take-over {stranger.pid}"
+    assert hint == f"<3>when its jobs are done, end it with: {command}; {take_over}"
     assert stranger.poll() is None
     assert daemon.control("get_default_active_thread_percentage") == ["77.0"]
     daemon.control("quit")

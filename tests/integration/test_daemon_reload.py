@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import os
 import signal
@@ -9,25 +10,19 @@ import socket
 import sqlite3
 import subprocess
 import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from yunion_mps.mps.control import PROGRAM
 
-from integration.conftest import MakeDaemon, MakeHost
+from integration.conftest import AtWork, MakeAtWork
 from integration.daemon_host import Daemon, eventually
-from simhost import SimHost
-from simhost.mps import StandIns
 
 
 def post(daemon: Daemon, target: str) -> tuple[int, dict[str, object]]:
     return daemon.ask("POST", target)
-
-
-def divide(daemon: Daemon, number: int) -> None:
-    path = daemon.host.root / "etc/yunion/host_container_device.yml"
-    entry = f"- path: {daemon.host.gpus[0].uuid}\n  type: NVIDIA_MPS\n  virtual_number: {number}\n"
-    path.write_text(f"devices:\n{entry}")
 
 
 def total(daemon: Daemon) -> int:
@@ -37,7 +32,7 @@ def total(daemon: Daemon) -> int:
 
 def test_sighup_brings_the_new_files_into_force(ready_daemon: Daemon) -> None:
     control = ready_daemon.control_pid()
-    divide(ready_daemon, 2)
+    ready_daemon.host.divide(2)
     ready_daemon.signal(signal.SIGHUP)
     eventually(lambda: total(ready_daemon) == 2, "two devices")
     assert ready_daemon.control("get_default_device_pinned_mem_limit 0") == ["11G"]
@@ -59,7 +54,7 @@ def test_a_bad_file_is_refused_to_the_caller_and_in_the_log_and_changes_nothing(
 
 
 def test_the_difference_is_told_before_and_after(ready_daemon: Daemon) -> None:
-    divide(ready_daemon, 2)
+    ready_daemon.host.divide(2)
     change = {
         "kind": "budget",
         "subject": "00:06.0",
@@ -131,30 +126,25 @@ def test_a_program_that_would_not_start_is_not_run(ready_daemon: Daemon) -> None
     assert (ready_daemon.control_pid(), total(ready_daemon)) == (control, 4)
 
 
-def test_jobs_live_through_a_new_program_and_a_pending_budget_stays_pending(
-    make_host: MakeHost, make_daemon: MakeDaemon
-) -> None:
-    host = make_host([{"kind": "v100"}])
-    with StandIns(host) as jobs:
-        daemon = make_daemon(host).start().wait_ready()
-        client = jobs.attached(daemon.pipe_directory)
-        divide(daemon, 2)
-        status, answer = post(daemon, "/v1/reload")
-        assert status == 200
-        assert [entry["domain"] for entry in answer["pending"]] == ["host"]  # type: ignore[attr-defined]
-        daemon.messages.clear()
-        assert post(daemon, "/v1/reexec")[0] == 200
-        daemon.wait_message("READY=1")
-        (domain,) = daemon.status()["domains"]
-        assert (domain["state"], bool(domain["pending"])) == ("ready", True)
-        assert daemon.get("/v1/devices")[1]["isolated_devices"][0]["mps_memory_limit"] == 4096
-        clients = daemon.get("/v1/clients")[1]["clients"]
-        assert [(one["pid"], one["server"]) for one in clients] == [(client.pid, jobs.servers()[0])]
-        assert post(daemon, "/v1/reload?now=true")[0] == 200
-        assert client.says() == "server gone"
-        eventually(lambda: not daemon.status()["domains"][0]["pending"], "the new limits in force")
-        assert daemon.get("/v1/devices")[1]["isolated_devices"][0]["mps_memory_limit"] == 8192
-        assert daemon.stop() == 0
+def test_jobs_live_through_a_new_program_and_a_pending_budget_stays_pending(at_work: AtWork) -> None:
+    daemon, jobs, client = at_work
+    daemon.host.divide(2)
+    status, answer = post(daemon, "/v1/reload")
+    assert status == 200
+    assert [entry["domain"] for entry in answer["pending"]] == ["host"]  # type: ignore[attr-defined]
+    daemon.messages.clear()
+    assert post(daemon, "/v1/reexec")[0] == 200
+    daemon.wait_message("READY=1")
+    (domain,) = daemon.status()["domains"]
+    assert (domain["state"], bool(domain["pending"])) == ("ready", True)
+    assert daemon.get("/v1/devices")[1]["isolated_devices"][0]["mps_memory_limit"] == 4096
+    clients = daemon.get("/v1/clients")[1]["clients"]
+    assert [(one["pid"], one["server"]) for one in clients] == [(client.pid, jobs.servers()[0])]
+    assert post(daemon, "/v1/reload?now=true")[0] == 200
+    assert client.says() == "server gone"
+    eventually(lambda: not daemon.status()["domains"][0]["pending"], "the new limits in force")
+    assert daemon.get("/v1/devices")[1]["isolated_devices"][0]["mps_memory_limit"] == 8192
+    assert daemon.stop() == 0
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user, which needs root")
@@ -182,129 +172,131 @@ def test_only_root_may_change_the_daemon(ready_daemon: Daemon) -> None:
 
 
 def test_a_gpu_that_is_taken_out_of_the_file_takes_no_device_of_a_job_also_over_a_restart(
-    make_host: MakeHost, make_daemon: MakeDaemon
+    make_at_work: MakeAtWork,
 ) -> None:
-    host = make_host([{"kind": "v100", "count": 2}])
-    with StandIns(host) as jobs:
-        daemon = make_daemon(host).start().wait_ready()
-        jobs.attached(daemon.pipe_directory)
-        divide(daemon, 2)
-        daemon.kill()
-        daemon.start().wait_ready()
-        status = daemon.status()
-        assert (status["state"], status["domains"][0]["state"]) == ("ready", "ready")
-        assert status["domains"][0]["pending"]
-        assert total(daemon) == 8
-        assert daemon.stop() == 0
+    daemon, _, client = make_at_work(gpus=2)
+    daemon.host.divide(2)
+    daemon.kill()
+    daemon.start().wait_ready()
+    status = daemon.status()
+    assert (status["state"], status["domains"][0]["state"]) == ("ready", "ready")
+    assert status["domains"][0]["pending"]
+    assert total(daemon) == 8
+    client.end()
+    assert daemon.stop() == 0
 
 
-def test_changed_scope_and_directories_that_wait_for_jobs_wait_on_over_a_new_program(
-    make_host: MakeHost, make_daemon: MakeDaemon
-) -> None:
-    host = make_host([{"kind": "v100"}])
-    with StandIns(host) as jobs:
-        daemon = make_daemon(host).start().wait_ready()
-        control = daemon.control_pid()
-        client = jobs.attached(daemon.pipe_directory)
-        daemon.configure(cuda_mps_scope="gpu", cuda_mps_pipe_directory="/run/mps")
-        assert post(daemon, "/v1/reload")[0] == 200
-        daemon.messages.clear()
-        assert post(daemon, "/v1/reexec")[0] == 200
-        daemon.wait_message("READY=1")
-        domains = {domain["name"]: domain for domain in daemon.status()["domains"]}
-        assert (domains["host"]["pid"], domains["host"]["state"]) == (control, "ready")
-        assert domains["00:06.0"]["state"] == "stopped"
-        assert post(daemon, "/v1/reload?now=true")[0] == 200
-        assert client.says() == "server gone"
-        eventually(lambda: [d["state"] for d in daemon.status()["domains"]] == ["ready"], "the new one")
-        assert daemon.status()["domains"][0]["name"] == "00:06.0"
-        assert daemon.stop() == 0
+def test_changed_scope_and_directories_that_wait_for_jobs_wait_on_over_a_new_program(at_work: AtWork) -> None:
+    daemon, _, client = at_work
+    control = daemon.control_pid()
+    daemon.configure(cuda_mps_scope="gpu", cuda_mps_pipe_directory="/run/mps")
+    assert post(daemon, "/v1/reload")[0] == 200
+    daemon.messages.clear()
+    assert post(daemon, "/v1/reexec")[0] == 200
+    daemon.wait_message("READY=1")
+    domains = {domain["name"]: domain for domain in daemon.status()["domains"]}
+    assert (domains["host"]["pid"], domains["host"]["state"]) == (control, "ready")
+    assert domains["00:06.0"]["state"] == "stopped"
+    assert post(daemon, "/v1/reload?now=true")[0] == 200
+    assert client.says() == "server gone"
+    eventually(lambda: [d["state"] for d in daemon.status()["domains"]] == ["ready"], "the new one")
+    assert daemon.status()["domains"][0]["name"] == "00:06.0"
+    assert daemon.stop() == 0
 
 
 def test_now_ends_the_job_of_a_server_that_has_outlived_its_control_daemon_and_no_other(
-    make_host: MakeHost, make_daemon: MakeDaemon
+    at_work: AtWork,
 ) -> None:
-    host = make_host([{"kind": "v100"}])
-    with StandIns(host) as jobs:
-        daemon = make_daemon(host).start().wait_ready()
-        late = jobs.attached(daemon.pipe_directory)
-        host.gpus[0].add_process(late.pid, 100, "M+C")
-        (orphan,) = jobs.servers()
-        host.gpus[0].add_process(orphan, 30, "M+C")
-        os.kill(daemon.control_pid() or 0, signal.SIGKILL)
-        eventually(lambda: daemon.status()["domains"][0]["waits_for"] == [orphan], "that it waits for it")
-        eventually(lambda: daemon.status()["domains"][0]["state"] == "ready", "the new one")
-        current = jobs.attached(daemon.pipe_directory)
-        host.gpus[0].add_process(current.pid, 100, "M+C")
-        (server,) = set(jobs.servers()) - {orphan}
-        found = {one["pid"]: one["server"] for one in daemon.get("/v1/clients")[1]["clients"]}
-        assert found == {late.pid: orphan, current.pid: server}
+    daemon, jobs, late = at_work
+    host = daemon.host
+    host.gpus[0].add_process(late.pid, 100, "M+C")
+    (orphan,) = jobs.servers()
+    host.gpus[0].add_process(orphan, 30, "M+C")
+    os.kill(daemon.control_pid() or 0, signal.SIGKILL)
+    eventually(lambda: daemon.status()["domains"][0]["waits_for"] == [orphan], "that it waits for it")
+    eventually(lambda: daemon.status()["domains"][0]["state"] == "ready", "the new one")
+    current = jobs.attached(daemon.pipe_directory)
+    host.gpus[0].add_process(current.pid, 100, "M+C")
+    (server,) = set(jobs.servers()) - {orphan}
+    found = {one["pid"]: one["server"] for one in daemon.get("/v1/clients")[1]["clients"]}
+    assert found == {late.pid: orphan, current.pid: server}
 
-        done = host.run(["yunion-mps", "reload", "--now", "--yes"])
-        assert done.returncode == 0, done.stderr
-        assert [pid for pid in (late.pid, current.pid) if f"| {pid} |" in done.stderr] == [late.pid]
-        assert late.says() == "server gone"
-        assert jobs.servers() == [server]
-        assert daemon.stop() == 0
+    done = host.run(["yunion-mps", "reload", "--now", "--yes"])
+    assert done.returncode == 0, done.stderr
+    assert [pid for pid in (late.pid, current.pid) if f"| {pid} |" in done.stderr] == [late.pid]
+    assert late.says() == "server gone"
+    assert jobs.servers() == [server]
+    current.end()
+    assert daemon.stop() == 0
+
+
+@contextlib.contextmanager
+def an_open_front_end(daemon: Daemon) -> Iterator[None]:
+    """NVIDIA's front-end as somebody has it open in a terminal: the control daemon serves it alone."""
+    log = daemon.host.root / "tmp/nvidia-mps/log/control.log"
+    env = {**daemon.env, "CUDA_MPS_PIPE_DIRECTORY": str(daemon.pipe_directory)}
+    operator = daemon.host.popen([PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env=env)
+    try:
+        eventually(lambda: "NEW UI" in log.read_text().rpartition("UI closed")[2], "the front-end")
+        yield
+    finally:
+        operator.kill()
+        operator.communicate()
 
 
 def test_an_open_front_end_keeps_neither_a_new_program_from_answering_nor_an_order_from_its_end(
-    make_host: MakeHost, make_daemon: MakeDaemon
+    at_work: AtWork,
 ) -> None:
-    host = make_host([{"kind": "v100"}])
-    with StandIns(host) as jobs:
-        daemon = make_daemon(host).start().wait_ready()
-        client = jobs.attached(daemon.pipe_directory)
-        env = {**daemon.env, "CUDA_MPS_PIPE_DIRECTORY": str(daemon.pipe_directory)}
-        operator = host.popen([PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env=env)
-        try:
-            eventually(lambda: "NEW UI" in log_of(host).rpartition("UI closed")[2], "the front-end")
-            daemon.messages.clear()
-            assert post(daemon, "/v1/reexec")[0] == 200
-            daemon.wait_message("READY=1")
-            (domain,) = daemon.status()["domains"]
-            assert domain["state"] == "applying"
-            assert "another nvidia-cuda-mps-control is connected" in domain["reason"]
-            divide(daemon, 2)
-            status, answer = post(daemon, "/v1/reload?now=true")
-            assert status == 200
-            assert "another nvidia-cuda-mps-control is connected" in str(answer["pending"])
-        finally:
-            operator.kill()
-            operator.communicate()
-        assert client.says() == "server gone"
-        eventually(lambda: not daemon.status()["domains"][0]["pending"], "the new limits")
-        assert daemon.stop() == 0
+    daemon, _, client = at_work
+    with an_open_front_end(daemon):
+        daemon.messages.clear()
+        assert post(daemon, "/v1/reexec")[0] == 200
+        daemon.wait_message("READY=1")
+        (domain,) = daemon.status()["domains"]
+        assert domain["state"] == "applying"
+        assert "another nvidia-cuda-mps-control is connected" in domain["reason"]
+        daemon.host.divide(2)
+        status, answer = post(daemon, "/v1/reload?now=true")
+        assert status == 200
+        assert "another nvidia-cuda-mps-control is connected" in str(answer["pending"])
+    assert client.says() == "server gone"
+    eventually(lambda: not daemon.status()["domains"][0]["pending"], "the new limits")
+    assert daemon.stop() == 0
 
 
-def log_of(host: SimHost) -> str:
-    return (host.root / "tmp/nvidia-mps/log/control.log").read_text()
+def test_now_is_answered_at_once_while_a_front_end_is_open_and_done_when_that_has_gone(
+    at_work: AtWork,
+) -> None:
+    daemon, _, client = at_work
+    with an_open_front_end(daemon):
+        daemon.host.divide(2)
+        began_s = time.monotonic()
+        status, answer = post(daemon, "/v1/reload?now=true")
+        assert (status, time.monotonic() - began_s < 10) == (200, True), "it takes 15 s to be given up"
+        assert "another nvidia-cuda-mps-control is connected" in str(answer["pending"])
+    assert client.says() == "server gone"
+    eventually(lambda: not daemon.status()["domains"][0]["pending"], "the new limits")
 
 
 def test_a_daemon_that_stops_takes_no_other_configuration_and_no_other_program(
-    make_host: MakeHost, make_daemon: MakeDaemon
+    make_at_work: MakeAtWork,
 ) -> None:
-    host = make_host([{"kind": "v100"}])
-    with StandIns(host) as jobs:
-        daemon = make_daemon(host)
-        daemon.configure(cuda_mps_stop_timeout_s=60)
-        daemon.start().wait_ready()
-        client = jobs.attached(daemon.pipe_directory)
-        daemon.signal(signal.SIGTERM)
-        daemon.wait_message("STOPPING=1")
-        status, answer = post(daemon, f"/v1/clients/{client.pid}/terminate")
-        assert (status, str(answer["detail"])[:22]) == (409, "the daemon is stopping")
-        for target in ("/v1/reload", "/v1/reexec"):
-            status, answer = post(daemon, target)
-            assert (status, answer["detail"]) == (409, "the daemon is stopping")
-        client.end()
-        assert daemon.wait() == 0
+    daemon, _, client = make_at_work(cuda_mps_stop_timeout_s=60)
+    daemon.signal(signal.SIGTERM)
+    daemon.wait_message("STOPPING=1")
+    status, answer = post(daemon, f"/v1/clients/{client.pid}/terminate")
+    assert (status, str(answer["detail"])[:22]) == (503, "the daemon is stopping")
+    for target in ("/v1/reload", "/v1/reexec"):
+        status, answer = post(daemon, target)
+        assert (status, answer["detail"]) == (503, "the daemon is stopping")
+    client.end()
+    assert daemon.wait() == 0
 
 
 def test_nothing_is_changed_where_it_cannot_be_written_down(ready_daemon: Daemon) -> None:
     """Otherwise a daemon that dies then would leave the next one without the budgets that jobs have."""
     file = ready_daemon.host.root / "var/lib/yunion-mps/state.db"
-    divide(ready_daemon, 2)
+    ready_daemon.host.divide(2)
     with sqlite3.connect(file, isolation_level=None) as other:
         other.execute("ALTER TABLE in_force RENAME TO hidden")
         for target in ("/v1/reload", "/v1/reexec"):

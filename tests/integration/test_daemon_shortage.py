@@ -8,9 +8,8 @@ import signal
 import socket
 import subprocess
 
-from integration.conftest import MakeDaemon, MakeHost
+from integration.conftest import MakeAtWork, MakeDaemon
 from integration.daemon_host import Daemon, control_daemons, eventually
-from simhost.mps import StandIns
 
 
 def allow(daemon: Daemon, descriptors: int) -> None:
@@ -44,25 +43,20 @@ def test_a_control_daemon_that_dies_without_descriptors_to_spare_is_replaced_lat
 
 
 def test_a_stop_without_descriptors_to_spare_gives_jobs_their_time_all_the_same(
-    make_host: MakeHost, make_daemon: MakeDaemon
+    make_at_work: MakeAtWork,
 ) -> None:
-    host = make_host([{"kind": "v100"}])
-    with StandIns(host) as jobs:
-        daemon = make_daemon(host)
-        daemon.configure(cuda_mps_stop_timeout_s=60)
-        daemon.start().wait_ready()
-        client = jobs.attached(daemon.pipe_directory)
-        daemon.status()  # its loop runs
-        allow(daemon, 3)
-        daemon.signal(signal.SIGTERM)
-        daemon.wait_log("waiting up to 60 s for its clients to end")
-        assert daemon.running
-        allow(daemon, 1024)
-        client.end()
-        assert daemon.wait() == 0, daemon.log
-        assert "MPS server (PID" not in daemon.log, "none was ended by a signal"
-        assert control_daemons(host.root) == []
-        assert host.gpus[0].compute_mode == "default"
+    daemon, _, client = make_at_work(cuda_mps_stop_timeout_s=60)
+    daemon.status()  # its loop runs
+    allow(daemon, 3)
+    daemon.signal(signal.SIGTERM)
+    daemon.wait_log("waiting up to 60 s for its clients to end")
+    assert daemon.running
+    allow(daemon, 1024)
+    client.end()
+    assert daemon.wait() == 0, daemon.log
+    assert "MPS server (PID" not in daemon.log, "none was ended by a signal"
+    assert control_daemons(daemon.host.root) == []
+    assert daemon.host.gpus[0].compute_mode == "default"
 
 
 def test_connections_that_cannot_be_accepted_are_told_in_a_few_lines(ready_daemon: Daemon) -> None:
@@ -80,6 +74,7 @@ def test_connections_that_cannot_be_accepted_are_told_in_a_few_lines(ready_daemo
 
 def test_a_start_with_too_few_descriptors_fails_in_words_and_leaves_nothing(make_daemon: MakeDaemon) -> None:
     daemon = make_daemon()
+    daemon.configure(cuda_mps_stop_timeout_s=1)  # which a stop waits for where it cannot ask for clients
     seen = set()
     for most in (6, 9, 11, 12, 13, 14, 15, 17):
         end = "" if most < 11 else "timeout -s TERM 1 "  # the fewest are never enough

@@ -10,9 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from yunion_mps.errors import ControlError
 from yunion_mps.models import Event
 
 from integration.daemon_host import eventually
+from integration.screens import DOMAINS_80, FOOT, SCREEN_80, SCREEN_120, STATUS_80
 from integration.tmux import Tmux
 from unit.api import snapshots
 from unit.api.by_hand import LEASE, clients
@@ -20,49 +22,6 @@ from unit.api.server_host import ServerHost
 from unit.cli.conftest import PROGRAM
 from unit.cli.held import CAROL, OVER, PAST_MPS, TWO, hold
 
-BAR = "░" * 11
-SCREEN_80 = f"""\
-yunion-mps 0.1.0  HH:MM:SS  ready  driver 535.261.03
-1 GPU; 4 devices: 3 used, 1 free; 2 leases, 1 waiting; 2 processes
-Problem: 00:06.0-1 has 6000 of 5760 MiB: PID 4260 of alice (python train.py)
-  do: ask its owner, or end it: yunion-mps clients terminate PID
-Problem: past MPS on GPU 00:06.0 with 300 MiB, where no budget holds: PID 4711 …
-1 more; all of it: yunion-mps status
-GPU                    USED MiB  OF MiB       IN USE     PROCS        NAME
-00:06.0    ███░░░░░░░░     6300   23040       3 of 4         2        Tesla P40
-DEVICE                 USED MiB  OF MiB  SM % USER         PID  SINCE COMMAND
-00:06.0-1! ███████████     6000    5760    25 alice       4260    2 h python tr…
-00:06.0!   {BAR}      300               mallory     4711    3 h ./old-job
-00:06.0-2  {BAR}        0    5760    25 bob                 5 d job-17
-00:06.0-3  {BAR}        0    5760    25 bob                 5 d job-17
-00:06.0-0  {BAR}             5760    25 free
-EVENTS
-HH:MM:SS info    domain host: applying -> ready
-HH:MM:SS WARNING domain host: ready -> backoff (killed by signal 9)
-"""
-FOOT = " q  quit  s  sort: busiest  v  view: all  ↑↓  scroll  every 1 s"
-WIDE = "░" * 24
-SCREEN_120 = f"""\
-yunion-mps 0.1.0  HH:MM:SS  ready  driver 535.261.03
-1 GPU; 4 devices: 3 used, 1 free; 2 leases, 1 waiting; 2 processes
-Problem: 00:06.0-1 has 6000 of 5760 MiB: PID 4260 of alice (python train.py)
-  do: ask its owner, or end it: yunion-mps clients terminate PID
-Problem: past MPS on GPU 00:06.0 with 300 MiB, where no budget holds: PID 4711 of mallory (./old-job)
-  do: ask its owner, or end it: yunion-mps clients terminate PID
-Warning: GPU 00:06.0 (Tesla P40): budgets are not enforced, for it is older than Volta; its clients can use \
-all of its …
-GPU                                 USED MiB  OF MiB       IN USE           PROCS        NAME
-00:06.0    ██████▋░░░░░░░░░░░░░░░░░     6300   23040       3 of 4               2        Tesla P40
-DEVICE                              USED MiB  OF MiB  SM % USER               PID  SINCE COMMAND
-00:06.0-1! ████████████████████████     6000    5760    25 alice             4260    2 h python train.py
-00:06.0!   {WIDE}      300               mallory           4711    3 h ./old-job
-00:06.0-2  {WIDE}        0    5760    25 bob                       5 d job-17
-00:06.0-3  {WIDE}        0    5760    25 bob                       5 d job-17
-00:06.0-0  {WIDE}             5760    25 free
-EVENTS
-HH:MM:SS info    domain host: applying -> ready
-HH:MM:SS WARNING domain host: ready -> backoff (killed by signal 9)
-"""
 TOP = "yunion-mps top --interval 1"
 #: How a terminal is set, in a line that can be compared.
 SETTINGS = "stty -g | cksum"
@@ -118,10 +77,33 @@ def test_another_size_is_drawn_at_once_and_again_as_before(screen: Tmux) -> None
     screen.type("yunion-mps top --interval 3600", "Enter")
     screen.wait("mallory.*old-job")
     screen.resize(120, 40)
-    eventually(lambda: timeless(screen.lines())[:18] == SCREEN_120.splitlines(), "the wide screen")
+    wide = SCREEN_120.splitlines()
+    eventually(lambda: timeless(screen.lines())[: len(wide)] == wide, "the wide screen")
     screen.resize(80, 24)
     wanted = shown(SCREEN_80, 24)[:-1]
     eventually(lambda: timeless(screen.lines())[:-1] == wanted, "the screen as it was")
+
+
+@pytest.mark.parametrize(
+    ("rows", "domains"), [(24, "Domains:  1 of 1 are ready (all: -o json)\n"), (50, DOMAINS_80)]
+)
+def test_the_status_is_one_screen_of_which_what_is_wrong_is_not_scrolled_away(
+    screen: Tmux, rows: int, domains: str
+) -> None:
+    screen.resize(80, rows)
+    screen.type("clear; yunion-mps status", "Enter")
+    screen.wait("^(Domains|. host)")
+    screen.wait_prompt()
+    text = "\n".join(screen.lines()[:-1]) + "\n"
+    text = re.sub(r"Host:     \S+, id [0-9a-f-]+\n", "Host:     NAME, id ID\n", text)
+    assert re.sub(r"PID \d+, up .*", "PID N, up T", text) == STATUS_80 + domains
+
+
+@pytest.mark.parametrize("term", ["vt100", "linux", "xterm-256color"])
+def test_it_is_the_same_whatever_the_terminal_is_called(host: ServerHost, term: str) -> None:
+    with Tmux(environment(host.paths.root), 80, 24, term) as screen:
+        screen.type(TOP, "Enter")
+        assert timeless(screen.wait("mallory.*old-job")) == shown(SCREEN_80, 24)
 
 
 @pytest.mark.parametrize(("columns", "rows"), [(60, 16), (40, 10), (20, 6), (8, 3), (1, 1)])
@@ -250,7 +232,7 @@ def test_a_signal_ends_it_also_where_the_terminal_was_stopped_by_ctrl_s(screen: 
 def test_a_fault_of_its_own_leaves_the_terminal_as_before(screen: Tmux, host: ServerHost) -> None:
     screen.resize(120, 60)
     start(screen)
-    host.people.found = {"clients": [{}], "servers": [], "troubles": [], "total": 1}
+    host.people.found = {"clients": [{}], "servers": [], "troubles": [], "waiting": [], "total": 1}
     screen.wait("^left with 1$")
     assert any("KeyError" in line for line in left(screen))
 
@@ -303,6 +285,18 @@ def test_while_nobody_tells_who_uses_the_gpus_the_rest_goes_on_and_keys_work(
     screen.wait("sort: device")
     host.people.gate.set()
     screen.wait("; 0 leases; 2 processes")
+
+
+def test_what_was_not_told_is_asked_again_soon_however_rarely_one_looks(
+    screen: Tmux, host: ServerHost
+) -> None:
+    host.people.error = ControlError("the driver does not answer", "see: dmesg")
+    screen.type("yunion-mps top --interval 3600", "Enter")
+    screen.wait(r"^Not known: who uses the GPUs, since \d\d:\d\d:\d\d: the driver does not answer$")
+    screen.wait("^  do: see: dmesg$")
+    host.people.error = None
+    screen.wait("mallory.*old-job")
+    screen.wait_without("Not known")
 
 
 def test_there_are_colours_and_none_where_nobody_wants_them(screen: Tmux) -> None:

@@ -45,6 +45,7 @@ def test_jobs_of_the_real_daemon_come_and_go_and_who_is_past_mps_is_named(
         for text in (status, who):
             assert re.search(rf"^Problem: +00:06.0-1 has 9000 of \d+ MiB: PID {job.pid} ", text, re.MULTILINE)
             assert re.search(rf"^Problem: +past MPS on GPU .* PID {os.getpid()} ", text, re.MULTILINE)
+        assert "; 1 client of MPS, 1 process past MPS\n" in status
         assert re.search(rf"^\| 00:06.0-1 .*\| root +\| +{job.pid} \|.*over budget \|$", who, re.MULTILINE)
         host.gpus[0].remove_process(os.getpid())
         job.end()
@@ -80,6 +81,36 @@ def test_a_lease_of_the_real_daemon_is_somebody_s_while_its_command_runs(
         assert printed(host, "who").count("\n") == 4
 
 
+def test_what_is_left_of_memory_in_units_is_on_every_screen(
+    make_host: MakeHost, make_daemon: MakeDaemon
+) -> None:
+    host = make_host([{"kind": "v100"}])
+    (host.root / "etc/yunion/host_container_device.yml").write_text(
+        "devices:\n- path: /dev/dri/renderD128\n  type: NVIDIA_MPS\n  virtual_number: 0\n"
+        "  memory_unit: 1GiB\n"
+    )
+    make_daemon(host).start().wait_ready()
+    with Tmux({**host.env, "LC_ALL": "C.UTF-8"}, 80, 24) as screen:
+        screen.type(TOP, "Enter")
+        screen.wait("^1 GPU; 0 devices: 0 used, 0 free; 16384 MiB free in units; 0 leases; 0 processes$")
+        screen.wait(r"^00:06\.0-m\* +\S+ +16384 +free +in units$")
+        command = host.popen(["yunion-mps", "run", "--gpu-mem", "6GiB", "--", "sleep", "600"])
+        try:
+            screen.wait("^1 GPU; 1 device: 1 used, 0 free; 10240 MiB free in units; 1 lease; 0 processes$")
+            screen.wait(r"^00:06\.0-m\* +\S+ +10240 +free +in units$")
+            screen.wait(rf"^00:06\.0-m0 .* 6144 +37\.5 root +{command.pid} ")
+            for name in ("gpus", "status"):
+                assert "00:06.0: 10240 of 16384 MiB can be had: yunion-mps run --gpu-mem\n" in printed(
+                    host, name
+                )
+            host.gpus[0].lose()
+            screen.wait(r"^00:06\.0-m\* +\S+ +0 +unavail")
+            assert "can be had" not in printed(host, "gpus") + printed(host, "status")
+        finally:
+            command.kill()
+            command.communicate()
+
+
 def test_nobody_is_called_past_mps_without_proof(busy: tuple[Daemon, StandIns]) -> None:
     """A server is none of it, nor who has just ended; and where the driver does not tell, nobody is."""
     daemon, jobs = busy
@@ -110,12 +141,15 @@ def test_a_daemon_that_goes_away_is_told_and_it_goes_on_when_that_is_back(
         screen.wait(r"2 devices: 0 used, 2 free")
         pid = int(screen.tell("pane_pid"))
         daemon.kill()
-        lines = screen.wait("all below is from before .*: the daemon is not running")
+        screen.wait("^Problem: the daemon is not running: ")
+        lines = screen.wait(r"^yunion-mps \S+  \S+  no answer since \d\d:\d\d:\d\d; all below is from then$")
+        assert "ready" not in lines[0]
         assert any(line.startswith("00:06.0-1 ") for line in lines)
         screen.type("s")
         screen.wait("sort: device")
         daemon.start().wait_ready()
-        screen.wait_without("from before")
+        screen.wait_without("no answer since")
+        screen.wait(r"^yunion-mps \S+  \S+  ready ")
         screen.wait("2 devices: 0 used, 2 free")
         assert is_running(pid)
 

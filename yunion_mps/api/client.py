@@ -13,6 +13,7 @@ from typing import Any
 import h11
 
 from yunion_mps.errors import (
+    BusyError,
     ConfigError,
     NotAllowedError,
     NotFoundError,
@@ -32,6 +33,15 @@ class BadConfigurationError(YunionError):
     exit_code = ConfigError.exit_code
 
 
+_KINDS: dict[int, type[YunionError]] = {
+    403: NotAllowedError,
+    404: NotFoundError,
+    422: BadConfigurationError,
+    423: NothingFreeError,
+    503: BusyError,
+}
+
+
 class Client:
     """Asks the daemon of this host over its socket."""
 
@@ -44,22 +54,27 @@ class Client:
 
         `timeout_s` is for a question that the daemon may take longer to answer than others.
         """
-        return self._request("GET", target, timeout_s)
+        return _result(*self._request("GET", target, timeout_s))
+
+    def get_text(self, target: str) -> str:
+        """The answer to a GET that is no JSON; raises as `get` does."""
+        status, body = self._request("GET", target, None)
+        return body.decode(errors="replace") if status == 200 else str(_result(status, body))
 
     def post(self, target: str, timeout_s: float | None = None, *, until_closed: bool = False) -> Any:
         """The JSON answer to a POST; raises as `get` does. It is never sent twice.
 
         With `until_closed` it returns only once the program that has answered does not serve any more.
         """
-        return self._request("POST", target, timeout_s, until_closed=until_closed)
+        return _result(*self._request("POST", target, timeout_s, until_closed=until_closed))
 
     def delete(self, target: str, timeout_s: float | None = None) -> Any:
         """The JSON answer to a DELETE; raises as `get` does. It is never sent twice."""
-        return self._request("DELETE", target, timeout_s)
+        return _result(*self._request("DELETE", target, timeout_s))
 
     def _request(
         self, method: str, target: str, timeout_s: float | None, *, until_closed: bool = False
-    ) -> Any:
+    ) -> tuple[int, bytes]:
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         deadline_s = time.monotonic() + timeout_s
         with self._connect(timeout_s) as connection:
@@ -74,7 +89,7 @@ class Client:
                 why = "it ended or began anew" if "ConnectionClosed" in str(error) else str(error)
                 what = f"the daemon's answer on {self._path} broke off: {why}"
                 raise UnreachableError(what, f"see: journalctl -u {_UNIT}") from None
-        return _result(status, body)
+        return status, body
 
     def _connect(self, timeout_s: float) -> socket.socket:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -119,7 +134,7 @@ def _ask(
 ) -> tuple[int, bytes]:
     """Status and body of the answer; with `keep` the connection stays open after it."""
     http = h11.Connection(h11.CLIENT)
-    headers = [("Host", "localhost"), ("Accept", "application/json")]
+    headers = [("Host", "localhost"), ("Accept", "application/json, text/plain")]
     headers += [] if keep else [("Connection", "close")]
     headers += [("Content-Length", "0")] if method == "POST" else []
     question = h11.Request(method=method, target=target, headers=headers)
@@ -164,5 +179,4 @@ def _result(status: int, body: bytes) -> Any:
     problem = answer if isinstance(answer, dict) else {}
     message = str(problem.get("detail") or f"the daemon answered {status}")
     hint = str(problem.get("hint") or f"see: journalctl -u {_UNIT}")
-    kinds = {403: NotAllowedError, 404: NotFoundError, 422: BadConfigurationError, 423: NothingFreeError}
-    raise kinds.get(status, YunionError)(message, hint)
+    raise _KINDS.get(status, YunionError)(message, hint)

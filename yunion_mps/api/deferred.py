@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import time
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, NamedTuple, Protocol
 from urllib.parse import urlsplit
@@ -23,7 +24,14 @@ from yunion_mps.api.query import (
     problem,
     refuse_unknown,
 )
-from yunion_mps.errors import ConfigError, NotAllowedError, NotFoundError, NothingFreeError, YunionError
+from yunion_mps.errors import (
+    BusyError,
+    ConfigError,
+    NotAllowedError,
+    NotFoundError,
+    NothingFreeError,
+    YunionError,
+)
 from yunion_mps.service import EVENT_KINDS, Service, Wanted
 
 log = logging.getLogger(__name__)
@@ -47,6 +55,7 @@ _STATUS = {
     NotFoundError: 404,
     ConfigError: 422,
     NothingFreeError: 423,
+    BusyError: 503,
 }
 
 
@@ -73,27 +82,39 @@ class People(Protocol):
         """End a client, for the user `uid`."""
 
 
+class Meter(Protocol):
+    """What a monitoring system is told."""
+
+    async def metrics(self, accept: str) -> Response:
+        """All metrics, in the format that an Accept header asks for."""
+
+
 class Later(NamedTuple):
     """A path that is answered later: how, and by whom; `whole` where it is done though the asker may go."""
 
     methods: tuple[str, ...]
-    answer: Callable[[Request, Query], Coroutine[Any, Any, Json]]
+    answer: Callable[[Request, Query], Coroutine[Any, Any, Json | Response]]
     whole: bool = False
 
 
 class Deferred:
     """The paths that are answered later."""
 
-    def __init__(self, service: Service, changes: Changes, people: People, giver: Giver) -> None:
+    def __init__(
+        self, service: Service, changes: Changes, people: People, giver: Giver, meter: Meter
+    ) -> None:
         self._service = service
         self._changes = changes
         self._people = people
+        self._meter = meter
         self._leases = LeasePaths(giver)
-        self._changing: set[asyncio.Task[Json]] = set()
+        self._changing: set[asyncio.Task[Json | Response]] = set()
         self._waiting: set[Callable[[], None]] = set()
         self._hurried = False
         self._paths = {
+            "/metrics": Later(_READ, self._metrics),
             "/v1/events": Later(_READ, self._events),
+            "/v1/usage": Later(_READ, self._usage),
             "/v1/plan": Later(_READ, self._plan),
             "/v1/clients": Later(_READ, self._clients),
             "/v1/reload": Later(_CHANGE, self._reload, whole=True),
@@ -118,7 +139,7 @@ class Deferred:
             query = parse_query(urlsplit(request.target).query)
             work = later.answer(request, query)
             found = await (self._to_its_end(work) if later.whole else work)
-            return Response(200, "application/json", encode(found))
+            return found if isinstance(found, Response) else Response(200, "application/json", encode(found))
         except YunionError as error:
             status = next((status for kind, status in _STATUS.items() if isinstance(error, kind)), 409)
             return problem(status, error.message, error.hint)
@@ -126,14 +147,14 @@ class Deferred:
             log.exception("the answer to %s %s has failed", request.method, request.target)
             return problem(500, "a fault of the daemon", "see: journalctl -u yunion-mps-daemon")
 
-    async def _to_its_end(self, work: Coroutine[Any, Any, Json]) -> Json:
+    async def _to_its_end(self, work: Coroutine[Any, Any, Json | Response]) -> Json | Response:
         """Do the whole of a change, though whoever asked for it may go away meanwhile."""
         task = asyncio.create_task(work)
         self._changing.add(task)
         task.add_done_callback(self._done)
         return await asyncio.shield(task)
 
-    def _done(self, task: asyncio.Task[Json]) -> None:
+    def _done(self, task: asyncio.Task[Json | Response]) -> None:
         self._changing.discard(task)
         if not task.cancelled():
             task.exception()  # it was told to whoever asked, where they are still there
@@ -175,6 +196,18 @@ class Deferred:
             finally:
                 self._waiting.discard(more.set)
                 self._service.forget(more.set)
+
+    async def _metrics(self, request: Request, query: Query) -> Response:
+        refuse_unknown(query, set())
+        return await self._meter.metrics(request.accept)
+
+    async def _usage(self, request: Request, query: Query) -> Json:
+        """Of the moment, so that it cannot be answered with the bytes of before."""
+        del request
+        refuse_unknown(query, {"gpu", "devices"})
+        devices = boolean({"devices": "true", **query}, "devices")
+        now_s = asyncio.get_running_loop().time()
+        return self._service.usage.answer(now_s, time.time(), query.get("gpu"), devices=devices)
 
     async def _plan(self, request: Request, query: Query) -> Json:
         del request

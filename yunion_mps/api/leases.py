@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 from yunion_mps.api.query import BadRequestError, ContradictionError, Request, boolean, number, refuse_unknown
 from yunion_mps.errors import NotAllowedError, NotFoundError
+from yunion_mps.leases.bounds import LONGEST_TTL_S, LONGEST_WAIT_S, MOST_DEVICES, MOST_MIB, NAME, REQUEST
 from yunion_mps.leases.ledger import BINPACK, SPREAD, Wish
 from yunion_mps.models import Holder
 from yunion_mps.process import started_ticks, uid_of
@@ -17,22 +18,14 @@ from yunion_mps.process import started_ticks, uid_of
 Json = dict[str, Any]
 Query = Mapping[str, str]
 
-#: The most devices that one lease may have.
-MOST_DEVICES = 64
-#: How long one may wait for devices, and how long a lease of a name may live without renewal, in s.
-LONGEST_WAIT_S = 30 * 86_400
-LONGEST_TTL_S = 365 * 86_400
 #: A PID has seven digits at most (PID_MAX_LIMIT of the kernel's include/linux/threads.h).
 _LARGEST_PID = 9_999_999
-#: More memory than any GPU has.
-_MOST_MIB = 1 << 30
 PLACEMENTS = (BINPACK, SPREAD)
-BINDINGS = ("process", "connection", "name")
-NAME = "^[A-Za-z0-9][A-Za-z0-9._:/@-]{0,99}$"
+BINDINGS = ("process", "connection", "name", "container")
 #: What may be said of a wish for devices.
 PARAMETERS = {
     "count", "memory", "units", "device", "gpu", "across", "placement",
-    "binding", "pid", "name", "ttl", "wait", "since", "dry",
+    "enforced", "binding", "pid", "name", "ttl", "wait", "request", "dry", "cdi",
 }  # fmt: skip
 
 
@@ -52,9 +45,11 @@ class Giver(Protocol):
         holder: Holder,
         keep: Callable[[Callable[[], None]], None],
         wait_s: float,
-        since_s: float | None,
+        request: str,
+        *,
+        cdi: bool,
     ) -> Json:
-        """A lease for the holder, which may take `wait_s`."""
+        """A lease for the holder, which may take `wait_s`; the same one for the same `request`."""
 
     def would_take(self, wish: Wish, holder: Holder) -> Json:
         """The lease that the holder would get now."""
@@ -64,6 +59,9 @@ class Giver(Protocol):
 
     def renew(self, lease_id: str, uid: int) -> Json:
         """The lease that was renewed."""
+
+    def bind(self, lease_id: str, uid: int, holder: Holder) -> Json:
+        """The lease, which ends with the container now."""
 
 
 class LeasePaths:
@@ -81,6 +79,8 @@ class LeasePaths:
             return {"DELETE": self._release}
         if parts[:3] == ["", "v1", "leases"] and len(parts) == 5 and parts[3] and parts[4] == "renew":
             return {"POST": self._renew}
+        if parts[:3] == ["", "v1", "leases"] and len(parts) == 5 and parts[3] and parts[4] == "bind":
+            return {"POST": self._bind}
         return None
 
     async def _list(self, request: Request, query: Query) -> Json:
@@ -104,16 +104,27 @@ class LeasePaths:
                 f"placement is {placement[:100]!r}", f"write one of {', '.join(PLACEMENTS)}"
             )
         across = boolean(query, "across")
-        memory_mib = number(query, "memory", 0, 1, _MOST_MIB)
-        memory_mib += number(query, "units", 0, 1, _MOST_MIB) * self._giver.memory_unit_mib
-        wish = Wish(count, query.get("device", ""), query.get("gpu", ""), across, placement, memory_mib)
+        memory_mib = number(query, "memory", 0, 1, MOST_MIB)
+        memory_mib += number(query, "units", 0, 1, MOST_MIB) * self._giver.memory_unit_mib
+        wish = Wish(
+            count,
+            query.get("device", ""),
+            query.get("gpu", ""),
+            across,
+            placement,
+            memory_mib,
+            boolean(query, "enforced"),
+        )
         if sum((count > 1, bool(wish.device), "memory" in query, "units" in query)) > 1:
             raise ContradictionError("count, device, memory and units are different wishes", "give one")
+        if across and count == 1:
+            raise ContradictionError("across wants several devices, and count is 1", "write count=2 or more")
         if boolean(query, "dry"):
             return self._giver.would_take(wish, _holder(request, query))
         wait_s = number(query, "wait", 0, 0, LONGEST_WAIT_S)
-        since_s = _moment(query["since"]) if "since" in query else None
-        return await self._giver.take(wish, _holder(request, query), request.keep, wait_s, since_s)
+        holder = _holder(request, query)
+        cdi = boolean(query, "cdi")
+        return await self._giver.take(wish, holder, request.keep, wait_s, _request_id(query), cdi=cdi)
 
     async def _release(self, request: Request, query: Query) -> Json:
         refuse_unknown(query, set())
@@ -123,12 +134,19 @@ class LeasePaths:
         refuse_unknown(query, set())
         return self._giver.renew(_id(request), request.uid)
 
+    async def _bind(self, request: Request, query: Query) -> Json:
+        refuse_unknown(query, {"pid"})
+        pid = number(query, "pid", request.pid, 1, _LARGEST_PID)
+        holder = _process("container", pid, request.uid)
+        return self._giver.bind(_id(request), request.uid, holder)
 
-def _moment(text: str) -> float:
-    """A moment in s since 1970, down to the microsecond; raises BadRequestError."""
-    if not re.fullmatch(r"[0-9]{1,11}(\.[0-9]{1,6})?", text):
-        raise BadRequestError(f"since is {text[:100]!r}", "write seconds since 1970, as in 1788000000.25")
-    return float(text)
+
+def _request_id(query: Query) -> str:
+    """What the asker calls its request, empty where it does not; raises BadRequestError."""
+    name = query.get("request")
+    if name is not None and not re.fullmatch(REQUEST.strip("^$"), name):
+        raise BadRequestError(f"request is {name[:100]!r}", "write 16 to 64 letters, digits and -, at random")
+    return name or ""
 
 
 def _id(request: Request) -> str:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from yunion_mps import __version__
 from yunion_mps.api.deferred import LATEST_S, LONGEST_EVENT_WAIT_S, MOST_EVENTS
-from yunion_mps.api.leases import BINDINGS, LONGEST_TTL_S, LONGEST_WAIT_S, MOST_DEVICES, NAME, PLACEMENTS
-from yunion_mps.api.query import LARGEST_NUMBER
+from yunion_mps.api.leases import BINDINGS, PLACEMENTS
+from yunion_mps.api.query import LARGEST_NUMBER, OPENMETRICS
 from yunion_mps.api.routes import LARGEST_LIMIT
 from yunion_mps.api.schema_parts import Schema, ref
 from yunion_mps.api.schemas import example, schemas
+from yunion_mps.leases.bounds import LONGEST_TTL_S, LONGEST_WAIT_S, MOST_DEVICES, MOST_MIB, NAME, REQUEST
 from yunion_mps.service import DEFAULT_LIMIT, EVENT_KINDS
 
 _PROBLEMS = {
@@ -23,7 +24,7 @@ _PROBLEMS = {
     423: "Nothing is free that would do; `detail` says what there is.",
     431: "The request's head is too large.",
     501: "The request's body is in a transfer coding other than `chunked`.",
-    503: "Too many connections are open.",
+    503: "Too many connections are open, or it cannot be done at this moment; try again.",
 }
 #: What any request may meet.
 _ANY_REQUEST = (400, 408, 413, 431, 501, 503)
@@ -98,6 +99,7 @@ def _paths() -> Schema:
         "/v1/gpus": _read("Gpus", "All GPUs of the host", "GpuList"),
         "/v1/status": _read("Status", "How all is", "Status"),
         "/v1/events": _read("Events", "What happened", "EventList", late, _which_events()),
+        "/v1/usage": _read("Usage", "What was used in the last hour", "Usage", (), _which_usage()),
         "/v1/plan": _read("Plan", "What a reload would change", "ChangeList", (*late, 422)),
         "/v1/clients": _read(
             "Clients",
@@ -147,7 +149,20 @@ def _paths() -> Schema:
             (403, 404, *late),
             [lease],
         ),
+        "/v1/leases/{lease}/bind": _change(
+            "bindLease",
+            "Let a lease end with a container; one of a name is only looked at",
+            "Lease",
+            (403, 404, *late),
+            [
+                lease,
+                _number(
+                    "pid", "The container's first process; the caller itself where it is left out.", 9_999_999
+                ),
+            ],
+        ),
         "/v1/openapi.json": _read("Document", "This document", None),
+        "/metrics": _metrics(),
     }
 
 
@@ -169,6 +184,14 @@ def _read(
         "head": {"operationId": f"head{name}", "summary": f"{about}, the head only", "responses": head},
     }
     return path if parameters is None else {**path, "parameters": parameters}
+
+
+def _metrics() -> Schema:
+    """The one path that is no JSON."""
+    path = _read("Metrics", "The metrics, for Prometheus", None)
+    text = {"schema": {"type": "string"}}
+    path["get"]["responses"]["200"]["content"] = {"text/plain": text, OPENMETRICS: text}
+    return path
 
 
 def _change(
@@ -198,6 +221,11 @@ def _switch(name: str, about: str) -> Schema:
     return {"name": name, "in": "query", "description": about, "schema": schema}
 
 
+def _number(name: str, about: str, highest: int) -> Schema:
+    schema = {"type": "integer", "minimum": 1, "maximum": highest}
+    return {"name": name, "in": "query", "description": about, "schema": schema}
+
+
 def _which_events() -> list[Schema]:
     whole = {"type": "integer", "minimum": 0}
     found = {
@@ -222,6 +250,15 @@ def _which_events() -> list[Schema]:
     ]
 
 
+def _which_usage() -> list[Schema]:
+    about_gpu = "Only the GPU at this address, and its devices."
+    about_devices = "With false only GPUs, and none of their devices."
+    return [
+        {"name": "gpu", "in": "query", "description": about_gpu, "schema": {"type": "string"}},
+        {**_switch("devices", about_devices), "schema": {"type": "boolean", "default": True}},
+    ]
+
+
 def _wish() -> list[Schema]:
     """Which devices are wanted, for whom, and for how long one would wait."""
     whole = {"type": "integer", "minimum": 1}
@@ -231,11 +268,11 @@ def _wish() -> list[Schema]:
         "count": ("How many devices.", {**whole, "maximum": MOST_DEVICES, "default": 1}),
         "memory": (
             "So many MiB of a GPU that the configuration opens for it (memory_unit, or slices).",
-            {**whole, "maximum": 1 << 30},
+            {**whole, "maximum": MOST_MIB},
         ),
-        "units": ("The same, in units of `gpu_memory_unit`.", {**whole, "maximum": 1 << 30}),
+        "units": ("The same, in units of `gpu_memory_unit`.", {**whole, "maximum": MOST_MIB}),
         "device": (
-            "Just this device: id, address, or a unique beginning of either.",
+            "Just this device: id, address, or a unique beginning of either; `all` for all of the host.",
             {**text, "minLength": 1},
         ),
         "gpu": (
@@ -247,12 +284,13 @@ def _wish() -> list[Schema]:
             "Of the GPU with the fewest free devices that will do, or with the most.",
             {"type": "string", "enum": list(PLACEMENTS), "default": PLACEMENTS[0]},
         ),
+        "enforced": ("Only of GPUs that hold their clients to the budget: from Volta on.", truth),
         "binding": (
-            "What ends it: the end of a process, of this connection, or of a name's time to live.",
+            "What ends it: a process, a container's first one, this connection, or a name's time to live.",
             {"type": "string", "enum": list(BINDINGS), "default": BINDINGS[0]},
         ),
         "pid": (
-            "With binding `process`: another process of the caller's user.",
+            "With binding `process` or `container`: another process of the caller's user.",
             {**whole, "maximum": 9_999_999},
         ),
         "name": ("With binding `name`: whose devices they are.", {"type": "string", "pattern": NAME}),
@@ -264,10 +302,11 @@ def _wish() -> list[Schema]:
             "Where nothing is free, wait so many seconds: first come, first served.",
             {**whole, "minimum": 0, "maximum": LONGEST_WAIT_S, "default": 0},
         ),
-        "since": (
-            "Waited since then, in seconds since 1970, for a daemon before this one.",
-            {"type": "number", "minimum": 0, "maximum": LATEST_S},
+        "request": (
+            "A random name. Who asks again with it has what it was given, or its place in the queue.",
+            {"type": "string", "pattern": REQUEST},
         ),
+        "cdi": ("Have container engines find it: device `yunion.io/mps=` and the lease's id.", truth),
         "dry": ("Only tell what would be given now.", truth),
     }
     return [

@@ -6,9 +6,17 @@ import select
 import socket
 import struct
 
+#: The uid of who comes over TCP: nobody whom the kernel knows.
+STRANGER = -1
+
 
 def peer_of(connection: socket.socket) -> tuple[int, int]:
-    """The PID (0 where it is in a PID namespace that we cannot see) and the user (SO_PEERCRED, unix(7))."""
+    """The PID (0 where it is in a PID namespace that we cannot see) and the user (SO_PEERCRED, unix(7)).
+
+    Of a connection over TCP nobody knows either.
+    """
+    if connection.family != socket.AF_UNIX:
+        return 0, STRANGER
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
     pid, uid, _ = struct.unpack("3i", raw)
     return pid, uid

@@ -12,12 +12,16 @@ from yunion_mps.errors import YunionError
 
 LARGEST_NUMBER = (1 << 31) - 1
 
+#: The format of metrics that Prometheus asks for; others get text.
+OPENMETRICS = "application/openmetrics-text"
+
 
 class Request(NamedTuple):
     """What was asked, and by whom: uid and PID are the kernel's word on the other end of the connection.
 
     `keep` has a function called when the connection ends, which then may be idle for good. Bodies are not
-    kept: `body_bytes` is how long it was.
+    kept: `body_bytes` is how long it was. `host` is what the asker calls us (the Host header), and `accept`
+    which formats it takes.
     """
 
     method: str
@@ -26,6 +30,8 @@ class Request(NamedTuple):
     pid: int = 0
     keep: Callable[[Callable[[], None]], None] = lambda _: None
     body_bytes: int = 0
+    host: str = ""
+    accept: str = ""
 
 
 class Response(NamedTuple):

@@ -16,7 +16,7 @@ from yunion_mps.api.schema_parts import Schema, list_of, number, object_of, or_n
 from yunion_mps.api.schemas_running import schemas as running
 from yunion_mps.models import DEV_TYPE
 from yunion_mps.mps.states import LEGAL_CHANGES, READY
-from yunion_mps.service import AVAILABLE, DEFAULT_LIMIT, UNAVAILABLE
+from yunion_mps.service import AVAILABLE, DEFAULT_LIMIT, NOT_USED, STATES, UNAVAILABLE
 
 _PCI = "([0-9a-f]{4,8}:)?[0-9a-f]{2}:[0-9a-f]{2}\\.[0-7]"
 _GPU_UUID = "GPU-76aef7ff-372d-2432-b4b4-beca4d8d3400"
@@ -69,7 +69,11 @@ def _device() -> Schema:
         "state": text("Whether it can be used now.", AVAILABLE, enum=[AVAILABLE, UNAVAILABLE]),
         "reason": text(reason, ""),
         "budget_enforced": truth("Whether MPS keeps the budget: not before Volta.", example=False),
-        "lease": or_null(text("The id of the lease that has it; null where it is free.", None)),
+        "lease": or_null(text("The id of the lease that has it; null where none has.", None)),
+        "free": truth(
+            "Whether whoever asks can have it: not where leases from before a reload have its memory.",
+            example=True,
+        ),
     }
 
 
@@ -121,7 +125,7 @@ def _gpu() -> Schema:
         "index": or_null(number("NVML's index.", 0)),
         "device_minor": or_null(number("The N of /dev/nvidiaN.", 0)),
         "devices": number("The devices that it is divided into.", 4),
-        "state": text("Whether it serves devices.", AVAILABLE, enum=[AVAILABLE, UNAVAILABLE, "not used"]),
+        "state": text("Whether it serves devices.", AVAILABLE, enum=[AVAILABLE, UNAVAILABLE, NOT_USED]),
         "reason": text("Why it cannot be used, empty where it can.", ""),
         "budget_enforced": truth("Whether MPS keeps budgets on it: not before Volta.", example=False),
     }
@@ -157,7 +161,7 @@ def _status() -> Schema:
     devices[UNAVAILABLE] = number("Devices.", 0)
     states = "`degraded`: something that should serve does not; `failed`: nothing does."
     return {
-        "state": text(states, "ready", enum=["ready", "degraded", "failed", "disabled"]),
+        "state": text(states, "ready", enum=list(STATES)),
         "notice": text("Why the host offers no devices at all, where that is so.", ""),
         "warnings": list_of("What an operator must know although all runs.", {"type": "string"}, []),
         "version": text("The daemon's version.", __version__),

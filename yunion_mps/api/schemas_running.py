@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from yunion_mps.api.schema_parts import Schema, list_of, number, object_of, or_null, ref, text, truth
 from yunion_mps.service import EVENT_KINDS
+from yunion_mps.usage import MINUTES, STEP_S
 
 _MOMENT = 1788000000.25
 _WAITS_FOR = "its MPS server (PID 4250) has ended"
@@ -23,6 +24,10 @@ def schemas() -> Schema:
     clients = {
         "servers": list_of("The MPS servers.", ref("Server")),
         "clients": list_of("Their clients, and other processes on their GPUs.", ref("Client")),
+        "waiting": list_of(
+            "Those whom another user's MPS server keeps waiting, the first to come first.",
+            ref("WaitingClient"),
+        ),
         "troubles": list_of("Of what nothing is known, and why.", {"type": "string"}, []),
         "total": number("The number of clients.", 1),
     }
@@ -42,12 +47,18 @@ def schemas() -> Schema:
         "LeaseList": object_of("All leases.", leases),
         "Event": object_of("Something that changed, why, and what it means.", _event()),
         "EventList": object_of("Events, and where to go on.", events),
+        "Usage": object_of("Memory used, minute by minute; the last one is the present minute.", _usage()),
+        "Used": object_of("What processes had of a GPU or a device.", _used()),
         "Change": object_of("One thing that becomes another.", _change()),
         "Pending": object_of("What a domain waits for.", _pending()),
         "ChangeList": object_of("What another configuration changes, and when.", changed),
         "Server": object_of("One MPS server.", {**_process("nvidia-cuda-mps-server", 4250), **_server()}),
         "Client": object_of(
             "One process that uses GPUs.", {**_process("python train.py", 4260), **_client()}
+        ),
+        "WaitingClient": object_of(
+            "One process that waits for an MPS server.",
+            {**_process("python eval.py", 4262, 1001, "bob"), **_waiting_client()},
         ),
         "ClientList": object_of("Who uses the GPUs through MPS.", clients),
         "Ended": object_of("How a client was ended.", ended),
@@ -71,6 +82,39 @@ def _event() -> Schema:
     }
 
 
+def _usage() -> Schema:
+    hour = {"minItems": MINUTES, "maxItems": MINUTES}
+    looked = (
+        "Whether anybody looked in that minute: not before the daemon's start, nor while the driver hung."
+    )
+    return {
+        "begin": number("When the first minute began, in seconds since 1970.", _MOMENT, "number"),
+        "step": {
+            "const": STEP_S,
+            "description": "Seconds from one number to the next.",
+            "examples": [STEP_S],
+        },
+        "looked": {**list_of(looked, {"type": "boolean"}, [True] * MINUTES), **hour},
+        "gpus": list_of("GPUs; one that is not here used nothing.", ref("Used")),
+        "devices": list_of(
+            "Devices, by YUNION_MPS_DEVICE or the leases of processes; one that is not here used nothing.",
+            ref("Used"),
+        ),
+    }
+
+
+def _used() -> Schema:
+    used = (
+        "The most of each minute in MiB; of a budget of several devices, all on the first. Null: not looked."
+    )
+    item = {"type": ["integer", "null"], "minimum": 0}
+    hour = {"minItems": MINUTES, "maxItems": MINUTES}
+    return {
+        "addr": text("The address of the GPU or device.", "00:06.0-1"),
+        "memory_used": {**list_of(used, item, [512] * MINUTES), **hour},
+    }
+
+
 def _change() -> Schema:
     kinds = ["control daemon", "budget", "compute mode", "setting"]
     return {
@@ -89,13 +133,22 @@ def _pending() -> Schema:
     }
 
 
-def _process(command: str, pid: int) -> Schema:
+def _process(command: str, pid: int, uid: int = 1000, user: str = "alice") -> Schema:
     return {
         "pid": number("Its PID.", pid, minimum=1),
-        "uid": or_null(number("Its user's id; null where it has just ended.", 1000)),
-        "user": or_null(text("Its user's name, or the id where it has none.", "alice")),
+        "uid": or_null(number("Its user's id; null where it has just ended.", uid)),
+        "user": or_null(text("Its user's name, or the id where it has none.", user)),
         "command": or_null(text("Its command line, cut to 500 characters.", command, maxLength=500)),
         "started": or_null(number("When it started, in seconds since 1970.", _MOMENT, "number")),
+    }
+
+
+def _container() -> Schema:
+    name = "The container that it is in, by its name, or the beginning of its id; null where it is in none."
+    container_id = "The container's whole id."
+    return {
+        "container": or_null(text(name, None)),
+        "container_id": or_null(text(container_id, None, pattern="^[0-9a-f]{64}$")),
     }
 
 
@@ -104,6 +157,7 @@ def _client() -> Schema:
     through = "False: past MPS, so that no budget holds it; null where nobody can tell."
     by_gpu = {"type": ["integer", "null"], "minimum": 0}
     return {
+        **_container(),
         "mps": or_null(truth(through, example=True)),
         "server": or_null(number("The PID of its MPS server.", 4250, minimum=1)),
         "domain": text("The control daemon that serves it.", "host"),
@@ -111,6 +165,15 @@ def _client() -> Schema:
         "gpus": list_of("Addresses of the GPUs that it has memory on.", {"type": "string"}, ["00:06.0"]),
         "memory_by_gpu": list_of("What it has on each of these, in MiB, or null.", by_gpu, [512]),
         "memory_used": or_null(number(memory, 512)),
+    }
+
+
+def _waiting_client() -> Schema:
+    return {
+        "since": number("When it asked for a server, in seconds since 1970.", _MOMENT, "number"),
+        "server": number("The PID of the MPS server that it waits for.", 4250, minimum=1),
+        "server_user": text("Whose server that is: a name, or the id where it has none.", "alice"),
+        "domain": text("The control daemon that keeps it waiting.", "host"),
     }
 
 
@@ -128,6 +191,7 @@ def _who(command: str) -> Schema:
         "uid": number("Its user's id.", 1000),
         "user": text("Its user's name, or the id where it has none.", "alice"),
         "command": or_null(text("The process' command line, cut to 100 characters.", command)),
+        **_container(),
         "name": or_null(text("Its name; null where it is a process or a connection.", None)),
     }
 
@@ -141,10 +205,13 @@ def _lease() -> Schema:
         "memory": list_of("Each device's memory in MiB.", {"type": "integer", "minimum": 0}, [5760]),
         "thread_percentage": number("The smallest of the devices'.", 25, "number"),
         "budget_enforced": truth("Whether MPS keeps their budgets: not before Volta.", example=False),
-        "binding": text("What ends it.", "process", enum=["process", "connection", "name"]),
+        "binding": text("What ends it.", "process", enum=["process", "connection", "name", "container"]),
         **_who("python train.py"),
         "since": number("When it began, in seconds since 1970.", _MOMENT, "number"),
         "expires": or_null(number(until, None, "number")),
+        "cdi": or_null(
+            text("What a container is given it by: podman run --device; null where it is none.", None)
+        ),
         "environment": {
             "type": "object",
             "description": "The environment of a process that uses them.",

@@ -16,12 +16,21 @@ def main() -> None:
     """
     gc.disable()
     try:
-        from yunion_mps.cli.boundary import run
-
-        status = run()
+        status = _run()
     except KeyboardInterrupt:
         status = 130
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError, OSError, ValueError):  # closed, or none
             stream.flush()
     os._exit(status)
+
+
+def _run() -> int:
+    """The exit status. What container engines call before each start need not know the other commands."""
+    if sys.argv[1:2] == ["cdi-hook"]:
+        from yunion_mps.cdi.hook import main as hook
+
+        return hook(sys.argv[2:], sys.stdin)
+    from yunion_mps.cli.boundary import run
+
+    return run()

@@ -8,7 +8,7 @@ import sys
 
 import click
 
-from yunion_mps.cli.output import cell
+from yunion_mps.cli.output import cell, refuse_closed_output, unwritable
 from yunion_mps.cli.root import cli
 from yunion_mps.errors import YunionError
 
@@ -17,11 +17,8 @@ _PROGRAM = "yunion-mps"
 
 def run() -> int:
     """Run the command that the arguments name; returns its exit status."""
-    if sys.stdout is None:
-        return _fail(_unwritable("standard output is closed"))
     try:
-        status = cli.main(prog_name=_PROGRAM, standalone_mode=False)
-        sys.stdout.flush()
+        status = _main()
     except YunionError as error:
         return _fail(error)
     except click.exceptions.Exit as error:
@@ -39,8 +36,17 @@ def run() -> int:
         raise
     except OSError as error:
         _forget_output()
-        return _fail(_unwritable(error.strerror))
+        return _fail(unwritable(error.strerror))
     return status if isinstance(status, int) else 0  # click hands on what an Exit asked for
+
+
+def _main() -> object:
+    if sys.argv[1:2] != ["run"]:  # what it runs may well have no output, as under exec(1)
+        refuse_closed_output()
+    status: object = cli.main(prog_name=_PROGRAM, standalone_mode=False)
+    if sys.stdout is not None:
+        sys.stdout.flush()
+    return status
 
 
 def _wrong_usage(error: click.ClickException) -> YunionError:
@@ -52,13 +58,10 @@ def _wrong_usage(error: click.ClickException) -> YunionError:
     return found
 
 
-def _unwritable(why: str | None) -> YunionError:
-    return YunionError(f"the output cannot be written: {why}", "look at where it goes: df")
-
-
 def _forget_output() -> None:
     """Python would try once more to write what is left, at its end, and complain."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if sys.stdout is not None:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _fail(error: YunionError) -> int:

@@ -14,6 +14,8 @@ from yunion_mps.cli.output import cell, output_option, show
 from yunion_mps.cli.suggest import SuggestingGroup
 from yunion_mps.cli.table import draw, notes
 from yunion_mps.errors import NotFoundError, YunionError
+from yunion_mps.overview.findings import WAITING_REMEDY
+from yunion_mps.overview.uses import in_container
 
 COLUMNS = {
     "PID": "pid",
@@ -25,6 +27,7 @@ COLUMNS = {
     "Server": "server",
     "Domain": "domain",
     "Started": "started",
+    "Container": "container",
 }
 _DROP = ("Domain", "Server", "Started", "GPUs", "Memory_MiB", "Device")
 _FAULT = "FAULT"
@@ -40,7 +43,7 @@ Json = dict[str, Any]
 @output_option
 @click.pass_context
 def command(ctx: click.Context, output: str) -> None:
-    """List the processes that use GPUs through MPS, and the MPS servers that serve them.
+    """List who uses GPUs through MPS or past it, the MPS servers that serve them, and who waits for one.
 
     \b
     Examples:
@@ -68,8 +71,8 @@ def terminate(pid: int, force: bool, yes: bool) -> None:
       yunion-mps clients terminate 4711 --force --yes
     """
     need_somebody(yes)
-    clients = ask("/v1/clients", SLOW_S)["clients"]
-    client = next((one for one in clients if one["pid"] == pid), None)
+    answer = ask("/v1/clients", SLOW_S)
+    client = next((one for one in (*answer["clients"], *answer["waiting"]) if one["pid"] == pid), None)
     if client is None:
         raise NotFoundError(f"PID {pid} is no client of MPS", "list the clients with: yunion-mps clients")
     who = f"PID {pid} ({cell(client['command'] or 'unknown')}) of {_user(client)}"
@@ -82,7 +85,13 @@ def terminate(pid: int, force: bool, yes: bool) -> None:
 
 def table(clients: Sequence[Json]) -> str:
     """The clients for people."""
-    return draw(list(COLUMNS), _rows(clients), _DROP)
+    shown = [
+        {**client, "command": in_container(client["container"], client["command"] or "")}
+        for client in clients
+    ]
+    header = [name for name in COLUMNS if name != "Container"]  # it stands before the command
+    rows = [[_shown(COLUMNS[name], client) for name in header] for client in shown]
+    return draw(header, rows, _DROP)
 
 
 def _rows(clients: Sequence[Json]) -> list[list[object]]:
@@ -97,7 +106,7 @@ def _shown(field: str, client: Json) -> object:
 
 
 def _text(answer: Json) -> str:
-    """What must be known first, the clients, then their servers and of what nothing is known."""
+    """What must be known first, the clients, then their servers, who waits, and of what nothing is known."""
     servers = answer["servers"]
     failed = notes(
         (f"FAULT: {_named(server)}", "its jobs have failed, and it serves again once they have ended")
@@ -107,8 +116,21 @@ def _text(answer: Json) -> str:
     others = notes(
         (_named(server), server["state"] or "running") for server in servers if server["state"] != _FAULT
     )
+    past_mps = notes(
+        (f"PID {client['pid']}", "it uses a GPU past MPS, where no budget holds")
+        for client in answer["clients"]
+        if client["mps"] is False
+    )
     unknown = notes(("Not known", trouble) for trouble in answer["troubles"])
-    return failed + table(answer["clients"]) + others + unknown
+    waiting = notes(("Waiting", _waiting(one)) for one in answer["waiting"])
+    remedy = f"Remedy: {WAITING_REMEDY}\n" if waiting else ""
+    return failed + table(answer["clients"]) + past_mps + others + waiting + remedy + unknown
+
+
+def _waiting(one: Json) -> str:
+    since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(one["since"]))
+    who = f"PID {one['pid']} of {_user(one)} ({one['command']}), since {since}"
+    return f"{who}, for the MPS server (PID {one['server']}) of {one['server_user']}, domain {one['domain']}"
 
 
 def _named(server: Json) -> str:

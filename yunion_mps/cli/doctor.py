@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
-import textwrap
 from typing import TYPE_CHECKING
 
 import click
 
-from yunion_mps.cli.output import cell, output_option, show
-from yunion_mps.cli.table import terminal_width
+from yunion_mps.cli.output import output_option, show
+from yunion_mps.cli.table import wrapped
 from yunion_mps.paths import Paths
 
 if TYPE_CHECKING:
@@ -18,6 +17,9 @@ if TYPE_CHECKING:
     from yunion_mps.doctor.running import Report
 
 _HEADER = ("Level", "Check", "What", "Remedy")
+_INDENT = 12
+#: More findings of a check than these, as of 64 GPUs, would push the other checks off the screen.
+_MOST_ALIKE = 3
 
 
 @click.command("doctor", short_help="Find what makes MPS fail here.")
@@ -70,30 +72,28 @@ def command(
 
 
 def _text(report: Report) -> str:
-    """The state first, in one line, for that is what monitoring shows; then a line for each finding."""
+    """The state first, in one line, for that is what monitoring shows; then a line for each finding.
+
+    Of a check that has found the same sort of thing on every one of many GPUs, only the first are shown.
+    """
     counts = [f"{count} {level}{_plural(level, count)}" for level, count in report.counts.items() if count]
     text = f"{report.state}: {', '.join(counts)}\n"
     # Where many checks were skipped for one reason, that is told once.
     checks: dict[Finding, list[str]] = {}
     for line in report.lines:
         checks.setdefault(line.finding, []).append(line.check)
-    for (level, what, remedy), names in checks.items():
-        text += _wrapped(f"{level:<8} {', '.join(names)}: {what}")
-        text += _wrapped(f"{'':<8} -> {remedy}") if remedy else ""
+    alike: dict[tuple[str, str], list[Finding]] = {}
+    for finding, names in checks.items():
+        alike.setdefault((finding.level, ", ".join(names)), []).append(finding)
+    for (level, names_of_checks), found in alike.items():
+        begin = f"{level:<8} {names_of_checks}:"
+        for one in found[:_MOST_ALIKE]:
+            text += wrapped(f"{begin} {one.what}", _INDENT)
+            text += wrapped(f"{'':<8} -> {one.remedy}", _INDENT) if one.remedy else ""
+        left = len(found) - _MOST_ALIKE
+        text += wrapped(f"{begin} {left} more of this kind (all: -o csv)", _INDENT) if left > 0 else ""
     return text
 
 
 def _plural(level: str, count: int) -> str:
     return "s" if count > 1 and level in ("problem", "warning") else ""
-
-
-def _wrapped(line: str) -> str:
-    width = terminal_width()
-    text = cell(line)
-    if not width or len(text) <= width:
-        return f"{text}\n"
-    indent = " " * 12
-    lines = textwrap.wrap(
-        text, max(width, 40), subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
-    )
-    return "\n".join(lines) + "\n"

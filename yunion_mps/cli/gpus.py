@@ -23,7 +23,7 @@ COLUMNS = {
     "State": "state",
     "Reason": "reason",
 }
-_DROP = ("MIG", "Capability", "UUID", "Memory_MiB", "Name", "Enforced", "Compute_mode", "Devices")
+_DROP = ("MIG", "Capability", "UUID", "Enforced", "Compute_mode", "Memory_MiB", "Name", "Devices")
 
 
 @click.command("gpus")
@@ -51,6 +51,6 @@ def _text(gpus: list[dict[str, Any]]) -> str:
 
 def free_in_units(gpu: dict[str, Any]) -> str:
     """What can still be had of a GPU whose memory is handed out in units, empty for any other."""
-    if gpu["memory_free"] is None:
+    if gpu["memory_free"] is None or gpu["reason"]:
         return ""
     return f"{gpu['memory_free']} of {gpu['memory_total']} MiB can be had: yunion-mps run --gpu-mem"

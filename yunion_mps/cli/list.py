@@ -54,7 +54,7 @@ _UP_TO = click.IntRange(0, 100_000)
 @click.option("--device-path", metavar="UUID", help="Only devices of the GPU with this UUID.")
 @click.option("--vendor-device-id", metavar="ID", help="Only this kind of GPU, e.g. 10de:1b38.")
 @click.option("--numa-node", type=_FROM_0, metavar="N", help="Only GPUs at this NUMA node.")
-@click.option("--unused", is_flag=True, help="Only devices that can be used now.")
+@click.option("--unused", is_flag=True, help="Only devices that yunion-mps run could be given now.")
 @output_option
 def command(limit: int, offset: int, output: str, **filters: object | None) -> None:
     """List the MPS devices of this host.

@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 
 import click
 
+from yunion_mps.errors import YunionError
+
 FORMATS = ("table", "json", "yaml", "csv")
 
 Row = Sequence[object]
@@ -90,3 +92,14 @@ def csv_rows(rows: Sequence[Row]) -> str:
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows([cell(value) for value in row] for row in rows)
     return text.getvalue()
+
+
+def refuse_closed_output() -> None:
+    """Raise YunionError where nothing can be printed."""
+    if sys.stdout is None:
+        raise unwritable("standard output is closed")
+
+
+def unwritable(why: str | None) -> YunionError:
+    """What is wrong where the output cannot be written."""
+    return YunionError(f"the output cannot be written: {why}", "look at where it goes: df")

@@ -15,8 +15,8 @@ from yunion_mps.cli.clients import table as table_of_clients
 from yunion_mps.cli.confirm import confirm, need_somebody
 from yunion_mps.cli.output import output_option, show
 from yunion_mps.cli.patience import Patience, say
-from yunion_mps.cli.screen.findings import REEXEC, other_version
 from yunion_mps.errors import UnreachableError, YunionError
+from yunion_mps.overview.findings import REEXEC, other_version
 
 _LOOK_S = 0.5
 _PATIENCE_S = 60.0

@@ -26,6 +26,9 @@ COMMANDS = {
     "plan": "yunion_mps.cli.plan",
     "reload": "yunion_mps.cli.reload",
     "config": "yunion_mps.cli.config",
+    "metrics": "yunion_mps.cli.metrics",
+    "web": "yunion_mps.cli.web",
+    "gateway": "yunion_mps.cli.gateway",
     "daemon-reexec": "yunion_mps.cli.reexec",
     "completion": "yunion_mps.cli.completion",
 }

@@ -11,12 +11,13 @@ import click
 
 from yunion_mps.cli.ask import ask
 from yunion_mps.cli.gpus import free_in_units
-from yunion_mps.cli.output import cell, output_option, show_pairs
+from yunion_mps.cli.output import output_option, show_pairs
 from yunion_mps.cli.screen import asking
-from yunion_mps.cli.screen.findings import Finding, folded, of_status, of_uses, ranked
-from yunion_mps.cli.screen.text import count, duration, right
-from yunion_mps.cli.screen.uses import Holding, holdings, memory_by_gpu
-from yunion_mps.cli.table import draw, notes
+from yunion_mps.cli.screen.text import duration, right
+from yunion_mps.cli.table import draw, notes, terminal_rows, wrapped
+from yunion_mps.overview.findings import Finding, folded, of_status, of_uses, ranked
+from yunion_mps.overview.uses import NOBODY, Clients, Holding, holdings, memory_by_gpu, past_mps
+from yunion_mps.overview.words import count
 
 _DOMAIN_COLUMNS = (
     "Domain",
@@ -32,6 +33,7 @@ _DOMAIN_DROP = ("Restarts", "Memory_MiB", "Threads_%", "Pipe_directory", "PID", 
 _GPU_COLUMNS = ("GPU", "Name", "State", "Devices", "In_use", "Free", "Used_MiB", "Memory_MiB")
 _GPU_DROP = ("Memory_MiB", "Name", "Devices")
 _NUMBERS = ("PID", "Restarts", "GPUs", "Threads_%", "Memory_MiB", "Devices", "In_use", "Free", "Used_MiB")
+_INDENT = 10
 #: More rows than these are counted, and not shown one by one: it is to be one screen.
 _MOST_ROWS = 12
 
@@ -43,6 +45,9 @@ Json = dict[str, Any]
 def command(output: str) -> None:
     """Show how the daemon, the GPUs, the devices and their users are: what is wrong first, with its remedy.
 
+    A device is available where its control daemon serves it, used where somebody has it, by a lease or by
+    using it, and free where nobody has it and yunion-mps run would be given it.
+
     \b
     Examples:
       yunion-mps status
@@ -52,32 +57,37 @@ def command(output: str) -> None:
     gpus = ask("/v1/gpus")["gpus"]
     devices = ask("/v1/devices?limit=0")["isolated_devices"]
     held, waiting = asking.leases()
-    clients = asking.clients_or_why() if status["domains"] else asking.NOBODY
+    clients = asking.clients_or_why() if status["domains"] else NOBODY
     found = holdings(devices, held, clients.clients)
-    wrong = ranked([*of_status(status, gpus), *of_uses(found, clients.servers)])
+    wrong = ranked([*of_status(status, gpus), *of_uses(found, clients)])
     in_use = sum(len(holding.devices) for holding in found if holding.in_use)
+    past = past_mps(clients.clients)
     answer = {
         **status,
         "devices": {**status["devices"], "used": in_use, "free": _free(found)},
         "leases": {"total": len(held), "waiting": len(waiting)},
-        "clients": len(clients.clients),
-        "problems": [one._asdict() for one in wrong],
+        "clients": len(clients.clients) - past,
+        "past_mps": past,
+        "problems": [{"kind": one.kind, "what": one.what, "remedy": one.remedy} for one in wrong],
         "troubles": clients.troubles,
     }
     show_pairs(answer, output, lambda: _text(answer, gpus, found, wrong, clients))
 
 
 def _free(found: Sequence[Holding]) -> int:
-    return sum(one.available and not one.in_use for one in found)
+    return sum(one.is_spare for one in found)
 
 
 def _text(
     status: Json, gpus: Sequence[Json], found: Sequence[Holding], wrong: Sequence[Finding],
-    clients: asking.Clients,
+    clients: Clients,
 ) -> str:  # fmt: skip
     devices, driver, leases = status["devices"], status["driver"], status["leases"]
     cuda = f", CUDA {driver['cuda_version']}" if driver["cuda_version"] else ""
     waiting = f", {leases['waiting']} waiting" if leases["waiting"] else ""
+    clients_of = f"{count(status['clients'], 'client')} of MPS"
+    if status["past_mps"]:
+        clients_of += f", {count(status['past_mps'], 'process', 'processes')} past MPS"
     up = duration(time.time() - status["started"])
     free = f", {devices['used']} used, {devices['free']} free" if devices["total"] or devices["used"] else ""
     broken = status["gpus"]["unavailable"]
@@ -85,17 +95,20 @@ def _text(
         f"State:    {status['state']}",
         *_wrong(wrong),
         f"Devices:  {devices['available']} of {devices['total']} available{free}",
-        f"Leases:   {leases['total']}{waiting}; {count(status['clients'], 'client')} of MPS",
+        f"Leases:   {leases['total']}{waiting}; {clients_of}",
         f"GPUs:     {status['gpus']['total']}" + (f", {broken} unavailable" if broken else ""),
         f"Driver:   {driver['version'] or 'not looked at'}{cuda}",
         f"Host:     {os.uname().nodename}, id {status['host_id']}",
         f"Daemon:   {status['version']}, PID {status['pid']}, up {up}",
     ]
-    text = "".join(f"{cell(line)}\n" for line in lines)
+    text = "".join(wrapped(line, _INDENT) for line in lines)
     text += _gpu_table(gpus, found, clients) if gpus else ""
-    text += _domain_table(status["domains"]) if status["domains"] else ""
-    text += notes((gpu["addr"], free_in_units(gpu)) for gpu in gpus)
-    return text + notes(("Not known", trouble) for trouble in clients.troubles)
+    end = notes((gpu["addr"], free_in_units(gpu)) for gpu in gpus)
+    end += notes(("Not known", trouble) for trouble in clients.troubles)
+    domains = _domain_table(status["domains"], _MOST_ROWS)
+    if 0 < terminal_rows() <= (text + domains + end).count("\n"):
+        domains = _domain_table(status["domains"], 0)  # what is wrong must not be scrolled away
+    return text + domains + end
 
 
 def _wrong(wrong: Sequence[Finding]) -> list[str]:
@@ -109,7 +122,7 @@ def _wrong(wrong: Sequence[Finding]) -> list[str]:
     return lines
 
 
-def _gpu_table(gpus: Sequence[Json], found: Sequence[Holding], clients: asking.Clients) -> str:
+def _gpu_table(gpus: Sequence[Json], found: Sequence[Holding], clients: Clients) -> str:
     """A row a GPU; where they are too many for a screen, a row for those of a kind in a state."""
     used_mib = memory_by_gpu(clients.clients)
     rows: dict[tuple[str, ...], list[Any]] = {}
@@ -126,9 +139,9 @@ def _gpu_table(gpus: Sequence[Json], found: Sequence[Holding], clients: asking.C
     return draw(_GPU_COLUMNS, right(_GPU_COLUMNS, shown, _NUMBERS), _GPU_DROP)
 
 
-def _domain_table(domains: Sequence[Json]) -> str:
-    """The control daemons; where they are too many for a screen, those that do not serve."""
-    shown = [one for one in domains if len(domains) <= _MOST_ROWS or one["state"] != "ready"][:_MOST_ROWS]
+def _domain_table(domains: Sequence[Json], most: int) -> str:
+    """The control daemons; where they are more than so many, those that do not serve."""
+    shown = [one for one in domains if len(domains) <= most or one["state"] != "ready"][:_MOST_ROWS]
     rows = [
         (
             domain["name"],

@@ -15,12 +15,21 @@ _CUT_CELL = 12
 
 def terminal_width() -> int:
     """The columns of the terminal on standard output, 0 where that is none."""
+    return _terminal_size()[0]
+
+
+def terminal_rows() -> int:
+    """Its rows, 0 where it is none."""
+    return _terminal_size()[1]
+
+
+def _terminal_size() -> tuple[int, int]:
     if not sys.stdout.isatty():
-        return 0
+        return 0, 0
     try:
-        return os.get_terminal_size(sys.stdout.fileno()).columns
+        return os.get_terminal_size(sys.stdout.fileno())
     except OSError:
-        return 0
+        return 0, 0
 
 
 def draw(header: Sequence[str], rows: Sequence[Row], drop: Sequence[str] = ()) -> str:
@@ -57,7 +66,21 @@ def draw(header: Sequence[str], rows: Sequence[Row], drop: Sequence[str] = ()) -
 
 def notes(entries: Iterable[tuple[str, str]]) -> str:
     """What is said of rows below their table, where it can be read whole: `name: text` lines."""
-    return "".join(f"{cell(name)}: {cell(text)}\n" for name, text in entries if text)
+    return "".join(wrapped(f"{name}: {text}") for name, text in entries if text)
+
+
+def wrapped(text: str, indent: int = 4) -> str:
+    """One line; on too narrow a terminal several, broken between words, the later ones indented."""
+    line, width = cell(text), terminal_width()
+    if not width or len(line) <= width:
+        return f"{line}\n"
+    import textwrap
+
+    begin = " " * indent
+    lines = textwrap.wrap(
+        line, max(width, 2 * indent), subsequent_indent=begin, break_long_words=False, break_on_hyphens=False
+    )
+    return "\n".join(lines) + "\n"
 
 
 def _shrink(widths: list[int], least: Mapping[int, int], width: int) -> None:
@@ -78,4 +101,8 @@ def _line(row: Sequence[str], columns: Sequence[int], widths: Sequence[int]) -> 
 
 
 def _fit(text: str, width: int) -> str:
-    return text.ljust(width) if len(text) <= width else text[: width - 1] + "…"
+    if len(text) <= width:
+        return text.ljust(width)
+    from yunion_mps.cli.screen.text import is_utf8
+
+    return text[: width - 1] + ("…" if is_utf8() else "~")

@@ -10,12 +10,13 @@ import time
 import click
 
 from yunion_mps.cli.screen import asking
-from yunion_mps.cli.screen.asking import Answers, Clients
+from yunion_mps.cli.screen.asking import Answers
 from yunion_mps.cli.screen.frame import WHOLE, Look, frame, plain
 from yunion_mps.cli.screen.scene import scene
 from yunion_mps.cli.screen.text import is_utf8
-from yunion_mps.cli.table import terminal_width
+from yunion_mps.cli.table import notes, terminal_width, wrapped
 from yunion_mps.errors import YunionError
+from yunion_mps.overview.uses import Clients
 
 _INSTEAD = "one frame, on anything: yunion-mps top --once; what happens, line by line: yunion-mps events -f"
 _PIPE_COLUMNS = 120
@@ -71,9 +72,9 @@ def _once(answers: Answers, clients: Clients) -> str:
     """All of it, in the width of the terminal where there is one."""
     columns = terminal_width() or _columns_asked_for() or _PIPE_COLUMNS
     look = Look(columns, WHOLE, utf8=is_utf8())
-    shown = frame(scene(answers, clients), look, "", time.time(), 0)
-    unknown = "".join(f"Not known: {trouble}\n" for trouble in clients.troubles)
-    return plain(shown.lines) + unknown
+    shown = frame(scene(answers, clients), look, None, time.time(), 0)
+    unknown = notes(("Not known", trouble) for trouble in clients.troubles)
+    return "".join(wrapped(line) for line in plain(shown.lines).splitlines()) + unknown
 
 
 def _columns_asked_for() -> int:

@@ -9,12 +9,12 @@ from typing import Any
 import click
 
 from yunion_mps.cli.ask import SLOW_S, ask
-from yunion_mps.cli.output import cell, output_option, show
+from yunion_mps.cli.output import output_option, show
 from yunion_mps.cli.screen import asking
-from yunion_mps.cli.screen.findings import folded, of_uses
 from yunion_mps.cli.screen.text import duration, right
-from yunion_mps.cli.screen.uses import Holding, Process, holdings
-from yunion_mps.cli.table import draw, notes
+from yunion_mps.cli.table import draw, notes, wrapped
+from yunion_mps.overview.findings import folded, of_uses
+from yunion_mps.overview.uses import Clients, Holding, Process, holdings, in_container
 
 COLUMNS = {
     "Device": "device",
@@ -27,7 +27,10 @@ COLUMNS = {
     "Used_MiB": "memory_used",
     "Of_MiB": "memory_budget",
     "Remark": "remark",
+    "Container": "container",
 }
+#: What the table has no column for: a device's address begins with its GPU, and a command with its container.
+_TOLD = ("GPU", "Container")
 _NUMBERS = ("PID", "Used_MiB", "Of_MiB")
 _DROP = ("Lease", "Since", "Remark", "Of_MiB", "Command", "PID")
 #: So much of a lease's id tells it from the others.
@@ -44,7 +47,8 @@ def command(output: str) -> None:
     """Show who has which device: by a lease, or by using it.
 
     A line is one process and what it has of its device's budget; a lease whose command uses no GPU yet is
-    idle. What is over budget, or past MPS, is said below.
+    idle, and a client of MPS that does not say which device it uses has no device. What is over budget, or
+    past MPS, is said below.
 
     \b
     Examples:
@@ -56,7 +60,7 @@ def command(output: str) -> None:
     clients = asking.clients(SLOW_S)
     found = [one for one in holdings(devices, held, clients.clients) if one.in_use]
     uses = [use for holding in found for use in _uses(holding)]
-    problems = [{"what": one.what, "remedy": one.remedy} for one in of_uses(found, clients.servers)]
+    problems = [{"what": one.what, "remedy": one.remedy} for one in of_uses(found, clients)]
     answer = {
         "uses": uses,
         "waiting": waiting,
@@ -81,7 +85,8 @@ def _uses(holding: Holding) -> list[Json]:
     }
     if not holding.processes:
         assert lease
-        holder = Process(lease["pid"], lease["user"], lease["command"] or lease["name"], lease["since"], 0)
+        command = lease["command"] or lease["name"]
+        holder = Process(lease["pid"], lease["user"], command, lease["since"], 0, lease["container"])
         return [_use(common, holder, lease, IDLE)]
     remark = PAST_MPS if holding.past_mps else OVER if holding.over_mib else ""
     remark = remark or ("" if holding.devices else NO_DEVICE)
@@ -94,27 +99,28 @@ def _use(common: Json, process: Process, lease: Json | None, remark: str) -> Jso
         "user": process.user,
         "pid": process.pid,
         "command": process.command,
+        "container": process.container,
         "since": lease["since"] if lease else process.started_s,
         "memory_used": process.memory_mib,
         "remark": remark,
     }
 
 
-def _text(answer: Json, found: Iterable[Holding], clients: asking.Clients) -> str:
+def _text(answer: Json, found: Iterable[Holding], clients: Clients) -> str:
     """A table, then who waits, what is wrong with what to do, and what is not known."""
     now_s = time.time()
-    header = [name for name in COLUMNS if name != "GPU"]  # a device's address begins with it
+    header = [name for name in COLUMNS if name not in _TOLD]
     rows = [_row(use, now_s) for use in answer["uses"]]
     text = draw(header, right(header, rows, _NUMBERS), _DROP)
     for one in answer["waiting"]:
         since = duration(now_s - one["since"])
         who = f"{one['user']} (PID {one['pid']})" if one["pid"] else one["user"]
-        text += f"Waiting: {cell(who)} wants {cell(one['wants'])}, for {since}\n"
-    wrong = folded(list(of_uses(found, clients.servers)))
+        text += wrapped(f"Waiting: {who} wants {one['wants']}, for {since}")
+    wrong = folded(list(of_uses(found, clients)))
     for place, finding in enumerate(wrong):
-        text += f"{finding.kind}: {cell(finding.what)}\n"
+        text += wrapped(f"{finding.kind}: {finding.what}")
         if place + 1 == len(wrong) or wrong[place + 1].remedy != finding.remedy:
-            text += f"Remedy: {finding.remedy}\n"
+            text += wrapped(f"Remedy: {finding.remedy}")
     return text + notes(("Not known", trouble) for trouble in answer["troubles"])
 
 
@@ -124,9 +130,10 @@ def _row(use: Json, now_s: float) -> list[object]:
         **use,
         "device": use["device"] or use["gpu"],
         "lease": (use["lease"] or "")[:_ID_LENGTH],
+        "command": in_container(use["container"], use["command"] or ""),
         "since": since,
     }
-    return [shown[field] for name, field in COLUMNS.items() if name != "GPU"]
+    return [shown[field] for name, field in COLUMNS.items() if name not in _TOLD]
 
 
 def _shown(use: Json, field: str) -> object:

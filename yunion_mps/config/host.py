@@ -8,6 +8,7 @@ from typing import Any
 import yaml
 
 from yunion_mps.config.document import FileProblemError, Node, line_of, pairs_of, read_document, written
+from yunion_mps.config.endpoints import endpoint, is_public, overlap
 from yunion_mps.config.values import (
     LARGEST_OVERRIDE,
     MOST_DEVICES,
@@ -20,6 +21,7 @@ from yunion_mps.config.values import (
     nearest_key,
     one_of,
     own_directory,
+    textfile,
     whole_number,
 )
 from yunion_mps.errors import Problem
@@ -65,6 +67,17 @@ KEYS: dict[str, Key] = {
     "cuda_mps_multiuser": Key(
         boolean, default=False, help="one MPS server for all users' jobs, where NVIDIA's program knows it"
     ),
+    "metrics_listen": Key(endpoint, None, "where the metrics can be had over TCP, for Prometheus"),
+    "metrics_allow_public": Key(
+        boolean, default=False, help="whether metrics_listen may be reached from other hosts"
+    ),
+    "metrics_textfile": Key(
+        textfile, None, "a file with the metrics, for node_exporter's textfile collector"
+    ),
+    "web_listen": Key(endpoint, None, "where the web page can be had over TCP"),
+    "web_allow_public": Key(
+        boolean, default=False, help="whether web_listen may be reached from other hosts"
+    ),
 }
 
 #: What the control daemon adds to the pipe directory: its longest socket, below a GPU's UUID with scope gpu.
@@ -102,6 +115,8 @@ def read_host(paths: Paths) -> tuple[dict[str, Any], dict[str, Source], list[Pro
             except WrongValueError as error:
                 problems.append(Problem(file, line_of(node), error.what, error.remedy))
     problems += _check_pipe_directory(paths, values, sources)
+    problems += _check_public(values, sources)
+    problems += _check_ports(values, sources)
     return values, sources, sorted(problems, key=lambda problem: problem.line or 0)
 
 
@@ -148,6 +163,29 @@ def _merged(node: Node) -> Iterator[str]:
             yield name
             if key.tag == _MERGE:
                 yield from _merged(inner)
+
+
+def _check_public(values: dict[str, Any], sources: dict[str, Source]) -> list[Problem]:
+    """Whether what other hosts could read is meant to be read by them."""
+    found = []
+    for what in ("metrics", "web"):
+        listen, allow = f"{what}_listen", f"{what}_allow_public"
+        if values[listen] and is_public(values[listen]) and not values[allow]:
+            remedy = f"write 127.0.0.1:{values[listen].rpartition(':')[2]}, or {allow}: true if that is meant"
+            problem = f"{listen} is {values[listen]}, which other hosts can reach"
+            found.append(Problem(sources[listen].file, sources[listen].line, problem, remedy))
+    return found
+
+
+def _check_ports(values: dict[str, Any], sources: dict[str, Source]) -> list[Problem]:
+    """Whether each has an address of its own: the second one would never be served."""
+    if not (values["web_listen"] and values["metrics_listen"]):
+        return []
+    if not overlap(values["web_listen"], values["metrics_listen"]):
+        return []
+    at = sources["web_listen"]
+    problem = f"web_listen is {values['web_listen']}, where the metrics are served already (metrics_listen)"
+    return [Problem(at.file, at.line, problem, "give each a port of its own")]
 
 
 def _check_pipe_directory(paths: Paths, values: dict[str, Any], sources: dict[str, Source]) -> list[Problem]:

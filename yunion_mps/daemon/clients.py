@@ -9,13 +9,16 @@ import signal
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
+from yunion_mps.containers import Containers
 from yunion_mps.daemon.threads import on_thread
-from yunion_mps.errors import DriverError, HostError, NotAllowedError, NotFoundError, YunionError
+from yunion_mps.errors import BusyError, DriverError, NotAllowedError, NotFoundError, YunionError
 from yunion_mps.inventory import Nvml
 from yunion_mps.models import DomainPlan, Event, Gpu
 from yunion_mps.mps.clients import clients_of, server_state, terminate
 from yunion_mps.mps.control import find_control_program
 from yunion_mps.mps.servers import is_server, server_pids
+from yunion_mps.mps.waiting import waiting_at
+from yunion_mps.paths import Paths
 from yunion_mps.planning import DEVICE_VARIABLE
 from yunion_mps.process import Process, environment_of, started_ticks, uid_of, user_name
 from yunion_mps.supervisor import Supervisor
@@ -26,6 +29,10 @@ Json = dict[str, Any]
 
 #: How long a client has to end by itself once its server has let go of it.
 _GRACE_S = 5.0
+#: What a job says its devices are is its own word, and may be of any length.
+_LONGEST_DEVICE = 1000
+#: By so much a process may have begun after the moment at which a log names its PID.
+_SAME_S = 5.0
 
 
 class _Asked(NamedTuple):
@@ -48,12 +55,15 @@ class _Seen(NamedTuple):
 class Clients:
     """Finds clients, and ends them safely."""
 
-    def __init__(self, supervisor: Supervisor) -> None:
+    def __init__(self, paths: Paths, supervisor: Supervisor) -> None:
         self._supervisor = supervisor
+        self._containers = Containers(paths)
         self._asking = asyncio.Lock()  # one question at a time is enough, however many ask it
 
     async def clients(self, *, seen: bool = False) -> Json:
-        """The servers and clients of all domains; `troubles` says of which nothing is known, and why.
+        """The servers and clients of all domains, and who waits for another user's server.
+
+        `troubles` says of which nothing is known, and why.
 
         With `seen` only what NVML and the kernel see: no control daemon is asked, which a server that hangs
         could keep from serving anybody.
@@ -69,19 +79,21 @@ class Clients:
         ]
         nvml, gpus = self._supervisor.nvml, self._supervisor.snapshot().inventory.gpus
         ask = _not_asked if seen else _ask
-        return await on_thread(lambda: _look(serving, nvml, gpus, ask))
+        return await on_thread(lambda: _look(serving, nvml, gpus, ask, self._containers))
 
     async def terminate(self, pid: int, uid: int, *, force: bool) -> Json:
         """End a client: its server lets go of it first, then it gets SIGTERM, and with `force` SIGKILL.
 
-        Raises HostError during a stop, NotFoundError where it is none, NotAllowedError where it is another
+        Raises BusyError during a stop, NotFoundError where it is none, NotAllowedError where it is another
         user's, ControlError where its server does not let go of it and `force` was not asked for.
         """
         if self._supervisor.stopping:
             what = "the daemon is stopping, and its jobs have their time to end"
-            raise HostError(what, f"end this one by hand: kill {pid}")
+            raise BusyError(what, f"end this one by hand: kill {pid}")
         began = started_ticks(pid)
-        found = next((one for one in (await self.clients())["clients"] if one["pid"] == pid), None)
+        answer = await self.clients()
+        waiting = ({**one, "server": None} for one in answer["waiting"])  # none has it yet
+        found = next((one for one in (*answer["clients"], *waiting) if one["pid"] == pid), None)
         if found is None:
             raise NotFoundError(f"PID {pid} is no client of MPS", "list the clients with: yunion-mps clients")
         if uid not in (0, os.geteuid(), found["uid"]):
@@ -140,6 +152,7 @@ def _look(
     nvml: Nvml | None,
     gpus: Iterable[Gpu],
     ask: Callable[[DomainPlan, int, tuple[int, ...]], _Asked],
+    containers: Containers,
 ) -> Json:
     asked = [ask(plan, pid, servers) for plan, pid, servers in serving]
     seen = _Seen({}, {})
@@ -150,13 +163,34 @@ def _look(
     except DriverError as error:
         troubles.append(error.message)
     addresses = {gpu.uuid: gpu.address for gpu in gpus}
-    clients = [client for one in asked for client in _clients_json(one, seen, addresses)]
+    clients = [client for one in asked for client in _clients_json(one, seen, addresses, containers)]
     servers = [
         {**_process_json(pid), "domain": one.plan.name, "state": one.states.get(pid)}
         for one in asked
         for pid in one.servers
     ]
-    return {"servers": servers, "clients": clients, "troubles": troubles, "total": len(clients)}
+    known = {client["pid"] for client in clients}
+    waiting = [waiter for one in asked for waiter in _waiting_json(one) if waiter["pid"] not in known]
+    return {
+        "servers": servers,
+        "clients": clients,
+        "waiting": waiting,
+        "troubles": troubles,
+        "total": len(clients),
+    }
+
+
+def _waiting_json(asked: _Asked) -> list[Json]:
+    """Those that another user's server keeps waiting, with the kernel's word on them."""
+    found = []
+    for one in waiting_at(asked.plan, asked.servers):
+        about = _process_json(one.pid)
+        owner = uid_of(one.server)
+        # The log's moment is cut to seconds; whoever began well after it only has the PID of one that waited.
+        if owner is not None and about["started"] is not None and about["started"] < one.since_s + _SAME_S:
+            whose = {"server": one.server, "server_user": user_name(owner), "domain": asked.plan.name}
+            found.append({**about, "since": one.since_s, **whose})
+    return found
 
 
 def _ask(plan: DomainPlan, control_pid: int, servers: tuple[int, ...]) -> _Asked:
@@ -176,7 +210,9 @@ def _not_asked(plan: DomainPlan, control_pid: int, servers: tuple[int, ...]) -> 
     return _Asked(plan, servers, dict.fromkeys(server_pids(control_pid)), {}, "")
 
 
-def _clients_json(asked: _Asked, seen: _Seen, addresses: Mapping[str | None, str]) -> list[Json]:
+def _clients_json(
+    asked: _Asked, seen: _Seen, addresses: Mapping[str | None, str], containers: Containers
+) -> list[Json]:
     """Those that the control daemon names, and those that NVML sees on its GPUs.
 
     A server that is about to end names none, although they run, and one without a control daemon neither.
@@ -193,13 +229,16 @@ def _clients_json(asked: _Asked, seen: _Seen, addresses: Mapping[str | None, str
         memory = on_gpus.get(pid, {})
         known = [mib for mib in memory.values() if mib is not None]
         through_mps = _uses_mps(pid, asked, seen, memory)
+        inside = containers.of(pid)
         found.append(
             {
                 **_process_json(pid),
+                "container": inside.name if inside else None,
+                "container_id": inside.id if inside else None,
                 "mps": through_mps,
                 "server": None if through_mps is False else asked.clients.get(pid, only),
                 "domain": asked.plan.name,
-                "device": environment_of(pid).get(DEVICE_VARIABLE),
+                "device": environment_of(pid).get(DEVICE_VARIABLE, "")[:_LONGEST_DEVICE] or None,
                 "gpus": [addresses.get(uuid, uuid) for uuid in memory],
                 "memory_by_gpu": list(memory.values()),
                 "memory_used": sum(known) if known else None,

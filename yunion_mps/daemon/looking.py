@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import NamedTuple, Optional
 
 from yunion_mps.daemon.faults import Faults
 from yunion_mps.daemon.threads import on_thread
@@ -19,13 +19,15 @@ from yunion_mps.supervisor import Supervisor
 
 log = logging.getLogger(__name__)
 
+Processes = Mapping[str, Mapping[int, Optional[int]]]
+
 #: How often the GPUs are looked at; one look takes about a millisecond a GPU.
 RESCAN_S = 10.0
 
 
 class _Seen(NamedTuple):
     inventory: Inventory
-    processes: Mapping[str, Mapping[int, int | None]]
+    processes: Processes
 
 
 class Looking:
@@ -38,13 +40,18 @@ class Looking:
         changing: asyncio.Lock,
         faults: Faults,
         did: Callable[[], None],
+        used: Callable[[Processes, float], None],
     ) -> None:
-        """`changing` is held while the plan or a mode changes; `did` is called after each look."""
+        """`changing` is held while the plan or a mode changes; `did` is called after each look.
+
+        `used` is told who uses the GPUs (by UUID: PID and MiB), and when that was (monotonic).
+        """
         self._paths = paths
         self._supervisor = supervisor
         self._changing = changing
         self._faults = faults
         self._did = did
+        self._used = used
         self._tasks: set[asyncio.Task[None]] = set()
         self._wake = asyncio.Event()
         self._trouble = ""
@@ -88,6 +95,7 @@ class Looking:
             self._trouble = ""
             supervisor.note_processes(seen.processes, began_s)
             supervisor.rescan(seen.inventory, loop.time())
+            self._used(seen.processes, began_s)
         await self.set_modes()
 
     async def see_jobs(self) -> None:

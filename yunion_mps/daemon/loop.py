@@ -8,18 +8,24 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from yunion_mps.api.counting import Counting, Counts
 from yunion_mps.api.deferred import Deferred
 from yunion_mps.api.listener import Listener
 from yunion_mps.api.routes import Router
 from yunion_mps.api.server import Server
 from yunion_mps.daemon.changing import Changing
 from yunion_mps.daemon.clients import Clients
+from yunion_mps.daemon.containers import ContainerDevices
 from yunion_mps.daemon.faults import Faults
 from yunion_mps.daemon.health import Health
 from yunion_mps.daemon.leasing import Leasing
 from yunion_mps.daemon.looking import Looking
+from yunion_mps.daemon.metering import Metering
 from yunion_mps.daemon.run import ANEW, STOPPED
+from yunion_mps.daemon.sampling import Sampling
 from yunion_mps.daemon.signals import Signals
+from yunion_mps.daemon.textfile import Textfile
+from yunion_mps.gateway import notice
 from yunion_mps.paths import Paths
 from yunion_mps.service import Service, one_line
 from yunion_mps.supervisor import Supervisor
@@ -59,28 +65,35 @@ class _Loop:
         self._changing: Changing | None = None
         self._looking: Looking | None = None
         self._leasing: Leasing | None = None
+        self._textfile: Textfile | None = None
+        self._devices = ContainerDevices(paths, supervisor)
         self._seeing: asyncio.Future[None] | None = None
+        self._announced = supervisor.config
 
     async def run(self, listener: Listener, signals: Signals) -> str:
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(_report)
         self._end = loop.create_future()
         lock = asyncio.Lock()
-        clients = Clients(self._supervisor)
+        clients = Clients(self._paths, self._supervisor)
         faults = Faults(self._paths, self._supervisor, clients)
-        looking = Looking(self._paths, self._supervisor, lock, faults, self._tick_soon)
+        leasing = self._leasing = Leasing(self._paths, self._supervisor, self._service, self._devices)
+        sampling = Sampling(self._supervisor, leasing.ledger, self._service.usage)
+        looking = Looking(self._paths, self._supervisor, lock, faults, self._tick_soon, sampling.note)
         changing = Changing(self._paths, self._supervisor, looking, lock, self._tick_soon, self._anew)
         self._changing, self._looking = changing, looking
-        leasing = self._leasing = Leasing(self._paths, self._supervisor, self._service)
         self._service.ledger = leasing.ledger
         leasing.restore()
-        deferred = Deferred(self._service, changing, clients, leasing)
+        counts = Counts()
+        metering = Metering(self._supervisor, self._service, leasing, counts)
+        deferred = Deferred(self._service, changing, clients, leasing, metering)
         # Not loop.add_signal_handler: its end would leave the winding up to a second signal's mercy.
         loop.add_reader(signals.fileno(), self._guarded, lambda: self._heed(signals))
-        server = Server(Router(self._service, deferred))
+        server = Server(Counting(Router(self._service, deferred), counts))
         await server.open(listener.socket)
         health = Health(self._paths, listener, server, self._notifier, self._late)
-        tasks = [asyncio.create_task(health.run()), asyncio.create_task(looking.run())]
+        textfile = self._textfile = Textfile(self._paths, self._supervisor, metering.text)
+        tasks = [asyncio.create_task(one.run()) for one in (health, looking, textfile)]
         for task in tasks:
             task.add_done_callback(self._task_ended)
         self._guarded(self._tick)
@@ -96,7 +109,13 @@ class _Loop:
             loop.remove_reader(signals.fileno())
             leasing.hurry()
             await (server.hand_over() if end == ANEW else server.close())
+            textfile.remove()
+            if end == STOPPED:
+                notice.remove(self._paths)
             leasing.close()  # before the end of its connections is noticed
+            self._devices.close()
+        if end == STOPPED:  # and not after a fault of ours: then the next daemon finds them as they are
+            self._devices.remove()
         return end
 
     def _guarded(self, work: Callable[[], None]) -> None:
@@ -165,7 +184,17 @@ class _Loop:
             self._timer = loop.call_at(due_s, self._guarded, self._tick)
         if self._leasing:
             self._leasing.serve()  # what has come or changed may be just what somebody waits for
+        self._announce()
+        self._devices.look()
         self._say()
+
+    def _announce(self) -> None:
+        """Tell the gateway what the configuration opens, when that may have changed."""
+        if self._supervisor.config is not self._announced:
+            self._announced = self._supervisor.config
+            if self._textfile:
+                self._textfile.soon()
+            notice.announce(self._paths, self._announced)
 
     def _say(self) -> None:
         if not self._stopping:

@@ -28,6 +28,7 @@ class Options(NamedTuple):
 
     check: bool = False
     put_back: bool = False
+    take_over: int | None = None
     log_level: str = "info"
 
 
@@ -45,7 +46,7 @@ def parse(arguments: Sequence[str]) -> Options:
 
 def _parse(arguments: Sequence[str], level: str) -> Options:
     found = parser(level).parse_args(arguments)
-    return Options(found.check, found.put_back, found.log_level)
+    return Options(found.check, found.put_back, found.take_over, found.log_level)
 
 
 def parser(level: str = Options().log_level) -> ArgumentParser:
@@ -66,6 +67,12 @@ def parser(level: str = Options().log_level) -> ArgumentParser:
     )
     made.add_argument(
         "--put-back", action="store_true", help="undo what a daemon that was killed has left, and exit"
+    )
+    made.add_argument(
+        "--take-over",
+        type=int,
+        metavar="PID",
+        help="make a control daemon ours that somebody else has started, with its jobs, and exit",
     )
     made.add_argument(
         "--log-level", choices=LEVELS, default=level, help="what is logged (default: %(default)s)"

@@ -20,6 +20,7 @@ from yunion_mps.daemon.options import Options
 from yunion_mps.daemon.signals import Signals
 from yunion_mps.errors import ConfigError, ShortageError, YunionError
 from yunion_mps.examination import examine
+from yunion_mps.gateway import notice
 from yunion_mps.models import Event
 from yunion_mps.mps import directories
 from yunion_mps.paths import Paths
@@ -53,6 +54,10 @@ def run(options: Options) -> int:
             from yunion_mps.daemon.put_back import put_back  # few ever need it
 
             return put_back(paths)
+        if options.take_over is not None:
+            from yunion_mps.daemon.take_over import take_over  # once in a host's life
+
+            return take_over(paths, options.take_over)
         handover = received()
         lock = handover.lock if handover else take_lock(paths)
         try:
@@ -142,6 +147,7 @@ def _until_stopped(
     for warning in warnings(supervisor.snapshot()):
         log.warning("%s", warning)
     supervisor.journal.record(Event("info", "daemon", "yunion-mps-daemon", f"ready, {__version__}", "", line))
+    notice.announce(paths, supervisor.config)
     notifier.ready(line)
     try:
         serve = _load_event_loop()

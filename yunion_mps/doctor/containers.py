@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from yunion_mps.doctor.finding import Finding, problem
 from yunion_mps.doctor.variables import PIPE
+from yunion_mps.models import CDI_KIND
 
 _ENGINES = ("docker", "podman", "nerdctl")
 _SHM = "/dev/shm"
@@ -15,6 +16,12 @@ _SHM = "/dev/shm"
 def starts_container(words: Sequence[str]) -> bool:
     """Whether the command starts a container: `docker run ...`."""
     return os.path.basename(words[0]) in _ENGINES and "run" in words
+
+
+def device_in(words: Sequence[str]) -> str:
+    """Our device that it is given by CDI, with all that it needs; empty where it is given none."""
+    given = (text.partition("=") for text in _values(words, "--device"))
+    return next((name for kind, _, name in given if kind == CDI_KIND), "")
 
 
 def variables_in(words: Sequence[str], own: Mapping[str, str]) -> dict[str, str]:

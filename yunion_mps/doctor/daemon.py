@@ -64,11 +64,14 @@ def configuration(host: Host) -> Findings:
         return [problem(error.message, error.hint)]
     if problems:
         return [_of(one) for one in problems]
-    if not plan.devices:
+    if not plan.devices and not plan.pools:
         hint = f"look at what the driver says of the GPUs, and at {config.container_device_config_file}"
         return [problem("both files are right, and no GPU of this host can be divided", hint)]
     gpus = len({device.gpu_uuid for device in plan.devices})
-    return [ok(f"both files are right: {len(plan.devices)} devices on {gpus} GPU{'s' if gpus > 1 else ''}")]
+    parts = [f"{len(plan.devices)} devices on {gpus} GPU{'s' if gpus > 1 else ''}"] if gpus else []
+    if plan.pools:
+        parts.append(f"memory in units on {len(plan.pools)} GPU{'s' if len(plan.pools) > 1 else ''}")
+    return [ok(f"both files are right: {', '.join(parts)}")]
 
 
 def _of(one: Problem) -> Finding:

@@ -34,6 +34,7 @@ _LIBRARY_FOLDERS = (
     "/run/nvidia/driver/usr/lib64",
 )
 
+_OFF = "nothing here needs it while enable_cuda_mps is false"
 _UPDATE = "finish the driver's update (all of its packages in one version), then reboot"
 
 
@@ -42,6 +43,8 @@ def driver(host: Host) -> Findings:
     try:
         version = host.inventory().driver.version
     except DriverError as error:
+        if host.is_off():
+            return [skipped(f"{error.message}; {_OFF}")]
         return [problem(error.message, error.hint)]
     found: list[Finding] = []
     for what, other in _versions(host):
@@ -54,6 +57,8 @@ def driver(host: Host) -> Findings:
 
 def programs(host: Host) -> Findings:
     """NVIDIA's control program, its server where that is looked for, and libcuda."""
+    if host.is_off():
+        return [skipped(_OFF)]
     try:
         program = find_control_program()
     except HostError as error:

@@ -43,6 +43,9 @@ def of_command(host: Host, own: Mapping[str, str], words: Sequence[str]) -> Find
     if program is None:
         return [problem(f"{words[0]} was not found", "give its path, or correct PATH")]
     if containers.starts_container(words):
+        device = containers.device_in(words)
+        if device:
+            return [ok(f"{words[0]} gives its container all of {device}, or does not start it")]
         found = containers.shared(words)
         subject = Subject(words[0], containers.variables_in(words, given))
         return [*found, *_judged(host, subject)] or [ok(f"{words[0]} gives its container what it needs")]

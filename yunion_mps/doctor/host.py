@@ -96,6 +96,11 @@ class Host:
 
         return dict(self._client.get(f"/v1/devices/{quote(name, safe='')}"))
 
+    def is_off(self) -> bool:
+        """Whether this host is to offer no MPS devices, and offers none: it needs nothing of NVIDIA then."""
+        config, problems = self.config()
+        return not config.enable_cuda_mps and not problems and not self.domains()
+
     def our_gpus(self) -> list[Gpu]:
         """The GPUs that are divided into devices, or would be; raises as `plan`."""
         plan, _ = self.plan()

@@ -6,7 +6,7 @@ import fnmatch
 import glob
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from yunion_mps.doctor.finding import Finding, Findings, ok, problem, skipped, warning
 from yunion_mps.doctor.host import Host
@@ -41,8 +41,12 @@ def pipe_directory(host: Host) -> Findings:
     if not places:
         return [skipped("no GPU is divided here")]
     if missing:
-        return [ok(f"{', '.join(missing)}: made at the daemon's start")]
-    return [ok(f"{', '.join(places)}: all users can enter")]
+        return [ok(f"{_few(missing)}: made at the daemon's start")]
+    return [ok(f"{_few(places)}: all users can enter")]
+
+
+def _few(places: Sequence[str]) -> str:
+    return places[0] if len(places) == 1 else f"{places[0]} and {len(places) - 1} more"
 
 
 def _on_the_way(root: str, place: str) -> Iterator[Finding]:

@@ -8,10 +8,10 @@ import time
 
 from yunion_mps.doctor.finding import Finding, Findings, ok, problem, skipped, warning
 from yunion_mps.doctor.host import Host
+from yunion_mps.inventory import kernel_log
 
 _LAST_BYTES = 1 << 20
 _RECENT_S = 86_400.0
-_MOST_RECORDS = 20_000
 
 #: `type=AVC msg=audit(1788000060.5:43): avc:  denied  { connectto } for  pid=7 comm="nvidia-cuda-mps" ...`
 _DENIED = re.compile(r'avc: +denied +\{ ([\w ]+) \}|apparmor="DENIED" operation="(\w+)"')
@@ -76,24 +76,10 @@ def _logs(audit: str, kernel: str) -> tuple[list[str], bool]:
             readable = True
     except OSError:
         pass
-    try:
-        log = os.open(kernel, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError:
-        return lines, readable
-    try:
-        for _ in range(_MOST_RECORDS):
-            try:
-                record = os.read(log, 8192)
-            except BrokenPipeError:  # it was overwritten while we read: the next one is there
-                continue
-            except OSError:
-                break
-            if not record:
-                break
-            lines += record.decode(errors="replace").splitlines()
-    finally:
-        os.close(log)
-    return lines, True
+    records = kernel_log.records(kernel)
+    for record in records or []:
+        lines += record.decode(errors="replace").splitlines()
+    return lines, readable or records is not None
 
 
 def _read(path: str) -> str:

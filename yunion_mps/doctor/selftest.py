@@ -47,7 +47,7 @@ _KEPT = ("PATH", "LD_LIBRARY_PATH", "HOME", "LANG")
 
 def selftest(host: Host) -> Findings:
     """One device of each domain."""
-    devices = [one for one in host.devices() if one["state"] == "available" and not one.get("lease")]
+    devices = [one for one in host.devices() if one["state"] == "available" and one["free"]]
     if not devices:
         return [skipped("no device is available and unused", "see: yunion-mps list")]
     found: list[Finding] = []

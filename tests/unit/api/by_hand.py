@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from yunion_mps.api.query import OPENMETRICS, Response
 from yunion_mps.errors import NotFoundError, YunionError
 from yunion_mps.leases.ledger import Wish
 from yunion_mps.models import Holder
@@ -50,6 +51,8 @@ CLIENT: Json = {
     "user": "alice",
     "command": "python train.py",
     "started": 1788000060.5,
+    "container": None,
+    "container_id": None,
     "mps": True,
     "server": 4250,
     "domain": "host",
@@ -75,11 +78,31 @@ GONE: Json = {
 }
 
 
-def clients(*found: Json, servers: tuple[Json, ...] = (SERVER,), troubles: tuple[str, ...] = ()) -> Json:
+#: It is another user's, and waits for the server.
+WAITING: Json = {
+    "pid": 4262,
+    "uid": 1001,
+    "user": "bob",
+    "command": "python eval.py",
+    "started": 1788000009.5,
+    "since": 1788000010.0,
+    "server": 4250,
+    "server_user": "alice",
+    "domain": "host",
+}
+
+
+def clients(
+    *found: Json,
+    servers: tuple[Json, ...] = (SERVER,),
+    waiting: tuple[Json, ...] = (),
+    troubles: tuple[str, ...] = (),
+) -> Json:
     """The answer with these clients."""
     return {
         "servers": list(servers),
         "clients": list(found),
+        "waiting": list(waiting),
         "troubles": list(troubles),
         "total": len(found),
     }
@@ -97,9 +120,12 @@ LEASE: Json = {
     "uid": 1000,
     "user": "alice",
     "command": "python train.py",
+    "container": None,
+    "container_id": None,
     "name": None,
     "since": 1788000060.5,
     "expires": None,
+    "cdi": None,
     "environment": {"CUDA_VISIBLE_DEVICES": "GPU-76aef7ff-372d-2432-b4b4-beca4d8d3400"},
 }
 WAITER: Json = {
@@ -107,6 +133,8 @@ WAITER: Json = {
     "uid": 1001,
     "user": "bob",
     "command": "yunion-mps run",
+    "container": None,
+    "container_id": None,
     "name": None,
     "since": 1788000090.5,
     "wants": "2 devices on one GPU",
@@ -173,11 +201,18 @@ class People(_ByHand):
 
     async def terminate(self, pid: int, uid: int, *, force: bool) -> Json:
         await self._pass(f"terminate {pid} for {uid}" + (" force" if force else ""))
-        if not any(client["pid"] == pid for client in self.found["clients"]):
+        if not any(client["pid"] == pid for client in (*self.found["clients"], *self.found["waiting"])):
             raise NotFoundError(f"PID {pid} is no client of MPS", "list the clients with: yunion-mps clients")
         if self.refusal:
             raise self.refusal
         return {"pid": pid, "ended": self.ended, "how": self.how}
+
+
+class Meter:
+    """Metrics given by hand: one, in the format that was asked for."""
+
+    async def metrics(self, accept: str) -> Response:
+        return Response(200, OPENMETRICS if OPENMETRICS in accept else "text/plain", b"yunion_mps_up 1\n")
 
 
 class Giver(_ByHand):
@@ -189,6 +224,7 @@ class Giver(_ByHand):
         self.given: Json = LEASE
         self.memory_unit_mib = 1024
         self.refusal: YunionError | None = None
+        self.as_device = False
         self.wished: list[tuple[Wish, Holder, float]] = []
 
     def leases(self) -> Json:
@@ -200,10 +236,13 @@ class Giver(_ByHand):
         holder: Holder,
         keep: Callable[[Callable[[], None]], None],
         wait_s: float,
-        since_s: float | None,
+        request: str,
+        *,
+        cdi: bool,
     ) -> Json:
         await self._pass("take")
         self.wished.append((wish, holder, wait_s))
+        self.as_device = cdi
         if self.refusal:
             raise self.refusal
         return self.given
@@ -220,4 +259,8 @@ class Giver(_ByHand):
 
     def renew(self, lease_id: str, uid: int) -> Json:
         self.done.append(f"renew {lease_id} for {uid}")
+        return self.given
+
+    def bind(self, lease_id: str, uid: int, holder: Holder) -> Json:
+        self.done.append(f"bind {lease_id} for {uid} to {holder.pid}")
         return self.given

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
 import pytest
-from yunion_mps.api.server import Limits
+from yunion_mps.api.connection import Limits
 from yunion_mps.models import Snapshot
 
 from unit.api import snapshots

@@ -24,17 +24,18 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from yunion_mps.api.connection import Limits
 from yunion_mps.api.deferred import Deferred
 from yunion_mps.api.listener import Listener
 from yunion_mps.api.routes import Router
-from yunion_mps.api.server import Limits, Server
+from yunion_mps.api.server import Server
 from yunion_mps.journal import Journal
 from yunion_mps.models import Event, Snapshot
 from yunion_mps.paths import Paths
 from yunion_mps.service import Service
 from yunion_mps.store import Store
 
-from unit.api.by_hand import Changes, Giver, People
+from unit.api.by_hand import Changes, Giver, Meter, People
 
 #: So long that only what never comes is missed, on however slow a machine.
 PATIENCE_S = 60.0
@@ -153,7 +154,7 @@ class ServerHost:
         self.people = People()
         self.giver = Giver()
         self.service = service = Service(lambda: self.snapshot, time.time(), os.getpid(), self.journal)
-        self.deferred = Deferred(service, self.changes, self.people, self.giver)
+        self.deferred = Deferred(service, self.changes, self.people, self.giver, Meter())
         self.server = Server(Router(service, self.deferred), limits or Limits())
         self.listener = Listener(self.paths)
         self._loop = asyncio.new_event_loop()
@@ -223,7 +224,7 @@ class ServerHost:
         for client in self._clients:
             client.close()
         self._stack.close()
-        assert not self.server.by_uid
+        assert not self.server.by_client
         assert self.troubles == []
 
     def call(self, coroutine: Any) -> None:

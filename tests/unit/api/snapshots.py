@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-from yunion_mps.config import KEYS
-from yunion_mps.models import Config, DomainStatus, Driver, Gpu, Inventory, PcieLink, Snapshot, Source
+from yunion_mps.models import DomainStatus, Driver, Gpu, Inventory, PcieLink, Snapshot
 from yunion_mps.mps.states import FAILED, READY
 from yunion_mps.planning import make_plan
 
+from unit import builders
+
 MACHINE_ID = "0123456789abcdef0123456789abcdef"
-P40 = Gpu(
-    "0000:00:06.0",
-    uuid="GPU-76aef7ff-372d-2432-b4b4-beca4d8d3400",
-    name="Tesla P40",
-    nvml_index=0,
-    minor=0,
-    memory_mib=23040,
-    compute_mode="Exclusive_Process",
-    compute_capability=(6, 1),
-    vendor_device_id="10de:1b38",
-    link=PcieLink("3.0", "8GT/s", 16, "15.76 GB/s"),
-    render_node="/dev/dri/renderD128",
-)
+P40 = builders.P40._replace(compute_mode="Exclusive_Process", link=PcieLink("3.0", "8GT/s", 16, "15.76 GB/s"))
 H100 = Gpu(
     "0001:e1:00.0",
     uuid="GPU-11111111-2222-3333-4444-555555555555",
@@ -45,29 +34,14 @@ def snapshot(
     *gpus: Gpu, replicas: int = 4, scope: str = "host", state: str = READY, reason: str = ""
 ) -> Snapshot:
     """The snapshot of a host with these GPUs, each divided by `replicas`, whose domain is in `state`."""
-    config = Config(
-        enable_cuda_mps=True,
-        container_device_config_file="",
-        cuda_mps_pipe_directory="/tmp/nvidia-mps/pipe",
-        cuda_mps_log_directory="/tmp/nvidia-mps/log",
-        cuda_mps_replicas=replicas,
-        cuda_mps_compute_mode="exclusive_process",
-        cuda_mps_scope=scope,
-        cuda_mps_thread_percentage="equal",
-        cuda_mps_max_clients=None,
-        cuda_mps_stop_timeout_s=10,
-        cuda_mps_multiuser=False,
-        cuda_mps_combine=1,
-        devices=(),
-        sources={name: Source("default", None) for name in KEYS},
-    )
-    inventory = Inventory(Driver("535.261.03", "12.2"), gpus)
+    config = builders.config(cuda_mps_replicas=replicas, cuda_mps_scope=scope)
+    inventory = builders.inventory(*gpus)
     plan, problems = make_plan(config, inventory, MACHINE_ID)
     assert not problems
     pid = 4242 if state == READY else None
     domains = tuple(DomainStatus(domain, state, reason, pid, 0.0, 0) for domain in plan.domains)
     notice = "" if domains else "no GPU of this host can serve MPS devices"
-    return Snapshot(1, 0.0, True, notice, plan, inventory, domains)
+    return Snapshot(1, True, notice, plan, inventory, domains)
 
 
 def reference() -> Snapshot:

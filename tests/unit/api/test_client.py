@@ -13,6 +13,7 @@ import pytest
 from yunion_mps.api.client import BadConfigurationError, Client
 from yunion_mps.api.listener import listen
 from yunion_mps.errors import (
+    BusyError,
     ConfigError,
     HostError,
     NotAllowedError,
@@ -65,7 +66,7 @@ def failure(client: Client, target: str = "/v1/status", *, post: bool = False) -
         client.post(target) if post else client.get(target)
     error = caught.value
     kinds: dict[int, tuple[type[YunionError], ...]] = {
-        1: (YunionError, NotFoundError),
+        1: (YunionError, NotFoundError, BusyError),
         3: (UnreachableError,),
         4: (NotAllowedError,),
         6: (BadConfigurationError,),

@@ -10,6 +10,7 @@ import pytest
 from yunion_mps.api.listener import Listener
 from yunion_mps.api.server import Server
 
+from unit.api.conftest import Serve
 from unit.api.server_host import PATIENCE_S, ServerHost, eventually, request
 from unit.api.test_deferred import WAIT, waiting, whats
 from unit.api.test_turns import held
@@ -77,15 +78,17 @@ def test_who_waits_for_events_keeps_nobody_waiting_for_the_next_program(host: Se
 
 @pytest.mark.parametrize("sent", [b"", b"GET /v1/gpus HTTP/1.1\r\nHost"])
 def test_a_client_that_does_not_go_on_does_not_keep_the_next_program_from_starting(
-    host: ServerHost, sent: bytes
+    serve: Serve, sent: bytes
 ) -> None:
+    host = serve(hand_over_s=0.05)
     client = host.connect().send(sent)
     host.wait_connections(1)
     hand_over(host).result(PATIENCE_S)
     assert client.ended()
 
 
-def test_an_answer_that_takes_too_long_does_not_either(host: ServerHost) -> None:
+def test_an_answer_that_takes_too_long_does_not_either(serve: Serve) -> None:
+    host = serve(hand_over_s=0.05)
     host.changes.gate.clear()
     client = host.connect().send(request("/v1/plan"))
     eventually(lambda: host.changes.asked, "the question")

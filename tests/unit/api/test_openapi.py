@@ -37,7 +37,8 @@ ANSWERS = {
 
 def router(snapshot: Snapshot) -> Router:
     service = Service(lambda: snapshot, 1788000000.25, 4200)
-    return Router(service, Deferred(service, by_hand.Changes(), by_hand.People(), by_hand.Giver()))
+    parts = (by_hand.Changes(), by_hand.People(), by_hand.Giver(), by_hand.Meter())
+    return Router(service, Deferred(service, *parts))
 
 
 def ask(snapshot: Snapshot, target: str, method: str = "GET") -> tuple[int, Any]:
@@ -46,7 +47,8 @@ def ask(snapshot: Snapshot, target: str, method: str = "GET") -> tuple[int, Any]
         return found if isinstance(found, Response) else await found
 
     response = asyncio.run(answer())
-    return response.status, json.loads(response.body)
+    is_json = response.content_type.endswith("json")
+    return response.status, json.loads(response.body) if is_json else response.body.decode()
 
 
 def errors(schema: str, value: Any) -> list[str]:

@@ -6,8 +6,10 @@ import contextlib
 import os
 import socket
 import time
+from collections.abc import Awaitable
 
 import pytest
+from yunion_mps.api.query import Request, Response
 
 from unit.api import snapshots
 from unit.api.conftest import Serve
@@ -69,6 +71,29 @@ def test_a_huge_body_is_answered_with_413_before_it_has_come(host: ServerHost, h
     piece = chunk if "Length" in head else b"3e8\r\n" + chunk + b"\r\n"
     data = request("/v1/status", "GET", head) + piece * 66
     assert refused(host, data).problem == (413, "the body is larger than 65536 bytes", None)
+    host.assert_serves()
+
+
+def test_a_fault_of_ours_is_an_answer_and_no_connection_that_hangs(
+    host: ServerHost, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Faulty:
+        async def _fail(self) -> Response:
+            raise KeyError("unheard of")
+
+        def answer(self, _: Request) -> Awaitable[Response]:
+            return self._fail()
+
+        def hurry(self) -> None:
+            """Nothing waits here."""
+
+    host.server.router, router = Faulty(), host.server.router
+    try:
+        answer = host.ask("GET", "/v1/status")
+    finally:
+        host.server.router = router
+    assert answer.problem == (500, "a fault, which the log tells of", None)
+    assert "unheard of" in caplog.text
     host.assert_serves()
 
 
@@ -187,9 +212,9 @@ def test_one_user_cannot_take_the_connections_of_another(serve: Serve) -> None:
     clients += fill(host, 5, NOBODY - 1)
     assert_turned_away(host, NOBODY - 1)
     host.assert_serves()
-    eventually(lambda: host.server.by_uid == {NOBODY: 5, NOBODY - 1: 5}, "five connections each")
+    eventually(lambda: host.server.by_client == {NOBODY: 5, NOBODY - 1: 5}, "five connections each")
     clients.pop(0).close()
-    eventually(lambda: host.server.by_uid[NOBODY] == 4, "room for the first user")
+    eventually(lambda: host.server.by_client[NOBODY] == 4, "room for the first user")
     clients += fill(host, 1, NOBODY)
 
 

@@ -10,8 +10,9 @@ import pytest
 import yaml
 from yunion_mps.errors import ControlError, NotAllowedError, YunionError
 
-from unit.api.by_hand import CLIENT, GONE, SERVER, clients
+from unit.api.by_hand import CLIENT, GONE, SERVER, WAITING, clients
 from unit.cli.conftest import Cli
+from unit.cli.held import PAST_MPS
 from unit.cli.test_reload import answered
 from unit.cli.test_terminal import on_terminal, table_of
 
@@ -57,6 +58,31 @@ def test_a_failed_server_is_told_first_and_what_is_not_known_last(utc: Cli) -> N
     )
 
 
+def test_who_is_past_mps_is_told_below(utc: Cli) -> None:
+    utc.host.people.found = clients(CLIENT, PAST_MPS)
+    assert utc.good("clients").splitlines()[-2:] == [
+        "PID 4711: it uses a GPU past MPS, where no budget holds",
+        "MPS server (PID 4250) of alice, domain host: ACTIVE",
+    ]
+
+
+def test_who_waits_is_told_with_the_user_whose_server_it_is_and_what_to_do(utc: Cli) -> None:
+    utc.host.people.found = found = clients(CLIENT, GONE, waiting=(WAITING,))
+    assert utc.good("clients") == (
+        TABLE + "MPS server (PID 4250) of alice, domain host: ACTIVE\n"
+        "Waiting: PID 4262 of bob (python eval.py), since 2026-08-29 10:40:10, for the MPS server (PID 4250) "
+        "of alice, domain host\n"
+        "Remedy: wait for the other user's jobs, or serve all users at once: cuda_mps_multiuser: true\n"
+    )
+    assert json.loads(utc.good("clients", "-o", "json")) == found
+
+
+def test_who_waits_can_be_ended_too(own: Cli) -> None:
+    own.host.people.found = clients(CLIENT, waiting=(WAITING,))
+    out = own.good("clients", "terminate", "4262", "--yes")
+    assert out.startswith("PID 4262 (python eval.py) of bob: ")
+
+
 def test_where_nobody_is_there_the_table_is_empty(utc: Cli) -> None:
     utc.host.people.found = clients(servers=())
     assert utc.good("clients") == NOBODY_THERE
@@ -68,9 +94,14 @@ def test_clients_are_printed_for_programs_too(utc: Cli) -> None:
     assert json.loads(utc.good("clients", "-o", "json")) == found
     assert yaml.safe_load(utc.good("clients", "-o", "yaml")) == found
     header, first, second = csv.reader(io.StringIO(utc.good("clients", "-o", "csv")))
-    assert header == TABLE.splitlines()[1].replace(" ", "").strip("|").split("|")
+    assert header == [*TABLE.splitlines()[1].replace(" ", "").strip("|").split("|"), "Container"]
     assert first[4:6] == ["00:06.0,00:07.0", "512"]
-    assert second == ["4261", "", "", "", "", "", "", "host", ""]
+    assert second == ["4261", "", "", "", "", "", "", "host", "", ""]
+
+
+def test_what_runs_in_a_container_is_named_with_it(utc: Cli) -> None:
+    utc.host.people.found = clients({**CLIENT, "container": "trainer", "container_id": "a" * 64})
+    assert "| trainer: python train.py |" in utc.good("clients")
 
 
 def test_a_command_line_cannot_steer_the_terminal(utc: Cli) -> None:

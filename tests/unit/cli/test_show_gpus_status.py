@@ -35,6 +35,7 @@ DEVICE = {
     "reason": "",
     "budget_enforced": "false",
     "lease": "",
+    "free": "true",
     "slot": "1",
     "domain": "host",
     "client_environment.CUDA_DEVICE_ORDER": "PCI_BUS_ID",

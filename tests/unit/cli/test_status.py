@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import yaml
 from yunion_mps import __version__
-from yunion_mps.cli.screen.findings import other_version
 from yunion_mps.errors import ControlError
+from yunion_mps.overview.findings import other_version
 
 from unit.api import snapshots
-from unit.api.by_hand import LEASE, SERVER, clients
+from unit.api.by_hand import LEASE, SERVER, WAITING, clients
 from unit.cli.conftest import Cli, Serve
 from unit.cli.held import PAST_MPS, busy, hold
 from unit.cli.test_list import HOST
@@ -60,7 +60,7 @@ Problem:  past MPS on GPU 00:06.0 with 300 MiB, where no budget holds: PID 4711 
 Remedy:   ask its owner, or end it: yunion-mps clients terminate PID
 {NOT_ENFORCED}\
 Devices:  4 of 4 available, 3 used, 1 free
-Leases:   2, 1 waiting; 2 clients of MPS
+Leases:   2, 1 waiting; 1 client of MPS, 1 process past MPS
 {WHERE}{GPU.format(use=3, free=1, mib=6300)}{DOMAIN}"""
 
 
@@ -92,6 +92,15 @@ def test_a_server_that_has_failed_is_told(own: Cli) -> None:
     assert own.good("status").splitlines()[1:3] == [
         "Problem:  MPS server (PID 4250), domain host: its jobs have failed",
         "Remedy:   it serves again once they have ended: yunion-mps clients",
+    ]
+
+
+def test_who_waits_for_another_users_server_is_told(own: Cli) -> None:
+    own.host.people.found = clients(waiting=(WAITING,))
+    who = "PID 4262 of bob (python eval.py)"
+    assert own.good("status").splitlines()[3:5] == [
+        f"Warning:  {who} waits for the MPS server (PID 4250) of alice, domain host",
+        "Remedy:   wait for the other user's jobs, or serve all users at once: cuda_mps_multiuser: true",
     ]
 
 
@@ -196,7 +205,7 @@ def test_the_status_is_printed_for_programs_too(own: Cli) -> None:
     answer = json.loads(own.good("status", "-o", "json"))
     assert (answer["state"], answer["domains"][0]["memory_limits"]) == ("ready", [5760])
     assert answer["devices"] == {"total": 4, "available": 4, "unavailable": 0, "used": 1, "free": 3}
-    assert (answer["leases"], answer["clients"]) == ({"total": 1, "waiting": 0}, 1)
+    assert (answer["leases"], answer["clients"], answer["past_mps"]) == ({"total": 1, "waiting": 0}, 0, 1)
     assert [problem["kind"] for problem in answer["problems"]] == ["Problem", "Warning"]
     assert yaml.safe_load(own.good("status", "-o", "yaml")) == answer
     pairs = dict(csv.reader(io.StringIO(own.good("status", "-o", "csv"))))

@@ -88,13 +88,26 @@ def test_what_a_table_leaves_out_is_said_in_one_line_that_fits_too(cli: Cli, col
 
 @pytest.mark.parametrize("columns", [40, 60, 80])
 def test_reasons_are_whole_on_every_terminal(troubled: Cli, columns: int) -> None:
-    def told(lines: list[str]) -> list[str]:
-        return [line for line in lines if re.match(r"(\d\S+|Problem|Remedy): +\S", line)]
+    """What is too long for a line goes on below, indented, and breaks only between words."""
 
-    for command in ("gpus", "status"):
-        reasons = told(on_terminal(troubled, columns, command))
+    def told(lines: list[str]) -> list[str]:
+        text = re.sub(r"\n +", " ", "\n".join(lines))
+        return [line for line in text.splitlines() if re.match(r"(\d\S+|Problem|Remedy): +\S", line)]
+
+    for command in ("gpus", "status", "who"):
+        lines = on_terminal(troubled, columns, command)
+        reasons = told(lines)
         assert reasons == told(troubled.good(command).splitlines())
-        assert reasons
+        assert bool(reasons) == (command != "who")
+        assert all(len(line) <= columns for line in lines if " " in line.strip() and line[:1] != "(")
+
+
+def test_where_the_locale_is_not_utf_8_what_is_cut_is_marked_in_ascii(cli: Cli) -> None:
+    ascii_only = Cli(cli.root)
+    ascii_only.env["LC_ALL"] = "C"
+    lines = on_terminal(ascii_only, 80, "list")
+    assert "".join(lines).isascii()
+    assert [line.replace("…", "~") for line in on_terminal(cli, 80, "list")] == lines
 
 
 def test_on_80_columns_a_device_is_shown_whole(cli: Cli) -> None:

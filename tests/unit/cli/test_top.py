@@ -8,12 +8,15 @@ import re
 from typing import Any
 
 import pytest
-from yunion_mps.cli.screen.asking import NOBODY, Answers, Clients
-from yunion_mps.cli.screen.findings import Finding, folded, of_status
-from yunion_mps.cli.screen.frame import VIEWS, Look, frame, plain
+from yunion_mps import __version__
+from yunion_mps.cli.screen.asking import Answers
+from yunion_mps.cli.screen.frame import VIEWS, Look, Silence, clock, frame, plain
 from yunion_mps.cli.screen.scene import ORDERS, Scene, scene, sorted_devices
-from yunion_mps.cli.screen.text import bar, columns_of, count, duration, fit
+from yunion_mps.cli.screen.text import bar, columns_of, duration, fit
 from yunion_mps.models import Event, Snapshot
+from yunion_mps.overview.findings import Finding, folded, of_status
+from yunion_mps.overview.uses import NOBODY, Clients
+from yunion_mps.overview.words import count
 from yunion_mps.service import Service
 from yunion_mps.supervisor.warnings import warnings
 
@@ -40,17 +43,18 @@ def answers(snapshot: Snapshot, *leases: dict[str, Any], events: int = 0) -> Ans
 
 
 def seen(*found: dict[str, Any]) -> Clients:
-    return Clients(list(found), [], [])
+    return Clients(list(found), [], [], [])
 
 
 BUSY = scene(answers(snapshots.reference(), LEASE, TWO, events=9), seen(OVER, PAST_MPS))
 MANY = scene(answers(snapshots.large(480), events=9), NOBODY)
 TROUBLED = scene(answers(snapshots.troubled()), NOBODY)
 DISABLED = scene(answers(snapshots.disabled()), NOBODY)
+AWAY = Silence(NOW_S - 60, "the daemon is not running", "start it")
 
 
-def lines_of(scene: Scene, columns: int, rows: int, away: str = "", **look: Any) -> list[str]:
-    shown = frame(scene, Look(columns, rows, **look), away, NOW_S, 2)
+def lines_of(scene: Scene, columns: int, rows: int, silence: Silence | None = None, **look: Any) -> list[str]:
+    shown = frame(scene, Look(columns, rows, **look), silence, NOW_S, 2)
     return ["".join(text for text, _ in line) for line in shown.lines]
 
 
@@ -62,7 +66,7 @@ def test_a_frame_never_has_more_lines_or_columns_than_the_terminal(scene: Scene,
     for columns in (1, 2, 5, 11, 19, 20, 33, 39, 47, 58, 64, 79, 80, 100, 200):
         for rows in (1, 2, 3, 4, 5, 7, 9, 12, 16, 24, 50, 100):
             for utf8 in (True, False):
-                lines = lines_of(scene, columns, rows, "away", view=view, utf8=utf8)
+                lines = lines_of(scene, columns, rows, AWAY, view=view, utf8=utf8)
                 assert len(lines) <= rows
                 assert all(columns_of(line) <= columns for line in lines)
                 assert utf8 or "".join(lines).isascii()
@@ -87,13 +91,19 @@ def test_rows_that_have_no_room_are_counted_in_the_heading() -> None:
     assert any(line.startswith("GPU 1-3/10 ") for line in lines)
     assert any(line.startswith("DEVICE 1-7/480 ") for line in lines)
     assert any(line.startswith("DEVICE 5-11/480 ") for line in lines_of(MANY, 80, 24, offset=4))
-    last = frame(MANY, Look(80, 24), "", NOW_S, 2).last_offset
+    last = frame(MANY, Look(80, 24), None, NOW_S, 2).last_offset
     assert any(line.startswith("DEVICE 474-480/480 ") for line in lines_of(MANY, 80, 24, offset=last))
 
 
 def test_that_the_daemon_is_away_is_said_above_what_is_old() -> None:
-    lines = lines_of(BUSY, 80, 24, "all below is from before 03:12:44: the daemon is not running")
-    assert lines[2].rstrip() == "all below is from before 03:12:44: the daemon is not running"
+    lines, since = lines_of(BUSY, 80, 24, AWAY), clock(NOW_S - 60)
+    assert [line.rstrip() for line in lines[:4]] == [
+        f"yunion-mps {__version__}  {clock(NOW_S)}  no answer since {since}; all below is from then",
+        "Problem: the daemon is not running",
+        "  do: start it",
+        "1 GPU; 4 devices: 3 used, 1 free; 2 leases; 2 processes",
+    ]
+    assert not any("ready" in line for line in lines[:4])
     assert any(line.startswith("00:06.0-1!") for line in lines)
 
 
@@ -168,6 +178,19 @@ def test_findings_that_are_mended_alike_are_folded() -> None:
         "and 6 more like that (all: yunion-mps status -o json)",
         "x",
     ]
+
+
+def test_what_has_no_room_is_counted_also_where_it_was_folded() -> None:
+    many = BUSY._replace(findings=folded([Finding("Problem", f"GPU {n}", "reload") for n in range(50)], 2))
+    assert lines_of(many, 80, 12)[2:4] == ["Problem: GPU 0", "49 more; all of it: yunion-mps status"]
+    assert lines_of(many, 80, 24)[2:6] == [
+        "Problem: GPU 0",
+        "Problem: GPU 1",
+        "Problem: and 48 more like that (all: yunion-mps status -o json)",
+        "  do: reload",
+    ]
+    more = many._replace(findings=[*many.findings, Finding("Warning", "a", "b")])
+    assert lines_of(more, 80, 24)[5] == "1 more; all of it: yunion-mps status"
 
 
 @pytest.mark.parametrize(

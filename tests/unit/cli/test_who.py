@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
-from yunion_mps.cli.screen.uses import Holding, filled, holdings, memory_by_gpu
+from yunion_mps.overview.uses import Holding, filled, holdings, memory_by_gpu
 
 from unit.api.by_hand import CLIENT, GONE, LEASE, clients
 from unit.cli.conftest import Cli
@@ -31,7 +31,8 @@ Remedy: ask its owner, or end it: yunion-mps clients terminate PID
 
 
 def device(address: str, memory_mib: int = 5760, state: str = "available") -> dict[str, Any]:
-    return {"addr": address, "mps_memory_limit": memory_mib, "mps_thread_percentage": 25, "state": state}
+    shown = {"addr": address, "mps_memory_limit": memory_mib, "mps_thread_percentage": 25, "state": state}
+    return {**shown, "lease": None, "free": state == "available"}
 
 
 DEVICES = [device(f"00:06.0-{slot}") for slot in range(4)]
@@ -64,6 +65,21 @@ def test_where_nobody_has_anything_the_table_is_empty(own: Cli) -> None:
     assert len(own.good("who").splitlines()) == 4
 
 
+def test_what_runs_in_a_container_is_named_with_it(own: Cli) -> None:
+    own.env["COLUMNS"] = "160"
+    hold(own.host, {**LEASE, "container": "trainer", "container_id": "a" * 64})
+    own.host.people.found = clients({**CLIENT, "pid": 4261, "container": "trainer", "container_id": "a" * 64})
+    assert "| trainer: python train.py |" in own.good("who")
+    assert json.loads(own.good("who", "-o", "json"))["uses"][0]["container"] == "trainer"
+    assert own.good("who", "-o", "csv").rstrip().endswith(",trainer")
+    own.host.people.found = clients()
+    assert "| trainer: python train.py |" in own.good("who"), "idle, by its lease"
+    assert "trainer: python train.py" in own.good("top", "--once")
+    own.host.people.found = clients({**OVER, "container": "trainer", "container_id": "a" * 64})
+    for command in (["top", "--once"], ["status"]):
+        assert "trainer: python train.py" in own.good(*command)
+
+
 def test_it_is_printed_for_programs_too(own: Cli) -> None:
     own.env["TZ"] = "UTC"
     busy(own.host)
@@ -78,8 +94,9 @@ def test_it_is_printed_for_programs_too(own: Cli) -> None:
     header, one, two, three = csv.reader(io.StringIO(own.good("who", "-o", "csv")))
     assert header == [
         "Device", "GPU", "Lease", "User", "PID", "Command", "Since", "Used_MiB", "Of_MiB", "Remark",
+        "Container",
     ]  # fmt: skip
-    assert one[6:] == ["2026-08-29T10:41:00+0000", "6000", "5760", "over budget"]
+    assert one[6:] == ["2026-08-29T10:41:00+0000", "6000", "5760", "over budget", ""]
     assert two[:4] == ["00:06.0-2,00:06.0-3", "00:06.0", TWO["id"], "bob"]
     assert three[:4] == ["", "00:06.0", "", "mallory"]
 
@@ -89,7 +106,29 @@ def test_the_table_fits_the_terminal(own: Cli, columns: int) -> None:
     busy(own.host)
     lines = [line for line in on_terminal(own, columns, "who") if line[:1] in "+|"]
     assert all(len(line) <= columns for line in lines)
-    assert all(word in lines[1] for word in ("Device", "User", "PID", "Used_MiB") if columns >= 80)
+
+
+AT_80 = """\
++---------------------+---------+------+-----------------+----------+--------+
+| Device              | User    | PID  | Command         | Used_MiB | Of_MiB |
++---------------------+---------+------+-----------------+----------+--------+
+| 00:06.0-1           | alice   | 4260 | python train.py |     6000 |   5760 |
+| 00:06.0-2,00:06.0-3 | bob     |      | job-17          |        0 |  11520 |
+| 00:06.0             | mallory | 4711 | ./old-job       |      300 |        |
++---------------------+---------+------+-----------------+----------+--------+
+(no room for Lease, Since, Remark: use -o csv)
+Waiting: carol (PID 4300) wants 2 devices on one GPU, for T
+Problem: 00:06.0-1 has 6000 of 5760 MiB: PID 4260 of alice (python train.py)
+Problem: past MPS on GPU 00:06.0 with 300 MiB, where no budget holds: PID 4711
+    of mallory (./old-job)
+Remedy: ask its owner, or end it: yunion-mps clients terminate PID
+"""
+
+
+def test_on_80_columns_it_keeps_who_has_what_and_how_much_and_breaks_only_between_words(own: Cli) -> None:
+    busy(own.host)
+    lines = [re.sub(r"\d+ d\b( \d+ h)?", "T", line) for line in on_terminal(own, 80, "who")]
+    assert lines == AT_80.splitlines()
 
 
 def test_what_is_not_known_is_said(own: Cli) -> None:

@@ -11,12 +11,20 @@ import yunion_mps
 #: What only other processes need: the command line, and what the daemon's start has done with by then.
 ELSEWHERE = (
     "yunion_mps.cli",
+    "yunion_mps.cdi.hook",
     "yunion_mps.client",
     "yunion_mps.api.client",
     "yunion_mps.daemon.put_back",
+    "yunion_mps.daemon.take_over",
     "yunion_mps.doctor",
+    "yunion_mps.gateway.asking",
+    "yunion_mps.gateway.doors",
+    "yunion_mps.gateway.metrics",
+    "yunion_mps.gateway.serve",
+    "yunion_mps.gateway.upstream",
+    "yunion_mps.gateway.web",
+    "yunion_mps.overview",
     "yunion_mps.report",
-    "yunion_mps.revision",
 )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -10,6 +11,9 @@ from integration.daemon_host import Daemon, eventually
 from simhost import SimHost
 from simhost.mps import StandIns
 from unit.doctor.healthy import CONTROL, described, finish
+
+#: A process that says that it runs, and then waits.
+SLEEP = [sys.executable, "-IS", "-c", "import time; print('ready', flush=True); time.sleep(600)"]
 
 
 class Scene:

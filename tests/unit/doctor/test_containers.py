@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from yunion_mps.doctor.containers import shared, starts_container, variables_in
+from yunion_mps.doctor.containers import device_in, shared, starts_container, variables_in
 
 PIPE = "CUDA_MPS_PIPE_DIRECTORY"
 
@@ -49,3 +49,9 @@ def test_a_container_must_share_the_hosts_memory(sharing: str) -> None:
     (found,) = shared(words("docker run image"))
     assert "/dev/shm of its own" in found.what
     assert shared(words(f"docker run {sharing} image")) == []
+
+
+@pytest.mark.parametrize("option", ["--device yunion.io/mps=00:06.0-1", "--device=yunion.io/mps=00:06.0-1"])
+def test_a_device_by_cdi_is_known_for_it_brings_all_that_is_needed(option: str) -> None:
+    assert device_in(words(f"podman run --device /dev/null {option} image")) == "00:06.0-1"
+    assert device_in(words("podman run --device /dev/null --device nvidia.com/gpu=0 image")) == ""

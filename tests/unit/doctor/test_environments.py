@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 
 import pytest
 
 from unit.doctor.healthy import STRANGER, look
-from unit.doctor.scene import Scene
-
-SLEEP = [sys.executable, "-IS", "-c", "import time; print('ready', flush=True); time.sleep(600)"]
+from unit.doctor.scene import SLEEP, Scene
 
 
 def test_a_process_with_a_devices_environment_is_content(ready: Scene) -> None:
@@ -28,6 +25,50 @@ def test_a_process_with_a_misspelt_variable_is_told_that_and_what_follows(ready:
     assert first["what"] == "CUDA_MPS_PIPE_DIR is read by nobody; CUDA_MPS_PIPE_DIRECTORY was likely meant"
     assert second["what"].startswith("CUDA_MPS_PIPE_DIRECTORY is not set: it looks in ")
     assert seen.code == 2
+
+
+def told(scene: Scene, how: str, given: dict[str, str]) -> list[str]:
+    """What the doctor says of a process that runs with these variables, or of a command that would."""
+    if how == "process":
+        words = ["--pid", str(scene.process(SLEEP, **given).pid)]
+        seen = look(scene.host, *words)
+    else:
+        seen = look(
+            scene.host, command=("env", *(f"{name}={value}" for name, value in given.items()), "true")
+        )
+    return [one["what"] for one in seen.checks["environment"] if one["level"] != "ok"]
+
+
+@pytest.mark.parametrize("how", ["process", "command"])
+def test_gpus_by_number_without_the_order_of_pci_addresses_are_told(ready: Scene, how: str) -> None:
+    given = {**ready.device(1), "CUDA_VISIBLE_DEVICES": "0"}
+    by_number = (
+        "CUDA_VISIBLE_DEVICES is '0': with MPS, numbers count the control daemon's GPUs, not nvidia-smi's"
+    )
+    assert told(ready, how, given)[0] == by_number
+    assert not any("fastest" in what for what in told(ready, how, given))
+    for order in ("FASTEST_FIRST", None):
+        given.pop("CUDA_DEVICE_ORDER")
+        given.update({"CUDA_DEVICE_ORDER": order} if order else {})
+        counts = "CUDA counts the fastest GPU first, nvidia-smi by PCI address"
+        assert f"CUDA_DEVICE_ORDER is {order or 'not set'}: {counts}" in told(ready, how, given)
+
+
+@pytest.mark.parametrize("how", ["process", "command"])
+@pytest.mark.parametrize(
+    ("wrong", "meant"),
+    [
+        ("CUDA_MPS_PIPE_DIR", "CUDA_MPS_PIPE_DIRECTORY"),
+        ("CUDA_VISIBLE_DEVICE", "CUDA_VISIBLE_DEVICES"),
+        ("CUDA_MPS_PINNED_DEVICE_MEMORY_LIMIT", "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"),
+    ],
+)
+def test_a_misspelt_variable_is_told_of_a_process_and_of_a_command(
+    ready: Scene, how: str, wrong: str, meant: str
+) -> None:
+    given = ready.device(1)
+    given[wrong] = given[meant]
+    assert told(ready, how, given) == [f"{wrong} is read by nobody; {meant} was likely meant"]
 
 
 def test_an_environment_of_another_device_than_it_says_is_told(ready: Scene) -> None:

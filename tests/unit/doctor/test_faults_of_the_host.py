@@ -284,7 +284,8 @@ def test_what_selinux_refused_is_told_with_what_allows_it(host: SimHost) -> None
 
 def test_what_selinux_refused_long_ago_or_to_others_is_not_told(host: SimHost) -> None:
     others = AVC.replace("nvidia-cuda-mps", "sshd").replace("nvidia-mps", "x").format(at=int(time.time()))
-    selinux(host, "1", AVC.format(at=1_600_000_000) + others)
+    granted = AVC.replace("denied", "granted").format(at=int(time.time()))
+    selinux(host, "1", AVC.format(at=1_600_000_000) + others + granted)
     found = look(host).one("SELinux and AppArmor", "ok")
     assert found["what"] == "SELinux is enforcing, and has refused MPS nothing within the last day"
 

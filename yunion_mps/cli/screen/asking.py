@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Union
 
 from yunion_mps.cli.ask import ask
 from yunion_mps.errors import NotFoundError, YunionError
+from yunion_mps.overview.uses import NOBODY, Clients, clients_told
 
 Json = dict[str, Any]
 
@@ -23,6 +24,8 @@ _STALE_S = 30.0
 #: A question is asked again after so many times its own duration, so that asking costs next to nothing.
 _REST = 20.0
 _LONGEST_REST_S = 60.0
+#: A daemon that did not answer is asked again so soon, however rarely one wants to look.
+_SOON_S = 2.0
 
 
 class Answers(NamedTuple):
@@ -39,15 +42,6 @@ class Answers(NamedTuple):
     looked_s: float  # when the GPUs and devices were asked for, by the monotonic clock
 
 
-class Clients(NamedTuple):
-    """Who uses GPUs; `troubles` are what is not known of it, and why."""
-
-    clients: list[Json]
-    servers: list[Json]
-    troubles: list[str]
-
-
-NOBODY = Clients([], [], [])
 _Question = Callable[[], Union[Answers, Clients]]
 
 
@@ -77,7 +71,7 @@ def answers(before: Answers | None = None) -> Answers:
 def clients(timeout_s: float = CLIENTS_S) -> Clients:
     """Who uses GPUs now, as the driver sees it: no look at a screen may cost a job; raises YunionError."""
     answer = ask("/v1/clients?seen=true", timeout_s)
-    return Clients(answer["clients"], answer["servers"], answer["troubles"])
+    return clients_told(answer)
 
 
 def clients_or_why(timeout_s: float = CLIENTS_S) -> Clients:
@@ -85,7 +79,7 @@ def clients_or_why(timeout_s: float = CLIENTS_S) -> Clients:
     try:
         return clients(timeout_s)
     except YunionError as error:
-        return Clients([], [], [f"who uses the GPUs: {error.message}"])
+        return NOBODY._replace(troubles=[f"who uses the GPUs: {error.message}"])
 
 
 def _nothing_happened(before: Answers, status: Json, last_event: int, now_s: float) -> bool:
@@ -133,6 +127,7 @@ class Watch:
                 found = News(question(), about_clients)
                 wait_s = max(wait_s, min(_REST * (time.monotonic() - begin_s), _LONGEST_REST_S))
             except BaseException as error:  # noqa: BLE001 - a fault is raised where the terminal is put right
+                wait_s = min(wait_s, _SOON_S)
                 found = News(None, about_clients, error)
             self.news.put(found)
             self._wake()

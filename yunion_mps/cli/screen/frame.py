@@ -8,9 +8,10 @@ from typing import NamedTuple
 
 from yunion_mps.cli.output import cell
 from yunion_mps.cli.screen.columns import Layout, device_line, gpu_line, headings, layout
-from yunion_mps.cli.screen.findings import PROBLEM
 from yunion_mps.cli.screen.scene import ORDERS, Scene, sorted_devices, sorted_gpus
-from yunion_mps.cli.screen.text import columns_of, count, fit
+from yunion_mps.cli.screen.text import columns_of, fit
+from yunion_mps.overview.findings import NOTICE, PROBLEM
+from yunion_mps.overview.words import count
 
 #: Words in one style: "" is the terminal's own.
 Span = tuple[str, str]
@@ -32,6 +33,14 @@ class Look(NamedTuple):
     offset: int = 0
 
 
+class Silence(NamedTuple):
+    """Why nobody has answered since then (s since 1970), or where that is None, what is not known."""
+
+    since_s: float | None
+    why: str
+    remedy: str = ""
+
+
 class Frame(NamedTuple):
     """The lines, and by how many rows one can scroll at most and turns a page."""
 
@@ -48,10 +57,10 @@ class _Room(NamedTuple):
     events: int
 
 
-def frame(scene: Scene, look: Look, away: str, now_s: float, interval_s: int) -> Frame:
-    """What there is to see. `away` says why it is old, where the daemon does not answer."""
+def frame(scene: Scene, look: Look, silence: Silence | None, now_s: float, interval_s: int) -> Frame:
+    """What there is to see; with `silence`, what there was to see."""
     whole = look.rows >= WHOLE
-    top = _top(scene, now_s) + ([[(away, "bad")]] if away else [])
+    top = _top(scene, silence, now_s)
     top += _findings(scene, len(scene.findings) * 2 if whole else look.rows // 6)
     foot = [] if whole else [_foot(look, interval_s)]
     room = _room(scene, look, look.rows - len(top) - len(foot))
@@ -71,40 +80,64 @@ def frame(scene: Scene, look: Look, away: str, now_s: float, interval_s: int) ->
     return Frame(fitted, gpus_over if scrolls_gpus else devices_over, max(page, 1))
 
 
-def _top(scene: Scene, now_s: float) -> list[Line]:
+def _top(scene: Scene, silence: Silence | None, now_s: float) -> list[Line]:
     status = scene.answers.status
+    begin = f"yunion-mps {status['version']}  {clock(now_s)}  "
+    if silence and silence.since_s is not None:
+        old = f"no answer since {clock(silence.since_s)}; all below is from then"
+        lines: list[Line] = [[(begin, "bold"), (old, "bad")], *_silence(silence)]
+        return [*lines, _counts(scene)]
     state = status["state"]
     driver = status["driver"]["version"]
-    clock = time.strftime("%H:%M:%S", time.localtime(now_s))
     about = f"  driver {driver}" if driver else ""
     style = {"ready": "good", "degraded": "warn", "failed": "bad"}.get(state, "")
-    first: Line = [(f"yunion-mps {status['version']}  {clock}  ", "bold"), (state, style), (about, "")]
+    first: Line = [(begin, "bold"), (state, style), (about, "")]
+    return [first, _counts(scene), *(_silence(silence) if silence else [])]
+
+
+def _silence(silence: Silence) -> list[Line]:
+    label = "Not known: " if silence.since_s is None else "Problem: "
+    lines: list[Line] = [[(label, "bad"), (silence.why, "")]]
+    return [*lines, [(f"  do: {silence.remedy}", "")]] if silence.remedy else lines
+
+
+def clock(moment_s: float) -> str:
+    """The time of day."""
+    return time.strftime("%H:%M:%S", time.localtime(moment_s))
+
+
+def _counts(scene: Scene) -> Line:
+    """What there is, in one line."""
+    status = scene.answers.status
     devices, leases, waiting = status["devices"], scene.answers.leases, len(scene.answers.waiting)
     total = sum(row.devices for row in scene.gpus)
     parts = [
         count(len(scene.gpus), "GPU"),
         f"{count(total, 'device')}: {scene.in_use} used, {scene.free} free"
         + (f", {devices['unavailable']} unavailable" if devices["unavailable"] else ""),
+        *([f"{scene.free_mib} MiB free in units"] if scene.free_mib is not None else []),
         count(len(leases), "lease") + (f", {waiting} waiting" if waiting else ""),
-        f"{scene.processes} processes" if scene.processes != 1 else "1 process",
+        count(scene.processes, "process", "processes"),
     ]
-    return [first, [("; ".join(parts), "")]]
+    return [("; ".join(parts), "")]
 
 
 def _findings(scene: Scene, most: int) -> list[Line]:
-    """What is wrong, and below each problem what to do about it, in so many lines."""
+    """What is wrong, and below problems that are mended alike what to do about them, in so many lines."""
     told: list[list[Line]] = []
-    for one in scene.findings:
-        wrong = one.kind == PROBLEM
-        lines: list[Line] = [[(f"{one.kind}: ", "bad" if wrong else "warn"), (one.what, "")]]
-        told.append([*lines, [(f"  do: {one.remedy}", "")]] if wrong else lines)
+    for one, after in zip(scene.findings, [*scene.findings[1:], None]):
+        style = "bad" if one.kind == PROBLEM else "warn"
+        told.append([[(f"{one.kind}: ", style), (one.what, "")]])
+        if one.kind in (NOTICE, PROBLEM) and (after is None or after.remedy != one.remedy):
+            told[-1].append([(f"  do: {one.remedy}", "")])
     if sum(map(len, told)) <= most:
         return [line for lines in told for line in lines]
     shown: list[Line] = []
-    left = len(told)
-    while left and len(shown) < most - 1:
-        shown += told[-left]
-        left -= 1
+    left = sum(one.number for one in scene.findings)
+    for one, lines in zip(scene.findings, told):
+        if len(shown) < most - 1:
+            shown += lines
+            left -= one.number
     more = f"{left} more; " if left else ""
     return [*shown[: max(most - 1, 0)], [(f"{more}all of it: yunion-mps status", "")]][:most]
 

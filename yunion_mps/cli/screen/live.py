@@ -8,12 +8,13 @@ import select
 import signal
 import time
 
-from yunion_mps.cli.screen.asking import NOBODY, Answers, Clients, Watch
-from yunion_mps.cli.screen.frame import VIEWS, Look, frame
+from yunion_mps.cli.screen.asking import Answers, Watch
+from yunion_mps.cli.screen.frame import VIEWS, Look, Silence, clock, frame
 from yunion_mps.cli.screen.scene import ORDERS, Scene, scene
 from yunion_mps.cli.screen.terminal import ENDING, Terminal, Woken
 from yunion_mps.cli.screen.text import is_utf8
 from yunion_mps.errors import YunionError
+from yunion_mps.overview.uses import NOBODY, Clients
 
 
 def live(first: Answers, interval_s: int) -> None:
@@ -42,7 +43,8 @@ class _View:
         self._interval_s = interval_s
         self._answers = first
         self._clients: Clients = NOBODY
-        self._away: dict[bool, tuple[float, YunionError]] = {}  # by what was asked: the clients, or the rest
+        self._clients_s = time.time()
+        self._errors: dict[bool, YunionError] = {}  # by what was asked: the clients, or the rest
         self._scene: Scene | None = None
         self._last_offset = 0
         self._page = 1
@@ -60,12 +62,11 @@ class _View:
             if news.error is not None and not isinstance(news.error, YunionError):
                 raise news.error
             if news.error is not None:
-                since_s = self._away.get(news.about_clients, (time.time(),))[0]
-                self._away[news.about_clients] = (since_s, news.error)
+                self._errors[news.about_clients] = news.error
                 continue
-            self._away.pop(news.about_clients, None)
+            self._errors.pop(news.about_clients, None)
             if isinstance(news.answer, Clients):
-                self._clients = news.answer
+                self._clients, self._clients_s = news.answer, time.time()
             elif news.answer:
                 self._answers = news.answer
 
@@ -92,21 +93,20 @@ class _View:
         self._look = self._look._replace(columns=columns, rows=rows)
         if self._scene is None:
             self._scene = scene(self._answers, self._clients)
-        shown = frame(self._scene, self._look, self._old(), time.time(), self._interval_s)
+        shown = frame(self._scene, self._look, self._silence(), time.time(), self._interval_s)
         self._last_offset, self._page = shown.last_offset, shown.page
         self._terminal.draw(shown.lines)
 
-    def _old(self) -> str:
-        """Why what is shown is old, empty where it is not."""
-        for about_clients in (False, True):
-            if about_clients in self._away:
-                since_s, error = self._away[about_clients]
-                since = time.strftime("%H:%M:%S", time.localtime(since_s))
-                what = "the processes are" if about_clients else "all below is"
-                return f"{what} from before {since}: {error.message}; {error.hint}"
+    def _silence(self) -> Silence | None:
+        """Why what is shown is old, None where it is not."""
+        if about_all := self._errors.get(False):
+            return Silence(self._answers.taken_s, about_all.message, about_all.hint)
+        if about_clients := self._errors.get(True):
+            why = f"who uses the GPUs, since {clock(self._clients_s)}: {about_clients.message}"
+            return Silence(None, why, about_clients.hint)
         if self._clients.troubles:
-            return f"not known: {self._clients.troubles[0]}"
-        return ""
+            return Silence(None, self._clients.troubles[0])
+        return None
 
 
 def _run(view: _View, terminal: Terminal, woken: Woken, watch: Watch) -> int:

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from yunion_mps.cli.screen.asking import Answers, Clients
-from yunion_mps.cli.screen.findings import Finding, folded, of_status, of_uses, ranked
-from yunion_mps.cli.screen.uses import Holding, Json, filled, holdings, memory_by_gpu
+from yunion_mps.cli.screen.asking import Answers
+from yunion_mps.overview.findings import Finding, folded, of_status, of_uses, ranked
+from yunion_mps.overview.uses import Clients, Holding, Json, filled, holdings, in_container, memory_by_gpu
 
 #: Why a row needs somebody's eye.
 TROUBLED, WITHOUT_DEVICE = "!", "?"
 
-#: In the place of a user.
-FREE = "free"
+#: In the place of a user: it can be had; leases from before a reload have its memory; it is not served.
+FREE, NO_ROOM, UNAVAILABLE = "free", "no room", "unavailable"
+ALL_GIVEN = "none"
 
 ORDERS = ("busiest", "device", "user", "longest")
 
@@ -57,18 +58,19 @@ class DeviceRow(NamedTuple):
 
 
 class Scene(NamedTuple):
-    """All that there is to see."""
+    """All that there is to see.
+
+    `free` are the devices that somebody could have, `free_mib` what is left of memory that is handed out in
+    units, None where none is.
+    """
 
     answers: Answers
     findings: list[Finding]
     gpus: list[GpuRow]
     devices: list[DeviceRow]
     processes: int
-
-    @property
-    def free(self) -> int:
-        """The devices that somebody could have."""
-        return sum(row.user == FREE for row in self.devices)
+    free: int
+    free_mib: int | None
 
     @property
     def in_use(self) -> int:
@@ -79,16 +81,20 @@ class Scene(NamedTuple):
 def scene(answers: Answers, clients: Clients) -> Scene:
     """What there is to see by the daemon's answers."""
     found = holdings(answers.devices, answers.leases, clients.clients)
-    wrong = ranked([*of_status(answers.status, answers.gpus), *of_uses(found, clients.servers)])
+    wrong = ranked([*of_status(answers.status, answers.gpus), *of_uses(found, clients)])
     budgets = {device["addr"]: device["mps_memory_limit"] for device in answers.devices}
     for lease in answers.leases:  # a device that was made of a pool for its lease is not listed
         budgets.update(zip(lease["devices"], lease["memory"]))
+    in_units = [gpu for gpu in answers.gpus if gpu["memory_free"] is not None]
     return Scene(
         answers,
         folded(wrong, 2),
         _gpu_rows(answers, found, clients.clients),
-        [row for holding in found for row in _device_rows(holding, budgets)],
+        [row for holding in found for row in _device_rows(holding, budgets)]
+        + [_row_in_units(gpu) for gpu in in_units],
         len(clients.clients),
+        sum(holding.is_spare for holding in found),
+        sum(gpu["memory_free"] for gpu in in_units) if in_units else None,
     )
 
 
@@ -132,15 +138,28 @@ def _gpu_rows(answers: Answers, found: Iterable[Holding], clients: Iterable[Json
     ]
 
 
+def _row_in_units(gpu: Json) -> DeviceRow:
+    """What is left of a GPU whose memory is handed out in units: it becomes a device once somebody asks."""
+    left_mib = gpu["memory_free"]
+    user = FREE if left_mib else UNAVAILABLE if gpu["reason"] else ALL_GIVEN
+    return DeviceRow(f"{gpu['addr']}-m*", "", 0, left_mib, None, user, None, "in units", None, in_use=False)
+
+
+def _instead_of_a_user(holding: Holding) -> str:
+    if holding.in_use:
+        return ""
+    return FREE if holding.free else NO_ROOM if holding.no_room else UNAVAILABLE
+
+
 def _device_rows(holding: Holding, budgets: dict[str, int]) -> list[DeviceRow]:
     mark = TROUBLED if holding.past_mps or holding.over_mib else "" if holding.devices else WITHOUT_DEVICE
     first = max(holding.processes, key=lambda one: one.memory_mib or 0, default=None)
     lease = holding.lease
     pid = first.pid if first else lease["pid"] if lease else None
-    command = (first.command if first else lease["command"] or lease["name"] if lease else "") or ""
+    command = first.shown if first else _of_lease(lease) if lease else ""
     more = len(holding.processes) - 1
     command += f" (+{more})" if more > 0 else ""
-    user = holding.user or ("" if holding.in_use else FREE if holding.available else "unavailable")
+    user = holding.user or _instead_of_a_user(holding)
     row = DeviceRow(
         holding.gpu, mark, holding.used_mib, None, holding.threads, user, pid, command, holding.since_s,
         holding.in_use,
@@ -151,3 +170,7 @@ def _device_rows(holding: Holding, budgets: dict[str, int]) -> list[DeviceRow]:
         row._replace(address=address, used_mib=part, budget_mib=budgets.get(address))
         for address, part in filled(holding, budgets)
     ]
+
+
+def _of_lease(lease: Json) -> str:
+    return in_container(lease["container"], lease["command"] or lease["name"] or "")

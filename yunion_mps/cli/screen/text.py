@@ -48,11 +48,6 @@ def duration(seconds: float, parts: int = 2) -> str:
     return " ".join(found[:parts]) or "0 s"
 
 
-def count(number: int, name: str) -> str:
-    """`1 GPU`, `2 GPUs`."""
-    return f"{number} {name}" + ("" if number == 1 else "s")
-
-
 def right(header: Sequence[str], rows: Sequence[Row], names: Collection[str]) -> list[list[object]]:
     """The rows with the columns of these names padded, so that a table has their numbers on the right."""
     texts: list[list[object]] = [list(row) for row in rows]

@@ -1,4 +1,4 @@
-"""`yunion-mps doctor` on whole hosts, with each fault made for real.
+"""`yunion-mps doctor` on whole hosts: healthy, and with each fault of the driver and the GPUs made for real.
 
 The daemon and the control daemon are real; jobs and their MPS server are stand-ins, and NVML is simulated.
 """
@@ -6,41 +6,18 @@ The daemon and the control daemon are real; jobs and their MPS server are stand-
 from __future__ import annotations
 
 import os
-import shutil
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
 from contextlib import ExitStack
 
 import pytest
 
-from integration.daemon_host import eventually, is_running
-from unit.doctor.healthy import CONTROL, STRANGER, look
+from integration.daemon_host import eventually
+from unit.doctor.healthy import STRANGER, look
 from unit.doctor.scene import Scene
 
 #: As a Nagios or NRPE plugin is run.
 QUICK_S = 1.0
-
-SLEEP = [sys.executable, "-IS", "-c", "import time; print('ready', flush=True); time.sleep(600)"]
-
-
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as found:
-        yield found
-
-
-@pytest.fixture
-def scene(stack: ExitStack) -> Scene:
-    """A healthy host, its daemon not started."""
-    return Scene(stack)
-
-
-@pytest.fixture
-def ready(scene: Scene) -> Scene:
-    return scene.start()
 
 
 # -- a healthy host
@@ -90,6 +67,8 @@ def test_it_changes_nothing_and_leaves_no_process(ready: Scene) -> None:
         files = {str(path): path.lstat().st_mtime_ns for path in ready.host.root.rglob("*") if path.is_file()}
         return {name: at for name, at in files.items() if "/log/" not in name}, ready.host.show()
 
+    written = ready.host.root / "run/cdi/yunion-mps.json"
+    eventually(written.exists, "the last that the daemon writes at its start")
     before = state()
     look(ready.host)
     assert state() == before
@@ -117,6 +96,45 @@ def test_where_mps_is_not_enabled_nothing_is_wrong(scene: Scene) -> None:
         assert seen.one("daemon", "ok")["what"].startswith(words)
         if not scene.daemon.running:
             scene.start()
+
+
+def test_where_mps_is_not_enabled_neither_a_driver_nor_its_programs_are_missed(scene: Scene) -> None:
+    (scene.host.root / "mps/nvidia-cuda-mps-server").unlink()
+    (scene.host.root / "lib/libcuda.so.1").unlink()
+    scene.host.hide_library()
+    assert {"problem programs", "problem driver"} <= look(scene.host).bad().keys()
+    scene.daemon.write_host_conf({"enable_cuda_mps": False})
+    seen = look(scene.host)
+    assert seen.code == 0
+    why = "nothing here needs it while enable_cuda_mps is false"
+    assert seen.one("programs", "skipped")["what"] == why
+    assert seen.one("driver", "skipped")["what"].endswith(why)
+
+
+def test_a_gpu_whose_memory_is_handed_out_in_units_is_divided_too(scene: Scene) -> None:
+    file = scene.host.root / "etc/yunion/host_container_device.yml"
+    path = (
+        f"- path: {scene.host.gpus[1].uuid}\n  type: NVIDIA_MPS\n  virtual_number: 0\n  memory_unit: 1GiB\n"
+    )
+    file.write_text(f"devices:\n{path}")
+    seen = look(scene.start().host)
+    assert (seen.code, seen.bad()) == (0, {})
+    assert seen.one("configuration", "ok")["what"] == "both files are right: memory in units on 1 GPU"
+
+
+def test_what_is_wrong_with_many_gpus_leaves_the_other_checks_on_the_screen(stack: ExitStack) -> None:
+    scene = Scene(stack, {"kind": "t4", "count": 8}).start()
+    for gpu in scene.host.gpus[:5]:
+        gpu.compute_mode = "default"
+    lines = scene.host.run(["yunion-mps", "doctor"]).stdout.splitlines()
+    assert lines[0] == "problem: 5 problems, 23 ok"
+    assert [line.split(" (")[0] for line in lines[1:8:2]] == [
+        *(f"problem  compute mode: GPU 00:0{number}.0" for number in (6, 7, 8)),
+        "problem  compute mode: 2 more of this kind",
+    ]
+    assert lines[8].startswith("ok       daemon: ")
+    rows = scene.host.run(["yunion-mps", "doctor", "-o", "csv"]).stdout
+    assert rows.count("problem,compute mode,") == 5
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be other users")
@@ -230,142 +248,3 @@ def test_as_many_clients_as_mps_allows_are_told(scene: Scene) -> None:
     for number in range(18, 20):
         gpu.add_process(4_000_000 + number, 10, "M+C")
     assert "the next one is refused" in look(scene.host).one("client limit", "problem")["what"]
-
-
-def test_a_program_that_uses_a_gpu_past_mps_is_named(ready: Scene) -> None:
-    inside = ready.process(SLEEP, **ready.device(0))
-    outside = ready.process(SLEEP, CUDA_MPS_PIPE_DIRECTORY="/nowhere")
-    for process in (inside, outside):
-        ready.host.gpus[0].add_process(process.pid, 100)
-    found = look(ready.host).one("past MPS", "warning")
-    assert found["what"].startswith(f"PID {outside.pid} (python")
-    assert "root) uses GPU 00:06.0 past our MPS (it looks in /nowhere): it has no limits" in found["what"]
-
-
-# -- control daemons and servers
-
-
-def test_a_control_daemon_of_somebody_else_in_our_place_is_told(scene: Scene) -> None:
-    pid = scene.control_daemon(scene.pipe)
-    found = look(scene.host).one("control daemon", "problem")
-    assert (
-        f"a control daemon (PID {pid}, uid 0), not started by us, already serves {scene.pipe}"
-        in found["what"]
-    )
-    assert found["remedy"].startswith(
-        "when its jobs are done, end it with: echo quit | CUDA_MPS_PIPE_DIRECTORY="
-    )
-
-
-def test_a_control_daemon_that_goes_on_without_us_is_told(ready: Scene) -> None:
-    pid = ready.daemon.control_pid()
-    ready.daemon.kill()
-    found = look(ready.host).one("control daemon", "warning")
-    assert found["what"].startswith(f"PID {pid} goes on in {ready.pipe} without the daemon")
-
-
-def test_a_socket_that_was_cleaned_away_is_told(ready: Scene) -> None:
-    ready.daemon.kill()  # it would mend that
-    (ready.pipe / "control").unlink()
-    assert look(ready.host).one("control daemon", "warning")["what"].endswith("for its socket was removed")
-
-
-def test_another_control_daemon_in_nvidias_place_is_told(ready: Scene) -> None:
-    place = ready.host.root / "tmp/nvidia-mps"
-    pid = ready.control_daemon(place, CUDA_VISIBLE_DEVICES="GPU-ffffffff")
-    found = look(ready.host).one("other control daemons", "warning")
-    assert f"another control daemon, PID {pid} (root, {place}), is where programs look" in found["what"]
-
-
-def test_another_control_daemon_for_our_gpus_is_told(ready: Scene) -> None:
-    place = ready.host.root / "run/theirs"
-    ready.control_daemon(place, CUDA_VISIBLE_DEVICES=ready.host.gpus[1].uuid)
-    assert "serves GPUs of ours" in look(ready.host).one("other control daemons", "problem")["what"]
-
-
-def test_another_control_daemon_that_counts_gpus_or_takes_all_is_told(ready: Scene) -> None:
-    pid = ready.control_daemon(ready.host.root / "run/counts", CUDA_VISIBLE_DEVICES="0")
-    found = look(ready.host).one("other control daemons", "warning")
-    assert f"PID {pid} " in found["what"]
-    ready.control_daemon(ready.host.root / "run/takes-all")
-    assert [one["level"] for one in look(ready.host).checks["other control daemons"]] == [
-        "problem",
-        "warning",
-    ]
-
-
-def test_another_control_daemon_for_other_gpus_is_none_of_our_business(ready: Scene) -> None:
-    ready.control_daemon(ready.host.root / "run/theirs", CUDA_VISIBLE_DEVICES="GPU-ffffffff")
-    assert "serves other GPUs" in look(ready.host).one("other control daemons", "ok")["what"]
-
-
-def test_a_control_daemon_that_was_stopped_is_told_with_the_cause(ready: Scene) -> None:
-    pid = ready.daemon.control_pid()
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        found = look(ready.host).one("control daemon answers", "problem")
-    finally:
-        os.kill(pid, signal.SIGCONT)
-    assert "stopped by a signal (SIGSTOP)" in found["what"]
-
-
-def test_a_front_end_that_somebody_left_open_is_named(ready: Scene) -> None:
-    env = {**ready.host.env, "CUDA_MPS_PIPE_DIRECTORY": str(ready.pipe)}
-    with ready.host.popen([CONTROL], env=env, stdin=subprocess.PIPE) as front_end:
-        assert front_end.stdin is not None
-        front_end.stdin.write("get_server_list\n")
-        front_end.stdin.flush()
-
-        def told() -> str:
-            return look(ready.host).checks["control daemon answers"][0]["what"]
-
-        eventually(lambda: f"PID {front_end.pid}" in told(), "its name")
-        front_end.stdin.close()
-
-
-def test_a_server_that_outlived_its_control_daemon_is_told(ready: Scene) -> None:
-    ready.stand_ins.attached(ready.pipe)
-    (server,) = ready.stand_ins.servers()
-    control = ready.daemon.control_pid()
-    ready.daemon.kill()
-    os.kill(control, signal.SIGKILL)
-    eventually(lambda: not is_running(control), "its end")
-    found = look(ready.host).one("orphaned servers", "warning")
-    assert found["what"].startswith(f"its MPS server (PID {server}) of domain host lives on")
-
-
-def test_servers_that_fail_at_their_start_are_told(ready: Scene) -> None:
-    ready.stand_ins.behave("failing")
-    client = ready.stand_ins.client(ready.pipe)
-    assert [client.says(), client.says()] == ["asking", "refused"]
-    found = look(ready.host).one("MPS servers", "problem")
-    assert "failed 6 times within the last hour: Server " in found["what"]
-    assert f"{ready.host.root}/tmp/nvidia-mps/log/server.log" in found["remedy"]
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be other users")
-def test_a_client_that_waits_for_another_users_jobs_is_named(ready: Scene) -> None:
-    ready.stand_ins.attached(ready.pipe)
-    assert look(ready.host).one("users", "ok")
-    waiting = ready.stand_ins.client(ready.pipe, STRANGER)
-    assert waiting.says() == "asking"
-    found = look(ready.host).one("users", "warning")
-    assert found["what"].startswith(f"PID {waiting.pid} (python")
-    assert "nobody) waits until the jobs of root are done" in found["what"]
-
-
-def test_a_control_daemon_whose_program_was_replaced_is_told(scene: Scene) -> None:
-    folder = scene.host.root / "opt"
-    folder.mkdir()
-    path = os.pathsep.join(part for part in scene.host.env["PATH"].split(os.pathsep) if "/mps" not in part)
-    real = shutil.which(CONTROL, path=path)
-    assert real
-    shutil.copy(real, folder)
-    shutil.copy(scene.stand_ins.folder / "nvidia-cuda-mps-server", folder)
-    scene.daemon.env["PATH"] = f"{folder}{os.pathsep}{path}"
-    scene.start()
-    scene.host.env["PATH"] = scene.daemon.env["PATH"]
-    assert look(scene.host).bad() == {}
-    shutil.copy(real, folder / "new")
-    (folder / "new").replace(folder / CONTROL)
-    assert "was replaced or removed since" in look(scene.host).one("programs", "warning")["what"]

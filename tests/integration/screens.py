@@ -1,0 +1,76 @@
+"""The screens that are expected on the host of test_screens.py, to the letter."""
+
+from __future__ import annotations
+
+BAR = "░" * 11
+SCREEN_80 = f"""\
+yunion-mps 0.1.0  HH:MM:SS  ready  driver 535.261.03
+1 GPU; 4 devices: 3 used, 1 free; 2 leases, 1 waiting; 2 processes
+Problem: 00:06.0-1 has 6000 of 5760 MiB: PID 4260 of alice (python train.py)
+Problem: past MPS on GPU 00:06.0 with 300 MiB, where no budget holds: PID 4711 …
+  do: ask its owner, or end it: yunion-mps clients terminate PID
+Warning: GPU 00:06.0 (Tesla P40): budgets are not enforced, for it is older tha…
+GPU                    USED MiB  OF MiB       IN USE     PROCS        NAME
+00:06.0    ███░░░░░░░░     6300   23040       3 of 4         2        Tesla P40
+DEVICE                 USED MiB  OF MiB  SM % USER         PID  SINCE COMMAND
+00:06.0-1! ███████████     6000    5760    25 alice       4260    2 h python tr…
+00:06.0!   {BAR}      300               mallory     4711    3 h ./old-job
+00:06.0-2  {BAR}        0    5760    25 bob                 5 d job-17
+00:06.0-3  {BAR}        0    5760    25 bob                 5 d job-17
+00:06.0-0  {BAR}             5760    25 free
+EVENTS
+HH:MM:SS info    domain host: applying -> ready
+HH:MM:SS WARNING domain host: ready -> backoff (killed by signal 9)
+"""
+FOOT = " q  quit  s  sort: busiest  v  view: all  ↑↓  scroll  every 1 s"
+WIDE = "░" * 24
+SCREEN_120 = f"""\
+yunion-mps 0.1.0  HH:MM:SS  ready  driver 535.261.03
+1 GPU; 4 devices: 3 used, 1 free; 2 leases, 1 waiting; 2 processes
+Problem: 00:06.0-1 has 6000 of 5760 MiB: PID 4260 of alice (python train.py)
+Problem: past MPS on GPU 00:06.0 with 300 MiB, where no budget holds: PID 4711 of mallory (./old-job)
+  do: ask its owner, or end it: yunion-mps clients terminate PID
+Warning: GPU 00:06.0 (Tesla P40): budgets are not enforced, for it is older than Volta; its clients can use \
+all of its …
+GPU                                 USED MiB  OF MiB       IN USE           PROCS        NAME
+00:06.0    ██████▋░░░░░░░░░░░░░░░░░     6300   23040       3 of 4               2        Tesla P40
+DEVICE                              USED MiB  OF MiB  SM % USER               PID  SINCE COMMAND
+00:06.0-1! ████████████████████████     6000    5760    25 alice             4260    2 h python train.py
+00:06.0!   {WIDE}      300               mallory           4711    3 h ./old-job
+00:06.0-2  {WIDE}        0    5760    25 bob                       5 d job-17
+00:06.0-3  {WIDE}        0    5760    25 bob                       5 d job-17
+00:06.0-0  {WIDE}             5760    25 free
+EVENTS
+HH:MM:SS info    domain host: applying -> ready
+HH:MM:SS WARNING domain host: ready -> backoff (killed by signal 9)
+"""
+STATUS_80 = """\
+State:    ready
+Problem:  00:06.0-1 has 6000 of 5760 MiB: PID 4260 of alice (python train.py)
+Problem:  past MPS on GPU 00:06.0 with 300 MiB, where no budget holds: PID 4711
+          of mallory (./old-job)
+Remedy:   ask its owner, or end it: yunion-mps clients terminate PID
+Warning:  GPU 00:06.0 (Tesla P40): budgets are not enforced, for it is older
+          than Volta; its clients can use all of its memory and threads
+Remedy:   nothing enforces them on such a GPU; see who uses more: yunion-mps who
+Devices:  4 of 4 available, 3 used, 1 free
+Leases:   2, 1 waiting; 1 client of MPS, 1 process past MPS
+GPUs:     1
+Driver:   535.261.03, CUDA 12.2
+Host:     NAME, id ID
+Daemon:   0.1.0, PID N, up T
++---------+-----------+-----------+---------+--------+------+----------+
+| GPU     | Name      | State     | Devices | In_use | Free | Used_MiB |
++---------+-----------+-----------+---------+--------+------+----------+
+| 00:06.0 | Tesla P40 | available |       4 |      3 |    1 |     6300 |
++---------+-----------+-----------+---------+--------+------+----------+
+(no room for Memory_MiB: use -o csv)
+"""
+DOMAINS_80 = """\
++--------+-------+------+------+-----------+------------+----------------------+
+| Domain | State | PID  | GPUs | Threads_% | Memory_MiB | Pipe_directory       |
++--------+-------+------+------+-----------+------------+----------------------+
+| host   | ready | 4242 |    1 |        25 |       5760 | /tmp/nvidia-mps/pipe |
++--------+-------+------+------+-----------+------------+----------------------+
+(no room for Restarts: use -o csv)
+"""

@@ -1,0 +1,331 @@
+"""One connection: its requests one after another, none of which costs another connection anything.
+
+It has a deadline for its request and for taking the answer, and a bound on what it may send. h11 parses; a
+request that it refuses is answered and the connection closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import NamedTuple, Protocol, cast
+
+import h11
+
+from yunion_mps.api.peer import STRANGER, is_gone, peer_of
+from yunion_mps.api.query import Request, Response, problem
+from yunion_mps.api.routes import Answer
+
+log = logging.getLogger(__name__)
+
+#: From this size on it is looked at how much a user has left unread.
+_LARGE_ANSWER_BYTES = 64 << 10
+
+#: What is kept of requests that wait for their turn, and of answers before no more of them is made.
+KEPT_BYTES = 16 << 10
+
+#: A body may come in this many pieces before others get their turn.
+_EVENTS_A_TURN = 64
+
+
+class Limits(NamedTuple):
+    """What one client may cost. Root always gets in: others cannot take the connections kept for it."""
+
+    request_timeout_s: float = 10.0
+    idle_timeout_s: float = 30.0
+    answer_timeout_s: float = 10.0
+    #: How long answers have to be read before another program goes on with the socket.
+    hand_over_s: float = 1.0
+    head_bytes: int = 16 << 10
+    body_bytes: int = 64 << 10
+    connections: int = 512
+    kept_for_root: int = 64
+    of_one_user: int = 128
+    unread_bytes: int = 16 << 20
+
+
+class Answering(Protocol):
+    """What a connection asks; see `routes.Router`."""
+
+    def answer(self, request: Request) -> Answer:
+        """The response to a request, or what becomes it later; never raises."""
+
+    def hurry(self) -> None:
+        """Let no answer wait for what may come."""
+
+
+class Place(Protocol):
+    """What holds the connections; see `server.Server`."""
+
+    router: Answering
+    limits: Limits
+    buffer: memoryview
+
+    def admit(self, connection: Connection) -> bool:
+        """Whether there is room for one more connection of this user."""
+
+    def unread_bytes(self, client: int | str) -> int:
+        """How much of the answers to this user waits to be read."""
+
+    def forget(self, connection: Connection) -> None:
+        """The connection is over."""
+
+
+class Connection(asyncio.BufferedProtocol):
+    """One client: its requests one after another, one a turn, so that none keeps the loop from others."""
+
+    def __init__(self, server: Place) -> None:
+        self.pid = 0
+        self.uid = STRANGER
+        #: The user, or the address of one who comes over TCP.
+        self.client: int | str = STRANGER
+        self._at_end: list[Callable[[], None]] = []
+        self._server = server
+        self._limits = server.limits
+        self._http = h11.Connection(h11.SERVER, max_incomplete_event_size=server.limits.head_bytes)
+        self._transport: asyncio.Transport | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._turn: asyncio.Handle | None = None
+        self._request: h11.Request | None = None
+        self._body_bytes = 0
+        self._blocked = False
+        self._fresh = True
+        self._awaited: asyncio.Future[Response] | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """A client has connected: find out who it is, and whether there is room."""
+        self._transport = cast(asyncio.Transport, transport)
+        self._transport.set_write_buffer_limits(high=KEPT_BYTES)
+        self.pid, self.uid = peer_of(transport.get_extra_info("socket"))
+        address = transport.get_extra_info("peername") or ("",)
+        self.client = self.uid if self.uid != STRANGER else str(address[0])
+        if not self._server.admit(self):
+            self._refuse(
+                problem(503, "too many connections are open", "close some, or try again in a moment")
+            )
+            return
+        self._set_deadline(self._limits.request_timeout_s)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The connection is over, from either side."""
+        del exc
+        if self._timer:
+            self._timer.cancel()
+        if self._turn:
+            self._turn.cancel()
+        if self._awaited:
+            self._awaited.cancel()
+        self._server.forget(self)
+        for call in self._at_end:
+            call()
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """Where to put what comes in: it is taken out at once, so one place does for all connections."""
+        del sizehint
+        return self._server.buffer
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """Something has come in."""
+        self._http.receive_data(bytes(self._server.buffer[:nbytes]))
+        if self._awaited and self._transport and len(self._http.trailing_data[0]) > KEPT_BYTES:
+            self._transport.pause_reading()
+        self._work()
+
+    def eof_received(self) -> bool:
+        """The client sends no more; what it has asked is still answered, and then the connection closed."""
+        self._http.receive_data(b"")
+        if self._awaited and self._transport and is_gone(self._transport.get_extra_info("socket")):
+            self._transport.abort()  # nobody is there to take what it waits for
+        self._work()
+        return True
+
+    def pause_writing(self) -> None:
+        """The client does not take its answer: it gets a deadline, and no more is read from it."""
+        assert self._transport is not None
+        self._blocked = True
+        self._transport.pause_reading()
+        self._set_deadline(self._limits.answer_timeout_s)
+
+    def resume_writing(self) -> None:
+        """The client has taken its answer."""
+        self._blocked = False
+        self._set_deadline(self._idle_timeout_s)
+        self._work()
+
+    @property
+    def _idle_timeout_s(self) -> float | None:
+        return None if self._at_end else self._limits.idle_timeout_s
+
+    @property
+    def unread_bytes(self) -> int:
+        """How much of the answers waits to be read."""
+        return self._transport.get_write_buffer_size() if self._transport else 0
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a request is on its way or being answered, or its answer not read yet."""
+        waits = self._awaited is not None or self._turn is not None or self.unread_bytes > 0
+        return waits or self._fresh or bool(self._http.trailing_data[0])
+
+    def keep(self, at_end: Callable[[], None]) -> None:
+        """Something hangs on this connection: it may be idle for good, and `at_end` is called at its end."""
+        self._at_end.append(at_end)
+
+    def abort(self) -> None:
+        """End it now, whatever is under way."""
+        if self._transport:
+            self._transport.abort()
+
+    def _work(self) -> None:
+        """Take a turn: what is left after it waits for the next one, and nothing is read until then."""
+        self._turn = None
+        if self._transport is None or self._transport.is_closing() or self._blocked or self._awaited:
+            return
+        try:
+            more = self._handle()
+        except h11.RemoteProtocolError as error:
+            status = error.error_status_hint if error.error_status_hint in (400, 431, 501) else 400
+            why = f"the request is not valid HTTP: {error}"
+            if status == 431:
+                why = f"the request's head is larger than {self._limits.head_bytes} bytes"
+            self._refuse(problem(status, why))
+            return
+        if self._awaited:
+            if len(self._http.trailing_data[0]) <= KEPT_BYTES:
+                self._transport.resume_reading()  # so that the client's end is noticed
+        elif more and not self._blocked:
+            self._transport.pause_reading()
+            self._turn = asyncio.get_running_loop().call_soon(self._work)
+        elif not self._blocked:
+            self._transport.resume_reading()
+
+    def _handle(self) -> bool:
+        """Handle what has come in, up to one answer; returns whether something may be left."""
+        for _ in range(_EVENTS_A_TURN):
+            event = self._http.next_event()
+            if isinstance(event, h11.Request):
+                self._begin(event)
+            elif isinstance(event, h11.Data):
+                self._count(len(event.data))
+            elif isinstance(event, h11.EndOfMessage):
+                self._answer()
+                return self._http.trailing_data != (b"", False)
+            else:
+                if isinstance(event, h11.ConnectionClosed):
+                    self._close()
+                return False
+        return True
+
+    def _begin(self, request: h11.Request) -> None:
+        self._request = request
+        self._body_bytes = 0
+        # h11 bounds a head that comes in pieces, not one that comes whole.
+        size = len(request.target) + sum(len(name) + len(value) + 4 for name, value in request.headers)
+        if size > self._limits.head_bytes:
+            raise h11.RemoteProtocolError("head too large", error_status_hint=431)
+        self._set_deadline(self._limits.request_timeout_s)
+        if self._transport and self._http.they_are_waiting_for_100_continue:
+            go_on = h11.InformationalResponse(status_code=100, headers=[], reason=b"Continue")
+            self._transport.write(self._http.send(go_on) or b"")
+
+    def _count(self, length: int) -> None:
+        """Bodies are read past, for no request of ours has one that matters; but not without end."""
+        self._body_bytes += length
+        if self._body_bytes > self._limits.body_bytes:
+            self._refuse(problem(413, f"the body is larger than {self._limits.body_bytes} bytes"))
+            raise h11.RemoteProtocolError("body too large")
+
+    def _answer(self) -> None:
+        assert self._request is not None
+        request = self._request
+        method, target = request.method.decode(), request.target.decode("ascii", "replace")
+        given = dict(reversed(list(request.headers)))  # of what comes twice, the first counts
+        host, accept = (given.get(name, b"").decode("latin-1") for name in (b"host", b"accept"))
+        asked = Request(method, target, self.uid, self.pid, self.keep, self._body_bytes, host, accept)
+        answer = self._server.router.answer(asked)
+        if isinstance(answer, Response):
+            self._give(answer)
+            return
+        if self._timer:
+            self._timer.cancel()  # it has its own deadline, which may be longer than ours
+        self._awaited = asyncio.ensure_future(answer)
+        self._awaited.add_done_callback(self._got)
+
+    def _got(self, awaited: asyncio.Future[Response]) -> None:
+        """What took longer is there."""
+        self._awaited = None
+        if awaited.cancelled():
+            self.abort()  # there is no answer, and none will come
+            return
+        if self._transport is None or self._transport.is_closing():
+            return
+        failure = awaited.exception()
+        if failure:  # without an answer, the client would wait for good, and its connection with it
+            log.error("a request could not be answered", exc_info=failure)
+        self._give(problem(500, "a fault, which the log tells of") if failure else awaited.result())
+        if not self._transport.is_closing():
+            self._work()
+
+    def _give(self, answer: Response) -> None:
+        large = len(answer.body) > _LARGE_ANSWER_BYTES
+        if large and self._server.unread_bytes(self.client) > self._limits.unread_bytes:
+            answer = problem(503, "too much of your answers waits to be read", "read it, or ask for less")
+        self._send(answer)
+        self._set_deadline(self._limits.answer_timeout_s if self._blocked else self._idle_timeout_s)
+        if self._http.our_state is h11.MUST_CLOSE:
+            self._close()
+        elif self._http.our_state is h11.DONE and self._http.their_state is h11.DONE:
+            self._http.start_next_cycle()
+
+    def _send(self, response: Response) -> None:
+        if self._transport is None or self._transport.is_closing():
+            return
+        self._fresh = False
+        headers = [
+            ("Content-Type", response.content_type),
+            ("Content-Length", str(len(response.body))),
+            *response.headers,
+        ]
+        head = h11.Response(status_code=response.status, headers=headers)
+        out = self._http.send(head) or b""
+        is_head = self._request is not None and self._request.method == b"HEAD"
+        out += b"" if is_head else self._http.send(h11.Data(data=response.body)) or b""
+        out += self._http.send(h11.EndOfMessage()) or b""
+        self._transport.write(out)
+
+    def _refuse(self, response: Response) -> None:
+        """Answer where that is still possible, and close."""
+        if self._transport is None or self._transport.is_closing():
+            return
+        if self._http.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            self._request = None
+            self._send(response._replace(headers=(*response.headers, ("Connection", "close"))))
+        self._close()
+
+    def _close(self) -> None:
+        """Close once what was written has been taken, and within the deadline for that."""
+        if self._transport and not self._transport.is_closing():
+            self._transport.close()
+            self._set_deadline(self._limits.answer_timeout_s)
+
+    def _set_deadline(self, wait_s: float | None) -> None:
+        if self._timer:
+            self._timer.cancel()
+            self._timer = None
+        if wait_s is not None:
+            self._timer = asyncio.get_running_loop().call_later(wait_s, self._too_late)
+
+    def _too_late(self) -> None:
+        """The client was too slow; a request that it has begun is answered with that."""
+        if self._transport is None:
+            return
+        if self._turn or self._awaited:  # it is we who are slow
+            self._set_deadline(self._limits.request_timeout_s)
+            return
+        state = self._http.our_state
+        begun = state is h11.SEND_RESPONSE or (state is h11.IDLE and self._http.trailing_data[0])
+        if begun and not self._blocked and not self._transport.is_closing():
+            self._refuse(problem(408, "the request did not arrive in time"))
+        else:
+            self._transport.abort()
