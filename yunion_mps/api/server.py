@@ -42,16 +42,13 @@ class Server:
 
     async def reopen(self, listener: Listener) -> None:
         """Accept on a new socket, for the name of the old one is gone; raises HostError."""
-        if self._server:
-            self._server.close()
+        await self._end_accepting()
         listener.renew()
         await self.open(listener.socket)
 
     async def close(self) -> None:
         """Accept no more, and end the connections that are open."""
-        if self._server:
-            self._server.close()
-        await _turns_to_begin()
+        await self._end_accepting()
         for connection in list(self.connections):
             connection.abort()
 
@@ -60,10 +57,8 @@ class Server:
 
         Who connects from now on is kept waiting by the kernel for whoever goes on with the socket.
         """
-        if self._listener:
-            asyncio.get_running_loop().remove_reader(self._listener.fileno())
         self.router.hurry()
-        await _turns_to_begin()
+        await self._pause_accepting()
         end_s = asyncio.get_running_loop().time() + self.limits.hand_over_s
         while any(connection.is_busy for connection in self.connections):
             if asyncio.get_running_loop().time() > end_s:
@@ -71,6 +66,20 @@ class Server:
             await asyncio.sleep(0.005)
         for connection in list(self.connections):
             connection.abort()
+
+    async def _pause_accepting(self) -> None:
+        """Leave who connects to the kernel, and let whom asyncio has accepted become a connection of ours."""
+        if self._listener:
+            asyncio.get_running_loop().remove_reader(self._listener.fileno())
+        for _ in range(_TURNS_TO_BEGIN):
+            await asyncio.sleep(0)
+
+    async def _end_accepting(self) -> None:
+        """Close the socket; in this order, for asyncio forgets whom it has not yet begun to serve."""
+        if self._server:
+            await self._pause_accepting()
+            self._server.close()
+            self._server = self._listener = None
 
     def admit(self, connection: Connection) -> bool:
         """Whether there is room for one more connection of this user."""
@@ -93,9 +102,3 @@ class Server:
             self.by_client[connection.client] -= 1
             if not self.by_client[connection.client]:
                 del self.by_client[connection.client]
-
-
-async def _turns_to_begin() -> None:
-    """Let what asyncio has accepted become a connection of ours, which takes it some turns."""
-    for _ in range(_TURNS_TO_BEGIN):
-        await asyncio.sleep(0)

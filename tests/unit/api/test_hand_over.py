@@ -108,3 +108,22 @@ def test_when_its_name_is_taken_away_it_listens_anew_and_drops_nobody(host: Serv
     assert old.send(request("/v1/gpus")).answer() is not None
     assert len(host.server.connections) >= 2
     client.close()
+
+
+@pytest.mark.parametrize("turns", range(6))
+@pytest.mark.parametrize("begins_anew", [False, True])
+def test_who_is_just_being_accepted_at_the_end_is_not_left_waiting(
+    host: ServerHost, turns: int, begins_anew: bool
+) -> None:
+    """To accept takes asyncio some turns, and it forgets in silence whom it has not accepted by the end."""
+    clients = []
+
+    async def connect_and_end() -> None:
+        clients.append(host.connect().send(request("/v1/gpus")))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        await (host.server.reopen(host.listener) if begins_anew else host.server.close())
+
+    host.call(connect_and_end())
+    answer = clients[0].answer()
+    assert answer is None or answer.status == 200
