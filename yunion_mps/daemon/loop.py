@@ -24,6 +24,7 @@ from yunion_mps.daemon.metering import Metering
 from yunion_mps.daemon.run import ANEW, STOPPED
 from yunion_mps.daemon.sampling import Sampling
 from yunion_mps.daemon.signals import Signals
+from yunion_mps.daemon.tasks import end_all
 from yunion_mps.daemon.textfile import Textfile
 from yunion_mps.gateway import notice
 from yunion_mps.paths import Paths
@@ -102,9 +103,7 @@ class _Loop:
         try:
             end = await self._end
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await end_all(tasks)
             self._unwatch()
             loop.remove_reader(signals.fileno())
             leasing.hurry()
