@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import random
+import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable
+import time
 from pathlib import Path
 
 import pytest
@@ -47,47 +48,66 @@ if int(number) % 5 == 0:
 
 
 class Order:
-    """Looks, as often as it is asked to, whether those who wait for the same are served as they came.
+    """Knows who waits since when, and checks at the end whether each lease was given to whose turn it was.
 
-    What it compares are two looks at the same daemon: who waits in the first and not in the second has been
-    served or was killed, and must have come before all who still wait; who has come and been served between
-    the two must not have passed one who waits in both.
+    Looks tell who waits; when each lease was given, and to whom, the daemon's events tell. Of somebody who
+    was served before any look the place is not known, but that it is no better than the job's start.
     """
 
     def __init__(self) -> None:
+        self.begun_s: dict[int, float] = {}
         self.killed: set[int] = set()
-        self.longest = self.served = 0
+        self.longest = 0
         self._since_s: dict[int, float] = {}
-        self._waiting: list[int] = []
-        self._known: set[int] | None = None
-        self._straddling: set[int] = set()
+        #: For each daemon: its start, and when each job was first seen to wait for it.
+        self._daemons: list[tuple[float, dict[int, float]]] = []
+
+    def begin(self, pid: int) -> None:
+        """A job was begun just now."""
+        self.begun_s[pid] = time.time()
+
+    def another_daemon(self) -> None:
+        """Those who wait come back to it one after another; who is not back yet has no turn."""
+        self._daemons.append((time.time(), {}))
 
     def look(self, daemon: Daemon) -> None:
-        answer = ask(daemon, "GET", "/v1/leases")[1]
-        waiting = [one["pid"] for one in answer["waiting"]]
-        for one in answer["waiting"]:
+        waiting = ask(daemon, "GET", "/v1/leases")[1]["waiting"]
+        for one in waiting:
             since_s = self._since_s.setdefault(one["pid"], one["since"])
             assert since_s == one["since"], "a place that was kept, also by the next daemon"
-        assert waiting == sorted(waiting, key=lambda pid: self._since_s[pid])
-        holders = {lease["pid"] for lease in answer["leases"]}
-        if self._known is not None:
-            gone = [pid for pid in self._waiting if pid not in waiting and pid not in self.killed]
-            still = [pid for pid in self._waiting if pid in waiting]
-            if gone and still:
-                assert self._waiting.index(gone[-1]) < self._waiting.index(still[0]), (
-                    "first come, first served"
-                )
-            if still:
-                known = self._known | self.killed | self._straddling
-                assert holders <= known, "who comes now passes nobody"
-            self.served += len(gone)
+            self._daemons[-1][1].setdefault(one["pid"], time.time())
+        assert waiting == sorted(waiting, key=lambda one: float(one["since"]))
         self.longest = max(self.longest, len(waiting))
-        self._waiting, self._known = waiting, {*waiting, *holders}
 
-    def forget(self, begun: Iterable[int]) -> None:
-        """The daemon is another: of those `begun` (PIDs) before, one may come back to a place never seen."""
-        self._known = None
-        self._straddling = set(begun)
+    def check(self, given_s: dict[int, float]) -> int:
+        """Assert that nobody was passed, by when each job (PID) was given its lease.
+
+        Returns how many waited while somebody else was served.
+        """
+        kept_waiting = set()
+        for pid, at_s in given_s.items():
+            place_s = self._since_s.get(pid, self.begun_s[pid])
+            _, seen_s = [one for one in self._daemons if one[0] <= at_s][-1]
+            for other, other_seen_s in seen_s.items():
+                if other_seen_s < at_s < given_s.get(other, 0.0) and other not in self.killed:
+                    assert place_s < self._since_s[other], f"PID {pid} was served before PID {other}"
+                    kept_waiting.add(other)
+        return len(kept_waiting)
+
+
+def given_in_all(daemon: Daemon) -> dict[int, float]:
+    """When each process (PID) was given its lease, by the daemon's events, in s since 1970."""
+    found: dict[int, float] = {}
+    after = 0
+    while True:
+        answer = daemon.get(f"/v1/events?kind=lease&limit=1000&after={after}")[1]
+        if not answer["events"]:
+            return found
+        for event in answer["events"]:
+            to = re.match(r"given to .*\(PID (\d+), ", event["what"])
+            if to:
+                found[int(to[1])] = event["time"]
+        after = answer["events"][-1]["id"]
 
 
 def test_of_500_jobs_on_48_devices_none_shares_all_end_and_the_queue_is_in_order_whatever_is_killed(
@@ -100,6 +120,7 @@ def test_of_500_jobs_on_48_devices_none_shares_all_end_and_the_queue_is_in_order
     job.write_text(_JOB)
     held = [ask(daemon, "POST", f"/v1/leases?name=held-{number}&ttl=600")[1]["id"] for number in range(_HELD)]
     chance, order = random.Random(5), Order()
+    order.another_daemon()
     running: dict[int, subprocess.Popen[str]] = {}
     statuses: dict[int, int] = {}
     begun = daemon_kills = client_kills = 0
@@ -118,6 +139,7 @@ def test_of_500_jobs_on_48_devices_none_shares_all_end_and_the_queue_is_in_order
                 str(begun),
             ]
             running[begun] = host.popen(command, stderr=subprocess.DEVNULL)
+            order.begin(running[begun].pid)
             begun += 1
         if begun >= (client_kills + 1) * _CLIENT_KILLS and client_kills < _RUNS // _CLIENT_KILLS - 1:
             client_kills += 1
@@ -127,8 +149,8 @@ def test_of_500_jobs_on_48_devices_none_shares_all_end_and_the_queue_is_in_order
         if begun >= (daemon_kills + 1) * _DAEMON_KILLS and daemon_kills < _RUNS // _DAEMON_KILLS - 1:
             daemon_kills += 1
             daemon.kill()
+            order.another_daemon()
             daemon.start().wait_ready()
-            order.forget(one.pid for one in running.values())
         for number in [number for number, one in running.items() if one.poll() is not None]:
             one = running.pop(number)
             one.communicate()
@@ -148,7 +170,9 @@ def test_of_500_jobs_on_48_devices_none_shares_all_end_and_the_queue_is_in_order
     eventually(lambda: given(daemon) == [], "that all is free")
     assert daemon.get("/v1/devices?unused=true&limit=0")[1]["total"] == _DEVICES
     assert order.longest > _AT_A_TIME // 2, "there was a queue"
-    assert order.served > _RUNS // 20, "so many were seen to be served in their order"
+    given_s = given_in_all(daemon)
+    assert len(given_s) > _RUNS - client_kills - 1, "each one that nobody killed before"
+    assert order.check(given_s) > _RUNS // 10, "so many waited, and were served in their turn"
 
 
 def test_those_who_wait_are_served_in_the_order_of_their_coming_also_by_the_next_daemon(
