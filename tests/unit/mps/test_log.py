@@ -165,6 +165,7 @@ def test_a_job_that_comes_just_before_the_daemon_serves_again_is_told_of(run: Do
 def test_a_server_that_cannot_start_is_one_event_and_no_flood(run: DomainRun, jobs: Jobs) -> None:
     jobs.stand_ins.behave("failing")
     assert jobs.wait().says() == "refused"
+    wait_for(lambda: log_of(run).count("exited with status") == 6)
     (what,) = hear(run)
     assert "exited with status 1, and 5 more" in what
     assert run.events[-1].severity == "error"
