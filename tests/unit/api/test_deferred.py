@@ -112,7 +112,7 @@ def test_who_goes_away_while_it_waits_leaves_nothing_behind(host: ServerHost, be
     for client in clients:
         client.close()
     host.wait_connections(0)
-    assert host.journal.waiting == []
+    eventually(lambda: not host.journal.waiting, "that nobody waits")
     host.assert_serves()
 
 
