@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 from yunion_mps import __version__
 from yunion_mps.errors import NotFoundError
 from yunion_mps.journal import Journal
-from yunion_mps.leases.ledger import Ledger, Offer
+from yunion_mps.leases.ledger import Ledger
+from yunion_mps.leases.offers import Offer
 from yunion_mps.models import DEV_TYPE, Device, DomainStatus, Gpu, Lease, PcieLink, Plan, Snapshot
 from yunion_mps.mps.states import READY
 from yunion_mps.planning import client_environment, enforces_budgets

@@ -7,8 +7,10 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 from yunion_mps.errors import NothingFreeError
-from yunion_mps.leases.ledger import Ledger, Offer, Offers, Wish
+from yunion_mps.leases.ledger import Ledger
+from yunion_mps.leases.offers import Offer, Offers
 from yunion_mps.leases.queue import Queue, Waiter
+from yunion_mps.leases.wish import Wish
 from yunion_mps.models import Device, Holder, Lease
 
 from bench.values import BenchError, Line, Rounds, Settings

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from yunion_mps.api.query import BadRequestError, ContradictionError, Request, boolean, number, refuse_unknown
 from yunion_mps.errors import NotAllowedError, NotFoundError
 from yunion_mps.leases.bounds import LONGEST_TTL_S, LONGEST_WAIT_S, MOST_DEVICES, MOST_MIB, NAME, REQUEST
-from yunion_mps.leases.ledger import BINPACK, SPREAD, Wish
+from yunion_mps.leases.wish import BINPACK, SPREAD, Wish
 from yunion_mps.models import Holder
 from yunion_mps.process import started_ticks, uid_of
 

@@ -16,12 +16,13 @@ from yunion_mps.daemon.ends import Ends
 from yunion_mps.daemon.wishes import LEASE_VARIABLE, Wishes
 from yunion_mps.errors import HostError, NotAllowedError, NotFoundError, NothingFreeError, YunionError
 from yunion_mps.leases.book import Book
-from yunion_mps.leases.ledger import Ledger, Offers, Wish
+from yunion_mps.leases.ledger import Ledger
 from yunion_mps.leases.names import cut
-from yunion_mps.leases.offers import offers_of
+from yunion_mps.leases.offers import Offers, offers_of
 from yunion_mps.leases.places import Places
 from yunion_mps.leases.queue import Queue, Waiter
 from yunion_mps.leases.view import lease_json, leases_json
+from yunion_mps.leases.wish import Wish
 from yunion_mps.models import Device, Event, Holder, Lease
 from yunion_mps.paths import Paths
 from yunion_mps.process import command_of, user_name

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from yunion_mps.errors import HostError
-from yunion_mps.leases.ledger import Offers, Wish, least, refuse_impossible
+from yunion_mps.leases.impossible import refuse_impossible
+from yunion_mps.leases.matching import least
 from yunion_mps.leases.names import gpu_named
-from yunion_mps.leases.offers import domain_plans
+from yunion_mps.leases.offers import Offers, domain_plans
+from yunion_mps.leases.wish import Wish
 from yunion_mps.models import ALL, Device
 from yunion_mps.planning import client_environment, whole_environment, why_not_honoured
 from yunion_mps.service import Service

@@ -1,12 +1,49 @@
-"""What can be given now, out of the snapshot."""
+"""What can be given: the devices and pools as they are now, out of the snapshot."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
-from yunion_mps.leases.ledger import Offer, Offers, PoolOffer
-from yunion_mps.models import Device, DomainPlan, Snapshot
+from yunion_mps.models import Device, DomainPlan, Pool, Snapshot
 from yunion_mps.planning import enforces_budgets, pool_device, why_not_honoured
+
+
+class Offer(NamedTuple):
+    """A device as it is now: `reason` says why it is not served, empty where it is.
+
+    `sliced`: it is one of a GPU's unequal slices, so whoever wishes for memory may get it.
+    """
+
+    device: Device
+    reason: str = ""
+    sliced: bool = False
+
+
+class PoolOffer(NamedTuple):
+    """A GPU's memory in units, as it is now: `make` makes the device of so many units in a slot."""
+
+    pool: Pool
+    gpu: str  # its address
+    make: Callable[[int, int], Device]
+    reason: str = ""
+
+
+def _no_reason(devices: Sequence[Device]) -> str:
+    del devices
+    return ""
+
+
+class Offers(NamedTuple):
+    """All that can be given; `unenforced` names, by UUID, the GPUs that hold nobody to a budget.
+
+    `why_apart` says why several devices cannot be one budget, empty where they can.
+    """
+
+    devices: Sequence[Offer] = ()
+    pools: Sequence[PoolOffer] = ()
+    unenforced: Mapping[str, str] = {}
+    why_apart: Callable[[Sequence[Device]], str] = _no_reason
 
 
 def offers_of(snapshot: Snapshot, reasons: Mapping[str, str]) -> Offers:

@@ -10,7 +10,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from yunion_mps.errors import NothingFreeError
-from yunion_mps.leases.ledger import NOTHING_KEPT, Kept, Ledger, Offers, Wish
+from yunion_mps.leases.ledger import NOTHING_KEPT, Kept, Ledger
+from yunion_mps.leases.offers import Offers
+from yunion_mps.leases.wish import Wish
 from yunion_mps.models import Device
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from yunion_mps.containers import Containers
-from yunion_mps.leases.ledger import Wish
+from yunion_mps.leases.wish import Wish
 from yunion_mps.models import CDI_KIND, Holder, Lease
 from yunion_mps.process import command_of, started_ticks, user_name
 

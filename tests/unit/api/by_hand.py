@@ -12,7 +12,7 @@ from typing import Any
 
 from yunion_mps.api.query import OPENMETRICS, Response
 from yunion_mps.errors import NotFoundError, YunionError
-from yunion_mps.leases.ledger import Wish
+from yunion_mps.leases.wish import Wish
 from yunion_mps.models import Holder
 
 Json = dict[str, Any]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from yunion_mps.leases.ledger import Offer, Offers, PoolOffer
+from yunion_mps.leases.offers import Offer, Offers, PoolOffer
 from yunion_mps.models import Device, Holder, Lease, Pool
 
 GPU_MIB = 1200

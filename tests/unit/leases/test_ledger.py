@@ -10,7 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from yunion_mps.errors import HostError, NothingFreeError
-from yunion_mps.leases.ledger import SPREAD, Ledger, Offer, Offers, Wish, least, refuse_impossible
+from yunion_mps.leases.impossible import refuse_impossible
+from yunion_mps.leases.ledger import Ledger
+from yunion_mps.leases.offers import Offer, Offers
+from yunion_mps.leases.wish import SPREAD, Wish
 from yunion_mps.models import Device
 
 from unit.leases.shares import GPU_MIB, device, lease, offers, pool
@@ -66,20 +69,6 @@ def test_what_is_not_served_is_not_given_and_the_reason_is_said() -> None:
     message, hint = why_not(Ledger(), Wish(), offers(1, reason="its domain is failed: no"))
     assert message == "1 device cannot be had now: 4 unavailable (its domain is failed: no)"
     assert hint == "see: yunion-mps status"
-
-
-@pytest.mark.parametrize(
-    ("wish", "there"),
-    [
-        (Wish(5), "4 such devices on 1 GPUs"),
-        (Wish(2, across=True), "4 such devices on 1 GPUs"),
-        (Wish(device="nosuch"), "0 such devices on 0 GPUs"),
-    ],
-)
-def test_what_can_never_be_had_is_refused_at_once(wish: Wish, there: str) -> None:
-    with pytest.raises(NothingFreeError, match=f"can never be had: there are {there}"):
-        refuse_impossible(wish, offers(1))
-    refuse_impossible(Wish(4), offers(1, reason="away"))
 
 
 def test_leases_of_a_division_before_count_against_the_gpus_memory() -> None:
@@ -295,11 +284,3 @@ def test_all_devices_are_had_together_or_not_at_all() -> None:
     assert len(kept.devices) == 7, "who waits for all of them is not passed for good"
     message, _ = why_not(Ledger(), Wish(device="all"), offers(2, reason="lost"))
     assert message == "all devices cannot be had now: 8 unavailable (lost)"
-
-
-def test_devices_across_gpus_are_refused_where_memory_is_only_handed_out_in_units() -> None:
-    wish, handed_out = Wish(2, across=True), Offers((), [pool(0), pool(1)])
-    assert list(least(wish, handed_out)) == [], "nothing is to be judged, so nothing to be looked up"
-    with pytest.raises(NothingFreeError, match="can never be had") as caught:
-        refuse_impossible(wish, handed_out)
-    assert "--gpu-mem" in caught.value.hint

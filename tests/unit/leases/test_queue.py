@@ -8,8 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from yunion_mps.errors import NothingFreeError
-from yunion_mps.leases.ledger import NOTHING_KEPT, Kept, Ledger, Offers, Wish
+from yunion_mps.leases.ledger import NOTHING_KEPT, Kept, Ledger
+from yunion_mps.leases.offers import Offers
 from yunion_mps.leases.queue import Queue, Waiter
+from yunion_mps.leases.wish import Wish
 from yunion_mps.models import Device, Lease
 
 from unit.leases.shares import device, lease, offers, pool

@@ -1,0 +1,34 @@
+"""What no waiting helps is refused at once, and nothing else."""
+
+from __future__ import annotations
+
+import pytest
+from yunion_mps.errors import NothingFreeError
+from yunion_mps.leases.impossible import refuse_impossible
+from yunion_mps.leases.matching import least
+from yunion_mps.leases.offers import Offers
+from yunion_mps.leases.wish import Wish
+
+from unit.leases.shares import offers, pool
+
+
+@pytest.mark.parametrize(
+    ("wish", "there"),
+    [
+        (Wish(5), "4 such devices on 1 GPUs"),
+        (Wish(2, across=True), "4 such devices on 1 GPUs"),
+        (Wish(device="nosuch"), "0 such devices on 0 GPUs"),
+    ],
+)
+def test_what_can_never_be_had_is_refused_at_once(wish: Wish, there: str) -> None:
+    with pytest.raises(NothingFreeError, match=f"can never be had: there are {there}"):
+        refuse_impossible(wish, offers(1))
+    refuse_impossible(Wish(4), offers(1, reason="away"))
+
+
+def test_devices_across_gpus_are_refused_where_memory_is_only_handed_out_in_units() -> None:
+    wish, handed_out = Wish(2, across=True), Offers((), [pool(0), pool(1)])
+    assert list(least(wish, handed_out)) == [], "nothing is to be judged, so nothing to be looked up"
+    with pytest.raises(NothingFreeError, match="can never be had") as caught:
+        refuse_impossible(wish, handed_out)
+    assert "--gpu-mem" in caught.value.hint
