@@ -15,7 +15,7 @@ from yunion_mps.models import DEV_TYPE, Device, DomainStatus, Gpu, Lease, PcieLi
 from yunion_mps.mps.states import READY
 from yunion_mps.planning import client_environment, enforces_budgets
 from yunion_mps.supervisor.warnings import warnings
-from yunion_mps.usage import Usage
+from yunion_mps.usage.hour import Usage
 
 AVAILABLE = "available"
 UNAVAILABLE = "unavailable"

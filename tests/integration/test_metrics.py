@@ -72,6 +72,29 @@ def test_memory_is_told_by_gpu_and_by_the_device_of_the_process(
         sleeper.kill()
 
 
+def test_the_last_hour_and_the_metrics_say_the_same_of_a_client_with_two_devices_of_a_gpu(
+    make_host: MakeHost, make_daemon: MakeDaemon
+) -> None:
+    host = make_host([{"kind": "h100", "virtual_number": 4}])
+    daemon = make_daemon(host).start().wait_ready()
+    first, second = daemon.get("/v1/devices")[1]["isolated_devices"][1:3]
+    both, budget_mib = [first["addr"], second["addr"]], first["mps_memory_limit"]
+
+    def hour() -> list[int]:
+        used = {one["addr"]: one["memory_used"] for one in daemon.get("/v1/usage")[1]["devices"]}
+        return [max(mib or 0 for mib in used.get(address, [0])) for address in both]
+
+    def metric() -> list[float | None]:
+        labels = [{"device": address, "gpu": address.rpartition("-")[0]} for address in both]
+        return [value(daemon, "yunion_mps_device_memory_used_bytes", **one) for one in labels]
+
+    with host.popen(["sleep", "60"], env={**daemon.env, "YUNION_MPS_DEVICE": ",".join(both)}) as sleeper:
+        host.gpus[0].add_process(sleeper.pid, budget_mib + 700, "M+C")
+        eventually(lambda: hour() == [budget_mib, 700], "the look")
+        assert metric() == [budget_mib << 20, 700 << 20]
+        sleeper.kill()
+
+
 def test_a_driver_that_hangs_holds_up_no_scrape(ready_daemon: Daemon) -> None:
     before = samples(printed(ready_daemon))
     ready_daemon.host.fail("nvmlDeviceGetComputeRunningProcesses*", "unknown", delay_ms=20_000)

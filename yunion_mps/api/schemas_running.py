@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from yunion_mps.api.schema_parts import Schema, list_of, number, object_of, or_null, ref, text, truth
 from yunion_mps.service import EVENT_KINDS
-from yunion_mps.usage import MINUTES, STEP_S
+from yunion_mps.usage.hour import MINUTES, STEP_S
 
 _MOMENT = 1788000000.25
 _WAITS_FOR = "its MPS server (PID 4250) has ended"
@@ -104,9 +104,7 @@ def _usage() -> Schema:
 
 
 def _used() -> Schema:
-    used = (
-        "The most of each minute in MiB; of a budget of several devices, all on the first. Null: not looked."
-    )
+    used = "The most of each minute in MiB; a budget of several devices fills them in turn. Null: not looked."
     item = {"type": ["integer", "null"], "minimum": 0}
     hour = {"minItems": MINUTES, "maxItems": MINUTES}
     return {

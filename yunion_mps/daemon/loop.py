@@ -21,6 +21,7 @@ from yunion_mps.daemon.health import Health
 from yunion_mps.daemon.leasing import Leasing
 from yunion_mps.daemon.looking import Looking
 from yunion_mps.daemon.metering import Metering
+from yunion_mps.daemon.process_devices import ProcessDevices
 from yunion_mps.daemon.run import ANEW, STOPPED
 from yunion_mps.daemon.sampling import Sampling
 from yunion_mps.daemon.signals import Signals
@@ -79,14 +80,15 @@ class _Loop:
         clients = Clients(self._paths, self._supervisor)
         faults = Faults(self._paths, self._supervisor, clients)
         leasing = self._leasing = Leasing(self._paths, self._supervisor, self._service, self._devices)
-        sampling = Sampling(self._supervisor, leasing.ledger, self._service.usage)
+        devices = ProcessDevices(self._supervisor, leasing.ledger)
+        sampling = Sampling(self._supervisor, devices, self._service.usage)
         looking = Looking(self._paths, self._supervisor, lock, faults, self._tick_soon, sampling.note)
         changing = Changing(self._paths, self._supervisor, looking, lock, self._tick_soon, self._anew)
         self._changing, self._looking = changing, looking
         self._service.ledger = leasing.ledger
         leasing.restore()
         counts = Counts()
-        metering = Metering(self._supervisor, self._service, leasing, counts)
+        metering = Metering(self._supervisor, self._service, leasing, devices, counts)
         deferred = Deferred(self._service, changing, clients, leasing, metering)
         # Not loop.add_signal_handler: its end would leave the winding up to a second signal's mercy.
         loop.add_reader(signals.fileno(), self._guarded, lambda: self._heed(signals))

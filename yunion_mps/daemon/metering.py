@@ -9,12 +9,13 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 from yunion_mps.api.counting import Counts
 from yunion_mps.api.query import Response
 from yunion_mps.daemon.leasing import Leasing
+from yunion_mps.daemon.process_devices import ProcessDevices
 from yunion_mps.daemon.threads import on_thread
 from yunion_mps.errors import YunionError
 from yunion_mps.inventory import Nvml
@@ -22,8 +23,7 @@ from yunion_mps.metrics.facts import Facts, Moment, Queue
 from yunion_mps.metrics.text import OPENMETRICS_TYPE, PLAIN_TYPE, text_of, wants_openmetrics
 from yunion_mps.metrics.use import Seen, Served, Use, use_of
 from yunion_mps.mps.servers import is_server
-from yunion_mps.planning import DEVICE_VARIABLE
-from yunion_mps.process import environment_of, uid_of
+from yunion_mps.process import started_ticks, uid_of
 from yunion_mps.revision import revision
 from yunion_mps.service import Filters, Service
 from yunion_mps.supervisor import Supervisor
@@ -48,10 +48,18 @@ class _Question(NamedTuple):
 class Metering:
     """Gives the metrics to whoever asks."""
 
-    def __init__(self, supervisor: Supervisor, service: Service, leasing: Leasing, counts: Counts) -> None:
+    def __init__(
+        self,
+        supervisor: Supervisor,
+        service: Service,
+        leasing: Leasing,
+        devices: ProcessDevices,
+        counts: Counts,
+    ) -> None:
         self._supervisor = supervisor
         self._service = service
         self._leasing = leasing
+        self._devices = devices
         self._counts = counts
         self._revision = revision()  # now, for after an upgrade it would be another program's
         self._looking: asyncio.Task[Use] | None = None
@@ -124,18 +132,17 @@ class Metering:
             )
             for domain in self._supervisor.domains
         ]
-        devices = self._service.devices(Filters(), 0, 0)["isolated_devices"]
-        held = self._leasing.ledger.leases.values()
-        given = {one.holder.pid: tuple(device.addr for device in one.devices) for one in held}
+        known = self._devices.known()
         return await on_thread(
-            lambda: use_of(
-                _look(nvml, questions, given),
-                {one["addr"]: (one["gpu_uuid"], one["mps_memory_limit"]) for one in devices},
-            )
+            lambda: use_of(_look(nvml, questions, lambda jobs: self._devices.of(jobs, known)), known.budgets)
         )
 
 
-def _look(nvml: Nvml, questions: Iterable[_Question], given: Mapping[int | None, tuple[str, ...]]) -> Seen:
+def _look(
+    nvml: Nvml,
+    questions: Iterable[_Question],
+    devices_of: Callable[[Mapping[int, int]], Mapping[int, tuple[str, ...]]],
+) -> Seen:
     """What NVML and the kernel tell; raises DriverError."""
     # In this order: whoever begins between the two questions is known to use MPS.
     memory, through_mps = nvml.processes(), nvml.mps_clients()
@@ -144,14 +151,9 @@ def _look(nvml: Nvml, questions: Iterable[_Question], given: Mapping[int | None,
     )
     servers = {pid for one in served for pid in one.servers}
     pids = {pid for of_gpu in (*memory.values(), *through_mps.values()) for pid in of_gpu} - servers
-    devices, others = {}, set()
-    for pid in pids:
-        if uid_of(pid) is None or is_server(pid):
-            others.add(pid)
-            continue
-        named = environment_of(pid).get(DEVICE_VARIABLE, "")
-        devices[pid] = tuple(name.strip() for name in named.split(",") if name.strip()) or given.get(pid, ())
-    return Seen(time.time(), served, memory, through_mps, devices, frozenset(others))
+    others = frozenset(pid for pid in pids if uid_of(pid) is None or is_server(pid))
+    jobs = {pid: ticks for pid in pids - others if (ticks := started_ticks(pid)) is not None}
+    return Seen(time.time(), served, memory, through_mps, devices_of(jobs), others)
 
 
 def _started_s(pid: int | None) -> float | None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
+
+from yunion_mps.usage.by_device import Budget, used_by_device
 
 MIB = 1 << 20
 
@@ -66,12 +67,8 @@ class Use(NamedTuple):
     domains: Mapping[str, OfDomain]
 
 
-def use_of(seen: Seen, budgets: Mapping[str, tuple[str, int]]) -> Use:
-    """Who uses how much; `budgets` are by device address its GPU's UUID and its memory in MiB.
-
-    What a process with several devices of one GPU has fills the first ones first, and what is over is laid to
-    the last: they are one budget.
-    """
+def use_of(seen: Seen, budgets: Mapping[str, Budget]) -> Use:
+    """Who uses how much; `budgets` are those of all devices, by address."""
     servers = {pid for domain in seen.domains for pid in domain.servers}
     clients = {uuid: _clients(uuid, seen, servers) for uuid in {*seen.memory, *seen.through_mps}}
     return Use(
@@ -107,26 +104,10 @@ def _of_gpu(uuid: str, seen: Seen, servers: Collection[int], clients: Collection
 
 
 def _of_devices(
-    seen: Seen, clients: Mapping[str, Collection[int]], budgets: Mapping[str, tuple[str, int]]
+    seen: Seen, clients: Mapping[str, Collection[int]], budgets: Mapping[str, Budget]
 ) -> dict[str, OfDevice]:
-    used_mib: Counter[str] = Counter()
-    number: Counter[str] = Counter()
-    together: Counter[tuple[str, ...]] = Counter()
-    for uuid, pids in clients.items():
-        for pid in pids:
-            names = tuple(name for name in seen.devices.get(pid, ()) if budgets.get(name, ("",))[0] == uuid)
-            together[names] += seen.memory.get(uuid, {}).get(pid) or 0
-            number.update(names)
-    for names, mib in together.items():
-        used_mib.update(dict(_filled(names, mib, budgets)))
-    return {name: OfDevice(used_mib[name] * MIB, count) for name, count in number.items()}
-
-
-def _filled(
-    names: tuple[str, ...], mib: int, budgets: Mapping[str, tuple[str, int]]
-) -> Iterable[tuple[str, int]]:
-    left_mib = mib
-    for name in names:
-        part = left_mib if name == names[-1] else min(left_mib, budgets[name][1])
-        yield name, part
-        left_mib -= part
+    memory = {
+        uuid: {pid: seen.memory.get(uuid, {}).get(pid) for pid in pids} for uuid, pids in clients.items()
+    }
+    used = used_by_device(memory, seen.devices, budgets)
+    return {name: OfDevice(one.mib * MIB, one.clients) for name, one in used.items()}

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from yunion_mps.metrics.use import OfDevice, OfDomain, OfGpu, Seen, Served, Use, use_of
+from yunion_mps.usage.by_device import Budget
 
 A, B = "GPU-a", "GPU-b"
 SERVER, TRAIN, INFER, STRANGER = 100, 201, 202, 300
-BUDGETS = {"00:06.0-0": (A, 1000), "00:06.0-1": (A, 1000), "00:07.0-0": (B, 2000)}
+BUDGETS = {"00:06.0-0": Budget(A, 1000), "00:06.0-1": Budget(A, 1000), "00:07.0-0": Budget(B, 2000)}
 MIB = 1 << 20
 
 

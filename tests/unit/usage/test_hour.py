@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
-from contextlib import ExitStack
-from types import SimpleNamespace
 from typing import Any
 
-from yunion_mps.daemon.sampling import Processes, Sampling, used_by_address
-from yunion_mps.leases.ledger import Ledger
-from yunion_mps.models import Gpu
-from yunion_mps.usage import MINUTES, Usage
-
-from unit.leases.shares import device
+from yunion_mps.usage.hour import MINUTES, Usage
 
 #: Some minutes after the boot, and what that is in s since 1970.
 BOOT_S = 1_788_000_000.0
@@ -78,37 +70,3 @@ def test_an_hour_of_3072_devices_takes_little_room_and_an_idle_one_nothing() -> 
     size = sys.getsizeof(usage._series) + sum(sys.getsizeof(series) for series in usage._series.values())
     assert len(usage._series) == 3072
     assert size < 1_200_000
-
-
-def test_a_device_that_only_its_process_knows_is_none() -> None:
-    """Its user may write there whatever he likes, and that would be kept for an hour."""
-    plan = SimpleNamespace(devices=[device(0, 1)])
-    gpu = Gpu("00:00.0", uuid="GPU-0")
-    snapshot = SimpleNamespace(plan=plan, inventory=SimpleNamespace(gpus=[gpu]))
-    usage = Usage()
-    with ExitStack() as stack:
-        jobs = []
-        for name in ("00:00.0-1", f"00:00.0-{'x' * 100_000}", "00:00.0-9"):
-            sleeper = subprocess.Popen(
-                ["sleep", "60"], env={"YUNION_MPS_DEVICE": name, "PATH": "/usr/bin:/bin"}
-            )
-            stack.callback(sleeper.wait)
-            stack.callback(sleeper.kill)
-            jobs.append(sleeper.pid)
-        supervisor: Any = SimpleNamespace(jobs=dict.fromkeys(jobs, 1), snapshot=lambda: snapshot)
-        sampling = Sampling(supervisor, Ledger(), usage)
-        sampling.note({"GPU-0": dict.fromkeys(jobs, 10)}, 6000)
-        assert max(map(len, sampling._names.values())) < 5000
-    assert set(usage._series) == {"00:00.0", "00:00.0-1"}
-
-
-def test_memory_counts_for_the_gpu_and_for_the_device_that_its_process_names() -> None:
-    gpus = [Gpu("0000:00:06.0", uuid="GPU-a"), Gpu("0000:00:07.0", uuid="GPU-b"), Gpu("0000:00:08.0")]
-    processes: Processes = {"GPU-a": {1: 100, 2: 50, 3: None, 4: 7}, "GPU-b": {1: 30, 9: 1000}}
-    named = {1: ["00:07.0-1", " 00:06.0-2", "00:06.0-3"], 2: ["00:06.0-2"], 3: ["00:06.0-0"]}
-    assert used_by_address(processes, gpus, {1, 2, 3, 4}, named) == {
-        "00:06.0": 157,
-        "00:06.0-2": 150,
-        "00:07.0": 30,
-        "00:07.0-1": 30,
-    }
