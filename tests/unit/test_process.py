@@ -6,13 +6,23 @@ import os
 import select
 import signal
 import subprocess
+import sys
 import time
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from yunion_mps.errors import HostError
-from yunion_mps.process import Process, describe_exit, environment_of, find_program, program_of, spawn
+from yunion_mps.process import (
+    Process,
+    describe_exit,
+    environment_of,
+    find_program,
+    program_of,
+    spawn,
+    variable_of,
+)
 
 PATIENCE_MS = 60_000
 
@@ -159,11 +169,47 @@ def test_environment_and_program_of_a_process_are_read_from_the_kernel(null: int
         ):
             assert time.monotonic() < end_s, program_of(process.pid)
             time.sleep(0.001)
-        assert environment_of(process.pid)["MARK"] == "a=b"
+        assert environment_of(process.pid)["MARK"] == variable_of(process.pid, "MARK") == "a=b"
     finally:
         process.kill()
     assert environment_of(process.pid) == {}
     assert program_of(process.pid) == ""
+
+
+#: Says that 1 GiB of memory, of which almost nothing is there, is its environment.
+ENDLESS = """
+import ctypes, mmap, struct, sys
+libc = ctypes.CDLL(None, use_errno=True)
+libc.sbrk.restype = ctypes.c_void_p
+memory = mmap.mmap(-1, 1 << 30, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+memory[:17] = b"MARK=yes\\0LATER=1\\0"
+begin = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+stat = ["", "", *open("/proc/self/stat").read().rpartition(")")[2].split()]
+known = [int(stat[field - 1]) for field in (26, 27, 45, 46, 47, 28, 48, 49)]  # see proc(5)
+fields = [*known[:5], libc.sbrk(0), *known[5:], begin, begin + len(memory)]
+layout = ctypes.create_string_buffer(struct.pack("11QQIi", *fields, 0, 0, -1))
+PR_SET_MM, PR_SET_MM_MAP = 35, 14
+failed = libc.prctl(PR_SET_MM, PR_SET_MM_MAP, layout, ctypes.c_ulong(len(layout) - 1), 0)
+print(ctypes.get_errno() if failed else 0, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_of_an_environment_that_has_no_end_no_more_is_read_than_a_program_can_be_given() -> None:
+    """Any user can have such a process, and the daemon reads the environments of all that use the GPUs."""
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", ENDLESS], stdin=pipe, stdout=pipe, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "0\n", "a kernel without CONFIG_CHECKPOINT_RESTORE"
+        tracemalloc.start()
+        try:
+            assert variable_of(process.pid, "MARK") == "yes"
+            assert variable_of(process.pid, "MAR") == variable_of(process.pid, "NONE") == ""
+            most = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+            process.communicate()
+        assert most < 32 << 20
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from yunion_mps.mps.servers import is_server, server_pids
 from yunion_mps.mps.waiting import waiting_at
 from yunion_mps.paths import Paths
 from yunion_mps.planning import DEVICE_VARIABLE
-from yunion_mps.process import Process, environment_of, started_ticks, uid_of, user_name
+from yunion_mps.process import Process, started_ticks, uid_of, user_name, variable_of
 from yunion_mps.supervisor import Supervisor
 
 log = logging.getLogger(__name__)
@@ -238,7 +238,7 @@ def _clients_json(
                 "mps": through_mps,
                 "server": None if through_mps is False else asked.clients.get(pid, only),
                 "domain": asked.plan.name,
-                "device": environment_of(pid).get(DEVICE_VARIABLE, "")[:_LONGEST_DEVICE] or None,
+                "device": variable_of(pid, DEVICE_VARIABLE)[:_LONGEST_DEVICE] or None,
                 "gpus": [addresses.get(uuid, uuid) for uuid in memory],
                 "memory_by_gpu": list(memory.values()),
                 "memory_used": sum(known) if known else None,

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.planning import DEVICE_VARIABLE
-from yunion_mps.process import environment_of
+from yunion_mps.process import variable_of
 from yunion_mps.supervisor import Supervisor
 from yunion_mps.usage.by_device import Budget
 
@@ -60,7 +60,7 @@ class ProcessDevices:
 
 def _named_by(pid: int) -> str:
     """What its environment says, which is whatever its user likes: no more of it is kept than makes sense."""
-    return environment_of(pid).get(DEVICE_VARIABLE, "")[:_LONGEST]
+    return variable_of(pid, DEVICE_VARIABLE)[:_LONGEST]
 
 
 def _known(names: str, known: Known) -> tuple[str, ...]:
