@@ -46,7 +46,7 @@ class Supervised:
 
     def start(self) -> Supervised:
         self.supervisor.start(time.monotonic())
-        drive(self.supervisor, lambda: self.supervisor.started)
+        drive(self.supervisor, lambda: self.supervisor.fleet.started)
         return self
 
     def rescan(self) -> Snapshot:
@@ -65,7 +65,7 @@ class Supervised:
     def reload(self) -> list[Change]:
         """As a reload of the daemon does: until every domain is ready or has said why it is not."""
         changes = self.accept()
-        drive(self.supervisor, lambda: self.supervisor.started)
+        drive(self.supervisor, lambda: self.supervisor.fleet.started)
         self.set_modes()
         return changes
 
@@ -84,7 +84,7 @@ class Supervised:
 
     def stop(self, *, put_back: bool = True) -> None:
         self.supervisor.stop(time.monotonic())
-        drive(self.supervisor, lambda: self.supervisor.stopped)
+        drive(self.supervisor, lambda: self.supervisor.fleet.stopped)
         if put_back:
             self.supervisor.close()
 

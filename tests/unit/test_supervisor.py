@@ -137,11 +137,11 @@ def test_a_look_from_before_a_wedge_says_nothing_of_the_jobs_in_its_way(
     made = supervise(host).start()
     (domain,) = made.supervisor.domains
     made.supervisor.note_processes({host.gpus[0].uuid: {}}, time.monotonic())
-    assert not made.supervisor.take_wants_look()
+    assert not made.supervisor.fleet.take_wants_look()
     assert domain.looked_s < time.monotonic()
     domain.wants_look = True
-    assert made.supervisor.take_wants_look()
-    assert not made.supervisor.take_wants_look()
+    assert made.supervisor.fleet.take_wants_look()
+    assert not made.supervisor.fleet.take_wants_look()
 
 
 @pytest.mark.parametrize("call", ["nvmlDeviceGetComputeMode", "nvmlDeviceGetMemoryInfo", "nvmlDeviceGetUUID"])

@@ -93,7 +93,7 @@ def test_now_ends_the_servers_that_a_pending_change_waits_for(put_to_work: PutTo
     host, _, made, client = put_to_work(V100, 2)
     host.divide(4)
     made.reload()
-    made.supervisor.renew(time.monotonic(), force=True)
+    made.supervisor.fleet.renew(time.monotonic(), force=True)
     made.until(lambda: not made.snapshot.domains[0].pending)
     assert client.says() == "server gone"
     assert [mib for _, mib in budgets(made)] == [4096] * 4
@@ -116,7 +116,7 @@ def test_other_control_daemons_wait_for_the_end_of_the_jobs_on_those_that_run(pu
     made.supervisor.note_processes(
         {uuid: dict.fromkeys(jobs.servers(), 30) for uuid in uuids}, time.monotonic()
     )
-    made.until(lambda: len(made.snapshot.domains) == 2 and made.supervisor.started)
+    made.until(lambda: len(made.snapshot.domains) == 2 and made.supervisor.fleet.started)
     assert [domain.plan.gpu_uuids for domain in made.snapshot.domains] == [(uuid,) for uuid in uuids]
     assert made.available == 8
 
@@ -163,7 +163,7 @@ def test_a_mode_that_waits_comes_at_once_where_the_servers_are_to_end_now(put_to
     configure(host, cuda_mps_compute_mode="keep")
     made.reload()
     made.set_modes()
-    made.supervisor.renew(time.monotonic(), force=True)
+    made.supervisor.fleet.renew(time.monotonic(), force=True)
     made.until(lambda: not jobs.servers() and not made.supervisor.domains[0].server_pids())
     made.set_modes()
     assert modes(host) == ["default"]

@@ -106,7 +106,7 @@ class Changing:
             self._tick()
             await self._settled()
             if drain or now:
-                self._supervisor.renew(asyncio.get_running_loop().time(), force=now)
+                self._supervisor.fleet.renew(asyncio.get_running_loop().time(), force=now)
                 self._tick()
         log.info("reloaded for %s: %d changes", who, len(changes))
         self._looking.soon()
@@ -143,7 +143,7 @@ class Changing:
     async def _settled(self) -> None:
         """Wait until each control daemon serves or says why not."""
         end_s = asyncio.get_running_loop().time() + _SETTLE_S
-        while not self._supervisor.started and asyncio.get_running_loop().time() < end_s:  # noqa: ASYNC110 - ticks bring it about
+        while not self._supervisor.fleet.started and asyncio.get_running_loop().time() < end_s:  # noqa: ASYNC110 - ticks bring it about
             await asyncio.sleep(0.005)
 
     def _answer(self, changes: list[Change]) -> Json:

@@ -173,9 +173,9 @@ class _Loop:
         if self._end and self._end.done():
             return
         due_s = self._due_s = self._supervisor.tick(loop.time())
-        if self._looking and self._supervisor.take_wants_look():
+        if self._looking and self._supervisor.fleet.take_wants_look():
             self._looking.soon()
-        if self._end and self._stopping and self._supervisor.stopped:
+        if self._end and self._stopping and self._supervisor.fleet.stopped:
             self._end.set_result(STOPPED)
             return
         self._watched = self._supervisor.descriptors()

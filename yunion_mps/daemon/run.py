@@ -124,7 +124,7 @@ def _wind_up(supervisor: Supervisor, notifier: Notifier, *, spare_found: bool = 
     status = "stopping the control daemons and putting the compute modes back"
     notifier.stopping(status, supervisor.stop_within_s)
     supervisor.stop(time.monotonic(), spare_found=spare_found)
-    drive(supervisor, lambda: supervisor.stopped)
+    drive(supervisor, lambda: supervisor.fleet.stopped)
     supervisor.close()
 
 
@@ -205,13 +205,13 @@ def _start(
     runs that may have jobs, it is looked after all the same, for nobody else would.
     """
     supervisor.start(time.monotonic())
-    drive(supervisor, lambda: supervisor.started or bool(signals.stop), signals)
+    drive(supervisor, lambda: supervisor.fleet.started or bool(signals.stop), signals)
     if signals.stop:
         return None
     if handover:
         return Listener(paths, handover.listener)
-    error = supervisor.first_error()
-    if error and not supervisor.serving and not supervisor.took_over:
+    error = supervisor.fleet.first_error()
+    if error and not supervisor.fleet.serving and not supervisor.fleet.took_over:
         raise error
     return Listener(paths)
 

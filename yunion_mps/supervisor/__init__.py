@@ -10,26 +10,25 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 
-from yunion_mps.compute_modes import ModeResult, ModeWork, carry_out, noted
-from yunion_mps.errors import BusyError, ConfigError, DriverError, HostError, YunionError
+from yunion_mps.compute_modes import ModeResult, ModeWork
+from yunion_mps.errors import BusyError, DriverError, HostError
 from yunion_mps.examination import Examination
 from yunion_mps.journal import Journal
-from yunion_mps.models import Config, DomainPlan, Inventory, Plan, Snapshot
+from yunion_mps.models import Config, Inventory, Plan, Snapshot
 from yunion_mps.mps.applying import InForce
 from yunion_mps.mps.control import find_control_program
 from yunion_mps.mps.domain import Domain
-from yunion_mps.mps.states import READY, STOPPED
 from yunion_mps.paths import Paths
-from yunion_mps.planning import make_plan
 from yunion_mps.store import Store
-from yunion_mps.supervisor.changes import Change, changes_to, events_of, settings_changed
+from yunion_mps.supervisor.changes import Change, events_of
 from yunion_mps.supervisor.fleet import Fleet
 from yunion_mps.supervisor.gpus import Gpus
 from yunion_mps.supervisor.illness import Illness
 from yunion_mps.supervisor.jobs import Jobs, Processes
 from yunion_mps.supervisor.modes import Modes
-from yunion_mps.supervisor.past import AFTERWARDS, find_past, gpus_of, left_running
-from yunion_mps.supervisor.view import in_force, notice, statuses
+from yunion_mps.supervisor.past import AFTERWARDS, find_past, gpus_of, left_running, settle_modes
+from yunion_mps.supervisor.target import Target
+from yunion_mps.supervisor.view import notice, statuses
 
 __all__ = ["Change", "Supervisor"]
 
@@ -42,18 +41,17 @@ class Supervisor:
     def __init__(self, paths: Paths, examined: Examination) -> None:
         """`examined` is without problems; its NVML stays open for as long as this is used."""
         self._paths = paths
-        self._config = examined.config
-        self._remarks = examined.remarks
-        self._machine_id = examined.machine_id
         self.nvml = examined.nvml
-        self._target = examined.plan
         self._gpus = Gpus(examined.inventory, examined.config, examined.plan, Illness(paths.ill_gpus))
+        self._target = Target(paths, examined, self._gpus)
         self._store: Store | None = None
         self.journal = Journal(self.store, paths.events_copy, self._changed)
-        self._fleet = Fleet(self.store, self.journal.record, self._changed)
+        #: The domains that there are now.
+        self.fleet = Fleet(self.store, self.journal.record, self._changed)
         self._jobs = Jobs()
         self._modes = Modes(self._gpus, self.journal.record)
-        self._stopping = False
+        #: Whether a stop has begun.
+        self.stopping = False
         self._version = 0
         self._past = ""
         self._remarked: dict[str, str] = {}
@@ -69,32 +67,29 @@ class Supervisor:
         control program, or every domain's place is taken.
         """
         left = self._settle_the_past()
-        if not self._target.domains and not left:
+        if not self._target.plan.domains and not left:
             return
         program = find_control_program()
         self._make_fleet(program, left)
-        obstacles = [error for domain in self.domains if (error := domain.obstacle())]
-        if len(obstacles) == len(self.domains) and obstacles:
-            raise obstacles[0]
-        work = self._modes.work(self._target, None)
+        self.fleet.refuse_if_none_can_start()
+        work = self._modes.work(self._target.plan, None)
         if work.changes:
             self.note_modes(self.set_modes(work))
-            self._modes.refuse_if_none_can_be_set(self._target)
-        self._replan()
-        self._gpus.remember(self._target, self._paths)
+            self._modes.refuse_if_none_can_be_set(self._target.plan)
+        self._plan_anew()
         self._make_fleet(program, left)
-        self._fleet.start(now_s)
+        self.fleet.start(now_s)
         self._changed()
 
     def refuse_if_unsafe(self) -> None:
         """Raise HostError where nothing may change now: nothing can be written down, or a stop has begun."""
-        if self._stopping:
+        if self.stopping:
             raise BusyError("the daemon is stopping", "start it again: systemctl start yunion-mps-daemon")
-        self._fleet.note_all()
+        self.fleet.refuse_if_not_noted()
 
     def tick(self, now_s: float) -> float | None:
         """Do what is due in every domain; return when to be called again at the latest."""
-        times = (self._fleet.tick(now_s), self._jobs.tick(now_s))
+        times = (self.fleet.tick(now_s), self._jobs.tick(now_s))
         return min((due_s for due_s in times if due_s is not None), default=None)
 
     def descriptors(self) -> list[int]:
@@ -103,11 +98,11 @@ class Supervisor:
 
     def stop(self, now_s: float, *, spare_found: bool = False) -> None:
         """Begin to stop every domain; `spare_found` leaves control daemons that were running before us."""
-        if not self._stopping:
-            self._jobs.end_within(self._config.cuda_mps_stop_timeout_s, now_s)
-        self._stopping = True
+        if not self.stopping:
+            self._jobs.end_within(self.config.cuda_mps_stop_timeout_s, now_s)
+        self.stopping = True
         self._modes.end()
-        self._fleet.stop(now_s, spare_found=spare_found)
+        self.fleet.stop(now_s, spare_found=spare_found)
 
     def say_whom_it_ended(self) -> None:
         """Name the jobs that did not end in time."""
@@ -122,7 +117,7 @@ class Supervisor:
         """
         if self._store is None:
             return
-        left = left_running(self._store, self._watched())
+        left = left_running(self._store, self.fleet.watched())
         if self._modes.put_back(self.nvml, self._store, gpus_of(left)):
             self._changed()
         for place, one in left.items():
@@ -141,48 +136,17 @@ class Supervisor:
     @property
     def domains(self) -> list[Domain]:
         """The domains that there are now."""
-        return self._fleet.domains
+        return self.fleet.domains
 
     @property
     def stop_within_s(self) -> int:
         """How long a stop may take: the jobs' time, the control daemons', and that of calls of the driver."""
-        return self._config.cuda_mps_stop_timeout_s + 80
+        return self.config.cuda_mps_stop_timeout_s + 80
 
     @property
     def config(self) -> Config:
         """What both files said when they were last accepted."""
-        return self._config
-
-    @property
-    def stopping(self) -> bool:
-        """Whether a stop has begun."""
-        return self._stopping
-
-    @property
-    def started(self) -> bool:
-        """Whether every domain is ready or has said why it is not."""
-        return all(
-            domain.state == READY or domain.error or domain.waits_for_somebody for domain in self.domains
-        )
-
-    @property
-    def stopped(self) -> bool:
-        """Whether every domain has stopped."""
-        return all(domain.state == STOPPED for domain in self.domains)
-
-    @property
-    def serving(self) -> int:
-        """The number of domains that serve."""
-        return sum(domain.state == READY for domain in self.domains)
-
-    @property
-    def took_over(self) -> bool:
-        """Whether a control daemon is watched that ran before us, serving or not."""
-        return any(domain.took_over for domain in self.domains)
-
-    def first_error(self) -> YunionError | None:
-        """Why a domain does not serve, None where all do."""
-        return next((domain.error for domain in self.domains if domain.error), None)
+        return self._target.config
 
     def snapshot(self) -> Snapshot:
         """What is now; the same object for as long as nothing changes."""
@@ -190,12 +154,12 @@ class Supervisor:
             self._version += 1
             self._snapshot = Snapshot(
                 self._version,
-                self._config.enable_cuda_mps,
-                notice(self._config, self._target, self._paths.host_conf, self._past),
-                in_force(self._target, self.domains, self._gpus.inventory.gpus),
+                self.config.enable_cuda_mps,
+                notice(self.config, self._target.plan, self._paths.host_conf, self._past),
+                self._target.in_force(self.domains),
                 self._gpus.inventory,
-                statuses(self.domains, self._fleet.awaited, self._gpus.inventory.gpus),
-                (*self._remarks, *self._troubles()),
+                statuses(self.domains, self.fleet.awaited, self._gpus.inventory.gpus),
+                (*self._target.remarks, *self._troubles()),
             )
         return self._snapshot
 
@@ -217,11 +181,11 @@ class Supervisor:
     def rescan(self, inventory: Inventory, now_s: float) -> None:
         """Take note of what the GPUs are like now, and of one that can serve only now."""
         before = {gpu.uuid: gpu.compute_mode for gpu in self._gpus.inventory.gpus}
-        for event in self._gpus.look(inventory, self._config, self._target):
+        for event in self._gpus.look(inventory, self.config, self._target.plan):
             self.journal.record(event)
-        self._modes.tell_of_others(before, self._target)
+        self._modes.tell_of_others(before, self._target.plan)
         if self._gpus.changed:
-            self._fleet.healthy_gpus = self._gpus.healthy
+            self.fleet.healthy_gpus = self._gpus.healthy
             self._changed()
             self._use_what_came(now_s)
 
@@ -249,24 +213,18 @@ class Supervisor:
         """Processes on our GPUs at the last look, by PID, with their start in ticks; no MPS servers."""
         return self._jobs.started
 
-    def take_wants_look(self) -> bool:
-        """Whether a look at the GPUs is wanted at once; said only once for each cause."""
-        wanted = [domain for domain in self.domains if domain.wants_look]
-        for domain in wanted:
-            domain.wants_look = False
-        return bool(wanted)
-
     # -- compute modes
 
     def mode_work(self) -> ModeWork:
         """The compute modes that are to be set or put back now; what waits for servers is pending."""
-        held = self._modes.held(self._target, self._store, self._fleet.gpus_in_use())
+        target, used = self._target.plan, self.fleet.gpus_in_use()
+        held = self._modes.held(target, self._store, used)
         for domain in self.domains:
             holds = not held.isdisjoint(domain.plan.gpu_uuids)
             if domain.holds_modes != holds:
                 domain.holds_modes = holds
                 self._changed()
-        return self._modes.work(self._target, self._store, self._fleet.gpus_in_use(), self._watched())
+        return self._modes.work(target, self._store, used, self.fleet.watched())
 
     def set_modes(self, work: ModeWork) -> ModeResult:
         """Do the work, or nothing once a stop has begun; for threads, as it calls the driver."""
@@ -281,20 +239,7 @@ class Supervisor:
 
     def examine(self, examined: Examination) -> tuple[Plan, list[Change]]:
         """The plan for what was read anew and its changes; raises YunionError where it cannot be."""
-        examined.check()
-        plan = self._plan_for(examined.config, examined.inventory)
-        if plan.domains:
-            find_control_program()
-        settings = settings_changed(self._config, examined.config)
-        placed = plan._replace(domains=tuple(self._placed(domain) for domain in plan.domains))
-        changes = changes_to(
-            placed,
-            in_force(self._target, self.domains, self._gpus.inventory.gpus),
-            self._gpus.inventory,
-            self.domains,
-            settings,
-        )
-        return plan, changes
+        return self._target.examine(examined, self.domains)
 
     def accept(self, examined: Examination) -> list[Change]:
         """Aim at what was read anew; the modes are set next (`mode_work`), then it is to be `aim`ed at.
@@ -302,14 +247,8 @@ class Supervisor:
         Raises YunionError, with nothing changed, where it cannot be.
         """
         plan, changes = self.examine(examined)
-        for wanted in plan.domains:
-            placed = self._placed(wanted)
-            if not any(placed.pipe_directory == domain.plan.pipe_directory for domain in self.domains):
-                obstacle = Domain(placed, "", self.journal.record, self._changed).obstacle()
-                if obstacle:
-                    raise obstacle
-        is_other = (examined.config, plan) != (self._config, self._target)
-        self._config, self._target, self._remarks = examined.config, plan, examined.remarks
+        self.fleet.refuse_if_any_cannot_start(self._target.domains(plan))
+        is_other = self._target.accept(examined, plan)
         self.nvml = examined.nvml or self.nvml
         self._gpus.forgive()
         if examined.nvml:
@@ -322,59 +261,37 @@ class Supervisor:
 
     def aim(self, now_s: float) -> None:
         """Bring what was accepted into force, as far as no job is in its way."""
-        self._replan()
-        self._gpus.remember(self._target, self._paths)
-        program = find_control_program() if self._target.domains else ""
-        plans = [self._placed(plan) for plan in self._target.domains]
-        self._fleet.aim(plans, program, self._config.cuda_mps_stop_timeout_s, now_s)
+        self._plan_anew()
+        domains = self._target.domains()
+        program = find_control_program() if domains else ""
+        self.fleet.aim(domains, program, self.config.cuda_mps_stop_timeout_s, now_s)
         self._changed()
-
-    def renew(self, now_s: float, *, force: bool) -> None:
-        """Have the servers that a pending change waits for end: after their jobs, with `force` at once."""
-        for domain in self.domains:
-            domain.renew(now_s, force=force)
 
     # -- its own
 
-    def _plan_for(self, config: Config, inventory: Inventory) -> Plan:
-        plan, problems = make_plan(config, self._gpus.for_planning(inventory, self._target), self._machine_id)
-        if problems:
-            raise ConfigError(problems)
-        return plan
-
-    def _replan(self) -> None:
-        """Plan anew with the GPUs as they are known now; what cannot be planned is left as it was."""
-        try:
-            self._target = self._plan_for(self._config, self._gpus.inventory)
-        except ConfigError as error:
-            log.error("the GPUs that came do not fit the configuration: %s", error.message)
+    def _plan_anew(self) -> None:
+        """Plan for the GPUs as they are known now, and remember who serves."""
+        self._target.plan_anew()
+        self._gpus.remember(self._target.plan, self._paths)
 
     def _use_what_came(self, now_s: float) -> None:
         """A GPU that could not serve before and can now gets its place in the plan."""
-        before = self._target
-        self._replan()
-        if self._target.domains != before.domains:
+        before = self._target.plan
+        self._target.plan_anew()
+        if self._target.plan.domains != before.domains:
             try:
                 self.aim(now_s)
             except HostError as error:
                 log.error("%s. %s", error.message, error.hint)
-        if self._target != before:
+        if self._target.plan != before:
             self._changed()
 
     def _changed(self) -> None:
         self._snapshot = None
 
-    def _placed(self, plan: DomainPlan) -> DomainPlan:
-        """The domain with its directories below the root that everything of ours lies under."""
-        return plan._replace(
-            pipe_directory=self._paths.under(plan.pipe_directory),
-            log_directory=self._paths.under(plan.log_directory),
-        )
-
     def _make_fleet(self, program: str, left: Sequence[InForce]) -> None:
-        self._fleet.healthy_gpus = self._gpus.healthy
-        plans = [self._placed(plan) for plan in self._target.domains]
-        self._fleet.make(plans, left, program, self._config.cuda_mps_stop_timeout_s)
+        self.fleet.healthy_gpus = self._gpus.healthy
+        self.fleet.make(self._target.domains(), left, program, self.config.cuda_mps_stop_timeout_s)
 
     def store(self) -> Store:
         """The state file, opened when it is first needed; raises HostError."""
@@ -382,17 +299,11 @@ class Supervisor:
             self._store = Store(self._paths)
         return self._store
 
-    def _watched(self) -> set[str]:
-        return {d.plan.pipe_directory for d in self.domains if d.status().pid is not None}
-
     def _settle_the_past(self) -> list[InForce]:
         """See to what an earlier daemon left; returns what is to be looked after until it has no jobs."""
         if not Store.exists(self._paths):
             return []
-        store = self.store()
-        past = find_past(store, [self._placed(plan) for plan in self._target.domains])
+        past = find_past(self.store(), self._target.domains())
         self._past = past.notice
-        spare = {*self._target.compute_modes, *past.gpu_uuids}
-        modes = {uuid: mode for uuid, mode in noted(store).items() if uuid not in spare}
-        carry_out(ModeWork(put_back=modes), self.nvml, store)
+        settle_modes(past, self._target.plan, self.nvml, self.store())
         return past.known

@@ -6,18 +6,16 @@ ended; whatever needs their GPUs or their directory waits for that.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
-from yunion_mps.errors import HostError
-from yunion_mps.models import DomainPlan, Event, Pool, Slice
+from yunion_mps.errors import YunionError
+from yunion_mps.models import DomainPlan, Event
 from yunion_mps.mps.applying import InForce
 from yunion_mps.mps.domain import Domain
+from yunion_mps.mps.launch import obstacle
 from yunion_mps.mps.states import READY, STOPPED
 from yunion_mps.store import Store
-
-log = logging.getLogger(__name__)
+from yunion_mps.supervisor.notes import Notes
 
 
 class Fleet:
@@ -28,10 +26,9 @@ class Fleet:
     ) -> None:
         self.domains: list[Domain] = []
         self.awaited: list[DomainPlan] = []
-        self._store = store
+        self._notes = Notes(store)
         self._tell = tell
         self._changed = changed
-        self._noted: dict[str, InForce] = {}
         self._program = ""
         self._stop_timeout_s = 0
         self._stopping = False
@@ -70,7 +67,7 @@ class Fleet:
                 domain.retire()
             else:
                 left.remove(plan)
-                self._note_before_change(domain, plan)
+                self._notes.write_before_change(domain, plan)
                 domain.change(plan, now_s)
         self.awaited = left
         self._go_on(now_s)
@@ -80,7 +77,7 @@ class Fleet:
         times = [due_s for domain in self.domains if (due_s := domain.tick(now_s)) is not None]
         if self._go_on(now_s):
             return now_s
-        self._note()
+        self._notes.write(self.domains)
         return min(times, default=None)
 
     def stop(self, now_s: float, *, spare_found: bool) -> None:
@@ -89,6 +86,65 @@ class Fleet:
         self.awaited = []
         for domain in self.domains:
             domain.stop(now_s, spare_found=spare_found)
+
+    def refuse_if_none_can_start(self) -> None:
+        """Raise the first HostError where something keeps every one of them from starting."""
+        obstacles = [error for domain in self.domains if (error := domain.obstacle())]
+        if obstacles and len(obstacles) == len(self.domains):
+            raise obstacles[0]
+
+    def refuse_if_any_cannot_start(self, plans: Iterable[DomainPlan]) -> None:
+        """Raise HostError where something keeps one from starting for which there is no domain yet."""
+        places = {domain.plan.pipe_directory for domain in self.domains}
+        for plan in plans:
+            if plan.pipe_directory not in places and (error := obstacle(plan)):
+                raise error
+
+    def refuse_if_not_noted(self) -> None:
+        """Raise HostError where what clients get cannot be written down: nothing may change then."""
+        self._notes.write_again(self.domains)
+
+    @property
+    def started(self) -> bool:
+        """Whether every domain is ready or has said why it is not."""
+        return all(
+            domain.state == READY or domain.error or domain.waits_for_somebody for domain in self.domains
+        )
+
+    @property
+    def stopped(self) -> bool:
+        """Whether every domain has stopped."""
+        return all(domain.state == STOPPED for domain in self.domains)
+
+    @property
+    def serving(self) -> int:
+        """The number of domains that serve."""
+        return sum(domain.state == READY for domain in self.domains)
+
+    @property
+    def took_over(self) -> bool:
+        """Whether a control daemon is watched that ran before us, serving or not."""
+        return any(domain.took_over for domain in self.domains)
+
+    def first_error(self) -> YunionError | None:
+        """Why a domain does not serve, None where all do."""
+        return next((domain.error for domain in self.domains if domain.error), None)
+
+    def watched(self) -> set[str]:
+        """The pipe directories of the control daemons that run and are known."""
+        return {domain.plan.pipe_directory for domain in self.domains if domain.status().pid is not None}
+
+    def renew(self, now_s: float, *, force: bool) -> None:
+        """Have the servers that a pending change waits for end: after their jobs, with `force` at once."""
+        for domain in self.domains:
+            domain.renew(now_s, force=force)
+
+    def take_wants_look(self) -> bool:
+        """Whether a look at the GPUs is wanted at once; said only once for each cause."""
+        wanted = [domain for domain in self.domains if domain.wants_look]
+        for domain in wanted:
+            domain.wants_look = False
+        return bool(wanted)
 
     def gpus_in_use(self) -> set[str]:
         """The UUIDs of the GPUs that an MPS server of ours has now, and so perhaps a job."""
@@ -104,7 +160,7 @@ class Fleet:
         ended = [domain for domain in self.domains if domain.retiring and domain.state == STOPPED]
         for domain in ended:
             self.domains.remove(domain)
-            self._forget(domain)
+            self._notes.forget(domain)
         begun = [plan for plan in self.awaited if not self._in_the_way(plan)]
         for plan in begun:
             self.awaited.remove(plan)
@@ -131,64 +187,14 @@ class Fleet:
         )
 
     def _new(self, plan: DomainPlan) -> Domain:
-        remembered = self._remembered(plan.pipe_directory)
+        remembered = self._notes.remembered(plan.pipe_directory)
         domain = Domain(plan, self._program, self._tell, self._changed, remembered)
         domain.stop_timeout_s = self._stop_timeout_s
         return domain
 
     def _start(self, domain: Domain, now_s: float) -> None:
-        """Note where a control daemon is about to run, for the next daemon, should this one not end it."""
-        try:
-            self._store().remember_domain(domain.wanted.pipe_directory)
-        except HostError as error:
-            log.warning("domain %s is not noted: %s. %s", domain.wanted.name, error.message, error.hint)
+        self._notes.begin(domain)
         domain.start(now_s)
-
-    def _note(self) -> None:
-        """Write down what clients get, where that is another than noted.
-
-        While limits are being set, the note from before that holds: it names those that keep the old ones.
-        """
-        for domain in self.domains:
-            if domain.state == READY:
-                self._write(domain.plan.pipe_directory, domain.in_force)
-
-    def note_all(self) -> None:
-        """Write down again what clients get; raises HostError where it cannot be: nothing may change then."""
-        for domain in self.domains:
-            if domain.state == READY:
-                self._store().note_in_force(domain.plan.pipe_directory, to_json(domain.in_force))
-
-    def _note_before_change(self, domain: Domain, plan: DomainPlan) -> None:
-        """Note the servers that are to keep what they have, before the next ones get something else.
-
-        A daemon that is killed in between would otherwise take the new limits for theirs.
-        """
-        if plan != domain.wanted and domain.status().pid is not None:
-            servers = tuple(domain.server_pids())
-            self._write(domain.plan.pipe_directory, InForce(domain.plan, servers))
-
-    def _write(self, place: str, value: InForce) -> None:
-        if self._noted.get(place) == value:
-            return
-        try:
-            self._store().note_in_force(place, to_json(value))
-            self._noted[place] = value
-        except HostError as error:
-            log.warning("what clients in %s get is not noted: %s", place, error.message)
-
-    def _remembered(self, place: str) -> InForce | None:
-        try:
-            return from_json(self._store().in_force(place))
-        except HostError:
-            return None
-
-    def _forget(self, domain: Domain) -> None:
-        self._noted.pop(domain.plan.pipe_directory, None)
-        try:
-            self._store().forget_domain(domain.plan.pipe_directory)
-        except HostError as error:
-            log.warning("domain %s is still noted: %s", domain.plan.name, error.message)
 
 
 def _can_serve(domain: Domain, plan: DomainPlan) -> bool:
@@ -199,28 +205,3 @@ def _can_serve(domain: Domain, plan: DomainPlan) -> bool:
         return True
     serves = set(domain.plan.gpu_uuids) == set(plan.gpu_uuids)
     return serves and plan._replace(gpu_uuids=domain.wanted.gpu_uuids).same_control_daemon(domain.wanted)
-
-
-def to_json(value: InForce) -> dict[str, Any]:
-    """As it is noted in the store."""
-    return {"plan": value.plan._asdict(), "old_servers": list(value.old_servers)}
-
-
-def from_json(value: Any) -> InForce | None:
-    """What `to_json` made; None for anything else, such as what another release noted."""
-    try:
-        fields = {name: _tuple(field) for name, field in value["plan"].items()}
-        fields["slices"] = tuple(Slice(*row) for row in fields.get("slices", ()))
-        fields["pools"] = tuple(Pool(*row) for row in fields.get("pools", ()))
-        return InForce(DomainPlan(**fields), tuple(int(pid) for pid in value["old_servers"]))
-    except (TypeError, KeyError, AttributeError, ValueError):
-        return None
-
-
-def _tuple(field: Any) -> Any:
-    return tuple(field) if isinstance(field, list) else field
-
-
-def server_pids(domains: Iterable[Domain]) -> list[int]:
-    """The PIDs of all MPS servers."""
-    return [pid for domain in domains for pid in domain.server_pids()]

@@ -6,13 +6,15 @@ import logging
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
+from yunion_mps.compute_modes import ModeWork, carry_out, noted
 from yunion_mps.errors import HostError
-from yunion_mps.models import DomainPlan
+from yunion_mps.inventory import Nvml
+from yunion_mps.models import DomainPlan, Plan
 from yunion_mps.mps.adoption import Left, left_behind
 from yunion_mps.mps.applying import InForce
 from yunion_mps.mps.control import PROGRAM
 from yunion_mps.store import Store
-from yunion_mps.supervisor.fleet import from_json
+from yunion_mps.supervisor.notes import from_json
 
 log = logging.getLogger(__name__)
 
@@ -71,3 +73,10 @@ def find_past(store: Store, planned: Sequence[DomainPlan]) -> Past:
         log.error("%s. %s", what, hint)
         past = past._replace(notice=f"{what}; {hint}")
     return past
+
+
+def settle_modes(past: Past, target: Plan, nvml: Nvml | None, store: Store) -> None:
+    """Put back the compute modes of GPUs that neither the plan nor anything of the past needs any more."""
+    spare = {*target.compute_modes, *past.gpu_uuids}
+    modes = {uuid: mode for uuid, mode in noted(store).items() if uuid not in spare}
+    carry_out(ModeWork(put_back=modes), nvml, store)
