@@ -13,18 +13,17 @@ import logging
 import math
 from collections.abc import Callable
 
-from yunion_mps.errors import ControlError, HostError, ShortageError, YunionError
+from yunion_mps.errors import ControlError, HostError, YunionError
 from yunion_mps.models import DomainPlan, DomainStatus, Event
 from yunion_mps.mps import launch
-from yunion_mps.mps.adoption import as_served, find, with_remembered
+from yunion_mps.mps.adoption import as_served
 from yunion_mps.mps.applying import Applying, InForce
-from yunion_mps.mps.backoff import RETRY_S, Backoff
+from yunion_mps.mps.backoff import Backoff
 from yunion_mps.mps.control import SilentError
+from yunion_mps.mps.control_daemon import ControlDaemon
 from yunion_mps.mps.diagnosis import why_silent
 from yunion_mps.mps.ending import Ending
 from yunion_mps.mps.log_file import look_at_log
-from yunion_mps.mps.news import NewsReader
-from yunion_mps.mps.servers import named
 from yunion_mps.mps.states import (
     APPLYING,
     BACKOFF,
@@ -37,10 +36,8 @@ from yunion_mps.mps.states import (
     Told,
 )
 from yunion_mps.mps.succession import LOOK_AGAIN_S, Succession
-from yunion_mps.mps.taken_over import TakenOver
 from yunion_mps.mps.watch import LimitsChangedError, Watch
 from yunion_mps.mps.wedge import Wedge
-from yunion_mps.process import Process, describe_exit
 
 log = logging.getLogger(__name__)
 
@@ -76,19 +73,12 @@ class Domain(Told):
         self.retiring = False
         #: Whether a compute mode of its GPUs is to be put back once no server runs on them.
         self.holds_modes = False
-        self.program = program
-        self._target = plan
-        self._succession = Succession(remembered or InForce(plan), tell, changed)
-        self._news = NewsReader(plan, tell, self._children)
-        self._process: Process | None = None
-        #: What is under way with its control daemon, by the state.
-        self._work: launch.Starting | Applying | Watch | Wedge | Ending | None = None
+        in_force = remembered or InForce(plan)
+        self._succession = succession = Succession(in_force, lambda: self.control.pid, tell, changed)
+        is_remembered = remembered is not None
+        self.control = ControlDaemon(plan, program, tell, succession.children, is_remembered=is_remembered)
         self._deadline_s = 0.0
         self._backoff = Backoff()
-        self._has_served = self._was_found = False
-        #: What is noted of its control daemon where somebody else has started that.
-        self.taken_over: TakenOver | None = None
-        self._is_remembered = remembered is not None
 
     # -- what it is at
 
@@ -107,66 +97,37 @@ class Domain(Told):
         pending = ""
         if self.state not in (STOPPED, STOPPING):
             pending = self._succession.pending(retiring=self.retiring, holds_modes=self.holds_modes)
-        return DomainStatus(
-            self.plan,
-            self.state,
-            self.reason,
-            self._pid,
-            self.since_s,
-            self.restarts,
-            pending,
-            self._succession.in_the_way(self._pid, every=self._renews_all) if pending else (),
-        )
+        waits_for = self._succession.in_the_way(every=self._renews_all) if pending else ()
+        now = (self.state, self.reason, self.control.pid, self.since_s, self.restarts)
+        return DomainStatus(self.plan, *now, pending, waits_for)
 
     def descriptors(self) -> list[int]:
         """What to watch for reading: the control daemon's end, and the answers that are awaited."""
-        end = [self._process.fileno()] if self._process else []
-        return [*end, *self._work.descriptors()] if self._work else end
+        return self.control.descriptors()
 
     def server_pids(self) -> list[int]:
         """The PIDs of its MPS servers, also of those that have outlived their control daemon."""
-        return [*self._children(), *self._succession.orphans.pids]
-
-    @property
-    def _pid(self) -> int | None:
-        return self._process.pid if self._process else None
+        return [*self._succession.children(), *self._succession.orphans.pids]
 
     @property
     def _renews_all(self) -> bool:  # every server of its control daemon is to end
         return self.retiring or self.holds_modes
 
-    def _children(self) -> tuple[int, ...]:
-        return self._succession.children(self._pid)
-
     # -- what it is told
-
-    @property
-    def took_over(self) -> bool:
-        """Whether its control daemon ran before us, and so may have jobs."""
-        return self._was_found and self._process is not None
-
-    @property
-    def waits_for_somebody(self) -> bool:
-        """Whether somebody else keeps its control daemon, which served before, from answering."""
-        return self._has_served and isinstance(self._work, Applying) and bool(self._work.note)
-
-    def obstacle(self) -> HostError | None:
-        """What would keep it from starting: found out before anything is changed on the host."""
-        return launch.obstacle(self.wanted)
 
     def start(self, now_s: float) -> None:
         """Begin: directories, then the control daemon; the rest is done by ticks."""
         self._succession.begin(now_s)
-        what = f"asks the running control daemon (PID {self._pid}) again"
-        if self._process is None:
+        what = f"asks the running control daemon (PID {self.control.pid}) again"
+        if not self.control.runs:
             try:
-                what = self._find_or_launch()
+                what = self.control.begin(self.wanted, self.plan)
             except HostError as error:
-                self._is_remembered = False
                 self._fail(now_s, error, lasting=True)
                 return
-        assert self._process is not None
-        self._work = launch.Starting(self._process, self._target, now_s)
+            if not self.control.was_found:
+                self._succession.in_force = InForce(self.wanted)
+        self.control.await_answer(now_s)
         self._change(STARTING, now_s, f"{what}; it does not answer yet")
 
     def stop(self, now_s: float, *, spare_found: bool = False, timeout_s: int | None = None) -> None:
@@ -177,20 +138,16 @@ class Domain(Told):
         """
         if self.state in (STOPPED, STOPPING):
             return
-        self._drop()
+        self.control.drop()
         if spare_found:
             self._succession.orphans.leave()
-        if spare_found and self._process and self._was_found:
-            log.warning("domain %s: the control daemon (PID %d) is left running", self.plan.name, self._pid)
-            self._process.close()
-            self._process = None
+            if self.control.took_over:
+                self.control.leave()
         wait_s = self.stop_timeout_s if timeout_s is None else timeout_s
-        if self._process:
-            self._work = Ending(
-                self._process, self.plan, self.program, self._children, now_s, timeout_s=wait_s
-            )
+        if self.control.runs:
+            self.control.end(self.plan, now_s, timeout_s=wait_s)
         self._succession.end(now_s + wait_s)
-        if self._process or self._succession.orphans.pids:
+        if self.control.runs or self._succession.orphans.pids:
             self._change(STOPPING, now_s, f"waiting up to {wait_s} s for its clients to end")
         else:
             self._change(STOPPED, now_s, "stopped")
@@ -201,11 +158,11 @@ class Domain(Told):
         if self.state in (BACKOFF, FAILED):
             self._deadline_s = now_s  # somebody may have mended what kept it from starting
         differs, self.wanted = plan != self.wanted, plan
-        if differs and self._process is None:
+        if differs and not self.control.runs:
             self._succession.in_force = InForce(plan)
         elif differs:
-            self._target = as_served(plan, self._target)
-            if self._target == self.plan:  # its servers have just that
+            self.control.target = as_served(plan, self.control.target)
+            if self.control.target == self.plan:  # its servers have just that
                 self._succession.take_back()
             if self.state in (APPLYING, READY):
                 self._apply(now_s, "the configuration has changed: its limits are being set", setting=True)
@@ -218,18 +175,18 @@ class Domain(Told):
 
     def renew(self, now_s: float, *, force: bool) -> None:
         """Have the servers that something waits for end: once their clients have, with `force` at once."""
-        self._succession.ask_to_end(now_s, self._pid, force=force)
+        self._succession.ask_to_end(now_s, force=force)
 
     def tick(self, now_s: float) -> float | None:
         """Do what is due; return when to be called again at the latest, None for not before a descriptor."""
         due_s = self._step(now_s)
         if self.state != STOPPED:
-            also_s = self._succession.tick(now_s, self._pid, in_use=self.in_use)
+            also_s = self._succession.tick(now_s, in_use=self.in_use)
             due_s = min((time_s for time_s in (due_s, also_s) if time_s is not None), default=None)
         return due_s
 
     def _step(self, now_s: float) -> float | None:
-        if self._process and self._process.status() is not None:
+        if self.control.has_ended:
             self._ended(now_s)
         step = {
             STARTING: self._tick_starting,
@@ -246,93 +203,68 @@ class Domain(Told):
             self._give_up(now_s, error)
             return self._step(now_s)
 
-    def _find_or_launch(self) -> str:
-        """Have a control daemon, in words; raises HostError."""
-        found = find(self.wanted)  # first, for one that serves needs nothing of what a new one needs
-        self._target = with_remembered(found.plan, self.plan) if found else self.wanted
-        self._news = NewsReader(self._target, self._tell, self._children)
-        self._has_served = self._was_found = found is not None
-        self.taken_over = found.taken_over if found else None
-        if found:
-            self._process = found.process
-            return f"took over the running control daemon (PID {found.process.pid})"
-        self._process = launch.begin(self.program, self.wanted)
-        self._succession.in_force = InForce(self.wanted)
-        return "started"
-
     def _tick_starting(self, now_s: float) -> float | None:
-        assert isinstance(self._work, launch.Starting)
-        due_s = self._work.tick(now_s)
+        assert isinstance(self.control.work, launch.Starting)
+        due_s = self.control.work.tick(now_s)
         if due_s is not None:
             return due_s
-        what = "read" if self._has_served else "set and read back"
-        self._apply(now_s, f"its limits are being {what}", setting=not self._has_served)
+        served = self.control.has_served
+        what = "read" if served else "set and read back"
+        self._apply(now_s, f"its limits are being {what}", setting=not served)
         return self._step(now_s)
 
     def _apply(self, now_s: float, reason: str, *, setting: bool) -> None:
-        self._drop()
-        strange = self.taken_over is not None and not self._is_remembered
-        self._work = Applying(
-            self.program, self.in_force, self._target, now_s, setting=setting, has_served=self._has_served,
-            idle=self.in_use is False, strange=strange,
-        )  # fmt: skip
+        self.control.apply(self.in_force, now_s, setting=setting, idle=self.in_use is False)
         if self.state == APPLYING:
             self._explain(reason)
         else:
             self._change(APPLYING, now_s, reason)
 
     def _tick_applying(self, now_s: float) -> float | None:
-        assert isinstance(self._work, Applying)
-        assert self._process is not None
-        result = self._work.tick(now_s)
+        work = self.control.work
+        assert isinstance(work, Applying)
+        result = work.tick(now_s)
         if isinstance(result, float):
-            self._explain(self._work.note or self.reason)
+            self._explain(work.note or self.reason)
             return result
-        self._drop()
-        self._succession.in_force, self._has_served, self._is_remembered = result, True, True
-        self._work = Watch(
-            self.program, self._target, self._process.pid, self._children(), self._news.tell, now_s
-        )
+        self._succession.in_force = result
+        self.control.watch(now_s)
         self._change(READY, now_s, "")
         return self._step(now_s)
 
     def _tick_ready(self, now_s: float) -> float | None:
-        assert isinstance(self._work, Watch)
+        work = self.control.work
+        assert isinstance(work, Watch)
         if self.retiring and not self.server_pids():
             self.stop(now_s)
             return self._step(now_s)
-        self._succession.look_after_old(self._target)
-        self._work.order(
-            self._succession.orders(now_s, self._pid, every=self._renews_all, in_use=self.in_use), now_s
-        )
+        self._succession.look_after_old(self.control.target)
+        work.order(self._succession.orders(now_s, every=self._renews_all, in_use=self.in_use), now_s)
         try:
-            due_s = self._work.tick(now_s)
+            due_s = work.tick(now_s)
         except LimitsChangedError as error:
-            self._succession.note_strangers(self._children(), self._work.servers, error.message)
+            self._succession.note_strangers(self._succession.children(), work.servers, error.message)
             self._apply(now_s, "somebody else has changed its limits: they are set again", setting=True)
             return self._step(now_s)
-        self.probe_s = self._work.probe_s
+        self.probe_s = work.probe_s
         return min(due_s, now_s + LOOK_AGAIN_S) if self._renews_all or self.in_force.old_servers else due_s
 
     def _tick_wedged(self, now_s: float) -> float | None:
-        assert isinstance(self._work, Wedge)
-        # A job may have come since the last look, so only one that began later counts.
-        in_use = self.in_use if self.looked_s >= self.since_s else None
-        due_s = self._work.tick(now_s, in_use=in_use)
+        work = self.control.work
+        assert isinstance(work, Wedge)
+        due_s = work.tick(now_s, in_use=self.in_use, looked_s=self.looked_s)
         if due_s is None:
             self._apply(now_s, "it answers again; its limits are being read", setting=False)
             return self._step(now_s)
-        if self._work.spared_for:
-            before = self.reason.partition("; it is replaced")[0]
-            note = f"it is replaced when {named(self._work.spared_for)}, which may have jobs, has ended"
-            self._explain(f"{before}; {note} (not to wait, and risk them: kill -9 {self._pid})")
+        if work.spared_for:
+            self._explain(work.reason)
         return due_s
 
     def _tick_waiting(self, now_s: float) -> float | None:
         if self.retiring and not self.server_pids():
             self.stop(now_s)
             return self._step(now_s)
-        if self.retiring and self._process is None:
+        if self.retiring and not self.control.runs:
             return now_s + LOOK_AGAIN_S  # only for jobs to end; nothing new is started for that
         if now_s < self._deadline_s:
             return self._deadline_s
@@ -340,22 +272,16 @@ class Domain(Told):
         return self._step(now_s) if self.state == STARTING else self._deadline_s
 
     def _tick_stopping(self, now_s: float) -> float | None:
-        if isinstance(self._work, Ending):
-            return self._work.tick(now_s)
+        if isinstance(self.control.work, Ending):
+            return self.control.work.tick(now_s)
         if not self._succession.orphans.pids:
             self._change(STOPPED, now_s, "stopped")
         return None
 
     def _ended(self, now_s: float) -> None:
         """The control daemon is gone: as we wished, or on its own."""
-        assert self._process is not None
-        what = f"the control daemon (PID {self._process.pid}) {describe_exit(self._process.status() or 0)}"
-        if replaced := isinstance(self._work, Wedge) and self._work.ended:
-            what = f"the control daemon (PID {self._process.pid}) did not serve, and was ended"
-        self._news.tell()
-        self._process.close()
-        self._process = self.taken_over = None
-        self._drop()
+        replaced = self.control.is_replaced
+        what = self.control.bury()
         self._succession.bereave(what, now_s if replaced else None)
         if self.state in (BACKOFF, FAILED):
             self._deadline_s = now_s  # what was wrong was wrong with this one
@@ -364,33 +290,24 @@ class Domain(Told):
 
     def _give_up(self, now_s: float, error: YunionError) -> None:
         """End a control daemon that never served; one that may have jobs at work is treated with care."""
-        self._drop()
-        if self._process and self._has_served and isinstance(error, SilentError):
-            why = why_silent(self._process.pid, self.plan.pipe_directory) or error.message
+        control = self.control
+        control.drop()
+        if control.runs and control.has_served and isinstance(error, SilentError):
+            why = why_silent(control.process.pid, self.plan.pipe_directory) or error.message
             self.error = error
-            self._change(WEDGED, now_s, f"the control daemon (PID {self._process.pid}) does not serve: {why}")
+            self._change(WEDGED, now_s, control.begin_anew(why, now_s).reason)
             log.error("domain %s: %s. It is told to go on. %s", self.plan.name, self.reason, error.hint)
-            self._work = Wedge(self._process, self._target, self.program, self._children, now_s)
             return
-        if self._process and not self._has_served:
-            self._process.kill()
-            self._process = None
+        if control.runs and not control.has_served:
+            control.kill()
             self._succession.bereave(error.message)  # where a job has come before it had its limits
         self._fail(now_s, error)
 
     def _fail(self, now_s: float, error: YunionError, *, lasting: bool = False) -> None:
-        quick_s = self._backoff.next_wait_s(now_s - self.since_s if self.state == READY else self.served_s)
+        served_s = now_s - self.since_s if self.state == READY else self.served_s
+        state, wait_s = self._backoff.after(error, served_s, lasting=lasting)
         self.served_s = 0.0
-        passes = isinstance(error, ShortageError) or not lasting
-        wait_s = RETRY_S if quick_s is None or not passes else quick_s
         self.restarts += 1
-        self.error = error
-        self._deadline_s = now_s + wait_s
+        self.error, self._deadline_s = error, now_s + wait_s
         log.error("domain %s: %s; next start in %g s. %s", self.plan.name, error.message, wait_s, error.hint)
-        self._change(FAILED if lasting or quick_s is None else BACKOFF, now_s, error.message)
-
-    def _drop(self) -> None:
-        """Leave off what was under way."""
-        if self._work:
-            self._work.close()
-            self._work = None
+        self._change(state, now_s, error.message)

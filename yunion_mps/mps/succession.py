@@ -33,9 +33,19 @@ FORCED = " -f"
 class Succession:
     """The servers of one domain; nothing here waits."""
 
-    def __init__(self, in_force: InForce, tell: Callable[[Event], None], changed: Callable[[], None]) -> None:
-        """`in_force` is what is remembered of an earlier daemon, or is to be."""
+    def __init__(
+        self,
+        in_force: InForce,
+        control_pid: Callable[[], int | None],
+        tell: Callable[[Event], None],
+        changed: Callable[[], None],
+    ) -> None:
+        """`in_force` is what is remembered of an earlier daemon, or is to be.
+
+        `control_pid` tells the PID of the control daemon, None while there is none.
+        """
         self.in_force = in_force
+        self._control_pid = control_pid
         self.orphans = Orphans(in_force.plan.name, tell)
         self._tell = tell
         self._changed = changed
@@ -66,9 +76,9 @@ class Succession:
         self._children = ()
         self._changed()
 
-    def children(self, control_pid: int | None) -> tuple[int, ...]:
-        """The PIDs of the servers of this control daemon; those known last where they cannot be read now."""
-        known = self._children
+    def children(self) -> tuple[int, ...]:
+        """The PIDs of the control daemon's servers; those known last where they cannot be read now."""
+        known, control_pid = self._children, self._control_pid()
         try:
             now = tuple(server_pids(control_pid)) if control_pid else ()
         except ShortageError as error:
@@ -79,12 +89,12 @@ class Succession:
         self._children = (*now, *lost)
         return self._children
 
-    def tick(self, now_s: float, control_pid: int | None, *, in_use: bool | None) -> float | None:
+    def tick(self, now_s: float, *, in_use: bool | None) -> float | None:
         """Take note of servers that came and ended; when to be called again."""
         before = self.orphans.pids
         if now_s >= self._look_s:  # not at every tick, of which there are many while dozens of domains start
             self._look_s = now_s + LOOK_AGAIN_S
-            self.children(control_pid)
+            self.children()
         if self._search_s is not None and now_s >= self._search_s:
             self._search()
         due_s = self.orphans.tick(now_s, in_use=in_use)
@@ -132,12 +142,12 @@ class Succession:
         name, what = self.in_force.plan.name, "somebody else has changed its limits"
         self._tell(Event("warning", "limit", name, what, cause, means))
 
-    def in_the_way(self, control_pid: int | None, *, every: bool) -> tuple[int, ...]:
+    def in_the_way(self, *, every: bool) -> tuple[int, ...]:
         """The servers that something waits for, those without a control daemon among them."""
-        own = self.children(control_pid) if every else self.in_force.old_servers
+        own = self.children() if every else self.in_force.old_servers
         return (*own, *self.orphans.pids)
 
-    def ask_to_end(self, now_s: float, control_pid: int | None, *, force: bool) -> None:
+    def ask_to_end(self, now_s: float, *, force: bool) -> None:
         """Have those in the way asked to end: once their clients have, with `force` at once.
 
         Those without a control daemon can only be forced. The others are asked when their control daemon
@@ -146,14 +156,14 @@ class Succession:
         if force:
             self.orphans.end(now_s, "its end was asked for")
         self._asked_s = now_s
-        self._to_ask = dict.fromkeys(self.children(control_pid), force)
+        self._to_ask = dict.fromkeys(self.children(), force)
 
-    def orders(self, now_s: float, control_pid: int | None, *, every: bool, in_use: bool | None) -> list[str]:
+    def orders(self, now_s: float, *, every: bool, in_use: bool | None) -> list[str]:
         """What the control daemon, which hears us, is to be told now; whether `every` server is to end."""
         late = now_s > self._asked_s + FORCE_WITHIN_S
         to_ask = {pid: force for pid, force in self._to_ask.items() if not (force and late)}
         self._to_ask = {}
-        in_the_way = self.children(control_pid) if every else self.in_force.old_servers
+        in_the_way = self.children() if every else self.in_force.old_servers
         # Without -f, for a job may have come since NVML was asked: a server with clients goes on with them
         # (535 ends it after them, 550 asks it again and again), and one without ends at once.
         if in_the_way and not to_ask and in_use is False and now_s >= self._ask_s:

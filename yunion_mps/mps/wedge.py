@@ -14,6 +14,7 @@ from yunion_mps.models import DomainPlan
 from yunion_mps.mps.control import HEARD, Conversation
 from yunion_mps.mps.ending import Ending
 from yunion_mps.mps.probe import Probe
+from yunion_mps.mps.servers import named
 from yunion_mps.process import Process, wake
 
 #: How long it has to answer once it was told to go on.
@@ -31,13 +32,16 @@ class Wedge:
         plan: DomainPlan,
         program: str,
         servers: Callable[[], Sequence[int]],
+        why: str,
         now_s: float,
     ) -> None:
-        """`servers` tells the PIDs of its servers, at any time."""
+        """`servers` tells the PIDs of its servers, at any time; `why` it does not serve, in words."""
         self._process = process
         self._plan = plan
         self._program = program
         self._servers = servers
+        self._why = why
+        self._began_s = now_s
         self._deadline_s = now_s + PATIENCE_S
         self._look_s = now_s
         self._probe: Probe | None = None
@@ -52,16 +56,27 @@ class Wedge:
         """Whether it is being ended."""
         return self._ending is not None
 
+    @property
+    def reason(self) -> str:
+        """What is wrong, and what it waits for."""
+        pid = self._process.pid
+        what = f"the control daemon (PID {pid}) does not serve: {self._why}"
+        if not self.spared_for:
+            return what
+        until = f"it is replaced when {named(self.spared_for)}, which may have jobs, has ended"
+        return f"{what}; {until} (not to wait, and risk them: kill -9 {pid})"
+
     def descriptors(self) -> list[int]:
         """What to watch for reading."""
         if self._conversation:
             return [self._conversation.fileno()]
         return [self._probe.fileno()] if self._probe and self._probe.watched else []
 
-    def tick(self, now_s: float, *, in_use: bool | None) -> float | None:
+    def tick(self, now_s: float, *, in_use: bool | None, looked_s: float) -> float | None:
         """Do what is due; when to be called again, None once it answers.
 
-        `in_use` tells whether other processes than servers use its GPUs, None where that is unknown.
+        `in_use` tells whether other processes than servers used its GPUs when it was looked at `looked_s`,
+        None where that is unknown.
         """
         if self._ending:
             return self._ending.tick(now_s)
@@ -70,7 +85,9 @@ class Wedge:
             return None
         if now_s >= self._deadline_s:
             servers = self._servers()
-            self.spared_for = tuple(servers) if in_use is not False else ()
+            # A job may have come since a look from before.
+            is_idle = in_use is False and looked_s >= self._began_s
+            self.spared_for = () if is_idle else tuple(servers)
             if not self.spared_for:
                 self.close()
                 self._ending = Ending(

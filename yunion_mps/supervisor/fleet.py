@@ -61,7 +61,8 @@ class Fleet:
         self._program, self._stop_timeout_s = program, stop_timeout_s
         left = list(plans)
         for domain in self.domains:
-            domain.program, domain.stop_timeout_s = program or domain.program, stop_timeout_s
+            domain.control.program = program or domain.control.program
+            domain.stop_timeout_s = stop_timeout_s
             plan = next((plan for plan in left if _can_serve(domain, plan)), None)
             if plan is None:
                 domain.retire()
@@ -89,7 +90,7 @@ class Fleet:
 
     def refuse_if_none_can_start(self) -> None:
         """Raise the first HostError where something keeps every one of them from starting."""
-        obstacles = [error for domain in self.domains if (error := domain.obstacle())]
+        obstacles = [error for domain in self.domains if (error := obstacle(domain.wanted))]
         if obstacles and len(obstacles) == len(self.domains):
             raise obstacles[0]
 
@@ -108,7 +109,8 @@ class Fleet:
     def started(self) -> bool:
         """Whether every domain is ready or has said why it is not."""
         return all(
-            domain.state == READY or domain.error or domain.waits_for_somebody for domain in self.domains
+            domain.state == READY or domain.error or domain.control.waits_for_somebody
+            for domain in self.domains
         )
 
     @property
@@ -124,7 +126,7 @@ class Fleet:
     @property
     def took_over(self) -> bool:
         """Whether a control daemon is watched that ran before us, serving or not."""
-        return any(domain.took_over for domain in self.domains)
+        return any(domain.control.took_over for domain in self.domains)
 
     def first_error(self) -> YunionError | None:
         """Why a domain does not serve, None where all do."""
@@ -199,7 +201,8 @@ class Fleet:
 
 def _can_serve(domain: Domain, plan: DomainPlan) -> bool:
     """Whether the domain can go on with this plan: its control daemon has just its GPUs, or is to have."""
-    if domain.taken_over and not domain.taken_over.can_serve(plan):
+    taken_over = domain.control.taken_over
+    if taken_over and not taken_over.can_serve(plan):
         return False
     if plan.same_control_daemon(domain.wanted):
         return True

@@ -11,6 +11,7 @@ import pytest
 from yunion_mps.models import DomainPlan
 from yunion_mps.mps.adoption import MARK, control_environment, find, left_behind
 from yunion_mps.mps.control import PROGRAM
+from yunion_mps.mps.launch import obstacle
 from yunion_mps.mps.states import APPLYING, BACKOFF, FAILED, READY, STARTING, STOPPED, WEDGED
 from yunion_mps.process import spawn
 
@@ -48,7 +49,7 @@ def test_a_survivor_is_taken_over_also_where_no_other_could_be_started(
     with open(plan.log_directory, "w"):
         pass
     run = run_domain()
-    assert run.domain.obstacle() is None
+    assert obstacle(plan) is None
     assert run.start().until(READY).pid == survivor.pid
 
 

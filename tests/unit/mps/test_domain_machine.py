@@ -194,10 +194,10 @@ class Faults(RuleBasedStateMachine):
     @rule()
     def lose_the_daemon(self) -> None:
         """Ours dies, and the next one begins with what was written down."""
-        self.run.domain._drop()
-        if self.run.domain._process:
-            self.lost.append(self.run.domain._process.pid)
-            self.run.domain._process.close()
+        self.run.domain.control.drop()
+        if self.run.domain.control.runs:
+            self.lost.append(self.run.pid)
+            self.run.domain.control.process.close()
         was_running = self.run.state not in (STOPPED, STOPPING)
         self.run = DomainRun(self.plan, self.jobs.program, self.run.clock, self.run.domain.in_force)
         if was_running or control_daemons(self.plan.pipe_directory):

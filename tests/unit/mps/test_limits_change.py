@@ -168,7 +168,7 @@ def held(
         return hold_front_end(plan)
     leave = hold_front_end(plan)
     run.domain.change(other, run.clock.now_s)
-    run.until_it(lambda: run.domain.waits_for_somebody)
+    run.until_it(lambda: run.domain.control.waits_for_somebody)
     return leave
 
 
