@@ -296,6 +296,7 @@ class Domain(Told):
             why = why_silent(control.process.pid, self.plan.pipe_directory) or error.message
             self.error = error
             self._change(WEDGED, now_s, control.begin_anew(why, now_s).reason)
+            self.wants_look = True  # for whether jobs are in its way is believed only by a look from now on
             log.error("domain %s: %s. It is told to go on. %s", self.plan.name, self.reason, error.hint)
             return
         if control.runs and not control.has_served:

@@ -56,6 +56,13 @@ def test_a_stopped_control_daemon_is_named_let_go_on_and_its_limits_read(
     assert converse(program, plan, "get_default_device_pinned_mem_limit 0") == ["5G"]
 
 
+def test_whether_jobs_are_in_its_way_is_to_be_looked_at_as_soon_as_it_hangs(run: DomainRun) -> None:
+    assert not run.domain.wants_look
+    stop_process(run.pid)
+    find_out(run)
+    assert run.domain.wants_look
+
+
 def test_one_that_is_stopped_again_and_again_is_replaced(run: DomainRun) -> None:
     pid = run.pid
     stop_process(pid)
