@@ -15,7 +15,7 @@ from yunion_mps.examination import examine
 from yunion_mps.inventory import Nvml, scan
 from yunion_mps.models import Event, Snapshot
 from yunion_mps.paths import Paths
-from yunion_mps.service import devices_json
+from yunion_mps.service.shapes import devices_json
 from yunion_mps.supervisor import Change, Supervisor
 
 from simhost import Description, SimHost

@@ -7,7 +7,7 @@ import time
 
 import pytest
 from yunion_mps.errors import DriverError
-from yunion_mps.service import devices_json
+from yunion_mps.service.shapes import devices_json
 
 from unit.supervised import MakeHost, MakeStandIns, Supervise, attach
 

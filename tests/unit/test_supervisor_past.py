@@ -10,7 +10,7 @@ import pytest
 from yunion_mps.errors import HostError
 from yunion_mps.journal.table import Table
 from yunion_mps.mps.control import PROGRAM
-from yunion_mps.service import devices_json
+from yunion_mps.service.shapes import devices_json
 from yunion_mps.store import Store
 
 from simhost import SimHost

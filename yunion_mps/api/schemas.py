@@ -16,7 +16,9 @@ from yunion_mps.api.schema_parts import Schema, list_of, number, object_of, or_n
 from yunion_mps.api.schemas_running import schemas as running
 from yunion_mps.models import DEV_TYPE
 from yunion_mps.mps.states import LEGAL_CHANGES, READY
-from yunion_mps.service import AVAILABLE, DEFAULT_LIMIT, NOT_USED, STATES, UNAVAILABLE
+from yunion_mps.service import DEFAULT_LIMIT
+from yunion_mps.service.shapes import AVAILABLE, NOT_USED, UNAVAILABLE
+from yunion_mps.service.state import STATES
 
 _PCI = "([0-9a-f]{4,8}:)?[0-9a-f]{2}:[0-9a-f]{2}\\.[0-7]"
 _GPU_UUID = "GPU-76aef7ff-372d-2432-b4b4-beca4d8d3400"

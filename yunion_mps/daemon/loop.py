@@ -29,7 +29,8 @@ from yunion_mps.daemon.tasks import end_all
 from yunion_mps.daemon.textfile import Textfile
 from yunion_mps.gateway import notice
 from yunion_mps.paths import Paths
-from yunion_mps.service import Service, one_line
+from yunion_mps.service import Service
+from yunion_mps.service.state import one_line
 from yunion_mps.supervisor import Supervisor
 from yunion_mps.systemd import Notifier
 

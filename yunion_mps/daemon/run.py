@@ -24,7 +24,8 @@ from yunion_mps.gateway import notice
 from yunion_mps.models import Event
 from yunion_mps.mps import directories
 from yunion_mps.paths import Paths
-from yunion_mps.service import Service, one_line
+from yunion_mps.service import Service
+from yunion_mps.service.state import one_line
 from yunion_mps.supervisor import Supervisor
 from yunion_mps.supervisor.warnings import warnings
 from yunion_mps.systemd import Notifier

@@ -12,7 +12,8 @@ from yunion_mps.api.counting import BOUNDS_S
 from yunion_mps.metrics.facts import Facts, Json
 from yunion_mps.metrics.use import MIB, OfDevice
 from yunion_mps.mps.states import LEGAL_CHANGES
-from yunion_mps.service import AVAILABLE, NOT_USED, STATES, UNAVAILABLE
+from yunion_mps.service.shapes import AVAILABLE, NOT_USED, UNAVAILABLE
+from yunion_mps.service.state import STATES
 
 #: A metric's name, the values of its labels, and what its kind of family takes as a value.
 Row = tuple[Any, ...]

@@ -3,36 +3,26 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 from yunion_mps import __version__
 from yunion_mps.errors import NotFoundError
 from yunion_mps.journal import Journal
 from yunion_mps.leases.ledger import Ledger
-from yunion_mps.leases.offers import Offer
-from yunion_mps.models import DEV_TYPE, Device, DomainStatus, Gpu, Lease, PcieLink, Plan, Snapshot
-from yunion_mps.mps.states import READY
-from yunion_mps.planning import client_environment, enforces_budgets
+from yunion_mps.models import Gpu, Lease, Snapshot
+from yunion_mps.planning import client_environment
+from yunion_mps.service.reasons import domain_names, gpu_reason, reasons
+from yunion_mps.service.shapes import AVAILABLE, UNAVAILABLE, Json, devices_json, domain_json, gpu_json
+from yunion_mps.service.state import state_of
 from yunion_mps.supervisor.warnings import warnings
 from yunion_mps.usage.hour import Usage
-
-AVAILABLE = "available"
-UNAVAILABLE = "unavailable"
-NOT_USED = "not used"
-
-#: What the host can be at; see `_state`.
-STATES = ("ready", "degraded", "failed", "disabled")
 
 #: A page of a listing where nothing else is asked for, as with Cloudpods.
 DEFAULT_LIMIT = 20
 
 #: The kinds of events.
 EVENT_KINDS = ("domain", "limit", "gpu", "compute_mode", "configuration", "client", "lease", "daemon")
-
-Json = dict[str, Any]
-
-_NO_DOMAIN = "no control daemon serves it"
 
 
 class Filters(NamedTuple):
@@ -113,12 +103,12 @@ class Service:
     def gpus(self) -> Json:
         """Every GPU of the host, the broken ones with their reason."""
         snapshot = self._take()
-        names = _domain_names(snapshot.plan)
+        names = domain_names(snapshot.plan)
         domains = {domain.plan.name: domain for domain in snapshot.domains}
         counts = Counter(device.gpu_uuid for device in snapshot.plan.devices)
         gpus = [
             {
-                **_gpu_json(
+                **gpu_json(
                     gpu,
                     domains.get(names.get(gpu.uuid or "", "")),
                     snapshot,
@@ -146,7 +136,7 @@ class Service:
         devices = self._all()
         available = sum(device["state"] == AVAILABLE for device in devices)
         return {
-            "state": _state(snapshot),
+            "state": state_of(snapshot),
             "notice": snapshot.notice,
             "warnings": list(warnings(snapshot)),
             "version": __version__,
@@ -164,9 +154,9 @@ class Service:
             },
             "gpus": {
                 "total": len(snapshot.inventory.gpus),
-                UNAVAILABLE: sum(bool(_gpu_reason(gpu, snapshot)) for gpu in snapshot.inventory.gpus),
+                UNAVAILABLE: sum(bool(gpu_reason(gpu, snapshot)) for gpu in snapshot.inventory.gpus),
             },
-            "domains": [_domain_json(domain) for domain in snapshot.domains],
+            "domains": [domain_json(domain) for domain in snapshot.domains],
         }
 
     def events(self, wanted: Wanted) -> Json:
@@ -214,155 +204,3 @@ class Service:
             "domain": device.domain,
             "client_environment": client_environment([device], domain) if domain else {},
         }
-
-
-def devices_json(snapshot: Snapshot, ledger: Ledger | None = None) -> list[Json]:
-    """Every device of the snapshot, with Cloudpods' own field names and ours, and those made for a lease."""
-    ledger = ledger or Ledger()
-    planned = {device.id for device in snapshot.plan.devices}
-    leased = [device for lease in ledger.leases.values() for device in lease.devices]
-    made = [device for device in leased if device.id not in planned]
-    gpus = {gpu.uuid: gpu for gpu in snapshot.inventory.gpus}
-    why = reasons(snapshot)
-    offers = [Offer(device, why.get(device.gpu_uuid, _NO_DOMAIN)) for device in snapshot.plan.devices]
-    free = ledger.free_devices(offers)
-    shown = []
-    for device in (*snapshot.plan.devices, *made):
-        gpu, reason = gpus.get(device.gpu_uuid), why.get(device.gpu_uuid, _NO_DOMAIN)
-        fields = _device_json(device, gpu, snapshot.plan.host_id, reason)
-        shown.append({**fields, "lease": ledger.owners.get(device.id), "free": device.id in free})
-    return shown
-
-
-def reasons(snapshot: Snapshot) -> dict[str, str]:
-    """Why the devices of a GPU (by UUID) cannot be used now, empty where they can."""
-    gpus = {gpu.uuid: gpu for gpu in snapshot.inventory.gpus}
-    domains = {domain.plan.name: domain for domain in snapshot.domains}
-    names = _domain_names(snapshot.plan)
-    return {uuid: _reason(gpus.get(uuid), domains.get(name)) for uuid, name in names.items()}
-
-
-def _reason(gpu: Gpu | None, domain: DomainStatus | None) -> str:
-    """Why the devices of a GPU cannot be used now, empty where they can."""
-    if gpu is None:
-        return "its GPU is not there any more"
-    if gpu.reason:
-        return gpu.reason
-    if domain is None:
-        return _NO_DOMAIN
-    if gpu.uuid not in domain.plan.gpu_uuids:
-        return "the running control daemon does not serve it; it will be served once that has ended"
-    if domain.state != READY:
-        return f"its domain is {domain.state}: {domain.reason}"
-    return ""
-
-
-def _device_json(device: Device, gpu: Gpu | None, host_id: str, reason: str) -> Json:
-    return {
-        "id": device.id,
-        "dev_type": DEV_TYPE,
-        "model": gpu.name if gpu else None,
-        "addr": device.addr,
-        "vendor_device_id": gpu.vendor_device_id if gpu else None,
-        "host_id": host_id,
-        "numa_node": gpu.numa_node if gpu else None,
-        "device_path": device.gpu_uuid,
-        "pcie_info": _link_json(gpu.link) if gpu else None,
-        "index": -1,
-        "device_minor": -1,
-        "mps_memory_limit": device.memory_limit_mib,
-        "mps_memory_total": device.memory_total_mib,
-        "mps_thread_percentage": _plain(device.thread_percentage),
-        "gpu_uuid": device.gpu_uuid,
-        "state": UNAVAILABLE if reason else AVAILABLE,
-        "reason": reason,
-        "budget_enforced": device.budget_enforced,
-    }
-
-
-def _plain(percentage: float) -> float | int:
-    """A percentage as JSON has it: 25, 33.3."""
-    return int(percentage) if percentage == int(percentage) else percentage
-
-
-def _link_json(link: PcieLink | None) -> Json | None:
-    """The link as Cloudpods has it, its keys in alphabetical order."""
-    return dict(sorted(link._asdict().items())) if link else None
-
-
-def _gpu_reason(gpu: Gpu, snapshot: Snapshot) -> str:
-    return gpu.reason or snapshot.plan.unavailable.get(gpu.pci_address, "")
-
-
-def _domain_names(plan: Plan) -> dict[str, str]:
-    """The domain of each GPU (UUID) that has devices, or a pool to make them of."""
-    names = {device.gpu_uuid: device.domain for device in plan.devices}
-    return {**names, **{pool.gpu_uuid: pool.domain for pool in plan.pools}}
-
-
-def _gpu_json(gpu: Gpu, domain: DomainStatus | None, snapshot: Snapshot, devices: int, *, used: bool) -> Json:
-    capability = gpu.compute_capability
-    reason = _gpu_reason(gpu, snapshot) or (_reason(gpu, domain) if used else "")
-    return {
-        "uuid": gpu.uuid,
-        "name": gpu.name,
-        "addr": gpu.address,
-        "pci_address": gpu.pci_address,
-        "memory_total": gpu.memory_mib,
-        "compute_mode": gpu.compute_mode,
-        "compute_capability": f"{capability[0]}.{capability[1]}" if capability else None,
-        "mig_enabled": gpu.mig_enabled,
-        "vendor_device_id": gpu.vendor_device_id,
-        "numa_node": gpu.numa_node,
-        "pcie_info": _link_json(gpu.link),
-        "render_node": gpu.render_node,
-        "index": gpu.nvml_index,
-        "device_minor": gpu.minor,
-        "devices": devices,
-        "state": UNAVAILABLE if reason else AVAILABLE if used else NOT_USED,
-        "reason": reason,
-        "budget_enforced": enforces_budgets(gpu),
-    }
-
-
-def _domain_json(domain: DomainStatus) -> Json:
-    plan = domain.plan
-    return {
-        "name": plan.name,
-        "state": domain.state,
-        "reason": domain.reason,
-        "pending": domain.pending,
-        "waits_for": list(domain.waits_for),
-        "pid": domain.pid,
-        "restarts": domain.restarts,
-        "pipe_directory": plan.pipe_directory,
-        "log_directory": plan.log_directory,
-        "gpus": list(plan.gpu_uuids),
-        "memory_limits": list(plan.memory_limits_mib),
-        "thread_percentage": _plain(plan.thread_percentage),
-    }
-
-
-def _state(snapshot: Snapshot) -> str:
-    """`ready`, `degraded` (something that should serve does not), `failed` (nothing does) or `disabled`."""
-    if not snapshot.enabled:
-        return "disabled"
-    serving = sum(domain.state == READY for domain in snapshot.domains)
-    if not serving:
-        return "failed"
-    broken = any(_gpu_reason(gpu, snapshot) for gpu in snapshot.inventory.gpus)
-    there = {gpu.uuid for gpu in snapshot.inventory.gpus}
-    broken = broken or any(uuid not in there for uuid in _domain_names(snapshot.plan))
-    return "degraded" if broken or serving < len(snapshot.domains) else "ready"
-
-
-def one_line(status: Json) -> str:
-    """The status in one line, for systemd and for logs."""
-    devices, domains = status["devices"], status["domains"]
-    serving = sum(domain["state"] == READY for domain in domains)
-    if status["notice"]:
-        return str(status["notice"])
-    line = f"{devices[AVAILABLE]} of {devices['total']} devices available, "
-    line += f"{serving} of {len(domains)} control daemons serving"
-    troubles: Sequence[str] = [d["reason"] for d in domains if d["state"] != READY]
-    return line + (f"; {troubles[0]}" if troubles else "")
