@@ -1,10 +1,12 @@
 """UUIDs of version 5 (RFC 9562, 5.5): the same names give the same ids, on every start and every host.
 
 As `uuid.uuid5` makes them, without what that imports: `platform`, and OpenSSL for one SHA-1, 4 ms of the
-daemon's start and 1 MiB for as long as it runs.
+daemon's start and 1 MiB for as long as it runs. And random ones, of version 4.
 """
 
 from __future__ import annotations
+
+import os
 
 try:
     from _sha1 import sha1  # type: ignore[import-not-found]
@@ -18,8 +20,17 @@ NAMESPACE = "9f730301-df5c-5d50-ba8a-1c8a10bd4344"
 def uuid5(namespace: str, name: str) -> str:
     """The UUID of `name` in the namespace, which is a UUID itself."""
     data = bytes.fromhex(namespace.replace("-", "")) + name.encode()
-    digest = bytearray(sha1(data).digest()[:16])  # noqa: S324 - the standard's own choice, and no secret
-    digest[6] = digest[6] & 0x0F | 0x50
+    return _uuid(sha1(data).digest(), 5)  # noqa: S324 - the standard's own choice, and no secret
+
+
+def random_uuid() -> str:
+    """A new UUID, which nobody can guess."""
+    return _uuid(os.urandom(16), 4)
+
+
+def _uuid(data: bytes, version: int) -> str:
+    digest = bytearray(data[:16])
+    digest[6] = digest[6] & 0x0F | version << 4
     digest[8] = digest[8] & 0x3F | 0x80
     text = digest.hex()
     return f"{text[:8]}-{text[8:12]}-{text[12:16]}-{text[16:20]}-{text[20:]}"

@@ -1,4 +1,4 @@
-"""Our UUIDs of version 5 are the standard's."""
+"""Our UUIDs are the standard's."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import uuid
 
 from hypothesis import given
 from hypothesis import strategies as st
-from yunion_mps.identity import NAMESPACE, uuid5
+from yunion_mps.identity import NAMESPACE, random_uuid, uuid5
 
 
 @given(st.uuids(), st.text())
@@ -17,3 +17,11 @@ def test_a_uuid_is_the_one_that_the_standard_library_makes(namespace: uuid.UUID,
 
 def test_our_namespace_is_derived_from_our_name() -> None:
     assert str(uuid.uuid5(uuid.NAMESPACE_DNS, "yunion-mps")) == NAMESPACE
+
+
+def test_a_random_uuid_says_that_it_is_one_and_each_is_another() -> None:
+    some = {random_uuid() for _ in range(100)}
+    assert len(some) == 100
+    for one in some:
+        read = uuid.UUID(one)
+        assert (str(read), read.version, read.variant) == (one, 4, uuid.RFC_4122)

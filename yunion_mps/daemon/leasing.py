@@ -13,26 +13,26 @@ from typing import Any, NamedTuple
 from yunion_mps.containers import Containers
 from yunion_mps.daemon.containers import ContainerDevices
 from yunion_mps.daemon.ends import Ends
+from yunion_mps.daemon.lease_events import LeaseEvents, devices_of
 from yunion_mps.daemon.wishes import LEASE_VARIABLE, Wishes
 from yunion_mps.errors import HostError, NotAllowedError, NotFoundError, NothingFreeError, YunionError
+from yunion_mps.identity import random_uuid
 from yunion_mps.leases.book import Book
 from yunion_mps.leases.ledger import Ledger
-from yunion_mps.leases.names import cut
+from yunion_mps.leases.names import lease_named
 from yunion_mps.leases.offers import Offers, offers_of
+from yunion_mps.leases.once import given_before, refuse_a_second
 from yunion_mps.leases.places import Places
 from yunion_mps.leases.queue import Queue, Waiter
 from yunion_mps.leases.view import lease_json, leases_json
 from yunion_mps.leases.wish import Wish
-from yunion_mps.models import Device, Event, Holder, Lease
+from yunion_mps.models import Device, Holder, Lease
 from yunion_mps.paths import Paths
-from yunion_mps.process import command_of, user_name
+from yunion_mps.process import user_name
 from yunion_mps.service import Service
 from yunion_mps.supervisor import Supervisor
 
 log = logging.getLogger(__name__)
-
-#: So much of a lease's id must be given.
-_LEAST = 4
 
 Json = dict[str, Any]
 Keep = Callable[[Callable[[], None]], None]
@@ -67,6 +67,7 @@ class Leasing:
         self._service = service
         self._wishes = Wishes(supervisor, service)
         self._containers = Containers(paths)
+        self._events = LeaseEvents(supervisor.journal, self._containers)
         self.ledger = Ledger()
         self.queue: Queue = Queue(self.ledger)
         self._ends = Ends(self._end)
@@ -134,10 +135,12 @@ class Leasing:
         """
         self._supervisor.refuse_if_unsafe()
         asker = _Asker(holder, request, cdi, keep, asyncio.get_running_loop().create_future())
-        given = self._given_before(asker)
+        leases = self.ledger.leases.values()
+        given = given_before(leases, holder, request)
         if given:
+            self._bind(given, keep)
             return self._json(given)
-        self._refuse_a_second(asker)
+        refuse_a_second(leases, holder, request)
         wish = self._wishes.possible(wish, self._offers())
         waiter = Waiter(wish, self._since_s(asker), asker)
         self.queue.add(waiter)
@@ -199,7 +202,7 @@ class Leasing:
         if lease.holder.binding == "name":
             return self._json(lease)
         if lease.holder.binding == "container":
-            what = f"the lease of {_devices(lease)} is a container's already (PID {lease.holder.pid})"
+            what = f"the lease of {devices_of(lease)} is a container's already (PID {lease.holder.pid})"
             raise HostError(what, "take another one: yunion-mps run --podman")
         bound = lease._replace(holder=holder)
         if not self._ends.watch(bound):
@@ -211,7 +214,7 @@ class Leasing:
                 self._end(lease.id, "its process ended")
             raise
         self.ledger.replace(bound)
-        self._tell(bound, f"bound to {self._named(holder)}", "its container starts")
+        self._events.bound(bound)
         return self._json(bound)
 
     def serve(self) -> None:
@@ -241,14 +244,6 @@ class Leasing:
         at_s = max(time.time(), waiters[-1].since_s if waiters else 0.0)
         return self._places.come(asker.key, at_s, time.monotonic())
 
-    def _given_before(self, asker: _Asker) -> Lease | None:
-        """The lease that this very request was answered with, where that answer may have been lost."""
-        for lease in self.ledger.leases.values():
-            if asker.request and (lease.request, lease.holder) == (asker.request, asker.holder):
-                self._bind(lease, asker.keep)
-                return lease
-        return None
-
     def _why_not(self, waiter: Waiter) -> YunionError:
         offers = self._offers()
         try:
@@ -259,8 +254,8 @@ class Leasing:
 
     def _give(self, wish: Wish, devices: tuple[Device, ...], asker: _Asker) -> Lease:
         """Enter the lease; raises YunionError, with nothing given, where it cannot be kept or honoured."""
-        self._refuse_a_second(asker)
-        holder, lease_id = asker.holder, _new_id()
+        holder, lease_id = asker.holder, random_uuid()
+        refuse_a_second(self.ledger.leases.values(), holder, asker.request)
         environment = self._wishes.environment(wish, devices, lease_id)
         is_device = asker.cdi or holder.binding == "name"
         lease = Lease(lease_id, devices, holder, time.time(), environment, asker.request, is_device)
@@ -277,7 +272,7 @@ class Leasing:
             raise
         self.ledger.add(lease)
         self._bind(lease, asker.keep)
-        self._tell(lease, f"given to {self._named(holder)}", "it was asked for")
+        self._events.given(lease)
         return lease
 
     def _bind(self, lease: Lease, keep: Keep) -> None:
@@ -290,32 +285,11 @@ class Leasing:
         if lease and lease.holder.binding == "connection" and not self._is_closed:
             self._end(lease_id, "its connection ended")
 
-    def _refuse_a_second(self, asker: _Asker) -> None:
-        """Nobody gets devices twice, for a name or for one request; raises HostError."""
-        name = asker.holder.name
-        for lease in self.ledger.leases.values():
-            if lease.holder.uid != asker.holder.uid:
-                continue
-            if name and lease.holder.name == name:
-                what = f"{name} has a lease already: {lease.id}"
-                raise HostError(what, "go on with that one (yunion-mps lease renew), or release it")
-            if asker.request and lease.request == asker.request:
-                what = f"this request has a lease already: {lease.id}"
-                raise HostError(what, "make a new request for another")
-
     def _own(self, name: str, uid: int) -> Lease:
-        """The lease of this id, a unique beginning of it, or the name of its holder."""
-        leases = self.ledger.leases
-        found = [leases[name]] if name in leases else []
-        found = found or [one for one in leases.values() if one.holder.name == name]
-        found = found or [one for one in leases.values() if len(name) >= _LEAST and one.id.startswith(name)]
-        if not found:
-            raise NotFoundError(f"there is no lease {cut(name)}", "see: yunion-mps who")
-        if len(found) > 1:
-            raise NotFoundError(f"{cut(name)} names {len(found)} leases", "give more of the id")
-        lease = found[0]
+        """The lease that is called so, where the user may change it."""
+        lease = lease_named(name, self.ledger.leases)
         if uid not in (0, os.geteuid(), lease.holder.uid):
-            what = f"the lease of {_devices(lease)} is {user_name(lease.holder.uid)}'s"
+            what = f"the lease of {devices_of(lease)} is {user_name(lease.holder.uid)}'s"
             raise NotAllowedError(what, "only root and its owner may end or renew it")
         return lease
 
@@ -329,27 +303,6 @@ class Leasing:
         try:
             self._book.strike(lease_id)
         except HostError as error:  # the next daemon sees by itself that its holder is gone
-            log.warning("the end of the lease of %s is not noted: %s", _devices(lease), error.message)
-        self._tell(lease, f"given back by {self._named(lease.holder)}", cause)
+            log.warning("the end of the lease of %s is not noted: %s", devices_of(lease), error.message)
+        self._events.ended(lease, cause)
         self.serve()
-
-    def _named(self, holder: Holder) -> str:
-        user = user_name(holder.uid)
-        if holder.binding == "name":
-            return f"{holder.name} of {user}"
-        inside = self._containers.of(holder.pid or 0) if holder.binding == "container" else None
-        what = f"container {inside.name}" if inside else command_of(holder.pid or 0) or "a process"
-        return f"{what} (PID {holder.pid}, {user})"
-
-    def _tell(self, lease: Lease, what: str, cause: str) -> None:
-        self._supervisor.journal.record(Event("info", "lease", _devices(lease), what, cause))
-
-
-def _devices(lease: Lease) -> str:
-    return ", ".join(device.addr for device in lease.devices)
-
-
-def _new_id() -> str:
-    """A random UUID; `uuid` would take longer to import than everything here."""
-    text = os.urandom(16).hex()
-    return "-".join((text[:8], text[8:12], f"4{text[13:16]}", f"8{text[17:20]}", text[20:]))

@@ -1,11 +1,14 @@
-"""What people call a GPU."""
+"""What people call a GPU, and a lease."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from yunion_mps.errors import NotFoundError
-from yunion_mps.models import Gpu
+from yunion_mps.models import Gpu, Lease
+
+#: So much of a lease's id must be given.
+_LEAST = 4
 
 
 def gpu_named(name: str, gpus: Sequence[Gpu]) -> Gpu:
@@ -17,6 +20,21 @@ def gpu_named(name: str, gpus: Sequence[Gpu]) -> Gpu:
     if len(found) != 1:
         what = f"{cut(name)} names {len(found)} GPUs" if found else f"there is no GPU {cut(name)}"
         raise NotFoundError(what, "list them with: yunion-mps gpus")
+    return found[0]
+
+
+def lease_named(name: str, leases: Mapping[str, Lease]) -> Lease:
+    """The lease of this id, of a holder with this name, or a unique beginning of an id.
+
+    `leases` are by id. Raises NotFoundError.
+    """
+    found = [leases[name]] if name in leases else []
+    found = found or [one for one in leases.values() if one.holder.name == name]
+    found = found or [one for one in leases.values() if len(name) >= _LEAST and one.id.startswith(name)]
+    if not found:
+        raise NotFoundError(f"there is no lease {cut(name)}", "see: yunion-mps who")
+    if len(found) > 1:
+        raise NotFoundError(f"{cut(name)} names {len(found)} leases", "give more of the id")
     return found[0]
 
 

@@ -1,0 +1,45 @@
+"""What is recorded of leases: which devices, what became of them, and who has or had them, in words."""
+
+from __future__ import annotations
+
+from yunion_mps.containers import Containers
+from yunion_mps.journal import Journal
+from yunion_mps.models import Event, Holder, Lease
+from yunion_mps.process import command_of, user_name
+
+
+class LeaseEvents:
+    """Records them; a holder has to be there for its name to be known."""
+
+    def __init__(self, journal: Journal, containers: Containers) -> None:
+        self._journal = journal
+        self._containers = containers
+
+    def given(self, lease: Lease) -> None:
+        """Its devices were given to its holder."""
+        self._tell(lease, "given to", "it was asked for")
+
+    def bound(self, lease: Lease) -> None:
+        """It is a container's now."""
+        self._tell(lease, "bound to", "its container starts")
+
+    def ended(self, lease: Lease, cause: str) -> None:
+        """Its devices are free again."""
+        self._tell(lease, "given back by", cause)
+
+    def _tell(self, lease: Lease, what: str, cause: str) -> None:
+        what = f"{what} {self._named(lease.holder)}"
+        self._journal.record(Event("info", "lease", devices_of(lease), what, cause))
+
+    def _named(self, holder: Holder) -> str:
+        user = user_name(holder.uid)
+        if holder.binding == "name":
+            return f"{holder.name} of {user}"
+        inside = self._containers.of(holder.pid or 0) if holder.binding == "container" else None
+        what = f"container {inside.name}" if inside else command_of(holder.pid or 0) or "a process"
+        return f"{what} (PID {holder.pid}, {user})"
+
+
+def devices_of(lease: Lease) -> str:
+    """The addresses of its devices, in words."""
+    return ", ".join(device.addr for device in lease.devices)

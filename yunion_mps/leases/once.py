@@ -1,0 +1,28 @@
+"""Nobody gets devices twice: not for one name, and not for one request whose answer was lost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from yunion_mps.errors import HostError
+from yunion_mps.models import Holder, Lease
+
+
+def given_before(leases: Iterable[Lease], holder: Holder, request: str) -> Lease | None:
+    """The lease that this very request of this holder was answered with; None where there is none."""
+    if not request:
+        return None
+    return next((one for one in leases if (one.request, one.holder) == (request, holder)), None)
+
+
+def refuse_a_second(leases: Iterable[Lease], holder: Holder, request: str) -> None:
+    """Raise HostError where the holder's user has a lease already for the name, or for the request."""
+    for lease in leases:
+        if lease.holder.uid != holder.uid:
+            continue
+        if holder.name and lease.holder.name == holder.name:
+            what = f"{holder.name} has a lease already: {lease.id}"
+            raise HostError(what, "go on with that one (yunion-mps lease renew), or release it")
+        if request and lease.request == request:
+            what = f"this request has a lease already: {lease.id}"
+            raise HostError(what, "make a new request for another")
