@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -49,9 +51,16 @@ def test_the_readme_explains_every_key_with_its_default() -> None:
     assert {name: rows.get(name) for name in KEYS} == defaults
 
 
-def test_the_example_files_explain_every_key_and_are_right(tmp_path: Path) -> None:
-    shutil.copytree(CHECKOUT / "etc", tmp_path / "etc")
-    config, problems = load(Paths(str(tmp_path)))
+@pytest.fixture
+def examples() -> Iterator[Path]:
+    """A root with the example files; its path is short, for a socket's address has to fit below it."""
+    with tempfile.TemporaryDirectory(prefix="cfg.", dir="/tmp") as root:
+        shutil.copytree(CHECKOUT / "etc", Path(root, "etc"))
+        yield Path(root)
+
+
+def test_the_example_files_explain_every_key_and_are_right(examples: Path) -> None:
+    config, problems = load(Paths(str(examples)))
     assert problems == []
     assert config.enable_cuda_mps
     assert [(entry.path, entry.virtual_number) for entry in config.devices] == [("/dev/dri/renderD128", 4)]
@@ -60,11 +69,10 @@ def test_the_example_files_explain_every_key_and_are_right(tmp_path: Path) -> No
         assert re.search(rf"^#?{name}: ", text, re.MULTILINE), name
 
 
-def test_the_examples_commented_defaults_are_right_when_they_are_used(tmp_path: Path) -> None:
-    shutil.copytree(CHECKOUT / "etc", tmp_path / "etc")
-    conf = tmp_path / "etc/yunion/host.conf"
+def test_the_examples_commented_defaults_are_right_when_they_are_used(examples: Path) -> None:
+    conf = examples / "etc/yunion/host.conf"
     conf.write_text(re.sub(r"^#(\w+: )", r"\1", conf.read_text(), flags=re.MULTILINE))
-    config, problems = load(Paths(str(tmp_path)))
+    config, problems = load(Paths(str(examples)))
     assert problems == []
     for name, key in KEYS.items():
         assert config.sources[name].line is not None
