@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import Protocol
 
 import pytest
 from yunion_mps import __version__
@@ -16,13 +17,20 @@ from packages.images import image
 from packages.machine import Machine
 from packages.operator import Operator
 from packages.versions import PREVIOUS, Packages, built
+from simhost import Description
 from simhost.environment import CHECKOUT
 
 JOURNALS = CHECKOUT / ".cache/packages"
 #: The releases that are booted; Python 3.9, the oldest that we run on, is bullseye's.
 RELEASES = ("bullseye", "bookworm", "trixie")
 
-NewMachine = Callable[[str, str], AbstractContextManager[Machine]]
+
+class NewMachine(Protocol):
+    """Makes a machine of a release, with a name, and with what `Machine` takes beyond."""
+
+    def __call__(
+        self, release: str, name: str, gpus: Description | None = None, calls: Sequence[str] = ()
+    ) -> AbstractContextManager[Machine]: ...
 
 
 @pytest.fixture(scope="session")
@@ -60,9 +68,11 @@ def new_machine(request: pytest.FixtureRequest, versions: object) -> NewMachine:
     shutil.rmtree(JOURNALS, ignore_errors=True)
 
     @contextmanager
-    def new(release: str, name: str) -> Iterator[Machine]:
+    def new(
+        release: str, name: str, gpus: Description | None = None, calls: Sequence[str] = ()
+    ) -> Iterator[Machine]:
         failed_before = request.session.testsfailed
-        with Machine(image(release), name) as machine:
+        with Machine(image(release), name, gpus, calls) as machine:
             all_is_well = False
             try:
                 yield machine

@@ -11,7 +11,7 @@ import subprocess
 import tempfile
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
@@ -19,6 +19,7 @@ from typing import TypeVar
 from packages.driver import Driver
 from packages.groups import ControlGroup
 from packages.layers import lay_over, take_off
+from simhost import Description
 
 T = TypeVar("T")
 Done = subprocess.CompletedProcess[str]
@@ -43,18 +44,25 @@ class MachineError(RuntimeError):
 class Machine:
     """A context manager: at the end nothing is left of it."""
 
-    def __init__(self, image: Path, name: str) -> None:
-        """Take a copy of the image; it is not booted yet. `name` is also the host's name."""
+    def __init__(
+        self, image: Path, name: str, gpus: Description | None = None, calls: Sequence[str] = ()
+    ) -> None:
+        """Take a copy of the image; it is not booted yet. `name` is also the host's name.
+
+        `gpus` are others than the reference case's, and `calls` the system calls that a real machine has, and
+        systemd-nspawn only where it is asked for them (its --system-call-filter=).
+        """
         self._folder = Path(tempfile.gettempdir()) / f"{name}-{uuid.uuid4().hex[:8]}"
         self._folder.mkdir(mode=0o755)
         self.name = name
+        self._calls = calls
         self.root = self._folder / "root"
         self._nspawn: subprocess.Popen[bytes] | None = None
         self._leader = 0
         self._group = ControlGroup(self._folder.name)
         try:
             lay_over(image, self.root)
-            self.driver = Driver(self._folder / "driver")
+            self.driver = Driver(self._folder / "driver", gpus)
             self.driver.install(self.root)
             (self.root / "etc/hostname").write_text(f"{name}\n")
             (self.root / "etc/machine-id").write_text(f"{uuid.uuid4().hex}\n")
@@ -215,6 +223,7 @@ class Machine:
             "--resolv-conf=off",
             "--timezone=off",
             *([] if self._group.is_systemds else ["--keep-unit"]),
+            *([f"--system-call-filter={' '.join(self._calls)}"] if self._calls else []),
             *binds,
         ]
 

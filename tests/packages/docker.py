@@ -1,0 +1,59 @@
+"""Docker on a booted machine: Debian's own, started only where a test asks for it, and without a network."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from packages.machine import Done, Machine
+
+IMAGE = "tools:1"
+#: What containers need of the kernel, and systemd-nspawn forbids where nobody asks: a session keyring, and
+#: the program that says which device nodes they may open (cgroups v2).
+CALLS = ("@keyring", "bpf")
+_CONFIG = "/etc/docker/daemon.json"
+_PROGRAMS = " ".join(f"/usr/bin/{name}" for name in ("sh", "cat", "env", "sleep", "nvidia-cuda-mps-control"))
+#: Programs of the machine with their libraries, as one layer.
+_IMPORT = f"""\
+files=$(ldd {_PROGRAMS} | grep -o ' /[^ ]*\\|^\\s/lib64[^ ]*' | sort -u)
+tar --create --dereference --absolute-names {_PROGRAMS} $files | docker import - {IMAGE}
+"""
+
+
+class Docker:
+    """The engine of one machine; `docker(...)` runs its command line."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+
+    def __call__(self, *words: str, check: bool = True) -> Done:
+        return self.machine.run("docker", *words, check=check)
+
+    def start(self, *, reads_cdi: bool) -> None:
+        """(Re)start its daemon, with CDI switched on as an operator does, or left off as docker 26 comes."""
+        config: dict[str, Any] = {
+            "storage-driver": "vfs",
+            "bridge": "none",
+            "iptables": False,
+            "ip6tables": False,
+        }
+        if reads_cdi:
+            config["features"] = {"cdi": True}
+        self.machine.write(_CONFIG, json.dumps(config))
+        self.machine.run("systemctl", "restart", "docker.service")
+
+    def make_image(self) -> None:
+        """Have the image that the tests run."""
+        self.machine.shell(_IMPORT)
+
+    def run(self, *words: str, check: bool = True) -> Done:
+        """`docker run --rm`, of a container that ends by itself."""
+        return self("run", "--rm", *words, check=check)
+
+    def told(self, container: str, template: str) -> str:
+        """What `docker inspect` says of a container."""
+        return self("inspect", "--format", template, container).stdout.strip()
+
+    def remove(self, container: str) -> None:
+        """End a container as an operator in a hurry does."""
+        self("rm", "--force", container)

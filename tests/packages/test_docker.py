@@ -1,0 +1,156 @@
+"""Docker 26 of Debian 13 on a booted machine: with CDI switched on, and as it comes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from packages.conftest import NewMachine
+from packages.docker import CALLS, IMAGE, Docker
+from packages.family import Deb
+from packages.operator import Operator
+from packages.versions import Packages
+
+ADDRESSES = [f"00:06.0-{slot}" for slot in range(4)]
+FRONT_END = "nvidia-cuda-mps-control"
+ASK = f"echo get_default_active_thread_percentage | {FRONT_END}; echo get_server_list | {FRONT_END}"
+RUN = ("yunion-mps", "run", "--docker", "--")
+
+
+@pytest.fixture(scope="module")
+def operator(new_machine: NewMachine, current: Packages) -> Iterator[Operator]:
+    """A machine that serves a GPU whose budgets are enforced, divided by four."""
+    with new_machine("trixie", "trixie-docker", [{"kind": "v100", "pci": "0000:00:06.0"}], CALLS) as machine:
+        operator = Operator(machine.boot())
+        Deb(machine).install(current)
+        operator.configure()
+        operator.start()
+        yield operator
+
+
+@pytest.fixture(scope="module")
+def engine(operator: Operator) -> Docker:
+    docker = Docker(operator.machine)
+    docker.start(reads_cdi=True)
+    docker.make_image()
+    return docker
+
+
+def mps(name: str) -> tuple[str, str]:
+    """The option that gives a container this device."""
+    return "--device", f"yunion.io/mps={name}"
+
+
+def environment(printed: str) -> dict[str, str]:
+    return dict(entry.partition("=")[::2] for entry in printed.split("\0"))
+
+
+def leases(operator: Operator) -> list[dict[str, Any]]:
+    return list(operator.ask("leases")["leases"])
+
+
+def nothing_is_taken(operator: Operator) -> None:
+    operator.machine.wait_until("all is given back", lambda: leases(operator) == [])
+
+
+def bound(operator: Operator) -> dict[str, Any]:
+    """The one lease, once it is a container's."""
+    operator.machine.wait_until(
+        "a container has it", lambda: [one["binding"] for one in leases(operator)] == ["container"]
+    )
+    (lease,) = leases(operator)
+    return lease
+
+
+@pytest.fixture
+def docker(engine: Docker, operator: Operator) -> Iterator[Docker]:
+    """Docker that reads CDI; no test leaves a lease behind."""
+    yield engine
+    nothing_is_taken(operator)
+
+
+@pytest.fixture
+def plain(docker: Docker) -> Iterator[Docker]:
+    """Docker with the feature off, as 26 comes."""
+    docker.start(reads_cdi=False)
+    yield docker
+    docker.start(reads_cdi=True)
+
+
+def test_one_option_gives_a_container_the_budget_and_the_way_to_the_control_daemon(
+    operator: Operator, docker: Docker
+) -> None:
+    """The control daemon runs outside, NVIDIA's front-end in the container, and both name one server."""
+    operator.control("start_server -uid 0")
+    (server,) = operator.servers()
+    wanted = operator.ask(f"devices/{ADDRESSES[1]}")["client_environment"]
+    done = docker.run(*mps(ADDRESSES[1]), "--env", "CUDA_VISIBLE_DEVICES=7", IMAGE, "env", "-0")
+    found = environment(done.stdout)
+    assert {name: found.get(name) for name in wanted} == wanted
+    for user in ("0", "1000"):
+        told = docker.run(*mps(ADDRESSES[1]), "--user", user, IMAGE, "sh", "-c", ASK).stdout
+        assert told.splitlines() == ["25.0", str(server)]
+    assert docker.run(IMAGE, "sh", "-c", ASK, check=False).stdout == "", "without the device"
+
+
+def test_a_device_is_the_container_s_until_it_ends_and_nobody_else_s(
+    operator: Operator, docker: Docker
+) -> None:
+    docker("run", "--detach", "--name", "trainer", *mps(ADDRESSES[1]), IMAGE, "sleep", "300")
+    lease = bound(operator)
+    pid = int(docker.told("trainer", "{{.State.Pid}}"))
+    assert lease["devices"] == [ADDRESSES[1]]
+    assert operator.machine.run("readlink", f"/proc/{pid}/exe").stdout == "/usr/bin/sleep\n"
+    assert (lease["container"], lease["container_id"]) == ("trainer", docker.told("trainer", "{{.Id}}"))
+    assert "trainer: sleep 300" in operator.machine.run("yunion-mps", "who").stdout
+    refused = docker.run(*mps(ADDRESSES[1]), IMAGE, "true", check=False)
+    assert refused.returncode != 0
+    taken = f"yunion-mps: device {ADDRESSES[1]} is taken: trainer of root, PID {lease['pid']}"
+    assert f"{taken} (see: yunion-mps who)" in refused.stderr
+    docker("restart", "--time", "0", "trainer")
+    assert bound(operator)["pid"] != lease["pid"], "it is taken anew at each start"
+    docker("stop", "--time", "0", "trainer")
+    nothing_is_taken(operator)
+    docker.remove("trainer")
+
+
+def test_run_gives_a_container_a_lease_that_ends_with_it(operator: Operator, docker: Docker) -> None:
+    machine = operator.machine
+    inside = f"echo $YUNION_MPS_DEVICE; {ASK}; exit 7"
+    done = machine.run(*RUN, "--rm", IMAGE, "sh", "-c", inside, check=False)
+    assert (done.returncode, done.stdout.split()[:2]) == (7, [ADDRESSES[0], "25.0"]), done.stderr
+    nothing_is_taken(operator)
+    machine.run(*RUN, "--detach", "--name", "trainer", IMAGE, "sleep", "300")
+    lease = bound(operator)
+    requested = json.loads(docker.told("trainer", "{{json .HostConfig.DeviceRequests}}"))
+    assert [(one["Driver"], one["DeviceIDs"]) for one in requested] == [
+        ("cdi", [f"yunion.io/mps={lease['id']}"])
+    ]
+    docker.remove("trainer")
+
+
+def test_run_gives_the_same_by_options_and_the_lease_ends_with_the_container(
+    operator: Operator, plain: Docker
+) -> None:
+    machine = operator.machine
+    refused = plain.run(*mps(ADDRESSES[1]), IMAGE, "true", check=False)
+    assert 'could not select device driver "cdi"' in refused.stderr, "as docs/containers.md has it"
+    inside = f"env -0 | cat; {ASK}"
+    done = machine.run(*RUN, "--rm", IMAGE, "sh", "-c", inside)
+    *entries, told = done.stdout.split("\0")
+    found = environment("\0".join(entries))
+    wanted = operator.ask(f"devices/{ADDRESSES[0]}")["client_environment"]
+    assert {name: found.get(name) for name in wanted} == wanted
+    assert told.splitlines()[0] == "25.0"
+    nothing_is_taken(operator)
+    machine.run(*RUN, "--detach", "--name", "trainer", IMAGE, "sleep", "300")
+    lease = bound(operator)
+    assert (lease["pid"], lease["container"]) == (
+        int(plain.told("trainer", "{{.State.Pid}}")),
+        "trainer",
+    )
+    plain.remove("trainer")
+    nothing_is_taken(operator)
