@@ -1,12 +1,14 @@
 """Which container a process is in: its cgroup tells the id, and files that engines leave tell the name.
 
 No engine is asked: that would wait for another daemon, and needs its socket. What cannot be read leaves a
-container without a name, never without its id.
+container without a name, never without its id. A name may become another (`podman rename`, `docker rename`),
+so a file of names is read anew when it has changed.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -46,6 +48,10 @@ class _Found(NamedTuple):
     pod: str
 
 
+#: What tells whether a file is still the same: inode, size and time of the last change in ns.
+_Mark = tuple[int, int, int]
+
+
 class Containers:
     """Knows containers, and remembers their names."""
 
@@ -53,26 +59,48 @@ class Containers:
         """`proc` is proc(5), as it is mounted."""
         self._paths = paths
         self._proc = proc
+        #: By id: as the engine's files or its monitor last had it, empty where none of them has.
         self._names: dict[str, str] = {}
+        #: By path: the names by id in a file, as they were when it had this mark.
+        self._files: dict[str, tuple[_Mark, dict[str, str]]] = {}
 
     def of(self, pid: int) -> Container | None:
         """The container that the process is in; None where it is in none, or is gone."""
         found = container_in(_read(f"{self._proc}/{pid}/cgroup"))
-        if found is None:
-            return None
-        if found.id not in self._names:
-            if len(self._names) >= _MOST_KNOWN:
-                self._names.clear()
-            self._names[found.id] = self._name(pid, found)
-        return Container(found.id, self._names[found.id])
+        return Container(found.id, self._name(pid, found)) if found else None
 
     def _name(self, pid: int, found: _Found) -> str:
         if found.pod:
             return f"pod {found.pod}/{found.id[:_SHORT]}"
-        name = (
-            "" if found.engine == "docker" else self._told_by_monitor(pid, found.id) or self._stored(found.id)
-        )
-        return name or self._of_docker(found.id) or found.id[:_SHORT]
+        name = self._written(found)
+        if name or found.id not in self._names:
+            if len(self._names) >= _MOST_KNOWN:
+                self._names.clear()
+            by_monitor = "" if name or found.engine == "docker" else self._told_by_monitor(pid, found.id)
+            self._names[found.id] = name or by_monitor
+        return self._names[found.id] or found.id[:_SHORT]
+
+    def _written(self, found: _Found) -> str:
+        """The name by the engine's files, which know of a new one."""
+        files: list[tuple[str, type]] = [(_DOCKER_CONFIG.format(id=found.id), dict)]
+        if found.engine != "docker":
+            files[:0] = [(path, list) for path in _CONTAINERS_JSON]
+        return next(filter(None, (self._names_in(*file).get(found.id, "") for file in files)), "")
+
+    def _names_in(self, name: str, kind: type) -> dict[str, str]:
+        """By id, the names that a file has: a list of podman's containers, or docker's word on one."""
+        path = self._paths.under(name)
+        mark = _mark(path)
+        if mark is None:
+            self._files.pop(path, None)
+            return {}
+        known = self._files.get(path)
+        if known is None or known[0] != mark:
+            if len(self._files) >= _MOST_KNOWN:
+                self._files.clear()
+            known = mark, _names_of(_json(path, kind))
+            self._files[path] = known
+        return known[1]
 
     def _told_by_monitor(self, pid: int, container_id: str) -> str:
         """The name by the command line of conmon, the parent of podman's and CRI-O's containers.
@@ -89,18 +117,6 @@ class Containers:
                 break
         return ""
 
-    def _stored(self, container_id: str) -> str:
-        for path in _CONTAINERS_JSON:
-            for one in _json(self._paths.under(path), list):
-                if isinstance(one, dict) and one.get("id") == container_id:
-                    names = one.get("names")
-                    return str(names[0]) if isinstance(names, list) and names else ""
-        return ""
-
-    def _of_docker(self, container_id: str) -> str:
-        config = _json(self._paths.under(_DOCKER_CONFIG.format(id=container_id)), dict)
-        return str(config.get("Name") or "").lstrip("/")
-
 
 def container_in(cgroups: str) -> _Found | None:
     """The innermost container of a /proc/PID/cgroup (cgroups(7), v1 and v2), None where it names none."""
@@ -115,6 +131,25 @@ def container_in(cgroups: str) -> _Found | None:
 
 def _dashed(pods: Sequence[str]) -> str:
     return pods[-1].replace("_", "-") if pods else ""
+
+
+def _mark(path: str) -> _Mark | None:
+    try:
+        about = os.stat(path)
+    except OSError:
+        return None
+    return (about.st_ino, about.st_size, about.st_mtime_ns)
+
+
+def _names_of(found: Any) -> dict[str, str]:
+    """By id: of podman's storage, or of docker's configuration of one container."""
+    if isinstance(found, dict):
+        return {str(found.get("ID")): str(found.get("Name") or "").lstrip("/")}
+    return {
+        str(one.get("id")): str(one["names"][0])
+        for one in found
+        if isinstance(one, dict) and isinstance(one.get("names"), list) and one["names"]
+    }
 
 
 def _read(path: str) -> str:

@@ -115,14 +115,47 @@ def test_a_container_whose_name_cannot_be_read_goes_by_its_id(tmp_path: Path, te
     assert name_of(tmp_path, process(tmp_path, f"0::/libpod-{ID}.scope")) in (ID[:12], "7")
 
 
-def test_a_name_is_looked_up_once(tmp_path: Path) -> None:
-    path = "var/lib/containers/storage/overlay-containers/containers.json"
-    write(tmp_path, path, [{"id": ID, "names": ["trainer"]}])
+_STORED = "var/lib/containers/storage/overlay-containers/containers.json"
+
+
+def test_a_name_outlives_the_file_that_had_it(tmp_path: Path) -> None:
+    write(tmp_path, _STORED, [{"id": ID, "names": ["trainer"]}])
     pid = process(tmp_path, f"0::/libpod-{ID}.scope")
     containers = Containers(Paths(str(tmp_path)), proc=str(tmp_path / "proc"))
     assert containers.of(pid) == Container(ID, "trainer")
-    (tmp_path / path).unlink()
+    (tmp_path / _STORED).unlink()
     assert containers.of(pid) == Container(ID, "trainer")
+
+
+def test_a_renamed_container_of_podman_goes_by_its_new_name_whatever_its_monitor_was_told(
+    tmp_path: Path,
+) -> None:
+    pid = process(tmp_path, f"0::/libpod-{ID}.scope", ["conmon", "-c", ID, "-n", "trainer"])
+    containers = Containers(Paths(str(tmp_path)), proc=str(tmp_path / "proc"))
+    assert containers.of(pid) == Container(ID, "trainer")
+    for name in ("another", "trainer", "third"):
+        write(tmp_path, _STORED, [{"id": OTHER, "names": ["x"]}, {"id": ID, "names": [name]}])
+        assert containers.of(pid) == Container(ID, name)
+
+
+def test_a_renamed_container_of_docker_goes_by_its_new_name(tmp_path: Path) -> None:
+    pid = process(tmp_path, f"0::/system.slice/docker-{ID}.scope")
+    containers = Containers(Paths(str(tmp_path)), proc=str(tmp_path / "proc"))
+    assert containers.of(pid) == Container(ID, ID[:12])
+    for name in ("trainer", "another", "trainer"):
+        write(tmp_path, f"var/lib/docker/containers/{ID}/config.v2.json", {"ID": ID, "Name": f"/{name}"})
+        assert containers.of(pid) == Container(ID, name)
+
+
+def test_a_file_of_names_is_read_only_when_it_is_another(tmp_path: Path) -> None:
+    write(tmp_path, _STORED, [{"id": ID, "names": ["trainer"]}])
+    pid = process(tmp_path, f"0::/libpod-{ID}.scope")
+    containers = Containers(Paths(str(tmp_path)), proc=str(tmp_path / "proc"))
+    assert containers.of(pid) == Container(ID, "trainer")
+    about = (tmp_path / _STORED).stat()
+    write(tmp_path, _STORED, [{"id": ID, "names": ["another"]}])
+    os.utime(tmp_path / _STORED, ns=(about.st_atime_ns, about.st_mtime_ns))
+    assert containers.of(pid) == Container(ID, "trainer"), "nothing tells that it is"
 
 
 def test_a_process_of_the_host_and_one_that_is_gone_are_in_no_container(tmp_path: Path) -> None:
