@@ -10,6 +10,7 @@ import click
 
 from yunion_mps.cdi.nodes import driver_nodes, gpu_nodes
 from yunion_mps.cli.ask import ask
+from yunion_mps.cli.engine_words import environment_words, mount_words, overridden
 from yunion_mps.cli.watcher import Watcher, label
 from yunion_mps.cli.wish import WishCommand, take, warn_of_limits
 from yunion_mps.client.taking import refuse_unreachable
@@ -21,6 +22,18 @@ from yunion_mps.process import find_program, output_of
 F = TypeVar("F", bound=Callable[..., Any])
 
 ENGINES = ("docker", "podman")
+
+#: All that a device may say of a process.
+VARIABLES = (
+    "CUDA_DEVICE_ORDER",
+    "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE",
+    "CUDA_MPS_CLIENT_PRIORITY",
+    "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT",
+    "CUDA_MPS_PIPE_DIRECTORY",
+    "CUDA_VISIBLE_DEVICES",
+    "YUNION_MPS_DEVICE",
+    "YUNION_MPS_LEASE",
+)
 
 #: The first podman that reads CDI (release notes of 4.1.0).
 _PODMAN_WITH_CDI = (4, 1)
@@ -76,6 +89,7 @@ def run_container(
         refuse_unreachable(lease["environment"])
         words = ["--device", f"{CDI_KIND}={lease['id']}"]
     else:
+        _refuse_overridden(engine, argv)
         with Watcher(program) as watcher:
             lease = take({**wanted, "pid": watcher.pid}, wait_s)
             refuse_unreachable(lease["environment"])
@@ -97,13 +111,20 @@ def _reads_cdi(engine: str, program: str) -> bool:
     return output_of([program, "info", "--format", "{{json .CDISpecDirs}}"], _PATIENCE_S).startswith('["')
 
 
+def _refuse_overridden(engine: str, argv: Sequence[str]) -> None:
+    """What CDI sets comes after the user's own; without it, that would loosen the budget unnoticed."""
+    for name in overridden(argv, VARIABLES):
+        raise click.UsageError(
+            f"--env {name} would take the place of the device's own, for this {engine} reads no CDI: "
+            "leave it out."
+        )
+
+
 def _without_cdi(lease: Mapping[str, Any]) -> list[str]:
     """The options that give a container the same without CDI, but for the driver's libraries."""
     paths = Paths.from_environment()
     place = lease["environment"]["CUDA_MPS_PIPE_DIRECTORY"]
-    words = ["--ipc=host", "--volume", f"{place}:{place}"]
-    for name, value in lease["environment"].items():
-        words += ["--env", f"{name}={value}"]
+    words = ["--ipc=host", *mount_words(place), *environment_words(lease["environment"])]
     known = [one for one in ask("/v1/gpus")["gpus"] if one["addr"] in lease["gpus"]]
     gpus = [Gpu(one["pci_address"], one["uuid"], minor=one["device_minor"]) for one in known]
     nodes = [*driver_nodes(paths), *(node for found in gpu_nodes(paths, gpus).values() for node in found)]
