@@ -19,6 +19,9 @@ DEV_TYPE = "NVIDIA_MPS"
 #: The kind of device that containers are given, in the Container Device Interface's words.
 CDI_KIND = "yunion.io/mps"
 
+#: Says in its environment which lease a process has.
+LEASE_VARIABLE = "YUNION_MPS_LEASE"
+
 #: What stands for all devices of the host, where one control daemon serves them.
 ALL = "all"
 

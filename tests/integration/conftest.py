@@ -13,12 +13,14 @@ import pytest
 from yunion_mps.mps.control import peer_of
 
 from integration.daemon_host import Daemon, eventually
+from integration.podman_host import Podman, Store, spec_of
 from simhost import Description, SimHost
 from simhost.mps import Client, StandIns
 
 MakeHost = Callable[..., SimHost]
 MakeDaemon = Callable[..., Daemon]
 StartStranger = Callable[[SimHost], "subprocess.Popen[str]"]
+MakePodman = Callable[..., Podman]
 MakeAtWork = Callable[..., "AtWork"]
 
 
@@ -120,3 +122,23 @@ def start_stranger() -> Iterator[StartStranger]:
 def stranger(host: SimHost, start_stranger: StartStranger) -> subprocess.Popen[str]:
     """Such a one on the reference case."""
     return start_stranger(host)
+
+
+@pytest.fixture(scope="session")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
+    """The image of all containers."""
+    return Store(tmp_path_factory.mktemp("podman"))
+
+
+@pytest.fixture
+def make_podman(store: Store) -> Iterator[MakePodman]:
+    """Make a Podman on a host, which starts containers by runc or by the runtime that is named."""
+    with ExitStack() as stack:
+        yield lambda host, runtime="runc": stack.enter_context(Podman(host, store, runtime))
+
+
+@pytest.fixture
+def podman(ready_daemon: Daemon, make_podman: MakePodman) -> Podman:
+    """Podman on the host of a daemon that is ready, and whose devices can be found."""
+    eventually(lambda: spec_of(ready_daemon.host), "the file of the devices")
+    return make_podman(ready_daemon.host)

@@ -2,6 +2,9 @@
 
 Podman knows no other place for CDI than /etc/cdi and /var/run/cdi. So it runs in a mount namespace of its
 own, with an empty /run and /var/lib, and the simulated host's /run/cdi; nothing of the machine changes.
+
+It starts containers by runc, or by crun, its default on most hosts. crun refuses hosts that have cgroups v1
+beside v2 ("cgroups in hybrid mode not supported"), so with it that namespace has v2 alone.
 """
 
 from __future__ import annotations
@@ -29,13 +32,15 @@ _CONTAINERS_CONF = """\
 [containers]
 # A container may have the limits that we have, where we may not raise them.
 default_ulimits = ["nofile=1024:1024", "nproc=1024:1024"]
+# There may be no controllers in version 2 alone.
+pids_limit = 0
 netns = "none"
 log_driver = "k8s-file"
 [engine]
 cgroup_manager = "cgroupfs"
 events_logger = "none"
 lock_type = "file"
-{runtime}
+runtime = "{runtime}"
 """
 _STORAGE_CONF = '[storage]\ndriver = "vfs"\ngraphroot = "{store}"\nrunroot = "/run/containers/storage"\n'
 #: One user alone is mapped where there are no ranges of ids for it (subuid(5)).
@@ -51,11 +56,14 @@ ignore_chown_errors = "true"
 """
 _NAMESPACE = """\
 mount -t tmpfs tmpfs /run && mount -t tmpfs tmpfs /var/lib && mkdir -p /run/cdi &&
-    mount --bind {cdi} /run/cdi && echo ready && exec cat
+    mount --bind {cdi} /run/cdi && {cgroups} && echo ready && exec cat
 """
+_VERSION_2_ALONE = "mount -t cgroup2 cgroup2 /sys/fs/cgroup"
+#: For the rules of device nodes crun raises a limit, which root may not everywhere.
+_NEEDS = {"runc": (), "crun": ("--privileged",)}
 _PODMAN = """\
 #!/bin/sh
-export CONTAINERS_CONF={folder}/containers.conf CONTAINERS_STORAGE_CONF={folder}/storage.conf
+export CONTAINERS_CONF={folder}/{runtime}.conf CONTAINERS_STORAGE_CONF={folder}/storage.conf
 unset LD_LIBRARY_PATH
 exec {nsenter} --target {pid} --mount --wd="$PWD" {podman} "$@"
 """
@@ -67,9 +75,8 @@ class Store:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         (folder / "storage.conf").write_text(_STORAGE_CONF.format(store=folder / "store"))
-        # crun refuses hosts that have the controllers of cgroups v1 beside v2; runc takes them all.
-        runtime = 'runtime = "runc"' if shutil.which("runc") else ""
-        (folder / "containers.conf").write_text(_CONTAINERS_CONF.format(runtime=runtime))
+        for runtime in _NEEDS:
+            (folder / f"{runtime}.conf").write_text(_CONTAINERS_CONF.format(runtime=runtime))
         self.has_image = False
 
     def make_image(self, podman: Podman) -> None:
@@ -99,14 +106,21 @@ class Store:
 class Podman:
     """Podman on a host; `podman(...)` runs it. A context manager: no container is left at its end."""
 
-    def __init__(self, host: SimHost, store: Store) -> None:
-        if not shutil.which("podman"):
-            pytest.fail("podman is not there: run scripts/setup")
+    def __init__(self, host: SimHost, store: Store, runtime: str = "runc") -> None:
+        for needed in ("podman", runtime):
+            if not shutil.which(needed):
+                pytest.fail(f"{needed} is not there: run scripts/setup")
         self.host = host
+        #: What `podman run` has to be told for the runtime to start a container here.
+        self.needs = _NEEDS[runtime]
+        #: Where its containers and images are.
+        self.storage = store.folder / "store"
         self._store = store
         cdi = host.root / "run/cdi"
         cdi.mkdir(exist_ok=True)
-        command = ["unshare", "--mount", "sh", "-c", _NAMESPACE.format(cdi=shlex.quote(str(cdi)))]
+        cgroups = _VERSION_2_ALONE if runtime == "crun" else "true"
+        namespace = _NAMESPACE.format(cdi=shlex.quote(str(cdi)), cgroups=cgroups)
+        command = ["unshare", "--mount", "sh", "-c", namespace]
         self._namespace = subprocess.Popen(command, stdin=-1, stdout=-1, text=True)
         assert self._namespace.stdout is not None
         assert self._namespace.stdout.readline() == "ready\n"
@@ -114,6 +128,7 @@ class Podman:
         program.write_text(
             _PODMAN.format(
                 folder=store.folder,
+                runtime=runtime,
                 nsenter=shutil.which("nsenter"),
                 pid=self._namespace.pid,
                 podman=shutil.which("podman"),
@@ -131,7 +146,7 @@ class Podman:
         if not home.exists():
             (home / "run").mkdir(parents=True)
             (home / "storage.conf").write_text(_ROOTLESS_CONF.format(home=home))
-            shutil.copy(self._store.folder / "containers.conf", home)
+            shutil.copy(self._store.folder / "runc.conf", home)
             shutil.copy(self._store.folder / "tree.tar", home)
             for path in (home, *home.iterdir()):
                 os.chown(path, uid, uid)
@@ -143,7 +158,7 @@ class Podman:
             "PATH": os.pathsep.join(programs),
             "HOME": home,
             "XDG_RUNTIME_DIR": home / "run",
-            "CONTAINERS_CONF": home / "containers.conf",
+            "CONTAINERS_CONF": home / "runc.conf",
             "CONTAINERS_STORAGE_CONF": home / "storage.conf",
             "YUNION_MPS_ROOT": self.host.root,
         }
@@ -183,6 +198,11 @@ class Podman:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def mps(name: str) -> tuple[str, str]:
+    """The option that gives a container this device."""
+    return "--device", f"yunion.io/mps={name}"
 
 
 def spec_of(host: SimHost, name: str = "yunion-mps.json") -> dict[str, Any]:

@@ -39,12 +39,14 @@ def test_on_a_gpu_that_enforces_no_budget_nothing_is_started_unless_that_is_aske
 ) -> None:
     daemon = make_daemon(make_host()).start().wait_ready()
     why = "no budget is enforced on GPU 00:06.0 (Tesla P40), which is older than Volta"
+    container = "for a container: -e YUNION_MPS_ALLOW_UNLIMITED=1"
+    ways = f"--allow-unlimited (in Python: allow_unlimited=True; {container})"
     for option in ("--dry-run", "--print-env", "--wait", "--"):
         done = run(daemon.host, option, "echo", "ran")
         assert (done.returncode, done.stdout) == (1, "")
         assert done.stderr.splitlines() == [
             f"yunion-mps: {why}: a command could use all of the memory",
-            "yunion-mps: take it all the same: --allow-unlimited (in Python: allow_unlimited=True)",
+            f"yunion-mps: take it all the same: {ways}",
         ]
     assert daemon.get("/v1/events?kind=lease")[1]["events"] == [], "no lease was taken for it"
     said = "budgets are not enforced on GPU 00:06.0, older than Volta: it could use all of its memory"

@@ -25,12 +25,15 @@ class Docker:
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
+        self._reads_cdi: bool | None = None
 
     def __call__(self, *words: str, check: bool = True) -> Done:
         return self.machine.run("docker", *words, check=check)
 
     def start(self, *, reads_cdi: bool) -> None:
-        """(Re)start its daemon, with CDI switched on as an operator does, or left off as docker 26 comes."""
+        """Have its daemon run, with CDI switched on as an operator does, or left off as docker 26 comes."""
+        if reads_cdi == self._reads_cdi:
+            return
         config: dict[str, Any] = {
             "storage-driver": "vfs",
             "bridge": "none",
@@ -41,6 +44,7 @@ class Docker:
             config["features"] = {"cdi": True}
         self.machine.write(_CONFIG, json.dumps(config))
         self.machine.run("systemctl", "restart", "docker.service")
+        self._reads_cdi = reads_cdi
 
     def make_image(self) -> None:
         """Have the image that the tests run."""
@@ -54,6 +58,12 @@ class Docker:
         """What `docker inspect` says of a container."""
         return self("inspect", "--format", template, container).stdout.strip()
 
-    def remove(self, container: str) -> None:
-        """End a container as an operator in a hurry does."""
-        self("rm", "--force", container)
+    def remove(self, *containers: str) -> None:
+        """End containers as an operator in a hurry does."""
+        self("rm", "--force", *containers)
+
+    def remove_all(self) -> None:
+        """End whatever is left."""
+        left = self("ps", "--all", "--quiet").stdout.split()
+        if left:
+            self.remove(*left)

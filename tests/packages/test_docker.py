@@ -11,6 +11,7 @@ import pytest
 from packages.conftest import NewMachine
 from packages.docker import CALLS, IMAGE, Docker
 from packages.family import Deb
+from packages.machine import UNIT
 from packages.operator import Operator
 from packages.versions import Packages
 
@@ -67,17 +68,20 @@ def bound(operator: Operator) -> dict[str, Any]:
 
 @pytest.fixture
 def docker(engine: Docker, operator: Operator) -> Iterator[Docker]:
-    """Docker that reads CDI; no test leaves a lease behind."""
+    """Docker that reads CDI; a lease that outlives its container fails the test."""
+    engine.start(reads_cdi=True)
     yield engine
+    engine.remove_all()
     nothing_is_taken(operator)
 
 
 @pytest.fixture
-def plain(docker: Docker) -> Iterator[Docker]:
+def plain(engine: Docker, operator: Operator) -> Iterator[Docker]:
     """Docker with the feature off, as 26 comes."""
-    docker.start(reads_cdi=False)
-    yield docker
-    docker.start(reads_cdi=True)
+    engine.start(reads_cdi=False)
+    yield engine
+    engine.remove_all()
+    nothing_is_taken(operator)
 
 
 def test_one_option_gives_a_container_the_budget_and_the_way_to_the_control_daemon(
@@ -99,7 +103,9 @@ def test_one_option_gives_a_container_the_budget_and_the_way_to_the_control_daem
 def test_a_device_is_the_container_s_until_it_ends_and_nobody_else_s(
     operator: Operator, docker: Docker
 ) -> None:
-    docker("run", "--detach", "--name", "trainer", *mps(ADDRESSES[1]), IMAGE, "sleep", "300")
+    # Without a network, for docker renames no container of a bridge that is not there.
+    options = ("--detach", "--network", "none", "--name", "trainer", *mps(ADDRESSES[1]))
+    docker("run", *options, IMAGE, "sleep", "300")
     lease = bound(operator)
     pid = int(docker.told("trainer", "{{.State.Pid}}"))
     assert lease["devices"] == [ADDRESSES[1]]
@@ -110,6 +116,11 @@ def test_a_device_is_the_container_s_until_it_ends_and_nobody_else_s(
     assert refused.returncode != 0
     taken = f"yunion-mps: device {ADDRESSES[1]} is taken: trainer of root, PID {lease['pid']}"
     assert f"{taken} (see: yunion-mps who)" in refused.stderr
+    log = ("journalctl", "--output=cat", "--identifier=yunion-mps")
+    operator.machine.wait_until("it is logged", lambda: taken[12:] in operator.machine.run(*log).stdout)
+    docker("rename", "trainer", "teacher")
+    assert bound(operator)["container"] == "teacher"
+    docker("rename", "teacher", "trainer")
     docker("restart", "--time", "0", "trainer")
     assert bound(operator)["pid"] != lease["pid"], "it is taken anew at each start"
     docker("stop", "--time", "0", "trainer")
@@ -154,3 +165,17 @@ def test_run_gives_the_same_by_options_and_the_lease_ends_with_the_container(
     )
     plain.remove("trainer")
     nothing_is_taken(operator)
+
+
+def test_without_cdi_nobody_replaces_the_budget_unnoticed_and_the_pipe_directory_may_be_anywhere(
+    operator: Operator, plain: Docker
+) -> None:
+    machine = operator.machine
+    words = ("--env", "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT=0=16G", IMAGE, "env")
+    refused = machine.run(*RUN, *words, check=False)
+    assert (refused.returncode, "would take the place of the device's own" in refused.stderr) == (2, True)
+    assert leases(operator) == []
+    operator.configure(more='cuda_mps_pipe_directory: "/run/mps:1,a"')
+    machine.run("systemctl", "restart", UNIT)
+    done = machine.run(*RUN, "--rm", IMAGE, "sh", "-c", f"echo $CUDA_MPS_PIPE_DIRECTORY; {ASK}")
+    assert done.stdout.splitlines()[:2] == ["/run/mps:1,a", "25.0"], done.stderr

@@ -4,3 +4,6 @@
 engines look, and `hook` is what they call before a container starts. The format's specification is at
 github.com/cncf-tags/container-device-interface.
 """
+
+#: Tells the hook that the container has nothing of the device but its name.
+UNSERVED = "--unserved"

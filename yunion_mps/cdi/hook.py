@@ -1,8 +1,11 @@
 """What an engine calls before a container starts: the device becomes the container's, or it does not start.
 
 Called as `yunion-mps cdi-hook DEVICE` on the host, with the container's state on standard input (the OCI
-runtime specification, "createRuntime"). Every such container waits for it, so
-it imports little: of us only the daemon's client.
+runtime specification, "createRuntime"). Every such container waits for it, so it imports little: of us only
+the daemon's client.
+
+What it prints is in runc's error, and in none of crun's, which gives hooks /dev/null and tells their exit
+status alone (github.com/containers/crun, issue 353). So it goes to the system's log as well.
 """
 
 from __future__ import annotations
@@ -10,15 +13,17 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, TextIO
 from urllib.parse import quote
 
 from yunion_mps.api.client import Client
+from yunion_mps.cdi import UNSERVED
 from yunion_mps.errors import HostError, NothingFreeError, UnreachableError, YunionError
-from yunion_mps.models import ALL
+from yunion_mps.models import ALL, LEASE_VARIABLE
 from yunion_mps.paths import Paths
 
 #: How long the daemon may take to answer, and how long one that is being restarted is waited for, in s. Both
@@ -28,29 +33,47 @@ _AWAY_S = 5.0
 _BETWEEN_S = 0.1
 #: That of a UUID, a lease's id; no address is so long.
 _ID_LENGTH = 36
+#: What a container's environment has where nothing need hold it to a budget.
+_UNLIMITED = "YUNION_MPS_ALLOW_UNLIMITED=1"
+#: Where syslog(3) writes to, and the head of a line there: a warning, for nobody in particular (RFC 3164).
+_LOG = "/dev/log"
+_HEAD = "<12>yunion-mps[{pid}]: "
+#: So much of a container's id engines show.
+_SHORT = 12
 
 Json = dict[str, Any]
 
 
 def main(arguments: list[str], state: TextIO, away_s: float = _AWAY_S) -> int:
-    """The exit status; what is wrong is one line, which engines show in theirs."""
+    """The exit status; what is wrong is one line, which some engines show in theirs."""
+    paths = Paths.from_environment()
+    container: Mapping[str, Any] = {}
     try:
-        if len(arguments) != 1:
+        if len(arguments) != 1 and arguments[1:] != [UNSERVED]:
             raise HostError("cdi-hook is called by container engines alone", "see: yunion-mps run --help")
-        _bind(arguments[0], _state(state), Client(Paths.from_environment(), _ANSWER_S), away_s)
+        container = _state(state)
+        _bind(arguments[0], container, Client(paths, _ANSWER_S), away_s)
+        if len(arguments) > 1:  # its GPU has just come back, and the container's file is of before
+            raise HostError(f"device {arguments[0]} is only just served again", "start the container again")
     except YunionError as error:
         hint = f" ({error.hint})" if error.hint else ""
-        print(f"yunion-mps: {error.message}{hint}", file=sys.stderr)  # noqa: T201 - engines show what we print
+        line = f"{error.message}{hint}"
+        print(f"yunion-mps: {line}", file=sys.stderr)  # noqa: T201 - engines show what we print
+        _log(paths, container, line)
         return error.exit_code
     return 0
 
 
 def _bind(name: str, state: Mapping[str, Any], daemon: Client, away_s: float) -> None:
-    _refuse_several(name, state)
+    environment = _environment(state)
+    _refuse_several(name, environment)
     pid = state["pid"]
     path = f"/v1/leases/{quote(name, safe='')}/bind?pid={pid}"
     if len(name) != _ID_LENGTH:
         path = f"/v1/leases?device={quote(name, safe='')}&binding=container&pid={pid}"
+        # As without a container, nothing is started that nothing would limit; who has all harms nobody.
+        if name != ALL and _UNLIMITED not in environment:
+            path += "&enforced=true"
     end_s = time.monotonic() + away_s
     while True:
         try:
@@ -76,18 +99,33 @@ def _state(file: TextIO) -> Mapping[str, Any]:
     return state
 
 
-def _refuse_several(name: str, state: Mapping[str, Any]) -> None:
-    """Of several devices only the last one's environment would be the container's; raises HostError."""
-    environment: dict[str, str] = {}
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+def _environment(state: Mapping[str, Any]) -> list[str]:
+    """That of the container's process, empty where it cannot be read."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         with open(os.path.join(state["bundle"], "config.json"), encoding="utf-8") as file:
             words = json.load(file)["process"]["env"]
-        environment = dict(word.partition("=")[::2] for word in words)
-    device, lease = environment.get("YUNION_MPS_DEVICE"), environment.get("YUNION_MPS_LEASE")
-    if environment and name != ALL and name != (lease or device):
+        return [word for word in words if isinstance(word, str)]
+    return []
+
+
+def _refuse_several(name: str, environment: Iterable[str]) -> None:
+    """Of several devices only the last one's environment would be the container's; raises HostError."""
+    found = dict(word.partition("=")[::2] for word in environment)
+    device, lease = found.get("YUNION_MPS_DEVICE"), found.get(LEASE_VARIABLE)
+    if found and name != ALL and name != (lease or device):
         beside = f"lease {lease}" if name == device else device or "another"
         what = f"a container has one device, and this one was given {name} beside {beside}"
         raise HostError(what, "several as one budget: yunion-mps run --count")
+
+
+def _log(paths: Paths, state: Mapping[str, Any], line: str) -> None:
+    """Say it in the system's log; that nobody listens there is no matter."""
+    container = str(state.get("id", ""))[:_SHORT]
+    text = _HEAD.format(pid=os.getpid()) + (f"container {container}: " if container else "") + line
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as log:
+        log.settimeout(0)  # a log that is full must not hold up a container
+        log.connect(paths.under(_LOG))
+        log.send(text.encode())
 
 
 def _whose(name: str, daemon: Client) -> YunionError | None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from yunion_mps.models import ALL, CDI_KIND, Device, DomainPlan, Lease
+from yunion_mps.cdi import UNSERVED
+from yunion_mps.models import ALL, CDI_KIND, LEASE_VARIABLE, Device, DomainPlan, Lease
 from yunion_mps.planning import client_environment, whole_environment
 
 Json = dict[str, Any]
@@ -51,20 +52,30 @@ class Host(NamedTuple):
     nvidia: Nvidia | None = None
 
 
-def devices_spec(devices: Collection[Device], domains: Collection[DomainPlan], host: Host) -> Json | None:
+def devices_spec(
+    devices: Collection[Device],
+    domains: Collection[DomainPlan],
+    host: Host,
+    parked: Collection[DomainPlan] = (),
+) -> Json | None:
     """The devices of the plan, each by its address and by its id; None where there are none.
 
     Those that are not served now are among them: the hook refuses with the reason, where an engine could only
-    say that there is no such device.
+    say that there is no such device. So are those of the domains in `parked`, for which no control daemon is
+    started while their GPUs are lost: their pipe directories may be missing, which an engine would say first.
     """
     plans = {domain.name: domain for domain in domains}
+    lost = {domain.name: domain for domain in parked}
     found = []
     for device in devices:
-        domain = plans.get(device.domain)
-        if domain is not None:
-            edits = _edits(client_environment([device], domain), device.addr, host)
-            found += [{"name": name, "containerEdits": edits} for name in (device.addr, device.id)]
-    if found and {device.domain for device in devices} == plans.keys() and len(plans) == 1:
+        if device.domain in plans:
+            edits = _edits(client_environment([device], plans[device.domain]), device.addr, host)
+        elif device.domain in lost:
+            edits = _words(client_environment([device], lost[device.domain]), host, device.addr, UNSERVED)
+        else:
+            continue
+        found += [{"name": name, "containerEdits": edits} for name in (device.addr, device.id)]
+    if plans and {device.domain for device in devices} == plans.keys() and len(plans) == 1:
         environment = whole_environment(list(devices), next(iter(domains)))
         found.append({"name": ALL, "containerEdits": _edits(environment, ALL, host)})
     return _spec(found, host) if found else None
@@ -84,25 +95,28 @@ def lease_spec(lease: Lease, planned: Collection[str], host: Host) -> Json:
 
 def _edits(environment: Mapping[str, str], hooked: str, host: Host) -> Json:
     """What one device changes in a container; `hooked` is what the hook is told."""
-    pipe_directory = environment["CUDA_MPS_PIPE_DIRECTORY"]
-    hook: Json = {
-        "hookName": "createRuntime",
-        "path": host.hook,
-        "args": [host.hook.rpartition("/")[2], HOOK_COMMAND, hooked],
-        "timeout": _HOOK_TIMEOUT_S,
-    }
-    if host.hook_environment:
-        hook["env"] = [f"{name}={value}" for name, value in host.hook_environment.items()]
-    edits: Json = {
-        "env": [f"{name}={value}" for name, value in environment.items()],
-        "mounts": [_mount(pipe_directory)],
-        "hooks": [hook],
-    }
+    edits = _words(environment, host, hooked)
+    edits["mounts"] = [_mount(environment["CUDA_MPS_PIPE_DIRECTORY"])]
     gpus = environment["CUDA_VISIBLE_DEVICES"].split(",")
     known = host.nvidia.by_gpu if host.nvidia else {}
     for theirs in [known[gpu] for gpu in gpus if gpu in known]:
         edits = _joined(edits, theirs)
     return _with_nodes(edits, [node for gpu in gpus for node in host.gpu_nodes.get(gpu, ())])
+
+
+def _words(environment: Mapping[str, str], host: Host, *hooked: str) -> Json:
+    """What is said to a container and to the hook, without what an engine might not find."""
+    hook: Json = {
+        "hookName": "createRuntime",
+        "path": host.hook,
+        "args": [host.hook.rpartition("/")[2], HOOK_COMMAND, *hooked],
+        "timeout": _HOOK_TIMEOUT_S,
+    }
+    if host.hook_environment:
+        hook["env"] = [f"{name}={value}" for name, value in host.hook_environment.items()]
+    # No lease's id where it is no lease: an engine may hand on the environment of a job that has one.
+    told = {LEASE_VARIABLE: "", **environment}
+    return {"env": [f"{name}={value}" for name, value in told.items()], "hooks": [hook]}
 
 
 def _spec(devices: list[Json], host: Host) -> Json:

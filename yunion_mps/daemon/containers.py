@@ -31,6 +31,7 @@ class _Known(NamedTuple):
 
     devices: tuple[Device, ...]
     domains: tuple[DomainPlan, ...]
+    parked: tuple[DomainPlan, ...]
     gpus: tuple[Gpu, ...]
     nodes: tuple[Node, ...]
     gpu_nodes: dict[str, tuple[Node, ...]]
@@ -115,6 +116,7 @@ class ContainerDevices:
         return _Known(
             snapshot.plan.devices,
             tuple(status.plan for status in snapshot.domains),
+            snapshot.plan.parked,
             tuple(Gpu(gpu.pci_address, gpu.uuid, minor=gpu.minor) for gpu in gpus),
             driver_nodes(self._paths),
             gpu_nodes(self._paths, gpus),
@@ -133,7 +135,7 @@ class ContainerDevices:
 
         def work() -> tuple[Host, str]:
             host, trouble = self._host_of(known)
-            spec = devices_spec(known.devices, known.domains, host)
+            spec = devices_spec(known.devices, known.domains, host, known.parked)
             if spec is None:
                 files.remove(self._directory, files.DEVICES)
             elif not self._is_closed:

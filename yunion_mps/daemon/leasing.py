@@ -14,7 +14,7 @@ from yunion_mps.containers import Containers
 from yunion_mps.daemon.containers import ContainerDevices
 from yunion_mps.daemon.ends import Ends
 from yunion_mps.daemon.lease_events import LeaseEvents, devices_of
-from yunion_mps.daemon.wishes import LEASE_VARIABLE, Wishes
+from yunion_mps.daemon.wishes import Wishes
 from yunion_mps.errors import HostError, NotAllowedError, NotFoundError, NothingFreeError, YunionError
 from yunion_mps.identity import random_uuid
 from yunion_mps.leases.book import Book
@@ -26,7 +26,7 @@ from yunion_mps.leases.places import Places
 from yunion_mps.leases.queue import Queue, Waiter
 from yunion_mps.leases.view import lease_json, leases_json
 from yunion_mps.leases.wish import Wish
-from yunion_mps.models import Device, Holder, Lease
+from yunion_mps.models import LEASE_VARIABLE, Device, Holder, Lease
 from yunion_mps.paths import Paths
 from yunion_mps.process import user_name
 from yunion_mps.service import Service

@@ -8,13 +8,10 @@ from yunion_mps.leases.matching import least
 from yunion_mps.leases.names import gpu_named
 from yunion_mps.leases.offers import Offers, domain_plans
 from yunion_mps.leases.wish import Wish
-from yunion_mps.models import ALL, Device
+from yunion_mps.models import ALL, LEASE_VARIABLE, Device
 from yunion_mps.planning import client_environment, whole_environment, why_not_honoured
 from yunion_mps.service import Service
 from yunion_mps.supervisor import Supervisor
-
-#: Says in its environment which lease a process has.
-LEASE_VARIABLE = "YUNION_MPS_LEASE"
 
 
 class Wishes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -30,7 +31,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[ServerHost]:
 
 
 def call(*arguments: str, bundle: object = "/nowhere", state: str | None = None, **more: float) -> int:
-    text = json.dumps({"pid": os.getpid(), "bundle": str(bundle), "status": "creating"})
+    text = json.dumps({"id": "a" * 64, "pid": os.getpid(), "bundle": str(bundle), "status": "creating"})
     return hook.main(list(arguments), io.StringIO(text if state is None else state), **more)
 
 
@@ -88,6 +89,48 @@ def test_a_device_beside_a_lease_is_refused_whichever_comes_last(
     assert call("00:06.0-2", bundle=given) == 1
     assert "was given 00:06.0-2 beside 00:06.0-3 (" in capsys.readouterr().err
     assert host.giver.wished == []
+
+
+def test_what_the_engine_s_caller_has_of_a_job_s_own_lease_is_no_second_device(
+    host: ServerHost, tmp_path: Path
+) -> None:
+    """`podman run --env-host` within a job: the device's own variables come last, and this one is empty."""
+    given = bundle(tmp_path, YUNION_MPS_DEVICE="00:06.0-3", YUNION_MPS_LEASE="")
+    assert call("00:06.0-3", bundle=given) == 0
+    assert [wish.device for wish, _, _ in host.giver.wished] == ["00:06.0-3"]
+
+
+def test_a_budget_that_holds_is_asked_for_unless_the_container_says_otherwise(
+    host: ServerHost, tmp_path: Path
+) -> None:
+    for name, allowed, enforced in (("00:06.0-3", "1", False), ("00:06.0-3", "0", True), ("all", "0", False)):
+        given = bundle(tmp_path, YUNION_MPS_DEVICE="00:06.0-3", YUNION_MPS_ALLOW_UNLIMITED=allowed)
+        assert call(name, bundle=given) == 0
+        assert host.giver.wished[-1][0].enforced is enforced
+
+
+def test_a_device_that_is_served_again_is_refused_once_for_the_container_lacks_the_way_to_it(
+    host: ServerHost, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = bundle(tmp_path, YUNION_MPS_DEVICE="00:06.0-3")
+    assert call("00:06.0-3", "--unserved", bundle=given) == 1
+    said = "yunion-mps: device 00:06.0-3 is only just served again (start the container again)\n"
+    assert capsys.readouterr().err == said
+    host.giver.refusal = NothingFreeError("device 00:06.0-3 cannot be had now: its GPU is lost", "reboot")
+    assert call("00:06.0-3", "--unserved", bundle=given) == NothingFreeError.exit_code
+    assert capsys.readouterr().err.endswith("its GPU is lost (reboot)\n")
+
+
+def test_a_refusal_is_said_in_the_system_s_log_too_for_some_engines_do_not_show_it(host: ServerHost) -> None:
+    host.giver.refusal = HostError("the daemon is stopping", "start it again")
+    assert call("00:06.0-1") == 1, "nobody listens there"
+    place = Path(host.paths.under("/dev/log"))
+    place.parent.mkdir()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as log:
+        log.bind(str(place))
+        assert call("00:06.0-1") == 1
+        line = f"container {'a' * 12}: the daemon is stopping (start it again)"
+        assert log.recv(4096).decode() == f"<12>yunion-mps[{os.getpid()}]: {line}"
 
 
 def test_an_odd_name_is_asked_for_as_it_is(host: ServerHost) -> None:

@@ -31,7 +31,8 @@ def test_a_device_brings_its_budget_the_pipe_directory_its_nodes_and_the_hook() 
     devices, domains = plan_of(reference())
     spec = devices_spec(devices, domains, HOST._replace(hook_environment={"A": "b"}))
     edits = edits_of(spec, "00:06.0-1")
-    assert environment_of(edits) == client_environment([devices[1]], domains[0])
+    wanted = client_environment([devices[1]], domains[0])
+    assert environment_of(edits) == {**wanted, "YUNION_MPS_LEASE": ""}, "and no lease of an engine's caller"
     place = "/tmp/nvidia-mps/pipe"
     options = ["rw", "nosuid", "nodev", "noexec", "rbind"]
     assert edits["mounts"] == [{"hostPath": place, "containerPath": place, "options": options}]
@@ -92,6 +93,26 @@ def test_devices_that_are_not_served_stay_for_the_hook_to_say_why() -> None:
         assert spec is not None
         hold_to_the_format(spec)
         assert {one.addr for one in devices} < {device["name"] for device in spec["devices"]}
+
+
+def test_a_device_of_a_lost_gpu_brings_only_its_words_so_that_the_hook_comes_to_speak() -> None:
+    """No control daemon is started for it, so its pipe directory and its nodes may be missing."""
+    devices, (served, parked) = plan_of(snapshot(P40, H100, scope="gpu"))
+    spec = devices_spec(devices, [served], HOST, [parked])
+    assert spec is not None
+    hold_to_the_format(spec)
+    lost = [device for device in devices if device.domain == parked.name]
+    for name in (lost[1].addr, lost[1].id):
+        edits = edits_of(spec, name)
+        assert edits.keys() == {"env", "hooks"}
+        assert environment_of(edits)["YUNION_MPS_DEVICE"] == lost[1].addr
+        assert edits["hooks"][0]["args"] == ["yunion-mps", "cdi-hook", lost[1].addr, "--unserved"]
+    alone = devices_spec(lost, [], HOST, [parked])
+    assert [one["name"] for one in (alone or {})["devices"]] == [
+        name for one in lost for name in (one.addr, one.id)
+    ]
+    both = devices_spec(devices, [served, parked], HOST, [parked])
+    assert "mounts" in edits_of(both, lost[1].addr), "as soon as it is served"
 
 
 def test_a_host_without_devices_has_no_specification() -> None:
