@@ -23,7 +23,7 @@ def host(make_host: MakeHost) -> SimHost:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
 def test_a_signal_that_is_sent_to_it_is_the_command_s(ready_daemon: Daemon, number: signal.Signals) -> None:
-    caught = f"trap 'echo caught; exit 9' {number.name[3:]}; echo begun; while :; do read -r line; done"
+    caught = f"trap 'echo caught; exit 9' {number.name[3:]}; echo begun; while :; do read -rt 0.1 line; done"
     for script, expected in ((caught, (9, "caught\n")), ("echo begun; exec cat", (-number, ""))):
         job = ready_daemon.host.popen(
             ["yunion-mps", "run", "--", "bash", "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE
