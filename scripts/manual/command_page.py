@@ -27,9 +27,6 @@ _ENVIRONMENT = {
     DEVICE_VARIABLE: """\
 The device that `show` is about where none is given. A process that uses a device has it in its environment
 (see `show`), so within a job it names the job's own.""",
-    "YUNION_MPS_ALLOW_UNLIMITED": """\
-In the environment of a container that is given a device by name: with 1, it is started also on a GPU older
-than Volta, where nothing limits it.""",
     ROOT_VARIABLE: """\
 Another root directory than /, under which every path lies: to look into an unpacked host, and for tests.""",
 }

@@ -16,7 +16,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, TextIO
 from urllib.parse import quote
 
@@ -33,8 +33,6 @@ _AWAY_S = 5.0
 _BETWEEN_S = 0.1
 #: That of a UUID, a lease's id; no address is so long.
 _ID_LENGTH = 36
-#: What a container's environment has where nothing need hold it to a budget.
-_UNLIMITED = "YUNION_MPS_ALLOW_UNLIMITED=1"
 #: Where syslog(3) writes to, and the head of a line there: a warning, for nobody in particular (RFC 3164).
 _LOG = "/dev/log"
 _HEAD = "<12>yunion-mps[{pid}]: "
@@ -52,9 +50,12 @@ def main(arguments: list[str], state: TextIO, away_s: float = _AWAY_S) -> int:
         if len(arguments) != 1 and arguments[1:] != [UNSERVED]:
             raise HostError("cdi-hook is called by container engines alone", "see: yunion-mps run --help")
         container = _state(state)
-        _bind(arguments[0], container, Client(paths, _ANSWER_S), away_s)
+        lease = _bind(arguments[0], container, Client(paths, _ANSWER_S), away_s)
         if len(arguments) > 1:  # its GPU has just come back, and the container's file is of before
             raise HostError(f"device {arguments[0]} is only just served again", "start the container again")
+        if not lease["budget_enforced"]:
+            of = f"the budget of {', '.join(lease['devices'])}"
+            _log(paths, container, f"nothing holds it to {of}: the GPU is older than Volta")
     except YunionError as error:
         hint = f" ({error.hint})" if error.hint else ""
         line = f"{error.message}{hint}"
@@ -64,20 +65,17 @@ def main(arguments: list[str], state: TextIO, away_s: float = _AWAY_S) -> int:
     return 0
 
 
-def _bind(name: str, state: Mapping[str, Any], daemon: Client, away_s: float) -> None:
-    environment = _environment(state)
-    _refuse_several(name, environment)
+def _bind(name: str, state: Mapping[str, Any], daemon: Client, away_s: float) -> Json:
+    """Have the device, or the lease, end with the container; returns the lease."""
+    _refuse_several(name, state)
     pid = state["pid"]
     path = f"/v1/leases/{quote(name, safe='')}/bind?pid={pid}"
     if len(name) != _ID_LENGTH:
         path = f"/v1/leases?device={quote(name, safe='')}&binding=container&pid={pid}"
-        # As without a container, nothing is started that nothing would limit; who has all harms nobody.
-        if name != ALL and _UNLIMITED not in environment:
-            path += "&enforced=true"
     end_s = time.monotonic() + away_s
     while True:
         try:
-            daemon.post(path)
+            lease: Json = daemon.post(path)
         except NothingFreeError as error:
             raise _whose(name, daemon) or error from None
         except UnreachableError:
@@ -85,7 +83,7 @@ def _bind(name: str, state: Mapping[str, Any], daemon: Client, away_s: float) ->
                 raise
             time.sleep(_BETWEEN_S)
         else:
-            return
+            return lease
 
 
 def _state(file: TextIO) -> Mapping[str, Any]:
@@ -99,18 +97,13 @@ def _state(file: TextIO) -> Mapping[str, Any]:
     return state
 
 
-def _environment(state: Mapping[str, Any]) -> list[str]:
-    """That of the container's process, empty where it cannot be read."""
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+def _refuse_several(name: str, state: Mapping[str, Any]) -> None:
+    """Of several devices only the last one's environment would be the container's; raises HostError."""
+    found: dict[str, str] = {}
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
         with open(os.path.join(state["bundle"], "config.json"), encoding="utf-8") as file:
             words = json.load(file)["process"]["env"]
-        return [word for word in words if isinstance(word, str)]
-    return []
-
-
-def _refuse_several(name: str, environment: Iterable[str]) -> None:
-    """Of several devices only the last one's environment would be the container's; raises HostError."""
-    found = dict(word.partition("=")[::2] for word in environment)
+        found = dict(word.partition("=")[::2] for word in words)
     device, lease = found.get("YUNION_MPS_DEVICE"), found.get(LEASE_VARIABLE)
     if found and name != ALL and name != (lease or device):
         beside = f"lease {lease}" if name == device else device or "another"

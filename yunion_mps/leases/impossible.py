@@ -10,10 +10,7 @@ from yunion_mps.leases.wish import Wish
 from yunion_mps.models import Device
 from yunion_mps.planning.pools import free_units, units_for
 
-UNENFORCED_HINT = (
-    "take it all the same: --allow-unlimited; in Python: allow_unlimited=True; "
-    "for a container: -e YUNION_MPS_ALLOW_UNLIMITED=1"
-)
+UNENFORCED_HINT = "take it all the same: --allow-unlimited (in Python: allow_unlimited=True)"
 
 
 def refuse_impossible(wish: Wish, offers: Offers) -> None:

@@ -100,15 +100,6 @@ def test_what_the_engine_s_caller_has_of_a_job_s_own_lease_is_no_second_device(
     assert [wish.device for wish, _, _ in host.giver.wished] == ["00:06.0-3"]
 
 
-def test_a_budget_that_holds_is_asked_for_unless_the_container_says_otherwise(
-    host: ServerHost, tmp_path: Path
-) -> None:
-    for name, allowed, enforced in (("00:06.0-3", "1", False), ("00:06.0-3", "0", True), ("all", "0", False)):
-        given = bundle(tmp_path, YUNION_MPS_DEVICE="00:06.0-3", YUNION_MPS_ALLOW_UNLIMITED=allowed)
-        assert call(name, bundle=given) == 0
-        assert host.giver.wished[-1][0].enforced is enforced
-
-
 def test_a_device_that_is_served_again_is_refused_once_for_the_container_lacks_the_way_to_it(
     host: ServerHost, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
