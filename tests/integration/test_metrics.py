@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.client
+import json
 import os
 import signal
+import socket
 import stat
 import time
 from pathlib import Path
@@ -93,6 +97,49 @@ def test_the_last_hour_and_the_metrics_say_the_same_of_a_client_with_two_devices
         eventually(lambda: hour() == [budget_mib, 700], "the look")
         assert metric() == [budget_mib << 20, 700 << 20]
         sleeper.kill()
+
+
+def test_a_lease_from_before_a_reload_has_the_budget_that_it_was_given_as_in_who(
+    make_host: MakeHost, make_daemon: MakeDaemon
+) -> None:
+    host = make_host([{"kind": "v100", "virtual_number": 4}])
+    daemon = make_daemon(host).start().wait_ready()
+    device = {"device": "00:06.0-1", "gpu": "00:06.0"}
+    with host.popen(["yunion-mps", "run", "--device", "00:06.0-1", "--", "sleep", "60"]) as job:
+        eventually(lambda: daemon.get("/v1/leases")[1]["leases"], "its lease")
+        (host.root / "etc/yunion/host_container_device.yml").write_text(
+            "devices:\n- path: /dev/dri/renderD128\n  type: NVIDIA_MPS\n  virtual_number: 8\n"
+        )
+        assert daemon.ask("POST", "/v1/reload")[0] == 200
+        host.gpus[0].add_process(job.pid, 3000, "M+C")
+        used = "yunion_mps_device_memory_used_bytes"
+        eventually(lambda: value(daemon, used, **device) == 3000 << 20, "its memory")
+        assert value(daemon, "yunion_mps_gpu_devices", gpu="00:06.0") == 8
+        assert value(daemon, "yunion_mps_device_memory_limit_bytes", **device) == 4096 << 20
+        assert value(daemon, "yunion_mps_device_sm_ratio", **device) == 0.25
+        (row,) = json.loads(host.run(["yunion-mps", "who", "-o", "json"]).stdout)["uses"]
+        assert (row["memory_used"], row["memory_budget"]) == (3000, 4096)
+        job.kill()
+
+
+def test_several_who_scrape_wait_for_a_hanging_driver_no_longer_than_one(ready_daemon: Daemon) -> None:
+    """More than the gateway's patience, and the daemon would be told to be down."""
+    printed(ready_daemon)
+    ready_daemon.host.fail("nvmlDeviceGetComputeRunningProcesses*", "unknown", delay_ms=30_000)
+    formats = ["application/openmetrics-text", "text/plain"] * 4
+    connections = []
+    began_s = time.monotonic()
+    for accept in formats:
+        connection = http.client.HTTPConnection("localhost")
+        connection.sock = socket.socket(socket.AF_UNIX)
+        connection.sock.connect(str(ready_daemon.socket_path))
+        connection.request("GET", "/metrics", headers={"Accept": accept})
+        connections.append(connection)
+    for connection in connections:
+        with contextlib.closing(connection):
+            assert connection.getresponse().read()
+    assert time.monotonic() - began_s < 5
+    ready_daemon.host.clear()
 
 
 def test_a_driver_that_hangs_holds_up_no_scrape(ready_daemon: Daemon) -> None:

@@ -75,6 +75,26 @@ def test_the_alerts_fire_on_the_faults_that_they_are_for(tmp_path: Path) -> None
             prometheus.wait_for("YunionMpsGatewayAbsent", perhaps=lately)
 
 
+def test_a_control_daemon_that_is_down_is_no_lost_gpu_and_a_silent_driver_is_told(tmp_path: Path) -> None:
+    port = free_port()
+    with Scene([{"kind": "v100", "count": 2}]) as scene:
+        scene.daemon.configure(metrics_listen=f"127.0.0.1:{port}")
+        scene.host.fail("nvmlDeviceGetComputeRunningProcesses*", "unknown", gpu=1)
+        scene.daemon.start().wait_ready()
+        with Gateway(scene.daemon) as gateway, Prometheus(tmp_path, at_once(tmp_path), port) as prometheus:
+            gateway.start().serves(port)
+            prometheus.wait_for("YunionMpsUseUnknown")
+            scene.host.clear()
+            prometheus.wait_for()
+            broken = scene.control_program.with_name("broken")
+            broken.write_text("#!/bin/sh\nexit 1\n")
+            broken.chmod(0o755)
+            broken.replace(scene.control_program)
+            os.kill(scene.control, signal.SIGKILL)
+            prometheus.wait_for("YunionMpsDomainDown", "YunionMpsRestartBackoff")
+            assert prometheus.value('sum(yunion_mps_gpu_state{state="unavailable"})') == 2
+
+
 def test_promtool_finds_nothing_amiss_in_the_metrics(tmp_path: Path) -> None:
     with Scene([{"kind": "v100", "virtual_number": 4}]) as scene:
         scene.serve()

@@ -63,6 +63,7 @@ class Metering:
         self._counts = counts
         self._revision = revision()  # now, for after an upgrade it would be another program's
         self._looking: asyncio.Task[Use] | None = None
+        self._began_s = 0.0
         self._use: Use | None = None
         self._asking = asyncio.Lock()
         self._kept: dict[bool, bytes] = {}
@@ -107,7 +108,17 @@ class Metering:
             dict(supervisor.journal.counts),
             self._counts.counted(),
             self._use,
+            service.ill_gpus(),
+            self._given(),
         )
+
+    def _given(self) -> dict[str, tuple[int, float]]:
+        """The budgets (MiB and percent) of the devices that somebody has, as they were given, by address."""
+        return {
+            device.addr: (device.memory_limit_mib, device.thread_percentage)
+            for lease in self._leasing.ledger.leases.values()
+            for device in lease.devices
+        }
 
     async def _look(self) -> None:
         """See who uses the GPUs; one look at a time, and what takes longer is known to a later scrape."""
@@ -115,9 +126,11 @@ class Metering:
         if nvml is None:
             self._use = None
             return
+        loop = asyncio.get_running_loop()
         if self._looking is None:
             self._looking = asyncio.ensure_future(self._seen(nvml))
-        await asyncio.wait({self._looking}, timeout=_DRIVER_S)
+            self._began_s = loop.time()
+        await asyncio.wait({self._looking}, timeout=max(0.0, self._began_s + _DRIVER_S - loop.time()))
         if self._looking.done():
             looking, self._looking = self._looking, None
             try:

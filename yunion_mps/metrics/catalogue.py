@@ -67,6 +67,12 @@ _GPUS = (
         "Whether this is the state of the GPU, as `yunion-mps gpus` says it.",
         ("gpu", "state"),
     ),
+    Metric(
+        GAUGE,
+        "yunion_mps_gpu_usable",
+        "Whether the GPU itself can be used, whatever its control daemon is at.",
+        _GPU,
+    ),
     Metric(GAUGE, "yunion_mps_gpu_memory_bytes", "The GPU's memory.", _GPU),
     Metric(
         GAUGE,
@@ -101,7 +107,12 @@ _DEVICES = (
     Metric(INFO, "yunion_mps_device_info", "A device.", _DEVICE),
     Metric(GAUGE, "yunion_mps_device_available", "Whether the device can be used now.", _DEVICE),
     Metric(GAUGE, "yunion_mps_device_leased", "Whether somebody has the device.", _DEVICE),
-    Metric(GAUGE, "yunion_mps_device_memory_limit_bytes", "The memory of the device's budget.", _DEVICE),
+    Metric(
+        GAUGE,
+        "yunion_mps_device_memory_limit_bytes",
+        "The memory of the device's budget; of who has it, as it was given.",
+        _DEVICE,
+    ),
     Metric(
         GAUGE,
         "yunion_mps_device_sm_ratio",

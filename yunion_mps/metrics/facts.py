@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from yunion_mps.api.counting import Counted
@@ -30,6 +30,8 @@ class Queue(NamedTuple):
 class Facts(NamedTuple):
     """All of it: `status`, `gpus` and `devices` are the service's own words.
 
+    `ill` are the addresses of GPUs that cannot be used themselves, and `given` is by address the budget (MiB
+    and percent) that who has a device was given, which a reload may have changed for the next one.
     `probe_s` is by domain how long its control daemon took to answer last, and `events` are how many were
     recorded since the start, by kind and severity. `use` is None where nobody could tell yet.
     """
@@ -45,3 +47,5 @@ class Facts(NamedTuple):
     events: Mapping[tuple[str, str], int]
     requests: Counted
     use: Use | None = None
+    ill: Collection[str] = ()
+    given: Mapping[str, tuple[int, float]] = {}

@@ -68,6 +68,7 @@ def _gpus(facts: Facts) -> Iterator[Row]:
         if gpu["memory_free"] is not None:
             yield "yunion_mps_gpu_pool_free_bytes", labels, gpu["memory_free"] * MIB
         if gpu["state"] != NOT_USED:
+            yield "yunion_mps_gpu_usable", labels, int(gpu["addr"] not in facts.ill)
             yield "yunion_mps_gpu_devices", labels, gpu["devices"]
             yield "yunion_mps_gpu_devices_leased", labels, leased[uuid]
             if gpu["compute_capability"] is not None:
@@ -85,8 +86,10 @@ _OF_DEVICE: dict[str, Callable[[Json], Any]] = {
     "yunion_mps_device_info": lambda device: {"id": device["id"]},
     "yunion_mps_device_available": lambda device: int(device["state"] == AVAILABLE),
     "yunion_mps_device_leased": lambda device: int(bool(device["lease"])),
-    "yunion_mps_device_memory_limit_bytes": lambda device: device["mps_memory_limit"] * MIB,
-    "yunion_mps_device_sm_ratio": lambda device: round(device["mps_thread_percentage"] / 100, 6),
+}
+_OF_BUDGET: dict[str, Callable[[int, float], Any]] = {
+    "yunion_mps_device_memory_limit_bytes": lambda mib, _: mib * MIB,
+    "yunion_mps_device_sm_ratio": lambda _, percentage: round(percentage / 100, 6),
 }
 _UNUSED = OfDevice(0, 0)
 _OF_DEVICE_USED: dict[str, Callable[[OfDevice], int]] = {
@@ -99,6 +102,10 @@ def _devices(facts: Facts) -> Iterator[Row]:
     for name, value_of in _OF_DEVICE.items():
         for device in facts.devices:
             yield name, _of_device(device), value_of(device)
+    for name, part_of in _OF_BUDGET.items():
+        for device in facts.devices:
+            now = device["mps_memory_limit"], device["mps_thread_percentage"]
+            yield name, _of_device(device), part_of(*facts.given.get(device["addr"], now))
     if facts.use is None:
         return
     for name, used_of in _OF_DEVICE_USED.items():

@@ -185,6 +185,11 @@ class Service:
         """Why the devices of a GPU (by UUID) cannot be used now, empty where they can."""
         return reasons(self._take())
 
+    def ill_gpus(self) -> frozenset[str]:
+        """The addresses of the GPUs that cannot be used themselves, whatever their control daemons are at."""
+        snapshot = self._take()
+        return frozenset(gpu.address for gpu in snapshot.inventory.gpus if gpu_reason(gpu, snapshot))
+
     def _leases(self) -> Collection[Lease]:
         return self.ledger.leases.values() if self.ledger else ()
 

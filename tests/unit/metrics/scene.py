@@ -37,6 +37,7 @@ def facts(snapshot: Snapshot | None = None, **given: Any) -> Facts:
         Queue(),
         {},
         Counted(),
+        ill=service.ill_gpus(),
     )
     return found._replace(**given)
 

@@ -73,6 +73,24 @@ def test_budgets_are_in_bytes_and_parts_of_one() -> None:
     assert value(ALL, "yunion_mps_gpu_processes_past_mps", gpu="00:06.0") == 1
 
 
+def test_the_budget_of_who_has_a_device_is_the_one_that_it_was_given_with() -> None:
+    """As `who` has it: a reload changes what the next one gets, and nobody is over budget for it."""
+    given = ALL._replace(given={"00:06.0-1": (11520, 50.0)})
+    device, other = ({"device": f"00:06.0-{slot}", "gpu": "00:06.0"} for slot in (1, 2))
+    assert value(given, "yunion_mps_device_memory_limit_bytes", **device) == 11520 * 1024**2
+    assert value(given, "yunion_mps_device_sm_ratio", **device) == 0.5
+    assert value(given, "yunion_mps_device_memory_limit_bytes", **other) == 5760 * 1024**2
+
+
+def test_a_gpu_is_usable_whatever_its_control_daemon_is_at_and_not_where_it_is_ill_itself() -> None:
+    down = facts(snapshot(P40, state="backoff"))
+    assert value(down, "yunion_mps_gpu_state", gpu="00:06.0", state="unavailable") == 1
+    assert value(down, "yunion_mps_gpu_usable", gpu="00:06.0") == 1
+    ill = facts(snapshot(P40, IN_MIG_MODE))
+    assert value(ill, "yunion_mps_gpu_usable", gpu="81:00.0") == 0
+    assert value(ill, "yunion_mps_gpu_usable", gpu="00:06.0") == 1
+
+
 def test_a_device_that_nobody_uses_has_a_use_of_nothing() -> None:
     device = {"device": "00:06.0-0", "gpu": "00:06.0"}
     assert value(ALL, "yunion_mps_device_memory_used_bytes", **device) == 0
