@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -207,6 +208,32 @@ def test_a_daemon_that_is_gone_is_said_with_what_to_do(served: Served, ready_dae
     assert ask(served, "/").status == 200
     ready_daemon.start().wait_ready()
     assert ask(served, "/overview.json").status == 200
+
+
+def test_a_daemon_that_hangs_is_told_to_all_who_look_and_not_to_one_after_another(
+    served: Served, ready_daemon: Daemon
+) -> None:
+    """A page waits 20 s, and would say that nothing answers where it came from."""
+    ready_daemon.signal(signal.SIGSTOP)
+    found: list[Answer] = []
+    pages = [
+        threading.Thread(target=lambda: found.append(ask(served, "/overview.json?event=99999")))
+        for _ in range(5)
+    ]
+    began_s = time.monotonic()
+    try:
+        for one in pages:
+            one.start()
+        for one in pages:
+            one.join(PATIENCE_S)
+        assert time.monotonic() - began_s < 18
+    finally:
+        ready_daemon.signal(signal.SIGCONT)
+    assert {(one.status, one.json["detail"]) for one in found} == {
+        (503, "the daemon does not answer within 10 s")
+    }
+    assert len(found) == 5
+    eventually(lambda: ask(served, "/overview.json").status == 200, "the next picture")
 
 
 def test_it_says_where_and_ends_quietly_with_ctrl_c(ready_daemon: Daemon) -> None:

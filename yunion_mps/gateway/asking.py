@@ -37,6 +37,7 @@ class Asking:
         self._one_at_a_time = asyncio.Lock()
         self._picture: Json = {}
         self._taken_s = 0.0
+        self._failure: UnreachableError | None = None
         self._last_event = 0
         self._seen: tuple[Any, ...] = ()
         self._looked_s = 0.0
@@ -48,13 +49,22 @@ class Asking:
     async def picture(self, event: int = 0) -> Json:
         """The picture of now, with a `mark` that is another when the picture is; raises UnreachableError.
 
-        One that was taken before the `event` (its id) is no picture of now, however fresh.
+        One that was taken before the `event` (its id) is no picture of now, however fresh. Who came while a
+        daemon that hangs was asked in vain hears of that, and does not wait as long once more.
         """
+        came_s = time.monotonic()
         async with self._one_at_a_time:
+            if self._failure and came_s < self._taken_s:
+                raise self._failure
             age_s = time.monotonic() - self._taken_s
-            if age_s > _FRESH_S or event > self._last_event:
+            if self._failure or age_s > _FRESH_S or event > self._last_event:
                 await asyncio.sleep(_REST_S - age_s)  # whoever asks without end costs no more than this
-                shown = picture(await self._told())
+                try:
+                    shown = picture(await self._told())
+                except UnreachableError as error:
+                    self._failure, self._taken_s = error, time.monotonic()
+                    raise
+                self._failure = None
                 mark = sha256(encode(shown)).hexdigest()[:16]
                 self._picture = {"mark": mark, "taken": time.time(), **shown}
                 self._taken_s = time.monotonic()
