@@ -32,11 +32,12 @@ _DOMAIN = {
     "wedged": "see whose jobs wait for it: yunion-mps clients; ended, they let it be started again",
     "stopping": "it waits for its jobs: yunion-mps clients; end one: yunion-mps clients terminate PID",
 }
-#: By what the daemon's warnings have in common; test_findings.py holds that none of them goes without.
+#: By what the daemon's warnings have in common; a test holds that none of them goes without.
 _WARNINGS = (
     ("budgets are not enforced", "nothing enforces them on such a GPU; see who uses more: yunion-mps who"),
     ("its compute mode is", "set it: yunion-mps reload; keep it as it is: cuda_mps_compute_mode: keep"),
     ("multiuser", "install a newer nvidia-cuda-mps-control, or set cuda_mps_multiuser: false"),
+    ("metrics", "make its directory one that root can write, or name another; it is tried again by itself"),
     ("containers find", "make it a directory that root can write; it is tried again by itself"),
     ("containers get", "make it anew: nvidia-ctk cdi generate --output=/etc/cdi/nvidia.yaml"),
     ("events are", "make room where the state file is: df -h /var/lib/yunion-mps"),

@@ -161,11 +161,14 @@ def test_the_processes_of_a_device_are_told_by_the_largest_and_how_many_more() -
 def test_every_warning_of_the_daemon_has_a_remedy_of_its_own() -> None:
     kept = "events are kept elsewhere meanwhile, and nothing can be changed"
     multiuser = "cuda_mps_multiuser is true, and /usr/bin/nvidia-cuda-mps-control does not know it: jobs wait"
-    found = snapshots.troubled()._replace(remarks=(kept, multiuser))
+    textfile = "metrics_textfile is /srv/a.prom, which cannot be written: No such file or directory"
+    cdi = "containers find no devices: /var/run/cdi/yunion-mps.json: Read-only file system"
+    nvidia = "containers get no driver from us: /etc/cdi/nvidia.yaml is passed over: it is no YAML"
+    found = snapshots.troubled()._replace(remarks=(kept, multiuser, textfile, cdi, nvidia))
     status = Service(lambda: found, 0.0, 1).status()
-    assert len(status["warnings"]) == len(warnings(found)) == 4
+    assert len(status["warnings"]) == len(warnings(found)) == 7
     told = [one.remedy for one in of_status(status, []) if one.kind == "Warning"]
-    assert len(set(told)) == 4
+    assert len(set(told)) == 7
     assert "look closer: yunion-mps doctor" not in told
 
 
