@@ -22,11 +22,14 @@ def free_port() -> int:
 class Served:
     """`yunion-mps web` on a host, until the end; a context manager."""
 
-    def __init__(self, host: SimHost, port: int = 0) -> None:
+    def __init__(self, host: SimHost, port: int = 0, **environment: str) -> None:
+        """At this port, or at any; more variables of its environment may be given."""
         self.port = port or free_port()
         self.url = f"http://127.0.0.1:{self.port}/"
         command = ["yunion-mps", "web", "--listen", f"127.0.0.1:{self.port}"]
-        self._process = host.popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        self._process = host.popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env={**host.env, **environment}
+        )
         assert self._process.stdout is not None
         self.said = self._process.stdout.readline()
         assert self.url in self.said, self.said + self._process.stdout.read()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import yunion_mps
 
 from browser.chromium import Chromium, Page
 from browser.scene import Jobs, Served
@@ -112,6 +114,26 @@ def test_a_page_whose_server_has_ended_says_so(scene: Scene, browser: Chromium) 
     assert "nothing answers where this page came from" in page.wait_text("No answer since", "#gone")
     with Served(scene.daemon.host, other.port):
         page.wait("document.querySelector('#gone').hidden")
+
+
+def test_a_page_that_is_open_over_an_upgrade_loads_itself_anew_with_its_filter(
+    scene: Scene, browser: Chromium, tmp_path: Path
+) -> None:
+    shutil.copytree(Path(yunion_mps.__file__).parent, tmp_path / "yunion_mps")
+    words = tmp_path / "yunion_mps/gateway/page/words.js"
+    words.write_text(words.read_text().replace("GiB", "gibibytes"))
+    scene.jobs.start("train.py", device="00:06.0-2", mib=2048)
+    with Served(scene.daemon.host) as before:
+        page = browser.page(before.url)
+        page.wait_text("2 GiB of 4 GiB", "#rows")
+        page.ask("document.querySelector('#filter').focus()")
+        page.type("train")
+        page.wait_text("1 of 1", "#shown")
+    page.wait_text("No answer since", "#gone")
+    with Served(scene.daemon.host, before.port, PYTHONPATH=str(tmp_path)):
+        page.wait_text("2 gibibytes of 4 gibibytes", "#rows")
+        assert page.ask("document.querySelector('#filter').value") == "train"
+        assert page.wait_text("1 of 1", "#shown")
 
 
 def test_a_command_line_is_never_anything_but_text(scene: Scene, browser: Chromium) -> None:

@@ -14,7 +14,7 @@ import pytest
 from browser.chromium import Chromium, Page
 from browser.scene import Jobs, Served
 from integration.conftest import MakeDaemon, MakeHost
-from integration.daemon_host import Daemon
+from integration.daemon_host import Daemon, eventually
 from simhost.mps import StandIns
 
 MANY = [{"kind": "h100", "count": 64, "virtual_number": 48}]
@@ -75,6 +75,38 @@ def test_64_gpus_with_3072_devices_are_drawn_within_a_second_and_kept_when_somet
         page.wait("document.querySelectorAll('#rows tr').length < 211")
         assert page.ask("document.documentElement.scrollWidth") == 1280
         assert page.troubles() == []
+
+
+def test_with_more_than_512_devices_the_hour_of_each_that_a_row_is_shown_of_is_drawn(
+    make_host: MakeHost, make_daemon: MakeDaemon, browser: Chromium
+) -> None:
+    host = make_host([{"kind": "h100", "count": 11, "virtual_number": 48}])
+    with StandIns(host):
+        daemon = make_daemon(host).start().wait_ready()
+        first, *_, last = (one["addr"] for one in daemon.get("/v1/gpus")[1]["gpus"])
+        with Jobs(daemon) as jobs, Served(host) as served:
+            jobs.start("train.py", device=f"{first}-3", mib=700)
+            jobs.start("infer.py", device=f"{last}-4", mib=300)
+            used = [f"{first}-3", f"{last}-4"]
+            eventually(
+                lambda: [one["addr"] for one in daemon.get("/v1/usage")[1]["devices"]] == used, "their use"
+            )
+            page = browser.page(served.url)
+            page.wait(_hours(["700 MiB now", "300 MiB now"]))
+            page.ask("document.querySelector('#filter').focus()")
+            page.type(last)
+            page.wait(_hours(["300 MiB now"]))
+            page.press("Escape")
+            page.wait(_hours(["700 MiB now", "300 MiB now"]))
+            assert page.troubles() == []
+
+
+def _hours(words: list[str]) -> str:
+    """Whether the charts of the rows say this."""
+    charts = (
+        "[...document.querySelectorAll('#rows .chart')].map((one) => one.getAttribute('aria-label') ?? '')"
+    )
+    return f"{charts}.map((said) => said.match(/\\d+ MiB now/)?.[0]).join() === {','.join(words)!r}"
 
 
 def take(daemon: Daemon, count: int) -> None:

@@ -179,7 +179,7 @@ def test_the_picture_tells_who_has_what_and_nothing_of_anybodys_environment(
 
 def test_who_has_the_picture_already_is_told_only_when_it_was_taken(page: Served) -> None:
     mark = ask(page, "/overview.json").json["mark"]
-    assert set(ask(page, f"/overview.json?mark={mark}").json) == {"mark", "taken"}
+    assert set(ask(page, f"/overview.json?mark={mark}").json) == {"mark", "taken", "page"}
     assert "gpus" in ask(page, "/overview.json?mark=other").json
 
 

@@ -10,6 +10,7 @@ import logging
 import os
 import re
 from collections.abc import Awaitable
+from hashlib import sha256
 from importlib.resources import files
 from typing import NamedTuple
 from urllib.parse import urlsplit
@@ -81,6 +82,8 @@ class Web:
         node = os.uname().nodename.lower()
         self._names = {"localhost", node, node.partition(".")[0]}
         self._files = _files()
+        #: Another one after an upgrade: a page that is open then loads itself anew.
+        self._page = sha256(b"".join(self._files[path].body for path in sorted(self._files))).hexdigest()[:16]
 
     def answer(self, request: Request) -> Answer:
         """The response to a request, or what becomes it later; never raises."""
@@ -134,9 +137,9 @@ class Web:
         """The whole picture after this event, or where the asker has it already, only when that was taken."""
         shown = await self._asking.picture(event)
         if mark == shown["mark"]:
-            shown = {"mark": mark, "taken": shown["taken"]}
+            shown = {"mark": mark, "taken": shown["taken"], "page": self._page}
         else:
-            shown = {**shown, "host": os.uname().nodename}
+            shown = {**shown, "host": os.uname().nodename, "page": self._page}
         return Response(200, "application/json", encode(shown))
 
     def _relay(self, path: str, query: dict[str, str]) -> Awaitable[Response]:

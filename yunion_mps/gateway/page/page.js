@@ -14,8 +14,10 @@ const LONGEST_REST_MS = 60000;
 const USAGE_MS = 60000;
 const LONGEST_PAUSE_MS = 8000;
 const EVENTS_WAIT_S = 20;
-/** With more devices, the hour of each is asked for only where one GPU is looked at. */
+/** With more devices, their hours are asked for GPU by GPU, and only of those that rows are shown of. */
 const MOST_HOURS = 512;
+/** Where the filter is kept while the page is loaded anew. */
+const KEPT = "yunion-mps filter";
 const SIGNS = { ready: "✓", degraded: "!", failed: "✕", disabled: "–", "no answer": "✕" };
 
 const who = new Who();
@@ -28,6 +30,7 @@ let shown = null; // the picture that is on the page
 let takenMs = 0; // when it was taken, by this machine's clock
 let goneMs = 0; // since when there is no answer
 let usage = null;
+let files = ""; // which the page was loaded from
 
 const findings = new Keyed(byId("findings"), makeFinding, () => {});
 const figures = new Keyed(byId("figures"), makeFigure, (kept, { value, more }) => {
@@ -65,6 +68,7 @@ async function look() {
     const picture = await get(`overview.json?event=${events.last}${shown ? `&mark=${shown.mark}` : ""}`);
     takenMs = Date.now();
     askedMs = performance.now() - beganMs;
+    if (picture.page !== (files ||= picture.page)) return loadAnew();
     back();
     if ("state" in picture) {
       shown = picture;
@@ -75,6 +79,13 @@ async function look() {
   }
   showAge();
   return askedMs;
+}
+
+/** After an upgrade: these files may not know what is told now. */
+function loadAnew() {
+  sessionStorage.setItem(KEPT, who.filter.value);
+  location.reload();
+  return LONGEST_REST_MS;
 }
 
 function gone(error) {
@@ -184,16 +195,33 @@ function showAge() {
 async function askUsage() {
   if (!shown) return;
   const many = shown.devices.total > MOST_HOURS;
-  const one = shown.gpus.find((gpu) => who.filter.value.startsWith(gpu.addr));
   try {
-    usage = await get(`v1/usage${many ? "?devices=false" : ""}`);
-    if (many && one) usage.devices = (await get(`v1/usage?gpu=${encodeURIComponent(one.addr)}`)).devices;
+    const told = await get(`v1/usage${many ? "?devices=false" : ""}`);
+    if (many) await askHours(told);
+    usage = told;
   } catch {
     return; // what is wrong is told by what asks every few seconds
   }
   gpus.showUsage(usage);
   who.showUsage(usage);
   drawWhole();
+}
+
+/** Adds the hours of the devices that rows are shown of, where they are not in it; whether there were any. */
+async function askHours(told) {
+  told.asked ??= new Set();
+  const missing = who.gpus().filter((gpu) => !told.asked.has(gpu));
+  for (const gpu of missing) {
+    told.asked.add(gpu);
+    told.devices.push(...(await get(`v1/usage?gpu=${encodeURIComponent(gpu)}`)).devices);
+  }
+  return missing.length > 0;
+}
+
+/** Other rows are shown: ask for their hours. */
+async function askMore() {
+  if (!usage?.asked) return;
+  if (await askHours(usage).catch(() => false)) who.showUsage(usage);
 }
 
 const pause = (ms) => new Promise((done) => { setTimeout(done, ms); });
@@ -245,7 +273,10 @@ async function askUsageOn() {
   }
 }
 
-who.filter.addEventListener("input", () => { if (shown?.devices.total > MOST_HOURS) askUsage(); });
+who.filter.addEventListener("input", askMore);
+byId("more").addEventListener("click", askMore);
+who.filter.value = sessionStorage.getItem(KEPT) ?? "";
+sessionStorage.removeItem(KEPT);
 setInterval(() => { showAge(); if (!goneMs) showAbout(); who.tick(); }, 1000);
 lookOn();
 follow();

@@ -11,6 +11,7 @@ const WRONG = new Set(["over budget", "past MPS", "no device"]);
 export class Who {
   constructor() {
     this.parts = [];
+    this.shown = [];
     this.most = STEP;
     this.usage = null;
     this.rows = new Keyed(byId("rows"), makeRow, (row, part) => this.showRow(row, part));
@@ -25,6 +26,11 @@ export class Who {
   show(parts) {
     this.parts = parts.filter((part) => part.processes);
     this.draw();
+  }
+
+  /** The GPUs that rows are shown of. */
+  gpus() {
+    return [...new Set(this.shown.map((part) => part.gpu))].filter(Boolean);
   }
 
   showUsage(usage) {
@@ -47,7 +53,8 @@ export class Who {
       return words.every((word) => all.includes(word));
     });
     const seen = new Map();
-    for (const part of found.slice(0, this.most)) {
+    this.shown = found.slice(0, this.most);
+    for (const part of this.shown) {
       const key = part.lease ?? part.devices.join(",");
       seen.set(`${part.gpu} ${part.state === "past MPS" || part.state === "no device" ? part.state : key}`, part);
     }
