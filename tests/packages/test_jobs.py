@@ -28,10 +28,10 @@ def lease_of(operator: Operator, name: str) -> dict[str, Any]:
     return next(lease for lease in leases if lease["pid"] == pid)
 
 
-def begin(machine: Machine, command: str) -> None:
+def begin(machine: Machine, command: str, options: str = OPTIONS) -> None:
     """Say what the job is, and start it."""
     machine.run("mkdir", "-p", "/etc/yunion/jobs")
-    machine.write("/etc/yunion/jobs/train", f"COMMAND={command}\nOPTIONS={OPTIONS}\n")
+    machine.write("/etc/yunion/jobs/train", f"COMMAND={command}\nOPTIONS={options}\n")
     machine.run("systemctl", "start", JOB)
 
 
@@ -76,6 +76,63 @@ class TestJobs:
         begin(machine, "sleep 4712")
         machine.wait_until("it has a device", lambda: host.ask("devices?unused=true")["total"] == 3)
         machine.run("systemctl", "kill", "--signal=KILL", JOB)
+        machine.wait_until("all are free", lambda: host.ask("devices?unused=true")["total"] == 4)
+
+    def test_a_unit_that_is_restarted_has_one_device_and_the_one_before_is_free(self, host: Operator) -> None:
+        machine = host.machine
+        begin(machine, "sleep 4713")
+        machine.wait_until("it has a device", lambda: host.ask("devices?unused=true")["total"] == 3)
+        (before,) = host.ask("leases")["leases"]
+        machine.run("systemctl", "restart", JOB)
+        machine.wait_until(
+            "another lease",
+            lambda: [one["id"] for one in host.ask("leases")["leases"]] not in ([], [before["id"]]),
+        )
+        assert lease_of(host, JOB)["pid"] != before["pid"]
+        assert host.ask("devices?unused=true")["total"] == 3
+        machine.run("systemctl", "stop", JOB)
+        machine.wait_until("all are free", lambda: host.ask("devices?unused=true")["total"] == 4)
+
+    def test_words_of_the_command_are_quoted_as_the_template_says_and_nothing_in_them_is_replaced(
+        self, host: Operator
+    ) -> None:
+        machine = host.machine
+        machine.write("/srv/my words.sh", '#!/bin/sh\nprintf "<%s>" "$@"\necho\n')
+        machine.run("chmod", "+x", "/srv/my words.sh")
+        begin(machine, r"""'"/srv/my words.sh" "two words" 100%n %i $HOME ${OPTIONS} ; "" '""")
+        machine.wait_until("it has ended", lambda: machine.show("ActiveState", JOB) == "inactive")
+        assert "<two words><100%n><%i><$HOME><${OPTIONS}><;><>" in machine.journal(JOB)
+
+    def test_a_wish_that_cannot_be_met_fails_the_unit_with_a_word_of_why(self, host: Operator) -> None:
+        machine = host.machine
+        begin(machine, "sleep 4714", "--device 00:06.0-9")
+        machine.wait_until("it has failed", lambda: machine.show("ActiveState", JOB) == "failed")
+        assert "there is no device 00:06.0-9" in machine.journal(JOB)
+        assert host.ask("devices?unused=true")["total"] == 4
+        machine.run("systemctl", "reset-failed", JOB)
+
+    def test_a_job_that_waits_is_stopped_without_a_trace(self, host: Operator) -> None:
+        machine = host.machine
+        taken = [host.ask("devices")["isolated_devices"][0]["addr"]]
+        assert taken == ["00:06.0-0"]
+        machine.run(
+            "systemd-run",
+            "--unit=holder",
+            "yunion-mps",
+            "run",
+            OPTIONS,
+            "--device",
+            taken[0],
+            "sleep",
+            "4715",
+        )
+        machine.wait_until("it is taken", lambda: host.ask("devices?unused=true")["total"] == 3)
+        begin(machine, "sleep 4716", f"{OPTIONS} --device {taken[0]}")
+        machine.wait_until("it waits", lambda: len(host.ask("leases")["waiting"]) == 1)
+        machine.run("systemctl", "stop", JOB)
+        machine.wait_until("nobody waits", lambda: not host.ask("leases")["waiting"])
+        assert machine.show("ActiveState", JOB) == "inactive"
+        machine.run("systemctl", "stop", "holder")
         machine.wait_until("all are free", lambda: host.ask("devices?unused=true")["total"] == 4)
 
     def test_a_unit_with_a_tmp_of_its_own_is_told_that_it_cannot_reach_the_control_daemon(
