@@ -22,12 +22,17 @@ class YunionError(Exception):
 
 
 class Problem(NamedTuple):
-    """One thing wrong in a configuration file: where, what, and what would be right."""
+    """One thing wrong in a configuration file: where, what, and what would be right.
+
+    `is_minor`: no job needs what is wrong, so a start goes without it and says so. A reload and
+    `config check` refuse it as they do all others.
+    """
 
     file: str
     line: int | None
     what: str
     remedy: str
+    is_minor: bool = False
 
     def __str__(self) -> str:
         """`FILE:LINE: what is wrong: what would be right`, as compilers and editors have it.

@@ -15,6 +15,9 @@ from yunion_mps.mps.control import find_control_program
 from yunion_mps.paths import Paths
 from yunion_mps.planning import make_plan
 
+#: What is done about what no job needs.
+WITHOUT_IT = "the daemon goes on without it"
+
 _NOTHING = Inventory(Driver("", None), ())
 
 
@@ -39,6 +42,16 @@ class Examination(NamedTuple):
             raise ConfigError(self.problems)
         if self.driver_error:
             raise self.driver_error
+
+    def for_a_start(self) -> Examination:
+        """The same without what is wrong with the metrics and the page, which the remarks say.
+
+        Where more is wrong, all of it is told together.
+        """
+        if not all(problem.is_minor for problem in self.problems):
+            return self
+        said = tuple(f"{problem}; {WITHOUT_IT}" for problem in self.problems)
+        return self._replace(problems=(), remarks=(*self.remarks, *said))
 
     def close(self) -> None:
         """Give NVML back."""

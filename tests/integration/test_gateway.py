@@ -186,6 +186,37 @@ def test_a_public_address_is_refused_by_a_reload_and_opens_nothing(ready_daemon:
     assert not Gateway(ready_daemon).notice.exists()
 
 
+def test_a_start_with_a_public_address_serves_all_else_and_says_what_it_goes_without(
+    daemon: Daemon, make_gateway: MakeGateway, port: int
+) -> None:
+    """No job waits for the metrics; a reload and `config check` refuse what they find in the files."""
+    daemon.configure(metrics_listen="0.0.0.0:9434", web_listen="somewhere", metrics_textfile="/srv/m.txt")
+    daemon.start().wait_ready()
+    wrong = "host.conf:2: metrics_listen is 0.0.0.0:9434, which other hosts can reach: write 127.0.0.1:9434,"
+    daemon.wait_log(wrong)
+    shown = daemon.status()
+    assert shown["devices"]["available"] == 4
+    assert [one for one in shown["warnings"] if wrong in one and one.endswith("goes on without it")]
+    assert [one for one in shown["warnings"] if "not an address with a port" in one]
+    assert [one for one in shown["warnings"] if "node_exporter does not read" in one]
+    told = daemon.host.run(["yunion-mps", "status"]).stdout
+    assert "Remedy:   correct that line, then: yunion-mps reload" in told
+    gateway = Gateway(daemon)
+    assert not gateway.notice.exists()
+    assert daemon.host.run(["yunion-mps", "config", "check"]).returncode == 6
+    assert daemon.ask("POST", "/v1/reload")[0] == 422
+    reload(daemon, metrics_listen=f"127.0.0.1:{port}")
+    make_gateway(daemon).start().serves(port)
+    assert not [one for one in daemon.status()["warnings"] if wrong in one]
+
+
+def test_a_start_whose_files_have_more_wrong_is_refused_with_all_of_it(daemon: Daemon) -> None:
+    daemon.configure(metrics_listen="0.0.0.0:9434", cuda_mps_replicas=0)
+    assert daemon.start().wait() == 6
+    assert "metrics_listen is 0.0.0.0:9434, which other hosts can reach" in daemon.log
+    assert "cuda_mps_replicas is 0" in daemon.log
+
+
 def test_the_daemon_itself_never_listens_on_tcp(gateway: Gateway, open_daemon: Daemon) -> None:
     tcp = {
         line.split()[9] for name in ("tcp", "tcp6") for line in _lines(f"/proc/{open_daemon.pid}/net/{name}")

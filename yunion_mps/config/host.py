@@ -84,6 +84,9 @@ KEYS: dict[str, Key] = {
 _SOCKET = "/control_privileged"
 _GPU_DIRECTORY = "/GPU-00000000-0000-0000-0000-000000000000"
 
+#: How the keys begin that no job needs.
+_MINOR = ("metrics_", "web_")
+
 #: The tag of a plain `<<` as a key (https://yaml.org/type/merge.html).
 _MERGE = "tag:yaml.org,2002:merge"
 
@@ -113,10 +116,12 @@ def read_host(paths: Paths) -> tuple[dict[str, Any], dict[str, Source], list[Pro
             try:
                 values[name] = _kind(name, values)(name, node)
             except WrongValueError as error:
-                problems.append(Problem(file, line_of(node), error.what, error.remedy))
+                minor = name.startswith(_MINOR)
+                problems.append(Problem(file, line_of(node), error.what, error.remedy, minor))
     problems += _check_pipe_directory(paths, values, sources)
-    problems += _check_public(values, sources)
-    problems += _check_ports(values, sources)
+    wrong = [*_check_public(values, sources), *_check_ports(values, sources)]
+    values.update({name: KEYS[name].default for name, _ in wrong})
+    problems += [problem._replace(is_minor=True) for _, problem in wrong]
     return values, sources, sorted(problems, key=lambda problem: problem.line or 0)
 
 
@@ -165,27 +170,27 @@ def _merged(node: Node) -> Iterator[str]:
                 yield from _merged(inner)
 
 
-def _check_public(values: dict[str, Any], sources: dict[str, Source]) -> list[Problem]:
-    """Whether what other hosts could read is meant to be read by them."""
+def _check_public(values: dict[str, Any], sources: dict[str, Source]) -> list[tuple[str, Problem]]:
+    """Whether what other hosts could read is meant to be read by them; what is wrong, with its key."""
     found = []
     for what in ("metrics", "web"):
         listen, allow = f"{what}_listen", f"{what}_allow_public"
         if values[listen] and is_public(values[listen]) and not values[allow]:
             remedy = f"write 127.0.0.1:{values[listen].rpartition(':')[2]}, or {allow}: true if that is meant"
             problem = f"{listen} is {values[listen]}, which other hosts can reach"
-            found.append(Problem(sources[listen].file, sources[listen].line, problem, remedy))
+            found.append((listen, Problem(sources[listen].file, sources[listen].line, problem, remedy)))
     return found
 
 
-def _check_ports(values: dict[str, Any], sources: dict[str, Source]) -> list[Problem]:
-    """Whether each has an address of its own: the second one would never be served."""
+def _check_ports(values: dict[str, Any], sources: dict[str, Source]) -> list[tuple[str, Problem]]:
+    """Whether each has an address of its own: the second one would never be served; with its key."""
     if not (values["web_listen"] and values["metrics_listen"]):
         return []
     if not overlap(values["web_listen"], values["metrics_listen"]):
         return []
     at = sources["web_listen"]
     problem = f"web_listen is {values['web_listen']}, where the metrics are served already (metrics_listen)"
-    return [Problem(at.file, at.line, problem, "give each a port of its own")]
+    return [("web_listen", Problem(at.file, at.line, problem, "give each a port of its own"))]
 
 
 def _check_pipe_directory(paths: Paths, values: dict[str, Any], sources: dict[str, Source]) -> list[Problem]:

@@ -94,7 +94,7 @@ def _serve(paths: Paths, signals: Signals, lock: int, handover: Handover | None)
     notifier = Notifier()
     notifier.status("reading the configuration and looking at the GPUs")
     directories.record_in(os.path.join(paths.state_directory, "directories"))
-    examination = examine(paths)
+    examination = examine(paths).for_a_start()
     try:
         examination.check()
         supervisor = Supervisor(paths, examination)

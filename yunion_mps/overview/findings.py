@@ -37,6 +37,7 @@ _WARNINGS = (
     ("budgets are not enforced", "nothing enforces them on such a GPU; see who uses more: yunion-mps who"),
     ("its compute mode is", "set it: yunion-mps reload; keep it as it is: cuda_mps_compute_mode: keep"),
     ("multiuser", "install a newer nvidia-cuda-mps-control, or set cuda_mps_multiuser: false"),
+    ("goes on without it", "correct that line, then: yunion-mps reload"),
     ("metrics", "make its directory one that root can write, or name another; it is tried again by itself"),
     ("containers find", "make it a directory that root can write; it is tried again by itself"),
     ("containers get", "make it anew: nvidia-ctk cdi generate --output=/etc/cdi/nvidia.yaml"),

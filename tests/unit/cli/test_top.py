@@ -13,6 +13,7 @@ from yunion_mps.cli.screen.asking import Answers
 from yunion_mps.cli.screen.frame import VIEWS, Look, Silence, clock, frame, plain
 from yunion_mps.cli.screen.scene import ORDERS, Scene, scene, sorted_devices
 from yunion_mps.cli.screen.text import bar, columns_of, duration, fit
+from yunion_mps.examination import WITHOUT_IT
 from yunion_mps.models import Event, Snapshot
 from yunion_mps.overview.findings import Finding, folded, of_status
 from yunion_mps.overview.uses import NOBODY, Clients
@@ -162,13 +163,15 @@ def test_every_warning_of_the_daemon_has_a_remedy_of_its_own() -> None:
     kept = "events are kept elsewhere meanwhile, and nothing can be changed"
     multiuser = "cuda_mps_multiuser is true, and /usr/bin/nvidia-cuda-mps-control does not know it: jobs wait"
     textfile = "metrics_textfile is /srv/a.prom, which cannot be written: No such file or directory"
+    public = "host.conf:2: metrics_listen is 0.0.0.0:1, which other hosts can reach: write 127.0.0.1:1"
+    public += f"; {WITHOUT_IT}"
     cdi = "containers find no devices: /var/run/cdi/yunion-mps.json: Read-only file system"
     nvidia = "containers get no driver from us: /etc/cdi/nvidia.yaml is passed over: it is no YAML"
-    found = snapshots.troubled()._replace(remarks=(kept, multiuser, textfile, cdi, nvidia))
+    found = snapshots.troubled()._replace(remarks=(kept, multiuser, textfile, public, cdi, nvidia))
     status = Service(lambda: found, 0.0, 1).status()
-    assert len(status["warnings"]) == len(warnings(found)) == 7
+    assert len(status["warnings"]) == len(warnings(found)) == 8
     told = [one.remedy for one in of_status(status, []) if one.kind == "Warning"]
-    assert len(set(told)) == 7
+    assert len(set(told)) == 8
     assert "look closer: yunion-mps doctor" not in told
 
 
