@@ -31,14 +31,15 @@ class Gateway:
         self._log_file = daemon.host.root / "var/log/gateway.stderr"
         self._process: subprocess.Popen[bytes] | None = None
 
-    def start(self) -> Gateway:
-        """Start it once the daemon has told what is to be served, as the path unit does."""
+    def start(self, user: int | None = None) -> Gateway:
+        """Start it once the daemon has told what is to be served, as the path unit does; by this user."""
         eventually(self.notice.exists, "the daemon's notice", trouble=lambda: self.daemon.log)
         self.end()
         with self._log_file.open("ab") as log:
             self._process = subprocess.Popen(
                 ["yunion-mps", "gateway"], stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                env=self.daemon.env, executable=self._program,
+                env=self.daemon.env, executable=self._program, user=user, group=user,
+                extra_groups=None if user is None else [],
             )  # fmt: skip
         return self
 

@@ -140,8 +140,26 @@ def test_it_says_that_the_daemon_is_gone_and_when_it_is_back(
 ) -> None:
     open_daemon.kill()
     gateway.serves(port, "yunion_mps_up 0")
+    assert gateway.get(port) == (200, _DOWN)
     open_daemon.start().wait_ready()
     gateway.serves(port)
+    why = "yunion_mps_up is 0: the daemon is not running; see: systemctl status yunion-mps-daemon"
+    assert gateway.log.splitlines()[-2:] == [why, "yunion_mps_up is 1 again: the daemon answers"]
+
+
+def test_a_gateway_that_may_not_ask_says_that_and_not_that_the_daemon_is_gone(
+    make_gateway: MakeGateway, open_daemon: Daemon, port: int
+) -> None:
+    web = free_port()
+    reload(open_daemon, metrics_listen=f"127.0.0.1:{port}", web_listen=f"127.0.0.1:{web}")
+    gateway = make_gateway(open_daemon).start(user=65534)
+    gateway.serves(port, "yunion_mps_up 0")
+    why = "whoever serves this may not ask the daemon"
+    remedy = "serve it as root, or as a member of the group yunion-mps"
+    assert gateway.log.count(f"yunion_mps_up is 0: {why}; {remedy}") == 1
+    found = gateway.get(web, "/overview.json")
+    assert found
+    assert (found[0], json.loads(found[1])["detail"], json.loads(found[1])["hint"]) == (503, why, remedy)
 
 
 def test_a_daemon_that_hangs_is_told_before_prometheus_gives_up(

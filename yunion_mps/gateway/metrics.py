@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from urllib.parse import urlsplit
 
 from yunion_mps.api.query import Request, Response, problem
@@ -9,6 +10,8 @@ from yunion_mps.api.routes import Answer
 from yunion_mps.errors import UnreachableError
 from yunion_mps.gateway.upstream import ask
 from yunion_mps.paths import Paths
+
+log = logging.getLogger(__name__)
 
 PATH = "/metrics"
 #: Less than Prometheus waits unless told otherwise, 10 s: who hangs is the daemon, and not the gateway.
@@ -26,6 +29,7 @@ class Metrics:
 
     def __init__(self, paths: Paths) -> None:
         self._paths = paths
+        self._said = ""
 
     def answer(self, request: Request) -> Answer:
         """The metrics; never raises."""
@@ -40,9 +44,18 @@ class Metrics:
 
     async def _metrics(self, accept: str) -> Response:
         try:
-            return await ask(self._paths, PATH, accept, _PATIENCE_S)
-        except UnreachableError:
+            answer = await ask(self._paths, PATH, accept, _PATIENCE_S)
+        except UnreachableError as error:
+            self._say(f"yunion_mps_up is 0: {error.message}; {error.hint}")
             return Response(200, _TYPE, _DOWN)
+        self._say("")
+        return answer
+
+    def _say(self, trouble: str) -> None:
+        """Once for each trouble, and once when it is over."""
+        if trouble != self._said:
+            log.warning("%s", trouble or "yunion_mps_up is 1 again: the daemon answers")
+        self._said = trouble
 
 
 def _path(target: str) -> str:

@@ -20,6 +20,9 @@ async def ask(paths: Paths, target: str, accept: str = "*/*", timeout_s: float =
         return await asyncio.wait_for(_ask(paths.socket, target, accept), timeout_s)
     except asyncio.TimeoutError:
         what = f"the daemon does not answer within {timeout_s:g} s"
+    except PermissionError:
+        what = "whoever serves this may not ask the daemon"
+        raise UnreachableError(what, "serve it as root, or as a member of the group yunion-mps") from None
     except (OSError, h11.ProtocolError):
         what = "the daemon is not running"
     raise UnreachableError(what, "see: systemctl status yunion-mps-daemon")
