@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from yunion_mps.metrics.text import text_of
+from yunion_mps.mps.states import LEGAL_CHANGES
 
 from monitoring.tools import CHECKOUT, promtool
 from unit.metrics.scene import ALL
@@ -89,3 +90,46 @@ def test_it_names_no_data_source_of_anybody() -> None:
     }
     assert sources == {'{"type": "prometheus", "uid": "${datasource}"}'}
     assert DASHBOARD["templating"]["list"][0]["name"] == "datasource"
+
+
+def test_it_has_the_shape_that_import_and_provisioning_take() -> None:
+    """What grafana.com/docs has of the JSON model; `__inputs` would be asked for at an import alone."""
+    assert not {"__inputs", "__requires", "id"} & set(DASHBOARD)
+    assert re.fullmatch(r"[a-zA-Z0-9_-]{1,40}", DASHBOARD["uid"])
+    core = {"row", "stat", "timeseries", "table", "bargauge", "state-timeline"}
+    assert {panel["type"] for panel in DASHBOARD["panels"]} <= core
+    known = {each["name"] for each in DASHBOARD["templating"]["list"]} | {"__rate_interval"}
+    assert set(re.findall(r"\$\{?(\w+)", json.dumps(DASHBOARD))) - {"__all"} == known
+    for panel in PANELS:
+        refs = [target["refId"] for target in panel["targets"]]
+        assert len(set(refs)) == len(refs), panel["title"]
+        assert all(target.get("instant", False) != target.get("range", False) for target in panel["targets"])
+
+
+def test_each_state_of_a_domain_has_its_word_and_only_ready_is_green() -> None:
+    """Numbers that are mapped to words are how Grafana's documentation has a state timeline of series."""
+    (panel,) = (one for one in PANELS if one["title"] == "States")
+    (mapping,) = panel["fieldConfig"]["defaults"]["mappings"]
+    words = {number: shown["text"] for number, shown in mapping["options"].items()}
+    (target,) = panel["targets"]
+    numbers = re.findall(r'state="(\w+)"} \* (\d+)', target["expr"])
+    assert {number: state for state, number in numbers} == words
+    assert sorted(words.values()) == sorted(LEGAL_CHANGES)
+    green = [shown["text"] for shown in mapping["options"].values() if shown["color"] == "green"]
+    assert green == ["ready"]
+
+
+def test_prometheus_gives_the_number_of_the_state_that_a_domain_is_in(tmp_path: Path) -> None:
+    (expression,) = (one for one in expressions() if one.startswith("sum by (instance, domain)"))
+    states = list(LEGAL_CHANGES)
+    number = int(re.findall(r'state="backoff"} \* (\d+)', expression)[0])
+    series = [
+        {"series": f'yunion_mps_domain_state{{instance="a", domain="host", state="{state}"}}',
+         "values": str(int(state == "backoff"))}
+        for state in states
+    ]  # fmt: skip
+    samples = [{"labels": '{instance="a", domain="host"}', "value": number}]
+    asked = {"expr": expression, "eval_time": "0s", "exp_samples": samples}
+    file = tmp_path / "states.yml"
+    file.write_text(json.dumps({"tests": [{"input_series": series, "promql_expr_test": [asked]}]}))
+    assert "SUCCESS" in promtool("test", "rules", file)
