@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -105,6 +106,48 @@ def test_a_daemon_that_goes_away_and_comes_back_is_said_with_the_age_of_what_is_
     page.wait_text("again.py", "#rows")
     scene.jobs.end(job)
     page.wait_text("given back by", "#list")
+
+
+def test_how_long_something_lasts_is_told_by_the_host_s_clock(scene: Scene, browser: Chromium) -> None:
+    scene.jobs.start("train.py", device="00:06.0-1")
+    page = browser.page("about:blank")
+    slow = "const real = Date.now; Date.now = () => real() + 7200e3;"
+    page.tell("Page.addScriptToEvaluateOnNewDocument", {"source": slow})
+    page.tell("Page.navigate", {"url": scene.served.url})
+    page.wait_text("train.py", "#rows")
+    since = page.ask("document.querySelector('#rows td:nth-child(4)').innerText")
+    up = page.ask("document.querySelector('#about').innerText").rpartition("up ")[2]
+    assert not [words for words in (since, up) if " h" in words]
+
+
+def test_minutes_in_which_nobody_looked_are_a_gap_in_the_line(scene: Scene, browser: Chromium) -> None:
+    page = browser.page(scene.served.url)
+    page.wait_text("4 devices")
+    drawn = """
+      import("/chart.js").then(({ Series, Chart }) => {
+        const chart = new Chart();
+        const looked = [true, true, false, false, true, true];
+        chart.show(new Series({ begin: 0, step: 60, looked }, [100, 100, null, null, 50, 0]), 100);
+        return [chart.line.getAttribute("d"), chart.element.getAttribute("aria-label")];
+      })
+    """
+    line, words = page.ask(drawn)
+    assert line == "M0,2.0L1,2.0M4,50.0L5,98.0"
+    assert words.startswith("Memory used in the last hour: 0 MiB now, at most 100 MiB, at ")
+
+
+def test_a_daemon_that_hangs_is_told_apart_from_one_that_is_gone(scene: Scene, browser: Chromium) -> None:
+    page = browser.page(scene.served.url)
+    page.wait_text("4 devices")
+    scene.daemon.signal(signal.SIGSTOP)
+    try:
+        page.wait("!document.querySelector('#gone').hidden")
+        assert "the daemon does not answer within 10 s" in page.ask(
+            "document.querySelector('#gone').innerText"
+        )
+    finally:
+        scene.daemon.signal(signal.SIGCONT)
+    page.wait("document.querySelector('#gone').hidden")
 
 
 def test_a_page_whose_server_has_ended_says_so(scene: Scene, browser: Chromium) -> None:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from itertools import accumulate
+from itertools import accumulate, product
 from operator import itemgetter
 from typing import Any
 
 from yunion_mps.api.counting import BOUNDS_S
+from yunion_mps.api.leases import BINDINGS
 from yunion_mps.metrics.facts import Facts, Json
 from yunion_mps.metrics.use import MIB, OfDevice
 from yunion_mps.mps.states import LEGAL_CHANGES
+from yunion_mps.service import EVENT_KINDS, SEVERITIES
 from yunion_mps.service.shapes import AVAILABLE, NOT_USED, UNAVAILABLE
 from yunion_mps.service.state import STATES
 
@@ -37,12 +39,13 @@ def _daemon(facts: Facts) -> Iterator[Row]:
     yield "yunion_mps_start_time_seconds", (), status["started"]
     yield from _states("yunion_mps_state", (), STATES, status["state"])
     yield "yunion_mps_warnings", (), len(status["warnings"])
-    for binding, number in facts.queue.leases.items():
-        yield "yunion_mps_leases", (binding,), number
+    for binding in BINDINGS:
+        yield "yunion_mps_leases", (binding,), facts.queue.leases.get(binding, 0)
     yield "yunion_mps_lease_waiters", (), facts.queue.waiting
     yield "yunion_mps_lease_longest_wait_seconds", (), facts.queue.longest_s
-    for (kind, severity), number in facts.events.items():
-        yield "yunion_mps_events_total", (kind, severity), number
+    # From 0 on: Prometheus sees no increase where the first value is 1.
+    for kind, severity in product(EVENT_KINDS, SEVERITIES):
+        yield "yunion_mps_events_total", (kind, severity), facts.events.get((kind, severity), 0)
     if facts.use:
         yield "yunion_mps_use_timestamp_seconds", (), facts.use.taken_s
 

@@ -24,6 +24,9 @@ DEFAULT_LIMIT = 20
 #: The kinds of events.
 EVENT_KINDS = ("domain", "limit", "gpu", "compute_mode", "configuration", "client", "lease", "daemon")
 
+#: How bad they are.
+SEVERITIES = ("info", "warning", "error")
+
 
 class Filters(NamedTuple):
     """Which devices a listing is to show; None takes all."""

@@ -150,6 +150,9 @@ def test_leases_and_those_who_wait_are_counted() -> None:
     assert value(ALL, "yunion_mps_lease_waiters") == 3
     assert value(ALL, "yunion_mps_lease_longest_wait_seconds") == 12.5
     assert value(ALL, "yunion_mps_events_total", kind="domain", severity="warning") == 4
+    nothing = facts()
+    assert value(nothing, "yunion_mps_leases", binding="process") == 0
+    assert value(nothing, "yunion_mps_events_total", kind="domain", severity="warning") == 0
     held = [{**device, "lease": "7c1f"} for device in ALL.devices[:1]]
     given = ALL._replace(devices=[*held, *ALL.devices[1:]])
     assert value(given, "yunion_mps_gpu_devices_leased", gpu="00:06.0") == 1

@@ -5,7 +5,7 @@ import { byId, className, hide, Keyed, make, text } from "./dom.js";
 import { Events } from "./events.js";
 import { Gpus } from "./gpus.js";
 import { Who } from "./who.js";
-import { clock, count, duration, memory } from "./words.js";
+import { ago, clock, count, duration, memory, setNow } from "./words.js";
 
 /** How often it looks; but a question that takes long is asked again only after so many times that. */
 const LOOK_MS = 2000;
@@ -67,6 +67,7 @@ async function look() {
   try {
     const picture = await get(`overview.json?event=${events.last}${shown ? `&mark=${shown.mark}` : ""}`);
     takenMs = Date.now();
+    setNow(picture.taken);
     askedMs = performance.now() - beganMs;
     if (picture.page !== (files ||= picture.page)) return loadAnew();
     back();
@@ -123,7 +124,7 @@ function showAbout() {
   const { driver } = shown;
   const cuda = driver.cuda_version ? `, CUDA ${driver.cuda_version}` : "";
   const words = [`yunion-mps ${shown.version}`, driver.version ? `driver ${driver.version}${cuda}` : "driver not looked at"];
-  text(byId("about"), [...words, `up ${duration(Date.now() / 1000 - shown.started)}`].join(" · "));
+  text(byId("about"), [...words, `up ${ago(shown.started)}`].join(" · "));
 }
 
 function showState() {

@@ -2,7 +2,7 @@
 
 import { Chart, Series } from "./chart.js";
 import { attribute, byId, className, hide, Keyed, make, text } from "./dom.js";
-import { clock, duration, memory } from "./words.js";
+import { ago, clock, memory } from "./words.js";
 
 /** So many rows are shown at first, and more with each wish for more. */
 const STEP = 200;
@@ -112,7 +112,7 @@ function pids(part) {
 }
 
 function showSince(row) {
-  const words = row.moment === undefined ? "" : duration(Date.now() / 1000 - row.moment);
+  const words = row.moment === undefined ? "" : ago(row.moment);
   text(row.since, words);
   if (row.moment !== undefined) attribute(row.since, "title", clock(row.moment));
 }

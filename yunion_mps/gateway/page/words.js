@@ -23,6 +23,18 @@ export function duration(seconds) {
   return parts.slice(0, 2).join(" ") || "0 s";
 }
 
+let aheadS = 0; // of this machine's clock, by which the host's goes
+
+/** The host has just told that it was then (s since 1970). */
+export function setNow(moment) {
+  aheadS = moment - Date.now() / 1000;
+}
+
+/** How long ago the host's moment (s since 1970) is by its own clock, in words. */
+export function ago(moment) {
+  return duration(Date.now() / 1000 + aheadS - moment);
+}
+
 /** A moment (s since 1970) on the clock, with the day where it is not today. */
 export function clock(moment) {
   const then = new Date(moment * 1000);
