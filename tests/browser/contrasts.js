@@ -1,5 +1,5 @@
 // Each text that is seen, and the contrast of its colour with that of its ground (WCAG 2.2, 1.4.3 and "relative
-// luminance").
+// luminance"); what is faded lets the page's own ground through.
 (() => {
   const WEIGHTS = [0.2126, 0.7152, 0.0722];
   const linear = (one) => (one <= 0.03928 ? one / 12.92 : ((one + 0.055) / 1.055) ** 2.4);
@@ -13,13 +13,20 @@
     }
     return [255, 255, 255];
   };
+  const page = numbers(getComputedStyle(document.body).backgroundColor);
+  const faded = (colour, element) => {
+    let part = 1;
+    for (let one = element; one; one = one.parentElement) part *= Number(getComputedStyle(one).opacity);
+    return colour.map((tone, place) => tone * part + page[place] * (1 - part));
+  };
   const words = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
   const found = [];
   while (words.nextNode()) {
     const text = words.currentNode.data.trim();
     const element = words.currentNode.parentElement;
     if (!text || !element.checkVisibility() || element.closest("noscript, .skip")) continue;
-    const both = [numbers(getComputedStyle(element).color).slice(0, 3), ground(element)].map(luminance);
+    const both = [numbers(getComputedStyle(element).color).slice(0, 3), ground(element)]
+      .map((colour) => luminance(faded(colour, element)));
     found.push([text, (Math.max(...both) + 0.05) / (Math.min(...both) + 0.05)]);
   }
   return found;

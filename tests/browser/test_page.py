@@ -237,6 +237,9 @@ def test_words_can_be_read_on_their_ground_by_light_and_by_dark(
     ground = page.ask("getComputedStyle(document.body).backgroundColor")
     assert (sum(int(one) for one in ground[4:-1].split(",")) < 150) == dark
     assert poor(page) == []
+    scene.daemon.kill()
+    page.wait("!document.querySelector('#gone').hidden")
+    assert poor(page) == [], "what is shown is old, and to be read all the same"
 
 
 def poor(page: Page) -> list[str]:
