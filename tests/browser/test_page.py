@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import signal
+import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -240,6 +242,16 @@ def test_words_can_be_read_on_their_ground_by_light_and_by_dark(
     scene.daemon.kill()
     page.wait("!document.querySelector('#gone').hidden")
     assert poor(page) == [], "what is shown is old, and to be read all the same"
+
+
+def test_the_readme_shows_the_page() -> None:
+    checkout = Path(__file__).parent.parent.parent
+    (name,) = re.findall(r"!\[[^\]]+\]\((docs/images/web\.png)\)", (checkout / "README.md").read_text())
+    picture = (checkout / name).read_bytes()
+    assert picture.startswith(b"\x89PNG")
+    width, height = struct.unpack(">2I", picture[16:24])
+    assert width >= 1000
+    assert height >= 600
 
 
 def poor(page: Page) -> list[str]:
