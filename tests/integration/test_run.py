@@ -86,6 +86,13 @@ def test_what_runs_without_limits_has_no_device(ready_daemon: Daemon) -> None:
     assert run(host, "true").returncode == 1
 
 
+def test_a_device_that_is_not_there_is_no_reason_to_run_without_one(ready_daemon: Daemon) -> None:
+    for option, name in (("--device", "00:06.0-9"), ("--gpu", "00:09.0")):
+        done = run(ready_daemon.host, "--allow-unlimited", option, name, "echo", "ran")
+        assert (done.returncode, done.stdout) == (1, "")
+        assert name in done.stderr
+
+
 @pytest.mark.parametrize(
     ("wrong", "why"),
     [

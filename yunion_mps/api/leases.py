@@ -159,9 +159,12 @@ def _holder(request: Request, query: Query) -> Holder:
         raise BadRequestError(f"binding is {binding[:100]!r}", f"write one of {', '.join(BINDINGS)}")
     if binding == "name":
         name = query.get("name", "")
-        if not re.fullmatch(NAME.strip("^$"), name) or "ttl" not in query:
-            hint = "write name (letters, digits and ._:/@-, at most 100) and ttl, in seconds"
-            raise ContradictionError("a lease of a name needs both its name and its time to live", hint)
+        if not name or "ttl" not in query:
+            what = "a lease of a name needs both its name and its time to live"
+            raise ContradictionError(what, "write name=job-17&ttl=600, in seconds")
+        if not re.fullmatch(NAME.strip("^$"), name):
+            hint = "write letters, digits and ._:/@-, a letter or digit first, at most 100"
+            raise BadRequestError(f"name is {name[:100]!r}", hint)
         return Holder("name", request.uid, name=name, ttl_s=number(query, "ttl", 0, 1, LONGEST_TTL_S))
     for parameter in ("name", "ttl"):
         if parameter in query:

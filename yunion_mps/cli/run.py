@@ -25,7 +25,7 @@ from yunion_mps.cli.wish import (
     would_take,
 )
 from yunion_mps.client.taking import refuse_unreachable
-from yunion_mps.errors import YunionError
+from yunion_mps.errors import NotFoundError, YunionError
 
 #: The exit statuses of env(1) and shells for a command that cannot be started.
 _NOT_FOUND, _NOT_EXECUTABLE = 127, 126
@@ -106,7 +106,7 @@ def command(
         given = take(wanted, wait_s)
         refuse_unreachable(given["environment"])
     except YunionError as error:
-        if not allow_unlimited:
+        if not allow_unlimited or isinstance(error, NotFoundError):  # a name mistyped was no wish for none
             raise
         say(f"{cell(argv[0])} runs without limits: {error.message}")
         if error.hint:
