@@ -48,11 +48,12 @@ def test_jobs_that_do_not_end_lose_their_server_and_nothing_is_left(
 def test_a_server_that_does_not_end_is_killed_before_its_control_daemon(
     run: DomainRun, jobs: Jobs, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """The control daemon's own clock gives us a second to stop it, before it is told to end."""
     jobs.begin()
     (server,) = run.domain.server_pids()
-    end_of(run, 0)
+    end_of(run, 1)
     stop_process(server)
-    run.turn(2).until_in_time(STOPPED)
+    run.turn(3).until_in_time(STOPPED)
     assert caplog.messages[:2] == [
         "domain host: it has not ended in time",
         f"domain host: MPS server (PID {server}) gets SIGKILL",
