@@ -69,6 +69,19 @@ def test_after_a_kill_the_next_daemon_takes_over_and_puts_back_what_the_first_ch
     assert daemon.host.gpus[0].compute_mode == "default"
 
 
+def test_the_next_daemon_starts_also_where_what_it_finds_is_just_ending(daemon: Daemon) -> None:
+    daemon.start().wait_ready()
+    control = daemon.control_pid()
+    daemon.kill()
+    os.kill(control, signal.SIGSTOP)  # so that it is found, and does not answer before its end
+    daemon.start().wait_log(f"took over the running control daemon (PID {control})")
+    os.kill(control, signal.SIGKILL)
+    daemon.wait_ready()
+    assert daemon.control_pid() != control
+    assert daemon.control(*LIMITS) == ["5G", "25.0"]
+    assert daemon.stop() == 0
+
+
 def test_the_control_daemon_has_only_the_environment_that_was_built_for_it(ready_daemon: Daemon) -> None:
     tmp = ready_daemon.host.root / "tmp/nvidia-mps"
     program_directory = os.path.dirname(shutil.which(PROGRAM, path=ready_daemon.env["PATH"]) or "")

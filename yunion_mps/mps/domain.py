@@ -286,7 +286,10 @@ class Domain(Told):
         if self.state in (BACKOFF, FAILED):
             self._deadline_s = now_s  # what was wrong was wrong with this one
         elif self.state != STOPPING:
+            was_found = self.control.was_found and self.state in (STARTING, APPLYING)
             self._fail(now_s, ControlError(what, look_at_log(self.plan)))
+            if was_found and self._deadline_s <= now_s:
+                self.error = None  # it was ending already: what a start tells of is whether ours begins now
 
     def _give_up(self, now_s: float, error: YunionError) -> None:
         """End a control daemon that never served; one that may have jobs at work is treated with care."""

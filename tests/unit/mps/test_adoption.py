@@ -82,6 +82,19 @@ def test_the_death_of_a_survivor_is_noticed_and_a_new_one_started(
     assert run.until(READY).pid != survivor.pid
 
 
+def test_a_survivor_that_ends_as_it_is_found_is_no_error_of_the_start(
+    run_domain: RunDomain, plan: DomainPlan, start_control: StartControl
+) -> None:
+    survivor = start_control(plan)
+    stop_process(survivor.pid)
+    run = run_domain().start()
+    survivor.signal(signal.SIGKILL)
+    run.until_ended().tick()
+    assert run.domain.error is None
+    assert run.until(READY).pid != survivor.pid
+    assert run.states == [STOPPED, STARTING, BACKOFF, STARTING, APPLYING, READY]
+
+
 def test_a_survivor_that_was_stopped_is_let_go_on_and_taken_over(
     run_domain: RunDomain, plan: DomainPlan, start_control: StartControl
 ) -> None:
