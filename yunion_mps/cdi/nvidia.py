@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import stat
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -18,17 +19,26 @@ _KIND = "nvidia.com/gpu"
 #: That of a host with 64 GPUs has some 200 kB.
 _MOST_BYTES = 8 << 20
 
-#: What each entry of a part has to say; for one that does not, engines refuse a whole file: all our devices.
-_ENTRIES = {
-    "env": (),
-    "mounts": ("hostPath", "containerPath"),
-    "hooks": ("hookName", "path"),
-    "deviceNodes": ("path",),
+#: The fields of each entry of a part, of which the format has no others, and those that it must have. For a
+#: part that engines cannot read they refuse a whole file: all our devices.
+_FIELDS = {
+    "mounts": ("hostPath", "containerPath", "type", "options"),
+    "hooks": ("hookName", "path", "args", "env", "timeout"),
+    "deviceNodes": ("path", "hostPath", "type", "major", "minor", "fileMode", "permissions", "uid", "gid"),
 }
-#: What an entry may have as a list, of texts alone.
-_LISTS = ("options", "args", "env")
-#: Parts of later versions of the format, as they come.
-_LATER = ("additionalGids", "intelRdt", "netDevices")
+_NEEDED = ("containerPath", "hookName", "path")
+_LISTS = ("options", "args")
+_NUMBERS = ("timeout", "major", "minor", "fileMode", "uid", "gid")
+_MOST = 1 << 32
+#: What some fields have to be (pkg/cdi/container-edits.go of the format's own library).
+_WORDS = {
+    "hookName": re.compile("prestart|create(Runtime|Container)|startContainer|poststart|poststop"),
+    "permissions": re.compile("[rwm]*"),
+}
+_NODE_TYPE = re.compile("[bcup]?")
+_VARIABLE = re.compile("[^=]+=.*", re.DOTALL)
+#: The version of the format that knows of groups; all else is in ours.
+_WITH_GROUPS = (0, 7, 0)
 
 #: What tells whether a file is still the same: path, device, inode, size and time of the last change in ns.
 Mark = tuple[str, int, int, int, int]
@@ -71,7 +81,9 @@ def parse(found: Any, gpus: Iterable[Gpu]) -> Nvidia:
         if isinstance(device, dict) and "name" in device
     }
     by_gpu = {gpu.uuid: edits for gpu in gpus if gpu.uuid and (edits := _of(gpu, devices)) is not None}
-    return Nvidia(_version(found.get("cdiVersion")), _edits(found.get("containerEdits")), by_gpu)
+    common = _edits(found.get("containerEdits"))
+    has_groups = any("additionalGids" in edits for edits in (common, *by_gpu.values()))
+    return Nvidia(_WITH_GROUPS if has_groups else VERSION, common, by_gpu)
 
 
 def _of(gpu: Gpu, devices: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Any] | None:
@@ -87,48 +99,84 @@ def _of(gpu: Gpu, devices: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Any]
 
 
 def _edits(found: Any) -> Mapping[str, Any]:
-    """Edits as the format has them, without parts that it does not know; raises ValueError."""
+    """Edits as the format has them, without parts and fields that we do not know; raises ValueError."""
     edits = {} if found is None else found
-    if not isinstance(edits, dict) or not all(_is_part(name, edits.get(name)) for name in _ENTRIES):
-        raise ValueError("its containerEdits cannot be understood")
-    known = {name: edits[name] for name in (*_ENTRIES, *_LATER) if edits.get(name)}
-    try:
-        json.dumps(known)
-    except (TypeError, ValueError, RecursionError):
-        raise ValueError("its containerEdits are no JSON") from None
+    if not isinstance(edits, dict):
+        raise _not_understood()
+    known: dict[str, Any] = {name: _entries(edits.get(name), _FIELDS[name]) for name in _FIELDS}
+    known["env"] = _variables(edits.get("env"))
+    known["additionalGids"] = [_number(one) for one in _of_list(edits.get("additionalGids"))]
+    known = {name: entries for name, entries in known.items() if entries}
+    _refuse_too_large(known)
     return known
 
 
-def _is_part(name: str, found: Any) -> bool:
-    entries = found or []
+def _entries(found: Any, fields: Iterable[str]) -> list[dict[str, Any]]:
+    entries = []
+    for one in _of_list(found):
+        if not isinstance(one, dict):
+            raise _not_understood()
+        entry = {name: _field(name, one[name], fields) for name in fields if one.get(name) is not None}
+        needed = [name for name in fields if name in _NEEDED or (name == "hostPath" and "options" in fields)]
+        if not all(entry.get(name) for name in needed):
+            raise _not_understood()
+        entries.append(entry)
+    return entries
+
+
+def _field(name: str, found: Any, fields: Iterable[str]) -> Any:
     if name == "env":
-        return _are_texts(entries)
-    return isinstance(entries, list) and all(_is_entry(one, _ENTRIES[name]) for one in entries)
+        return _variables(found)
+    if name in _LISTS:
+        return [_text(one) for one in _of_list(found)]
+    if name in _NUMBERS:
+        return _number(found)
+    shape = _NODE_TYPE if name == "type" and "major" in fields else _WORDS.get(name)
+    if shape and not shape.fullmatch(_text(found)):
+        raise _not_understood()
+    return _text(found)
 
 
-def _is_entry(found: Any, needed: Iterable[str]) -> bool:
-    if not isinstance(found, dict):
-        return False
-    return _are_texts([found.get(name) or None for name in needed]) and all(
-        _are_texts(found[name] or []) for name in _LISTS if name in found
-    )
+def _variables(found: Any) -> list[str]:
+    variables = [_text(one) for one in _of_list(found)]
+    if not all(map(_VARIABLE.fullmatch, variables)):
+        raise _not_understood()
+    return variables
 
 
-def _are_texts(found: Any) -> bool:
-    return isinstance(found, list) and all(isinstance(one, str) for one in found)
+def _number(found: Any) -> int:
+    if not isinstance(found, int) or isinstance(found, bool) or not 0 <= found < _MOST:
+        raise _not_understood()
+    return found
+
+
+def _text(found: Any) -> str:
+    if not isinstance(found, str):
+        raise _not_understood()
+    return found
+
+
+def _of_list(found: Any) -> list[Any]:
+    if not isinstance(found, list) and found is not None:
+        raise _not_understood()
+    return found or []
+
+
+def _not_understood() -> ValueError:
+    return ValueError("its containerEdits cannot be understood")
+
+
+def _refuse_too_large(edits: Mapping[str, Any]) -> None:
+    """A small file of YAML may repeat its own parts until they fill all memory; raises ValueError."""
+    size = 0
+    for piece in json.JSONEncoder().iterencode(edits):
+        size += len(piece)
+        if size > _MOST_BYTES:
+            raise ValueError(f"its containerEdits have more than {_MOST_BYTES >> 20} MiB")
 
 
 def _list(found: Any) -> list[Any]:
     return found if isinstance(found, list) else []
-
-
-def _version(found: Any) -> tuple[int, ...]:
-    parts = str(found).split(".")
-    return (
-        tuple(map(int, parts))
-        if len(parts) == 3 and all(part.isascii() and part.isdigit() for part in parts)
-        else VERSION
-    )
 
 
 def _loaded(text: bytes, path: str) -> Any:

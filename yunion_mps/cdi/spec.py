@@ -1,7 +1,7 @@
 """What a container gets with a device: a CDI specification, made from values alone.
 
 Version 0.5.0 of the format is the first whose names may begin with a digit, as our addresses do; every podman
-since 4.1 and docker since 25 reads it. What is taken over from NVIDIA's own specification keeps its version.
+since 4.1 and docker since 25 reads it. What NVIDIA's own specification adds may need a later one.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ _SHARED_MEMORY = "/dev/shm"
 class Nvidia(NamedTuple):
     """What NVIDIA's own specification says: for every GPU, and for each one by its UUID."""
 
+    #: The first of the format that knows of all its parts, whatever it says itself.
     version: tuple[int, ...] = VERSION
     common: Mapping[str, Any] = {}
     by_gpu: Mapping[str, Mapping[str, Any]] = {}
@@ -124,7 +125,7 @@ def _spec(devices: list[Json], host: Host) -> Json:
     version: tuple[int, ...] = VERSION
     if host.nvidia:
         common = _joined(common, host.nvidia.common)
-        version = max(VERSION, host.nvidia.version)
+        version = host.nvidia.version
     return {
         "cdiVersion": ".".join(map(str, version)),
         "kind": CDI_KIND,

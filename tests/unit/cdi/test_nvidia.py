@@ -114,8 +114,21 @@ def test_what_cannot_be_understood_is_said(tmp_path: Path, text: str, why: str) 
         ("mounts: [{hostPath: /a}]", "containerEdits"),
         ("hooks: [{hookName: a, path: /b, args: c}]", "containerEdits"),
         ("deviceNodes: [{path: 7}]", "containerEdits"),
-        ("additionalGids: !!set {1}", "no JSON"),
-        ("mounts: [&a {hostPath: /a, containerPath: /a, b: *a}]", "no JSON"),
+        ("env: [NO_VALUE]", "containerEdits"),
+        ("env: [=value]", "containerEdits"),
+        ("mounts: [{hostPath: /a, containerPath: /a, type: 7}]", "containerEdits"),
+        ("hooks: [{hookName: whenever, path: /b}]", "containerEdits"),
+        ("hooks: [{hookName: createContainer, path: /b, timeout: '3'}]", "containerEdits"),
+        ("hooks: [{hookName: createContainer, path: /b, env: [A]}]", "containerEdits"),
+        ("deviceNodes: [{path: /dev/a, type: file}]", "containerEdits"),
+        ("deviceNodes: [{path: /dev/a, permissions: all}]", "containerEdits"),
+        ("deviceNodes: [{path: /dev/a, fileMode: '0666'}]", "containerEdits"),
+        ("deviceNodes: [{path: /dev/a, uid: -1}]", "containerEdits"),
+        ("deviceNodes: [{path: /dev/a, major: true}]", "containerEdits"),
+        ("additionalGids: [video]", "containerEdits"),
+        ("additionalGids: 44", "containerEdits"),
+        ("additionalGids: !!set {1}", "containerEdits"),
+        ("mounts: [&a {hostPath: /a, containerPath: /a, options: [*a]}]", "containerEdits"),
     ],
 )
 def test_what_would_cost_us_our_own_devices_is_refused(tmp_path: Path, edits: str, why: str) -> None:
@@ -139,10 +152,35 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
         nvidia.read(str(tmp_path / "nvidia.yaml"), [P40])
 
 
-def test_parts_that_no_format_has_stay_behind(tmp_path: Path) -> None:
+def test_parts_and_fields_that_we_do_not_know_stay_behind(tmp_path: Path) -> None:
     """An engine refuses a file that has one, and with it every device of ours."""
-    found = read(tmp_path, YAML.replace("containerEdits:", "containerEdits:\n  fancy: 7", 1))
-    assert found == read(tmp_path, YAML)
+    said = YAML.replace("containerEdits:", "containerEdits:\n  fancy: 7\n  intelRdt: {closID: a}", 1)
+    said = said.replace("    options:", "    fancy: 7\n    type: null\n    options:", 1)
+    assert said.count("fancy: 7") == 2
+    assert read(tmp_path, said) == read(tmp_path, YAML)
+
+
+def test_all_that_the_format_has_is_taken_over(tmp_path: Path) -> None:
+    edits = {
+        "env": ["A=b=c", "B="],
+        "mounts": [{"hostPath": "/a", "containerPath": "/b", "type": "bind", "options": ["ro"]}],
+        "hooks": [{"hookName": "poststop", "path": "/a", "args": ["a"], "env": ["A=b"], "timeout": 3}],
+        "deviceNodes": [
+            {
+                "path": "/dev/a", "hostPath": "/dev/b", "type": "c", "major": 195, "minor": 0,
+                "fileMode": 438, "permissions": "rwm", "uid": 0, "gid": 44,
+            }
+        ],
+        "additionalGids": [44],
+    }  # fmt: skip
+    spec = {"kind": "nvidia.com/gpu", "devices": [{"name": H100.uuid, "containerEdits": edits}]}
+    assert read(tmp_path, json.dumps(spec), "nvidia.json").by_gpu == {H100.uuid: edits}
+
+
+def test_a_small_file_whose_parts_are_there_many_times_is_refused(tmp_path: Path) -> None:
+    long = "a" * 1000
+    with pytest.raises(ValueError, match="containerEdits have more than 8 MiB"):
+        read(tmp_path, f"kind: nvidia.com/gpu\na: &a A={long}\ncontainerEdits: {{env: [{'*a,' * 10_000}]}}")
 
 
 def test_what_is_too_large_is_not_read(tmp_path: Path) -> None:
@@ -150,9 +188,13 @@ def test_what_is_too_large_is_not_read(tmp_path: Path) -> None:
         read(tmp_path, " " * (8 << 20) + YAML)
 
 
-@pytest.mark.parametrize("version", ["", "1", "a.b.c", "0.5", "0.²5.0"])
-def test_a_version_that_is_none_is_passed_over(version: str) -> None:
-    assert nvidia.parse({"kind": "nvidia.com/gpu", "cdiVersion": version}, [P40]) == Nvidia(VERSION, {}, {})
+@pytest.mark.parametrize("version", ["", "1", "a.b.c", "0.5", "0.²5.0", "0.3.0", "0.5.7", "1.0.0", "99.0.0"])
+def test_whatever_version_it_says_ours_is_what_its_parts_need(version: str) -> None:
+    """Engines refuse a file of a version that they do not know, and with it every device of ours."""
+    said: Any = {"kind": "nvidia.com/gpu", "cdiVersion": version, "containerEdits": {"env": ["A=b"]}}
+    assert nvidia.parse(said, [P40]) == Nvidia(VERSION, {"env": ["A=b"]}, {})
+    said["devices"] = [{"name": P40.uuid, "containerEdits": {"additionalGids": [44]}}]
+    assert nvidia.parse(said, [P40]).version == (0, 7, 0)
 
 
 VALUES = st.recursive(
