@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import socket
@@ -11,6 +12,7 @@ import pytest
 from integration.conftest import MakeDaemon, MakeHost, MakePodman
 from integration.daemon_host import Daemon, eventually
 from integration.podman_host import IMAGE, Podman, mps, spec_of
+from integration.test_containers import ASK
 from integration.test_leases import ADDRESSES, ask, given
 from simhost import SimHost
 
@@ -99,3 +101,51 @@ def test_a_renamed_container_is_known_by_its_new_name(ready_daemon: Daemon, podm
     podman.good("rename", "trainer", "teacher")
     assert name() == "teacher"
     assert "teacher: sleep 300" in host.run(["yunion-mps", "who"]).stdout
+
+
+def test_what_a_change_of_the_pipe_directory_left_behind_starts_no_container(
+    ready_daemon: Daemon, podman: Podman
+) -> None:
+    """There CUDA would find no control daemon, and run without limits: by a lease, or by an old file."""
+    host = ready_daemon.host
+    inside = ["sh", "-c", ASK]
+    status, lease = ask(ready_daemon, "POST", f"/v1/leases?device={ADDRESSES[2]}&name=job-17&ttl=600")
+    assert status == 200
+    assert podman.good("run", "--rm", *mps(lease["id"]), IMAGE, *inside).startswith("25.0")
+    told = ["sh", "-c", f"{ASK}; sleep 300"]
+    podman.good("run", "--detach", "--name", "trainer", *mps(ADDRESSES[0]), IMAGE, *told)
+    eventually(lambda: podman.good("logs", "trainer").count("25.0") == 1, "its first answer")
+    file = host.root / "run/cdi/yunion-mps.json"
+    before = file.read_text()
+    ready_daemon.configure(cuda_mps_pipe_directory="/run/elsewhere")
+    assert host.run(["yunion-mps", "reload"]).returncode == 0
+    eventually(lambda: "/run/elsewhere" in file.read_text(), "the new file")
+    eventually(lambda: ready_daemon.status()["state"] == "ready", "that it serves there")
+    refused = podman.run(*mps(lease["id"]), IMAGE, *inside)
+    assert refused.returncode != 0
+    why = f"the control daemon of {ADDRESSES[2]} is another one since the lease was given"
+    assert f"yunion-mps: {why} (take a new one, after: yunion-mps lease release " in refused.stderr
+    assert podman.good("run", "--rm", *mps(ADDRESSES[1]), IMAGE, *inside).startswith("25.0")
+    assert set(given(ready_daemon)) == {ADDRESSES[0], ADDRESSES[2]}, "who has a device keeps it"
+    podman.good("restart", "--time", "0", "trainer")
+    eventually(lambda: podman.good("logs", "trainer").count("25.0") == 2, "that it finds the new one")
+    old = json.loads(before)
+    old["devices"] = [{**one, "name": f"old-{one['name']}"} for one in old["devices"]]
+    (host.root / "run/cdi/old.json").write_text(json.dumps(old))
+    refused = podman.run(*mps(f"old-{ADDRESSES[3]}"), IMAGE, *inside)
+    assert refused.returncode != 0
+    assert f"device {ADDRESSES[3]} has just become another (start the container again)" in refused.stderr
+    eventually(lambda: ADDRESSES[3] not in given(ready_daemon), "that it is free again")
+
+
+def test_what_is_run_in_a_container_later_is_told_of_the_device_by_hand(
+    ready_daemon: Daemon, podman: Podman
+) -> None:
+    """podman exec brings nothing of a CDI device's environment."""
+    podman.good("run", "--detach", "--name", "trainer", *mps(ADDRESSES[1]), IMAGE, "sleep", "300")
+    assert "CUDA_MPS" not in podman.good("exec", "trainer", "env"), "docs/containers.md says so"
+    variables = f"--env-file <(yunion-mps env {ADDRESSES[1]} --output docker)"
+    done = ready_daemon.host.run(["bash", "-c", f"podman exec {variables} trainer sh -c '{ASK}; env'"])
+    wanted = ready_daemon.get(f"/v1/devices/{ADDRESSES[1]}")[1]["client_environment"]
+    assert done.stdout.startswith("25.0"), done.stderr
+    assert {f"{name}={value}" for name, value in wanted.items()} <= set(done.stdout.splitlines())

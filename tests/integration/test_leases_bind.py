@@ -35,6 +35,8 @@ def test_it_ends_with_that_process_and_with_nothing_else_that_had_it(
     ready_daemon.start().wait_ready()
     (known,) = ask(ready_daemon, "GET", "/v1/leases")[1]["leases"]
     assert (known["id"], known["binding"], known["pid"]) == (lease["id"], "container", inside.pid)
+    status, again = ask(ready_daemon, "POST", f"/v1/leases/{lease['id']}/bind?pid={inside.pid}")
+    assert (status, again["id"]) == (200, lease["id"]), "as a hook asks whose first answer was lost"
     status, refused = ask(ready_daemon, "POST", f"/v1/leases/{lease['id']}/bind?pid={os.getpid()}")
     assert (status, refused["detail"]) == (
         409,

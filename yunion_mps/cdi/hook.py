@@ -36,8 +36,9 @@ _ID_LENGTH = 36
 #: Where syslog(3) writes to, and the head of a line there: a warning, for nobody in particular (RFC 3164).
 _LOG = "/dev/log"
 _HEAD = "<12>yunion-mps[{pid}]: "
-#: So much of a container's id engines show.
+#: So much of a container's id engines show, and of a command line its owner may fill a log with.
 _SHORT = 12
+_LONGEST = 1000
 
 Json = dict[str, Any]
 
@@ -53,12 +54,13 @@ def main(arguments: list[str], state: TextIO, away_s: float = _AWAY_S) -> int:
         lease = _bind(arguments[0], container, Client(paths, _ANSWER_S), away_s)
         if len(arguments) > 1:  # its GPU has just come back, and the container's file is of before
             raise HostError(f"device {arguments[0]} is only just served again", "start the container again")
+        _refuse_stale(arguments[0], container, lease)
         if not lease["budget_enforced"]:
             of = f"the budget of {', '.join(lease['devices'])}"
             _log(paths, container, f"nothing holds it to {of}: the GPU is older than Volta")
     except YunionError as error:
         hint = f" ({error.hint})" if error.hint else ""
-        line = f"{error.message}{hint}"
+        line = _one_line(f"{error.message}{hint}")
         print(f"yunion-mps: {line}", file=sys.stderr)  # noqa: T201 - engines show what we print
         _log(paths, container, line)
         return error.exit_code
@@ -66,12 +68,16 @@ def main(arguments: list[str], state: TextIO, away_s: float = _AWAY_S) -> int:
 
 
 def _bind(name: str, state: Mapping[str, Any], daemon: Client, away_s: float) -> Json:
-    """Have the device, or the lease, end with the container; returns the lease."""
+    """Have the device, or the lease, end with the container; returns the lease.
+
+    An answer may be lost with a daemon that ends, so the next one is asked the same once more.
+    """
     _refuse_several(name, state)
     pid = state["pid"]
     path = f"/v1/leases/{quote(name, safe='')}/bind?pid={pid}"
     if len(name) != _ID_LENGTH:
-        path = f"/v1/leases?device={quote(name, safe='')}&binding=container&pid={pid}"
+        request = os.urandom(16).hex()
+        path = f"/v1/leases?device={quote(name, safe='')}&binding=container&pid={pid}&request={request}"
     end_s = time.monotonic() + away_s
     while True:
         try:
@@ -99,11 +105,7 @@ def _state(file: TextIO) -> Mapping[str, Any]:
 
 def _refuse_several(name: str, state: Mapping[str, Any]) -> None:
     """Of several devices only the last one's environment would be the container's; raises HostError."""
-    found: dict[str, str] = {}
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-        with open(os.path.join(state["bundle"], "config.json"), encoding="utf-8") as file:
-            words = json.load(file)["process"]["env"]
-        found = dict(word.partition("=")[::2] for word in words)
+    found = _environment(state)
     device, lease = found.get("YUNION_MPS_DEVICE"), found.get(LEASE_VARIABLE)
     if found and name != ALL and name != (lease or device):
         beside = f"lease {lease}" if name == device else device or "another"
@@ -111,9 +113,37 @@ def _refuse_several(name: str, state: Mapping[str, Any]) -> None:
         raise HostError(what, "several as one budget: yunion-mps run --count")
 
 
+def _refuse_stale(name: str, state: Mapping[str, Any], lease: Json) -> None:
+    """Raise HostError where the engine has read a file of before a change.
+
+    Such as of another pipe directory: CUDA would find no control daemon there, and run without limits.
+    """
+    found = _environment(state)
+    given = {
+        variable: value for variable, value in lease["environment"].items() if variable != LEASE_VARIABLE
+    }
+    if found and any(found.get(variable) != value for variable, value in given.items()):
+        raise HostError(f"device {name} has just become another", "start the container again")
+
+
+def _environment(state: Mapping[str, Any]) -> dict[str, str]:
+    """The container's, empty where it cannot be read."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        with open(os.path.join(state["bundle"], "config.json"), encoding="utf-8") as file:
+            words = json.load(file)["process"]["env"]
+        return dict(word.partition("=")[::2] for word in words)
+    return {}
+
+
+def _one_line(text: str) -> str:
+    """What may quote the command of any user, without control characters."""
+    text = text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
+    return "".join(char if char.isprintable() else "?" for char in text)
+
+
 def _log(paths: Paths, state: Mapping[str, Any], line: str) -> None:
     """Say it in the system's log; that nobody listens there is no matter."""
-    container = str(state.get("id", ""))[:_SHORT]
+    container = _one_line(str(state.get("id", ""))[:_SHORT])
     text = _HEAD.format(pid=os.getpid()) + (f"container {container}: " if container else "") + line
     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as log:
         log.settimeout(0)  # a log that is full must not hold up a container

@@ -190,8 +190,9 @@ class Leasing:
     def bind(self, lease_id: str, uid: int, holder: Holder) -> Json:
         """Let a lease end with the container whose first process this is, and not with what had it before.
 
-        A lease of a name stays one: containers may share it. Raises as `release` does, and HostError, with
-        nothing changed, where another container has it, or a device of it is not served now.
+        A lease of a name stays one: containers may share it. Asked again for the same container, it is as it
+        was. Raises as `release` does, and HostError, with nothing changed, where another container has it,
+        or a device of it is not served now, or by another control daemon.
         """
         lease = self._own(lease_id, uid)
         reasons = self._service.reasons()
@@ -199,7 +200,8 @@ class Leasing:
             why = reasons.get(device.gpu_uuid, "its GPU is not there any more")
             if why:
                 raise HostError(f"device {device.addr} cannot be used now: {why}", "see: yunion-mps status")
-        if lease.holder.binding == "name":
+        self._wishes.refuse_moved(lease)
+        if lease.holder.binding == "name" or lease.holder == holder:
             return self._json(lease)
         if lease.holder.binding == "container":
             what = f"the lease of {devices_of(lease)} is a container's already (PID {lease.holder.pid})"

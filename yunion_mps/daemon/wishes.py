@@ -8,9 +8,10 @@ from yunion_mps.leases.matching import least
 from yunion_mps.leases.names import gpu_named
 from yunion_mps.leases.offers import Offers, domain_plans
 from yunion_mps.leases.wish import Wish
-from yunion_mps.models import ALL, LEASE_VARIABLE, Device
+from yunion_mps.models import ALL, LEASE_VARIABLE, Device, Lease
 from yunion_mps.planning import client_environment, whole_environment, why_not_honoured
 from yunion_mps.service import Service
+from yunion_mps.service.reasons import domain_names
 from yunion_mps.supervisor import Supervisor
 
 
@@ -36,6 +37,19 @@ class Wishes:
             hint = f"take them on different GPUs (--across), or set {more} in host.conf"
             raise HostError(f"{len(devices)} devices cannot be one budget: {why}", hint)
         return {**client_environment(devices, domain), LEASE_VARIABLE: lease_id}
+
+    def refuse_moved(self, lease: Lease) -> None:
+        """Raise HostError where another control daemon than the lease's environment says serves its devices.
+
+        Where CUDA finds no control daemon it goes on without one, and without limits.
+        """
+        snapshot = self._supervisor.snapshot()
+        name = domain_names(snapshot.plan).get(lease.devices[0].gpu_uuid)
+        places = [status.plan.pipe_directory for status in snapshot.domains if status.plan.name == name]
+        if lease.environment["CUDA_MPS_PIPE_DIRECTORY"] not in places:
+            addresses = ", ".join(device.addr for device in lease.devices)
+            what = f"the control daemon of {addresses} is another one since the lease was given"
+            raise HostError(what, f"take a new one, after: yunion-mps lease release {lease.id}")
 
     def possible(self, wish: Wish, offers: Offers) -> Wish:
         """The wish with whole names; raises YunionError where it could not be met if everything were free."""

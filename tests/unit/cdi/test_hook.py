@@ -8,6 +8,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ def call(*arguments: str, bundle: object = "/nowhere", state: str | None = None,
 
 def bundle(folder: Path, **environment: str) -> Path:
     """What an engine makes of a container before it starts it."""
-    words = [f"{name}={value}" for name, value in environment.items()]
+    words = [f"{name}={value}" for name, value in {**LEASE["environment"], **environment}.items()]
     (folder / "config.json").write_text(json.dumps({"process": {"env": ["PATH=/bin", *words]}}))
     return folder
 
@@ -122,6 +123,74 @@ def test_a_refusal_is_said_in_the_system_s_log_too_for_some_engines_do_not_show_
         assert call("00:06.0-1") == 1
         line = f"container {'a' * 12}: the daemon is stopping (start it again)"
         assert log.recv(4096).decode() == f"<12>yunion-mps[{os.getpid()}]: {line}"
+
+
+def test_whose_command_has_control_characters_or_no_end_fills_no_terminal_and_no_log(
+    host: ServerHost, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whoever has the device has chosen its command, and root reads of it."""
+    place = Path(host.paths.under("/dev/log"))
+    place.parent.mkdir()
+    host.giver.refusal = NothingFreeError("1 of 1 in use", "wait")
+    held = {**LEASE, "command": "python -c \x1b[2J\nprint()\r" + "a" * 100_000}
+    host.giver.found = {"leases": [held], "waiting": [], "total": 1}
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as log:
+        log.bind(str(place))
+        state = json.dumps({"id": "\n\ud800", "pid": os.getpid()})
+        assert call("00:06.0-1", state=state) == NothingFreeError.exit_code
+        logged = log.recv(1 << 18).decode()
+    said = capsys.readouterr().err
+    begin = "device 00:06.0-1 is taken: python -c ?[2J?print()?"
+    assert said.startswith(f"yunion-mps: {begin}")
+    assert f"container ??: {begin}" in logged
+    assert len(said) < 2000
+    assert len(logged) < 2000
+    assert (said + logged).replace("\n", "", 1).isprintable()
+
+
+@pytest.mark.parametrize("change", ["CUDA_VISIBLE_DEVICES", "CUDA_MPS_PIPE_DIRECTORY"])
+def test_a_container_of_before_a_change_is_refused_once(
+    host: ServerHost, tmp_path: Path, capsys: pytest.CaptureFixture[str], change: str
+) -> None:
+    """Where CUDA finds no control daemon it runs without limits; the next start reads the new file."""
+    now = {**LEASE["environment"], change: "/run/new", "YUNION_MPS_LEASE": LEASE["id"]}
+    host.giver.given = {**LEASE, "environment": now}
+    before = bundle(tmp_path, YUNION_MPS_DEVICE="00:06.0-1")
+    assert call("00:06.0-1", bundle=before) == 1
+    said = "yunion-mps: device 00:06.0-1 has just become another (start the container again)\n"
+    assert capsys.readouterr().err == said
+    assert (
+        call("00:06.0-1", bundle=bundle(tmp_path, YUNION_MPS_DEVICE="00:06.0-1", **{change: "/run/new"})) == 0
+    )
+
+
+@pytest.mark.parametrize("name", ["00:06.0-1", LEASE["id"]])
+def test_where_the_answer_is_lost_the_next_daemon_is_asked_the_very_same(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """The one that ended may have given the device to this container."""
+    asked: list[str] = []
+
+    def serve(listening: socket.socket) -> None:
+        for answer in (b"", json.dumps(LEASE).encode()):
+            connection, _ = listening.accept()
+            with connection:
+                asked.append(connection.recv(1 << 16).decode().split()[1])
+                if answer:
+                    connection.sendall(
+                        b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(answer) + answer
+                    )
+
+    with short_root() as paths, socket.socket(socket.AF_UNIX) as listening:
+        monkeypatch.setenv("YUNION_MPS_ROOT", paths.root)
+        listening.bind(paths.socket)
+        listening.listen()
+        thread = threading.Thread(target=serve, args=(listening,))
+        thread.start()
+        assert call(name) == 0
+        thread.join()
+    assert asked[0] == asked[1]
+    assert ("&request=" in asked[0]) == (name != LEASE["id"]), "a lease's container is known by its PID"
 
 
 def test_an_odd_name_is_asked_for_as_it_is(host: ServerHost) -> None:
