@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
 import pytest
 
-from integration.conftest import MakeHost
+from integration.conftest import MakeDaemon, MakeHost
 from integration.daemon_host import Daemon, eventually
 from integration.podman_host import IMAGE, files_of, reloads, spec_of
 from integration.test_leases import ask, given
@@ -42,6 +43,44 @@ def test_the_file_is_written_only_when_it_becomes_another_and_removed_at_the_sto
     ready_daemon.start().wait_ready()
     assert ready_daemon.stop() == 0, ready_daemon.log
     assert files_of(host) == []
+
+
+def test_a_file_that_somebody_else_has_changed_is_made_anew(ready_daemon: Daemon) -> None:
+    """An engine refuses half a file as a whole, and finds no device of ours."""
+    host = ready_daemon.host
+    whole = eventually(lambda: spec_of(host), "the file")
+    path = host.root / "run/cdi/yunion-mps.json"
+    for begin in ("{", json.dumps({**whole, "devices": whole["devices"][:1]})):
+        path.write_text(begin)
+        reloads(ready_daemon)
+        eventually(lambda text=begin: path.read_text() != text, "the file anew")  # type: ignore[misc]
+        assert spec_of(host) == whole
+    path.unlink()
+    path.symlink_to("nowhere")
+    reloads(ready_daemon)
+    eventually(lambda: spec_of(host) == whole, "a file in the place of the link")
+    path.unlink()
+    path.mkdir()
+    reloads(ready_daemon)
+    trouble = f"containers find no devices: {path}: Is a directory"
+    eventually(lambda: trouble in ready_daemon.status()["warnings"], "the warning")
+    path.rmdir()
+    reloads(ready_daemon)
+    eventually(lambda: spec_of(host) == whole, "the file")
+
+
+def test_a_stop_right_after_the_start_leaves_no_file_of_many_devices(
+    make_host: MakeHost, make_daemon: MakeDaemon
+) -> None:
+    """Writing it takes longer than such a stop."""
+    host = make_host([{"kind": "v100", "count": 32}])
+    (host.root / "etc/yunion/host.conf").write_text("enable_cuda_mps: true\ncuda_mps_replicas: 48\n")
+    (host.root / "etc/yunion/host_container_device.yml").unlink()
+    daemon = make_daemon(host)
+    for _ in range(3):
+        daemon.start().wait_ready()
+        assert daemon.stop() == 0, daemon.log
+        assert files_of(host) == []
 
 
 def test_a_directory_that_cannot_be_written_is_said_once_and_tried_again(ready_daemon: Daemon) -> None:

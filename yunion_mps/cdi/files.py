@@ -13,6 +13,8 @@ DEVICES = "yunion-mps.json"
 _LEASE, _END = "yunion-mps-lease-", ".json"
 #: The end of a name while its file is written; engines read `.json` and `.yaml` alone.
 _UNFINISHED = ".new"
+#: No link is followed, and no pipe is waited for.
+_NEW = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
 def lease_file(lease_id: str) -> str:
@@ -20,21 +22,42 @@ def lease_file(lease_id: str) -> str:
     return f"{_LEASE}{lease_id}{_END}"
 
 
-def write(directory: str, name: str, spec: Mapping[str, Any]) -> None:
+#: What tells whether a file is still as it was written: inode, size, and time of the last change in ns.
+Mark = tuple[int, int, int]
+
+
+def write(directory: str, name: str, spec: Mapping[str, Any]) -> Mark:
     """Have this specification in the directory, which is made where it is missing; raises OSError."""
     text = json.dumps(spec, separators=(",", ":"))
-    os.makedirs(directory, mode=0o755, exist_ok=True)
+    if not os.path.isdir(directory):
+        os.makedirs(directory, exist_ok=True)
+        os.chmod(directory, 0o755)  # noqa: S103 - for engines of every user, whatever our umask is
     path = os.path.join(directory, name)
     try:
-        descriptor = os.open(path + _UNFINISHED, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o644)
+        descriptor = os.open(path + _UNFINISHED, _NEW, 0o644)
         with open(descriptor, "w", encoding="utf-8") as file:
-            os.fchmod(descriptor, 0o644)  # for engines of every user, whatever our umask is
+            os.fchmod(descriptor, 0o644)
             file.write(text)
+            file.flush()
+            written = _mark_of(os.fstat(descriptor))
         os.replace(path + _UNFINISHED, path)
     except OSError:
         with contextlib.suppress(OSError):
             os.unlink(path + _UNFINISHED)
         raise
+    return written
+
+
+def mark(directory: str, name: str) -> Mark | None:
+    """What is there by this name, None where nothing is."""
+    try:
+        return _mark_of(os.lstat(os.path.join(directory, name)))
+    except OSError:
+        return None
+
+
+def _mark_of(about: os.stat_result) -> Mark:
+    return (about.st_ino, about.st_size, about.st_mtime_ns)
 
 
 def remove(directory: str, name: str) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import sys
+import threading
 from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
@@ -49,11 +50,14 @@ class ContainerDevices:
         self._seen: Snapshot | None = None
         self._look_again_s = 0.0
         self._written: _Known | None = None
+        self._mark: files.Mark | None = None
         self._host: Host | None = None
         self._leases: dict[str, Lease] = {}
         self._trouble = ""
         self._work: asyncio.Task[None] | None = None
         self._is_closed = False
+        #: Held while the devices' file is written, so that none comes after the last word.
+        self._writing = threading.Lock()
 
     def restore(self, leases: Iterable[Lease]) -> None:
         """Have the files of these leases, and of no others."""
@@ -108,8 +112,9 @@ class ContainerDevices:
     def remove(self) -> None:
         """The daemon has stopped: no container finds a device of ours."""
         self.close()
-        for name in list(files.ours(self._directory)):
-            files.remove(self._directory, name)
+        with self._writing:
+            for name in list(files.ours(self._directory)):
+                files.remove(self._directory, name)
 
     def _known(self, snapshot: Snapshot) -> _Known:
         gpus = snapshot.inventory.gpus
@@ -124,8 +129,8 @@ class ContainerDevices:
         )
 
     def _is_there(self, known: _Known) -> bool:
-        there = set(files.ours(self._directory))
-        return (files.DEVICES in there or not known.devices) and not self._missing(there)
+        as_written = not known.devices or files.mark(self._directory, files.DEVICES) == self._mark
+        return as_written and not self._missing(set(files.ours(self._directory)))
 
     def _missing(self, there: Collection[str]) -> list[Lease]:
         return [lease for lease in self._leases.values() if files.lease_file(lease.id) not in there]
@@ -136,10 +141,11 @@ class ContainerDevices:
         def work() -> tuple[Host, str]:
             host, trouble = self._host_of(known)
             spec = devices_spec(known.devices, known.domains, host, known.parked)
-            if spec is None:
-                files.remove(self._directory, files.DEVICES)
-            elif not self._is_closed:
-                files.write(self._directory, files.DEVICES, spec)
+            with self._writing:
+                if spec is None:
+                    files.remove(self._directory, files.DEVICES)
+                elif not self._is_closed:
+                    self._mark = files.write(self._directory, files.DEVICES, spec)
             return host, trouble
 
         before = self._host

@@ -55,6 +55,10 @@ def test_a_directory_that_is_missing_is_made_and_every_user_reads_what_is_in_it(
     finally:
         os.umask(before)
     assert stat.S_IMODE((tmp_path / "run/cdi" / files.DEVICES).stat().st_mode) == 0o644
+    assert stat.S_IMODE((tmp_path / "run/cdi").stat().st_mode) == 0o755
+    (tmp_path / "run/cdi").chmod(0o700)
+    files.write(str(tmp_path / "run/cdi"), files.DEVICES, {})
+    assert stat.S_IMODE((tmp_path / "run/cdi").stat().st_mode) == 0o700, "one that is there is another's"
 
 
 def test_what_cannot_be_written_leaves_what_was_there(tmp_path: Path) -> None:
@@ -72,6 +76,22 @@ def test_a_link_in_the_place_of_a_file_is_not_followed(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="symbolic links"):
         files.write(str(tmp_path), files.DEVICES, {})
     assert (tmp_path / "theirs").read_text() == "theirs"
+
+
+def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / f"{files.DEVICES}.new")
+    with pytest.raises(OSError, match="No such device"):
+        files.write(str(tmp_path), files.DEVICES, {})
+
+
+def test_a_mark_tells_whether_the_file_is_as_it_was_written(tmp_path: Path) -> None:
+    written = files.write(str(tmp_path), files.DEVICES, {"a": "b"})
+    assert files.mark(str(tmp_path), files.DEVICES) == written
+    assert files.write(str(tmp_path), files.DEVICES, {"a": "b"}) != written
+    (tmp_path / files.DEVICES).write_text("{")
+    assert files.mark(str(tmp_path), files.DEVICES) not in (written, None)
+    (tmp_path / files.DEVICES).unlink()
+    assert files.mark(str(tmp_path), files.DEVICES) is None
 
 
 def test_only_our_files_are_ours(tmp_path: Path) -> None:
