@@ -150,7 +150,10 @@ def spawn(
 
 
 def output_of(argv: Sequence[str], patience_s: float | None = None) -> str:
-    """What a program says on standard output; empty where it fails, or takes longer than `patience_s`."""
+    """What a program says on standard output; empty where it fails, or takes longer than `patience_s`.
+
+    It is ended where this is left early, as by Ctrl-C, which does not reach it: its session is its own.
+    """
     output, answer_in = os.pipe()
     try:
         with open(os.devnull, "r+b") as null:
@@ -160,12 +163,14 @@ def output_of(argv: Sequence[str], patience_s: float | None = None) -> str:
         return ""
     finally:
         os.close(answer_in)
-    with open(output, "rb", buffering=0) as file:
-        found = _read_all(file.fileno(), patience_s)
-    if found is not None:  # it has closed its output, and is about to end
-        _readable(process.fileno(), patience_s)
-    status = process.status()
-    process.kill()
+    try:
+        with open(output, "rb", buffering=0) as file:
+            found = _read_all(file.fileno(), patience_s)
+        if found is not None:  # it has closed its output, and is about to end
+            _readable(process.fileno(), patience_s)
+        status = process.status()
+    finally:
+        process.kill()
     return found.decode(errors="replace").strip() if found and status == 0 else ""
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
 
 from integration.conftest import MakeDaemon, MakeHost
-from integration.daemon_host import Daemon, eventually
+from integration.daemon_host import Daemon, eventually, is_running
 from integration.podman_host import IMAGE, files_of, reloads, spec_of
 from integration.test_leases import ask, given
 from simhost import SimHost
@@ -76,6 +77,7 @@ def test_a_stop_right_after_the_start_leaves_no_file_of_many_devices(
     host = make_host([{"kind": "v100", "count": 32}])
     (host.root / "etc/yunion/host.conf").write_text("enable_cuda_mps: true\ncuda_mps_replicas: 48\n")
     (host.root / "etc/yunion/host_container_device.yml").unlink()
+    (host.root / "run/cdi").mkdir()
     daemon = make_daemon(host)
     for _ in range(3):
         daemon.start().wait_ready()
@@ -154,3 +156,19 @@ def test_an_engine_that_is_not_there_is_said_in_a_line(ready_daemon: Daemon, eng
     lines = [f"yunion-mps: {engine} is not installed", f"yunion-mps: {hint}"]
     assert (done.returncode, done.stderr.splitlines()) == (1, lines)
     assert given(ready_daemon) == []
+
+
+def test_ctrl_c_while_an_engine_does_not_answer_takes_nothing_and_leaves_nothing(
+    ready_daemon: Daemon, tmp_path: Path
+) -> None:
+    host = ready_daemon.host
+    engine, told = host.root / "bin/docker", tmp_path / "pid"
+    engine.write_text(f"#!/bin/sh\necho $$ > {told}.new; mv {told}.new {told}; exec sleep 300\n")
+    engine.chmod(0o755)
+    asking = host.popen(["yunion-mps", "run", "--docker", "--", IMAGE, "true"], stderr=-1)
+    eventually(told.exists, "that docker is asked")
+    asking.send_signal(signal.SIGINT)
+    asking.communicate()
+    assert asking.returncode == 130
+    assert not is_running(int(told.read_text()))
+    assert ready_daemon.get("/v1/events?kind=lease")[1]["events"] == []

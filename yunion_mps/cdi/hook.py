@@ -96,7 +96,7 @@ def _state(file: TextIO) -> Mapping[str, Any]:
     """The container's state; raises HostError where it is none."""
     try:
         state = json.load(file)
-    except (ValueError, RecursionError):
+    except (ValueError, RecursionError, OSError, AttributeError):  # of which the last: it is closed
         state = None
     if not (isinstance(state, dict) and isinstance(state.get("pid"), int)):
         raise HostError("the container engine gave no container's state", "is it an OCI runtime's hook?")

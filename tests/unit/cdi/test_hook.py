@@ -209,6 +209,15 @@ def test_what_is_no_container_s_state_is_refused(
     assert host.giver.wished == []
 
 
+@pytest.mark.parametrize("state", ["<&-", "0>/dev/null", "</dev/null"])
+def test_without_a_state_on_its_input_it_says_so(host: ServerHost, state: str) -> None:
+    code = "import sys; from yunion_mps.cdi.hook import main; sys.exit(main(['00:06.0-1'], sys.stdin))"
+    command = ["sh", "-c", f'"$0" -c "$1" {state}', sys.executable, code]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    said = "yunion-mps: the container engine gave no container's state (is it an OCI runtime's hook?)\n"
+    assert (done.returncode, done.stderr) == (1, said)
+
+
 def test_by_hand_it_says_what_it_is_for(capsys: pytest.CaptureFixture[str]) -> None:
     assert call() == 1
     assert capsys.readouterr().err.startswith("yunion-mps: cdi-hook is called by container engines alone")
