@@ -24,6 +24,8 @@ _BESIDE = ("libpod-conmon", "crio-conmon")
 _POD = re.compile(r"pod([0-9a-f]{8}(?:[-_][0-9a-f]{4}){3}[-_][0-9a-f]{12})")
 #: So much of an id is shown where there is no name, as by the engines themselves.
 _SHORT = 12
+#: So much of a name is of use; any user may call a process conmon, and a container by a name of megabytes.
+_LONGEST = 100
 _MOST_KNOWN = 1024
 #: A process has its engine's monitor among its ancestors; nobody nests deeper than this.
 _MOST_ANCESTORS = 32
@@ -77,7 +79,7 @@ class Containers:
             if len(self._names) >= _MOST_KNOWN:
                 self._names.clear()
             by_monitor = "" if name or found.engine == "docker" else self._told_by_monitor(pid, found.id)
-            self._names[found.id] = name or by_monitor
+            self._names[found.id] = (name or by_monitor)[:_LONGEST]
         return self._names[found.id] or found.id[:_SHORT]
 
     def _written(self, found: _Found) -> str:
@@ -164,6 +166,6 @@ def _json(path: str, kind: type) -> Any:
     """What a file holds, empty where that is not of the kind."""
     try:
         found = json.loads(_read(path) or "null")
-    except ValueError:
+    except (ValueError, RecursionError):
         found = None
     return found if isinstance(found, kind) else kind()

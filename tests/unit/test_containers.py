@@ -88,6 +88,12 @@ def test_podman_s_name_is_told_by_the_monitor_wherever_the_storage_lies(tmp_path
     assert name_of(tmp_path, process(tmp_path, f"0::/libpod-{ID}.scope", ["sh"], monitor)) == "trainer"
 
 
+def test_a_name_without_end_is_cut(tmp_path: Path) -> None:
+    """Any user may call a process of his conmon, and `who` of root shows what it says."""
+    monitor = ["/tmp/conmon", "-c", ID, "-n", "x" * 100_000]
+    assert name_of(tmp_path, process(tmp_path, f"0::/libpod-{ID}.scope", ["sh"], monitor)) == "x" * 100
+
+
 def test_podman_s_name_is_in_its_storage_where_the_monitor_has_gone(tmp_path: Path) -> None:
     stored = [{"id": OTHER, "names": ["other"]}, {"id": ID, "names": ["trainer"]}]
     write(tmp_path, "var/lib/containers/storage/overlay-containers/containers.json", stored)
@@ -104,7 +110,9 @@ def test_a_pod_is_named_by_its_uid(tmp_path: Path) -> None:
     assert name_of(tmp_path, process(tmp_path, f"0::/kubepods/pod{POD}/{ID}")) == f"pod {POD}/{ID[:12]}"
 
 
-@pytest.mark.parametrize("text", ["", "{", "[7]", '{"Name": 7}', json.dumps([{"id": ID}]), "[[[[["])
+@pytest.mark.parametrize(
+    "text", ["", "{", "[7]", '{"Name": 7}', json.dumps([{"id": ID}]), "[[[[[", "[" * 100_000]
+)
 def test_a_container_whose_name_cannot_be_read_goes_by_its_id(tmp_path: Path, text: str) -> None:
     for path in (
         "containers/storage/overlay-containers/containers.json",
