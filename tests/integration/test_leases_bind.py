@@ -87,3 +87,26 @@ def test_only_its_owner_and_root_pass_it_on_and_only_to_a_process_of_their_own(
             status, answer = stranger.ask("POST", f"/v1/leases/{ours['id']}/bind?pid={own.pid}")
             own.kill()
         assert (status, answer["hint"]) == (403, "only root and its owner may end or renew it")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user, which needs root")
+def test_it_stays_its_owner_s_whoever_runs_in_the_container(ready_daemon: Daemon) -> None:
+    """Else a user of whose id a container of root's makes use could end its lease, and take its device."""
+    ready_daemon.socket_path.chmod(0o666)
+    with subprocess.Popen(["sleep", "300"], user=65534) as inside, contextlib.ExitStack() as end:
+        end.callback(inside.kill)
+        _, ours = ask(ready_daemon, "POST", "/v1/leases")
+        status, bound = ask(ready_daemon, "POST", f"/v1/leases/{ours['id']}/bind?pid={inside.pid}")
+        assert (status, bound["pid"], bound["uid"]) == (200, inside.pid, 0)
+        status, taken = ask(ready_daemon, "POST", f"/v1/leases?binding=container&pid={inside.pid}")
+        assert (status, taken["pid"], taken["uid"]) == (200, inside.pid, 0)
+        with contextlib.closing(_Connection(ready_daemon)) as stranger:
+            os.seteuid(65534)
+            try:
+                stranger.connect()
+            finally:
+                os.seteuid(0)
+            for one in (bound, taken):
+                assert stranger.ask("DELETE", f"/v1/leases/{one['id']}")[0] == 403
+            status, theirs = stranger.ask("POST", "/v1/leases?name=theirs&ttl=600")
+            assert (status, theirs["uid"]) == (200, 65534)

@@ -176,11 +176,15 @@ def _holder(request: Request, query: Query) -> Holder:
 
 
 def _process(binding: str, pid: int, uid: int) -> Holder:
-    """A process of the user's, or any for root; raises NotFoundError and NotAllowedError."""
+    """A process of the user's, or any for root; raises NotFoundError and NotAllowedError.
+
+    What a process has is its user's, and a container's is the asking engine's: who runs in a container, or
+    whom root in it is outside, is no user of the host's.
+    """
     started, owner = (started_ticks(pid), uid_of(pid)) if pid else (None, None)
     if started is None or owner is None:
         hint = "a process in another PID namespace cannot be seen from here: take the lease by name and ttl"
         raise NotFoundError(f"there is no process with PID {pid}", hint)
     if uid not in (0, os.geteuid(), owner):
         raise NotAllowedError(f"PID {pid} is another user's", "only root may take a lease for it")
-    return Holder(binding, owner, pid, started)
+    return Holder(binding, uid if binding == "container" else owner, pid, started)

@@ -190,11 +190,12 @@ class Leasing:
     def bind(self, lease_id: str, uid: int, holder: Holder) -> Json:
         """Let a lease end with the container whose first process this is, and not with what had it before.
 
-        A lease of a name stays one: containers may share it. Asked again for the same container, it is as it
-        was. Raises as `release` does, and HostError, with nothing changed, where another container has it,
-        or a device of it is not served now, or by another control daemon.
+        Whose it is does not change. A lease of a name stays one: containers may share it. Asked again for
+        the same container, it is as it was. Raises as `release` does, and HostError, with nothing changed,
+        where another container has it, or a device of it is not served now, or by another control daemon.
         """
         lease = self._own(lease_id, uid)
+        holder = holder._replace(uid=lease.holder.uid)
         reasons = self._service.reasons()
         for device in lease.devices:
             why = reasons.get(device.gpu_uuid, "its GPU is not there any more")
