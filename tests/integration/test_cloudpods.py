@@ -177,3 +177,41 @@ def test_the_agents_gpus_of_other_types_are_none_of_ours(
     agent = Agent(host)
     assert {one.gpu for one in agent.devices()}.isdisjoint(agent.whole_gpus())
     assert (len(agent.devices()), len(agent.whole_gpus())) == (4, 1)
+
+
+def test_the_checks_after_each_step_say_what_the_manual_says(node: SimHost, make_daemon: MakeDaemon) -> None:
+    """docs/cloudpods.md, there and back, without Cloudpods' own commands."""
+    manual = (Path(__file__).parents[2] / "docs/cloudpods.md").read_text()
+    mode = "nvidia-smi --query-gpu=gpu_name,compute_mode --format=csv,noheader"
+
+    def check(command: str, told: str) -> str:
+        for words in (command, told):
+            assert words in manual
+        return node.run(["bash", "-c", command], check=True).stdout
+
+    shared, mps = "Tesla P40, Default", "Tesla P40, Exclusive_Process"
+    assert check(mode, shared) == f"{shared}\n"
+    assert check("nvidia-smi --query-compute-apps=pid,name --format=csv,noheader", "") == ""
+    _write(node, enabled=True, devices=SHARED.replace("NVIDIA_GPU_SHARE", "NVIDIA_MPS"))
+    (row,) = [line for line in check("yunion-mps config check", "").splitlines() if "| Tesla P40" in line]
+    changes = "Default -> Exclusive_Process"
+    assert changes in manual
+    assert row.split("|")[-3].strip() == changes, "the last column but one"
+    assert node.run(["bash", "-c", mode]).stdout == f"{shared}\n", "it has touched nothing"
+    daemon = make_daemon(node).start().wait_ready()
+    assert check(mode, mps) == f"{mps}\n"
+    listed = check("yunion-mps list", "")
+    assert [f"00:06.0-{slot}" in listed for slot in range(5)] == [True] * 4 + [False]
+    there = "control  control_lock  control_privileged  log"
+    assert there in manual
+    assert "  ".join(sorted(os.listdir(daemon.pipe_directory))) == there
+    assert "GPU-" not in check("yunion-mps clients", "")
+    _write(node, enabled=False, devices=SHARED)
+    node.run(["yunion-mps", "reload"], check=True)
+    eventually(lambda: check(mode, shared) == f"{shared}\n", "the compute mode of before")
+    assert "*** Total: 0 " in check("yunion-mps list", "")
+    _write(node, enabled=True, devices=SHARED.replace("NVIDIA_GPU_SHARE", "NVIDIA_MPS"))
+    node.run(["yunion-mps", "reload"], check=True)
+    eventually(lambda: check(mode, mps) == f"{mps}\n", "that it is for MPS again")
+    assert daemon.stop() == 0
+    assert check(mode, shared) == f"{shared}\n", "or stopped for good"

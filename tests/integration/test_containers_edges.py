@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
+import signal
 import socket
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
 from integration.conftest import MakeDaemon, MakeHost, MakePodman
-from integration.daemon_host import Daemon, eventually
+from integration.daemon_host import Daemon, eventually, is_running
 from integration.podman_host import IMAGE, Podman, mps, spec_of
 from integration.test_containers import ASK
 from integration.test_leases import ADDRESSES, ask, given
@@ -149,3 +153,62 @@ def test_what_is_run_in_a_container_later_is_told_of_the_device_by_hand(
     wanted = ready_daemon.get(f"/v1/devices/{ADDRESSES[1]}")[1]["client_environment"]
     assert done.stdout.startswith("25.0"), done.stderr
     assert {f"{name}={value}" for name, value in wanted.items()} <= set(done.stdout.splitlines())
+
+
+def test_of_many_containers_that_want_one_device_one_starts_and_keeps_it_through_all_but_its_end(
+    ready_daemon: Daemon, podman: Podman
+) -> None:
+    begin = ["run", "--detach", *mps(ADDRESSES[1])]
+    with ThreadPoolExecutor(8) as pool:
+        done = list(pool.map(lambda name: podman(*begin, "--name", name, IMAGE, "sleep", "300"), "abcdefgh"))
+    (winner,) = [name for name, one in zip("abcdefgh", done) if one.returncode == 0]
+    for name, one in zip("abcdefgh", done):
+        if name != winner:
+            assert f"device {ADDRESSES[1]} is taken: {winner} of root, PID " in one.stderr
+
+    def holders() -> list[tuple[int, str]]:
+        leases = ask(ready_daemon, "GET", "/v1/leases")[1]["leases"]
+        return [(lease["pid"], lease["container"]) for lease in leases]
+
+    for verb in (["restart", "--time", "0"], ["restart", "--time", "0"], ["pause"], ["unpause"]):
+        podman.good(*verb, winner)
+        assert holders() == [(podman.pid_of(winner), winner)], verb
+    inside = podman.pid_of(winner)
+    monitor = int(Path(f"/proc/{inside}/stat").read_text().rpartition(")")[2].split()[1])
+    assert Path(f"/proc/{monitor}/comm").read_text() == "conmon\n"
+    os.kill(monitor, signal.SIGKILL)
+    eventually(lambda: not is_running(monitor), "the end of the monitor")
+    assert holders() == [(inside, winner)]
+    assert ask(ready_daemon, "POST", "/v1/reexec")[0] == 200
+    assert holders() == [(inside, winner)]
+    os.kill(inside, signal.SIGKILL)
+    eventually(lambda: holders() == [], "the end of the lease")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--pid=host"], ["--user=1000", "--cap-drop=all", "--security-opt=no-new-privileges"],
+        ["--read-only"], ["--ipc=host"], ["--shm-size=10m", "--ipc=private"], ["--tmpfs=/tmp"],
+        ["--volume=/tmp:/tmp", "--volume=/dev/shm:/dev/shm"], ["--uidmap=0:100000:5000"],
+        ["--cgroupns=host", "--privileged"],
+        ["--env=CUDA_MPS_PINNED_DEVICE_MEM_LIMIT=0=99G", "--env=CUDA_MPS_PIPE_DIRECTORY=/nowhere"],
+    ],
+    ids=" ".join,
+)  # fmt: skip
+def test_whatever_else_a_container_is_given_it_has_its_budget_and_finds_the_control_daemon(
+    ready_daemon: Daemon, podman: Podman, words: list[str]
+) -> None:
+    inside = f"{ASK}; echo $CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"
+    told = podman.good("run", "--rm", *words, *mps(ADDRESSES[1]), IMAGE, "sh", "-c", inside).splitlines()
+    assert (told[0], told[-1]) == ("25.0", "0=4096M")
+    eventually(lambda: given(ready_daemon) == [], "the end of the lease")
+
+
+def test_a_container_of_a_pod_goes_by_its_own_name(ready_daemon: Daemon, podman: Podman) -> None:
+    podman.good("pod", "create", "--infra=false", "--name", "pod")
+    begin = ["run", "--detach", "--pod", "pod", "--name", "trainer", *mps(ADDRESSES[2])]
+    podman.good(*begin, IMAGE, "sleep", "300")
+    assert "trainer: sleep 300" in ready_daemon.host.run(["yunion-mps", "who"]).stdout
+    podman.good("pod", "rm", "--force", "--time", "0", "pod")
+    eventually(lambda: given(ready_daemon) == [], "the end of the lease")
