@@ -1,0 +1,79 @@
+"""`yunion-mps run --podman` as people use it: in a queue, at a terminal, interrupted; a lease of a name."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from integration.conftest import MakeHost
+from integration.daemon_host import Daemon, eventually
+from integration.podman_host import IMAGE, Podman, files_of, mps
+from integration.test_leases import ADDRESSES, ask, given
+from simhost import SimHost
+
+RUN = ("yunion-mps", "run", "--podman")
+LOOP = "trap 'echo ended; exit 3' TERM; echo begun; while :; do sleep 0.1; done"
+
+
+@pytest.fixture
+def host(make_host: MakeHost) -> SimHost:
+    """A GPU whose budgets are enforced, divided by four."""
+    return make_host([{"kind": "v100"}])
+
+
+def test_who_waits_has_what_the_next_container_leaves_and_ctrl_c_leaves_the_queue(
+    ready_daemon: Daemon, podman: Podman
+) -> None:
+    host = ready_daemon.host
+    podman.good("run", "--detach", "--name", "trainer", *mps("all"), IMAGE, "sleep", "300")
+
+    def waiting() -> int:
+        return len(ask(ready_daemon, "GET", "/v1/leases")[1]["waiting"])
+
+    inside = ["sh", "-c", "echo $YUNION_MPS_DEVICE"]
+    patient = host.popen([*RUN, "--wait", "--gpu", "00:06.0", "--", "--rm", IMAGE, *inside], stderr=-1)
+    eventually(lambda: waiting() == 1, "that it waits")
+    hasty = host.popen([*RUN, "--wait", "--", "--rm", IMAGE, "true"], stderr=-1)
+    eventually(lambda: waiting() == 2, "that both wait")
+    hasty.send_signal(signal.SIGINT)
+    hasty.communicate()
+    assert hasty.returncode == 130
+    eventually(lambda: waiting() == 1, "that it has left the queue")
+    podman.good("rm", "--force", "--time", "0", "trainer")
+    told, _ = patient.communicate()
+    assert (patient.returncode, told) == (0, f"{ADDRESSES[0]}\n")
+    eventually(lambda: given(ready_daemon) == [], "the end of the lease")
+
+
+def test_input_signals_and_terminal_are_the_container_s(ready_daemon: Daemon, podman: Podman) -> None:
+    host = ready_daemon.host
+    assert podman.good("ps", "--quiet") == ""
+    done = host.run([*RUN, "--", "--rm", "-i", IMAGE, "cat"], input="hello\n")
+    assert (done.returncode, done.stdout) == (0, "hello\n"), done.stderr
+    command = " ".join([*RUN, "--", "--rm", "-it", IMAGE, "sh -c 'test -t 0 && echo a terminal'"])
+    done = host.run(["script", "--quiet", "--return", "--command", command, "/dev/null"])
+    assert "a terminal" in done.stdout, done.stdout
+    begun = host.popen([*RUN, "--", "--rm", IMAGE, "sh", "-c", LOOP])
+    assert begun.stdout is not None
+    assert begun.stdout.readline() == "begun\n"
+    begun.send_signal(signal.SIGTERM)
+    assert begun.communicate()[0] == "ended\n"
+    assert begun.returncode == 3
+    eventually(lambda: given(ready_daemon) == [], "the end of the lease")
+
+
+def test_a_lease_of_a_name_that_has_ended_ends_no_container_and_begins_none(
+    ready_daemon: Daemon, podman: Podman
+) -> None:
+    _, lease = ask(ready_daemon, "POST", f"/v1/leases?device={ADDRESSES[1]}&name=job-17&ttl=600")
+    for name in ("trainer", "teacher"):
+        podman.good("run", "--detach", "--name", name, "--device", lease["cdi"], IMAGE, "sleep", "300")
+    assert given(ready_daemon) == [ADDRESSES[1]], "both share it"
+    podman.good("rm", "--force", "--time", "0", "teacher")
+    assert given(ready_daemon) == [ADDRESSES[1]]
+    assert ready_daemon.host.run(["yunion-mps", "lease", "release", "job-17"]).returncode == 0
+    assert (given(ready_daemon), files_of(ready_daemon.host)) == ([], ["yunion-mps.json"])
+    assert podman.good("ps", "--format", "{{.Names}}") == "trainer"
+    refused = podman("restart", "--time", "0", "trainer")
+    assert f"unresolvable CDI devices {lease['cdi']}" in refused.stderr
