@@ -30,7 +30,7 @@ def test_it_becomes_ours_and_stays_so_through_a_crash_and_a_reexec(
     daemon.wait_log("run anew")
     assert daemon.control_pid() == stranger.pid
     assert daemon.stop() == 0
-    assert stranger.wait(60) == 0
+    assert stranger.wait(60) == 0, daemon.log
     assert daemon.host.gpus[0].compute_mode == "default", "we have changed it, so it is put back"
 
 
@@ -41,7 +41,7 @@ def test_what_a_killed_daemon_left_is_put_back_with_it(
     daemon.start().wait_ready()
     daemon.kill()
     assert daemon.run("--put-back") == 0, daemon.log
-    assert stranger.wait(60) == 0
+    assert stranger.wait(60) == 0, daemon.log
     assert daemon.host.gpus[0].compute_mode == "default"
 
 
@@ -96,7 +96,7 @@ def test_where_its_order_is_not_certain_other_limits_for_one_gpu_wait_for_its_en
     assert daemon.control_pid() == stranger.pid
     divide(daemon, 2, 4)
     assert daemon.ask("POST", "/v1/reload")[0] == 200
-    assert stranger.wait(60) == 0
+    assert stranger.wait(60) == 0, daemon.log
     eventually(lambda: daemon.status()["state"] == "ready", "another")
     assert daemon.control(*LIMITS) == ["7G", "3G"]
 

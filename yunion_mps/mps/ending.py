@@ -24,6 +24,8 @@ GRACE_S = 2.0
 #: After this long it is said once more that something does not even end by SIGKILL.
 UNKILLABLE_S = 60.0
 _ASK_AGAIN_S = 0.2
+#: So often turned away, it is by a front-end of somebody else.
+_SURELY_ANOTHERS = 2
 
 
 class Ending:
@@ -51,7 +53,8 @@ class Ending:
         #: Whether it was asked to quit, and is waiting for its servers, as far as we know.
         self._asked = False
         self._forced = False
-        self._occupied = False
+        #: How often another front-end had its ear.
+        self._turns_away = 0
         self._again_s = now_s
         self._signal: signal.Signals | None = None
         self._deadline_s = now_s
@@ -139,10 +142,13 @@ class Ending:
         self._conversation = None
 
     def _turned_away(self, now_s: float) -> None:
-        """Another front-end has its ear: its clients get their time all the same, and it is asked again."""
-        if not self._occupied:
-            self._occupied = True
+        """Another front-end has its ear: its clients get their time all the same, and it is asked again.
+
+        The first time it may be one of ours that was left off just now, which it has not noticed yet.
+        """
+        self._turns_away += 1
+        if self._turns_away == _SURELY_ANOTHERS:
             place = self._plan.pipe_directory
             log.warning("domain %s: %s", self._plan.name, OccupiedError(place, front_end_at(place)))
-        if not self._servers():
+        if self._turns_away >= _SURELY_ANOTHERS and not self._servers():
             self._deadline_s = now_s  # nobody has anything to lose

@@ -108,11 +108,21 @@ def test_the_quit_is_said_again_until_it_is_heard(
     assert jobs.stand_ins.servers() == [], "a quit ends servers too"
 
 
-def test_an_open_front_end_does_not_delay_a_stop_without_jobs(
+def test_an_open_front_end_delays_a_stop_without_jobs_by_one_more_question_at_most(
     run: DomainRun, plan: DomainPlan, hold_front_end: HoldFrontEnd
 ) -> None:
     hold_front_end(plan)
-    run.stop().until(STOPPED)
+    run.stop().until_said().turn(0.2).until(STOPPED)
+
+
+def test_a_front_end_that_leaves_just_then_as_ours_do_costs_no_signal(
+    run: DomainRun, plan: DomainPlan, hold_front_end: HoldFrontEnd, caplog: pytest.LogCaptureFixture
+) -> None:
+    leave = hold_front_end(plan)
+    run.stop().until_said()
+    leave()
+    run.turn(0.2).until(STOPPED)
+    assert caplog.messages == []
 
 
 def test_a_server_left_by_a_control_daemon_that_dies_while_it_stops_has_its_time_too(
