@@ -57,19 +57,24 @@ def _place(path: str) -> tuple[int, int] | None:
 def listen(paths: Paths) -> socket.socket:
     """Return the API's socket, listening; raises HostError when it cannot be made.
 
-    It is bound with no permissions at all, then given to root:yunion-mps with 0660, and only then does it
-    listen. A socket that an earlier daemon left is replaced; anything else in its place is not touched.
-    The caller holds the daemon's lock, so no other daemon of ours can be using it.
+    It is bound beside its place with no permissions at all, given to root:yunion-mps with 0660, listens, and
+    only then gets its name: whoever finds it is neither refused nor let in too early. A socket that an
+    earlier daemon left is replaced; anything else in its place is not touched. The caller holds the daemon's
+    lock, so no other daemon of ours can be using it.
     """
     path = paths.socket
+    unfinished = os.path.join(os.path.dirname(path), "." + os.path.basename(path))
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
     umask = os.umask(0o777)
     try:
-        _remove_old(path)
-        listener.bind(path)
-        os.chown(path, -1, group_id())
-        os.chmod(path, 0o660)
+        _refuse_what_is_no_socket(path)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(unfinished)
+        listener.bind(unfinished)
+        os.chown(unfinished, -1, group_id())
+        os.chmod(unfinished, 0o660)
         listener.listen(_BACKLOG)
+        os.rename(unfinished, path)
     except OSError as error:
         listener.close()
         raise HostError(
@@ -90,11 +95,10 @@ def group_id() -> int:
         return 0
 
 
-def _remove_old(path: str) -> None:
+def _refuse_what_is_no_socket(path: str) -> None:
     try:
         mode = os.lstat(path).st_mode
     except FileNotFoundError:
         return
     if not stat.S_ISSOCK(mode):
         raise OSError(errno.EEXIST, "something that is no socket is in its place")
-    os.unlink(path)

@@ -53,21 +53,37 @@ def test_the_socket_is_never_open_to_more_than_it_is_at_last(paths: Paths) -> No
         os.umask(before)
 
 
-def test_no_permission_is_given_before_the_owner_is_right(paths: Paths) -> None:
-    """Seen by what Python asks the kernel for, in that order, and the permissions at each moment."""
-    seen: list[tuple[str, int]] = []
+def test_the_socket_gets_its_name_when_it_is_finished(paths: Paths) -> None:
+    """Seen by what Python asks the kernel for, in that order, and what is there at each moment."""
+    seen: list[tuple[str, int, bool]] = []
     watching = True
 
-    def note(event: str, _: tuple[object, ...]) -> None:
-        if watching and event in ("os.chown", "os.chmod"):
-            seen.append((event, stat.S_IMODE(os.lstat(paths.socket).st_mode)))
+    def note(event: str, arguments: tuple[object, ...]) -> None:
+        if watching and event in ("os.chown", "os.chmod", "os.rename"):
+            place = str(arguments[0])
+            seen.append((event, stat.S_IMODE(os.lstat(place).st_mode), answers(place)))
+            assert not os.path.exists(paths.socket)
 
     sys.addaudithook(note)  # for good, therefore the switch
     try:
         listen(paths).close()
     finally:
         watching = False
-    assert seen == [("os.chown", 0), ("os.chmod", 0)]
+    assert seen == [("os.chown", 0, False), ("os.chmod", 0, False), ("os.rename", 0o660, True)]
+    assert [entry.name for entry in Path(paths.socket).parent.iterdir()] == [Path(paths.socket).name]
+
+
+def answers(place: str) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
+        return client.connect_ex(place) == 0
+
+
+def test_what_a_killed_daemon_left_unfinished_is_no_hindrance(paths: Paths) -> None:
+    place = Path(paths.socket)
+    place.with_name("." + place.name).write_text("")
+    with listen(paths):
+        assert answers(paths.socket)
+        assert list(place.parent.iterdir()) == [place]
 
 
 def test_a_socket_that_an_earlier_daemon_left_is_replaced(paths: Paths) -> None:
