@@ -127,9 +127,14 @@ def test_the_file_of_a_lease_follows_the_driver_and_comes_back(ready_daemon: Dae
     (host.root / "run/cdi/nvidia.yaml").write_text(made)
     reloads(ready_daemon)
     eventually(lambda: spec_of(host, name)["containerEdits"].get("env") == ["DRIVER=new"], "the driver")
+    whole = spec_of(host, name)
     (host.root / "run/cdi" / name).unlink()
     reloads(ready_daemon)
     eventually(lambda: spec_of(host, name), "the file of the lease")
+    (host.root / "run/cdi" / name).write_text("{")
+    reloads(ready_daemon)
+    eventually(lambda: (host.root / "run/cdi" / name).read_text() != "{", "the file anew")
+    assert spec_of(host, name) == whole
     assert ask(ready_daemon, "DELETE", f"/v1/leases/{lease['id']}")[0] == 200
     reloads(ready_daemon)
     assert name not in files_of(host)

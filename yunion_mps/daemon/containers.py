@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from yunion_mps.cdi import files, nvidia
@@ -50,7 +50,8 @@ class ContainerDevices:
         self._seen: Snapshot | None = None
         self._look_again_s = 0.0
         self._written: _Known | None = None
-        self._mark: files.Mark | None = None
+        #: What was left of each file, by its name.
+        self._marks: dict[str, files.Mark] = {}
         self._host: Host | None = None
         self._leases: dict[str, Lease] = {}
         self._trouble = ""
@@ -85,13 +86,16 @@ class ContainerDevices:
     def _write_leases(self, leases: Iterable[Lease], host: Host) -> None:
         planned = {device.id for device in self._supervisor.snapshot().plan.devices}
         for lease in leases:
-            files.write(self._directory, files.lease_file(lease.id), lease_spec(lease, planned, host))
+            name = files.lease_file(lease.id)
+            self._marks[name] = files.write(self._directory, name, lease_spec(lease, planned, host))
 
     def forget(self, lease: Lease) -> None:
         """The lease has ended."""
         self._leases.pop(lease.id, None)
         if lease.cdi:
-            files.remove(self._directory, files.lease_file(lease.id))
+            name = files.lease_file(lease.id)
+            self._marks.pop(name, None)
+            files.remove(self._directory, name)
 
     def look(self) -> None:
         """See to it that the file is what it should be, soon; costs nothing where nothing has changed."""
@@ -129,11 +133,15 @@ class ContainerDevices:
         )
 
     def _is_there(self, known: _Known) -> bool:
-        as_written = not known.devices or files.mark(self._directory, files.DEVICES) == self._mark
-        return as_written and not self._missing(set(files.ours(self._directory)))
+        return (not known.devices or self._is_as_left(files.DEVICES)) and not self._spoilt()
 
-    def _missing(self, there: Collection[str]) -> list[Lease]:
-        return [lease for lease in self._leases.values() if files.lease_file(lease.id) not in there]
+    def _spoilt(self) -> list[Lease]:
+        """The leases whose files are gone, or were changed by somebody else."""
+        return [lease for lease in self._leases.values() if not self._is_as_left(files.lease_file(lease.id))]
+
+    def _is_as_left(self, name: str) -> bool:
+        left = self._marks.get(name)
+        return left is not None and files.mark(self._directory, name) == left
 
     async def _write(self, known: _Known) -> None:
         """Off the loop: thousands of devices, and NVIDIA's file, take longer than a turn of it may."""
@@ -145,7 +153,7 @@ class ContainerDevices:
                 if spec is None:
                     files.remove(self._directory, files.DEVICES)
                 elif not self._is_closed:
-                    self._mark = files.write(self._directory, files.DEVICES, spec)
+                    self._marks[files.DEVICES] = files.write(self._directory, files.DEVICES, spec)
             return host, trouble
 
         before = self._host
@@ -153,8 +161,7 @@ class ContainerDevices:
             host, trouble = await on_thread(work)
             if not self._is_closed:  # what has a lease is begun anew for months, maybe after a new driver
                 is_another = host != before
-                there = set(files.ours(self._directory))
-                self._write_leases(self._leases.values() if is_another else self._missing(there), host)
+                self._write_leases(self._leases.values() if is_another else self._spoilt(), host)
             self._host, self._written = host, known
         except OSError as error:
             trouble = f"containers find no devices: {self._directory}/{files.DEVICES}: {error.strerror}"
