@@ -15,6 +15,9 @@ def main() -> None:
     from yunion_mps.daemon.options import parse
 
     options = parse(sys.argv[1:])
+    from yunion_mps.daemon.memory import give_back_early
+
+    give_back_early()  # before modules are read, which takes large pieces
     from yunion_mps.daemon.run import run
 
     sys.exit(run(options))
