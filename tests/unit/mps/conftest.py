@@ -140,21 +140,35 @@ def jobs(plan: DomainPlan) -> Iterator[Jobs]:
 
 @pytest.fixture
 def hold_front_end(program: str) -> Iterator[HoldFrontEnd]:
-    """Open NVIDIA's front-end as an operator does who types commands; returns how to leave it."""
-    held: list[subprocess.Popen[bytes]] = []
+    """Open NVIDIA's front-end as an operator does who types commands; returns how to leave it.
+
+    Whoever leaves it has left once the control daemon has noticed: until then it turns others away.
+    """
+    held: list[tuple[subprocess.Popen[bytes], Callable[[], set[str]]]] = []
 
     def leave() -> None:
-        for front_end in held:
+        for front_end, connections in held:
             front_end.kill()
             front_end.communicate()
+            wait_for(lambda connections=connections: not connections())  # type: ignore[misc]
         held.clear()
 
     def hold(plan: DomainPlan) -> Callable[[], None]:
-        variables = client_variables(plan.pipe_directory)
-        front_end = subprocess.Popen([program], env=variables, stdin=-1, stdout=-1)
-        held.append(front_end)
-        wait_for(lambda: f"PID {front_end.pid} " in front_end_at(plan.pipe_directory))
+        place = plan.pipe_directory
+        before, its = connections_to(place), set[str]()
+        front_end = subprocess.Popen([program], env=client_variables(place), stdin=-1, stdout=-1)
+        held.append((front_end, lambda: connections_to(place) & its))
+        wait_for(lambda: f"PID {front_end.pid} " in front_end_at(place))
+        its.update(connections_to(place) - before)
+        assert its
         return leave
 
     yield hold
     leave()
+
+
+def connections_to(pipe_directory: str) -> set[str]:
+    """The inodes of its control daemon's ends, by the kernel's list: state 3, inode, path."""
+    places = (f"{pipe_directory}/control", f"{pipe_directory}/control_privileged")
+    rows = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()]
+    return {row[6] for row in rows if row[-1] in places and row[5] == "03"}

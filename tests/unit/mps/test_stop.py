@@ -118,17 +118,11 @@ def test_an_open_front_end_delays_a_stop_without_jobs_by_one_more_question_at_mo
 def test_a_front_end_that_leaves_just_then_as_ours_do_costs_no_signal(
     run: DomainRun, plan: DomainPlan, hold_front_end: HoldFrontEnd, caplog: pytest.LogCaptureFixture
 ) -> None:
-    alone = descriptors_of(run.pid)
     leave = hold_front_end(plan)
     run.stop().until_said()
     leave()
-    wait_for(lambda: descriptors_of(run.pid) <= alone)
     run.turn(0.2).until(STOPPED)
     assert caplog.messages == []
-
-
-def descriptors_of(pid: int) -> int:
-    return len(os.listdir(f"/proc/{pid}/fd"))
 
 
 def test_a_server_left_by_a_control_daemon_that_dies_while_it_stops_has_its_time_too(
