@@ -234,8 +234,10 @@ class Store:
 
     def _trouble(self, what: str, error: Exception) -> HostError:
         hint = "make room: df" if "full" in str(error) else _HINT
-        if "readonly" in str(error) or getattr(error, "errno", None) == errno.EROFS:
-            hint = f"let root write there: findmnt -T {os.path.dirname(self._file)}; ls -l {self._file}"
+        directory = os.path.dirname(self._file)
+        is_read_only = os.path.isdir(directory) and not os.access(directory, os.W_OK)
+        if is_read_only or "readonly" in str(error) or getattr(error, "errno", None) == errno.EROFS:
+            hint = f"let root write there: findmnt -T {directory}; ls -l {self._file}"
         return HostError(f"the state file {self._file} cannot be {what}: {error}", hint)
 
     def _copy_modes(self) -> None:

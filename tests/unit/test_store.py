@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import Any
 
 import pytest
 from yunion_mps.errors import HostError
@@ -32,6 +31,18 @@ Store(Paths(sys.argv[1])).remember_modes({"GPU-1": "Default", "GPU-2": "Prohibit
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
+#: What is wrong with opening it, and what to do.
+OPEN = """
+import sys
+from yunion_mps.errors import HostError
+from yunion_mps.paths import Paths
+from yunion_mps.store import Store
+try:
+    Store(Paths(sys.argv[1]))
+except HostError as error:
+    print(error.message, error.hint, sep="\\n")
+"""
+
 
 @pytest.fixture
 def paths(tmp_path: Path) -> Paths:
@@ -46,10 +57,6 @@ def store(paths: Paths) -> Iterator[OpenStore]:
 
 def open_descriptors() -> list[str]:
     return [number for number in os.listdir("/proc/self/fd") if os.path.lexists(f"/proc/self/fd/{number}")]
-
-
-#: What opens a file, whatever tests put in its place.
-CONNECT = sqlite3.connect
 
 
 def error_of(paths: Paths) -> HostError:
@@ -286,17 +293,12 @@ def test_a_file_that_cannot_be_written_any_more_is_an_error(paths: Paths, store:
         opened.former_modes()
 
 
-def test_that_a_file_is_read_only_is_no_reason_to_move_it_away(
-    paths: Paths, store: OpenStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts need root")
+def test_that_a_file_is_read_only_is_no_reason_to_move_it_away(paths: Paths, store: OpenStore) -> None:
     """As on a file system that was mounted anew, read-only, after an error of its disk."""
     store().close()
-
-    def read_only(file: str, **more: Any) -> sqlite3.Connection:
-        connection: sqlite3.Connection = CONNECT(f"file:{file}?mode=ro", uri=True, **more)
-        return connection
-
-    monkeypatch.setattr(sqlite3, "connect", read_only)
-    error = error_of(paths)
-    assert "readonly database" in error.message
-    assert error.hint.startswith(f"let root write there: findmnt -T {paths.state_directory}; ls -l ")
+    steps = 'mount --bind "$0" "$0" && mount -o remount,bind,ro "$0" && exec "$@" "$0"'
+    command = ["unshare", "--mount", "sh", "-c", steps, paths.root, sys.executable, "-c", OPEN]
+    message, hint = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()
+    assert message == f"the state file {paths.store} cannot be used: unable to open database file"
+    assert hint.startswith(f"let root write there: findmnt -T {paths.state_directory}; ls -l ")
