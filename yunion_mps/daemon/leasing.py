@@ -290,7 +290,7 @@ class Leasing:
 
     def _own(self, name: str, uid: int) -> Lease:
         """The lease that is called so, where the user may change it."""
-        lease = lease_named(name, self.ledger.leases)
+        lease = lease_named(name, self.ledger.leases, uid)
         if uid not in (0, os.geteuid(), lease.holder.uid):
             what = f"the lease of {devices_of(lease)} is {user_name(lease.holder.uid)}'s"
             raise NotAllowedError(what, "only root and its owner may end or renew it")
