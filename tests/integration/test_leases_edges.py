@@ -113,6 +113,31 @@ def test_what_was_kept_for_a_wait_that_ran_out_is_given_to_those_behind_at_once(
     wants_one.close()
 
 
+def test_who_waits_for_what_a_reload_takes_away_is_told_and_nothing_is_kept_for_them(
+    make_host: MakeHost, make_daemon: MakeDaemon
+) -> None:
+    daemon = make_daemon(make_host([{"kind": "v100", "count": 2}])).start().wait_ready()
+    taken = [take(daemon, f"name=a{number}&ttl=600") for number in range(8)]
+    named = Asker(daemon, "device=00:07.0-3&name=b&ttl=600&wait=600")
+    wait_until_wait(daemon, 1)
+    across = Asker(daemon, "count=2&across=true&name=c&ttl=600&wait=600")
+    wait_until_wait(daemon, 2)
+    anyone = Asker(daemon, "name=d&ttl=600&wait=600")
+    wait_until_wait(daemon, 3)
+    (daemon.host.root / "etc/yunion/host_container_device.yml").write_text(
+        "devices:\n- {path: /dev/dri/renderD128, type: NVIDIA_MPS, virtual_number: 4}\n"
+    )
+    assert ask(daemon, "POST", "/v1/reload")[0] == 200
+    for waiter in (named, across):
+        status, answer = waiter.answer()
+        assert (status, "can never be had" in answer["detail"]) == (423, True), answer
+        waiter.close()
+    assert [one["name"] for one in ask(daemon, "GET", "/v1/leases")[1]["waiting"]] == ["d"]
+    assert ask(daemon, "DELETE", f"/v1/leases/{taken[0]['id']}")[0] == 200
+    assert anyone.answer()[1]["devices"] == taken[0]["devices"]
+    anyone.close()
+
+
 def test_a_lease_of_a_connection_goes_on_as_one_of_its_process_when_the_daemon_is_another(
     ready_daemon: Daemon,
 ) -> None:

@@ -26,7 +26,7 @@ from yunion_mps.leases.places import Places
 from yunion_mps.leases.queue import Queue, Waiter
 from yunion_mps.leases.view import lease_json, leases_json
 from yunion_mps.leases.wish import Wish
-from yunion_mps.models import LEASE_VARIABLE, Device, Holder, Lease
+from yunion_mps.models import LEASE_VARIABLE, Device, DomainPlan, Holder, Lease, Plan
 from yunion_mps.paths import Paths
 from yunion_mps.process import user_name
 from yunion_mps.service import Service
@@ -73,6 +73,7 @@ class Leasing:
         self._ends = Ends(self._end)
         self._known = Offers()
         self._known_of = -1
+        self._divided: tuple[Plan, tuple[DomainPlan, ...]] | None = None
         self._is_closed = False
 
     def restore(self) -> None:
@@ -221,7 +222,9 @@ class Leasing:
         return self._json(bound)
 
     def serve(self) -> None:
-        """Give to those who wait what they can have now."""
+        """Give to those who wait what they can have now, and send away whom no waiting helps any more."""
+        if self.queue.waiters and not self._is_closed:
+            self._refuse_impossible()
         while self.queue.waiters and not self._is_closed and (found := self.queue.next(self._offers())):
             waiter, devices = found
             self.queue.waiters.remove(waiter)
@@ -230,6 +233,21 @@ class Leasing:
                 asker.answer.set_result(self._give(waiter.wish, devices, asker))
             except YunionError as error:
                 asker.answer.set_exception(error)
+
+    def _refuse_impossible(self) -> None:
+        """Tell those whose wish could not be met any more, as after a reload, if everything were free.
+
+        Else they would wait for good, and what is free be kept for them.
+        """
+        snapshot = self._supervisor.snapshot()
+        divided = (snapshot.plan, tuple(status.plan for status in snapshot.domains))
+        if divided == self._divided:
+            return
+        self._divided = divided
+        refusals = {one.wish: self._wishes.refusal(one.wish, self._offers()) for one in self.queue.waiters}
+        for waiter in [one for one in self.queue.waiters if refusals[one.wish]]:
+            self.queue.waiters.remove(waiter)
+            waiter.whose.answer.set_exception(refusals[waiter.wish])
 
     def _json(self, lease: Lease) -> Json:
         return lease_json(lease, self._ends.expires_s(lease.id), self._containers)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from yunion_mps.errors import HostError
+from yunion_mps.errors import HostError, YunionError
 from yunion_mps.leases.impossible import refuse_impossible
 from yunion_mps.leases.matching import least
 from yunion_mps.leases.names import gpu_named
@@ -68,6 +68,14 @@ class Wishes:
             raise refusal
         refuse_impossible(wish, offers)
         return wish
+
+    def refusal(self, wish: Wish, offers: Offers) -> YunionError | None:
+        """Why it could not be met if everything were free, None where it could."""
+        try:
+            self.possible(wish, offers)
+        except YunionError as error:
+            return error
+        return None
 
     def _resolved(self, wish: Wish) -> Wish:
         """The wish with whole names for unique beginnings; raises NotFoundError where there are none."""
