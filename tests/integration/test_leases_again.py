@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import pytest
 from yunion_mps.client import Client
+from yunion_mps.errors import YunionError
 
 from integration.conftest import MakeHost
 from integration.daemon_host import PATIENCE_S, Daemon, eventually
@@ -34,12 +35,18 @@ def host(make_host: MakeHost) -> SimHost:
 
 
 class Between:
-    """Stands between clients and the daemon, and does something else with a question for a lease.
+    """Stands between clients and the daemon, and does something else with a question for a lease, or another.
 
     `instead` is given what the daemon answered to it and returns what the client gets.
     """
 
-    def __init__(self, daemon: Daemon, instead: list[Callable[[Callable[[], bytes]], bytes]]) -> None:
+    def __init__(
+        self,
+        daemon: Daemon,
+        instead: list[Callable[[Callable[[], bytes]], bytes]],
+        method: bytes = b"POST",
+    ) -> None:
+        self._begin = method + b" /v1/leases"
         self._real = daemon.socket_path.with_name("real.sock")
         daemon.socket_path.rename(self._real)
         self._instead = instead
@@ -63,7 +70,7 @@ class Between:
 
     def _answer(self, client: socket.socket) -> None:
         question = client.recv(1 << 16)
-        if question.startswith(b"POST /v1/leases") and b"dry=" not in question:
+        if question.startswith(self._begin) and b"dry=" not in question:
             self.questions.append(question.partition(b" HTTP")[0])
             if self._instead:
                 client.sendall(self._instead.pop(0)(lambda: self._forward(question)))
@@ -153,6 +160,31 @@ def test_who_waits_also_waits_while_the_daemon_cannot_just_now(ready_daemon: Dae
         with Client(said.append).lease(wait=60):
             assert len(between.questions) == 4
     assert said == ["too many connections are open; waiting up to 60 s for it"]
+
+
+def test_a_lease_is_also_given_back_where_the_daemon_cannot_just_now(
+    ready_daemon: Daemon, said: list[str]
+) -> None:
+    lease = Client(said.append).lease()
+    busy = [lambda _: _BUSY] * 3
+    with contextlib.closing(Between(ready_daemon, [*busy], b"DELETE")) as between:
+        lease.release()
+        assert len(between.questions) == 4
+        assert Client().leases() == []
+    assert said == ["too many connections are open; waiting up to 60 s for it"]
+
+
+def test_a_lease_that_could_not_be_given_back_can_be_later(ready_daemon: Daemon, said: list[str]) -> None:
+    def refused(_: Callable[[], bytes]) -> bytes:
+        return _BUSY.replace(b"503 Service Unavailable", b"500 Internal Server Error")
+
+    lease = Client(said.append).lease()
+    with contextlib.closing(Between(ready_daemon, [refused], b"DELETE")):
+        with pytest.raises(YunionError):
+            lease.release()
+        assert [one["id"] for one in Client().leases()] == [lease.id]
+        lease.release()
+        assert Client().leases() == []
 
 
 def test_who_comes_back_has_its_place_and_nobody_can_invent_one(ready_daemon: Daemon) -> None:

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from yunion_mps.client.patience import MOST_S, Patience, Say
 from yunion_mps.client.taking import Tells
 from yunion_mps.client.values import LeaseRecord
-from yunion_mps.errors import NotFoundError, UnreachableError, YunionError
+from yunion_mps.errors import BusyError, NotFoundError, UnreachableError, YunionError
 
 #: A lease of a name is renewed so many times within its time to live.
 _RENEWALS = 3
@@ -50,6 +50,8 @@ class Lease:
         self._daemon = daemon
         self._say = say
         self._pid = os.getpid()
+        self._is_over = False
+        #: Ends the renewals: set also where the daemon could not be told, so that it ends by its time.
         self._released = threading.Event()
         if ttl_s is not None:
             threading.Thread(target=self._keep, args=(ttl_s,), name=f"lease {self.id}", daemon=True).start()
@@ -61,9 +63,10 @@ class Lease:
     def release(self) -> None:
         """Give the devices back; does nothing where that was done, and in a fork of who took them.
 
-        Raises YunionError where the daemon cannot be told: then it ends with this process, or by its time.
+        Raises YunionError where the daemon cannot be told, which may be tried again: else it ends with this
+        process, or by its time.
         """
-        if self._released.is_set() or os.getpid() != self._pid:
+        if self._is_over or os.getpid() != self._pid:
             return
         self._released.set()
         patience = Patience(MOST_S, self._say)
@@ -71,11 +74,12 @@ class Lease:
             try:
                 self._daemon.delete(f"/v1/leases/{self.id}")
             except NotFoundError:  # it has ended by itself, or the answer to a first try was lost
-                return
-            except UnreachableError as error:
+                break
+            except (UnreachableError, BusyError) as error:
                 patience.lost(error)
             else:
-                return
+                break
+        self._is_over = True
 
     def __enter__(self) -> Lease:  # noqa: PYI034 - typing.Self is not in 3.9
         return self
