@@ -6,6 +6,7 @@ import glob
 import os
 import re
 import shutil
+import stat
 from collections.abc import Iterator, Mapping, Sequence
 
 from yunion_mps.doctor import containers, variables
@@ -51,6 +52,9 @@ def of_command(host: Host, own: Mapping[str, str], words: Sequence[str]) -> Find
         return [*found, *_judged(host, subject)] or [ok(f"{words[0]} gives its container what it needs")]
     for path in (program, *words[1:]):
         given = {**given, **_assigned_in(path)}
+    if (os.path.basename(words[0]), *words[1:2]) == ("yunion-mps", "run"):
+        gives = ok("yunion-mps run gives it what a client of ours needs, or does not start it")
+        return list(variables.misspelt(given)) or [gives]
     found = list(_judged(host, Subject(words[0], given)))
     return found or [ok(f"{words[0]} would have what a client of ours needs")]
 
@@ -182,10 +186,17 @@ def _option(words: list[str], given: dict[str, str]) -> tuple[list[str], dict[st
     return [words[0], *words[2:]], given
 
 
+def _never_waiting(path: str, flags: int) -> int:
+    """A named pipe among a command's words is not waited for, nor what a device does when it is read."""
+    return os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY)
+
+
 def _assigned_in(path: str) -> dict[str, str]:
     """CUDA's variables that a shell script or a file of variables sets; no other program does so in words."""
     try:
-        with open(path, "rb") as file:
+        with open(path, "rb", opener=_never_waiting) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                return {}
             text = file.read(_LONGEST_SCRIPT)
     except OSError:
         return {}

@@ -154,6 +154,22 @@ def test_a_job_script_is_read_for_what_it_exports(ready: Scene, tmp_path: Path) 
         assert "CUDA_MPS_PIPE_DIRECTROY is read by nobody" in seen.one("environment", "problem")["what"]
 
 
+def test_a_command_that_is_given_a_device_by_run_needs_no_variables(ready: Scene, tmp_path: Path) -> None:
+    by_run = ("yunion-mps", "run", "--wait", "--", "bash")
+    assert look(ready.host, command=(*by_run, "-c", "true")).bad() == {}
+    script = tmp_path / "job.sh"
+    script.write_text("#!/bin/sh\nexport CUDA_VISIBLE_DEVICE=0\n")
+    seen = look(ready.host, command=(*by_run, str(script)))
+    assert "CUDA_VISIBLE_DEVICE is read by nobody" in seen.one("environment", "problem")["what"]
+
+
+def test_what_is_no_file_among_a_command_s_words_is_not_waited_for(ready: Scene, tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    given = {**ready.host.env, **ready.device(0)}
+    assert look(ready.host, command=("cat", str(pipe), "/dev/zero"), env=given).bad() == {}
+
+
 def test_a_command_that_is_not_there_is_told(ready: Scene) -> None:
     assert (
         look(ready.host, command=("pyhton3", "x")).one("environment", "problem")["what"]
