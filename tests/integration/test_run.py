@@ -128,6 +128,17 @@ def test_what_is_empty_or_too_much_is_wrong_usage(ready_daemon: Daemon, wrong: s
     assert given(ready_daemon) == []
 
 
+def test_a_job_with_several_devices_is_asked_which_one_it_means(
+    make_host: MakeHost, make_daemon: MakeDaemon
+) -> None:
+    host = make_host([{"kind": "v100", "count": 2}])
+    make_daemon(host).start().wait_ready()
+    for word in ("show", "env"):
+        done = run(host, "--count", "2", "--across", "yunion-mps", word)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr.startswith("yunion-mps: DEVICE is 00:06.0-0,00:07.0-0: name one of them.\n")
+
+
 def test_a_command_without_standard_output_is_run_as_any_other(ready_daemon: Daemon, tmp_path: Path) -> None:
     def done(*words: str) -> tuple[int, str]:
         ended = ready_daemon.host.run(["sh", "-c", shlex.join(words) + " >&-"])

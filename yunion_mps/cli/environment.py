@@ -7,8 +7,8 @@ from typing import Any, TypeVar
 
 import click
 
-from yunion_mps.cli.ask import ask, quoted
-from yunion_mps.cli.show import complete_device
+from yunion_mps.cli.ask import ask
+from yunion_mps.cli.show import complete_device, one_device
 from yunion_mps.cli.wish import warn_of_limits
 from yunion_mps.errors import HostError
 
@@ -41,9 +41,7 @@ def command(device: str, output: str) -> None:
       eval "$(yunion-mps env 00:06.0-1)"
       docker run --env-file <(yunion-mps env 00:06.0-1 -o docker) IMAGE
     """
-    if not device:
-        raise click.UsageError("DEVICE is empty.")
-    answer = ask(f"/v1/devices/{quoted(device)}")
+    answer = ask(one_device(device))
     if answer["reason"]:
         raise HostError(
             f"device {answer['addr']} cannot be used now: {answer['reason']}",

@@ -24,22 +24,30 @@ def complete_device(ctx: click.Context, param: click.Parameter, incomplete: str)
     return [CompletionItem(d["addr"]) for d in devices if d["addr"].startswith(incomplete)]
 
 
+def one_device(device: str) -> str:
+    """Where the daemon tells of the device; raises UsageError where none is named, or several, as a job's."""
+    if not device:
+        raise click.UsageError("DEVICE is empty.")
+    if "," in device:
+        raise click.UsageError(f"DEVICE is {device}: name one of them.")
+    return f"/v1/devices/{quoted(device)}"
+
+
 @click.command("show", short_help="Show one device, and how to use it.")
 @click.argument("device", envvar="YUNION_MPS_DEVICE", shell_complete=complete_device)
 @output_option
 def command(device: str, output: str) -> None:
     """Show DEVICE: by id, by address, or by a unique beginning of either.
 
-    Within a job it may be left out: YUNION_MPS_DEVICE in the environment names the job's own.
+    Within a job it may be left out: YUNION_MPS_DEVICE in the environment names the job's own,
+    where it has only one.
 
     \b
     Examples:
       yunion-mps show 00:06.0-1
       yunion-mps show 00:06.0-1 --output json
     """
-    if not device:
-        raise click.UsageError("DEVICE is empty.")
-    answer: dict[str, Any] = ask(f"/v1/devices/{quoted(device)}")
+    answer: dict[str, Any] = ask(one_device(device))
     show_pairs(answer, output, lambda: _text(answer))
 
 

@@ -54,7 +54,8 @@ class LeaseRecord(TypedDict):
     """A lease as everybody sees it; times are in s since 1970, `memory` is of each device.
 
     `budget_enforced` is False where a GPU older than Volta holds nobody to it;
-    `binding` is `process`, `connection` or `name`, and `expires` is None where it does not end by time.
+    `binding` is `process`, `connection`, `name` or `container`, and `expires` is None where it does not
+    end by time.
     """
 
     id: str
