@@ -47,10 +47,16 @@ def make_host() -> Iterator[MakeHost]:
         yield make
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Register our mark."""
+    config.addinivalue_line("markers", "gpus(description, ...): the GPUs of the host, where they are others")
+
+
 @pytest.fixture
-def host(make_host: MakeHost) -> SimHost:
-    """The reference case: one Tesla P40, divided by four."""
-    return make_host()
+def host(make_host: MakeHost, request: pytest.FixtureRequest) -> SimHost:
+    """The reference case: one Tesla P40, divided by four; or the GPUs of a test's or module's mark `gpus`."""
+    mark = request.node.get_closest_marker("gpus")
+    return make_host([*mark.args] if mark else None)
 
 
 @pytest.fixture

@@ -11,15 +11,11 @@ import pytest
 
 from integration.conftest import MakeDaemon, MakeHost
 from integration.daemon_host import Daemon, eventually, is_running
+from integration.lease_host import given
 from integration.podman_host import IMAGE, files_of, reloads, spec_of
-from integration.test_leases import ask, given
-from simhost import SimHost
 
-
-@pytest.fixture
-def host(make_host: MakeHost) -> SimHost:
-    """A GPU whose budgets are enforced, divided by four."""
-    return make_host([{"kind": "v100"}])
+#: One GPU, divided by four: `run` and the client take nothing of the reference case, which has no limits.
+pytestmark = pytest.mark.gpus({"kind": "v100"})
 
 
 def test_the_file_is_written_only_when_it_becomes_another_and_removed_at_the_stop(
@@ -29,7 +25,7 @@ def test_the_file_is_written_only_when_it_becomes_another_and_removed_at_the_sto
     eventually(lambda: spec_of(host), "the file")
     path = host.root / "run/cdi/yunion-mps.json"
     first = path.stat()
-    assert ask(ready_daemon, "POST", "/v1/leases?name=a&ttl=600")[0] == 200
+    assert ready_daemon.ask("POST", "/v1/leases?name=a&ttl=600")[0] == 200
     reloads(ready_daemon)
     assert (path.stat().st_ino, path.stat().st_mtime_ns) == (first.st_ino, first.st_mtime_ns)
     path.unlink()
@@ -102,10 +98,10 @@ def test_a_directory_that_cannot_be_written_is_said_once_and_tried_again(ready_d
     assert ready_daemon.log.count(trouble) == 1
     told = [event["what"] for event in ready_daemon.get("/v1/events?kind=daemon")[1]["events"]]
     assert told.count(trouble) == 1
-    assert ask(ready_daemon, "POST", "/v1/leases")[0] == 200, "all else goes on"
+    assert ready_daemon.ask("POST", "/v1/leases")[0] == 200, "all else goes on"
     refused = host.run(["yunion-mps", "lease", "take", "job-17", "--ttl", "60"])
     assert refused.returncode == 0, "by name it is of use without a container, too"
-    status, answer = ask(ready_daemon, "POST", "/v1/leases?cdi=true")
+    status, answer = ready_daemon.ask("POST", "/v1/leases?cdi=true")
     assert status == 409
     assert answer["detail"].startswith("containers cannot find the lease: ")
     assert len(given(ready_daemon)) == 2
@@ -120,7 +116,7 @@ def test_the_file_of_a_lease_follows_the_driver_and_comes_back(ready_daemon: Dae
     """A scheduler's lease may live for months, and its containers are begun anew."""
     host = ready_daemon.host
     eventually(lambda: spec_of(host), "the file")
-    status, lease = ask(ready_daemon, "POST", "/v1/leases?name=job-17&ttl=600")
+    status, lease = ready_daemon.ask("POST", "/v1/leases?name=job-17&ttl=600")
     assert status == 200
     name = f"yunion-mps-lease-{lease['id']}.json"
     made = "cdiVersion: 0.5.0\nkind: nvidia.com/gpu\ncontainerEdits: {env: [DRIVER=new]}\n"
@@ -135,7 +131,7 @@ def test_the_file_of_a_lease_follows_the_driver_and_comes_back(ready_daemon: Dae
     reloads(ready_daemon)
     eventually(lambda: (host.root / "run/cdi" / name).read_text() != "{", "the file anew")
     assert spec_of(host, name) == whole
-    assert ask(ready_daemon, "DELETE", f"/v1/leases/{lease['id']}")[0] == 200
+    assert ready_daemon.ask("DELETE", f"/v1/leases/{lease['id']}")[0] == 200
     reloads(ready_daemon)
     assert name not in files_of(host)
 

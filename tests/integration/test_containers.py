@@ -14,20 +14,17 @@ import pytest
 
 from integration.conftest import MakeDaemon, MakeHost, MakePodman
 from integration.daemon_host import Daemon, eventually, is_running
+from integration.lease_host import ADDRESSES, given, leases_of
 from integration.podman_host import IMAGE, Podman, files_of, mps, reloads, spec_of
-from integration.test_leases import ADDRESSES, ask, given
 from simhost import SimHost
+
+#: One GPU, divided by four: `run` and the client take nothing of the reference case, which has no limits.
+pytestmark = pytest.mark.gpus({"kind": "v100"})
 
 FRONT_END = "nvidia-cuda-mps-control"
 ASK = f"echo get_default_active_thread_percentage | {FRONT_END}; echo get_server_list | {FRONT_END}"
 
 _PATIENCE_S = 60.0
-
-
-@pytest.fixture
-def host(make_host: MakeHost) -> SimHost:
-    """A GPU whose budgets are enforced, divided by four."""
-    return make_host([{"kind": "v100"}])
 
 
 @pytest.fixture
@@ -66,7 +63,7 @@ def test_a_device_is_the_container_s_until_it_ends_and_nobody_else_s(
     begin = ["run", "--detach", *podman.needs, "--name", "trainer", *mps(ADDRESSES[1])]
     podman.good(*begin, IMAGE, "sleep", "300")
     assert podman.good("inspect", "--format", "{{.OCIRuntime}}", "trainer") == runtime
-    (lease,) = ask(ready_daemon, "GET", "/v1/leases")[1]["leases"]
+    (lease,) = leases_of(ready_daemon)
     assert (lease["devices"], lease["binding"]) == ([ADDRESSES[1]], "container")
     assert (lease["pid"], lease["container"]) == (podman.pid_of("trainer"), "trainer")
     assert "trainer: sleep 300" in host.run(["yunion-mps", "who"]).stdout
@@ -104,7 +101,7 @@ def test_run_gives_a_container_a_lease_that_ends_with_it(ready_daemon: Daemon, p
     command = ["yunion-mps", "run", "--podman", "--gpu", "00:06.0", "--", "-d", "--name", "trainer"]
     done = host.run([*command, IMAGE, "sleep", "300"])
     assert done.returncode == 0, done.stderr
-    (lease,) = ask(ready_daemon, "GET", "/v1/leases")[1]["leases"]
+    (lease,) = leases_of(ready_daemon)
     assert (lease["binding"], lease["pid"]) == ("container", podman.pid_of("trainer"))
     assert files_of(host) == [f"yunion-mps-lease-{lease['id']}.json", "yunion-mps.json"]
     refused = podman.run(*mps(lease["id"]), IMAGE, "true")
@@ -133,7 +130,7 @@ def test_the_lease_outlives_the_engine_s_client_and_the_daemon_and_not_the_conta
     ready_daemon.start().wait_ready()
     assert given(ready_daemon) == [ADDRESSES[0]]
     assert files_of(ready_daemon.host) == [kept, "yunion-mps.json"], "of the leases that there are"
-    assert ask(ready_daemon, "POST", "/v1/reexec")[0] == 200
+    assert ready_daemon.ask("POST", "/v1/reexec")[0] == 200
     eventually(lambda: given(ready_daemon) == [ADDRESSES[0]], "that it is known")
     os.kill(inside, signal.SIGKILL)
     eventually(lambda: given(ready_daemon) == [], "the end of the lease")
@@ -158,7 +155,7 @@ def test_several_devices_are_one_budget_by_run_and_refused_by_hand(
 
 
 def test_a_container_whose_domain_does_not_serve_does_not_start(ready_daemon: Daemon, podman: Podman) -> None:
-    status, lease = ask(ready_daemon, "POST", f"/v1/leases?device={ADDRESSES[2]}&name=job-17&ttl=600")
+    status, lease = ready_daemon.ask("POST", f"/v1/leases?device={ADDRESSES[2]}&name=job-17&ttl=600")
     assert status == 200
     ready_daemon.pipe_directory.rename(ready_daemon.pipe_directory.with_name("away"))
     ready_daemon.pipe_directory.write_text("")
@@ -212,7 +209,7 @@ def test_memory_in_units_is_a_device_while_its_lease_lives(
     daemon = make_daemon(host).start().wait_ready()
     podman = make_podman(host)
     assert spec_of(host) == {}
-    status, lease = ask(daemon, "POST", "/v1/leases?memory=2048&name=job-17&ttl=600")
+    status, lease = daemon.ask("POST", "/v1/leases?memory=2048&name=job-17&ttl=600")
     assert status == 200
     for name in (lease["id"], "00:06.0-m0"):
         limit = podman.good(
@@ -220,7 +217,7 @@ def test_memory_in_units_is_a_device_while_its_lease_lives(
         )
         assert limit == "0=2048M"
         assert given(daemon) == ["00:06.0-m0"], "a lease of a name outlives the containers that use it"
-    assert ask(daemon, "DELETE", f"/v1/leases/{lease['id']}")[0] == 200
+    assert daemon.ask("DELETE", f"/v1/leases/{lease['id']}")[0] == 200
     assert files_of(host) == []
 
 
@@ -264,7 +261,7 @@ def test_rootless_podman_does_the_same_for_a_user_of_the_socket_s_group(
     command = ["yunion-mps", "run", "--podman", "--", "-d", "--name", "theirs", IMAGE, "sleep", "300"]
     done = podman.as_user(uid, *command)
     assert done.returncode == 0, done.stderr
-    (lease,) = ask(ready_daemon, "GET", "/v1/leases")[1]["leases"]
+    (lease,) = leases_of(ready_daemon)
     assert (lease["uid"], lease["binding"]) == (uid, "container")
     if Path("/sys/fs/cgroup/cgroup.controllers").exists():  # with cgroups v1, rootless podman makes none
         assert lease["container"] == "theirs"

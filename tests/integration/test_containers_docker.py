@@ -11,18 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from integration.conftest import MakeHost, MakePodman
+from integration.conftest import MakePodman
 from integration.daemon_host import Daemon, eventually
+from integration.lease_host import ADDRESSES, given, leases_of
 from integration.podman_host import IMAGE, Podman, files_of
 from integration.test_containers import ASK
-from integration.test_leases import ADDRESSES, ask, given
 from simhost import SimHost
 
-
-@pytest.fixture
-def host(make_host: MakeHost) -> SimHost:
-    """A GPU whose budgets are enforced, divided by four."""
-    return make_host([{"kind": "v100"}])
+#: One GPU, divided by four: `run` and the client take nothing of the reference case, which has no limits.
+pytestmark = pytest.mark.gpus({"kind": "v100"})
 
 
 @pytest.fixture
@@ -61,7 +58,7 @@ def test_docker_s_container_keeps_its_lease_whatever_its_command_line_says(
         assert done.returncode == 0, done.stderr
 
         def binding() -> list[str]:
-            return [one["binding"] for one in ask(ready_daemon, "GET", "/v1/leases")[1]["leases"]]
+            return [one["binding"] for one in leases_of(ready_daemon)]
 
         eventually(lambda: binding() != ["process"], "that the lease is bound, or lost")
         assert binding() == ["container"]
@@ -85,7 +82,7 @@ def test_docker_gets_the_same_whether_it_reads_cdi_or_not(
     assert done.returncode == 0, done.stderr
 
     def binding() -> list[tuple[str, int]]:
-        leases = ask(ready_daemon, "GET", "/v1/leases")[1]["leases"]
+        leases = leases_of(ready_daemon)
         return [(lease["binding"], lease["pid"]) for lease in leases]
 
     inside_pid = podman.pid_of("trainer")

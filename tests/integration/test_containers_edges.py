@@ -15,16 +15,12 @@ import pytest
 
 from integration.conftest import MakeDaemon, MakeHost, MakePodman
 from integration.daemon_host import Daemon, eventually, is_running
+from integration.lease_host import ADDRESSES, given, leases_of
 from integration.podman_host import IMAGE, Podman, mps, spec_of
 from integration.test_containers import ASK
-from integration.test_leases import ADDRESSES, ask, given
-from simhost import SimHost
 
-
-@pytest.fixture
-def host(make_host: MakeHost) -> SimHost:
-    """A GPU whose budgets are enforced, divided by four."""
-    return make_host([{"kind": "v100"}])
+#: One GPU, divided by four: `run` and the client take nothing of the reference case, which has no limits.
+pytestmark = pytest.mark.gpus({"kind": "v100"})
 
 
 @pytest.mark.parametrize("scope", ["host", "gpu"])
@@ -40,7 +36,7 @@ def test_a_device_of_a_lost_gpu_is_refused_with_the_reason_also_after_a_restart(
     shutil.rmtree(daemon.pipe_directory)
     host.gpus[1].lose()
     daemon.start().wait_ready()
-    names = ("00:07.0-1", ask(daemon, "GET", "/v1/devices/00:07.0-1")[1]["id"])
+    names = ("00:07.0-1", daemon.get("/v1/devices/00:07.0-1")[1]["id"])
     eventually(lambda: spec_of(host), "the file of the devices")
     assert {one["name"] for one in spec_of(host)["devices"]} >= set(names)
     podman = make_podman(host)
@@ -98,7 +94,7 @@ def test_a_renamed_container_is_known_by_its_new_name(ready_daemon: Daemon, podm
     podman.good("run", "--detach", "--name", "trainer", *mps(ADDRESSES[1]), IMAGE, "sleep", "300")
 
     def name() -> str:
-        (lease,) = ask(ready_daemon, "GET", "/v1/leases")[1]["leases"]
+        (lease,) = leases_of(ready_daemon)
         return str(lease["container"])
 
     assert name() == "trainer"
@@ -113,7 +109,7 @@ def test_what_a_change_of_the_pipe_directory_left_behind_starts_no_container(
     """There CUDA would find no control daemon, and run without limits: by a lease, or by an old file."""
     host = ready_daemon.host
     inside = ["sh", "-c", ASK]
-    status, lease = ask(ready_daemon, "POST", f"/v1/leases?device={ADDRESSES[2]}&name=job-17&ttl=600")
+    status, lease = ready_daemon.ask("POST", f"/v1/leases?device={ADDRESSES[2]}&name=job-17&ttl=600")
     assert status == 200
     assert podman.good("run", "--rm", *mps(lease["id"]), IMAGE, *inside).startswith("25.0")
     told = ["sh", "-c", f"{ASK}; sleep 300"]
@@ -167,7 +163,7 @@ def test_of_many_containers_that_want_one_device_one_starts_and_keeps_it_through
             assert f"device {ADDRESSES[1]} is taken: {winner} of root, PID " in one.stderr
 
     def holders() -> list[tuple[int, str]]:
-        leases = ask(ready_daemon, "GET", "/v1/leases")[1]["leases"]
+        leases = leases_of(ready_daemon)
         return [(lease["pid"], lease["container"]) for lease in leases]
 
     for verb in (["restart", "--time", "0"], ["restart", "--time", "0"], ["pause"], ["unpause"]):
@@ -179,7 +175,7 @@ def test_of_many_containers_that_want_one_device_one_starts_and_keeps_it_through
     os.kill(monitor, signal.SIGKILL)
     eventually(lambda: not is_running(monitor), "the end of the monitor")
     assert holders() == [(inside, winner)]
-    assert ask(ready_daemon, "POST", "/v1/reexec")[0] == 200
+    assert ready_daemon.ask("POST", "/v1/reexec")[0] == 200
     assert holders() == [(inside, winner)]
     os.kill(inside, signal.SIGKILL)
     eventually(lambda: holders() == [], "the end of the lease")

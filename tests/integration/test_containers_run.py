@@ -6,20 +6,15 @@ import signal
 
 import pytest
 
-from integration.conftest import MakeHost
 from integration.daemon_host import Daemon, eventually
+from integration.lease_host import ADDRESSES, given, who_waits
 from integration.podman_host import IMAGE, Podman, files_of, mps
-from integration.test_leases import ADDRESSES, ask, given
-from simhost import SimHost
+
+#: One GPU, divided by four: `run` and the client take nothing of the reference case, which has no limits.
+pytestmark = pytest.mark.gpus({"kind": "v100"})
 
 RUN = ("yunion-mps", "run", "--podman")
 LOOP = "trap 'echo ended; exit 3' TERM; echo begun; while :; do sleep 0.1; done"
-
-
-@pytest.fixture
-def host(make_host: MakeHost) -> SimHost:
-    """A GPU whose budgets are enforced, divided by four."""
-    return make_host([{"kind": "v100"}])
 
 
 def test_who_waits_has_what_the_next_container_leaves_and_ctrl_c_leaves_the_queue(
@@ -29,7 +24,7 @@ def test_who_waits_has_what_the_next_container_leaves_and_ctrl_c_leaves_the_queu
     podman.good("run", "--detach", "--name", "trainer", *mps("all"), IMAGE, "sleep", "300")
 
     def waiting() -> int:
-        return len(ask(ready_daemon, "GET", "/v1/leases")[1]["waiting"])
+        return len(who_waits(ready_daemon))
 
     inside = ["sh", "-c", "echo $YUNION_MPS_DEVICE"]
     patient = host.popen([*RUN, "--wait", "--gpu", "00:06.0", "--", "--rm", IMAGE, *inside], stderr=-1)
@@ -66,7 +61,7 @@ def test_input_signals_and_terminal_are_the_container_s(ready_daemon: Daemon, po
 def test_a_lease_of_a_name_that_has_ended_ends_no_container_and_begins_none(
     ready_daemon: Daemon, podman: Podman
 ) -> None:
-    _, lease = ask(ready_daemon, "POST", f"/v1/leases?device={ADDRESSES[1]}&name=job-17&ttl=600")
+    _, lease = ready_daemon.ask("POST", f"/v1/leases?device={ADDRESSES[1]}&name=job-17&ttl=600")
     for name in ("trainer", "teacher"):
         podman.good("run", "--detach", "--name", name, "--device", lease["cdi"], IMAGE, "sleep", "300")
     assert given(ready_daemon) == [ADDRESSES[1]], "both share it"

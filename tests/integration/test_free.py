@@ -9,7 +9,6 @@ import pytest
 from integration.conftest import MakeDaemon, MakeHost
 from integration.daemon_host import Daemon
 from integration.test_cli_host import printed, rows
-from integration.test_leases import ask
 from simhost import SimHost
 
 HALVES, QUARTERS = "virtual_number: 2", "virtual_number: 4"
@@ -26,7 +25,7 @@ def unused(host: SimHost) -> list[str]:
 
 
 def lease(daemon: Daemon, query: str) -> str:
-    status, answer = ask(daemon, "POST", f"/v1/leases?{query}&ttl=600")
+    status, answer = daemon.ask("POST", f"/v1/leases?{query}&ttl=600")
     return ",".join(answer["devices"]) if status == 200 else ""
 
 

@@ -2,86 +2,35 @@
 
 from __future__ import annotations
 
-import contextlib
-import http.client
 import json
 import os
 import signal
-import socket
-import subprocess
-from typing import Any
 
 import pytest
 
 from integration.conftest import MakeDaemon, MakeHost
 from integration.daemon_host import Daemon, eventually
-from simhost import SimHost
+from integration.lease_host import (
+    ADDRESSES,
+    Connection,
+    end,
+    given,
+    leases_of,
+    needs_root,
+    run,
+    start,
+    stranger,
+    who_waits,
+)
 
-ADDRESSES = [f"00:06.0-{slot}" for slot in range(4)]
-
-
-@pytest.fixture
-def host(make_host: MakeHost) -> SimHost:
-    """One Tesla V100, divided by four: `run` starts nothing on the reference case, which has no limits."""
-    return make_host([{"kind": "v100"}])
-
-
-class _Connection(http.client.HTTPConnection):
-    """HTTP over the daemon's socket."""
-
-    def __init__(self, daemon: Daemon) -> None:
-        super().__init__("localhost", timeout=60)
-        self._path = str(daemon.socket_path)
-
-    def connect(self) -> None:
-        self.sock = socket.socket(socket.AF_UNIX)
-        self.sock.connect(self._path)
-
-    def ask(self, method: str, target: str) -> tuple[int, Any]:
-        self.request(method, target, headers={"Content-Length": "0"})
-        answer = self.getresponse()
-        return answer.status, json.loads(answer.read())
-
-
-def ask(daemon: Daemon, method: str, target: str) -> tuple[int, Any]:
-    connection = _Connection(daemon)
-    try:
-        return connection.ask(method, target)
-    finally:
-        connection.close()
-
-
-def given(daemon: Daemon) -> list[str]:
-    """The addresses of the devices that somebody has."""
-    leases = ask(daemon, "GET", "/v1/leases")[1]["leases"]
-    return sorted(address for lease in leases for address in lease["devices"])
-
-
-def run(host: SimHost, *arguments: str, **more: Any) -> subprocess.CompletedProcess[str]:
-    return host.run(["yunion-mps", "run", *arguments], **more)
-
-
-def start(host: SimHost, *arguments: str) -> subprocess.Popen[str]:
-    """A job that says when it has begun, and runs until its standard input is closed."""
-    job = host.popen(
-        ["yunion-mps", "run", *arguments, "--", "sh", "-c", "echo begun; exec cat"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    )
-    assert job.stdout is not None
-    assert job.stdout.readline() == "begun\n"
-    return job
-
-
-def end(job: subprocess.Popen[str]) -> None:
-    job.kill()
-    job.communicate()
+#: One GPU, divided by four: `run` and the client take nothing of the reference case, which has no limits.
+pytestmark = pytest.mark.gpus({"kind": "v100"})
 
 
 def test_a_command_has_a_device_for_as_long_as_it_runs(ready_daemon: Daemon) -> None:
     host = ready_daemon.host
     job = start(host)
-    (lease,) = ask(ready_daemon, "GET", "/v1/leases")[1]["leases"]
+    (lease,) = leases_of(ready_daemon)
     assert (lease["devices"], lease["pid"], lease["binding"]) == ([ADDRESSES[0]], job.pid, "process")
     assert ready_daemon.get("/v1/devices")[1]["isolated_devices"][0]["lease"] == lease["id"]
     assert ready_daemon.get("/v1/devices?unused=true")[1]["total"] == 3
@@ -155,7 +104,7 @@ def test_where_nothing_is_free_it_fails_or_waits_its_turn(ready_daemon: Daemon) 
     )
     assert run(host, "--wait=1", "true").returncode == 5
     waiting = host.popen(["yunion-mps", "run", "--wait", "--", "printenv", "YUNION_MPS_DEVICE"], stdout=-1)
-    eventually(lambda: ask(ready_daemon, "GET", "/v1/leases")[1]["waiting"], "that it waits")
+    eventually(lambda: who_waits(ready_daemon), "that it waits")
     jobs[2].communicate()
     assert waiting.communicate()[0].strip() == ADDRESSES[2]
     for job in jobs:
@@ -166,9 +115,9 @@ def test_who_gives_up_waiting_is_in_nobodys_way(ready_daemon: Daemon) -> None:
     host = ready_daemon.host
     jobs = [start(host) for _ in ADDRESSES]
     waiting = host.popen(["yunion-mps", "run", "--wait", "true"], stderr=-1)
-    eventually(lambda: ask(ready_daemon, "GET", "/v1/leases")[1]["waiting"], "that it waits")
+    eventually(lambda: who_waits(ready_daemon), "that it waits")
     end(waiting)
-    eventually(lambda: not ask(ready_daemon, "GET", "/v1/leases")[1]["waiting"], "that it waits no more")
+    eventually(lambda: not who_waits(ready_daemon), "that it waits no more")
     for job in jobs:
         end(job)
     eventually(lambda: given(ready_daemon) == [], "that all is free")
@@ -189,18 +138,18 @@ def test_without_a_control_daemon_nothing_is_started_unless_that_is_asked_for(re
 def test_leases_survive_the_daemon_and_end_with_what_had_them_meanwhile(ready_daemon: Daemon) -> None:
     host = ready_daemon.host
     stays, goes = start(host), start(host)
-    assert ask(ready_daemon, "POST", "/v1/leases?name=job-17&ttl=600")[0] == 200
-    before = {one["id"]: one["devices"] for one in ask(ready_daemon, "GET", "/v1/leases")[1]["leases"]}
+    assert ready_daemon.ask("POST", "/v1/leases?name=job-17&ttl=600")[0] == 200
+    before = {one["id"]: one["devices"] for one in leases_of(ready_daemon)}
     ready_daemon.kill()
     end(goes)
     ready_daemon.start().wait_ready()
-    found = ask(ready_daemon, "GET", "/v1/leases")[1]["leases"]
+    found = leases_of(ready_daemon)
     assert [(one["devices"], one["pid"], one["name"]) for one in found] == [
         ([ADDRESSES[0]], stays.pid, None),
         ([ADDRESSES[2]], None, "job-17"),
     ]
     assert all(before[one["id"]] == one["devices"] for one in found)
-    assert ask(ready_daemon, "POST", "/v1/reexec")[0] == 200
+    assert ready_daemon.ask("POST", "/v1/reexec")[0] == 200
     eventually(lambda: given(ready_daemon) == [ADDRESSES[0], ADDRESSES[2]], "that they are known")
     end(stays)
     eventually(lambda: given(ready_daemon) == [ADDRESSES[2]], "the end of the lease")
@@ -209,38 +158,32 @@ def test_leases_survive_the_daemon_and_end_with_what_had_them_meanwhile(ready_da
 def test_a_lease_of_a_connection_ends_with_it_and_that_of_a_name_lives_as_long_as_it_is_renewed(
     ready_daemon: Daemon,
 ) -> None:
-    connection = _Connection(ready_daemon)
+    connection = Connection(ready_daemon)
     status, lease = connection.ask("POST", "/v1/leases?binding=connection")
     assert (status, lease["binding"], lease["pid"]) == (200, "connection", os.getpid())
     assert connection.ask("GET", "/v1/leases")[1]["total"] == 1
     connection.close()
     eventually(lambda: given(ready_daemon) == [], "its end")
-    _, named = ask(ready_daemon, "POST", "/v1/leases?name=a&ttl=1")
+    _, named = ready_daemon.ask("POST", "/v1/leases?name=a&ttl=1")
     for _ in range(3):
-        status, renewed = ask(ready_daemon, "POST", f"/v1/leases/{named['id']}/renew")
+        status, renewed = ready_daemon.ask("POST", f"/v1/leases/{named['id']}/renew")
         assert status == 200
         assert renewed["expires"] > named["expires"]
     eventually(lambda: given(ready_daemon) == [], "its end")
-    assert ask(ready_daemon, "POST", f"/v1/leases/{named['id']}/renew")[0] == 404
+    assert ready_daemon.ask("POST", f"/v1/leases/{named['id']}/renew")[0] == 404
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user, which needs root")
+@needs_root
 def test_only_the_owner_and_root_end_a_lease(ready_daemon: Daemon) -> None:
-    ready_daemon.socket_path.chmod(0o666)
-    _, lease = ask(ready_daemon, "POST", "/v1/leases?name=a&ttl=600")
-    with contextlib.closing(_Connection(ready_daemon)) as stranger:
-        os.seteuid(65534)
-        try:
-            stranger.connect()
-        finally:
-            os.seteuid(0)
-        status, answer = stranger.ask("DELETE", f"/v1/leases/{lease['id']}")
+    _, lease = ready_daemon.ask("POST", "/v1/leases?name=a&ttl=600")
+    with stranger(ready_daemon) as nobody:
+        status, answer = nobody.ask("DELETE", f"/v1/leases/{lease['id']}")
         assert (status, answer["hint"]) == (403, "only root and its owner may end or renew it")
-        status, answer = stranger.ask("POST", f"/v1/leases?pid={os.getpid()}")
+        status, answer = nobody.ask("POST", f"/v1/leases?pid={os.getpid()}")
         assert (status, answer["hint"]) == (403, "only root may take a lease for it")
-        _, theirs = stranger.ask("POST", "/v1/leases?name=b&ttl=600")
-        assert stranger.ask("DELETE", f"/v1/leases/{theirs['id']}")[0] == 200
-    assert ask(ready_daemon, "DELETE", f"/v1/leases/{lease['id']}")[0] == 200
+        _, theirs = nobody.ask("POST", "/v1/leases?name=b&ttl=600")
+        assert nobody.ask("DELETE", f"/v1/leases/{theirs['id']}")[0] == 200
+    assert ready_daemon.ask("DELETE", f"/v1/leases/{lease['id']}")[0] == 200
     assert given(ready_daemon) == []
 
 
@@ -264,7 +207,7 @@ def test_only_the_owner_and_root_end_a_lease(ready_daemon: Daemon) -> None:
 def test_a_wish_that_cannot_be_understood_is_refused(
     ready_daemon: Daemon, query: str, status: int, detail: str
 ) -> None:
-    answered, answer = ask(ready_daemon, "POST", f"/v1/leases?{query}")
+    answered, answer = ready_daemon.ask("POST", f"/v1/leases?{query}")
     assert (answered, answer["detail"]) == (status, detail)
 
 
@@ -322,7 +265,7 @@ def test_memory_in_units_as_ack_hands_it_out(make_host: MakeHost, make_daemon: M
     assert environment["YUNION_MPS_DEVICE"] == "00:06.0-m0"
     sizes = [16] * 11 + [4]
     for number, units in enumerate(sizes):
-        status, lease = ask(daemon, "POST", f"/v1/leases?units={units}&name=job-{number}&ttl=600")
+        status, lease = daemon.ask("POST", f"/v1/leases?units={units}&name=job-{number}&ttl=600")
         assert (status, lease["memory"]) == (200, [units * 128])
     shown = daemon.get("/v1/devices?limit=0")[1]["isolated_devices"]
     assert [one["addr"] for one in shown] == [f"00:06.0-m{slot}" for slot in range(12)]

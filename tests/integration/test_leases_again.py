@@ -13,12 +13,24 @@ import pytest
 from yunion_mps.client import Client
 from yunion_mps.errors import YunionError
 
-from integration.conftest import MakeHost
 from integration.daemon_host import PATIENCE_S, Daemon, eventually
-from integration.test_leases import ADDRESSES, _Connection, ask, given, run, start
-from integration.test_leases_edges import Asker, take
-from integration.test_leases_load import wait_until_wait
-from simhost import SimHost
+from integration.lease_host import (
+    ADDRESSES,
+    STRANGER,
+    Asker,
+    Connection,
+    given,
+    needs_root,
+    run,
+    start,
+    take,
+    wait_until_wait,
+    who_waits,
+)
+from unit.api.server_host import as_user
+
+#: One GPU, divided by four: `run` and the client take nothing of the reference case, which has no limits.
+pytestmark = pytest.mark.gpus({"kind": "v100"})
 
 #: What a request may be called.
 FIRST, SECOND = "a" * 32, "b" * 32
@@ -26,12 +38,6 @@ _BUSY = (
     b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/problem+json\r\n"
     b'Content-Length: 43\r\n\r\n{"detail": "too many connections are open"}'
 )
-
-
-@pytest.fixture
-def host(make_host: MakeHost) -> SimHost:
-    """One Tesla V100, divided by four: `run` starts nothing on the reference case, which has no limits."""
-    return make_host([{"kind": "v100"}])
 
 
 class Between:
@@ -93,7 +99,7 @@ def said(ready_daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.mark.parametrize("query", ["", "name=a&ttl=600&", "binding=connection&"])
 def test_the_same_request_has_one_lease_however_often_it_is_made(ready_daemon: Daemon, query: str) -> None:
-    with contextlib.closing(_Connection(ready_daemon)) as connection:
+    with contextlib.closing(Connection(ready_daemon)) as connection:
         target = f"/v1/leases?{query}request={FIRST}"
         _, lease = connection.ask("POST", target)
         assert connection.ask("POST", target)[1]["id"] == lease["id"]
@@ -110,7 +116,7 @@ def test_a_lease_of_a_connection_that_is_asked_for_again_ends_with_the_connectio
     ready_daemon: Daemon,
 ) -> None:
     target = f"/v1/leases?binding=connection&request={FIRST}"
-    with contextlib.closing(_Connection(ready_daemon)) as connection:
+    with contextlib.closing(Connection(ready_daemon)) as connection:
         connection.ask("POST", target)
         ready_daemon.kill()
         ready_daemon.start().wait_ready()
@@ -122,14 +128,14 @@ def test_a_lease_of_a_connection_that_is_asked_for_again_ends_with_the_connectio
 
 def test_another_holder_cannot_have_the_lease_of_a_request(ready_daemon: Daemon) -> None:
     take(ready_daemon, f"request={FIRST}")
-    status, answer = ask(ready_daemon, "POST", f"/v1/leases?request={FIRST}&name=a&ttl=600")
+    status, answer = ready_daemon.ask("POST", f"/v1/leases?request={FIRST}&name=a&ttl=600")
     assert (status, answer["detail"].partition(":")[0]) == (409, "this request has a lease already")
     assert given(ready_daemon) == [ADDRESSES[0]]
 
 
 @pytest.mark.parametrize("wrong", ["", "short", "../../../../../etc/passwd", "a" * 65])
 def test_a_request_has_a_name_that_can_be_a_file_s(ready_daemon: Daemon, wrong: str) -> None:
-    status, answer = ask(ready_daemon, "POST", f"/v1/leases?request={wrong}")
+    status, answer = ready_daemon.ask("POST", f"/v1/leases?request={wrong}")
     assert (status, answer["detail"]) == (400, f"request is {wrong!r}")
 
 
@@ -195,12 +201,12 @@ def test_who_comes_back_has_its_place_and_nobody_can_invent_one(ready_daemon: Da
     ready_daemon.kill()
     first.close()
     ready_daemon.start().wait_ready()
-    assert ask(ready_daemon, "POST", "/v1/leases?wait=60&since=1")[0] == 400
+    assert ready_daemon.ask("POST", "/v1/leases?wait=60&since=1")[0] == 400
     waiters = []
     for number, query in enumerate((f"name=new&request={SECOND}", f"name=first&request={FIRST}")):
         waiters.append(Asker(ready_daemon, f"{query}&ttl=600&wait=60"))
         wait_until_wait(ready_daemon, number + 1)
-    assert names(ready_daemon) == ["first", "new"]
+    assert [one["name"] for one in who_waits(ready_daemon)] == ["first", "new"]
     for waiter in waiters:
         waiter.close()
     places = ready_daemon.host.root / "run/yunion-mps/waiting"
@@ -224,7 +230,7 @@ def test_who_has_asked_again_keeps_the_place_when_the_connection_before_is_notic
     eventually(lambda: os.listdir(places) == [], "that no place is left")
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user, which needs root")
+@needs_root
 def test_the_place_of_another_user_s_request_is_not_given(ready_daemon: Daemon) -> None:
     for address in ADDRESSES:
         take(ready_daemon, f"name={address}&ttl=600&device={address}")
@@ -234,15 +240,12 @@ def test_the_place_of_another_user_s_request_is_not_given(ready_daemon: Daemon) 
     mine.close()
     ready_daemon.start().wait_ready()
     ready_daemon.socket_path.chmod(0o666)
-    os.seteuid(65534)
-    try:
+    with as_user(STRANGER):
         theirs = Asker(ready_daemon, f"name=theirs&ttl=600&wait=60&request={FIRST}")
-    finally:
-        os.seteuid(0)
     wait_until_wait(ready_daemon, 1)
     mine = Asker(ready_daemon, f"name=mine&ttl=600&wait=60&request={FIRST}")
     wait_until_wait(ready_daemon, 2)
-    assert names(ready_daemon) == ["mine", "theirs"]
+    assert [one["name"] for one in who_waits(ready_daemon)] == ["mine", "theirs"]
     mine.close()
     theirs.close()
 
@@ -264,8 +267,3 @@ def test_several_devices_that_can_never_be_had_are_refused_at_once(
     assert (done.returncode, done.stderr.splitlines()[-2].startswith(f"yunion-mps: {why}")) == (status, True)
     for job in jobs:
         job.communicate()
-
-
-def names(daemon: Daemon) -> list[str]:
-    """Who waits, in their order."""
-    return [one["name"] for one in ask(daemon, "GET", "/v1/leases")[1]["waiting"]]

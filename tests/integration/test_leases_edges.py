@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import resource
 import signal
@@ -13,15 +12,22 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from faults.levers import Levers
 from integration.conftest import MakeDaemon, MakeHost
 from integration.daemon_host import Daemon, eventually
-from integration.test_leases import ADDRESSES, _Connection, ask, given
-from integration.test_leases_load import wait_until_wait
+from integration.lease_host import (
+    ADDRESSES,
+    Asker,
+    Connection,
+    given,
+    leases_of,
+    take,
+    wait_until_wait,
+    who_waits,
+)
 
 
 @pytest.fixture
@@ -34,18 +40,6 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
             process.kill()
 
 
-class Asker(_Connection):
-    """Asks for a lease, and hears of it later."""
-
-    def __init__(self, daemon: Daemon, query: str) -> None:
-        super().__init__(daemon)
-        self.request("POST", f"/v1/leases?{query}", headers={"Content-Length": "0"})
-
-    def answer(self) -> tuple[int, Any]:
-        response = self.getresponse()
-        return response.status, json.loads(response.read())
-
-
 @contextlib.contextmanager
 def stopped(daemon: Daemon) -> Iterator[None]:
     """What happens meanwhile happens to the daemon in one moment."""
@@ -55,12 +49,6 @@ def stopped(daemon: Daemon) -> Iterator[None]:
         yield
     finally:
         daemon.signal(signal.SIGCONT)
-
-
-def take(daemon: Daemon, query: str) -> dict[str, Any]:
-    status, lease = ask(daemon, "POST", f"/v1/leases?{query}")
-    assert status == 200, lease
-    return dict(lease)
 
 
 def test_a_device_that_is_freed_just_when_a_wait_runs_out_is_given_or_free(ready_daemon: Daemon) -> None:
@@ -91,7 +79,7 @@ def test_who_goes_away_just_when_its_device_is_freed_has_none(
         sleeper.kill()
         sleeper.wait()
         waiter.close()
-    eventually(lambda: not ask(ready_daemon, "GET", "/v1/leases")[1]["waiting"], "that nobody waits")
+    eventually(lambda: not who_waits(ready_daemon), "that nobody waits")
     eventually(lambda: given(ready_daemon) == [], "that all is free")
 
 
@@ -127,13 +115,13 @@ def test_who_waits_for_what_a_reload_takes_away_is_told_and_nothing_is_kept_for_
     (daemon.host.root / "etc/yunion/host_container_device.yml").write_text(
         "devices:\n- {path: /dev/dri/renderD128, type: NVIDIA_MPS, virtual_number: 4}\n"
     )
-    assert ask(daemon, "POST", "/v1/reload")[0] == 200
+    assert daemon.ask("POST", "/v1/reload")[0] == 200
     for waiter in (named, across):
         status, answer = waiter.answer()
         assert (status, "can never be had" in answer["detail"]) == (423, True), answer
         waiter.close()
-    assert [one["name"] for one in ask(daemon, "GET", "/v1/leases")[1]["waiting"]] == ["d"]
-    assert ask(daemon, "DELETE", f"/v1/leases/{taken[0]['id']}")[0] == 200
+    assert [one["name"] for one in who_waits(daemon)] == ["d"]
+    assert daemon.ask("DELETE", f"/v1/leases/{taken[0]['id']}")[0] == 200
     assert anyone.answer()[1]["devices"] == taken[0]["devices"]
     anyone.close()
 
@@ -143,7 +131,7 @@ def test_a_lease_of_a_connection_goes_on_as_one_of_its_process_when_the_daemon_i
 ) -> None:
     holder = Asker(ready_daemon, "binding=connection")
     assert holder.answer()[0] == 200
-    assert ask(ready_daemon, "POST", "/v1/reexec")[0] == 200
+    assert ready_daemon.ask("POST", "/v1/reexec")[0] == 200
     assert holder.sock.recv(1) == b""
     assert given(ready_daemon) == [ADDRESSES[0]]
     holder.close()
@@ -177,7 +165,7 @@ def test_those_who_wait_do_not_hold_up_a_re_exec(ready_daemon: Daemon) -> None:
         take(ready_daemon, f"name={address}&ttl=600&device={address}")
     waiter = Asker(ready_daemon, "wait=60")
     wait_until_wait(ready_daemon, 1)
-    assert ask(ready_daemon, "POST", "/v1/reexec")[0] == 200
+    assert ready_daemon.ask("POST", "/v1/reexec")[0] == 200
     began_s = time.monotonic()
     assert waiter.sock.recv(1) == b""
     assert time.monotonic() - began_s < 0.9, "it gives those who have not read their answers 1 s"
@@ -210,7 +198,7 @@ def test_a_daemon_that_is_short_of_descriptors_ends_no_lease_of_a_process_that_r
 def test_a_daemon_that_is_short_of_descriptors_says_so_and_gives_nothing(
     ready_daemon: Daemon, sleeper: subprocess.Popen[bytes]
 ) -> None:
-    with contextlib.closing(_Connection(ready_daemon)) as connection:
+    with contextlib.closing(Connection(ready_daemon)) as connection:
         connection.ask("GET", "/v1/leases")
         before = resource.prlimit(ready_daemon.pid, resource.RLIMIT_NOFILE)
         for spare in range(4):
@@ -234,14 +222,14 @@ def test_a_lease_whose_end_could_not_be_noted_takes_nobodys_device_after_a_crash
     with contextlib.closing(state):
         full = "BEGIN SELECT RAISE(ABORT, 'database or disk is full'); END"
         state.execute(f"CREATE TRIGGER full BEFORE DELETE ON lease {full}")
-        assert ask(ready_daemon, "DELETE", f"/v1/leases/{ended['id']}")[0] == 200
+        assert ready_daemon.ask("DELETE", f"/v1/leases/{ended['id']}")[0] == 200
         assert given(ready_daemon) == []
-        assert ask(ready_daemon, "POST", "/v1/leases?name=b&ttl=600")[0] == 409
+        assert ready_daemon.ask("POST", "/v1/leases?name=b&ttl=600")[0] == 409
         state.execute("DROP TRIGGER full")
     new = take(ready_daemon, "name=b&ttl=600&device=00:06.0-0")
     ready_daemon.kill()
     ready_daemon.start().wait_ready()
-    (found,) = ask(ready_daemon, "GET", "/v1/leases")[1]["leases"]
+    (found,) = leases_of(ready_daemon)
     assert found["id"] == new["id"]
     assert "passed over" not in ready_daemon.log
 
@@ -255,9 +243,9 @@ def test_a_clock_that_is_set_back_changes_no_order(daemon: Daemon, tmp_path: Pat
         waiters.append(Asker(daemon, f"device=00:06.0-0&name=w{number}&ttl=600&wait=60"))
         wait_until_wait(daemon, number + 1)
         levers.set_clock(-3600)
-    waiting = ask(daemon, "GET", "/v1/leases")[1]["waiting"]
+    waiting = who_waits(daemon)
     assert [one["name"] for one in waiting] == ["w0", "w1"]
-    ask(daemon, "DELETE", f"/v1/leases/{held['id']}")
+    daemon.ask("DELETE", f"/v1/leases/{held['id']}")
     assert waiters[0].answer()[1]["name"] == "w0"
     for waiter in waiters:
         waiter.close()
@@ -273,7 +261,7 @@ def test_what_a_crash_left_of_a_copy_is_no_second_lease(ready_daemon: Daemon) ->
         (ready_daemon.host.root / f"var/lib/yunion-mps/state.db{end}").unlink(missing_ok=True)
     ready_daemon.start().wait_ready()
     assert given(ready_daemon) == [ADDRESSES[0]]
-    assert ask(ready_daemon, "DELETE", f"/v1/leases/{lease['id']}")[0] == 200
+    assert ready_daemon.ask("DELETE", f"/v1/leases/{lease['id']}")[0] == 200
     ready_daemon.kill()
     ready_daemon.start().wait_ready()
     assert given(ready_daemon) == []

@@ -15,15 +15,10 @@ import pytest
 
 from integration.conftest import MakeDaemon, MakeHost
 from integration.daemon_host import Daemon, eventually
-from integration.test_leases import ADDRESSES, ask, end, given, start
-from simhost import SimHost
+from integration.lease_host import ADDRESSES, end, given, holders, start, wait_until_wait, who_waits
 
-
-@pytest.fixture
-def host(make_host: MakeHost) -> SimHost:
-    """One Tesla V100, divided by four: `run` starts nothing on the reference case, which has no limits."""
-    return make_host([{"kind": "v100"}])
-
+#: One GPU, divided by four: `run` and the client take nothing of the reference case, which has no limits.
+pytestmark = pytest.mark.gpus({"kind": "v100"})
 
 #: More jobs at a time than there are devices, each a process of its own, over and over.
 _RUNS, _AT_A_TIME, _DEVICES = 500, 50, 48
@@ -71,7 +66,7 @@ class Order:
         self._daemons.append((time.time(), {}))
 
     def look(self, daemon: Daemon) -> None:
-        waiting = ask(daemon, "GET", "/v1/leases")[1]["waiting"]
+        waiting = who_waits(daemon)
         for one in waiting:
             since_s = self._since_s.setdefault(one["pid"], one["since"])
             assert since_s == one["since"], "a place that was kept, also by the next daemon"
@@ -118,7 +113,7 @@ def test_of_500_jobs_on_48_devices_none_shares_all_end_and_the_queue_is_in_order
     daemon = make_daemon(host).start().wait_ready()
     job = tmp_path / "job.py"
     job.write_text(_JOB)
-    held = [ask(daemon, "POST", f"/v1/leases?name=held-{number}&ttl=600")[1]["id"] for number in range(_HELD)]
+    held = [daemon.ask("POST", f"/v1/leases?name=held-{number}&ttl=600")[1]["id"] for number in range(_HELD)]
     chance, order = random.Random(5), Order()
     order.another_daemon()
     running: dict[int, subprocess.Popen[str]] = {}
@@ -156,7 +151,7 @@ def test_of_500_jobs_on_48_devices_none_shares_all_end_and_the_queue_is_in_order
             one.communicate()
             statuses[number] = one.returncode
             if held and len(statuses) % _A_DEVICE_MORE_AFTER == 0:
-                ask(daemon, "DELETE", f"/v1/leases/{held.pop()}")
+                daemon.ask("DELETE", f"/v1/leases/{held.pop()}")
         if running:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 next(iter(running.values())).wait(0.01)
@@ -195,12 +190,3 @@ def test_those_who_wait_are_served_in_the_order_of_their_coming_also_by_the_next
         assert holders(ready_daemon) & {one.pid for one in left} == set()
     for one in waiting:
         end(one)
-
-
-def wait_until_wait(daemon: Daemon, number: int) -> None:
-    """Wait until so many wait for a device."""
-    eventually(lambda: len(ask(daemon, "GET", "/v1/leases")[1]["waiting"]) == number, f"{number} that wait")
-
-
-def holders(daemon: Daemon) -> set[int]:
-    return {lease["pid"] for lease in ask(daemon, "GET", "/v1/leases")[1]["leases"]}

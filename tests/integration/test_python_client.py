@@ -29,18 +29,14 @@ from yunion_mps.errors import HostError, YunionError
 
 from integration.conftest import MakeDaemon, MakeHost
 from integration.daemon_host import PATIENCE_S, Daemon, eventually
-from simhost import SimHost
+
+#: One GPU, divided by four: `run` and the client take nothing of the reference case, which has no limits.
+pytestmark = pytest.mark.gpus({"kind": "v100"})
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 PAGE = (CHECKOUT / "docs/python-client.md").read_text()
 EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 ADDRESSES = [f"00:06.0-{slot}" for slot in range(4)]
-
-
-@pytest.fixture
-def host(make_host: MakeHost) -> SimHost:
-    """One Tesla V100, divided by four: the client takes nothing of the reference case without limits."""
-    return make_host([{"kind": "v100"}])
 
 
 @pytest.fixture

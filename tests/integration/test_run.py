@@ -12,14 +12,10 @@ import pytest
 
 from integration.conftest import MakeDaemon, MakeHost
 from integration.daemon_host import Daemon
-from integration.test_leases import _Connection, ask, given, run, start
-from simhost import SimHost
+from integration.lease_host import Connection, given, run, start
 
-
-@pytest.fixture
-def host(make_host: MakeHost) -> SimHost:
-    """One Tesla V100, divided by four: `run` starts nothing on the reference case, which has no limits."""
-    return make_host([{"kind": "v100"}])
+#: One GPU, divided by four: `run` and the client take nothing of the reference case, which has no limits.
+pytestmark = pytest.mark.gpus({"kind": "v100"})
 
 
 def test_what_python_changes_of_a_process_is_not_the_commands(ready_daemon: Daemon) -> None:
@@ -51,9 +47,9 @@ def test_on_a_gpu_that_enforces_no_budget_nothing_is_started_unless_that_is_aske
     said = "budgets are not enforced on GPU 00:06.0, older than Volta: it could use all of its memory"
     done = run(daemon.host, "--allow-unlimited", "printenv", "YUNION_MPS_DEVICE")
     assert (done.stdout, done.stderr) == ("00:06.0-0\n", f"yunion-mps: {said}\n")
-    status, lease = ask(daemon, "POST", "/v1/leases?name=a&ttl=600")
+    status, lease = daemon.ask("POST", "/v1/leases?name=a&ttl=600")
     assert (status, lease["budget_enforced"]) == (200, False), "the API tells, and leaves it to who asks"
-    assert ask(daemon, "POST", "/v1/leases?enforced=true")[0] == 409
+    assert daemon.ask("POST", "/v1/leases?enforced=true")[0] == 409
 
 
 def test_of_unlike_gpus_a_command_gets_one_that_enforces_its_budget(
@@ -180,7 +176,7 @@ def test_names_may_be_cut_as_elsewhere_and_a_name_has_one_lease(ready_daemon: Da
 
 
 def test_a_body_is_not_passed_over(ready_daemon: Daemon) -> None:
-    with contextlib.closing(_Connection(ready_daemon)) as connection:
+    with contextlib.closing(Connection(ready_daemon)) as connection:
         connection.request("POST", "/v1/leases", body='{"name": "a"}')
         answer = connection.getresponse()
         assert (answer.status, json.loads(answer.read())["detail"]) == (400, "a body is not read here")

@@ -8,17 +8,12 @@ import subprocess
 
 import pytest
 
-from integration.conftest import MakeHost
 from integration.daemon_host import Daemon, eventually
-from integration.test_leases import given
+from integration.lease_host import given
 from integration.tmux import Tmux
-from simhost import SimHost
 
-
-@pytest.fixture
-def host(make_host: MakeHost) -> SimHost:
-    """One Tesla V100, divided by four: `run` starts nothing on the reference case, which has no limits."""
-    return make_host([{"kind": "v100"}])
+#: One GPU, divided by four: `run` and the client take nothing of the reference case, which has no limits.
+pytestmark = pytest.mark.gpus({"kind": "v100"})
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])

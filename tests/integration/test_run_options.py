@@ -10,7 +10,7 @@ import pytest
 
 from integration.conftest import MakeDaemon, MakeHost
 from integration.daemon_host import Daemon, eventually
-from integration.test_leases import given, run, start
+from integration.lease_host import given, run, start
 from simhost import SimHost
 
 _DEVICES = """\

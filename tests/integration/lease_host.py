@@ -1,0 +1,118 @@
+"""Leases on a Daemon of daemon_host.py: taken over its socket, by `yunion-mps run`, and by other users."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import socket
+import subprocess
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from integration.daemon_host import Daemon, eventually
+from simhost import SimHost
+from unit.api.server_host import as_user
+
+#: The devices of a GPU that is divided by four, where it is the only one.
+ADDRESSES = [f"00:06.0-{slot}" for slot in range(4)]
+#: nobody: a user who is neither root nor us.
+STRANGER = 65534
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user, which needs root")
+
+
+class Connection(http.client.HTTPConnection):
+    """HTTP over the daemon's socket, on a connection that is kept: some leases end with it."""
+
+    def __init__(self, daemon: Daemon) -> None:
+        super().__init__("localhost", timeout=60)
+        self._path = str(daemon.socket_path)
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX)
+        self.sock.connect(self._path)
+
+    def ask(self, method: str, target: str) -> tuple[int, Any]:
+        self.request(method, target, headers={"Content-Length": "0"})
+        return self.answer()
+
+    def answer(self) -> tuple[int, Any]:
+        response = self.getresponse()
+        return response.status, json.loads(response.read())
+
+
+class Asker(Connection):
+    """Asks for a lease, and hears of it later."""
+
+    def __init__(self, daemon: Daemon, query: str) -> None:
+        super().__init__(daemon)
+        self.request("POST", f"/v1/leases?{query}", headers={"Content-Length": "0"})
+
+
+@contextlib.contextmanager
+def stranger(daemon: Daemon) -> Iterator[Connection]:
+    """A connection of another user's, whom the socket lets in."""
+    daemon.socket_path.chmod(0o666)
+    with contextlib.closing(Connection(daemon)) as connection:
+        with as_user(STRANGER):
+            connection.connect()
+        yield connection
+
+
+def take(daemon: Daemon, query: str) -> dict[str, Any]:
+    """The lease that somebody gets for the query."""
+    status, lease = daemon.ask("POST", f"/v1/leases?{query}")
+    assert status == 200, lease
+    return dict(lease)
+
+
+def leases_of(daemon: Daemon) -> list[dict[str, Any]]:
+    """All leases that there are."""
+    return list(daemon.get("/v1/leases")[1]["leases"])
+
+
+def given(daemon: Daemon) -> list[str]:
+    """The addresses of the devices that somebody has."""
+    return sorted(address for lease in leases_of(daemon) for address in lease["devices"])
+
+
+def holders(daemon: Daemon) -> set[int]:
+    """The processes (PIDs) that have them."""
+    return {lease["pid"] for lease in leases_of(daemon)}
+
+
+def who_waits(daemon: Daemon) -> list[dict[str, Any]]:
+    """Those who wait, in their order."""
+    return list(daemon.get("/v1/leases")[1]["waiting"])
+
+
+def wait_until_wait(daemon: Daemon, number: int) -> None:
+    """Wait until so many wait for a device."""
+    eventually(lambda: len(who_waits(daemon)) == number, f"{number} that wait")
+
+
+def run(host: SimHost, *arguments: str, **more: Any) -> subprocess.CompletedProcess[str]:
+    """`yunion-mps run`, to its end."""
+    return host.run(["yunion-mps", "run", *arguments], **more)
+
+
+def start(host: SimHost, *arguments: str) -> subprocess.Popen[str]:
+    """A job that says when it has begun, and runs until its standard input is closed."""
+    job = host.popen(
+        ["yunion-mps", "run", *arguments, "--", "sh", "-c", "echo begun; exec cat"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert job.stdout is not None
+    assert job.stdout.readline() == "begun\n"
+    return job
+
+
+def end(job: subprocess.Popen[str]) -> None:
+    """Kill a job."""
+    job.kill()
+    job.communicate()
