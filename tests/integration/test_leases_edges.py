@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import resource
 import signal
@@ -124,6 +125,25 @@ def test_who_waits_for_what_a_reload_takes_away_is_told_and_nothing_is_kept_for_
     assert daemon.ask("DELETE", f"/v1/leases/{taken[0]['id']}")[0] == 200
     assert anyone.answer()[1]["devices"] == taken[0]["devices"]
     anyone.close()
+
+
+def test_a_lease_that_a_reload_left_without_its_control_daemon_is_told(
+    make_host: MakeHost, make_daemon: MakeDaemon
+) -> None:
+    daemon = make_daemon(make_host([{"kind": "v100", "count": 2}])).start().wait_ready()
+    before = take(daemon, "name=before&ttl=600")
+
+    def told() -> list[str]:
+        wrong = daemon.host.run(["yunion-mps", "status", "-o", "json"]).stdout
+        return [one["what"] for one in json.loads(wrong)["problems"]]
+
+    assert told() == []
+    daemon.configure(cuda_mps_scope="gpu")
+    assert daemon.ask("POST", "/v1/reload")[0] == 200
+    take(daemon, "name=after&ttl=600")
+    (one,) = told()
+    what = f"the control daemon of {ADDRESSES[0]} is another one since the lease ({before['id'][:8]}) of root"
+    assert one.startswith(what)
 
 
 def test_a_lease_of_a_connection_goes_on_as_one_of_its_process_when_the_daemon_is_another(

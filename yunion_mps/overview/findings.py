@@ -21,7 +21,10 @@ WAITING_REMEDY = "wait for the other user's jobs, or serve all users at once: cu
 #: What makes the daemon the version that is installed.
 REEXEC = "yunion-mps daemon-reexec"
 _NO_ROOM_REMEDY = "there is some once they have ended; see whose they are: yunion-mps who"
+_MOVED_REMEDY = "end it, and run its job with a new one: yunion-mps lease release LEASE"
 _COMMAND_LENGTH = 40
+#: So much of a lease's id tells it from the others.
+_ID_LENGTH = 8
 #: By the state of a domain that does not serve.
 _DOMAIN = {
     "stopped": "it starts by itself, else: yunion-mps reload",
@@ -109,6 +112,21 @@ def of_uses(holdings: Iterable[Holding], clients: Clients) -> Iterator[Finding]:
     for gpu, number in no_room.items():
         what = f"GPU {gpu}: leases from before a reload leave no memory for {count(number, 'device')}"
         yield Finding(PENDING, what, _NO_ROOM_REMEDY)
+
+
+def of_leases(leases: Iterable[Json], status: Json) -> Iterator[Finding]:
+    """Leases whose environment leads where no control daemon is any more, as after a reload.
+
+    Where CUDA finds none it goes on without one, and without limits.
+    """
+    places = {domain["pipe_directory"] for domain in status["domains"]}
+    for lease in leases:
+        if lease["environment"].get("CUDA_MPS_PIPE_DIRECTORY", "") not in {"", *places}:
+            whose = f"the lease ({lease['id'][:_ID_LENGTH]}) of {lease['user']}"
+            what = (
+                f"the control daemon of {','.join(lease['devices'])} is another one since {whose} was given"
+            )
+            yield Finding(PROBLEM, f"{what}: what starts with it now has no limits", _MOVED_REMEDY)
 
 
 def ranked(findings: Iterable[Finding]) -> list[Finding]:
