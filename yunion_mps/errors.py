@@ -99,5 +99,9 @@ class NothingFreeError(YunionError):
     exit_code = 5
 
 
+class NeverFreeError(NothingFreeError):
+    """No device would do if all were free and served: to wait for one is no use."""
+
+
 class NotFoundError(YunionError):
     """What was asked for by name does not exist."""

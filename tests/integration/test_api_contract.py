@@ -31,7 +31,7 @@ SETTINGS: dict[str, Any] = {
     "checks": {
         "enabled": True,
         "max_response_time": 30,
-        "positive_data_acceptance": {"expected-statuses": ["2xx", "403", "404", "409", "423"]},
+        "positive_data_acceptance": {"expected-statuses": ["2xx", "403", "404", "409", "410", "423"]},
     },
     "cache": {"enabled": False},
     "analysis": {"constants": {"enabled": False}},

@@ -119,7 +119,7 @@ def test_who_waits_for_what_a_reload_takes_away_is_told_and_nothing_is_kept_for_
     assert daemon.ask("POST", "/v1/reload")[0] == 200
     for waiter in (named, across):
         status, answer = waiter.answer()
-        assert (status, "can never be had" in answer["detail"]) == (423, True), answer
+        assert (status, "can never be had" in answer["detail"]) == (410, True), answer
         waiter.close()
     assert [one["name"] for one in who_waits(daemon)] == ["d"]
     assert daemon.ask("DELETE", f"/v1/leases/{taken[0]['id']}")[0] == 200

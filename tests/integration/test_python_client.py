@@ -20,6 +20,7 @@ import yunion_mps
 from yunion_mps.client import (
     Client,
     Lease,
+    NeverFreeError,
     NotAllowedError,
     NotFoundError,
     NothingFreeError,
@@ -126,7 +127,7 @@ def test_what_is_not_to_be_had_is_told_by_the_kind_of_the_error(client: Client) 
     with client.lease(device=ADDRESSES[0]):
         with pytest.raises(NothingFreeError, match="1 of 1 in use"):
             client.lease(device=ADDRESSES[0])
-        with pytest.raises(NothingFreeError, match="can never be had"):
+        with pytest.raises(NeverFreeError, match="can never be had"):
             client.lease(count=2, across=True, wait=math.inf)
     with pytest.raises(NotFoundError, match="there is no device nosuch"):
         client.device("nosuch")

@@ -15,6 +15,7 @@ import h11
 from yunion_mps.errors import (
     BusyError,
     ConfigError,
+    NeverFreeError,
     NotAllowedError,
     NotFoundError,
     NothingFreeError,
@@ -37,6 +38,7 @@ _KINDS: dict[int, type[YunionError]] = {
     403: NotAllowedError,
     404: NotFoundError,
     422: BadConfigurationError,
+    410: NeverFreeError,
     423: NothingFreeError,
     503: BusyError,
 }

@@ -27,6 +27,7 @@ from yunion_mps.api.query import (
 from yunion_mps.errors import (
     BusyError,
     ConfigError,
+    NeverFreeError,
     NotAllowedError,
     NotFoundError,
     NothingFreeError,
@@ -54,6 +55,7 @@ _STATUS = {
     NotAllowedError: 403,
     NotFoundError: 404,
     ConfigError: 422,
+    NeverFreeError: 410,  # before the kind that it is of
     NothingFreeError: 423,
     BusyError: 503,
 }

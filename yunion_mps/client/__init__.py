@@ -17,7 +17,14 @@ from yunion_mps.client.lease import Lease
 from yunion_mps.client.patience import Say
 from yunion_mps.client.taking import refuse_unreachable, take
 from yunion_mps.client.values import Device, DeviceDetails, Event, LeaseRecord, PcieLink
-from yunion_mps.errors import NotAllowedError, NotFoundError, NothingFreeError, UnreachableError, YunionError
+from yunion_mps.errors import (
+    NeverFreeError,
+    NotAllowedError,
+    NotFoundError,
+    NothingFreeError,
+    UnreachableError,
+    YunionError,
+)
 from yunion_mps.leases.bounds import LONGEST_WAIT_S
 from yunion_mps.paths import Paths
 
@@ -28,6 +35,7 @@ __all__ = [
     "Event",
     "Lease",
     "LeaseRecord",
+    "NeverFreeError",
     "NotAllowedError",
     "NotFoundError",
     "NothingFreeError",

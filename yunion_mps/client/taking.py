@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from yunion_mps.client.patience import MOST_S, Patience, Say
 from yunion_mps.client.values import LeaseRecord
-from yunion_mps.errors import BusyError, HostError, NothingFreeError, UnreachableError
+from yunion_mps.errors import BusyError, HostError, NeverFreeError, NothingFreeError, UnreachableError
 
 #: What an answer may take beside the time that one waits for devices.
 _ANSWER_S = 30.0
@@ -81,6 +81,8 @@ def _in_the_way(daemon: Tells, wanted: Wanted) -> str:
     """Why one would have to wait, empty where one would not; raises YunionError where that is no use."""
     try:
         would_take(daemon, wanted)
+    except NeverFreeError:
+        raise
     except NothingFreeError as error:
         return error.message
     return ""

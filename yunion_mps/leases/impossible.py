@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from yunion_mps.errors import HostError, NothingFreeError
+from yunion_mps.errors import HostError, NeverFreeError
 from yunion_mps.leases.matching import devices_for, pools_for
 from yunion_mps.leases.offers import Offers
 from yunion_mps.leases.placement import pick
@@ -14,7 +14,7 @@ UNENFORCED_HINT = "take it all the same: --allow-unlimited (in Python: allow_unl
 
 
 def refuse_impossible(wish: Wish, offers: Offers) -> None:
-    """Raise NothingFreeError where the wish could not be met if everything were free and served.
+    """Raise NeverFreeError where the wish could not be met if everything were free and served.
 
     Raises HostError where it could, by GPUs that enforce no budget.
     """
@@ -38,7 +38,7 @@ def refuse_impossible(wish: Wish, offers: Offers) -> None:
         sizes = [f"at most {one.pool.memory_mib} MiB of GPU {one.gpu}" for one in pools]
         there = ", ".join(sizes) or "no GPUs whose memory is handed out in units, and no slices of that size"
         hint = "see memory_unit and slices: man yunion-mps-host_container_device.yml"
-    raise NothingFreeError(f"{wish} can never be had: there are {there}", hint)
+    raise NeverFreeError(f"{wish} can never be had: there are {there}", hint)
 
 
 def _unenforced(wish: Wish, offers: Offers) -> str:
