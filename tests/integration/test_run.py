@@ -175,6 +175,15 @@ def test_names_may_be_cut_as_elsewhere_and_a_name_has_one_lease(ready_daemon: Da
     assert given(ready_daemon) == []
 
 
+def test_a_lease_of_any_name_that_may_be_taken_is_renewed_and_released_by_it(ready_daemon: Daemon) -> None:
+    def lease(*words: str) -> int:
+        return ready_daemon.host.run(["yunion-mps", "lease", *words]).returncode
+
+    for name in ("slurm/17", "a@b:c._-d", "UP/low/er"):
+        done = [lease("take", name, "--ttl", "600"), lease("renew", name), lease("release", name)]
+        assert done == [0, 0, 0], name
+
+
 def test_a_body_is_not_passed_over(ready_daemon: Daemon) -> None:
     with contextlib.closing(Connection(ready_daemon)) as connection:
         connection.request("POST", "/v1/leases", body='{"name": "a"}')

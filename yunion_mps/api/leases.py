@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, Protocol
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 from yunion_mps.api.query import BadRequestError, ContradictionError, Request, boolean, number, refuse_unknown
 from yunion_mps.errors import NotAllowedError, NotFoundError
@@ -150,7 +150,7 @@ def _request_id(query: Query) -> str:
 
 
 def _id(request: Request) -> str:
-    return urlsplit(request.target).path.split("/")[3]
+    return unquote(urlsplit(request.target).path.split("/")[3])
 
 
 def _holder(request: Request, query: Query) -> Holder:

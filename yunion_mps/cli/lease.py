@@ -25,8 +25,8 @@ def command() -> None:
     \b
     Examples:
       yunion-mps lease take job-17 --ttl 3600 --output json
-      yunion-mps lease renew 7c1f0e7a-8a52-4f0e-8b5e-3f9d2a6c1b44
-      yunion-mps lease release 7c1f0e7a-8a52-4f0e-8b5e-3f9d2a6c1b44
+      yunion-mps lease renew job-17
+      yunion-mps lease release job-17
     """
 
 
@@ -64,11 +64,11 @@ def take_command(
 @click.argument("lease")
 @output_option
 def renew_command(lease: str, output: str) -> None:
-    """Let the lease with the id LEASE live for its whole time from now on.
+    """Let a lease live for its whole time from now on: by its NAME, its id, or a unique beginning of that.
 
     \b
     Examples:
-      yunion-mps lease renew 7c1f0e7a-8a52-4f0e-8b5e-3f9d2a6c1b44
+      yunion-mps lease renew job-17
     """
     _show(tell(f"{_path(lease)}/renew"), output)
 
@@ -77,11 +77,14 @@ def renew_command(lease: str, output: str) -> None:
 @click.argument("lease")
 @output_option
 def release_command(lease: str, output: str) -> None:
-    """End the lease with the id LEASE; only its owner and root may. A process that uses it goes on.
+    """End a lease: by its NAME, its id, or a unique beginning of that.
+
+    Only its owner and root may. A process that uses it goes on.
 
     \b
     Examples:
-      yunion-mps lease release 7c1f0e7a-8a52-4f0e-8b5e-3f9d2a6c1b44
+      yunion-mps lease release job-17
+      yunion-mps lease release 7c1f0e7a
     """
     _show(remove(_path(lease)), output)
 
