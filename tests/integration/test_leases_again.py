@@ -254,7 +254,7 @@ def test_the_place_of_another_user_s_request_is_not_given(ready_daemon: Daemon) 
     ("count", "status", "why"),
     [
         ("2", 1, "2 devices cannot be one budget: its control daemon gives no process more than 4096 MiB"),
-        ("5", 5, "5 devices on one GPU can never be had: there are 4 such devices on 1 GPUs"),
+        ("5", 5, "5 devices on one GPU can never be had: there are 4 such devices on 1 GPU"),
     ],
 )
 def test_several_devices_that_can_never_be_had_are_refused_at_once(

@@ -140,10 +140,11 @@ def test_a_lease_that_a_reload_left_without_its_control_daemon_is_told(
     assert told() == []
     daemon.configure(cuda_mps_scope="gpu")
     assert daemon.ask("POST", "/v1/reload")[0] == 200
+    eventually(lambda: daemon.status()["state"] == "ready", "that its new control daemons serve")
     take(daemon, "name=after&ttl=600")
     (one,) = told()
-    what = f"the control daemon of {ADDRESSES[0]} is another one since the lease ({before['id'][:8]}) of root"
-    assert one.startswith(what)
+    whose = f"lease {before['id'][:8]} of root ({ADDRESSES[0]})"
+    assert one.startswith(f"{whose}: the control daemon that it was given with is gone")
 
 
 def test_a_lease_of_a_connection_goes_on_as_one_of_its_process_when_the_daemon_is_another(

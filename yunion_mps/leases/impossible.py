@@ -30,8 +30,9 @@ def refuse_impossible(wish: Wish, offers: Offers) -> None:
         anywhere = wish._replace(enforced=False)
         refuse_impossible(anywhere, offers)
         raise HostError(_unenforced(anywhere, offers), UNENFORCED_HINT)
-    there = f"{sum(map(len, by_gpu.values()))} such devices on {len(by_gpu)} GPUs"
-    hint = "see: yunion-mps list"
+    number, gpus = sum(map(len, by_gpu.values())), len(by_gpu)
+    there = f"{number} such devices on {gpus} GPU{'' if gpus == 1 else 's'}" if number else "no such devices"
+    hint = "see: yunion-mps list" if offers.devices else "see why: yunion-mps status"
     if not by_gpu and pools_for(wish, offers):
         hint = "memory is handed out in units here: --gpu-mem 2GiB"
     if wish.memory_mib:

@@ -122,11 +122,9 @@ def of_leases(leases: Iterable[Json], status: Json) -> Iterator[Finding]:
     places = {domain["pipe_directory"] for domain in status["domains"]}
     for lease in leases:
         if lease["environment"].get("CUDA_MPS_PIPE_DIRECTORY", "") not in {"", *places}:
-            whose = f"the lease ({lease['id'][:_ID_LENGTH]}) of {lease['user']}"
-            what = (
-                f"the control daemon of {','.join(lease['devices'])} is another one since {whose} was given"
-            )
-            yield Finding(PROBLEM, f"{what}: what starts with it now has no limits", _MOVED_REMEDY)
+            whose = f"lease {lease['id'][:_ID_LENGTH]} of {lease['user']} ({', '.join(lease['devices'])})"
+            what = f"{whose}: the control daemon that it was given with is gone; what starts has no limits"
+            yield Finding(PROBLEM, what, _MOVED_REMEDY)
 
 
 def ranked(findings: Iterable[Finding]) -> list[Finding]:

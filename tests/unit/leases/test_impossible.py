@@ -15,9 +15,9 @@ from unit.leases.shares import offers, pool
 @pytest.mark.parametrize(
     ("wish", "there"),
     [
-        (Wish(5), "4 such devices on 1 GPUs"),
-        (Wish(2, across=True), "4 such devices on 1 GPUs"),
-        (Wish(device="nosuch"), "0 such devices on 0 GPUs"),
+        (Wish(5), "4 such devices on 1 GPU"),
+        (Wish(2, across=True), "4 such devices on 1 GPU"),
+        (Wish(device="nosuch"), "no such devices"),
     ],
 )
 def test_what_can_never_be_had_is_refused_at_once(wish: Wish, there: str) -> None:
@@ -32,3 +32,9 @@ def test_devices_across_gpus_are_refused_where_memory_is_only_handed_out_in_unit
     with pytest.raises(NothingFreeError, match="can never be had") as caught:
         refuse_impossible(wish, handed_out)
     assert "--gpu-mem" in caught.value.hint
+
+
+def test_where_a_host_offers_nothing_it_is_said_who_tells_why() -> None:
+    with pytest.raises(NothingFreeError, match="there are no such devices") as caught:
+        refuse_impossible(Wish(), Offers())
+    assert caught.value.hint == "see why: yunion-mps status"
