@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from pathlib import Path
 
 import pytest
 
@@ -91,6 +92,16 @@ def test_a_command_that_cannot_be_started_keeps_no_device(
     done = run(ready_daemon.host, *command)
     assert (done.returncode, done.stderr.splitlines()[-1]) == (status, f"yunion-mps: {why}")
     eventually(lambda: given(ready_daemon) == [], "the end of the lease")
+
+
+def test_a_script_without_its_first_line_is_told_what_that_is(ready_daemon: Daemon, tmp_path: Path) -> None:
+    script = tmp_path / "job"
+    script.write_text("echo ran\n")
+    script.chmod(0o755)
+    done = run(ready_daemon.host, str(script))
+    what, hint = done.stderr.splitlines()
+    assert (done.returncode, what) == (126, f"yunion-mps: {script} cannot be started: Exec format error")
+    assert hint.startswith("yunion-mps: a script begins with #!")
 
 
 def test_where_nothing_is_free_it_fails_or_waits_its_turn(ready_daemon: Daemon) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 from collections.abc import Mapping
@@ -149,6 +150,8 @@ def _become(argv: tuple[str, ...], environment: Mapping[str, str]) -> NoReturn:
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else error
         say(f"{name} cannot be started: {why}")
+        if isinstance(error, OSError) and error.errno == errno.ENOEXEC:
+            say("a script begins with #! and its program, as #!/bin/sh; or start that: sh SCRIPT")
         if name.isdigit():
             say("seconds to wait are written so: --wait=60")
         status = _NOT_FOUND if isinstance(error, FileNotFoundError) else _NOT_EXECUTABLE
