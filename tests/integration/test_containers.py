@@ -129,12 +129,12 @@ def test_the_lease_outlives_the_engine_s_client_and_the_daemon_and_not_the_conta
     (ready_daemon.host.root / "run/cdi/yunion-mps-lease-ended.json").write_text("{}")
     ready_daemon.start().wait_ready()
     assert given(ready_daemon) == [ADDRESSES[0]]
-    assert files_of(ready_daemon.host) == [kept, "yunion-mps.json"], "of the leases that there are"
+    eventually(lambda: files_of(ready_daemon.host) == [kept, "yunion-mps.json"], "those of leases there are")
     assert ready_daemon.ask("POST", "/v1/reexec")[0] == 200
     eventually(lambda: given(ready_daemon) == [ADDRESSES[0]], "that it is known")
     os.kill(inside, signal.SIGKILL)
     eventually(lambda: given(ready_daemon) == [], "the end of the lease")
-    assert files_of(ready_daemon.host) == ["yunion-mps.json"]
+    eventually(lambda: files_of(ready_daemon.host) == ["yunion-mps.json"], "the end of its file")
 
 
 def test_several_devices_are_one_budget_by_run_and_refused_by_hand(

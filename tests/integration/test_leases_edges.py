@@ -132,19 +132,38 @@ def test_a_lease_that_a_reload_left_without_its_control_daemon_is_told(
 ) -> None:
     daemon = make_daemon(make_host([{"kind": "v100", "count": 2}])).start().wait_ready()
     before = take(daemon, "name=before&ttl=600")
-
-    def told() -> list[str]:
-        wrong = daemon.host.run(["yunion-mps", "status", "-o", "json"]).stdout
-        return [one["what"] for one in json.loads(wrong)["problems"]]
-
-    assert told() == []
+    assert wrong_at(daemon) == []
     daemon.configure(cuda_mps_scope="gpu")
     assert daemon.ask("POST", "/v1/reload")[0] == 200
     eventually(lambda: daemon.status()["state"] == "ready", "that its new control daemons serve")
     take(daemon, "name=after&ttl=600")
-    (one,) = told()
+    (one,) = wrong_at(daemon)
     whose = f"lease {before['id'][:8]} of root ({ADDRESSES[0]})"
     assert one.startswith(f"{whose}: the control daemon that it was given with is gone")
+
+
+def test_a_lease_of_a_lost_gpu_is_nothing_to_end_for_it_goes_on_when_that_is_back(
+    make_host: MakeHost, make_daemon: MakeDaemon
+) -> None:
+    host = make_host([{"kind": "v100", "count": 2}])
+    daemon = make_daemon(host)
+    daemon.configure(cuda_mps_scope="gpu")
+    daemon.start().wait_ready()
+    take(daemon, "gpu=00:07.0&name=a&ttl=600")
+    assert daemon.stop() == 0
+    host.gpus[1].lose()
+    daemon.start().wait_ready()
+    (one,) = wrong_at(daemon)
+    assert one.startswith("GPU 00:07.0 (")
+    host.gpus[1].restore()
+    assert daemon.ask("POST", "/v1/reload")[0] == 200
+    eventually(lambda: wrong_at(daemon) == [], "that all is well")
+
+
+def wrong_at(daemon: Daemon) -> list[str]:
+    """What `status` says is wrong."""
+    told = json.loads(daemon.host.run(["yunion-mps", "status", "-o", "json"]).stdout)
+    return [one["what"] for one in told["problems"]]
 
 
 def test_a_lease_of_a_connection_goes_on_as_one_of_its_process_when_the_daemon_is_another(
@@ -286,3 +305,29 @@ def test_what_a_crash_left_of_a_copy_is_no_second_lease(ready_daemon: Daemon) ->
     ready_daemon.kill()
     ready_daemon.start().wait_ready()
     assert given(ready_daemon) == []
+
+
+@pytest.mark.parametrize("scope", ["host", "gpu"])
+def test_who_waits_for_a_gpu_that_is_lost_gets_it_when_it_is_back(
+    make_host: MakeHost, make_daemon: MakeDaemon, scope: str
+) -> None:
+    """Also over a reload and an end of all control daemons; they are not told that it can never be had."""
+    host = make_host([{"kind": "v100"}, {"kind": "a100"}])
+    daemon = make_daemon(host)
+    daemon.configure(
+        container_device_config_file="/etc/yunion/host_container_device.yml", cuda_mps_scope=scope
+    )
+    daemon.start().wait_ready()
+    host.gpus[1].lose()
+    assert daemon.ask("POST", "/v1/reload")[0] == 200
+    with contextlib.closing(Asker(daemon, "gpu=00:07.0&name=a&ttl=600&wait=120")) as waiter:
+        wait_until_wait(daemon, 1)
+        assert daemon.ask("POST", "/v1/reload")[0] == 200
+        for domain in daemon.status()["domains"]:
+            os.kill(domain["pid"], signal.SIGKILL)
+        eventually(lambda: daemon.status()["domains"][0]["restarts"] == 1, "another control daemon")
+        wait_until_wait(daemon, 1)
+        host.gpus[1].restore()
+        assert daemon.ask("POST", "/v1/reload")[0] == 200
+        status, lease = waiter.answer()
+    assert (status, lease["gpus"]) == (200, ["00:07.0"])

@@ -15,7 +15,7 @@ from yunion_mps.cli.output import output_option, show_pairs
 from yunion_mps.cli.screen import asking
 from yunion_mps.cli.screen.text import duration, right
 from yunion_mps.cli.table import draw, notes, terminal_rows, wrapped
-from yunion_mps.overview.findings import Finding, folded, of_leases, of_status, of_uses, ranked
+from yunion_mps.overview.findings import Finding, everything, folded
 from yunion_mps.overview.uses import NOBODY, Clients, Holding, holdings, memory_by_gpu, past_mps
 from yunion_mps.overview.words import count
 
@@ -59,7 +59,7 @@ def command(output: str) -> None:
     held, waiting = asking.leases()
     clients = asking.clients_or_why() if status["domains"] else NOBODY
     found = holdings(devices, held, clients.clients)
-    wrong = ranked([*of_status(status, gpus), *of_uses(found, clients), *of_leases(held, status)])
+    wrong = everything(status, gpus, held, found, clients)
     in_use = sum(len(holding.devices) for holding in found if holding.in_use)
     past = past_mps(clients.clients)
     answer = {

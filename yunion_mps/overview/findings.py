@@ -114,22 +114,28 @@ def of_uses(holdings: Iterable[Holding], clients: Clients) -> Iterator[Finding]:
         yield Finding(PENDING, what, _NO_ROOM_REMEDY)
 
 
-def of_leases(leases: Iterable[Json], status: Json) -> Iterator[Finding]:
+def of_leases(leases: Iterable[Json], status: Json, gpus: Iterable[Json]) -> Iterator[Finding]:
     """Leases whose environment leads where no control daemon is any more, as after a reload.
 
-    Where CUDA finds none it goes on without one, and without limits.
+    Where CUDA finds none it goes on without one, and without limits. On a GPU that is lost nothing starts,
+    and when it is back its control daemon has its place again.
     """
     places = {domain["pipe_directory"] for domain in status["domains"]}
+    lost = {gpu["addr"] for gpu in gpus if gpu["state"] == "unavailable"}
     for lease in leases:
-        if lease["environment"].get("CUDA_MPS_PIPE_DIRECTORY", "") not in {"", *places}:
+        place = lease["environment"].get("CUDA_MPS_PIPE_DIRECTORY", "")
+        if place not in {"", *places} and lost.isdisjoint(lease["gpus"]):
             whose = f"lease {lease['id'][:_ID_LENGTH]} of {lease['user']} ({', '.join(lease['devices'])})"
             what = f"{whose}: the control daemon that it was given with is gone; what starts has no limits"
             yield Finding(PROBLEM, what, _MOVED_REMEDY)
 
 
-def ranked(findings: Iterable[Finding]) -> list[Finding]:
-    """The worst first."""
-    return sorted(findings, key=lambda one: (NOTICE, PROBLEM, WARNING, PENDING).index(one.kind))
+def everything(
+    status: Json, gpus: Sequence[Json], leases: Iterable[Json], held: Iterable[Holding], clients: Clients
+) -> list[Finding]:
+    """All that is wrong, the worst first."""
+    found = [*of_status(status, gpus), *of_uses(held, clients), *of_leases(leases, status, gpus)]
+    return sorted(found, key=lambda one: (NOTICE, PROBLEM, WARNING, PENDING).index(one.kind))
 
 
 def folded(findings: Sequence[Finding], most: int = 3) -> list[Finding]:

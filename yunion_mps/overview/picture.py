@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from yunion_mps.overview.findings import folded, of_leases, of_status, of_uses, ranked
+from yunion_mps.overview.findings import everything, folded
 from yunion_mps.overview.uses import Clients, Holding, Process, holdings, memory_by_gpu
 
 Json = dict[str, Any]
@@ -36,8 +36,7 @@ def picture(told: Told) -> Json:
     """
     clients = told.clients.clients
     found = holdings(told.devices, told.leases, clients)
-    moved = of_leases(told.leases, told.status)
-    wrong = ranked([*of_status(told.status, told.gpus), *of_uses(found, told.clients), *moved])
+    wrong = everything(told.status, told.gpus, told.leases, found, told.clients)
     in_use = sum(len(one.devices) for one in found if one.in_use)
     free = sum(one.is_spare for one in found)
     used = memory_by_gpu(clients)

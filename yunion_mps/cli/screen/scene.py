@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from yunion_mps.cli.screen.asking import Answers
-from yunion_mps.overview.findings import Finding, folded, of_leases, of_status, of_uses, ranked
+from yunion_mps.overview.findings import Finding, everything, folded
 from yunion_mps.overview.uses import Clients, Holding, Json, filled, holdings, in_container, memory_by_gpu
 
 #: Why a row needs somebody's eye.
@@ -81,8 +81,7 @@ class Scene(NamedTuple):
 def scene(answers: Answers, clients: Clients) -> Scene:
     """What there is to see by the daemon's answers."""
     found = holdings(answers.devices, answers.leases, clients.clients)
-    moved = of_leases(answers.leases, answers.status)
-    wrong = ranked([*of_status(answers.status, answers.gpus), *of_uses(found, clients), *moved])
+    wrong = everything(answers.status, answers.gpus, answers.leases, found, clients)
     budgets = {device["addr"]: device["mps_memory_limit"] for device in answers.devices}
     for lease in answers.leases:  # a device that was made of a pool for its lease is not listed
         budgets.update(zip(lease["devices"], lease["memory"]))
