@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import os
 import shutil
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 from yunion_mps import __version__
 
 from packages.family import FAMILIES, Family
@@ -39,12 +43,39 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("packages")
 
 
+class ByMachine(LoadScopeScheduling):  # type: ignore[misc] # it has no types
+    """What shares a machine is run by one process, in its order: the tests of a class and its parameter."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        path, _, name = nodeid.partition("::")
+        test, _, parameter = name.partition("[")
+        return f"{path}::{test.rpartition('::')[0]}[{parameter}"
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByMachine:
+    """Let two machines run side by side (pytest's -n 2)."""
+    return ByMachine(config, log)
+
+
 @pytest.fixture(scope="session")
-def versions(folder: Path) -> tuple[Packages, Packages]:
-    """The version before, and this one; the images are made meanwhile."""
-    with ThreadPoolExecutor() as pool:
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that all processes of this run have in common; the journals of the run before are gone."""
+    base = tmp_path_factory.getbasetemp()
+    found = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "shared"
+    with contextlib.suppress(FileExistsError):
+        found.mkdir()
+        shutil.rmtree(JOURNALS, ignore_errors=True)
+    return found
+
+
+@pytest.fixture(scope="session")
+def versions(shared: Path) -> tuple[Packages, Packages]:
+    """The version before, and this one, with the images; one process makes them, and another waits for it."""
+    with open(shared / "lock", "w") as lock, ThreadPoolExecutor() as pool:
+        fcntl.flock(lock, fcntl.LOCK_EX)
         images = [pool.submit(image, release) for release in RELEASES]
-        packages = [pool.submit(built, folder, version) for version in (PREVIOUS, __version__)]
+        packages = [pool.submit(built, shared, version) for version in (PREVIOUS, __version__)]
         for one in images:
             one.result()
         return packages[0].result(), packages[1].result()
@@ -65,7 +96,6 @@ def current(versions: tuple[Packages, Packages]) -> Packages:
 @pytest.fixture(scope="session")
 def new_machine(request: pytest.FixtureRequest, versions: object) -> NewMachine:
     """A machine of a release, not booted yet; its journal is kept where a test fails while it is there."""
-    shutil.rmtree(JOURNALS, ignore_errors=True)
 
     @contextmanager
     def new(

@@ -28,18 +28,26 @@ class Packages(NamedTuple):
 
 
 def built(folder: Path, version: str = __version__) -> Packages:
-    """Build both formats of this checkout, as of `version`, below the folder."""
-    tree, output = folder / f"tree-{version}", folder / f"dist-{version}"
+    """Both formats of this checkout, as of `version`, below the folder; built where they are not there."""
+    output = folder / f"dist-{version}"
+    if not output.exists():
+        _build(folder / f"tree-{version}", version, output)
+    return Packages(version, _only(output, "*.deb"), _only(output, "*.rpm"))
+
+
+def _build(tree: Path, version: str, output: Path) -> None:
+    shutil.rmtree(tree, ignore_errors=True)
     _copy(tree, version)
+    new = output.with_name(f"{output.name}.new")
     environment = {**os.environ, "PYTHONPATH": "scripts/lib"}
-    command = [sys.executable, "-m", "package_build", "--output", str(output)]
+    command = [sys.executable, "-m", "package_build", "--output", str(new)]
     command += ["--cache", str(CHECKOUT / ".cache/package")]
     done = subprocess.run(
         command, cwd=tree, env=environment, capture_output=True, text=True, timeout=_LIMIT_S
     )
     if done.returncode != 0:
         raise RuntimeError(f"scripts/package failed for {version}:\n{done.stdout}{done.stderr}")
-    return Packages(version, _only(output, "*.deb"), _only(output, "*.rpm"))
+    new.rename(output)
 
 
 def stub_rpm(folder: Path, provides: list[str]) -> Path:
