@@ -117,8 +117,7 @@ follow_cloudpods() { # take the place of Cloudpods' daemon: enabled and running 
 # Its control daemon goes on with its jobs, as ours. Its own daemon is not let stop, for it would tell it to end.
 go_on_with_cloudpods() {
     cloudpods_control_daemons | while read -r pid directory; do
-        # Among the host's own files: rpm from 4.20 on runs scripts with a /tmp of their own.
-        if why=$(timeout 180 nsenter --mount --target 1 yunion-mps-daemon --take-over "$pid" 2>&1); then
+        if why=$(with_the_hosts_files timeout 180 yunion-mps-daemon --take-over "$pid" 2>&1); then
             systemctl daemon-reload # so that our unit counts, which lets the others live when its main process ends
             main=$(systemctl show --property MainPID --value "$unit")
             [ "${main:-0}" = 0 ] || kill -KILL "$main"
@@ -130,6 +129,10 @@ go_on_with_cloudpods() {
 }
 
 cloudpods_control_daemons() { # PID and directory of each that is not ours and serves where ours is to
+with_the_hosts_files() { # rpm from 4.20 on runs scripts with a /tmp of their own, where no control daemon is found
+    if systemd_runs; then nsenter --mount --target 1 "$@"; else "$@"; fi
+}
+
     pipe=$(yunion-mps config show --output csv | sed -n 's/^cuda_mps_pipe_directory,\([^,]*\),.*/\1/p')
     others | while read -r pid directory; do
         [ "$directory" != "$pipe" ] || echo "$pid $directory"
@@ -155,7 +158,8 @@ going() { # for good: the daemon puts the compute modes back as it stops
         systemctl --quiet disable "$unit" 2>/dev/null || :
     fi
     if [ -e "$running/former-compute-modes.json" ] || control_daemons | grep -q ' ours$'; then # it had been killed
-        yunion-mps-daemon --put-back || say "not all could be put back: see above; to try again: yunion-mps-daemon --put-back"
+        with_the_hosts_files yunion-mps-daemon --put-back ||
+            say "not all could be put back: see above; to try again: yunion-mps-daemon --put-back"
     fi
     remove_bytecode
 }

@@ -326,6 +326,7 @@ def test_what_a_killed_daemon_left_is_put_back_at_a_removal(host: Host, left: st
 
 def test_a_removal_without_anything_left_says_nothing(host: Host) -> None:
     host.program("systemctl", "")
+    host.program("nsenter", 'shift 3; exec "$@"')
     host.program("yunion-mps", "")
     assert host.good("systemd_runs() { :; }; going") == []
     assert "yunion-mps-daemon --put-back" not in host.calls()
@@ -338,5 +339,74 @@ def test_where_the_disk_is_too_full_for_bytecode_none_stays_and_that_is_said(hos
     (host.root / "usr/module.py").write_text("syntax error\n")  # fails as a full disk does
     (host.root / "usr/good.py").write_text("")
     (said,) = host.good("compile_bytecode")
+    # rpm's scripts may have a /tmp of their own, where no control daemon would be found and asked to end.
+    assert "nsenter --mount --target 1 yunion-mps-daemon --put-back" in calls
+
+
+def test_where_systemd_does_not_run_no_other_system_s_files_are_entered(host: Host) -> None:
+    """In a chroot the process with PID 1 is another system's."""
+    host.program("nsenter", "")
+    host.program("systemctl", "")
+    host.program("yunion-mps-daemon", "")
+    files(host.root / "run/yunion-mps", "former-compute-modes.json")
+    assert host.good("systemd_runs() { return 1; }; going") == []
+    calls = host.calls()
+    assert "yunion-mps-daemon --put-back" in calls
+    assert not [call for call in calls if call.startswith("nsenter")]
+
+
+def test_a_removal_without_anything_left_says_nothing(host: Host) -> None:
+    host.program("systemctl", "")
+    host.program("nsenter", 'shift 3; exec "$@"')
+    host.program("yunion-mps", "")
+    assert host.good("systemd_runs() { :; }; going") == []
+    assert "yunion-mps-daemon --put-back" not in host.calls()
+
+
+# -- bytecode
+
+
+def test_where_the_disk_is_too_full_for_bytecode_none_stays_and_that_is_said(host: Host) -> None:
+    (host.root / "usr/module.py").write_text("syntax error\n")  # fails as a full disk does
+    (host.root / "usr/good.py").write_text("")
+    (said,) = host.good("compile_bytecode")
+    # rpm's scripts may have a /tmp of their own, where no control daemon would be found and asked to end.
+    assert "nsenter --mount --target 1 yunion-mps-daemon --put-back" in calls
+
+
+def test_where_systemd_does_not_run_no_other_system_s_files_are_entered(host: Host) -> None:
+    """In a chroot the process with PID 1 is another system's."""
+    host.program("nsenter", "")
+    host.program("systemctl", "")
+    host.program("yunion-mps-daemon", "")
+    files(host.root / "run/yunion-mps", "former-compute-modes.json")
+    assert host.good("systemd_runs() { return 1; }; going") == []
+    calls = host.calls()
+    assert "yunion-mps-daemon --put-back" in calls
+    assert not [call for call in calls if call.startswith("nsenter")]
+
+
+def test_jobs_by_the_template_are_named_stopped_after_the_service_and_disabled(host: Host) -> None:
+    units = (
+        "echo yunion-mps-job@train.service loaded active running Job; echo yunion-mps-job@b.service loaded"
+    )
+    host.program("systemctl", f'case "$1" in list-units) {units} ;; esac')
+    host.program("yunion-mps", "")
+    wants = host.root / "wants"
+    wants.mkdir()
+    for name in ("yunion-mps-job@train.service", "ssh.service"):
+        (wants / name).symlink_to("/dangles")
+    (said,) = host.good(f"enabled={wants}; systemd_runs() {{ :; }}; going")
+    assert said == (
+        "yunion-mps-daemon: these jobs are stopped: yunion-mps-job@train.service, yunion-mps-job@b.service"
+    )
+    calls = [call for call in host.calls() if call.startswith("systemctl ")]
+    assert calls[1:] == [
+        "systemctl stop yunion-mps-daemon.service",
+        "systemctl stop yunion-mps-job@*.service",
+        "systemctl reset-failed yunion-mps-daemon.service yunion-mps-job@*.service",
+        "systemctl --quiet disable yunion-mps-daemon.service",
+        "systemctl --quiet disable yunion-mps-job@train.service",
+    ]
     assert "no bytecode could be written" in said
     assert not (host.root / "usr/__pycache__").exists()
