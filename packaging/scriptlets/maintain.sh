@@ -152,11 +152,15 @@ going() { # for good: the daemon puts the compute modes back as it stops
     if systemd_runs; then
         say_whose_jobs_end
         systemctl stop "$unit" || say "the service could not be stopped: see above"
-        systemctl reset-failed "$unit" 2>/dev/null || :
+        systemctl stop 'yunion-mps-job@*.service' || : # of those that were no clients of MPS
+        systemctl reset-failed "$unit" 'yunion-mps-job@*.service' 2>/dev/null || :
     fi
     if command -v systemctl >/dev/null; then
         systemctl --quiet disable "$unit" 2>/dev/null || :
     fi
+        for link in "$enabled"/yunion-mps-job@?*.service; do
+            [ ! -L "$link" ] || systemctl --quiet disable "${link##*/}" 2>/dev/null || :
+        done
     if [ -e "$running/former-compute-modes.json" ] || control_daemons | grep -q ' ours$'; then # it had been killed
         with_the_hosts_files yunion-mps-daemon --put-back ||
             say "not all could be put back: see above; to try again: yunion-mps-daemon --put-back"
@@ -166,6 +170,8 @@ going() { # for good: the daemon puts the compute modes back as it stops
 
 say_whose_jobs_end() {
     jobs=$(timeout 60 yunion-mps clients --output csv 2>/dev/null | sed 1d | cut -d , -f 1,2) || return 0
+    units=$(systemctl list-units --plain --no-legend --state=active,activating 'yunion-mps-job@*.service' | cut -d ' ' -f 1 | paste -s -d , | sed 's/,/, /g')
+    [ -z "$units" ] || say "these jobs are stopped: $units"
     [ -n "$jobs" ] || return 0
     wait_s=$(timeout 60 yunion-mps config show --output csv 2>/dev/null | sed -n 's/^cuda_mps_stop_timeout_s,\([0-9]*\),.*/\1/p')
     number=$(echo "$jobs" | wc -l)

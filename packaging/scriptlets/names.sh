@@ -11,6 +11,7 @@ running=/run/yunion-mps
 taken_over=$running/taken-over.json
 before=/run/yunion-mps-daemon.cloudpods
 devices=/run/cdi
+enabled=/etc/systemd/system/multi-user.target.wants
 processes=/proc
 
 say() { echo "yunion-mps-daemon: $*" >&2; }

@@ -145,3 +145,16 @@ class TestJobs:
         assert "true runs without limits: /tmp/nvidia-mps/pipe/control cannot be reached" in said
         assert "PrivateTmp" in said
         assert host.ask("devices?unused=true")["total"] == 4
+
+    def test_a_removal_stops_and_disables_jobs_that_were_no_clients_too(
+        self, family: Family, host: Operator
+    ) -> None:
+        machine = host.machine
+        begin(machine, "sleep 4717")
+        machine.run("systemctl", "enable", JOB)
+        done = family.remove()
+        assert f"these jobs are stopped: {JOB}\n" in done.stdout + done.stderr
+        assert machine.shell("pgrep -f 'sleep 471[7]' || true") == ""
+        assert machine.shell("systemctl list-units --all --plain --no-legend 'yunion-mps-*'") == ""
+        assert machine.shell("find /etc/systemd/system -name '*yunion*'") == ""
+        assert machine.run("systemctl", "is-system-running").stdout.strip() == "running"

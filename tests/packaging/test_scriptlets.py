@@ -310,6 +310,7 @@ def test_whose_jobs_a_removal_ends_is_said_before(host: Host) -> None:
 @pytest.mark.parametrize("left", ["modes", "control daemon"])
 def test_what_a_killed_daemon_left_is_put_back_at_a_removal(host: Host, left: str) -> None:
     host.program("systemctl", "")
+    host.program("nsenter", 'shift 3; exec "$@"')
     host.program("yunion-mps", "")
     host.program("yunion-mps-daemon", "exit 1")
     if left == "modes":
@@ -322,54 +323,6 @@ def test_what_a_killed_daemon_left_is_put_back_at_a_removal(host: Host, left: st
     assert calls.index("systemctl stop yunion-mps-daemon.service") < calls.index(
         "yunion-mps-daemon --put-back"
     )
-
-
-def test_a_removal_without_anything_left_says_nothing(host: Host) -> None:
-    host.program("systemctl", "")
-    host.program("nsenter", 'shift 3; exec "$@"')
-    host.program("yunion-mps", "")
-    assert host.good("systemd_runs() { :; }; going") == []
-    assert "yunion-mps-daemon --put-back" not in host.calls()
-
-
-# -- bytecode
-
-
-def test_where_the_disk_is_too_full_for_bytecode_none_stays_and_that_is_said(host: Host) -> None:
-    (host.root / "usr/module.py").write_text("syntax error\n")  # fails as a full disk does
-    (host.root / "usr/good.py").write_text("")
-    (said,) = host.good("compile_bytecode")
-    # rpm's scripts may have a /tmp of their own, where no control daemon would be found and asked to end.
-    assert "nsenter --mount --target 1 yunion-mps-daemon --put-back" in calls
-
-
-def test_where_systemd_does_not_run_no_other_system_s_files_are_entered(host: Host) -> None:
-    """In a chroot the process with PID 1 is another system's."""
-    host.program("nsenter", "")
-    host.program("systemctl", "")
-    host.program("yunion-mps-daemon", "")
-    files(host.root / "run/yunion-mps", "former-compute-modes.json")
-    assert host.good("systemd_runs() { return 1; }; going") == []
-    calls = host.calls()
-    assert "yunion-mps-daemon --put-back" in calls
-    assert not [call for call in calls if call.startswith("nsenter")]
-
-
-def test_a_removal_without_anything_left_says_nothing(host: Host) -> None:
-    host.program("systemctl", "")
-    host.program("nsenter", 'shift 3; exec "$@"')
-    host.program("yunion-mps", "")
-    assert host.good("systemd_runs() { :; }; going") == []
-    assert "yunion-mps-daemon --put-back" not in host.calls()
-
-
-# -- bytecode
-
-
-def test_where_the_disk_is_too_full_for_bytecode_none_stays_and_that_is_said(host: Host) -> None:
-    (host.root / "usr/module.py").write_text("syntax error\n")  # fails as a full disk does
-    (host.root / "usr/good.py").write_text("")
-    (said,) = host.good("compile_bytecode")
     # rpm's scripts may have a /tmp of their own, where no control daemon would be found and asked to end.
     assert "nsenter --mount --target 1 yunion-mps-daemon --put-back" in calls
 
@@ -408,5 +361,21 @@ def test_jobs_by_the_template_are_named_stopped_after_the_service_and_disabled(h
         "systemctl --quiet disable yunion-mps-daemon.service",
         "systemctl --quiet disable yunion-mps-job@train.service",
     ]
+
+
+def test_a_removal_without_anything_left_says_nothing(host: Host) -> None:
+    host.program("systemctl", "")
+    host.program("yunion-mps", "")
+    assert host.good("systemd_runs() { :; }; going") == []
+    assert "yunion-mps-daemon --put-back" not in host.calls()
+
+
+# -- bytecode
+
+
+def test_where_the_disk_is_too_full_for_bytecode_none_stays_and_that_is_said(host: Host) -> None:
+    (host.root / "usr/module.py").write_text("syntax error\n")  # fails as a full disk does
+    (host.root / "usr/good.py").write_text("")
+    (said,) = host.good("compile_bytecode")
     assert "no bytecode could be written" in said
     assert not (host.root / "usr/__pycache__").exists()
