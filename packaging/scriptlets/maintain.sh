@@ -181,6 +181,11 @@ say_whose_jobs_end() {
 }
 
 case $1 in
+replaced() { # by Cloudpods' package, and no longer there in a moment: jobs are not ended for that
+    say "Cloudpods' package takes the place of this one; what runs goes on, and ends with its jobs by: systemctl restart $unit"
+    ! systemd_runs || systemctl --quiet stop yunion-mps-gateway.path yunion-mps-gateway.service || :
+}
+
 nothing) ;; # the tests call one function after another
 first) make_configuration ;;
 before-cloudpods-goes) before_cloudpods_goes ;;
@@ -188,5 +193,6 @@ installed) installed ;;
 python-changed) compile_bytecode ;;
 going) going ;;
 leaving-bytecode) remove_bytecode ;;
-*) say "usage: maintain first|before-cloudpods-goes|installed|python-changed|going|leaving-bytecode" && exit 2 ;;
+replaced) replaced ;;
+*) say "usage: maintain first|before-cloudpods-goes|installed|python-changed|going|leaving-bytecode|replaced" && exit 2 ;;
 esac

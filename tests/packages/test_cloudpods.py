@@ -99,3 +99,25 @@ def test_one_that_cannot_be_taken_over_is_asked_to_end_once_its_jobs_have(
     machine.wait_until("its end", lambda: their not in operator.processes(CONTROL))
     machine.wait_until("ours", lambda: operator.ask("status")["state"] == "ready")
     assert operator.processes(CONTROL) == [operator.control_daemon()]
+
+
+def test_back_to_theirs_no_job_is_ended_before_the_restart_that_is_asked_for(
+    family: Family, operator: Operator, theirs: Packages, current: Packages
+) -> None:
+    """As docs/install.md says it."""
+    machine = operator.machine
+    operator.configure(more="metrics_listen: 127.0.0.1:9434\ncuda_mps_stop_timeout_s: 1")
+    family.install(current)
+    operator.start()
+    ours, job = operator.control_daemon(), operator.begin_job("ours")
+    done = family.install(theirs)
+    restart = f"systemctl restart {UNIT}"
+    assert f"what runs goes on, and ends with its jobs by: {restart}" in done.stdout + done.stderr
+    assert operator.processes(CONTROL) == [ours]
+    assert operator.is_at_work("ours")
+    machine.shell(restart)
+    machine.wait_until("their control daemon", lambda: operator.processes(CONTROL) not in ([], [ours]))
+    operator.end_job("ours", job)
+    units = machine.shell("systemctl list-units --plain --no-legend 'yunion-mps-*'").splitlines()
+    assert [line.split()[0] for line in units] == [UNIT]
+    assert machine.run("test", "-e", "/usr/lib/yunion-mps", check=False).returncode == 1

@@ -38,6 +38,9 @@ def built(folder: Path, version: str = __version__) -> Packages:
 def _build(tree: Path, version: str, output: Path) -> None:
     shutil.rmtree(tree, ignore_errors=True)
     _copy(tree, version)
+    if version == PREVIOUS:  # a module that is no more
+        (tree / "yunion_mps/formerly").mkdir()
+        (tree / "yunion_mps/formerly/__init__.py").write_text('"""Of the version before."""\n')
     new = output.with_name(f"{output.name}.new")
     environment = {**os.environ, "PYTHONPATH": "scripts/lib"}
     command = [sys.executable, "-m", "package_build", "--output", str(new)]

@@ -286,6 +286,15 @@ def test_where_our_version_refuses_cloudpods_files_its_daemon_is_not_stopped(hos
     assert host.calls() == ["yunion-mps-daemon --check"]
 
 
+def test_a_package_of_cloudpods_that_takes_our_place_ends_no_job(host: Host) -> None:
+    host.program("systemctl", "")
+    (said,) = host.good("systemd_runs() { :; }; replaced")
+    assert said.endswith(
+        "what runs goes on, and ends with its jobs by: systemctl restart yunion-mps-daemon.service"
+    )
+    assert host.calls() == ["systemctl --quiet stop yunion-mps-gateway.path yunion-mps-gateway.service"]
+
+
 # -- the end
 
 
