@@ -93,7 +93,8 @@ run_anew() { # an upgrade ends no job: the daemon runs the new program in its ow
 
 configuration_is_right() { # else say so, and $1
     why=$(timeout 180 yunion-mps-daemon --check 2>&1) && return
-    say "this version refuses the configuration ($(first "$why")); $1"
+    if [ $? = 6 ]; then what="refuses the configuration"; else what="could not start here"; fi # without a driver, for one
+    say "this version $what ($(first "$why")); $1"
     return 1
 }
 
@@ -128,11 +129,11 @@ go_on_with_cloudpods() {
     done
 }
 
-cloudpods_control_daemons() { # PID and directory of each that is not ours and serves where ours is to
 with_the_hosts_files() { # rpm from 4.20 on runs scripts with a /tmp of their own, where no control daemon is found
     if systemd_runs; then nsenter --mount --target 1 "$@"; else "$@"; fi
 }
 
+cloudpods_control_daemons() { # PID and directory of each that is not ours and serves where ours is to
     pipe=$(yunion-mps config show --output csv | sed -n 's/^cuda_mps_pipe_directory,\([^,]*\),.*/\1/p')
     others | while read -r pid directory; do
         [ "$directory" != "$pipe" ] || echo "$pid $directory"
@@ -157,10 +158,10 @@ going() { # for good: the daemon puts the compute modes back as it stops
     fi
     if command -v systemctl >/dev/null; then
         systemctl --quiet disable "$unit" 2>/dev/null || :
-    fi
         for link in "$enabled"/yunion-mps-job@?*.service; do
             [ ! -L "$link" ] || systemctl --quiet disable "${link##*/}" 2>/dev/null || :
         done
+    fi
     if [ -e "$running/former-compute-modes.json" ] || control_daemons | grep -q ' ours$'; then # it had been killed
         with_the_hosts_files yunion-mps-daemon --put-back ||
             say "not all could be put back: see above; to try again: yunion-mps-daemon --put-back"
@@ -169,9 +170,9 @@ going() { # for good: the daemon puts the compute modes back as it stops
 }
 
 say_whose_jobs_end() {
-    jobs=$(timeout 60 yunion-mps clients --output csv 2>/dev/null | sed 1d | cut -d , -f 1,2) || return 0
     units=$(systemctl list-units --plain --no-legend --state=active,activating 'yunion-mps-job@*.service' | cut -d ' ' -f 1 | paste -s -d , | sed 's/,/, /g')
     [ -z "$units" ] || say "these jobs are stopped: $units"
+    jobs=$(timeout 60 yunion-mps clients --output csv 2>/dev/null | sed 1d | cut -d , -f 1,2) || return 0
     [ -n "$jobs" ] || return 0
     wait_s=$(timeout 60 yunion-mps config show --output csv 2>/dev/null | sed -n 's/^cuda_mps_stop_timeout_s,\([0-9]*\),.*/\1/p')
     number=$(echo "$jobs" | wc -l)
@@ -180,12 +181,12 @@ say_whose_jobs_end() {
     say "$number job(s) on the GPUs have ${wait_s:-10} s to end, and are ended then: $whose"
 }
 
-case $1 in
 replaced() { # by Cloudpods' package, and no longer there in a moment: jobs are not ended for that
     say "Cloudpods' package takes the place of this one; what runs goes on, and ends with its jobs by: systemctl restart $unit"
     ! systemd_runs || systemctl --quiet stop yunion-mps-gateway.path yunion-mps-gateway.service || :
 }
 
+case $1 in
 nothing) ;; # the tests call one function after another
 first) make_configuration ;;
 before-cloudpods-goes) before_cloudpods_goes ;;

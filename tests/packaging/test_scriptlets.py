@@ -145,6 +145,13 @@ def test_where_the_service_is_enabled_and_rests_a_broken_configuration_is_told_t
     assert not [call for call in host.calls() if " start" in call or " restart" in call]
 
 
+def test_where_it_is_not_the_configuration_that_is_wrong_that_is_not_said(host: Host) -> None:
+    host.program("systemctl", 'case "$*" in *is-active*) exit 3 ;; esac')
+    host.program("yunion-mps-daemon", "echo '<3>no NVIDIA driver: it is not installed' >&2; exit 1")
+    (said,) = host.good("go_on")
+    assert "this version could not start here (no NVIDIA driver: it is not installed); correct it" in said
+
+
 def test_where_the_new_version_refuses_the_configuration_the_daemon_of_before_goes_on(host: Host) -> None:
     host.program("systemctl", "")
     host.program("yunion-mps-daemon", f"cat >&2 <<'END'\n{REFUSED}\nEND\nexit 6")
