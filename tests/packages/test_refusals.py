@@ -127,6 +127,20 @@ class TestStart:
         assert operator.modes() == ["Default"]
         operator.configure()
 
+    def test_where_the_unit_may_not_write_that_is_said_and_not_that_a_disk_is_bad(
+        self, operator: Operator
+    ) -> None:
+        machine = operator.machine
+        operator.configure(more="cuda_mps_pipe_directory: /home/mps/pipe")
+        assert machine.run("systemctl", "start", UNIT, check=False).returncode != 0
+        said = machine.journal()
+        assert "/home/mps cannot be made or opened: Read-only file system" in said
+        assert (
+            "name another directory in host.conf, such as /run/nvidia-mps/pipe: the service may not" in said
+        )
+        assert operator.modes() == ["Default"]
+        operator.configure()
+
     def test_without_a_driver_it_tries_on_and_neither_gives_up_nor_spins(self, operator: Operator) -> None:
         machine = operator.machine
         machine.driver.host.hide_library()

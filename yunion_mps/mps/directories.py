@@ -220,6 +220,11 @@ def _cannot(error: OSError, what: str) -> HostError:
     if error.errno in (errno.EMFILE, errno.ENFILE):
         return ShortageError(f"{what}: {error.strerror}")
     hint = "run as root, and look at the file system: df and mount tell if it is full or read-only"
+    if error.errno == errno.EROFS:
+        hint = (
+            "name another directory in host.conf, such as /run/nvidia-mps/pipe: the service may not write"
+            " below /usr, /etc, /boot, /home and /root (its unit says so), nor where mount says ro"
+        )
     return HostError(f"{what}: {error.strerror}", hint)
 
 
