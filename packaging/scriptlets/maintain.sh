@@ -77,12 +77,12 @@ go_on() {
 
 run_anew() { # an upgrade ends no job: the daemon runs the new program in its own process
     configuration_is_right "the daemon of before goes on; correct it, then: yunion-mps daemon-reexec" || return 0
-    changes=$(timeout 180 yunion-mps plan --output csv 2>/dev/null | sed 1d) || changes=
+    changes=$(timeout 180 "$programs/yunion-mps" plan --output csv 2>/dev/null | sed 1d) || changes=
     if [ -n "$changes" ]; then
         say "the files were changed since the daemon has read them; the daemon now brings this into force:"
-        timeout 180 yunion-mps plan 2>/dev/null | sed 1d >&2 || :
+        timeout 180 "$programs/yunion-mps" plan 2>/dev/null | sed 1d >&2 || :
     fi
-    if why=$(timeout 180 yunion-mps daemon-reexec 2>&1); then
+    if why=$(timeout 180 "$programs/yunion-mps" daemon-reexec 2>&1); then
         say "$why"
         systemctl --quiet try-restart yunion-mps-gateway.service 2>/dev/null || :
         systemctl --quiet start yunion-mps-gateway.path 2>/dev/null || : # a release before this one had none
@@ -92,7 +92,7 @@ run_anew() { # an upgrade ends no job: the daemon runs the new program in its ow
 }
 
 configuration_is_right() { # else say so, and $1
-    why=$(timeout 180 yunion-mps-daemon --check 2>&1) && return
+    why=$(timeout 180 "$programs/yunion-mps-daemon" --check 2>&1) && return
     if [ $? = 6 ]; then what="refuses the configuration"; else what="could not start here"; fi # without a driver, for one
     say "this version $what ($(first "$why")); $1"
     return 1
@@ -118,7 +118,7 @@ follow_cloudpods() { # take the place of Cloudpods' daemon: enabled and running 
 # Its control daemon goes on with its jobs, as ours. Its own daemon is not let stop, for it would tell it to end.
 go_on_with_cloudpods() {
     cloudpods_control_daemons | while read -r pid directory; do
-        if why=$(with_the_hosts_files timeout 180 yunion-mps-daemon --take-over "$pid" 2>&1); then
+        if why=$(with_the_hosts_files timeout 180 "$programs/yunion-mps-daemon" --take-over "$pid" 2>&1); then
             systemctl daemon-reload # so that our unit counts, which lets the others live when its main process ends
             main=$(systemctl show --property MainPID --value "$unit")
             [ "${main:-0}" = 0 ] || kill -KILL "$main"
@@ -134,7 +134,7 @@ with_the_hosts_files() { # rpm from 4.20 on runs scripts with a /tmp of their ow
 }
 
 cloudpods_control_daemons() { # PID and directory of each that is not ours and serves where ours is to
-    pipe=$(yunion-mps config show --output csv | sed -n 's/^cuda_mps_pipe_directory,\([^,]*\),.*/\1/p')
+    pipe=$("$programs/yunion-mps" config show --output csv | sed -n 's/^cuda_mps_pipe_directory,\([^,]*\),.*/\1/p')
     others | while read -r pid directory; do
         [ "$directory" != "$pipe" ] || echo "$pid $directory"
     done
@@ -142,7 +142,7 @@ cloudpods_control_daemons() { # PID and directory of each that is not ours and s
 
 before_cloudpods_goes() { # its rpm stops the service before ours has its last word
     case $(cat "$before" 2>/dev/null) in *wanted*) ;; *) return 0 ;; esac
-    if systemd_runs && timeout 180 yunion-mps-daemon --check >/dev/null 2>&1; then
+    if systemd_runs && timeout 180 "$programs/yunion-mps-daemon" --check >/dev/null 2>&1; then
         go_on_with_cloudpods
     fi
 }
@@ -163,7 +163,7 @@ going() { # for good: the daemon puts the compute modes back as it stops
         done
     fi
     if [ -e "$running/former-compute-modes.json" ] || control_daemons | grep -q ' ours$'; then # it had been killed
-        with_the_hosts_files yunion-mps-daemon --put-back ||
+        with_the_hosts_files "$programs/yunion-mps-daemon" --put-back ||
             say "not all could be put back: see above; to try again: yunion-mps-daemon --put-back"
     fi
     remove_bytecode
@@ -172,9 +172,9 @@ going() { # for good: the daemon puts the compute modes back as it stops
 say_whose_jobs_end() {
     units=$(systemctl list-units --plain --no-legend --state=active,activating 'yunion-mps-job@*.service' | cut -d ' ' -f 1 | paste -s -d , | sed 's/,/, /g')
     [ -z "$units" ] || say "these jobs are stopped: $units"
-    jobs=$(timeout 60 yunion-mps clients --output csv 2>/dev/null | sed 1d | cut -d , -f 1,2) || return 0
+    jobs=$(timeout 60 "$programs/yunion-mps" clients --output csv 2>/dev/null | sed 1d | cut -d , -f 1,2) || return 0
     [ -n "$jobs" ] || return 0
-    wait_s=$(timeout 60 yunion-mps config show --output csv 2>/dev/null | sed -n 's/^cuda_mps_stop_timeout_s,\([0-9]*\),.*/\1/p')
+    wait_s=$(timeout 60 "$programs/yunion-mps" config show --output csv 2>/dev/null | sed -n 's/^cuda_mps_stop_timeout_s,\([0-9]*\),.*/\1/p')
     number=$(echo "$jobs" | wc -l)
     whose=$(echo "$jobs" | head -n 10 | sed 's/\([^,]*\),\(.*\)/PID \1 of \2/' | paste -s -d , | sed 's/,/, /g')
     [ "$number" -le 10 ] || whose="$whose and others"

@@ -1,6 +1,7 @@
 # What the scripts of both packages share. scripts/package puts it before the others: see tree.py, deb.py and rpm.py.
 
 unit=yunion-mps-daemon.service
+programs=/usr/bin # not those of a wheel in /usr/local/bin
 library=/usr/lib/yunion-mps
 configuration=/etc/yunion
 examples=/usr/share/yunion-mps

@@ -126,6 +126,20 @@ def test_an_upgrade_runs_the_daemon_anew_in_its_process(host: Host) -> None:
     ]
 
 
+def test_programs_of_a_wheel_that_lie_earlier_on_path_are_not_asked(host: Host) -> None:
+    host.program("systemctl", "")
+    host.program("yunion-mps-daemon", "")
+    yunion_mps(host, plan="Kind,Subject", daemon_reexec="The daemon runs anew, with PID 7 as before")
+    wheel = host.root / "local"
+    files(wheel, "yunion-mps", "yunion-mps-daemon")
+    for path in wheel.iterdir():
+        path.write_text("#!/bin/sh\nexit 6\n")
+        path.chmod(0o755)
+    assert host.good(f"PATH={wheel}:$PATH; go_on") == [
+        "yunion-mps-daemon: The daemon runs anew, with PID 7 as before"
+    ]
+
+
 def test_what_an_upgrade_brings_into_force_of_changed_files_is_shown_before(host: Host) -> None:
     host.program("systemctl", "")
     host.program("yunion-mps-daemon", "")
@@ -340,7 +354,7 @@ def test_what_a_killed_daemon_left_is_put_back_at_a_removal(host: Host, left: st
         "yunion-mps-daemon --put-back"
     )
     # rpm's scripts may have a /tmp of their own, where no control daemon would be found and asked to end.
-    assert "nsenter --mount --target 1 yunion-mps-daemon --put-back" in calls
+    assert f"nsenter --mount --target 1 {host.bin}/yunion-mps-daemon --put-back" in calls
 
 
 def test_where_systemd_does_not_run_no_other_system_s_files_are_entered(host: Host) -> None:
