@@ -345,13 +345,18 @@ class TestLife:
         assert "hostname: tested" in (machine.root / HOST_CONF.lstrip("/")).read_text()
         assert traces.programs() == []
 
-    def test_purged_it_leaves_nothing_of_its_own(
-        self, family: Family, machine: Machine, current: Packages, traces: Traces
+    def test_purged_while_it_serves_it_leaves_nothing_of_its_own(
+        self, family: Family, operator: Operator, machine: Machine, current: Packages, traces: Traces
     ) -> None:
         for path in (HOST_CONF, DEVICES):  # the operator's own
             (machine.root / path.lstrip("/")).unlink()
+        if family.name == "deb":
+            family.purge()  # dpkg remembers a package that was removed: examples are for a first installation
         family.install(current)
+        operator.start()  # with the examples, as they are
+        assert operator.modes() == ["Exclusive_Process"]
         family.purge()
+        assert operator.modes() == ["Default"]
         assert traces.left() == []
         assert NAME not in machine.run("systemctl", "list-unit-files", "--no-pager").stdout
         assert machine.run("systemctl", "is-system-running").stdout.strip() == "running"
