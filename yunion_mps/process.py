@@ -300,13 +300,17 @@ def environment_of(pid: int) -> dict[str, str]:
     return dict(entry.partition("=")[::2] for entry in text.split("\0") if "=" in entry)
 
 
-def variable_of(pid: int, name: str) -> str:
+def variable_of(pid: int, name: str) -> str | None:
     """One variable of that environment, empty where it is not in it; for processes of any user.
 
-    Costs a few ms at most, whatever a process makes of its environment.
+    None where there is no environment: where it cannot be read now, and while a program is only just being
+    started. Costs a few ms at most, whatever a process makes of its environment.
     """
     before = b"\0" + name.encode() + b"="
-    text = b"\0" + _environment(pid)
+    environment = _environment(pid)
+    if not environment:
+        return None
+    text = b"\0" + environment
     begin = text.find(before)
     if begin < 0:
         return ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -45,10 +46,11 @@ def test_the_alerts_fire_on_the_faults_that_they_are_for(tmp_path: Path) -> None
 
             address = scene.daemon.get("/v1/devices")[1]["isolated_devices"][0]["addr"]
             env = {**scene.daemon.env, "YUNION_MPS_DEVICE": address}
-            with (
-                scene.host.popen(["sleep", "600"], env=env) as greedy,
-                scene.host.popen(["sleep", "600"]) as wild,
-            ):
+            with contextlib.ExitStack() as end:
+                greedy = end.enter_context(scene.host.popen(["sleep", "600"], env=env))
+                end.callback(greedy.kill)
+                wild = end.enter_context(scene.host.popen(["sleep", "600"]))
+                end.callback(wild.kill)
                 scene.host.gpus[0].add_process(greedy.pid, 15_000, "M+C")
                 scene.host.gpus[0].add_process(wild.pid, 100, "C")
                 scene.host.gpus[1].lose()
@@ -58,8 +60,6 @@ def test_the_alerts_fire_on_the_faults_that_they_are_for(tmp_path: Path) -> None
                 broken.replace(scene.control_program)
                 os.kill(scene.control, signal.SIGKILL)
                 told = prometheus.wait_for(_NO_GPU_ENFORCES, *_FAULTS)
-                greedy.kill()
-                wild.kill()
             assert (
                 f"Device {address} on 127.0.0.1:{port} uses more memory"
                 in told["YunionMpsOverBudget"]["summary"]

@@ -173,6 +173,7 @@ def test_environment_and_program_of_a_process_are_read_from_the_kernel(null: int
     finally:
         process.kill()
     assert environment_of(process.pid) == {}
+    assert variable_of(process.pid, "MARK") is None
     assert program_of(process.pid) == ""
 
 

@@ -238,7 +238,7 @@ def _clients_json(
                 "mps": through_mps,
                 "server": None if through_mps is False else asked.clients.get(pid, only),
                 "domain": asked.plan.name,
-                "device": variable_of(pid, DEVICE_VARIABLE)[:_LONGEST_DEVICE] or None,
+                "device": (variable_of(pid, DEVICE_VARIABLE) or "")[:_LONGEST_DEVICE] or None,
                 "gpus": [addresses.get(uuid, uuid) for uuid in memory],
                 "memory_by_gpu": list(memory.values()),
                 "memory_used": sum(known) if known else None,

@@ -54,15 +54,18 @@ class ProcessDevices:
         """
         before = self._named
         now = {one: before[one] if one in before else _named_by(one[0]) for one in started.items()}
-        self._named = now  # whole: where two threads ask at a time, some environments are read twice
+        # Whole: where two threads ask at a time, some environments are read twice. And without those that
+        # could not be read, as while a program is being started: they are read again at the next look.
+        self._named = {one: names for one, names in now.items() if names is not None}
         return {pid: _known(names, known) or known.given.get(pid, ()) for (pid, _), names in now.items()}
 
 
-def _named_by(pid: int) -> str:
+def _named_by(pid: int) -> str | None:
     """What its environment says, which is whatever its user likes: no more of it is kept than makes sense."""
-    return variable_of(pid, DEVICE_VARIABLE)[:_LONGEST]
+    names = variable_of(pid, DEVICE_VARIABLE)
+    return None if names is None else names[:_LONGEST]
 
 
-def _known(names: str, known: Known) -> tuple[str, ...]:
-    own = dict.fromkeys(name.strip() for name in names.split(","))  # named twice, it is the same device
+def _known(names: str | None, known: Known) -> tuple[str, ...]:
+    own = dict.fromkeys(name.strip() for name in (names or "").split(","))  # twice, it is the same device
     return tuple(name for name in own if name in known.budgets)

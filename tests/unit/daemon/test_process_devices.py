@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from types import SimpleNamespace
@@ -10,8 +11,10 @@ from typing import Any
 import pytest
 from yunion_mps.daemon.process_devices import ProcessDevices
 from yunion_mps.leases.ledger import Ledger
+from yunion_mps.process import started_ticks
 from yunion_mps.usage.by_device import Budget
 
+from integration.daemon_host import eventually
 from unit.daemon.job import Job
 from unit.leases.shares import HOLDER, device, lease
 
@@ -93,3 +96,15 @@ def test_an_environment_is_read_once_and_that_of_another_process_with_its_number
     devices._named[one] = "00:00.0-2"  # what was read, were it not read again
     assert of(devices, started) == ("00:00.0-2",)
     assert of(devices, {one[0]: one[1] + 1}) == ("00:00.0-1",)
+
+
+def test_a_process_without_an_environment_is_asked_again_for_it_may_only_just_be_started() -> None:
+    devices = process_devices(Ledger())
+    steps = "read -r line; exec env YUNION_MPS_DEVICE=00:00.0-1 cat"
+    with subprocess.Popen(["/bin/sh", "-c", steps], env={}, stdin=subprocess.PIPE) as job:
+        started = {job.pid: started_ticks(job.pid) or 0}
+        assert of(devices, started) == ()
+        assert job.stdin is not None
+        job.stdin.write(b"go on\n")
+        job.stdin.flush()
+        eventually(lambda: of(devices, started) == ("00:00.0-1",), "its environment")
