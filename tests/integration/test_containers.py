@@ -198,6 +198,17 @@ def test_the_output_for_docker_is_what_env_file_takes(ready_daemon: Daemon, podm
     assert told.splitlines()[0] == "25.0"
 
 
+def test_a_container_does_not_start_where_there_is_no_environment_for_its_env_file(
+    ready_daemon: Daemon, podman: Podman
+) -> None:
+    """An empty file would be none, and the container without limits."""
+    assert podman.good("ps", "--quiet") == ""
+    script = f"podman run --rm --env-file <(yunion-mps env 00:06.0-99 --output docker) {IMAGE} echo ran"
+    done = ready_daemon.host.run(["bash", "-c", script])
+    assert (done.returncode, done.stdout) == (125, "")
+    assert 'invalid environment variable: "=there is none"' in done.stderr
+
+
 def test_memory_in_units_is_a_device_while_its_lease_lives(
     make_host: MakeHost, make_daemon: MakeDaemon, make_podman: MakePodman
 ) -> None:

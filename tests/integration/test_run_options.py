@@ -118,6 +118,20 @@ def test_env_prints_a_device_s_environment_for_whoever_takes_it(divided: Daemon)
     assert given(divided) == []
 
 
+def test_an_eval_fails_where_there_is_no_environment_and_a_job_behind_it_does_not_run(
+    divided: Daemon,
+) -> None:
+    """To eval, no text at all is a success."""
+    host = divided.host
+    for words in ("env 00:06.0-99", "env ''", "run --print-env --device 00:06.0-99"):
+        job = host.run(["sh", "-c", f'eval "$(yunion-mps {words})" && echo ran'])
+        assert (job.returncode, job.stdout) == (1, "")
+        assert job.stderr.startswith("yunion-mps: "), job.stderr
+    assert host.run(["yunion-mps", "env", "00:06.0-99", "-o", "json"]).stdout == ""
+    typed = host.run(["script", "--quiet", "--command", "yunion-mps env 00:06.0-99", "/dev/null"])
+    assert "false" not in typed.stdout, "nobody typed it for a shell"
+
+
 def test_while_its_domain_does_not_serve_nothing_is_started_and_who_waits_gets_it_then(
     divided: Daemon,
 ) -> None:
@@ -131,5 +145,7 @@ def test_while_its_domain_does_not_serve_nothing_is_started_and_who_waits_gets_i
     done = run(host, "--device", "00:06.0-0", "echo", "ran")
     assert (done.returncode, done.stdout) == (5, "")
     assert "device 00:06.0-0 cannot be had now: 1 unavailable (its domain is " in done.stderr
+    done = host.run(["sh", "-ec", 'eval "$(yunion-mps env 00:06.0-0)"; echo ran'])
+    assert (done.returncode, done.stdout) == (1, "")
     waits = run(host, "--device", "00:06.0-0", "--wait", "echo", "ran")
     assert (waits.returncode, waits.stdout) == (0, "ran\n")

@@ -11,7 +11,7 @@ import pytest
 from packages.conftest import NewMachine
 from packages.docker import CALLS, IMAGE, Docker
 from packages.family import Deb
-from packages.machine import UNIT
+from packages.machine import UNIT, Done
 from packages.operator import Operator
 from packages.versions import Packages
 
@@ -179,3 +179,19 @@ def test_without_cdi_nobody_replaces_the_budget_unnoticed_and_the_pipe_directory
     machine.run("systemctl", "restart", UNIT)
     done = machine.run(*RUN, "--rm", IMAGE, "sh", "-c", f"echo $CUDA_MPS_PIPE_DIRECTORY; {ASK}")
     assert done.stdout.splitlines()[:2] == ["/run/mps:1,a", "25.0"], done.stderr
+
+
+def test_an_env_file_is_what_docker_takes_and_refuses_where_there_is_no_environment(
+    operator: Operator, plain: Docker
+) -> None:
+    """An empty file would be taken for none, and the container run without limits."""
+
+    def printed(device: str) -> Done:
+        script = f"docker run --rm --env-file <(yunion-mps env {device} -o docker) {IMAGE} env -0"
+        return operator.machine.run("bash", "-c", script, check=False)
+
+    wanted = operator.ask(f"devices/{ADDRESSES[2]}")["client_environment"]
+    assert wanted.items() <= environment(printed(ADDRESSES[2]).stdout).items()
+    refused = printed("00:06.0-99")
+    assert (refused.returncode, refused.stdout) == (125, "")
+    assert "no variable name on line '=there is none'" in refused.stderr

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import click
@@ -10,7 +12,7 @@ import click
 from yunion_mps.cli.ask import ask
 from yunion_mps.cli.show import complete_device, one_device
 from yunion_mps.cli.wish import warn_of_limits
-from yunion_mps.errors import HostError
+from yunion_mps.errors import HostError, YunionError
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -33,22 +35,38 @@ def command(device: str, output: str) -> None:
     """Print the environment of a process that uses DEVICE.
 
     It takes no lease, so others may be given the same device: to have it for
-    yourself, use yunion-mps run.
+    yourself, use yunion-mps run. Where it cannot be used now, eval and docker
+    fail as well.
 
     \b
     Examples:
       yunion-mps env 00:06.0-1 --output dotenv > job.env
-      eval "$(yunion-mps env 00:06.0-1)"
+      eval "$(yunion-mps env 00:06.0-1)" && python train.py
       docker run --env-file <(yunion-mps env 00:06.0-1 -o docker) IMAGE
     """
-    answer = ask(one_device(device))
-    if answer["reason"]:
-        raise HostError(
-            f"device {answer['addr']} cannot be used now: {answer['reason']}",
-            "see: yunion-mps status",
-        )
+    with failing_with_us(output):
+        answer = ask(one_device(device))
+        if answer["reason"]:
+            raise HostError(
+                f"device {answer['addr']} cannot be used now: {answer['reason']}",
+                "see: yunion-mps status",
+            )
     show_environment(answer["client_environment"], output)
     warn_of_limits({**answer, "gpus": [answer["addr"].rpartition("-")[0]]})
+
+
+@contextlib.contextmanager
+def failing_with_us(style: str) -> Iterator[None]:
+    """Where there is no environment, have what reads it fail as well, and not run a job without limits.
+
+    To `eval "$(...)" && COMMAND` no text at all is a success, and so it is to `--env-file <(...)`.
+    """
+    try:
+        yield
+    except (YunionError, click.UsageError):
+        if style in _REFUSED and not sys.stdout.isatty():
+            click.echo(_REFUSED[style])
+        raise
 
 
 def show_environment(environment: Mapping[str, str], style: str) -> None:
@@ -72,6 +90,9 @@ def _in_quotes(value: str) -> str:
     """The value in double quotes, as dotenv files and systemd.syntax(7) read it."""
     return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
+
+#: What makes whoever reads it fail: a shell's false, and a line that docker and podman call no variable.
+_REFUSED = {"shell": "false", "docker": "=there is none"}
 
 _LINES: dict[str, Callable[[str, str], str]] = {
     "shell": _shell,

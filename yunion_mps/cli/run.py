@@ -14,7 +14,7 @@ from click.shell_completion import CompletionItem
 
 from yunion_mps.cli.ask import remove
 from yunion_mps.cli.engine import EngineCommand, engine_options, run_container, the_engine
-from yunion_mps.cli.environment import show_environment, style_option
+from yunion_mps.cli.environment import failing_with_us, show_environment, style_option
 from yunion_mps.cli.output import cell, refuse_closed_output
 from yunion_mps.cli.patience import say
 from yunion_mps.cli.wish import (
@@ -83,7 +83,7 @@ def command(
       yunion-mps run --wait=600 --gpu 00:06.0 -- ./simulate --steps 100
       yunion-mps run --count 2 --across torchrun --nproc-per-node 2 train.py
       yunion-mps run --podman -- --rm IMAGE python train.py
-      eval "$(yunion-mps run --print-env)"
+      eval "$(yunion-mps run --print-env)" && python train.py
     """
     wait_s = seconds(wait)
     engine = the_engine(podman=podman, docker=docker)
@@ -91,7 +91,8 @@ def command(
     wanted["enforced"] = None if allow_unlimited else "true"
     if dry_run or print_env:
         refuse_closed_output()
-        lease = would_take(wanted)
+        with failing_with_us(output if print_env else ""):
+            lease = would_take(wanted)
         if print_env:
             show_environment(lease["environment"], output)
         else:
