@@ -30,6 +30,7 @@ def lines(settings: Settings) -> Iterator[Line]:
             took, beside = (Samples(tuple(each), "ms") for each in zip(*rounds))
             yield Line(GROUP, f"a scrape, {devices}", took, None, _FLOOR, Aim(1000, "ms"))
             yield Line(GROUP, f"longest wait beside it, {devices}", beside, None, _FLOOR, Aim(50, "ms"))
+            time.sleep(_ANEW_S)  # what is kept for those who scrape within it does not stay
             resident = Samples((memory_mib(daemon.pid, "Rss"),), "MiB")
             yield Line(GROUP, f"RSS after it, {devices}", resident, None, _FLOOR, Aim(40, "MiB"))
 
