@@ -9,6 +9,8 @@ from packages.operator import PIPE
 from packages.versions import Packages, build_rpm
 
 VERSION = "4.0.1"
+#: Made when it serves, for the tests.
+SERVES = "/run/mps-daemon.serves"
 _DAEMON = f"""\
 #!/bin/sh
 export CUDA_MPS_PIPE_DIRECTORY={PIPE} CUDA_MPS_LOG_DIRECTORY=/tmp/nvidia-mps/log
@@ -17,6 +19,7 @@ nvidia-smi -i 0 -c EXCLUSIVE_PROCESS
 nvidia-cuda-mps-control -d
 printf '%s\\n' 'set_default_device_pinned_mem_limit 0 5760M' 'set_default_active_thread_percentage 25' |
     nvidia-cuda-mps-control
+touch {SERVES}
 trap 'echo quit | nvidia-cuda-mps-control; exit 0' TERM
 while :; do sleep 1 & wait $!; done
 """

@@ -119,6 +119,14 @@ class Operator:
         found = self.machine.run("pidof", name, check=False).stdout
         return [int(word) for word in found.split()]
 
+    def control_daemons(self) -> list[int]:
+        """The PIDs of all control daemons, whosever; a front-end has the same name, and no option."""
+        return [
+            pid
+            for pid in self.processes("nvidia-cuda-mps-control")
+            if self.machine.run("cat", f"/proc/{pid}/cmdline", check=False).stdout.count("\0-") == 1
+        ]
+
     # -- what must be so
 
     def see_it_serves(self, number: int = 4) -> None:

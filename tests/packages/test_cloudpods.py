@@ -6,13 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from packages.cloudpods import cloudpods
+from packages.cloudpods import SERVES, cloudpods
 from packages.family import Family
 from packages.machine import UNIT
 from packages.operator import DEVICES, HOST_CONF, Operator
 from packages.versions import Packages
-
-CONTROL = "nvidia-cuda-mps-control"
 
 pytestmark = pytest.mark.parametrize("family", ["bookworm-deb", "trixie-rpm"], indirect=True, scope="class")
 
@@ -29,8 +27,11 @@ def their(family: Family, operator: Operator, theirs: Packages) -> int:
     operator.configure()
     family.install(theirs)
     operator.start()
-    operator.machine.wait_until("its control daemon", lambda: len(operator.processes(CONTROL)) == 1)
-    return operator.processes(CONTROL)[0]
+    operator.machine.wait_until(
+        "that it serves", lambda: operator.machine.run("test", "-e", SERVES, check=False).returncode == 0
+    )
+    (control,) = operator.control_daemons()
+    return control
 
 
 def test_our_package_takes_the_place_of_the_one_that_runs_and_its_jobs_go_on(
@@ -45,7 +46,7 @@ def test_our_package_takes_the_place_of_the_one_that_runs_and_its_jobs_go_on(
     )
     assert family.version() == current.version
     operator.see_it_serves()
-    assert operator.processes(CONTROL) == [operator.control_daemon()] == [their]
+    assert operator.control_daemons() == [operator.control_daemon()] == [their]
     (domain,) = operator.ask("status")["domains"]
     assert domain["pending"] == ""
     ours = operator.begin_job("ours")
@@ -59,13 +60,13 @@ def test_our_package_takes_the_place_of_the_one_that_runs_and_its_jobs_go_on(
     machine.wait_until("it serves", lambda: machine.show("ActiveState") == "active")
     machine.run("yunion-mps", "daemon-reexec")
     operator.see_it_serves()
-    assert operator.processes(CONTROL) == [operator.control_daemon()] == [their]
+    assert operator.control_daemons() == [operator.control_daemon()] == [their]
     assert operator.is_at_work("theirs")
     assert operator.is_at_work("ours")
     operator.end_job("theirs", job)
     operator.end_job("ours", ours)
     machine.run("systemctl", "stop", UNIT)
-    assert operator.processes(CONTROL) == []
+    assert operator.control_daemons() == []
     assert operator.modes() == ["Exclusive_Process"], "what was before Cloudpods' daemon nobody has noted"
 
 
@@ -78,11 +79,11 @@ def test_of_one_that_its_crash_left_behind_with_other_limits_jobs_keep_theirs(
     (server,) = operator.servers()
     operator.kill(operator.daemon())
     machine.wait_until("it failed", lambda: machine.show("ActiveState") == "failed")
-    assert operator.processes(CONTROL) == [their]
+    assert operator.control_daemons() == [their]
     done = family.install(current)
     assert f"Cloudpods' control daemon (PID {their}) goes on" in done.stdout + done.stderr
     operator.see_it_serves()
-    assert operator.processes(CONTROL) == [operator.control_daemon()] == [their]
+    assert operator.control_daemons() == [operator.control_daemon()] == [their]
     assert operator.is_at_work("theirs")
     (domain,) = operator.ask("status")["domains"]
     assert f"its MPS server (PID {server})" in domain["pending"]
@@ -96,9 +97,9 @@ def test_one_that_cannot_be_taken_over_is_asked_to_end_once_its_jobs_have(
     machine.shell(f"echo 'cuda_mps_scope: gpu' >>{HOST_CONF}")
     done = family.install(current)
     assert f"(PID {their}) cannot be taken over: cuda_mps_scope is gpu" in done.stdout + done.stderr
-    machine.wait_until("its end", lambda: their not in operator.processes(CONTROL))
+    machine.wait_until("its end", lambda: their not in operator.control_daemons())
     machine.wait_until("ours", lambda: operator.ask("status")["state"] == "ready")
-    assert operator.processes(CONTROL) == [operator.control_daemon()]
+    assert operator.control_daemons() == [operator.control_daemon()]
 
 
 def test_back_to_theirs_no_job_is_ended_before_the_restart_that_is_asked_for(
@@ -113,10 +114,10 @@ def test_back_to_theirs_no_job_is_ended_before_the_restart_that_is_asked_for(
     done = family.install(theirs)
     restart = f"systemctl restart {UNIT}"
     assert f"what runs goes on, and ends with its jobs by: {restart}" in done.stdout + done.stderr
-    assert operator.processes(CONTROL) == [ours]
+    assert operator.control_daemons() == [ours]
     assert operator.is_at_work("ours")
     machine.shell(restart)
-    machine.wait_until("their control daemon", lambda: operator.processes(CONTROL) not in ([], [ours]))
+    machine.wait_until("their control daemon", lambda: operator.control_daemons() not in ([], [ours]))
     operator.end_job("ours", job)
     units = machine.shell("systemctl list-units --plain --no-legend 'yunion-mps-*'").splitlines()
     assert [line.split()[0] for line in units] == [UNIT]
