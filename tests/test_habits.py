@@ -24,6 +24,13 @@ def test_no_module_is_longer_than_400_lines() -> None:
     assert {name: length for name, length in lengths.items() if length > 400} == {}
 
 
+def test_no_test_asserts_how_long_something_took() -> None:
+    """Beside load everything takes longer: what is meant is asserted, and waits are for conditions."""
+    took = re.compile(r"assert .*\btime\.(time|monotonic|perf_counter)\(\) - ")
+    found = {str(path): took.findall(path.read_text()) for path in CHECKOUT.glob("tests/**/*.py")}
+    assert {path: clocks for path, clocks in found.items() if clocks} == {}
+
+
 def test_only_the_inventory_uses_pynvml_and_only_process_spawns() -> None:
     users = {"pynvml": set(), "posix_spawn": set(), "subprocess": set()}  # type: dict[str, set[str]]
     for path in CHECKOUT.glob("yunion_mps/**/*.py"):
@@ -103,6 +110,10 @@ def test_systemd_accepts_the_gateways_units(tmp_path: Path, name: str) -> None:
     daemon = (CHECKOUT / "systemd/yunion-mps-daemon.service").read_text()
     assert "\nWants=yunion-mps-gateway.path\n" in daemon
     verify(tmp_path / name)
+
+
+def test_the_gateways_memory_is_bounded_by_its_unit() -> None:
+    assert "\nMemoryMax=256M\n" in (CHECKOUT / "systemd/yunion-mps-gateway.service").read_text()
 
 
 def verify(unit: Path) -> None:

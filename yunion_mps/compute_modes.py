@@ -73,11 +73,15 @@ def _put_back(uuid: str, mode: str, nvml: Nvml, store: Store) -> bool:
         if nvml.compute_mode(uuid) != mode:
             nvml.set_compute_mode(uuid, mode)
             log.info("GPU %s: compute mode is %s again, as before", uuid, mode)
-        store.forget_mode(uuid)
     except YunionError as error:
         what = error.message
         log.error("GPU %s: compute mode %s cannot be put back: %s. %s", uuid, mode, what, error.hint)
         return False
+    try:
+        store.forget_mode(uuid)
+    except HostError as error:
+        what = "its record could not be deleted, so the next start sets it again"
+        log.warning("GPU %s: compute mode %s was restored, but %s: %s", uuid, mode, what, error.message)
     return True
 
 

@@ -13,6 +13,7 @@ import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from yunion_mps.escaping import printable
 from yunion_mps.paths import Paths
 
 #: What engines call a container's cgroup: `libpod-ID.scope`, `docker-ID.scope`, `cri-containerd-ID.scope`,
@@ -79,7 +80,7 @@ class Containers:
             if len(self._names) >= _MOST_KNOWN:
                 self._names.clear()
             by_monitor = "" if name or found.engine == "docker" else self._told_by_monitor(pid, found.id)
-            self._names[found.id] = (name or by_monitor)[:_LONGEST]
+            self._names[found.id] = printable(name or by_monitor)[:_LONGEST]
         return self._names[found.id] or found.id[:_SHORT]
 
     def _written(self, found: _Found) -> str:

@@ -5,15 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from yunion_mps.escaping import printable
+
 
 class YunionError(Exception):
     """Something a person must know of.
 
     `message` is one line that says what is wrong, `hint` one line that says what to do, and `exit_code`
-    what a command that ends with this error returns to its shell.
+    what a command that ends with this error returns to its shell. `code` is a reason code, for programs;
+    empty where the exit code tells enough.
     """
 
     exit_code = 1
+    code = ""
 
     def __init__(self, message: str, hint: str = "") -> None:
         super().__init__(message)
@@ -40,8 +44,7 @@ class Problem(NamedTuple):
         One line, whatever it quotes: line ends and control characters are shown as Python writes them.
         """
         place = self.file if self.line is None else f"{self.file}:{self.line}"
-        text = f"{place}: {self.what}: {self.remedy}"
-        return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
+        return printable(f"{place}: {self.what}: {self.remedy}")
 
 
 class ConfigError(YunionError):
@@ -74,10 +77,11 @@ class BusyError(HostError):
 
 
 class ShortageError(BusyError):
-    """The kernel refused a descriptor or a process; that may pass by itself."""
+    """The kernel refused a descriptor, a process or a thread; that may pass by itself."""
 
     def __init__(self, message: str) -> None:
-        hint = "look at the limits of files and processes: systemctl show yunion-mps-daemon | grep Limit"
+        shown = "systemctl show yunion-mps-daemon | grep -E 'Limit|Tasks'"
+        hint = f"check the limits on files, processes and threads: {shown}"
         super().__init__(message, hint)
 
 
@@ -101,6 +105,9 @@ class NothingFreeError(YunionError):
 
 class NeverFreeError(NothingFreeError):
     """No device would do if all were free and served: to wait for one is no use."""
+
+    exit_code = 1
+    code = "infeasible"
 
 
 class NotFoundError(YunionError):

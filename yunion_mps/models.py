@@ -93,6 +93,9 @@ class Config(NamedTuple):
     metrics_textfile: str | None = None
     web_listen: str | None = None
     web_allow_public: bool = False
+    cuda_mps_pipe_group: str | None = None
+    max_leases_per_user: int | None = None
+    max_lease_ttl_s: int = 30 * 86_400
 
 
 class PcieLink(NamedTuple):
@@ -164,6 +167,11 @@ class Device(NamedTuple):
     priority: str = NORMAL
     reserve_mib: int = 0
 
+    @property
+    def gpu_address(self) -> str:
+        """The PCI address of its GPU."""
+        return self.addr.rpartition("-")[0]
+
 
 class Slice(NamedTuple):
     """One of the unequal devices of a GPU: what it may use."""
@@ -198,7 +206,8 @@ class DomainPlan(NamedTuple):
 
     `numbers` and `percentages` are by GPU: the devices that it is divided into, and the percentage of each,
     the largest where they are unequal. Those of a GPU with unequal devices are in `slices`, by GPU and slot;
-    a GPU in `pools` is divided into none.
+    a GPU in `pools` is divided into none. `pipe_group` is the group that alone may enter the pipe directory,
+    empty if every user may.
     """
 
     name: str
@@ -212,17 +221,16 @@ class DomainPlan(NamedTuple):
     multiuser: bool = False
     slices: tuple[Slice, ...] = ()
     pools: tuple[Pool, ...] = ()
+    pipe_group: str = ""
 
     def same_control_daemon(self, other: DomainPlan) -> bool:
         """Whether a control daemon that runs for `other` can serve this plan: at most limits differ."""
-        mine = (self.name, self.pipe_directory, self.log_directory, self.gpu_uuids, self.multiuser)
-        return mine == (
-            other.name,
-            other.pipe_directory,
-            other.log_directory,
-            other.gpu_uuids,
-            other.multiuser,
-        )
+        return self._of_its_process() == other._of_its_process()
+
+    def _of_its_process(self) -> tuple[object, ...]:
+        """What a control daemon has from its start to its end."""
+        places = (self.name, self.pipe_directory, self.log_directory, self.pipe_group)
+        return (*places, self.gpu_uuids, self.multiuser)
 
 
 class Plan(NamedTuple):
@@ -273,13 +281,21 @@ class Event(NamedTuple):
     consequence: str = ""
 
 
+class Owner(NamedTuple):
+    """The owner of a lease: a user, or the `unit` of a job, because all job units share one user."""
+
+    uid: int
+    unit: str = ""
+
+
 class Holder(NamedTuple):
     """Who has a lease, and what ends it.
 
     `binding` is `process` (it ends with `pid`, which together with `started`, in clock ticks since the boot,
     names a process for good), `container` (the same, of a container's first process), `connection` (with the
     connection to the daemon, and as `process` once that is another daemon) or `name` (`ttl_s` after it was
-    last renewed).
+    last renewed). `unit` is the job's unit that it was taken for, empty if there is none, and `command` the
+    command line that the process is about to execute, empty if it did not say.
     """
 
     binding: str
@@ -288,13 +304,21 @@ class Holder(NamedTuple):
     started: int | None = None
     name: str = ""
     ttl_s: float = 0.0
+    unit: str = ""
+    command: str = ""
+
+    @property
+    def owner(self) -> Owner:
+        """Whose the lease is."""
+        return Owner(self.uid, self.unit)
 
 
 class Lease(NamedTuple):
     """Devices that are given to one holder until it ends, as they were then; `since_s` is in s since 1970.
 
     `request` is what the holder has called its request for them, empty where it has not. `cdi`: container
-    engines find it as a device for as long as it lives.
+    engines find it as a device for as long as it lives. `ends_s` (of the monotonic clock) is when a lease
+    taken by name expires, None for others; `is_extended`: a start of the daemon has postponed that.
     """
 
     id: str
@@ -304,6 +328,8 @@ class Lease(NamedTuple):
     environment: Mapping[str, str] = {}
     request: str = ""
     cdi: bool = False
+    ends_s: float | None = None
+    is_extended: bool = False
 
 
 class Snapshot(NamedTuple):

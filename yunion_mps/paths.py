@@ -40,6 +40,11 @@ class Paths:
         return self.under("/etc/machine-id")
 
     @property
+    def hosts(self) -> str:
+        """Names of hosts and their addresses (/etc/hosts)."""
+        return self.under("/etc/hosts")
+
+    @property
     def run_directory(self) -> str:
         """Where the socket and the lock lie; emptied by a reboot."""
         return self.under("/run/yunion-mps")
@@ -63,6 +68,11 @@ class Paths:
     def taken_over(self) -> str:
         """Which control daemon of somebody else is ours; ends with the boot, as that does."""
         return self.under("/run/yunion-mps/taken-over.json")
+
+    @property
+    def control_daemons(self) -> str:
+        """The directory with the PID and start of each control daemon that we have started since the boot."""
+        return self.under("/run/yunion-mps/control-daemons")
 
     @property
     def events_copy(self) -> str:

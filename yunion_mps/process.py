@@ -12,9 +12,11 @@ import os
 import select
 import signal
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from yunion_mps.errors import HostError, ShortageError
+from yunion_mps.escaping import decoded, printable
 
 #: Where NVIDIA's programs lie on hosts whose PATH does not have them: containers' driver mounts, Debian's
 #: versioned directories.
@@ -149,18 +151,37 @@ def spawn(
         raise ShortageError(f"{argv[0]} cannot be watched: {error.strerror}") from None
 
 
-def output_of(argv: Sequence[str], patience_s: float | None = None) -> str:
-    """What a program says on standard output; empty where it fails, or takes longer than `patience_s`.
+def refuse_if_no_process_can_start() -> None:
+    """Raise ShortageError if the kernel does not let us start a process now."""
+    with open(os.devnull, "r+b") as null:
+        spawn(["/bin/sh", "-c", ":"], {}, stdin=None, stdout=null.fileno(), stderr=null.fileno()).kill()
 
-    It is ended where this is left early, as by Ctrl-C, which does not reach it: its session is its own.
+
+def output_of(argv: Sequence[str], patience_s: float | None = None) -> str:
+    """What a program says on standard output; empty where it fails, or takes longer than `patience_s`."""
+    try:
+        status, found = outcome_of(argv, patience_s)
+    except HostError:
+        return ""
+    return found.decode(errors="replace").strip() if status == 0 else ""
+
+
+def outcome_of(
+    argv: Sequence[str], patience_s: float | None = None, *, with_stderr: bool = False
+) -> tuple[int | None, bytes]:
+    """A program's exit status, None where it takes longer than `patience_s`, and what it says.
+
+    That is its standard output, and `with_stderr` its standard error. It is killed if this is interrupted, as
+    by Ctrl-C, which does not reach it because it has its own session. Raises HostError as `spawn` does.
     """
     output, answer_in = os.pipe()
     try:
         with open(os.devnull, "r+b") as null:
-            process = spawn(argv, os.environ, stdin=None, stdout=answer_in, stderr=null.fileno())
+            stderr = answer_in if with_stderr else null.fileno()
+            process = spawn(argv, os.environ, stdin=None, stdout=answer_in, stderr=stderr)
     except HostError:
         os.close(output)
-        return ""
+        raise
     finally:
         os.close(answer_in)
     try:
@@ -171,7 +192,7 @@ def output_of(argv: Sequence[str], patience_s: float | None = None) -> str:
         status = process.status()
     finally:
         process.kill()
-    return found.decode(errors="replace").strip() if found and status == 0 else ""
+    return (None, b"") if found is None else (status, found)
 
 
 def _read_all(descriptor: int, patience_s: float | None) -> bytes | None:
@@ -233,22 +254,45 @@ def wake(pids: Iterable[int]) -> None:
 
 
 def name_of(pid: int) -> str:
-    """The kernel's name of the process, at most 15 characters; empty where it is gone or a zombie."""
+    """The kernel's name of the process, at most 15 characters before it is escaped.
+
+    Empty where it is gone or a zombie.
+    """
     if _stat_of(pid)[:1] in ([], ["Z"], ["X"]):
         return ""
     try:
         with open(f"/proc/{pid}/comm", "rb") as file:
-            return file.read().decode(errors="replace").rstrip("\n")
+            return decoded(file.read().removesuffix(b"\n"))
     except OSError:
         return ""
 
 
 def uid_of(pid: int) -> int | None:
-    """The process' user, None where it is gone."""
-    try:
-        return os.stat(f"/proc/{pid}").st_uid
-    except OSError:
-        return None
+    """The process' effective user, None if it is gone.
+
+    The owner of /proc/PID is no substitute: it is root if the process is not dumpable (proc(5)).
+    """
+    found = credentials_of(pid)
+    return found.uids[1] if found else None
+
+
+class Credentials(NamedTuple):
+    """The real, effective, saved and file system ids of a process, and its supplementary groups."""
+
+    uids: tuple[int, ...]
+    gids: tuple[int, ...]
+    groups: tuple[int, ...]
+
+
+def credentials_of(pid: int) -> Credentials | None:
+    """What proc(5) tells of them, None if the process is gone."""
+    found = {}
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/status", "rb") as file:
+        for line in file:
+            name, *words = line.split()
+            if name in (b"Uid:", b"Gid:", b"Groups:"):
+                found[name] = tuple(map(int, words))
+    return Credentials(found[b"Uid:"], found[b"Gid:"], found.get(b"Groups:", ())) if found else None
 
 
 def user_name(uid: int) -> str:
@@ -256,7 +300,7 @@ def user_name(uid: int) -> str:
     import pwd
 
     try:
-        return pwd.getpwuid(uid).pw_name
+        return printable(pwd.getpwuid(uid).pw_name)
     except KeyError:
         return f"uid {uid}"
 
@@ -265,7 +309,7 @@ def command_of(pid: int) -> str:
     """The command line, cut to 100 characters; empty where the process is gone."""
     try:
         with open(f"/proc/{pid}/cmdline", "rb") as file:
-            return file.read(400).replace(b"\0", b" ").decode(errors="replace").strip()[:100]
+            return decoded(file.read(400).replace(b"\0", b" ").strip())[:100]
     except OSError:
         return ""
 
@@ -321,10 +365,23 @@ def variable_of(pid: int, name: str) -> str | None:
 
 def _environment(pid: int) -> bytes:
     try:
-        with open(f"/proc/{pid}/environ", "rb") as file:
-            return file.read(_LARGEST_ENVIRONMENT)
+        with open(f"/proc/{pid}/environ", "rb", buffering=0) as file:
+            found = b""  # in small pieces, for which there is memory even in a shortage
+            while len(found) < _LARGEST_ENVIRONMENT and (piece := file.read(1 << 13)):
+                found += piece
+            return found
     except OSError:
         return b""
+
+
+def count_open(pid: int, links: Collection[str]) -> int:
+    """How many descriptors of the process are any of these (as /proc shows them: `socket:[4711]`)."""
+    count = 0
+    with contextlib.suppress(OSError):
+        for name in os.listdir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(OSError):
+                count += os.readlink(f"/proc/{pid}/fd/{name}") in links
+    return count
 
 
 def program_of(pid: int) -> str:
@@ -336,3 +393,8 @@ def program_of(pid: int) -> str:
         return os.readlink(f"/proc/{pid}/exe").removesuffix(" (deleted)")
     except OSError:
         return ""
+
+
+def program_name(pid: int) -> str:
+    """The file name of that program."""
+    return program_of(pid).rpartition("/")[2]

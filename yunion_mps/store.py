@@ -26,9 +26,6 @@ _SCHEMA = (
     mode TEXT NOT NULL,
     boot_id TEXT NOT NULL
 ) WITHOUT ROWID""",
-    """CREATE TABLE IF NOT EXISTS domain (
-    pipe_directory TEXT NOT NULL PRIMARY KEY
-) WITHOUT ROWID""",
     """CREATE TABLE IF NOT EXISTS in_force (
     pipe_directory TEXT NOT NULL PRIMARY KEY,
     value TEXT NOT NULL
@@ -121,19 +118,6 @@ class Store:
 
     # -- domains
 
-    def remember_domain(self, pipe_directory: str) -> None:
-        """Note where a control daemon of ours is about to be started, so that it is never forgotten."""
-        self.write("INSERT OR IGNORE INTO domain VALUES (?)", [(pipe_directory,)])
-
-    def domains(self) -> list[str]:
-        """The pipe directories where a control daemon of ours may run."""
-        return [row[0] for row in self.read("SELECT pipe_directory FROM domain ORDER BY 1")]
-
-    def forget_domain(self, pipe_directory: str) -> None:
-        """Remove the note of a control daemon that has ended."""
-        for table in ("domain", "in_force"):
-            self.write(f"DELETE FROM {table} WHERE pipe_directory = ?", [(pipe_directory,)])
-
     def note_in_force(self, pipe_directory: str, value: Any) -> None:
         """Note what the clients of a control daemon get, as JSON."""
         row = (pipe_directory, json.dumps(value, separators=(",", ":")))
@@ -145,6 +129,14 @@ class Store:
             with contextlib.suppress(ValueError):
                 return json.loads(row[0])
         return None
+
+    def domains(self) -> list[str]:
+        """The pipe directories of which that is noted."""
+        return [row[0] for row in self.read("SELECT pipe_directory FROM in_force ORDER BY 1")]
+
+    def forget_in_force(self, pipe_directory: str) -> None:
+        """Remove the note of a control daemon that has ended."""
+        self.write("DELETE FROM in_force WHERE pipe_directory = ?", [(pipe_directory,)])
 
     # -- the file
 
@@ -228,6 +220,8 @@ class Store:
                     self._connection.close()  # it was damaged while in use
                     self._connection = self._begin_anew()
                     found = work()
+            except MemoryError:
+                raise ShortageError(f"the state file cannot be {what}: memory is short") from None
             except (OSError, sqlite3.Error) as error:
                 raise self._trouble(what, error) from None
             return found

@@ -1,9 +1,20 @@
-"""sd_notify(3), by the sdnotify library; does nothing where systemd did not start us."""
+"""sd_notify(3), and the job unit that a process belongs to.
+
+The former is done by the sdnotify library; it does nothing if systemd did not start us.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 import time
+
+from yunion_mps.escaping import printable
+
+#: The control group of a unit of systemd/yunion-mps-job@.service, or one below it.
+_JOB_UNIT = re.compile(r"(?:^|/)system\.slice/(?:[^/]+\.slice/)*(yunion-mps-job@[^/]*\.service)(?:/|$)")
+#: Below these, users' own managers make groups of any name.
+_USERS = re.compile(r"/user(?:@|\.slice)")
 
 
 class Notifier:
@@ -20,7 +31,7 @@ class Notifier:
     def ready(self, status: str) -> None:
         """The daemon serves."""
         self._last_status = status
-        self._send(f"READY=1\nSTATUS={status}")
+        self._send("READY=1", f"STATUS={status}")
 
     def status(self, status: str) -> None:
         """What `systemctl status` shows in words; a repetition is not sent."""
@@ -31,19 +42,23 @@ class Notifier:
     def reloading(self, status: str) -> None:
         """The daemon changes, and says `ready` again after it; for systemd, it is up all the while."""
         now_us = time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000
-        self._send(f"RELOADING=1\nMONOTONIC_USEC={now_us}\nSTATUS={status}")
+        self._send("RELOADING=1", f"MONOTONIC_USEC={now_us}", f"STATUS={status}")
 
     def stopping(self, status: str, within_s: int) -> None:
         """The daemon has begun to stop, and may take so long, whatever the unit's own timeout is."""
-        self._send(f"STOPPING=1\nEXTEND_TIMEOUT_USEC={within_s * 1_000_000}\nSTATUS={status}")
+        within_us = within_s * 1_000_000
+        self._send("STOPPING=1", f"EXTEND_TIMEOUT_USEC={within_us}", f"STATUS={status}")
 
     def alive(self) -> None:
         """The watchdog's sign of life."""
         self._send("WATCHDOG=1")
 
-    def _send(self, message: str) -> None:
+    def _send(self, *assignments: str) -> None:
+        """Send each assignment as one line, so that text quoted in a status cannot become another one."""
         if self._library:
-            self._library.notify(message)
+            message = "\n".join(map(printable, assignments))
+            # The library encodes to Latin-1, and sends nothing where that fails; systemd reads UTF-8.
+            self._library.notify(message.encode().decode("latin-1"))
 
 
 def watchdog_interval_s() -> float | None:
@@ -53,3 +68,18 @@ def watchdog_interval_s() -> float | None:
     if not text.isdigit() or int(text) == 0 or (pid and pid != str(os.getpid())):
         return None
     return int(text) / 2_000_000
+
+
+def job_unit_of(pid: int, proc: str = "/proc") -> str:
+    """The job's unit that the process is in, `yunion-mps-job@train.service`; empty if it is in none.
+
+    systemd makes a control group for each unit, and no job can leave its own. Also empty if there are no
+    control groups, or if the process has ended or is in a PID namespace that cannot be seen from here.
+    """
+    try:
+        with open(f"{proc}/{pid}/cgroup", encoding="utf-8", errors="replace") as file:
+            groups = file.read().splitlines()
+    except OSError:
+        return ""
+    found = (_JOB_UNIT.search(group) for group in groups if not _USERS.search(group))
+    return next((match[1] for match in found if match), "")

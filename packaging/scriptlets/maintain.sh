@@ -83,7 +83,7 @@ run_anew() { # an upgrade ends no job: the daemon runs the new program in its ow
         timeout 180 "$programs/yunion-mps" plan 2>/dev/null | sed 1d >&2 || :
     fi
     if why=$(timeout 180 "$programs/yunion-mps" daemon-reexec 2>&1); then
-        say "$why"
+        printf '%s\n' "$why" | while IFS= read -r line; do say "$line"; done
         systemctl --quiet try-restart yunion-mps-gateway.service 2>/dev/null || :
         systemctl --quiet start yunion-mps-gateway.path 2>/dev/null || : # a release before this one had none
     else
@@ -98,7 +98,7 @@ configuration_is_right() { # else say so, and $1
     return 1
 }
 
-first() { echo "$1" | sed '1s/^<[0-7]>//;1s/^[-0-9]* [0-9:,]* [A-Z]* //;1s/^yunion-mps[a-z-]*: //;1q'; }
+first() { printf '%s\n' "$1" | sed '1s/^<[0-7]>//;1s/^[-0-9]* [0-9:,]* [A-Z]* //;1s/^yunion-mps[a-z-]*: //;1q'; }
 
 follow_cloudpods() { # take the place of Cloudpods' daemon: enabled and running where that was
     was=$(cat "$before")
@@ -136,7 +136,7 @@ with_the_hosts_files() { # rpm from 4.20 on runs scripts with a /tmp of their ow
 cloudpods_control_daemons() { # PID and directory of each that is not ours and serves where ours is to
     pipe=$("$programs/yunion-mps" config show --output csv | sed -n 's/^cuda_mps_pipe_directory,\([^,]*\),.*/\1/p')
     others | while read -r pid directory; do
-        [ "$directory" != "$pipe" ] || echo "$pid $directory"
+        [ "$directory" != "$pipe" ] || printf '%s %s\n' "$pid" "$directory"
     done
 }
 
@@ -175,8 +175,8 @@ say_whose_jobs_end() {
     jobs=$(timeout 60 "$programs/yunion-mps" clients --output csv 2>/dev/null | sed 1d | cut -d , -f 1,2) || return 0
     [ -n "$jobs" ] || return 0
     wait_s=$(timeout 60 "$programs/yunion-mps" config show --output csv 2>/dev/null | sed -n 's/^cuda_mps_stop_timeout_s,\([0-9]*\),.*/\1/p')
-    number=$(echo "$jobs" | wc -l)
-    whose=$(echo "$jobs" | head -n 10 | sed 's/\([^,]*\),\(.*\)/PID \1 of \2/' | paste -s -d , | sed 's/,/, /g')
+    number=$(printf '%s\n' "$jobs" | wc -l)
+    whose=$(printf '%s\n' "$jobs" | head -n 10 | sed 's/\([^,]*\),\(.*\)/PID \1 of \2/' | paste -s -d , | sed 's/,/, /g')
     [ "$number" -le 10 ] || whose="$whose and others"
     say "$number job(s) on the GPUs have ${wait_s:-10} s to end, and are ended then: $whose"
 }

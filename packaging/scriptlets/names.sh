@@ -15,7 +15,13 @@ devices=/run/cdi
 enabled=/etc/systemd/system/multi-user.target.wants
 processes=/proc
 
-say() { echo "yunion-mps-daemon: $*" >&2; }
+# The text may quote another process or file. Never echo: that of Debian's sh turns a backslash and digits into ESC.
+say() { printf 'yunion-mps-daemon: %s\n' "$(one_line "$*")" >&2; }
+
+one_line() { # a question mark for each control character, line end and change of the direction of writing (UTF-8)
+    printf '%s' "$1" | LC_ALL=C tr '\001-\037\177' '?' |
+        LC_ALL=C sed 's/\xc2[\x80-\x9f]/?/g; s/\xe2\x80[\x8e\x8f\xa8-\xae]/?/g; s/\xe2\x81[\xa0-\xaf]/?/g; s/\xef\xbb\xbf/?/g'
+}
 
 systemd_runs() { [ -d /run/systemd/system ]; }
 
@@ -30,16 +36,18 @@ python() { # the Python that the programs run with: the same search as in /usr/b
     return 1
 }
 
-control_daemons() { # PID of each control daemon that runs, and whether it is ours
+control_daemons() { # PID of each control daemon of root's that runs, and whether it is ours
     for process in "$processes"/[1-9]*; do
+        [ -O "$process" ] || continue # another user's may have this name, our mark and any directory
         case $(readlink "$process/exe" 2>/dev/null) in */nvidia-cuda-mps-control) ;; *) continue ;; esac
         case $(tr '\0' ' ' <"$process/cmdline" 2>/dev/null) in *" -"[df]*) ;; *) continue ;; esac # a front-end
-        variables=$(tr '\0' '\n' <"$process/environ" 2>/dev/null) || continue
         pid=${process##*/}
-        case $variables in
-        *YUNION_MPS_DOMAIN=*) echo "$pid ours" ;;
-        *) if is_taken_over "$pid"; then echo "$pid ours"; else echo "$pid another's"; fi ;;
-        esac
+        [ -r "$process/environ" ] || continue
+        if variables "$pid" | grep -q '^YUNION_MPS_DOMAIN=' || is_taken_over "$pid"; then
+            echo "$pid ours"
+        else
+            echo "$pid another's"
+        fi
     done
 }
 
@@ -48,10 +56,12 @@ is_taken_over() { # by its PID and its start in clock ticks: yunion_mps/mps/take
     grep -q "\"pid\": $1, \"started_ticks\": $ticks," "$taken_over" 2>/dev/null
 }
 
-variable() { tr '\0' '\n' <"$processes/$1/environ" 2>/dev/null | sed -n "s/^$2=//p"; } # what a process has in its environment
+variables() { tr '\0\n' '\n?' <"$processes/$1/environ" 2>/dev/null; } # a process' environment, one a line
 
-others() { # PID and pipe directory of each control daemon that is not ours
+variable() { variables "$1" | sed -n "s/^$2=//p"; }
+
+others() { # PID and pipe directory of each control daemon of root's that is not ours
     control_daemons | while read -r pid whose; do
-        [ "$whose" = ours ] || echo "$pid $(variable "$pid" CUDA_MPS_PIPE_DIRECTORY)"
+        [ "$whose" = ours ] || printf '%s %s\n' "$pid" "$(variable "$pid" CUDA_MPS_PIPE_DIRECTORY)"
     done
 }

@@ -24,7 +24,7 @@ remove_what_clients_saw() { # just what the daemon has recorded: yunion_mps/mps/
     [ -f "$recorded" ] || return 0
     LC_ALL=C sort -r -k 2 "$recorded" | while IFS= read -r line; do # what lies deeper comes first
         directory=${line#* }
-        if echo "$serving" | grep -qxF -e "$directory"; then
+        if printf '%s\n' "$serving" | grep -qxF -e "$directory"; then
             say "$directory is left: a control daemon serves there"
             continue
         fi
@@ -55,7 +55,7 @@ remove_notes() { # but not those by which what is still changed can be put back
     modes=$running/former-compute-modes.json
     if [ -e "$modes" ]; then
         grep -o '"GPU-[^"]*": "[A-Za-z_]*"' "$modes" | tr -d '":' | while read -r gpu mode; do
-            mode=$(echo "$mode" | tr '[:lower:]' '[:upper:]')
+            mode=$(printf '%s\n' "$mode" | tr '[:lower:]' '[:upper:]')
             say "the compute mode of $gpu is not yet what it was; put it back: nvidia-smi -i $gpu -c $mode"
         done
         find "$running" -mindepth 1 ! -path "$modes" -delete

@@ -34,6 +34,11 @@ class Served:
         self.said = self._process.stdout.readline()
         assert self.url in self.said, self.said + self._process.stdout.read()
 
+    @property
+    def pid(self) -> int:
+        """The PID of what serves it."""
+        return self._process.pid
+
     def __enter__(self) -> Served:  # noqa: PYI034 - typing.Self is not in 3.9
         return self
 

@@ -78,6 +78,14 @@ def exits_at_our_start(scene: Scene) -> None:
     scene.serves_again()
 
 
+@fault(CONTROL_DAEMON, "its program exits once when the daemon starts")
+def exits_once_at_our_start(scene: Scene) -> None:
+    FailingProgram(scene).fails(once=True)
+    scene.strike(scene.serve, answers=False)
+    scene.serves_again()
+    scene.saw("exited with status 3")
+
+
 @fault(CONTROL_DAEMON, "it was killed, and its program is missing", takes_s=61)
 def missing(scene: Scene) -> None:
     scene.serve()

@@ -12,11 +12,14 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from contextlib import ExitStack
 
 from faults.rows import CONNECTIONS, fault
 from faults.scene import Scene
 from faults.soak import soak
+from integration.process_limit import no_more_processes
+from unit.api.server_host import as_user
 
 _GET = b"GET /v1/status HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
@@ -38,15 +41,22 @@ def _answer(connection: socket.socket) -> tuple[int, dict[str, object]]:
     return response.status, json.loads(response.read())
 
 
-@fault(CONNECTIONS, "1,000 connections at once, each with a request; meanwhile the control daemon is killed")
-def thousand(scene: Scene) -> None:
-    scene.serve()
-    old = scene.control
+@contextlib.contextmanager
+def _connections(scene: Scene, count: int) -> Iterator[list[socket.socket]]:
+    """So many connections, for which this process gets the descriptors."""
     most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(most[0], min(4096, most[1])), most[1]))
     with ExitStack() as held:
         held.callback(resource.setrlimit, resource.RLIMIT_NOFILE, most)
-        connections = [held.enter_context(_connect(scene)) for _ in range(1000)]
+        yield [held.enter_context(_connect(scene)) for _ in range(count)]
+
+
+@fault(CONNECTIONS, "1,000 connections at once, each with a request; meanwhile the control daemon is killed")
+def thousand(scene: Scene) -> None:
+    scene.serve()
+    old = scene.control
+    with _connections(scene, 1000) as connections:
+        assert select.select([connections[0]], [], [], 60)[0]  # others have its place: all are accepted
         scene.strike(lambda: os.kill(old, signal.SIGKILL), answers=False)
         for connection in connections:
             with contextlib.suppress(BrokenPipeError):
@@ -55,6 +65,7 @@ def thousand(scene: Scene) -> None:
         refusals = [str(body["detail"]) for status, body in answers if status == 503]
         scene.words = f"to those above the limit: {refusals[0]}"
         assert {status for status, _ in answers} == {200, 503}
+        assert answers[-1][0] == 200
         assert sum(status == 200 for status, _ in answers) >= 448
     scene.another_serves(old)
 
@@ -71,6 +82,26 @@ def half_open(scene: Scene) -> None:
         answers = [_answer(connection) for connection in connections]
         assert {status for status, _ in answers} == {408}
         scene.words = f"to each of them: {answers[0][1]['detail']}"
+    scene.goes_on()
+
+
+@fault(CONNECTIONS, "1,000 connections of root's with half a request each; then root and another user ask")
+def half_open_of_root(scene: Scene) -> None:
+    scene.serve()
+    os.chmod(scene.daemon.socket_path, 0o666)
+    with _connections(scene, 1000) as connections:
+        for connection in connections:
+            with contextlib.suppress(BrokenPipeError):
+                connection.sendall(_GET[:20])
+        assert select.select([connections[0]], [], [], 60)[0]  # others have its place: all are accepted
+        scene.strike(lambda: None)
+        for uid in (0, 65534, 0):
+            with as_user(uid), _connect(scene) as another:
+                another.sendall(_GET)
+                assert _answer(another)[0] == 200
+        status, answer = _answer(connections[0])
+        assert status == 503
+        scene.words = f"to those whose place another got: {answer['detail']}"
     scene.goes_on()
 
 
@@ -106,6 +137,18 @@ def no_descriptors(scene: Scene) -> None:
     scene.saw("Too many open files")
 
 
+@fault(CONNECTIONS, "a limit of processes is reached, and the control daemon is killed", takes_s=2)
+def no_processes(scene: Scene) -> None:
+    scene.serve()
+    old = scene.control
+    with ExitStack() as limited:
+        limited.enter_context(no_more_processes(scene.daemon.pid))
+        scene.strike(lambda: os.kill(old, signal.SIGKILL))
+        scene.is_told("cannot be started: Resource temporarily unavailable")
+        scene.mend(limited.close, "the limit is raised")
+    scene.another_serves(old)
+
+
 _SILENT = """
 import socket, sys
 connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -116,8 +159,21 @@ sys.stdin.read()
 
 @fault(CONNECTIONS, "a process connects to the control daemon's socket and says nothing", takes_s=16)
 def silent(scene: Scene) -> None:
+    _connect_and_say_nothing(scene, _SILENT)
+
+
+@fault(CONNECTIONS, "the same, and the process is called `\\nSTOPPING=1\\nx`", takes_s=16)
+def silent_with_a_hostile_name(scene: Scene) -> None:
+    """Any user can choose that (PR_SET_NAME, prctl(2)), and sd_notify(3) ends an assignment at a line end."""
+    name = 'import ctypes; ctypes.CDLL(None).prctl(15, b"\\nSTOPPING=1\\nx", 0, 0, 0)'
+    _connect_and_say_nothing(scene, name + _SILENT)
+    assert "STOPPING=1" not in scene.daemon.notifications
+    assert "\nSTOPPING" not in scene.daemon.log
+
+
+def _connect_and_say_nothing(scene: Scene, code: str) -> None:
     scene.serve()
-    command = [sys.executable, "-IS", "-c", _SILENT, f"{scene.pipe_directory}/control"]
+    command = [sys.executable, "-IS", "-c", code, f"{scene.pipe_directory}/control"]
     with subprocess.Popen(command, stdin=subprocess.PIPE) as silent_one:  # the page names it
         scene.strike(lambda: None)
         scene.is_told("is connected to it and says nothing")

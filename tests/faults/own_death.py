@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import random
 import signal
 import time
 
 from faults.hands import signal_and_wait
 from faults.levers import Levers
 from faults.rows import OURSELVES, fault
-from faults.scene import Scene, until
+from faults.scene import FORMER_MODE, Scene, until
 from faults.sweep import Sweep
+from unit.mps.driving import full_queue
+from unit.mps.hostile import STRANGER
 
 DAY_S = 86_400
 _TAKEN_OVER = "took over the running control daemon"
@@ -70,6 +74,58 @@ def _tell(scene: Scene, sweep: Sweep, at_least: int) -> None:
     assert sweep.kills >= at_least, sweep.kills
 
 
+@fault(
+    OURSELVES, "it is killed 300 times while a user fills the control daemon's queue; a job runs", takes_s=60
+)
+def hidden(scene: Scene) -> None:
+    """At any moment of its start: none of them starts a second control daemon, or restores a mode."""
+    scene.without_coverage().serve().job()
+    scene.remember_events()
+    control = scene.control
+    chance = random.Random(12)
+    with full_queue(str(scene.pipe_directory), STRANGER):
+        scene.strike(scene.daemon.kill, answers=False)
+        for _ in range(299):
+            scene.daemon.start()
+            time.sleep(chance.uniform(0, 0.15))  # the moment of its death, which is what varies
+            scene.daemon.kill()
+            assert scene.control_daemons() == [control], scene.daemon.log
+            assert scene.host.gpus[0].compute_mode == "exclusive_process"
+        scene.daemon.start().wait_ready()
+        scene.is_told("its queue is full, so")
+    scene.mend(lambda: None, "they are closed")
+    scene.serves_again(lambda: scene.control == control)
+    assert scene.control_daemons() == [control]
+
+
+@fault(
+    OURSELVES,
+    "it is killed as it starts a control daemon, which is stopped at some stage",
+    takes_s=30,
+)
+def while_it_starts_one(scene: Scene) -> None:
+    """Fifty times: the next daemon finds it whatever it has come to, and goes on with it."""
+    scene.without_coverage()
+    for stage in range(50):
+        scene.daemon.start()
+        (control,) = until(scene.control_daemons, "a control daemon", scene.trouble, pause_s=0)
+        time.sleep(stage * 0.0001)  # the stage, which is what varies
+        os.kill(control, signal.SIGSTOP)
+        scene.daemon.kill()
+        scene.daemon.start()
+        scene.daemon.wait_log(f"{_TAKEN_OVER} (PID {control})")
+        os.kill(control, signal.SIGCONT)
+        scene.daemon.wait_ready()
+        scene.all_available()
+        assert scene.control_daemons() == [control], scene.daemon.log
+        assert scene.daemon.stop() == 0, scene.daemon.log
+        assert scene.host.gpus[0].compute_mode == FORMER_MODE
+    scene.serve()
+    scene.strike(lambda: None)
+    scene.goes_on("the next daemon goes on with it each time")
+    scene.saw("ready")
+
+
 @fault(OURSELVES, "it is killed while the driver sets a compute mode, at a start and at a stop")
 def in_a_mode_change(scene: Scene) -> None:
     daemon = scene.daemon
@@ -127,7 +183,7 @@ def _with_the_clock_at(scene: Scene, offset_s: int) -> None:
     until(lambda: scene.domain["pending"], "the new budget", scene.trouble)
     scene.budgets = ["8G", "50.0"]
     event = scene.events()[-1]
-    assert abs(event["time"] - time.time() - offset_s) < 60
+    assert abs(event["time"] - offset_s - time.time()) < DAY_S / 2, "it is dated by that clock"
     scene.goes_on()
     scene.saw("other limits")
     levers.close()

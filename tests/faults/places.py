@@ -10,7 +10,7 @@ from pathlib import Path
 from faults.disk import FullDisk
 from faults.hands import hang
 from faults.rows import PLACES, fault
-from faults.scene import Scene, until
+from faults.scene import FORMER_MODE, Scene, until
 from simhost.mps import Client
 
 
@@ -114,6 +114,21 @@ def state_disk_and_death(scene: Scene) -> None:
     scene.daemon.kill()
     disk.make_room()
     scene.serve()
+
+
+@fault(PLACES, "the disk of the state directory is full, and the daemon is stopped")
+def state_disk_at_stop(scene: Scene) -> None:
+    disk = scene.stack.enter_context(FullDisk(scene, "var/lib/yunion-mps"))
+    scene.serve()
+    disk.fill()
+    scene.strike(lambda: None)
+    assert scene.daemon.stop() == 0
+    assert scene.host.gpus[0].compute_mode == FORMER_MODE
+    scene.goes_on("the compute modes are restored; ")
+    scene.is_told("its record could not be deleted")
+    disk.make_room()
+    scene.mend(scene.serve, "there is room again")
+    scene.serves_again()
 
 
 @fault(PLACES, "the disk of the run directory is full, and the control daemon is killed")

@@ -47,6 +47,7 @@ def shown(line: str, host: SimHost) -> str:
     text = line.replace(str(host.root), "")
     text = re.sub(r"\b(PIDs?) \d+(, \d+)*", r"\1 N", text)
     text = re.sub(r"\b(kill -\w+) \d+", r"\1 N", text)
+    text = re.sub(r"\bhas \d+ connections", "has N connections", text)
     return re.sub(r"GPU-[0-9a-f-]{36}", "GPU-…", text)
 
 

@@ -22,7 +22,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from faults.reading import events_of, readable, shown, shown_s
-from integration.daemon_host import Daemon, is_running
+from integration.daemon_host import Daemon, control_daemons, is_running
 from simhost import Description, SimHost
 from simhost.mps import CONTROL, Client, StandIns
 
@@ -183,7 +183,7 @@ class Scene:
         remedy()
 
     def serves_again(self, also: Callable[[], object] = lambda: True) -> None:
-        """Wait until every device is available (and `also` holds), and note how long that took."""
+        """Wait until every device is served (and `also` holds), and note how long that took."""
         self.all_available(also)
         self._note("serves again after {}")
 
@@ -225,12 +225,19 @@ class Scene:
         self.recovery += what
 
     def all_available(self, also: Callable[[], object] = lambda: True) -> None:
-        """Wait until every device is available, which is asked once `also` holds: before, it is old news."""
-        until(lambda: also() and self._is_whole(), "all devices available", self.trouble)
+        """Wait until every device is served, which is asked once `also` holds: before, it is old news.
+
+        Some may be pending: a scene keeps its lease while it divides the GPU in another way.
+        """
+        until(lambda: also() and self._is_whole(), "all devices served", self.trouble)
 
     def unavailable(self) -> None:
         """Wait until no device is available."""
         until(lambda: not self._devices()["available"], "no device available", self.trouble)
+
+    def control_daemons(self) -> list[int]:
+        """The PIDs of the control daemons that run, without front-ends."""
+        return [pid for pid in control_daemons(self.host.root) if _is_control_daemon(pid)]
 
     # -- what is to be compared afterwards
 
@@ -284,7 +291,14 @@ class Scene:
         if self._shown:
             self._show_processes()
         devices = self._devices()
-        return 0 < devices["total"] == devices["available"]
+        return 0 < devices["total"] == devices["available"] + devices["pending"]
 
     def _note(self, words: str) -> None:
         self.recovery += words.format(shown_s(self.elapsed_s))
+
+
+def _is_control_daemon(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        return os.readlink(f"/proc/{pid}/exe").endswith(CONTROL) and b"-f" in words
+    return False

@@ -5,16 +5,13 @@ from __future__ import annotations
 import contextlib
 import http.client
 import itertools
-import os
 import statistics
 import time
-from pathlib import Path
 
 from faults.levers import Levers
 from faults.reading import shown_s
 from faults.scene import FORMER_MODE, Scene, until
 from integration.daemon_host import control_daemons
-from simhost.mps import CONTROL
 
 #: What the numbers of devices mean for the control daemon of one V100 (16 GiB).
 BUDGETS = {4: ["4G", "25.0"], 2: ["8G", "50.0"]}
@@ -172,8 +169,7 @@ class Sweep:
         self._times_s.append(time.monotonic() - struck_s)
         assert self._scene.ask(*_QUESTIONS) == BUDGETS[self._number], self._scene.trouble()
         assert self._scene.host.gpus[0].compute_mode == "exclusive_process"
-        running = [pid for pid in control_daemons(self._scene.host.root) if _is_control_daemon(pid)]
-        assert running == [self._scene.control]
+        assert self._scene.control_daemons() == [self._scene.control]
         assert self._scene.keeps_the_lease, self._scene.trouble()
         events = self._scene.events()
         ids = [event["id"] for event in events]
@@ -184,10 +180,3 @@ class Sweep:
     def _finish(self) -> None:
         self._scene.budgets = BUDGETS[self._number]
         self._levers.close()
-
-
-def _is_control_daemon(pid: int) -> bool:
-    with contextlib.suppress(OSError):
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-        return os.readlink(f"/proc/{pid}/exe").endswith(CONTROL) and b"-f" in words
-    return False

@@ -63,19 +63,35 @@ class Gateway:
         """Whether it runs."""
         return self._process is not None and self._process.poll() is None
 
+    @property
+    def pid(self) -> int:
+        """Its PID."""
+        assert self._process
+        return self._process.pid
+
+    def wait_listening(self, port: int) -> Gateway:
+        """Wait until something answers there."""
+        eventually(lambda: self.get(port, "/"), f"an answer at port {port}", trouble=lambda: self.log)
+        return self
+
     def wait(self) -> int:
         """Wait for its end by itself, and return the exit status."""
         assert self._process
         return self._process.wait(PATIENCE_S)
 
     def get(
-        self, port: int, target: str = "/metrics", method: str = "GET", accept: str = "*/*"
+        self,
+        port: int,
+        target: str = "/metrics",
+        method: str = "GET",
+        accept: str = "*/*",
+        host: str = "localhost",
     ) -> tuple[int, str] | None:
         """Status and body of an answer; None where nobody listens."""
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
         with contextlib.closing(connection):
             try:
-                connection.request(method, target, headers={"Accept": accept})
+                connection.request(method, target, headers={"Accept": accept, "Host": host})
                 response = connection.getresponse()
                 return response.status, response.read().decode()
             except ConnectionError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 BAR = "░" * 11
 SCREEN_80 = f"""\
-yunion-mps 0.1.0  HH:MM:SS  ready  driver 535.261.03
+yunion-mps 0.1.0  HH:MM:SS  degraded  driver 535.261.03
 1 GPU; 4 devices: 3 used, 1 free; 2 leases, 1 waiting; 2 processes
 Problem: 00:06.0-1 has 6000 of 5760 MiB: PID 4260 of alice (python train.py)
 Problem: past MPS on GPU 00:06.0 with 300 MiB, where no budget holds: PID 4711 …
@@ -25,7 +25,7 @@ HH:MM:SS WARNING domain host: ready -> backoff (killed by signal 9)
 FOOT = " q  quit  s  sort: busiest  v  view: all  ↑↓  scroll  every 1 s"
 WIDE = "░" * 24
 SCREEN_120 = f"""\
-yunion-mps 0.1.0  HH:MM:SS  ready  driver 535.261.03
+yunion-mps 0.1.0  HH:MM:SS  degraded  driver 535.261.03
 1 GPU; 4 devices: 3 used, 1 free; 2 leases, 1 waiting; 2 processes
 Problem: 00:06.0-1 has 6000 of 5760 MiB: PID 4260 of alice (python train.py)
 Problem: past MPS on GPU 00:06.0 with 300 MiB, where no budget holds: PID 4711 of mallory (./old-job)
@@ -45,7 +45,7 @@ HH:MM:SS info    domain host: applying -> ready
 HH:MM:SS WARNING domain host: ready -> backoff (killed by signal 9)
 """
 STATUS_80 = """\
-State:    ready
+State:    degraded
 Problem:  00:06.0-1 has 6000 of 5760 MiB: PID 4260 of alice (python train.py)
 Problem:  past MPS on GPU 00:06.0 with 300 MiB, where no budget holds: PID 4711
           of mallory (./old-job)
@@ -67,10 +67,10 @@ Daemon:   0.1.0, PID N, up T
 (no room for Memory_MiB: use -o csv)
 """
 DOMAINS_80 = """\
-+--------+-------+------+------+-----------+------------+----------------------+
-| Domain | State | PID  | GPUs | Threads_% | Memory_MiB | Pipe_directory       |
-+--------+-------+------+------+-----------+------------+----------------------+
-| host   | ready | 4242 |    1 |        25 |       5760 | /tmp/nvidia-mps/pipe |
-+--------+-------+------+------+-----------+------------+----------------------+
++--------+-------+------+------+----------------+----------------------+
+| Domain | State | PID  | GPUs | Default_limit  | Pipe_directory       |
++--------+-------+------+------+----------------+----------------------+
+| host   | ready | 4242 |    1 | 5760 MiB, 25 % | /tmp/nvidia-mps/pipe |
++--------+-------+------+------+----------------+----------------------+
 (no room for Restarts: use -o csv)
 """

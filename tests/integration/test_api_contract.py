@@ -30,7 +30,6 @@ SETTINGS: dict[str, Any] = {
     "generation": {"mode": "all", "max-examples": 20, "deterministic": True, "database": "none"},
     "checks": {
         "enabled": True,
-        "max_response_time": 30,
         "positive_data_acceptance": {"expected-statuses": ["2xx", "403", "404", "409", "410", "423"]},
     },
     "cache": {"enabled": False},

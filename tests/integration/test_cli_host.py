@@ -67,7 +67,7 @@ def test_every_cell_of_the_reference_case_is_as_cloudpods_has_it(ready: Daemon, 
     assert all(re.fullmatch(UUID, found) for found in ids | hosts)
     for slot, row in enumerate(cells[1:]):
         assert row[1:5] == ["NVIDIA_MPS", "Tesla P40", f"00:06.0-{slot}", "10de:1b38"]
-        assert row[6:] == ["", GPU, LINK, "-1", "-1"]
+        assert row[6:] == ["-1", GPU, LINK, "-1", "-1"]
     assert footer == "*** Total: 4 Pages: 1 Limit: 20 Offset: 0 Page: 1 ***"
 
 
@@ -96,7 +96,7 @@ def test_status_names_the_processes_that_run(ready: Daemon) -> None:
     out = printed(ready.host, "status")
     assert out.startswith("State:    ready\n")
     assert re.search(rf"^Daemon:   \S+, PID {ready.pid}, up ", out, re.MULTILINE)
-    domain = rf"^\| host +\| ready \| +{ready.control_pid()} \| +0 \| +1 \| +25 \| +5760 "
+    domain = rf"^\| host +\| ready \| +{ready.control_pid()} \| +0 \| +1 \| 5760 MiB, 25 % +"
     assert re.search(domain, out, re.MULTILINE)
 
 

@@ -79,7 +79,7 @@ def test_on_a_gpu_that_enforces_no_budget_a_container_starts_and_the_log_tells_o
         inside = "echo $YUNION_MPS_DEVICE"
         assert podman.good("run", "--rm", *mps(ADDRESSES[1]), IMAGE, "sh", "-c", inside) == ADDRESSES[1]
         told = log.recv(4096).decode()
-    why = f"nothing holds it to the budget of {ADDRESSES[1]}: the GPU is older than Volta"
+    why = f"the budget of {ADDRESSES[1]} is not enforced: GPU 00:06.0 is older than Volta"
     assert re.fullmatch(rf"<12>yunion-mps\[\d+\]: container [0-9a-f]{{12}}: {why}", told)
     command = ["yunion-mps", "run", "--podman", "--", "--rm", IMAGE, "id"]
     refused = host.run(command)

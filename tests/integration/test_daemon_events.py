@@ -9,7 +9,7 @@ import threading
 from typing import Any
 
 from integration.conftest import MakeAtWork
-from integration.daemon_host import Daemon, eventually
+from integration.daemon_host import PATIENCE_S, Daemon, eventually
 
 
 def events(daemon: Daemon, query: str = "") -> list[dict[str, Any]]:
@@ -42,10 +42,10 @@ def test_a_death_and_the_recovery_are_told_with_cause_and_consequence(ready_daem
 def test_whoever_waits_hears_of_the_next_event_at_once(ready_daemon: Daemon) -> None:
     last = ready_daemon.get("/v1/events")[1]["last"]
     heard: list[dict[str, Any]] = []
-    waiter = threading.Thread(target=lambda: heard.extend(events(ready_daemon, f"&after={last}&wait=30")))
+    waiter = threading.Thread(target=lambda: heard.extend(events(ready_daemon, f"&after={last}&wait=60")))
     waiter.start()
     os.kill(ready_daemon.control_pid(), signal.SIGKILL)
-    waiter.join(10)
+    waiter.join(PATIENCE_S)
     assert heard[0]["what"] == "ready -> backoff"
 
 

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 from yunion_mps.mps.control import PROGRAM
 
-from integration.conftest import MakeDaemon, MakeHost
+from integration.conftest import MakeAtWork, MakeDaemon, MakeHost
 from integration.daemon_host import Daemon, control_daemons, eventually, is_running
 from simhost import SimHost
+from unit.mps.driving import full_queue
 
 LIMITS = ("get_default_device_pinned_mem_limit 0", "get_default_active_thread_percentage")
 
@@ -94,6 +95,7 @@ def test_the_control_daemon_has_only_the_environment_that_was_built_for_it(ready
         "LC_ALL": "C",
         "PATH": f"{program_directory}:/usr/sbin:/usr/bin:/sbin:/bin",
         "YUNION_MPS_DOMAIN": "host",
+        "YUNION_MPS_ROOT": str(ready_daemon.host.root),
     }
 
 
@@ -188,3 +190,22 @@ def test_other_directories_and_budgets_are_taken_from_the_configuration(
     assert (host.root / "var/log/mps/control.log").exists()
     assert not (host.root / "tmp/nvidia-mps").exists()
     assert daemon.stop() == 0
+
+
+def test_a_hidden_control_daemon_outlives_a_re_exec_and_is_ended_by_a_stop(make_at_work: MakeAtWork) -> None:
+    daemon, jobs, job = make_at_work(cuda_mps_stop_timeout_s=1)
+    control = daemon.control_pid()
+    with full_queue(str(daemon.pipe_directory)):
+        assert daemon.ask("POST", "/v1/reexec")[0] == 200
+        eventually(
+            lambda: "its queue is full" in daemon.status()["domains"][0]["reason"],
+            "its cause",
+            trouble=lambda: daemon.log,
+        )
+        assert daemon.control_pid() == control
+        assert daemon.host.gpus[0].compute_mode == "exclusive_process"
+        assert daemon.stop() == 0
+    assert control_daemons(daemon.host.root) == []
+    assert job.says() == "server gone"
+    assert jobs.servers() == []
+    assert daemon.host.gpus[0].compute_mode == "default"

@@ -7,6 +7,9 @@ import resource
 import signal
 import socket
 import subprocess
+from pathlib import Path
+
+import pytest
 
 from integration.conftest import MakeAtWork, MakeDaemon
 from integration.daemon_host import Daemon, control_daemons, eventually
@@ -57,6 +60,23 @@ def test_a_stop_without_descriptors_to_spare_gives_jobs_their_time_all_the_same(
     assert "MPS server (PID" not in daemon.log, "none was ended by a signal"
     assert control_daemons(daemon.host.root) == []
     assert daemon.host.gpus[0].compute_mode == "default"
+
+
+@pytest.mark.gpus({"kind": "v100"}, {"kind": "a100"})
+def test_a_stop_without_memory_to_spare_restores_every_compute_mode(daemon: Daemon) -> None:
+    daemon.configure(cuda_mps_stop_timeout_s=0)
+    for name in [
+        name for name in daemon.env if name.startswith("COV")
+    ]:  # which needs more memory than the daemon
+        del daemon.env[name]
+    daemon.start().wait_ready()
+    for _ in range(50):
+        daemon.get("/v1/devices")
+    sizes = Path(f"/proc/{daemon.pid}/statm").read_text().split()
+    most = int(sizes[0]) * resource.getpagesize()
+    resource.prlimit(daemon.pid, resource.RLIMIT_AS, (most, most))
+    assert daemon.stop() == 0, daemon.log
+    assert [gpu.compute_mode for gpu in daemon.host.gpus] == ["default", "default"], daemon.log
 
 
 def test_connections_that_cannot_be_accepted_are_told_in_a_few_lines(ready_daemon: Daemon) -> None:

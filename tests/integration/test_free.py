@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 
 import pytest
 
 from integration.conftest import MakeDaemon, MakeHost
-from integration.daemon_host import Daemon
+from integration.daemon_host import Daemon, eventually
+from integration.lease_host import leases_of
 from integration.test_cli_host import printed, rows
 from simhost import SimHost
 
@@ -66,13 +68,13 @@ def test_the_screens_say_why_a_device_cannot_be_had_until_that_is_over(
     assert lease(daemon, "name=old") == "00:06.0-0"
     divide(host, QUARTERS)
     printed(host, "reload")
-    told = "GPU 00:06.0: leases from before a reload leave no memory for 1 device\n"
+    told = "GPU 00:06.0: 2 devices pending: the new division of its GPU waits for lease old of root to end\n"
     status, top = printed(host, "status"), printed(host, "top", "--once")
     assert (
-        f"Pending:  {told}Remedy:   there is some once they have ended; see whose they are: yunion-mps who\n"
+        f"Pending:  {told}Remedy:   it takes effect by itself; see whose leases they are: yunion-mps who\n"
         in status
     )
-    assert "Devices:  4 of 4 available, 1 used, 2 free\n" in status
+    assert "Devices:  2 of 4 available, 2 pending, 1 used, 2 free\n" in status
     assert f"Pending: {told}" in top
     words = {line.split()[0]: line.split()[2:] for line in top.splitlines() if line.startswith("00:06.0-")}
     assert words["00:06.0-0"][:3] == ["0", "8192", "50"], "as it was given, which is not as it would be now"
@@ -83,3 +85,55 @@ def test_the_screens_say_why_a_device_cannot_be_had_until_that_is_over(
     assert "Pending" not in status + top
     assert "Devices:  4 of 4 available, 0 used, 4 free\n" in status
     assert unused(host) == [f"00:06.0-{slot}" for slot in range(4)]
+
+
+def counted(daemon: Daemon) -> dict[str, int]:
+    """The devices by state: what `status` says, which is what the list has."""
+    said = daemon.status()["devices"]
+    listed = daemon.get("/v1/devices?limit=0")[1]["isolated_devices"]
+    states = Counter(device["state"] for device in listed)
+    assert said == {"total": len(listed), **{state: states[state] for state in said if state != "total"}}
+    return {state: number for state, number in said.items() if number}
+
+
+def test_a_division_waiting_for_leases_is_named_and_counted_alike(
+    make_host: MakeHost, make_daemon: MakeDaemon
+) -> None:
+    host = make_host([{"kind": "v100", "count": 2}])
+    host.divide(4, 6)
+    daemon = make_daemon(host).start().wait_ready()
+    for slot in range(4):
+        assert lease(daemon, f"device=00:06.0-{slot}&name=job-{slot}")
+    ids = [one["id"] for one in leases_of(daemon)]
+    host.divide(2, 6)
+    leases = "lease job-0 of root, lease job-1 of root, lease job-2 of root and 1 more"
+    what = f"GPU 00:06.0: 2 of its devices wait for {leases} to end"
+    waits = {"domain": "host", "pending": what, "leases": ids}
+
+    (change,) = daemon.get("/v1/plan")[1]["changes"]
+    assert change["effect"] == f"after the end of {leases}"
+    assert daemon.ask("POST", "/v1/reload")[1] == {"changes": [change], "pending": [waits]}
+    assert counted(daemon) == {"total": 10, "available": 6, "pending": 4}
+    shown = f"nothing changes.\nPending:  host: {what}\nSee whose the leases are: yunion-mps who\n"
+    assert printed(host, "reload") == f"Reloaded; {shown}"
+    listed = daemon.get("/v1/devices?addr=00:06.0")[1]["isolated_devices"]
+    assert [one["mps_memory_limit"] for one in listed] == [4096] * 4, "as they were given"
+    assert {one["reason"] for one in listed} == {f"the new division of its GPU waits for {leases} to end"}
+    environment = daemon.get("/v1/devices/00:06.0-0")[1]["client_environment"]
+    assert environment["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] == "0=4096M"
+    assert lease(daemon, "gpu=00:06.0&name=next") == ""
+
+    daemon.kill()
+    daemon.start().wait_ready()
+    line = "6 of 10 devices available, 4 pending, 1 of 1 control daemons serving"
+    assert f"is ready: {line}" in daemon.log
+    eventually(lambda: leases_of(daemon) and counted(daemon)["pending"] == 4, "the leases")
+    for slot in (2, 3):
+        assert daemon.ask("DELETE", f"/v1/leases/job-{slot}")[0] == 200
+    assert counted(daemon) == {"total": 8, "available": 6, "pending": 2}
+    assert daemon.ask("DELETE", "/v1/leases/job-0")[0] == 200
+    assert counted(daemon) == {"total": 8, "available": 7, "pending": 1}
+    assert lease(daemon, "gpu=00:06.0&name=next") == "00:06.0-0"
+    assert daemon.ask("DELETE", "/v1/leases/job-1")[0] == 200
+    assert counted(daemon) == {"total": 8, "available": 8}
+    assert daemon.get("/v1/plan") == (200, {"changes": [], "pending": []})

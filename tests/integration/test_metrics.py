@@ -9,7 +9,6 @@ import os
 import signal
 import socket
 import stat
-import time
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from integration.conftest import MakeDaemon, MakeHost
 from integration.daemon_host import Daemon, eventually
+from integration.lease_host import STRANGER
 
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
@@ -122,13 +122,11 @@ def test_a_lease_from_before_a_reload_has_the_budget_that_it_was_given_as_in_who
         job.kill()
 
 
-def test_several_who_scrape_wait_for_a_hanging_driver_no_longer_than_one(ready_daemon: Daemon) -> None:
-    """More than the gateway's patience, and the daemon would be told to be down."""
+def test_a_driver_that_hangs_holds_up_none_of_several_scrapes(ready_daemon: Daemon) -> None:
     printed(ready_daemon)
-    ready_daemon.host.fail("nvmlDeviceGetComputeRunningProcesses*", "unknown", delay_ms=30_000)
+    ready_daemon.host.fail("nvmlDeviceGetComputeRunningProcesses*", "unknown", delay_ms=600_000)
     formats = ["application/openmetrics-text", "text/plain"] * 4
     connections = []
-    began_s = time.monotonic()
     for accept in formats:
         connection = http.client.HTTPConnection("localhost")
         connection.sock = socket.socket(socket.AF_UNIX)
@@ -138,17 +136,14 @@ def test_several_who_scrape_wait_for_a_hanging_driver_no_longer_than_one(ready_d
     for connection in connections:
         with contextlib.closing(connection):
             assert connection.getresponse().read()
-    assert time.monotonic() - began_s < 5
     ready_daemon.host.clear()
 
 
 def test_a_driver_that_hangs_holds_up_no_scrape(ready_daemon: Daemon) -> None:
     before = samples(printed(ready_daemon))
-    ready_daemon.host.fail("nvmlDeviceGetComputeRunningProcesses*", "unknown", delay_ms=20_000)
+    ready_daemon.host.fail("nvmlDeviceGetComputeRunningProcesses*", "unknown", delay_ms=600_000)
     asked = ("yunion_mps_http_requests_total", (("code", "200"), ("method", "GET"), ("route", "/metrics")))
-    began_s = time.monotonic()
     made = eventually(lambda: _newer(samples(printed(ready_daemon)), asked), "another scrape")
-    assert time.monotonic() - began_s < 10
     used = ("yunion_mps_use_timestamp_seconds", ())
     assert made[used] == before[used]
     ready_daemon.host.clear()
@@ -208,3 +203,32 @@ def test_nothing_that_another_user_laid_out_is_followed(daemon: Daemon, textfile
     eventually(lambda: not textfile.is_symlink(), "the file", trouble=lambda: daemon.log)
     assert victim.read_text() == "mine\n"
     assert not Path(f"{textfile}.new").is_symlink()
+
+
+def test_no_directory_that_another_user_laid_out_is_followed(daemon: Daemon) -> None:
+    theirs, precious = daemon.host.root / "srv/theirs", daemon.host.root / "srv/precious"
+    for directory in (theirs, precious):
+        directory.mkdir(parents=True)
+    (precious / "a.prom").write_text("mine\n")
+    (theirs / "metrics").symlink_to(precious)
+    os.chown(theirs, STRANGER, STRANGER)  # the link stays root's, as a hard link to one would be
+    daemon.configure(metrics_textfile="/srv/theirs/metrics/a.prom")
+    daemon.start().wait_ready()
+    wrong = f"{theirs}/metrics is a symlink, which is not followed"
+    warning = eventually(lambda: [one for one in daemon.status()["warnings"] if wrong in one], "the warning")
+    assert warning == [f"metrics_textfile is {theirs}/metrics/a.prom, which cannot be written: {wrong}"]
+    assert daemon.stop() == 0
+    assert (precious / "a.prom").read_text() == "mine\n"
+    assert os.listdir(precious) == ["a.prom"]
+
+
+def test_the_administrator_s_own_links_lead_to_the_file(daemon: Daemon) -> None:
+    real = daemon.host.root / "srv/real"
+    real.mkdir(parents=True)
+    (daemon.host.root / "srv/link").symlink_to("real")
+    os.chown(real, STRANGER, STRANGER)  # node_exporter's directory may be its own
+    daemon.configure(metrics_textfile="/srv/link/a.prom")
+    daemon.start().wait_ready()
+    eventually((real / "a.prom").exists, "the file", trouble=lambda: daemon.log)
+    assert daemon.stop() == 0
+    assert os.listdir(real) == []

@@ -28,7 +28,7 @@ def test_its_control_daemon_is_ended_and_the_compute_mode_put_back(daemon: Daemo
     assert daemon.run("--put-back") == 0, daemon.log
     assert not is_running(killed)
     assert daemon.host.gpus[0].compute_mode == "default"
-    assert f"a control daemon (PID {killed})" in daemon.log
+    assert f"ending the control daemon (PID {killed})" in daemon.log
     assert "nothing is left" in daemon.log
     assert not daemon.socket_path.exists()
     assert "Traceback" not in daemon.log

@@ -194,8 +194,15 @@ def test_a_lease_with_a_name_is_renewed_until_it_is_given_back(client: Client) -
         eventually(lambda: (client.leases()[0]["expires"] or 0) > first["since"] + 3, "a third renewal")
         assert lease.lost == ""
     assert given(client) == []
-    name = f"lease {lease.id}"
-    eventually(lambda: name not in {one.name for one in threading.enumerate()}, "the end of its thread")
+
+
+def test_leases_with_a_name_leave_few_threads(client: Client) -> None:
+    """Some are kept for the next ones (`yunion_mps.threads`)."""
+    before = len(os.listdir("/proc/self/task"))
+    for number in range(20):
+        with client.lease(name=f"job-{number}", ttl=60):
+            pass
+    eventually(lambda: len(os.listdir("/proc/self/task")) <= before + 4, "the end of their threads")
 
 
 def test_a_lease_with_a_name_says_that_somebody_else_has_ended_it(

@@ -25,7 +25,7 @@ def device_id(slot: int) -> str:
 
 def row(slot: int) -> tuple[str, ...]:
     return (
-        device_id(slot), "NVIDIA_MPS", "Tesla P40", f"00:06.0-{slot}", "10de:1b38", str(HOST_ID), "", GPU,
+        device_id(slot), "NVIDIA_MPS", "Tesla P40", f"00:06.0-{slot}", "10de:1b38", str(HOST_ID), "-1", GPU,
         LINK, "-1", "-1",
     )  # fmt: skip
 
@@ -73,7 +73,7 @@ def test_every_field_of_the_devices_is_as_designed(ready_daemon: Daemon) -> None
                 "addr": f"00:06.0-{slot}",
                 "vendor_device_id": "10de:1b38",
                 "host_id": str(HOST_ID),
-                "numa_node": None,
+                "numa_node": -1,
                 "device_path": GPU,
                 "pcie_info": json.loads(LINK),
                 "index": -1,
@@ -91,11 +91,11 @@ def test_every_field_of_the_devices_is_as_designed(ready_daemon: Daemon) -> None
             for slot in range(4)
         ],
         "total": 4,
-        "limit": 20,
+        "limit": 0,
         "offset": 0,
     }
     assert '"mps_thread_percentage": 25,' in done.stdout, "a whole number, not 25.0"
-    assert ready_daemon.get("/v1/devices") == (200, answer)
+    assert ready_daemon.get("/v1/devices?limit=0") == (200, answer)
 
 
 def test_nvidia_smi_says_exclusive_process_while_it_runs_and_default_before_and_after(daemon: Daemon) -> None:

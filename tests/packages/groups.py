@@ -18,7 +18,7 @@ class ControlGroup:
         #: Whether this machine was booted with systemd, which then makes a scope.
         self.is_systemds = os.path.isdir("/run/systemd/system")
         self._folders = (
-            [] if self.is_systemds else [folder / f"yunion-mps-test-{name}" for folder in _hierarchies()]
+            [] if self.is_systemds else [folder / f"yunion-mps-test-{name}" for folder in hierarchies()]
         )
 
     def enter(self) -> list[str]:
@@ -37,7 +37,7 @@ class ControlGroup:
             time.sleep(_LOOK_S)
 
 
-def _hierarchies() -> list[Path]:
+def hierarchies() -> list[Path]:
     """Where version 2 is mounted, and version 1's named one for systemd, where there is that as well."""
     found: dict[str, Path] = {}
     for line in Path("/proc/self/mounts").read_text().splitlines():

@@ -78,6 +78,21 @@ class TestJobs:
         machine.run("systemctl", "kill", "--signal=KILL", JOB)
         machine.wait_until("all are free", lambda: host.ask("devices?unused=true")["total"] == 4)
 
+    def test_no_job_releases_the_lease_of_another_job(self, host: Operator) -> None:
+        machine, thief = host.machine, "yunion-mps-job@thief.service"
+        begin(machine, "sleep 4718")
+        machine.wait_until("it has a device", lambda: host.ask("devices?unused=true")["total"] == 3)
+        lease = lease_of(host, JOB)
+        command = f"yunion-mps lease release {lease['id']}"
+        machine.write("/etc/yunion/jobs/thief", f"COMMAND={command}\nOPTIONS={OPTIONS}\n")
+        machine.run("systemctl", "start", thief)
+        machine.wait_until("it has failed", lambda: machine.show("ActiveState", thief) == "failed")
+        assert f"is {JOB}'s" in machine.journal(thief)
+        machine.run("systemctl", "reset-failed", thief)
+        assert lease_of(host, JOB)["id"] == lease["id"]
+        machine.run("systemctl", "stop", JOB)
+        machine.wait_until("all are free", lambda: host.ask("devices?unused=true")["total"] == 4)
+
     def test_a_unit_that_is_restarted_has_one_device_and_the_one_before_is_free(self, host: Operator) -> None:
         machine = host.machine
         begin(machine, "sleep 4713")

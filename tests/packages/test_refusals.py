@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -144,11 +143,10 @@ class TestStart:
     def test_without_a_driver_it_tries_on_and_neither_gives_up_nor_spins(self, operator: Operator) -> None:
         machine = operator.machine
         machine.driver.host.hide_library()
-        began_s = time.monotonic()
         try:
             assert machine.run("systemctl", "start", UNIT, check=False).returncode != 0
             machine.wait_until("a second try", lambda: int(machine.show("NRestarts")) >= 2)
-            assert int(machine.show("NRestarts")) <= (time.monotonic() - began_s) / 4
+            assert machine.show("RestartUSec") == "5s"
             assert "libnvidia-ml" in machine.journal()
         finally:
             machine.driver.host.show_library()

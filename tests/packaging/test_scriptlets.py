@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
 import pytest
+
+from unit.hostile_names import WORST
+from unit.mps.hostile import STRANGER
 
 from .conftest import ROOT, Host
 
@@ -202,6 +206,39 @@ def test_control_daemons_that_are_not_ours_are_named_and_left_alone(host: Host) 
     host.control_daemon(7, "", CUDA_MPS_PIPE_DIRECTORY="/tmp/nvidia-mps/pipe")  # a front-end
     (said,) = host.good("go_on")
     assert said.endswith("(PID 5) that is not ours serves /tmp/nvidia-mps/pipe, and is left alone")
+
+
+def test_a_control_daemon_of_another_user_is_neither_ours_nor_reported(host: Host) -> None:
+    """Who may run a program of that name may mark it as ours, too."""
+    host.program("systemctl", "exit 3")
+    place = "/tmp/nvidia-mps/pipe"
+    host.control_daemon(5, "-d", CUDA_MPS_PIPE_DIRECTORY=place)
+    host.control_daemon(6, "-f", CUDA_MPS_PIPE_DIRECTORY=place, YUNION_MPS_DOMAIN="host")
+    for pid in ("5", "6"):
+        os.chown(host.root / "proc" / pid, STRANGER, STRANGER)
+    assert host.good("go_on") == []
+    assert host.call("control_daemons").stdout == ""
+
+
+def test_our_mark_inside_another_variable_does_not_count(host: Host) -> None:
+    host.control_daemon(5, "-d", NOTE="a\nYUNION_MPS_DOMAIN=host", OLD_YUNION_MPS_DOMAIN="host")
+    assert host.call("control_daemons").stdout == "5 another's\n"
+
+
+@pytest.mark.parametrize("said", [WORST, "a\\nb", "a\\033[2Jb", "\\c"])
+def test_what_is_said_is_one_line_that_steers_no_terminal(host: Host, said: str) -> None:
+    """In Debian's sh, echo turns a backslash and digits into ESC."""
+    host.program("systemctl", "exit 3")
+    quoted = said.replace("\ud800", "")
+    host.control_daemon(5, "-d", CUDA_MPS_PIPE_DIRECTORY=quoted)
+    (host.root / "said").write_text(quoted)
+    shown = host.good("go_on") + host.good(
+        f'say "$(cat {host.root}/said)"; say "$(first "$(cat {host.root}/said)")"'
+    )
+    assert [line for line in shown if not line.startswith("yunion-mps-daemon: ")] == []
+    assert [line for line in shown if not line.isprintable()] == []
+    if said.isprintable():
+        assert all(said in line for line in shown)
 
 
 # -- the end

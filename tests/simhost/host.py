@@ -151,8 +151,8 @@ class SimHost:
         command: Sequence[object],
         **options: Any,
     ) -> subprocess.CompletedProcess[str]:
-        """Run a command on the host: subprocess.run in its environment, output captured, 30 s at most."""
-        settings = {"capture_output": True, "text": True, "env": self.env, "timeout": 30, **options}
+        """Run a command on the host: subprocess.run in its environment, output captured, 2 min at most."""
+        settings = {"capture_output": True, "text": True, "env": self.env, "timeout": 120, **options}
         return subprocess.run(self._argv(command), **settings)
 
     def popen(

@@ -14,7 +14,7 @@ from yunion_mps.daemon.run import drive
 from yunion_mps.examination import examine
 from yunion_mps.inventory import Nvml, scan
 from yunion_mps.models import Event, Snapshot
-from yunion_mps.paths import Paths
+from yunion_mps.paths import ROOT_VARIABLE, Paths
 from yunion_mps.service.shapes import devices_json
 from yunion_mps.supervisor import Change, Supervisor
 
@@ -99,6 +99,7 @@ def make_host(monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeHost]:
             configure(host, **keys)
             stack.enter_context(host.pynvml())
             monkeypatch.setenv("PATH", host.env["PATH"])
+            monkeypatch.setenv(ROOT_VARIABLE, str(host.root))
             return host
 
         yield make

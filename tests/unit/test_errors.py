@@ -36,6 +36,8 @@ def test_a_bad_configuration_carries_every_problem_a_line_each_and_how_to_try_ag
         ("NotFoundError", 1),
         ("UnreachableError", 3),
         ("NotAllowedError", 4),
+        ("NothingFreeError", 5),
+        ("NeverFreeError", 1),
         ("ConfigError", 6),
     ],
 )

@@ -215,12 +215,11 @@ def test_a_copy_of_another_boot_does_not_count(paths: Paths, store: OpenStore) -
 def test_what_clients_get_is_there_for_the_next_daemon(paths: Paths, store: OpenStore) -> None:
     opened = store()
     assert opened.in_force("/pipe") is None
-    opened.remember_domain("/pipe")
     opened.note_in_force("/pipe", {"plan": [1, None, "x"]})
     opened.close()
     again = store()
     assert (again.domains(), again.in_force("/pipe")) == (["/pipe"], {"plan": [1, None, "x"]})
-    again.forget_domain("/pipe")
+    again.forget_in_force("/pipe")
     assert (again.domains(), again.in_force("/pipe")) == ([], None)
 
 

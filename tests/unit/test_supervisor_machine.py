@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
 from yunion_mps.errors import YunionError
-from yunion_mps.paths import Paths
+from yunion_mps.paths import ROOT_VARIABLE, Paths
 from yunion_mps.store import Store
 
 from simhost import SimHost
@@ -32,7 +32,8 @@ class Modes(RuleBasedStateMachine):
         self._stack = contextlib.ExitStack()
         self.host = self._stack.enter_context(SimHost.create(GPUS))
         self._stack.enter_context(self.host.pynvml())
-        self._stack.enter_context(_variable("PATH", self.host.env["PATH"]))
+        for name in ("PATH", ROOT_VARIABLE):
+            self._stack.enter_context(_variable(name, self.host.env[name]))
         configure(self.host)
         self.runs: Supervised | None = None
         self.lost: set[int] = set()
@@ -174,7 +175,7 @@ class Modes(RuleBasedStateMachine):
 
 @contextlib.contextmanager
 def _variable(name: str, value: str) -> Iterator[None]:
-    before = os.environ[name]
+    before = os.environ.get(name, "")
     os.environ[name] = value
     try:
         yield

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
+import shutil
+import signal
 import time
 from contextlib import closing
 
@@ -10,10 +13,12 @@ import pytest
 from yunion_mps.errors import HostError
 from yunion_mps.journal.table import Table
 from yunion_mps.mps.control import PROGRAM
+from yunion_mps.mps.ownership import our_processes
 from yunion_mps.service.shapes import devices_json
 from yunion_mps.store import Store
 
 from simhost import SimHost
+from unit.mps.driving import full_queue
 from unit.supervised import (
     MakeHost,
     PutToWork,
@@ -31,6 +36,12 @@ def killed(made: Supervised) -> int:
     pid = made.snapshot.domains[0].pid
     assert pid is not None
     return pid
+
+
+def forget(made: Supervised) -> None:
+    """Remove all that is written down of its control daemon."""
+    made.supervisor.store().note_in_force(made.snapshot.domains[0].plan.pipe_directory, None)
+    shutil.rmtree(made.paths.control_daemons)
 
 
 def end(host: SimHost) -> None:
@@ -69,6 +80,66 @@ def test_a_control_daemon_with_jobs_where_mps_was_disabled_since_goes_on_until_i
     assert modes(host) == ["default"] * 2
 
 
+@pytest.mark.parametrize(
+    "change", [{"enable_cuda_mps": "false"}, {"cuda_mps_pipe_directory": "/tmp/elsewhere/pipe"}]
+)
+def test_a_hidden_control_daemon_is_found_by_every_later_configuration(
+    put_to_work: PutToWork, supervise: Supervise, change: dict[str, str]
+) -> None:
+    """Any user can fill its queue: it keeps its GPUs and their modes, and no second one serves them."""
+    at_work = put_to_work(TWO)
+    host, pid = at_work.host, killed(at_work.made)
+    pipe = at_work.made.snapshot.domains[0].plan.pipe_directory
+    configure(host, **change)
+    with full_queue(pipe):
+        made = supervise(host).start()
+        assert made.snapshot.domains[0].pid == pid
+        assert [one.pid for one in our_processes() if not one.is_server] == [pid]
+        made.set_modes()
+        assert modes(host) == ["exclusive_process"] * 2
+    at_work.end()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"enable_cuda_mps": "false"},
+        {"cuda_mps_pipe_directory": "/tmp/elsewhere/pipe"},
+        {"cuda_mps_scope": "gpu"},
+    ],
+)
+def test_one_whose_daemon_ended_before_it_served_is_no_obstacle_to_another_configuration(
+    make_host: MakeHost, supervise: Supervise, change: dict[str, str]
+) -> None:
+    host = make_host(TWO)
+    first = supervise(host)
+    first.supervisor.start(time.monotonic())  # and no tick, as if it were killed then
+    pid = killed(first)
+    configure(host, **change)
+    made = supervise(host).start()
+    made.until(lambda: pid not in [one.pid for one in our_processes()])
+    made.stop()
+    assert our_processes() == []
+    assert modes(host) == ["default"] * 2
+
+
+def test_modes_stay_while_a_server_without_its_control_daemon_runs(
+    put_to_work: PutToWork, supervise: Supervise
+) -> None:
+    at_work = put_to_work(TWO)
+    host, pid = at_work.host, killed(at_work.made)
+    at_work.made.supervisor.release()
+    os.kill(pid, signal.SIGKILL)
+    configure(host, enable_cuda_mps="false")
+    made = supervise(host).start()
+    made.set_modes()
+    assert modes(host) == ["exclusive_process"] * 2
+    at_work.end()
+    made.until(lambda: our_processes() == [])
+    made.set_modes()
+    assert modes(host) == ["default"] * 2
+
+
 def test_one_of_which_nothing_is_noted_is_reported_and_keeps_its_modes(
     make_host: MakeHost, supervise: Supervise, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -76,7 +147,7 @@ def test_one_of_which_nothing_is_noted_is_reported_and_keeps_its_modes(
     host = make_host(TWO)
     first = supervise(host).start()
     pid = killed(first)
-    first.supervisor.store().note_in_force(first.snapshot.domains[0].plan.pipe_directory, None)
+    forget(first)
     configure(host, enable_cuda_mps="false")
     made = supervise(host).start()
     pipe = host.root / "tmp/nvidia-mps/pipe"
@@ -153,7 +224,7 @@ def test_one_of_which_nothing_is_noted_and_that_is_in_the_way_ends_the_start_wit
     host = make_host(TWO)
     first = supervise(host).start()
     pid = killed(first)
-    first.supervisor.store().note_in_force(first.snapshot.domains[0].plan.pipe_directory, None)
+    forget(first)
     configure(host, cuda_mps_scope="gpu")
     made = supervise(host)
     with pytest.raises(HostError) as caught:

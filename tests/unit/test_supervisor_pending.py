@@ -6,6 +6,8 @@ import os
 import signal
 import time
 
+from yunion_mps.supervisor.changes import LeaseWait
+
 from unit.supervised import PutToWork, Supervise, budgets, configure, modes, pid
 
 V100 = [{"kind": "v100"}]
@@ -31,6 +33,17 @@ def test_a_budget_is_pending_while_a_job_runs_and_in_force_when_its_server_has_e
     assert [mib for _, mib in budgets(made)] == [4096] * 4
     assert jobs.servers() == [], "a server without jobs was asked to end"
     assert [event.what for event in made.events if event.kind == "limit"] == ["the new limits are in force"]
+
+
+def test_a_budget_that_waits_for_leases_as_well_says_so(put_to_work: PutToWork) -> None:
+    host, jobs, made, _ = put_to_work(V100, 2)
+    (server,) = jobs.servers()
+    wait = LeaseWait(1, ("id",), "lease old of root")
+    made.supervisor.find_lease_waits = lambda devices: {devices[0].gpu_uuid: wait}
+    host.divide(4)
+    (change,) = made.reload()
+    ended = f"when its MPS server (PID {server}) has ended"
+    assert change.effect == f"{ended}; 1 of 4 devices after the end of lease old of root"
 
 
 def test_a_pending_budget_is_still_pending_for_the_next_daemon(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from yunion_mps.errors import ConfigError, HostError
 from yunion_mps.examination import examine
+from yunion_mps.mps.ownership import our_processes
 from yunion_mps.service.shapes import devices_json
 from yunion_mps.supervisor.warnings import warnings
 
@@ -84,7 +85,7 @@ def test_a_gpu_less_is_let_go_and_its_mode_put_back(make_host: MakeHost, supervi
     made.set_modes()
     assert modes(host) == ["exclusive_process", "default"]
     assert (pid(made), made.available) == (before, 2)
-    assert made.supervisor.store().domains() == [made.snapshot.domains[0].plan.pipe_directory]
+    assert [one.pid for one in our_processes()] == [before]
 
 
 def test_mps_can_be_turned_off_and_on_again(make_host: MakeHost, supervise: Supervise) -> None:

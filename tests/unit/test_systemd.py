@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from yunion_mps.systemd import Notifier, watchdog_interval_s
+from yunion_mps.systemd import Notifier, job_unit_of, watchdog_interval_s
 
 # The library never closes its socket, which in the daemon lives as long as the process.
 pytestmark = [
@@ -58,6 +58,17 @@ def test_a_status_that_was_told_already_is_not_told_again(inbox: socket.socket) 
     for text in ("serving", "serving", "degraded", "degraded", "serving"):
         notifier.status(text)
     assert received(inbox) == ["READY=1\nSTATUS=serving", "STATUS=degraded", "STATUS=serving"]
+
+
+def test_a_status_in_any_language_is_told_and_none_becomes_an_assignment(inbox: socket.socket) -> None:
+    """The library encodes to Latin-1, and keeps silent about what that does not have."""
+    notifier = Notifier()
+    notifier.ready("PID 7 (訓練, jürgen)")
+    notifier.status("PID 7 (\nSTOPPING=1\nx\x1b[2J)")
+    assert received(inbox) == [
+        "READY=1\nSTATUS=PID 7 (訓練, jürgen)",
+        "STATUS=PID 7 (\\nSTOPPING=1\\nx\\x1b[2J)",
+    ]
 
 
 def test_a_reload_is_told_with_the_time_by_the_clock_that_systemd_compares(inbox: socket.socket) -> None:
@@ -114,3 +125,31 @@ def test_the_watchdog_wants_a_sign_of_life_twice_in_its_time_and_only_from_the_o
         else:
             monkeypatch.setenv(name, value)
     assert watchdog_interval_s() == interval_s
+
+
+UNIT = "yunion-mps-job@train.service"
+
+
+@pytest.mark.parametrize(
+    ("cgroups", "unit"),
+    [
+        (f"0::/system.slice/system-yunion\\x2dmps\\x2djob.slice/{UNIT}\n", UNIT),
+        (f"9:name=systemd:/system.slice/{UNIT}\n4:memory:/\n0::/\n", UNIT),
+        (f"0::/machine.slice/vm.scope/payload/system.slice/{UNIT}/inner\n", UNIT),
+        (f"0::/system.slice/{UNIT}/yunion-mps-job@other.service\n", UNIT),
+        ("0::/system.slice/yunion-mps-daemon.service\n", ""),
+        (f"0::/user.slice/user-1000.slice/user@1000.service/app.slice/{UNIT}\n", ""),
+        (f"0::/user.slice/user-1000.slice/user@1000.service/system.slice/{UNIT}\n", ""),
+        ("0::/user.slice/user-1000.slice/session-1.scope\n", ""),
+        (f"0::/system.slice/my-{UNIT}\n", ""),
+        ("0::/\n", ""),
+        ("", ""),
+    ],
+)
+def test_a_process_of_a_job_s_unit_is_known_by_its_control_group(
+    tmp_path: Path, cgroups: str, unit: str
+) -> None:
+    (tmp_path / "4260").mkdir()
+    (tmp_path / "4260/cgroup").write_text(cgroups)
+    assert job_unit_of(4260, str(tmp_path)) == unit
+    assert job_unit_of(4261, str(tmp_path)) == "", "it has ended, or control groups are not there"

@@ -29,9 +29,13 @@ KEPT_BYTES = 16 << 10
 _EVENTS_A_TURN = 64
 
 
-class Limits(NamedTuple):
-    """What one client may cost. Root always gets in: others cannot take the connections kept for it."""
+TOO_MANY = problem(503, "too many connections are open", "close some, or try again in a moment")
 
+
+class Limits(NamedTuple):
+    """What one client may use. Some connections are reserved for root, and some for clients without any."""
+
+    first_request_timeout_s: float = 10.0
     request_timeout_s: float = 10.0
     idle_timeout_s: float = 30.0
     answer_timeout_s: float = 10.0
@@ -39,8 +43,9 @@ class Limits(NamedTuple):
     hand_over_s: float = 1.0
     head_bytes: int = 16 << 10
     body_bytes: int = 64 << 10
-    connections: int = 512
+    connections: int = 528
     kept_for_root: int = 64
+    kept_for_new_clients: int = 16
     of_one_user: int = 128
     unread_bytes: int = 16 << 20
 
@@ -63,10 +68,13 @@ class Place(Protocol):
     buffer: memoryview
 
     def admit(self, connection: Connection) -> bool:
-        """Whether there is room for one more connection of this user."""
+        """Whether there is room for one more connection of this client."""
 
     def unread_bytes(self, client: int | str) -> int:
         """How much of the answers to this user waits to be read."""
+
+    def note_answer(self, connection: Connection) -> None:
+        """The connection has got an answer."""
 
     def forget(self, connection: Connection) -> None:
         """The connection is over."""
@@ -91,6 +99,7 @@ class Connection(asyncio.BufferedProtocol):
         self._body_bytes = 0
         self._blocked = False
         self._fresh = True
+        self._awaits_event = False
         self._awaited: asyncio.Future[Response] | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -101,11 +110,9 @@ class Connection(asyncio.BufferedProtocol):
         address = transport.get_extra_info("peername") or ("",)
         self.client = self.uid if self.uid != STRANGER else str(address[0])
         if not self._server.admit(self):
-            self._refuse(
-                problem(503, "too many connections are open", "close some, or try again in a moment")
-            )
+            self._refuse(TOO_MANY)
             return
-        self._set_deadline(self._limits.request_timeout_s)
+        self._set_deadline(self._limits.first_request_timeout_s)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The connection is over, from either side."""
@@ -168,9 +175,27 @@ class Connection(asyncio.BufferedProtocol):
         waits = self._awaited is not None or self._turn is not None or self.unread_bytes > 0
         return waits or self._fresh or bool(self._http.trailing_data[0])
 
+    @property
+    def may_be_replaced(self) -> bool:
+        """Whether it may be closed for a new one: no request is being handled, and no lease depends on it."""
+        if self._at_end or (self._awaited is not None and not self._awaits_event):
+            return False
+        return self._blocked or self._turn is None
+
+    def await_event(self) -> None:
+        """The current request waits for an event; until then the connection may be replaced."""
+        self._awaits_event = True
+
     def keep(self, at_end: Callable[[], None]) -> None:
         """Something hangs on this connection: it may be idle for good, and `at_end` is called at its end."""
         self._at_end.append(at_end)
+
+    def make_room(self) -> None:
+        """Close it in favour of a new connection, and say so if a request has begun."""
+        if (self._fresh or self._request_has_begun) and not self.unread_bytes:
+            self._refuse(TOO_MANY)
+        else:
+            self.abort()
 
     def abort(self) -> None:
         """End it now, whatever is under way."""
@@ -224,7 +249,8 @@ class Connection(asyncio.BufferedProtocol):
         size = len(request.target) + sum(len(name) + len(value) + 4 for name, value in request.headers)
         if size > self._limits.head_bytes:
             raise h11.RemoteProtocolError("head too large", error_status_hint=431)
-        self._set_deadline(self._limits.request_timeout_s)
+        if not self._fresh:
+            self._set_deadline(self._limits.request_timeout_s)
         if self._transport and self._http.they_are_waiting_for_100_continue:
             go_on = h11.InformationalResponse(status_code=100, headers=[], reason=b"Continue")
             self._transport.write(self._http.send(go_on) or b"")
@@ -242,7 +268,9 @@ class Connection(asyncio.BufferedProtocol):
         method, target = request.method.decode(), request.target.decode("ascii", "replace")
         given = dict(reversed(list(request.headers)))  # of what comes twice, the first counts
         host, accept = (given.get(name, b"").decode("latin-1") for name in (b"host", b"accept"))
-        asked = Request(method, target, self.uid, self.pid, self.keep, self._body_bytes, host, accept)
+        asked = Request(
+            method, target, self.uid, self.pid, self.keep, self._body_bytes, host, accept, self.await_event
+        )
         answer = self._server.router.answer(asked)
         if isinstance(answer, Response):
             self._give(answer)
@@ -272,11 +300,14 @@ class Connection(asyncio.BufferedProtocol):
         if large and self._server.unread_bytes(self.client) > self._limits.unread_bytes:
             answer = problem(503, "too much of your answers waits to be read", "read it, or ask for less")
         self._send(answer)
+        self._awaits_event = False
+        self._server.note_answer(self)
         self._set_deadline(self._limits.answer_timeout_s if self._blocked else self._idle_timeout_s)
         if self._http.our_state is h11.MUST_CLOSE:
             self._close()
         elif self._http.our_state is h11.DONE and self._http.their_state is h11.DONE:
             self._http.start_next_cycle()
+            self._request = None
 
     def _send(self, response: Response) -> None:
         if self._transport is None or self._transport.is_closing():
@@ -299,7 +330,6 @@ class Connection(asyncio.BufferedProtocol):
         if self._transport is None or self._transport.is_closing():
             return
         if self._http.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            self._request = None
             self._send(response._replace(headers=(*response.headers, ("Connection", "close"))))
         self._close()
 
@@ -316,6 +346,12 @@ class Connection(asyncio.BufferedProtocol):
         if wait_s is not None:
             self._timer = asyncio.get_running_loop().call_later(wait_s, self._too_late)
 
+    @property
+    def _request_has_begun(self) -> bool:
+        """Whether the client waits for an answer, or has sent a part of its request."""
+        state = self._http.our_state
+        return state is h11.SEND_RESPONSE or (state is h11.IDLE and bool(self._http.trailing_data[0]))
+
     def _too_late(self) -> None:
         """The client was too slow; a request that it has begun is answered with that."""
         if self._transport is None:
@@ -323,9 +359,7 @@ class Connection(asyncio.BufferedProtocol):
         if self._turn or self._awaited:  # it is we who are slow
             self._set_deadline(self._limits.request_timeout_s)
             return
-        state = self._http.our_state
-        begun = state is h11.SEND_RESPONSE or (state is h11.IDLE and self._http.trailing_data[0])
-        if begun and not self._blocked and not self._transport.is_closing():
+        if self._request_has_begun and not self._blocked and not self._transport.is_closing():
             self._refuse(problem(408, "the request did not arrive in time"))
         else:
             self._transport.abort()

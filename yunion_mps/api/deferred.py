@@ -144,7 +144,7 @@ class Deferred:
             return found if isinstance(found, Response) else Response(200, "application/json", encode(found))
         except YunionError as error:
             status = next((status for kind, status in _STATUS.items() if isinstance(error, kind)), 409)
-            return problem(status, error.message, error.hint)
+            return problem(status, error.message, error.hint, code=error.code)
         except Exception:
             log.exception("the answer to %s %s has failed", request.method, request.target)
             return problem(500, "a fault of the daemon", "see: journalctl -u yunion-mps-daemon")
@@ -168,7 +168,6 @@ class Deferred:
             wake()
 
     async def _events(self, request: Request, query: Query) -> Json:
-        del request
         refuse_unknown(query, {"after", "since", "limit", "kind", "wait"})
         kind = query.get("kind", "")
         if "kind" in query and kind not in EVENT_KINDS:
@@ -177,6 +176,8 @@ class Deferred:
         since_s = number(query, "since", 0, 0, LATEST_S)
         limit = number(query, "limit", 100, 1, MOST_EVENTS)
         wait_s = number(query, "wait", 0, 0, LONGEST_EVENT_WAIT_S)
+        if wait_s:
+            request.await_event()
         return await self._wait_for_events(Wanted(after, float(since_s), limit, kind), wait_s)
 
     async def _wait_for_events(self, wanted: Wanted, wait_s: float) -> Json:

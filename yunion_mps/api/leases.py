@@ -10,10 +10,20 @@ from urllib.parse import unquote, urlsplit
 
 from yunion_mps.api.query import BadRequestError, ContradictionError, Request, boolean, number, refuse_unknown
 from yunion_mps.errors import NotAllowedError, NotFoundError
-from yunion_mps.leases.bounds import LONGEST_TTL_S, LONGEST_WAIT_S, MOST_DEVICES, MOST_MIB, NAME, REQUEST
+from yunion_mps.escaping import printable
+from yunion_mps.leases.bounds import (
+    COMMAND_LENGTH,
+    LONGEST_TTL_S,
+    LONGEST_WAIT_S,
+    MOST_DEVICES,
+    MOST_MIB,
+    NAME,
+    REQUEST,
+)
 from yunion_mps.leases.wish import BINPACK, SPREAD, Wish
-from yunion_mps.models import Holder
+from yunion_mps.models import Holder, Owner
 from yunion_mps.process import started_ticks, uid_of
+from yunion_mps.systemd import job_unit_of
 
 Json = dict[str, Any]
 Query = Mapping[str, str]
@@ -25,7 +35,7 @@ BINDINGS = ("process", "connection", "name", "container")
 #: What may be said of a wish for devices.
 PARAMETERS = {
     "count", "memory", "units", "device", "gpu", "across", "placement",
-    "enforced", "binding", "pid", "name", "ttl", "wait", "request", "dry", "cdi",
+    "enforced", "binding", "pid", "command", "name", "ttl", "wait", "request", "dry", "cdi",
 }  # fmt: skip
 
 
@@ -51,16 +61,16 @@ class Giver(Protocol):
     ) -> Json:
         """A lease for the holder, which may take `wait_s`; the same one for the same `request`."""
 
-    def would_take(self, wish: Wish, holder: Holder) -> Json:
+    def would_take(self, wish: Wish, holder: Holder, request: str) -> Json:
         """The lease that the holder would get now."""
 
-    def release(self, lease_id: str, uid: int) -> Json:
+    def release(self, lease_id: str, caller: Owner) -> Json:
         """The lease that was ended."""
 
-    def renew(self, lease_id: str, uid: int) -> Json:
+    def renew(self, lease_id: str, caller: Owner) -> Json:
         """The lease that was renewed."""
 
-    def bind(self, lease_id: str, uid: int, holder: Holder) -> Json:
+    def bind(self, lease_id: str, caller: Owner, holder: Holder) -> Json:
         """The lease, which ends with the container now."""
 
 
@@ -120,7 +130,7 @@ class LeasePaths:
         if across and count == 1:
             raise ContradictionError("across wants several devices, and count is 1", "write count=2 or more")
         if boolean(query, "dry"):
-            return self._giver.would_take(wish, _holder(request, query))
+            return self._giver.would_take(wish, _holder(request, query), _request_id(query))
         wait_s = number(query, "wait", 0, 0, LONGEST_WAIT_S)
         holder = _holder(request, query)
         cdi = boolean(query, "cdi")
@@ -128,17 +138,17 @@ class LeasePaths:
 
     async def _release(self, request: Request, query: Query) -> Json:
         refuse_unknown(query, set())
-        return self._giver.release(_id(request), request.uid)
+        return self._giver.release(_id(request), _caller(request))
 
     async def _renew(self, request: Request, query: Query) -> Json:
         refuse_unknown(query, set())
-        return self._giver.renew(_id(request), request.uid)
+        return self._giver.renew(_id(request), _caller(request))
 
     async def _bind(self, request: Request, query: Query) -> Json:
         refuse_unknown(query, {"pid"})
         pid = number(query, "pid", request.pid, 1, _LARGEST_PID)
-        holder = _process("container", pid, request.uid)
-        return self._giver.bind(_id(request), request.uid, holder)
+        holder = _process("container", pid, request)
+        return self._giver.bind(_id(request), _caller(request), holder)
 
 
 def _request_id(query: Query) -> str:
@@ -153,6 +163,10 @@ def _id(request: Request) -> str:
     return unquote(urlsplit(request.target).path.split("/")[3])
 
 
+def _caller(request: Request) -> Owner:
+    return Owner(request.uid, job_unit_of(request.pid))
+
+
 def _holder(request: Request, query: Query) -> Holder:
     binding = query.get("binding", "name" if "name" in query else "process")
     if binding not in BINDINGS:
@@ -165,26 +179,31 @@ def _holder(request: Request, query: Query) -> Holder:
         if not re.fullmatch(NAME.strip("^$"), name):
             hint = "write letters, digits and ._:/@-, a letter or digit first, at most 100"
             raise BadRequestError(f"name is {name[:100]!r}", hint)
-        return Holder("name", request.uid, name=name, ttl_s=number(query, "ttl", 0, 1, LONGEST_TTL_S))
+        if "command" in query:
+            raise ContradictionError("command does not go with binding=name", "leave one of them out")
+        ttl_s = number(query, "ttl", 0, 1, LONGEST_TTL_S)
+        return Holder("name", request.uid, name=name, ttl_s=ttl_s, unit=job_unit_of(request.pid))
     for parameter in ("name", "ttl"):
         if parameter in query:
             raise ContradictionError(f"{parameter} goes with binding=name only", "leave one of them out")
     pid = number(query, "pid", request.pid, 1, _LARGEST_PID)
     if binding == "connection" and pid != request.pid:
         raise ContradictionError("pid goes with binding=process only")
-    return _process(binding, pid, request.uid)
+    command = printable(query.get("command", "")[:COMMAND_LENGTH])
+    return _process(binding, pid, request)._replace(command=command)
 
 
-def _process(binding: str, pid: int, uid: int) -> Holder:
-    """A process of the user's, or any for root; raises NotFoundError and NotAllowedError.
+def _process(binding: str, pid: int, request: Request) -> Holder:
+    """A process of the caller's user, or any for root; raises NotFoundError and NotAllowedError.
 
-    What a process has is its user's, and a container's is the asking engine's: who runs in a container, or
+    What a process has is its owner's, and a container's is the asking engine's: who runs in a container, or
     whom root in it is outside, is no user of the host's.
     """
     started, owner = (started_ticks(pid), uid_of(pid)) if pid else (None, None)
     if started is None or owner is None:
         hint = "a process in another PID namespace cannot be seen from here: take the lease by name and ttl"
         raise NotFoundError(f"there is no process with PID {pid}", hint)
-    if uid not in (0, os.geteuid(), owner):
+    if request.uid not in (0, os.geteuid(), owner):
         raise NotAllowedError(f"PID {pid} is another user's", "only root may take a lease for it")
-    return Holder(binding, uid if binding == "container" else owner, pid, started)
+    whose = _caller(request) if binding == "container" else Owner(owner, job_unit_of(pid))
+    return Holder(binding, whose.uid, pid, started, unit=whose.unit)

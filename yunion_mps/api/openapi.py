@@ -21,7 +21,7 @@ _PROBLEMS = {
     409: "It was refused, or did not work; nothing was changed.",
     413: "The request's body is too large.",
     422: "The configuration is not right, and nothing was changed; `detail` holds one problem a line.",
-    410: "Nothing would do if all were free; `detail` says what there is. To wait for it is no use.",
+    410: "It could not be met even if everything were free (`code`: `infeasible`): do not wait.",
     423: "Nothing is free that would do; `detail` says what there is.",
     431: "The request's head is too large.",
     501: "The request's body is in a transfer coding other than `chunked`.",
@@ -87,7 +87,7 @@ def _paths() -> Schema:
         "name": "lease",
         "in": "path",
         "required": True,
-        "description": "The id of the lease.",
+        "description": "The lease's id, its first 8 or more characters, or the name of the caller's lease.",
         "schema": {"type": "string", "minLength": 1},
         "example": "7c1f0e7a-8a52-4f0e-8b5e-3f9d2a6c1b44",
     }
@@ -294,9 +294,10 @@ def _wish() -> list[Schema]:
             "With binding `process` or `container`: another process of the caller's user.",
             {**whole, "maximum": 9_999_999},
         ),
+        "command": ("The command line that the process is about to execute, for people.", text),
         "name": ("With binding `name`: whose devices they are.", {"type": "string", "pattern": NAME}),
         "ttl": (
-            "With binding `name`: seconds that it lives after its last renewal.",
+            "With binding `name`: time to live in s after each renewal, at most `max_lease_ttl_s`.",
             {**whole, "maximum": LONGEST_TTL_S},
         ),
         "wait": (
@@ -330,7 +331,10 @@ def _filters() -> list[Schema]:
         "addr": ("Only this device, or the devices of the GPU at this address.", text),
         "device_path": ("Only devices of the GPU with this UUID.", text),
         "vendor_device_id": ("Only this kind of GPU, as vendor:device.", text),
-        "numa_node": ("Only GPUs at this NUMA node.", {**whole, "maximum": LARGEST_NUMBER}),
+        "numa_node": (
+            "Only GPUs at this NUMA node; -1: GPUs without one.",
+            {**whole, "minimum": -1, "maximum": LARGEST_NUMBER},
+        ),
         "unused": ("Only devices that can be used now.", {"type": "boolean", "default": False}),
     }
     return [

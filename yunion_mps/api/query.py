@@ -21,7 +21,7 @@ class Request(NamedTuple):
 
     `keep` has a function called when the connection ends, which then may be idle for good. Bodies are not
     kept: `body_bytes` is how long it was. `host` is what the asker calls us (the Host header), and `accept`
-    which formats it takes.
+    which formats it takes. `await_event` is called once the answer waits for something to happen.
     """
 
     method: str
@@ -32,6 +32,7 @@ class Request(NamedTuple):
     body_bytes: int = 0
     host: str = ""
     accept: str = ""
+    await_event: Callable[[], None] = lambda: None
 
 
 class Response(NamedTuple):
@@ -55,18 +56,22 @@ class ContradictionError(YunionError):
     exit_code = 2
 
 
-def problem(status: int, detail: str, hint: str = "", headers: tuple[tuple[str, str], ...] = ()) -> Response:
-    """An error as problem details; `hint` is what to do, as our commands print it."""
+def problem(
+    status: int, detail: str, hint: str = "", headers: tuple[tuple[str, str], ...] = (), code: str = ""
+) -> Response:
+    """An error as problem details; `hint` is what to do, as our commands print it, `code` the reason code."""
     body: dict[str, Any] = {"type": "about:blank", "title": HTTPStatus(status).phrase, "status": status}
     body["detail"] = detail
     if hint:
         body["hint"] = hint
+    if code:
+        body["code"] = code
     return Response(status, "application/problem+json", encode(body), headers)
 
 
 def encode(value: Any) -> bytes:
-    """The value as JSON."""
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
+    """The value as JSON in UTF-8; an unpaired surrogate, which UTF-8 cannot encode, is a JSON escape."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode(errors="backslashreplace")
 
 
 def parse_query(text: str) -> dict[str, str]:
@@ -95,7 +100,8 @@ def number(query: Mapping[str, str], name: str, default: int, lowest: int, highe
     text = query.get(name)
     if text is None:
         return default
-    if not (text.isascii() and text.isdigit() and len(text) < 12 and lowest <= int(text) <= highest):
+    digits = text.removeprefix("-") if lowest < 0 else text
+    if not (text.isascii() and digits.isdigit() and len(text) < 12 and lowest <= int(text) <= highest):
         raise BadRequestError(f"{name} is {text[:100]!r}", f"write a whole number from {lowest} to {highest}")
     return int(text)
 

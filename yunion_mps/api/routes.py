@@ -111,7 +111,7 @@ class Router:
         refuse_unknown(query, known)
         words: dict[str, Any] = {name: query[name] for name in Filters._fields if name in query}
         if "numa_node" in query:
-            words["numa_node"] = number(query, "numa_node", 0, 0, LARGEST_NUMBER)
+            words["numa_node"] = number(query, "numa_node", 0, -1, LARGEST_NUMBER)
         if "unused" in query:
             words["unused"] = boolean(query, "unused")
         limit = number(query, "limit", DEFAULT_LIMIT, 0, LARGEST_LIMIT)

@@ -17,7 +17,7 @@ from yunion_mps.api.schemas_running import schemas as running
 from yunion_mps.models import DEV_TYPE
 from yunion_mps.mps.states import LEGAL_CHANGES, READY
 from yunion_mps.service import DEFAULT_LIMIT
-from yunion_mps.service.shapes import AVAILABLE, NOT_USED, UNAVAILABLE
+from yunion_mps.service.shapes import AVAILABLE, NOT_USED, PENDING, UNAVAILABLE
 from yunion_mps.service.state import STATES
 
 _PCI = "([0-9a-f]{4,8}:)?[0-9a-f]{2}:[0-9a-f]{2}\\.[0-7]"
@@ -51,7 +51,11 @@ def _link() -> Schema:
 
 
 def _device() -> Schema:
-    reason = "Why it cannot be used, empty where it can."
+    reason = "Why it is not available, empty if it is; for a pending one, which leases it waits for."
+    state = (
+        "Whether it can be used now. `pending`: the GPU was divided again while leases of the former "
+        "division hold its memory; a device of such a lease is shown as it was given, and can still be used."
+    )
     return {
         "id": text("The same after every restart.", "0a2b8a1e-0d3c-5f0e-8f61-7b8f6f2b9d11", format="uuid"),
         "dev_type": {"const": DEV_TYPE, "description": "The kind of device.", "examples": [DEV_TYPE]},
@@ -59,7 +63,7 @@ def _device() -> Schema:
         "addr": text("The GPU's PCI address and the slot.", "00:06.0-1", pattern=f"^{_PCI}-m?[0-9]+$"),
         "vendor_device_id": or_null(_vendor_device_id()),
         "host_id": text("The host's id.", _HOST_ID, format="uuid"),
-        "numa_node": or_null(number("The NUMA node next to the GPU.", None)),
+        "numa_node": or_null(number("The NUMA node next to the GPU, -1 if there is none.", -1, minimum=-1)),
         "device_path": text("The GPU's UUID.", _GPU_UUID),
         "pcie_info": _link(),
         "index": {"const": -1, "description": "Always -1 for MPS devices.", "examples": [-1]},
@@ -68,7 +72,7 @@ def _device() -> Schema:
         "mps_memory_total": number("What the GPU has, in MiB.", 23040),
         "mps_thread_percentage": _percentage("What the device may use of the SM threads."),
         "gpu_uuid": text("The GPU's UUID.", _GPU_UUID),
-        "state": text("Whether it can be used now.", AVAILABLE, enum=[AVAILABLE, UNAVAILABLE]),
+        "state": text(state, AVAILABLE, enum=[AVAILABLE, UNAVAILABLE, PENDING]),
         "reason": text(reason, ""),
         "budget_enforced": truth("Whether MPS keeps the budget: not before Volta.", example=False),
         "lease": or_null(text("The id of the lease that has it; null where none has.", None)),
@@ -121,7 +125,7 @@ def _gpu() -> Schema:
         "compute_capability": or_null(text("Major and minor.", "6.1", pattern="^[0-9]+\\.[0-9]+$")),
         "mig_enabled": or_null({**truth("Whether it is in MIG mode.", example=False), "examples": [None]}),
         "vendor_device_id": or_null(_vendor_device_id()),
-        "numa_node": or_null(number("The NUMA node next to it.", None)),
+        "numa_node": or_null(number("The NUMA node next to it, -1 if there is none.", -1, minimum=-1)),
         "pcie_info": _link(),
         "render_node": or_null(text("Its render node.", "/dev/dri/renderD128")),
         "index": or_null(number("NVML's index.", 0)),
@@ -146,11 +150,11 @@ def _domain() -> Schema:
         "log_directory": text("Where its log is.", "/tmp/nvidia-mps/log"),
         "gpus": list_of("UUIDs of its GPUs, in CUDA's order.", {"type": "string"}, [_GPU_UUID]),
         "memory_limits": list_of(
-            "A client's memory in MiB, for each GPU; null for one that is not in the configuration any more.",
+            "A client's default memory limit on each GPU, in MiB; null for one no longer configured.",
             {"type": ["integer", "null"], "minimum": 0},
             [5760],
         ),
-        "thread_percentage": _percentage("What a client may use of the SM threads."),
+        "thread_percentage": _percentage("What a client may use of the SM threads by default."),
     }
 
 
@@ -160,7 +164,7 @@ def _status() -> Schema:
         "cuda_version": or_null(text("That of the CUDA driver API.", "12.2")),
     }
     devices = {name: number("Devices.", 4) for name in ("total", AVAILABLE)}
-    devices[UNAVAILABLE] = number("Devices.", 0)
+    devices.update({name: number("Devices.", 0) for name in (UNAVAILABLE, PENDING)})
     states = "`degraded`: something that should serve does not; `failed`: nothing does."
     return {
         "state": text(states, "ready", enum=list(STATES)),
@@ -203,9 +207,11 @@ def schemas() -> Schema:
             "status": number("The HTTP status.", 404, minimum=400, maximum=599),
             "detail": text("One line of what is wrong.", "there is no device 00:06.0-9"),
             "hint": text("One line of what to do.", "list the devices with: yunion-mps list"),
+            "code": text("A reason code for programs, if the status does not say enough.", "infeasible"),
         },
     )
-    problem["required"].remove("hint")
+    for optional in ("hint", "code"):
+        problem["required"].remove(optional)
     return {
         "Device": object_of("One MPS device: a share of a GPU.", _device()),
         "DeviceDetails": object_of("One MPS device, and how to use it.", _device_details()),

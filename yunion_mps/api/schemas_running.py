@@ -128,6 +128,9 @@ def _pending() -> Schema:
     return {
         "domain": text("The domain's name.", "host"),
         "pending": text("What waits for what.", f"other limits come into force when {_WAITS_FOR}"),
+        "leases": list_of(
+            "Ids of the leases that it waits for, if it waits for leases.", {"type": "string"}, []
+        ),
     }
 
 
@@ -203,6 +206,9 @@ def _lease() -> Schema:
         "memory": list_of("Each device's memory in MiB.", {"type": "integer", "minimum": 0}, [5760]),
         "thread_percentage": number("The smallest of the devices'.", 25, "number"),
         "budget_enforced": truth("Whether MPS keeps their budgets: not before Volta.", example=False),
+        "unenforced_gpus": list_of(
+            "The addresses of those of its GPUs that are older than Volta.", {"type": "string"}, ["00:06.0"]
+        ),
         "binding": text("What ends it.", "process", enum=["process", "connection", "name", "container"]),
         **_who("python train.py"),
         "since": number("When it began, in seconds since 1970.", _MOMENT, "number"),

@@ -15,6 +15,8 @@ _BACKLOG = 512
 #: Connections accepted a turn of the loop; asyncio logs as many errors where descriptors are short.
 _ACCEPTS_A_TURN = 8
 
+_ROOT = 0
+
 #: Turns of the loop from accepting a client to its connection.
 _TURNS_TO_BEGIN = 5
 
@@ -26,7 +28,8 @@ class Server:
         self.router = router
         self.limits = limits
         self.buffer = memoryview(bytearray(KEPT_BYTES))
-        self.connections: set[Connection] = set()
+        #: In the order of their last answers, or of their beginnings if there was none.
+        self.connections: dict[Connection, None] = {}
         #: By user, or by address where nobody knows the user.
         self.by_client: Counter[int | str] = Counter()
         self._server: asyncio.AbstractServer | None = None
@@ -82,14 +85,36 @@ class Server:
             self._server = self._listener = None
 
     def admit(self, connection: Connection) -> bool:
-        """Whether there is room for one more connection of this user."""
-        uid, client = connection.uid, connection.client
-        room = self.limits.connections - (0 if uid == 0 else self.limits.kept_for_root)
-        if len(self.connections) >= room or (uid != 0 and self.by_client[client] >= self.limits.of_one_user):
-            return False
-        self.connections.add(connection)
-        self.by_client[client] += 1
+        """Whether there is room for one more connection of this client.
+
+        If there is none, it replaces the one of the idle connections whose last answer is the oldest.
+        """
+        candidates = self._replaceable_for(connection.client)
+        if candidates is not None:
+            idle = next((one for one in candidates if one.may_be_replaced), None)
+            if idle is None:
+                return False
+            self.forget(idle)
+            idle.make_room()
+        self.connections[connection] = None
+        self.by_client[connection.client] += 1
         return True
+
+    def _replaceable_for(self, client: int | str) -> list[Connection] | None:
+        """The connections of which one must be closed to admit the client; None if there is room."""
+        limits, has = self.limits, self.by_client[client]
+        if client != _ROOT and has >= limits.of_one_user:
+            return [one for one in self.connections if one.client == client]
+        room = limits.connections - (limits.kept_for_new_clients if has else 0)
+        not_roots = len(self.connections) - self.by_client[_ROOT]
+        if client != _ROOT and not_roots >= room - limits.kept_for_root:
+            return [one for one in self.connections if one.client != _ROOT]
+        return list(self.connections) if len(self.connections) >= room else None
+
+    def note_answer(self, connection: Connection) -> None:
+        """The connection has got an answer: it comes last in the order."""
+        if connection in self.connections:
+            self.connections[connection] = self.connections.pop(connection)
 
     def unread_bytes(self, client: int | str) -> int:
         """How much of the answers to this user waits to be read."""
@@ -98,7 +123,7 @@ class Server:
     def forget(self, connection: Connection) -> None:
         """The connection is over."""
         if connection in self.connections:
-            self.connections.discard(connection)
+            del self.connections[connection]
             self.by_client[connection.client] -= 1
             if not self.by_client[connection.client]:
                 del self.by_client[connection.client]

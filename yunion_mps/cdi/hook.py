@@ -23,6 +23,7 @@ from urllib.parse import quote
 from yunion_mps.api.client import Client
 from yunion_mps.cdi import UNSERVED
 from yunion_mps.errors import HostError, NothingFreeError, UnreachableError, YunionError
+from yunion_mps.escaping import printable
 from yunion_mps.models import ALL, LEASE_VARIABLE
 from yunion_mps.paths import Paths
 
@@ -55,9 +56,9 @@ def main(arguments: list[str], state: TextIO, away_s: float = _AWAY_S) -> int:
         if len(arguments) > 1:  # its GPU has just come back, and the container's file is of before
             raise HostError(f"device {arguments[0]} is only just served again", "start the container again")
         _refuse_stale(arguments[0], container, lease)
-        if not lease["budget_enforced"]:
-            of = f"the budget of {', '.join(lease['devices'])}"
-            _log(paths, container, f"nothing holds it to {of}: the GPU is older than Volta")
+        if lease["unenforced_gpus"]:
+            of, gpus = ", ".join(lease["devices"]), ", ".join(lease["unenforced_gpus"])
+            _log(paths, container, f"the budget of {of} is not enforced: GPU {gpus} is older than Volta")
     except YunionError as error:
         hint = f" ({error.hint})" if error.hint else ""
         line = _one_line(f"{error.message}{hint}")
@@ -136,9 +137,8 @@ def _environment(state: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _one_line(text: str) -> str:
-    """What may quote the command of any user, without control characters."""
-    text = text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
-    return "".join(char if char.isprintable() else "?" for char in text)
+    """The text, shortened and escaped, because it may quote a command line of any user."""
+    return printable(text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…")
 
 
 def _log(paths: Paths, state: Mapping[str, Any], line: str) -> None:

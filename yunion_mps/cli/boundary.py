@@ -11,6 +11,7 @@ import click
 from yunion_mps.cli.output import cell, refuse_closed_output, unwritable
 from yunion_mps.cli.root import cli
 from yunion_mps.errors import YunionError
+from yunion_mps.escaping import printable
 
 _PROGRAM = "yunion-mps"
 
@@ -65,7 +66,9 @@ def _forget_output() -> None:
 
 
 def _fail(error: YunionError) -> int:
-    lines = [*error.message.splitlines(), *error.hint.splitlines()]
+    reason_code = f" [{error.code}]" if error.code else ""
+    texts = (f"{error.message}{reason_code}", error.hint)
+    lines = [printable(line) for text in texts if text for line in text.split("\n")]
     if sys.stderr is not None:
         with contextlib.suppress(OSError):  # the exit status says it even where nothing can be written
             print("\n".join(f"{_PROGRAM}: {line}" for line in lines), file=sys.stderr)

@@ -75,12 +75,12 @@ def terminate(pid: int, force: bool, yes: bool) -> None:
     client = next((one for one in (*answer["clients"], *answer["waiting"]) if one["pid"] == pid), None)
     if client is None:
         raise NotFoundError(f"PID {pid} is no client of MPS", "list the clients with: yunion-mps clients")
-    who = f"PID {pid} ({cell(client['command'] or 'unknown')}) of {_user(client)}"
+    who = f"PID {pid} ({cell(client['command'] or 'unknown')}) of {cell(_user(client))}"
     confirm(f"End {who}?", yes)
     answer = tell(f"/v1/clients/{pid}/terminate" + ("?force=true" if force else ""))
     if not answer["ended"]:
         raise YunionError(f"{who}: {answer['how']}", "see how it is: yunion-mps clients")
-    click.echo(f"{who}: {answer['how']}")
+    click.echo(cell(f"{who}: {answer['how']}"))
 
 
 def table(clients: Sequence[Json]) -> str:

@@ -10,6 +10,7 @@ import click
 
 from yunion_mps.cli.output import output_option, show
 from yunion_mps.cli.table import wrapped
+from yunion_mps.cli.times import Duration
 from yunion_mps.paths import Paths
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ _MOST_ALIKE = 3
 )  # fmt: skip
 @click.option("--selftest", is_flag=True, help="Run a small CUDA program on a device of each domain.")
 @click.option(
-    "--timeout", type=click.FloatRange(0.1, 600), default=10, show_default=True, metavar="SECONDS",
+    "--timeout", type=Duration(1, 600), default="10s", show_default=True, metavar="DURATION",
     help="What one check may take.",
 )  # fmt: skip
 @output_option
@@ -37,7 +38,7 @@ _MOST_ALIKE = 3
 def command(
     pid: int | None,
     selftest: bool,
-    timeout: float,
+    timeout: int,
     output: str,
     command: tuple[str, ...],
 ) -> None:

@@ -95,7 +95,7 @@ def run_container(
             refuse_unreachable(lease["environment"])
             words = [*_without_cdi(lease), "--label", label(lease["id"])]
             watcher.begin(lease["id"])
-    warn_of_limits(lease)
+    warn_of_limits(lease["unenforced_gpus"])
     try:
         os.execve(program, [engine, "run", *words, *argv], environment)  # noqa: S606 - no shell is the point
     except OSError as error:

@@ -13,6 +13,7 @@ from yunion_mps.cli.ask import ask
 from yunion_mps.cli.show import complete_device, one_device
 from yunion_mps.cli.wish import warn_of_limits
 from yunion_mps.errors import HostError, YunionError
+from yunion_mps.escaping import printable
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -51,8 +52,8 @@ def command(device: str, output: str) -> None:
                 f"device {answer['addr']} cannot be used now: {answer['reason']}",
                 "see: yunion-mps status",
             )
-    show_environment(answer["client_environment"], output)
-    warn_of_limits({**answer, "gpus": [answer["addr"].rpartition("-")[0]]})
+        show_environment(answer["client_environment"], output)
+    warn_of_limits([] if answer["budget_enforced"] else [answer["addr"].rpartition("-")[0]])
 
 
 @contextlib.contextmanager
@@ -70,12 +71,16 @@ def failing_with_us(style: str) -> Iterator[None]:
 
 
 def show_environment(environment: Mapping[str, str], style: str) -> None:
-    """Print the variables in one of `STYLES`."""
+    """Print the variables in one of `STYLES`; raises HostError where it cannot hold one of them."""
     if style == "json":
         import json
 
         click.echo(json.dumps(environment, indent=2))
         return
+    for name, value in environment.items():
+        if not value.isprintable() or _EXPANDED[style].intersection(value):
+            what = f"{name}: the format {style} cannot represent {printable(value)}"
+            raise HostError(what, "use --output json, or name another directory in host.conf")
     for name, value in environment.items():
         click.echo(_LINES[style](name, value))
 
@@ -93,6 +98,9 @@ def _in_quotes(value: str) -> str:
 
 #: What makes whoever reads it fail: a shell's false, and a line that docker and podman call no variable.
 _REFUSED = {"shell": "false", "docker": "=there is none"}
+
+#: Characters that readers of a format expand, some of them even after a backslash.
+_EXPANDED = {style: frozenset("$`" if style == "dotenv" else "") for style in STYLES}
 
 _LINES: dict[str, Callable[[str, str], str]] = {
     "shell": _shell,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import select
 import sys
 import time
@@ -12,10 +11,10 @@ from typing import Any
 import click
 
 from yunion_mps.cli.ask import ask, daemon
-from yunion_mps.cli.output import cell, output_option, show
+from yunion_mps.cli.output import as_json, cell, output_option, show
 from yunion_mps.cli.patience import say
-from yunion_mps.cli.since import Moment
 from yunion_mps.cli.table import terminal_width
+from yunion_mps.cli.times import Moment
 from yunion_mps.client import Event, following
 from yunion_mps.client.following import MOST
 
@@ -41,7 +40,7 @@ _NARROWEST = 40
 def command(follow: bool, since: int | None, kind: str | None, limit: int | None, output: str) -> None:
     """Show what happened on this host, the oldest first.
 
-    TIME is 10m, 2h or 3d for so long ago, today, yesterday, a date (2026-11-20), a local time
+    TIME is how long ago (90, 90s, 10m, 2h, 1d), today, yesterday, a date (2026-11-20), a local time
     ("2026-11-20 13:45"), or seconds since 1970.
 
     \b
@@ -115,7 +114,7 @@ def _follow(answer: Any, kind: str | None, output: str) -> None:
 def _print(events: list[Event], output: str, *, begin: bool = False) -> None:
     """Print so that each event is whole for itself, and at once."""
     if output == "json":
-        sys.stdout.write("".join(json.dumps(event, ensure_ascii=False) + "\n" for event in events))
+        sys.stdout.write("".join(as_json(event) + "\n" for event in events))
     elif output == "yaml" and not events:
         pass  # the empty list would not go together with what follows
     elif output == "csv" and not begin:

@@ -9,7 +9,9 @@ import sys
 import click
 
 from yunion_mps.gateway.serve import serve
+from yunion_mps.log_lines import LineFormatter
 from yunion_mps.paths import Paths
+from yunion_mps.tracebacks import limit_tracebacks
 
 
 @click.command("gateway", short_help="Serve over TCP what host.conf opens: the service's own.")
@@ -23,5 +25,8 @@ def command() -> None:
     Examples:
       yunion-mps gateway
     """
-    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(message)s")
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(LineFormatter("%(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
+    limit_tracebacks()
     asyncio.run(serve(Paths.from_environment()))

@@ -11,7 +11,8 @@ from yunion_mps.cli.ask import quoted, remove, tell
 from yunion_mps.cli.output import output_option, pairs, show_pairs
 from yunion_mps.cli.suggest import SuggestingGroup
 from yunion_mps.cli.table import draw
-from yunion_mps.cli.wish import WishCommand, parameters, seconds, take, warn_of_limits, wish_options
+from yunion_mps.cli.times import Duration
+from yunion_mps.cli.wish import WishCommand, parameters, take, warn_of_limits, wish_options
 from yunion_mps.leases.bounds import LONGEST_TTL_S, NAME
 
 
@@ -24,7 +25,7 @@ def command() -> None:
 
     \b
     Examples:
-      yunion-mps lease take job-17 --ttl 3600 --output json
+      yunion-mps lease take job-17 --ttl 1h --output json
       yunion-mps lease renew job-17
       yunion-mps lease release job-17
     """
@@ -35,29 +36,29 @@ def command() -> None:
 @wish_options
 @click.option(
     "--ttl",
-    type=click.IntRange(1, LONGEST_TTL_S),
+    type=Duration(1, LONGEST_TTL_S),
     required=True,
-    metavar="SECONDS",
-    help="It ends so long after its last renewal.",
+    metavar="DURATION",
+    help="Time to live after each renewal: 90, 90s, 10m, 2h, 1d.",
 )
 @output_option
 def take_command(
     name: str, device: str | None, gpu: str | None, count: int, across: bool, spread: bool,
-    gpu_mem: str | None, gpu_mem_units: int | None, wait: str | None,
+    gpu_mem: str | None, gpu_mem_units: int | None, wait_s: int,
     ttl: int, output: str,
 ) -> None:  # fmt: skip
     """Take devices for NAME, and print the lease with its id and its environment.
 
     \b
     Examples:
-      yunion-mps lease take job-17 --ttl 3600 --count 2
+      yunion-mps lease take job-17 --ttl 1h --count 2
     """
     if not re.fullmatch(NAME.strip("^$"), name):
         raise click.UsageError("NAME has letters, digits and ._:/@-, a letter or digit first, at most 100.")
     wanted = parameters(device, gpu, count, across, spread, gpu_mem, gpu_mem_units)
-    lease = take({**wanted, "name": name, "ttl": ttl}, seconds(wait))
+    lease = take({**wanted, "name": name, "ttl": ttl}, wait_s)
     _show(dict(lease), output)
-    warn_of_limits(lease)
+    warn_of_limits(lease["unenforced_gpus"])
 
 
 @command.command("renew", short_help="Let a lease live on.")
@@ -65,6 +66,8 @@ def take_command(
 @output_option
 def renew_command(lease: str, output: str) -> None:
     """Let a lease live for its whole time from now on: by its NAME, its id, or a unique beginning of that.
+
+    NAME finds only your own leases; root renews another owner's lease by its id.
 
     \b
     Examples:
@@ -79,7 +82,8 @@ def renew_command(lease: str, output: str) -> None:
 def release_command(lease: str, output: str) -> None:
     """End a lease: by its NAME, its id, or a unique beginning of that.
 
-    Only its owner and root may. A process that uses it goes on.
+    Only its owner and root may. NAME finds only your own leases; root ends another owner's lease by its id. A
+    process that uses the devices keeps running.
 
     \b
     Examples:

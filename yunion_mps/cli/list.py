@@ -36,14 +36,21 @@ _DROP = (
     "Model",
 )
 
+#: The devices of a page, as with Cloudpods.
+_PAGE = 20
+
 # What the daemon takes, so that a wrong number is wrong usage here.
+_NUMA_NODE = click.IntRange(-1, 2_147_483_647)
 _FROM_0 = click.IntRange(0, 2_147_483_647)
 _UP_TO = click.IntRange(0, 100_000)
 
 
 @click.command("isolated-device-list")
 @click.option(
-    "--limit", type=_UP_TO, metavar="N", default=20, show_default=True, help="Devices a page; 0: all."
+    "--limit",
+    type=_UP_TO,
+    metavar="N",
+    help=f"Devices per page; 0: all. Default: {_PAGE} in a table, otherwise all.",
 )
 @click.option(
     "--offset", type=_FROM_0, metavar="N", default=0, show_default=True, help="Devices to pass over."
@@ -53,10 +60,10 @@ _UP_TO = click.IntRange(0, 100_000)
 @click.option("--addr", metavar="ADDR", help="Only this device (00:06.0-1), or this GPU's (00:06.0).")
 @click.option("--device-path", metavar="UUID", help="Only devices of the GPU with this UUID.")
 @click.option("--vendor-device-id", metavar="ID", help="Only this kind of GPU, e.g. 10de:1b38.")
-@click.option("--numa-node", type=_FROM_0, metavar="N", help="Only GPUs at this NUMA node.")
+@click.option("--numa-node", type=_NUMA_NODE, metavar="N", help="Only GPUs at this NUMA node; -1: without.")
 @click.option("--unused", is_flag=True, help="Only devices that yunion-mps run could be given now.")
 @output_option
-def command(limit: int, offset: int, output: str, **filters: object | None) -> None:
+def command(limit: int | None, offset: int, output: str, **filters: object | None) -> None:
     """List the MPS devices of this host.
 
     \b
@@ -66,6 +73,8 @@ def command(limit: int, offset: int, output: str, **filters: object | None) -> N
       yunion-mps list --addr 00:06.0 --limit 0
       yunion-mps list --unused --output json
     """
+    if limit is None:
+        limit = _PAGE if output == "table" else 0
     words = [f"limit={limit}", f"offset={offset}"]
     for name, value in filters.items():
         if value is not None and value is not False:

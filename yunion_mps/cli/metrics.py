@@ -7,6 +7,7 @@ import sys
 import click
 
 from yunion_mps.cli.ask import daemon
+from yunion_mps.escaping import printable
 
 
 @click.command("metrics", short_help="Print the metrics, as Prometheus reads them.")
@@ -21,4 +22,4 @@ def command() -> None:
       yunion-mps metrics
       yunion-mps metrics | promtool check metrics
     """
-    sys.stdout.write(daemon().get_text("/metrics"))
+    sys.stdout.write("\n".join(map(printable, daemon().get_text("/metrics").split("\n"))))

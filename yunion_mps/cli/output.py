@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import click
 
 from yunion_mps.errors import YunionError
+from yunion_mps.escaping import printable
 
 FORMATS = ("table", "json", "yaml", "csv")
 
@@ -34,18 +35,30 @@ def show(
 ) -> None:
     """Print `value` as JSON or YAML, the rows under their header as CSV, or what `table` makes."""
     if output == "json":
-        import json
-
-        text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+        text = as_json(value, indent=2) + "\n"
     elif output == "yaml":
         import yaml
 
         text = yaml.safe_dump(value, sort_keys=False, allow_unicode=True)
+        if not _is_printable(text):
+            text = yaml.safe_dump(value, sort_keys=False)  # ASCII, with all else as YAML escapes it
     elif output == "csv":
         text = csv_rows([header, *rows])
     else:
         text = table()
     sys.stdout.write(text)
+
+
+def as_json(value: object, **layout: Any) -> str:
+    """The value as JSON without characters that control a terminal; only then is non-ASCII text escaped."""
+    import json
+
+    text = json.dumps(value, ensure_ascii=False, **layout)
+    return text if _is_printable(text) else json.dumps(value, **layout)
+
+
+def _is_printable(text: str) -> bool:
+    return text.replace("\n", "").isprintable()
 
 
 def cell(value: object) -> str:
@@ -57,11 +70,8 @@ def cell(value: object) -> str:
     if isinstance(value, float):
         return str(value).removesuffix(".0")
     if isinstance(value, (dict, list)):
-        import json
-
-        return json.dumps(value, separators=(",", ":"), ensure_ascii=False)
-    text = str(value)
-    return text if text.isprintable() else "".join(c if c.isprintable() else "?" for c in text)
+        return as_json(value, separators=(",", ":"))
+    return printable(str(value))
 
 
 def pairs(value: Mapping[str, object], prefix: str = "") -> list[tuple[str, object]]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import sys
 
 from yunion_mps.client import patience
+from yunion_mps.escaping import printable
 
 
 def say(text: str) -> None:
     """Tell a person how it goes, beside the output."""
     if sys.stderr is not None:  # print would take standard output instead
-        print(f"yunion-mps: {text}", file=sys.stderr, flush=True)
+        print(f"yunion-mps: {printable(text)}", file=sys.stderr, flush=True)
 
 
 class Patience(patience.Patience):

@@ -15,6 +15,7 @@ from yunion_mps.cli.clients import table as table_of_clients
 from yunion_mps.cli.confirm import confirm, need_somebody
 from yunion_mps.cli.output import output_option, show
 from yunion_mps.cli.patience import Patience, say
+from yunion_mps.cli.times import Duration
 from yunion_mps.errors import UnreachableError, YunionError
 from yunion_mps.overview.findings import REEXEC, other_version
 
@@ -31,7 +32,9 @@ Json = dict[str, Any]
 @click.command("reload", short_help="Bring changed files into force.")
 @click.option("--drain", is_flag=True, help="Wait until the jobs in its way have ended.")
 @click.option("--now", is_flag=True, help="End the jobs in its way; says whom first.")
-@click.option("--timeout", type=click.IntRange(min=1), metavar="SECONDS", help="Wait no longer than that.")
+@click.option(
+    "--timeout", type=Duration(), metavar="DURATION", help="Wait at most this long: 90, 90s, 10m, 2h, 1d."
+)
 @click.option("--yes", is_flag=True, help="With --now: do not ask.")
 @output_option
 def command(drain: bool, now: bool, timeout: int | None, yes: bool, output: str) -> None:
@@ -45,7 +48,7 @@ def command(drain: bool, now: bool, timeout: int | None, yes: bool, output: str)
     \b
     Examples:
       yunion-mps plan; yunion-mps reload
-      yunion-mps reload --drain --timeout 3600
+      yunion-mps reload --drain --timeout 1h
       yunion-mps reload --now
     """
     if timeout and not (drain or now):
@@ -70,7 +73,9 @@ def _text(answer: Json, *, waits: bool) -> str:
     if not answer["changes"]:
         shown = "Reloaded; nothing changes.\n"
     hint = "See who uses it: yunion-mps clients; wait for them: --drain; end them: --now\n"
-    return shown + pending_text(answer) + (hint if answer["pending"] and not waits else "")
+    for_leases = {bool(one.get("leases")) for one in answer["pending"]}
+    shown += pending_text(answer) + (hint if False in for_leases and not waits else "")
+    return shown + ("See whose the leases are: yunion-mps who\n" if True in for_leases else "")
 
 
 def _ask_for_the_jobs(yes: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 
 import click
@@ -43,10 +44,15 @@ class LazyGroup(SuggestingGroup):
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """The command, None where there is none of this name."""
+        """The command, None where there is none of this name.
+
+        From here on garbage is collected: any command may run for days (`web`), and none knows beforehand.
+        """
         del ctx
         module = COMMANDS.get(cmd_name)
         command: click.Command | None = importlib.import_module(module).command if module else None
+        gc.freeze()  # what was imported stays for good; the collector need not look at it
+        gc.enable()
         return command
 
 
@@ -64,7 +70,7 @@ def _show_version(ctx: click.Context, parameter: click.Parameter, value: bool) -
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog="\b\nexit status:\n"
     "  0 done; 1 the request failed; 2 wrong usage; 3 the daemon cannot be reached;\n"
-    "  4 not allowed; 5 nothing free; 6 bad configuration",
+    "  4 not allowed; 5 nothing free now; 6 bad configuration",
 )
 @click.option(
     "--version", is_flag=True, is_eager=True, expose_value=False, callback=_show_version,

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 import click
+from click.core import ParameterSource
 from click.shell_completion import CompletionItem
 
 from yunion_mps.cli.ask import remove
@@ -19,7 +20,6 @@ from yunion_mps.cli.output import cell, refuse_closed_output
 from yunion_mps.cli.patience import say
 from yunion_mps.cli.wish import (
     parameters,
-    seconds,
     take,
     warn_of_limits,
     wish_options,
@@ -27,6 +27,7 @@ from yunion_mps.cli.wish import (
 )
 from yunion_mps.client.taking import refuse_unreachable
 from yunion_mps.errors import NotFoundError, YunionError
+from yunion_mps.leases.bounds import COMMAND_LENGTH
 
 #: The exit statuses of env(1) and shells for a command that cannot be started.
 _NOT_FOUND, _NOT_EXECUTABLE = 127, 126
@@ -57,10 +58,11 @@ def _files(_: click.Context, __: click.Parameter, incomplete: str) -> list[Compl
 @click.option("--dry-run", is_flag=True, help="Only say which device it would get.")
 @click.option("--print-env", is_flag=True, help="Only print the environment that it would get.")
 @style_option
+@click.pass_context
 @click.argument("argv", metavar="COMMAND [ARG]...", nargs=-1, type=click.UNPROCESSED, shell_complete=_files)
 def command(
-    device: str | None, gpu: str | None, count: int, across: bool, spread: bool,
-    gpu_mem: str | None, gpu_mem_units: int | None, wait: str | None, podman: bool, docker: bool,
+    ctx: click.Context, device: str | None, gpu: str | None, count: int, across: bool, spread: bool,
+    gpu_mem: str | None, gpu_mem_units: int | None, wait_s: int, podman: bool, docker: bool,
     allow_unlimited: bool, dry_run: bool, print_env: bool, output: str, argv: tuple[str, ...],
 ) -> None:  # fmt: skip
     """Take a device and become COMMAND; it is given back when COMMAND ends.
@@ -75,32 +77,29 @@ def command(
 
     In COMMAND's environment, YUNION_MPS_DEVICE and YUNION_MPS_LEASE name what it got.
 
-    Exits with 5 where nothing is free; --wait waits for it, first come, first served.
+    Exits with 5 where nothing is free now; --wait waits for it, first come, first served. Exits with 1 if
+    the request could not be met even if everything were free.
 
     \b
     Examples:
       yunion-mps run python train.py
-      yunion-mps run --wait=600 --gpu 00:06.0 -- ./simulate --steps 100
+      yunion-mps run --wait=10m --gpu 00:06.0 -- ./simulate --steps 100
       yunion-mps run --count 2 --across torchrun --nproc-per-node 2 train.py
       yunion-mps run --podman -- --rm IMAGE python train.py
       eval "$(yunion-mps run --print-env)" && python train.py
     """
-    wait_s = seconds(wait)
     engine = the_engine(podman=podman, docker=docker)
     wanted = parameters(device, gpu, count, across, spread, gpu_mem, gpu_mem_units)
     wanted["enforced"] = None if allow_unlimited else "true"
+    if ctx.get_parameter_source("output") is ParameterSource.COMMANDLINE and not print_env:
+        raise click.UsageError("--output goes with --print-env.")
     if dry_run or print_env:
-        refuse_closed_output()
-        with failing_with_us(output if print_env else ""):
-            lease = would_take(wanted)
-        if print_env:
-            show_environment(lease["environment"], output)
-        else:
-            click.echo(f"it would get {', '.join(lease['devices'])}: {_budget(lease)}")
-        warn_of_limits(lease)
+        _show(wanted, output if print_env else "")
         return
     if not argv or not argv[0]:
         raise click.UsageError("COMMAND is missing: yunion-mps run [OPTIONS] COMMAND [ARG]...")
+    becomes = " ".join([engine, "run", *argv] if engine else argv)
+    wanted["command"] = cell(becomes)[:COMMAND_LENGTH]
     if engine:
         run_container(engine, wanted, wait_s, argv, _inherited())
     given: Mapping[str, Any] | None = None
@@ -116,8 +115,20 @@ def command(
         _give_back(given)
         given = None
     if given:
-        warn_of_limits(given)
+        warn_of_limits(given["unenforced_gpus"])
     _become(argv, {**_inherited(), **(given["environment"] if given else {})})
+
+
+def _show(wanted: Mapping[str, Any], output: str) -> None:
+    """Print the environment that COMMAND would have in this format, or a summary if it is empty."""
+    refuse_closed_output()
+    with failing_with_us(output):
+        lease = would_take(wanted)
+        if output:
+            show_environment(lease["environment"], output)
+    if not output:
+        click.echo(cell(f"it would get {', '.join(lease['devices'])}: {_budget(lease)}"))
+    warn_of_limits(lease["unenforced_gpus"])
 
 
 def _give_back(lease: Mapping[str, Any] | None) -> None:
@@ -137,9 +148,15 @@ def _inherited() -> dict[str, str]:
 
 
 def _budget(lease: Mapping[str, Any]) -> str:
-    environment = lease["environment"]
-    threads = environment["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"]
-    return f"{environment['CUDA_MPS_PINNED_DEVICE_MEM_LIMIT']} of memory, {threads} % of the threads"
+    """`5760 MiB of memory, 25 % of the threads`; the memory of each GPU where there are several."""
+    from yunion_mps.overview.uses import gpu_of  # which a command that is run need not wait for
+
+    by_gpu = dict.fromkeys(lease["gpus"], 0)
+    for device, memory_mib in zip(lease["devices"], lease["memory"]):
+        by_gpu[gpu_of(device)] += memory_mib
+    of_each = [f"{memory_mib} MiB of {gpu}" for gpu, memory_mib in by_gpu.items()]
+    memory = " and ".join(of_each) if len(of_each) > 1 else f"{sum(lease['memory'])} MiB of memory"
+    return f"{memory}, {lease['environment']['CUDA_MPS_ACTIVE_THREAD_PERCENTAGE']} % of the threads"
 
 
 def _become(argv: tuple[str, ...], environment: Mapping[str, str]) -> NoReturn:
@@ -153,7 +170,5 @@ def _become(argv: tuple[str, ...], environment: Mapping[str, str]) -> NoReturn:
         say(f"{name} cannot be started: {why}")
         if isinstance(error, OSError) and error.errno == errno.ENOEXEC:
             say("a script begins with #! and its program, as #!/bin/sh; or start that: sh SCRIPT")
-        if name.isdigit():
-            say("seconds to wait are written so: --wait=60")
         status = _NOT_FOUND if isinstance(error, FileNotFoundError) else _NOT_EXECUTABLE
         raise click.exceptions.Exit(status) from None

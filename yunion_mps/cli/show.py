@@ -8,7 +8,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from yunion_mps.cli.ask import ask, quoted
-from yunion_mps.cli.output import output_option, pairs, show_pairs
+from yunion_mps.cli.output import cell, output_option, pairs, show_pairs
 from yunion_mps.cli.table import draw
 from yunion_mps.errors import YunionError
 
@@ -57,4 +57,4 @@ def _text(answer: dict[str, Any]) -> str:
     text = draw(("Field", "Value"), pairs(about))
     if answer["client_environment"]:
         text += "Environment of a process that uses it:\n"
-    return text + "".join(f"  {name}={value}\n" for name, value in answer["client_environment"].items())
+    return text + "".join(f"  {name}={cell(value)}\n" for name, value in answer["client_environment"].items())

@@ -15,7 +15,7 @@ from yunion_mps.cli.output import output_option, show_pairs
 from yunion_mps.cli.screen import asking
 from yunion_mps.cli.screen.text import duration, right
 from yunion_mps.cli.table import draw, notes, terminal_rows, wrapped
-from yunion_mps.overview.findings import Finding, everything, folded
+from yunion_mps.overview.findings import Finding, everything, folded, overall_state
 from yunion_mps.overview.uses import NOBODY, Clients, Holding, holdings, memory_by_gpu, past_mps
 from yunion_mps.overview.words import count
 
@@ -25,14 +25,13 @@ _DOMAIN_COLUMNS = (
     "PID",
     "Restarts",
     "GPUs",
-    "Threads_%",
-    "Memory_MiB",
+    "Default_limit",
     "Pipe_directory",
 )
-_DOMAIN_DROP = ("Restarts", "Memory_MiB", "Threads_%", "Pipe_directory", "PID", "GPUs")
+_DOMAIN_DROP = ("Restarts", "Default_limit", "Pipe_directory", "PID", "GPUs")
 _GPU_COLUMNS = ("GPU", "Name", "State", "Devices", "In_use", "Free", "Used_MiB", "Memory_MiB")
 _GPU_DROP = ("Memory_MiB", "Name", "Devices")
-_NUMBERS = ("PID", "Restarts", "GPUs", "Threads_%", "Memory_MiB", "Devices", "In_use", "Free", "Used_MiB")
+_NUMBERS = ("PID", "Restarts", "GPUs", "Memory_MiB", "Devices", "In_use", "Free", "Used_MiB")
 _INDENT = 10
 #: More rows than these are counted, and not shown one by one: it is to be one screen.
 _MOST_ROWS = 12
@@ -41,16 +40,23 @@ Json = dict[str, Any]
 
 
 @click.command("status", short_help="Show whether all is well.")
+@click.option("--exit-code", is_flag=True, help="Exit with 1 if the state is degraded or failed.")
 @output_option
-def command(output: str) -> None:
+def command(exit_code: bool, output: str) -> None:
     """Show how the daemon, the GPUs, the devices and their users are: what is wrong first, with its remedy.
 
     A device is available where its control daemon serves it, used where somebody has it, by a lease or by
-    using it, and free where nobody has it and yunion-mps run would be given it.
+    using it, and free where nobody has it and yunion-mps run would be given it. It is pending if its GPU was
+    divided again and leases of the former division have not ended.
+
+    The state is ready, degraded (there is a problem), failed (nothing serves) or disabled (MPS is not
+    offered); warnings do not change it. For monitoring, --exit-code exits with 1 if it is degraded or failed;
+    yunion-mps doctor checks more.
 
     \b
     Examples:
       yunion-mps status
+      yunion-mps status --exit-code
       yunion-mps status --output json
     """
     status = ask("/v1/status")
@@ -60,10 +66,12 @@ def command(output: str) -> None:
     clients = asking.clients_or_why() if status["domains"] else NOBODY
     found = holdings(devices, held, clients.clients)
     wrong = everything(status, gpus, held, found, clients)
+    state = overall_state(status, wrong)
     in_use = sum(len(holding.devices) for holding in found if holding.in_use)
     past = past_mps(clients.clients)
     answer = {
         **status,
+        "state": state,
         "devices": {**status["devices"], "used": in_use, "free": _free(found)},
         "leases": {"total": len(held), "waiting": len(waiting)},
         "clients": len(clients.clients) - past,
@@ -72,6 +80,8 @@ def command(output: str) -> None:
         "troubles": clients.troubles,
     }
     show_pairs(answer, output, lambda: _text(answer, gpus, found, wrong, clients))
+    if exit_code and state in ("degraded", "failed"):
+        raise click.exceptions.Exit(1)
 
 
 def _free(found: Sequence[Holding]) -> int:
@@ -90,11 +100,12 @@ def _text(
         clients_of += f", {count(status['past_mps'], 'process', 'processes')} past MPS"
     up = duration(time.time() - status["started"])
     free = f", {devices['used']} used, {devices['free']} free" if devices["total"] or devices["used"] else ""
+    pending = f", {devices['pending']} pending" if devices.get("pending") else ""
     broken = status["gpus"]["unavailable"]
     lines = [
         f"State:    {status['state']}",
         *_wrong(wrong),
-        f"Devices:  {devices['available']} of {devices['total']} available{free}",
+        f"Devices:  {devices['available']} of {devices['total']} available{pending}{free}",
         f"Leases:   {leases['total']}{waiting}; {clients_of}",
         f"GPUs:     {status['gpus']['total']}" + (f", {broken} unavailable" if broken else ""),
         f"Driver:   {driver['version'] or 'not looked at'}{cuda}",
@@ -139,6 +150,12 @@ def _gpu_table(gpus: Sequence[Json], found: Sequence[Holding], clients: Clients)
     return draw(_GPU_COLUMNS, right(_GPU_COLUMNS, shown, _NUMBERS), _GPU_DROP)
 
 
+def _default_limit(domain: Json) -> str:
+    """`5760 MiB, 25 %`: what a client gets that sets no limit, which is the largest device's budget."""
+    memory = ",".join(str(limit) for limit in sorted(set(domain["memory_limits"]) - {None}))
+    return (f"{memory} MiB, " if memory else "") + f"{domain['thread_percentage']} %"
+
+
 def _domain_table(domains: Sequence[Json], most: int) -> str:
     """The control daemons; where they are more than so many, those that do not serve."""
     shown = [one for one in domains if len(domains) <= most or one["state"] != "ready"][:_MOST_ROWS]
@@ -149,8 +166,7 @@ def _domain_table(domains: Sequence[Json], most: int) -> str:
             domain["pid"],
             domain["restarts"],
             len(domain["gpus"]),
-            domain["thread_percentage"],
-            ",".join(str(limit) for limit in sorted(set(domain["memory_limits"]) - {None})),
+            _default_limit(domain),
             domain["pipe_directory"],
         )
         for domain in shown

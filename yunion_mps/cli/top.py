@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import sys
 import time
@@ -15,6 +14,7 @@ from yunion_mps.cli.screen.frame import WHOLE, Look, frame, plain
 from yunion_mps.cli.screen.scene import scene
 from yunion_mps.cli.screen.text import is_utf8
 from yunion_mps.cli.table import notes, terminal_width, wrapped
+from yunion_mps.cli.times import Duration
 from yunion_mps.errors import YunionError
 from yunion_mps.overview.uses import Clients
 
@@ -25,7 +25,7 @@ _PIPE_COLUMNS = 120
 @click.command("top", short_help="Watch who uses what.")
 @click.option("--once", is_flag=True, help="Print it once, whole, as for a pipe.")
 @click.option(
-    "-d", "--interval", type=click.IntRange(1, 3600), default=2, show_default=True, metavar="SECONDS",
+    "-d", "--interval", type=Duration(1, 3600), default="2s", show_default=True, metavar="DURATION",
     help="How often to look.",
 )  # fmt: skip
 def command(once: bool, interval: int) -> None:
@@ -55,7 +55,6 @@ def command(once: bool, interval: int) -> None:
         return
     from yunion_mps.cli.screen.live import live
 
-    gc.enable()  # it was left off for commands that end within a moment
     live(answers, interval)
 
 

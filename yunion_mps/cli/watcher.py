@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import NoReturn
 
 from yunion_mps.cli.ask import tell
-from yunion_mps.errors import YunionError
+from yunion_mps.errors import ShortageError, YunionError
 from yunion_mps.models import CDI_KIND
 from yunion_mps.process import Process, output_of
 
@@ -25,7 +25,10 @@ class Watcher:
         """`engine` is the path of the engine's program."""
         self._engine = engine
         self._read, self._write = os.pipe()
-        self.pid = os.fork()
+        try:
+            self.pid = os.fork()
+        except OSError as error:
+            raise ShortageError(f"no process can be started: {error.strerror}") from None
         if not self.pid:
             self._watch(os.getppid())
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from typing import Any
 
 import click
@@ -11,9 +12,10 @@ import click
 from yunion_mps.cli.ask import ask
 from yunion_mps.config.endpoints import EXAMPLE, is_public, normalised
 from yunion_mps.errors import YunionError
-from yunion_mps.gateway.doors import listen
+from yunion_mps.gateway.doors import LIMITS, listen
 from yunion_mps.gateway.web import Web
 from yunion_mps.paths import Paths
+from yunion_mps.tracebacks import limit_tracebacks
 
 _DEFAULT = "127.0.0.1:9435"
 
@@ -36,6 +38,8 @@ def command(address: str, allow_public: bool) -> None:
       yunion-mps web --listen 127.0.0.1:8080
       ssh -L 9435:127.0.0.1:9435 gpu-01 yunion-mps web
     """
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    limit_tracebacks()
     where = _checked(address, allow_public=allow_public)
     ask("/v1/status")  # whoever may not ask, or whom nobody answers, is told so here
     with contextlib.suppress(KeyboardInterrupt):
@@ -62,7 +66,7 @@ async def _serve(address: str) -> None:
     except OSError as error:
         hint = "choose another: --listen 127.0.0.1:PORT"
         raise YunionError(f"nothing can be served at {address}: {error.strerror}", hint) from None
-    server: Any = Server(Web(Paths.from_environment()))
+    server: Any = Server(Web(Paths.from_environment()), LIMITS)
     await server.open(listener)
     click.echo(f"Serving at http://{address}/ until Ctrl-C")
     try:

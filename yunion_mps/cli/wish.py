@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import click
-from click.core import augment_usage_errors
 
 from yunion_mps.cli.ask import daemon
 from yunion_mps.cli.patience import say
 from yunion_mps.cli.show import complete_device
+from yunion_mps.cli.times import Duration, duration_s
 from yunion_mps.client import LeaseRecord, taking
 from yunion_mps.leases.bounds import LONGEST_WAIT_S, MOST_DEVICES, MOST_MIB
 
 F = TypeVar("F", bound=Callable[..., Any])
 Json = dict[str, Any]
+
+
+_WAIT_NEEDS_EQUALS = "--wait takes a duration only after =: write --wait={0}, or --wait -- {0} to run {0}."
+
+
+class _WaitOption(click.Option):
+    """`--wait[=DURATION]`: no space stands before its value."""
+
+    def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
+        """Click's record, without the space before the value."""
+        record = super().get_help_record(ctx)
+        return record and (record[0].replace(" [=", "[="), record[1])
 
 
 def wish_options(function: F) -> F:
@@ -40,8 +52,8 @@ def wish_options(function: F) -> F:
         click.option("--across", is_flag=True, help="With --count: each on another GPU."),
         click.option("--spread", is_flag=True, help="Of the GPU with the most free, not the fewest."),
         click.option(
-            "--wait", is_flag=False, flag_value="forever", metavar="[SECONDS]",
-            help="Wait until it can be had, or so long.",
+            "--wait", "wait_s", cls=_WaitOption, type=Duration(1, LONGEST_WAIT_S), default=0,
+            metavar="[=DURATION]", help="Wait for the devices, at most this long: 90, 90s, 10m, 2h, 1d.",
         ),
     )  # fmt: skip
     for option in reversed(options):
@@ -50,35 +62,25 @@ def wish_options(function: F) -> F:
 
 
 class WishCommand(click.Command):
-    """A command for which `--wait` takes a value after `=` only, for COMMAND may follow it."""
+    """A command whose `--wait` takes a value after `=` only, because COMMAND may follow it."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Give a bare `--wait` the value that it means."""
-        valued = {name for option in self.params if _takes_value(option) for name in option.opts}
+        """Give a bare `--wait` the value that it means; raises UsageError where a duration follows it."""
+        options = [one for one in self.params if isinstance(one, click.Option)]
+        valued = {name for option in options if not option.is_flag for name in option.opts}
         place = 0
-        while place < len(args) and args[place].startswith("-") and args[place] != "--":
-            if args[place] == "--wait":
-                args[place] = "--wait=forever"
-            elif args[place].startswith("--wait="):
-                with augment_usage_errors(ctx):  # click takes a value of -1 for another option
-                    seconds(args[place].partition("=")[2])
-            place += 2 if args[place] in valued else 1
+        while place < len(args) and args[place] != "--":
+            word, follower = args[place], args[place + 1 : place + 2]
+            if word == "--wait":
+                if follower and duration_s(follower[0]) is not None and not ctx.resilient_parsing:
+                    raise click.UsageError(_WAIT_NEEDS_EQUALS.format(follower[0]), ctx)
+                args[place] = f"--wait={LONGEST_WAIT_S}"
+            elif word in valued:
+                place += 1
+            elif not word.startswith("-") and not ctx.allow_interspersed_args:
+                break
+            place += 1
         return super().parse_args(ctx, args)
-
-
-def _takes_value(parameter: click.Parameter) -> bool:
-    return isinstance(parameter, click.Option) and not parameter.is_flag and parameter.name != "wait"
-
-
-def seconds(wait: str | None) -> int:
-    """How long to wait, in s; raises UsageError."""
-    if wait is None:
-        return 0
-    if wait == "forever":
-        return LONGEST_WAIT_S
-    if not (wait.isascii() and wait.isdigit() and 1 <= int(wait) <= LONGEST_WAIT_S):
-        raise click.UsageError(f"--wait is {wait!r}: write a whole number of seconds, as in --wait=60.")
-    return int(wait)
 
 
 def parameters(
@@ -129,8 +131,8 @@ def would_take(wanted: Mapping[str, Any]) -> LeaseRecord:
     return taking.would_take(daemon(), wanted)
 
 
-def warn_of_limits(lease: Mapping[str, Any]) -> None:
-    """Say so, beside the output, where nothing holds a process to the lease's budget."""
-    if not lease["budget_enforced"]:
-        gpus = ", ".join(lease["gpus"])
+def warn_of_limits(unenforced_gpus: Sequence[str]) -> None:
+    """Say so, beside the output, if some of the GPUs hold no process to its budget."""
+    if unenforced_gpus:
+        gpus = ", ".join(unenforced_gpus)
         say(f"budgets are not enforced on GPU {gpus}, older than Volta: it could use all of its memory")

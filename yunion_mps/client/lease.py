@@ -8,10 +8,11 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Protocol
 
+from yunion_mps import threads
 from yunion_mps.client.patience import MOST_S, Patience, Say
 from yunion_mps.client.taking import Tells
 from yunion_mps.client.values import LeaseRecord
-from yunion_mps.errors import BusyError, NotFoundError, UnreachableError, YunionError
+from yunion_mps.errors import BusyError, NotFoundError, ShortageError, UnreachableError, YunionError
 
 #: A lease of a name is renewed so many times within its time to live.
 _RENEWALS = 3
@@ -54,7 +55,11 @@ class Lease:
         #: Ends the renewals: set also where the daemon could not be told, so that it ends by its time.
         self._released = threading.Event()
         if ttl_s is not None:
-            threading.Thread(target=self._keep, args=(ttl_s,), name=f"lease {self.id}", daemon=True).start()
+            try:
+                threads.start(lambda: self._keep(ttl_s), threads.ignore_outcome)
+            except ShortageError:
+                self.release()
+                raise
 
     def environ(self, base: Mapping[str, str] | None = None) -> dict[str, str]:
         """The environment of a process that is to use them: `base`, or this process' own, and theirs."""

@@ -15,9 +15,9 @@ class PcieLink(TypedDict):
 
 
 class Device(TypedDict):
-    """One MPS device; `reason` says why it is not served, `lease` is the id of the one that has it.
+    """One MPS device; `reason` says why it is not available, `lease` is the id of the one that has it.
 
-    It is not `free` either where leases from before a reload have the memory of its GPU.
+    It is `pending`, and not `free`, if leases from before a reload hold it or the memory that it needs.
     """
 
     id: str
@@ -53,7 +53,7 @@ class DeviceDetails(Device):
 class LeaseRecord(TypedDict):
     """A lease as everybody sees it; times are in s since 1970, `memory` is of each device.
 
-    `budget_enforced` is False where a GPU older than Volta holds nobody to it;
+    `budget_enforced` is False if a GPU older than Volta does not enforce it; `unenforced_gpus` names these;
     `binding` is `process`, `connection`, `name` or `container`, and `expires` is None where it does not
     end by time.
     """
@@ -64,6 +64,7 @@ class LeaseRecord(TypedDict):
     memory: list[int]
     thread_percentage: float
     budget_enforced: bool
+    unenforced_gpus: list[str]
     binding: str
     pid: int | None
     uid: int

@@ -17,6 +17,7 @@ from yunion_mps.config.values import (
     WrongValueError,
     absolute_path,
     boolean,
+    group,
     most_devices,
     nearest_key,
     one_of,
@@ -35,6 +36,9 @@ KEYS: dict[str, Key] = {
     ),
     "cuda_mps_pipe_directory": Key(
         own_directory("/tmp/nvidia-mps/pipe"), "/tmp/nvidia-mps/pipe", "where clients find the control daemon"
+    ),
+    "cuda_mps_pipe_group": Key(
+        group, None, "the only group whose members may reach the control daemon; root always may"
     ),
     "cuda_mps_log_directory": Key(
         own_directory("/tmp/nvidia-mps/log"), "/tmp/nvidia-mps/log", "where the control daemon's log is kept"
@@ -66,6 +70,14 @@ KEYS: dict[str, Key] = {
     ),
     "cuda_mps_multiuser": Key(
         boolean, default=False, help="one MPS server for all users' jobs, where NVIDIA's program knows it"
+    ),
+    "max_leases_per_user": Key(
+        whole_number(1, 1_000_000), None, "how many leases a user may have, including queued requests"
+    ),
+    "max_lease_ttl_s": Key(
+        whole_number(1, 365 * 86_400),
+        30 * 86_400,
+        "the longest time to live of a lease that is taken by name, in seconds",
     ),
     "metrics_listen": Key(endpoint, None, "where the metrics can be had over TCP, for Prometheus"),
     "metrics_allow_public": Key(

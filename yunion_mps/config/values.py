@@ -134,7 +134,7 @@ def one_of(*choices: str) -> Kind:
 def absolute_path(key: str, node: Node) -> str:
     """The path of a file or directory, from `/`; normalised."""
     value = text(key, node)
-    if not value.startswith("/") or "\0" in value:
+    if not value.startswith("/"):
         raise WrongValueError(
             f"{key} is {written(node)}, not an absolute path", "write the whole path, from /"
         )
@@ -170,18 +170,35 @@ def own_directory(example: str) -> Kind:
     return kind
 
 
+def group(key: str, node: Node) -> str:
+    """The name of a group that the host has."""
+    import grp  # few hosts set it
+
+    name = text(key, node, "the name of a group")
+    try:
+        grp.getgrnam(name)
+    except KeyError:
+        raise WrongValueError(
+            f"{key} is {written(node)}, a group that does not exist",
+            "create it (groupadd --system NAME), or choose one that exists: getent group",
+        ) from None
+    return name
+
+
 def most_devices(override: int | None) -> int:
     """The most devices that any GPU may have; planning, which knows the GPU, may allow fewer."""
     return max(override or 0, MOST_DEVICES)
 
 
 def text(key: str, node: Node, what: str = "a text") -> str:
-    """A text that is not empty; `what` says in the remedy what it should name."""
+    """A text of one line that is not empty; `what` says in the remedy what it should name."""
     value = value_of(node)
     if isinstance(value, (int, float)) and ":" in node.value:
         value = node.value  # the PCI address 00:06.0 is a number to the base of 60 in YAML 1.1
     if not isinstance(value, str) or not value.strip():
         raise WrongValueError(f"{key} is {written(node)}, not a text", f"write {key}: followed by {what}")
+    if not value.isprintable():
+        raise WrongValueError(f"{key} is {written(node)}, which contains control characters", "remove them")
     return value
 
 

@@ -9,7 +9,7 @@ import sys
 def main() -> None:
     """Run the daemon; exits 0 after a clean stop, and with the error's own code otherwise.
 
-    The collector is off until the daemon serves: it would run through every import, 2 ms of the start.
+    The collector is off until the domains are started: it would run through every import, 2 ms of the start.
     """
     gc.disable()
     from yunion_mps.daemon.options import parse

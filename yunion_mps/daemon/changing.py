@@ -12,11 +12,14 @@ from typing import Any
 from yunion_mps.daemon.handover import program
 from yunion_mps.daemon.looking import Looking
 from yunion_mps.daemon.threads import on_thread
-from yunion_mps.errors import ConfigError, HostError, YunionError
+from yunion_mps.errors import ConfigError, HostError, ShortageError, YunionError
+from yunion_mps.escaping import decoded
 from yunion_mps.examination import Examination, examine
 from yunion_mps.models import Event
 from yunion_mps.mps.states import APPLYING, STARTING
 from yunion_mps.paths import Paths
+from yunion_mps.process import outcome_of
+from yunion_mps.service.reasons import domain_names
 from yunion_mps.supervisor import Change, Supervisor
 
 log = logging.getLogger(__name__)
@@ -147,34 +150,36 @@ class Changing:
             await asyncio.sleep(0.005)
 
     def _answer(self, changes: list[Change]) -> Json:
-        pending = [
+        snapshot = self._supervisor.snapshot()
+        pending: list[Json] = [
             {
                 "domain": status.plan.name,
                 "pending": status.pending or f"it is {status.state}: {status.reason}",
+                "leases": [],
             }
-            for status in self._supervisor.snapshot().domains
+            for status in snapshot.domains
             if status.pending or status.state in (STARTING, APPLYING)
         ]
+        gpus = {gpu.uuid: gpu.address for gpu in snapshot.inventory.gpus}
+        names = domain_names(snapshot.plan)
+        for uuid, wait in self._supervisor.find_lease_waits(snapshot.plan.devices).items():
+            address = gpus.get(uuid, uuid)
+            what = f"GPU {address}: {wait.devices} of its devices wait for {wait.description} to end"
+            pending.append({"domain": names[uuid], "pending": what, "leases": [*wait.leases]})
         return {"changes": [change._asdict() for change in changes], "pending": pending}
 
     async def _check_the_new_program(self) -> None:
         """Let the program that would be run check the files; raises HostError with its words."""
         command = [*program(), "--check"]
         try:
-            process = await asyncio.create_subprocess_exec(
-                *command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.STDOUT,
-            )  # fmt: skip
+            status, output = await on_thread(lambda: outcome_of(command, _CHECK_S, with_stderr=True))
         except OSError as error:
-            raise HostError(f"{command[0]} cannot be run: {error.strerror}", "install it anew") from None
-        try:
-            output, _ = await asyncio.wait_for(process.communicate(), _CHECK_S)
-        except asyncio.TimeoutError:
-            process.kill()
+            raise ShortageError(f"{command[0]} cannot be run: {error.strerror}") from None
+        if status is None:
             what = f"the new program does not answer within {_CHECK_S:g} s"
-            raise HostError(what, "see: nvidia-smi") from None
-        if process.returncode:
-            lines = [line.lstrip("<0123456789>") for line in output.decode(errors="replace").splitlines()]
+            raise HostError(what, "see: nvidia-smi")
+        if status:
+            lines = [decoded(line.lstrip(b"<0123456789>")) for line in output.splitlines()]
             what = "the new program would not start: " + "; ".join(lines[-4:])
             raise HostError(what, "correct that; this one goes on, and nothing was changed")
 

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 from yunion_mps.containers import Containers
 from yunion_mps.daemon.threads import on_thread
-from yunion_mps.errors import BusyError, DriverError, NotAllowedError, NotFoundError, YunionError
+from yunion_mps.errors import BusyError, NotAllowedError, NotFoundError, YunionError
+from yunion_mps.escaping import printable
 from yunion_mps.inventory import Nvml
 from yunion_mps.models import DomainPlan, Event, Gpu
 from yunion_mps.mps.clients import clients_of, server_state, terminate
@@ -160,7 +161,7 @@ def _look(
     try:
         # In this order: whoever begins between the two questions is known to use MPS.
         seen = _Seen(nvml.processes(), nvml.mps_clients()) if nvml else seen
-    except DriverError as error:
+    except YunionError as error:
         troubles.append(error.message)
     addresses = {gpu.uuid: gpu.address for gpu in gpus}
     clients = [client for one in asked for client in _clients_json(one, seen, addresses, containers)]
@@ -238,7 +239,7 @@ def _clients_json(
                 "mps": through_mps,
                 "server": None if through_mps is False else asked.clients.get(pid, only),
                 "domain": asked.plan.name,
-                "device": (variable_of(pid, DEVICE_VARIABLE) or "")[:_LONGEST_DEVICE] or None,
+                "device": printable(variable_of(pid, DEVICE_VARIABLE) or "")[:_LONGEST_DEVICE] or None,
                 "gpus": [addresses.get(uuid, uuid) for uuid in memory],
                 "memory_by_gpu": list(memory.values()),
                 "memory_used": sum(known) if known else None,
@@ -268,7 +269,7 @@ def _process_json(pid: int) -> Json:
         about["user"] = user_name(uid)
         try:
             process = psutil.Process(pid)
-            about["command"] = " ".join(process.cmdline())[:500] or process.name()
+            about["command"] = printable(" ".join(process.cmdline()) or process.name())[:500]
             about["started"] = process.create_time()
         except psutil.Error:
             return about

@@ -30,7 +30,7 @@ class Ends:
         if holder.binding == "name":
             self.forget(lease.id)
             late = "it was not renewed in time"
-            self._timers[lease.id] = loop.call_later(holder.ttl_s, self._end, lease.id, late)
+            self._timers[lease.id] = loop.call_at(lease.ends_s or 0.0, self._end, lease.id, late)
             return True
         process = Process.adopt(holder.pid or 0)
         if process is None:

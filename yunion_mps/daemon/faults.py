@@ -8,6 +8,7 @@ from typing import Any
 
 from yunion_mps.daemon.clients import Clients
 from yunion_mps.daemon.threads import on_thread
+from yunion_mps.errors import YunionError
 from yunion_mps.inventory.kernel_log import processes_of_xids
 from yunion_mps.models import Event
 from yunion_mps.paths import Paths
@@ -38,6 +39,10 @@ class Faults:
         self._at_work.add(address)
         try:
             await self._find_out(address, xid)
+        except YunionError as error:
+            log.warning(
+                "GPU %s: the effects of XID %d could not be determined: %s", address, xid, error.message
+            )
         finally:
             self._at_work.discard(address)
 

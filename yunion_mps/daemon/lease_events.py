@@ -36,7 +36,8 @@ class LeaseEvents:
         if holder.binding == "name":
             return f"{holder.name} of {user}"
         inside = self._containers.of(holder.pid or 0) if holder.binding == "container" else None
-        what = f"container {inside.name}" if inside else command_of(holder.pid or 0) or "a process"
+        command = holder.command or command_of(holder.pid or 0) or "a process"
+        what = f"container {inside.name}" if inside else command
         return f"{what} (PID {holder.pid}, {user})"
 
 

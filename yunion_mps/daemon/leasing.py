@@ -18,17 +18,18 @@ from yunion_mps.daemon.wishes import Wishes
 from yunion_mps.errors import HostError, NotAllowedError, NotFoundError, NothingFreeError, YunionError
 from yunion_mps.identity import random_uuid
 from yunion_mps.leases.book import Book
+from yunion_mps.leases.expiry import renewed, restored
 from yunion_mps.leases.ledger import Ledger
-from yunion_mps.leases.names import lease_named
+from yunion_mps.leases.names import lease_named, owner_name
 from yunion_mps.leases.offers import Offers, offers_of
 from yunion_mps.leases.once import given_before, refuse_a_second
 from yunion_mps.leases.places import Places
 from yunion_mps.leases.queue import Queue, Waiter
+from yunion_mps.leases.quota import refuse_over_quota
 from yunion_mps.leases.view import lease_json, leases_json
 from yunion_mps.leases.wish import Wish
-from yunion_mps.models import LEASE_VARIABLE, Device, DomainPlan, Holder, Lease, Plan
+from yunion_mps.models import LEASE_VARIABLE, Device, DomainPlan, Holder, Lease, Owner, Plan
 from yunion_mps.paths import Paths
-from yunion_mps.process import user_name
 from yunion_mps.service import Service
 from yunion_mps.supervisor import Supervisor
 
@@ -36,6 +37,10 @@ log = logging.getLogger(__name__)
 
 Json = dict[str, Any]
 Keep = Callable[[Callable[[], None]], None]
+
+
+def _key(holder: Holder, request: str) -> str:
+    return f"{holder.uid}-{request}" if request else ""
 
 
 class _Asker(NamedTuple):
@@ -50,7 +55,7 @@ class _Asker(NamedTuple):
     @property
     def key(self) -> str:
         """What its place is kept by, empty where it is not."""
-        return f"{self.holder.uid}-{self.request}" if self.request else ""
+        return _key(self.holder, self.request)
 
 
 class Leasing:
@@ -81,12 +86,15 @@ class Leasing:
 
         Raises HostError where that cannot be read: nothing may be given away then.
         """
-        for lease in self._book.read():
+        for kept in self._book.read():
+            lease = restored(kept, time.monotonic())
             try:
                 self.ledger.add(lease)
             except AssertionError as error:
                 log.error("lease %s is passed over: %s", lease.id, error)
                 continue
+            if lease != kept:
+                self._write_expiry(lease)
             if not self._ends.watch(lease):
                 self._end(lease.id, "its process ended while no daemon ran")
         self._places.recall(time.monotonic())
@@ -141,6 +149,7 @@ class Leasing:
         if given:
             self._bind(given, keep)
             return self._json(given)
+        self._refuse_over_quota(holder, request)
         refuse_a_second(leases, holder, request)
         wish = self._wishes.possible(wish, self._offers())
         waiter = Waiter(wish, self._since_s(asker), asker)
@@ -152,7 +161,7 @@ class Leasing:
                 # Not wait_for: until Python 3.12 it forgets a cancellation that comes with the answer.
                 await asyncio.wait({asker.answer}, timeout=wait_s)
             if not asker.answer.done():
-                raise self._why_not(waiter)
+                raise self._why_not(waiter, has_waited=wait_s > 0)
             return self._json(asker.answer.result())
         except asyncio.CancelledError:
             if not asker.answer.cancelled() and asker.answer.done() and not asker.answer.exception():
@@ -165,38 +174,46 @@ class Leasing:
                 self.queue.waiters.remove(waiter)
                 self.serve()  # what was kept for it is for those behind
 
-    def would_take(self, wish: Wish, holder: Holder) -> Json:
+    def would_take(self, wish: Wish, holder: Holder, request: str = "") -> Json:
         """What the holder would be given now; raises YunionError where that is nothing."""
+        if not given_before(self.ledger.leases.values(), holder, request):
+            self._refuse_over_quota(holder, request)
         wish, offers = self._wishes.possible(wish, self._offers()), self._offers()
         devices = self.ledger.choose(wish, offers, self.queue.spoken_for(offers))
         lease = Lease("", devices, holder, time.time(), self._wishes.environment(wish, devices, ""))
         environment = {name: value for name, value in lease.environment.items() if name != LEASE_VARIABLE}
         return lease_json(lease._replace(environment=environment), None, self._containers)
 
-    def release(self, lease_id: str, uid: int) -> Json:
-        """End a lease for the user; raises NotFoundError and NotAllowedError."""
-        lease = self._own(lease_id, uid)
+    def release(self, lease_id: str, caller: Owner) -> Json:
+        """End a lease for the caller; raises NotFoundError and NotAllowedError."""
+        lease = self._own(lease_id, caller)
         ended = lease_json(lease, None, self._containers)
-        self._end(lease.id, f"{user_name(uid)} gave it back")
+        self._end(lease.id, f"{owner_name(caller)} gave it back")
         return ended
 
-    def renew(self, lease_id: str, uid: int) -> Json:
+    def renew(self, lease_id: str, caller: Owner) -> Json:
         """Let a lease of a name go on for its whole time from now; raises as `release` does."""
-        lease = self._own(lease_id, uid)
+        lease = self._own(lease_id, caller)
         if lease.holder.binding != "name":
             raise HostError("this lease has no time to live", "it ends with its process or connection")
+        lease = renewed(lease, time.monotonic())
         self._ends.watch(lease)
+        self.ledger.replace(lease)
+        self._write_expiry(lease)
         return self._json(lease)
 
-    def bind(self, lease_id: str, uid: int, holder: Holder) -> Json:
+    def bind(self, lease_id: str, caller: Owner, holder: Holder) -> Json:
         """Let a lease end with the container whose first process this is, and not with what had it before.
 
         Whose it is does not change. A lease of a name stays one: containers may share it. Asked again for
         the same container, it is as it was. Raises as `release` does, and HostError, with nothing changed,
         where another container has it, or a device of it is not served now, or by another control daemon.
         """
-        lease = self._own(lease_id, uid)
-        holder = holder._replace(uid=lease.holder.uid)
+        lease = lease_named(lease_id, self.ledger.leases, caller)
+        if not caller.unit:  # an engine may have left its job's unit by now; no job can by itself
+            caller = caller._replace(unit=lease.holder.unit)
+        self._refuse_unless_owner(lease, caller)
+        holder = holder._replace(uid=lease.holder.uid, unit=lease.holder.unit)
         reasons = self._service.reasons()
         for device in lease.devices:
             why = reasons.get(device.gpu_uuid, "its GPU is not there any more")
@@ -249,6 +266,11 @@ class Leasing:
             self.queue.waiters.remove(waiter)
             waiter.whose.answer.set_exception(refusals[waiter.wish])
 
+    def _write_expiry(self, lease: Lease) -> None:
+        """Keep when the lease ends; if that fails, its holder has a moment to renew it after a restart."""
+        with contextlib.suppress(HostError):
+            self._book.write(lease)
+
     def _json(self, lease: Lease) -> Json:
         return lease_json(lease, self._ends.expires_s(lease.id), self._containers)
 
@@ -265,10 +287,11 @@ class Leasing:
         at_s = max(time.time(), waiters[-1].since_s if waiters else 0.0)
         return self._places.come(asker.key, at_s, time.monotonic())
 
-    def _why_not(self, waiter: Waiter) -> YunionError:
+    def _why_not(self, waiter: Waiter, *, has_waited: bool) -> YunionError:
         offers = self._offers()
         try:
-            self.ledger.choose(waiter.wish, offers, self.queue.spoken_for(offers, besides=waiter))
+            kept = self.queue.spoken_for(offers, besides=waiter)
+            self.ledger.choose(waiter.wish, offers, kept, has_waited=has_waited)
         except NothingFreeError as error:
             return error
         return NothingFreeError(f"{waiter.wish} cannot be had now", "try again")
@@ -280,6 +303,7 @@ class Leasing:
         environment = self._wishes.environment(wish, devices, lease_id)
         is_device = asker.cdi or holder.binding == "name"
         lease = Lease(lease_id, devices, holder, time.time(), environment, asker.request, is_device)
+        lease = renewed(lease, time.monotonic())
         if not self._ends.watch(lease):
             raise NotFoundError(f"PID {holder.pid} has ended", "")
         try:
@@ -306,13 +330,24 @@ class Leasing:
         if lease and lease.holder.binding == "connection" and not self._is_closed:
             self._end(lease_id, "its connection ended")
 
-    def _own(self, name: str, uid: int) -> Lease:
-        """The lease that is called so, where the user may change it."""
-        lease = lease_named(name, self.ledger.leases, uid)
-        if uid not in (0, os.geteuid(), lease.holder.uid):
-            what = f"the lease of {devices_of(lease)} is {user_name(lease.holder.uid)}'s"
-            raise NotAllowedError(what, "only root and its owner may end or renew it")
+    def _own(self, name: str, caller: Owner) -> Lease:
+        """The lease of this name or id that the caller may change; raises NotFoundError, NotAllowedError."""
+        lease = lease_named(name, self.ledger.leases, caller)
+        self._refuse_unless_owner(lease, caller)
         return lease
+
+    def _refuse_unless_owner(self, lease: Lease, caller: Owner) -> None:
+        owner = lease.holder.owner
+        if caller.uid not in (0, os.geteuid()) and caller != owner:
+            what = f"the lease of {devices_of(lease)} is {owner_name(owner)}'s"
+            raise NotAllowedError(what, "only root and its owner may end or renew it")
+
+    def _refuse_over_quota(self, holder: Holder, request: str) -> None:
+        owners = [lease.holder.owner for lease in self.ledger.leases.values()]
+        key, askers = _key(holder, request), [waiter.whose for waiter in self.queue.waiters]
+        owners += [one.holder.owner for one in askers if not key or one.key != key]  # it may ask again
+        config = self._supervisor.config
+        refuse_over_quota(holder, owners, config.max_leases_per_user, config.max_lease_ttl_s)
 
     def _end(self, lease_id: str, cause: str) -> None:
         """It is over; does nothing where it is already."""

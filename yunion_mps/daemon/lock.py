@@ -5,26 +5,45 @@ from __future__ import annotations
 import fcntl
 import os
 import stat
+import time
 
 from yunion_mps.errors import HostError
 from yunion_mps.paths import Paths
+from yunion_mps.process import started_ticks
+
+#: How long the last child of a daemon that is gone may take to load its program.
+_HANDOVER_S = 2.0
 
 
 def take_lock(paths: Paths) -> int:
-    """Return a descriptor that holds the lock while it is open; raises HostError naming the other daemon."""
+    """Return a descriptor that holds the lock while it is open; raises HostError naming the other daemon.
+
+    A daemon that was killed while it started a program leaves the lock to that child until it has loaded the
+    program (execve(2), FD_CLOEXEC); this waits for it.
+    """
     descriptor = _open(paths)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        pid = os.read(descriptor, 32).decode(errors="replace").strip() or "unknown"
+    end_s = time.monotonic() + _HANDOVER_S
+    while not _locked(descriptor):
+        pid = os.pread(descriptor, 32, 0).decode(errors="replace").strip() or "unknown"
+        if pid.isdigit() and started_ticks(int(pid)) is None and time.monotonic() < end_s:
+            time.sleep(0.001)
+            continue
         os.close(descriptor)
         raise HostError(
             f"another yunion-mps-daemon is running already (PID {pid})",
             "look at it: yunion-mps status; stop it: systemctl stop yunion-mps-daemon",
-        ) from None
+        )
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
     return descriptor
+
+
+def _locked(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _open(paths: Paths) -> int:

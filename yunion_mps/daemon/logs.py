@@ -7,17 +7,20 @@ import logging
 import os
 import sys
 
+from yunion_mps.log_lines import LineFormatter
+from yunion_mps.tracebacks import limit_tracebacks
+
 #: syslog(3) levels, as sd-daemon(3) reads them at the beginning of a line.
 _LEVELS = {logging.DEBUG: 7, logging.INFO: 6, logging.WARNING: 4, logging.ERROR: 3, logging.CRITICAL: 2}
 
 
-class JournalFormatter(logging.Formatter):
+class JournalFormatter(LineFormatter):
     """`<N>message`, each line of it with its level; the journal knows the time itself."""
 
     def format(self, record: logging.LogRecord) -> str:
         """The record as lines for the journal."""
         prefix = f"<{_LEVELS.get(record.levelno, 6)}>"
-        return "\n".join(prefix + line for line in super().format(record).splitlines())
+        return prefix + super().format(record).replace("\n", f"\n{prefix}")
 
 
 def set_up(level: str) -> None:
@@ -26,8 +29,9 @@ def set_up(level: str) -> None:
     if _for_systemd():
         handler.setFormatter(JournalFormatter("%(message)s"))
     else:
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        handler.setFormatter(LineFormatter("%(asctime)s %(levelname)s %(message)s"))
     logging.basicConfig(level=level.upper(), handlers=[handler])
+    limit_tracebacks()
     # What these record costs time on every message, and no format of ours uses it.
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     atexit.register(_give_up_what_is_left)

@@ -10,7 +10,7 @@ from typing import NamedTuple, Optional
 
 from yunion_mps.daemon.faults import Faults
 from yunion_mps.daemon.threads import on_thread
-from yunion_mps.errors import DriverError, HostError
+from yunion_mps.errors import DriverError, HostError, ShortageError
 from yunion_mps.inventory import Nvml, scan
 from yunion_mps.inventory.events import EventWatch
 from yunion_mps.models import Inventory
@@ -23,6 +23,8 @@ Processes = Mapping[str, Mapping[int, Optional[int]]]
 
 #: How often the GPUs are looked at; one look takes about a millisecond a GPU.
 RESCAN_S = 10.0
+#: How often while one that should serve cannot: the driver reports that a GPU is lost, not that it is back.
+RETURN_S = 1.0
 
 
 class _Seen(NamedTuple):
@@ -55,6 +57,7 @@ class Looking:
         self._tasks: set[asyncio.Task[None]] = set()
         self._wake = asyncio.Event()
         self._trouble = ""
+        self._answering = frozenset[Optional[str]]()
         self._events: EventWatch | None = None
 
     def soon(self) -> None:
@@ -66,8 +69,9 @@ class Looking:
         try:
             while True:
                 self._listen()
+                wait_s = RETURN_S if self._supervisor.has_unavailable_gpus else RESCAN_S
                 with contextlib.suppress(asyncio.TimeoutError):
-                    await asyncio.wait_for(self._wake.wait(), RESCAN_S)
+                    await asyncio.wait_for(self._wake.wait(), wait_s)
                 self._wake.clear()
                 async with self._changing:
                     await self.look()
@@ -86,32 +90,37 @@ class Looking:
             began_s = loop.time()
             try:
                 seen = await on_thread(lambda: _look(nvml, self._paths))
+            except ShortageError as error:  # which says nothing of the GPUs
+                self._note_shortage(error)
+                return
             except DriverError as error:
                 if error.message != self._trouble:
                     log.error("the GPUs cannot be looked at: %s. %s", error.message, error.hint)
                 self._trouble = error.message
+                self._answering = frozenset()
                 supervisor.lose_driver(error, loop.time())
                 return
             self._trouble = ""
+            supervisor.remark("looking", "")
             supervisor.note_processes(seen.processes, began_s)
             supervisor.rescan(seen.inventory, loop.time())
             self._used(seen.processes, began_s)
+            self._renew_events(seen.inventory)
         await self.set_modes()
 
     async def see_jobs(self) -> None:
         """Look only at who uses the GPUs: a stop is to name those that came since the last look."""
         nvml, began_s = self._supervisor.nvml, asyncio.get_running_loop().time()
         if nvml:
-            with contextlib.suppress(DriverError):
+            with contextlib.suppress(DriverError, ShortageError):
                 self._supervisor.note_processes(await on_thread(nvml.processes), began_s)
 
     async def set_modes(self) -> None:
         """Set and put back what is due; the caller holds the lock."""
-        work = self._supervisor.mode_work()
-        if not any(work):
-            return
         try:
-            self._supervisor.note_modes(await on_thread(lambda: self._supervisor.set_modes(work)))
+            work = self._supervisor.mode_work()
+            if any(work):
+                self._supervisor.note_modes(await on_thread(lambda: self._supervisor.set_modes(work)))
         except HostError as error:
             log.error("compute modes cannot be set: %s. %s", error.message, error.hint)
 
@@ -124,8 +133,28 @@ class Looking:
                 with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
                     loop.call_soon_threadsafe(self._heard, event)
 
-            self._events = EventWatch(self._supervisor.nvml, tell)
-            self._events.start()
+            events = EventWatch(self._supervisor.nvml, tell)
+            try:
+                events.start()
+            except ShortageError as error:
+                self._note_shortage(error)
+            else:
+                self._events = events
+
+    def _renew_events(self, inventory: Inventory) -> None:
+        """Register for the driver's events again if other GPUs answer than before."""
+        answering = frozenset(gpu.uuid for gpu in inventory.gpus if not gpu.reason)
+        if self._events and answering != self._answering:
+            self._events.renew()
+        self._answering = answering
+
+    def _note_shortage(self, error: ShortageError) -> None:
+        """Say that the GPUs cannot be looked at now; it is tried again with the next look."""
+        what = f"the GPUs cannot be looked at, so their state may be out of date: {error.message}"
+        if self._trouble != what:
+            log.error("%s. %s", what, error.hint)
+        self._trouble = what
+        self._supervisor.remark("looking", what)
 
     def _heard(self, event: tuple[str, int] | None) -> None:
         if event:

@@ -28,6 +28,7 @@ from yunion_mps.daemon.signals import Signals
 from yunion_mps.daemon.tasks import end_all
 from yunion_mps.daemon.textfile import Textfile
 from yunion_mps.gateway import notice
+from yunion_mps.leases.former import lease_waits
 from yunion_mps.paths import Paths
 from yunion_mps.service import Service
 from yunion_mps.service.state import one_line
@@ -50,7 +51,6 @@ def serve(
 ) -> str:
     """Run until the domains have stopped after a signal, or the program is to be run anew; returns which."""
     gc.freeze()  # what was imported stays for good; the collector need not look at it
-    gc.enable()
     return asyncio.run(_Loop(paths, supervisor, service, notifier).run(listener, signals))
 
 
@@ -87,6 +87,7 @@ class _Loop:
         changing = Changing(self._paths, self._supervisor, looking, lock, self._tick_soon, self._anew)
         self._changing, self._looking = changing, looking
         self._service.ledger = leasing.ledger
+        self._supervisor.find_lease_waits = lambda devices: lease_waits(leasing.ledger, devices)
         leasing.restore()
         counts = Counts()
         metering = Metering(self._supervisor, self._service, leasing, devices, counts)

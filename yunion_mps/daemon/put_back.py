@@ -15,9 +15,9 @@ from yunion_mps.config import load
 from yunion_mps.daemon.lock import take_lock
 from yunion_mps.daemon.run import drive
 from yunion_mps.models import DomainPlan, Event
-from yunion_mps.mps.adoption import Left, left_behind
 from yunion_mps.mps.domain import Domain
 from yunion_mps.mps.orphans import Orphans
+from yunion_mps.mps.ownership import MpsProcess, our_processes
 from yunion_mps.mps.servers import orphans_in
 from yunion_mps.mps.states import STOPPED
 from yunion_mps.paths import Paths
@@ -40,7 +40,7 @@ def put_back(paths: Paths) -> int:
     try:
         with contextlib.suppress(OSError):
             os.unlink(paths.socket)  # nobody listens there any more
-        if not Store.exists(paths) and not os.path.exists(paths.former_modes):
+        if not Store.exists(paths) and not os.path.exists(paths.former_modes) and not our_processes():
             log.info("there is nothing to put back: no daemon has left a note")
             return 0
         store = Store(paths)
@@ -56,50 +56,46 @@ def put_back(paths: Paths) -> int:
 def _put_back(paths: Paths, store: Store) -> int:
     config, _ = load(paths)  # what is wrong there is read as its default
     timeout_s = config.cuda_mps_stop_timeout_s
-    past = _Past(store, timeout_s, time.monotonic())
+    past = _Past(timeout_s, time.monotonic())
     end_s = time.monotonic() + timeout_s + _GRACE_S
     drive(past, lambda: past.ended or time.monotonic() > end_s)
-    left = left_running(store, ())
+    left = left_running(store)
     used = gpus_of(left)
     modes = {uuid: mode for uuid, mode in noted(store).items() if uuid not in used}
     carry_out(ModeWork(put_back=modes), None, store)
-    for place, one in left.items():
-        log.error(
-            "a control daemon (PID %d) is left running in %s; end it: kill -9 %d", one.pid, place, one.pid
-        )
-    for pid in past.orphans:
-        log.error("an MPS server (PID %d) is left running; end it: kill -9 %d", pid, pid)
+    for one in left:
+        log.error("%s is left running in %s; end it: kill -9 %d", one, one.pipe_directory, one.pid)
     still = noted(store)
     for uuid, mode in still.items():
         how = f"nvidia-smi -i {uuid} -c {mode.upper()}"
         log.error("the compute mode of GPU %s is not what it was; put it back: %s", uuid, how)
-    if left or past.orphans or still:
+    if left or still:
         return 1
     log.info("nothing is left: no control daemon of ours runs, and the compute modes are as before")
     return 0
 
 
 class _Past:
-    """The control daemons that are noted, and the servers that have outlived one; all are being ended."""
+    """The control daemons of ours, and the servers that have outlived one; all are being ended."""
 
-    def __init__(self, store: Store, timeout_s: int, now_s: float) -> None:
+    def __init__(self, timeout_s: int, now_s: float) -> None:
         self._domains: list[Domain] = []
         self._orphans: list[Orphans] = []
-        for place in store.domains():
-            one = left_behind(place)
-            if one:
-                log.info(
-                    "a control daemon (PID %d) in %s is ended; its jobs have %d s", one.pid, place, timeout_s
-                )
-                self._end(place, one, timeout_s, now_s)
+        running = our_processes()
+        for one in running:
+            if not one.is_server:
+                self._end(one, timeout_s, now_s)
+        for place in {one.pipe_directory for one in running}:
             orphans = Orphans(place, _ignore)
             orphans.add(orphans_in(place), "", now_s + timeout_s, "the time that its jobs had is over")
             self._orphans.append(orphans)
 
-    def _end(self, place: str, one: Left, timeout_s: int, now_s: float) -> None:
+    def _end(self, one: MpsProcess, timeout_s: int, now_s: float) -> None:
+        place = one.pipe_directory
+        log.info("ending the control daemon (PID %d) in %s; its jobs have %d s", one.pid, place, timeout_s)
         plan = DomainPlan(place, place, place, one.gpu_uuids, (None,) * len(one.gpu_uuids), 100.0)
         domain = Domain(plan, program_of(one.pid), _ignore, lambda: None)
-        domain.start(now_s)  # which takes it over
+        domain.start(now_s, [one])  # which takes it over
         domain.stop(now_s, timeout_s=timeout_s)
         self._domains.append(domain)
 
@@ -114,14 +110,10 @@ class _Past:
         return [descriptor for domain in self._domains for descriptor in domain.descriptors()]
 
     @property
-    def orphans(self) -> tuple[int, ...]:
-        """The PIDs of the servers without a control daemon that still run."""
-        return tuple(pid for orphans in self._orphans for pid in orphans.pids)
-
-    @property
     def ended(self) -> bool:
         """Whether all have ended."""
-        return not self.orphans and all(domain.state == STOPPED for domain in self._domains)
+        waits = any(orphans.pids for orphans in self._orphans)
+        return not waits and all(domain.state == STOPPED for domain in self._domains)
 
 
 def _ignore(_: Event) -> None:

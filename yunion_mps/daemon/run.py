@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import importlib
 import logging
 import os
@@ -18,12 +20,15 @@ from yunion_mps.daemon.handover import Handover, become_anew, received
 from yunion_mps.daemon.lock import take_lock
 from yunion_mps.daemon.options import Options
 from yunion_mps.daemon.signals import Signals
-from yunion_mps.errors import ConfigError, ShortageError, YunionError
+from yunion_mps.errors import ConfigError, HostError, ShortageError, YunionError
 from yunion_mps.examination import examine
 from yunion_mps.gateway import notice
+from yunion_mps.leases.book import Book
+from yunion_mps.leases.ledger import Ledger
 from yunion_mps.models import Event
 from yunion_mps.mps import directories
 from yunion_mps.paths import Paths
+from yunion_mps.process import started_ticks
 from yunion_mps.service import Service
 from yunion_mps.service.state import one_line
 from yunion_mps.supervisor import Supervisor
@@ -107,13 +112,30 @@ def _serve(paths: Paths, signals: Signals, lock: int, handover: Handover | None)
             raise
         if listener:
             service = Service(supervisor.snapshot, started_s, os.getpid(), supervisor.journal)
+            service.ledger = _noted_leases(paths, supervisor)
             anew = Handover(listener.socket.fileno(), lock, started_s)
-            _until_stopped(paths, listener, supervisor, service, notifier, signals, anew)
+            try:
+                _until_stopped(paths, listener, supervisor, service, notifier, signals, anew)
+            except MemoryError:
+                if not signals.stop:
+                    raise
+                log.error("the stop goes on without the event loop, because memory is short")
         _wind_up(supervisor, notifier)
         signals.close()
     finally:
         examination.close()
     log.info("stopped")
+
+
+def _noted_leases(paths: Paths, supervisor: Supervisor) -> Ledger:
+    """The leases that the previous daemon recorded, so that READY counts devices as the event loop will."""
+    ledger = Ledger()
+    with contextlib.suppress(HostError, AssertionError):  # the event loop says it
+        for lease in Book(supervisor.store(), paths.lease_copies).read():
+            holder = lease.holder
+            if holder.pid is None or started_ticks(holder.pid) == holder.started:
+                ledger.add(lease)
+    return ledger
 
 
 def _wind_up(supervisor: Supervisor, notifier: Notifier, *, spare_found: bool = False) -> None:
@@ -205,6 +227,8 @@ def _start(
     None where a signal came first. Raises YunionError when no domain is ready; but where a control daemon
     runs that may have jobs, it is looked after all the same, for nobody else would.
     """
+    gc.freeze()  # what was imported stays for good
+    gc.enable()  # a start may have to wait for long
     supervisor.start(time.monotonic())
     drive(supervisor, lambda: supervisor.fleet.started or bool(signals.stop), signals)
     if signals.stop:

@@ -9,8 +9,8 @@ import logging
 
 from yunion_mps.errors import HostError
 from yunion_mps.examination import Examination, examine
-from yunion_mps.mps.adoption import MARK, could_be_ours
 from yunion_mps.mps.control import PROGRAM, peer_of
+from yunion_mps.mps.ownership import MARK, could_be_ours
 from yunion_mps.mps.taken_over import TakenOver, judge, write_down
 from yunion_mps.paths import Paths
 from yunion_mps.process import environment_of
@@ -30,7 +30,7 @@ def take_over(paths: Paths, pid: int) -> int:
     if Store.exists(paths):
         store = Store(paths)
         try:
-            store.forget_domain(found.pipe_directory)  # what is noted there is of another control daemon
+            store.forget_in_force(found.pipe_directory)  # what is noted there is of another control daemon
         finally:
             store.close()
     write_down(found)
@@ -51,7 +51,7 @@ def _judged(paths: Paths, pid: int, examination: Examination) -> TakenOver:
         hint = f"take over the one that does; all that there are: pgrep -a {PROGRAM[:15]}"
         raise HostError(f"PID {pid} is no control daemon that serves {domain.pipe_directory}: {serves}", hint)
     environment = environment_of(pid)
-    if not could_be_ours(peer) or not environment:
+    if not could_be_ours(peer.pid) or not environment:
         what = f"PID {pid} (uid {peer.uid}) is not NVIDIA's {PROGRAM}, or not root's"
         raise HostError(what, f"look at it: ls -l /proc/{pid}/exe")
     if MARK in environment:

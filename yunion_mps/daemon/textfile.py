@@ -6,9 +6,11 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 
 from yunion_mps.daemon.threads import on_thread
+from yunion_mps.errors import HostError
+from yunion_mps.mps.directories import open_directory
 from yunion_mps.paths import Paths
 from yunion_mps.supervisor import Supervisor
 
@@ -50,8 +52,8 @@ class Textfile:
     def remove(self) -> None:
         """Leave no file, for what it says would look true for good."""
         if self._written:
-            with contextlib.suppress(OSError):
-                os.unlink(self._written)
+            with contextlib.suppress(OSError, HostError), _directory_of(self._written) as (directory, name):
+                os.unlink(name, dir_fd=directory)
         self._written = ""
 
     @property
@@ -65,8 +67,9 @@ class Textfile:
         try:
             text = await self._text()
             await on_thread(lambda: write(file, text))
-        except OSError as error:
-            trouble = f"metrics_textfile is {file}, which cannot be written: {error.strerror}"
+        except (OSError, HostError) as error:
+            why = error.strerror if isinstance(error, OSError) else error.message
+            trouble = f"metrics_textfile is {file}, which cannot be written: {why}"
         except Exception as error:  # noqa: BLE001 - a daemon without metrics does all that matters to jobs
             trouble = f"the metrics for {file} cannot be made: {error!r}"
         if trouble and self._trouble != trouble:
@@ -76,20 +79,33 @@ class Textfile:
 
 
 def write(file: str, text: bytes) -> None:
-    """Put the text there in one step, for all to read; raises OSError.
+    """Put the text there in one step, for all to read; raises OSError and HostError.
 
     The directory may be another user's: nothing is followed there that it has laid out.
     """
-    new = f"{file}.new"
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(new)
-    descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644)
+    with _directory_of(file) as (directory, name):
+        new = f"{name}.new"
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(new, dir_fd=directory)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+        descriptor = os.open(new, flags, 0o644, dir_fd=directory)
+        try:
+            with os.fdopen(descriptor, "wb") as out:
+                os.fchmod(descriptor, 0o644)
+                out.write(text)
+            os.replace(new, name, src_dir_fd=directory, dst_dir_fd=directory)
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.unlink(new, dir_fd=directory)
+            raise
+
+
+@contextlib.contextmanager
+def _directory_of(file: str) -> Iterator[tuple[int, str]]:
+    """A descriptor of the file's directory, and its name there."""
+    place, name = os.path.split(file)
+    directory = open_directory(place)
     try:
-        with os.fdopen(descriptor, "wb") as out:
-            os.fchmod(descriptor, 0o644)
-            out.write(text)
-        os.replace(new, file)
-    except OSError:
-        with contextlib.suppress(OSError):
-            os.unlink(new)
-        raise
+        yield directory, name
+    finally:
+        os.close(directory)

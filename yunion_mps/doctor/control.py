@@ -11,9 +11,10 @@ from yunion_mps.doctor.finding import Finding, Findings, ok, problem, skipped, w
 from yunion_mps.doctor.host import DEFAULT_PIPE_DIRECTORY, Host
 from yunion_mps.errors import HostError, YunionError
 from yunion_mps.models import DomainPlan
-from yunion_mps.mps.adoption import MARK, find
+from yunion_mps.mps.adoption import find
 from yunion_mps.mps.control import PROGRAM, SilentError, peer_of
 from yunion_mps.mps.diagnosis import front_end_at, why_silent
+from yunion_mps.mps.ownership import MARK
 from yunion_mps.mps.probe import Probe
 from yunion_mps.mps.servers import named, orphans_in
 from yunion_mps.process import all_pids, environment_of, uid_of, user_name

@@ -31,9 +31,10 @@ def pipe_directory(host: Host) -> Findings:
     found: list[Finding] = []
     missing = []
     places = [domain.pipe_directory for domain in host.domains()]
+    group = host.config()[0].cuda_mps_pipe_group
     for place in places:
         try:
-            found += list(_on_the_way(host.paths.root, place)) or list(_sockets(place))
+            found += list(_on_the_way(host.paths.root, place, group)) or list(_sockets(place))
         except FileNotFoundError:
             missing.append(place)
     if found:
@@ -42,14 +43,14 @@ def pipe_directory(host: Host) -> Findings:
         return [skipped("no GPU is divided here")]
     if missing:
         return [ok(f"{_few(missing)}: made at the daemon's start")]
-    return [ok(f"{_few(places)}: all users can enter")]
+    return [ok(f"{_few(places)}: {f'only the group {group}' if group else 'all users'} can enter")]
 
 
 def _few(places: Sequence[str]) -> str:
     return places[0] if len(places) == 1 else f"{places[0]} and {len(places) - 1} more"
 
 
-def _on_the_way(root: str, place: str) -> Iterator[Finding]:
+def _on_the_way(root: str, place: str, group: str | None) -> Iterator[Finding]:
     """What is wrong with each directory from the host's root to the place; raises FileNotFoundError."""
     path = root.rstrip("/")
     names = [name for name in place[len(path) :].split("/") if name]
@@ -67,11 +68,15 @@ def _on_the_way(root: str, place: str) -> Iterator[Finding]:
         if not stat.S_ISDIR(info.st_mode):
             yield problem(f"{path} is not a directory", f"look at it (ls -ld {path}), and remove it")
             return
-        yield from _judged(path, info, last=number == len(names) - 1)
+        last = number == len(names) - 1
+        yield from _judged(path, info, last=last, closed=last and group is not None)
 
 
-def _judged(path: str, info: os.stat_result, *, last: bool) -> Iterator[Finding]:
-    if info.st_mode & _ALL_ENTER != _ALL_ENTER:
+def _judged(path: str, info: os.stat_result, *, last: bool, closed: bool) -> Iterator[Finding]:
+    if closed and info.st_mode & stat.S_IXOTH:
+        what = f"{path} is open to all users, but cuda_mps_pipe_group limits it to one group"
+        yield problem(what, "systemctl reload yunion-mps-daemon")
+    elif not closed and info.st_mode & _ALL_ENTER != _ALL_ENTER:
         what = f"{path} cannot be entered by other users: their programs do not find the control daemon"
         yield problem(f"{what}, nor do their MPS servers", f"chmod a+x {path}")
     if info.st_uid not in (0, os.geteuid()):

@@ -8,9 +8,11 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from yunion_mps import threads
 from yunion_mps.doctor.finding import LEVELS, OK, PROBLEM, SKIPPED, UNKNOWN, WARNING, Finding, Findings
 from yunion_mps.doctor.host import Host
 from yunion_mps.errors import YunionError
+from yunion_mps.escaping import printable
 
 #: As monitoring plugins have it (Nagios, Icinga, NRPE).
 EXIT_CODES = {OK: 0, WARNING: 1, PROBLEM: 2, UNKNOWN: 3}
@@ -78,12 +80,16 @@ class _Running:
         self._timeout_s = host.timeout_s * check.times
         self._end_s = time.monotonic() + self._timeout_s
         self._found: list[Findings] = []
-        self._thread = threading.Thread(target=self._look, name=check.name, daemon=True)
-        self._thread.start()
+        self._ended = threading.Event()
+        try:
+            threads.start(self._look, lambda _, __: self._ended.set())
+        except YunionError as error:
+            self._found.append([Finding(UNKNOWN, error.message, error.hint)])
+            self._ended.set()
 
     def findings(self) -> Findings:
         """What the check found, or that it did not."""
-        self._thread.join(max(0.0, self._end_s - time.monotonic()))
+        self._ended.wait(max(0.0, self._end_s - time.monotonic()))
         if self._found:
             return self._found[0]
         what = f"this was not found out within {self._timeout_s:g} s"
@@ -101,4 +107,6 @@ class _Running:
             found = [
                 Finding(UNKNOWN, what, "please report this, with the output of: yunion-mps doctor -o json")
             ]
-        self._found.append(found)
+        # What is quoted is of every sort: environments, logs, files, answers. It was compared as it is.
+        shown = [Finding(one.level, printable(one.what), printable(one.remedy)) for one in found]
+        self._found.append(shown)

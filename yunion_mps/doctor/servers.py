@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import time
@@ -12,7 +13,7 @@ from yunion_mps.errors import YunionError
 from yunion_mps.models import DomainPlan
 from yunion_mps.mps.control import PROGRAM
 from yunion_mps.mps.diagnosis import holders, peers
-from yunion_mps.mps.log_file import LOG_NAME, SERVER_LOG
+from yunion_mps.mps.log_file import LOG_NAME, SERVER_LOG, timestamp_parser
 from yunion_mps.mps.servers import server_pids
 from yunion_mps.planning import max_clients
 from yunion_mps.process import environment_of, name_of, program_of, uid_of, user_name
@@ -66,9 +67,14 @@ def _recent(path: str) -> list[str]:
     with open(path, "rb") as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - _LAST_BYTES))
         text = file.read().decode(errors="replace")
-    oldest = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(time.time() - _RECENT_S))
-    matches = [match for line in text.splitlines() if (match := _LINE.match(line.lstrip("\0")))]
-    return [match[2] for match in matches if match[1] >= oldest]
+    now_s = time.time()
+    seconds = timestamp_parser(now_s)
+    found = []
+    for match in filter(None, (_LINE.match(line.lstrip("\0")) for line in text.splitlines())):
+        with contextlib.suppress(ValueError):  # no such time
+            if seconds(match[1]) >= now_s - _RECENT_S:
+                found.append(match[2])
+    return found
 
 
 def _last_words(path: str) -> str:

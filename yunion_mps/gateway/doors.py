@@ -7,11 +7,14 @@ import socket
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from yunion_mps.api.connection import Answering
+from yunion_mps.api.connection import Answering, Limits
 from yunion_mps.api.server import Server
 from yunion_mps.config.endpoints import split
 
 log = logging.getLogger(__name__)
+
+#: Any local user reaches a port of 127.0.0.1, and all of them are one client there.
+LIMITS = Limits(first_request_timeout_s=2.0)
 
 
 class _Open(NamedTuple):
@@ -45,7 +48,7 @@ class Doors:
         except OSError as error:
             self._say(key, f"{key} is {address}, where nothing can be served: {error.strerror}")
             return
-        server = Server(self._routers[key])
+        server = Server(self._routers[key], LIMITS)
         await server.open(listener)
         self._open[key] = _Open(address, server)
         self._said.pop(key, None)

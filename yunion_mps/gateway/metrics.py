@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 from yunion_mps.api.query import Request, Response, problem
 from yunion_mps.api.routes import Answer
 from yunion_mps.errors import UnreachableError
+from yunion_mps.gateway.names import HostNames
 from yunion_mps.gateway.upstream import ask
 from yunion_mps.paths import Paths
 
@@ -29,10 +30,14 @@ class Metrics:
 
     def __init__(self, paths: Paths) -> None:
         self._paths = paths
+        self._names = HostNames(paths)
         self._said = ""
 
     def answer(self, request: Request) -> Answer:
         """The metrics; never raises."""
+        refusal = self._names.refusal(request.host, "the metrics are")
+        if refusal:
+            return refusal
         if request.method not in ("GET", "HEAD"):
             return problem(405, f"{request.method} is not possible here", headers=(("Allow", "GET, HEAD"),))
         if _path(request.target) != PATH:

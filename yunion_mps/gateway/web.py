@@ -1,8 +1,4 @@
-"""The web page: its files, and the little that it asks; nothing here changes anything.
-
-A page of another origin must not read what is here. Browsers see to that, but for a name that its owner lets
-point to this host (DNS rebinding): so only names are answered that nobody else can hold.
-"""
+"""The web page: its files, and the little that it asks; nothing here changes anything."""
 
 from __future__ import annotations
 
@@ -29,6 +25,7 @@ from yunion_mps.api.query import (
 from yunion_mps.api.routes import Answer
 from yunion_mps.errors import UnreachableError
 from yunion_mps.gateway.asking import Asking
+from yunion_mps.gateway.names import HostNames
 from yunion_mps.gateway.upstream import ask
 from yunion_mps.paths import Paths
 
@@ -79,8 +76,7 @@ class Web:
     def __init__(self, paths: Paths) -> None:
         self._paths = paths
         self._asking = Asking(paths)
-        node = os.uname().nodename.lower()
-        self._names = {"localhost", node, node.partition(".")[0]}
+        self._names = HostNames(paths)
         self._files = _files()
         #: Another one after an upgrade: a page that is open then loads itself anew.
         self._page = sha256(b"".join(self._files[path].body for path in sorted(self._files))).hexdigest()[:16]
@@ -94,9 +90,9 @@ class Web:
         """Nothing waits here that could not be cut off."""
 
     def _answer(self, request: Request) -> Answer:
-        if not self._is_ours(request.host):
-            names = ", ".join(sorted(self._names))
-            return problem(421, "this page is not served under that name", f"use an IP address, or {names}")
+        refusal = self._names.refusal(request.host, "this page is")
+        if refusal:
+            return refusal
         if request.method not in ("GET", "HEAD"):
             return problem(405, f"{request.method} is not possible here", headers=(("Allow", "GET, HEAD"),))
         try:
@@ -106,7 +102,7 @@ class Web:
             if path == "/overview.json":
                 return self._overview(parse_query(query))
             if path in _RELAYED:
-                return self._relay(path, parse_query(query))
+                return self._relay(path, parse_query(query), request)
         except BadRequestError as error:
             return problem(400, error.message, error.hint)
         except ValueError:
@@ -122,13 +118,6 @@ class Web:
             log.exception("the web page's question has failed")
             return _guarded(problem(500, "a fault of the gateway", "see: journalctl -u yunion-mps-gateway"))
 
-    def _is_ours(self, host: str) -> bool:
-        """Whether the name asked for is one that nobody else can have point here."""
-        name = re.sub(r":[0-9]{1,5}$", "", host).lower()
-        if name.startswith("[") and name.endswith("]"):
-            return re.fullmatch(r"[0-9a-f:.]+", name[1:-1]) is not None
-        return name in self._names or re.fullmatch(r"[0-9]{1,3}(\.[0-9]{1,3}){3}", name) is not None
-
     def _overview(self, query: dict[str, str]) -> Awaitable[Response]:
         refuse_unknown(query, {"mark", "event"})
         return self._picture(query.get("mark"), number(query, "event", 0, 0, LARGEST_NUMBER))
@@ -142,7 +131,7 @@ class Web:
             shown = {**shown, "host": os.uname().nodename, "page": self._page}
         return Response(200, "application/json", encode(shown))
 
-    def _relay(self, path: str, query: dict[str, str]) -> Awaitable[Response]:
+    def _relay(self, path: str, query: dict[str, str], request: Request) -> Awaitable[Response]:
         relayed = _RELAYED[path]
         refuse_unknown(query, {*relayed.numbers, *relayed.texts})
         for name, highest in relayed.numbers.items():
@@ -154,6 +143,8 @@ class Web:
             f"{'&' if place else '?'}{name}={value}" for place, (name, value) in enumerate(query.items())
         )
         wait_s = number(query, "wait", 0, 0, _LONGEST_WAIT_S)
+        if wait_s:
+            request.await_event()
         return ask(self._paths, target, timeout_s=wait_s + _PATIENCE_S)
 
 

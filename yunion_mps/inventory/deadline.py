@@ -7,7 +7,8 @@ import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from yunion_mps.errors import DriverError
+from yunion_mps import threads
+from yunion_mps.errors import DriverError, ShortageError
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -23,29 +24,36 @@ class Deadline:
 
     def __init__(self, timeout_s: float = TIMEOUT_S) -> None:
         self._timeout_s = timeout_s
-        self._hanging: threading.Thread | None = None
+        self._hanging: threading.Event | None = None
+        #: Whether a call is made on the caller's thread if there is no other, with no deadline then.
+        self.may_hang = False
 
     def call(self, work: Callable[[], T]) -> T:
         """Return what `work` returns and raise what it raises; DriverError when it takes too long.
 
-        As long as an earlier call hangs, no other is made.
+        As long as an earlier call hangs, no other is made. Raises ShortageError if there is no thread for it.
         """
-        if self._hanging and self._hanging.is_alive():
+        if self._hanging and not self._hanging.is_set():
             raise DriverError("the NVIDIA driver still does not answer an earlier call", _HINT)
+        ended = threading.Event()
         results: list[T] = []
         errors: list[BaseException] = []
 
-        def run() -> None:
-            try:
-                results.append(work())
-            except BaseException as error:  # noqa: BLE001 - it is raised again on the caller's thread
+        def done(result: T, error: BaseException | None) -> None:
+            if error:
                 errors.append(error)
+            else:
+                results.append(result)
+            ended.set()
 
-        thread = threading.Thread(target=run, name="driver", daemon=True)
-        thread.start()
-        thread.join(self._timeout_s)
-        if thread.is_alive():
-            self._hanging = thread
+        try:
+            threads.start(work, done)
+        except ShortageError:
+            if not self.may_hang:
+                raise
+            return work()
+        if not ended.wait(self._timeout_s):
+            self._hanging = ended
             raise DriverError(f"the NVIDIA driver does not answer within {self._timeout_s:g} s", _HINT)
         if errors:
             raise errors[0]

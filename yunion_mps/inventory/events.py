@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from yunion_mps import threads
 from yunion_mps.inventory.nvml import Nvml, pynvml
 from yunion_mps.inventory.pci import normal_address
 
@@ -15,7 +16,7 @@ from yunion_mps.inventory.pci import normal_address
 _WAIT_MS = 1000
 #: After so many, the GPUs are looked up anew: one may be back that was lost.
 _WAITS_A_SET = 60
-#: The pause after a failure, so that a driver that is broken is not asked without end.
+#: The pause after a failure and while no GPU answers, so that the driver is not asked without end.
 _PAUSE_S = 5.0
 
 #: Called with a PCI address and an XID, or with None where something happened that a look at the GPUs shows.
@@ -30,46 +31,68 @@ class EventWatch:
         nvml.keep_open()
         self._on_event = on_event
         self._stopped = threading.Event()
+        self._renewed = threading.Event()
+        self._ended = threading.Event()
         self._addresses: dict[int | None, str] = {}
-        self._thread = threading.Thread(target=self._run, name="driver events", daemon=True)
 
     def start(self) -> None:
-        """Begin to wait."""
-        self._thread.start()
+        """Begin to wait; raises ShortageError."""
+        threads.start(self._run, lambda _, __: self._ended.set())
+
+    def renew(self) -> None:
+        """Look the GPUs up again, within a second: others answer than before."""
+        self._renewed.set()
 
     def stop(self) -> None:
         """Wait no more; the thread ends within a second, and nobody waits for it."""
         self._stopped.set()
+        self._renewed.set()
 
     def join(self) -> None:
         """Wait for the thread's end, within a second after `stop`; for tests, that leave nothing behind."""
-        self._thread.join()
+        self._ended.wait()
 
     def _run(self) -> None:
-        while not self._stopped.is_set():
+        while True:
+            is_renewed = self._renewed.is_set()
+            self._renewed.clear()
+            if self._stopped.is_set():
+                return
             try:
-                self._watch()
+                self._watch(is_renewed=is_renewed)
             except pynvml.NVMLError as error:
                 if error.value in (pynvml.NVML_ERROR_NOT_SUPPORTED, pynvml.NVML_ERROR_FUNCTION_NOT_FOUND):
                     return  # a driver without events: the regular look at the GPUs has to do
                 self._on_event(None)
-            self._stopped.wait(_PAUSE_S)
+            else:
+                if self._addresses:
+                    continue
+            self._renewed.wait(_PAUSE_S)
 
-    def _watch(self) -> None:
-        """Wait with one set of GPUs, until one of them is lost or the driver fails."""
+    def _watch(self, *, is_renewed: bool) -> None:
+        """Wait with one set of GPUs, until one of them is lost, the driver fails, or it is to be renewed."""
         events = pynvml.nvmlEventSetCreate()
         try:
             self._addresses = {}
             for index in range(pynvml.nvmlDeviceGetCount()):
                 self._register(index, events)
+            if is_renewed:
+                self._on_event(None)  # because what happened before this is not reported
             for _ in range(_WAITS_A_SET if self._addresses else 0):
-                if self._stopped.is_set():
+                if self._renewed.is_set():
+                    self._tell_what_waits(events)
                     return
                 with contextlib.suppress(_timeout()):
                     self._tell(pynvml.nvmlEventSetWait_v2(events, _WAIT_MS))
         finally:
             with contextlib.suppress(pynvml.NVMLError):
                 pynvml.nvmlEventSetFree(events)
+
+    def _tell_what_waits(self, events: Any) -> None:
+        """Tell of what the set has already: nothing of it is in the next one."""
+        with contextlib.suppress(pynvml.NVMLError):
+            while True:
+                self._tell(pynvml.nvmlEventSetWait_v2(events, 0))
 
     def _register(self, index: int, events: Any) -> None:
         """Watch one GPU, if it can be; its address is noted, for a lost one does not tell it any more."""

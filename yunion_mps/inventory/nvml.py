@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import Any
 
 from yunion_mps.errors import DriverError
+from yunion_mps.escaping import decoded, printable
 from yunion_mps.inventory.deadline import TIMEOUT_S, Deadline, bounded
 from yunion_mps.inventory.pci import normal_address
 from yunion_mps.models import DEFAULT, EXCLUSIVE_PROCESS, PROHIBITED, Driver, Gpu
@@ -90,7 +91,9 @@ def _translated(error: Any) -> DriverError:
     known = _MEANINGS.get(number)
     if known:
         return DriverError(*known)
-    return DriverError(f"NVML says: {error}", "see: dmesg | grep -i nvidia; and try: nvidia-smi")
+    return DriverError(
+        f"NVML says: {printable(str(error))}", "see: dmesg | grep -i nvidia; and try: nvidia-smi"
+    )
 
 
 def _call(function: Callable[..., Any], *arguments: Any) -> Any:
@@ -112,7 +115,7 @@ def _optional(function: Callable[..., Any], *arguments: Any) -> Any:
 
 def _text(value: Any) -> str:
     """NVML's text; older releases of pynvml return bytes."""
-    return value.decode(errors="replace") if isinstance(value, bytes) else str(value)
+    return decoded(value) if isinstance(value, bytes) else printable(str(value))
 
 
 class Nvml:
@@ -203,16 +206,14 @@ class Nvml:
     @bounded
     def compute_mode(self, uuid: str) -> str:
         """The GPU's compute mode, as nvidia-smi names it."""
-        handle = _call(pynvml.nvmlDeviceGetHandleByUUID, uuid.encode())
-        number = _call(pynvml.nvmlDeviceGetComputeMode, handle)
-        return COMPUTE_MODES.get(number, str(number))
+        return _mode(_call(pynvml.nvmlDeviceGetHandleByUUID, uuid.encode()))
 
     @bounded
     def set_compute_mode(self, uuid: str, mode: str) -> None:
         """Set the GPU's compute mode, and read it back; raises DriverError when it is not in force then."""
         handle = _call(pynvml.nvmlDeviceGetHandleByUUID, uuid.encode())
         _call(pynvml.nvmlDeviceSetComputeMode, handle, _MODE_NUMBERS[mode])
-        actual = self.compute_mode(uuid)
+        actual = _mode(handle)
         if actual != mode:
             raise DriverError(
                 f"GPU {uuid} is in compute mode {actual} after it was set to {mode}",
@@ -249,6 +250,11 @@ class Nvml:
             mig_enabled=None if mig is None else mig[0] == pynvml.NVML_DEVICE_MIG_ENABLE,
             minor=_optional(pynvml.nvmlDeviceGetMinorNumber, handle),
         )
+
+
+def _mode(handle: Any) -> str:
+    number = _call(pynvml.nvmlDeviceGetComputeMode, handle)
+    return COMPUTE_MODES.get(number, str(number))
 
 
 def _mib(size: int | None) -> int | None:

@@ -63,9 +63,9 @@ def vendor_device_id(paths: Paths, address: str) -> str | None:
 
 
 def numa_node(paths: Paths, address: str) -> int | None:
-    """The NUMA node next to the device, None where the kernel knows none (-1)."""
+    """The NUMA node next to the device as sysfs has it: -1 if there is none; None if sysfs does not say."""
     text = _read(paths, address, "numa_node")
-    return int(text) if text and text.isdigit() else None
+    return int(text) if text and text.removeprefix("-").isdigit() else None
 
 
 def max_link(paths: Paths, address: str) -> PcieLink | None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import time
+from collections.abc import Callable
 from typing import Any
 
 from yunion_mps.models import Device, Holder, Lease
@@ -19,12 +21,17 @@ _UNFINISHED = ".new"
 _DEVICE = (str, str, str, int, int, int)
 
 
+def _wall_clock_ahead_s() -> float:
+    return time.time() - time.monotonic()
+
+
 class Book:
     """The leases of one state file; everything here raises HostError where that cannot be used."""
 
-    def __init__(self, store: Store, copies: str) -> None:
-        """`copies` is the directory of the copies."""
+    def __init__(self, store: Store, copies: str, ahead_s: Callable[[], float] = _wall_clock_ahead_s) -> None:
+        """`copies` is the directory of the copies; `ahead_s` is the wall clock minus the monotonic one."""
         self._store = store
+        self._ahead_s = ahead_s
         self._copies = copies
         self._set_aside = ""
         self._ended: set[str] = set()
@@ -33,7 +40,7 @@ class Book:
     def write(self, lease: Lease) -> None:
         """Keep a lease, in the place of what was kept of it."""
         self._strike_ended()  # else a device would be in two leases for the next daemon
-        text = _text(lease, self._store.boot_id)
+        text = _text(lease, self._store.boot_id, self._ahead_s())
         self._insert(lease.id, text)
         self._copy(lease.id, text)
         self._mend()
@@ -49,10 +56,12 @@ class Book:
     def read(self) -> list[Lease]:
         """All that are kept; what nobody can understand, such as another release's, is passed over.
 
-        Processes end with the boot, and their numbers are given anew: their leases are of this one.
+        Processes end with the boot, and their numbers are given anew: their leases are of this one. So is the
+        monotonic clock: a lease of an earlier boot expires by the wall clock.
         """
         rows = self._store.read("SELECT value FROM lease ORDER BY rowid")
-        return [lease for row in rows if (lease := _lease(row[0], self._store.boot_id))]
+        boot_id, ahead_s = self._store.boot_id, self._ahead_s()
+        return [lease for row in rows if (lease := _lease(row[0], boot_id, ahead_s))]
 
     def _strike_ended(self) -> None:
         if self._ended:
@@ -90,16 +99,21 @@ class Book:
         return os.path.join(self._copies, lease_id)
 
 
-def _text(lease: Lease, boot_id: str) -> str:
+def _text(lease: Lease, boot_id: str, ahead_s: float) -> str:
     devices = [device._asdict() for device in lease.devices]
     value = {**lease._asdict(), "devices": devices, "holder": lease.holder._asdict(), "boot": boot_id}
+    if lease.ends_s is not None:
+        value["expires_s"] = lease.ends_s + ahead_s
     return json.dumps(value, separators=(",", ":"))
 
 
-def _lease(text: str, boot_id: str) -> Lease | None:
+def _lease(text: str, boot_id: str, ahead_s: float) -> Lease | None:
     try:
         value: dict[str, Any] = json.loads(text)
         is_of_this_boot = value.pop("boot") == boot_id
+        expires_s = value.pop("expires_s", None)
+        if expires_s is not None and not is_of_this_boot:
+            value["ends_s"] = expires_s - ahead_s
         value["devices"] = tuple(Device(**device) for device in value["devices"])
         value["holder"] = Holder(**value["holder"])
         lease = Lease(**value)
@@ -115,9 +129,10 @@ def _is_whole(lease: Lease) -> bool:
     holder = lease.holder
     process = [one for one in (holder.pid, holder.started) if one is not None]
     kinds: list[tuple[object, type | tuple[type, ...]]] = [
-        *((one, str) for one in (lease.id, lease.request, holder.binding, holder.name)),
+        *((one, str) for one in (lease.id, lease.request)),
+        *((one, str) for one in (holder.binding, holder.name, holder.unit, holder.command)),
         *((one, int) for one in (holder.uid, *process)),
-        *((one, (int, float)) for one in (lease.since_s, holder.ttl_s)),
+        *((one, (int, float)) for one in (lease.since_s, holder.ttl_s, lease.ends_s or 0.0)),
         *((one, str) for pair in dict(lease.environment).items() for one in pair),
     ]
     for device in lease.devices:

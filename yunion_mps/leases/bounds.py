@@ -9,6 +9,8 @@ MOST_MIB = 1 << 30
 #: How long one may wait for devices, and how long a lease of a name may live without renewal, in s.
 LONGEST_WAIT_S = 30 * 86_400
 LONGEST_TTL_S = 365 * 86_400
+#: A holder's command line is cut to so many characters.
+COMMAND_LENGTH = 100
 #: What a lease of a name, and a request for one, may be called (regular expressions).
 NAME = "^[A-Za-z0-9][A-Za-z0-9._:/@-]{0,99}$"
 REQUEST = "^[A-Za-z0-9-]{16,64}$"

@@ -32,6 +32,8 @@ class Kept(NamedTuple):
 
 
 NOTHING_KEPT = Kept(set(), Counter())
+#: The most GPUs, and the most reasons, that an error names.
+_MOST_NAMED = 4
 
 
 class Ledger:
@@ -97,7 +99,9 @@ class Ledger:
         gpu = pool.gpu_uuid
         return free_units(pool, self._memory_mib[gpu], self._clients[gpu]) * pool.unit_mib
 
-    def choose(self, wish: Wish, offers: Offers, kept: Kept = NOTHING_KEPT) -> tuple[Device, ...]:
+    def choose(
+        self, wish: Wish, offers: Offers, kept: Kept = NOTHING_KEPT, *, has_waited: bool = False
+    ) -> tuple[Device, ...]:
         """The devices that the wish gets now; raises NothingFreeError, which says why it gets none."""
         if wish.memory_mib:
             chosen = self._of_a_pool(wish, offers, kept)
@@ -112,7 +116,7 @@ class Ledger:
             picked = pick(wish, by_gpu, offers)
         if picked:
             return picked
-        raise NothingFreeError(*self._why_not(wish, offers, matching, by_gpu, kept))
+        raise NothingFreeError(*self._why_not(wish, offers, matching, by_gpu, kept, has_waited=has_waited))
 
     def claims(self, wish: Wish, offers: Offers, kept: Kept = NOTHING_KEPT) -> Kept:
         """What to keep of what is free for a wish that cannot be met yet, so that it comes nearer."""
@@ -182,15 +186,16 @@ class Ledger:
         matching: Sequence[Offer],
         by_gpu: Mapping[str, Sequence[Device]],
         kept: Kept,
+        *,
+        has_waited: bool,
     ) -> tuple[str, str]:
         """What is wrong, and what to do."""
         pools = pools_for(wish, offers) if wish.memory_mib else []
         if not matching and not pools:
             return f"{wish} is not there to be had", "see: yunion-mps list"
         ids = {offer.device.id for offer in matching}
-        reasons = Counter(
-            [one.reason for one in matching if one.reason] + [one.reason for one in pools if one.reason]
-        )
+        unavailable = [(one.reason, one.device.gpu_address) for one in matching if one.reason]
+        unavailable += [(one.reason, one.gpu) for one in pools if one.reason]
         used, free = len(ids & self.owners.keys()), sum(map(len, by_gpu.values()))
         parts = [f"{self._left_mib(one, kept)} MiB free on GPU {one.gpu}" for one in pools if not one.reason]
         parts += [f"{used} of {len(ids)} in use"] if used else []
@@ -198,11 +203,17 @@ class Ledger:
             parts.append(f"{len(kept.devices & ids)} kept for those who have waited longer")
         if free:
             parts.append(f"{free} free, at most {max(map(len, by_gpu.values()))} on one GPU")
-        for reason, count in reasons.most_common(1):
-            parts.append(f"{count} unavailable ({reason})")
+        for reason, count in Counter(reason for reason, _ in unavailable).most_common(_MOST_NAMED):
+            gpus = list(dict.fromkeys(gpu for why, gpu in unavailable if why == reason))
+            parts.append(f"{count} unavailable (GPU {_listed(gpus)}: {reason})")
         if not parts:
             parts.append("leases of a division before hold the memory of its GPU")
-        hint = "wait for it: --wait; see who has them: yunion-mps who"
-        if sum(reasons.values()) == len(matching) + len(pools):
+        hint = ("" if has_waited else "wait for it: --wait; ") + "see who has them: yunion-mps who"
+        if len(unavailable) == len(matching) + len(pools):
             hint = "see: yunion-mps status"
         return f"{wish} cannot be had now: {'; '.join(parts)}", hint
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = len(names) - _MOST_NAMED
+    return ", ".join(names[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")

@@ -1,14 +1,15 @@
-"""What people call a GPU, and a lease."""
+"""What people call a GPU, a lease, and its owner."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
 from yunion_mps.errors import NotFoundError
-from yunion_mps.models import Gpu, Lease
+from yunion_mps.models import Gpu, Lease, Owner
+from yunion_mps.process import user_name
 
-#: So much of a lease's id must be given.
-_LEAST = 4
+#: The shortest prefix of a lease's id: as long as `who` shows it, so that no name matches by chance.
+_LEAST = 8
 
 
 def gpu_named(name: str, gpus: Sequence[Gpu]) -> Gpu:
@@ -23,27 +24,32 @@ def gpu_named(name: str, gpus: Sequence[Gpu]) -> Gpu:
     return found[0]
 
 
-def lease_named(name: str, leases: Mapping[str, Lease], uid: int) -> Lease:
-    """The lease of this id, of a holder with this name, or a unique beginning of an id.
+def lease_named(name: str, leases: Mapping[str, Lease], caller: Owner) -> Lease:
+    """The lease with this id, the caller's own lease of this name, or the only one whose id begins so.
 
-    `leases` are by id. Those of the user `uid`, who asks, go before others': whatever others call theirs, it
-    is in nobody's way. Raises NotFoundError.
+    `leases` are by id. A name never finds another owner's lease, not even for root: the caller's own of that
+    name may have ended. Raises NotFoundError.
     """
     if name in leases:
         return leases[name]
     named = [one for one in leases.values() if one.holder.name == name]
     begun = [one for one in leases.values() if len(name) >= _LEAST and one.id.startswith(name)]
-    either = list({one.id: one for one in (*named, *begun)}.values())
-    found = _of_user(uid, named) or _of_user(uid, begun) or either
+    found = _own(caller, named) or _own(caller, begun) or begun
     if not found:
-        raise NotFoundError(f"there is no lease {cut(name)}", "see: yunion-mps who")
+        hint = "give the id of another owner's lease: yunion-mps who" if named else "see: yunion-mps who"
+        raise NotFoundError(f"there is no lease {cut(name)}", hint)
     if len(found) > 1:
         raise NotFoundError(f"{cut(name)} names {len(found)} leases", "give more of the id")
     return found[0]
 
 
-def _of_user(uid: int, leases: Sequence[Lease]) -> list[Lease]:
-    return [one for one in leases if one.holder.uid == uid]
+def _own(owner: Owner, leases: Sequence[Lease]) -> list[Lease]:
+    return [one for one in leases if one.holder.owner == owner]
+
+
+def owner_name(owner: Owner) -> str:
+    """The unit's name, or else the user's."""
+    return owner.unit or user_name(owner.uid)
 
 
 def cut(name: str) -> str:

@@ -16,9 +16,9 @@ def given_before(leases: Iterable[Lease], holder: Holder, request: str) -> Lease
 
 
 def refuse_a_second(leases: Iterable[Lease], holder: Holder, request: str) -> None:
-    """Raise HostError where the holder's user has a lease already for the name, or for the request."""
+    """Raise HostError where the holder's owner has a lease already for the name, or for the request."""
     for lease in leases:
-        if lease.holder.uid != holder.uid:
+        if lease.holder.owner != holder.owner:
             continue
         if holder.name and lease.holder.name == holder.name:
             what = f"{holder.name} has a lease already: {lease.id}"

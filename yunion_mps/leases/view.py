@@ -7,7 +7,7 @@ from typing import Any
 
 from yunion_mps.containers import Containers
 from yunion_mps.leases.wish import Wish
-from yunion_mps.models import CDI_KIND, Holder, Lease
+from yunion_mps.models import CDI_KIND, Device, Holder, Lease
 from yunion_mps.process import command_of, started_ticks, user_name
 
 Json = dict[str, Any]
@@ -19,10 +19,11 @@ def lease_json(lease: Lease, expires_s: float | None, containers: Containers) ->
     return {
         "id": lease.id,
         "devices": [device.addr for device in lease.devices],
-        "gpus": list(dict.fromkeys(device.addr.rpartition("-")[0] for device in lease.devices)),
+        "gpus": _gpus(lease.devices),
         "memory": [device.memory_limit_mib for device in lease.devices],
         "thread_percentage": min(device.thread_percentage for device in lease.devices),
         "budget_enforced": all(device.budget_enforced for device in lease.devices),
+        "unenforced_gpus": _gpus(device for device in lease.devices if not device.budget_enforced),
         "binding": holder.binding,
         **_who(holder, containers),
         "name": holder.name or None,
@@ -47,6 +48,10 @@ def leases_json(
     return {"leases": given, "waiting": waiters, "total": len(given)}
 
 
+def _gpus(devices: Iterable[Device]) -> list[str]:
+    return list(dict.fromkeys(device.gpu_address for device in devices))
+
+
 def _who(holder: Holder, containers: Containers) -> Json:
     pid = holder.pid
     runs = pid is not None and started_ticks(pid) == holder.started
@@ -55,7 +60,7 @@ def _who(holder: Holder, containers: Containers) -> Json:
         "pid": pid,
         "uid": holder.uid,
         "user": user_name(holder.uid),
-        "command": command_of(pid) if pid is not None and runs else None,
+        "command": (holder.command or command_of(pid)) if pid is not None and runs else None,
         "container": inside.name if inside else None,
         "container_id": inside.id if inside else None,
     }

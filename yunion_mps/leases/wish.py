@@ -31,7 +31,7 @@ class Wish(NamedTuple):
             return False
         if self.device not in ("", ALL, device.id, device.addr):
             return False
-        return not self.gpu or self.gpu in (device.gpu_uuid, device.addr.rpartition("-")[0])
+        return not self.gpu or self.gpu in (device.gpu_uuid, device.gpu_address)
 
     def __str__(self) -> str:
         """In words: `2 devices on different GPUs`."""

@@ -28,7 +28,7 @@ _DAEMON = (
     Metric(
         GAUGE,
         "yunion_mps_state",
-        "Whether this is the state of the host, as `yunion-mps status` says it.",
+        "Whether this is the host's state in `/v1/status`, which does not depend on what jobs do.",
         ("state",),
     ),
     Metric(GAUGE, "yunion_mps_warnings", "How many warnings `yunion-mps status` has."),

@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from yunion_mps.api.query import OPENMETRICS
+from yunion_mps.escaping import printable
 from yunion_mps.metrics.catalogue import CATALOGUE, COUNTER, GAUGE, HISTOGRAM, INFO, PROCESS, Metric
 from yunion_mps.metrics.facts import Facts
 from yunion_mps.metrics.families import Row, rows
@@ -64,6 +65,8 @@ def _family(library: _Library, metric: Metric, values: Iterable[Row]) -> Any:
     for _, labels, *value in values:
         if labels not in known:  # two domains may have one name for a while, as one goes
             known.add(labels)
+            if metric.kind == INFO:  # the only texts of others: a driver's version, a GPU's name
+                value = [{key: printable(text) for key, text in value[0].items()}]
             family.add_metric(labels, *value)
     return family
 

@@ -5,18 +5,16 @@ Somebody else's is left alone, but for one that we were told to take over (see `
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, TypeVar
 
 from yunion_mps.errors import HostError
 from yunion_mps.models import DomainPlan, Pool, Slice
-from yunion_mps.mps.control import PROGRAM, Peer, client_variables, peer_of
+from yunion_mps.mps.control import PROGRAM, peer_of
+from yunion_mps.mps.directories import is_member
+from yunion_mps.mps.ownership import MpsProcess, could_be_ours, our_processes
 from yunion_mps.mps.taken_over import TakenOver, taken_over
-from yunion_mps.process import Process, all_pids, environment_of, name_of, program_of, uid_of
-
-#: Marks a control daemon as ours, in the environment that it was started with.
-MARK = "YUNION_MPS_DOMAIN"
+from yunion_mps.process import Process, started_ticks
 
 Part = TypeVar("Part", Slice, Pool)
 
@@ -32,104 +30,44 @@ class Found(NamedTuple):
     taken_over: TakenOver | None = None
 
 
-class Left(NamedTuple):
-    """A control daemon of ours that runs where nobody watches it, and the GPUs (UUIDs) that it serves."""
+def find(plan: DomainPlan, ours: Sequence[MpsProcess] | None = None) -> Found | None:
+    """The control daemon that serves the domain's directory already, None if none does.
 
-    pid: int
-    gpu_uuids: tuple[str, ...]
-
-
-def control_environment(plan: DomainPlan, program: str = "") -> dict[str, str]:
-    """The control daemon's environment, built from nothing: just these GPUs, in NVML's order."""
-    return {
-        **client_variables(plan.pipe_directory),
-        "PATH": server_path(program),
-        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
-        "CUDA_MPS_LOG_DIRECTORY": plan.log_directory,
-        "CUDA_VISIBLE_DEVICES": ",".join(plan.gpu_uuids),
-        MARK: plan.name,
-    }
-
-
-def server_path(program: str) -> str:
-    """The control daemon's PATH: it looks for NVIDIA's server there alone, so its own place comes first."""
-    usual = client_variables("")["PATH"]
-    beside = os.path.dirname(program)
-    return usual if not beside or beside in usual.split(os.pathsep) else f"{beside}{os.pathsep}{usual}"
-
-
-def find(plan: DomainPlan) -> Found | None:
-    """The control daemon that serves the domain's directory already, None where none does.
-
-    It may serve other GPUs than are planned, where one was lost or came back since. Raises HostError, and
-    does nothing to it, where it is not one that we would have started, or serves no GPU of the plan.
+    `ours` are our processes if the caller knows them. One of ours is found whether it answers or not; it may
+    serve other GPUs than are planned, if one was lost or came back since. Raises HostError, and does nothing
+    to it, if it is not one that we would have started, or serves no GPU of the plan.
     """
-    peer = _serving(plan.pipe_directory)
-    if peer is None:
-        return None
     place = plan.pipe_directory
+    known = our_processes() if ours is None else ours
+    here = [one for one in known if one.pipe_directory == place and not one.is_server]
+    peer = peer_of(place)
     hint = f"when its jobs are done, end it with: echo quit | CUDA_MPS_PIPE_DIRECTORY={place} {PROGRAM}"
-    environment = environment_of(peer.pid)
-    if not _is_ours(peer, environment, place):
+    if not here and peer:
         what = f"a control daemon (PID {peer.pid}, uid {peer.uid}), not started by us, already serves {place}"
-        if could_be_ours(peer):
+        if could_be_ours(peer.pid):
             hint += f"; or go on with it and its jobs: yunion-mps-daemon --take-over {peer.pid}"
         raise HostError(what, hint)
-    taken = taken_over(peer.pid)
+    if not here:
+        return None
+    one = next((one for one in here if peer and one.pid == peer.pid), here[0])
+    taken = taken_over(one.pid)
     if taken:
         taken.refuse_other_limits(plan)
-    serves = _served(peer.pid, environment)
-    if not set(serves) & set(plan.gpu_uuids):
-        what = f"the control daemon (PID {peer.pid}) that an earlier yunion-mps-daemon left in {place}"
+    if not set(one.gpu_uuids) & set(plan.gpu_uuids):
+        what = f"the control daemon (PID {one.pid}) that an earlier yunion-mps-daemon left in {place}"
         raise HostError(f"{what} serves none of its GPUs", hint)
-    process = Process.adopt(peer.pid)
-    log_directory = environment.get("CUDA_MPS_LOG_DIRECTORY", plan.log_directory)
-    served = as_served(plan, plan._replace(log_directory=log_directory, gpu_uuids=serves))
-    return Found(process, served, taken) if process else None
-
-
-def left_behind(pipe_directory: str) -> Left | None:
-    """The control daemon of ours that still serves the directory, None where none does."""
-    peer = _serving(pipe_directory)
-    environment = environment_of(peer.pid) if peer else {}
-    if peer and _is_ours(peer, environment, pipe_directory):
-        return Left(peer.pid, _served(peer.pid, environment))
-    return None
-
-
-def _serving(pipe_directory: str) -> Peer | None:
-    """The control daemon on the directory, also one whose sockets somebody has removed.
-
-    Such a one cannot be reached any more, but goes on with its jobs, and another would start beside it.
-    Where a socket is left, its own control daemon was the last one there, so processes are searched without.
-    """
-    peer = peer_of(pipe_directory)
-    if peer or os.path.lexists(f"{pipe_directory}/control"):
-        return peer
-    for pid in reversed(all_pids()):
-        one = Peer(pid, uid_of(pid) or 0)
-        if name_of(pid) == PROGRAM[:15] and _is_ours(one, environment_of(pid), pipe_directory):
-            return one
-    return None
-
-
-def _served(pid: int, environment: dict[str, str]) -> tuple[str, ...]:
-    taken = taken_over(pid)
-    return taken.gpu_uuids if taken else tuple(environment.get("CUDA_VISIBLE_DEVICES", "").split(","))
-
-
-def _is_ours(peer: Peer, environment: dict[str, str], pipe_directory: str) -> bool:
-    if not could_be_ours(peer):
-        return False
-    if MARK in environment:
-        return environment.get("CUDA_MPS_PIPE_DIRECTORY") == pipe_directory
-    taken = taken_over(peer.pid)
-    return taken is not None and taken.pipe_directory == pipe_directory
-
-
-def could_be_ours(peer: Peer) -> bool:
-    """Whether it is NVIDIA's control program, and root's or of our user."""
-    return peer.uid in (0, os.geteuid()) and program_of(peer.pid).rpartition("/")[2] == PROGRAM
+    process = Process.adopt(one.pid)
+    if process is None:
+        return None
+    if started_ticks(one.pid) != one.started_ticks:  # it has ended, and its PID is another's
+        process.close()
+        return None
+    log_directory = one.log_directory or plan.log_directory
+    # Its servers have its groups (measured), so one without the group cannot serve in a closed directory.
+    group = plan.pipe_group if is_member(one.pid, plan.pipe_group) else ""
+    running = plan._replace(log_directory=log_directory, gpu_uuids=one.gpu_uuids, pipe_group=group)
+    served = as_served(plan, running)
+    return Found(process, served, taken)
 
 
 def as_served(plan: DomainPlan, running: DomainPlan) -> DomainPlan:
@@ -141,6 +79,7 @@ def as_served(plan: DomainPlan, running: DomainPlan) -> DomainPlan:
     return plan._replace(
         pipe_directory=running.pipe_directory,
         log_directory=running.log_directory,
+        pipe_group=running.pipe_group,  # as the running one has it from its start
         gpu_uuids=serves,
         memory_limits_mib=tuple(limits.get(uuid) for uuid in serves),
         numbers=tuple(numbers.get(uuid, 0) for uuid in serves),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from yunion_mps.errors import ControlError
+from yunion_mps.errors import ControlError, ShortageError
 from yunion_mps.models import DomainPlan
 from yunion_mps.mps import limits
 from yunion_mps.mps.adoption import as_served
@@ -64,7 +64,6 @@ class Applying:
         #: Why it takes longer than usual, empty where it does not.
         self.note = ""
         self._conversation: Conversation | None = None
-        self._begin(now_s)
 
     def descriptors(self) -> list[int]:
         """What to watch for reading."""
@@ -74,11 +73,13 @@ class Applying:
         """What is in force, once that is read back; before that, when to be called again.
 
         Raises SilentError where there is no answer, ControlError where the limits are not in force, or where
-        nobody knows which a running server has.
+        nobody knows which a running server has; ShortageError where a new one cannot be talked to.
         """
         if self._conversation is None and now_s < self._again_s:
             return self._again_s
         conversation = self._conversation or self._begin(now_s)
+        if conversation is None:
+            return self._again_s
         answer = conversation.poll(now_s)
         if answer is None:
             return conversation.deadline_s
@@ -89,7 +90,6 @@ class Applying:
         if settled:
             return settled
         self._setting = True
-        self._begin(now_s)
         return self.tick(now_s)
 
     def close(self) -> None:
@@ -98,12 +98,19 @@ class Applying:
             self._conversation.close()
             self._conversation = None
 
-    def _begin(self, now_s: float) -> Conversation:
+    def _begin(self, now_s: float) -> Conversation | None:
+        """Talk to it; None if no process can be started for that, and it may have jobs: it is tried again."""
         first = [*self._first, *limits.setting(self._target)] if self._setting else []
         # The servers are asked for after the limits were set: one that comes in between counts as an old one.
         commands = [*first, "get_server_list", *limits.asking(self._target)]
         place = self._target.pipe_directory
-        self._conversation = Conversation(self._program, place, commands, now_s, ANSWER_TIMEOUT_S)
+        try:
+            self._conversation = Conversation(self._program, place, commands, now_s, ANSWER_TIMEOUT_S)
+        except ShortageError as error:
+            if not self._has_served:
+                raise
+            self.note = f"{error.message}; {error.hint}"
+            self._again_s = now_s + LOOK_AGAIN_S
         return self._conversation
 
     def _turned_away(self, now_s: float) -> float:

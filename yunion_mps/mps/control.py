@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from yunion_mps.errors import ControlError, ShortageError
-from yunion_mps.process import Process, find_program, spawn
+from yunion_mps.escaping import decoded
+from yunion_mps.process import Process, all_pids, count_open, find_program, program_name, spawn, uid_of
 
 PROGRAM = "nvidia-cuda-mps-control"
 PACKAGES = (
@@ -35,6 +36,8 @@ _TURNED_AWAY = "Cannot send command to MPS control daemon process"
 #: More than any answer of ours; the rest would only fill memory.
 _LONGEST_ANSWER = 1 << 20
 _CREDENTIALS = struct.Struct("3i")
+#: The flag of a listening socket in /proc/net/unix (__SO_ACCEPTCON of linux/net.h).
+_ACCEPTS = 1 << 16
 
 
 class SilentError(ControlError):
@@ -64,10 +67,11 @@ def find_control_program() -> str:
 
 
 def peer_of(pipe_directory: str) -> Peer | None:
-    """The control daemon that listens in the directory, by the kernel's own word; None where none does.
+    """The control daemon that listens in the directory, by the kernel's own word; None if none does.
 
-    Raises HostError where no socket is to be had.
+    Raises HostError if no socket can be made.
     """
+    place = f"{pipe_directory}/control"
     try:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     except OSError as error:
@@ -75,13 +79,24 @@ def peer_of(pipe_directory: str) -> Peer | None:
     with connection:
         connection.settimeout(0)
         try:
-            connection.connect(f"{pipe_directory}/control")
+            connection.connect(place)
         except BlockingIOError:
-            pass  # its queue is full: it is there, and does not accept
+            return _listener(place)  # its queue is full, so the kernel made no connection that has a peer
         except OSError:
             return None
         peer = credentials_of(connection)
     return peer if peer.pid > 0 else None
+
+
+def _listener(place: str) -> Peer | None:
+    """NVIDIA's control program that holds the listening socket of this name (proc(5), `/proc/net/unix`)."""
+    with contextlib.suppress(OSError), open("/proc/net/unix", "rb") as file:
+        rows = [line.rstrip(b"\n").split(b" ", 7) for line in file if line.endswith(f" {place}\n".encode())]
+        inodes = {f"socket:[{int(row[6])}]" for row in rows if int(row[3], 16) & _ACCEPTS}
+        for pid in all_pids() if inodes else []:
+            if program_name(pid) == PROGRAM and count_open(pid, inodes):
+                return Peer(pid, uid_of(pid) or 0)
+    return None
 
 
 def credentials_of(connection: socket.socket) -> Peer:
@@ -146,13 +161,14 @@ class Conversation:
         complete = self._read()
         if complete and self._process.status() is not None:
             status = self._process.status()
-            text = self._answer.decode(errors="replace")
+            lines = [decoded(line) for line in bytes(self._answer).splitlines()]
+            text = "\n".join(lines)
             self.close()
             if status != 0 and (text.startswith(_TURNED_AWAY) or (status == 1 and not text)):
                 return []
             if status != 0:
                 raise SilentError(f"{PROGRAM} said: {text.strip() or f'status {status}'}", "")
-            return text.splitlines()
+            return lines
         if now_s >= self._deadline_s:
             self.close()
             raise SilentError(

@@ -13,6 +13,7 @@ from yunion_mps.mps.adoption import find, with_remembered
 from yunion_mps.mps.applying import Applying, InForce
 from yunion_mps.mps.ending import Ending
 from yunion_mps.mps.news import NewsReader
+from yunion_mps.mps.ownership import MpsProcess, forget, record
 from yunion_mps.mps.taken_over import TakenOver
 from yunion_mps.mps.watch import Watch
 from yunion_mps.mps.wedge import Wedge
@@ -46,6 +47,7 @@ class ControlDaemon:
         self.taken_over: TakenOver | None = None
         #: Whether it ran before us, and whether it has served: then it may have jobs.
         self.was_found = self.has_served = False
+        self._had_one = False
         self.is_remembered = is_remembered
         self._tell = tell
         self._servers = servers
@@ -93,13 +95,16 @@ class ControlDaemon:
         end = [self._process.fileno()] if self._process else []
         return [*end, *self.work.descriptors()] if self.work else end
 
-    def begin(self, wanted: DomainPlan, before: DomainPlan) -> str:
+    def begin(self, wanted: DomainPlan, before: DomainPlan, ours: Sequence[MpsProcess] | None = None) -> str:
         """Take over one that serves the domain already, or start one; returns which, in words.
 
-        `before` is what is remembered of its clients' plan. Raises HostError where neither can be done.
+        `before` is what is remembered of its clients' plan, `ours` as `find` takes it. Raises HostError where
+        neither can be done.
         """
+        if self._had_one:
+            ours = ()  # no other can run: only the daemon with the lock starts them, and it had this one
         try:
-            found = find(wanted)  # first, for one that serves needs nothing of what a new one needs
+            found = find(wanted, ours)  # first, for one that serves needs nothing of what a new one needs
             self.target = with_remembered(found.plan, before) if found else wanted
             self._news = NewsReader(self.target, self._tell, self._servers)
             self.has_served = self.was_found = found is not None
@@ -108,7 +113,19 @@ class ControlDaemon:
         except HostError:
             self.is_remembered = False
             raise
+        self._had_one = True
+        if found:
+            record(self.target, found.process.pid)
+            if found.plan.pipe_group == wanted.pipe_group:
+                self._set_access(wanted)
         return f"took over the running control daemon (PID {self.pid})" if found else "started"
+
+    def _set_access(self, plan: DomainPlan) -> None:
+        """Set who may enter the pipe directory as planned; a failure is only logged, and jobs go on."""
+        try:
+            launch.set_access(plan)
+        except HostError as error:
+            log.error("domain %s: %s. %s", plan.name, error.message, error.hint)
 
     def await_answer(self, now_s: float) -> None:
         """Begin to wait for its first sign of life."""
@@ -156,6 +173,7 @@ class ControlDaemon:
         if not self.is_replaced:
             how = describe_exit(self.process.status() or 0)
         what = f"the control daemon (PID {self.process.pid}) {how}"
+        forget(self.target)
         self._let_go()
         return what
 
@@ -168,6 +186,7 @@ class ControlDaemon:
         """End one that has no jobs for good."""
         self.drop()
         self.process.kill()
+        forget(self.target)
         self._process = None
 
     def _let_go(self) -> None:

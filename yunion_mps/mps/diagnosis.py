@@ -15,17 +15,19 @@ from collections.abc import Collection, Iterator
 
 from yunion_mps.mps.control import PROGRAM
 from yunion_mps.mps.servers import server_pids
-from yunion_mps.process import all_pids, is_stopped, name_of, program_of, uid_of, user_name
+from yunion_mps.process import all_pids, count_open, is_stopped, name_of, program_of, uid_of, user_name
 
+#: So many connections wait in a control daemon's queue (measured); a further one is refused.
+QUEUE = 128
 #: The search of all processes' descriptors is given up after this long: our one loop waits for it.
 _SEARCH_S = 0.5
 #: From linux/netlink.h, linux/sock_diag.h and linux/unix_diag.h; Python has no names for them.
 _NETLINK_SOCK_DIAG = 4
 _SOCK_DIAG_BY_FAMILY = 20
 _REQUEST_DUMP = 0x301
-_SHOW_NAME, _SHOW_PEER = 1, 4
-_NAME, _PEER = 0, 2
-_ESTABLISHED = 1
+_SHOW_NAME, _SHOW_PEER, _SHOW_PENDING = 1, 4, 8
+_NAME, _PEER, _PENDING = 0, 2, 3
+_ESTABLISHED, _LISTENING = 1, 10
 _HEADER = struct.Struct("=IHHII")
 _QUESTION = struct.Struct("=BBHIIIII")
 _ANSWER = struct.Struct("=BBBBIII")
@@ -43,7 +45,7 @@ def why_silent(pid: int, pipe_directory: str) -> str:
 def front_end_at(pipe_directory: str) -> str:
     """Who has NVIDIA's front-end open on the directory; empty where nobody is found. Never raises."""
     with contextlib.suppress(Exception):
-        return ", ".join(_described(pid) for pid in _connected(pipe_directory) if _is_front_end(pid))
+        return ", ".join(_described(pid) for pid in _connections(pipe_directory) if _is_front_end(pid))
     return ""
 
 
@@ -59,8 +61,12 @@ def _who_was_stopped(pid: int) -> str:
 def _who_is_silent(pid: int, pipe_directory: str) -> str:
     """Servers, front-ends and we may be connected and silent; of the others, each may be the one."""
     known = {pid, os.getpid(), *server_pids(pid)}
-    connected = _connected(pipe_directory)
-    strangers = [other for other in connected if other not in known and not _is_front_end(other)]
+    connections = _connections(pipe_directory)
+    strangers = [other for other in connections if other not in known and not _is_front_end(other)]
+    if sum(connections.values()) > QUEUE:
+        most = sorted(strangers, key=lambda other: -connections[other])[:5]
+        who = ", ".join(f"{_described(other)} has {connections[other]} connections" for other in most)
+        return f"its queue is full, so no other process can connect: {who}"
     stopped = [other for other in strangers if is_stopped(other)]
     if stopped:
         return (
@@ -86,28 +92,32 @@ def _described(pid: int) -> str:
     return f"PID {pid} ({', '.join(word for word in about if word)})"
 
 
-def _connected(pipe_directory: str) -> list[int]:
-    """The PIDs of the processes with a connection that the control daemon has accepted."""
+def _connections(pipe_directory: str) -> dict[int, int]:
+    """How many connections to the control daemon each process has, by PID; it need not have accepted them."""
     return holders(set(peers(pipe_directory)))
 
 
 def peers(pipe_directory: str) -> Iterator[int]:
-    """The inodes at the other ends of the connections; raises OSError where nobody tells."""
+    """The inodes at the other ends of the connections, also of those that were not accepted yet.
+
+    Raises OSError if the kernel does not tell.
+    """
     # The second is where root's front-ends connect (measured).
     places = {f"{pipe_directory}/{name}".encode() for name in ("control", "control_privileged")}
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _NETLINK_SOCK_DIAG) as netlink:
         for state, attributes in _sockets(netlink):
             name = attributes.get(_NAME, b"").rstrip(b"\0")
-            if state == _ESTABLISHED and name in places and _PEER in attributes:
-                yield struct.unpack("=I", attributes[_PEER])[0]
+            if name in places:
+                inodes = attributes.get(_PENDING if state == _LISTENING else _PEER, b"")
+                yield from (inode for (inode,) in struct.iter_unpack("=I", inodes))
 
 
 def _sockets(netlink: socket.socket) -> Iterator[tuple[int, dict[int, bytes]]]:
     """State and attributes of every Unix socket of the network namespace that the kernel is asked about."""
     netlink.settimeout(_TIMEOUT_S)
-    anybody = 0xFFFFFFFF
+    anybody, shown = 0xFFFFFFFF, _SHOW_NAME | _SHOW_PEER | _SHOW_PENDING
     question = _QUESTION.pack(
-        socket.AF_UNIX, 0, 0, 1 << _ESTABLISHED, 0, _SHOW_NAME | _SHOW_PEER, anybody, anybody
+        socket.AF_UNIX, 0, 0, 1 << _ESTABLISHED | 1 << _LISTENING, 0, shown, anybody, anybody
     )
     size = _HEADER.size + len(question)
     netlink.send(_HEADER.pack(size, _SOCK_DIAG_BY_FAMILY, _REQUEST_DUMP, 1, 0) + question)
@@ -137,26 +147,14 @@ def _aligned(length: int) -> int:
     return (length + 3) & ~3
 
 
-def holders(inodes: Collection[int], search_s: float = _SEARCH_S) -> list[int]:
-    """The PIDs of the processes that have these sockets open, as far as they are found in time."""
+def holders(inodes: Collection[int], search_s: float = _SEARCH_S) -> dict[int, int]:
+    """How many of these sockets each process has open, by PID, as far as they are found in time."""
     end_s = time.monotonic() + search_s
     links = {f"socket:[{inode}]" for inode in inodes}
-    found = []
+    found = {}
     for pid in all_pids() if links else []:
         if time.monotonic() > end_s:
             break
-        if _has_open(pid, links):
-            found.append(pid)
+        if count := count_open(pid, links):
+            found[pid] = count
     return found
-
-
-def _has_open(pid: int, links: Collection[str]) -> bool:
-    try:
-        names = os.listdir(f"/proc/{pid}/fd")
-    except OSError:
-        return False
-    for name in names:
-        with contextlib.suppress(OSError):
-            if os.readlink(f"/proc/{pid}/fd/{name}") in links:
-                return True
-    return False

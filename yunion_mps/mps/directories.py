@@ -18,7 +18,8 @@ import stat
 from collections.abc import Sequence
 
 from yunion_mps.errors import HostError, ShortageError
-from yunion_mps.process import user_name
+from yunion_mps.escaping import printable
+from yunion_mps.process import credentials_of, user_name
 
 log = logging.getLogger(__name__)
 
@@ -29,6 +30,8 @@ FILES = (
 )
 
 _MODE = 0o755
+#: That of a pipe directory which only one group may enter.
+_GROUP_MODE = 0o710
 _MOST_RECORDED = 1000
 _MOST_LINKS = 40
 _OPEN = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -45,25 +48,84 @@ def record_in(path: str) -> None:
     _record = path
 
 
-def make_directory(path: str, *, traversable: bool = False) -> int:
+def make_directory(path: str) -> int:
     """Make the directory `path` and those above it where missing (0755); return a descriptor of it.
 
-    Raises HostError where a step is a symlink, belongs to another user, or may be written by others; with
-    `traversable` also where other users cannot enter it. What is there already keeps its mode.
+    Raises HostError where a step is a symlink, belongs to another user, or may be written by others. What is
+    there already keeps its mode.
     """
     if ".." in path.split("/"):
         raise HostError(f"{path} goes upwards", "name the directory without ..")
     try:
-        directory = _walk(path)
-        if traversable and os.fstat(directory).st_mode & _ALL_ENTER != _ALL_ENTER:
-            os.close(directory)
-            raise HostError(f"{path} cannot be entered by other users", f"let clients in: chmod go+x {path}")
+        return _walk(path, make=True)
     except OSError as error:
         raise _cannot(error, f"{path} cannot be made or opened") from None
-    return directory
 
 
-def _walk(path: str) -> int:
+def set_access(directory: int, path: str, group: str) -> None:
+    """Let only root and this group enter the directory, or every user if the group is empty.
+
+    Only a directory that we made is changed. Raises HostError if another one keeps clients out, or lets in
+    users outside the group.
+    """
+    info = os.fstat(directory)
+    mode = stat.S_IMODE(info.st_mode)
+    made = f"made {os.readlink(f'/proc/self/fd/{directory}')}" in (_recorded() or ())
+    if group:
+        gid = _gid(group)
+        if info.st_gid == gid and mode & (_ALL_ENTER | _OTHERS_WRITE) == _GROUP_MODE & _ALL_ENTER:
+            return
+        if not made:
+            what = f"{path} was not made by yunion-mps, and is not limited to the group {group}"
+            raise HostError(what, f"limit it: chgrp {group} {path} && chmod {_GROUP_MODE:o} {path}")
+        os.fchown(directory, -1, gid)
+        os.fchmod(directory, _GROUP_MODE)
+    elif made and mode == _GROUP_MODE:  # as we left it while a group was set
+        os.fchown(directory, -1, os.getegid())
+        os.fchmod(directory, _MODE)
+    elif mode & _ALL_ENTER != _ALL_ENTER:
+        raise HostError(f"{path} cannot be entered by other users", f"let clients in: chmod go+x {path}")
+
+
+def join(group: str) -> None:
+    """Make this process, and so what it starts, a member of the group; raises HostError.
+
+    MPS servers run as their clients' users with the groups of their control daemon (measured), and have to
+    enter the pipe directory.
+    """
+    gid = _gid(group)
+    try:
+        if gid not in os.getgroups():
+            os.setgroups([*os.getgroups(), gid])
+    except OSError as error:
+        raise _cannot(error, f"the group {group} cannot be joined") from None
+
+
+def is_member(pid: int, group: str) -> bool:
+    """Whether the process has the group; raises HostError if there is no such group."""
+    found = credentials_of(pid)
+    return bool(group) and found is not None and _gid(group) in found.groups
+
+
+def _gid(group: str) -> int:
+    import grp  # few hosts set a group
+
+    try:
+        return grp.getgrnam(group).gr_gid
+    except KeyError:
+        hint = f"create it (groupadd --system {group}), or name another in host.conf: cuda_mps_pipe_group"
+        raise HostError(f"the group {group} does not exist", hint) from None
+
+
+def open_directory(path: str) -> int:
+    """Open a directory that may be another user's, and return a descriptor of it.
+
+    Raises OSError, and HostError where a step is a symlink that is not the administrator's.
+    """
+    return _walk(path, make=False)
+
+
+def _walk(path: str, *, make: bool) -> int:
     names = [name for name in path.split("/") if name][::-1]
     directory = os.open("/", _OPEN)
     links = 0
@@ -71,7 +133,7 @@ def _walk(path: str) -> int:
     try:
         while names:
             name = names.pop()
-            child = _step(directory, name, f"{at}/{name}", last=not names)
+            child = _step(directory, name, f"{at}/{name}", last=not names, make=make)
             if isinstance(child, str):
                 links += 1
                 if links > _MOST_LINKS:
@@ -85,20 +147,24 @@ def _walk(path: str) -> int:
                 continue
             os.close(directory)
             directory, at = child, f"{at}/{name}"
-            _judge(directory, at, last=not names)
-        _record_use(directory, at)
+            if make:
+                _judge(directory, at, last=not names)
+        if make:
+            _record_use(directory, at)
     except BaseException:
         os.close(directory)
         raise
     return directory
 
 
-def _step(directory: int, name: str, path: str, *, last: bool) -> int | str:
-    """Open the child, making it where missing; or the target of a symlink that may be followed."""
+def _step(directory: int, name: str, path: str, *, last: bool, make: bool) -> int | str:
+    """Open the child, made where missing if `make`; or the target of a symlink that may be followed."""
     try:
         try:
             return os.open(name, _OPEN, dir_fd=directory)
         except FileNotFoundError:
+            if not make:
+                raise
             _make(directory, name, path, last=last)
             child = os.open(name, _OPEN, dir_fd=directory)
             os.fchmod(child, _MODE)  # whatever the umask is
@@ -106,6 +172,8 @@ def _step(directory: int, name: str, path: str, *, last: bool) -> int | str:
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.ENOTDIR):
             return _link(directory, name, path)
+        if not make:
+            raise
         raise _cannot(error, f"{path} cannot be made or opened") from None
 
 
@@ -162,7 +230,8 @@ def _link(directory: int, name: str, path: str) -> str:
     link = os.stat(name, dir_fd=directory, follow_symlinks=False)
     if not stat.S_ISLNK(link.st_mode):
         raise HostError(f"{path} is not a directory", f"look at it (ls -ld {path}), and remove it")
-    if link.st_uid not in _ours() or os.fstat(directory).st_mode & _OTHERS_WRITE:
+    place = os.fstat(directory)
+    if not {link.st_uid, place.st_uid} <= {*_ours()} or place.st_mode & _OTHERS_WRITE:
         hint = f"look who made it (ls -l {path}), and remove it: others can write there"
         raise HostError(f"{path} is a symlink, which is not followed", hint)
     return os.readlink(name, dir_fd=directory)
@@ -183,7 +252,7 @@ def check_entries(directory: int, path: str) -> None:
     """Raise HostError where something in the directory is a symlink or belongs to another user."""
     try:
         for name in os.listdir(directory):
-            _check_entry(directory, name, f"{path}/{name}")
+            _check_entry(directory, name, f"{path}/{printable(name)}")
     except OSError as error:
         raise _cannot(error, f"{path} cannot be read") from None
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from yunion_mps.errors import ControlError, HostError, YunionError
 from yunion_mps.models import DomainPlan, DomainStatus, Event
@@ -24,6 +24,7 @@ from yunion_mps.mps.control_daemon import ControlDaemon
 from yunion_mps.mps.diagnosis import why_silent
 from yunion_mps.mps.ending import Ending
 from yunion_mps.mps.log_file import look_at_log
+from yunion_mps.mps.ownership import MpsProcess
 from yunion_mps.mps.states import (
     APPLYING,
     BACKOFF,
@@ -115,13 +116,16 @@ class Domain(Told):
 
     # -- what it is told
 
-    def start(self, now_s: float) -> None:
-        """Begin: directories, then the control daemon; the rest is done by ticks."""
+    def start(self, now_s: float, ours: Sequence[MpsProcess] | None = None) -> None:
+        """Begin: directories, then the control daemon; the rest is done by ticks.
+
+        `ours` are the MPS processes of ours that run, if the caller has just searched for them.
+        """
         self._succession.begin(now_s)
         what = f"asks the running control daemon (PID {self.control.pid}) again"
         if not self.control.runs:
             try:
-                what = self.control.begin(self.wanted, self.plan)
+                what = self.control.begin(self.wanted, self.plan, ours)
             except HostError as error:
                 self._fail(now_s, error, lasting=True)
                 return
@@ -286,10 +290,7 @@ class Domain(Told):
         if self.state in (BACKOFF, FAILED):
             self._deadline_s = now_s  # what was wrong was wrong with this one
         elif self.state != STOPPING:
-            was_found = self.control.was_found and self.state in (STARTING, APPLYING)
             self._fail(now_s, ControlError(what, look_at_log(self.plan)))
-            if was_found and self._deadline_s <= now_s:
-                self.error = None  # it was ending already: what a start tells of is whether ours begins now
 
     def _give_up(self, now_s: float, error: YunionError) -> None:
         """End a control daemon that never served; one that may have jobs at work is treated with care."""

@@ -138,7 +138,8 @@ class Ending:
             self._asked = now_s >= self._deadline_s  # no answer in all that time: it waits for its servers
             what = "it has not ended in time" if self._asked else f"it does not quit: {error}"
             log.warning("domain %s: %s", self._plan.name, what)
-            self._deadline_s = now_s
+            if not self._servers():  # otherwise jobs get their time, and it is asked again
+                self._deadline_s = now_s
         self._conversation = None
 
     def _turned_away(self, now_s: float) -> None:

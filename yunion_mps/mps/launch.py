@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
 from yunion_mps.errors import HostError, ShortageError
 from yunion_mps.models import DomainPlan
 from yunion_mps.mps import directories
-from yunion_mps.mps.adoption import control_environment, find
+from yunion_mps.mps.adoption import find
 from yunion_mps.mps.control import SilentError, peer_of
 from yunion_mps.mps.log_file import LOG_NAME, look_at_log
+from yunion_mps.mps.ownership import MpsProcess, control_environment, forget, record
 from yunion_mps.process import Process, spawn
 
 #: Has the control daemon give all users one server; before 570 it is not known.
@@ -26,10 +28,10 @@ def prepare(plan: DomainPlan) -> None:
 
     Raises HostError where that is not so, or cannot be found out.
     """
+    set_access(plan)
     try:
         for path in (plan.log_directory, plan.pipe_directory):
-            is_pipe = path == plan.pipe_directory
-            directory = directories.make_directory(path, traversable=is_pipe)
+            directory = directories.make_directory(path)
             try:
                 directories.check_entries(directory, path)
             finally:
@@ -38,10 +40,22 @@ def prepare(plan: DomainPlan) -> None:
         raise ShortageError(f"the domain's directories cannot be made: {error}") from None
 
 
-def obstacle(plan: DomainPlan) -> HostError | None:
-    """What would keep a control daemon from being started, or taken over."""
+def set_access(plan: DomainPlan) -> None:
+    """Make the pipe directory, and set who may enter it as planned; raises HostError."""
     try:
-        found = find(plan)
+        directory = directories.make_directory(plan.pipe_directory)
+        try:
+            directories.set_access(directory, plan.pipe_directory, plan.pipe_group)
+        finally:
+            os.close(directory)
+    except OSError as error:
+        raise ShortageError(f"access to {plan.pipe_directory} cannot be set: {error}") from None
+
+
+def obstacle(plan: DomainPlan, ours: Sequence[MpsProcess] | None = None) -> HostError | None:
+    """What would keep a control daemon from being started, or taken over; `ours` as `find` takes it."""
+    try:
+        found = find(plan, ours)
         if found:
             found.process.close()
         else:
@@ -62,12 +76,20 @@ def begin(program: str, plan: DomainPlan) -> Process:
             os.close(directory)
     except OSError as error:
         raise ShortageError(f"the control daemon's log cannot be opened: {error}") from None
+    if plan.pipe_group:
+        directories.join(plan.pipe_group)
     words = [program, "-f", MULTIUSER] if plan.multiuser else [program, "-f"]
+    record(plan)
     try:
         environment = control_environment(plan, program)
-        return spawn(words, environment, stdin=None, stdout=output, stderr=output)
+        process = spawn(words, environment, stdin=None, stdout=output, stderr=output)
+    except HostError:
+        forget(plan)
+        raise
     finally:
         os.close(output)
+    record(plan, process.pid)
+    return process
 
 
 class Starting:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Callable
 
+from yunion_mps.escaping import decoded
 from yunion_mps.models import DomainPlan
 from yunion_mps.mps import directories
 
@@ -20,6 +22,8 @@ SERVER_LOG = "server.log"
 LARGEST_BYTES = 1 << 20
 _LAST_LINES = 5
 _LAST_BYTES = 4000
+#: The host's time zone. The control daemon has no TZ in its environment, whatever there is in ours.
+_ZONE = "/etc/localtime"
 #: Lines of connections, and of questions that change nothing.
 _CHATTER = (
     b" Accepting connection...",
@@ -36,10 +40,30 @@ def look_at_log(plan: DomainPlan) -> str:
     try:
         with open(path, "rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - _LAST_BYTES))
-            told = _without_chatter(file.read()).decode(errors="replace").splitlines()
+            told = [decoded(line) for line in _without_chatter(file.read()).splitlines()]
     except OSError:
         told = []
     return f"its log is {path}" + "".join(f"\n  {line}" for line in told[-_LAST_LINES:])
+
+
+def timestamp_parser(now_s: float, zone: str = _ZONE) -> Callable[[str], float]:
+    """A function from the time of a line, `2026-11-20 13:45:07`, to s since 1970; it raises ValueError.
+
+    A time that occurs twice, when summer time ends, is the later one unless that is after `now_s`.
+    """
+    from datetime import datetime, timezone, tzinfo  # here, for the daemon's start needs neither
+    from zoneinfo import ZoneInfo
+
+    here: tzinfo = timezone.utc
+    with contextlib.suppress(OSError, ValueError), open(zone, "rb") as file:
+        here = ZoneInfo.from_file(file)
+
+    def read(text: str) -> float:
+        first = datetime.fromisoformat(text).replace(tzinfo=here)
+        second_s = first.replace(fold=1).timestamp()
+        return second_s if second_s <= now_s else first.timestamp()
+
+    return read
 
 
 def bound_logs(plan: DomainPlan) -> None:

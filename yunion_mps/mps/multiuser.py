@@ -11,9 +11,9 @@ import select
 import time
 
 from yunion_mps.errors import HostError
-from yunion_mps.mps.adoption import server_path
 from yunion_mps.mps.control import client_variables, peer_of
 from yunion_mps.mps.launch import MULTIUSER
+from yunion_mps.mps.ownership import server_path
 from yunion_mps.process import Process, spawn
 
 #: It serves after some milliseconds; a machine under load may need longer.

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from yunion_mps.mps.adoption import MARK
 from yunion_mps.mps.control import PROGRAM
-from yunion_mps.mps.taken_over import began_server
-from yunion_mps.process import all_pids, children_of, environment_of, name_of, parent_of, program_of
+from yunion_mps.mps.ownership import SERVER, our_processes
+from yunion_mps.process import children_of, name_of, parent_of, program_name
 
-SERVER = "nvidia-cuda-mps-server"
 #: What the kernel keeps of a program's name (TASK_COMM_LEN less its NUL); the control daemon's is the same.
 _NAME = SERVER[:15]
 
@@ -29,21 +27,20 @@ def is_server(pid: int) -> bool:
 
 def still_serving(pids: Iterable[int]) -> tuple[int, ...]:
     """Those of the PIDs that are still those of MPS servers; takes no descriptor, so it never lacks one."""
-    return tuple(pid for pid in pids if _program(pid) == SERVER)
+    return tuple(pid for pid in pids if program_name(pid) == SERVER)
 
 
 def orphans_in(pipe_directory: str) -> list[int]:
     """The PIDs of the servers of ours on the directory whose control daemon is gone.
 
-    Looks at every process, 10 us each. Raises ShortageError where it cannot.
+    Looks at every process. Raises ShortageError if they cannot be listed.
     """
     return [
-        pid
-        for pid in all_pids()
-        if name_of(pid) == _NAME
-        and _program(pid) == SERVER
-        and _is_ours(pid, pipe_directory)
-        and _program(parent_of(pid)) != PROGRAM
+        one.pid
+        for one in our_processes()
+        if one.is_server
+        and one.pipe_directory == pipe_directory
+        and program_name(parent_of(one.pid)) != PROGRAM
     ]
 
 
@@ -52,15 +49,3 @@ def named(pids: Iterable[int]) -> str:
     texts = [str(pid) for pid in pids]
     plural = "s" if len(texts) > 1 else ""
     return f"its MPS server{plural} (PID{plural} {', '.join(texts)})"
-
-
-def _program(pid: int) -> str:
-    return program_of(pid).rpartition("/")[2]
-
-
-def _is_ours(pid: int, pipe_directory: str) -> bool:
-    """Servers inherit their control daemon's environment (measured)."""
-    environment = environment_of(pid)
-    if MARK in environment:
-        return environment.get("CUDA_MPS_PIPE_DIRECTORY") == pipe_directory
-    return began_server(pid, environment, pipe_directory)

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from yunion_mps.errors import HostError
+from yunion_mps.escaping import printable
 from yunion_mps.models import DomainPlan
 from yunion_mps.paths import Paths
 from yunion_mps.process import started_ticks
@@ -51,12 +52,12 @@ def taken_over(pid: int) -> TakenOver | None:
     return noted if noted and noted.pid == pid and noted.started_ticks == started_ticks(pid) else None
 
 
-def began_server(pid: int, environment: Mapping[str, str], pipe_directory: str) -> bool:
-    """Whether an MPS server without our mark and without a control daemon was of one that was taken over."""
+def taken_over_parent_of(pid: int, environment: Mapping[str, str]) -> TakenOver | None:
+    """The record of the adopted control daemon that started this MPS server, which lacks our mark."""
     noted = _noted()
-    if noted is None or not noted.pipe_directory == _place(environment) == pipe_directory:
-        return False
-    return (started_ticks(pid) or 0) >= noted.started_ticks
+    if noted is None or noted.pipe_directory != _place(environment):
+        return None
+    return noted if (started_ticks(pid) or 0) >= noted.started_ticks else None
 
 
 def write_down(value: TakenOver) -> None:
@@ -81,7 +82,8 @@ def judge(
     """
     place = _place(environment)
     if place != plan.pipe_directory:
-        raise _not(pid, f"it was started for {place}, and cuda_mps_pipe_directory is {plan.pipe_directory}")
+        why = f"it was started for {printable(place)}"
+        raise _not(pid, f"{why}, and cuda_mps_pipe_directory is {plan.pipe_directory}")
     if plan.multiuser:
         raise _not(pid, "cuda_mps_multiuser asks for one that is started otherwise")
     gpu_uuids, in_order = _served(pid, environment, host_gpus)

@@ -10,11 +10,11 @@ import contextlib
 import os
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from yunion_mps.models import DomainPlan
-from yunion_mps.mps.log_file import LOG_NAME, OLDER
+from yunion_mps.mps.log_file import LOG_NAME, OLDER, timestamp_parser
 from yunion_mps.process import uid_of
 
 _LINE = re.compile(
@@ -46,14 +46,14 @@ def waiting_at(plan: DomainPlan, servers: Sequence[int]) -> list[Waiter]:
     if plan.multiuser or not owners:
         return []
     found = []
-    for pid, (uid, since_s) in pending_in(_logs(plan)).items():
+    for pid, (uid, since_s) in pending_in(_logs(plan), timestamp_parser(time.time())).items():
         others = [server for server, owner in owners.items() if owner != uid]
         if uid_of(pid) == uid:
             found.append(Waiter(pid, uid, since_s, (others or list(owners))[0]))
     return sorted(found, key=lambda one: one.since_s)
 
 
-def pending_in(log: bytes) -> dict[int, tuple[int, float]]:
+def pending_in(log: bytes, seconds: Callable[[str], float]) -> dict[int, tuple[int, float]]:
     """The user and the time of each client (by PID) that the log last says is kept waiting."""
     pending: dict[int, tuple[int, float]] = {}
     users: dict[bytes, int] = {}
@@ -62,7 +62,7 @@ def pending_in(log: bytes) -> dict[int, tuple[int, float]]:
             pending, users = {}, {}
         elif line["client"]:
             with contextlib.suppress(ValueError, OverflowError):  # of the time, where somebody writes there
-                pending[int(line["client"])] = (int(line["of"]), _seconds(line["time"]))
+                pending[int(line["client"])] = (int(line["of"]), seconds(line["time"].decode()))
         else:
             if line["server"]:
                 users[line["server"]] = int(line["user"])
@@ -78,8 +78,3 @@ def _logs(plan: DomainPlan) -> bytes:
         with contextlib.suppress(OSError), open(os.path.join(plan.log_directory, name), "rb") as file:
             parts.append(file.read())
     return b"\n".join(parts)
-
-
-def _seconds(text: bytes) -> float:
-    """The moment in s since 1970: the control daemon writes the host's local time."""
-    return time.mktime(time.strptime(text.decode(), "%Y-%m-%d %H:%M:%S"))

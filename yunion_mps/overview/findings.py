@@ -20,7 +20,7 @@ _PENDING_REMEDY = "see who: yunion-mps clients; wait for them: yunion-mps reload
 WAITING_REMEDY = "wait for the other user's jobs, or serve all users at once: cuda_mps_multiuser: true"
 #: What makes the daemon the version that is installed.
 REEXEC = "yunion-mps daemon-reexec"
-_NO_ROOM_REMEDY = "there is some once they have ended; see whose they are: yunion-mps who"
+_FORMER_REMEDY = "it takes effect by itself; see whose leases they are: yunion-mps who"
 _MOVED_REMEDY = "end it, and run its job with a new one: yunion-mps lease release LEASE"
 _COMMAND_LENGTH = 40
 #: So much of a lease's id tells it from the others.
@@ -44,6 +44,7 @@ _WARNINGS = (
     ("metrics", "make its directory one that root can write, or name another; it is tried again by itself"),
     ("containers find", "make it a directory that root can write; it is tried again by itself"),
     ("containers get", "make it anew: nvidia-ctk cdi generate --output=/etc/cdi/nvidia.yaml"),
+    ("cannot be looked at", "raise the limit: systemctl show yunion-mps-daemon | grep -E 'Limit|Tasks'"),
     ("events are", "make room where the state file is: df -h /var/lib/yunion-mps"),
 )
 
@@ -92,7 +93,7 @@ def of_uses(holdings: Iterable[Holding], clients: Clients) -> Iterator[Finding]:
     MPS servers that have failed, who waits for another user's, use past MPS or over budget, and devices that
     nobody can have.
     """
-    no_room: dict[str, int] = {}
+    pending: dict[tuple[str, str], int] = {}
     for server in clients.servers:
         if server["state"] == "FAULT":
             what = f"MPS server (PID {server['pid']}), domain {server['domain']}: its jobs have failed"
@@ -107,11 +108,11 @@ def of_uses(holdings: Iterable[Holding], clients: Clients) -> Iterator[Finding]:
                 yield _past_mps(holding, process)
         elif holding.over_mib:
             yield _over_budget(holding)
-        elif holding.no_room and not holding.in_use:
-            no_room[holding.gpu] = no_room.get(holding.gpu, 0) + len(holding.devices)
-    for gpu, number in no_room.items():
-        what = f"GPU {gpu}: leases from before a reload leave no memory for {count(number, 'device')}"
-        yield Finding(PENDING, what, _NO_ROOM_REMEDY)
+        if holding.pending:
+            key = holding.gpu, holding.pending
+            pending[key] = pending.get(key, 0) + len(holding.devices)
+    for (gpu, why), number in pending.items():
+        yield Finding(PENDING, f"GPU {gpu}: {count(number, 'device')} pending: {why}", _FORMER_REMEDY)
 
 
 def of_leases(leases: Iterable[Json], status: Json, gpus: Iterable[Json]) -> Iterator[Finding]:
@@ -136,6 +137,12 @@ def everything(
     """All that is wrong, the worst first."""
     found = [*of_status(status, gpus), *of_uses(held, clients), *of_leases(leases, status, gpus)]
     return sorted(found, key=lambda one: (NOTICE, PROBLEM, WARNING, PENDING).index(one.kind))
+
+
+def overall_state(status: Json, findings: Iterable[Finding]) -> str:
+    """The host's state as the daemon says it, but `degraded` if that is `ready` and there is a problem."""
+    is_problem = any(one.kind == PROBLEM for one in findings)
+    return "degraded" if is_problem and status["state"] == "ready" else str(status["state"])
 
 
 def folded(findings: Sequence[Finding], most: int = 3) -> list[Finding]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from yunion_mps.overview.findings import everything, folded
+from yunion_mps.overview.findings import everything, folded, overall_state
 from yunion_mps.overview.uses import Clients, Holding, Process, holdings, memory_by_gpu
 
 Json = dict[str, Any]
@@ -41,7 +41,7 @@ def picture(told: Told) -> Json:
     free = sum(one.is_spare for one in found)
     used = memory_by_gpu(clients)
     return {
-        "state": told.status["state"],
+        "state": overall_state(told.status, wrong),
         "version": told.status["version"],
         "started": told.status["started"],
         "driver": told.status["driver"],
@@ -110,7 +110,7 @@ def _state(one: Holding) -> str:
         return OVER
     if one.in_use:
         return IN_USE if one.processes else IDLE
-    return FREE if one.free else NO_ROOM if one.no_room else UNAVAILABLE
+    return FREE if one.free else NO_ROOM if one.pending else UNAVAILABLE
 
 
 def _cut(command: str | None) -> str | None:

@@ -50,8 +50,8 @@ class Holding(NamedTuple):
     """What counts against one budget on one GPU: the devices, the lease, if there is one, and who uses them.
 
     Without devices it is what processes use past MPS, or through MPS and by no device. `free` is whether the
-    daemon would give it to whoever asks, who may find somebody on it who did not ask; `no_room`, whether it
-    is nobody's and yet cannot be had, for leases from before a reload have the memory that it needs.
+    daemon would give it to whoever asks, who may find somebody on it who did not ask; `pending`, which leases
+    of a former division it is of or waits for, empty for none.
     """
 
     gpu: str
@@ -61,7 +61,7 @@ class Holding(NamedTuple):
     lease: Json | None = None
     available: bool = True
     free: bool = False
-    no_room: bool = False
+    pending: str = ""
     past_mps: bool = False
     processes: tuple[Process, ...] = ()
 
@@ -136,10 +136,9 @@ def holdings(devices: Sequence[Json], leases: Iterable[Json], clients: Iterable[
         percentage = device.get("mps_thread_percentage")
         if lease and (percentage is None or len(lease["devices"]) == 1):
             percentage = lease["thread_percentage"]  # as it was given, which may be before a reload
-        available = device.get("state", "available") == "available"
-        free = device.get("free", False)
-        no_room = bool(device) and available and not free and not device["lease"]
-        one = Holding(key[1], (address,), budget_mib, percentage, lease, available, free, no_room)
+        available, free = device.get("state") != "unavailable", device.get("free", False)
+        pending = device["reason"] if device.get("state") == "pending" else ""
+        one = Holding(key[1], (address,), budget_mib, percentage, lease, available, free, pending)
         found[key] = _joined(found[key], one) if key in found else one
         place[address] = key
         if lease and lease["pid"] is not None and key not in by_pid.setdefault(lease["pid"], []):

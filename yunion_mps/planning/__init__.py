@@ -228,18 +228,19 @@ def why_not_honoured(devices: Sequence[Device], domain: DomainPlan) -> str:
 
     A client's environment can only tighten the domain's limits.
     """
-    for uuid in {device.gpu_uuid for device in devices}:
+    for uuid in dict.fromkeys(device.gpu_uuid for device in devices):
         own = [device for device in devices if device.gpu_uuid == uuid]
         wanted_mib = sum(device.memory_limit_mib for device in own)
         most_mib = _most_mib(domain, uuid)
         if most_mib is not None and wanted_mib > most_mib:
             return (
-                f"its control daemon gives no process more than {most_mib} MiB of a GPU, not {wanted_mib} MiB"
+                f"its control daemon gives no process more than {most_mib} MiB of GPU "
+                f"{own[0].gpu_address}, not {wanted_mib} MiB"
             )
         wanted = min(100.0, sum(device.thread_percentage for device in own))
         if round(wanted, 1) > domain.thread_percentage:
             most = decimal(domain.thread_percentage)
-            instead = f"{most} % of the threads, not {decimal(wanted)} %"
+            instead = f"{most} % of the threads of GPU {own[0].gpu_address}, not {decimal(wanted)} %"
             return f"its control daemon gives no process more than {instead}"
     return ""
 
@@ -309,4 +310,5 @@ def _domain(
         config.cuda_mps_multiuser,
         tuple(one for each in divided for one in each.slices),
         tuple(one.pool for one in divided if one.pool),
+        config.cuda_mps_pipe_group or "",
     )

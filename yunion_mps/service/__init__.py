@@ -13,7 +13,15 @@ from yunion_mps.leases.ledger import Ledger
 from yunion_mps.models import Gpu, Lease, Snapshot
 from yunion_mps.planning import client_environment
 from yunion_mps.service.reasons import domain_names, gpu_reason, reasons
-from yunion_mps.service.shapes import AVAILABLE, UNAVAILABLE, Json, devices_json, domain_json, gpu_json
+from yunion_mps.service.shapes import (
+    AVAILABLE,
+    PENDING,
+    UNAVAILABLE,
+    Json,
+    devices_json,
+    domain_json,
+    gpu_json,
+)
 from yunion_mps.service.state import state_of
 from yunion_mps.supervisor.warnings import warnings
 from yunion_mps.usage.hour import Usage
@@ -137,7 +145,7 @@ class Service:
         """The daemon, the driver and the domains at a glance."""
         snapshot = self._take()
         devices = self._all()
-        available = sum(device["state"] == AVAILABLE for device in devices)
+        states = Counter(device["state"] for device in devices)
         return {
             "state": state_of(snapshot),
             "notice": snapshot.notice,
@@ -152,8 +160,7 @@ class Service:
             },
             "devices": {
                 "total": len(devices),
-                AVAILABLE: available,
-                UNAVAILABLE: len(devices) - available,
+                **{state: states[state] for state in (AVAILABLE, UNAVAILABLE, PENDING)},
             },
             "gpus": {
                 "total": len(snapshot.inventory.gpus),
@@ -204,8 +211,11 @@ class Service:
 
     def _details(self, shown: Json) -> Json:
         snapshot = self._take()
-        made = [device for lease in self._leases() for device in lease.devices]
-        device = next(device for device in (*snapshot.plan.devices, *made) if device.id == shown["id"])
+        given = [device for lease in self._leases() for device in lease.devices]
+        both = (*snapshot.plan.devices, *given)
+        if shown["state"] == PENDING:
+            both = (*given, *snapshot.plan.devices)
+        device = next(device for device in both if device.id == shown["id"])
         domain = next((d.plan for d in snapshot.domains if d.plan.name == device.domain), None)
         return {
             "slot": device.slot,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from yunion_mps.leases.former import former_leases
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.leases.offers import Offer
 from yunion_mps.models import DEV_TYPE, Device, DomainStatus, Gpu, PcieLink, Snapshot
@@ -12,17 +13,26 @@ from yunion_mps.service.reasons import NO_DOMAIN, gpu_reason, reasons, why_unusa
 
 AVAILABLE = "available"
 UNAVAILABLE = "unavailable"
+#: It takes effect, or disappears, once leases of a former division have ended.
+PENDING = "pending"
 NOT_USED = "not used"
+
+_WAITS_FOR = "the new division of its GPU waits for {} to end"
 
 Json = dict[str, Any]
 
 
 def devices_json(snapshot: Snapshot, ledger: Ledger | None = None) -> list[Json]:
-    """Every device of the snapshot, with Cloudpods' own field names and ours, and those made for a lease."""
+    """Every device of the snapshot, with Cloudpods' own field names and ours, and those made for a lease.
+
+    One that a former division has given is shown as it was given.
+    """
     ledger = ledger or Ledger()
+    former = former_leases(ledger, snapshot.plan.devices)
+    pending = {name: _WAITS_FOR.format(one) for one in former.values() for name in one.pending}
+    given = {device.id: device for lease in ledger.leases.values() for device in lease.devices}
     planned = {device.id for device in snapshot.plan.devices}
-    leased = [device for lease in ledger.leases.values() for device in lease.devices]
-    made = [device for device in leased if device.id not in planned]
+    made = [device for device in given.values() if device.id not in planned]
     gpus = {gpu.uuid: gpu for gpu in snapshot.inventory.gpus}
     why = reasons(snapshot)
     offers = [Offer(device, why.get(device.gpu_uuid, NO_DOMAIN)) for device in snapshot.plan.devices]
@@ -30,13 +40,15 @@ def devices_json(snapshot: Snapshot, ledger: Ledger | None = None) -> list[Json]
     shown = []
     for device in (*snapshot.plan.devices, *made):
         gpu, reason = gpus.get(device.gpu_uuid), why.get(device.gpu_uuid, NO_DOMAIN)
-        fields = _device_json(device, gpu, snapshot.plan.host_id, reason)
+        state = UNAVAILABLE if reason else PENDING if device.id in pending else AVAILABLE
+        now = given.get(device.id, device) if state == PENDING else device
+        fields = _device_json(now, gpu, snapshot.plan.host_id, state, reason or pending.get(device.id, ""))
         shown.append({**fields, "lease": ledger.owners.get(device.id), "free": device.id in free})
     return shown
 
 
-def _device_json(device: Device, gpu: Gpu | None, host_id: str, reason: str) -> Json:
-    """A device with Cloudpods' own field names and ours; `reason` says why it cannot be used."""
+def _device_json(device: Device, gpu: Gpu | None, host_id: str, state: str, reason: str) -> Json:
+    """A device with Cloudpods' own field names and ours; `reason` says why it is not available."""
     return {
         "id": device.id,
         "dev_type": DEV_TYPE,
@@ -53,7 +65,7 @@ def _device_json(device: Device, gpu: Gpu | None, host_id: str, reason: str) -> 
         "mps_memory_total": device.memory_total_mib,
         "mps_thread_percentage": _plain(device.thread_percentage),
         "gpu_uuid": device.gpu_uuid,
-        "state": UNAVAILABLE if reason else AVAILABLE,
+        "state": state,
         "reason": reason,
         "budget_enforced": device.budget_enforced,
     }

@@ -7,8 +7,8 @@ from typing import Any
 
 from yunion_mps.models import Snapshot
 from yunion_mps.mps.states import READY
-from yunion_mps.service.reasons import domain_names, gpu_reason
-from yunion_mps.service.shapes import AVAILABLE
+from yunion_mps.service.reasons import gpu_reason, reasons
+from yunion_mps.service.shapes import AVAILABLE, PENDING
 
 #: What the host can be at; see `state_of`.
 STATES = ("ready", "degraded", "failed", "disabled")
@@ -22,8 +22,7 @@ def state_of(snapshot: Snapshot) -> str:
     if not serving:
         return "failed"
     broken = any(gpu_reason(gpu, snapshot) for gpu in snapshot.inventory.gpus)
-    there = {gpu.uuid for gpu in snapshot.inventory.gpus}
-    broken = broken or any(uuid not in there for uuid in domain_names(snapshot.plan))
+    broken = broken or any(reasons(snapshot).values())
     return "degraded" if broken or serving < len(snapshot.domains) else "ready"
 
 
@@ -34,6 +33,7 @@ def one_line(status: dict[str, Any]) -> str:
     if status["notice"]:
         return str(status["notice"])
     line = f"{devices[AVAILABLE]} of {devices['total']} devices available, "
+    line += f"{devices[PENDING]} pending, " if devices[PENDING] else ""
     line += f"{serving} of {len(domains)} control daemons serving"
     troubles: Sequence[str] = [d["reason"] for d in domains if d["state"] != READY]
     return line + (f"; {troubles[0]}" if troubles else "")

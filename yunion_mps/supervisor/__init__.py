@@ -11,7 +11,7 @@ import logging
 from collections.abc import Mapping, Sequence
 
 from yunion_mps.compute_modes import ModeResult, ModeWork
-from yunion_mps.errors import BusyError, DriverError, HostError
+from yunion_mps.errors import BusyError, DriverError, HostError, ShortageError
 from yunion_mps.examination import Examination
 from yunion_mps.journal import Journal
 from yunion_mps.models import Config, Inventory, Plan, Snapshot
@@ -20,19 +20,21 @@ from yunion_mps.mps.control import find_control_program
 from yunion_mps.mps.domain import Domain
 from yunion_mps.paths import Paths
 from yunion_mps.store import Store
-from yunion_mps.supervisor.changes import Change, events_of
+from yunion_mps.supervisor.changes import Change, FindLeaseWaits, events_of
 from yunion_mps.supervisor.fleet import Fleet
 from yunion_mps.supervisor.gpus import Gpus
 from yunion_mps.supervisor.illness import Illness
 from yunion_mps.supervisor.jobs import Jobs, Processes
 from yunion_mps.supervisor.modes import Modes
-from yunion_mps.supervisor.past import AFTERWARDS, find_past, gpus_of, left_running, settle_modes
+from yunion_mps.supervisor.past import AFTERWARDS, Past, find_past, gpus_of, left_running, settle_modes
 from yunion_mps.supervisor.target import Target
 from yunion_mps.supervisor.view import notice, statuses
 
 __all__ = ["Change", "Supervisor"]
 
 log = logging.getLogger(__name__)
+
+_RESERVE_BYTES = 2 << 20
 
 
 class Supervisor:
@@ -50,8 +52,12 @@ class Supervisor:
         self.fleet = Fleet(self.store, self.journal.record, self._changed)
         self._jobs = Jobs()
         self._modes = Modes(self._gpus, self.journal.record)
+        #: Which devices of a plan wait for leases; set by the event loop, which has the ledger.
+        self.find_lease_waits: FindLeaseWaits = lambda _: {}
         #: Whether a stop has begun.
         self.stopping = False
+        #: Address space that a stop can use when there is no more; without pages, as nothing writes to it.
+        self._reserve: bytes | None = bytes(_RESERVE_BYTES)
         self._version = 0
         self._past = ""
         self._remarked: dict[str, str] = {}
@@ -66,19 +72,20 @@ class Supervisor:
         it has no jobs. Raises YunionError, with nothing changed, when nothing of it can work: there is no
         control program, or every domain's place is taken.
         """
-        left = self._settle_the_past()
+        past = self._settle_the_past()
+        left = past.known
         if not self._target.plan.domains and not left:
             return
         program = find_control_program()
         self._make_fleet(program, left)
-        self.fleet.refuse_if_none_can_start()
+        self.fleet.refuse_if_none_can_start(past.running)
         work = self._modes.work(self._target.plan, None)
         if work.changes:
             self.note_modes(self.set_modes(work))
             self._modes.refuse_if_none_can_be_set(self._target.plan)
         self._plan_anew()
         self._make_fleet(program, left)
-        self.fleet.start(now_s)
+        self.fleet.start(now_s, past.running)
         self._changed()
 
     def refuse_if_unsafe(self) -> None:
@@ -99,6 +106,7 @@ class Supervisor:
     def stop(self, now_s: float, *, spare_found: bool = False) -> None:
         """Begin to stop every domain; `spare_found` leaves control daemons that were running before us."""
         if not self.stopping:
+            self._reserve = None
             self._jobs.end_within(self.config.cuda_mps_stop_timeout_s, now_s)
         self.stopping = True
         self._modes.end()
@@ -117,11 +125,19 @@ class Supervisor:
         """
         if self._store is None:
             return
-        left = left_running(self._store, self.fleet.watched())
+        if self.nvml:
+            self.nvml.deadline.may_hang = True  # rather than not to restore a mode
+        try:
+            left = left_running(self._store)
+        except ShortageError as error:
+            what = "compute modes are not restored, because it is not known whether a job still needs them"
+            log.error("%s: %s. %s", what, error.message, "restore them: yunion-mps-daemon --put-back")
+            self.release()
+            return
         if self._modes.put_back(self.nvml, self._store, gpus_of(left)):
             self._changed()
-        for place, one in left.items():
-            log.warning("a control daemon (PID %d) is left running in %s; %s", one.pid, place, AFTERWARDS)
+        for one in left:
+            log.warning("%s is left running in %s; %s", one, one.pipe_directory, AFTERWARDS)
         self.release()
 
     def release(self) -> None:
@@ -204,6 +220,13 @@ class Supervisor:
             self.journal.record(event)
             self._changed()
 
+    @property
+    def has_unavailable_gpus(self) -> bool:
+        """Whether a GPU that should serve devices cannot do so now."""
+        plan = self._target.plan
+        planned = {uuid for domain in (*plan.domains, *plan.parked) for uuid in domain.gpu_uuids}
+        return not planned <= self._gpus.healthy
+
     def note_processes(self, processes: Processes, looked_s: float) -> None:
         """Take note of who uses the GPUs (by UUID: PID and MiB), by a look that began at `looked_s`."""
         self._jobs.note(self.domains, processes, self._gpus.inventory.gpus, looked_s)
@@ -239,7 +262,7 @@ class Supervisor:
 
     def examine(self, examined: Examination) -> tuple[Plan, list[Change]]:
         """The plan for what was read anew and its changes; raises YunionError where it cannot be."""
-        return self._target.examine(examined, self.domains)
+        return self._target.examine(examined, self.domains, self.find_lease_waits)
 
     def accept(self, examined: Examination) -> list[Change]:
         """Aim at what was read anew; the modes are set next (`mode_work`), then it is to be `aim`ed at.
@@ -299,11 +322,11 @@ class Supervisor:
             self._store = Store(self._paths)
         return self._store
 
-    def _settle_the_past(self) -> list[InForce]:
-        """See to what an earlier daemon left; returns what is to be looked after until it has no jobs."""
-        if not Store.exists(self._paths):
-            return []
-        past = find_past(self.store(), self._target.domains())
+    def _settle_the_past(self) -> Past:
+        """Find what an earlier daemon left, and restore the modes that none of it needs."""
+        store = self.store() if Store.exists(self._paths) else None
+        past = find_past(store, self._target.domains())
         self._past = past.notice
-        settle_modes(past, self._target.plan, self.nvml, self.store())
-        return past.known
+        if store:
+            settle_modes(past, self._target.plan, self.nvml, store)
+        return past

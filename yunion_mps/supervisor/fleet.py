@@ -13,7 +13,9 @@ from yunion_mps.models import DomainPlan, Event
 from yunion_mps.mps.applying import InForce
 from yunion_mps.mps.domain import Domain
 from yunion_mps.mps.launch import obstacle
-from yunion_mps.mps.states import READY, STOPPED
+from yunion_mps.mps.ownership import MpsProcess
+from yunion_mps.mps.states import BACKOFF, FAILED, READY, STOPPED, WEDGED
+from yunion_mps.process import refuse_if_no_process_can_start
 from yunion_mps.store import Store
 from yunion_mps.supervisor.notes import Notes
 
@@ -49,10 +51,10 @@ class Fleet:
         self.awaited = [plan for plan in plans if self._in_the_way(plan)]
         self.domains += [self._new(plan) for plan in plans if plan not in self.awaited]
 
-    def start(self, now_s: float) -> None:
-        """Start every domain."""
+    def start(self, now_s: float, ours: Sequence[MpsProcess]) -> None:
+        """Start every domain, or take over its control daemon if one is among `ours`, which run already."""
         for domain in self.domains:
-            self._start(domain, now_s)
+            domain.start(now_s, ours)
 
     def aim(self, plans: Sequence[DomainPlan], program: str, stop_timeout_s: int, now_s: float) -> None:
         """Have these from now on: change what differs in its limits alone, retire and start the rest."""
@@ -88,14 +90,20 @@ class Fleet:
         for domain in self.domains:
             domain.stop(now_s, spare_found=spare_found)
 
-    def refuse_if_none_can_start(self) -> None:
+    def refuse_if_none_can_start(self, ours: Sequence[MpsProcess]) -> None:
         """Raise the first HostError where something keeps every one of them from starting."""
-        obstacles = [error for domain in self.domains if (error := obstacle(domain.wanted))]
+        obstacles = [error for domain in self.domains if (error := obstacle(domain.wanted, ours))]
         if obstacles and len(obstacles) == len(self.domains):
             raise obstacles[0]
 
     def refuse_if_any_cannot_start(self, plans: Iterable[DomainPlan]) -> None:
-        """Raise HostError where something keeps one from starting for which there is no domain yet."""
+        """Raise HostError where something keeps one from starting for which there is no domain yet.
+
+        Raises ShortageError where one is to change, and no process can be started to tell it so.
+        """
+        plans = list(plans)
+        if plans != [domain.wanted for domain in self.domains]:
+            refuse_if_no_process_can_start()
         places = {domain.plan.pipe_directory for domain in self.domains}
         for plan in plans:
             if plan.pipe_directory not in places and (error := obstacle(plan)):
@@ -107,9 +115,11 @@ class Fleet:
 
     @property
     def started(self) -> bool:
-        """Whether every domain is ready or has said why it is not."""
+        """Whether every domain is ready or has said why it is not, and is not just being tried again."""
         return all(
-            domain.state == READY or domain.error or domain.control.waits_for_somebody
+            domain.state == READY
+            or (domain.error and domain.state in (WEDGED, BACKOFF, FAILED))
+            or domain.control.waits_for_somebody
             for domain in self.domains
         )
 
@@ -156,7 +166,7 @@ class Fleet:
     def _go_on(self, now_s: float) -> bool:
         """Let go of what has ended, and start what waited for that; returns whether anything was done."""
         for domain in self.domains:
-            if not domain.retiring and not self._stopping and self._has_other_gpus(domain):
+            if not domain.retiring and not self._stopping and self._is_to_be_replaced(domain):
                 domain.retire()
                 self.awaited.append(domain.wanted)
         ended = [domain for domain in self.domains if domain.retiring and domain.state == STOPPED]
@@ -168,18 +178,20 @@ class Fleet:
             self.awaited.remove(plan)
             domain = self._new(plan)
             self.domains.append(domain)
-            self._start(domain, now_s)
+            domain.start(now_s)
         if ended or begun:
             self._changed()
         return bool(ended or begun)
 
-    def _has_other_gpus(self, domain: Domain) -> bool:
-        """Whether it took over a control daemon that lacks a GPU, or serves one that it should not.
+    def _is_to_be_replaced(self, domain: Domain) -> bool:
+        """Whether it took over a control daemon that lacks a GPU or the group, or serves a GPU too many.
 
-        One that is lost for now is none of those: it has its place, should it come back.
+        A GPU that is lost for now is none of those: it has its place, should it come back.
         """
         wanted, served = set(domain.wanted.gpu_uuids), set(domain.plan.gpu_uuids)
-        return domain.state == READY and bool(wanted - served or (served - wanted) & self.healthy_gpus)
+        has_other_gpus = bool(wanted - served or (served - wanted) & self.healthy_gpus)
+        has_other_group = domain.wanted.pipe_group != domain.plan.pipe_group
+        return domain.state == READY and (has_other_gpus or has_other_group)
 
     def _in_the_way(self, plan: DomainPlan) -> bool:
         return any(
@@ -193,10 +205,6 @@ class Fleet:
         domain = Domain(plan, self._program, self._tell, self._changed, remembered)
         domain.stop_timeout_s = self._stop_timeout_s
         return domain
-
-    def _start(self, domain: Domain, now_s: float) -> None:
-        self._notes.begin(domain)
-        domain.start(now_s)
 
 
 def _can_serve(domain: Domain, plan: DomainPlan) -> bool:

@@ -24,13 +24,6 @@ class Notes:
         self._store = store
         self._noted: dict[str, InForce] = {}
 
-    def begin(self, domain: Domain) -> None:
-        """Note where a control daemon is about to run, for the next daemon, should this one not end it."""
-        try:
-            self._store().remember_domain(domain.wanted.pipe_directory)
-        except HostError as error:
-            log.warning("domain %s is not noted: %s. %s", domain.wanted.name, error.message, error.hint)
-
     def write(self, domains: Iterable[Domain]) -> None:
         """Write down what clients get, where that is another than noted.
 
@@ -66,7 +59,7 @@ class Notes:
         """It has ended for good."""
         self._noted.pop(domain.plan.pipe_directory, None)
         try:
-            self._store().forget_domain(domain.plan.pipe_directory)
+            self._store().forget_in_force(domain.plan.pipe_directory)
         except HostError as error:
             log.warning("domain %s is still noted: %s", domain.plan.name, error.message)
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 from yunion_mps.compute_modes import ModeWork, carry_out, noted
 from yunion_mps.errors import HostError
 from yunion_mps.inventory import Nvml
 from yunion_mps.models import DomainPlan, Plan
-from yunion_mps.mps.adoption import Left, left_behind
 from yunion_mps.mps.applying import InForce
 from yunion_mps.mps.control import PROGRAM
+from yunion_mps.mps.ownership import MpsProcess, our_processes
 from yunion_mps.store import Store
 from yunion_mps.supervisor.notes import from_json
 
@@ -21,48 +21,54 @@ log = logging.getLogger(__name__)
 AFTERWARDS = "the next start of yunion-mps-daemon then puts its GPUs' compute modes back"
 
 
-def left_running(store: Store, watched: Collection[str]) -> dict[str, Left]:
-    """The control daemons of ours that run unwatched, by pipe directory; what has ended is forgotten."""
-    left = {}
-    for place in store.domains():
-        one = left_behind(place)
-        if one is None and place not in watched:
-            store.forget_domain(place)
-        elif one and place not in watched:
-            left[place] = one
-    return left
+def left_running(store: Store | None, watched: Collection[str] = ()) -> list[MpsProcess]:
+    """The MPS processes of ours that run in pipe directories which are not `watched`.
+
+    What is noted of directories without any is removed. Raises ShortageError if processes cannot be listed.
+    """
+    running = our_processes()
+    used = {*watched, *(one.pipe_directory for one in running)}
+    try:
+        for place in store.domains() if store else ():
+            if store and place not in used:
+                store.forget_in_force(place)
+    except HostError as error:
+        log.warning("records of ended control daemons cannot be deleted: %s. %s", error.message, error.hint)
+    return [one for one in running if one.pipe_directory not in watched]
 
 
-def gpus_of(left: Mapping[str, Left]) -> set[str]:
+def gpus_of(processes: Iterable[MpsProcess]) -> set[str]:
     """The UUIDs of the GPUs that they serve."""
-    return {uuid for one in left.values() for uuid in one.gpu_uuids}
+    return {uuid for one in processes for uuid in one.gpu_uuids}
 
 
 class Past(NamedTuple):
     """What an earlier daemon left behind, and the plan does not take over.
 
-    `known` is to be looked after until it has no jobs, `gpu_uuids` are the GPUs that control daemons still
-    serve, and `notice` says what a human has to do about one of which nothing is noted.
+    `running` are all processes of ours, `known` is to be looked after until it has no jobs, and `notice` says
+    what the operator has to do about a control daemon without a record.
     """
 
+    running: list[MpsProcess]
     known: list[InForce]
-    gpu_uuids: set[str]
     notice: str
 
 
-def find_past(store: Store, planned: Sequence[DomainPlan]) -> Past:
+def find_past(store: Store | None, planned: Sequence[DomainPlan]) -> Past:
     """What is left; raises HostError where one of which nothing is noted serves a GPU that the plan needs.
 
     It may have jobs, so it is not touched; and none of its GPUs gets a second control daemon.
     """
     gpus = {plan.pipe_directory: set(plan.gpu_uuids) for plan in planned}
     needed = {uuid for uuids in gpus.values() for uuid in uuids}
-    left = left_running(store, ())
-    past = Past([], gpus_of(left), "")
-    for place, one in left.items():
-        if gpus.get(place, set()) & set(one.gpu_uuids):
+    past = Past(left_running(store), [], "")
+    for one in past.running:
+        place = one.pipe_directory
+        if one.is_server or gpus.get(place, set()) & set(one.gpu_uuids):
             continue
-        noted = from_json(store.in_force(place))
+        noted = (from_json(store.in_force(place)) if store else None) or from_json(
+            {"plan": one.plan, "old_servers": ()}  # it was started, and its daemon ended before it served
+        )
         if noted and noted.plan.gpu_uuids == one.gpu_uuids:
             past.known.append(noted)
             continue
@@ -77,6 +83,6 @@ def find_past(store: Store, planned: Sequence[DomainPlan]) -> Past:
 
 def settle_modes(past: Past, target: Plan, nvml: Nvml | None, store: Store) -> None:
     """Put back the compute modes of GPUs that neither the plan nor anything of the past needs any more."""
-    spare = {*target.compute_modes, *past.gpu_uuids}
+    spare = {*target.compute_modes, *gpus_of(past.running)}
     modes = {uuid: mode for uuid, mode in noted(store).items() if uuid not in spare}
     carry_out(ModeWork(put_back=modes), nvml, store)

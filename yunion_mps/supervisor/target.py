@@ -12,7 +12,7 @@ from yunion_mps.mps.control import find_control_program
 from yunion_mps.mps.domain import Domain
 from yunion_mps.paths import Paths
 from yunion_mps.planning import make_plan
-from yunion_mps.supervisor.changes import Change, changes_to, settings_changed
+from yunion_mps.supervisor.changes import Change, FindLeaseWaits, changes_to, settings_changed
 from yunion_mps.supervisor.gpus import Gpus
 from yunion_mps.supervisor.view import in_force
 
@@ -45,8 +45,10 @@ class Target:
         """The plan with the devices as the clients of these domains get them now."""
         return in_force(self.plan, domains, self._gpus.inventory.gpus)
 
-    def examine(self, examined: Examination, domains: Sequence[Domain]) -> tuple[Plan, list[Change]]:
-        """The plan for what was read anew, and its changes to what the domains serve.
+    def examine(
+        self, examined: Examination, domains: Sequence[Domain], find_lease_waits: FindLeaseWaits
+    ) -> tuple[Plan, list[Change]]:
+        """The plan for what was read anew, and its changes to what the domains serve and leases have.
 
         Raises YunionError where it cannot be.
         """
@@ -56,7 +58,9 @@ class Target:
             find_control_program()
         placed = plan._replace(domains=tuple(self.domains(plan)))
         settings = settings_changed(self.config, examined.config)
-        changes = changes_to(placed, self.in_force(domains), self._gpus.inventory, domains, settings)
+        before = self.in_force(domains)
+        inventory = self._gpus.inventory
+        changes = changes_to(placed, before, inventory, domains, settings, find_lease_waits)
         return plan, changes
 
     def accept(self, examined: Examination, plan: Plan) -> bool:

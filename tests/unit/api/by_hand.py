@@ -13,7 +13,7 @@ from typing import Any
 from yunion_mps.api.query import OPENMETRICS, Response
 from yunion_mps.errors import NotFoundError, YunionError
 from yunion_mps.leases.wish import Wish
-from yunion_mps.models import Holder
+from yunion_mps.models import Holder, Owner
 
 Json = dict[str, Any]
 
@@ -34,7 +34,10 @@ LATE: Json = {
 }
 WAITS = "other limits come into force when its MPS server (PID 4250) has ended"
 PLANNED: Json = {"changes": [AT_ONCE, LATE], "pending": []}
-RELOADED: Json = {"changes": [AT_ONCE, LATE], "pending": [{"domain": "host", "pending": WAITS}]}
+RELOADED: Json = {
+    "changes": [AT_ONCE, LATE],
+    "pending": [{"domain": "host", "pending": WAITS, "leases": []}],
+}
 
 SERVER: Json = {
     "pid": 4250,
@@ -115,6 +118,7 @@ LEASE: Json = {
     "memory": [5760],
     "thread_percentage": 25,
     "budget_enforced": True,
+    "unenforced_gpus": [],
     "binding": "process",
     "pid": 4260,
     "uid": 1000,
@@ -247,20 +251,20 @@ class Giver(_ByHand):
             raise self.refusal
         return self.given
 
-    def would_take(self, wish: Wish, holder: Holder) -> Json:
+    def would_take(self, wish: Wish, holder: Holder, request: str) -> Json:
         self.wished.append((wish, holder, -1))
         if self.refusal:
             raise self.refusal
         return self.given
 
-    def release(self, lease_id: str, uid: int) -> Json:
-        self.done.append(f"release {lease_id} for {uid}")
+    def release(self, lease_id: str, caller: Owner) -> Json:
+        self.done.append(f"release {lease_id} for {caller.uid}")
         return self.given
 
-    def renew(self, lease_id: str, uid: int) -> Json:
-        self.done.append(f"renew {lease_id} for {uid}")
+    def renew(self, lease_id: str, caller: Owner) -> Json:
+        self.done.append(f"renew {lease_id} for {caller.uid}")
         return self.given
 
-    def bind(self, lease_id: str, uid: int, holder: Holder) -> Json:
-        self.done.append(f"bind {lease_id} for {uid} to {holder.pid}")
+    def bind(self, lease_id: str, caller: Owner, holder: Holder) -> Json:
+        self.done.append(f"bind {lease_id} for {caller.uid} to {holder.pid}")
         return self.given

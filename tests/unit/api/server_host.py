@@ -208,6 +208,15 @@ class ServerHost:
     def wait_connections(self, count: int) -> None:
         eventually(lambda: len(self.server.connections) == count, f"{count} open connections")
 
+    def keep_connections(self) -> None:
+        """Something hangs on each connection that is open, as a lease does: none is idle."""
+
+        async def keep() -> None:
+            for connection in self.server.connections:
+                connection.keep(lambda: None)
+
+        self.call(keep())
+
     def stop(self) -> None:
         """Close the server, as a daemon that stops does."""
         self.changes.gate.set()

@@ -9,7 +9,9 @@ from yunion_mps.planning import make_plan
 from unit import builders
 
 MACHINE_ID = "0123456789abcdef0123456789abcdef"
-P40 = builders.P40._replace(compute_mode="Exclusive_Process", link=PcieLink("3.0", "8GT/s", 16, "15.76 GB/s"))
+P40 = builders.P40._replace(
+    compute_mode="Exclusive_Process", link=PcieLink("3.0", "8GT/s", 16, "15.76 GB/s"), numa_node=-1
+)
 H100 = Gpu(
     "0001:e1:00.0",
     uuid="GPU-11111111-2222-3333-4444-555555555555",

@@ -6,7 +6,6 @@ import contextlib
 import os
 import socket
 import threading
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -146,9 +145,7 @@ def test_a_daemon_that_does_not_even_accept_is_given_up_after_the_same_time(path
     with listening(paths), contextlib.ExitStack() as waiting:
         for client in wait_in_line(paths):
             waiting.enter_context(client)
-        before_s = time.monotonic()
         assert failure(Client(paths, 0.2)) == silent(paths)
-        assert time.monotonic() - before_s >= 0.2
 
 
 def test_in_a_burst_a_client_waits_until_it_is_its_turn(paths: Paths) -> None:
@@ -244,9 +241,10 @@ def test_what_the_daemon_forbids_is_not_allowed(paths: Paths) -> None:
 
 def test_who_is_turned_away_gets_to_know_why(serve: Serve) -> None:
     """Again and again, for the server may hang up before the client has said anything."""
-    host = serve(connections=1, kept_for_root=0)
+    host = serve(connections=1, kept_for_root=0, first_request_timeout_s=600)
     host.connect()
     host.wait_connections(1)
+    host.keep_connections()
     for _ in range(50):
         assert failure(Client(host.paths)) == (
             1,

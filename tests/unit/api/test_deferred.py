@@ -93,7 +93,7 @@ def test_who_asks_beyond_the_last_event_does_not_wait_but_is_told_where_the_reco
 
 def test_many_that_wait_cost_others_nothing(serve: Serve) -> None:
     """They have no deadline of ours, and whoever comes is served while they wait."""
-    host = serve(request_timeout_s=0.2, idle_timeout_s=0.2)
+    host = serve(request_timeout_s=1.0, idle_timeout_s=1.0)
     clients = waiting(host, 200)
     with host.connect() as idle:
         assert idle.send(request("/v1/gpus")).answer() is not None

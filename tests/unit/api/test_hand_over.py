@@ -68,7 +68,8 @@ def test_a_request_that_was_sent_and_not_read_yet_is_answered_before(host: Serve
     handing.result(PATIENCE_S)
 
 
-def test_who_waits_for_events_keeps_nobody_waiting_for_the_next_program(host: ServerHost) -> None:
+def test_a_request_that_waits_for_events_does_not_delay_the_handover(serve: Serve) -> None:
+    host = serve(hand_over_s=10 * PATIENCE_S)
     clients = waiting(host, 5)
     handing = hand_over(host)
     assert [whats(client.answer()) for client in clients] == [[]] * 5

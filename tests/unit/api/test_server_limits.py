@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
-import time
 from collections.abc import Awaitable
 
 import pytest
@@ -13,7 +11,7 @@ from yunion_mps.api.query import Request, Response
 
 from unit.api import snapshots
 from unit.api.conftest import Serve
-from unit.api.server_host import NOBODY, Answer, RawClient, ServerHost, eventually, request
+from unit.api.server_host import Answer, ServerHost, eventually, request
 
 LARGE = "/v1/devices?limit=0"
 GARBAGE = {
@@ -74,6 +72,38 @@ def test_a_huge_body_is_answered_with_413_before_it_has_come(host: ServerHost, h
     host.assert_serves()
 
 
+@pytest.mark.parametrize(
+    ("data", "status"),
+    [
+        (request("/v1/gpus", "HEAD", "Transfer-Encoding: chunked") + b"zz\r\n", 400),
+        (request("/v1/gpus", "HEAD", "Content-Length: 99999") + bytes(99_999), 413),
+        (request("/v1/gpus", "HEAD", "Content-Length: 10") + b"12345", 408),
+        (request("/v1/gpus", "HEAD", *["A: b"] * 5000), 431),
+    ],
+    ids=["broken body", "huge body", "half a body", "huge head"],
+)
+def test_a_broken_head_request_is_answered_without_a_body(serve: Serve, data: bytes, status: int) -> None:
+    host = serve(request_timeout_s=0.5)
+    with host.connect() as client:
+        with contextlib.suppress(BrokenPipeError):
+            client.send(data)
+        answer = client.answer("HEAD")
+        assert answer
+        assert (answer.status, answer.headers["connection"]) == (status, "close")
+        assert client.ended()
+    host.assert_serves()
+
+
+def test_garbage_after_a_head_request_is_answered_with_a_body(host: ServerHost) -> None:
+    with host.connect() as client:
+        client.send(request("/v1/gpus", "HEAD") + b"nonsense\r\n\r\n")
+        head, garbage = client.answer("HEAD"), client.answer()
+        assert head
+        assert garbage
+        assert (head.status, garbage.problem[0]) == (200, 400)
+        assert client.ended()
+
+
 def test_a_fault_of_ours_is_an_answer_and_no_connection_that_hangs(
     host: ServerHost, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -128,15 +158,13 @@ def test_a_body_that_does_not_come_is_answered_with_408(serve: Serve) -> None:
     assert answer.problem == (408, "the request did not arrive in time", None)
 
 
-def test_an_idle_connection_is_ended_but_not_before_its_time(serve: Serve) -> None:
+def test_an_idle_connection_is_ended_at_its_time(serve: Serve) -> None:
     host = serve(idle_timeout_s=0.3)
     with host.connect() as client:
-        before_s = time.monotonic()
         answer = client.send(request("/v1/gpus")).answer()
         assert answer is not None
         assert answer.status == 200
         assert client.ended()
-        assert time.monotonic() - before_s >= 0.3
 
 
 def test_a_client_that_does_not_take_its_answer_is_cut_at_its_deadline(serve: Serve) -> None:
@@ -172,62 +200,6 @@ def test_a_flood_of_requests_whose_answers_nobody_takes_costs_one_answer_of_memo
             assert connection._transport is not None
             assert connection._transport.get_write_buffer_size() < size + (128 << 10)
         host.wait_connections(0)
-
-
-def fill(host: ServerHost, count: int, uid: int = 0) -> list[RawClient]:
-    """Open connections that are all admitted."""
-    before = len(host.server.connections)
-    clients = [host.connect(uid) for _ in range(count)]
-    host.wait_connections(before + count)
-    return clients
-
-
-def assert_turned_away(host: ServerHost, uid: int = 0) -> None:
-    with host.connect(uid) as client:
-        answer = client.answer()
-        assert answer is not None
-        assert answer.problem == (
-            503,
-            "too many connections are open",
-            "close some, or try again in a moment",
-        )
-        assert answer.headers["connection"] == "close"
-        assert client.ended()
-
-
-def test_there_is_a_cap_on_connections_and_room_again_when_one_ends(serve: Serve) -> None:
-    host = serve(connections=10, kept_for_root=2)
-    clients = fill(host, 10)
-    assert_turned_away(host)
-    clients.pop().close()
-    host.wait_connections(9)
-    host.assert_serves()
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be other users")
-def test_one_user_cannot_take_the_connections_of_another(serve: Serve) -> None:
-    host = serve(connections=20, kept_for_root=2, of_one_user=5)
-    clients = fill(host, 5, NOBODY)
-    assert_turned_away(host, NOBODY)
-    clients += fill(host, 5, NOBODY - 1)
-    assert_turned_away(host, NOBODY - 1)
-    host.assert_serves()
-    eventually(lambda: host.server.by_client == {NOBODY: 5, NOBODY - 1: 5}, "five connections each")
-    clients.pop(0).close()
-    eventually(lambda: host.server.by_client[NOBODY] == 4, "room for the first user")
-    clients += fill(host, 1, NOBODY)
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be other users")
-def test_all_other_users_together_leave_room_for_root(serve: Serve) -> None:
-    host = serve(connections=10, kept_for_root=3, of_one_user=4)
-    fill(host, 4, 1000)
-    fill(host, 3, 1001)
-    assert_turned_away(host, 1002)
-    host.assert_serves()
-    host.wait_connections(7)
-    fill(host, 3)
-    assert_turned_away(host)
 
 
 def test_a_burst_of_clients_is_answered_to_the_last(host: ServerHost) -> None:

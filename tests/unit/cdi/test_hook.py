@@ -140,9 +140,9 @@ def test_whose_command_has_control_characters_or_no_end_fills_no_terminal_and_no
         assert call("00:06.0-1", state=state) == NothingFreeError.exit_code
         logged = log.recv(1 << 18).decode()
     said = capsys.readouterr().err
-    begin = "device 00:06.0-1 is taken: python -c ?[2J?print()?"
+    begin = "device 00:06.0-1 is taken: python -c \\x1b[2J\\nprint()\\r"
     assert said.startswith(f"yunion-mps: {begin}")
-    assert f"container ??: {begin}" in logged
+    assert f"container \\n\\ud800: {begin}" in logged
     assert len(said) < 2000
     assert len(logged) < 2000
     assert (said + logged).replace("\n", "", 1).isprintable()
@@ -246,5 +246,5 @@ def test_it_loads_nothing_of_ours_but_the_daemon_s_client() -> None:
     loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
     assert set(loaded.split()) == {
         "yunion_mps.api", "yunion_mps.api.client", "yunion_mps.cdi", "yunion_mps.cdi.hook",
-        "yunion_mps.errors", "yunion_mps.models", "yunion_mps.paths",
+        "yunion_mps.errors", "yunion_mps.escaping", "yunion_mps.models", "yunion_mps.paths",
     }  # fmt: skip

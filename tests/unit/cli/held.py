@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from unit.api.by_hand import CLIENT, LEASE, WAITER, clients
@@ -45,7 +46,13 @@ def hold(host: ServerHost, *leases: Json, waiting: tuple[Json, ...] = ()) -> Non
     host.giver.found = {"leases": list(leases), "waiting": list(waiting), "total": len(leases)}
 
 
-def busy(host: ServerHost) -> None:
-    """Somebody over budget, somebody past MPS, somebody who has not begun, and somebody who waits."""
-    hold(host, LEASE, TWO, waiting=(CAROL,))
-    host.people.found = clients(OVER, PAST_MPS)
+def busy(host: ServerHost, since_s: float = LEASE["since"]) -> None:
+    """Since then: somebody over budget, somebody past MPS, one who has not begun, and one who waits."""
+    over, idle, waiting = ({**one, "since": since_s} for one in (LEASE, TWO, CAROL))
+    hold(host, over, idle, waiting=(waiting,))
+    host.people.found = clients(OVER, {**PAST_MPS, "started": since_s})
+
+
+def long_ago_s() -> float:
+    """A moment that is shown as 4 d 2 h, in s since 1970; also by a command that runs minutes later."""
+    return time.time() - (4 * 24 + 2.5) * 3600

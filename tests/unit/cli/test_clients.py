@@ -106,7 +106,7 @@ def test_what_runs_in_a_container_is_named_with_it(utc: Cli) -> None:
 
 def test_a_command_line_cannot_steer_the_terminal(utc: Cli) -> None:
     utc.host.people.found = clients({**CLIENT, "command": "sh -c \x1b[2J\n"})
-    assert "| sh -c ?[2J? |" in utc.good("clients")
+    assert "| sh -c \\x1b[2J\\n |" in utc.good("clients")
 
 
 def test_on_80_columns_the_list_keeps_who_it_is_and_what_runs(utc: Cli) -> None:

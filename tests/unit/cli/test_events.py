@@ -22,8 +22,12 @@ from unit.api.server_host import ServerHost, eventually, short_root
 from unit.cli.conftest import Cli
 from unit.cli.test_terminal import on_terminal
 
-#: A moment of yesterday, whenever that is, in s since 1970.
-THEN_S = int(time.time()) // 86_400 * 86_400 - 43_200 + 0.25
+#: The hour in which this begins, in s since 1970, and how far from UTC it is noon then: "today" does not end
+#: while a test runs.
+HOUR_S = int(time.time()) // 3600 * 3600
+EAST_H = 12 - time.gmtime(HOUR_S).tm_hour
+#: Yesterday at noon.
+THEN_S = HOUR_S - 86_400 + 0.25
 DIED = Event(
     "warning",
     "domain",
@@ -40,13 +44,13 @@ GPU = Event("info", "gpu", "00:06.0", "a\x1b[2Jb")
 
 
 def day(form: str = "%Y-%m-%d") -> str:
-    return time.strftime(form, time.gmtime(THEN_S))
+    return time.strftime(form, time.gmtime(THEN_S + 3600 * EAST_H))
 
 
 @pytest.fixture
 def happened(own: Cli) -> Cli:
     """A host on which four things happened yesterday from noon on, an hour apart."""
-    own.env["TZ"] = "UTC"
+    own.env["TZ"] = f"HERE{-EAST_H:+}"
     for hour, event in enumerate((DIED, BACK, REFUSED, GPU)):
         own.host.record(event, THEN_S + 3600 * hour)
     return own
@@ -62,7 +66,7 @@ TEXT = f"""\
     cause: a.conf:3: x is 0
     b.yml:2: y is 1
     consequence: nothing changed
-{day()} 15:00:00  info     gpu 00:06.0: a?[2Jb
+{day()} 15:00:00  info     gpu 00:06.0: a\\x1b[2Jb
 """
 
 
@@ -132,7 +136,7 @@ def test_events_are_printed_for_programs_too(happened: Cli) -> None:
     assert yaml.safe_load(happened.good("events", "-o", "yaml")) == answer
     header, *rows = csv.reader(io.StringIO(happened.good("events", "-o", "csv")))
     assert header == ["Time", "Severity", "Kind", "Subject", "What", "Cause", "Consequence"]
-    assert rows[1] == [day("%Y-%m-%dT13:00:00+0000"), *BACK]
+    assert rows[1] == [day(f"%Y-%m-%dT13:00:00{EAST_H:+03}00"), *BACK]
     assert rows[2][-2] == "a.conf:3: x is 0; b.yml:2: y is 1"
     assert len(rows) == 4
 
@@ -160,7 +164,7 @@ def test_who_follows_is_told_what_was_and_what_comes_and_ends_it_by_ctrl_c(happe
         happened.host.record(BACK)
         assert lines_of(process, 2)[1] == f"    consequence: {BACK.consequence}\n"
         happened.host.record(GPU)
-        assert lines_of(process, 1)[0].endswith("gpu 00:06.0: a?[2Jb\n")
+        assert lines_of(process, 1)[0].endswith("gpu 00:06.0: a\\x1b[2Jb\n")
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=60)
     assert (process.returncode, out, err.strip()) == (130, "", "")

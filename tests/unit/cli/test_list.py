@@ -10,7 +10,8 @@ import pytest
 import yaml
 from yunion_mps.cli.list import footer
 
-from unit.cli.conftest import Cli
+from unit.api import snapshots
+from unit.cli.conftest import Cli, Serve
 
 HEADER = [
     "ID",
@@ -36,7 +37,7 @@ P40 = "GPU-76aef7ff-372d-2432-b4b4-beca4d8d3400"
 H100 = "GPU-11111111-2222-3333-4444-555555555555"
 LINK = '{"lane_width":16,"throughput":"15.76 GB/s","transfer_rate_per_lane":"8GT/s","version":"3.0"}'
 ROWS = [
-    [IDS[slot], "NVIDIA_MPS", "Tesla P40", f"00:06.0-{slot}", "10de:1b38", HOST, "", P40, LINK, "-1", "-1"]
+    [IDS[slot], "NVIDIA_MPS", "Tesla P40", f"00:06.0-{slot}", "10de:1b38", HOST, "-1", P40, LINK, "-1", "-1"]
     for slot in range(4)
 ]
 ON_P40 = ["00:06.0-0", "00:06.0-1", "00:06.0-2"]
@@ -114,6 +115,7 @@ def test_past_the_last_device_there_is_a_header_and_the_total(cli: Cli) -> None:
         (["--vendor-device-id", "10de:1b38"], ON_P40),
         (["--numa-node", "1"], ON_H100),
         (["--numa-node", "0"], []),
+        (["--numa-node", "-1"], ON_P40),
         (["--unused"], []),
         (["--model", "Tesla P40", "--numa-node", "1"], []),
         (["--model", "Tesla P40", "--offset", "1", "--limit", "1"], ["00:06.0-1"]),
@@ -138,6 +140,22 @@ def test_what_is_unknown_is_an_empty_cell_and_a_numa_node_a_number(troubled: Cli
 
 def test_csv_has_the_table_s_cells(cli: Cli) -> None:
     assert list(csv.reader(io.StringIO(cli.good("list", "--output", "csv")))) == [HEADER, *ROWS]
+
+
+@pytest.mark.parametrize(
+    ("options", "number"), [([], 24), (["--limit", "20"], 20), (["--offset", "5"], 19)], ids=str
+)
+def test_what_programs_read_has_all_devices_unless_a_limit_is_given(
+    serve: Serve, options: list[str], number: int
+) -> None:
+    many = serve(snapshots.snapshot(snapshots.H100, replicas=24))
+    words = (
+        json.loads(many.good("list", "-o", "json", *options)),
+        yaml.safe_load(many.good("list", "-o", "yaml", *options)),
+    )
+    assert [len(one["isolated_devices"]) for one in words] == [number, number]
+    assert len(many.good("list", "-o", "csv", *options).splitlines()) == number + 1
+    assert many.good("list").endswith("*** Total: 24 Pages: 2 Limit: 20 Offset: 0 Page: 1 ***\n")
 
 
 def test_json_and_yaml_are_what_the_daemon_answers(cli: Cli) -> None:

@@ -19,7 +19,7 @@ DEVICE = {
     "addr": "00:06.0-1",
     "vendor_device_id": "10de:1b38",
     "host_id": HOST,
-    "numa_node": "",
+    "numa_node": "-1",
     "device_path": P40,
     "pcie_info.lane_width": "16",
     "pcie_info.throughput": "15.76 GB/s",
@@ -81,7 +81,7 @@ def test_a_device_s_csv_has_the_same_lines(cli: Cli) -> None:
 
 def test_a_device_s_json_and_yaml_keep_what_belongs_together(cli: Cli) -> None:
     answer = json.loads(cli.good("show", "00:06.0-1", "-o", "json"))
-    assert (answer["slot"], answer["numa_node"]) == (1, None)
+    assert (answer["slot"], answer["numa_node"]) == (1, -1)
     assert answer["client_environment"]["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] == "0=5760M"
     assert yaml.safe_load(cli.good("show", "00:06.0-1", "-o", "yaml")) == answer
 

@@ -13,6 +13,7 @@ import pytest
 import yaml
 from yunion_mps import __version__
 from yunion_mps.errors import ControlError
+from yunion_mps.models import Snapshot
 from yunion_mps.overview.findings import other_version
 
 from unit.api import snapshots
@@ -41,11 +42,11 @@ GPU = """\
 +---------+-----------+-----------+---------+--------+------+----------+------------+
 """
 DOMAIN = """\
-+--------+-------+------+----------+------+-----------+------------+----------------------+
-| Domain | State | PID  | Restarts | GPUs | Threads_% | Memory_MiB | Pipe_directory       |
-+--------+-------+------+----------+------+-----------+------------+----------------------+
-| host   | ready | 4242 |        0 |    1 |        25 |       5760 | /tmp/nvidia-mps/pipe |
-+--------+-------+------+----------+------+-----------+------------+----------------------+
++--------+-------+------+----------+------+----------------+----------------------+
+| Domain | State | PID  | Restarts | GPUs | Default_limit  | Pipe_directory       |
++--------+-------+------+----------+------+----------------+----------------------+
+| host   | ready | 4242 |        0 |    1 | 5760 MiB, 25 % | /tmp/nvidia-mps/pipe |
++--------+-------+------+----------+------+----------------+----------------------+
 """
 HEALTHY = f"""\
 State:    ready
@@ -54,7 +55,7 @@ Devices:  4 of 4 available, 1 used, 3 free
 Leases:   0; 1 client of MPS
 {WHERE}{GPU.format(use=1, free=3, mib=512)}{DOMAIN}"""
 BUSY = f"""\
-State:    ready
+State:    degraded
 Problem:  00:06.0-1 has 6000 of 5760 MiB: PID 4260 of alice (python train.py)
 Problem:  past MPS on GPU 00:06.0 with 300 MiB, where no budget holds: PID 4711 of mallory (./old-job)
 Remedy:   ask its owner, or end it: yunion-mps clients terminate PID
@@ -89,7 +90,8 @@ def test_what_is_over_budget_or_past_mps_comes_first_with_its_remedy(own: Cli) -
 
 def test_a_server_that_has_failed_is_told(own: Cli) -> None:
     own.host.people.found = clients(servers=({**SERVER, "state": "FAULT"},))
-    assert own.good("status").splitlines()[1:3] == [
+    assert own.good("status").splitlines()[:3] == [
+        "State:    degraded",
         "Problem:  MPS server (PID 4250), domain host: its jobs have failed",
         "Remedy:   it serves again once they have ended: yunion-mps clients",
     ]
@@ -119,12 +121,20 @@ def test_a_question_that_hangs_does_not_keep_the_rest_for_long(own: Cli) -> None
     assert re.match(r"Not known: who uses the GPUs: the daemon does not answer on .* within 6 s$", lines[-1])
 
 
+def test_a_domain_shows_its_default_limit_which_is_not_every_device_s(serve: Serve) -> None:
+    found = snapshots.reference()
+    plan = found.domains[0].plan._replace(memory_limits_mib=(15360, 5760), thread_percentage=33.3)
+    lines = serve(found._replace(domains=(found.domains[0]._replace(plan=plan),))).good("status").splitlines()
+    assert lines[-4].split("|")[6].strip() == "Default_limit"
+    assert lines[-2].split("|")[6].strip() == "5760,15360 MiB, 33.3 %"
+
+
 def test_the_limit_of_a_gpu_that_is_not_in_the_plan_is_left_out(serve: Serve) -> None:
     found = snapshots.reference()
     limits: Any = (None, 5760, None)
     domain = found.domains[0]._replace(plan=found.domains[0].plan._replace(memory_limits_mib=limits))
     cli = serve(found._replace(domains=(domain,)))
-    assert cli.good("status").splitlines()[-2].split("|")[7].strip() == "5760"
+    assert cli.good("status").splitlines()[-2].split("|")[6].strip() == "5760 MiB, 25 %"
     assert json.loads(cli.good("status", "-o", "json"))["domains"][0]["memory_limits"] == [None, 5760, None]
 
 
@@ -183,6 +193,42 @@ def test_a_host_one_of_whose_gpus_is_gone_is_not_ready(serve: Serve) -> None:
     assert "Devices:  0 of 4 available, 1 used, 0 free" in lines
 
 
+def test_a_gpu_that_its_control_daemon_does_not_serve_degrades_the_host(serve: Serve) -> None:
+    found = snapshots.snapshot(snapshots.P40, snapshots.H100)
+    served = found.domains[0].plan._replace(gpu_uuids=(snapshots.P40.uuid or "",))
+    cli = serve(found._replace(domains=(found.domains[0]._replace(plan=served),)))
+    assert cli.host.ask("GET", "/v1/status").json()["state"] == "degraded"
+    lines = cli.good("status").splitlines()
+    assert lines[0] == "State:    degraded"
+    assert lines[1].startswith(
+        "Problem:  GPU 0001:e1:00.0 (NVIDIA H100): the running control daemon does not"
+    )
+
+
+@pytest.mark.parametrize(
+    ("snapshot", "is_busy", "code"),
+    [
+        (snapshots.reference(), False, 0),
+        (snapshots.disabled(), False, 0),
+        (snapshots.reference(), True, 1),
+        (snapshots.gone(), False, 1),
+        (snapshots.troubled(), False, 1),
+    ],
+    ids=["ready", "disabled", "ready but for its jobs", "degraded", "failed"],
+)
+def test_the_exit_code_tells_the_state_if_that_is_asked_for(
+    serve: Serve, snapshot: Snapshot, is_busy: bool, code: int
+) -> None:
+    cli = serve(snapshot)
+    hold(cli.host)
+    if is_busy:
+        busy(cli.host)
+    for output in ("table", "json"):
+        asked = cli("status", "--exit-code", "-o", output)
+        assert (asked.code, asked.err) == (code, "")
+        assert asked.out.splitlines()[0] == cli.good("status", "-o", output).splitlines()[0]
+
+
 def test_a_host_of_many_gpus_is_one_screen_too(serve: Serve) -> None:
     lines = serve(snapshots.large(3072)).good("status").splitlines()
     assert len(lines) < 24
@@ -203,13 +249,14 @@ def test_the_status_is_printed_for_programs_too(own: Cli) -> None:
     own.host.people.found = clients(PAST_MPS)
     hold(own.host, LEASE)
     answer = json.loads(own.good("status", "-o", "json"))
-    assert (answer["state"], answer["domains"][0]["memory_limits"]) == ("ready", [5760])
-    assert answer["devices"] == {"total": 4, "available": 4, "unavailable": 0, "used": 1, "free": 3}
+    assert (answer["state"], answer["domains"][0]["memory_limits"]) == ("degraded", [5760])
+    served = {"total": 4, "available": 4, "unavailable": 0, "pending": 0}
+    assert answer["devices"] == {**served, "used": 1, "free": 3}
     assert (answer["leases"], answer["clients"], answer["past_mps"]) == ({"total": 1, "waiting": 0}, 0, 1)
     assert [problem["kind"] for problem in answer["problems"]] == ["Problem", "Warning"]
     assert yaml.safe_load(own.good("status", "-o", "yaml")) == answer
     pairs = dict(csv.reader(io.StringIO(own.good("status", "-o", "csv"))))
-    assert (pairs["Field"], pairs["state"], pairs["domains.0.pid"]) == ("Value", "ready", "4242")
+    assert (pairs["Field"], pairs["state"], pairs["domains.0.pid"]) == ("Value", "degraded", "4242")
     assert pairs["domains.0.memory_limits"] == "[5760]"
 
 

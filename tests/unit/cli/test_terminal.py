@@ -128,7 +128,7 @@ def test_a_table_without_rows_has_a_header() -> None:
         (33.3, "33.3"),
         (0, "0"),
         ([1], "[1]"),
-        ("a\x1b[2J\nb", "a?[2J?b"),
+        ("a\x1b[2J\nb", "a\\x1b[2J\\nb"),
     ],
 )
 def test_a_cell_is_one_line_that_cannot_steer_the_terminal(value: object, shown: str) -> None:

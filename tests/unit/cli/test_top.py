@@ -108,6 +108,13 @@ def test_that_the_daemon_is_away_is_said_above_what_is_old() -> None:
     assert any(line.startswith("00:06.0-1!") for line in lines)
 
 
+@pytest.mark.parametrize(
+    ("scene", "state"), [(BUSY, "degraded"), (MANY, "ready"), (TROUBLED, "failed"), (DISABLED, "disabled")]
+)
+def test_the_first_line_shows_the_overall_state(scene: Scene, state: str) -> None:
+    assert lines_of(scene, 80, 24)[0].split()[3] == state
+
+
 def test_numbers_stand_on_the_right_below_each_other() -> None:
     lines = [line for line in lines_of(BUSY, 80, 24) if line.startswith("00:06.0")]
     assert [line[22:39] for line in lines] == [

@@ -13,7 +13,7 @@ from yunion_mps import __version__
 from yunion_mps.api.deferred import LATEST_S, LONGEST_EVENT_WAIT_S, MOST_EVENTS
 from yunion_mps.api.query import LARGEST_NUMBER
 from yunion_mps.api.routes import LARGEST_LIMIT
-from yunion_mps.cli import changes, events, since
+from yunion_mps.cli import changes, events, times
 from yunion_mps.cli.root import COMMANDS
 from yunion_mps.client import following
 from yunion_mps.revision import revision
@@ -49,6 +49,10 @@ SHELL = "Invalid value for '{bash|zsh|fish}':"
 SOCKET = "run/yunion-mps/yunion-mps.sock"
 SINCE = "Invalid value for '--since':"
 TIMEOUT = "Invalid value for '--timeout':"
+WAIT = "Invalid value for '--wait':"
+TTL = "Invalid value for '--ttl':"
+NO_DURATION = "is not a duration: write 90, 90s, 10m, 2h or 1d."
+APART = "--wait takes a duration only after =: write --wait={0}, or --wait -- {0} to run {0}."
 TIMES = (
     "write 10m, 2h or 3d for so long ago, today, yesterday, a date as 2026-11-20, "
     "a time as '2026-11-20 13:45', or seconds since 1970"
@@ -81,7 +85,7 @@ def test_the_first_help_tells_the_exit_codes_and_all_commands(alone: Cli) -> Non
         assert f"\n  {name} " in out
     assert (
         "    0 done; 1 the request failed; 2 wrong usage; 3 the daemon cannot be reached;\n"
-        "    4 not allowed; 5 nothing free; 6 bad configuration\n"
+        "    4 not allowed; 5 nothing free now; 6 bad configuration\n"
     ) in out
 
 
@@ -101,7 +105,7 @@ def test_what_the_commands_know_of_the_daemon_is_so() -> None:
     assert events.KINDS == EVENT_KINDS
     assert following.MOST == MOST_EVENTS
     assert following.WAIT_S <= LONGEST_EVENT_WAIT_S
-    assert since.LATEST_S == LATEST_S
+    assert times.LATEST_S == LATEST_S
     assert changes.AT_ONCE == AT_ONCE
 
 
@@ -126,15 +130,33 @@ def test_the_version_is_one_line_with_the_revision(alone: Cli) -> None:
             ["list", "--offset", "99999999999999"],
             f"{OFFSET} 99999999999999 is not in the range 0<=x<=2147483647.",
         ),
-        (["list", "--numa-node", "2147483648"], f"{NODE} 2147483648 is not in the range 0<=x<=2147483647."),
+        (["list", "--numa-node", "2147483648"], f"{NODE} 2147483648 is not in the range -1<=x<=2147483647."),
         (["list", "more"], "Got unexpected extra argument (more)"),
         (["show"], "Missing argument 'DEVICE'."),
         (["gpus", "-o", "xml"], f"{OUTPUT} 'xml' is not one of 'table', 'json', 'yaml', 'csv'."),
         (["events", "--kind", "gpu0"], f"{KIND} 'gpu0' is not one of {KINDS}."),
         (["events", "--limit", "0"], f"{LIMIT} 0 is not in the range 1<=x<=1000."),
-        (["events", "--since", "tomorrow"], f"{SINCE} 'tomorrow' is no time: {TIMES}."),
+        (["events", "--since", "tomorrow"], f"{SINCE} 'tomorrow' is not a time: {TIMES}."),
         (["reload", "--timeout", "5"], "--timeout goes with --drain or --now."),
-        (["reload", "--drain", "--timeout", "0"], f"{TIMEOUT} 0 is not in the range x>=1."),
+        (["reload", "--drain", "--timeout", "0"], f"{TIMEOUT} 0 is not in the range x>=1s."),
+        (["reload", "--drain", "--timeout", "1h30"], f"{TIMEOUT} '1h30' {NO_DURATION}"),
+        (["doctor", "--timeout", "11m"], f"{TIMEOUT} 11m is not in the range 1s<=x<=600s."),
+        (
+            ["top", "--interval", "0s"],
+            "Invalid value for '-d' / '--interval': 0s is not in the range 1s<=x<=3600s.",
+        ),
+        (["run", "--wait", "5", "true"], APART.format("5")),
+        (["run", "--wait", "90s", "--", "true"], APART.format("90s")),
+        (["run", "--gpu", "--", "--wait", "2h"], APART.format("2h")),
+        (["run", "--wait=-1", "true"], f"{WAIT} '-1' {NO_DURATION}"),
+        (["run", "--wait=0", "true"], f"{WAIT} 0 is not in the range 1s<=x<=2592000s."),
+        (["run", "--wait=31d", "true"], f"{WAIT} 31d is not in the range 1s<=x<=2592000s."),
+        (["run", "-o", "json", "true"], "--output goes with --print-env."),
+        (["run", "--dry-run", "-o", "shell"], "--output goes with --print-env."),
+        (["lease", "take", "a", "--wait", "5", "--ttl", "1h"], APART.format("5")),
+        (["lease", "take", "a", "--wait=", "--ttl", "1h"], f"{WAIT} '' {NO_DURATION}"),
+        (["lease", "take", "a", "--ttl", "1y"], f"{TTL} '1y' {NO_DURATION}"),
+        (["lease", "take", "a", "--ttl", "366d"], f"{TTL} 366d is not in the range 1s<=x<=31536000s."),
         (["reload", "--yes"], "--yes goes with --now."),
         (["reload", "--now"], "This ends jobs, and nobody is there to be asked: add --yes."),
         (["clients", "terminat"], "No such command 'terminat'. Did you mean terminate?"),
@@ -154,7 +176,7 @@ def test_wrong_usage_exits_with_2_and_says_what_would_be_right(
 ) -> None:
     path = "yunion-mps"
     for name in arguments:
-        path += f" {name}" if name in (*COMMANDS, "check", "terminate") else ""
+        path += f" {name}" if name in (*COMMANDS, "check", "take", "terminate") else ""
     told = f"yunion-mps: {error}\nyunion-mps: see: {path} --help\n"
     assert alone(*arguments, stdin=subprocess.DEVNULL) == (2, "", told)
 

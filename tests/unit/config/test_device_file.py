@@ -251,9 +251,9 @@ def test_an_override_below_60_leaves_it_to_the_plan_which_knows_what_each_gpu_ca
 def test_ten_thousand_unknown_keys_beside_a_misspelt_type_take_no_longer_than_they_must(files: Files) -> None:
     keys = "".join(f"  k{number}: 1\n" for number in range(10_000))
     files.write(devices=f"devices:\n- path: a\n  virtual_number: 4\n{keys}  typ: NVIDIA_MPS\n")
-    begin = time.monotonic()
+    begin = time.process_time()
     assert len(files.messages()) == 10_001
-    assert time.monotonic() - begin < 20
+    assert time.process_time() - begin < 20
 
 
 def test_values_given_by_alias_are_read(files: Files) -> None:

@@ -17,7 +17,8 @@ UTF_8 = "save it as UTF-8 text"
 CREATE = "create it; the package's documentation has an example"
 READABLE = "make it readable: chmod 0644, and its directory 0755"
 
-#: Long enough for the slowest machine, too short for what grows with the square of the length.
+#: Processor time, which a loaded machine does not change: enough for the slowest machine, too little for what
+#: grows with the square of the length.
 QUICK_S = 10
 
 
@@ -207,9 +208,9 @@ def test_an_alias_bomb_is_refused_quickly_at_the_line_where_it_grows_too_large(
     files: Files, content: str, line: int
 ) -> None:
     files.write(content)
-    begin = time.monotonic()
+    begin = time.process_time()
     assert files.messages() == [f"{HOST}:{line}: {TOO_MANY}"]
-    assert time.monotonic() - begin < QUICK_S
+    assert time.process_time() - begin < QUICK_S
 
 
 def test_two_hundred_thousand_values_are_as_many_as_are_read(files: Files) -> None:
@@ -243,21 +244,21 @@ def test_sixty_four_levels_are_as_deep_as_is_read(files: Files) -> None:
 @pytest.mark.parametrize("opener", ["[", "{", "- ", "? ", "[{a: "])
 def test_a_mebibyte_of_nesting_is_refused_quickly(files: Files, opener: str) -> None:
     files.write("\n" + opener * ((MIB - 1) // len(opener)))
-    begin = time.monotonic()
+    begin = time.process_time()
     assert files.messages() == [
         f"{HOST}:2: is nested more than 64 levels deep: write it flat, as the example has it"
     ]
-    assert time.monotonic() - begin < QUICK_S
+    assert time.process_time() - begin < QUICK_S
 
 
 @pytest.mark.parametrize("number", ["9" * (MIB - 50), "1" + ":59" * 340_000, "1" + ":59" * 340_000 + ".5"])
 def test_a_mebibyte_of_number_is_refused_quickly(files: Files, number: str) -> None:
     files.write(f"cuda_mps_replicas: {number}\n")
-    begin = time.monotonic()
+    begin = time.process_time()
     assert files.messages() == [
         (
             f"{HOST}:1: cuda_mps_replicas is {number[:39]}…, not a whole number:"
             " write a whole number from 1 to 60, without quotes"
         )
     ]
-    assert time.monotonic() - begin < QUICK_S
+    assert time.process_time() - begin < QUICK_S

@@ -40,7 +40,6 @@ def test_an_address_with_a_port_is_read_and_normalised(files: Files, written: st
         ("'[127.0.0.1]:9434'", 'is "[127.0.0.1]:9434", not an address with a port'),
         ("node7:9434", 'is "node7:9434", whose host is no IP address'),
         ("127.0.0.256:9434", 'is "127.0.0.256:9434", whose host is no IP address'),
-        ('"127.0.0.1:9434\\n"', 'is "127.0.0.1:9434\\n", not an address with a port'),
     ],
 )
 def test_what_is_no_address_with_a_port_is_refused(files: Files, written: str, what: str) -> None:

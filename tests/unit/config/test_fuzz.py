@@ -41,6 +41,8 @@ def assert_problems_name_real_lines(files: Files) -> None:
         assert "\n" not in str(problem)
         if problem.line is not None:
             assert 1 <= problem.line <= lines_in(Path(problem.file)), problem
+    paths = (config.cuda_mps_pipe_directory, config.cuda_mps_log_directory, config.metrics_textfile or "")
+    assert all(path.isprintable() for path in (*paths, *(entry.path for entry in config.devices)))
     for entry in config.devices:
         most = max(config.cuda_mps_max_clients or 0, 60)
         assert (1 <= entry.virtual_number <= most) != (

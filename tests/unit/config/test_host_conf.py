@@ -10,8 +10,11 @@ BOOLEAN = "write enable_cuda_mps: true or enable_cuda_mps: false"
 REPLICAS = "write a whole number from 1 to 60, without quotes"
 CLIENTS = "write a whole number from 1 to 4096, without quotes"
 PROM = "write the path of a file of its own that ends in .prom"
+WITHOUT = "remove them"
 WHOLE_PATH = "write the whole path, from /"
 MODES = "exclusive_process, keep"
+LEASES = "write a whole number from 1 to 1000000, without quotes"
+TTL = "write a whole number from 1 to 31536000, without quotes"
 SCOPES = "host, gpu"
 PERCENTAGES = "equal, double, none"
 
@@ -22,6 +25,7 @@ def test_every_key_has_the_default_of_the_design(files: Files) -> None:
         "enable_cuda_mps": False,
         "container_device_config_file": "/etc/yunion/host_container_device.yml",
         "cuda_mps_pipe_directory": "/tmp/nvidia-mps/pipe",
+        "cuda_mps_pipe_group": None,
         "cuda_mps_log_directory": "/tmp/nvidia-mps/log",
         "cuda_mps_replicas": 10,
         "cuda_mps_compute_mode": "exclusive_process",
@@ -31,6 +35,8 @@ def test_every_key_has_the_default_of_the_design(files: Files) -> None:
         "cuda_mps_max_clients": None,
         "cuda_mps_stop_timeout_s": 10,
         "cuda_mps_multiuser": False,
+        "max_leases_per_user": None,
+        "max_lease_ttl_s": 30 * 86_400,
         "metrics_listen": None,
         "metrics_allow_public": False,
         "metrics_textfile": None,
@@ -48,6 +54,7 @@ def test_every_key_is_read_and_knows_its_line(files: Files) -> None:
         "container_device_config_file: /etc/devices.yml\n"
         "hypervisor: kvm\n"
         "cuda_mps_pipe_directory: /run/mps/pipe\n"
+        "cuda_mps_pipe_group: root\n"
         "cuda_mps_log_directory: /var/log/mps\n"
         "cuda_mps_replicas: 7\n"
         "cuda_mps_compute_mode: keep\n"
@@ -57,6 +64,8 @@ def test_every_key_is_read_and_knows_its_line(files: Files) -> None:
         "cuda_mps_max_clients: 96\n"
         "cuda_mps_stop_timeout_s: 3600\n"
         "cuda_mps_multiuser: true\n"
+        "max_leases_per_user: 4\n"
+        "max_lease_ttl_s: 600\n"
         "metrics_listen: 10.0.0.1:9434\n"
         "metrics_allow_public: true\n"
         "metrics_textfile: /srv/yunion-mps.prom\n"
@@ -79,6 +88,8 @@ def test_every_key_is_read_and_knows_its_line(files: Files) -> None:
         3600,
         True,
     )
+    assert found.cuda_mps_pipe_group == "root"
+    assert (found.max_leases_per_user, found.max_lease_ttl_s) == (4, 600)
     assert (found.metrics_listen, found.metrics_allow_public) == ("10.0.0.1:9434", True)
     assert (found.metrics_textfile, found.web_listen, found.web_allow_public) == (
         "/srv/yunion-mps.prom",
@@ -86,7 +97,7 @@ def test_every_key_is_read_and_knows_its_line(files: Files) -> None:
         False,
     )
     assert {name: source.line for name, source in found.sources.items()} == dict(
-        zip(KEYS, [2, 3, *range(5, 20)])
+        zip(KEYS, [2, 3, *range(5, 23)])
     )
     assert {source.file for source in found.sources.values()} == {str(files.host)}
 
@@ -103,6 +114,12 @@ def test_every_key_is_read_and_knows_its_line(files: Files) -> None:
         ("enable_cuda_mps", "[true]", "is a list, not true or false", BOOLEAN),
         ("enable_cuda_mps", "{a: true}", "is a mapping, not true or false", BOOLEAN),
         ("enable_cuda_mps", '!!bool "maybe"', "is maybe, not true or false", BOOLEAN),
+        (
+            "cuda_mps_pipe_group",
+            "no such group",
+            'is "no such group", a group that does not exist',
+            "create it (groupadd --system NAME), or choose one that exists: getent group",
+        ),
         ("cuda_mps_replicas", '"4"', 'is "4", not a whole number', REPLICAS),
         ("cuda_mps_replicas", "4.5", "is 4.5, not a whole number", REPLICAS),
         ("cuda_mps_replicas", "4.0", "is 4.0, not a whole number", REPLICAS),
@@ -126,6 +143,9 @@ def test_every_key_is_read_and_knows_its_line(files: Files) -> None:
         ("cuda_mps_max_clients", "0", "is 0, out of range", CLIENTS),
         ("cuda_mps_max_clients", "4097", "is 4097, out of range", CLIENTS),
         ("cuda_mps_max_clients", "null", "is nothing (null), not a whole number", CLIENTS),
+        ("max_leases_per_user", "0", "is 0, out of range", LEASES),
+        ("max_leases_per_user", "none", 'is "none", not a whole number', LEASES),
+        ("max_lease_ttl_s", "99999999", "is 99999999, out of range", TTL),
         ("cuda_mps_compute_mode", "default", f'is "default", none of {MODES}', f"write one of {MODES}"),
         (
             "cuda_mps_compute_mode",
@@ -141,7 +161,21 @@ def test_every_key_is_read_and_knows_its_line(files: Files) -> None:
         ("cuda_mps_thread_percentage", "equals", f'is "equals", none of {PERCENTAGES}', "write equal"),
         ("cuda_mps_thread_percentage", "25", f"is 25, none of {PERCENTAGES}", f"write one of {PERCENTAGES}"),
         ("cuda_mps_pipe_directory", "tmp/x", 'is "tmp/x", not an absolute path', WHOLE_PATH),
-        ("cuda_mps_pipe_directory", '"/a\\0b"', 'is "/a\\x00b", not an absolute path', WHOLE_PATH),
+        ("cuda_mps_pipe_directory", '"/a\\0b"', 'is "/a\\x00b", which contains control characters', WITHOUT),
+        ("cuda_mps_log_directory", '"/a\\nb"', 'is "/a\\nb", which contains control characters', WITHOUT),
+        ("web_listen", '"[::1]:9434\\n"', 'is "[::1]:9434\\n", which contains control characters', WITHOUT),
+        (
+            "metrics_textfile",
+            '"/\\e/b.prom"',
+            'is "/\\x1b/b.prom", which contains control characters',
+            WITHOUT,
+        ),
+        (
+            "container_device_config_file",
+            '"/a\\u202Eb"',
+            'is "/a\\u202eb", which contains control characters',
+            WITHOUT,
+        ),
         ("cuda_mps_pipe_directory", "/", "is the root directory", "write a directory of its own"),
         ("cuda_mps_log_directory", "/tmp/..", "is the root directory", "write a directory of its own"),
         (
@@ -199,6 +233,8 @@ def test_a_value_that_cannot_be_used_is_named_with_its_line_and_what_would_be_ri
         ("cuda_mps_thread_percentages", "cuda_mps_thread_percentage"),
         ("cuda_mps_max_client", "cuda_mps_max_clients"),
         ("container_device_config_fiel", "container_device_config_file"),
+        ("max_lease_per_user", "max_leases_per_user"),
+        ("max_leases_ttl_s", "max_lease_ttl_s"),
     ],
 )
 def test_a_misspelt_key_is_named_with_the_nearest_real_one(files: Files, misspelt: str, real: str) -> None:
@@ -212,9 +248,10 @@ def test_a_key_that_begins_as_ours_do_and_is_none_is_named_with_all_of_ours(file
         (
             f"{HOST}:1: cuda_mps_colour is no key: remove it; the keys of yunion-mps are"
             " container_device_config_file, cuda_mps_combine, cuda_mps_compute_mode, cuda_mps_log_directory,"
-            " cuda_mps_max_clients, cuda_mps_multiuser, cuda_mps_pipe_directory, cuda_mps_replicas,"
-            " cuda_mps_scope, cuda_mps_stop_timeout_s, cuda_mps_thread_percentage, enable_cuda_mps,"
-            " metrics_allow_public, metrics_listen, metrics_textfile, web_allow_public, web_listen"
+            " cuda_mps_max_clients, cuda_mps_multiuser, cuda_mps_pipe_directory, cuda_mps_pipe_group,"
+            " cuda_mps_replicas, cuda_mps_scope, cuda_mps_stop_timeout_s, cuda_mps_thread_percentage,"
+            " enable_cuda_mps, max_lease_ttl_s, max_leases_per_user, metrics_allow_public, metrics_listen,"
+            " metrics_textfile, web_allow_public, web_listen"
         )
     ]
 

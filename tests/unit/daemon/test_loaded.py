@@ -20,6 +20,7 @@ ELSEWHERE = (
     "yunion_mps.gateway.asking",
     "yunion_mps.gateway.doors",
     "yunion_mps.gateway.metrics",
+    "yunion_mps.gateway.names",
     "yunion_mps.gateway.serve",
     "yunion_mps.gateway.upstream",
     "yunion_mps.gateway.web",

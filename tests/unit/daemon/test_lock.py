@@ -82,6 +82,22 @@ def test_a_lock_that_is_held_is_refused_with_the_holders_pid(paths: Paths) -> No
     os.close(take_lock(paths))
 
 
+def test_the_last_child_of_a_daemon_that_is_gone_lets_go_of_the_lock(paths: Paths, tmp_path: Path) -> None:
+    """It has the lock until it has loaded its program, and our PID is in the file no more."""
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    held = take_lock(paths)
+    Path(paths.lock).write_text("4194305\n")  # above any PID
+    child = os.fork()
+    if child == 0:
+        fifo.read_bytes()
+        os.execv("/bin/true", ["true"])
+    os.close(held)
+    fifo.write_bytes(b"")
+    os.close(take_lock(paths))
+    os.waitpid(child, 0)
+
+
 @needs_root
 def test_a_strangers_file_is_refused_and_stays_what_it_was(paths: Paths, lock: Path) -> None:
     lock.write_text("precious")

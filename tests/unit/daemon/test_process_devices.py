@@ -100,7 +100,8 @@ def test_an_environment_is_read_once_and_that_of_another_process_with_its_number
 
 def test_a_process_without_an_environment_is_asked_again_for_it_may_only_just_be_started() -> None:
     devices = process_devices(Ledger())
-    steps = "read -r line; exec env YUNION_MPS_DEVICE=00:00.0-1 cat"
+    # One exec, not by way of env(1): an environment without the variable would be remembered for good.
+    steps = "read -r line; export YUNION_MPS_DEVICE=00:00.0-1; exec cat"
     with subprocess.Popen(["/bin/sh", "-c", steps], env={}, stdin=subprocess.PIPE) as job:
         started = {job.pid: started_ticks(job.pid) or 0}
         assert of(devices, started) == ()

@@ -163,6 +163,17 @@ def test_a_directory_that_other_users_cannot_enter_is_told(host: SimHost, closed
 
 
 @needs_root
+def test_a_pipe_directory_must_be_limited_to_its_group(host: SimHost) -> None:
+    pipe = host.root / "tmp/nvidia-mps/pipe"
+    pipe.mkdir(parents=True)
+    with (host.root / "etc/yunion/host.conf").open("a") as file:
+        file.write("cuda_mps_pipe_group: daemon\n")
+    assert "is open to all users" in look(host).one("pipe directory", "problem")["what"]
+    pipe.chmod(0o710)
+    assert look(host).one("pipe directory", "ok")["what"] == f"{pipe}: only the group daemon can enter"
+
+
+@needs_root
 def test_a_pipe_directory_of_another_user_is_told(host: SimHost) -> None:
     pipe = host.root / "tmp/nvidia-mps/pipe"
     pipe.mkdir(parents=True)

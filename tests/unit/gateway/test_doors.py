@@ -11,7 +11,7 @@ import pytest
 from yunion_mps.api.connection import Limits
 from yunion_mps.api.query import Request, Response
 from yunion_mps.api.routes import Answer
-from yunion_mps.gateway.doors import Doors, listen
+from yunion_mps.gateway.doors import LIMITS, Doors, listen
 
 from integration.gateway_host import free_port
 
@@ -94,22 +94,36 @@ def test_a_key_that_nobody_answers_for_opens_nothing(taken: int) -> None:
     asyncio.run(Doors({}).follow({"web_listen": f"127.0.0.1:{taken}"}))
 
 
-def test_one_address_cannot_take_the_connections_of_others() -> None:
-    async def ask(source: str, port: int) -> tuple[bytes, asyncio.StreamWriter]:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port, local_addr=(source, 0))
-        writer.write(b"GET / HTTP/1.1\r\nHost: here\r\n\r\n")
-        return await reader.readline(), writer
+@pytest.mark.parametrize("says", [b"", b"GET / HTT", b"GET / HTTP/1.1\r\nHost: here\r\n\r\n"])
+def test_connections_that_do_nothing_shut_no_client_out(says: bytes) -> None:
+    """All users of this host are one client at 127.0.0.1; silent, half-open and idle connections give way."""
 
-    async def crowd() -> None:
-        port, most = free_port(), Limits().of_one_user
+    async def crowd() -> list[bytes]:
+        port = free_port()
         doors = Doors({"web_listen": Nothing()})
         await doors.follow({"web_listen": f"127.0.0.1:{port}"})
-        told = [await ask("127.0.0.1", port) for _ in range(most + 1)]
-        assert [line.split()[1] for line, _ in told] == [b"200"] * most + [b"503"]
-        other = await ask("127.0.0.2", port)
-        assert other[0].split()[1] == b"200"
-        for _, writer in [*told, other]:
+        writers, lines = [], []
+        for number in range(LIMITS.of_one_user + 20):
+            is_served = number >= LIMITS.of_one_user
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(b"GET / HTTP/1.1\r\nHost: here\r\n\r\n" if is_served else says)
+            if is_served:
+                lines.append(await reader.readline())
+            writers.append(writer)
+        for writer in writers:
             writer.close()
         await doors.follow({})
+        return lines
 
-    asyncio.run(crowd())
+    assert asyncio.run(crowd()) == [b"HTTP/1.1 200 \r\n"] * 20
+
+
+def test_over_tcp_a_first_request_must_come_within_two_seconds() -> None:
+    async def limits() -> Limits:
+        doors, key = Doors({"web_listen": Nothing()}), "web_listen"
+        await doors.follow({key: f"127.0.0.1:{free_port()}"})
+        found = doors._open[key].server.limits
+        await doors.follow({})
+        return found
+
+    assert asyncio.run(limits()).first_request_timeout_s == 2.0

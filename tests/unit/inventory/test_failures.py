@@ -132,6 +132,7 @@ def test_a_gpu_that_fails_in_any_call_has_a_reason_and_its_neighbours_none(
         uuid=None if call == "nvmlDeviceGetUUID" else before[1].uuid,
         nvml_index=1,
         vendor_device_id="10de:1eb8",
+        numa_node=-1,
         link=before[1].link,
         render_node="/dev/dri/renderD129",
         reason=words[error],
@@ -151,6 +152,7 @@ def test_a_gpu_without_handle_or_address_is_listed_by_its_place_on_the_bus(
     assert broken == Gpu(
         "0000:00:07.0",
         vendor_device_id="10de:1eb8",
+        numa_node=-1,
         link=before[1].link,
         render_node="/dev/dri/renderD129",
         reason=MESSAGES[error][0],

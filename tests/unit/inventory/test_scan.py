@@ -22,7 +22,7 @@ def test_the_reference_case_has_every_field(open_host: OpenHost) -> None:
                 compute_capability=(6, 1),
                 mig_enabled=None,
                 vendor_device_id="10de:1b38",
-                numa_node=None,
+                numa_node=-1,
                 link=PcieLink("3.0", "8GT/s", 16, "15.76 GB/s"),
                 render_node="/dev/dri/renderD128",
                 reason="",
@@ -107,3 +107,10 @@ def test_a_host_that_changes_is_seen_as_it_is_now(open_host: OpenHost) -> None:
         ("Default", True),
         ("Prohibited", False),
     ]
+
+
+def test_what_the_driver_names_has_no_control_characters(open_host: OpenHost) -> None:
+    gpu = {"kind": "tesla-p40", "name": "Tesla\n\x1b[2J P40", "uuid": "GPU-\x1b[2J"}
+    found = open_host({"driver": {"version": "535\r\n<2>forged"}, "gpus": [gpu]}).scan()
+    assert (found.gpus[0].name, found.gpus[0].uuid) == ("Tesla\\n\\x1b[2J P40", "GPU-\\x1b[2J")
+    assert found.driver.version == "535\\r\\n<2>forged"

@@ -45,6 +45,7 @@ def test_what_nobody_can_understand_is_passed_over(tmp_path: Path) -> None:
         ("holder", "pid", "4260"),
         ("holder", "started", {}),
         ("holder", "ttl_s", None),
+        ("holder", "unit", None),
         ("device", "addr", 7),
         ("device", "gpu_uuid", []),
         ("device", "memory_limit_mib", "4G"),
@@ -52,6 +53,7 @@ def test_what_nobody_can_understand_is_passed_over(tmp_path: Path) -> None:
         ("lease", "since_s", "now"),
         ("lease", "environment", {"A": 1}),
         ("lease", "devices", []),
+        ("lease", "ends_s", "soon"),
     ],
 )
 def test_what_is_of_another_kind_is_passed_over(tmp_path: Path, of: str, name: str, value: object) -> None:

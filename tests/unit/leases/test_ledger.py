@@ -67,8 +67,19 @@ def test_a_gpu_is_named_by_address_or_uuid(name: str) -> None:
 
 def test_what_is_not_served_is_not_given_and_the_reason_is_said() -> None:
     message, hint = why_not(Ledger(), Wish(), offers(1, reason="its domain is failed: no"))
-    assert message == "1 device cannot be had now: 4 unavailable (its domain is failed: no)"
+    assert message == "1 device cannot be had now: 4 unavailable (GPU 00:00.0: its domain is failed: no)"
     assert hint == "see: yunion-mps status"
+
+
+def test_each_reason_names_the_gpus_that_it_applies_to() -> None:
+    reasons = {"GPU-0": "lost", "GPU-1": "in MIG mode", "GPU-2": "in MIG mode", "GPU-3": ""}
+    devices = [one._replace(reason=reasons[one.device.gpu_uuid]) for one in offers(4).devices]
+    full = Ledger([lease("a", *(device(3, slot) for slot in range(4)))])
+    message, _ = why_not(full, Wish(), Offers(devices, [pool(4)._replace(reason="lost")]))
+    assert message == (
+        "1 device cannot be had now: 4 of 16 in use; 8 unavailable (GPU 01:00.0, 02:00.0: in MIG mode); "
+        "4 unavailable (GPU 00:00.0: lost)"
+    )
 
 
 def test_leases_of_a_division_before_count_against_the_gpus_memory() -> None:
@@ -283,4 +294,4 @@ def test_all_devices_are_had_together_or_not_at_all() -> None:
     kept = ledger.claims(Wish(device="all"), offers(2))
     assert len(kept.devices) == 7, "who waits for all of them is not passed for good"
     message, _ = why_not(Ledger(), Wish(device="all"), offers(2, reason="lost"))
-    assert message == "all devices cannot be had now: 8 unavailable (lost)"
+    assert message == "all devices cannot be had now: 8 unavailable (GPU 00:00.0, 01:00.0: lost)"

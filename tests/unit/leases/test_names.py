@@ -5,56 +5,88 @@ from __future__ import annotations
 import pytest
 from yunion_mps.errors import NotFoundError
 from yunion_mps.leases.names import lease_named
-from yunion_mps.models import Holder
+from yunion_mps.models import Holder, Lease, Owner
 
 from unit.leases.shares import device, lease
 
-LEASES = {
-    name: lease(name, device(0, slot))._replace(holder=Holder("name", 1000, name=holder))
-    for slot, (name, holder) in enumerate((("1234-a", "night"), ("1234-b", "1234"), ("9876-c", "noon")))
-}
+ALICE, BOB, ROOT = Owner(1000), Owner(66), Owner(0)
+#: Two jobs, which have one user between them.
+TRAIN, TEST = Owner(61184, "yunion-mps-job@train.service"), Owner(61184, "yunion-mps-job@test.service")
 
+
+def made(*leases: tuple[str, Owner, str]) -> dict[str, Lease]:
+    """Leases by id, each of its owner, who has called it so."""
+    return {
+        lease_id: lease(lease_id, device(0, slot))._replace(
+            holder=Holder("name", owner.uid, name=name, unit=owner.unit)
+        )
+        for slot, (lease_id, owner, name) in enumerate(leases)
+    }
+
+
+LEASES = made(
+    ("12345678-a", ALICE, "night"), ("12345678-b", ALICE, "12345678"), ("98765432-c", ALICE, "noon")
+)
 #: A job's, and what somebody else has called after it, by its name and by its id.
-THEIRS = {
-    "1234-a": lease("1234-a", device(0, 0))._replace(holder=Holder("name", 1000, name="job")),
-    "9876-c": lease("9876-c", device(0, 1))._replace(holder=Holder("name", 66, name="job")),
-    "4444-b": lease("4444-b", device(0, 2))._replace(holder=Holder("name", 66, name="1234")),
-    "5555-d": lease("5555-d", device(0, 3))._replace(holder=Holder("name", 66, name="sole")),
-}
+THEIRS = made(
+    ("12345678-a", ALICE, "job"),
+    ("98765432-c", BOB, "job"),
+    ("44444444-b", BOB, "12345678"),
+    ("55555555-d", BOB, "sole"),
+    ("66666666-e", TRAIN, "model"),
+    ("77777777-f", TEST, "model"),
+)
 
 
 @pytest.mark.parametrize(
     ("name", "found"),
-    [("1234-a", "1234-a"), ("night", "1234-a"), ("1234", "1234-b"), ("9876", "9876-c"), ("1234-b", "1234-b")],
+    [
+        ("12345678-a", "12345678-a"),
+        ("night", "12345678-a"),
+        ("12345678", "12345678-b"),
+        ("98765432", "98765432-c"),
+        ("12345678-b", "12345678-b"),
+    ],
 )
 def test_a_lease_has_its_id_its_holders_name_and_the_beginning_of_its_id(name: str, found: str) -> None:
-    assert lease_named(name, LEASES, 1000).id == found
+    assert lease_named(name, LEASES, ALICE).id == found
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("987", "there is no lease 987"),
+        ("9876543", "there is no lease 9876543"),
         ("day", "there is no lease day"),
-        ("1234-", "1234- names 2 leases"),
+        ("12345678-", "12345678- names 2 leases"),
     ],
 )
 def test_what_names_none_or_several_is_said(name: str, message: str) -> None:
     with pytest.raises(NotFoundError) as caught:
-        lease_named(name, LEASES, 1000)
+        lease_named(name, LEASES, ALICE)
     assert caught.value.message == message
 
 
 @pytest.mark.parametrize(
-    ("uid", "name", "found"),
-    [(1000, "job", "1234-a"), (66, "job", "9876-c"), (1000, "1234", "1234-a"), (0, "sole", "5555-d")],
+    ("owner", "name", "found"),
+    [
+        (ALICE, "job", "12345678-a"),
+        (BOB, "job", "98765432-c"),
+        (ALICE, "12345678", "12345678-a"),
+        (TRAIN, "model", "66666666-e"),
+        (TEST, "model", "77777777-f"),
+        (ROOT, "12345678", "12345678-a"),
+        (ROOT, "98765432-c", "98765432-c"),
+    ],
 )
-def test_the_asker_s_own_lease_is_meant_whatever_others_call_theirs(uid: int, name: str, found: str) -> None:
-    assert lease_named(name, THEIRS, uid).id == found
+def test_a_name_finds_own_leases_and_an_id_finds_any(owner: Owner, name: str, found: str) -> None:
+    assert lease_named(name, THEIRS, owner).id == found
 
 
-@pytest.mark.parametrize("name", ["job", "1234"])
-def test_whose_lease_is_meant_is_not_guessed_for_who_has_none_of_them(name: str) -> None:
-    """Else root would end, by the id that `who` shows, the lease of a user who has called it so."""
-    with pytest.raises(NotFoundError, match=f"{name} names 2 leases"):
-        lease_named(name, THEIRS, 0)
+@pytest.mark.parametrize(
+    ("owner", "name"), [(ROOT, "job"), (ROOT, "sole"), (ALICE, "sole"), (Owner(61184), "model")]
+)
+def test_a_name_never_finds_another_owner_s_lease(owner: Owner, name: str) -> None:
+    """Else root, whose own lease has expired, would end that of a user who has called it the same."""
+    with pytest.raises(NotFoundError, match=f"there is no lease {name}") as caught:
+        lease_named(name, THEIRS, owner)
+    assert caught.value.hint == "give the id of another owner's lease: yunion-mps who"

@@ -43,6 +43,7 @@ def test_a_second_lease_for_a_name_or_a_request_is_refused(
     ("holder", "request_id"),
     [
         (NIGHT._replace(uid=1001), "a-request-of-1000"),
+        (NIGHT._replace(unit="yunion-mps-job@train.service"), "a-request-of-1000"),
         (NIGHT._replace(name="day"), ""),
         (HOLDER, "another-request"),
         (HOLDER, ""),

@@ -98,9 +98,11 @@ class Watched(Ledger):
         super().__init__(leases)
         self.searches: list[Wish] = []
 
-    def choose(self, wish: Wish, offers: Offers, kept: Kept = NOTHING_KEPT) -> tuple[Device, ...]:
+    def choose(
+        self, wish: Wish, offers: Offers, kept: Kept = NOTHING_KEPT, *, has_waited: bool = False
+    ) -> tuple[Device, ...]:
         self.searches.append(wish)
-        return super().choose(wish, offers, kept)
+        return super().choose(wish, offers, kept, has_waited=has_waited)
 
 
 def test_hundreds_who_each_wait_for_something_else_cost_no_search_each() -> None:

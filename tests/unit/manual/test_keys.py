@@ -114,6 +114,8 @@ def right_and_wrong(kind: str) -> tuple[list[str], list[str]]:
         return ["/etc/devices.yml"], ["devices.yml", "1", "/"]
     if kind == "an absolute path that ends in .prom":
         return ["/srv/own.prom"], ["own.prom", "1", "/", "/etc/yunion/host.conf", "/srv/own"]
+    if kind == "the name of a group":
+        return ["root"], ["no such group", "1", ""]
     if kind == "an IP address and a port":
         return ["127.0.0.1:9434", "'[::1]:9434'"], ["127.0.0.1", "9434", "node7:9434"]
     numbers = re.fullmatch(r"a whole number from (\d+) to (\d+)", kind)

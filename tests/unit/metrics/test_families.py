@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from yunion_mps.api.counting import BOUNDS_S, Counted, Latency
+from yunion_mps.escaping import printable
 from yunion_mps.metrics.catalogue import CATALOGUE
 from yunion_mps.metrics.facts import Facts
 from yunion_mps.metrics.text import text_of
@@ -207,6 +208,7 @@ def test_whatever_a_host_is_like_both_parsers_read_the_same(given: Facts) -> Non
     assert read["yunion_mps_up", ()] == 1
     for gpu in given.gpus:
         about = {"uuid": gpu["uuid"] or "", "name": gpu["name"], "compute_mode": gpu["compute_mode"] or ""}
+        about = {key: printable(text) for key, text in about.items()}
         shown = [dict(labels) for name, labels in read if name == "yunion_mps_gpu_info"]
         assert any(one == {**about, "gpu": gpu["addr"]} for one in shown) or len(
             {each["addr"] for each in given.gpus}

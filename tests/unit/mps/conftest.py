@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 from yunion_mps.models import DomainPlan
-from yunion_mps.mps.adoption import control_environment
 from yunion_mps.mps.applying import InForce
 from yunion_mps.mps.control import client_variables
 from yunion_mps.mps.diagnosis import front_end_at
+from yunion_mps.mps.ownership import control_environment
+from yunion_mps.paths import ROOT_VARIABLE
 from yunion_mps.process import Process, spawn
 
 from simhost import SimHost
@@ -49,6 +50,12 @@ def place() -> Iterator[Path]:
     path.chmod(0o755)
     yield path
     shutil.rmtree(path)
+
+
+@pytest.fixture(autouse=True)
+def root(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no control daemon of another test, or of this machine, be taken for one of ours."""
+    monkeypatch.setenv(ROOT_VARIABLE, str(place / "root"))
 
 
 @pytest.fixture

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
 import socket
+import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from yunion_mps.models import DomainPlan, Event
 from yunion_mps.mps.applying import InForce
 from yunion_mps.mps.control import Conversation, peer_of
 from yunion_mps.mps.domain import Domain
+from yunion_mps.mps.ownership import our_processes
 from yunion_mps.process import is_stopped
 
 from simhost import SimHost
@@ -166,6 +170,12 @@ class DomainRun:
         assert self.state == "stopped", self.domain.reason
 
 
+def running_here(plan: DomainPlan) -> list[tuple[int, tuple[str, ...]]]:
+    """The PID and GPUs of every control daemon of ours on the plan's directory."""
+    ours = [one for one in our_processes() if one.pipe_directory == plan.pipe_directory]
+    return [(one.pid, one.gpu_uuids) for one in ours if not one.is_server]
+
+
 def wait_until_it_answers(plan: DomainPlan, pid: int) -> None:
     """Wait until this control daemon listens in the plan's directory."""
     wait_for(lambda: (peer := peer_of(plan.pipe_directory)) is not None and peer.pid == pid)
@@ -206,3 +216,29 @@ def silent_connection(plan: DomainPlan) -> socket.socket:
         connection.close()
         raise
     return connection
+
+
+_FILL = """
+import socket, sys
+held = []
+while True:
+    held.append(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+    held[-1].setblocking(False)
+    try:
+        held[-1].connect(sys.argv[1])
+    except BlockingIOError:
+        break
+print(flush=True)
+sys.stdin.read()
+"""
+
+
+@contextlib.contextmanager
+def full_queue(pipe_directory: str, uid: int | None = None) -> Iterator[int]:
+    """Have a process hold so many silent connections that no other can be made, as any user may; its PID."""
+    command = [os.path.realpath(sys.executable), "-IS", "-c", _FILL, f"{pipe_directory}/control"]
+    with subprocess.Popen(command, user=uid, stdin=-1, stdout=-1) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"\n"
+        yield process.pid
+        process.kill()

@@ -217,6 +217,18 @@ def test_a_front_end_that_fails_without_a_word_is_told_by_its_status(
     assert caught.value.message == "nvidia-cuda-mps-control said: status 7"
 
 
+def test_an_answer_s_lines_have_no_control_characters(
+    plan: DomainPlan, write_program: Callable[[str], str]
+) -> None:
+    """`ps` quotes the commands of its clients."""
+    words = r"printf 'a\033[2J\302\2055\nb\r\nc\0\377'"
+    lines = ["a\\x1b[2J\\x855", "b", "c\\x00\ufffd"]
+    assert converse(write_program(words), plan, "ps") == lines
+    with pytest.raises(ControlError) as caught:
+        converse(write_program(f"{words}; exit 7"), plan, "ps")
+    assert caught.value.message == "nvidia-cuda-mps-control said: " + "\n".join(lines)
+
+
 def test_an_endless_answer_is_cut_and_ends_at_the_deadline(
     plan: DomainPlan, write_program: Callable[[str], str]
 ) -> None:

@@ -11,11 +11,14 @@ from pathlib import Path
 
 import pytest
 from yunion_mps.errors import HostError
-from yunion_mps.mps.directories import check_entries, make_directory
+from yunion_mps.mps.directories import check_entries, make_directory, set_access
 
 from unit.mps.hostile import STRANGER, everything_below, make, mode_of
 
-LIMITS = "look at the limits of files and processes: systemctl show yunion-mps-daemon | grep Limit"
+LIMITS = (
+    "check the limits on files, processes and threads: "
+    "systemctl show yunion-mps-daemon | grep -E 'Limit|Tasks'"
+)
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to another user")
 
@@ -70,12 +73,20 @@ def test_a_directory_that_is_there_keeps_its_mode(tmp: Path, mode: int) -> None:
     assert mode_of(make(tmp / "log")) == mode
 
 
+def make_for_clients(path: Path, group: str = "") -> None:
+    directory = make_directory(str(path))
+    try:
+        set_access(directory, str(path), group)
+    finally:
+        os.close(directory)
+
+
 @pytest.mark.parametrize("mode", [0o600, 0o700, 0o750])
 def test_a_directory_that_clients_cannot_enter_is_refused_where_they_have_to(tmp: Path, mode: int) -> None:
     (tmp / "pipe").mkdir(mode=mode)
     descriptors = open_descriptors()
     with pytest.raises(HostError) as caught:
-        make_directory(f"{tmp}/pipe", traversable=True)
+        make_for_clients(tmp / "pipe")
     assert caught.value.message == f"{tmp}/pipe cannot be entered by other users"
     assert caught.value.hint == f"let clients in: chmod go+x {tmp}/pipe"
     assert mode_of(tmp / "pipe") == mode
@@ -85,14 +96,14 @@ def test_a_directory_that_clients_cannot_enter_is_refused_where_they_have_to(tmp
 def test_following_the_hint_lets_clients_in(tmp: Path) -> None:
     (tmp / "pipe").mkdir(mode=0o700)
     subprocess.run(["chmod", "go+x", f"{tmp}/pipe"], check=True)
-    os.close(make_directory(f"{tmp}/pipe", traversable=True))
+    make_for_clients(tmp / "pipe")
     assert mode_of(tmp / "pipe") == 0o711
 
 
 def test_a_directory_made_for_clients_can_be_entered_whatever_the_umask_is(tmp: Path) -> None:
     before = os.umask(0o077)
     try:
-        os.close(make_directory(f"{tmp}/mps/pipe", traversable=True))
+        make_for_clients(tmp / "mps/pipe")
     finally:
         os.umask(before)
     assert mode_of(tmp / "mps/pipe") == 0o755

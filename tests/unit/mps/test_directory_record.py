@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import grp
 import os
 import re
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from yunion_mps.errors import HostError
-from yunion_mps.mps.directories import FILES, make_directory, record_in
+from yunion_mps.mps.directories import FILES, make_directory, record_in, set_access
 
 PURGE = Path(__file__).resolve().parents[3] / "packaging/scriptlets/purge.sh"
 
@@ -86,3 +88,34 @@ def test_where_nothing_can_be_recorded_directories_are_made_all_the_same(
 def test_a_purge_knows_the_same_names() -> None:
     (words,) = re.findall(r"for name in (control [^;]+);", PURGE.read_text())
     assert tuple(words.replace("\\\n", "").split()) == FILES
+
+
+def _admit(path: Path, group: str) -> os.stat_result:
+    directory = make_directory(str(path))
+    try:
+        set_access(directory, str(path), group)
+    finally:
+        os.close(directory)
+    return path.stat()
+
+
+def test_a_directory_that_we_made_is_limited_to_a_group_and_opened_again(record: Path, mps: Path) -> None:
+    closed = _admit(mps / "pipe", "daemon")
+    assert (closed.st_mode & 0o777, closed.st_gid) == (0o710, grp.getgrnam("daemon").gr_gid)
+    opened = _admit(mps / "pipe", "")
+    assert (opened.st_mode & 0o777, opened.st_gid) == (0o755, os.getegid())
+
+
+def test_only_the_operator_restricts_a_directory_that_we_did_not_make(record: Path, mps: Path) -> None:
+    mps.mkdir(mode=0o755)
+    with pytest.raises(HostError) as caught:
+        _admit(mps, "daemon")
+    assert caught.value.message == f"{mps} was not made by yunion-mps, and is not limited to the group daemon"
+    assert mps.stat().st_mode & 0o777 == 0o755
+    subprocess.run(caught.value.hint.partition(": ")[2], shell=True, check=True)
+    assert _admit(mps, "daemon").st_mode & 0o777 == 0o710
+
+
+def test_a_group_that_was_removed_is_named(record: Path, mps: Path) -> None:
+    with pytest.raises(HostError, match="the group no-such-group does not exist"):
+        _admit(mps / "pipe", "no-such-group")

@@ -61,6 +61,7 @@ def test_the_control_daemons_environment_is_built_from_nothing(
         "LC_ALL": "C",
         "PATH": f"{os.path.dirname(program)}:/usr/sbin:/usr/bin:/sbin:/bin",
         "YUNION_MPS_DOMAIN": "host",
+        "YUNION_MPS_ROOT": os.environ["YUNION_MPS_ROOT"],
     }
 
 

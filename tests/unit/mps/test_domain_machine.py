@@ -23,7 +23,7 @@ from yunion_mps.process import all_pids, environment_of, parent_of, program_of
 from simhost import SimHost
 from simhost.mps import Client, StandIns
 
-from .driving import Clock, DomainRun, Jobs
+from .driving import PATIENCE_S, Clock, DomainRun, Jobs
 
 #: Longer than every deadline there is: 10 s for clients, 2 s each for three steps, and orphans after them.
 STOP_WITHIN_S = 10 + 3 * 2 + 2 * 2
@@ -127,7 +127,7 @@ class Faults(RuleBasedStateMachine):
         self.free_directory()
         self.run.stop()
         self.let(STOP_WITHIN_S)
-        end_s = time.monotonic() + 5
+        end_s = time.monotonic() + PATIENCE_S
         while self.run.state != STOPPED and time.monotonic() < end_s:
             self.settle()
         assert self.run.state == STOPPED, self.run.domain.reason

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -41,6 +42,19 @@ def test_without_servers_they_are_in_force_at_once(run: DomainRun, other: Domain
     assert run.domain.in_force == InForce(other)
     assert (run.pid, run.pending) == (pid, "")
     assert converse(program, other, PERCENTAGE, MEMORY) == ["12.5", "2G"]
+
+
+def test_a_shortage_delays_them_and_ends_no_control_daemon(run: DomainRun, other: DomainPlan) -> None:
+    pid, (soft, hard) = run.pid, resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+    try:
+        run.domain.change(other, run.clock.now_s)
+        assert run.turn(1).state == APPLYING
+        assert run.domain.reason.startswith("the control daemon cannot be talked to: Too many open files; ")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    run.turn(1).until(READY)
+    assert (run.domain.in_force, run.pid) == (InForce(other), pid)
 
 
 def test_while_a_server_runs_they_are_pending_and_in_force_when_it_has_ended(

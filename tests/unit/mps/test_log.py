@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import os
+import struct
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from yunion_mps.models import DomainPlan
-from yunion_mps.mps.log_file import LARGEST_BYTES, LOG_NAME, OLDER, SERVER_LOG, bound_logs, look_at_log
+from yunion_mps.mps.log_file import (
+    LARGEST_BYTES,
+    LOG_NAME,
+    OLDER,
+    SERVER_LOG,
+    bound_logs,
+    look_at_log,
+    timestamp_parser,
+)
 from yunion_mps.mps.news import NewsReader, events_of
 from yunion_mps.mps.states import READY
 from yunion_mps.mps.watch import PROBE_S
@@ -250,3 +259,37 @@ def test_of_a_flood_only_the_end_is_read(plan: DomainPlan, log: Path) -> None:
     (event,) = events_of(reader.read(), "host", [])
     assert event.what == "MPS server (PID 7) started"
     assert reader.read() == []
+
+
+@pytest.fixture
+def berlin(tmp_path: Path) -> str:
+    """A file of a time zone, as /etc/localtime is one: all by a rule, no change in the past."""
+    begin = (
+        b"TZif2"
+        + bytes(15)
+        + struct.pack(">6l", 0, 0, 0, 0, 1, 4)
+        + struct.pack(">lBB", 3600, 0, 0)
+        + b"CET\0"
+    )
+    path = tmp_path / "localtime"
+    path.write_bytes(begin * 2 + b"\nCET-1CEST,M3.5.0,M10.5.0/3\n")
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("now_s", "text", "moment_s"),
+    [
+        (1795178707, "2026-11-20 13:45:06", 1795178706),
+        (1782900001, "2026-07-01 12:00:00", 1782900000),
+        (1792890600, "2026-10-25 02:30:00", 1792888200),  # it is 02:10 again: half past comes only now
+        (1792892400, "2026-10-25 02:30:00", 1792891800),  # it is 02:40 again
+    ],
+)
+def test_a_timestamp_is_local_and_an_ambiguous_one_the_latest_past_one(
+    berlin: str, now_s: float, text: str, moment_s: float
+) -> None:
+    assert timestamp_parser(now_s, berlin)(text) == moment_s
+
+
+def test_a_host_without_a_time_zone_has_utc(tmp_path: Path) -> None:
+    assert timestamp_parser(2e9, str(tmp_path / "none"))("2026-11-20 12:45:07") == 1795178707

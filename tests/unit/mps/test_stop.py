@@ -11,8 +11,8 @@ from yunion_mps.models import DomainPlan
 from yunion_mps.mps.control import peer_of
 from yunion_mps.mps.states import READY, STOPPED, STOPPING
 
-from .conftest import HoldFrontEnd, RunDomain
-from .driving import DomainRun, Jobs, silent_connection, stop_process, wait_for
+from .conftest import HoldFrontEnd, RunDomain, connections_to
+from .driving import DomainRun, Jobs, full_queue, silent_connection, stop_process, wait_for
 
 
 @pytest.fixture
@@ -73,6 +73,27 @@ def test_a_control_daemon_that_hears_nobody_is_ended_with_its_servers_after_the_
     wait_for(lambda: jobs.stand_ins.servers() == [])
 
 
+def test_a_full_queue_costs_jobs_none_of_their_time(run: DomainRun, jobs: Jobs, plan: DomainPlan) -> None:
+    job = jobs.begin()
+    with full_queue(plan.pipe_directory):
+        run.stop().turn(11.9)
+        assert (run.state, len(jobs.stand_ins.servers())) == (STOPPING, 1)
+        run.turn(0.1).turn(2).until(STOPPED)
+    assert job.says() == "server gone"
+
+
+def test_a_missing_socket_costs_jobs_none_of_their_time(run: DomainRun, jobs: Jobs, plan: DomainPlan) -> None:
+    job = jobs.begin()
+    for name in ("control", "control_privileged"):  # root's front-end asks at the second
+        os.unlink(f"{plan.pipe_directory}/{name}")
+    run.stop()
+    for _ in range(55):
+        run.turn(0.2).until_said()
+    assert (run.state, len(jobs.stand_ins.servers())) == (STOPPING, 1)
+    run.turn(1).turn(2).until(STOPPED)
+    assert job.says() == "server gone"
+
+
 def test_an_open_front_end_costs_jobs_none_of_their_time(
     run: DomainRun,
     jobs: Jobs,
@@ -121,6 +142,7 @@ def test_a_front_end_that_leaves_just_then_as_ours_do_costs_no_signal(
     leave = hold_front_end(plan)
     run.stop().until_said()
     leave()
+    wait_for(lambda: not connections_to(plan.pipe_directory))  # our own, too, which was turned away
     run.turn(0.2).until(STOPPED)
     assert caplog.messages == []
 

@@ -10,14 +10,15 @@ from pathlib import Path
 import pytest
 from yunion_mps.errors import HostError
 from yunion_mps.models import DomainPlan
-from yunion_mps.mps.adoption import control_environment, find, left_behind
+from yunion_mps.mps.adoption import find
+from yunion_mps.mps.ownership import control_environment
 from yunion_mps.mps.servers import orphans_in
 from yunion_mps.mps.states import READY, STOPPED
 from yunion_mps.mps.taken_over import judge, taken_over, write_down
 from yunion_mps.process import Process, environment_of
 
 from .conftest import MakePlan, RunDomain, StartControl
-from .driving import Jobs, converse
+from .driving import Jobs, converse, running_here
 
 ONE, TWO = "GPU-00000000-0000-0000-0000-000000000000", "GPU-00000000-0000-0000-0000-000000000001"
 OTHER_GPU = "GPU-11111111-0000-0000-0000-000000000000"
@@ -34,7 +35,6 @@ def theirs(plan: DomainPlan, **more: str) -> dict[str, str]:
 @pytest.fixture
 def take_over(place: Path, monkeypatch: pytest.MonkeyPatch) -> TakeOver:
     """Do what `yunion-mps-daemon --take-over` does with the process, on a host with just the plan's GPUs."""
-    monkeypatch.setenv("YUNION_MPS_ROOT", str(place / "root"))
 
     def take(plan: DomainPlan, process: Process) -> None:
         write_down(judge(process.pid, environment_of(process.pid), plan.gpu_uuids, plan))
@@ -46,20 +46,20 @@ def test_one_taken_over_goes_on_with_its_pid_and_with_our_limits(
     run_domain: RunDomain, plan: DomainPlan, start_control: StartControl, program: str, take_over: TakeOver
 ) -> None:
     stranger = start_control(plan, theirs(plan))
-    assert left_behind(plan.pipe_directory) is None
+    assert running_here(plan) == []
     take_over(plan, stranger)
     run = run_domain().start().until(READY)
     assert run.pid == stranger.pid
     assert run.pending == ""
     asked = ["get_default_device_pinned_mem_limit 0", "get_default_active_thread_percentage"]
     assert converse(program, plan, *asked) == ["5G", "25.0"]
-    assert left_behind(plan.pipe_directory) == (stranger.pid, plan.gpu_uuids), "the next daemon knows it too"
+    assert running_here(plan) == [(stranger.pid, plan.gpu_uuids)], "the next daemon knows it too"
     run.domain.stop(run.clock.now_s, spare_found=True)
     again = run_domain().start().until(READY)
     assert again.pid == stranger.pid
     again.stop().until(STOPPED)
     assert stranger.status() is not None, "a stop ends it like one that we started"
-    assert left_behind(plan.pipe_directory) is None
+    assert running_here(plan) == []
 
 
 def test_its_server_keeps_what_it_has_and_the_next_one_gets_ours(

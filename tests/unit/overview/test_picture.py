@@ -44,7 +44,9 @@ def test_a_part_is_free_idle_in_use_over_budget_or_past_mps() -> None:
         "00:06.0-2,00:06.0-3": "idle",
         "00:06.0": "past MPS",
     }
+    assert shown["state"] == "degraded"
     within = picture(told(P40, leases=(LEASE,), clients=(CLIENT,)))
+    assert within["state"] == "ready"
     assert parts(within)["00:06.0-1"]["state"] == "in use"
     broken = picture(told(P40, state=FAILED, reason="it does not start"))
     assert parts(broken)["00:06.0-1"]["state"] == "unavailable"
@@ -77,7 +79,8 @@ def test_what_is_wrong_what_is_not_known_and_the_counts_are_those_of_status() ->
     assert [one["kind"] for one in shown["findings"]] == ["Problem", "Problem", "Warning"]
     assert shown["wrong"] == 3
     assert shown["troubles"] == ["nobody knows"]
-    assert shown["devices"] == {"total": 4, "available": 4, "unavailable": 0, "used": 3, "free": 1}
+    served = {"total": 4, "available": 4, "unavailable": 0, "pending": 0}
+    assert shown["devices"] == {**served, "used": 3, "free": 1}
     assert (shown["leases"], shown["clients"]) == (2, 2)
     assert [(gpu["addr"], gpu["memory_used"]) for gpu in shown["gpus"]] == [("00:06.0", 6300)]
 

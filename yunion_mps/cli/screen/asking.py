@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import queue
-import threading
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple, Union
 
+from yunion_mps import threads
 from yunion_mps.cli.ask import ask
 from yunion_mps.errors import NotFoundError, YunionError
 from yunion_mps.overview.uses import NOBODY, Clients, clients_told
@@ -111,8 +111,7 @@ class Watch:
         self._start(lambda: clients(_PATIENT_S), 0.0, about_clients=True)
 
     def _start(self, question: _Question, wait_s: float, *, about_clients: bool) -> None:
-        arguments = (question, wait_s, about_clients)
-        threading.Thread(target=self._again_and_again, args=arguments, daemon=True).start()
+        threads.start(lambda: self._again_and_again(question, wait_s, about_clients), threads.ignore_outcome)
 
     def _ask_all(self) -> Answers:
         self._last = answers(self._last)

@@ -10,7 +10,7 @@ from yunion_mps.cli.output import cell
 from yunion_mps.cli.screen.columns import Layout, device_line, gpu_line, headings, layout
 from yunion_mps.cli.screen.scene import ORDERS, Scene, sorted_devices, sorted_gpus
 from yunion_mps.cli.screen.text import columns_of, fit
-from yunion_mps.overview.findings import NOTICE, PROBLEM
+from yunion_mps.overview.findings import NOTICE, PROBLEM, overall_state
 from yunion_mps.overview.words import count
 
 #: Words in one style: "" is the terminal's own.
@@ -87,7 +87,7 @@ def _top(scene: Scene, silence: Silence | None, now_s: float) -> list[Line]:
         old = f"no answer since {clock(silence.since_s)}; all below is from then"
         lines: list[Line] = [[(begin, "bold"), (old, "bad")], *_silence(silence)]
         return [*lines, _counts(scene)]
-    state = status["state"]
+    state = overall_state(status, scene.findings)
     driver = status["driver"]["version"]
     about = f"  driver {driver}" if driver else ""
     style = {"ready": "good", "degraded": "warn", "failed": "bad"}.get(state, "")

@@ -148,7 +148,7 @@ def _row_in_units(gpu: Json) -> DeviceRow:
 def _instead_of_a_user(holding: Holding) -> str:
     if holding.in_use:
         return ""
-    return FREE if holding.free else NO_ROOM if holding.no_room else UNAVAILABLE
+    return FREE if holding.free else NO_ROOM if holding.pending else UNAVAILABLE
 
 
 def _device_rows(holding: Holding, budgets: dict[str, int]) -> list[DeviceRow]:

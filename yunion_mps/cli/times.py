@@ -1,4 +1,4 @@
-"""Moments as people write them: `10m`, `yesterday`, `2026-11-20 13:45`."""
+"""Durations and moments as people write them: `90`, `10m`; `yesterday`, `2026-11-20 13:45`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import click
 
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 _FORMS = ("%Y-%m-%d", "%Y-%m-%d %H:%M", "%Y-%m-%d %H:%M:%S")
-_RIGHT = (
+_NO_DURATION = "is not a duration: write 90, 90s, 10m, 2h or 1d"
+_MOMENT_HINT = (
     "write 10m, 2h or 3d for so long ago, today, yesterday, a date as 2026-11-20, a time as "
     "'2026-11-20 13:45', or seconds since 1970"
 )
@@ -17,13 +18,19 @@ _RIGHT = (
 LATEST_S = 99_999_999_999
 
 
+def duration_s(text: str) -> int | None:
+    """A duration in s, None where the text is none; a number without a unit is in seconds."""
+    found = re.fullmatch(r"([0-9]{1,9})([smhdw]?)", text)
+    return int(found[1]) * _UNITS_S[found[2] or "s"] if found else None
+
+
 def moment(text: str, now_s: float) -> int:
     """The moment in s since 1970, by the local time zone; raises ValueError where it is none."""
-    ago = re.fullmatch(r"([0-9]{1,9})([smhdw])", text)
-    if ago:
-        return max(0, int(now_s) - int(ago[1]) * _UNITS_S[ago[2]])
     if re.fullmatch(r"[0-9]{9,11}", text):  # fewer digits are no date that anybody means
         return int(text)
+    ago_s = duration_s(text)
+    if ago_s is not None:
+        return max(0, int(now_s) - ago_s)
     if text in ("today", "yesterday"):
         now = time.localtime(now_s)
         day = now.tm_mday - (text == "yesterday")
@@ -44,6 +51,29 @@ def _in_seconds(date: time.struct_time) -> int:
         raise ValueError from None
 
 
+class Duration(click.ParamType):
+    """An option's value that is a duration, within bounds in s."""
+
+    name = "duration"
+
+    def __init__(self, least_s: int = 1, most_s: int | None = None) -> None:
+        self._least_s = least_s
+        self._most_s = most_s
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """The duration in s; wrong usage where it is none, or out of bounds."""
+        if isinstance(value, int):
+            return value
+        found = duration_s(str(value))
+        if found is None:
+            self.fail(f"{value!r} {_NO_DURATION}.", param, ctx)
+        if found < self._least_s or (self._most_s is not None and found > self._most_s):
+            least = f"{self._least_s}s"
+            bounds = f"{least}<=x<={self._most_s}s" if self._most_s else f"x>={least}"
+            self.fail(f"{value} is not in the range {bounds}.", param, ctx)
+        return found
+
+
 class Moment(click.ParamType):
     """An option's value that is a moment."""
 
@@ -56,4 +86,4 @@ class Moment(click.ParamType):
         try:
             return moment(str(value), time.time())
         except ValueError:
-            self.fail(f"{value!r} is no time: {_RIGHT}.", param, ctx)
+            self.fail(f"{value!r} is not a time: {_MOMENT_HINT}.", param, ctx)

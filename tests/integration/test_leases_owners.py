@@ -1,0 +1,184 @@
+"""Whose a lease is, who else may change it, and how many and how long ones an owner may have."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from integration.daemon_host import Daemon, eventually
+from integration.lease_host import STRANGER, Asker, given, needs_root, stranger, take, wait_until_wait
+from packages.groups import hierarchies
+from unit.api.server_host import as_user
+
+pytestmark = [needs_root, pytest.mark.gpus({"kind": "v100"})]
+
+#: Puts itself into control groups, becomes another user, and asks the daemon.
+_ASK = """
+import http.client, os, socket, sys
+path, method, target, uid, *groups = sys.argv[1:]
+for group in groups:
+    with open(f"{group}/cgroup.procs", "w") as file:
+        file.write(str(os.getpid()))
+connection = http.client.HTTPConnection("localhost")
+connection.sock = socket.socket(socket.AF_UNIX)
+os.setuid(int(uid))
+connection.sock.connect(path)
+connection.request(method, target, headers={"Content-Length": "0"})
+answer = connection.getresponse()
+print(answer.status, answer.read().decode())
+"""
+
+
+class Job:
+    """A job's unit, as systemd makes its control groups; all jobs are of one user."""
+
+    def __init__(self, daemon: Daemon, unit: str = "") -> None:
+        self._daemon = daemon
+        self._groups = [
+            path / f"yunion-mps-test-{uuid.uuid4().hex}" / "system.slice" / unit for path in hierarchies()
+        ]
+        for group in self._groups:
+            group.mkdir(parents=True)
+
+    def ask(self, method: str, target: str) -> tuple[int, Any]:
+        """What a process of the unit is answered."""
+        path, groups = str(self._daemon.socket_path), map(str, self._groups)
+        command = [sys.executable, "-IS", "-c", _ASK, path, method, target, str(STRANGER), *groups]
+        done = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True)
+        status, _, body = done.stdout.partition(" ")
+        return int(status), json.loads(body)
+
+    def remove(self) -> None:
+        for group in self._groups:
+            while group.name != "system.slice":
+                eventually(lambda group=group: _removed(group), f"the end of {group}")  # type: ignore[misc]
+                group = group.parent
+            group.rmdir()
+            group.parent.rmdir()
+
+
+def _removed(group: Path) -> bool:
+    with contextlib.suppress(OSError):
+        group.rmdir()
+    return not group.exists()
+
+
+@pytest.fixture
+def jobs(ready_daemon: Daemon) -> Iterator[tuple[Job, Job, Job]]:
+    """Two jobs, and another process of their user."""
+    ready_daemon.socket_path.chmod(0o666)
+    units = ("yunion-mps-job@train.service", "yunion-mps-job@test.service", "other.service")
+    with contextlib.ExitStack() as stack:
+        found = []
+        for unit in units:
+            found.append(Job(ready_daemon, unit))
+            stack.callback(found[-1].remove)
+        yield found[0], found[1], found[2]
+
+
+def test_a_name_given_by_root_never_finds_another_user_s_lease(ready_daemon: Daemon) -> None:
+    with stranger(ready_daemon) as nobody:
+        _, theirs = nobody.ask("POST", "/v1/leases?name=job&ttl=600")
+    _, ours = ready_daemon.ask("POST", "/v1/leases?name=job&ttl=600")
+    assert ready_daemon.ask("DELETE", "/v1/leases/job")[1]["id"] == ours["id"]
+    assert ready_daemon.ask("POST", "/v1/leases/job/renew")[0] == 404
+    assert ready_daemon.ask("DELETE", "/v1/leases/job")[0] == 404
+    assert given(ready_daemon) == theirs["devices"]
+    assert ready_daemon.ask("DELETE", f"/v1/leases/{theirs['id'][:8]}")[0] == 200
+
+
+def test_a_job_s_lease_is_its_unit_s(ready_daemon: Daemon, jobs: tuple[Job, Job, Job]) -> None:
+    train, test, other = jobs
+    _, lease = train.ask("POST", "/v1/leases?name=model&ttl=600")
+    for job in (test, other):
+        status, answer = job.ask("DELETE", f"/v1/leases/{lease['id']}")
+        assert (status, answer["detail"]) == (403, "the lease of 00:06.0-0 is yunion-mps-job@train.service's")
+        assert job.ask("POST", f"/v1/leases/{lease['id']}/renew")[0] == 403
+        assert job.ask("DELETE", "/v1/leases/model")[0] == 404
+    assert test.ask("POST", "/v1/leases?name=model&ttl=600")[0] == 200, "its name is its own, too"
+    ready_daemon.kill()
+    ready_daemon.start().wait_ready()
+    ready_daemon.socket_path.chmod(0o666)
+    assert test.ask("DELETE", f"/v1/leases/{lease['id']}")[0] == 403
+    assert train.ask("POST", "/v1/leases/model/renew")[1]["id"] == lease["id"]
+    assert train.ask("DELETE", "/v1/leases/model")[1]["id"] == lease["id"]
+    _, again = train.ask("POST", "/v1/leases?name=model&ttl=600")
+    assert ready_daemon.ask("DELETE", f"/v1/leases/{again['id']}")[0] == 200, "root may"
+
+
+def test_a_lease_of_a_job_s_process_stays_its_unit_s_whoever_took_it(
+    ready_daemon: Daemon, jobs: tuple[Job, Job, Job]
+) -> None:
+    train, test, other = jobs
+    with subprocess.Popen(["sleep", "300"], user=STRANGER) as process, contextlib.ExitStack() as end:
+        end.callback(process.kill)
+        for group in train._groups:
+            (group / "cgroup.procs").write_text(str(process.pid))
+        lease = take(ready_daemon, f"pid={process.pid}")
+        assert test.ask("DELETE", f"/v1/leases/{lease['id']}")[0] == 403
+        bind = f"/v1/leases/{lease['id']}/bind?pid={process.pid}"
+        assert test.ask("POST", bind)[0] == 403, "another job would end it with a process of its own"
+        engine = other.ask("POST", bind)
+        assert (engine[0], engine[1]["binding"]) == (200, "container"), "an engine may have left the unit"
+        assert other.ask("DELETE", f"/v1/leases/{lease['id']}")[0] == 403
+        assert train.ask("DELETE", f"/v1/leases/{lease['id']}")[0] == 200
+
+
+def test_a_user_has_no_more_leases_than_allowed(daemon: Daemon) -> None:
+    daemon.configure(max_leases_per_user=2)
+    daemon.start().wait_ready()
+    request = "request=" + "a" * 32
+    with stranger(daemon) as nobody:
+        _, first = nobody.ask("POST", f"/v1/leases?name=a&ttl=600&{request}")
+        assert nobody.ask("POST", "/v1/leases?name=b&ttl=600")[0] == 200
+        assert nobody.ask("POST", f"/v1/leases?name=a&ttl=600&{request}")[1]["id"] == first["id"]
+        assert nobody.ask("POST", f"/v1/leases?name=a&ttl=600&{request}&dry=true")[0] == 200
+        for query in ("name=c&ttl=600", "name=c&ttl=600&wait=600", "name=d&ttl=600&dry=true"):
+            status, answer = nobody.ask("POST", f"/v1/leases?{query}")
+            what = "nobody: 2 leases and queued requests, and max_leases_per_user is 2"
+            assert (status, answer["detail"]) == (403, what)
+        assert nobody.ask("DELETE", "/v1/leases/b")[0] == 200
+        assert nobody.ask("POST", "/v1/leases?name=c&ttl=600")[0] == 200
+    take(daemon, "name=a&ttl=600")
+    take(daemon, "name=b&ttl=600")
+    assert daemon.ask("POST", "/v1/leases?name=c&ttl=600")[0] == 423, "root has as many as there are"
+
+
+def test_a_request_that_waits_counts_as_a_lease(daemon: Daemon) -> None:
+    daemon.configure(max_leases_per_user=2)
+    daemon.start().wait_ready()
+    for number in range(4):
+        take(daemon, f"name=ours-{number}&ttl=600")
+    daemon.socket_path.chmod(0o666)
+    with as_user(STRANGER):
+        waiters = [Asker(daemon, f"name=a{number}&ttl=600&wait=600") for number in range(2)]
+    wait_until_wait(daemon, 2)
+    with stranger(daemon) as nobody:
+        assert nobody.ask("POST", "/v1/leases?name=b&ttl=600&wait=1")[0] == 403
+    for number in (0, 1):
+        assert daemon.ask("DELETE", f"/v1/leases/ours-{number}")[0] == 200
+    assert [waiter.answer()[0] for waiter in waiters] == [200, 200], "what was let in is served"
+    for waiter in waiters:
+        waiter.close()
+
+
+def test_no_lease_lives_longer_without_renewal_than_allowed(daemon: Daemon) -> None:
+    daemon.start().wait_ready()
+    month_s = 30 * 86_400
+    take(daemon, f"name=a&ttl={month_s}")
+    daemon.configure(max_lease_ttl_s=60)
+    assert daemon.ask("POST", "/v1/reload")[0] == 200
+    status, answer = daemon.ask("POST", "/v1/leases?name=b&ttl=61")
+    assert (status, answer["detail"]) == (
+        409,
+        "a time to live of 61 s is longer than max_lease_ttl_s allows (60 s)",
+    )
+    take(daemon, "name=b&ttl=60")

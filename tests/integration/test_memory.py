@@ -1,0 +1,86 @@
+"""No server grows with the requests that it answers."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from itertools import cycle, islice
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from browser.scene import Served
+from integration.daemon_host import PATIENCE_S, Daemon
+from integration.gateway_host import Gateway, free_port
+
+_WARM_UP, _REQUESTS = 2_000, 10_000
+#: A server that leaks one object of a connection grows by more than this in 10,000 requests.
+_MOST_KIB = 2 << 10
+
+_PAGE = ("/", "/", "/overview.json", "/v1/events?limit=1", "/nothing")
+_TARGETS = {
+    "daemon": ("/v1/status", "/v1/status", "/v1/events", "/metrics", "/nothing"),
+    "metrics_listen": ("/metrics", "/metrics", "/nothing"),
+    "web_listen": _PAGE,
+    "yunion-mps web": _PAGE,
+}
+
+
+class Server(NamedTuple):
+    """A server under test: its process, and how it is connected to."""
+
+    pid: int
+    connect: Callable[[], socket.socket]
+
+    def ask(self, targets: tuple[str, ...], count: int) -> None:
+        """So many requests, each on a connection of its own; every fifth is broken."""
+        for target, is_broken in islice(zip(cycle(targets), cycle([*[False] * 4, True])), count):
+            head = f"GET {target} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+            with self.connect() as client:
+                client.sendall(f"{head}{'broken' if is_broken else ''}\r\n\r\n".encode())
+                answer = client.recv(1 << 16)
+                assert answer.startswith(b"HTTP/1.1 400 " if is_broken else b"HTTP/1.1 "), answer
+                while client.recv(1 << 16):
+                    pass
+
+    @property
+    def resident_kib(self) -> int:
+        lines = Path(f"/proc/{self.pid}/status").read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS:"))
+
+
+@pytest.fixture
+def server(request: pytest.FixtureRequest, daemon: Daemon) -> Iterator[Server]:
+    """A server of this name, which serves."""
+    kind, port = request.param, free_port()
+
+    def connect() -> socket.socket:
+        if kind != "daemon":
+            return socket.create_connection(("127.0.0.1", port), PATIENCE_S)
+        client = socket.socket(socket.AF_UNIX)
+        client.connect(str(daemon.socket_path))
+        return client
+
+    with ExitStack() as stack:
+        if kind.endswith("_listen"):
+            daemon.configure(**{kind: f"127.0.0.1:{port}"})
+        daemon.start().wait_ready()
+        pid = daemon.pid
+        if kind == "yunion-mps web":
+            pid = stack.enter_context(Served(daemon.host, port)).pid
+        elif kind != "daemon":
+            gateway = stack.enter_context(Gateway(daemon)).start()
+            gateway.wait_listening(port)
+            pid = gateway.pid
+        yield Server(pid, connect)
+
+
+@pytest.mark.parametrize("server", _TARGETS, indirect=True)
+def test_a_server_does_not_grow_over_10000_requests(server: Server, request: pytest.FixtureRequest) -> None:
+    targets = _TARGETS[request.node.callspec.params["server"]]
+    server.ask(targets, _WARM_UP)
+    before_kib = server.resident_kib
+    server.ask(targets, _REQUESTS)
+    assert server.resident_kib - before_kib < _MOST_KIB

@@ -1,0 +1,95 @@
+"""scripts/test itself, in a checkout whose tools are stand-ins that write down how they were called."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from integration.daemon_host import PATIENCE_S, eventually
+
+CHECKOUT = Path(__file__).resolve().parent.parent
+TOOLS = (".venv/bin/ruff", ".venv/bin/mypy", ".venv/bin/lint-imports", ".venv/bin/coverage")
+SCRIPTS = ("scripts/setup", "scripts/test-packages")
+#: It fails, or hangs until SIGINT comes, if these variables name it.
+TOOL = """#!/bin/sh
+call="${0##*/} $*"
+trap 'echo interrupted >>calls; exit 2' INT
+echo "$call" >>calls
+case $call in $FAILS) exit 3 ;; esac
+case $call in $HANGS) while :; do sleep 0.01; done ;; esac
+"""
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    for folder in (".venv/bin", ".cache", "scripts"):
+        (tmp_path / folder).mkdir(parents=True)
+    for folder in ("scripts/lib", "packaging"):
+        (tmp_path / folder).symlink_to(CHECKOUT / folder)
+    shutil.copy(CHECKOUT / "scripts/test", tmp_path / "scripts/test")
+    for name in (*TOOLS, *SCRIPTS):
+        (tmp_path / name).write_text(TOOL)
+        (tmp_path / name).chmod(0o755)
+    return tmp_path
+
+
+def start(checkout: Path, fails: str = "-", hangs: str = "-") -> subprocess.Popen[str]:
+    env = {**os.environ, "FAILS": fails, "HANGS": hangs}
+    pipe = subprocess.PIPE
+    return subprocess.Popen([checkout / "scripts/test"], env=env, stdout=pipe, stderr=pipe, text=True)
+
+
+def calls(checkout: Path) -> list[str]:
+    """What was called, each by its first two words."""
+    return [" ".join(line.split()[:2]) for line in (checkout / "calls").read_text().splitlines()]
+
+
+WHOLE = [
+    "setup --quiet", "ruff check", "ruff format", "mypy", "lint-imports --no-cache", "coverage run",
+    "coverage run", "coverage combine", "coverage report", "test-packages",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("fails", "failed"),
+    [
+        ("-", []),
+        ("ruff check*", ["Style"]),
+        ("mypy *", ["Types"]),
+        ("lint-imports *", ["Rooms"]),
+        ("coverage run *", ["Tests, one at a time", "Tests, side by side"]),
+        ("coverage report*", ["Coverage"]),
+        ("test-packages *", ["Packages"]),
+    ],
+)
+def test_every_part_runs_and_the_summary_names_those_that_failed(
+    checkout: Path, fails: str, failed: list[str]
+) -> None:
+    with start(checkout, fails) as running:
+        out, err = running.communicate(timeout=PATIENCE_S)
+    assert (err, calls(checkout)) == ("", WHOLE)
+    rows = [line.split(None, 1) for line in out.partition("==> Summary\n")[2].splitlines()]
+    assert len(rows) == 7
+    assert {what for what, _ in rows} <= {"ok", "FAILED"}
+    names = [name for what, name in rows if what == "FAILED"]
+    assert len(names) == len(failed)
+    assert all(name.startswith(start) for name, start in zip(names, failed))
+    assert running.returncode == bool(failed)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("hangs", ["coverage run *", "test-packages *"])
+def test_an_interrupt_ends_the_tests_and_everything(
+    checkout: Path, hangs: str, number: signal.Signals
+) -> None:
+    with start(checkout, hangs=hangs) as running:
+        eventually(lambda: (checkout / "calls").exists() and calls(checkout)[-1] == hangs[:-1].strip())
+        running.send_signal(number)
+        out, _ = running.communicate(timeout=PATIENCE_S)
+    assert (running.returncode, calls(checkout)[-1]) == (130, "interrupted")
+    assert "Summary" not in out

@@ -1,0 +1,180 @@
+"""Connections are few: what each user may have of them, and whose is ended for another."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from unit.api import snapshots
+from unit.api.conftest import Serve
+from unit.api.server_host import NOBODY, RawClient, ServerHost, eventually, request
+
+TOO_MANY = (503, "too many connections are open", "close some, or try again in a moment")
+WAIT = request("/v1/events?after=0&wait=60")
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be other users")
+
+
+@pytest.fixture
+def crowded(serve: Serve) -> Serve:
+    """Make a server that ends no connection for being slow."""
+    return lambda snapshot=None, **limits: serve(
+        snapshot, **{"first_request_timeout_s": 600, "kept_for_root": 0, "kept_for_new_clients": 0, **limits}
+    )
+
+
+def fill(host: ServerHost, count: int, uid: int = 0, *, send: bytes = b"") -> list[RawClient]:
+    """Open connections that are all admitted, and send this on each."""
+    before = len(host.server.connections)
+    clients = [host.connect(uid).send(send) for _ in range(count)]
+    host.wait_connections(before + count)
+    return clients
+
+
+def hold(host: ServerHost, count: int, uid: int = 0) -> list[RawClient]:
+    """Open connections on each of which a lease hangs."""
+    clients = fill(host, count, uid)
+    host.keep_connections()
+    return clients
+
+
+def assert_turned_away(host: ServerHost, uid: int = 0) -> None:
+    with host.connect(uid) as client:
+        assert_ended(client)
+
+
+def assert_ended(client: RawClient) -> None:
+    """It was told that there are too many, and ended."""
+    answer = client.answer()
+    assert answer is not None
+    assert answer.problem == TOO_MANY
+    assert answer.headers["connection"] == "close"
+    assert client.ended()
+
+
+def assert_served(client: RawClient) -> None:
+    answer = client.send(request("/v1/status")).answer()
+    assert answer is not None
+    assert answer.status == 200
+
+
+def test_there_is_a_cap_on_connections_and_room_again_when_one_ends(crowded: Serve) -> None:
+    host = crowded(connections=10)
+    clients = hold(host, 10)
+    assert_turned_away(host)
+    clients.pop().close()
+    host.wait_connections(9)
+    host.assert_serves()
+
+
+def test_one_user_cannot_take_the_connections_of_another(crowded: Serve) -> None:
+    host = crowded(connections=20, kept_for_root=2, of_one_user=5)
+    clients = hold(host, 5, NOBODY)
+    assert_turned_away(host, NOBODY)
+    clients += hold(host, 5, NOBODY - 1)
+    assert_turned_away(host, NOBODY - 1)
+    host.assert_serves()
+    eventually(lambda: host.server.by_client == {NOBODY: 5, NOBODY - 1: 5}, "five connections each")
+    clients.pop(0).close()
+    eventually(lambda: host.server.by_client[NOBODY] == 4, "room for the first user")
+    clients += fill(host, 1, NOBODY)
+
+
+def test_all_other_users_together_leave_room_for_root(crowded: Serve) -> None:
+    host = crowded(connections=10, kept_for_root=3, of_one_user=4)
+    hold(host, 4, 1000)
+    hold(host, 3, 1001)
+    assert_turned_away(host, 1002)
+    host.assert_serves()
+    host.wait_connections(7)
+    hold(host, 3)
+    assert_turned_away(host)
+
+
+def test_a_new_user_gets_a_connection_though_root_has_all_others(crowded: Serve) -> None:
+    host = crowded(connections=10, kept_for_root=2, kept_for_new_clients=3)
+    hold(host, 7)
+    assert_turned_away(host)
+    hold(host, 1, NOBODY)
+    assert_turned_away(host, NOBODY)
+    for uid in (NOBODY - 1, NOBODY - 2):
+        hold(host, 1, uid)
+
+
+def test_a_new_user_gets_a_connection_though_others_have_theirs(crowded: Serve) -> None:
+    host = crowded(connections=10, kept_for_root=2, kept_for_new_clients=3)
+    hold(host, 5, 1000)
+    assert_turned_away(host, 1000)
+    hold(host, 1, 1001)
+    assert_turned_away(host, 1001)
+    hold(host, 1)
+
+
+@pytest.mark.parametrize("uid", [0, NOBODY])
+@pytest.mark.parametrize("part", [b"", b"GET /v1/gp"], ids=["silent", "half a request"])
+def test_a_user_whose_connections_are_all_half_open_gets_in(crowded: Serve, uid: int, part: bytes) -> None:
+    host = crowded(connections=20, of_one_user=20)
+    clients = fill(host, 20, uid, send=part)
+    for client in clients[:10]:
+        with host.connect(uid) as another:
+            assert_served(another)
+            assert_ended(client)
+            host.wait_connections(20)
+        host.wait_connections(19)
+        clients += fill(host, 1, uid, send=part)
+
+
+def test_the_connection_that_was_idle_longest_is_ended_for_another(crowded: Serve) -> None:
+    host = crowded(connections=3)
+    clients = fill(host, 3)
+    for client in (clients[1], clients[2], clients[0]):
+        assert_served(client)
+    assert_served(host.connect())
+    assert clients[1].ended()
+    for client in (clients[0], clients[2]):
+        assert_served(client)
+
+
+def test_a_request_that_waits_for_an_event_makes_room_and_is_told_so(crowded: Serve) -> None:
+    host = crowded(connections=2)
+    clients = fill(host, 2, send=WAIT)
+    eventually(lambda: len(host.journal.waiting) == 2, "two that wait")
+    host.assert_serves()
+    assert_ended(clients[0])
+    eventually(lambda: len(host.journal.waiting) == 1, "one that waits")
+
+
+def test_a_request_that_is_being_answered_is_not_ended_for_another(crowded: Serve) -> None:
+    host = crowded(connections=2)
+    host.changes.gate.clear()
+    clients = fill(host, 2, send=request("/v1/plan"))
+    eventually(lambda: len(host.changes.asked) == 2, "two that are being answered")
+    assert_turned_away(host)
+    host.changes.gate.set()
+    assert [answer and answer.status for answer in map(RawClient.answer, clients)] == [200, 200]
+
+
+def test_a_client_that_does_not_read_its_answer_makes_room(crowded: Serve) -> None:
+    host = crowded(snapshots.large(2400), connections=1, answer_timeout_s=600)
+    fill(host, 1, send=request("/v1/devices?limit=0"))
+    eventually(lambda: host.server.unread_bytes(0), "an answer that is not taken")
+    host.assert_serves()
+
+
+def test_a_request_for_a_lease_is_never_ended_for_another(crowded: Serve) -> None:
+    host = crowded(connections=2)
+    host.giver.gate.clear()
+    waiting = request("/v1/leases?binding=process", "POST", "Content-Length: 0")
+    clients = fill(host, 2, send=waiting)
+    eventually(lambda: len(host.giver.asked) == 2, "two that wait")
+    assert_turned_away(host)
+    host.giver.gate.set()
+    assert [answer and answer.status for answer in map(RawClient.answer, clients)] == [200, 200]
+
+
+@pytest.mark.parametrize("part", [b"", b"G", request("/v1/gpus", "GET", "Content-Length: 9") + b"half"])
+def test_the_first_request_has_a_deadline_of_its_own(serve: Serve, part: bytes) -> None:
+    host = serve(first_request_timeout_s=0.2, request_timeout_s=600, idle_timeout_s=600)
+    with host.connect() as client:
+        answer = client.send(part).answer()
+        assert (answer and answer.status) == (408 if part else None)

@@ -1,0 +1,65 @@
+"""An environment in each format is read back as it was, or refused: else a job would miss its budget."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import subprocess
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from yunion_mps.cli.environment import STYLES, show_environment
+from yunion_mps.errors import HostError
+
+from unit.api.by_hand import LEASE
+from unit.cli.conftest import Cli
+
+NAME = "CUDA_MPS_PIPE_DIRECTORY"
+#: How a shell takes each format from standard input; systemd itself cannot be asked.
+READERS = {
+    "shell": 'eval "$(cat)"',
+    "dotenv": 'set -a; eval "$(cat)"',
+    "docker": 'IFS= read -r line; export "$line"',
+}
+
+
+def printed(value: str, style: str) -> str:
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        show_environment({NAME: value}, style)
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("style", READERS)
+@given(value=st.text(st.sampled_from("/aé日 $`'\"\\%#=;&|*?~!{}()\n\r\t\x1b\u202e"), max_size=20))
+def test_an_accepted_value_is_read_back_unchanged(style: str, value: str) -> None:
+    try:
+        text = printed(value, style)
+    except HostError:
+        assert not value.isprintable() or (style == "dotenv" and set(value) & {"$", "`"})
+        return
+    assert text.count("\n") == 1
+    script = f'{READERS[style]}; printf %s. "${NAME}"'
+    found = subprocess.run(["sh", "-c", script], input=text, capture_output=True, text=True, timeout=60)
+    assert found.stdout == f"{value}."
+
+
+def test_a_unit_gets_a_dollar_and_a_percent_sign_as_they_are() -> None:
+    """systemd.exec(5): in Environment= a dollar sign means nothing, and %% is a percent sign."""
+    assert printed('/a$HOME/%h/"b\\', "systemd") == f'Environment="{NAME}=/a$HOME/%%h/\\"b\\\\"\n'
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_what_a_format_cannot_hold_makes_its_reader_fail(own: Cli, style: str) -> None:
+    environment = {**LEASE["environment"], NAME: "/a\nLD_PRELOAD=/b"}
+    own.host.giver.given = {**LEASE, "environment": environment}
+    done = own("run", "--print-env", "-o", style)
+    if style == "json":
+        assert json.loads(done.out) == environment
+        return
+    assert done.code == 1
+    assert done.out == {"shell": "false\n", "docker": "=there is none\n"}.get(style, "")
+    why = f"{NAME}: the format {style} cannot represent /a\\nLD_PRELOAD=/b"
+    hint = "use --output json, or name another directory in host.conf"
+    assert done.err == f"yunion-mps: {why}\nyunion-mps: {hint}\n"

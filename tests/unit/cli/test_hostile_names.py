@@ -1,0 +1,111 @@
+"""No command prints what steers a terminal or forges a line, whatever the daemon answers."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+from yunion_mps.cli.output import FORMATS
+from yunion_mps.errors import NothingFreeError
+from yunion_mps.models import Event
+
+from unit.api.by_hand import CLIENT, LEASE, SERVER, WAITER, WAITING, clients
+from unit.api.server_host import ServerHost
+from unit.api.snapshots import MACHINE_ID, P40, snapshot
+from unit.cli.conftest import Cli
+from unit.cli.held import PAST_MPS, hold
+from unit.hostile_names import READABLE, WORST, steers
+
+#: SQLite, files and arguments have no half of a character.
+WHOLE = WORST.replace("\ud800", "")
+LISTS = (["who"], ["clients"], ["gpus"], ["list"], ["events"], ["show", "00:06.0-1"], ["lease", "renew", "a"])
+#: What to run, and the exit status.
+COMMANDS = [
+    *(([*command, "-o", output], 0) for command in LISTS for output in FORMATS),
+    (["status"], 0),
+    (["top", "--once"], 0),
+    (["clients", "terminate", "4260", "--yes"], 0),
+    (["run", "--dry-run", "a"], 0),
+    (["run", "--allow-unlimited", WHOLE], 127),
+    (["lease", "renew", WHOLE], 0),
+    ([WHOLE], 2),
+    (["config", "check"], 6),
+    (["config", "check", "-o", "json"], 6),
+]
+ENVIRONMENT = {
+    "CUDA_MPS_PIPE_DIRECTORY": "/nowhere",
+    "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "25",
+    "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": WORST,
+}
+
+
+def named(name: str) -> ServerHost:
+    """A host on which all that others may name has this name."""
+    host = ServerHost(snapshot(P40._replace(name=name), reason=name))
+    who = {"user": name, "command": name, "container": name}
+    server = {**SERVER, "user": name, "command": name}
+    waiting = ({**WAITING, "user": name, "command": name, "server_user": name},)
+    jobs = {**CLIENT, **who, "device": name}, {**PAST_MPS, **who}
+    host.people.found = clients(*jobs, servers=(server,), waiting=waiting, troubles=(name,))
+    host.people.how = name
+    lease = {**LEASE, **who, "name": name, "environment": ENVIRONMENT}
+    hold(host, lease, {**lease, "id": "b" * 36, "devices": ["00:06.0-2"]}, waiting=({**WAITER, **who},))
+    host.giver.given = lease
+    recorded = name.replace("\ud800", "")
+    host.record(Event("error", "client", recorded, recorded, recorded, recorded))
+    return host
+
+
+@pytest.fixture(scope="module")
+def worst() -> Iterator[Cli]:
+    with named(WORST) as host:
+        os.mkdir(host.paths.under("/etc"))
+        os.mkdir(os.path.dirname(host.paths.host_conf))
+        Path(host.paths.machine_id).write_text(f"{MACHINE_ID}\n")
+        key, value = (json.dumps(text) for text in (f"cuda_mps_{WHOLE}", WHOLE))
+        Path(host.paths.host_conf).write_text(f"{key}: 1\ncuda_mps_scope: {value}\n")
+        yield Cli(host.paths.root, host)
+
+
+@pytest.mark.parametrize(("command", "code"), COMMANDS)
+def test_a_command_prints_no_control_characters(worst: Cli, command: list[str], code: int) -> None:
+    done = worst(*command)
+    assert done.code == code, done
+    printed = done.out + done.err
+    assert printed
+    assert steers(printed) == set()
+    assert [line for line in printed.split("\n") if line.startswith(("STOPPING=1", "<2>"))] == []
+
+
+def test_a_refusal_is_told_without_what_steers(own: Cli) -> None:
+    own.host.giver.refusal = NothingFreeError(WORST, WORST)
+    done = own("run", "a")
+    assert done.code == 5
+    assert steers(done.err) == set()
+    assert [line for line in done.err.splitlines() if not line.startswith("yunion-mps: ")] == []
+
+
+def test_who_follows_events_gets_each_on_one_line(worst: Cli) -> None:
+    with worst.start("events", "--follow", "-o", "json") as process:
+        assert process.stdout
+        line = process.stdout.readline()
+        process.terminate()
+    assert steers(line) == set()
+    assert json.loads(line)["what"] == WHOLE
+
+
+def test_readable_names_stay_as_they_are() -> None:
+    for name in READABLE:
+        with named(name) as host:
+            cli = Cli(host.paths.root, host)
+            assert name in cli.good("gpus") + cli.good("who", "-o", "yaml")
+            assert name in cli.good("clients")
+            assert json.loads(cli.good("who", "-o", "json"))["uses"][0]["user"] == name
+            assert yaml.safe_load(cli.good("who", "-o", "yaml"))["uses"][0]["user"] == name
+            assert next(csv.DictReader(io.StringIO(cli.good("gpus", "-o", "csv"))))["Name"] == name

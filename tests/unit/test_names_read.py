@@ -1,0 +1,89 @@
+"""Names that others choose are escaped where they are read, and those that are readable stay as they are."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pwd
+import signal
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from yunion_mps.models import DomainPlan
+from yunion_mps.mps.log_file import look_at_log
+from yunion_mps.process import command_of, name_of, user_name
+
+from unit.hostile_names import HOSTILE, READABLE, STEERING
+from unit.mps.driving import wait_for
+from unit.test_containers import ID, process, write
+from unit.test_containers import name_of as container_named
+
+#: A file's name, which becomes a process' name, has no slash, and the kernel keeps 15 bytes of it.
+FILE_NAMES = HOSTILE.map(lambda text: text.replace("\ud800", "")[:5]).filter(lambda text: text.strip(". \n"))
+
+
+@contextlib.contextmanager
+def running(name: str, command: str) -> Iterator[int]:
+    """A process of that name and command line; its PID."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(os.fsencode(folder), name.encode())
+        os.symlink("/bin/sleep", path)
+        pid = os.posix_spawn(path, [command.encode(errors="surrogatepass"), b"1000"], {})
+        try:
+            wait_for(lambda: bool(command_of(pid)))  # the kernel shows none until the program is there
+            yield pid
+        finally:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+
+
+@settings(max_examples=30)
+@given(FILE_NAMES, HOSTILE)
+def test_a_process_has_its_name_and_its_command_on_one_line(name: str, command: str) -> None:
+    with running(name, command) as pid:
+        assert name_of(pid)
+        assert name_of(pid).isprintable()
+        assert command_of(pid).isprintable()
+
+
+@pytest.mark.parametrize("name", READABLE)
+def test_a_readable_command_is_shown_as_it_is(name: str) -> None:
+    with running("a", name) as pid:
+        assert command_of(pid) == f"{name} 1000"
+
+
+def test_what_steers_is_shown_escaped() -> None:
+    with running("\nREADY=1\n", "a\n<2>b\x1b[2J\x9b\u202e") as pid:
+        assert name_of(pid) == "\\nREADY=1\\n"
+        assert command_of(pid) == "a\\n<2>b\\x1b[2J\\x9b\\u202e 1000"
+
+
+@given(HOSTILE)
+def test_a_user_is_named_on_one_line(name: str) -> None:
+    """As a directory service far away has it."""
+    entry = pwd.struct_passwd((name, "x", 4711, 4711, "", "/", "/bin/sh"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pwd, "getpwuid", lambda uid: entry)
+        assert user_name(4711).isprintable()
+
+
+@given(HOSTILE)
+def test_a_container_is_named_on_one_line(name: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        pid = process(Path(folder), f"0::/machine.slice/libpod-{ID}.scope/container")
+        place = "var/lib/containers/storage/overlay-containers/containers.json"
+        write(Path(folder), place, [{"id": ID, "names": [name]}])
+        assert container_named(Path(folder), pid).isprintable()
+
+
+def test_the_control_daemon_s_log_is_quoted_without_what_steers(tmp_path: Path) -> None:
+    plan = DomainPlan("host", "/pipe", str(tmp_path), ("GPU-1",), (5760,), 25.0)
+    lines = [f"a{char}b" for char in STEERING if char not in "\n\r\ud800"][-5:]
+    (tmp_path / "control.log").write_text("\n".join(lines), encoding="utf-8")
+    begin, *quoted = look_at_log(plan).split("\n")
+    assert begin == f"its log is {tmp_path}/control.log"
+    assert len(quoted) == len(lines)
+    assert all(map(str.isprintable, quoted))

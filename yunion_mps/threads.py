@@ -1,0 +1,62 @@
+"""Threads for work that may hang for good: nothing waits for them at the end of the process.
+
+A few are kept for reuse, so that what was done before can still be done once a process limit is reached.
+"""
+
+from __future__ import annotations
+
+import _thread
+import os
+import sys
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Any
+
+from yunion_mps.errors import ShortageError
+
+#: More than the daemon usually has at work at once.
+_KEPT = 4
+
+#: What is called with the result and the exception, one of them None.
+Done = Callable[[Any, "BaseException | None"], None]
+_Inbox = SimpleQueue["tuple[Callable[[], Any], Done]"]
+
+_idle: list[_Inbox] = []
+os.register_at_fork(after_in_child=_idle.clear)  # a forked child has only the thread that forked
+
+
+def start(work: Callable[[], Any], done: Done) -> None:
+    """Call `work` on a thread, then `done`, which must neither wait nor raise; raises ShortageError."""
+    try:
+        inbox = _idle.pop()
+    except IndexError:
+        inbox = _Inbox()
+        try:
+            # Not threading.Thread, whose start waits for a sign of the thread: for good if memory is short.
+            _thread.start_new_thread(_run, (inbox,))
+        except (RuntimeError, MemoryError) as error:
+            what = f"no thread can be started, because too many processes and threads are running ({error})"
+            raise ShortageError(what) from None
+    inbox.put((work, done))
+
+
+def ignore_outcome(result: Any, error: BaseException | None) -> None:
+    """A `Done` for work whose result and error do not matter."""
+
+
+def _run(inbox: _Inbox) -> None:
+    sys.settrace(getattr(threading, "_trace_hook", None))  # as threading.Thread does, for coverage
+    is_kept = True
+    while is_kept:
+        work, done = inbox.get()
+        result = error = None
+        try:
+            result = work()
+        except BaseException as raised:  # noqa: BLE001 - `done` is told
+            error = raised
+        is_kept = len(_idle) < _KEPT
+        if is_kept:  # before `done`, whose caller may start more work at once
+            _idle.append(inbox)
+        done(result, error)
+        del work, done, result, error  # nothing is held while it waits
