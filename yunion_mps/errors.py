@@ -77,11 +77,11 @@ class BusyError(HostError):
 
 
 class ShortageError(BusyError):
-    """The kernel refused a descriptor, a process or a thread; that may pass by itself."""
+    """The kernel refused memory, a descriptor, a process or a thread; that may pass by itself."""
 
     def __init__(self, message: str) -> None:
-        shown = "systemctl show yunion-mps-daemon | grep -E 'Limit|Tasks'"
-        hint = f"check the limits on files, processes and threads: {shown}"
+        shown = "systemctl show yunion-mps-daemon | grep -E 'Limit|Tasks|Memory'"
+        hint = f"check the limits on memory, files, processes and threads: {shown}"
         super().__init__(message, hint)
 
 

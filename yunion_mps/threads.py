@@ -36,7 +36,7 @@ def start(work: Callable[[], Any], done: Done) -> None:
             # Not threading.Thread, whose start waits for a sign of the thread: for good if memory is short.
             _thread.start_new_thread(_run, (inbox,))
         except (RuntimeError, MemoryError) as error:
-            what = f"no thread can be started, because too many processes and threads are running ({error})"
+            what = f"no thread can be started: memory, processes or threads have run out ({error})"
             raise ShortageError(what) from None
     inbox.put((work, done))
 

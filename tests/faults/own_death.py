@@ -123,7 +123,7 @@ def while_it_starts_one(scene: Scene) -> None:
     scene.serve()
     scene.strike(lambda: None)
     scene.goes_on("the next daemon goes on with it each time")
-    scene.saw("ready")
+    scene.saw("host: applying -> ready")
 
 
 @fault(OURSELVES, "it is killed while the driver sets a compute mode, at a start and at a stop")

@@ -10,8 +10,8 @@ from integration.process_limit import no_more_processes
 from integration.test_daemon_gpus import available, reported
 
 LIMITS = (
-    "check the limits on files, processes and threads: "
-    "systemctl show yunion-mps-daemon | grep -E 'Limit|Tasks'"
+    "check the limits on memory, files, processes and threads: "
+    "systemctl show yunion-mps-daemon | grep -E 'Limit|Tasks|Memory'"
 )
 
 

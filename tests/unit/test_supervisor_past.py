@@ -75,7 +75,9 @@ def test_a_control_daemon_with_jobs_where_mps_was_disabled_since_goes_on_until_i
     made.set_modes()
     assert modes(host) == ["exclusive_process"] * 2
     at_work.end()
+    made.supervisor.fleet.take_wants_look()
     made.until(lambda: not made.snapshot.domains)
+    assert made.supervisor.fleet.take_wants_look(), "its modes go back at once"
     made.set_modes()
     assert modes(host) == ["default"] * 2
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -10,7 +11,7 @@ import click
 from yunion_mps.cli.ask import daemon
 from yunion_mps.cli.patience import say
 from yunion_mps.cli.show import complete_device
-from yunion_mps.cli.times import Duration, duration_s
+from yunion_mps.cli.times import Duration
 from yunion_mps.client import LeaseRecord, taking
 from yunion_mps.leases.bounds import LONGEST_WAIT_S, MOST_DEVICES, MOST_MIB
 
@@ -18,6 +19,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 Json = dict[str, Any]
 
 
+#: What is meant as a duration, and is no command's name.
+_A_NUMBER = re.compile(r"[0-9]+(\.[0-9]*)?(e[0-9]+)?[a-z]?")
 _WAIT_NEEDS_EQUALS = "--wait takes a duration only after =: write --wait={0}, or --wait -- {0} to run {0}."
 
 
@@ -72,7 +75,7 @@ class WishCommand(click.Command):
         while place < len(args) and args[place] != "--":
             word, follower = args[place], args[place + 1 : place + 2]
             if word == "--wait":
-                if follower and duration_s(follower[0]) is not None and not ctx.resilient_parsing:
+                if follower and _A_NUMBER.fullmatch(follower[0]) and not ctx.resilient_parsing:
                     raise click.UsageError(_WAIT_NEEDS_EQUALS.format(follower[0]), ctx)
                 args[place] = f"--wait={LONGEST_WAIT_S}"
             elif word in valued:

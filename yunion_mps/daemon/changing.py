@@ -111,7 +111,7 @@ class Changing:
             if drain or now:
                 self._supervisor.fleet.renew(asyncio.get_running_loop().time(), force=now)
                 self._tick()
-        log.info("reloaded for %s: %d changes", who, len(changes))
+        log.info("reloaded for %s: %d change%s", who, len(changes), "" if len(changes) == 1 else "s")
         self._looking.soon()
         return self._answer(changes)
 

@@ -28,7 +28,6 @@ from yunion_mps.daemon.signals import Signals
 from yunion_mps.daemon.tasks import end_all
 from yunion_mps.daemon.textfile import Textfile
 from yunion_mps.gateway import notice
-from yunion_mps.leases.former import lease_waits
 from yunion_mps.paths import Paths
 from yunion_mps.service import Service
 from yunion_mps.service.state import one_line
@@ -87,7 +86,7 @@ class _Loop:
         changing = Changing(self._paths, self._supervisor, looking, lock, self._tick_soon, self._anew)
         self._changing, self._looking = changing, looking
         self._service.ledger = leasing.ledger
-        self._supervisor.find_lease_waits = lambda devices: lease_waits(leasing.ledger, devices)
+        self._supervisor.find_lease_waits = leasing.ledger.lease_waits
         leasing.restore()
         counts = Counts()
         metering = Metering(self._supervisor, self._service, leasing, devices, counts)

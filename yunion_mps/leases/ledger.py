@@ -13,11 +13,14 @@ from typing import NamedTuple
 
 from yunion_mps.errors import NothingFreeError
 from yunion_mps.leases.matching import devices_for, needs_mib, pools_for
+from yunion_mps.leases.names import cut
 from yunion_mps.leases.offers import Offer, Offers, PoolOffer
 from yunion_mps.leases.placement import pick
 from yunion_mps.leases.wish import SPREAD, Wish
 from yunion_mps.models import ALL, Device, Lease, Pool
 from yunion_mps.planning.pools import free_units, units_for
+from yunion_mps.process import user_name
+from yunion_mps.supervisor.changes import LeaseWait
 
 
 class Kept(NamedTuple):
@@ -34,6 +37,30 @@ class Kept(NamedTuple):
 NOTHING_KEPT = Kept(set(), Counter())
 #: The most GPUs, and the most reasons, that an error names.
 _MOST_NAMED = 4
+_MOST_LEASES_NAMED = 3
+#: So much of a lease's id tells it from the others.
+_ID_LENGTH = 8
+
+
+class FormerLeases(NamedTuple):
+    """The leases of a GPU that were given under a former division, and the ids of the pending devices.
+
+    Pending are the devices of these leases, and the devices of the new division that do not fit beside them.
+    """
+
+    leases: tuple[Lease, ...]
+    pending: frozenset[str]
+
+    @property
+    def waits(self) -> str:
+        """What the pending devices wait for."""
+        return f"the new division of its GPU waits for {self} to end"
+
+    def __str__(self) -> str:
+        """The leases: `lease job-17 of alice, lease 7c1f0e7a of bob (PID 4260) and 2 more`."""
+        text = ", ".join(_named(lease) for lease in self.leases[:_MOST_LEASES_NAMED])
+        more = len(self.leases) - _MOST_LEASES_NAMED
+        return f"{text} and {more} more" if more > 0 else text
 
 
 class Ledger:
@@ -88,6 +115,36 @@ class Ledger:
             and device.id not in self.owners
             and needs_mib(device) <= device.memory_total_mib - self._memory_mib[device.gpu_uuid]
         ]
+
+    def former_leases(self, devices: Sequence[Device]) -> Mapping[str, FormerLeases]:
+        """By UUID, the GPUs with leases that were not given by the division into `devices`."""
+        divided = {device.id: _budget(device) for device in devices}
+        gpus = {device.gpu_uuid for device in devices}
+        leases: dict[str, dict[str, Lease]] = {}
+        pending: dict[str, set[str]] = {}
+        for lease in self.leases.values():
+            for device in lease.devices:
+                if device.gpu_uuid in gpus and divided.get(device.id) != _budget(device):
+                    leases.setdefault(device.gpu_uuid, {})[lease.id] = lease
+                    pending.setdefault(device.gpu_uuid, set()).add(device.id)
+        concerned = [device for device in devices if device.gpu_uuid in leases]
+        had = self.free_devices([Offer(device) for device in concerned]) | self.owners.keys()
+        for device in concerned:
+            if device.id not in had:
+                pending[device.gpu_uuid].add(device.id)
+        return {
+            uuid: FormerLeases(tuple(found.values()), frozenset(pending[uuid]))
+            for uuid, found in leases.items()
+        }
+
+    def lease_waits(self, devices: Sequence[Device]) -> Mapping[str, LeaseWait]:
+        """By GPU UUID, how many of `devices` wait for leases of a former division, and for which."""
+        ids = {device.id for device in devices}
+        return {
+            uuid: LeaseWait(number, tuple(lease.id for lease in former.leases), str(former))
+            for uuid, former in self.former_leases(devices).items()
+            if (number := len(former.pending & ids))
+        }
 
     def replace(self, lease: Lease) -> None:
         """Have it in the place of the one of its id, which has the same devices."""
@@ -196,9 +253,14 @@ class Ledger:
         ids = {offer.device.id for offer in matching}
         unavailable = [(one.reason, one.device.gpu_address) for one in matching if one.reason]
         unavailable += [(one.reason, one.gpu) for one in pools if one.reason]
-        used, free = len(ids & self.owners.keys()), sum(map(len, by_gpu.values()))
+        former = self.former_leases([one.device for one in offers.devices])
+        able = {one.device.id for one in matching if not one.reason}
+        pending = [(one, able & one.pending) for one in former.values() if able & one.pending]
+        used = len(ids & self.owners.keys() - {name for _, names in pending for name in names})
+        free = sum(map(len, by_gpu.values()))
         parts = [f"{self._left_mib(one, kept)} MiB free on GPU {one.gpu}" for one in pools if not one.reason]
         parts += [f"{used} of {len(ids)} in use"] if used else []
+        parts += [f"{len(names)} pending ({one.waits})" for one, names in pending[:_MOST_NAMED]]
         if kept.devices & ids:
             parts.append(f"{len(kept.devices & ids)} kept for those who have waited longer")
         if free:
@@ -206,8 +268,6 @@ class Ledger:
         for reason, count in Counter(reason for reason, _ in unavailable).most_common(_MOST_NAMED):
             gpus = list(dict.fromkeys(gpu for why, gpu in unavailable if why == reason))
             parts.append(f"{count} unavailable (GPU {_listed(gpus)}: {reason})")
-        if not parts:
-            parts.append("leases of a division before hold the memory of its GPU")
         hint = ("" if has_waited else "wait for it: --wait; ") + "see who has them: yunion-mps who"
         if len(unavailable) == len(matching) + len(pools):
             hint = "see: yunion-mps status"
@@ -217,3 +277,13 @@ class Ledger:
 def _listed(names: Sequence[str]) -> str:
     more = len(names) - _MOST_NAMED
     return ", ".join(names[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
+
+
+def _budget(device: Device) -> tuple[int, float, str]:
+    return device.memory_limit_mib, device.thread_percentage, device.priority
+
+
+def _named(lease: Lease) -> str:
+    holder = lease.holder
+    text = f"lease {cut(holder.name) or lease.id[:_ID_LENGTH]} of {user_name(holder.uid)}"
+    return text if holder.pid is None else f"{text} (PID {holder.pid})"

@@ -86,8 +86,19 @@ _GPUS = (
         "What one more client can get of a GPU whose memory is handed out in units.",
         _GPU,
     ),
-    Metric(GAUGE, "yunion_mps_gpu_devices", "The devices that the GPU is divided into.", _GPU),
+    Metric(
+        GAUGE,
+        "yunion_mps_gpu_devices",
+        "The GPU's devices: those that it is divided into, and those that a lease has of a former division.",
+        _GPU,
+    ),
     Metric(GAUGE, "yunion_mps_gpu_devices_leased", "The devices of the GPU that somebody has.", _GPU),
+    Metric(
+        GAUGE,
+        "yunion_mps_gpu_devices_pending",
+        "The devices of the GPU that wait for leases of a former division to end, or belong to one.",
+        _GPU,
+    ),
     Metric(
         GAUGE,
         "yunion_mps_gpu_budget_enforced",

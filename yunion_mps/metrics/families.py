@@ -14,7 +14,7 @@ from yunion_mps.metrics.facts import Facts, Json
 from yunion_mps.metrics.use import MIB, OfDevice
 from yunion_mps.mps.states import LEGAL_CHANGES
 from yunion_mps.service import EVENT_KINDS, SEVERITIES
-from yunion_mps.service.shapes import AVAILABLE, NOT_USED, UNAVAILABLE
+from yunion_mps.service.shapes import AVAILABLE, NOT_USED, PENDING, UNAVAILABLE
 from yunion_mps.service.state import STATES
 
 #: A metric's name, the values of its labels, and what its kind of family takes as a value.
@@ -60,7 +60,9 @@ def _requests(facts: Facts) -> Iterator[Row]:
 
 
 def _gpus(facts: Facts) -> Iterator[Row]:
+    devices = Counter(device["gpu_uuid"] for device in facts.devices)
     leased = Counter(device["gpu_uuid"] for device in facts.devices if device["lease"])
+    pending = Counter(device["gpu_uuid"] for device in facts.devices if device["state"] == PENDING)
     for gpu in facts.gpus:
         labels, uuid = (gpu["addr"],), gpu["uuid"]
         about = {"uuid": uuid or "", "name": gpu["name"] or "", "compute_mode": gpu["compute_mode"] or ""}
@@ -72,8 +74,9 @@ def _gpus(facts: Facts) -> Iterator[Row]:
             yield "yunion_mps_gpu_pool_free_bytes", labels, gpu["memory_free"] * MIB
         if gpu["state"] != NOT_USED:
             yield "yunion_mps_gpu_usable", labels, int(gpu["addr"] not in facts.ill)
-            yield "yunion_mps_gpu_devices", labels, gpu["devices"]
+            yield "yunion_mps_gpu_devices", labels, devices[uuid]
             yield "yunion_mps_gpu_devices_leased", labels, leased[uuid]
+            yield "yunion_mps_gpu_devices_pending", labels, pending[uuid]
             if gpu["compute_capability"] is not None:
                 yield "yunion_mps_gpu_budget_enforced", labels, int(gpu["budget_enforced"])
         use = facts.use.gpus.get(uuid) if facts.use else None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from yunion_mps.leases.former import former_leases
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.leases.offers import Offer
 from yunion_mps.models import DEV_TYPE, Device, DomainStatus, Gpu, PcieLink, Snapshot
@@ -17,8 +16,6 @@ UNAVAILABLE = "unavailable"
 PENDING = "pending"
 NOT_USED = "not used"
 
-_WAITS_FOR = "the new division of its GPU waits for {} to end"
-
 Json = dict[str, Any]
 
 
@@ -28,8 +25,8 @@ def devices_json(snapshot: Snapshot, ledger: Ledger | None = None) -> list[Json]
     One that a former division has given is shown as it was given.
     """
     ledger = ledger or Ledger()
-    former = former_leases(ledger, snapshot.plan.devices)
-    pending = {name: _WAITS_FOR.format(one) for one in former.values() for name in one.pending}
+    former = ledger.former_leases(snapshot.plan.devices)
+    pending = {name: one.waits for one in former.values() for name in one.pending}
     given = {device.id: device for lease in ledger.leases.values() for device in lease.devices}
     planned = {device.id for device in snapshot.plan.devices}
     made = [device for device in given.values() if device.id not in planned]

@@ -34,6 +34,7 @@ class Fleet:
         self._program = ""
         self._stop_timeout_s = 0
         self._stopping = False
+        self._wants_look = False
         #: The UUIDs of the GPUs that are there and well.
         self.healthy_gpus: set[str] = set()
 
@@ -153,10 +154,11 @@ class Fleet:
 
     def take_wants_look(self) -> bool:
         """Whether a look at the GPUs is wanted at once; said only once for each cause."""
-        wanted = [domain for domain in self.domains if domain.wants_look]
-        for domain in wanted:
+        wanted = self._wants_look or any(domain.wants_look for domain in self.domains)
+        self._wants_look = False
+        for domain in self.domains:
             domain.wants_look = False
-        return bool(wanted)
+        return wanted
 
     def gpus_in_use(self) -> set[str]:
         """The UUIDs of the GPUs that an MPS server of ours has now, and so perhaps a job."""
@@ -179,6 +181,7 @@ class Fleet:
             domain = self._new(plan)
             self.domains.append(domain)
             domain.start(now_s)
+        self._wants_look |= bool(ended)  # nothing may need their GPUs' modes any more
         if ended or begun:
             self._changed()
         return bool(ended or begun)

@@ -148,6 +148,8 @@ def test_the_version_is_one_line_with_the_revision(alone: Cli) -> None:
         (["run", "--wait", "5", "true"], APART.format("5")),
         (["run", "--wait", "90s", "--", "true"], APART.format("90s")),
         (["run", "--gpu", "--", "--wait", "2h"], APART.format("2h")),
+        (["run", "--wait", "1e3", "true"], APART.format("1e3")),
+        (["run", "--wait", "1.5h", "true"], APART.format("1.5h")),
         (["run", "--wait=-1", "true"], f"{WAIT} '-1' {NO_DURATION}"),
         (["run", "--wait=0", "true"], f"{WAIT} 0 is not in the range 1s<=x<=2592000s."),
         (["run", "--wait=31d", "true"], f"{WAIT} 31d is not in the range 1s<=x<=2592000s."),

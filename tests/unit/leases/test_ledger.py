@@ -15,6 +15,7 @@ from yunion_mps.leases.ledger import Ledger
 from yunion_mps.leases.offers import Offer, Offers
 from yunion_mps.leases.wish import SPREAD, Wish
 from yunion_mps.models import Device
+from yunion_mps.process import user_name
 
 from unit.leases.shares import GPU_MIB, device, lease, offers, pool
 
@@ -87,7 +88,10 @@ def test_leases_of_a_division_before_count_against_the_gpus_memory() -> None:
     ledger = Ledger([lease("a", device(0, 0, 2))])
     assert len(ledger.choose(Wish(2), offers(1))) == 2
     message, _ = why_not(ledger, Wish(3), offers(1))
-    assert message == "3 devices on one GPU cannot be had now: 2 free, at most 2 on one GPU"
+    assert message == (
+        "3 devices on one GPU cannot be had now: 2 pending (the new division of its GPU waits for "
+        f"lease a of {user_name(1000)} (PID 4260) to end); 2 free, at most 2 on one GPU"
+    )
 
 
 def test_a_device_has_one_owner() -> None:

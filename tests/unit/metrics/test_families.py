@@ -161,6 +161,18 @@ def test_leases_and_those_who_wait_are_counted() -> None:
     assert value(given, "yunion_mps_device_leased", device="00:06.0-1", gpu="00:06.0") == 0
 
 
+def test_devices_of_a_former_division_are_counted_with_those_of_the_new_one() -> None:
+    devices = [
+        {**one, "state": "pending", "lease": f"lease-{place}"} for place, one in enumerate(ALL.devices)
+    ]
+    former = {**devices[0], "addr": "00:06.0-9", "id": "former"}
+    given = ALL._replace(devices=[*devices, former])
+    counts = [
+        value(given, f"yunion_mps_gpu_devices{what}", gpu="00:06.0") for what in ("", "_leased", "_pending")
+    ]
+    assert counts == [len(devices) + 1] * 3
+
+
 def test_latencies_are_a_histogram() -> None:
     name = "yunion_mps_http_request_duration_seconds"
     assert value(ALL, f"{name}_bucket", route="/v1/status", le="0.0005") == 1

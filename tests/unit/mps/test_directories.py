@@ -16,8 +16,8 @@ from yunion_mps.mps.directories import check_entries, make_directory, set_access
 from unit.mps.hostile import STRANGER, everything_below, make, mode_of
 
 LIMITS = (
-    "check the limits on files, processes and threads: "
-    "systemctl show yunion-mps-daemon | grep -E 'Limit|Tasks'"
+    "check the limits on memory, files, processes and threads: "
+    "systemctl show yunion-mps-daemon | grep -E 'Limit|Tasks|Memory'"
 )
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to another user")
