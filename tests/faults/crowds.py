@@ -19,7 +19,7 @@ from faults.rows import CONNECTIONS, fault
 from faults.scene import Scene
 from faults.soak import soak
 from integration.process_limit import no_more_processes
-from unit.api.server_host import as_user
+from unit.http.server_host import as_user
 
 _GET = b"GET /v1/status HTTP/1.1\r\nHost: localhost\r\n\r\n"
 

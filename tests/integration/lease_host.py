@@ -15,7 +15,7 @@ import pytest
 
 from integration.daemon_host import Daemon, eventually
 from simhost import SimHost
-from unit.api.server_host import as_user
+from unit.http.server_host import as_user
 
 #: The devices of a GPU that is divided by four, where it is the only one.
 ADDRESSES = [f"00:06.0-{slot}" for slot in range(4)]

@@ -13,8 +13,8 @@ import pytest
 import requests
 import schemathesis
 from openapi_schema_validator import OAS31Validator
-from yunion_mps.api.deferred import LONGEST_EVENT_WAIT_S
-from yunion_mps.api.openapi import document
+from yunion_mps.http.deferred import LONGEST_EVENT_WAIT_S
+from yunion_mps.http.openapi import document
 from yunion_mps.leases.bounds import LONGEST_WAIT_S
 
 from integration.daemon_host import Daemon, eventually

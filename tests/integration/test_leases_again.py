@@ -29,7 +29,7 @@ from integration.lease_host import (
     wait_until_wait,
     who_waits,
 )
-from unit.api.server_host import as_user
+from unit.http.server_host import as_user
 
 #: One GPU, divided by four: `run` and the client take nothing of the reference case, which has no limits.
 pytestmark = pytest.mark.gpus({"kind": "v100"})

@@ -16,7 +16,7 @@ import pytest
 from integration.daemon_host import Daemon, eventually
 from integration.lease_host import STRANGER, Asker, given, needs_root, stranger, take, wait_until_wait
 from packages.groups import hierarchies
-from unit.api.server_host import as_user
+from unit.http.server_host import as_user
 
 pytestmark = [needs_root, pytest.mark.gpus({"kind": "v100"})]
 

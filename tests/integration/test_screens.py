@@ -16,11 +16,11 @@ from yunion_mps.models import Event
 from integration.daemon_host import eventually
 from integration.screens import DOMAINS_80, FOOT, SCREEN_80, SCREEN_120, STATUS_80
 from integration.tmux import Tmux
-from unit.api import snapshots
-from unit.api.by_hand import LEASE, clients
-from unit.api.server_host import ServerHost
 from unit.cli.conftest import PROGRAM
 from unit.cli.held import CAROL, OVER, PAST_MPS, TWO, hold
+from unit.http import snapshots
+from unit.http.by_hand import LEASE, clients
+from unit.http.server_host import ServerHost
 
 TOP = "yunion-mps top --interval 1"
 #: How a terminal is set, in a line that can be compared.

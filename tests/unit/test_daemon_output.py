@@ -13,7 +13,7 @@ from typing import IO
 
 import pytest
 
-from unit.api.server_host import short_root
+from unit.http.server_host import short_root
 
 PROGRAM = str(Path(sys.executable).with_name("yunion-mps-daemon"))
 CHOICES = "write one of debug, info, warning, error"

@@ -20,10 +20,10 @@ from collections.abc import Mapping
 from typing import Any, TextIO
 from urllib.parse import quote
 
-from yunion_mps.api.client import Client
 from yunion_mps.cdi import UNSERVED
 from yunion_mps.errors import HostError, NothingFreeError, UnreachableError, YunionError
 from yunion_mps.escaping import printable
+from yunion_mps.http.client import Client
 from yunion_mps.models import ALL, LEASE_VARIABLE
 from yunion_mps.paths import Paths
 

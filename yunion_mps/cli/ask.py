@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from yunion_mps.paths import Paths
 
 if TYPE_CHECKING:
-    from yunion_mps.api.client import Client
+    from yunion_mps.http.client import Client
 
 #: For what makes the daemon ask the driver: waking many GPUs takes tens of seconds, and a call that hangs
 #: is given up after 60.
@@ -16,7 +16,7 @@ SLOW_S = 150.0
 
 def daemon() -> Client:
     """The daemon of this host. Its client is imported only to ask: `--help` does not pay for it."""
-    from yunion_mps.api.client import Client
+    from yunion_mps.http.client import Client
 
     return Client(Paths.from_environment())
 

@@ -59,7 +59,7 @@ def _checked(address: str, *, allow_public: bool) -> str:
 
 
 async def _serve(address: str) -> None:
-    from yunion_mps.api.server import Server
+    from yunion_mps.http.server import Server
 
     try:
         listener = listen(address)

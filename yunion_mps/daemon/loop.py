@@ -8,11 +8,6 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from yunion_mps.api.counting import Counting, Counts
-from yunion_mps.api.deferred import Deferred
-from yunion_mps.api.listener import Listener
-from yunion_mps.api.routes import Router
-from yunion_mps.api.server import Server
 from yunion_mps.daemon.changing import Changing
 from yunion_mps.daemon.clients import Clients
 from yunion_mps.daemon.containers import ContainerDevices
@@ -28,6 +23,11 @@ from yunion_mps.daemon.signals import Signals
 from yunion_mps.daemon.tasks import end_all
 from yunion_mps.daemon.textfile import Textfile
 from yunion_mps.gateway import notice
+from yunion_mps.http.counting import Counting, Counts
+from yunion_mps.http.deferred import Deferred
+from yunion_mps.http.listener import Listener
+from yunion_mps.http.routes import Router
+from yunion_mps.http.server import Server
 from yunion_mps.paths import Paths
 from yunion_mps.service import Service
 from yunion_mps.service.state import one_line

@@ -12,12 +12,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
-from yunion_mps.api.counting import Counts
-from yunion_mps.api.query import Response
 from yunion_mps.daemon.leasing import Leasing
 from yunion_mps.daemon.process_devices import ProcessDevices
 from yunion_mps.daemon.threads import on_thread
 from yunion_mps.errors import YunionError
+from yunion_mps.http.counting import Counts
+from yunion_mps.http.query import Response
 from yunion_mps.inventory import Nvml
 from yunion_mps.metrics.facts import Facts, Moment, Queue
 from yunion_mps.metrics.text import OPENMETRICS_TYPE, PLAIN_TYPE, text_of, wants_openmetrics

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from yunion_mps import __version__
-from yunion_mps.api.listener import Listener
 from yunion_mps.daemon import logs
 from yunion_mps.daemon.handover import Handover, become_anew, received
 from yunion_mps.daemon.lock import take_lock
@@ -23,6 +22,7 @@ from yunion_mps.daemon.signals import Signals
 from yunion_mps.errors import ConfigError, HostError, ShortageError, YunionError
 from yunion_mps.examination import examine
 from yunion_mps.gateway import notice
+from yunion_mps.http.listener import Listener
 from yunion_mps.leases.book import Book
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.models import Event
@@ -42,7 +42,7 @@ STOPPED, ANEW = "stopped", "anew"
 
 
 #: Imported where they are used, for few hosts and few clients use them.
-_NEEDED_LATER = ("yunion_mps.api.openapi", "yunion_mps.mps.multiuser")
+_NEEDED_LATER = ("yunion_mps.http.openapi", "yunion_mps.mps.multiuser")
 
 
 class _LoadError(Exception):

@@ -6,9 +6,9 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from yunion_mps.api.client import Client
 from yunion_mps.config import load
 from yunion_mps.errors import Problem, YunionError
+from yunion_mps.http.client import Client
 from yunion_mps.inventory import Nvml, machine_id, scan
 from yunion_mps.models import Config, DomainPlan, Gpu, Inventory, Plan
 from yunion_mps.mps.control import peer_of

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from hashlib import sha256
 from typing import Any
 
-from yunion_mps.api.query import encode
 from yunion_mps.errors import UnreachableError
 from yunion_mps.gateway.upstream import ask
+from yunion_mps.http.query import encode
 from yunion_mps.overview.picture import Told, picture
 from yunion_mps.overview.uses import NOBODY, clients_told
 from yunion_mps.paths import Paths

@@ -7,9 +7,9 @@ import socket
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from yunion_mps.api.connection import Answering, Limits
-from yunion_mps.api.server import Server
 from yunion_mps.config.endpoints import split
+from yunion_mps.http.connection import Answering, Limits
+from yunion_mps.http.server import Server
 
 log = logging.getLogger(__name__)
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 from urllib.parse import urlsplit
 
-from yunion_mps.api.query import Request, Response, problem
-from yunion_mps.api.routes import Answer
 from yunion_mps.errors import UnreachableError
 from yunion_mps.gateway.names import HostNames
 from yunion_mps.gateway.upstream import ask
+from yunion_mps.http.query import Request, Response, problem
+from yunion_mps.http.routes import Answer
 from yunion_mps.paths import Paths
 
 log = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 
-from yunion_mps.api.query import Response, problem
+from yunion_mps.http.query import Response, problem
 from yunion_mps.paths import Paths
 
 

@@ -7,8 +7,8 @@ import contextlib
 
 import h11
 
-from yunion_mps.api.query import Response
 from yunion_mps.errors import UnreachableError
+from yunion_mps.http.query import Response
 from yunion_mps.paths import Paths
 
 _PIECE_BYTES = 1 << 18

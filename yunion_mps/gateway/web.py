@@ -11,7 +11,11 @@ from importlib.resources import files
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
-from yunion_mps.api.query import (
+from yunion_mps.errors import UnreachableError
+from yunion_mps.gateway.asking import Asking
+from yunion_mps.gateway.names import HostNames
+from yunion_mps.gateway.upstream import ask
+from yunion_mps.http.query import (
     LARGEST_NUMBER,
     BadRequestError,
     Request,
@@ -22,11 +26,7 @@ from yunion_mps.api.query import (
     problem,
     refuse_unknown,
 )
-from yunion_mps.api.routes import Answer
-from yunion_mps.errors import UnreachableError
-from yunion_mps.gateway.asking import Asking
-from yunion_mps.gateway.names import HostNames
-from yunion_mps.gateway.upstream import ask
+from yunion_mps.http.routes import Answer
 from yunion_mps.paths import Paths
 
 log = logging.getLogger(__name__)

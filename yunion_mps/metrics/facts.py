@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from yunion_mps.api.counting import Counted
+from yunion_mps.http.counting import Counted
 from yunion_mps.metrics.use import Use
 from yunion_mps.models import DomainStatus
 

@@ -8,8 +8,8 @@ from itertools import accumulate, product
 from operator import itemgetter
 from typing import Any
 
-from yunion_mps.api.counting import BOUNDS_S
-from yunion_mps.api.leases import BINDINGS
+from yunion_mps.http.counting import BOUNDS_S
+from yunion_mps.http.leases import BINDINGS
 from yunion_mps.metrics.facts import Facts, Json
 from yunion_mps.metrics.use import MIB, OfDevice
 from yunion_mps.mps.states import LEGAL_CHANGES

@@ -15,8 +15,8 @@ from operator import itemgetter
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from yunion_mps.api.query import OPENMETRICS
 from yunion_mps.escaping import printable
+from yunion_mps.http.query import OPENMETRICS
 from yunion_mps.metrics.catalogue import CATALOGUE, COUNTER, GAUGE, HISTOGRAM, INFO, PROCESS, Metric
 from yunion_mps.metrics.facts import Facts
 from yunion_mps.metrics.families import Row, rows

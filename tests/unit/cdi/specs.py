@@ -13,7 +13,7 @@ from referencing.jsonschema import DRAFT7
 from yunion_mps.cdi.spec import Host, Node
 from yunion_mps.models import Device, DomainPlan, Snapshot
 
-from unit.api.snapshots import H100, P40
+from unit.http.snapshots import H100, P40
 
 Json = dict[str, Any]
 

@@ -17,9 +17,9 @@ import pytest
 from yunion_mps.cdi import hook
 from yunion_mps.errors import HostError, NothingFreeError
 
-from unit.api.by_hand import LEASE
-from unit.api.server_host import ServerHost, short_root
-from unit.api.snapshots import reference
+from unit.http.by_hand import LEASE
+from unit.http.server_host import ServerHost, short_root
+from unit.http.snapshots import reference
 
 Json = dict[str, Any]
 
@@ -245,6 +245,6 @@ def test_it_loads_nothing_of_ours_but_the_daemon_s_client() -> None:
     code = "import yunion_mps.cdi.hook, sys; print(*(name for name in sys.modules if 'yunion_mps.' in name))"
     loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
     assert set(loaded.split()) == {
-        "yunion_mps.api", "yunion_mps.api.client", "yunion_mps.cdi", "yunion_mps.cdi.hook",
+        "yunion_mps.http", "yunion_mps.http.client", "yunion_mps.cdi", "yunion_mps.cdi.hook",
         "yunion_mps.errors", "yunion_mps.escaping", "yunion_mps.models", "yunion_mps.paths",
     }  # fmt: skip

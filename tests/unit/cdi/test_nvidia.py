@@ -15,7 +15,7 @@ from yunion_mps.cdi import nvidia
 from yunion_mps.cdi.spec import VERSION, Nvidia
 from yunion_mps.paths import Paths
 
-from unit.api.snapshots import H100, P40
+from unit.http.snapshots import H100, P40
 
 #: As `nvidia-ctk cdi generate` of the toolkit 1.13 to 1.17 prints it, cut short.
 YAML = f"""\

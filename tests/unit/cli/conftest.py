@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import pytest
 from yunion_mps.models import Snapshot
 
-from unit.api import snapshots
-from unit.api.server_host import PATIENCE_S, ServerHost, short_root
+from unit.http import snapshots
+from unit.http.server_host import PATIENCE_S, ServerHost, short_root
 
 PROGRAM = str(Path(sys.executable).with_name("yunion-mps"))
 

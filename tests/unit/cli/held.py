@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from unit.api.by_hand import CLIENT, LEASE, WAITER, clients
-from unit.api.server_host import ServerHost
+from unit.http.by_hand import CLIENT, LEASE, WAITER, clients
+from unit.http.server_host import ServerHost
 
 Json = dict[str, Any]
 

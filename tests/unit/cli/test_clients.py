@@ -10,11 +10,11 @@ import pytest
 import yaml
 from yunion_mps.errors import ControlError, NotAllowedError, YunionError
 
-from unit.api.by_hand import CLIENT, GONE, SERVER, WAITING, clients
 from unit.cli.conftest import Cli
 from unit.cli.held import PAST_MPS
 from unit.cli.test_reload import answered
 from unit.cli.test_terminal import on_terminal, table_of
+from unit.http.by_hand import CLIENT, GONE, SERVER, WAITING, clients
 
 TABLE = """\
 +------+-------+-----------------+-----------+---------+------------+--------+--------+---------------------+

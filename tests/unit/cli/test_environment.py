@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from yunion_mps.cli.environment import STYLES, show_environment
 from yunion_mps.errors import HostError
 
-from unit.api.by_hand import LEASE
 from unit.cli.conftest import Cli
+from unit.http.by_hand import LEASE
 
 NAME = "CUDA_MPS_PIPE_DIRECTORY"
 #: How a shell takes each format from standard input; systemd itself cannot be asked.

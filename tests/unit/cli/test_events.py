@@ -13,14 +13,14 @@ from contextlib import contextmanager
 
 import pytest
 import yaml
-from yunion_mps.api.listener import Listener
-from yunion_mps.api.server import Server
 from yunion_mps.cli.output import cell
+from yunion_mps.http.listener import Listener
+from yunion_mps.http.server import Server
 from yunion_mps.models import Event
 
-from unit.api.server_host import ServerHost, eventually, short_root
 from unit.cli.conftest import Cli
 from unit.cli.test_terminal import on_terminal
+from unit.http.server_host import ServerHost, eventually, short_root
 
 #: The hour in which this begins, in s since 1970, and how far from UTC it is noon then: "today" does not end
 #: while a test runs.

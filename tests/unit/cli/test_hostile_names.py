@@ -15,12 +15,12 @@ from yunion_mps.cli.output import FORMATS
 from yunion_mps.errors import NothingFreeError
 from yunion_mps.models import Event
 
-from unit.api.by_hand import CLIENT, LEASE, SERVER, WAITER, WAITING, clients
-from unit.api.server_host import ServerHost
-from unit.api.snapshots import MACHINE_ID, P40, snapshot
 from unit.cli.conftest import Cli
 from unit.cli.held import PAST_MPS, hold
 from unit.hostile_names import READABLE, WORST, steers
+from unit.http.by_hand import CLIENT, LEASE, SERVER, WAITER, WAITING, clients
+from unit.http.server_host import ServerHost
+from unit.http.snapshots import MACHINE_ID, P40, snapshot
 
 #: SQLite, files and arguments have no half of a character.
 WHOLE = WORST.replace("\ud800", "")

@@ -10,8 +10,8 @@ import pytest
 import yaml
 from yunion_mps.cli.list import footer
 
-from unit.api import snapshots
 from unit.cli.conftest import Cli, Serve
+from unit.http import snapshots
 
 HEADER = [
     "ID",

@@ -12,9 +12,9 @@ from yunion_mps import __version__
 from yunion_mps.errors import HostError
 from yunion_mps.models import Event
 
-from unit.api.server_host import PATIENCE_S, eventually
-from unit.api.test_hand_over import go_on, hand_over
 from unit.cli.conftest import Cli, Done
+from unit.http.server_host import PATIENCE_S, eventually
+from unit.http.test_hand_over import go_on, hand_over
 
 LOOK = "see: journalctl -u yunion-mps-daemon"
 

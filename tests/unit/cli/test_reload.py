@@ -15,11 +15,11 @@ import yaml
 from yunion_mps.errors import ConfigError, HostError, Problem
 from yunion_mps.models import Snapshot
 
-from unit.api import by_hand, snapshots
-from unit.api.by_hand import AT_ONCE, LATE, PLANNED, RELOADED, WAITS
-from unit.api.server_host import PATIENCE_S, eventually
 from unit.cli.conftest import Cli, Serve
 from unit.cli.test_terminal import on_terminal, table_of
+from unit.http import by_hand, snapshots
+from unit.http.by_hand import AT_ONCE, LATE, PLANNED, RELOADED, WAITS
+from unit.http.server_host import PATIENCE_S, eventually
 
 TABLE = """\
 +---------+-------------------------+--------------------+---------------------+------------------------------------------+

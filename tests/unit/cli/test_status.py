@@ -16,12 +16,12 @@ from yunion_mps.errors import ControlError
 from yunion_mps.models import Snapshot
 from yunion_mps.overview.findings import other_version
 
-from unit.api import snapshots
-from unit.api.by_hand import LEASE, SERVER, WAITING, clients
 from unit.cli.conftest import Cli, Serve
 from unit.cli.held import PAST_MPS, busy, hold
 from unit.cli.test_list import HOST
 from unit.cli.test_terminal import on_terminal
+from unit.http import snapshots
+from unit.http.by_hand import LEASE, SERVER, WAITING, clients
 
 NOT_ENFORCED = """\
 Warning:  GPU 00:06.0 (Tesla P40): budgets are not enforced, for it is older than Volta; its clients \

@@ -21,10 +21,10 @@ from yunion_mps.overview.words import count
 from yunion_mps.service import Service
 from yunion_mps.supervisor.warnings import warnings
 
-from unit.api import snapshots
-from unit.api.by_hand import CLIENT, LEASE, clients
 from unit.cli.conftest import Cli
 from unit.cli.held import OVER, PAST_MPS, TWO, busy, hold
+from unit.http import snapshots
+from unit.http.by_hand import CLIENT, LEASE, clients
 
 NOW_S = 1788007260.0
 INSTEAD = (

@@ -10,18 +10,18 @@ import sys
 
 import pytest
 from yunion_mps import __version__
-from yunion_mps.api.deferred import LATEST_S, LONGEST_EVENT_WAIT_S, MOST_EVENTS
-from yunion_mps.api.query import LARGEST_NUMBER
-from yunion_mps.api.routes import LARGEST_LIMIT
 from yunion_mps.cli import changes, events, times
 from yunion_mps.cli.root import COMMANDS
 from yunion_mps.client import following
+from yunion_mps.http.deferred import LATEST_S, LONGEST_EVENT_WAIT_S, MOST_EVENTS
+from yunion_mps.http.query import LARGEST_NUMBER
+from yunion_mps.http.routes import LARGEST_LIMIT
 from yunion_mps.revision import revision
 from yunion_mps.service import EVENT_KINDS
 from yunion_mps.supervisor.changes import AT_ONCE
 
-from unit.api.server_host import NOBODY
 from unit.cli.conftest import Cli
+from unit.http.server_host import NOBODY
 
 ALL = [[], *([name] for name in COMMANDS), ["config", "show"], ["config", "check"], ["clients", "terminate"]]
 ASKING = (
@@ -221,7 +221,7 @@ def as_nobody(cli: Cli, *arguments: str) -> tuple[int, str]:
     program = (
         "import os, sys, importlib\n"
         "from yunion_mps.cli import boundary, main, root\n"
-        "from yunion_mps.api import client\n"
+        "from yunion_mps.http import client\n"
         "for module in root.COMMANDS.values(): importlib.import_module(module)\n"
         f"os.setgroups([]); os.setgid({NOBODY}); os.setuid({NOBODY})\n"
         "main()\n"

@@ -12,10 +12,10 @@ import pytest
 import yaml
 from yunion_mps.overview.uses import Holding, filled, holdings, memory_by_gpu
 
-from unit.api.by_hand import CLIENT, GONE, LEASE, clients
 from unit.cli.conftest import Cli
 from unit.cli.held import OVER, PAST_MPS, TWO, busy, hold, long_ago_s
 from unit.cli.test_terminal import on_terminal
+from unit.http.by_hand import CLIENT, GONE, LEASE, clients
 
 #: With one space for many, and no borders.
 TEXT = """\

@@ -13,7 +13,7 @@ ELSEWHERE = (
     "yunion_mps.cli",
     "yunion_mps.cdi.hook",
     "yunion_mps.client",
-    "yunion_mps.api.client",
+    "yunion_mps.http.client",
     "yunion_mps.daemon.put_back",
     "yunion_mps.daemon.take_over",
     "yunion_mps.doctor",

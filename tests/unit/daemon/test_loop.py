@@ -8,10 +8,10 @@ import time
 from contextlib import closing
 
 import pytest
-from yunion_mps.api.listener import Listener
 from yunion_mps.daemon.loop import serve
 from yunion_mps.daemon.run import drive
 from yunion_mps.daemon.signals import Signals
+from yunion_mps.http.listener import Listener
 from yunion_mps.service import Service
 from yunion_mps.supervisor import Supervisor
 from yunion_mps.systemd import Notifier

@@ -8,10 +8,10 @@ import socket
 from collections.abc import Iterator
 
 import pytest
-from yunion_mps.api.connection import Limits
-from yunion_mps.api.query import Request, Response
-from yunion_mps.api.routes import Answer
 from yunion_mps.gateway.doors import LIMITS, Doors, listen
+from yunion_mps.http.connection import Limits
+from yunion_mps.http.query import Request, Response
+from yunion_mps.http.routes import Answer
 
 from integration.gateway_host import free_port
 

@@ -11,7 +11,7 @@ from yunion_mps.gateway import notice
 from yunion_mps.paths import Paths
 
 from unit import builders
-from unit.api.server_host import short_root
+from unit.http.server_host import short_root
 
 
 @pytest.fixture

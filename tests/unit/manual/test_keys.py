@@ -11,8 +11,8 @@ import yaml
 from yunion_mps.config import KEYS, devices, load
 from yunion_mps.errors import Problem
 
-from unit.api.server_host import short_root
 from unit.generated import CHECKOUT
+from unit.http.server_host import short_root
 from unit.manual.conftest import Manual, squeezed
 
 HOST_PAGE = "yunion-mps-host.conf.5"

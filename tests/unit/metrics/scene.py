@@ -6,14 +6,14 @@ from typing import Any
 
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_plain
-from yunion_mps.api.counting import BOUNDS_S, Counted, Latency
+from yunion_mps.http.counting import BOUNDS_S, Counted, Latency
 from yunion_mps.metrics.facts import Facts, Moment, Queue
 from yunion_mps.metrics.text import text_of
 from yunion_mps.metrics.use import OfDevice, OfDomain, OfGpu, Use
 from yunion_mps.models import Snapshot
 from yunion_mps.service import Filters, Service
 
-from unit.api.snapshots import P40, reference
+from unit.http.snapshots import P40, reference
 
 #: Now: the daemon's clock began 1,000 s before.
 NOW = Moment(1_788_000_000.0, 1000.0)

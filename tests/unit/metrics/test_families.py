@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from yunion_mps.api.counting import BOUNDS_S, Counted, Latency
 from yunion_mps.escaping import printable
+from yunion_mps.http.counting import BOUNDS_S, Counted, Latency
 from yunion_mps.metrics.catalogue import CATALOGUE
 from yunion_mps.metrics.facts import Facts
 from yunion_mps.metrics.text import text_of
@@ -19,8 +19,8 @@ from yunion_mps.metrics.use import OfDevice, OfDomain, OfGpu, Use
 from yunion_mps.models import DomainStatus
 from yunion_mps.mps.states import LEGAL_CHANGES
 
-from unit.api import snapshots
-from unit.api.snapshots import H100, IN_MIG_MODE, P40, snapshot
+from unit.http import snapshots
+from unit.http.snapshots import H100, IN_MIG_MODE, P40, snapshot
 
 from .scene import ALL, USE, facts, value, values
 

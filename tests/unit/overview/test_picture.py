@@ -11,9 +11,9 @@ from yunion_mps.overview.picture import Told, picture
 from yunion_mps.overview.uses import Clients
 from yunion_mps.service import Filters, Service
 
-from unit.api.by_hand import CLIENT, LEASE
-from unit.api.snapshots import H100, P40, snapshot
 from unit.cli.held import OVER, PAST_MPS, TWO
+from unit.http.by_hand import CLIENT, LEASE
+from unit.http.snapshots import H100, P40, snapshot
 
 Json = dict[str, Any]
 

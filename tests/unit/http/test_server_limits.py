@@ -7,11 +7,11 @@ import socket
 from collections.abc import Awaitable
 
 import pytest
-from yunion_mps.api.query import Request, Response
+from yunion_mps.http.query import Request, Response
 
-from unit.api import snapshots
-from unit.api.conftest import Serve
-from unit.api.server_host import Answer, ServerHost, eventually, request
+from unit.http import snapshots
+from unit.http.conftest import Serve
+from unit.http.server_host import Answer, ServerHost, eventually, request
 
 LARGE = "/v1/devices?limit=0"
 GARBAGE = {

@@ -9,9 +9,9 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from yunion_mps.api.connection import Answering
-from yunion_mps.api.query import Request, Response
-from yunion_mps.api.routes import Answer
+from yunion_mps.http.connection import Answering
+from yunion_mps.http.query import Request, Response
+from yunion_mps.http.routes import Answer
 
 #: The upper bounds of the latencies' buckets in s: from what lies ready to a reload that waits for jobs.
 BOUNDS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0, 30.0)

@@ -9,8 +9,6 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-from yunion_mps.api.client import BadConfigurationError, Client
-from yunion_mps.api.listener import listen
 from yunion_mps.errors import (
     BusyError,
     ConfigError,
@@ -21,12 +19,14 @@ from yunion_mps.errors import (
     UnreachableError,
     YunionError,
 )
+from yunion_mps.http.client import BadConfigurationError, Client
+from yunion_mps.http.listener import listen
 from yunion_mps.models import Event
 from yunion_mps.paths import Paths
 
-from unit.api import by_hand
-from unit.api.conftest import Serve
-from unit.api.server_host import NOBODY, ServerHost, as_user, eventually, short_root
+from unit.http import by_hand
+from unit.http.conftest import Serve
+from unit.http.server_host import NOBODY, ServerHost, as_user, eventually, short_root
 
 START = "start it: systemctl start yunion-mps-daemon; or see why not: systemctl status yunion-mps-daemon"
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 20\r\n\r\n"

@@ -6,8 +6,8 @@ import asyncio
 import socket
 from collections import Counter
 
-from yunion_mps.api.connection import KEPT_BYTES, Answering, Connection, Limits
-from yunion_mps.api.listener import Listener
+from yunion_mps.http.connection import KEPT_BYTES, Answering, Connection, Limits
+from yunion_mps.http.listener import Listener
 
 #: Clients that may wait to be accepted, so that a burst of them is not turned away.
 _BACKLOG = 512

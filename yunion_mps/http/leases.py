@@ -8,9 +8,16 @@ from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, Protocol
 from urllib.parse import unquote, urlsplit
 
-from yunion_mps.api.query import BadRequestError, ContradictionError, Request, boolean, number, refuse_unknown
 from yunion_mps.errors import NotAllowedError, NotFoundError
 from yunion_mps.escaping import printable
+from yunion_mps.http.query import (
+    BadRequestError,
+    ContradictionError,
+    Request,
+    boolean,
+    number,
+    refuse_unknown,
+)
 from yunion_mps.leases.bounds import (
     COMMAND_LENGTH,
     LONGEST_TTL_S,

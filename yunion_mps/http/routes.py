@@ -6,8 +6,9 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Union
 from urllib.parse import unquote, urlsplit
 
-from yunion_mps.api.deferred import Deferred, Later
-from yunion_mps.api.query import (
+from yunion_mps.errors import NotFoundError
+from yunion_mps.http.deferred import Deferred, Later
+from yunion_mps.http.query import (
     LARGEST_NUMBER,
     BadRequestError,
     Request,
@@ -19,7 +20,6 @@ from yunion_mps.api.query import (
     problem,
     refuse_unknown,
 )
-from yunion_mps.errors import NotFoundError
 from yunion_mps.service import DEFAULT_LIMIT, Filters, Service
 
 #: No host has more devices; an answer is never larger than this many of them.
@@ -135,6 +135,6 @@ def _method_not_allowed(request: Request, allowed: str) -> Response:
 
 
 def _openapi() -> Any:
-    from yunion_mps.api.openapi import document
+    from yunion_mps.http.openapi import document
 
     return document()

@@ -10,8 +10,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from yunion_mps.api.query import OPENMETRICS, Response
 from yunion_mps.errors import NotFoundError, YunionError
+from yunion_mps.http.query import OPENMETRICS, Response
 from yunion_mps.leases.wish import Wish
 from yunion_mps.models import Holder, Owner
 

@@ -7,13 +7,13 @@ import os
 from concurrent.futures import Future
 
 import pytest
-from yunion_mps.api.listener import Listener
-from yunion_mps.api.server import Server
+from yunion_mps.http.listener import Listener
+from yunion_mps.http.server import Server
 
-from unit.api.conftest import Serve
-from unit.api.server_host import PATIENCE_S, ServerHost, eventually, request
-from unit.api.test_deferred import WAIT, waiting, whats
-from unit.api.test_turns import held
+from unit.http.conftest import Serve
+from unit.http.server_host import PATIENCE_S, ServerHost, eventually, request
+from unit.http.test_deferred import WAIT, waiting, whats
+from unit.http.test_turns import held
 
 
 def hand_over(host: ServerHost) -> Future[None]:

@@ -11,8 +11,17 @@ from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, NamedTuple, Protocol
 from urllib.parse import urlsplit
 
-from yunion_mps.api.leases import Giver, LeasePaths
-from yunion_mps.api.query import (
+from yunion_mps.errors import (
+    BusyError,
+    ConfigError,
+    NeverFreeError,
+    NotAllowedError,
+    NotFoundError,
+    NothingFreeError,
+    YunionError,
+)
+from yunion_mps.http.leases import Giver, LeasePaths
+from yunion_mps.http.query import (
     LARGEST_NUMBER,
     BadRequestError,
     Request,
@@ -23,15 +32,6 @@ from yunion_mps.api.query import (
     parse_query,
     problem,
     refuse_unknown,
-)
-from yunion_mps.errors import (
-    BusyError,
-    ConfigError,
-    NeverFreeError,
-    NotAllowedError,
-    NotFoundError,
-    NothingFreeError,
-    YunionError,
 )
 from yunion_mps.service import EVENT_KINDS, Service, Wanted
 

@@ -12,15 +12,15 @@ import pytest
 from openapi_schema_validator import OAS31Validator
 from openapi_spec_validator import OpenAPIV31SpecValidator
 from yunion_mps import __version__
-from yunion_mps.api.deferred import Deferred
-from yunion_mps.api.openapi import document
-from yunion_mps.api.query import Request, Response
-from yunion_mps.api.routes import Router
+from yunion_mps.http.deferred import Deferred
+from yunion_mps.http.openapi import document
+from yunion_mps.http.query import Request, Response
+from yunion_mps.http.routes import Router
 from yunion_mps.models import Snapshot
 from yunion_mps.mps.states import LEGAL_CHANGES
 from yunion_mps.service import Filters, Service
 
-from unit.api import by_hand, snapshots
+from unit.http import by_hand, snapshots
 
 DOCUMENT = document()
 ANSWERS = {
@@ -127,7 +127,7 @@ def test_a_field_more_or_one_less_is_against_the_schema(schema: str) -> None:
 
 def examples() -> dict[str, Any]:
     """A whole example of every schema, out of the document."""
-    from yunion_mps.api.schemas import example
+    from yunion_mps.http.schemas import example
 
     return {
         name: example({"$ref": f"#/components/schemas/{name}"}) for name in DOCUMENT["components"]["schemas"]

@@ -13,9 +13,9 @@ from typing import NamedTuple, Protocol, cast
 
 import h11
 
-from yunion_mps.api.peer import STRANGER, is_gone, peer_of
-from yunion_mps.api.query import Request, Response, problem
-from yunion_mps.api.routes import Answer
+from yunion_mps.http.peer import STRANGER, is_gone, peer_of
+from yunion_mps.http.query import Request, Response, problem
+from yunion_mps.http.routes import Answer
 
 log = logging.getLogger(__name__)
 

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
 import pytest
-from yunion_mps.api.connection import Limits
+from yunion_mps.http.connection import Limits
 from yunion_mps.models import Snapshot
 
-from unit.api import snapshots
-from unit.api.server_host import ServerHost
+from unit.http import snapshots
+from unit.http.server_host import ServerHost
 
 Serve = Callable[..., ServerHost]
 

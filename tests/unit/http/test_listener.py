@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from yunion_mps.api.listener import GROUP, group_id, listen
 from yunion_mps.errors import HostError
+from yunion_mps.http.listener import GROUP, group_id, listen
 from yunion_mps.paths import Paths
 
-from unit.api.server_host import short_root
+from unit.http.server_host import short_root
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root makes this socket")
 

@@ -6,9 +6,9 @@ import os
 
 import pytest
 
-from unit.api import snapshots
-from unit.api.conftest import Serve
-from unit.api.server_host import NOBODY, RawClient, ServerHost, eventually, request
+from unit.http import snapshots
+from unit.http.conftest import Serve
+from unit.http.server_host import NOBODY, RawClient, ServerHost, eventually, request
 
 TOO_MANY = (503, "too many connections are open", "close some, or try again in a moment")
 WAIT = request("/v1/events?after=0&wait=60")

@@ -10,10 +10,10 @@ from __future__ import annotations
 from typing import Any
 
 from yunion_mps import __version__
-from yunion_mps.api.query import LARGEST_NUMBER
-from yunion_mps.api.routes import LARGEST_LIMIT
-from yunion_mps.api.schema_parts import Schema, list_of, number, object_of, or_null, ref, text, truth
-from yunion_mps.api.schemas_running import schemas as running
+from yunion_mps.http.query import LARGEST_NUMBER
+from yunion_mps.http.routes import LARGEST_LIMIT
+from yunion_mps.http.schema_parts import Schema, list_of, number, object_of, or_null, ref, text, truth
+from yunion_mps.http.schemas_running import schemas as running
 from yunion_mps.models import DEV_TYPE
 from yunion_mps.mps.states import LEGAL_CHANGES, READY
 from yunion_mps.service import DEFAULT_LIMIT

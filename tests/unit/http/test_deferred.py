@@ -11,10 +11,10 @@ import pytest
 from yunion_mps.errors import ConfigError, HostError, NotAllowedError, NotFoundError, Problem, YunionError
 from yunion_mps.models import Event
 
-from unit.api import by_hand
-from unit.api.by_hand import Changes, People
-from unit.api.conftest import Serve
-from unit.api.server_host import NOBODY, Answer, RawClient, ServerHost, eventually, request
+from unit.http import by_hand
+from unit.http.by_hand import Changes, People
+from unit.http.conftest import Serve
+from unit.http.server_host import NOBODY, Answer, RawClient, ServerHost, eventually, request
 
 LOST = Event("error", "gpu", "00:06.0", "lost", "GPU_IS_LOST", "its 4 devices are unavailable")
 BACK = Event("info", "gpu", "00:06.0", "back")

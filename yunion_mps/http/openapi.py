@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from yunion_mps import __version__
-from yunion_mps.api.deferred import LATEST_S, LONGEST_EVENT_WAIT_S, MOST_EVENTS
-from yunion_mps.api.leases import BINDINGS, PLACEMENTS
-from yunion_mps.api.query import LARGEST_NUMBER, OPENMETRICS
-from yunion_mps.api.routes import LARGEST_LIMIT
-from yunion_mps.api.schema_parts import Schema, ref
-from yunion_mps.api.schemas import example, schemas
+from yunion_mps.http.deferred import LATEST_S, LONGEST_EVENT_WAIT_S, MOST_EVENTS
+from yunion_mps.http.leases import BINDINGS, PLACEMENTS
+from yunion_mps.http.query import LARGEST_NUMBER, OPENMETRICS
+from yunion_mps.http.routes import LARGEST_LIMIT
+from yunion_mps.http.schema_parts import Schema, ref
+from yunion_mps.http.schemas import example, schemas
 from yunion_mps.leases.bounds import LONGEST_TTL_S, LONGEST_WAIT_S, MOST_DEVICES, MOST_MIB, NAME, REQUEST
 from yunion_mps.service import DEFAULT_LIMIT, EVENT_KINDS
 

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from unit.api import snapshots
-from unit.api.conftest import Serve
-from unit.api.server_host import PATIENCE_S, ServerHost, eventually, request
+from unit.http import snapshots
+from unit.http.conftest import Serve
+from unit.http.server_host import PATIENCE_S, ServerHost, eventually, request
 
 COUNT = 1500
 #: Each is worked out anew; without a body, so that no answer waits to be read.

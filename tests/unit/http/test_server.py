@@ -6,9 +6,9 @@ import socket
 
 import pytest
 
-from unit.api import snapshots
-from unit.api.conftest import Serve
-from unit.api.server_host import ServerHost, request
+from unit.http import snapshots
+from unit.http.conftest import Serve
+from unit.http.server_host import ServerHost, request
 
 NO_QUERY = "the query cannot be taken apart"
 AS_PAIRS = "write it as name=value&name=value"

@@ -6,14 +6,14 @@ import asyncio
 import re
 
 import pytest
-from yunion_mps.api.counting import BOUNDS_S, OTHER, Counting, Counts, route_of
-from yunion_mps.api.deferred import Deferred
-from yunion_mps.api.openapi import document
-from yunion_mps.api.query import Request, Response
-from yunion_mps.api.routes import Answer, Router
+from yunion_mps.http.counting import BOUNDS_S, OTHER, Counting, Counts, route_of
+from yunion_mps.http.deferred import Deferred
+from yunion_mps.http.openapi import document
+from yunion_mps.http.query import Request, Response
+from yunion_mps.http.routes import Answer, Router
 from yunion_mps.service import Service
 
-from unit.api import by_hand, snapshots
+from unit.http import by_hand, snapshots
 
 
 def ask(counting: Counting, target: str, method: str = "GET") -> Response:

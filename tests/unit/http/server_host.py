@@ -24,18 +24,18 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from yunion_mps.api.connection import Limits
-from yunion_mps.api.deferred import Deferred
-from yunion_mps.api.listener import Listener
-from yunion_mps.api.routes import Router
-from yunion_mps.api.server import Server
+from yunion_mps.http.connection import Limits
+from yunion_mps.http.deferred import Deferred
+from yunion_mps.http.listener import Listener
+from yunion_mps.http.routes import Router
+from yunion_mps.http.server import Server
 from yunion_mps.journal import Journal
 from yunion_mps.models import Event, Snapshot
 from yunion_mps.paths import Paths
 from yunion_mps.service import Service
 from yunion_mps.store import Store
 
-from unit.api.by_hand import Changes, Giver, Meter, People
+from unit.http.by_hand import Changes, Giver, Meter, People
 
 #: So long that only what never comes is missed, on however slow a machine.
 PATIENCE_S = 60.0

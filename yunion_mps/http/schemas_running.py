@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from yunion_mps.api.schema_parts import Schema, list_of, number, object_of, or_null, ref, text, truth
+from yunion_mps.http.schema_parts import Schema, list_of, number, object_of, or_null, ref, text, truth
 from yunion_mps.service import EVENT_KINDS
 from yunion_mps.usage.hour import MINUTES, STEP_S
 
