@@ -6,7 +6,7 @@ start of the daemon.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 EXCLUSIVE_PROCESS = "Exclusive_Process"
@@ -176,8 +176,6 @@ class Device(NamedTuple):
 class Slice(NamedTuple):
     """One of the unequal devices of a GPU: what it may use."""
 
-    gpu_uuid: str
-    slot: int
     memory_limit_mib: int
     thread_percentage: float
     priority: str = NORMAL
@@ -201,27 +199,53 @@ class Pool(NamedTuple):
     thread_overcommit: float | None = 1.0
 
 
+class PlannedGpu(NamedTuple):
+    """One GPU of a domain and how it is divided: into equal devices, `slices`, or by amounts of a `pool`.
+
+    `memory_limit_mib` and `thread_percentage` are the most that one client gets; the limit is None if the
+    control daemon serves the GPU and the plan does not, so that it is left as it is. `slices` has a row for
+    each slot if the devices differ from that; a pool has no devices until they are leased.
+    """
+
+    uuid: str
+    memory_limit_mib: int | None = None
+    device_count: int = 0
+    thread_percentage: float = 0.0
+    slices: tuple[Slice, ...] = ()
+    pool: Pool | None = None
+
+
 class DomainPlan(NamedTuple):
     """One control daemon: its GPUs in CUDA's order, and the limits that it gives to a client by default.
 
-    `numbers` and `percentages` are by GPU: the devices that it is divided into, and the percentage of each,
-    the largest where they are unequal. Those of a GPU with unequal devices are in `slices`, by GPU and slot;
-    a GPU in `pools` is divided into none. `pipe_group` is the group that alone may enter the pipe directory,
-    empty if every user may.
+    `pipe_group` is the group that alone may enter the pipe directory, empty if every user may.
     """
 
     name: str
     pipe_directory: str
     log_directory: str
-    gpu_uuids: tuple[str, ...]
-    memory_limits_mib: tuple[int | None, ...]
+    gpus: tuple[PlannedGpu, ...]
     thread_percentage: float
-    numbers: tuple[int, ...] = ()
-    percentages: tuple[float, ...] = ()
     multiuser: bool = False
-    slices: tuple[Slice, ...] = ()
-    pools: tuple[Pool, ...] = ()
     pipe_group: str = ""
+
+    @property
+    def gpu_uuids(self) -> tuple[str, ...]:
+        return tuple(gpu.uuid for gpu in self.gpus)
+
+    @property
+    def memory_limits_mib(self) -> tuple[int | None, ...]:
+        """By GPU, in the order by which the control daemon numbers them."""
+        return tuple(gpu.memory_limit_mib for gpu in self.gpus)
+
+    def memory_limit_of(self, gpu_uuid: str) -> int | None:
+        """What one client may get of the GPU, in MiB; None if it is not served, such as a lost one."""
+        return next((gpu.memory_limit_mib for gpu in self.gpus if gpu.uuid == gpu_uuid), None)
+
+    def for_gpus(self, gpu_uuids: Iterable[str]) -> DomainPlan:
+        """The plan for these GPUs, in this order; one that it does not divide has no limit."""
+        known = {gpu.uuid: gpu for gpu in self.gpus}
+        return self._replace(gpus=tuple(known.get(uuid) or PlannedGpu(uuid) for uuid in gpu_uuids))
 
     def same_control_daemon(self, other: DomainPlan) -> bool:
         """Whether a control daemon that runs for `other` can serve this plan: at most limits differ."""

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
-from yunion_mps.models import DomainPlan
+from yunion_mps.models import DomainPlan, PlannedGpu
 from yunion_mps.mps.log_file import look_at_log
 from yunion_mps.process import command_of, name_of, user_name
 
@@ -80,7 +80,7 @@ def test_a_container_is_named_on_one_line(name: str) -> None:
 
 
 def test_the_control_daemon_s_log_is_quoted_without_what_steers(tmp_path: Path) -> None:
-    plan = DomainPlan("host", "/pipe", str(tmp_path), ("GPU-1",), (5760,), 25.0)
+    plan = DomainPlan("host", "/pipe", str(tmp_path), (PlannedGpu("GPU-1", 5760),), 25.0)
     lines = [f"a{char}b" for char in STEERING if char not in "\n\r\ud800"][-5:]
     (tmp_path / "control.log").write_text("\n".join(lines), encoding="utf-8")
     begin, *quoted = look_at_log(plan).split("\n")

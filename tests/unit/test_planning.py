@@ -4,7 +4,7 @@ from decimal import ROUND_FLOOR, Decimal
 from uuid import UUID
 
 import pytest
-from yunion_mps.models import Config, DomainPlan, Inventory, Plan
+from yunion_mps.models import Config, DomainPlan, Inventory, Plan, PlannedGpu
 from yunion_mps.planning import (
     client_environment,
     decimal,
@@ -35,11 +35,8 @@ def test_the_reference_case_is_four_devices_of_5760_mib_and_25_percent() -> None
             "host",
             "/tmp/nvidia-mps/pipe",
             "/tmp/nvidia-mps/log",
-            (str(P40.uuid),),
-            (5760,),
+            (PlannedGpu(str(P40.uuid), 5760, 4, 25.0),),
             25.0,
-            (4,),
-            (25.0,),
         ),
     )
     assert plan.compute_modes == {P40.uuid: "Exclusive_Process"}
@@ -135,11 +132,8 @@ def test_each_gpu_has_a_domain_with_directories_of_its_own_in_scope_gpu() -> Non
             name,
             f"/tmp/nvidia-mps/pipe/{one.uuid}",
             f"/tmp/nvidia-mps/log/{one.uuid}",
-            (str(one.uuid),),
-            (memory,),
+            (PlannedGpu(str(one.uuid), memory, number, percentage),),
             percentage,
-            (number,),
-            (percentage,),
         )
         for one, name, memory, percentage, number in zip(
             gpus, ("01:00.0", "0001:02:00.0"), (40779, 20389), (50.0, 25.0), (2, 4)

@@ -76,8 +76,8 @@ def test_the_domain_s_limits_are_the_largest_that_any_client_of_its_gpu_may_get(
     )
     (domain,) = planned(settings, found).domains
     assert domain.memory_limits_mib == (5760, 8192, 15360)
-    assert domain.numbers == (4, 3, 0)
-    assert domain.percentages == (25.0, 60.0, 96.0)
+    divided = [(gpu.device_count, gpu.thread_percentage) for gpu in domain.gpus]
+    assert divided == [(4, 25.0), (3, 60.0), (0, 96.0)]
     assert domain.thread_percentage == 96.0
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 
-from yunion_mps.models import DomainPlan, Pool, Slice
+from yunion_mps.models import DomainPlan, PlannedGpu, Pool, Slice
 from yunion_mps.mps.adoption import as_served, with_remembered
 from yunion_mps.mps.applying import InForce
 from yunion_mps.service import Service
@@ -23,13 +23,11 @@ PLAN = DomainPlan(
     "host",
     "/pipe",
     "/log",
-    (A, B),
-    (8192, 16384),
+    (
+        PlannedGpu(A, 8192, 2, 50.0, (Slice(8192, 50.0), Slice(4096, 25.0, "below_normal"))),
+        PlannedGpu(B, 16384, 0, 100.0, pool=Pool(B, "host", 1024, 16384, 16384, 0, 48, None)),
+    ),
     100.0,
-    (2, 0),
-    (50.0, 100.0),
-    slices=(Slice(A, 0, 8192, 50.0), Slice(A, 1, 4096, 25.0, "below_normal")),
-    pools=(Pool(B, "host", 1024, 16384, 16384, 0, 48, None),),
 )
 
 
@@ -44,25 +42,23 @@ def test_what_is_noted_of_slices_and_pools_is_read_as_it_was() -> None:
     assert from_json(noted) == InForce(PLAN, (5,))
     read = from_json(noted)
     assert read is not None
-    assert isinstance(read.plan.slices[0], Slice)
-    assert isinstance(read.plan.pools[0], Pool)
-    for name in ("slices", "pools"):  # as a release before them noted it
-        del noted["plan"][name]
-    assert from_json(noted) == InForce(PLAN._replace(slices=(), pools=()), (5,))
+    assert isinstance(read.plan.gpus[0].slices[0], Slice)
+    assert isinstance(read.plan.gpus[1].pool, Pool)
+    del noted["plan"]["gpus"]  # what cannot be understood says nothing
+    assert from_json(noted) is None
 
 
 def test_slices_and_pools_stay_with_their_gpus_in_another_order_of_these() -> None:
-    running = PLAN._replace(gpu_uuids=(B, A))
+    running = PLAN.for_gpus((B, A))
     served = as_served(PLAN, running)
-    assert (served.memory_limits_mib, served.numbers) == ((16384, 8192), (0, 2))
+    assert [(gpu.memory_limit_mib, gpu.device_count) for gpu in served.gpus] == [(16384, 0), (8192, 2)]
     assert as_served(served, PLAN) == PLAN
-    alone = as_served(PLAN, PLAN._replace(gpu_uuids=(B,)))
-    assert (alone.slices, alone.pools) == ((), PLAN.pools)
+    assert as_served(PLAN, PLAN.for_gpus((B,))).gpus == PLAN.gpus[1:]
 
 
 def test_a_gpu_that_is_lost_for_now_keeps_its_slices_or_its_pool() -> None:
     for lost in (A, B):
-        left = as_served(PLAN, PLAN._replace(gpu_uuids=tuple({A, B} - {lost})))
+        left = as_served(PLAN, PLAN.for_gpus({A, B} - {lost}))
         known = as_served(left, PLAN)
         assert None in known.memory_limits_mib
         assert with_remembered(known, PLAN) == PLAN

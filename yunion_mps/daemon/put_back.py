@@ -14,7 +14,7 @@ from yunion_mps.compute_modes import ModeWork, carry_out, noted
 from yunion_mps.config import load
 from yunion_mps.daemon.lock import take_lock
 from yunion_mps.daemon.run import drive
-from yunion_mps.models import DomainPlan, Event
+from yunion_mps.models import DomainPlan, Event, PlannedGpu
 from yunion_mps.mps.domain import Domain
 from yunion_mps.mps.orphans import Orphans
 from yunion_mps.mps.ownership import MpsProcess, our_processes
@@ -93,7 +93,7 @@ class _Past:
     def _end(self, one: MpsProcess, timeout_s: int, now_s: float) -> None:
         place = one.pipe_directory
         log.info("ending the control daemon (PID %d) in %s; its jobs have %d s", one.pid, place, timeout_s)
-        plan = DomainPlan(place, place, place, one.gpu_uuids, (None,) * len(one.gpu_uuids), 100.0)
+        plan = DomainPlan(place, place, place, tuple(map(PlannedGpu, one.gpu_uuids)), 100.0)
         domain = Domain(plan, program_of(one.pid), _ignore, lambda: None)
         domain.start(now_s, [one])  # which takes it over
         domain.stop(now_s, timeout_s=timeout_s)

@@ -10,7 +10,7 @@ from yunion_mps.config import load
 from yunion_mps.errors import Problem, YunionError
 from yunion_mps.http.client import Client
 from yunion_mps.inventory import Nvml, machine_id, scan
-from yunion_mps.models import Config, DomainPlan, Gpu, Inventory, Plan
+from yunion_mps.models import Config, DomainPlan, Gpu, Inventory, Plan, PlannedGpu
 from yunion_mps.mps.control import peer_of
 from yunion_mps.paths import Paths
 from yunion_mps.planning import make_plan
@@ -126,7 +126,7 @@ class Host:
                 return []
             # Which GPUs there are is unknown; of the directories, those of the host's one domain are known.
             pipe, log = config.cuda_mps_pipe_directory, config.cuda_mps_log_directory
-            return [self._rooted(DomainPlan("host", pipe, log, (), (), 100.0))]
+            return [self._rooted(DomainPlan("host", pipe, log, (), 100.0))]
 
     def _rooted(self, domain: DomainPlan) -> DomainPlan:
         return domain._replace(
@@ -146,7 +146,6 @@ def _running(domain: Mapping[str, Any]) -> DomainPlan:
         domain["name"],
         domain["pipe_directory"],
         domain["log_directory"],
-        tuple(domain["gpus"]),
-        tuple(domain["memory_limits"]),
+        tuple(map(PlannedGpu, domain["gpus"], domain["memory_limits"])),
         domain["thread_percentage"],
     )

@@ -49,7 +49,7 @@ class Offers(NamedTuple):
 def offers_of(snapshot: Snapshot, reasons: Mapping[str, str]) -> Offers:
     """The devices and pools; `reasons` says, by GPU UUID, why they cannot be used, empty where they can."""
     plan, gpus = snapshot.plan, snapshot.inventory.gpus
-    sliced = {one.gpu_uuid for status in snapshot.domains for one in status.plan.slices}
+    sliced = {gpu.uuid for status in snapshot.domains for gpu in status.plan.gpus if gpu.slices}
     devices = [Offer(one, reasons[one.gpu_uuid], one.gpu_uuid in sliced) for one in plan.devices]
     addresses = {gpu.uuid: gpu.address for gpu in gpus}
     pools = [

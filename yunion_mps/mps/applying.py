@@ -148,8 +148,9 @@ class Applying:
 
     def _asked(self, plan: DomainPlan) -> DomainPlan:
         """The plan's limits for the GPUs that are asked for: not for one that is wanted no more."""
-        pairs = zip(plan.memory_limits_mib, self._target.memory_limits_mib)
-        return plan._replace(memory_limits_mib=tuple(None if now is None else was for was, now in pairs))
+        asked = {gpu.uuid for gpu in self._target.gpus if gpu.memory_limit_mib is not None}
+        gpus = (gpu if gpu.uuid in asked else gpu._replace(memory_limit_mib=None) for gpu in plan.gpus)
+        return plan._replace(gpus=tuple(gpus))
 
     def _make_way(self, servers: tuple[int, ...]) -> None:
         """Servers have limits that nobody knows; where they have no jobs, have them end."""

@@ -139,16 +139,17 @@ def devices_of(host: str, domain: DomainPlan, gpus: Iterable[Gpu]) -> list[Devic
     """
     by_uuid = {gpu.uuid: gpu for gpu in gpus}
     devices = []
-    for uuid, slices in _slices(domain).items():
-        gpu = by_uuid.get(uuid)
-        if gpu is None:
+    for planned in domain.gpus:
+        gpu = by_uuid.get(planned.uuid)
+        if gpu is None or planned.memory_limit_mib is None:
             continue
+        equal = (Slice(planned.memory_limit_mib, planned.thread_percentage),) * planned.device_count
         devices += [
             Device(
-                id=uuid5(host, f"{uuid}/{one.slot}"),
-                addr=f"{gpu.address}-{one.slot}",
-                gpu_uuid=uuid,
-                slot=one.slot,
+                id=uuid5(host, f"{planned.uuid}/{slot}"),
+                addr=f"{gpu.address}-{slot}",
+                gpu_uuid=planned.uuid,
+                slot=slot,
                 memory_limit_mib=one.memory_limit_mib,
                 memory_total_mib=gpu.memory_mib or 0,
                 thread_percentage=one.thread_percentage,
@@ -156,22 +157,9 @@ def devices_of(host: str, domain: DomainPlan, gpus: Iterable[Gpu]) -> list[Devic
                 domain=domain.name,
                 priority=one.priority,
             )
-            for one in slices
+            for slot, one in enumerate(planned.slices or equal)
         ]
     return devices
-
-
-def _slices(domain: DomainPlan) -> dict[str, list[Slice]]:
-    """The devices of each GPU that the domain has a limit for, in its order; equal ones are written out."""
-    unequal: dict[str, list[Slice]] = {}
-    for one in domain.slices:
-        unequal.setdefault(one.gpu_uuid, []).append(one)
-    shares = zip(domain.gpu_uuids, domain.memory_limits_mib, domain.numbers, domain.percentages)
-    return {
-        uuid: unequal.get(uuid) or [Slice(uuid, slot, memory_mib, percentage) for slot in range(number)]
-        for uuid, memory_mib, number, percentage in shares
-        if memory_mib is not None
-    }
 
 
 def host_id(machine_id: str) -> str:
@@ -215,7 +203,7 @@ def whole_environment(devices: Sequence[Device], domain: DomainPlan) -> dict[str
     sums = Counter[str]()
     for device in devices:
         sums[device.gpu_uuid] += device.memory_limit_mib
-    most = [_most_mib(domain, gpu) or mib for gpu, mib in sums.items()]
+    most = [domain.memory_limit_of(gpu) or mib for gpu, mib in sums.items()]
     return {
         **client_environment(devices, domain),
         "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": ",".join(f"{number}={mib}M" for number, mib in enumerate(most)),
@@ -231,7 +219,7 @@ def why_not_honoured(devices: Sequence[Device], domain: DomainPlan) -> str:
     for uuid in dict.fromkeys(device.gpu_uuid for device in devices):
         own = [device for device in devices if device.gpu_uuid == uuid]
         wanted_mib = sum(device.memory_limit_mib for device in own)
-        most_mib = _most_mib(domain, uuid)
+        most_mib = domain.memory_limit_of(uuid)
         if most_mib is not None and wanted_mib > most_mib:
             return (
                 f"its control daemon gives no process more than {most_mib} MiB of GPU "
@@ -243,11 +231,6 @@ def why_not_honoured(devices: Sequence[Device], domain: DomainPlan) -> str:
             instead = f"{most} % of the threads of GPU {own[0].gpu_address}, not {decimal(wanted)} %"
             return f"its control daemon gives no process more than {instead}"
     return ""
-
-
-def _most_mib(domain: DomainPlan, gpu_uuid: str) -> int | None:
-    """What one client may get of the GPU; None where it is not served, as one that is lost."""
-    return dict(zip(domain.gpu_uuids, domain.memory_limits_mib)).get(gpu_uuid)
 
 
 def decimal(percentage: float) -> str:
@@ -288,7 +271,7 @@ def _domain(
     gpus: Sequence[Gpu],
 ) -> DomainPlan:
     """One control daemon's plan; its default limits are the largest, for clients can only tighten them."""
-    divided = [
+    divided = tuple(
         divide(
             entries[gpu.pci_address],
             gpu,
@@ -297,18 +280,13 @@ def _domain(
             max_clients(gpu, inventory.driver, config.cuda_mps_max_clients),
         )
         for gpu in gpus
-    ]
+    )
     return DomainPlan(
         name,
         config.cuda_mps_pipe_directory + below,
         config.cuda_mps_log_directory + below,
-        tuple(str(gpu.uuid) for gpu in gpus),
-        tuple(one.memory_mib for one in divided),
-        max(one.percentage for one in divided),
-        tuple(one.number for one in divided),
-        tuple(one.percentage for one in divided),
+        divided,
+        max(gpu.thread_percentage for gpu in divided),
         config.cuda_mps_multiuser,
-        tuple(one for each in divided for one in each.slices),
-        tuple(one.pool for one in divided if one.pool),
         config.cuda_mps_pipe_group or "",
     )

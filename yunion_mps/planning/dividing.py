@@ -5,9 +5,7 @@ Threads are reckoned in tenths of a percent, as whole numbers: that is how exact
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-from yunion_mps.models import Config, DeviceEntry, Gpu, Pool, Slice, SliceEntry
+from yunion_mps.models import Config, DeviceEntry, Gpu, PlannedGpu, Pool, Slice, SliceEntry
 
 _ALL_TENTHS = 1000
 
@@ -15,44 +13,31 @@ _ALL_TENTHS = 1000
 _OVERCOMMIT = {"equal": 1.0, "double": 2.0, "none": None}
 
 
-class Division(NamedTuple):
-    """One GPU divided: what any client of it gets at most, into how many devices, and which.
-
-    Equal devices are told by their `number`; those that differ from what a client gets at most, being unequal
-    or to be combined, are in `slices` as well; a pool has none yet.
-    """
-
-    memory_mib: int
-    number: int
-    percentage: float
-    slices: tuple[Slice, ...] = ()
-    pool: Pool | None = None
-
-
-def divide(entry: DeviceEntry, gpu: Gpu, config: Config, domain: str, clients: int) -> Division:
+def divide(entry: DeviceEntry, gpu: Gpu, config: Config, domain: str, clients: int) -> PlannedGpu:
     """The GPU divided as the entry says, which must be right for it; `clients` is how many MPS allows."""
-    total_mib = gpu.memory_mib or 0
+    uuid, total_mib = str(gpu.uuid), gpu.memory_mib or 0
     overcommit = overcommit_of(entry, config)
     if entry.slices:
         slices = tuple(
-            Slice(str(gpu.uuid), slot, one.memory_mib, _tenths(one, total_mib, overcommit) / 10, one.priority)
-            for slot, one in enumerate(entry.slices)
+            Slice(one.memory_mib, _tenths(one, total_mib, overcommit) / 10, one.priority)
+            for one in entry.slices
         )
         most_mib = max(one.memory_limit_mib for one in slices)
-        return Division(most_mib, len(slices), max(one.thread_percentage for one in slices), slices)
+        most = max(one.thread_percentage for one in slices)
+        return PlannedGpu(uuid, most_mib, len(slices), most, slices)
     if entry.memory_unit_mib:
         reserve_mib = entry.memory_reserve_mib
         unit_mib = entry.memory_unit_mib
         most_mib = _whole_units(total_mib - reserve_mib, unit_mib)
-        pool = Pool(str(gpu.uuid), domain, unit_mib, most_mib, total_mib, reserve_mib, clients, overcommit)
-        return Division(most_mib, 0, share_percentage(most_mib, total_mib, overcommit), pool=pool)
+        pool = Pool(uuid, domain, unit_mib, most_mib, total_mib, reserve_mib, clients, overcommit)
+        return PlannedGpu(uuid, most_mib, 0, share_percentage(most_mib, total_mib, overcommit), pool=pool)
     number = entry.virtual_number
     percentage, share_mib = thread_percentage(config.cuda_mps_thread_percentage, number), total_mib // number
     together = min(config.cuda_mps_combine, number)
     if together == 1:
-        return Division(share_mib, number, percentage)
-    slices = tuple(Slice(str(gpu.uuid), slot, share_mib, percentage) for slot in range(number))
-    return Division(share_mib * together, number, min(100.0, round(percentage * together, 1)), slices)
+        return PlannedGpu(uuid, share_mib, number, percentage)
+    most = min(100.0, round(percentage * together, 1))
+    return PlannedGpu(uuid, share_mib * together, number, most, (Slice(share_mib, percentage),) * number)
 
 
 def thread_percentage(policy: str, virtual_number: int) -> float:

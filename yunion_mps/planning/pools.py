@@ -17,8 +17,8 @@ from yunion_mps.planning.dividing import share_percentage
 
 def pools_of(domain: DomainPlan, gpus: Iterable[Gpu]) -> list[Pool]:
     """The pools that the domain serves; one whose GPU is not among `gpus` is none of them."""
-    there = {gpu.uuid for gpu in gpus} & set(domain.gpu_uuids)
-    return [pool for pool in domain.pools if pool.gpu_uuid in there]
+    there = {gpu.uuid for gpu in gpus}
+    return [gpu.pool for gpu in domain.gpus if gpu.pool and gpu.uuid in there]
 
 
 def units_for(pool: Pool, memory_mib: int) -> int:

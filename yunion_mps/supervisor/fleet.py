@@ -218,4 +218,4 @@ def _can_serve(domain: Domain, plan: DomainPlan) -> bool:
     if plan.same_control_daemon(domain.wanted):
         return True
     serves = set(domain.plan.gpu_uuids) == set(plan.gpu_uuids)
-    return serves and plan._replace(gpu_uuids=domain.wanted.gpu_uuids).same_control_daemon(domain.wanted)
+    return serves and plan.for_gpus(domain.wanted.gpu_uuids).same_control_daemon(domain.wanted)

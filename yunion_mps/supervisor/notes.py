@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from yunion_mps.errors import HostError
-from yunion_mps.models import DomainPlan, Pool, Slice
+from yunion_mps.models import DomainPlan, PlannedGpu, Pool, Slice
 from yunion_mps.mps.applying import InForce
 from yunion_mps.mps.domain import Domain
 from yunion_mps.mps.states import READY
@@ -81,13 +81,15 @@ def to_json(value: InForce) -> dict[str, Any]:
 def from_json(value: Any) -> InForce | None:
     """What `to_json` made; None for anything else, such as what another release noted."""
     try:
-        fields = {name: _tuple(field) for name, field in value["plan"].items()}
-        fields["slices"] = tuple(Slice(*row) for row in fields.get("slices", ()))
-        fields["pools"] = tuple(Pool(*row) for row in fields.get("pools", ()))
-        return InForce(DomainPlan(**fields), tuple(int(pid) for pid in value["old_servers"]))
+        gpus = tuple(_planned_gpu(*row) for row in value["plan"]["gpus"])
+        plan = DomainPlan(**{**value["plan"], "gpus": gpus})
+        return InForce(plan, tuple(int(pid) for pid in value["old_servers"]))
     except (TypeError, KeyError, AttributeError, ValueError):
         return None
 
 
-def _tuple(field: Any) -> Any:
-    return tuple(field) if isinstance(field, list) else field
+def _planned_gpu(
+    uuid: str, limit_mib: Any, count: int, percentage: float, slices: Any, pool: Any
+) -> PlannedGpu:
+    rows = tuple(Slice(*row) for row in slices)
+    return PlannedGpu(uuid, limit_mib, count, percentage, rows, Pool(*pool) if pool else None)

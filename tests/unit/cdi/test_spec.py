@@ -74,7 +74,7 @@ def test_with_a_control_daemon_for_each_gpu_nothing_is_all() -> None:
 
 def test_all_is_there_also_where_a_gpu_is_not_served_now() -> None:
     devices, (domain,) = plan_of(snapshot(P40, H100))
-    without = domain._replace(gpu_uuids=domain.gpu_uuids[:1], memory_limits_mib=domain.memory_limits_mib[:1])
+    without = domain._replace(gpus=domain.gpus[:1])
     environment = environment_of(edits_of(devices_spec(devices, [without], HOST), "all"))
     assert environment["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"].startswith("0=5760M,1=")
 

@@ -7,13 +7,12 @@ import io
 import json
 import os
 import re
-from typing import Any
 
 import pytest
 import yaml
 from yunion_mps import __version__
 from yunion_mps.errors import ControlError
-from yunion_mps.models import Snapshot
+from yunion_mps.models import PlannedGpu, Snapshot
 from yunion_mps.overview.findings import other_version
 
 from unit.cli.conftest import Cli, Serve
@@ -123,7 +122,8 @@ def test_a_question_that_hangs_does_not_keep_the_rest_for_long(own: Cli) -> None
 
 def test_a_domain_shows_its_default_limit_which_is_not_every_device_s(serve: Serve) -> None:
     found = snapshots.reference()
-    plan = found.domains[0].plan._replace(memory_limits_mib=(15360, 5760), thread_percentage=33.3)
+    gpus = (PlannedGpu("GPU-a", 15360), PlannedGpu("GPU-b", 5760))
+    plan = found.domains[0].plan._replace(gpus=gpus, thread_percentage=33.3)
     lines = serve(found._replace(domains=(found.domains[0]._replace(plan=plan),))).good("status").splitlines()
     assert lines[-4].split("|")[6].strip() == "Default_limit"
     assert lines[-2].split("|")[6].strip() == "5760,15360 MiB, 33.3 %"
@@ -131,8 +131,8 @@ def test_a_domain_shows_its_default_limit_which_is_not_every_device_s(serve: Ser
 
 def test_the_limit_of_a_gpu_that_is_not_in_the_plan_is_left_out(serve: Serve) -> None:
     found = snapshots.reference()
-    limits: Any = (None, 5760, None)
-    domain = found.domains[0]._replace(plan=found.domains[0].plan._replace(memory_limits_mib=limits))
+    gpus = (PlannedGpu("GPU-a"), PlannedGpu("GPU-b", 5760), PlannedGpu("GPU-c"))
+    domain = found.domains[0]._replace(plan=found.domains[0].plan._replace(gpus=gpus))
     cli = serve(found._replace(domains=(domain,)))
     assert cli.good("status").splitlines()[-2].split("|")[6].strip() == "5760 MiB, 25 %"
     assert json.loads(cli.good("status", "-o", "json"))["domains"][0]["memory_limits"] == [None, 5760, None]
@@ -195,7 +195,7 @@ def test_a_host_one_of_whose_gpus_is_gone_is_not_ready(serve: Serve) -> None:
 
 def test_a_gpu_that_its_control_daemon_does_not_serve_degrades_the_host(serve: Serve) -> None:
     found = snapshots.snapshot(snapshots.P40, snapshots.H100)
-    served = found.domains[0].plan._replace(gpu_uuids=(snapshots.P40.uuid or "",))
+    served = found.domains[0].plan.for_gpus((snapshots.P40.uuid or "",))
     cli = serve(found._replace(domains=(found.domains[0]._replace(plan=served),)))
     assert cli.host.ask("GET", "/v1/status").json()["state"] == "degraded"
     lines = cli.good("status").splitlines()

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from yunion_mps.models import DomainPlan
+from yunion_mps.models import DomainPlan, PlannedGpu
 from yunion_mps.mps.applying import InForce
 from yunion_mps.mps.control import client_variables
 from yunion_mps.mps.diagnosis import front_end_at
@@ -65,10 +65,11 @@ def make_plan(place: Path) -> MakePlan:
     def make(
         memory_mib: tuple[int, ...] = (5760,), percentage: float = 25.0, name: str = "host"
     ) -> DomainPlan:
-        uuids = tuple(f"GPU-00000000-0000-0000-0000-{index:012d}" for index in range(len(memory_mib)))
-        numbers, percentages = (4,) * len(uuids), (percentage,) * len(uuids)
-        pipe, log = str(place / "pipe"), str(place / "log")
-        return DomainPlan(name, pipe, log, uuids, memory_mib, percentage, numbers, percentages)
+        gpus = tuple(
+            PlannedGpu(f"GPU-00000000-0000-0000-0000-{index:012d}", mib, 4, percentage)
+            for index, mib in enumerate(memory_mib)
+        )
+        return DomainPlan(name, str(place / "pipe"), str(place / "log"), gpus, percentage)
 
     return make
 

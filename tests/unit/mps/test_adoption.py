@@ -8,7 +8,7 @@ import socket
 import sys
 
 import pytest
-from yunion_mps.models import DomainPlan
+from yunion_mps.models import DomainPlan, PlannedGpu
 from yunion_mps.mps.adoption import find
 from yunion_mps.mps.control import PROGRAM
 from yunion_mps.mps.launch import obstacle
@@ -229,7 +229,7 @@ def test_a_survivor_that_serves_a_lost_gpu_too_is_taken_over_for_the_others(
     plan: DomainPlan, run_domain: RunDomain, start_control: StartControl, program: str
 ) -> None:
     """Limits are named by the survivor's own order; that of the GPU which is not planned stays as it is."""
-    both = plan._replace(gpu_uuids=(OTHER_GPU, *plan.gpu_uuids), memory_limits_mib=(1024, 5760))
+    both = plan._replace(gpus=(PlannedGpu(OTHER_GPU, 1024), *plan.gpus))
     survivor = start_control(both)
     converse(program, plan, "set_default_device_pinned_mem_limit 0 1024M")
     run = run_domain(plan).start().until(READY)
@@ -244,7 +244,7 @@ def test_a_survivor_that_lacks_a_gpu_is_taken_over_for_those_that_it_serves(
     plan: DomainPlan, run_domain: RunDomain, start_control: StartControl, program: str
 ) -> None:
     survivor = start_control(plan)
-    both = plan._replace(gpu_uuids=(OTHER_GPU, *plan.gpu_uuids), memory_limits_mib=(1024, 5760))
+    both = plan._replace(gpus=(PlannedGpu(OTHER_GPU, 1024), *plan.gpus))
     run = run_domain(both).start().until(READY)
     assert run.pid == survivor.pid
     assert run.domain.plan.gpu_uuids == plan.gpu_uuids

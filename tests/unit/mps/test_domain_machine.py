@@ -14,7 +14,7 @@ from pathlib import Path
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from yunion_mps.models import DomainPlan
+from yunion_mps.models import DomainPlan, PlannedGpu
 from yunion_mps.mps import limits
 from yunion_mps.mps.control import Conversation, SilentError
 from yunion_mps.mps.states import APPLYING, READY, STOPPED, STOPPING
@@ -57,7 +57,7 @@ class Faults(RuleBasedStateMachine):
         self.files = len(os.listdir("/proc/self/fd"))
         uuid = "GPU-00000000-0000-0000-0000-000000000000"
         pipe, log = str(self.place / "pipe"), str(self.place / "log")
-        self.plan = DomainPlan("host", pipe, log, (uuid,), (5760,), 25.0, (4,), (25.0,))
+        self.plan = DomainPlan("host", pipe, log, (PlannedGpu(uuid, 5760, 4, 25.0),), 25.0)
         self.jobs = Jobs(self.host, self.stand_ins, self.plan)
         self.running: list[Client] = []
         #: Whether somebody else may have changed the limits since they were last read.
@@ -103,7 +103,8 @@ class Faults(RuleBasedStateMachine):
 
     @rule(percentage=st.sampled_from([25.0, 50.0, 12.5]), memory_mib=st.sampled_from([5760, 2880]))
     def change(self, percentage: float, memory_mib: int) -> None:
-        self.plan = self.plan._replace(thread_percentage=percentage, memory_limits_mib=(memory_mib,))
+        gpus = tuple(gpu._replace(memory_limit_mib=memory_mib) for gpu in self.plan.gpus)
+        self.plan = self.plan._replace(thread_percentage=percentage, gpus=gpus)
         self.run.domain.change(self.plan, self.run.clock.now_s)
         self.let(0.5)
 

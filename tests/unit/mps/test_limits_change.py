@@ -28,7 +28,7 @@ def run(jobs: Jobs, run_domain: RunDomain) -> DomainRun:
 
 @pytest.fixture
 def other(plan: DomainPlan) -> DomainPlan:
-    return plan._replace(memory_limits_mib=(2880,), thread_percentage=12.5)
+    return plan._replace(gpus=(plan.gpus[0]._replace(memory_limit_mib=2880),), thread_percentage=12.5)
 
 
 def change(run: DomainRun, plan: DomainPlan) -> DomainRun:
