@@ -340,7 +340,7 @@ class Holder(NamedTuple):
 class Lease(NamedTuple):
     """Devices that are given to one holder until it ends, as they were then; `since_s` is in s since 1970.
 
-    `request` is what the holder has called its request for them, empty where it has not. `cdi`: container
+    `idempotency_key` is what the holder has sent as such with its request, empty if nothing. `cdi`: container
     engines find it as a device for as long as it lives. `ends_s` (of the monotonic clock) is when a lease
     taken by name expires, None for others; `is_extended`: a start of the daemon has postponed that.
     """
@@ -350,7 +350,7 @@ class Lease(NamedTuple):
     holder: Holder
     since_s: float
     environment: Mapping[str, str] = {}
-    request: str = ""
+    idempotency_key: str = ""
     cdi: bool = False
     ends_s: float | None = None
     is_extended: bool = False

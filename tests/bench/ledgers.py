@@ -10,7 +10,7 @@ from yunion_mps.errors import NothingFreeError
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.leases.offers import Offer, Offers
 from yunion_mps.leases.queue import Queue, Waiter
-from yunion_mps.leases.wish import Wish
+from yunion_mps.leases.request import LeaseRequest
 from yunion_mps.models import Device, Holder, Lease
 
 from bench.values import BenchError, Line, Rounds, Settings
@@ -30,14 +30,20 @@ def lines(settings: Settings) -> Iterator[Line]:
     offers = Offers([Offer(device) for device in devices])
     ledger = Ledger(_lease(device) for device in devices[:-1])
     last = _lease(devices[-1])
-    if ledger.choose(Wish(), offers) != last.devices:
+    if ledger.choose(LeaseRequest(), offers) != last.devices:
         raise BenchError("the ledger does not find the one device that is free")
     full = Ledger(_lease(device) for device in devices)
     queue = Queue(full)
-    queue.waiters = [Waiter(Wish(), float(number), number) for number in range(WAITERS)]
+    queue.waiters = [Waiter(LeaseRequest(), float(number), number) for number in range(WAITERS)]
     some = f"of {len(devices):,} devices"
     steps = (
-        (f"the free one {some}", "ms", _PASS, lambda: ledger.choose(Wish(), offers), lambda: _pass(offers)),
+        (
+            f"the free one {some}",
+            "ms",
+            _PASS,
+            lambda: ledger.choose(LeaseRequest(), offers),
+            lambda: _pass(offers),
+        ),
         (f"none {some}, and why", "ms", _PASS, lambda: _why_not(full, offers), lambda: _pass(offers)),
         (f"none {some}, {WAITERS} wait", "ms", _PASS, lambda: queue.next(offers), lambda: _pass(offers)),
         (
@@ -71,7 +77,7 @@ def _pass(offers: Offers) -> None:
 
 def _why_not(ledger: Ledger, offers: Offers) -> str:
     try:
-        ledger.choose(Wish(), offers)
+        ledger.choose(LeaseRequest(), offers)
     except NothingFreeError as error:
         return error.message
     raise BenchError("the ledger gives a device that somebody has")

@@ -64,7 +64,7 @@ def look(browser: Chromium, url: str, width: int, height: int) -> Page:
 def begin(daemon: Daemon, stack: ExitStack) -> None:
     """Some of everything: busy, idle, more than allowed, out of a pool."""
 
-    def job(user: int, wish: str, mib: int, *command: str) -> None:
+    def job(user: int, request: str, mib: int, *command: str) -> None:
         folder = daemon.host.root / "tmp"
         (folder / command[0]).write_text("import time\ntime.sleep(600)\n")
         as_user = {"user": user, "group": 0, "extra_groups": []}
@@ -75,7 +75,7 @@ def begin(daemon: Daemon, stack: ExitStack) -> None:
         eventually(lambda: shown.read_bytes().startswith(b"python3\0"), "the job")
         os.seteuid(user)
         try:
-            code, lease = daemon.ask("POST", f"/v1/leases?pid={process.pid}&{wish}")
+            code, lease = daemon.ask("POST", f"/v1/leases?pid={process.pid}&{request}")
         finally:
             os.seteuid(0)
         assert code == 200, lease

@@ -69,8 +69,8 @@ class Jobs:
         program = self._folder / name
         if not program.exists():
             program.write_text("import time\ntime.sleep(3600)\n")
-        wish = ["--device", device] if not options else list(options)
-        command = ["yunion-mps", "run", *wish, "--", "python3", name, *arguments]
+        request = ["--device", device] if not options else list(options)
+        command = ["yunion-mps", "run", *request, "--", "python3", name, *arguments]
         process = self._daemon.host.popen(command, cwd=self._folder)
         self._running[process.pid] = process, None
         eventually(lambda: self._has_begun(process), f"the device of {name}")

@@ -111,8 +111,11 @@ def test_several_devices_and_containers_are_served_by_the_other_gpu_while_one_is
     daemon.start().wait_ready()
     status, answer = daemon.ask("POST", "/v1/leases?count=2&name=two&ttl=600")
     assert (status, answer["devices"]) == (200, ["00:06.0-0", "00:06.0-1"])
-    for wish in ("count=2&gpu=00:07.0", *(["device=all", "count=2&across=true"] if scope == "host" else [])):
-        status, answer = daemon.ask("POST", f"/v1/leases?{wish}&name=more&ttl=600")
+    for request in (
+        "count=2&gpu=00:07.0",
+        *(["device=all", "count=2&across=true"] if scope == "host" else []),
+    ):
+        status, answer = daemon.ask("POST", f"/v1/leases?{request}&name=more&ttl=600")
         assert (status, LOST in answer["detail"]) == (423, True), answer
     eventually((host.root / "run/cdi/yunion-mps.json").exists, "the devices of containers")
     assert "Traceback" not in daemon.log

@@ -231,7 +231,7 @@ def test_only_the_owner_and_root_end_a_lease(ready_daemon: Daemon) -> None:
     ("query", "status", "detail"),
     [
         ("count=0", 400, "count is '0'"),
-        ("count=2&device=00:06.0-1", 409, "count, device, memory and units are different wishes"),
+        ("count=2&device=00:06.0-1", 409, "count, device, memory and units exclude each other"),
         ("across=true&count=1", 409, "across wants several devices, and count is 1"),
         ("across=true", 409, "across wants several devices, and count is 1"),
         ("placement=best", 400, "placement is 'best'"),
@@ -244,7 +244,7 @@ def test_only_the_owner_and_root_end_a_lease(ready_daemon: Daemon) -> None:
         ("hope=1", 400, "'hope' is no parameter"),
     ],
 )
-def test_a_wish_that_cannot_be_understood_is_refused(
+def test_a_request_that_cannot_be_understood_is_refused(
     ready_daemon: Daemon, query: str, status: int, detail: str
 ) -> None:
     answered, answer = ready_daemon.ask("POST", f"/v1/leases?{query}")

@@ -54,8 +54,8 @@ def test_on_a_gpu_that_enforces_no_budget_nothing_is_started_unless_that_is_aske
 
 @pytest.mark.gpus({"kind": "h100", "count": 2}, {"kind": "tesla-p40"})
 def test_the_warning_names_only_gpus_that_enforce_no_budget(ready_daemon: Daemon) -> None:
-    wish = ["lease", "take", "job", "--ttl", "600", "--count", "3", "--across"]
-    done = ready_daemon.host.run(["yunion-mps", *wish])
+    request = ["lease", "take", "job", "--ttl", "600", "--count", "3", "--across"]
+    done = ready_daemon.host.run(["yunion-mps", *request])
     said = "budgets are not enforced on GPU 00:08.0, older than Volta: it could use all of its memory"
     assert (done.returncode, done.stderr) == (0, f"yunion-mps: {said}\n")
 

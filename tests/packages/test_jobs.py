@@ -118,7 +118,7 @@ class TestJobs:
         machine.wait_until("it has ended", lambda: machine.show("ActiveState", JOB) == "inactive")
         assert "<two words><100%n><%i><$HOME><${OPTIONS}><;><>" in machine.journal(JOB)
 
-    def test_a_wish_that_cannot_be_met_fails_the_unit_with_a_word_of_why(self, host: Operator) -> None:
+    def test_an_infeasible_request_fails_the_unit_with_a_word_of_why(self, host: Operator) -> None:
         machine = host.machine
         begin(machine, "sleep 4714", "--device 00:06.0-9")
         machine.wait_until("it has failed", lambda: machine.show("ActiveState", JOB) == "failed")

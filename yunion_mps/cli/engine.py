@@ -11,8 +11,8 @@ import click
 from yunion_mps.cdi.nodes import driver_nodes, gpu_nodes
 from yunion_mps.cli.ask import ask
 from yunion_mps.cli.engine_words import environment_words, mount_words, overridden
+from yunion_mps.cli.lease_request import RequestCommand, take, warn_of_limits
 from yunion_mps.cli.watcher import Watcher, label
-from yunion_mps.cli.wish import WishCommand, take, warn_of_limits
 from yunion_mps.client.taking import refuse_unreachable
 from yunion_mps.errors import HostError
 from yunion_mps.models import CDI_KIND, Gpu
@@ -40,7 +40,7 @@ _PODMAN_WITH_CDI = (4, 1)
 _PATIENCE_S = 30
 
 
-class EngineCommand(WishCommand):
+class EngineCommand(RequestCommand):
     """A command with these options, after which people write the engine's own as they are used to."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:

@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 import click
 
 from yunion_mps.cli.ask import ask
+from yunion_mps.cli.lease_request import warn_of_limits
 from yunion_mps.cli.show import complete_device, one_device
-from yunion_mps.cli.wish import warn_of_limits
 from yunion_mps.errors import HostError, YunionError
 from yunion_mps.escaping import printable
 

@@ -8,11 +8,11 @@ from typing import Any
 import click
 
 from yunion_mps.cli.ask import quoted, remove, tell
+from yunion_mps.cli.lease_request import RequestCommand, parameters, request_options, take, warn_of_limits
 from yunion_mps.cli.output import output_option, pairs, show_pairs
 from yunion_mps.cli.suggest import SuggestingGroup
 from yunion_mps.cli.table import draw
 from yunion_mps.cli.times import Duration
-from yunion_mps.cli.wish import WishCommand, parameters, take, warn_of_limits, wish_options
 from yunion_mps.leases.bounds import LONGEST_TTL_S, NAME
 
 
@@ -31,9 +31,9 @@ def command() -> None:
     """
 
 
-@command.command("take", cls=WishCommand, short_help="Take devices for a name.")
+@command.command("take", cls=RequestCommand, short_help="Take devices for a name.")
 @click.argument("name")
-@wish_options
+@request_options
 @click.option(
     "--ttl",
     type=Duration(1, LONGEST_TTL_S),

@@ -16,15 +16,15 @@ from click.shell_completion import CompletionItem
 from yunion_mps.cli.ask import remove
 from yunion_mps.cli.engine import EngineCommand, engine_options, run_container, the_engine
 from yunion_mps.cli.environment import failing_with_us, show_environment, style_option
-from yunion_mps.cli.output import cell, refuse_closed_output
-from yunion_mps.cli.patience import say
-from yunion_mps.cli.wish import (
+from yunion_mps.cli.lease_request import (
     parameters,
+    request_options,
     take,
     warn_of_limits,
-    wish_options,
     would_take,
 )
+from yunion_mps.cli.output import cell, refuse_closed_output
+from yunion_mps.cli.patience import say
 from yunion_mps.client.taking import refuse_unreachable
 from yunion_mps.errors import NotFoundError, YunionError
 from yunion_mps.leases.bounds import COMMAND_LENGTH
@@ -52,7 +52,7 @@ def _files(_: click.Context, __: click.Parameter, incomplete: str) -> list[Compl
     short_help="Run a command with a device of its own.",
     context_settings={"allow_interspersed_args": False},
 )
-@wish_options
+@request_options
 @engine_options
 @click.option("--allow-unlimited", is_flag=True, help="Run it also where nothing limits it.")
 @click.option("--dry-run", is_flag=True, help="Only say which device it would get.")
@@ -107,7 +107,7 @@ def command(
         given = take(wanted, wait_s)
         refuse_unreachable(given["environment"])
     except YunionError as error:
-        if not allow_unlimited or isinstance(error, NotFoundError):  # a name mistyped was no wish for none
+        if not allow_unlimited or isinstance(error, NotFoundError):  # a mistyped name does not ask for none
             raise
         say(f"{cell(argv[0])} runs without limits: {error.message}")
         if error.hint:

@@ -14,7 +14,7 @@ from yunion_mps.containers import Containers
 from yunion_mps.daemon.containers import ContainerDevices
 from yunion_mps.daemon.ends import Ends
 from yunion_mps.daemon.lease_events import LeaseEvents, devices_of
-from yunion_mps.daemon.wishes import Wishes
+from yunion_mps.daemon.wishes import LeaseRequests
 from yunion_mps.errors import HostError, NotAllowedError, NotFoundError, NothingFreeError, YunionError
 from yunion_mps.identity import random_uuid
 from yunion_mps.leases.book import Book
@@ -26,8 +26,8 @@ from yunion_mps.leases.once import given_before, refuse_a_second
 from yunion_mps.leases.places import Places
 from yunion_mps.leases.queue import Queue, Waiter
 from yunion_mps.leases.quota import refuse_over_quota
+from yunion_mps.leases.request import LeaseRequest
 from yunion_mps.leases.view import lease_json, leases_json
-from yunion_mps.leases.wish import Wish
 from yunion_mps.models import LEASE_VARIABLE, Device, DomainPlan, Holder, Lease, Owner, Plan
 from yunion_mps.paths import Paths
 from yunion_mps.service import Service
@@ -39,15 +39,15 @@ Json = dict[str, Any]
 Keep = Callable[[Callable[[], None]], None]
 
 
-def _key(holder: Holder, request: str) -> str:
-    return f"{holder.uid}-{request}" if request else ""
+def _key(holder: Holder, idempotency_key: str) -> str:
+    return f"{holder.uid}-{idempotency_key}" if idempotency_key else ""
 
 
 class _Asker(NamedTuple):
     """Who waits, and what hears of it."""
 
     holder: Holder
-    request: str
+    idempotency_key: str
     cdi: bool
     keep: Keep
     answer: asyncio.Future[Lease]
@@ -55,7 +55,7 @@ class _Asker(NamedTuple):
     @property
     def key(self) -> str:
         """What its place is kept by, empty where it is not."""
-        return _key(self.holder, self.request)
+        return _key(self.holder, self.idempotency_key)
 
 
 class Leasing:
@@ -70,7 +70,7 @@ class Leasing:
         self._book = Book(supervisor.store(), paths.lease_copies)
         self._places = Places(paths.waiting_places)
         self._service = service
-        self._wishes = Wishes(supervisor, service)
+        self._requests = LeaseRequests(supervisor, service)
         self._containers = Containers(paths)
         self._events = LeaseEvents(supervisor.journal, self._containers)
         self.ledger = Ledger()
@@ -123,36 +123,36 @@ class Leasing:
     def leases(self) -> Json:
         """All leases, and those who wait in the order of their coming."""
         given = [(lease, self._ends.expires_s(lease.id)) for lease in self.ledger.leases.values()]
-        waiting = [(one.wish, one.since_s, one.whose.holder) for one in self.queue.waiters]
+        waiting = [(one.request, one.since_s, one.whose.holder) for one in self.queue.waiters]
         return leases_json(given, waiting, self._containers)
 
     async def take(
         self,
-        wish: Wish,
+        request: LeaseRequest,
         holder: Holder,
         keep: Keep,
         wait_s: float,
-        request: str = "",
+        idempotency_key: str = "",
         *,
         cdi: bool = False,
     ) -> Json:
-        """Give the holder what it wishes, within `wait_s`; raises YunionError where that cannot be.
+        """Give the holder what it requests, within `wait_s`; raises YunionError where that cannot be.
 
-        Who comes again with the same `request`, because an answer was lost or the daemon restarted, has the
-        lease that it was given, or its place in the queue. With `cdi` container engines find the lease as a
-        device, by its id, before this returns.
+        A request repeated with its `idempotency_key`, because its answer was lost or the daemon restarted,
+        gets the lease that it was given, or its queue position. With `cdi` container engines find the lease
+        as a device, by its id, before this returns.
         """
         self._supervisor.refuse_if_unsafe()
-        asker = _Asker(holder, request, cdi, keep, asyncio.get_running_loop().create_future())
+        asker = _Asker(holder, idempotency_key, cdi, keep, asyncio.get_running_loop().create_future())
         leases = self.ledger.leases.values()
-        given = given_before(leases, holder, request)
+        given = given_before(leases, holder, idempotency_key)
         if given:
             self._bind(given, keep)
             return self._json(given)
-        self._refuse_over_quota(holder, request)
-        refuse_a_second(leases, holder, request)
-        wish = self._wishes.possible(wish, self._offers())
-        waiter = Waiter(wish, self._since_s(asker), asker)
+        self._refuse_over_quota(holder, idempotency_key)
+        refuse_a_second(leases, holder, idempotency_key)
+        request = self._requests.possible(request, self._offers())
+        waiter = Waiter(request, self._since_s(asker), asker)
         self.queue.add(waiter)
         self.serve()
         try:
@@ -174,13 +174,13 @@ class Leasing:
                 self.queue.waiters.remove(waiter)
                 self.serve()  # what was kept for it is for those behind
 
-    def would_take(self, wish: Wish, holder: Holder, request: str = "") -> Json:
+    def would_take(self, request: LeaseRequest, holder: Holder, idempotency_key: str = "") -> Json:
         """What the holder would be given now; raises YunionError where that is nothing."""
-        if not given_before(self.ledger.leases.values(), holder, request):
-            self._refuse_over_quota(holder, request)
-        wish, offers = self._wishes.possible(wish, self._offers()), self._offers()
-        devices = self.ledger.choose(wish, offers, self.queue.spoken_for(offers))
-        lease = Lease("", devices, holder, time.time(), self._wishes.environment(wish, devices, ""))
+        if not given_before(self.ledger.leases.values(), holder, idempotency_key):
+            self._refuse_over_quota(holder, idempotency_key)
+        request, offers = self._requests.possible(request, self._offers()), self._offers()
+        devices = self.ledger.choose(request, offers, self.queue.spoken_for(offers))
+        lease = Lease("", devices, holder, time.time(), self._requests.environment(request, devices, ""))
         environment = {name: value for name, value in lease.environment.items() if name != LEASE_VARIABLE}
         return lease_json(lease._replace(environment=environment), None, self._containers)
 
@@ -219,7 +219,7 @@ class Leasing:
             why = reasons.get(device.gpu_uuid, "its GPU is not there any more")
             if why:
                 raise HostError(f"device {device.addr} cannot be used now: {why}", "see: yunion-mps status")
-        self._wishes.refuse_moved(lease)
+        self._requests.refuse_moved(lease)
         if lease.holder.binding == "name" or lease.holder == holder:
             return self._json(lease)
         if lease.holder.binding == "container":
@@ -247,12 +247,12 @@ class Leasing:
             self.queue.waiters.remove(waiter)
             asker = waiter.whose
             try:
-                asker.answer.set_result(self._give(waiter.wish, devices, asker))
+                asker.answer.set_result(self._give(waiter.request, devices, asker))
             except YunionError as error:
                 asker.answer.set_exception(error)
 
     def _refuse_impossible(self) -> None:
-        """Tell those whose wish could not be met any more, as after a reload, if everything were free.
+        """Tell those whose request could not be met any more, as after a reload, if everything were free.
 
         Else they would wait for good, and what is free be kept for them.
         """
@@ -261,10 +261,12 @@ class Leasing:
         if divided == self._divided:
             return
         self._divided = divided
-        refusals = {one.wish: self._wishes.refusal(one.wish, self._offers()) for one in self.queue.waiters}
-        for waiter in [one for one in self.queue.waiters if refusals[one.wish]]:
+        refusals = {
+            one.request: self._requests.refusal(one.request, self._offers()) for one in self.queue.waiters
+        }
+        for waiter in [one for one in self.queue.waiters if refusals[one.request]]:
             self.queue.waiters.remove(waiter)
-            waiter.whose.answer.set_exception(refusals[waiter.wish])
+            waiter.whose.answer.set_exception(refusals[waiter.request])
 
     def _write_expiry(self, lease: Lease) -> None:
         """Keep when the lease ends; if that fails, its holder has a moment to renew it after a restart."""
@@ -291,18 +293,18 @@ class Leasing:
         offers = self._offers()
         try:
             kept = self.queue.spoken_for(offers, besides=waiter)
-            self.ledger.choose(waiter.wish, offers, kept, has_waited=has_waited)
+            self.ledger.choose(waiter.request, offers, kept, has_waited=has_waited)
         except NothingFreeError as error:
             return error
-        return NothingFreeError(f"{waiter.wish} cannot be had now", "try again")
+        return NothingFreeError(f"{waiter.request} cannot be had now", "try again")
 
-    def _give(self, wish: Wish, devices: tuple[Device, ...], asker: _Asker) -> Lease:
+    def _give(self, request: LeaseRequest, devices: tuple[Device, ...], asker: _Asker) -> Lease:
         """Enter the lease; raises YunionError, with nothing given, where it cannot be kept or honoured."""
         holder, lease_id = asker.holder, random_uuid()
-        refuse_a_second(self.ledger.leases.values(), holder, asker.request)
-        environment = self._wishes.environment(wish, devices, lease_id)
+        refuse_a_second(self.ledger.leases.values(), holder, asker.idempotency_key)
+        environment = self._requests.environment(request, devices, lease_id)
         is_device = asker.cdi or holder.binding == "name"
-        lease = Lease(lease_id, devices, holder, time.time(), environment, asker.request, is_device)
+        lease = Lease(lease_id, devices, holder, time.time(), environment, asker.idempotency_key, is_device)
         lease = renewed(lease, time.monotonic())
         if not self._ends.watch(lease):
             raise NotFoundError(f"PID {holder.pid} has ended", "")
@@ -342,9 +344,9 @@ class Leasing:
             what = f"the lease of {devices_of(lease)} is {owner_name(owner)}'s"
             raise NotAllowedError(what, "only root and its owner may end or renew it")
 
-    def _refuse_over_quota(self, holder: Holder, request: str) -> None:
+    def _refuse_over_quota(self, holder: Holder, idempotency_key: str) -> None:
         owners = [lease.holder.owner for lease in self.ledger.leases.values()]
-        key, askers = _key(holder, request), [waiter.whose for waiter in self.queue.waiters]
+        key, askers = _key(holder, idempotency_key), [waiter.whose for waiter in self.queue.waiters]
         owners += [one.holder.owner for one in askers if not key or one.key != key]  # it may ask again
         config = self._supervisor.config
         refuse_over_quota(holder, owners, config.max_leases_per_user, config.max_lease_ttl_s)

@@ -1,4 +1,4 @@
-"""What a wish for devices means on this host, and what a process gets with them."""
+"""What a request for devices means on this host, and what a process gets with them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from yunion_mps.leases.impossible import refuse_impossible
 from yunion_mps.leases.matching import least
 from yunion_mps.leases.names import gpu_named
 from yunion_mps.leases.offers import Offers, domain_plans
-from yunion_mps.leases.wish import Wish
+from yunion_mps.leases.request import LeaseRequest
 from yunion_mps.models import ALL, LEASE_VARIABLE, Device, Lease
 from yunion_mps.planning import client_environment, whole_environment, why_not_honoured
 from yunion_mps.service import Service
@@ -15,21 +15,23 @@ from yunion_mps.service.reasons import domain_names
 from yunion_mps.supervisor import Supervisor
 
 
-class Wishes:
+class LeaseRequests:
     """Knows the devices by name, and the control daemons that serve them."""
 
     def __init__(self, supervisor: Supervisor, service: Service) -> None:
         self._supervisor = supervisor
         self._service = service
 
-    def environment(self, wish: Wish, devices: tuple[Device, ...], lease_id: str) -> dict[str, str]:
+    def environment(
+        self, request: LeaseRequest, devices: tuple[Device, ...], lease_id: str
+    ) -> dict[str, str]:
         """The environment of a process with the devices; raises HostError where it would not be honoured."""
         names = {device.domain for device in devices}
         if len(names) > 1:
             hint = "take devices of one GPU; cuda_mps_scope: host has one control daemon for all GPUs"
             raise HostError("these devices are of several control daemons, and a process has only one", hint)
         domain = domain_plans(self._supervisor.snapshot())[names.pop()]
-        if wish.device == ALL:
+        if request.device == ALL:
             return {**whole_environment(devices, domain), LEASE_VARIABLE: lease_id}
         why = why_not_honoured(devices, domain)
         if why:
@@ -51,14 +53,14 @@ class Wishes:
             what = f"the control daemon of {addresses} is another one since the lease was given"
             raise HostError(what, f"take a new one, after: yunion-mps lease release {lease.id}")
 
-    def possible(self, wish: Wish, offers: Offers) -> Wish:
-        """The wish with whole names; raises YunionError where it could not be met if everything were free."""
-        wish = self._resolved(wish)
+    def possible(self, request: LeaseRequest, offers: Offers) -> LeaseRequest:
+        """The request with whole names; raises YunionError if it is infeasible."""
+        request = self._resolved(request)
         every = tuple(one.device for one in offers.devices)
         refusal = None
-        for devices in [every] if wish.device == ALL and every else least(wish, offers):
+        for devices in [every] if request.device == ALL and every else least(request, offers):
             try:
-                self.environment(wish, devices, "")
+                self.environment(request, devices, "")
             except HostError as error:
                 refusal = error
             else:
@@ -66,23 +68,23 @@ class Wishes:
                 break
         if refusal:
             raise refusal
-        refuse_impossible(wish, offers)
-        return wish
+        refuse_impossible(request, offers)
+        return request
 
-    def refusal(self, wish: Wish, offers: Offers) -> YunionError | None:
+    def refusal(self, request: LeaseRequest, offers: Offers) -> YunionError | None:
         """Why it could not be met if everything were free, None where it could."""
         try:
-            self.possible(wish, offers)
+            self.possible(request, offers)
         except YunionError as error:
             return error
         return None
 
-    def _resolved(self, wish: Wish) -> Wish:
-        """The wish with whole names for unique beginnings; raises NotFoundError where there are none."""
-        device, gpu = wish.device, wish.gpu
+    def _resolved(self, request: LeaseRequest) -> LeaseRequest:
+        """The request with whole names for unique beginnings; raises NotFoundError where there are none."""
+        device, gpu = request.device, request.gpu
         if device and device != ALL:
             device = self._service.device(device.removeprefix("0000:"))["addr"]
         if gpu:
             gpus = self._supervisor.snapshot().inventory.gpus
             gpu = gpu_named(gpu.removeprefix("0000:"), gpus).address
-        return wish._replace(device=device, gpu=gpu)
+        return request._replace(device=device, gpu=gpu)

@@ -27,7 +27,7 @@ from yunion_mps.leases.bounds import (
     NAME,
     REQUEST,
 )
-from yunion_mps.leases.wish import BINPACK, SPREAD, Wish
+from yunion_mps.leases.request import BINPACK, SPREAD, LeaseRequest
 from yunion_mps.models import Holder, Owner
 from yunion_mps.process import started_ticks, uid_of
 from yunion_mps.systemd import job_unit_of
@@ -39,7 +39,7 @@ Query = Mapping[str, str]
 _LARGEST_PID = 9_999_999
 PLACEMENTS = (BINPACK, SPREAD)
 BINDINGS = ("process", "connection", "name", "container")
-#: What may be said of a wish for devices.
+#: The parameters of a request for devices.
 PARAMETERS = {
     "count", "memory", "units", "device", "gpu", "across", "placement",
     "enforced", "binding", "pid", "command", "name", "ttl", "wait", "request", "dry", "cdi",
@@ -58,17 +58,17 @@ class Giver(Protocol):
 
     async def take(
         self,
-        wish: Wish,
+        request: LeaseRequest,
         holder: Holder,
         keep: Callable[[Callable[[], None]], None],
         wait_s: float,
-        request: str,
+        idempotency_key: str,
         *,
         cdi: bool,
     ) -> Json:
-        """A lease for the holder, which may take `wait_s`; the same one for the same `request`."""
+        """A lease for the holder, which may take `wait_s`; the same one for the same key."""
 
-    def would_take(self, wish: Wish, holder: Holder, request: str) -> Json:
+    def would_take(self, request: LeaseRequest, holder: Holder, idempotency_key: str) -> Json:
         """The lease that the holder would get now."""
 
     def release(self, lease_id: str, caller: Owner) -> Json:
@@ -123,7 +123,7 @@ class LeasePaths:
         across = boolean(query, "across")
         memory_mib = number(query, "memory", 0, 1, MOST_MIB)
         memory_mib += number(query, "units", 0, 1, MOST_MIB) * self._giver.memory_unit_mib
-        wish = Wish(
+        wanted = LeaseRequest(
             count,
             query.get("device", ""),
             query.get("gpu", ""),
@@ -132,16 +132,16 @@ class LeasePaths:
             memory_mib,
             boolean(query, "enforced"),
         )
-        if sum((count > 1, bool(wish.device), "memory" in query, "units" in query)) > 1:
-            raise ContradictionError("count, device, memory and units are different wishes", "give one")
+        if sum((count > 1, bool(wanted.device), "memory" in query, "units" in query)) > 1:
+            raise ContradictionError("count, device, memory and units exclude each other", "give one")
         if across and count == 1:
             raise ContradictionError("across wants several devices, and count is 1", "write count=2 or more")
         if boolean(query, "dry"):
-            return self._giver.would_take(wish, _holder(request, query), _request_id(query))
+            return self._giver.would_take(wanted, _holder(request, query), _request_id(query))
         wait_s = number(query, "wait", 0, 0, LONGEST_WAIT_S)
         holder = _holder(request, query)
         cdi = boolean(query, "cdi")
-        return await self._giver.take(wish, holder, request.keep, wait_s, _request_id(query), cdi=cdi)
+        return await self._giver.take(wanted, holder, request.keep, wait_s, _request_id(query), cdi=cdi)
 
     async def _release(self, request: Request, query: Query) -> Json:
         refuse_unknown(query, set())

@@ -44,7 +44,7 @@ method other than those described with 405, and a parameter that is not describe
 
 What can be read, all of these users may read, and all may take devices. Only root may change the daemon,
 and only root and its owner end a client or a lease. What a POST to change the daemon has begun is finished,
-though whoever asked for it may go away meanwhile; a wish for devices ends with its connection."""
+though whoever asked for it may go away meanwhile; a request for devices ends with its connection."""
 
 
 def document() -> Schema:
@@ -136,7 +136,7 @@ def _paths() -> Schema:
                     "Lease",
                     (403, 404, 410, *late, 423),
                 ),
-                "parameters": _wish(),
+                "parameters": _lease_request(),
             },
         },
         "/v1/leases/{lease}": {
@@ -260,7 +260,7 @@ def _which_usage() -> list[Schema]:
     ]
 
 
-def _wish() -> list[Schema]:
+def _lease_request() -> list[Schema]:
     """Which devices are wanted, for whom, and for how long one would wait."""
     whole = {"type": "integer", "minimum": 1}
     text = {"type": "string"}

@@ -1,1 +1,1 @@
-"""Who has which device: leases, from a wish over the queue to their end."""
+"""Who has which device: leases, from a request over the queue to their end."""

@@ -129,7 +129,7 @@ def _is_whole(lease: Lease) -> bool:
     holder = lease.holder
     process = [one for one in (holder.pid, holder.started) if one is not None]
     kinds: list[tuple[object, type | tuple[type, ...]]] = [
-        *((one, str) for one in (lease.id, lease.request)),
+        *((one, str) for one in (lease.id, lease.idempotency_key)),
         *((one, str) for one in (holder.binding, holder.name, holder.unit, holder.command)),
         *((one, int) for one in (holder.uid, *process)),
         *((one, (int, float)) for one in (lease.since_s, holder.ttl_s, lease.ends_s or 0.0)),

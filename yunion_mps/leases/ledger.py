@@ -1,8 +1,8 @@
-"""The ledger: which lease has which device, and which device a wish gets. Pure: nothing here waits.
+"""The ledger: which lease has which device, and which device a request gets. Pure: nothing here waits.
 
 A device is free where it is served and no lease has it, and where its GPU's memory suffices for it beside
 what all leases have of that GPU: those of a division before, which go on with what they had, count as well.
-Of a GPU whose memory is handed out in units, a device of any size is made when somebody wishes for it.
+Of a GPU whose memory is handed out in units, a device of any size is made when it is requested.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from yunion_mps.leases.matching import devices_for, needs_mib, pools_for
 from yunion_mps.leases.names import cut
 from yunion_mps.leases.offers import Offer, Offers, PoolOffer
 from yunion_mps.leases.placement import pick
-from yunion_mps.leases.wish import SPREAD, Wish
+from yunion_mps.leases.request import SPREAD, LeaseRequest
 from yunion_mps.models import ALL, Device, Lease, Pool
 from yunion_mps.planning.pools import free_units, units_for
 from yunion_mps.process import user_name
@@ -157,59 +157,59 @@ class Ledger:
         return free_units(pool, self._memory_mib[gpu], self._clients[gpu]) * pool.unit_mib
 
     def choose(
-        self, wish: Wish, offers: Offers, kept: Kept = NOTHING_KEPT, *, has_waited: bool = False
+        self, request: LeaseRequest, offers: Offers, kept: Kept = NOTHING_KEPT, *, has_waited: bool = False
     ) -> tuple[Device, ...]:
-        """The devices that the wish gets now; raises NothingFreeError, which says why it gets none."""
-        if wish.memory_mib:
-            chosen = self._of_a_pool(wish, offers, kept)
+        """The devices that the request gets now; raises NothingFreeError, which says why it gets none."""
+        if request.memory_mib:
+            chosen = self._of_a_pool(request, offers, kept)
             if chosen:
                 return (chosen,)
-        matching = devices_for(wish, offers)
+        matching = devices_for(request, offers)
         by_gpu = self._free_by_gpu(matching, kept)
-        if wish.device == ALL:
+        if request.device == ALL:
             free = [device for devices in by_gpu.values() for device in devices]
             picked = tuple(free) if len(free) == len(matching) else ()
         else:
-            picked = pick(wish, by_gpu, offers)
+            picked = pick(request, by_gpu, offers)
         if picked:
             return picked
-        raise NothingFreeError(*self._why_not(wish, offers, matching, by_gpu, kept, has_waited=has_waited))
+        raise NothingFreeError(*self._why_not(request, offers, matching, by_gpu, kept, has_waited=has_waited))
 
-    def claims(self, wish: Wish, offers: Offers, kept: Kept = NOTHING_KEPT) -> Kept:
-        """What to keep of what is free for a wish that cannot be met yet, so that it comes nearer."""
-        if wish.memory_mib:
+    def claims(self, request: LeaseRequest, offers: Offers, kept: Kept = NOTHING_KEPT) -> Kept:
+        """What to keep of what is free for a request that cannot be met yet, so that it comes nearer."""
+        if request.memory_mib:
             left = {
                 one.pool.gpu_uuid: self._left_mib(one, kept)
-                for one in pools_for(wish, offers)
+                for one in pools_for(request, offers)
                 if not one.reason
             }
             most = max(left, key=lambda gpu: left[gpu], default="")
-            mib = min(left.get(most, 0), wish.memory_mib)
+            mib = min(left.get(most, 0), request.memory_mib)
             return Kept(set(), Counter({most: mib} if mib > 0 else {}))
-        by_gpu = self._free_by_gpu(devices_for(wish, offers), kept)
-        if wish.device == ALL:
+        by_gpu = self._free_by_gpu(devices_for(request, offers), kept)
+        if request.device == ALL:
             return Kept({device.id for devices in by_gpu.values() for device in devices}, Counter())
         most_first = sorted(by_gpu.values(), key=len, reverse=True)
-        if wish.across:
-            return Kept({devices[0].id for devices in most_first[: wish.number]}, Counter())
+        if request.across:
+            return Kept({devices[0].id for devices in most_first[: request.number]}, Counter())
         return Kept(
-            {device.id for device in most_first[0][: wish.number]} if most_first else set(), Counter()
+            {device.id for device in most_first[0][: request.number]} if most_first else set(), Counter()
         )
 
-    def _of_a_pool(self, wish: Wish, offers: Offers, kept: Kept) -> Device | None:
-        """A device of the memory that is wished for: binpack takes the pool that has the least left.
+    def _of_a_pool(self, request: LeaseRequest, offers: Offers, kept: Kept) -> Device | None:
+        """A device of the memory that is requested: binpack takes the pool that has the least left.
 
         One on a GPU that enforces budgets goes before one that is just numbers.
         """
         fits = []
-        for one in pools_for(wish, offers):
-            units = units_for(one.pool, wish.memory_mib)
+        for one in pools_for(request, offers):
+            units = units_for(one.pool, request.memory_mib)
             left_mib = self._left_mib(one, kept)
             if not one.reason and units * one.pool.unit_mib <= left_mib:
                 fits.append((left_mib, units, one))
         if not fits:
             return None
-        sign = -1 if wish.placement == SPREAD else 1
+        sign = -1 if request.placement == SPREAD else 1
         _, units, best = min(fits, key=lambda fit: (fit[2].pool.gpu_uuid in offers.unenforced, sign * fit[0]))
         slot = 0
         while (device := best.make(units, slot)).id in self.owners:
@@ -238,7 +238,7 @@ class Ledger:
 
     def _why_not(
         self,
-        wish: Wish,
+        request: LeaseRequest,
         offers: Offers,
         matching: Sequence[Offer],
         by_gpu: Mapping[str, Sequence[Device]],
@@ -247,9 +247,9 @@ class Ledger:
         has_waited: bool,
     ) -> tuple[str, str]:
         """What is wrong, and what to do."""
-        pools = pools_for(wish, offers) if wish.memory_mib else []
+        pools = pools_for(request, offers) if request.memory_mib else []
         if not matching and not pools:
-            return f"{wish} is not there to be had", "see: yunion-mps list"
+            return f"{request} is not there to be had", "see: yunion-mps list"
         ids = {offer.device.id for offer in matching}
         unavailable = [(one.reason, one.device.gpu_address) for one in matching if one.reason]
         unavailable += [(one.reason, one.gpu) for one in pools if one.reason]
@@ -271,7 +271,7 @@ class Ledger:
         hint = ("" if has_waited else "wait for it: --wait; ") + "see who has them: yunion-mps who"
         if len(unavailable) == len(matching) + len(pools):
             hint = "see: yunion-mps status"
-        return f"{wish} cannot be had now: {'; '.join(parts)}", hint
+        return f"{request} cannot be had now: {'; '.join(parts)}", hint
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -12,7 +12,7 @@ from yunion_mps.planning import enforces_budgets, pool_device, why_not_honoured
 class Offer(NamedTuple):
     """A device as it is now: `reason` says why it is not served, empty where it is.
 
-    `sliced`: it is one of a GPU's unequal slices, so whoever wishes for memory may get it.
+    `sliced`: it is one of a GPU's unequal slices, so a request for memory may get it.
     """
 
     device: Device

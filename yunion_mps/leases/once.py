@@ -8,14 +8,16 @@ from yunion_mps.errors import HostError
 from yunion_mps.models import Holder, Lease
 
 
-def given_before(leases: Iterable[Lease], holder: Holder, request: str) -> Lease | None:
+def given_before(leases: Iterable[Lease], holder: Holder, idempotency_key: str) -> Lease | None:
     """The lease that this very request of this holder was answered with; None where there is none."""
-    if not request:
+    if not idempotency_key:
         return None
-    return next((one for one in leases if (one.request, one.holder) == (request, holder)), None)
+    return next(
+        (one for one in leases if (one.idempotency_key, one.holder) == (idempotency_key, holder)), None
+    )
 
 
-def refuse_a_second(leases: Iterable[Lease], holder: Holder, request: str) -> None:
+def refuse_a_second(leases: Iterable[Lease], holder: Holder, idempotency_key: str) -> None:
     """Raise HostError where the holder's owner has a lease already for the name, or for the request."""
     for lease in leases:
         if lease.holder.owner != holder.owner:
@@ -23,6 +25,6 @@ def refuse_a_second(leases: Iterable[Lease], holder: Holder, request: str) -> No
         if holder.name and lease.holder.name == holder.name:
             what = f"{holder.name} has a lease already: {lease.id}"
             raise HostError(what, "go on with that one (yunion-mps lease renew), or release it")
-        if request and lease.request == request:
+        if idempotency_key and lease.idempotency_key == idempotency_key:
             what = f"this request has a lease already: {lease.id}"
             raise HostError(what, "make a new request for another")

@@ -1,7 +1,7 @@
 """Those who wait for devices: first come, first served, and nobody is overtaken for good.
 
-Whoever cannot be served yet has the free devices kept that bring its wish nearer; the rest goes to those
-behind. So a wish for four devices is not starved by many for one, nor does it hold up those for other GPUs.
+Whoever cannot be served yet has the free devices kept that bring its request nearer; the rest goes to those
+behind. So a request for four devices is not starved by many for one, nor do those for other GPUs wait for it.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from typing import Any, NamedTuple
 from yunion_mps.errors import NothingFreeError
 from yunion_mps.leases.ledger import NOTHING_KEPT, Kept, Ledger
 from yunion_mps.leases.offers import Offers
-from yunion_mps.leases.wish import Wish
+from yunion_mps.leases.request import LeaseRequest
 from yunion_mps.models import Device
 
 
 class Waiter(NamedTuple):
-    """One wish that waits, since when (in s since 1970), and whose it is, which is nobody's business here."""
+    """One request that waits, since when (in s since 1970), and whose it is."""
 
-    wish: Wish
+    request: LeaseRequest
     since_s: float
     whose: Any
 
@@ -41,43 +41,43 @@ class Queue:
 
         It stays in the queue until it is removed; the next one is asked for when the ledger has its lease.
         """
-        kept, hopeless = NOTHING_KEPT, set[Wish]()
+        kept, hopeless = NOTHING_KEPT, set[LeaseRequest]()
         free = self._ledger.free_singly(offers.devices)
         for waiter in self.waiters:
-            if waiter.wish in hopeless or _is_hopeless(waiter.wish, free, kept):
+            if waiter.request in hopeless or _is_hopeless(waiter.request, free, kept):
                 continue
             try:
-                return waiter, self._ledger.choose(waiter.wish, offers, kept)
+                return waiter, self._ledger.choose(waiter.request, offers, kept)
             except NothingFreeError:
-                kept = self._keep(waiter.wish, offers, kept, hopeless)
+                kept = self._keep(waiter.request, offers, kept, hopeless)
         return None
 
     def spoken_for(self, offers: Offers, besides: Waiter | None = None) -> Kept:
         """What is free and kept for those who wait, `besides` left out."""
-        kept, hopeless = NOTHING_KEPT, set[Wish]()
+        kept, hopeless = NOTHING_KEPT, set[LeaseRequest]()
         free = self._ledger.free_singly(offers.devices)
         for waiter in self.waiters:
-            if waiter is besides or waiter.wish in hopeless or _is_hopeless(waiter.wish, free, kept):
+            if waiter is besides or waiter.request in hopeless or _is_hopeless(waiter.request, free, kept):
                 continue
-            kept = self._keep(waiter.wish, offers, kept, hopeless)
+            kept = self._keep(waiter.request, offers, kept, hopeless)
         return kept
 
-    def _keep(self, wish: Wish, offers: Offers, kept: Kept, hopeless: set[Wish]) -> Kept:
-        """What is kept with what the wish needs; or note that nothing is there for any of its kind.
+    def _keep(self, request: LeaseRequest, offers: Offers, kept: Kept, hopeless: set[LeaseRequest]) -> Kept:
+        """What is kept with what the request needs; or note that nothing is there for any of its kind.
 
         So hundreds who wait for the same cost no more than one: this is done at every lease's end.
         """
-        claims = self._ledger.claims(wish, offers, kept)
+        claims = self._ledger.claims(request, offers, kept)
         if not any(claims):
-            hopeless.add(wish)
+            hopeless.add(request)
         return kept | claims
 
 
-def _is_hopeless(wish: Wish, free: Sequence[Device], kept: Kept) -> bool:
-    """Whether none of the devices that are free would do for the wish, were it alone.
+def _is_hopeless(request: LeaseRequest, free: Sequence[Device], kept: Kept) -> bool:
+    """Whether none of the devices that are free would do for the request, were it alone.
 
     So those who wait for other things each cost no more than a look at what is free, which is little.
     """
-    return not wish.memory_mib and not any(
-        wish.takes(device) and device.id not in kept.devices for device in free
+    return not request.memory_mib and not any(
+        request.takes(device) and device.id not in kept.devices for device in free
     )

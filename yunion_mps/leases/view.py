@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from yunion_mps.containers import Containers
-from yunion_mps.leases.wish import Wish
+from yunion_mps.leases.request import LeaseRequest
 from yunion_mps.models import CDI_KIND, Device, Holder, Lease
 from yunion_mps.process import command_of, started_ticks, user_name
 
@@ -36,14 +36,14 @@ def lease_json(lease: Lease, expires_s: float | None, containers: Containers) ->
 
 def leases_json(
     leases: Iterable[tuple[Lease, float | None]],
-    waiting: Iterable[tuple[Wish, float, Holder]],
+    waiting: Iterable[tuple[LeaseRequest, float, Holder]],
     containers: Containers,
 ) -> Json:
     """All leases, and those who wait in the order of their coming."""
     given = [lease_json(lease, expires_s, containers) for lease, expires_s in leases]
     waiters = [
-        {**_who(holder, containers), "name": holder.name or None, "since": since_s, "wants": str(wish)}
-        for wish, since_s, holder in waiting
+        {**_who(holder, containers), "name": holder.name or None, "since": since_s, "wants": str(request)}
+        for request, since_s, holder in waiting
     ]
     return {"leases": given, "waiting": waiters, "total": len(given)}
 

@@ -45,8 +45,8 @@ def bundle(folder: Path, **environment: str) -> Path:
 
 def test_a_device_is_taken_for_the_container_s_first_process(host: ServerHost, tmp_path: Path) -> None:
     assert call("00:06.0-1", bundle=bundle(tmp_path, YUNION_MPS_DEVICE="00:06.0-1")) == 0
-    ((wish, holder, wait_s),) = host.giver.wished
-    assert (wish.device, holder.binding, holder.pid, wait_s) == ("00:06.0-1", "container", os.getpid(), 0)
+    ((request, holder, wait_s),) = host.giver.requested
+    assert (request.device, holder.binding, holder.pid, wait_s) == ("00:06.0-1", "container", os.getpid(), 0)
 
 
 def test_a_lease_is_bound_to_the_container_s_first_process(host: ServerHost, tmp_path: Path) -> None:
@@ -77,7 +77,7 @@ def test_of_two_devices_a_container_would_only_use_one_so_it_is_refused(
     assert call("00:06.0-2", bundle=given) == 1
     assert "was given 00:06.0-2 beside 00:06.0-3 (several as one budget:" in capsys.readouterr().err
     assert call("00:06.0-3", bundle=given) == 0
-    assert [wish.device for wish, _, _ in host.giver.wished] == ["00:06.0-3"]
+    assert [request.device for request, _, _ in host.giver.requested] == ["00:06.0-3"]
 
 
 def test_a_device_beside_a_lease_is_refused_whichever_comes_last(
@@ -89,7 +89,7 @@ def test_a_device_beside_a_lease_is_refused_whichever_comes_last(
     assert f"was given 00:06.0-3 beside lease {LEASE['id']} (" in capsys.readouterr().err
     assert call("00:06.0-2", bundle=given) == 1
     assert "was given 00:06.0-2 beside 00:06.0-3 (" in capsys.readouterr().err
-    assert host.giver.wished == []
+    assert host.giver.requested == []
 
 
 def test_what_the_engine_s_caller_has_of_a_job_s_own_lease_is_no_second_device(
@@ -98,7 +98,7 @@ def test_what_the_engine_s_caller_has_of_a_job_s_own_lease_is_no_second_device(
     """`podman run --env-host` within a job: the device's own variables come last, and this one is empty."""
     given = bundle(tmp_path, YUNION_MPS_DEVICE="00:06.0-3", YUNION_MPS_LEASE="")
     assert call("00:06.0-3", bundle=given) == 0
-    assert [wish.device for wish, _, _ in host.giver.wished] == ["00:06.0-3"]
+    assert [request.device for request, _, _ in host.giver.requested] == ["00:06.0-3"]
 
 
 def test_a_device_that_is_served_again_is_refused_once_for_the_container_lacks_the_way_to_it(
@@ -195,7 +195,7 @@ def test_where_the_answer_is_lost_the_next_daemon_is_asked_the_very_same(
 
 def test_an_odd_name_is_asked_for_as_it_is(host: ServerHost) -> None:
     assert call("gpu é&pid=1") == 0
-    assert [(wish.device, holder.pid) for wish, holder, _ in host.giver.wished] == [
+    assert [(request.device, holder.pid) for request, holder, _ in host.giver.requested] == [
         ("gpu é&pid=1", os.getpid())
     ]
 
@@ -206,7 +206,7 @@ def test_what_is_no_container_s_state_is_refused(
 ) -> None:
     assert call("00:06.0-1", state=text) == 1
     assert capsys.readouterr().err.startswith("yunion-mps: the container engine gave no container's state")
-    assert host.giver.wished == []
+    assert host.giver.requested == []
 
 
 @pytest.mark.parametrize("state", ["<&-", "0>/dev/null", "</dev/null"])

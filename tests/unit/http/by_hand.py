@@ -12,7 +12,7 @@ from typing import Any
 
 from yunion_mps.errors import NotFoundError, YunionError
 from yunion_mps.http.query import OPENMETRICS, Response
-from yunion_mps.leases.wish import Wish
+from yunion_mps.leases.request import LeaseRequest
 from yunion_mps.models import Holder, Owner
 
 Json = dict[str, Any]
@@ -220,7 +220,7 @@ class Meter:
 
 
 class Giver(_ByHand):
-    """Leases given by hand: every wish gets the same one."""
+    """Leases given by hand: every request gets the same one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -229,30 +229,30 @@ class Giver(_ByHand):
         self.memory_unit_mib = 1024
         self.refusal: YunionError | None = None
         self.as_device = False
-        self.wished: list[tuple[Wish, Holder, float]] = []
+        self.requested: list[tuple[LeaseRequest, Holder, float]] = []
 
     def leases(self) -> Json:
         return self.found
 
     async def take(
         self,
-        wish: Wish,
+        request: LeaseRequest,
         holder: Holder,
         keep: Callable[[Callable[[], None]], None],
         wait_s: float,
-        request: str,
+        idempotency_key: str,
         *,
         cdi: bool,
     ) -> Json:
         await self._pass("take")
-        self.wished.append((wish, holder, wait_s))
+        self.requested.append((request, holder, wait_s))
         self.as_device = cdi
         if self.refusal:
             raise self.refusal
         return self.given
 
-    def would_take(self, wish: Wish, holder: Holder, request: str) -> Json:
-        self.wished.append((wish, holder, -1))
+    def would_take(self, request: LeaseRequest, holder: Holder, idempotency_key: str) -> Json:
+        self.requested.append((request, holder, -1))
         if self.refusal:
             raise self.refusal
         return self.given

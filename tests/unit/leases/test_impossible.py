@@ -7,34 +7,34 @@ from yunion_mps.errors import NothingFreeError
 from yunion_mps.leases.impossible import refuse_impossible
 from yunion_mps.leases.matching import least
 from yunion_mps.leases.offers import Offers
-from yunion_mps.leases.wish import Wish
+from yunion_mps.leases.request import LeaseRequest
 
 from unit.leases.shares import offers, pool
 
 
 @pytest.mark.parametrize(
-    ("wish", "there"),
+    ("wanted", "there"),
     [
-        (Wish(5), "4 such devices on 1 GPU"),
-        (Wish(2, across=True), "4 such devices on 1 GPU"),
-        (Wish(device="nosuch"), "no such devices"),
+        (LeaseRequest(5), "4 such devices on 1 GPU"),
+        (LeaseRequest(2, across=True), "4 such devices on 1 GPU"),
+        (LeaseRequest(device="nosuch"), "no such devices"),
     ],
 )
-def test_what_can_never_be_had_is_refused_at_once(wish: Wish, there: str) -> None:
+def test_what_can_never_be_had_is_refused_at_once(wanted: LeaseRequest, there: str) -> None:
     with pytest.raises(NothingFreeError, match=f"can never be had: there are {there}"):
-        refuse_impossible(wish, offers(1))
-    refuse_impossible(Wish(4), offers(1, reason="away"))
+        refuse_impossible(wanted, offers(1))
+    refuse_impossible(LeaseRequest(4), offers(1, reason="away"))
 
 
 def test_devices_across_gpus_are_refused_where_memory_is_only_handed_out_in_units() -> None:
-    wish, handed_out = Wish(2, across=True), Offers((), [pool(0), pool(1)])
-    assert list(least(wish, handed_out)) == [], "nothing is to be judged, so nothing to be looked up"
+    wanted, handed_out = LeaseRequest(2, across=True), Offers((), [pool(0), pool(1)])
+    assert list(least(wanted, handed_out)) == [], "nothing is to be judged, so nothing to be looked up"
     with pytest.raises(NothingFreeError, match="can never be had") as caught:
-        refuse_impossible(wish, handed_out)
+        refuse_impossible(wanted, handed_out)
     assert "--gpu-mem" in caught.value.hint
 
 
 def test_where_a_host_offers_nothing_it_is_said_who_tells_why() -> None:
     with pytest.raises(NothingFreeError, match="there are no such devices") as caught:
-        refuse_impossible(Wish(), Offers())
+        refuse_impossible(LeaseRequest(), Offers())
     assert caught.value.hint == "see why: yunion-mps status"

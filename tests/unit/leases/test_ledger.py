@@ -13,40 +13,40 @@ from yunion_mps.errors import HostError, NothingFreeError
 from yunion_mps.leases.impossible import refuse_impossible
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.leases.offers import Offer, Offers
-from yunion_mps.leases.wish import SPREAD, Wish
+from yunion_mps.leases.request import SPREAD, LeaseRequest
 from yunion_mps.models import Device
 from yunion_mps.process import user_name
 
 from unit.leases.shares import GPU_MIB, device, lease, offers, pool
 
 
-def chosen(ledger: Ledger, wish: Wish, found: Offers) -> list[str]:
-    return [one.addr for one in ledger.choose(wish, found)]
+def chosen(ledger: Ledger, request: LeaseRequest, found: Offers) -> list[str]:
+    return [one.addr for one in ledger.choose(request, found)]
 
 
-def why_not(ledger: Ledger, wish: Wish, found: Offers) -> tuple[str, str]:
+def why_not(ledger: Ledger, request: LeaseRequest, found: Offers) -> tuple[str, str]:
     with pytest.raises(NothingFreeError) as caught:
-        ledger.choose(wish, found)
+        ledger.choose(request, found)
     assert caught.value.exit_code == 5
     return caught.value.message, caught.value.hint
 
 
 def test_a_gpu_is_filled_before_the_next_one_is_begun() -> None:
     ledger = Ledger([lease("a", device(1, 0))])
-    assert chosen(ledger, Wish(), offers(2)) == ["01:00.0-1"]
-    assert chosen(ledger, Wish(2), offers(2)) == ["01:00.0-1", "01:00.0-2"]
-    assert chosen(ledger, Wish(4), offers(2)) == ["00:00.0-0", "00:00.0-1", "00:00.0-2", "00:00.0-3"]
+    assert chosen(ledger, LeaseRequest(), offers(2)) == ["01:00.0-1"]
+    assert chosen(ledger, LeaseRequest(2), offers(2)) == ["01:00.0-1", "01:00.0-2"]
+    assert chosen(ledger, LeaseRequest(4), offers(2)) == ["00:00.0-0", "00:00.0-1", "00:00.0-2", "00:00.0-3"]
 
 
 def test_spread_takes_of_the_gpu_with_the_most_left() -> None:
     ledger = Ledger([lease("a", device(0, 0))])
-    assert chosen(ledger, Wish(placement=SPREAD), offers(2)) == ["01:00.0-0"]
+    assert chosen(ledger, LeaseRequest(placement=SPREAD), offers(2)) == ["01:00.0-0"]
 
 
 def test_devices_across_gpus_are_of_as_many_gpus() -> None:
     ledger = Ledger([lease("a", *(device(1, slot) for slot in range(4)))])
-    assert chosen(ledger, Wish(2, across=True), offers(3)) == ["00:00.0-0", "02:00.0-0"]
-    message, _ = why_not(ledger, Wish(3, across=True), offers(3))
+    assert chosen(ledger, LeaseRequest(2, across=True), offers(3)) == ["00:00.0-0", "02:00.0-0"]
+    message, _ = why_not(ledger, LeaseRequest(3, across=True), offers(3))
     assert (
         message
         == "3 devices on different GPUs cannot be had now: 4 of 12 in use; 8 free, at most 4 on one GPU"
@@ -55,19 +55,19 @@ def test_devices_across_gpus_are_of_as_many_gpus() -> None:
 
 @pytest.mark.parametrize("name", ["01:00.0-2", "id-1-4-2"])
 def test_one_device_is_named_by_address_or_id(name: str) -> None:
-    assert chosen(Ledger(), Wish(device=name), offers(2)) == ["01:00.0-2"]
-    message, hint = why_not(Ledger([lease("a", device(1, 2))]), Wish(device=name), offers(2))
+    assert chosen(Ledger(), LeaseRequest(device=name), offers(2)) == ["01:00.0-2"]
+    message, hint = why_not(Ledger([lease("a", device(1, 2))]), LeaseRequest(device=name), offers(2))
     assert message == f"device {name} cannot be had now: 1 of 1 in use"
     assert hint == "wait for it: --wait; see who has them: yunion-mps who"
 
 
 @pytest.mark.parametrize("name", ["01:00.0", "GPU-1"])
 def test_a_gpu_is_named_by_address_or_uuid(name: str) -> None:
-    assert chosen(Ledger(), Wish(gpu=name), offers(2)) == ["01:00.0-0"]
+    assert chosen(Ledger(), LeaseRequest(gpu=name), offers(2)) == ["01:00.0-0"]
 
 
 def test_what_is_not_served_is_not_given_and_the_reason_is_said() -> None:
-    message, hint = why_not(Ledger(), Wish(), offers(1, reason="its domain is failed: no"))
+    message, hint = why_not(Ledger(), LeaseRequest(), offers(1, reason="its domain is failed: no"))
     assert message == "1 device cannot be had now: 4 unavailable (GPU 00:00.0: its domain is failed: no)"
     assert hint == "see: yunion-mps status"
 
@@ -76,7 +76,7 @@ def test_each_reason_names_the_gpus_that_it_applies_to() -> None:
     reasons = {"GPU-0": "lost", "GPU-1": "in MIG mode", "GPU-2": "in MIG mode", "GPU-3": ""}
     devices = [one._replace(reason=reasons[one.device.gpu_uuid]) for one in offers(4).devices]
     full = Ledger([lease("a", *(device(3, slot) for slot in range(4)))])
-    message, _ = why_not(full, Wish(), Offers(devices, [pool(4)._replace(reason="lost")]))
+    message, _ = why_not(full, LeaseRequest(), Offers(devices, [pool(4)._replace(reason="lost")]))
     assert message == (
         "1 device cannot be had now: 4 of 16 in use; 8 unavailable (GPU 01:00.0, 02:00.0: in MIG mode); "
         "4 unavailable (GPU 00:00.0: lost)"
@@ -86,8 +86,8 @@ def test_each_reason_names_the_gpus_that_it_applies_to() -> None:
 def test_leases_of_a_division_before_count_against_the_gpus_memory() -> None:
     """Half a GPU is in use as one of two: of the four quarters that there are now, only two fit beside it."""
     ledger = Ledger([lease("a", device(0, 0, 2))])
-    assert len(ledger.choose(Wish(2), offers(1))) == 2
-    message, _ = why_not(ledger, Wish(3), offers(1))
+    assert len(ledger.choose(LeaseRequest(2), offers(1))) == 2
+    message, _ = why_not(ledger, LeaseRequest(3), offers(1))
     assert message == (
         "3 devices on one GPU cannot be had now: 2 pending (the new division of its GPU waits for "
         f"lease a of {user_name(1000)} (PID 4260) to end); 2 free, at most 2 on one GPU"
@@ -112,39 +112,41 @@ def test_every_change_is_a_new_version() -> None:
 def test_memory_is_given_in_units_of_the_pool_with_the_least_left() -> None:
     both = Offers(pools=[pool(0), pool(1)])
     ledger = Ledger()
-    (first,) = ledger.choose(Wish(memory_mib=250), both)
+    (first,) = ledger.choose(LeaseRequest(memory_mib=250), both)
     assert (first.addr, first.memory_limit_mib) == ("00:00.0-m0", 300)
     ledger.add(lease("a", first))
-    (second,) = ledger.choose(Wish(memory_mib=900), both)
+    (second,) = ledger.choose(LeaseRequest(memory_mib=900), both)
     assert second.addr == "00:00.0-m1"
-    assert ledger.choose(Wish(memory_mib=900, placement=SPREAD), both)[0].addr == "01:00.0-m0"
+    assert ledger.choose(LeaseRequest(memory_mib=900, placement=SPREAD), both)[0].addr == "01:00.0-m0"
     ledger.add(lease("b", second))
-    message, _ = why_not(ledger, Wish(memory_mib=100, gpu="GPU-0"), both)
+    message, _ = why_not(ledger, LeaseRequest(memory_mib=100, gpu="GPU-0"), both)
     assert message == "100 MiB of GPU GPU-0 cannot be had now: 0 MiB free on GPU 00:00.0"
     ledger.remove("a")
-    assert ledger.choose(Wish(memory_mib=300, gpu="GPU-0"), both)[0].addr == "00:00.0-m0", "its slot is free"
+    assert ledger.choose(LeaseRequest(memory_mib=300, gpu="GPU-0"), both)[0].addr == "00:00.0-m0", (
+        "its slot is free"
+    )
 
 
 def test_every_client_of_a_pool_takes_the_reserve_too_and_there_are_only_so_many() -> None:
     some = Offers(pools=[pool(0, reserve_mib=50, clients=3)])
     ledger = Ledger()
     for name in "abc":
-        ledger.add(lease(name, *ledger.choose(Wish(memory_mib=300), some)))
-    assert why_not(ledger, Wish(memory_mib=100), some)[0].endswith("0 MiB free on GPU 00:00.0")
+        ledger.add(lease(name, *ledger.choose(LeaseRequest(memory_mib=300), some)))
+    assert why_not(ledger, LeaseRequest(memory_mib=100), some)[0].endswith("0 MiB free on GPU 00:00.0")
     ledger.remove("a")
-    assert why_not(ledger, Wish(memory_mib=500), some)[0].endswith("400 MiB free on GPU 00:00.0")
+    assert why_not(ledger, LeaseRequest(memory_mib=500), some)[0].endswith("400 MiB free on GPU 00:00.0")
 
 
-def test_an_equal_share_is_no_memory_to_be_wished_for_and_the_smallest_slice_is() -> None:
+def test_a_request_for_memory_gets_the_smallest_slice_and_no_equal_share() -> None:
     equal = offers(1)
     with pytest.raises(NothingFreeError, match="no GPUs whose memory is handed out in units"):
-        refuse_impossible(Wish(memory_mib=100), equal)
+        refuse_impossible(LeaseRequest(memory_mib=100), equal)
     large, small = device(0, 0, 2), device(0, 1, 4)
     slices = Offers([Offer(large, sliced=True), Offer(small, sliced=True)])
-    assert Ledger().choose(Wish(memory_mib=100), slices) == (small,)
-    assert Ledger([lease("a", small)]).choose(Wish(memory_mib=100), slices) == (large,)
+    assert Ledger().choose(LeaseRequest(memory_mib=100), slices) == (small,)
+    assert Ledger([lease("a", small)]).choose(LeaseRequest(memory_mib=100), slices) == (large,)
     with pytest.raises(NothingFreeError, match="can never be had"):
-        refuse_impossible(Wish(memory_mib=700), slices)
+        refuse_impossible(LeaseRequest(memory_mib=700), slices)
 
 
 def test_several_are_of_a_gpu_whose_devices_can_be_one_budget() -> None:
@@ -155,12 +157,12 @@ def test_several_are_of_a_gpu_whose_devices_can_be_one_budget() -> None:
 
     there = offers(2)._replace(why_apart=why_apart)
     ledger = Ledger([lease("a", device(0, 0))])
-    assert {one.gpu_uuid for one in ledger.choose(Wish(), there)} == {"GPU-0"}
-    assert {one.gpu_uuid for one in ledger.choose(Wish(2), there)} == {"GPU-1"}
+    assert {one.gpu_uuid for one in ledger.choose(LeaseRequest(), there)} == {"GPU-0"}
+    assert {one.gpu_uuid for one in ledger.choose(LeaseRequest(2), there)} == {"GPU-1"}
     full = Ledger([lease("a", device(1, 0), device(1, 1), device(1, 2))])
     with pytest.raises(NothingFreeError, match="3 of 4 in use"):
-        full.choose(Wish(2), there)
-    assert full.claims(Wish(2), there).devices == {"id-1-4-3"}, "nothing is kept that is of no use"
+        full.choose(LeaseRequest(2), there)
+    assert full.claims(LeaseRequest(2), there).devices == {"id-1-4-3"}, "nothing is kept that is of no use"
 
 
 @pytest.mark.parametrize("placement", ["binpack", "spread"])
@@ -169,11 +171,11 @@ def test_memory_of_a_gpu_that_enforces_budgets_is_given_before_that_of_others(pl
     ledger = Ledger()
     gpus = []
     for number in range(3):
-        (got,) = ledger.choose(Wish(memory_mib=1200, placement=placement), there)
+        (got,) = ledger.choose(LeaseRequest(memory_mib=1200, placement=placement), there)
         ledger.add(lease(str(number), got))
         gpus.append(got.gpu_uuid)
     assert gpus[0] == "GPU-1"
-    enforced = Wish(memory_mib=100, enforced=True)
+    enforced = LeaseRequest(memory_mib=100, enforced=True)
     with pytest.raises(NothingFreeError, match=r"0 MiB free on GPU 01:00\.0"):
         ledger.choose(enforced, there)
     only = there._replace(pools=[pool(0)])
@@ -184,16 +186,16 @@ def test_memory_of_a_gpu_that_enforces_budgets_is_given_before_that_of_others(pl
 def test_memory_is_kept_for_those_who_wait_for_more_of_it() -> None:
     one = Offers(pools=[pool(0)])
     ledger = Ledger([lease("a", pool(0).make(6, 0))])
-    kept = ledger.claims(Wish(memory_mib=900), one)
+    kept = ledger.claims(LeaseRequest(memory_mib=900), one)
     assert kept.memory_mib == {"GPU-0": 600}
     with pytest.raises(NothingFreeError):
-        ledger.choose(Wish(memory_mib=100), one, kept)
+        ledger.choose(LeaseRequest(memory_mib=100), one, kept)
     with pytest.raises(NothingFreeError, match="1300 MiB can never be had: there are at most 1200 MiB"):
-        refuse_impossible(Wish(memory_mib=1300), one)
+        refuse_impossible(LeaseRequest(memory_mib=1300), one)
 
 
-WISHES = st.builds(
-    Wish,
+REQUESTS = st.builds(
+    LeaseRequest,
     number=st.integers(1, 5),
     device=st.just(""),
     gpu=st.sampled_from(["", "GPU-0", "01:00.0"]),
@@ -202,7 +204,7 @@ WISHES = st.builds(
     memory_mib=st.just(0),
 )
 MEMORY = st.builds(
-    Wish,
+    LeaseRequest,
     number=st.just(1),
     device=st.just(""),
     gpu=st.sampled_from(["", "GPU-0", "01:00.0"]),
@@ -213,7 +215,7 @@ MEMORY = st.builds(
 
 
 class LedgerMachine(RuleBasedStateMachine):
-    """Wishes, ends and other divisions of the GPUs at random."""
+    """Requests, ends and other divisions of the GPUs at random."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -221,26 +223,26 @@ class LedgerMachine(RuleBasedStateMachine):
         self.number = 4
         self.count = 0
 
-    @rule(wish=WISHES)
-    def take(self, wish: Wish) -> None:
+    @rule(request=REQUESTS)
+    def take(self, request: LeaseRequest) -> None:
         try:
-            devices = self.ledger.choose(wish, offers(3, self.number))
+            devices = self.ledger.choose(request, offers(3, self.number))
         except NothingFreeError:
             return
         gpus = {one.gpu_uuid for one in devices}
-        assert len(devices) == wish.number
-        assert len(gpus) == (wish.number if wish.across else 1)
-        assert all(wish.takes(one) for one in devices)
+        assert len(devices) == request.number
+        assert len(gpus) == (request.number if request.across else 1)
+        assert all(request.takes(one) for one in devices)
         self.count += 1
         self.ledger.add(lease(str(self.count), *devices))
 
-    @rule(wish=MEMORY)
-    def take_memory(self, wish: Wish) -> None:
+    @rule(request=MEMORY)
+    def take_memory(self, request: LeaseRequest) -> None:
         try:
-            (made,) = self.ledger.choose(wish, Offers(pools=[pool(0, 100, 7), pool(1, 64), pool(2, 100)]))
+            (made,) = self.ledger.choose(request, Offers(pools=[pool(0, 100, 7), pool(1, 64), pool(2, 100)]))
         except NothingFreeError:
             return
-        assert made.memory_limit_mib >= wish.memory_mib
+        assert made.memory_limit_mib >= request.memory_mib
         self.count += 1
         self.ledger.add(lease(str(self.count), made))
 
@@ -271,31 +273,31 @@ class LedgerMachine(RuleBasedStateMachine):
         free = self.ledger.free_devices(found.devices)
         had = Ledger(self.ledger.leases.values())
         for name in range(len(free)):
-            had.add(lease(f"more {name}", *had.choose(Wish(), found)))
+            had.add(lease(f"more {name}", *had.choose(LeaseRequest(), found)))
         with pytest.raises(NothingFreeError):
-            had.choose(Wish(), found)
+            had.choose(LeaseRequest(), found)
         assert free == had.owners.keys() - self.ledger.owners.keys()
 
 
 TestLedger = LedgerMachine.TestCase
 
 
-@given(WISHES)
-def test_what_is_kept_for_somebody_is_free_and_would_do(wish: Wish) -> None:
+@given(REQUESTS)
+def test_what_is_kept_for_somebody_is_free_and_would_do(wanted: LeaseRequest) -> None:
     ledger = Ledger([lease("a", device(0, 0)), lease("b", *(device(1, slot) for slot in range(3)))])
-    kept = ledger.claims(wish, offers(2)).devices
+    kept = ledger.claims(wanted, offers(2)).devices
     found = {offer.device.id: offer.device for offer in offers(2).devices}
-    assert len(kept) <= wish.number
-    assert all(wish.takes(found[one]) and one not in ledger.owners for one in kept)
+    assert len(kept) <= wanted.number
+    assert all(wanted.takes(found[one]) and one not in ledger.owners for one in kept)
 
 
 def test_all_devices_are_had_together_or_not_at_all() -> None:
     everything = [f"0{gpu}:00.0-{slot}" for gpu in range(2) for slot in range(4)]
-    assert chosen(Ledger(), Wish(device="all"), offers(2)) == everything
+    assert chosen(Ledger(), LeaseRequest(device="all"), offers(2)) == everything
     ledger = Ledger([lease("a", device(1, 2))])
-    message, _ = why_not(ledger, Wish(device="all"), offers(2))
+    message, _ = why_not(ledger, LeaseRequest(device="all"), offers(2))
     assert message.startswith("all devices cannot be had now: 1 of 8 in use; 7 free")
-    kept = ledger.claims(Wish(device="all"), offers(2))
+    kept = ledger.claims(LeaseRequest(device="all"), offers(2))
     assert len(kept.devices) == 7, "who waits for all of them is not passed for good"
-    message, _ = why_not(Ledger(), Wish(device="all"), offers(2, reason="lost"))
+    message, _ = why_not(Ledger(), LeaseRequest(device="all"), offers(2, reason="lost"))
     assert message == "all devices cannot be had now: 8 unavailable (GPU 00:00.0, 01:00.0: lost)"

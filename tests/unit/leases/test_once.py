@@ -11,7 +11,7 @@ from unit.leases.shares import HOLDER, device, lease
 
 NIGHT = Holder("name", 1000, name="night")
 LEASES = [
-    lease("a", device(0, 0))._replace(request="a-request-of-1000"),
+    lease("a", device(0, 0))._replace(idempotency_key="a-request-of-1000"),
     lease("b", device(0, 1))._replace(holder=NIGHT),
     lease("c", device(0, 2)),
 ]

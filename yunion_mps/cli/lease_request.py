@@ -1,4 +1,4 @@
-"""Options that say which devices are wanted, and the question for them."""
+"""The options of a lease request, and sending it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class _WaitOption(click.Option):
         return record and (record[0].replace(" [=", "[="), record[1])
 
 
-def wish_options(function: F) -> F:
+def request_options(function: F) -> F:
     """Give a command the options that say which devices are wanted."""
     options = (
         click.option(
@@ -64,7 +64,7 @@ def wish_options(function: F) -> F:
     return function
 
 
-class WishCommand(click.Command):
+class RequestCommand(click.Command):
     """A command whose `--wait` takes a value after `=` only, because COMMAND may follow it."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -100,7 +100,7 @@ def parameters(
         raise click.UsageError("--device and --gpu want a name: what was given is empty.")
     if sum((bool(device), count > 1, gpu_mem is not None, gpu_mem_units is not None)) > 1:
         raise click.UsageError(
-            "--device, --count, --gpu-mem and --gpu-mem-units are different wishes: give one."
+            "--device, --count, --gpu-mem and --gpu-mem-units exclude each other: give one."
         )
     if device and gpu:
         raise click.UsageError("--device names one device: leave out --gpu.")

@@ -1,4 +1,4 @@
-"""What somebody wants: so many devices, or so much memory."""
+"""Lease requests: so many devices, or so much memory."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ BINPACK = "binpack"
 SPREAD = "spread"
 
 
-class Wish(NamedTuple):
-    """What somebody wants: `number` devices, of one GPU or each of another (`across`), or so much memory.
+class LeaseRequest(NamedTuple):
+    """A request for `number` devices, of one GPU or each of another (`across`), or so much memory.
 
     `device` (id or address, or all) and `gpu` (UUID or address) bound the choice where they are not empty,
     and `enforced` bounds it to GPUs that hold their clients to the budget.
