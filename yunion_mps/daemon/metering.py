@@ -19,9 +19,8 @@ from yunion_mps.errors import YunionError
 from yunion_mps.http.counting import Counts
 from yunion_mps.http.query import Response
 from yunion_mps.inventory import Nvml
-from yunion_mps.metrics.facts import Facts, Moment, Queue
+from yunion_mps.metrics.facts import Facts, Moment, Observation, Queue, ServedDomain, Use, use_of
 from yunion_mps.metrics.text import OPENMETRICS_TYPE, PLAIN_TYPE, text_of, wants_openmetrics
-from yunion_mps.metrics.use import Seen, Served, Use, use_of
 from yunion_mps.mps.servers import is_server
 from yunion_mps.process import started_ticks, uid_of
 from yunion_mps.revision import revision
@@ -155,18 +154,18 @@ def _look(
     nvml: Nvml,
     questions: Iterable[_Question],
     devices_of: Callable[[Mapping[int, int]], Mapping[int, tuple[str, ...]]],
-) -> Seen:
+) -> Observation:
     """What NVML and the kernel tell; raises DriverError."""
     # In this order: whoever begins between the two questions is known to use MPS.
     memory, through_mps = nvml.processes(), nvml.mps_clients()
     served = tuple(
-        Served(one.name, one.gpu_uuids, one.servers, _started_s(one.control_pid)) for one in questions
+        ServedDomain(one.name, one.gpu_uuids, one.servers, _started_s(one.control_pid)) for one in questions
     )
     servers = {pid for one in served for pid in one.servers}
     pids = {pid for of_gpu in (*memory.values(), *through_mps.values()) for pid in of_gpu} - servers
     others = frozenset(pid for pid in pids if uid_of(pid) is None or is_server(pid))
     jobs = {pid: ticks for pid in pids - others if (ticks := started_ticks(pid)) is not None}
-    return Seen(time.time(), served, memory, through_mps, devices_of(jobs), others)
+    return Observation(time.time(), served, memory, through_mps, devices_of(jobs), others)
 
 
 def _started_s(pid: int | None) -> float | None:

@@ -1,5 +1,5 @@
-"""What a monitoring system is told, made from what the service says and from counts: pure, it asks nobody.
+"""What Prometheus reads, made from the service's answers and from counts: pure, without I/O of its own.
 
-`facts` is what goes in, `catalogue` names every metric, `families` fills them, `use` says who uses how much,
-and `text` writes them down with prometheus_client, which nothing else here imports.
+`facts` is what goes in, `catalogue` declares every metric with its samples, and `text` writes them with
+prometheus_client, which nothing else here imports.
 """

@@ -10,16 +10,13 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Iterable, Mapping
-from itertools import groupby
-from operator import itemgetter
+from itertools import chain
 from types import ModuleType
 from typing import Any, NamedTuple
 
 from yunion_mps.escaping import printable
-from yunion_mps.http.query import OPENMETRICS
-from yunion_mps.metrics.catalogue import CATALOGUE, COUNTER, GAUGE, HISTOGRAM, INFO, PROCESS, Metric
+from yunion_mps.metrics.catalogue import CATALOGUE, COUNTER, GAUGE, HISTOGRAM, INFO, Metric, Sample
 from yunion_mps.metrics.facts import Facts
-from yunion_mps.metrics.families import Row, rows
 
 _NAME = "prometheus_client"
 #: The Content-Type of both formats.
@@ -29,7 +26,6 @@ PLAIN_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 #: The endings of names that are no part of a family's name in OpenMetrics, by kind.
 _ENDINGS = {COUNTER: "_total", INFO: "_info"}
 _END = b"# EOF\n"
-_BY_NAME = {metric.name: metric for metric in CATALOGUE}
 
 
 class _Library(NamedTuple):
@@ -49,21 +45,23 @@ def wants_openmetrics(accept: str) -> bool:
 def text_of(facts: Facts, *, openmetrics: bool) -> bytes:
     """All metrics."""
     library = _load()
+    families = (_family(library, metric, metric.samples(facts)) for metric in CATALOGUE)
     parts = [
-        _written(library, _family(library, _BY_NAME[name], values), openmetrics=openmetrics)
-        for name, values in groupby(rows(facts), key=itemgetter(0))
+        _written(library, family, openmetrics=openmetrics)
+        for family in chain(families, library.process.collect())
+        if family.samples
     ]
-    parts += [_written(library, family, openmetrics=openmetrics) for family in library.process.collect()]
     return b"".join([*parts, _END] if openmetrics else parts)
 
 
-def _family(library: _Library, metric: Metric, values: Iterable[Row]) -> Any:
+def _family(library: _Library, metric: Metric, samples: Iterable[Sample]) -> Any:
     ending = _ENDINGS.get(metric.kind, "")
     name = metric.name[: -len(ending)] if ending else metric.name
     family = library.families[metric.kind](name, metric.help, labels=metric.labels)
     known = set()
-    for _, labels, *value in values:
-        if labels not in known:  # two domains may have one name for a while, as one goes
+    for labels, *value in samples:
+        # Two domains may have one name for a while, as one goes.
+        if value[0] is not None and labels not in known:
             known.add(labels)
             if metric.kind == INFO:  # the only texts of others: a driver's version, a GPU's name
                 value = [{key: printable(text) for key, text in value[0].items()}]
@@ -111,8 +109,8 @@ def _load() -> _Library:
                 INFO: metrics_core.InfoMetricFamily,
                 HISTOGRAM: metrics_core.HistogramMetricFamily,
             }
-            namespace = PROCESS[: -len("_process")]
-            process = process_collector.ProcessCollector(namespace=namespace, registry=None)
+            # What every exporter has, under our name: `yunion_mps_process_...`.
+            process = process_collector.ProcessCollector(namespace="yunion_mps", registry=None)
             _library = _Library(families, exposition.generate_latest, process)
         finally:
             if not is_whole:

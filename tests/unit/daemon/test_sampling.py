@@ -11,7 +11,7 @@ import pytest
 from yunion_mps.daemon.process_devices import ProcessDevices
 from yunion_mps.daemon.sampling import Processes, Sampling, used_by_gpu
 from yunion_mps.leases.ledger import Ledger
-from yunion_mps.metrics.use import Seen, use_of
+from yunion_mps.metrics.facts import Observation, use_of
 from yunion_mps.models import Gpu
 from yunion_mps.usage.hour import Usage
 
@@ -45,7 +45,7 @@ def told(request: pytest.FixtureRequest) -> Iterator[Told]:
     Sampling(supervisor, devices, usage).note(processes, 6000)
     answer = usage.answer(6000, 0.0, None, devices=True)
     known = devices.known()
-    seen = Seen(6000.0, (), processes, {"GPU-0": {job.pid}}, devices.of(job.started, known))
+    seen = Observation(6000.0, (), processes, {"GPU-0": {job.pid}}, devices.of(job.started, known))
     yield Told(
         {one["addr"]: one["memory_used"][-1] for one in [*answer["gpus"], *answer["devices"]]},
         {name: used.bytes >> 20 for name, used in use_of(seen, known.budgets).devices.items()},

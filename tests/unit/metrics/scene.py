@@ -7,9 +7,8 @@ from typing import Any
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_plain
 from yunion_mps.http.counting import BOUNDS_S, Counted, Latency
-from yunion_mps.metrics.facts import Facts, Moment, Queue
+from yunion_mps.metrics.facts import DeviceUse, DomainUse, Facts, GpuUse, Moment, Queue, Use
 from yunion_mps.metrics.text import text_of
-from yunion_mps.metrics.use import OfDevice, OfDomain, OfGpu, Use
 from yunion_mps.models import Snapshot
 from yunion_mps.service import Filters, Service
 
@@ -37,7 +36,7 @@ def facts(snapshot: Snapshot | None = None, **given: Any) -> Facts:
         Queue(),
         {},
         Counted(),
-        ill=service.ill_gpus(),
+        unusable=service.ill_gpus(),
     )
     return found._replace(**given)
 
@@ -61,9 +60,9 @@ def value(given: Facts, name: str, **labels: str) -> float | None:
 
 USE = Use(
     1_788_000_000.5,
-    {str(P40.uuid): OfGpu(6000 << 20, 2, 1)},
-    {"00:06.0-1": OfDevice(5900 << 20, 2)},
-    {"host": OfDomain(1, 2, 1_787_999_500.0)},
+    {str(P40.uuid): GpuUse(6000 << 20, 2, 1)},
+    {"00:06.0-1": DeviceUse(5900 << 20, 2)},
+    {"host": DomainUse(1, 2, 1_787_999_500.0)},
 )
 #: A host on which every metric has a value that any host can have.
 ALL = Facts(

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from yunion_mps.escaping import printable
 from yunion_mps.http.counting import BOUNDS_S, Counted, Latency
 from yunion_mps.metrics.catalogue import CATALOGUE
-from yunion_mps.metrics.facts import Facts
+from yunion_mps.metrics.facts import DeviceUse, DomainUse, Facts, GpuUse, Use
 from yunion_mps.metrics.text import text_of
-from yunion_mps.metrics.use import OfDevice, OfDomain, OfGpu, Use
 from yunion_mps.models import DomainStatus
 from yunion_mps.mps.states import LEGAL_CHANGES
 
@@ -76,7 +75,7 @@ def test_budgets_are_in_bytes_and_parts_of_one() -> None:
 
 def test_the_budget_of_who_has_a_device_is_the_one_that_it_was_given_with() -> None:
     """As `who` has it: a reload changes what the next one gets, and nobody is over budget for it."""
-    given = ALL._replace(given={"00:06.0-1": (11520, 50.0)})
+    given = ALL._replace(leased_budgets={"00:06.0-1": (11520, 50.0)})
     device, other = ({"device": f"00:06.0-{slot}", "gpu": "00:06.0"} for slot in (1, 2))
     assert value(given, "yunion_mps_device_memory_limit_bytes", **device) == 11520 * 1024**2
     assert value(given, "yunion_mps_device_sm_ratio", **device) == 0.5
@@ -103,7 +102,7 @@ def test_what_nobody_knows_is_missing_and_not_0() -> None:
     shown = {name for name, _ in values(unknown)}
     assert not {name for name in shown if "used" in name or "clients" in name or "probe" in name}
     assert "yunion_mps_use_timestamp_seconds" not in shown
-    silent = ALL._replace(use=USE._replace(gpus={str(P40.uuid): OfGpu(0, 0, None)}))
+    silent = ALL._replace(use=USE._replace(gpus={str(P40.uuid): GpuUse(0, 0, None)}))
     assert value(silent, "yunion_mps_gpu_processes_past_mps", gpu="00:06.0") is None
     assert value(silent, "yunion_mps_gpu_clients", gpu="00:06.0") == 0
 
@@ -197,9 +196,9 @@ def any_facts(draw: st.DrawFn) -> Facts:
     devices = [{**device, "lease": draw(st.none() | TEXT)} for device in found.devices]
     use = Use(
         draw(st.floats(0, 1e10)),
-        {str(gpu["uuid"]): OfGpu(draw(NUMBER), draw(NUMBER), draw(st.none() | NUMBER)) for gpu in gpus},
-        {device["addr"]: OfDevice(draw(NUMBER), draw(NUMBER)) for device in devices},
-        {domain.plan.name: OfDomain(draw(NUMBER), draw(NUMBER), None) for domain in found.domains},
+        {str(gpu["uuid"]): GpuUse(draw(NUMBER), draw(NUMBER), draw(st.none() | NUMBER)) for gpu in gpus},
+        {device["addr"]: DeviceUse(draw(NUMBER), draw(NUMBER)) for device in devices},
+        {domain.plan.name: DomainUse(draw(NUMBER), draw(NUMBER), None) for domain in found.domains},
     )
     counts = tuple(draw(st.lists(NUMBER, min_size=len(BOUNDS_S) + 1, max_size=len(BOUNDS_S) + 1)))
     return found._replace(
