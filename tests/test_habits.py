@@ -41,8 +41,14 @@ def test_only_the_inventory_uses_pynvml_and_only_process_spawns() -> None:
             ):
                 found.add(str(path.relative_to(CHECKOUT)))
     assert users["pynvml"] == {"yunion_mps/inventory/nvml.py"}
-    assert users["posix_spawn"] == {"yunion_mps/process.py"}
+    assert users["posix_spawn"] == {"yunion_mps/host/processes.py"}
     assert users["subprocess"] == set()
+
+
+def test_only_one_module_replaces_files() -> None:
+    users = {path for path in CHECKOUT.glob("yunion_mps/**/*.py") if "os.replace(" in path.read_text()}
+    others = {"host/store.py", "journal/copy.py"}  # they put a file aside
+    assert {str(path.relative_to(CHECKOUT / "yunion_mps")) for path in users} == {"host/files.py", *others}
 
 
 def test_nothing_in_the_package_knows_of_the_simulated_host() -> None:

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from yunion_mps.errors import DriverError, HostError, YunionError
+from yunion_mps.host.store import Store
 from yunion_mps.inventory import Nvml
 from yunion_mps.planning import ModeChange
-from yunion_mps.store import Store
 
 log = logging.getLogger(__name__)
 

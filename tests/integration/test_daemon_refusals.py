@@ -9,7 +9,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from yunion_mps.process import PROGRAM_DIRECTORIES
+from yunion_mps.host.processes import PROGRAM_DIRECTORIES
 
 from integration.conftest import MakeDaemon, MakeHost
 from integration.daemon_host import Daemon, control_daemons, eventually, is_running

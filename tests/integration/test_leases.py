@@ -8,7 +8,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from yunion_mps.process import user_name
+from yunion_mps.host.proc import user_name
 
 from integration.conftest import MakeDaemon, MakeHost
 from integration.daemon_host import Daemon, eventually

@@ -11,9 +11,9 @@ from collections.abc import Callable
 import pytest
 from yunion_mps.client import Client
 from yunion_mps.errors import YunionError
+from yunion_mps.host.store import Store
 from yunion_mps.leases.book import Book
 from yunion_mps.paths import Paths
-from yunion_mps.store import Store
 
 from integration.daemon_host import Daemon, eventually
 from integration.lease_host import (

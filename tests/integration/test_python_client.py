@@ -197,7 +197,7 @@ def test_a_lease_with_a_name_is_renewed_until_it_is_given_back(client: Client) -
 
 
 def test_leases_with_a_name_leave_few_threads(client: Client) -> None:
-    """Some are kept for the next ones (`yunion_mps.threads`)."""
+    """Some are kept for the next ones (`yunion_mps.host.threads`)."""
     before = len(os.listdir("/proc/self/task"))
     for number in range(20):
         with client.lease(name=f"job-{number}", ttl=60):

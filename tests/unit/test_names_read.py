@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
+from yunion_mps.host.proc import command_of, name_of, user_name
 from yunion_mps.models import DomainPlan, PlannedGpu
 from yunion_mps.mps.log_file import look_at_log
-from yunion_mps.process import command_of, name_of, user_name
 
 from unit.hostile_names import HOSTILE, READABLE, STEERING
 from unit.mps.driving import wait_for

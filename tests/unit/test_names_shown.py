@@ -14,14 +14,13 @@ from prometheus_client.parser import text_string_to_metric_families
 from yunion_mps.cli.output import show
 from yunion_mps.cli.patience import say
 from yunion_mps.cli.table import draw, notes, wrapped
-from yunion_mps.daemon.logs import JournalFormatter
 from yunion_mps.doctor.finding import problem
 from yunion_mps.doctor.host import Host
 from yunion_mps.doctor.running import Check, run
-from yunion_mps.log_lines import LineFormatter
+from yunion_mps.host.logs import JournalFormatter, LineFormatter
+from yunion_mps.host.systemd import Notifier
 from yunion_mps.metrics.text import text_of
 from yunion_mps.paths import Paths
-from yunion_mps.systemd import Notifier
 
 from unit.hostile_names import HOSTILE, steers
 from unit.metrics.scene import facts

@@ -10,8 +10,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
 from yunion_mps.errors import YunionError
+from yunion_mps.host.store import Store
 from yunion_mps.paths import ROOT_VARIABLE, Paths
-from yunion_mps.store import Store
 
 from simhost import SimHost
 from unit.supervised import Supervised, configure, modes

@@ -11,11 +11,11 @@ from contextlib import closing
 
 import pytest
 from yunion_mps.errors import HostError
+from yunion_mps.host.store import Store
 from yunion_mps.journal.table import Table
 from yunion_mps.mps.control import PROGRAM
 from yunion_mps.mps.ownership import our_processes
 from yunion_mps.service.shapes import devices_json
-from yunion_mps.store import Store
 
 from simhost import SimHost
 from unit.mps.driving import full_queue

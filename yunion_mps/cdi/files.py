@@ -8,13 +8,11 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from yunion_mps.host.files import UNFINISHED, write_atomically
+
 #: The devices, and with a lease's id in between, what a lease is as a device.
 DEVICES = "yunion-mps.json"
 _LEASE, _END = "yunion-mps-lease-", ".json"
-#: The end of a name while its file is written; engines read `.json` and `.yaml` alone.
-_UNFINISHED = ".new"
-#: No link is followed, and no pipe is waited for.
-_NEW = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
 def lease_file(lease_id: str) -> str:
@@ -32,20 +30,7 @@ def write(directory: str, name: str, spec: Mapping[str, Any]) -> Mark:
     if not os.path.isdir(directory):
         os.makedirs(directory, exist_ok=True)
         os.chmod(directory, 0o755)  # noqa: S103 - for engines of every user, whatever our umask is
-    path = os.path.join(directory, name)
-    try:
-        descriptor = os.open(path + _UNFINISHED, _NEW, 0o644)
-        with open(descriptor, "w", encoding="utf-8") as file:
-            os.fchmod(descriptor, 0o644)
-            file.write(text)
-            file.flush()
-            written = _mark_of(os.fstat(descriptor))
-        os.replace(path + _UNFINISHED, path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            os.unlink(path + _UNFINISHED)
-        raise
-    return written
+    return _mark_of(write_atomically(os.path.join(directory, name), text))
 
 
 def mark(directory: str, name: str) -> Mark | None:
@@ -70,5 +55,5 @@ def ours(directory: str) -> Iterator[str]:
     """The names of our files in the directory, the unfinished ones among them."""
     with contextlib.suppress(OSError):
         for name in os.listdir(directory):
-            if name.removesuffix(_UNFINISHED) == DEVICES or name.startswith(_LEASE):
+            if name.removesuffix(UNFINISHED) == DEVICES or name.startswith(_LEASE):
                 yield name

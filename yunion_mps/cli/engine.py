@@ -15,9 +15,9 @@ from yunion_mps.cli.lease_request import RequestCommand, take, warn_of_limits
 from yunion_mps.cli.watcher import Watcher, label
 from yunion_mps.client.taking import refuse_unreachable
 from yunion_mps.errors import HostError
+from yunion_mps.host.processes import find_program, output_of
 from yunion_mps.models import CDI_KIND, Gpu
 from yunion_mps.paths import Paths
-from yunion_mps.process import find_program, output_of
 
 F = TypeVar("F", bound=Callable[..., Any])
 

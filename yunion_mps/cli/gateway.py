@@ -9,9 +9,8 @@ import sys
 import click
 
 from yunion_mps.gateway.serve import serve
-from yunion_mps.log_lines import LineFormatter
+from yunion_mps.host.logs import LineFormatter, limit_tracebacks
 from yunion_mps.paths import Paths
-from yunion_mps.tracebacks import limit_tracebacks
 
 
 @click.command("gateway", short_help="Serve over TCP what host.conf opens: the service's own.")

@@ -9,8 +9,8 @@ from typing import NoReturn
 
 from yunion_mps.cli.ask import tell
 from yunion_mps.errors import ShortageError, YunionError
+from yunion_mps.host.processes import Process, output_of
 from yunion_mps.models import CDI_KIND
-from yunion_mps.process import Process, output_of
 
 #: How soon the engine is asked again, and how seldom in the end: it may pull an image first.
 _LOOK_S = 0.1

@@ -14,8 +14,8 @@ from yunion_mps.config.endpoints import EXAMPLE, is_public, normalised
 from yunion_mps.errors import YunionError
 from yunion_mps.gateway.doors import LIMITS, listen
 from yunion_mps.gateway.web import Web
+from yunion_mps.host.logs import limit_tracebacks
 from yunion_mps.paths import Paths
-from yunion_mps.tracebacks import limit_tracebacks
 
 _DEFAULT = "127.0.0.1:9435"
 

@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Protocol
 
-from yunion_mps import threads
 from yunion_mps.client.patience import MOST_S, Patience, Say
 from yunion_mps.client.taking import Tells
 from yunion_mps.client.values import LeaseRecord
 from yunion_mps.errors import BusyError, NotFoundError, ShortageError, UnreachableError, YunionError
+from yunion_mps.host import threads
 
 #: A lease of a name is renewed so many times within its time to live.
 _RENEWALS = 3

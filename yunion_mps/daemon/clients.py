@@ -13,6 +13,8 @@ from yunion_mps.containers import Containers
 from yunion_mps.daemon.threads import on_thread
 from yunion_mps.errors import BusyError, NotAllowedError, NotFoundError, YunionError
 from yunion_mps.escaping import printable
+from yunion_mps.host.proc import started_ticks, uid_of, user_name, variable_of
+from yunion_mps.host.processes import Process
 from yunion_mps.inventory import Nvml
 from yunion_mps.models import DomainPlan, Event, Gpu
 from yunion_mps.mps.clients import clients_of, server_state, terminate
@@ -21,7 +23,6 @@ from yunion_mps.mps.servers import is_server, server_pids
 from yunion_mps.mps.waiting import waiting_at
 from yunion_mps.paths import Paths
 from yunion_mps.planning import DEVICE_VARIABLE
-from yunion_mps.process import Process, started_ticks, uid_of, user_name, variable_of
 from yunion_mps.supervisor import Supervisor
 
 log = logging.getLogger(__name__)

@@ -8,8 +8,9 @@ import time
 from collections.abc import Callable
 
 from yunion_mps.errors import ShortageError
+from yunion_mps.host.proc import started_ticks
+from yunion_mps.host.processes import Process
 from yunion_mps.models import Holder, Lease
-from yunion_mps.process import Process, started_ticks
 
 
 class Ends:

@@ -10,7 +10,7 @@ import sys
 from typing import NamedTuple
 
 from yunion_mps.daemon.signals import ALL
-from yunion_mps.process import reap_forgotten
+from yunion_mps.host.processes import reap_forgotten
 
 _VARIABLE = "YUNION_MPS_HANDOVER"
 

@@ -9,10 +9,10 @@ import logging
 from collections.abc import Callable
 
 from yunion_mps.errors import HostError
+from yunion_mps.host.systemd import Notifier, watchdog_interval_s
 from yunion_mps.http.listener import Listener
 from yunion_mps.http.server import Server
 from yunion_mps.paths import Paths
-from yunion_mps.systemd import Notifier, watchdog_interval_s
 
 log = logging.getLogger(__name__)
 

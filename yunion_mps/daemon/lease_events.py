@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from yunion_mps.containers import Containers
+from yunion_mps.host.proc import command_of, user_name
 from yunion_mps.journal import Journal
 from yunion_mps.models import Event, Holder, Lease
-from yunion_mps.process import command_of, user_name
 
 
 class LeaseEvents:

@@ -8,8 +8,8 @@ import stat
 import time
 
 from yunion_mps.errors import HostError
+from yunion_mps.host.proc import started_ticks
 from yunion_mps.paths import Paths
-from yunion_mps.process import started_ticks
 
 #: How long the last child of a daemon that is gone may take to load its program.
 _HANDOVER_S = 2.0

@@ -23,6 +23,7 @@ from yunion_mps.daemon.signals import Signals
 from yunion_mps.daemon.tasks import end_all
 from yunion_mps.daemon.textfile import Textfile
 from yunion_mps.gateway import notice
+from yunion_mps.host.systemd import Notifier
 from yunion_mps.http.counting import Counting, Counts
 from yunion_mps.http.deferred import Deferred
 from yunion_mps.http.listener import Listener
@@ -32,7 +33,6 @@ from yunion_mps.paths import Paths
 from yunion_mps.service import Service
 from yunion_mps.service.state import one_line
 from yunion_mps.supervisor import Supervisor
-from yunion_mps.systemd import Notifier
 
 log = logging.getLogger(__name__)
 

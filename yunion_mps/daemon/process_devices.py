@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from yunion_mps.host.proc import variable_of
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.planning import DEVICE_VARIABLE
-from yunion_mps.process import variable_of
 from yunion_mps.supervisor import Supervisor
 from yunion_mps.usage.by_device import Budget
 

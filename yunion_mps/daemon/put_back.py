@@ -14,6 +14,8 @@ from yunion_mps.compute_modes import ModeWork, carry_out, noted
 from yunion_mps.config import load
 from yunion_mps.daemon.lock import take_lock
 from yunion_mps.daemon.run import drive
+from yunion_mps.host.proc import program_of
+from yunion_mps.host.store import Store
 from yunion_mps.models import DomainPlan, Event, PlannedGpu
 from yunion_mps.mps.domain import Domain
 from yunion_mps.mps.orphans import Orphans
@@ -21,8 +23,6 @@ from yunion_mps.mps.ownership import MpsProcess, our_processes
 from yunion_mps.mps.servers import orphans_in
 from yunion_mps.mps.states import STOPPED
 from yunion_mps.paths import Paths
-from yunion_mps.process import program_of
-from yunion_mps.store import Store
 from yunion_mps.supervisor.past import gpus_of, left_running
 
 log = logging.getLogger("yunion_mps.daemon")

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from yunion_mps import __version__
-from yunion_mps.daemon import logs
 from yunion_mps.daemon.handover import Handover, become_anew, received
 from yunion_mps.daemon.lock import take_lock
 from yunion_mps.daemon.options import Options
@@ -22,18 +21,19 @@ from yunion_mps.daemon.signals import Signals
 from yunion_mps.errors import ConfigError, HostError, ShortageError, YunionError
 from yunion_mps.examination import examine
 from yunion_mps.gateway import notice
+from yunion_mps.host import logs
+from yunion_mps.host.proc import started_ticks
+from yunion_mps.host.systemd import Notifier
 from yunion_mps.http.listener import Listener
 from yunion_mps.leases.book import Book
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.models import Event
 from yunion_mps.mps import directories
 from yunion_mps.paths import Paths
-from yunion_mps.process import started_ticks
 from yunion_mps.service import Service
 from yunion_mps.service.state import one_line
 from yunion_mps.supervisor import Supervisor
 from yunion_mps.supervisor.warnings import warnings
-from yunion_mps.systemd import Notifier
 
 log = logging.getLogger("yunion_mps.daemon")
 

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Iterator
 
 from yunion_mps.daemon.threads import on_thread
 from yunion_mps.errors import HostError
+from yunion_mps.host.files import write_atomically
 from yunion_mps.mps.directories import open_directory
 from yunion_mps.paths import Paths
 from yunion_mps.supervisor import Supervisor
@@ -84,20 +85,7 @@ def write(file: str, text: bytes) -> None:
     The directory may be another user's: nothing is followed there that it has laid out.
     """
     with _directory_of(file) as (directory, name):
-        new = f"{name}.new"
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(new, dir_fd=directory)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
-        descriptor = os.open(new, flags, 0o644, dir_fd=directory)
-        try:
-            with os.fdopen(descriptor, "wb") as out:
-                os.fchmod(descriptor, 0o644)
-                out.write(text)
-            os.replace(new, name, src_dir_fd=directory, dst_dir_fd=directory)
-        except OSError:
-            with contextlib.suppress(OSError):
-                os.unlink(new, dir_fd=directory)
-            raise
+        write_atomically(name, text, dir_fd=directory)
 
 
 @contextlib.contextmanager

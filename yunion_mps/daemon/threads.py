@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Callable
 from typing import TypeVar
 
-from yunion_mps import threads
+from yunion_mps.host import threads
 
 T = TypeVar("T")
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from yunion_mps.doctor.finding import Finding, Findings, ok, problem, skipped, warning
 from yunion_mps.doctor.host import DEFAULT_PIPE_DIRECTORY, Host
 from yunion_mps.errors import HostError, YunionError
+from yunion_mps.host.proc import all_pids, environment_of, uid_of, user_name
 from yunion_mps.models import DomainPlan
 from yunion_mps.mps.adoption import find
 from yunion_mps.mps.control import PROGRAM, SilentError, peer_of
@@ -17,7 +18,6 @@ from yunion_mps.mps.diagnosis import front_end_at, why_silent
 from yunion_mps.mps.ownership import MARK
 from yunion_mps.mps.probe import Probe
 from yunion_mps.mps.servers import named, orphans_in
-from yunion_mps.process import all_pids, environment_of, uid_of, user_name
 
 #: The control daemon greets at once; the daemon itself gives it 5 s before it acts.
 _GREETING_S = 2.0

@@ -15,9 +15,9 @@ from yunion_mps.doctor.finding import Finding, Findings, ok, problem, skipped, w
 from yunion_mps.doctor.host import DEFAULT_PIPE_DIRECTORY, Host, Subject
 from yunion_mps.doctor.servers import same_place
 from yunion_mps.errors import DriverError, YunionError
+from yunion_mps.host.proc import command_of, environment_of, name_of
 from yunion_mps.models import DomainPlan
 from yunion_mps.planning import DEVICE_VARIABLE
-from yunion_mps.process import command_of, environment_of, name_of
 
 #: `export NAME=VALUE` of shells, `NAME=VALUE` of pam_env(8) and environment.d(5).
 _ASSIGNMENT = re.compile(r"^\s*(?:export\s+|setenv\s+)?(\w+)[= ]\s*[\"']?([^\"'\s;#]*)", re.MULTILINE)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 from yunion_mps.doctor.finding import Finding, Findings, ok, problem, skipped, warning
 from yunion_mps.doctor.host import Host
-from yunion_mps.process import user_name
+from yunion_mps.host.proc import user_name
 
 _ALL_ENTER = stat.S_IXUSR | stat.S_IXGRP | stat.S_IXOTH
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH

@@ -8,11 +8,11 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from yunion_mps import threads
 from yunion_mps.doctor.finding import LEVELS, OK, PROBLEM, SKIPPED, UNKNOWN, WARNING, Finding, Findings
 from yunion_mps.doctor.host import Host
 from yunion_mps.errors import YunionError
 from yunion_mps.escaping import printable
+from yunion_mps.host import threads
 
 #: As monitoring plugins have it (Nagios, Icinga, NRPE).
 EXIT_CODES = {OK: 0, WARNING: 1, PROBLEM: 2, UNKNOWN: 3}

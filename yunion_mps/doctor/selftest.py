@@ -13,8 +13,9 @@ from typing import Any
 from yunion_mps.doctor import cuda_client
 from yunion_mps.doctor.finding import Finding, Findings, ok, problem, skipped
 from yunion_mps.doctor.host import Host
+from yunion_mps.host.proc import uid_of, user_name
+from yunion_mps.host.processes import spawn
 from yunion_mps.mps.servers import server_pids
-from yunion_mps.process import spawn, uid_of, user_name
 
 #: As long as another check: waking a GPU and starting an MPS server take seconds, and a client that waits for
 #: another's jobs is to be told of.

@@ -10,13 +10,13 @@ import time
 from yunion_mps.doctor.finding import Finding, Findings, ok, problem, skipped, warning
 from yunion_mps.doctor.host import DEFAULT_PIPE_DIRECTORY, Host
 from yunion_mps.errors import YunionError
+from yunion_mps.host.proc import environment_of, name_of, program_of, uid_of, user_name
 from yunion_mps.models import DomainPlan
 from yunion_mps.mps.control import PROGRAM
 from yunion_mps.mps.diagnosis import holders, peers
 from yunion_mps.mps.log_file import LOG_NAME, SERVER_LOG, timestamp_parser
 from yunion_mps.mps.servers import server_pids
 from yunion_mps.planning import max_clients
-from yunion_mps.process import environment_of, name_of, program_of, uid_of, user_name
 
 _LAST_BYTES = 1 << 16
 _RECENT_S = 3600.0

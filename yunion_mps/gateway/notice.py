@@ -7,6 +7,7 @@ import json
 import logging
 import os
 
+from yunion_mps.host.files import write_atomically
 from yunion_mps.models import Config
 from yunion_mps.paths import Paths
 
@@ -22,11 +23,7 @@ def write(paths: Paths, config: Config) -> None:
     if not wanted:
         remove(paths)
         return
-    new = f"{paths.gateway}.new"
-    with open(new, "w", encoding="utf-8") as file:
-        json.dump(wanted, file)
-    os.chmod(new, 0o644)
-    os.replace(new, paths.gateway)
+    write_atomically(paths.gateway, json.dumps(wanted))
 
 
 def announce(paths: Paths, config: Config) -> None:

@@ -10,6 +10,7 @@ from urllib.parse import unquote, urlsplit
 
 from yunion_mps.errors import NotAllowedError, NotFoundError
 from yunion_mps.escaping import printable
+from yunion_mps.host.proc import job_unit_of, started_ticks, uid_of
 from yunion_mps.http.query import (
     BadRequestError,
     ContradictionError,
@@ -29,8 +30,6 @@ from yunion_mps.leases.bounds import (
 )
 from yunion_mps.leases.request import BINPACK, SPREAD, LeaseRequest
 from yunion_mps.models import Holder, Owner
-from yunion_mps.process import started_ticks, uid_of
-from yunion_mps.systemd import job_unit_of
 
 Json = dict[str, Any]
 Query = Mapping[str, str]

@@ -7,8 +7,8 @@ import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from yunion_mps import threads
 from yunion_mps.errors import DriverError, ShortageError
+from yunion_mps.host import threads
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])

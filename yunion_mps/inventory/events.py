@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from yunion_mps import threads
+from yunion_mps.host import threads
 from yunion_mps.inventory.nvml import Nvml, pynvml
 from yunion_mps.inventory.pci import normal_address
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+from yunion_mps.host.files import write_atomically
 from yunion_mps.inventory.pci import sort_key
 from yunion_mps.models import Gpu, Inventory, PcieLink
 from yunion_mps.paths import Paths
@@ -41,10 +41,7 @@ def save(paths: Paths, gpus: Iterable[Gpu]) -> bool:
     rows = [{**gpu._asdict(), "link": gpu.link and gpu.link._asdict()} for gpu in kept]
     with contextlib.suppress(OSError):
         text = {"boot_id": _boot_id(paths), "gpus": rows}
-        os.makedirs(paths.state_directory, mode=0o700, exist_ok=True)
-        with open(f"{paths.served_gpus}.new", "w", encoding="utf-8") as file:
-            json.dump(text, file)
-        os.replace(f"{paths.served_gpus}.new", paths.served_gpus)
+        write_atomically(paths.served_gpus, json.dumps(text), directory_mode=0o700)
         return True
     return False
 

@@ -12,10 +12,10 @@ from collections import Counter, deque
 from collections.abc import Callable
 
 from yunion_mps.errors import HostError
+from yunion_mps.host.store import Store
 from yunion_mps.journal.copy import Copy
 from yunion_mps.journal.table import Recorded, Table
 from yunion_mps.models import Event
-from yunion_mps.store import Store
 
 __all__ = ["Journal", "Recorded"]
 

@@ -6,8 +6,8 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from yunion_mps.host.store import Store
 from yunion_mps.models import Event
-from yunion_mps.store import Store
 
 #: How many events are kept, and for how long.
 MOST_EVENTS = 10_000

@@ -12,11 +12,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from yunion_mps.host.files import UNFINISHED, write_atomically
+from yunion_mps.host.store import Store
 from yunion_mps.models import Device, Holder, Lease
-from yunion_mps.store import Store
 
-#: The end of a copy's name while it is written.
-_UNFINISHED = ".new"
 #: The kinds of what a device begins with.
 _DEVICE = (str, str, str, int, int, int)
 
@@ -78,7 +77,7 @@ class Book:
         self._set_aside = self._store.set_aside
         with contextlib.suppress(OSError):
             for name in sorted(os.listdir(self._copies)):
-                if name.endswith(_UNFINISHED):
+                if name.endswith(UNFINISHED):
                     continue
                 with (
                     contextlib.suppress(OSError, UnicodeError),
@@ -88,12 +87,8 @@ class Book:
 
     def _copy(self, lease_id: str, text: str) -> None:
         """That a copy cannot be written is no reason to refuse the lease."""
-        path = self._path(lease_id)
         with contextlib.suppress(OSError):
-            os.makedirs(self._copies, mode=0o700, exist_ok=True)
-            with open(path + _UNFINISHED, "w", encoding="utf-8") as file:
-                file.write(text)
-            os.replace(path + _UNFINISHED, path)
+            write_atomically(self._path(lease_id), text, directory_mode=0o700)
 
     def _path(self, lease_id: str) -> str:
         return os.path.join(self._copies, lease_id)

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from yunion_mps.errors import NothingFreeError
+from yunion_mps.host.proc import user_name
 from yunion_mps.leases.matching import devices_for, needs_mib, pools_for
 from yunion_mps.leases.names import cut
 from yunion_mps.leases.offers import Offer, Offers, PoolOffer
@@ -19,7 +20,6 @@ from yunion_mps.leases.placement import pick
 from yunion_mps.leases.request import SPREAD, LeaseRequest
 from yunion_mps.models import ALL, Device, Lease, Pool
 from yunion_mps.planning.pools import free_units, units_for
-from yunion_mps.process import user_name
 from yunion_mps.supervisor.changes import LeaseWait
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from yunion_mps.errors import NotFoundError
+from yunion_mps.host.proc import user_name
 from yunion_mps.models import Gpu, Lease, Owner
-from yunion_mps.process import user_name
 
 #: The shortest prefix of a lease's id: as long as `who` shows it, so that no name matches by chance.
 _LEAST = 8

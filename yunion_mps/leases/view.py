@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from yunion_mps.containers import Containers
+from yunion_mps.host.proc import command_of, started_ticks, user_name
 from yunion_mps.leases.request import LeaseRequest
 from yunion_mps.models import CDI_KIND, Device, Holder, Lease
-from yunion_mps.process import command_of, started_ticks, user_name
 
 Json = dict[str, Any]
 

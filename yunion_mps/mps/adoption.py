@@ -9,12 +9,13 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from yunion_mps.errors import HostError
+from yunion_mps.host.proc import started_ticks
+from yunion_mps.host.processes import Process
 from yunion_mps.models import DomainPlan
 from yunion_mps.mps.control import PROGRAM, peer_of
 from yunion_mps.mps.directories import is_member
 from yunion_mps.mps.ownership import MpsProcess, could_be_ours, our_processes
 from yunion_mps.mps.taken_over import TakenOver, taken_over
-from yunion_mps.process import Process, started_ticks
 
 
 class Found(NamedTuple):

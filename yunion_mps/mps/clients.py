@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from yunion_mps.errors import ControlError
+from yunion_mps.host.proc import is_stopped
 from yunion_mps.models import DomainPlan
 from yunion_mps.mps.control import HEARD, Conversation, OccupiedError, SilentError
 from yunion_mps.mps.diagnosis import front_end_at
 from yunion_mps.mps.servers import server_pids
-from yunion_mps.process import is_stopped
 
 ANSWER_TIMEOUT_S = 5.0
 

@@ -15,7 +15,8 @@ from typing import NamedTuple
 
 from yunion_mps.errors import ControlError, ShortageError
 from yunion_mps.escaping import decoded
-from yunion_mps.process import Process, all_pids, count_open, find_program, program_name, spawn, uid_of
+from yunion_mps.host.proc import all_pids, count_open, program_name, uid_of
+from yunion_mps.host.processes import Process, find_program, spawn
 
 PROGRAM = "nvidia-cuda-mps-control"
 PACKAGES = (

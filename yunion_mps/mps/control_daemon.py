@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Union
 
 from yunion_mps.errors import HostError
+from yunion_mps.host.processes import Process, describe_exit
 from yunion_mps.models import DomainPlan, Event
 from yunion_mps.mps import launch
 from yunion_mps.mps.adoption import find, with_remembered
@@ -17,7 +18,6 @@ from yunion_mps.mps.ownership import MpsProcess, forget, record
 from yunion_mps.mps.taken_over import TakenOver
 from yunion_mps.mps.watch import Watch
 from yunion_mps.mps.wedge import Wedge
-from yunion_mps.process import Process, describe_exit
 
 log = logging.getLogger(__name__)
 

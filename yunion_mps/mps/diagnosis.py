@@ -13,9 +13,9 @@ import struct
 import time
 from collections.abc import Collection, Iterator
 
+from yunion_mps.host.proc import all_pids, count_open, is_stopped, name_of, program_of, uid_of, user_name
 from yunion_mps.mps.control import PROGRAM
 from yunion_mps.mps.servers import server_pids
-from yunion_mps.process import all_pids, count_open, is_stopped, name_of, program_of, uid_of, user_name
 
 #: So many connections wait in a control daemon's queue (measured); a further one is refused.
 QUEUE = 128

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 from yunion_mps.errors import HostError, ShortageError
 from yunion_mps.escaping import printable
-from yunion_mps.process import credentials_of, user_name
+from yunion_mps.host.proc import credentials_of, user_name
 
 log = logging.getLogger(__name__)
 

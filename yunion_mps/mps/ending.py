@@ -11,11 +11,11 @@ import signal
 from collections.abc import Callable, Sequence
 
 from yunion_mps.errors import ControlError, ShortageError, YunionError
+from yunion_mps.host.processes import Process, wake
 from yunion_mps.models import DomainPlan
 from yunion_mps.mps.control import HEARD, Conversation, OccupiedError
 from yunion_mps.mps.diagnosis import front_end_at
 from yunion_mps.mps.servers import still_serving
-from yunion_mps.process import Process, wake
 
 log = logging.getLogger(__name__)
 

@@ -6,13 +6,13 @@ import os
 from collections.abc import Sequence
 
 from yunion_mps.errors import HostError, ShortageError
+from yunion_mps.host.processes import Process, spawn
 from yunion_mps.models import DomainPlan
 from yunion_mps.mps import directories
 from yunion_mps.mps.adoption import find
 from yunion_mps.mps.control import SilentError, peer_of
 from yunion_mps.mps.log_file import LOG_NAME, look_at_log
 from yunion_mps.mps.ownership import MpsProcess, control_environment, forget, record
-from yunion_mps.process import Process, spawn
 
 #: Has the control daemon give all users one server; before 570 it is not known.
 MULTIUSER = "-multiuser-server"

@@ -11,10 +11,10 @@ import select
 import time
 
 from yunion_mps.errors import HostError
+from yunion_mps.host.processes import Process, spawn
 from yunion_mps.mps.control import client_variables, peer_of
 from yunion_mps.mps.launch import MULTIUSER
 from yunion_mps.mps.ownership import server_path
-from yunion_mps.process import Process, spawn
 
 #: It serves after some milliseconds; a machine under load may need longer.
 _DEADLINE_S = 2.0

@@ -7,9 +7,9 @@ import re
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from yunion_mps.host.proc import uid_of, user_name
 from yunion_mps.models import DomainPlan, Event
 from yunion_mps.mps.log_file import LOG_NAME, SERVER_LOG
-from yunion_mps.process import uid_of, user_name
 
 #: What is read at once; more than that between two looks is a flood, of which the end has to do.
 _MOST_BYTES = 1 << 18

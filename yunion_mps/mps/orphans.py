@@ -12,9 +12,9 @@ import signal
 from collections.abc import Callable, Iterable
 
 from yunion_mps.errors import ShortageError
+from yunion_mps.host.processes import Process
 from yunion_mps.models import Event
 from yunion_mps.mps.servers import named, still_serving
-from yunion_mps.process import Process
 
 log = logging.getLogger(__name__)
 

@@ -14,11 +14,8 @@ import time
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from yunion_mps.models import DomainPlan
-from yunion_mps.mps.control import PROGRAM, client_variables
-from yunion_mps.mps.taken_over import taken_over, taken_over_parent_of
-from yunion_mps.paths import ROOT_VARIABLE, Paths
-from yunion_mps.process import (
+from yunion_mps.host.files import write_atomically
+from yunion_mps.host.proc import (
     all_pids,
     credentials_of,
     environment_of,
@@ -26,6 +23,10 @@ from yunion_mps.process import (
     program_name,
     started_ticks,
 )
+from yunion_mps.models import DomainPlan
+from yunion_mps.mps.control import PROGRAM, client_variables
+from yunion_mps.mps.taken_over import taken_over, taken_over_parent_of
+from yunion_mps.paths import ROOT_VARIABLE, Paths
 
 SERVER = "nvidia-cuda-mps-server"
 #: Marks a control daemon as ours, in the environment that it was started with.
@@ -103,10 +104,7 @@ def record(plan: DomainPlan, pid: int = _STARTING) -> None:
     one = MpsProcess(pid, started_ticks(pid) or 0, *places, plan.gpu_uuids, plan=plan._asdict())
     path = _record_of(plan)
     with contextlib.suppress(OSError):
-        os.makedirs(os.path.dirname(path), mode=0o755, exist_ok=True)
-        with open(f"{path}.new", "w", encoding="utf-8") as file:
-            json.dump(one._asdict(), file)
-        os.replace(f"{path}.new", path)
+        write_atomically(path, json.dumps(one._asdict()))
 
 
 def forget(plan: DomainPlan) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from yunion_mps.host.proc import children_of, name_of, parent_of, program_name
 from yunion_mps.mps.control import PROGRAM
 from yunion_mps.mps.ownership import SERVER, our_processes
-from yunion_mps.process import children_of, name_of, parent_of, program_name
 
 #: What the kernel keeps of a program's name (TASK_COMM_LEN less its NUL); the control daemon's is the same.
 _NAME = SERVER[:15]

@@ -14,9 +14,10 @@ from typing import NamedTuple
 
 from yunion_mps.errors import HostError
 from yunion_mps.escaping import printable
+from yunion_mps.host.files import write_atomically
+from yunion_mps.host.proc import started_ticks
 from yunion_mps.models import DomainPlan
 from yunion_mps.paths import Paths
-from yunion_mps.process import started_ticks
 
 #: Where NVIDIA's control daemon serves without CUDA_MPS_PIPE_DIRECTORY.
 _NVIDIAS_DIRECTORY = "/tmp/nvidia-mps"
@@ -64,10 +65,7 @@ def write_down(value: TakenOver) -> None:
     """Make the process ours; raises HostError where that cannot be written."""
     path = _file()
     try:
-        os.makedirs(os.path.dirname(path), mode=0o755, exist_ok=True)
-        with open(f"{path}.new", "w", encoding="utf-8") as file:
-            json.dump(value._asdict(), file)
-        os.replace(f"{path}.new", path)
+        write_atomically(path, json.dumps(value._asdict()))
     except OSError as error:
         raise HostError(f"{path} cannot be written: {error.strerror}", "run as root") from None
 

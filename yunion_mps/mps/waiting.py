@@ -13,9 +13,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from yunion_mps.host.proc import uid_of
 from yunion_mps.models import DomainPlan
 from yunion_mps.mps.log_file import LOG_NAME, OLDER, timestamp_parser
-from yunion_mps.process import uid_of
 
 _LINE = re.compile(
     rb"^\0*\[(?P<time>\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)\.\d+ Control +\d+\] (?:"

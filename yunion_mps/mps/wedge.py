@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from yunion_mps.errors import YunionError
+from yunion_mps.host.processes import Process, wake
 from yunion_mps.models import DomainPlan
 from yunion_mps.mps.control import HEARD, Conversation
 from yunion_mps.mps.ending import Ending
 from yunion_mps.mps.probe import Probe
 from yunion_mps.mps.servers import named
-from yunion_mps.process import Process, wake
 
 #: How long it has to answer once it was told to go on.
 PATIENCE_S = 2.0

@@ -13,13 +13,13 @@ from collections.abc import Mapping, Sequence
 from yunion_mps.compute_modes import ModeResult, ModeWork
 from yunion_mps.errors import BusyError, DriverError, HostError, ShortageError
 from yunion_mps.examination import Examination
+from yunion_mps.host.store import Store
 from yunion_mps.journal import Journal
 from yunion_mps.models import Config, Inventory, Plan, Snapshot
 from yunion_mps.mps.applying import InForce
 from yunion_mps.mps.control import find_control_program
 from yunion_mps.mps.domain import Domain
 from yunion_mps.paths import Paths
-from yunion_mps.store import Store
 from yunion_mps.supervisor.changes import Change, FindLeaseWaits, events_of
 from yunion_mps.supervisor.fleet import Fleet
 from yunion_mps.supervisor.gpus import Gpus

@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from yunion_mps.errors import YunionError
+from yunion_mps.host.processes import refuse_if_no_process_can_start
+from yunion_mps.host.store import Store
 from yunion_mps.models import DomainPlan, Event
 from yunion_mps.mps.applying import InForce
 from yunion_mps.mps.domain import Domain
 from yunion_mps.mps.launch import obstacle
 from yunion_mps.mps.ownership import MpsProcess
 from yunion_mps.mps.states import BACKOFF, FAILED, READY, STOPPED, WEDGED
-from yunion_mps.process import refuse_if_no_process_can_start
-from yunion_mps.store import Store
 from yunion_mps.supervisor.notes import Notes
 
 

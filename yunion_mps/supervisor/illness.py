@@ -6,6 +6,8 @@ import contextlib
 import json
 import os
 
+from yunion_mps.host.files import write_atomically
+
 
 class Illness:
     """Why GPUs are ill although NVML still speaks of them, by PCI address; the file ends with the boot."""
@@ -37,10 +39,7 @@ class Illness:
     def _keep(self) -> None:
         """Write it down; that this cannot be done is no reason to stop."""
         with contextlib.suppress(OSError):
-            os.makedirs(os.path.dirname(self._file), mode=0o755, exist_ok=True)
-            if not self._reasons:
+            if self._reasons:
+                write_atomically(self._file, json.dumps(self._reasons))
+            else:
                 os.unlink(self._file)
-                return
-            with open(f"{self._file}.new", "w", encoding="utf-8") as file:
-                json.dump(self._reasons, file)
-            os.replace(f"{self._file}.new", self._file)

@@ -6,10 +6,10 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Optional
 
+from yunion_mps.host.proc import command_of, started_ticks, uid_of, user_name
 from yunion_mps.models import Event, Gpu
 from yunion_mps.mps.domain import Domain
 from yunion_mps.planning import enforces_budgets
-from yunion_mps.process import command_of, started_ticks, uid_of, user_name
 
 log = logging.getLogger(__name__)
 

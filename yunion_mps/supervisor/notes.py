@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from yunion_mps.errors import HostError
+from yunion_mps.host.store import Store
 from yunion_mps.models import DomainPlan, PlannedGpu, Pool, Slice
 from yunion_mps.mps.applying import InForce
 from yunion_mps.mps.domain import Domain
 from yunion_mps.mps.states import READY
-from yunion_mps.store import Store
 
 log = logging.getLogger(__name__)
 

@@ -70,20 +70,6 @@ def test_what_cannot_be_written_leaves_what_was_there(tmp_path: Path) -> None:
         files.write(str(tmp_path / files.DEVICES), files.DEVICES, {})
 
 
-def test_a_link_in_the_place_of_a_file_is_not_followed(tmp_path: Path) -> None:
-    (tmp_path / "theirs").write_text("theirs")
-    (tmp_path / f"{files.DEVICES}.new").symlink_to("theirs")
-    with pytest.raises(OSError, match="symbolic links"):
-        files.write(str(tmp_path), files.DEVICES, {})
-    assert (tmp_path / "theirs").read_text() == "theirs"
-
-
-def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / f"{files.DEVICES}.new")
-    with pytest.raises(OSError, match="No such device"):
-        files.write(str(tmp_path), files.DEVICES, {})
-
-
 def test_a_mark_tells_whether_the_file_is_as_it_was_written(tmp_path: Path) -> None:
     written = files.write(str(tmp_path), files.DEVICES, {"a": "b"})
     assert files.mark(str(tmp_path), files.DEVICES) == written

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 
-from yunion_mps.process import started_ticks
+from yunion_mps.host.proc import started_ticks
 
 
 class Job:

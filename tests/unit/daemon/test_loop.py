@@ -11,10 +11,10 @@ import pytest
 from yunion_mps.daemon.loop import serve
 from yunion_mps.daemon.run import drive
 from yunion_mps.daemon.signals import Signals
+from yunion_mps.host.systemd import Notifier
 from yunion_mps.http.listener import Listener
 from yunion_mps.service import Service
 from yunion_mps.supervisor import Supervisor
-from yunion_mps.systemd import Notifier
 
 from unit.supervised import MakeHost, Supervise, modes
 

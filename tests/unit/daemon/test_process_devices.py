@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 from yunion_mps.daemon.process_devices import ProcessDevices
+from yunion_mps.host.proc import started_ticks
 from yunion_mps.leases.ledger import Ledger
-from yunion_mps.process import started_ticks
 from yunion_mps.usage.by_device import Budget
 
 from integration.daemon_host import eventually

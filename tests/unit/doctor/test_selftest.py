@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from yunion_mps.process import command_of
+from yunion_mps.host.proc import command_of
 
 from integration.daemon_host import Daemon, eventually
 from simhost import SimHost

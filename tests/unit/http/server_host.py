@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from yunion_mps.host.store import Store
 from yunion_mps.http.connection import Limits
 from yunion_mps.http.deferred import Deferred
 from yunion_mps.http.listener import Listener
@@ -33,7 +34,6 @@ from yunion_mps.journal import Journal
 from yunion_mps.models import Event, Snapshot
 from yunion_mps.paths import Paths
 from yunion_mps.service import Service
-from yunion_mps.store import Store
 
 from unit.http.by_hand import Changes, Giver, Meter, People
 

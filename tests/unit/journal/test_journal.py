@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 from yunion_mps.errors import HostError
+from yunion_mps.host.store import Store
 from yunion_mps.journal import Journal
 from yunion_mps.journal.table import Table
 from yunion_mps.models import Event
 from yunion_mps.paths import Paths
-from yunion_mps.store import Store
 
 
 def event(what: str, kind: str = "domain") -> Event:

@@ -8,10 +8,10 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from yunion_mps.host.store import Store
 from yunion_mps.journal.table import MOST_EVENTS, OLDEST_EVENT_S, Recorded, Table
 from yunion_mps.models import Event
 from yunion_mps.paths import Paths
-from yunion_mps.store import Store
 
 EVENT = Event("info", "domain", "host", "stopped -> starting", "it was asked for", "nothing")
 

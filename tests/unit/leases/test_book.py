@@ -7,10 +7,10 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from yunion_mps.host.store import Store
 from yunion_mps.leases.book import Book
 from yunion_mps.models import Holder
 from yunion_mps.paths import Paths
-from yunion_mps.store import Store
 
 from unit.leases.shares import device, lease
 

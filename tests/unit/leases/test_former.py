@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from yunion_mps.host.proc import user_name
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.models import Device, Holder
-from yunion_mps.process import user_name
 
 from unit.leases.shares import device, lease, pool
 

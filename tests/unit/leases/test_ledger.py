@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from yunion_mps.errors import HostError, NothingFreeError
+from yunion_mps.host.proc import user_name
 from yunion_mps.leases.impossible import refuse_impossible
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.leases.offers import Offer, Offers
 from yunion_mps.leases.request import SPREAD, LeaseRequest
 from yunion_mps.models import Device
-from yunion_mps.process import user_name
 
 from unit.leases.shares import GPU_MIB, device, lease, offers, pool
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from yunion_mps.config import KEYS
-from yunion_mps.process import PROGRAM_DIRECTORIES
+from yunion_mps.host.processes import PROGRAM_DIRECTORIES
 
 from unit.generated import CHECKOUT
 

@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from yunion_mps.host.processes import Process, spawn
 from yunion_mps.models import DomainPlan, PlannedGpu
 from yunion_mps.mps.applying import InForce
 from yunion_mps.mps.control import client_variables
 from yunion_mps.mps.diagnosis import front_end_at
 from yunion_mps.mps.ownership import control_environment
 from yunion_mps.paths import ROOT_VARIABLE
-from yunion_mps.process import Process, spawn
 
 from simhost import SimHost
 from simhost.environment import CHECKOUT

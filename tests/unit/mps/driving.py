@@ -13,12 +13,12 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from yunion_mps.host.proc import is_stopped
 from yunion_mps.models import DomainPlan, Event
 from yunion_mps.mps.applying import InForce
 from yunion_mps.mps.control import Conversation, peer_of
 from yunion_mps.mps.domain import Domain
 from yunion_mps.mps.ownership import our_processes
-from yunion_mps.process import is_stopped
 
 from simhost import SimHost
 from simhost.mps import CONTROL, Client, StandIns

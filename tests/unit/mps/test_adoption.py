@@ -8,13 +8,13 @@ import socket
 import sys
 
 import pytest
+from yunion_mps.host.processes import spawn
 from yunion_mps.models import DomainPlan, PlannedGpu
 from yunion_mps.mps.adoption import find
 from yunion_mps.mps.control import PROGRAM
 from yunion_mps.mps.launch import obstacle
 from yunion_mps.mps.ownership import MARK, control_environment
 from yunion_mps.mps.states import APPLYING, BACKOFF, FAILED, READY, STARTING, STOPPED, WEDGED
-from yunion_mps.process import spawn
 
 from .conftest import MakePlan, RunDomain, StartControl
 from .driving import converse, running_here, stop_process, wait_until_it_answers

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 from yunion_mps.errors import ControlError, HostError
+from yunion_mps.host.processes import PROGRAM_DIRECTORIES
 from yunion_mps.models import DomainPlan
 from yunion_mps.mps import limits
 from yunion_mps.mps.control import (
@@ -20,7 +21,6 @@ from yunion_mps.mps.control import (
     peer_of,
 )
 from yunion_mps.planning import decimal, thread_percentage
-from yunion_mps.process import PROGRAM_DIRECTORIES
 
 from .conftest import MakePlan, StartControl
 from .driving import converse

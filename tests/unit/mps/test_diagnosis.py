@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from yunion_mps.host.proc import name_of
 from yunion_mps.models import DomainPlan
 from yunion_mps.mps import diagnosis
 from yunion_mps.mps.diagnosis import front_end_at, why_silent
-from yunion_mps.process import name_of
 
 from .conftest import HoldFrontEnd, StartControl
 from .driving import stop_process, wait_for

@@ -14,11 +14,11 @@ from pathlib import Path
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from yunion_mps.host.proc import all_pids, environment_of, parent_of, program_of
 from yunion_mps.models import DomainPlan, PlannedGpu
 from yunion_mps.mps import limits
 from yunion_mps.mps.control import Conversation, SilentError
 from yunion_mps.mps.states import APPLYING, READY, STOPPED, STOPPING
-from yunion_mps.process import all_pids, environment_of, parent_of, program_of
 
 from simhost import SimHost
 from simhost.mps import Client, StandIns

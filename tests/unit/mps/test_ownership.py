@@ -12,13 +12,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from yunion_mps.host.proc import uid_of
 from yunion_mps.models import DomainPlan
 from yunion_mps.mps.control import PROGRAM, peer_of
 from yunion_mps.mps.launch import begin
 from yunion_mps.mps.ownership import MARK, SERVER, control_environment, our_processes, record
 from yunion_mps.mps.states import APPLYING, READY, STARTING, STOPPED, WEDGED
 from yunion_mps.paths import ROOT_VARIABLE, Paths
-from yunion_mps.process import uid_of
 
 from .conftest import RunDomain, StartControl, WriteProgram
 from .driving import Jobs, full_queue, running_here, stop_process, wait_for

@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 from yunion_mps.errors import HostError
+from yunion_mps.host.proc import environment_of
+from yunion_mps.host.processes import Process
 from yunion_mps.models import DomainPlan
 from yunion_mps.mps.adoption import find
 from yunion_mps.mps.ownership import control_environment
 from yunion_mps.mps.servers import orphans_in
 from yunion_mps.mps.states import READY, STOPPED
 from yunion_mps.mps.taken_over import judge, taken_over, write_down
-from yunion_mps.process import Process, environment_of
 
 from .conftest import MakePlan, RunDomain, StartControl
 from .driving import Jobs, converse, running_here

@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple, Union
 
-from yunion_mps import threads
 from yunion_mps.cli.ask import ask
 from yunion_mps.errors import NotFoundError, YunionError
+from yunion_mps.host import threads
 from yunion_mps.overview.uses import NOBODY, Clients, clients_told
 
 Json = dict[str, Any]

@@ -16,7 +16,7 @@ def is_utf8() -> bool:
 
     Python itself takes the C locale for UTF-8, and changes the environment to say so (PEP 538, PEP 540).
     """
-    from yunion_mps.process import environment_of
+    from yunion_mps.host.proc import environment_of
 
     started_with = environment_of(os.getpid())
     names = (started_with.get(name, "") for name in ("LC_ALL", "LC_CTYPE", "LANG"))

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from queue import SimpleQueue
 
 import pytest
-from yunion_mps import threads
 from yunion_mps.errors import ShortageError
+from yunion_mps.host import threads
 from yunion_mps.inventory.deadline import Deadline
 
 from unit.mps.driving import wait_for
@@ -43,7 +43,7 @@ def refuse_processes() -> None:
 def test_a_thread_that_cannot_be_started_is_a_shortage_in_words() -> None:
     def work() -> None:
         refuse_processes()
-        with pytest.raises(ShortageError, match=r"^no thread can be started, because too many ") as caught:
+        with pytest.raises(ShortageError, match=r"^no thread can be started: memory, ") as caught:
             Deadline().call(lambda: 4711)
         assert "systemctl show yunion-mps-daemon" in caught.value.hint
 

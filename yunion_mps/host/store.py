@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from yunion_mps.errors import HostError, ShortageError
+from yunion_mps.host.files import write_atomically
 from yunion_mps.paths import Paths
 
 _SCHEMA_VERSION = 2
@@ -241,10 +242,7 @@ class Store:
             if not modes:
                 os.unlink(self._copy)
                 return
-            os.makedirs(os.path.dirname(self._copy), mode=0o755, exist_ok=True)
-            with open(f"{self._copy}.new", "w", encoding="utf-8") as file:
-                json.dump({"boot_id": self._boot_id, "modes": modes}, file)
-            os.replace(f"{self._copy}.new", self._copy)
+            write_atomically(self._copy, json.dumps({"boot_id": self._boot_id, "modes": modes}))
 
     def _copied_modes(self, *, of_any_boot: bool = False) -> dict[str, str]:
         with contextlib.suppress(OSError, ValueError, KeyError, AttributeError), open(self._copy) as file:

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 from yunion_mps.errors import HostError
+from yunion_mps.host.store import Store
 from yunion_mps.paths import Paths
-from yunion_mps.store import Store
 
 HINT = "move the file away; a compute mode that was changed is then put back by: nvidia-smi -c DEFAULT"
 OTHER_BOOT = "00000000-0000-0000-0000-000000000000"
@@ -26,7 +26,7 @@ OpenStore = Callable[[], Store]
 CRASH = """
 import os, signal, sys
 from yunion_mps.paths import Paths
-from yunion_mps.store import Store
+from yunion_mps.host.store import Store
 Store(Paths(sys.argv[1])).remember_modes({"GPU-1": "Default", "GPU-2": "Prohibited"})
 os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -36,7 +36,7 @@ OPEN = """
 import sys
 from yunion_mps.errors import HostError
 from yunion_mps.paths import Paths
-from yunion_mps.store import Store
+from yunion_mps.host.store import Store
 try:
     Store(Paths(sys.argv[1]))
 except HostError as error:
@@ -260,7 +260,7 @@ def test_a_directory_that_may_not_be_written_is_named(
         "import os, sys\n"
         "from yunion_mps.errors import HostError\n"
         "from yunion_mps.paths import Paths\n"
-        "from yunion_mps.store import Store\n"
+        "from yunion_mps.host.store import Store\n"
         "os.setgid(65534), os.setuid(65534)\n"
         "try:\n"
         "    Store(Paths(sys.argv[1]))\n"

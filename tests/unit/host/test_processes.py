@@ -14,15 +14,8 @@ from pathlib import Path
 
 import pytest
 from yunion_mps.errors import HostError
-from yunion_mps.process import (
-    Process,
-    describe_exit,
-    environment_of,
-    find_program,
-    program_of,
-    spawn,
-    variable_of,
-)
+from yunion_mps.host.proc import environment_of, program_of, variable_of
+from yunion_mps.host.processes import Process, describe_exit, find_program, spawn
 
 PATIENCE_MS = 60_000
 

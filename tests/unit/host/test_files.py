@@ -1,0 +1,55 @@
+"""Files that are written in one step."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+from yunion_mps.host.files import UNFINISHED, write_atomically
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "directory" / "file"
+
+
+def test_a_file_is_written_whole_with_its_directory_and_mode(file: Path) -> None:
+    umask = os.umask(0o077)
+    try:
+        about = write_atomically(str(file), "é", 0o640, directory_mode=0o700)
+    finally:
+        os.umask(umask)
+    assert file.read_bytes() == "é".encode()
+    assert (about.st_ino, about.st_size) == (file.stat().st_ino, 2)
+    assert stat.S_IMODE(about.st_mode) == 0o640
+    assert stat.S_IMODE(file.parent.stat().st_mode) == 0o700
+
+
+def test_a_link_or_pipe_in_the_place_of_the_new_file_is_replaced(file: Path) -> None:
+    file.parent.mkdir()
+    theirs = file.with_name("theirs")
+    theirs.write_text("theirs")
+    new = file.with_name(file.name + UNFINISHED)
+    for is_link in (True, False):
+        os.symlink(theirs, new) if is_link else os.mkfifo(new)
+        write_atomically(str(file), "ours")
+        assert (file.read_text(), theirs.read_text()) == ("ours", "theirs")
+        assert sorted(os.listdir(file.parent)) == ["file", "theirs"]
+
+
+def test_a_failed_write_leaves_the_old_file_and_nothing_new(file: Path) -> None:
+    file.mkdir(parents=True)  # nothing can take its place
+    with pytest.raises(OSError, match="Is a directory"):
+        write_atomically(str(file), b"ours")
+    assert os.listdir(file.parent) == ["file"]
+
+
+def test_a_path_below_a_directorys_descriptor_is_written_there(tmp_path: Path) -> None:
+    directory = os.open(tmp_path, os.O_RDONLY)
+    try:
+        write_atomically("file", "ours", dir_fd=directory)
+    finally:
+        os.close(directory)
+    assert (tmp_path / "file").read_text() == "ours"

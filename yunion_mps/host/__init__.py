@@ -1,0 +1,1 @@
+"""What the operating system offers: processes, threads, files, SQLite, systemd and the log."""

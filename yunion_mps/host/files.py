@@ -1,0 +1,43 @@
+"""Files that are written in one step: a reader finds the old file or the new one, never a part of it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+
+#: The end of a file's name while it is written.
+UNFINISHED = ".new"
+
+
+def write_atomically(
+    path: str,
+    text: str | bytes,
+    mode: int = 0o644,
+    *,
+    directory_mode: int = 0o755,
+    dir_fd: int | None = None,
+) -> os.stat_result:
+    """Write the file and return what stat(2) tells of it; raises OSError, and then leaves nothing.
+
+    A missing directory is made, unless `dir_fd` is given, which `path` is then relative to. The directory may
+    be another user's: no link in it is followed, and what is left of an interrupted write is removed first.
+    The mode does not depend on the umask.
+    """
+    if dir_fd is None:
+        os.makedirs(os.path.dirname(path) or ".", mode=directory_mode, exist_ok=True)
+    new = path + UNFINISHED
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(new, dir_fd=dir_fd)
+    descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode, dir_fd=dir_fd)
+    try:
+        with open(descriptor, "wb") as file:
+            os.fchmod(descriptor, mode)
+            file.write(text.encode() if isinstance(text, str) else text)
+            file.flush()
+            about = os.fstat(descriptor)
+        os.replace(new, path, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.unlink(new, dir_fd=dir_fd)
+        raise
+    return about

@@ -1,0 +1,116 @@
+"""The log on standard error: with `<N>` levels for systemd's journal, with the time for a person.
+
+Text that a record quotes cannot forge another record, and one cause logs one traceback a minute at most.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable
+from types import TracebackType
+
+from yunion_mps.escaping import printable
+
+#: syslog(3) levels, as sd-daemon(3) reads them at the beginning of a line.
+_LEVELS = {logging.DEBUG: 7, logging.INFO: 6, logging.WARNING: 4, logging.ERROR: 3, logging.CRITICAL: 2}
+#: How often one cause may log its traceback, and how many causes are remembered.
+_INTERVAL_S, _MOST_CAUSES = 60.0, 256
+
+#: The exception's class, and the file and line of each frame that it passed.
+_Cause = tuple[object, ...]
+
+
+class LineFormatter(logging.Formatter):
+    """One line for a record; what continues it is indented, so that no text forges another record."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        first, *more = map(printable, super().format(record).split("\n"))
+        return "\n".join([first, *(line if line.startswith("  ") else f"  {line}" for line in more)])
+
+
+class JournalFormatter(LineFormatter):
+    """`<N>message`, each line of it with its level; the journal knows the time itself."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        prefix = f"<{_LEVELS.get(record.levelno, 6)}>"
+        return prefix + super().format(record).replace("\n", f"\n{prefix}")
+
+
+class TracebackLimit(logging.Filter):
+    """Drops a record whose exception was logged within the last minute; the next one counts the dropped."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self._clock = clock
+        #: When each cause was logged, and how many records were dropped since.
+        self._logged: dict[_Cause, tuple[float, int]] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        if error is None:
+            return True
+        now_s = self._clock()
+        cause = (type(error), *_places(error.__traceback__))
+        logged_s, dropped = self._logged.get(cause, (now_s - _INTERVAL_S, 0))
+        if now_s - logged_s < _INTERVAL_S:
+            self._logged[cause] = logged_s, dropped + 1
+            return False
+        if dropped:
+            record.msg, record.args = f"{record.getMessage()} ({dropped} more since the last traceback)", ()
+        if len(self._logged) >= _MOST_CAUSES:
+            self._logged.clear()
+        self._logged[cause] = now_s, 0
+        return True
+
+
+def limit_tracebacks() -> None:
+    """Add a `TracebackLimit` to every handler; to be called once logging is configured."""
+    for handler in logging.getLogger().handlers:
+        handler.addFilter(TracebackLimit())
+
+
+def _places(traceback: TracebackType | None) -> list[tuple[str, int]]:
+    places = []
+    while traceback:
+        places.append((traceback.tb_frame.f_code.co_filename, traceback.tb_lineno))
+        traceback = traceback.tb_next
+    return places
+
+
+def set_up(level: str) -> None:
+    """Log from `level` on."""
+    handler = logging.StreamHandler(sys.stderr)
+    if _for_systemd():
+        handler.setFormatter(JournalFormatter("%(message)s"))
+    else:
+        handler.setFormatter(LineFormatter("%(asctime)s %(levelname)s %(message)s"))
+    logging.basicConfig(level=level.upper(), handlers=[handler])
+    limit_tracebacks()
+    # What these record costs time on every message, and no format of ours uses it.
+    logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
+    atexit.register(_give_up_what_is_left)
+
+
+def _for_systemd() -> bool:
+    """Whether standard error goes to the journal, as systemd.exec(5) tells it, or to a manager's own pipe."""
+    try:
+        error = os.fstat(2)
+    except OSError:
+        return False
+    if os.environ.get("JOURNAL_STREAM") == f"{error.st_dev}:{error.st_ino}":
+        return True
+    return bool(os.environ.get("NOTIFY_SOCKET")) and not os.isatty(2)
+
+
+def _give_up_what_is_left() -> None:
+    """Lines that could not be written (a full disk) would make Python end with 120."""
+    try:
+        sys.stderr.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    except (AttributeError, ValueError):  # it is closed, or was never there
+        pass
