@@ -8,7 +8,7 @@ import time
 from yunion_mps.models import DomainPlan, PlannedGpu, Pool, Slice
 from yunion_mps.mps.adoption import as_served, with_remembered
 from yunion_mps.mps.applying import InForce
-from yunion_mps.service import Service
+from yunion_mps.service.queries import Service
 from yunion_mps.supervisor.notes import from_json, to_json
 
 from simhost import SimHost

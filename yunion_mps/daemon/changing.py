@@ -11,15 +11,15 @@ from typing import Any
 
 from yunion_mps.daemon.handover import program
 from yunion_mps.daemon.looking import Looking
-from yunion_mps.daemon.threads import on_thread
 from yunion_mps.errors import ConfigError, HostError, ShortageError, YunionError
 from yunion_mps.escaping import decoded
 from yunion_mps.examination import Examination, examine
 from yunion_mps.host.processes import outcome_of
+from yunion_mps.host.threads import on_thread
 from yunion_mps.models import Event
 from yunion_mps.mps.states import APPLYING, STARTING
 from yunion_mps.paths import Paths
-from yunion_mps.service.reasons import domain_names
+from yunion_mps.service.state import domain_names
 from yunion_mps.supervisor import Change, Supervisor
 
 log = logging.getLogger(__name__)

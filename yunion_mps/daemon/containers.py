@@ -13,9 +13,9 @@ from typing import NamedTuple
 from yunion_mps.cdi import files, nvidia
 from yunion_mps.cdi.nodes import driver_nodes, gpu_nodes
 from yunion_mps.cdi.spec import Host, Node, Nvidia, devices_spec, lease_spec
-from yunion_mps.daemon.threads import on_thread
 from yunion_mps.errors import HostError
 from yunion_mps.host.processes import find_program
+from yunion_mps.host.threads import on_thread
 from yunion_mps.models import Device, DomainPlan, Event, Gpu, Lease, Snapshot
 from yunion_mps.paths import ROOT_VARIABLE, Paths
 from yunion_mps.supervisor import Supervisor

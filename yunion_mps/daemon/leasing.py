@@ -30,7 +30,7 @@ from yunion_mps.leases.request import LeaseRequest
 from yunion_mps.leases.view import lease_json, leases_json
 from yunion_mps.models import LEASE_VARIABLE, Device, DomainPlan, Holder, Lease, Owner, Plan
 from yunion_mps.paths import Paths
-from yunion_mps.service import Service
+from yunion_mps.service.queries import Service
 from yunion_mps.supervisor import Supervisor
 
 log = logging.getLogger(__name__)

@@ -8,13 +8,13 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import NamedTuple, Optional
 
-from yunion_mps.daemon.faults import Faults
-from yunion_mps.daemon.threads import on_thread
 from yunion_mps.errors import DriverError, HostError, ShortageError
+from yunion_mps.host.threads import on_thread
 from yunion_mps.inventory import Nvml, scan
 from yunion_mps.inventory.events import EventWatch
 from yunion_mps.models import Inventory
 from yunion_mps.paths import Paths
+from yunion_mps.service.faults import Faults
 from yunion_mps.supervisor import Supervisor
 
 log = logging.getLogger(__name__)

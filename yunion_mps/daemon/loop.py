@@ -9,14 +9,11 @@ from collections.abc import Callable
 from typing import Any
 
 from yunion_mps.daemon.changing import Changing
-from yunion_mps.daemon.clients import Clients
 from yunion_mps.daemon.containers import ContainerDevices
-from yunion_mps.daemon.faults import Faults
 from yunion_mps.daemon.health import Health
 from yunion_mps.daemon.leasing import Leasing
 from yunion_mps.daemon.looking import Looking
 from yunion_mps.daemon.metering import Metering
-from yunion_mps.daemon.process_devices import ProcessDevices
 from yunion_mps.daemon.run import ANEW, STOPPED
 from yunion_mps.daemon.sampling import Sampling
 from yunion_mps.daemon.signals import Signals
@@ -30,7 +27,10 @@ from yunion_mps.http.listener import Listener
 from yunion_mps.http.routes import Router
 from yunion_mps.http.server import Server
 from yunion_mps.paths import Paths
-from yunion_mps.service import Service
+from yunion_mps.service.clients import Clients
+from yunion_mps.service.faults import Faults
+from yunion_mps.service.process_devices import ProcessDevices
+from yunion_mps.service.queries import Service
 from yunion_mps.service.state import one_line
 from yunion_mps.supervisor import Supervisor
 

@@ -13,10 +13,9 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 from yunion_mps.daemon.leasing import Leasing
-from yunion_mps.daemon.process_devices import ProcessDevices
-from yunion_mps.daemon.threads import on_thread
 from yunion_mps.errors import YunionError
 from yunion_mps.host.proc import started_ticks, uid_of
+from yunion_mps.host.threads import on_thread
 from yunion_mps.http.counting import Counts
 from yunion_mps.http.query import Response
 from yunion_mps.inventory import Nvml
@@ -24,7 +23,8 @@ from yunion_mps.metrics.facts import Facts, Moment, Observation, Queue, ServedDo
 from yunion_mps.metrics.text import OPENMETRICS_TYPE, PLAIN_TYPE, text_of, wants_openmetrics
 from yunion_mps.mps.servers import is_server
 from yunion_mps.revision import revision
-from yunion_mps.service import Filters, Service
+from yunion_mps.service.process_devices import ProcessDevices
+from yunion_mps.service.queries import Filters, Service
 from yunion_mps.supervisor import Supervisor
 
 log = logging.getLogger(__name__)

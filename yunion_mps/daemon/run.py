@@ -30,7 +30,7 @@ from yunion_mps.leases.ledger import Ledger
 from yunion_mps.models import Event
 from yunion_mps.mps import directories
 from yunion_mps.paths import Paths
-from yunion_mps.service import Service
+from yunion_mps.service.queries import Service
 from yunion_mps.service.state import one_line
 from yunion_mps.supervisor import Supervisor
 from yunion_mps.supervisor.warnings import warnings

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Optional
 
-from yunion_mps.daemon.process_devices import ProcessDevices
 from yunion_mps.models import Gpu
+from yunion_mps.service.process_devices import ProcessDevices
+from yunion_mps.service.usage import Usage, used_by_device
 from yunion_mps.supervisor import Supervisor
-from yunion_mps.usage.by_device import used_by_device
-from yunion_mps.usage.hour import Usage
 
 Processes = Mapping[str, Mapping[int, Optional[int]]]
 

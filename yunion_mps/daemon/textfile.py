@@ -8,9 +8,9 @@ import logging
 import os
 from collections.abc import Awaitable, Callable, Iterator
 
-from yunion_mps.daemon.threads import on_thread
 from yunion_mps.errors import HostError
 from yunion_mps.host.files import write_atomically
+from yunion_mps.host.threads import on_thread
 from yunion_mps.mps.directories import open_directory
 from yunion_mps.paths import Paths
 from yunion_mps.supervisor import Supervisor

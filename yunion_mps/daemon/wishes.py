@@ -10,8 +10,8 @@ from yunion_mps.leases.offers import Offers, domain_plans
 from yunion_mps.leases.request import LeaseRequest
 from yunion_mps.models import ALL, LEASE_VARIABLE, Device, Lease
 from yunion_mps.planning import client_environment, whole_environment, why_not_honoured
-from yunion_mps.service import Service
-from yunion_mps.service.reasons import domain_names
+from yunion_mps.service.queries import Service
+from yunion_mps.service.state import domain_names
 from yunion_mps.supervisor import Supervisor
 
 

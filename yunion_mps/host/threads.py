@@ -6,14 +6,17 @@ A few are kept for reuse, so that what was done before can still be done once a 
 from __future__ import annotations
 
 import _thread
+import contextlib
 import os
 import sys
 import threading
 from collections.abc import Callable
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, TypeVar
 
 from yunion_mps.errors import ShortageError
+
+T = TypeVar("T")
 
 #: More than the daemon usually has at work at once.
 _KEPT = 4
@@ -39,6 +42,32 @@ def start(work: Callable[[], Any], done: Done) -> None:
             what = f"no thread can be started: memory, processes or threads have run out ({error})"
             raise ShortageError(what) from None
     inbox.put((work, done))
+
+
+async def on_thread(work: Callable[[], T]) -> T:
+    """Call `work` on a thread that the end of the process does not wait for: a driver call may hang forever.
+
+    Raises ShortageError if no thread can be started.
+    """
+    import asyncio  # which the daemon loads only once it is ready
+
+    loop = asyncio.get_running_loop()
+    result: asyncio.Future[T] = loop.create_future()
+
+    def deliver(outcome: T, error: BaseException | None) -> None:
+        if result.cancelled():
+            return
+        if error:
+            result.set_exception(error)
+        else:
+            result.set_result(outcome)
+
+    def done(outcome: T, error: BaseException | None) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
+            loop.call_soon_threadsafe(deliver, outcome, error)
+
+    start(work, done)
+    return await result
 
 
 def ignore_outcome(result: Any, error: BaseException | None) -> None:

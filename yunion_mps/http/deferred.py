@@ -33,7 +33,7 @@ from yunion_mps.http.query import (
     problem,
     refuse_unknown,
 )
-from yunion_mps.service import EVENT_KINDS, Service, Wanted
+from yunion_mps.service.queries import EVENT_KINDS, Service, Wanted
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from yunion_mps.http.routes import LARGEST_LIMIT
 from yunion_mps.http.schema_parts import Schema, ref
 from yunion_mps.http.schemas import example, schemas
 from yunion_mps.leases.bounds import LONGEST_TTL_S, LONGEST_WAIT_S, MOST_DEVICES, MOST_MIB, NAME, REQUEST
-from yunion_mps.service import DEFAULT_LIMIT, EVENT_KINDS
+from yunion_mps.service.queries import DEFAULT_LIMIT, EVENT_KINDS
 
 _PROBLEMS = {
     400: "The request, or one of its parameters, is not as described.",

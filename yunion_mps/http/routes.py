@@ -20,7 +20,7 @@ from yunion_mps.http.query import (
     problem,
     refuse_unknown,
 )
-from yunion_mps.service import DEFAULT_LIMIT, Filters, Service
+from yunion_mps.service.queries import DEFAULT_LIMIT, Filters, Service
 
 #: No host has more devices; an answer is never larger than this many of them.
 LARGEST_LIMIT = 100_000

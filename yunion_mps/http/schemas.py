@@ -16,9 +16,8 @@ from yunion_mps.http.schema_parts import Schema, list_of, number, object_of, or_
 from yunion_mps.http.schemas_running import schemas as running
 from yunion_mps.models import DEV_TYPE
 from yunion_mps.mps.states import LEGAL_CHANGES, READY
-from yunion_mps.service import DEFAULT_LIMIT
-from yunion_mps.service.shapes import AVAILABLE, NOT_USED, PENDING, UNAVAILABLE
-from yunion_mps.service.state import STATES
+from yunion_mps.service.queries import DEFAULT_LIMIT
+from yunion_mps.service.state import AVAILABLE, NOT_USED, PENDING, STATES, UNAVAILABLE
 
 _PCI = "([0-9a-f]{4,8}:)?[0-9a-f]{2}:[0-9a-f]{2}\\.[0-7]"
 _GPU_UUID = "GPU-76aef7ff-372d-2432-b4b4-beca4d8d3400"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from yunion_mps.http.schema_parts import Schema, list_of, number, object_of, or_null, ref, text, truth
-from yunion_mps.service import EVENT_KINDS
-from yunion_mps.usage.hour import MINUTES, STEP_S
+from yunion_mps.service.queries import EVENT_KINDS
+from yunion_mps.service.usage import MINUTES, STEP_S
 
 _MOMENT = 1788000000.25
 _WAITS_FOR = "its MPS server (PID 4250) has ended"

@@ -17,9 +17,8 @@ from yunion_mps.http.leases import BINDINGS
 from yunion_mps.metrics.facts import MIB, DeviceUse, DomainUse, Facts, GpuUse, Json
 from yunion_mps.models import DomainStatus
 from yunion_mps.mps.states import LEGAL_CHANGES
-from yunion_mps.service import EVENT_KINDS, SEVERITIES
-from yunion_mps.service.shapes import AVAILABLE, NOT_USED, PENDING, UNAVAILABLE
-from yunion_mps.service.state import STATES
+from yunion_mps.service.queries import EVENT_KINDS, SEVERITIES
+from yunion_mps.service.state import AVAILABLE, NOT_USED, PENDING, STATES, UNAVAILABLE
 
 GAUGE, COUNTER, INFO, HISTOGRAM = "gauge", "counter", "info", "histogram"
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from yunion_mps.http.counting import Counted
 from yunion_mps.models import DomainStatus
-from yunion_mps.usage.by_device import Budget, used_by_device
+from yunion_mps.service.usage import Budget, used_by_device
 
 Json = dict[str, Any]
 

@@ -8,13 +8,16 @@ from yunion_mps.leases.ledger import Ledger
 from yunion_mps.leases.offers import Offer
 from yunion_mps.models import DEV_TYPE, Device, DomainStatus, Gpu, PcieLink, Snapshot
 from yunion_mps.planning import enforces_budgets
-from yunion_mps.service.reasons import NO_DOMAIN, gpu_reason, reasons, why_unusable
-
-AVAILABLE = "available"
-UNAVAILABLE = "unavailable"
-#: It takes effect, or disappears, once leases of a former division have ended.
-PENDING = "pending"
-NOT_USED = "not used"
+from yunion_mps.service.state import (
+    AVAILABLE,
+    NO_DOMAIN,
+    NOT_USED,
+    PENDING,
+    UNAVAILABLE,
+    gpu_reason,
+    reasons,
+    why_unusable,
+)
 
 Json = dict[str, Any]
 

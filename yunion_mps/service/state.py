@@ -1,17 +1,57 @@
-"""What the host is at, in one word and in one line."""
+"""The state of the host, its GPUs and devices, and the reason if one cannot be used."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from yunion_mps.models import Snapshot
+from yunion_mps.models import DomainStatus, Gpu, Plan, Snapshot
 from yunion_mps.mps.states import READY
-from yunion_mps.service.reasons import gpu_reason, reasons
-from yunion_mps.service.shapes import AVAILABLE, PENDING
 
-#: What the host can be at; see `state_of`.
+AVAILABLE = "available"
+UNAVAILABLE = "unavailable"
+#: The device takes effect, or disappears, once leases of a former division have ended.
+PENDING = "pending"
+NOT_USED = "not used"
+
+#: The states of the host; see `state_of`.
 STATES = ("ready", "degraded", "failed", "disabled")
+
+NO_DOMAIN = "no control daemon serves it"
+
+
+def reasons(snapshot: Snapshot) -> dict[str, str]:
+    """Why the devices of a GPU (by UUID) cannot be used now, empty where they can."""
+    gpus = {gpu.uuid: gpu for gpu in snapshot.inventory.gpus}
+    domains = {domain.plan.name: domain for domain in snapshot.domains}
+    names = domain_names(snapshot.plan)
+    return {uuid: why_unusable(gpus.get(uuid), domains.get(name)) for uuid, name in names.items()}
+
+
+def why_unusable(gpu: Gpu | None, domain: DomainStatus | None) -> str:
+    """Why the devices of a GPU cannot be used now, empty where they can."""
+    if gpu is None:
+        return "its GPU is not there any more"
+    if gpu.reason:
+        return gpu.reason
+    if domain is None:
+        return NO_DOMAIN
+    if gpu.uuid not in domain.plan.gpu_uuids:
+        return "the running control daemon does not serve it; it will be served once that has ended"
+    if domain.state != READY:
+        return f"its domain is {domain.state}: {domain.reason}"
+    return ""
+
+
+def gpu_reason(gpu: Gpu, snapshot: Snapshot) -> str:
+    """What is wrong with a GPU, empty where nothing is."""
+    return gpu.reason or snapshot.plan.unavailable.get(gpu.pci_address, "")
+
+
+def domain_names(plan: Plan) -> dict[str, str]:
+    """The domain of each GPU (UUID) that has devices, or a pool to make them of."""
+    names = {device.gpu_uuid: device.domain for device in plan.devices}
+    return {**names, **{pool.gpu_uuid: pool.domain for pool in plan.pools}}
 
 
 def state_of(snapshot: Snapshot) -> str:

@@ -18,7 +18,7 @@ from yunion_mps.models import Event, Snapshot
 from yunion_mps.overview.findings import Finding, folded, of_status
 from yunion_mps.overview.uses import NOBODY, Clients
 from yunion_mps.overview.words import count
-from yunion_mps.service import Service
+from yunion_mps.service.queries import Service
 from yunion_mps.supervisor.warnings import warnings
 
 from unit.cli.conftest import Cli

@@ -17,7 +17,7 @@ from yunion_mps.http.deferred import LATEST_S, LONGEST_EVENT_WAIT_S, MOST_EVENTS
 from yunion_mps.http.query import LARGEST_NUMBER
 from yunion_mps.http.routes import LARGEST_LIMIT
 from yunion_mps.revision import revision
-from yunion_mps.service import EVENT_KINDS
+from yunion_mps.service.queries import EVENT_KINDS
 from yunion_mps.supervisor.changes import AT_ONCE
 
 from unit.cli.conftest import Cli

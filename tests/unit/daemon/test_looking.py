@@ -7,9 +7,9 @@ from contextlib import suppress
 
 import pytest
 from yunion_mps.daemon import looking
-from yunion_mps.daemon.clients import Clients
-from yunion_mps.daemon.faults import Faults
 from yunion_mps.daemon.looking import Looking
+from yunion_mps.service.clients import Clients
+from yunion_mps.service.faults import Faults
 
 from unit.supervised import MakeHost, Supervise
 

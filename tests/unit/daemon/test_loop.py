@@ -13,7 +13,7 @@ from yunion_mps.daemon.run import drive
 from yunion_mps.daemon.signals import Signals
 from yunion_mps.host.systemd import Notifier
 from yunion_mps.http.listener import Listener
-from yunion_mps.service import Service
+from yunion_mps.service.queries import Service
 from yunion_mps.supervisor import Supervisor
 
 from unit.supervised import MakeHost, Supervise, modes

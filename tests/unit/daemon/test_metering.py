@@ -9,8 +9,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from yunion_mps.daemon.metering import _DRIVER_S, Metering
-from yunion_mps.daemon.process_devices import ProcessDevices
 from yunion_mps.leases.ledger import Ledger
+from yunion_mps.service.process_devices import ProcessDevices
 
 from unit.leases.shares import device
 

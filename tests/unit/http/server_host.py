@@ -33,7 +33,7 @@ from yunion_mps.http.server import Server
 from yunion_mps.journal import Journal
 from yunion_mps.models import Event, Snapshot
 from yunion_mps.paths import Paths
-from yunion_mps.service import Service
+from yunion_mps.service.queries import Service
 
 from unit.http.by_hand import Changes, Giver, Meter, People
 

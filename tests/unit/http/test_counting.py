@@ -11,7 +11,7 @@ from yunion_mps.http.deferred import Deferred
 from yunion_mps.http.openapi import document
 from yunion_mps.http.query import Request, Response
 from yunion_mps.http.routes import Answer, Router
-from yunion_mps.service import Service
+from yunion_mps.service.queries import Service
 
 from unit.http import by_hand, snapshots
 

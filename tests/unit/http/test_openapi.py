@@ -18,7 +18,7 @@ from yunion_mps.http.query import Request, Response
 from yunion_mps.http.routes import Router
 from yunion_mps.models import Snapshot
 from yunion_mps.mps.states import LEGAL_CHANGES
-from yunion_mps.service import Filters, Service
+from yunion_mps.service.queries import Filters, Service
 
 from unit.http import by_hand, snapshots
 

@@ -10,7 +10,7 @@ from yunion_mps.http.counting import BOUNDS_S, Counted, Latency
 from yunion_mps.metrics.facts import DeviceUse, DomainUse, Facts, GpuUse, Moment, Queue, Use
 from yunion_mps.metrics.text import text_of
 from yunion_mps.models import Snapshot
-from yunion_mps.service import Filters, Service
+from yunion_mps.service.queries import Filters, Service
 
 from unit.http.snapshots import P40, reference
 

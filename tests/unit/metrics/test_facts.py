@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from yunion_mps.metrics.facts import DeviceUse, DomainUse, GpuUse, Observation, ServedDomain, Use, use_of
-from yunion_mps.usage.by_device import Budget
+from yunion_mps.service.usage import Budget
 
 A, B = "GPU-a", "GPU-b"
 SERVER, TRAIN, INFER, STRANGER = 100, 201, 202, 300

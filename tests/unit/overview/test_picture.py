@@ -9,7 +9,7 @@ from yunion_mps.models import Gpu
 from yunion_mps.mps.states import FAILED
 from yunion_mps.overview.picture import Told, picture
 from yunion_mps.overview.uses import Clients
-from yunion_mps.service import Filters, Service
+from yunion_mps.service.queries import Filters, Service
 
 from unit.cli.held import OVER, PAST_MPS, TWO
 from unit.http.by_hand import CLIENT, LEASE

@@ -6,13 +6,13 @@ import asyncio
 import logging
 from typing import Any
 
-from yunion_mps.daemon.clients import Clients
-from yunion_mps.daemon.threads import on_thread
 from yunion_mps.errors import YunionError
 from yunion_mps.host.proc import command_of
+from yunion_mps.host.threads import on_thread
 from yunion_mps.inventory.kernel_log import processes_of_xids
 from yunion_mps.models import Event
 from yunion_mps.paths import Paths
+from yunion_mps.service.clients import Clients
 from yunion_mps.supervisor import Supervisor
 
 log = logging.getLogger(__name__)

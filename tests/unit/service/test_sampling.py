@@ -8,15 +8,15 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
-from yunion_mps.daemon.process_devices import ProcessDevices
 from yunion_mps.daemon.sampling import Processes, Sampling, used_by_gpu
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.metrics.facts import Observation, use_of
 from yunion_mps.models import Gpu
-from yunion_mps.usage.hour import Usage
+from yunion_mps.service.process_devices import ProcessDevices
+from yunion_mps.service.usage import Usage
 
-from unit.daemon.job import Job
 from unit.leases.shares import HOLDER, device, lease
+from unit.service.job import Job
 
 GPU = Gpu("0000:00:00.0", uuid="GPU-0")
 #: A job's devices, and how much of its memory each has: a device's budget is 300 MiB.

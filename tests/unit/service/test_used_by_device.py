@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from yunion_mps.usage.by_device import Budget, Used, used_by_device
+from yunion_mps.service.usage import Budget, Used, used_by_device
 
 A, B = "GPU-a", "GPU-b"
 BUDGETS = {

@@ -11,8 +11,8 @@ from typing import NamedTuple
 from yunion_mps.host.proc import variable_of
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.planning import DEVICE_VARIABLE
+from yunion_mps.service.usage import Budget
 from yunion_mps.supervisor import Supervisor
-from yunion_mps.usage.by_device import Budget
 
 #: So long are the names of all devices that a lease may have, at most.
 _LONGEST = 4096

@@ -9,14 +9,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from yunion_mps.daemon.process_devices import ProcessDevices
 from yunion_mps.host.proc import started_ticks
 from yunion_mps.leases.ledger import Ledger
-from yunion_mps.usage.by_device import Budget
+from yunion_mps.service.process_devices import ProcessDevices
+from yunion_mps.service.usage import Budget
 
 from integration.daemon_host import eventually
-from unit.daemon.job import Job
 from unit.leases.shares import HOLDER, device, lease
+from unit.service.job import Job
 
 Start = Callable[[str], dict[int, int]]
 

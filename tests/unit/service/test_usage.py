@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from yunion_mps.usage.hour import MINUTES, Usage
+from yunion_mps.service.usage import MINUTES, Usage
 
 #: Some minutes after the boot, and what that is in s since 1970.
 BOOT_S = 1_788_000_000.0

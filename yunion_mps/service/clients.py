@@ -10,11 +10,11 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from yunion_mps.containers import Containers
-from yunion_mps.daemon.threads import on_thread
 from yunion_mps.errors import BusyError, NotAllowedError, NotFoundError, YunionError
 from yunion_mps.escaping import printable
 from yunion_mps.host.proc import started_ticks, uid_of, user_name, variable_of
 from yunion_mps.host.processes import Process
+from yunion_mps.host.threads import on_thread
 from yunion_mps.inventory import Nvml
 from yunion_mps.models import DomainPlan, Event, Gpu
 from yunion_mps.mps.clients import clients_of, server_state, terminate
