@@ -59,7 +59,9 @@ def _ask_many(scene: Scene, times: int, target: str) -> None:
             good = 0
             rest = b""
             while good < _AT_ONCE or rest:
-                rest += connection.recv(1 << 18)
+                came = connection.recv(1 << 18)
+                assert came, "it closed the connection"
+                rest += came
                 while rest:
                     head, found, body = rest.partition(b"\r\n\r\n")
                     if not found:
