@@ -7,7 +7,9 @@ import sys
 
 if __name__ == "__main__":
     here = os.path.dirname(os.path.abspath(__file__))
-    sys.path[:] = [os.path.dirname(here), *(path for path in sys.path if path != here)]
+    scripts = os.path.dirname(here)
+    # The checkout's own yunion_mps, of which the clients' CUDA comes, works without being installed.
+    sys.path[:] = [scripts, os.path.dirname(scripts), *(path for path in sys.path if path != here)]
     if sys.argv[1:2] == ["--client"]:
         from gpu_check.client import main as client
 

@@ -14,9 +14,19 @@ import os
 import select
 import time
 from collections.abc import Callable, Sequence
+from ctypes import byref, c_int, c_size_t, c_uint64, c_void_p
 from typing import Any
 
-from gpu_check.cuda import CudaError, Driver, Gpu
+from yunion_mps.doctor.cuda_client import (
+    MIB,
+    MPS_ENABLED,
+    MULTIPROCESSOR_COUNT,
+    WORK,
+    CudaError,
+    Driver,
+    Gpu,
+)
+
 from gpu_check.processes import die_with_parent
 
 _PR_SET_DUMPABLE = 4
@@ -24,16 +34,94 @@ _LONGEST_LAUNCH_S = 0.002
 _BEAT_S = 0.05
 _WARM_S = 0.5  # an idle GPU's clocks are low, and take a while to rise
 
+_CAPABILITY_MAJOR = 75
+_CAPABILITY_MINOR = 76
+#: Neither mapped nor mappable: the first page.
+_BAD_ADDRESS = 0x10
+#: Stores to an address that does not exist.
+_FAULT = """
+.visible .entry fault(.param .u64 address)
+{
+    .reg .u32 %one;
+    .reg .u64 %place;
+
+    ld.param.u64 %place, [address];
+    mov.u32 %one, 1;
+    st.global.u32 [%place], %one;
+    ret;
+}
+"""
+
+
+class TimedDriver(Driver):
+    """Remembers how long the calls of a start took; raises CudaError."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(path)
+        self.seconds = dict.fromkeys(("cuInit", "cuDevicePrimaryCtxRetain", "cuModuleLoadData"), 0.0)
+
+    def call(self, name: str, *arguments: Any) -> None:
+        """Make one call; raises CudaError unless it succeeds."""
+        start_s = time.monotonic()
+        super().call(name, *arguments)
+        if name in self.seconds:
+            self.seconds[name] = round(time.monotonic() - start_s, 4)
+
+
+class CheckedGpu(Gpu):
+    """The GPU with all that the steps ask about it."""
+
+    def __init__(self, driver: TimedDriver, ordinal: int) -> None:
+        super().__init__(driver, ordinal, WORK + _FAULT)
+        self._seconds = driver.seconds
+        self._fault = self._function("fault")
+
+    def facts(self) -> dict[str, Any]:
+        """What the device says of itself, as it looks from this client."""
+        version, total, count = c_int(), c_size_t(), c_int()
+        self._call("cuDriverGetVersion", byref(version))
+        self._call("cuDeviceTotalMem_v2", byref(total), self._device)
+        self._call("cuDeviceGetCount", byref(count))
+        mps = self.attribute(MPS_ENABLED)
+        return {
+            "cuda": f"{version.value // 1000}.{version.value % 1000 // 10}",
+            "name": self.name(),
+            "uuid": self._uuid(),
+            "memory_mib": total.value // MIB,
+            "multiprocessors": self.attribute(MULTIPROCESSOR_COUNT),
+            "capability": f"{self.attribute(_CAPABILITY_MAJOR)}.{self.attribute(_CAPABILITY_MINOR)}",
+            "mps": None if mps is None else bool(mps),
+            "devices_seen": count.value,
+            "ptx_target": self.target,
+            "seconds": self._seconds,
+        }
+
+    def _uuid(self) -> str:
+        raw = (ctypes.c_ubyte * 16)()
+        self._call("cuDeviceGetUuid", raw, self._device)
+        text = bytes(raw).hex()
+        return f"GPU-{text[:8]}-{text[8:12]}-{text[12:16]}-{text[16:20]}-{text[20:]}"
+
+    def fault(self) -> None:
+        """Store to an address that is not there; raises CudaError, and this context is lost after it."""
+        address = c_uint64(_BAD_ADDRESS)
+        self._launch(self._fault, 1, 1, (c_void_p * 1)(ctypes.addressof(address)))
+        self._call("cuCtxSynchronize")
+
+    def close(self) -> None:
+        """Release the context."""
+        self._call("cuDevicePrimaryCtxRelease_v2", self._device)
+
 
 def main(arguments: Sequence[str]) -> int:
-    """Be a client until the input ends; returns 3 where there is no working GPU for it."""
+    """Be a client until the input ends; returns 3 if no GPU works for it."""
     options = _parse(arguments)
     die_with_parent()
     if options.uid is not None:
         _become(options.uid)
     _say("started", pid=os.getpid(), uid=os.getuid())
     try:
-        gpu = Gpu(Driver(options.libcuda), options.device)
+        gpu = CheckedGpu(TimedDriver(options.libcuda), options.device)
         gpu.work(1, 1)
         facts = gpu.facts()
     except CudaError as error:
@@ -73,7 +161,7 @@ def _say(event: str, **values: Any) -> None:
 class Commands:
     """What a client can be told to do, each command a method of its name."""
 
-    def __init__(self, gpu: Gpu) -> None:
+    def __init__(self, gpu: CheckedGpu) -> None:
         self._gpu = gpu
         self._input = b""
         self._ended = False

@@ -1,8 +1,9 @@
-"""A small CUDA program, run by its path as a process of its own: it says on one line what it was given.
+"""CUDA's driver API through ctypes, and a small program that uses it: `python3 cuda_client.py OVER_MIB`.
 
-It imports nothing of ours, so that it starts under any user and in any environment. Its argument is a size
-in MiB that it should not get; what it prints is JSON: what it has, or the `call`, `code` and `name` of what
-failed.
+The program says on one line of JSON what it was given, or the `call`, `code` and `name` of what failed; its
+argument is a size in MiB that it should not get. It runs by its path, as a process of its own under any user
+and in any environment, so nothing of ours is imported here. `scripts/gpu-check` makes its clients of the same
+classes.
 """
 
 from __future__ import annotations
@@ -12,71 +13,100 @@ import json
 import os
 import sys
 from ctypes import byref, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
+from typing import Any
 
-_MIB = 1 << 20
+MIB = 1 << 20
 # Names of enum CUdevice_attribute in cuda.h.
-_MULTIPROCESSOR_COUNT = 16
-_MPS_ENABLED = 133
+MULTIPROCESSOR_COUNT = 16
+MPS_ENABLED = 133
 _OUT_OF_MEMORY = 2
+#: Codes of our own: there is no library, or it lacks the call.
+NO_LIBRARY, NO_CALL = -1, -2
 
+#: More SMs than any GPU has; the kernel writes one word for each.
 _MOST_MULTIPROCESSORS = 1024
-_BLOCKS = 2048
-_THREADS = 128
-_CYCLES = 200_000
+_THREADS = 256
+#: A launch of the program's: more blocks than any GPU runs at once, of at most a few milliseconds.
+_BLOCKS, _ITERATIONS = 2048, 4096
 
-#: PTX version and target: what compiles is settled by the driver.
+#: PTX version and target, tried in this order: what compiles is settled by the driver. sm_75 needs PTX 6.3.
 _TARGETS = (("6.3", "sm_75"), ("6.0", "sm_70"), ("6.0", "sm_50"), ("8.0", "sm_90"))
-#: Each block notes on which SM it runs, and stays for a while so that the others go elsewhere.
-_KERNEL = """
-.visible .entry work(.param .u64 marks, .param .u32 cycles)
+#: As text that every driver compiles for its own GPU. `work` keeps four independent chains of multiply-adds
+#: going in every thread, so that blocks spread over all SMs, and notes on which SM each block ran.
+WORK = """
+.visible .entry work(.param .u64 marks, .param .u32 iterations)
 {
-    .reg .pred %again;
-    .reg .u32 %sm, %one, %cycles;
-    .reg .u64 %base, %place, %offset, %begin, %now, %span, %least;
+    .reg .pred %again, %never, %first;
+    .reg .f32 %a, %b, %c, %d, %m, %n;
+    .reg .u32 %i, %end, %thread, %sm, %one;
+    .reg .u64 %base, %place, %offset;
 
     ld.param.u64 %base, [marks];
-    ld.param.u32 %cycles, [cycles];
-    cvt.u64.u32 %least, %cycles;
+    ld.param.u32 %end, [iterations];
     cvta.to.global.u64 %base, %base;
+    mov.u32 %thread, %tid.x;
+    cvt.rn.f32.u32 %a, %thread;
+    add.f32 %b, %a, 0f3F800000;
+    add.f32 %c, %a, 0f40000000;
+    add.f32 %d, %a, 0f40400000;
+    mov.f32 %m, 0f3F7FF972;
+    mov.f32 %n, 0f3A83126F;
+    mov.u32 %i, 0;
+    mov.u32 %one, 1;
+LOOP:
+    fma.rn.f32 %a, %a, %m, %n;
+    fma.rn.f32 %b, %b, %m, %n;
+    fma.rn.f32 %c, %c, %m, %n;
+    fma.rn.f32 %d, %d, %m, %n;
+    fma.rn.f32 %a, %a, %m, %n;
+    fma.rn.f32 %b, %b, %m, %n;
+    fma.rn.f32 %c, %c, %m, %n;
+    fma.rn.f32 %d, %d, %m, %n;
+    add.u32 %i, %i, 1;
+    setp.lt.u32 %again, %i, %end;
+    @%again bra LOOP;
+    add.f32 %a, %a, %b;
+    add.f32 %c, %c, %d;
+    add.f32 %a, %a, %c;
+    setp.lt.f32 %never, %a, 0fFF000000;
+    @%never st.global.f32 [%base], %a;
+    setp.eq.u32 %first, %thread, 0;
     mov.u32 %sm, %smid;
     mul.wide.u32 %offset, %sm, 4;
     add.u64 %place, %base, %offset;
-    mov.u32 %one, 1;
-    st.global.u32 [%place], %one;
-    mov.u64 %begin, %clock64;
-LOOP:
-    mov.u64 %now, %clock64;
-    sub.u64 %span, %now, %begin;
-    setp.lt.u64 %again, %span, %least;
-    @%again bra LOOP;
+    @%first st.global.u32 [%place], %one;
     ret;
 }
 """
 
 
 class CudaError(Exception):
-    """A call that failed, with CUDA's code (-1: no library, -2: it lacks the call) and its name."""
+    """A call that failed, with CUDA's code and its name."""
 
     def __init__(self, call: str, code: int, name: str) -> None:
-        super().__init__(f"{call}: {name}")
-        self.told = {"call": call, "code": code, "name": name}
+        super().__init__(f"{call}: {name} ({code})")
+        self.call, self.code, self.name = call, code, name
+
+    def as_json(self) -> dict[str, Any]:
+        """The error for another process."""
+        return {"call": self.call, "code": self.code, "name": self.name}
 
 
-class Cuda:
-    """libcuda; raises CudaError where it cannot be loaded."""
+class Driver:
+    """libcuda; raises CudaError if it cannot be loaded."""
 
-    def __init__(self) -> None:
+    def __init__(self, path: str = "libcuda.so.1") -> None:
         try:
-            self._library = ctypes.CDLL("libcuda.so.1")
+            self._library = ctypes.CDLL(path)
         except OSError as error:
-            raise CudaError("dlopen", -1, str(error)) from None
+            raise CudaError("dlopen", NO_LIBRARY, str(error)) from None
 
-    def __call__(self, name: str, *arguments: object) -> None:
+    def call(self, name: str, *arguments: Any) -> None:
         """Make one call; raises CudaError unless it succeeds."""
         try:
             function = getattr(self._library, name)
         except AttributeError:
-            raise CudaError(name, -2, "missing in libcuda") from None
+            raise CudaError(name, NO_CALL, "missing in libcuda") from None
         code = function(*arguments)
         if code:
             text = c_char_p()
@@ -84,87 +114,124 @@ class Cuda:
             raise CudaError(name, code, text.value.decode() if text.value else f"error {code}")
 
 
-def main(over_mib: int) -> dict[str, object]:
-    """What a client has; raises CudaError."""
-    cuda = Cuda()
-    cuda("cuInit", c_uint(0))
-    device, context, count = c_int(), c_void_p(), c_int()
-    cuda("cuDeviceGetCount", byref(count))
-    cuda("cuDeviceGet", byref(device), c_int(0))
-    cuda("cuDevicePrimaryCtxRetain", byref(context), device)
-    cuda("cuCtxSetCurrent", context)
-    name = ctypes.create_string_buffer(256)
-    cuda("cuDeviceGetName", name, c_int(len(name)), device)
-    free, total = c_size_t(), c_size_t()
-    cuda("cuMemGetInfo_v2", byref(free), byref(total))
-    return {
-        "name": name.value.decode(errors="replace"),
-        "devices": count.value,
-        "mps": _attribute(cuda, device, _MPS_ENABLED),
-        "memory_mib": total.value // _MIB,
-        "multiprocessors": _attribute(cuda, device, _MULTIPROCESSOR_COUNT),
-        "used": _multiprocessors(cuda),
-        "over_budget": _gets(cuda, over_mib * _MIB),
-    }
+class Gpu:
+    """One device with its primary context current and the kernels loaded; raises CudaError."""
+
+    def __init__(self, driver: Driver, ordinal: int = 0, kernels: str = WORK) -> None:
+        self._call = driver.call
+        self._allocations: list[int] = []
+        self._device, self._context, self._module = c_int(), c_void_p(), c_void_p()
+        self._call("cuInit", c_uint(0))
+        self._call("cuDeviceGet", byref(self._device), c_int(ordinal))
+        self._call("cuDevicePrimaryCtxRetain", byref(self._context), self._device)
+        self._call("cuCtxSetCurrent", self._context)
+        self.target = self._load(kernels)
+        self._work = self._function("work")
+        self._marks = c_uint64(self._allocate(_MOST_MULTIPROCESSORS * 4))
+
+    def _load(self, kernels: str) -> str:
+        first: CudaError | None = None
+        for version, target in _TARGETS:
+            text = f".version {version}\n.target {target}\n.address_size 64\n{kernels}"
+            try:
+                self._call("cuModuleLoadData", byref(self._module), c_char_p(text.encode()))
+            except CudaError as error:
+                first = first or error
+            else:
+                return target
+        assert first is not None
+        raise first
+
+    def _function(self, name: str) -> c_void_p:
+        function = c_void_p()
+        self._call("cuModuleGetFunction", byref(function), self._module, c_char_p(name.encode()))
+        return function
+
+    def name(self) -> str:
+        """What the driver calls the GPU."""
+        name = ctypes.create_string_buffer(256)
+        self._call("cuDeviceGetName", name, c_int(len(name)), self._device)
+        return name.value.decode(errors="replace")
+
+    def attribute(self, number: int) -> int | None:
+        """One attribute of the device, None if this driver does not know it."""
+        value = c_int()
+        try:
+            self._call("cuDeviceGetAttribute", byref(value), c_int(number), self._device)
+        except CudaError:
+            return None
+        return value.value
+
+    def memory_mib(self) -> tuple[float, float]:
+        """Free and total memory in MiB, as this client may see it."""
+        free, total = c_size_t(), c_size_t()
+        self._call("cuMemGetInfo_v2", byref(free), byref(total))
+        return free.value / MIB, total.value / MIB
+
+    def _allocate(self, size: int) -> int:
+        address = c_uint64()
+        self._call("cuMemAlloc_v2", byref(address), c_size_t(size))
+        return address.value
+
+    def allocate(self, mib: int) -> None:
+        """Take one piece of memory until `release`."""
+        self._allocations.append(self._allocate(mib * MIB))
+
+    def release(self) -> None:
+        """Free all that `allocate` took."""
+        while self._allocations:
+            self._call("cuMemFree_v2", c_uint64(self._allocations.pop()))
+
+    def work(self, blocks: int, iterations: int, launches: int = 1) -> None:
+        """Run the kernel that computes, and wait for its end."""
+        marks, count = self._marks, c_uint(iterations)
+        arguments = (c_void_p * 2)(ctypes.addressof(marks), ctypes.addressof(count))
+        for _ in range(launches):
+            self._launch(self._work, blocks, _THREADS, arguments)
+        self._call("cuCtxSynchronize")
+
+    def _launch(self, function: c_void_p, blocks: int, threads: int, arguments: Any) -> None:
+        grid = [c_uint(number) for number in (blocks, 1, 1, threads, 1, 1)]
+        self._call("cuLaunchKernel", function, *grid, c_uint(0), c_void_p(), arguments, c_void_p())
+
+    def multiprocessors_used(self, blocks: int, iterations: int) -> int:
+        """On how many SMs the blocks of one launch ran."""
+        marks = (c_uint * _MOST_MULTIPROCESSORS)()
+        self._call("cuMemsetD32_v2", self._marks, c_uint(0), c_size_t(len(marks)))
+        self.work(blocks, iterations)
+        self._call("cuMemcpyDtoH_v2", marks, self._marks, c_size_t(ctypes.sizeof(marks)))
+        return sum(1 for mark in marks if mark)
 
 
-def _attribute(cuda: Cuda, device: c_int, number: int) -> int | None:
-    value = c_int()
+def _gets(gpu: Gpu, mib: int) -> bool:
+    """Whether a piece of memory of this size can be had."""
     try:
-        cuda("cuDeviceGetAttribute", byref(value), c_int(number), device)
-    except CudaError:
-        return None  # this driver does not know it
-    return value.value
-
-
-def _gets(cuda: Cuda, size: int) -> bool:
-    """Whether a piece of memory of this size is to be had; it is given back at once."""
-    address = c_uint64()
-    try:
-        cuda("cuMemAlloc_v2", byref(address), c_size_t(size))
+        gpu.allocate(mib)
     except CudaError as error:
-        if error.told["code"] == _OUT_OF_MEMORY:
+        if error.code == _OUT_OF_MEMORY:
             return False
         raise
-    cuda("cuMemFree_v2", address)
+    gpu.release()
     return True
 
 
-def _multiprocessors(cuda: Cuda) -> int:
-    """On how many SMs the blocks of one launch ran."""
-    function, marks = c_void_p(), c_uint64()
-    cuda("cuModuleGetFunction", byref(function), _module(cuda), c_char_p(b"work"))
-    cuda("cuMemAlloc_v2", byref(marks), c_size_t(_MOST_MULTIPROCESSORS * 4))
-    cuda("cuMemsetD32_v2", marks, c_uint(0), c_size_t(_MOST_MULTIPROCESSORS))
-    cycles = c_uint(_CYCLES)
-    arguments = (c_void_p * 2)(ctypes.addressof(marks), ctypes.addressof(cycles))
-    grid = [c_uint(number) for number in (_BLOCKS, 1, 1, _THREADS, 1, 1)]
-    cuda("cuLaunchKernel", function, *grid, c_uint(0), c_void_p(), arguments, c_void_p())
-    cuda("cuCtxSynchronize")
-    found = (c_uint * _MOST_MULTIPROCESSORS)()
-    cuda("cuMemcpyDtoH_v2", found, marks, c_size_t(ctypes.sizeof(found)))
-    return sum(1 for mark in found if mark)
-
-
-def _module(cuda: Cuda) -> c_void_p:
-    module = c_void_p()
-    first: CudaError | None = None
-    for version, target in _TARGETS:
-        text = f".version {version}\n.target {target}\n.address_size 64\n{_KERNEL}"
-        try:
-            cuda("cuModuleLoadData", byref(module), c_char_p(text.encode()))
-        except CudaError as error:
-            first = first or error
-        else:
-            return module
-    assert first is not None
-    raise first
+def main(over_mib: int) -> dict[str, Any]:
+    """What a client has; raises CudaError."""
+    gpu = Gpu(Driver())
+    return {
+        "name": gpu.name(),
+        "mps": gpu.attribute(MPS_ENABLED),
+        "memory_mib": int(gpu.memory_mib()[1]),
+        "multiprocessors": gpu.attribute(MULTIPROCESSOR_COUNT),
+        "used": gpu.multiprocessors_used(_BLOCKS, _ITERATIONS),
+        "over_budget": _gets(gpu, over_mib),
+    }
 
 
 if __name__ == "__main__":
     try:
-        told = main(int(sys.argv[1]))
+        answer = main(int(sys.argv[1]))
     except CudaError as error:
-        told = error.told
-    os.write(1, json.dumps(told).encode())
+        answer = error.as_json()
+    os.write(1, json.dumps(answer).encode())
     os._exit(0)  # a driver that hangs at its end has nothing to add

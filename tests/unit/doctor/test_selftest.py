@@ -21,17 +21,6 @@ from simhost.mps import StandIns
 from unit.doctor.healthy import STRANGER, described, finish, look
 
 SOURCE = CHECKOUT / "tests/gpu_check_host/libcuda.c"
-#: The stand-in takes only the program that gpu-check loads, and knows nothing of what a client of ours loads.
-WRAPPED = f"""\
-#define cuModuleLoadData its_own
-#include "{SOURCE}"
-#undef cuModuleLoadData
-int cuModuleLoadData(void **module, const char *text)
-{{
-    *module = &server;
-    return !getenv("STANDIN_OLD") && strstr(text, ".entry work") ? OK : INVALID;
-}}
-"""
 BEGIN = "__attribute__((constructor)) static void begin(void)"
 GPU = "GPU-76aef7ff-372d-2432-b4b4-beca4d8d3400"
 
@@ -61,12 +50,11 @@ def replaced(scene: Scene, text: str) -> None:
 @pytest.fixture(scope="module")
 def libcuda(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("libcuda")
-    (folder / "wrapped.c").write_text(WRAPPED)
     target = folder / "libcuda.so.1"
     compiler = shutil.which("cc") or shutil.which("gcc")
     assert compiler, "a C compiler is missing: scripts/setup installs it"
     flags = ["-std=gnu11", "-O1", "-shared", "-fPIC"]
-    command = [compiler, *flags, "-o", str(target), str(folder / "wrapped.c")]
+    command = [compiler, *flags, "-o", str(target), str(SOURCE)]
     subprocess.run(command, check=True, timeout=60)
     return target
 
