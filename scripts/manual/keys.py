@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from yunion_mps.config import KEYS
 from yunion_mps.config.values import LARGEST_OVERRIDE, MOST_DEVICES
 from yunion_mps.mps.log_file import LARGEST_BYTES
-from yunion_mps.planning.capabilities import MOST_GPUS_OF_A_DOMAIN, MPS_CLIENTS, VOLTA
+from yunion_mps.planning.division import MOST_GPUS_OF_A_DOMAIN, MPS_CLIENTS, VOLTA
 
 from manual.texts import texts
 

@@ -8,7 +8,7 @@ from yunion_mps.leases.offers import Offers
 from yunion_mps.leases.placement import pick
 from yunion_mps.leases.request import LeaseRequest
 from yunion_mps.models import Device
-from yunion_mps.planning.pools import free_units, units_for
+from yunion_mps.planning import free_units, units_for
 
 UNENFORCED_HINT = "take it all the same: --allow-unlimited (in Python: allow_unlimited=True)"
 

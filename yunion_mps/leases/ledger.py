@@ -19,7 +19,7 @@ from yunion_mps.leases.offers import Offer, Offers, PoolOffer
 from yunion_mps.leases.placement import pick
 from yunion_mps.leases.request import SPREAD, LeaseRequest
 from yunion_mps.models import ALL, Device, Lease, Pool
-from yunion_mps.planning.pools import free_units, units_for
+from yunion_mps.planning import free_units, units_for
 from yunion_mps.supervisor.changes import LeaseWait
 
 

@@ -10,7 +10,7 @@ from yunion_mps.errors import DriverError
 from yunion_mps.host.store import Store
 from yunion_mps.inventory import Nvml
 from yunion_mps.models import Event, Plan
-from yunion_mps.planning import difference
+from yunion_mps.planning import mode_changes
 from yunion_mps.supervisor.gpus import Gpus
 from yunion_mps.supervisor.past import gpus_of, left_running
 
@@ -36,8 +36,7 @@ class Modes:
         Nothing is known to put back without a store. `used` are UUIDs of GPUs, and `watched` pipe directories
         with control daemons of which we know.
         """
-        able = tuple(gpu for gpu in self._gpus.inventory.gpus if not gpu.reason)
-        changes = difference(target, self._gpus.inventory._replace(gpus=able), ()).compute_modes
+        changes = mode_changes(target, [gpu for gpu in self._gpus.inventory.gpus if not gpu.reason])
         if store is None:
             return ModeWork(changes)
         modes = {u: mode for u, mode in noted(store).items() if u not in {*target.compute_modes, *used}}

@@ -20,7 +20,8 @@ from yunion_mps.mps.control import (
     find_control_program,
     peer_of,
 )
-from yunion_mps.planning import decimal, thread_percentage
+from yunion_mps.planning import decimal
+from yunion_mps.planning.division import thread_percentage
 
 from .conftest import MakePlan, StartControl
 from .driving import converse

@@ -8,11 +8,10 @@ from yunion_mps.models import Config, DomainPlan, Inventory, Plan, PlannedGpu
 from yunion_mps.planning import (
     client_environment,
     decimal,
-    difference,
-    host_id,
     make_plan,
-    thread_percentage,
+    mode_changes,
 )
+from yunion_mps.planning.division import thread_percentage
 
 from unit.builders import MACHINE_ID, P40, config, entry, gpu, inventory
 
@@ -47,7 +46,7 @@ def test_nothing_is_planned_where_mps_is_not_enabled() -> None:
     plan, problems = make_plan(
         config(entry("/dev/no/gpu", 4), enable_cuda_mps=False), inventory(P40), MACHINE_ID
     )
-    assert (plan, problems) == (Plan(str(host_id(MACHINE_ID))), [])
+    assert (plan, problems) == (Plan("24854d54-6fb6-5ac9-9cb0-857b92bf9c53"), [])
 
 
 def test_ids_are_the_same_in_every_release_or_every_guest_would_lose_its_devices() -> None:
@@ -184,20 +183,10 @@ def test_a_client_s_environment_carries_its_own_device_s_budget() -> None:
     }
 
 
-def test_the_difference_is_the_modes_to_set_and_the_domains_to_stop_and_start() -> None:
+def test_the_modes_that_differ_from_the_plan_are_to_be_changed() -> None:
     found = inventory(gpu(1, compute_mode="Exclusive_Process"), gpu(2, compute_mode=None), gpu(3))
-    old = planned(config(entry("01:00.0", 2)), found)
-    new = planned(config(entry("02:00.0", 2), entry("03:00.0", 2, 5), entry("01:00.0", 4, 8)), found)
-    changes = difference(new, found, old.domains)
-    assert changes.compute_modes == (
+    plan = planned(config(entry("02:00.0", 2), entry("03:00.0", 2, 5), entry("01:00.0", 4, 8)), found)
+    assert mode_changes(plan, found.gpus) == (
         (gpu(2).uuid, "Default", "Exclusive_Process"),
         (gpu(3).uuid, "Default", "Exclusive_Process"),
     )
-    assert (changes.stop, changes.start) == (old.domains, new.domains)
-    assert not changes.nothing
-
-
-def test_where_all_is_as_planned_there_is_nothing_to_do() -> None:
-    found = inventory(gpu(1, compute_mode="Exclusive_Process"), gpu(2))
-    plan = planned(config(entry("01:00.0", 2)), found)
-    assert difference(plan, found, plan.domains).nothing

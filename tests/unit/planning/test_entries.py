@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 from yunion_mps.models import Config, Driver, Gpu, Inventory
-from yunion_mps.planning import find_gpu, make_plan, max_clients
+from yunion_mps.planning import make_plan, max_clients
+from yunion_mps.planning.plan import find_gpu
 
 from unit.builders import DEVICES, HOST, MACHINE_ID, P40, config, entry, gpu, inventory
 

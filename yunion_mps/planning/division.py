@@ -1,0 +1,258 @@
+"""What MPS can do on a GPU, and how an entry divides it: equal devices, unequal ones, or amounts of a pool.
+
+Threads are counted in tenths of a percent, as whole numbers: NVIDIA's programs are no more exact.
+Invariant, held by property tests: as long as every client gets at most `free_units`, the memory of a pool's
+devices, each with its reserve, never adds up to more than the GPU has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import groupby
+
+from yunion_mps.errors import NotFoundError
+from yunion_mps.identity import uuid5
+from yunion_mps.models import (
+    NORMAL,
+    PROHIBITED,
+    Config,
+    Device,
+    DeviceEntry,
+    DomainPlan,
+    Driver,
+    Gpu,
+    Plan,
+    PlannedGpu,
+    Pool,
+    Slice,
+    SliceEntry,
+)
+
+VOLTA = (7, 0)
+#: MPS needs compute capability 3.5 (nvidia-cuda-mps-control(1)).
+_FIRST_WITH_MPS = (3, 5)
+
+#: Clients that MPS serves on one GPU (NVIDIA's MPS documentation): from this compute capability and this
+#: driver release on. The first row that fits counts.
+MPS_CLIENTS = (
+    (VOLTA, 590, 60),
+    (VOLTA, 0, 48),
+    (_FIRST_WITH_MPS, 0, 16),
+)
+
+#: Measured with 535: a control daemon keeps memory limits of devices 0 to 31, and ignores others silently.
+MOST_GPUS_OF_A_DOMAIN = 32
+
+_ALL_TENTHS = 1000
+
+#: How often the policies of `cuda_mps_thread_percentage` give the threads away; None does not limit them.
+_OVERCOMMIT = {"equal": 1.0, "double": 2.0, "none": None}
+
+
+def max_clients(gpu: Gpu, driver: Driver, override: int | None) -> int:
+    """How many clients, and so devices, the GPU's MPS allows; the fewest if the capability is unknown.
+
+    The operator's override is for newer drivers, none of which changes what a GPU before Volta can do.
+    """
+    if override and enforces_budgets(gpu):
+        return override
+    major = driver.version.partition(".")[0]
+    release = int(major) if major.isdigit() else 0
+    capability = gpu.compute_capability or _FIRST_WITH_MPS
+    for lowest, first_release, clients in MPS_CLIENTS:
+        if capability >= lowest and release >= first_release:
+            return clients
+    return MPS_CLIENTS[-1][2]
+
+
+def enforces_budgets(gpu: Gpu) -> bool:
+    """Whether memory limits and percentages are enforced, which no GPU before Volta does."""
+    return gpu.compute_capability is not None and gpu.compute_capability >= VOLTA
+
+
+def reason_against(gpu: Gpu, config: Config) -> str:
+    """Why the GPU cannot serve MPS devices, empty if it can."""
+    if gpu.reason:
+        return gpu.reason
+    if gpu.uuid is None or gpu.memory_mib is None:
+        return "the driver does not tell the GPU's UUID and memory"
+    if gpu.mig_enabled:
+        return "the GPU is in MIG mode, which excludes MPS on it as a whole (turn it off: nvidia-smi -mig 0)"
+    capability = gpu.compute_capability
+    if capability is not None and capability < _FIRST_WITH_MPS:
+        return f"MPS needs compute capability 3.5, the GPU has {capability[0]}.{capability[1]}"
+    if gpu.compute_mode == PROHIBITED and config.cuda_mps_compute_mode == "keep":
+        return "the GPU's compute mode is Prohibited, and cuda_mps_compute_mode is keep"
+    return ""
+
+
+def divide(entry: DeviceEntry, gpu: Gpu, config: Config, domain: str, clients: int) -> PlannedGpu:
+    """The GPU divided as the entry says, which must be right for it; `clients` is how many MPS allows."""
+    uuid, total_mib = str(gpu.uuid), gpu.memory_mib or 0
+    overcommit = overcommit_of(entry, config)
+    if entry.slices:
+        slices = tuple(
+            Slice(one.memory_mib, _tenths(one, total_mib, overcommit) / 10, one.priority)
+            for one in entry.slices
+        )
+        most_mib = max(one.memory_limit_mib for one in slices)
+        most = max(one.thread_percentage for one in slices)
+        return PlannedGpu(uuid, most_mib, len(slices), most, slices)
+    if entry.memory_unit_mib:
+        reserve_mib = entry.memory_reserve_mib
+        unit_mib = entry.memory_unit_mib
+        most_mib = _whole_units(total_mib - reserve_mib, unit_mib)
+        pool = Pool(uuid, domain, unit_mib, most_mib, total_mib, reserve_mib, clients, overcommit)
+        return PlannedGpu(uuid, most_mib, 0, share_percentage(most_mib, total_mib, overcommit), pool=pool)
+    number = entry.virtual_number
+    percentage, share_mib = thread_percentage(config.cuda_mps_thread_percentage, number), total_mib // number
+    together = min(config.cuda_mps_combine, number)
+    if together == 1:
+        return PlannedGpu(uuid, share_mib, number, percentage)
+    most = min(100.0, round(percentage * together, 1))
+    return PlannedGpu(uuid, share_mib * together, number, most, (Slice(share_mib, percentage),) * number)
+
+
+def thread_percentage(policy: str, virtual_number: int) -> float:
+    """The share of SM threads in percent: 100/n, 100/(0.5 n) or 100, one decimal, rounded down, at least 0.1.
+
+    NVIDIA suggests the first for clients that are always busy, the second to let them use idle time.
+    """
+    return share_percentage(1, virtual_number, _OVERCOMMIT[policy])
+
+
+def share_percentage(part: int, whole: int, overcommit: float | None) -> float:
+    """The part's share of the SM threads in percent, over-committed; rounded as `thread_percentage`."""
+    return _share_tenths(part, whole, overcommit) / 10
+
+
+def overcommit_of(entry: DeviceEntry, config: Config) -> float | None:
+    """How often the GPU's threads may be given away, None for as often as there are clients."""
+    if entry.thread_overcommit is not None:
+        return entry.thread_overcommit
+    return _OVERCOMMIT[config.cuda_mps_thread_percentage]
+
+
+def wrong_slices(entry: DeviceEntry, gpu: Gpu, config: Config) -> list[tuple[str, str]]:
+    """What the slices take that the GPU has not, and the remedies."""
+    total_mib = gpu.memory_mib
+    if total_mib is None:
+        return []
+    wrong = []
+    taken_mib = sum(one.memory_mib for one in entry.slices)
+    if taken_mib > total_mib:
+        what = f"slices have {taken_mib} MiB in all, more than the {total_mib} MiB of {_named(gpu)}"
+        wrong.append((what, f"take {taken_mib - total_mib} MiB off them"))
+    overcommit = overcommit_of(entry, config)
+    by_share = all(one.thread_percentage is None for one in entry.slices)
+    if overcommit is None or by_share:
+        return wrong
+    tenths = sum(_tenths(one, total_mib, overcommit) for one in entry.slices)
+    if tenths > round(_ALL_TENTHS * overcommit):
+        most = f"more than {100 * overcommit:g} %"
+        what = f"slices have {tenths / 10:g} % of the threads of {_named(gpu)} in all, {most}"
+        more = -(-tenths // 10) / 100
+        wrong.append((what, f"lower their thread_percentage, or over-commit it: thread_overcommit: {more:g}"))
+    return wrong
+
+
+def wrong_pool(entry: DeviceEntry, gpu: Gpu) -> list[tuple[str, str]]:
+    """Why no client could get anything of the pool, and the remedy."""
+    if gpu.memory_mib is None or gpu.memory_mib >= entry.memory_unit_mib + entry.memory_reserve_mib:
+        return []
+    what, smaller = f"memory_unit is {entry.memory_unit_mib} MiB,", "a smaller one"
+    if entry.memory_reserve_mib:
+        what = f"{what[:-1]} and memory_reserve {entry.memory_reserve_mib} MiB, together"
+        smaller = "smaller ones"
+    what += f" more than the {gpu.memory_mib} MiB of {_named(gpu)}"
+    return [(what, f"write {smaller}, or divide the GPU by virtual_number")]
+
+
+def _whole_units(memory_mib: int, unit_mib: int) -> int:
+    return max(0, memory_mib) // unit_mib * unit_mib
+
+
+def _tenths(one: SliceEntry, total_mib: int, overcommit: float | None) -> int:
+    if one.thread_percentage is not None:
+        return round(one.thread_percentage * 10)
+    return _share_tenths(one.memory_mib, total_mib, overcommit)
+
+
+def _share_tenths(part: int, whole: int, overcommit: float | None) -> int:
+    if overcommit is None:
+        return _ALL_TENTHS
+    hundredths = round(overcommit * 100)  # a whole number keeps the division exact
+    return max(1, min(_ALL_TENTHS, _ALL_TENTHS * part * hundredths // (100 * whole)))
+
+
+def _named(gpu: Gpu) -> str:
+    return f"GPU {gpu.address} ({gpu.name})"
+
+
+def pools_of(domain: DomainPlan, gpus: Iterable[Gpu]) -> list[Pool]:
+    """The pools that the domain serves; one whose GPU is not among `gpus` is none of them."""
+    there = {gpu.uuid for gpu in gpus}
+    return [gpu.pool for gpu in domain.gpus if gpu.pool and gpu.uuid in there]
+
+
+def units_for(pool: Pool, memory_mib: int) -> int:
+    """How many units of the pool hold so much memory."""
+    return -(-memory_mib // pool.unit_mib)
+
+
+def free_units(pool: Pool, taken_mib: int = 0, clients: int = 0) -> int:
+    """How many units one more client can get of the GPU, 0 if none fits.
+
+    `clients` have `taken_mib` of it already, each with its reserve: also those of a division before the pool.
+    """
+    if clients >= pool.clients:
+        return 0
+    return max(0, pool.memory_total_mib - taken_mib - pool.reserve_mib) // pool.unit_mib
+
+
+def pool_device(host_id: str, pool: Pool, units: int, slot: int, gpus: Iterable[Gpu]) -> Device:
+    """The device of so many units: the same slot has the same id and address whenever it is made.
+
+    Raises NotFoundError if the pool's GPU is not among `gpus`, ValueError for what the pool never has.
+    """
+    memory_mib = units * pool.unit_mib
+    if not 0 < memory_mib <= pool.memory_mib:
+        raise ValueError(f"{units} units of {pool.unit_mib} MiB out of a pool of {pool.memory_mib} MiB")
+    gpu = next((gpu for gpu in gpus if gpu.uuid == pool.gpu_uuid), None)
+    if gpu is None:
+        raise NotFoundError(f"GPU {pool.gpu_uuid} is not there any more", "see which are: yunion-mps gpus")
+    return Device(
+        id=uuid5(host_id, f"{pool.gpu_uuid}/m{slot}"),
+        addr=f"{gpu.address}-m{slot}",
+        gpu_uuid=pool.gpu_uuid,
+        slot=slot,
+        memory_limit_mib=memory_mib,
+        memory_total_mib=pool.memory_total_mib,
+        thread_percentage=share_percentage(memory_mib, pool.memory_total_mib, pool.thread_overcommit),
+        budget_enforced=enforces_budgets(gpu),
+        domain=pool.domain,
+        reserve_mib=pool.reserve_mib,
+    )
+
+
+def division(plan: Plan, gpu_uuid: str | None) -> str:
+    """Such as `1 x 8192 MiB, 50 % + 2 x 4096 MiB, 25 %` or `180 units of 128 MiB`; empty if unused."""
+    pool = next((pool for pool in plan.pools if pool.gpu_uuid == gpu_uuid), None)
+    if pool:
+        return _pool(pool)
+    devices = [device for device in plan.devices if device.gpu_uuid == gpu_uuid]
+    return " + ".join(f"{len(list(group))} x {what}" for what, group in groupby(devices, _budget))
+
+
+def _budget(device: Device) -> str:
+    priority = "" if device.priority == NORMAL else f", {device.priority.replace('_', ' ')}"
+    return f"{device.memory_limit_mib} MiB, {device.thread_percentage:g} %{priority}"
+
+
+def _pool(pool: Pool) -> str:
+    text = f"{pool.memory_mib // pool.unit_mib} units of {pool.unit_mib} MiB"
+    if pool.reserve_mib:
+        text += f", {pool.reserve_mib} MiB in reserve for each client"
+    if pool.thread_overcommit is None:
+        return text + ", threads not limited"
+    return text if pool.thread_overcommit == 1 else f"{text}, threads {pool.thread_overcommit:g} times"

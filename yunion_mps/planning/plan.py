@@ -1,0 +1,243 @@
+"""What should be, as a pure function of the configuration and the GPUs found. Nothing here touches the host.
+
+Invariants, held by property tests: the budgets of a GPU never add up to more than its memory; ids are unique
+and do not depend on the order of GPUs or of the file; once a plan is applied, no compute mode has to change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from yunion_mps.errors import Problem
+from yunion_mps.identity import NAMESPACE, uuid5
+from yunion_mps.models import (
+    DEFAULT,
+    EXCLUSIVE_PROCESS,
+    Config,
+    Device,
+    DeviceEntry,
+    DomainPlan,
+    Driver,
+    Gpu,
+    Inventory,
+    Plan,
+    Slice,
+    Source,
+)
+from yunion_mps.planning.division import (
+    MOST_GPUS_OF_A_DOMAIN,
+    divide,
+    enforces_budgets,
+    max_clients,
+    pools_of,
+    reason_against,
+    wrong_pool,
+    wrong_slices,
+)
+
+
+class ModeChange(NamedTuple):
+    """A GPU whose compute mode has to change."""
+
+    gpu_uuid: str
+    before: str
+    after: str
+
+
+def make_plan(config: Config, inventory: Inventory, machine_id: str) -> tuple[Plan, list[Problem]]:
+    """Return the plan and the problems that only the GPUs show; with problems, it is not to be used."""
+    host = uuid5(NAMESPACE, machine_id)
+    if not config.enable_cuda_mps:
+        return Plan(host), []
+    entries, problems = _entries_of(config, inventory)
+    divided = [gpu for gpu in inventory.gpus if gpu.pci_address in entries]
+    reasons = {gpu.pci_address: reason_against(gpu, config) for gpu in divided}
+    unavailable = {address: reason for address, reason in reasons.items() if reason}
+    usable = [gpu for gpu in divided if gpu.pci_address not in unavailable]
+    problems += _too_many_in_one_domain(config, usable)
+    served = [gpu for gpu in divided if gpu.uuid in inventory.served and gpu.memory_mib is not None]
+    lost = [gpu for gpu in served if gpu.pci_address in unavailable]
+    domains, parked = (_domains(config, entries, inventory.driver, gpus) for gpus in (usable, lost))
+    planned = [*usable, *lost]
+    devices = [device for domain in (*domains, *parked) for device in devices_of(host, domain, planned)]
+    pools = [pool for domain in (*domains, *parked) for pool in pools_of(domain, planned)]
+    order = {str(gpu.uuid): place for place, gpu in enumerate(inventory.gpus)}
+    devices.sort(key=lambda device: (order[device.gpu_uuid], device.slot))
+    keep = config.cuda_mps_compute_mode == "keep"
+    modes = {} if keep else {str(gpu.uuid): EXCLUSIVE_PROCESS for gpu in planned}
+    return Plan(host, domains, modes, tuple(devices), unavailable, tuple(pools), parked), problems
+
+
+def mode_changes(plan: Plan, gpus: Iterable[Gpu]) -> tuple[ModeChange, ...]:
+    """The compute modes that have to change on these GPUs so that they are as planned."""
+    changes = []
+    for gpu in gpus:
+        desired = plan.compute_modes.get(gpu.uuid or "")
+        if desired and gpu.compute_mode != desired:
+            changes.append(ModeChange(str(gpu.uuid), gpu.compute_mode or DEFAULT, desired))
+    return tuple(changes)
+
+
+def devices_of(host: str, domain: DomainPlan, gpus: Iterable[Gpu]) -> list[Device]:
+    """The devices into which the domain divides its GPUs, by GPU in the domain's order and slot.
+
+    A GPU that is not among `gpus`, or that the domain has no limit for, has none.
+    """
+    by_uuid = {gpu.uuid: gpu for gpu in gpus}
+    devices = []
+    for planned in domain.gpus:
+        gpu = by_uuid.get(planned.uuid)
+        if gpu is None or planned.memory_limit_mib is None:
+            continue
+        equal = (Slice(planned.memory_limit_mib, planned.thread_percentage),) * planned.device_count
+        devices += [
+            Device(
+                id=uuid5(host, f"{planned.uuid}/{slot}"),
+                addr=f"{gpu.address}-{slot}",
+                gpu_uuid=planned.uuid,
+                slot=slot,
+                memory_limit_mib=one.memory_limit_mib,
+                memory_total_mib=gpu.memory_mib or 0,
+                thread_percentage=one.thread_percentage,
+                budget_enforced=enforces_budgets(gpu),
+                domain=domain.name,
+                priority=one.priority,
+            )
+            for slot, one in enumerate(planned.slices or equal)
+        ]
+    return devices
+
+
+def _too_many_in_one_domain(config: Config, gpus: Sequence[Gpu]) -> list[Problem]:
+    if config.cuda_mps_scope != "host" or len(gpus) <= MOST_GPUS_OF_A_DOMAIN:
+        return []
+    most = MOST_GPUS_OF_A_DOMAIN
+    what = f"cuda_mps_scope is host, and one control daemon cannot limit more than {most} GPUs"
+    at = config.sources["cuda_mps_scope"]
+    if at.line is None:  # the default: host.conf is where MPS is enabled
+        at = Source(config.sources["enable_cuda_mps"].file, None)
+    return [Problem(*at, what, "write cuda_mps_scope: gpu")]
+
+
+def _domains(
+    config: Config, entries: Mapping[str, DeviceEntry], driver: Driver, gpus: Sequence[Gpu]
+) -> tuple[DomainPlan, ...]:
+    """The control daemons of these GPUs: one for all, or one for each, in directories named by its UUID.
+
+    A control daemon's default limits are the largest of its devices, because clients can only tighten them.
+    """
+    groups = [(gpu.address, f"/{gpu.uuid}", [gpu]) for gpu in gpus]
+    if config.cuda_mps_scope == "host":
+        groups = [("host", "", list(gpus))] if gpus else []
+    domains = []
+    for name, below, group in groups:
+        clients = (max_clients(gpu, driver, config.cuda_mps_max_clients) for gpu in group)
+        divided = tuple(
+            divide(entries[gpu.pci_address], gpu, config, name, most) for gpu, most in zip(group, clients)
+        )
+        domains.append(
+            DomainPlan(
+                name,
+                config.cuda_mps_pipe_directory + below,
+                config.cuda_mps_log_directory + below,
+                divided,
+                max(gpu.thread_percentage for gpu in divided),
+                config.cuda_mps_multiuser,
+                config.cuda_mps_pipe_group or "",
+            )
+        )
+    return tuple(domains)
+
+
+def _entries_of(config: Config, inventory: Inventory) -> tuple[dict[str, DeviceEntry], list[Problem]]:
+    """The entry that divides each GPU (by PCI address), and what is wrong with the entries.
+
+    If the file has none, there is one for every GPU: `cuda_mps_replicas` equal devices.
+    """
+    problems = []
+    entries: dict[str, DeviceEntry] = {}
+    for entry in config.devices:
+        gpu = find_gpu(entry.path, inventory.gpus)
+        if gpu is None and _may_be_broken(entry, inventory):
+            continue
+        if gpu is None:
+            problems.append(_no_gpu(entry, inventory))
+        elif gpu.pci_address in entries:
+            first = entries[gpu.pci_address]
+            what = f"path {entry.path} is GPU {gpu.address}, which line {first.path_at.line} divides already"
+            if entry.path != first.path:
+                what += f" as {first.path}"
+            problems.append(Problem(*entry.path_at, what, "remove one of the two entries"))
+        else:
+            entries[gpu.pci_address] = entry
+            problems += _wrong_for(entry, gpu, config, inventory)
+    if not config.devices:
+        at = config.sources["cuda_mps_replicas"]
+        for gpu in inventory.gpus:
+            entries[gpu.pci_address] = DeviceEntry(gpu.pci_address, config.cuda_mps_replicas, at, at)
+            problems += _too_many("cuda_mps_replicas", config.cuda_mps_replicas, gpu, config, inventory, at)
+    return entries, problems
+
+
+def find_gpu(path: str, gpus: Iterable[Gpu]) -> Gpu | None:
+    """The GPU that a render node, a PCI address or a UUID names, None if there is none."""
+    wanted = path.strip()
+    lower = wanted.lower()
+    for gpu in gpus:
+        link = f"/dev/dri/by-path/pci-{gpu.pci_address}-render" if gpu.render_node else None
+        if wanted in (gpu.render_node, link) or lower == (gpu.uuid or "").lower():
+            return gpu
+        if _same_address(lower, gpu.pci_address):
+            return gpu
+    return None
+
+
+def _same_address(text: str, pci_address: str) -> bool:
+    """Whether `text` is the address, with its domain in any number of digits, or without it if it is 0."""
+    domain, _, rest = pci_address.partition(":")
+    head, _, tail = text.partition(":")
+    if text.count(":") == 1:
+        return int(domain, 16) == 0 and text == rest
+    return tail == rest and head.lstrip("0") == domain.lstrip("0")
+
+
+def _may_be_broken(entry: DeviceEntry, inventory: Inventory) -> bool:
+    """Whether a UUID may be that of a broken GPU, which does not tell its own: then it is not wrong."""
+    is_uuid = entry.path.strip().upper().startswith("GPU-")
+    return is_uuid and any(gpu.uuid is None and gpu.reason for gpu in inventory.gpus)
+
+
+def _no_gpu(entry: DeviceEntry, inventory: Inventory) -> Problem:
+    names = [gpu.render_node or gpu.uuid or gpu.address for gpu in inventory.gpus]
+    remedy = f"the GPUs of this host are {', '.join(names)}" if names else "this host has no NVIDIA GPU"
+    return Problem(*entry.path_at, f"path {entry.path} is no GPU of this host", remedy)
+
+
+def _wrong_for(entry: DeviceEntry, gpu: Gpu, config: Config, inventory: Inventory) -> list[Problem]:
+    """What the entry asks of its GPU and the GPU cannot give; a broken GPU is not checked."""
+    if gpu.reason:
+        return []
+    at = entry.divided_at
+    if entry.slices:
+        many = _too_many("slices", len(entry.slices), gpu, config, inventory, at)
+        return many + [Problem(*at, *wrong) for wrong in wrong_slices(entry, gpu, config)]
+    if entry.memory_unit_mib:
+        return [Problem(*at, *wrong) for wrong in wrong_pool(entry, gpu)]
+    return _too_many("virtual_number", entry.virtual_number, gpu, config, inventory, at)
+
+
+def _too_many(
+    key: str, count: int, gpu: Gpu, config: Config, inventory: Inventory, at: Source
+) -> list[Problem]:
+    most = max_clients(gpu, inventory.driver, config.cuda_mps_max_clients)
+    if gpu.reason or count <= most:
+        return []
+    if at.line is None:  # the default is above what the operator's own override allows
+        at = config.sources["cuda_mps_max_clients"]
+    is_many = f"are {count}" if key == "slices" else f"is {count}"
+    what = f"{key} {is_many}, more than the {most} clients that MPS allows on GPU {gpu.address} ({gpu.name})"
+    remedy = f"write at most {most}"
+    if enforces_budgets(gpu):
+        remedy += ", or set cuda_mps_max_clients in host.conf where the driver allows more"
+    return [Problem(*at, what, remedy)]
