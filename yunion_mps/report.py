@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from yunion_mps.config import KEYS
-from yunion_mps.examination import Examination
 from yunion_mps.models import Config, DeviceEntry, Gpu, Plan, Source
 from yunion_mps.planning import division, enforces_budgets
+from yunion_mps.supervisor.preflight import Examination
 
 
 def config_json(config: Config) -> dict[str, Any]:

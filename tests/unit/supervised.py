@@ -11,12 +11,12 @@ from typing import NamedTuple
 
 import pytest
 from yunion_mps.daemon.run import drive
-from yunion_mps.examination import examine
 from yunion_mps.inventory import Nvml, scan
 from yunion_mps.models import Event, Snapshot
 from yunion_mps.paths import ROOT_VARIABLE, Paths
 from yunion_mps.service.shapes import devices_json
 from yunion_mps.supervisor import Change, Supervisor
+from yunion_mps.supervisor.preflight import examine
 
 from simhost import Description, SimHost
 from simhost.mps import Client, StandIns
@@ -80,7 +80,7 @@ class Supervised:
 
     @property
     def events(self) -> list[Event]:
-        return [one.event for one in self.supervisor.journal.after(0, 1000)]
+        return [one.event for one in self.supervisor.event_log.after(0, 1000)]
 
     def stop(self, *, put_back: bool = True) -> None:
         self.supervisor.stop(time.monotonic())

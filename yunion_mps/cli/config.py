@@ -75,8 +75,8 @@ def check_config(output: str) -> None:
       yunion-mps config check
       yunion-mps config check --output json
     """
-    from yunion_mps.examination import examine
     from yunion_mps.report import plan_json
+    from yunion_mps.supervisor.preflight import examine
 
     examination = examine(Paths.from_environment())
     try:

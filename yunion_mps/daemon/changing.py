@@ -13,7 +13,6 @@ from yunion_mps.daemon.handover import program
 from yunion_mps.daemon.looking import Looking
 from yunion_mps.errors import ConfigError, HostError, ShortageError, YunionError
 from yunion_mps.escaping import decoded
-from yunion_mps.examination import Examination, examine
 from yunion_mps.host.processes import outcome_of
 from yunion_mps.host.threads import on_thread
 from yunion_mps.models import Event
@@ -21,6 +20,7 @@ from yunion_mps.mps.states import APPLYING, STARTING
 from yunion_mps.paths import Paths
 from yunion_mps.service.state import domain_names
 from yunion_mps.supervisor import Change, Supervisor
+from yunion_mps.supervisor.preflight import Examination, examine
 
 log = logging.getLogger(__name__)
 
@@ -89,8 +89,8 @@ class Changing:
         async with self._lock:
             self._supervisor.refuse_if_unsafe()
             await self._check_the_new_program()
-            self._supervisor.journal.flush()
-        self._supervisor.journal.record(
+            self._supervisor.event_log.flush()
+        self._supervisor.event_log.record(
             Event("info", "daemon", "yunion-mps-daemon", "run anew", "somebody asked for it", _NOTHING_ENDS)
         )
         asyncio.get_running_loop().call_later(0.02, self._run_anew)  # the answer goes first
@@ -141,7 +141,7 @@ class Changing:
             log.error("not reloaded: %s", problem)
         means = "nothing was changed: what was in force stays in force"
         event = Event("error", "configuration", "reload", "refused", f"{who}: {error.message}", means)
-        self._supervisor.journal.record(event)
+        self._supervisor.event_log.record(event)
 
     async def _settled(self) -> None:
         """Wait until each control daemon serves or says why not."""

@@ -200,7 +200,7 @@ class ContainerDevices:
             trouble, means = "containers find the devices again", ""
             log.info("%s", trouble)
         severity = "warning" if means else "info"
-        self._supervisor.journal.record(Event(severity, "daemon", "containers", trouble, "", means))
+        self._supervisor.event_log.record(Event(severity, "daemon", "containers", trouble, "", means))
 
 
 def _hook_program() -> str:

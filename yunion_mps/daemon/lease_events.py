@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from yunion_mps.containers import Containers
 from yunion_mps.host.proc import command_of, user_name
-from yunion_mps.journal import Journal
 from yunion_mps.models import Event, Holder, Lease
+from yunion_mps.supervisor.event_log import EventLog
 
 
 class LeaseEvents:
     """Records them; a holder has to be there for its name to be known."""
 
-    def __init__(self, journal: Journal, containers: Containers) -> None:
-        self._journal = journal
+    def __init__(self, event_log: EventLog, containers: Containers) -> None:
+        self._event_log = event_log
         self._containers = containers
 
     def given(self, lease: Lease) -> None:
@@ -29,7 +29,7 @@ class LeaseEvents:
 
     def _tell(self, lease: Lease, what: str, cause: str) -> None:
         what = f"{what} {self._named(lease.holder)}"
-        self._journal.record(Event("info", "lease", devices_of(lease), what, cause))
+        self._event_log.record(Event("info", "lease", devices_of(lease), what, cause))
 
     def _named(self, holder: Holder) -> str:
         user = user_name(holder.uid)

@@ -72,7 +72,7 @@ class Leasing:
         self._service = service
         self._requests = LeaseRequests(supervisor, service)
         self._containers = Containers(paths)
-        self._events = LeaseEvents(supervisor.journal, self._containers)
+        self._events = LeaseEvents(supervisor.event_log, self._containers)
         self.ledger = Ledger()
         self.queue: Queue = Queue(self.ledger)
         self._ends = Ends(self._end)

@@ -104,7 +104,7 @@ class Metering:
                 len(waiting),
                 max((now.wall_s - since_s for since_s in waiting), default=0.0),
             ),
-            dict(supervisor.journal.counts),
+            dict(supervisor.event_log.counts),
             self._counts.counted(),
             self._use,
             service.ill_gpus(),

@@ -10,7 +10,6 @@ import logging
 import os
 import time
 
-from yunion_mps.compute_modes import ModeWork, carry_out, noted
 from yunion_mps.config import load
 from yunion_mps.daemon.lock import take_lock
 from yunion_mps.daemon.run import drive
@@ -23,6 +22,7 @@ from yunion_mps.mps.ownership import MpsProcess, our_processes
 from yunion_mps.mps.servers import orphans_in
 from yunion_mps.mps.states import STOPPED
 from yunion_mps.paths import Paths
+from yunion_mps.supervisor.compute_modes import ModeWork, carry_out, noted
 from yunion_mps.supervisor.past import gpus_of, left_running
 
 log = logging.getLogger("yunion_mps.daemon")

@@ -19,7 +19,6 @@ from yunion_mps.daemon.lock import take_lock
 from yunion_mps.daemon.options import Options
 from yunion_mps.daemon.signals import Signals
 from yunion_mps.errors import ConfigError, HostError, ShortageError, YunionError
-from yunion_mps.examination import examine
 from yunion_mps.gateway import notice
 from yunion_mps.host import logs
 from yunion_mps.host.proc import started_ticks
@@ -33,6 +32,7 @@ from yunion_mps.paths import Paths
 from yunion_mps.service.queries import Service
 from yunion_mps.service.state import one_line
 from yunion_mps.supervisor import Supervisor
+from yunion_mps.supervisor.preflight import examine
 from yunion_mps.supervisor.warnings import warnings
 
 log = logging.getLogger("yunion_mps.daemon")
@@ -111,7 +111,7 @@ def _serve(paths: Paths, signals: Signals, lock: int, handover: Handover | None)
                 raise ShortageError(f"the system refused something: {error}") from None
             raise
         if listener:
-            service = Service(supervisor.snapshot, started_s, os.getpid(), supervisor.journal)
+            service = Service(supervisor.snapshot, started_s, os.getpid(), supervisor.event_log)
             service.ledger = _noted_leases(paths, supervisor)
             anew = Handover(listener.socket.fileno(), lock, started_s)
             try:
@@ -169,7 +169,7 @@ def _until_stopped(
     log.info("yunion-mps %s is ready: %s", __version__, line)
     for warning in warnings(supervisor.snapshot()):
         log.warning("%s", warning)
-    supervisor.journal.record(Event("info", "daemon", "yunion-mps-daemon", f"ready, {__version__}", "", line))
+    _record(supervisor, "info", f"ready, {__version__}", consequence=line)
     notice.announce(paths, supervisor.config)
     notifier.ready(line)
     try:
@@ -177,7 +177,7 @@ def _until_stopped(
         while serve(paths, listener, supervisor, service, notifier, signals) == ANEW:
             _become_anew(supervisor, notifier, anew._replace(listener=listener.socket.fileno()))
         supervisor.say_whom_it_ended()
-        supervisor.journal.record(Event("info", "daemon", "yunion-mps-daemon", "stopped", signals.stop))
+        _record(supervisor, "info", "stopped", signals.stop)
     except _LoadError as error:
         _wind_up(supervisor, notifier)
         raise ShortageError(f"the event loop cannot be loaded: {error}") from None
@@ -195,8 +195,12 @@ def _become_anew(supervisor: Supervisor, notifier: Notifier, anew: Handover) -> 
     except OSError as error:
         what = f"the program cannot be run anew: {error}"
         log.error("%s; this one goes on", what)
-        supervisor.journal.record(Event("error", "daemon", "yunion-mps-daemon", what, "", "this one goes on"))
+        _record(supervisor, "error", what, consequence="this one goes on")
         notifier.ready(what)
+
+
+def _record(supervisor: Supervisor, severity: str, what: str, cause: str = "", consequence: str = "") -> None:
+    supervisor.event_log.record(Event(severity, "daemon", "yunion-mps-daemon", what, cause, consequence))
 
 
 def _load_event_loop() -> Callable[..., str]:

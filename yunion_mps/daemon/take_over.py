@@ -8,13 +8,13 @@ from __future__ import annotations
 import logging
 
 from yunion_mps.errors import HostError
-from yunion_mps.examination import Examination, examine
 from yunion_mps.host.proc import environment_of
 from yunion_mps.host.store import Store
 from yunion_mps.mps.control import PROGRAM, peer_of
 from yunion_mps.mps.ownership import MARK, could_be_ours
 from yunion_mps.mps.taken_over import TakenOver, judge, write_down
 from yunion_mps.paths import Paths
+from yunion_mps.supervisor.preflight import Examination, examine
 
 log = logging.getLogger("yunion_mps.daemon")
 

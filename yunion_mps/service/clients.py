@@ -113,7 +113,7 @@ class Clients:
         what = f"{found['command'] or 'a job'} (PID {pid}) of {found['user']}: {how}"
         cause = f"uid {uid} asked for its end"
         log.warning("%s, for %s", what, cause)
-        self._supervisor.journal.record(Event("warning", "client", found["domain"] or "", what, cause))
+        self._supervisor.event_log.record(Event("warning", "client", found["domain"] or "", what, cause))
         return {"pid": pid, "ended": ended, "how": how}
 
     async def _end(self, process: Process, found: Json, *, force: bool) -> tuple[str, bool]:

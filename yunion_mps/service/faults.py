@@ -59,7 +59,7 @@ class Faults:
 
     def _record(self, subject: str, what: str, cause: str, means: str) -> None:
         log.warning("%s: %s%s", subject, what, f"; {means}" if means else "")
-        self._supervisor.journal.record(Event("error", "client", subject, what, cause, means))
+        self._supervisor.event_log.record(Event("error", "client", subject, what, cause, means))
 
 
 def _of_server(server: dict[str, Any], suspects: list[int]) -> tuple[str, str, str]:

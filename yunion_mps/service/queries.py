@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 from yunion_mps import __version__
 from yunion_mps.errors import NotFoundError
-from yunion_mps.journal import Journal
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.models import Gpu, Lease, Snapshot
 from yunion_mps.planning import client_environment
@@ -23,6 +22,7 @@ from yunion_mps.service.state import (
     state_of,
 )
 from yunion_mps.service.usage import Usage
+from yunion_mps.supervisor.event_log import EventLog
 from yunion_mps.supervisor.warnings import warnings
 
 #: A page of a listing where nothing else is asked for, as with Cloudpods.
@@ -69,10 +69,10 @@ class Service:
     """Answers from the snapshot that `snapshot` returns; what is costly is made once for each snapshot."""
 
     def __init__(
-        self, snapshot: Callable[[], Snapshot], started_s: float, pid: int, journal: Journal | None = None
+        self, snapshot: Callable[[], Snapshot], started_s: float, pid: int, event_log: EventLog | None = None
     ) -> None:
         self._take = snapshot
-        self._journal = journal
+        self._event_log = event_log
         self._started_s = started_s
         self._pid = pid
         self._made_for = -1
@@ -170,25 +170,25 @@ class Service:
 
     def events(self, wanted: Wanted) -> Json:
         """The events that are wanted, oldest first, and the newest one's id; raises HostError."""
-        if self._journal is None:
+        if self._event_log is None:
             return {"events": [], "last": 0}
         if wanted.after is None:
-            found = self._journal.newest(wanted.since_s, wanted.limit, wanted.kind)
+            found = self._event_log.newest(wanted.since_s, wanted.limit, wanted.kind)
         else:
-            found = self._journal.after(wanted.after, wanted.limit, wanted.kind)
-        last = found[-1].id if found else self._journal.last_id()
+            found = self._event_log.after(wanted.after, wanted.limit, wanted.kind)
+        last = found[-1].id if found else self._event_log.last_id()
         events = [{"id": one.id, "time": one.time_s, **one.event._asdict()} for one in found]
         return {"events": events, "last": last}
 
     def when_there_are_more(self, call: Callable[[], None]) -> None:
         """Have `call` called once, with the next event."""
-        if self._journal:
-            self._journal.waiting.append(call)
+        if self._event_log:
+            self._event_log.waiting.append(call)
 
     def forget(self, call: Callable[[], None]) -> None:
         """Not to call it after all."""
-        if self._journal and call in self._journal.waiting:
-            self._journal.waiting.remove(call)
+        if self._event_log and call in self._event_log.waiting:
+            self._event_log.waiting.remove(call)
 
     def reasons(self) -> Mapping[str, str]:
         """Why the devices of a GPU (by UUID) cannot be used now, empty where they can."""

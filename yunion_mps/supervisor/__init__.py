@@ -10,23 +10,23 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 
-from yunion_mps.compute_modes import ModeResult, ModeWork
 from yunion_mps.errors import BusyError, DriverError, HostError, ShortageError
-from yunion_mps.examination import Examination
 from yunion_mps.host.store import Store
-from yunion_mps.journal import Journal
 from yunion_mps.models import Config, Inventory, Plan, Snapshot
 from yunion_mps.mps.applying import InForce
 from yunion_mps.mps.control import find_control_program
 from yunion_mps.mps.domain import Domain
 from yunion_mps.paths import Paths
 from yunion_mps.supervisor.changes import Change, FindLeaseWaits, events_of
+from yunion_mps.supervisor.compute_modes import ModeResult, ModeWork
+from yunion_mps.supervisor.event_log import EventLog
 from yunion_mps.supervisor.fleet import Fleet
 from yunion_mps.supervisor.gpus import Gpus
 from yunion_mps.supervisor.illness import Illness
 from yunion_mps.supervisor.jobs import Jobs, Processes
 from yunion_mps.supervisor.modes import Modes
 from yunion_mps.supervisor.past import AFTERWARDS, Past, find_past, gpus_of, left_running, settle_modes
+from yunion_mps.supervisor.preflight import Examination
 from yunion_mps.supervisor.target import Target
 from yunion_mps.supervisor.view import notice, statuses
 
@@ -47,11 +47,11 @@ class Supervisor:
         self._gpus = Gpus(examined.inventory, examined.config, examined.plan, Illness(paths.ill_gpus))
         self._target = Target(paths, examined, self._gpus)
         self._store: Store | None = None
-        self.journal = Journal(self.store, paths.events_copy, self._changed)
+        self.event_log = EventLog(self.store, paths.events_copy, self._changed)
         #: The domains that there are now.
-        self.fleet = Fleet(self.store, self.journal.record, self._changed)
+        self.fleet = Fleet(self.store, self.event_log.record, self._changed)
         self._jobs = Jobs()
-        self._modes = Modes(self._gpus, self.journal.record)
+        self._modes = Modes(self._gpus, self.event_log.record)
         #: Which devices of a plan wait for leases; set by the event loop, which has the ledger.
         self.find_lease_waits: FindLeaseWaits = lambda _: {}
         #: Whether a stop has begun.
@@ -115,7 +115,7 @@ class Supervisor:
     def say_whom_it_ended(self) -> None:
         """Name the jobs that did not end in time."""
         for event in self._jobs.ended_by_force():
-            self.journal.record(event)
+            self.event_log.record(event)
 
     def close(self) -> None:
         """Put the compute modes back to what they were before we first touched them.
@@ -142,7 +142,7 @@ class Supervisor:
 
     def release(self) -> None:
         """Give back what is held, and leave everything as it is, for the program that takes over."""
-        self.journal.flush()
+        self.event_log.flush()
         if self._store:
             self._store.close()
             self._store = None
@@ -187,9 +187,9 @@ class Supervisor:
 
     def _troubles(self) -> list[str]:
         found = [words for words in self._remarked.values() if words]
-        if self.journal.trouble:
+        if self.event_log.trouble:
             means = "events are kept elsewhere meanwhile, and nothing can be changed"
-            found.append(f"{self.journal.trouble}; {means}")
+            found.append(f"{self.event_log.trouble}; {means}")
         return found
 
     # -- GPUs
@@ -198,7 +198,7 @@ class Supervisor:
         """Take note of what the GPUs are like now, and of one that can serve only now."""
         before = {gpu.uuid: gpu.compute_mode for gpu in self._gpus.inventory.gpus}
         for event in self._gpus.look(inventory, self.config, self._target.plan):
-            self.journal.record(event)
+            self.event_log.record(event)
         self._modes.tell_of_others(before, self._target.plan)
         if self._gpus.changed:
             self.fleet.healthy_gpus = self._gpus.healthy
@@ -217,7 +217,7 @@ class Supervisor:
         event = self._gpus.mark_ill(pci_address, xid)
         if event:
             log.warning("GPU %s: %s; %s", event.subject, event.what, event.consequence)
-            self.journal.record(event)
+            self.event_log.record(event)
             self._changed()
 
     @property
@@ -276,9 +276,9 @@ class Supervisor:
         self._gpus.forgive()
         if examined.nvml:
             for event in self._gpus.look(examined.inventory, examined.config, plan):
-                self.journal.record(event)
+                self.event_log.record(event)
         for event in events_of(changes) if is_other else ():  # what is pending was recorded before
-            self.journal.record(event)
+            self.event_log.record(event)
         self._changed()
         return changes
 

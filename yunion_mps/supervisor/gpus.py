@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection
 
-from yunion_mps.compute_modes import ModeResult
 from yunion_mps.errors import DriverError
 from yunion_mps.inventory.pci import sort_key
 from yunion_mps.inventory.served import GONE, save
@@ -13,6 +12,7 @@ from yunion_mps.inventory.xid import meaning
 from yunion_mps.models import Config, Event, Gpu, Inventory, Plan
 from yunion_mps.paths import Paths
 from yunion_mps.planning import reason_against
+from yunion_mps.supervisor.compute_modes import ModeResult
 from yunion_mps.supervisor.illness import Illness
 
 log = logging.getLogger(__name__)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Mapping
 
-from yunion_mps.compute_modes import ModeResult, ModeWork, carry_out, noted
 from yunion_mps.errors import DriverError
 from yunion_mps.host.store import Store
 from yunion_mps.inventory import Nvml
 from yunion_mps.models import Event, Plan
 from yunion_mps.planning import mode_changes
+from yunion_mps.supervisor.compute_modes import ModeResult, ModeWork, carry_out, noted
 from yunion_mps.supervisor.gpus import Gpus
 from yunion_mps.supervisor.past import gpus_of, left_running
 

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
-from yunion_mps.compute_modes import ModeWork, carry_out, noted
 from yunion_mps.errors import HostError
 from yunion_mps.host.store import Store
 from yunion_mps.inventory import Nvml
@@ -14,6 +13,7 @@ from yunion_mps.models import DomainPlan, Plan
 from yunion_mps.mps.applying import InForce
 from yunion_mps.mps.control import PROGRAM
 from yunion_mps.mps.ownership import MpsProcess, our_processes
+from yunion_mps.supervisor.compute_modes import ModeWork, carry_out, noted
 from yunion_mps.supervisor.notes import from_json
 
 log = logging.getLogger(__name__)

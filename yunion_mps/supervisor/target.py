@@ -6,7 +6,6 @@ import logging
 from collections.abc import Sequence
 
 from yunion_mps.errors import ConfigError
-from yunion_mps.examination import Examination
 from yunion_mps.models import Config, DomainPlan, Inventory, Plan
 from yunion_mps.mps.control import find_control_program
 from yunion_mps.mps.domain import Domain
@@ -14,6 +13,7 @@ from yunion_mps.paths import Paths
 from yunion_mps.planning import make_plan
 from yunion_mps.supervisor.changes import Change, FindLeaseWaits, changes_to, settings_changed
 from yunion_mps.supervisor.gpus import Gpus
+from yunion_mps.supervisor.preflight import Examination
 from yunion_mps.supervisor.view import in_force
 
 log = logging.getLogger(__name__)

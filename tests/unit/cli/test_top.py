@@ -13,12 +13,12 @@ from yunion_mps.cli.screen.asking import Answers
 from yunion_mps.cli.screen.frame import VIEWS, Look, Silence, clock, frame, plain
 from yunion_mps.cli.screen.scene import ORDERS, Scene, scene, sorted_devices
 from yunion_mps.cli.screen.text import bar, columns_of, duration, fit
-from yunion_mps.examination import WITHOUT_IT
 from yunion_mps.models import Event, Snapshot
 from yunion_mps.overview.findings import Finding, folded, of_status
 from yunion_mps.overview.uses import NOBODY, Clients
 from yunion_mps.overview.words import count
 from yunion_mps.service.queries import Service
+from yunion_mps.supervisor.preflight import WITHOUT_IT
 from yunion_mps.supervisor.warnings import warnings
 
 from unit.cli.conftest import Cli

@@ -31,10 +31,10 @@ from yunion_mps.http.deferred import Deferred
 from yunion_mps.http.listener import Listener
 from yunion_mps.http.routes import Router
 from yunion_mps.http.server import Server
-from yunion_mps.journal import Journal
 from yunion_mps.models import Event, Snapshot
 from yunion_mps.paths import Paths
 from yunion_mps.service.queries import Service
+from yunion_mps.supervisor.event_log import EventLog
 
 from unit.http.by_hand import Changes, Giver, Meter, People
 
@@ -162,7 +162,7 @@ class ServerHost:
         self.changes = Changes()
         self.people = People()
         self.giver = Giver()
-        self.service = service = Service(lambda: self.snapshot, time.time(), os.getpid(), self.journal)
+        self.service = service = Service(lambda: self.snapshot, time.time(), os.getpid(), self.event_log)
         self.deferred = Deferred(service, self.changes, self.people, self.giver, Meter())
         self.server = Server(Router(service, self.deferred), limits or Limits())
         self.listener = Listener(self.paths)
@@ -174,22 +174,22 @@ class ServerHost:
 
     def _use(self, paths: Paths) -> None:
         self.store = self._stack.enter_context(contextlib.closing(Store(paths)))
-        self.journal = Journal(lambda: self.store, paths.events_copy)
+        self.event_log = EventLog(lambda: self.store, paths.events_copy)
 
     def begin_record_anew(self, paths: Paths) -> None:
         """Keep events there from now on, as a daemon does that finds none of those before."""
-        waiting = self.journal.waiting
+        waiting = self.event_log.waiting
         self._use(paths)
-        self.journal.waiting = waiting
-        self.service._journal = self.journal
+        self.event_log.waiting = waiting
+        self.service._event_log = self.event_log
 
     def record(self, event: Event, time_s: float | None = None) -> None:
         """An event comes now; with `time_s`, there is one of then."""
 
         async def record() -> None:
-            self.journal.record(event)
+            self.event_log.record(event)
             if time_s is not None:
-                row = (time_s, self.journal.last_id())
+                row = (time_s, self.event_log.last_id())
                 self.store.write("UPDATE event SET time_s = ? WHERE id = ?", [row])
 
         self.call(record())
@@ -232,7 +232,7 @@ class ServerHost:
         self.people.gate.set()
         self.call(self.server.close())
         self.wait_connections(0)
-        eventually(lambda: not self.journal.waiting, "that nobody waits for events")
+        eventually(lambda: not self.event_log.waiting, "that nobody waits for events")
 
     def close(self) -> None:
         self.stop()

@@ -286,7 +286,7 @@ def test_a_question_may_take_longer_than_others(host: ServerHost) -> None:
         target=lambda: answers.append(client.get("/v1/events?after=0&wait=60", timeout_s=60))
     )
     asking.start()
-    eventually(lambda: host.journal.waiting, "one that waits")
+    eventually(lambda: host.event_log.waiting, "one that waits")
     host.record(Event("info", "gpu", "00:06.0", "back"))
     asking.join()
     assert len(answers) == 1

@@ -33,7 +33,7 @@ def whats(answer: Answer | None) -> list[str]:
 def waiting(host: ServerHost, count: int = 1, target: str = WAIT) -> list[RawClient]:
     """Clients that wait for an event."""
     clients = [host.connect().send(request(target)) for _ in range(count)]
-    eventually(lambda: len(host.journal.waiting) == count, f"{count} that wait")
+    eventually(lambda: len(host.event_log.waiting) == count, f"{count} that wait")
     return clients
 
 
@@ -75,7 +75,7 @@ def test_who_waits_for_an_event_is_told_it_when_it_comes(host: ServerHost) -> No
 def test_who_waits_for_one_kind_is_not_told_another(host: ServerHost) -> None:
     (client,) = waiting(host, target=WAIT + "&kind=gpu")
     host.record(READY)
-    eventually(lambda: len(host.journal.waiting) == 1, "that it waits on")
+    eventually(lambda: len(host.event_log.waiting) == 1, "that it waits on")
     host.record(BACK)
     assert whats(client.answer()) == [BACK.what]
 
@@ -100,7 +100,7 @@ def test_many_that_wait_cost_others_nothing(serve: Serve) -> None:
         assert idle.ended()
     for path in ("/v1/status", "/v1/plan", "/v1/events"):
         assert host.ask("GET", path).status == 200
-    assert len(host.journal.waiting) == 200
+    assert len(host.event_log.waiting) == 200
     host.record(LOST)
     assert [whats(client.answer()) for client in clients] == [[LOST.what]] * 200
 
@@ -108,17 +108,17 @@ def test_many_that_wait_cost_others_nothing(serve: Serve) -> None:
 @pytest.mark.parametrize("behind", [0, 3])
 def test_who_goes_away_while_it_waits_leaves_nothing_behind(host: ServerHost, behind: int) -> None:
     clients = [host.connect().send(request(WAIT) + request("/v1/gpus") * behind) for _ in range(20)]
-    eventually(lambda: len(host.journal.waiting) == 20, "20 that wait")
+    eventually(lambda: len(host.event_log.waiting) == 20, "20 that wait")
     for client in clients:
         client.close()
     host.wait_connections(0)
-    eventually(lambda: not host.journal.waiting, "that nobody waits")
+    eventually(lambda: not host.event_log.waiting, "that nobody waits")
     host.assert_serves()
 
 
 def test_who_waits_behind_other_requests_leaves_nothing_behind_either(host: ServerHost) -> None:
     client = host.connect().send(request("/v1/gpus") * 3 + request(WAIT))
-    eventually(lambda: len(host.journal.waiting) == 1, "one that waits")
+    eventually(lambda: len(host.event_log.waiting) == 1, "one that waits")
     client.close()
     host.wait_connections(0)
 

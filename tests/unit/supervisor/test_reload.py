@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 from yunion_mps.errors import ConfigError, HostError
-from yunion_mps.examination import examine
 from yunion_mps.mps.ownership import our_processes
 from yunion_mps.service.shapes import devices_json
+from yunion_mps.supervisor.preflight import examine
 from yunion_mps.supervisor.warnings import warnings
 
 from unit.supervised import MakeHost, Supervise, budgets, configure, modes, pid

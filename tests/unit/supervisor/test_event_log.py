@@ -12,10 +12,9 @@ from pathlib import Path
 import pytest
 from yunion_mps.errors import HostError
 from yunion_mps.host.store import Store
-from yunion_mps.journal import Journal
-from yunion_mps.journal.table import Table
 from yunion_mps.models import Event
 from yunion_mps.paths import Paths
+from yunion_mps.supervisor.event_log import EventLog, EventTable
 
 
 def event(what: str, kind: str = "domain") -> Event:
@@ -47,83 +46,83 @@ def disk(paths: Paths) -> Iterator[Disk]:
 
 
 @pytest.fixture
-def journal(disk: Disk, paths: Paths) -> Journal:
-    return Journal(disk, paths.events_copy)
+def event_log(disk: Disk, paths: Paths) -> EventLog:
+    return EventLog(disk, paths.events_copy)
 
 
-def whats(journal: Journal) -> list[str]:
-    return [one.event.what for one in journal.after(0, 10_000)]
+def whats(event_log: EventLog) -> list[str]:
+    return [one.event.what for one in event_log.after(0, 10_000)]
 
 
-def test_an_event_is_there_at_once(disk: Disk, journal: Journal) -> None:
-    journal.record(event("a"))
-    journal.record(event("b", "gpu"))
-    assert whats(journal) == ["a", "b"]
-    assert journal.last_id() == 2
-    assert [one.event.what for one in journal.after(1, 10)] == ["b"]
-    assert [one.event.what for one in journal.newest(0.0, 1)] == ["b"]
-    assert [one.event.what for one in journal.newest(0.0, 9, "domain")] == ["a"]
+def test_an_event_is_there_at_once(disk: Disk, event_log: EventLog) -> None:
+    event_log.record(event("a"))
+    event_log.record(event("b", "gpu"))
+    assert whats(event_log) == ["a", "b"]
+    assert event_log.last_id() == 2
+    assert [one.event.what for one in event_log.after(1, 10)] == ["b"]
+    assert [one.event.what for one in event_log.newest(0.0, 1)] == ["b"]
+    assert [one.event.what for one in event_log.newest(0.0, 9, "domain")] == ["a"]
 
 
 def test_what_cannot_be_written_is_written_later_in_order_and_said_once(
-    disk: Disk, journal: Journal, caplog: pytest.LogCaptureFixture
+    disk: Disk, event_log: EventLog, caplog: pytest.LogCaptureFixture
 ) -> None:
-    journal.record(event("0"))
+    event_log.record(event("0"))
     disk.full = True
     for what in "abc":
-        journal.record(event(what))
+        event_log.record(event(what))
     assert [record.levelno for record in caplog.records] == [logging.ERROR]
     disk.full = False  # for reading
-    assert whats(journal) == ["0", "a", "b", "c"], "they are shown all the same"
-    journal.record(event("d"))
-    assert whats(journal) == ["0", "a", "b", "c", "d"]
+    assert whats(event_log) == ["0", "a", "b", "c"], "they are shown all the same"
+    event_log.record(event("d"))
+    assert whats(event_log) == ["0", "a", "b", "c", "d"]
     disk.full = True
-    journal.record(event("e"))
+    event_log.record(event("e"))
     assert len(caplog.records) == 2, "a new shortage is a new trouble"
     disk.full = False
-    journal.flush()
-    assert whats(journal)[-1] == "e"
+    event_log.flush()
+    assert whats(event_log)[-1] == "e"
 
 
-def test_what_is_kept_in_memory_is_bounded_and_the_newest_count(disk: Disk, journal: Journal) -> None:
+def test_what_is_kept_in_memory_is_bounded_and_the_newest_count(disk: Disk, event_log: EventLog) -> None:
     disk.full = True
     for number in range(1500):
-        journal.record(event(str(number)))
+        event_log.record(event(str(number)))
     disk.full = False
-    journal.flush()
-    assert whats(journal) == [str(number) for number in range(500, 1500)]
+    event_log.flush()
+    assert whats(event_log) == [str(number) for number in range(500, 1500)]
 
 
 def test_whoever_waits_is_called_once_with_the_next_event_that_is_written(
-    disk: Disk, journal: Journal
+    disk: Disk, event_log: EventLog
 ) -> None:
     called: list[str] = []
-    journal.waiting.append(lambda: called.append("x"))
+    event_log.waiting.append(lambda: called.append("x"))
     disk.full = True
-    journal.record(event("a"))
+    event_log.record(event("a"))
     assert called == []
     disk.full = False
-    journal.record(event("b"))
-    journal.record(event("c"))
+    event_log.record(event("b"))
+    event_log.record(event("c"))
     assert called == ["x"]
 
 
-def test_the_newest_are_shown_although_they_are_not_written_yet(disk: Disk, journal: Journal) -> None:
-    journal.record(event("a"))
+def test_the_newest_are_shown_although_they_are_not_written_yet(disk: Disk, event_log: EventLog) -> None:
+    event_log.record(event("a"))
     written = disk.store.write
     disk.store.write = _full  # type: ignore[method-assign]
-    journal.record(event("b", "gpu"))
-    journal.record(event("c"))
-    assert journal.trouble == "disk full"
-    assert whats(journal) == ["a", "b", "c"]
-    assert [one.id for one in journal.after(1, 1)] == [2]
-    assert [one.event.what for one in journal.newest(0.0, 2)] == ["b", "c"]
-    assert [one.event.what for one in journal.newest(0.0, 9, "gpu")] == ["b"]
-    assert journal.last_id() == 3
+    event_log.record(event("b", "gpu"))
+    event_log.record(event("c"))
+    assert event_log.trouble == "disk full"
+    assert whats(event_log) == ["a", "b", "c"]
+    assert [one.id for one in event_log.after(1, 1)] == [2]
+    assert [one.event.what for one in event_log.newest(0.0, 2)] == ["b", "c"]
+    assert [one.event.what for one in event_log.newest(0.0, 9, "gpu")] == ["b"]
+    assert event_log.last_id() == 3
     disk.store.write = written  # type: ignore[method-assign]
-    journal.flush()
-    assert journal.trouble == ""
-    assert whats(journal) == ["a", "b", "c"]
+    event_log.flush()
+    assert event_log.trouble == ""
+    assert whats(event_log) == ["a", "b", "c"]
 
 
 def _full(statement: str, rows: Sequence[tuple[object, ...]]) -> None:
@@ -131,17 +130,17 @@ def _full(statement: str, rows: Sequence[tuple[object, ...]]) -> None:
 
 
 def test_a_daemon_that_is_killed_while_the_disk_is_full_loses_no_event(disk: Disk, paths: Paths) -> None:
-    first = Journal(disk, paths.events_copy)
+    first = EventLog(disk, paths.events_copy)
     first.record(event("a"))
     disk.full = True
     first.record(event("b"))
     first.record(event("c"))
     disk.full = False
-    second = Journal(disk, paths.events_copy)
+    second = EventLog(disk, paths.events_copy)
     assert second.last_id() == 3
     assert whats(second) == ["a", "b", "c"]
     second.record(event("d"))
-    assert [one.event.what for one in Table(disk.store).after(0, 9)] == ["a", "b", "c", "d"]
+    assert [one.event.what for one in EventTable(disk.store).after(0, 9)] == ["a", "b", "c", "d"]
     assert [one.id for one in second.after(0, 9)] == [1, 2, 3, 4]
 
 
@@ -149,12 +148,12 @@ def test_a_damaged_file_is_begun_anew_with_the_events_since_the_boot_and_that_is
     paths: Paths,
 ) -> None:
     with closing(Store(paths)) as store:
-        first = Journal(lambda: store, paths.events_copy)
+        first = EventLog(lambda: store, paths.events_copy)
         first.record(event("a"))
         first.record(event("b"))
     Path(paths.store).write_bytes(b"torn" * 1024)
     with closing(Store(paths)) as store:
-        second = Journal(lambda: store, paths.events_copy)
+        second = EventLog(lambda: store, paths.events_copy)
         second.record(event("c"))
         told = second.after(0, 9)
         assert [(one.id, one.event.what) for one in told[:3]] == [(1, "a"), (2, "b"), (3, "c")]
@@ -164,28 +163,28 @@ def test_a_damaged_file_is_begun_anew_with_the_events_since_the_boot_and_that_is
 
 def test_events_are_lost_neither_when_the_file_is_damaged_while_it_is_in_use(paths: Paths) -> None:
     with closing(Store(paths)) as store:
-        journal = Journal(lambda: store, paths.events_copy)
-        journal.record(event("a"))
+        event_log = EventLog(lambda: store, paths.events_copy)
+        event_log.record(event("a"))
         with closing(sqlite3.connect(paths.store)) as connection:
             connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         with open(paths.store, "r+b") as file:
             file.write(b"\xff" * os.stat(paths.store).st_size)
-        journal.record(event("b"))
-        assert whats(journal)[:2] == ["a", "b"]
-        assert [one.id for one in journal.after(0, 9)] == [1, 2, 3]
+        event_log.record(event("b"))
+        assert whats(event_log)[:2] == ["a", "b"]
+        assert [one.id for one in event_log.after(0, 9)] == [1, 2, 3]
 
 
 def test_without_a_copy_events_are_kept_all_the_same(disk: Disk, paths: Paths) -> None:
     Path(paths.run_directory).parent.mkdir()
     Path(paths.run_directory).write_text("in the way")
-    journal = Journal(disk, paths.events_copy)
-    journal.record(event("a"))
-    assert whats(journal) == ["a"]
+    event_log = EventLog(disk, paths.events_copy)
+    event_log.record(event("a"))
+    assert whats(event_log) == ["a"]
 
 
 def test_that_there_is_trouble_and_that_it_is_over_is_told(disk: Disk, paths: Paths) -> None:
     told: list[str] = []
-    kept = Journal(disk, paths.events_copy, lambda: told.append(kept.trouble))
+    kept = EventLog(disk, paths.events_copy, lambda: told.append(kept.trouble))
     disk.full = True
     kept.record(event("a"))
     kept.record(event("b"))

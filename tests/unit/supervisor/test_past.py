@@ -12,10 +12,10 @@ from contextlib import closing
 import pytest
 from yunion_mps.errors import HostError
 from yunion_mps.host.store import Store
-from yunion_mps.journal.table import Table
 from yunion_mps.mps.control import PROGRAM
 from yunion_mps.mps.ownership import our_processes
 from yunion_mps.service.shapes import devices_json
+from yunion_mps.supervisor.event_log import EventTable
 
 from simhost import SimHost
 from unit.mps.driving import full_queue
@@ -324,7 +324,7 @@ def test_modes_that_are_put_back_at_the_stop_are_told(make_host: MakeHost, super
     made = supervise(host).start()
     made.stop()
     with closing(Store(made.paths)) as store:
-        told = [one.event for one in Table(store).after(0, 100, "compute_mode")]
+        told = [one.event for one in EventTable(store).after(0, 100, "compute_mode")]
     assert [(event.subject, event.what) for event in told][2:] == [
         ("00:06.0", "Exclusive_Process -> Default"),
         ("00:07.0", "Exclusive_Process -> Default"),

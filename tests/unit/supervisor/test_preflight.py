@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 from yunion_mps.errors import ConfigError, DriverError, HostError
-from yunion_mps.examination import Examination, examine
 from yunion_mps.models import Plan
 from yunion_mps.paths import Paths
 from yunion_mps.report import plan_json
+from yunion_mps.supervisor.preflight import Examination, examine
 
 from simhost import Description, SimHost
 

@@ -1,0 +1,227 @@
+"""The record of what happened: every change with its time, cause and consequence.
+
+An event is in its copy in the run directory first and in the state file next, so that neither a full disk nor
+a damaged file loses it. An event that cannot be written at once is written later, in order, and nothing waits
+for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+from yunion_mps.errors import HostError
+from yunion_mps.host.store import Store
+from yunion_mps.models import Event
+
+log = logging.getLogger(__name__)
+
+#: How many events are kept, and for how long.
+MOST_EVENTS = 10_000
+OLDEST_EVENT_S = 30 * 86_400.0
+_PRUNE_EVERY = 256
+#: How many events are kept in memory while none can be written.
+_MOST_UNWRITTEN = 1000
+#: At this size a file of the copy is followed by the next; two are kept, of some 2,000 events each.
+_LARGEST_COPY_BYTES = 512 * 1024
+#: A larger id is none of ours, and no id that SQLite can keep could follow it.
+_MOST_EVENTS_EVER = 1 << 62
+
+
+class EventRecord(NamedTuple):
+    """An event as it was recorded; ids grow, and are never used twice. `time_s` is in s since 1970."""
+
+    id: int
+    time_s: float
+    event: Event
+
+
+class EventLog:
+    """Keeps events in the store that `store` opens, once there is something to keep."""
+
+    def __init__(
+        self, store: Callable[[], Store], copy_file: str, changed: Callable[[], None] = lambda: None
+    ) -> None:
+        """`copy_file` is where their copy lies; `changed` is called when `trouble` has changed."""
+        self._store = store
+        self._copy = EventCopy(copy_file)
+        self._changed = changed
+        self._last_id: int | None = None
+        # Events that have no id yet, because the next id is not known before the file was read.
+        self._without_id: deque[tuple[float, Event]] = deque(maxlen=_MOST_UNWRITTEN)
+        self._unwritten: deque[EventRecord] = deque(maxlen=_MOST_UNWRITTEN)
+        self._set_aside = ""
+        #: Why events cannot be written now, empty if they can.
+        self.trouble = ""
+        #: How many were recorded, by kind and severity.
+        self.counts: Counter[tuple[str, str]] = Counter()
+        #: What to call, once, with the next event.
+        self.waiting: list[Callable[[], None]] = []
+
+    def record(self, event: Event) -> None:
+        """Keep the event, with the current time."""
+        self._without_id.append((time.time(), event))
+        self.counts[event.kind, event.severity] += 1
+        self.flush()
+
+    def flush(self) -> None:
+        """Write what could not be written before."""
+        if not self._without_id and not self._unwritten:
+            return
+        try:
+            self._give_ids()
+            store = self._store()
+            EventTable(store).add(list(self._unwritten))
+        except HostError as error:
+            self._note_trouble(error.message)
+            return
+        self._unwritten.clear()
+        self._note_trouble("")
+        if store.set_aside != self._set_aside:
+            self._set_aside = store.set_aside
+            self._fill_again(store)
+        waiting, self.waiting = self.waiting, []
+        for call in waiting:
+            call()
+
+    def last_id(self) -> int:
+        """The id of the newest event, 0 if there was none yet; raises HostError.
+
+        The first call includes what an earlier daemon could not write.
+        """
+        if self._last_id is None:
+            written = EventTable(self._store()).last_id()
+            missing = [one for one in self._copy.read() if one.id > written]
+            self._unwritten += missing
+            self._last_id = missing[-1].id if missing else written
+        return self._last_id
+
+    def after(self, last: int, limit: int, kind: str = "") -> list[EventRecord]:
+        """The oldest `limit` events after the one with the id `last`; raises HostError."""
+        self.last_id()
+        found = EventTable(self._store()).after(last, limit, kind)
+        return [*found, *self._not_written_since(last, 0.0, kind)][:limit]
+
+    def newest(self, since_s: float, limit: int, kind: str = "") -> list[EventRecord]:
+        """The newest `limit` events from `since_s` (s since 1970) on, oldest first; raises HostError."""
+        self.last_id()
+        found = EventTable(self._store()).newest(since_s, limit, kind)
+        return [*found, *self._not_written_since(0, since_s, kind)][-limit:]
+
+    def _not_written_since(self, last: int, since_s: float, kind: str) -> list[EventRecord]:
+        return [
+            one
+            for one in self._unwritten
+            if one.id > last and one.time_s >= since_s and kind in ("", one.event.kind)
+        ]
+
+    def _give_ids(self) -> None:
+        """Give an id to each event that has none, and copy it; raises HostError if no id is known."""
+        first = self.last_id() + 1
+        new = [EventRecord(number, *one) for number, one in enumerate(self._without_id, first)]
+        self._without_id.clear()
+        self._last_id = first + len(new) - 1
+        self._unwritten += new
+        self._copy.add(new)
+
+    def _fill_again(self, store: Store) -> None:
+        """The state file was damaged and made again: give it the events of which there is a copy."""
+        what = f"the state file could not be read: it is kept as {store.set_aside}"
+        log.error("%s, and was made again", what)
+        try:
+            EventTable(store).add(self._copy.read())
+        except HostError as error:
+            self._note_trouble(error.message)
+        means = "it was made again from copies: the events since the boot, and the former compute modes"
+        self.record(Event("error", "daemon", "state file", what, "it is damaged", means))
+
+    def _note_trouble(self, message: str) -> None:
+        if message == self.trouble:
+            return
+        if message:
+            log.error("events cannot be written, and are kept in %s: %s", self._copy.file, message)
+        self.trouble = message
+        self._changed()
+
+
+class EventTable:
+    """The events of one state file, bounded in number and age; everything here raises HostError."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def add(self, events: Sequence[EventRecord]) -> None:
+        """Keep the events, all or none; those that are there already are left alone."""
+        if not events:
+            return
+        rows = [(one.id, one.time_s, *one.event) for one in events]
+        self._store.write("INSERT OR IGNORE INTO event VALUES (?, ?, ?, ?, ?, ?, ?, ?)", rows)
+        if events[0].id // _PRUNE_EVERY != (events[-1].id + 1) // _PRUNE_EVERY:
+            self._prune()
+
+    def last_id(self) -> int:
+        """The id of the newest event that there ever was, 0 if there was none yet."""
+        rows = self._store.read("SELECT seq FROM sqlite_sequence WHERE name = 'event'")
+        return int(rows[0][0]) if rows else 0
+
+    def newest(self, since_s: float, limit: int, kind: str = "") -> list[EventRecord]:
+        """The newest `limit` events with a time from `since_s` on, oldest first."""
+        query = "SELECT * FROM event WHERE time_s >= ? AND (? = '' OR kind = ?) ORDER BY id DESC LIMIT ?"
+        return [_record(row) for row in reversed(self._store.read(query, since_s, kind, kind, limit))]
+
+    def after(self, last: int, limit: int, kind: str = "") -> list[EventRecord]:
+        """The oldest `limit` events with an id above `last`, oldest first."""
+        query = "SELECT * FROM event WHERE id > ? AND (? = '' OR kind = ?) ORDER BY id LIMIT ?"
+        return [_record(row) for row in self._store.read(query, last, kind, kind, limit)]
+
+    def _prune(self) -> None:
+        """Delete the oldest: by number first, because a clock set ahead makes new events look old."""
+        self._store.write("DELETE FROM event WHERE id <= ?", [(self.last_id() - MOST_EVENTS,)])
+        self._store.write("DELETE FROM event WHERE time_s < ?", [(time.time() - OLDEST_EVENT_S,)])
+
+
+def _record(row: Sequence[object]) -> EventRecord:
+    number, time_s, *fields = row
+    return EventRecord(int(str(number)), float(str(time_s)), Event(*map(str, fields)))
+
+
+class EventCopy:
+    """One event a line, as JSON; what cannot be written or read of it is passed over."""
+
+    def __init__(self, file: str) -> None:
+        self.file = file
+        self._older = f"{file}.old"
+
+    def add(self, events: Iterable[EventRecord]) -> None:
+        """Append the events."""
+        rows = ([one.id, one.time_s, *one.event] for one in events)
+        lines = "".join(json.dumps(row, separators=(",", ":")) + "\n" for row in rows)
+        with contextlib.suppress(OSError):
+            os.makedirs(os.path.dirname(self.file), mode=0o755, exist_ok=True)
+            file = os.open(self.file, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+            try:
+                os.write(file, lines.encode())
+                is_large = os.fstat(file).st_size > _LARGEST_COPY_BYTES
+            finally:
+                os.close(file)
+            if is_large:
+                os.replace(self.file, self._older)
+
+    def read(self) -> list[EventRecord]:
+        """What there is, in the order of the ids, without a line that was cut off."""
+        found: dict[int, EventRecord] = {}
+        for name in (self._older, self.file):
+            with contextlib.suppress(OSError), open(name, encoding="utf-8", errors="replace") as file:
+                for line in file:
+                    with contextlib.suppress(ValueError, TypeError, OverflowError, RecursionError):
+                        number, time_s, *fields = json.loads(line)
+                        if 0 < int(number) < _MOST_EVENTS_EVER:
+                            event = Event(*map(str, fields))
+                            found[int(number)] = EventRecord(int(number), float(time_s), event)
+        return [found[number] for number in sorted(found)]
