@@ -10,7 +10,7 @@ import sys
 import time
 from typing import Any, NamedTuple
 
-from gpu_check.asking import Client
+from gpu_check.clients import Client
 from gpu_check.values import Host, Surroundings, Trouble
 
 LIBCUDA = "libcuda.so.1"

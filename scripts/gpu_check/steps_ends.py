@@ -9,10 +9,8 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
-from gpu_check.asking import Client
-from gpu_check.control import Answer, Control
-from gpu_check.fates import Attempt, attempt, fates, outcome_of, start_beating, watch
-from gpu_check.processes import name_of, stat_of
+from gpu_check.clients import Attempt, Client, attempt, fates, outcome_of, start_beating, watch
+from gpu_check.processes import Answer, Control, name_of, stat_of
 from gpu_check.values import Report, Step, Surroundings, Trouble, seconds
 
 _WATCH_S = 4.0

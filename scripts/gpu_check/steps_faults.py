@@ -6,10 +6,8 @@ import signal
 import time
 from contextlib import ExitStack
 
-from gpu_check.asking import Client, describe
-from gpu_check.control import Answer, Control
-from gpu_check.fates import Attempt, attempt, fates, start_beating, watch
-from gpu_check.processes import stat_of
+from gpu_check.clients import Attempt, Client, attempt, describe, fates, start_beating, watch
+from gpu_check.processes import Answer, Control, stat_of
 from gpu_check.values import Report, Step, Surroundings, seconds
 
 _WORDS = ("fault", "fatal", "error", "exception", "terminat", "xid", "client", "exit", "status", "server")

@@ -6,10 +6,8 @@ import os
 import time
 
 from gpu_check import host as driver
-from gpu_check.asking import Client
-from gpu_check.control import Control
-from gpu_check.fates import start_beating
-from gpu_check.processes import all_pids, name_of, names, stat_of
+from gpu_check.clients import Client, start_beating
+from gpu_check.processes import Control, all_pids, name_of, names, stat_of
 from gpu_check.values import Report, Step, Surroundings, seconds
 
 #: So long a server without clients is watched.

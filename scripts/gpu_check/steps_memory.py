@@ -6,8 +6,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from gpu_check.asking import Client
-from gpu_check.control import Control
+from gpu_check.clients import Client
+from gpu_check.processes import Control
 from gpu_check.values import Report, Step, Surroundings, Trouble
 
 _DEFAULT = "default_device_pinned_mem_limit"

@@ -9,10 +9,8 @@ import sys
 import time
 from typing import Any
 
-from gpu_check.asking import Client
-from gpu_check.control import Control
-from gpu_check.fates import attempt
-from gpu_check.processes import stat_of
+from gpu_check.clients import Client, attempt
+from gpu_check.processes import Control, stat_of
 from gpu_check.steps_memory import Sizes
 from gpu_check.values import Report, Skip, Step, Surroundings, seconds
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
-from gpu_check.asking import Client, Event
-from gpu_check.control import Control
+from gpu_check.clients import Client, Event
+from gpu_check.processes import Control
 from gpu_check.values import Report, Step, Surroundings, Trouble
 
 _PERCENTAGE = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"

@@ -5,10 +5,8 @@ from __future__ import annotations
 import time
 from contextlib import ExitStack
 
-from gpu_check.asking import Client
-from gpu_check.control import Control
-from gpu_check.fates import Attempt, fates, outcome_of, start_beating, watch
-from gpu_check.processes import stat_of
+from gpu_check.clients import Attempt, Client, fates, outcome_of, start_beating, watch
+from gpu_check.processes import Control, stat_of
 from gpu_check.values import Report, Skip, Step, Surroundings, Trouble
 
 _OTHER = 65534
