@@ -94,7 +94,7 @@ def test_the_program_run_anew_answers_as_the_document_says(daemon_of_three: Daem
     with unix_session(daemon_of_three.socket_path) as session:
         answer = session.post(f"{BASE}/v1/reexec")
     assert answer.status_code == 200
-    assert errors("Anew", answer.json()) == []
+    assert errors("Reexec", answer.json()) == []
     assert answer.json()["pid"] == daemon_of_three.pid
 
     def is_ready() -> bool:

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 from yunion_mps.client.following import LATEST_S, MOST, follow, target
 from yunion_mps.client.lease import Lease
 from yunion_mps.client.patience import Say
 from yunion_mps.client.taking import refuse_unreachable, take
-from yunion_mps.client.values import Device, DeviceDetails, Event, LeaseRecord, PcieLink
 from yunion_mps.errors import (
     NeverFreeError,
     NotAllowedError,
@@ -27,6 +27,9 @@ from yunion_mps.errors import (
 )
 from yunion_mps.leases.bounds import LONGEST_WAIT_S
 from yunion_mps.paths import Paths
+
+if TYPE_CHECKING:
+    from yunion_mps.answers import Device, DeviceDetails, Event, LeaseRecord, PcieLink
 
 __all__ = [
     "Client",
@@ -44,8 +47,19 @@ __all__ = [
     "YunionError",
 ]
 
+#: The types of answers, which are imported only if a program uses them: that takes 3 ms.
+_ANSWERS = ("Device", "DeviceDetails", "Event", "LeaseRecord", "PcieLink")
+
 #: How long a lease with a name lives without renewal where nothing else is asked for, in s.
 TTL_S = 60
+
+
+def __getattr__(name: str) -> Any:
+    if name in _ANSWERS:
+        from yunion_mps import answers
+
+        return getattr(answers, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def _silent(text: str) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from yunion_mps.client.patience import MOST_S, Patience, Say
-from yunion_mps.client.values import Event
 from yunion_mps.errors import UnreachableError
+
+if TYPE_CHECKING:
+    from yunion_mps.answers import Event
 
 #: The most events that the daemon gives at once.
 MOST = 1000

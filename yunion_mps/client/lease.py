@@ -6,13 +6,15 @@ import os
 import threading
 from collections.abc import Mapping
 from types import TracebackType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from yunion_mps.client.patience import MOST_S, Patience, Say
 from yunion_mps.client.taking import Tells
-from yunion_mps.client.values import LeaseRecord
 from yunion_mps.errors import BusyError, NotFoundError, ShortageError, UnreachableError, YunionError
 from yunion_mps.host import threads
+
+if TYPE_CHECKING:
+    from yunion_mps.answers import LeaseRecord
 
 #: A lease of a name is renewed so many times within its time to live.
 _RENEWALS = 3

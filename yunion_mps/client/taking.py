@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from yunion_mps.client.patience import MOST_S, Patience, Say
-from yunion_mps.client.values import LeaseRecord
 from yunion_mps.errors import BusyError, HostError, NeverFreeError, NothingFreeError, UnreachableError
+
+if TYPE_CHECKING:
+    from yunion_mps.answers import LeaseRecord
 
 #: What an answer may take beside the time that one waits for devices.
 _ANSWER_S = 30.0

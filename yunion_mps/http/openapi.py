@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import json
+import os
+from typing import Any
+
 from yunion_mps import __version__
 from yunion_mps.http.deferred import LATEST_S, LONGEST_EVENT_WAIT_S, MOST_EVENTS
 from yunion_mps.http.leases import BINDINGS, PLACEMENTS
 from yunion_mps.http.query import LARGEST_NUMBER, OPENMETRICS
 from yunion_mps.http.routes import LARGEST_LIMIT
-from yunion_mps.http.schema_parts import Schema, ref
-from yunion_mps.http.schemas import example, schemas
 from yunion_mps.leases.bounds import LONGEST_TTL_S, LONGEST_WAIT_S, MOST_DEVICES, MOST_MIB, NAME, REQUEST
 from yunion_mps.service.queries import DEFAULT_LIMIT, EVENT_KINDS
+
+Schema = dict[str, Any]
+
+#: Made by scripts/schemas; read now, because after an upgrade it would be another program's.
+with open(os.path.join(os.path.dirname(__file__), "schemas.json"), encoding="utf-8") as _file:
+    _SCHEMAS = _file.read()
 
 _PROBLEMS = {
     400: "The request, or one of its parameters, is not as described.",
@@ -60,7 +68,7 @@ def document() -> Schema:
         "servers": [{"url": "http://localhost", "description": "Any host name does: it is a Unix socket."}],
         "paths": _paths(),
         "components": {
-            "schemas": schemas(),
+            "schemas": json.loads(_SCHEMAS),
             "responses": {str(status): _problem(status, why) for status, why in _PROBLEMS.items()},
         },
     }
@@ -119,11 +127,11 @@ def _paths() -> Schema:
                 _switch("now", "End MPS servers that keep old limits, with their clients."),
             ],
         ),
-        "/v1/reexec": _change("reexec", "Run the daemon's program anew", "Anew", (403, *late)),
+        "/v1/reexec": _change("reexec", "Run the daemon's program anew", "Reexec", (403, *late)),
         "/v1/clients/{pid}/terminate": _change(
             "terminateClient",
             "End a client: its server lets go of it first",
-            "Ended",
+            "Termination",
             (403, 404, *late),
             [client, _switch("force", "End it by SIGKILL where nothing else helps.")],
         ),
@@ -133,27 +141,27 @@ def _paths() -> Schema:
                 **_operation(
                     "takeLease",
                     "Take devices, for as long as a process, a connection or a name lives",
-                    "Lease",
+                    "LeaseRecord",
                     (403, 404, 410, *late, 423),
                 ),
                 "parameters": _lease_request(),
             },
         },
         "/v1/leases/{lease}": {
-            "delete": _operation("endLease", "Give devices back", "Lease", (403, 404, *late)),
+            "delete": _operation("endLease", "Give devices back", "LeaseRecord", (403, 404, *late)),
             "parameters": [lease],
         },
         "/v1/leases/{lease}/renew": _change(
             "renewLease",
             "Let a lease of a name live for its whole time from now",
-            "Lease",
+            "LeaseRecord",
             (403, 404, *late),
             [lease],
         ),
         "/v1/leases/{lease}/bind": _change(
             "bindLease",
             "Let a lease end with a container; one of a name is only looked at",
-            "Lease",
+            "LeaseRecord",
             (403, 404, *late),
             [
                 lease,
@@ -211,7 +219,7 @@ def _operation(name: str, about: str, answer: str | None, refusals: tuple[int, .
     schema: Schema = ref(answer) if answer else {"type": "object"}
     content: Schema = {"schema": schema}
     if answer:
-        content["example"] = example(schema)
+        content["example"] = json.loads(_SCHEMAS)[answer]["examples"][0]
     problems = {str(status): ref(str(status), "responses") for status in sorted({*_ANY_REQUEST, *refusals})}
     done = {"description": f"{about}.", "content": {"application/json": content}}
     return {"operationId": name, "summary": about, "responses": {"200": done, **problems}}
@@ -346,7 +354,7 @@ def _filters() -> list[Schema]:
 def _problem(status: int, why: str) -> Schema:
     response: Schema = {
         "description": why,
-        "content": {"application/problem+json": {"schema": ref("Problem")}},
+        "content": {"application/problem+json": {"schema": ref("ProblemDetails")}},
     }
     if status == 405:
         response["headers"] = {
@@ -356,3 +364,8 @@ def _problem(status: int, why: str) -> Schema:
             }
         }
     return response
+
+
+def ref(name: str, kind: str = "schemas") -> Schema:
+    """A reference to one of the document's components."""
+    return {"$ref": f"#/components/{kind}/{name}"}

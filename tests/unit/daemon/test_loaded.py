@@ -10,6 +10,7 @@ import yunion_mps
 
 #: What only other processes need: the command line, and what the daemon's start has done with by then.
 ELSEWHERE = (
+    "yunion_mps.answers",
     "yunion_mps.cli",
     "yunion_mps.cdi.hook",
     "yunion_mps.client",

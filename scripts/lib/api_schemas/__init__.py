@@ -1,0 +1,1 @@
+"""Makes the JSON schemas of the API's answers out of their types."""

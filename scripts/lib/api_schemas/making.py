@@ -1,0 +1,92 @@
+"""The JSON schemas of the API's answers by name, each with an example; pydantic makes them of the types.
+
+The types are loaded a second time for that, with typing_extensions' TypedDict: pydantic needs it before
+Python 3.12.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+import typing
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import typing_extensions
+
+Schema = dict[str, Any]
+
+#: What the package carries.
+FILE = Path(__file__).parents[3] / "yunion_mps" / "http" / "schemas.json"
+_ANSWERS = FILE.parents[1] / "answers.py"
+#: Values of the documentation's reference case, by type and field.
+_EXAMPLES = Path(__file__).with_name("examples.json")
+#: Types with this ending hold fields that others share, and are no answers themselves.
+_SHARED = "Fields"
+
+
+def content() -> str:
+    """What the file is to hold."""
+    return json.dumps(schemas(), indent=1, ensure_ascii=False) + "\n"
+
+
+def schemas() -> dict[str, Schema]:
+    """The schemas by name, as components of an OpenAPI document."""
+    from pydantic import ConfigDict, TypeAdapter
+
+    answers = _answers()
+    types = [one for name, one in vars(answers).items() if _is_answer(name, one)]
+    for one in types:
+        one.__pydantic_config__ = ConfigDict(extra="forbid")
+    adapters: list[Any] = [(one.__name__, "validation", TypeAdapter(one)) for one in types]
+    _, made = TypeAdapter.json_schemas(adapters, ref_template="#/components/schemas/{model}")
+    found = {name: _plain(made["$defs"][name]) for name in sorted(made["$defs"])}
+    examples = json.loads(_EXAMPLES.read_text())
+    for name, schema in found.items():
+        schema["examples"] = [_example(name, found, examples)]
+    return found
+
+
+def _answers() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("answers_for_schemas", _ANSWERS)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    with mock.patch.object(typing, "TypedDict", typing_extensions.TypedDict):
+        spec.loader.exec_module(module)
+    return module
+
+
+def _is_answer(name: str, value: object) -> bool:
+    return typing_extensions.is_typeddict(value) and not name.endswith(_SHARED)
+
+
+def _plain(schema: Schema) -> Schema:
+    """The schema without titles, which repeat names, and with null among the types of what may be null."""
+    found = {name: value for name, value in schema.items() if name != "title"}
+    if "properties" in found:
+        found["properties"] = {name: _plain(value) for name, value in found["properties"].items()}
+    if "items" in found:
+        found["items"] = _plain(found["items"])
+    either = [_plain(one) for one in found.pop("anyOf", [])]
+    if len(either) == 2 and "type" in either[0]:
+        return {**either[0], **found, "type": [either[0]["type"], "null"]}
+    return {**found, "anyOf": either} if either else found
+
+
+def _example(name: str, schemas: dict[str, Schema], examples: dict[str, Any]) -> Any:
+    """An example of the type: a field without one of its own has its type's."""
+    own = {**(examples["Device"] if name == "DeviceDetails" else {}), **examples.get(name, {})}
+
+    def value(field: str, schema: Schema) -> Any:
+        if field in own:
+            return own[field]
+        if "items" in schema:
+            return [value(field, schema["items"])]
+        refs = (one["$ref"] for one in (schema, *schema.get("anyOf", ())) if "$ref" in one)
+        return _example(next(refs).rpartition("/")[2], schemas, examples)
+
+    return {field: value(field, schema) for field, schema in schemas[name]["properties"].items()}

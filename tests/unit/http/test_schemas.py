@@ -1,0 +1,60 @@
+"""The schemas that the package carries are those of the answers' types and know all that these may say."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from yunion_mps import answers
+from yunion_mps.models import DEV_TYPE
+from yunion_mps.mps.states import LEGAL_CHANGES
+from yunion_mps.service.queries import EVENT_KINDS, SEVERITIES
+from yunion_mps.service.state import STATES
+from yunion_mps.service.usage import MINUTES, STEP_S
+
+from unit.generated import CHECKOUT
+
+CARRIED = CHECKOUT / "yunion_mps" / "http" / "schemas.json"
+
+
+def field(schema: str, name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(CARRIED.read_text())[schema]["properties"][name]
+    return found
+
+
+@pytest.mark.skipif(sys.version_info < (3, 10), reason="pydantic cannot read `X | None` there")
+def test_the_schemas_are_those_of_the_types(tmp_path: Path) -> None:
+    made = tmp_path / "schemas.json"
+    environment = {**os.environ, "PYTHONPATH": str(CHECKOUT / "scripts" / "lib")}
+    subprocess.run([sys.executable, "-m", "api_schemas", str(made)], env=environment, check=True)
+    assert made.read_text() == CARRIED.read_text(), "run scripts/schemas"
+
+
+@pytest.mark.parametrize(
+    ("schema", "name", "values"),
+    [
+        ("Domain", "state", LEGAL_CHANGES),
+        ("Event", "kind", EVENT_KINDS),
+        ("Event", "severity", SEVERITIES),
+        ("Status", "state", STATES),
+    ],
+)
+def test_a_schema_names_all_values_of_a_field(schema: str, name: str, values: Any) -> None:
+    assert field(schema, name)["enum"] == list(values)
+
+
+def test_a_schema_has_the_constants_of_the_program() -> None:
+    assert field("Device", "dev_type")["const"] == DEV_TYPE
+    assert field("Usage", "step")["const"] == STEP_S
+    assert field("Usage", "looked")["minItems"] == MINUTES
+
+
+def test_the_clients_types_are_those_of_the_answers() -> None:
+    from yunion_mps.client import Device, LeaseRecord
+
+    assert (Device, LeaseRecord) == (answers.Device, answers.LeaseRecord)

@@ -1,0 +1,406 @@
+"""What the daemon answers, as types: plain dictionaries with exactly these keys.
+
+Memory is in MiB, times are in s since 1970, and what is unknown is None. The API's schemas are made of these
+types by scripts/schemas, with the keywords that `Field` adds. At run time only type checkers need them:
+import this module under TYPE_CHECKING where a program's start should not pay for it.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, TypedDict
+
+
+class Field:
+    """What the JSON schema of a value says beyond its type."""
+
+    def __init__(self, description: str = "", **keywords: Any) -> None:
+        self._keywords = {"description": description, **keywords} if description else keywords
+
+    def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> dict[str, Any]:
+        """The schema and the keywords, for pydantic."""
+        return {**handler(schema), **self._keywords}
+
+
+_PCI = "([0-9a-f]{4,8}:)?[0-9a-f]{2}:[0-9a-f]{2}\\.[0-7]"
+
+Count = Annotated[int, Field(minimum=0)]
+Mib = Annotated[int, Field("In MiB.", minimum=0)]
+Percentage = Annotated[float, Field("Of the GPU's SM threads.", minimum=0.1, maximum=100)]
+Pid = Annotated[int, Field(minimum=1)]
+Seconds = Annotated[float, Field("In seconds since 1970.", minimum=0)]
+NumaNode = Annotated[int, Field("-1: there is none.", minimum=-1)]
+Uuid = Annotated[str, Field(format="uuid")]
+GpuAddress = Annotated[str, Field("A PCI address; domain 0000 is left out.", pattern=f"^{_PCI}$")]
+DeviceAddress = Annotated[str, Field("The GPU's PCI address and the slot.", pattern=f"^{_PCI}-m?[0-9]+$")]
+VendorDeviceId = Annotated[str, Field("PCI vendor and device.", pattern="^[0-9a-f]{4}:[0-9a-f]{4}$")]
+
+DOMAIN_STATES = ["stopped", "starting", "applying", "ready", "wedged", "backoff", "failed", "stopping"]
+EVENT_KINDS = ["domain", "limit", "gpu", "compute_mode", "configuration", "client", "lease", "daemon"]
+
+
+class PcieLink(TypedDict):
+    """The most that a GPU's PCI Express link can do."""
+
+    lane_width: Count
+    throughput: Annotated[str, Field("Of all lanes together.", pattern="^[0-9]+\\.[0-9]{2} GB/s$")]
+    transfer_rate_per_lane: Annotated[str, Field(pattern="^[0-9.]+GT/s$")]
+    version: Annotated[str, Field("The version of PCI Express.", pattern="^[1-7]\\.0$")]
+
+
+class Device(TypedDict):
+    """One MPS device: a share of a GPU.
+
+    It is pending, and not free, if leases from before a reload hold it or the memory that it needs; a device
+    of such a lease is shown as it was given, and can still be used.
+    """
+
+    id: Annotated[Uuid, Field("The same after every restart.")]
+    dev_type: Annotated[str, Field(const="NVIDIA_MPS")]
+    model: Annotated[str | None, Field("The GPU's name.")]
+    addr: DeviceAddress
+    vendor_device_id: VendorDeviceId | None
+    host_id: Uuid
+    numa_node: NumaNode | None
+    device_path: Annotated[str, Field("The GPU's UUID.")]
+    pcie_info: PcieLink | None
+    index: Annotated[int, Field("Always -1 for MPS devices.", const=-1)]
+    device_minor: Annotated[int, Field("Always -1 for MPS devices.", const=-1)]
+    mps_memory_limit: Annotated[Mib, Field("What the device may use, in MiB.")]
+    mps_memory_total: Annotated[Mib, Field("What the GPU has, in MiB.")]
+    mps_thread_percentage: Annotated[Percentage, Field("What the device may use of the SM threads.")]
+    gpu_uuid: str
+    state: Annotated[str, Field("Whether it can be used now.", enum=["available", "unavailable", "pending"])]
+    reason: Annotated[str, Field("Why it is not available, or which leases a pending one waits for.")]
+    budget_enforced: Annotated[bool, Field("Whether MPS enforces the budget: only from Volta on.")]
+    lease: Annotated[str | None, Field("The id of the lease that has it.")]
+    free: Annotated[bool, Field("Whether a request can have it.")]
+
+
+class ClientEnvironment(TypedDict, total=False):
+    """What a process sets to use the device; empty while no control daemon is to serve it."""
+
+    CUDA_DEVICE_ORDER: str
+    CUDA_MPS_ACTIVE_THREAD_PERCENTAGE: str
+    CUDA_MPS_PINNED_DEVICE_MEM_LIMIT: str
+    CUDA_MPS_PIPE_DIRECTORY: Annotated[str, Field("Where the control daemon is.")]
+    CUDA_VISIBLE_DEVICES: str
+    YUNION_MPS_DEVICE: Annotated[str, Field("The device, by which its processes are known.")]
+
+
+class DeviceDetails(Device):
+    """One MPS device, and how to use it."""
+
+    slot: Annotated[Count, Field("Which share of the GPU it is, from 0.")]
+    domain: Annotated[str, Field("The control daemon that serves it.")]
+    client_environment: ClientEnvironment
+
+
+class DeviceList(TypedDict):
+    """One page of the devices."""
+
+    isolated_devices: Annotated[list[Device], Field("The devices of this page, in PCI order.")]
+    total: Annotated[Count, Field("The devices that pass the filters, on all pages.")]
+    limit: Count
+    offset: Count
+
+
+class Gpu(TypedDict):
+    """One physical GPU."""
+
+    uuid: str | None
+    name: str | None
+    addr: GpuAddress
+    pci_address: Annotated[GpuAddress, Field("The whole PCI address.")]
+    memory_total: Mib | None
+    memory_free: Annotated[
+        Mib | None, Field("MiB that are left of it; null unless its memory is leased by units.")
+    ]
+    compute_mode: Annotated[str | None, Field("As nvidia-smi names it.")]
+    compute_capability: Annotated[str, Field(pattern="^[0-9]+\\.[0-9]+$")] | None
+    mig_enabled: bool | None
+    vendor_device_id: VendorDeviceId | None
+    numa_node: NumaNode | None
+    pcie_info: PcieLink | None
+    render_node: str | None
+    index: Annotated[Count | None, Field("NVML's index.")]
+    device_minor: Annotated[Count | None, Field("The N of /dev/nvidiaN.")]
+    devices: Annotated[Count, Field("How many devices it is divided into.")]
+    state: Annotated[str, Field("Whether it serves devices.", enum=["available", "unavailable", "not used"])]
+    reason: Annotated[str, Field("Why it cannot be used; empty if it can.")]
+    budget_enforced: Annotated[bool, Field("Whether MPS enforces budgets on it: only from Volta on.")]
+
+
+class GpuList(TypedDict):
+    """All GPUs of the host in PCI order, the broken ones with their reason."""
+
+    gpus: list[Gpu]
+    total: Count
+
+
+class Domain(TypedDict):
+    """One of NVIDIA's control daemons, its GPUs and the limits in effect."""
+
+    name: Annotated[str, Field("`host`, or the GPU's address with one control daemon per GPU.")]
+    state: Annotated[str, Field(enum=DOMAIN_STATES)]
+    reason: Annotated[str, Field("Why it does not serve; empty if it does.")]
+    pending: Annotated[str, Field("What has not taken effect yet, and what that waits for.")]
+    waits_for: Annotated[list[int], Field("PIDs of the MPS servers that this waits for.")]
+    pid: Annotated[Pid | None, Field("The control daemon's PID.")]
+    restarts: Annotated[Count, Field("How often it had to be started again.")]
+    pipe_directory: str
+    log_directory: str
+    gpus: Annotated[list[str], Field("UUIDs of its GPUs, in CUDA's order.")]
+    memory_limits: Annotated[
+        list[Mib | None],
+        Field("A client's default memory limit on each GPU in MiB; null if no longer configured."),
+    ]
+    thread_percentage: Annotated[Percentage, Field("A client's default share of the SM threads.")]
+
+
+class Driver(TypedDict):
+    """The NVIDIA driver; null if it was not read."""
+
+    version: str | None
+    cuda_version: Annotated[str | None, Field("The version of the CUDA driver API.")]
+
+
+class DeviceCounts(TypedDict):
+    """How many devices there are."""
+
+    total: Count
+    available: Count
+    unavailable: Count
+    pending: Count
+
+
+class GpuCounts(TypedDict):
+    """How many GPUs there are."""
+
+    total: Count
+    unavailable: Count
+
+
+class Status(TypedDict):
+    """How the daemon, the control daemons and the devices are."""
+
+    state: Annotated[
+        str,
+        Field(
+            "`degraded`: something that should serve does not; `failed`: nothing does.",
+            enum=["ready", "degraded", "failed", "disabled"],
+        ),
+    ]
+    notice: Annotated[str, Field("Why the host offers no devices at all, if so.")]
+    warnings: Annotated[list[str], Field("What an operator must know although all runs.")]
+    version: Annotated[str, Field("The daemon's version.")]
+    pid: Pid
+    started: Seconds
+    host_id: Uuid
+    driver: Driver
+    devices: DeviceCounts
+    gpus: GpuCounts
+    domains: list[Domain]
+
+
+class Event(TypedDict):
+    """Something that changed, why, and what that means for devices and jobs."""
+
+    id: Annotated[int, Field("Grows, and is never used twice.", minimum=1)]
+    time: Seconds
+    severity: Annotated[str, Field(enum=["info", "warning", "error"])]
+    kind: Annotated[str, Field("What it is about.", enum=EVENT_KINDS)]
+    subject: Annotated[str, Field("The name of what changed.")]
+    what: str
+    cause: Annotated[str, Field("Empty if unknown.")]
+    consequence: Annotated[str, Field("Empty if there is none.")]
+
+
+class EventList(TypedDict):
+    """Events, the oldest first, and where to continue."""
+
+    events: list[Event]
+    last: Annotated[Count, Field("The id to continue from, with `after`; 0 before the first event.")]
+
+
+class MemoryUse(TypedDict):
+    """The memory that processes had of a GPU or a device."""
+
+    addr: Annotated[str, Field("The address of the GPU or device.")]
+    memory_used: Annotated[
+        list[Mib | None],
+        Field(
+            "The most of each minute in MiB; several devices' use fills them in turn. Null: not read.",
+            minItems=60,
+            maxItems=60,
+        ),
+    ]
+
+
+class Usage(TypedDict):
+    """Memory used, minute by minute; the last one is the present minute. What is not listed used none."""
+
+    begin: Annotated[Seconds, Field("When the first minute began, in seconds since 1970.")]
+    step: Annotated[int, Field("Seconds from one number to the next.", const=60)]
+    looked: Annotated[
+        list[bool],
+        Field(
+            "Whether that minute was read: not before the daemon's start or while the driver hung.",
+            minItems=60,
+            maxItems=60,
+        ),
+    ]
+    gpus: list[MemoryUse]
+    devices: Annotated[list[MemoryUse], Field("By YUNION_MPS_DEVICE or the leases of processes.")]
+
+
+class Change(TypedDict):
+    """One thing that becomes another."""
+
+    kind: Annotated[str, Field(enum=["control daemon", "budget", "compute mode", "setting"])]
+    subject: Annotated[str, Field("A GPU's address, a domain's name or a key.")]
+    before: Annotated[str, Field("Empty if there was none.")]
+    after: Annotated[str, Field("Empty if there is to be none.")]
+    effect: Annotated[str, Field("`at once`, or what it waits for.")]
+
+
+class Pending(TypedDict):
+    """What a domain waits for."""
+
+    domain: str
+    pending: Annotated[str, Field("What waits for what.")]
+    leases: Annotated[list[str], Field("Ids of the leases that it waits for, if it waits for leases.")]
+
+
+class ChangeList(TypedDict):
+    """What another configuration changes, and when."""
+
+    changes: list[Change]
+    pending: Annotated[list[Pending], Field("What has not taken effect yet.")]
+
+
+class ProcessFields(TypedDict):
+    """A process; all but its PID is null if it has just ended."""
+
+    pid: Pid
+    uid: Count | None
+    user: Annotated[str | None, Field("Its user's name, or the id if it has none.")]
+    command: Annotated[str | None, Field("Its command line, cut to 500 characters.", maxLength=500)]
+    started: Seconds | None
+
+
+class MpsServer(ProcessFields):
+    """One MPS server."""
+
+    domain: Annotated[str, Field("The control daemon that it belongs to.")]
+    state: Annotated[
+        str | None, Field("Null if the control daemon does not know it (before 550); FAULT: its jobs failed.")
+    ]
+
+
+class ContainerFields(TypedDict):
+    """The container that a process is in; null if it is in none."""
+
+    container: Annotated[str | None, Field("The container's name, or the beginning of its id.")]
+    container_id: Annotated[str, Field(pattern="^[0-9a-f]{64}$")] | None
+
+
+class MpsClient(ProcessFields, ContainerFields):
+    """One process that uses GPUs."""
+
+    mps: Annotated[bool | None, Field("False: not through MPS, so that no budget holds it. Null: unknown.")]
+    server: Annotated[Pid | None, Field("The PID of its MPS server.")]
+    domain: Annotated[str, Field("The control daemon that serves it.")]
+    device: Annotated[str | None, Field("Its device, by YUNION_MPS_DEVICE in its environment.")]
+    gpus: Annotated[list[str], Field("Addresses of the GPUs on which it has memory.")]
+    memory_by_gpu: Annotated[list[Mib | None], Field("What it has on each of these, in MiB.")]
+    memory_used: Annotated[Mib | None, Field("What it has on its domain's GPUs, in MiB.")]
+
+
+class WaitingClient(ProcessFields):
+    """One process that waits for an MPS server because another user's server runs."""
+
+    since: Annotated[Seconds, Field("When it asked for a server, in seconds since 1970.")]
+    server: Annotated[Pid, Field("The PID of the MPS server that it waits for.")]
+    server_user: Annotated[str, Field("That server's user: a name, or the id if there is none.")]
+    domain: Annotated[str, Field("The control daemon that keeps it waiting.")]
+
+
+class ClientList(TypedDict):
+    """Who uses the GPUs through MPS."""
+
+    servers: list[MpsServer]
+    clients: Annotated[list[MpsClient], Field("Clients, and other processes on their GPUs.")]
+    waiting: Annotated[list[WaitingClient], Field("The first to come first.")]
+    troubles: Annotated[list[str], Field("What is not known, and why.")]
+    total: Annotated[Count, Field("The number of clients.")]
+
+
+class Termination(TypedDict):
+    """How a client was ended."""
+
+    pid: Pid
+    ended: Annotated[bool, Field("Whether it has ended.")]
+    how: Annotated[str, Field("What was done.")]
+
+
+class Reexec(TypedDict):
+    """The daemon's program starts again within moments, in the same process."""
+
+    pid: Pid
+
+
+class HolderFields(ContainerFields):
+    """Who has, or waits for, devices."""
+
+    pid: Annotated[Pid | None, Field("Its process; null if a name has it.")]
+    uid: Count
+    user: Annotated[str, Field("Its user's name, or the id if it has none.")]
+    command: Annotated[str | None, Field("The process' command line, cut to 100 characters.")]
+    name: Annotated[str | None, Field("Its name; null if it is a process or a connection.")]
+    since: Seconds
+
+
+class LeaseRecord(HolderFields):
+    """Devices that belong to one holder until the lease ends."""
+
+    id: Annotated[str, Field("A random UUID.")]
+    devices: Annotated[list[str], Field("The devices' addresses.")]
+    gpus: Annotated[list[str], Field("Their GPUs' addresses.")]
+    memory: Annotated[list[Mib], Field("Each device's memory in MiB.")]
+    thread_percentage: Annotated[Percentage, Field("The smallest of the devices'.")]
+    budget_enforced: Annotated[bool, Field("Whether MPS enforces their budgets: only from Volta on.")]
+    unenforced_gpus: Annotated[list[str], Field("Addresses of those of its GPUs that are older than Volta.")]
+    binding: Annotated[str, Field("What ends it.", enum=["process", "connection", "name", "container"])]
+    expires: Annotated[Seconds | None, Field("When it ends unless it is renewed; null if not by time.")]
+    cdi: Annotated[str | None, Field("Its CDI device, for podman run --device.")]
+    environment: Annotated[dict[str, str], Field("The environment of a process that uses the devices.")]
+
+
+class QueuedRequest(HolderFields):
+    """A request that waits for devices."""
+
+    wants: Annotated[str, Field("What for.")]
+
+
+class LeaseList(TypedDict):
+    """All leases, and the requests that wait."""
+
+    leases: list[LeaseRecord]
+    waiting: Annotated[list[QueuedRequest], Field("In the order of their coming.")]
+    total: Annotated[Count, Field("The number of leases.")]
+
+
+class ProblemFields(TypedDict):
+    """What every problem says."""
+
+    type: Annotated[str, Field(const="about:blank")]
+    title: Annotated[str, Field("The status in words.")]
+    status: Annotated[int, Field("The HTTP status.", minimum=400, maximum=599)]
+    detail: Annotated[str, Field("What is wrong.")]
+
+
+class ProblemDetails(ProblemFields, total=False):
+    """What is wrong (RFC 9457)."""
+
+    hint: Annotated[str, Field("What to do.")]
+    code: Annotated[str, Field("A reason code, if the status does not say enough.")]
