@@ -13,12 +13,9 @@ from yunion_mps.daemon.containers import ContainerDevices
 from yunion_mps.daemon.health import Health
 from yunion_mps.daemon.leasing import Leasing
 from yunion_mps.daemon.looking import Looking
-from yunion_mps.daemon.metering import Metering
 from yunion_mps.daemon.run import ANEW, STOPPED
-from yunion_mps.daemon.sampling import Sampling
 from yunion_mps.daemon.signals import Signals
 from yunion_mps.daemon.tasks import end_all
-from yunion_mps.daemon.textfile import Textfile
 from yunion_mps.gateway import notice
 from yunion_mps.host.systemd import Notifier
 from yunion_mps.http.counting import Counting, Counts
@@ -26,12 +23,15 @@ from yunion_mps.http.deferred import Deferred
 from yunion_mps.http.listener import Listener
 from yunion_mps.http.routes import Router
 from yunion_mps.http.server import Server
+from yunion_mps.metrics.exporter import Exporter
+from yunion_mps.metrics.textfile import Textfile
 from yunion_mps.paths import Paths
 from yunion_mps.service.clients import Clients
 from yunion_mps.service.faults import Faults
-from yunion_mps.service.process_devices import ProcessDevices
+from yunion_mps.service.metrics import Metrics
 from yunion_mps.service.queries import Service
 from yunion_mps.service.state import one_line
+from yunion_mps.service.usage import ProcessDevices, UsageSampler
 from yunion_mps.supervisor import Supervisor
 
 log = logging.getLogger(__name__)
@@ -81,22 +81,25 @@ class _Loop:
         faults = Faults(self._paths, self._supervisor, clients)
         leasing = self._leasing = Leasing(self._paths, self._supervisor, self._service, self._devices)
         devices = ProcessDevices(self._supervisor, leasing.ledger)
-        sampling = Sampling(self._supervisor, devices, self._service.usage)
-        looking = Looking(self._paths, self._supervisor, lock, faults, self._tick_soon, sampling.note)
+        sampler = UsageSampler(self._supervisor, devices, self._service.usage)
+        looking = Looking(self._paths, self._supervisor, lock, faults, self._tick_soon, sampler.record)
         changing = Changing(self._paths, self._supervisor, looking, lock, self._tick_soon, self._anew)
         self._changing, self._looking = changing, looking
         self._service.ledger = leasing.ledger
         self._supervisor.find_lease_waits = leasing.ledger.lease_waits
         leasing.restore()
         counts = Counts()
-        metering = Metering(self._supervisor, self._service, leasing, devices, counts)
-        deferred = Deferred(self._service, changing, clients, leasing, metering)
+        metrics = Metrics(
+            self._supervisor, self._service, leasing.ledger, leasing.queue, devices, counts.counted
+        )
+        exporter = Exporter(metrics)
+        deferred = Deferred(self._service, changing, clients, leasing, exporter)
         # Not loop.add_signal_handler: its end would leave the winding up to a second signal's mercy.
         loop.add_reader(signals.fileno(), self._guarded, lambda: self._heed(signals))
         server = Server(Counting(Router(self._service, deferred), counts))
         await server.open(listener.socket)
         health = Health(self._paths, listener, server, self._notifier, self._late)
-        textfile = self._textfile = Textfile(self._paths, self._supervisor, metering.text)
+        textfile = self._textfile = Textfile(self._paths, self._supervisor, exporter.text)
         tasks = [asyncio.create_task(one.run()) for one in (health, looking, textfile)]
         for task in tasks:
             task.add_done_callback(self._task_ended)

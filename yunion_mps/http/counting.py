@@ -6,15 +6,11 @@ import asyncio
 import time
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Mapping
-from typing import NamedTuple
 
 from yunion_mps.http.connection import Answering
 from yunion_mps.http.query import Request, Response
 from yunion_mps.http.routes import Answer
-
-#: The upper bounds of the latencies' buckets in s: from what lies ready to a reload that waits for jobs.
-BOUNDS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0, 30.0)
+from yunion_mps.service.metrics import BOUNDS_S, Counted, Latency
 
 #: The routes without a name in them. What is at none of these is `other`, so that nobody can make more.
 _FIXED = (
@@ -40,20 +36,6 @@ _NAMED = {
 }
 OTHER = "other"
 _METHODS = ("GET", "HEAD", "POST", "DELETE")
-
-
-class Latency(NamedTuple):
-    """How many answers came within each of `BOUNDS_S` (the last number: later), and what all took, in s."""
-
-    counts: tuple[int, ...]
-    sum_s: float
-
-
-class Counted(NamedTuple):
-    """The answers by route, method and status, and their latencies by route."""
-
-    answers: Mapping[tuple[str, str, int], int] = {}
-    latencies: Mapping[str, Latency] = {}
 
 
 def route_of(target: str) -> str:

@@ -87,7 +87,7 @@ class People(Protocol):
 class Meter(Protocol):
     """What a monitoring system is told."""
 
-    async def metrics(self, accept: str) -> Response:
+    async def answer(self, accept: str) -> tuple[str, bytes]:
         """All metrics, in the format that an Accept header asks for."""
 
 
@@ -202,7 +202,8 @@ class Deferred:
 
     async def _metrics(self, request: Request, query: Query) -> Response:
         refuse_unknown(query, set())
-        return await self._meter.metrics(request.accept)
+        content_type, text = await self._meter.answer(request.accept)
+        return Response(200, content_type, text)
 
     async def _usage(self, request: Request, query: Query) -> Json:
         """Of the moment, so that it cannot be answered with the bytes of before."""
@@ -210,7 +211,7 @@ class Deferred:
         refuse_unknown(query, {"gpu", "devices"})
         devices = boolean({"devices": "true", **query}, "devices")
         now_s = asyncio.get_running_loop().time()
-        return self._service.usage.answer(now_s, time.time(), query.get("gpu"), devices=devices)
+        return self._service.usage.last_hour(now_s, time.time(), query.get("gpu"), devices=devices)
 
     async def _plan(self, request: Request, query: Query) -> Json:
         del request

@@ -12,13 +12,15 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import accumulate, product
 from typing import Any, NamedTuple
 
-from yunion_mps.http.counting import BOUNDS_S
 from yunion_mps.http.leases import BINDINGS
-from yunion_mps.metrics.facts import MIB, DeviceUse, DomainUse, Facts, GpuUse, Json
 from yunion_mps.models import DomainStatus
 from yunion_mps.mps.states import LEGAL_CHANGES
+from yunion_mps.service.metrics import BOUNDS_S, DomainUse, Facts, GpuUse, Json
 from yunion_mps.service.queries import EVENT_KINDS, SEVERITIES
 from yunion_mps.service.state import AVAILABLE, NOT_USED, PENDING, STATES, UNAVAILABLE
+from yunion_mps.service.usage import DeviceUse
+
+MIB = 1 << 20
 
 GAUGE, COUNTER, INFO, HISTOGRAM = "gauge", "counter", "info", "histogram"
 
@@ -174,7 +176,7 @@ CATALOGUE = (
     _gpu("yunion_mps_gpu_memory_bytes", "The GPU's memory.", lambda _, gpu: _bytes(gpu["memory_total"])),
     _gpu("yunion_mps_gpu_memory_used_bytes",
          "The GPU's memory that processes use, as far as the driver tells.",
-         lambda facts, gpu: (use := _gpu_use(facts, gpu)) and use.bytes),
+         lambda facts, gpu: (use := _gpu_use(facts, gpu)) and use.mib * MIB),
     _gpu("yunion_mps_gpu_pool_free_bytes",
          "What one more client can get of a GPU whose memory is leased in units.",
          lambda _, gpu: _bytes(gpu["memory_free"])),
@@ -210,7 +212,7 @@ CATALOGUE = (
             lambda facts, device: round(_budget(facts, device)[1] / 100, 6)),
     _device("yunion_mps_device_memory_used_bytes",
             "The GPU's memory that the device's clients use, as far as the driver tells.",
-            lambda facts, device: (use := _device_use(facts, device)) and use.bytes),
+            lambda facts, device: (use := _device_use(facts, device)) and use.mib * MIB),
     _device("yunion_mps_device_clients", "The processes that use the device.",
             lambda facts, device: (use := _device_use(facts, device)) and use.clients),
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from yunion_mps.escaping import printable
 from yunion_mps.http.query import OPENMETRICS
 from yunion_mps.metrics.catalogue import CATALOGUE, COUNTER, GAUGE, HISTOGRAM, INFO, Metric, Sample
-from yunion_mps.metrics.facts import Facts
+from yunion_mps.service.metrics import Facts
 
 _NAME = "prometheus_client"
 #: The Content-Type of both formats.

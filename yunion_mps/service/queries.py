@@ -21,7 +21,7 @@ from yunion_mps.service.state import (
     reasons,
     state_of,
 )
-from yunion_mps.service.usage import Usage
+from yunion_mps.service.usage import UsageHistory
 from yunion_mps.supervisor.event_log import EventLog
 from yunion_mps.supervisor.warnings import warnings
 
@@ -80,7 +80,7 @@ class Service:
         #: Who has which device; there is none before the event loop is there.
         self.ledger: Ledger | None = None
         #: What was used in the last hour.
-        self.usage = Usage()
+        self.usage = UsageHistory()
 
     @property
     def version(self) -> int:

@@ -1,35 +1,47 @@
-"""What was used of GPUs and devices in the last hour: a number a minute of each, in memory. Pure.
+"""The memory that jobs use of GPUs and devices: whose devices it counts for, and the most of each minute.
 
-It begins anew with the daemon's program, also with a re-exec: an hour is not worth a file.
+The last hour is kept in memory, a number a minute. It begins again with the daemon's program, also with a
+re-exec: an hour is not worth a file.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple, Optional
+
+from yunion_mps.host.proc import variable_of
+from yunion_mps.leases.ledger import Ledger
+from yunion_mps.models import Gpu
+from yunion_mps.planning import DEVICE_VARIABLE
+from yunion_mps.supervisor import Supervisor
 
 #: How many minutes are kept, the present one among them.
 MINUTES = 60
 STEP_S = 60
 
+#: The longest value of the variable that names a process's devices: all devices that a lease may have.
+_LONGEST_NAMES = 4096
+
 Json = dict[str, Any]
+#: The memory in MiB that each process uses, by GPU UUID and PID; None if the driver does not tell.
+Processes = Mapping[str, Mapping[int, Optional[int]]]
 
 
-class Usage:
-    """For each minute, the most memory (MiB) that a look in it has found; what used nothing takes no room."""
+class UsageHistory:
+    """For each minute, the most memory (MiB) found by a poll in it; what used nothing takes no room."""
 
     def __init__(self) -> None:
         self._minute = 0
-        self._looked = bytearray(MINUTES)
+        self._polled = bytearray(MINUTES)
         self._series: dict[str, array[int]] = {}
 
-    def note(self, now_s: float, used_mib: Mapping[str, int]) -> None:
-        """A look at `now_s` (monotonic) found this of each GPU and device (by address); of others nothing."""
-        self._go_on_to(int(now_s) // STEP_S)
+    def record(self, now_s: float, used_mib: Mapping[str, int]) -> None:
+        """A poll at `now_s` (monotonic) found this use of GPUs and devices by address, and no other."""
+        self._advance(int(now_s) // STEP_S)
         place = self._minute % MINUTES
-        self._looked[place] = 1
+        self._polled[place] = 1
         for address, mib in used_mib.items():
             if not mib:
                 continue
@@ -38,28 +50,30 @@ class Usage:
             series = self._series[address]
             series[place] = max(series[place], mib)
 
-    def answer(self, now_s: float, wall_s: float, gpu: str | None, *, devices: bool) -> Json:
+    def last_hour(self, now_s: float, wall_s: float, gpu: str | None, *, devices: bool) -> Json:
         """The hour up to now, of all GPUs or of this one; `wall_s` is what `now_s` is in s since 1970.
 
-        A minute in which nobody looked is None.
+        A minute without a poll is None.
         """
-        self._go_on_to(int(now_s) // STEP_S)
+        self._advance(int(now_s) // STEP_S)
         first = self._minute - MINUTES + 1
+        places = [minute % MINUTES for minute in range(first, self._minute + 1)]
         found: dict[bool, list[Json]] = {True: [], False: []}
         for address, series in self._series.items():
             device_of = address.rpartition("-")[0]
             if (device_of and not devices) or gpu not in (None, address, device_of):
                 continue
-            places = (minute % MINUTES for minute in range(first, self._minute + 1))
-            used = [series[place] if self._looked[place] else None for place in places]
+            used = [series[place] if self._polled[place] else None for place in places]
             found[bool(device_of)].append({"addr": address, "memory_used": used})
-        looked = [bool(self._looked[minute % MINUTES]) for minute in range(first, self._minute + 1)]
-        begin_s = wall_s - now_s + first * STEP_S
         return {
-            "begin": begin_s, "step": STEP_S, "looked": looked, "gpus": found[False], "devices": found[True],
-        }  # fmt: skip
+            "begin": wall_s - now_s + first * STEP_S,
+            "step": STEP_S,
+            "looked": [bool(self._polled[place]) for place in places],
+            "gpus": found[False],
+            "devices": found[True],
+        }
 
-    def _go_on_to(self, minute: int) -> None:
+    def _advance(self, minute: int) -> None:
         """Forget the minutes that are more than an hour ago by now, and what has used nothing since."""
         past = min(minute - self._minute, MINUTES)
         if past <= 0:
@@ -67,7 +81,7 @@ class Usage:
         places = [one % MINUTES for one in range(minute - past + 1, minute + 1)]
         self._minute = minute
         for place in places:
-            self._looked[place] = 0
+            self._polled[place] = 0
         for address, series in list(self._series.items()):
             for place in places:
                 series[place] = 0
@@ -82,23 +96,77 @@ class Budget(NamedTuple):
     memory_mib: int
 
 
-class Used(NamedTuple):
-    """The use of one device, and by how many processes."""
+class DeviceUse(NamedTuple):
+    """The memory that is used of one device, and by how many processes."""
 
     mib: int
     clients: int
 
 
-def used_by_device(
-    memory: Mapping[str, Mapping[int, int | None]],
-    devices: Mapping[int, tuple[str, ...]],
-    budgets: Mapping[str, Budget],
-) -> dict[str, Used]:
-    """The use of each device (by address) that a process has; `memory` is in MiB by GPU UUID and PID.
+class KnownDevices(NamedTuple):
+    """The budgets of all devices, by address, and the addresses of those that a process (PID) was given."""
 
-    `devices` are the addresses that a process (PID) has; those that `budgets` does not know are passed over.
-    What processes with the same devices of a GPU have fills the first of these first, and what is over is
-    laid to the last: they are one budget.
+    budgets: Mapping[str, Budget]
+    given: Mapping[int, tuple[str, ...]]
+
+
+class ProcessDevices:
+    """Tells which devices a process has: those that its environment names, or else those of its leases.
+
+    The environment of each process is read once. Metrics and the last hour ask here, so that both count the
+    same memory for the same device.
+    """
+
+    def __init__(self, supervisor: Supervisor, ledger: Ledger) -> None:
+        self._supervisor = supervisor
+        self._ledger = ledger
+        self._named: dict[tuple[int, int], str] = {}
+
+    def known(self) -> KnownDevices:
+        """What is known now; for the event loop, on which leases and the plan change."""
+        leases = self._ledger.leases.values()
+        given: dict[int, tuple[str, ...]] = {}
+        for lease in leases:
+            if lease.holder.pid is not None:
+                before = given.get(lease.holder.pid, ())
+                given[lease.holder.pid] = (*before, *(device.addr for device in lease.devices))
+        made = (device for lease in leases for device in lease.devices)
+        devices = (*self._supervisor.snapshot().plan.devices, *made)
+        budgets = {device.addr: Budget(device.gpu_uuid, device.memory_limit_mib) for device in devices}
+        return KnownDevices(budgets, given)
+
+    def of(self, started: Mapping[int, int], known: KnownDevices) -> dict[int, tuple[str, ...]]:
+        """The addresses of the known devices that each process has; for any thread.
+
+        `started` are the processes by PID, with their start in clock ticks. All others are forgotten.
+        """
+        before = self._named
+        now = {one: before[one] if one in before else _named_by(one[0]) for one in started.items()}
+        # Replaced as a whole: if two threads ask at a time, some environments are read twice. Without those
+        # that could not be read, as while a program is being started: they are read again at the next poll.
+        self._named = {one: names for one, names in now.items() if names is not None}
+        return {pid: _known(names, known) or known.given.get(pid, ()) for (pid, _), names in now.items()}
+
+
+def _named_by(pid: int) -> str | None:
+    """What its environment says; its user can write anything, and no more of it is kept than makes sense."""
+    names = variable_of(pid, DEVICE_VARIABLE)
+    return None if names is None else names[:_LONGEST_NAMES]
+
+
+def _known(names: str | None, known: KnownDevices) -> tuple[str, ...]:
+    own = dict.fromkeys(name.strip() for name in (names or "").split(","))  # twice, it is the same device
+    return tuple(name for name in own if name in known.budgets)
+
+
+def use_by_device(
+    memory: Processes, devices: Mapping[int, tuple[str, ...]], budgets: Mapping[str, Budget]
+) -> dict[str, DeviceUse]:
+    """The use of each device (by address) that a process has; pure.
+
+    `devices` are the addresses that a process (PID) has; those without a budget are passed over. The memory
+    of processes with the same devices of a GPU fills the first of these first, and what exceeds all counts
+    for the last: they are one budget.
     """
     clients: Counter[str] = Counter()
     together: Counter[tuple[str, ...]] = Counter()
@@ -112,7 +180,7 @@ def used_by_device(
     for names, mib in together.items():
         for name, part_mib in _filled(names, mib, budgets):
             used[name] += part_mib
-    return {name: Used(used[name], count) for name, count in clients.items()}
+    return {name: DeviceUse(used[name], count) for name, count in clients.items()}
 
 
 def _filled(names: tuple[str, ...], mib: int, budgets: Mapping[str, Budget]) -> Iterator[tuple[str, int]]:
@@ -121,3 +189,28 @@ def _filled(names: tuple[str, ...], mib: int, budgets: Mapping[str, Budget]) -> 
         part_mib = left_mib if name == names[-1] else min(left_mib, budgets[name].memory_mib)
         yield name, part_mib
         left_mib -= part_mib
+
+
+def use_by_gpu(processes: Processes, gpus: Iterable[Gpu]) -> dict[str, int]:
+    """The MiB that the processes use of each GPU, by its address."""
+    return {gpu.address: sum(mib or 0 for mib in processes.get(gpu.uuid or "", {}).values()) for gpu in gpus}
+
+
+class UsageSampler:
+    """Adds what each poll finds to the last hour."""
+
+    def __init__(self, supervisor: Supervisor, devices: ProcessDevices, history: UsageHistory) -> None:
+        self._supervisor = supervisor
+        self._devices = devices
+        self._history = history
+
+    def record(self, processes: Processes, now_s: float) -> None:
+        """Record what jobs use of GPUs and devices; the supervisor has taken note of the processes before."""
+        jobs, known = self._supervisor.jobs, self._devices.known()
+        of_jobs = {
+            uuid: {pid: mib for pid, mib in those.items() if pid in jobs} for uuid, those in processes.items()
+        }
+        by_device = use_by_device(of_jobs, self._devices.of(jobs, known), known.budgets)
+        gpus = self._supervisor.snapshot().inventory.gpus
+        used_mib = {name: used.mib for name, used in by_device.items()}
+        self._history.record(now_s, {**use_by_gpu(of_jobs, gpus), **used_mib})

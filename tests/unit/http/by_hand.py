@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from yunion_mps.errors import NotFoundError, YunionError
-from yunion_mps.http.query import OPENMETRICS, Response
+from yunion_mps.http.query import OPENMETRICS
 from yunion_mps.leases.request import LeaseRequest
 from yunion_mps.models import Holder, Owner
 
@@ -215,8 +215,8 @@ class People(_ByHand):
 class Meter:
     """Metrics given by hand: one, in the format that was asked for."""
 
-    async def metrics(self, accept: str) -> Response:
-        return Response(200, OPENMETRICS if OPENMETRICS in accept else "text/plain", b"yunion_mps_up 1\n")
+    async def answer(self, accept: str) -> tuple[str, bytes]:
+        return OPENMETRICS if OPENMETRICS in accept else "text/plain", b"yunion_mps_up 1\n"
 
 
 class Giver(_ByHand):

@@ -6,11 +6,12 @@ import asyncio
 import re
 
 import pytest
-from yunion_mps.http.counting import BOUNDS_S, OTHER, Counting, Counts, route_of
+from yunion_mps.http.counting import OTHER, Counting, Counts, route_of
 from yunion_mps.http.deferred import Deferred
 from yunion_mps.http.openapi import document
 from yunion_mps.http.query import Request, Response
 from yunion_mps.http.routes import Answer, Router
+from yunion_mps.service.metrics import BOUNDS_S
 from yunion_mps.service.queries import Service
 
 from unit.http import by_hand, snapshots

@@ -6,11 +6,21 @@ from typing import Any
 
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_plain
-from yunion_mps.http.counting import BOUNDS_S, Counted, Latency
-from yunion_mps.metrics.facts import DeviceUse, DomainUse, Facts, GpuUse, Moment, Queue, Use
 from yunion_mps.metrics.text import text_of
 from yunion_mps.models import Snapshot
+from yunion_mps.service.metrics import (
+    BOUNDS_S,
+    Counted,
+    DomainUse,
+    Facts,
+    GpuUse,
+    Latency,
+    LeaseCounts,
+    Moment,
+    Use,
+)
 from yunion_mps.service.queries import Filters, Service
+from yunion_mps.service.usage import DeviceUse
 
 from unit.http.snapshots import P40, reference
 
@@ -33,7 +43,7 @@ def facts(snapshot: Snapshot | None = None, **given: Any) -> Facts:
         service.devices(Filters(), 0, 0)["isolated_devices"],
         taken.domains,
         {},
-        Queue(),
+        LeaseCounts(),
         {},
         Counted(),
         unusable=service.ill_gpus(),
@@ -60,8 +70,8 @@ def value(given: Facts, name: str, **labels: str) -> float | None:
 
 USE = Use(
     1_788_000_000.5,
-    {str(P40.uuid): GpuUse(6000 << 20, 2, 1)},
-    {"00:06.0-1": DeviceUse(5900 << 20, 2)},
+    {str(P40.uuid): GpuUse(6000, 2, 1)},
+    {"00:06.0-1": DeviceUse(5900, 2)},
     {"host": DomainUse(1, 2, 1_787_999_500.0)},
 )
 #: A host on which every metric has a value that any host can have.
@@ -70,7 +80,7 @@ ALL = Facts(
         domains=(facts().domains[0]._replace(since_s=400.0),),
         use=USE,
         probe_s={"host": 0.0004},
-        queue=Queue({"process": 2, "name": 1}, 3, 12.5),
+        queue=LeaseCounts({"process": 2, "name": 1}, 3, 12.5),
         events={("domain", "warning"): 4},
         requests=Counted(
             {("/v1/status", "GET", 200): 3}, {"/v1/status": Latency((1, 2, *[0] * (len(BOUNDS_S) - 1)), 0.25)}

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from yunion_mps.escaping import printable
-from yunion_mps.http.counting import BOUNDS_S, Counted, Latency
 from yunion_mps.metrics.catalogue import CATALOGUE
-from yunion_mps.metrics.facts import DeviceUse, DomainUse, Facts, GpuUse, Use
 from yunion_mps.metrics.text import text_of
 from yunion_mps.models import DomainStatus
 from yunion_mps.mps.states import LEGAL_CHANGES
+from yunion_mps.service.metrics import BOUNDS_S, Counted, DomainUse, Facts, GpuUse, Latency, Use
+from yunion_mps.service.usage import DeviceUse
 
 from unit.http import snapshots
 from unit.http.snapshots import H100, IN_MIG_MODE, P40, snapshot

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 from yunion_mps.host.proc import started_ticks
 from yunion_mps.leases.ledger import Ledger
-from yunion_mps.service.process_devices import ProcessDevices
-from yunion_mps.service.usage import Budget
+from yunion_mps.service.usage import Budget, ProcessDevices
 
 from integration.daemon_host import eventually
 from unit.leases.shares import HOLDER, device, lease

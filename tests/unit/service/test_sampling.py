@@ -8,12 +8,10 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
-from yunion_mps.daemon.sampling import Processes, Sampling, used_by_gpu
 from yunion_mps.leases.ledger import Ledger
-from yunion_mps.metrics.facts import Observation, use_of
 from yunion_mps.models import Gpu
-from yunion_mps.service.process_devices import ProcessDevices
-from yunion_mps.service.usage import Usage
+from yunion_mps.service.metrics import Observation, use_of
+from yunion_mps.service.usage import ProcessDevices, Processes, UsageHistory, UsageSampler, use_by_gpu
 
 from unit.leases.shares import HOLDER, device, lease
 from unit.service.job import Job
@@ -41,14 +39,14 @@ def told(request: pytest.FixtureRequest) -> Iterator[Told]:
     snapshot = SimpleNamespace(plan=plan, inventory=SimpleNamespace(gpus=[GPU]))
     supervisor: Any = SimpleNamespace(jobs=job.started, snapshot=lambda: snapshot)
     processes: Processes = {"GPU-0": {job.pid: MIB, os.getpid(): 1000}}
-    devices, usage = ProcessDevices(supervisor, ledger), Usage()
-    Sampling(supervisor, devices, usage).note(processes, 6000)
-    answer = usage.answer(6000, 0.0, None, devices=True)
+    devices, usage = ProcessDevices(supervisor, ledger), UsageHistory()
+    UsageSampler(supervisor, devices, usage).record(processes, 6000)
+    answer = usage.last_hour(6000, 0.0, None, devices=True)
     known = devices.known()
     seen = Observation(6000.0, (), processes, {"GPU-0": {job.pid}}, devices.of(job.started, known))
     yield Told(
         {one["addr"]: one["memory_used"][-1] for one in [*answer["gpus"], *answer["devices"]]},
-        {name: used.bytes >> 20 for name, used in use_of(seen, known.budgets).devices.items()},
+        {name: used.mib for name, used in use_of(seen, known.budgets).devices.items()},
     )
     job.end()
 
@@ -65,4 +63,4 @@ def test_only_jobs_count(told: Told) -> None:
 def test_memory_counts_for_the_gpu_that_it_is_on() -> None:
     gpus = [Gpu("0000:00:06.0", uuid="GPU-a"), Gpu("0000:00:07.0", uuid="GPU-b"), Gpu("0000:00:08.0")]
     processes: Processes = {"GPU-a": {1: 100, 2: 50, 3: None, 4: 7}, "GPU-b": {1: 30}}
-    assert used_by_gpu(processes, gpus) == {"00:06.0": 157, "00:07.0": 30, "00:08.0": 0}
+    assert use_by_gpu(processes, gpus) == {"00:06.0": 157, "00:07.0": 30, "00:08.0": 0}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from yunion_mps.metrics.facts import DeviceUse, DomainUse, GpuUse, Observation, ServedDomain, Use, use_of
-from yunion_mps.service.usage import Budget
+from yunion_mps.service.metrics import DomainUse, GpuUse, Observation, ServedDomain, Use, use_of
+from yunion_mps.service.usage import Budget, DeviceUse
 
 A, B = "GPU-a", "GPU-b"
 SERVER, TRAIN, INFER, STRANGER = 100, 201, 202, 300
@@ -31,20 +31,20 @@ def use(**given: Any) -> Use:
 
 def test_each_process_counts_where_it_has_its_device() -> None:
     found = use()
-    assert found.devices == {"00:06.0-0": DeviceUse(900 * MIB, 1), "00:06.0-1": DeviceUse(400 * MIB, 1)}
-    assert found.gpus == {A: GpuUse(1330 * MIB, 2, 0), B: GpuUse(0, 0, 0)}
+    assert found.devices == {"00:06.0-0": DeviceUse(900, 1), "00:06.0-1": DeviceUse(400, 1)}
+    assert found.gpus == {A: GpuUse(1330, 2, 0), B: GpuUse(0, 0, 0)}
     assert found.domains == {"host": DomainUse(1, 2, 3.0)}
 
 
 def test_two_processes_of_one_device_count_together() -> None:
     found = use(devices={TRAIN: ("00:06.0-0",), INFER: ("00:06.0-0",)})
-    assert found.devices == {"00:06.0-0": DeviceUse(1300 * MIB, 2)}
+    assert found.devices == {"00:06.0-0": DeviceUse(1300, 2)}
 
 
 def test_several_devices_of_one_job_are_filled_in_their_order_and_the_last_takes_what_is_over() -> None:
     both = ("00:06.0-0", "00:06.0-1")
     found = use(memory={A: {TRAIN: 1700, INFER: 600}}, devices={TRAIN: both, INFER: both})
-    assert found.devices == {"00:06.0-0": DeviceUse(1000 * MIB, 2), "00:06.0-1": DeviceUse(1300 * MIB, 2)}
+    assert found.devices == {"00:06.0-0": DeviceUse(1000, 2), "00:06.0-1": DeviceUse(1300, 2)}
 
 
 def test_a_job_on_two_gpus_counts_on_each_with_what_it_has_there() -> None:
@@ -53,14 +53,14 @@ def test_a_job_on_two_gpus_counts_on_each_with_what_it_has_there() -> None:
         through_mps={A: {TRAIN}, B: {TRAIN}},
         devices={TRAIN: ("00:06.0-0", "00:07.0-0")},
     )
-    assert found.devices == {"00:06.0-0": DeviceUse(900 * MIB, 1), "00:07.0-0": DeviceUse(1500 * MIB, 1)}
+    assert found.devices == {"00:06.0-0": DeviceUse(900, 1), "00:07.0-0": DeviceUse(1500, 1)}
     assert found.domains["host"].clients == 1
 
 
 def test_a_job_without_a_device_counts_on_its_gpu_alone() -> None:
     found = use(devices={})
     assert found.devices == {}
-    assert found.gpus[A] == GpuUse(1330 * MIB, 2, 0)
+    assert found.gpus[A] == GpuUse(1330, 2, 0)
 
 
 def test_a_device_that_is_not_there_any_more_is_passed_over() -> None:
@@ -69,23 +69,23 @@ def test_a_device_that_is_not_there_any_more_is_passed_over() -> None:
 
 def test_a_process_that_is_no_client_is_past_mps_and_no_client() -> None:
     found = use(memory={A: {SERVER: 30, TRAIN: 900, STRANGER: 50}}, through_mps={A: {TRAIN}})
-    assert found.gpus[A] == GpuUse(980 * MIB, 1, 1)
+    assert found.gpus[A] == GpuUse(980, 1, 1)
 
 
 def test_one_that_has_ended_or_is_a_server_nobody_knows_is_not_past_mps() -> None:
     found = use(memory={A: {STRANGER: 50}}, through_mps={A: set()}, others=frozenset({STRANGER}))
-    assert found.gpus[A] == GpuUse(50 * MIB, 0, 0)
+    assert found.gpus[A] == GpuUse(50, 0, 0)
 
 
 def test_where_the_driver_does_not_tell_clients_apart_nobody_is_past_mps() -> None:
     found = use(through_mps={})
-    assert found.gpus[A] == GpuUse(1330 * MIB, 2, None)
+    assert found.gpus[A] == GpuUse(1330, 2, None)
 
 
 def test_memory_that_the_driver_does_not_tell_counts_as_none() -> None:
     found = use(memory={A: {TRAIN: None}})
     assert found.devices["00:06.0-0"] == DeviceUse(0, 1)
-    assert found.gpus[A].bytes == 0
+    assert found.gpus[A].mib == 0
 
 
 def test_a_gpu_that_does_not_answer_is_missing() -> None:

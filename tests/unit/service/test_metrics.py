@@ -8,9 +8,9 @@ import threading
 from types import SimpleNamespace
 from typing import Any
 
-from yunion_mps.daemon.metering import _DRIVER_S, Metering
 from yunion_mps.leases.ledger import Ledger
-from yunion_mps.service.process_devices import ProcessDevices
+from yunion_mps.service.metrics import DRIVER_TIMEOUT_S, Metrics
+from yunion_mps.service.usage import ProcessDevices
 
 from unit.leases.shares import device
 
@@ -34,18 +34,20 @@ def test_several_who_scrape_wait_for_a_hanging_driver_no_longer_than_one() -> No
     plan = SimpleNamespace(devices=[device(0, 0)])
     supervisor: Any = SimpleNamespace(nvml=nvml, domains=(), snapshot=lambda: SimpleNamespace(plan=plan))
     nothing: Any = None
-    metering = Metering(supervisor, nothing, nothing, ProcessDevices(supervisor, Ledger()), nothing)
+    ledger = Ledger()
+    devices = ProcessDevices(supervisor, ledger)
+    metrics = Metrics(supervisor, nothing, ledger, nothing, devices, nothing)
     clock = Clock()
     loop = asyncio.SelectorEventLoop(clock)
     loop.time = lambda: clock.now_s  # type: ignore[method-assign]
 
     async def scrapes() -> None:
         for _ in range(8):
-            await metering._look()
+            await metrics.observe()
 
     try:
         loop.run_until_complete(scrapes())
-        assert clock.now_s < 2 * _DRIVER_S
+        assert clock.now_s < 2 * DRIVER_TIMEOUT_S
     finally:
         gate.set()
         loop.run_until_complete(asyncio.gather(*asyncio.all_tasks(loop), return_exceptions=True))

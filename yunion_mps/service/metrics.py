@@ -1,0 +1,288 @@
+"""The facts that the metrics are made of, gathered at one moment.
+
+Facts are gathered on the event loop from what is known already; asking the driver and reading /proc is done
+on a thread, and a scrape does not wait long for it: if the driver hangs, the use that it reported last is
+given.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from yunion_mps.errors import YunionError
+from yunion_mps.host.proc import started_ticks, uid_of
+from yunion_mps.host.threads import on_thread
+from yunion_mps.inventory import Nvml
+from yunion_mps.leases.ledger import Ledger
+from yunion_mps.leases.queue import Queue
+from yunion_mps.models import DomainStatus
+from yunion_mps.mps.servers import is_server
+from yunion_mps.revision import revision
+from yunion_mps.service.queries import Filters, Service
+from yunion_mps.service.usage import Budget, DeviceUse, ProcessDevices, use_by_device
+from yunion_mps.supervisor import Supervisor
+
+log = logging.getLogger(__name__)
+
+Json = dict[str, Any]
+
+#: The upper bounds of the buckets of request durations in s: from an answer at hand to a reload that waits
+#: for jobs.
+BOUNDS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0, 30.0)
+
+#: How long a scrape waits for the driver to tell which processes use the GPUs.
+DRIVER_TIMEOUT_S = 2.0
+
+
+class Latency(NamedTuple):
+    """How many answers came within each of `BOUNDS_S` (the last number: later), and what all took, in s."""
+
+    counts: tuple[int, ...]
+    sum_s: float
+
+
+class Counted(NamedTuple):
+    """The answers by route, method and status, and their latencies by route."""
+
+    answers: Mapping[tuple[str, str, int], int] = {}
+    latencies: Mapping[str, Latency] = {}
+
+
+class Moment(NamedTuple):
+    """Now: the wall clock's time in s since 1970, and that of the clock that domains count by."""
+
+    wall_s: float
+    clock_s: float
+
+
+class LeaseCounts(NamedTuple):
+    """The leases by binding, and the queued requests; `longest_s` is how long the first has waited."""
+
+    leases: Mapping[str, int] = {}
+    waiting: int = 0
+    longest_s: float = 0.0
+
+
+class ServedDomain(NamedTuple):
+    """One domain: its GPUs (UUIDs), its servers (PIDs), and the start of its control daemon."""
+
+    name: str
+    gpu_uuids: tuple[str, ...]
+    servers: frozenset[int]
+    started_s: float | None
+
+
+class Observation(NamedTuple):
+    """What NVML and the kernel tell of processes.
+
+    `memory` is in MiB by GPU UUID and PID, `through_mps` the clients of MPS by GPU UUID (a GPU that does not
+    tell is missing), `devices` the addresses that a process was given, and `others` the MPS servers that no
+    domain knows and processes that have ended since, none of which count as use past MPS.
+    """
+
+    taken_s: float
+    domains: tuple[ServedDomain, ...]
+    memory: Mapping[str, Mapping[int, int | None]]
+    through_mps: Mapping[str, Collection[int]]
+    devices: Mapping[int, tuple[str, ...]]
+    others: frozenset[int] = frozenset()
+
+
+class GpuUse(NamedTuple):
+    """The use of one GPU; `past_mps` is None if the driver does not tell which processes use MPS."""
+
+    mib: int
+    clients: int
+    past_mps: int | None
+
+
+class DomainUse(NamedTuple):
+    """The use of one domain; `started_s` is when its control daemon was started, in s since 1970."""
+
+    servers: int
+    clients: int
+    started_s: float | None
+
+
+class Use(NamedTuple):
+    """The use of GPUs (by UUID), of devices in use (by address), and of domains (by name)."""
+
+    taken_s: float
+    gpus: Mapping[str, GpuUse]
+    devices: Mapping[str, DeviceUse]
+    domains: Mapping[str, DomainUse]
+
+
+class Facts(NamedTuple):
+    """All of it: `status`, `gpus` and `devices` are the service's answers.
+
+    `unusable` are the addresses of GPUs that cannot be used themselves. `leased_budgets` are the budgets (MiB
+    and percent) of leased devices by address, because a reload may have changed them for the next lease.
+    `probe_s` is how long each domain's control daemon took to answer last, `events` how many were recorded
+    since the start by kind and severity. `use` is None before the driver has told.
+    """
+
+    now: Moment
+    revision: str
+    status: Json
+    gpus: Sequence[Json]
+    devices: Sequence[Json]
+    domains: Sequence[DomainStatus]
+    probe_s: Mapping[str, float]
+    queue: LeaseCounts
+    events: Mapping[tuple[str, str], int]
+    requests: Counted
+    use: Use | None = None
+    unusable: Collection[str] = ()
+    leased_budgets: Mapping[str, tuple[int, float]] = {}
+
+
+def use_of(seen: Observation, budgets: Mapping[str, Budget]) -> Use:
+    """How much is used, and by how many; `budgets` are those of all devices, by address."""
+    servers = {pid for domain in seen.domains for pid in domain.servers}
+    past_mps = {
+        uuid: set(processes) - set(seen.through_mps[uuid]) - servers - seen.others
+        for uuid, processes in seen.memory.items()
+        if uuid in seen.through_mps
+    }
+    clients = {
+        uuid: {*seen.memory.get(uuid, ()), *seen.through_mps.get(uuid, ())}
+        - servers
+        - seen.others
+        - past_mps.get(uuid, set())
+        for uuid in {*seen.memory, *seen.through_mps}
+    }
+    memory = {
+        uuid: {pid: seen.memory.get(uuid, {}).get(pid) for pid in pids} for uuid, pids in clients.items()
+    }
+    return Use(
+        seen.taken_s,
+        {
+            uuid: GpuUse(
+                sum(mib or 0 for mib in processes.values()),
+                len(clients[uuid]),
+                len(past_mps[uuid]) if uuid in past_mps else None,
+            )
+            for uuid, processes in seen.memory.items()
+        },
+        use_by_device(memory, seen.devices, budgets),
+        {
+            domain.name: DomainUse(
+                len(domain.servers),
+                len(set().union(*(clients.get(uuid, ()) for uuid in domain.gpu_uuids))),
+                domain.started_s,
+            )
+            for domain in seen.domains
+        },
+    )
+
+
+class Metrics:
+    """Gathers the facts."""
+
+    def __init__(
+        self,
+        supervisor: Supervisor,
+        service: Service,
+        ledger: Ledger,
+        queue: Queue,
+        devices: ProcessDevices,
+        requests: Callable[[], Counted],
+    ) -> None:
+        self._supervisor = supervisor
+        self._service = service
+        self._ledger = ledger
+        self._queue = queue
+        self._devices = devices
+        self._requests = requests
+        self._revision = revision()  # now, because after an upgrade it would be that of the new program
+        self._observing: asyncio.Task[Use] | None = None
+        self._began_s = 0.0
+        self._use: Use | None = None
+
+    async def facts(self) -> Facts:
+        """All facts; the use is that of an earlier scrape if the driver does not answer in time."""
+        await self.observe()
+        supervisor, service = self._supervisor, self._service
+        now = Moment(time.time(), asyncio.get_running_loop().time())
+        leases = self._ledger.leases.values()
+        waits_s = [now.wall_s - waiter.since_s for waiter in self._queue.waiters]
+        return Facts(
+            now,
+            self._revision,
+            service.status(),
+            service.gpus()["gpus"],
+            service.devices(Filters(), 0, 0)["isolated_devices"],
+            supervisor.snapshot().domains,
+            {one.plan.name: one.probe_s for one in supervisor.domains if one.probe_s is not None},
+            LeaseCounts(
+                Counter(lease.holder.binding for lease in leases), len(waits_s), max(waits_s, default=0.0)
+            ),
+            dict(supervisor.event_log.counts),
+            self._requests(),
+            self._use,
+            service.ill_gpus(),
+            {
+                device.addr: (device.memory_limit_mib, device.thread_percentage)
+                for lease in leases
+                for device in lease.devices
+            },
+        )
+
+    async def observe(self) -> None:
+        """Find out which processes use the GPUs; a longer observation counts for a later scrape."""
+        nvml = self._supervisor.nvml
+        if nvml is None:
+            self._use = None
+            return
+        loop = asyncio.get_running_loop()
+        if self._observing is None:
+            self._observing = asyncio.ensure_future(self._observed(nvml))
+            self._began_s = loop.time()
+        left_s = max(0.0, self._began_s + DRIVER_TIMEOUT_S - loop.time())
+        await asyncio.wait({self._observing}, timeout=left_s)
+        if self._observing.done():
+            observing, self._observing = self._observing, None
+            try:
+                self._use = observing.result()
+            except YunionError as error:
+                log.debug("the use of the GPUs is not known: %s", error.message)
+
+    async def _observed(self, nvml: Nvml) -> Use:
+        domains = [
+            (
+                ServedDomain(plan.name, plan.gpu_uuids, frozenset(domain.server_pids()), None),
+                domain.status().pid,
+            )
+            for domain in self._supervisor.domains
+            for plan in (domain.plan,)
+        ]
+        known = self._devices.known()
+
+        def work() -> Use:
+            # In this order: a process that begins between the two questions is known to use MPS.
+            memory, through_mps = nvml.processes(), nvml.mps_clients()
+            served = tuple(one._replace(started_s=_started_s(pid)) for one, pid in domains)
+            servers = {pid for one in served for pid in one.servers}
+            pids = {pid for of_gpu in (*memory.values(), *through_mps.values()) for pid in of_gpu} - servers
+            others = frozenset(pid for pid in pids if uid_of(pid) is None or is_server(pid))
+            jobs = {pid: ticks for pid in pids - others if (ticks := started_ticks(pid)) is not None}
+            devices = self._devices.of(jobs, known)
+            seen = Observation(time.time(), served, memory, through_mps, devices, others)
+            return use_of(seen, known.budgets)
+
+        return await on_thread(work)
+
+
+def _started_s(pid: int | None) -> float | None:
+    import psutil
+
+    try:
+        return psutil.Process(pid).create_time() if pid else None
+    except psutil.Error:
+        return None
