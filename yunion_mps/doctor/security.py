@@ -8,7 +8,7 @@ import time
 
 from yunion_mps.doctor.finding import Finding, Findings, ok, problem, skipped, warning
 from yunion_mps.doctor.host import Host
-from yunion_mps.inventory import kernel_log
+from yunion_mps.inventory.events import kernel_records
 
 _LAST_BYTES = 1 << 20
 _RECENT_S = 86_400.0
@@ -76,7 +76,7 @@ def _logs(audit: str, kernel: str) -> tuple[list[str], bool]:
             readable = True
     except OSError:
         pass
-    records = kernel_log.records(kernel)
+    records = kernel_records(kernel)
     for record in records or []:
         lines += record.decode(errors="replace").splitlines()
     return lines, readable or records is not None

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from yunion_mps.inventory.host import machine_id
 from yunion_mps.inventory.nvml import Nvml
-from yunion_mps.inventory.scan import scan
+from yunion_mps.inventory.scan import machine_id, scan
 
 __all__ = ["Nvml", "machine_id", "scan"]

@@ -1,25 +1,63 @@
-"""What the driver reports by itself, the moment it happens: XIDs, and GPUs that are lost."""
+"""What the driver reports by itself: XIDs and lost GPUs, at once by NVML's events, and the kernel's log.
+
+An XID is the number of an error. Which are fatal follows NVIDIA's catalogue
+(https://docs.nvidia.com/deploy/xid-errors): those whose remedy is to reset the GPU or to reboot. The others
+end a job at most; one that is not listed here is reported, and not taken for fatal.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
+import re
 import threading
 from collections.abc import Callable
 from typing import Any
 
 from yunion_mps.host import threads
 from yunion_mps.inventory.nvml import Nvml, pynvml
-from yunion_mps.inventory.pci import normal_address
+from yunion_mps.inventory.sysfs import normal_address
+from yunion_mps.paths import Paths
+
+_FATAL_XIDS = {
+    48: "double bit ECC error",
+    62: "the GPU's internal micro-controller halted",
+    64: "memory rows cannot be remapped",
+    74: "NVLink error",
+    79: "the GPU has fallen off the bus",
+    95: "uncontained memory error",
+    110: "security fault",
+    119: "the GPU's system processor does not answer",
+    120: "error of the GPU's system processor",
+    140: "unrecovered ECC error",
+    143: "the GPU could not be initialised",
+}
+_OTHER_XIDS = {
+    13: "graphics engine exception, mostly a fault of a job",
+    31: "memory page fault, mostly a fault of a job",
+    43: "the GPU stopped processing for a job",
+    45: "a job's channels were torn down",
+    63: "memory rows are remapped with the next reset",
+    68: "video processor exception",
+    94: "contained memory error, which ends the job that met it",
+    109: "a context switch took too long",
+    154: "the driver recommends another recovery action (nvidia-smi -q)",
+}
+
+#: `NVRM: Xid (PCI:0000:c6:00): 31, pid=1234, name=python, ...`; the PID may be quoted or unknown.
+_XID_RECORD = re.compile(rb"NVRM: Xid \(PCI:([0-9a-fA-F:.]+)\): (\d+), pid='?(\d+)")
+#: The kernel keeps a ring of records, each read by itself (dmesg(1)); more than this is not looked at.
+_MOST_RECORDS = 20_000
 
 #: How long one wait of the driver takes at most; what the thread's end may wait for.
 _WAIT_MS = 1000
-#: After so many, the GPUs are looked up anew: one may be back that was lost.
+#: After so many, the GPUs are looked up again: a lost one may be back.
 _WAITS_A_SET = 60
 #: The pause after a failure and while no GPU answers, so that the driver is not asked without end.
 _PAUSE_S = 5.0
 
-#: Called with a PCI address and an XID, or with None where something happened that a look at the GPUs shows.
+#: Called with a PCI address and an XID, or with None if something happened that a scan of the GPUs shows.
 OnEvent = Callable[["tuple[str, int] | None"], None]
 
 
@@ -44,7 +82,7 @@ class EventWatch:
         self._renewed.set()
 
     def stop(self) -> None:
-        """Wait no more; the thread ends within a second, and nobody waits for it."""
+        """Let the thread end, within a second; nothing waits for it."""
         self._stopped.set()
         self._renewed.set()
 
@@ -62,7 +100,7 @@ class EventWatch:
                 self._watch(is_renewed=is_renewed)
             except pynvml.NVMLError as error:
                 if error.value in (pynvml.NVML_ERROR_NOT_SUPPORTED, pynvml.NVML_ERROR_FUNCTION_NOT_FOUND):
-                    return  # a driver without events: the regular look at the GPUs has to do
+                    return  # a driver without events: the regular scan has to do
                 self._on_event(None)
             else:
                 if self._addresses:
@@ -80,22 +118,22 @@ class EventWatch:
                 self._on_event(None)  # because what happened before this is not reported
             for _ in range(_WAITS_A_SET if self._addresses else 0):
                 if self._renewed.is_set():
-                    self._tell_what_waits(events)
+                    self._drain(events)
                     return
-                with contextlib.suppress(_timeout()):
-                    self._tell(pynvml.nvmlEventSetWait_v2(events, _WAIT_MS))
+                with contextlib.suppress(pynvml.NVMLError_Timeout):
+                    self._report(pynvml.nvmlEventSetWait_v2(events, _WAIT_MS))
         finally:
             with contextlib.suppress(pynvml.NVMLError):
                 pynvml.nvmlEventSetFree(events)
 
-    def _tell_what_waits(self, events: Any) -> None:
-        """Tell of what the set has already: nothing of it is in the next one."""
+    def _drain(self, events: Any) -> None:
+        """Report what the set has already: nothing of it is in the next one."""
         with contextlib.suppress(pynvml.NVMLError):
             while True:
-                self._tell(pynvml.nvmlEventSetWait_v2(events, 0))
+                self._report(pynvml.nvmlEventSetWait_v2(events, 0))
 
     def _register(self, index: int, events: Any) -> None:
-        """Watch one GPU, if it can be; its address is noted, for a lost one does not tell it any more."""
+        """Watch one GPU, if possible; its address is kept, because a lost GPU does not tell it any more."""
         with contextlib.suppress(pynvml.NVMLError):
             handle = pynvml.nvmlDeviceGetHandleByIndex(index)
             bus_id = pynvml.nvmlDeviceGetPciInfo(handle).busId
@@ -103,17 +141,55 @@ class EventWatch:
             text = bus_id.decode(errors="replace") if isinstance(bus_id, bytes) else str(bus_id)
             self._addresses[_number(handle)] = normal_address(text) or text
 
-    def _tell(self, data: Any) -> None:
+    def _report(self, data: Any) -> None:
         address = self._addresses.get(_number(data.device))
         self._on_event((address, int(data.eventData)) if address else None)
 
 
 def _number(handle: Any) -> int | None:
-    """What NVML's handle of a GPU points to, which is what makes two of them the same."""
+    """The address that NVML's handle of a GPU holds: two handles of one GPU differ as objects."""
     return ctypes.cast(handle, ctypes.c_void_p).value
 
 
-def _timeout() -> type[BaseException]:
-    """The class that pynvml raises when nothing happened in time."""
-    kind: type[BaseException] = pynvml.NVMLError_Timeout
-    return kind
+def xid_meaning(xid: int) -> tuple[bool, str]:
+    """Whether the XID is fatal for the GPU, and what it means."""
+    if xid in _FATAL_XIDS:
+        return True, _FATAL_XIDS[xid]
+    return False, _OTHER_XIDS.get(xid, "see NVIDIA's catalogue of XIDs, and: dmesg | grep -i xid")
+
+
+def processes_of_xids(paths: Paths) -> list[tuple[str, int, int]]:
+    """(PCI address, XID, PID) of each XID in the kernel's log that names a process, the oldest first.
+
+    Empty if the log cannot be read, as in a container.
+    """
+    found = []
+    for record in kernel_records(paths.kernel_log) or []:
+        for bus, xid, pid in _XID_RECORD.findall(record):
+            address = normal_address(bus.decode() if bus.count(b".") else f"{bus.decode()}.0")
+            if address:
+                found.append((address, int(xid), int(pid)))
+    return found
+
+
+def kernel_records(path: str) -> list[bytes] | None:
+    """The log's records, the oldest first; None if it cannot be read."""
+    try:
+        log = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return None
+    found: list[bytes] = []
+    try:
+        while len(found) < _MOST_RECORDS:
+            try:
+                record = os.read(log, 8192)
+            except BrokenPipeError:  # it was overwritten while we read: the next one is there
+                continue
+            except OSError:
+                break
+            if not record:
+                break
+            found.append(record)
+    finally:
+        os.close(log)
+    return found

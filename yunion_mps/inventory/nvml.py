@@ -1,19 +1,27 @@
-"""NVML: the only module that uses `pynvml`, and the only one that can change a GPU's compute mode."""
+"""NVML. Only this package uses `pynvml`, and only this module changes a GPU's compute mode.
+
+A driver may hang for good in a call when a GPU is broken, so every call is bounded by a deadline.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import sys
+import threading
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
-from yunion_mps.errors import DriverError
+from yunion_mps.errors import DriverError, ShortageError
 from yunion_mps.escaping import decoded, printable
-from yunion_mps.inventory.deadline import TIMEOUT_S, Deadline, bounded
-from yunion_mps.inventory.pci import normal_address
+from yunion_mps.host import threads
+from yunion_mps.inventory.sysfs import normal_address
 from yunion_mps.models import DEFAULT, EXCLUSIVE_PROCESS, PROHIBITED, Driver, Gpu
+
+T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 def _import_pynvml() -> Any:
@@ -45,7 +53,7 @@ COMPUTE_MODES = {
 }
 _MODE_NUMBERS = {name: number for number, name in COMPUTE_MODES.items()}
 
-#: The failures of NVML that have a remedy of their own: what they mean, and what to do.
+#: Failures of NVML with a hint of their own: what they mean, and what to do.
 _MEANINGS = {
     pynvml.NVML_ERROR_LIBRARY_NOT_FOUND: (
         "no NVIDIA driver: its library libnvidia-ml.so.1 is not installed",
@@ -86,13 +94,10 @@ MIB = 1 << 20
 
 
 def _translated(error: Any) -> DriverError:
-    """The error in words that name the cause and the remedy."""
-    number = error.value
-    known = _MEANINGS.get(number)
-    if known:
-        return DriverError(*known)
+    """The error with its cause and a hint."""
+    what = f"NVML says: {printable(str(error))}"
     return DriverError(
-        f"NVML says: {printable(str(error))}", "see: dmesg | grep -i nvidia; and try: nvidia-smi"
+        *_MEANINGS.get(error.value, (what, "see: dmesg | grep -i nvidia; and try: nvidia-smi"))
     )
 
 
@@ -104,7 +109,7 @@ def _call(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _optional(function: Callable[..., Any], *arguments: Any) -> Any:
-    """What the call returns, None where the driver does not know the field; raises DriverError otherwise."""
+    """What the call returns, None if the driver does not know the field; raises DriverError otherwise."""
     try:
         return function(*arguments)
     except pynvml.NVMLError as error:
@@ -118,10 +123,67 @@ def _text(value: Any) -> str:
     return decoded(value) if isinstance(value, bytes) else printable(str(value))
 
 
-class Nvml:
-    """An initialised NVML; a context manager. Opening raises DriverError where there is no working driver.
+#: A driver that has to wake many GPUs takes tens of seconds for its first call.
+TIMEOUT_S = 60.0
 
-    Every method has a deadline, for a driver with an ill GPU may never come back from a call.
+_HANG_HINT = "see: dmesg | grep -iE 'nvrm|xid'; a driver that hangs is helped by a reboot alone"
+
+
+class Deadline:
+    """Makes calls one after another, each on a thread that is given `timeout_s` to return."""
+
+    def __init__(self, timeout_s: float = TIMEOUT_S) -> None:
+        self._timeout_s = timeout_s
+        self._hanging: threading.Event | None = None
+        #: Whether a call is made on the caller's thread if there is no other, with no deadline then.
+        self.may_hang = False
+
+    def call(self, work: Callable[[], T]) -> T:
+        """Return what `work` returns and raise what it raises; DriverError when it takes too long.
+
+        As long as an earlier call hangs, no other is made. Raises ShortageError if there is no thread for it.
+        """
+        if self._hanging and not self._hanging.is_set():
+            raise DriverError("the NVIDIA driver still does not answer an earlier call", _HANG_HINT)
+        ended = threading.Event()
+        results: list[T] = []
+        errors: list[BaseException] = []
+
+        def done(result: T, error: BaseException | None) -> None:
+            if error:
+                errors.append(error)
+            else:
+                results.append(result)
+            ended.set()
+
+        try:
+            threads.start(work, done)
+        except ShortageError:
+            if not self.may_hang:
+                raise
+            return work()
+        if not ended.wait(self._timeout_s):
+            self._hanging = ended
+            raise DriverError(f"the NVIDIA driver does not answer within {self._timeout_s:g} s", _HANG_HINT)
+        if errors:
+            raise errors[0]
+        return results[0]
+
+
+def bounded(method: F) -> F:
+    """Let a method of an object with a `deadline` take no longer than that."""
+
+    @functools.wraps(method)
+    def wrapper(self: Any, *arguments: Any) -> Any:
+        return self.deadline.call(lambda: method(self, *arguments))
+
+    return wrapper  # type: ignore[return-value]
+
+
+class Nvml:
+    """An initialised NVML; a context manager. Opening raises DriverError if there is no working driver.
+
+    Every method has a deadline, because a driver with a broken GPU may never return from a call.
     """
 
     def __init__(self, timeout_s: float = TIMEOUT_S) -> None:
@@ -130,14 +192,14 @@ class Nvml:
         self.deadline.call(lambda: _call(pynvml.nvmlInit))
 
     def close(self) -> None:
-        """Give NVML back; a failure at that point hurts nobody."""
+        """Shut NVML down; a failure of that does not matter."""
         if self._is_kept:
             return
         with contextlib.suppress(DriverError):
             self.deadline.call(lambda: _call(pynvml.nvmlShutdown))
 
     def keep_open(self) -> None:
-        """Leave it to the process' end to give NVML back, for a thread may be waiting in it then."""
+        """Leave NVML initialised until the process ends, because a thread may be waiting in it."""
         self._is_kept = True
 
     def __enter__(self) -> Nvml:  # noqa: PYI034 - typing.Self is not in Python 3.9
@@ -169,7 +231,7 @@ class Nvml:
 
     @bounded
     def reason_at(self, pci_address: str) -> str:
-        """Why NVML offers no GPU at this address, empty where it does offer one."""
+        """Why NVML offers no GPU at this address, empty if it does."""
         try:
             _call(pynvml.nvmlDeviceGetHandleByPciBusId, pci_address.encode())
         except DriverError as error:
@@ -178,30 +240,23 @@ class Nvml:
 
     @bounded
     def processes(self) -> dict[str, dict[int, int | None]]:
-        """The memory in MiB (None where unknown) that each process uses, by GPU UUID and PID.
+        """The memory in MiB (None if unknown) that each process uses, by GPU UUID and PID.
 
         A GPU that does not answer is missing.
         """
-        found: dict[str, dict[int, int | None]] = {}
-        for index in range(_call(pynvml.nvmlDeviceGetCount)):
-            with contextlib.suppress(DriverError):
-                handle = _call(pynvml.nvmlDeviceGetHandleByIndex, index)
-                uuid = _text(_call(pynvml.nvmlDeviceGetUUID, handle))
-                used = _call(pynvml.nvmlDeviceGetComputeRunningProcesses, handle)
-                found[uuid] = {one.pid: _mib(one.usedGpuMemory) for one in used}
-        return found
+        listed = _of_each_gpu(pynvml.nvmlDeviceGetComputeRunningProcesses)
+        return {
+            uuid: {
+                one.pid: None if one.usedGpuMemory is None else one.usedGpuMemory // MIB for one in processes
+            }
+            for uuid, processes in listed.items()
+        }
 
     @bounded
     def mps_clients(self) -> dict[str, set[int]]:
         """The PIDs of the clients of MPS on each GPU, by its UUID; a GPU that does not tell is missing."""
-        found: dict[str, set[int]] = {}
-        for index in range(_call(pynvml.nvmlDeviceGetCount)):
-            with contextlib.suppress(DriverError):
-                handle = _call(pynvml.nvmlDeviceGetHandleByIndex, index)
-                uuid = _text(_call(pynvml.nvmlDeviceGetUUID, handle))
-                clients = _call(pynvml.nvmlDeviceGetMPSComputeRunningProcesses, handle)
-                found[uuid] = {one.pid for one in clients}
-        return found
+        listed = _of_each_gpu(pynvml.nvmlDeviceGetMPSComputeRunningProcesses)
+        return {uuid: {one.pid for one in clients} for uuid, clients in listed.items()}
 
     @bounded
     def compute_mode(self, uuid: str) -> str:
@@ -210,7 +265,7 @@ class Nvml:
 
     @bounded
     def set_compute_mode(self, uuid: str, mode: str) -> None:
-        """Set the GPU's compute mode, and read it back; raises DriverError when it is not in force then."""
+        """Set the GPU's compute mode, and read it back; raises DriverError if it is not in effect then."""
         handle = _call(pynvml.nvmlDeviceGetHandleByUUID, uuid.encode())
         _call(pynvml.nvmlDeviceSetComputeMode, handle, _MODE_NUMBERS[mode])
         actual = _mode(handle)
@@ -252,13 +307,19 @@ class Nvml:
         )
 
 
+def _of_each_gpu(function: Callable[[Any], list[Any]]) -> dict[str, list[Any]]:
+    """What the call returns for each GPU that answers, by its UUID."""
+    found = {}
+    for index in range(_call(pynvml.nvmlDeviceGetCount)):
+        with contextlib.suppress(DriverError):
+            handle = _call(pynvml.nvmlDeviceGetHandleByIndex, index)
+            found[_text(_call(pynvml.nvmlDeviceGetUUID, handle))] = _call(function, handle)
+    return found
+
+
 def _mode(handle: Any) -> str:
     number = _call(pynvml.nvmlDeviceGetComputeMode, handle)
     return COMPUTE_MODES.get(number, str(number))
-
-
-def _mib(size: int | None) -> int | None:
-    return None if size is None else size // MIB
 
 
 def _vendor_device_id(number: int) -> str:

@@ -1,11 +1,32 @@
-"""One inventory out of both sources: NVML for the GPUs, sysfs for their place in the host."""
+"""The inventory: NVML for the GPUs, sysfs for their place in the host, and the GPUs that served before.
+
+A file keeps what the GPUs are that have served devices, so that a daemon that starts while one is lost still
+knows what it was. Across a reboot that counts only if the configuration names the GPU; without entries, which
+mean every GPU of the host, a reboot shows again which those are.
+"""
 
 from __future__ import annotations
 
-from yunion_mps.inventory import pci
+import contextlib
+import json
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from yunion_mps.errors import HostError
+from yunion_mps.host.files import write_atomically
+from yunion_mps.inventory import sysfs
 from yunion_mps.inventory.nvml import Nvml
-from yunion_mps.models import Gpu, Inventory
+from yunion_mps.models import Gpu, Inventory, PcieLink
 from yunion_mps.paths import Paths
+
+GONE = "the GPU is not there any more"
+
+
+class ServedGpus(NamedTuple):
+    """GPUs that served devices, and whether in this boot."""
+
+    gpus: tuple[Gpu, ...] = ()
+    this_boot: bool = True
 
 
 def scan(nvml: Nvml, paths: Paths) -> Inventory:
@@ -16,24 +37,100 @@ def scan(nvml: Nvml, paths: Paths) -> Inventory:
     """
     driver = nvml.driver()
     found, silent = nvml.gpus()
-    nodes = pci.render_nodes(paths)
+    nodes = sysfs.render_nodes(paths)
     by_address = {gpu.pci_address: gpu for gpu in found}
     reasons = [error.message for _, error in silent]
-    for address in pci.nvidia_gpus(paths):
+    for address in sysfs.nvidia_gpus(paths):
         if address not in by_address:
-            reason = nvml.reason_at(address) or (
-                reasons[0] if reasons else "the driver does not offer this GPU"
-            )
+            reason = nvml.reason_at(address) or (reasons or ["the driver does not offer this GPU"])[0]
             by_address[address] = Gpu(address, reason=reason)
-    gpus = [_placed(gpu, nodes, paths) for gpu in by_address.values()]
-    return Inventory(driver, tuple(sorted(gpus, key=lambda gpu: pci.sort_key(gpu.pci_address))))
+    return Inventory(driver, _in_order(_placed(gpu, nodes, paths) for gpu in by_address.values()))
+
+
+def _in_order(gpus: Iterable[Gpu]) -> tuple[Gpu, ...]:
+    return tuple(sorted(gpus, key=lambda gpu: sysfs.sort_key(gpu.pci_address)))
 
 
 def _placed(gpu: Gpu, nodes: dict[str, str], paths: Paths) -> Gpu:
     """The GPU with what sysfs and udev know of its address."""
     return gpu._replace(
-        vendor_device_id=gpu.vendor_device_id or pci.vendor_device_id(paths, gpu.pci_address),
-        numa_node=pci.numa_node(paths, gpu.pci_address),
-        link=pci.max_link(paths, gpu.pci_address),
+        vendor_device_id=gpu.vendor_device_id or sysfs.vendor_device_id(paths, gpu.pci_address),
+        numa_node=sysfs.numa_node(paths, gpu.pci_address),
+        link=sysfs.max_link(paths, gpu.pci_address),
         render_node=nodes.get(gpu.pci_address),
     )
+
+
+def load_served(paths: Paths) -> ServedGpus:
+    """The GPUs that the last daemon saved; none if that cannot be read."""
+    unreadable = (OSError, ValueError, TypeError, KeyError, RecursionError)
+    with contextlib.suppress(*unreadable), open(paths.served_gpus) as file:
+        text = json.load(file)
+        return ServedGpus(tuple(_gpu(one) for one in text["gpus"]), text["boot_id"] == _boot_id(paths))
+    return ServedGpus()
+
+
+def save_served(paths: Paths, gpus: Iterable[Gpu]) -> bool:
+    """Save the GPUs for the next daemon; return whether that could be done."""
+    kept = [gpu._replace(nvml_index=None, compute_mode=None, mig_enabled=None, reason="") for gpu in gpus]
+    rows = [{**gpu._asdict(), "link": gpu.link and gpu.link._asdict()} for gpu in kept]
+    with contextlib.suppress(OSError):
+        text = {"boot_id": _boot_id(paths), "gpus": rows}
+        write_atomically(paths.served_gpus, json.dumps(text), directory_mode=0o700)
+        return True
+    return False
+
+
+def with_served(inventory: Inventory, served: Iterable[Gpu]) -> Inventory:
+    """The inventory with those `served` GPUs that are lost or gone, each with the reason.
+
+    One whose address another GPU has now was replaced, and is left out.
+    """
+    there = {gpu.pci_address: gpu for gpu in inventory.gpus}
+    uuids = {gpu.uuid for gpu in inventory.gpus}
+    nodes = {gpu.render_node for gpu in inventory.gpus}
+    gpus = dict(there)
+    known = []
+    for gpu in served:
+        now = there.get(gpu.pci_address)
+        if gpu.uuid not in uuids:
+            if now is None:
+                node = None if gpu.render_node in nodes else gpu.render_node
+                gpus[gpu.pci_address] = gpu._replace(reason=GONE, render_node=node)
+            elif now.reason and now.uuid is None and now.vendor_device_id in (None, gpu.vendor_device_id):
+                gpus[gpu.pci_address] = gpu._replace(reason=now.reason, render_node=now.render_node)
+            else:
+                continue
+        known.append(str(gpu.uuid))
+    return inventory._replace(gpus=_in_order(gpus.values()), served=tuple(known))
+
+
+def _gpu(row: dict[str, Any]) -> Gpu:
+    capability, link = row["compute_capability"], row["link"]
+    known = {**row, "compute_capability": capability and tuple(capability), "link": link and PcieLink(**link)}
+    gpu = Gpu(**known)
+    words = (gpu.pci_address, gpu.uuid, gpu.name or "", gpu.vendor_device_id or "", gpu.render_node or "")
+    numbers = (*(gpu.compute_capability or ()), gpu.minor or 0, gpu.memory_mib or 0, gpu.numa_node or 0)
+    if not (all(isinstance(one, str) for one in words) and all(isinstance(one, int) for one in numbers)):
+        raise TypeError(f"not a GPU: {row}")
+    return gpu
+
+
+def _boot_id(paths: Paths) -> str:
+    with open(paths.boot_id, encoding="ascii") as file:
+        return file.read().strip()
+
+
+def machine_id(paths: Paths) -> str:
+    """The host's machine-id(5), 32 hexadecimal digits; raises HostError if there is none."""
+    try:
+        with open(paths.machine_id, encoding="ascii") as file:
+            text = file.read(64).strip()
+    except (OSError, UnicodeDecodeError):
+        text = ""
+    if len(text) != 32 or set(text) - set("0123456789abcdef"):
+        raise HostError(
+            f"{paths.machine_id} holds no machine id, from which the devices' ids are derived",
+            "make one with: systemd-machine-id-setup",
+        )
+    return text

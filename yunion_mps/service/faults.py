@@ -9,7 +9,7 @@ from typing import Any
 from yunion_mps.errors import YunionError
 from yunion_mps.host.proc import command_of
 from yunion_mps.host.threads import on_thread
-from yunion_mps.inventory.kernel_log import processes_of_xids
+from yunion_mps.inventory.events import processes_of_xids
 from yunion_mps.models import Event
 from yunion_mps.paths import Paths
 from yunion_mps.service.clients import Clients

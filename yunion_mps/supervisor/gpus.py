@@ -6,9 +6,9 @@ import logging
 from collections.abc import Collection
 
 from yunion_mps.errors import DriverError
-from yunion_mps.inventory.pci import sort_key
-from yunion_mps.inventory.served import GONE, save
-from yunion_mps.inventory.xid import meaning
+from yunion_mps.inventory.events import xid_meaning
+from yunion_mps.inventory.scan import GONE, save_served
+from yunion_mps.inventory.sysfs import sort_key
 from yunion_mps.models import Config, Event, Gpu, Inventory, Plan
 from yunion_mps.paths import Paths
 from yunion_mps.planning import reason_against
@@ -60,7 +60,7 @@ class Gpus:
         gpu = next((gpu for gpu in self.inventory.gpus if gpu.pci_address == pci_address), None)
         if gpu is None:
             return None
-        fatal, words = meaning(xid)
+        fatal, words = xid_meaning(xid)
         event = Event("warning", "gpu", gpu.address, f"XID {xid}: {words}", "the driver reported it")
         if not fatal:
             return event._replace(consequence="jobs on it may have failed; its devices stay available")
@@ -102,7 +102,7 @@ class Gpus:
         kept = tuple(gpu for gpu in self.inventory.gpus if gpu.uuid in planned)
         self.inventory = self.inventory._replace(served=tuple(sorted(planned)))
         places = {(gpu.uuid, gpu.pci_address) for gpu in kept}
-        if places and places != self._remembered and save(paths, kept):
+        if places and places != self._remembered and save_served(paths, kept):
             self._remembered = places
 
     def for_planning(self, inventory: Inventory, plan: Plan) -> Inventory:

@@ -8,8 +8,7 @@ from typing import NamedTuple
 from yunion_mps.config import load
 from yunion_mps.errors import ConfigError, DriverError, HostError, Problem
 from yunion_mps.inventory import Nvml, machine_id, scan
-from yunion_mps.inventory.served import load as load_served
-from yunion_mps.inventory.served import with_served
+from yunion_mps.inventory.scan import load_served, with_served
 from yunion_mps.models import Config, Driver, Inventory, Plan
 from yunion_mps.mps.control import find_control_program
 from yunion_mps.paths import Paths

@@ -12,7 +12,7 @@ from queue import SimpleQueue
 import pytest
 from yunion_mps.errors import ShortageError
 from yunion_mps.host import threads
-from yunion_mps.inventory.deadline import Deadline
+from yunion_mps.inventory.nvml import Deadline
 
 from unit.mps.driving import wait_for
 

@@ -7,7 +7,7 @@ import threading
 import pytest
 from yunion_mps.errors import DriverError
 from yunion_mps.inventory import Nvml
-from yunion_mps.inventory.deadline import Deadline
+from yunion_mps.inventory.nvml import Deadline
 
 from unit.inventory.opened import OpenHost
 from unit.mps.driving import wait_for

@@ -8,8 +8,7 @@ from contextlib import ExitStack
 from typing import Optional
 
 import pytest
-from yunion_mps.inventory.events import EventWatch
-from yunion_mps.inventory.xid import meaning
+from yunion_mps.inventory.events import EventWatch, xid_meaning
 
 from unit.inventory.opened import OpenedHost, OpenHost
 
@@ -80,4 +79,4 @@ def test_a_driver_that_fails_is_told_as_something_to_look_at(open_host: OpenHost
     ],
 )
 def test_an_xid_means_that_a_gpu_is_ill_or_only_a_job(xid: int, fatal: bool, words: str) -> None:
-    assert meaning(xid) == (fatal, words)
+    assert xid_meaning(xid) == (fatal, words)

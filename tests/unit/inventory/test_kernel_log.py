@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
-from yunion_mps.inventory.kernel_log import processes_of_xids
+from yunion_mps.inventory.events import processes_of_xids
 from yunion_mps.paths import Paths
 
 

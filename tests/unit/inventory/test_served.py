@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from yunion_mps.inventory.served import Served, load, save
+from yunion_mps.inventory.scan import ServedGpus, load_served, save_served
 from yunion_mps.models import Gpu
 from yunion_mps.paths import Paths
 
@@ -15,9 +15,9 @@ GPU = Gpu("0000:00:06.0", "GPU-1", "Tesla V100", minor=0, memory_mib=16384, comp
 
 def test_what_was_written_is_read(tmp_path: Path) -> None:
     paths = Paths(str(tmp_path))
-    assert load(paths) == Served()
-    assert save(paths, [GPU])
-    assert load(paths) == Served((GPU,))
+    assert load_served(paths) == ServedGpus()
+    assert save_served(paths, [GPU])
+    assert load_served(paths) == ServedGpus((GPU,))
 
 
 @pytest.mark.parametrize(
@@ -38,16 +38,16 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
 )
 def test_what_is_of_another_kind_names_no_gpu(tmp_path: Path, name: str, value: object) -> None:
     paths = Paths(str(tmp_path))
-    save(paths, [GPU])
+    save_served(paths, [GPU])
     text = json.loads(Path(paths.served_gpus).read_text())
     text["gpus"][0][name] = value
     Path(paths.served_gpus).write_text(json.dumps(text))
-    assert load(paths) == Served()
+    assert load_served(paths) == ServedGpus()
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "[" * 100_000], ids=len)
 def test_what_is_no_such_file_names_no_gpu(tmp_path: Path, text: str) -> None:
     paths = Paths(str(tmp_path))
-    save(paths, [GPU])
+    save_served(paths, [GPU])
     Path(paths.served_gpus).write_text(text)
-    assert load(paths) == Served()
+    assert load_served(paths) == ServedGpus()

@@ -1,4 +1,4 @@
-"""PCI addresses and what sysfs knows of the devices there."""
+"""PCI addresses, and what sysfs and udev know of the devices there."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _VERSIONS = {
 
 
 def normal_address(text: str) -> str | None:
-    """`text` as sysfs spells a PCI address (`0000:00:06.0`), None where it is none.
+    """`text` as sysfs spells a PCI address (`0000:00:06.0`), None if it is none.
 
     NVML writes eight digits of domain, people often none, and both also in capitals.
     """
@@ -52,7 +52,7 @@ def nvidia_gpus(paths: Paths) -> list[str]:
 
 
 def sort_key(address: str) -> tuple[int, str]:
-    """Orders normal addresses as the bus does, also where a domain has more than four digits."""
+    """Orders normal addresses as the bus does, even if a domain has more than four digits."""
     return len(address), address
 
 
@@ -69,7 +69,7 @@ def numa_node(paths: Paths, address: str) -> int | None:
 
 
 def max_link(paths: Paths, address: str) -> PcieLink | None:
-    """The most that the link can do, None where sysfs does not say or says something unknown."""
+    """The most that the link can do, None if sysfs does not say or says something unknown."""
     speed, width = _read(paths, address, "max_link_speed"), _read(paths, address, "max_link_width")
     if not speed or not width or not width.isdigit():
         return None

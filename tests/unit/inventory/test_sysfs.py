@@ -5,7 +5,14 @@ from pathlib import Path
 import pytest
 from yunion_mps.errors import HostError
 from yunion_mps.inventory import machine_id
-from yunion_mps.inventory.pci import max_link, normal_address, numa_node, nvidia_gpus, render_nodes, sort_key
+from yunion_mps.inventory.sysfs import (
+    max_link,
+    normal_address,
+    numa_node,
+    nvidia_gpus,
+    render_nodes,
+    sort_key,
+)
 from yunion_mps.models import PcieLink
 from yunion_mps.paths import Paths
 
