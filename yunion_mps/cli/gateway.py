@@ -8,7 +8,7 @@ import sys
 
 import click
 
-from yunion_mps.gateway.serve import serve
+from yunion_mps.gateway.listeners import serve
 from yunion_mps.host.logs import LineFormatter, limit_tracebacks
 from yunion_mps.paths import Paths
 

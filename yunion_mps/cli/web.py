@@ -12,8 +12,8 @@ import click
 from yunion_mps.cli.ask import ask
 from yunion_mps.config.endpoints import EXAMPLE, is_public, normalised
 from yunion_mps.errors import YunionError
-from yunion_mps.gateway.doors import LIMITS, listen
-from yunion_mps.gateway.web import Web
+from yunion_mps.gateway.handlers import Web
+from yunion_mps.gateway.listeners import LIMITS, listen
 from yunion_mps.host.logs import limit_tracebacks
 from yunion_mps.paths import Paths
 

@@ -16,7 +16,7 @@ from yunion_mps.daemon.looking import Looking
 from yunion_mps.daemon.run import ANEW, STOPPED
 from yunion_mps.daemon.signals import Signals
 from yunion_mps.daemon.tasks import end_all
-from yunion_mps.gateway import notice
+from yunion_mps.gateway import addresses
 from yunion_mps.host.systemd import Notifier
 from yunion_mps.http.counting import Counting, Counts
 from yunion_mps.http.deferred import Deferred
@@ -116,7 +116,7 @@ class _Loop:
             await (server.hand_over() if end == ANEW else server.close())
             textfile.remove()
             if end == STOPPED:
-                notice.remove(self._paths)
+                addresses.remove(self._paths)
             leasing.close()  # before the end of its connections is noticed
             self._devices.close()
         if end == STOPPED:  # and not after a fault of ours: then the next daemon finds them as they are
@@ -199,7 +199,7 @@ class _Loop:
             self._announced = self._supervisor.config
             if self._textfile:
                 self._textfile.soon()
-            notice.announce(self._paths, self._announced)
+            addresses.publish(self._paths, self._announced)
 
     def _say(self) -> None:
         if not self._stopping:

@@ -19,7 +19,7 @@ from yunion_mps.daemon.lock import take_lock
 from yunion_mps.daemon.options import Options
 from yunion_mps.daemon.signals import Signals
 from yunion_mps.errors import ConfigError, HostError, ShortageError, YunionError
-from yunion_mps.gateway import notice
+from yunion_mps.gateway import addresses
 from yunion_mps.host import logs
 from yunion_mps.host.proc import started_ticks
 from yunion_mps.host.systemd import Notifier
@@ -170,7 +170,7 @@ def _until_stopped(
     for warning in warnings(supervisor.snapshot()):
         log.warning("%s", warning)
     _record(supervisor, "info", f"ready, {__version__}", consequence=line)
-    notice.announce(paths, supervisor.config)
+    addresses.publish(paths, supervisor.config)
     notifier.ready(line)
     try:
         serve = _load_event_loop()

@@ -1,4 +1,4 @@
-"""What the daemon says is to be served, as the gateway reads it."""
+"""The addresses that the daemon publishes, as the gateway reads them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from yunion_mps.gateway import notice
+from yunion_mps.gateway import addresses
 from yunion_mps.paths import Paths
 
 from unit import builders
@@ -22,23 +22,23 @@ def paths() -> Iterator[Paths]:
 
 def test_what_is_written_is_read_and_all_may_read_it(paths: Paths) -> None:
     config = builders.config()._replace(metrics_listen="127.0.0.1:9434", web_listen="[::1]:9435")
-    notice.write(paths, config)
-    assert notice.read(paths) == {"metrics_listen": "127.0.0.1:9434", "web_listen": "[::1]:9435"}
+    addresses.publish(paths, config)
+    assert addresses.read(paths) == {"metrics_listen": "127.0.0.1:9434", "web_listen": "[::1]:9435"}
     assert stat.S_IMODE(Path(paths.gateway).stat().st_mode) == 0o644
     assert [each.name for each in Path(paths.gateway).parent.iterdir()] == [Path(paths.gateway).name]
 
 
-def test_where_nothing_is_to_be_served_there_is_no_notice(paths: Paths) -> None:
-    notice.write(paths, builders.config()._replace(metrics_listen="127.0.0.1:9434"))
-    notice.write(paths, builders.config())
+def test_where_nothing_is_to_be_served_there_is_no_file(paths: Paths) -> None:
+    addresses.publish(paths, builders.config()._replace(metrics_listen="127.0.0.1:9434"))
+    addresses.publish(paths, builders.config())
     assert not Path(paths.gateway).exists()
-    assert notice.read(paths) == {}
-    notice.remove(paths)  # again
+    assert addresses.read(paths) == {}
+    addresses.remove(paths)  # again
 
 
 @pytest.mark.parametrize(
     "text", ["", "[]", "{", '{"other": "127.0.0.1:1"}', '{"metrics_listen": ""}', "null"]
 )
-def test_what_is_no_notice_opens_nothing(paths: Paths, text: str) -> None:
+def test_a_file_that_makes_no_sense_opens_nothing(paths: Paths, text: str) -> None:
     Path(paths.gateway).write_text(text)
-    assert notice.read(paths) == {}
+    assert addresses.read(paths) == {}

@@ -8,7 +8,7 @@ import socket
 from collections.abc import Iterator
 
 import pytest
-from yunion_mps.gateway.doors import LIMITS, Doors, listen
+from yunion_mps.gateway.listeners import LIMITS, Listeners, listen
 from yunion_mps.http.connection import Limits
 from yunion_mps.http.query import Request, Response
 from yunion_mps.http.routes import Answer
@@ -48,10 +48,10 @@ def test_a_port_in_use_is_said_once_however_often_it_is_tried(
     taken: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def try_thrice() -> None:
-        doors = Doors({"metrics_listen": Nothing()})
+        listeners = Listeners({"metrics_listen": Nothing()})
         for _ in range(3):
-            await doors.follow({"metrics_listen": f"127.0.0.1:{taken}"})
-        await doors.follow({})
+            await listeners.follow({"metrics_listen": f"127.0.0.1:{taken}"})
+        await listeners.follow({})
 
     asyncio.run(try_thrice())
     (said,) = errors(caplog)
@@ -61,10 +61,10 @@ def test_a_port_in_use_is_said_once_however_often_it_is_tried(
 
 def test_another_trouble_is_said_as_well(taken: int, caplog: pytest.LogCaptureFixture) -> None:
     async def try_both() -> None:
-        doors = Doors({"metrics_listen": Nothing()})
-        await doors.follow({"metrics_listen": f"127.0.0.1:{taken}"})
-        await doors.follow({"metrics_listen": "192.0.2.1:9434"})  # nobody has this address (RFC 5737)
-        await doors.follow({})
+        listeners = Listeners({"metrics_listen": Nothing()})
+        await listeners.follow({"metrics_listen": f"127.0.0.1:{taken}"})
+        await listeners.follow({"metrics_listen": "192.0.2.1:9434"})  # nobody has this address (RFC 5737)
+        await listeners.follow({})
 
     asyncio.run(try_both())
     assert [line.partition(": ")[2].partition(";")[0] for line in errors(caplog)] == [
@@ -79,9 +79,9 @@ def test_it_is_open_while_it_is_wanted(host: str) -> None:
     seen = []
 
     async def open_and_close() -> None:
-        doors = Doors({"metrics_listen": Nothing()})
+        listeners = Listeners({"metrics_listen": Nothing()})
         for wanted in ({"metrics_listen": address}, {"metrics_listen": address}, {}):
-            await doors.follow(wanted)
+            await listeners.follow(wanted)
             seen.append(await asyncio.get_running_loop().run_in_executor(None, answers, address))
             for _ in range(5):  # the turns that asyncio takes to begin a connection, which it forgets else
                 await asyncio.sleep(0)
@@ -91,7 +91,7 @@ def test_it_is_open_while_it_is_wanted(host: str) -> None:
 
 
 def test_a_key_that_nobody_answers_for_opens_nothing(taken: int) -> None:
-    asyncio.run(Doors({}).follow({"web_listen": f"127.0.0.1:{taken}"}))
+    asyncio.run(Listeners({}).follow({"web_listen": f"127.0.0.1:{taken}"}))
 
 
 @pytest.mark.parametrize("says", [b"", b"GET / HTT", b"GET / HTTP/1.1\r\nHost: here\r\n\r\n"])
@@ -100,8 +100,8 @@ def test_connections_that_do_nothing_shut_no_client_out(says: bytes) -> None:
 
     async def crowd() -> list[bytes]:
         port = free_port()
-        doors = Doors({"web_listen": Nothing()})
-        await doors.follow({"web_listen": f"127.0.0.1:{port}"})
+        listeners = Listeners({"web_listen": Nothing()})
+        await listeners.follow({"web_listen": f"127.0.0.1:{port}"})
         writers, lines = [], []
         for number in range(LIMITS.of_one_user + 20):
             is_served = number >= LIMITS.of_one_user
@@ -112,7 +112,7 @@ def test_connections_that_do_nothing_shut_no_client_out(says: bytes) -> None:
             writers.append(writer)
         for writer in writers:
             writer.close()
-        await doors.follow({})
+        await listeners.follow({})
         return lines
 
     assert asyncio.run(crowd()) == [b"HTTP/1.1 200 \r\n"] * 20
@@ -120,10 +120,10 @@ def test_connections_that_do_nothing_shut_no_client_out(says: bytes) -> None:
 
 def test_over_tcp_a_first_request_must_come_within_two_seconds() -> None:
     async def limits() -> Limits:
-        doors, key = Doors({"web_listen": Nothing()}), "web_listen"
-        await doors.follow({key: f"127.0.0.1:{free_port()}"})
-        found = doors._open[key].server.limits
-        await doors.follow({})
+        listeners, key = Listeners({"web_listen": Nothing()}), "web_listen"
+        await listeners.follow({key: f"127.0.0.1:{free_port()}"})
+        found = listeners._open[key][1].limits
+        await listeners.follow({})
         return found
 
     assert asyncio.run(limits()).first_request_timeout_s == 2.0

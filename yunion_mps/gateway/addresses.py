@@ -1,4 +1,4 @@
-"""What is to be served over TCP: written by the daemon, read by the gateway."""
+"""The addresses to be served over TCP: a file that the daemon writes and the gateway reads."""
 
 from __future__ import annotations
 
@@ -17,31 +17,26 @@ log = logging.getLogger(__name__)
 KEYS = ("metrics_listen", "web_listen")
 
 
-def write(paths: Paths, config: Config) -> None:
-    """Say what is to be served by this configuration, where anything is; raises OSError."""
-    wanted = {key: getattr(config, key) for key in KEYS if getattr(config, key)}
-    if not wanted:
+def publish(paths: Paths, config: Config) -> None:
+    """Write the addresses of this configuration, or remove the file if there are none."""
+    addresses = {key: getattr(config, key) for key in KEYS if getattr(config, key)}
+    if not addresses:
         remove(paths)
         return
-    write_atomically(paths.gateway, json.dumps(wanted))
-
-
-def announce(paths: Paths, config: Config) -> None:
-    """Say it, or at least log that it cannot be said."""
     try:
-        write(paths, config)
+        write_atomically(paths.gateway, json.dumps(addresses))
     except OSError as error:
-        log.error("nothing is served over TCP, for the gateway cannot be told: %s", error)
+        log.error("nothing is served over TCP: the gateway cannot be told: %s", error)
 
 
 def remove(paths: Paths) -> None:
-    """Say that nothing is to be served."""
+    """Have nothing served, which also ends the gateway."""
     with contextlib.suppress(FileNotFoundError):
         os.unlink(paths.gateway)
 
 
 def read(paths: Paths) -> dict[str, str]:
-    """The addresses by key, empty where nothing is to be served."""
+    """The addresses by key, empty if nothing is to be served."""
     try:
         with open(paths.gateway, encoding="utf-8") as file:
             found = json.load(file)

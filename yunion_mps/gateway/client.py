@@ -1,0 +1,154 @@
+"""The gateway asks the daemon: one question without keeping others waiting, and the page's overview."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import Sequence
+from hashlib import sha256
+from typing import Any
+
+import h11
+
+from yunion_mps.errors import UnreachableError
+from yunion_mps.http.query import Response, encode
+from yunion_mps.overview.picture import Told, picture
+from yunion_mps.overview.uses import NOBODY, clients_told
+from yunion_mps.paths import Paths
+
+Json = dict[str, Any]
+
+_PIECE_BYTES = 1 << 18
+#: An overview is shown to all readers for so long.
+_FRESH_S = 1.0
+#: The shortest time from one overview to the next.
+_REST_S = 0.1
+#: What no event tells of GPUs and devices, such as a compute mode, is asked again after so long.
+_STALE_S = 30.0
+#: Waking many GPUs takes the driver tens of seconds; the page does without after the first of these.
+_CLIENTS_S = 2.0
+_CLIENTS_AT_MOST_S = 150.0
+
+
+async def ask(paths: Paths, target: str, accept: str = "*/*", timeout_s: float = 10.0) -> Response:
+    """The daemon's answer to a GET, whatever its status; raises UnreachableError if there is none."""
+    try:
+        return await asyncio.wait_for(_ask(paths.socket, target, accept), timeout_s)
+    except asyncio.TimeoutError:
+        what = f"the daemon does not answer within {timeout_s:g} s"
+    except PermissionError:
+        what = "the gateway's user may not ask the daemon"
+        raise UnreachableError(what, "serve it as root, or as a member of the group yunion-mps") from None
+    except (OSError, h11.ProtocolError):
+        what = "the daemon is not running"
+    raise UnreachableError(what, "see: systemctl status yunion-mps-daemon")
+
+
+async def _ask(path: str, target: str, accept: str) -> Response:
+    reader, writer = await asyncio.open_unix_connection(path)
+    http = h11.Connection(h11.CLIENT)
+    try:
+        accepted = (accept or "*/*").encode("latin-1")  # which may be anything that a client has sent
+        headers = [(b"Host", b"localhost"), (b"Accept", accepted), (b"Connection", b"close")]
+        request = h11.Request(method="GET", target=target, headers=headers)
+        writer.write((http.send(request) or b"") + (http.send(h11.EndOfMessage()) or b""))
+        status, kind, body = 0, "", bytearray()
+        while True:
+            event = http.next_event()
+            if event is h11.NEED_DATA:
+                http.receive_data(await reader.read(_PIECE_BYTES))
+            elif isinstance(event, h11.Response):
+                status = event.status_code
+                kind = next((value for name, value in event.headers if name == b"content-type"), b"").decode()
+            elif isinstance(event, h11.Data):
+                body += event.data
+            else:
+                return Response(status, kind, bytes(body))
+    finally:
+        writer.close()
+        with contextlib.suppress(OSError):
+            await writer.wait_closed()
+
+
+class Overview:
+    """The page's picture, once for all readers; GPUs and devices are asked for again after an event."""
+
+    def __init__(self, paths: Paths) -> None:
+        self._paths = paths
+        self._one_at_a_time = asyncio.Lock()
+        self._picture: Json = {}
+        self._taken_s = 0.0
+        self._failure: UnreachableError | None = None
+        self._last_event = 0
+        self._seen: tuple[Any, ...] = ()
+        self._listed_s = 0.0
+        self._gpus: list[Json] = []
+        self._devices: list[Json] = []
+        self._clients = NOBODY
+        self._pending_clients: asyncio.Task[Json] | None = None
+
+    async def picture(self, event: int = 0) -> Json:
+        """The current picture, with a `mark` that changes when the picture does; raises UnreachableError.
+
+        A picture that was taken before the `event` (its id) is not current, however fresh. A reader that came
+        while a daemon that hangs was asked in vain gets that failure, and does not wait as long once more.
+        """
+        came_s = time.monotonic()
+        async with self._one_at_a_time:
+            if self._failure and came_s < self._taken_s:
+                raise self._failure
+            age_s = time.monotonic() - self._taken_s
+            if self._failure or age_s > _FRESH_S or event > self._last_event:
+                await asyncio.sleep(_REST_S - age_s)  # a reader that asks without end costs no more than this
+                try:
+                    shown = picture(await self._ask_all())
+                except UnreachableError as error:
+                    self._failure, self._taken_s = error, time.monotonic()
+                    raise
+                self._failure = None
+                mark = sha256(encode(shown)).hexdigest()[:16]
+                self._picture = {"mark": mark, "taken": time.time(), **shown}
+                self._taken_s = time.monotonic()
+            return self._picture
+
+    async def _ask_all(self) -> Told:
+        last = self._last_event = (await self._get("/v1/events?limit=1"))["last"]
+        status = await self._get("/v1/status")
+        leases = await self._get("/v1/leases")
+        seen = (last, status["devices"], status["gpus"], status["started"])
+        if seen != self._seen or time.monotonic() - self._listed_s > _STALE_S:
+            self._gpus = (await self._get("/v1/gpus"))["gpus"]
+            self._devices = (await self._get("/v1/devices?limit=0"))["isolated_devices"]
+            self._seen, self._listed_s = seen, time.monotonic()
+        troubles = await self._ask_clients() if status["domains"] else []
+        clients = self._clients if status["domains"] else NOBODY
+        clients = clients._replace(troubles=[*clients.troubles, *troubles])
+        return Told(status, self._gpus, self._devices, leases["leases"], leases["waiting"], clients)
+
+    async def _ask_clients(self) -> Sequence[str]:
+        """Ask which processes use the GPUs, as the driver sees it; returns why that is not known."""
+        if self._pending_clients is None:
+            question = self._get("/v1/clients?seen=true", _CLIENTS_AT_MOST_S)
+            self._pending_clients = asyncio.ensure_future(question)
+        await asyncio.wait({self._pending_clients}, timeout=_CLIENTS_S)
+        if not self._pending_clients.done():
+            return ["who uses the GPUs: the driver takes long to answer; what is shown was so before"]
+        answered, self._pending_clients = self._pending_clients, None
+        try:
+            self._clients = clients_told(answered.result())
+        except UnreachableError as error:
+            return [f"who uses the GPUs: {error.message}"]
+        return []
+
+    async def _get(self, target: str, timeout_s: float = 10.0) -> Any:
+        answer = await ask(self._paths, target, timeout_s=timeout_s)
+        try:
+            found = json.loads(answer.body)
+        except ValueError:
+            hint = "is another program on its socket?"
+            raise UnreachableError("the daemon's answer is no JSON", hint) from None
+        if answer.status != 200:
+            raise UnreachableError(str(found.get("detail")), str(found.get("hint") or ""))
+        return found

@@ -1,0 +1,243 @@
+"""The answers over TCP, all of them read-only: the metrics for Prometheus, and the web page.
+
+Both answer only under names of this host. A page of another origin must not read what is served here;
+browsers hold that, unless the owner of a name lets it point to this host (DNS rebinding). So only those names
+are answered that no other party can hold.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Awaitable
+from hashlib import sha256
+from importlib.resources import files
+from urllib.parse import SplitResult, urlsplit
+
+from yunion_mps.errors import UnreachableError
+from yunion_mps.gateway.client import Overview, ask
+from yunion_mps.http.query import (
+    LARGEST_NUMBER,
+    BadRequestError,
+    Request,
+    Response,
+    encode,
+    number,
+    parse_query,
+    problem,
+    refuse_unknown,
+)
+from yunion_mps.http.routes import Answer
+from yunion_mps.paths import Paths
+
+log = logging.getLogger(__name__)
+
+METRICS_PATH = "/metrics"
+#: Less than the 10 s that Prometheus waits by default: the daemon hangs then, and not the gateway.
+_METRICS_S = 7.0
+_METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_METRICS_DOWN = b"""\
+# HELP yunion_mps_up Whether the daemon answers.
+# TYPE yunion_mps_up gauge
+yunion_mps_up 0
+"""
+
+#: A proxy on the way may give up sooner than the daemon's own 60 s.
+_LONGEST_WAIT_S = 25
+_ANSWER_S = 10.0
+_MOST_EVENTS = 200
+#: The daemon's paths that the page asks, with their parameters: numbers up to a bound, or words (None).
+_RELAYED: dict[str, dict[str, int | None]] = {
+    "/v1/events": {"after": LARGEST_NUMBER, "limit": _MOST_EVENTS, "wait": _LONGEST_WAIT_S},
+    "/v1/usage": {"gpu": None, "devices": None},
+}
+
+_INDEX = "index.html"
+_KINDS = {
+    "html": "text/html; charset=utf-8",
+    "css": "text/css; charset=utf-8",
+    "js": "text/javascript; charset=utf-8",
+    "svg": "image/svg+xml",
+}
+_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+_HEADERS = (
+    ("Content-Security-Policy", _POLICY),
+    ("X-Content-Type-Options", "nosniff"),
+    ("Referrer-Policy", "no-referrer"),
+    ("Cross-Origin-Resource-Policy", "same-origin"),
+    ("Cross-Origin-Opener-Policy", "same-origin"),
+    ("Cache-Control", "no-store"),
+)
+
+
+class HostNames:
+    """`localhost`, the host's name, the names next to these in /etc/hosts, and every IP address."""
+
+    def __init__(self, paths: Paths) -> None:
+        self._hosts_file = paths.hosts
+        node = os.uname().nodename.lower()
+        self._names = {"localhost", node, node.partition(".")[0]}
+
+    def refusal(self, host: str, what: str) -> Response | None:
+        """The answer to a request with this Host header for `what`, None if the name is one of ours."""
+        name = re.sub(r":[0-9]{1,5}$", "", host).lower()
+        if _is_address(name) or name in self._names or name in self._aliases():
+            return None
+        ours = ", ".join(sorted(self._names))
+        hint = f"use an IP address or one of {ours}; add other names next to one of these in /etc/hosts"
+        return problem(421, f"{what} not served under that name", hint)
+
+    def _aliases(self) -> set[str]:
+        """All names in the lines of /etc/hosts that hold one of ours; read again for each unknown name."""
+        found: set[str] = set()
+        try:
+            with open(self._hosts_file, encoding="utf-8", errors="replace") as file:
+                for line in file:
+                    names = line.partition("#")[0].lower().split()[1:]
+                    if not self._names.isdisjoint(names):
+                        found.update(names)
+        except OSError:
+            pass  # then there are no other names
+        return found
+
+
+def _is_address(name: str) -> bool:
+    if name.startswith("[") and name.endswith("]"):
+        return re.fullmatch(r"[0-9a-f:.]+", name[1:-1]) is not None
+    return re.fullmatch(r"[0-9]{1,3}(\.[0-9]{1,3}){3}", name) is not None
+
+
+class _ReadOnly:
+    """Answers GET under a name of this host; a subclass knows the paths."""
+
+    subject: str
+
+    def __init__(self, paths: Paths) -> None:
+        self._paths = paths
+        self._names = HostNames(paths)
+
+    def answer(self, request: Request) -> Answer:
+        """The response to a request, or what becomes it later; never raises."""
+        refusal = self._names.refusal(request.host, self.subject)
+        if refusal:
+            return refusal
+        if request.method not in ("GET", "HEAD"):
+            return problem(405, f"{request.method} is not possible here", headers=(("Allow", "GET, HEAD"),))
+        try:
+            return self._route(urlsplit(request.target), request)
+        except BadRequestError as error:
+            return problem(400, error.message, error.hint)
+        except ValueError:
+            return problem(400, "the request's target is no URL that can be taken apart")
+
+    def hurry(self) -> None:
+        """Nothing waits here that could not be cut off."""
+
+    def _route(self, url: SplitResult, request: Request) -> Answer:
+        raise NotImplementedError
+
+
+class Metrics(_ReadOnly):
+    """The daemon's own metrics, or that it does not answer."""
+
+    subject = "the metrics are"
+    _trouble = ""
+
+    def _route(self, url: SplitResult, request: Request) -> Answer:
+        if url.path != METRICS_PATH:
+            return problem(404, "there is nothing here", f"the metrics are at {METRICS_PATH}")
+        return self._metrics(request.accept)
+
+    async def _metrics(self, accept: str) -> Response:
+        try:
+            answer = await ask(self._paths, METRICS_PATH, accept, _METRICS_S)
+        except UnreachableError as error:
+            self._log(f"yunion_mps_up is 0: {error.message}; {error.hint}")
+            return Response(200, _METRICS_TYPE, _METRICS_DOWN)
+        self._log("")
+        return answer
+
+    def _log(self, trouble: str) -> None:
+        """Once for each trouble, and once when it is over."""
+        if trouble != self._trouble:
+            log.warning("%s", trouble or "yunion_mps_up is 1 again: the daemon answers")
+        self._trouble = trouble
+
+
+class Web(_ReadOnly):
+    """The page's files, its overview, and the little that it asks the daemon itself."""
+
+    subject = "this page is"
+
+    def __init__(self, paths: Paths) -> None:
+        super().__init__(paths)
+        self._overview = Overview(paths)
+        self._files = _files()
+        #: Changes with an upgrade: a page that is open then loads itself again.
+        self._page = sha256(b"".join(self._files[path].body for path in sorted(self._files))).hexdigest()[:16]
+
+    def answer(self, request: Request) -> Answer:
+        """The response to a request, or what becomes it later; never raises."""
+        answer = super().answer(request)
+        return _guarded(answer) if isinstance(answer, Response) else self._later(answer)
+
+    def _route(self, url: SplitResult, request: Request) -> Answer:
+        if url.path in self._files:
+            return self._files[url.path]
+        if url.path == "/overview.json":
+            parameters = parse_query(url.query)
+            refuse_unknown(parameters, {"mark", "event"})
+            event = number(parameters, "event", 0, 0, LARGEST_NUMBER)
+            return self._picture(parameters.get("mark"), event)
+        if url.path in _RELAYED:
+            return self._relay(url.path, parse_query(url.query), request)
+        return problem(404, "there is nothing here", "the page is at /")
+
+    async def _later(self, answer: Awaitable[Response]) -> Response:
+        try:
+            return _guarded(await answer)
+        except UnreachableError as error:
+            return _guarded(problem(503, error.message, error.hint))
+        except Exception:
+            log.exception("the web page's question has failed")
+            return _guarded(problem(500, "a fault of the gateway", "see: journalctl -u yunion-mps-gateway"))
+
+    async def _picture(self, mark: str | None, event: int) -> Response:
+        """The whole picture after this event, or only when it was taken if the page has it by its mark."""
+        shown = await self._overview.picture(event)
+        if mark == shown["mark"]:
+            shown = {"mark": mark, "taken": shown["taken"], "page": self._page}
+        else:
+            shown = {**shown, "host": os.uname().nodename, "page": self._page}
+        return Response(200, "application/json", encode(shown))
+
+    def _relay(self, path: str, query: dict[str, str], request: Request) -> Awaitable[Response]:
+        refuse_unknown(query, set(_RELAYED[path]))
+        for name, highest in _RELAYED[path].items():
+            if highest is not None:
+                number(query, name, 0, 0, highest)
+            elif not re.fullmatch(r"[0-9a-zA-Z:.-]{0,64}", query.get(name, "")):
+                raise BadRequestError(f"{name} is not as it should be")
+        words = "&".join(f"{name}={value}" for name, value in query.items())
+        wait_s = number(query, "wait", 0, 0, _LONGEST_WAIT_S)
+        if wait_s:
+            request.await_event()
+        return ask(self._paths, f"{path}?{words}" if words else path, timeout_s=wait_s + _ANSWER_S)
+
+
+def _files() -> dict[str, Response]:
+    """By path; all of them are read at the start, so that an upgrade cannot mix two versions."""
+    found = {}
+    for file in (files("yunion_mps.gateway") / "page").iterdir():
+        kind = _KINDS.get(file.name.rpartition(".")[2])
+        if kind:
+            found["/" if file.name == _INDEX else f"/{file.name}"] = Response(200, kind, file.read_bytes())
+    return found
+
+
+def _guarded(response: Response) -> Response:
+    return response._replace(headers=(*response.headers, *_HEADERS))
