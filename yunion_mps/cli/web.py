@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from yunion_mps.cli.ask import ask
-from yunion_mps.config.endpoints import EXAMPLE, is_public, normalised
+from yunion_mps.config.values import ENDPOINT_EXAMPLE, is_public, normal_endpoint
 from yunion_mps.errors import YunionError
 from yunion_mps.gateway.handlers import Web
 from yunion_mps.gateway.listeners import LIMITS, listen
@@ -49,9 +49,11 @@ def command(address: str, allow_public: bool) -> None:
 def _checked(address: str, *, allow_public: bool) -> str:
     """The address as it is listened on; raises YunionError."""
     try:
-        where = normalised(address)
+        where = normal_endpoint(address)
     except ValueError as error:
-        raise click.BadParameter(f"{address}, {error}: write {EXAMPLE}", param_hint="'--listen'") from None
+        raise click.BadParameter(
+            f"{address}, {error}: write {ENDPOINT_EXAMPLE}", param_hint="'--listen'"
+        ) from None
     if is_public(where) and not allow_public:
         hint = "listen at 127.0.0.1, or add --allow-public if that is meant"
         raise YunionError(f"other hosts can reach {where}, and there is no password", hint)

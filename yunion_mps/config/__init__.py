@@ -1,7 +1,7 @@
 """The two configuration files: host.conf, which Cloudpods' host agent owns with us, and the device file.
 
-`load` reads both and gathers every problem instead of stopping at the first; which GPUs the entries mean is
-not decided here but in `planning`, for it needs the host's inventory.
+`load` reads both and collects every problem instead of stopping at the first; which GPUs the entries mean is
+not decided here but in `planning`, because it needs the host's inventory.
 """
 
 from __future__ import annotations

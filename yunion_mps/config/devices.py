@@ -3,36 +3,36 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import yaml
 
 from yunion_mps.config.document import (
+    NO_MERGE,
     FileProblemError,
     Node,
     line_of,
+    nearest,
+    nearest_key,
     pairs_of,
     read_document,
     value_of,
     written,
 )
-from yunion_mps.config.mapping import NO_MERGE, Nodes, misspelt, nodes_of, unknown_keys
-from yunion_mps.config.slices import read_slices
 from yunion_mps.config.values import (
     LARGEST_OVERRIDE,
     Kind,
     WrongValueError,
     in_mib,
     memory,
-    nearest,
-    nearest_key,
     number,
     one_of,
     text,
     whole_number,
 )
 from yunion_mps.errors import Problem
-from yunion_mps.models import DEV_TYPE, DeviceEntry, Source
+from yunion_mps.models import DEV_TYPE, PRIORITIES, DeviceEntry, SliceEntry, Source
 
 #: The units in which memory is handed out, as in Alibaba Cloud's ACK; the first is the default, as there.
 MEMORY_UNITS = ("1GiB", "128MiB")
@@ -42,6 +42,18 @@ _EXAMPLE = {"path": "path: /dev/dri/renderD128", "virtual_number": "virtual_numb
 _DIVIDING = ("virtual_number", "slices", "memory_unit")
 _KEYS = ("path", "type", *_DIVIDING, "memory_reserve", "thread_overcommit")
 _FILE_KEYS = ("devices", "gpu_memory_unit")
+#: The keys of an entry that count only with another one.
+_COUNTS_WITH = {"memory_reserve": ("memory_unit",), "thread_overcommit": ("slices", "memory_unit")}
+
+_SLICE_KINDS: dict[str, Kind] = {
+    "memory": memory(1),
+    "thread_percentage": number(0.1, 100, decimals=1),
+    "priority": one_of(*PRIORITIES),
+}
+_SLICE_EXAMPLE = "{memory: 8GiB, thread_percentage: 50}"
+
+#: A mapping's keys by their text, with the nodes of the key and of its value.
+Nodes = dict[str, tuple[Node, Node]]
 
 
 class DeviceFile(NamedTuple):
@@ -60,169 +72,252 @@ def read_devices(file: str, *, must_exist: bool, most: int) -> tuple[DeviceFile,
     """
     if not must_exist and not os.path.lexists(file):
         return DeviceFile(), []
-    problems: list[Problem] = []
+    reader = _Reader(file, most)
     try:
-        nodes = _file_nodes(file, read_document(file), problems)
-        items = _items(file, nodes)
+        found = reader.read()
     except FileProblemError as error:
-        return DeviceFile(), [*problems, error.problem]
-    found = DeviceFile()
-    if "gpu_memory_unit" in nodes:
-        key, node = nodes["gpu_memory_unit"]
-        unit = _checked(file, "gpu_memory_unit", node, one_of(*MEMORY_UNITS), problems)
-        found = DeviceFile((), in_mib(unit or MEMORY_UNITS[0]), Source(file, line_of(key)))
-    entries = [_entry(file, item, most, problems) for item in items]
-    found = found._replace(entries=tuple(entry for entry in entries if entry))
-    return found, sorted(problems, key=lambda problem: problem.line or 0)
+        return DeviceFile(), [*reader.problems, error.problem]
+    return found, sorted(reader.problems, key=lambda problem: problem.line or 0)
 
 
-def _file_nodes(file: str, root: Node | None, problems: list[Problem]) -> Nodes:
-    """The file's keys; those that are not nearly ours are left alone."""
-    if root is None:
-        raise FileProblemError(
-            Problem(file, None, "is empty", "write devices: [] to divide no GPU by this file")
-        )
-    if not isinstance(root, yaml.MappingNode):
-        what = f"holds {written(root)}, not a mapping"
-        raise FileProblemError(Problem(file, line_of(root), what, "begin the file with devices:"))
-    nodes: Nodes = {}
-    for name, key, node in pairs_of(root):
-        near = None if name in _FILE_KEYS else nearest_key(name, _FILE_KEYS)
-        if near:
-            problems.append(Problem(file, line_of(key), f"{name} is no key", f"did you mean {near}?"))
-        elif name in _FILE_KEYS and name in nodes:
-            remedy = "put all entries under one" if name == "devices" else "keep one of the two lines"
-            problems.append(Problem(file, line_of(key), f"{name} is given twice", remedy))
-        else:
-            nodes.setdefault(name, (key, node))
-    if "devices" not in nodes and not problems:
-        problems.append(Problem(file, line_of(root), "has no key devices", "begin the file with devices:"))
-    return nodes
+class _Reader:
+    """Reads the file, and collects what is wrong with it in `problems`."""
 
+    def __init__(self, file: str, most: int) -> None:
+        self._file = file
+        self._most = most
+        self.problems: list[Problem] = []
 
-def _items(file: str, nodes: Nodes) -> list[Node]:
-    if "devices" not in nodes:
-        return []
-    found = nodes["devices"][1]
-    if not isinstance(found, yaml.SequenceNode):
-        what = f"devices is {written(found)}, not a list"
-        remedy = "write each entry after a dash: - path: …"
-        raise FileProblemError(Problem(file, line_of(found), what, remedy))
-    return list(found.value)
+    def read(self) -> DeviceFile:
+        nodes = self._file_nodes(read_document(self._file))
+        items = self._items(nodes)
+        found = DeviceFile()
+        if "gpu_memory_unit" in nodes:
+            unit = self._optional("gpu_memory_unit", one_of(*MEMORY_UNITS), nodes)
+            at = Source(self._file, line_of(nodes["gpu_memory_unit"][0]))
+            found = DeviceFile((), in_mib(unit or MEMORY_UNITS[0]), at)
+        entries = [self._entry(item) for item in items]
+        return found._replace(entries=tuple(entry for entry in entries if entry))
 
+    def _wrong(self, node: Node, what: str, remedy: str) -> None:
+        self.problems.append(self._problem(node, what, remedy))
 
-def _entry(file: str, item: Node, most: int, problems: list[Problem]) -> DeviceEntry | None:
-    """One entry, None where it is another software's or names no path.
+    def _problem(self, node: Node | None, what: str, remedy: str) -> Problem:
+        return Problem(self._file, line_of(node) if node else None, what, remedy)
 
-    One with a problem, which is then in `problems`, is returned as well: its path can still be checked. What
-    cannot be used of how it divides the GPU counts as one device for that.
-    """
-    if not isinstance(item, yaml.MappingNode):
-        what = f"an entry of devices is {written(item)}, not a mapping"
-        problems.append(Problem(file, line_of(item), what, "write - path: …, type: … and virtual_number: …"))
-        return None
-    nodes, twice = nodes_of(file, item)
-    if not _is_ours(file, item, nodes, problems):
-        return None
-    problems += twice
-    problems += unknown_keys(file, nodes, _KEYS, (f"a {DEV_TYPE} entry", "an entry"), _type_key(nodes))
-    path = _required(file, item, "path", _path, nodes, problems)
-    divided = _divided(file, item, nodes, most, problems)
-    if path is None:
-        return None
-    at = Source(file, line_of(nodes["path"][1]))
-    return divided._replace(path=path, path_at=at)
+    def _file_nodes(self, root: Node | None) -> Nodes:
+        """The file's keys; those that are not nearly ours are left alone."""
+        if root is None:
+            raise FileProblemError(
+                self._problem(None, "is empty", "write devices: [] to divide no GPU by this file")
+            )
+        if not isinstance(root, yaml.MappingNode):
+            what = f"holds {written(root)}, not a mapping"
+            raise FileProblemError(self._problem(root, what, "begin the file with devices:"))
+        nodes: Nodes = {}
+        for name, key, node in pairs_of(root):
+            near = None if name in _FILE_KEYS else nearest_key(name, _FILE_KEYS)
+            if near:
+                self._wrong(key, f"unknown key {name}", f"did you mean {near}?")
+            elif name in _FILE_KEYS and name in nodes:
+                remedy = "put all entries under one" if name == "devices" else "keep one of the two lines"
+                self._wrong(key, f"{name} is given twice", remedy)
+            else:
+                nodes.setdefault(name, (key, node))
+        if "devices" not in nodes and not self.problems:
+            self._wrong(root, "has no key devices", "begin the file with devices:")
+        return nodes
 
+    def _items(self, nodes: Nodes) -> list[Node]:
+        if "devices" not in nodes:
+            return []
+        found = nodes["devices"][1]
+        if not isinstance(found, yaml.SequenceNode):
+            what = f"devices is {written(found)}, not a list"
+            raise FileProblemError(self._problem(found, what, "write each entry after a dash: - path: …"))
+        return list(found.value)
 
-def _divided(file: str, item: Node, nodes: Nodes, most: int, problems: list[Problem]) -> DeviceEntry:
-    """How the entry divides its GPU, whichever that is; one device where that cannot be used."""
-    entry = DeviceEntry("", 1, Source(file, None), Source(file, line_of(item)))
-    given = [name for name in _DIVIDING if name in nodes]
-    if given == ["virtual_number", "memory_unit"] and nodes["virtual_number"][1].value == "0":
-        given = ["memory_unit"]
-    if len(given) > 1:
-        first, second = sorted((line_of(nodes[name][0]), name) for name in given)[:2]
-        what = f"{second[1]} divides the GPU, which {first[1]} in line {first[0]} does already"
-        problems.append(Problem(file, second[0], what, "keep one of the two"))
-        return entry
-    means = given[0] if given else "virtual_number"
-    if given:
-        key, value = nodes[means]
-        at = key if means == "slices" else value  # the list may stand elsewhere, and be an alias here
-        entry = entry._replace(divided_at=Source(file, line_of(at)))
-    problems += _meaningless(file, means, nodes)
-    if means == "virtual_number":
-        number_of = _required(file, item, means, whole_number(1, most), nodes, problems)
-        return entry._replace(virtual_number=number_of or 1)
-    overcommit = _optional(file, "thread_overcommit", number(1, LARGEST_OVERRIDE, 2), nodes, problems)
-    if means == "slices":
-        slices, wrong = read_slices(file, nodes[means][1], most)
-        problems += wrong
-        if not slices:
+    def _entry(self, item: Node) -> DeviceEntry | None:
+        """One entry, None if it is another software's or names no path.
+
+        One with a problem is returned as well, because its path can still be checked. If it cannot be used
+        how it divides the GPU, that counts as one device.
+        """
+        if not isinstance(item, yaml.MappingNode):
+            what = f"an entry of devices is {written(item)}, not a mapping"
+            self._wrong(item, what, "write - path: …, type: … and virtual_number: …")
+            return None
+        nodes, twice = self._nodes_of(item)
+        if not self._is_ours(item, nodes):
+            return None
+        self.problems += twice
+        self._check_keys(nodes, _KEYS, (f"an {DEV_TYPE} entry", "an entry"), _type_key(nodes))
+        path = self._required(item, "path", _path, nodes)
+        divided = self._divided(item, nodes)
+        if path is None:
+            return None
+        return divided._replace(path=path, path_at=Source(self._file, line_of(nodes["path"][1])))
+
+    def _divided(self, item: Node, nodes: Nodes) -> DeviceEntry:
+        """How the entry divides its GPU, whichever that is; one device if that cannot be used."""
+        entry = DeviceEntry("", 1, Source(self._file, None), Source(self._file, line_of(item)))
+        given = [name for name in _DIVIDING if name in nodes]
+        if given == ["virtual_number", "memory_unit"] and nodes["virtual_number"][1].value == "0":
+            given = ["memory_unit"]
+        if len(given) > 1:
+            first, second = sorted(given, key=lambda name: (line_of(nodes[name][0]), name))[:2]
+            line = line_of(nodes[first][0])
+            what = f"{second} divides the GPU, which {first} in line {line} does already"
+            self._wrong(nodes[second][0], what, "keep one of the two")
             return entry
-        return entry._replace(virtual_number=0, slices=slices, thread_overcommit=overcommit)
-    unit = _optional(file, means, one_of(*MEMORY_UNITS), nodes, problems)
-    reserve = _optional(file, "memory_reserve", memory(0), nodes, problems)
-    if unit is None:
-        return entry
-    return entry._replace(
-        virtual_number=0,
-        memory_unit_mib=in_mib(unit),
-        memory_reserve_mib=reserve or 0,
-        thread_overcommit=overcommit,
-    )
+        means = given[0] if given else "virtual_number"
+        if given:
+            key, value = nodes[means]
+            at = key if means == "slices" else value  # the list may stand elsewhere, and be an alias here
+            entry = entry._replace(divided_at=Source(self._file, line_of(at)))
+        self._check_meaning(means, nodes)
+        if means == "virtual_number":
+            count = self._required(item, means, whole_number(1, self._most), nodes)
+            return entry._replace(virtual_number=count or 1)
+        overcommit = self._optional("thread_overcommit", number(1, LARGEST_OVERRIDE, 2), nodes)
+        if means == "slices":
+            slices = self._slices(nodes[means][1])
+            if not slices:
+                return entry
+            return entry._replace(virtual_number=0, slices=slices, thread_overcommit=overcommit)
+        unit = self._optional(means, one_of(*MEMORY_UNITS), nodes)
+        reserve = self._optional("memory_reserve", memory(0), nodes)
+        if unit is None:
+            return entry
+        return entry._replace(
+            virtual_number=0,
+            memory_unit_mib=in_mib(unit),
+            memory_reserve_mib=reserve or 0,
+            thread_overcommit=overcommit,
+        )
 
+    def _check_meaning(self, means: str, nodes: Nodes) -> None:
+        """Refuse the keys that count only if the GPU is divided in another way."""
+        for name, others in _COUNTS_WITH.items():
+            if name in nodes and means not in others:
+                what = f"{name} does not count with {means}, only with {' or '.join(others)}"
+                remedy = "remove it"
+                if name == "thread_overcommit":
+                    remedy += ", or set cuda_mps_thread_percentage in host.conf"
+                self._wrong(nodes[name][0], what, remedy)
 
-def _meaningless(file: str, means: str, nodes: Nodes) -> list[Problem]:
-    """The keys that count only where the GPU is divided in another way."""
-    problems = []
-    counts_with = {"memory_reserve": ("memory_unit",), "thread_overcommit": ("slices", "memory_unit")}
-    for name, others in counts_with.items():
-        if name in nodes and means not in others:
-            what = f"{name} does not count with {means}, only with {' or '.join(others)}"
-            remedy = "remove it"
-            if name == "thread_overcommit":
-                remedy += ", or set cuda_mps_thread_percentage in host.conf"
-            problems.append(Problem(file, line_of(nodes[name][0]), what, remedy))
-    return problems
+    def _slices(self, node: Node) -> tuple[SliceEntry, ...]:
+        """The unequal devices of one GPU; none if anything is wrong with one of them."""
+        if not isinstance(node, yaml.SequenceNode) or not node.value:
+            shown = "an empty list" if isinstance(node, yaml.SequenceNode) else f"{written(node)}, not a list"
+            self._wrong(node, f"slices is {shown}", f"write each device after a dash: - {_SLICE_EXAMPLE}")
+            return ()
+        before = len(self.problems)
+        if len(node.value) > self._most:
+            what = f"slices has {len(node.value)} devices, more than any GPU may have"
+            self._wrong(node, what, f"write at most {self._most}")
+        slices = tuple(self._slice(item) for item in node.value)
+        return slices if len(self.problems) == before else ()
 
+    def _slice(self, item: Node) -> SliceEntry:
+        if not isinstance(item, yaml.MappingNode):
+            self._wrong(item, f"a slice is {written(item)}, not a mapping", f"write - {_SLICE_EXAMPLE}")
+            return SliceEntry(0)
+        nodes, twice = self._nodes_of(item)
+        self.problems += twice
+        self._check_keys(nodes, tuple(_SLICE_KINDS), ("a slice", "a slice"))
+        if "memory" not in nodes and not _misspelt("memory", nodes, tuple(_SLICE_KINDS)):
+            self._wrong(item, "a slice has no memory", "add memory, for example memory: 8GiB")
+        values = {
+            name: self._optional(name, kind, nodes) for name, kind in _SLICE_KINDS.items() if name in nodes
+        }
+        return SliceEntry(values.pop("memory", 0), **values)
 
-def _is_ours(file: str, item: Node, nodes: Nodes, problems: list[Problem]) -> bool:
-    """Whether the entry is meant to be ours, though its type may be misspelt, which is then in `problems`."""
-    name = _type_key(nodes)
-    if name is None and "<<" in nodes:
-        problems += _merge(file, nodes["<<"])
-        return False
-    if name is None:
-        remedy = f"write type: {DEV_TYPE}, or another software's type"
-        problems.append(Problem(file, line_of(item), "an entry has no type", remedy))
-        return False
-    key, node = nodes[name]
-    if name != "type":
-        problems.append(Problem(file, line_of(key), f"{name} is no key", "did you mean type?"))
-    value = value_of(node)
-    if value == DEV_TYPE:
+    def _is_ours(self, item: Node, nodes: Nodes) -> bool:
+        """Whether the entry is meant to be ours, though its type may be misspelt, which is then a problem."""
+        name = _type_key(nodes)
+        if name is None and "<<" in nodes:
+            self._check_merge(*nodes["<<"])
+            return False
+        if name is None:
+            remedy = f"write type: {DEV_TYPE}, or another software's type"
+            self._wrong(item, "an entry has no type", remedy)
+            return False
+        key, node = nodes[name]
+        if name != "type":
+            self._wrong(key, f"unknown key {name}", "did you mean type?")
+        value = value_of(node)
+        if value == DEV_TYPE:
+            return True
+        if not isinstance(value, str):
+            self._wrong(node, f"type is {written(node)}, not a text", f"write type: {DEV_TYPE}")
+            return False
+        if not nearest(value, [DEV_TYPE]):
+            return False
+        self._wrong(node, f"type {value} is unknown", f"did you mean {DEV_TYPE}?")
         return True
-    if not isinstance(value, str):
-        what = f"type is {written(node)}, not a text"
-        problems.append(Problem(file, line_of(node), what, f"write type: {DEV_TYPE}"))
-        return False
-    if not nearest(value, [DEV_TYPE]):
-        return False
-    problems.append(Problem(file, line_of(node), f"type {value} is unknown", f"did you mean {DEV_TYPE}?"))
-    return True
+
+    def _check_merge(self, key: Node, node: Node) -> None:
+        """Refuse an entry whose type comes by a merge, unless that is another software's."""
+        merged = node.value if isinstance(node, yaml.SequenceNode) else [node]
+        mappings = [each for each in merged if isinstance(each, yaml.MappingNode)]
+        types = [value_of(value) for each in mappings for name, _, value in pairs_of(each) if name == "type"]
+        if DEV_TYPE in types:
+            self._wrong(key, *NO_MERGE)
+
+    def _nodes_of(self, mapping: Node) -> tuple[Nodes, list[Problem]]:
+        """Return the keys of the mapping, and a problem for each that is given twice: the first counts."""
+        nodes: Nodes = {}
+        problems = []
+        for name, key, node in pairs_of(mapping):
+            if name in nodes:
+                remedy = f"keep one of the two lines (the other is line {line_of(nodes[name][0])})"
+                problems.append(self._problem(key, f"{name} is given twice", remedy))
+            else:
+                nodes[name] = (key, node)
+        return nodes, problems
+
+    def _check_keys(
+        self, nodes: Nodes, known: Sequence[str], owner: tuple[str, str], reported: str | None = None
+    ) -> None:
+        """Refuse each key that is not `known`, except `reported`, which has a problem of its own.
+
+        `owner` is what has the keys, in two forms: `an NVIDIA_MPS entry`, `an entry`.
+        """
+        for name, (key, _) in nodes.items():
+            if name == "<<":
+                self._wrong(key, *NO_MERGE)
+            elif name not in known and name != reported:
+                near = nearest_key(name, known)
+                remedy = f"remove it; the keys of {owner[1]} are {', '.join(known)}"
+                if near:
+                    remedy = f"did you mean {near}?"
+                shown = f"unknown key {name}" if name else "a key that is not a text"
+                self._wrong(key, f"{shown} in {owner[0]}", remedy)
+
+    def _required(self, item: Node, name: str, kind: Kind, nodes: Nodes) -> Any:
+        if name not in nodes:
+            meant = _DIVIDING if name in _DIVIDING else (name,)
+            if not any(_misspelt(one, nodes, _KEYS) for one in meant):
+                what = f"an {DEV_TYPE} entry has no {name}"
+                self._wrong(item, what, f"add {name}, for example {_EXAMPLE[name]}")
+        return self._optional(name, kind, nodes)
+
+    def _optional(self, name: str, kind: Kind, nodes: Nodes) -> Any:
+        """The value; None if it is not given, or wrong, which is then a problem."""
+        if name not in nodes:
+            return None
+        node = nodes[name][1]
+        try:
+            return kind(name, node)
+        except WrongValueError as error:
+            self._wrong(node, error.what, error.remedy)
+            return None
 
 
-def _merge(file: str, merge: tuple[Node, Node]) -> list[Problem]:
-    """What is wrong with an entry whose type comes by a merge: nothing where that is another software's."""
-    key, node = merge
-    mappings = node.value if isinstance(node, yaml.SequenceNode) else [node]
-    types = [value_of(value) for each in mappings for name, _, value in _pairs(each) if name == "type"]
-    return [Problem(file, line_of(key), *NO_MERGE)] if DEV_TYPE in types else []
-
-
-def _pairs(node: Node) -> list[tuple[str, Node, Node]]:
-    return list(pairs_of(node)) if isinstance(node, yaml.MappingNode) else []
+def _misspelt(name: str, nodes: Nodes, known: Sequence[str]) -> bool:
+    """Whether a key that is missing is meant by an unknown one, which is a problem already."""
+    return any(nearest_key(other, [name]) for other in nodes if other not in known)
 
 
 def _type_key(nodes: Nodes) -> str | None:
@@ -232,26 +327,3 @@ def _type_key(nodes: Nodes) -> str | None:
 
 def _path(key: str, node: Node) -> str:
     return text(key, node, "a render node, a PCI address or a GPU's UUID")
-
-
-def _required(file: str, item: Node, name: str, kind: Kind, nodes: Nodes, problems: list[Problem]) -> Any:
-    if name not in nodes:
-        meant = _DIVIDING if name in _DIVIDING else (name,)
-        if not any(misspelt(one, nodes, _KEYS) for one in meant):
-            what = f"a {DEV_TYPE} entry has no {name}"
-            problems.append(Problem(file, line_of(item), what, f"add {name}, for example {_EXAMPLE[name]}"))
-        return None
-    return _checked(file, name, nodes[name][1], kind, problems)
-
-
-def _optional(file: str, name: str, kind: Kind, nodes: Nodes, problems: list[Problem]) -> Any:
-    return _checked(file, name, nodes[name][1], kind, problems) if name in nodes else None
-
-
-def _checked(file: str, name: str, node: Node, kind: Kind, problems: list[Problem]) -> Any:
-    """The value, None where it is wrong, which is then in `problems`."""
-    try:
-        return kind(name, node)
-    except WrongValueError as error:
-        problems.append(Problem(file, line_of(node), error.what, error.remedy))
-        return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import yaml
@@ -25,6 +25,8 @@ _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _construct = yaml.constructor.SafeConstructor()
 
 Node = yaml.nodes.Node
+
+NO_MERGE = ("merge keys (<<) are not followed", "write the keys out")
 
 
 class FileProblemError(Exception):
@@ -92,6 +94,35 @@ def written(node: Node) -> str:
         return "nothing (null)"
     text = node.value if len(node.value) <= 40 else node.value[:39] + "…"
     return f'"{text}"' if node.tag.endswith(":str") else str(text)
+
+
+def nearest_key(word: str, real: Iterable[str]) -> str | None:
+    """As `nearest`; also one of which `word` is the first 60 % or more (`cuda_mps_pipe_dir`)."""
+    begun = (name for name in real if name.startswith(word) and 0.6 * len(name) <= len(word) < len(name))
+    return next(begun, None) or nearest(word, real)
+
+
+def nearest(word: str, real: Iterable[str]) -> str | None:
+    """The one of `real` that `word` is most likely a misspelling of, None if there is none.
+
+    Cheap to ask for every foreign key of host.conf: `difflib` (5 ms to import) is used only if the letters
+    and the length are nearly those of a real one.
+    """
+    candidates = [
+        name
+        for name in real
+        if abs(len(name) - len(word)) <= 3 and len(set(name.lower()) ^ set(word.lower())) <= 4
+    ]
+    if not candidates:
+        return None
+    import difflib
+
+    by_lower = {name.lower(): name for name in candidates}
+    for lower, name in by_lower.items():
+        if sorted(lower) == sorted(word.lower()):  # `paht`, which is not near enough by the measure below
+            return name
+    close = difflib.get_close_matches(word.lower().replace("-", "_"), list(by_lower), n=1, cutoff=0.85)
+    return by_lower[close[0]] if close else None
 
 
 def _problem(path: str, line: int | None, what: str, remedy: str) -> FileProblemError:

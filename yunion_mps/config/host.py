@@ -7,8 +7,16 @@ from typing import Any
 
 import yaml
 
-from yunion_mps.config.document import FileProblemError, Node, line_of, pairs_of, read_document, written
-from yunion_mps.config.endpoints import endpoint, is_public, overlap
+from yunion_mps.config.document import (
+    NO_MERGE,
+    FileProblemError,
+    Node,
+    line_of,
+    nearest_key,
+    pairs_of,
+    read_document,
+    written,
+)
 from yunion_mps.config.values import (
     LARGEST_OVERRIDE,
     MOST_DEVICES,
@@ -17,10 +25,12 @@ from yunion_mps.config.values import (
     WrongValueError,
     absolute_path,
     boolean,
+    endpoint,
     group,
+    is_public,
     most_devices,
-    nearest_key,
     one_of,
+    overlap,
     own_directory,
     textfile,
     whole_number,
@@ -96,7 +106,7 @@ KEYS: dict[str, Key] = {
 _SOCKET = "/control_privileged"
 _GPU_DIRECTORY = "/GPU-00000000-0000-0000-0000-000000000000"
 
-#: How the keys begin that no job needs.
+#: How the names of keys begin that no job needs.
 _MINOR = ("metrics_", "web_")
 
 #: The tag of a plain `<<` as a key (https://yaml.org/type/merge.html).
@@ -113,7 +123,7 @@ def read_host(paths: Paths) -> tuple[dict[str, Any], dict[str, Source], list[Pro
         root = _mapping(file, read_document(file))
     except FileProblemError as error:
         return values, sources, [error.problem]
-    # The override comes first wherever it stands, for it bounds another key.
+    # The override comes first, because it bounds another key.
     for name, key_node, node in sorted(pairs_of(root), key=lambda pair: pair[0] != "cuda_mps_max_clients"):
         line = line_of(key_node)
         if key_node.tag == _MERGE:
@@ -154,20 +164,20 @@ def _mapping(file: str, root: Node | None) -> Node:
 
 
 def _misspelt(file: str, line: int, name: str) -> list[Problem]:
-    """A foreign key is none of our business, unless it is nearly one of ours or begins as only ours do."""
+    """What is wrong with a foreign key: nothing, unless it is nearly one of ours or begins like ours."""
     near = nearest_key(name, KEYS)
     if near:
-        return [Problem(file, line, f"{name} is no key", f"did you mean {near}?")]
+        return [Problem(file, line, f"unknown key {name}", f"did you mean {near}?")]
     if name.startswith(("cuda_mps_", "enable_cuda_mps")):
         real = ", ".join(sorted(KEYS))
-        return [Problem(file, line, f"{name} is no key", f"remove it; the keys of yunion-mps are {real}")]
+        return [Problem(file, line, f"unknown key {name}", f"remove it; the keys of yunion-mps are {real}")]
     return []
 
 
 def _merge(file: str, line: int, node: Node) -> list[Problem]:
-    """A merge may bring in whatever is not ours."""
+    """What is wrong with a merge: nothing, unless it brings in a key of ours."""
     if any(name in KEYS for name in _merged(node)):
-        return [Problem(file, line, "merge keys (<<) are not followed", "write the keys out")]
+        return [Problem(file, line, *NO_MERGE)]
     return []
 
 
@@ -183,7 +193,7 @@ def _merged(node: Node) -> Iterator[str]:
 
 
 def _check_public(values: dict[str, Any], sources: dict[str, Source]) -> list[tuple[str, Problem]]:
-    """Whether what other hosts could read is meant to be read by them; what is wrong, with its key."""
+    """The keys that name an address other hosts can reach, although that is not allowed."""
     found = []
     for what in ("metrics", "web"):
         listen, allow = f"{what}_listen", f"{what}_allow_public"
@@ -195,7 +205,7 @@ def _check_public(values: dict[str, Any], sources: dict[str, Source]) -> list[tu
 
 
 def _check_ports(values: dict[str, Any], sources: dict[str, Source]) -> list[tuple[str, Problem]]:
-    """Whether each has an address of its own: the second one would never be served; with its key."""
+    """The key that names an address which another listener has already: it would never be served."""
     if not (values["web_listen"] and values["metrics_listen"]):
         return []
     if not overlap(values["web_listen"], values["metrics_listen"]):
@@ -206,7 +216,7 @@ def _check_ports(values: dict[str, Any], sources: dict[str, Source]) -> list[tup
 
 
 def _check_pipe_directory(paths: Paths, values: dict[str, Any], sources: dict[str, Source]) -> list[Problem]:
-    """Whether the sockets' paths, which the control daemon makes longer, fit a socket's address."""
+    """What is wrong if the paths of the control daemon's sockets would not fit a socket's address."""
     at = sources["cuda_mps_pipe_directory"]
     extra = _SOCKET if values["cuda_mps_scope"] == "host" else _GPU_DIRECTORY + _SOCKET
     room = LONGEST_SOCKET_PATH - len(extra) - len(paths.under("/")) + 1

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from yunion_mps.config.document import Node, value_of, written
+from yunion_mps.config.document import Node, nearest, value_of, written
 
 #: The most devices that any known driver allows on one GPU; see planning.MPS_CLIENTS for which allows what.
 MOST_DEVICES = 60
@@ -29,6 +29,11 @@ _SHARED = (
 
 #: How far a number may be raised by the operator for drivers that we do not know yet.
 LARGEST_OVERRIDE = 4096
+
+_LARGEST_PORT = 65_535
+_LOCALHOST = "127.0.0.1"
+_EVERY_ADDRESS = ("0.0.0.0", "::")  # noqa: S104 - to know them, not to listen there
+ENDPOINT_EXAMPLE = f"an IP address and a port, for example {_LOCALHOST}:9435 or '[::1]:9435'"
 
 
 class WrongValueError(Exception):
@@ -202,30 +207,49 @@ def text(key: str, node: Node, what: str = "a text") -> str:
     return value
 
 
-def nearest_key(word: str, real: Iterable[str]) -> str | None:
-    """As `nearest`; also one of which `word` is the first 60 % or more (`cuda_mps_pipe_dir`)."""
-    begun = (name for name in real if name.startswith(word) and 0.6 * len(name) <= len(word) < len(name))
-    return next(begun, None) or nearest(word, real)
+def endpoint(key: str, node: Node) -> str:
+    """`127.0.0.1:9435`, `[::1]:9435` or `localhost:9435`, normalised; other names can change."""
+    try:
+        return normal_endpoint(text(key, node, "an IP address and a port"))
+    except ValueError as error:
+        raise WrongValueError(f"{key} is {written(node)}, {error}", f"write {ENDPOINT_EXAMPLE}") from None
 
 
-def nearest(word: str, real: Iterable[str]) -> str | None:
-    """The one of `real` that `word` is most likely a misspelling of, None where there is none.
+def normal_endpoint(value: str) -> str:
+    """The same of a text that stands elsewhere; raises ValueError with what is wrong with it."""
+    found = re.fullmatch(r"(?:\[([0-9a-fA-F:.]+)\]|([a-zA-Z0-9.-]+)):([0-9]{1,5})", value)
+    if found is None or not 1 <= int(found[3]) <= _LARGEST_PORT:
+        raise ValueError("not an address with a port")
+    host, port = found[1] or found[2], int(found[3])
+    if host == "localhost":
+        return f"{_LOCALHOST}:{port}"
+    import ipaddress  # 5 ms, and few hosts listen
 
-    Cheap to ask for every foreign key of host.conf: `difflib` (5 ms to import) is met only when the letters
-    and the length are nearly those of a real one.
-    """
-    candidates = [
-        name
-        for name in real
-        if abs(len(name) - len(word)) <= 3 and len(set(name.lower()) ^ set(word.lower())) <= 4
-    ]
-    if not candidates:
-        return None
-    import difflib
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        raise ValueError("whose host is no IP address") from None
+    if (address.version == 6) != bool(found[1]):
+        raise ValueError("not an address with a port")
+    return f"[{address}]:{port}" if address.version == 6 else f"{address}:{port}"
 
-    by_lower = {name.lower(): name for name in candidates}
-    for lower, name in by_lower.items():
-        if sorted(lower) == sorted(word.lower()):  # `paht`, which is not near enough by the measure below
-            return name
-    close = difflib.get_close_matches(word.lower().replace("-", "_"), list(by_lower), n=1, cutoff=0.85)
-    return by_lower[close[0]] if close else None
+
+def split_endpoint(listen: str) -> tuple[str, int]:
+    """The address and the port of what `endpoint` returned."""
+    host, _, port = listen.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def is_public(listen: str) -> bool:
+    """Whether other hosts can reach it: every address but those of the loopback device."""
+    import ipaddress
+
+    return not ipaddress.ip_address(split_endpoint(listen)[0]).is_loopback
+
+
+def overlap(one: str, other: str) -> bool:
+    """Whether only one of both can be listened on."""
+    (host, port), (other_host, other_port) = split_endpoint(one), split_endpoint(other)
+    if port != other_port or (":" in host) != (":" in other_host):
+        return False
+    return host == other_host or not {host, other_host}.isdisjoint(_EVERY_ADDRESS)

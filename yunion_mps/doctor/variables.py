@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from yunion_mps.config.values import nearest_key
+from yunion_mps.config.document import nearest_key
 from yunion_mps.doctor.finding import Finding, problem, warning
 
 PIPE = "CUDA_MPS_PIPE_DIRECTORY"

@@ -7,7 +7,7 @@ import logging
 import socket
 from collections.abc import Mapping
 
-from yunion_mps.config.endpoints import split
+from yunion_mps.config.values import split_endpoint
 from yunion_mps.gateway import addresses
 from yunion_mps.gateway.handlers import Metrics, Web
 from yunion_mps.http.connection import Answering, Limits
@@ -70,7 +70,7 @@ class Listeners:
 
 def listen(address: str) -> socket.socket:
     """A socket that listens at the address (`127.0.0.1:9434`, `[::1]:9434`); raises OSError."""
-    host, port = split(address)
+    host, port = split_endpoint(address)
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

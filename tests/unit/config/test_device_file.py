@@ -70,8 +70,8 @@ def test_a_list_without_entries_is_right(files: Files) -> None:
         ("\n\nword\n", ':3: holds "word", not a mapping: begin the file with devices:'),
         ("version: 1\n", ":1: has no key devices: begin the file with devices:"),
         ("{}\n", ":1: has no key devices: begin the file with devices:"),
-        ("v: 1\ndevice: []\n", ":2: device is no key: did you mean devices?"),
-        ("dveices: []\n", ":1: dveices is no key: did you mean devices?"),
+        ("v: 1\ndevice: []\n", ":2: unknown key device: did you mean devices?"),
+        ("dveices: []\n", ":1: unknown key dveices: did you mean devices?"),
         ("devices: []\ndevices: []\n", ":2: devices is given twice: put all entries under one"),
         ("devices:\n", ":1: devices is nothing (null), not a list: write each entry after a dash: - path: …"),
         (
@@ -112,36 +112,39 @@ def test_a_file_of_another_shape_is_named_with_what_would_be_right(
             "- path: a\n  virtual_number: 4",
             ["4: an entry has no type: write type: NVIDIA_MPS, or another software's type"],
         ),
-        (f"{RIGHT}\n  tpye: NVIDIA_MPS", ["6: tpye is no key: did you mean type?"]),
-        (f"{RIGHT}\n  Type: NVIDIA_MPS", ["6: Type is no key: did you mean type?"]),
+        (f"{RIGHT}\n  tpye: NVIDIA_MPS", ["6: unknown key tpye: did you mean type?"]),
+        (f"{RIGHT}\n  Type: NVIDIA_MPS", ["6: unknown key Type: did you mean type?"]),
         (
             f"{RIGHT}\n  typ: NVIDIA_MSP",
-            [f"6: typ is no key: {TYPE}", f"6: type NVIDIA_MSP is unknown: {MPS}"],
+            [f"6: unknown key typ: {TYPE}", f"6: type NVIDIA_MSP is unknown: {MPS}"],
         ),
-        ("- typ: NVIDIA_GPU\n  virtual_numbr: 4", [f"4: typ is no key: {TYPE}"]),
+        ("- typ: NVIDIA_GPU\n  virtual_numbr: 4", [f"4: unknown key typ: {TYPE}"]),
         (
             "- typ: 5\n  virtual_numbr: 4",
-            [f"4: typ is no key: {TYPE}", "4: type is 5, not a text: write type: NVIDIA_MPS"],
+            [f"4: unknown key typ: {TYPE}", "4: type is 5, not a text: write type: NVIDIA_MPS"],
         ),
         (
             "- pth: a\n  typ: NVIDIA_MPS\n  virtual_numbr: 4",
             [
-                "4: pth is no key of a NVIDIA_MPS entry: did you mean path?",
-                f"5: typ is no key: {TYPE}",
-                "6: virtual_numbr is no key of a NVIDIA_MPS entry: did you mean virtual_number?",
+                "4: unknown key pth in an NVIDIA_MPS entry: did you mean path?",
+                f"5: unknown key typ: {TYPE}",
+                "6: unknown key virtual_numbr in an NVIDIA_MPS entry: did you mean virtual_number?",
             ],
         ),
         (
             "- pth: a\n  type: NVIDIA_MSP\n  virtual_num: 4",
             [
-                "4: pth is no key of a NVIDIA_MPS entry: did you mean path?",
+                "4: unknown key pth in an NVIDIA_MPS entry: did you mean path?",
                 f"5: type NVIDIA_MSP is unknown: {MPS}",
-                "6: virtual_num is no key of a NVIDIA_MPS entry: did you mean virtual_number?",
+                "6: unknown key virtual_num in an NVIDIA_MPS entry: did you mean virtual_number?",
             ],
         ),
         (
             "- typ: NVIDIA_MPS\n  path: a",
-            [f"4: typ is no key: {TYPE}", f"4: a NVIDIA_MPS entry has no virtual_number: {NUMBER_EXAMPLE}"],
+            [
+                f"4: unknown key typ: {TYPE}",
+                f"4: an NVIDIA_MPS entry has no virtual_number: {NUMBER_EXAMPLE}",
+            ],
         ),
         ("- path: a\n  type: 4", ["5: type is 4, not a text: write type: NVIDIA_MPS"]),
         ("- path: a\n  type:", ["5: type is nothing (null), not a text: write type: NVIDIA_MPS"]),
@@ -150,8 +153,8 @@ def test_a_file_of_another_shape_is_named_with_what_would_be_right(
         (
             "- type: NVIDIA_MPS",
             [
-                f"4: a NVIDIA_MPS entry has no path: {PATH_EXAMPLE}",
-                f"4: a NVIDIA_MPS entry has no virtual_number: {NUMBER_EXAMPLE}",
+                f"4: an NVIDIA_MPS entry has no path: {PATH_EXAMPLE}",
+                f"4: an NVIDIA_MPS entry has no virtual_number: {NUMBER_EXAMPLE}",
             ],
         ),
         (
@@ -190,16 +193,16 @@ def test_a_file_of_another_shape_is_named_with_what_would_be_right(
         (
             "- type: NVIDIA_MPS\n  paht: a\n  virtual-number: 4",
             [
-                "5: paht is no key of a NVIDIA_MPS entry: did you mean path?",
-                "6: virtual-number is no key of a NVIDIA_MPS entry: did you mean virtual_number?",
+                "5: unknown key paht in an NVIDIA_MPS entry: did you mean path?",
+                "6: unknown key virtual-number in an NVIDIA_MPS entry: did you mean virtual_number?",
             ],
         ),
         (
             "- type: NVIDIA_MPS\n  path: a\n  virtual_number: 4\n  colour: red\n  [a]: b",
             [
-                f"7: colour is no key of a NVIDIA_MPS entry: remove it; the keys of an entry are {KEYS}",
+                f"7: unknown key colour in an NVIDIA_MPS entry: remove it; the keys of an entry are {KEYS}",
                 (
-                    "8: a key that is no text is no key of a NVIDIA_MPS entry:"
+                    "8: a key that is not a text in an NVIDIA_MPS entry:"
                     f" remove it; the keys of an entry are {KEYS}"
                 ),
             ],

@@ -36,9 +36,9 @@ def test_the_path_of_an_entry_with_a_problem_can_still_be_checked(files: Files) 
     config, problems = load(files.paths)
     assert [(entry.path, entry.virtual_number) for entry in config.devices] == [("a", 1)]
     assert [problem.what for problem in problems] == [
-        "foo is no key of a NVIDIA_MPS entry",
+        "unknown key foo in an NVIDIA_MPS entry",
         'virtual_number is "4", not a whole number',
         "path is 3, not a text",
-        "a NVIDIA_MPS entry has no virtual_number",
+        "an NVIDIA_MPS entry has no virtual_number",
     ]
     assert {problem.file for problem in problems} == {str(files.devices)}

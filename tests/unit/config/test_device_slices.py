@@ -132,8 +132,8 @@ def test_slices_given_by_alias_count_in_the_line_of_their_own_entry(files: Files
         (
             "  slices:\n  - {memroy: 1GiB}\n  - {memory: 1GiB, colour: 1}\n  - {memory: 1GiB, memory: 1MiB}",
             [
-                "5: memroy is no key of a slice: did you mean memory?",
-                f"6: colour is no key of a slice: remove it; the keys of a slice are {SLICE_KEYS}",
+                "5: unknown key memroy in a slice: did you mean memory?",
+                f"6: unknown key colour in a slice: remove it; the keys of a slice are {SLICE_KEYS}",
                 "7: memory is given twice: keep one of the two lines (the other is line 7)",
             ],
         ),
@@ -190,10 +190,10 @@ def test_slices_given_by_alias_count_in_the_line_of_their_own_entry(files: Files
             "  slices: [{memory: 1GiB}]\n  memory_reserve: 64MiB",
             ["5: memory_reserve does not count with slices, only with memory_unit: remove it"],
         ),
-        ("  slice: [{memory: 1GiB}]", ["4: slice is no key of a NVIDIA_MPS entry: did you mean slices?"]),
+        ("  slice: [{memory: 1GiB}]", ["4: unknown key slice in an NVIDIA_MPS entry: did you mean slices?"]),
         (
             "  memory_unti: 1GiB",
-            ["4: memory_unti is no key of a NVIDIA_MPS entry: did you mean memory_unit?"],
+            ["4: unknown key memory_unti in an NVIDIA_MPS entry: did you mean memory_unit?"],
         ),
     ],
 )
@@ -208,7 +208,7 @@ def test_what_is_wrong_with_a_division_is_named_with_its_line_and_what_would_be_
     ("text", "message"),
     [
         ("gpu_memory_unit: 2GiB", f'1: gpu_memory_unit is "2GiB", {UNITS}'),
-        ("gpu_memory_unti: 1GiB", "1: gpu_memory_unti is no key: did you mean gpu_memory_unit?"),
+        ("gpu_memory_unti: 1GiB", "1: unknown key gpu_memory_unti: did you mean gpu_memory_unit?"),
         (
             "gpu_memory_unit: 1GiB\ngpu_memory_unit: 1GiB",
             "2: gpu_memory_unit is given twice: keep one of the two lines",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from yunion_mps.config.endpoints import is_public, split
+from yunion_mps.config.values import is_public, split_endpoint
 
 from unit.config.files import HOST, Files
 
@@ -83,5 +83,5 @@ def test_an_address_that_others_can_reach_takes_a_second_key(files: Files, key: 
 @given(st.ip_addresses(), st.integers(1, 65_535))
 def test_only_the_loopback_device_is_not_public(address: object, port: int) -> None:
     text = f"[{address}]:{port}" if ":" in str(address) else f"{address}:{port}"
-    assert split(text) == (str(address), port)
+    assert split_endpoint(text) == (str(address), port)
     assert is_public(text) == (not (str(address).startswith("127.") or str(address) == "::1"))

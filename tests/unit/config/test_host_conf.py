@@ -239,14 +239,14 @@ def test_a_value_that_cannot_be_used_is_named_with_its_line_and_what_would_be_ri
 )
 def test_a_misspelt_key_is_named_with_the_nearest_real_one(files: Files, misspelt: str, real: str) -> None:
     files.write(f"hypervisor: kvm\n{misspelt}: x\n")
-    assert files.messages() == [f"{HOST}:2: {misspelt} is no key: did you mean {real}?"]
+    assert files.messages() == [f"{HOST}:2: unknown key {misspelt}: did you mean {real}?"]
 
 
 def test_a_key_that_begins_as_ours_do_and_is_none_is_named_with_all_of_ours(files: Files) -> None:
     files.write("cuda_mps_colour: red\n")
     assert files.messages() == [
         (
-            f"{HOST}:1: cuda_mps_colour is no key: remove it; the keys of yunion-mps are"
+            f"{HOST}:1: unknown key cuda_mps_colour: remove it; the keys of yunion-mps are"
             " container_device_config_file, cuda_mps_combine, cuda_mps_compute_mode, cuda_mps_log_directory,"
             " cuda_mps_max_clients, cuda_mps_multiuser, cuda_mps_pipe_directory, cuda_mps_pipe_group,"
             " cuda_mps_replicas, cuda_mps_scope, cuda_mps_stop_timeout_s, cuda_mps_thread_percentage,"
@@ -352,4 +352,4 @@ def test_a_message_is_one_line_whatever_the_file_holds(files: Files) -> None:
     assert messages[0] == (
         f'{HOST}:1: cuda_mps_scope is "a\\nb\\x1b[31mc\\u202e", none of host, gpu: write one of host, gpu'
     )
-    assert messages[1].startswith(f"{HOST}:2: cuda_mps_\\nx is no key: ")
+    assert messages[1].startswith(f"{HOST}:2: unknown key cuda_mps_\\nx: ")
