@@ -16,10 +16,10 @@ from yunion_mps.host.proc import command_of, name_of, user_name
 from yunion_mps.models import DomainPlan, PlannedGpu
 from yunion_mps.mps.log_file import look_at_log
 
+from unit.containers.test_lookup import ID, process, write
+from unit.containers.test_lookup import name_of as container_named
 from unit.hostile_names import HOSTILE, READABLE, STEERING
 from unit.mps.driving import wait_for
-from unit.test_containers import ID, process, write
-from unit.test_containers import name_of as container_named
 
 #: A file's name, which becomes a process' name, has no slash, and the kernel keeps 15 bytes of it.
 FILE_NAMES = HOSTILE.map(lambda text: text.replace("\ud800", "")[:5]).filter(lambda text: text.strip(". \n"))

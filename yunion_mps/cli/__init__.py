@@ -28,7 +28,7 @@ def main() -> None:
 def _run() -> int:
     """The exit status. What container engines call before each start need not know the other commands."""
     if sys.argv[1:2] == ["cdi-hook"]:
-        from yunion_mps.cdi.hook import main as hook
+        from yunion_mps.containers.hook import main as hook
 
         return hook(sys.argv[2:], sys.stdin)
     from yunion_mps.cli.boundary import run

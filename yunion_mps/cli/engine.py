@@ -8,12 +8,12 @@ from typing import Any, NoReturn, TypeVar
 
 import click
 
-from yunion_mps.cdi.nodes import driver_nodes, gpu_nodes
 from yunion_mps.cli.ask import ask
 from yunion_mps.cli.engine_words import environment_words, mount_words, overridden
 from yunion_mps.cli.lease_request import RequestCommand, take, warn_of_limits
 from yunion_mps.cli.watcher import Watcher, label
 from yunion_mps.client.taking import refuse_unreachable
+from yunion_mps.containers.nvidia import driver_nodes, gpu_nodes
 from yunion_mps.errors import HostError
 from yunion_mps.host.processes import find_program, output_of
 from yunion_mps.models import CDI_KIND, Gpu

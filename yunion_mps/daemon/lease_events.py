@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from yunion_mps.containers import Containers
+from yunion_mps.containers.lookup import Containers
 from yunion_mps.host.proc import command_of, user_name
 from yunion_mps.models import Event, Holder, Lease
 from yunion_mps.supervisor.event_log import EventLog

@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from yunion_mps.containers import Containers
-from yunion_mps.daemon.containers import ContainerDevices
+from yunion_mps.containers.lookup import Containers
+from yunion_mps.containers.publisher import CdiPublisher
 from yunion_mps.daemon.ends import Ends
 from yunion_mps.daemon.lease_events import LeaseEvents, devices_of
 from yunion_mps.daemon.wishes import LeaseRequests
@@ -61,9 +61,7 @@ class _Asker(NamedTuple):
 class Leasing:
     """Gives devices to those who ask, and takes them back when what has them ends."""
 
-    def __init__(
-        self, paths: Paths, supervisor: Supervisor, service: Service, devices: ContainerDevices
-    ) -> None:
+    def __init__(self, paths: Paths, supervisor: Supervisor, service: Service, devices: CdiPublisher) -> None:
         """Raises HostError where the state file cannot be used."""
         self._devices = devices
         self._supervisor = supervisor

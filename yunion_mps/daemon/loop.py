@@ -8,8 +8,8 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from yunion_mps.containers.publisher import CdiPublisher
 from yunion_mps.daemon.changing import Changing
-from yunion_mps.daemon.containers import ContainerDevices
 from yunion_mps.daemon.health import Health
 from yunion_mps.daemon.leasing import Leasing
 from yunion_mps.daemon.looking import Looking
@@ -68,7 +68,7 @@ class _Loop:
         self._looking: Looking | None = None
         self._leasing: Leasing | None = None
         self._textfile: Textfile | None = None
-        self._devices = ContainerDevices(paths, supervisor)
+        self._devices = CdiPublisher(paths, supervisor)
         self._seeing: asyncio.Future[None] | None = None
         self._announced = supervisor.config
 
@@ -190,7 +190,7 @@ class _Loop:
         if self._leasing:
             self._leasing.serve()  # what has come or changed may be just what somebody waits for
         self._announce()
-        self._devices.look()
+        self._devices.refresh()
         self._say()
 
     def _announce(self) -> None:

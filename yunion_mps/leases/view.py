@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from yunion_mps.containers import Containers
+from yunion_mps.containers.lookup import Containers
 from yunion_mps.host.proc import command_of, started_ticks, user_name
 from yunion_mps.leases.request import LeaseRequest
 from yunion_mps.models import CDI_KIND, Device, Holder, Lease

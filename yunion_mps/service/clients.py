@@ -9,7 +9,7 @@ import signal
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
-from yunion_mps.containers import Containers
+from yunion_mps.containers.lookup import Containers
 from yunion_mps.errors import BusyError, NotAllowedError, NotFoundError, YunionError
 from yunion_mps.escaping import printable
 from yunion_mps.host.proc import started_ticks, uid_of, user_name, variable_of

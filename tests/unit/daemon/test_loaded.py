@@ -12,7 +12,7 @@ import yunion_mps
 ELSEWHERE = (
     "yunion_mps.answers",
     "yunion_mps.cli",
-    "yunion_mps.cdi.hook",
+    "yunion_mps.containers.hook",
     "yunion_mps.client",
     "yunion_mps.http.client",
     "yunion_mps.daemon.put_back",

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from yunion_mps.cdi import files
+from yunion_mps.containers.publisher import DEVICES_FILE, SpecDirectory, lease_file
 
 SPECS = st.dictionaries(st.text(max_size=10), st.text(max_size=200), max_size=20)
 
@@ -23,25 +23,25 @@ def test_what_was_written_last_is_there_whole_and_nothing_beside_it(
 ) -> None:
     directory = tmp_path_factory.mktemp("cdi")
     for spec in specs:
-        files.write(str(directory), files.DEVICES, spec)
-    assert json.loads((directory / files.DEVICES).read_text()) == specs[-1]
-    assert os.listdir(directory) == [files.DEVICES]
+        SpecDirectory(str(directory)).write(DEVICES_FILE, spec)
+    assert json.loads((directory / DEVICES_FILE).read_text()) == specs[-1]
+    assert os.listdir(directory) == [DEVICES_FILE]
 
 
 def test_who_reads_meanwhile_never_finds_half_a_file(tmp_path: Path) -> None:
     specs = [{"devices": ["x" * 100_000] * number} for number in (1, 9)]
-    files.write(str(tmp_path), files.DEVICES, specs[0])
+    SpecDirectory(str(tmp_path)).write(DEVICES_FILE, specs[0])
     seen: list[int] = []
     is_over = threading.Event()
 
     def read() -> None:
         while not is_over.is_set():
-            seen.append(len(json.loads((tmp_path / files.DEVICES).read_text())["devices"]))
+            seen.append(len(json.loads((tmp_path / DEVICES_FILE).read_text())["devices"]))
 
     reader = threading.Thread(target=read)
     reader.start()
     for number in range(100):
-        files.write(str(tmp_path), files.DEVICES, specs[number % 2])
+        SpecDirectory(str(tmp_path)).write(DEVICES_FILE, specs[number % 2])
     is_over.set()
     reader.join()
     assert seen
@@ -51,42 +51,47 @@ def test_who_reads_meanwhile_never_finds_half_a_file(tmp_path: Path) -> None:
 def test_a_directory_that_is_missing_is_made_and_every_user_reads_what_is_in_it(tmp_path: Path) -> None:
     before = os.umask(0o077)
     try:
-        files.write(str(tmp_path / "run/cdi"), files.DEVICES, {})
+        SpecDirectory(str(tmp_path / "run/cdi")).write(DEVICES_FILE, {})
     finally:
         os.umask(before)
-    assert stat.S_IMODE((tmp_path / "run/cdi" / files.DEVICES).stat().st_mode) == 0o644
+    assert stat.S_IMODE((tmp_path / "run/cdi" / DEVICES_FILE).stat().st_mode) == 0o644
     assert stat.S_IMODE((tmp_path / "run/cdi").stat().st_mode) == 0o755
     (tmp_path / "run/cdi").chmod(0o700)
-    files.write(str(tmp_path / "run/cdi"), files.DEVICES, {})
+    SpecDirectory(str(tmp_path / "run/cdi")).write(DEVICES_FILE, {})
     assert stat.S_IMODE((tmp_path / "run/cdi").stat().st_mode) == 0o700, "one that is there is another's"
 
 
 def test_what_cannot_be_written_leaves_what_was_there(tmp_path: Path) -> None:
-    files.write(str(tmp_path), files.DEVICES, {"a": "b"})
+    SpecDirectory(str(tmp_path)).write(DEVICES_FILE, {"a": "b"})
     with pytest.raises(TypeError):
-        files.write(str(tmp_path), files.DEVICES, {"a": object()})
-    assert json.loads((tmp_path / files.DEVICES).read_text()) == {"a": "b"}
+        SpecDirectory(str(tmp_path)).write(DEVICES_FILE, {"a": object()})
+    assert json.loads((tmp_path / DEVICES_FILE).read_text()) == {"a": "b"}
     with pytest.raises(OSError, match="File exists"):
-        files.write(str(tmp_path / files.DEVICES), files.DEVICES, {})
+        SpecDirectory(str(tmp_path / DEVICES_FILE)).write(DEVICES_FILE, {})
 
 
-def test_a_mark_tells_whether_the_file_is_as_it_was_written(tmp_path: Path) -> None:
-    written = files.write(str(tmp_path), files.DEVICES, {"a": "b"})
-    assert files.mark(str(tmp_path), files.DEVICES) == written
-    assert files.write(str(tmp_path), files.DEVICES, {"a": "b"}) != written
-    (tmp_path / files.DEVICES).write_text("{")
-    assert files.mark(str(tmp_path), files.DEVICES) not in (written, None)
-    (tmp_path / files.DEVICES).unlink()
-    assert files.mark(str(tmp_path), files.DEVICES) is None
+def test_a_file_that_another_program_changed_or_removed_is_noticed(tmp_path: Path) -> None:
+    files = SpecDirectory(str(tmp_path))
+    assert not files.is_as_written(DEVICES_FILE)
+    files.write(DEVICES_FILE, {"a": "b"})
+    assert files.is_as_written(DEVICES_FILE)
+    SpecDirectory(str(tmp_path)).write(DEVICES_FILE, {"a": "b"})
+    assert not files.is_as_written(DEVICES_FILE)
+    files.write(DEVICES_FILE, {"a": "b"})
+    (tmp_path / DEVICES_FILE).write_text("{")
+    assert not files.is_as_written(DEVICES_FILE)
+    (tmp_path / DEVICES_FILE).unlink()
+    assert not files.is_as_written(DEVICES_FILE)
 
 
 def test_only_our_files_are_ours(tmp_path: Path) -> None:
-    mine = [files.DEVICES, files.lease_file("7c1f"), f"{files.DEVICES}.new", f"{files.lease_file('a')}.new"]
+    mine = [DEVICES_FILE, lease_file("7c1f"), f"{DEVICES_FILE}.new", f"{lease_file('a')}.new"]
     for name in [*mine, "nvidia.yaml", "yunion-mps.json.bak", "other-yunion-mps.json"]:
         (tmp_path / name).write_text("")
-    assert sorted(files.ours(str(tmp_path))) == sorted(mine)
+    files = SpecDirectory(str(tmp_path))
+    assert sorted(files.names()) == sorted(mine)
     for name in mine:
-        files.remove(str(tmp_path), name)
-        files.remove(str(tmp_path), name)
+        files.remove(name)
+        files.remove(name)
     assert sorted(os.listdir(tmp_path)) == ["nvidia.yaml", "other-yunion-mps.json", "yunion-mps.json.bak"]
-    assert list(files.ours(str(tmp_path / "nowhere"))) == []
+    assert SpecDirectory(str(tmp_path / "nowhere")).names() == []

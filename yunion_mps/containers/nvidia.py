@@ -1,4 +1,4 @@
-"""NVIDIA's own CDI specification, which its toolkit makes: the driver's libraries and hooks, by GPU."""
+"""What the driver offers to containers: device nodes, and NVIDIA's own CDI specification of its toolkit."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import json
 import os
 import re
 import stat
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from yunion_mps.cdi.spec import VERSION, Nvidia
+from yunion_mps.containers.spec import VERSION, Node, Nvidia
 from yunion_mps.models import Gpu
 from yunion_mps.paths import Paths
+
+_DRIVER_NODES = ("nvidiactl", "nvidia-uvm", "nvidia-uvm-tools", "nvidia-modeset")
 
 #: What nvidia-ctk and its service call the file; a file in /run counts before one in /etc, as for engines.
 _NAMES = ("nvidia.yaml", "nvidia.json", "nvidia.yml")
@@ -37,15 +39,41 @@ _WORDS = {
 }
 _NODE_TYPE = re.compile("[bcup]?")
 _VARIABLE = re.compile("[^=]+=.*", re.DOTALL)
-#: The version of the format that knows of groups; all else is in ours.
+#: The version of the format that has groups; all else is in ours.
 _WITH_GROUPS = (0, 7, 0)
 
 #: What tells whether a file is still the same: path, device, inode, size and time of the last change in ns.
 Mark = tuple[str, int, int, int, int]
 
 
+def driver_nodes(paths: Paths) -> tuple[Node, ...]:
+    """The driver's nodes that exist; an engine refuses a container for one that does not."""
+    return _existing(paths, _DRIVER_NODES)
+
+
+def gpu_nodes(paths: Paths, gpus: Iterable[Gpu]) -> dict[str, tuple[Node, ...]]:
+    """The nodes of each GPU (by UUID) that exist."""
+    return {
+        gpu.uuid: _existing(paths, (f"nvidia{gpu.minor}",))
+        for gpu in gpus
+        if gpu.uuid is not None and gpu.minor is not None
+    }
+
+
+def _existing(paths: Paths, names: Sequence[str]) -> tuple[Node, ...]:
+    found = [Node(f"/dev/{name}", paths.under(f"/dev/{name}")) for name in names]
+    return tuple(node for node in found if _is_device(node.host_path))
+
+
+def _is_device(path: str) -> bool:
+    try:
+        return stat.S_ISCHR(os.stat(path).st_mode)
+    except OSError:
+        return False
+
+
 def find(paths: Paths) -> Mark | None:
-    """The file that counts, None where there is none. Takes microseconds."""
+    """NVIDIA's file that counts, None if there is none. Takes microseconds."""
     for directory in (paths.cdi_directory, paths.under("/etc/cdi")):
         for name in _NAMES:
             path = os.path.join(directory, name)
@@ -60,7 +88,7 @@ def find(paths: Paths) -> Mark | None:
 def read(path: str, gpus: Iterable[Gpu]) -> Nvidia:
     """What the file says of the GPUs; raises OSError, and ValueError with the reason why it is of no use.
 
-    Takes half a second where YAML has no C part, and hundreds of lines are to be read.
+    Takes half a second if YAML has no C part and the file has hundreds of lines.
     """
     if not stat.S_ISREG(os.stat(path).st_mode):
         raise ValueError("it is no file")  # reading from a pipe would wait for good
@@ -77,7 +105,7 @@ def parse(found: Any, gpus: Iterable[Gpu]) -> Nvidia:
         raise ValueError(f"it is not of the kind {_KIND}")
     devices = {
         str(device["name"]): _edits(device.get("containerEdits"))
-        for device in _list(found.get("devices"))
+        for device in _of_list(found.get("devices"))
         if isinstance(device, dict) and "name" in device
     }
     by_gpu = {gpu.uuid: edits for gpu in gpus if gpu.uuid and (edits := _of(gpu, devices)) is not None}
@@ -173,10 +201,6 @@ def _refuse_too_large(edits: Mapping[str, Any]) -> None:
         size += len(piece)
         if size > _MOST_BYTES:
             raise ValueError(f"its containerEdits have more than {_MOST_BYTES >> 20} MiB")
-
-
-def _list(found: Any) -> list[Any]:
-    return found if isinstance(found, list) else []
 
 
 def _loaded(text: bytes, path: str) -> Any:

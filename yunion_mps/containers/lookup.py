@@ -1,8 +1,8 @@
-"""Which container a process is in: its cgroup tells the id, and files that engines leave tell the name.
+"""Which container a process is in: its cgroup has the id, and files that engines leave have the name.
 
 No engine is asked: that would wait for another daemon, and needs its socket. What cannot be read leaves a
-container without a name, never without its id. A name may become another (`podman rename`, `docker rename`),
-so a file of names is read anew when it has changed.
+container without a name, never without its id. A name may change (`podman rename`, `docker rename`), so a
+file of names is read again when it has changed.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _CGROUP = re.compile(r"(?:^|[/:])(?:(?P<engine>[a-z][a-z-]*?)[-:])?(?P<id>[0-9a-
 _BESIDE = ("libpod-conmon", "crio-conmon")
 #: A pod's uid, as the kubelet names its cgroup; systemd's names have `_` for `-`.
 _POD = re.compile(r"pod([0-9a-f]{8}(?:[-_][0-9a-f]{4}){3}[-_][0-9a-f]{12})")
-#: So much of an id is shown where there is no name, as by the engines themselves.
+#: So much of an id is shown if there is no name, as by the engines themselves.
 _SHORT = 12
 #: So much of a name is of use; any user may call a process conmon, and a container by a name of megabytes.
 _LONGEST = 100
 _MOST_KNOWN = 1024
-#: A process has its engine's monitor among its ancestors; nobody nests deeper than this.
+#: A process has its engine's monitor among its ancestors, which nest no deeper than this.
 _MOST_ANCESTORS = 32
 _CONTAINERS_JSON = (
     "/var/lib/containers/storage/overlay-containers/containers.json",
@@ -39,7 +39,7 @@ _MOST_BYTES = 16 << 20
 
 
 class Container(NamedTuple):
-    """A container: its whole id, and what people call it."""
+    """A container: its whole id, and its name."""
 
     id: str
     name: str
@@ -56,19 +56,19 @@ _Mark = tuple[int, int, int]
 
 
 class Containers:
-    """Knows containers, and remembers their names."""
+    """Finds containers, and remembers their names."""
 
     def __init__(self, paths: Paths, proc: str = "/proc") -> None:
         """`proc` is proc(5), as it is mounted."""
         self._paths = paths
         self._proc = proc
-        #: By id: as the engine's files or its monitor last had it, empty where none of them has.
+        #: By id: as the engine's files or its monitor last had it, empty if none of them has.
         self._names: dict[str, str] = {}
         #: By path: the names by id in a file, as they were when it had this mark.
         self._files: dict[str, tuple[_Mark, dict[str, str]]] = {}
 
     def of(self, pid: int) -> Container | None:
-        """The container that the process is in; None where it is in none, or is gone."""
+        """The container that the process is in; None if it is in none, or is gone."""
         found = container_in(_read(f"{self._proc}/{pid}/cgroup"))
         return Container(found.id, self._name(pid, found)) if found else None
 
@@ -79,19 +79,19 @@ class Containers:
         if name or found.id not in self._names:
             if len(self._names) >= _MOST_KNOWN:
                 self._names.clear()
-            by_monitor = "" if name or found.engine == "docker" else self._told_by_monitor(pid, found.id)
-            self._names[found.id] = printable(name or by_monitor)[:_LONGEST]
+            monitor_name = "" if name or found.engine == "docker" else self._by_monitor(pid, found.id)
+            self._names[found.id] = printable(name or monitor_name)[:_LONGEST]
         return self._names[found.id] or found.id[:_SHORT]
 
     def _written(self, found: _Found) -> str:
-        """The name by the engine's files, which know of a new one."""
+        """The name in the engine's files, which have a changed one."""
         files: list[tuple[str, type]] = [(_DOCKER_CONFIG.format(id=found.id), dict)]
         if found.engine != "docker":
             files[:0] = [(path, list) for path in _CONTAINERS_JSON]
         return next(filter(None, (self._names_in(*file).get(found.id, "") for file in files)), "")
 
     def _names_in(self, name: str, kind: type) -> dict[str, str]:
-        """By id, the names that a file has: a list of podman's containers, or docker's word on one."""
+        """By id, the names in a file: a list of podman's containers, or docker's configuration of one."""
         path = self._paths.under(name)
         mark = _mark(path)
         if mark is None:
@@ -105,7 +105,7 @@ class Containers:
             self._files[path] = known
         return known[1]
 
-    def _told_by_monitor(self, pid: int, container_id: str) -> str:
+    def _by_monitor(self, pid: int, container_id: str) -> str:
         """The name by the command line of conmon, the parent of podman's and CRI-O's containers.
 
         It is there for every user's storage, wherever that lies.
@@ -122,7 +122,7 @@ class Containers:
 
 
 def container_in(cgroups: str) -> _Found | None:
-    """The innermost container of a /proc/PID/cgroup (cgroups(7), v1 and v2), None where it names none."""
+    """The innermost container of a /proc/PID/cgroup (cgroups(7), v1 and v2), None if it names none."""
     for line in cgroups.splitlines():
         path = line.split(":", 2)[-1]
         inside = [found for found in _CGROUP.finditer(path) if found["engine"] not in _BESIDE]
@@ -164,7 +164,7 @@ def _read(path: str) -> str:
 
 
 def _json(path: str, kind: type) -> Any:
-    """What a file holds, empty where that is not of the kind."""
+    """What a file holds, empty if that is not of the kind."""
     try:
         found = json.loads(_read(path) or "null")
     except (ValueError, RecursionError):

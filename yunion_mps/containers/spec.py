@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from yunion_mps.cdi import UNSERVED
+from yunion_mps.containers import UNSERVED
 from yunion_mps.models import ALL, CDI_KIND, LEASE_VARIABLE, Device, DomainPlan, Lease
 from yunion_mps.planning import client_environment, whole_environment
 
@@ -43,7 +43,7 @@ class Host(NamedTuple):
     """What of the host a container needs.
 
     `nodes` are the driver's, and `gpu_nodes` those of each GPU by its UUID; `hook` is the program to call,
-    and `hook_environment` what it needs. `nvidia` is None where NVIDIA's toolkit has made no specification.
+    and `hook_environment` what it needs. `nvidia` is None if NVIDIA's toolkit has made no specification.
     """
 
     nodes: Sequence[Node] = ()
@@ -59,11 +59,11 @@ def devices_spec(
     host: Host,
     parked: Collection[DomainPlan] = (),
 ) -> Json | None:
-    """The devices of the plan, each by its address and by its id; None where there are none.
+    """The devices of the plan, each by its address and by its id; None if there are none.
 
-    Those that are not served now are among them: the hook refuses with the reason, where an engine could only
+    Those that are not served now are among them: the hook refuses them with the reason, an engine could only
     say that there is no such device. So are those of the domains in `parked`, for which no control daemon is
-    started while their GPUs are lost: their pipe directories may be missing, which an engine would say first.
+    started while their GPUs are lost: their pipe directories may be missing, which an engine would report.
     """
     plans = {domain.name: domain for domain in domains}
     lost = {domain.name: domain for domain in parked}
@@ -72,7 +72,9 @@ def devices_spec(
         if device.domain in plans:
             edits = _edits(client_environment([device], plans[device.domain]), device.addr, host)
         elif device.domain in lost:
-            edits = _words(client_environment([device], lost[device.domain]), host, device.addr, UNSERVED)
+            edits = _base_edits(
+                client_environment([device], lost[device.domain]), host, device.addr, UNSERVED
+            )
         else:
             continue
         found += [{"name": name, "containerEdits": edits} for name in (device.addr, device.id)]
@@ -85,7 +87,7 @@ def devices_spec(
 def lease_spec(lease: Lease, planned: Collection[str], host: Host) -> Json:
     """A lease as a device, by its id; and the one that was made for it, by address and id, if so.
 
-    `planned` are the ids of the devices that are there without a lease.
+    `planned` are the ids of the devices that exist without a lease.
     """
     edits = _edits(lease.environment, lease.id, host)
     names = [lease.id]
@@ -96,7 +98,7 @@ def lease_spec(lease: Lease, planned: Collection[str], host: Host) -> Json:
 
 def _edits(environment: Mapping[str, str], hooked: str, host: Host) -> Json:
     """What one device changes in a container; `hooked` is what the hook is told."""
-    edits = _words(environment, host, hooked)
+    edits = _base_edits(environment, host, hooked)
     edits["mounts"] = [_mount(environment["CUDA_MPS_PIPE_DIRECTORY"])]
     gpus = environment["CUDA_VISIBLE_DEVICES"].split(",")
     known = host.nvidia.by_gpu if host.nvidia else {}
@@ -105,8 +107,8 @@ def _edits(environment: Mapping[str, str], hooked: str, host: Host) -> Json:
     return _with_nodes(edits, [node for gpu in gpus for node in host.gpu_nodes.get(gpu, ())])
 
 
-def _words(environment: Mapping[str, str], host: Host, *hooked: str) -> Json:
-    """What is said to a container and to the hook, without what an engine might not find."""
+def _base_edits(environment: Mapping[str, str], host: Host, *hooked: str) -> Json:
+    """The environment and the hook, without anything that an engine might not find."""
     hook: Json = {
         "hookName": "createRuntime",
         "path": host.hook,
@@ -115,7 +117,7 @@ def _words(environment: Mapping[str, str], host: Host, *hooked: str) -> Json:
     }
     if host.hook_environment:
         hook["env"] = [f"{name}={value}" for name, value in host.hook_environment.items()]
-    # No lease's id where it is no lease: an engine may hand on the environment of a job that has one.
+    # An empty id for a device without a lease: an engine may hand on the environment of a job that has one.
     told = {LEASE_VARIABLE: "", **environment}
     return {"env": [f"{name}={value}" for name, value in told.items()], "hooks": [hook]}
 

@@ -4,7 +4,7 @@ Called as `yunion-mps cdi-hook DEVICE` on the host, with the container's state o
 runtime specification, "createRuntime"). Every such container waits for it, so it imports little: of us only
 the daemon's client.
 
-What it prints is in runc's error, and in none of crun's, which gives hooks /dev/null and tells their exit
+What it prints is shown in runc's error, but not in crun's, which gives hooks /dev/null and reports their exit
 status alone (github.com/containers/crun, issue 353). So it goes to the system's log as well.
 """
 
@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from typing import Any, TextIO
 from urllib.parse import quote
 
-from yunion_mps.cdi import UNSERVED
+from yunion_mps.containers import UNSERVED
 from yunion_mps.errors import HostError, NothingFreeError, UnreachableError, YunionError
 from yunion_mps.escaping import printable
 from yunion_mps.http.client import Client
@@ -34,7 +34,7 @@ _AWAY_S = 5.0
 _BETWEEN_S = 0.1
 #: That of a UUID, a lease's id; no address is so long.
 _ID_LENGTH = 36
-#: Where syslog(3) writes to, and the head of a line there: a warning, for nobody in particular (RFC 3164).
+#: Where syslog(3) writes to, and the head of a line there: a warning of the facility user (RFC 3164).
 _LOG = "/dev/log"
 _HEAD = "<12>yunion-mps[{pid}]: "
 #: So much of a container's id engines show, and of a command line its owner may fill a log with.
@@ -69,9 +69,9 @@ def main(arguments: list[str], state: TextIO, away_s: float = _AWAY_S) -> int:
 
 
 def _bind(name: str, state: Mapping[str, Any], daemon: Client, away_s: float) -> Json:
-    """Have the device, or the lease, end with the container; returns the lease.
+    """Bind the device, or the lease, to the container; returns the lease.
 
-    An answer may be lost with a daemon that ends, so the next one is asked the same once more.
+    An answer may be lost with a daemon that ends, so the next one is asked the same again.
     """
     _refuse_several(name, state)
     pid = state["pid"]
@@ -84,7 +84,7 @@ def _bind(name: str, state: Mapping[str, Any], daemon: Client, away_s: float) ->
         try:
             lease: Json = daemon.post(path)
         except NothingFreeError as error:
-            raise _whose(name, daemon) or error from None
+            raise _taken(name, daemon) or error from None
         except UnreachableError:
             if time.monotonic() > end_s:
                 raise
@@ -94,7 +94,7 @@ def _bind(name: str, state: Mapping[str, Any], daemon: Client, away_s: float) ->
 
 
 def _state(file: TextIO) -> Mapping[str, Any]:
-    """The container's state; raises HostError where it is none."""
+    """The container's state; raises HostError if it is none."""
     try:
         state = json.load(file)
     except (ValueError, RecursionError, OSError, AttributeError):  # of which the last: it is closed
@@ -115,9 +115,9 @@ def _refuse_several(name: str, state: Mapping[str, Any]) -> None:
 
 
 def _refuse_stale(name: str, state: Mapping[str, Any], lease: Json) -> None:
-    """Raise HostError where the engine has read a file of before a change.
+    """Raise HostError if the engine has read a file from before a change.
 
-    Such as of another pipe directory: CUDA would find no control daemon there, and run without limits.
+    With another pipe directory, CUDA would find no control daemon, and run without limits.
     """
     found = _environment(state)
     given = {
@@ -128,7 +128,7 @@ def _refuse_stale(name: str, state: Mapping[str, Any], lease: Json) -> None:
 
 
 def _environment(state: Mapping[str, Any]) -> dict[str, str]:
-    """The container's, empty where it cannot be read."""
+    """The container's environment, empty if it cannot be read."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         with open(os.path.join(state["bundle"], "config.json"), encoding="utf-8") as file:
             words = json.load(file)["process"]["env"]
@@ -142,7 +142,7 @@ def _one_line(text: str) -> str:
 
 
 def _log(paths: Paths, state: Mapping[str, Any], line: str) -> None:
-    """Say it in the system's log; that nobody listens there is no matter."""
+    """Write it to the system's log, if there is one."""
     container = _one_line(str(state.get("id", ""))[:_SHORT])
     text = _HEAD.format(pid=os.getpid()) + (f"container {container}: " if container else "") + line
     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as log:
@@ -151,8 +151,8 @@ def _log(paths: Paths, state: Mapping[str, Any], line: str) -> None:
         log.send(text.encode())
 
 
-def _whose(name: str, daemon: Client) -> YunionError | None:
-    """Who has the device, None where nobody has it or it cannot be told."""
+def _taken(name: str, daemon: Client) -> YunionError | None:
+    """The error that names the lease of the device, None if there is none or it cannot be found."""
     with contextlib.suppress(YunionError):
         for lease in daemon.get("/v1/leases")["leases"]:
             if name == ALL or name in lease["devices"]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from yunion_mps.cdi import hook
+from yunion_mps.containers import hook
 from yunion_mps.errors import HostError, NothingFreeError
 
 from unit.http.by_hand import LEASE
@@ -211,7 +211,7 @@ def test_what_is_no_container_s_state_is_refused(
 
 @pytest.mark.parametrize("state", ["<&-", "0>/dev/null", "</dev/null"])
 def test_without_a_state_on_its_input_it_says_so(host: ServerHost, state: str) -> None:
-    code = "import sys; from yunion_mps.cdi.hook import main; sys.exit(main(['00:06.0-1'], sys.stdin))"
+    code = "import sys; from yunion_mps.containers.hook import main; sys.exit(main(['00:06.0-1'], sys.stdin))"
     command = ["sh", "-c", f'"$0" -c "$1" {state}', sys.executable, code]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     said = "yunion-mps: the container engine gave no container's state (is it an OCI runtime's hook?)\n"
@@ -242,9 +242,10 @@ def test_without_a_daemon_it_waits_a_moment_and_refuses(
 
 def test_it_loads_nothing_of_ours_but_the_daemon_s_client() -> None:
     """Every container that is given a device waits for it."""
-    code = "import yunion_mps.cdi.hook, sys; print(*(name for name in sys.modules if 'yunion_mps.' in name))"
+    names = "(name for name in sys.modules if 'yunion_mps.' in name)"
+    code = f"import yunion_mps.containers.hook, sys; print(*{names})"
     loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
     assert set(loaded.split()) == {
-        "yunion_mps.http", "yunion_mps.http.client", "yunion_mps.cdi", "yunion_mps.cdi.hook",
+        "yunion_mps.http", "yunion_mps.http.client", "yunion_mps.containers", "yunion_mps.containers.hook",
         "yunion_mps.errors", "yunion_mps.escaping", "yunion_mps.models", "yunion_mps.paths",
     }  # fmt: skip

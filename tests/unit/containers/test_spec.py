@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from yunion_mps.cdi.spec import Host, Node, Nvidia, devices_spec, lease_spec
+from yunion_mps.containers.spec import Host, Node, Nvidia, devices_spec, lease_spec
 from yunion_mps.models import Gpu, Holder, Lease, Pool
 from yunion_mps.planning import client_environment, pool_device
 
-from unit.cdi.specs import HOST, edits_of, environment_of, hold_to_the_format, plan_of
+from unit.containers.specs import HOST, edits_of, environment_of, hold_to_the_format, plan_of
 from unit.http.snapshots import H100, P40, disabled, gone, large, reference, snapshot, troubled
 
 LEASE_ID = "7c1f0e7a-8a52-4f0e-8b5e-3f9d2a6c1b44"

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from yunion_mps.cdi import nvidia
-from yunion_mps.cdi.spec import VERSION, Nvidia
+from yunion_mps.containers import nvidia
+from yunion_mps.containers.spec import VERSION, Nvidia
 from yunion_mps.paths import Paths
 
 from unit.http.snapshots import H100, P40

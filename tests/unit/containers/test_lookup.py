@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
-from yunion_mps.containers import Container, Containers, container_in
+from yunion_mps.containers.lookup import Container, Containers, container_in
 from yunion_mps.paths import Paths
 
 ID = "405a526b07491a09cc2239b9d6eafd71b261f8026051f98ff2dc016aac3a4d7f"

@@ -10,7 +10,7 @@ from typing import Any
 from jsonschema import Draft7Validator  # type: ignore[import-untyped]
 from referencing import Registry, Resource
 from referencing.jsonschema import DRAFT7
-from yunion_mps.cdi.spec import Host, Node
+from yunion_mps.containers.spec import Host, Node
 from yunion_mps.models import Device, DomainPlan, Snapshot
 
 from unit.http.snapshots import H100, P40
