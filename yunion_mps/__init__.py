@@ -1,5 +1,8 @@
 """yunion-mps: NVIDIA MPS as a service."""
 
+import contextlib
+import os
+
 __version__ = "0.1.0"
 __all__ = ["Client", "__version__"]
 
@@ -9,9 +12,37 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name: str) -> object:
-        """The client is imported only where somebody uses it."""
+        """Import the client only if it is used."""
         if name != "Client":
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         from yunion_mps.client import Client
 
         return Client
+
+
+def version_line(program: str) -> str:
+    """What --version says: `yunion-mps 0.1.0 (6c4fb29c1d2e)`."""
+    return f"{program} {__version__} ({revision()})"
+
+
+def revision() -> str:
+    """The git revision: that which scripts/package wrote down, else that of the checkout, else `unknown`."""
+    with contextlib.suppress(ImportError):
+        from yunion_mps._revision import REVISION  # type: ignore[import-not-found,unused-ignore]
+
+        return str(REVISION)
+    git = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), ".git")
+    head = _read(f"{git}/HEAD")
+    if head.startswith("ref: "):
+        reference = head[len("ref: ") :]
+        packed = (line.split(" ") for line in _read(f"{git}/packed-refs").splitlines())
+        head = _read(f"{git}/{reference}") or next((row[0] for row in packed if row[1:] == [reference]), "")
+    return head[:12] or "unknown"
+
+
+def _read(path: str) -> str:
+    try:
+        with open(path, encoding="utf-8") as file:
+            return file.read().strip()
+    except OSError:
+        return ""

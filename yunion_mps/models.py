@@ -19,10 +19,10 @@ DEV_TYPE = "NVIDIA_MPS"
 #: The kind of device that containers are given, in the Container Device Interface's words.
 CDI_KIND = "yunion.io/mps"
 
-#: Says in its environment which lease a process has.
+#: Names in a process's environment the lease that it uses.
 LEASE_VARIABLE = "YUNION_MPS_LEASE"
 
-#: What stands for all devices of the host, where one control daemon serves them.
+#: Stands for all devices of the host if one control daemon serves them.
 ALL = "all"
 
 #: The priorities of a client in CUDA_MPS_CLIENT_PRIORITY's order: the value there is the place here
@@ -51,8 +51,8 @@ class DeviceEntry(NamedTuple):
     """One `NVIDIA_MPS` entry of host_container_device.yml.
 
     It divides the GPU into `virtual_number` equal devices, into `slices`, or opens it for any amount of
-    memory in units of `memory_unit_mib`; the two that it does not mean are 0 or empty. `divided_at` is where
-    the key stands that it means. A `thread_overcommit` of None is what `cuda_mps_thread_percentage` says.
+    memory in units of `memory_unit_mib`; the other two are 0 or empty. `divided_at` is where the one that is
+    given stands. A `thread_overcommit` of None is what `cuda_mps_thread_percentage` says.
     """
 
     path: str
@@ -68,8 +68,8 @@ class DeviceEntry(NamedTuple):
 class Config(NamedTuple):
     """What both files say, with the defaults filled in.
 
-    `sources` tells for each key of host.conf where it stands. `gpu_memory_unit_mib`, what requests for memory
-    in units count in, is the device file's.
+    `sources` has for each key of host.conf where it stands. `gpu_memory_unit_mib`, the unit of requests for
+    memory in units, is the device file's.
     """
 
     enable_cuda_mps: bool
@@ -108,7 +108,7 @@ class PcieLink(NamedTuple):
 
 
 class Driver(NamedTuple):
-    """The NVIDIA driver: its version, and that of the CUDA driver API it brings (None where unknown)."""
+    """The NVIDIA driver: its version, and that of the CUDA driver API it brings (None if unknown)."""
 
     version: str
     cuda_version: str | None
@@ -134,7 +134,7 @@ class Gpu(NamedTuple):
 
     @property
     def address(self) -> str:
-        """The PCI address without its domain where that is 0000, as Cloudpods shows it."""
+        """The PCI address without its domain if that is 0000, as Cloudpods shows it."""
         return self.pci_address[5:] if self.pci_address.startswith("0000:") else self.pci_address
 
 
@@ -169,7 +169,6 @@ class Device(NamedTuple):
 
     @property
     def gpu_address(self) -> str:
-        """The PCI address of its GPU."""
         return self.addr.rpartition("-")[0]
 
 
@@ -258,9 +257,9 @@ class DomainPlan(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What should be. `compute_modes` and `unavailable` are by GPU UUID and by PCI address respectively.
+    """What should be. `compute_modes` is by GPU UUID, and `unavailable` has reasons by PCI address.
 
-    `parked` has the GPUs that served before and cannot now, divided as they are to be when they can again:
+    `parked` has the GPUs that served before and cannot now, divided as they will be when they can again:
     their devices are listed, and no control daemon is started for them.
     """
 
@@ -274,10 +273,10 @@ class Plan(NamedTuple):
 
 
 class DomainStatus(NamedTuple):
-    """What a domain is at: the state, why, and the control daemon's PID.
+    """What state a domain is in, why, and the control daemon's PID.
 
-    `plan` is what its clients get; `pending`, where not empty, says what is to become of it and what that
-    waits for; `waits_for` are the MPS servers (PIDs) whose end that is.
+    `plan` is in effect: what its clients get. `pending`, if not empty, says what will change and what that
+    waits for; `waits_for` has the MPS servers (PIDs) that have to end for it.
     """
 
     plan: DomainPlan
@@ -313,7 +312,7 @@ class Owner(NamedTuple):
 
 
 class Holder(NamedTuple):
-    """Who has a lease, and what ends it.
+    """The holder of a lease, and what ends it.
 
     `binding` is `process` (it ends with `pid`, which together with `started`, in clock ticks since the boot,
     names a process for good), `container` (the same, of a container's first process), `connection` (with the
@@ -333,7 +332,6 @@ class Holder(NamedTuple):
 
     @property
     def owner(self) -> Owner:
-        """Whose the lease is."""
         return Owner(self.uid, self.unit)
 
 
@@ -357,9 +355,9 @@ class Lease(NamedTuple):
 
 
 class Snapshot(NamedTuple):
-    """What is, read back from NVML and the control daemons.
+    """What is in effect, read back from NVML and the control daemons.
 
-    `remarks` are what the host cannot do of what is configured, and goes without.
+    `remarks` name what is configured and the host cannot do, so that it goes without.
     """
 
     version: int

@@ -14,8 +14,63 @@ ROOT_VARIABLE = "YUNION_MPS_ROOT"
 LONGEST_SOCKET_PATH = 107
 
 
+class _Below:
+    """A path below the root of its `Paths`."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    def __get__(self, paths: Paths, owner: type[Paths]) -> str:
+        return paths.under(self._path)
+
+
 class Paths:
     """The files and directories that the programs use, below `root`."""
+
+    #: Cloudpods' configuration of the host, which holds our keys too.
+    host_conf = _Below("/etc/yunion/host.conf")
+    #: machine-id(5).
+    machine_id = _Below("/etc/machine-id")
+    #: Names of hosts and their addresses.
+    hosts = _Below("/etc/hosts")
+    #: Where the socket and the lock lie; emptied by a reboot.
+    run_directory = _Below("/run/yunion-mps")
+    #: The API's socket.
+    socket = _Below("/run/yunion-mps/yunion-mps.sock")
+    #: Held by the one daemon of a host, and names its PID.
+    lock = _Below("/run/yunion-mps/daemon.lock")
+    #: A copy of what the store knows of compute modes; both end with the boot.
+    former_modes = _Below("/run/yunion-mps/former-compute-modes.json")
+    #: Which control daemon was adopted that we did not start.
+    taken_over = _Below("/run/yunion-mps/taken-over.json")
+    #: The directory with the PID and start of each control daemon that we have started since the boot.
+    control_daemons = _Below("/run/yunion-mps/control-daemons")
+    #: A copy of the newest events since the boot.
+    events_copy = _Below("/run/yunion-mps/events.jsonl")
+    #: The directory with a copy of each lease.
+    lease_copies = _Below("/run/yunion-mps/leases")
+    #: The directory with since when each of those waits who wait for devices.
+    waiting_places = _Below("/run/yunion-mps/waiting")
+    #: The GPUs that had a fatal XID since the boot.
+    ill_gpus = _Below("/run/yunion-mps/ill-gpus.json")
+    #: What the gateway is to serve over TCP; it exists only if anything is.
+    gateway = _Below("/run/yunion-mps/gateway.json")
+    #: Where container engines look for devices that come and go; /var/run is the same directory.
+    cdi_directory = _Below("/run/cdi")
+    #: What must survive the daemon.
+    state_directory = _Below("/var/lib/yunion-mps")
+    #: The SQLite file in the state directory.
+    store = _Below("/var/lib/yunion-mps/state.db")
+    #: The GPUs that have served devices.
+    served_gpus = _Below("/var/lib/yunion-mps/served-gpus.json")
+    #: The kernel's log (dmesg(1)).
+    kernel_log = _Below("/dev/kmsg")
+    #: Sysfs' list of PCI devices.
+    pci_devices = _Below("/sys/bus/pci/devices")
+    #: Udev's names of the render nodes by PCI address.
+    render_nodes = _Below("/dev/dri/by-path")
+    #: The kernel's id of this boot; never below another root, because there is one kernel.
+    boot_id = "/proc/sys/kernel/random/boot_id"
 
     def __init__(self, root: str = "/") -> None:
         self.root = os.path.normpath(root)
@@ -28,113 +83,3 @@ class Paths:
     def under(self, path: str) -> str:
         """Where the absolute `path` lies below the root."""
         return path if self.root == "/" else self.root + path
-
-    @property
-    def host_conf(self) -> str:
-        """Cloudpods' configuration of the host, which holds our keys too."""
-        return self.under("/etc/yunion/host.conf")
-
-    @property
-    def machine_id(self) -> str:
-        """machine-id(5)."""
-        return self.under("/etc/machine-id")
-
-    @property
-    def hosts(self) -> str:
-        """Names of hosts and their addresses (/etc/hosts)."""
-        return self.under("/etc/hosts")
-
-    @property
-    def run_directory(self) -> str:
-        """Where the socket and the lock lie; emptied by a reboot."""
-        return self.under("/run/yunion-mps")
-
-    @property
-    def socket(self) -> str:
-        """The API's socket."""
-        return self.under("/run/yunion-mps/yunion-mps.sock")
-
-    @property
-    def lock(self) -> str:
-        """Held by the one daemon of a host, and names its PID."""
-        return self.under("/run/yunion-mps/daemon.lock")
-
-    @property
-    def former_modes(self) -> str:
-        """A copy of what the store knows of compute modes; both end with the boot."""
-        return self.under("/run/yunion-mps/former-compute-modes.json")
-
-    @property
-    def taken_over(self) -> str:
-        """Which control daemon of somebody else is ours; ends with the boot, as that does."""
-        return self.under("/run/yunion-mps/taken-over.json")
-
-    @property
-    def control_daemons(self) -> str:
-        """The directory with the PID and start of each control daemon that we have started since the boot."""
-        return self.under("/run/yunion-mps/control-daemons")
-
-    @property
-    def events_copy(self) -> str:
-        """A copy of the newest events since the boot."""
-        return self.under("/run/yunion-mps/events.jsonl")
-
-    @property
-    def lease_copies(self) -> str:
-        """The directory with a copy of each lease."""
-        return self.under("/run/yunion-mps/leases")
-
-    @property
-    def waiting_places(self) -> str:
-        """The directory with since when each of those waits who wait for devices."""
-        return self.under("/run/yunion-mps/waiting")
-
-    @property
-    def ill_gpus(self) -> str:
-        """Which GPUs had a fatal XID since the boot."""
-        return self.under("/run/yunion-mps/ill-gpus.json")
-
-    @property
-    def gateway(self) -> str:
-        """What is to be served over TCP, for the gateway; there where anything is."""
-        return self.under("/run/yunion-mps/gateway.json")
-
-    @property
-    def cdi_directory(self) -> str:
-        """Where container engines look for devices that come and go; /var/run is the same directory."""
-        return self.under("/run/cdi")
-
-    @property
-    def state_directory(self) -> str:
-        """What must survive the daemon."""
-        return self.under("/var/lib/yunion-mps")
-
-    @property
-    def store(self) -> str:
-        """The SQLite file in the state directory."""
-        return self.under("/var/lib/yunion-mps/state.db")
-
-    @property
-    def served_gpus(self) -> str:
-        """Who the GPUs are that have served devices."""
-        return self.under("/var/lib/yunion-mps/served-gpus.json")
-
-    @property
-    def boot_id(self) -> str:
-        """The kernel's identity of this boot; never below another root, for there is one kernel."""
-        return "/proc/sys/kernel/random/boot_id"
-
-    @property
-    def kernel_log(self) -> str:
-        """The kernel's log (dmesg(1))."""
-        return self.under("/dev/kmsg")
-
-    @property
-    def pci_devices(self) -> str:
-        """Sysfs' list of PCI devices."""
-        return self.under("/sys/bus/pci/devices")
-
-    @property
-    def render_nodes(self) -> str:
-        """Udev's names of the render nodes by PCI address."""
-        return self.under("/dev/dri/by-path")

@@ -9,7 +9,7 @@ import stat
 from pathlib import Path
 
 import pytest
-from yunion_mps.revision import version_line
+from yunion_mps import version_line
 
 from integration.conftest import MakeAtWork, MakeDaemon
 from integration.daemon_host import Daemon, control_daemons, eventually, is_running

@@ -59,7 +59,7 @@ class LazyGroup(SuggestingGroup):
 def _show_version(ctx: click.Context, parameter: click.Parameter, value: bool) -> None:
     del parameter
     if value and not ctx.resilient_parsing:
-        from yunion_mps.revision import version_line
+        from yunion_mps import version_line
 
         click.echo(version_line("yunion-mps"))
         ctx.exit()

@@ -53,7 +53,7 @@ def parser(level: str = Options().log_level) -> ArgumentParser:
     """All options with their help; `level` is the log level where none is given."""
     import argparse
 
-    from yunion_mps.revision import version_line
+    from yunion_mps import version_line
 
     made = argparse.ArgumentParser(
         prog="yunion-mps-daemon",

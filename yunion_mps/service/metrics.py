@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from yunion_mps import revision
 from yunion_mps.errors import YunionError
 from yunion_mps.host.proc import started_ticks, uid_of
 from yunion_mps.host.threads import on_thread
@@ -22,7 +23,6 @@ from yunion_mps.leases.ledger import Ledger
 from yunion_mps.leases.queue import Queue
 from yunion_mps.models import DomainStatus
 from yunion_mps.mps.servers import is_server
-from yunion_mps.revision import revision
 from yunion_mps.service.queries import Filters, Service
 from yunion_mps.service.usage import Budget, DeviceUse, ProcessDevices, use_by_device
 from yunion_mps.supervisor import Supervisor

@@ -9,14 +9,13 @@ import subprocess
 import sys
 
 import pytest
-from yunion_mps import __version__
+from yunion_mps import __version__, revision
 from yunion_mps.cli import changes, events, times
 from yunion_mps.cli.root import COMMANDS
 from yunion_mps.client import following
 from yunion_mps.http.deferred import LATEST_S, LONGEST_EVENT_WAIT_S, MOST_EVENTS
 from yunion_mps.http.query import LARGEST_NUMBER
 from yunion_mps.http.routes import LARGEST_LIMIT
-from yunion_mps.revision import revision
 from yunion_mps.service.queries import EVENT_KINDS
 from yunion_mps.supervisor.changes import AT_ONCE
 
