@@ -52,7 +52,7 @@ class Paths:
     #: The directory with since when each of those waits who wait for devices.
     waiting_places = _Below("/run/yunion-mps/waiting")
     #: The GPUs that had a fatal XID since the boot.
-    ill_gpus = _Below("/run/yunion-mps/ill-gpus.json")
+    gpu_faults = _Below("/run/yunion-mps/gpu-faults.json")
     #: What the gateway is to serve over TCP; it exists only if anything is.
     gateway = _Below("/run/yunion-mps/gateway.json")
     #: Where container engines look for devices that come and go; /var/run is the same directory.

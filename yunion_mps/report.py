@@ -7,7 +7,7 @@ from typing import Any
 from yunion_mps.config import KEYS
 from yunion_mps.models import Config, DeviceEntry, Gpu, Plan, Source
 from yunion_mps.planning import division, enforces_budgets
-from yunion_mps.supervisor.preflight import Examination
+from yunion_mps.supervisor.preflight import Preflight
 
 
 def config_json(config: Config) -> dict[str, Any]:
@@ -39,7 +39,7 @@ def _entry_json(entry: DeviceEntry) -> dict[str, Any]:
     return {**shown, "from": _place(entry.path_at)}
 
 
-def plan_json(examination: Examination) -> dict[str, Any]:
+def plan_json(examination: Preflight) -> dict[str, Any]:
     """The effective configuration and the plan: what each GPU would become, and the control daemons."""
     plan, inventory = examination.plan, examination.inventory
     notice = ""

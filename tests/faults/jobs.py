@@ -100,7 +100,7 @@ def mode_changed(scene: Scene) -> None:
     scene.strike(lambda: scene.host.run(change, check=True))
     assert gpu.compute_mode == "default"
     scene.serves_again(lambda: gpu.compute_mode == "exclusive_process")
-    scene.saw("somebody else has changed it")
+    scene.saw("another program has changed it")
 
 
 @fault(JOBS, "an operator's front-end stays open during a reload")

@@ -242,7 +242,7 @@ def test_what_changes_between_two_looks_is_put_right_or_taken_in(
         "Default -> Exclusive_Process",
     ]
     told = next(event for event in events if event["what"] == "Exclusive_Process -> Default")
-    assert told["cause"] == "somebody else has changed it"
+    assert told["cause"] == "another program has changed it"
     assert told["consequence"] == "it is set to Exclusive_Process again"
     assert daemon.stop() == 0
     assert [gpu.compute_mode for gpu in host.gpus] == ["default", "default"]

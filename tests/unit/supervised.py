@@ -16,7 +16,8 @@ from yunion_mps.models import Event, Snapshot
 from yunion_mps.paths import ROOT_VARIABLE, Paths
 from yunion_mps.service.shapes import devices_json
 from yunion_mps.supervisor import Change, Supervisor
-from yunion_mps.supervisor.preflight import examine
+from yunion_mps.supervisor.changes import LeaseWait
+from yunion_mps.supervisor.preflight import run_preflight
 
 from simhost import Description, SimHost
 from simhost.mps import Client, StandIns
@@ -32,9 +33,10 @@ class Supervised:
     def __init__(self, host: SimHost) -> None:
         self.host = host
         self.paths = Paths(str(host.root))
-        self.examined = examine(self.paths)
+        self.examined = run_preflight(self.paths)
         self.examined.check()
         self.supervisor = Supervisor(self.paths, self.examined)
+        self.lease_waits: dict[str, LeaseWait] = {}
 
     @property
     def snapshot(self) -> Snapshot:
@@ -51,13 +53,13 @@ class Supervised:
 
     def rescan(self) -> Snapshot:
         assert isinstance(self.examined.nvml, Nvml)
-        self.supervisor.rescan(scan(self.examined.nvml, self.paths), time.monotonic())
+        self.supervisor.update_gpus(scan(self.examined.nvml, self.paths), time.monotonic())
         return self.snapshot
 
     def accept(self) -> list[Change]:
         """Read the files again, and aim at what they say."""
         nvml = self.supervisor.nvml
-        changes = self.supervisor.accept(examine(self.paths, nvml))
+        changes = self.supervisor.accept(run_preflight(self.paths, nvml), lambda _: self.lease_waits)
         self.set_modes()
         self.supervisor.aim(time.monotonic())
         return changes

@@ -6,14 +6,14 @@ from yunion_mps.config import KEYS
 from yunion_mps.models import Config, Gpu, Inventory, SliceEntry
 from yunion_mps.planning import make_plan
 from yunion_mps.report import config_json, plan_json
-from yunion_mps.supervisor.preflight import Examination
+from yunion_mps.supervisor.preflight import Preflight
 
 from unit.builders import DEVICES, HOST, MACHINE_ID, P40, config, entry, gpu, inventory
 
 
-def examination(settings: Config, found: Inventory) -> Examination:
+def examination(settings: Config, found: Inventory) -> Preflight:
     plan, problems = make_plan(settings, found, MACHINE_ID)
-    return Examination(settings, tuple(problems), found, plan, MACHINE_ID, None, None)
+    return Preflight(settings, tuple(problems), found, plan, MACHINE_ID, None, None)
 
 
 def test_every_key_is_shown_with_its_value_and_where_it_stands() -> None:

@@ -76,9 +76,9 @@ def check_config(output: str) -> None:
       yunion-mps config check --output json
     """
     from yunion_mps.report import plan_json
-    from yunion_mps.supervisor.preflight import examine
+    from yunion_mps.supervisor.preflight import run_preflight
 
-    examination = examine(Paths.from_environment())
+    examination = run_preflight(Paths.from_environment())
     try:
         examination.check()
         answer = plan_json(examination)

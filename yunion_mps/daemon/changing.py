@@ -20,7 +20,8 @@ from yunion_mps.mps.states import APPLYING, STARTING
 from yunion_mps.paths import Paths
 from yunion_mps.service.state import domain_names
 from yunion_mps.supervisor import Change, Supervisor
-from yunion_mps.supervisor.preflight import Examination, examine
+from yunion_mps.supervisor.changes import FindLeaseWaits
+from yunion_mps.supervisor.preflight import Preflight, run_preflight
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +42,7 @@ class Changing:
         supervisor: Supervisor,
         looking: Looking,
         lock: asyncio.Lock,
+        find_lease_waits: FindLeaseWaits,
         tick: Callable[[], None],
         anew: Callable[[], None],
     ) -> None:
@@ -49,6 +51,7 @@ class Changing:
         self._supervisor = supervisor
         self._looking = looking
         self._lock = lock
+        self._find_lease_waits = find_lease_waits
         self._tick = tick
         self._run_anew = anew
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -58,7 +61,7 @@ class Changing:
         async with self._lock:
             examined = await self._examine()
             try:
-                _, changes = self._supervisor.examine(examined)
+                _, changes = self._supervisor.preview(examined, self._find_lease_waits)
             finally:
                 self._close(examined)
         return self._answer(changes)
@@ -109,29 +112,29 @@ class Changing:
             self._tick()
             await self._settled()
             if drain or now:
-                self._supervisor.fleet.renew(asyncio.get_running_loop().time(), force=now)
+                self._supervisor.fleet.drain(asyncio.get_running_loop().time(), force=now)
                 self._tick()
         log.info("reloaded for %s: %d change%s", who, len(changes), "" if len(changes) == 1 else "s")
         self._looking.soon()
         return self._answer(changes)
 
-    async def _accept(self, examined: Examination) -> list[Change]:
+    async def _accept(self, examined: Preflight) -> list[Change]:
         try:
-            return self._supervisor.accept(examined)
+            return self._supervisor.accept(examined, self._find_lease_waits)
         except YunionError:
             self._close(examined)
             raise
 
-    async def _examine(self) -> Examination:
+    async def _examine(self) -> Preflight:
         opened = self._supervisor.nvml
         try:
-            return await on_thread(lambda: examine(self._paths, opened))
+            return await on_thread(lambda: run_preflight(self._paths, opened))
         finally:
             # What YAML is read into refers to itself. Left to the collector, it would lie among what stays:
             # 500 reloads took 1 MiB for it, and take 0.3 MiB so (measured).
             gc.collect()
 
-    def _close(self, examined: Examination) -> None:
+    def _close(self, examined: Preflight) -> None:
         if examined.nvml is not self._supervisor.nvml:
             examined.close()
 
@@ -162,7 +165,7 @@ class Changing:
         ]
         gpus = {gpu.uuid: gpu.address for gpu in snapshot.inventory.gpus}
         names = domain_names(snapshot.plan)
-        for uuid, wait in self._supervisor.find_lease_waits(snapshot.plan.devices).items():
+        for uuid, wait in self._find_lease_waits(snapshot.plan.devices).items():
             address = gpus.get(uuid, uuid)
             what = f"GPU {address}: {wait.devices} of its devices wait for {wait.description} to end"
             pending.append({"domain": names[uuid], "pending": what, "leases": [*wait.leases]})

@@ -103,7 +103,7 @@ class Looking:
             self._trouble = ""
             supervisor.remark("looking", "")
             supervisor.note_processes(seen.processes, began_s)
-            supervisor.rescan(seen.inventory, loop.time())
+            supervisor.update_gpus(seen.inventory, loop.time())
             self._used(seen.processes, began_s)
             self._renew_events(seen.inventory)
         await self.set_modes()

@@ -83,10 +83,12 @@ class _Loop:
         devices = ProcessDevices(self._supervisor, leasing.ledger)
         sampler = UsageSampler(self._supervisor, devices, self._service.usage)
         looking = Looking(self._paths, self._supervisor, lock, faults, self._tick_soon, sampler.record)
-        changing = Changing(self._paths, self._supervisor, looking, lock, self._tick_soon, self._anew)
+        lease_waits = leasing.ledger.lease_waits
+        changing = Changing(
+            self._paths, self._supervisor, looking, lock, lease_waits, self._tick_soon, self._anew
+        )
         self._changing, self._looking = changing, looking
         self._service.ledger = leasing.ledger
-        self._supervisor.find_lease_waits = leasing.ledger.lease_waits
         leasing.restore()
         counts = Counts()
         metrics = Metrics(
@@ -177,7 +179,7 @@ class _Loop:
         if self._end and self._end.done():
             return
         due_s = self._due_s = self._supervisor.tick(loop.time())
-        if self._looking and self._supervisor.fleet.take_wants_look():
+        if self._looking and self._supervisor.fleet.take_poll_request():
             self._looking.soon()
         if self._end and self._stopping and self._supervisor.fleet.stopped:
             self._end.set_result(STOPPED)

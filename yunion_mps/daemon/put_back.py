@@ -22,8 +22,8 @@ from yunion_mps.mps.ownership import MpsProcess, our_processes
 from yunion_mps.mps.servers import orphans_in
 from yunion_mps.mps.states import STOPPED
 from yunion_mps.paths import Paths
-from yunion_mps.supervisor.compute_modes import ModeWork, carry_out, noted
-from yunion_mps.supervisor.past import gpus_of, left_running
+from yunion_mps.supervisor.compute_modes import original_modes, restore_unused
+from yunion_mps.supervisor.recovery import gpus_of, left_running
 
 log = logging.getLogger("yunion_mps.daemon")
 
@@ -60,12 +60,10 @@ def _put_back(paths: Paths, store: Store) -> int:
     end_s = time.monotonic() + timeout_s + _GRACE_S
     drive(past, lambda: past.ended or time.monotonic() > end_s)
     left = left_running(store)
-    used = gpus_of(left)
-    modes = {uuid: mode for uuid, mode in noted(store).items() if uuid not in used}
-    carry_out(ModeWork(put_back=modes), None, store)
+    restore_unused(store, None, gpus_of(left))
     for one in left:
         log.error("%s is left running in %s; end it: kill -9 %d", one, one.pipe_directory, one.pid)
-    still = noted(store)
+    still = original_modes(store)
     for uuid, mode in still.items():
         how = f"nvidia-smi -i {uuid} -c {mode.upper()}"
         log.error("the compute mode of GPU %s is not what it was; put it back: %s", uuid, how)

@@ -32,8 +32,8 @@ from yunion_mps.paths import Paths
 from yunion_mps.service.queries import Service
 from yunion_mps.service.state import one_line
 from yunion_mps.supervisor import Supervisor
-from yunion_mps.supervisor.preflight import examine
-from yunion_mps.supervisor.warnings import warnings
+from yunion_mps.supervisor.preflight import run_preflight
+from yunion_mps.supervisor.status import warnings
 
 log = logging.getLogger("yunion_mps.daemon")
 
@@ -85,7 +85,7 @@ def run(options: Options) -> int:
 
 
 def _check(paths: Paths) -> int:
-    examination = examine(paths)
+    examination = run_preflight(paths)
     try:
         examination.check()
     finally:
@@ -99,7 +99,7 @@ def _serve(paths: Paths, signals: Signals, lock: int, handover: Handover | None)
     notifier = Notifier()
     notifier.status("reading the configuration and looking at the GPUs")
     directories.record_in(os.path.join(paths.state_directory, "directories"))
-    examination = examine(paths).for_a_start()
+    examination = run_preflight(paths).for_start()
     try:
         examination.check()
         supervisor = Supervisor(paths, examination)
@@ -176,7 +176,7 @@ def _until_stopped(
         serve = _load_event_loop()
         while serve(paths, listener, supervisor, service, notifier, signals) == ANEW:
             _become_anew(supervisor, notifier, anew._replace(listener=listener.socket.fileno()))
-        supervisor.say_whom_it_ended()
+        supervisor.report_late_jobs()
         _record(supervisor, "info", "stopped", signals.stop)
     except _LoadError as error:
         _wind_up(supervisor, notifier)
@@ -239,8 +239,8 @@ def _start(
         return None
     if handover:
         return Listener(paths, handover.listener)
-    error = supervisor.fleet.first_error()
-    if error and not supervisor.fleet.serving and not supervisor.fleet.took_over:
+    error = supervisor.fleet.error_of_all()
+    if error:
         raise error
     return Listener(paths)
 

@@ -14,14 +14,14 @@ from yunion_mps.mps.control import PROGRAM, peer_of
 from yunion_mps.mps.ownership import MARK, could_be_ours
 from yunion_mps.mps.taken_over import TakenOver, judge, write_down
 from yunion_mps.paths import Paths
-from yunion_mps.supervisor.preflight import Examination, examine
+from yunion_mps.supervisor.preflight import Preflight, run_preflight
 
 log = logging.getLogger("yunion_mps.daemon")
 
 
 def take_over(paths: Paths, pid: int) -> int:
     """Write down that it is ours; raises YunionError with the reason where it cannot be."""
-    examination = examine(paths)
+    examination = run_preflight(paths)
     try:
         examination.check()
         found = _judged(paths, pid, examination)
@@ -30,7 +30,7 @@ def take_over(paths: Paths, pid: int) -> int:
     if Store.exists(paths):
         store = Store(paths)
         try:
-            store.forget_in_force(found.pipe_directory)  # what is noted there is of another control daemon
+            store.forget_limits(found.pipe_directory)  # what is noted there is of another control daemon
         finally:
             store.close()
     write_down(found)
@@ -38,7 +38,7 @@ def take_over(paths: Paths, pid: int) -> int:
     return 0
 
 
-def _judged(paths: Paths, pid: int, examination: Examination) -> TakenOver:
+def _judged(paths: Paths, pid: int, examination: Preflight) -> TakenOver:
     config, plan = examination.config, examination.plan
     if config.cuda_mps_scope != "host" or not plan.domains:
         why = "cuda_mps_scope is gpu" if plan.domains else "the configuration divides no GPU"

@@ -27,7 +27,7 @@ _SCHEMA = (
     mode TEXT NOT NULL,
     boot_id TEXT NOT NULL
 ) WITHOUT ROWID""",
-    """CREATE TABLE IF NOT EXISTS in_force (
+    """CREATE TABLE IF NOT EXISTS limits_in_effect (
     pipe_directory TEXT NOT NULL PRIMARY KEY,
     value TEXT NOT NULL
 ) WITHOUT ROWID""",
@@ -119,25 +119,25 @@ class Store:
 
     # -- domains
 
-    def note_in_force(self, pipe_directory: str, value: Any) -> None:
-        """Note what the clients of a control daemon get, as JSON."""
+    def record_limits(self, pipe_directory: str, value: Any) -> None:
+        """Record what the clients of a control daemon get, as JSON."""
         row = (pipe_directory, json.dumps(value, separators=(",", ":")))
-        self.write("INSERT OR REPLACE INTO in_force VALUES (?, ?)", [row])
+        self.write("INSERT OR REPLACE INTO limits_in_effect VALUES (?, ?)", [row])
 
-    def in_force(self, pipe_directory: str) -> Any:
-        """What was noted last, None where nothing was, or nothing that can be understood."""
-        for row in self.read("SELECT value FROM in_force WHERE pipe_directory = ?", pipe_directory):
+    def recorded_limits(self, pipe_directory: str) -> Any:
+        """What was recorded last; None if nothing was, or it cannot be understood."""
+        for row in self.read("SELECT value FROM limits_in_effect WHERE pipe_directory = ?", pipe_directory):
             with contextlib.suppress(ValueError):
                 return json.loads(row[0])
         return None
 
-    def domains(self) -> list[str]:
-        """The pipe directories of which that is noted."""
-        return [row[0] for row in self.read("SELECT pipe_directory FROM in_force ORDER BY 1")]
+    def recorded_domains(self) -> list[str]:
+        """The pipe directories of which that is recorded."""
+        return [row[0] for row in self.read("SELECT pipe_directory FROM limits_in_effect ORDER BY 1")]
 
-    def forget_in_force(self, pipe_directory: str) -> None:
-        """Remove the note of a control daemon that has ended."""
-        self.write("DELETE FROM in_force WHERE pipe_directory = ?", [(pipe_directory,)])
+    def forget_limits(self, pipe_directory: str) -> None:
+        """Delete the record of a control daemon that has ended."""
+        self.write("DELETE FROM limits_in_effect WHERE pipe_directory = ?", [(pipe_directory,)])
 
     # -- the file
 

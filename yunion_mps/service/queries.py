@@ -23,7 +23,7 @@ from yunion_mps.service.state import (
 )
 from yunion_mps.service.usage import UsageHistory
 from yunion_mps.supervisor.event_log import EventLog
-from yunion_mps.supervisor.warnings import warnings
+from yunion_mps.supervisor.status import warnings
 
 #: A page of a listing where nothing else is asked for, as with Cloudpods.
 DEFAULT_LIMIT = 20

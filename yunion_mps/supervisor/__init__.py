@@ -1,34 +1,29 @@
-"""Brings the plan into force, keeps it, puts back what it changed, and tells what is.
+"""Brings the plan into effect, keeps it so, restores what it changed, and tells what is.
 
 Like a domain it is told the time and never waits, so that one loop can drive it before the event loop is
-loaded and another afterwards. What calls the driver is handed out as work (`ModeWork`), for the caller to do
-where it may take long.
+loaded and another afterwards. What calls the driver is handed out as work (`ModeWork`), because it may take
+long.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from yunion_mps.errors import BusyError, DriverError, HostError, ShortageError
 from yunion_mps.host.store import Store
 from yunion_mps.models import Config, Inventory, Plan, Snapshot
-from yunion_mps.mps.applying import InForce
 from yunion_mps.mps.control import find_control_program
 from yunion_mps.mps.domain import Domain
 from yunion_mps.paths import Paths
-from yunion_mps.supervisor.changes import Change, FindLeaseWaits, events_of
-from yunion_mps.supervisor.compute_modes import ModeResult, ModeWork
+from yunion_mps.supervisor.changes import Change, DesiredState, FindLeaseWaits
+from yunion_mps.supervisor.compute_modes import ComputeModes, ModeResult, ModeWork, restore_unused
 from yunion_mps.supervisor.event_log import EventLog
-from yunion_mps.supervisor.fleet import Fleet
+from yunion_mps.supervisor.fleet import Fleet, Jobs, Processes
 from yunion_mps.supervisor.gpus import Gpus
-from yunion_mps.supervisor.illness import Illness
-from yunion_mps.supervisor.jobs import Jobs, Processes
-from yunion_mps.supervisor.modes import Modes
-from yunion_mps.supervisor.past import AFTERWARDS, Past, find_past, gpus_of, left_running, settle_modes
-from yunion_mps.supervisor.preflight import Examination
-from yunion_mps.supervisor.target import Target
-from yunion_mps.supervisor.view import notice, statuses
+from yunion_mps.supervisor.preflight import Preflight
+from yunion_mps.supervisor.recovery import AFTERWARDS, Leftovers, find_leftovers, gpus_of, left_running
+from yunion_mps.supervisor.status import notice, statuses
 
 __all__ = ["Change", "Supervisor"]
 
@@ -40,59 +35,55 @@ _RESERVE_BYTES = 2 << 20
 class Supervisor:
     """Moves the host from what is to what the plan says, and tells what is."""
 
-    def __init__(self, paths: Paths, examined: Examination) -> None:
-        """`examined` is without problems; its NVML stays open for as long as this is used."""
+    def __init__(self, paths: Paths, preflight: Preflight) -> None:
+        """`preflight` is without problems; its NVML stays open for as long as this is used."""
         self._paths = paths
-        self.nvml = examined.nvml
-        self._gpus = Gpus(examined.inventory, examined.config, examined.plan, Illness(paths.ill_gpus))
-        self._target = Target(paths, examined, self._gpus)
+        self.nvml = preflight.nvml
+        self._gpus = Gpus(preflight.inventory, preflight.config, preflight.plan, paths)
+        self._desired = DesiredState(paths, preflight, self._gpus)
         self._store: Store | None = None
         self.event_log = EventLog(self.store, paths.events_copy, self._changed)
-        #: The domains that there are now.
-        self.fleet = Fleet(self.store, self.event_log.record, self._changed)
+        self.fleet = Fleet(self.store, lambda: self._gpus.healthy, self.event_log.record, self._changed)
         self._jobs = Jobs()
-        self._modes = Modes(self._gpus, self.event_log.record)
-        #: Which devices of a plan wait for leases; set by the event loop, which has the ledger.
-        self.find_lease_waits: FindLeaseWaits = lambda _: {}
+        self._modes = ComputeModes(self._gpus, self.event_log.record)
         #: Whether a stop has begun.
         self.stopping = False
         #: Address space that a stop can use when there is no more; without pages, as nothing writes to it.
         self._reserve: bytes | None = bytes(_RESERVE_BYTES)
         self._version = 0
-        self._past = ""
+        self._leftovers_notice = ""
         self._remarked: dict[str, str] = {}
         self._snapshot: Snapshot | None = None
 
-    # -- its life
+    # -- from start to stop
 
     def start(self, now_s: float) -> None:
         """Set the compute modes and begin to start the domains.
 
         A control daemon of an earlier daemon that the configuration has no place for is looked after until
-        it has no jobs. Raises YunionError, with nothing changed, when nothing of it can work: there is no
-        control program, or every domain's place is taken.
+        it has no jobs. Raises YunionError, with nothing changed, if nothing can work: there is no control
+        program, or every domain's place is taken.
         """
-        past = self._settle_the_past()
-        left = past.known
-        if not self._target.plan.domains and not left:
+        leftovers = self._settle_leftovers()
+        if not self._desired.plan.domains and not leftovers.known:
             return
         program = find_control_program()
-        self._make_fleet(program, left)
-        self.fleet.refuse_if_none_can_start(past.running)
-        work = self._modes.work(self._target.plan, None)
+        self._make_fleet(program, leftovers)
+        self.fleet.refuse_if_none_can_start(leftovers.running)
+        work = self._modes.work(self._desired.plan, None)
         if work.changes:
             self.note_modes(self.set_modes(work))
-            self._modes.refuse_if_none_can_be_set(self._target.plan)
-        self._plan_anew()
-        self._make_fleet(program, left)
-        self.fleet.start(now_s, past.running)
+            self._modes.refuse_if_none_can_be_set(self._desired.plan)
+        self._plan_again()
+        self._make_fleet(program, leftovers)
+        self.fleet.start(now_s, leftovers.running)
         self._changed()
 
     def refuse_if_unsafe(self) -> None:
-        """Raise HostError where nothing may change now: nothing can be written down, or a stop has begun."""
+        """Raise HostError if nothing may change now: nothing can be written down, or a stop has begun."""
         if self.stopping:
             raise BusyError("the daemon is stopping", "start it again: systemctl start yunion-mps-daemon")
-        self.fleet.refuse_if_not_noted()
+        self.fleet.refuse_if_not_recorded()
 
     def tick(self, now_s: float) -> float | None:
         """Do what is due in every domain; return when to be called again at the latest."""
@@ -112,16 +103,16 @@ class Supervisor:
         self._modes.end()
         self.fleet.stop(now_s, spare_found=spare_found)
 
-    def say_whom_it_ended(self) -> None:
+    def report_late_jobs(self) -> None:
         """Name the jobs that did not end in time."""
         for event in self._jobs.ended_by_force():
             self.event_log.record(event)
 
     def close(self) -> None:
-        """Put the compute modes back to what they were before we first touched them.
+        """Restore the compute modes to what they were before we first touched them.
 
-        Where a control daemon of ours is left running, its GPUs' modes stay, and so do the notes of them:
-        they are for the daemon that takes it over, or is started after its end.
+        If a control daemon of ours is left running, its GPUs' modes stay, and so do the records of them: for
+        the daemon that adopts it, or is started after its end.
         """
         if self._store is None:
             return
@@ -134,24 +125,23 @@ class Supervisor:
             log.error("%s: %s. %s", what, error.message, "restore them: yunion-mps-daemon --put-back")
             self.release()
             return
-        if self._modes.put_back(self.nvml, self._store, gpus_of(left)):
+        if self._modes.restore(self.nvml, self._store, gpus_of(left)):
             self._changed()
         for one in left:
             log.warning("%s is left running in %s; %s", one, one.pipe_directory, AFTERWARDS)
         self.release()
 
     def release(self) -> None:
-        """Give back what is held, and leave everything as it is, for the program that takes over."""
+        """Close what is open, and leave everything as it is, for the program that continues."""
         self.event_log.flush()
         if self._store:
             self._store.close()
             self._store = None
 
-    # -- what it is at
+    # -- what is
 
     @property
     def domains(self) -> list[Domain]:
-        """The domains that there are now."""
         return self.fleet.domains
 
     @property
@@ -162,20 +152,24 @@ class Supervisor:
     @property
     def config(self) -> Config:
         """What both files said when they were last accepted."""
-        return self._target.config
+        return self._desired.config
 
     def snapshot(self) -> Snapshot:
         """What is now; the same object for as long as nothing changes."""
         if self._snapshot is None:
             self._version += 1
+            remarks = [words for words in self._remarked.values() if words]
+            if self.event_log.trouble:
+                means = "events are kept elsewhere meanwhile, and nothing can be changed"
+                remarks.append(f"{self.event_log.trouble}; {means}")
             self._snapshot = Snapshot(
                 self._version,
                 self.config.enable_cuda_mps,
-                notice(self.config, self._target.plan, self._paths.host_conf, self._past),
-                self._target.in_force(self.domains),
+                notice(self.config, self._desired.plan, self._paths.host_conf, self._leftovers_notice),
+                self._desired.in_effect(self.domains),
                 self._gpus.inventory,
                 statuses(self.domains, self.fleet.awaited, self._gpus.inventory.gpus),
-                (*self._target.remarks, *self._troubles()),
+                (*self._desired.remarks, *remarks),
             )
         return self._snapshot
 
@@ -185,36 +179,42 @@ class Supervisor:
             self._remarked[about] = words
             self._changed()
 
-    def _troubles(self) -> list[str]:
-        found = [words for words in self._remarked.values() if words]
-        if self.event_log.trouble:
-            means = "events are kept elsewhere meanwhile, and nothing can be changed"
-            found.append(f"{self.event_log.trouble}; {means}")
-        return found
+    @property
+    def jobs(self) -> Mapping[int, int]:
+        """Processes on our GPUs at the last poll, by PID, with their start in ticks; no MPS servers."""
+        return self._jobs.started
 
     # -- GPUs
 
-    def rescan(self, inventory: Inventory, now_s: float) -> None:
-        """Take note of what the GPUs are like now, and of one that can serve only now."""
-        before = {gpu.uuid: gpu.compute_mode for gpu in self._gpus.inventory.gpus}
-        for event in self._gpus.look(inventory, self.config, self._target.plan):
+    def update_gpus(self, inventory: Inventory, now_s: float) -> None:
+        """Take the result of a poll; a GPU that can serve only now gets its place in the plan."""
+        before = self._gpus.inventory
+        for event in self._gpus.update(inventory, self.config, self._desired.plan):
             self.event_log.record(event)
-        self._modes.tell_of_others(before, self._target.plan)
-        if self._gpus.changed:
-            self.fleet.healthy_gpus = self._gpus.healthy
-            self._changed()
-            self._use_what_came(now_s)
+        modes = {gpu.uuid: gpu.compute_mode for gpu in before.gpus}
+        self._modes.tell_of_others(modes, self._desired.plan)
+        if self._gpus.inventory is before:
+            return
+        self._changed()
+        planned = self._desired.plan.domains
+        self._desired.plan_again()
+        if self._desired.plan.domains != planned:
+            try:
+                self.aim(now_s)
+            except HostError as error:
+                log.error("%s. %s", error.message, error.hint)
 
     def lose_driver(self, error: DriverError, now_s: float) -> None:
         """Take note that the driver as a whole does not answer any more."""
-        self._jobs.forget(self.domains)
+        for domain in self.domains:
+            domain.in_use = None  # nothing is known of jobs any more
         inventory = self._gpus.inventory
         gpus = tuple(gpu._replace(reason=error.message) for gpu in inventory.gpus)
-        self.rescan(inventory._replace(gpus=gpus), now_s)
+        self.update_gpus(inventory._replace(gpus=gpus), now_s)
 
     def note_xid(self, pci_address: str, xid: int) -> None:
         """Take note of an error that the driver reported."""
-        event = self._gpus.mark_ill(pci_address, xid)
+        event = self._gpus.note_xid(pci_address, xid)
         if event:
             log.warning("GPU %s: %s; %s", event.subject, event.what, event.consequence)
             self.event_log.record(event)
@@ -223,24 +223,19 @@ class Supervisor:
     @property
     def has_unavailable_gpus(self) -> bool:
         """Whether a GPU that should serve devices cannot do so now."""
-        plan = self._target.plan
+        plan = self._desired.plan
         planned = {uuid for domain in (*plan.domains, *plan.parked) for uuid in domain.gpu_uuids}
         return not planned <= self._gpus.healthy
 
-    def note_processes(self, processes: Processes, looked_s: float) -> None:
-        """Take note of who uses the GPUs (by UUID: PID and MiB), by a look that began at `looked_s`."""
-        self._jobs.note(self.domains, processes, self._gpus.inventory.gpus, looked_s)
-
-    @property
-    def jobs(self) -> Mapping[int, int]:
-        """Processes on our GPUs at the last look, by PID, with their start in ticks; no MPS servers."""
-        return self._jobs.started
+    def note_processes(self, processes: Processes, polled_s: float) -> None:
+        """Take note of who uses the GPUs, by a poll that began at `polled_s`."""
+        self._jobs.note(self.domains, processes, self._gpus.inventory.gpus, polled_s)
 
     # -- compute modes
 
     def mode_work(self) -> ModeWork:
-        """The compute modes that are to be set or put back now; what waits for servers is pending."""
-        target, used = self._target.plan, self.fleet.gpus_in_use()
+        """The compute modes that are to be set or restored now; what waits for servers is pending."""
+        target, used = self._desired.plan, self.fleet.gpus_in_use()
         held = self._modes.held(target, self._store, used)
         for domain in self.domains:
             holds = not held.isdisjoint(domain.plan.gpu_uuids)
@@ -250,71 +245,47 @@ class Supervisor:
         return self._modes.work(target, self._store, used, self.fleet.watched())
 
     def set_modes(self, work: ModeWork) -> ModeResult:
-        """Do the work, or nothing once a stop has begun; for threads, as it calls the driver."""
+        """Do the work, or nothing once a stop has begun; for threads, because it calls the driver."""
         return self._modes.set(work, self.nvml, self.store())
 
     def note_modes(self, result: ModeResult) -> None:
-        """Take note of modes that were set or put back, and of GPUs that refused."""
+        """Take note of modes that were set or restored, and of GPUs that refused."""
         if self._modes.note(result, "the plan asks for it"):
             self._changed()
 
     # -- another configuration
 
-    def examine(self, examined: Examination) -> tuple[Plan, list[Change]]:
-        """The plan for what was read anew and its changes; raises YunionError where it cannot be."""
-        return self._target.examine(examined, self.domains, self.find_lease_waits)
+    def preview(self, preflight: Preflight, find_lease_waits: FindLeaseWaits) -> tuple[Plan, list[Change]]:
+        """The plan for what was read again and its changes; raises YunionError if there can be none."""
+        return self._desired.plan_for(preflight, self.domains, find_lease_waits)
 
-    def accept(self, examined: Examination) -> list[Change]:
-        """Aim at what was read anew; the modes are set next (`mode_work`), then it is to be `aim`ed at.
+    def accept(self, preflight: Preflight, find_lease_waits: FindLeaseWaits) -> list[Change]:
+        """Desire what was read again; the modes are to be set next (`mode_work`), then call `aim`.
 
-        Raises YunionError, with nothing changed, where it cannot be.
+        Raises YunionError, with nothing changed, if it cannot be.
         """
-        plan, changes = self.examine(examined)
-        self.fleet.refuse_if_any_cannot_start(self._target.domains(plan))
-        is_other = self._target.accept(examined, plan)
-        self.nvml = examined.nvml or self.nvml
-        self._gpus.forgive()
-        if examined.nvml:
-            for event in self._gpus.look(examined.inventory, examined.config, plan):
-                self.event_log.record(event)
-        for event in events_of(changes) if is_other else ():  # what is pending was recorded before
+        plan, changes = self.preview(preflight, find_lease_waits)
+        self.fleet.refuse_if_any_cannot_start(self._desired.domains(plan))
+        differs = self._desired.accept(preflight, plan)
+        self.nvml = preflight.nvml or self.nvml
+        self._gpus.clear_faults()
+        events = self._gpus.update(preflight.inventory, preflight.config, plan) if preflight.nvml else []
+        if differs:  # what is pending was recorded before
+            events += [change.event() for change in changes]
+        for event in events:
             self.event_log.record(event)
         self._changed()
         return changes
 
     def aim(self, now_s: float) -> None:
-        """Bring what was accepted into force, as far as no job is in its way."""
-        self._plan_anew()
-        domains = self._target.domains()
+        """Bring what was accepted into effect, as far as no job is in its way."""
+        self._plan_again()
+        domains = self._desired.domains()
         program = find_control_program() if domains else ""
         self.fleet.aim(domains, program, self.config.cuda_mps_stop_timeout_s, now_s)
         self._changed()
 
     # -- its own
-
-    def _plan_anew(self) -> None:
-        """Plan for the GPUs as they are known now, and remember who serves."""
-        self._target.plan_anew()
-        self._gpus.remember(self._target.plan, self._paths)
-
-    def _use_what_came(self, now_s: float) -> None:
-        """A GPU that could not serve before and can now gets its place in the plan."""
-        before = self._target.plan
-        self._target.plan_anew()
-        if self._target.plan.domains != before.domains:
-            try:
-                self.aim(now_s)
-            except HostError as error:
-                log.error("%s. %s", error.message, error.hint)
-        if self._target.plan != before:
-            self._changed()
-
-    def _changed(self) -> None:
-        self._snapshot = None
-
-    def _make_fleet(self, program: str, left: Sequence[InForce]) -> None:
-        self.fleet.healthy_gpus = self._gpus.healthy
-        self.fleet.make(self._target.domains(), left, program, self.config.cuda_mps_stop_timeout_s)
 
     def store(self) -> Store:
         """The state file, opened when it is first needed; raises HostError."""
@@ -322,11 +293,24 @@ class Supervisor:
             self._store = Store(self._paths)
         return self._store
 
-    def _settle_the_past(self) -> Past:
+    def _changed(self) -> None:
+        self._snapshot = None
+
+    def _plan_again(self) -> None:
+        """Plan for the GPUs as they are known now, and remember which serve."""
+        self._desired.plan_again()
+        self._gpus.remember(self._desired.plan)
+
+    def _make_fleet(self, program: str, leftovers: Leftovers) -> None:
+        domains = self._desired.domains()
+        self.fleet.make(domains, leftovers.known, program, self.config.cuda_mps_stop_timeout_s)
+
+    def _settle_leftovers(self) -> Leftovers:
         """Find what an earlier daemon left, and restore the modes that none of it needs."""
         store = self.store() if Store.exists(self._paths) else None
-        past = find_past(store, self._target.domains())
-        self._past = past.notice
+        found = find_leftovers(store, self._desired.domains())
+        self._leftovers_notice = found.notice
         if store:
-            settle_modes(past, self._target.plan, self.nvml, store)
-        return past
+            needed = {*self._desired.plan.compute_modes, *gpus_of(found.running)}
+            restore_unused(store, self.nvml, needed)
+        return found

@@ -1,16 +1,40 @@
-"""What another configuration would change, in words: shown before it is done, and recorded when it is."""
+"""The desired state, and what another configuration changes: shown before it is done, recorded when it is."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from yunion_mps.config import KEYS
+from yunion_mps.errors import ConfigError
 from yunion_mps.models import Config, Device, DomainPlan, Event, Gpu, Inventory, Plan
+from yunion_mps.mps.control import find_control_program
 from yunion_mps.mps.domain import Domain
 from yunion_mps.mps.servers import named
-from yunion_mps.planning import division
+from yunion_mps.paths import Paths
+from yunion_mps.planning import division, make_plan
+from yunion_mps.supervisor.gpus import Gpus
+from yunion_mps.supervisor.preflight import Preflight
+from yunion_mps.supervisor.status import in_effect
+
+log = logging.getLogger(__name__)
 
 AT_ONCE = "at once"
+#: The keys of host.conf whose change shows in the plan; a change of another is shown by itself.
+_PLANNED_KEYS = {
+    "enable_cuda_mps",
+    "container_device_config_file",
+    "cuda_mps_pipe_directory",
+    "cuda_mps_pipe_group",
+    "cuda_mps_log_directory",
+    "cuda_mps_replicas",
+    "cuda_mps_compute_mode",
+    "cuda_mps_scope",
+    "cuda_mps_thread_percentage",
+    "cuda_mps_combine",
+    "cuda_mps_multiuser",
+}
 
 
 class LeaseWait(NamedTuple):
@@ -26,7 +50,7 @@ FindLeaseWaits = Callable[[Sequence[Device]], Mapping[str, LeaseWait]]
 
 
 class Change(NamedTuple):
-    """One thing that becomes another; `effect` says when it comes into force, and for whom."""
+    """One thing that becomes another; `effect` says when, and for whom."""
 
     kind: str
     subject: str
@@ -34,24 +58,102 @@ class Change(NamedTuple):
     after: str
     effect: str
 
-
-#: The keys of host.conf that change how we work, and nothing about the GPUs.
-_SETTINGS = (
-    "cuda_mps_stop_timeout_s",
-    "cuda_mps_max_clients",
-    "max_leases_per_user",
-    "max_lease_ttl_s",
-    "metrics_listen",
-    "metrics_allow_public",
-    "metrics_textfile",
-    "web_listen",
-    "web_allow_public",
-)
+    def event(self) -> Event:
+        """The change as an event: what a reload has begun."""
+        what = f"{self.before or 'nothing'} -> {self.after or 'nothing'}"
+        cause, means = "the configuration was read again", f"it counts {self.effect}"
+        return Event("info", "configuration", f"{self.kind} {self.subject}", what, cause, means)
 
 
-def settings_changed(old: Config, new: Config) -> list[Change]:
-    """The keys of host.conf that change how we work, and nothing on the host by themselves."""
-    values = [(name, getattr(old, name), getattr(new, name)) for name in _SETTINGS]
+class DesiredState:
+    """The configuration that was accepted last, and its plan for the GPUs; changes nothing on the host."""
+
+    def __init__(self, paths: Paths, preflight: Preflight, gpus: Gpus) -> None:
+        self._paths = paths
+        self._machine_id = preflight.machine_id
+        self._gpus = gpus
+        self.config: Config = preflight.config
+        self.plan: Plan = preflight.plan
+        #: What is configured and the host goes without.
+        self.remarks = preflight.remarks
+
+    def domains(self, plan: Plan | None = None) -> list[DomainPlan]:
+        """The plan's domains, their directories below the root that everything of ours lies under."""
+        return [
+            domain._replace(
+                pipe_directory=self._paths.under(domain.pipe_directory),
+                log_directory=self._paths.under(domain.log_directory),
+            )
+            for domain in (plan or self.plan).domains
+        ]
+
+    def in_effect(self, domains: Sequence[Domain]) -> Plan:
+        """The plan with the devices as the clients of these domains get them now."""
+        return in_effect(self.plan, domains, self._gpus.inventory.gpus)
+
+    def plan_for(
+        self, preflight: Preflight, domains: Sequence[Domain], find_lease_waits: FindLeaseWaits
+    ) -> tuple[Plan, list[Change]]:
+        """The plan for what was read again, and its changes to what the domains serve and leases have.
+
+        Raises YunionError if there can be none.
+        """
+        preflight.check()
+        plan = self._make_plan(preflight.config, preflight.inventory)
+        if plan.domains:
+            find_control_program()
+        placed = plan._replace(domains=tuple(self.domains(plan)))
+        changes = _setting_changes(self.config, preflight.config)
+        before, gpus = self.in_effect(domains), self._gpus.inventory.gpus
+        return plan, changes + changes_to(placed, before, gpus, domains, find_lease_waits(plan.devices))
+
+    def accept(self, preflight: Preflight, plan: Plan) -> bool:
+        """Desire what was read again from now on; returns whether that is anything else."""
+        differs = (preflight.config, plan) != (self.config, self.plan)
+        self.config, self.plan, self.remarks = preflight.config, plan, preflight.remarks
+        return differs
+
+    def plan_again(self) -> None:
+        """Plan for the GPUs as they are known now; if that cannot be done, the plan stays."""
+        try:
+            self.plan = self._make_plan(self.config, self._gpus.inventory)
+        except ConfigError as error:
+            log.error("the GPUs that came do not fit the configuration: %s", error.message)
+
+    def _make_plan(self, config: Config, inventory: Inventory) -> Plan:
+        plan, problems = make_plan(config, self._gpus.for_planning(inventory, self.plan), self._machine_id)
+        if problems:
+            raise ConfigError(problems)
+        return plan
+
+
+def changes_to(
+    plan: Plan,
+    before: Plan,
+    gpus: Iterable[Gpu],
+    domains: Sequence[Domain],
+    lease_waits: Mapping[str, LeaseWait],
+) -> list[Change]:
+    """What leads from what is in effect (`before`, and the running `domains`) to `plan`."""
+    found = _control_daemons(plan, domains)
+    for gpu in gpus:
+        domain = next((domain for domain in domains if gpu.uuid in domain.plan.gpu_uuids), None)
+        effect = _when(domain) if domain else AT_ONCE
+        old, new = division(before, gpu.uuid), division(plan, gpu.uuid)
+        if old != new:
+            total = sum(device.gpu_uuid == gpu.uuid for device in plan.devices)
+            means = _after_leases(effect, total, lease_waits.get(gpu.uuid or ""))
+            found.append(Change("budget", gpu.address, old, new, means))
+        old_mode, new_mode = (some.compute_modes.get(gpu.uuid or "") for some in (before, plan))
+        if old_mode != new_mode:
+            when = AT_ONCE if new_mode else effect
+            shown = (old_mode or "as it was", new_mode or "as it was")
+            found.append(Change("compute mode", gpu.address, *shown, when))
+    return found
+
+
+def _setting_changes(old: Config, new: Config) -> list[Change]:
+    values = [(name, getattr(old, name), getattr(new, name)) for name in KEYS if name not in _PLANNED_KEYS]
     return [
         Change("setting", name, str(before), str(after), AT_ONCE)
         for name, before, after in values
@@ -59,50 +161,18 @@ def settings_changed(old: Config, new: Config) -> list[Change]:
     ]
 
 
-def events_of(changes: Iterable[Change]) -> Iterable[Event]:
-    """The changes as events: what a reload has begun."""
-    for change in changes:
-        subject = f"{change.kind} {change.subject}"
-        what = f"{change.before or 'nothing'} -> {change.after or 'nothing'}"
-        means = f"it counts {change.effect}"
-        yield Event("info", "configuration", subject, what, "the configuration was read again", means)
-
-
-def changes_to(
-    plan: Plan,
-    before: Plan,
-    inventory: Inventory,
-    domains: Sequence[Domain],
-    settings: Iterable[Change],
-    find_lease_waits: FindLeaseWaits,
-) -> list[Change]:
-    """What it takes from what is in force (`before`, and the running `domains`) to `plan`.
-
-    `find_lease_waits` returns which devices of the plan wait for leases.
-    """
-    lease_waits = find_lease_waits(plan.devices)
-    found = [*settings]
-    found += _control_daemons(plan, domains)
-    for gpu in inventory.gpus:
-        found += _budgets(gpu, plan, before, domains, lease_waits)
-        found += _mode(gpu, plan, before, domains)
-    return found
-
-
 def _control_daemons(plan: Plan, domains: Sequence[Domain]) -> list[Change]:
     found = []
     kept = []
     for domain in domains:
-        if any(wanted.same_control_daemon(domain.wanted) for wanted in plan.domains):
+        if any(planned.same_control_daemon(domain.wanted) for planned in plan.domains):
             kept.append(domain.wanted)
         else:
             found.append(Change("control daemon", domain.plan.name, _shown(domain.plan), "", _when(domain)))
-    for wanted in plan.domains:
-        if not any(wanted.same_control_daemon(other) for other in kept):
-            waits = [change.effect for change in found if change.effect != AT_ONCE]
-            effect = f"once the one before has ended: {waits[0]}" if waits else AT_ONCE
-            found.append(Change("control daemon", wanted.name, "", _shown(wanted), effect))
-    return found
+    waits = [change.effect for change in found if change.effect != AT_ONCE]
+    effect = f"once the one before has ended: {waits[0]}" if waits else AT_ONCE
+    new = [plan for plan in plan.domains if not any(plan.same_control_daemon(other) for other in kept)]
+    return found + [Change("control daemon", plan.name, "", _shown(plan), effect) for plan in new]
 
 
 def _shown(plan: DomainPlan) -> str:
@@ -117,33 +187,12 @@ def _when(domain: Domain) -> str:
     return f"when {named(servers)} has ended" if servers else AT_ONCE
 
 
-def _budgets(
-    gpu: Gpu, plan: Plan, before: Plan, domains: Sequence[Domain], lease_waits: Mapping[str, LeaseWait]
-) -> list[Change]:
-    old, new = division(before, gpu.uuid), division(plan, gpu.uuid)
-    if old == new:
-        return []
-    domain = next((d for d in domains if gpu.uuid in d.plan.gpu_uuids), None)
-    effect = _when(domain) if domain else AT_ONCE
-    if gpu.uuid and gpu.uuid in lease_waits:
-        total = sum(device.gpu_uuid == gpu.uuid for device in plan.devices)
-        effect = _after_leases(effect, total, lease_waits[gpu.uuid])
-    return [Change("budget", gpu.address, old, new, effect)]
-
-
-def _after_leases(effect: str, total: int, wait: LeaseWait) -> str:
+def _after_leases(effect: str, total: int, wait: LeaseWait | None) -> str:
+    if wait is None:
+        return effect
     end = f"after the end of {wait.description}"
     if effect != AT_ONCE:
         return f"{effect}; {wait.devices} of {total} devices {end}"
     if wait.devices == total:
         return end
     return f"{AT_ONCE} for {total - wait.devices} of {total} devices, for the others {end}"
-
-
-def _mode(gpu: Gpu, plan: Plan, before: Plan, domains: Sequence[Domain]) -> list[Change]:
-    old, new = (some.compute_modes.get(gpu.uuid or "") for some in (before, plan))
-    if old == new:
-        return []
-    domain = next((d for d in domains if gpu.uuid in d.plan.gpu_uuids), None)
-    effect = AT_ONCE if new or domain is None else _when(domain)
-    return [Change("compute mode", gpu.address, old or "as it was", new or "as it was", effect)]

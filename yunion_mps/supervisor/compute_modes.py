@@ -1,35 +1,39 @@
-"""The GPUs' compute modes: noted before they are changed, set and read back, and put back at the end."""
+"""The GPUs' compute modes: recorded before they are changed, set and read back, and restored at the end."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple
 
 from yunion_mps.errors import DriverError, HostError, YunionError
 from yunion_mps.host.store import Store
 from yunion_mps.inventory import Nvml
-from yunion_mps.planning import ModeChange
+from yunion_mps.models import Event, Gpu, Plan
+from yunion_mps.planning import ModeChange, mode_changes
+from yunion_mps.supervisor.gpus import Gpus
+from yunion_mps.supervisor.recovery import gpus_of, left_running
 
 log = logging.getLogger(__name__)
 
 
 class ModeWork(NamedTuple):
-    """What is to be done: modes to set, and former modes to put back, by GPU UUID."""
+    """Compute modes to set, and original modes to restore, by GPU UUID."""
 
     changes: tuple[ModeChange, ...] = ()
-    put_back: Mapping[str, str] = {}
+    restore: Mapping[str, str] = {}
 
 
 class ModeResult(NamedTuple):
-    """What was done: the modes that are in force now, and why it failed, by GPU UUID."""
+    """The modes that were set or restored, and why others could not be set, by GPU UUID."""
 
     modes: Mapping[str, str]
     errors: Mapping[str, DriverError]
 
 
 def carry_out(work: ModeWork, nvml: Nvml | None, store: Store) -> ModeResult:
-    """Do the work; it calls the driver, which may take long. Raises HostError when modes cannot be noted.
+    """Do the work; it calls the driver, which may take long. Raises HostError if modes cannot be recorded.
 
     Without an `nvml` (MPS is not enabled) one is opened for it.
     """
@@ -40,42 +44,32 @@ def carry_out(work: ModeWork, nvml: Nvml | None, store: Store) -> ModeResult:
             with Nvml() as own:
                 return carry_out(work, own, store)
         except DriverError as error:
-            log.error("compute modes cannot be put back: %s. %s", error.message, error.hint)
+            log.error("compute modes cannot be restored: %s. %s", error.message, error.hint)
             return ModeResult({}, {})
-    modes, errors = _set(work.changes, nvml, store)
-    for uuid, mode in work.put_back.items():
-        if _put_back(uuid, mode, nvml, store):
-            modes[uuid] = mode
-    return ModeResult(modes, errors)
-
-
-def _set(
-    changes: tuple[ModeChange, ...], nvml: Nvml, store: Store
-) -> tuple[dict[str, str], dict[str, DriverError]]:
     modes: dict[str, str] = {}
     errors: dict[str, DriverError] = {}
-    if changes:
-        store.remember_modes({change.gpu_uuid: change.before for change in changes})
-    for change in changes:
-        name = change.gpu_uuid
+    if work.changes:
+        store.remember_modes({change.gpu_uuid: change.before for change in work.changes})
+    for uuid, before, after in work.changes:
         try:
-            nvml.set_compute_mode(name, change.after)
-            log.info("GPU %s: compute mode %s -> %s", name, change.before, change.after)
-            modes[name] = change.after
+            nvml.set_compute_mode(uuid, after)
+            log.info("GPU %s: compute mode %s -> %s", uuid, before, after)
+            modes[uuid] = after
         except DriverError as error:
-            log.error("GPU %s: compute mode cannot be set: %s. %s", name, error.message, error.hint)
-            errors[name] = error
-    return modes, errors
+            log.error("GPU %s: compute mode cannot be set: %s. %s", uuid, error.message, error.hint)
+            errors[uuid] = error
+    restored = {uuid: mode for uuid, mode in work.restore.items() if _restore(uuid, mode, nvml, store)}
+    return ModeResult({**modes, **restored}, errors)
 
 
-def _put_back(uuid: str, mode: str, nvml: Nvml, store: Store) -> bool:
+def _restore(uuid: str, mode: str, nvml: Nvml, store: Store) -> bool:
     try:
         if nvml.compute_mode(uuid) != mode:
             nvml.set_compute_mode(uuid, mode)
-            log.info("GPU %s: compute mode is %s again, as before", uuid, mode)
+            log.info("GPU %s: compute mode %s was restored", uuid, mode)
     except YunionError as error:
         what = error.message
-        log.error("GPU %s: compute mode %s cannot be put back: %s. %s", uuid, mode, what, error.hint)
+        log.error("GPU %s: compute mode %s cannot be restored: %s. %s", uuid, mode, what, error.hint)
         return False
     try:
         store.forget_mode(uuid)
@@ -85,10 +79,97 @@ def _put_back(uuid: str, mode: str, nvml: Nvml, store: Store) -> bool:
     return True
 
 
-def noted(store: Store) -> dict[str, str]:
-    """The former modes by GPU UUID; nothing where the note cannot be read, which is said."""
+def original_modes(store: Store) -> dict[str, str]:
+    """The recorded modes by GPU UUID; empty if they cannot be read, which is logged."""
     try:
         return store.former_modes()
     except HostError as error:
-        log.error("compute modes cannot be put back: %s. %s", error.message, error.hint)
+        log.error("compute modes cannot be restored: %s. %s", error.message, error.hint)
         return {}
+
+
+def restore_unused(store: Store, nvml: Nvml | None, used: Collection[str]) -> ModeResult:
+    """Restore the modes of all GPUs but those with the UUIDs `used`."""
+    modes = {uuid: mode for uuid, mode in original_modes(store).items() if uuid not in used}
+    return carry_out(ModeWork(restore=modes), nvml, store)
+
+
+class ComputeModes:
+    """Decides what is to be done; the caller chooses the thread that does it."""
+
+    def __init__(self, gpus: Gpus, tell: Callable[[Event], None]) -> None:
+        self._gpus = gpus
+        self._tell = tell
+        self._lock = threading.Lock()
+        self._ended = False
+
+    def work(
+        self,
+        target: Plan,
+        store: Store | None,
+        used: Collection[str] = (),
+        watched: Collection[str] = (),
+    ) -> ModeWork:
+        """What is to be set, and what restored because nothing of ours uses the GPU any more.
+
+        Without a store nothing is known to restore. `used` are UUIDs of GPUs, and `watched` pipe directories
+        with control daemons of which we know.
+        """
+        changes = mode_changes(target, [gpu for gpu in self._gpus.inventory.gpus if not gpu.reason])
+        if store is None:
+            return ModeWork(changes)
+        needed = {*target.compute_modes, *used}
+        modes = {uuid: mode for uuid, mode in original_modes(store).items() if uuid not in needed}
+        if modes:
+            left = gpus_of(left_running(store, watched))
+            modes = {uuid: mode for uuid, mode in modes.items() if uuid not in left}
+        return ModeWork(changes, modes)
+
+    def held(self, target: Plan, store: Store | None, used: Collection[str]) -> set[str]:
+        """The UUIDs of the `used` GPUs whose mode is restored once nothing of ours uses them any more."""
+        return set() if store is None else ({*original_modes(store)} & {*used}) - {*target.compute_modes}
+
+    def set(self, work: ModeWork, nvml: Nvml | None, store: Store) -> ModeResult:
+        """Do the work, or nothing once the end has begun; for threads, because it calls the driver."""
+        with self._lock:
+            return ModeResult({}, {}) if self._ended else carry_out(work, nvml, store)
+
+    def end(self) -> None:
+        """Set nothing any more."""
+        self._ended = True
+
+    def restore(self, nvml: Nvml | None, store: Store, left: Collection[str]) -> bool:
+        """Restore the modes of all GPUs but those in `left`; whether there were any."""
+        with self._lock:  # what was begun before the end is done first
+            return self.note(restore_unused(store, nvml, left), "as before")
+
+    def note(self, result: ModeResult, why: str) -> bool:
+        """Take note of modes that were set or restored, and of GPUs that refused; whether there were any."""
+        for gpu in self._gpus.inventory.gpus:
+            after = result.modes.get(gpu.uuid or "")
+            if after and after != gpu.compute_mode:
+                self._tell(_event("info", gpu, f"{gpu.compute_mode} -> {after}", why))
+        if result.modes or result.errors:
+            self._gpus.note_modes(result.modes, result.errors)
+            return True
+        return False
+
+    def tell_of_others(self, before: Mapping[str | None, str | None], target: Plan) -> None:
+        """Record modes that were as planned `before` (by GPU UUID) and are not now: we did not do that."""
+        for gpu in self._gpus.inventory.gpus:
+            planned = target.compute_modes.get(gpu.uuid or "")
+            if planned and before.get(gpu.uuid) == planned != gpu.compute_mode and not gpu.reason:
+                what = f"{planned} -> {gpu.compute_mode}"
+                event = _event("warning", gpu, what, "another program has changed it")
+                self._tell(event._replace(consequence=f"it is set to {planned} again"))
+
+    def refuse_if_none_can_be_set(self, target: Plan) -> None:
+        """Raise DriverError if every GPU has refused."""
+        errors = self._gpus.mode_errors
+        if errors and all(uuid in errors for domain in target.domains for uuid in domain.gpu_uuids):
+            first = next(iter(errors.values()))
+            raise DriverError(f"no GPU's compute mode can be set: {first.message}", first.hint)
+
+
+def _event(severity: str, gpu: Gpu, what: str, cause: str) -> Event:
+    return Event(severity, "compute_mode", gpu.address, what, cause)

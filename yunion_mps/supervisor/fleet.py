@@ -1,59 +1,74 @@
-"""The host's domains: which there are, which are still to come, and which are to go.
+"""The host's domains and the jobs on their GPUs: which domains there are, which are to come, and which to go.
 
-Where the configuration asks for other control daemons than run, those that run go on until their servers have
-ended; whatever needs their GPUs or their directory waits for that.
+If the configuration asks for other control daemons than run, those that run go on until their servers have
+ended; a domain that needs their GPUs or their directory waits for that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Optional
 
 from yunion_mps.errors import YunionError
+from yunion_mps.host.proc import command_of, started_ticks, uid_of, user_name
 from yunion_mps.host.processes import refuse_if_no_process_can_start
 from yunion_mps.host.store import Store
-from yunion_mps.models import DomainPlan, Event
+from yunion_mps.models import DomainPlan, Event, Gpu
 from yunion_mps.mps.applying import InForce
 from yunion_mps.mps.domain import Domain
 from yunion_mps.mps.launch import obstacle
 from yunion_mps.mps.ownership import MpsProcess
 from yunion_mps.mps.states import BACKOFF, FAILED, READY, STOPPED, WEDGED
-from yunion_mps.supervisor.notes import Notes
+from yunion_mps.planning import enforces_budgets
+from yunion_mps.supervisor.recovery import LimitRecords
+
+log = logging.getLogger(__name__)
+
+#: Who uses the GPUs: by GPU UUID, each PID with its MiB.
+Processes = Mapping[str, Mapping[int, Optional[int]]]
+
+_JUST_BEFORE_S = 0.1
 
 
 class Fleet:
     """All domains of the host."""
 
     def __init__(
-        self, store: Callable[[], Store], tell: Callable[[Event], None], changed: Callable[[], None]
+        self,
+        store: Callable[[], Store],
+        healthy_gpus: Callable[[], set[str]],
+        tell: Callable[[Event], None],
+        changed: Callable[[], None],
     ) -> None:
+        """`healthy_gpus` returns the UUIDs of the GPUs that are there and can be used."""
         self.domains: list[Domain] = []
         self.awaited: list[DomainPlan] = []
-        self._notes = Notes(store)
+        self._records = LimitRecords(store)
+        self._healthy_gpus = healthy_gpus
         self._tell = tell
         self._changed = changed
         self._program = ""
         self._stop_timeout_s = 0
         self._stopping = False
-        self._wants_look = False
-        #: The UUIDs of the GPUs that are there and well.
-        self.healthy_gpus: set[str] = set()
+        self._wants_poll = False
 
     def make(
         self, plans: Sequence[DomainPlan], left: Sequence[InForce], program: str, stop_timeout_s: int
     ) -> None:
-        """Have these domains, none of them started, and those that are `left` from a configuration before.
+        """Have these domains, none of them started, and those that are `left` from an earlier configuration.
 
-        The latter are only looked after until they have no jobs; what needs their place waits for that.
+        The latter are only looked after until they have no jobs; a domain that needs their place waits.
         """
         self._program, self._stop_timeout_s = program, stop_timeout_s
         self.domains = [self._new(one.plan) for one in left]
         for domain in self.domains:
             domain.retire()
-        self.awaited = [plan for plan in plans if self._in_the_way(plan)]
+        self.awaited = [plan for plan in plans if self._is_blocked(plan)]
         self.domains += [self._new(plan) for plan in plans if plan not in self.awaited]
 
     def start(self, now_s: float, ours: Sequence[MpsProcess]) -> None:
-        """Start every domain, or take over its control daemon if one is among `ours`, which run already."""
+        """Start every domain, or adopt its control daemon if one is among `ours`, which run already."""
         for domain in self.domains:
             domain.start(now_s, ours)
 
@@ -71,7 +86,7 @@ class Fleet:
                 domain.retire()
             else:
                 left.remove(plan)
-                self._notes.write_before_change(domain, plan)
+                self._records.write_before_change(domain, plan)
                 domain.change(plan, now_s)
         self.awaited = left
         self._go_on(now_s)
@@ -81,7 +96,7 @@ class Fleet:
         times = [due_s for domain in self.domains if (due_s := domain.tick(now_s)) is not None]
         if self._go_on(now_s):
             return now_s
-        self._notes.write(self.domains)
+        self._records.write(self.domains)
         return min(times, default=None)
 
     def stop(self, now_s: float, *, spare_found: bool) -> None:
@@ -92,15 +107,15 @@ class Fleet:
             domain.stop(now_s, spare_found=spare_found)
 
     def refuse_if_none_can_start(self, ours: Sequence[MpsProcess]) -> None:
-        """Raise the first HostError where something keeps every one of them from starting."""
+        """Raise the first HostError if something keeps every one of them from starting."""
         obstacles = [error for domain in self.domains if (error := obstacle(domain.wanted, ours))]
         if obstacles and len(obstacles) == len(self.domains):
             raise obstacles[0]
 
     def refuse_if_any_cannot_start(self, plans: Iterable[DomainPlan]) -> None:
-        """Raise HostError where something keeps one from starting for which there is no domain yet.
+        """Raise HostError if something keeps a domain that is not there yet from starting.
 
-        Raises ShortageError where one is to change, and no process can be started to tell it so.
+        Raises ShortageError if one is to change, and no process can be started to tell it so.
         """
         plans = list(plans)
         if plans != [domain.wanted for domain in self.domains]:
@@ -110,9 +125,9 @@ class Fleet:
             if plan.pipe_directory not in places and (error := obstacle(plan)):
                 raise error
 
-    def refuse_if_not_noted(self) -> None:
-        """Raise HostError where what clients get cannot be written down: nothing may change then."""
-        self._notes.write_again(self.domains)
+    def refuse_if_not_recorded(self) -> None:
+        """Raise HostError if what clients get cannot be written down: nothing may change then."""
+        self._records.write_again(self.domains)
 
     @property
     def started(self) -> bool:
@@ -126,47 +141,38 @@ class Fleet:
 
     @property
     def stopped(self) -> bool:
-        """Whether every domain has stopped."""
         return all(domain.state == STOPPED for domain in self.domains)
 
-    @property
-    def serving(self) -> int:
-        """The number of domains that serve."""
-        return sum(domain.state == READY for domain in self.domains)
-
-    @property
-    def took_over(self) -> bool:
-        """Whether a control daemon is watched that ran before us, serving or not."""
-        return any(domain.control.took_over for domain in self.domains)
-
-    def first_error(self) -> YunionError | None:
-        """Why a domain does not serve, None where all do."""
+    def error_of_all(self) -> YunionError | None:
+        """Why no domain serves; None if one does, or an adopted control daemon is to be looked after."""
+        if any(domain.state == READY or domain.control.took_over for domain in self.domains):
+            return None
         return next((domain.error for domain in self.domains if domain.error), None)
 
     def watched(self) -> set[str]:
         """The pipe directories of the control daemons that run and are known."""
         return {domain.plan.pipe_directory for domain in self.domains if domain.status().pid is not None}
 
-    def renew(self, now_s: float, *, force: bool) -> None:
+    def drain(self, now_s: float, *, force: bool) -> None:
         """Have the servers that a pending change waits for end: after their jobs, with `force` at once."""
         for domain in self.domains:
             domain.renew(now_s, force=force)
 
-    def take_wants_look(self) -> bool:
-        """Whether a look at the GPUs is wanted at once; said only once for each cause."""
-        wanted = self._wants_look or any(domain.wants_look for domain in self.domains)
-        self._wants_look = False
+    def take_poll_request(self) -> bool:
+        """Whether the GPUs are to be polled at once; true only once for each cause."""
+        wanted = self._wants_poll or any(domain.wants_look for domain in self.domains)
+        self._wants_poll = False
         for domain in self.domains:
             domain.wants_look = False
         return wanted
 
     def gpus_in_use(self) -> set[str]:
-        """The UUIDs of the GPUs that an MPS server of ours has now, and so perhaps a job."""
+        """The UUIDs of the GPUs on which an MPS server of ours runs, and so perhaps a job."""
         busy = [domain for domain in self.domains if domain.server_pids()]
         return {uuid for domain in busy for uuid in domain.plan.gpu_uuids}
 
     def _go_on(self, now_s: float) -> bool:
-        """Let go of what has ended, and start what waited for that; returns whether anything was done."""
+        """Drop the domains that have ended, and start those that waited for it; whether there were any."""
         for domain in self.domains:
             if not domain.retiring and not self._stopping and self._is_to_be_replaced(domain):
                 domain.retire()
@@ -174,29 +180,29 @@ class Fleet:
         ended = [domain for domain in self.domains if domain.retiring and domain.state == STOPPED]
         for domain in ended:
             self.domains.remove(domain)
-            self._notes.forget(domain)
-        begun = [plan for plan in self.awaited if not self._in_the_way(plan)]
+            self._records.forget(domain)
+        begun = [plan for plan in self.awaited if not self._is_blocked(plan)]
         for plan in begun:
             self.awaited.remove(plan)
             domain = self._new(plan)
             self.domains.append(domain)
             domain.start(now_s)
-        self._wants_look |= bool(ended)  # nothing may need their GPUs' modes any more
+        self._wants_poll |= bool(ended)  # nothing may need their GPUs' modes any more
         if ended or begun:
             self._changed()
         return bool(ended or begun)
 
     def _is_to_be_replaced(self, domain: Domain) -> bool:
-        """Whether it took over a control daemon that lacks a GPU or the group, or serves a GPU too many.
+        """Whether it adopted a control daemon that lacks a GPU or the group, or serves a GPU too many.
 
         A GPU that is lost for now is none of those: it has its place, should it come back.
         """
         wanted, served = set(domain.wanted.gpu_uuids), set(domain.plan.gpu_uuids)
-        has_other_gpus = bool(wanted - served or (served - wanted) & self.healthy_gpus)
+        has_other_gpus = bool(wanted - served or (served - wanted) & self._healthy_gpus())
         has_other_group = domain.wanted.pipe_group != domain.plan.pipe_group
         return domain.state == READY and (has_other_gpus or has_other_group)
 
-    def _in_the_way(self, plan: DomainPlan) -> bool:
+    def _is_blocked(self, plan: DomainPlan) -> bool:
         return any(
             domain.plan.pipe_directory == plan.pipe_directory
             or set(domain.plan.gpu_uuids) & set(plan.gpu_uuids)
@@ -204,8 +210,8 @@ class Fleet:
         )
 
     def _new(self, plan: DomainPlan) -> Domain:
-        remembered = self._notes.remembered(plan.pipe_directory)
-        domain = Domain(plan, self._program, self._tell, self._changed, remembered)
+        recorded = self._records.read(plan.pipe_directory)
+        domain = Domain(plan, self._program, self._tell, self._changed, recorded)
         domain.stop_timeout_s = self._stop_timeout_s
         return domain
 
@@ -219,3 +225,63 @@ def _can_serve(domain: Domain, plan: DomainPlan) -> bool:
         return True
     serves = set(domain.plan.gpu_uuids) == set(plan.gpu_uuids)
     return serves and plan.for_gpus(domain.wanted.gpu_uuids).same_control_daemon(domain.wanted)
+
+
+class Jobs:
+    """Processes that use a GPU of ours, as of the last poll, without the MPS servers themselves."""
+
+    def __init__(self) -> None:
+        #: By PID, with their start in clock ticks since the boot.
+        self.started: Mapping[int, int] = {}
+        self._check_s: float | None = None
+        #: Those that had not ended when their time was over, in words.
+        self._late: list[str] = []
+
+    def note(
+        self, domains: Iterable[Domain], processes: Processes, gpus: Iterable[Gpu], polled_s: float
+    ) -> None:
+        """Take note of a poll that began at `polled_s`, and tell each domain about its own jobs."""
+        found: set[int] = set()
+        telling = {gpu.uuid for gpu in gpus if enforces_budgets(gpu) and gpu.uuid in processes}
+        for domain in domains:
+            listed = {pid for uuid in domain.plan.gpu_uuids for pid in processes.get(uuid, {})}
+            servers = set(domain.server_pids())
+            jobs = listed - servers
+            found |= jobs
+            # That there are none is believed only if NVML lists the servers themselves: before Volta it lists
+            # no client of MPS, and in a container without the host's PIDs no process.
+            is_certain = servers <= listed and telling >= set(domain.plan.gpu_uuids)
+            domain.in_use = True if jobs else (False if is_certain else None)
+            domain.looked_s = polled_s
+        self.started = {pid: ticks for pid in found if (ticks := started_ticks(pid)) is not None}
+
+    def end_within(self, wait_s: int, now_s: float) -> None:
+        """Give them so long: those that still run just before that is over are late."""
+        jobs = self._running()
+        if jobs:
+            log.warning("running jobs have up to %d s to end: %s", wait_s, "; ".join(jobs))
+        self._check_s = now_s + wait_s - _JUST_BEFORE_S
+
+    def tick(self, now_s: float) -> float | None:
+        """Note which are late, once it is time for that; return when it is."""
+        if self._check_s is not None and now_s >= self._check_s:
+            self._check_s, self._late = None, self._running()
+        return self._check_s
+
+    def ended_by_force(self) -> Iterator[Event]:
+        """Those that were late, as events and in the log."""
+        for job in self._late:
+            log.warning("%s did not end in time: its MPS server was ended", job)
+            means = "its MPS server was ended, and its CUDA calls fail"
+            what = f"{job} did not end in time"
+            yield Event("warning", "client", "stop", what, "the daemon was stopped", means)
+
+    def _running(self) -> list[str]:
+        """Those that still run, in words: `train.py (PID 12, alice)`."""
+        return [_described(pid) for pid, ticks in self.started.items() if started_ticks(pid) == ticks]
+
+
+def _described(pid: int) -> str:
+    uid = uid_of(pid)
+    user = "" if uid is None else f", {user_name(uid)}"
+    return f"{command_of(pid) or 'a process'} (PID {pid}{user})"

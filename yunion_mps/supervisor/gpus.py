@@ -1,122 +1,128 @@
-"""What the GPUs are like: what NVML says, and what we know beyond that."""
+"""The health of the GPUs: what NVML says, and the faults that it does not show.
+
+A GPU with a fatal XID still answers NVML. Its fault is kept until the GPU was reset or the operator says by a
+reload that it is healthy, also by the next daemon of this boot.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
-from collections.abc import Collection
+import os
+from collections.abc import Collection, Iterable, Mapping
 
 from yunion_mps.errors import DriverError
+from yunion_mps.host.files import write_atomically
 from yunion_mps.inventory.events import xid_meaning
 from yunion_mps.inventory.scan import GONE, save_served
 from yunion_mps.inventory.sysfs import sort_key
 from yunion_mps.models import Config, Event, Gpu, Inventory, Plan
 from yunion_mps.paths import Paths
 from yunion_mps.planning import reason_against
-from yunion_mps.supervisor.compute_modes import ModeResult
-from yunion_mps.supervisor.illness import Illness
 
 log = logging.getLogger(__name__)
 
 
 class Gpus:
-    """The GPUs as they were looked at last, each with the reason why it cannot be used, if there is one."""
+    """The GPUs as of the last poll, each with the reason why it cannot be used, if there is one."""
 
-    def __init__(self, inventory: Inventory, config: Config, plan: Plan, illness: Illness) -> None:
-        self._illness = illness
-        #: Why its compute mode could not be set, by UUID.
+    def __init__(self, inventory: Inventory, config: Config, plan: Plan, paths: Paths) -> None:
+        self._paths = paths
+        #: Why GPUs had a fault, by PCI address.
+        self._faults = _read_faults(paths.gpu_faults)
+        #: Why compute modes could not be set, by UUID.
         self.mode_errors: dict[str, DriverError] = {}
-        #: Whether the last look has changed anything.
-        self.changed = False
         self._remembered: set[tuple[str | None, str]] | None = None
-        concerned = _concerned(inventory, plan)
-        gpus = [self._judged(gpu, config, concerned) for gpu in inventory.gpus]
+        divided = _divided(inventory, plan)
+        gpus = [self._judged(gpu, config, divided) for gpu in inventory.gpus]
         self.inventory = inventory._replace(gpus=tuple(gpus))
 
-    def look(self, inventory: Inventory, config: Config, plan: Plan) -> list[Event]:
-        """Take note of what they are like now; returns what has happened to which.
+    @property
+    def healthy(self) -> set[str]:
+        """The UUIDs of the GPUs that are there and can be used."""
+        return {str(gpu.uuid) for gpu in self.inventory.gpus if gpu.uuid and not gpu.reason}
 
-        One that only sysfs still lists, or that is gone and serves devices, stays who it was.
+    def update(self, inventory: Inventory, config: Config, plan: Plan) -> list[Event]:
+        """Take the result of a poll; returns what has happened. `inventory` stays the same if nothing has.
+
+        A GPU that only sysfs still lists, or that is gone and serves devices, keeps its identity.
         """
         before = {gpu.pci_address: gpu for gpu in self.inventory.gpus}
-        self._forget_cured(inventory, before)
-        concerned = _concerned(self.inventory, plan)
-        known = [_known(gpu, before) for gpu in inventory.gpus]
-        gpus = {gpu.pci_address: self._judged(gpu, config, concerned) for gpu in known}
+        for gpu in inventory.gpus:
+            known = before.get(gpu.pci_address)
+            if known and known.reason not in ("", self._fault_of(known)) and not gpu.reason:
+                self._clear_faults(gpu.pci_address)  # it was gone and is back, so it was reset
+        divided = _divided(self.inventory, plan)
+        found = (_with_identity(gpu, before.get(gpu.pci_address)) for gpu in inventory.gpus)
+        gpus = {gpu.pci_address: self._judged(gpu, config, divided) for gpu in found}
         served = tuple(sorted({*self.inventory.served, *inventory.served}))
         uuids = {gpu.uuid for gpu in gpus.values()}
         lost = {gpu.pci_address for gpu in before.values() if gpu.uuid in served} & set(plan.unavailable)
         for address in (_serving(self.inventory, plan) | lost) - set(gpus):
             if before[address].uuid not in uuids:  # or it has another place now
                 gpus[address] = before[address]._replace(reason=GONE, nvml_index=None)
-        seen = tuple(sorted(gpus.values(), key=lambda gpu: sort_key(gpu.pci_address)))
-        events = [event for gpu in seen for event in _changes(gpu, before.get(gpu.pci_address))]
-        after = inventory._replace(gpus=seen, served=served)
-        self.changed = after != self.inventory
-        self.inventory = after
-        return events
+        after = _in_order(inventory._replace(served=served), gpus.values())
+        if after != self.inventory:
+            self.inventory = after
+        return [event for gpu in after.gpus for event in _availability(gpu, before.get(gpu.pci_address))]
 
-    def mark_ill(self, pci_address: str, xid: int) -> Event | None:
-        """Take note of an XID (an error that the driver reported); the event, None for a GPU not known."""
+    def note_xid(self, pci_address: str, xid: int) -> Event | None:
+        """Take note of an XID (an error that the driver reported); None for an unknown GPU."""
         gpu = next((gpu for gpu in self.inventory.gpus if gpu.pci_address == pci_address), None)
         if gpu is None:
             return None
-        fatal, words = xid_meaning(xid)
+        is_fatal, words = xid_meaning(xid)
         event = Event("warning", "gpu", gpu.address, f"XID {xid}: {words}", "the driver reported it")
-        if not fatal:
+        if not is_fatal:
             return event._replace(consequence="jobs on it may have failed; its devices stay available")
-        remedy = f"reset it (nvidia-smi --gpu-reset -i {gpu.uuid}) or reboot, then: yunion-mps reload"
-        self._illness.note(pci_address, f"XID {xid} ({words}): {remedy}")
-        self._replace(gpu._replace(reason=gpu.reason or self._illness.reason(pci_address)))
+        hint = f"reset it (nvidia-smi --gpu-reset -i {gpu.uuid}) or reboot, then: yunion-mps reload"
+        self._faults[pci_address] = f"XID {xid} ({words}): {hint}"
+        self._write_faults()
+        self._replace(gpu._replace(reason=gpu.reason or self._fault_of(gpu)))
         return event._replace(severity="error", consequence="its devices are unavailable")
 
-    @property
-    def healthy(self) -> set[str]:
-        """The UUIDs of the GPUs that are there and well."""
-        return {str(gpu.uuid) for gpu in self.inventory.gpus if gpu.uuid and not gpu.reason}
-
-    def note_modes(self, result: ModeResult) -> None:
-        """Take note of compute modes that were set, and of GPUs that refused."""
-        self.mode_errors.update(result.errors)
+    def note_modes(self, modes: Mapping[str, str], errors: Mapping[str, DriverError]) -> None:
+        """Take note of compute modes that were set, and of GPUs that refused, by UUID."""
+        self.mode_errors.update(errors)
         for gpu in self.inventory.gpus:
             uuid = gpu.uuid or ""
-            if uuid in result.modes:
+            if uuid in modes:
                 self.mode_errors.pop(uuid, None)
-                self._replace(gpu._replace(compute_mode=result.modes[uuid]))
-            elif uuid in result.errors:
+                self._replace(gpu._replace(compute_mode=modes[uuid]))
+            elif uuid in errors:
                 self._replace(self._with_mode_error(gpu))
 
-    def forgive(self) -> None:
-        """Take every GPU for well again: the operator says so by a reload."""
+    def clear_faults(self) -> None:
+        """Take every GPU as healthy: the operator says so by a reload."""
         for gpu in self.inventory.gpus:
-            if gpu.reason and gpu.reason == self._illness.reason(gpu.pci_address):
+            if gpu.reason and gpu.reason == self._fault_of(gpu):
                 self._replace(gpu._replace(reason=""))
-        self._illness.cure()
+        self._clear_faults(*self._faults)
         self.mode_errors.clear()
 
-    def remember(self, plan: Plan, paths: Paths) -> None:
-        """Write down who serves, also who would and is lost, for a daemon that starts while one is lost.
+    def remember(self, plan: Plan) -> None:
+        """Write down which GPUs serve, or would but are lost, for a daemon that starts while one is lost.
 
-        Nobody at all, as where MPS was disabled for a while, is not written down: that forgets nobody.
+        An empty plan, as while MPS is disabled, is not written down: no GPU is forgotten by it.
         """
         planned = {uuid for domain in (*plan.domains, *plan.parked) for uuid in domain.gpu_uuids}
         kept = tuple(gpu for gpu in self.inventory.gpus if gpu.uuid in planned)
         self.inventory = self.inventory._replace(served=tuple(sorted(planned)))
         places = {(gpu.uuid, gpu.pci_address) for gpu in kept}
-        if places and places != self._remembered and save_served(paths, kept):
+        if places and places != self._remembered and save_served(self._paths, kept):
             self._remembered = places
 
     def for_planning(self, inventory: Inventory, plan: Plan) -> Inventory:
-        """The GPUs as a plan is to see them: one that serves and is ill, lost or gone now keeps its place."""
+        """The GPUs as a plan is to see them: one that serves keeps its place with a fault, lost or gone."""
         known = {gpu.pci_address: gpu for gpu in self.inventory.gpus}
-        serving = _serving(self.inventory, plan)
         gpus = {gpu.pci_address: gpu for gpu in inventory.gpus}
-        for address in serving:
+        for address in _serving(self.inventory, plan):
             now = gpus.get(address)
             refuses = known[address].uuid in self.mode_errors
             if not refuses and (now is None or now.uuid in (None, known[address].uuid)):
                 gpus[address] = known[address]._replace(reason="", mig_enabled=None, compute_mode=None)
-        seen = [self._with_mode_error(gpu) for gpu in gpus.values()]
-        return inventory._replace(gpus=tuple(sorted(seen, key=lambda gpu: sort_key(gpu.pci_address))))
+        return _in_order(inventory, map(self._with_mode_error, gpus.values()))
 
     def _replace(self, gpu: Gpu) -> None:
         gpus = [gpu if other.pci_address == gpu.pci_address else other for other in self.inventory.gpus]
@@ -126,19 +132,36 @@ class Gpus:
         error = self.mode_errors.get(gpu.uuid or "")
         return gpu._replace(reason=f"its compute mode cannot be set: {error.message}") if error else gpu
 
-    def _judged(self, gpu: Gpu, config: Config, concerned: Collection[str]) -> Gpu:
-        """The GPU, with the reason where it is to serve devices and cannot: MIG mode, say."""
+    def _judged(self, gpu: Gpu, config: Config, divided: Collection[str]) -> Gpu:
+        """The GPU with the reason why it cannot serve devices although it is to, such as MIG mode."""
         gpu = self._with_mode_error(gpu)
-        reason = reason_against(gpu, config) if gpu.pci_address in concerned else gpu.reason
-        return gpu._replace(reason=reason or self._illness.reason(gpu.pci_address))
+        reason = reason_against(gpu, config) if gpu.pci_address in divided else gpu.reason
+        return gpu._replace(reason=reason or self._fault_of(gpu))
 
-    def _forget_cured(self, inventory: Inventory, before: dict[str, Gpu]) -> None:
-        """A GPU that was gone and is back was reset: what it had is over."""
-        for gpu in inventory.gpus:
-            known = before.get(gpu.pci_address)
-            was_gone = known and known.reason and known.reason != self._illness.reason(gpu.pci_address)
-            if was_gone and not gpu.reason:
-                self._illness.cure(gpu.pci_address)
+    def _fault_of(self, gpu: Gpu) -> str:
+        return self._faults.get(gpu.pci_address, "")
+
+    def _clear_faults(self, *pci_addresses: str) -> None:
+        if [address for address in pci_addresses if self._faults.pop(address, None) is not None]:
+            self._write_faults()
+
+    def _write_faults(self) -> None:
+        with contextlib.suppress(OSError):  # which is no reason to stop
+            if self._faults:
+                write_atomically(self._paths.gpu_faults, json.dumps(self._faults))
+            else:
+                os.unlink(self._paths.gpu_faults)
+
+
+def _read_faults(path: str) -> dict[str, str]:
+    unreadable = (OSError, ValueError, AttributeError, RecursionError)
+    with contextlib.suppress(*unreadable), open(path, encoding="utf-8") as file:
+        return {str(address): str(why) for address, why in json.load(file).items()}
+    return {}
+
+
+def _in_order(inventory: Inventory, gpus: Iterable[Gpu]) -> Inventory:
+    return inventory._replace(gpus=tuple(sorted(gpus, key=lambda gpu: sort_key(gpu.pci_address))))
 
 
 def _serving(inventory: Inventory, plan: Plan) -> set[str]:
@@ -147,28 +170,26 @@ def _serving(inventory: Inventory, plan: Plan) -> set[str]:
     return {gpu.pci_address for gpu in inventory.gpus if gpu.uuid in uuids}
 
 
-def _concerned(inventory: Inventory, plan: Plan) -> set[str]:
+def _divided(inventory: Inventory, plan: Plan) -> set[str]:
     """The PCI addresses of the GPUs that the configuration divides, also of those that cannot be."""
     return _serving(inventory, plan) | set(plan.unavailable)
 
 
-def _known(gpu: Gpu, before: dict[str, Gpu]) -> Gpu:
-    """The GPU; one that is lost, perhaps in the middle of a look at it, with what was known of it."""
-    known = before.get(gpu.pci_address)
+def _with_identity(gpu: Gpu, known: Gpu | None) -> Gpu:
+    """The GPU; one that is lost, perhaps in the middle of a poll, with what was known of it."""
     if known and gpu.reason and gpu.uuid in (None, known.uuid):
         return known._replace(reason=gpu.reason)
     return gpu
 
 
-def _changes(gpu: Gpu, before: Gpu | None) -> list[Event]:
-    """What has happened to the GPU, as events and in the log."""
+def _availability(gpu: Gpu, before: Gpu | None) -> list[Event]:
+    """Whether the GPU has become available or unavailable, as an event and in the log."""
     reason = before.reason if before else "it was not there"
     if gpu.reason and gpu.reason != reason:
         log.error("GPU %s cannot be used: %s", gpu.address, gpu.reason)
         return [Event("error", "gpu", gpu.address, "unavailable", gpu.reason, "its devices are unavailable")]
     if reason and not gpu.reason:
         log.info("GPU %s is back", gpu.address)
-        return [
-            Event("info", "gpu", gpu.address, "available", f"it was not: {reason}", "it can be used again")
-        ]
+        cause = f"it was not: {reason}"
+        return [Event("info", "gpu", gpu.address, "available", cause, "it can be used again")]
     return []

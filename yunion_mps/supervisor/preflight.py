@@ -1,4 +1,4 @@
-"""What the two files and the host's GPUs say together: the daemon's first step, and all of `config check`."""
+"""Configuration and inventory checked together before anything is touched: at a start, reload or check."""
 
 from __future__ import annotations
 
@@ -14,16 +14,14 @@ from yunion_mps.mps.control import find_control_program
 from yunion_mps.paths import Paths
 from yunion_mps.planning import make_plan
 
-#: What is done about what no job needs.
+#: The consequence of a problem with something that no job needs.
 WITHOUT_IT = "the daemon goes on without it"
 
-_NOTHING = Inventory(Driver("", None), ())
 
+class Preflight(NamedTuple):
+    """The result. `nvml` is open if MPS is enabled and the driver answers; the caller closes it.
 
-class Examination(NamedTuple):
-    """The result. `nvml` is open where MPS is enabled and the driver answers; the caller closes it.
-
-    `remarks` are what the host cannot do of what is configured, and goes without.
+    `remarks` say what is configured and the host goes without.
     """
 
     config: Config
@@ -36,37 +34,33 @@ class Examination(NamedTuple):
     remarks: tuple[str, ...] = ()
 
     def check(self) -> None:
-        """Raise ConfigError with every problem, or DriverError where there is no driver to work with."""
+        """Raise ConfigError with every problem, or DriverError if there is no driver to work with."""
         if self.problems:
             raise ConfigError(self.problems)
         if self.driver_error:
             raise self.driver_error
 
-    def for_a_start(self) -> Examination:
-        """The same without what is wrong with the metrics and the page, which the remarks say.
-
-        Where more is wrong, all of it is told together.
-        """
+    def for_start(self) -> Preflight:
+        """The same, with minor problems (metrics, the web page) as remarks unless there are others, too."""
         if not all(problem.is_minor for problem in self.problems):
             return self
         said = tuple(f"{problem}; {WITHOUT_IT}" for problem in self.problems)
         return self._replace(problems=(), remarks=(*self.remarks, *said))
 
     def close(self) -> None:
-        """Give NVML back."""
         if self.nvml:
             self.nvml.close()
 
 
-def examine(paths: Paths, opened: Nvml | None = None) -> Examination:
-    """Read both files and look at the GPUs, with the NVML that is open already where there is one.
+def run_preflight(paths: Paths, opened: Nvml | None = None) -> Preflight:
+    """Read both files and scan the GPUs, with the NVML that is `opened` already; changes nothing.
 
-    Changes nothing. Raises HostError without a machine id.
+    Raises HostError without a machine id.
     """
     host = machine_id(paths)
     config, problems = load(paths)
-    config, remarks = _possible(config, paths)
-    nvml, inventory, driver_error = None, _NOTHING, None
+    config, remarks = _without_multiuser(config, paths)
+    nvml, inventory, driver_error = None, Inventory(Driver("", None), ()), None
     gone: set[str] = set()
     if config.enable_cuda_mps:
         try:
@@ -83,7 +77,7 @@ def examine(paths: Paths, opened: Nvml | None = None) -> Examination:
     if not config.devices and any(problem.file != paths.host_conf for problem in problems):
         host_problems = []  # the entries are among the problems: cuda_mps_replicas is not meant
     found = (*problems, *host_problems)
-    return Examination(config, found, inventory, plan, host, nvml, driver_error, remarks)
+    return Preflight(config, found, inventory, plan, host, nvml, driver_error, remarks)
 
 
 def _with_served(found: Inventory, config: Config, paths: Paths) -> tuple[Inventory, set[str]]:
@@ -95,15 +89,17 @@ def _with_served(found: Inventory, config: Config, paths: Paths) -> tuple[Invent
     return inventory, {gpu.pci_address for gpu in inventory.gpus} - there
 
 
-def _possible(config: Config, paths: Paths) -> tuple[Config, tuple[str, ...]]:
-    """The configuration without what NVIDIA's program here does not know, and what that is."""
+def _without_multiuser(config: Config, paths: Paths) -> tuple[Config, tuple[str, ...]]:
+    """The configuration without cuda_mps_multiuser if NVIDIA's program does not know it, and a remark."""
     if not (config.enable_cuda_mps and config.cuda_mps_multiuser):
         return config, ()
     from yunion_mps.mps.multiuser import knows_multiuser  # few hosts ask for it
 
+    # Somewhere to try a program that makes sockets: ours if the daemon has run before.
+    directory = paths.run_directory if os.access(paths.run_directory, os.W_OK) else "/tmp"
     try:
         program = find_control_program()
-        if knows_multiuser(program, _short_directory(paths)):
+        if knows_multiuser(program, directory):
             return config, ()
     except HostError:  # a start would say it, with what to do
         return config, ()
@@ -111,8 +107,3 @@ def _possible(config: Config, paths: Paths) -> tuple[Config, tuple[str, ...]]:
         f"cuda_mps_multiuser is true, and {program} does not know it: jobs of one user wait for another's"
     )
     return config._replace(cuda_mps_multiuser=False), (remark,)
-
-
-def _short_directory(paths: Paths) -> str:
-    """Where a program can be tried that makes sockets; that of the daemon where it has run before."""
-    return paths.run_directory if os.access(paths.run_directory, os.W_OK) else "/tmp"

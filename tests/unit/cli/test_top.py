@@ -19,7 +19,7 @@ from yunion_mps.overview.uses import NOBODY, Clients
 from yunion_mps.overview.words import count
 from yunion_mps.service.queries import Service
 from yunion_mps.supervisor.preflight import WITHOUT_IT
-from yunion_mps.supervisor.warnings import warnings
+from yunion_mps.supervisor.status import warnings
 
 from unit.cli.conftest import Cli
 from unit.cli.held import OVER, PAST_MPS, TWO, busy, hold

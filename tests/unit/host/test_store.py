@@ -214,13 +214,13 @@ def test_a_copy_of_another_boot_does_not_count(paths: Paths, store: OpenStore) -
 
 def test_what_clients_get_is_there_for_the_next_daemon(paths: Paths, store: OpenStore) -> None:
     opened = store()
-    assert opened.in_force("/pipe") is None
-    opened.note_in_force("/pipe", {"plan": [1, None, "x"]})
+    assert opened.recorded_limits("/pipe") is None
+    opened.record_limits("/pipe", {"plan": [1, None, "x"]})
     opened.close()
     again = store()
-    assert (again.domains(), again.in_force("/pipe")) == (["/pipe"], {"plan": [1, None, "x"]})
-    again.forget_in_force("/pipe")
-    assert (again.domains(), again.in_force("/pipe")) == ([], None)
+    assert (again.recorded_domains(), again.recorded_limits("/pipe")) == (["/pipe"], {"plan": [1, None, "x"]})
+    again.forget_limits("/pipe")
+    assert (again.recorded_domains(), again.recorded_limits("/pipe")) == ([], None)
 
 
 def test_rows_are_written_all_or_none(store: OpenStore) -> None:

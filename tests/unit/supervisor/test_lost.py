@@ -288,7 +288,7 @@ def test_a_former_compute_mode_is_put_back_once_it_is_back_and_nothing_is_tried_
     made = supervise(host).start()
     made.rescan()
     assert not any(made.supervisor.mode_work())
-    assert "cannot be put back" not in caplog.text
+    assert "cannot be restored" not in caplog.text
     made.stop()
     host.gpus[1].restore()
     configure(host, enable_cuda_mps="false")

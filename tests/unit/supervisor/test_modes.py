@@ -10,7 +10,7 @@ from yunion_mps.errors import DriverError
 from yunion_mps.host.store import Store
 from yunion_mps.mps.ownership import our_processes
 from yunion_mps.service.shapes import devices_json
-from yunion_mps.supervisor.warnings import warnings
+from yunion_mps.supervisor.status import warnings
 
 from unit.supervised import MakeHost, Supervise, modes
 
@@ -115,7 +115,7 @@ def test_a_gpu_whose_mode_cannot_be_set_is_not_served_and_the_others_are(
     assert made.snapshot.plan.unavailable == reason
     made.stop()
     assert modes(host) == ["default", "prohibited"]
-    assert not [m for m in caplog.messages if "cannot be put back" in m or "is back" in m]
+    assert not [m for m in caplog.messages if "cannot be restored" in m or "is back" in m]
 
 
 def test_when_no_gpus_mode_can_be_set_nothing_is_started(make_host: MakeHost, supervise: Supervise) -> None:
@@ -151,7 +151,7 @@ def test_a_gpu_that_is_lost_at_the_stop_is_put_back_by_the_next_daemon(
     made = supervise(host).start()
     host.gpus[1].lose()
     made.stop()
-    assert f"GPU {host.gpus[1].uuid}: compute mode Prohibited cannot be put back" in caplog.text
+    assert f"GPU {host.gpus[1].uuid}: compute mode Prohibited cannot be restored" in caplog.text
     host.gpus[1].restore()
     assert modes(host) == ["default", "exclusive_process"]
     supervise(host).start().stop()

@@ -40,7 +40,7 @@ def killed(made: Supervised) -> int:
 
 def forget(made: Supervised) -> None:
     """Remove all that is written down of its control daemon."""
-    made.supervisor.store().note_in_force(made.snapshot.domains[0].plan.pipe_directory, None)
+    made.supervisor.store().record_limits(made.snapshot.domains[0].plan.pipe_directory, None)
     shutil.rmtree(made.paths.control_daemons)
 
 
@@ -75,9 +75,9 @@ def test_a_control_daemon_with_jobs_where_mps_was_disabled_since_goes_on_until_i
     made.set_modes()
     assert modes(host) == ["exclusive_process"] * 2
     at_work.end()
-    made.supervisor.fleet.take_wants_look()
+    made.supervisor.fleet.take_poll_request()
     made.until(lambda: not made.snapshot.domains)
-    assert made.supervisor.fleet.take_wants_look(), "its modes go back at once"
+    assert made.supervisor.fleet.take_poll_request(), "its modes go back at once"
     made.set_modes()
     assert modes(host) == ["default"] * 2
 
@@ -234,7 +234,7 @@ def test_one_of_which_nothing_is_noted_and_that_is_in_the_way_ends_the_start_wit
     pipe = host.root / "tmp/nvidia-mps/pipe"
     assert caught.value.message == f"a control daemon (PID {pid}) of an earlier daemon still serves {pipe}"
     command = f"echo quit | CUDA_MPS_PIPE_DIRECTORY={pipe} {PROGRAM}"
-    then = "the next start of yunion-mps-daemon then puts its GPUs' compute modes back"
+    then = "the next start of yunion-mps-daemon then restores its GPUs' compute modes"
     assert caught.value.hint == f"when its jobs are done: {command}; {then}"
     made.stop()
     assert modes(host) == ["exclusive_process"] * 2, "its jobs are still at work"

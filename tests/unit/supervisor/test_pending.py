@@ -38,8 +38,7 @@ def test_a_budget_is_pending_while_a_job_runs_and_in_force_when_its_server_has_e
 def test_a_budget_that_waits_for_leases_as_well_says_so(put_to_work: PutToWork) -> None:
     host, jobs, made, _ = put_to_work(V100, 2)
     (server,) = jobs.servers()
-    wait = LeaseWait(1, ("id",), "lease old of root")
-    made.supervisor.find_lease_waits = lambda devices: {devices[0].gpu_uuid: wait}
+    made.lease_waits[host.gpus[0].uuid] = LeaseWait(1, ("id",), "lease old of root")
     host.divide(4)
     (change,) = made.reload()
     ended = f"when its MPS server (PID {server}) has ended"
@@ -106,7 +105,7 @@ def test_now_ends_the_servers_that_a_pending_change_waits_for(put_to_work: PutTo
     host, _, made, client = put_to_work(V100, 2)
     host.divide(4)
     made.reload()
-    made.supervisor.fleet.renew(time.monotonic(), force=True)
+    made.supervisor.fleet.drain(time.monotonic(), force=True)
     made.until(lambda: not made.snapshot.domains[0].pending)
     assert client.says() == "server gone"
     assert [mib for _, mib in budgets(made)] == [4096] * 4
@@ -176,7 +175,7 @@ def test_a_mode_that_waits_comes_at_once_where_the_servers_are_to_end_now(put_to
     configure(host, cuda_mps_compute_mode="keep")
     made.reload()
     made.set_modes()
-    made.supervisor.fleet.renew(time.monotonic(), force=True)
+    made.supervisor.fleet.drain(time.monotonic(), force=True)
     made.until(lambda: not jobs.servers() and not made.supervisor.domains[0].server_pids())
     made.set_modes()
     assert modes(host) == ["default"]

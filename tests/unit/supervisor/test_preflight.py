@@ -11,7 +11,7 @@ from yunion_mps.errors import ConfigError, DriverError, HostError
 from yunion_mps.models import Plan
 from yunion_mps.paths import Paths
 from yunion_mps.report import plan_json
-from yunion_mps.supervisor.preflight import Examination, examine
+from yunion_mps.supervisor.preflight import Preflight, run_preflight
 
 from simhost import Description, SimHost
 
@@ -30,8 +30,8 @@ def make_host() -> Iterator[MakeHost]:
         yield make
 
 
-def examined(host: SimHost) -> Examination:
-    with closing(examine(Paths(str(host.root)))) as found:
+def examined(host: SimHost) -> Preflight:
+    with closing(run_preflight(Paths(str(host.root)))) as found:
         return found
 
 

@@ -6,8 +6,8 @@ import pytest
 from yunion_mps.errors import ConfigError, HostError
 from yunion_mps.mps.ownership import our_processes
 from yunion_mps.service.shapes import devices_json
-from yunion_mps.supervisor.preflight import examine
-from yunion_mps.supervisor.warnings import warnings
+from yunion_mps.supervisor.preflight import run_preflight
+from yunion_mps.supervisor.status import warnings
 
 from unit.supervised import MakeHost, Supervise, budgets, configure, modes, pid
 
@@ -202,7 +202,8 @@ def test_what_would_change_is_told_and_not_done(make_host: MakeHost, supervise: 
     before = made.snapshot
     host.divide(4)
     configure(host, cuda_mps_stop_timeout_s="60")
-    _, changes = made.supervisor.examine(examine(made.paths, made.supervisor.nvml))
+    preflight = run_preflight(made.paths, made.supervisor.nvml)
+    _, changes = made.supervisor.preview(preflight, lambda _: {})
     assert [change[:4] for change in changes] == [
         ("setting", "cuda_mps_stop_timeout_s", "10", "60"),
         ("budget", "00:06.0", "2 x 8192 MiB, 50 %", "4 x 4096 MiB, 25 %"),

@@ -9,7 +9,7 @@ from yunion_mps.models import DomainPlan, PlannedGpu, Pool, Slice
 from yunion_mps.mps.adoption import as_served, with_remembered
 from yunion_mps.mps.applying import InForce
 from yunion_mps.service.queries import Service
-from yunion_mps.supervisor.notes import from_json, to_json
+from yunion_mps.supervisor.recovery import from_json, to_json
 
 from simhost import SimHost
 from unit.supervised import MakeHost, MakeStandIns, Supervise, attach

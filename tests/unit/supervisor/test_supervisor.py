@@ -99,7 +99,7 @@ def test_a_gpu_that_is_taken_out_keeps_its_devices_unavailable_and_a_new_one_is_
     host = make_host(TWO)
     made = supervise(host).start()
     inventory = made.snapshot.inventory
-    made.supervisor.rescan(inventory._replace(gpus=inventory.gpus[:1]), time.monotonic())
+    made.supervisor.update_gpus(inventory._replace(gpus=inventory.gpus[:1]), time.monotonic())
     assert [gpu.reason for gpu in made.snapshot.inventory.gpus] == ["", "the GPU is not there any more"]
     assert made.available == 4
     made.rescan()
@@ -137,11 +137,11 @@ def test_a_look_from_before_a_wedge_says_nothing_of_the_jobs_in_its_way(
     made = supervise(host).start()
     (domain,) = made.supervisor.domains
     made.supervisor.note_processes({host.gpus[0].uuid: {}}, time.monotonic())
-    assert not made.supervisor.fleet.take_wants_look()
+    assert not made.supervisor.fleet.take_poll_request()
     assert domain.looked_s < time.monotonic()
     domain.wants_look = True
-    assert made.supervisor.fleet.take_wants_look()
-    assert not made.supervisor.fleet.take_wants_look()
+    assert made.supervisor.fleet.take_poll_request()
+    assert not made.supervisor.fleet.take_poll_request()
 
 
 @pytest.mark.parametrize("call", ["nvmlDeviceGetComputeMode", "nvmlDeviceGetMemoryInfo", "nvmlDeviceGetUUID"])
@@ -184,7 +184,7 @@ def test_a_stop_names_the_jobs_that_it_waits_for_and_then_those_that_were_late(
     client = attach(jobs, host)
     made.supervisor.note_processes({host.gpus[0].uuid: {client.pid: 100}}, time.monotonic())
     made.stop(put_back=False)
-    made.supervisor.say_whom_it_ended()
+    made.supervisor.report_late_jobs()
     named = f"(PID {client.pid}, root)"
     told = [message for message in caplog.messages if named in message]
     assert len(told) == 2

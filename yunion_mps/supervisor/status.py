@@ -1,0 +1,72 @@
+"""What is, put together for the snapshot: not what should be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from yunion_mps.models import Config, DomainPlan, DomainStatus, Gpu, Plan, Snapshot
+from yunion_mps.mps.domain import Domain
+from yunion_mps.mps.states import STOPPED
+from yunion_mps.planning import devices_of, enforces_budgets, pools_of
+
+_WAITS = "it waits for the end of the control daemon that serves its GPUs now"
+
+
+def in_effect(desired: Plan, domains: Sequence[Domain], gpus: Sequence[Gpu]) -> Plan:
+    """The plan with the devices and pools as clients get them now, perhaps still those of an earlier plan."""
+    served = {uuid for domain in domains for uuid in domain.plan.gpu_uuids}
+    rest = [gpu for gpu in gpus if gpu.uuid not in served]
+    shown = [(domain.plan, gpus) for domain in domains]
+    shown += [(plan, rest) for plan in (*desired.domains, *desired.parked)]
+    devices = [device for plan, its in shown for device in devices_of(desired.host_id, plan, its)]
+    pools = [pool for plan, its in shown for pool in pools_of(plan, its)]
+    order = _order(gpus)
+    devices.sort(key=lambda device: (order[device.gpu_uuid], device.slot))
+    pools.sort(key=lambda pool: order[pool.gpu_uuid])
+    return desired._replace(devices=tuple(devices), pools=tuple(pools))
+
+
+def statuses(
+    domains: Sequence[Domain], awaited: Iterable[DomainPlan], gpus: Sequence[Gpu]
+) -> tuple[DomainStatus, ...]:
+    """The status of each domain, and of those that wait for the end of another, in the GPUs' order."""
+    found = [domain.status() for domain in domains]
+    names = {status.plan.name for status in found}
+    waiting = (plan for plan in awaited if plan.name not in names)
+    found += [DomainStatus(plan, STOPPED, _WAITS, None, 0.0, 0, _WAITS) for plan in waiting]
+    order = _order(gpus)
+    return tuple(sorted(found, key=lambda status: order.get(status.plan.gpu_uuids[0], 0)))
+
+
+def notice(config: Config, desired: Plan, host_conf: str, leftovers: str) -> str:
+    """Why the host offers no devices at all, if that is so, and what is to be known of `leftovers`."""
+    why = ""
+    if not config.enable_cuda_mps:
+        why = f"enable_cuda_mps is false in {host_conf}: this host offers no MPS devices"
+    elif not desired.domains:
+        reasons = "; ".join(f"{address}: {reason}" for address, reason in desired.unavailable.items())
+        why = f"no GPU of this host can serve MPS devices ({reasons or 'it has none'})"
+    return "; ".join(part for part in (why, leftovers) if part)
+
+
+def warnings(snapshot: Snapshot) -> Sequence[str]:
+    """What an operator must know although all runs, such as budgets that are not enforced."""
+    found = list(snapshot.remarks)
+    for gpu in snapshot.inventory.gpus:
+        served = any(gpu.uuid in domain.plan.gpu_uuids for domain in snapshot.domains)
+        if served and not gpu.reason and not enforces_budgets(gpu):
+            found.append(
+                f"GPU {gpu.address} ({gpu.name}): budgets are not enforced, for it is older than Volta; "
+                "its clients can use all of its memory and threads"
+            )
+        planned = snapshot.plan.compute_modes.get(gpu.uuid or "")
+        if planned and not gpu.reason and gpu.compute_mode != planned:
+            found.append(
+                f"GPU {gpu.address} ({gpu.name}): its compute mode is {gpu.compute_mode}, not {planned}; "
+                "a process that misses the control daemon would use it without limits"
+            )
+    return found
+
+
+def _order(gpus: Iterable[Gpu]) -> dict[str | None, int]:
+    return {gpu.uuid: place for place, gpu in enumerate(gpus)}
