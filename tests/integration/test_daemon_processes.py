@@ -25,7 +25,7 @@ def test_polling_without_a_thread_is_reported_and_ends_nothing(ready_daemon: Dae
         eventually(lambda: reported(ready_daemon.host, 31) and warned(ready_daemon), "the warning")
         status, answer = ready_daemon.get("/v1/plan")
         assert (status, answer["hint"]) == (503, LIMITS)
-        assert answer["detail"].startswith("no thread can be started, because too many")
+        assert answer["detail"].startswith("no thread can be started: ")
         ready_daemon.signal(signal.SIGHUP)
         ready_daemon.wait_log("not reloaded: no thread can be started")
         assert available(ready_daemon) == 4
