@@ -51,7 +51,7 @@ control_daemons() { # PID of each control daemon of root's that runs, and whethe
     done
 }
 
-is_taken_over() { # by its PID and its start in clock ticks: yunion_mps/mps/taken_over.py wrote them down
+is_taken_over() { # by its PID and its start in clock ticks: yunion_mps/mps/processes.py wrote them
     ticks=$(sed 's/.*) //' "$processes/$1/stat" 2>/dev/null | cut -d ' ' -f 20)
     grep -q "\"pid\": $1, \"started_ticks\": $ticks," "$taken_over" 2>/dev/null
 }

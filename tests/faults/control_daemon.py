@@ -111,7 +111,7 @@ def replaced(scene: Scene) -> None:
     scene.daemon.kill()
     scene.serve()
     assert scene.control == old
-    scene.saw("took over the running control daemon")
+    scene.saw("adopted the running control daemon")
     scene.goes_on("the running one serves on; once it ends, the new one ")
     scene.kill_control_daemon()
     assert Path(f"/proc/{scene.control}/exe").stat().st_ino == program.stat().st_ino != inode

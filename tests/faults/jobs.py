@@ -89,7 +89,7 @@ def limits_changed(scene: Scene) -> None:
     scene.strike(lambda: scene.ask(*changes))
     assert scene.ask(ask) == ["90.0"]
     scene.serves_again(lambda: scene.ask(ask) == ["25.0"])
-    scene.saw("somebody else has changed its limits")
+    scene.saw("another program has changed its limits")
 
 
 @fault(JOBS, "somebody else changes the compute mode", takes_s=11)

@@ -16,7 +16,7 @@ from unit.mps.driving import full_queue
 from unit.mps.hostile import STRANGER
 
 DAY_S = 86_400
-_TAKEN_OVER = "took over the running control daemon"
+_TAKEN_OVER = "adopted the running control daemon"
 
 
 @fault(OURSELVES, "it is killed (SIGKILL) while a job runs")

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from typing import NamedTuple
 
 import pytest
-from yunion_mps.mps.control import peer_of
+from yunion_mps.mps.conversation import peer_of
 
 from integration.daemon_host import Daemon, eventually
 from integration.podman_host import Podman, Store, spec_of

@@ -8,7 +8,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from yunion_mps.mps.control import PROGRAM
+from yunion_mps.mps.processes import PROGRAM
 
 from integration.conftest import MakeAtWork, MakeDaemon, MakeHost
 from integration.daemon_host import Daemon, control_daemons, eventually, is_running
@@ -63,7 +63,7 @@ def test_after_a_kill_the_next_daemon_takes_over_and_puts_back_what_the_first_ch
     assert daemon.host.gpus[0].compute_mode == "exclusive_process"
     daemon.start().wait_ready()
     assert daemon.control_pid() == control
-    assert f"took over the running control daemon (PID {control})" in daemon.log
+    assert f"adopted the running control daemon (PID {control})" in daemon.log
     assert daemon.control(*LIMITS) == ["5G", "25.0"]
     assert daemon.stop() == 0
     assert not is_running(control)
@@ -75,7 +75,7 @@ def test_the_next_daemon_starts_also_where_what_it_finds_is_just_ending(daemon: 
     control = daemon.control_pid()
     daemon.kill()
     os.kill(control, signal.SIGSTOP)  # so that it is found, and does not answer before its end
-    daemon.start().wait_log(f"took over the running control daemon (PID {control})")
+    daemon.start().wait_log(f"adopted the running control daemon (PID {control})")
     os.kill(control, signal.SIGKILL)
     daemon.wait_ready()
     assert daemon.control_pid() != control

@@ -102,7 +102,7 @@ def test_limits_that_are_not_in_force_are_never_ready(daemon: Daemon) -> None:
     wrap(daemon, '[ "$1" = -f ] && exec $REAL -f; $REAL | sed "s/^5G$/4G/"')
     lines = refused(daemon, 1)
     assert lines[-2] == (
-        "<3>the memory limit of device 0 is not in force: it was set to 5760M, "
+        "<3>the memory limit of device 0 is not in effect: it was set to 5760M, "
         "and the control daemon answers '4G'"
     )
     assert control_daemons(daemon.host.root) == []

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from yunion_mps.mps.control import PROGRAM
+from yunion_mps.mps.processes import PROGRAM
 
 from integration.conftest import AtWork, MakeAtWork
 from integration.daemon_host import Daemon, eventually

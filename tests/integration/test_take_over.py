@@ -20,7 +20,7 @@ def test_it_becomes_ours_and_stays_so_through_a_crash_and_a_reexec(
     assert stranger.poll() is None
     assert daemon.host.gpus[0].compute_mode == "default", "nothing is changed yet"
     daemon.start().wait_ready()
-    assert f"took over the running control daemon (PID {stranger.pid})" in daemon.log
+    assert f"adopted the running control daemon (PID {stranger.pid})" in daemon.log
     assert daemon.control_pid() == stranger.pid
     assert daemon.control("get_default_active_thread_percentage") == ["25.0"]
     daemon.kill()

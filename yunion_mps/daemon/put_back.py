@@ -17,9 +17,8 @@ from yunion_mps.host.proc import program_of
 from yunion_mps.host.store import Store
 from yunion_mps.models import DomainPlan, Event, PlannedGpu
 from yunion_mps.mps.domain import Domain
-from yunion_mps.mps.orphans import Orphans
-from yunion_mps.mps.ownership import MpsProcess, our_processes
-from yunion_mps.mps.servers import orphans_in
+from yunion_mps.mps.processes import MpsProcess, orphaned_servers, our_processes
+from yunion_mps.mps.rollover import OrphanedServers
 from yunion_mps.mps.states import STOPPED
 from yunion_mps.paths import Paths
 from yunion_mps.supervisor.compute_modes import original_modes, restore_unused
@@ -78,14 +77,14 @@ class _Past:
 
     def __init__(self, timeout_s: int, now_s: float) -> None:
         self._domains: list[Domain] = []
-        self._orphans: list[Orphans] = []
+        self._orphans: list[OrphanedServers] = []
         running = our_processes()
         for one in running:
             if not one.is_server:
                 self._end(one, timeout_s, now_s)
         for place in {one.pipe_directory for one in running}:
-            orphans = Orphans(place, _ignore)
-            orphans.add(orphans_in(place), "", now_s + timeout_s, "the time that its jobs had is over")
+            orphans = OrphanedServers(place, _ignore)
+            orphans.add(orphaned_servers(place), "", now_s + timeout_s, "the time that its jobs had is over")
             self._orphans.append(orphans)
 
     def _end(self, one: MpsProcess, timeout_s: int, now_s: float) -> None:

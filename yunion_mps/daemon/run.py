@@ -42,7 +42,7 @@ STOPPED, ANEW = "stopped", "anew"
 
 
 #: Imported where they are used, for few hosts and few clients use them.
-_NEEDED_LATER = ("yunion_mps.http.openapi", "yunion_mps.mps.multiuser")
+_NEEDED_LATER = ("yunion_mps.http.openapi",)
 
 
 class _LoadError(Exception):

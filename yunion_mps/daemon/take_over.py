@@ -10,9 +10,9 @@ import logging
 from yunion_mps.errors import HostError
 from yunion_mps.host.proc import environment_of
 from yunion_mps.host.store import Store
-from yunion_mps.mps.control import PROGRAM, peer_of
-from yunion_mps.mps.ownership import MARK, could_be_ours
-from yunion_mps.mps.taken_over import TakenOver, judge, write_down
+from yunion_mps.mps.conversation import peer_of
+from yunion_mps.mps.processes import MARK, PROGRAM, AdoptionOrder, could_be_ours, record_order
+from yunion_mps.mps.startup import order_to_adopt
 from yunion_mps.paths import Paths
 from yunion_mps.supervisor.preflight import Preflight, run_preflight
 
@@ -33,12 +33,12 @@ def take_over(paths: Paths, pid: int) -> int:
             store.forget_limits(found.pipe_directory)  # what is noted there is of another control daemon
         finally:
             store.close()
-    write_down(found)
+    record_order(found)
     log.info("the control daemon (PID %d) counts as ours now: yunion-mps-daemon goes on with it", pid)
     return 0
 
 
-def _judged(paths: Paths, pid: int, examination: Preflight) -> TakenOver:
+def _judged(paths: Paths, pid: int, examination: Preflight) -> AdoptionOrder:
     config, plan = examination.config, examination.plan
     if config.cuda_mps_scope != "host" or not plan.domains:
         why = "cuda_mps_scope is gpu" if plan.domains else "the configuration divides no GPU"
@@ -57,4 +57,4 @@ def _judged(paths: Paths, pid: int, examination: Preflight) -> TakenOver:
     if MARK in environment:
         raise HostError(f"the control daemon (PID {pid}) is ours already", "nothing is to be done")
     gpus = [gpu.uuid for gpu in examination.inventory.gpus]
-    return judge(pid, environment, gpus, domain)
+    return order_to_adopt(pid, environment, gpus, domain)

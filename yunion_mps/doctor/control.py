@@ -12,12 +12,10 @@ from yunion_mps.doctor.host import DEFAULT_PIPE_DIRECTORY, Host
 from yunion_mps.errors import HostError, YunionError
 from yunion_mps.host.proc import all_pids, environment_of, uid_of, user_name
 from yunion_mps.models import DomainPlan
-from yunion_mps.mps.adoption import find
-from yunion_mps.mps.control import PROGRAM, SilentError, peer_of
+from yunion_mps.mps.conversation import Probe, SilentError, peer_of
 from yunion_mps.mps.diagnosis import front_end_at, why_silent
-from yunion_mps.mps.ownership import MARK
-from yunion_mps.mps.probe import Probe
-from yunion_mps.mps.servers import named, orphans_in
+from yunion_mps.mps.processes import MARK, PROGRAM, describe_servers, orphaned_servers
+from yunion_mps.mps.startup import find
 
 #: The control daemon greets at once; the daemon itself gives it 5 s before it acts.
 _GREETING_S = 2.0
@@ -222,9 +220,9 @@ def orphans(host: Host) -> Findings:
         return [skipped("only root sees whose MPS servers run", "run it as root")]
     found = []
     for domain in host.domains():
-        pids = orphans_in(domain.pipe_directory)
+        pids = orphaned_servers(domain.pipe_directory)
         if pids:
-            what = f"{named(pids)} of domain {domain.name} lives on without its control daemon"
+            what = f"{describe_servers(pids)} of domain {domain.name} lives on without its control daemon"
             remedy = "wait for its jobs, or end them; without jobs the daemon ends it after a while"
             found.append(warning(f"{what}, and keeps its GPUs from the next one", remedy))
     return found or [ok("every MPS server has its control daemon")]

@@ -12,8 +12,7 @@ from yunion_mps.doctor.finding import Finding, Findings, ok, problem, skipped, w
 from yunion_mps.doctor.host import Host
 from yunion_mps.errors import DriverError, HostError
 from yunion_mps.host.proc import environment_of
-from yunion_mps.mps.control import PROGRAM, find_control_program
-from yunion_mps.mps.ownership import SERVER, server_path
+from yunion_mps.mps.processes import PROGRAM, SERVER, find_control_program, server_path
 
 #: /proc/driver/nvidia/version: `Kernel Module  535.261.03`, `Open Kernel Module for x86_64  550.54.15`.
 _MODULE = re.compile(r"Kernel Module(?: for \S+)?\s+(\d{3}[\d.]*\d)")

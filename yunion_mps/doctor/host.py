@@ -11,7 +11,7 @@ from yunion_mps.errors import Problem, YunionError
 from yunion_mps.http.client import Client
 from yunion_mps.inventory import Nvml, machine_id, scan
 from yunion_mps.models import Config, DomainPlan, Gpu, Inventory, Plan, PlannedGpu
-from yunion_mps.mps.control import peer_of
+from yunion_mps.mps.conversation import peer_of
 from yunion_mps.paths import Paths
 from yunion_mps.planning import make_plan
 

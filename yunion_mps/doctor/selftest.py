@@ -15,7 +15,7 @@ from yunion_mps.doctor.finding import Finding, Findings, ok, problem, skipped
 from yunion_mps.doctor.host import Host
 from yunion_mps.host.proc import uid_of, user_name
 from yunion_mps.host.processes import spawn
-from yunion_mps.mps.servers import server_pids
+from yunion_mps.mps.processes import server_pids
 
 #: As long as another check: waking a GPU and starting an MPS server take seconds, and a client that waits for
 #: another's jobs is to be told of.

@@ -12,10 +12,9 @@ from yunion_mps.doctor.host import DEFAULT_PIPE_DIRECTORY, Host
 from yunion_mps.errors import YunionError
 from yunion_mps.host.proc import environment_of, name_of, program_of, uid_of, user_name
 from yunion_mps.models import DomainPlan
-from yunion_mps.mps.control import PROGRAM
 from yunion_mps.mps.diagnosis import holders, peers
 from yunion_mps.mps.log_file import LOG_NAME, SERVER_LOG, timestamp_parser
-from yunion_mps.mps.servers import server_pids
+from yunion_mps.mps.processes import PROGRAM, server_pids
 from yunion_mps.planning import max_clients
 
 _LAST_BYTES = 1 << 16

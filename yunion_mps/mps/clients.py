@@ -1,24 +1,34 @@
-"""The clients of a control daemon, in its own words.
+"""The clients of a control daemon: those that it serves, in its own words, and those that it keeps waiting.
 
-Asked only on purpose: `ps` waits in the control daemon's only thread for its servers, so a server that
-hangs keeps it from everybody (measured). A server that was stopped is not asked.
+It is asked only on purpose: `ps` waits in the control daemon's only thread for its servers, so a server that
+hangs keeps it from all others (measured). A server that was stopped is not asked.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
+import re
 import select
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from yunion_mps.errors import ControlError
-from yunion_mps.host.proc import is_stopped
+from yunion_mps.host.proc import is_stopped, uid_of
 from yunion_mps.models import DomainPlan
-from yunion_mps.mps.control import HEARD, Conversation, OccupiedError, SilentError
-from yunion_mps.mps.diagnosis import front_end_at
-from yunion_mps.mps.servers import server_pids
+from yunion_mps.mps.conversation import ANSWER_TIMEOUT_S, HEARD, Conversation, SilentError, occupied
+from yunion_mps.mps.log_file import LOG_NAME, OLDER, timestamp_parser
+from yunion_mps.mps.processes import server_pids
 
-ANSWER_TIMEOUT_S = 5.0
+_LINE = re.compile(
+    rb"^\0*\[(?P<time>\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)\.\d+ Control +\d+\] (?:"
+    rb"NEW CLIENT (?P<client>\d+) from user (?P<of>\d+): Server is not ready, push client to pending list"
+    rb"|Starting new server (?P<server>\d+) for user (?P<user>\d+)"
+    rb"|NEW SERVER (?P<ready>\d+): Ready"
+    rb"|(?P<begin>Starting control daemon))",
+    re.MULTILINE,
+)
 
 
 class ClientRow(NamedTuple):
@@ -29,10 +39,48 @@ class ClientRow(NamedTuple):
     gpu: str
 
 
-def converse(program: str, plan: DomainPlan, command: str) -> list[str]:
+def clients_of(program: str, plan: DomainPlan, control_pid: int) -> list[ClientRow]:
+    """Its clients; waits for the answer. Raises ControlError if it cannot be asked, or does not answer."""
+    servers = server_pids(control_pid)
+    _refuse_stopped(servers)
+    return rows_in(_converse(program, plan, "ps")) if servers else []
+
+
+def server_state(program: str, plan: DomainPlan, server: int) -> str | None:
+    """`INITIALIZING`, `ACTIVE` or `FAULT`; None if the control daemon does not know (before 550)."""
+    answer = _converse(program, plan, f"get_server_status {server}")
+    word = answer[0].strip() if answer else ""
+    return word if word.isalpha() and word.isupper() else None
+
+
+def terminate(program: str, plan: DomainPlan, server: int, client: int) -> bool:
+    """Have the server let go of the client, which is then safe to end; False if it has none to let go of.
+
+    Raises ControlError if the server refuses.
+    """
+    _refuse_stopped([server])
+    answer = _converse(program, plan, f"terminate_client {server} {client}")
+    if any("not found" in line for line in answer):
+        return False  # it waits for a server, or that is about to end
+    if not answer or answer[-1].strip() != "0":
+        words = "; ".join(answer) or "nothing"
+        what = f"its MPS server (PID {server}) refused to let go of it (the control daemon's answer: {words})"
+        raise ControlError(what, "to end it all the same: yunion-mps clients terminate --force")
+    return True
+
+
+def _refuse_stopped(servers: Sequence[int]) -> None:
+    """Raise SilentError if one of the servers was stopped: to ask it would stop the control daemon too."""
+    stopped = [pid for pid in servers if is_stopped(pid)]
+    if stopped:
+        what = f"its MPS server (PID {stopped[0]}) was stopped, and asking for its clients would hang"
+        raise SilentError(what, f"let it go on: kill -CONT {stopped[0]}")
+
+
+def _converse(program: str, plan: DomainPlan, command: str) -> list[str]:
     """The answer to the command; waits for it, so it is for threads.
 
-    Raises ControlError, ShortageError, and OccupiedError where another front-end is connected.
+    Raises ControlError, ShortageError, and OccupiedError if another front-end is connected.
     """
     now_s = time.monotonic()
     conversation = Conversation(program, plan.pipe_directory, [HEARD, command], now_s, ANSWER_TIMEOUT_S)
@@ -44,30 +92,8 @@ def converse(program: str, plan: DomainPlan, command: str) -> list[str]:
     finally:
         conversation.close()
     if not answer:
-        raise OccupiedError(plan.pipe_directory, front_end_at(plan.pipe_directory))
+        raise occupied(plan.pipe_directory)
     return answer[1:]
-
-
-def clients_of(program: str, plan: DomainPlan, control_pid: int) -> list[ClientRow]:
-    """Its clients; waits for the answer. Raises ControlError where it cannot be asked, or does not answer."""
-    servers = server_pids(control_pid)
-    _refuse_stopped(servers)
-    return rows_in(converse(program, plan, "ps")) if servers else []
-
-
-def _refuse_stopped(servers: Sequence[int]) -> None:
-    """Raise SilentError where one of the servers was stopped: to ask it would stop the control daemon too."""
-    stopped = [pid for pid in servers if is_stopped(pid)]
-    if stopped:
-        what = f"its MPS server (PID {stopped[0]}) was stopped, and asking for its clients would hang"
-        raise SilentError(what, f"let it go on: kill -CONT {stopped[0]}")
-
-
-def server_state(program: str, plan: DomainPlan, server: int) -> str | None:
-    """`INITIALIZING`, `ACTIVE` or `FAULT`; None where the control daemon does not know (before 550)."""
-    answer = converse(program, plan, f"get_server_status {server}")
-    word = answer[0].strip() if answer else ""
-    return word if word.isalpha() and word.isupper() else None
 
 
 def rows_in(answer: Sequence[str]) -> list[ClientRow]:
@@ -88,17 +114,61 @@ def rows_in(answer: Sequence[str]) -> list[ClientRow]:
     return rows
 
 
-def terminate(program: str, plan: DomainPlan, server: int, client: int) -> bool:
-    """Have the server let go of the client, which is then safe to end; False where it has none to let go of.
+# -- clients that wait for an MPS server that another user has
 
-    Raises ControlError where it does not.
+
+class WaitingClient(NamedTuple):
+    """A client that waits since then (s since 1970), and the server (PID) that it waits for."""
+
+    pid: int
+    uid: int
+    since_s: float
+    server: int
+
+
+def waiting_clients(plan: DomainPlan, servers: Sequence[int]) -> list[WaitingClient]:
+    """Those that wait while these servers run, the first to come first; none if one server serves all users.
+
+    Also those in containers: the log has the PIDs that the kernel gave it. A client that gave up without
+    ending is not told from one that waits.
     """
-    _refuse_stopped([server])
-    answer = converse(program, plan, f"terminate_client {server} {client}")
-    if any("not found" in line for line in answer):
-        return False  # it waits for a server, or that is about to end
-    if not answer or answer[-1].strip() != "0":
-        words = "; ".join(answer) or "nothing"
-        what = f"its MPS server (PID {server}) refused to let go of it (the control daemon's answer: {words})"
-        raise ControlError(what, "to end it all the same: yunion-mps clients terminate --force")
-    return True
+    owners = {pid: uid for pid in servers if (uid := uid_of(pid)) is not None}
+    if plan.multiuser or not owners:
+        return []
+    found = []
+    for pid, (uid, since_s) in pending_in(_logs(plan), timestamp_parser(time.time())).items():
+        others = [server for server, owner in owners.items() if owner != uid]
+        if uid_of(pid) == uid:
+            found.append(WaitingClient(pid, uid, since_s, (others or list(owners))[0]))
+    return sorted(found, key=lambda one: one.since_s)
+
+
+def pending_in(log: bytes, seconds: Callable[[str], float]) -> dict[int, tuple[int, float]]:
+    """The user and the time of each client (by PID) that the log last says is kept waiting.
+
+    That such a client is served since is told by no line of its own: when a server starts for a user, all of
+    that user's clients are served (measured).
+    """
+    pending: dict[int, tuple[int, float]] = {}
+    users: dict[bytes, int] = {}
+    for line in _LINE.finditer(log):
+        if line["begin"]:
+            pending, users = {}, {}
+        elif line["client"]:
+            with contextlib.suppress(ValueError, OverflowError):  # of the time, if another process wrote it
+                pending[int(line["client"])] = (int(line["of"]), seconds(line["time"].decode()))
+        else:
+            if line["server"]:
+                users[line["server"]] = int(line["user"])
+            served = users.get(line["server"] or line["ready"])
+            pending = {pid: one for pid, one in pending.items() if one[0] != served}
+    return pending
+
+
+def _logs(plan: DomainPlan) -> bytes:
+    """All that there is of the log, the older part first; 2 MiB at most."""
+    parts = []
+    for name in (OLDER, LOG_NAME):
+        with contextlib.suppress(OSError), open(os.path.join(plan.log_directory, name), "rb") as file:
+            parts.append(file.read())
+    return b"\n".join(parts)

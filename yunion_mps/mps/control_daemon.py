@@ -1,32 +1,158 @@
-"""A domain's control daemon: found or started, what is under way with it, and its end; nothing waits."""
+"""A domain's control daemon: adopted or started, what is under way with it, and its end; nothing waits."""
 
 from __future__ import annotations
 
 import logging
+import signal
 from collections.abc import Callable, Sequence
 from typing import Union
 
-from yunion_mps.errors import HostError
-from yunion_mps.host.processes import Process, describe_exit
+from yunion_mps.errors import ControlError, HostError, ShortageError, YunionError
+from yunion_mps.host.processes import Process, describe_exit, wake
 from yunion_mps.models import DomainPlan, Event
-from yunion_mps.mps import launch
-from yunion_mps.mps.adoption import find, with_remembered
-from yunion_mps.mps.applying import Applying, InForce
-from yunion_mps.mps.ending import Ending
-from yunion_mps.mps.news import NewsReader
-from yunion_mps.mps.ownership import MpsProcess, forget, record
-from yunion_mps.mps.taken_over import TakenOver
-from yunion_mps.mps.watch import Watch
-from yunion_mps.mps.wedge import Wedge
+from yunion_mps.mps import startup
+from yunion_mps.mps.conversation import HEARD, Task, occupied
+from yunion_mps.mps.health import Monitor, Recovery
+from yunion_mps.mps.limits import LimitsInEffect, LimitsSetter
+from yunion_mps.mps.log_file import LogReader
+from yunion_mps.mps.processes import (
+    AdoptionOrder,
+    MpsProcess,
+    forget,
+    record,
+    running_servers,
+    signal_server,
+)
 
 log = logging.getLogger(__name__)
 
+#: How long a control daemon may take to end on top of the time that its clients have.
+GRACE_S = 2.0
+#: After this long it is said once more that something does not even end by SIGKILL.
+UNKILLABLE_S = 60.0
+_ASK_AGAIN_S = 0.2
+#: Turned away so often, it is by another program's front-end.
+_SURELY_ANOTHERS = 2
 
-Work = Union[launch.Starting, Applying, Watch, Wedge, Ending]
+
+class Shutdown(Task):
+    """The end of a control daemon: `quit -t`, SIGTERM, SIGKILL, each with its time; nothing here waits.
+
+    A signal ends the control daemon alone: its servers would go on without it and keep their GPUs (measured).
+    So they get the signals as well.
+    """
+
+    def __init__(
+        self,
+        process: Process,
+        plan: DomainPlan,
+        program: str,
+        servers: Callable[[], Sequence[int]],
+        now_s: float,
+        *,
+        timeout_s: int | None,
+    ) -> None:
+        """`timeout_s` is how long clients have before their servers end; None does not ask, but signals.
+
+        `servers` returns the PIDs of its servers, at any time.
+        """
+        super().__init__(program, plan)
+        self._process = process
+        self._servers = servers
+        #: Whether it was asked to quit, and is waiting for its servers, as far as we know.
+        self._asked = False
+        self._forced = False
+        #: How often another front-end was connected instead of ours.
+        self._turns_away = 0
+        self._again_s = now_s
+        self._signal: signal.Signals | None = None
+        self._deadline_s = now_s
+        #: Whether it is ended because it does not serve.
+        self.is_replacement = timeout_s is None
+        if timeout_s is not None:
+            self._deadline_s = now_s + timeout_s + GRACE_S
+            wake([process.pid, *servers()])  # what was stopped can neither hear nor end
+            self._ask(now_s)
+
+    def tick(self, now_s: float) -> float:
+        """Do what is due; return when to be called again."""
+        self._listen(now_s)
+        if now_s < self._deadline_s:
+            if self._conversation or self._asked or self._signal:
+                return self._deadline_s
+            if now_s >= self._again_s:
+                self._ask(now_s)
+            return min(self._deadline_s, self._again_s)
+        servers = running_servers(self._servers())
+        if self._asked and servers and not self._forced:
+            self._forced = True
+            self._signal_servers(servers, signal.SIGKILL)  # they were to end, and it waits for them
+        else:
+            self._signal = signal.SIGKILL if self._signal else signal.SIGTERM
+            self._warn(f"control daemon (PID {self._process.pid}) gets {self._signal.name}")
+            self._process.signal(self._signal)
+            self._signal_servers(servers, self._signal)
+        self._deadline_s = now_s + (UNKILLABLE_S if self._signal == signal.SIGKILL else GRACE_S)
+        return self._deadline_s
+
+    def _signal_servers(self, servers: Sequence[int], number: signal.Signals) -> None:
+        for pid in servers:
+            try:
+                if signal_server(pid, number):
+                    self._warn(f"MPS server (PID {pid}) gets {number.name}")
+            except ShortageError as error:
+                self._warn(str(error))
+
+    def _ask(self, now_s: float) -> None:
+        """Ask; if only descriptors are short, its clients still get their time, and it is asked again."""
+        self._again_s = now_s + _ASK_AGAIN_S
+        left_s = max(0, round(self._deadline_s - GRACE_S - now_s))
+        try:
+            self._converse([HEARD, f"quit -t {left_s}"], now_s, self._deadline_s - now_s)
+        except ShortageError as error:
+            log.debug("domain %s: it cannot be asked to quit yet: %s", self._plan.name, error)
+        except YunionError as error:
+            self._warn(f"it cannot be asked to quit: {error}")
+            self._deadline_s = now_s
+
+    def _listen(self, now_s: float) -> None:
+        """Note the front-end's end."""
+        if self._conversation is None:
+            return
+        try:
+            answer = self._conversation.poll(now_s)
+            if answer is None:
+                return
+            self._asked = bool(answer)
+            if not answer:
+                self._turned_away(now_s)
+        except ControlError as error:
+            self._asked = now_s >= self._deadline_s  # no answer in all that time: it waits for its servers
+            self._warn("it has not ended in time" if self._asked else f"it does not quit: {error}")
+            if not self._servers():  # otherwise jobs get their time, and it is asked again
+                self._deadline_s = now_s
+        self._conversation = None
+
+    def _turned_away(self, now_s: float) -> None:
+        """Another front-end is connected: its clients get their time all the same, and it is asked again.
+
+        The first time it may be one of ours that was left off just now, which it has not noticed yet.
+        """
+        self._turns_away += 1
+        if self._turns_away == _SURELY_ANOTHERS:
+            self._warn(str(occupied(self._plan.pipe_directory)))
+        if self._turns_away >= _SURELY_ANOTHERS and not self._servers():
+            self._deadline_s = now_s  # there is no job to wait for
+
+    def _warn(self, text: str) -> None:
+        log.warning("domain %s: %s", self._plan.name, text)
+
+
+Work = Union[startup.Startup, LimitsSetter, Monitor, Recovery, Shutdown]
 
 
 class ControlDaemon:
-    """The process while there is one, what is known of its past, its log, and one work at a time with it."""
+    """The process while there is one, what is known of its past, its log, and one task at a time with it."""
 
     def __init__(
         self,
@@ -35,130 +161,139 @@ class ControlDaemon:
         tell: Callable[[Event], None],
         servers: Callable[[], Sequence[int]],
         *,
-        is_remembered: bool,
+        is_recorded: bool,
     ) -> None:
-        """`servers` tells the PIDs of its servers; `is_remembered`: what these have was written down."""
+        """`servers` returns the PIDs of its servers; `is_recorded`: what these have is on record."""
         self.program = program
         #: What is under way with it.
         self.work: Work | None = None
         #: What its next server is to get, the GPUs in its own order.
         self.target = plan
-        #: What is noted of it where somebody else has started it.
-        self.taken_over: TakenOver | None = None
+        #: The order to adopt it, if another program has started it.
+        self.order: AdoptionOrder | None = None
         #: Whether it ran before us, and whether it has served: then it may have jobs.
-        self.was_found = self.has_served = False
+        self.was_adopted = self.has_served = False
         self._had_one = False
-        self.is_remembered = is_remembered
+        self._is_recorded = is_recorded
         self._tell = tell
         self._servers = servers
         self._process: Process | None = None
-        self._news = NewsReader(plan, tell, servers)
+        self._log = LogReader(plan, tell, servers)
 
     @property
     def runs(self) -> bool:
-        """Whether there is one; its end is to be noticed yet."""
+        """Whether there is one, as far as its end was noted."""
         return self._process is not None
 
     @property
     def process(self) -> Process:
-        """It; to be asked for only where there is one."""
+        """It; to be asked for only if there is one."""
         assert self._process is not None
         return self._process
 
     @property
     def pid(self) -> int | None:
-        """Its PID, None where there is none."""
         return self._process.pid if self._process else None
 
     @property
-    def took_over(self) -> bool:
+    def is_adopted(self) -> bool:
         """Whether there is one that ran before us, and so may have jobs."""
-        return self.was_found and self._process is not None
+        return self.was_adopted and self._process is not None
 
     @property
     def has_ended(self) -> bool:
-        """Whether it has ended since it was held, and is to be let go of."""
+        """Whether it has ended since it was held, and is to be reaped."""
         return self._process is not None and self._process.status() is not None
 
     @property
-    def waits_for_somebody(self) -> bool:
-        """Whether somebody else keeps it, which served before, from answering."""
-        return self.has_served and isinstance(self.work, Applying) and bool(self.work.note)
+    def is_occupied(self) -> bool:
+        """Whether another process keeps it, which served before, from answering."""
+        return self.has_served and isinstance(self.work, LimitsSetter) and bool(self.work.note)
 
     @property
     def is_replaced(self) -> bool:
         """Whether it is being ended because it did not serve."""
-        return isinstance(self.work, Wedge) and self.work.ended
+        return isinstance(self.work, Shutdown) and self.work.is_replacement
 
     def descriptors(self) -> list[int]:
         """What to watch for reading: its end, and the answers that are awaited."""
         end = [self._process.fileno()] if self._process else []
         return [*end, *self.work.descriptors()] if self.work else end
 
-    def begin(self, wanted: DomainPlan, before: DomainPlan, ours: Sequence[MpsProcess] | None = None) -> str:
-        """Take over one that serves the domain already, or start one; returns which, in words.
+    def adopt_or_start(
+        self, desired: DomainPlan, before: DomainPlan, ours: Sequence[MpsProcess] | None = None
+    ) -> str:
+        """Adopt one that serves the domain already, or start one; returns which, in words.
 
-        `before` is what is remembered of its clients' plan, `ours` as `find` takes it. Raises HostError where
+        `before` is what is recorded of its clients' plan, `ours` as `find` takes it. Raises HostError if
         neither can be done.
         """
         if self._had_one:
             ours = ()  # no other can run: only the daemon with the lock starts them, and it had this one
         try:
-            found = find(wanted, ours)  # first, for one that serves needs nothing of what a new one needs
-            self.target = with_remembered(found.plan, before) if found else wanted
-            self._news = NewsReader(self.target, self._tell, self._servers)
-            self.has_served = self.was_found = found is not None
-            self.taken_over = found.taken_over if found else None
-            self._process = found.process if found else launch.begin(self.program, wanted)
+            found = startup.find(
+                desired, ours
+            )  # first: one that serves needs nothing of what a new one needs
+            self.target = startup.with_recorded(found.plan, before) if found else desired
+            self._log = LogReader(self.target, self._tell, self._servers)
+            self.has_served = self.was_adopted = found is not None
+            self.order = found.order if found else None
+            self._process = found.process if found else startup.start(self.program, desired)
         except HostError:
-            self.is_remembered = False
+            self._is_recorded = False
             raise
         self._had_one = True
-        if found:
-            record(self.target, found.process.pid)
-            if found.plan.pipe_group == wanted.pipe_group:
-                self._set_access(wanted)
-        return f"took over the running control daemon (PID {self.pid})" if found else "started"
+        if not found:
+            return "started"
+        record(self.target, found.process.pid)
+        if found.plan.pipe_group == desired.pipe_group:
+            try:
+                startup.set_access(desired)
+            except HostError as error:  # jobs go on
+                log.error("domain %s: %s. %s", desired.name, error.message, error.hint)
+        return f"adopted the running control daemon (PID {self.pid})"
 
-    def _set_access(self, plan: DomainPlan) -> None:
-        """Set who may enter the pipe directory as planned; a failure is only logged, and jobs go on."""
-        try:
-            launch.set_access(plan)
-        except HostError as error:
-            log.error("domain %s: %s. %s", plan.name, error.message, error.hint)
+    # -- what is under way with it
 
     def await_answer(self, now_s: float) -> None:
         """Begin to wait for its first sign of life."""
         self.drop()
-        self.work = launch.Starting(self.process, self.target, now_s)
+        self.work = startup.Startup(self.program, self.target, self.process, now_s)
 
-    def apply(self, known: InForce, now_s: float, *, setting: bool, idle: bool) -> None:
-        """Begin to bring its limits into force (see `Applying`); `known` is what is, as far as we know."""
+    def set_limits(self, known: LimitsInEffect, now_s: float, *, set_first: bool, idle: bool) -> None:
+        """Begin to bring its limits into effect (see `LimitsSetter`); `known` is what is so far."""
         self.drop()
-        strange = self.taken_over is not None and not self.is_remembered
-        self.work = Applying(
-            self.program, known, self.target, now_s, setting=setting, has_served=self.has_served, idle=idle,
-            strange=strange,
-        )  # fmt: skip
+        self.work = LimitsSetter(
+            self.program,
+            known,
+            self.target,
+            now_s,
+            set_first=set_first,
+            has_served=self.has_served,
+            idle=idle,
+            unrecorded=self.order is not None and not self._is_recorded,
+        )
 
-    def watch(self, now_s: float) -> None:
-        """It serves: begin to look after it."""
+    def monitor(self, now_s: float) -> None:
+        """It serves: begin to monitor it."""
         self.drop()
-        self.has_served = self.is_remembered = True
+        self.has_served = self._is_recorded = True
         servers, pid = self._servers(), self.process.pid
-        self.work = Watch(self.program, self.target, pid, servers, self._news.tell, now_s)
+        self.work = Monitor(self.program, self.target, pid, servers, self._log.tell, now_s)
 
-    def begin_anew(self, why: str, now_s: float) -> Wedge:
-        """It does not serve, and may have jobs: have it serve again, or be ended without harm."""
+    def recover(self, why: str, now_s: float) -> Recovery:
+        """It does not serve, and may have jobs: begin to have it serve again."""
         self.drop()
-        work = Wedge(self.process, self.target, self.program, self._servers, why, now_s)
-        self.work = work
+        self.work = work = Recovery(self.process, self.target, self.program, self._servers, why, now_s)
         return work
 
-    def end(self, plan: DomainPlan, now_s: float, *, timeout_s: int) -> None:
-        """Begin to end it; its clients, which have what is in `plan`, have so long."""
+    def shut_down(self, plan: DomainPlan, now_s: float, *, timeout_s: int | None) -> Shutdown:
+        """Begin to end it; its clients, which have what is in `plan`, have so long (see `Shutdown`)."""
         self.drop()
-        self.work = Ending(self.process, plan, self.program, self._servers, now_s, timeout_s=timeout_s)
+        self.work = work = Shutdown(
+            self.process, plan, self.program, self._servers, now_s, timeout_s=timeout_s
+        )
+        return work
 
     def drop(self) -> None:
         """Leave off what is under way."""
@@ -166,9 +301,11 @@ class ControlDaemon:
             self.work.close()
             self.work = None
 
-    def bury(self) -> str:
+    # -- its end
+
+    def reap(self) -> str:
         """Let go of one that has ended; returns how it did, in words."""
-        self._news.tell()
+        self._log.tell()
         how = "did not serve, and was ended"
         if not self.is_replaced:
             how = describe_exit(self.process.status() or 0)
@@ -183,7 +320,7 @@ class ControlDaemon:
         self._let_go()
 
     def kill(self) -> None:
-        """End one that has no jobs for good."""
+        """Kill one that has no jobs."""
         self.drop()
         self.process.kill()
         forget(self.target)
@@ -192,4 +329,4 @@ class ControlDaemon:
     def _let_go(self) -> None:
         self.drop()
         self.process.close()
-        self._process = self.taken_over = None
+        self._process = self.order = None

@@ -1,7 +1,7 @@
-"""Why a control daemon does not answer, as far as the host tells: who was stopped, who keeps it waiting.
+"""Why a control daemon does not answer, as far as the host tells.
 
-It serves everybody from one loop, and waits there for whoever has connected (measured): one process that
-connects and says nothing keeps it from all others. The kernel tells who is connected (sock_diag(7)).
+It serves all processes from one loop, and waits there for the one that is connected (measured): a process
+that connects and says nothing keeps it from all others. The kernel tells who is connected (sock_diag(7)).
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ import struct
 import time
 from collections.abc import Collection, Iterator
 
-from yunion_mps.host.proc import all_pids, count_open, is_stopped, name_of, program_of, uid_of, user_name
-from yunion_mps.mps.control import PROGRAM
-from yunion_mps.mps.servers import server_pids
+from yunion_mps.host.proc import all_pids, count_open, is_stopped, name_of, program_name, uid_of, user_name
+from yunion_mps.mps.processes import PROGRAM, server_pids
 
 #: So many connections wait in a control daemon's queue (measured); a further one is refused.
 QUEUE = 128
@@ -36,20 +35,21 @@ _TIMEOUT_S = 0.5
 
 
 def why_silent(pid: int, pipe_directory: str) -> str:
-    """The cause in words, empty where none can be seen. Never raises; takes up to half a second."""
+    """The cause in words, empty if none can be seen. Never raises; takes up to half a second."""
     with contextlib.suppress(Exception):
-        return _who_was_stopped(pid) or _who_is_silent(pid, pipe_directory)
+        return _stopped_process(pid) or _silent_connection(pid, pipe_directory)
     return ""
 
 
 def front_end_at(pipe_directory: str) -> str:
-    """Who has NVIDIA's front-end open on the directory; empty where nobody is found. Never raises."""
+    """The processes that have NVIDIA's front-end open there, in words; empty if none. Never raises."""
     with contextlib.suppress(Exception):
-        return ", ".join(_described(pid) for pid in _connections(pipe_directory) if _is_front_end(pid))
+        connected = _connections(pipe_directory)
+        return ", ".join(_described(pid) for pid in connected if program_name(pid) == PROGRAM)
     return ""
 
 
-def _who_was_stopped(pid: int) -> str:
+def _stopped_process(pid: int) -> str:
     if is_stopped(pid):
         return "it was stopped by a signal (SIGSTOP) or a debugger"
     for server in server_pids(pid):
@@ -58,31 +58,23 @@ def _who_was_stopped(pid: int) -> str:
     return ""
 
 
-def _who_is_silent(pid: int, pipe_directory: str) -> str:
-    """Servers, front-ends and we may be connected and silent; of the others, each may be the one."""
+def _silent_connection(pid: int, pipe_directory: str) -> str:
+    """Servers, front-ends and we may be connected and silent; any of the others may be the cause."""
     known = {pid, os.getpid(), *server_pids(pid)}
     connections = _connections(pipe_directory)
-    strangers = [other for other in connections if other not in known and not _is_front_end(other)]
+    strangers = [other for other in connections if other not in known and program_name(other) != PROGRAM]
     if sum(connections.values()) > QUEUE:
         most = sorted(strangers, key=lambda other: -connections[other])[:5]
         who = ", ".join(f"{_described(other)} has {connections[other]} connections" for other in most)
         return f"its queue is full, so no other process can connect: {who}"
     stopped = [other for other in strangers if is_stopped(other)]
+    who = ", ".join(_described(other) for other in stopped[:1] or strangers[:5])
     if stopped:
-        return (
-            f"{_described(stopped[0])} is connected to it and was stopped: everybody waits for that process"
-        )
-    if len(strangers) == 1:
-        who = _described(strangers[0])
-        return f"{who} is connected to it and says nothing: everybody waits for that process"
+        return f"{who} is connected to it and was stopped: everybody waits for that process"
     if strangers:
-        who = ", ".join(_described(other) for other in strangers[:5])
-        return f"one of {who} is connected to it and says nothing: everybody waits for that process"
+        one_of = "one of " if len(strangers) > 1 else ""
+        return f"{one_of}{who} is connected to it and says nothing: everybody waits for that process"
     return ""
-
-
-def _is_front_end(pid: int) -> bool:
-    return program_of(pid).rpartition("/")[2] == PROGRAM
 
 
 def _described(pid: int) -> str:
@@ -93,21 +85,21 @@ def _described(pid: int) -> str:
 
 
 def _connections(pipe_directory: str) -> dict[int, int]:
-    """How many connections to the control daemon each process has, by PID; it need not have accepted them."""
+    """How many connections to the control daemon each process has, by PID, accepted or not."""
     return holders(set(peers(pipe_directory)))
 
 
 def peers(pipe_directory: str) -> Iterator[int]:
-    """The inodes at the other ends of the connections, also of those that were not accepted yet.
+    """The inodes at the other ends of the connections, accepted or not.
 
     Raises OSError if the kernel does not tell.
     """
     # The second is where root's front-ends connect (measured).
-    places = {f"{pipe_directory}/{name}".encode() for name in ("control", "control_privileged")}
+    paths = {f"{pipe_directory}/{name}".encode() for name in ("control", "control_privileged")}
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _NETLINK_SOCK_DIAG) as netlink:
         for state, attributes in _sockets(netlink):
             name = attributes.get(_NAME, b"").rstrip(b"\0")
-            if name in places:
+            if name in paths:
                 inodes = attributes.get(_PENDING if state == _LISTENING else _PEER, b"")
                 yield from (inode for (inode,) in struct.iter_unpack("=I", inodes))
 
@@ -123,24 +115,24 @@ def _sockets(netlink: socket.socket) -> Iterator[tuple[int, dict[int, bytes]]]:
     netlink.send(_HEADER.pack(size, _SOCK_DIAG_BY_FAMILY, _REQUEST_DUMP, 1, 0) + question)
     while True:
         text = netlink.recv(1 << 16)
-        place = 0
-        while place + _HEADER.size <= len(text):
-            length, kind, _, _, _ = _HEADER.unpack_from(text, place)
+        offset = 0
+        while offset + _HEADER.size <= len(text):
+            length, kind, _, _, _ = _HEADER.unpack_from(text, offset)
             if kind != _SOCK_DIAG_BY_FAMILY or length < _HEADER.size:  # the end, or an error
                 return
-            body = text[place + _HEADER.size : place + length]
+            body = text[offset + _HEADER.size : offset + length]
             yield _ANSWER.unpack_from(body)[2], dict(_attributes(body[_ANSWER.size :]))
-            place += _aligned(length)
+            offset += _aligned(length)
 
 
 def _attributes(text: bytes) -> Iterator[tuple[int, bytes]]:
-    place = 0
-    while place + _ATTRIBUTE.size <= len(text):
-        length, kind = _ATTRIBUTE.unpack_from(text, place)
+    offset = 0
+    while offset + _ATTRIBUTE.size <= len(text):
+        length, kind = _ATTRIBUTE.unpack_from(text, offset)
         if length < _ATTRIBUTE.size:
             return
-        yield kind, text[place + _ATTRIBUTE.size : place + length]
-        place += _aligned(length)
+        yield kind, text[offset + _ATTRIBUTE.size : offset + length]
+        offset += _aligned(length)
 
 
 def _aligned(length: int) -> int:

@@ -3,8 +3,8 @@
 `tick` is called when a descriptor of `descriptors()` is readable or the time that it returned has come. The
 state changes in `_change` and nowhere else. Every state that waits for something has a deadline.
 
-Limits that are set count for the next MPS server only. So `plan` is what clients get, `wanted` what they are
-to get, and where the two differ while it serves, the change is pending.
+Limits that are set count for the next MPS server only. So `plan` is what is in effect, which clients get,
+`desired` what they are to get, and if the two differ while it serves, the change is pending.
 """
 
 from __future__ import annotations
@@ -15,16 +15,15 @@ from collections.abc import Callable, Sequence
 
 from yunion_mps.errors import ControlError, HostError, YunionError
 from yunion_mps.models import DomainPlan, DomainStatus, Event
-from yunion_mps.mps import launch
-from yunion_mps.mps.adoption import as_served
-from yunion_mps.mps.applying import Applying, InForce
-from yunion_mps.mps.backoff import Backoff
-from yunion_mps.mps.control import SilentError
-from yunion_mps.mps.control_daemon import ControlDaemon
+from yunion_mps.mps.control_daemon import ControlDaemon, Shutdown
+from yunion_mps.mps.conversation import SilentError
 from yunion_mps.mps.diagnosis import why_silent
-from yunion_mps.mps.ending import Ending
+from yunion_mps.mps.health import LimitsChangedError, Monitor, Recovery
+from yunion_mps.mps.limits import LimitsInEffect, LimitsSetter
 from yunion_mps.mps.log_file import look_at_log
-from yunion_mps.mps.ownership import MpsProcess
+from yunion_mps.mps.processes import MpsProcess
+from yunion_mps.mps.rollover import LOOK_AGAIN_S, Rollover
+from yunion_mps.mps.startup import Startup, as_served
 from yunion_mps.mps.states import (
     APPLYING,
     BACKOFF,
@@ -34,11 +33,9 @@ from yunion_mps.mps.states import (
     STOPPED,
     STOPPING,
     WEDGED,
-    Told,
+    Backoff,
+    StateMachine,
 )
-from yunion_mps.mps.succession import LOOK_AGAIN_S, Succession
-from yunion_mps.mps.watch import LimitsChangedError, Watch
-from yunion_mps.mps.wedge import Wedge
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +43,7 @@ log = logging.getLogger(__name__)
 STOP_TIMEOUT_S = 10
 
 
-class Domain(Told):
+class Domain(StateMachine):
     """A control daemon, from its start over its limits to its end."""
 
     def __init__(
@@ -55,103 +52,119 @@ class Domain(Told):
         program: str,
         tell: Callable[[Event], None],
         changed: Callable[[], None],
-        remembered: InForce | None = None,
+        recorded: LimitsInEffect | None = None,
     ) -> None:
         """`tell` gets every event, and `changed` is called when the status is another.
 
-        `remembered` is what was `in_force` when an earlier daemon wrote it down.
+        `recorded` is what was `in_effect` when an earlier daemon recorded it.
         """
         super().__init__(plan.name, tell, changed)
-        self.wanted = plan
+        self.desired = plan
         self.restarts = 0
         self.stop_timeout_s = STOP_TIMEOUT_S
-        #: Whether processes other than servers use its GPUs, as NVML told last; None where that is unknown.
+        #: How long its control daemon took to answer when it was last asked for a sign of life.
+        self.probe_s: float | None = None
+        #: Whether processes other than servers use its GPUs, as NVML told last; None if that is unknown.
         self.in_use: bool | None = None
-        #: When that look began; and whether another one is wanted at once.
-        self.looked_s = math.inf
-        self.wants_look = False
+        #: When that poll of NVML began; and whether another one is wanted at once.
+        self._polled_s = math.inf
+        self._wants_poll = False
         #: Whether it is to end once no server has jobs: the configuration has no place for it any more.
         self.retiring = False
-        #: Whether a compute mode of its GPUs is to be put back once no server runs on them.
-        self.holds_modes = False
-        in_force = remembered or InForce(plan)
-        self._succession = succession = Succession(in_force, lambda: self.control.pid, tell, changed)
-        is_remembered = remembered is not None
-        self.control = ControlDaemon(plan, program, tell, succession.children, is_remembered=is_remembered)
+        #: Whether a compute mode of its GPUs is to be restored once no server runs on them.
+        self._holds_modes = False
+        in_effect = recorded or LimitsInEffect(plan)
+        self._rollover = rollover = Rollover(in_effect, lambda: self.control.pid, tell, changed)
+        self.control = ControlDaemon(plan, program, tell, rollover.children, is_recorded=recorded is not None)
         self._deadline_s = 0.0
         self._backoff = Backoff()
 
     # -- what it is at
 
     @property
-    def in_force(self) -> InForce:
-        """What its clients get, and the servers for which that is not what is wanted."""
-        return self._succession.in_force
+    def in_effect(self) -> LimitsInEffect:
+        """What its clients get, and the servers that do not have what is desired."""
+        return self._rollover.in_effect
 
     @property
     def plan(self) -> DomainPlan:
         """What its clients get."""
-        return self.in_force.plan
+        return self.in_effect.plan
 
     def status(self) -> DomainStatus:
         """What the snapshot shows of it."""
         pending = ""
         if self.state not in (STOPPED, STOPPING):
-            pending = self._succession.pending(retiring=self.retiring, holds_modes=self.holds_modes)
-        waits_for = self._succession.in_the_way(every=self._renews_all) if pending else ()
+            pending = self._rollover.pending(retiring=self.retiring, holds_modes=self._holds_modes)
+        waits_for = self._rollover.awaited(every=self._ends_all_servers) if pending else ()
         now = (self.state, self.reason, self.control.pid, self.since_s, self.restarts)
         return DomainStatus(self.plan, *now, pending, waits_for)
+
+    def can_serve(self, plan: DomainPlan) -> bool:
+        """Whether it can go on with this plan: its control daemon has just its GPUs, or is to have."""
+        order = self.control.order
+        if order and not order.can_serve(plan):
+            return False
+        if plan.same_control_daemon(self.desired):
+            return True
+        has_its_gpus = set(self.plan.gpu_uuids) == set(plan.gpu_uuids)
+        return has_its_gpus and plan.for_gpus(self.desired.gpu_uuids).same_control_daemon(self.desired)
 
     def descriptors(self) -> list[int]:
         """What to watch for reading: the control daemon's end, and the answers that are awaited."""
         return self.control.descriptors()
 
     def server_pids(self) -> list[int]:
-        """The PIDs of its MPS servers, also of those that have outlived their control daemon."""
-        return [*self._succession.children(), *self._succession.orphans.pids]
+        """The PIDs of its MPS servers, orphans among them."""
+        return [*self._rollover.children(), *self._rollover.orphans.pids]
 
     @property
-    def _renews_all(self) -> bool:  # every server of its control daemon is to end
-        return self.retiring or self.holds_modes
+    def _ends_all_servers(self) -> bool:  # every server of its control daemon is to end
+        return self.retiring or self._holds_modes
 
     # -- what it is told
+
+    def configure(self, program: str, stop_timeout_s: int) -> None:
+        """Use this program, if it is not empty, and this time for clients from now on."""
+        self.control.program = program or self.control.program
+        self.stop_timeout_s = stop_timeout_s
 
     def start(self, now_s: float, ours: Sequence[MpsProcess] | None = None) -> None:
         """Begin: directories, then the control daemon; the rest is done by ticks.
 
         `ours` are the MPS processes of ours that run, if the caller has just searched for them.
         """
-        self._succession.begin(now_s)
+        self._rollover.control_daemon_started(now_s)
         what = f"asks the running control daemon (PID {self.control.pid}) again"
         if not self.control.runs:
             try:
-                what = self.control.begin(self.wanted, self.plan, ours)
+                what = self.control.adopt_or_start(self.desired, self.plan, ours)
             except HostError as error:
                 self._fail(now_s, error, lasting=True)
                 return
-            if not self.control.was_found:
-                self._succession.in_force = InForce(self.wanted)
+            if not self.control.was_adopted:
+                self._rollover.in_effect = LimitsInEffect(self.desired)
         self.control.await_answer(now_s)
         self._change(STARTING, now_s, f"{what}; it does not answer yet")
 
-    def stop(self, now_s: float, *, spare_found: bool = False, timeout_s: int | None = None) -> None:
+    def stop(self, now_s: float, *, spare_adopted: bool = False, timeout_s: int | None = None) -> None:
         """Begin to stop; what runs nothing stops at once, the others by ticks.
 
-        Clients have `timeout_s` to end, or what was configured. With `spare_found`, what was running before
+        Clients have `timeout_s` to end, or what was configured. With `spare_adopted`, what was running before
         us is left as it is, with its clients.
         """
         if self.state in (STOPPED, STOPPING):
             return
         self.control.drop()
-        if spare_found:
-            self._succession.orphans.leave()
-            if self.control.took_over:
+        if spare_adopted:
+            self._rollover.orphans.leave()
+            if self.control.is_adopted:
                 self.control.leave()
         wait_s = self.stop_timeout_s if timeout_s is None else timeout_s
         if self.control.runs:
-            self.control.end(self.plan, now_s, timeout_s=wait_s)
-        self._succession.end(now_s + wait_s)
-        if self.control.runs or self._succession.orphans.pids:
+            self.control.shut_down(self.plan, now_s, timeout_s=wait_s)
+        self._rollover.stop(now_s + wait_s)
+        if self.control.runs or self._rollover.orphans.pids:
             self._change(STOPPING, now_s, f"waiting up to {wait_s} s for its clients to end")
         else:
             self._change(STOPPED, now_s, "stopped")
@@ -160,16 +173,16 @@ class Domain(Told):
         """Aim at other limits; a control daemon that serves gets them at once, for its next server."""
         self.retiring = False
         if self.state in (BACKOFF, FAILED):
-            self._deadline_s = now_s  # somebody may have mended what kept it from starting
-        differs, self.wanted = plan != self.wanted, plan
+            self._deadline_s = now_s  # an operator may have mended what kept it from starting
+        differs, self.desired = plan != self.desired, plan
         if differs and not self.control.runs:
-            self._succession.in_force = InForce(plan)
+            self._rollover.in_effect = LimitsInEffect(plan)
         elif differs:
             self.control.target = as_served(plan, self.control.target)
             if self.control.target == self.plan:  # its servers have just that
-                self._succession.take_back()
+                self._rollover.change_withdrawn()
             if self.state in (APPLYING, READY):
-                self._apply(now_s, "the configuration has changed: its limits are being set", setting=True)
+                self._apply(now_s, "the configuration has changed: its limits are being set", set_first=True)
         self._changed()
 
     def retire(self) -> None:
@@ -177,21 +190,40 @@ class Domain(Told):
         self.retiring = True
         self._changed()
 
-    def renew(self, now_s: float, *, force: bool) -> None:
+    def hold_modes(self, *, holds: bool) -> None:
+        """Whether compute modes of its GPUs are to be restored once its servers have ended."""
+        if holds != self._holds_modes:
+            self._holds_modes = holds
+            self._changed()
+
+    def drain(self, now_s: float, *, force: bool) -> None:
         """Have the servers that something waits for end: once their clients have, with `force` at once."""
-        self._succession.ask_to_end(now_s, force=force)
+        self._rollover.request_end(now_s, force=force)
+
+    def note_use(self, *, in_use: bool | None, polled_s: float | None = None) -> None:
+        """Note whether processes other than servers use its GPUs, by a poll of NVML begun at `polled_s`."""
+        self.in_use = in_use
+        if polled_s is not None:
+            self._polled_s = polled_s
+
+    def take_poll_request(self) -> bool:
+        """Whether NVML is to be polled at once; said only once for each cause."""
+        wanted, self._wants_poll = self._wants_poll, False
+        return wanted
+
+    # -- time
 
     def tick(self, now_s: float) -> float | None:
         """Do what is due; return when to be called again at the latest, None for not before a descriptor."""
         due_s = self._step(now_s)
         if self.state != STOPPED:
-            also_s = self._succession.tick(now_s, in_use=self.in_use)
+            also_s = self._rollover.tick(now_s, in_use=self.in_use)
             due_s = min((time_s for time_s in (due_s, also_s) if time_s is not None), default=None)
         return due_s
 
     def _step(self, now_s: float) -> float | None:
         if self.control.has_ended:
-            self._ended(now_s)
+            self._reap(now_s)
         step = {
             STARTING: self._tick_starting,
             APPLYING: self._tick_applying,
@@ -208,17 +240,17 @@ class Domain(Told):
             return self._step(now_s)
 
     def _tick_starting(self, now_s: float) -> float | None:
-        assert isinstance(self.control.work, launch.Starting)
+        assert isinstance(self.control.work, Startup)
         due_s = self.control.work.tick(now_s)
         if due_s is not None:
             return due_s
         served = self.control.has_served
         what = "read" if served else "set and read back"
-        self._apply(now_s, f"its limits are being {what}", setting=not served)
+        self._apply(now_s, f"its limits are being {what}", set_first=not served)
         return self._step(now_s)
 
-    def _apply(self, now_s: float, reason: str, *, setting: bool) -> None:
-        self.control.apply(self.in_force, now_s, setting=setting, idle=self.in_use is False)
+    def _apply(self, now_s: float, reason: str, *, set_first: bool) -> None:
+        self.control.set_limits(self.in_effect, now_s, set_first=set_first, idle=self.in_use is False)
         if self.state == APPLYING:
             self._explain(reason)
         else:
@@ -226,43 +258,48 @@ class Domain(Told):
 
     def _tick_applying(self, now_s: float) -> float | None:
         work = self.control.work
-        assert isinstance(work, Applying)
+        assert isinstance(work, LimitsSetter)
         result = work.tick(now_s)
         if isinstance(result, float):
             self._explain(work.note or self.reason)
             return result
-        self._succession.in_force = result
-        self.control.watch(now_s)
+        self._rollover.in_effect = result
+        self.control.monitor(now_s)
         self._change(READY, now_s, "")
         return self._step(now_s)
 
     def _tick_ready(self, now_s: float) -> float | None:
         work = self.control.work
-        assert isinstance(work, Watch)
+        assert isinstance(work, Monitor)
         if self.retiring and not self.server_pids():
             self.stop(now_s)
             return self._step(now_s)
-        self._succession.look_after_old(self.control.target)
-        work.order(self._succession.orders(now_s, every=self._renews_all, in_use=self.in_use), now_s)
+        self._rollover.note_ended(self.control.target)
+        work.order(self._rollover.orders(now_s, every=self._ends_all_servers, in_use=self.in_use), now_s)
         try:
             due_s = work.tick(now_s)
         except LimitsChangedError as error:
-            self._succession.note_strangers(self._succession.children(), work.servers, error.message)
-            self._apply(now_s, "somebody else has changed its limits: they are set again", setting=True)
+            self._rollover.limits_overwritten(work.servers, error.message)
+            self._apply(now_s, "another program has changed its limits: they are set again", set_first=True)
             return self._step(now_s)
         self.probe_s = work.probe_s
-        return min(due_s, now_s + LOOK_AGAIN_S) if self._renews_all or self.in_force.old_servers else due_s
+        polls_servers = self._ends_all_servers or self.in_effect.old_servers
+        return min(due_s, now_s + LOOK_AGAIN_S) if polls_servers else due_s
 
     def _tick_wedged(self, now_s: float) -> float | None:
         work = self.control.work
-        assert isinstance(work, Wedge)
-        due_s = work.tick(now_s, in_use=self.in_use, looked_s=self.looked_s)
-        if due_s is None:
-            self._apply(now_s, "it answers again; its limits are being read", setting=False)
-            return self._step(now_s)
-        if work.spared_for:
-            self._explain(work.reason)
-        return due_s
+        if isinstance(work, Recovery):
+            due_s = work.tick(now_s, in_use=self.in_use, polled_s=self._polled_s)
+            if due_s is None:
+                self._apply(now_s, "it answers again; its limits are being read", set_first=False)
+                return self._step(now_s)
+            if not work.failed:
+                if work.spared_for:
+                    self._explain(work.reason)
+                return due_s
+            work = self.control.shut_down(self.control.target, now_s, timeout_s=None)
+        assert isinstance(work, Shutdown)
+        return work.tick(now_s)
 
     def _tick_waiting(self, now_s: float) -> float | None:
         if self.retiring and not self.server_pids():
@@ -276,17 +313,19 @@ class Domain(Told):
         return self._step(now_s) if self.state == STARTING else self._deadline_s
 
     def _tick_stopping(self, now_s: float) -> float | None:
-        if isinstance(self.control.work, Ending):
+        if isinstance(self.control.work, Shutdown):
             return self.control.work.tick(now_s)
-        if not self._succession.orphans.pids:
+        if not self._rollover.orphans.pids:
             self._change(STOPPED, now_s, "stopped")
         return None
 
-    def _ended(self, now_s: float) -> None:
-        """The control daemon is gone: as we wished, or on its own."""
+    # -- failures
+
+    def _reap(self, now_s: float) -> None:
+        """The control daemon is gone: as it was told to, or on its own."""
         replaced = self.control.is_replaced
-        what = self.control.bury()
-        self._succession.bereave(what, now_s if replaced else None)
+        what = self.control.reap()
+        self._rollover.control_daemon_exited(what, now_s if replaced else None)
         if self.state in (BACKOFF, FAILED):
             self._deadline_s = now_s  # what was wrong was wrong with this one
         elif self.state != STOPPING:
@@ -299,13 +338,13 @@ class Domain(Told):
         if control.runs and control.has_served and isinstance(error, SilentError):
             why = why_silent(control.process.pid, self.plan.pipe_directory) or error.message
             self.error = error
-            self._change(WEDGED, now_s, control.begin_anew(why, now_s).reason)
-            self.wants_look = True  # for whether jobs are in its way is believed only by a look from now on
+            self._change(WEDGED, now_s, control.recover(why, now_s).reason)
+            self._wants_poll = True  # whether jobs are in its way is believed only by a poll from now on
             log.error("domain %s: %s. It is told to go on. %s", self.plan.name, self.reason, error.hint)
             return
         if control.runs and not control.has_served:
             control.kill()
-            self._succession.bereave(error.message)  # where a job has come before it had its limits
+            self._rollover.control_daemon_exited(error.message)  # if a job came before it had its limits
         self._fail(now_s, error)
 
     def _fail(self, now_s: float, error: YunionError, *, lasting: bool = False) -> None:

@@ -1,22 +1,22 @@
-"""The states of a domain, which may follow which, and what each means for the jobs."""
+"""The states of a domain, which may follow which, and when a failed start is tried again."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
 
-from yunion_mps.errors import YunionError
+from yunion_mps.errors import ShortageError, YunionError
 from yunion_mps.models import Event
 
 log = logging.getLogger(__name__)
 
 STOPPED = "stopped"
-STARTING = "starting"  # the control daemon was started (or found) and does not answer yet
+STARTING = "starting"  # the control daemon was started (or adopted) and does not answer yet
 APPLYING = "applying"  # its limits are being set and read back
 READY = "ready"  # every limit was read back: clients are served within their budgets
-WEDGED = "wedged"  # it runs and does not answer, or nobody finds it
+WEDGED = "wedged"  # it runs and does not answer, or cannot be reached
 BACKOFF = "backoff"  # it ended or failed; the next start is due at a time
-FAILED = "failed"  # no start helps before somebody has done something; tried again slowly
+FAILED = "failed"  # no start helps before an operator has done something; tried again slowly
 STOPPING = "stopping"  # it was asked to quit
 
 LEGAL_CHANGES: dict[str, tuple[str, ...]] = {
@@ -30,7 +30,7 @@ LEGAL_CHANGES: dict[str, tuple[str, ...]] = {
     STOPPING: (STOPPED,),
 }
 
-#: How bad it is, and what it means for devices and jobs: both for the record of events.
+#: How bad it is, and what it means for devices and jobs: both for the event log.
 MEANINGS: dict[str, tuple[str, str]] = {
     STOPPED: ("info", "its devices are not served"),
     STARTING: ("info", "its devices are served once every limit was read back"),
@@ -42,20 +42,25 @@ MEANINGS: dict[str, tuple[str, str]] = {
     STOPPING: ("info", "its devices are not served; jobs that run have their time to end"),
 }
 
+#: The wait before each new start; the first death may be an accident, and costs no time.
+WAITS_S = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
+#: Once those are used up, an operator has to look at it; it is still tried this often.
+RETRY_S = 60.0
+#: After this long in service, earlier deaths count no more.
+STABLE_S = 60.0
 
-class Told:
-    """What is in one of the states, changes it in one place, and tells of every change."""
+
+class StateMachine:
+    """Is in one of the states, changes it in one place, and tells of every change."""
 
     def __init__(self, name: str, tell: Callable[[Event], None], changed: Callable[[], None]) -> None:
         self.state = STOPPED
         self.reason = "not started yet"
-        #: What is wrong, None where nothing is.
+        #: What is wrong, None if nothing is.
         self.error: YunionError | None = None
         self.since_s = 0.0
         #: For how long it served when it did last.
         self.served_s = 0.0
-        #: How long its control daemon took to answer when it was last asked for a sign of life.
-        self.probe_s: float | None = None
         self._name = name
         self._tell = tell
         self._changed = changed
@@ -83,3 +88,27 @@ class Told:
             log.warning("domain %s: %s", self._name, reason)
             self._tell(Event("warning", "domain", self._name, f"still {self.state}", reason))
             self._changed()
+
+
+class Backoff:
+    """When a control daemon that ended is started again: at once, then later and later, then slowly."""
+
+    def __init__(self) -> None:
+        self._deaths = 0
+
+    def next_wait_s(self, served_s: float = 0.0) -> float | None:
+        """Count a death after so long in service; the wait before the next start, None for a slow retry."""
+        if served_s >= STABLE_S:
+            self._deaths = 0
+        self._deaths += 1
+        return WAITS_S[self._deaths - 1] if self._deaths <= len(WAITS_S) else None
+
+    def after(self, error: YunionError, served_s: float, *, lasting: bool) -> tuple[str, float]:
+        """The state that follows a failure after so long in service, and the wait before the next start.
+
+        What is `lasting` no new start mends by itself; it is tried slowly, unless it is a shortage.
+        """
+        quick_s = self.next_wait_s(served_s)
+        state = FAILED if lasting or quick_s is None else BACKOFF
+        passes = isinstance(error, ShortageError) or not lasting
+        return state, quick_s if passes and quick_s is not None else RETRY_S

@@ -17,10 +17,8 @@ from yunion_mps.host.processes import Process
 from yunion_mps.host.threads import on_thread
 from yunion_mps.inventory import Nvml
 from yunion_mps.models import DomainPlan, Event, Gpu
-from yunion_mps.mps.clients import clients_of, server_state, terminate
-from yunion_mps.mps.control import find_control_program
-from yunion_mps.mps.servers import is_server, server_pids
-from yunion_mps.mps.waiting import waiting_at
+from yunion_mps.mps.clients import clients_of, server_state, terminate, waiting_clients
+from yunion_mps.mps.processes import find_control_program, is_server, server_pids
 from yunion_mps.paths import Paths
 from yunion_mps.planning import DEVICE_VARIABLE
 from yunion_mps.supervisor import Supervisor
@@ -185,7 +183,7 @@ def _look(
 def _waiting_json(asked: _Asked) -> list[Json]:
     """Those that another user's server keeps waiting, with the kernel's word on them."""
     found = []
-    for one in waiting_at(asked.plan, asked.servers):
+    for one in waiting_clients(asked.plan, asked.servers):
         about = _process_json(one.pid)
         owner = uid_of(one.server)
         # The log's moment is cut to seconds; whoever began well after it only has the PID of one that waited.

@@ -22,7 +22,7 @@ from yunion_mps.inventory import Nvml
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.leases.queue import Queue
 from yunion_mps.models import DomainStatus
-from yunion_mps.mps.servers import is_server
+from yunion_mps.mps.processes import is_server
 from yunion_mps.service.queries import Filters, Service
 from yunion_mps.service.usage import Budget, DeviceUse, ProcessDevices, use_by_device
 from yunion_mps.supervisor import Supervisor

@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from yunion_mps.errors import BusyError, DriverError, HostError, ShortageError
 from yunion_mps.host.store import Store
 from yunion_mps.models import Config, Inventory, Plan, Snapshot
-from yunion_mps.mps.control import find_control_program
 from yunion_mps.mps.domain import Domain
+from yunion_mps.mps.processes import find_control_program
 from yunion_mps.paths import Paths
 from yunion_mps.supervisor.changes import Change, DesiredState, FindLeaseWaits
 from yunion_mps.supervisor.compute_modes import ComputeModes, ModeResult, ModeWork, restore_unused
@@ -207,7 +207,7 @@ class Supervisor:
     def lose_driver(self, error: DriverError, now_s: float) -> None:
         """Take note that the driver as a whole does not answer any more."""
         for domain in self.domains:
-            domain.in_use = None  # nothing is known of jobs any more
+            domain.note_use(in_use=None)  # nothing is known of jobs any more
         inventory = self._gpus.inventory
         gpus = tuple(gpu._replace(reason=error.message) for gpu in inventory.gpus)
         self.update_gpus(inventory._replace(gpus=gpus), now_s)
@@ -239,9 +239,7 @@ class Supervisor:
         held = self._modes.held(target, self._store, used)
         for domain in self.domains:
             holds = not held.isdisjoint(domain.plan.gpu_uuids)
-            if domain.holds_modes != holds:
-                domain.holds_modes = holds
-                self._changed()
+            domain.hold_modes(holds=holds)
         return self._modes.work(target, self._store, used, self.fleet.watched())
 
     def set_modes(self, work: ModeWork) -> ModeResult:

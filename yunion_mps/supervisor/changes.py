@@ -9,9 +9,8 @@ from typing import NamedTuple
 from yunion_mps.config import KEYS
 from yunion_mps.errors import ConfigError
 from yunion_mps.models import Config, Device, DomainPlan, Event, Gpu, Inventory, Plan
-from yunion_mps.mps.control import find_control_program
 from yunion_mps.mps.domain import Domain
-from yunion_mps.mps.servers import named
+from yunion_mps.mps.processes import describe_servers, find_control_program
 from yunion_mps.paths import Paths
 from yunion_mps.planning import division, make_plan
 from yunion_mps.supervisor.gpus import Gpus
@@ -165,8 +164,8 @@ def _control_daemons(plan: Plan, domains: Sequence[Domain]) -> list[Change]:
     found = []
     kept = []
     for domain in domains:
-        if any(planned.same_control_daemon(domain.wanted) for planned in plan.domains):
-            kept.append(domain.wanted)
+        if any(planned.same_control_daemon(domain.desired) for planned in plan.domains):
+            kept.append(domain.desired)
         else:
             found.append(Change("control daemon", domain.plan.name, _shown(domain.plan), "", _when(domain)))
     waits = [change.effect for change in found if change.effect != AT_ONCE]
@@ -184,7 +183,7 @@ def _shown(plan: DomainPlan) -> str:
 
 def _when(domain: Domain) -> str:
     servers = domain.server_pids()
-    return f"when {named(servers)} has ended" if servers else AT_ONCE
+    return f"when {describe_servers(servers)} has ended" if servers else AT_ONCE
 
 
 def _after_leases(effect: str, total: int, wait: LeaseWait | None) -> str:

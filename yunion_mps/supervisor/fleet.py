@@ -15,10 +15,10 @@ from yunion_mps.host.proc import command_of, started_ticks, uid_of, user_name
 from yunion_mps.host.processes import refuse_if_no_process_can_start
 from yunion_mps.host.store import Store
 from yunion_mps.models import DomainPlan, Event, Gpu
-from yunion_mps.mps.applying import InForce
 from yunion_mps.mps.domain import Domain
-from yunion_mps.mps.launch import obstacle
-from yunion_mps.mps.ownership import MpsProcess
+from yunion_mps.mps.limits import LimitsInEffect
+from yunion_mps.mps.processes import MpsProcess
+from yunion_mps.mps.startup import obstacle
 from yunion_mps.mps.states import BACKOFF, FAILED, READY, STOPPED, WEDGED
 from yunion_mps.planning import enforces_budgets
 from yunion_mps.supervisor.recovery import LimitRecords
@@ -54,7 +54,7 @@ class Fleet:
         self._wants_poll = False
 
     def make(
-        self, plans: Sequence[DomainPlan], left: Sequence[InForce], program: str, stop_timeout_s: int
+        self, plans: Sequence[DomainPlan], left: Sequence[LimitsInEffect], program: str, stop_timeout_s: int
     ) -> None:
         """Have these domains, none of them started, and those that are `left` from an earlier configuration.
 
@@ -79,9 +79,8 @@ class Fleet:
         self._program, self._stop_timeout_s = program, stop_timeout_s
         left = list(plans)
         for domain in self.domains:
-            domain.control.program = program or domain.control.program
-            domain.stop_timeout_s = stop_timeout_s
-            plan = next((plan for plan in left if _can_serve(domain, plan)), None)
+            domain.configure(program, stop_timeout_s)
+            plan = next((plan for plan in left if domain.can_serve(plan)), None)
             if plan is None:
                 domain.retire()
             else:
@@ -104,11 +103,11 @@ class Fleet:
         self._stopping = True
         self.awaited = []
         for domain in self.domains:
-            domain.stop(now_s, spare_found=spare_found)
+            domain.stop(now_s, spare_adopted=spare_found)
 
     def refuse_if_none_can_start(self, ours: Sequence[MpsProcess]) -> None:
         """Raise the first HostError if something keeps every one of them from starting."""
-        obstacles = [error for domain in self.domains if (error := obstacle(domain.wanted, ours))]
+        obstacles = [error for domain in self.domains if (error := obstacle(domain.desired, ours))]
         if obstacles and len(obstacles) == len(self.domains):
             raise obstacles[0]
 
@@ -118,7 +117,7 @@ class Fleet:
         Raises ShortageError if one is to change, and no process can be started to tell it so.
         """
         plans = list(plans)
-        if plans != [domain.wanted for domain in self.domains]:
+        if plans != [domain.desired for domain in self.domains]:
             refuse_if_no_process_can_start()
         places = {domain.plan.pipe_directory for domain in self.domains}
         for plan in plans:
@@ -135,7 +134,7 @@ class Fleet:
         return all(
             domain.state == READY
             or (domain.error and domain.state in (WEDGED, BACKOFF, FAILED))
-            or domain.control.waits_for_somebody
+            or domain.control.is_occupied
             for domain in self.domains
         )
 
@@ -145,7 +144,7 @@ class Fleet:
 
     def error_of_all(self) -> YunionError | None:
         """Why no domain serves; None if one does, or an adopted control daemon is to be looked after."""
-        if any(domain.state == READY or domain.control.took_over for domain in self.domains):
+        if any(domain.state == READY or domain.control.is_adopted for domain in self.domains):
             return None
         return next((domain.error for domain in self.domains if domain.error), None)
 
@@ -156,15 +155,13 @@ class Fleet:
     def drain(self, now_s: float, *, force: bool) -> None:
         """Have the servers that a pending change waits for end: after their jobs, with `force` at once."""
         for domain in self.domains:
-            domain.renew(now_s, force=force)
+            domain.drain(now_s, force=force)
 
     def take_poll_request(self) -> bool:
         """Whether the GPUs are to be polled at once; true only once for each cause."""
-        wanted = self._wants_poll or any(domain.wants_look for domain in self.domains)
+        requests = [self._wants_poll, *(domain.take_poll_request() for domain in self.domains)]
         self._wants_poll = False
-        for domain in self.domains:
-            domain.wants_look = False
-        return wanted
+        return any(requests)
 
     def gpus_in_use(self) -> set[str]:
         """The UUIDs of the GPUs on which an MPS server of ours runs, and so perhaps a job."""
@@ -176,7 +173,7 @@ class Fleet:
         for domain in self.domains:
             if not domain.retiring and not self._stopping and self._is_to_be_replaced(domain):
                 domain.retire()
-                self.awaited.append(domain.wanted)
+                self.awaited.append(domain.desired)
         ended = [domain for domain in self.domains if domain.retiring and domain.state == STOPPED]
         for domain in ended:
             self.domains.remove(domain)
@@ -197,9 +194,9 @@ class Fleet:
 
         A GPU that is lost for now is none of those: it has its place, should it come back.
         """
-        wanted, served = set(domain.wanted.gpu_uuids), set(domain.plan.gpu_uuids)
+        wanted, served = set(domain.desired.gpu_uuids), set(domain.plan.gpu_uuids)
         has_other_gpus = bool(wanted - served or (served - wanted) & self._healthy_gpus())
-        has_other_group = domain.wanted.pipe_group != domain.plan.pipe_group
+        has_other_group = domain.desired.pipe_group != domain.plan.pipe_group
         return domain.state == READY and (has_other_gpus or has_other_group)
 
     def _is_blocked(self, plan: DomainPlan) -> bool:
@@ -212,19 +209,8 @@ class Fleet:
     def _new(self, plan: DomainPlan) -> Domain:
         recorded = self._records.read(plan.pipe_directory)
         domain = Domain(plan, self._program, self._tell, self._changed, recorded)
-        domain.stop_timeout_s = self._stop_timeout_s
+        domain.configure(self._program, self._stop_timeout_s)
         return domain
-
-
-def _can_serve(domain: Domain, plan: DomainPlan) -> bool:
-    """Whether the domain can go on with this plan: its control daemon has just its GPUs, or is to have."""
-    taken_over = domain.control.taken_over
-    if taken_over and not taken_over.can_serve(plan):
-        return False
-    if plan.same_control_daemon(domain.wanted):
-        return True
-    serves = set(domain.plan.gpu_uuids) == set(plan.gpu_uuids)
-    return serves and plan.for_gpus(domain.wanted.gpu_uuids).same_control_daemon(domain.wanted)
 
 
 class Jobs:
@@ -251,8 +237,8 @@ class Jobs:
             # That there are none is believed only if NVML lists the servers themselves: before Volta it lists
             # no client of MPS, and in a container without the host's PIDs no process.
             is_certain = servers <= listed and telling >= set(domain.plan.gpu_uuids)
-            domain.in_use = True if jobs else (False if is_certain else None)
-            domain.looked_s = polled_s
+            in_use = True if jobs else (False if is_certain else None)
+            domain.note_use(in_use=in_use, polled_s=polled_s)
         self.started = {pid: ticks for pid in found if (ticks := started_ticks(pid)) is not None}
 
     def end_within(self, wait_s: int, now_s: float) -> None:

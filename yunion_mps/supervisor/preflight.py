@@ -10,7 +10,7 @@ from yunion_mps.errors import ConfigError, DriverError, HostError, Problem
 from yunion_mps.inventory import Nvml, machine_id, scan
 from yunion_mps.inventory.scan import load_served, with_served
 from yunion_mps.models import Config, Driver, Inventory, Plan
-from yunion_mps.mps.control import find_control_program
+from yunion_mps.mps.processes import find_control_program
 from yunion_mps.paths import Paths
 from yunion_mps.planning import make_plan
 
@@ -93,7 +93,7 @@ def _without_multiuser(config: Config, paths: Paths) -> tuple[Config, tuple[str,
     """The configuration without cuda_mps_multiuser if NVIDIA's program does not know it, and a remark."""
     if not (config.enable_cuda_mps and config.cuda_mps_multiuser):
         return config, ()
-    from yunion_mps.mps.multiuser import knows_multiuser  # few hosts ask for it
+    from yunion_mps.mps.startup import knows_multiuser  # few hosts ask for it
 
     # Somewhere to try a program that makes sockets: ours if the daemon has run before.
     directory = paths.run_directory if os.access(paths.run_directory, os.W_OK) else "/tmp"

@@ -13,10 +13,9 @@ from typing import Any, NamedTuple
 from yunion_mps.errors import HostError
 from yunion_mps.host.store import Store
 from yunion_mps.models import DomainPlan, PlannedGpu, Pool, Slice
-from yunion_mps.mps.applying import InForce
-from yunion_mps.mps.control import PROGRAM
 from yunion_mps.mps.domain import Domain
-from yunion_mps.mps.ownership import MpsProcess, our_processes
+from yunion_mps.mps.limits import LimitsInEffect
+from yunion_mps.mps.processes import PROGRAM, MpsProcess, our_processes
 from yunion_mps.mps.states import READY
 
 log = logging.getLogger(__name__)
@@ -30,7 +29,7 @@ class LimitRecords:
     def __init__(self, store: Callable[[], Store]) -> None:
         """`store` opens the state file; raises HostError if it cannot."""
         self._store = store
-        self._written: dict[str, InForce] = {}
+        self._written: dict[str, LimitsInEffect] = {}
 
     def write(self, domains: Iterable[Domain]) -> None:
         """Record what clients get if that has changed.
@@ -39,24 +38,24 @@ class LimitRecords:
         """
         for domain in domains:
             if domain.state == READY:
-                self._write(domain.plan.pipe_directory, domain.in_force)
+                self._write(domain.plan.pipe_directory, domain.in_effect)
 
     def write_again(self, domains: Iterable[Domain]) -> None:
         """Record it again; raises HostError if it cannot be written, because then nothing may change."""
         for domain in domains:
             if domain.state == READY:
-                self._store().record_limits(domain.plan.pipe_directory, to_json(domain.in_force))
+                self._store().record_limits(domain.plan.pipe_directory, to_json(domain.in_effect))
 
     def write_before_change(self, domain: Domain, plan: DomainPlan) -> None:
         """Record the servers that are to keep what they have, before the next ones get something else.
 
         If this daemon were killed in between, the next would otherwise take the new limits for theirs.
         """
-        if plan != domain.wanted and domain.status().pid is not None:
+        if plan != domain.desired and domain.status().pid is not None:
             servers = tuple(domain.server_pids())
-            self._write(domain.plan.pipe_directory, InForce(domain.plan, servers))
+            self._write(domain.plan.pipe_directory, LimitsInEffect(domain.plan, servers))
 
-    def read(self, pipe_directory: str) -> InForce | None:
+    def read(self, pipe_directory: str) -> LimitsInEffect | None:
         """What an earlier daemon, or this one, has recorded."""
         try:
             return from_json(self._store().recorded_limits(pipe_directory))
@@ -71,7 +70,7 @@ class LimitRecords:
         except HostError as error:
             log.warning("domain %s is still recorded: %s", domain.plan.name, error.message)
 
-    def _write(self, pipe_directory: str, value: InForce) -> None:
+    def _write(self, pipe_directory: str, value: LimitsInEffect) -> None:
         if self._written.get(pipe_directory) == value:
             return
         try:
@@ -81,17 +80,17 @@ class LimitRecords:
             log.warning("what clients in %s get is not recorded: %s", pipe_directory, error.message)
 
 
-def to_json(value: InForce) -> dict[str, Any]:
+def to_json(value: LimitsInEffect) -> dict[str, Any]:
     """As it is recorded in the store."""
     return {"plan": value.plan._asdict(), "old_servers": list(value.old_servers)}
 
 
-def from_json(value: Any) -> InForce | None:
+def from_json(value: Any) -> LimitsInEffect | None:
     """What `to_json` made; None for anything else, such as what another release recorded."""
     try:
         gpus = tuple(_planned_gpu(*row) for row in value["plan"]["gpus"])
         plan = DomainPlan(**{**value["plan"], "gpus": gpus})
-        return InForce(plan, tuple(int(pid) for pid in value["old_servers"]))
+        return LimitsInEffect(plan, tuple(int(pid) for pid in value["old_servers"]))
     except (TypeError, KeyError, AttributeError, ValueError):
         return None
 
@@ -111,7 +110,7 @@ class Leftovers(NamedTuple):
     """
 
     running: list[MpsProcess]
-    known: list[InForce]
+    known: list[LimitsInEffect]
     notice: str
 
 

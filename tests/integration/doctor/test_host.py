@@ -158,7 +158,7 @@ def test_limits_that_wait_for_a_jobs_end_are_told(ready: Scene) -> None:
     file.write_text(file.read_text().replace("virtual_number: 4", "virtual_number: 2"))
     assert ready.host.run(["yunion-mps", "reload"]).returncode == 0
     found = look(ready.host).one("daemon", "warning")
-    assert found["what"].startswith("domain host: other limits come into force when its MPS server (PID ")
+    assert found["what"].startswith("domain host: other limits take effect when its MPS server (PID ")
 
 
 # -- the driver

@@ -142,7 +142,7 @@ def test_what_is_pending_is_said_of_each_domain_and_only_once(serve: Serve) -> N
     found = snapshots.reference()
     later = "it waits for the end of the control daemon that serves its GPUs now"
     domains = (
-        found.domains[0]._replace(pending="other limits come into force when its MPS server has ended"),
+        found.domains[0]._replace(pending="other limits take effect when its MPS server has ended"),
         found.domains[0]._replace(
             plan=found.domains[0].plan._replace(name="00:06.0"),
             state="stopped",
@@ -152,7 +152,7 @@ def test_what_is_pending_is_said_of_each_domain_and_only_once(serve: Serve) -> N
     )
     lines = serve(found._replace(domains=domains)).good("status").splitlines()
     assert [line for line in lines if later in line or "Pending" in line] == [
-        "Pending:  host: other limits come into force when its MPS server has ended",
+        "Pending:  host: other limits take effect when its MPS server has ended",
         f"Pending:  00:06.0: {later}",
     ]
 

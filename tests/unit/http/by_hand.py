@@ -32,7 +32,7 @@ LATE: Json = {
     "after": "2 x 11520 MiB, 50 %",
     "effect": "when its MPS server (PID 4250) has ended",
 }
-WAITS = "other limits come into force when its MPS server (PID 4250) has ended"
+WAITS = "other limits take effect when its MPS server (PID 4250) has ended"
 PLANNED: Json = {"changes": [AT_ONCE, LATE], "pending": []}
 RELOADED: Json = {
     "changes": [AT_ONCE, LATE],

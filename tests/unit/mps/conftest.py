@@ -13,10 +13,9 @@ from pathlib import Path
 import pytest
 from yunion_mps.host.processes import Process, spawn
 from yunion_mps.models import DomainPlan, PlannedGpu
-from yunion_mps.mps.applying import InForce
-from yunion_mps.mps.control import client_variables
 from yunion_mps.mps.diagnosis import front_end_at
-from yunion_mps.mps.ownership import control_environment
+from yunion_mps.mps.limits import LimitsInEffect
+from yunion_mps.mps.processes import client_variables, control_environment
 from yunion_mps.paths import ROOT_VARIABLE
 
 from simhost import SimHost
@@ -114,7 +113,7 @@ def run_domain(program: str, plan: DomainPlan) -> Iterator[RunDomain]:
     def make(
         its_plan: DomainPlan | None = None,
         its_program: str | None = None,
-        remembered: InForce | None = None,
+        remembered: LimitsInEffect | None = None,
     ) -> DomainRun:
         run = DomainRun(its_plan or plan, its_program or program, Clock(), remembered)
         made.append(run)

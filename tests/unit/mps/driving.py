@@ -15,10 +15,10 @@ from pathlib import Path
 
 from yunion_mps.host.proc import is_stopped
 from yunion_mps.models import DomainPlan, Event
-from yunion_mps.mps.applying import InForce
-from yunion_mps.mps.control import Conversation, peer_of
+from yunion_mps.mps.conversation import Conversation, peer_of
 from yunion_mps.mps.domain import Domain
-from yunion_mps.mps.ownership import our_processes
+from yunion_mps.mps.limits import LimitsInEffect
+from yunion_mps.mps.processes import our_processes
 
 from simhost import SimHost
 from simhost.mps import CONTROL, Client, StandIns
@@ -64,7 +64,7 @@ class DomainRun:
     """A Domain, its clock and the states that it went through."""
 
     def __init__(
-        self, plan: DomainPlan, program: str, clock: Clock, remembered: InForce | None = None
+        self, plan: DomainPlan, program: str, clock: Clock, remembered: LimitsInEffect | None = None
     ) -> None:
         self.clock = clock
         self.events: list[Event] = []

@@ -10,10 +10,8 @@ import sys
 import pytest
 from yunion_mps.host.processes import spawn
 from yunion_mps.models import DomainPlan, PlannedGpu
-from yunion_mps.mps.adoption import find
-from yunion_mps.mps.control import PROGRAM
-from yunion_mps.mps.launch import obstacle
-from yunion_mps.mps.ownership import MARK, control_environment
+from yunion_mps.mps.processes import MARK, PROGRAM, control_environment
+from yunion_mps.mps.startup import find, obstacle
 from yunion_mps.mps.states import APPLYING, BACKOFF, FAILED, READY, STARTING, STOPPED, WEDGED
 
 from .conftest import MakePlan, RunDomain, StartControl
@@ -32,9 +30,7 @@ def test_our_own_survivor_is_taken_over_with_its_limits_set_anew(
 ) -> None:
     survivor = start_control(plan)
     run = run_domain().start()
-    assert run.reasons == [
-        f"took over the running control daemon (PID {survivor.pid}); it does not answer yet"
-    ]
+    assert run.reasons == [f"adopted the running control daemon (PID {survivor.pid}); it does not answer yet"]
     run.until(READY)
     assert run.pid == survivor.pid
     assert converse(program, plan, "get_default_device_pinned_mem_limit 0") == ["5G"]
@@ -110,7 +106,7 @@ def test_a_survivor_is_spared_when_the_daemon_fails(
 ) -> None:
     survivor = start_control(plan)
     run = run_domain().start().until(READY)
-    run.domain.stop(run.clock.now_s, spare_found=True)
+    run.domain.stop(run.clock.now_s, spare_adopted=True)
     assert run.state == STOPPED
     assert survivor.status() is None
 
@@ -118,7 +114,7 @@ def test_a_survivor_is_spared_when_the_daemon_fails(
 def test_one_that_we_started_is_not_spared(run_domain: RunDomain) -> None:
     run = run_domain().start().until(READY)
     pid = run.pid
-    run.domain.stop(run.clock.now_s, spare_found=True)
+    run.domain.stop(run.clock.now_s, spare_adopted=True)
     run.until(STOPPED)
     assert not os.path.exists(f"/proc/{pid}")
 

@@ -9,7 +9,7 @@ import pytest
 from yunion_mps.errors import ControlError
 from yunion_mps.models import DomainPlan
 from yunion_mps.mps.clients import ClientRow, clients_of, rows_in, server_state, terminate
-from yunion_mps.mps.control import OccupiedError
+from yunion_mps.mps.conversation import OccupiedError
 from yunion_mps.mps.states import READY
 
 from .conftest import HoldFrontEnd, RunDomain

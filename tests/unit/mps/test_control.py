@@ -12,14 +12,8 @@ from yunion_mps.errors import ControlError, HostError
 from yunion_mps.host.processes import PROGRAM_DIRECTORIES
 from yunion_mps.models import DomainPlan
 from yunion_mps.mps import limits
-from yunion_mps.mps.control import (
-    PROGRAM,
-    Conversation,
-    Peer,
-    client_variables,
-    find_control_program,
-    peer_of,
-)
+from yunion_mps.mps.conversation import Conversation, Peer, peer_of
+from yunion_mps.mps.processes import PROGRAM, client_variables, find_control_program
 from yunion_mps.planning import decimal
 from yunion_mps.planning.division import thread_percentage
 
@@ -78,7 +72,7 @@ def test_the_limits_of_many_gpus_are_set_and_read_back_in_one_conversation(
 ) -> None:
     plan = make_plan(tuple(1000 + 700 * index for index in range(32)), 12.5)
     start_control(plan)
-    answer = converse(program, plan, *limits.setting(plan), *limits.asking(plan))
+    answer = converse(program, plan, *limits.set_commands(plan), *limits.get_commands(plan))
     check_setting(plan, answer)
     assert answer[0] == "12.5"
 
@@ -89,8 +83,8 @@ def test_a_limit_that_the_control_daemon_ignores_is_noticed(
     """It keeps the memory limits of 32 devices, and says nothing to one for a 33rd."""
     plan = make_plan((5760,) * 33)
     start_control(plan)
-    answer = converse(program, plan, *limits.setting(plan), *limits.asking(plan))
-    with pytest.raises(ControlError, match="the memory limit of device 32 is not in force"):
+    answer = converse(program, plan, *limits.set_commands(plan), *limits.get_commands(plan))
+    with pytest.raises(ControlError, match="the memory limit of device 32 is not in effect"):
         check_setting(plan, answer)
 
 
@@ -102,7 +96,7 @@ def test_memory_limits_of_every_size_are_shown_as_the_control_daemon_shows_them(
     start_control(plan)
     set_it = f"set_default_device_pinned_mem_limit 0 {memory_mib}M"
     assert converse(program, plan, set_it, "get_default_device_pinned_mem_limit 0") == [
-        limits.shown(memory_mib)
+        limits.memory_text(memory_mib)
     ]
 
 
@@ -131,13 +125,13 @@ def test_the_right_answer_is_accepted(two_gpus: DomainPlan) -> None:
 
 def memory(device: int, wanted: int, got: str) -> str:
     return (
-        f"the memory limit of device {device} is not in force: it was set to {wanted}M, "
+        f"the memory limit of device {device} is not in effect: it was set to {wanted}M, "
         f"and the control daemon answers {got}"
     )
 
 
 def percentage(got: str) -> str:
-    return f"the thread percentage is not in force: it was set to 25.0, and the control daemon answers {got}"
+    return f"the thread percentage is not in effect: it was set to 25.0, and the control daemon answers {got}"
 
 
 @pytest.mark.parametrize(
@@ -185,7 +179,7 @@ def test_a_stopped_control_daemon_ends_the_conversation_at_its_deadline(
     start_control(plan).signal(signal.SIGSTOP)
     before = sorted(os.listdir("/proc/self/fd"))
     conversation = Conversation(
-        program, plan.pipe_directory, [*limits.setting(plan), *limits.asking(plan)], 100.0, 5.0
+        program, plan.pipe_directory, [*limits.set_commands(plan), *limits.get_commands(plan)], 100.0, 5.0
     )
     assert conversation.deadline_s == 105.0
     assert conversation.poll(100.0) is None

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from yunion_mps.models import DomainPlan
-from yunion_mps.mps.control import peer_of
+from yunion_mps.mps.conversation import peer_of
 from yunion_mps.mps.states import APPLYING, BACKOFF, FAILED, READY, STARTING, STOPPED, STOPPING
 
 from .conftest import RunDomain
@@ -107,8 +107,8 @@ def test_it_looks_less_and_less_often_whether_the_control_daemon_answers(
     assert waits[-1] == pytest.approx(0.05)
 
 
-MEMORY = "the memory limit of device 0 is not in force: it was set to 5760M, and the control daemon answers "
-PERCENTAGE = "the thread percentage is not in force: it was set to 25.0, and the control daemon answers "
+MEMORY = "the memory limit of device 0 is not in effect: it was set to 5760M, and the control daemon answers "
+PERCENTAGE = "the thread percentage is not in effect: it was set to 25.0, and the control daemon answers "
 
 
 @pytest.mark.parametrize(

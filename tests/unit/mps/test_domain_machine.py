@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from yunion_mps.host.proc import all_pids, environment_of, parent_of, program_of
 from yunion_mps.models import DomainPlan, PlannedGpu
 from yunion_mps.mps import limits
-from yunion_mps.mps.control import Conversation, SilentError
+from yunion_mps.mps.conversation import Conversation, SilentError
 from yunion_mps.mps.states import APPLYING, READY, STOPPED, STOPPING
 
 from simhost import SimHost
@@ -110,13 +110,13 @@ class Faults(RuleBasedStateMachine):
 
     @rule(force=st.booleans())
     def renew(self, *, force: bool) -> None:
-        self.run.domain.renew(self.run.clock.now_s, force=force)
+        self.run.domain.drain(self.run.clock.now_s, force=force)
         self.let(1.0)
 
     @rule(in_use=st.sampled_from([None, True, False]))
     def look_with_nvml(self, *, in_use: bool | None) -> None:
         """It never says that there are no jobs where there are."""
-        self.run.domain.in_use = True if self.running and in_use is False else in_use
+        self.run.domain.note_use(in_use=True if self.running and in_use is False else in_use)
 
     # No rule has a precondition: what state it is in may differ by a millisecond from run to run.
 
@@ -167,7 +167,7 @@ class Faults(RuleBasedStateMachine):
         if not os.path.exists(f"{self.plan.pipe_directory}/control"):
             return
         self.running.append(self.stand_ins.client(Path(self.plan.pipe_directory)))
-        self.run.domain.in_use = True
+        self.run.domain.note_use(in_use=True)
         self.settle()
 
     @rule()
@@ -200,7 +200,7 @@ class Faults(RuleBasedStateMachine):
             self.lost.append(self.run.pid)
             self.run.domain.control.process.close()
         was_running = self.run.state not in (STOPPED, STOPPING)
-        self.run = DomainRun(self.plan, self.jobs.program, self.run.clock, self.run.domain.in_force)
+        self.run = DomainRun(self.plan, self.jobs.program, self.run.clock, self.run.domain.in_effect)
         if was_running or control_daemons(self.plan.pipe_directory):
             self.run.start()
             self.let(1.5)
@@ -232,8 +232,8 @@ class Faults(RuleBasedStateMachine):
 
     def wrong(self) -> list[str]:
         """The limits that the next server would have, where they are not ours; empty where nobody tells."""
-        answer = self.ask(*limits.asking(self.run.domain.wanted))
-        return [] if not answer or limits.match(self.run.domain.wanted, answer) else answer
+        answer = self.ask(*limits.get_commands(self.run.domain.desired))
+        return [] if not answer or limits.match(self.run.domain.desired, answer) else answer
 
     @invariant()
     def one_control_daemon_at_most(self) -> None:

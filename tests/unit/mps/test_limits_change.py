@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 from yunion_mps.models import DomainPlan
-from yunion_mps.mps.applying import InForce
+from yunion_mps.mps.health import VERIFY_S
+from yunion_mps.mps.limits import LimitsInEffect
 from yunion_mps.mps.states import APPLYING, BACKOFF, READY, STOPPED
-from yunion_mps.mps.watch import VERIFY_S
 
 from .conftest import HoldFrontEnd, RunDomain, StartControl, WriteProgram
 from .driving import DomainRun, Jobs, converse
@@ -39,7 +39,7 @@ def change(run: DomainRun, plan: DomainPlan) -> DomainRun:
 def test_without_servers_they_are_in_force_at_once(run: DomainRun, other: DomainPlan, program: str) -> None:
     pid = run.pid
     change(run, other)
-    assert run.domain.in_force == InForce(other)
+    assert run.domain.in_effect == LimitsInEffect(other)
     assert (run.pid, run.pending) == (pid, "")
     assert converse(program, other, PERCENTAGE, MEMORY) == ["12.5", "2G"]
 
@@ -54,7 +54,7 @@ def test_a_shortage_delays_them_and_ends_no_control_daemon(run: DomainRun, other
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     run.turn(1).until(READY)
-    assert (run.domain.in_force, run.pid) == (InForce(other), pid)
+    assert (run.domain.in_effect, run.pid) == (LimitsInEffect(other), pid)
 
 
 def test_while_a_server_runs_they_are_pending_and_in_force_when_it_has_ended(
@@ -63,16 +63,16 @@ def test_while_a_server_runs_they_are_pending_and_in_force_when_it_has_ended(
     job = jobs.begin()
     (server,) = run.domain.server_pids()
     change(run, other)
-    assert run.domain.in_force == InForce(plan, (server,))
-    assert run.pending == f"other limits come into force when its MPS server (PID {server}) has ended"
-    assert run.domain.wanted == other
+    assert run.domain.in_effect == LimitsInEffect(plan, (server,))
+    assert run.pending == f"other limits take effect when its MPS server (PID {server}) has ended"
+    assert run.domain.desired == other
     assert converse(program, other, PERCENTAGE, MEMORY) == ["12.5", "2G"], "for the next server"
     assert converse(program, other, f"get_active_thread_percentage {server}") == ["25.0"]
     jobs.end(job)
-    assert run.turn(30).domain.in_force.old_servers == (server,), "a server stays when its last job is gone"
-    run.domain.in_use = False
-    run.until_it(lambda: run.domain.in_force == InForce(other))
-    assert (run.told[-1], run.pending) == ("the new limits are in force", "")
+    assert run.turn(30).domain.in_effect.old_servers == (server,), "a server stays when its last job is gone"
+    run.domain.note_use(in_use=False)
+    run.until_it(lambda: run.domain.in_effect == LimitsInEffect(other))
+    assert (run.told[-1], run.pending) == ("the new limits are in effect", "")
     assert jobs.stand_ins.servers() == []
 
 
@@ -83,7 +83,7 @@ def test_a_change_that_is_taken_back_is_pending_no_more(
     change(run, other)
     assert run.pending
     change(run, plan)
-    assert (run.domain.in_force, run.pending) == (InForce(plan), "")
+    assert (run.domain.in_effect, run.pending) == (LimitsInEffect(plan), "")
     assert "the change that was pending is taken back" in run.told
 
 
@@ -92,8 +92,8 @@ def test_the_next_server_has_the_new_limits(
 ) -> None:
     jobs.end(jobs.begin())
     change(run, other)
-    run.domain.renew(run.clock.now_s, force=False)
-    run.until_it(lambda: run.domain.in_force == InForce(other))
+    run.domain.drain(run.clock.now_s, force=False)
+    run.until_it(lambda: run.domain.in_effect == LimitsInEffect(other))
     jobs.begin()
     (server,) = run.domain.server_pids()
     assert converse(program, other, f"get_active_thread_percentage {server}") == ["12.5"]
@@ -105,11 +105,11 @@ def test_to_drain_waits_for_the_jobs_and_force_does_not(
     job = jobs.begin()
     (server,) = run.domain.server_pids()
     change(run, other)
-    run.domain.renew(run.clock.now_s, force=False)
+    run.domain.drain(run.clock.now_s, force=False)
     run.until_said()
-    assert run.turn(1).domain.in_force == InForce(plan, (server,))
-    run.domain.renew(run.clock.now_s, force=True)
-    run.until_it(lambda: run.domain.in_force == InForce(other))
+    assert run.turn(1).domain.in_effect == LimitsInEffect(plan, (server,))
+    run.domain.drain(run.clock.now_s, force=True)
+    run.until_it(lambda: run.domain.in_effect == LimitsInEffect(other))
     assert job.says() == "server gone"
 
 
@@ -120,18 +120,18 @@ def test_a_server_that_was_asked_while_it_had_jobs_ends_when_it_has_none(
     job = jobs.begin()
     change(run, other)
     for _ in range(12):
-        run.domain.renew(run.clock.now_s, force=False)
+        run.domain.drain(run.clock.now_s, force=False)
         run.until_said()
     jobs.end(job)
-    run.domain.in_use = False
-    run.turn(10).until_it(lambda: run.domain.in_force == InForce(other))
+    run.domain.note_use(in_use=False)
+    run.turn(10).until_it(lambda: run.domain.in_effect == LimitsInEffect(other))
     assert jobs.stand_ins.servers() == []
 
 
 def test_nothing_is_asked_to_end_where_nothing_is_pending(run: DomainRun, jobs: Jobs) -> None:
     jobs.begin()
-    run.domain.renew(run.clock.now_s, force=True)
-    run.domain.in_use = False
+    run.domain.drain(run.clock.now_s, force=True)
+    run.domain.note_use(in_use=False)
     run.turn(60).turn(60)
     assert len(jobs.stand_ins.servers()) == 1
 
@@ -147,11 +147,11 @@ def test_an_order_is_given_again_where_it_was_not_heard(
     if not force:
         jobs.end(job)
     leave = held(run, plan, other, hold_front_end, when)
-    run.domain.renew(run.clock.now_s, force=force)
+    run.domain.drain(run.clock.now_s, force=force)
     wait_held(run, for_s)
     assert len(jobs.stand_ins.servers()) == 1
     leave()
-    run.turn(1).until_it(lambda: run.domain.in_force == InForce(other))
+    run.turn(1).until_it(lambda: run.domain.in_effect == LimitsInEffect(other))
     assert not force or job.says() == "server gone"
 
 
@@ -163,13 +163,13 @@ def test_an_order_that_ends_jobs_is_given_up_after_a_minute(
     jobs.begin()
     (server,) = run.domain.server_pids()
     leave = held(run, plan, other, hold_front_end, when)
-    run.domain.renew(run.clock.now_s, force=True)
+    run.domain.drain(run.clock.now_s, force=True)
     wait_held(run, 90)
     leave()
     run.turn(1).until(READY).until_said()
     for _ in range(3):
         run.turn(10).until_said()
-    assert (run.domain.in_force, jobs.stand_ins.servers()) == (InForce(plan, (server,)), [server])
+    assert (run.domain.in_effect, jobs.stand_ins.servers()) == (LimitsInEffect(plan, (server,)), [server])
     assert run.pending
 
 
@@ -182,7 +182,7 @@ def held(
         return hold_front_end(plan)
     leave = hold_front_end(plan)
     run.domain.change(other, run.clock.now_s)
-    run.until_it(lambda: run.domain.control.waits_for_somebody)
+    run.until_it(lambda: run.domain.control.is_occupied)
     return leave
 
 
@@ -195,8 +195,8 @@ def test_a_retiring_domain_ends_when_its_servers_have_ended(run: DomainRun, jobs
     jobs.end(jobs.begin())
     run.domain.retire()
     assert run.turn(10).state == READY
-    assert run.pending == "it ends when its MPS servers have ended, for the configuration has changed"
-    run.domain.in_use = False
+    assert run.pending == "it ends when its MPS servers have ended, because the configuration has changed"
+    run.domain.note_use(in_use=False)
     run.turn(1).until(STOPPED)
     assert jobs.stand_ins.servers() == []
 
@@ -229,17 +229,17 @@ def test_a_change_that_a_dead_daemon_had_begun_is_ended_by_the_next(
 ) -> None:
     job = jobs.begin()
     (server,) = run.domain.server_pids()
-    remembered = InForce(plan, (server,) if told else ())
+    remembered = LimitsInEffect(plan, (server,) if told else ())
     commands = ["set_default_active_thread_percentage 12.5", "set_default_device_pinned_mem_limit 0 2880M"]
     if told:
         converse(program, plan, *commands[:told])
     after = run_domain(other, jobs.program, remembered).start().until(READY)
     assert after.pid == run.pid
-    assert after.domain.in_force == InForce(plan, (server,))
+    assert after.domain.in_effect == LimitsInEffect(plan, (server,))
     assert converse(program, other, PERCENTAGE, MEMORY) == ["12.5", "2G"]
     jobs.end(job)
-    after.domain.in_use = False
-    after.turn(10).until_it(lambda: after.domain.in_force == InForce(other))
+    after.domain.note_use(in_use=False)
+    after.turn(10).until_it(lambda: after.domain.in_effect == LimitsInEffect(other))
 
 
 def test_a_server_with_limits_that_nobody_knows_keeps_a_survivor_from_serving_until_it_has_no_jobs(
@@ -258,8 +258,8 @@ def test_a_server_with_limits_that_nobody_knows_keeps_a_survivor_from_serving_un
     assert after.pid == run.pid, "its jobs go on"
     assert after.domain.server_pids() == [server]
     jobs.end(job)
-    after.domain.in_use = False
-    after.turn(60).until_it(lambda: after.state == READY and after.domain.in_force == InForce(plan))
+    after.domain.note_use(in_use=False)
+    after.turn(60).until_it(lambda: after.state == READY and after.domain.in_effect == LimitsInEffect(plan))
     assert converse(program, plan, PERCENTAGE, MEMORY) == ["25.0", "5G"]
 
 
@@ -273,7 +273,7 @@ def test_a_control_daemon_that_waits_to_be_asked_again_is_replaced_at_once_when_
     os.kill(run.pid, signal.SIGKILL)
     after.until(READY)
     assert after.pending.endswith(
-        "of a control daemon before goes on with its jobs; new ones may have to wait"
+        "of an earlier control daemon goes on with its jobs; new ones may have to wait"
     )
 
 
@@ -294,7 +294,7 @@ def test_a_survivor_with_the_planned_limits_is_told_nothing(
     log = Path(plan.log_directory, "control.log")
     before = log.read_text().count("Cmd:set_")
     after = run_domain(its_program=jobs.program).start().until(READY)
-    assert after.domain.in_force == InForce(plan)
+    assert after.domain.in_effect == LimitsInEffect(plan)
     assert log.read_text().count("Cmd:set_") == before
 
 
@@ -303,8 +303,8 @@ def test_what_a_survivors_server_waits_for_is_remembered(
 ) -> None:
     jobs.begin()
     change(run, other)
-    after = run_domain(other, jobs.program, run.domain.in_force).start().until(READY)
-    assert after.domain.in_force == run.domain.in_force
+    after = run_domain(other, jobs.program, run.domain.in_effect).start().until(READY)
+    assert after.domain.in_effect == run.domain.in_effect
     assert after.pending == run.pending
 
 
@@ -316,9 +316,9 @@ def test_limits_that_somebody_else_has_changed_are_put_right_and_recorded(
 ) -> None:
     converse(program, plan, "set_default_device_pinned_mem_limit 0 0G")
     assert run.turn(VERIFY_S - 1).state == READY
-    run.turn(1).until_it(lambda: "somebody else has changed its limits" in run.told).until(READY)
+    run.turn(1).until_it(lambda: "another program has changed its limits" in run.told).until(READY)
     (event,) = [event for event in run.events if event.kind == "limit"]
-    assert event.cause.startswith("the memory limit of device 0 is not in force: it was set to 5760M")
+    assert event.cause.startswith("the memory limit of device 0 is not in effect: it was set to 5760M")
     assert event.consequence == "they are set again"
     assert run.states[-3:] == [READY, APPLYING, READY]
     assert converse(program, plan, PERCENTAGE, MEMORY) == ["25.0", "5G"]
@@ -331,11 +331,11 @@ def test_a_server_that_has_started_with_somebody_elses_limits_is_named_and_waite
     converse(program, plan, "set_default_active_thread_percentage 100")
     jobs.end(jobs.begin())
     (server,) = run.domain.server_pids()
-    run.turn(VERIFY_S).until_it(lambda: "somebody else has changed its limits" in run.told).until(READY)
+    run.turn(VERIFY_S).until_it(lambda: "another program has changed its limits" in run.told).until(READY)
     (event,) = [event for event in run.events if event.kind == "limit"]
     assert f"its MPS server (PID {server}) may have the others" in event.consequence
     assert f"its MPS server (PID {server})" in run.pending
-    run.domain.in_use = False
+    run.domain.note_use(in_use=False)
     run.turn(10).until_it(lambda: run.pending == "")
 
 
@@ -350,9 +350,9 @@ def test_a_server_that_is_there_before_the_limits_of_a_new_control_daemon_is_wai
     gate.touch()
     run.until(READY)
     (server,) = run.domain.server_pids()
-    assert run.domain.in_force == InForce(plan, (server,))
+    assert run.domain.in_effect == LimitsInEffect(plan, (server,))
     jobs.end(job)
-    run.domain.in_use = False
+    run.domain.note_use(in_use=False)
     run.turn(10).until_it(lambda: run.pending == "")
 
 
@@ -394,5 +394,5 @@ def test_the_death_of_a_control_daemon_in_the_midst_of_a_change_loses_nothing(
     run.domain.change(other, run.clock.now_s)
     os.kill(run.pid, signal.SIGKILL)
     run.until_it(lambda: run.domain.restarts == 1).until(READY)
-    assert run.domain.in_force == InForce(other)
+    assert run.domain.in_effect == LimitsInEffect(other)
     assert converse(program, other, PERCENTAGE, MEMORY) == ["12.5", "2G"]

@@ -11,18 +11,19 @@ from pathlib import Path
 
 import pytest
 from yunion_mps.models import DomainPlan
+from yunion_mps.mps.health import PROBE_S
 from yunion_mps.mps.log_file import (
     LARGEST_BYTES,
     LOG_NAME,
     OLDER,
     SERVER_LOG,
+    LogReader,
     bound_logs,
+    events_of,
     look_at_log,
     timestamp_parser,
 )
-from yunion_mps.mps.news import NewsReader, events_of
 from yunion_mps.mps.states import READY
-from yunion_mps.mps.watch import PROBE_S
 
 from .conftest import RunDomain
 from .driving import DomainRun, Jobs, wait_for
@@ -159,7 +160,7 @@ def test_a_server_that_starts_and_ends_is_told_of(run: DomainRun, jobs: Jobs, pl
     assert hear(run) == []
     jobs.end(job)
     run.domain.retire()
-    run.domain.in_use = False
+    run.domain.note_use(in_use=False)
     run.until_it(lambda: run.domain.server_pids() == [] or run.turn(1).state == "stopped")
 
 
@@ -202,8 +203,8 @@ def log_of(run: DomainRun) -> str:
     return Path(run.domain.plan.log_directory, LOG_NAME).read_text()
 
 
-def reader_of(plan: DomainPlan) -> NewsReader:
-    return NewsReader(plan, lambda _: None, list)
+def reader_of(plan: DomainPlan) -> LogReader:
+    return LogReader(plan, lambda _: None, list)
 
 
 def test_a_fault_is_told_of(plan: DomainPlan, log: Path) -> None:

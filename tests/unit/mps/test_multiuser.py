@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 from yunion_mps.errors import HostError
 from yunion_mps.models import DomainPlan
-from yunion_mps.mps.launch import MULTIUSER
-from yunion_mps.mps.multiuser import knows_multiuser
+from yunion_mps.mps.startup import MULTIUSER, knows_multiuser
 from yunion_mps.mps.states import READY
 
 from .conftest import RunDomain, WriteProgram

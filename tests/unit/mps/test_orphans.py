@@ -10,8 +10,8 @@ import sys
 import pytest
 from yunion_mps.errors import ShortageError
 from yunion_mps.models import DomainPlan, Event
-from yunion_mps.mps.orphans import IDLE_S, Orphans
-from yunion_mps.mps.servers import orphans_in, still_serving
+from yunion_mps.mps.processes import orphaned_servers, running_servers
+from yunion_mps.mps.rollover import IDLE_S, OrphanedServers
 from yunion_mps.mps.states import BACKOFF, FAILED, READY, STOPPED, STOPPING
 
 from simhost.mps import Client
@@ -54,7 +54,7 @@ def test_the_servers_of_a_control_daemon_that_died_are_told_of_and_shown(run: Do
         "its jobs go on with their limits; new ones may have to wait for its end",
     )
     assert run.pending == (
-        f"its MPS server (PID {server}) of a control daemon before goes on with its jobs; "
+        f"its MPS server (PID {server}) of an earlier control daemon goes on with its jobs; "
         "new ones may have to wait"
     )
     assert run.domain.server_pids() == [server], "NVML's list of processes is read by this"
@@ -74,7 +74,7 @@ def test_an_orphan_that_may_have_jobs_is_spared_for_good(
     run: DomainRun, jobs: Jobs, in_use: bool | None
 ) -> None:
     server, _ = orphan(run, jobs)
-    run.domain.in_use = in_use
+    run.domain.note_use(in_use=in_use)
     for _ in range(30):
         run.turn(60).until_said()
     assert jobs.stand_ins.servers() == [server]
@@ -96,7 +96,7 @@ def test_the_end_of_another_control_daemon_costs_no_orphan_its_jobs(
 def test_an_orphan_without_jobs_is_ended(run: DomainRun, jobs: Jobs) -> None:
     """NVML says that no other process uses the GPU, so that this client is none."""
     server, _ = orphan(run, jobs)
-    run.domain.in_use = False
+    run.domain.note_use(in_use=False)
     run.turn(0).turn(IDLE_S - 0.1)
     assert jobs.stand_ins.servers() == [server]
     run.turn(0.1).until_it(lambda: run.domain.server_pids() == [])
@@ -111,7 +111,7 @@ def test_an_orphan_without_jobs_is_ended(run: DomainRun, jobs: Jobs) -> None:
 def test_an_orphan_is_idle_only_where_no_job_was_seen_for_a_while(run: DomainRun, jobs: Jobs) -> None:
     server, _ = orphan(run, jobs)
     for in_use in (False, True, False, None, False):
-        run.domain.in_use = in_use
+        run.domain.note_use(in_use=in_use)
         run.turn(0).turn(IDLE_S - 1)
     assert jobs.stand_ins.servers() == [server]
 
@@ -125,7 +125,7 @@ def test_a_server_that_starts_and_loses_its_control_daemon_between_two_ticks_is_
     assert run.pending == ""
     run.turn(1)
     (server,) = jobs.stand_ins.servers()
-    assert run.pending.startswith(f"its MPS server (PID {server}) of a control daemon before goes on")
+    assert run.pending.startswith(f"its MPS server (PID {server}) of an earlier control daemon goes on")
 
 
 def test_a_daemon_that_starts_finds_the_orphans_of_one_before_it(
@@ -148,7 +148,7 @@ def test_the_servers_of_a_control_daemon_that_is_taken_over_are_no_orphans(
     after = run_domain(its_program=jobs.program).start().until(READY).turn(1)
     assert after.pid == run.pid
     assert (after.told, after.pending) == ([], "")
-    assert orphans_in(plan.pipe_directory) == []
+    assert orphaned_servers(plan.pipe_directory) == []
 
 
 def test_nothing_but_a_server_of_ours_on_the_directory_is_an_orphan(plan: DomainPlan, jobs: Jobs) -> None:
@@ -158,8 +158,8 @@ def test_nothing_but_a_server_of_ours_on_the_directory_is_an_orphan(plan: Domain
     named.symlink_to(sys.executable)
     env = {"CUDA_MPS_PIPE_DIRECTORY": plan.pipe_directory, "YUNION_MPS_DOMAIN": "host"}
     with subprocess.Popen([named, "-c", "input()"], env=env, stdin=-1) as other:
-        assert still_serving([other.pid, os.getpid(), 1 << 22]) == ()
-        assert orphans_in(plan.pipe_directory) == []
+        assert running_servers([other.pid, os.getpid(), 1 << 22]) == ()
+        assert orphaned_servers(plan.pipe_directory) == []
         other.terminate()
 
 
@@ -228,8 +228,8 @@ def test_a_domain_that_retires_starts_nothing_new_for_its_orphans(run: DomainRun
 
 def test_orphans_can_be_ended_by_force_at_once(run: DomainRun, jobs: Jobs) -> None:
     orphan(run, jobs)
-    run.domain.renew(run.clock.now_s, force=False)  # there is nobody to ask
-    run.domain.renew(run.clock.now_s, force=True)
+    run.domain.drain(run.clock.now_s, force=False)  # there is nobody to ask
+    run.domain.drain(run.clock.now_s, force=True)
     run.until_it(lambda: jobs.stand_ins.servers() == [])
 
 
@@ -237,7 +237,7 @@ def test_a_daemon_that_fails_itself_leaves_orphans_alone_and_says_so(
     run: DomainRun, jobs: Jobs, caplog: pytest.LogCaptureFixture
 ) -> None:
     server, _ = orphan(run, jobs)
-    run.domain.stop(run.clock.now_s, spare_found=True)
+    run.domain.stop(run.clock.now_s, spare_adopted=True)
     run.until(STOPPED)
     assert jobs.stand_ins.servers() == [server]
     assert f"domain host: its MPS server (PID {server}) is left running" in caplog.messages
@@ -247,7 +247,7 @@ def test_a_server_that_cannot_be_ended_is_told_of_once_a_minute(jobs: Jobs, run:
     """As one that hangs in the driver; there is none here, so the kernel keeps signals from it."""
     server, _ = orphan(run, jobs)
     told: list[str] = []
-    orphans = Orphans("host", lambda event: told.append(event.what))
+    orphans = OrphanedServers("host", lambda event: told.append(event.what))
     orphans.add([server], "")
     orphans.end(0.0, "")
 
@@ -276,9 +276,9 @@ def test_without_descriptors_no_server_is_taken_for_gone(run: DomainRun, jobs: J
         pass
     try:
         assert run.domain.server_pids() == [server]
-        assert still_serving([server]) == (server,)
+        assert running_servers([server]) == (server,)
         with pytest.raises(ShortageError):
-            orphans_in("/nowhere")
+            orphaned_servers("/nowhere")
     finally:
         for descriptor in taken:
             os.close(descriptor)

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 from yunion_mps.host.proc import uid_of
 from yunion_mps.models import DomainPlan
-from yunion_mps.mps.control import PROGRAM, peer_of
-from yunion_mps.mps.launch import begin
-from yunion_mps.mps.ownership import MARK, SERVER, control_environment, our_processes, record
+from yunion_mps.mps.conversation import peer_of
+from yunion_mps.mps.processes import MARK, PROGRAM, SERVER, control_environment, our_processes, record
+from yunion_mps.mps.startup import start
 from yunion_mps.mps.states import APPLYING, READY, STARTING, STOPPED, WEDGED
 from yunion_mps.paths import ROOT_VARIABLE, Paths
 
@@ -81,7 +81,7 @@ def test_one_whose_queue_is_full_is_adopted_explained_and_serves_when_it_can(
                 run.domain.reason
             )
             assert ", nobody) has 1" in run.domain.reason
-    run.domain.in_use = True  # a job runs: so it is waited for, and not replaced
+    run.domain.note_use(in_use=True)  # a job runs: so it is waited for, and not replaced
     run.until_in_time(READY)
     assert (run.pid, run.states[-2:]) == (ours.pid, [APPLYING, READY])
 
@@ -89,7 +89,7 @@ def test_one_whose_queue_is_full_is_adopted_explained_and_serves_when_it_can(
 def test_one_that_is_only_being_started_is_found(plan: DomainPlan, program: str) -> None:
     """Its environment is empty at first, and it does not listen yet; fails now and then without the wait."""
     for _ in range(30):
-        process = begin(program, plan)
+        process = start(program, plan)
         try:
             for note in Path(Paths.from_environment().control_daemons).iterdir():
                 note.unlink()

@@ -202,7 +202,7 @@ def is_let_go_while_it_hangs(stage: Stage) -> DomainRun:
     run = survivor(stage).start().until(READY)
     stage.hang()
     run.turn(10).turn(5)
-    run.domain.stop(run.clock.now_s, spare_found=True)
+    run.domain.stop(run.clock.now_s, spare_adopted=True)
     return run
 
 
@@ -260,20 +260,20 @@ def leaves_a_job_and_is_stopped_before_it_is_started_again(stage: Stage) -> Doma
 
 def is_let_go_while_it_starts(stage: Stage) -> DomainRun:
     run = survivor(stage).start()
-    run.domain.stop(run.clock.now_s, spare_found=True)
+    run.domain.stop(run.clock.now_s, spare_adopted=True)
     return run
 
 
 def is_let_go_while_its_limits_are_set(stage: Stage) -> DomainRun:
     stage.start_control(stage.plan)
     run = stage.never_talks().start().until(APPLYING)
-    run.domain.stop(run.clock.now_s, spare_found=True)
+    run.domain.stop(run.clock.now_s, spare_adopted=True)
     return run
 
 
 def is_let_go_while_it_serves(stage: Stage) -> DomainRun:
     run = survivor(stage).start().until(READY)
-    run.domain.stop(run.clock.now_s, spare_found=True)
+    run.domain.stop(run.clock.now_s, spare_adopted=True)
     return run
 
 

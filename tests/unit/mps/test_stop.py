@@ -8,7 +8,7 @@ import signal
 
 import pytest
 from yunion_mps.models import DomainPlan
-from yunion_mps.mps.control import peer_of
+from yunion_mps.mps.conversation import peer_of
 from yunion_mps.mps.states import READY, STOPPED, STOPPING
 
 from .conftest import HoldFrontEnd, RunDomain, connections_to

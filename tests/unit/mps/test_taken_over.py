@@ -12,11 +12,9 @@ from yunion_mps.errors import HostError
 from yunion_mps.host.proc import environment_of
 from yunion_mps.host.processes import Process
 from yunion_mps.models import DomainPlan
-from yunion_mps.mps.adoption import find
-from yunion_mps.mps.ownership import control_environment
-from yunion_mps.mps.servers import orphans_in
+from yunion_mps.mps.processes import adoption_order, control_environment, orphaned_servers, record_order
+from yunion_mps.mps.startup import find, order_to_adopt
 from yunion_mps.mps.states import READY, STOPPED
-from yunion_mps.mps.taken_over import judge, taken_over, write_down
 
 from .conftest import MakePlan, RunDomain, StartControl
 from .driving import Jobs, converse, running_here
@@ -38,7 +36,7 @@ def take_over(place: Path, monkeypatch: pytest.MonkeyPatch) -> TakeOver:
     """Do what `yunion-mps-daemon --take-over` does with the process, on a host with just the plan's GPUs."""
 
     def take(plan: DomainPlan, process: Process) -> None:
-        write_down(judge(process.pid, environment_of(process.pid), plan.gpu_uuids, plan))
+        record_order(order_to_adopt(process.pid, environment_of(process.pid), plan.gpu_uuids, plan))
 
     return take
 
@@ -55,7 +53,7 @@ def test_one_taken_over_goes_on_with_its_pid_and_with_our_limits(
     asked = ["get_default_device_pinned_mem_limit 0", "get_default_active_thread_percentage"]
     assert converse(program, plan, *asked) == ["5G", "25.0"]
     assert running_here(plan) == [(stranger.pid, plan.gpu_uuids)], "the next daemon knows it too"
-    run.domain.stop(run.clock.now_s, spare_found=True)
+    run.domain.stop(run.clock.now_s, spare_adopted=True)
     again = run_domain().start().until(READY)
     assert again.pid == stranger.pid
     again.stop().until(STOPPED)
@@ -73,11 +71,11 @@ def test_its_server_keeps_what_it_has_and_the_next_one_gets_ours(
     run = run_domain(its_program=jobs.program).start().until(READY)
     assert run.pid == stranger.pid
     (server,) = run.domain.server_pids()
-    assert run.domain.in_force.old_servers == (server,)
+    assert run.domain.in_effect.old_servers == (server,)
     assert f"its MPS server (PID {server})" in run.pending
     another = jobs.begin()  # joins it
     jobs.end(job, another)
-    run.domain.in_use = False
+    run.domain.note_use(in_use=False)
     run.until_it(lambda: run.turn(0.5).pending == "")
     assert run.state == READY
 
@@ -89,14 +87,14 @@ def test_servers_that_outlive_one_taken_over_are_ours_too(
     stranger = start_control(plan, environment)
     job = jobs.begin()
     server = int(converse(jobs.program, plan, "get_server_list")[0])
-    noted = judge(stranger.pid, environment_of(stranger.pid), plan.gpu_uuids, plan)
+    noted = order_to_adopt(stranger.pid, environment_of(stranger.pid), plan.gpu_uuids, plan)
     stranger.kill()
-    assert orphans_in(plan.pipe_directory) == []
-    write_down(noted)
-    assert orphans_in(plan.pipe_directory) == [server]
-    assert orphans_in(f"{plan.pipe_directory}2") == []
-    write_down(noted._replace(started_ticks=1 << 60))  # of a later one
-    assert orphans_in(plan.pipe_directory) == []
+    assert orphaned_servers(plan.pipe_directory) == []
+    record_order(noted)
+    assert orphaned_servers(plan.pipe_directory) == [server]
+    assert orphaned_servers(f"{plan.pipe_directory}2") == []
+    record_order(noted._replace(started_ticks=1 << 60))  # of a later one
+    assert orphaned_servers(plan.pipe_directory) == []
     jobs.end(job)
     os.kill(server, signal.SIGKILL)
 
@@ -106,13 +104,15 @@ def test_what_was_written_down_holds_for_that_process_alone(
 ) -> None:
     stranger = start_control(plan, theirs(plan))
     take_over(plan, stranger)
-    noted = taken_over(stranger.pid)
+    noted = adoption_order(stranger.pid)
     assert noted is not None
-    write_down(noted._replace(started_ticks=noted.started_ticks + 1))  # as where its PID is another's by now
-    assert taken_over(stranger.pid) is None
+    record_order(
+        noted._replace(started_ticks=noted.started_ticks + 1)
+    )  # as where its PID is another's by now
+    assert adoption_order(stranger.pid) is None
     with pytest.raises(HostError, match="not started by us"):
         find(plan)
-    write_down(noted._replace(pipe_directory="/elsewhere"))
+    record_order(noted._replace(pipe_directory="/elsewhere"))
     with pytest.raises(HostError, match="not started by us"):
         find(plan)
 
@@ -122,7 +122,7 @@ def test_a_note_that_is_torn_is_none(place: Path, take_over: TakeOver, text: str
     file = place / "root/run/yunion-mps/taken-over.json"
     file.parent.mkdir(parents=True)
     file.write_text(text)
-    assert taken_over(os.getpid()) is None
+    assert adoption_order(os.getpid()) is None
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ def test_where_it_is_certain_which_gpu_is_which_it_is_taken_over(
     make_plan: MakePlan, limits: tuple[int, ...], environment: dict[str, str], order: tuple[str, ...]
 ) -> None:
     plan = make_plan(limits)
-    found = judge(os.getpid(), theirs(plan, **environment), plan.gpu_uuids, plan)
+    found = order_to_adopt(os.getpid(), theirs(plan, **environment), plan.gpu_uuids, plan)
     assert found.gpu_uuids == order
     assert found.can_serve(make_plan((5760, 2048)[: len(limits)])) == (limits != (5760, 5760))
 
@@ -160,13 +160,13 @@ def test_where_it_is_not_the_reason_is_said(
 ) -> None:
     plan = make_plan((5760, 1024))
     with pytest.raises(HostError, match=why) as raised:
-        judge(os.getpid(), theirs(plan, **environment), gpus, plan)
+        order_to_adopt(os.getpid(), theirs(plan, **environment), gpus, plan)
     assert "cannot be taken over: " in raised.value.message
 
 
 def test_one_for_all_users_is_not_made_of_one_that_is_not(plan: DomainPlan) -> None:
     with pytest.raises(HostError, match="cuda_mps_multiuser"):
-        judge(os.getpid(), theirs(plan), plan.gpu_uuids, plan._replace(multiuser=True))
+        order_to_adopt(os.getpid(), theirs(plan), plan.gpu_uuids, plan._replace(multiuser=True))
 
 
 def test_where_its_order_is_not_certain_unequal_limits_are_refused_later_too(

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 from yunion_mps.models import DomainPlan
+from yunion_mps.mps.clients import WaitingClient, pending_in, waiting_clients
 from yunion_mps.mps.log_file import LARGEST_BYTES, LOG_NAME, bound_logs, timestamp_parser
 from yunion_mps.mps.states import READY
-from yunion_mps.mps.waiting import Waiter, pending_in, waiting_at
 
 from .conftest import RunDomain
 from .driving import Jobs, wait_for
@@ -47,16 +47,16 @@ def test_it_is_told_of_until_it_has_its_server(jobs: Jobs, run_domain: RunDomain
     now_s = time.time()
     first = jobs.begin()
     (server,) = run.domain.server_pids()
-    assert waiting_at(plan, [server]) == []
+    assert waiting_clients(plan, [server]) == []
     other = jobs.wait(uid=1234)
-    wait_for(lambda: len(waiting_at(plan, [server])) == 1)
-    (waiter,) = waiting_at(plan, [server])
-    assert waiter == Waiter(other.pid, 1234, waiter.since_s, server)
+    wait_for(lambda: len(waiting_clients(plan, [server])) == 1)
+    (waiter,) = waiting_clients(plan, [server])
+    assert waiter == WaitingClient(other.pid, 1234, waiter.since_s, server)
     assert now_s - 2 < waiter.since_s <= time.time()
-    assert waiting_at(plan._replace(multiuser=True), [server]) == []
+    assert waiting_clients(plan._replace(multiuser=True), [server]) == []
     jobs.end(first)
     assert other.says() == "attached"
-    assert waiting_at(plan, run.domain.server_pids()) == []
+    assert waiting_clients(plan, run.domain.server_pids()) == []
 
 
 @as_root
@@ -64,9 +64,9 @@ def test_who_has_ended_waits_no_more(jobs: Jobs, run_domain: RunDomain, plan: Do
     run = run_domain(its_program=jobs.program).start().until(READY)
     jobs.begin()
     other = jobs.wait(uid=1234)
-    wait_for(lambda: len(waiting_at(plan, run.domain.server_pids())) == 1)
+    wait_for(lambda: len(waiting_clients(plan, run.domain.server_pids())) == 1)
     jobs.end(other)
-    assert waiting_at(plan, run.domain.server_pids()) == []
+    assert waiting_clients(plan, run.domain.server_pids()) == []
 
 
 @pytest.mark.parametrize("served", [START, IS_READY])
@@ -94,4 +94,4 @@ def test_a_log_that_was_emptied_forgets_nobody(plan: DomainPlan) -> None:
     log.write_bytes(b"x\n" * LARGEST_BYTES + log_of(PUT_OFF % (os.getpid(), os.getuid())))
     bound_logs(plan)
     assert log.read_bytes() == b""
-    assert [one.pid for one in waiting_at(plan, [os.getpid()])] == [os.getpid()]
+    assert [one.pid for one in waiting_clients(plan, [os.getpid()])] == [os.getpid()]

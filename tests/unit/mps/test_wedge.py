@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 from yunion_mps.models import DomainPlan
-from yunion_mps.mps.control import PROGRAM, peer_of
+from yunion_mps.mps.conversation import peer_of
+from yunion_mps.mps.health import PROBE_S, PROBE_TIMEOUT_S
+from yunion_mps.mps.processes import PROGRAM
 from yunion_mps.mps.states import APPLYING, BACKOFF, FAILED, READY, STARTING, WEDGED
-from yunion_mps.mps.watch import PROBE_S, PROBE_TIMEOUT_S
 
 from .conftest import RunDomain
 from .driving import DomainRun, Jobs, converse, silent_connection, stop_process, wait_for
@@ -57,10 +58,10 @@ def test_a_stopped_control_daemon_is_named_let_go_on_and_its_limits_read(
 
 
 def test_whether_jobs_are_in_its_way_is_to_be_looked_at_as_soon_as_it_hangs(run: DomainRun) -> None:
-    assert not run.domain.wants_look
+    assert not run.domain.take_poll_request()
     stop_process(run.pid)
     find_out(run)
-    assert run.domain.wants_look
+    assert run.domain.take_poll_request()
 
 
 def test_one_that_is_stopped_again_and_again_is_replaced(run: DomainRun) -> None:
@@ -121,7 +122,7 @@ def test_one_with_jobs_is_spared_and_replaced_once_their_server_has_ended(
     caplog.set_level(logging.INFO)
     job = jobs.begin()
     run.tick()
-    run.domain.in_use = in_use
+    run.domain.note_use(in_use=in_use)
     pid, (server,) = run.pid, run.domain.server_pids()
     with silent_connection(plan):
         find_out(run)
@@ -145,7 +146,7 @@ def test_one_whose_servers_have_no_jobs_is_replaced_with_them(
 ) -> None:
     jobs.end(jobs.begin())
     run.tick()
-    run.domain.in_use = False
+    run.domain.note_use(in_use=False)
     pid = run.pid
     with silent_connection(plan):
         find_out(run).turn(2).until_it(lambda: run.state == READY and run.pid != pid)
@@ -190,7 +191,7 @@ def test_a_socket_that_somebody_has_removed_comes_back(run: DomainRun, plan: Dom
 def test_removed_sockets_cost_no_job(run: DomainRun, plan: DomainPlan, jobs: Jobs) -> None:
     jobs.begin()
     run.tick()
-    run.domain.in_use = True
+    run.domain.note_use(in_use=True)
     (server,) = run.domain.server_pids()
     os.unlink(f"{plan.pipe_directory}/control")
     assert run.turn(PROBE_S).turn(60).state == WEDGED

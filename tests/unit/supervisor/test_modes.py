@@ -8,7 +8,7 @@ import time
 import pytest
 from yunion_mps.errors import DriverError
 from yunion_mps.host.store import Store
-from yunion_mps.mps.ownership import our_processes
+from yunion_mps.mps.processes import our_processes
 from yunion_mps.service.shapes import devices_json
 from yunion_mps.supervisor.status import warnings
 

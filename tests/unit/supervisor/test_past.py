@@ -12,8 +12,7 @@ from contextlib import closing
 import pytest
 from yunion_mps.errors import HostError
 from yunion_mps.host.store import Store
-from yunion_mps.mps.control import PROGRAM
-from yunion_mps.mps.ownership import our_processes
+from yunion_mps.mps.processes import PROGRAM, our_processes
 from yunion_mps.service.shapes import devices_json
 from yunion_mps.supervisor.event_log import EventTable
 

@@ -32,7 +32,7 @@ def test_a_budget_is_pending_while_a_job_runs_and_in_force_when_its_server_has_e
     made.until(lambda: not made.snapshot.domains[0].pending)
     assert [mib for _, mib in budgets(made)] == [4096] * 4
     assert jobs.servers() == [], "a server without jobs was asked to end"
-    assert [event.what for event in made.events if event.kind == "limit"] == ["the new limits are in force"]
+    assert [event.what for event in made.events if event.kind == "limit"] == ["the new limits are in effect"]
 
 
 def test_a_budget_that_waits_for_leases_as_well_says_so(put_to_work: PutToWork) -> None:
@@ -120,7 +120,7 @@ def test_other_control_daemons_wait_for_the_end_of_the_jobs_on_those_that_run(pu
     assert changes[0].effect.startswith("when its MPS server")
     first, *others = made.snapshot.domains
     assert (first.pid, first.state, made.available) == (before, "ready", 8)
-    assert first.pending == "it ends when its MPS servers have ended, for the configuration has changed"
+    assert first.pending == "it ends when its MPS servers have ended, because the configuration has changed"
     why = "it waits for the end of the control daemon that serves its GPUs now"
     assert [(other.plan.name, other.reason) for other in others] == [("00:06.0", why), ("00:07.0", why)]
     client.end()
@@ -160,7 +160,7 @@ def test_a_mode_that_waits_is_pending_and_a_server_whose_jobs_have_ended_does_no
     made.reload()
     made.set_modes()
     (domain,) = made.snapshot.domains
-    assert domain.pending == f"compute modes are put back when its MPS server (PID {server}) has ended"
+    assert domain.pending == f"compute modes are restored when its MPS server (PID {server}) has ended"
     assert domain.waits_for == (server,)
     client.end()
     made.supervisor.note_processes({host.gpus[0].uuid: {server: 30}}, time.monotonic())

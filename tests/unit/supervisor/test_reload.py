@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from yunion_mps.errors import ConfigError, HostError
-from yunion_mps.mps.ownership import our_processes
+from yunion_mps.mps.processes import our_processes
 from yunion_mps.service.shapes import devices_json
 from yunion_mps.supervisor.preflight import run_preflight
 from yunion_mps.supervisor.status import warnings

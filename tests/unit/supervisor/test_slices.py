@@ -6,8 +6,8 @@ import json
 import time
 
 from yunion_mps.models import DomainPlan, PlannedGpu, Pool, Slice
-from yunion_mps.mps.adoption import as_served, with_remembered
-from yunion_mps.mps.applying import InForce
+from yunion_mps.mps.limits import LimitsInEffect
+from yunion_mps.mps.startup import as_served, with_recorded
 from yunion_mps.service.queries import Service
 from yunion_mps.supervisor.recovery import from_json, to_json
 
@@ -38,8 +38,8 @@ def write(host: SimHost, division: str) -> None:
 
 
 def test_what_is_noted_of_slices_and_pools_is_read_as_it_was() -> None:
-    noted = json.loads(json.dumps(to_json(InForce(PLAN, (5,)))))
-    assert from_json(noted) == InForce(PLAN, (5,))
+    noted = json.loads(json.dumps(to_json(LimitsInEffect(PLAN, (5,)))))
+    assert from_json(noted) == LimitsInEffect(PLAN, (5,))
     read = from_json(noted)
     assert read is not None
     assert isinstance(read.plan.gpus[0].slices[0], Slice)
@@ -61,7 +61,7 @@ def test_a_gpu_that_is_lost_for_now_keeps_its_slices_or_its_pool() -> None:
         left = as_served(PLAN, PLAN.for_gpus({A, B} - {lost}))
         known = as_served(left, PLAN)
         assert None in known.memory_limits_mib
-        assert with_remembered(known, PLAN) == PLAN
+        assert with_recorded(known, PLAN) == PLAN
 
 
 def test_slices_come_into_force_with_the_largest_as_the_limit(

@@ -138,8 +138,8 @@ def test_a_look_from_before_a_wedge_says_nothing_of_the_jobs_in_its_way(
     (domain,) = made.supervisor.domains
     made.supervisor.note_processes({host.gpus[0].uuid: {}}, time.monotonic())
     assert not made.supervisor.fleet.take_poll_request()
-    assert domain.looked_s < time.monotonic()
-    domain.wants_look = True
+    assert domain._polled_s < time.monotonic()
+    domain._wants_poll = True
     assert made.supervisor.fleet.take_poll_request()
     assert not made.supervisor.fleet.take_poll_request()
 

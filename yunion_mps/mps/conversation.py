@@ -1,0 +1,298 @@
+"""Talking to a control daemon: which process it is, whether it serves, and what it answers.
+
+Nothing here waits: a conversation or a probe is polled with the time, and has a deadline.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from yunion_mps.errors import ControlError, ShortageError
+from yunion_mps.escaping import decoded
+from yunion_mps.host.proc import all_pids, count_open, program_name, uid_of
+from yunion_mps.host.processes import Process, spawn
+from yunion_mps.models import DomainPlan
+from yunion_mps.mps.diagnosis import front_end_at
+from yunion_mps.mps.processes import PROGRAM, client_variables
+
+#: How long a control daemon has to answer.
+ANSWER_TIMEOUT_S = 5.0
+
+#: A question that every control daemon answers with one line. If even this is answered by none, we were
+#: turned away: it serves one front-end at a time, and closes to a second one without a word (measured).
+HEARD = "get_default_active_thread_percentage"
+
+#: What the front-end says (status 1) in half of the cases in which another one is connected, and always when
+#: the control daemon waits for its clients after a `quit`; in the other half it says nothing, with status 0,
+#: and seldom 1 (measured).
+_TURNED_AWAY = "Cannot send command to MPS control daemon process"
+
+#: More than any answer of ours; the rest would only fill memory.
+_LONGEST_ANSWER = 1 << 20
+_CREDENTIALS = struct.Struct("3i")
+#: The flag of a listening socket in /proc/net/unix (__SO_ACCEPTCON of linux/net.h).
+_ACCEPTS = 1 << 16
+
+
+class SilentError(ControlError):
+    """A control daemon that runs does not answer, or cannot be reached."""
+
+
+class OccupiedError(ControlError):
+    """Another front-end is connected, and so ours was not heard."""
+
+    def __init__(self, pipe_directory: str, who: str = "") -> None:
+        super().__init__(
+            f"it answers nothing, because another {PROGRAM} is connected to it{f': {who}' if who else ''}",
+            f"end that one; who has it open: pgrep -a nvidia-cuda-mps (pipe directory {pipe_directory})",
+        )
+
+
+def occupied(pipe_directory: str) -> OccupiedError:
+    """The error that names the other front-end; takes up to half a second."""
+    return OccupiedError(pipe_directory, front_end_at(pipe_directory))
+
+
+# -- the process behind a socket
+
+
+class Peer(NamedTuple):
+    """The process behind a socket."""
+
+    pid: int
+    uid: int
+
+
+def peer_of(pipe_directory: str) -> Peer | None:
+    """The control daemon that listens in the directory, as the kernel tells it; None if none does.
+
+    Raises ShortageError if no socket can be made.
+    """
+    path = f"{pipe_directory}/control"
+    with _new_socket() as connection:
+        try:
+            connection.connect(path)
+        except BlockingIOError:
+            return _listener(path)  # its queue is full, so the kernel made no connection that has a peer
+        except OSError:
+            return None
+        peer = _credentials_of(connection)
+    return peer if peer.pid > 0 else None
+
+
+def _new_socket() -> socket.socket:
+    try:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    except OSError as error:
+        raise ShortageError(f"no socket can be made: {error.strerror}") from None
+    connection.settimeout(0)
+    return connection
+
+
+def _listener(path: str) -> Peer | None:
+    """NVIDIA's control program that holds the listening socket of this name (proc(5), `/proc/net/unix`)."""
+    with contextlib.suppress(OSError), open("/proc/net/unix", "rb") as file:
+        rows = [line.rstrip(b"\n").split(b" ", 7) for line in file if line.endswith(f" {path}\n".encode())]
+        inodes = {f"socket:[{int(row[6])}]" for row in rows if int(row[3], 16) & _ACCEPTS}
+        for pid in all_pids() if inodes else []:
+            if program_name(pid) == PROGRAM and count_open(pid, inodes):
+                return Peer(pid, uid_of(pid) or 0)
+    return None
+
+
+def _credentials_of(connection: socket.socket) -> Peer:
+    """The process at the other end, as the kernel tells it (SO_PEERCRED, unix(7)); PID 0 if unknown."""
+    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, uid, _ = _CREDENTIALS.unpack(raw)
+    return Peer(pid, uid)
+
+
+# -- asking it
+
+
+class Conversation:
+    """Several commands to one control daemon, in one process of NVIDIA's own front-end.
+
+    The front-end exits 0 whatever the control daemon answers, so a conversation counts only by what was read
+    back.
+    """
+
+    def __init__(
+        self, program: str, pipe_directory: str, commands: Sequence[str], now_s: float, timeout_s: float
+    ) -> None:
+        """Begin; raises HostError if the front-end cannot be started."""
+        self._commands = commands
+        #: When it is given up, by the clock that `poll` is called with.
+        self.deadline_s = now_s + timeout_s
+        self._timeout_s = timeout_s
+        self._answer = bytearray()
+        try:
+            self._output, self._process = self._open(program, pipe_directory)
+        except OSError as error:
+            what = f"the control daemon cannot be talked to: {error.strerror}"
+            raise ShortageError(what) from None
+        os.set_blocking(self._output, False)
+
+    def _open(self, program: str, pipe_directory: str) -> tuple[int, Process]:
+        """Start the front-end with the commands on its input; return the end of its output, and itself."""
+        with contextlib.ExitStack() as ours, contextlib.ExitStack() as unless_started:
+            commands_out, commands_in = os.pipe()
+            ours.callback(os.close, commands_out)
+            ours.callback(os.close, commands_in)
+            output, answer_in = os.pipe()
+            ours.callback(os.close, answer_in)
+            unless_started.callback(os.close, output)
+            # All of it fits the pipe's 64 KiB, also for 64 GPUs, so this write never waits.
+            os.write(commands_in, "".join(f"{command}\n" for command in self._commands).encode())
+            variables = client_variables(pipe_directory)
+            process = spawn([program], variables, stdin=commands_out, stdout=answer_in, stderr=answer_in)
+            unless_started.pop_all()
+            return output, process
+
+    def fileno(self) -> int:
+        """A descriptor that becomes readable when `poll` has something to do."""
+        return self._output
+
+    def poll(self, now_s: float) -> list[str] | None:
+        """The answer's lines once it is complete, None before that; none if another front-end is served.
+
+        Raises SilentError if there is no control daemon, or no answer until the deadline.
+        """
+        status = self._process.status() if self._read() else None
+        if status is not None:
+            lines = [decoded(line) for line in bytes(self._answer).splitlines()]
+            text = "\n".join(lines)
+            self.close()
+            if status != 0 and (text.startswith(_TURNED_AWAY) or (status == 1 and not text)):
+                return []
+            if status != 0:
+                raise SilentError(f"{PROGRAM} said: {text.strip() or f'status {status}'}", "")
+            return lines
+        if now_s >= self.deadline_s:
+            self.close()
+            raise SilentError(
+                f"the control daemon did not answer {self._commands[0]!r} within {self._timeout_s:g} s",
+                "look at the end of its log",
+            )
+        return None
+
+    def _read(self) -> bool:
+        """Read what is there; whether the end was reached."""
+        while True:
+            try:
+                part = os.read(self._output, 65536)
+            except BlockingIOError:
+                return False
+            if not part:
+                return True
+            if len(self._answer) < _LONGEST_ANSWER:
+                self._answer += part
+
+    def close(self) -> None:
+        """End the front-end if it still runs; may be called again."""
+        if self._output >= 0:
+            os.close(self._output)
+            self._output = -1
+            self._process.kill()
+
+
+class Probe:
+    """One connection, until the control daemon greets: a sign of life that costs no process.
+
+    A control daemon greets every connection (measured with 535 and 550), and it does so from the one loop
+    that serves all of them. So a greeting shows that it serves, and a missing one that it does not, whatever
+    the cause: it was stopped, it hangs, or a process that connected keeps it waiting.
+    """
+
+    def __init__(self, pipe_directory: str, pid: int, now_s: float, timeout_s: float) -> None:
+        """Connect; raises SilentError if the socket is gone or another process's, and ShortageError."""
+        self.began_s = now_s
+        self.deadline_s = now_s + timeout_s
+        self._timeout_s = timeout_s
+        #: Whether the descriptor is to be watched: it has been connected.
+        self.watched = True
+        self._connection = _new_socket()
+        try:
+            self._connect(pipe_directory, pid)
+        except BaseException:
+            self.close()
+            raise
+
+    def _connect(self, pipe_directory: str, pid: int) -> None:
+        try:
+            self._connection.connect(f"{pipe_directory}/control")
+        except BlockingIOError:  # so many wait to be accepted that one more may not even wait
+            self.watched = False
+            return
+        except OSError as error:
+            what = f"its socket in {pipe_directory} is gone ({error.strerror})"
+            raise SilentError(what, "clients cannot find it any more") from None
+        peer = _credentials_of(self._connection)
+        if peer.pid != pid:
+            what = f"its socket in {pipe_directory} is that of another process (PID {peer.pid})"
+            raise SilentError(what, "clients do not find it any more")
+
+    def fileno(self) -> int:
+        """A descriptor that becomes readable with the greeting."""
+        return self._connection.fileno()
+
+    def poll(self, now_s: float) -> bool:
+        """Whether the greeting has come; raises SilentError once it is overdue."""
+        answer = self._receive() if self.watched else None
+        if answer:
+            return True
+        if answer is not None:
+            raise SilentError("it closes every new connection", "look at the end of its log")
+        if now_s >= self.deadline_s:
+            raise SilentError(f"it has not answered for {self._timeout_s:g} s", "look at the end of its log")
+        return False
+
+    def _receive(self) -> bytes | None:
+        """What has come: None for nothing yet, empty if the connection was closed."""
+        try:
+            return self._connection.recv(64)
+        except BlockingIOError:
+            return None
+        except OSError:
+            return b""
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+class Task:
+    """What is under way with a control daemon, with at most one conversation and one probe at a time.
+
+    Subclasses have a `tick` that does what is due, and says when to be called again.
+    """
+
+    def __init__(self, program: str, plan: DomainPlan) -> None:
+        self._program = program
+        self._plan = plan
+        self._conversation: Conversation | None = None
+        self._probe: Probe | None = None
+
+    def descriptors(self) -> list[int]:
+        """What to watch for reading."""
+        watched = [self._probe.fileno()] if self._probe and self._probe.watched else []
+        return [*watched, self._conversation.fileno()] if self._conversation else watched
+
+    def close(self) -> None:
+        """Stop asking."""
+        for part in (self._probe, self._conversation):
+            if part:
+                part.close()
+        self._probe = self._conversation = None
+
+    def _converse(
+        self, commands: Sequence[str], now_s: float, timeout_s: float = ANSWER_TIMEOUT_S
+    ) -> Conversation:
+        """Begin a conversation; raises HostError if the front-end cannot be started."""
+        place = self._plan.pipe_directory
+        self._conversation = Conversation(self._program, place, commands, now_s, timeout_s)
+        return self._conversation

@@ -1,0 +1,217 @@
+"""Whether a control daemon serves: the monitor of one that does, and the recovery of one that does not."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+
+from yunion_mps.errors import ControlError, ShortageError, YunionError
+from yunion_mps.host.processes import Process, wake
+from yunion_mps.models import DomainPlan
+from yunion_mps.mps import limits
+from yunion_mps.mps.conversation import HEARD, Conversation, OccupiedError, Probe, Task
+from yunion_mps.mps.log_file import bound_logs
+from yunion_mps.mps.processes import describe_servers
+from yunion_mps.mps.rollover import FORCE_WITHIN_S, FORCED
+
+log = logging.getLogger(__name__)
+
+#: How often it is asked for a sign of life, and how long that may take: together less than two intervals.
+PROBE_S = 10.0
+PROBE_TIMEOUT_S = 5.0
+#: How often its limits are read back.
+VERIFY_S = 60.0
+#: How soon orders are told again that were not heard, and a wedged control daemon is polled again.
+LOOK_AGAIN_S = 1.0
+#: How long a wedged control daemon has to answer once it was told to go on, and how often it is probed.
+PATIENCE_S = 2.0
+_WEDGED_PROBE_S = 0.5
+
+
+class LimitsChangedError(ControlError):
+    """Another program has changed the limits."""
+
+
+class Monitor(Task):
+    """Does it answer, are its limits still ours, is its log small? From when it serves until it does not."""
+
+    def __init__(
+        self,
+        program: str,
+        plan: DomainPlan,
+        pid: int,
+        servers: Sequence[int],
+        read_log: Callable[[], None],
+        now_s: float,
+    ) -> None:
+        """`plan` has the limits that a next server is to get, `servers` are the PIDs of those that run now.
+
+        `read_log` is called now and then, before what the log says may be cut.
+        """
+        super().__init__(program, plan)
+        self._pid = pid
+        self._read_log = read_log
+        self._probe_at_s = now_s + PROBE_S
+        self._verify_at_s = now_s + VERIFY_S
+        self._order_at_s = now_s
+        #: What it is to be told and what it is being told, each with when that was first asked for.
+        self._orders: dict[str, float] = {}
+        self._telling: dict[str, float] = {}
+        #: How long it took to answer when it was last asked for a sign of life, None before that.
+        self.probe_s: float | None = None
+        #: The PIDs of its servers when its limits were last found right.
+        self.servers = tuple(servers)
+
+    def order(self, commands: Iterable[str], now_s: float) -> None:
+        """Have it told these commands, which answer nothing; again and again if it does not hear us.
+
+        Those that end jobs (`-f`) are told within a minute, or not at all.
+        """
+        for command in commands:
+            self._orders.setdefault(command, now_s)
+
+    def tick(self, now_s: float) -> float:
+        """Do what is due; return when to be called again.
+
+        Raises SilentError when it does not answer, LimitsChangedError when its limits are not ours.
+        """
+        due_s = self._tick_probe(now_s)
+        if self._conversation:
+            return min(due_s, self._tick_conversation(self._conversation, now_s))
+        talk_s = min(self._verify_at_s, self._order_at_s) if self._orders else self._verify_at_s
+        return min(due_s, self._talk(now_s) if now_s >= talk_s else talk_s)
+
+    def _tick_probe(self, now_s: float) -> float:
+        if self._probe is None and now_s < self._probe_at_s:
+            return self._probe_at_s
+        if self._probe is None:
+            self._probe_at_s = now_s + PROBE_S
+            self._read_log()
+            bound_logs(self._plan)
+            try:
+                self._probe = Probe(self._plan.pipe_directory, self._pid, now_s, PROBE_TIMEOUT_S)
+            except ShortageError as error:
+                log.debug("domain %s: %s", self._plan.name, error)
+                return self._probe_at_s
+        if not self._probe.poll(now_s):
+            return self._probe.deadline_s
+        self.probe_s = now_s - self._probe.began_s
+        self._probe.close()
+        self._probe = None
+        return self._probe_at_s
+
+    def _talk(self, now_s: float) -> float:
+        """Begin a conversation: a question for its limits, which shows that it hears us, then orders."""
+        self._telling, self._orders = self._orders, {}
+        self._verify_at_s = now_s + VERIFY_S
+        try:
+            commands = ["get_server_list", *limits.get_commands(self._plan), *self._telling]
+            return self._converse(commands, now_s).deadline_s
+        except ShortageError as error:
+            log.debug("domain %s: %s", self._plan.name, error)
+            return self._not_heard(now_s)
+
+    def _tick_conversation(self, conversation: Conversation, now_s: float) -> float:
+        answer = conversation.poll(now_s)
+        if answer is None:
+            return conversation.deadline_s
+        self._conversation = None
+        if not answer:
+            log.info("domain %s: %s", self._plan.name, OccupiedError(self._plan.pipe_directory))
+            return self._not_heard(now_s)
+        servers = limits.servers_in(answer)
+        limit = len(servers) + len(limits.get_commands(self._plan)) if self._telling else None
+        try:
+            limits.check(self._plan, answer[len(servers) : limit])
+        except ControlError as error:
+            raise LimitsChangedError(error.message, error.hint) from None
+        self.servers = tuple(servers)
+        return self._verify_at_s
+
+    def _not_heard(self, now_s: float) -> float:
+        """Orders are told again soon, and the limits with them; without orders those have time."""
+        for command, since_s in self._telling.items():
+            if not command.endswith(FORCED) or now_s <= since_s + FORCE_WITHIN_S:
+                self._orders[command] = since_s
+        self._order_at_s = now_s + LOOK_AGAIN_S
+        return self._order_at_s if self._orders else self._verify_at_s
+
+
+class Recovery(Task):
+    """The way out for a control daemon that runs and does not serve: the safest steps first, jobs above all.
+
+    It and its servers, for which it waits, are told to go on, in case one was only stopped, and it is asked
+    again and again. Only if that does not help, and no server of it may have jobs, it is to be replaced.
+    """
+
+    def __init__(
+        self,
+        process: Process,
+        plan: DomainPlan,
+        program: str,
+        servers: Callable[[], Sequence[int]],
+        why: str,
+        now_s: float,
+    ) -> None:
+        """`servers` returns the PIDs of its servers, at any time; `why` it does not serve, in words."""
+        super().__init__(program, plan)
+        self._process = process
+        self._servers = servers
+        self._why = why
+        self._began_s = now_s
+        self._deadline_s = now_s + PATIENCE_S
+        self._look_s = now_s
+        #: The servers for whose sake it is not replaced.
+        self.spared_for: tuple[int, ...] = ()
+        #: Whether it is to be replaced.
+        self.failed = False
+        wake([process.pid, *servers()])
+
+    @property
+    def reason(self) -> str:
+        """What is wrong, and what it waits for."""
+        pid = self._process.pid
+        what = f"the control daemon (PID {pid}) does not serve: {self._why}"
+        if not self.spared_for:
+            return what
+        until = f"it is replaced when {describe_servers(self.spared_for)}, which may have jobs, has ended"
+        return f"{what}; {until} (not to wait, and risk them: kill -9 {pid})"
+
+    def tick(self, now_s: float, *, in_use: bool | None, polled_s: float) -> float | None:
+        """Do what is due; when to be called again, None once it answers.
+
+        `in_use` tells whether other processes than servers used its GPUs when they were polled at `polled_s`,
+        None if that is unknown.
+        """
+        due_s = self._ask(now_s)
+        if due_s is None:
+            return None
+        if now_s >= self._deadline_s:
+            servers = self._servers()
+            # A job may have come since an earlier poll.
+            is_idle = in_use is False and polled_s >= self._began_s
+            self.spared_for = () if is_idle else tuple(servers)
+            self.failed = not self.spared_for
+            if not self.failed:
+                wake([self._process.pid, *servers])
+                self._deadline_s = now_s + LOOK_AGAIN_S
+        return min(due_s, self._deadline_s)
+
+    def _ask(self, now_s: float) -> float | None:
+        """None once it has answered a probe, and then NVIDIA's front-end, which may look elsewhere for it."""
+        try:
+            if self._conversation:
+                return self._conversation.deadline_s if self._conversation.poll(now_s) is None else None
+            if self._probe is None and now_s >= self._look_s:
+                self._look_s = now_s + _WEDGED_PROBE_S
+                self._probe = Probe(self._plan.pipe_directory, self._process.pid, now_s, _WEDGED_PROBE_S)
+            if self._probe is None:
+                return self._look_s
+            if not self._probe.poll(now_s):
+                return self._probe.deadline_s
+            self.close()
+            return self._converse([HEARD], now_s, PATIENCE_S).deadline_s
+        except YunionError:
+            self.close()
+            self._look_s = max(self._look_s, now_s + _WEDGED_PROBE_S)
+            return self._look_s

@@ -1,0 +1,351 @@
+"""The MPS processes of this host: NVIDIA's control daemons and servers, and which of them are ours.
+
+A process is judged by itself, never by its socket: any user can fill a socket's queue, and a socket outlives
+its process. A control daemon of ours carries a mark in its environment, which its servers inherit (measured).
+Its PID and start time are also recorded, because an environment cannot always be read.
+
+A control daemon that another program started is ours only by an operator's or the package's order
+(`yunion-mps-daemon --take-over PID`). The order is recorded for that one process, by PID and start time,
+where only root can write, and a reboot deletes it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from yunion_mps.errors import HostError
+from yunion_mps.host.files import write_atomically
+from yunion_mps.host.proc import (
+    all_pids,
+    children_of,
+    credentials_of,
+    environment_of,
+    name_of,
+    parent_of,
+    program_name,
+    started_ticks,
+)
+from yunion_mps.host.processes import Process, find_program
+from yunion_mps.models import DomainPlan
+from yunion_mps.paths import ROOT_VARIABLE, Paths
+
+PROGRAM = "nvidia-cuda-mps-control"
+SERVER = "nvidia-cuda-mps-server"
+PACKAGES = (
+    "install it: nvidia-cuda-mps on Debian (non-free), nvidia-compute-utils-<release> on Ubuntu, "
+    "nvidia-driver-cuda on RHEL and its kin (NVIDIA's repository), "
+    "xorg-x11-drv-nvidia-cuda on Fedora (RPM Fusion)"
+)
+#: Marks a control daemon as ours, in the environment that it was started with.
+MARK = "YUNION_MPS_DOMAIN"
+#: What the kernel keeps of the server's name (TASK_COMM_LEN less its NUL); the control daemon's is the same.
+_NAME = SERVER[:15]
+#: Where NVIDIA's control daemon serves without CUDA_MPS_PIPE_DIRECTORY.
+_NVIDIAS_DIRECTORY = "/tmp/nvidia-mps"
+#: How long after its fork a process without an environment may still be on its way into its program. That
+#: takes 44 ms on a loaded machine (measured).
+_EXEC_S = 2.0
+#: Stands for the PID of a control daemon that is about to be started.
+_STARTING = 0
+
+
+def find_control_program() -> str:
+    """The path of NVIDIA's control program; raises HostError naming the packages that hold it."""
+    return find_program(PROGRAM, PACKAGES)
+
+
+# -- environments
+
+
+def client_variables(pipe_directory: str) -> dict[str, str]:
+    """The environment of the front-end, built from nothing, so that ours cannot lead it elsewhere."""
+    return {"CUDA_MPS_PIPE_DIRECTORY": pipe_directory, "LC_ALL": "C", "PATH": "/usr/sbin:/usr/bin:/sbin:/bin"}
+
+
+def control_environment(plan: DomainPlan, program: str = "") -> dict[str, str]:
+    """The control daemon's environment, built from nothing: just these GPUs, in NVML's order."""
+    root = Paths.from_environment().root
+    return {
+        **client_variables(plan.pipe_directory),
+        "PATH": server_path(program),
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+        "CUDA_MPS_LOG_DIRECTORY": plan.log_directory,
+        "CUDA_VISIBLE_DEVICES": ",".join(plan.gpu_uuids),
+        MARK: plan.name,
+        **({} if root == "/" else {ROOT_VARIABLE: root}),
+    }
+
+
+def server_path(program: str) -> str:
+    """The control daemon's PATH: it looks for its server there alone, so its own directory comes first."""
+    usual = client_variables("")["PATH"]
+    beside = os.path.dirname(program)
+    return usual if not beside or beside in usual.split(os.pathsep) else f"{beside}{os.pathsep}{usual}"
+
+
+def pipe_directory_in(environment: Mapping[str, str]) -> str:
+    """Where a control daemon with this environment serves."""
+    return os.path.normpath(environment.get("CUDA_MPS_PIPE_DIRECTORY") or _NVIDIAS_DIRECTORY)
+
+
+# -- which processes are ours
+
+
+class MpsProcess(NamedTuple):
+    """A control daemon of ours, or an MPS server of one, and the GPUs (UUIDs) that it serves."""
+
+    pid: int
+    started_ticks: int
+    pipe_directory: str
+    log_directory: str
+    gpu_uuids: tuple[str, ...]
+    is_server: bool = False
+    #: The fields of the plan that it was started for, None if they were not recorded.
+    plan: Any = None
+
+    def __str__(self) -> str:
+        """`a control daemon (PID 12)`, `an MPS server (PID 13)`."""
+        return f"{'an MPS server' if self.is_server else 'a control daemon'} (PID {self.pid})"
+
+
+def our_processes() -> list[MpsProcess]:
+    """Every control daemon and every MPS server of ours that runs, the lowest PIDs first.
+
+    Looks at all processes, 4 us each; 20 us if a daemon ended while it started a control daemon, which may
+    still run a script that executes the program. Raises ShortageError if they cannot be listed.
+    """
+    records = _records()
+    recorded = {row.pid: row for row in records}
+    plans = {(row.pipe_directory, row.gpu_uuids): row.plan for row in records}
+    found = []
+    for pid in reversed(all_pids()):
+        program = program_name(pid)
+        if program in (PROGRAM, SERVER) or pid in recorded or (_STARTING in recorded and program):
+            one = _identified(pid, program, recorded.get(pid))
+            if one:
+                found.append(one._replace(plan=plans.get((one.pipe_directory, one.gpu_uuids))))
+    return found
+
+
+def could_be_ours(pid: int) -> bool:
+    """Whether it is NVIDIA's control program, and root's or of our user."""
+    return program_name(pid) == PROGRAM and _is_trusted(pid, is_server=False)
+
+
+def _is_trusted(pid: int, *, is_server: bool) -> bool:
+    """Whether only root, or our user, can have started the process; no other can have chosen what it says.
+
+    A server runs as its clients' user, but keeps the group of its control daemon (measured), which that user
+    cannot have. A set-user-ID program keeps the real user of the process that started it.
+    """
+    found = credentials_of(pid)
+    if found is None:
+        return False
+    return {0, os.geteuid()}.issuperset(found.uids) or (is_server and {os.getegid()}.issuperset(found.gids))
+
+
+def _identified(pid: int, program: str, recorded: MpsProcess | None) -> MpsProcess | None:
+    """The process if it is ours."""
+    started = started_ticks(pid)
+    # A control daemon's child is its server, also before it has come as far as that program.
+    is_server = program == SERVER or program_name(parent_of(pid)) == PROGRAM
+    if started is None or not _is_trusted(pid, is_server=is_server):
+        return None
+    if recorded and recorded.started_ticks == started:
+        return recorded
+    environment = _environment_after_exec(pid)
+    pipe_directory = environment.get("CUDA_MPS_PIPE_DIRECTORY", "")
+    log_directory = environment.get("CUDA_MPS_LOG_DIRECTORY", "")
+    if MARK in environment:
+        gpu_uuids = tuple(environment.get("CUDA_VISIBLE_DEVICES", "").split(","))
+        one = MpsProcess(pid, started, pipe_directory, log_directory, gpu_uuids, is_server)
+        return one if _has_our_root(pid, environment) else None
+    order = _order_of_server(started, environment) if is_server else adoption_order(pid)
+    if order is None:
+        return None
+    return MpsProcess(pid, started, order.pipe_directory, log_directory, order.gpu_uuids, is_server)
+
+
+def _environment_after_exec(pid: int) -> dict[str, str]:
+    """The environment of a process; waits for it, because it is empty while the program is being loaded."""
+    while not (environment := environment_of(pid)):
+        if (age := _age_s(pid)) is None or age > _EXEC_S:
+            break
+        time.sleep(0.0005)
+    return environment
+
+
+def _age_s(pid: int) -> float | None:
+    """How many seconds ago the process was forked, to a hundredth; None if it is gone."""
+    ticks = started_ticks(pid)
+    if ticks is None:
+        return None
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+
+
+def _has_our_root(pid: int, environment: Mapping[str, str]) -> bool:
+    """Whether a daemon with our root started it: not one of another test, and not one in a container."""
+    if environment.get(ROOT_VARIABLE, "/") != Paths.from_environment().root:
+        return False
+    try:
+        return os.path.samestat(os.stat(f"/proc/{pid}/root"), os.stat("/"))
+    except OSError:
+        return False
+
+
+# -- records
+
+
+class AdoptionOrder(NamedTuple):
+    """The order to adopt a control daemon that another program started, and the GPUs (UUIDs) that it serves.
+
+    `in_order`: it is certain that it numbers its GPUs in this order; limits name a GPU by its number.
+    """
+
+    pid: int
+    started_ticks: int
+    gpu_uuids: tuple[str, ...]
+    in_order: bool
+    pipe_directory: str
+
+    def can_serve(self, plan: DomainPlan) -> bool:
+        """Whether each limit of the plan can be set for the GPU that it is meant for."""
+        return self.in_order or len(set(plan.memory_limits_mib)) <= 1
+
+
+def adoption_order(pid: int) -> AdoptionOrder | None:
+    """The order to adopt this process, None if there is none."""
+    order = _read_order()
+    return order if order and order.pid == pid and order.started_ticks == started_ticks(pid) else None
+
+
+def _order_of_server(started: int, environment: Mapping[str, str]) -> AdoptionOrder | None:
+    """The order for the control daemon that started this MPS server, which lacks our mark."""
+    order = _read_order()
+    if order is None or order.pipe_directory != pipe_directory_in(environment):
+        return None
+    return order if started >= order.started_ticks else None
+
+
+def record_order(order: AdoptionOrder) -> None:
+    """Make the process ours; raises HostError if that cannot be written."""
+    path = Paths.from_environment().taken_over
+    try:
+        write_atomically(path, json.dumps(order._asdict()))
+    except OSError as error:
+        raise HostError(f"{path} cannot be written: {error.strerror}", "run as root") from None
+
+
+def record(plan: DomainPlan, pid: int = _STARTING) -> None:
+    """Record that a control daemon of ours is about to be started, and then which process it is.
+
+    If that cannot be written, its mark still identifies it.
+    """
+    directories = (plan.pipe_directory, plan.log_directory)
+    one = MpsProcess(pid, started_ticks(pid) or 0, *directories, plan.gpu_uuids, plan=plan._asdict())
+    with contextlib.suppress(OSError):
+        write_atomically(_record_path(plan), json.dumps(one._asdict()))
+
+
+def forget(plan: DomainPlan) -> None:
+    """Remove the record of a control daemon that has ended."""
+    path = _record_path(plan)
+    with contextlib.suppress(OSError):
+        os.unlink(path)
+        os.rmdir(os.path.dirname(path))  # unless it has others
+
+
+def _record_path(plan: DomainPlan) -> str:
+    name = plan.pipe_directory.replace("%", "%25").replace("/", "%2F")
+    return f"{Paths.from_environment().control_daemons}/{name}"
+
+
+def _records() -> list[MpsProcess]:
+    found = []
+    with contextlib.suppress(OSError):
+        for entry in os.scandir(Paths.from_environment().control_daemons):
+            with contextlib.suppress(TypeError, KeyError):
+                one = MpsProcess(**_read_record(entry.path))
+                found.append(one._replace(gpu_uuids=tuple(one.gpu_uuids)))
+    return found
+
+
+def _read_order() -> AdoptionOrder | None:
+    with contextlib.suppress(TypeError, KeyError):
+        fields = _read_record(Paths.from_environment().taken_over)
+        return AdoptionOrder(**{**fields, "gpu_uuids": tuple(fields["gpu_uuids"])})
+    return None
+
+
+def _read_record(path: str) -> Any:
+    """The values of a record, None if it is not root's or ours, or cannot be understood."""
+    with contextlib.suppress(OSError, ValueError, RecursionError), open(path, "rb") as file:
+        if os.fstat(file.fileno()).st_uid in (0, os.geteuid()):
+            return json.load(file)
+    return None
+
+
+# -- servers, found without asking the control daemon: they are its children
+
+
+def server_pids(control_pid: int) -> list[int]:
+    """The PIDs of the control daemon's servers, also of one that is about to start; empty if it is gone.
+
+    Raises ShortageError if they cannot be read.
+    """
+    return [pid for pid in children_of(control_pid) if is_server(pid)]
+
+
+def is_server(pid: int) -> bool:
+    """Whether the process is an MPS server, also one that has not come as far as its program."""
+    return name_of(pid) == _NAME
+
+
+def running_servers(pids: Iterable[int]) -> tuple[int, ...]:
+    """Those of the PIDs that are still those of MPS servers; takes no descriptor, so it never lacks one."""
+    return tuple(pid for pid in pids if program_name(pid) == SERVER)
+
+
+def orphaned_servers(pipe_directory: str) -> list[int]:
+    """The PIDs of the servers of ours on the directory whose control daemon is gone.
+
+    Looks at every process. Raises ShortageError if they cannot be listed.
+    """
+    return [
+        one.pid
+        for one in our_processes()
+        if one.is_server
+        and one.pipe_directory == pipe_directory
+        and program_name(parent_of(one.pid)) != PROGRAM
+    ]
+
+
+def signal_server(pid: int, number: signal.Signals) -> bool:
+    """Send a signal if this is still an MPS server; returns whether it is.
+
+    Raises ShortageError if there is no descriptor to hold it by: by its number another process could get it.
+    """
+    process = Process.adopt(pid)
+    if process is None:
+        return False
+    try:
+        if not running_servers([pid]):
+            return False
+        process.signal(number)
+        process.signal(signal.SIGCONT)  # a stopped process does not even see SIGTERM
+        return True
+    finally:
+        process.close()
+
+
+def describe_servers(pids: Iterable[int]) -> str:
+    """`its MPS server (PID 12)`, `its MPS servers (PIDs 12, 13)`."""
+    texts = [str(pid) for pid in pids]
+    plural = "s" if len(texts) > 1 else ""
+    return f"its MPS server{plural} (PID{plural} {', '.join(texts)})"

@@ -1,0 +1,307 @@
+"""Which MPS servers a domain has, and which of them must end before what is desired counts for every job.
+
+A server keeps the limits that it was started with, stays when its last client is gone, and may outlive its
+control daemon. So a change of limits is in effect only when the servers from before it have ended.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+from collections.abc import Callable, Iterable
+
+from yunion_mps.errors import ShortageError
+from yunion_mps.models import DomainPlan, Event
+from yunion_mps.mps.limits import LimitsInEffect
+from yunion_mps.mps.processes import (
+    describe_servers,
+    orphaned_servers,
+    running_servers,
+    server_pids,
+    signal_server,
+)
+
+log = logging.getLogger(__name__)
+
+#: How soon after a start all processes are searched for orphans; at once, it would delay the start.
+SEARCH_AFTER_S = 1.0
+#: How often at most it is polled which servers there are, and whether those ended that something waits for.
+LOOK_AGAIN_S = 1.0
+_STOP = "the time that its jobs had to end is over"
+#: How often servers without clients are asked to end, if something waits for that.
+_ASK_AGAIN_S = 10.0
+#: For how long servers are to end with their jobs, if the control daemon does not hear it at once.
+FORCE_WITHIN_S = 60.0
+#: The end of an order to a server that ends its jobs with it.
+FORCED = " -f"
+
+#: For how long no job must have been seen: a job that has attached uses the GPU only some time later.
+IDLE_S = 15.0
+#: How long SIGTERM has to show before SIGKILL, and that before it is said once more.
+GRACE_S = 2.0
+UNKILLABLE_S = 60.0
+_LOOK_SOON_S = 0.05
+
+
+class Rollover:
+    """The servers of one domain; nothing here waits."""
+
+    def __init__(
+        self,
+        in_effect: LimitsInEffect,
+        control_pid: Callable[[], int | None],
+        tell: Callable[[Event], None],
+        changed: Callable[[], None],
+    ) -> None:
+        """`in_effect` is what an earlier daemon recorded, or what is desired.
+
+        `control_pid` returns the PID of the control daemon, None while there is none.
+        """
+        self.in_effect = in_effect
+        self._control_pid = control_pid
+        self.orphans = OrphanedServers(in_effect.plan.name, tell)
+        self._tell = tell
+        self._changed = changed
+        self._children: tuple[int, ...] = ()
+        self._look_s = 0.0
+        self._search_s: float | None = None
+        self._stop_s: float | None = None
+        self._ask_s = self._asked_s = 0.0
+        #: The servers that are to be asked to end if something waits for it, and whether also with clients.
+        self._to_ask: dict[int, bool] = {}
+
+    def control_daemon_started(self, now_s: float) -> None:
+        """One is being started or adopted: there may be servers of an earlier one."""
+        self._search_s = now_s + SEARCH_AFTER_S
+        self._stop_s = None
+
+    def control_daemon_exited(self, cause: str, end_s: float | None = None) -> None:
+        """It is gone; its servers may not be: those without jobs are ended at `end_s`."""
+        why = "it has no jobs"
+        if self._stop_s is not None:
+            end_s, why = self._stop_s, _STOP
+        self.orphans.add(self._children, cause, end_s, why)
+        self._children = ()
+        self._changed()
+
+    def stop(self, at_s: float) -> None:
+        """Everything is to stop: orphans have as long as clients, also those that there will be."""
+        self._stop_s = at_s
+        self.orphans.end(at_s, _STOP)
+
+    def children(self) -> tuple[int, ...]:
+        """The PIDs of the control daemon's servers; those known last if they cannot be read now."""
+        known, control_pid = self._children, self._control_pid()
+        try:
+            now = tuple(server_pids(control_pid)) if control_pid else ()
+        except ShortageError as error:
+            log.debug("%s", error)
+            return known
+        # One that runs and is no child any more has lost its control daemon, which has not been noticed yet.
+        lost = running_servers(pid for pid in known if pid not in now)
+        self._children = (*now, *lost)
+        return self._children
+
+    def tick(self, now_s: float, *, in_use: bool | None) -> float | None:
+        """Note servers that came and ended; returns when to be called again."""
+        before = self.orphans.pids
+        if now_s >= self._look_s:  # not at every tick, of which there are many while dozens of domains start
+            self._look_s = now_s + LOOK_AGAIN_S
+            self.children()
+        if self._search_s is not None and now_s >= self._search_s:
+            self._search()
+        due_s = self.orphans.tick(now_s, in_use=in_use)
+        if self.orphans.pids != before:
+            self._changed()
+        times = [time_s for time_s in (due_s, self._search_s) if time_s is not None]
+        return min(times, default=None)
+
+    def _search(self) -> None:
+        try:
+            found = orphaned_servers(self.in_effect.plan.pipe_directory)
+        except ShortageError as error:
+            log.debug("%s", error)
+            return
+        self._search_s = None
+        self.orphans.add(found, "an earlier control daemon has ended without it")
+
+    # -- limits
+
+    def note_ended(self, target: DomainPlan) -> None:
+        """Note the end of servers with older limits; `target` is what the next ones have."""
+        old = self.in_effect.old_servers
+        left = running_servers(old)
+        if left == old:
+            return
+        self.in_effect = LimitsInEffect(self.in_effect.plan, left) if left else LimitsInEffect(target)
+        if not left:
+            self._tell_limits("the new limits are in effect", f"{describe_servers(old)} has ended")
+        self._changed()
+
+    def change_withdrawn(self) -> None:
+        """What is desired is what its servers have after all."""
+        if self.in_effect.old_servers:
+            self._tell_limits("the change that was pending is taken back", "the configuration was read again")
+        self.in_effect = LimitsInEffect(self.in_effect.plan)
+
+    def limits_overwritten(self, known: tuple[int, ...], cause: str) -> None:
+        """Another program changed the limits; the `known` servers are from when they were last right."""
+        wrong = [pid for pid in self.children() if pid not in known]
+        means = "they are set again"
+        if wrong:
+            means += f"; {describe_servers(wrong)} may have the others, and keeps them until it ends"
+            old = tuple(sorted({*self.in_effect.old_servers, *wrong}))
+            self.in_effect = self.in_effect._replace(old_servers=old)
+        self._tell_limits("another program has changed its limits", cause, means, severity="warning")
+
+    def _tell_limits(self, what: str, cause: str, means: str = "", severity: str = "info") -> None:
+        self._tell(Event(severity, "limit", self.in_effect.plan.name, what, cause, means))
+
+    # -- servers that are to end
+
+    def awaited(self, *, every: bool) -> tuple[int, ...]:
+        """The servers whose end something waits for, orphans among them; `every` includes all its own."""
+        own = self.children() if every else self.in_effect.old_servers
+        return (*own, *self.orphans.pids)
+
+    def request_end(self, now_s: float, *, force: bool) -> None:
+        """Have the awaited servers asked to end: once their clients have, with `force` at once.
+
+        Orphans can only be forced. The others are asked when their control daemon hears us, with `force`
+        within a minute: later, it would come as a surprise that jobs end.
+        """
+        if force:
+            self.orphans.end(now_s, "its end was asked for")
+        self._asked_s = now_s
+        self._to_ask = dict.fromkeys(self.children(), force)
+
+    def orders(self, now_s: float, *, every: bool, in_use: bool | None) -> list[str]:
+        """What the control daemon, which hears us, is to be told now; whether `every` server is to end."""
+        late = now_s > self._asked_s + FORCE_WITHIN_S
+        to_ask = {pid: force for pid, force in self._to_ask.items() if not (force and late)}
+        self._to_ask = {}
+        awaited = self.children() if every else self.in_effect.old_servers
+        # Without -f, because a job may have come since NVML was polled: a server with clients goes on with
+        # them (535 ends it after them, 550 asks it again and again), and one without ends at once.
+        if awaited and not to_ask and in_use is False and now_s >= self._ask_s:
+            self._ask_s = now_s + _ASK_AGAIN_S
+            to_ask = dict.fromkeys(awaited, False)
+        return [f"shutdown_server {pid}{FORCED if to_ask[pid] else ''}" for pid in awaited if pid in to_ask]
+
+    def pending(self, *, retiring: bool, holds_modes: bool) -> str:
+        """What is to become of the domain, and what that waits for; empty for nothing."""
+        waits = []
+        if retiring:
+            waits.append("it ends when its MPS servers have ended, because the configuration has changed")
+        elif self.in_effect.old_servers:
+            waits.append(
+                f"other limits take effect when {describe_servers(self.in_effect.old_servers)} has ended"
+            )
+        if holds_modes and self._children:
+            waits.append(f"compute modes are restored when {describe_servers(self._children)} has ended")
+        if self.orphans.pids:
+            orphans = describe_servers(self.orphans.pids)
+            waits.append(
+                f"{orphans} of an earlier control daemon goes on with its jobs; new ones may have to wait"
+            )
+        return "; ".join(waits)
+
+
+class _Orphan:
+    """One orphaned server: since when it has no jobs, when and why it is to end, and whether it was told."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.idle_s: float | None = None
+        self.end_s: float | None = None
+        self.why = ""
+        self.signalled = False
+
+    def end(self, at_s: float, why: str) -> None:
+        if not self.signalled and (self.end_s is None or at_s < self.end_s):
+            self.end_s, self.why = at_s, why
+
+    def note_use(self, now_s: float, *, in_use: bool | None) -> None:
+        if in_use is not False:
+            self.idle_s = None
+        elif self.idle_s is None:
+            self.idle_s = now_s
+        elif now_s >= self.idle_s + IDLE_S:
+            self.end(now_s, "no job uses its GPUs")
+
+
+class OrphanedServers:
+    """MPS servers whose control daemon is gone: they go on with their jobs and the limits of their start.
+
+    No job comes to them any more, they cannot be asked anything, and they keep their GPUs, which no other
+    server can use meanwhile in exclusive-process mode. So each is told of, waited for, and ended once no job
+    uses its GPUs any more, or the time of a stop is over. Nothing here waits.
+    """
+
+    def __init__(self, domain: str, tell: Callable[[Event], None]) -> None:
+        self._domain = domain
+        self._tell = tell
+        self._orphans: list[_Orphan] = []
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        return tuple(orphan.pid for orphan in self._orphans)
+
+    def add(self, pids: Iterable[int], cause: str, end_s: float | None = None, why: str = "") -> None:
+        """Take on those that still run and are not known yet; the caller knows that they are our servers.
+
+        They are ended at `end_s` if that is given.
+        """
+        new = tuple(pid for pid in running_servers(pids) if pid not in self.pids)
+        if new:
+            orphans = [_Orphan(pid) for pid in new]
+            if end_s is not None:
+                for orphan in orphans:
+                    orphan.end(end_s, why)
+            self._orphans += orphans
+            means = "its jobs go on with their limits; new ones may have to wait for its end"
+            self._say("warning", f"{describe_servers(new)} lives on without its control daemon", cause, means)
+
+    def end(self, at_s: float, why: str) -> None:
+        """Have those that there are now ended at this time, also with jobs."""
+        for orphan in self._orphans:
+            orphan.end(at_s, why)
+
+    def leave(self) -> None:
+        """Let go of them, and say so."""
+        if self._orphans:
+            log.warning("domain %s: %s is left running", self._domain, describe_servers(self.pids))
+            self._orphans = []
+
+    def tick(self, now_s: float, *, in_use: bool | None) -> float | None:
+        """Do what is due; when to be called again, None if there are none.
+
+        `in_use` tells whether other processes than servers use their GPUs, None if that is unknown.
+        """
+        left = running_servers(self.pids)
+        for orphan in [orphan for orphan in self._orphans if orphan.pid not in left]:
+            self._orphans.remove(orphan)
+            what = f"{describe_servers([orphan.pid])}, left without a control daemon, has ended"
+            self._say("info", what, orphan.why)
+        return min((self._tick(orphan, now_s, in_use=in_use) for orphan in self._orphans), default=None)
+
+    def _tick(self, orphan: _Orphan, now_s: float, *, in_use: bool | None) -> float:
+        orphan.note_use(now_s, in_use=in_use)
+        if orphan.end_s is not None and now_s >= orphan.end_s:
+            self._signal(orphan, signal.SIGKILL if orphan.signalled else signal.SIGTERM)
+            orphan.end_s = now_s + (UNKILLABLE_S if orphan.signalled else GRACE_S)
+            orphan.signalled = True
+        soon_s = now_s + (_LOOK_SOON_S if orphan.signalled else LOOK_AGAIN_S)
+        return soon_s if orphan.end_s is None else min(soon_s, orphan.end_s)
+
+    def _signal(self, orphan: _Orphan, number: signal.Signals) -> None:
+        try:
+            if signal_server(orphan.pid, number):
+                what = f"{describe_servers([orphan.pid])}, left without a control daemon, gets {number.name}"
+                self._say("warning", what, orphan.why)
+        except ShortageError as error:
+            log.warning("domain %s: %s", self._domain, error)
+
+    def _say(self, severity: str, what: str, cause: str, means: str = "") -> None:
+        log.log(logging.INFO if severity == "info" else logging.WARNING, "domain %s: %s", self._domain, what)
+        self._tell(Event(severity, "client", self._domain, what, cause, means))
