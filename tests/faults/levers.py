@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import mmap
-import os
-import shutil
 import struct
-import subprocess
-import threading
 from pathlib import Path
 
-from simhost.environment import CHECKOUT
+from simhost.compiled import LIBRARY, compiled
 
 _SOURCE = Path(__file__).with_name("levers.c")
-_FLAGS = ["-std=gnu11", "-O1", "-g0", "-Wall", "-Wextra", "-fPIC", "-shared"]
 _PAGE = struct.Struct("=QQqq")
 
 
@@ -31,7 +25,7 @@ class Levers:
     def environment(self) -> dict[str, str]:
         """What to start the daemon with; the levers then are that daemon's."""
         self._page[:] = bytes(_PAGE.size)
-        return {"LD_PRELOAD": str(_built_library()), "LEVERS": str(self._path)}
+        return {"LD_PRELOAD": str(compiled("levers", [_SOURCE], LIBRARY)), "LEVERS": str(self._path)}
 
     @property
     def steps(self) -> int:
@@ -49,18 +43,3 @@ class Levers:
     def close(self) -> None:
         """Give the page back."""
         self._page.close()
-
-
-def _built_library() -> Path:
-    """The compiled library under `.cache/` of the checkout; several builders at once are safe, and alike."""
-    key = hashlib.sha256(_SOURCE.read_bytes() + " ".join(_FLAGS).encode()).hexdigest()[:16]
-    target = CHECKOUT / ".cache/simhost" / f"levers-{key}.so"
-    if not target.exists():
-        target.parent.mkdir(parents=True, exist_ok=True)
-        made = target.with_name(f".{target.name}.{os.getpid()}.{threading.get_ident()}")
-        compiler = shutil.which("cc") or shutil.which("gcc")
-        assert compiler, "the faults need a C compiler: apt-get install gcc libc6-dev"
-        command = [compiler, *_FLAGS, str(_SOURCE), "-o", str(made), "-ldl"]
-        subprocess.run(command, check=True)
-        made.replace(target)
-    return target

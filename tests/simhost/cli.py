@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from .compiled import BuildError
 from .fields import DescriptionError
 from .host import SimHost
-from .library import BuildError
 from .runner import hold_signals, run
 from .state import StateError
 

@@ -15,10 +15,9 @@ from types import ModuleType, TracebackType
 from typing import Any
 
 from .description import REFERENCE, Description, parse_description, parse_failure
-from .environment import CHECKOUT, host_environment
+from .environment import host_environment
 from .gpu import SimGpu
-from .install import install, library_path
-from .library import built_library
+from .install import built_library, install, library_path
 from .state import StateError, StateFile
 from .tree import device_file, write_tree
 from .values import HostDescription
@@ -48,7 +47,7 @@ class SimHost:
             return cls._reopen(root.absolute(), description)
         raw = REFERENCE if description is None else description
         host = parse_description(raw)
-        library = built_library(CHECKOUT)
+        library = built_library()
         place = _new_root() if root is None else root.absolute()
         try:
             place.mkdir(parents=True, exist_ok=True)
@@ -80,7 +79,7 @@ class SimHost:
             raise StateError(
                 f"{root}: holds a host of another description: remove it, or give no description"
             )
-        install(root, built_library(CHECKOUT))
+        install(root, built_library())
         return host
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Putting the library and `simhost-ctl` into a host's root."""
+"""The simulated libnvidia-ml.so.1 and `simhost-ctl`, and putting both into a host's root."""
 
 from __future__ import annotations
 
@@ -8,13 +8,23 @@ import shutil
 import sys
 from pathlib import Path
 
+from .compiled import LIBRARY, compiled
 from .environment import CHECKOUT
-from .library import SONAME
+from .layout import c_header
+
+SONAME = "libnvidia-ml.so.1"
+_SOURCES = Path(__file__).with_name("libnvidia-ml")
+_FLAGS = (*LIBRARY, "-fvisibility=hidden", "-pthread", "-Wl,-Bsymbolic", f"-Wl,-soname,{SONAME}")
 
 _CTL = """\
 #!/bin/sh
 exec {python} -I {program} --ctl {root} "$@"
 """
+
+
+def built_library(checkout: Path = CHECKOUT) -> Path:
+    """Return the compiled library."""
+    return compiled("nvml", sorted(_SOURCES.glob("*.c")), _FLAGS, {"layout.h": c_header()}, checkout)
 
 
 def library_path(root: Path) -> Path:

@@ -12,7 +12,6 @@ does without its control daemon, which nobody here has seen: `behave` lets tests
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import select
 import shlex
@@ -20,13 +19,11 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from types import TracebackType
 
-from .environment import CHECKOUT
+from .compiled import BuildError, compiled
 from .host import SimHost
-from .library import BuildError
 
 SERVER = "nvidia-cuda-mps-server"
 CONTROL = "nvidia-cuda-mps-control"
@@ -34,7 +31,6 @@ CONTROL = "nvidia-cuda-mps-control"
 PATIENCE_S = 60.0
 _SOURCE = Path(__file__).with_name("mps-server") / "server.c"
 _CLIENT = Path(__file__).with_name("mps_client.py")
-_FLAGS = ["-std=gnu11", "-O1", "-g0", "-Wall", "-Wextra"]
 
 # The control daemon looks for its server on its own PATH, and nowhere else.
 _WRAPPER = """\
@@ -143,19 +139,5 @@ class Client:
 
 
 def built_server(*more_flags: str) -> Path:
-    """The compiled server under `.cache/` of the checkout; several builders at once are safe, and alike."""
-    flags = [*_FLAGS, *more_flags]
-    key = hashlib.sha256(_SOURCE.read_bytes() + " ".join(flags).encode()).hexdigest()[:16]
-    target = CHECKOUT / ".cache/simhost" / f"mps-server-{key}"
-    if not target.exists():
-        target.parent.mkdir(parents=True, exist_ok=True)
-        made = target.with_name(f".{target.name}.{os.getpid()}.{threading.get_ident()}")
-        compiler = shutil.which("cc") or shutil.which("gcc")
-        if not compiler:
-            raise BuildError("simhost needs a C compiler: apt-get install gcc libc6-dev")
-        command = [compiler, *flags, str(_SOURCE), "-o", str(made)]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode != 0:
-            raise BuildError(f"simhost: {' '.join(command)} failed:\n{done.stderr}")
-        made.replace(target)
-    return target
+    """The compiled server."""
+    return compiled("mps-server", [_SOURCE], more_flags)

@@ -1,6 +1,6 @@
 """scripts/gpu-check without a GPU: that it says so, that no step hinders the next, and that every step runs.
 
-The driver is a stand-in (tests/gpu_check_host/libcuda.c, and the servers of simhost.mps), the control daemon
+The driver is a stand-in (tests/simhost/libcuda.c, and the servers of simhost.mps), the control daemon
 NVIDIA's own. So this shows that the program works, and nothing about MPS.
 """
 
@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 
 from simhost import SimHost
+from simhost.compiled import libcuda
 from simhost.mps import StandIns
 
 CHECKOUT = Path(__file__).resolve().parent.parent.parent
@@ -62,21 +63,10 @@ sys.exit(main(sys.argv[1:], [*steps, steps[0]._replace(name="again")]))
 """
 
 
-@pytest.fixture(scope="module")
-def libcuda(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    compiler = shutil.which("cc") or shutil.which("gcc")
-    assert compiler, "a C compiler is missing: scripts/setup installs it"
-    target = tmp_path_factory.mktemp("libcuda") / "libcuda.so.1"
-    source = CHECKOUT / "tests/gpu_check_host/libcuda.c"
-    flags = ["-std=gnu11", "-O1", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC"]
-    subprocess.run([compiler, *flags, "-o", str(target), str(source)], check=True, timeout=60)
-    return target
-
-
 @pytest.fixture
-def host(libcuda: Path) -> Iterator[SimHost]:
+def host() -> Iterator[SimHost]:
     with SimHost.create([{"kind": "h200", "uuid": UUID}]) as host, StandIns(host) as stand_ins:
-        shutil.copy(libcuda, host.root / "lib")
+        shutil.copy(libcuda(), host.root / "lib/libcuda.so.1")
         yield host
         assert stand_ins.servers() == []
 

@@ -1,6 +1,6 @@
 """`--selftest`: a small CUDA program on a device, and what it was given against the budget.
 
-libcuda is the stand-in of tests/gpu_check_host; what a driver does on a GPU is not shown here.
+libcuda is the stand-in of tests/simhost; what a driver does on a GPU is not shown here.
 """
 
 from __future__ import annotations
@@ -9,18 +9,16 @@ import os
 import shutil
 import subprocess
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from yunion_mps.host.proc import command_of
 
 from integration.daemon_host import Daemon, eventually
 from simhost import SimHost
-from simhost.environment import CHECKOUT
+from simhost.compiled import libcuda
 from simhost.mps import StandIns
 from unit.doctor.healthy import STRANGER, described, finish, look
 
-SOURCE = CHECKOUT / "tests/gpu_check_host/libcuda.c"
 BEGIN = "__attribute__((constructor)) static void begin(void)"
 GPU = "GPU-76aef7ff-372d-2432-b4b4-beca4d8d3400"
 
@@ -47,25 +45,13 @@ def replaced(scene: Scene, text: str) -> None:
     subprocess.run(["cc", *flags, "-o", str(library), str(source), str(real)], check=True, timeout=60)
 
 
-@pytest.fixture(scope="module")
-def libcuda(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("libcuda")
-    target = folder / "libcuda.so.1"
-    compiler = shutil.which("cc") or shutil.which("gcc")
-    assert compiler, "a C compiler is missing: scripts/setup installs it"
-    flags = ["-std=gnu11", "-O1", "-shared", "-fPIC"]
-    command = [compiler, *flags, "-o", str(target), str(SOURCE)]
-    subprocess.run(command, check=True, timeout=60)
-    return target
-
-
 @pytest.fixture
-def scene(libcuda: Path) -> Iterator[Scene]:
+def scene() -> Iterator[Scene]:
     described_host = described({"kind": "t4", "uuid": GPU})
     with SimHost.create(described_host) as host, StandIns(host) as stand_ins, Daemon(host) as daemon:
         finish(host)
         (host.root / "lib/libcuda.so.1").unlink()
-        shutil.copy(libcuda, host.root / "lib")
+        shutil.copy(libcuda(), host.root / "lib/libcuda.so.1")
         daemon.start().wait_ready()
         yield Scene(host, stand_ins, daemon)
 

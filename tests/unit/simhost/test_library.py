@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from simhost import BuildError, SimHost, StateError
-from simhost.library import built_library
+from simhost.install import built_library
 
 MakeHost = Callable[..., SimHost]
 
