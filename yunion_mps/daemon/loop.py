@@ -18,10 +18,9 @@ from yunion_mps.daemon.signals import Signals
 from yunion_mps.daemon.tasks import end_all
 from yunion_mps.gateway import addresses
 from yunion_mps.host.systemd import Notifier
-from yunion_mps.http.counting import Counting, Counts
-from yunion_mps.http.deferred import Deferred
+from yunion_mps.http.handlers import Handlers
 from yunion_mps.http.listener import Listener
-from yunion_mps.http.routes import Router
+from yunion_mps.http.router import Router
 from yunion_mps.http.server import Server
 from yunion_mps.metrics.exporter import Exporter
 from yunion_mps.metrics.textfile import Textfile
@@ -90,15 +89,19 @@ class _Loop:
         self._changing, self._looking = changing, looking
         self._service.ledger = leasing.ledger
         leasing.restore()
-        counts = Counts()
         metrics = Metrics(
-            self._supervisor, self._service, leasing.ledger, leasing.queue, devices, counts.counted
+            self._supervisor,
+            self._service,
+            leasing.ledger,
+            leasing.queue,
+            devices,
+            lambda: router.counted(),
         )
         exporter = Exporter(metrics)
-        deferred = Deferred(self._service, changing, clients, leasing, exporter)
+        router = Router(Handlers(self._service, changing, clients, leasing, exporter.answer))
         # Not loop.add_signal_handler: its end would leave the winding up to a second signal's mercy.
         loop.add_reader(signals.fileno(), self._guarded, lambda: self._heed(signals))
-        server = Server(Counting(Router(self._service, deferred), counts))
+        server = Server(router)
         await server.open(listener.socket)
         health = Health(self._paths, listener, server, self._notifier, self._late)
         textfile = self._textfile = Textfile(self._paths, self._supervisor, exporter.text)

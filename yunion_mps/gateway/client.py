@@ -13,7 +13,7 @@ from typing import Any
 import h11
 
 from yunion_mps.errors import UnreachableError
-from yunion_mps.http.query import Response, encode
+from yunion_mps.http.messages import Response, encode
 from yunion_mps.overview.picture import Told, picture
 from yunion_mps.overview.uses import NOBODY, clients_told
 from yunion_mps.paths import Paths

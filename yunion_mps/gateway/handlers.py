@@ -13,22 +13,21 @@ import re
 from collections.abc import Awaitable
 from hashlib import sha256
 from importlib.resources import files
+from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
 from yunion_mps.errors import UnreachableError
 from yunion_mps.gateway.client import Overview, ask
-from yunion_mps.http.query import (
+from yunion_mps.http.messages import Answer, Request, Response, json_response, problem
+from yunion_mps.http.operations import (
+    GET_EVENTS,
+    GET_USAGE,
     LARGEST_NUMBER,
     BadRequestError,
-    Request,
-    Response,
-    encode,
-    number,
-    parse_query,
-    problem,
-    refuse_unknown,
+    Operation,
+    Parameter,
+    arguments_of,
 )
-from yunion_mps.http.routes import Answer
 from yunion_mps.paths import Paths
 
 log = logging.getLogger(__name__)
@@ -47,12 +46,6 @@ yunion_mps_up 0
 _LONGEST_WAIT_S = 25
 _ANSWER_S = 10.0
 _MOST_EVENTS = 200
-#: The daemon's paths that the page asks, with their parameters: numbers up to a bound, or words (None).
-_RELAYED: dict[str, dict[str, int | None]] = {
-    "/v1/events": {"after": LARGEST_NUMBER, "limit": _MOST_EVENTS, "wait": _LONGEST_WAIT_S},
-    "/v1/usage": {"gpu": None, "devices": None},
-}
-
 _INDEX = "index.html"
 _KINDS = {
     "html": "text/html; charset=utf-8",
@@ -71,6 +64,29 @@ _HEADERS = (
     ("Cross-Origin-Resource-Policy", "same-origin"),
     ("Cross-Origin-Opener-Policy", "same-origin"),
     ("Cache-Control", "no-store"),
+)
+
+
+def _limited(operation: Operation[Any], **highest: int) -> tuple[Parameter, ...]:
+    """The operation's parameters of these names, with these bounds and no defaults."""
+    parameters = {one.name: one for one in operation.query_parameters}
+    return tuple(parameters[name]._replace(highest=most, default=None) for name, most in highest.items())
+
+
+#: What the page may ask the daemon: by path, the operation and the parameters that are handed on.
+_RELAYED: dict[str, tuple[Operation[Any], tuple[Parameter, ...]]] = {
+    GET_EVENTS.path: (
+        GET_EVENTS,
+        _limited(GET_EVENTS, after=LARGEST_NUMBER, limit=_MOST_EVENTS, wait=_LONGEST_WAIT_S),
+    ),
+    GET_USAGE.path: (
+        GET_USAGE,
+        tuple(one._replace(default=None, pattern="^[0-9a-zA-Z:.-]{0,64}$") for one in GET_USAGE.parameters),
+    ),
+}
+_OVERVIEW = (
+    Parameter("mark", "That of the picture that the page has."),
+    Parameter("event", "The picture is taken after it.", "integer", 0, 0, LARGEST_NUMBER),
 )
 
 
@@ -189,12 +205,9 @@ class Web(_ReadOnly):
         if url.path in self._files:
             return self._files[url.path]
         if url.path == "/overview.json":
-            parameters = parse_query(url.query)
-            refuse_unknown(parameters, {"mark", "event"})
-            event = number(parameters, "event", 0, 0, LARGEST_NUMBER)
-            return self._picture(parameters.get("mark"), event)
+            return self._picture(**arguments_of(url.query, _OVERVIEW))
         if url.path in _RELAYED:
-            return self._relay(url.path, parse_query(url.query), request)
+            return self._relay(url, request)
         return problem(404, "there is nothing here", "the page is at /")
 
     async def _later(self, answer: Awaitable[Response]) -> Response:
@@ -206,27 +219,22 @@ class Web(_ReadOnly):
             log.exception("the web page's question has failed")
             return _guarded(problem(500, "a fault of the gateway", "see: journalctl -u yunion-mps-gateway"))
 
-    async def _picture(self, mark: str | None, event: int) -> Response:
+    async def _picture(self, mark: Any, event: Any) -> Response:
         """The whole picture after this event, or only when it was taken if the page has it by its mark."""
         shown = await self._overview.picture(event)
         if mark == shown["mark"]:
             shown = {"mark": mark, "taken": shown["taken"], "page": self._page}
         else:
             shown = {**shown, "host": os.uname().nodename, "page": self._page}
-        return Response(200, "application/json", encode(shown))
+        return json_response(shown)
 
-    def _relay(self, path: str, query: dict[str, str], request: Request) -> Awaitable[Response]:
-        refuse_unknown(query, set(_RELAYED[path]))
-        for name, highest in _RELAYED[path].items():
-            if highest is not None:
-                number(query, name, 0, 0, highest)
-            elif not re.fullmatch(r"[0-9a-zA-Z:.-]{0,64}", query.get(name, "")):
-                raise BadRequestError(f"{name} is not as it should be")
-        words = "&".join(f"{name}={value}" for name, value in query.items())
-        wait_s = number(query, "wait", 0, 0, _LONGEST_WAIT_S)
+    def _relay(self, url: SplitResult, request: Request) -> Awaitable[Response]:
+        operation, parameters = _RELAYED[url.path]
+        arguments = arguments_of(url.query, parameters)
+        wait_s = int(arguments.get("wait") or 0)
         if wait_s:
             request.await_event()
-        return ask(self._paths, f"{path}?{words}" if words else path, timeout_s=wait_s + _ANSWER_S)
+        return ask(self._paths, operation.target(arguments), timeout_s=wait_s + _ANSWER_S)
 
 
 def _files() -> dict[str, Response]:

@@ -13,9 +13,8 @@ from typing import NamedTuple, Protocol, cast
 
 import h11
 
+from yunion_mps.http.messages import Answer, Request, Response, problem
 from yunion_mps.http.peer import STRANGER, is_gone, peer_of
-from yunion_mps.http.query import Request, Response, problem
-from yunion_mps.http.routes import Answer
 
 log = logging.getLogger(__name__)
 

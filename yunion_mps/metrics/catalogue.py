@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import accumulate, product
 from typing import Any, NamedTuple
 
-from yunion_mps.http.leases import BINDINGS
+from yunion_mps.http.operations import BINDINGS
 from yunion_mps.models import DomainStatus
 from yunion_mps.mps.states import LEGAL_CHANGES
 from yunion_mps.service.metrics import BOUNDS_S, DomainUse, Facts, GpuUse, Json

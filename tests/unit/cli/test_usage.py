@@ -13,9 +13,13 @@ from yunion_mps import __version__, revision
 from yunion_mps.cli import changes, events, times
 from yunion_mps.cli.root import COMMANDS
 from yunion_mps.client import following
-from yunion_mps.http.deferred import LATEST_S, LONGEST_EVENT_WAIT_S, MOST_EVENTS
-from yunion_mps.http.query import LARGEST_NUMBER
-from yunion_mps.http.routes import LARGEST_LIMIT
+from yunion_mps.http.operations import (
+    LARGEST_LIMIT,
+    LARGEST_NUMBER,
+    LATEST_S,
+    LONGEST_EVENT_WAIT_S,
+    MOST_EVENTS,
+)
 from yunion_mps.service.queries import EVENT_KINDS
 from yunion_mps.supervisor.changes import AT_ONCE
 

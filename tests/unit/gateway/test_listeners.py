@@ -10,8 +10,7 @@ from collections.abc import Iterator
 import pytest
 from yunion_mps.gateway.listeners import LIMITS, Listeners, listen
 from yunion_mps.http.connection import Limits
-from yunion_mps.http.query import Request, Response
-from yunion_mps.http.routes import Answer
+from yunion_mps.http.messages import Answer, Request, Response
 
 from integration.gateway_host import free_port
 

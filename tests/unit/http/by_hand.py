@@ -11,9 +11,13 @@ from collections.abc import Callable
 from typing import Any
 
 from yunion_mps.errors import NotFoundError, YunionError
-from yunion_mps.http.query import OPENMETRICS
+from yunion_mps.http.handlers import Handlers
+from yunion_mps.http.messages import OPENMETRICS
+from yunion_mps.http.router import Router
 from yunion_mps.leases.request import LeaseRequest
 from yunion_mps.models import Holder, Owner
+from yunion_mps.service.clients import Clients
+from yunion_mps.service.queries import Service
 
 Json = dict[str, Any]
 
@@ -188,7 +192,7 @@ class Changes(_ByHand):
         return {"pid": 4200}
 
 
-class People(_ByHand):
+class People(_ByHand, Clients):
     """Clients given by hand; whoever is terminated is gone."""
 
     def __init__(self) -> None:
@@ -212,11 +216,9 @@ class People(_ByHand):
         return {"pid": pid, "ended": self.ended, "how": self.how}
 
 
-class Meter:
+async def metrics(accept: str) -> tuple[str, bytes]:
     """Metrics given by hand: one, in the format that was asked for."""
-
-    async def answer(self, accept: str) -> tuple[str, bytes]:
-        return OPENMETRICS if OPENMETRICS in accept else "text/plain", b"yunion_mps_up 1\n"
+    return OPENMETRICS if OPENMETRICS in accept else "text/plain", b"yunion_mps_up 1\n"
 
 
 class Giver(_ByHand):
@@ -268,3 +270,8 @@ class Giver(_ByHand):
     def bind(self, lease_id: str, caller: Owner, holder: Holder) -> Json:
         self.done.append(f"bind {lease_id} for {caller.uid} to {holder.pid}")
         return self.given
+
+
+def router(service: Service) -> Router:
+    """A router over the service and all these."""
+    return Router(Handlers(service, Changes(), People(), Giver(), metrics))

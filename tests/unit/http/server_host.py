@@ -27,16 +27,16 @@ from typing import Any, NamedTuple
 
 from yunion_mps.host.store import Store
 from yunion_mps.http.connection import Limits
-from yunion_mps.http.deferred import Deferred
+from yunion_mps.http.handlers import Handlers
 from yunion_mps.http.listener import Listener
-from yunion_mps.http.routes import Router
+from yunion_mps.http.router import Router
 from yunion_mps.http.server import Server
 from yunion_mps.models import Event, Snapshot
 from yunion_mps.paths import Paths
 from yunion_mps.service.queries import Service
 from yunion_mps.supervisor.event_log import EventLog
 
-from unit.http.by_hand import Changes, Giver, Meter, People
+from unit.http.by_hand import Changes, Giver, People, metrics
 
 #: So long that only what never comes is missed, on however slow a machine.
 PATIENCE_S = 60.0
@@ -163,8 +163,8 @@ class ServerHost:
         self.people = People()
         self.giver = Giver()
         self.service = service = Service(lambda: self.snapshot, time.time(), os.getpid(), self.event_log)
-        self.deferred = Deferred(service, self.changes, self.people, self.giver, Meter())
-        self.server = Server(Router(service, self.deferred), limits or Limits())
+        handlers = Handlers(service, self.changes, self.people, self.giver, metrics)
+        self.server = Server(Router(handlers), limits or Limits())
         self.listener = Listener(self.paths)
         self._loop = asyncio.new_event_loop()
         self._loop.set_exception_handler(lambda _, context: self.troubles.append(str(context)))

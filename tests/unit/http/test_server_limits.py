@@ -7,7 +7,7 @@ import socket
 from collections.abc import Awaitable
 
 import pytest
-from yunion_mps.http.query import Request, Response
+from yunion_mps.http.messages import Request, Response
 
 from unit.http import snapshots
 from unit.http.conftest import Serve

@@ -1,0 +1,74 @@
+"""Requests and responses of the API; errors are problem details (RFC 9457)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable
+from http import HTTPStatus
+from typing import Any, NamedTuple, Union
+
+from yunion_mps.errors import YunionError
+from yunion_mps.http.operations import STATUSES
+
+#: The format of metrics that Prometheus asks for; others get text.
+OPENMETRICS = "application/openmetrics-text"
+
+
+class Request(NamedTuple):
+    """What was asked, and by which user and process, as the kernel says.
+
+    `keep` has a function called when the connection ends, which then may be idle for good. Bodies are not
+    kept: `body_bytes` is their length. `host` and `accept` are these headers. `await_event` is called once
+    the answer waits for something to happen.
+    """
+
+    method: str
+    target: str
+    uid: int
+    pid: int = 0
+    keep: Callable[[Callable[[], None]], None] = lambda _: None
+    body_bytes: int = 0
+    host: str = ""
+    accept: str = ""
+    await_event: Callable[[], None] = lambda: None
+
+
+class Response(NamedTuple):
+    """An answer."""
+
+    status: int
+    content_type: str
+    body: bytes
+    headers: tuple[tuple[str, str], ...] = ()
+
+
+Answer = Union[Response, Awaitable[Response]]
+
+
+def problem(
+    status: int, detail: str, hint: str = "", headers: tuple[tuple[str, str], ...] = (), code: str = ""
+) -> Response:
+    """An error as problem details; `code` is the reason code."""
+    body: dict[str, Any] = {"type": "about:blank", "title": HTTPStatus(status).phrase, "status": status}
+    body["detail"] = detail
+    if hint:
+        body["hint"] = hint
+    if code:
+        body["code"] = code
+    return Response(status, "application/problem+json", encode(body), headers)
+
+
+def problem_of(error: YunionError) -> Response:
+    """The error as problem details."""
+    status = next((status for kind, status in STATUSES.items() if isinstance(error, kind)), 409)
+    return problem(status, error.message, error.hint, code=error.code)
+
+
+def json_response(value: Any) -> Response:
+    """The value as an answer."""
+    return Response(200, "application/json", encode(value))
+
+
+def encode(value: Any) -> bytes:
+    """The value as JSON in UTF-8; an unpaired surrogate, which UTF-8 cannot encode, is a JSON escape."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode(errors="backslashreplace")

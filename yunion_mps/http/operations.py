@@ -1,0 +1,367 @@
+"""The table of the API's operations, each declared once: what it takes, what it answers and who may ask.
+
+The router, the checks of parameters, the OpenAPI document, the counters' routes and the client's calls are
+made from it. An operation's handler is the method of `Handlers` that has its name, and its answer's schema
+is made from the type of that name in answers.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, Union
+
+from yunion_mps.errors import (
+    BusyError,
+    ConfigError,
+    NeverFreeError,
+    NotAllowedError,
+    NotFoundError,
+    NothingFreeError,
+    YunionError,
+)
+from yunion_mps.leases.bounds import LONGEST_TTL_S, LONGEST_WAIT_S, MOST_DEVICES, MOST_MIB, NAME, REQUEST
+
+if TYPE_CHECKING:
+    from yunion_mps.answers import (
+        ChangeList,
+        ClientList,
+        DeviceDetails,
+        DeviceList,
+        EventList,
+        GpuList,
+        LeaseList,
+        LeaseRecord,
+        Reexec,
+        Status,
+        Termination,
+        Usage,
+    )
+
+T = TypeVar("T")
+Value = Union[str, int, bool, None]
+
+LARGEST_NUMBER = (1 << 31) - 1
+#: No host has more devices; an answer is never larger than this many of them.
+LARGEST_LIMIT = 100_000
+#: A page of the listing if no other size is asked for, as with Cloudpods.
+DEFAULT_LIMIT = 20
+MOST_EVENTS = 1000
+#: The last moment that can be asked for (in s since 1970), in the year 5138.
+LATEST_S = 99_999_999_999
+LONGEST_EVENT_WAIT_S = 60
+#: A PID has seven digits at most (PID_MAX_LIMIT of the kernel's include/linux/threads.h).
+LARGEST_PID = 9_999_999
+
+EVENT_KINDS = ("domain", "limit", "gpu", "compute_mode", "configuration", "client", "lease", "daemon")
+PLACEMENTS = ("binpack", "spread")
+BINDINGS = ("process", "connection", "name", "container")
+
+#: How long a client waits for an answer, in s, and for one that makes the daemon ask the driver: waking many
+#: GPUs takes tens of seconds, and a call that hangs is given up after 60.
+TIMEOUT_S = 30.0
+SLOW_S = 150.0
+
+#: Who may: all who may connect; the owner of a thing and root, which the handler checks; root alone.
+ANYONE, OWNER, ROOT = "anyone", "owner", "root"
+
+
+class BadRequestError(YunionError):
+    """The request cannot be understood; the message names the parameter."""
+
+    exit_code = 2
+
+
+class ContradictionError(YunionError):
+    """Each parameter can be understood, and all of them together cannot."""
+
+    exit_code = 2
+
+
+#: The status of each kind of error, the more special kinds first; 409 for all others.
+STATUSES: dict[type[YunionError], int] = {
+    BadRequestError: 400,
+    NotAllowedError: 403,
+    NotFoundError: 404,
+    ConfigError: 422,
+    NeverFreeError: 410,
+    NothingFreeError: 423,
+    BusyError: 503,
+}
+
+
+class Parameter(NamedTuple):
+    """One parameter: what it may be, and its value if it is left out."""
+
+    name: str
+    about: str
+    type: str = "string"
+    default: Value = None
+    lowest: int = 0
+    highest: int = 0
+    choices: tuple[str, ...] = ()
+    pattern: str = ""
+    hint: str = ""
+    example: Value = None
+
+    def value(self, text: str) -> Value:
+        """The value that is written so; raises BadRequestError."""
+        if self.type == "boolean":
+            if text in ("true", "false"):
+                return text == "true"
+            hint = f"write {self.name}=true or {self.name}=false"
+        elif self.type == "integer":
+            digits = text.removeprefix("-") if self.lowest < 0 else text
+            is_number = text.isascii() and digits.isdigit() and len(text) < 12
+            if is_number and self.lowest <= int(text) <= self.highest:
+                return int(text)
+            hint = f"write a whole number from {self.lowest} to {self.highest}"
+        elif self.choices:
+            if text in self.choices:
+                return text
+            hint = f"write one of {', '.join(self.choices)}"
+        else:
+            if re.fullmatch(self.pattern.strip("^$") or "(?s:.*)", text):
+                return text
+            hint = self.hint
+        raise BadRequestError(f"{self.name} is {text[:100]!r}", hint)
+
+
+def arguments_of(query: str, parameters: Iterable[Parameter]) -> dict[str, Value]:
+    """The value of every parameter; raises BadRequestError."""
+    from urllib.parse import parse_qsl
+
+    try:
+        pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query), max_num_fields=32)
+    except ValueError:
+        hint = "write it as name=value&name=value"
+        raise BadRequestError("the query cannot be taken apart", hint) from None
+    given = dict(pairs)
+    if len(given) != len(pairs):
+        raise BadRequestError("a parameter is given twice")
+    known = {parameter.name: parameter for parameter in parameters}
+    for name in given:
+        if name not in known:
+            hint = f"the parameters are {', '.join(sorted(known))}" if known else "there are none here"
+            raise BadRequestError(f"{name[:100]!r} is no parameter", hint)
+    return {name: one.value(given[name]) if name in given else one.default for name, one in known.items()}
+
+
+class Operation(Generic[T]):
+    """One method of one path, which answers a T."""
+
+    def __init__(
+        self,
+        name: str,
+        method: str,
+        path: str,
+        about: str,
+        answer: str,
+        *parameters: Parameter,
+        who: str = ANYONE,
+        refusals: tuple[int, ...] = (),
+        cached: bool = False,
+        completes: bool = False,
+        timeout_s: float = TIMEOUT_S,
+    ) -> None:
+        """`answer` is the name of T, empty if it is no type of ours.
+
+        `refusals` are statuses beside those that any request may get. A `cached` answer is made from the
+        snapshot without waiting, and given again until the snapshot changes; others may wait, as long as the
+        parameter `wait` says if there is one. What `completes` is finished even if the caller goes away.
+        """
+        self.name = name
+        self.method = method
+        self.path = path
+        self.about = about
+        self.answer = answer
+        self.path_parameters = tuple(one for one in parameters if f"{{{one.name}}}" in path)
+        self.query_parameters = tuple(one for one in parameters if one not in self.path_parameters)
+        self.who = who
+        self.refusals = refusals if who == ANYONE else (403, *refusals)
+        self.cached = cached
+        self.completes = completes
+        self.timeout_s = timeout_s
+
+    @property
+    def parameters(self) -> tuple[Parameter, ...]:
+        """Those of the path and those of the query."""
+        return self.path_parameters + self.query_parameters
+
+    def target(self, arguments: Mapping[str, Value]) -> str:
+        """The target of a request with these arguments; those that are None are left out."""
+        path, query = self.path, []
+        unknown = set(arguments) - {parameter.name for parameter in self.parameters}
+        if unknown:
+            raise TypeError(f"{self.name} has no parameter {', '.join(sorted(unknown))}")
+        for name, value in arguments.items():
+            text = _quoted(str(value).lower() if isinstance(value, bool) else str(value))
+            if f"{{{name}}}" in path:
+                path = path.replace(f"{{{name}}}", text)
+            elif value is not None:
+                query.append(f"{name}={text}")
+        return f"{path}?{'&'.join(query)}" if query else path
+
+
+def _quoted(text: str) -> str:
+    if re.fullmatch(r"[A-Za-z0-9._~-]*", text):
+        return text
+    from urllib.parse import quote  # 2 ms, which a plain `run` need not pay
+
+    return quote(text, safe="")
+
+
+def _number(name: str, about: str, lowest: int, highest: int, default: int | None = None) -> Parameter:
+    return Parameter(name, about, "integer", default, lowest, highest)
+
+
+def _switch(name: str, about: str, *, default: bool = False) -> Parameter:
+    return Parameter(name, about, "boolean", default)
+
+
+_DEVICE = Parameter(
+    "id", "Its id, its address, or a unique beginning of either.", pattern="^.+$", example="00:06.0-1"
+)
+_CLIENT = Parameter("pid", "The client's PID.", "integer", highest=9_999_999_999, example=4260)
+_LEASE = Parameter(
+    "lease",
+    "The lease's id, its first 8 or more characters, or the name of the caller's lease.",
+    pattern="^.+$",
+    example="7c1f0e7a-8a52-4f0e-8b5e-3f9d2a6c1b44",
+)
+_NAME_HINT = "write letters, digits and ._:/@-, a letter or digit first, at most 100"
+_NAME_ONE = "leave it out, or name one"
+
+GET_DEVICES: Operation[DeviceList] = Operation(
+    "get_devices", "GET", "/v1/devices", "One page of the MPS devices", "DeviceList",
+    _number("limit", "Devices a page; 0 for all.", 0, LARGEST_LIMIT, DEFAULT_LIMIT),
+    _number("offset", "Devices to pass over.", 0, LARGEST_NUMBER, 0),
+    Parameter("dev_type", "Only this type."),
+    Parameter("model", "Only this model of GPU."),
+    Parameter("addr", "Only this device, or the devices of the GPU at this address."),
+    Parameter("device_path", "Only devices of the GPU with this UUID."),
+    Parameter("vendor_device_id", "Only this kind of GPU, as vendor:device."),
+    _number("numa_node", "Only GPUs at this NUMA node; -1: GPUs without one.", -1, LARGEST_NUMBER),
+    _switch("unused", "Only devices that can be used now."),
+    cached=True,
+)  # fmt: skip
+GET_DEVICE: Operation[DeviceDetails] = Operation(
+    "get_device", "GET", "/v1/devices/{id}", "One MPS device, and how to use it", "DeviceDetails",
+    _DEVICE, refusals=(404,), cached=True,
+)  # fmt: skip
+GET_GPUS: Operation[GpuList] = Operation(
+    "get_gpus", "GET", "/v1/gpus", "All GPUs of the host", "GpuList", cached=True
+)
+GET_STATUS: Operation[Status] = Operation(
+    "get_status", "GET", "/v1/status", "The state of the daemon, the devices and the control daemons",
+    "Status", cached=True,
+)  # fmt: skip
+GET_EVENTS: Operation[EventList] = Operation(
+    "get_events", "GET", "/v1/events", "What happened", "EventList",
+    _number("after", "Only events with a higher id, the oldest first; `since` does not count then.",
+            0, LARGEST_NUMBER),
+    _number("since", "Only the newest from this moment on, in seconds since 1970.", 0, LATEST_S, 0),
+    _number("limit", "The most events.", 1, MOST_EVENTS, 100),
+    Parameter("kind", "Only events of this kind.", choices=EVENT_KINDS),
+    _number("wait", "If there are none, wait so many seconds for one, unless `after` is beyond the last.",
+            0, LONGEST_EVENT_WAIT_S, 0),
+    refusals=(409,),
+)  # fmt: skip
+GET_USAGE: Operation[Usage] = Operation(
+    "get_usage", "GET", "/v1/usage", "What was used in the last hour", "Usage",
+    Parameter("gpu", "Only the GPU at this address, and its devices."),
+    _switch("devices", "With false only GPUs, and none of their devices.", default=True),
+)  # fmt: skip
+GET_PLAN: Operation[ChangeList] = Operation(
+    "get_plan", "GET", "/v1/plan", "What a reload would change", "ChangeList",
+    refusals=(409, 422), timeout_s=SLOW_S,
+)  # fmt: skip
+GET_CLIENTS: Operation[ClientList] = Operation(
+    "get_clients", "GET", "/v1/clients", "Who uses the GPUs through MPS", "ClientList",
+    _switch("seen", "Only what the driver and the kernel see: no control daemon is asked."),
+    refusals=(409,), timeout_s=SLOW_S,
+)  # fmt: skip
+RELOAD: Operation[ChangeList] = Operation(
+    "reload", "POST", "/v1/reload", "Read the configuration again, and bring into effect what differs",
+    "ChangeList",
+    _switch("drain", "Give MPS servers that keep old limits no new clients."),
+    _switch("now", "End MPS servers that keep old limits, with their clients."),
+    who=ROOT, refusals=(409, 422), completes=True, timeout_s=SLOW_S,
+)  # fmt: skip
+REEXEC: Operation[Reexec] = Operation(
+    "reexec", "POST", "/v1/reexec", "Run the daemon's program again in its process", "Reexec",
+    who=ROOT, refusals=(409,), completes=True, timeout_s=SLOW_S,
+)  # fmt: skip
+TERMINATE_CLIENT: Operation[Termination] = Operation(
+    "terminate_client", "POST", "/v1/clients/{pid}/terminate",
+    "End a client: its server lets go of it first", "Termination",
+    _CLIENT,
+    _switch("force", "End it by SIGKILL if nothing else helps."),
+    who=OWNER, refusals=(404, 409), completes=True, timeout_s=SLOW_S,
+)  # fmt: skip
+GET_LEASES: Operation[LeaseList] = Operation(
+    "get_leases", "GET", "/v1/leases", "Who has which devices, and which requests wait", "LeaseList"
+)
+TAKE_LEASE: Operation[LeaseRecord] = Operation(
+    "take_lease", "POST", "/v1/leases",
+    "Take devices, for as long as a process, a connection or a name lives", "LeaseRecord",
+    _number("count", "How many devices.", 1, MOST_DEVICES, 1),
+    _number("memory", "So many MiB of a GPU that the configuration opens for it (memory_unit, or slices).",
+            1, MOST_MIB),
+    _number("units", "The same, in units of `gpu_memory_unit`.", 1, MOST_MIB),
+    Parameter("device",
+              "This very device: id, address, or a unique beginning of either; `all` for all of the host.",
+              pattern="^.+$", hint=_NAME_ONE),
+    Parameter("gpu", "Devices of this GPU: UUID, address, or a unique beginning of either.",
+              pattern="^.+$", hint=_NAME_ONE),
+    _switch("across", "Each on another GPU, and not all on one."),
+    Parameter("placement", "Of the GPU with the fewest free devices that will do, or with the most.",
+              default=PLACEMENTS[0], choices=PLACEMENTS),
+    _switch("enforced", "Only of GPUs that hold their clients to the budget: from Volta on."),
+    Parameter("binding", "What ends it: a process (by default), a container's first one, this connection, "
+              "or a name's time to live (by default if there is a name).", choices=BINDINGS),
+    _number("pid", "With binding `process` or `container`: another process of the caller's user.",
+            1, LARGEST_PID),
+    Parameter("command", "The command line that the process is about to execute, for people."),
+    Parameter("name", "With binding `name`: whose devices they are.", pattern=NAME, hint=_NAME_HINT),
+    _number("ttl", "With binding `name`: time to live in s after each renewal, at most `max_lease_ttl_s`.",
+            1, LONGEST_TTL_S),
+    _number("wait", "If nothing is free, wait so many seconds: first come, first served.",
+            0, LONGEST_WAIT_S, 0),
+    Parameter("request", "A random name. A request that is repeated with it gets the lease that it was "
+              "given, or its place in the queue.", pattern=REQUEST,
+              hint="write 16 to 64 letters, digits and -, at random"),
+    _switch("cdi", "Let container engines find it: device `yunion.io/mps=` and the lease's id."),
+    _switch("dry", "Only say what would be given now."),
+    who=OWNER, refusals=(404, 409, 410, 423),
+)  # fmt: skip
+END_LEASE: Operation[LeaseRecord] = Operation(
+    "end_lease", "DELETE", "/v1/leases/{lease}", "Give devices back", "LeaseRecord",
+    _LEASE, who=OWNER, refusals=(404, 409),
+)  # fmt: skip
+RENEW_LEASE: Operation[LeaseRecord] = Operation(
+    "renew_lease", "POST", "/v1/leases/{lease}/renew",
+    "Let a lease of a name live for its whole time from now", "LeaseRecord",
+    _LEASE, who=OWNER, refusals=(404, 409),
+)  # fmt: skip
+BIND_LEASE: Operation[LeaseRecord] = Operation(
+    "bind_lease", "POST", "/v1/leases/{lease}/bind",
+    "Let a lease end with a container; one of a name is only checked", "LeaseRecord",
+    _LEASE,
+    _number("pid", "The container's first process; the caller itself if it is left out.", 1, LARGEST_PID),
+    who=OWNER, refusals=(404, 409),
+)  # fmt: skip
+GET_DOCUMENT: Operation[Any] = Operation(
+    "get_document", "GET", "/v1/openapi.json", "This document", "", cached=True
+)
+GET_METRICS: Operation[Any] = Operation("get_metrics", "GET", "/metrics", "The metrics, for Prometheus", "")
+
+OPERATIONS: tuple[Operation[Any], ...] = tuple(
+    one for one in tuple(globals().values()) if isinstance(one, Operation)
+)
+#: The operations of each path by their methods; HEAD is answered as GET is.
+ROUTES: dict[str, dict[str, Operation[Any]]] = {}
+for _operation in OPERATIONS:
+    _methods = ROUTES.setdefault(_operation.path, {})
+    _methods.update({method: _operation for method in ("GET", "HEAD") if _operation.method == "GET"})
+    _methods[_operation.method] = _operation
