@@ -140,7 +140,7 @@ def test_nothing_can_be_changed_and_of_the_daemon_only_events_and_use_can_be_rea
         ("/v1/events?wait=26", "wait is '26'"),
         ("/v1/events?limit=1000", "limit is '1000'"),
         ("/v1/events?after=1%0d%0aX:y", "after is '1\\r\\nX:y'"),
-        ("/v1/usage?gpu=%20HTTP", "gpu is not as it should be"),
+        ("/v1/usage?gpu=%20HTTP", "gpu is ' HTTP'"),
         ("/v1/usage?devices=maybe", "devices is 'maybe'"),
         ("/overview.json?after=1", "'after' is no parameter"),
         ("/overview.json?event=x", "event is 'x'"),

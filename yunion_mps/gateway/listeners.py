@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from yunion_mps.config.values import split_endpoint
 from yunion_mps.gateway import addresses
 from yunion_mps.gateway.handlers import Metrics, Web
-from yunion_mps.http.connection import Answering, Limits
+from yunion_mps.http.connection import Application, Limits
 from yunion_mps.http.server import Server
 from yunion_mps.paths import Paths
 
@@ -35,7 +35,7 @@ async def serve(paths: Paths) -> None:
 class Listeners:
     """One listener for each key of host.conf that has an address."""
 
-    def __init__(self, handlers: Mapping[str, Answering]) -> None:
+    def __init__(self, handlers: Mapping[str, Application]) -> None:
         """`handlers` answer, by key."""
         self._handlers = handlers
         self._open: dict[str, tuple[str, Server]] = {}

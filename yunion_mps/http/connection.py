@@ -1,22 +1,25 @@
-"""One connection: its requests one after another, none of which costs another connection anything.
+"""Connections: each has its requests handled one after another, at no cost to other connections.
 
-It has a deadline for its request and for taking the answer, and a bound on what it may send. h11 parses; a
-request that it refuses is answered and the connection closed.
+Each has a deadline for its request and for reading the answer, and a bound on what it may send. h11 parses;
+a request that it refuses is answered and the connection closed.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple, Protocol, cast
 
 import h11
 
+from yunion_mps.http.listener import STRANGER, is_gone, peer_of
 from yunion_mps.http.messages import Answer, Request, Response, problem
-from yunion_mps.http.peer import STRANGER, is_gone, peer_of
 
 log = logging.getLogger(__name__)
+
+_ROOT = 0
 
 #: From this size on it is looked at how much a user has left unread.
 _LARGE_ANSWER_BYTES = 64 << 10
@@ -38,7 +41,7 @@ class Limits(NamedTuple):
     request_timeout_s: float = 10.0
     idle_timeout_s: float = 30.0
     answer_timeout_s: float = 10.0
-    #: How long answers have to be read before another program goes on with the socket.
+    #: How long clients have to read answers before another program goes on with the socket.
     hand_over_s: float = 1.0
     head_bytes: int = 16 << 10
     body_bytes: int = 64 << 10
@@ -49,48 +52,85 @@ class Limits(NamedTuple):
     unread_bytes: int = 16 << 20
 
 
-class Answering(Protocol):
-    """What a connection asks; see `routes.Router`."""
+class Application(Protocol):
+    """What answers the requests: the API's router, or the gateway's pages."""
 
     def answer(self, request: Request) -> Answer:
-        """The response to a request, or what becomes it later; never raises."""
+        """The response, or an awaitable one; never raises."""
 
     def hurry(self) -> None:
         """Let no answer wait for what may come."""
 
 
-class Place(Protocol):
-    """What holds the connections; see `server.Server`."""
+class Pool:
+    """The connections, and each client's share of them."""
 
-    router: Answering
-    limits: Limits
-    buffer: memoryview
+    def __init__(self, application: Application, limits: Limits) -> None:
+        self.application = application
+        self.limits = limits
+        #: Of all connections: what comes in is taken out at once.
+        self.buffer = memoryview(bytearray(KEPT_BYTES))
+        #: In the order of their last answers, or of their beginnings if there was none.
+        self.connections: dict[Connection, None] = {}
+        #: By user, or by address over TCP.
+        self.by_client: Counter[int | str] = Counter()
 
     def admit(self, connection: Connection) -> bool:
-        """Whether there is room for one more connection of this client."""
+        """Whether there is room for one more connection of this client.
 
-    def unread_bytes(self, client: int | str) -> int:
-        """How much of the answers to this user waits to be read."""
+        If there is none, it replaces the one of the idle connections whose last answer is the oldest.
+        """
+        candidates = self._replaceable_for(connection.client)
+        if candidates is not None:
+            idle = next((one for one in candidates if one.may_be_replaced), None)
+            if idle is None:
+                return False
+            self.forget(idle)
+            idle.make_room()
+        self.connections[connection] = None
+        self.by_client[connection.client] += 1
+        return True
+
+    def _replaceable_for(self, client: int | str) -> list[Connection] | None:
+        """The connections of which one must be closed to admit the client; None if there is room."""
+        limits, has = self.limits, self.by_client[client]
+        if client != _ROOT and has >= limits.of_one_user:
+            return [one for one in self.connections if one.client == client]
+        room = limits.connections - (limits.kept_for_new_clients if has else 0)
+        not_roots = len(self.connections) - self.by_client[_ROOT]
+        if client != _ROOT and not_roots >= room - limits.kept_for_root:
+            return [one for one in self.connections if one.client != _ROOT]
+        return list(self.connections) if len(self.connections) >= room else None
 
     def note_answer(self, connection: Connection) -> None:
-        """The connection has got an answer."""
+        """The connection has got an answer: it comes last in the order."""
+        if connection in self.connections:
+            self.connections[connection] = self.connections.pop(connection)
+
+    def unread_bytes(self, client: int | str) -> int:
+        """How much of the answers to this client has not been read."""
+        return sum(connection.unread_bytes for connection in self.connections if connection.client == client)
 
     def forget(self, connection: Connection) -> None:
-        """The connection is over."""
+        if connection in self.connections:
+            del self.connections[connection]
+            self.by_client[connection.client] -= 1
+            if not self.by_client[connection.client]:
+                del self.by_client[connection.client]
 
 
 class Connection(asyncio.BufferedProtocol):
     """One client: its requests one after another, one a turn, so that none keeps the loop from others."""
 
-    def __init__(self, server: Place) -> None:
+    def __init__(self, pool: Pool) -> None:
         self.pid = 0
         self.uid = STRANGER
-        #: The user, or the address of one who comes over TCP.
+        #: The user, or the address of a client over TCP.
         self.client: int | str = STRANGER
         self._at_end: list[Callable[[], None]] = []
-        self._server = server
-        self._limits = server.limits
-        self._http = h11.Connection(h11.SERVER, max_incomplete_event_size=server.limits.head_bytes)
+        self._pool = pool
+        self._limits = pool.limits
+        self._http = h11.Connection(h11.SERVER, max_incomplete_event_size=pool.limits.head_bytes)
         self._transport: asyncio.Transport | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._turn: asyncio.Handle | None = None
@@ -102,19 +142,17 @@ class Connection(asyncio.BufferedProtocol):
         self._awaited: asyncio.Future[Response] | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """A client has connected: find out who it is, and whether there is room."""
         self._transport = cast(asyncio.Transport, transport)
         self._transport.set_write_buffer_limits(high=KEPT_BYTES)
         self.pid, self.uid = peer_of(transport.get_extra_info("socket"))
         address = transport.get_extra_info("peername") or ("",)
         self.client = self.uid if self.uid != STRANGER else str(address[0])
-        if not self._server.admit(self):
+        if not self._pool.admit(self):
             self._refuse(TOO_MANY)
             return
         self._set_deadline(self._limits.first_request_timeout_s)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The connection is over, from either side."""
         del exc
         if self._timer:
             self._timer.cancel()
@@ -122,18 +160,17 @@ class Connection(asyncio.BufferedProtocol):
             self._turn.cancel()
         if self._awaited:
             self._awaited.cancel()
-        self._server.forget(self)
+        self._pool.forget(self)
         for call in self._at_end:
             call()
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        """Where to put what comes in: it is taken out at once, so one place does for all connections."""
+        """Return the buffer that all connections share, because it is emptied at once."""
         del sizehint
-        return self._server.buffer
+        return self._pool.buffer
 
     def buffer_updated(self, nbytes: int) -> None:
-        """Something has come in."""
-        self._http.receive_data(bytes(self._server.buffer[:nbytes]))
+        self._http.receive_data(bytes(self._pool.buffer[:nbytes]))
         if self._awaited and self._transport and len(self._http.trailing_data[0]) > KEPT_BYTES:
             self._transport.pause_reading()
         self._work()
@@ -142,19 +179,18 @@ class Connection(asyncio.BufferedProtocol):
         """The client sends no more; what it has asked is still answered, and then the connection closed."""
         self._http.receive_data(b"")
         if self._awaited and self._transport and is_gone(self._transport.get_extra_info("socket")):
-            self._transport.abort()  # nobody is there to take what it waits for
+            self._transport.abort()  # the client cannot get what it waits for
         self._work()
         return True
 
     def pause_writing(self) -> None:
-        """The client does not take its answer: it gets a deadline, and no more is read from it."""
+        """The client does not read its answer: it gets a deadline, and no more is read from it."""
         assert self._transport is not None
         self._blocked = True
         self._transport.pause_reading()
         self._set_deadline(self._limits.answer_timeout_s)
 
     def resume_writing(self) -> None:
-        """The client has taken its answer."""
         self._blocked = False
         self._set_deadline(self._idle_timeout_s)
         self._work()
@@ -165,7 +201,6 @@ class Connection(asyncio.BufferedProtocol):
 
     @property
     def unread_bytes(self) -> int:
-        """How much of the answers waits to be read."""
         return self._transport.get_write_buffer_size() if self._transport else 0
 
     @property
@@ -255,7 +290,7 @@ class Connection(asyncio.BufferedProtocol):
             self._transport.write(self._http.send(go_on) or b"")
 
     def _count(self, length: int) -> None:
-        """Bodies are read past, for no request of ours has one that matters; but not without end."""
+        """Skip bodies, which no request of ours needs, up to a size."""
         self._body_bytes += length
         if self._body_bytes > self._limits.body_bytes:
             self._refuse(problem(413, f"the body is larger than {self._limits.body_bytes} bytes"))
@@ -270,7 +305,7 @@ class Connection(asyncio.BufferedProtocol):
         asked = Request(
             method, target, self.uid, self.pid, self.keep, self._body_bytes, host, accept, self.await_event
         )
-        answer = self._server.router.answer(asked)
+        answer = self._pool.application.answer(asked)
         if isinstance(answer, Response):
             self._give(answer)
             return
@@ -280,7 +315,6 @@ class Connection(asyncio.BufferedProtocol):
         self._awaited.add_done_callback(self._got)
 
     def _got(self, awaited: asyncio.Future[Response]) -> None:
-        """What took longer is there."""
         self._awaited = None
         if awaited.cancelled():
             self.abort()  # there is no answer, and none will come
@@ -296,11 +330,11 @@ class Connection(asyncio.BufferedProtocol):
 
     def _give(self, answer: Response) -> None:
         large = len(answer.body) > _LARGE_ANSWER_BYTES
-        if large and self._server.unread_bytes(self.client) > self._limits.unread_bytes:
+        if large and self._pool.unread_bytes(self.client) > self._limits.unread_bytes:
             answer = problem(503, "too much of your answers waits to be read", "read it, or ask for less")
         self._send(answer)
         self._awaits_event = False
-        self._server.note_answer(self)
+        self._pool.note_answer(self)
         self._set_deadline(self._limits.answer_timeout_s if self._blocked else self._idle_timeout_s)
         if self._http.our_state is h11.MUST_CLOSE:
             self._close()
@@ -325,7 +359,7 @@ class Connection(asyncio.BufferedProtocol):
         self._transport.write(out)
 
     def _refuse(self, response: Response) -> None:
-        """Answer where that is still possible, and close."""
+        """Answer if that is still possible, and close."""
         if self._transport is None or self._transport.is_closing():
             return
         if self._http.our_state in (h11.IDLE, h11.SEND_RESPONSE):

@@ -1,17 +1,22 @@
-"""The listening socket: private before it can be reached."""
+"""The Unix socket: private before it can be reached, and the processes at its other end."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import os
+import select
 import socket
 import stat
+import struct
 
 from yunion_mps.errors import HostError
 from yunion_mps.paths import Paths
 
-#: Members of this group may ask; where it does not exist, only root may.
+#: The uid of a client over TCP, which the kernel does not know.
+STRANGER = -1
+
+#: Members of this group may ask; if it does not exist, only root may.
 GROUP = "yunion-mps"
 _BACKLOG = 512
 
@@ -32,14 +37,14 @@ class Listener:
         return self._place is not None and _place(self._paths.socket) == self._place
 
     def renew(self) -> None:
-        """Listen anew under the name; who has connected stays connected. Raises HostError."""
+        """Listen on a new socket under the name; connected clients stay connected. Raises HostError."""
         renewed = listen(self._paths)
         self.socket.close()
         self.socket = renewed
         self._place = _place(self._paths.socket)
 
     def close(self) -> None:
-        """Listen no more, and remove the name where it is still ours."""
+        """Listen no more, and remove the name if it is still ours."""
         self.socket.close()
         if self.is_found:
             with contextlib.suppress(FileNotFoundError):
@@ -58,7 +63,7 @@ def listen(paths: Paths) -> socket.socket:
     """Return the API's socket, listening; raises HostError when it cannot be made.
 
     It is bound beside its place with no permissions at all, given to root:yunion-mps with 0660, listens, and
-    only then gets its name: whoever finds it is neither refused nor let in too early. A socket that an
+    only then gets its name: a client that finds it is neither refused nor let in too early. A socket that an
     earlier daemon left is replaced; anything else in its place is not touched. The caller holds the daemon's
     lock, so no other daemon of ours can be using it.
     """
@@ -86,7 +91,7 @@ def listen(paths: Paths) -> socket.socket:
 
 
 def group_id() -> int:
-    """The gid of the group that may ask, that of root where there is no such group."""
+    """The gid of the group that may ask, that of root if there is no such group."""
     import grp
 
     try:
@@ -102,3 +107,22 @@ def _refuse_what_is_no_socket(path: str) -> None:
         return
     if not stat.S_ISSOCK(mode):
         raise OSError(errno.EEXIST, "something that is no socket is in its place")
+
+
+def peer_of(connection: socket.socket) -> tuple[int, int]:
+    """The PID (0 if it is in a PID namespace that we cannot see) and the user (SO_PEERCRED, unix(7)).
+
+    Over TCP both are unknown.
+    """
+    if connection.family != socket.AF_UNIX:
+        return 0, STRANGER
+    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    pid, uid, _ = struct.unpack("3i", raw)
+    return pid, uid
+
+
+def is_gone(connection: socket.socket) -> bool:
+    """Whether the other end was closed, and not only shut for sending."""
+    poll = select.poll()
+    poll.register(connection.fileno(), 0)
+    return any(event & select.POLLHUP for _, event in poll.poll(0))

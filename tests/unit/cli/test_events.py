@@ -238,7 +238,7 @@ def hurry(host: ServerHost) -> None:
     """Have whoever waits for an event ask again."""
 
     async def work() -> None:
-        host.server.router.hurry()
+        host.server.pool.application.hurry()
 
     host.call(work())
 
@@ -252,7 +252,7 @@ def test_who_follows_goes_on_after_a_restart_and_misses_nothing(happened: Cli) -
         wrong = process.stderr.readline()
         host.record(BACK, THEN_S)
         host.listener = Listener(host.paths)
-        host.server = Server(host.server.router)
+        host.server = Server(host.server.pool.application)
         host.call(host.server.open(host.listener.socket))
         assert process.stderr.readline() == "yunion-mps: the daemon answers again\n"
         assert json.loads(lines_of(process, 1)[0])["id"] == 5

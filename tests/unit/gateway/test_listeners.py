@@ -121,7 +121,7 @@ def test_over_tcp_a_first_request_must_come_within_two_seconds() -> None:
     async def limits() -> Limits:
         listeners, key = Listeners({"web_listen": Nothing()}), "web_listen"
         await listeners.follow({key: f"127.0.0.1:{free_port()}"})
-        found = listeners._open[key][1].limits
+        found = listeners._open[key][1].pool.limits
         await listeners.follow({})
         return found
 

@@ -215,13 +215,13 @@ class ServerHost:
         assert self.ask("GET", "/v1/status").status == 200
 
     def wait_connections(self, count: int) -> None:
-        eventually(lambda: len(self.server.connections) == count, f"{count} open connections")
+        eventually(lambda: len(self.server.pool.connections) == count, f"{count} open connections")
 
     def keep_connections(self) -> None:
         """Something hangs on each connection that is open, as a lease does: none is idle."""
 
         async def keep() -> None:
-            for connection in self.server.connections:
+            for connection in self.server.pool.connections:
                 connection.keep(lambda: None)
 
         self.call(keep())
@@ -242,7 +242,7 @@ class ServerHost:
         for client in self._clients:
             client.close()
         self._stack.close()
-        assert not self.server.by_client
+        assert not self.server.pool.by_client
         assert self.troubles == []
 
     def call(self, coroutine: Any) -> None:

@@ -155,7 +155,7 @@ def test_what_a_client_sends_while_it_waits_is_bounded(host: ServerHost) -> None
     with contextlib.suppress(BlockingIOError):
         while True:
             client.socket.send(b"x" * 65536)
-    (connection,) = host.server.connections
+    (connection,) = host.server.pool.connections
     assert len(connection._http.trailing_data[0]) <= 48 << 10
     host.assert_serves()
     host.record(LOST)

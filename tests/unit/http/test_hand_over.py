@@ -24,7 +24,7 @@ def hand_over(host: ServerHost) -> Future[None]:
 def go_on(host: ServerHost) -> None:
     """Serve again on the same socket, as the next program does."""
     host.listener = Listener(host.paths, host.listener.socket.detach())
-    host.server = Server(host.server.router, host.server.limits)
+    host.server = Server(host.server.pool.application, host.server.pool.limits)
     host.call(host.server.open(host.listener.socket))
 
 
@@ -33,7 +33,7 @@ def test_who_connects_between_two_programs_waits_and_is_answered_by_the_next(hos
     hand_over(host).result(PATIENCE_S)
     clients = [host.connect().send(request("/v1/gpus")) for _ in range(20)]
     assert host.listener.is_found
-    assert len(host.server.connections) == 0
+    assert len(host.server.pool.connections) == 0
     go_on(host)
     for client in clients:
         answer = client.answer()
@@ -107,7 +107,7 @@ def test_when_its_name_is_taken_away_it_listens_anew_and_drops_nobody(host: Serv
     assert host.listener.is_found
     host.assert_serves()
     assert old.send(request("/v1/gpus")).answer() is not None
-    assert len(host.server.connections) >= 2
+    assert len(host.server.pool.connections) >= 2
     client.close()
 
 

@@ -117,11 +117,11 @@ def test_a_fault_of_ours_is_an_answer_and_no_connection_that_hangs(
         def hurry(self) -> None:
             """Nothing waits here."""
 
-    host.server.router, router = Faulty(), host.server.router
+    host.server.pool.application, router = Faulty(), host.server.pool.application
     try:
         answer = host.ask("GET", "/v1/status")
     finally:
-        host.server.router = router
+        host.server.pool.application = router
     assert answer.problem == (500, "a fault, which the log tells of", None)
     assert "unheard of" in caplog.text
     host.assert_serves()
@@ -196,7 +196,7 @@ def test_a_flood_of_requests_whose_answers_nobody_takes_costs_one_answer_of_memo
         with pytest.raises((socket.timeout, BrokenPipeError, ConnectionResetError)):
             client.send(request(LARGE) * 100_000)
         host.assert_serves()
-        for connection in list(host.server.connections):
+        for connection in list(host.server.pool.connections):
             assert connection._transport is not None
             assert connection._transport.get_write_buffer_size() < size + (128 << 10)
         host.wait_connections(0)
@@ -218,7 +218,7 @@ def test_a_user_who_leaves_large_answers_unread_gets_no_more_of_them(serve: Serv
     host = serve(snapshots.large(2400), unread_bytes=1 << 19)
     with host.connect() as first, host.connect() as second, host.connect() as third:
         first.send(request(LARGE))
-        eventually(lambda: host.server.unread_bytes(0) > 1 << 19, "an answer that waits to be read")
+        eventually(lambda: host.server.pool.unread_bytes(0) > 1 << 19, "an answer that waits to be read")
         answer = second.send(request(LARGE)).answer()
         assert answer is not None
         assert answer.problem == (

@@ -25,7 +25,7 @@ def crowded(serve: Serve) -> Serve:
 
 def fill(host: ServerHost, count: int, uid: int = 0, *, send: bytes = b"") -> list[RawClient]:
     """Open connections that are all admitted, and send this on each."""
-    before = len(host.server.connections)
+    before = len(host.server.pool.connections)
     clients = [host.connect(uid).send(send) for _ in range(count)]
     host.wait_connections(before + count)
     return clients
@@ -74,9 +74,9 @@ def test_one_user_cannot_take_the_connections_of_another(crowded: Serve) -> None
     clients += hold(host, 5, NOBODY - 1)
     assert_turned_away(host, NOBODY - 1)
     host.assert_serves()
-    eventually(lambda: host.server.by_client == {NOBODY: 5, NOBODY - 1: 5}, "five connections each")
+    eventually(lambda: host.server.pool.by_client == {NOBODY: 5, NOBODY - 1: 5}, "five connections each")
     clients.pop(0).close()
-    eventually(lambda: host.server.by_client[NOBODY] == 4, "room for the first user")
+    eventually(lambda: host.server.pool.by_client[NOBODY] == 4, "room for the first user")
     clients += fill(host, 1, NOBODY)
 
 
@@ -157,7 +157,7 @@ def test_a_request_that_is_being_answered_is_not_ended_for_another(crowded: Serv
 def test_a_client_that_does_not_read_its_answer_makes_room(crowded: Serve) -> None:
     host = crowded(snapshots.large(2400), connections=1, answer_timeout_s=600)
     fill(host, 1, send=request("/v1/devices?limit=0"))
-    eventually(lambda: host.server.unread_bytes(0), "an answer that is not taken")
+    eventually(lambda: host.server.pool.unread_bytes(0), "an answer that is not taken")
     host.assert_serves()
 
 

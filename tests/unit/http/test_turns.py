@@ -120,10 +120,10 @@ def test_what_many_connections_hold_unread_is_bounded_for_root_too(serve: Serve)
         with contextlib.suppress(BlockingIOError):
             client.socket.send(request(targets[number % 3]) * 3000)
     eventually(
-        lambda: all(connection._blocked for connection in list(host.server.connections)),
+        lambda: all(connection._blocked for connection in list(host.server.pool.connections)),
         "nobody's answers being taken",
     )
-    for connection in host.server.connections:
+    for connection in host.server.pool.connections:
         assert len(connection._http.trailing_data[0]) < 64 << 10
         assert connection.unread_bytes < size + (32 << 10)
-    assert host.server.unread_bytes(0) < (16 << 20) + size + 60 * (96 << 10)
+    assert host.server.pool.unread_bytes(0) < (16 << 20) + size + 60 * (96 << 10)
