@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import redirect_stdout
 from datetime import datetime, timezone
 
-from yunion_mps.cli.completion import command as completion
+from yunion_mps.cli.completion import completion
 
 from manual import command_page, daemon_page, examples, file_pages
 

@@ -11,9 +11,7 @@ import pytest
 import yaml
 from hypothesis import HealthCheck, given, settings
 from prometheus_client.parser import text_string_to_metric_families
-from yunion_mps.cli.output import show
-from yunion_mps.cli.patience import say
-from yunion_mps.cli.table import draw, notes, wrapped
+from yunion_mps.cli.output import draw, notes, say, show, wrapped
 from yunion_mps.doctor.finding import problem
 from yunion_mps.doctor.host import Host
 from yunion_mps.doctor.running import Check, run

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import Any
 
 import click
 
-from yunion_mps.cli.ask import SLOW_S, ask, tell
-from yunion_mps.cli.confirm import confirm, need_somebody
-from yunion_mps.cli.output import cell, output_option, show
-from yunion_mps.cli.suggest import SuggestingGroup
-from yunion_mps.cli.table import draw, notes
+from yunion_mps.cli.daemon import SLOW_S, ask, tell
+from yunion_mps.cli.options import confirm, refuse_unattended
+from yunion_mps.cli.output import cell, date_and_time, draw, notes, output_option, show
+from yunion_mps.cli.root import SuggestingGroup
 from yunion_mps.errors import NotFoundError, YunionError
 from yunion_mps.overview.findings import WAITING_REMEDY
-from yunion_mps.overview.uses import in_container
+from yunion_mps.overview.holdings import in_container
 
 COLUMNS = {
     "PID": "pid",
@@ -42,7 +40,7 @@ Json = dict[str, Any]
 )
 @output_option
 @click.pass_context
-def command(ctx: click.Context, output: str) -> None:
+def clients_group(ctx: click.Context, output: str) -> None:
     """List who uses GPUs through MPS or past it, the MPS servers that serve them, and who waits for one.
 
     \b
@@ -53,14 +51,15 @@ def command(ctx: click.Context, output: str) -> None:
     """
     if ctx.invoked_subcommand is None:
         answer = ask("/v1/clients", SLOW_S)
-        show(answer, output, list(COLUMNS), _rows(answer["clients"]), lambda: _text(answer))
+        rows = [[_value(field, client) for field in COLUMNS.values()] for client in answer["clients"]]
+        show(answer, output, list(COLUMNS), rows, lambda: _text(answer))
 
 
-@command.command("terminate", short_help="End a client safely.")
+@clients_group.command("terminate", short_help="End a client safely.")
 @click.argument("pid", type=click.IntRange(1, _LARGEST_PID))
 @click.option("--force", is_flag=True, help="End it by SIGKILL where nothing else helps.")
 @click.option("--yes", is_flag=True, help="Do not ask.")
-def terminate(pid: int, force: bool, yes: bool) -> None:
+def terminate_client(pid: int, force: bool, yes: bool) -> None:
     """End the client with this PID: its MPS server lets go of it first, then it gets SIGTERM.
 
     That spares the other clients of its server, which a mere kill can take down.
@@ -70,7 +69,7 @@ def terminate(pid: int, force: bool, yes: bool) -> None:
       yunion-mps clients terminate 4711
       yunion-mps clients terminate 4711 --force --yes
     """
-    need_somebody(yes)
+    refuse_unattended(yes)
     answer = ask("/v1/clients", SLOW_S)
     client = next((one for one in (*answer["clients"], *answer["waiting"]) if one["pid"] == pid), None)
     if client is None:
@@ -83,25 +82,20 @@ def terminate(pid: int, force: bool, yes: bool) -> None:
     click.echo(cell(f"{who}: {answer['how']}"))
 
 
-def table(clients: Sequence[Json]) -> str:
-    """The clients for people."""
-    shown = [
-        {**client, "command": in_container(client["container"], client["command"] or "")}
-        for client in clients
-    ]
-    header = [name for name in COLUMNS if name != "Container"]  # it stands before the command
-    rows = [[_shown(COLUMNS[name], client) for name in header] for client in shown]
+def clients_table(clients: Sequence[Json]) -> str:
+    """The clients for people; a command that runs in a container has its name before it."""
+    header = [name for name in COLUMNS if name != "Container"]
+    rows = []
+    for client in clients:
+        command = in_container(client["container"], client["command"] or "")
+        rows.append([command if name == "Command" else _value(COLUMNS[name], client) for name in header])
     return draw(header, rows, _DROP)
 
 
-def _rows(clients: Sequence[Json]) -> list[list[object]]:
-    return [[_shown(field, client) for field in COLUMNS.values()] for client in clients]
-
-
-def _shown(field: str, client: Json) -> object:
+def _value(field: str, client: Json) -> object:
     value = client[field]
     if field == "started" and value is not None:
-        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(value))
+        return date_and_time(value)
     return ",".join(value) if isinstance(value, list) else value
 
 
@@ -124,12 +118,11 @@ def _text(answer: Json) -> str:
     unknown = notes(("Not known", trouble) for trouble in answer["troubles"])
     waiting = notes(("Waiting", _waiting(one)) for one in answer["waiting"])
     remedy = f"Remedy: {WAITING_REMEDY}\n" if waiting else ""
-    return failed + table(answer["clients"]) + past_mps + others + waiting + remedy + unknown
+    return failed + clients_table(answer["clients"]) + past_mps + others + waiting + remedy + unknown
 
 
 def _waiting(one: Json) -> str:
-    since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(one["since"]))
-    who = f"PID {one['pid']} of {_user(one)} ({one['command']}), since {since}"
+    who = f"PID {one['pid']} of {_user(one)} ({one['command']}), since {date_and_time(one['since'])}"
     return f"{who}, for the MPS server (PID {one['server']}) of {one['server_user']}, domain {one['domain']}"
 
 

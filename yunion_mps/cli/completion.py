@@ -30,7 +30,7 @@ complete -o nosort -F _yunion_mps_completion yunion-mps
 
 @click.command("completion")
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
-def command(shell: str) -> None:
+def completion(shell: str) -> None:
     """Print the completion script of SHELL.
 
     \b

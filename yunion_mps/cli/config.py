@@ -2,21 +2,37 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from yunion_mps.cli.output import output_option, show, show_pairs
-from yunion_mps.cli.suggest import SuggestingGroup
-from yunion_mps.cli.table import draw, notes
+from yunion_mps.cli.output import draw, notes, output_option, show, show_pairs
+from yunion_mps.cli.root import SuggestingGroup
 from yunion_mps.errors import ConfigError
+from yunion_mps.overview import count
 from yunion_mps.paths import Paths
 
+if TYPE_CHECKING:
+    from yunion_mps.models import Config, DeviceEntry, Gpu, Plan, Source
+    from yunion_mps.supervisor.preflight import Preflight
+
+Json = dict[str, Any]
+
 _HEADER = ("Key", "Value", "From")
+_GPU_COLUMNS = {
+    "GPU": "addr",
+    "Name": "name",
+    "Devices": "devices",
+    "Memory_MiB": "memory_limit",
+    "Threads_%": "thread_percentage",
+    "Compute_mode": "compute_mode",
+    "Domain": "domain",
+}
+_GPU_DROP = ("Name", "Domain", "Compute_mode", "Threads_%", "Memory_MiB")
 
 
 @click.group("config", cls=SuggestingGroup, short_help="Show or check the configuration.")
-def command() -> None:
+def config_group() -> None:
     """Look at the configuration: what is in force, and whether it is right.
 
     \b
@@ -26,7 +42,7 @@ def command() -> None:
     """
 
 
-@command.command("show", short_help="Show every key, its value and its place.")
+@config_group.command("show", short_help="Show every key, its value and its place.")
 @output_option
 def show_config(output: str) -> None:
     """Show every key's value, and where it stands or that it is the default.
@@ -37,7 +53,6 @@ def show_config(output: str) -> None:
       yunion-mps config show --output yaml
     """
     from yunion_mps.config import load
-    from yunion_mps.report import config_json
 
     config, problems = load(Paths.from_environment())
     if problems:
@@ -47,7 +62,38 @@ def show_config(output: str) -> None:
     show(answer, output, _HEADER, rows, lambda: draw(_HEADER, rows))
 
 
-def _config_rows(configuration: dict[str, Any]) -> list[tuple[str, object, str]]:
+def config_json(config: Config) -> Json:
+    """Every key with its value and where it stands, and the device entries as far as the file has them."""
+    from yunion_mps.config import KEYS
+
+    keys = {name: {"value": getattr(config, name), "from": _place(config.sources[name])} for name in KEYS}
+    unit = {"value": config.gpu_memory_unit_mib, "from": _place(config.gpu_memory_unit_at)}
+    return {"keys": keys, "gpu_memory_unit": unit, "devices": [_entry_json(one) for one in config.devices]}
+
+
+def _entry_json(entry: DeviceEntry) -> Json:
+    """How an entry divides its GPU; memory is in MiB."""
+    shown: Json = {"path": entry.path}
+    if entry.slices:
+        shown["slices"] = [
+            {"memory": one.memory_mib, "thread_percentage": one.thread_percentage, "priority": one.priority}
+            for one in entry.slices
+        ]
+    elif entry.memory_unit_mib:
+        shown["memory_unit"] = entry.memory_unit_mib
+        shown["memory_reserve"] = entry.memory_reserve_mib
+    else:
+        shown["virtual_number"] = entry.virtual_number
+    if entry.thread_overcommit is not None:
+        shown["thread_overcommit"] = entry.thread_overcommit
+    return {**shown, "from": _place(entry.path_at)}
+
+
+def _place(source: Source) -> str:
+    return source.file if source.line is None else f"{source.file}:{source.line}"
+
+
+def _config_rows(configuration: Json) -> list[tuple[str, object, str]]:
     rows = [(name, entry["value"], entry["from"]) for name, entry in configuration["keys"].items()]
     unit = configuration["gpu_memory_unit"]
     rows.append(("gpu_memory_unit", f"{unit['value']} MiB", unit["from"]))
@@ -55,7 +101,7 @@ def _config_rows(configuration: dict[str, Any]) -> list[tuple[str, object, str]]
     return rows + [("devices", value, place) for value, place in entries]
 
 
-def _entry_text(entry: dict[str, Any]) -> str:
+def _entry_text(entry: Json) -> str:
     if "slices" in entry:
         return ", ".join(f"{one['memory']} MiB" for one in entry["slices"])
     if "memory_unit" in entry:
@@ -63,7 +109,7 @@ def _entry_text(entry: dict[str, Any]) -> str:
     return str(entry["virtual_number"])
 
 
-@command.command("check", short_help="Check both files, and show their plan.")
+@config_group.command("check", short_help="Check both files, and show their plan.")
 @output_option
 def check_config(output: str) -> None:
     """Check both files against this host's GPUs, and show the plan that they make.
@@ -75,48 +121,83 @@ def check_config(output: str) -> None:
       yunion-mps config check
       yunion-mps config check --output json
     """
-    from yunion_mps.report import plan_json
     from yunion_mps.supervisor.preflight import run_preflight
 
-    examination = run_preflight(Paths.from_environment())
+    preflight = run_preflight(Paths.from_environment())
     try:
-        examination.check()
-        answer = plan_json(examination)
+        preflight.check()
+        answer = plan_json(preflight)
     finally:
-        examination.close()
+        preflight.close()
     show_pairs(answer, output, lambda: _plan_text(answer))
 
 
-def _plan_text(answer: dict[str, Any]) -> str:
+def plan_json(preflight: Preflight) -> Json:
+    """The effective configuration and the plan: what each GPU would become, and the control daemons."""
+    plan, inventory = preflight.plan, preflight.inventory
+    is_off = not preflight.config.enable_cuda_mps
+    notices = ["enable_cuda_mps is false: this host offers no MPS devices"] if is_off else []
+    return {
+        "notice": "; ".join([*notices, *preflight.remarks]),
+        "driver": inventory.driver.version or None,
+        "host_id": plan.host_id,
+        "gpus": [_gpu_json(gpu, plan) for gpu in inventory.gpus],
+        "domains": [
+            {
+                "name": domain.name,
+                "pipe_directory": domain.pipe_directory,
+                "gpus": list(domain.gpu_uuids),
+                "memory_limits": list(domain.memory_limits_mib),
+                "thread_percentage": domain.thread_percentage,
+            }
+            for domain in plan.domains
+        ],
+        "configuration": config_json(preflight.config),
+    }
+
+
+def _gpu_json(gpu: Gpu, plan: Plan) -> Json:
+    from yunion_mps.planning import division, enforces_budgets
+
+    devices = [device for device in plan.devices if device.gpu_uuid == gpu.uuid]
+    domain = next((d.name for d in plan.domains if gpu.uuid in d.gpu_uuids), None)
+    budgets = {(device.memory_limit_mib, device.thread_percentage) for device in devices}
+    memory_mib, percentage = budgets.pop() if len(budgets) == 1 else (None, None)
+    mode = plan.compute_modes.get(gpu.uuid or "")
+    changes = mode and mode != gpu.compute_mode
+    return {
+        "addr": gpu.address,
+        "uuid": gpu.uuid,
+        "name": gpu.name,
+        "devices": len(devices),
+        "division": division(plan, gpu.uuid),
+        "memory_limit": memory_mib,
+        "thread_percentage": percentage,
+        "compute_mode": f"{gpu.compute_mode or 'unknown'} -> {mode}" if changes else gpu.compute_mode,
+        "domain": domain,
+        "budget_enforced": enforces_budgets(gpu),
+        "reason": gpu.reason
+        or plan.unavailable.get(gpu.pci_address, "")
+        or ("" if domain else "not configured"),
+    }
+
+
+def _plan_text(answer: Json) -> str:
     text = "The configuration is right:\n" + draw(_HEADER, _config_rows(answer["configuration"]))
     if answer["notice"]:
         text += f"{answer['notice']}.\n"
     if not answer["gpus"]:
         return text
-    text += "Nothing was changed; the daemon would do this:\n"
-    rows = [
-        (
-            gpu["addr"],
-            gpu["name"],
-            gpu["devices"],
-            gpu["memory_limit"],
-            gpu["thread_percentage"],
-            gpu["compute_mode"],
-            gpu["domain"],
-        )
-        for gpu in answer["gpus"]
-    ]
-    header = ("GPU", "Name", "Devices", "Memory_MiB", "Threads_%", "Compute_mode", "Domain")
-    text += draw(header, rows, ("Name", "Domain", "Compute_mode", "Threads_%", "Memory_MiB"))
+    rows = [[gpu[field] for field in _GPU_COLUMNS.values()] for gpu in answer["gpus"]]
+    text += "Nothing was changed; the daemon would do this:\n" + draw(list(_GPU_COLUMNS), rows, _GPU_DROP)
     text += notes((gpu["addr"], _note(gpu)) for gpu in answer["gpus"])
     for domain in answer["domains"]:
-        count = len(domain["gpus"])
-        gpus = "1 GPU" if count == 1 else f"{count} GPUs"
+        gpus = count(len(domain["gpus"]), "GPU")
         text += f"Control daemon {domain['name']}: {gpus}, {domain['pipe_directory']}\n"
     return text
 
 
-def _note(gpu: dict[str, Any]) -> str:
+def _note(gpu: Json) -> str:
     if gpu["reason"]:
         return str(gpu["reason"])
     uneven = gpu["division"] if gpu["memory_limit"] is None else ""

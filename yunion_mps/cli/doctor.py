@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from yunion_mps.cli.output import output_option, show
-from yunion_mps.cli.table import wrapped
-from yunion_mps.cli.times import Duration
+from yunion_mps.cli.options import Duration
+from yunion_mps.cli.output import output_option, show, wrapped
+from yunion_mps.overview import count
 from yunion_mps.paths import Paths
 
 if TYPE_CHECKING:
@@ -35,13 +35,7 @@ _MOST_ALIKE = 3
 )  # fmt: skip
 @output_option
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="[-- COMMAND]")
-def command(
-    pid: int | None,
-    selftest: bool,
-    timeout: int,
-    output: str,
-    command: tuple[str, ...],
-) -> None:
+def doctor(pid: int | None, selftest: bool, timeout: int, output: str, command: tuple[str, ...]) -> None:
     """Look at all that makes MPS fail, and say what to do; changes nothing.
 
     Works with the daemon and without it, as root and as a user. With COMMAND it
@@ -73,13 +67,17 @@ def command(
 
 
 def _text(report: Report) -> str:
-    """The state first, in one line, for that is what monitoring shows; then a line for each finding.
+    """The state first, in one line, because monitoring shows only that; then a line for each finding.
 
     Of a check that has found the same sort of thing on every one of many GPUs, only the first are shown.
     """
-    counts = [f"{count} {level}{_plural(level, count)}" for level, count in report.counts.items() if count]
+    counts = [
+        count(number, level) if level in ("problem", "warning") else f"{number} {level}"
+        for level, number in report.counts.items()
+        if number
+    ]
     text = f"{report.state}: {', '.join(counts)}\n"
-    # Where many checks were skipped for one reason, that is told once.
+    # That many checks were skipped for one reason is said once.
     checks: dict[Finding, list[str]] = {}
     for line in report.lines:
         checks.setdefault(line.finding, []).append(line.check)
@@ -94,7 +92,3 @@ def _text(report: Report) -> str:
         left = len(found) - _MOST_ALIKE
         text += wrapped(f"{begin} {left} more of this kind (all: -o csv)", _INDENT) if left > 0 else ""
     return text
-
-
-def _plural(level: str, count: int) -> str:
-    return "s" if count > 1 and level in ("problem", "warning") else ""

@@ -1,21 +1,25 @@
-"""`yunion-mps run --podman`: a container with a device of its own, by CDI or, without that, by options."""
+"""`yunion-mps run --podman` and `--docker`: a container with a device of its own.
+
+An engine that reads CDI is given the lease's CDI device. Another one is given options, and a process of ours
+has the lease until the container has it.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
 import click
 
-from yunion_mps.cli.ask import ask
-from yunion_mps.cli.engine_words import environment_words, mount_words, overridden
-from yunion_mps.cli.lease_request import RequestCommand, take, warn_of_limits
-from yunion_mps.cli.watcher import Watcher, label
-from yunion_mps.client.taking import refuse_unreachable
+from yunion_mps.cli.daemon import ask, tell
+from yunion_mps.cli.lease import RequestCommand, take, warn_of_limits
+from yunion_mps.client.lease import refuse_unreachable
 from yunion_mps.containers.nvidia import driver_nodes, gpu_nodes
-from yunion_mps.errors import HostError
-from yunion_mps.host.processes import find_program, output_of
+from yunion_mps.errors import HostError, ShortageError, YunionError
+from yunion_mps.host.processes import Process, find_program, output_of
 from yunion_mps.models import CDI_KIND, Gpu
 from yunion_mps.paths import Paths
 
@@ -24,7 +28,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 ENGINES = ("docker", "podman")
 
 #: All that a device may say of a process.
-VARIABLES = (
+_VARIABLES = (
     "CUDA_DEVICE_ORDER",
     "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE",
     "CUDA_MPS_CLIENT_PRIORITY",
@@ -37,7 +41,18 @@ VARIABLES = (
 
 #: The first podman that reads CDI (release notes of 4.1.0).
 _PODMAN_WITH_CDI = (4, 1)
-_PATIENCE_S = 30
+_ENGINE_TIMEOUT_S = 30
+#: How soon the engine is asked again for the container, and how seldom in the end: it may pull an image.
+_POLL_S, _LONGEST_POLL_S = 0.1, 2.0
+
+#: The options of `run` without a value, of docker 26 and 28 and podman 4 (their `run --help`).
+_PLAIN = frozenset({
+    "detach", "disable-content-trust", "help", "init", "interactive", "no-healthcheck", "oom-kill-disable",
+    "privileged", "publish-all", "quiet", "read-only", "rm", "sig-proxy", "tty", "use-api-socket",
+    "env-host", "http-proxy", "no-hostname", "no-hosts", "passwd", "read-only-tmpfs", "replace", "rmi",
+    "rootfs", "tls-verify", "unsetenv-all",
+})  # fmt: skip
+_PLAIN_LETTERS = frozenset("diPqt")
 
 
 class EngineCommand(RequestCommand):
@@ -80,7 +95,7 @@ def run_container(
     """Take a device and become `ENGINE run`; raises YunionError where either cannot be.
 
     The lease ends with the container: an engine that reads CDI has our hook bind it, for another one a
-    process of ours stays behind until the container has been bound.
+    process of ours stays behind until the lease is bound to the container.
     """
     hint = "install it; without a container, the command alone comes after run: yunion-mps run COMMAND"
     program = find_program(engine, hint, besides=())
@@ -90,30 +105,34 @@ def run_container(
         words = ["--device", f"{CDI_KIND}={lease['id']}"]
     else:
         _refuse_overridden(engine, argv)
-        with Watcher(program) as watcher:
-            lease = take({**wanted, "pid": watcher.pid}, wait_s)
+        with _binder(program) as (pid, lease_ids):
+            lease = take({**wanted, "pid": pid}, wait_s)
             refuse_unreachable(lease["environment"])
-            words = [*_without_cdi(lease), "--label", label(lease["id"])]
-            watcher.begin(lease["id"])
+            words = [*_without_cdi(lease), "--label", _label(lease["id"])]
+            os.write(lease_ids, lease["id"].encode())
     warn_of_limits(lease["unenforced_gpus"])
     try:
         os.execve(program, [engine, "run", *words, *argv], environment)  # noqa: S606 - no shell is the point
     except OSError as error:
-        raise HostError(f"{program} cannot be started: {error.strerror}", "install it anew") from None
+        raise HostError(f"{program} cannot be started: {error.strerror}", "install it again") from None
 
 
 def _reads_cdi(engine: str, program: str) -> bool:
     """Whether the engine resolves names of CDI devices by itself."""
     if engine == "podman":
-        numbers = output_of([program, "version", "--format", "{{.Client.Version}}"], _PATIENCE_S).split(".")
+        numbers = output_of([program, "version", "--format", "{{.Client.Version}}"], _ENGINE_TIMEOUT_S).split(
+            "."
+        )
         return [int(one) for one in numbers[:2] if one.isdigit()] >= list(_PODMAN_WITH_CDI)
     # Docker 25 and 26 only where the feature is switched on; there is nothing of it in earlier ones' answer.
-    return output_of([program, "info", "--format", "{{json .CDISpecDirs}}"], _PATIENCE_S).startswith('["')
+    return output_of([program, "info", "--format", "{{json .CDISpecDirs}}"], _ENGINE_TIMEOUT_S).startswith(
+        '["'
+    )
 
 
 def _refuse_overridden(engine: str, argv: Sequence[str]) -> None:
     """What CDI sets comes after the user's own; without it, that would loosen the budget unnoticed."""
-    for name in overridden(argv, VARIABLES):
+    for name in overridden(argv, _VARIABLES):
         raise click.UsageError(
             f"--env {name} would take the place of the device's own, for this {engine} reads no CDI: "
             "leave it out."
@@ -131,3 +150,120 @@ def _without_cdi(lease: Mapping[str, Any]) -> list[str]:
     for node in nodes:
         words += ["--device", f"{node.host_path}:{node.path}"]
     return words
+
+
+def _label(lease_id: str) -> str:
+    """What tells the lease's container: labels of the user's own stand beside it."""
+    return f"{CDI_KIND}.lease={lease_id}"
+
+
+@contextlib.contextmanager
+def _binder(engine: str) -> Iterator[tuple[int, int]]:
+    """A child that binds a lease to its container: its PID, and the descriptor to which the id is written.
+
+    It has the lease until then. If it is told of none by the end of the block, it ends. This very process is
+    to become the engine, whose program has the path `engine`.
+    """
+    reader, writer = os.pipe()
+    try:
+        pid = os.fork()
+    except OSError as error:
+        raise ShortageError(f"no process can be started: {error.strerror}") from None
+    if not pid:
+        os.close(writer)
+        _bind_and_exit(engine, reader, os.getppid())
+    try:
+        yield pid, writer
+    finally:
+        os.close(reader)
+        os.close(writer)
+
+
+def _bind_and_exit(engine: str, reader: int, engine_pid: int) -> NoReturn:
+    """The child's life; it leaves without the parent's clean-up."""
+    status = 1
+    try:
+        os.setsid()
+        with open(os.devnull, "r+b") as nothing:
+            for descriptor in (0, 1, 2):
+                os.dup2(nothing.fileno(), descriptor)
+        engine_process = Process.adopt(engine_pid)
+        lease_id = os.read(reader, 1 << 16).decode()
+        if lease_id and engine_process:
+            _bind(engine, lease_id, engine_process)
+        status = 0
+    finally:
+        os._exit(status)
+
+
+def _bind(engine: str, lease_id: str, engine_process: Process) -> None:
+    """Bind the lease to the container once it runs; if that is refused, keep it until the container ends."""
+    poll_s = _POLL_S
+    while True:
+        has_ended = engine_process.status() is not None
+        words = ["ps", "--quiet", "--no-trunc", "--filter", f"label={_label(lease_id)}"]
+        container = output_of([engine, *words], _ENGINE_TIMEOUT_S)
+        words = ["inspect", "--format", "{{.State.Pid}}", container]
+        pid = output_of([engine, *words], _ENGINE_TIMEOUT_S) if container else ""
+        if pid.isdigit() and pid != "0":  # 0 before and after it runs
+            try:
+                tell(f"/v1/leases/{lease_id}/bind?pid={pid}")
+            except YunionError:  # such as a container of root's, started by another user
+                output_of([engine, "wait", container])
+            return
+        if has_ended:
+            return
+        time.sleep(poll_s)
+        poll_s = min(poll_s * 1.2, _LONGEST_POLL_S)
+
+
+# Docker and podman read their options as Go's pflag does, and nothing after the image: options of the same
+# look are the command's there, or may be the value of another option.
+
+
+def variables_in(words: Sequence[str]) -> Iterator[str]:
+    """The names of the variables that the options before the image set or remove (`--env X`)."""
+    for option, value in _options(words):
+        if option in ("env", "e"):
+            yield value.partition("=")[0]
+
+
+def environment_words(environment: Mapping[str, str]) -> list[str]:
+    """The options that set it."""
+    return [word for name, value in environment.items() for word in ("--env", f"{name}={value}")]
+
+
+def mount_words(path: str) -> list[str]:
+    """The options that show a directory at its own path, whatever characters that has."""
+    fields = [_field(f"{end}={path}") for end in ("source", "target")]
+    return ["--mount", ",".join(["type=bind", *fields])]
+
+
+def overridden(words: Sequence[str], names: Collection[str]) -> list[str]:
+    """Which of the variables would not be what we say, for the options that come after ours count."""
+    return sorted(set(names).intersection(variables_in(words)))
+
+
+def _field(text: str) -> str:
+    """A field as encoding/csv reads it."""
+    return '"{}"'.format(text.replace('"', '""')) if any(char in text for char in ',"\r\n') else text
+
+
+def _options(words: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Each option with its value, which is empty for one that has none."""
+    left = iter(words)
+    for word in left:
+        if word == "--" or len(word) < 2 or not word.startswith("-"):
+            return
+        if word.startswith("--"):
+            name, equals, value = word[2:].partition("=")
+            yield name, value if equals or name in _PLAIN else next(left, "")
+            continue
+        for place, letter in enumerate(word[1:], start=2):
+            rest = word[place:]
+            if rest.startswith("="):
+                yield letter, rest[1:]
+                break
+            if letter not in _PLAIN_LETTERS:
+                yield letter, rest or next(left, "")
+                break

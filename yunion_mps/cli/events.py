@@ -6,24 +6,24 @@ import select
 import sys
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from yunion_mps.cli.ask import ask, daemon
-from yunion_mps.cli.output import as_json, cell, output_option, show
-from yunion_mps.cli.patience import say
-from yunion_mps.cli.table import terminal_width
-from yunion_mps.cli.times import Moment
-from yunion_mps.client import Event, following
-from yunion_mps.client.following import MOST
+from yunion_mps.cli.daemon import ask
+from yunion_mps.cli.options import Moment
+from yunion_mps.cli.output import as_json, csv_rows, date_and_time, output_option, say, show, wrapped
+from yunion_mps.client import MOST_EVENTS, Client, events_target
+
+if TYPE_CHECKING:
+    from yunion_mps.answers import Event
 
 COLUMNS = ("Time", "Severity", "Kind", "Subject", "What", "Cause", "Consequence")
 KINDS = ("domain", "limit", "gpu", "compute_mode", "configuration", "client", "lease", "daemon")
 
 _NEWEST = 100
 _NEWEST_TO_FOLLOW = 10
-_NARROWEST = 40
+_INDENT, _NARROWEST = 8, 40
 
 
 @click.command("events", short_help="Show what happened, and why.")
@@ -32,12 +32,13 @@ _NARROWEST = 40
 @click.option("--kind", type=click.Choice(KINDS), metavar="KIND", help=f"Only these: {', '.join(KINDS)}.")
 @click.option(
     "--limit",
-    type=click.IntRange(1, MOST),
+    type=click.IntRange(1, MOST_EVENTS),
     metavar="N",
-    help=f"At most so many, the newest: {_NEWEST}, to follow {_NEWEST_TO_FOLLOW}, with --since {MOST}.",
+    help=f"At most so many, the newest: {_NEWEST}, to follow {_NEWEST_TO_FOLLOW}, with --since "
+    f"{MOST_EVENTS}.",
 )
 @output_option
-def command(follow: bool, since: int | None, kind: str | None, limit: int | None, output: str) -> None:
+def show_events(follow: bool, since: int | None, kind: str | None, limit: int | None, output: str) -> None:
     """Show what happened on this host, the oldest first.
 
     TIME is how long ago (90, 90s, 10m, 2h, 1d), today, yesterday, a date (2026-11-20), a local time
@@ -50,8 +51,8 @@ def command(follow: bool, since: int | None, kind: str | None, limit: int | None
       yunion-mps events --follow --kind gpu
       yunion-mps events --since yesterday --output csv
     """
-    default = MOST if since is not None else _NEWEST_TO_FOLLOW if follow else _NEWEST
-    answer = ask(following.target(kind, limit=limit or default, since=since or 0))
+    default = MOST_EVENTS if since is not None else _NEWEST_TO_FOLLOW if follow else _NEWEST
+    answer = ask(events_target(kind, limit=limit or default, since=since or 0))
     if follow:
         _follow(answer, kind, output)
     rows = [_row(event) for event in answer["events"]]
@@ -66,34 +67,16 @@ def _whole_text(events: list[Event], limit: int) -> str:
 
 
 def _text(events: list[Event]) -> str:
-    """Lines for people: what happened, and below it why, and what it means."""
-    width = terminal_width()
+    """Lines for people: what happened, and below it why, and what it means. No word is broken."""
     lines: list[str] = []
     for event in events:
-        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event["time"]))
         severity = event["severity"] if event["severity"] == "info" else event["severity"].upper()
         subject = f"{event['kind']} {event['subject']}".rstrip()
-        lines += _folded(f"{when}  {severity:7}  {subject}: ", event["what"], width)
-        for name in ("cause", "consequence"):
-            for number, line in enumerate(event[name].splitlines()):
-                lines += _folded("    " + (f"{name}: " if not number else ""), line, width)
-    return "".join(f"{line}\n" for line in lines)
-
-
-def _folded(begin: str, text: str, width: int) -> list[str]:
-    """A line, or on a terminal as many as it takes; words are never broken, so that they can be copied."""
-    whole = cell(begin) + cell(text)
-    if not width or len(whole) <= width:
-        return [whole]
-    from textwrap import wrap
-
-    return wrap(
-        whole,
-        max(width, _NARROWEST),
-        subsequent_indent=" " * 8,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+        lines.append(f"{date_and_time(event['time'])}  {severity:7}  {subject}: {event['what']}")
+        for name, text in (("cause", event["cause"]), ("consequence", event["consequence"])):
+            for number, line in enumerate(text.splitlines()):
+                lines.append("    " + (f"{name}: " if not number else "") + line)
+    return "".join(wrapped(line, _INDENT, _NARROWEST) for line in lines)
 
 
 def _row(event: Event) -> list[object]:
@@ -103,10 +86,10 @@ def _row(event: Event) -> list[object]:
 
 
 def _follow(answer: Any, kind: str | None, output: str) -> None:
-    """Print what there is and what comes, until somebody ends it."""
+    """Print what there is and what comes, until it is ended."""
     _print(answer["events"], output, begin=True)
     _refuse_without_reader()
-    for events in following.follow(daemon().get, answer["last"], kind, say):
+    for events in Client(say).follow(answer["last"], kind):
         _print(events, output)
         _refuse_without_reader()
 
@@ -118,8 +101,6 @@ def _print(events: list[Event], output: str, *, begin: bool = False) -> None:
     elif output == "yaml" and not events:
         pass  # the empty list would not go together with what follows
     elif output == "csv" and not begin:
-        from yunion_mps.cli.output import csv_rows
-
         sys.stdout.write(csv_rows([_row(event) for event in events]))
     else:
         show(events, output, COLUMNS, [_row(event) for event in events], lambda: _text(events))
@@ -127,7 +108,7 @@ def _print(events: list[Event], output: str, *, begin: bool = False) -> None:
 
 
 def _refuse_without_reader() -> None:
-    """Raise BrokenPipeError where whoever read our output is gone, before there is anything to write."""
+    """Raise BrokenPipeError if the reader of our output is gone, before there is anything to write."""
     poll = select.poll()
     poll.register(sys.stdout.fileno(), 0)
     if any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0)):

@@ -1,23 +1,154 @@
-"""`yunion-mps lease`: devices for what is no process of this host: a job of a scheduler, a container."""
+"""`yunion-mps lease`, for jobs that are no process of this host; and the options of a lease request."""
 
 from __future__ import annotations
 
 import re
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from yunion_mps.cli.ask import quoted, remove, tell
-from yunion_mps.cli.lease_request import RequestCommand, parameters, request_options, take, warn_of_limits
-from yunion_mps.cli.output import output_option, pairs, show_pairs
-from yunion_mps.cli.suggest import SuggestingGroup
-from yunion_mps.cli.table import draw
-from yunion_mps.cli.times import Duration
-from yunion_mps.leases.bounds import LONGEST_TTL_S, NAME
+from yunion_mps.cli.daemon import daemon, quoted, remove, tell
+from yunion_mps.cli.options import Duration, complete_device
+from yunion_mps.cli.output import output_option, say, show_pairs
+from yunion_mps.cli.root import SuggestingGroup
+from yunion_mps.client.lease import take as take_from
+from yunion_mps.leases.bounds import LONGEST_TTL_S, LONGEST_WAIT_S, MOST_DEVICES, MOST_MIB, NAME
+
+if TYPE_CHECKING:
+    from yunion_mps.answers import LeaseRecord
+
+F = TypeVar("F", bound=Callable[..., Any])
+Json = dict[str, Any]
+
+#: What is meant as a duration, and is no command's name.
+_A_NUMBER = re.compile(r"[0-9]+(\.[0-9]*)?(e[0-9]+)?[a-z]?")
+_WAIT_NEEDS_EQUALS = "--wait takes a duration only after =: write --wait={0}, or --wait -- {0} to run {0}."
+
+
+class _WaitOption(click.Option):
+    """`--wait[=DURATION]`: no space stands before its value."""
+
+    def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
+        """Click's record, without the space before the value."""
+        record = super().get_help_record(ctx)
+        return record and (record[0].replace(" [=", "[="), record[1])
+
+
+def request_options(function: F) -> F:
+    """Give a command the options of a lease request, as parameters `wanted` and `wait_s`."""
+
+    @wraps(function)
+    def with_request(
+        *args: Any, device: str | None, gpu: str | None, count: int, across: bool, spread: bool,
+        gpu_mem: str | None, gpu_mem_units: int | None, **others: Any,
+    ) -> Any:  # fmt: skip
+        wanted = _request(device, gpu, count, across, spread, gpu_mem, gpu_mem_units)
+        return function(*args, wanted=wanted, **others)
+
+    options = (
+        click.option(
+            "--device", metavar="DEVICE", shell_complete=complete_device,
+            help="Just this one, by id or address.",
+        ),
+        click.option("--gpu", metavar="GPU", help="Of this GPU, by UUID or address."),
+        click.option(
+            "--count", type=click.IntRange(1, MOST_DEVICES), default=1, metavar="N",
+            help="So many, as one budget.",
+        ),
+        click.option(
+            "--gpu-mem", metavar="SIZE", help="So much of a GPU's memory, as in 2GiB, where that is open."
+        ),
+        click.option(
+            "--gpu-mem-units", type=click.IntRange(1, MOST_MIB), metavar="N",
+            help="The same, in units of gpu_memory_unit.",
+        ),
+        click.option("--across", is_flag=True, help="With --count: each on another GPU."),
+        click.option("--spread", is_flag=True, help="Of the GPU with the most free, not the fewest."),
+        click.option(
+            "--wait", "wait_s", cls=_WaitOption, type=Duration(1, LONGEST_WAIT_S), default=0,
+            metavar="[=DURATION]", help="Wait for the devices, at most this long: 90, 90s, 10m, 2h, 1d.",
+        ),
+    )  # fmt: skip
+    for option in reversed(options):
+        option(with_request)
+    return with_request  # type: ignore[return-value]
+
+
+class RequestCommand(click.Command):
+    """A command whose `--wait` takes a value after `=` only, because COMMAND may follow it."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Give a bare `--wait` the value that it means; raises UsageError if a duration follows it."""
+        options = [one for one in self.params if isinstance(one, click.Option)]
+        valued = {name for option in options if not option.is_flag for name in option.opts}
+        place = 0
+        while place < len(args) and args[place] != "--":
+            word, follower = args[place], args[place + 1 : place + 2]
+            if word == "--wait":
+                if follower and _A_NUMBER.fullmatch(follower[0]) and not ctx.resilient_parsing:
+                    raise click.UsageError(_WAIT_NEEDS_EQUALS.format(follower[0]), ctx)
+                args[place] = f"--wait={LONGEST_WAIT_S}"
+            elif word in valued:
+                place += 1
+            elif not word.startswith("-") and not ctx.allow_interspersed_args:
+                break
+            place += 1
+        return super().parse_args(ctx, args)
+
+
+def _request(
+    device: str | None, gpu: str | None, count: int, across: bool, spread: bool,
+    gpu_mem: str | None, gpu_mem_units: int | None,
+) -> Json:  # fmt: skip
+    """The lease request as the API's parameters; raises UsageError."""
+    if device == "" or gpu == "":
+        raise click.UsageError("--device and --gpu want a name: what was given is empty.")
+    if sum((bool(device), count > 1, gpu_mem is not None, gpu_mem_units is not None)) > 1:
+        raise click.UsageError(
+            "--device, --count, --gpu-mem and --gpu-mem-units exclude each other: give one."
+        )
+    if device and gpu:
+        raise click.UsageError("--device names one device: leave out --gpu.")
+    if across and count < 2:
+        raise click.UsageError("--across goes with --count.")
+    if across and gpu:
+        raise click.UsageError("--gpu names one GPU, and --across wants several.")
+    return {
+        "device": device,
+        "gpu": gpu,
+        "count": count if count > 1 else None,
+        "memory": None if gpu_mem is None else _mebibytes(gpu_mem),
+        "units": gpu_mem_units,
+        "across": "true" if across else None,
+        "placement": "spread" if spread else None,
+    }
+
+
+def _mebibytes(text: str) -> int:
+    """An amount of memory in MiB, as people write it: `2GiB`, `512MiB`; raises UsageError."""
+    found = re.fullmatch(r"([0-9]{1,9})(MiB|GiB|M|G)", text)
+    mib = int(found[1]) * (1024 if found[2][0] == "G" else 1) if found else 0
+    if not mib:
+        raise click.UsageError(f"--gpu-mem is {text!r}: write a whole number of MiB or GiB, as in 2GiB.")
+    return mib
+
+
+def take(wanted: Mapping[str, Any], wait_s: int) -> LeaseRecord:
+    """The lease; raises YunionError, NothingFreeError among them, if there is none within `wait_s`."""
+    return take_from(daemon(), wanted, wait_s, say)
+
+
+def warn_of_limits(unenforced_gpus: Sequence[str]) -> None:
+    """Say so, beside the output, if some of the GPUs hold no process to its budget."""
+    if unenforced_gpus:
+        gpus = ", ".join(unenforced_gpus)
+        say(f"budgets are not enforced on GPU {gpus}, older than Volta: it could use all of its memory")
 
 
 @click.group("lease", cls=SuggestingGroup, short_help="Take, renew and give back devices by name.")
-def command() -> None:
+def lease_group() -> None:
     """Take devices for what is no process of this host, by a name and with a time to live.
 
     For a command on this host, yunion-mps run is simpler, and gives the device
@@ -31,22 +162,15 @@ def command() -> None:
     """
 
 
-@command.command("take", cls=RequestCommand, short_help="Take devices for a name.")
+@lease_group.command("take", cls=RequestCommand, short_help="Take devices for a name.")
 @click.argument("name")
 @request_options
 @click.option(
-    "--ttl",
-    type=Duration(1, LONGEST_TTL_S),
-    required=True,
-    metavar="DURATION",
+    "--ttl", type=Duration(1, LONGEST_TTL_S), required=True, metavar="DURATION",
     help="Time to live after each renewal: 90, 90s, 10m, 2h, 1d.",
-)
+)  # fmt: skip
 @output_option
-def take_command(
-    name: str, device: str | None, gpu: str | None, count: int, across: bool, spread: bool,
-    gpu_mem: str | None, gpu_mem_units: int | None, wait_s: int,
-    ttl: int, output: str,
-) -> None:  # fmt: skip
+def take_lease(name: str, wanted: Json, wait_s: int, ttl: int, output: str) -> None:
     """Take devices for NAME, and print the lease with its id and its environment.
 
     \b
@@ -55,16 +179,15 @@ def take_command(
     """
     if not re.fullmatch(NAME.strip("^$"), name):
         raise click.UsageError("NAME has letters, digits and ._:/@-, a letter or digit first, at most 100.")
-    wanted = parameters(device, gpu, count, across, spread, gpu_mem, gpu_mem_units)
     lease = take({**wanted, "name": name, "ttl": ttl}, wait_s)
-    _show(dict(lease), output)
+    show_pairs(dict(lease), output)
     warn_of_limits(lease["unenforced_gpus"])
 
 
-@command.command("renew", short_help="Let a lease live on.")
+@lease_group.command("renew", short_help="Let a lease live on.")
 @click.argument("lease")
 @output_option
-def renew_command(lease: str, output: str) -> None:
+def renew_lease(lease: str, output: str) -> None:
     """Let a lease live for its whole time from now on: by its NAME, its id, or a unique beginning of that.
 
     NAME finds only your own leases; root renews another owner's lease by its id.
@@ -73,13 +196,13 @@ def renew_command(lease: str, output: str) -> None:
     Examples:
       yunion-mps lease renew job-17
     """
-    _show(tell(f"{_path(lease)}/renew"), output)
+    show_pairs(tell(f"{_target(lease)}/renew"), output)
 
 
-@command.command("release", short_help="Give devices back.")
+@lease_group.command("release", short_help="Give devices back.")
 @click.argument("lease")
 @output_option
-def release_command(lease: str, output: str) -> None:
+def release_lease(lease: str, output: str) -> None:
     """End a lease: by its NAME, its id, or a unique beginning of that.
 
     Only its owner and root may. NAME finds only your own leases; root ends another owner's lease by its id. A
@@ -90,14 +213,10 @@ def release_command(lease: str, output: str) -> None:
       yunion-mps lease release job-17
       yunion-mps lease release 7c1f0e7a
     """
-    _show(remove(_path(lease)), output)
+    show_pairs(remove(_target(lease)), output)
 
 
-def _path(lease: str) -> str:
+def _target(lease: str) -> str:
     if not lease:
         raise click.UsageError("LEASE is empty.")
     return f"/v1/leases/{quoted(lease)}"
-
-
-def _show(lease: dict[str, Any], output: str) -> None:
-    show_pairs(lease, output, lambda: draw(("Field", "Value"), pairs(lease)))

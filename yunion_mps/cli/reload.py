@@ -1,4 +1,4 @@
-"""`yunion-mps reload`: bring changed files into force, and perhaps wait for it, or make it happen now."""
+"""A changed configuration or program: `plan`, `reload` and `daemon-reexec`."""
 
 from __future__ import annotations
 
@@ -9,24 +9,62 @@ from typing import Any
 
 import click
 
-from yunion_mps.cli.ask import SLOW_S, ask, tell
-from yunion_mps.cli.changes import AT_ONCE, COLUMNS, pending_text, rows, text
-from yunion_mps.cli.clients import table as table_of_clients
-from yunion_mps.cli.confirm import confirm, need_somebody
-from yunion_mps.cli.output import output_option, show
-from yunion_mps.cli.patience import Patience, say
-from yunion_mps.cli.times import Duration
+from yunion_mps.cli.clients import clients_table
+from yunion_mps.cli.daemon import SLOW_S, ask, tell
+from yunion_mps.cli.options import Duration, confirm, refuse_unattended
+from yunion_mps.cli.output import draw, notes, output_option, say, show
+from yunion_mps.client.lease import Patience
 from yunion_mps.errors import UnreachableError, YunionError
 from yunion_mps.overview.findings import REEXEC, other_version
 
-_LOOK_S = 0.5
-_PATIENCE_S = 60.0
-#: What `--now` may take, where no time is given: servers end within moments.
+Json = dict[str, Any]
+
+COLUMNS = ("Kind", "Subject", "Before", "After", "Effect")
+#: The effect of a change that nothing keeps waiting.
+AT_ONCE = "at once"
+
+_POLL_S = 0.5
+_PATIENCE_S, _REEXEC_PATIENCE_S = 60.0, 120.0
+#: What `--now` may take if no time is given: servers end within moments.
 _NOW_S = 60
 #: A control daemon in one of these does not serve, for a reason.
 _TROUBLED = ("failed", "backoff", "wedged")
+_SEE_LOG = "see: journalctl -u yunion-mps-daemon"
 
-Json = dict[str, Any]
+
+@click.command("plan", short_help="Show what a reload would change.")
+@output_option
+def plan(output: str) -> None:
+    """Show what a reload would change, and when that would come into force; nothing is changed.
+
+    Exits with 6 and every problem of both files, each with its file and line, where there is one.
+
+    \b
+    Examples:
+      yunion-mps plan
+      yunion-mps plan --output json
+    """
+    answer = ask("/v1/plan", SLOW_S)
+    is_empty = not answer["changes"]
+    title = (
+        "A reload would change nothing." if is_empty else "Nothing was changed; a reload would change this:"
+    )
+    show(answer, output, COLUMNS, _rows(answer), lambda: _text(title, answer))
+
+
+def _rows(answer: Json) -> list[list[object]]:
+    return [[change[name.lower()] for name in COLUMNS] for change in answer["changes"]]
+
+
+def _text(title: str, answer: Json) -> str:
+    """A table of the changes, below it what has to wait, and what each domain waits for already."""
+    table = ""
+    if answer["changes"]:
+        table = draw(COLUMNS, [[value or "nothing" for value in row] for row in _rows(answer)], ("Effect",))
+    late = [change for change in answer["changes"] if change["effect"] != AT_ONCE]
+    table += notes((f"{change['kind']} {change['subject']}", change["effect"]) for change in late)
+    pending = "".join(f"Pending:  {one['domain']}: {one['pending']}\n" for one in answer["pending"])
+    return f"{title}\n{table}{pending}"
 
 
 @click.command("reload", short_help="Bring changed files into force.")
@@ -37,7 +75,7 @@ Json = dict[str, Any]
 )
 @click.option("--yes", is_flag=True, help="With --now: do not ask.")
 @output_option
-def command(drain: bool, now: bool, timeout: int | None, yes: bool, output: str) -> None:
+def reload(drain: bool, now: bool, timeout: int | None, yes: bool, output: str) -> None:
     """Read both files again, and bring into force what differs.
 
     Limits come into force with the next MPS server. Where one with jobs runs, they are pending until it has
@@ -56,11 +94,11 @@ def command(drain: bool, now: bool, timeout: int | None, yes: bool, output: str)
     if yes and not now:
         raise click.UsageError("--yes goes with --now.")
     if now:
-        need_somebody(yes)
-        _ask_for_the_jobs(yes)
+        refuse_unattended(yes)
+        _confirm_end_of_jobs(yes)
     words = [f"{name}=true" for name, given in (("drain", drain), ("now", now)) if given]
     answer = tell("/v1/reload" + ("?" + "&".join(words) if words else ""))
-    show(answer, output, COLUMNS, rows(answer), lambda: _text(answer, waits=bool(words)))
+    show(answer, output, COLUMNS, _rows(answer), lambda: _reloaded_text(answer, waits=bool(words)))
     sys.stdout.flush()
     status = _wait(timeout or (None if drain else _NOW_S)) if words else ask("/v1/status")
     if other_version(status):
@@ -68,40 +106,39 @@ def command(drain: bool, now: bool, timeout: int | None, yes: bool, output: str)
     _refuse_trouble(status)
 
 
-def _text(answer: Json, *, waits: bool) -> str:
-    shown = "Reloaded; this changes:\n" + text(answer)
-    if not answer["changes"]:
-        shown = "Reloaded; nothing changes.\n"
-    hint = "See who uses it: yunion-mps clients; wait for them: --drain; end them: --now\n"
+def _reloaded_text(answer: Json, *, waits: bool) -> str:
+    title = "Reloaded; this changes:" if answer["changes"] else "Reloaded; nothing changes."
     for_leases = {bool(one.get("leases")) for one in answer["pending"]}
-    shown += pending_text(answer) + (hint if False in for_leases and not waits else "")
-    return shown + ("See whose the leases are: yunion-mps who\n" if True in for_leases else "")
+    text = _text(title, answer)
+    if False in for_leases and not waits:
+        text += "See who uses it: yunion-mps clients; wait for them: --drain; end them: --now\n"
+    return text + ("See whose the leases are: yunion-mps who\n" if True in for_leases else "")
 
 
-def _ask_for_the_jobs(yes: bool) -> None:
-    """Say whom `--now` would end, and go on where that is right; raises YunionError otherwise."""
-    is_in_the_way = _in_the_way(ask("/v1/plan", SLOW_S), ask("/v1/status"))
-    if is_in_the_way is None:
+def _confirm_end_of_jobs(yes: bool) -> None:
+    """Say which jobs `--now` would end, and go on if that is confirmed; raises YunionError otherwise."""
+    would_end = _would_end(ask("/v1/plan", SLOW_S), ask("/v1/status"))
+    if would_end is None:
         return
     answer = ask("/v1/clients", SLOW_S)
-    clients = [client for client in answer["clients"] if is_in_the_way(client)]
+    clients = [client for client in answer["clients"] if would_end(client)]
     if clients:
-        click.echo(f"This would be ended:\n{table_of_clients(clients)}", nl=False, err=True)
+        click.echo(f"This would be ended:\n{clients_table(clients)}", nl=False, err=True)
     for trouble in answer["troubles"]:
         say(f"not all clients are known: {trouble}")
     if clients or answer["troubles"]:
         confirm("End them?", yes)
 
 
-def _in_the_way(plan: Json, status: Json) -> Callable[[Json], bool] | None:
-    """Tells clients whose servers keep something from coming into force; None where nothing does.
+def _would_end(plan: Json, status: Json) -> Callable[[Json], bool] | None:
+    """Tells clients whose servers keep something from coming into force; None if nothing does.
 
     A change that is still to be made waits for every server of its domain or its GPUs, and one that is
     pending for those that it names.
     """
     late = {change["subject"] for change in plan["changes"] if change["effect"] != AT_ONCE}
     uuids = {gpu["uuid"] for gpu in ask("/v1/gpus")["gpus"] if gpu["addr"] in late}
-    domains, servers = set(), {None}  # a client whose server nobody knows may be any server's
+    domains, servers = set(), {None}  # a client whose server is unknown may be any server's
     for domain in status["domains"]:
         if domain["name"] in late or uuids.intersection(domain["gpus"]):
             domains.add(domain["name"])
@@ -115,9 +152,9 @@ def _in_the_way(plan: Json, status: Json) -> Callable[[Json], bool] | None:
 
 
 def _wait(timeout_s: int | None) -> Json:
-    """The status once nothing is pending; raises YunionError where that takes too long."""
+    """The status once nothing is pending; raises YunionError if that takes too long."""
     end_s = None if timeout_s is None else time.monotonic() + timeout_s
-    patience = Patience(_PATIENCE_S)
+    patience = Patience(_PATIENCE_S, say)
     said = ""
     while True:
         try:
@@ -137,11 +174,11 @@ def _wait(timeout_s: int | None) -> Json:
         if end_s is not None and time.monotonic() > end_s:
             hint = "it comes into force by itself; see: yunion-mps status"
             raise YunionError(f"still pending after {timeout_s} s: {pending}", hint)
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_S)
 
 
 def _refuse_trouble(status: Json) -> None:
-    """Raise YunionError where the configuration is in force, and a control daemon does not serve."""
+    """Raise YunionError if the configuration is in force, but a control daemon does not serve."""
     troubles = [
         f"domain {domain['name']} is {domain['state']}: {domain['reason']}"
         for domain in status["domains"]
@@ -149,3 +186,41 @@ def _refuse_trouble(status: Json) -> None:
     ]
     if troubles:
         raise YunionError("\n".join(troubles), "the configuration was reloaded; see: yunion-mps status")
+
+
+@click.command("daemon-reexec", short_help="Run the daemon's program anew, as after an upgrade.")
+def reexec() -> None:
+    """Run the daemon's program anew in its process, as after an upgrade.
+
+    Control daemons, jobs, limits and the socket stay; requests wait for the moment that it takes. The new
+    program is tried first: where it would not start, this one goes on.
+
+    \b
+    Examples:
+      yunion-mps daemon-reexec
+    """
+    before = ask("/v1/status")
+    last = ask("/v1/events?limit=1")["last"]
+    tell("/v1/reexec", until_closed=True)
+    gone_s = time.monotonic()
+    after = _status_afterwards()
+    away_s = time.monotonic() - gone_s
+    for event in ask(f"/v1/events?after={last}&kind=daemon")["events"]:
+        if event["severity"] == "error":
+            raise YunionError(event["what"], f"{event['consequence']}; {_SEE_LOG}")
+    if after["pid"] != before["pid"]:
+        what = f"the daemon was restarted: its PID was {before['pid']}, and is {after['pid']}"
+        raise YunionError(what, _SEE_LOG)
+    version = before["version"]
+    if after["version"] != version:
+        version += f" -> {after['version']}"
+    click.echo(f"The daemon ({version}) runs anew, with PID {after['pid']} as before; it took {away_s:.2f} s")
+
+
+def _status_afterwards() -> Any:
+    patience = Patience(_REEXEC_PATIENCE_S, say)
+    while True:
+        try:
+            return ask("/v1/status", SLOW_S)
+        except UnreachableError as error:
+            patience.lost(error)

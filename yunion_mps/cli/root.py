@@ -1,38 +1,69 @@
-"""The root command: which commands there are. Each is imported only when it is called."""
+"""The root command, and the edge where errors become one line of what is wrong and one of what to do."""
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
+import os
+import sys
 
 import click
 
-from yunion_mps.cli.suggest import SuggestingGroup
+from yunion_mps.cli.output import cell, refuse_closed_output, unwritable
+from yunion_mps.errors import YunionError
+from yunion_mps.escaping import printable
 
-#: The commands and the modules that hold them, in the order of the help.
+_PROGRAM = "yunion-mps"
+
+#: The commands, each with its module in `cli` and its name there, in the order of the help.
 COMMANDS = {
-    "isolated-device-list": "yunion_mps.cli.list",
-    "list": "yunion_mps.cli.list",
-    "show": "yunion_mps.cli.show",
-    "run": "yunion_mps.cli.run",
-    "env": "yunion_mps.cli.environment",
-    "lease": "yunion_mps.cli.lease",
-    "gpus": "yunion_mps.cli.gpus",
-    "status": "yunion_mps.cli.status",
-    "top": "yunion_mps.cli.top",
-    "who": "yunion_mps.cli.who",
-    "clients": "yunion_mps.cli.clients",
-    "events": "yunion_mps.cli.events",
-    "doctor": "yunion_mps.cli.doctor",
-    "plan": "yunion_mps.cli.plan",
-    "reload": "yunion_mps.cli.reload",
-    "config": "yunion_mps.cli.config",
-    "metrics": "yunion_mps.cli.metrics",
-    "web": "yunion_mps.cli.web",
-    "gateway": "yunion_mps.cli.gateway",
-    "daemon-reexec": "yunion_mps.cli.reexec",
-    "completion": "yunion_mps.cli.completion",
+    "isolated-device-list": ("devices", "list_devices"),
+    "list": ("devices", "list_devices"),
+    "show": ("devices", "show_device"),
+    "run": ("run", "run"),
+    "env": ("run", "print_environment"),
+    "lease": ("lease", "lease_group"),
+    "gpus": ("devices", "list_gpus"),
+    "status": ("status", "status"),
+    "top": ("top.command", "top"),
+    "who": ("status", "who"),
+    "clients": ("clients", "clients_group"),
+    "events": ("events", "show_events"),
+    "doctor": ("doctor", "doctor"),
+    "plan": ("reload", "plan"),
+    "reload": ("reload", "reload"),
+    "config": ("config", "config_group"),
+    "metrics": ("serve", "metrics"),
+    "web": ("serve", "web"),
+    "gateway": ("serve", "gateway"),
+    "daemon-reexec": ("reload", "reexec"),
+    "completion": ("completion", "completion"),
 }
+
+
+class SuggestingGroup(click.Group):
+    """As click's group, with the nearest real command in the error, and help if no command is given."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Take the arguments apart; from click 8.2 on, none at all would be an error."""
+        if not args and not self.invoke_without_command and not ctx.resilient_parsing:
+            click.echo(ctx.get_help())
+            ctx.exit()
+        return super().parse_args(ctx, args)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """The command that `args` begins with; raises UsageError if there is none."""
+        try:
+            return super().resolve_command(ctx, args)
+        except click.UsageError as error:
+            from difflib import get_close_matches
+
+            near = get_close_matches(args[0], self.list_commands(ctx), n=1)
+            error.message += f" Did you mean {near[0]}?" if near else ""
+            raise
 
 
 class LazyGroup(SuggestingGroup):
@@ -44,13 +75,15 @@ class LazyGroup(SuggestingGroup):
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """The command, None where there is none of this name.
+        """The command, None if there is none of this name.
 
         From here on garbage is collected: any command may run for days (`web`), and none knows beforehand.
         """
         del ctx
-        module = COMMANDS.get(cmd_name)
-        command: click.Command | None = importlib.import_module(module).command if module else None
+        if cmd_name not in COMMANDS:
+            return None
+        module, name = COMMANDS[cmd_name]
+        command: click.Command = getattr(importlib.import_module(f"yunion_mps.cli.{module}"), name)
         gc.freeze()  # what was imported stays for good; the collector need not look at it
         gc.enable()
         return command
@@ -61,7 +94,7 @@ def _show_version(ctx: click.Context, parameter: click.Parameter, value: bool) -
     if value and not ctx.resilient_parsing:
         from yunion_mps import version_line
 
-        click.echo(version_line("yunion-mps"))
+        click.echo(version_line(_PROGRAM))
         ctx.exit()
 
 
@@ -92,3 +125,62 @@ def cli() -> None:
     Check both files, touch nothing:      yunion-mps config check
     Try a new configuration:              yunion-mps plan; yunion-mps reload
     """
+
+
+def run() -> int:
+    """Run the command that the arguments name; returns its exit status."""
+    try:
+        status = _main()
+    except YunionError as error:
+        return _fail(error)
+    except click.exceptions.Exit as error:
+        return error.exit_code
+    except click.ClickException as error:
+        return _fail(_wrong_usage(error))
+    except (click.Abort, KeyboardInterrupt):
+        return 130
+    except BrokenPipeError:  # whoever read our output has enough
+        _forget_output()
+        return 0
+    except SystemExit as end:
+        if isinstance(end.__context__, BrokenPipeError):  # the same, where click saw it first
+            return 0
+        raise
+    except OSError as error:
+        _forget_output()
+        return _fail(unwritable(error.strerror))
+    return status if isinstance(status, int) else 0  # click hands on what an Exit asked for
+
+
+def _main() -> object:
+    if sys.argv[1:2] != ["run"]:  # what it runs may well have no output, as under exec(1)
+        refuse_closed_output()
+    status: object = cli.main(prog_name=_PROGRAM, standalone_mode=False)
+    if sys.stdout is not None:
+        sys.stdout.flush()
+    return status
+
+
+def _wrong_usage(error: click.ClickException) -> YunionError:
+    """Click's words for it, in one line, and the help of the command that it met."""
+    context = error.ctx if isinstance(error, click.UsageError) else None
+    path = context.command_path if context else _PROGRAM
+    found = YunionError(cell(" ".join(error.format_message().split())), f"see: {path} --help")
+    found.exit_code = error.exit_code
+    return found
+
+
+def _forget_output() -> None:
+    """Python would try once more to write what is left, at its end, and complain."""
+    if sys.stdout is not None:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _fail(error: YunionError) -> int:
+    reason_code = f" [{error.code}]" if error.code else ""
+    texts = (f"{error.message}{reason_code}", error.hint)
+    lines = [printable(line) for text in texts if text for line in text.split("\n")]
+    if sys.stderr is not None:
+        with contextlib.suppress(OSError):  # the exit status says it even where nothing can be written
+            print("\n".join(f"{_PROGRAM}: {line}" for line in lines), file=sys.stderr)
+    return error.exit_code

@@ -1,4 +1,4 @@
-"""`yunion-mps run`: a command with a device of its own, for as long as it runs."""
+"""`yunion-mps run`: a command with a device of its own; `yunion-mps env`: the environment of a device."""
 
 from __future__ import annotations
 
@@ -6,33 +6,30 @@ import contextlib
 import errno
 import os
 import signal
-from collections.abc import Mapping
-from typing import Any, NoReturn
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NoReturn, TypeVar
 
 import click
 from click.core import ParameterSource
-from click.shell_completion import CompletionItem
 
-from yunion_mps.cli.ask import remove
+from yunion_mps.cli.daemon import ask, daemon, remove
 from yunion_mps.cli.engine import EngineCommand, engine_options, run_container, the_engine
-from yunion_mps.cli.environment import failing_with_us, show_environment, style_option
-from yunion_mps.cli.lease_request import (
-    parameters,
-    request_options,
-    take,
-    warn_of_limits,
-    would_take,
-)
-from yunion_mps.cli.output import cell, refuse_closed_output
-from yunion_mps.cli.patience import say
-from yunion_mps.client.taking import refuse_unreachable
-from yunion_mps.errors import NotFoundError, YunionError
+from yunion_mps.cli.lease import request_options, take, warn_of_limits
+from yunion_mps.cli.options import complete_file, device_argument, device_target
+from yunion_mps.cli.output import cell, refuse_closed_output, say
+from yunion_mps.client.lease import refuse_unreachable, would_take
+from yunion_mps.errors import HostError, NotFoundError, YunionError
+from yunion_mps.escaping import printable
 from yunion_mps.leases.bounds import COMMAND_LENGTH
+
+F = TypeVar("F", bound=Callable[..., Any])
+Json = dict[str, Any]
 
 #: The exit statuses of env(1) and shells for a command that cannot be started.
 _NOT_FOUND, _NOT_EXECUTABLE = 127, 126
 #: What a device says of a process; what another device said of ours is not COMMAND's.
-VARIABLES = (
+_VARIABLES = (
     "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE",
     "CUDA_MPS_CLIENT_PRIORITY",
     "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT",
@@ -40,10 +37,19 @@ VARIABLES = (
     "YUNION_MPS_LEASE",
 )
 
+#: The formats of an environment.
+STYLES = ("shell", "dotenv", "json", "docker", "systemd")
+#: What makes its reader fail: a shell's false, and a line that docker and podman call no variable.
+_REFUSED = {"shell": "false", "docker": "=there is none"}
 
-def _files(_: click.Context, __: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """What the shell itself offers: names of files."""
-    return [CompletionItem(incomplete, type="file")]
+
+def style_option(function: F) -> F:
+    """Give a command the option `--output` for environments."""
+    option = click.option(
+        "-o", "--output", type=click.Choice(STYLES), default="shell", show_default=True,
+        help="How to print an environment.",
+    )  # fmt: skip
+    return option(function)
 
 
 @click.command(
@@ -59,11 +65,12 @@ def _files(_: click.Context, __: click.Parameter, incomplete: str) -> list[Compl
 @click.option("--print-env", is_flag=True, help="Only print the environment that it would get.")
 @style_option
 @click.pass_context
-@click.argument("argv", metavar="COMMAND [ARG]...", nargs=-1, type=click.UNPROCESSED, shell_complete=_files)
-def command(
-    ctx: click.Context, device: str | None, gpu: str | None, count: int, across: bool, spread: bool,
-    gpu_mem: str | None, gpu_mem_units: int | None, wait_s: int, podman: bool, docker: bool,
-    allow_unlimited: bool, dry_run: bool, print_env: bool, output: str, argv: tuple[str, ...],
+@click.argument(
+    "argv", metavar="COMMAND [ARG]...", nargs=-1, type=click.UNPROCESSED, shell_complete=complete_file
+)
+def run(
+    ctx: click.Context, wanted: Json, wait_s: int, podman: bool, docker: bool, allow_unlimited: bool,
+    dry_run: bool, print_env: bool, output: str, argv: tuple[str, ...],
 ) -> None:  # fmt: skip
     """Take a device and become COMMAND; it is given back when COMMAND ends.
 
@@ -89,7 +96,6 @@ def command(
       eval "$(yunion-mps run --print-env)" && python train.py
     """
     engine = the_engine(podman=podman, docker=docker)
-    wanted = parameters(device, gpu, count, across, spread, gpu_mem, gpu_mem_units)
     wanted["enforced"] = None if allow_unlimited else "true"
     if ctx.get_parameter_source("output") is ParameterSource.COMMANDLINE and not print_env:
         raise click.UsageError("--output goes with --print-env.")
@@ -102,28 +108,30 @@ def command(
     wanted["command"] = cell(becomes)[:COMMAND_LENGTH]
     if engine:
         run_container(engine, wanted, wait_s, argv, _inherited())
-    given: Mapping[str, Any] | None = None
+    lease: Mapping[str, Any] | None = None
     try:
-        given = take(wanted, wait_s)
-        refuse_unreachable(given["environment"])
+        lease = take(wanted, wait_s)
+        refuse_unreachable(lease["environment"])
     except YunionError as error:
-        if not allow_unlimited or isinstance(error, NotFoundError):  # a mistyped name does not ask for none
+        if not allow_unlimited or isinstance(error, NotFoundError):  # a mistyped name asks for a device
             raise
         say(f"{cell(argv[0])} runs without limits: {error.message}")
         if error.hint:
             say(error.hint)
-        _give_back(given)
-        given = None
-    if given:
-        warn_of_limits(given["unenforced_gpus"])
-    _become(argv, {**_inherited(), **(given["environment"] if given else {})})
+        if lease:  # what runs without limits has no device; if that fails, it ends with this process
+            with contextlib.suppress(YunionError):
+                remove(f"/v1/leases/{lease['id']}")
+            lease = None
+    if lease:
+        warn_of_limits(lease["unenforced_gpus"])
+    _become(argv, {**_inherited(), **(lease["environment"] if lease else {})})
 
 
 def _show(wanted: Mapping[str, Any], output: str) -> None:
     """Print the environment that COMMAND would have in this format, or a summary if it is empty."""
     refuse_closed_output()
-    with failing_with_us(output):
-        lease = would_take(wanted)
+    with _failing_reader(output):
+        lease = would_take(daemon(), wanted)
         if output:
             show_environment(lease["environment"], output)
     if not output:
@@ -131,16 +139,9 @@ def _show(wanted: Mapping[str, Any], output: str) -> None:
     warn_of_limits(lease["unenforced_gpus"])
 
 
-def _give_back(lease: Mapping[str, Any] | None) -> None:
-    """What runs without limits has no device; that it cannot be given back is no reason not to run."""
-    if lease:
-        with contextlib.suppress(YunionError):
-            remove(f"/v1/leases/{lease['id']}")
-
-
 def _inherited() -> dict[str, str]:
     """Our environment without what only a device may say, and without the locale that Python has put in."""
-    inherited = {name: value for name, value in os.environ.items() if name not in VARIABLES}
+    inherited = {name: value for name, value in os.environ.items() if name not in _VARIABLES}
     with contextlib.suppress(OSError), open("/proc/self/environ", "rb") as file:
         if not any(entry.startswith(b"LC_CTYPE=") for entry in file.read().split(b"\0")):
             inherited.pop("LC_CTYPE", None)
@@ -149,7 +150,7 @@ def _inherited() -> dict[str, str]:
 
 def _budget(lease: Mapping[str, Any]) -> str:
     """`5760 MiB of memory, 25 % of the threads`; the memory of each GPU where there are several."""
-    from yunion_mps.overview.uses import gpu_of  # which a command that is run need not wait for
+    from yunion_mps.overview.holdings import gpu_of  # which a command that is run need not wait for
 
     by_gpu = dict.fromkeys(lease["gpus"], 0)
     for device, memory_mib in zip(lease["devices"], lease["memory"]):
@@ -172,3 +173,81 @@ def _become(argv: tuple[str, ...], environment: Mapping[str, str]) -> NoReturn:
             say("a script begins with #! and its program, as #!/bin/sh; or start that: sh SCRIPT")
         status = _NOT_FOUND if isinstance(error, FileNotFoundError) else _NOT_EXECUTABLE
         raise click.exceptions.Exit(status) from None
+
+
+@click.command("env", short_help="Print the environment of a device.")
+@device_argument
+@style_option
+def print_environment(device: str, output: str) -> None:
+    """Print the environment of a process that uses DEVICE.
+
+    It takes no lease, so others may be given the same device: to have it for
+    yourself, use yunion-mps run. Where it cannot be used now, eval and docker
+    fail as well.
+
+    \b
+    Examples:
+      yunion-mps env 00:06.0-1 --output dotenv > job.env
+      eval "$(yunion-mps env 00:06.0-1)" && python train.py
+      docker run --env-file <(yunion-mps env 00:06.0-1 -o docker) IMAGE
+    """
+    with _failing_reader(output):
+        answer = ask(device_target(device))
+        if answer["reason"]:
+            raise HostError(
+                f"device {answer['addr']} cannot be used now: {answer['reason']}",
+                "see: yunion-mps status",
+            )
+        show_environment(answer["client_environment"], output)
+    warn_of_limits([] if answer["budget_enforced"] else [answer["addr"].rpartition("-")[0]])
+
+
+@contextlib.contextmanager
+def _failing_reader(style: str) -> Iterator[None]:
+    """If there is no environment, make its reader fail as well, which would run a job without limits.
+
+    To `eval "$(...)" && COMMAND` no text at all is a success, and so it is to `--env-file <(...)`.
+    """
+    try:
+        yield
+    except (YunionError, click.UsageError):
+        if style in _REFUSED and not sys.stdout.isatty():
+            click.echo(_REFUSED[style])
+        raise
+
+
+def show_environment(environment: Mapping[str, str], style: str) -> None:
+    """Print the variables in one of `STYLES`; raises HostError if it cannot hold one of them."""
+    if style == "json":
+        import json
+
+        click.echo(json.dumps(environment, indent=2))
+        return
+    for name, value in environment.items():
+        if not value.isprintable() or _EXPANDED[style].intersection(value):
+            what = f"{name}: the format {style} cannot represent {printable(value)}"
+            raise HostError(what, "use --output json, or name another directory in host.conf")
+    for name, value in environment.items():
+        click.echo(_LINES[style](name, value))
+
+
+def _shell(name: str, value: str) -> str:
+    import shlex
+
+    return f"export {name}={shlex.quote(value)}"
+
+
+def _in_quotes(value: str) -> str:
+    """The value in double quotes, as dotenv files and systemd.syntax(7) read it."""
+    return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
+#: Characters that readers of a format expand, some of them even after a backslash.
+_EXPANDED = {style: frozenset("$`" if style == "dotenv" else "") for style in STYLES}
+
+_LINES: dict[str, Callable[[str, str], str]] = {
+    "shell": _shell,
+    "dotenv": lambda name, value: f"{name}={_in_quotes(value)}",
+    "docker": lambda name, value: f"{name}={value}",  # taken literally: --env-file knows no quotes
+    "systemd": lambda name, value: f"Environment={_in_quotes(f'{name}={value}'.replace('%', '%%'))}",
+}

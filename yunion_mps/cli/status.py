@@ -1,4 +1,4 @@
-"""`yunion-mps status`: one screen of whether all is well, and what is not, first."""
+"""`yunion-mps status`: one screen of whether all is well; `yunion-mps who`: who has which device."""
 
 from __future__ import annotations
 
@@ -9,40 +9,75 @@ from typing import Any
 
 import click
 
-from yunion_mps.cli.ask import ask
-from yunion_mps.cli.gpus import free_in_units
-from yunion_mps.cli.output import output_option, show_pairs
-from yunion_mps.cli.screen import asking
-from yunion_mps.cli.screen.text import duration, right
-from yunion_mps.cli.table import draw, notes, terminal_rows, wrapped
-from yunion_mps.overview.findings import Finding, everything, folded, overall_state
-from yunion_mps.overview.uses import NOBODY, Clients, Holding, holdings, memory_by_gpu, past_mps
-from yunion_mps.overview.words import count
-
-_DOMAIN_COLUMNS = (
-    "Domain",
-    "State",
-    "PID",
-    "Restarts",
-    "GPUs",
-    "Default_limit",
-    "Pipe_directory",
+from yunion_mps.cli.daemon import SLOW_S, ask, listed_devices
+from yunion_mps.cli.devices import pools
+from yunion_mps.cli.output import (
+    draw,
+    duration,
+    notes,
+    output_option,
+    show,
+    show_pairs,
+    terminal_size,
+    wrapped,
 )
+from yunion_mps.errors import YunionError
+from yunion_mps.overview import count
+from yunion_mps.overview.findings import Finding, folded, of_uses, with_remedies
+from yunion_mps.overview.holdings import NO_CLIENTS, Clients, Holding, Process, holdings, in_container
+from yunion_mps.overview.host import IN_USE, Answers, HostOverview, state_of
+
+Json = dict[str, Any]
+
+#: A host on which asking for the clients takes longer has another trouble, which is to be seen at once.
+_CLIENTS_S = 6.0
+
+_DOMAIN_COLUMNS = ("Domain", "State", "PID", "Restarts", "GPUs", "Default_limit", "Pipe_directory")
 _DOMAIN_DROP = ("Restarts", "Default_limit", "Pipe_directory", "PID", "GPUs")
 _GPU_COLUMNS = ("GPU", "Name", "State", "Devices", "In_use", "Free", "Used_MiB", "Memory_MiB")
 _GPU_DROP = ("Memory_MiB", "Name", "Devices")
-_NUMBERS = ("PID", "Restarts", "GPUs", "Memory_MiB", "Devices", "In_use", "Free", "Used_MiB")
+_NUMBERS = ("PID", "Restarts", "GPUs", "Memory_MiB", "Devices", "In_use", "Free", "Used_MiB", "Of_MiB")
 _INDENT = 10
 #: More rows than these are counted, and not shown one by one: it is to be one screen.
 _MOST_ROWS = 12
 
-Json = dict[str, Any]
+COLUMNS = {
+    "Device": "device",
+    "GPU": "gpu",
+    "Lease": "lease",
+    "User": "user",
+    "PID": "pid",
+    "Command": "command",
+    "Since": "since",
+    "Used_MiB": "memory_used",
+    "Of_MiB": "memory_budget",
+    "Remark": "remark",
+    "Container": "container",
+}
+#: What the table has no column for: a device's address begins with its GPU, and a command with its container.
+_IN_OTHERS = ("GPU", "Container")
+_DROP = ("Lease", "Since", "Remark", "Of_MiB", "Command", "PID")
+#: So much of a lease's id tells it from the others.
+_ID_LENGTH = 8
+
+
+def ask_clients(timeout_s: float) -> Clients:
+    """Who uses GPUs now, as the driver sees it: no look at a screen may cost a job; raises YunionError."""
+    return Clients.of(ask("/v1/clients?seen=true", timeout_s))
+
+
+def ask_clients_soon() -> Clients:
+    """The same, and not for long; if the answer fails, why is one of its troubles."""
+    try:
+        return ask_clients(_CLIENTS_S)
+    except YunionError as error:
+        return NO_CLIENTS._replace(troubles=[f"who uses the GPUs: {error.message}"])
 
 
 @click.command("status", short_help="Show whether all is well.")
 @click.option("--exit-code", is_flag=True, help="Exit with 1 if the state is degraded or failed.")
 @output_option
-def command(exit_code: bool, output: str) -> None:
+def status(exit_code: bool, output: str) -> None:
     """Show how the daemon, the GPUs, the devices and their users are: what is wrong first, with its remedy.
 
     A device is available where its control daemon serves it, used where somebody has it, by a lease or by
@@ -59,95 +94,78 @@ def command(exit_code: bool, output: str) -> None:
       yunion-mps status --exit-code
       yunion-mps status --output json
     """
-    status = ask("/v1/status")
+    daemon = ask("/v1/status")
     gpus = ask("/v1/gpus")["gpus"]
-    devices = ask("/v1/devices?limit=0")["isolated_devices"]
-    held, waiting = asking.leases()
-    clients = asking.clients_or_why() if status["domains"] else NOBODY
-    found = holdings(devices, held, clients.clients)
-    wrong = everything(status, gpus, held, found, clients)
-    state = overall_state(status, wrong)
-    in_use = sum(len(holding.devices) for holding in found if holding.in_use)
-    past = past_mps(clients.clients)
+    devices = listed_devices()
+    leases = ask("/v1/leases")
+    clients = ask_clients_soon() if daemon["domains"] else NO_CLIENTS
+    host = HostOverview.of(Answers(daemon, gpus, devices, leases["leases"], leases["waiting"], clients))
+    past = sum(client["mps"] is False for client in clients.clients)
     answer = {
-        **status,
-        "state": state,
-        "devices": {**status["devices"], "used": in_use, "free": _free(found)},
-        "leases": {"total": len(held), "waiting": len(waiting)},
+        **daemon,
+        "state": host.state,
+        "devices": host.devices,
+        "leases": {"total": len(leases["leases"]), "waiting": len(leases["waiting"])},
         "clients": len(clients.clients) - past,
         "past_mps": past,
-        "problems": [{"kind": one.kind, "what": one.what, "remedy": one.remedy} for one in wrong],
+        "problems": [{"kind": one.kind, "what": one.what, "remedy": one.remedy} for one in host.findings],
         "troubles": clients.troubles,
     }
-    show_pairs(answer, output, lambda: _text(answer, gpus, found, wrong, clients))
-    if exit_code and state in ("degraded", "failed"):
+    show_pairs(answer, output, lambda: _status_text(answer, host))
+    if exit_code and host.state in ("degraded", "failed"):
         raise click.exceptions.Exit(1)
 
 
-def _free(found: Sequence[Holding]) -> int:
-    return sum(one.is_spare for one in found)
-
-
-def _text(
-    status: Json, gpus: Sequence[Json], found: Sequence[Holding], wrong: Sequence[Finding],
-    clients: Clients,
-) -> str:  # fmt: skip
-    devices, driver, leases = status["devices"], status["driver"], status["leases"]
+def _status_text(status: Json, host: HostOverview) -> str:
+    devices, driver, leases, gpus = status["devices"], status["driver"], status["leases"], host.answers.gpus
     cuda = f", CUDA {driver['cuda_version']}" if driver["cuda_version"] else ""
     waiting = f", {leases['waiting']} waiting" if leases["waiting"] else ""
-    clients_of = f"{count(status['clients'], 'client')} of MPS"
+    clients = f"{count(status['clients'], 'client')} of MPS"
     if status["past_mps"]:
-        clients_of += f", {count(status['past_mps'], 'process', 'processes')} past MPS"
+        clients += f", {count(status['past_mps'], 'process', 'processes')} past MPS"
     up = duration(time.time() - status["started"])
     free = f", {devices['used']} used, {devices['free']} free" if devices["total"] or devices["used"] else ""
     pending = f", {devices['pending']} pending" if devices.get("pending") else ""
     broken = status["gpus"]["unavailable"]
-    lines = [
-        f"State:    {status['state']}",
-        *_wrong(wrong),
+    lines = [f"State:    {status['state']}"]
+    for one, remedy in with_remedies(folded(host.findings)):
+        lines += [f"{one.kind + ':':9} {one.what}", *([f"Remedy:   {remedy}"] if remedy else [])]
+    lines += [
         f"Devices:  {devices['available']} of {devices['total']} available{pending}{free}",
-        f"Leases:   {leases['total']}{waiting}; {clients_of}",
+        f"Leases:   {leases['total']}{waiting}; {clients}",
         f"GPUs:     {status['gpus']['total']}" + (f", {broken} unavailable" if broken else ""),
         f"Driver:   {driver['version'] or 'not looked at'}{cuda}",
         f"Host:     {os.uname().nodename}, id {status['host_id']}",
         f"Daemon:   {status['version']}, PID {status['pid']}, up {up}",
     ]
     text = "".join(wrapped(line, _INDENT) for line in lines)
-    text += _gpu_table(gpus, found, clients) if gpus else ""
-    end = notes((gpu["addr"], free_in_units(gpu)) for gpu in gpus)
-    end += notes(("Not known", trouble) for trouble in clients.troubles)
+    text += _gpu_table(host) if gpus else ""
+    end = pools(gpus) + notes(("Not known", trouble) for trouble in status["troubles"])
     domains = _domain_table(status["domains"], _MOST_ROWS)
-    if 0 < terminal_rows() <= (text + domains + end).count("\n"):
+    if 0 < terminal_size()[1] <= (text + domains + end).count("\n"):
         domains = _domain_table(status["domains"], 0)  # what is wrong must not be scrolled away
     return text + domains + end
 
 
-def _wrong(wrong: Sequence[Finding]) -> list[str]:
-    """Each with its remedy below it, which several may share."""
-    shown = folded(wrong)
-    lines = []
-    for place, one in enumerate(shown):
-        lines.append(f"{one.kind + ':':9} {one.what}")
-        if place + 1 == len(shown) or shown[place + 1].remedy != one.remedy:
-            lines.append(f"Remedy:   {one.remedy}")
-    return lines
-
-
-def _gpu_table(gpus: Sequence[Json], found: Sequence[Holding], clients: Clients) -> str:
-    """A row a GPU; where they are too many for a screen, a row for those of a kind in a state."""
-    used_mib = memory_by_gpu(clients.clients)
+def _gpu_table(host: HostOverview) -> str:
+    """A row a GPU; if they are too many for a screen, a row for those of a kind in a state."""
+    gpus = host.answers.gpus
     rows: dict[tuple[str, ...], list[Any]] = {}
     for gpu in gpus:
-        own = [one for one in found if one.gpu == gpu["addr"]]
-        in_use = sum(len(one.devices) for one in own if one.in_use)
-        total = sum(len(one.devices) for one in own)
-        numbers = (total, in_use, _free(own), used_mib.get(gpu["addr"], 0), gpu["memory_total"] or 0)
+        own = [one for one in host.holdings if one.gpu == gpu["addr"]]
+        numbers = (
+            1,
+            sum(len(one.devices) for one in own),
+            sum(len(one.devices) for one in own if one.in_use),
+            sum(one.is_spare for one in own),
+            host.memory_by_gpu.get(gpu["addr"], 0),
+            gpu["memory_total"] or 0,
+        )
         words = (gpu["addr"], gpu["name"] or "", gpu["state"])
         key = words if len(gpus) <= _MOST_ROWS else words[1:]
-        row = rows.setdefault(key, [0, 0, 0, 0, 0, 0])
-        rows[key] = [before + more for before, more in zip(row, (1, *numbers))]
+        rows[key] = [before + more for before, more in zip(rows.get(key, [0] * len(numbers)), numbers)]
     shown = [(*(key if len(key) == 3 else (f"{row[0]} GPUs", *key)), *row[1:]) for key, row in rows.items()]
-    return draw(_GPU_COLUMNS, right(_GPU_COLUMNS, shown, _NUMBERS), _GPU_DROP)
+    return draw(_GPU_COLUMNS, shown, _GPU_DROP, _NUMBERS)
 
 
 def _default_limit(domain: Json) -> str:
@@ -157,7 +175,7 @@ def _default_limit(domain: Json) -> str:
 
 
 def _domain_table(domains: Sequence[Json], most: int) -> str:
-    """The control daemons; where they are more than so many, those that do not serve."""
+    """The control daemons; if they are more than so many, those that do not serve."""
     shown = [one for one in domains if len(domains) <= most or one["state"] != "ready"][:_MOST_ROWS]
     rows = [
         (
@@ -171,7 +189,97 @@ def _domain_table(domains: Sequence[Json], most: int) -> str:
         )
         for domain in shown
     ]
-    text = draw(_DOMAIN_COLUMNS, right(_DOMAIN_COLUMNS, rows, _NUMBERS), _DOMAIN_DROP) if rows else ""
+    text = draw(_DOMAIN_COLUMNS, rows, _DOMAIN_DROP, _NUMBERS) if rows else ""
     left = len(domains) - len(shown)
     ready = sum(domain["state"] == "ready" for domain in domains)
     return text + (f"Domains:  {ready} of {len(domains)} are ready (all: -o json)\n" if left else "")
+
+
+@click.command("who", short_help="Show who has which device.")
+@output_option
+def who(output: str) -> None:
+    """Show who has which device: by a lease, or by using it.
+
+    A line is one process and what it has of its device's budget; a lease whose command uses no GPU yet is
+    idle, and a client of MPS that does not say which device it uses has no device. What is over budget, or
+    past MPS, is said below.
+
+    \b
+    Examples:
+      yunion-mps who
+      yunion-mps who --output json
+    """
+    devices = listed_devices()
+    leases = ask("/v1/leases")
+    clients = ask_clients(SLOW_S)
+    found = [one for one in holdings(devices, leases["leases"], clients.clients) if one.in_use]
+    uses = [use for holding in found for use in _uses(holding)]
+    wrong = list(of_uses(found, clients))
+    answer = {
+        "uses": uses,
+        "waiting": leases["waiting"],
+        "problems": [{"what": one.what, "remedy": one.remedy} for one in wrong],
+        "troubles": clients.troubles,
+        "total": len(uses),
+    }
+    rows = [[_value(use, field) for field in COLUMNS.values()] for use in uses]
+    show(answer, output, list(COLUMNS), rows, lambda: _who_text(answer, wrong))
+
+
+def _uses(holding: Holding) -> list[Json]:
+    """One entry for each process, or one for a lease without any."""
+    lease, processes = holding.lease, holding.processes
+    if lease and not processes:
+        command = lease["command"] or lease["name"]
+        processes = (Process(lease["pid"], lease["user"], command, lease["since"], 0, lease["container"]),)
+    state = state_of(holding)
+    return [
+        {
+            "device": holding.named or None,
+            "devices": list(holding.devices),
+            "gpu": holding.gpu or None,
+            "lease": lease["id"] if lease else None,
+            "name": lease["name"] if lease else None,
+            "memory_budget": holding.budget_mib,
+            "user": process.user,
+            "pid": process.pid,
+            "command": process.command,
+            "container": process.container,
+            "since": lease["since"] if lease else process.started_s,
+            "memory_used": process.memory_mib,
+            "remark": "" if state == IN_USE else state,
+        }
+        for process in processes
+    ]
+
+
+def _who_text(answer: Json, wrong: Sequence[Finding]) -> str:
+    """A table, then the queued requests, what is wrong with its remedy, and what is not known."""
+    now_s = time.time()
+    header = [name for name in COLUMNS if name not in _IN_OTHERS]
+    text = draw(header, [_row(use, header, now_s) for use in answer["uses"]], _DROP, _NUMBERS)
+    for one in answer["waiting"]:
+        since = duration(now_s - one["since"])
+        user = f"{one['user']} (PID {one['pid']})" if one["pid"] else one["user"]
+        text += wrapped(f"Waiting: {user} wants {one['wants']}, for {since}")
+    for finding, remedy in with_remedies(folded(wrong)):
+        text += wrapped(f"{finding.kind}: {finding.what}") + (wrapped(f"Remedy: {remedy}") if remedy else "")
+    return text + notes(("Not known", trouble) for trouble in answer["troubles"])
+
+
+def _row(use: Json, header: Sequence[str], now_s: float) -> list[object]:
+    shown = {
+        **use,
+        "device": use["device"] or use["gpu"],
+        "lease": (use["lease"] or "")[:_ID_LENGTH],
+        "command": in_container(use["container"], use["command"] or ""),
+        "since": "" if use["since"] is None else duration(now_s - use["since"]),
+    }
+    return [shown[COLUMNS[name]] for name in header]
+
+
+def _value(use: Json, field: str) -> object:
+    value = use[field]
+    if field == "since" and value is not None:
+        return time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(value))
+    return value

@@ -13,10 +13,7 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from yunion_mps.client.following import LATEST_S, MOST, follow, target
-from yunion_mps.client.lease import Lease
-from yunion_mps.client.patience import Say
-from yunion_mps.client.taking import refuse_unreachable, take
+from yunion_mps.client.lease import MOST_S, Lease, Patience, Say, refuse_unreachable, take
 from yunion_mps.errors import (
     NeverFreeError,
     NotAllowedError,
@@ -50,8 +47,15 @@ __all__ = [
 #: The types of answers, which are imported only if a program uses them: that takes 3 ms.
 _ANSWERS = ("Device", "DeviceDetails", "Event", "LeaseRecord", "PcieLink")
 
-#: How long a lease with a name lives without renewal where nothing else is asked for, in s.
+#: How long a lease with a name lives without renewal if nothing else is asked for, in s.
 TTL_S = 60
+#: The most events that the daemon gives at once.
+MOST_EVENTS = 1000
+#: The last moment that can be asked for, in s since 1970.
+LATEST_S = 99_999_999_999
+#: How long a question waits for the next event, and its answer may take beyond that, in s.
+EVENT_WAIT_S = 10
+_ANSWER_S = 30.0
 
 
 def __getattr__(name: str) -> Any:
@@ -77,7 +81,7 @@ class Client:
         self._say = say
 
     def devices(self, *, unused: bool = False) -> list[Device]:
-        """All devices, or those that are served and nobody's; raises YunionError."""
+        """All devices, or those that are served and free; raises YunionError."""
         answer = self._daemon.get("/v1/devices?limit=0" + ("&unused=true" if unused else ""))
         devices: list[Device] = answer["isolated_devices"]
         return devices
@@ -90,7 +94,7 @@ class Client:
         return device
 
     def leases(self) -> list[LeaseRecord]:
-        """Who has which devices; raises YunionError."""
+        """All leases; raises YunionError."""
         leases: list[LeaseRecord] = self._daemon.get("/v1/leases")["leases"]
         return leases
 
@@ -119,8 +123,8 @@ class Client:
         With a `name` the lease is bound to that and not to this process: it is renewed for as long as this
         process lives, and ends `ttl` seconds (60) after that.
 
-        Raises NothingFreeError where there are none within that time, and YunionError of other kinds where
-        they cannot be had at all, or a process of this user could not use them.
+        Raises NothingFreeError if there are none within that time, and YunionError of other kinds if the
+        request is infeasible, or a process of this user could not use the devices.
         """
         ttl_s = None if name is None else TTL_S if ttl is None else ttl
         wanted = {
@@ -150,29 +154,59 @@ class Client:
 
         `kind` is one of domain, limit, gpu, compute_mode, configuration, client, lease and daemon. With
         `follow` it goes on for good with what comes, also past a restart of the daemon; raises
-        UnreachableError where that stays away.
+        UnreachableError if the daemon stays away.
         """
         since_s = 0.0 if since is None else since
         if not _is_number(since_s):
             raise YunionError(f"since is {since!r}", "write seconds since 1970, as time.time() has them")
-        answer = self._daemon.get(target(kind, limit=MOST, since=int(min(max(0.0, since_s), LATEST_S))))
+        first_s = int(min(max(0.0, since_s), LATEST_S))
+        answer = self._daemon.get(events_target(kind, limit=MOST_EVENTS, since=first_s))
         yield from (event for event in answer["events"] if event["time"] >= since_s)
         if follow:
             for events in self.follow(answer["last"], kind):
                 yield from events
 
     def follow(self, last: int, kind: str | None = None) -> Iterator[list[Event]]:
-        """Yield what comes after the event with the id `last`, and now and then an empty list."""
-        return follow(self._daemon.get, last, kind, self._say)
+        """Yield what comes after the event with the id `last`, for good, and now and then an empty list.
+
+        With the empty lists a caller can look whether its own reader is still there. Raises UnreachableError
+        if the daemon stays away.
+        """
+        patience = Patience(MOST_S, self._say)
+        while True:
+            target = events_target(kind, after=last, limit=MOST_EVENTS, wait=EVENT_WAIT_S)
+            try:
+                answer = self._daemon.get(target, EVENT_WAIT_S + _ANSWER_S)
+            except UnreachableError as error:
+                patience.lost(error)
+                yield []
+                continue
+            patience.found()
+            if answer["last"] < last:
+                self._say("the record of events was begun anew")
+                last = 0
+                continue
+            last = answer["last"]
+            yield answer["events"]
+
+
+def events_target(kind: str | None, **words: int) -> str:
+    """The question for events, of one kind or of all."""
+    query = "&".join(f"{name}={value}" for name, value in words.items())
+    if not kind:
+        return f"/v1/events?{query}"
+    from urllib.parse import quote  # 2 ms, which a plain `run` need not pay
+
+    return f"/v1/events?{query}&kind={quote(kind)}"
 
 
 def whole_seconds(wait: float) -> int:
-    """A time to wait as the daemon takes it, rounded up; raises YunionError where it is none."""
+    """A time to wait as the daemon takes it, rounded up; raises YunionError if it is none."""
     if not _is_number(wait):
         raise YunionError(f"wait is {wait!r}", "write a number of seconds, or math.inf")
     return LONGEST_WAIT_S if wait >= LONGEST_WAIT_S else max(0, math.ceil(wait))
 
 
 def _is_number(value: object) -> bool:
-    """Whether it can be reckoned with, as types say that it can and a program may not heed."""
+    """Whether it is a number, which a caller without a type checker may not know."""
     return isinstance(value, (int, float)) and not math.isnan(value)

@@ -1,32 +1,142 @@
-"""A lease in the hands of a program: what it has, until it gives it back."""
+"""Taking a lease, also past a restart of the daemon, and having it until it is given back."""
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from yunion_mps.client.patience import MOST_S, Patience, Say
-from yunion_mps.client.taking import Tells
-from yunion_mps.errors import BusyError, NotFoundError, ShortageError, UnreachableError, YunionError
+from yunion_mps.errors import (
+    BusyError,
+    HostError,
+    NeverFreeError,
+    NotFoundError,
+    NothingFreeError,
+    ShortageError,
+    UnreachableError,
+    YunionError,
+)
 from yunion_mps.host import threads
 
 if TYPE_CHECKING:
     from yunion_mps.answers import LeaseRecord
+    from yunion_mps.http.client import Client as Daemon
 
+#: Tells a person, in a line, how it goes.
+Say = Callable[[str], None]
+#: Parameters of a lease request; those that are None are left out.
+Wanted = Mapping[str, Any]
+
+#: How long a daemon that has gone away is waited for, when one waits anyway.
+MOST_S = 60.0
+_BETWEEN_S = 0.2
+_A_DAY_S = 86_400
+#: What an answer may take beside the time that one waits for devices.
+_ANSWER_S = 30.0
 #: A lease of a name is renewed so many times within its time to live.
 _RENEWALS = 3
-#: How long until another try, where a renewal has failed, in s.
-_AGAIN_S = 1.0
+#: How long until another try if a renewal has failed, in s.
+_RETRY_S = 1.0
+#: What a unit with PrivateTmp= has of its own (systemd.exec(5)).
+_PRIVATE_PLACES = ("/tmp/", "/var/tmp/")
 
 
-class Daemon(Tells, Protocol):
-    """Gives leases, and takes them back."""
+class Patience:
+    """Tries again for `most_s` seconds while the daemon is away or busy for a moment, and says so once."""
 
-    def delete(self, target: str, timeout_s: float | None = None) -> Any:
-        """The JSON answer; raises YunionError of the kind that the failure is."""
+    def __init__(self, most_s: float, say: Say) -> None:
+        self._most_s = most_s
+        self._say = say
+        self._end_s = 0.0
+
+    def lost(self, error: YunionError) -> None:
+        """The daemon could not be reached, or do it: wait a moment; raises `error` after too long a time."""
+        now_s = time.monotonic()
+        if not self._end_s:
+            self._end_s = now_s + self._most_s
+            how_long = f" up to {self._most_s:.0f} s" if self._most_s <= _A_DAY_S else ""
+            self._say(f"{error.message}; waiting{how_long} for it")
+        elif now_s > self._end_s:
+            raise error
+        time.sleep(_BETWEEN_S)
+
+    def found(self) -> None:
+        """The daemon has answered."""
+        if self._end_s:
+            self._say("the daemon answers again")
+        self._end_s = 0.0
+
+
+def take(daemon: Daemon, wanted: Wanted, wait_s: int, say: Say) -> LeaseRecord:
+    """The lease; raises YunionError, NothingFreeError among them, if there is none within `wait_s`.
+
+    A caller that waits is told what for, and keeps waiting past a restart of the daemon and what it cannot do
+    at the moment: by the idempotency key the next daemon knows the request's place in the queue, or the lease
+    that it has been given already.
+    """
+    wanted = {**wanted, "request": os.urandom(16).hex()}
+    end_s = time.monotonic() + wait_s
+    away, busy = Patience(min(MOST_S, wait_s), say), Patience(wait_s, say)
+    is_there = told = False
+    while True:
+        left_s = max(0, round(end_s - time.monotonic()))
+        try:
+            if wait_s and not is_there:
+                obstacle = _obstacle(daemon, wanted)
+                away.found()
+                is_there = True
+                if obstacle and not told:
+                    say(f"waiting: {obstacle}")
+                    told = True
+            lease: LeaseRecord = daemon.post(_target({**wanted, "wait": left_s or None}), left_s + _ANSWER_S)
+        except (UnreachableError, BusyError) as error:
+            if time.monotonic() >= end_s:
+                raise
+            (busy if isinstance(error, BusyError) else away).lost(error)
+            is_there = False
+        else:
+            return lease
+
+
+def would_take(daemon: Daemon, wanted: Wanted) -> LeaseRecord:
+    """The lease that the request would get now, without taking it; raises as `take` does."""
+    lease: LeaseRecord = daemon.post(_target({**wanted, "dry": "true"}))
+    return lease
+
+
+def _obstacle(daemon: Daemon, wanted: Wanted) -> str:
+    """Why the request would have to wait, empty if it would not; raises YunionError if that is no use."""
+    try:
+        would_take(daemon, wanted)
+    except NeverFreeError:
+        raise
+    except NothingFreeError as error:
+        return error.message
+    return ""
+
+
+def _target(words: Wanted) -> str:
+    given = {name: value for name, value in words.items() if value is not None}
+    if not given:
+        return "/v1/leases"
+    from urllib.parse import urlencode  # 2 ms, which a plain `run` need not pay
+
+    return f"/v1/leases?{urlencode(given)}"
+
+
+def refuse_unreachable(environment: Mapping[str, str]) -> None:
+    """Raise HostError if this user cannot reach the control daemon: CUDA would go on without limits."""
+    place = environment["CUDA_MPS_PIPE_DIRECTORY"]
+    control = os.path.join(place, "control")
+    if not os.access(control, os.W_OK, effective_ids=True):
+        what = f"{control} cannot be reached as this user, and CUDA would then run without limits"
+        hint = "see: yunion-mps doctor"
+        if place.startswith(_PRIVATE_PLACES) and not os.path.exists(place):  # for the daemon it is there
+            hint = f"in a unit with PrivateTmp=yes, set BindPaths={place}; otherwise {hint}"
+        raise HostError(what, hint)
 
 
 class Lease:
@@ -48,13 +158,13 @@ class Lease:
         self.budget_enforced = record["budget_enforced"]
         #: The variables of a process that is to use the devices, without any others.
         self.environment: Mapping[str, str] = dict(record["environment"])
-        #: Why a lease with a name ended before it was given back, empty where it did not.
+        #: Why a lease with a name ended before it was given back, empty if it did not.
         self.lost = ""
         self._daemon = daemon
         self._say = say
         self._pid = os.getpid()
         self._is_over = False
-        #: Ends the renewals: set also where the daemon could not be told, so that it ends by its time.
+        #: Ends the renewals: set also if the daemon could not be told, so that it ends by its time.
         self._released = threading.Event()
         if ttl_s is not None:
             try:
@@ -68,9 +178,9 @@ class Lease:
         return {**(os.environ if base is None else base), **self.environment}
 
     def release(self) -> None:
-        """Give the devices back; does nothing where that was done, and in a fork of who took them.
+        """Give the devices back; does nothing if that was done, and in a fork of the process that took them.
 
-        Raises YunionError where the daemon cannot be told, which may be tried again: else it ends with this
+        Raises YunionError if the daemon cannot be told, which may be tried again: else it ends with this
         process, or by its time.
         """
         if self._is_over or os.getpid() != self._pid:
@@ -100,7 +210,7 @@ class Lease:
         return f"<Lease {self.id} of {', '.join(self.devices)}>"
 
     def _keep(self, ttl_s: int) -> None:
-        """Renew it until it is given back; the daemon is asked again where it is away or has a trouble."""
+        """Renew it until it is given back; the daemon is asked again if it is away or fails."""
         wait_s = ttl_s / _RENEWALS
         while not self._released.wait(wait_s):
             wait_s = ttl_s / _RENEWALS
@@ -112,4 +222,4 @@ class Lease:
                     self._say(f"the lease of {', '.join(self.devices)} is lost: {error.message}")
                 return
             except YunionError:
-                wait_s = min(_AGAIN_S, wait_s)
+                wait_s = min(_RETRY_S, wait_s)

@@ -14,8 +14,8 @@ import h11
 
 from yunion_mps.errors import UnreachableError
 from yunion_mps.http.messages import Response, encode
-from yunion_mps.overview.picture import Told, picture
-from yunion_mps.overview.uses import NOBODY, clients_told
+from yunion_mps.overview.holdings import NO_CLIENTS, Clients
+from yunion_mps.overview.host import Answers, HostOverview, page
 from yunion_mps.paths import Paths
 
 Json = dict[str, Any]
@@ -86,7 +86,7 @@ class Overview:
         self._listed_s = 0.0
         self._gpus: list[Json] = []
         self._devices: list[Json] = []
-        self._clients = NOBODY
+        self._clients = NO_CLIENTS
         self._pending_clients: asyncio.Task[Json] | None = None
 
     async def picture(self, event: int = 0) -> Json:
@@ -103,7 +103,7 @@ class Overview:
             if self._failure or age_s > _FRESH_S or event > self._last_event:
                 await asyncio.sleep(_REST_S - age_s)  # a reader that asks without end costs no more than this
                 try:
-                    shown = picture(await self._ask_all())
+                    shown = page(HostOverview.of(await self._ask_all()))
                 except UnreachableError as error:
                     self._failure, self._taken_s = error, time.monotonic()
                     raise
@@ -113,7 +113,7 @@ class Overview:
                 self._taken_s = time.monotonic()
             return self._picture
 
-    async def _ask_all(self) -> Told:
+    async def _ask_all(self) -> Answers:
         last = self._last_event = (await self._get("/v1/events?limit=1"))["last"]
         status = await self._get("/v1/status")
         leases = await self._get("/v1/leases")
@@ -123,9 +123,9 @@ class Overview:
             self._devices = (await self._get("/v1/devices?limit=0"))["isolated_devices"]
             self._seen, self._listed_s = seen, time.monotonic()
         troubles = await self._ask_clients() if status["domains"] else []
-        clients = self._clients if status["domains"] else NOBODY
+        clients = self._clients if status["domains"] else NO_CLIENTS
         clients = clients._replace(troubles=[*clients.troubles, *troubles])
-        return Told(status, self._gpus, self._devices, leases["leases"], leases["waiting"], clients)
+        return Answers(status, self._gpus, self._devices, leases["leases"], leases["waiting"], clients)
 
     async def _ask_clients(self) -> Sequence[str]:
         """Ask which processes use the GPUs, as the driver sees it; returns why that is not known."""
@@ -137,7 +137,7 @@ class Overview:
             return ["who uses the GPUs: the driver takes long to answer; what is shown was so before"]
         answered, self._pending_clients = self._pending_clients, None
         try:
-            self._clients = clients_told(answered.result())
+            self._clients = Clients.of(answered.result())
         except UnreachableError as error:
             return [f"who uses the GPUs: {error.message}"]
         return []

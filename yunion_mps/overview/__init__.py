@@ -1,4 +1,11 @@
-"""Who has what and what is wrong, put together of the daemon's answers: the same words wherever it is shown.
+"""Which process and lease has which device, and what is wrong, joined from the daemon's answers.
 
-Nothing here asks anybody: `status`, `who`, `top` and the web page hand in what they were told.
+`status`, `who`, `top` and the web page show the same. Nothing here asks the daemon: the answers are given.
 """
+
+from __future__ import annotations
+
+
+def count(number: int, name: str, names: str = "") -> str:
+    """`1 GPU`, `2 GPUs`; `names` is the plural if it is not formed by an s."""
+    return f"{number} {name if number == 1 else names or name + 's'}"

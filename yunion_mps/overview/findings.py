@@ -1,13 +1,15 @@
-"""What is wrong on the host, the worst first, each with what to do about it. Pure: it asks nobody."""
+"""What is wrong on the host, the worst first, each with its remedy. Pure."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 from yunion_mps import __version__
-from yunion_mps.overview.uses import Clients, Holding, Process
-from yunion_mps.overview.words import count
+from yunion_mps.overview import count
+from yunion_mps.overview.holdings import Clients, Holding, Process
 
 Json = dict[str, Any]
 
@@ -35,7 +37,7 @@ _DOMAIN = {
     "wedged": "see whose jobs wait for it: yunion-mps clients; ended, they let it be started again",
     "stopping": "it waits for its jobs: yunion-mps clients; end one: yunion-mps clients terminate PID",
 }
-#: By what the daemon's warnings have in common; a test holds that none of them goes without.
+#: By words of the daemon's warnings, which have no reason codes yet; a test holds that each warning has one.
 _WARNINGS = (
     ("budgets are not enforced", "nothing enforces them on such a GPU; see who uses more: yunion-mps who"),
     ("its compute mode is", "set it: yunion-mps reload; keep it as it is: cuda_mps_compute_mode: keep"),
@@ -50,7 +52,7 @@ _WARNINGS = (
 
 
 class Finding(NamedTuple):
-    """Something that is wrong, or that one must know; `number` of the same sort where they were folded."""
+    """Something that is wrong, or must be known; `number` of the same sort if they were folded."""
 
     kind: str
     what: str
@@ -59,7 +61,7 @@ class Finding(NamedTuple):
 
 
 def other_version(status: Json) -> str:
-    """What to say where another version runs than is installed, as after an upgrade that it refused."""
+    """What to say if another version runs than is installed, as after an upgrade that it refused."""
     if status["version"] == __version__:
         return ""
     return f"{status['version']} of the daemon runs, and {__version__} is installed"
@@ -75,7 +77,8 @@ def of_status(status: Json, gpus: Iterable[Json]) -> Iterator[Finding]:
             yield Finding(PROBLEM, what, _DOMAIN.get(domain["state"], _LOOK_CLOSER))
     for gpu in gpus:
         if gpu["state"] == "unavailable" and not gpu["reason"].startswith("its domain is"):
-            yield Finding(PROBLEM, f"GPU {_gpu(gpu)}: {gpu['reason']}", _gpu_remedy(gpu))
+            name = f" ({gpu['name']})" if gpu["name"] else ""
+            yield Finding(PROBLEM, f"GPU {gpu['addr']}{name}: {gpu['reason']}", _gpu_remedy(gpu))
     if other_version(status):
         yield Finding(WARNING, other_version(status), f"run that one, which ends no job: {REEXEC}")
     for warning in status["warnings"]:
@@ -88,38 +91,43 @@ def of_status(status: Json, gpus: Iterable[Json]) -> Iterator[Finding]:
 
 
 def of_uses(holdings: Iterable[Holding], clients: Clients) -> Iterator[Finding]:
-    """What is wrong with who uses the GPUs.
+    """What is wrong with the use of the GPUs.
 
-    MPS servers that have failed, who waits for another user's, use past MPS or over budget, and devices that
-    nobody can have.
+    MPS servers that have failed, clients that wait for another user's, use past MPS or over budget, and
+    devices that wait for leases of a former division.
     """
-    pending: dict[tuple[str, str], int] = {}
+    pending: Counter[tuple[str, str]] = Counter()
     for server in clients.servers:
         if server["state"] == "FAULT":
             what = f"MPS server (PID {server['pid']}), domain {server['domain']}: its jobs have failed"
             yield Finding(PROBLEM, what, "it serves again once they have ended: yunion-mps clients")
     for one in clients.waiting:
-        who = process_named(Process(one["pid"], one["user"], one["command"], one["started"], None))
+        who = _named(Process(one["pid"], one["user"], one["command"], one["started"], None))
         whose = f"the MPS server (PID {one['server']}) of {one['server_user']}"
         yield Finding(WARNING, f"{who} waits for {whose}, domain {one['domain']}", WAITING_REMEDY)
     for holding in holdings:
         if holding.past_mps:
             for process in holding.processes:
-                yield _past_mps(holding, process)
+                has = f" with {process.memory_mib} MiB" if process.memory_mib is not None else ""
+                what = f"past MPS on GPU {holding.gpu}{has}, where no budget holds: {_named(process)}"
+                yield Finding(PROBLEM, what, _END_IT)
         elif holding.over_mib:
-            yield _over_budget(holding)
+            most = max(holding.processes, key=lambda process: process.memory_mib or 0)
+            more = len(holding.processes) - 1
+            processes = _named(most) + (f" and {more} more" if more else "")
+            what = f"{holding.named} has {holding.used_mib} of {holding.budget_mib} MiB: {processes}"
+            yield Finding(PROBLEM, what, _END_IT)
         if holding.pending:
-            key = holding.gpu, holding.pending
-            pending[key] = pending.get(key, 0) + len(holding.devices)
+            pending[holding.gpu, holding.pending] += len(holding.devices)
     for (gpu, why), number in pending.items():
         yield Finding(PENDING, f"GPU {gpu}: {count(number, 'device')} pending: {why}", _FORMER_REMEDY)
 
 
 def of_leases(leases: Iterable[Json], status: Json, gpus: Iterable[Json]) -> Iterator[Finding]:
-    """Leases whose environment leads where no control daemon is any more, as after a reload.
+    """Leases whose environment names a control daemon that is gone, as after a reload.
 
-    Where CUDA finds none it goes on without one, and without limits. On a GPU that is lost nothing starts,
-    and when it is back its control daemon has its place again.
+    If CUDA finds none it goes on without one, and without limits. On a GPU that is lost nothing starts, and
+    when it is back its control daemon has its place again.
     """
     places = {domain["pipe_directory"] for domain in status["domains"]}
     lost = {gpu["addr"] for gpu in gpus if gpu["state"] == "unavailable"}
@@ -139,17 +147,9 @@ def everything(
     return sorted(found, key=lambda one: (NOTICE, PROBLEM, WARNING, PENDING).index(one.kind))
 
 
-def overall_state(status: Json, findings: Iterable[Finding]) -> str:
-    """The host's state as the daemon says it, but `degraded` if that is `ready` and there is a problem."""
-    is_problem = any(one.kind == PROBLEM for one in findings)
-    return "degraded" if is_problem and status["state"] == "ready" else str(status["state"])
-
-
 def folded(findings: Sequence[Finding], most: int = 3) -> list[Finding]:
-    """The same, of those that are mended in the same way at most so many and how many more there are."""
-    counts: dict[tuple[str, str], int] = {}
-    for one in findings:
-        counts[one.kind, one.remedy] = counts.get((one.kind, one.remedy), 0) + 1
+    """The same, but of those with the same remedy at most so many, and how many more there are."""
+    counts = Counter((one.kind, one.remedy) for one in findings)
     shown: dict[tuple[str, str], list[Finding]] = {}
     for one in findings:
         alike = shown.setdefault((one.kind, one.remedy), [])
@@ -162,7 +162,13 @@ def folded(findings: Sequence[Finding], most: int = 3) -> list[Finding]:
     return [one for alike in shown.values() for one in alike]
 
 
-def process_named(process: Process) -> str:
+def with_remedies(findings: Sequence[Finding]) -> Iterator[tuple[Finding, str]]:
+    """Each finding with its remedy, which is empty if the next one has the same."""
+    for one, after in zip_longest(findings, findings[1:]):
+        yield one, "" if after and after.remedy == one.remedy else one.remedy
+
+
+def _named(process: Process) -> str:
     """`PID 4260 of alice (python train.py)`."""
     command = process.shown.strip()
     short = command if len(command) <= _COMMAND_LENGTH else f"{command[: _COMMAND_LENGTH - 3]}..."
@@ -175,27 +181,9 @@ def _notice_remedy(status: Json) -> str:
     return "see each GPU's reason: yunion-mps gpus; then: yunion-mps reload"
 
 
-def _gpu(gpu: Json) -> str:
-    return f"{gpu['addr']} ({gpu['name']})" if gpu["name"] else str(gpu["addr"])
-
-
 def _gpu_remedy(gpu: Json) -> str:
-    if "MIG mode" in gpu["reason"]:
+    if gpu["mig_enabled"]:
         return f"turn it off: nvidia-smi -i {gpu['uuid']} -mig 0; then: yunion-mps reload"
     if "does not serve it" in gpu["reason"]:
         return "wait for its jobs, or see whose they are: yunion-mps clients"
     return "when it is mended or reset: yunion-mps reload; " + _LOOK_CLOSER
-
-
-def _past_mps(holding: Holding, process: Process) -> Finding:
-    has = f" with {process.memory_mib} MiB" if process.memory_mib is not None else ""
-    what = f"past MPS on GPU {holding.gpu}{has}, where no budget holds: {process_named(process)}"
-    return Finding(PROBLEM, what, _END_IT)
-
-
-def _over_budget(holding: Holding) -> Finding:
-    most = max(holding.processes, key=lambda process: process.memory_mib or 0)
-    more = len(holding.processes) - 1
-    who = process_named(most) + (f" and {more} more" if more else "")
-    what = f"{holding.named} has {holding.used_mib} of {holding.budget_mib} MiB: {who}"
-    return Finding(PROBLEM, what, _END_IT)

@@ -7,7 +7,7 @@ import csv
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from yunion_mps.cli.engine_words import mount_words, overridden, variables_in
+from yunion_mps.cli.engine import mount_words, overridden, variables_in
 
 
 @pytest.mark.parametrize(

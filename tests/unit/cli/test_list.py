@@ -8,7 +8,7 @@ import json
 
 import pytest
 import yaml
-from yunion_mps.cli.list import footer
+from yunion_mps.cli.devices import footer
 
 from unit.cli.conftest import Cli, Serve
 from unit.http import snapshots

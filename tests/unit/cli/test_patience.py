@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from yunion_mps.cli.patience import Patience
+from yunion_mps.cli.output import say
+from yunion_mps.client.lease import Patience
 from yunion_mps.errors import UnreachableError
 
 AWAY = UnreachableError("it is away", "start it")
@@ -12,7 +13,7 @@ AWAY = UnreachableError("it is away", "start it")
 def test_it_is_said_once_that_the_daemon_is_away_and_once_that_it_is_back(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    patience = Patience(60.0)
+    patience = Patience(60.0, say)
     patience.found()
     patience.lost(AWAY)
     patience.lost(AWAY)
@@ -23,7 +24,7 @@ def test_it_is_said_once_that_the_daemon_is_away_and_once_that_it_is_back(
 
 
 def test_it_ends_after_its_time_and_begins_anew_once_the_daemon_was_there() -> None:
-    patience = Patience(0.0)
+    patience = Patience(0.0, say)
     patience.lost(AWAY)
     with pytest.raises(UnreachableError, match="it is away"):
         patience.lost(AWAY)

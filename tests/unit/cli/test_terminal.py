@@ -10,7 +10,7 @@ import struct
 import termios
 
 import pytest
-from yunion_mps.cli.table import draw
+from yunion_mps.cli.output import draw
 
 from unit.cli.conftest import Cli
 

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 from yunion_mps import __version__
-from yunion_mps.cli.screen.asking import Answers
-from yunion_mps.cli.screen.frame import VIEWS, Look, Silence, clock, frame, plain
-from yunion_mps.cli.screen.scene import ORDERS, Scene, scene, sorted_devices
-from yunion_mps.cli.screen.text import bar, columns_of, duration, fit
+from yunion_mps.cli.output import columns_of, duration, fit
+from yunion_mps.cli.top.frame import VIEWS, Look, Outage, bar, clock, frame, plain
+from yunion_mps.cli.top.rows import ORDERS, Poll, Scene, scene, sorted_devices
 from yunion_mps.models import Event, Snapshot
+from yunion_mps.overview import count
 from yunion_mps.overview.findings import Finding, folded, of_status
-from yunion_mps.overview.uses import NOBODY, Clients
-from yunion_mps.overview.words import count
+from yunion_mps.overview.holdings import NO_CLIENTS, Clients
+from yunion_mps.overview.host import Answers
 from yunion_mps.service.queries import Service
 from yunion_mps.supervisor.preflight import WITHOUT_IT
 from yunion_mps.supervisor.status import warnings
@@ -33,29 +33,29 @@ INSTEAD = (
 )
 
 
-def answers(snapshot: Snapshot, *leases: dict[str, Any], events: int = 0) -> Answers:
+def poll(snapshot: Snapshot, *leases: dict[str, Any], events: int = 0) -> Poll:
     """What a daemon with this snapshot says."""
     service = Service(lambda: snapshot, NOW_S - 60, 4200)
     devices = service._all()
     event = {"id": 1, "time": NOW_S - 30, **Event("info", "gpu", "00:06.0", "available")._asdict()}
-    return Answers(
-        NOW_S, service.status(), service.gpus()["gpus"], devices, list(leases), [], [event] * events, 1, 0.0
-    )
+    gpus = service.gpus()["gpus"]
+    told = Answers(service.status(), gpus, devices, list(leases), [], NO_CLIENTS)
+    return Poll(NOW_S, told, [event] * events, 1, 0.0)
 
 
 def seen(*found: dict[str, Any]) -> Clients:
     return Clients(list(found), [], [], [])
 
 
-BUSY = scene(answers(snapshots.reference(), LEASE, TWO, events=9), seen(OVER, PAST_MPS))
-MANY = scene(answers(snapshots.large(480), events=9), NOBODY)
-TROUBLED = scene(answers(snapshots.troubled()), NOBODY)
-DISABLED = scene(answers(snapshots.disabled()), NOBODY)
-AWAY = Silence(NOW_S - 60, "the daemon is not running", "start it")
+BUSY = scene(poll(snapshots.reference(), LEASE, TWO, events=9), seen(OVER, PAST_MPS))
+MANY = scene(poll(snapshots.large(480), events=9), NO_CLIENTS)
+TROUBLED = scene(poll(snapshots.troubled()), NO_CLIENTS)
+DISABLED = scene(poll(snapshots.disabled()), NO_CLIENTS)
+AWAY = Outage(NOW_S - 60, "the daemon is not running", "start it")
 
 
-def lines_of(scene: Scene, columns: int, rows: int, silence: Silence | None = None, **look: Any) -> list[str]:
-    shown = frame(scene, Look(columns, rows, **look), silence, NOW_S, 2)
+def lines_of(scene: Scene, columns: int, rows: int, outage: Outage | None = None, **look: Any) -> list[str]:
+    shown = frame(scene, Look(columns, rows, **look), outage, NOW_S, 2)
     return ["".join(text for text, _ in line) for line in shown.lines]
 
 
@@ -84,7 +84,7 @@ def test_from_80_x_24_on_every_part_is_there_and_the_last_line_has_the_keys(scen
         begins = [
             word for word in ("GPU", "DEVICE", "EVENTS") if any(line.startswith(word) for line in lines)
         ]
-        assert begins == ["GPU", "DEVICE", *(["EVENTS"] if scene.answers.events else [])]
+        assert begins == ["GPU", "DEVICE", *(["EVENTS"] if scene.events else [])]
 
 
 def test_rows_that_have_no_room_are_counted_in_the_heading() -> None:
@@ -144,7 +144,7 @@ def test_devices_are_sorted_in_each_order(order: str, slots: list[str]) -> None:
 
 def test_a_lease_of_several_devices_fills_them_one_after_the_other() -> None:
     client = {**CLIENT, "device": "00:06.0-2,00:06.0-3", "memory_by_gpu": [7000]}
-    found = scene(answers(snapshots.reference(), TWO), seen(client))
+    found = scene(poll(snapshots.reference(), TWO), seen(client))
     assert [(row.address, row.used_mib) for row in found.devices if row.in_use] == [
         ("00:06.0-2", 5760),
         ("00:06.0-3", 1240),
@@ -154,15 +154,15 @@ def test_a_lease_of_several_devices_fills_them_one_after_the_other() -> None:
 def test_devices_that_were_made_of_a_pool_are_there_while_they_are_leased() -> None:
     lease = {**LEASE, "devices": ["00:06.0-m0", "00:06.0-m1"], "memory": [2048, 1024]}
     client = {**CLIENT, "device": "00:06.0-m0,00:06.0-m1", "memory_by_gpu": [2500]}
-    found = scene(answers(snapshots.reference(), lease), seen(client))
-    rows = [(row.address, row.used_mib, row.budget_mib) for row in found.devices if row.in_use]
+    found = scene(poll(snapshots.reference(), lease), seen(client))
+    rows = [(row.address, row.used_mib, row.of_mib) for row in found.devices if row.in_use]
     assert rows == [("00:06.0-m0", 2048, 2048), ("00:06.0-m1", 452, 1024)]
-    assert [(row.in_use, row.devices) for row in found.gpus] == [(2, 6)]
+    assert [row.user for row in found.gpus] == ["2 of 6"]
 
 
 def test_the_processes_of_a_device_are_told_by_the_largest_and_how_many_more() -> None:
     more = [{**CLIENT, "pid": 4270 + n, "command": f"job {n}", "memory_by_gpu": [n]} for n in range(3)]
-    found = scene(answers(snapshots.reference()), seen(*more))
+    found = scene(poll(snapshots.reference()), seen(*more))
     assert [(row.pid, row.command) for row in found.devices if row.in_use] == [(4272, "job 2 (+2)")]
 
 

@@ -9,10 +9,9 @@ import subprocess
 import sys
 
 import pytest
-from yunion_mps import __version__, revision
-from yunion_mps.cli import changes, events, times
+from yunion_mps import __version__, client, revision
+from yunion_mps.cli import events, options, reload
 from yunion_mps.cli.root import COMMANDS
-from yunion_mps.client import following
 from yunion_mps.http.operations import (
     LARGEST_LIMIT,
     LARGEST_NUMBER,
@@ -106,10 +105,10 @@ def test_the_largest_numbers_are_those_that_the_daemon_takes(cli: Cli) -> None:
 def test_what_the_commands_know_of_the_daemon_is_so() -> None:
     """It is written there again, for loading it from there would take them as long as all the rest."""
     assert events.KINDS == EVENT_KINDS
-    assert following.MOST == MOST_EVENTS
-    assert following.WAIT_S <= LONGEST_EVENT_WAIT_S
-    assert times.LATEST_S == LATEST_S
-    assert changes.AT_ONCE == AT_ONCE
+    assert client.MOST_EVENTS == MOST_EVENTS
+    assert client.EVENT_WAIT_S <= LONGEST_EVENT_WAIT_S
+    assert options.LATEST_S == client.LATEST_S == LATEST_S
+    assert reload.AT_ONCE == AT_ONCE
 
 
 def test_the_version_is_one_line_with_the_revision(alone: Cli) -> None:
@@ -223,9 +222,9 @@ def as_nobody(cli: Cli, *arguments: str) -> tuple[int, str]:
     """Run the command line as another user, loaded before that: not everyone may read the checkout."""
     program = (
         "import os, sys, importlib\n"
-        "from yunion_mps.cli import boundary, main, root\n"
+        "from yunion_mps.cli import main, root\n"
         "from yunion_mps.http import client\n"
-        "for module in root.COMMANDS.values(): importlib.import_module(module)\n"
+        "for module, _ in root.COMMANDS.values(): importlib.import_module(f'yunion_mps.cli.{module}')\n"
         f"os.setgroups([]); os.setgid({NOBODY}); os.setuid({NOBODY})\n"
         "main()\n"
     )

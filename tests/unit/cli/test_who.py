@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
-from yunion_mps.overview.uses import Holding, filled, holdings, memory_by_gpu
+from yunion_mps.overview.holdings import Holding, filled, holdings, memory_by_gpu
 
 from unit.cli.conftest import Cli
 from unit.cli.held import OVER, PAST_MPS, TWO, busy, hold, long_ago_s

@@ -22,7 +22,6 @@ ELSEWHERE = (
     "yunion_mps.gateway.handlers",
     "yunion_mps.gateway.listeners",
     "yunion_mps.overview",
-    "yunion_mps.report",
 )
 
 

@@ -52,7 +52,7 @@ def test_the_files_describe_the_sources_beside_the_script(tmp_path: Path) -> Non
     copy = tmp_path / "copy"
     shutil.copytree(CHECKOUT / "yunion_mps", copy / "yunion_mps")
     shutil.copytree(CHECKOUT / "scripts/manual", copy / "scripts/manual")
-    command = copy / "yunion_mps/cli/gpus.py"
+    command = copy / "yunion_mps/cli/devices.py"
     command.write_text(command.read_text().replace("List the NVIDIA GPUs", "Count the NVIDIA GPUs"))
     made = [sys.executable, "-I", str(copy / "scripts/manual/__main__.py"), str(tmp_path / "made")]
     subprocess.run(made, env={"SOURCE_DATE_EPOCH": "0"}, check=True, timeout=60)

@@ -7,10 +7,10 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
+from yunion_mps.cli.config import plan_json
 from yunion_mps.errors import ConfigError, DriverError, HostError
 from yunion_mps.models import Plan
 from yunion_mps.paths import Paths
-from yunion_mps.report import plan_json
 from yunion_mps.supervisor.preflight import Preflight, run_preflight
 
 from simhost import Description, SimHost

@@ -1,4 +1,4 @@
-"""A terminal as a screen: drawn on without flicker, read key by key, and left as it was however that ends.
+"""The terminal: drawn on without flicker, read key by key, and left as it was however that ends.
 
 Plain control sequences of ECMA-48, which every terminal of today knows, and no curses: nothing of terminfo
 has to be installed, and a frame is one write.
@@ -15,13 +15,13 @@ import termios
 import tty
 from types import FrameType, TracebackType
 
-from yunion_mps.cli.screen.frame import Line
+from yunion_mps.cli.top.frame import Line
 
 #: The alternate screen, without a cursor; and back.
 _ENTER = b"\x1b[?1049h\x1b[?25l\x1b[2J"
 _LEAVE = b"\x1b[0m\x1b[?25h\x1b[?1049l"
 _SGR = {"bold": "1", "dim": "2", "good": "32", "warn": "33", "bad": "31", "head": "7"}
-#: These end a program; after them the terminal is put right, and then they do what they do.
+#: These end a program; the terminal is restored before they have their effect.
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _OTHERS = (signal.SIGWINCH, signal.SIGTSTP, signal.SIGCONT)
 _KEYS = {
@@ -33,8 +33,8 @@ _KEY = re.compile(rb"\x1b[\[O][0-9;]*([A-Za-z]|[0-9]*~)|\x1b[\[O]?[0-9;]*$|\x1b|
 _REST_OF_KEY_MS = 100
 
 
-class Woken:
-    """What the loop waits for: signals, and threads that have something."""
+class WakeUp:
+    """What the loop waits for beside keys: signals, and threads with an answer."""
 
     def __init__(self) -> None:
         self._reader, self._writer = os.pipe()
@@ -57,7 +57,7 @@ class Woken:
             return [number for number in os.read(self._reader, 4096) if number]
         return []
 
-    def __enter__(self) -> Woken:  # noqa: PYI034 - typing.Self is not in 3.9
+    def __enter__(self) -> WakeUp:  # noqa: PYI034 - typing.Self is not in 3.9
         for number in (*ENDING, *_OTHERS):
             if signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it
                 self._before[number] = signal.signal(number, _only_wake)
@@ -73,7 +73,7 @@ class Woken:
 
 
 def _only_wake(number: int, frame: FrameType | None) -> None:
-    """Its number goes through the pipe."""
+    """The signal's number goes through the pipe."""
 
 
 class Terminal:
@@ -88,7 +88,7 @@ class Terminal:
         self._typed = b""
 
     def size(self) -> tuple[int, int]:
-        """Columns and rows; 80 and 24 where it does not tell, as over a serial line."""
+        """Columns and rows; 80 and 24 if it does not tell, as over a serial line."""
         size = os.get_terminal_size(self._out)
         return size.columns or 80, size.lines or 24
 
@@ -99,7 +99,7 @@ class Terminal:
         os.write(self._out, _ENTER)
 
     def leave(self) -> None:
-        """Give it back as it was; where it is gone, nothing."""
+        """Restore it; does nothing if it is gone."""
         with contextlib.suppress(OSError, termios.error):
             for action in (termios.TCOOFF, termios.TCOON):  # Ctrl-S would keep us here; only both undo it
                 termios.tcflow(self._out, action)
@@ -116,7 +116,7 @@ class Terminal:
         self.enter()
 
     def draw(self, lines: list[Line]) -> None:
-        """Show these lines: one write of those that are others than before, or none where it was stopped."""
+        """Show these lines: one write of those that have changed, or none if its output was stopped."""
         columns, rows = self.size()
         encoded = [self._encoded(line, columns) for line in lines[:rows]]
         begin = b"" if self._drawn else b"\x1b[0m\x1b[2J"
@@ -130,11 +130,13 @@ class Terminal:
         poll = select.poll()
         poll.register(self._out, select.POLLOUT)
         if poll.poll(0):
-            _write(self._out, begin + b"".join(pieces))
+            data = begin + b"".join(pieces)
+            while data:
+                data = data[os.write(self._out, data) :]
             self._drawn = encoded
 
     def forget(self) -> None:
-        """Draw all of it next time: the size is another, or somebody has drawn on it."""
+        """Draw all of it next time: the size has changed."""
         self._drawn = []
 
     def keys(self) -> list[str]:
@@ -166,11 +168,6 @@ class Terminal:
         # At the right margin the rest of the line is the last character itself.
         end = "" if taken >= columns else "\x1b[K"
         return ("".join(pieces) + end).encode("utf-8" if self._utf8 else "ascii", "replace")
-
-
-def _write(descriptor: int, data: bytes) -> None:
-    while data:
-        data = data[os.write(descriptor, data) :]
 
 
 def _is_begun(key: bytes) -> bool:

@@ -1,22 +1,20 @@
-"""`yunion-mps top`: who uses what, drawn anew while one looks at it."""
+"""`yunion-mps top`: its options, and one frame printed whole (`--once`)."""
 
 from __future__ import annotations
 
 import os
 import sys
 import time
+from typing import TYPE_CHECKING
 
 import click
 
-from yunion_mps.cli.screen import asking
-from yunion_mps.cli.screen.asking import Answers
-from yunion_mps.cli.screen.frame import WHOLE, Look, frame, plain
-from yunion_mps.cli.screen.scene import scene
-from yunion_mps.cli.screen.text import is_utf8
-from yunion_mps.cli.table import notes, terminal_width, wrapped
-from yunion_mps.cli.times import Duration
+from yunion_mps.cli.options import Duration
+from yunion_mps.cli.output import is_utf8, notes, terminal_size, wrapped
 from yunion_mps.errors import YunionError
-from yunion_mps.overview.uses import Clients
+
+if TYPE_CHECKING:
+    from yunion_mps.cli.top.rows import Poll
 
 _INSTEAD = "one frame, on anything: yunion-mps top --once; what happens, line by line: yunion-mps events -f"
 _PIPE_COLUMNS = 120
@@ -28,7 +26,7 @@ _PIPE_COLUMNS = 120
     "-d", "--interval", type=Duration(1, 3600), default="2s", show_default=True, metavar="DURATION",
     help="How often to look.",
 )  # fmt: skip
-def command(once: bool, interval: int) -> None:
+def top(once: bool, interval: int) -> None:
     """Watch the GPUs and the devices: what is used of each budget, by whom, and what happens.
 
     Behind an address, ! is what is over budget or past MPS, and ? a client of MPS that names no device.
@@ -49,17 +47,17 @@ def command(once: bool, interval: int) -> None:
     """
     if not once:
         _refuse_without_screen()
-    answers = asking.answers()
-    if once:
-        sys.stdout.write(_once(answers, asking.clients_or_why()))
-        return
-    from yunion_mps.cli.screen.live import live
+    from yunion_mps.cli.top.live import live, poll
 
-    live(answers, interval)
+    first = poll()
+    if once:
+        sys.stdout.write(_once(first))
+    else:
+        live(first, interval)
 
 
 def _refuse_without_screen() -> None:
-    """Raise YunionError where nothing can be drawn, or no key be read."""
+    """Raise YunionError if nothing can be drawn, or no key be read."""
     if not (os.isatty(0) and os.isatty(1)):
         raise YunionError("top needs a terminal, for its screen and for its keys", _INSTEAD)
     if os.environ.get("TERM", "") in ("", "dumb", "unknown"):
@@ -67,15 +65,16 @@ def _refuse_without_screen() -> None:
         raise YunionError(f"top cannot draw on this terminal: TERM is {name}", _INSTEAD)
 
 
-def _once(answers: Answers, clients: Clients) -> str:
-    """All of it, in the width of the terminal where there is one."""
-    columns = terminal_width() or _columns_asked_for() or _PIPE_COLUMNS
-    look = Look(columns, WHOLE, utf8=is_utf8())
-    shown = frame(scene(answers, clients), look, None, time.time(), 0)
+def _once(first: Poll) -> str:
+    """All of it, in the width of the terminal if there is one."""
+    from yunion_mps.cli.status import ask_clients_soon
+    from yunion_mps.cli.top.frame import WHOLE, Look, frame, plain
+    from yunion_mps.cli.top.rows import scene
+
+    clients = ask_clients_soon()
+    asked = os.environ.get("COLUMNS", "")
+    columns = int(asked) if asked.isascii() and asked.isdigit() and len(asked) < 5 else 0
+    look = Look(terminal_size()[0] or columns or _PIPE_COLUMNS, WHOLE, utf8=is_utf8())
+    shown = frame(scene(first, clients), look, None, time.time(), 0)
     unknown = notes(("Not known", trouble) for trouble in clients.troubles)
     return "".join(wrapped(line) for line in plain(shown.lines).splitlines()) + unknown
-
-
-def _columns_asked_for() -> int:
-    text = os.environ.get("COLUMNS", "")
-    return int(text) if text.isascii() and text.isdigit() and len(text) < 5 else 0

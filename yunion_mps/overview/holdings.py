@@ -1,4 +1,4 @@
-"""Who has what: devices, leases and processes put together. Pure: it asks nobody."""
+"""Who has what: devices, leases and processes joined. Pure."""
 
 from __future__ import annotations
 
@@ -14,24 +14,23 @@ _PAST_MPS, _NO_DEVICE = "past MPS", "no device"
 
 
 class Clients(NamedTuple):
-    """Who uses GPUs, and `waiting` who would; `troubles` are what is not known of it, and why."""
+    """The answer of /v1/clients; `troubles` are what is not known of it, and why."""
 
     clients: list[Json]
     servers: list[Json]
     troubles: list[str]
     waiting: list[Json]
 
+    @classmethod
+    def of(cls, answer: Json) -> Clients:
+        return cls(answer["clients"], answer["servers"], answer["troubles"], answer["waiting"])
 
-NOBODY = Clients([], [], [], [])
 
-
-def clients_told(answer: Json) -> Clients:
-    """What /v1/clients has answered."""
-    return Clients(answer["clients"], answer["servers"], answer["troubles"], answer["waiting"])
+NO_CLIENTS = Clients([], [], [], [])
 
 
 class Process(NamedTuple):
-    """What one process has on one GPU; `memory_mib` is None where the driver does not tell."""
+    """What one process has on one GPU; `memory_mib` is None if the driver does not tell."""
 
     pid: int
     user: str | None
@@ -42,15 +41,15 @@ class Process(NamedTuple):
 
     @property
     def shown(self) -> str:
-        """Its command line, after the name of its container where it is in one."""
+        """Its command line, after the name of its container."""
         return in_container(self.container, self.command or "")
 
 
 class Holding(NamedTuple):
-    """What counts against one budget on one GPU: the devices, the lease, if there is one, and who uses them.
+    """What counts against one budget on one GPU: the devices, the lease, if there is one, and the processes.
 
     Without devices it is what processes use past MPS, or through MPS and by no device. `free` is whether the
-    daemon would give it to whoever asks, who may find somebody on it who did not ask; `pending`, which leases
+    daemon would give it to a request, although processes without a lease may use it; `pending`, which leases
     of a former division it is of or waits for, empty for none.
     """
 
@@ -67,32 +66,23 @@ class Holding(NamedTuple):
 
     @property
     def used_mib(self) -> int:
-        """The memory of its processes, as far as the driver tells it."""
         return sum(process.memory_mib or 0 for process in self.processes)
 
     @property
     def over_mib(self) -> int:
-        """By how much it is over its budget, 0 where it is within."""
         return 0 if self.budget_mib is None else max(0, self.used_mib - self.budget_mib)
 
     @property
     def in_use(self) -> bool:
-        """Whether somebody has it."""
         return bool(self.lease or self.processes)
 
     @property
     def is_spare(self) -> bool:
-        """Whether it is free, and nobody uses it."""
+        """Whether it is free, and no process uses it either."""
         return self.free and not self.in_use
 
     @property
-    def share(self) -> float:
-        """What is used of the budget: 1 is all of it; 0 where there is none."""
-        return self.used_mib / self.budget_mib if self.budget_mib else 0.0
-
-    @property
     def user(self) -> str:
-        """Whose it is, empty where it is nobody's."""
         if self.lease:
             return str(self.lease["user"])
         users = {process.user for process in self.processes if process.user}
@@ -100,7 +90,7 @@ class Holding(NamedTuple):
 
     @property
     def since_s(self) -> float | None:
-        """Since when, in s since 1970; None where nobody knows."""
+        """Since when, in s since 1970; None if that is not known."""
         if self.lease:
             return float(self.lease["since"])
         return min((one.started_s for one in self.processes if one.started_s is not None), default=None)
@@ -112,7 +102,7 @@ class Holding(NamedTuple):
 
 
 def in_container(container: str | None, command: str) -> str:
-    """`trainer: python train.py`, where it runs in a container."""
+    """`trainer: python train.py`; the command alone outside of containers."""
     return f"{container}: {command}" if container else command
 
 
@@ -136,9 +126,10 @@ def holdings(devices: Sequence[Json], leases: Iterable[Json], clients: Iterable[
         percentage = device.get("mps_thread_percentage")
         if lease and (percentage is None or len(lease["devices"]) == 1):
             percentage = lease["thread_percentage"]  # as it was given, which may be before a reload
-        available, free = device.get("state") != "unavailable", device.get("free", False)
-        pending = device["reason"] if device.get("state") == "pending" else ""
-        one = Holding(key[1], (address,), budget_mib, percentage, lease, available, free, pending)
+        one = Holding(
+            key[1], (address,), budget_mib, percentage, lease, device.get("state") != "unavailable",
+            device.get("free", False), device["reason"] if device.get("state") == "pending" else "",
+        )  # fmt: skip
         found[key] = _joined(found[key], one) if key in found else one
         place[address] = key
         if lease and lease["pid"] is not None and key not in by_pid.setdefault(lease["pid"], []):
@@ -189,11 +180,6 @@ def _add(
         found[key] = holding._replace(processes=(*holding.processes, process))
 
 
-def past_mps(clients: Iterable[Json]) -> int:
-    """How many of them are none of MPS, but use a GPU past it."""
-    return sum(client["mps"] is False for client in clients)
-
-
 def memory_by_gpu(clients: Iterable[Json]) -> dict[str, int]:
     """The MiB that processes have on each GPU, by its address."""
     used: dict[str, int] = {}
@@ -204,7 +190,7 @@ def memory_by_gpu(clients: Iterable[Json]) -> dict[str, int]:
 
 
 def filled(holding: Holding, budgets: dict[str, int]) -> list[tuple[str, int]]:
-    """What is used of each of its devices in MiB: the first ones first, and what is over on the last."""
+    """The MiB used of each of its devices, filled one after the other; the last has all that is left."""
     left = holding.used_mib
     parts = []
     for address in holding.devices:

@@ -1,23 +1,34 @@
-"""`yunion-mps web`: the web page for a while, by whoever may ask the daemon."""
+"""What other programs read: `metrics` for Prometheus, `web` and `gateway` over TCP."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import logging
+import sys
 from typing import Any
 
 import click
 
-from yunion_mps.cli.ask import ask
-from yunion_mps.config.values import ENDPOINT_EXAMPLE, is_public, normal_endpoint
+from yunion_mps.cli.daemon import ask, daemon
 from yunion_mps.errors import YunionError
-from yunion_mps.gateway.handlers import Web
-from yunion_mps.gateway.listeners import LIMITS, listen
-from yunion_mps.host.logs import limit_tracebacks
+from yunion_mps.escaping import printable
 from yunion_mps.paths import Paths
 
 _DEFAULT = "127.0.0.1:9435"
+
+
+@click.command("metrics", short_help="Print the metrics, as Prometheus reads them.")
+def metrics() -> None:
+    """Print the metrics, as Prometheus reads them.
+
+    To have them scraped, set metrics_listen in host.conf; for node_exporter's textfile collector, set
+    metrics_textfile. What each one means is in docs/metrics.md.
+
+    \b
+    Examples:
+      yunion-mps metrics
+      yunion-mps metrics | promtool check metrics
+    """
+    sys.stdout.write("\n".join(map(printable, daemon().get_text("/metrics").split("\n"))))
 
 
 @click.command("web", short_help="Show it all on a web page.")
@@ -26,7 +37,7 @@ _DEFAULT = "127.0.0.1:9435"
     help="Where to serve it.",
 )  # fmt: skip
 @click.option("--allow-public", is_flag=True, help="Also at an address that other hosts can reach.")
-def command(address: str, allow_public: bool) -> None:
+def web(address: str, allow_public: bool) -> None:
     """Serve the web page until Ctrl-C: the GPUs, who has what, and what happens. It changes nothing.
 
     Whoever reaches the address can read it, without a password: at 127.0.0.1 all users of this host. To have
@@ -38,16 +49,23 @@ def command(address: str, allow_public: bool) -> None:
       yunion-mps web --listen 127.0.0.1:8080
       ssh -L 9435:127.0.0.1:9435 gpu-01 yunion-mps web
     """
+    import asyncio
+    import logging
+
+    from yunion_mps.host.logs import limit_tracebacks
+
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     limit_tracebacks()
     where = _checked(address, allow_public=allow_public)
-    ask("/v1/status")  # whoever may not ask, or whom nobody answers, is told so here
+    ask("/v1/status")  # raises if the daemon does not answer, or not this user
     with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(_serve(where))
 
 
 def _checked(address: str, *, allow_public: bool) -> str:
     """The address as it is listened on; raises YunionError."""
+    from yunion_mps.config.values import ENDPOINT_EXAMPLE, is_public, normal_endpoint
+
     try:
         where = normal_endpoint(address)
     except ValueError as error:
@@ -61,6 +79,10 @@ def _checked(address: str, *, allow_public: bool) -> str:
 
 
 async def _serve(address: str) -> None:
+    import asyncio
+
+    from yunion_mps.gateway.handlers import Web
+    from yunion_mps.gateway.listeners import LIMITS, listen
     from yunion_mps.http.server import Server
 
     try:
@@ -75,3 +97,27 @@ async def _serve(address: str) -> None:
         await asyncio.Event().wait()
     finally:
         await server.close()
+
+
+@click.command("gateway", short_help="Serve over TCP what host.conf opens: the service's own.")
+def gateway() -> None:
+    """Serve over TCP what metrics_listen and web_listen in host.conf open.
+
+    It needs no rights but to ask the daemon, and ends when host.conf opens nothing. The service
+    yunion-mps-gateway runs it; by hand it is only needed on a host without systemd.
+
+    \b
+    Examples:
+      yunion-mps gateway
+    """
+    import asyncio
+    import logging
+
+    from yunion_mps.gateway.listeners import serve
+    from yunion_mps.host.logs import LineFormatter, limit_tracebacks
+
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(LineFormatter("%(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
+    limit_tracebacks()
+    asyncio.run(serve(Paths.from_environment()))

@@ -1,4 +1,4 @@
-"""Asking the daemon, and telling it what to do."""
+"""The daemon as commands ask it, and tell it what to do."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def ask(target: str, timeout_s: float | None = None) -> Any:
     return daemon().get(target, timeout_s)
 
 
-def tell(target: str, *, until_closed: bool = False, timeout_s: float = SLOW_S) -> Any:
+def tell(target: str, *, until_closed: bool = False) -> Any:
     """The daemon's JSON answer to what it is told to do; raises as `ask` does.
 
     With `until_closed` it returns once the program that answered has given way to the next.
     """
-    return daemon().post(target, timeout_s, until_closed=until_closed)
+    return daemon().post(target, SLOW_S, until_closed=until_closed)
 
 
 def remove(target: str) -> Any:
@@ -44,3 +44,9 @@ def quoted(text: str) -> str:
     from urllib.parse import quote
 
     return quote(text, safe="")
+
+
+def listed_devices() -> list[dict[str, Any]]:
+    """All devices; raises as `ask` does."""
+    devices: list[dict[str, Any]] = ask("/v1/devices?limit=0")["isolated_devices"]
+    return devices

@@ -1,0 +1,167 @@
+"""What the host has: `isolated-device-list` (in short `list`, with Cloudpods' columns), `show`, `gpus`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import click
+
+from yunion_mps.cli.daemon import ask, quoted
+from yunion_mps.cli.options import device_argument, device_target
+from yunion_mps.cli.output import cell, draw, notes, output_option, pairs, show, show_pairs
+
+Json = dict[str, Any]
+
+#: Cloudpods' headers, and the fields under them.
+COLUMNS = {
+    "ID": "id",
+    "Dev_type": "dev_type",
+    "Model": "model",
+    "Addr": "addr",
+    "Vendor_device_id": "vendor_device_id",
+    "Host_id": "host_id",
+    "numa_node": "numa_node",
+    "Device_path": "device_path",
+    "PCIE_Info": "pcie_info",
+    "Index": "index",
+    "Device_minor": "device_minor",
+}
+#: What a narrow terminal can do without, the least useful first.
+_DROP = (
+    "Device_minor", "Index", "Host_id", "numa_node", "Vendor_device_id", "PCIE_Info", "Dev_type",
+    "Device_path", "Model",
+)  # fmt: skip
+#: The devices of a page, as with Cloudpods.
+_PAGE = 20
+
+_GPU_COLUMNS = {
+    "Addr": "addr",
+    "Name": "name",
+    "UUID": "uuid",
+    "Memory_MiB": "memory_total",
+    "Compute_mode": "compute_mode",
+    "Capability": "compute_capability",
+    "MIG": "mig_enabled",
+    "Devices": "devices",
+    "Enforced": "budget_enforced",
+    "State": "state",
+    "Reason": "reason",
+}
+_GPU_DROP = ("MIG", "Capability", "UUID", "Enforced", "Compute_mode", "Memory_MiB", "Name", "Devices")
+
+# What the daemon takes, so that a wrong number is wrong usage here.
+_NUMA_NODE = click.IntRange(-1, 2_147_483_647)
+_FROM_0 = click.IntRange(0, 2_147_483_647)
+_UP_TO = click.IntRange(0, 100_000)
+
+
+@click.command("isolated-device-list")
+@click.option(
+    "--limit",
+    type=_UP_TO,
+    metavar="N",
+    help=f"Devices per page; 0: all. Default: {_PAGE} in a table, otherwise all.",
+)
+@click.option(
+    "--offset", type=_FROM_0, metavar="N", default=0, show_default=True, help="Devices to pass over."
+)
+@click.option("--dev-type", metavar="TYPE", help="Only this type, e.g. NVIDIA_MPS.")
+@click.option("--model", metavar="NAME", help='Only this model, e.g. "Tesla P40".')
+@click.option("--addr", metavar="ADDR", help="Only this device (00:06.0-1), or this GPU's (00:06.0).")
+@click.option("--device-path", metavar="UUID", help="Only devices of the GPU with this UUID.")
+@click.option("--vendor-device-id", metavar="ID", help="Only this kind of GPU, e.g. 10de:1b38.")
+@click.option("--numa-node", type=_NUMA_NODE, metavar="N", help="Only GPUs at this NUMA node; -1: without.")
+@click.option("--unused", is_flag=True, help="Only devices that yunion-mps run could be given now.")
+@output_option
+def list_devices(limit: int | None, offset: int, output: str, **filters: object | None) -> None:
+    """List the MPS devices of this host.
+
+    \b
+    Examples:
+      yunion-mps isolated-device-list
+      yunion-mps list
+      yunion-mps list --addr 00:06.0 --limit 0
+      yunion-mps list --unused --output json
+    """
+    if limit is None:
+        limit = _PAGE if output == "table" else 0
+    words = [f"limit={limit}", f"offset={offset}"]
+    for name, value in filters.items():
+        if value is not None and value is not False:
+            words.append(f"{name}={'true' if value is True else quoted(str(value))}")
+    answer = ask("/v1/devices?" + "&".join(words))
+    rows = [[device[field] for field in COLUMNS.values()] for device in answer["isolated_devices"]]
+    header = list(COLUMNS)
+    show(answer, output, header, rows, lambda: draw(header, rows, _DROP) + footer(answer))
+
+
+def footer(answer: dict[str, int]) -> str:
+    """Cloudpods' last line."""
+    total, limit, offset = answer["total"], answer["limit"], answer["offset"]
+    size = limit or max(total, 1)
+    pages = -(-total // size)
+    return (
+        f"*** Total: {total} Pages: {pages} Limit: {limit} Offset: {offset} Page: {offset // size + 1} ***\n"
+    )
+
+
+@click.command("show", short_help="Show one device, and how to use it.")
+@device_argument
+@output_option
+def show_device(device: str, output: str) -> None:
+    """Show DEVICE: by id, by address, or by a unique beginning of either.
+
+    Within a job it may be left out: YUNION_MPS_DEVICE in the environment names the job's own,
+    where it has only one.
+
+    \b
+    Examples:
+      yunion-mps show 00:06.0-1
+      yunion-mps show 00:06.0-1 --output json
+    """
+    answer = ask(device_target(device))
+    show_pairs(answer, output, lambda: _device_text(answer))
+
+
+def _device_text(answer: Json) -> str:
+    """A table, and below it the environment in lines that can be copied as they are."""
+    about = {name: value for name, value in answer.items() if name != "client_environment"}
+    text = draw(("Field", "Value"), pairs(about))
+    if answer["client_environment"]:
+        text += "Environment of a process that uses it:\n"
+    return text + "".join(f"  {name}={cell(value)}\n" for name, value in answer["client_environment"].items())
+
+
+@click.command("gpus")
+@output_option
+def list_gpus(output: str) -> None:
+    """List the NVIDIA GPUs of this host.
+
+    \b
+    Examples:
+      yunion-mps gpus
+      yunion-mps gpus --output csv
+    """
+    answer = ask("/v1/gpus")
+    rows = [[gpu[field] for field in _GPU_COLUMNS.values()] for gpu in answer["gpus"]]
+    show(answer, output, list(_GPU_COLUMNS), rows, lambda: _gpus_text(answer["gpus"]))
+
+
+def _gpus_text(gpus: list[Json]) -> str:
+    """A table, and below it the reasons, which no column has room for."""
+    header = [name for name in _GPU_COLUMNS if name != "Reason"]
+    rows = [[gpu[_GPU_COLUMNS[name]] for name in header] for gpu in gpus]
+    return draw(header, rows, _GPU_DROP) + notes((gpu["addr"], gpu["reason"]) for gpu in gpus) + pools(gpus)
+
+
+def pools(gpus: Iterable[Json]) -> str:
+    """What is free of the GPUs whose memory is handed out in units."""
+    return notes(
+        (
+            gpu["addr"],
+            f"{gpu['memory_free']} of {gpu['memory_total']} MiB can be had: yunion-mps run --gpu-mem",
+        )
+        for gpu in gpus
+        if gpu["memory_free"] is not None and not gpu["reason"]
+    )

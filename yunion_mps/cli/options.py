@@ -1,0 +1,136 @@
+"""Values of options: durations, moments, devices; and the question before jobs are ended."""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from typing import TYPE_CHECKING
+
+import click
+
+from yunion_mps.cli.daemon import listed_devices, quoted
+from yunion_mps.errors import YunionError
+
+if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
+
+_UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
+_FORMS = ("%Y-%m-%d", "%Y-%m-%d %H:%M", "%Y-%m-%d %H:%M:%S")
+_NO_DURATION = "is not a duration: write 90, 90s, 10m, 2h or 1d"
+_MOMENT_HINT = (
+    "write 10m, 2h or 3d for so long ago, today, yesterday, a date as 2026-11-20, a time as "
+    "'2026-11-20 13:45', or seconds since 1970"
+)
+#: The latest moment that the daemon takes.
+LATEST_S = 99_999_999_999
+
+
+def duration_s(text: str) -> int | None:
+    """A duration in s, None if the text is none; a number without a unit is in seconds."""
+    found = re.fullmatch(r"([0-9]{1,9})([smhdw]?)", text)
+    return int(found[1]) * _UNITS_S[found[2] or "s"] if found else None
+
+
+def moment(text: str, now_s: float) -> int:
+    """The moment in s since 1970, by the local time zone; raises ValueError if it is none."""
+    if re.fullmatch(r"[0-9]{9,11}", text):  # fewer digits are no date that anybody means
+        return int(text)
+    ago_s = duration_s(text)
+    if ago_s is not None:
+        return max(0, int(now_s) - ago_s)
+    if text in ("today", "yesterday"):
+        now = time.localtime(now_s)
+        day = now.tm_mday - (text == "yesterday")
+        return int(time.mktime((now.tm_year, now.tm_mon, day, 0, 0, 0, 0, 0, -1)))
+    for form in _FORMS:
+        try:
+            date = time.strptime(text.replace("T", " ", 1), form)
+            # -1: mktime(3) knows by the date whether summer time was in force.
+            return min(max(0, int(time.mktime((*date[:8], -1)))), LATEST_S)
+        except (ValueError, OverflowError):
+            continue
+    raise ValueError(text)
+
+
+class Duration(click.ParamType):
+    """An option's value that is a duration, within bounds in s."""
+
+    name = "duration"
+
+    def __init__(self, least_s: int = 1, most_s: int | None = None) -> None:
+        self._least_s = least_s
+        self._most_s = most_s
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """The duration in s; wrong usage if it is none, or out of bounds."""
+        if isinstance(value, int):
+            return value
+        found = duration_s(str(value))
+        if found is None:
+            self.fail(f"{value!r} {_NO_DURATION}.", param, ctx)
+        if found < self._least_s or (self._most_s is not None and found > self._most_s):
+            least = f"{self._least_s}s"
+            bounds = f"{least}<=x<={self._most_s}s" if self._most_s else f"x>={least}"
+            self.fail(f"{value} is not in the range {bounds}.", param, ctx)
+        return found
+
+
+class Moment(click.ParamType):
+    """An option's value that is a moment, in s since 1970."""
+
+    name = "time"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """The moment; wrong usage if it is none."""
+        if isinstance(value, int):
+            return value
+        try:
+            return moment(str(value), time.time())
+        except ValueError:
+            self.fail(f"{value!r} is not a time: {_MOMENT_HINT}.", param, ctx)
+
+
+def complete_device(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """The addresses of the devices; none if the daemon does not answer."""
+    del ctx, param
+    from click.shell_completion import CompletionItem
+
+    try:
+        devices = listed_devices()
+    except YunionError:
+        return []
+    # Without a description: zsh would look for it behind the address' first colon.
+    return [CompletionItem(d["addr"]) for d in devices if d["addr"].startswith(incomplete)]
+
+
+def complete_file(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """What the shell itself offers: names of files."""
+    del ctx, param
+    from click.shell_completion import CompletionItem
+
+    return [CompletionItem(incomplete, type="file")]
+
+
+device_argument = click.argument("device", envvar="YUNION_MPS_DEVICE", shell_complete=complete_device)
+
+
+def device_target(device: str) -> str:
+    """The device's URL; raises UsageError if none is named, or several, as a job's are."""
+    if not device:
+        raise click.UsageError("DEVICE is empty.")
+    if "," in device:
+        raise click.UsageError(f"DEVICE is {device}: name one of them.")
+    return f"/v1/devices/{quoted(device)}"
+
+
+def refuse_unattended(yes: bool) -> None:
+    """Wrong usage if no person can be asked, and the answer was not given beforehand."""
+    if not yes and not (sys.stdin and sys.stdin.isatty()):
+        raise click.UsageError("This ends jobs, and nobody is there to be asked: add --yes.")
+
+
+def confirm(question: str, yes: bool) -> None:
+    """Go on if the answer is yes; raises YunionError otherwise."""
+    if not yes and not click.confirm(question, err=True):
+        raise YunionError("nothing was changed, and nobody was ended", "answer y to go on")

@@ -1,0 +1,311 @@
+"""One frame of `top`: lines of words and styles that fit a terminal. Time and size are given."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from yunion_mps.cli.output import cell, columns_of, duration, fit
+from yunion_mps.cli.top.rows import ORDERS, Row, Scene, sorted_devices, sorted_gpus
+from yunion_mps.overview import count
+from yunion_mps.overview.findings import NOTICE, PROBLEM, with_remedies
+
+#: Words in one style: "" is the terminal's own.
+Line = list[tuple[str, str]]
+
+VIEWS = ("all", "GPUs", "devices")
+#: As many rows as there are lines, to print a frame whole.
+WHOLE = 1_000_000
+
+_HEADINGS = {
+    "GPU": {"used": "USED MiB", "of": "OF MiB", "user": "IN USE", "pid": "PROCS", "command": "NAME"},
+    "DEVICE": {
+        "used": "USED MiB", "of": "OF MiB", "threads": "SM %", "user": "USER", "pid": "PID",
+        "since": "SINCE", "command": "COMMAND",
+    },
+}  # fmt: skip
+_WIDTHS = {"bar": 10, "used": 8, "of": 7, "threads": 5, "user": 8, "pid": 7, "since": 6, "command": 8}
+#: What a narrow terminal can do without, the least useful first.
+_DROP = ("threads", "since", "pid", "command", "user", "bar")
+_ON_THE_RIGHT = ("used", "of", "threads", "pid", "since")
+_WIDEST_BAR, _WIDEST_USER = 24, 14
+#: From this share of a budget on, a bar warns.
+_NEARLY = 0.9
+_EIGHTHS = " ▏▎▍▌▋▊▉"
+
+
+class Look(NamedTuple):
+    """How it is looked at: the size, the order, the view, and how far it was scrolled."""
+
+    columns: int
+    rows: int
+    utf8: bool = True
+    order: str = ORDERS[0]
+    view: str = VIEWS[0]
+    offset: int = 0
+
+
+class Outage(NamedTuple):
+    """Why the daemon has not answered since then (s since 1970), or if that is None, what is not known."""
+
+    since_s: float | None
+    why: str
+    remedy: str = ""
+
+
+class Frame(NamedTuple):
+    """The lines, and by how many rows one can scroll at most and turns a page."""
+
+    lines: list[Line]
+    last_offset: int
+    page: int
+
+
+class _Room(NamedTuple):
+    """How many lines each part gets, its heading with it."""
+
+    gpus: int
+    devices: int
+    events: int
+
+
+def frame(scene: Scene, look: Look, outage: Outage | None, now_s: float, interval_s: int) -> Frame:
+    """What there is to see; with `outage`, what there was to see."""
+    whole = look.rows >= WHOLE
+    top = _top(scene, outage, now_s)
+    top += _findings(scene, len(scene.findings) * 2 if whole else look.rows // 6)
+    foot = [] if whole else [_foot(look, interval_s)]
+    room = _room(scene, look, look.rows - len(top) - len(foot))
+    widths = _widths([row.address for row in (*scene.gpus, *scene.devices)], look.columns)
+    view_gpus = look.view == "GPUs"
+    gpus, gpus_over = _table(
+        "GPU", sorted_gpus(scene.gpus, look.order), room.gpus, look.offset if view_gpus else 0, widths, look,
+        now_s,
+    )  # fmt: skip
+    devices, devices_over = _table(
+        "DEVICE", sorted_devices(scene.devices, look.order), room.devices, look.offset, widths, look, now_s
+    )
+    lines = [*top, *gpus, *devices, *_events(scene, look, room.events, now_s)]
+    if whole:
+        fitted = [[(cell(text), style) for text, style in line] for line in lines]
+    else:
+        lines = lines[: look.rows - 1] + [[]] * (look.rows - 1 - len(lines)) + foot
+        fitted = [_fitted(line, look) for line in lines[: look.rows]]
+    page = (room.gpus if view_gpus else room.devices) - 1
+    return Frame(fitted, gpus_over if view_gpus else devices_over, max(page, 1))
+
+
+def _top(scene: Scene, outage: Outage | None, now_s: float) -> list[Line]:
+    status = scene.host.answers.status
+    begin = (f"yunion-mps {status['version']}  {clock(now_s)}  ", "bold")
+    why: list[Line] = []
+    if outage:
+        why = [[("Not known: " if outage.since_s is None else "Problem: ", "bad"), (outage.why, "")]]
+        why += [[(f"  do: {outage.remedy}", "")]] if outage.remedy else []
+        if outage.since_s is not None:
+            old = f"no answer since {clock(outage.since_s)}; all below is from then"
+            return [[begin, (old, "bad")], *why, _counts(scene)]
+    driver = status["driver"]["version"]
+    style = {"ready": "good", "degraded": "warn", "failed": "bad"}.get(scene.host.state, "")
+    return [
+        [begin, (scene.host.state, style), (f"  driver {driver}" if driver else "", "")],
+        _counts(scene),
+        *why,
+    ]
+
+
+def clock(moment_s: float) -> str:
+    """The time of day."""
+    return time.strftime("%H:%M:%S", time.localtime(moment_s))
+
+
+def _counts(scene: Scene) -> Line:
+    """What there is, in one line."""
+    answers, devices = scene.host.answers, scene.host.devices
+    waiting, clients = len(answers.waiting), len(answers.clients.clients)
+    listed = {gpu["addr"] for gpu in answers.gpus}
+    total = sum(len(one.devices) for one in scene.host.holdings if one.gpu in listed)
+    pools = [gpu["memory_free"] for gpu in answers.gpus if gpu["memory_free"] is not None]
+    parts = [
+        count(len(scene.gpus), "GPU"),
+        f"{count(total, 'device')}: {devices['used']} used, {devices['free']} free"
+        + (f", {devices['unavailable']} unavailable" if devices["unavailable"] else ""),
+        *([f"{sum(pools)} MiB free in units"] if pools else []),
+        count(len(answers.leases), "lease") + (f", {waiting} waiting" if waiting else ""),
+        count(clients, "process", "processes"),
+    ]
+    return [("; ".join(parts), "")]
+
+
+def _findings(scene: Scene, most: int) -> list[Line]:
+    """What is wrong, and below problems with the same remedy that remedy, in so many lines."""
+    blocks: list[list[Line]] = []
+    for one, remedy in with_remedies(scene.findings):
+        blocks.append([[(f"{one.kind}: ", "bad" if one.kind == PROBLEM else "warn"), (one.what, "")]])
+        if remedy and one.kind in (NOTICE, PROBLEM):
+            blocks[-1].append([(f"  do: {remedy}", "")])
+    if sum(map(len, blocks)) <= most:
+        return [line for block in blocks for line in block]
+    shown: list[Line] = []
+    left = sum(one.number for one in scene.findings)
+    for one, block in zip(scene.findings, blocks):
+        if len(shown) < most - 1:
+            shown += block
+            left -= one.number
+    more = f"{left} more; " if left else ""
+    return [*shown[: max(most - 1, 0)], [(f"{more}all of it: yunion-mps status", "")]][:most]
+
+
+def _room(scene: Scene, look: Look, rows: int) -> _Room:
+    if look.rows >= WHOLE:
+        return _Room(len(scene.gpus) + 1, len(scene.devices) + 1, len(scene.events) + 1)
+    events = min(len(scene.events), 5 if rows >= 16 else 3 if rows >= 11 else 0)
+    events += 1 if events else 0
+    rest = max(rows - events, 0)
+    if look.view == "GPUs":
+        return _Room(rest, 0, events)
+    if look.view == "devices" or rest < 5:
+        return _Room(0, rest, events)
+    gpus = min(len(scene.gpus), max(1, rest // 3 - 1)) + 1
+    devices = rest - gpus
+    if devices > len(scene.devices) + 1:  # the rest is the events'
+        spare = devices - len(scene.devices) - 1
+        gpus += min(spare, len(scene.gpus) + 1 - gpus)
+        devices = min(rest - gpus, len(scene.devices) + 1)
+        events = min(rows - gpus - devices, len(scene.events) + 1) if events else 0
+    return _Room(gpus, devices, events)
+
+
+def _widths(addresses: Iterable[str], columns: int) -> dict[str, int]:
+    """The columns that there is room for, the same for both tables, so that their bars begin alike."""
+    widths = {"address": max([len("DEVICE"), *map(len, addresses)]) + 1, **_WIDTHS}
+    for name in _DROP:
+        if _taken(widths) <= columns:
+            break
+        del widths[name]
+    spare = columns - _taken(widths)
+    for name, widest, part in (("bar", _WIDEST_BAR, 2), ("user", _WIDEST_USER, 3)):
+        if name in widths and spare > 0:
+            more = min(widest - widths[name], spare // part)
+            widths[name] += more
+            spare -= more
+    if "command" in widths:
+        widths["command"] += max(spare, 0)
+    return widths
+
+
+def _taken(widths: dict[str, int]) -> int:
+    return sum(width + 1 for width in widths.values()) - 1
+
+
+def _table(
+    name: str, rows: Sequence[Row], room: int, offset: int, widths: dict[str, int], look: Look, now_s: float
+) -> tuple[list[Line], int]:
+    """The heading and as many rows as there is room for, and how many rows there are more."""
+    if not room:
+        return [], 0
+    shown = min(room - 1, len(rows))
+    begin = min(offset, len(rows) - shown)
+    words = f" {begin + 1}-{begin + shown}/{len(rows)}" if shown < len(rows) else ""
+    lines = [_heading(_headings(name, words, widths, look), look)]
+    lines += [_line(row, widths, look, now_s) for row in rows[begin : begin + shown]]
+    return lines, len(rows) - shown
+
+
+def _headings(name: str, words: str, widths: dict[str, int], look: Look) -> str:
+    """The headings of a table; `words` say how much of it is to be seen."""
+    room = widths["address"] + (1 + widths["bar"] if "bar" in widths else 0)
+    cells = [
+        fit(_HEADINGS[name].get(one, ""), width, utf8=look.utf8, to_the_right=one in _ON_THE_RIGHT)
+        for one, width in widths.items()
+        if one not in ("address", "bar")
+    ]
+    return " ".join([fit(name + words, room, utf8=look.utf8), *cells])
+
+
+def _line(row: Row, widths: dict[str, int], look: Look, now_s: float) -> Line:
+    texts = {
+        "address": row.address + row.mark,
+        "used": str(row.used_mib) if row.in_use else "",
+        "of": "" if row.of_mib is None else str(row.of_mib),
+        "threads": "" if row.threads is None else f"{row.threads:g}",
+        "user": row.user,
+        "pid": "" if row.pid is None else str(row.pid),
+        "since": "" if row.since_s is None else duration(now_s - row.since_s, 1),
+        "command": row.command,
+    }
+    styles = {
+        "address": "bad" if row.is_bad else "" if row.in_use else "dim",
+        "used": "bad" if row.share > 1 else "",
+    }
+    line: Line = []
+    for name, width in widths.items():
+        if line:
+            line.append((" ", ""))
+        if name == "bar":
+            style = "bad" if row.share > 1 else "warn" if row.share >= _NEARLY else "good"
+            line.append((bar(row.share, width, utf8=look.utf8), style))
+        else:
+            shown = fit(texts[name], width, utf8=look.utf8, to_the_right=name in _ON_THE_RIGHT)
+            line.append((shown, styles.get(name, "")))
+    return line
+
+
+def bar(share: float, width: int, *, utf8: bool) -> str:
+    """A bar of `width` columns for a share from 0 to 1; more than 1 is full. Any share above 0 shows."""
+    share = min(max(share, 0.0), 1.0)
+    if not utf8:
+        inner = max(width - 2, 0)
+        full = max(int(share * inner + 0.5), 1 if share else 0)
+        return f"[{'#' * full}{'-' * (inner - full)}]"[:width]
+    eighths = max(int(share * width * 8 + 0.5), 1 if share else 0)
+    full, part = divmod(eighths, 8)
+    drawn = "█" * full + (_EIGHTHS[part] if part else "")
+    return drawn + "░" * (width - len(drawn))
+
+
+def _events(scene: Scene, look: Look, room: int, now_s: float) -> list[Line]:
+    """The newest first."""
+    newest = list(reversed(scene.events))[: max(room - 1, 0)]
+    lines = [_heading("EVENTS", look)] if newest else []
+    for event in newest:
+        form = "%H:%M:%S" if now_s - event["time"] < 86400 else "%d %b  "
+        when = time.strftime(form, time.localtime(event["time"]))
+        severity = event["severity"] if event["severity"] == "info" else event["severity"].upper()
+        style = {"warning": "warn", "error": "bad"}.get(event["severity"], "")
+        cause = f" ({event['cause'].splitlines()[0]})" if event["cause"] else ""
+        what = f"{event['kind']} {event['subject']}".rstrip() + f": {event['what']}{cause}"
+        lines.append([(f"{when} ", ""), (f"{severity:7} ", style), (what, "")])
+    return lines
+
+
+def _heading(text: str, look: Look) -> Line:
+    return [(fit(text, look.columns, utf8=look.utf8), "head")]
+
+
+def _foot(look: Look, interval_s: int) -> Line:
+    arrows = "↑↓" if look.utf8 else "j k"
+    keys = (("q", "quit"), ("s", f"sort: {look.order}"), ("v", f"view: {look.view}"), (arrows, "scroll"))
+    line: Line = []
+    for key, means in keys:
+        line += [(f" {key} ", "head"), (f" {means} ", "")]
+    return [*line, (f" every {interval_s} s", "dim")]
+
+
+def _fitted(line: Line, look: Look) -> Line:
+    """The line in the columns that there are."""
+    left = look.columns
+    fitted: Line = []
+    for text, style in line:
+        shown = fit(text, min(columns_of(text), left), utf8=look.utf8)
+        fitted.append((shown, style))
+        left -= columns_of(shown)
+        if left <= 0:
+            break
+    return fitted
+
+
+def plain(lines: Iterable[Line]) -> str:
+    """The lines without styles."""
+    return "".join("".join(text for text, _ in line).rstrip() + "\n" for line in lines)

@@ -1,0 +1,152 @@
+"""What a frame of `top` shows, made from the daemon's answers: a row for each GPU and device. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from yunion_mps.overview.findings import Finding, folded
+from yunion_mps.overview.holdings import Clients, Holding, Json, filled, in_container
+from yunion_mps.overview.host import FREE, UNAVAILABLE, Answers, HostOverview, state_of
+
+#: Behind the address of what needs attention: over budget or past MPS, and used without a device.
+TROUBLED, WITHOUT_DEVICE = "!", "?"
+
+ORDERS = ("busiest", "device", "user", "longest")
+
+
+class Poll(NamedTuple):
+    """What the daemon said at `taken_s` (s since 1970), without its clients.
+
+    `devices_s` is when the GPUs and devices were asked for, by the monotonic clock.
+    """
+
+    taken_s: float
+    answers: Answers
+    events: list[Json]
+    last_event: int
+    devices_s: float
+
+
+class Row(NamedTuple):
+    """A GPU, a device, or what is used without one: the memory that it has and what is used of it, in MiB.
+
+    Of a GPU, `user` is how many of its devices are in use, and `pid` the number of its processes.
+    """
+
+    address: str
+    used_mib: int
+    of_mib: int | None
+    user: str
+    pid: int | None
+    command: str
+    mark: str = ""
+    threads: float | None = None
+    since_s: float | None = None
+    in_use: bool = True
+    is_bad: bool = False
+
+    @property
+    def share(self) -> float:
+        """What is used of its memory: 1 is all of it."""
+        return self.used_mib / self.of_mib if self.of_mib else 0.0
+
+
+class Scene(NamedTuple):
+    """All that there is to see; `findings` are folded."""
+
+    host: HostOverview
+    events: list[Json]
+    findings: list[Finding]
+    gpus: list[Row]
+    devices: list[Row]
+
+
+def scene(poll: Poll, clients: Clients) -> Scene:
+    """What there is to see by the daemon's answers."""
+    host = HostOverview.of(poll.answers._replace(clients=clients))
+    answers = host.answers
+    budgets = {device["addr"]: device["mps_memory_limit"] for device in answers.devices}
+    for lease in answers.leases:  # a device that was made of a pool for its lease is not listed
+        budgets.update(zip(lease["devices"], lease["memory"]))
+    devices = [row for holding in host.holdings for row in _device_rows(holding, budgets)]
+    devices += [_pool_row(gpu) for gpu in answers.gpus if gpu["memory_free"] is not None]
+    return Scene(host, poll.events, folded(host.findings, 2), _gpu_rows(host), devices)
+
+
+def sorted_devices(rows: Iterable[Row], order: str) -> list[Row]:
+    """The rows in one of `ORDERS`; what is used comes before what is free, but for `device`."""
+    if order == "busiest":
+        return sorted(rows, key=lambda row: (row.mark == "", -row.share, not row.in_use))
+    if order == "user":
+        return sorted(rows, key=lambda row: (not row.in_use, row.user))
+    if order == "longest":
+        return sorted(rows, key=lambda row: (row.since_s is None, row.since_s or 0.0))
+    return list(rows)
+
+
+def sorted_gpus(rows: Iterable[Row], order: str) -> list[Row]:
+    """The rows, those with the most used memory first if that is the order."""
+    return sorted(rows, key=lambda row: -row.share) if order == "busiest" else list(rows)
+
+
+def _gpu_rows(host: HostOverview) -> list[Row]:
+    devices: Counter[str] = Counter()
+    in_use: Counter[str] = Counter()
+    processes: Counter[str] = Counter()
+    for holding in host.holdings:
+        devices[holding.gpu] += len(holding.devices)
+        in_use[holding.gpu] += len(holding.devices) * holding.in_use
+        processes[holding.gpu] += len(holding.processes)
+    return [
+        Row(
+            address,
+            host.memory_by_gpu.get(address, 0),
+            gpu["memory_total"],
+            f"{in_use[address]} of {devices[address]}",
+            processes[address],
+            gpu["reason"] or (gpu["name"] or "").removeprefix("NVIDIA "),
+            is_bad=bool(gpu["reason"]),
+        )
+        for gpu in host.answers.gpus
+        for address in [gpu["addr"]]
+    ]
+
+
+def _pool_row(gpu: Json) -> Row:
+    """What is left of a GPU whose memory is handed out in units: it becomes a device once it is leased."""
+    left_mib = gpu["memory_free"]
+    user = FREE if left_mib else UNAVAILABLE if gpu["reason"] else "none"
+    return Row(f"{gpu['addr']}-m*", 0, left_mib, user, None, "in units", in_use=False)
+
+
+def _device_rows(holding: Holding, budgets: dict[str, int]) -> list[Row]:
+    mark = TROUBLED if holding.past_mps or holding.over_mib else "" if holding.devices else WITHOUT_DEVICE
+    first = max(holding.processes, key=lambda one: one.memory_mib or 0, default=None)
+    pid, command = None, ""
+    if first:
+        pid, command = first.pid, first.shown
+    elif lease := holding.lease:
+        pid = lease["pid"]
+        command = in_container(lease["container"], lease["command"] or lease["name"] or "")
+    more = len(holding.processes) - 1
+    row = Row(
+        holding.named or holding.gpu,
+        holding.used_mib,
+        holding.budget_mib,
+        holding.user if holding.in_use else state_of(holding),
+        pid,
+        command + (f" (+{more})" if more > 0 else ""),
+        mark,
+        holding.threads,
+        holding.since_s,
+        holding.in_use,
+        mark == TROUBLED,
+    )
+    if len(holding.devices) < 2:
+        return [row]
+    return [
+        row._replace(address=address, used_mib=part, of_mib=budgets.get(address))
+        for address, part in filled(holding, budgets)
+    ]
