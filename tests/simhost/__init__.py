@@ -7,8 +7,7 @@ with SimHost.create([{"kind": "h100", "count": 8}]) as host:
 """
 
 from .compiled import BuildError
-from .description import REFERENCE, Description
-from .fields import DescriptionError
+from .description import REFERENCE, Description, DescriptionError
 from .gpu import SimGpu
 from .host import SimHost
 from .state import StateError

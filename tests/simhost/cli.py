@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from .compiled import BuildError
-from .fields import DescriptionError
+from .description import DescriptionError
 from .host import SimHost
 from .runner import hold_signals, run
 from .state import StateError

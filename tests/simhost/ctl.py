@@ -8,12 +8,11 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from .fields import DescriptionError
+from .description import PROCESS_TYPES, DescriptionError
 from .gpu import SimGpu
 from .host import SimHost
 from .nvml import COMPUTE_MODES, ERRORS
 from .state import StateError
-from .values import PROCESS_TYPES
 
 
 def main(arguments: list[str]) -> int:

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from . import layout
+from .description import PROCESS_TYPES, GpuDescription, ProcessDescription
 from .nvml import COMPUTE_MODES, ERRORS, XID_FELL_OFF_THE_BUS
 from .state import StateFile
 from .tree import plug_in, unplug
-from .values import PROCESS_TYPES, GpuDescription, ProcessDescription
 
 
 class SimGpu:

@@ -14,13 +14,12 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
 
-from .description import REFERENCE, Description, parse_description, parse_failure
+from .description import REFERENCE, Description, HostDescription, parse_description, parse_failure
 from .environment import host_environment
 from .gpu import SimGpu
 from .install import built_library, install, library_path
 from .state import StateError, StateFile
 from .tree import device_file, write_tree
-from .values import HostDescription
 
 
 class SimHost:

@@ -14,8 +14,14 @@ from typing import Any
 
 from . import layout
 from .catalog import KINDS
+from .description import (
+    PROCESS_TYPES,
+    FailureDescription,
+    GpuDescription,
+    HostDescription,
+    ProcessDescription,
+)
 from .nvml import ERRORS, EVENT_XID, architecture
-from .values import PROCESS_TYPES, FailureDescription, GpuDescription, HostDescription, ProcessDescription
 
 _FUTEX_CALLS = {"x86_64": 202, "aarch64": 98}  # linux: the number of futex(2)
 _FUTEX_WAKE = 1

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from .catalog import KINDS, LINK_SPEEDS
-from .values import GpuDescription, HostDescription
+from .description import GpuDescription, HostDescription
 
 MACHINE_ID = "5c3f2b1de4a94f60b7c8d9e0f1a2b3c4"
 
