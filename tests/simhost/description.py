@@ -11,7 +11,7 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Optional, Union
+from typing import Any, Union
 
 from .catalog import KINDS, LINK_SPEEDS, LINK_WIDTHS
 from .layout import (
@@ -214,7 +214,7 @@ def _gpus(fields: _Fields) -> list[GpuDescription]:
 
     gpus = []
     for number, one in enumerate(wanted):
-        render: Optional[int] = None
+        render: int | None = None
         if "render" not in one:
             render = unused("render", _FIRST_RENDER + number)
         elif one.raw("render") is not None:
