@@ -12,9 +12,8 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from prometheus_client.parser import text_string_to_metric_families
 from yunion_mps.cli.output import draw, notes, say, show, wrapped
-from yunion_mps.doctor.finding import problem
 from yunion_mps.doctor.host import Host
-from yunion_mps.doctor.running import Check, run
+from yunion_mps.doctor.report import Check, problem, run
 from yunion_mps.host.logs import JournalFormatter, LineFormatter
 from yunion_mps.host.systemd import Notifier
 from yunion_mps.metrics.text import text_of
@@ -114,4 +113,4 @@ def test_a_finding_of_the_doctor_is_printable(text: str) -> None:
     """It quotes environments, logs and files of every sort."""
     report = run([Check("one", lambda _: [problem(text, text)])], Host(Paths("/nowhere"), 30))
     (line,) = report.lines
-    assert (line.finding.what + line.finding.remedy).isprintable()
+    assert (line.finding.what + line.finding.hint).isprintable()

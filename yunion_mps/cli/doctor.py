@@ -14,10 +14,9 @@ from yunion_mps.overview import count
 from yunion_mps.paths import Paths
 
 if TYPE_CHECKING:
-    from yunion_mps.doctor.finding import Finding
-    from yunion_mps.doctor.running import Report
+    from yunion_mps.doctor.report import Finding, Report
 
-_HEADER = ("Level", "Check", "What", "Remedy")
+_HEADER = ("Level", "Check", "What", "Hint")
 _INDENT = 12
 #: More findings of a check than these, as of 64 GPUs, would push the other checks off the screen.
 _MOST_ALIKE = 3
@@ -55,11 +54,11 @@ def doctor(pid: int | None, selftest: bool, timeout: int, output: str, command: 
     """
     from yunion_mps.doctor.checks import checks
     from yunion_mps.doctor.host import Host
-    from yunion_mps.doctor.running import run
+    from yunion_mps.doctor.report import run
 
     host = Host(Paths.from_environment(), timeout)
-    report = run(checks(dict(os.environ), pid, command, selftest=selftest), host)
-    rows = [(line.finding.level, line.check, line.finding.what, line.finding.remedy) for line in report.lines]
+    report = run(checks(dict(os.environ), pid, command, selftest_too=selftest), host)
+    rows = [(line.finding.level, line.check, line.finding.what, line.finding.hint) for line in report.lines]
     show(report.as_json(), output, _HEADER, rows, lambda: _text(report))
     sys.stdout.flush()
     # At once: a driver that hangs would also keep a tidy end waiting.
@@ -88,7 +87,7 @@ def _text(report: Report) -> str:
         begin = f"{level:<8} {names_of_checks}:"
         for one in found[:_MOST_ALIKE]:
             text += wrapped(f"{begin} {one.what}", _INDENT)
-            text += wrapped(f"{'':<8} -> {one.remedy}", _INDENT) if one.remedy else ""
+            text += wrapped(f"{'':<8} -> {one.hint}", _INDENT) if one.hint else ""
         left = len(found) - _MOST_ALIKE
         text += wrapped(f"{begin} {left} more of this kind (all: -o csv)", _INDENT) if left > 0 else ""
     return text

@@ -1,5 +1,5 @@
-"""`yunion-mps doctor`: everything that makes MPS fail in the field, looked at one thing after the other.
+"""`yunion-mps doctor`: checks of everything that makes MPS fail in the field.
 
-A check is a function that takes the `Host` and returns findings; it changes nothing. `running` calls all of
-them at once, each with a deadline, and makes the report. `docs/doctor.md` describes every check.
+`report` declares and runs checks, each with a deadline; `checks` lists the modules that have them; `host` is
+what they look at. `docs/doctor.md` describes every check.
 """

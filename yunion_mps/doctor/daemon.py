@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 
 from yunion_mps import __version__
-from yunion_mps.doctor.finding import Finding, Findings, ok, problem, skipped, warning
 from yunion_mps.doctor.host import Host
+from yunion_mps.doctor.report import Finding, Findings, check, ok, problem, skipped, warning
 from yunion_mps.errors import DriverError, HostError, Problem, UnreachableError
 from yunion_mps.mps.states import READY
 
 _EVENTS = "see what happened: yunion-mps events; journalctl -u yunion-mps-daemon"
 
 
+@check("daemon")
 def daemon(host: Host) -> Findings:
     """Whether it runs, and what it says of its domains."""
     try:
@@ -30,13 +31,13 @@ def daemon(host: Host) -> Findings:
         if domain["state"] != READY:
             found.append(problem(f"domain {name} is {domain['state']}: {domain['reason']}", _EVENTS))
         if domain["pending"]:
-            remedy = "wait for the jobs, or end them: yunion-mps reload --drain or --now"
-            found.append(warning(f"domain {name}: {domain['pending']}", remedy))
+            hint = "wait for the jobs, or end them: yunion-mps reload --drain or --now"
+            found.append(warning(f"domain {name}: {domain['pending']}", hint))
         if domain["restarts"]:
             times = "once" if domain["restarts"] == 1 else f"{domain['restarts']} times"
             what = f"the control daemon of domain {name} had to be started again, {times}"
             found.append(warning(what, _EVENTS))
-    # What it says of single GPUs, the checks of the GPUs say in more detail.
+    # What it warns of single GPUs, the checks of the GPUs find in more detail.
     found += [warning(text, _EVENTS) for text in status["warnings"] if not text.startswith("GPU ")]
     if status["version"] != __version__:
         what = f"it is version {status['version']}, and this command is {__version__}"
@@ -46,6 +47,7 @@ def daemon(host: Host) -> Findings:
     return found or [ok(well)]
 
 
+@check("configuration")
 def configuration(host: Host) -> Findings:
     """Both files, and whether they fit the GPUs."""
     paths = host.paths

@@ -8,8 +8,8 @@ import re
 import shutil
 from collections.abc import Iterator
 
-from yunion_mps.doctor.finding import Finding, Findings, ok, problem, skipped, warning
 from yunion_mps.doctor.host import Host
+from yunion_mps.doctor.report import NO_GPU, Finding, Findings, check, ok, problem, skipped, warning
 from yunion_mps.errors import DriverError, HostError
 from yunion_mps.host.proc import environment_of
 from yunion_mps.mps.processes import PROGRAM, SERVER, find_control_program, server_path
@@ -36,6 +36,7 @@ _OFF = "nothing here needs it while enable_cuda_mps is false"
 _UPDATE = "finish the driver's update (all of its packages in one version), then reboot"
 
 
+@check("driver")
 def driver(host: Host) -> Findings:
     """Whether it answers, and whether its kernel module, library and programs are of one version."""
     try:
@@ -53,8 +54,9 @@ def driver(host: Host) -> Findings:
     return found or [ok(f"{version}, and so are its module, library and programs")]
 
 
+@check("programs")
 def programs(host: Host) -> Findings:
-    """NVIDIA's control program, its server where that is looked for, and libcuda."""
+    """NVIDIA's control program, its server where the control daemon looks for it, and libcuda."""
     if host.is_off():
         return [skipped(_OFF)]
     try:
@@ -62,7 +64,7 @@ def programs(host: Host) -> Findings:
     except HostError as error:
         return [problem(error.message, error.hint)]
     found: list[Finding] = []
-    pids = {pid for domain in host.domains() if (pid := host.control_pid(domain))}
+    pids = host.control_pids()
     searched = {environment_of(pid).get("PATH") for pid in pids} - {None} or {server_path(program)}
     for path in searched:
         if not shutil.which(SERVER, path=path):
@@ -71,20 +73,21 @@ def programs(host: Host) -> Findings:
     for pid in pids:
         if _is_deleted(pid):
             what = f"the control daemon (PID {pid}) runs a program that was replaced or removed since"
-            remedy = "when its jobs are done: systemctl restart yunion-mps-daemon"
-            found.append(warning(what, remedy))
+            hint = "when its jobs are done: systemctl restart yunion-mps-daemon"
+            found.append(warning(what, hint))
     if not _libraries(host):
         what = f"{_LIBRARY} was not found: without it no MPS server starts, and no CUDA program"
-        remedy = "install the driver's libraries (libcuda1, libnvidia-compute-*, nvidia-driver-cuda-libs)"
-        found.append(warning(what, remedy))
+        hint = "install the driver's libraries (libcuda1, libnvidia-compute-*, nvidia-driver-cuda-libs)"
+        found.append(warning(what, hint))
     return found or [ok(f"{program} and {SERVER} are there, and {_LIBRARY} is")]
 
 
+@check("device nodes")
 def nodes(host: Host) -> Findings:
     """The device nodes: an MPS server runs as its client's user, so all users must be able to open them."""
     minors = {f"nvidia{gpu.minor}" for gpu in host.our_gpus() if gpu.minor is not None}
     if not minors:
-        return [skipped("no GPU is divided here")]
+        return NO_GPU
     missing, closed, groups = [], [], set()
     for name in ["nvidiactl", "nvidia-uvm", *sorted(minors)]:
         path = host.paths.under(f"/dev/{name}")
@@ -99,17 +102,17 @@ def nodes(host: Host) -> Findings:
             else:
                 closed.append(path)
     if missing:
-        remedy = "make them: nvidia-modprobe -c 0 -u; at every boot, enable nvidia-persistenced"
-        return [problem(f"{', '.join(missing)}: missing, so no CUDA program runs", remedy)]
+        hint = "make them: nvidia-modprobe -c 0 -u; at every boot, enable nvidia-persistenced"
+        return [problem(f"{', '.join(missing)}: missing, so no CUDA program runs", hint)]
     if closed:
-        remedy = "for now: chmod a+rw; for good, the option NVreg_DeviceFileMode=0666 of the nvidia module"
-        return [problem(f"{', '.join(closed)}: users other than root may not open it", remedy)]
+        hint = "for now: chmod a+rw; for good, the option NVreg_DeviceFileMode=0666 of the nvidia module"
+        return [problem(f"{', '.join(closed)}: users other than root may not open it", hint)]
     few = f", for the groups {', '.join(str(gid) for gid in sorted(groups))} only" if groups else ""
     return [ok(f"they are there, and can be opened{few}")]
 
 
 def library_version(path: str) -> str | None:
-    """The release in a library's name, `535.261.03` of libcuda.so.535.261.03; None where it has none."""
+    """The release in a library's name, `535.261.03` of libcuda.so.535.261.03; None if it has none."""
     found = _IN_NAME.search(os.path.realpath(path))
     return found[1] if found else None
 
@@ -127,12 +130,11 @@ def _versions(host: Host) -> Iterator[tuple[str, str]]:
         version = library_version(path)
         if version:
             yield path, version
-    running = {pid for domain in host.domains() if (pid := host.control_pid(domain))}
-    for pid in running:
+    for pid in host.control_pids():
         yield from _program(f"/proc/{pid}/exe", f"the running control daemon (PID {pid})")
     try:
         yield from _program(find_control_program(), PROGRAM)
-    except HostError:  # `programs` says that
+    except HostError:  # `programs` finds that
         return
 
 

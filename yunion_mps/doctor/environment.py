@@ -1,4 +1,4 @@
-"""The environments of programs: of one that runs, of a command that would, and of everybody who logs in."""
+"""The environments of programs: of one that runs, of a command that would, and of every user at login."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import shutil
 import stat
 from collections.abc import Iterator, Mapping, Sequence
 
-from yunion_mps.doctor import containers, variables
+from yunion_mps.doctor import variables
 from yunion_mps.doctor.driver import library_version
-from yunion_mps.doctor.finding import Finding, Findings, ok, problem, skipped, warning
-from yunion_mps.doctor.host import DEFAULT_PIPE_DIRECTORY, Host, Subject
-from yunion_mps.doctor.servers import same_place
+from yunion_mps.doctor.host import DEFAULT_PIPE_DIRECTORY, Host, Subject, shown
+from yunion_mps.doctor.report import Finding, Findings, check, ok, problem, skipped, warning
 from yunion_mps.errors import DriverError, YunionError
-from yunion_mps.host.proc import command_of, environment_of, name_of
+from yunion_mps.host.proc import command_of, environment_of, name_of, uid_of
 from yunion_mps.models import DomainPlan
+from yunion_mps.mps.processes import is_server
 from yunion_mps.planning import DEVICE_VARIABLE
 
 #: `export NAME=VALUE` of shells, `NAME=VALUE` of pam_env(8) and environment.d(5).
@@ -43,12 +43,12 @@ def of_command(host: Host, own: Mapping[str, str], words: Sequence[str]) -> Find
     program = shutil.which(words[0], path=given.get("PATH"))
     if program is None:
         return [problem(f"{words[0]} was not found", "give its path, or correct PATH")]
-    if containers.starts_container(words):
-        device = containers.device_in(words)
+    if variables.starts_container(words):
+        device = variables.device_in(words)
         if device:
             return [ok(f"{words[0]} gives its container all of {device}, or does not start it")]
-        found = containers.shared(words)
-        subject = Subject(words[0], containers.variables_in(words, given))
+        found = variables.shared(words)
+        subject = Subject(words[0], variables.variables_in(words, given))
         return [*found, *_judged(host, subject)] or [ok(f"{words[0]} gives its container what it needs")]
     for path in (program, *words[1:]):
         given = {**given, **_assigned_in(path)}
@@ -59,8 +59,47 @@ def of_command(host: Host, own: Mapping[str, str], words: Sequence[str]) -> Find
     return found or [ok(f"{words[0]} would have what a client of ours needs")]
 
 
+@check("past MPS")
+def past_mps(host: Host) -> Findings:
+    """Programs that use a GPU of ours, and not through MPS or not through ours."""
+    users = host.users()
+    places = [domain.pipe_directory for domain in host.domains()]
+    found: list[Finding] = []
+    seen = unread = 0
+    for gpu in host.our_gpus():
+        for pid in users.get(gpu.uuid or "", {}):
+            given = environment_of(pid)
+            if is_server(pid) or uid_of(pid) is None:
+                continue
+            seen += 1
+            if not given:
+                unread += 1
+                continue
+            place = given.get(variables.PIPE, host.paths.under(DEFAULT_PIPE_DIRECTORY))
+            if not any(same_place(pid, place, ours) for ours in places):
+                what = f"{shown(pid)} uses GPU {gpu.address} past our MPS (it looks in {place})"
+                hint = f"start it with: yunion-mps run -- COMMAND; why: yunion-mps doctor --pid {pid}"
+                found.append(warning(f"{what}: it has no limits", hint))
+    if found or not unread:
+        return found or [ok(f"{seen} programs use our GPUs, each through MPS" if seen else "no program does")]
+    return [skipped(f"only root sees how {unread} of {seen} programs use our GPUs", "run it as root")]
+
+
+def same_place(pid: int, seen: str, ours: str) -> bool:
+    """Whether the directory that a process sees as `seen` is ours, also from within a container."""
+    try:
+        mine = os.stat(ours)
+        theirs = os.stat(f"/proc/{pid}/root{os.path.abspath(seen)}")
+    except FileNotFoundError:
+        return not os.path.exists(ours) and os.path.normpath(seen) == ours
+    except OSError:  # we may not look; names are what is left
+        return os.path.normpath(seen) == ours
+    return (theirs.st_dev, theirs.st_ino) == (mine.st_dev, mine.st_ino)
+
+
+@check("logins")
 def of_logins(host: Host) -> Findings:
-    """The variables that everybody gets at login, and that lead their programs past ours."""
+    """The variables that every user gets at login, and that lead programs past our control daemons."""
     found: list[Finding] = []
     for pattern in ("/etc/environment", "/etc/environment.d/*.conf", "/etc/profile.d/*.sh"):
         for path in sorted(glob.glob(host.paths.under(pattern))):
@@ -85,15 +124,12 @@ def _judged(host: Host, subject: Subject) -> Iterator[Finding]:
         place = os.path.normpath(subject.variables.get(variables.PIPE, default))
         if subject.pid is not None and place in served and os.path.isdir(place):
             what = f"{subject.title} does not see the host's {place}: a container, or PrivateTmp=yes"
-            remedy = f"docker run -v {place}:{place}; in a unit PrivateTmp=no, or a directory in /run"
-            yield problem(what, remedy)
+            hint = f"docker run -v {place}:{place}; in a unit PrivateTmp=no, or a directory in /run"
+            yield problem(what, hint)
         else:
             yield variables.no_place(subject.variables, default, served)
     elif domain:
-        meets = variables.Domain(
-            domain.pipe_directory, domain.gpu_uuids, domain.memory_limits_mib, domain.thread_percentage
-        )
-        yield from variables.values(subject.variables, meets)
+        yield from variables.values(subject.variables, domain)
         yield from _device(host, subject)
     if subject.pid is not None:
         yield from _sees(host, subject.pid, domain)
@@ -111,7 +147,7 @@ def _domain_at(host: Host, subject: Subject) -> DomainPlan | None:
 
 
 def _device(host: Host, subject: Subject) -> Iterator[Finding]:
-    """Where it says which device it is on: whether the rest fits that."""
+    """Whether the rest fits the device that it names, if it names one."""
     name = subject.variables.get(DEVICE_VARIABLE)
     if not name:
         return

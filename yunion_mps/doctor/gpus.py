@@ -6,18 +6,20 @@ import glob
 import os
 import re
 
-from yunion_mps.doctor.finding import Finding, Findings, ok, problem, skipped, warning
 from yunion_mps.doctor.host import Host
+from yunion_mps.doctor.report import NO_GPU, Finding, Findings, check, ok, problem, warning
 from yunion_mps.errors import YunionError
 from yunion_mps.models import DEFAULT, EXCLUSIVE_PROCESS, PROHIBITED, Gpu
-from yunion_mps.planning import enforces_budgets
+from yunion_mps.mps.processes import is_server
+from yunion_mps.planning import enforces_budgets, max_clients
 
+#: From this share of the limit on, it is worth a warning.
+_NEARLY = 0.9
 #: The driver in a virtual machine names a vGPU by its profile: `GRID T4-16C`, `NVIDIA A40-48Q`, `A100-1-5C`.
 _VGPU = re.compile(r"-(?:\d-)?\d+(?:ME)?[ABCQ]$")
 
-_NONE = "no GPU is divided here"
 
-
+@check("GPUs")
 def gpus(host: Host) -> Findings:
     """Whether each of our GPUs answers, and can serve."""
     ours = host.our_gpus()
@@ -26,13 +28,14 @@ def gpus(host: Host) -> Findings:
     for gpu in ours:
         reason = gpu.reason or ("" if gpu.mig_enabled else unavailable.get(gpu.pci_address, ""))
         if reason:
-            remedy = "see: yunion-mps gpus; dmesg | grep -iE 'nvrm|xid'"
-            found.append(problem(f"{_named(gpu)}: {reason}", remedy))
+            hint = "see: yunion-mps gpus; dmesg | grep -iE 'nvrm|xid'"
+            found.append(problem(f"{_named(gpu)}: {reason}", hint))
     if found:
         return found
-    return [ok(f"{len(ours)} divided, each answers")] if ours else _nothing()
+    return [ok(f"{len(ours)} divided, each answers")] if ours else NO_GPU
 
 
+@check("MIG")
 def mig(host: Host) -> Findings:
     """MIG mode, in which a GPU as a whole has no MPS."""
     ours = host.our_gpus()
@@ -44,9 +47,10 @@ def mig(host: Host) -> Findings:
         for gpu in ours
         if gpu.mig_enabled
     ]
-    return found or ([ok("off on every GPU that is divided")] if ours else _nothing())
+    return found or ([ok("off on every GPU that is divided")] if ours else NO_GPU)
 
 
+@check("vGPU")
 def vgpu(host: Host) -> Findings:
     """GPUs that are one virtual machine's share already, or whose memory is given to virtual machines."""
     ours = host.our_gpus()
@@ -61,9 +65,10 @@ def vgpu(host: Host) -> Findings:
         if guests:
             what = f"{_named(gpu)} serves {guests} for virtual machines, which take its memory and time"
             found.append(problem(what, "end them, or take it out of the device file"))
-    return found or ([ok("no GPU that is divided is a vGPU, or has any")] if ours else _nothing())
+    return found or ([ok("no GPU that is divided is a vGPU, or has any")] if ours else NO_GPU)
 
 
+@check("budgets")
 def budgets(host: Host) -> Findings:
     """Whether limits are enforced at all."""
     ours = [gpu for gpu in host.our_gpus() if not gpu.reason]
@@ -75,9 +80,10 @@ def budgets(host: Host) -> Findings:
         for gpu in ours
         if not enforces_budgets(gpu)
     ]
-    return found or ([ok("enforced on every GPU that is divided")] if ours else _nothing())
+    return found or ([ok("enforced on every GPU that is divided")] if ours else NO_GPU)
 
 
+@check("compute mode")
 def compute_mode(host: Host) -> Findings:
     """The modes: what a program does that misses the control daemon depends on them."""
     wanted = host.plan()[0].compute_modes
@@ -85,7 +91,7 @@ def compute_mode(host: Host) -> Findings:
     ours = [gpu for gpu in host.our_gpus() if gpu.compute_mode]
     found = [finding for gpu in ours if (finding := _mode(gpu, wanted.get(gpu.uuid or ""), serves=serves))]
     if found or not ours:
-        return found or _nothing()
+        return found or NO_GPU
     modes = ", ".join(sorted({str(gpu.compute_mode) for gpu in ours}))
     if not wanted:
         return [ok(f"{modes}, which cuda_mps_compute_mode: keep leaves as it is")]
@@ -100,15 +106,38 @@ def _mode(gpu: Gpu, wanted: str | None, *, serves: bool) -> Finding | None:
         )
     if serves and wanted and gpu.compute_mode != wanted:
         what = f"{_named(gpu)} is {gpu.compute_mode}, not {wanted}: a program that misses the control daemon"
-        remedy = f"find what changed it (yunion-mps events --kind compute_mode); {setting} {wanted.upper()}"
-        return problem(f"{what} runs without limits", remedy)
+        hint = f"find what changed it (yunion-mps events --kind compute_mode); {setting} {wanted.upper()}"
+        return problem(f"{what} runs without limits", hint)
     if not serves and gpu.compute_mode == EXCLUSIVE_PROCESS:
         what = (
             f"{_named(gpu)} is {EXCLUSIVE_PROCESS} without a control daemon: it takes one program at a time"
         )
-        remedy = f"start the daemon (systemctl start yunion-mps-daemon), or: {setting} {DEFAULT.upper()}"
-        return warning(f"{what}, others find it busy or unavailable", remedy)
+        hint = f"start the daemon (systemctl start yunion-mps-daemon), or: {setting} {DEFAULT.upper()}"
+        return warning(f"{what}, others find it busy or unavailable", hint)
     return None
+
+
+@check("client limit")
+def client_limit(host: Host) -> Findings:
+    """How many clients each GPU has of those that MPS allows there."""
+    ours = [gpu for gpu in host.our_gpus() if gpu.uuid and not gpu.reason]
+    driver, override = host.inventory().driver, host.config()[0].cuda_mps_max_clients
+    users = host.users()
+    found: list[Finding] = []
+    most = 0
+    for gpu in ours:
+        limit = max_clients(gpu, driver, override)
+        number = sum(not is_server(pid) for pid in users.get(gpu.uuid or "", {}))
+        most = max(most, number)
+        if number >= limit:
+            what = f"GPU {gpu.address} has {number} clients, and MPS allows {limit}: the next one is refused"
+            found.append(problem(what, "end some (yunion-mps clients), or give each job fewer processes"))
+        elif number >= limit * _NEARLY:
+            what = f"GPU {gpu.address} has {number} clients of the {limit} that MPS allows"
+            found.append(warning(what, "see who they are: yunion-mps clients"))
+    if found or not ours:
+        return found or NO_GPU
+    return [ok(f"at most {most} on a GPU, of {min(max_clients(gpu, driver, override) for gpu in ours)}")]
 
 
 def _serves(host: Host) -> bool:
@@ -134,7 +163,3 @@ def _guests(host: Host, gpu: Gpu) -> str:
 
 def _named(gpu: Gpu) -> str:
     return f"GPU {gpu.address} ({gpu.name})" if gpu.name else f"GPU {gpu.address}"
-
-
-def _nothing() -> Findings:
-    return [skipped(_NONE)]

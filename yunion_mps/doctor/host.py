@@ -1,13 +1,15 @@
-"""What the checks look at. Each part is found out once, when the first check asks for it."""
+"""What the checks look at. Each part is read once, when the first check asks for it."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any, Generic, NamedTuple, TypeVar
+from urllib.parse import quote
 
 from yunion_mps.config import load
 from yunion_mps.errors import Problem, YunionError
+from yunion_mps.host.proc import name_of, uid_of, user_name
 from yunion_mps.http.client import Client
 from yunion_mps.inventory import Nvml, machine_id, scan
 from yunion_mps.models import Config, DomainPlan, Gpu, Inventory, Plan, PlannedGpu
@@ -17,7 +19,7 @@ from yunion_mps.planning import make_plan
 
 T = TypeVar("T")
 
-#: What the parts below may take of a check's time, so that their own words for it are heard.
+#: What the parts below may take of a check's time, so that their own error is reported.
 _SHARE = 0.8
 
 #: NVIDIA's own default, where programs look that name no pipe directory.
@@ -33,7 +35,7 @@ class Subject(NamedTuple):
 
 
 class Once(Generic[T]):
-    """What `work` returns or raises, found out by the first thread that asks; others wait for that."""
+    """What `work` returns or raises, called by the first thread that asks; others wait for that."""
 
     def __init__(self, work: Callable[[], T]) -> None:
         self._work = work
@@ -42,7 +44,6 @@ class Once(Generic[T]):
         self._error: YunionError | None = None
 
     def __call__(self) -> T:
-        """It; raises the same error each time."""
         with self._lock:
             if self._error:
                 raise self._error
@@ -56,7 +57,7 @@ class Once(Generic[T]):
 
 
 class Host:
-    """One host, as the files, NVML, the kernel and the daemon tell it."""
+    """One host, as the files, NVML, the kernel and the daemon show it."""
 
     def __init__(self, paths: Paths, timeout_s: float) -> None:
         """`timeout_s`: what one check may take."""
@@ -79,7 +80,7 @@ class Host:
         self.devices: Once[list[dict[str, Any]]] = Once(
             lambda: list(client.get("/v1/devices?limit=0")["isolated_devices"])
         )
-        #: Who uses each GPU: by UUID, the memory in MiB by PID; raises DriverError.
+        #: The memory in MiB that processes use, by GPU UUID and PID; raises DriverError.
         self.users: Once[dict[str, dict[int, int | None]]] = Once(lambda: self.nvml().processes())
         #: The domains as they run, or as they would; their directories are below the root.
         self.domains: Once[list[DomainPlan]] = Once(self._domains)
@@ -92,8 +93,6 @@ class Host:
 
     def device(self, name: str) -> dict[str, Any]:
         """What the daemon says of one device, with its environment; raises YunionError."""
-        from urllib.parse import quote
-
         return dict(self._client.get(f"/v1/devices/{quote(name, safe='')}"))
 
     def is_off(self) -> bool:
@@ -109,9 +108,13 @@ class Host:
         return [gpu for gpu in gpus if gpu.uuid in uuids or gpu.pci_address in plan.unavailable]
 
     def control_pid(self, domain: DomainPlan) -> int | None:
-        """The PID of the control daemon that listens in the domain's directory, None where none does."""
+        """The PID of the control daemon that listens in the domain's directory, None if none does."""
         peer = peer_of(domain.pipe_directory)
         return peer.pid if peer else None
+
+    def control_pids(self) -> set[int]:
+        """The control daemons that listen in our domains' directories."""
+        return {pid for domain in self.domains() if (pid := self.control_pid(domain))}
 
     def _domains(self) -> list[DomainPlan]:
         try:
@@ -149,3 +152,8 @@ def _running(domain: Mapping[str, Any]) -> DomainPlan:
         tuple(map(PlannedGpu, domain["gpus"], domain["memory_limits"])),
         domain["thread_percentage"],
     )
+
+
+def shown(pid: int) -> str:
+    """A process in a finding."""
+    return f"PID {pid} ({name_of(pid)}, {user_name(uid_of(pid) or 0)})"

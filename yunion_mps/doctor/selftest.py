@@ -11,15 +11,15 @@ import time
 from typing import Any
 
 from yunion_mps.doctor import cuda_client
-from yunion_mps.doctor.finding import Finding, Findings, ok, problem, skipped
 from yunion_mps.doctor.host import Host
+from yunion_mps.doctor.report import Finding, Findings, check, ok, problem, skipped
 from yunion_mps.host.proc import uid_of, user_name
 from yunion_mps.host.processes import spawn
 from yunion_mps.mps.processes import server_pids
 
 #: As long as another check: waking a GPU and starting an MPS server take seconds, and a client that waits for
-#: another's jobs is to be told of.
-TIMES_AS_LONG = 6
+#: another's jobs is to be reported.
+_TIMES_AS_LONG = 6
 _LONGEST_ANSWER = 1 << 16
 #: A piece so much larger than the budget, or the whole, is to be refused.
 _OVER_MIB = 64
@@ -40,12 +40,13 @@ _MEANINGS = {
     808: ("MPS has no room for another client", "see: yunion-mps clients"),
     809: ("MPS has no connection left", "lower CUDA_DEVICE_MAX_CONNECTIONS, or run fewer clients"),
 }
-_UNKNOWN = ("a CUDA program failed", "see the log directory's server.log")
+_OTHER_ERROR = ("a CUDA program failed", "see the log directory's server.log")
 _NO_GPU = (-1, 100)
 #: What of our own environment the program gets.
 _KEPT = ("PATH", "LD_LIBRARY_PATH", "HOME", "LANG")
 
 
+@check("selftest", _TIMES_AS_LONG + 1)
 def selftest(host: Host) -> Findings:
     """One device of each domain."""
     devices = [one for one in host.devices() if one["state"] == "available" and one["free"]]
@@ -69,20 +70,18 @@ def _tested(host: Host, device: dict[str, Any]) -> Finding:
         return skipped(what, f"run it as {other}, or when no MPS server runs")
     budget = device["mps_memory_limit"]
     over_mib = min(budget, device["mps_memory_total"]) + _OVER_MIB
-    timeout_s = host.timeout_s * TIMES_AS_LONG
+    timeout_s = host.timeout_s * _TIMES_AS_LONG
     told = _told(device["client_environment"], over_mib, timeout_s)
     if told is None:
         what = f"{addr}: a CUDA program was not served within {timeout_s:g} s"
-        remedy = (
+        hint = (
             "see whether it waits for another user's jobs (yunion-mps clients), and the control daemon's log"
         )
-        return problem(what, remedy)
+        return problem(what, hint)
     if "code" in told:
-        means, remedy = _MEANINGS.get(
-            told["code"], ("a CUDA program failed", "see the log directory's server.log")
-        )
+        means, hint = _MEANINGS.get(told["code"], _OTHER_ERROR)
         what = f"{addr}: {means} ({told['call']}: {told['name']})"
-        return skipped(what, remedy) if told["code"] in _NO_GPU else problem(what, remedy)
+        return skipped(what, hint) if told["code"] in _NO_GPU else problem(what, hint)
     return _judged(device, told)
 
 
@@ -98,8 +97,8 @@ def _judged(device: dict[str, Any], told: dict[str, Any]) -> Finding:
     if not device["budget_enforced"]:
         return ok(f"{what}; on this GPU no budget is enforced")
     if told["over_budget"] or memory > budget:
-        remedy = "see the limits: yunion-mps status; and have the MPS server begin anew: yunion-mps reload"
-        return problem(f"{what}; more than the budget was given", remedy)
+        hint = "see the limits: yunion-mps status; and restart the MPS server: yunion-mps reload"
+        return problem(f"{what}; more than the budget was given", hint)
     # Releases differ in whether a client's own count of SMs is already that of its share.
     if all_of and percentage < 100 and math.ceil(all_of * percentage / 100) < used < all_of:
         return problem(f"{what}; more than the budget was given", "see the limits: yunion-mps status")
@@ -107,7 +106,7 @@ def _judged(device: dict[str, Any], told: dict[str, Any]) -> Finding:
 
 
 def _other_user(host: Host, domain: str) -> str:
-    """Whose jobs the domain's server serves, where those are not ours; empty otherwise."""
+    """The other user whose jobs the domain's server serves; empty if there is none."""
     for one in host.status()["domains"]:
         if one["name"] == domain and one["pid"]:
             for pid in server_pids(one["pid"]):
@@ -118,13 +117,9 @@ def _other_user(host: Host, domain: str) -> str:
 
 
 def _told(variables: dict[str, str], over_mib: int, timeout_s: float) -> dict[str, Any] | None:
-    """What the program says; None where it says nothing in time."""
-    kept = {
-        name: value
-        for name, value in os.environ.items()
-        if name in ("PATH", "LD_LIBRARY_PATH", "HOME", "LANG")
-    }
-    # Nothing of ours stays in anybody's home.
+    """What the program prints; None if that does not come in time."""
+    kept = {name: value for name, value in os.environ.items() if name in _KEPT}
+    # Nothing of ours stays in a home directory.
     environment = {**kept, **variables, "CUDA_CACHE_DISABLE": "1"}
     argv = [sys.executable, "-IS", cuda_client.__file__, str(over_mib)]
     output, answer_in = os.pipe()
@@ -146,12 +141,12 @@ def _told(variables: dict[str, str], over_mib: int, timeout_s: float) -> dict[st
     try:
         told: dict[str, Any] = json.loads(text)
     except ValueError:
-        return {"call": "the program", "code": -3, "name": "it ended without a word"}
+        return {"call": "the program", "code": -3, "name": "it ended without output"}
     return told
 
 
 def _read(output: int, timeout_s: float) -> bytes | None:
-    """All that comes until the end; None where that does not come in time."""
+    """All output until its end; None if that does not come in time."""
     end_s = time.monotonic() + timeout_s
     text = b""
     while len(text) < _LONGEST_ANSWER:

@@ -1,13 +1,14 @@
-"""What the variables of a program's environment mean for MPS. Pure: nothing here looks at the host."""
+"""What a program's variables mean for MPS, and what `docker run` gives a container. Pure."""
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
 
 from yunion_mps.config.document import nearest_key
-from yunion_mps.doctor.finding import Finding, problem, warning
+from yunion_mps.doctor.report import Finding, problem, warning
+from yunion_mps.models import CDI_KIND, DomainPlan
 
 PIPE = "CUDA_MPS_PIPE_DIRECTORY"
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -27,7 +28,7 @@ THAT_MATTER = (
     "CUDA_MPS_ENABLE_PER_CTX_DEVICE_MULTIPROCESSOR_PARTITIONING",
     "CUDA_DEVICE_MAX_CONNECTIONS",
 )
-#: Others' that look like them, and are no mistakes.
+#: Variables of others that look like them, and are no mistakes.
 _OTHERS = (
     "NVIDIA_VISIBLE_DEVICES",
     "CUDA_DEVICE_WAITS_ON_EXCEPTION",
@@ -36,36 +37,27 @@ _OTHERS = (
     "CUDA_PATH",
 )
 
-#: `0=5760M,1=4G`; anything else is ignored without a word.
+#: `0=5760M,1=4G`; anything else is silently ignored.
 _LIMIT = re.compile(r"\d+=\d+[KMGkmg]?[Bb]?$")
 _MIB = {"K": 1 / 1024, "M": 1, "G": 1024}
 
 _HOW = 'start it with: yunion-mps run -- COMMAND; or set what a device needs: eval "$(yunion-mps env DEVICE)"'
 
 
-class Domain(NamedTuple):
-    """What a client of one control daemon meets."""
-
-    pipe_directory: str
-    gpu_uuids: Sequence[str]
-    memory_limits_mib: Sequence[int | None]
-    thread_percentage: float
-
-
 def misspelt(variables: Mapping[str, str]) -> Iterator[Finding]:
-    """Variables that nobody reads, and that were likely meant to be another."""
+    """Variables that no program reads, and that were likely meant to be another."""
     for name in sorted(variables):
         if name in THAT_MATTER or name in _OTHERS:
             continue
         near = name.upper() if name.upper() in THAT_MATTER else nearest_key(name, THAT_MATTER)
         if near:
-            yield problem(f"{name} is read by nobody; {near} was likely meant", f"write {near} instead")
+            yield problem(f"no program reads {name}; {near} was likely meant", f"write {near} instead")
         elif name.startswith("CUDA_MPS_"):
             real = ", ".join(known for known in THAT_MATTER if known.startswith("CUDA_MPS_"))
             yield warning(f"{name} is no variable of MPS that is known here", f"these are: {real}")
 
 
-def values(variables: Mapping[str, str], domain: Domain) -> Iterator[Finding]:
+def values(variables: Mapping[str, str], domain: DomainPlan) -> Iterator[Finding]:
     """What a client of the domain gets otherwise than was likely meant."""
     seen = _seen(variables.get(VISIBLE), domain)
     yield from _visible(variables, domain)
@@ -81,7 +73,7 @@ def no_place(variables: Mapping[str, str], default: str, served: Sequence[str]) 
         what = f"{PIPE} is not set: it looks in {default}, where no control daemon of ours serves"
     else:
         what = f"{PIPE} is {place}, where no control daemon of ours serves ({' or '.join(served)} is ours)"
-    what += "; it runs without limits, or finds the GPU busy where that is in Exclusive_Process"
+    what += "; it runs without limits, or finds the GPU busy if that is in Exclusive_Process"
     return problem(what, _HOW)
 
 
@@ -89,7 +81,7 @@ def _words(text: str) -> list[str]:
     return [word.strip() for word in text.split(",")]
 
 
-def _seen(visible: str | None, domain: Domain) -> list[str]:
+def _seen(visible: str | None, domain: DomainPlan) -> list[str]:
     """The UUIDs of the GPUs that it sees, in its own order; CUDA stops at the first that it does not know."""
     if visible is None:
         return list(domain.gpu_uuids)
@@ -102,13 +94,13 @@ def _seen(visible: str | None, domain: Domain) -> list[str]:
     return found
 
 
-def _one(word: str, domain: Domain) -> str | None:
+def _one(word: str, domain: DomainPlan) -> str | None:
     if word.isdigit():
         return domain.gpu_uuids[int(word)] if int(word) < len(domain.gpu_uuids) else None
     return next((uuid for uuid in domain.gpu_uuids if word and uuid.startswith(word)), None)
 
 
-def _visible(variables: Mapping[str, str], domain: Domain) -> Iterator[Finding]:
+def _visible(variables: Mapping[str, str], domain: DomainPlan) -> Iterator[Finding]:
     text = variables.get(VISIBLE)
     if text is None:
         if len(domain.gpu_uuids) > 1:
@@ -127,7 +119,7 @@ def _visible(variables: Mapping[str, str], domain: Domain) -> Iterator[Finding]:
         yield warning(what, f"name GPUs by UUID: {','.join(_seen(text, domain))}")
 
 
-def _order(variables: Mapping[str, str], domain: Domain) -> Iterator[Finding]:
+def _order(variables: Mapping[str, str], domain: DomainPlan) -> Iterator[Finding]:
     text = variables.get(ORDER)
     if text not in (None, "PCI_BUS_ID", "FASTEST_FIRST"):
         yield problem(f"{ORDER} is {text!r}, which CUDA does not know", f"write {ORDER}=PCI_BUS_ID")
@@ -137,7 +129,7 @@ def _order(variables: Mapping[str, str], domain: Domain) -> Iterator[Finding]:
         yield warning(what, f"write {ORDER}=PCI_BUS_ID, or name GPUs by UUID")
 
 
-def _memory(text: str | None, seen: Sequence[str], domain: Domain) -> Iterator[Finding]:
+def _memory(text: str | None, seen: Sequence[str], domain: DomainPlan) -> Iterator[Finding]:
     if text is None:
         return
     limits = dict(zip(domain.gpu_uuids, domain.memory_limits_mib))
@@ -163,7 +155,7 @@ def _mib(size: str) -> float:
     return int(digits) * _MIB[unit] if unit in _MIB else int(digits) / (1 << 20)
 
 
-def _threads(text: str | None, domain: Domain) -> Iterator[Finding]:
+def _threads(text: str | None, domain: DomainPlan) -> Iterator[Finding]:
     if text is None:
         return
     try:
@@ -176,3 +168,72 @@ def _threads(text: str | None, domain: Domain) -> Iterator[Finding]:
     elif percentage > domain.thread_percentage:
         what = f"{THREADS} is {text}, and the control daemon allows {domain.thread_percentage:g} %"
         yield warning(f"{what}: it gets that", "a client can only lower its limit")
+
+
+_ENGINES = ("docker", "podman", "nerdctl")
+_SHM = "/dev/shm"
+
+
+def starts_container(words: Sequence[str]) -> bool:
+    """Whether the command starts a container: `docker run ...`."""
+    return os.path.basename(words[0]) in _ENGINES and "run" in words
+
+
+def device_in(words: Sequence[str]) -> str:
+    """Our device that it is given by CDI, with all that it needs; empty if it is given none."""
+    given = (text.partition("=") for text in _values(words, "--device"))
+    return next((name for kind, _, name in given if kind == CDI_KIND), "")
+
+
+def variables_in(words: Sequence[str], own: Mapping[str, str]) -> dict[str, str]:
+    """The variables that it gives its container, the pipe directory as the host names it."""
+    found = {}
+    for text in _values(words, "-e", "--env"):
+        name, equals, value = text.partition("=")
+        if equals or name in own:
+            found[name] = value if equals else own[name]
+    place = os.path.normpath(found.get(PIPE, ""))
+    for host_side, container_side in _mounts(words):
+        if PIPE in found and (place == container_side or place.startswith(f"{container_side}/")):
+            found[PIPE] = host_side + place[len(container_side) :]
+    return found
+
+
+def shared(words: Sequence[str]) -> list[Finding]:
+    """What client and server must share, and do not."""
+    mounts = _mounts(words)
+    found = []
+    if "host" not in _values(words, "--ipc") and not any(here == _SHM for here, _ in mounts):
+        what = f"the container has a {_SHM} of its own, so it cannot share memory with an MPS server"
+        found.append(problem(what, f"add --ipc=host, or -v {_SHM}:{_SHM}"))
+    given = dict(text.partition("=")[::2] for text in _values(words, "-e", "--env"))
+    place = os.path.normpath(given.get(PIPE) or "/")
+    if place != "/" and not any(f"{place}/".startswith(f"{there}/") for _, there in mounts):
+        found.append(problem(f"the container does not see {place}", f"add -v {place}:{place}"))
+    return found
+
+
+def _mounts(words: Sequence[str]) -> list[tuple[str, str]]:
+    """The directories of the host, and where the container has them."""
+    found = []
+    for text in _values(words, "-v", "--volume"):
+        parts = text.split(":")
+        if len(parts) > 1:
+            found.append((os.path.normpath(parts[0]), os.path.normpath(parts[1])))
+    for text in _values(words, "--mount"):
+        given = dict(part.partition("=")[::2] for part in text.split(","))
+        here, there = given.get("source", given.get("src")), given.get("target", given.get("dst"))
+        if here and there:
+            found.append((os.path.normpath(here), os.path.normpath(there)))
+    return found
+
+
+def _values(words: Sequence[str], *options: str) -> Iterator[str]:
+    """What is given with the options, as `--env X=1`, `--env=X=1` and `-eX=1` have it."""
+    for place, word in enumerate(words):
+        if word in options:
+            yield from words[place + 1 : place + 2]
+        for option in options:
+            long = option.startswith("--")
+            if word.startswith(f"{option}=") or (not long and word.startswith(option) and word != option):
+                yield word[len(option) :].removeprefix("=")

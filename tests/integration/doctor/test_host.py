@@ -49,7 +49,7 @@ def test_the_first_line_is_the_state_as_monitoring_shows_it(ready: Scene) -> Non
 def test_it_answers_in_every_format(ready: Scene, output: str) -> None:
     done = ready.host.run(["yunion-mps", "doctor", "-o", output])
     assert (done.returncode, done.stderr) == (0, "")
-    start = {"yaml": "state: ok\nexit_code: 0\n", "csv": "Level,Check,What,Remedy\nok,daemon,"}
+    start = {"yaml": "state: ok\nexit_code: 0\n", "csv": "Level,Check,What,Hint\nok,daemon,"}
     assert done.stdout.startswith(start[output])
 
 
@@ -177,7 +177,7 @@ def test_without_a_driver_that_is_said_once_and_what_was_not_looked_at(ready: Sc
     assert "no NVIDIA driver" in look(ready.host).one("driver", "problem")["what"]
     told = ready.host.run(["yunion-mps", "doctor"]).stdout
     skipped = "skipped  device nodes, GPUs, MIG, vGPU, budgets, compute mode, client limit, past MPS"
-    reason = "not looked at: no NVIDIA driver: its library libnvidia-ml.so.1 is not installed"
+    reason = "not checked: no NVIDIA driver: its library libnvidia-ml.so.1 is not installed"
     assert f"\n{skipped}: {reason}\n" in told
 
 
@@ -193,7 +193,7 @@ def test_a_compute_mode_that_somebody_changed_is_told(ready: Scene) -> None:
     ready.host.gpus[0].compute_mode = "default"
     found = look(ready.host).one("compute mode", "problem")
     assert "runs without limits" in found["what"]
-    assert "nvidia-smi -i 0000:00:06.0 -c EXCLUSIVE_PROCESS" in found["remedy"]
+    assert "nvidia-smi -i 0000:00:06.0 -c EXCLUSIVE_PROCESS" in found["hint"]
     ready.host.gpus[0].compute_mode = "prohibited"
     assert "no CUDA program can use it" in look(ready.host).one("compute mode", "problem")["what"]
 
@@ -213,7 +213,7 @@ def test_a_gpu_in_mig_mode_is_told(stack: ExitStack) -> None:
     scene = Scene(stack, {"kind": "a100", "count": 2}).start()
     scene.host.gpus[1].mig = True
     found = look(scene.host).one("MIG", "problem")
-    assert found["remedy"].startswith("nvidia-smi -i 0000:00:07.0 -mig 0")
+    assert found["hint"].startswith("nvidia-smi -i 0000:00:07.0 -mig 0")
 
 
 def test_a_gpu_that_enforces_nothing_is_a_warning(stack: ExitStack) -> None:

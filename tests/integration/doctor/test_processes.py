@@ -32,7 +32,7 @@ def test_a_control_daemon_of_somebody_else_in_our_place_is_told(scene: Scene) ->
         f"a control daemon (PID {pid}, uid 0), not started by us, already serves {scene.pipe}"
         in found["what"]
     )
-    assert found["remedy"].startswith(
+    assert found["hint"].startswith(
         "when its jobs are done, end it with: echo quit | CUDA_MPS_PIPE_DIRECTORY="
     )
 
@@ -47,7 +47,9 @@ def test_a_control_daemon_that_goes_on_without_us_is_told(ready: Scene) -> None:
 def test_a_socket_that_was_cleaned_away_is_told(ready: Scene) -> None:
     ready.daemon.kill()  # it would mend that
     (ready.pipe / "control").unlink()
-    assert look(ready.host).one("control daemon", "warning")["what"].endswith("for its socket was removed")
+    assert (
+        look(ready.host).one("control daemon", "warning")["what"].endswith("because its socket was removed")
+    )
 
 
 def test_a_socket_that_was_removed_under_the_daemon_is_told_before_it_is_mended(ready: Scene) -> None:
@@ -65,7 +67,7 @@ def test_a_socket_that_others_may_not_connect_to_is_told(ready: Scene) -> None:
     (ready.pipe / "control").chmod(0o600)
     found = look(ready.host).one("pipe directory", "problem")
     assert found["what"] == f"other users may not connect to {ready.pipe}/control"
-    assert found["remedy"] == f"chmod a+rw {ready.pipe}/control"
+    assert found["hint"] == f"chmod a+rw {ready.pipe}/control"
 
 
 def test_another_control_daemon_in_nvidias_place_is_told(ready: Scene) -> None:
@@ -139,7 +141,7 @@ def test_servers_that_fail_at_their_start_are_told(ready: Scene) -> None:
     env = {**ready.host.env, "TZ": "HERE-12"}  # of whoever asks; the log is in the host's time
     found = look(ready.host, env=env).one("MPS servers", "problem")
     assert "failed 6 times within the last hour: Server " in found["what"]
-    assert f"{ready.host.root}/tmp/nvidia-mps/log/server.log" in found["remedy"]
+    assert f"{ready.host.root}/tmp/nvidia-mps/log/server.log" in found["hint"]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be other users")

@@ -30,10 +30,10 @@ class Seen(NamedTuple):
         return {f"{one['level']} {name}": one["what"] for name, one in lines}
 
     def one(self, check: str, level: str) -> dict[str, str]:
-        """The one line of a check, which has this level and, where it is bad, a remedy."""
+        """The one line of a check, which has this level and, if it is bad, a hint."""
         (found,) = self.checks[check]
         assert found["level"] == level, found
-        assert level in ("ok", "skipped") or found["remedy"], found
+        assert level in ("ok", "skipped") or found["hint"], found
         return found
 
 

@@ -10,7 +10,7 @@ PAGE = CHECKOUT / "docs/doctor.md"
 
 
 def test_every_check_has_a_name_of_its_own_and_its_row_in_the_documentation() -> None:
-    every = checks({}, 1, ("true",), selftest=True)
+    every = checks({}, 1, ("true",), selftest_too=True)
     names = {check.name for check in every}
     assert len(OF_THE_HOST) == len({check.name for check in OF_THE_HOST})
     rows = [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from yunion_mps.doctor.containers import device_in, shared, starts_container, variables_in
+from yunion_mps.doctor.variables import device_in, shared, starts_container, variables_in
 
 PIPE = "CUDA_MPS_PIPE_DIRECTORY"
 
@@ -41,7 +41,7 @@ def test_its_pipe_directory_is_the_one_of_the_host_that_is_mounted_there(mount: 
 
 def test_a_pipe_directory_that_nobody_mounts_is_told() -> None:
     (found,) = shared(words(f"docker run --ipc host -v /data:/data -e {PIPE}=/mps image"))
-    assert (found.what, found.remedy) == ("the container does not see /mps", "add -v /mps:/mps")
+    assert (found.what, found.hint) == ("the container does not see /mps", "add -v /mps:/mps")
 
 
 @pytest.mark.parametrize("sharing", ["--ipc=host", "--ipc host", "-v /dev/shm:/dev/shm"])

@@ -22,7 +22,7 @@ def test_a_process_with_a_misspelt_variable_is_told_that_and_what_follows(ready:
     process = ready.process(SLEEP, **given)
     seen = look(ready.host, "--pid", str(process.pid))
     first, second = seen.checks["environment"]
-    assert first["what"] == "CUDA_MPS_PIPE_DIR is read by nobody; CUDA_MPS_PIPE_DIRECTORY was likely meant"
+    assert first["what"] == "no program reads CUDA_MPS_PIPE_DIR; CUDA_MPS_PIPE_DIRECTORY was likely meant"
     assert second["what"].startswith("CUDA_MPS_PIPE_DIRECTORY is not set: it looks in ")
     assert seen.code == 2
 
@@ -68,14 +68,14 @@ def test_a_misspelt_variable_is_told_of_a_process_and_of_a_command(
 ) -> None:
     given = ready.device(1)
     given[wrong] = given[meant]
-    assert told(ready, how, given) == [f"{wrong} is read by nobody; {meant} was likely meant"]
+    assert told(ready, how, given) == [f"no program reads {wrong}; {meant} was likely meant"]
 
 
 def test_an_environment_of_another_device_than_it_says_is_told(ready: Scene) -> None:
     given = {**ready.device(1), "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "5"}
     process = ready.process(SLEEP, **given)
     found = look(ready.host, "--pid", str(process.pid)).one("environment", "warning")
-    assert found["remedy"] == "that device needs CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=25"
+    assert found["hint"] == "that device needs CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=25"
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may make namespaces")
@@ -151,7 +151,7 @@ def test_a_job_script_is_read_for_what_it_exports(ready: Scene, tmp_path: Path) 
     script.chmod(0o755)
     for command in ((str(script),), ("bash", str(script))):
         seen = look(ready.host, command=command, env={**ready.host.env, **ready.device(0)})
-        assert "CUDA_MPS_PIPE_DIRECTROY is read by nobody" in seen.one("environment", "problem")["what"]
+        assert "no program reads CUDA_MPS_PIPE_DIRECTROY" in seen.one("environment", "problem")["what"]
 
 
 def test_a_command_that_is_given_a_device_by_run_needs_no_variables(ready: Scene, tmp_path: Path) -> None:
@@ -160,7 +160,7 @@ def test_a_command_that_is_given_a_device_by_run_needs_no_variables(ready: Scene
     script = tmp_path / "job.sh"
     script.write_text("#!/bin/sh\nexport CUDA_VISIBLE_DEVICE=0\n")
     seen = look(ready.host, command=(*by_run, str(script)))
-    assert "CUDA_VISIBLE_DEVICE is read by nobody" in seen.one("environment", "problem")["what"]
+    assert "no program reads CUDA_VISIBLE_DEVICE" in seen.one("environment", "problem")["what"]
 
 
 def test_what_is_no_file_among_a_command_s_words_is_not_waited_for(ready: Scene, tmp_path: Path) -> None:

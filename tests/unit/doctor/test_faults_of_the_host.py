@@ -88,7 +88,7 @@ def test_a_server_that_the_control_daemon_will_not_find_is_told(host: SimHost) -
     (host.root / "mps/nvidia-cuda-mps-server").unlink()
     found = look(host).one("programs", "problem")
     assert "every client is refused" in found["what"]
-    assert found["remedy"] == f"install it, or link it into {host.root}/mps"
+    assert found["hint"] == f"install it, or link it into {host.root}/mps"
 
 
 def test_a_control_program_that_is_missing_is_told(host: SimHost, tmp_path: Path) -> None:
@@ -157,7 +157,7 @@ def test_a_directory_that_other_users_cannot_enter_is_told(host: SimHost, closed
     assert found["what"].startswith(f"{host.root}/{closed} cannot be entered by other users")
     as_user = look(host, user=STRANGER, group=STRANGER, extra_groups=[])
     assert as_user.one("pipe directory", "problem") == found
-    assert host.run(found["remedy"].split()).returncode == 0
+    assert host.run(found["hint"].split()).returncode == 0
     assert host.run(["ls", "-d", f"{pipe}/."], user=STRANGER, extra_groups=[]).returncode == 0
     assert look(host).one("pipe directory", "ok")
 
@@ -186,7 +186,7 @@ def test_a_pipe_directory_that_all_may_write_is_told(host: SimHost) -> None:
     pipe.mkdir(parents=True)
     pipe.chmod(0o777)
     found = look(host).one("pipe directory", "problem")
-    assert (found["what"].split(" may ")[0], found["remedy"]) == (str(pipe), f"chmod go-w {pipe}")
+    assert (found["what"].split(" may ")[0], found["hint"]) == (str(pipe), f"chmod go-w {pipe}")
 
 
 @needs_root
@@ -215,7 +215,7 @@ def test_sockets_that_are_cleaned_by_age_are_told_until_they_are_kept(host: SimH
     rules(host, "usr/lib/tmpfiles.d", "# RHEL's\nq /tmp 1777 root root 10d\nq /var/tmp 1777 root root 30d\n")
     found = look(host).one("cleaning", "warning")
     assert found["what"].startswith("systemd-tmpfiles removes from /tmp what is older than 10d")
-    line = found["remedy"].split("'")[1]
+    line = found["hint"].split("'")[1]
     (host.root / "etc/tmpfiles.d").mkdir(parents=True)
     (host.root / "etc/tmpfiles.d/mps.conf").write_text(f"{line}\n")
     assert look(host).one("cleaning", "ok")
@@ -256,7 +256,7 @@ def test_shared_memory_that_is_small_or_full_is_told(host: SimHost) -> None:
 def test_shared_memory_that_is_not_for_all_is_told(host: SimHost) -> None:
     (host.root / "dev/shm").chmod(0o755)
     found = look(host).one("/dev/shm", "problem")
-    assert found["remedy"] == f"chmod 1777 {host.root}/dev/shm"
+    assert found["hint"] == f"chmod 1777 {host.root}/dev/shm"
 
 
 def test_shared_memory_that_is_missing_is_told(host: SimHost) -> None:
@@ -288,7 +288,7 @@ def test_what_selinux_refused_is_told_with_what_allows_it(host: SimHost) -> None
     found = look(host).one("SELinux and AppArmor", "problem")
     assert "SELinux refused MPS 'connectto' (1 times" in found["what"]
     assert "path /tmp/nvidia-mps/pipe/control" in found["what"]
-    assert found["remedy"].startswith("ausearch -m avc -c nvidia-cuda-mps | audit2allow")
+    assert found["hint"].startswith("ausearch -m avc -c nvidia-cuda-mps | audit2allow")
     selinux(host, "0", AVC.format(at=int(time.time()) - 60))
     assert look(host).one("SELinux and AppArmor", "warning")
 
@@ -330,7 +330,7 @@ def test_a_variable_that_every_user_gets_is_told(host: SimHost) -> None:
     (host.root / "etc/environment").write_text('CUDA_MPS_PIPE_DIR="/tmp/nvidia-mps/pipe"\n')
     found = look(host).checks["logins"]
     assert [one["level"] for one in found] == ["problem", "warning"]
-    assert "etc/environment: CUDA_MPS_PIPE_DIR is read by nobody" in found[0]["what"]
+    assert "etc/environment: no program reads CUDA_MPS_PIPE_DIR" in found[0]["what"]
 
 
 def test_our_own_pipe_directory_for_every_user_is_no_mistake(host: SimHost) -> None:

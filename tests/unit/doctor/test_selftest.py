@@ -80,7 +80,7 @@ def test_a_client_that_mps_does_not_serve_is_a_problem(scene: Scene) -> None:
     assert told["what"] == (
         "00:06.0-0: its MPS server was not reached (cuInit: CUDA_ERROR_MPS_CONNECTION_FAILED)"
     )
-    assert "`control daemon`" in told["remedy"]
+    assert "`control daemon`" in told["hint"]
 
 
 def test_a_program_that_the_driver_does_not_compile_is_a_problem(scene: Scene) -> None:
@@ -101,7 +101,7 @@ def test_a_driver_that_hangs_is_told_in_time_and_leaves_no_process(scene: Scene)
 
 def test_a_program_that_dies_is_a_problem(scene: Scene) -> None:
     replaced(scene, f"#include <stdlib.h>\n{BEGIN} {{ abort(); }}\n")
-    assert "it ended without a word" in scene.tested("problem")["what"]
+    assert "it ended without output" in scene.tested("problem")["what"]
 
 
 def test_without_libcuda_or_a_gpu_it_is_skipped(scene: Scene) -> None:

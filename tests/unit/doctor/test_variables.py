@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from yunion_mps.doctor.variables import Domain, misspelt, no_place, values
+from yunion_mps.doctor.variables import misspelt, no_place, values
+from yunion_mps.models import DomainPlan, PlannedGpu
 
 FIRST, SECOND = "GPU-9d6bc93d-9a42-5da4-88b7-18e41339b01f", "GPU-814e0011-bb75-5e86-b480-bf6d776eb621"
-ONE = Domain("/run/mps", (FIRST,), (5760,), 25.0)
-TWO = Domain("/run/mps", (FIRST, SECOND), (5760, 5760), 25.0)
+ONE = DomainPlan("one", "/run/mps", "/var/log/mps", (PlannedGpu(FIRST, 5760),), 25.0)
+TWO = ONE._replace(gpus=(*ONE.gpus, PlannedGpu(SECOND, 5760)))
 
 #: What `yunion-mps show` tells of a device.
 RIGHT = {
@@ -34,13 +35,13 @@ RIGHT = {
 )
 def test_a_misspelt_variable_is_named_with_the_one_that_was_meant(name: str, meant: str) -> None:
     (found,) = misspelt({name: "x", "PATH": "/bin"})
-    assert (found.level, found.remedy) == ("problem", f"write {meant} instead")
+    assert (found.level, found.hint) == ("problem", f"write {meant} instead")
 
 
 def test_a_variable_that_mps_does_not_know_is_told() -> None:
     (found,) = misspelt({"CUDA_MPS_TURBO": "1"})
     assert found.level == "warning"
-    assert "CUDA_MPS_PIPE_DIRECTORY" in found.remedy
+    assert "CUDA_MPS_PIPE_DIRECTORY" in found.hint
 
 
 @pytest.mark.parametrize(
@@ -52,7 +53,7 @@ def test_others_variables_are_no_mistakes(name: str) -> None:
 
 
 @pytest.mark.parametrize("domain", [ONE, TWO])
-def test_the_environment_of_a_device_is_right(domain: Domain) -> None:
+def test_the_environment_of_a_device_is_right(domain: DomainPlan) -> None:
     right = {**RIGHT, "CUDA_VISIBLE_DEVICES": domain.gpu_uuids[-1]}
     assert [*misspelt(right), *values(right, domain)] == []
 
@@ -86,7 +87,7 @@ def test_a_value_that_does_something_else_than_was_meant_is_told(
     given = {name: value for name, value in {**RIGHT, **changed}.items() if value is not None}
     found = [one for one in values(given, TWO) if words in one.what]
     assert [one.level for one in found] == [level]
-    assert found[0].remedy
+    assert found[0].hint
 
 
 def test_numbers_without_the_order_of_pci_addresses_are_told() -> None:
@@ -104,6 +105,6 @@ def test_a_pipe_directory_that_is_not_set_is_told_with_what_the_program_then_doe
     found = no_place({}, "/tmp/nvidia-mps", ["/run/mps"])
     assert found.level == "problem"
     assert "it looks in /tmp/nvidia-mps, where no control daemon of ours serves" in found.what
-    assert "yunion-mps run -- COMMAND" in found.remedy
+    assert "yunion-mps run -- COMMAND" in found.hint
     other = no_place({"CUDA_MPS_PIPE_DIRECTORY": "/mps"}, "/tmp/nvidia-mps", ["/run/mps"])
     assert "CUDA_MPS_PIPE_DIRECTORY is /mps" in other.what

@@ -1,16 +1,19 @@
-"""Directories and file systems: where clients find the control daemon, and what may keep them from it."""
+"""Files: the directories where clients find the control daemon, and what keeps them from it."""
 
 from __future__ import annotations
 
 import fnmatch
 import glob
 import os
+import re
 import stat
+import time
 from collections.abc import Iterator, Sequence
 
-from yunion_mps.doctor.finding import Finding, Findings, ok, problem, skipped, warning
 from yunion_mps.doctor.host import Host
+from yunion_mps.doctor.report import NO_GPU, Finding, Findings, check, ok, problem, skipped, warning
 from yunion_mps.host.proc import user_name
+from yunion_mps.inventory.events import kernel_records
 
 _ALL_ENTER = stat.S_IXUSR | stat.S_IXGRP | stat.S_IXOTH
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
@@ -26,8 +29,9 @@ _LEAST_SHM_FREE_BYTES = 8 << 20
 _CLEANING, _KEEPING = "dDeqQvC", "xX"
 
 
+@check("pipe directory")
 def pipe_directory(host: Host) -> Findings:
-    """Whether every user can come to the sockets, and nobody else's stand in the way."""
+    """Whether every user can reach the sockets, and no other user can put a control daemon there."""
     found: list[Finding] = []
     missing = []
     places = [domain.pipe_directory for domain in host.domains()]
@@ -40,7 +44,7 @@ def pipe_directory(host: Host) -> Findings:
     if found:
         return found
     if not places:
-        return [skipped("no GPU is divided here")]
+        return NO_GPU
     if missing:
         return [ok(f"{_few(missing)}: made at the daemon's start")]
     return [ok(f"{_few(places)}: {f'only the group {group}' if group else 'all users'} can enter")]
@@ -58,21 +62,21 @@ def _on_the_way(root: str, place: str, group: str | None) -> Iterator[Finding]:
         path = f"{path}/{name}"
         try:
             info = os.lstat(path)
-        except PermissionError:  # the one above it cannot be entered, which is told
+        except PermissionError:  # the one above it cannot be entered, which is found
             return
         if stat.S_ISLNK(info.st_mode):
             if info.st_uid != 0:
                 what = f"{path} is a symlink of {user_name(info.st_uid)}, which is not followed"
-                yield problem(what, f"look who made it (ls -l {path}), and remove it")
+                yield problem(what, f"see who made it (ls -l {path}), and remove it")
             info = os.stat(path)
         if not stat.S_ISDIR(info.st_mode):
-            yield problem(f"{path} is not a directory", f"look at it (ls -ld {path}), and remove it")
+            yield problem(f"{path} is not a directory", f"see what it is (ls -ld {path}), and remove it")
             return
         last = number == len(names) - 1
-        yield from _judged(path, info, last=last, closed=last and group is not None)
+        yield from _directory(path, info, last=last, closed=last and group is not None)
 
 
-def _judged(path: str, info: os.stat_result, *, last: bool, closed: bool) -> Iterator[Finding]:
+def _directory(path: str, info: os.stat_result, *, last: bool, closed: bool) -> Iterator[Finding]:
     if closed and info.st_mode & stat.S_IXOTH:
         what = f"{path} is open to all users, but cuda_mps_pipe_group limits it to one group"
         yield problem(what, "systemctl reload yunion-mps-daemon")
@@ -81,7 +85,7 @@ def _judged(path: str, info: os.stat_result, *, last: bool, closed: bool) -> Ite
         yield problem(f"{what}, nor do their MPS servers", f"chmod a+x {path}")
     if info.st_uid not in (0, os.geteuid()):
         what = f"{path} belongs to {user_name(info.st_uid)}, who can put another control daemon there"
-        yield problem(what, f"look at it (ls -la {path}); remove it, or choose another directory")
+        yield problem(what, f"see what is in it (ls -la {path}); remove it, or choose another directory")
     elif info.st_mode & _OTHERS_WRITE and (last or not info.st_mode & stat.S_ISVTX):
         what = f"{path} may be written by other users, who can put another control daemon there"
         yield problem(what, f"chmod go-w {path}")
@@ -97,6 +101,7 @@ def _sockets(place: str) -> Iterator[Finding]:
         yield problem(f"other users may not connect to {path}", f"chmod a+rw {path}")
 
 
+@check("cleaning")
 def cleaning(host: Host) -> Findings:
     """Whether something removes sockets by their age, as systemd-tmpfiles does in /tmp on many systems."""
     found = []
@@ -112,8 +117,8 @@ def cleaning(host: Host) -> Findings:
             what = (
                 f"systemd-tmpfiles removes from {path} what is older than {age}, the sockets in {place} too"
             )
-            remedy = f"echo 'x {place}' >/etc/tmpfiles.d/yunion-mps-pipe.conf"
-            found.append(warning(what, remedy))
+            hint = f"echo 'x {place}' >/etc/tmpfiles.d/yunion-mps-pipe.conf"
+            found.append(warning(what, hint))
     return found or [ok("nothing removes sockets by their age")]
 
 
@@ -146,6 +151,7 @@ def _is_below(place: str, path: str) -> bool:
     return place == path or place.startswith(path.rstrip("/") + "/")
 
 
+@check("disk space")
 def space(host: Host) -> Findings:
     """Room for sockets and logs."""
     found = []
@@ -168,6 +174,7 @@ def space(host: Host) -> Findings:
     return found or [ok("the pipe and log directories have room")]
 
 
+@check("/dev/shm")
 def shm(host: Host) -> Findings:
     """The shared memory in which servers and clients meet."""
     place = host.paths.under("/dev/shm")
@@ -186,5 +193,86 @@ def shm(host: Host) -> Findings:
         found.append(warning(what, f"mount -o remount,size=1G {place}; docker run --shm-size 1g"))
     if free < _LEAST_SHM_FREE_BYTES or (system.f_files and not system.f_favail):
         what = f"{place} is full ({free >> 20} MiB and {system.f_favail} files left): no MPS server starts"
-        found.append(problem(what, f"look what fills it (ls -laS {place}), and remove what no process uses"))
+        found.append(problem(what, f"see what fills it (ls -laS {place}), and remove what no process uses"))
     return found or [ok(f"{free >> 20} of {size >> 20} MiB are free")]
+
+
+_LAST_LOG_BYTES = 1 << 20
+_DAY_S = 86_400.0
+
+#: `type=AVC msg=audit(1788000060.5:43): avc:  denied  { connectto } for  pid=7 comm="nvidia-cuda-mps" ...`
+_DENIED = re.compile(r'avc: +denied +\{ ([\w ]+) \}|apparmor="DENIED" operation="(\w+)"')
+_OURS = re.compile(r"nvidia-cuda-mps|nvidia-mps|yunion-mps")
+_TIME = re.compile(r"audit\((\d+)\.")
+_ABOUT = re.compile(r'\b(comm|path|name|scontext|tcontext|tclass|profile)="?([^"\s]+)')
+
+
+@check("SELinux and AppArmor")
+def denials(host: Host) -> Findings:
+    """What was refused within the last day."""
+    under = host.paths.under
+    enforcing = _read(under("/sys/fs/selinux/enforce")).strip()
+    apparmor = _read(under("/sys/module/apparmor/parameters/enabled")).strip() == "Y"
+    if not enforcing and not apparmor:
+        return [ok("neither is active here")]
+    texts, readable = _logs(under("/var/log/audit/audit.log"), host.paths.kernel_log)
+    oldest_s = time.time() - _DAY_S
+    places = [domain.pipe_directory for domain in host.domains()]
+    lines = [
+        line
+        for line in texts
+        if _DENIED.search(line)
+        and (_OURS.search(line) or any(place in line for place in places))
+        and (not (found := _TIME.search(line)) or int(found[1]) >= oldest_s)
+    ]
+    if lines:
+        return [_denial(lines, permissive=enforcing == "0")]
+    if not readable:
+        return [skipped("only root can read what was refused (audit.log, dmesg)", "run it as root")]
+    state = {"1": "SELinux is enforcing", "0": "SELinux is permissive"}.get(enforcing, "AppArmor is active")
+    return [ok(f"{state}, and has refused MPS nothing within the last day")]
+
+
+def _denial(lines: list[str], *, permissive: bool) -> Finding:
+    last = lines[-1]
+    operation = next(word for word in _DENIED.search(last).groups() if word)  # type: ignore[union-attr]
+    about = ", ".join(f"{key} {value}" for key, value in _ABOUT.findall(last))
+    who = "AppArmor" if "apparmor=" in last else "SELinux"
+    what = f"{who} refused MPS {operation.strip()!r} ({len(lines)} times within the last day; {about})"
+    if permissive:
+        return warning(f"{what}: it would be refused in enforcing mode", _hint(who))
+    return problem(what, _hint(who))
+
+
+def _hint(who: str) -> str:
+    if who == "AppArmor":
+        return "allow it in the profile that is named, then: systemctl reload apparmor"
+    return (
+        "ausearch -m avc -c nvidia-cuda-mps | audit2allow -M yunion-mps, read what it allows, "
+        "then: semodule -i yunion-mps.pp; for files of another place: restorecon -Rv DIRECTORY"
+    )
+
+
+def _logs(audit: str, kernel: str) -> tuple[list[str], bool]:
+    """The lines of both logs, and whether one of them could be read."""
+    lines: list[str] = []
+    readable = False
+    try:
+        with open(audit, "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _LAST_LOG_BYTES))
+            lines += file.read().decode(errors="replace").splitlines()
+            readable = True
+    except OSError:
+        pass
+    records = kernel_records(kernel)
+    for record in records or []:
+        lines += record.decode(errors="replace").splitlines()
+    return lines, readable or records is not None
+
+
+def _read(path: str) -> str:
+    try:
+        with open(path, encoding="ascii", errors="replace") as file:
+            return file.read(64)
+    except OSError:
+        return ""

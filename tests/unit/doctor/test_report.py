@@ -6,9 +6,8 @@ import threading
 from pathlib import Path
 
 import pytest
-from yunion_mps.doctor.finding import Finding, Findings, ok, problem, skipped, warning
 from yunion_mps.doctor.host import Host, Once
-from yunion_mps.doctor.running import Check, Report, run
+from yunion_mps.doctor.report import Check, Finding, Findings, Report, ok, problem, run, skipped, warning
 from yunion_mps.errors import HostError
 from yunion_mps.paths import Paths
 
@@ -47,13 +46,13 @@ def test_a_check_that_hangs_is_given_up_after_its_time_and_the_others_are_not(ho
     found = run([Check("bad", hangs, 0.01), Check("good", lambda _: [ok("fine")])], host)
     ended.set()
     assert [line.check for line in found.lines] == ["bad", "good"]
-    assert found.lines[0].finding.what == "this was not found out within 0.3 s"
+    assert found.lines[0].finding.what == "no result within 0.3 s"
 
 
 def test_what_may_not_be_looked_at_is_skipped_with_the_reason(host: Host) -> None:
     found = run([Check("root's", refused), Check("good", lambda _: [ok("fine")])], host)
     assert found.lines[-1].finding == ok("fine")
-    assert found.lines[0].finding == skipped("not looked at: you may not", "become root")
+    assert found.lines[0].finding == skipped("not checked: you may not", "become root")
     assert found.exit_code == 0
 
 

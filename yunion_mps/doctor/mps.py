@@ -1,0 +1,344 @@
+"""MPS itself: our control daemons and others', the MPS servers, and which programs reach them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import select
+import time
+from typing import NamedTuple
+
+from yunion_mps.doctor.host import DEFAULT_PIPE_DIRECTORY, Host, shown
+from yunion_mps.doctor.report import NO_GPU, Finding, Findings, check, ok, problem, skipped, warning
+from yunion_mps.errors import HostError, YunionError
+from yunion_mps.host.proc import all_pids, environment_of, program_of, uid_of, user_name
+from yunion_mps.models import DomainPlan
+from yunion_mps.mps.conversation import Probe, SilentError, peer_of
+from yunion_mps.mps.diagnosis import front_end_at, holders, peers, why_silent
+from yunion_mps.mps.log_file import LOG_NAME, SERVER_LOG, timestamp_parser
+from yunion_mps.mps.processes import MARK, PROGRAM, describe_servers, orphaned_servers, server_pids
+from yunion_mps.mps.startup import find
+
+#: The control daemon greets at once; the daemon itself gives it 5 s before it acts.
+_GREETING_S = 2.0
+_RESTART = "systemctl restart yunion-mps-daemon"
+#: A probe or a question is over by then.
+_BETWEEN_POLLS_S = 0.2
+
+_LAST_BYTES = 1 << 16
+_RECENT_S = 3600.0
+#: `[2026-04-28 18:20:41.704 Control  3511] Server 17 exited with status 1`
+_LINE = re.compile(r"^\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)\.\d+ \w+\s+\d+\] (.*)$")
+_FAILED = re.compile(r"Server (\d+) exited with status ([1-9]\d*)")
+_FAULT = "Server encountered a fatal exception"
+_STARTED = re.compile(r"Server \S* ?has started|: Server already exists")
+
+
+@check("control daemon")
+def control_daemons(host: Host) -> Findings:
+    """Whether the one that clients find in each directory is the daemon's own."""
+    return [_owner(host, domain) for domain in host.domains()] or NO_GPU
+
+
+def _owner(host: Host, domain: DomainPlan) -> Finding:
+    place = domain.pipe_directory
+    peer = peer_of(place)
+    known = _known_pid(host, domain)
+    if peer is None and known:
+        what = f"the control daemon of domain {domain.name} (PID {known}) cannot be found in {place}"
+        return problem(f"{what}: its socket was removed", _RESTART)
+    if peer and known == peer.pid:
+        return ok(f"PID {peer.pid} serves domain {domain.name} in {place}")
+    if os.geteuid() != 0 and (peer is None or uid_of(peer.pid) != os.geteuid()):
+        return skipped(f"only root sees whose control daemon runs in {place}", "run it as root")
+    try:
+        found = find(domain)
+    except HostError as error:
+        return problem(error.message, error.hint)
+    if found is None:
+        none = f"none runs in {place}"
+        return problem(none, _RESTART) if _is_enabled(host) else ok(f"{none}; the daemon starts it")
+    pid = found.process.pid
+    found.process.close()
+    what = f"PID {pid} goes on in {place} without the daemon, with the limits that it was given"
+    if peer is None:
+        what += ", and no new job finds it, because its socket was removed"
+    return warning(what, "start the daemon, which adopts it: systemctl start yunion-mps-daemon")
+
+
+def _known_pid(host: Host, domain: DomainPlan) -> int | None:
+    """The PID of the domain's control daemon in the daemon's words."""
+    try:
+        pids = [one["pid"] for one in host.status()["domains"] if one["name"] == domain.name]
+    except YunionError:
+        return None
+    return pids[0] if pids else None
+
+
+def _is_enabled(host: Host) -> bool:
+    try:
+        return bool(host.status()["state"] != "disabled")
+    except YunionError:
+        return False
+
+
+@check("control daemon answers")
+def answers(host: Host) -> Findings:
+    """Whether each control daemon greets its clients, and what keeps it from that."""
+    found: list[Finding] = []
+    # To find whose connection one is takes a search of all processes' descriptors for each domain.
+    front_ends = any(options == 0 for pid in all_pids() if (options := _options(pid)) is not None)
+    for domain in host.domains():
+        peer = peer_of(domain.pipe_directory)
+        if peer is None:
+            continue
+        try:
+            took_s = _greeted(domain.pipe_directory, peer.pid)
+        except SilentError as error:
+            why = why_silent(peer.pid, domain.pipe_directory)
+            what = f"the control daemon of domain {domain.name} (PID {peer.pid}): {error.message}"
+            hint = "end what keeps it, or: systemctl restart yunion-mps-daemon (this ends its jobs)"
+            found.append(problem(f"{what}{f'; {why}' if why else ''}", hint))
+            continue
+        front_end = front_end_at(domain.pipe_directory) if front_ends else ""
+        if front_end:
+            what = f"{PROGRAM} is open at domain {domain.name}: {front_end}; meanwhile no other is answered"
+            found.append(warning(what, "end it: it serves one front-end at a time"))
+        else:
+            found.append(ok(f"domain {domain.name} greets within {took_s * 1000:.0f} ms"))
+    return found or [skipped("no control daemon runs")]
+
+
+def _greeted(place: str, pid: int) -> float:
+    """How long the greeting took, in seconds; raises SilentError if none came."""
+    began_s = time.monotonic()
+    probe = Probe(place, pid, began_s, _GREETING_S)
+    try:
+        poll = select.poll()
+        poll.register(probe.fileno(), select.POLLIN)
+        while not probe.poll(time.monotonic()):
+            poll.poll(20)
+    finally:
+        probe.close()
+    return time.monotonic() - began_s
+
+
+class _Other(NamedTuple):
+    """A control daemon that is none of our domains'. What may not be read is None."""
+
+    pid: int
+    pipe_directory: str | None
+    gpus: str | None
+    in_container: bool
+
+    def __str__(self) -> str:
+        """`PID 4711 (root, in a container, /tmp/nvidia-mps)`."""
+        uid = uid_of(self.pid)
+        about = [
+            "" if uid is None else user_name(uid),
+            "in a container" if self.in_container else "",
+            self.pipe_directory or "",
+        ]
+        return f"PID {self.pid} ({', '.join(word for word in about if word)})"
+
+
+@check("other control daemons")
+def others(host: Host) -> Findings:
+    """Other control daemons on this host: in NVIDIA's default place, or for the same GPUs."""
+    found = []
+    for other in _others(host):
+        where = other.pipe_directory
+        end = f"when its jobs are done: echo quit | CUDA_MPS_PIPE_DIRECTORY={where or 'DIRECTORY'} {PROGRAM}"
+        end += "; and see what starts it: systemctl list-units '*mps*'; kubectl get pods -A"
+        shares = _shares_gpus(host, other)
+        if shares:
+            what = f"another control daemon, {other}, serves GPUs of ours: only one's server can use them"
+            found.append(problem(f"{what}, and its clients have none of our limits", end))
+        elif where == host.paths.under(DEFAULT_PIPE_DIRECTORY):
+            what = f"another control daemon, {other}, is where programs look that name no pipe directory"
+            found.append(warning(f"{what}: they get none of our limits", end))
+        elif shares is None:
+            what = f"another control daemon runs, {other}, and it cannot be seen whether it serves our GPUs"
+            found.append(warning(what, f"look as root; {end}"))
+        else:
+            found.append(ok(f"another control daemon, {other}, serves other GPUs"))
+    return found or [ok("no other control daemon runs here")]
+
+
+def _shares_gpus(host: Host, other: _Other) -> bool | None:
+    """None if that cannot be seen: numbers count what its container shows it, or CUDA's own order."""
+    ours = {uuid for domain in host.domains() for uuid in domain.gpu_uuids}
+    if not ours:
+        return False
+    if other.gpus is None or (other.in_container and not other.gpus):
+        return None
+    words = [word.strip() for word in other.gpus.split(",") if word.strip()]
+    if not words:
+        return True
+    if any(word.isdigit() for word in words):
+        return None
+    return any(uuid.startswith(word) for uuid in ours for word in words)
+
+
+def _others(host: Host) -> list[_Other]:
+    ours = host.control_pids() | {_known_pid(host, domain) for domain in host.domains()}
+    found = []
+    for pid in all_pids():
+        if pid in ours or not _options(pid):
+            continue
+        environment = environment_of(pid)
+        place = environment.get("CUDA_MPS_PIPE_DIRECTORY", DEFAULT_PIPE_DIRECTORY) if environment else None
+        if host.foreign_root and not (place or "").startswith(host.paths.root + "/"):
+            continue
+        peer = peer_of(place) if place else None
+        if MARK in environment and not (peer and peer.pid == pid):
+            continue  # one of ours that is being tried, or about to end
+        gpus = environment.get("CUDA_VISIBLE_DEVICES", "") if environment else None
+        found.append(_Other(pid, place, gpus, _in_container(pid)))
+    return found
+
+
+def _options(pid: int) -> int | None:
+    """How many options NVIDIA's control program has there: a front-end has none. None for other programs.
+
+    It comes from the command line, which all users may read.
+    """
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            words = file.read(4096).decode(errors="replace").split("\0")
+    except OSError:
+        return None
+    if os.path.basename(words[0]) != PROGRAM:
+        return None
+    return sum(word.startswith("-") for word in words[1:])
+
+
+def _in_container(pid: int) -> bool:
+    try:
+        return os.readlink(f"/proc/{pid}/ns/mnt") != os.readlink("/proc/1/ns/mnt")
+    except OSError:
+        return False
+
+
+@check("orphaned servers")
+def orphans(host: Host) -> Findings:
+    """MPS servers that have outlived their control daemon, and keep their GPUs."""
+    if os.geteuid() != 0:
+        return [skipped("only root sees whose MPS servers run", "run it as root")]
+    found = []
+    for domain in host.domains():
+        pids = orphaned_servers(domain.pipe_directory)
+        if pids:
+            what = f"{describe_servers(pids)} of domain {domain.name} lives on without its control daemon"
+            hint = "wait for its jobs, or end them; without jobs the daemon ends it after a while"
+            found.append(warning(f"{what}, and keeps its GPUs from the next one", hint))
+    return found or [ok("every MPS server has its control daemon")]
+
+
+@check("MPS servers")
+def starts(host: Host) -> Findings:
+    """Whether servers failed within the last hour, by the control daemons' own logs."""
+    found: list[Finding] = []
+    is_logged = False
+    for domain in host.domains():
+        path = os.path.join(domain.log_directory, LOG_NAME)
+        try:
+            lines = _recent(path)
+        except FileNotFoundError:
+            continue
+        except PermissionError:
+            return [skipped(f"you may not read {path}", "run it as root")]
+        is_logged = True
+        failures = [text for text in lines if _FAILED.search(text) or _FAULT in text]
+        if not failures:
+            continue
+        last = [text for text in lines if text in failures or _STARTED.search(text)][-1]
+        times = sum(bool(_FAILED.search(text)) for text in failures) or len(failures)
+        server_log = os.path.join(domain.log_directory, SERVER_LOG)
+        what = f"MPS servers of domain {domain.name} failed {times} times within the last hour"
+        level = problem if last in failures else warning
+        found.append(
+            level(f"{what}: {_last_failure(server_log) or last}", f"see {server_log}, {path} and dmesg")
+        )
+    if found or is_logged:
+        return found or [ok("none failed within the last hour")]
+    return [skipped("there is no log yet")]
+
+
+def _recent(path: str) -> list[str]:
+    """What was logged within the last hour, as far as the log's end shows it."""
+    with open(path, "rb") as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - _LAST_BYTES))
+        text = file.read().decode(errors="replace")
+    now_s = time.time()
+    seconds = timestamp_parser(now_s)
+    found = []
+    for match in filter(None, (_LINE.match(line.lstrip("\0")) for line in text.splitlines())):
+        with contextlib.suppress(ValueError):  # no such time
+            if seconds(match[1]) >= now_s - _RECENT_S:
+                found.append(match[2])
+    return found
+
+
+def _last_failure(path: str) -> str:
+    """The last line of a server's own log that names a failure."""
+    try:
+        lines = _recent(path)
+    except OSError:
+        return ""
+    return next((text for text in reversed(lines) if re.search(r"(?i)fail|error|exception", text)), "")
+
+
+@check("users")
+def user_switching(host: Host) -> Findings:
+    """Whether clients of one user wait for the end of another's jobs."""
+    if host.config()[0].cuda_mps_multiuser:
+        return [ok("cuda_mps_multiuser: all users are served at once, if NVIDIA's program supports that")]
+    if os.geteuid() != 0:
+        return [skipped("only root sees which clients wait", "run it as root")]
+    servers = {
+        domain: (pid, *pids)
+        for domain in host.domains()
+        if (pid := host.control_pid(domain)) and (pids := server_pids(pid))
+    }
+    known = {os.getpid(), _daemon_pid(host), *(pid for pids in servers.values() for pid in pids)}
+    found: list[Finding] = []
+    # The owners of connections are looked up for all domains at once: that searches all processes.
+    if set(holders({inode for domain in servers for inode in peers(domain.pipe_directory)})) - known:
+        for domain, (_, *pids) in servers.items():
+            serving = {uid for server in pids if (uid := uid_of(server)) is not None}
+            users = ", ".join(user_name(uid) for uid in sorted(serving))
+            hint = "run all jobs as one user, or write cuda_mps_multiuser: true (release 570 and later)"
+            for pid in _waiting(domain, known, serving):
+                what = f"{shown(pid)} waits until the jobs of {users} are done"
+                found.append(warning(f"{what}: domain {domain.name} serves one user at a time", hint))
+    return found or [ok("no client waits for another user's jobs")]
+
+
+def _waiting(domain: DomainPlan, known: set[int], serving: set[int]) -> list[int]:
+    """The clients that wait: they are connected to the control daemon only until they have a server.
+
+    A process that only asks something is not connected any more the second time.
+    """
+    first = _connected(domain, known, serving)
+    if first:
+        time.sleep(_BETWEEN_POLLS_S)
+    return sorted(first & _connected(domain, known, serving)) if first else []
+
+
+def _connected(domain: DomainPlan, known: set[int], serving: set[int]) -> set[int]:
+    return {
+        pid
+        for pid in holders(set(peers(domain.pipe_directory)))
+        if pid not in known
+        and uid_of(pid) not in (None, *serving)
+        and program_of(pid).rpartition("/")[2] != PROGRAM
+    }
+
+
+def _daemon_pid(host: Host) -> int:
+    try:
+        return int(host.status()["pid"])
+    except YunionError:
+        return 0
