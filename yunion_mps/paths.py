@@ -49,8 +49,6 @@ class Paths:
     events_copy = _Below("/run/yunion-mps/events.jsonl")
     #: The directory with a copy of each lease.
     lease_copies = _Below("/run/yunion-mps/leases")
-    #: The directory with since when each of those waits who wait for devices.
-    waiting_places = _Below("/run/yunion-mps/waiting")
     #: The GPUs that had a fatal XID since the boot.
     gpu_faults = _Below("/run/yunion-mps/gpu-faults.json")
     #: What the gateway is to serve over TCP; it exists only if anything is.

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 from yunion_mps.errors import NothingFreeError
+from yunion_mps.leases.allocator import Allocator, Candidate, Candidates
 from yunion_mps.leases.ledger import Ledger
-from yunion_mps.leases.offers import Offer, Offers
-from yunion_mps.leases.queue import Queue, Waiter
+from yunion_mps.leases.queue import Queue, QueuedRequest
 from yunion_mps.leases.request import LeaseRequest
 from yunion_mps.models import Device, Holder, Lease
 
@@ -27,25 +27,31 @@ _HOLDER = Holder("process", 1000, 4260, 77)
 def lines(settings: Settings) -> Iterator[Line]:
     """One line for each thing that is done at every lease."""
     devices = [_device(gpu, slot) for gpu in range(GPUS) for slot in range(OF_EACH)]
-    offers = Offers([Offer(device) for device in devices])
+    candidates = Candidates([Candidate(device) for device in devices])
     ledger = Ledger(_lease(device) for device in devices[:-1])
     last = _lease(devices[-1])
-    if ledger.choose(LeaseRequest(), offers) != last.devices:
+    if Allocator(ledger).choose(LeaseRequest(), candidates) != last.devices:
         raise BenchError("the ledger does not find the one device that is free")
     full = Ledger(_lease(device) for device in devices)
-    queue = Queue(full)
-    queue.waiters = [Waiter(LeaseRequest(), float(number), number) for number in range(WAITERS)]
+    queue = Queue(Allocator(full))
+    queue.requests = [QueuedRequest(LeaseRequest(), _HOLDER, position=number) for number in range(WAITERS)]
     some = f"of {len(devices):,} devices"
     steps = (
         (
             f"the free one {some}",
             "ms",
             _PASS,
-            lambda: ledger.choose(LeaseRequest(), offers),
-            lambda: _pass(offers),
+            lambda: Allocator(ledger).choose(LeaseRequest(), candidates),
+            lambda: _pass(candidates),
         ),
-        (f"none {some}, and why", "ms", _PASS, lambda: _why_not(full, offers), lambda: _pass(offers)),
-        (f"none {some}, {WAITERS} wait", "ms", _PASS, lambda: queue.next(offers), lambda: _pass(offers)),
+        (f"none {some}, and why", "ms", _PASS, lambda: _why_not(full, candidates), lambda: _pass(candidates)),
+        (
+            f"none {some}, {WAITERS} wait",
+            "ms",
+            _PASS,
+            lambda: queue.next(candidates),
+            lambda: _pass(candidates),
+        ),
         (
             f"a lease entered and struck {some}",
             "us",
@@ -70,14 +76,14 @@ def _taken(work: Callable[[], object], factor: float) -> float:
     return (time.perf_counter() - begin_s) * factor
 
 
-def _pass(offers: Offers) -> None:
-    for _ in offers.devices:
+def _pass(candidates: Candidates) -> None:
+    for _ in candidates.devices:
         pass
 
 
-def _why_not(ledger: Ledger, offers: Offers) -> str:
+def _why_not(ledger: Ledger, candidates: Candidates) -> str:
     try:
-        ledger.choose(LeaseRequest(), offers)
+        Allocator(ledger).choose(LeaseRequest(), candidates)
     except NothingFreeError as error:
         return error.message
     raise BenchError("the ledger gives a device that somebody has")

@@ -166,7 +166,7 @@ def test_a_container_whose_domain_does_not_serve_does_not_start(ready_daemon: Da
     assert ADDRESSES[1] in there, "so that the reason can be said"
     refused = podman.run(*mps(ADDRESSES[1]), IMAGE, "true")
     assert refused.returncode != 0
-    why = f"yunion-mps: device {ADDRESSES[1]} cannot be had now: 1 unavailable (GPU 00:06.0: its domain is "
+    why = f"yunion-mps: device {ADDRESSES[1]} cannot be allocated now: 1 unavailable (GPU 00:06.0: its domain"
     assert why in refused.stderr, "and not the engine's word on the directory"
     refused = podman.run(*mps(lease["id"]), IMAGE, "true")
     assert f"yunion-mps: device {ADDRESSES[2]} cannot be used now: its domain is " in refused.stderr

@@ -43,7 +43,7 @@ def test_a_device_of_a_lost_gpu_is_refused_with_the_reason_also_after_a_restart(
     for name in names:
         refused = podman.run(*mps(name), IMAGE, "true")
         assert refused.returncode != 0
-        why = "yunion-mps: device 00:07.0-1 cannot be had now: 1 unavailable ("
+        why = "yunion-mps: device 00:07.0-1 cannot be allocated now: 1 unavailable ("
         assert why in refused.stderr
         assert "lost" in refused.stderr.rpartition(why)[2]
     podman.good("run", "--rm", *mps("00:06.0-1"), IMAGE, "id")

@@ -112,7 +112,7 @@ def test_where_nothing_is_free_it_fails_or_waits_its_turn(ready_daemon: Daemon) 
     done = run(host, "true")
     assert (done.returncode, done.stderr.splitlines()[0]) == (
         5,
-        "yunion-mps: 1 device cannot be had now: 4 of 4 in use",
+        "yunion-mps: 1 device cannot be allocated now: 4 of 4 in use",
     )
     assert done.stderr.splitlines()[1] == "yunion-mps: wait for it: --wait; see who has them: yunion-mps who"
     late = run(host, "--wait=1", "true")
@@ -315,12 +315,12 @@ def test_memory_in_units_as_ack_hands_it_out(make_host: MakeHost, make_daemon: M
         assert left in host.run(["yunion-mps", screen]).stdout
     refused = run(host, "--gpu-mem-units", "1", "true")
     assert refused.returncode == 5
-    assert refused.stderr.startswith("yunion-mps: 128 MiB cannot be had now: 0 MiB free on GPU 00:06.0\n")
-    refused = run(host, "--gpu-mem", "30GiB", "true")
-    assert (refused.returncode, refused.stderr.splitlines()[0]) == (
-        1,
-        "yunion-mps: 30720 MiB can never be had: there are at most 23040 MiB of GPU 00:06.0 [infeasible]",
+    assert refused.stderr.startswith(
+        "yunion-mps: 128 MiB cannot be allocated now: 0 MiB free on GPU 00:06.0\n"
     )
+    refused = run(host, "--gpu-mem", "30GiB", "true")
+    why = "30720 MiB can never be allocated: there are at most 23040 MiB of GPU 00:06.0 [infeasible]"
+    assert (refused.returncode, refused.stderr.splitlines()[0]) == (1, f"yunion-mps: {why}")
     status, answer = daemon.ask("POST", "/v1/leases?units=1000")
     assert (status, answer["code"]) == (410, "infeasible")
     assert "code" not in daemon.ask("POST", "/v1/leases?units=1")[1]

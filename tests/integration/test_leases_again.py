@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
+import sqlite3
 import threading
 from collections.abc import Callable
 
@@ -12,7 +12,7 @@ import pytest
 from yunion_mps.client import Client
 from yunion_mps.errors import YunionError
 from yunion_mps.host.store import Store
-from yunion_mps.leases.book import Book
+from yunion_mps.leases.storage import LeaseStorage
 from yunion_mps.paths import Paths
 
 from integration.daemon_host import Daemon, eventually
@@ -129,7 +129,7 @@ def test_a_renewal_is_known_to_the_next_daemon(ready_daemon: Daemon) -> None:
     def kept() -> float:
         paths = Paths(str(ready_daemon.host.root))
         with contextlib.closing(Store(paths)) as store:
-            (lease,) = Book(store, paths.lease_copies).read()
+            (lease,) = LeaseStorage(store, paths.lease_copies).read()
         return lease.ends_s or 0.0
 
     take(ready_daemon, "name=a&ttl=600")
@@ -219,7 +219,15 @@ def test_a_lease_that_could_not_be_given_back_can_be_later(ready_daemon: Daemon,
         assert Client().leases() == []
 
 
-def test_who_comes_back_has_its_place_and_nobody_can_invent_one(ready_daemon: Daemon) -> None:
+def stored_positions(daemon: Daemon) -> int:
+    """How many queued requests the next daemon would know."""
+    state = sqlite3.connect(daemon.host.root / "var/lib/yunion-mps/state.db")
+    with contextlib.closing(state):
+        (count,) = state.execute("SELECT count(*) FROM queued_request").fetchone()
+        return int(count)
+
+
+def test_a_repeated_request_has_its_position_and_none_can_be_invented(ready_daemon: Daemon) -> None:
     for address in ADDRESSES:
         take(ready_daemon, f"name={address}&ttl=600&device={address}")
     first = Asker(ready_daemon, f"name=first&ttl=600&wait=60&request={FIRST}")
@@ -235,11 +243,10 @@ def test_who_comes_back_has_its_place_and_nobody_can_invent_one(ready_daemon: Da
     assert [one["name"] for one in who_waits(ready_daemon)] == ["first", "new"]
     for waiter in waiters:
         waiter.close()
-    places = ready_daemon.host.root / "run/yunion-mps/waiting"
-    eventually(lambda: os.listdir(places) == [], "that no place is left")
+    eventually(lambda: stored_positions(ready_daemon) == 0, "that no position is left")
 
 
-def test_who_has_asked_again_keeps_the_place_when_the_connection_before_is_noticed_to_be_gone(
+def test_a_repeated_request_keeps_its_position_when_the_first_is_gone(
     ready_daemon: Daemon,
 ) -> None:
     for address in ADDRESSES:
@@ -250,14 +257,13 @@ def test_who_has_asked_again_keeps_the_place_when_the_connection_before_is_notic
     wait_until_wait(ready_daemon, 2)
     lost.close()
     wait_until_wait(ready_daemon, 1)
-    places = ready_daemon.host.root / "run/yunion-mps/waiting"
-    assert len(os.listdir(places)) == 1
+    assert stored_positions(ready_daemon) == 1
     again.close()
-    eventually(lambda: os.listdir(places) == [], "that no place is left")
+    eventually(lambda: stored_positions(ready_daemon) == 0, "that no position is left")
 
 
 @needs_root
-def test_the_place_of_another_user_s_request_is_not_given(ready_daemon: Daemon) -> None:
+def test_a_position_is_not_given_to_another_user(ready_daemon: Daemon) -> None:
     for address in ADDRESSES:
         take(ready_daemon, f"name={address}&ttl=600&device={address}")
     mine = Asker(ready_daemon, f"name=mine&ttl=600&wait=60&request={FIRST}")
@@ -280,7 +286,11 @@ def test_the_place_of_another_user_s_request_is_not_given(ready_daemon: Daemon) 
     ("count", "status", "why"),
     [
         ("2", 1, "2 devices cannot be one budget: its control daemon gives no process more than 4096 MiB"),
-        ("5", 1, "5 devices on one GPU can never be had: there are 4 such devices on 1 GPU [infeasible]"),
+        (
+            "5",
+            1,
+            "5 devices on one GPU can never be allocated: there are 4 such devices on 1 GPU [infeasible]",
+        ),
     ],
 )
 def test_several_devices_that_can_never_be_had_are_refused_at_once(

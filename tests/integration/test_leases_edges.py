@@ -119,7 +119,7 @@ def test_who_waits_for_what_a_reload_takes_away_is_told_and_nothing_is_kept_for_
     assert daemon.ask("POST", "/v1/reload")[0] == 200
     for waiter in (named, across):
         status, answer = waiter.answer()
-        assert (status, "can never be had" in answer["detail"]) == (410, True), answer
+        assert (status, "can never be allocated" in answer["detail"]) == (410, True), answer
         waiter.close()
     assert [one["name"] for one in who_waits(daemon)] == ["d"]
     assert daemon.ask("DELETE", f"/v1/leases/{taken[0]['id']}")[0] == 200
@@ -309,7 +309,7 @@ def test_what_a_crash_left_of_a_copy_is_no_second_lease(ready_daemon: Daemon) ->
 def test_who_waits_for_a_gpu_that_is_lost_gets_it_when_it_is_back(
     make_host: MakeHost, make_daemon: MakeDaemon, scope: str
 ) -> None:
-    """Also over a reload and an end of all control daemons; they are not told that it can never be had."""
+    """Also over a reload and an end of all control daemons; they are not told that it is infeasible."""
     host = make_host([{"kind": "v100"}, {"kind": "a100"}])
     daemon = make_daemon(host)
     daemon.configure(

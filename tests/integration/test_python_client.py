@@ -127,7 +127,7 @@ def test_what_is_not_to_be_had_is_told_by_the_kind_of_the_error(client: Client) 
     with client.lease(device=ADDRESSES[0]):
         with pytest.raises(NothingFreeError, match="1 of 1 in use"):
             client.lease(device=ADDRESSES[0])
-        with pytest.raises(NeverFreeError, match="can never be had"):
+        with pytest.raises(NeverFreeError, match="can never be allocated"):
             client.lease(count=2, across=True, wait=math.inf)
     with pytest.raises(NotFoundError, match="there is no device nosuch"):
         client.device("nosuch")
@@ -139,7 +139,7 @@ def test_who_waits_gets_the_device_once_it_is_free(client: Client, said: list[st
     waiter = threading.Thread(target=lambda: got.append(client.lease(device=ADDRESSES[0], wait=math.inf)))
     waiter.start()
     eventually(lambda: said, "that it waits")
-    assert said == [f"waiting: device {ADDRESSES[0]} cannot be had now: 1 of 1 in use"]
+    assert said == [f"waiting: device {ADDRESSES[0]} cannot be allocated now: 1 of 1 in use"]
     first.release()
     waiter.join(PATIENCE_S)
     got[0].release()

@@ -72,7 +72,7 @@ def test_of_unlike_gpus_a_command_gets_one_that_enforces_its_budget(
     done = run(host, "true")
     assert (done.returncode, done.stderr.splitlines()[0]) == (
         5,
-        "yunion-mps: 1 device cannot be had now: 4 of 4 in use",
+        "yunion-mps: 1 device cannot be allocated now: 4 of 4 in use",
     )
     assert run(host, *any_gpu).stdout == "00:06.0-0\n"
     assert "GPU 00:08.0 (Tesla P40)" in run(host, "--gpu", "00:08.0", "true").stderr

@@ -147,7 +147,9 @@ def test_while_its_domain_does_not_serve_nothing_is_started_and_who_waits_gets_i
     eventually(lambda: divided.status()["state"] == "failed", "that it does not")
     done = run(host, "--device", "00:06.0-0", "echo", "ran")
     assert (done.returncode, done.stdout) == (5, "")
-    assert "device 00:06.0-0 cannot be had now: 1 unavailable (GPU 00:06.0: its domain is " in done.stderr
+    assert (
+        "device 00:06.0-0 cannot be allocated now: 1 unavailable (GPU 00:06.0: its domain is " in done.stderr
+    )
     done = host.run(["sh", "-ec", 'eval "$(yunion-mps env 00:06.0-0)"; echo ran'])
     assert (done.returncode, done.stdout) == (1, "")
     with host.popen(["yunion-mps", "run", "--device", "00:06.0-0", "--wait", "echo", "ran"]) as waits:

@@ -11,7 +11,6 @@ from typing import Any
 from yunion_mps.containers.publisher import CdiPublisher
 from yunion_mps.daemon.changing import Changing
 from yunion_mps.daemon.health import Health
-from yunion_mps.daemon.leasing import Leasing
 from yunion_mps.daemon.looking import Looking
 from yunion_mps.daemon.run import ANEW, STOPPED
 from yunion_mps.daemon.signals import Signals
@@ -27,6 +26,7 @@ from yunion_mps.metrics.textfile import Textfile
 from yunion_mps.paths import Paths
 from yunion_mps.service.clients import Clients
 from yunion_mps.service.faults import Faults
+from yunion_mps.service.leases import LeaseService
 from yunion_mps.service.metrics import Metrics
 from yunion_mps.service.queries import Service
 from yunion_mps.service.state import one_line
@@ -65,7 +65,7 @@ class _Loop:
         self._end: asyncio.Future[str] | None = None
         self._changing: Changing | None = None
         self._looking: Looking | None = None
-        self._leasing: Leasing | None = None
+        self._leases: LeaseService | None = None
         self._textfile: Textfile | None = None
         self._devices = CdiPublisher(paths, supervisor)
         self._seeing: asyncio.Future[None] | None = None
@@ -78,27 +78,27 @@ class _Loop:
         lock = asyncio.Lock()
         clients = Clients(self._paths, self._supervisor)
         faults = Faults(self._paths, self._supervisor, clients)
-        leasing = self._leasing = Leasing(self._paths, self._supervisor, self._service, self._devices)
-        devices = ProcessDevices(self._supervisor, leasing.ledger)
+        leases = self._leases = LeaseService(self._paths, self._supervisor, self._service, self._devices)
+        devices = ProcessDevices(self._supervisor, leases.ledger)
         sampler = UsageSampler(self._supervisor, devices, self._service.usage)
         looking = Looking(self._paths, self._supervisor, lock, faults, self._tick_soon, sampler.record)
-        lease_waits = leasing.ledger.lease_waits
+        lease_waits = leases.ledger.lease_waits
         changing = Changing(
             self._paths, self._supervisor, looking, lock, lease_waits, self._tick_soon, self._anew
         )
         self._changing, self._looking = changing, looking
-        self._service.ledger = leasing.ledger
-        leasing.restore()
+        self._service.ledger = leases.ledger
+        leases.restore()
         metrics = Metrics(
             self._supervisor,
             self._service,
-            leasing.ledger,
-            leasing.queue,
+            leases.ledger,
+            leases.queue,
             devices,
             lambda: router.counted(),
         )
         exporter = Exporter(metrics)
-        router = Router(Handlers(self._service, changing, clients, leasing, exporter.answer))
+        router = Router(Handlers(self._service, changing, clients, leases, exporter.answer))
         # Not loop.add_signal_handler: its end would leave the winding up to a second signal's mercy.
         loop.add_reader(signals.fileno(), self._guarded, lambda: self._heed(signals))
         server = Server(router)
@@ -117,12 +117,12 @@ class _Loop:
             await end_all(tasks)
             self._unwatch()
             loop.remove_reader(signals.fileno())
-            leasing.hurry()
+            leases.cancel_queued()
             await (server.hand_over() if end == ANEW else server.close())
             textfile.remove()
             if end == STOPPED:
                 addresses.remove(self._paths)
-            leasing.close()  # before the end of its connections is noticed
+            leases.close()  # before the end of its connections is noticed
             self._devices.close()
         if end == STOPPED:  # and not after a fault of ours: then the next daemon finds them as they are
             self._devices.remove()
@@ -192,8 +192,8 @@ class _Loop:
             loop.add_reader(descriptor, self._tick_soon)
         if due_s is not None:
             self._timer = loop.call_at(due_s, self._guarded, self._tick)
-        if self._leasing:
-            self._leasing.serve()  # what has come or changed may be just what somebody waits for
+        if self._leases:
+            self._leases.serve()  # what has come or changed may be what a queued request needs
         self._announce()
         self._devices.refresh()
         self._say()

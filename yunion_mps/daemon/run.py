@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import importlib
 import logging
@@ -18,14 +17,12 @@ from yunion_mps.daemon.handover import Handover, become_anew, received
 from yunion_mps.daemon.lock import take_lock
 from yunion_mps.daemon.options import Options
 from yunion_mps.daemon.signals import Signals
-from yunion_mps.errors import ConfigError, HostError, ShortageError, YunionError
+from yunion_mps.errors import ConfigError, ShortageError, YunionError
 from yunion_mps.gateway import addresses
 from yunion_mps.host import logs
-from yunion_mps.host.proc import started_ticks
 from yunion_mps.host.systemd import Notifier
 from yunion_mps.http.listener import Listener
-from yunion_mps.leases.book import Book
-from yunion_mps.leases.ledger import Ledger
+from yunion_mps.leases.storage import recorded_ledger
 from yunion_mps.models import Event
 from yunion_mps.mps import directories
 from yunion_mps.paths import Paths
@@ -112,7 +109,7 @@ def _serve(paths: Paths, signals: Signals, lock: int, handover: Handover | None)
             raise
         if listener:
             service = Service(supervisor.snapshot, started_s, os.getpid(), supervisor.event_log)
-            service.ledger = _noted_leases(paths, supervisor)
+            service.ledger = recorded_ledger(supervisor.store(), paths.lease_copies)
             anew = Handover(listener.socket.fileno(), lock, started_s)
             try:
                 _until_stopped(paths, listener, supervisor, service, notifier, signals, anew)
@@ -125,17 +122,6 @@ def _serve(paths: Paths, signals: Signals, lock: int, handover: Handover | None)
     finally:
         examination.close()
     log.info("stopped")
-
-
-def _noted_leases(paths: Paths, supervisor: Supervisor) -> Ledger:
-    """The leases that the previous daemon recorded, so that READY counts devices as the event loop will."""
-    ledger = Ledger()
-    with contextlib.suppress(HostError, AssertionError):  # the event loop says it
-        for lease in Book(supervisor.store(), paths.lease_copies).read():
-            holder = lease.holder
-            if holder.pid is None or started_ticks(holder.pid) == holder.started:
-                ledger.add(lease)
-    return ledger
 
 
 def _wind_up(supervisor: Supervisor, notifier: Notifier, *, spare_found: bool = False) -> None:

@@ -1,8 +1,8 @@
 """What must outlive the daemon, in SQLite: compute modes from before us, what domains have, and the events.
 
 Every write is there for the next daemon however this one ends. A file that cannot be read any more is kept
-aside and begun anew; the compute modes are then taken from their copy in the run directory, which is enough
-because both they and it end with the boot.
+aside and begun again; the compute modes and the leases are then taken from their copies in the run directory,
+which is enough because both they and it end with the boot.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from yunion_mps.errors import HostError, ShortageError
-from yunion_mps.host.files import write_atomically
+from yunion_mps.host.files import UNFINISHED, write_atomically
 from yunion_mps.paths import Paths
 
 _SCHEMA_VERSION = 2
@@ -34,6 +34,14 @@ _SCHEMA = (
     """CREATE TABLE IF NOT EXISTS lease (
     id TEXT NOT NULL PRIMARY KEY,
     value TEXT NOT NULL
+)""",
+    """CREATE TABLE IF NOT EXISTS queued_request (
+    position INTEGER PRIMARY KEY,
+    uid INTEGER NOT NULL,
+    idempotency_key TEXT NOT NULL,
+    since_s REAL NOT NULL,
+    boot_id TEXT NOT NULL,
+    UNIQUE (uid, idempotency_key)
 )""",
     """CREATE TABLE IF NOT EXISTS event (
     id INTEGER PRIMARY KEY AUTOINCREMENT,
@@ -58,6 +66,7 @@ class Store:
         """Open the file, making it where it is missing; raises HostError when that cannot be done."""
         self._file = paths.store
         self._copy = paths.former_modes
+        self._lease_copies = paths.lease_copies
         self._lock = threading.RLock()
         self._is_closed = False
         #: Where the file lies that could not be read, empty where that was not so.
@@ -167,9 +176,9 @@ class Store:
             connection.execute(f"PRAGMA cache_size = -{_CACHE_KIB}")
             for statement in _SCHEMA:
                 connection.execute(statement)
-            connection.execute(f"PRAGMA user_version = {_SCHEMA_VERSION}")
             if version == 0:  # new, or torn to nothing, which looks the same
-                self._take_copy(connection)
+                self._take_copies(connection)
+            connection.execute(f"PRAGMA user_version = {_SCHEMA_VERSION}")  # last: it says that all is there
             if had_log and connection.execute("PRAGMA quick_check(1)").fetchone()[0] != "ok":
                 raise sqlite3.DatabaseError("it is damaged")
         except BaseException:
@@ -178,16 +187,23 @@ class Store:
         return connection
 
     def _begin_anew(self) -> sqlite3.Connection:
-        """Keep the unreadable file aside, and take the compute modes from their copy."""
+        """Keep the unreadable file aside, and take compute modes and leases from their copies."""
         self.set_aside = f"{self._file}.unreadable"
         for end in ("", "-wal", "-shm"):
             with contextlib.suppress(FileNotFoundError):
                 os.replace(self._file + end, self.set_aside + end)
         return self._connect()
 
-    def _take_copy(self, connection: sqlite3.Connection) -> None:
-        rows = [(uuid, mode, self._boot_id) for uuid, mode in self._copied_modes().items()]
-        connection.executemany("INSERT OR IGNORE INTO former_compute_mode VALUES (?, ?, ?)", rows)
+    def _take_copies(self, connection: sqlite3.Connection) -> None:
+        modes = [(uuid, mode, self._boot_id) for uuid, mode in self._copied_modes().items()]
+        connection.executemany("INSERT OR IGNORE INTO former_compute_mode VALUES (?, ?, ?)", modes)
+        leases = []
+        with contextlib.suppress(OSError):
+            for name in sorted(os.listdir(self._lease_copies)):
+                path = os.path.join(self._lease_copies, name)
+                with contextlib.suppress(OSError, UnicodeError), open(path, encoding="utf-8") as file:
+                    leases += [] if name.endswith(UNFINISHED) else [(name, file.read())]
+        connection.executemany("INSERT OR IGNORE INTO lease VALUES (?, ?)", leases)
 
     def read(self, query: str, *values: object) -> list[Any]:
         """The rows that `query` gives; raises HostError."""

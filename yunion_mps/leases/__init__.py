@@ -1,1 +1,1 @@
-"""Who has which device: leases, from a request over the queue to their end."""
+"""Leases: requests, the allocator, the ledger, the queue, expiry and storage."""

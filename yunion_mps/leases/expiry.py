@@ -1,12 +1,20 @@
-"""When a lease taken by name expires: its time to live after the last renewal, across restarts of the daemon.
+"""Expiry: what ends a lease, which is its holder's process or a time without renewal.
 
-Times are of the monotonic clock, which cannot be set, and stops while the host is suspended, when no holder
-could renew. Pure: nothing here waits.
+A lease taken by name ends its time to live after the last renewal, across restarts of the daemon. Times are
+of the monotonic clock: it cannot be set, and stops while the host is suspended, when no holder could renew.
 """
 
 from __future__ import annotations
 
-from yunion_mps.models import Lease
+import asyncio
+import os
+import time
+from collections.abc import Callable
+
+from yunion_mps.errors import ShortageError
+from yunion_mps.host.proc import started_ticks
+from yunion_mps.host.processes import Process
+from yunion_mps.models import Holder, Lease
 
 #: How long a holder has to renew its lease after the daemon could not be reached.
 RENEWAL_GRACE_S = 10.0
@@ -31,3 +39,66 @@ def restored(lease: Lease, now_s: float) -> Lease:
     if lease.ends_s < soonest_s and not lease.is_extended:
         return lease._replace(ends_s=soonest_s, is_extended=True)
     return lease._replace(ends_s=min(lease.ends_s, now_s + lease.holder.ttl_s))  # after a boot, a slow clock
+
+
+class HolderWatch:
+    """Watches the processes and the times that leases end with, on the event loop."""
+
+    def __init__(self, end: Callable[[str, str], None]) -> None:
+        """`end` is called with a lease's id and why it has ended."""
+        self._end = end
+        self._processes: dict[str, Process] = {}
+        self._timers: dict[str, asyncio.TimerHandle] = {}
+
+    def watch(self, lease: Lease) -> bool:
+        """Watch what ends the lease now, instead of what was watched before; False if it has ended already.
+
+        In that case, and if this raises ShortageError, what was watched before still is.
+        """
+        loop, holder = asyncio.get_running_loop(), lease.holder
+        if holder.binding == "name":
+            self.forget(lease.id)
+            cause = "it was not renewed in time"
+            self._timers[lease.id] = loop.call_at(lease.ends_s or 0.0, self._end, lease.id, cause)
+            return True
+        process = Process.adopt(holder.pid or 0)
+        if process is None:
+            return False
+        try:
+            is_other = _is_other(process, holder)
+        except ShortageError:
+            process.close()
+            raise
+        if is_other:
+            process.close()
+            return False
+        self.forget(lease.id)
+        self._processes[lease.id] = process
+        loop.add_reader(process.fileno(), self._end, lease.id, "its process ended")
+        return True
+
+    def forget(self, lease_id: str) -> None:
+        timer = self._timers.pop(lease_id, None)
+        if timer:
+            timer.cancel()
+        process = self._processes.pop(lease_id, None)
+        if process:
+            asyncio.get_running_loop().remove_reader(process.fileno())
+            process.close()
+
+    def expires_s(self, lease_id: str) -> float | None:
+        """When a lease taken by name ends if it is not renewed, in s since 1970; None for others."""
+        timer = self._timers.get(lease_id)
+        return time.time() + timer.when() - asyncio.get_running_loop().time() if timer else None
+
+
+def _is_other(process: Process, holder: Holder) -> bool:
+    """Whether the process has ended, or has only the holder's PID; raises ShortageError."""
+    started = started_ticks(process.pid)
+    if started is None and process.status() is None:  # it runs, and cannot be looked at
+        try:
+            os.close(os.open(os.devnull, os.O_RDONLY))
+        except OSError as error:
+            raise ShortageError(f"PID {process.pid} cannot be looked at: {error.strerror}") from None
+        return False  # only its first thread has ended
+    return started != holder.started

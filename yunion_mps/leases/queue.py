@@ -1,83 +1,93 @@
-"""Those who wait for devices: first come, first served, and nobody is overtaken for good.
+"""The queue: requests that wait, first come, first served.
 
-Whoever cannot be served yet has the free devices kept that bring its request nearer; the rest goes to those
-behind. So a request for four devices is not starved by many for one, nor do those for other GPUs wait for it.
+A request that does not fit yet reserves the free devices that it will need; the rest goes to those behind it.
+So a request for four devices is not starved by many for one, and those for other GPUs do not wait for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections import Counter
+from collections.abc import Iterator
+from typing import NamedTuple
 
 from yunion_mps.errors import NothingFreeError
-from yunion_mps.leases.ledger import NOTHING_KEPT, Kept, Ledger
-from yunion_mps.leases.offers import Offers
+from yunion_mps.leases.allocator import Allocator, Candidates, Reservation
 from yunion_mps.leases.request import LeaseRequest
-from yunion_mps.models import Device
+from yunion_mps.models import Device, Holder
 
 
-class Waiter(NamedTuple):
-    """One request that waits, since when (in s since 1970), and whose it is."""
+class QueuedRequest(NamedTuple):
+    """A request that waits: the lowest `position` is the first, `since_s` is in s since 1970.
+
+    `cdi`: the lease is to be a device for container engines.
+    """
 
     request: LeaseRequest
-    since_s: float
-    whose: Any
+    holder: Holder
+    idempotency_key: str = ""
+    cdi: bool = False
+    position: int = 0
+    since_s: float = 0.0
+
+    @property
+    def key(self) -> tuple[int, str] | None:
+        """What identifies the request if it is repeated: user and idempotency key; None if nothing does."""
+        return (self.holder.uid, self.idempotency_key) if self.idempotency_key else None
 
 
 class Queue:
-    """The waiters in the order of their coming."""
+    """The queued requests, by position."""
 
-    def __init__(self, ledger: Ledger) -> None:
-        self._ledger = ledger
-        self.waiters: list[Waiter] = []
+    def __init__(self, allocator: Allocator) -> None:
+        self._allocator = allocator
+        self.requests: list[QueuedRequest] = []
 
-    def add(self, waiter: Waiter) -> None:
-        """Take a waiter in, behind those who have waited as long."""
-        place = sum(one.since_s <= waiter.since_s for one in self.waiters)
-        self.waiters.insert(place, waiter)
+    def add(self, queued: QueuedRequest) -> None:
+        self.requests.append(queued)
+        self.requests.sort(key=lambda one: one.position)
 
-    def next(self, offers: Offers) -> tuple[Waiter, tuple[Device, ...]] | None:
-        """The first who can be served now, and with what; None where nobody can be.
+    def next(self, candidates: Candidates) -> tuple[QueuedRequest, tuple[Device, ...]] | None:
+        """The first request that fits now, and its devices; None if none does.
 
         It stays in the queue until it is removed; the next one is asked for when the ledger has its lease.
         """
-        kept, hopeless = NOTHING_KEPT, set[LeaseRequest]()
-        free = self._ledger.free_singly(offers.devices)
-        for waiter in self.waiters:
-            if waiter.request in hopeless or _is_hopeless(waiter.request, free, kept):
-                continue
+        reserved = Reservation(set(), Counter())
+        for queued in self._in_turn(candidates, reserved):
             try:
-                return waiter, self._ledger.choose(waiter.request, offers, kept)
+                return queued, self._allocator.choose(queued.request, candidates, reserved)
             except NothingFreeError:
-                kept = self._keep(waiter.request, offers, kept, hopeless)
+                continue
         return None
 
-    def spoken_for(self, offers: Offers, besides: Waiter | None = None) -> Kept:
-        """What is free and kept for those who wait, `besides` left out."""
-        kept, hopeless = NOTHING_KEPT, set[LeaseRequest]()
-        free = self._ledger.free_singly(offers.devices)
-        for waiter in self.waiters:
-            if waiter is besides or waiter.request in hopeless or _is_hopeless(waiter.request, free, kept):
-                continue
-            kept = self._keep(waiter.request, offers, kept, hopeless)
-        return kept
+    def reserved(self, candidates: Candidates, besides: QueuedRequest | None = None) -> Reservation:
+        """What is free and reserved for the queued requests, `besides` left out."""
+        reserved = Reservation(set(), Counter())
+        for _ in self._in_turn(candidates, reserved, besides):
+            pass
+        return reserved
 
-    def _keep(self, request: LeaseRequest, offers: Offers, kept: Kept, hopeless: set[LeaseRequest]) -> Kept:
-        """What is kept with what the request needs; or note that nothing is there for any of its kind.
+    def _in_turn(
+        self, candidates: Candidates, reserved: Reservation, besides: QueuedRequest | None = None
+    ) -> Iterator[QueuedRequest]:
+        """Yield each request that may fit, and then add to `reserved` what it needs.
 
-        So hundreds who wait for the same cost no more than one: this is done at every lease's end.
+        This is done at every lease's end, and hundreds may wait. So requests for which nothing is free are
+        passed over by a look at what is free, and of those that are alike and found nothing, one is tried.
         """
-        claims = self._ledger.claims(request, offers, kept)
-        if not any(claims):
-            hopeless.add(request)
-        return kept | claims
-
-
-def _is_hopeless(request: LeaseRequest, free: Sequence[Device], kept: Kept) -> bool:
-    """Whether none of the devices that are free would do for the request, were it alone.
-
-    So those who wait for other things each cost no more than a look at what is free, which is little.
-    """
-    return not request.memory_mib and not any(
-        request.takes(device) and device.id not in kept.devices for device in free
-    )
+        hopeless = set[LeaseRequest]()
+        served = (one.device for one in candidates.devices if not one.reason)
+        free = self._allocator.ledger.free_singly(served)
+        for queued in self.requests:
+            request = queued.request
+            if queued is besides or request in hopeless:
+                continue
+            if not request.memory_mib and not any(
+                request.takes(device) and device.id not in reserved.devices for device in free
+            ):
+                continue
+            yield queued
+            more = self._allocator.reserve(request, candidates, reserved)
+            if not any(more):
+                hopeless.add(request)
+            reserved.devices.update(more.devices)
+            reserved.memory_mib.update(more.memory_mib)

@@ -1,20 +1,25 @@
-"""Lease requests: so many devices, or so much memory."""
+"""Lease requests: which devices are wanted, and what the names in a request mean."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from yunion_mps.models import ALL, Device
+from yunion_mps.errors import HostError, NotAllowedError, NotFoundError
+from yunion_mps.host.proc import user_name
+from yunion_mps.models import ALL, Device, Gpu, Holder, Lease, Owner
 
 BINPACK = "binpack"
 SPREAD = "spread"
+#: The shortest prefix of a lease's id: as long as `who` shows it, so that no name matches by chance.
+_SHORTEST_PREFIX = 8
 
 
 class LeaseRequest(NamedTuple):
-    """A request for `number` devices, of one GPU or each of another (`across`), or so much memory.
+    """A request for `number` devices, of one GPU or each of another (`across`), or for so much memory.
 
-    `device` (id or address, or all) and `gpu` (UUID or address) bound the choice where they are not empty,
-    and `enforced` bounds it to GPUs that hold their clients to the budget.
+    `device` (id or address, or all) and `gpu` (UUID or address) restrict the choice if they are not empty,
+    and `enforced` restricts it to GPUs that hold their clients to the budget.
     """
 
     number: int = 1
@@ -43,3 +48,65 @@ class LeaseRequest(NamedTuple):
         what = "1 device" if self.number == 1 else f"{self.number} devices"
         together = " on different GPUs" if self.across else " on one GPU"
         return what + where + (together if self.number > 1 and not self.gpu else "")
+
+
+def gpu_named(name: str, gpus: Sequence[Gpu]) -> Gpu:
+    """The GPU of this address or UUID, or a unique prefix of either; raises NotFoundError."""
+    found = [gpu for gpu in gpus if name in (gpu.address, gpu.uuid)]
+    found = found or [
+        gpu for gpu in gpus if gpu.address.startswith(name) or (gpu.uuid or "").startswith(name)
+    ]
+    if len(found) != 1:
+        what = f"{shortened(name)} names {len(found)} GPUs" if found else f"there is no GPU {shortened(name)}"
+        raise NotFoundError(what, "list them with: yunion-mps gpus")
+    return found[0]
+
+
+def lease_named(name: str, leases: Mapping[str, Lease], caller: Owner) -> Lease:
+    """The lease with this id, the caller's own lease of this name, or the one with this prefix of its id.
+
+    `leases` are by id. A name never finds another owner's lease, not even for root, because the caller's own
+    of that name may have ended. Raises NotFoundError.
+    """
+    if name in leases:
+        return leases[name]
+    named = [one for one in leases.values() if one.holder.name == name]
+    prefixed = [one for one in leases.values() if len(name) >= _SHORTEST_PREFIX and one.id.startswith(name)]
+    own = [[one for one in some if one.holder.owner == caller] for some in (named, prefixed)]
+    found = own[0] or own[1] or prefixed
+    if not found:
+        hint = "give the id of another owner's lease: yunion-mps who" if named else "see: yunion-mps who"
+        raise NotFoundError(f"there is no lease {shortened(name)}", hint)
+    if len(found) > 1:
+        raise NotFoundError(f"{shortened(name)} names {len(found)} leases", "give more of the id")
+    return found[0]
+
+
+def owner_name(owner: Owner) -> str:
+    """The unit's name, or else the user's."""
+    return owner.unit or user_name(owner.uid)
+
+
+def shortened(name: str) -> str:
+    """A caller's name for something, as it can be shown."""
+    return name if name.isprintable() and len(name) <= 100 else repr(name[:100])
+
+
+def refuse_over_quota(
+    holder: Holder, owners: Iterable[Owner], max_leases: int | None, max_ttl_s: int
+) -> None:
+    """Raise YunionError if the holder may not have one more lease, or not one with such a time to live.
+
+    `owners` has the owner of each lease and of each queued request, because a queued request is not refused
+    later. Root is not limited, because its container engine takes leases for all users.
+    """
+    if holder.ttl_s > max_ttl_s:
+        what = f"a time to live of {holder.ttl_s:.0f} s is longer than max_lease_ttl_s allows ({max_ttl_s} s)"
+        raise HostError(what, "ask for less, and renew the lease: yunion-mps lease renew")
+    if max_leases is None or holder.uid == 0:
+        return
+    number = sum(owner == holder.owner for owner in owners)
+    if number >= max_leases:
+        owner = owner_name(holder.owner)
+        what = f"{owner}: {number} leases and queued requests, and max_leases_per_user is {max_leases}"
+        raise NotAllowedError(what, "release one: yunion-mps lease release LEASE; list them: yunion-mps who")

@@ -211,7 +211,7 @@ class Metrics:
         supervisor, service = self._supervisor, self._service
         now = Moment(time.time(), asyncio.get_running_loop().time())
         leases = self._ledger.leases.values()
-        waits_s = [now.wall_s - waiter.since_s for waiter in self._queue.waiters]
+        waits_s = [now.wall_s - queued.since_s for queued in self._queue.requests]
         return Facts(
             now,
             self._revision,

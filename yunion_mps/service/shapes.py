@@ -1,12 +1,23 @@
-"""Devices, GPUs and domains as JSON: what the API answers, and the command line prints."""
+"""Devices, GPUs, domains and leases as JSON: what the API answers, and the command line prints."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
+from yunion_mps.host.proc import command_of, started_ticks, user_name
 from yunion_mps.leases.ledger import Ledger
-from yunion_mps.leases.offers import Offer
-from yunion_mps.models import DEV_TYPE, Device, DomainStatus, Gpu, PcieLink, Snapshot
+from yunion_mps.models import (
+    CDI_KIND,
+    DEV_TYPE,
+    Device,
+    DomainStatus,
+    Gpu,
+    Holder,
+    Lease,
+    PcieLink,
+    Snapshot,
+)
 from yunion_mps.planning import enforces_budgets
 from yunion_mps.service.state import (
     AVAILABLE,
@@ -18,6 +29,10 @@ from yunion_mps.service.state import (
     reasons,
     why_unusable,
 )
+
+if TYPE_CHECKING:  # READY does not wait for these
+    from yunion_mps.containers.lookup import Containers
+    from yunion_mps.leases.queue import QueuedRequest
 
 Json = dict[str, Any]
 
@@ -35,8 +50,8 @@ def devices_json(snapshot: Snapshot, ledger: Ledger | None = None) -> list[Json]
     made = [device for device in given.values() if device.id not in planned]
     gpus = {gpu.uuid: gpu for gpu in snapshot.inventory.gpus}
     why = reasons(snapshot)
-    offers = [Offer(device, why.get(device.gpu_uuid, NO_DOMAIN)) for device in snapshot.plan.devices]
-    free = ledger.free_devices(offers)
+    served = [one for one in snapshot.plan.devices if not why.get(one.gpu_uuid, NO_DOMAIN)]
+    free = ledger.free_devices(served)
     shown = []
     for device in (*snapshot.plan.devices, *made):
         gpu, reason = gpus.get(device.gpu_uuid), why.get(device.gpu_uuid, NO_DOMAIN)
@@ -123,4 +138,50 @@ def domain_json(domain: DomainStatus) -> Json:
         "gpus": list(plan.gpu_uuids),
         "memory_limits": list(plan.memory_limits_mib),
         "thread_percentage": _plain(plan.thread_percentage),
+    }
+
+
+def lease_json(lease: Lease, expires_s: float | None, containers: Containers) -> Json:
+    """A lease; `expires_s` is in s since 1970, None if it ends with a process or a connection."""
+    holder = lease.holder
+    return {
+        "id": lease.id,
+        "devices": [device.addr for device in lease.devices],
+        "gpus": _gpus(lease.devices),
+        "memory": [device.memory_limit_mib for device in lease.devices],
+        "thread_percentage": min(device.thread_percentage for device in lease.devices),
+        "budget_enforced": all(device.budget_enforced for device in lease.devices),
+        "unenforced_gpus": _gpus(device for device in lease.devices if not device.budget_enforced),
+        "binding": holder.binding,
+        **_holder_json(holder, containers),
+        "name": holder.name or None,
+        "since": lease.since_s,
+        "expires": expires_s,
+        "cdi": f"{CDI_KIND}={lease.id}" if lease.cdi else None,
+        "environment": dict(lease.environment),
+    }
+
+
+def queued_json(queued: QueuedRequest, containers: Containers) -> Json:
+    """A queued request."""
+    holder = _holder_json(queued.holder, containers)
+    name = queued.holder.name or None
+    return {**holder, "name": name, "since": queued.since_s, "wants": str(queued.request)}
+
+
+def _gpus(devices: Iterable[Device]) -> list[str]:
+    return list(dict.fromkeys(device.gpu_address for device in devices))
+
+
+def _holder_json(holder: Holder, containers: Containers) -> Json:
+    pid = holder.pid
+    runs = pid is not None and started_ticks(pid) == holder.started
+    inside = containers.of(pid) if pid is not None and runs else None
+    return {
+        "pid": pid,
+        "uid": holder.uid,
+        "user": user_name(holder.uid),
+        "command": (holder.command or command_of(pid)) if pid is not None and runs else None,
+        "container": inside.name if inside else None,
+        "container_id": inside.id if inside else None,
     }

@@ -56,7 +56,9 @@ def test_a_lease_is_bound_to_the_container_s_first_process(host: ServerHost, tmp
 
 
 def test_whose_device_it_is_is_told_in_one_line(host: ServerHost, capsys: pytest.CaptureFixture[str]) -> None:
-    host.giver.refusal = NothingFreeError("device 00:06.0-1 cannot be had now: 1 of 1 in use", "wait for it")
+    host.giver.refusal = NothingFreeError(
+        "device 00:06.0-1 cannot be allocated now: 1 of 1 in use", "wait for it"
+    )
     held = {**LEASE, "container": "trainer", "container_id": "a" * 64}
     host.giver.found = {"leases": [held], "waiting": [], "total": 1}
     for name in ("00:06.0-1", "all"):
@@ -66,7 +68,7 @@ def test_whose_device_it_is_is_told_in_one_line(host: ServerHost, capsys: pytest
         )
     assert call("00:06.0-2") == NothingFreeError.exit_code
     assert capsys.readouterr().err == (
-        "yunion-mps: device 00:06.0-1 cannot be had now: 1 of 1 in use (wait for it)\n"
+        "yunion-mps: device 00:06.0-1 cannot be allocated now: 1 of 1 in use (wait for it)\n"
     )
 
 
@@ -108,7 +110,9 @@ def test_a_device_that_is_served_again_is_refused_once_for_the_container_lacks_t
     assert call("00:06.0-3", "--unserved", bundle=given) == 1
     said = "yunion-mps: device 00:06.0-3 is only just served again (start the container again)\n"
     assert capsys.readouterr().err == said
-    host.giver.refusal = NothingFreeError("device 00:06.0-3 cannot be had now: its GPU is lost", "reboot")
+    host.giver.refusal = NothingFreeError(
+        "device 00:06.0-3 cannot be allocated now: its GPU is lost", "reboot"
+    )
     assert call("00:06.0-3", "--unserved", bundle=given) == NothingFreeError.exit_code
     assert capsys.readouterr().err.endswith("its GPU is lost (reboot)\n")
 

@@ -1,8 +1,8 @@
-"""Devices of made-up GPUs, for the ledger."""
+"""Devices of made-up GPUs, for the ledger and the allocator."""
 
 from __future__ import annotations
 
-from yunion_mps.leases.offers import Offer, Offers, PoolOffer
+from yunion_mps.leases.allocator import Candidate, Candidates, PoolCandidate
 from yunion_mps.models import Device, Holder, Lease, Pool
 
 GPU_MIB = 1200
@@ -24,11 +24,13 @@ def device(gpu: int, slot: int, number: int = 4) -> Device:
     )
 
 
-def offers(gpus: int, number: int = 4, reason: str = "") -> Offers:
-    return Offers([Offer(device(gpu, slot, number), reason) for gpu in range(gpus) for slot in range(number)])
+def candidates(gpus: int, number: int = 4, reason: str = "") -> Candidates:
+    return Candidates(
+        [Candidate(device(gpu, slot, number), reason) for gpu in range(gpus) for slot in range(number)]
+    )
 
 
-def pool(gpu: int, unit_mib: int = 100, reserve_mib: int = 0, clients: int = 48) -> PoolOffer:
+def pool(gpu: int, unit_mib: int = 100, reserve_mib: int = 0, clients: int = 48) -> PoolCandidate:
     """A GPU's memory in units."""
     made = Pool(f"GPU-{gpu}", "host", unit_mib, GPU_MIB, GPU_MIB, reserve_mib, clients)
 
@@ -37,7 +39,7 @@ def pool(gpu: int, unit_mib: int = 100, reserve_mib: int = 0, clients: int = 48)
         share = device(gpu, slot)._replace(id=f"id-{gpu}-m{slot}", addr=name, reserve_mib=reserve_mib)
         return share._replace(memory_limit_mib=units * unit_mib)
 
-    return PoolOffer(made, f"0{gpu}:00.0", make)
+    return PoolCandidate(made, f"0{gpu}:00.0", make)
 
 
 def lease(name: str, *devices: Device) -> Lease:

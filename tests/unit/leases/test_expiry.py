@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 from yunion_mps.host.store import Store
-from yunion_mps.leases.book import Book
 from yunion_mps.leases.expiry import RENEWAL_GRACE_S, renewed, restored
+from yunion_mps.leases.storage import LeaseStorage
 from yunion_mps.models import Holder, Lease
 from yunion_mps.paths import Paths
 
@@ -29,25 +29,25 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 def kept(store: Store, *, ahead_s: float = 0.0) -> Lease:
     """What the next daemon reads, its wall clock being so far ahead of its monotonic one."""
-    (found,) = Book(store, "/nosuch", lambda: ahead_s).read()
+    (found,) = LeaseStorage(store, "/nosuch", lambda: ahead_s).read()
     return found
 
 
 def test_a_restart_keeps_the_time_that_a_lease_has_left(store: Store) -> None:
-    Book(store, "/nosuch", lambda: 0.0).write(TAKEN)
+    LeaseStorage(store, "/nosuch", lambda: 0.0).write(TAKEN)
     clock_was_set = 1e9
     assert restored(kept(store, ahead_s=clock_was_set), 1300.0) == TAKEN
 
 
 def test_after_a_boot_the_wall_clock_tells_what_a_lease_has_left(store: Store) -> None:
-    Book(store, "/nosuch", lambda: 5000.0).write(TAKEN)  # it ends at 6600 s
+    LeaseStorage(store, "/nosuch", lambda: 5000.0).write(TAKEN)  # it ends at 6600 s
     store.write("UPDATE lease SET value = replace(value, ?, 'another')", [(store.boot_id,)])
     assert restored(kept(store, ahead_s=6100.0), 20.0).ends_s == 500.0
     assert restored(kept(store, ahead_s=0.0), 20.0).ends_s == 20.0 + TTL_S, "the clock is slow"
 
 
 def test_a_lease_of_an_older_version_begins_its_time_again(store: Store) -> None:
-    Book(store, "/nosuch").write(TAKEN._replace(ends_s=None))
+    LeaseStorage(store, "/nosuch").write(TAKEN._replace(ends_s=None))
     assert restored(kept(store), 1300.0).ends_s == 1300.0 + TTL_S
 
 

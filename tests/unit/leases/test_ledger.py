@@ -1,97 +1,51 @@
-"""Who has what: never two owners of one device, and never more memory than a GPU has."""
+"""The record of leases: one owner of each device, no request served twice, and former divisions."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
-
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-from yunion_mps.errors import HostError, NothingFreeError
+from yunion_mps.errors import HostError
 from yunion_mps.host.proc import user_name
-from yunion_mps.leases.impossible import refuse_impossible
 from yunion_mps.leases.ledger import Ledger
-from yunion_mps.leases.offers import Offer, Offers
-from yunion_mps.leases.request import SPREAD, LeaseRequest
-from yunion_mps.models import Device
+from yunion_mps.models import Device, Holder
 
-from unit.leases.shares import GPU_MIB, device, lease, offers, pool
+from unit.leases.shares import HOLDER, device, lease, pool
 
-
-def chosen(ledger: Ledger, request: LeaseRequest, found: Offers) -> list[str]:
-    return [one.addr for one in ledger.choose(request, found)]
+HALVES, QUARTERS = (
+    [device(0, slot, number)._replace(id=f"id-{slot}") for slot in range(number)] for number in (2, 4)
+)
 
 
-def why_not(ledger: Ledger, request: LeaseRequest, found: Offers) -> tuple[str, str]:
-    with pytest.raises(NothingFreeError) as caught:
-        ledger.choose(request, found)
-    assert caught.value.exit_code == 5
-    return caught.value.message, caught.value.hint
+def waiting(devices: list[Device], *leased: Device) -> dict[str, int]:
+    ledger = Ledger([lease(f"lease-{place}", one) for place, one in enumerate(leased)])
+    return {uuid: wait.devices for uuid, wait in ledger.lease_waits(devices).items()}
 
 
-def test_a_gpu_is_filled_before_the_next_one_is_begun() -> None:
-    ledger = Ledger([lease("a", device(1, 0))])
-    assert chosen(ledger, LeaseRequest(), offers(2)) == ["01:00.0-1"]
-    assert chosen(ledger, LeaseRequest(2), offers(2)) == ["01:00.0-1", "01:00.0-2"]
-    assert chosen(ledger, LeaseRequest(4), offers(2)) == ["00:00.0-0", "00:00.0-1", "00:00.0-2", "00:00.0-3"]
+def test_leases_of_the_division_keep_nothing_waiting() -> None:
+    assert waiting(QUARTERS, *QUARTERS) == {}
 
 
-def test_spread_takes_of_the_gpu_with_the_most_left() -> None:
-    ledger = Ledger([lease("a", device(0, 0))])
-    assert chosen(ledger, LeaseRequest(placement=SPREAD), offers(2)) == ["01:00.0-0"]
+def test_what_former_leases_have_or_leave_no_room_for_waits() -> None:
+    assert waiting(HALVES, *QUARTERS) == {"GPU-0": 2}
+    assert waiting(HALVES, QUARTERS[3]) == {"GPU-0": 1}
+    assert waiting(QUARTERS, HALVES[0]) == {"GPU-0": 2}
+    assert waiting(QUARTERS, *HALVES) == {"GPU-0": 4}
+    assert waiting(QUARTERS, pool(0).make(6, 0)) == {"GPU-0": 2}
 
 
-def test_devices_across_gpus_are_of_as_many_gpus() -> None:
-    ledger = Ledger([lease("a", *(device(1, slot) for slot in range(4)))])
-    assert chosen(ledger, LeaseRequest(2, across=True), offers(3)) == ["00:00.0-0", "02:00.0-0"]
-    message, _ = why_not(ledger, LeaseRequest(3, across=True), offers(3))
-    assert (
-        message
-        == "3 devices on different GPUs cannot be had now: 4 of 12 in use; 8 free, at most 4 on one GPU"
+def test_other_threads_are_another_division_of_that_gpu_alone() -> None:
+    fewer = QUARTERS[1]._replace(thread_percentage=12.5)
+    other = [one._replace(gpu_uuid="GPU-1", id=f"other-{one.id}") for one in QUARTERS]
+    assert waiting([*QUARTERS, *other], fewer, other[0]) == {"GPU-0": 1}
+
+
+def test_leases_are_named_by_name_or_id_with_their_holder() -> None:
+    ledger = Ledger([lease(f"{slot}c1f0e7a-0000", one) for slot, one in enumerate(QUARTERS)])
+    ledger.replace(
+        ledger.leases["0c1f0e7a-0000"]._replace(holder=Holder("name", 0, name="job-17", ttl_s=60.0))
     )
-
-
-@pytest.mark.parametrize("name", ["01:00.0-2", "id-1-4-2"])
-def test_one_device_is_named_by_address_or_id(name: str) -> None:
-    assert chosen(Ledger(), LeaseRequest(device=name), offers(2)) == ["01:00.0-2"]
-    message, hint = why_not(Ledger([lease("a", device(1, 2))]), LeaseRequest(device=name), offers(2))
-    assert message == f"device {name} cannot be had now: 1 of 1 in use"
-    assert hint == "wait for it: --wait; see who has them: yunion-mps who"
-
-
-@pytest.mark.parametrize("name", ["01:00.0", "GPU-1"])
-def test_a_gpu_is_named_by_address_or_uuid(name: str) -> None:
-    assert chosen(Ledger(), LeaseRequest(gpu=name), offers(2)) == ["01:00.0-0"]
-
-
-def test_what_is_not_served_is_not_given_and_the_reason_is_said() -> None:
-    message, hint = why_not(Ledger(), LeaseRequest(), offers(1, reason="its domain is failed: no"))
-    assert message == "1 device cannot be had now: 4 unavailable (GPU 00:00.0: its domain is failed: no)"
-    assert hint == "see: yunion-mps status"
-
-
-def test_each_reason_names_the_gpus_that_it_applies_to() -> None:
-    reasons = {"GPU-0": "lost", "GPU-1": "in MIG mode", "GPU-2": "in MIG mode", "GPU-3": ""}
-    devices = [one._replace(reason=reasons[one.device.gpu_uuid]) for one in offers(4).devices]
-    full = Ledger([lease("a", *(device(3, slot) for slot in range(4)))])
-    message, _ = why_not(full, LeaseRequest(), Offers(devices, [pool(4)._replace(reason="lost")]))
-    assert message == (
-        "1 device cannot be had now: 4 of 16 in use; 8 unavailable (GPU 01:00.0, 02:00.0: in MIG mode); "
-        "4 unavailable (GPU 00:00.0: lost)"
-    )
-
-
-def test_leases_of_a_division_before_count_against_the_gpus_memory() -> None:
-    """Half a GPU is in use as one of two: of the four quarters that there are now, only two fit beside it."""
-    ledger = Ledger([lease("a", device(0, 0, 2))])
-    assert len(ledger.choose(LeaseRequest(2), offers(1))) == 2
-    message, _ = why_not(ledger, LeaseRequest(3), offers(1))
-    assert message == (
-        "3 devices on one GPU cannot be had now: 2 pending (the new division of its GPU waits for "
-        f"lease a of {user_name(1000)} (PID 4260) to end); 2 free, at most 2 on one GPU"
-    )
+    (former,) = ledger.former_leases(HALVES).values()
+    rest = ", ".join(f"lease {slot}c1f0e7a of {user_name(1000)} (PID 4260)" for slot in (1, 2))
+    assert str(former) == f"lease job-17 of root, {rest} and 1 more"
 
 
 def test_a_device_has_one_owner() -> None:
@@ -109,195 +63,43 @@ def test_every_change_is_a_new_version() -> None:
     assert (ledger.version, ledger.owners, ledger.leases) == (2, {}, {})
 
 
-def test_memory_is_given_in_units_of_the_pool_with_the_least_left() -> None:
-    both = Offers(pools=[pool(0), pool(1)])
-    ledger = Ledger()
-    (first,) = ledger.choose(LeaseRequest(memory_mib=250), both)
-    assert (first.addr, first.memory_limit_mib) == ("00:00.0-m0", 300)
-    ledger.add(lease("a", first))
-    (second,) = ledger.choose(LeaseRequest(memory_mib=900), both)
-    assert second.addr == "00:00.0-m1"
-    assert ledger.choose(LeaseRequest(memory_mib=900, placement=SPREAD), both)[0].addr == "01:00.0-m0"
-    ledger.add(lease("b", second))
-    message, _ = why_not(ledger, LeaseRequest(memory_mib=100, gpu="GPU-0"), both)
-    assert message == "100 MiB of GPU GPU-0 cannot be had now: 0 MiB free on GPU 00:00.0"
-    ledger.remove("a")
-    assert ledger.choose(LeaseRequest(memory_mib=300, gpu="GPU-0"), both)[0].addr == "00:00.0-m0", (
-        "its slot is free"
-    )
+NIGHT = Holder("name", 1000, name="night")
+LEASES = [
+    lease("a", device(0, 0))._replace(idempotency_key="a-request-of-1000"),
+    lease("b", device(0, 1))._replace(holder=NIGHT),
+    lease("c", device(0, 2)),
+]
 
 
-def test_every_client_of_a_pool_takes_the_reserve_too_and_there_are_only_so_many() -> None:
-    some = Offers(pools=[pool(0, reserve_mib=50, clients=3)])
-    ledger = Ledger()
-    for name in "abc":
-        ledger.add(lease(name, *ledger.choose(LeaseRequest(memory_mib=300), some)))
-    assert why_not(ledger, LeaseRequest(memory_mib=100), some)[0].endswith("0 MiB free on GPU 00:00.0")
-    ledger.remove("a")
-    assert why_not(ledger, LeaseRequest(memory_mib=500), some)[0].endswith("400 MiB free on GPU 00:00.0")
+def test_the_same_request_of_the_same_holder_has_its_lease() -> None:
+    assert Ledger(LEASES).repeated(HOLDER, "a-request-of-1000") is LEASES[0]
+    assert Ledger(LEASES).repeated(HOLDER._replace(pid=1), "a-request-of-1000") is None
+    assert Ledger(LEASES).repeated(HOLDER, "another-request") is None
+    assert Ledger(LEASES).repeated(HOLDER, "") is None, "who names no request asks for the first time"
 
 
-def test_a_request_for_memory_gets_the_smallest_slice_and_no_equal_share() -> None:
-    equal = offers(1)
-    with pytest.raises(NothingFreeError, match="no GPUs whose memory is handed out in units"):
-        refuse_impossible(LeaseRequest(memory_mib=100), equal)
-    large, small = device(0, 0, 2), device(0, 1, 4)
-    slices = Offers([Offer(large, sliced=True), Offer(small, sliced=True)])
-    assert Ledger().choose(LeaseRequest(memory_mib=100), slices) == (small,)
-    assert Ledger([lease("a", small)]).choose(LeaseRequest(memory_mib=100), slices) == (large,)
-    with pytest.raises(NothingFreeError, match="can never be had"):
-        refuse_impossible(LeaseRequest(memory_mib=700), slices)
-
-
-def test_several_are_of_a_gpu_whose_devices_can_be_one_budget() -> None:
-    """GPU 0 is fuller, and any two of its devices are more than its control daemon allows a process."""
-
-    def why_apart(devices: Sequence[Device]) -> str:
-        return "too much" if devices[0].gpu_uuid == "GPU-0" else ""
-
-    there = offers(2)._replace(why_apart=why_apart)
-    ledger = Ledger([lease("a", device(0, 0))])
-    assert {one.gpu_uuid for one in ledger.choose(LeaseRequest(), there)} == {"GPU-0"}
-    assert {one.gpu_uuid for one in ledger.choose(LeaseRequest(2), there)} == {"GPU-1"}
-    full = Ledger([lease("a", device(1, 0), device(1, 1), device(1, 2))])
-    with pytest.raises(NothingFreeError, match="3 of 4 in use"):
-        full.choose(LeaseRequest(2), there)
-    assert full.claims(LeaseRequest(2), there).devices == {"id-1-4-3"}, "nothing is kept that is of no use"
-
-
-@pytest.mark.parametrize("placement", ["binpack", "spread"])
-def test_memory_of_a_gpu_that_enforces_budgets_is_given_before_that_of_others(placement: str) -> None:
-    there = Offers([], [pool(0), pool(1), pool(2)], {"GPU-0": "0", "GPU-2": "2"})
-    ledger = Ledger()
-    gpus = []
-    for number in range(3):
-        (got,) = ledger.choose(LeaseRequest(memory_mib=1200, placement=placement), there)
-        ledger.add(lease(str(number), got))
-        gpus.append(got.gpu_uuid)
-    assert gpus[0] == "GPU-1"
-    enforced = LeaseRequest(memory_mib=100, enforced=True)
-    with pytest.raises(NothingFreeError, match=r"0 MiB free on GPU 01:00\.0"):
-        ledger.choose(enforced, there)
-    only = there._replace(pools=[pool(0)])
-    with pytest.raises(HostError, match="no budget is enforced on GPU 0, which is older than Volta"):
-        refuse_impossible(enforced, only)
-
-
-def test_memory_is_kept_for_those_who_wait_for_more_of_it() -> None:
-    one = Offers(pools=[pool(0)])
-    ledger = Ledger([lease("a", pool(0).make(6, 0))])
-    kept = ledger.claims(LeaseRequest(memory_mib=900), one)
-    assert kept.memory_mib == {"GPU-0": 600}
-    with pytest.raises(NothingFreeError):
-        ledger.choose(LeaseRequest(memory_mib=100), one, kept)
-    with pytest.raises(NothingFreeError, match="1300 MiB can never be had: there are at most 1200 MiB"):
-        refuse_impossible(LeaseRequest(memory_mib=1300), one)
-
-
-REQUESTS = st.builds(
-    LeaseRequest,
-    number=st.integers(1, 5),
-    device=st.just(""),
-    gpu=st.sampled_from(["", "GPU-0", "01:00.0"]),
-    across=st.booleans(),
-    placement=st.sampled_from(["binpack", SPREAD]),
-    memory_mib=st.just(0),
+@pytest.mark.parametrize(
+    ("holder", "key", "message"),
+    [
+        (NIGHT, "", "night has a lease already: b"),
+        (HOLDER._replace(pid=1), "a-request-of-1000", "this request has a lease already: a"),
+    ],
 )
-MEMORY = st.builds(
-    LeaseRequest,
-    number=st.just(1),
-    device=st.just(""),
-    gpu=st.sampled_from(["", "GPU-0", "01:00.0"]),
-    across=st.just(False),
-    placement=st.sampled_from(["binpack", SPREAD]),
-    memory_mib=st.integers(1, 1300),
+def test_a_second_lease_for_a_name_or_a_request_is_refused(holder: Holder, key: str, message: str) -> None:
+    with pytest.raises(HostError) as caught:
+        Ledger(LEASES).refuse_second(holder, key)
+    assert caught.value.message == message
+
+
+@pytest.mark.parametrize(
+    ("holder", "key"),
+    [
+        (NIGHT._replace(uid=1001), "a-request-of-1000"),
+        (NIGHT._replace(unit="yunion-mps-job@train.service"), "a-request-of-1000"),
+        (NIGHT._replace(name="day"), ""),
+        (HOLDER, "another-request"),
+        (HOLDER, ""),
+    ],
 )
-
-
-class LedgerMachine(RuleBasedStateMachine):
-    """Requests, ends and other divisions of the GPUs at random."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ledger = Ledger()
-        self.number = 4
-        self.count = 0
-
-    @rule(request=REQUESTS)
-    def take(self, request: LeaseRequest) -> None:
-        try:
-            devices = self.ledger.choose(request, offers(3, self.number))
-        except NothingFreeError:
-            return
-        gpus = {one.gpu_uuid for one in devices}
-        assert len(devices) == request.number
-        assert len(gpus) == (request.number if request.across else 1)
-        assert all(request.takes(one) for one in devices)
-        self.count += 1
-        self.ledger.add(lease(str(self.count), *devices))
-
-    @rule(request=MEMORY)
-    def take_memory(self, request: LeaseRequest) -> None:
-        try:
-            (made,) = self.ledger.choose(request, Offers(pools=[pool(0, 100, 7), pool(1, 64), pool(2, 100)]))
-        except NothingFreeError:
-            return
-        assert made.memory_limit_mib >= request.memory_mib
-        self.count += 1
-        self.ledger.add(lease(str(self.count), made))
-
-    @rule(data=st.data())
-    def end(self, data: st.DataObject) -> None:
-        if self.ledger.leases:
-            self.ledger.remove(data.draw(st.sampled_from(sorted(self.ledger.leases))))
-
-    @rule(number=st.sampled_from([1, 2, 3, 4, 6]))
-    def divide(self, number: int) -> None:
-        self.number = number
-
-    @invariant()
-    def no_gpu_is_given_away_twice(self) -> None:
-        used: Counter[str] = Counter()
-        owned: Counter[str] = Counter()
-        for one in self.ledger.leases.values():
-            for share in one.devices:
-                used[share.gpu_uuid] += share.memory_limit_mib + share.reserve_mib
-                owned[share.id] += 1
-        assert all(mib <= GPU_MIB for mib in used.values())
-        assert set(owned.values()) <= {1}
-        assert self.ledger.owners.keys() == owned.keys()
-
-    @invariant()
-    def what_counts_as_free_is_what_can_be_had(self) -> None:
-        found = offers(3, self.number)
-        free = self.ledger.free_devices(found.devices)
-        had = Ledger(self.ledger.leases.values())
-        for name in range(len(free)):
-            had.add(lease(f"more {name}", *had.choose(LeaseRequest(), found)))
-        with pytest.raises(NothingFreeError):
-            had.choose(LeaseRequest(), found)
-        assert free == had.owners.keys() - self.ledger.owners.keys()
-
-
-TestLedger = LedgerMachine.TestCase
-
-
-@given(REQUESTS)
-def test_what_is_kept_for_somebody_is_free_and_would_do(wanted: LeaseRequest) -> None:
-    ledger = Ledger([lease("a", device(0, 0)), lease("b", *(device(1, slot) for slot in range(3)))])
-    kept = ledger.claims(wanted, offers(2)).devices
-    found = {offer.device.id: offer.device for offer in offers(2).devices}
-    assert len(kept) <= wanted.number
-    assert all(wanted.takes(found[one]) and one not in ledger.owners for one in kept)
-
-
-def test_all_devices_are_had_together_or_not_at_all() -> None:
-    everything = [f"0{gpu}:00.0-{slot}" for gpu in range(2) for slot in range(4)]
-    assert chosen(Ledger(), LeaseRequest(device="all"), offers(2)) == everything
-    ledger = Ledger([lease("a", device(1, 2))])
-    message, _ = why_not(ledger, LeaseRequest(device="all"), offers(2))
-    assert message.startswith("all devices cannot be had now: 1 of 8 in use; 7 free")
-    kept = ledger.claims(LeaseRequest(device="all"), offers(2))
-    assert len(kept.devices) == 7, "who waits for all of them is not passed for good"
-    message, _ = why_not(Ledger(), LeaseRequest(device="all"), offers(2, reason="lost"))
-    assert message == "all devices cannot be had now: 8 unavailable (GPU 00:00.0, 01:00.0: lost)"
+def test_another_users_names_and_requests_are_in_nobodys_way(holder: Holder, key: str) -> None:
+    Ledger(LEASES).refuse_second(holder, key)

@@ -1,10 +1,10 @@
-"""What people may call a lease."""
+"""Names in requests: what finds a lease."""
 
 from __future__ import annotations
 
 import pytest
 from yunion_mps.errors import NotFoundError
-from yunion_mps.leases.names import lease_named
+from yunion_mps.leases.request import lease_named
 from yunion_mps.models import Holder, Lease, Owner
 
 from unit.leases.shares import device, lease

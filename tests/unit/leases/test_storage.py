@@ -1,0 +1,225 @@
+"""Leases and queue positions in the state file: what one daemon wrote, the next one knows."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from yunion_mps.host.store import Store
+from yunion_mps.leases.queue import QueuedRequest
+from yunion_mps.leases.request import LeaseRequest
+from yunion_mps.leases.storage import RETURN_WITHIN_S, LeaseStorage, QueuePositions
+from yunion_mps.models import Holder
+from yunion_mps.paths import Paths
+
+from unit.leases.shares import HOLDER, device, lease
+
+
+def test_leases_are_there_for_the_next_daemon(tmp_path: Path) -> None:
+    first = lease("a", device(0, 0), device(0, 1))._replace(environment={"CUDA_VISIBLE_DEVICES": "GPU-0"})
+    second = lease("b", device(1, 0))._replace(holder=Holder("name", 0, name="job-17", ttl_s=60.0))
+    with closing(Store(Paths(str(tmp_path)))) as store:
+        storage = LeaseStorage(store, str(tmp_path / "copies"))
+        storage.write(first)
+        storage.write(second)
+        storage.write(lease("c", device(1, 1)))
+        storage.delete("c")
+    with closing(Store(Paths(str(tmp_path)))) as store:
+        assert LeaseStorage(store, str(tmp_path / "copies")).read() == [first, second]
+
+
+def test_a_row_that_cannot_be_understood_is_left_out(tmp_path: Path) -> None:
+    with closing(Store(Paths(str(tmp_path)))) as store:
+        storage = LeaseStorage(store, str(tmp_path / "copies"))
+        storage.write(lease("a", device(0, 0)))
+        for value in ("", "{}", '{"id":"x","devices":[{"other":1}],"holder":{},"since_s":1}', "[1]"):
+            store.write("INSERT INTO lease VALUES (?, ?)", [(f"bad {value}", value)])
+        assert [one.id for one in storage.read()] == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("of", "name", "value"),
+    [
+        ("holder", "binding", []),
+        ("holder", "uid", None),
+        ("holder", "pid", "4260"),
+        ("holder", "started", {}),
+        ("holder", "ttl_s", None),
+        ("holder", "unit", None),
+        ("device", "addr", 7),
+        ("device", "gpu_uuid", []),
+        ("device", "memory_limit_mib", "4G"),
+        ("device", "reserve_mib", None),
+        ("lease", "since_s", "now"),
+        ("lease", "environment", {"A": 1}),
+        ("lease", "devices", []),
+        ("lease", "ends_s", "soon"),
+    ],
+)
+def test_a_row_with_a_value_of_the_wrong_type_is_left_out(
+    tmp_path: Path, of: str, name: str, value: object
+) -> None:
+    """Each of these would have ended the daemon at its start, and the next one."""
+    with closing(Store(Paths(str(tmp_path)))) as store:
+        storage = LeaseStorage(store, str(tmp_path / "copies"))
+        storage.write(lease("a", device(0, 0)))
+        storage.write(lease("b", device(0, 1)))
+        ((text,),) = store.read("SELECT value FROM lease WHERE id = 'b'")
+        row = json.loads(text)
+        {"lease": row, "holder": row["holder"], "device": row["devices"][0]}[of][name] = value
+        store.write("UPDATE lease SET value = ? WHERE id = 'b'", [(json.dumps(row),)])
+        assert [one.id for one in storage.read()] == ["a"]
+
+
+def test_a_copy_that_is_no_text_is_left_out(tmp_path: Path) -> None:
+    paths = Paths(str(tmp_path))
+    with closing(Store(paths)) as store:
+        LeaseStorage(store, paths.lease_copies).write(lease("a", device(0, 0)))
+    Path(paths.lease_copies, "b").write_bytes(b"\xff\xfe")
+    Path(paths.store).write_bytes(b"torn" * 1024)
+    with closing(Store(paths)) as store:
+        assert [one.id for one in LeaseStorage(store, paths.lease_copies).read()] == ["a"]
+
+
+def test_a_new_file_in_place_of_a_damaged_one_has_the_leases_of_the_copies(tmp_path: Path) -> None:
+    paths = Paths(str(tmp_path))
+    kept = [lease("a", device(0, 0)), lease("b", device(0, 1))]
+    with closing(Store(paths)) as store:
+        storage = LeaseStorage(store, paths.lease_copies)
+        for one in (*kept, lease("c", device(0, 2))):
+            storage.write(one)
+        storage.delete("c")
+    Path(paths.store).write_bytes(b"torn" * 1024)
+    with closing(Store(paths)) as store:
+        assert LeaseStorage(store, paths.lease_copies).read() == kept
+    with closing(Store(paths)) as store:
+        assert LeaseStorage(store, "/nosuch").read() == kept, "they are in the file again"
+
+
+def test_a_lease_is_stored_also_if_it_cannot_be_copied(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with closing(Store(Paths(str(tmp_path)))) as store:
+        storage = LeaseStorage(store, str(tmp_path / "file"))
+        storage.write(lease("a", device(0, 0)))
+        assert storage.read() == [lease("a", device(0, 0))]
+        storage.delete("a")
+        assert storage.read() == []
+
+
+def test_of_another_boot_only_leases_taken_by_name_are_known(tmp_path: Path) -> None:
+    """A process of the same number may have started at the same tick: some machines boot alike."""
+    paths = Paths(str(tmp_path))
+    named = lease("b", device(0, 1))._replace(holder=Holder("name", 0, name="job-17", ttl_s=60.0))
+    with closing(Store(paths)) as store:
+        storage = LeaseStorage(store, paths.lease_copies)
+        storage.write(lease("a", device(0, 0)))
+        storage.write(named)
+        store.write("UPDATE lease SET value = replace(value, ?, 'another')", [(store.boot_id,)])
+        assert storage.read() == [named]
+
+
+def test_a_file_that_is_damaged_while_others_write_has_the_leases_too(tmp_path: Path) -> None:
+    """The daemon may be killed before it writes the next lease."""
+    paths = Paths(str(tmp_path))
+    with closing(Store(paths)) as store:
+        LeaseStorage(store, paths.lease_copies).write(lease("a", device(0, 0)))
+        store.read("PRAGMA wal_checkpoint(TRUNCATE)")
+        for end in ("", "-wal", "-shm"):
+            Path(paths.store + end).write_bytes(b"torn" * 1024)
+        positions = QueuePositions(store)
+        positions.store(positions.place(queued("a"), 1000.0, 0.0))
+    with closing(Store(paths)) as store:
+        assert store.set_aside == ""
+        assert LeaseStorage(store, paths.lease_copies).read() == [lease("a", device(0, 0))]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    with closing(Store(Paths(str(tmp_path)))) as store:
+        yield store
+
+
+def queued(key: str) -> QueuedRequest:
+    return QueuedRequest(LeaseRequest(), HOLDER, key)
+
+
+def stored(store: Store, *keys: str) -> QueuePositions:
+    """A daemon with these requests in its queue, since 1000 s."""
+    positions = QueuePositions(store)
+    for key in keys:
+        positions.store(positions.place(queued(key), 1000.0, 0.0))
+    return positions
+
+
+def after(store: Store) -> QueuePositions:
+    """The next daemon, which starts at 0 s."""
+    positions = QueuePositions(store)
+    positions.restore(0.0)
+    return positions
+
+
+def place(positions: QueuePositions, key: str, now_s: float = 1.0) -> tuple[int, float]:
+    placed = positions.place(queued(key), 500.0, now_s)  # the wall clock was set back
+    return placed.position, placed.since_s
+
+
+def keys(store: Store) -> list[str]:
+    return [row[0] for row in store.read("SELECT idempotency_key FROM queued_request ORDER BY position")]
+
+
+def test_a_repeated_request_has_its_position_and_new_ones_are_behind_it(store: Store) -> None:
+    stored(store, "a", "b")
+    positions = after(store)
+    assert place(positions, "new") == (3, 500.0)
+    assert place(positions, "b") == (2, 1000.0)
+    assert place(positions, "a") == (1, 1000.0)
+    assert place(positions, "a") == (4, 500.0), "a position is given once"
+
+
+def test_a_position_is_that_of_one_user(store: Store) -> None:
+    stored(store, "a")
+    other = queued("a")._replace(holder=HOLDER._replace(uid=HOLDER.uid + 1))
+    assert after(store).place(other, 500.0, 1.0).position == 2
+
+
+def test_a_request_that_is_not_repeated_in_time_has_lost_its_position(store: Store) -> None:
+    stored(store, "a")
+    assert place(after(store), "a", RETURN_WITHIN_S + 1) == (2, 500.0)
+    assert keys(store) == []
+
+
+def test_a_request_that_waits_no_more_has_no_position(store: Store) -> None:
+    stored(store, "a", "b").delete(queued("a"))
+    assert keys(store) == ["b"]
+
+
+def test_the_row_of_a_request_that_waits_twice_is_the_first_one(store: Store) -> None:
+    stored(store, "a", "b", "a")
+    assert place(after(store), "a") == (1, 1000.0)
+
+
+def test_a_request_without_an_idempotency_key_has_no_row(store: Store) -> None:
+    stored(store, "").delete(queued(""))
+    assert keys(store) == []
+
+
+def test_positions_end_with_the_boot(store: Store) -> None:
+    stored(store, "a")
+    store.write("UPDATE queued_request SET boot_id = 'another'", [()])
+    assert place(after(store), "a") == (2, 500.0)
+    assert keys(store) == []
+
+
+def test_a_request_waits_also_if_its_position_cannot_be_stored(store: Store) -> None:
+    """The state file refuses it, as a full disk makes it."""
+    full = "BEGIN SELECT RAISE(ABORT, 'database or disk is full'); END"
+    for change in ("INSERT", "DELETE"):
+        store.write(f"CREATE TRIGGER no_{change} BEFORE {change} ON queued_request {full}", [()])
+    positions = stored(store, "a", "b")
+    positions.delete(queued("a"))
+    assert place(positions, "c") == (3, 500.0)
+    store.close()
+    assert place(after(store), "a") == (1, 500.0)

@@ -1,0 +1,344 @@
+"""The allocator: which devices a request gets, of those that can be given now. Pure: nothing here waits.
+
+Of a GPU whose memory is handed out in units, a device of the requested size is made for each request.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from yunion_mps.errors import HostError, NeverFreeError, NothingFreeError
+from yunion_mps.leases.ledger import Ledger, needs_mib
+from yunion_mps.leases.request import SPREAD, LeaseRequest
+from yunion_mps.models import ALL, Device, DomainPlan, Pool, Snapshot
+from yunion_mps.planning import enforces_budgets, free_units, pool_device, units_for, why_not_honoured
+
+UNENFORCED_HINT = "take it all the same: --allow-unlimited (in Python: allow_unlimited=True)"
+#: The most GPUs, and the most reasons, that an error names.
+_MOST_NAMED = 4
+
+
+class Candidate(NamedTuple):
+    """A device as it is now: `reason` says why it is not served, empty if it is.
+
+    `sliced`: it is one of a GPU's unequal slices, so a request for memory may get it.
+    """
+
+    device: Device
+    reason: str = ""
+    sliced: bool = False
+
+
+class PoolCandidate(NamedTuple):
+    """A GPU's memory in units, as it is now: `make` makes the device of so many units in a slot."""
+
+    pool: Pool
+    gpu: str  # its address
+    make: Callable[[int, int], Device]
+    reason: str = ""
+
+
+class Candidates(NamedTuple):
+    """All that can be given; `unenforced` names, by UUID, the GPUs that do not enforce budgets.
+
+    `why_apart` says why several devices cannot be one budget, empty if they can.
+    """
+
+    devices: Sequence[Candidate] = ()
+    pools: Sequence[PoolCandidate] = ()
+    unenforced: Mapping[str, str] = {}
+    why_apart: Callable[[Sequence[Device]], str] = lambda _: ""
+
+
+class Reservation(NamedTuple):
+    """What is free and reserved for earlier requests: ids of devices, and MiB by GPU UUID."""
+
+    devices: set[str]
+    memory_mib: Counter[str]
+
+
+NO_RESERVATION = Reservation(set(), Counter())
+
+
+def candidates_of(snapshot: Snapshot, reasons: Mapping[str, str]) -> Candidates:
+    """The devices and pools; `reasons` says, by GPU UUID, why they cannot be used, empty if they can."""
+    plan, gpus = snapshot.plan, snapshot.inventory.gpus
+    sliced = {gpu.uuid for status in snapshot.domains for gpu in status.plan.gpus if gpu.slices}
+    devices = [Candidate(one, reasons[one.gpu_uuid], one.gpu_uuid in sliced) for one in plan.devices]
+    addresses = {gpu.uuid: gpu.address for gpu in gpus}
+    pools = [
+        PoolCandidate(
+            pool,
+            addresses[pool.gpu_uuid],
+            lambda units, slot, pool=pool: pool_device(plan.host_id, pool, units, slot, gpus),  # type: ignore[misc]
+            reasons[pool.gpu_uuid],
+        )
+        for pool in plan.pools
+    ]
+    unenforced = {
+        gpu.uuid: f"{gpu.address} ({gpu.name})" for gpu in gpus if gpu.uuid and not enforces_budgets(gpu)
+    }
+    domains = domain_plans(snapshot)
+
+    def why_apart(some: Sequence[Device]) -> str:
+        return why_not_honoured(some, domains[some[0].domain])
+
+    return Candidates(devices, pools, unenforced, why_apart)
+
+
+def domain_plans(snapshot: Snapshot) -> dict[str, DomainPlan]:
+    """By name the domains of all devices: as they serve, or as planned if they do not serve now."""
+    planned = {plan.name: plan for plan in (*snapshot.plan.parked, *snapshot.plan.domains)}
+    return {**planned, **{status.plan.name: status.plan for status in snapshot.domains}}
+
+
+def smallest_groups(request: LeaseRequest, candidates: Candidates) -> Iterator[tuple[Device, ...]]:
+    """Yield the smallest devices that a request for several could get if everything were free and served.
+
+    They are of each GPU that has enough, or, if they are to be across GPUs, of each control daemon.
+    """
+    if request.number == 1:
+        return
+    by_gpu = _by_gpu(one.device for one in candidates.devices if request.takes(one.device))
+    if not by_gpu:
+        return
+    groups = [sorted(devices, key=needs_mib) for devices in by_gpu.values()]
+    if request.across:
+        by_domain: dict[str, list[Device]] = {}
+        for smallest, *_ in groups:
+            by_domain.setdefault(smallest.domain, []).append(smallest)
+        yield tuple(smallest for smallest, *_ in groups)[: request.number]
+        groups = list(by_domain.values())
+    for devices in groups:
+        if len(devices) >= request.number:
+            yield tuple(devices[: request.number])
+
+
+def refuse_infeasible(request: LeaseRequest, candidates: Candidates) -> None:
+    """Raise NeverFreeError if the request could not be met even if everything were free and served.
+
+    Raises HostError if only GPUs that enforce no budget could meet it.
+    """
+    pools = _matching_pools(request, candidates)
+    if any(units_for(one.pool, request.memory_mib) <= free_units(one.pool) for one in pools):
+        return
+    by_gpu = _by_gpu(one.device for one in _matching(request, candidates))
+    if _place(request, by_gpu, candidates):
+        return
+    if request.enforced:
+        anywhere = request._replace(enforced=False)
+        refuse_infeasible(anywhere, candidates)
+        raise HostError(_unenforced(anywhere, candidates), UNENFORCED_HINT)
+    number, gpus = sum(map(len, by_gpu.values())), len(by_gpu)
+    there = f"{number} such devices on {gpus} GPU{'' if gpus == 1 else 's'}" if number else "no such devices"
+    hint = "see: yunion-mps list" if candidates.devices else "see why: yunion-mps status"
+    if not by_gpu and _usable_pools(request, candidates):
+        hint = "memory is handed out in units here: --gpu-mem 2GiB"
+    if request.memory_mib:
+        sizes = [f"at most {one.pool.memory_mib} MiB of GPU {one.gpu}" for one in pools]
+        there = ", ".join(sizes) or "no GPUs whose memory is handed out in units, and no slices of that size"
+        hint = "see memory_unit and slices: man yunion-mps-host_container_device.yml"
+    raise NeverFreeError(f"{request} can never be allocated: there are {there}", hint)
+
+
+class Allocator:
+    """Chooses devices for requests, beside the leases of a ledger."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger = ledger
+
+    def choose(
+        self,
+        request: LeaseRequest,
+        candidates: Candidates,
+        reserved: Reservation = NO_RESERVATION,
+        *,
+        has_waited: bool = False,
+    ) -> tuple[Device, ...]:
+        """The devices that the request gets now; raises NothingFreeError, which says why it gets none."""
+        made = self._from_pools(request, candidates, reserved)
+        if made:
+            return (made,)
+        matching = _matching(request, candidates)
+        by_gpu = self._free_by_gpu(matching, reserved)
+        if request.device == ALL:
+            free = [device for devices in by_gpu.values() for device in devices]
+            placed = tuple(free) if len(free) == len(matching) else ()
+        else:
+            placed = _place(request, by_gpu, candidates)
+        if placed:
+            return placed
+        why = self._why_not(request, candidates, matching, by_gpu, reserved, has_waited=has_waited)
+        raise NothingFreeError(*why)
+
+    def reserve(
+        self, request: LeaseRequest, candidates: Candidates, reserved: Reservation = NO_RESERVATION
+    ) -> Reservation:
+        """What to reserve of what is free for a request that does not fit yet, so that it fits sooner."""
+        if request.memory_mib:
+            left = {
+                one.pool.gpu_uuid: self._left_mib(one, reserved)
+                for one in _matching_pools(request, candidates)
+                if not one.reason
+            }
+            most = max(left, key=lambda gpu: left[gpu], default="")
+            mib = min(left.get(most, 0), request.memory_mib)
+            return Reservation(set(), Counter({most: mib} if mib > 0 else {}))
+        by_gpu = self._free_by_gpu(_matching(request, candidates), reserved)
+        most_first = sorted(by_gpu.values(), key=len, reverse=True)
+        if request.device == ALL:
+            devices = [device for some in most_first for device in some]
+        elif request.across:
+            devices = [some[0] for some in most_first[: request.number]]
+        else:
+            devices = most_first[0][: request.number] if most_first else []
+        return Reservation({device.id for device in devices}, Counter())
+
+    def _from_pools(
+        self, request: LeaseRequest, candidates: Candidates, reserved: Reservation
+    ) -> Device | None:
+        """A device of the requested memory: binpack takes the pool that has the least left.
+
+        One on a GPU that enforces budgets goes before one that is just numbers.
+        """
+        fits = []
+        for one in _matching_pools(request, candidates):
+            units = units_for(one.pool, request.memory_mib)
+            left_mib = self._left_mib(one, reserved)
+            if not one.reason and units * one.pool.unit_mib <= left_mib:
+                fits.append((left_mib, units, one))
+        if not fits:
+            return None
+        sign = -1 if request.placement == SPREAD else 1
+        _, units, best = min(
+            fits, key=lambda fit: (fit[2].pool.gpu_uuid in candidates.unenforced, sign * fit[0])
+        )
+        slot = 0
+        while (device := best.make(units, slot)).id in self.ledger.owners:
+            slot += 1
+        return device
+
+    def _left_mib(self, one: PoolCandidate, reserved: Reservation) -> int:
+        return self.ledger.free_mib(one.pool, reserved.memory_mib[one.pool.gpu_uuid])
+
+    def _free_by_gpu(self, matching: Iterable[Candidate], reserved: Reservation) -> dict[str, list[Device]]:
+        served = (one.device for one in matching if not one.reason)
+        return self.ledger.free_by_gpu(served, reserved.devices)
+
+    def _why_not(
+        self,
+        request: LeaseRequest,
+        candidates: Candidates,
+        matching: Sequence[Candidate],
+        by_gpu: Mapping[str, Sequence[Device]],
+        reserved: Reservation,
+        *,
+        has_waited: bool,
+    ) -> tuple[str, str]:
+        """What is wrong, and what to do."""
+        pools = _matching_pools(request, candidates)
+        if not matching and not pools:
+            return f"{request} cannot be allocated: there are no such devices", "see: yunion-mps list"
+        ids = {one.device.id for one in matching}
+        unavailable = [(one.reason, one.device.gpu_address) for one in matching if one.reason]
+        unavailable += [(one.reason, one.gpu) for one in pools if one.reason]
+        former = self.ledger.former_leases([one.device for one in candidates.devices])
+        able = {one.device.id for one in matching if not one.reason}
+        pending = [(one, able & one.pending) for one in former.values() if able & one.pending]
+        used = len(ids & self.ledger.owners.keys() - {name for _, names in pending for name in names})
+        free = sum(map(len, by_gpu.values()))
+        parts = [
+            f"{self._left_mib(one, reserved)} MiB free on GPU {one.gpu}" for one in pools if not one.reason
+        ]
+        parts += [f"{used} of {len(ids)} in use"] if used else []
+        parts += [f"{len(names)} pending ({one.waits})" for one, names in pending[:_MOST_NAMED]]
+        if reserved.devices & ids:
+            parts.append(f"{len(reserved.devices & ids)} reserved for earlier requests")
+        if free:
+            parts.append(f"{free} free, at most {max(map(len, by_gpu.values()))} on one GPU")
+        for reason, count in Counter(reason for reason, _ in unavailable).most_common(_MOST_NAMED):
+            gpus = list(dict.fromkeys(gpu for why, gpu in unavailable if why == reason))
+            more = f" and {len(gpus) - _MOST_NAMED} more" if len(gpus) > _MOST_NAMED else ""
+            parts.append(f"{count} unavailable (GPU {', '.join(gpus[:_MOST_NAMED])}{more}: {reason})")
+        hint = ("" if has_waited else "wait for it: --wait; ") + "see who has them: yunion-mps who"
+        if len(unavailable) == len(matching) + len(pools):
+            hint = "see: yunion-mps status"
+        return f"{request} cannot be allocated now: {'; '.join(parts)}", hint
+
+
+def _matching(request: LeaseRequest, candidates: Candidates) -> list[Candidate]:
+    """The devices that would do; a request for memory gets no equal share, and the smallest slice.
+
+    Several are of no GPU whose devices can never be one budget.
+    """
+    found = [
+        one
+        for one in candidates.devices
+        if request.takes(one.device) and (one.sliced or not request.memory_mib)
+    ]
+    if request.number > 1 and not request.across:
+        groups = smallest_groups(request, candidates)
+        apart = {some[0].gpu_uuid for some in groups if candidates.why_apart(some)}
+        found = [one for one in found if one.device.gpu_uuid not in apart]
+    if request.memory_mib:
+        found.sort(key=lambda one: one.device.memory_limit_mib)
+    return found
+
+
+def _matching_pools(request: LeaseRequest, candidates: Candidates) -> list[PoolCandidate]:
+    """The pools of which a request for memory could get some; none for another request."""
+    return _usable_pools(request, candidates) if request.memory_mib else []
+
+
+def _usable_pools(request: LeaseRequest, candidates: Candidates) -> list[PoolCandidate]:
+    return [
+        one
+        for one in candidates.pools
+        if request.gpu in ("", one.pool.gpu_uuid, one.gpu)
+        and not (request.enforced and one.pool.gpu_uuid in candidates.unenforced)
+    ]
+
+
+def _by_gpu(devices: Iterable[Device]) -> dict[str, list[Device]]:
+    found: dict[str, list[Device]] = {}
+    for device in devices:
+        found.setdefault(device.gpu_uuid, []).append(device)
+    return found
+
+
+def _place(
+    request: LeaseRequest, by_gpu: Mapping[str, Sequence[Device]], candidates: Candidates
+) -> tuple[Device, ...]:
+    """As many devices as requested: binpack fills the fullest GPU first, spread the emptiest.
+
+    GPUs that enforce budgets go before others.
+    """
+    need = 1 if request.across else request.number
+    fits = [devices for devices in by_gpu.values() if len(devices) >= need]
+    sign = -1 if request.placement == SPREAD else 1
+    fits.sort(key=lambda devices: (not devices[0].budget_enforced, sign * len(devices)))
+    if not request.across:
+        return next(filter(None, (_together(devices, request.number, candidates) for devices in fits)), ())
+    if len(fits) < request.number:
+        return ()
+    return tuple(devices[0] for devices in fits[: request.number])
+
+
+def _together(devices: Sequence[Device], number: int, candidates: Candidates) -> tuple[Device, ...]:
+    """So many that can be one budget, the first ones or the smallest; empty if these cannot."""
+    if number == 1:
+        return (devices[0],)
+    for ordered in (devices, sorted(devices, key=needs_mib)):
+        if not candidates.why_apart(ordered[:number]):
+            return tuple(ordered[:number])
+    return ()
+
+
+def _unenforced(request: LeaseRequest, candidates: Candidates) -> str:
+    of = {one.device.gpu_uuid for one in _matching(request, candidates)}
+    of |= {one.pool.gpu_uuid for one in _usable_pools(request, candidates)}
+    names = [name for uuid, name in candidates.unenforced.items() if uuid in of]
+    which = f"GPU {names[0]}, which is" if len(names) == 1 else f"GPUs {', '.join(names)}, which are"
+    return f"no budget is enforced on {which} older than Volta: a command could use all of the memory"

@@ -1,0 +1,180 @@
+"""Storage: leases and queue positions in the state file, so that the next daemon knows them.
+
+A copy of each lease lies in the run directory, a file a lease; the store takes them if its file was damaged.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from yunion_mps.errors import HostError
+from yunion_mps.host.files import write_atomically
+from yunion_mps.host.proc import started_ticks
+from yunion_mps.host.store import Store
+from yunion_mps.leases.ledger import Ledger
+from yunion_mps.leases.queue import QueuedRequest
+from yunion_mps.models import Device, Holder, Lease
+
+#: For how long after the start of a daemon a request may be repeated and keep its position, in s.
+RETURN_WITHIN_S = 60.0
+#: The types of a device's first fields.
+_DEVICE = (str, str, str, int, int, int)
+
+
+def _wall_clock_ahead_s() -> float:
+    return time.time() - time.monotonic()
+
+
+class LeaseStorage:
+    """The leases in the state file; every method raises HostError if that cannot be used."""
+
+    def __init__(self, store: Store, copies: str, ahead_s: Callable[[], float] = _wall_clock_ahead_s) -> None:
+        """`copies` is the directory of the copies; `ahead_s` is the wall clock minus the monotonic one."""
+        self._store = store
+        self._copies = copies
+        self._ahead_s = ahead_s
+        self._ended: set[str] = set()
+
+    def write(self, lease: Lease) -> None:
+        """Store a lease, or another version of it."""
+        self._delete_ended()  # else a device would be in two leases for the next daemon
+        text = _text(lease, self._store.boot_id, self._ahead_s())
+        self._store.write("INSERT OR REPLACE INTO lease VALUES (?, ?)", [(lease.id, text)])
+        with contextlib.suppress(OSError):  # without a copy it is a lease all the same
+            write_atomically(os.path.join(self._copies, lease.id), text, directory_mode=0o700)
+
+    def delete(self, lease_id: str) -> None:
+        """Delete a lease; if that fails now, it is deleted before another is stored."""
+        self._ended.add(lease_id)
+        with contextlib.suppress(OSError):
+            os.unlink(os.path.join(self._copies, lease_id))
+        self._delete_ended()
+
+    def read(self) -> list[Lease]:
+        """All leases; what cannot be understood, such as another release's, is left out.
+
+        Processes end with the boot, and PIDs are given again: leases held by one are of this boot. So is the
+        monotonic clock: a lease of an earlier boot expires by the wall clock.
+        """
+        rows = self._store.read("SELECT value FROM lease ORDER BY rowid")
+        boot_id, ahead_s = self._store.boot_id, self._ahead_s()
+        return [lease for row in rows if (lease := _lease(row[0], boot_id, ahead_s))]
+
+    def _delete_ended(self) -> None:
+        if self._ended:
+            self._store.write("DELETE FROM lease WHERE id = ?", [(one,) for one in sorted(self._ended)])
+            self._ended.clear()
+
+
+def _text(lease: Lease, boot_id: str, ahead_s: float) -> str:
+    devices = [device._asdict() for device in lease.devices]
+    value = {**lease._asdict(), "devices": devices, "holder": lease.holder._asdict(), "boot": boot_id}
+    if lease.ends_s is not None:
+        value["expires_s"] = lease.ends_s + ahead_s
+    return json.dumps(value, separators=(",", ":"))
+
+
+def _lease(text: str, boot_id: str, ahead_s: float) -> Lease | None:
+    try:
+        value: dict[str, Any] = json.loads(text)
+        is_of_this_boot = value.pop("boot") == boot_id
+        expires_s = value.pop("expires_s", None)
+        if expires_s is not None and not is_of_this_boot:
+            value["ends_s"] = expires_s - ahead_s
+        value["devices"] = tuple(Device(**device) for device in value["devices"])
+        value["holder"] = Holder(**value["holder"])
+        lease = Lease(**value)
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return None
+    if not _is_whole(lease):
+        return None
+    return lease if is_of_this_boot or lease.holder.binding == "name" else None
+
+
+def _is_whole(lease: Lease) -> bool:
+    """Whether everything in it has its type: what has not would end the daemon later, at each start."""
+    holder = lease.holder
+    process = [one for one in (holder.pid, holder.started) if one is not None]
+    types: list[tuple[object, type | tuple[type, ...]]] = [
+        *((one, str) for one in (lease.id, lease.idempotency_key)),
+        *((one, str) for one in (holder.binding, holder.name, holder.unit, holder.command)),
+        *((one, int) for one in (holder.uid, *process)),
+        *((one, (int, float)) for one in (lease.since_s, holder.ttl_s, lease.ends_s or 0.0)),
+        *((one, str) for pair in dict(lease.environment).items() for one in pair),
+    ]
+    for device in lease.devices:
+        types += zip(device, _DEVICE)
+        types += [(device.thread_percentage, (int, float)), (device.domain, str), (device.reserve_mib, int)]
+    return bool(lease.devices) and all(isinstance(one, kind) for one, kind in types)
+
+
+class QueuePositions:
+    """The queue's positions across restarts: a row for each queued request that has an idempotency key.
+
+    A request that is repeated after a restart gets the position of its row, so no client can claim an earlier
+    one. A row that cannot be written or deleted is no reason not to wait.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._last = 0
+        #: Position and beginning of requests that an earlier daemon had queued, until they are repeated.
+        self._absent: dict[tuple[int, str], tuple[int, float]] = {}
+        self._until_s = 0.0
+
+    def restore(self, now_s: float) -> None:
+        """Read the positions that an earlier daemon of this boot has left; `now_s` is monotonic."""
+        self._until_s = now_s + RETURN_WITHIN_S
+        boot_id = self._store.boot_id
+        with contextlib.suppress(HostError):
+            rows = self._store.read(
+                "SELECT uid, idempotency_key, position, since_s, boot_id FROM queued_request"
+            )
+            self._absent = {(row[0], row[1]): (row[2], row[3]) for row in rows if row[4] == boot_id}
+            self._last = max((row[2] for row in rows), default=0)
+            self._store.write("DELETE FROM queued_request WHERE boot_id != ?", [(boot_id,)])
+
+    def place(self, queued: QueuedRequest, wall_s: float, now_s: float) -> QueuedRequest:
+        """The request at the end of the queue, or, if it is repeated after a restart, where it was before."""
+        if now_s > self._until_s and self._absent:
+            late, self._absent = self._absent, {}
+            self._delete(late)
+        known = self._absent.pop(queued.key, None) if queued.key else None
+        if known is None:
+            self._last += 1
+            known = self._last, wall_s
+        return queued._replace(position=known[0], since_s=known[1])
+
+    def store(self, queued: QueuedRequest) -> None:
+        if queued.key:
+            row = (queued.position, *queued.key, queued.since_s, self._store.boot_id)
+            with contextlib.suppress(HostError):  # the row of a repeated request is kept
+                self._store.write("INSERT OR IGNORE INTO queued_request VALUES (?, ?, ?, ?, ?)", [row])
+
+    def delete(self, queued: QueuedRequest) -> None:
+        if queued.key:
+            self._delete([queued.key])
+
+    def _delete(self, keys: Iterable[tuple[int, str]]) -> None:
+        statement = "DELETE FROM queued_request WHERE uid = ? AND idempotency_key = ?"
+        with contextlib.suppress(HostError):
+            self._store.write(statement, list(keys))
+
+
+def recorded_ledger(store: Store, copies: str) -> Ledger:
+    """The leases of the daemon before, without those whose process has ended; empty if they cannot be read.
+
+    READY counts devices by it, before the event loop watches the leases and reports what is wrong with them.
+    """
+    ledger = Ledger()
+    with contextlib.suppress(HostError, AssertionError):
+        for lease in LeaseStorage(store, copies).read():
+            holder = lease.holder
+            if holder.pid is None or started_ticks(holder.pid) == holder.started:
+                ledger.add(lease)
+    return ledger

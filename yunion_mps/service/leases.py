@@ -1,0 +1,359 @@
+"""Leases: take, renew, release, bind and list. Each is watched until it ends; the next daemon knows it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+from yunion_mps.containers.lookup import Containers
+from yunion_mps.containers.publisher import CdiPublisher
+from yunion_mps.errors import HostError, NotAllowedError, NotFoundError, NothingFreeError, YunionError
+from yunion_mps.host.proc import command_of, user_name
+from yunion_mps.identity import random_uuid
+from yunion_mps.leases.allocator import Allocator
+from yunion_mps.leases.expiry import HolderWatch, renewed, restored
+from yunion_mps.leases.ledger import Ledger
+from yunion_mps.leases.queue import Queue, QueuedRequest
+from yunion_mps.leases.request import LeaseRequest, lease_named, owner_name, refuse_over_quota
+from yunion_mps.leases.storage import LeaseStorage, QueuePositions
+from yunion_mps.models import LEASE_VARIABLE, Device, DomainPlan, Event, Holder, Lease, Owner, Plan
+from yunion_mps.paths import Paths
+from yunion_mps.service.lease_devices import LeaseDevices
+from yunion_mps.service.queries import Service
+from yunion_mps.service.shapes import lease_json, queued_json
+from yunion_mps.supervisor import Supervisor
+
+log = logging.getLogger(__name__)
+
+Json = dict[str, Any]
+#: Has a function called when the connection that a request came by ends.
+OnDisconnect = Callable[[Callable[[], None]], None]
+
+
+class LeaseService:
+    """Gives devices to those who request them, and frees them when their holders end."""
+
+    def __init__(
+        self, paths: Paths, supervisor: Supervisor, service: Service, publisher: CdiPublisher
+    ) -> None:
+        """Raises HostError if the state file cannot be used."""
+        self._supervisor = supervisor
+        self._devices = LeaseDevices(supervisor, service)
+        self._publisher = publisher
+        self._containers = Containers(paths)
+        self._storage = LeaseStorage(supervisor.store(), paths.lease_copies)
+        self._positions = QueuePositions(supervisor.store())
+        self._holders = HolderWatch(self._end)
+        self.ledger = Ledger()
+        self._allocator = Allocator(self.ledger)
+        self.queue = Queue(self._allocator)
+        #: What the queued requests are answered with, by position.
+        self._answers: dict[int, asyncio.Future[Lease]] = {}
+        self._divided: tuple[Plan, tuple[DomainPlan, ...]] | None = None
+        self._is_draining = self._is_closed = False
+
+    # -- from the daemon's start to its end
+
+    def restore(self) -> None:
+        """Take over the leases of the daemon before, and end those whose holder has ended meanwhile.
+
+        Raises HostError if they cannot be read: nothing may be given away then.
+        """
+        for stored in self._storage.read():
+            lease = restored(stored, time.monotonic())
+            try:
+                self.ledger.add(lease)
+            except AssertionError as error:
+                log.error("lease %s is passed over: %s", lease.id, error)
+                continue
+            if lease != stored:
+                self._store_expiry(lease)
+            if not self._holders.watch(lease):
+                self._end(lease.id, "its process ended while no daemon ran")
+        self._positions.restore(time.monotonic())
+        self._publisher.restore(self.ledger.leases.values())
+
+    def cancel_queued(self) -> None:
+        """Cancel all queued requests without answering; their positions are kept for the next daemon."""
+        self._is_draining = True
+        self.queue.requests.clear()
+        for answer in self._answers.values():
+            answer.cancel()
+
+    def close(self) -> None:
+        """Grant and end nothing more: the leases are kept for the next daemon."""
+        self._is_closed = True
+        for lease_id in list(self.ledger.leases):
+            self._holders.forget(lease_id)
+
+    def serve(self) -> None:
+        """Grant what queued requests can get now, and refuse those that have become infeasible."""
+        if self._is_closed or not self.queue.requests:
+            return
+        self._refuse_infeasible()
+        while found := self.queue.next(self._devices.candidates()):
+            queued, devices = found
+            self.queue.requests.remove(queued)
+            answer = self._answers[queued.position]
+            try:
+                answer.set_result(self._grant(queued, devices))
+            except YunionError as error:
+                answer.set_exception(error)
+
+    # -- use cases
+
+    @property
+    def memory_unit_mib(self) -> int:
+        """What a unit of memory is in requests."""
+        return self._supervisor.config.gpu_memory_unit_mib
+
+    def leases(self) -> Json:
+        """All leases, and the queued requests in their order."""
+        leases = [self._json(lease) for lease in self.ledger.leases.values()]
+        queued = [queued_json(one, self._containers) for one in self.queue.requests]
+        return {"leases": leases, "waiting": queued, "total": len(leases)}
+
+    async def take(
+        self,
+        request: LeaseRequest,
+        holder: Holder,
+        on_disconnect: OnDisconnect,
+        wait_s: float,
+        idempotency_key: str = "",
+        *,
+        cdi: bool = False,
+    ) -> Json:
+        """Lease what the holder requests, within `wait_s`; raises YunionError if that cannot be.
+
+        A request repeated with its `idempotency_key`, because its answer was lost or the daemon restarted,
+        gets the lease that it was given, or its queue position. With `cdi` container engines find the lease
+        as a device, by its id, before this returns.
+        """
+        self._supervisor.refuse_if_unsafe()
+        lease = self.ledger.repeated(holder, idempotency_key)
+        if lease is None:
+            queued = QueuedRequest(request, holder, idempotency_key, cdi)
+            self._refuse_over_quota(queued)
+            self.ledger.refuse_second(holder, idempotency_key)
+            queued = queued._replace(request=self._devices.feasible(request))
+            queued = self._positions.place(queued, time.time(), time.monotonic())
+            lease = await self._granted(queued, wait_s)
+        if lease.holder.binding == "connection":
+            lease_id = lease.id
+            on_disconnect(lambda: self._end_connected(lease_id))
+        return self._json(lease)
+
+    def would_take(self, request: LeaseRequest, holder: Holder, idempotency_key: str = "") -> Json:
+        """The lease that the holder would get now; raises YunionError if it would get none."""
+        if not self.ledger.repeated(holder, idempotency_key):
+            self._refuse_over_quota(QueuedRequest(request, holder, idempotency_key))
+        request, candidates = self._devices.feasible(request), self._devices.candidates()
+        devices = self._allocator.choose(request, candidates, self.queue.reserved(candidates))
+        environment = self._devices.environment(request, devices, "")
+        del environment[LEASE_VARIABLE]
+        lease = Lease("", devices, holder, time.time(), environment)
+        return lease_json(lease, None, self._containers)
+
+    def release(self, name: str, caller: Owner) -> Json:
+        """End a lease for the caller; raises NotFoundError and NotAllowedError."""
+        lease = self._own(name, caller)
+        released = lease_json(lease, None, self._containers)
+        self._end(lease.id, f"{owner_name(caller)} gave it back")
+        return released
+
+    def renew(self, name: str, caller: Owner) -> Json:
+        """Give a lease taken by name its whole time to live from now; raises as `release` does."""
+        lease = self._own(name, caller)
+        if lease.holder.binding != "name":
+            raise HostError("this lease has no time to live", "it ends with its process or connection")
+        lease = renewed(lease, time.monotonic())
+        self._holders.watch(lease)
+        self.ledger.replace(lease)
+        self._store_expiry(lease)
+        return self._json(lease)
+
+    def bind(self, name: str, caller: Owner, holder: Holder) -> Json:
+        """Let a lease end with the container whose first process `holder` is, and not with its old holder.
+
+        Its owner does not change. A lease taken by name stays one, because containers may share it. Repeated
+        for the same container, it changes nothing. Raises as `release` does, and HostError, with nothing
+        changed, if another container has it, or a device of it is not served now, or by another control
+        daemon.
+        """
+        lease = lease_named(name, self.ledger.leases, caller)
+        if not caller.unit:  # an engine may have left its job's unit by now; no job can by itself
+            caller = caller._replace(unit=lease.holder.unit)
+        self._refuse_unless_owner(lease, caller)
+        holder = holder._replace(uid=lease.holder.uid, unit=lease.holder.unit)
+        self._devices.refuse_unserved(lease)
+        if lease.holder.binding == "name" or lease.holder == holder:
+            return self._json(lease)
+        if lease.holder.binding == "container":
+            what = f"the lease of {_addresses(lease)} is a container's already (PID {lease.holder.pid})"
+            raise HostError(what, "take another one: yunion-mps run --podman")
+        bound = lease._replace(holder=holder)
+        if not self._holders.watch(bound):
+            raise NotFoundError(f"PID {holder.pid} has ended", "")
+        try:
+            self._storage.write(bound)
+        except HostError:
+            if not self._holders.watch(lease):
+                self._end(lease.id, "its process ended")
+            raise
+        self.ledger.replace(bound)
+        self._record(bound, "bound to", "its container starts")
+        return self._json(bound)
+
+    # -- requests
+
+    async def _granted(self, queued: QueuedRequest, wait_s: float) -> Lease:
+        """Queue the request; returns its lease, or raises YunionError."""
+        answer: asyncio.Future[Lease] = asyncio.get_running_loop().create_future()
+        self._answers[queued.position] = answer
+        self.queue.add(queued)
+        self.serve()
+        try:
+            if wait_s and not answer.done():
+                self._positions.store(queued)
+                # Not wait_for: until Python 3.12 it forgets a cancellation that comes with the answer.
+                await asyncio.wait({answer}, timeout=wait_s)
+            if not answer.done():
+                raise self._why_not(queued, has_waited=wait_s > 0)
+            return answer.result()
+        except asyncio.CancelledError:
+            if not answer.cancelled() and answer.done() and not answer.exception():
+                self._end(answer.result().id, "whoever asked for it went away")
+            raise
+        finally:
+            del self._answers[queued.position]
+            is_repeated = any(one.key == queued.key for one in self.queue.requests if one is not queued)
+            if not is_repeated and not self._is_draining:
+                self._positions.delete(queued)
+            if queued in self.queue.requests:
+                self.queue.requests.remove(queued)
+                self.serve()  # what was reserved for it is for those behind
+
+    def _refuse_infeasible(self) -> None:
+        """Refuse the queued requests that have become infeasible, as by a reload.
+
+        Else they would wait for good, with what is free reserved for them.
+        """
+        snapshot = self._supervisor.snapshot()
+        divided = (snapshot.plan, tuple(status.plan for status in snapshot.domains))
+        if divided == self._divided:
+            return
+        self._divided = divided
+        refusals: dict[LeaseRequest, YunionError | None] = {}
+        for queued in list(self.queue.requests):
+            if queued.request not in refusals:
+                refusals[queued.request] = None
+                try:
+                    self._devices.feasible(queued.request)
+                except YunionError as error:
+                    refusals[queued.request] = error
+            refusal = refusals[queued.request]
+            if refusal:
+                self.queue.requests.remove(queued)
+                self._answers[queued.position].set_exception(refusal)
+
+    def _why_not(self, queued: QueuedRequest, *, has_waited: bool) -> YunionError:
+        candidates = self._devices.candidates()
+        try:
+            reserved = self.queue.reserved(candidates, besides=queued)
+            self._allocator.choose(queued.request, candidates, reserved, has_waited=has_waited)
+        except NothingFreeError as error:
+            return error
+        return NothingFreeError(f"{queued.request} cannot be allocated now", "try again")
+
+    def _refuse_over_quota(self, queued: QueuedRequest) -> None:
+        owners = [lease.holder.owner for lease in self.ledger.leases.values()]
+        same = queued.key  # a request may be repeated
+        owners += [one.holder.owner for one in self.queue.requests if not same or one.key != same]
+        config = self._supervisor.config
+        refuse_over_quota(queued.holder, owners, config.max_leases_per_user, config.max_lease_ttl_s)
+
+    # -- leases
+
+    def _grant(self, queued: QueuedRequest, devices: tuple[Device, ...]) -> Lease:
+        """Enter the lease; raises YunionError, with nothing granted, if it cannot be stored or honoured."""
+        holder, lease_id = queued.holder, random_uuid()
+        self.ledger.refuse_second(holder, queued.idempotency_key)
+        environment = self._devices.environment(queued.request, devices, lease_id)
+        is_device = queued.cdi or holder.binding == "name"
+        lease = Lease(lease_id, devices, holder, time.time(), environment, queued.idempotency_key, is_device)
+        lease = renewed(lease, time.monotonic())
+        if not self._holders.watch(lease):
+            raise NotFoundError(f"PID {holder.pid} has ended", "")
+        try:
+            self._storage.write(lease)
+            if is_device:
+                self._publisher.add(lease, or_warn=not queued.cdi)
+        except HostError:
+            self._holders.forget(lease_id)
+            with contextlib.suppress(HostError):
+                self._storage.delete(lease_id)
+            raise
+        self.ledger.add(lease)
+        self._record(lease, "given to", "it was asked for")
+        return lease
+
+    def _store_expiry(self, lease: Lease) -> None:
+        """Store when the lease ends; if that fails, its holder has a moment to renew it after a restart."""
+        with contextlib.suppress(HostError):
+            self._storage.write(lease)
+
+    def _end(self, lease_id: str, cause: str) -> None:
+        """End the lease; does nothing if it has ended already."""
+        if lease_id not in self.ledger.leases:
+            return
+        self._holders.forget(lease_id)
+        lease = self.ledger.remove(lease_id)
+        self._publisher.forget(lease)
+        try:
+            self._storage.delete(lease_id)
+        except HostError as error:  # the next daemon sees by itself that its holder is gone
+            log.warning("the end of the lease of %s is not noted: %s", _addresses(lease), error.message)
+        self._record(lease, "given back by", cause)
+        self.serve()
+
+    def _end_connected(self, lease_id: str) -> None:
+        """End a lease with its connection, unless the daemon itself ends all connections."""
+        lease = self.ledger.leases.get(lease_id)
+        if lease and lease.holder.binding == "connection" and not self._is_closed:
+            self._end(lease_id, "its connection ended")
+
+    def _own(self, name: str, caller: Owner) -> Lease:
+        """The lease of this name or id that the caller may change; raises NotFoundError, NotAllowedError."""
+        lease = lease_named(name, self.ledger.leases, caller)
+        self._refuse_unless_owner(lease, caller)
+        return lease
+
+    def _refuse_unless_owner(self, lease: Lease, caller: Owner) -> None:
+        owner = lease.holder.owner
+        if caller.uid not in (0, os.geteuid()) and caller != owner:
+            what = f"the lease of {_addresses(lease)} is {owner_name(owner)}'s"
+            raise NotAllowedError(what, "only root and its owner may end or renew it")
+
+    def _json(self, lease: Lease) -> Json:
+        return lease_json(lease, self._holders.expires_s(lease.id), self._containers)
+
+    def _record(self, lease: Lease, what: str, cause: str) -> None:
+        """Record an event; the holder has to be there for its name to be known."""
+        holder = lease.holder
+        who = user_name(holder.uid)
+        if holder.binding == "name":
+            who = f"{holder.name} of {who}"
+        else:
+            inside = self._containers.of(holder.pid or 0) if holder.binding == "container" else None
+            command = holder.command or command_of(holder.pid or 0) or "a process"
+            who = f"{f'container {inside.name}' if inside else command} (PID {holder.pid}, {who})"
+        self._supervisor.event_log.record(Event("info", "lease", _addresses(lease), f"{what} {who}", cause))
+
+
+def _addresses(lease: Lease) -> str:
+    return ", ".join(device.addr for device in lease.devices)
