@@ -89,7 +89,7 @@ def test_a_socket_that_was_removed_is_made_anew(daemon: Daemon) -> None:
     daemon.socket_path.unlink()
     eventually(daemon.socket_path.exists, "the socket")
     assert daemon.status()["state"] == "ready"
-    daemon.wait_log("was removed, and is made anew")
+    daemon.wait_log("was removed, and is made again")
     assert daemon.stop() == 0
     assert not daemon.socket_path.exists()
 

@@ -87,7 +87,7 @@ def test_a_signal_stops_it_cleanly_and_leaves_nothing(ready_daemon: Daemon, numb
     assert host.gpus[0].compute_mode == "default"
     assert sorted(os.listdir(host.root / RUN)) == ["daemon.lock", "events.jsonl"]
     assert "Traceback" not in ready_daemon.log
-    assert f"<6>stopping, for {number.name} came" in ready_daemon.log
+    assert f"<6>received {number.name}, stopping" in ready_daemon.log
 
 
 def test_a_second_signal_while_it_waits_for_a_job_does_no_harm(make_at_work: MakeAtWork) -> None:

@@ -49,7 +49,7 @@ def test_a_bad_file_is_refused_to_the_caller_and_in_the_log_and_changes_nothing(
     assert total(ready_daemon) == 4
     events = ready_daemon.get("/v1/events?kind=configuration")[1]["events"]
     assert {event["what"] for event in events} == {"refused"}
-    assert events[0]["consequence"] == "nothing was changed: what was in force stays in force"
+    assert events[0]["consequence"] == "nothing was changed: what was in effect stays in effect"
 
 
 def test_the_difference_is_told_before_and_after(ready_daemon: Daemon) -> None:

@@ -12,7 +12,7 @@ from yunion_mps.host.proc import started_ticks
 from yunion_mps.paths import Paths
 
 #: How long the last child of a daemon that is gone may take to load its program.
-_HANDOVER_S = 2.0
+_LOAD_TIMEOUT_S = 2.0
 
 
 def take_lock(paths: Paths) -> int:
@@ -22,7 +22,7 @@ def take_lock(paths: Paths) -> int:
     program (execve(2), FD_CLOEXEC); this waits for it.
     """
     descriptor = _open(paths)
-    end_s = time.monotonic() + _HANDOVER_S
+    end_s = time.monotonic() + _LOAD_TIMEOUT_S
     while not _locked(descriptor):
         pid = os.pread(descriptor, 32, 0).decode(errors="replace").strip() or "unknown"
         if pid.isdigit() and started_ticks(int(pid)) is None and time.monotonic() < end_s:

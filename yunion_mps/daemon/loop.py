@@ -1,20 +1,20 @@
-"""The event loop: drives the supervisor, serves the socket, looks at the GPUs, and says that it is alive."""
+"""The event loop: ticks the supervisor, handles signals, and runs server, monitor and watchdog."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from yunion_mps.containers.publisher import CdiPublisher
-from yunion_mps.daemon.changing import Changing
-from yunion_mps.daemon.health import Health
-from yunion_mps.daemon.looking import Looking
-from yunion_mps.daemon.run import ANEW, STOPPED
+from yunion_mps.daemon.monitor import Monitor
+from yunion_mps.daemon.reexec import program
 from yunion_mps.daemon.signals import Signals
-from yunion_mps.daemon.tasks import end_all
+from yunion_mps.daemon.watchdog import Watchdog
+from yunion_mps.errors import YunionError
 from yunion_mps.gateway import addresses
 from yunion_mps.host.systemd import Notifier
 from yunion_mps.http.handlers import Handlers
@@ -24,19 +24,21 @@ from yunion_mps.http.server import Server
 from yunion_mps.metrics.exporter import Exporter
 from yunion_mps.metrics.textfile import Textfile
 from yunion_mps.paths import Paths
-from yunion_mps.service.clients import Clients
-from yunion_mps.service.faults import Faults
+from yunion_mps.service.clients import Clients, XidAnalyzer
 from yunion_mps.service.leases import LeaseService
 from yunion_mps.service.metrics import Metrics
 from yunion_mps.service.queries import Service
+from yunion_mps.service.reload import Reloader
 from yunion_mps.service.state import one_line
 from yunion_mps.service.usage import ProcessDevices, UsageSampler
 from yunion_mps.supervisor import Supervisor
 
 log = logging.getLogger(__name__)
 
-#: The supervisor is late when what was due is not done for so long.
+#: A tick that is overdue by so much keeps the watchdog from its sign of life.
 _LATE_S = 10.0
+#: How soon a task that goes on after its cancellation is cancelled again.
+_CANCEL_AGAIN_S = 0.1
 
 
 def serve(
@@ -46,92 +48,105 @@ def serve(
     service: Service,
     notifier: Notifier,
     signals: Signals,
-) -> str:
-    """Run until the domains have stopped after a signal, or the program is to be run anew; returns which."""
+) -> bool:
+    """Run until the domains have stopped after a signal, or a re-exec is requested; returns whether it is."""
+
+    async def work() -> bool:
+        return await _Loop(paths, listener, supervisor, service, notifier, signals).run()
+
     gc.freeze()  # what was imported stays for good; the collector need not look at it
-    return asyncio.run(_Loop(paths, supervisor, service, notifier).run(listener, signals))
+    return asyncio.run(work())
 
 
 class _Loop:
-    def __init__(self, paths: Paths, supervisor: Supervisor, service: Service, notifier: Notifier) -> None:
+    def __init__(
+        self,
+        paths: Paths,
+        listener: Listener,
+        supervisor: Supervisor,
+        service: Service,
+        notifier: Notifier,
+        signals: Signals,
+    ) -> None:
         self._paths = paths
+        self._listener = listener
         self._supervisor = supervisor
         self._service = service
         self._notifier = notifier
+        self._signals = signals
+        self._loop = asyncio.get_running_loop()
+        self._end: asyncio.Future[bool] = self._loop.create_future()
+        self._background: list[asyncio.Future[None]] = []
         self._watched: list[int] = []
         self._timer: asyncio.TimerHandle | None = None
         self._due_s: float | None = None
-        self._stopping = self._ticks_soon = False
-        self._end: asyncio.Future[str] | None = None
-        self._changing: Changing | None = None
-        self._looking: Looking | None = None
-        self._leases: LeaseService | None = None
-        self._textfile: Textfile | None = None
-        self._devices = CdiPublisher(paths, supervisor)
-        self._seeing: asyncio.Future[None] | None = None
+        self._ticks_soon = False
         self._announced = supervisor.config
-
-    async def run(self, listener: Listener, signals: Signals) -> str:
-        loop = asyncio.get_running_loop()
-        loop.set_exception_handler(_report)
-        self._end = loop.create_future()
-        lock = asyncio.Lock()
-        clients = Clients(self._paths, self._supervisor)
-        faults = Faults(self._paths, self._supervisor, clients)
-        leases = self._leases = LeaseService(self._paths, self._supervisor, self._service, self._devices)
-        devices = ProcessDevices(self._supervisor, leases.ledger)
-        sampler = UsageSampler(self._supervisor, devices, self._service.usage)
-        looking = Looking(self._paths, self._supervisor, lock, faults, self._tick_soon, sampler.record)
-        lease_waits = leases.ledger.lease_waits
-        changing = Changing(
-            self._paths, self._supervisor, looking, lock, lease_waits, self._tick_soon, self._anew
+        self._poll_now = asyncio.Event()
+        self._cdi = CdiPublisher(paths, supervisor)
+        self._leases = LeaseService(paths, supervisor, service, self._cdi)
+        service.ledger = self._leases.ledger
+        self._reloader = Reloader(
+            paths,
+            supervisor,
+            self._leases.ledger,
+            program(),
+            self._poll_now,
+            self._tick_soon,
+            self._request_reexec,
         )
-        self._changing, self._looking = changing, looking
-        self._service.ledger = leases.ledger
-        leases.restore()
-        metrics = Metrics(
-            self._supervisor,
-            self._service,
-            leases.ledger,
-            leases.queue,
-            devices,
-            lambda: router.counted(),
+        clients = Clients(paths, supervisor)
+        devices = ProcessDevices(supervisor, self._leases.ledger)
+        self._monitor = Monitor(
+            paths,
+            supervisor,
+            self._reloader,
+            XidAnalyzer(paths, supervisor, clients),
+            UsageSampler(supervisor, devices, service.usage),
+            self._poll_now,
+            self._tick_soon,
         )
+        ledger, queue = self._leases.ledger, self._leases.queue
+        metrics = Metrics(supervisor, service, ledger, queue, devices, lambda: router.counted())
         exporter = Exporter(metrics)
-        router = Router(Handlers(self._service, changing, clients, leases, exporter.answer))
-        # Not loop.add_signal_handler: its end would leave the winding up to a second signal's mercy.
-        loop.add_reader(signals.fileno(), self._guarded, lambda: self._heed(signals))
-        server = Server(router)
-        await server.open(listener.socket)
-        health = Health(self._paths, listener, server, self._notifier, self._late)
-        textfile = self._textfile = Textfile(self._paths, self._supervisor, exporter.text)
-        tasks = [asyncio.create_task(one.run()) for one in (health, looking, textfile)]
+        router = Router(Handlers(service, self._reloader, clients, self._leases, exporter.answer))
+        self._textfile = Textfile(paths, supervisor, exporter.text)
+        self._server = Server(router)
+        self._watchdog = Watchdog(paths, listener, self._server, notifier, self._lateness)
+
+    async def run(self) -> bool:
+        self._loop.set_exception_handler(_report)
+        self._leases.restore()
+        # Not loop.add_signal_handler: at its end a second signal would cut the stop short.
+        self._loop.add_reader(self._signals.fileno(), self._guarded, self._handle_signals)
+        await self._server.open(self._listener.socket)
+        tasks = [asyncio.create_task(one.run()) for one in (self._watchdog, self._monitor, self._textfile)]
         for task in tasks:
             task.add_done_callback(self._task_ended)
         self._guarded(self._tick)
-        self._guarded(lambda: self._heed(signals))
-        end = STOPPED
+        self._guarded(self._handle_signals)
+        is_reexec = False
         try:
-            end = await self._end
+            is_reexec = await self._end
         finally:
-            await end_all(tasks)
+            await cancel_all(tasks)
             self._unwatch()
-            loop.remove_reader(signals.fileno())
-            leases.cancel_queued()
-            await (server.hand_over() if end == ANEW else server.close())
-            textfile.remove()
-            if end == STOPPED:
+            self._loop.remove_reader(self._signals.fileno())
+            self._leases.cancel_queued()
+            await (self._server.hand_over() if is_reexec else self._server.close())
+            self._textfile.remove()
+            if not is_reexec:
                 addresses.remove(self._paths)
-            leases.close()  # before the end of its connections is noticed
-            self._devices.close()
-        if end == STOPPED:  # and not after a fault of ours: then the next daemon finds them as they are
-            self._devices.remove()
-        return end
+            self._leases.close()  # before the end of its connections is noticed
+            self._cdi.close()
+        if not is_reexec:  # and not after a fault of ours: then the next daemon finds them as they are
+            self._cdi.remove()
+        return is_reexec
 
     def _guarded(self, work: Callable[[], None]) -> None:
-        """Do `work`; a fault of ours ends the loop, and the daemon, which systemd then starts anew.
+        """Do `work`; a fault of ours ends the loop, and the daemon, which systemd then starts again.
 
-        The control daemons live on and are taken over; going on without supervision would be worse.
+        The control daemons live on and are adopted; going on without supervision would be worse.
         """
         try:
             work()
@@ -143,90 +158,102 @@ class _Loop:
             self._fail(task.exception())
 
     def _fail(self, error: BaseException | None) -> None:
-        if error and self._end and not self._end.done():
+        if error and not self._end.done():
             self._end.set_exception(error)
 
-    def _heed(self, signals: Signals) -> None:
-        """Do what a signal asks for."""
-        signals.clear()
-        if signals.stop and not self._stopping:
-            self._stop(signals.stop)
-        elif signals.take_reload() and self._changing and not self._stopping:
-            self._changing.reload_for("SIGHUP").add_done_callback(self._task_ended)
+    def _handle_signals(self) -> None:
+        self._signals.clear()
+        if self._supervisor.stopping:
+            return
+        if self._signals.stop:
+            self._stop(self._signals.stop)
+        elif self._signals.take_reload():
+            task = asyncio.create_task(self._reload())
+            task.add_done_callback(self._task_ended)
+            self._background = [task]
 
-    def _stop(self, name: str) -> None:
-        self._stopping = True
-        log.info("stopping, for %s came", name)
+    async def _reload(self) -> None:
+        with contextlib.suppress(YunionError):  # it was logged
+            await self._reloader.reload("SIGHUP")
+
+    def _stop(self, signal_name: str) -> None:
+        log.info("received %s, stopping", signal_name)
         status = "waiting for the control daemons' clients to end"
         self._notifier.stopping(status, self._supervisor.stop_within_s)
-        self._supervisor.stop(asyncio.get_running_loop().time())
-        if self._looking:
-            self._seeing = asyncio.ensure_future(self._looking.see_jobs())
+        self._supervisor.stop(self._loop.time())
+        self._background.append(asyncio.ensure_future(self._monitor.poll_processes()))
         self._tick()
 
-    def _anew(self) -> None:
-        if self._end and not self._end.done() and not self._stopping:
-            self._end.set_result(ANEW)
+    def _request_reexec(self) -> None:
+        if not self._end.done() and not self._supervisor.stopping:
+            self._end.set_result(True)
 
     def _tick_soon(self) -> None:
         """Tick once for all that has happened by then: dozens of control daemons may answer at a time."""
         if not self._ticks_soon:
             self._ticks_soon = True
-            asyncio.get_running_loop().call_soon(self._guarded, self._tick)
+            self._loop.call_soon(self._guarded, self._tick)
 
     def _tick(self) -> None:
-        """Let the supervisor do what is due, then watch for whatever it waits for now."""
-        loop = asyncio.get_running_loop()
+        """Let the supervisor do what is due, then watch for what it waits for now."""
         self._ticks_soon = False
         self._unwatch()
-        if self._end and self._end.done():
+        if self._end.done():
             return
-        due_s = self._due_s = self._supervisor.tick(loop.time())
-        if self._looking and self._supervisor.fleet.take_poll_request():
-            self._looking.soon()
-        if self._end and self._stopping and self._supervisor.fleet.stopped:
-            self._end.set_result(STOPPED)
+        due_s = self._due_s = self._supervisor.tick(self._loop.time())
+        if self._supervisor.fleet.take_poll_request():
+            self._poll_now.set()
+        if self._supervisor.stopping and self._supervisor.fleet.stopped:
+            self._end.set_result(False)
             return
         self._watched = self._supervisor.descriptors()
         for descriptor in self._watched:
-            loop.add_reader(descriptor, self._tick_soon)
+            self._loop.add_reader(descriptor, self._tick_soon)
         if due_s is not None:
-            self._timer = loop.call_at(due_s, self._guarded, self._tick)
-        if self._leases:
-            self._leases.serve()  # what has come or changed may be what a queued request needs
+            self._timer = self._loop.call_at(due_s, self._guarded, self._tick)
+        self._leases.serve()  # what has come or changed may be just what a queued request waits for
         self._announce()
-        self._devices.refresh()
-        self._say()
-
-    def _announce(self) -> None:
-        """Tell the gateway what the configuration opens, when that may have changed."""
-        if self._supervisor.config is not self._announced:
-            self._announced = self._supervisor.config
-            if self._textfile:
-                self._textfile.soon()
-            addresses.publish(self._paths, self._announced)
-
-    def _say(self) -> None:
-        if not self._stopping:
+        self._cdi.refresh()
+        if not self._supervisor.stopping:
             self._notifier.status(one_line(self._service.status()))
 
-    def _late(self) -> str:
-        """What the supervisor should have done by now."""
-        late_s = 0.0 if self._due_s is None else asyncio.get_running_loop().time() - self._due_s
+    def _announce(self) -> None:
+        """Tell the gateway and the textfile what the configuration says, if that may have changed."""
+        if self._supervisor.config is not self._announced:
+            self._announced = self._supervisor.config
+            self._textfile.soon()
+            addresses.publish(self._paths, self._announced)
+
+    def _lateness(self) -> str:
+        """By how much the next tick is overdue, in words; empty if it is not."""
+        late_s = 0.0 if self._due_s is None else self._loop.time() - self._due_s
         return f"supervision is {late_s:.0f} s late" if late_s > _LATE_S else ""
 
     def _unwatch(self) -> None:
         """Forget every descriptor: the supervisor may close one, and the next of its number be another's."""
         for descriptor in self._watched:
-            asyncio.get_running_loop().remove_reader(descriptor)
+            self._loop.remove_reader(descriptor)
         self._watched = []
         if self._timer:
             self._timer.cancel()
             self._timer = None
 
 
+async def cancel_all(tasks: Iterable[asyncio.Task[None]]) -> None:
+    """Cancel the tasks until each has ended; what they raised stays with them.
+
+    To cancel once is not enough: before Python 3.12, asyncio.wait_for forgets it if what it waits for
+    comes at the same moment (github.com/python/cpython/issues/86296), and a stop would never end.
+    """
+    left = set(tasks)
+    while left:
+        for task in left:
+            task.cancel()
+        _, left = await asyncio.wait(left, timeout=_CANCEL_AGAIN_S)
+
+
 def _report(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """What asyncio could not hand to anybody: in one line where the system refused something."""
+    """Log an error that asyncio could raise nowhere: in one line if the system refused something."""
     del loop
     error = context.get("exception")
     trace = None if isinstance(error, OSError) else error

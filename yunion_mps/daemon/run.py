@@ -1,4 +1,4 @@
-"""The daemon's life: examine, start the domains, say READY, serve, stop, put back."""
+"""The daemon's life: preflight, start the domains, say READY, serve, stop, restore the compute modes."""
 
 from __future__ import annotations
 
@@ -6,17 +6,16 @@ import gc
 import importlib
 import logging
 import os
-import select
 import sys
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from yunion_mps import __version__
-from yunion_mps.daemon.handover import Handover, become_anew, received
 from yunion_mps.daemon.lock import take_lock
 from yunion_mps.daemon.options import Options
-from yunion_mps.daemon.signals import Signals
+from yunion_mps.daemon.reexec import ReexecState, inherited, reexec
+from yunion_mps.daemon.signals import Signals, drive
 from yunion_mps.errors import ConfigError, ShortageError, YunionError
 from yunion_mps.gateway import addresses
 from yunion_mps.host import logs
@@ -34,16 +33,12 @@ from yunion_mps.supervisor.status import warnings
 
 log = logging.getLogger("yunion_mps.daemon")
 
-#: How the event loop came to its end.
-STOPPED, ANEW = "stopped", "anew"
-
-
-#: Imported where they are used, for few hosts and few clients use them.
-_NEEDED_LATER = ("yunion_mps.http.openapi",)
+#: Imported where they are used, because few hosts and few clients use them.
+_LOADED_LATER = ("yunion_mps.http.openapi",)
 
 
 class _LoadError(Exception):
-    """A module could not be read, for descriptors are short."""
+    """A module could not be read, because descriptors are short."""
 
 
 def run(options: Options) -> int:
@@ -54,21 +49,21 @@ def run(options: Options) -> int:
         if options.check:
             return _check(paths)
         if options.put_back:
-            from yunion_mps.daemon.put_back import put_back  # few ever need it
+            from yunion_mps.daemon.restore import restore  # few ever need it
 
-            return put_back(paths)
+            return restore(paths)
         if options.take_over is not None:
-            from yunion_mps.daemon.take_over import take_over  # once in a host's life
+            from yunion_mps.service.adoption import adopt  # once in a host's life
 
-            return take_over(paths, options.take_over)
-        handover = received()
-        lock = handover.lock if handover else take_lock(paths)
+            return adopt(paths, options.take_over)
+        state = inherited()
+        lock = state.lock if state else take_lock(paths)
         try:
             signals = Signals()
         except OSError as error:
             raise ShortageError(f"signals cannot be waited for: {error.strerror}") from None
         try:
-            _serve(paths, signals, lock, handover)
+            _run(paths, signals, lock, state)
         finally:
             os.close(lock)
     except YunionError as error:
@@ -91,115 +86,149 @@ def _check(paths: Paths) -> int:
     return 0
 
 
-def _serve(paths: Paths, signals: Signals, lock: int, handover: Handover | None) -> None:
-    started_s = handover.started_s if handover else time.time()
+def _run(paths: Paths, signals: Signals, lock: int, state: ReexecState | None) -> None:
     notifier = Notifier()
     notifier.status("reading the configuration and looking at the GPUs")
     directories.record_in(os.path.join(paths.state_directory, "directories"))
     examination = run_preflight(paths).for_start()
     try:
         examination.check()
-        supervisor = Supervisor(paths, examination)
-        try:
-            listener = _start(paths, supervisor, signals, handover)
-        except (YunionError, OSError) as error:
-            _wind_up(supervisor, notifier, spare_found=True)
-            if isinstance(error, OSError):
-                raise ShortageError(f"the system refused something: {error}") from None
-            raise
+        daemon = _Daemon(paths, signals, notifier, Supervisor(paths, examination), lock, state)
+        listener = daemon.start()
         if listener:
-            service = Service(supervisor.snapshot, started_s, os.getpid(), supervisor.event_log)
-            service.ledger = recorded_ledger(supervisor.store(), paths.lease_copies)
-            anew = Handover(listener.socket.fileno(), lock, started_s)
-            try:
-                _until_stopped(paths, listener, supervisor, service, notifier, signals, anew)
-            except MemoryError:
-                if not signals.stop:
-                    raise
-                log.error("the stop goes on without the event loop, because memory is short")
-        _wind_up(supervisor, notifier)
+            daemon.serve(listener)
+        daemon.stop()
         signals.close()
     finally:
         examination.close()
     log.info("stopped")
 
 
-def _wind_up(supervisor: Supervisor, notifier: Notifier, *, spare_found: bool = False) -> None:
-    """Stop the control daemons and put the compute modes back.
+class _Daemon:
+    def __init__(
+        self,
+        paths: Paths,
+        signals: Signals,
+        notifier: Notifier,
+        supervisor: Supervisor,
+        lock: int,
+        state: ReexecState | None,
+    ) -> None:
+        self._started_s = state.started_s if state else time.time()
+        self._paths = paths
+        self._signals = signals
+        self._notifier = notifier
+        self._supervisor = supervisor
+        self._lock = lock
+        self._state = state
 
-    Not done when a fault of our own ends us: then, as after SIGKILL, the control daemons and their clients
-    live on, and the next daemon takes them over.
-    """
-    status = "stopping the control daemons and putting the compute modes back"
-    notifier.stopping(status, supervisor.stop_within_s)
-    supervisor.stop(time.monotonic(), spare_found=spare_found)
-    drive(supervisor, lambda: supervisor.fleet.stopped)
-    supervisor.close()
+    def start(self) -> Listener | None:
+        """Start the domains and wait for each to be ready or to say why not; return the listening socket.
+
+        None if a signal came first. Raises YunionError if nothing is ready, after stopping what was started.
+        """
+        try:
+            return self._started()
+        except (YunionError, OSError) as error:
+            self.stop(spare_found=True)
+            if isinstance(error, OSError):
+                raise ShortageError(f"the system refused something: {error}") from None
+            raise
+
+    def _started(self) -> Listener | None:
+        """Listen also if none is ready but an adopted control daemon may have jobs: it is looked after."""
+        gc.freeze()  # what was imported stays for good
+        gc.enable()  # a start may have to wait for long
+        supervisor, fleet = self._supervisor, self._supervisor.fleet
+        supervisor.start(time.monotonic())
+        drive(supervisor, lambda: fleet.started or bool(self._signals.stop), self._signals)
+        if self._signals.stop:
+            return None
+        if self._state:
+            return Listener(self._paths, self._state.listener)
+        error = fleet.error_of_all()
+        if error:
+            raise error
+        return Listener(self._paths)
+
+    def serve(self, listener: Listener) -> None:
+        """Serve until a stop; with memory short, the stop that follows does without the event loop."""
+        try:
+            self._serve(listener)
+        except MemoryError:
+            if not self._signals.stop:
+                raise
+            log.error("the stop goes on without the event loop, because memory is short")
+
+    def _serve(self, listener: Listener) -> None:
+        """Say READY, because every limit was read back and the socket listens, then load the event loop.
+
+        What it needs (asyncio, h11) takes some 20 ms of imports; until then the kernel keeps the connections
+        of the first clients.
+        """
+        supervisor, notifier = self._supervisor, self._notifier
+        service = Service(supervisor.snapshot, self._started_s, os.getpid(), supervisor.event_log)
+        service.ledger = recorded_ledger(supervisor.store(), self._paths.lease_copies)
+        line = one_line(service.status())
+        log.info("yunion-mps %s is ready: %s", __version__, line)
+        for warning in warnings(supervisor.snapshot()):
+            log.warning("%s", warning)
+        self._record("info", f"ready, {__version__}", consequence=line)
+        addresses.publish(self._paths, supervisor.config)
+        notifier.ready(line)
+        try:
+            serve = _load_event_loop()
+            while serve(self._paths, listener, supervisor, service, notifier, self._signals):
+                self._reexec(ReexecState(listener.socket.fileno(), self._lock, self._started_s))
+            supervisor.report_late_jobs()
+            self._record("info", "stopped", self._signals.stop)
+        except _LoadError as error:
+            self.stop()
+            raise ShortageError(f"the event loop cannot be loaded: {error}") from None
+        finally:
+            listener.close()
+
+    def stop(self, *, spare_found: bool = False) -> None:
+        """Stop the control daemons and restore the compute modes.
+
+        Not called if a fault of our own ends the daemon: then, as after SIGKILL, the control daemons and
+        their clients live on, and the next daemon adopts them.
+        """
+        status = "stopping the control daemons and putting the compute modes back"
+        self._notifier.stopping(status, self._supervisor.stop_within_s)
+        self._supervisor.stop(time.monotonic(), spare_found=spare_found)
+        drive(self._supervisor, lambda: self._supervisor.fleet.stopped)
+        self._supervisor.close()
+
+    def _reexec(self, state: ReexecState) -> None:
+        """Run the program again in this process; if that fails, go on with this one."""
+        log.info("the program is run again; control daemons, socket and lock stay")
+        self._notifier.reloading("the program is run again")
+        self._supervisor.release()
+        try:
+            reexec(state)
+        except OSError as error:
+            what = f"the program cannot be run again: {error}"
+            log.error("%s; this one goes on", what)
+            self._record("error", what, consequence="this one goes on")
+            self._notifier.ready(what)
+
+    def _record(self, severity: str, what: str, cause: str = "", consequence: str = "") -> None:
+        event = Event(severity, "daemon", "yunion-mps-daemon", what, cause, consequence)
+        self._supervisor.event_log.record(event)
 
 
-def _until_stopped(
-    paths: Paths,
-    listener: Listener,
-    supervisor: Supervisor,
-    service: Service,
-    notifier: Notifier,
-    signals: Signals,
-    anew: Handover,
-) -> None:
-    """Serve. READY is said once every limit was read back and the socket listens.
-
-    What the event loop needs (asyncio, h11: some 20 ms of imports) is loaded after that; until then
-    the kernel keeps the connections of the first clients for us.
-    """
-    line = one_line(service.status())
-    log.info("yunion-mps %s is ready: %s", __version__, line)
-    for warning in warnings(supervisor.snapshot()):
-        log.warning("%s", warning)
-    _record(supervisor, "info", f"ready, {__version__}", consequence=line)
-    addresses.publish(paths, supervisor.config)
-    notifier.ready(line)
-    try:
-        serve = _load_event_loop()
-        while serve(paths, listener, supervisor, service, notifier, signals) == ANEW:
-            _become_anew(supervisor, notifier, anew._replace(listener=listener.socket.fileno()))
-        supervisor.report_late_jobs()
-        _record(supervisor, "info", "stopped", signals.stop)
-    except _LoadError as error:
-        _wind_up(supervisor, notifier)
-        raise ShortageError(f"the event loop cannot be loaded: {error}") from None
-    finally:
-        listener.close()
-
-
-def _become_anew(supervisor: Supervisor, notifier: Notifier, anew: Handover) -> None:
-    """Run the program anew in this process; where that fails, go on with this one."""
-    log.info("the program is run anew; control daemons, socket and lock stay")
-    notifier.reloading("the program is run anew")
-    supervisor.release()
-    try:
-        become_anew(anew)
-    except OSError as error:
-        what = f"the program cannot be run anew: {error}"
-        log.error("%s; this one goes on", what)
-        _record(supervisor, "error", what, consequence="this one goes on")
-        notifier.ready(what)
-
-
-def _record(supervisor: Supervisor, severity: str, what: str, cause: str = "", consequence: str = "") -> None:
-    supervisor.event_log.record(Event(severity, "daemon", "yunion-mps-daemon", what, cause, consequence))
-
-
-def _load_event_loop() -> Callable[..., str]:
+def _load_event_loop() -> Callable[..., bool]:
     """Import asyncio without ssl, which it would take where it is there: 4 MiB for a Unix socket.
 
-    And all else of ours that is needed later: after an upgrade, its files are those of another version.
+    And everything else that is needed later: after an upgrade, its files are those of another version.
     """
     absent: Any = None  # makes an import of the name fail, which asyncio is written for
     sys.modules.setdefault("ssl", absent)
     try:
         from yunion_mps.daemon.loop import serve
 
-        for name in _NEEDED_LATER:
+        for name in _LOADED_LATER:
             importlib.import_module(name)
     except OSError as error:
         raise _LoadError(str(error)) from None
@@ -207,50 +236,3 @@ def _load_event_loop() -> Callable[..., str]:
         if sys.modules["ssl"] is None:
             del sys.modules["ssl"]
     return serve
-
-
-def _start(
-    paths: Paths, supervisor: Supervisor, signals: Signals, handover: Handover | None
-) -> Listener | None:
-    """Start the domains and wait for each to be ready or to say why not; return the listening socket.
-
-    None where a signal came first. Raises YunionError when no domain is ready; but where a control daemon
-    runs that may have jobs, it is looked after all the same, for nobody else would.
-    """
-    gc.freeze()  # what was imported stays for good
-    gc.enable()  # a start may have to wait for long
-    supervisor.start(time.monotonic())
-    drive(supervisor, lambda: supervisor.fleet.started or bool(signals.stop), signals)
-    if signals.stop:
-        return None
-    if handover:
-        return Listener(paths, handover.listener)
-    error = supervisor.fleet.error_of_all()
-    if error:
-        raise error
-    return Listener(paths)
-
-
-class Driven(Protocol):
-    """What `drive` can drive."""
-
-    def tick(self, now_s: float) -> float | None:
-        """Do what is due; return when to be called again at the latest."""
-
-    def descriptors(self) -> list[int]:
-        """What to watch for reading, to be asked for again after every tick."""
-
-
-def drive(driven: Driven, done: Callable[[], bool], wake: Signals | None = None) -> None:
-    """Tick until `done`, by poll(2): what the event loop does while it is there."""
-    while True:
-        if wake:
-            wake.clear()
-        due_s = driven.tick(time.monotonic())
-        if done():
-            return
-        poll = select.poll()
-        for descriptor in [*driven.descriptors(), *([] if wake is None else [wake.fileno()])]:
-            poll.register(descriptor, select.POLLIN)
-        wait_ms = None if due_s is None else max(0.0, due_s - time.monotonic()) * 1000
-        poll.poll(wait_ms)

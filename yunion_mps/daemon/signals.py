@@ -1,10 +1,14 @@
-"""Signals: the handlers only note what came, and a descriptor wakes whatever waits."""
+"""Signals, whose handlers only note what came, and the poll(2) loop that serves without asyncio."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
+import time
+from collections.abc import Callable
+from typing import Protocol
 
 _STOP = (signal.SIGTERM, signal.SIGINT)
 ALL = (*_STOP, signal.SIGHUP)
@@ -22,7 +26,7 @@ class Signals:
         for number in _STOP:
             signal.signal(number, self._request_stop)
         signal.signal(signal.SIGHUP, self._request_reload)
-        # The program before us has blocked them, so that none is lost or ends us in between.
+        # A re-exec has blocked them, so that none is lost or ends the process in between.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, ALL)
 
     def fileno(self) -> int:
@@ -30,7 +34,7 @@ class Signals:
         return self._wake
 
     def clear(self) -> None:
-        """Forget what has woken us; what was asked for is not forgotten."""
+        """Empty the descriptor; what was asked for is not forgotten."""
         with contextlib.suppress(BlockingIOError):
             os.read(self._wake, 4096)
 
@@ -53,3 +57,27 @@ class Signals:
     def _request_reload(self, number: int, _: object) -> None:
         del number
         self._reload = True
+
+
+class Driven(Protocol):
+    """A state machine that never waits itself: the supervisor, or a domain."""
+
+    def tick(self, now_s: float) -> float | None:
+        """Do what is due; return when to be called again at the latest."""
+
+    def descriptors(self) -> list[int]:
+        """The descriptors to watch for reading; they may change with every tick."""
+
+
+def drive(driven: Driven, done: Callable[[], bool], wake: Signals | None = None) -> None:
+    """Tick until `done`, by poll(2): what the event loop does while there is one."""
+    while True:
+        if wake:
+            wake.clear()
+        due_s = driven.tick(time.monotonic())
+        if done():
+            return
+        poll = select.poll()
+        for descriptor in [*driven.descriptors(), *([] if wake is None else [wake.fileno()])]:
+            poll.register(descriptor, select.POLLIN)
+        poll.poll(None if due_s is None else max(0.0, due_s - time.monotonic()) * 1000)

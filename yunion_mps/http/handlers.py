@@ -158,16 +158,16 @@ class Handlers:
     async def reload(self, _: Request, *, drain: bool, now: bool) -> Json:
         return await self._changes.reload(drain=drain, now=now)
 
-    async def reexec(self, _: Request) -> Json:
+    async def reexec(self, _: Request) -> Any:
         return await self._changes.reexec()
 
-    async def get_clients(self, _: Request, *, seen: bool) -> Json:
+    async def get_clients(self, _: Request, *, seen: bool) -> Any:
         return await self._clients.clients(seen=seen)
 
-    async def terminate_client(self, request: Request, *, pid: int, force: bool) -> Json:
+    async def terminate_client(self, request: Request, *, pid: int, force: bool) -> Any:
         return await self._clients.terminate(pid, request.uid, force=force)
 
-    async def get_leases(self, _: Request) -> Json:
+    async def get_leases(self, _: Request) -> Any:
         return self._leases.leases()
 
     async def take_lease(

@@ -1,4 +1,4 @@
-"""Who uses the GPUs through MPS: servers and clients, from control daemons, NVML and the kernel."""
+"""The clients of MPS: listed from control daemons, NVML and the kernel, ended safely, and blamed for XIDs."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ import asyncio
 import logging
 import os
 import signal
-from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 from yunion_mps.containers.lookup import Containers
 from yunion_mps.errors import BusyError, NotAllowedError, NotFoundError, YunionError
 from yunion_mps.escaping import printable
-from yunion_mps.host.proc import started_ticks, uid_of, user_name, variable_of
+from yunion_mps.host.proc import command_of, started_ticks, uid_of, user_name, variable_of
 from yunion_mps.host.processes import Process
 from yunion_mps.host.threads import on_thread
 from yunion_mps.inventory import Nvml
+from yunion_mps.inventory.events import processes_of_xids
 from yunion_mps.models import DomainPlan, Event, Gpu
 from yunion_mps.mps.clients import clients_of, server_state, terminate, waiting_clients
 from yunion_mps.mps.processes import find_control_program, is_server, server_pids
@@ -23,79 +24,78 @@ from yunion_mps.paths import Paths
 from yunion_mps.planning import DEVICE_VARIABLE
 from yunion_mps.supervisor import Supervisor
 
-log = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from yunion_mps import answers
 
-Json = dict[str, Any]
+log = logging.getLogger(__name__)
 
 #: How long a client has to end by itself once its server has let go of it.
 _GRACE_S = 5.0
-#: What a job says its devices are is its own word, and may be of any length.
+#: The longest value shown of the variable that names a job's devices: the job can write anything there.
 _LONGEST_DEVICE = 1000
-#: By so much a process may have begun after the moment at which a log names its PID.
+#: A log cuts its times to seconds; a process that began later than this after one only reuses the PID.
 _SAME_S = 5.0
+#: The kernel writes its line, and the server finds out, a moment after the driver has reported an XID.
+_XID_SETTLE_S = 0.5
+#: The state of a server that takes no more jobs because one of them caused a fault.
+FAULT = "FAULT"
 
 
-class _Asked(NamedTuple):
-    """What one control daemon told."""
+class _DomainClients(NamedTuple):
+    """The servers and clients of one domain, as far as its control daemon was asked and answered."""
 
     plan: DomainPlan
-    servers: tuple[int, ...]  # also those that have outlived their control daemon
+    servers: Sequence[int]  # also those that have outlived their control daemon
     states: Mapping[int, str | None]  # of those that have not
     clients: Mapping[int, int]  # PID: its server's
     trouble: str
 
 
-class _Seen(NamedTuple):
-    """What the driver told, by GPU UUID."""
+class _GpuProcesses(NamedTuple):
+    """What the driver tells, by GPU UUID."""
 
     memory: Mapping[str, Mapping[int, int | None]]  # in MiB, of each process
     through_mps: Mapping[str, Collection[int]]  # a GPU that does not tell is missing
 
 
 class Clients:
-    """Finds clients, and ends them safely."""
+    """Lists clients, and ends them."""
 
     def __init__(self, paths: Paths, supervisor: Supervisor) -> None:
         self._supervisor = supervisor
         self._containers = Containers(paths)
-        self._asking = asyncio.Lock()  # one question at a time is enough, however many ask it
+        self._listing = asyncio.Lock()  # listing once at a time is enough, however many requests there are
 
-    async def clients(self, *, seen: bool = False) -> Json:
-        """The servers and clients of all domains, and who waits for another user's server.
+    async def clients(self, *, seen: bool = False) -> answers.ClientList:
+        """The servers and clients of all domains, and processes that wait for another user's server.
 
-        `troubles` says of which nothing is known, and why.
-
-        With `seen` only what NVML and the kernel see: no control daemon is asked, which a server that hangs
-        could keep from serving anybody.
+        `troubles` says of which nothing is known, and why. With `seen` only what NVML and the kernel see: no
+        control daemon is asked, because a server that hangs would keep it from serving anything else.
         """
-        async with self._asking:
-            return await self._clients(seen=seen)
+        async with self._listing:
+            serving = [
+                (domain.plan, pid, tuple(domain.server_pids()))
+                for domain in self._supervisor.domains
+                if (pid := domain.status().pid)
+            ]
+            nvml, gpus = self._supervisor.nvml, self._supervisor.snapshot().inventory.gpus
+            ask = _without_asking if seen else _ask
+            return await on_thread(
+                lambda: _list([ask(*one) for one in serving], nvml, gpus, self._containers)
+            )
 
-    async def _clients(self, *, seen: bool) -> Json:
-        serving = [
-            (domain.plan, pid, tuple(domain.server_pids()))
-            for domain in self._supervisor.domains
-            if (pid := domain.status().pid)
-        ]
-        nvml, gpus = self._supervisor.nvml, self._supervisor.snapshot().inventory.gpus
-        ask = _not_asked if seen else _ask
-        return await on_thread(lambda: _look(serving, nvml, gpus, ask, self._containers))
+    async def terminate(self, pid: int, uid: int, *, force: bool) -> answers.Termination:
+        """End a client for the user `uid`: its server lets go of it, then it gets SIGTERM.
 
-    async def terminate(self, pid: int, uid: int, *, force: bool) -> Json:
-        """End a client: its server lets go of it first, then it gets SIGTERM, and with `force` SIGKILL.
-
-        Raises BusyError during a stop, NotFoundError where it is none, NotAllowedError where it is another
-        user's, ControlError where its server does not let go of it and `force` was not asked for.
+        With `force` it gets SIGKILL if that does not end it. Raises BusyError during a stop, NotFoundError if
+        it is no client, NotAllowedError if it is another user's, and without `force` ControlError if its
+        server does not let go of it.
         """
         if self._supervisor.stopping:
             what = "the daemon is stopping, and its jobs have their time to end"
             raise BusyError(what, f"end this one by hand: kill {pid}")
         began = started_ticks(pid)
-        answer = await self.clients()
-        waiting = ({**one, "server": None} for one in answer["waiting"])  # none has it yet
-        found = next((one for one in (*answer["clients"], *waiting) if one["pid"] == pid), None)
-        if found is None:
-            raise NotFoundError(f"PID {pid} is no client of MPS", "list the clients with: yunion-mps clients")
+        found = _find(await self.clients(), pid)
         if uid not in (0, os.geteuid(), found["uid"]):
             what = f"PID {pid} is a job of {found['user']}"
             raise NotAllowedError(what, "only root and its owner may end it")
@@ -103,23 +103,26 @@ class Clients:
         if process is None:
             raise NotFoundError(f"PID {pid} has just ended", "")
         try:
-            if started_ticks(pid) != began:  # it ended meanwhile, and its PID is another's
+            if started_ticks(pid) != began:  # it has ended, and its PID is another's
                 raise NotFoundError(f"PID {pid} has just ended", "")
             how, ended = await self._end(process, found, force=force)
         finally:
             process.close()
         what = f"{found['command'] or 'a job'} (PID {pid}) of {found['user']}: {how}"
         cause = f"uid {uid} asked for its end"
-        log.warning("%s, for %s", what, cause)
-        self._supervisor.event_log.record(Event("warning", "client", found["domain"] or "", what, cause))
+        log.warning("%s, because %s", what, cause)
+        self._supervisor.event_log.record(Event("warning", "client", found["domain"], what, cause))
         return {"pid": pid, "ended": ended, "how": how}
 
-    async def _end(self, process: Process, found: Json, *, force: bool) -> tuple[str, bool]:
+    async def _end(
+        self, process: Process, found: answers.MpsClient | answers.WaitingClient, *, force: bool
+    ) -> tuple[str, bool]:
         """How it ended, or what was done for that, and whether it ended."""
         steps = []
-        if found["server"]:
+        server = None if "since" in found else found["server"]  # a process that waits has none yet
+        if server:
             status = next(s for s in self._supervisor.snapshot().domains if s.plan.name == found["domain"])
-            program, server = find_control_program(), found["server"]
+            program = find_control_program()
             try:
                 let_go = await on_thread(lambda: terminate(program, status.plan, server, process.pid))
                 steps.append("its MPS server let go of it" if let_go else "no MPS server had it")
@@ -129,12 +132,68 @@ class Clients:
                 steps.append(f"its MPS server did not let go of it ({error.message})")
         for number in (signal.SIGTERM, signal.SIGKILL) if force else (signal.SIGTERM,):
             process.signal(number)
-            if await _ended(process):
+            if await _has_ended(process):
                 return "; ".join([*steps, f"ended by {number.name}"]), True
         return "; ".join([*steps, f"it goes on after {_GRACE_S:g} s: end it with --force"]), False
 
 
-async def _ended(process: Process) -> bool:
+class XidAnalyzer:
+    """Records XIDs, which process caused each, and MPS servers that take no more jobs because of it."""
+
+    def __init__(self, paths: Paths, supervisor: Supervisor, clients: Clients) -> None:
+        self._paths = paths
+        self._supervisor = supervisor
+        self._clients = clients
+        self._analyzing: set[str] = set()
+
+    async def analyze(self, address: str, xid: int) -> None:
+        """Record the XID of the GPU at once, then the process that the kernel names, then failed servers."""
+        self._supervisor.note_xid(address, xid)
+        if address in self._analyzing:
+            return  # one fault causes many XIDs
+        self._analyzing.add(address)
+        try:
+            await self._analyze(address, xid)
+        except YunionError as error:
+            log.warning(
+                "GPU %s: the effects of XID %d could not be determined: %s", address, xid, error.message
+            )
+        finally:
+            self._analyzing.discard(address)
+
+    async def _analyze(self, address: str, xid: int) -> None:
+        await asyncio.sleep(_XID_SETTLE_S)
+        named = await on_thread(lambda: processes_of_xids(self._paths))
+        suspects = [pid for at, number, pid in named if (at, number) == (address, xid)][-1:]
+        for pid in suspects:
+            who = command_of(pid) or "a process that has ended"
+            self._record(address, f"XID {xid} came from PID {pid} ({who})", "the kernel's log names it", "")
+        for server in (await self._clients.clients())["servers"]:
+            if server["state"] == FAULT:
+                cause = f"suspected: PID {suspects[0]}" if suspects else "a fault of one of its jobs"
+                end = "".join(f" terminate {pid}" for pid in suspects)
+                means = "its jobs on that GPU have failed, and new ones start once those have ended"
+                self._record(
+                    server["domain"],
+                    f"MPS server (PID {server['pid']}) is in state {FAULT}",
+                    cause,
+                    f"{means}: yunion-mps clients{end}",
+                )
+
+    def _record(self, subject: str, what: str, cause: str, means: str) -> None:
+        log.warning("%s: %s%s", subject, what, f"; {means}" if means else "")
+        self._supervisor.event_log.record(Event("error", "client", subject, what, cause, means))
+
+
+def _find(listed: answers.ClientList, pid: int) -> answers.MpsClient | answers.WaitingClient:
+    found: list[answers.MpsClient | answers.WaitingClient] = [*listed["clients"], *listed["waiting"]]
+    for one in found:
+        if one["pid"] == pid:
+            return one
+    raise NotFoundError(f"PID {pid} is no client of MPS", "list the clients with: yunion-mps clients")
+
+
+async def _has_ended(process: Process) -> bool:
     loop = asyncio.get_running_loop()
     ended = asyncio.Event()
     loop.add_reader(process.fileno(), ended.set)
@@ -147,53 +206,7 @@ async def _ended(process: Process) -> bool:
     return True
 
 
-def _look(
-    serving: Iterable[tuple[DomainPlan, int, tuple[int, ...]]],
-    nvml: Nvml | None,
-    gpus: Iterable[Gpu],
-    ask: Callable[[DomainPlan, int, tuple[int, ...]], _Asked],
-    containers: Containers,
-) -> Json:
-    asked = [ask(plan, pid, servers) for plan, pid, servers in serving]
-    seen = _Seen({}, {})
-    troubles = [f"domain {one.plan.name}: {one.trouble}" for one in asked if one.trouble]
-    try:
-        # In this order: whoever begins between the two questions is known to use MPS.
-        seen = _Seen(nvml.processes(), nvml.mps_clients()) if nvml else seen
-    except YunionError as error:
-        troubles.append(error.message)
-    addresses = {gpu.uuid: gpu.address for gpu in gpus}
-    clients = [client for one in asked for client in _clients_json(one, seen, addresses, containers)]
-    servers = [
-        {**_process_json(pid), "domain": one.plan.name, "state": one.states.get(pid)}
-        for one in asked
-        for pid in one.servers
-    ]
-    known = {client["pid"] for client in clients}
-    waiting = [waiter for one in asked for waiter in _waiting_json(one) if waiter["pid"] not in known]
-    return {
-        "servers": servers,
-        "clients": clients,
-        "waiting": waiting,
-        "troubles": troubles,
-        "total": len(clients),
-    }
-
-
-def _waiting_json(asked: _Asked) -> list[Json]:
-    """Those that another user's server keeps waiting, with the kernel's word on them."""
-    found = []
-    for one in waiting_clients(asked.plan, asked.servers):
-        about = _process_json(one.pid)
-        owner = uid_of(one.server)
-        # The log's moment is cut to seconds; whoever began well after it only has the PID of one that waited.
-        if owner is not None and about["started"] is not None and about["started"] < one.since_s + _SAME_S:
-            whose = {"server": one.server, "server_user": user_name(owner), "domain": asked.plan.name}
-            found.append({**about, "since": one.since_s, **whose})
-    return found
-
-
-def _ask(plan: DomainPlan, control_pid: int, servers: tuple[int, ...]) -> _Asked:
+def _ask(plan: DomainPlan, control_pid: int, servers: Sequence[int]) -> _DomainClients:
     states: dict[int, str | None] = {}
     clients: dict[int, int] = {}
     trouble = ""
@@ -202,33 +215,81 @@ def _ask(plan: DomainPlan, control_pid: int, servers: tuple[int, ...]) -> _Asked
         clients = {row.pid: row.server for row in clients_of(program, plan, control_pid)}
         states = {pid: server_state(program, plan, pid) for pid in server_pids(control_pid)}
     except YunionError as error:
-        trouble = f"{error.message}; {error.hint}"
-    return _Asked(plan, servers, states, clients, trouble)
+        trouble = f"domain {plan.name}: {error.message}; {error.hint}"
+    return _DomainClients(plan, servers, states, clients, trouble)
 
 
-def _not_asked(plan: DomainPlan, control_pid: int, servers: tuple[int, ...]) -> _Asked:
-    return _Asked(plan, servers, dict.fromkeys(server_pids(control_pid)), {}, "")
+def _without_asking(plan: DomainPlan, control_pid: int, servers: Sequence[int]) -> _DomainClients:
+    return _DomainClients(plan, servers, dict.fromkeys(server_pids(control_pid)), {}, "")
+
+
+def _list(
+    domains: Sequence[_DomainClients], nvml: Nvml | None, gpus: Iterable[Gpu], containers: Containers
+) -> answers.ClientList:
+    seen = _GpuProcesses({}, {})
+    troubles = [one.trouble for one in domains if one.trouble]
+    try:
+        # In this order: a process that begins between the two questions is known to use MPS.
+        seen = _GpuProcesses(nvml.processes(), nvml.mps_clients()) if nvml else seen
+    except YunionError as error:
+        troubles.append(error.message)
+    addresses = {gpu.uuid: gpu.address for gpu in gpus}
+    clients = [client for one in domains for client in _clients_json(one, seen, addresses, containers)]
+    known = {client["pid"] for client in clients}
+    return {
+        "servers": [
+            {**_process_json(pid), "domain": one.plan.name, "state": one.states.get(pid)}
+            for one in domains
+            for pid in one.servers
+        ],
+        "clients": clients,
+        "waiting": [waiter for one in domains for waiter in _waiting_json(one) if waiter["pid"] not in known],
+        "troubles": troubles,
+        "total": len(clients),
+    }
+
+
+def _waiting_json(domain: _DomainClients) -> list[answers.WaitingClient]:
+    """The processes that another user's server keeps waiting, with what the kernel tells of them."""
+    found: list[answers.WaitingClient] = []
+    for one in waiting_clients(domain.plan, domain.servers):
+        about = _process_json(one.pid)
+        owner = uid_of(one.server)
+        if owner is not None and about["started"] is not None and about["started"] < one.since_s + _SAME_S:
+            found.append(
+                {
+                    **about,
+                    "since": one.since_s,
+                    "server": one.server,
+                    "server_user": user_name(owner),
+                    "domain": domain.plan.name,
+                }
+            )
+    return found
 
 
 def _clients_json(
-    asked: _Asked, seen: _Seen, addresses: Mapping[str | None, str], containers: Containers
-) -> list[Json]:
-    """Those that the control daemon names, and those that NVML sees on its GPUs.
+    domain: _DomainClients,
+    seen: _GpuProcesses,
+    addresses: Mapping[str | None, str],
+    containers: Containers,
+) -> list[answers.MpsClient]:
+    """The processes that the control daemon names, and those that NVML sees on its GPUs.
 
     A server that is about to end names none, although they run, and one without a control daemon neither.
     """
     on_gpus: dict[int, dict[str, int | None]] = {}
-    for uuid in asked.plan.gpu_uuids:
+    for uuid in domain.plan.gpu_uuids:
         for pid, mib in seen.memory.get(uuid, {}).items():
-            if pid not in asked.servers:
+            if pid not in domain.servers:
                 on_gpus.setdefault(pid, {})[uuid] = mib
-    silent = [pid for pid in asked.servers if pid not in asked.states] or asked.servers
+    silent = [pid for pid in domain.servers if pid not in domain.states] or domain.servers
     only = silent[0] if len(silent) == 1 else None
-    found = []
-    for pid in sorted({*asked.clients, *on_gpus}):
+    found: list[answers.MpsClient] = []
+    for pid in sorted({*domain.clients, *on_gpus}):
         memory = on_gpus.get(pid, {})
         known = [mib for mib in memory.values() if mib is not None]
-        through_mps = _uses_mps(pid, asked, seen, memory)
+        through_mps = _uses_mps(pid, domain, seen, memory)
         inside = containers.of(pid)
         found.append(
             {
@@ -236,8 +297,8 @@ def _clients_json(
                 "container": inside.name if inside else None,
                 "container_id": inside.id if inside else None,
                 "mps": through_mps,
-                "server": None if through_mps is False else asked.clients.get(pid, only),
-                "domain": asked.plan.name,
+                "server": None if through_mps is False else domain.clients.get(pid, only),
+                "domain": domain.plan.name,
                 "device": printable(variable_of(pid, DEVICE_VARIABLE) or "")[:_LONGEST_DEVICE] or None,
                 "gpus": [addresses.get(uuid, uuid) for uuid in memory],
                 "memory_by_gpu": list(memory.values()),
@@ -247,23 +308,24 @@ def _clients_json(
     return found
 
 
-def _uses_mps(pid: int, asked: _Asked, seen: _Seen, gpus: Collection[str]) -> bool | None:
-    """Whether the process uses the GPUs through MPS; None where nobody can tell.
+def _uses_mps(pid: int, domain: _DomainClients, seen: _GpuProcesses, gpus: Collection[str]) -> bool | None:
+    """Whether the process uses the GPUs through MPS; None if it cannot be known.
 
-    Past MPS is only who is there, has one of the GPUs, and is no client by anybody's word.
+    False only for a process that runs, has one of the GPUs, and is a client neither by the control daemon
+    nor by the driver.
     """
-    if pid in asked.clients or any(pid in seen.through_mps.get(uuid, ()) for uuid in gpus):
+    if pid in domain.clients or any(pid in seen.through_mps.get(uuid, ()) for uuid in gpus):
         return True
     told = bool(gpus) and all(uuid in seen.through_mps for uuid in gpus)
     return False if told and uid_of(pid) is not None and not is_server(pid) else None
 
 
-def _process_json(pid: int) -> Json:
-    """The kernel's word on a process; all but the PID is null where it has ended meanwhile."""
+def _process_json(pid: int) -> answers.ProcessFields:
+    """What the kernel tells of a process; all but the PID is None if it has ended."""
     import psutil
 
     uid = uid_of(pid)
-    about: Json = {"pid": pid, "uid": uid, "user": None, "command": None, "started": None}
+    about: answers.ProcessFields = {"pid": pid, "uid": uid, "user": None, "command": None, "started": None}
     if uid is not None:
         about["user"] = user_name(uid)
         try:

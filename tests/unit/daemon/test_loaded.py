@@ -15,13 +15,13 @@ ELSEWHERE = (
     "yunion_mps.containers.hook",
     "yunion_mps.client",
     "yunion_mps.http.client",
-    "yunion_mps.daemon.put_back",
-    "yunion_mps.daemon.take_over",
+    "yunion_mps.daemon.restore",
     "yunion_mps.doctor",
     "yunion_mps.gateway.client",
     "yunion_mps.gateway.handlers",
     "yunion_mps.gateway.listeners",
     "yunion_mps.overview",
+    "yunion_mps.service.adoption",
 )
 
 
@@ -30,7 +30,7 @@ def test_a_daemon_that_serves_reads_none_of_its_modules_any_more() -> None:
     package = Path(yunion_mps.__file__).parent
     parts = [path.relative_to(package.parent).with_suffix("").parts for path in package.rglob("*.py")]
     names = {".".join(part for part in one if part != "__init__") for one in parts}
-    code = "from yunion_mps.daemon import memory, options, run; run._load_event_loop()"
+    code = "from yunion_mps.daemon import options, run; run._load_event_loop()"
     command = [sys.executable, "-c", f"{code}; import sys; print(*sys.modules)"]
     loaded = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.split()
     missing = {name for name in names - set(loaded) if not name.endswith("__main__")}

@@ -26,7 +26,7 @@ print(resident_mib() - before)
 
 @pytest.mark.parametrize(
     ("prepare", "is_given_back"),
-    [("", False), ("from yunion_mps.daemon.memory import give_back_early; give_back_early()", True)],
+    [("", False), ("from yunion_mps.daemon import tune_malloc; tune_malloc()", True)],
 )
 def test_what_was_large_is_given_back_though_something_small_lies_behind_it(
     prepare: str, is_given_back: bool

@@ -203,11 +203,11 @@ class People(_ByHand, Clients):
         self.ended = True
         self.how = "its MPS server let go of it; ended by SIGTERM"
 
-    async def clients(self, *, seen: bool = False) -> Json:
+    async def clients(self, *, seen: bool = False) -> Any:
         await self._pass("clients")
         return self.found
 
-    async def terminate(self, pid: int, uid: int, *, force: bool) -> Json:
+    async def terminate(self, pid: int, uid: int, *, force: bool) -> Any:
         await self._pass(f"terminate {pid} for {uid}" + (" force" if force else ""))
         if not any(client["pid"] == pid for client in (*self.found["clients"], *self.found["waiting"])):
             raise NotFoundError(f"PID {pid} is no client of MPS", "list the clients with: yunion-mps clients")

@@ -17,7 +17,7 @@ from unit.generated import CHECKOUT, DATE
 from unit.manual.conftest import PAGES, Manual, program, squeezed
 
 #: Handed from one program to the next, and of no use to anybody else.
-INTERNAL = {"YUNION_MPS_HANDOVER", "YUNION_MPS_COMPLETE", "YUNION_MPS_DOMAIN"}
+INTERNAL = {"YUNION_MPS_REEXEC", "YUNION_MPS_COMPLETE", "YUNION_MPS_DOMAIN"}
 
 
 def commands(parent: click.Context) -> Iterator[tuple[str, ...]]:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 
 import pytest
-from yunion_mps.daemon.tasks import end_all
+from yunion_mps.daemon.loop import cancel_all
 
 _PATIENCE_S = 60.0
 
@@ -33,7 +33,7 @@ def test_a_task_ends_also_when_it_is_woken_just_then(turns: int) -> None:
         await turns_of_the_loop(5)  # until it waits
         wake.set()
         await turns_of_the_loop(turns)
-        await asyncio.wait({asyncio.ensure_future(end_all([task]))}, timeout=_PATIENCE_S / 2)
+        await asyncio.wait({asyncio.ensure_future(cancel_all([task]))}, timeout=_PATIENCE_S / 2)
         assert task.cancelled()
 
     asyncio.run(main())
@@ -46,7 +46,7 @@ def test_what_has_ended_by_a_fault_keeps_it() -> None:
 
         task = asyncio.create_task(work())
         await turns_of_the_loop(1)
-        await end_all([task])
+        await cancel_all([task])
         assert str(task.exception()) == "a fault"
 
     asyncio.run(main())

@@ -1,6 +1,6 @@
 """`yunion-mps-daemon --put-back`: what a daemon that was killed has left is undone, whatever the files say.
 
-It ends the control daemons of ours that are noted, as a stop does, and puts the compute modes back.
+It ends our control daemons, as a stop does, and restores the compute modes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import time
 
 from yunion_mps.config import load
 from yunion_mps.daemon.lock import take_lock
-from yunion_mps.daemon.run import drive
+from yunion_mps.daemon.signals import drive
 from yunion_mps.host.proc import program_of
 from yunion_mps.host.store import Store
 from yunion_mps.models import DomainPlan, Event, PlannedGpu
@@ -30,7 +30,7 @@ log = logging.getLogger("yunion_mps.daemon")
 _GRACE_S = 80
 
 
-def put_back(paths: Paths) -> int:
+def restore(paths: Paths) -> int:
     """Undo it, and say what was done and what not; the exit status is 0 where nothing is left.
 
     Raises HostError where a daemon runs, or the notes cannot be read.
@@ -45,14 +45,14 @@ def put_back(paths: Paths) -> int:
         store = Store(paths)
         try:
             store.trust_copy()
-            return _put_back(paths, store)
+            return _restore(paths, store)
         finally:
             store.close()
     finally:
         os.close(lock)
 
 
-def _put_back(paths: Paths, store: Store) -> int:
+def _restore(paths: Paths, store: Store) -> int:
     config, _ = load(paths)  # what is wrong there is read as its default
     timeout_s = config.cuda_mps_stop_timeout_s
     past = _Past(timeout_s, time.monotonic())

@@ -1,4 +1,4 @@
-"""Whether the daemon is well: only then systemd's watchdog gets its sign of life."""
+"""The watchdog: systemd gets its sign of life only while the daemon is healthy."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from yunion_mps.paths import Paths
 
 log = logging.getLogger(__name__)
 
-#: How often it is looked where systemd does not say how often it wants to hear.
+#: How often the daemon is checked if systemd has no watchdog for it.
 _INTERVAL_S = 15.0
 #: How long our own answer may take.
 _ANSWER_S = 5.0
 _QUESTION = b"HEAD /v1/status HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
 
 
-class Health:
-    """Looks at the loop's timeliness and asks our own socket, as a client would."""
+class Watchdog:
+    """Checks that ticks are in time, and asks the daemon's own socket as a client would."""
 
     def __init__(
         self, paths: Paths, listener: Listener, server: Server, notifier: Notifier, late: Callable[[], str]
     ) -> None:
-        """`late` says what the supervisor should have done by now, empty where it is in time."""
+        """`late` says by how much ticks are overdue, empty if they are in time."""
         self._paths = paths
         self._listener = listener
         self._server = server
         self._notifier = notifier
         self._late = late
-        self._said = ""
+        self._logged = ""
 
     async def run(self) -> None:
-        """Look for good, and say so where all is well."""
+        """Check until the task is cancelled, and send the sign of life while nothing is wrong."""
         interval_s = watchdog_interval_s()
         if interval_s:
             self._notifier.alive()
@@ -47,16 +47,16 @@ class Health:
             trouble = self._late() or await self._silent()
             if not trouble and interval_s:
                 self._notifier.alive()
-            if trouble and trouble != self._said:
+            if trouble and trouble != self._logged:
                 log.error("not well: %s; systemd hears nothing from us until that is over", trouble)
-            self._said = trouble
+            self._logged = trouble
 
     async def _silent(self) -> str:
-        """Why our own socket does not answer, empty where it does; a name that was removed is made anew."""
+        """Why our own socket does not answer, empty if it does; a name that was removed is made again."""
         if not self._listener.is_found:
             try:
                 await self._server.reopen(self._listener)
-                log.warning("the socket %s was removed, and is made anew", self._paths.socket)
+                log.warning("the socket %s was removed, and is made again", self._paths.socket)
             except HostError as error:
                 return error.message
         try:

@@ -1,6 +1,6 @@
-"""`yunion-mps-daemon --take-over PID`: somebody else's control daemon becomes ours, with its jobs.
+"""`yunion-mps-daemon --take-over PID`: a control daemon not started by us is adopted, with its jobs.
 
-It changes nothing about that process: the daemon finds it, sets its limits and looks after it from then on.
+This changes nothing about that process: the daemon finds it at its next start, and sets its limits.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from yunion_mps.supervisor.preflight import Preflight, run_preflight
 log = logging.getLogger("yunion_mps.daemon")
 
 
-def take_over(paths: Paths, pid: int) -> int:
-    """Write down that it is ours; raises YunionError with the reason where it cannot be."""
+def adopt(paths: Paths, pid: int) -> int:
+    """Record that it is ours; raises YunionError with the reason if it cannot be."""
     examination = run_preflight(paths)
     try:
         examination.check()

@@ -1,4 +1,4 @@
-"""What changes the daemon while it runs: a reload, and the program run anew."""
+"""Reload and re-exec: a new configuration, and a new program, brought into effect while the daemon runs."""
 
 from __future__ import annotations
 
@@ -6,124 +6,111 @@ import asyncio
 import gc
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from yunion_mps.daemon.handover import program
-from yunion_mps.daemon.looking import Looking
 from yunion_mps.errors import ConfigError, HostError, ShortageError, YunionError
 from yunion_mps.escaping import decoded
 from yunion_mps.host.processes import outcome_of
 from yunion_mps.host.threads import on_thread
+from yunion_mps.leases.ledger import Ledger
 from yunion_mps.models import Event
 from yunion_mps.mps.states import APPLYING, STARTING
 from yunion_mps.paths import Paths
 from yunion_mps.service.state import domain_names
 from yunion_mps.supervisor import Change, Supervisor
-from yunion_mps.supervisor.changes import FindLeaseWaits
 from yunion_mps.supervisor.preflight import Preflight, run_preflight
 
 log = logging.getLogger(__name__)
 
 #: How long a reload waits for the control daemons that it has started or changed.
-_SETTLE_S = 15.0
-#: How long the new program may take to find the configuration right.
-_CHECK_S = 90.0
+_SETTLE_TIMEOUT_S = 15.0
+#: How long the new program may take to check the configuration.
+_CHECK_TIMEOUT_S = 90.0
 
 Json = dict[str, Any]
 
 
-class Changing:
-    """Makes one change at a time; whoever asked and goes away does not undo it."""
+class Reloader:
+    """Makes one change at a time."""
 
     def __init__(
         self,
         paths: Paths,
         supervisor: Supervisor,
-        looking: Looking,
-        lock: asyncio.Lock,
-        find_lease_waits: FindLeaseWaits,
+        ledger: Ledger,
+        program: Sequence[str],
+        poll_now: asyncio.Event,
         tick: Callable[[], None],
-        anew: Callable[[], None],
+        reexec: Callable[[], None],
     ) -> None:
-        """`lock` is held while the plan changes, `tick` asks for a tick, and `anew` for the program anew."""
+        """`program` is the command of this daemon; `tick` requests a tick of the supervisor soon.
+
+        Setting `poll_now` makes the monitor poll at once, and `reexec` ends the event loop for a re-exec.
+        """
         self._paths = paths
         self._supervisor = supervisor
-        self._looking = looking
-        self._lock = lock
-        self._find_lease_waits = find_lease_waits
+        self._ledger = ledger
+        self._program = program
+        self._poll_now = poll_now
         self._tick = tick
-        self._run_anew = anew
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._reexec = reexec
+        #: Held while the plan or a compute mode changes.
+        self.lock = asyncio.Lock()
 
     async def plan(self) -> Json:
-        """What a reload would change now; raises YunionError where it would be refused."""
-        async with self._lock:
+        """What a reload would change now; raises YunionError if it would be refused."""
+        async with self.lock:
             examined = await self._examine()
             try:
-                _, changes = self._supervisor.preview(examined, self._find_lease_waits)
+                _, changes = self._supervisor.preview(examined, self._ledger.lease_waits)
             finally:
                 self._close(examined)
         return self._answer(changes)
 
-    async def reload(self, *, drain: bool, now: bool) -> Json:
-        """Read the files again and bring them into force; raises YunionError, with nothing changed.
+    async def reload(self, requester: str = "the API", *, drain: bool = False, now: bool = False) -> Json:
+        """Read the files again and bring them into effect; raises YunionError, with nothing changed.
 
         With `drain` the servers that keep old limits get no new clients, and with `now` they are ended.
         """
-        task = asyncio.ensure_future(self._reload("the API", drain=drain, now=now))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return await asyncio.shield(task)
-
-    def reload_for(self, who: str) -> asyncio.Task[None]:
-        """Reload, for somebody who hears nothing of it but what the log says."""
-
-        async def work() -> None:
-            try:
-                await self._reload(who, drain=False, now=False)
-            except YunionError:
-                return  # it was logged
-
-        return asyncio.create_task(work())
-
-    async def reexec(self) -> Json:
-        """Run the program anew in this process; raises HostError where the new one refuses to start."""
-        async with self._lock:
-            self._supervisor.refuse_if_unsafe()
-            await self._check_the_new_program()
-            self._supervisor.event_log.flush()
-        self._supervisor.event_log.record(
-            Event("info", "daemon", "yunion-mps-daemon", "run anew", "somebody asked for it", _NOTHING_ENDS)
-        )
-        asyncio.get_running_loop().call_later(0.02, self._run_anew)  # the answer goes first
-        return {"pid": os.getpid()}
-
-    async def _reload(self, who: str, *, drain: bool, now: bool) -> Json:
-        async with self._lock:
+        async with self.lock:
             try:
                 self._supervisor.refuse_if_unsafe()
-                changes = await self._accept(await self._examine())
+                changes = self._accept(await self._examine())
             except YunionError as error:
-                self._refused(who, error)
+                self._record_refusal(requester, error)
                 raise
-            await self._looking.set_modes()
+            await self.set_modes()
             self._supervisor.aim(asyncio.get_running_loop().time())
             self._tick()
-            await self._settled()
+            await self._settle()
             if drain or now:
                 self._supervisor.fleet.drain(asyncio.get_running_loop().time(), force=now)
                 self._tick()
-        log.info("reloaded for %s: %d change%s", who, len(changes), "" if len(changes) == 1 else "s")
-        self._looking.soon()
+        log.info("reloaded for %s: %d change%s", requester, len(changes), "" if len(changes) == 1 else "s")
+        self._poll_now.set()
         return self._answer(changes)
 
-    async def _accept(self, examined: Preflight) -> list[Change]:
+    async def set_modes(self) -> None:
+        """Set and restore the compute modes that are due; the caller holds the lock."""
         try:
-            return self._supervisor.accept(examined, self._find_lease_waits)
-        except YunionError:
-            self._close(examined)
-            raise
+            work = self._supervisor.mode_work()
+            if any(work):
+                self._supervisor.note_modes(await on_thread(lambda: self._supervisor.set_modes(work)))
+        except HostError as error:
+            log.error("compute modes cannot be set: %s. %s", error.message, error.hint)
+
+    async def reexec(self) -> Json:
+        """Run the program again in this process; raises HostError if the new one refuses to start."""
+        async with self.lock:
+            self._supervisor.refuse_if_unsafe()
+            await self._check_new_program()
+            self._supervisor.event_log.flush()
+        means = "no control daemon and no job ends"
+        event = Event("info", "daemon", "yunion-mps-daemon", "re-exec", "requested by a client", means)
+        self._supervisor.event_log.record(event)
+        asyncio.get_running_loop().call_later(0.02, self._reexec)  # the answer goes first
+        return {"pid": os.getpid()}
 
     async def _examine(self) -> Preflight:
         opened = self._supervisor.nvml
@@ -134,25 +121,32 @@ class Changing:
             # 500 reloads took 1 MiB for it, and take 0.3 MiB so (measured).
             gc.collect()
 
+    def _accept(self, examined: Preflight) -> list[Change]:
+        try:
+            return self._supervisor.accept(examined, self._ledger.lease_waits)
+        except YunionError:
+            self._close(examined)
+            raise
+
     def _close(self, examined: Preflight) -> None:
         if examined.nvml is not self._supervisor.nvml:
             examined.close()
 
-    def _refused(self, who: str, error: YunionError) -> None:
+    def _record_refusal(self, requester: str, error: YunionError) -> None:
         problems = error.problems if isinstance(error, ConfigError) else (error.message,)
         for problem in problems:
             log.error("not reloaded: %s", problem)
-        means = "nothing was changed: what was in force stays in force"
-        event = Event("error", "configuration", "reload", "refused", f"{who}: {error.message}", means)
+        means = "nothing was changed: what was in effect stays in effect"
+        event = Event("error", "configuration", "reload", "refused", f"{requester}: {error.message}", means)
         self._supervisor.event_log.record(event)
 
-    async def _settled(self) -> None:
+    async def _settle(self) -> None:
         """Wait until each control daemon serves or says why not."""
-        end_s = asyncio.get_running_loop().time() + _SETTLE_S
+        end_s = asyncio.get_running_loop().time() + _SETTLE_TIMEOUT_S
         while not self._supervisor.fleet.started and asyncio.get_running_loop().time() < end_s:  # noqa: ASYNC110 - ticks bring it about
             await asyncio.sleep(0.005)
 
-    def _answer(self, changes: list[Change]) -> Json:
+    def _answer(self, changes: Sequence[Change]) -> Json:
         snapshot = self._supervisor.snapshot()
         pending: list[Json] = [
             {
@@ -165,26 +159,23 @@ class Changing:
         ]
         gpus = {gpu.uuid: gpu.address for gpu in snapshot.inventory.gpus}
         names = domain_names(snapshot.plan)
-        for uuid, wait in self._find_lease_waits(snapshot.plan.devices).items():
+        for uuid, wait in self._ledger.lease_waits(snapshot.plan.devices).items():
             address = gpus.get(uuid, uuid)
             what = f"GPU {address}: {wait.devices} of its devices wait for {wait.description} to end"
             pending.append({"domain": names[uuid], "pending": what, "leases": [*wait.leases]})
         return {"changes": [change._asdict() for change in changes], "pending": pending}
 
-    async def _check_the_new_program(self) -> None:
-        """Let the program that would be run check the files; raises HostError with its words."""
-        command = [*program(), "--check"]
+    async def _check_new_program(self) -> None:
+        """Let the program that would be run check the files; raises HostError with what it says."""
+        command = [*self._program, "--check"]
         try:
-            status, output = await on_thread(lambda: outcome_of(command, _CHECK_S, with_stderr=True))
+            status, output = await on_thread(lambda: outcome_of(command, _CHECK_TIMEOUT_S, with_stderr=True))
         except OSError as error:
             raise ShortageError(f"{command[0]} cannot be run: {error.strerror}") from None
         if status is None:
-            what = f"the new program does not answer within {_CHECK_S:g} s"
+            what = f"the new program does not answer within {_CHECK_TIMEOUT_S:g} s"
             raise HostError(what, "see: nvidia-smi")
         if status:
             lines = [decoded(line.lstrip(b"<0123456789>")) for line in output.splitlines()]
             what = "the new program would not start: " + "; ".join(lines[-4:])
             raise HostError(what, "correct that; this one goes on, and nothing was changed")
-
-
-_NOTHING_ENDS = "no control daemon and no job ends"

@@ -1,0 +1,59 @@
+"""A change of a GPU is noticed at once, its return like its loss, without a regular poll."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+
+import pytest
+from yunion_mps.daemon import monitor
+from yunion_mps.daemon.monitor import Monitor
+from yunion_mps.leases.ledger import Ledger
+from yunion_mps.service.clients import Clients, XidAnalyzer
+from yunion_mps.service.reload import Reloader
+from yunion_mps.service.usage import ProcessDevices, UsageHistory, UsageSampler
+
+from unit.supervised import MakeHost, Supervise
+
+TWO = [{"kind": "v100"}, {"kind": "a100"}]
+PATIENCE_S = 60.0
+
+
+def test_a_gpu_that_returns_and_is_lost_again_is_noticed_at_once(
+    make_host: MakeHost, supervise: Supervise, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(monitor, "POLL_S", 3600.0)
+    host = make_host(TWO)
+    made = supervise(host).start()
+    paths, supervisor = made.paths, made.supervisor
+
+    async def follow() -> None:
+        poll_now, polled = asyncio.Event(), asyncio.Event()
+        reloader = Reloader(paths, supervisor, Ledger(), (), poll_now, lambda: None, lambda: None)
+        xids = XidAnalyzer(paths, supervisor, Clients(paths, supervisor))
+        usage = UsageSampler(supervisor, ProcessDevices(supervisor, Ledger()), UsageHistory())
+        watch = Monitor(paths, supervisor, reloader, xids, usage, poll_now, polled.set)
+
+        async def until(available: int) -> None:
+            while made.available != available:
+                await asyncio.wait_for(polled.wait(), PATIENCE_S)
+                polled.clear()
+
+        task = asyncio.create_task(watch.run())
+        poll_now.set()
+        await asyncio.wait_for(polled.wait(), PATIENCE_S)
+        host.gpus[1].lose()
+        poll_now.set()  # the driver's events may not be registered yet
+        await until(4)
+        for _ in range(2):
+            host.gpus[1].restore()
+            await until(8)
+            host.gpus[1].lose()
+            await until(4)
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+    asyncio.run(follow())
+    told = [event.what for event in made.events if event.kind == "gpu" and "XID" not in event.what]
+    assert told == ["unavailable", *["available", "unavailable"] * 2]

@@ -1,0 +1,144 @@
+"""The monitor: polls the GPUs, at once when the driver reports something, and sets compute modes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+from typing import Optional
+
+from yunion_mps.errors import DriverError, ShortageError
+from yunion_mps.host.threads import on_thread
+from yunion_mps.inventory import scan
+from yunion_mps.inventory.events import EventWatch
+from yunion_mps.models import Inventory
+from yunion_mps.paths import Paths
+from yunion_mps.service.clients import XidAnalyzer
+from yunion_mps.service.reload import Reloader
+from yunion_mps.service.usage import UsageSampler
+from yunion_mps.supervisor import Supervisor
+
+log = logging.getLogger(__name__)
+
+#: How often the GPUs are polled; a poll takes about a millisecond a GPU.
+POLL_S = 10.0
+#: How often while a GPU that should serve cannot: the driver reports that a GPU is lost, not that it is back.
+RETURN_POLL_S = 1.0
+
+
+class Monitor:
+    """The task that polls."""
+
+    def __init__(
+        self,
+        paths: Paths,
+        supervisor: Supervisor,
+        reloader: Reloader,
+        xids: XidAnalyzer,
+        usage: UsageSampler,
+        poll_now: asyncio.Event,
+        polled: Callable[[], None],
+    ) -> None:
+        """Setting `poll_now` makes it poll at once; `polled` is called after each poll."""
+        self._paths = paths
+        self._supervisor = supervisor
+        self._reloader = reloader
+        self._xids = xids
+        self._usage = usage
+        self._poll_now = poll_now
+        self._polled = polled
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._trouble = ""
+        self._answering = frozenset[Optional[str]]()
+        self._events: EventWatch | None = None
+
+    async def run(self) -> None:
+        """Poll until the task is cancelled."""
+        try:
+            while True:
+                self._watch_events()
+                wait_s = RETURN_POLL_S if self._supervisor.has_unavailable_gpus else POLL_S
+                with contextlib.suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(self._poll_now.wait(), wait_s)
+                self._poll_now.clear()
+                async with self._reloader.lock:
+                    await self._poll()
+                self._polled()
+        finally:
+            if self._events:
+                self._events.stop()
+            for task in self._tasks:
+                task.cancel()
+
+    async def poll_processes(self) -> None:
+        """See only which processes use the GPUs: a stop is to name those that came since the last poll."""
+        nvml, began_s = self._supervisor.nvml, asyncio.get_running_loop().time()
+        if nvml:
+            with contextlib.suppress(DriverError, ShortageError):
+                self._supervisor.note_processes(await on_thread(nvml.processes), began_s)
+
+    async def _poll(self) -> None:
+        supervisor, loop = self._supervisor, asyncio.get_running_loop()
+        nvml = supervisor.nvml
+        if nvml:
+            began_s = loop.time()
+            try:
+                inventory, processes = await on_thread(lambda: (scan(nvml, self._paths), nvml.processes()))
+            except ShortageError as error:  # which says nothing of the GPUs
+                self._note_shortage(error)
+                return
+            except DriverError as error:
+                if error.message != self._trouble:
+                    log.error("the GPUs cannot be looked at: %s. %s", error.message, error.hint)
+                self._trouble = error.message
+                self._answering = frozenset()
+                supervisor.lose_driver(error, loop.time())
+                return
+            self._trouble = ""
+            supervisor.remark("polling", "")
+            supervisor.note_processes(processes, began_s)
+            supervisor.update_gpus(inventory, loop.time())
+            self._usage.record(processes, began_s)
+            self._renew_events(inventory)
+        await self._reloader.set_modes()
+
+    def _watch_events(self) -> None:
+        """Register for the driver's events, once there is a driver."""
+        if self._events or not self._supervisor.nvml:
+            return
+        loop = asyncio.get_running_loop()
+
+        def tell(event: tuple[str, int] | None) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
+                loop.call_soon_threadsafe(self._handle_event, event)
+
+        events = EventWatch(self._supervisor.nvml, tell)
+        try:
+            events.start()
+        except ShortageError as error:
+            self._note_shortage(error)
+        else:
+            self._events = events
+
+    def _renew_events(self, inventory: Inventory) -> None:
+        """Register for the driver's events again if other GPUs answer than before."""
+        answering = frozenset(gpu.uuid for gpu in inventory.gpus if not gpu.reason)
+        if self._events and answering != self._answering:
+            self._events.renew()
+        self._answering = answering
+
+    def _note_shortage(self, error: ShortageError) -> None:
+        """Warn that the GPUs cannot be polled now; the next poll tries again."""
+        what = f"the GPUs cannot be looked at, so their state may be out of date: {error.message}"
+        if self._trouble != what:
+            log.error("%s. %s", what, error.hint)
+        self._trouble = what
+        self._supervisor.remark("polling", what)
+
+    def _handle_event(self, event: tuple[str, int] | None) -> None:
+        if event:
+            task = asyncio.ensure_future(self._xids.analyze(*event))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        self._poll_now.set()
