@@ -123,7 +123,6 @@ def test_the_gateways_memory_is_bounded_by_its_unit() -> None:
 
 
 def verify(unit: Path) -> None:
-    """Let systemd say what it thinks of the unit."""
     result = subprocess.run(
         ["systemd-analyze", "verify", "--man=no", str(unit)], capture_output=True, text=True, timeout=60
     )

@@ -45,7 +45,6 @@ def start(checkout: Path, fails: str = "-", hangs: str = "-") -> subprocess.Pope
 
 
 def calls(checkout: Path) -> list[str]:
-    """What was called, each by its first two words."""
     return [" ".join(line.split()[:2]) for line in (checkout / "calls").read_text().splitlines()]
 
 

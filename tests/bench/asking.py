@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import socket
-from types import TracebackType
 
 from bench.values import BenchError
+from simhost.closes import Closes
 
 
 def request_for(target: str, method: str = "GET") -> bytes:
@@ -14,7 +14,7 @@ def request_for(target: str, method: str = "GET") -> bytes:
     return f"{method} {target} HTTP/1.1\r\nHost: localhost\r\nAccept: */*\r\n{length}\r\n".encode()
 
 
-class Http:
+class Http(Closes):
     """One connection, kept."""
 
     def __init__(self, path: str) -> None:
@@ -22,12 +22,7 @@ class Http:
         self._socket.settimeout(60)
         self._socket.connect(path)
 
-    def __enter__(self) -> Http:  # noqa: PYI034 - typing.Self is not in 3.9
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
         self._socket.close()
 
     def ask(self, target: str, method: str = "GET") -> tuple[bytes, int]:
@@ -36,11 +31,9 @@ class Http:
         return self.answer(target)
 
     def fileno(self) -> int:
-        """For select."""
         return self._socket.fileno()
 
     def send(self, request: bytes) -> None:
-        """Ask, and do not wait for the answer."""
         self._socket.sendall(request)
 
     def answer(self, target: str) -> tuple[bytes, int]:

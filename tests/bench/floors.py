@@ -57,7 +57,6 @@ def run_ms(argv: list[str], environment: Mapping[str, str]) -> float:
 
 
 def python_ms(host: SimHost, statement: str = "pass", python: str = PYTHON) -> float:
-    """How long `python3 -I -c STATEMENT` takes."""
     return run_ms([python, "-I", "-c", statement], host.env)
 
 

@@ -18,7 +18,6 @@ SIZES = ((1, 4, 40, 10, Aim(1.5)), (16, 48, 30, 5, Aim(2.5)), (64, 48, 20, 3, No
 
 
 def lines(settings: Settings) -> Iterator[Line]:
-    """One line for each number of devices."""
     for gpus, virtual_number, full, quick, aim in SIZES:
         devices = gpus * virtual_number
         with running(gpus, virtual_number) as daemon:

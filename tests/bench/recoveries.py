@@ -21,7 +21,6 @@ SIZES = ((1, "host", 15, 4), (8, "host", 10, 2), (8, "gpu", 10, 2))
 
 
 def lines(settings: Settings) -> Iterator[Line]:
-    """One line for each size."""
     for gpus, scope, full, quick in SIZES:
         with make_host(gpus, scope=scope) as host:
             rounds = Rounds("ms")

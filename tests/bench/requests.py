@@ -25,7 +25,6 @@ _ECHO = Path(__file__).with_name("echo.py")
 
 
 def lines(settings: Settings) -> Iterator[Line]:
-    """Three lines."""
     with running(1) as daemon:
         with Http(daemon.socket) as http:
             body, size = http.ask(TARGET)

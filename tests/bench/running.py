@@ -153,7 +153,6 @@ def running(gpus: int, virtual_number: int = 4) -> Iterator[Daemon]:
 
 
 def make_host(gpus: int, virtual_number: int = 4, scope: str = "host") -> SimHost:
-    """A host with H100s of so many devices each."""
     host = SimHost.create([{"kind": "h100", "count": gpus, "virtual_number": virtual_number}])
     with (host.root / "etc/yunion/host.conf").open("a") as file:
         file.write(f"cuda_mps_scope: {scope}\n")

@@ -15,7 +15,6 @@ AIM = Aim(1.5)
 
 
 def lines(settings: Settings) -> Iterator[Line]:
-    """Two lines, of the same rounds."""
     with running(1) as daemon:
         daemon.answered_ms()
         host = daemon.host

@@ -19,7 +19,6 @@ AIMS = {(1, "host"): Aim(3), (1, "gpu"): Aim(3), (4, "host"): Aim(52, "ms")}
 
 
 def lines(settings: Settings) -> Iterator[Line]:
-    """Two lines for each size and scope."""
     for gpus, full, quick in SIZES:
         with (
             make_host(min(gpus, MOST_GPUS_OF_A_DOMAIN), scope="host") as one_domain,

@@ -69,7 +69,6 @@ class Line:
         return value is not None and value <= self.aim.most
 
     def as_json(self) -> dict[str, Any]:
-        """The line with all samples, for programs."""
         return {
             "group": self.group,
             "what": self.what,
@@ -92,7 +91,6 @@ class Settings:
     quick: bool
 
     def rounds(self, full: int, quick: int) -> int:
-        """The number of rounds of a measurement."""
         return quick if self.quick else full
 
 

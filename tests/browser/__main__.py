@@ -52,7 +52,6 @@ def main(folder: Path, *, extra: bool) -> None:
 
 
 def look(browser: Chromium, url: str, width: int, height: int) -> Page:
-    """The page, with all that there is to see on it."""
     page = browser.page("about:blank", width=width, height=height)
     make_up_an_hour(browser, page)
     page.tell("Page.navigate", {"url": url})

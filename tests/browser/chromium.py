@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from integration.daemon_host import PATIENCE_S, eventually
+from simhost.closes import Closes
 
 Json = dict[str, Any]
 
@@ -44,7 +45,7 @@ addEventListener("unhandledrejection", (e) => troubles.push(`rejection: ${e.reas
 _KEYS = {"Tab": 9, "Enter": 13, "Escape": 27, " ": 32}
 
 
-class Chromium:
+class Chromium(Closes):
     """One browser; a context manager."""
 
     def __init__(self) -> None:
@@ -114,18 +115,11 @@ class Chromium:
         self.tell("Browser.getVersion")
 
     def close(self) -> None:
-        """End it, and leave nothing of it."""
         os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         os.close(self._in)
         os.close(self._out)
         eventually(self._is_removed, f"the end of {self._folder}")
-
-    def __enter__(self) -> Chromium:  # noqa: PYI034 - typing.Self is not in 3.9
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
     def _is_removed(self) -> bool:
         """Its helpers end after it, and may write until then."""
@@ -160,18 +154,15 @@ class Page:
         self.session = session
 
     def tell(self, method: str, parameters: Json | None = None) -> Json:
-        """Have the page do something."""
         return self._browser.tell(method, parameters, self.session)
 
     def ask(self, expression: str) -> Any:
-        """The value of a JavaScript expression, awaited."""
         parameters = {"expression": expression, "returnByValue": True, "awaitPromise": True}
         answer = self.tell("Runtime.evaluate", parameters)
         assert "exceptionDetails" not in answer, (expression, answer["exceptionDetails"])
         return answer["result"].get("value")
 
     def wait(self, expression: str, patience_s: float = PATIENCE_S) -> Any:
-        """The same, once it is true."""
         shown = "document.body.innerText"
         return eventually(
             lambda: self.ask(f"document.readyState !== 'loading' && ({expression})"),
@@ -186,14 +177,12 @@ class Page:
         return str(self.wait(f"{place}?.innerText.includes({json.dumps(text)}) && {place}.innerText"))
 
     def press(self, key: str, *, shift: bool = False) -> None:
-        """Press a key by its name in the DOM."""
         code = {"key": key, "windowsVirtualKeyCode": _KEYS.get(key, 0), "modifiers": 8 * shift}
         text = {"Enter": "\r", " ": " "}.get(key)
         self.tell("Input.dispatchKeyEvent", {"type": "keyDown", **code, **({"text": text} if text else {})})
         self.tell("Input.dispatchKeyEvent", {"type": "keyUp", **code})
 
     def type(self, text: str) -> None:
-        """Write this where the focus is."""
         self.tell("Input.insertText", {"text": text})
 
     def resize(self, width: int, height: int) -> None:

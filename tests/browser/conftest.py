@@ -14,6 +14,5 @@ __all__ = ["make_daemon", "make_host"]
 
 @pytest.fixture(scope="package")
 def browser() -> Iterator[Chromium]:
-    """Started once; each page is its own."""
     with Chromium() as browser:
         yield browser

@@ -5,10 +5,10 @@ from __future__ import annotations
 import socket
 import subprocess
 from collections.abc import Sequence
-from types import TracebackType
 
 from integration.daemon_host import Daemon, eventually
 from simhost import SimHost
+from simhost.closes import Closes
 from simhost.gpu import SimGpu
 
 
@@ -19,7 +19,7 @@ def free_port() -> int:
         return int(one.getsockname()[1])
 
 
-class Served:
+class Served(Closes):
     """`yunion-mps web` on a host, until the end; a context manager."""
 
     def __init__(self, host: SimHost, port: int = 0, **environment: str) -> None:
@@ -36,20 +36,14 @@ class Served:
 
     @property
     def pid(self) -> int:
-        """The PID of what serves it."""
         return self._process.pid
 
-    def __enter__(self) -> Served:  # noqa: PYI034 - typing.Self is not in 3.9
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
         self._process.kill()
         self._process.communicate()
 
 
-class Jobs:
+class Jobs(Closes):
     """Commands with devices of their own, as `yunion-mps run` starts them; a context manager."""
 
     def __init__(self, daemon: Daemon) -> None:
@@ -82,7 +76,6 @@ class Jobs:
         return process.pid
 
     def end(self, pid: int) -> None:
-        """End one of them."""
         process, gpu = self._running.pop(pid)
         if gpu:
             gpu.remove_process(pid)
@@ -94,15 +87,9 @@ class Jobs:
         return process.pid in self._held()
 
     def _held(self) -> dict[int, list[str]]:
-        """The GPUs of each lease, by its PID."""
         return {one["pid"]: one["gpus"] for one in self._daemon.get("/v1/leases")[1]["leases"]}
 
-    def __enter__(self) -> Jobs:  # noqa: PYI034 - typing.Self is not in 3.9
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
         for pid in list(self._running):
             self.end(pid)
 

@@ -30,7 +30,6 @@ class Scene(NamedTuple):
 
 @pytest.fixture
 def scene(make_host: MakeHost, make_daemon: MakeDaemon) -> Iterator[Scene]:
-    """A V100 divided by four, and `yunion-mps web`."""
     host = make_host(V100_BY_4)
     with StandIns(host):
         daemon = make_daemon(host).start().wait_ready()

@@ -102,7 +102,6 @@ def test_with_more_than_512_devices_the_hour_of_each_that_a_row_is_shown_of_is_d
 
 
 def _hours(words: list[str]) -> str:
-    """Whether the charts of the rows say this."""
     charts = (
         "[...document.querySelectorAll('#rows .chart')].map((one) => one.getAttribute('aria-label') ?? '')"
     )

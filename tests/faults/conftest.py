@@ -17,7 +17,6 @@ _AT_ONCE = 12
 
 @pytest.fixture(scope="session")
 def rows() -> list[Row]:
-    """The rows of this run."""
     return []
 
 

@@ -10,14 +10,14 @@ import shlex
 import shutil
 import subprocess
 from pathlib import Path
-from types import TracebackType
 
 from faults.scene import Scene
+from simhost.closes import Closes
 
 _SIZE_KIB = 512
 
 
-class FullDisk:
+class FullDisk(Closes):
     """A tmpfs for each directory, that can be filled; a context manager, for before the daemon's start."""
 
     def __init__(self, scene: Scene, *directories: str) -> None:
@@ -40,7 +40,6 @@ class FullDisk:
         wrapper.chmod(0o755)
 
     def fill(self) -> None:
-        """Leave no room at all."""
         for place in self._inside:
             with (place / "filling").open("wb", buffering=0) as file:
                 size = 65536
@@ -51,16 +50,10 @@ class FullDisk:
                         size //= 2
 
     def make_room(self) -> None:
-        """Take the filling away."""
         for place in self._inside:
             (place / "filling").unlink()
 
-    def __enter__(self) -> FullDisk:  # noqa: PYI034 - typing.Self is not in 3.9
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
         self._holder.kill()
         self._holder.wait()
         assert self._holder.stdout is not None

@@ -57,7 +57,6 @@ class FailingProgram:
         self._fails.touch()
 
     def works(self) -> None:
-        """Fail no more."""
         self._fails.unlink()
 
 
@@ -71,12 +70,10 @@ class Tracer:
         self._thread = threading.Thread(target=self._hold, daemon=True)
 
     def attach(self) -> None:
-        """Stop the process, and hold it."""
         self._thread.start()
         assert self._attached.wait(60)
 
     def close(self) -> None:
-        """Let go of it."""
         self._released.set()
         self._thread.join()
 

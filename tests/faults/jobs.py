@@ -43,7 +43,6 @@ def server_killed(scene: Scene) -> None:
 
 
 def _about(scene: Scene, server: int) -> list[dict[str, Any]]:
-    """The events that tell of a server's end."""
     named = [event for event in scene.events() if f"(PID {server})" in event["what"]]
     return [event for event in named if "started" not in event["what"]]
 

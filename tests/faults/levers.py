@@ -41,5 +41,4 @@ class Levers:
         self._page[16:24] = struct.pack("=q", offset_s)
 
     def close(self) -> None:
-        """Give the page back."""
         self._page.close()

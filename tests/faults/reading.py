@@ -36,7 +36,6 @@ def events_of(daemon: Daemon) -> list[dict[str, Any]]:
 
 
 def _sentence(event: dict[str, Any]) -> str:
-    """An event as `yunion-mps events` tells it."""
     cause = f" ({event['cause']})" if event["cause"] else ""
     means = f": {event['consequence']}" if event["consequence"] else ""
     return f"{event['subject']}: {event['what']}{cause}{means}"

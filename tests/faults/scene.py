@@ -18,12 +18,12 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TypeVar
 
 from faults.reading import events_of, readable, shown, shown_s
 from integration.daemon_host import Daemon, control_daemons, is_running
 from simhost import Description, SimHost
+from simhost.closes import Closes
 from simhost.mps import CONTROL, Client, StandIns
 
 T = TypeVar("T")
@@ -60,7 +60,7 @@ class SceneDaemon(Daemon):
         return Path(f"{self.namespace}{super().socket_path}")
 
 
-class Scene:
+class Scene(Closes):
     """One host on which one fault happens; nothing of it is left at the end. A context manager."""
 
     def __init__(self, gpus: Description | None) -> None:
@@ -107,7 +107,6 @@ class Scene:
 
     @property
     def keeps_the_lease(self) -> bool:
-        """Whether the daemon still knows of it."""
         return self.lease in [lease["id"] for lease in self.daemon.get("/v1/leases")[1]["leases"]]
 
     def job(self, uid: int | None = None) -> Client:
@@ -126,7 +125,6 @@ class Scene:
         return job
 
     def end(self, job: Client) -> None:
-        """Let a job end as jobs do."""
         self.jobs.remove(job)
         job.end()
         self._show_processes()
@@ -138,17 +136,14 @@ class Scene:
 
     @property
     def pipe_directory(self) -> Path:
-        """That of the first domain."""
         return Path(self.daemon.status()["domains"][0]["pipe_directory"])
 
     @property
     def control(self) -> int:
-        """The PID of the first domain's control daemon."""
         return int(self.domain["pid"] or 0)
 
     @property
     def domain(self) -> dict[str, Any]:
-        """The first domain's status."""
         return dict(self.daemon.status()["domains"][0])
 
     @property
@@ -221,7 +216,6 @@ class Scene:
         return next((shown(line, self.host) for line in readable(self.daemon) if text in line), "")
 
     def goes_on(self, what: str = "serves throughout") -> None:
-        """Note that nothing was interrupted."""
         self.recovery += what
 
     def all_available(self, also: Callable[[], object] = lambda: True) -> None:
@@ -232,7 +226,6 @@ class Scene:
         until(lambda: also() and self._is_whole(), "all devices served", self.trouble)
 
     def unavailable(self) -> None:
-        """Wait until no device is available."""
         until(lambda: not self._devices()["available"], "no device available", self.trouble)
 
     def control_daemons(self) -> list[int]:
@@ -251,23 +244,13 @@ class Scene:
         return events_of(self.daemon)
 
     def trouble(self) -> str:
-        """For a failure's message: where it stands."""
         with contextlib.suppress(OSError, AssertionError):
             return f"{self.daemon.status()}\n{self.daemon.log}"
         return self.daemon.log
 
     def close(self) -> None:
-        """Leave nothing."""
         self.host.clear()
         self.stack.close()
-
-    def __enter__(self) -> Scene:  # noqa: PYI034 - typing.Self is not in 3.9
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     # -- its own
 

@@ -47,5 +47,4 @@ def fixed(text: str) -> list[Sequence[str]]:
 
 
 def on_page(page: Path = PAGE) -> str:
-    """The tables as the page has them."""
     return page.read_text().partition(_BEGIN)[2].partition(_END)[0]

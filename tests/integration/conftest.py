@@ -100,7 +100,6 @@ def make_at_work(make_host: MakeHost, make_daemon: MakeDaemon) -> Iterator[MakeA
 
 @pytest.fixture
 def at_work(make_at_work: MakeAtWork) -> AtWork:
-    """One V100, with a job."""
     return make_at_work()
 
 
@@ -126,13 +125,11 @@ def start_stranger() -> Iterator[StartStranger]:
 
 @pytest.fixture
 def stranger(host: SimHost, start_stranger: StartStranger) -> subprocess.Popen[str]:
-    """Such a one on the reference case."""
     return start_stranger(host)
 
 
 @pytest.fixture(scope="session")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
-    """The image of all containers."""
     return Store(tmp_path_factory.mktemp("podman"))
 
 

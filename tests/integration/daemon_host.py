@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from simhost import SimHost
+from simhost.closes import Closes
 
 #: So long that only something that never comes is missed, on however slow a machine.
 PATIENCE_S = 60.0
@@ -59,7 +60,7 @@ def is_running(pid: int) -> bool:
     return state not in "ZX"
 
 
-class Daemon:
+class Daemon(Closes):
     """One yunion-mps-daemon on a host; it can be started again after its end. A context manager."""
 
     def __init__(self, host: SimHost, *, arguments: Sequence[str] = (), notify: bool = True) -> None:
@@ -125,7 +126,6 @@ class Daemon:
         return eventually(look, f"the notification {text!r}", patience_s, lambda: self.log)
 
     def wait_log(self, text: str, patience_s: float = PATIENCE_S) -> None:
-        """Wait until its log holds `text`."""
         eventually(lambda: text in self.log, f"{text!r} in the log", patience_s, lambda: self.log)
 
     def wait(self, patience_s: float = PATIENCE_S) -> int:
@@ -143,7 +143,6 @@ class Daemon:
         return self.start(*arguments, **environment).wait()
 
     def stop(self, number: int = signal.SIGTERM) -> int:
-        """Ask it to stop, and return its exit status."""
         self.signal(number)
         return self.wait()
 
@@ -153,7 +152,6 @@ class Daemon:
         self.wait()
 
     def signal(self, number: int) -> None:
-        """Send it a signal."""
         assert self._process is not None
         self._process.send_signal(number)
 
@@ -161,13 +159,11 @@ class Daemon:
 
     @property
     def pid(self) -> int:
-        """Its PID."""
         assert self._process is not None
         return self._process.pid
 
     @property
     def running(self) -> bool:
-        """Whether it runs."""
         return self._process is not None and self._process.poll() is None
 
     @property
@@ -202,7 +198,6 @@ class Daemon:
         return self.ask("GET", path)
 
     def ask(self, method: str, path: str) -> tuple[int, Any]:
-        """Ask its socket: the HTTP status and the JSON."""
         connection = http.client.HTTPConnection("localhost", timeout=PATIENCE_S)
         connection.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         with contextlib.closing(connection):
@@ -213,7 +208,6 @@ class Daemon:
             return response.status, json.loads(response.read())
 
     def status(self) -> dict[str, Any]:
-        """What /v1/status says."""
         code, answer = self.get("/v1/status")
         assert code == 200, answer
         return dict(answer)
@@ -259,12 +253,6 @@ class Daemon:
             self._inbox.shutdown(socket.SHUT_RDWR)
             self._inbox.close()
             self._inbox = None
-
-    def __enter__(self) -> Daemon:  # noqa: PYI034 - typing.Self is not in 3.9
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
     def _receive(self, inbox: socket.socket) -> None:
         with contextlib.suppress(OSError):

@@ -45,7 +45,6 @@ class Gateway:
 
     @property
     def notice(self) -> Path:
-        """What tells it what is to be served."""
         return self.daemon.host.root / "run/yunion-mps/gateway.json"
 
     @property
@@ -55,22 +54,18 @@ class Gateway:
 
     @property
     def log(self) -> str:
-        """What it has written."""
         return self._log_file.read_text()
 
     @property
     def running(self) -> bool:
-        """Whether it runs."""
         return self._process is not None and self._process.poll() is None
 
     @property
     def pid(self) -> int:
-        """Its PID."""
         assert self._process
         return self._process.pid
 
     def wait_listening(self, port: int) -> Gateway:
-        """Wait until something answers there."""
         eventually(lambda: self.get(port, "/"), f"an answer at port {port}", trouble=lambda: self.log)
         return self
 
@@ -98,8 +93,6 @@ class Gateway:
                 return None
 
     def serves(self, port: int, text: str = "yunion_mps_up 1.0") -> None:
-        """Wait until the metrics there hold that line."""
-
         def look() -> bool:
             answer = self.get(port)
             return answer is not None and answer[0] == 200 and text in answer[1].splitlines()
@@ -107,7 +100,6 @@ class Gateway:
         eventually(look, f"{text} at port {port}", trouble=lambda: self.log)
 
     def end(self) -> None:
-        """End it."""
         if self._process:
             self._process.kill()
             self._process.wait(PATIENCE_S)

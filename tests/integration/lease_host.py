@@ -71,7 +71,6 @@ def take(daemon: Daemon, query: str) -> dict[str, Any]:
 
 
 def leases_of(daemon: Daemon) -> list[dict[str, Any]]:
-    """All leases that there are."""
     return list(daemon.get("/v1/leases")[1]["leases"])
 
 
@@ -81,22 +80,18 @@ def given(daemon: Daemon) -> list[str]:
 
 
 def holders(daemon: Daemon) -> set[int]:
-    """The processes (PIDs) that have them."""
     return {lease["pid"] for lease in leases_of(daemon)}
 
 
 def who_waits(daemon: Daemon) -> list[dict[str, Any]]:
-    """Those who wait, in their order."""
     return list(daemon.get("/v1/leases")[1]["waiting"])
 
 
 def wait_until_wait(daemon: Daemon, number: int) -> None:
-    """Wait until so many wait for a device."""
     eventually(lambda: len(who_waits(daemon)) == number, f"{number} that wait")
 
 
 def run(host: SimHost, *arguments: str, **more: Any) -> subprocess.CompletedProcess[str]:
-    """`yunion-mps run`, to its end."""
     return host.run(["yunion-mps", "run", *arguments], **more)
 
 
@@ -113,6 +108,5 @@ def start(host: SimHost, *arguments: str) -> subprocess.Popen[str]:
 
 
 def end(job: subprocess.Popen[str]) -> None:
-    """Kill a job."""
     job.kill()
     job.communicate()

@@ -23,6 +23,7 @@ import pytest
 
 from integration.daemon_host import Daemon
 from simhost import SimHost
+from simhost.closes import Closes
 
 IMAGE = "localhost/tools:1"
 _TOOLS = ("bash", "cat", "env", "id", "ls", "sleep")
@@ -80,7 +81,6 @@ class Store:
         self.has_image = False
 
     def make_image(self, podman: Podman) -> None:
-        """Have the image that the tests run."""
         if self.has_image:
             return
         tree = self.folder / "tree"
@@ -103,7 +103,7 @@ class Store:
         self.has_image = True
 
 
-class Podman:
+class Podman(Closes):
     """Podman on a host; `podman(...)` runs it. A context manager: no container is left at its end."""
 
     def __init__(self, host: SimHost, store: Store, runtime: str = "runc") -> None:
@@ -168,17 +168,14 @@ class Podman:
         return self.host.run([*inside, *become, *variables, *words], timeout=_PATIENCE_S)
 
     def run(self, *words: str) -> subprocess.CompletedProcess[str]:
-        """`podman run --rm`."""
         return self("run", "--rm", *words)
 
     def good(self, *words: str) -> str:
-        """What it prints where it succeeds."""
         done = self(*words)
         assert done.returncode == 0, done.stderr
         return done.stdout.strip()
 
     def pid_of(self, container: str) -> int:
-        """The first process of a container that runs."""
         return int(self.good("inspect", "--format", "{{.State.Pid}}", container))
 
     def close(self) -> None:
@@ -192,12 +189,6 @@ class Podman:
             for folder in (*path.iterdir(), path):
                 with contextlib.suppress(OSError):
                     folder.rmdir()
-
-    def __enter__(self) -> Podman:  # noqa: PYI034 - typing.Self is not in 3.9
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def mps(name: str) -> tuple[str, str]:
@@ -214,7 +205,6 @@ def spec_of(host: SimHost, name: str = "yunion-mps.json") -> dict[str, Any]:
 
 
 def files_of(host: SimHost) -> list[str]:
-    """The names of all files there."""
     return sorted(os.listdir(host.root / "run/cdi"))
 
 

@@ -42,7 +42,6 @@ calm = api.exclude(path="/v1/reexec", method="POST")
 
 @pytest.fixture(scope="module")
 def daemon_of_three() -> Iterator[Daemon]:
-    """A daemon on a host with GPUs of two kinds."""
     with SimHost.create(GPUS) as host, Daemon(host) as daemon:
         yield daemon.start().wait_ready()
         assert daemon.stop() == 0

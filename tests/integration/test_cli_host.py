@@ -34,13 +34,11 @@ CONFIG_HINT = "yunion-mps: correct the lines above, then try them with: yunion-m
 
 @pytest.fixture(scope="module")
 def ready() -> Iterator[Daemon]:
-    """The daemon on the reference case."""
     with SimHost.create() as host, Daemon(host) as daemon:
         yield daemon.start().wait_ready()
 
 
 def printed(host: SimHost, *arguments: str) -> str:
-    """What a command prints that succeeds."""
     done = host.run(["yunion-mps", *arguments])
     assert (done.returncode, done.stderr) == (0, "")
     return done.stdout

@@ -45,7 +45,6 @@ def ready(stand_ins: StandIns, make_daemon: MakeDaemon, host: SimHost) -> Daemon
 
 @pytest.fixture
 def job(stand_ins: StandIns, ready: Daemon) -> Client:
-    """A job that uses the second device."""
     ready.host.env["YUNION_MPS_DEVICE"] = DEVICE
     client = stand_ins.client(ready.pipe_directory)
     del ready.host.env["YUNION_MPS_DEVICE"]

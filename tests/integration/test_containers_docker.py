@@ -24,7 +24,6 @@ pytestmark = pytest.mark.gpus({"kind": "v100"})
 
 @pytest.fixture
 def shared() -> Iterator[Path]:
-    """A file in the machine's shared memory."""
     with tempfile.NamedTemporaryFile(dir="/dev/shm", prefix="containers.") as file:
         yield Path(file.name)
 

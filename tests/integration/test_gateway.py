@@ -40,7 +40,6 @@ def open_daemon(daemon: Daemon, port: int) -> Daemon:
 
 @pytest.fixture
 def gateway(make_gateway: MakeGateway, open_daemon: Daemon, port: int) -> Gateway:
-    """A gateway that serves them there."""
     found = make_gateway(open_daemon).start()
     found.serves(port)
     return found

@@ -77,7 +77,6 @@ def test_no_output_obeys_a_hostile_name(
 
 
 def texts(answer: object) -> list[str]:
-    """All texts in a JSON value."""
     if isinstance(answer, dict):
         return [text for key, value in answer.items() for text in (*texts(key), *texts(value))]
     if isinstance(answer, list):

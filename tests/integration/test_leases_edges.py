@@ -33,7 +33,6 @@ from integration.lease_host import (
 
 @pytest.fixture
 def sleeper() -> Iterator[subprocess.Popen[bytes]]:
-    """A process that has leases."""
     with subprocess.Popen(["sleep", "600"]) as process:
         try:
             yield process
@@ -161,7 +160,6 @@ def test_a_lease_of_a_lost_gpu_is_nothing_to_end_for_it_goes_on_when_that_is_bac
 
 
 def wrong_at(daemon: Daemon) -> list[str]:
-    """What `status` says is wrong."""
     told = json.loads(daemon.host.run(["yunion-mps", "status", "-o", "json"]).stdout)
     return [one["what"] for one in told["problems"]]
 

@@ -49,7 +49,6 @@ class Job:
             group.mkdir(parents=True)
 
     def ask(self, method: str, target: str) -> tuple[int, Any]:
-        """What a process of the unit is answered."""
         path, groups = str(self._daemon.socket_path), map(str, self._groups)
         command = [sys.executable, "-IS", "-c", _ASK, path, method, target, str(STRANGER), *groups]
         done = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True)
@@ -73,7 +72,6 @@ def _removed(group: Path) -> bool:
 
 @pytest.fixture
 def jobs(ready_daemon: Daemon) -> Iterator[tuple[Job, Job, Job]]:
-    """Two jobs, and another process of their user."""
     ready_daemon.socket_path.chmod(0o666)
     units = ("yunion-mps-job@train.service", "yunion-mps-job@test.service", "other.service")
     with contextlib.ExitStack() as stack:

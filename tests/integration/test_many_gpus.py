@@ -46,7 +46,6 @@ def address(gpu: SimGpu) -> str:
 
 
 def shown(memory_mib: int) -> str:
-    """As the control daemon shows a limit."""
     return f"{memory_mib // 1024}G" if memory_mib >= 1024 else f"{memory_mib}M"
 
 

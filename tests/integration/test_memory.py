@@ -53,7 +53,6 @@ class Server(NamedTuple):
 
 @pytest.fixture
 def server(request: pytest.FixtureRequest, daemon: Daemon) -> Iterator[Server]:
-    """A server of this name, which serves."""
     kind, port = request.param, free_port()
 
     def connect() -> socket.socket:

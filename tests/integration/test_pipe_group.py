@@ -29,7 +29,6 @@ pytestmark = [
 
 @pytest.fixture
 def jobs(host: SimHost) -> Iterator[StandIns]:
-    """Stand-ins for jobs and their servers."""
     with StandIns(host) as made:
         yield made
 

@@ -48,7 +48,6 @@ def said() -> list[str]:
 
 @pytest.fixture
 def client(ready_daemon: Daemon, said: list[str], monkeypatch: pytest.MonkeyPatch) -> Client:
-    """A client of that host."""
     monkeypatch.setenv("YUNION_MPS_ROOT", str(ready_daemon.host.root))
     return Client(said.append)
 

@@ -48,7 +48,6 @@ def environment(root: str, **more: str) -> dict[str, str]:
 
 @pytest.fixture
 def screen(host: ServerHost) -> Iterator[Tmux]:
-    """A terminal of 80 x 24 on that host."""
     with Tmux(environment(host.paths.root), 80, 24) as screen:
         yield screen
 

@@ -41,7 +41,6 @@ class Answer(NamedTuple):
 
 @pytest.fixture
 def served(ready_daemon: Daemon) -> Iterator[Served]:
-    """The reference case's page."""
     with Served(ready_daemon.host) as served:
         yield served
 

@@ -15,12 +15,13 @@ import tempfile
 from collections.abc import Mapping
 
 from integration.daemon_host import PATIENCE_S, eventually
+from simhost.closes import Closes
 
 #: Beyond the environment given: a shell that says nothing of its own.
 _SHELL = {"ENV": "", "SHELL": "/bin/sh"}
 
 
-class Tmux:
+class Tmux(Closes):
     """One terminal with a shell on it; a context manager."""
 
     def __init__(
@@ -88,15 +89,8 @@ class Tmux:
         return self._tmux("display-message", "-p", f"#{{{what}}}").strip()
 
     def close(self) -> None:
-        """End it with all that runs on it."""
         self._tmux("kill-server")
         shutil.rmtree(self._folder)
-
-    def __enter__(self) -> Tmux:  # noqa: PYI034 - typing.Self is not in 3.9
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
     def _tmux(self, *words: str) -> str:
         done = subprocess.run(

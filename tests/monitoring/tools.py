@@ -13,27 +13,26 @@ from typing import Any
 
 from integration.daemon_host import PATIENCE_S, eventually
 from integration.gateway_host import free_port
+from simhost.closes import Closes
 
 CHECKOUT = Path(__file__).resolve().parent.parent.parent
 RULES = CHECKOUT / "etc/prometheus/yunion-mps.rules.yml"
 
 
 def program(name: str) -> str:
-    """The path of a program of Prometheus'."""
     found = shutil.which(name) or str(CHECKOUT / ".prometheus/usr/bin" / name)
     assert Path(found).exists(), f"{name} is not there: run scripts/setup"
     return found
 
 
 def promtool(*arguments: object, text: str = "") -> str:
-    """What promtool prints, which is to be content."""
     command = [program("promtool"), *map(str, arguments)]
     done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
 
 
-class Prometheus:
+class Prometheus(Closes):
     """One Prometheus that scrapes a port here; nothing of it is left at the end. A context manager."""
 
     def __init__(self, folder: Path, rules: Path, scraped: int, every: str = "500ms") -> None:
@@ -95,9 +94,6 @@ class Prometheus:
         found = (self.ask(f"query?query={query}") or {"result": []})["result"]
         return float(found[0]["value"][1]) if found else None
 
-    def __enter__(self) -> Prometheus:  # noqa: PYI034 - typing.Self is not in 3.9
-        return self
-
-    def __exit__(self, *exception: object) -> None:
+    def close(self) -> None:
         self._process.kill()
         self._process.wait(PATIENCE_S)

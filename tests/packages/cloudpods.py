@@ -64,7 +64,6 @@ systemctl stop yunion-mps-daemon
 
 
 def cloudpods(folder: Path) -> Packages:
-    """Build it in both formats."""
     files = folder / "cloudpods"
     for name, (text, mode) in _FILES.items():
         path = files / name

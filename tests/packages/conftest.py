@@ -39,7 +39,6 @@ class NewMachine(Protocol):
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder for what is built."""
     return tmp_path_factory.mktemp("packages")
 
 
@@ -115,7 +114,6 @@ def new_machine(request: pytest.FixtureRequest, versions: object) -> NewMachine:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say where journals were kept."""
     for path in sorted(JOURNALS.glob("*/journal.log")):
         terminalreporter.write_line(f"journal: {path.relative_to(CHECKOUT)}")
 
@@ -132,5 +130,4 @@ def family(request: pytest.FixtureRequest, new_machine: NewMachine, folder: Path
 
 @pytest.fixture(scope="class")
 def operator(family: Family) -> Operator:
-    """Who works on that machine."""
     return Operator(family.machine)

@@ -47,7 +47,6 @@ class Docker:
         self._reads_cdi = reads_cdi
 
     def make_image(self) -> None:
-        """Have the image that the tests run."""
         self.machine.shell(_IMPORT)
 
     def run(self, *words: str, check: bool = True) -> Done:
@@ -59,11 +58,9 @@ class Docker:
         return self("inspect", "--format", template, container).stdout.strip()
 
     def remove(self, *containers: str) -> None:
-        """End containers as an operator in a hurry does."""
         self("rm", "--force", *containers)
 
     def remove_all(self) -> None:
-        """End whatever is left."""
         left = self("ps", "--all", "--quiet").stdout.split()
         if left:
             self.remove(*left)

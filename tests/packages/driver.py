@@ -67,5 +67,4 @@ class Driver:
 
     @property
     def modes(self) -> list[str]:
-        """The GPUs' compute modes."""
         return [gpu.compute_mode for gpu in self.host.gpus]

@@ -13,13 +13,13 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import TypeVar
 
 from packages.driver import Driver
 from packages.groups import ControlGroup
 from packages.layers import lay_over, take_off
 from simhost import Description
+from simhost.closes import Closes
 
 T = TypeVar("T")
 Done = subprocess.CompletedProcess[str]
@@ -41,7 +41,7 @@ class MachineError(RuntimeError):
     """The machine does not do what machines do."""
 
 
-class Machine:
+class Machine(Closes):
     """A context manager: at the end nothing is left of it."""
 
     def __init__(
@@ -96,7 +96,6 @@ class Machine:
         return self
 
     def power_off(self) -> None:
-        """Shut it down as an operator does."""
         assert self._nspawn is not None
         self.run("systemctl", "poweroff", check=False)
         try:
@@ -175,7 +174,6 @@ class Machine:
         self.run("kill", f"-{number.value}", str(pid))
 
     def install_file(self, file: Path) -> str:
-        """Put a file below /root of it; its path there."""
         shutil.copy(file, self.root / "root" / file.name)
         return f"/root/{file.name}"
 
@@ -194,14 +192,6 @@ class Machine:
                 raise MachineError(f"{self.name}: not within {limit_s:g} s: {what}\n{status}")
             time.sleep(_LOOK_S)
         return found
-
-    def __enter__(self) -> Machine:  # noqa: PYI034 - typing.Self is not in 3.9
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     # -- systemd-nspawn
 

@@ -69,7 +69,6 @@ class Operator:
         return pid
 
     def end_job(self, name: str, pid: int) -> None:
-        """End it as jobs end."""
         self.machine.run("systemctl", "stop", f"{name}.service", check=False)
         self.machine.driver.host.gpus[0].remove_process(pid)
 
@@ -83,7 +82,6 @@ class Operator:
     # -- what he sees
 
     def ask(self, path: str) -> Json:
-        """What the socket answers."""
         done = self.machine.run(
             "curl", "--silent", "--fail", "--unix-socket", SOCKET, f"http://localhost/v1/{path}"
         )
@@ -100,13 +98,11 @@ class Operator:
         return int(domain["pid"] or 0)
 
     def control(self, *commands: str) -> list[str]:
-        """What the control daemon answers."""
         lines = "\n".join(commands)
         script = f"printf '%s\\n' '{lines}' | CUDA_MPS_PIPE_DIRECTORY={PIPE} nvidia-cuda-mps-control"
         return self.machine.shell(script).splitlines()
 
     def servers(self) -> list[int]:
-        """The PIDs of the MPS servers."""
         return [int(line) for line in self.control("get_server_list")]
 
     def modes(self) -> list[str]:

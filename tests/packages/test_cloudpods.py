@@ -17,7 +17,6 @@ pytestmark = pytest.mark.parametrize("family", ["bookworm-deb", "trixie-rpm"], i
 
 @pytest.fixture(scope="session")
 def theirs(folder: Path) -> Packages:
-    """Cloudpods' package."""
     return cloudpods(folder)
 
 

@@ -77,7 +77,6 @@ def docker(engine: Docker, operator: Operator) -> Iterator[Docker]:
 
 @pytest.fixture
 def plain(engine: Docker, operator: Operator) -> Iterator[Docker]:
-    """Docker with the feature off, as 26 comes."""
     engine.start(reads_cdi=False)
     yield engine
     engine.remove_all()

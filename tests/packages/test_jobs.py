@@ -37,7 +37,6 @@ def begin(machine: Machine, command: str, options: str = OPTIONS) -> None:
 
 @pytest.fixture(scope="class")
 def host(family: Family, operator: Operator, current: Packages) -> Operator:
-    """A machine that serves."""
     operator.configure()
     family.install(current)
     operator.start()

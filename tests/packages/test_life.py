@@ -40,7 +40,6 @@ def machine(family: Family) -> Machine:
 
 @pytest.fixture(scope="class")
 def traces(machine: Machine) -> Traces:
-    """What was on the machine before the package."""
     return Traces(machine)
 
 

@@ -68,7 +68,6 @@ def stub_rpm(folder: Path, provides: list[str]) -> Path:
 
 
 def build_rpm(folder: Path, specification: str) -> Path:
-    """Build a package out of a specification alone."""
     folder.mkdir(exist_ok=True)
     (folder / "one.spec").write_text(specification)
     places = ["--define", f"_topdir {folder}", "--define", f"_rpmdir {folder}/rpm"]

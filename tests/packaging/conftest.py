@@ -50,7 +50,6 @@ class Built:
         return found
 
     def rpm_files(self) -> dict[str, File]:
-        """What the rpm installs."""
         each = "%{FILENAMES} %{FILEMODES:perms} %{FILEUSERNAME}/%{FILEGROUPNAME} %{FILEDIGESTS}\n"
         rows = [line.split(" ") for line in self.asked_rpm(f"[{each}]").splitlines()]
         return {name: File(*rest) for name, *rest in rows if rest[0].startswith("-")}

@@ -24,7 +24,6 @@ def cloudpods(host: Host) -> Host:
 
 
 def systemctl_and_ours(host: Host) -> list[str]:
-    """The calls that change something."""
     return [call for call in host.calls() if call.split()[0] not in ("yunion-mps", "nsenter")]
 
 

@@ -63,7 +63,6 @@ class Pipx:
 
 @pytest.fixture
 def pipx(tmp_path: Path, built: Built) -> Pipx:
-    """With the wheel installed."""
     wheels, home = tmp_path / "wheels", tmp_path / "home"
     wheels.mkdir()
     home.mkdir()

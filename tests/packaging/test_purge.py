@@ -55,7 +55,6 @@ def test_a_purge_takes_our_devices_of_containers_and_nobody_else_s(host: Host) -
 
 
 def recorded(host: Host, *lines: str) -> None:
-    """As the daemon writes it."""
     (host.root / "state").mkdir(exist_ok=True)
     (host.root / "state/directories").write_text("".join(f"{line}\n" for line in lines))
 

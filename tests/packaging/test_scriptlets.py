@@ -107,7 +107,6 @@ def test_a_host_as_it_should_be_is_accepted_without_a_word(host: Host) -> None:
 
 
 def yunion_mps(host: Host, **answers: str) -> None:
-    """The client, with what it prints by command."""
     cases = "".join(
         f"{name.replace('_', '-')}*) printf '%s\\n' '{text}' ;;\n" for name, text in answers.items()
     )

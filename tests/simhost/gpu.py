@@ -38,7 +38,6 @@ class SimGpu:
 
     @property
     def mig(self) -> bool:
-        """Whether MIG mode is on."""
         return bool(self._slot.mig_current)
 
     @mig.setter
@@ -82,7 +81,6 @@ class SimGpu:
         return self._file.remove_process(self.slot, pid)
 
     def xid(self, code: int) -> None:
-        """Report an XID error."""
         self._file.add_event(self.slot, code)
 
     def show(self) -> dict[str, Any]:

@@ -11,9 +11,10 @@ import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import ModuleType, TracebackType
+from types import ModuleType
 from typing import Any
 
+from .closes import Closes
 from .description import REFERENCE, Description, HostDescription, parse_description, parse_failure
 from .environment import host_environment
 from .gpu import SimGpu
@@ -22,7 +23,7 @@ from .state import StateError, StateFile
 from .tree import device_file, write_tree
 
 
-class SimHost:
+class SimHost(Closes):
     """One host: its root, its environment, its GPUs in NVML's order (that of PCI addresses)."""
 
     def __init__(
@@ -86,14 +87,6 @@ class SimHost:
         if self._temporary:
             shutil.rmtree(self.root, ignore_errors=True)
 
-    def __enter__(self) -> SimHost:  # noqa: PYI034 - typing.Self is not in 3.9
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
     def divide(self, *numbers: object) -> None:
         """Write the device file: the first GPUs into so many devices each, the others not at all."""
         divided = zip((gpu.uuid for gpu in self.gpus), numbers)
@@ -112,7 +105,6 @@ class SimHost:
         self._state.add_failure(parse_failure(given, "failure", len(self.gpus)))
 
     def show(self) -> dict[str, Any]:
-        """Return the host as it is now."""
         return {
             "root": str(self.root),
             "driver": self.description.driver_version,
@@ -131,13 +123,11 @@ class SimHost:
             self.library.rename(self._hidden_library)
 
     def show_library(self) -> None:
-        """Bring the library back."""
         with contextlib.suppress(FileNotFoundError):
             self._hidden_library.rename(self.library)
 
     @property
     def library(self) -> Path:
-        """The host's libnvidia-ml.so.1."""
         return library_path(self.root)
 
     @property

@@ -23,12 +23,10 @@ exec {python} -I {program} --ctl {root} "$@"
 
 
 def built_library(checkout: Path = CHECKOUT) -> Path:
-    """Return the compiled library."""
     return compiled("nvml", sorted(_SOURCES.glob("*.c")), _FLAGS, {"layout.h": c_header()}, checkout)
 
 
 def library_path(root: Path) -> Path:
-    """Return where the library lies."""
     return root / "lib" / SONAME
 
 

@@ -20,8 +20,8 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from types import TracebackType
 
+from .closes import Closes
 from .compiled import BuildError, compiled
 from .host import SimHost
 
@@ -40,7 +40,7 @@ exec {program} "$@"
 """
 
 
-class StandIns:
+class StandIns(Closes):
     """The stand-ins of one host, in a folder of its root that comes first on its PATH; a context manager."""
 
     def __init__(self, host: SimHost) -> None:
@@ -91,14 +91,6 @@ class StandIns:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
-    def __enter__(self) -> StandIns:  # noqa: PYI034 - typing.Self is not in 3.9
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
     def _is_server(self, pid: str) -> bool:
         try:
             return os.readlink(f"/proc/{pid}/exe") == str(self.folder / SERVER)
@@ -139,5 +131,4 @@ class Client:
 
 
 def built_server(*more_flags: str) -> Path:
-    """The compiled server."""
     return compiled("mps-server", [_SOURCE], more_flags)

@@ -45,7 +45,6 @@ def attach() -> socket.socket | None:
 
 
 def live() -> str:
-    """Live as a client; how it ended."""
     server = attach()
     if server is None:
         return "refused"
@@ -61,7 +60,6 @@ def live() -> str:
 
 
 def say(word: str) -> None:
-    """Tell whoever started it."""
     os.write(1, f"{word}\n".encode())
 
 

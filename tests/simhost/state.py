@@ -101,7 +101,6 @@ class StateFile:
             state.failure_count += 1
 
     def failures(self) -> list[dict[str, Any]]:
-        """Return the rules in force."""
         names = {number: name for name, number in ERRORS.items()}
         return [
             {

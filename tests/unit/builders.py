@@ -45,7 +45,6 @@ def gpu(slot: int = 0, **given: Any) -> Gpu:
 
 
 def inventory(*gpus: Gpu, driver: str = "535.261.03") -> Inventory:
-    """What a host with these GPUs has."""
     return Inventory(Driver(driver, "12.2"), gpus)
 
 

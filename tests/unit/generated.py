@@ -12,14 +12,12 @@ DATE = "2026-09-21"
 
 
 def run(*arguments: str, epoch: str = EPOCH, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run the script, and let it end as it does."""
     command = [str(CHECKOUT / "scripts/generate"), *arguments]
     env = {**os.environ, "SOURCE_DATE_EPOCH": epoch, **variables}
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
 
 
 def generate(directory: Path, epoch: str = EPOCH, **variables: str) -> Path:
-    """The directory, with all files in it."""
     done = run(str(directory), epoch=epoch, **variables)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     return directory

@@ -75,7 +75,6 @@ class Supervised:
         self.supervisor.note_modes(self.supervisor.set_modes(self.supervisor.mode_work()))
 
     def until(self, done: Callable[[], bool]) -> None:
-        """Drive it until `done`."""
         end_s = time.monotonic() + PATIENCE_S
         drive(self.supervisor, lambda: done() or time.monotonic() > end_s)
         assert done(), self.snapshot.domains
@@ -109,7 +108,6 @@ def make_host(monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeHost]:
 
 @pytest.fixture
 def supervise() -> Iterator[Callable[[SimHost], Supervised]]:
-    """Make a Supervised; it is stopped at the end."""
     with ExitStack() as stack:
 
         def make(host: SimHost) -> Supervised:
@@ -143,7 +141,6 @@ class AtWork(NamedTuple):
     job: Client
 
     def end(self) -> None:
-        """Have the job end, and its server."""
         self.job.end()
         for server in self.jobs.servers():
             os.kill(server, signal.SIGKILL)
@@ -173,7 +170,6 @@ def attach(stand_ins: StandIns, host: SimHost) -> Client:
 
 
 def configure(host: SimHost, **keys: str) -> None:
-    """Write host.conf with these keys."""
     lines = [f"{name}: {value}" for name, value in {"enable_cuda_mps": "true", **keys}.items()]
     (host.root / "etc/yunion/host.conf").write_text("\n".join(lines) + "\n")
 
@@ -184,7 +180,6 @@ def budgets(made: Supervised) -> list[tuple[str, int]]:
 
 
 def pid(made: Supervised) -> int | None:
-    """The PID of the first control daemon."""
     return made.snapshot.domains[0].pid
 
 

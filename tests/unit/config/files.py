@@ -41,7 +41,6 @@ class Files:
         return config
 
     def problems(self) -> list[Problem]:
-        """What is wrong with the files."""
         return load(self.paths)[1]
 
     def messages(self) -> list[str]:

@@ -36,6 +36,7 @@ from yunion_mps.paths import Paths
 from yunion_mps.service.queries import Service
 from yunion_mps.supervisor.event_log import EventLog
 
+from simhost.closes import Closes
 from unit.http.by_hand import Changes, Giver, People, metrics
 
 #: So long that only what never comes is missed, on however slow a machine.
@@ -78,7 +79,7 @@ class Answer(NamedTuple):
         return self.status, problem["detail"], problem.get("hint")
 
 
-class RawClient:
+class RawClient(Closes):
     """One connection, on which a test writes what it likes; may be closed twice."""
 
     def __init__(self, path: str, uid: int = 0) -> None:
@@ -113,12 +114,6 @@ class RawClient:
         self._file.close()
         self.socket.close()
 
-    def __enter__(self) -> RawClient:  # noqa: PYI034 - typing.Self is not in 3.9
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
 
 @contextlib.contextmanager
 def as_user(uid: int) -> Iterator[None]:
@@ -149,7 +144,7 @@ def short_root() -> Iterator[Paths]:
         shutil.rmtree(root)
 
 
-class ServerHost:
+class ServerHost(Closes):
     """A server that serves; its end fails when anything was raised in its event loop."""
 
     def __init__(self, snapshot: Snapshot, limits: Limits | None = None) -> None:
@@ -248,9 +243,3 @@ class ServerHost:
     def call(self, coroutine: Any) -> None:
         """Do this in the server's event loop."""
         asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(PATIENCE_S)
-
-    def __enter__(self) -> ServerHost:  # noqa: PYI034 - typing.Self is not in 3.9
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()

@@ -20,15 +20,12 @@ class OpenedHost(NamedTuple):
 
     @property
     def paths(self) -> Paths:
-        """The host's files."""
         return Paths(str(self.sim.root))
 
     def scan(self) -> Inventory:
-        """What our inventory finds there now."""
         return scan(self.nvml, self.paths)
 
     def gpus(self) -> tuple[Gpu, ...]:
-        """The GPUs that our inventory finds there now."""
         return self.scan().gpus
 
 
