@@ -51,11 +51,17 @@ def main(arguments: list[str], state: TextIO, away_s: float = _AWAY_S) -> int:
     try:
         if len(arguments) != 1 and arguments[1:] != [UNSERVED]:
             raise HostError("cdi-hook is called by container engines alone", "see: yunion-mps run --help")
-        container = _state(state)
-        lease = _bind(arguments[0], container, Client(paths, _ANSWER_S), away_s)
+        container, name = _state(state), arguments[0]
+        environment = _environment(container)
+        _refuse_several(name, environment)
+        lease = _bind(name, container["pid"], Client(paths, _ANSWER_S), away_s)
         if len(arguments) > 1:  # its GPU has just come back, and the container's file is of before
-            raise HostError(f"device {arguments[0]} is only just served again", "start the container again")
-        _refuse_stale(arguments[0], container, lease)
+            raise HostError(f"device {name} is only just served again", "start the container again")
+        needed = {key: value for key, value in lease["environment"].items() if key != LEASE_VARIABLE}
+        # The engine has read a file from before a change: with another pipe directory, CUDA would find no
+        # control daemon, and run without limits.
+        if environment and any(environment.get(key) != value for key, value in needed.items()):
+            raise HostError(f"device {name} has just become another", "start the container again")
         if lease["unenforced_gpus"]:
             of, gpus = ", ".join(lease["devices"]), ", ".join(lease["unenforced_gpus"])
             _log(paths, container, f"the budget of {of} is not enforced: GPU {gpus} is older than Volta")
@@ -68,13 +74,11 @@ def main(arguments: list[str], state: TextIO, away_s: float = _AWAY_S) -> int:
     return 0
 
 
-def _bind(name: str, state: Mapping[str, Any], daemon: Client, away_s: float) -> Json:
+def _bind(name: str, pid: int, daemon: Client, away_s: float) -> Json:
     """Bind the device, or the lease, to the container; returns the lease.
 
     An answer may be lost with a daemon that ends, so the next one is asked the same again.
     """
-    _refuse_several(name, state)
-    pid = state["pid"]
     path = f"/v1/leases/{quote(name, safe='')}/bind?pid={pid}"
     if len(name) != _ID_LENGTH:
         request = os.urandom(16).hex()
@@ -104,27 +108,13 @@ def _state(file: TextIO) -> Mapping[str, Any]:
     return state
 
 
-def _refuse_several(name: str, state: Mapping[str, Any]) -> None:
+def _refuse_several(name: str, environment: Mapping[str, str]) -> None:
     """Of several devices only the last one's environment would be the container's; raises HostError."""
-    found = _environment(state)
-    device, lease = found.get("YUNION_MPS_DEVICE"), found.get(LEASE_VARIABLE)
-    if found and name != ALL and name != (lease or device):
+    device, lease = environment.get("YUNION_MPS_DEVICE"), environment.get(LEASE_VARIABLE)
+    if environment and name != ALL and name != (lease or device):
         beside = f"lease {lease}" if name == device else device or "another"
         what = f"a container has one device, and this one was given {name} beside {beside}"
         raise HostError(what, "several as one budget: yunion-mps run --count")
-
-
-def _refuse_stale(name: str, state: Mapping[str, Any], lease: Json) -> None:
-    """Raise HostError if the engine has read a file from before a change.
-
-    With another pipe directory, CUDA would find no control daemon, and run without limits.
-    """
-    found = _environment(state)
-    given = {
-        variable: value for variable, value in lease["environment"].items() if variable != LEASE_VARIABLE
-    }
-    if found and any(found.get(variable) != value for variable, value in given.items()):
-        raise HostError(f"device {name} has just become another", "start the container again")
 
 
 def _environment(state: Mapping[str, Any]) -> dict[str, str]:

@@ -6,7 +6,8 @@ import json
 import os
 import re
 import stat
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from yunion_mps.containers.spec import VERSION, Node, Nvidia
@@ -21,24 +22,6 @@ _KIND = "nvidia.com/gpu"
 #: That of a host with 64 GPUs has some 200 kB.
 _MOST_BYTES = 8 << 20
 
-#: The fields of each entry of a part, of which the format has no others, and those that it must have. For a
-#: part that engines cannot read they refuse a whole file: all our devices.
-_FIELDS = {
-    "mounts": ("hostPath", "containerPath", "type", "options"),
-    "hooks": ("hookName", "path", "args", "env", "timeout"),
-    "deviceNodes": ("path", "hostPath", "type", "major", "minor", "fileMode", "permissions", "uid", "gid"),
-}
-_NEEDED = ("containerPath", "hookName", "path")
-_LISTS = ("options", "args")
-_NUMBERS = ("timeout", "major", "minor", "fileMode", "uid", "gid")
-_MOST = 1 << 32
-#: What some fields have to be (pkg/cdi/container-edits.go of the format's own library).
-_WORDS = {
-    "hookName": re.compile("prestart|create(Runtime|Container)|startContainer|poststart|poststop"),
-    "permissions": re.compile("[rwm]*"),
-}
-_NODE_TYPE = re.compile("[bcup]?")
-_VARIABLE = re.compile("[^=]+=.*", re.DOTALL)
 #: The version of the format that has groups; all else is in ours.
 _WITH_GROUPS = (0, 7, 0)
 
@@ -105,7 +88,7 @@ def parse(found: Any, gpus: Iterable[Gpu]) -> Nvidia:
         raise ValueError(f"it is not of the kind {_KIND}")
     devices = {
         str(device["name"]): _edits(device.get("containerEdits"))
-        for device in _of_list(found.get("devices"))
+        for device in _list(found.get("devices"))
         if isinstance(device, dict) and "name" in device
     }
     by_gpu = {gpu.uuid: edits for gpu in gpus if gpu.uuid and (edits := _of(gpu, devices)) is not None}
@@ -131,60 +114,37 @@ def _edits(found: Any) -> Mapping[str, Any]:
     edits = {} if found is None else found
     if not isinstance(edits, dict):
         raise _not_understood()
-    known: dict[str, Any] = {name: _entries(edits.get(name), _FIELDS[name]) for name in _FIELDS}
+    known: dict[str, Any] = {name: _entries(edits.get(name), fields) for name, fields in _FIELDS.items()}
     known["env"] = _variables(edits.get("env"))
-    known["additionalGids"] = [_number(one) for one in _of_list(edits.get("additionalGids"))]
+    known["additionalGids"] = [_number(one) for one in _list(edits.get("additionalGids"))]
     known = {name: entries for name, entries in known.items() if entries}
     _refuse_too_large(known)
     return known
 
 
-def _entries(found: Any, fields: Iterable[str]) -> list[dict[str, Any]]:
+def _entries(found: Any, fields: Mapping[str, Callable[[Any], Any]]) -> list[dict[str, Any]]:
     entries = []
-    for one in _of_list(found):
+    for one in _list(found):
         if not isinstance(one, dict):
             raise _not_understood()
-        entry = {name: _field(name, one[name], fields) for name in fields if one.get(name) is not None}
-        needed = [name for name in fields if name in _NEEDED or (name == "hostPath" and "options" in fields)]
-        if not all(entry.get(name) for name in needed):
-            raise _not_understood()
-        entries.append(entry)
+        given = [name for name, read in fields.items() if one.get(name) is not None or read in _NEEDED]
+        entries.append({name: fields[name](one.get(name)) for name in given})
     return entries
 
 
-def _field(name: str, found: Any, fields: Iterable[str]) -> Any:
-    if name == "env":
-        return _variables(found)
-    if name in _LISTS:
-        return [_text(one) for one in _of_list(found)]
-    if name in _NUMBERS:
-        return _number(found)
-    shape = _NODE_TYPE if name == "type" and "major" in fields else _WORDS.get(name)
-    if shape and not shape.fullmatch(_text(found)):
+def _text(found: Any, pattern: str = ".*") -> str:
+    if not isinstance(found, str) or not re.fullmatch(pattern, found, re.DOTALL):
         raise _not_understood()
-    return _text(found)
-
-
-def _variables(found: Any) -> list[str]:
-    variables = [_text(one) for one in _of_list(found)]
-    if not all(map(_VARIABLE.fullmatch, variables)):
-        raise _not_understood()
-    return variables
+    return found
 
 
 def _number(found: Any) -> int:
-    if not isinstance(found, int) or isinstance(found, bool) or not 0 <= found < _MOST:
+    if not isinstance(found, int) or isinstance(found, bool) or not 0 <= found < 1 << 32:
         raise _not_understood()
     return found
 
 
-def _text(found: Any) -> str:
-    if not isinstance(found, str):
-        raise _not_understood()
-    return found
-
-
-def _of_list(found: Any) -> list[Any]:
+def _list(found: Any) -> list[Any]:
     if not isinstance(found, list) and found is not None:
         raise _not_understood()
     return found or []
@@ -192,6 +152,34 @@ def _of_list(found: Any) -> list[Any]:
 
 def _not_understood() -> ValueError:
     return ValueError("its containerEdits cannot be understood")
+
+
+def _texts(found: Any) -> list[str]:
+    return [_text(one) for one in _list(found)]
+
+
+def _variables(found: Any) -> list[str]:
+    return [_text(one, "[^=]+=.*") for one in _list(found)]
+
+
+_needed = partial(_text, pattern=".+")
+_hook_name = partial(_text, pattern="prestart|create(Runtime|Container)|startContainer|poststart|poststop")
+_node_type, _permissions = partial(_text, pattern="[bcup]?"), partial(_text, pattern="[rwm]*")
+#: Entries without these are read as such of a missing value, which is refused.
+_NEEDED = (_needed, _hook_name)
+#: How each field of a part's entries is read (pkg/cdi/container-edits.go of the format's own library); the
+#: format has no others. For one that engines cannot read they refuse a whole file: all our devices.
+_FIELDS: dict[str, dict[str, Callable[[Any], Any]]] = {
+    "mounts": {"hostPath": _needed, "containerPath": _needed, "type": _text, "options": _texts},
+    "hooks": {"hookName": _hook_name, "path": _needed, "args": _texts, "env": _variables, "timeout": _number},
+    "deviceNodes": {
+        "path": _needed,
+        "hostPath": _text,
+        "type": _node_type,
+        "permissions": _permissions,
+        **dict.fromkeys(("major", "minor", "fileMode", "uid", "gid"), _number),
+    },
+}
 
 
 def _refuse_too_large(edits: Mapping[str, Any]) -> None:
