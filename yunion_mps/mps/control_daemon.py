@@ -11,7 +11,7 @@ from yunion_mps.errors import ControlError, HostError, ShortageError, YunionErro
 from yunion_mps.host.processes import Process, describe_exit, wake
 from yunion_mps.models import DomainPlan, Event
 from yunion_mps.mps import startup
-from yunion_mps.mps.conversation import HEARD, Task, occupied
+from yunion_mps.mps.conversation import HEARD, DaemonHandle, Task, occupied
 from yunion_mps.mps.health import Monitor, Recovery
 from yunion_mps.mps.limits import LimitsInEffect, LimitsSetter
 from yunion_mps.mps.log_file import LogReader
@@ -36,29 +36,15 @@ _SURELY_ANOTHERS = 2
 
 
 class Shutdown(Task):
-    """The end of a control daemon: `quit -t`, SIGTERM, SIGKILL, each with its time; nothing here waits.
+    """The end of a control daemon: `quit -t`, SIGTERM, SIGKILL, each with its time.
 
     A signal ends the control daemon alone: its servers would go on without it and keep their GPUs (measured).
     So they get the signals as well.
     """
 
-    def __init__(
-        self,
-        process: Process,
-        plan: DomainPlan,
-        program: str,
-        servers: Callable[[], Sequence[int]],
-        now_s: float,
-        *,
-        timeout_s: int | None,
-    ) -> None:
-        """`timeout_s` is how long clients have before their servers end; None does not ask, but signals.
-
-        `servers` returns the PIDs of its servers, at any time.
-        """
-        super().__init__(program, plan)
-        self._process = process
-        self._servers = servers
+    def __init__(self, daemon: DaemonHandle, now_s: float, *, timeout_s: int | None) -> None:
+        """`timeout_s` is how long clients have before their servers end; None does not ask, but signals."""
+        super().__init__(daemon)
         #: Whether it was asked to quit, and is waiting for its servers, as far as we know.
         self._asked = False
         self._forced = False
@@ -71,7 +57,7 @@ class Shutdown(Task):
         self.is_replacement = timeout_s is None
         if timeout_s is not None:
             self._deadline_s = now_s + timeout_s + GRACE_S
-            wake([process.pid, *servers()])  # what was stopped can neither hear nor end
+            wake([self._process.pid, *self._servers()])  # what was stopped can neither hear nor end
             self._ask(now_s)
 
     def tick(self, now_s: float) -> float:
@@ -231,9 +217,8 @@ class ControlDaemon:
         if self._had_one:
             ours = ()  # no other can run: only the daemon with the lock starts them, and it had this one
         try:
-            found = startup.find(
-                desired, ours
-            )  # first: one that serves needs nothing of what a new one needs
+            # First, because one that serves needs nothing of what a new one needs.
+            found = startup.find(desired, ours)
             self.target = startup.with_recorded(found.plan, before) if found else desired
             self._log = LogReader(self.target, self._tell, self._servers)
             self.has_served = self.was_adopted = found is not None
@@ -255,44 +240,34 @@ class ControlDaemon:
 
     # -- what is under way with it
 
+    def _freed(self) -> DaemonHandle:
+        """The control daemon for another task: what was under way is left off."""
+        self.drop()
+        return DaemonHandle(self.program, self.target, self.process, self._servers)
+
     def await_answer(self, now_s: float) -> None:
         """Begin to wait for its first sign of life."""
-        self.drop()
-        self.work = startup.Startup(self.program, self.target, self.process, now_s)
+        self.work = startup.Startup(self._freed(), now_s)
 
     def set_limits(self, known: LimitsInEffect, now_s: float, *, set_first: bool, idle: bool) -> None:
         """Begin to bring its limits into effect (see `LimitsSetter`); `known` is what is so far."""
-        self.drop()
-        self.work = LimitsSetter(
-            self.program,
-            known,
-            self.target,
-            now_s,
-            set_first=set_first,
-            has_served=self.has_served,
-            idle=idle,
-            unrecorded=self.order is not None and not self._is_recorded,
-        )
+        unrecorded = self.order is not None and not self._is_recorded
+        known_of_it = {"has_served": self.has_served, "unrecorded": unrecorded}
+        self.work = LimitsSetter(self._freed(), known, now_s, set_first=set_first, idle=idle, **known_of_it)
 
     def monitor(self, now_s: float) -> None:
         """It serves: begin to monitor it."""
-        self.drop()
         self.has_served = self._is_recorded = True
-        servers, pid = self._servers(), self.process.pid
-        self.work = Monitor(self.program, self.target, pid, servers, self._log.tell, now_s)
+        self.work = Monitor(self._freed(), self._log.tell, now_s)
 
     def recover(self, why: str, now_s: float) -> Recovery:
         """It does not serve, and may have jobs: begin to have it serve again."""
-        self.drop()
-        self.work = work = Recovery(self.process, self.target, self.program, self._servers, why, now_s)
+        self.work = work = Recovery(self._freed(), why, now_s)
         return work
 
-    def shut_down(self, plan: DomainPlan, now_s: float, *, timeout_s: int | None) -> Shutdown:
-        """Begin to end it; its clients, which have what is in `plan`, have so long (see `Shutdown`)."""
-        self.drop()
-        self.work = work = Shutdown(
-            self.process, plan, self.program, self._servers, now_s, timeout_s=timeout_s
-        )
+    def shut_down(self, now_s: float, *, timeout_s: int | None) -> Shutdown:
+        """Begin to end it; its clients have so long (see `Shutdown`)."""
+        self.work = work = Shutdown(self._freed(), now_s, timeout_s=timeout_s)
         return work
 
     def drop(self) -> None:

@@ -9,7 +9,7 @@ import contextlib
 import os
 import socket
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from yunion_mps.errors import ControlError, ShortageError
@@ -265,15 +265,26 @@ class Probe:
         self._connection.close()
 
 
+class DaemonHandle(NamedTuple):
+    """A running control daemon: NVIDIA's program, what its next server is to get, and what runs.
+
+    `servers` returns the PIDs of its servers, at any time.
+    """
+
+    program: str
+    plan: DomainPlan
+    process: Process
+    servers: Callable[[], Sequence[int]]
+
+
 class Task:
     """What is under way with a control daemon, with at most one conversation and one probe at a time.
 
-    Subclasses have a `tick` that does what is due, and says when to be called again.
+    Subclasses have a `tick` that does what is due, and says when to be called again; nothing waits.
     """
 
-    def __init__(self, program: str, plan: DomainPlan) -> None:
-        self._program = program
-        self._plan = plan
+    def __init__(self, daemon: DaemonHandle) -> None:
+        self._program, self._plan, self._process, self._servers = daemon
         self._conversation: Conversation | None = None
         self._probe: Probe | None = None
 

@@ -1,7 +1,7 @@
-"""Directories and files below places where others can write too, as /tmp is.
+"""Pipe and log directories below places that other users can write to, as /tmp is.
 
 Each step of the path is opened from the one before and judged by what was opened, so that nothing can be
-exchanged between the look and the use. Only links that the administrator made are followed (root's, in a
+exchanged between the check and the use. Only links that the administrator made are followed (root's, in a
 directory that only root writes). Nothing of another user is used, changed or removed.
 
 What is used is recorded, a line each, for a purge of the package (packaging/scriptlets/purge.sh):
@@ -11,11 +11,12 @@ name is like one of ours, and `above DIRECTORY` for one that we made only on the
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
 import stat
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from yunion_mps.errors import HostError, ShortageError
 from yunion_mps.escaping import printable
@@ -48,10 +49,22 @@ def record_in(path: str) -> None:
     _record = path
 
 
-def make_directory(path: str) -> int:
-    """Make the directory `path` and those above it where missing (0755); return a descriptor of it.
+@contextlib.contextmanager
+def made(path: str) -> Iterator[int]:
+    """A descriptor of the directory, made if missing, while it is used; raises HostError for any OSError."""
+    directory = make_directory(path)
+    try:
+        yield directory
+    except OSError as error:
+        raise _cannot(error, f"{path} cannot be used") from None
+    finally:
+        os.close(directory)
 
-    Raises HostError where a step is a symlink, belongs to another user, or may be written by others. What is
+
+def make_directory(path: str) -> int:
+    """Make the directory `path` and those above it if missing (0755); return a descriptor of it.
+
+    Raises HostError if a step is a symlink, belongs to another user, or may be written by others. What is
     there already keeps its mode.
     """
     if ".." in path.split("/"):
@@ -120,7 +133,7 @@ def _gid(group: str) -> int:
 def open_directory(path: str) -> int:
     """Open a directory that may be another user's, and return a descriptor of it.
 
-    Raises OSError, and HostError where a step is a symlink that is not the administrator's.
+    Raises OSError, and HostError if a step is a symlink that is not the administrator's.
     """
     return _walk(path, make=False)
 
@@ -158,7 +171,7 @@ def _walk(path: str, *, make: bool) -> int:
 
 
 def _step(directory: int, name: str, path: str, *, last: bool, make: bool) -> int | str:
-    """Open the child, made where missing if `make`; or the target of a symlink that may be followed."""
+    """Open the child, made if missing and `make`; or the target of a symlink that may be followed."""
     try:
         try:
             return os.open(name, _OPEN, dir_fd=directory)
@@ -178,7 +191,7 @@ def _step(directory: int, name: str, path: str, *, last: bool, make: bool) -> in
 
 
 def _make(directory: int, name: str, path: str, *, last: bool) -> None:
-    """Make the child; recorded first, so that no crash leaves one behind of which nothing is known."""
+    """Make the child; recorded first, so that no crash leaves one behind without a record."""
     before = _recorded()
     _write_record(before, [f"{'made' if last else 'above'} {path}"])
     try:
@@ -249,7 +262,7 @@ def _judge(directory: int, path: str, *, last: bool) -> None:
 
 
 def check_entries(directory: int, path: str) -> None:
-    """Raise HostError where something in the directory is a symlink or belongs to another user."""
+    """Raise HostError if something in the directory is a symlink or belongs to another user."""
     try:
         for name in os.listdir(directory):
             _check_entry(directory, name, f"{path}/{printable(name)}")
@@ -270,14 +283,13 @@ def _check_entry(directory: int, name: str, path: str) -> None:
 
 
 def open_log(directory: int, path: str, name: str) -> int:
-    """Open the log file for appending, made where missing; raises HostError where it is not ours."""
+    """Open the log file for appending, made if missing; raises HostError if it is not ours."""
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         log = os.open(name, flags, 0o640, dir_fd=directory)
     except OSError as error:
-        raise HostError(
-            f"{path}/{name} cannot be written: {error.strerror}", f"look at it: ls -l {path}"
-        ) from None
+        what = f"{path}/{name} cannot be written: {error.strerror}"
+        raise HostError(what, f"look at it: ls -l {path}") from None
     info = os.fstat(log)
     if not stat.S_ISREG(info.st_mode) or info.st_uid not in _ours():
         os.close(log)

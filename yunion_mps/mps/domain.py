@@ -29,12 +29,13 @@ from yunion_mps.mps.states import (
     BACKOFF,
     FAILED,
     READY,
+    STABLE_S,
     STARTING,
     STOPPED,
     STOPPING,
     WEDGED,
-    Backoff,
     StateMachine,
+    after_failure,
 )
 
 log = logging.getLogger(__name__)
@@ -77,7 +78,8 @@ class Domain(StateMachine):
         self._rollover = rollover = Rollover(in_effect, lambda: self.control.pid, tell, changed)
         self.control = ControlDaemon(plan, program, tell, rollover.children, is_recorded=recorded is not None)
         self._deadline_s = 0.0
-        self._backoff = Backoff()
+        #: How often it failed since it served for long.
+        self._failures = 0
 
     # -- what it is at
 
@@ -162,7 +164,7 @@ class Domain(StateMachine):
                 self.control.leave()
         wait_s = self.stop_timeout_s if timeout_s is None else timeout_s
         if self.control.runs:
-            self.control.shut_down(self.plan, now_s, timeout_s=wait_s)
+            self.control.shut_down(now_s, timeout_s=wait_s)
         self._rollover.stop(now_s + wait_s)
         if self.control.runs or self._rollover.orphans.pids:
             self._change(STOPPING, now_s, f"waiting up to {wait_s} s for its clients to end")
@@ -297,7 +299,7 @@ class Domain(StateMachine):
                 if work.spared_for:
                     self._explain(work.reason)
                 return due_s
-            work = self.control.shut_down(self.control.target, now_s, timeout_s=None)
+            work = self.control.shut_down(now_s, timeout_s=None)
         assert isinstance(work, Shutdown)
         return work.tick(now_s)
 
@@ -349,7 +351,8 @@ class Domain(StateMachine):
 
     def _fail(self, now_s: float, error: YunionError, *, lasting: bool = False) -> None:
         served_s = now_s - self.since_s if self.state == READY else self.served_s
-        state, wait_s = self._backoff.after(error, served_s, lasting=lasting)
+        self._failures = 1 if served_s >= STABLE_S else self._failures + 1
+        state, wait_s = after_failure(self._failures, error, lasting=lasting)
         self.served_s = 0.0
         self.restarts += 1
         self.error, self._deadline_s = error, now_s + wait_s

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 from yunion_mps.errors import ControlError, ShortageError, YunionError
-from yunion_mps.host.processes import Process, wake
-from yunion_mps.models import DomainPlan
+from yunion_mps.host.processes import wake
 from yunion_mps.mps import limits
-from yunion_mps.mps.conversation import HEARD, Conversation, OccupiedError, Probe, Task
+from yunion_mps.mps.conversation import HEARD, Conversation, DaemonHandle, OccupiedError, Probe, Task
 from yunion_mps.mps.log_file import bound_logs
 from yunion_mps.mps.processes import describe_servers
 from yunion_mps.mps.rollover import FORCE_WITHIN_S, FORCED
@@ -35,21 +34,9 @@ class LimitsChangedError(ControlError):
 class Monitor(Task):
     """Does it answer, are its limits still ours, is its log small? From when it serves until it does not."""
 
-    def __init__(
-        self,
-        program: str,
-        plan: DomainPlan,
-        pid: int,
-        servers: Sequence[int],
-        read_log: Callable[[], None],
-        now_s: float,
-    ) -> None:
-        """`plan` has the limits that a next server is to get, `servers` are the PIDs of those that run now.
-
-        `read_log` is called now and then, before what the log says may be cut.
-        """
-        super().__init__(program, plan)
-        self._pid = pid
+    def __init__(self, daemon: DaemonHandle, read_log: Callable[[], None], now_s: float) -> None:
+        """`read_log` is called now and then, before what the log says may be cut."""
+        super().__init__(daemon)
         self._read_log = read_log
         self._probe_at_s = now_s + PROBE_S
         self._verify_at_s = now_s + VERIFY_S
@@ -60,7 +47,7 @@ class Monitor(Task):
         #: How long it took to answer when it was last asked for a sign of life, None before that.
         self.probe_s: float | None = None
         #: The PIDs of its servers when its limits were last found right.
-        self.servers = tuple(servers)
+        self.servers = tuple(daemon.servers())
 
     def order(self, commands: Iterable[str], now_s: float) -> None:
         """Have it told these commands, which answer nothing; again and again if it does not hear us.
@@ -89,7 +76,7 @@ class Monitor(Task):
             self._read_log()
             bound_logs(self._plan)
             try:
-                self._probe = Probe(self._plan.pipe_directory, self._pid, now_s, PROBE_TIMEOUT_S)
+                self._probe = Probe(self._plan.pipe_directory, self._process.pid, now_s, PROBE_TIMEOUT_S)
             except ShortageError as error:
                 log.debug("domain %s: %s", self._plan.name, error)
                 return self._probe_at_s
@@ -144,19 +131,9 @@ class Recovery(Task):
     again and again. Only if that does not help, and no server of it may have jobs, it is to be replaced.
     """
 
-    def __init__(
-        self,
-        process: Process,
-        plan: DomainPlan,
-        program: str,
-        servers: Callable[[], Sequence[int]],
-        why: str,
-        now_s: float,
-    ) -> None:
-        """`servers` returns the PIDs of its servers, at any time; `why` it does not serve, in words."""
-        super().__init__(program, plan)
-        self._process = process
-        self._servers = servers
+    def __init__(self, daemon: DaemonHandle, why: str, now_s: float) -> None:
+        """`why` it does not serve, in words."""
+        super().__init__(daemon)
         self._why = why
         self._began_s = now_s
         self._deadline_s = now_s + PATIENCE_S
@@ -165,7 +142,7 @@ class Recovery(Task):
         self.spared_for: tuple[int, ...] = ()
         #: Whether it is to be replaced.
         self.failed = False
-        wake([process.pid, *servers()])
+        wake([self._process.pid, *self._servers()])
 
     @property
     def reason(self) -> str:

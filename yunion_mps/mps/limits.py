@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from yunion_mps.errors import ControlError, ShortageError
 from yunion_mps.models import DomainPlan
-from yunion_mps.mps.conversation import Conversation, Task, occupied
+from yunion_mps.mps.conversation import Conversation, DaemonHandle, Task, occupied
 from yunion_mps.mps.processes import PROGRAM, describe_servers
 from yunion_mps.mps.startup import as_served
 from yunion_mps.planning import decimal
@@ -34,13 +34,12 @@ class LimitsInEffect(NamedTuple):
 
 
 class LimitsSetter(Task):
-    """Brings limits into effect; nothing here waits."""
+    """Brings limits into effect."""
 
     def __init__(
         self,
-        program: str,
+        daemon: DaemonHandle,
         known: LimitsInEffect,
-        target: DomainPlan,
         now_s: float,
         *,
         set_first: bool,
@@ -55,7 +54,7 @@ class LimitsSetter(Task):
         other limits may be asked to end. `unrecorded`: another program has started it, and what its servers
         have was never recorded; unless its answer is what is desired, they count as ones with other limits.
         """
-        super().__init__(program, target)
+        super().__init__(daemon)
         self._known = known
         self._setting = set_first
         self._has_served = has_served

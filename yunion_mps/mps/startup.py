@@ -11,13 +11,13 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from yunion_mps.errors import HostError, ShortageError
+from yunion_mps.errors import HostError
 from yunion_mps.escaping import printable
 from yunion_mps.host.proc import started_ticks
 from yunion_mps.host.processes import Process, spawn
 from yunion_mps.models import DomainPlan
 from yunion_mps.mps import directories
-from yunion_mps.mps.conversation import SilentError, Task, peer_of
+from yunion_mps.mps.conversation import DaemonHandle, SilentError, Task, peer_of
 from yunion_mps.mps.log_file import LOG_NAME, look_at_log
 from yunion_mps.mps.processes import (
     PROGRAM,
@@ -190,14 +190,8 @@ def _refusal(pid: int, why: str) -> HostError:
 def start(program: str, plan: DomainPlan) -> Process:
     """Start NVIDIA's control daemon in the foreground, its log behind what is there; raises HostError."""
     _prepare(plan)
-    try:
-        directory = directories.make_directory(plan.log_directory)
-        try:
-            output = directories.open_log(directory, plan.log_directory, LOG_NAME)
-        finally:
-            os.close(directory)
-    except OSError as error:
-        raise ShortageError(f"the control daemon's log cannot be opened: {error}") from None
+    with directories.made(plan.log_directory) as directory:
+        output = directories.open_log(directory, plan.log_directory, LOG_NAME)
     if plan.pipe_group:
         directories.join(plan.pipe_group)
     words = [program, "-f", MULTIUSER] if plan.multiuser else [program, "-f"]
@@ -217,35 +211,22 @@ def start(program: str, plan: DomainPlan) -> Process:
 def _prepare(plan: DomainPlan) -> None:
     """Make both directories; raises HostError if another user's files lie there, or that is not known."""
     set_access(plan)
-    try:
-        for path in (plan.log_directory, plan.pipe_directory):
-            directory = directories.make_directory(path)
-            try:
-                directories.check_entries(directory, path)
-            finally:
-                os.close(directory)
-    except OSError as error:
-        raise ShortageError(f"the domain's directories cannot be made: {error}") from None
+    for path in (plan.log_directory, plan.pipe_directory):
+        with directories.made(path) as directory:
+            directories.check_entries(directory, path)
 
 
 def set_access(plan: DomainPlan) -> None:
     """Make the pipe directory, and set who may enter it as planned; raises HostError."""
-    try:
-        directory = directories.make_directory(plan.pipe_directory)
-        try:
-            directories.set_access(directory, plan.pipe_directory, plan.pipe_group)
-        finally:
-            os.close(directory)
-    except OSError as error:
-        raise ShortageError(f"access to {plan.pipe_directory} cannot be set: {error}") from None
+    with directories.made(plan.pipe_directory) as directory:
+        directories.set_access(directory, plan.pipe_directory, plan.pipe_group)
 
 
 class Startup(Task):
-    """Waiting for a control daemon's first sign of life, which no descriptor tells of; nothing here waits."""
+    """Waiting for a control daemon's first sign of life, which no descriptor tells of."""
 
-    def __init__(self, program: str, plan: DomainPlan, process: Process, now_s: float) -> None:
-        super().__init__(program, plan)
-        self._process = process
+    def __init__(self, daemon: DaemonHandle, now_s: float) -> None:
+        super().__init__(daemon)
         self._look_s = _FIRST_LOOK_S
         self._deadline_s = now_s + START_TIMEOUT_S
 

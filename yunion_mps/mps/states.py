@@ -46,7 +46,7 @@ MEANINGS: dict[str, tuple[str, str]] = {
 WAITS_S = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
 #: Once those are used up, an operator has to look at it; it is still tried this often.
 RETRY_S = 60.0
-#: After this long in service, earlier deaths count no more.
+#: After this long in service, earlier failures count no more.
 STABLE_S = 60.0
 
 
@@ -90,25 +90,11 @@ class StateMachine:
             self._changed()
 
 
-class Backoff:
-    """When a control daemon that ended is started again: at once, then later and later, then slowly."""
+def after_failure(count: int, error: YunionError, *, lasting: bool) -> tuple[str, float]:
+    """The state after so many failures, and the wait before the next start: at once, later and later, slowly.
 
-    def __init__(self) -> None:
-        self._deaths = 0
-
-    def next_wait_s(self, served_s: float = 0.0) -> float | None:
-        """Count a death after so long in service; the wait before the next start, None for a slow retry."""
-        if served_s >= STABLE_S:
-            self._deaths = 0
-        self._deaths += 1
-        return WAITS_S[self._deaths - 1] if self._deaths <= len(WAITS_S) else None
-
-    def after(self, error: YunionError, served_s: float, *, lasting: bool) -> tuple[str, float]:
-        """The state that follows a failure after so long in service, and the wait before the next start.
-
-        What is `lasting` no new start mends by itself; it is tried slowly, unless it is a shortage.
-        """
-        quick_s = self.next_wait_s(served_s)
-        state = FAILED if lasting or quick_s is None else BACKOFF
-        passes = isinstance(error, ShortageError) or not lasting
-        return state, quick_s if passes and quick_s is not None else RETRY_S
+    What is `lasting` no new start mends by itself; it is tried slowly, unless it is a shortage, which passes.
+    """
+    exhausted = count > len(WAITS_S)
+    slow = exhausted or (lasting and not isinstance(error, ShortageError))
+    return FAILED if lasting or exhausted else BACKOFF, RETRY_S if slow else WAITS_S[count - 1]

@@ -147,7 +147,8 @@ def run(jobs: Jobs, run_domain: RunDomain) -> DomainRun:
 
 
 def hear(run: DomainRun) -> list[str]:
-    """What the events after one more look say."""
+    """What the events after one more probe say, once the control daemon has logged every server."""
+    wait_for(lambda: all(f"NEW SERVER {pid}: Ready" in log_of(run) for pid in run.domain.server_pids()))
     before = len(run.told)
     run.turn(PROBE_S).until_said()
     return run.told[before:]

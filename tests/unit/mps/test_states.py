@@ -189,8 +189,7 @@ def is_replaced_after_it_hung(stage: Stage) -> DomainRun:
 def cannot_be_replaced_after_it_hung(stage: Stage) -> DomainRun:
     """Deaths before have used up the quick starts."""
     run = hangs_while_it_serves(stage)
-    for _ in range(7):
-        run.domain._backoff.next_wait_s()
+    run.domain._failures = 7
     return run.turn(2).until(FAILED)
 
 
@@ -223,15 +222,13 @@ def dies_too_often_while_it_starts(stage: Stage) -> DomainRun:
 
 def dies_too_often_while_its_limits_are_set(stage: Stage) -> DomainRun:
     run = stage.never_talks().start().until(APPLYING)
-    for _ in range(7):
-        run.domain._backoff.next_wait_s()
+    run.domain._failures = 7
     return run.turn(5)
 
 
 def dies_too_often_while_it_serves(stage: Stage) -> DomainRun:
     run = serves(stage)
-    for _ in range(7):
-        run.domain._backoff.next_wait_s()
+    run.domain._failures = 7
     os.kill(run.pid, signal.SIGKILL)
     return run.until(FAILED)
 
@@ -253,7 +250,7 @@ def leaves_a_job_and_is_stopped(stage: Stage) -> DomainRun:
 
 def leaves_a_job_and_is_stopped_before_it_is_started_again(stage: Stage) -> DomainRun:
     run = stage.with_job()
-    run.domain._backoff.next_wait_s()
+    run.domain._failures = 1
     os.kill(run.pid, signal.SIGKILL)
     return run.until(BACKOFF).stop()
 
