@@ -10,8 +10,8 @@ from typing import Optional
 
 from yunion_mps.errors import DriverError, ShortageError
 from yunion_mps.host.threads import on_thread
-from yunion_mps.inventory import scan
 from yunion_mps.inventory.events import EventWatch
+from yunion_mps.inventory.scan import Scanner
 from yunion_mps.models import Inventory
 from yunion_mps.paths import Paths
 from yunion_mps.service.clients import XidAnalyzer
@@ -21,7 +21,7 @@ from yunion_mps.supervisor import Supervisor
 
 log = logging.getLogger(__name__)
 
-#: How often the GPUs are polled; a poll takes about a millisecond a GPU.
+#: How often the GPUs are polled; a poll takes about 0.1 ms a GPU.
 POLL_S = 10.0
 #: How often while a GPU that should serve cannot: the driver reports that a GPU is lost, not that it is back.
 RETURN_POLL_S = 1.0
@@ -41,7 +41,7 @@ class Monitor:
         polled: Callable[[], None],
     ) -> None:
         """Setting `poll_now` makes it poll at once; `polled` is called after each poll."""
-        self._paths = paths
+        self._scanner = Scanner(paths)
         self._supervisor = supervisor
         self._reloader = reloader
         self._xids = xids
@@ -84,7 +84,7 @@ class Monitor:
         if nvml:
             began_s = loop.time()
             try:
-                inventory, processes = await on_thread(lambda: (scan(nvml, self._paths), nvml.processes()))
+                inventory, processes = await on_thread(lambda: (self._scanner.scan(nvml), nvml.processes()))
             except ShortageError as error:  # which says nothing of the GPUs
                 self._note_shortage(error)
                 return

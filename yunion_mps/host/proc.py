@@ -1,4 +1,4 @@
-"""What proc(5) tells of other processes; a process that has ended is no error, but empty, None or 0."""
+"""What proc(5) tells of other processes; of a process that has ended it tells nothing: "", 0, [] or None."""
 
 from __future__ import annotations
 
@@ -15,58 +15,10 @@ from yunion_mps.escaping import decoded, printable
 #: Linux gives no program more than this (execve(2): three quarters of 8 MiB, the arguments with it). But a
 #: process may say afterwards that any of its memory is its environment (prctl(2), PR_SET_MM).
 _LARGEST_ENVIRONMENT = 6 << 20
-
-
-def _stat_of(pid: int) -> list[str]:
-    """The fields of proc(5)'s stat from the state on, empty where the process is gone."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            return file.read().decode(errors="replace").rpartition(")")[2].split()
-    except OSError:
-        return []
-
-
-def started_ticks(pid: int) -> int | None:
-    """When the process started, in clock ticks since the boot; None where it is gone or a zombie.
-
-    With the PID it names a process for good, for PIDs are used again.
-    """
-    fields = _stat_of(pid)
-    return int(fields[19]) if len(fields) > 19 and fields[0] not in "ZX" else None
-
-
-def parent_of(pid: int) -> int:
-    """The PID of the parent, 0 where the process is gone."""
-    fields = _stat_of(pid)
-    return int(fields[1]) if len(fields) > 1 else 0
-
-
-def is_stopped(pid: int) -> bool:
-    """Whether the process was stopped by a signal or a debugger."""
-    return _stat_of(pid)[:1] in (["T"], ["t"])
-
-
-def name_of(pid: int) -> str:
-    """The kernel's name of the process, at most 15 characters before it is escaped.
-
-    Empty where it is gone or a zombie.
-    """
-    if _stat_of(pid)[:1] in ([], ["Z"], ["X"]):
-        return ""
-    try:
-        with open(f"/proc/{pid}/comm", "rb") as file:
-            return decoded(file.read().removesuffix(b"\n"))
-    except OSError:
-        return ""
-
-
-def uid_of(pid: int) -> int | None:
-    """The process' effective user, None if it is gone.
-
-    The owner of /proc/PID is no substitute: it is root if the process is not dumpable (proc(5)).
-    """
-    found = credentials_of(pid)
-    return found.uids[1] if found else None
+#: The control group of a unit of systemd/yunion-mps-job@.service, or one below it.
+_JOB_UNIT = re.compile(r"(?:^|/)system\.slice/(?:[^/]+\.slice/)*(yunion-mps-job@[^/]*\.service)(?:/|$)")
+#: Below these, users' own managers make groups of any name.
+_USERS = re.compile(r"/user(?:@|\.slice)")
 
 
 class Credentials(NamedTuple):
@@ -77,19 +29,83 @@ class Credentials(NamedTuple):
     groups: tuple[int, ...]
 
 
+def _read(pid: int, name: str, most: int = -1) -> bytes:
+    try:
+        with open(f"/proc/{pid}/{name}", "rb") as file:
+            return file.read(most)
+    except OSError:
+        return b""
+
+
+def _stat_of(pid: int) -> list[str]:
+    """The fields of stat from the state on."""
+    return _read(pid, "stat").decode(errors="replace").rpartition(")")[2].split()
+
+
+def started_ticks(pid: int) -> int | None:
+    """When the process started, in clock ticks since the boot; None also for a zombie.
+
+    With the PID it identifies a process for good, because PIDs are used again.
+    """
+    fields = _stat_of(pid)
+    return int(fields[19]) if len(fields) > 19 and fields[0] not in "ZX" else None
+
+
+def parent_of(pid: int) -> int:
+    """The PID of the parent."""
+    fields = _stat_of(pid)
+    return int(fields[1]) if len(fields) > 1 else 0
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether the process was stopped by a signal or a debugger."""
+    return _stat_of(pid)[:1] in (["T"], ["t"])
+
+
+def name_of(pid: int) -> str:
+    """The kernel's name of the process, at most 15 characters before it is escaped; "" also for a zombie."""
+    if _stat_of(pid)[:1] in ([], ["Z"], ["X"]):
+        return ""
+    return decoded(_read(pid, "comm").removesuffix(b"\n"))
+
+
+def command_of(pid: int) -> str:
+    """The command line, cut to 100 characters."""
+    return decoded(_read(pid, "cmdline", 400).replace(b"\0", b" ").strip())[:100]
+
+
+def program_of(pid: int) -> str:
+    """The path of the program that the process runs; "" also if it may not be read. Takes no descriptor."""
+    try:
+        return os.readlink(f"/proc/{pid}/exe").removesuffix(" (deleted)")
+    except OSError:
+        return ""
+
+
+def program_name(pid: int) -> str:
+    """The file name of that program."""
+    return program_of(pid).rpartition("/")[2]
+
+
 def credentials_of(pid: int) -> Credentials | None:
-    """What proc(5) tells of them, None if the process is gone."""
-    found = {}
-    with contextlib.suppress(OSError), open(f"/proc/{pid}/status", "rb") as file:
-        for line in file:
-            name, *words = line.split()
-            if name in (b"Uid:", b"Gid:", b"Groups:"):
-                found[name] = tuple(map(int, words))
-    return Credentials(found[b"Uid:"], found[b"Gid:"], found.get(b"Groups:", ())) if found else None
+    """The ids of the process."""
+    lines = _read(pid, "status").splitlines()
+    rows = (line.split() for line in lines if line.startswith((b"Uid:", b"Gid:", b"Groups:")))
+    ids = [tuple(map(int, row[1:])) for row in rows]  # in this order
+    return Credentials(*ids) if len(ids) == 3 else None
+
+
+def uid_of(pid: int) -> int | None:
+    """The process' effective user.
+
+    The owner of /proc/PID is no substitute: it is root if the process is not dumpable (proc(5)).
+    """
+    found = credentials_of(pid)
+    return found.uids[1] if found else None
 
 
 def user_name(uid: int) -> str:
-    """The user's name, or `uid 1234` where it has none."""
+    """The user's name, or `uid 1234` if it has none."""
     import pwd
 
     try:
@@ -98,19 +114,10 @@ def user_name(uid: int) -> str:
         return f"uid {uid}"
 
 
-def command_of(pid: int) -> str:
-    """The command line, cut to 100 characters; empty where the process is gone."""
-    try:
-        with open(f"/proc/{pid}/cmdline", "rb") as file:
-            return decoded(file.read(400).replace(b"\0", b" ").strip())[:100]
-    except OSError:
-        return ""
-
-
 def children_of(pid: int) -> list[int]:
-    """The PIDs of the process' children, empty where it is gone.
+    """The PIDs of the process' children.
 
-    Raises ShortageError where no descriptor is left to read them with: that is not the same as none.
+    Raises ShortageError if no descriptor is left to read them with: that is not the same as none.
     """
     found: list[int] = []
     try:
@@ -124,7 +131,7 @@ def children_of(pid: int) -> list[int]:
 
 
 def all_pids() -> list[int]:
-    """The PIDs of all processes, the newest numbers first; raises ShortageError where they cannot be read."""
+    """The PIDs of all processes, the newest numbers first; raises ShortageError if they cannot be read."""
     try:
         return sorted((int(name) for name in os.listdir("/proc") if name.isdigit()), reverse=True)
     except OSError as error:
@@ -132,26 +139,22 @@ def all_pids() -> list[int]:
 
 
 def environment_of(pid: int) -> dict[str, str]:
-    """The environment that the process was started with, empty where it may not be read or is gone."""
+    """The environment that the process was started with; empty also if it may not be read."""
     text = _environment(pid).decode(errors="replace")
     return dict(entry.partition("=")[::2] for entry in text.split("\0") if "=" in entry)
 
 
 def variable_of(pid: int, name: str) -> str | None:
-    """One variable of that environment, empty where it is not in it; for processes of any user.
+    """One variable of that environment, "" if it is not in it; for processes of any user.
 
-    None where there is no environment: where it cannot be read now, and while a program is only just being
-    started. Costs a few ms at most, whatever a process makes of its environment.
+    None if there is no environment: if it cannot be read now, and while a program is only just being started.
+    Costs a few ms at most, whatever a process makes of its environment.
     """
     before = b"\0" + name.encode() + b"="
-    environment = _environment(pid)
-    if not environment:
-        return None
-    text = b"\0" + environment
-    begin = text.find(before)
-    if begin < 0:
-        return ""
-    begin += len(before)
+    text = b"\0" + _environment(pid)
+    begin = text.find(before) + len(before)
+    if begin < len(before):
+        return "" if len(text) > 1 else None
     end = text.find(b"\0", begin)
     return text[begin : end if end >= 0 else None].decode(errors="replace")
 
@@ -177,35 +180,11 @@ def count_open(pid: int, links: Collection[str]) -> int:
     return count
 
 
-def program_of(pid: int) -> str:
-    """The path of the program that the process runs, empty where it may not be read or is gone.
-
-    Takes no descriptor.
-    """
-    try:
-        return os.readlink(f"/proc/{pid}/exe").removesuffix(" (deleted)")
-    except OSError:
-        return ""
-
-
-def program_name(pid: int) -> str:
-    """The file name of that program."""
-    return program_of(pid).rpartition("/")[2]
-
-
-#: The control group of a unit of systemd/yunion-mps-job@.service, or one below it.
-_JOB_UNIT = re.compile(r"(?:^|/)system\.slice/(?:[^/]+\.slice/)*(yunion-mps-job@[^/]*\.service)(?:/|$)")
-
-
-#: Below these, users' own managers make groups of any name.
-_USERS = re.compile(r"/user(?:@|\.slice)")
-
-
 def job_unit_of(pid: int, proc: str = "/proc") -> str:
-    """The job's unit that the process is in, `yunion-mps-job@train.service`; empty if it is in none.
+    """The job's unit that the process is in, such as `yunion-mps-job@train.service`.
 
-    systemd makes a control group for each unit, and no job can leave its own. Also empty if there are no
-    control groups, or if the process has ended or is in a PID namespace that cannot be seen from here.
+    systemd makes a control group for each unit, and no job can leave its own. "" also if there are no control
+    groups, or if the process is in a PID namespace that cannot be seen from here.
     """
     try:
         with open(f"{proc}/{pid}/cgroup", encoding="utf-8", errors="replace") as file:

@@ -50,7 +50,7 @@ class Process:
 
     @classmethod
     def adopt(cls, pid: int) -> Process | None:
-        """A process that runs already, None where it is gone; raises HostError otherwise.
+        """A process that runs already, None if it is gone; raises ShortageError if it cannot be watched.
 
         It may be a child of ours: of the program that this process ran before it ran this one.
         """
@@ -70,17 +70,15 @@ class Process:
         if self._status is None and _readable(self._pidfd):
             self._status = -1000
             if self.is_child:
-                with contextlib.suppress(ChildProcessError):  # somebody else took note of its end
+                with contextlib.suppress(ChildProcessError):  # it was reaped elsewhere
                     _, raw = os.waitpid(self.pid, os.WNOHANG)
                     self._status = os.waitstatus_to_exitcode(raw)
         return self._status
 
     def signal(self, number: int) -> None:
-        """Send a signal; nothing happens where the process has ended."""
-        try:
+        """Send a signal; nothing happens if the process has ended."""
+        with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._pidfd, number)
-        except ProcessLookupError:
-            return
 
     def kill(self) -> None:
         """End a child of ours for good, reap it, and give the descriptor back."""

@@ -10,7 +10,7 @@ import functools
 import importlib
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any, TypeVar
 
@@ -218,13 +218,16 @@ class Nvml:
         )
 
     @bounded
-    def gpus(self) -> tuple[list[Gpu], list[tuple[int, DriverError]]]:
-        """The GPUs that answer, by what NVML says of them, and the (index, error) of those that don't."""
+    def gpus(self, known: Mapping[str, Gpu] = {}) -> tuple[list[Gpu], list[tuple[int, DriverError]]]:
+        """The GPUs that answer, by what NVML says of them, and the (index, error) of those that don't.
+
+        Of those `known` by UUID, only what can change is read.
+        """
         found: list[Gpu] = []
         silent: list[tuple[int, DriverError]] = []
         for index in range(_call(pynvml.nvmlDeviceGetCount)):
             try:
-                found.append(self._gpu(index))
+                found.append(self._gpu(index, known))
             except DriverError as error:
                 silent.append((index, error))
         return found, silent
@@ -275,7 +278,7 @@ class Nvml:
                 "find what else sets compute modes on this host, or set cuda_mps_compute_mode: keep",
             )
 
-    def _gpu(self, index: int) -> Gpu:
+    def _gpu(self, index: int, known: Mapping[str, Gpu]) -> Gpu:
         handle = _call(pynvml.nvmlDeviceGetHandleByIndex, index)
         pci = _call(pynvml.nvmlDeviceGetPciInfo, handle)
         bus_id = _text(pci.busId)
@@ -287,23 +290,31 @@ class Nvml:
         gpu = Gpu(address, nvml_index=index, vendor_device_id=_vendor_device_id(pci.pciDeviceId))
         try:
             gpu = gpu._replace(uuid=_text(_call(pynvml.nvmlDeviceGetUUID, handle)))
-            return self._described(gpu, handle)
+            before = known.get(gpu.uuid or "")
+            if before and before.pci_address == address:
+                return self._updated(before._replace(nvml_index=index), handle)
+            return self._updated(self._described(gpu, handle), handle)
         except DriverError as error:
             return gpu._replace(reason=error.message)
 
     def _described(self, gpu: Gpu, handle: Any) -> Gpu:
         name = _optional(pynvml.nvmlDeviceGetName, handle)
-        memory = _optional(pynvml.nvmlDeviceGetMemoryInfo, handle)
-        mode = _optional(pynvml.nvmlDeviceGetComputeMode, handle)
         capability = _optional(pynvml.nvmlDeviceGetCudaComputeCapability, handle)
-        mig = _optional(pynvml.nvmlDeviceGetMigMode, handle)
         return gpu._replace(
             name=None if name is None else _text(name),
+            compute_capability=None if capability is None else (capability[0], capability[1]),
+            minor=_optional(pynvml.nvmlDeviceGetMinorNumber, handle),
+        )
+
+    def _updated(self, gpu: Gpu, handle: Any) -> Gpu:
+        """With what can change while the driver runs: the memory does by a reset that switches ECC."""
+        memory = _optional(pynvml.nvmlDeviceGetMemoryInfo, handle)
+        mode = _optional(pynvml.nvmlDeviceGetComputeMode, handle)
+        mig = _optional(pynvml.nvmlDeviceGetMigMode, handle)
+        return gpu._replace(
             memory_mib=None if memory is None else memory.total // MIB,
             compute_mode=None if mode is None else COMPUTE_MODES.get(mode, str(mode)),
-            compute_capability=None if capability is None else (capability[0], capability[1]),
             mig_enabled=None if mig is None else mig[0] == pynvml.NVML_DEVICE_MIG_ENABLE,
-            minor=_optional(pynvml.nvmlDeviceGetMinorNumber, handle),
         )
 
 

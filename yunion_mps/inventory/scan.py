@@ -32,33 +32,61 @@ class ServedGpus(NamedTuple):
 def scan(nvml: Nvml, paths: Paths) -> Inventory:
     """Return every NVIDIA GPU of the host in PCI order, the broken ones with their reason.
 
-    A GPU that NVML cannot give a handle for has no address there; sysfs still lists it, so that it is
-    reported by its place. Raises DriverError when the driver as a whole does not answer.
+    Raises DriverError when the driver as a whole does not answer.
     """
-    driver = nvml.driver()
-    found, silent = nvml.gpus()
-    nodes = sysfs.render_nodes(paths)
-    by_address = {gpu.pci_address: gpu for gpu in found}
-    reasons = [error.message for _, error in silent]
-    for address in sysfs.nvidia_gpus(paths):
-        if address not in by_address:
-            reason = nvml.reason_at(address) or (reasons or ["the driver does not offer this GPU"])[0]
-            by_address[address] = Gpu(address, reason=reason)
-    return Inventory(driver, _in_order(_placed(gpu, nodes, paths) for gpu in by_address.values()))
+    return Scanner(paths).scan(nvml)
+
+
+class Scanner:
+    """Scans again and again; what cannot change is read once, until a GPU fails or another device comes."""
+
+    def __init__(self, paths: Paths) -> None:
+        self._paths = paths
+        #: The GPUs that answered at the last scan, by UUID.
+        self._known: dict[str, Gpu] = {}
+        #: Whether the device is an NVIDIA GPU, by its PCI address.
+        self._is_gpu: dict[str, bool] = {}
+
+    def scan(self, nvml: Nvml) -> Inventory:
+        """As `scan` above.
+
+        A GPU that NVML cannot give a handle for has no address there; sysfs still lists it, so that it is
+        reported by its place.
+        """
+        driver = nvml.driver()
+        found, silent = nvml.gpus(self._known)
+        nodes = sysfs.render_nodes(self._paths)
+        gpus = {gpu.pci_address: self._placed(gpu) for gpu in found}
+        reasons = [error.message for _, error in silent]
+        for address in self._nvidia_gpus():
+            if address not in gpus:
+                reason = nvml.reason_at(address) or (reasons or ["the driver does not offer this GPU"])[0]
+                gpus[address] = self._placed(Gpu(address, reason=reason))
+        self._known = {gpu.uuid: gpu for gpu in gpus.values() if gpu.uuid and not gpu.reason}
+        shown = (gpu._replace(render_node=nodes.get(gpu.pci_address)) for gpu in gpus.values())
+        return Inventory(driver, _in_order(shown))
+
+    def _nvidia_gpus(self) -> list[str]:
+        known = self._is_gpu
+        self._is_gpu = {
+            address: known[address] if address in known else sysfs.is_nvidia_gpu(self._paths, address)
+            for address in sysfs.pci_addresses(self._paths)
+        }
+        return [address for address, is_gpu in self._is_gpu.items() if is_gpu]
+
+    def _placed(self, gpu: Gpu) -> Gpu:
+        """The GPU with what sysfs knows of its address."""
+        known = self._known.get(gpu.uuid or "")
+        if known and known.pci_address == gpu.pci_address and not gpu.reason:
+            return gpu
+        vendor_device_id = gpu.vendor_device_id or sysfs.vendor_device_id(self._paths, gpu.pci_address)
+        numa_node = sysfs.numa_node(self._paths, gpu.pci_address)
+        link = sysfs.max_link(self._paths, gpu.pci_address)
+        return gpu._replace(vendor_device_id=vendor_device_id, numa_node=numa_node, link=link)
 
 
 def _in_order(gpus: Iterable[Gpu]) -> tuple[Gpu, ...]:
     return tuple(sorted(gpus, key=lambda gpu: sysfs.sort_key(gpu.pci_address)))
-
-
-def _placed(gpu: Gpu, nodes: dict[str, str], paths: Paths) -> Gpu:
-    """The GPU with what sysfs and udev know of its address."""
-    return gpu._replace(
-        vendor_device_id=gpu.vendor_device_id or sysfs.vendor_device_id(paths, gpu.pci_address),
-        numa_node=sysfs.numa_node(paths, gpu.pci_address),
-        link=sysfs.max_link(paths, gpu.pci_address),
-        render_node=nodes.get(gpu.pci_address),
-    )
 
 
 def load_served(paths: Paths) -> ServedGpus:

@@ -40,15 +40,16 @@ def normal_address(text: str) -> str | None:
     return f"{domain:04x}:{bus:02x}:{device:02x}.{number:x}"
 
 
-def nvidia_gpus(paths: Paths) -> list[str]:
-    """The addresses of all NVIDIA display controllers (PCI class 03xxxx), whether or not NVML offers them."""
-    found = []
-    for address in _listing(paths.pci_devices):
-        if _read(paths, address, "vendor") == NVIDIA_VENDOR:
-            kind = _read(paths, address, "class")
-            if kind is not None and kind.startswith("0x03"):
-                found.append(address)
-    return sorted(found, key=sort_key)
+def pci_addresses(paths: Paths) -> list[str]:
+    """The addresses of all PCI devices."""
+    return _listing(paths.pci_devices)
+
+
+def is_nvidia_gpu(paths: Paths, address: str) -> bool:
+    """Whether an NVIDIA display controller (PCI class 03xxxx) is there, whether or not NVML offers it."""
+    if _read(paths, address, "vendor") != NVIDIA_VENDOR:
+        return False
+    return (_read(paths, address, "class") or "").startswith("0x03")
 
 
 def sort_key(address: str) -> tuple[int, str]:

@@ -45,7 +45,7 @@ class Supervisor:
         self.event_log = EventLog(self.store, paths.events_copy, self._changed)
         self.fleet = Fleet(self.store, lambda: self._gpus.healthy, self.event_log.record, self._changed)
         self._jobs = Jobs()
-        self._modes = ComputeModes(self._gpus, self.event_log.record)
+        self._modes = ComputeModes(self._gpus, self.fleet, self.event_log.record)
         #: Whether a stop has begun.
         self.stopping = False
         #: Address space that a stop can use when there is no more; without pages, as nothing writes to it.
@@ -70,7 +70,7 @@ class Supervisor:
         program = find_control_program()
         self._make_fleet(program, leftovers)
         self.fleet.refuse_if_none_can_start(leftovers.running)
-        work = self._modes.work(self._desired.plan, None)
+        work = self._modes.due(self._desired.plan, None)
         if work.changes:
             self.note_modes(self.set_modes(work))
             self._modes.refuse_if_none_can_be_set(self._desired.plan)
@@ -235,12 +235,7 @@ class Supervisor:
 
     def mode_work(self) -> ModeWork:
         """The compute modes that are to be set or restored now; what waits for servers is pending."""
-        target, used = self._desired.plan, self.fleet.gpus_in_use()
-        held = self._modes.held(target, self._store, used)
-        for domain in self.domains:
-            holds = not held.isdisjoint(domain.plan.gpu_uuids)
-            domain.hold_modes(holds=holds)
-        return self._modes.work(target, self._store, used, self.fleet.watched())
+        return self._modes.due(self._desired.plan, self._store)
 
     def set_modes(self, work: ModeWork) -> ModeResult:
         """Do the work, or nothing once a stop has begun; for threads, because it calls the driver."""

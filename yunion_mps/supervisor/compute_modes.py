@@ -12,6 +12,7 @@ from yunion_mps.host.store import Store
 from yunion_mps.inventory import Nvml
 from yunion_mps.models import Event, Gpu, Plan
 from yunion_mps.planning import ModeChange, mode_changes
+from yunion_mps.supervisor.fleet import Fleet
 from yunion_mps.supervisor.gpus import Gpus
 from yunion_mps.supervisor.recovery import gpus_of, left_running
 
@@ -97,37 +98,29 @@ def restore_unused(store: Store, nvml: Nvml | None, used: Collection[str]) -> Mo
 class ComputeModes:
     """Decides what is to be done; the caller chooses the thread that does it."""
 
-    def __init__(self, gpus: Gpus, tell: Callable[[Event], None]) -> None:
+    def __init__(self, gpus: Gpus, fleet: Fleet, tell: Callable[[Event], None]) -> None:
         self._gpus = gpus
+        self._fleet = fleet
         self._tell = tell
         self._lock = threading.Lock()
         self._ended = False
 
-    def work(
-        self,
-        target: Plan,
-        store: Store | None,
-        used: Collection[str] = (),
-        watched: Collection[str] = (),
-    ) -> ModeWork:
+    def due(self, target: Plan, store: Store | None) -> ModeWork:
         """What is to be set, and what restored because nothing of ours uses the GPU any more.
 
-        Without a store nothing is known to restore. `used` are UUIDs of GPUs, and `watched` pipe directories
-        with control daemons of which we know.
+        Without a store nothing is known to restore. What waits for servers is pending in their domains.
         """
         changes = mode_changes(target, [gpu for gpu in self._gpus.inventory.gpus if not gpu.reason])
-        if store is None:
-            return ModeWork(changes)
-        needed = {*target.compute_modes, *used}
-        modes = {uuid: mode for uuid, mode in original_modes(store).items() if uuid not in needed}
-        if modes:
-            left = gpus_of(left_running(store, watched))
-            modes = {uuid: mode for uuid, mode in modes.items() if uuid not in left}
-        return ModeWork(changes, modes)
-
-    def held(self, target: Plan, store: Store | None, used: Collection[str]) -> set[str]:
-        """The UUIDs of the `used` GPUs whose mode is restored once nothing of ours uses them any more."""
-        return set() if store is None else ({*original_modes(store)} & {*used}) - {*target.compute_modes}
+        originals = {} if store is None else original_modes(store)
+        restore = {uuid: mode for uuid, mode in originals.items() if uuid not in target.compute_modes}
+        used = self._fleet.gpus_in_use() if restore else set()
+        for domain in self._fleet.domains:
+            domain.hold_modes(holds=not (used & set(restore)).isdisjoint(domain.plan.gpu_uuids))
+        restore = {uuid: mode for uuid, mode in restore.items() if uuid not in used}
+        if restore:
+            left = gpus_of(left_running(store, self._fleet.watched()))
+            restore = {uuid: mode for uuid, mode in restore.items() if uuid not in left}
+        return ModeWork(changes, restore)
 
     def set(self, work: ModeWork, nvml: Nvml | None, store: Store) -> ModeResult:
         """Do the work, or nothing once the end has begun; for threads, because it calls the driver."""

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pytest
+from yunion_mps.inventory.scan import Scanner
 from yunion_mps.models import Driver, Gpu, Inventory, PcieLink
 
 from simhost.catalog import KINDS
@@ -114,3 +115,25 @@ def test_what_the_driver_names_has_no_control_characters(open_host: OpenHost) ->
     found = open_host({"driver": {"version": "535\r\n<2>forged"}, "gpus": [gpu]}).scan()
     assert (found.gpus[0].name, found.gpus[0].uuid) == ("Tesla\\n\\x1b[2J P40", "GPU-\\x1b[2J")
     assert found.driver.version == "535\\r\\n<2>forged"
+
+
+def test_a_second_scan_reads_again_only_what_can_change(open_host: OpenHost) -> None:
+    opened = open_host([{"kind": "a100"}, {"kind": "a100"}])
+    scanner = Scanner(opened.paths)
+    first = scanner.scan(opened.nvml)
+    (opened.sim.root / "sys/bus/pci/devices/0000:00:06.0").unlink()  # nothing of it is read again
+    opened.sim.gpus[0].mig = True
+    second = scanner.scan(opened.nvml)
+    assert second.gpus == (first.gpus[0]._replace(mig_enabled=True), first.gpus[1])
+
+
+def test_a_scan_after_a_loss_shows_the_gpu_as_it_is_then(open_host: OpenHost) -> None:
+    opened = open_host([{"kind": "a100"}, {"kind": "a100"}])
+    scanner = Scanner(opened.paths)
+    first = scanner.scan(opened.nvml)
+    opened.sim.gpus[1].lose()
+    lost = scanner.scan(opened.nvml).gpus[1]
+    assert (lost.pci_address, "lost" in lost.reason) == ("0000:00:07.0", True)
+    (opened.sim.root / "sys/bus/pci/devices/0000:00:07.0/numa_node").write_text("1\n")
+    opened.sim.gpus[1].restore()
+    assert scanner.scan(opened.nvml).gpus == (first.gpus[0], first.gpus[1]._replace(numa_node=1))

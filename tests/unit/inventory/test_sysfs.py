@@ -6,10 +6,11 @@ import pytest
 from yunion_mps.errors import HostError
 from yunion_mps.inventory import machine_id
 from yunion_mps.inventory.sysfs import (
+    is_nvidia_gpu,
     max_link,
     normal_address,
     numa_node,
-    nvidia_gpus,
+    pci_addresses,
     render_nodes,
     sort_key,
 )
@@ -117,11 +118,12 @@ def test_only_display_controllers_of_nvidia_are_gpus(tree: Paths) -> None:
     for address, (vendor, kind) in kinds.items():
         write(tree, "vendor", f"{vendor}\n", address)
         write(tree, "class", f"{kind}\n", address)
-    assert nvidia_gpus(tree) == ["0000:01:00.0", "0001:05:00.0", "10000:04:00.0"]
+    gpus = [address for address in pci_addresses(tree) if is_nvidia_gpu(tree, address)]
+    assert sorted(gpus, key=sort_key) == ["0000:01:00.0", "0001:05:00.0", "10000:04:00.0"]
 
 
 def test_a_host_without_pci_and_render_nodes_has_none(tmp_path: Path) -> None:
-    assert nvidia_gpus(Paths(str(tmp_path))) == []
+    assert pci_addresses(Paths(str(tmp_path))) == []
     assert render_nodes(Paths(str(tmp_path))) == {}
 
 
