@@ -13,7 +13,7 @@ import pytest
 from integration.daemon_host import PATIENCE_S, eventually
 
 CHECKOUT = Path(__file__).resolve().parent.parent
-TOOLS = (".venv/bin/ruff", ".venv/bin/mypy", ".venv/bin/lint-imports", ".venv/bin/coverage")
+TOOLS = tuple(f".venv/bin/{name}" for name in ("ruff", "mypy", "lint-imports", "coverage", "pytest"))
 SCRIPTS = ("scripts/setup", "scripts/test-packages")
 #: It fails, or hangs until SIGINT comes, if these variables name it.
 TOOL = """#!/bin/sh
@@ -38,10 +38,10 @@ def checkout(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def start(checkout: Path, fails: str = "-", hangs: str = "-") -> subprocess.Popen[str]:
+def start(checkout: Path, *arguments: str, fails: str = "-", hangs: str = "-") -> subprocess.Popen[str]:
     env = {**os.environ, "FAILS": fails, "HANGS": hangs}
-    pipe = subprocess.PIPE
-    return subprocess.Popen([checkout / "scripts/test"], env=env, stdout=pipe, stderr=pipe, text=True)
+    command = [checkout / "scripts/test", *arguments]
+    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def calls(checkout: Path) -> list[str]:
@@ -69,7 +69,7 @@ WHOLE = [
 def test_every_part_runs_and_the_summary_names_those_that_failed(
     checkout: Path, fails: str, failed: list[str]
 ) -> None:
-    with start(checkout, fails) as running:
+    with start(checkout, fails=fails) as running:
         out, err = running.communicate(timeout=PATIENCE_S)
     assert (err, calls(checkout)) == ("", WHOLE)
     rows = [line.split(None, 1) for line in out.partition("==> Summary\n")[2].splitlines()]
@@ -79,6 +79,13 @@ def test_every_part_runs_and_the_summary_names_those_that_failed(
     assert len(names) == len(failed)
     assert all(name.startswith(start) for name, start in zip(names, failed))
     assert running.returncode == bool(failed)
+
+
+@pytest.mark.parametrize(("fails", "status"), [("-", 0), ("pytest *", 1)])
+def test_quick_runs_the_linters_and_what_starts_nothing(checkout: Path, fails: str, status: int) -> None:
+    with start(checkout, "--quick", fails=fails) as running:
+        running.communicate(timeout=PATIENCE_S)
+    assert (running.returncode, calls(checkout)) == (status, [*WHOLE[:5], "pytest -q"])
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])

@@ -123,6 +123,7 @@ def test_a_path_longer_than_any_file_is_named(files: Files) -> None:
     assert files.messages() == [f"{path}: cannot be read (File name too long): {READABLE}"]
 
 
+@pytest.mark.processes
 @needs_root
 def test_a_file_that_may_not_be_read_is_named_with_the_modes_it_should_have(files: Files) -> None:
     files.write("enable_cuda_mps: true\n", "devices: []\n")
@@ -134,6 +135,7 @@ def test_a_file_that_may_not_be_read_is_named_with_the_modes_it_should_have(file
     ]
 
 
+@pytest.mark.processes
 @needs_root
 def test_a_directory_that_may_not_be_entered_is_named_with_the_modes_it_should_have(files: Files) -> None:
     files.write("enable_cuda_mps: true\n").host.parent.chmod(0o700)
@@ -160,6 +162,7 @@ def test_a_directory_in_place_of_a_file_is_refused_and_no_descriptor_stays_open(
     assert os.listdir("/proc/self/fd") == before
 
 
+@pytest.mark.processes
 def test_a_socket_in_place_of_a_file_is_refused(files: Files) -> None:
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(files.host))

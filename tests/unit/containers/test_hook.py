@@ -21,6 +21,8 @@ from unit.http.by_hand import LEASE
 from unit.http.server_host import ServerHost, short_root
 from unit.http.snapshots import reference
 
+pytestmark = pytest.mark.processes
+
 Json = dict[str, Any]
 
 

@@ -226,6 +226,7 @@ def test_whatever_a_host_is_like_both_parsers_read_the_same(given: Facts) -> Non
         ) < len(given.gpus)
 
 
+@pytest.mark.processes
 def test_only_what_makes_text_is_loaded_and_only_when_it_is_needed() -> None:
     """prometheus_client as a whole brings HTTP servers and OpenSSL along."""
     code = """

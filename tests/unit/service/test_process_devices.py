@@ -17,6 +17,8 @@ from integration.daemon_host import eventually
 from unit.leases.shares import HOLDER, device, lease
 from unit.service.job import Job
 
+pytestmark = pytest.mark.processes
+
 Start = Callable[[str], dict[int, int]]
 
 

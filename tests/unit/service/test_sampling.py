@@ -16,6 +16,8 @@ from yunion_mps.service.usage import ProcessDevices, Processes, UsageHistory, Us
 from unit.leases.shares import HOLDER, device, lease
 from unit.service.job import Job
 
+pytestmark = pytest.mark.processes
+
 GPU = Gpu("0000:00:00.0", uuid="GPU-0")
 #: A job's devices, and how much of its memory each has: a device's budget is 300 MiB.
 DEVICES = ["00:00.0-2", "00:00.0-0", "00:00.0-1"]
