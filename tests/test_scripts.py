@@ -40,7 +40,7 @@ def checkout(tmp_path: Path) -> Path:
 
 def start(checkout: Path, *arguments: str, fails: str = "-", hangs: str = "-") -> subprocess.Popen[str]:
     env = {**os.environ, "FAILS": fails, "HANGS": hangs}
-    command = [checkout / "scripts/test", *arguments]
+    command = [str(checkout / "scripts/test"), *arguments]
     return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
