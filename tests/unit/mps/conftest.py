@@ -149,7 +149,7 @@ def jobs(plan: DomainPlan) -> Iterator[Jobs]:
 def hold_front_end(program: str) -> Iterator[HoldFrontEnd]:
     """Open NVIDIA's front-end as an operator does who types commands; returns how to leave it.
 
-    Whoever leaves it has left once the control daemon has noticed: until then it turns others away.
+    It is left once the control daemon has noticed: until then it turns others away.
     """
     held: list[tuple[subprocess.Popen[bytes], Callable[[], set[str]]]] = []
 

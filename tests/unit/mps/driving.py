@@ -165,7 +165,7 @@ class DomainRun:
             self.domain.stop(self.clock.now_s, timeout_s=0)
         end_s = time.monotonic() + PATIENCE_S
         while self.state != "stopped" and time.monotonic() < end_s:
-            self.turn(0.5)  # fifty times as fast as a real clock: nobody waits for the patience of a stop
+            self.turn(0.5)  # fifty times as fast as a real clock: no test waits for the patience of a stop
             time.sleep(0.01)
         assert self.state == "stopped", self.domain.reason
 
@@ -206,7 +206,7 @@ def stop_process(pid: int) -> None:
 
 
 def silent_connection(plan: DomainPlan) -> socket.socket:
-    """A connection to its control daemon that says nothing, which keeps it from everybody else (measured)."""
+    """A connection to its control daemon that says nothing, which keeps it from all others (measured)."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     connection.settimeout(PATIENCE_S)
     try:

@@ -1,4 +1,4 @@
-"""What tests of directories share: another user, and all that somebody could have changed."""
+"""What tests of directories share: another user, and all that can be changed of a file."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def mode_of(path: Path) -> int:
 
 
 def everything_below(path: Path) -> dict[str, tuple[object, ...]]:
-    """Each name below with all that somebody could have changed of it."""
+    """Each name below with all that can be changed of it."""
     found: dict[str, tuple[object, ...]] = {}
     for inner in sorted(path.rglob("*")):
         info = inner.lstat()

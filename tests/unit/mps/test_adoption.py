@@ -1,4 +1,4 @@
-"""A control daemon that serves already: our own survivor is taken over, everybody else's is left alone."""
+"""A control daemon that serves already: our own survivor is adopted, another program's is left alone."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from .driving import converse, running_here, stop_process, wait_until_it_answers
 OTHER_GPU = "GPU-11111111-0000-0000-0000-000000000000"
 
 
-def test_where_nothing_serves_there_is_nothing_to_take_over(plan: DomainPlan) -> None:
+def test_if_nothing_serves_nothing_is_adopted(plan: DomainPlan) -> None:
     assert find(plan) is None
     assert running_here(plan) == []
 
 
-def test_our_own_survivor_is_taken_over_with_its_limits_set_anew(
+def test_our_own_survivor_is_adopted_and_its_limits_are_set_again(
     run_domain: RunDomain, plan: DomainPlan, start_control: StartControl, program: str
 ) -> None:
     survivor = start_control(plan)
@@ -38,7 +38,7 @@ def test_our_own_survivor_is_taken_over_with_its_limits_set_anew(
     assert survivor.status() is not None, "a stop ends it like one that we started"
 
 
-def test_a_survivor_is_taken_over_also_where_no_other_could_be_started(
+def test_a_survivor_is_adopted_even_if_no_other_could_be_started(
     run_domain: RunDomain, plan: DomainPlan, start_control: StartControl
 ) -> None:
     survivor = start_control(plan)
@@ -90,7 +90,7 @@ def test_a_survivor_that_ends_as_it_is_found_is_no_error_of_the_start(
     assert run.states == [STOPPED, STARTING, BACKOFF, STARTING, APPLYING, READY]
 
 
-def test_a_survivor_that_was_stopped_is_let_go_on_and_taken_over(
+def test_a_survivor_that_was_stopped_is_told_to_go_on_and_adopted(
     run_domain: RunDomain, plan: DomainPlan, start_control: StartControl
 ) -> None:
     survivor = start_control(plan)
@@ -141,7 +141,7 @@ def for_others(plan: DomainPlan, pid: int) -> str:
     ("environment", "who"),
     [(without_mark, strangers), (for_other_gpus, for_others)],
 )
-def test_a_control_daemon_of_somebody_else_is_refused_and_left_alone(
+def test_another_programs_control_daemon_is_refused_and_left_alone(
     run_domain: RunDomain,
     plan: DomainPlan,
     start_control: StartControl,
@@ -214,14 +214,14 @@ def test_a_socket_that_was_left_behind_is_no_hindrance(run_domain: RunDomain, pl
 def test_two_plans_of_the_same_gpus_are_the_same_survivors(
     make_plan: MakePlan, run_domain: RunDomain, start_control: StartControl, program: str
 ) -> None:
-    """Other limits are no reason to refuse it: they are set anew, for the next server."""
+    """Other limits are no reason to refuse it: they are set again, for the next server."""
     survivor = start_control(make_plan((5760,), 25.0))
     run = run_domain(make_plan((2880,), 12.5)).start().until(READY)
     assert run.pid == survivor.pid
     assert converse(program, run.domain.plan, "get_default_active_thread_percentage") == ["12.5"]
 
 
-def test_a_survivor_that_serves_a_lost_gpu_too_is_taken_over_for_the_others(
+def test_a_survivor_that_serves_a_lost_gpu_too_is_adopted(
     plan: DomainPlan, run_domain: RunDomain, start_control: StartControl, program: str
 ) -> None:
     """Limits are named by the survivor's own order; that of the GPU which is not planned stays as it is."""
@@ -236,7 +236,7 @@ def test_a_survivor_that_serves_a_lost_gpu_too_is_taken_over_for_the_others(
     assert converse(program, plan, *asked) == ["1G", "5G"]
 
 
-def test_a_survivor_that_lacks_a_gpu_is_taken_over_for_those_that_it_serves(
+def test_a_survivor_that_lacks_a_gpu_is_adopted_for_the_others(
     plan: DomainPlan, run_domain: RunDomain, start_control: StartControl, program: str
 ) -> None:
     survivor = start_control(plan)

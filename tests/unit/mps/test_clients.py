@@ -1,19 +1,32 @@
-"""Who uses a domain, in the control daemon's own words, and what is known where it cannot be asked."""
+"""The clients of a domain: those served, by the control daemon's answer, and those that wait, by its log."""
 
 from __future__ import annotations
 
 import os
 import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from yunion_mps.errors import ControlError
 from yunion_mps.models import DomainPlan
-from yunion_mps.mps.clients import ClientRow, clients_of, rows_in, server_state, terminate
+from yunion_mps.mps.clients import (
+    ClientRow,
+    WaitingClient,
+    clients_of,
+    pending_in,
+    rows_in,
+    server_state,
+    terminate,
+    waiting_clients,
+)
 from yunion_mps.mps.conversation import OccupiedError
+from yunion_mps.mps.log_file import LARGEST_BYTES, LOG_NAME, bound_logs, timestamp_parser
 from yunion_mps.mps.states import READY
 
 from .conftest import HoldFrontEnd, RunDomain
-from .driving import DomainRun, Jobs, stop_process
+from .driving import DomainRun, Jobs, stop_process, wait_for
 
 OF_535 = """\
 PID       ID        SERVER         DEVICE                    NAMESPACE      COMMAND        
@@ -44,7 +57,7 @@ def test_an_answer_without_a_header_is_one_without_clients(answer: list[str]) ->
     assert rows_in(answer) == []
 
 
-def test_a_header_that_nobody_knows_is_an_error_and_no_empty_list() -> None:
+def test_an_unknown_header_is_an_error_and_no_empty_list() -> None:
     with pytest.raises(ControlError, match="its list of clients cannot be read: 'PID WHO'"):
         rows_in(["PID  WHO", "1  2"])
 
@@ -74,7 +87,7 @@ def test_a_client_that_is_none_cannot_be_terminated(run: DomainRun, jobs: Jobs, 
         terminate(jobs.program, plan, server, os.getpid())
 
 
-def test_a_servers_state_is_known_where_the_release_tells_it(
+def test_a_servers_state_is_known_if_the_release_tells_it(
     run: DomainRun, jobs: Jobs, plan: DomainPlan
 ) -> None:
     jobs.begin()
@@ -83,7 +96,7 @@ def test_a_servers_state_is_known_where_the_release_tells_it(
 
 
 def test_a_stopped_server_is_not_asked_for_its_clients(run: DomainRun, jobs: Jobs, plan: DomainPlan) -> None:
-    """It would keep the control daemon from everybody."""
+    """It would keep the control daemon from all others."""
     jobs.begin()
     (server,) = run.domain.server_pids()
     stop_process(server)
@@ -97,7 +110,7 @@ def test_a_stopped_server_is_not_asked_for_its_clients(run: DomainRun, jobs: Job
     os.kill(server, signal.SIGCONT)
 
 
-def test_where_somebody_else_has_its_ear_nothing_is_known_rather_than_nobody_there(
+def test_while_another_front_end_is_connected_nothing_is_known(
     run: DomainRun, jobs: Jobs, plan: DomainPlan, hold_front_end: HoldFrontEnd
 ) -> None:
     client = jobs.begin()
@@ -108,3 +121,86 @@ def test_where_somebody_else_has_its_ear_nothing_is_known_rather_than_nobody_the
             clients_of(jobs.program, plan, run.pid)
         with pytest.raises(OccupiedError):
             terminate(jobs.program, plan, server, client.pid)
+
+
+STAMP = b"[2026-11-20 17:27:51.516 Control   305] "
+PUT_OFF = b"NEW CLIENT %d from user %d: Server is not ready, push client to pending list"
+START, IS_READY = b"Starting new server 558 for user 1234", b"NEW SERVER 558: Ready"
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be two users")
+
+
+def pending(log: bytes) -> dict[int, tuple[int, float]]:
+    return pending_in(log, timestamp_parser(2e9))
+
+
+def log_of(*lines: bytes) -> bytes:
+    return b"".join(STAMP + line + b"\n" for line in lines)
+
+
+@pytest.fixture
+def _in_another_zone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """With a TZ that control daemons are not given."""
+    monkeypatch.setenv("TZ", "HERE-5:45")
+    time.tzset()
+    yield
+    monkeypatch.undo()
+    time.tzset()
+
+
+@as_root
+@pytest.mark.usefixtures("_in_another_zone")
+def test_a_waiting_client_is_listed_until_it_has_its_server(
+    jobs: Jobs, run_domain: RunDomain, plan: DomainPlan
+) -> None:
+    run = run_domain(its_program=jobs.program).start().until(READY)
+    now_s = time.time()
+    first = jobs.begin()
+    (server,) = run.domain.server_pids()
+    assert waiting_clients(plan, [server]) == []
+    other = jobs.wait(uid=1234)
+    wait_for(lambda: len(waiting_clients(plan, [server])) == 1)
+    (waiter,) = waiting_clients(plan, [server])
+    assert waiter == WaitingClient(other.pid, 1234, waiter.since_s, server)
+    assert now_s - 2 < waiter.since_s <= time.time()
+    assert waiting_clients(plan._replace(multiuser=True), [server]) == []
+    jobs.end(first)
+    assert other.says() == "attached"
+    assert waiting_clients(plan, run.domain.server_pids()) == []
+
+
+@as_root
+def test_who_has_ended_waits_no_more(jobs: Jobs, run_domain: RunDomain, plan: DomainPlan) -> None:
+    run = run_domain(its_program=jobs.program).start().until(READY)
+    jobs.begin()
+    other = jobs.wait(uid=1234)
+    wait_for(lambda: len(waiting_clients(plan, run.domain.server_pids())) == 1)
+    jobs.end(other)
+    assert waiting_clients(plan, run.domain.server_pids()) == []
+
+
+@pytest.mark.parametrize("served", [START, IS_READY])
+def test_clients_wait_no_more_once_their_users_server_has_started(served: bytes) -> None:
+    before = () if served is START else (START,)
+    log = log_of(*before, PUT_OFF % (7, 1234), PUT_OFF % (8, 0))
+    assert list(pending(log)) == [7, 8]
+    assert list(pending(log + log_of(served))) == [8]
+
+
+def test_a_control_daemon_that_begins_has_no_waiting_clients() -> None:
+    log = log_of(PUT_OFF % (7, 1234), b"Starting control daemon using socket /tmp/p/control")
+    assert pending(log) == {}
+
+
+def test_a_line_with_a_time_that_there_is_not_is_passed_over() -> None:
+    line = log_of(PUT_OFF % (4, 1234))
+    assert set(pending(line.replace(b"2026-11-20", b"2026-13-20") + log_of(PUT_OFF % (5, 1234)))) == {5}
+
+
+def test_a_log_that_was_emptied_forgets_no_client(plan: DomainPlan) -> None:
+    folder = Path(plan.log_directory)
+    folder.mkdir(exist_ok=True)
+    log = folder / LOG_NAME
+    log.write_bytes(b"x\n" * LARGEST_BYTES + log_of(PUT_OFF % (os.getpid(), os.getuid())))
+    bound_logs(plan)
+    assert log.read_bytes() == b""
+    assert [one.pid for one in waiting_clients(plan, [os.getpid()])] == [os.getpid()]

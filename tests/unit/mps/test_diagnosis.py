@@ -1,4 +1,4 @@
-"""Who keeps a control daemon waiting, as far as the kernel tells; and plain words where it does not."""
+"""Which process keeps a control daemon waiting, as the kernel tells; and plain words if it does not."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ def other(plan: DomainPlan, control_pid: int) -> Iterator[int]:
         process.kill()
 
 
-def test_nobody_is_blamed_where_nothing_is_seen(plan: DomainPlan, control_pid: int) -> None:
+def test_no_process_is_named_if_nothing_is_seen(plan: DomainPlan, control_pid: int) -> None:
     assert why_silent(control_pid, plan.pipe_directory) == ""
     assert why_silent(1 << 22, "/no/such/place") == ""
 
 
-def test_whoever_is_connected_and_says_nothing_is_named(
+def test_a_process_that_is_connected_and_silent_is_named(
     plan: DomainPlan, control_pid: int, other: int
 ) -> None:
     assert why_silent(control_pid, plan.pipe_directory) == (
@@ -58,7 +58,7 @@ def test_whoever_is_connected_and_says_nothing_is_named(
     )
 
 
-def test_whoever_is_connected_and_was_stopped_is_named_as_that(
+def test_a_process_that_is_connected_and_stopped_is_named_so(
     plan: DomainPlan, control_pid: int, other: int
 ) -> None:
     stop_process(other)
@@ -83,7 +83,9 @@ def test_an_open_front_end_is_named_and_not_blamed_for_silence(
     wait_for(lambda: front_end_at(plan.pipe_directory) == "")
 
 
-def test_who_is_connected_elsewhere_is_not_meant(plan: DomainPlan, other: int, place: Path) -> None:
+def test_a_process_that_is_connected_elsewhere_is_not_named(
+    plan: DomainPlan, other: int, place: Path
+) -> None:
     assert diagnosis._connections(str(place)) == {}
 
 

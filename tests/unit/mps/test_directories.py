@@ -1,17 +1,18 @@
-"""Directories below /tmp, where everybody writes: made safely or refused, and nothing foreign changes."""
+"""Directories below /tmp, where all users write: made safely or refused, and nothing foreign changes."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import resource
+import socket
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from yunion_mps.errors import HostError
-from yunion_mps.mps.directories import check_entries, make_directory, set_access
+from yunion_mps.mps.directories import check_entries, make_directory, open_log, set_access
 
 from unit.mps.hostile import STRANGER, everything_below, make, mode_of
 
@@ -25,7 +26,7 @@ pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give fi
 
 @pytest.fixture
 def tmp(place: Path) -> Path:
-    """A directory like /tmp: everybody writes, and the sticky bit is set."""
+    """A directory like /tmp: all users write, and the sticky bit is set."""
     path = place / "tmp"
     path.mkdir()
     path.chmod(0o1777)
@@ -45,7 +46,7 @@ def open_descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def test_missing_directories_are_made_for_others_to_traverse_whatever_the_umask_is(tmp: Path) -> None:
+def test_missing_directories_can_be_traversed_whatever_the_umask_is(tmp: Path) -> None:
     before = os.umask(0o077)
     try:
         path = make(tmp / "nvidia-mps/pipe")
@@ -82,7 +83,7 @@ def make_for_clients(path: Path, group: str = "") -> None:
 
 
 @pytest.mark.parametrize("mode", [0o600, 0o700, 0o750])
-def test_a_directory_that_clients_cannot_enter_is_refused_where_they_have_to(tmp: Path, mode: int) -> None:
+def test_a_directory_that_clients_cannot_enter_is_refused_if_they_must(tmp: Path, mode: int) -> None:
     (tmp / "pipe").mkdir(mode=mode)
     descriptors = open_descriptors()
     with pytest.raises(HostError) as caught:
@@ -100,7 +101,7 @@ def test_following_the_hint_lets_clients_in(tmp: Path) -> None:
     assert mode_of(tmp / "pipe") == 0o711
 
 
-def test_a_directory_made_for_clients_can_be_entered_whatever_the_umask_is(tmp: Path) -> None:
+def test_a_made_directory_can_be_entered_whatever_the_umask_is(tmp: Path) -> None:
     before = os.umask(0o077)
     try:
         make_for_clients(tmp / "mps/pipe")
@@ -111,7 +112,7 @@ def test_a_directory_made_for_clients_can_be_entered_whatever_the_umask_is(tmp: 
 
 @contextlib.contextmanager
 def no_descriptor_left() -> Iterator[None]:
-    """As where this process may open nothing more."""
+    """As if this process may open nothing more."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
     try:
@@ -120,7 +121,7 @@ def no_descriptor_left() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_no_descriptor_left_is_told_with_what_to_look_at(tmp: Path) -> None:
+def test_a_shortage_of_descriptors_is_an_error_of_its_own(tmp: Path) -> None:
     with pytest.raises(HostError) as caught, no_descriptor_left():
         make_directory(f"{tmp}/pipe")
     assert caught.value.message == f"{tmp}/pipe cannot be made or opened: Too many open files"
@@ -154,7 +155,7 @@ def test_a_strangers_symlink_is_refused_at_every_level(tmp: Path, place: Path, l
     assert error.hint == f"look who made it (ls -l {link}), and remove it: others can write there"
 
 
-def test_a_symlink_of_roots_is_refused_too_where_everybody_can_write(tmp: Path, place: Path) -> None:
+def test_a_symlink_of_root_in_a_world_writable_directory_is_refused(tmp: Path, place: Path) -> None:
     (tmp / "nvidia-mps").symlink_to(place)
     assert "is a symlink, which is not followed" in refused(tmp / "nvidia-mps/pipe", place).message
 
@@ -210,9 +211,7 @@ def test_a_stranger_without_a_name_is_named_by_number(tmp: Path) -> None:
 @pytest.mark.parametrize(
     ("mode", "last"), [(0o777, False), (0o775, False), (0o777, True), (0o1777, True), (0o775, True)]
 )
-def test_a_directory_that_others_can_write_is_refused_unless_sticky_on_the_way(
-    place: Path, mode: int, last: bool
-) -> None:
+def test_a_writable_directory_is_refused_unless_sticky_on_the_way(place: Path, mode: int, last: bool) -> None:
     path = place / "nvidia-mps"
     path.mkdir()
     path.chmod(mode)
@@ -235,3 +234,110 @@ def test_a_refusal_leaves_no_descriptor_open(tmp: Path) -> None:
     for _ in range(3):
         refused(tmp / "nvidia-mps/pipe", tmp)
     assert open_descriptors() == before
+
+
+def put_file(path: Path) -> None:
+    path.write_text("precious")
+
+
+def put_socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(str(path))
+
+
+def put_directory(path: Path) -> None:
+    path.mkdir()
+
+
+@pytest.mark.parametrize("put", [put_file, put_socket, put_directory, os.mkfifo])
+def test_something_of_a_stranger_in_the_directory_is_refused(
+    place: Path, put: Callable[[Path], None]
+) -> None:
+    descriptor = make_directory(str(place / "pipe"))
+    put(place / "pipe/control")
+    check_entries(descriptor, str(place / "pipe"))
+    os.chown(place / "pipe/control", STRANGER, STRANGER)
+    before = everything_below(place)
+    with pytest.raises(HostError) as caught:
+        check_entries(descriptor, str(place / "pipe"))
+    os.close(descriptor)
+    assert caught.value.message == f"{place}/pipe/control belongs to another user (nobody)"
+    control = f"{place}/pipe/control"
+    assert caught.value.hint == f"look at it (ls -la {control}); remove it, or choose another directory"
+    assert everything_below(place) == before
+
+
+def test_a_symlink_in_the_directory_is_refused_even_when_it_is_ours(place: Path) -> None:
+    descriptor = make_directory(str(place / "pipe"))
+    (place / "pipe/log").symlink_to("/etc/passwd")
+    with pytest.raises(HostError) as caught:
+        check_entries(descriptor, str(place / "pipe"))
+    os.close(descriptor)
+    assert caught.value.message == f"{place}/pipe/log is a symlink, which is not followed"
+    assert caught.value.hint == f"remove it: rm {place}/pipe/log"
+
+
+def test_an_entry_that_vanishes_after_the_listing_is_ignored() -> None:
+    # The listing itself opens one descriptor more, which is in the list and gone at the look.
+    descriptor = os.open("/proc/self/fdinfo", os.O_RDONLY)
+    gone = [name for name in os.listdir(descriptor) if not os.path.exists(f"/proc/self/fdinfo/{name}")]
+    assert gone != []
+    check_entries(descriptor, "/proc/self/fdinfo")
+    os.close(descriptor)
+
+
+# -- the log
+
+
+@pytest.fixture
+def log_directory(place: Path) -> Path:
+    return make(place / "log")
+
+
+def open_it(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.close(open_log(descriptor, str(directory), "control.log"))
+    finally:
+        os.close(descriptor)
+
+
+def test_the_log_is_made_unreadable_to_others_and_appended_to_later(log_directory: Path) -> None:
+    open_it(log_directory)
+    log = log_directory / "control.log"
+    assert mode_of(log) & 0o007 == 0
+    log.write_text("first\n")
+    descriptor = os.open(log_directory, os.O_RDONLY)
+    output = open_log(descriptor, str(log_directory), "control.log")
+    os.write(output, b"second\n")
+    os.close(output)
+    os.close(descriptor)
+    assert log.read_text() == "first\nsecond\n"
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("file of a stranger", "is not a file of ours"),
+        ("symlink", "cannot be written: Too many levels of symbolic links"),
+        ("fifo", "cannot be written: No such device or address"),
+        ("directory", "cannot be written: Is a directory"),
+    ],
+)
+def test_a_log_that_is_not_a_file_of_ours_is_refused(log_directory: Path, what: str, message: str) -> None:
+    log = log_directory / "control.log"
+    if what == "symlink":
+        (log_directory / "target").write_text("precious")
+        log.symlink_to("target")
+    elif what == "fifo":
+        os.mkfifo(log)
+    elif what == "directory":
+        log.mkdir()
+    else:
+        log.write_text("precious")
+        os.chown(log, STRANGER, STRANGER)
+    before = everything_below(log_directory)
+    with pytest.raises(HostError) as caught:
+        open_it(log_directory)
+    assert caught.value.message == f"{log} {message}"
+    assert everything_below(log_directory) == before

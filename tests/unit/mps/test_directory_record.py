@@ -62,7 +62,7 @@ def test_what_is_refused_or_cannot_be_made_is_not_recorded(record: Path, mps: Pa
     assert not record.exists() or record.read_text() == ""
 
 
-def test_another_word_is_added_where_a_directory_serves_otherwise_later(record: Path, mps: Path) -> None:
+def test_another_word_is_added_if_a_directory_serves_otherwise_later(record: Path, mps: Path) -> None:
     make(mps / "pipe")
     make(mps)
     assert record.read_text().splitlines() == [f"above {mps}", f"made {mps}/pipe", f"used {mps}"]
@@ -76,7 +76,7 @@ def test_the_record_is_bounded_and_full_it_hinders_nothing(record: Path, mps: Pa
     assert len(record.read_text().splitlines()) == 1000
 
 
-def test_where_nothing_can_be_recorded_directories_are_made_all_the_same(
+def test_directories_are_made_even_if_nothing_can_be_recorded(
     record: Path, mps: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     record.parent.write_text("no directory")
@@ -99,7 +99,7 @@ def _admit(path: Path, group: str) -> os.stat_result:
     return path.stat()
 
 
-def test_a_directory_that_we_made_is_limited_to_a_group_and_opened_again(record: Path, mps: Path) -> None:
+def test_our_directory_is_limited_to_a_group_and_opened_again(record: Path, mps: Path) -> None:
     closed = _admit(mps / "pipe", "daemon")
     assert (closed.st_mode & 0o777, closed.st_gid) == (0o710, grp.getgrnam("daemon").gr_gid)
     opened = _admit(mps / "pipe", "")

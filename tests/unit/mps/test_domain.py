@@ -32,7 +32,7 @@ def environment_of(pid: int) -> dict[str, str]:
     return dict(word.split("=", 1) for word in words if word)
 
 
-def test_it_is_ready_with_its_limits_in_force(run_domain: RunDomain, plan: DomainPlan, program: str) -> None:
+def test_it_is_ready_with_its_limits_in_effect(run_domain: RunDomain, plan: DomainPlan, program: str) -> None:
     run = run_domain().start().until(READY)
     assert run.states == [STOPPED, STARTING, APPLYING, READY]
     assert run.reasons == [
@@ -97,7 +97,7 @@ def test_a_control_daemon_that_never_answers_is_ended_after_ten_seconds(
     assert is_gone(pid)
 
 
-def test_it_looks_less_and_less_often_whether_the_control_daemon_answers(
+def test_it_asks_less_and_less_often_whether_it_answers(
     run_domain: RunDomain, write_program: WriteProgram
 ) -> None:
     run = run_domain(its_program=write_program("exec sleep 1000")).start()
@@ -132,7 +132,7 @@ def test_limits_that_are_read_back_wrong_are_never_ready(
     assert run.turn(1).until(READY).domain.error is None
 
 
-def test_it_is_started_again_at_once_and_then_later_and_later_up_to_a_minute(
+def test_it_is_started_again_at_once_then_later_and_later(
     run_domain: RunDomain, write_program: WriteProgram
 ) -> None:
     run = run_domain(its_program=write_program("exit 3")).start()
@@ -148,7 +148,7 @@ def test_it_is_started_again_at_once_and_then_later_and_later_up_to_a_minute(
     assert run.domain.restarts == 8
 
 
-def test_one_that_dies_again_and_again_has_failed_and_is_tried_every_minute(
+def test_one_that_keeps_dying_has_failed_and_is_tried_every_minute(
     run_domain: RunDomain, plan: DomainPlan, program: str, write_program: WriteProgram
 ) -> None:
     run = run_domain(its_program=write_program("echo no CUDA here; exit 3")).start()
@@ -257,7 +257,7 @@ def test_a_stopped_control_daemon_is_let_go_on_to_quit(run_domain: RunDomain, pl
     run.stop().until(STOPPED)
 
 
-def test_a_control_daemon_that_cannot_be_asked_to_quit_gets_sigterm_at_once(
+def test_one_that_cannot_be_asked_to_quit_gets_sigterm_at_once(
     run_domain: RunDomain, write_program: WriteProgram
 ) -> None:
     """A stop while it starts: nothing listens yet, so there is nothing to wait for."""

@@ -60,7 +60,7 @@ class Faults(RuleBasedStateMachine):
         self.plan = DomainPlan("host", pipe, log, (PlannedGpu(uuid, 5760, 4, 25.0),), 25.0)
         self.jobs = Jobs(self.host, self.stand_ins, self.plan)
         self.running: list[Client] = []
-        #: Whether somebody else may have changed the limits since they were last read.
+        #: Whether another program may have changed the limits since they were last read.
         self.meddled = False
         self.silent: list[socket.socket] = []
         #: Control daemons of daemons that died: children of this process still, as they would not be.
@@ -179,7 +179,7 @@ class Faults(RuleBasedStateMachine):
 
     @rule()
     def keep_waiting(self) -> None:
-        """Connect and say nothing, which keeps the control daemon from everybody."""
+        """Connect and say nothing, which keeps the control daemon from all others."""
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         connection.setblocking(False)
         self.silent.append(connection)
@@ -231,7 +231,7 @@ class Faults(RuleBasedStateMachine):
         return answer
 
     def wrong(self) -> list[str]:
-        """The limits that the next server would have, where they are not ours; empty where nobody tells."""
+        """The limits that the next server would have, if they are not ours; empty if it does not answer."""
         answer = self.ask(*limits.get_commands(self.run.domain.desired))
         return [] if not answer or limits.match(self.run.domain.desired, answer) else answer
 

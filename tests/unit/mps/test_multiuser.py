@@ -47,7 +47,7 @@ def test_it_is_tried_once_and_again_only_with_another_program(
     assert knows_multiuser(program, str(place))
 
 
-def test_one_that_neither_serves_nor_ends_is_given_up_and_tried_again_later(
+def test_one_that_neither_serves_nor_ends_is_tried_again_later(
     write_program: WriteProgram,
     write_knowing: Callable[[], str],
     place: Path,
@@ -59,7 +59,7 @@ def test_one_that_neither_serves_nor_ends_is_given_up_and_tried_again_later(
     assert count.read_text() == "x\nx\n"
 
 
-def test_where_it_cannot_be_tried_that_is_said(program: str, place: Path) -> None:
+def test_a_program_that_cannot_be_tried_is_an_error(program: str, place: Path) -> None:
     with pytest.raises(HostError, match="cannot be tried: No such file or directory"):
         knows_multiuser(str(place / "none"), str(place))
     unknown = place / "copy"

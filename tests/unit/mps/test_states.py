@@ -65,7 +65,7 @@ class Stage:
         return run
 
     def hang(self) -> None:
-        """Keep the control daemon from everybody."""
+        """Keep the control daemon from all others."""
         self._stack.enter_context(silent_connection(self.plan))
 
     def exits_at_once(self) -> DomainRun:
@@ -206,7 +206,7 @@ def is_let_go_while_it_hangs(stage: Stage) -> DomainRun:
 
 
 def hangs_when_it_is_found(stage: Stage) -> DomainRun:
-    """It runs, and somebody else has taken its place in the directory."""
+    """It runs, and its socket is gone."""
     stage.start_control(stage.plan)
     run = stage.real().start()
     os.unlink(f"{stage.plan.pipe_directory}/control")

@@ -27,7 +27,7 @@ def run(jobs: Jobs, run_domain: RunDomain) -> DomainRun:
 
 
 def find_out(run: DomainRun) -> DomainRun:
-    """Let the time pass in which a probe finds that nobody answers."""
+    """Let the time pass in which a probe finds that there is no answer."""
     return run.turn(PROBE_S).turn(PROBE_TIMEOUT_S)
 
 
@@ -40,7 +40,7 @@ def test_it_is_found_within_two_probe_intervals() -> None:
     assert PROBE_S + PROBE_TIMEOUT_S < 2 * PROBE_S
 
 
-def test_a_stopped_control_daemon_is_named_let_go_on_and_its_limits_read(
+def test_a_stopped_control_daemon_is_named_and_told_to_go_on(
     run: DomainRun, plan: DomainPlan, program: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     pid = run.pid
@@ -57,7 +57,7 @@ def test_a_stopped_control_daemon_is_named_let_go_on_and_its_limits_read(
     assert converse(program, plan, "get_default_device_pinned_mem_limit 0") == ["5G"]
 
 
-def test_whether_jobs_are_in_its_way_is_to_be_looked_at_as_soon_as_it_hangs(run: DomainRun) -> None:
+def test_nvml_is_polled_for_jobs_as_soon_as_it_hangs(run: DomainRun) -> None:
     assert not run.domain.take_poll_request()
     stop_process(run.pid)
     find_out(run)
@@ -79,7 +79,7 @@ def test_one_that_is_stopped_again_and_again_is_replaced(run: DomainRun) -> None
 
 
 def test_who_keeps_it_waiting_is_named(run: DomainRun, plan: DomainPlan, jobs: Jobs) -> None:
-    """Somebody who has connected and says nothing keeps it from everybody else."""
+    """A process that has connected and says nothing keeps it from all others."""
     script = (
         "import socket, sys; s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET); "
         "s.connect(sys.argv[1]); s.recv(64); print(flush=True); input()"
@@ -97,7 +97,7 @@ def test_who_keeps_it_waiting_is_named(run: DomainRun, plan: DomainPlan, jobs: J
         other.kill()
 
 
-def test_it_goes_on_where_whoever_kept_it_waiting_lets_go_of_it(run: DomainRun, plan: DomainPlan) -> None:
+def test_it_goes_on_once_the_silent_connection_is_closed(run: DomainRun, plan: DomainPlan) -> None:
     pid = run.pid
     with silent_connection(plan) as connection:
         assert find_out(run).state == WEDGED
@@ -116,7 +116,7 @@ def test_one_that_stays_silent_without_jobs_is_ended_and_replaced(run: DomainRun
 
 
 @pytest.mark.parametrize("in_use", [None, True])
-def test_one_with_jobs_is_spared_and_replaced_once_their_server_has_ended(
+def test_one_with_jobs_is_replaced_once_their_server_has_ended(
     run: DomainRun, jobs: Jobs, plan: DomainPlan, in_use: bool | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -176,7 +176,7 @@ def test_a_stopped_server_that_it_waits_for_is_named_and_let_go_on(
     assert run.pid == pid
 
 
-def test_a_socket_that_somebody_has_removed_comes_back(run: DomainRun, plan: DomainPlan) -> None:
+def test_a_socket_that_was_removed_comes_back(run: DomainRun, plan: DomainPlan) -> None:
     """As age-based cleaning of /tmp does."""
     pid = run.pid
     os.unlink(f"{plan.pipe_directory}/control")
@@ -201,7 +201,7 @@ def test_removed_sockets_cost_no_job(run: DomainRun, plan: DomainPlan, jobs: Job
 def test_a_pipe_directory_that_has_become_a_symlink_is_not_used(
     run: DomainRun, plan: DomainPlan, place: Path
 ) -> None:
-    """The control daemon is ended, for nobody finds it, and a human has to look at the link."""
+    """The control daemon is ended, because no client finds it, and an operator has to look at the link."""
     pid = run.pid
     os.rename(plan.pipe_directory, place / "elsewhere")
     (place / "aim").mkdir()
@@ -218,9 +218,7 @@ def test_a_pipe_directory_that_has_become_a_symlink_is_not_used(
     assert run.turn(60).until(READY).domain.error is None
 
 
-def test_another_process_socket_in_its_place_is_reported_and_left_alone(
-    run: DomainRun, plan: DomainPlan
-) -> None:
+def test_another_process_at_its_socket_is_reported_and_left_alone(run: DomainRun, plan: DomainPlan) -> None:
     pid = run.pid
     os.unlink(f"{plan.pipe_directory}/control")
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as other:

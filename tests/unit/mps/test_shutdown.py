@@ -61,7 +61,7 @@ def test_a_server_that_does_not_end_is_killed_before_its_control_daemon(
     assert jobs.stand_ins.servers() == []
 
 
-def test_a_control_daemon_that_hears_nobody_is_ended_with_its_servers_after_the_time(
+def test_a_deaf_control_daemon_is_ended_with_its_servers_after_the_time(
     run: DomainRun, jobs: Jobs, plan: DomainPlan
 ) -> None:
     job = jobs.begin()
@@ -129,7 +129,7 @@ def test_the_quit_is_said_again_until_it_is_heard(
     assert jobs.stand_ins.servers() == [], "a quit ends servers too"
 
 
-def test_an_open_front_end_delays_a_stop_without_jobs_by_one_more_question_at_most(
+def test_an_open_front_end_delays_a_stop_without_jobs_by_one_question(
     run: DomainRun, plan: DomainPlan, hold_front_end: HoldFrontEnd
 ) -> None:
     hold_front_end(plan)
@@ -147,9 +147,7 @@ def test_a_front_end_that_leaves_just_then_as_ours_do_costs_no_signal(
     assert caplog.messages == []
 
 
-def test_a_server_left_by_a_control_daemon_that_dies_while_it_stops_has_its_time_too(
-    run: DomainRun, jobs: Jobs
-) -> None:
+def test_a_server_orphaned_during_a_stop_has_its_time_too(run: DomainRun, jobs: Jobs) -> None:
     jobs.begin()
     run.turn(1)
     pid = run.pid

@@ -1,4 +1,4 @@
-"""A control daemon that somebody else has started, and that we were told to take over."""
+"""A control daemon that another program has started, and that we were ordered to adopt."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def take_over(place: Path, monkeypatch: pytest.MonkeyPatch) -> TakeOver:
     return take
 
 
-def test_one_taken_over_goes_on_with_its_pid_and_with_our_limits(
+def test_an_adopted_one_goes_on_with_its_pid_and_our_limits(
     run_domain: RunDomain, plan: DomainPlan, start_control: StartControl, program: str, take_over: TakeOver
 ) -> None:
     stranger = start_control(plan, theirs(plan))
@@ -80,7 +80,7 @@ def test_its_server_keeps_what_it_has_and_the_next_one_gets_ours(
     assert run.state == READY
 
 
-def test_servers_that_outlive_one_taken_over_are_ours_too(
+def test_servers_that_outlive_an_adopted_one_are_ours_too(
     plan: DomainPlan, start_control: StartControl, take_over: TakeOver, jobs: Jobs
 ) -> None:
     environment = theirs(plan, PATH=f"{jobs.stand_ins.folder}:{os.environ['PATH']}")
@@ -134,7 +134,7 @@ def test_a_note_that_is_torn_is_none(place: Path, take_over: TakeOver, text: str
         pytest.param((5760, 5760), {}, (ONE, TWO), id="in any order with equal limits"),
     ],
 )
-def test_where_it_is_certain_which_gpu_is_which_it_is_taken_over(
+def test_one_whose_gpu_order_is_certain_is_adopted(
     make_plan: MakePlan, limits: tuple[int, ...], environment: dict[str, str], order: tuple[str, ...]
 ) -> None:
     plan = make_plan(limits)
@@ -155,7 +155,7 @@ def test_where_it_is_certain_which_gpu_is_which_it_is_taken_over(
         pytest.param({"CUDA_MPS_PIPE_DIRECTORY": "/b"}, (ONE, TWO), "started for /b", id="elsewhere"),
     ],
 )
-def test_where_it_is_not_the_reason_is_said(
+def test_one_that_cannot_be_adopted_is_refused_with_the_reason(
     make_plan: MakePlan, environment: dict[str, str], gpus: tuple[str | None, ...], why: str
 ) -> None:
     plan = make_plan((5760, 1024))
@@ -169,7 +169,7 @@ def test_one_for_all_users_is_not_made_of_one_that_is_not(plan: DomainPlan) -> N
         order_to_adopt(os.getpid(), theirs(plan), plan.gpu_uuids, plan._replace(multiuser=True))
 
 
-def test_where_its_order_is_not_certain_unequal_limits_are_refused_later_too(
+def test_an_uncertain_order_refuses_unequal_limits_later_too(
     make_plan: MakePlan, start_control: StartControl, take_over: TakeOver
 ) -> None:
     stranger = start_control(make_plan((5760, 5760)), theirs(make_plan((5760, 5760))))

@@ -51,9 +51,7 @@ def test_a_log_that_is_small_is_left_alone(plan: DomainPlan, log: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [LOG_NAME, SERVER_LOG])
-def test_a_log_that_has_grown_is_emptied_and_what_matters_of_its_end_is_kept(
-    plan: DomainPlan, log: Path, name: str
-) -> None:
+def test_a_log_that_has_grown_is_emptied_and_its_end_is_kept(plan: DomainPlan, log: Path, name: str) -> None:
     large = log.with_name(name)
     large.write_text("old\n" + CHATTER * 10_000 + "what matters\n")
     bound_logs(plan)
@@ -154,7 +152,7 @@ def hear(run: DomainRun) -> list[str]:
     return run.told[before:]
 
 
-def test_a_server_that_starts_and_ends_is_told_of(run: DomainRun, jobs: Jobs, plan: DomainPlan) -> None:
+def test_a_server_that_starts_is_an_event(run: DomainRun, jobs: Jobs, plan: DomainPlan) -> None:
     job = jobs.begin()
     (server,) = run.domain.server_pids()
     assert hear(run) == [f"MPS server (PID {server}) started"]
@@ -165,7 +163,7 @@ def test_a_server_that_starts_and_ends_is_told_of(run: DomainRun, jobs: Jobs, pl
     run.until_it(lambda: run.domain.server_pids() == [] or run.turn(1).state == "stopped")
 
 
-def test_a_job_that_comes_just_before_the_daemon_serves_again_is_told_of(run: DomainRun, jobs: Jobs) -> None:
+def test_a_job_that_comes_during_a_change_of_limits_is_an_event(run: DomainRun, jobs: Jobs) -> None:
     """The log is read on across a change of limits."""
     jobs.begin()
     run.domain.change(run.domain.plan._replace(thread_percentage=50.0), run.clock.now_s)
@@ -183,9 +181,7 @@ def test_a_server_that_cannot_start_is_one_event_and_no_flood(run: DomainRun, jo
 
 
 @as_root
-def test_a_job_of_another_user_that_waits_is_told_of_with_whom_it_waits_for(
-    run: DomainRun, jobs: Jobs
-) -> None:
+def test_a_waiting_job_is_an_event_that_names_the_servers_user(run: DomainRun, jobs: Jobs) -> None:
     jobs.begin()
     hear(run)
     waiting = [jobs.wait(uid=1234), jobs.wait(uid=1234)]
@@ -208,7 +204,7 @@ def reader_of(plan: DomainPlan) -> LogReader:
     return LogReader(plan, lambda _: None, list)
 
 
-def test_a_fault_is_told_of(plan: DomainPlan, log: Path) -> None:
+def test_a_fault_is_an_event(plan: DomainPlan, log: Path) -> None:
     log.write_text("before\n")
     reader = reader_of(plan)
     with log.open("a") as file:
@@ -244,7 +240,7 @@ ENDED = "[x Control 1] Server 7 exited with status 0\n"
         ),
     ],
 )
-def test_an_end_that_nobody_asked_for_is_a_failure_whatever_the_status(
+def test_an_end_without_an_order_is_a_failure_whatever_the_status(
     plan: DomainPlan, log: Path, before: str, severity: str, what: str
 ) -> None:
     log.write_text("[x Control 1] Starting new server 7 for user 0\n")

@@ -1,4 +1,4 @@
-"""Whose a control daemon is: its process decides, whatever lies at its socket and whoever keeps that busy."""
+"""Whether a control daemon is ours: its process decides, whatever lies at its socket and keeps that busy."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_one_whose_queue_is_full_is_named_by_its_process(
 
 
 @pytest.mark.parametrize("stopped", [False, True])
-def test_one_whose_queue_is_full_is_adopted_explained_and_serves_when_it_can(
+def test_one_whose_queue_is_full_is_adopted_and_serves_when_it_can(
     plan: DomainPlan, start_control: StartControl, run_domain: RunDomain, stopped: bool
 ) -> None:
     ours = start_control(plan)
@@ -132,7 +132,7 @@ def test_a_note_that_cannot_be_understood_hides_nothing(
     assert running_here(plan) == [(control.pid, plan.gpu_uuids)]
 
 
-def test_the_pid_of_another_process_is_not_taken_for_the_one_that_was_noted(
+def test_another_process_with_the_recorded_pid_is_not_adopted(
     plan: DomainPlan, start_control: StartControl
 ) -> None:
     record(plan, os.getpid())
@@ -170,9 +170,7 @@ def test_a_user_s_process_that_forbids_its_dump_is_still_that_user_s(plan: Domai
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a process of another user")
-def test_a_user_s_process_with_our_mark_and_a_server_s_name_is_no_server(
-    plan: DomainPlan, place: Path
-) -> None:
+def test_a_users_process_with_our_mark_and_name_is_no_server(plan: DomainPlan, place: Path) -> None:
     """It would keep compute modes from being restored, or be asked for an environment without end."""
     fake = place / "bin" / SERVER
     fake.parent.mkdir()

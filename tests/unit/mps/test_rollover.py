@@ -57,7 +57,7 @@ def test_a_shortage_delays_them_and_ends_no_control_daemon(run: DomainRun, other
     assert (run.domain.in_effect, run.pid) == (LimitsInEffect(other), pid)
 
 
-def test_while_a_server_runs_they_are_pending_and_in_force_when_it_has_ended(
+def test_limits_are_pending_while_a_server_runs_and_then_in_effect(
     run: DomainRun, plan: DomainPlan, other: DomainPlan, program: str, jobs: Jobs
 ) -> None:
     job = jobs.begin()
@@ -113,7 +113,7 @@ def test_to_drain_waits_for_the_jobs_and_force_does_not(
     assert job.says() == "server gone"
 
 
-def test_a_server_that_was_asked_while_it_had_jobs_ends_when_it_has_none(
+def test_a_server_asked_to_end_while_it_had_jobs_ends_without_them(
     run: DomainRun, other: DomainPlan, jobs: Jobs
 ) -> None:
     """535 ends it with its last job; 550 asks it again later and later, and at once when we do."""
@@ -128,7 +128,7 @@ def test_a_server_that_was_asked_while_it_had_jobs_ends_when_it_has_none(
     assert jobs.stand_ins.servers() == []
 
 
-def test_nothing_is_asked_to_end_where_nothing_is_pending(run: DomainRun, jobs: Jobs) -> None:
+def test_nothing_is_asked_to_end_if_nothing_is_pending(run: DomainRun, jobs: Jobs) -> None:
     jobs.begin()
     run.domain.drain(run.clock.now_s, force=True)
     run.domain.note_use(in_use=False)
@@ -138,7 +138,7 @@ def test_nothing_is_asked_to_end_where_nothing_is_pending(run: DomainRun, jobs: 
 
 @pytest.mark.parametrize("when", ["before the change", "after it"])
 @pytest.mark.parametrize(("force", "for_s"), [(True, 50), (False, 200)])
-def test_an_order_is_given_again_where_it_was_not_heard(
+def test_an_order_that_was_not_heard_is_given_again(
     run: DomainRun, plan: DomainPlan, other: DomainPlan, jobs: Jobs, hold_front_end: HoldFrontEnd,
     when: str, force: bool, for_s: int,
 ) -> None:  # fmt: skip
@@ -159,7 +159,7 @@ def test_an_order_is_given_again_where_it_was_not_heard(
 def test_an_order_that_ends_jobs_is_given_up_after_a_minute(
     run: DomainRun, plan: DomainPlan, other: DomainPlan, jobs: Jobs, hold_front_end: HoldFrontEnd, when: str
 ) -> None:
-    """Later, nobody would expect it; what waits for the jobs goes on waiting."""
+    """Later, it would come as a surprise; what waits for the jobs goes on waiting."""
     jobs.begin()
     (server,) = run.domain.server_pids()
     leave = held(run, plan, other, hold_front_end, when)
@@ -176,7 +176,7 @@ def test_an_order_that_ends_jobs_is_given_up_after_a_minute(
 def held(
     run: DomainRun, plan: DomainPlan, other: DomainPlan, hold_front_end: HoldFrontEnd, when: str
 ) -> Callable[[], None]:
-    """Change the limits while, or before, somebody has the front-end open; returns how they leave it."""
+    """Change the limits while, or before, another front-end is open; returns how to leave it."""
     if when == "after it":
         change(run, other)
         return hold_front_end(plan)
@@ -242,7 +242,7 @@ def test_a_change_that_a_dead_daemon_had_begun_is_ended_by_the_next(
     after.turn(10).until_it(lambda: after.domain.in_effect == LimitsInEffect(other))
 
 
-def test_a_server_with_limits_that_nobody_knows_keeps_a_survivor_from_serving_until_it_has_no_jobs(
+def test_a_server_with_unknown_limits_delays_a_survivor_until_it_is_idle(
     run: DomainRun, plan: DomainPlan, program: str, jobs: Jobs, run_domain: RunDomain
 ) -> None:
     converse(program, plan, "set_default_active_thread_percentage 77")
@@ -263,7 +263,7 @@ def test_a_server_with_limits_that_nobody_knows_keeps_a_survivor_from_serving_un
     assert converse(program, plan, PERCENTAGE, MEMORY) == ["25.0", "5G"]
 
 
-def test_a_control_daemon_that_waits_to_be_asked_again_is_replaced_at_once_when_it_dies(
+def test_one_that_dies_before_it_is_asked_again_is_replaced_at_once(
     run: DomainRun, plan: DomainPlan, program: str, jobs: Jobs, run_domain: RunDomain
 ) -> None:
     converse(program, plan, "set_default_active_thread_percentage 77")
@@ -308,10 +308,10 @@ def test_what_a_survivors_server_waits_for_is_remembered(
     assert after.pending == run.pending
 
 
-# -- somebody else
+# -- other programs
 
 
-def test_limits_that_somebody_else_has_changed_are_put_right_and_recorded(
+def test_limits_that_another_program_changed_are_set_again(
     run: DomainRun, plan: DomainPlan, program: str
 ) -> None:
     converse(program, plan, "set_default_device_pinned_mem_limit 0 0G")
@@ -325,7 +325,7 @@ def test_limits_that_somebody_else_has_changed_are_put_right_and_recorded(
     assert run.pending == ""
 
 
-def test_a_server_that_has_started_with_somebody_elses_limits_is_named_and_waited_for(
+def test_a_server_with_another_programs_limits_is_named_and_awaited(
     run: DomainRun, plan: DomainPlan, program: str, jobs: Jobs
 ) -> None:
     converse(program, plan, "set_default_active_thread_percentage 100")
@@ -339,7 +339,7 @@ def test_a_server_that_has_started_with_somebody_elses_limits_is_named_and_waite
     run.turn(10).until_it(lambda: run.pending == "")
 
 
-def test_a_server_that_is_there_before_the_limits_of_a_new_control_daemon_is_waited_for(
+def test_a_server_from_before_a_new_control_daemons_limits_is_awaited(
     jobs: Jobs, run_domain: RunDomain, write_program: WriteProgram, plan: DomainPlan
 ) -> None:
     """A job that comes in the first millisecond has no limits at all."""
@@ -359,7 +359,7 @@ def test_a_server_that_is_there_before_the_limits_of_a_new_control_daemon_is_wai
 # -- an operator who types commands has its ear
 
 
-def test_a_survivor_is_asked_again_and_again_while_somebody_else_has_its_ear(
+def test_a_survivor_is_asked_again_while_another_front_end_is_open(
     run_domain: RunDomain, plan: DomainPlan, start_control: StartControl, hold_front_end: HoldFrontEnd
 ) -> None:
     survivor = start_control(plan)
@@ -374,7 +374,7 @@ def test_a_survivor_is_asked_again_and_again_while_somebody_else_has_its_ear(
     run.turn(1).until(READY)
 
 
-def test_a_look_at_the_limits_is_left_out_while_somebody_else_has_its_ear(
+def test_limits_are_not_verified_while_another_front_end_is_open(
     run: DomainRun, plan: DomainPlan, hold_front_end: HoldFrontEnd
 ) -> None:
     """An open shell is no fault; a probe is answered all the same."""
@@ -388,7 +388,7 @@ def test_a_look_at_the_limits_is_left_out_while_somebody_else_has_its_ear(
     assert run.states == before
 
 
-def test_the_death_of_a_control_daemon_in_the_midst_of_a_change_loses_nothing(
+def test_a_control_daemons_death_during_a_change_loses_nothing(
     run: DomainRun, other: DomainPlan, program: str
 ) -> None:
     run.domain.change(other, run.clock.now_s)

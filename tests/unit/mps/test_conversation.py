@@ -1,4 +1,4 @@
-"""Conversations with NVIDIA's real control daemon, and what counts as its limits being in force."""
+"""Conversations with NVIDIA's real control daemon, and what shows that its limits are in effect."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .driving import converse
 
 
 def check_setting(plan: DomainPlan, answer: Sequence[str]) -> None:
-    """As a domain checks what is answered to both, where no server runs."""
+    """As a domain checks what is answered to both, if no server runs."""
     limits.check_percentage(plan, answer[0] if answer else None)
     limits.check(plan, answer[1:])
 
@@ -52,7 +52,7 @@ def test_a_stopped_control_daemon_is_still_the_peer(plan: DomainPlan, start_cont
     assert peer.pid == process.pid
 
 
-def test_looking_for_the_peer_does_not_wait_for_a_socket_whose_queue_is_full(plan: DomainPlan) -> None:
+def test_finding_the_peer_does_not_wait_for_a_full_queue(plan: DomainPlan) -> None:
     os.makedirs(plan.pipe_directory)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(f"{plan.pipe_directory}/control")
@@ -67,7 +67,7 @@ def test_looking_for_the_peer_does_not_wait_for_a_socket_whose_queue_is_full(pla
             connection.close()
 
 
-def test_the_limits_of_many_gpus_are_set_and_read_back_in_one_conversation(
+def test_limits_of_many_gpus_are_set_and_read_back_in_one_conversation(
     make_plan: MakePlan, start_control: StartControl, program: str
 ) -> None:
     plan = make_plan(tuple(1000 + 700 * index for index in range(32)), 12.5)
@@ -89,7 +89,7 @@ def test_a_limit_that_the_control_daemon_ignores_is_noticed(
 
 
 @pytest.mark.parametrize("memory_mib", [1, 9, 512, 1023, 1024, 1025, 1535, 2047, 2048, 5760, 143771])
-def test_memory_limits_of_every_size_are_shown_as_the_control_daemon_shows_them(
+def test_memory_limits_are_shown_as_the_control_daemon_shows_them(
     make_plan: MakePlan, start_control: StartControl, program: str, memory_mib: int
 ) -> None:
     plan = make_plan((memory_mib,))
@@ -155,7 +155,7 @@ def percentage(got: str) -> str:
         ("25.0 5G 25.0 512M 25.0 4G", MORE + "'4G'"),
     ],
 )
-def test_every_wrong_answer_is_refused_with_the_limit_that_is_not_in_force(
+def test_every_wrong_answer_is_refused_and_names_the_limit(
     two_gpus: DomainPlan, answer: str, message: str
 ) -> None:
     with pytest.raises(ControlError) as caught:
@@ -164,7 +164,7 @@ def test_every_wrong_answer_is_refused_with_the_limit_that_is_not_in_force(
     assert caught.value.hint == NO_DEVICE
 
 
-def test_no_single_line_of_the_right_answer_can_be_missing_doubled_or_other(two_gpus: DomainPlan) -> None:
+def test_no_line_of_the_right_answer_can_be_missing_doubled_or_other(two_gpus: DomainPlan) -> None:
     for index in range(len(RIGHT)):
         for instead in ([], [RIGHT[index]] * 2, ["x"], [""], ["26.0"], ["6G"], [RIGHT[index] + " "]):
             wrong = RIGHT[:index] + instead + RIGHT[index + 1 :]
@@ -173,7 +173,7 @@ def test_no_single_line_of_the_right_answer_can_be_missing_doubled_or_other(two_
                     check_setting(two_gpus, wrong)
 
 
-def test_a_stopped_control_daemon_ends_the_conversation_at_its_deadline(
+def test_a_stopped_control_daemon_is_given_up_at_the_deadline(
     plan: DomainPlan, start_control: StartControl, program: str
 ) -> None:
     start_control(plan).signal(signal.SIGSTOP)
@@ -193,9 +193,7 @@ def test_a_stopped_control_daemon_ends_the_conversation_at_its_deadline(
     assert sorted(os.listdir("/proc/self/fd")) == before, "the front-end and its pipe are gone"
 
 
-def test_without_a_control_daemon_the_front_ends_own_words_are_the_error(
-    plan: DomainPlan, program: str
-) -> None:
+def test_without_a_control_daemon_the_front_ends_words_are_the_error(plan: DomainPlan, program: str) -> None:
     os.makedirs(plan.pipe_directory)
     with pytest.raises(ControlError) as caught:
         converse(program, plan, "get_server_list")
@@ -254,7 +252,7 @@ def test_the_front_ends_environment_is_built_from_nothing(
     }
 
 
-def test_a_missing_control_program_is_named_with_the_packages_that_hold_it(
+def test_a_missing_control_program_is_named_with_its_packages(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if any(os.path.exists(f"{folder}/{PROGRAM}") for folder in PROGRAM_DIRECTORIES):

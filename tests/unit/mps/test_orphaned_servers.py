@@ -41,7 +41,7 @@ def kill(run: DomainRun) -> None:
     run.until_ended().tick()
 
 
-def test_the_servers_of_a_control_daemon_that_died_are_told_of_and_shown(run: DomainRun, jobs: Jobs) -> None:
+def test_servers_of_a_control_daemon_that_died_are_events_and_shown(run: DomainRun, jobs: Jobs) -> None:
     first = run.pid
     server, _ = orphan(run, jobs)
     (event,) = [event for event in run.events if "lives on" in event.what]
@@ -61,7 +61,7 @@ def test_the_servers_of_a_control_daemon_that_died_are_told_of_and_shown(run: Do
     assert run.domain.descriptors()
 
 
-def test_an_orphan_that_ends_with_its_job_is_told_of_and_shown_no_more(run: DomainRun, jobs: Jobs) -> None:
+def test_an_orphan_that_ends_with_its_job_is_an_event(run: DomainRun, jobs: Jobs) -> None:
     server, job = orphan(run, jobs)
     jobs.end(job)
     run.until_it(lambda: run.domain.server_pids() == [])
@@ -108,7 +108,7 @@ def test_an_orphan_without_jobs_is_ended(run: DomainRun, jobs: Jobs) -> None:
     assert run.state == READY
 
 
-def test_an_orphan_is_idle_only_where_no_job_was_seen_for_a_while(run: DomainRun, jobs: Jobs) -> None:
+def test_an_orphan_is_idle_only_if_no_job_was_seen_for_a_while(run: DomainRun, jobs: Jobs) -> None:
     server, _ = orphan(run, jobs)
     for in_use in (False, True, False, None, False):
         run.domain.note_use(in_use=in_use)
@@ -116,9 +116,7 @@ def test_an_orphan_is_idle_only_where_no_job_was_seen_for_a_while(run: DomainRun
     assert jobs.stand_ins.servers() == [server]
 
 
-def test_a_server_that_starts_and_loses_its_control_daemon_between_two_ticks_is_found(
-    run: DomainRun, jobs: Jobs
-) -> None:
+def test_a_server_orphaned_between_two_ticks_is_found(run: DomainRun, jobs: Jobs) -> None:
     jobs.begin()
     kill(run)
     run.until(READY)
@@ -141,7 +139,7 @@ def test_a_daemon_that_starts_finds_the_orphans_of_one_before_it(
     assert jobs.stand_ins.servers() == []
 
 
-def test_the_servers_of_a_control_daemon_that_is_taken_over_are_no_orphans(
+def test_the_servers_of_an_adopted_control_daemon_are_no_orphans(
     run: DomainRun, jobs: Jobs, run_domain: RunDomain, plan: DomainPlan
 ) -> None:
     jobs.begin()
@@ -163,9 +161,7 @@ def test_nothing_but_a_server_of_ours_on_the_directory_is_an_orphan(plan: Domain
         other.terminate()
 
 
-def test_a_stop_gives_orphans_the_time_that_clients_have_and_then_ends_them(
-    run: DomainRun, jobs: Jobs
-) -> None:
+def test_a_stop_gives_orphans_the_clients_time_and_then_ends_them(run: DomainRun, jobs: Jobs) -> None:
     server, _ = orphan(run, jobs)
     run.stop()
     run.until_it(lambda: run.domain.status().pid is None)
@@ -193,7 +189,9 @@ def test_a_stopped_orphan_is_let_go_on_to_see_its_signal(run: DomainRun, jobs: J
     assert jobs.stand_ins.servers() == []
 
 
-def test_orphans_are_ended_where_nothing_can_be_started(run: DomainRun, jobs: Jobs, plan: DomainPlan) -> None:
+def test_orphans_are_ended_even_if_nothing_can_be_started(
+    run: DomainRun, jobs: Jobs, plan: DomainPlan
+) -> None:
     jobs.begin()
     run.turn(1)
     os.rename(plan.log_directory, f"{plan.log_directory}.old")
@@ -228,7 +226,7 @@ def test_a_domain_that_retires_starts_nothing_new_for_its_orphans(run: DomainRun
 
 def test_orphans_can_be_ended_by_force_at_once(run: DomainRun, jobs: Jobs) -> None:
     orphan(run, jobs)
-    run.domain.drain(run.clock.now_s, force=False)  # there is nobody to ask
+    run.domain.drain(run.clock.now_s, force=False)  # there is no control daemon to ask
     run.domain.drain(run.clock.now_s, force=True)
     run.until_it(lambda: jobs.stand_ins.servers() == [])
 
@@ -243,7 +241,7 @@ def test_a_daemon_that_fails_itself_leaves_orphans_alone_and_says_so(
     assert f"domain host: its MPS server (PID {server}) is left running" in caplog.messages
 
 
-def test_a_server_that_cannot_be_ended_is_told_of_once_a_minute(jobs: Jobs, run: DomainRun) -> None:
+def test_a_server_that_cannot_be_ended_is_an_event_once_a_minute(jobs: Jobs, run: DomainRun) -> None:
     """As one that hangs in the driver; there is none here, so the kernel keeps signals from it."""
     server, _ = orphan(run, jobs)
     told: list[str] = []
