@@ -7,7 +7,7 @@ import contextlib
 import os
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from yunion_mps.errors import NotAllowedError, NotFoundError
 from yunion_mps.escaping import printable
@@ -19,7 +19,11 @@ from yunion_mps.leases.bounds import COMMAND_LENGTH
 from yunion_mps.leases.request import LeaseRequest
 from yunion_mps.models import Holder, Owner
 from yunion_mps.service.clients import Clients
+from yunion_mps.service.leases import LeaseService
 from yunion_mps.service.queries import Filters, Service, Wanted
+
+if TYPE_CHECKING:
+    from yunion_mps.answers import LeaseList, LeaseRecord
 
 Json = dict[str, Any]
 
@@ -37,41 +41,6 @@ class Changes(Protocol):
         """Run the program anew in the same process."""
 
 
-class Giver(Protocol):
-    """Who gives devices; each raises YunionError where it is refused."""
-
-    @property
-    def memory_unit_mib(self) -> int:
-        """What a unit of memory is in requests."""
-
-    def leases(self) -> Json:
-        """All leases, and those who wait."""
-
-    async def take(
-        self,
-        request: LeaseRequest,
-        holder: Holder,
-        keep: Callable[[Callable[[], None]], None],
-        wait_s: float,
-        idempotency_key: str,
-        *,
-        cdi: bool,
-    ) -> Json:
-        """A lease for the holder, which may take `wait_s`; the same one for the same key."""
-
-    def would_take(self, request: LeaseRequest, holder: Holder, idempotency_key: str) -> Json:
-        """The lease that the holder would get now."""
-
-    def release(self, lease_id: str, caller: Owner) -> Json:
-        """The lease that was ended."""
-
-    def renew(self, lease_id: str, caller: Owner) -> Json:
-        """The lease that was renewed."""
-
-    def bind(self, lease_id: str, caller: Owner, holder: Holder) -> Json:
-        """The lease, which ends with the container now."""
-
-
 class Handlers:
     """The handlers of all operations."""
 
@@ -80,7 +49,7 @@ class Handlers:
         service: Service,
         changes: Changes,
         clients: Clients,
-        leases: Giver,
+        leases: LeaseService,
         metrics: Callable[[str], Awaitable[tuple[str, bytes]]],
     ) -> None:
         """`metrics` gives the content type and the text for an Accept header."""
@@ -167,7 +136,7 @@ class Handlers:
     async def terminate_client(self, request: Request, *, pid: int, force: bool) -> Any:
         return await self._clients.terminate(pid, request.uid, force=force)
 
-    async def get_leases(self, _: Request) -> Any:
+    async def get_leases(self, _: Request) -> LeaseList:
         return self._leases.leases()
 
     async def take_lease(
@@ -187,7 +156,7 @@ class Handlers:
         cdi: bool,
         dry: bool,
         **holder: Any,
-    ) -> Json:
+    ) -> LeaseRecord:
         """`holder` has what `_holder` takes, and the name of the `request`."""
         if request.body_bytes:
             hint = "write it as parameters: /v1/leases?name=a&ttl=60"
@@ -203,13 +172,13 @@ class Handlers:
             return self._leases.would_take(wanted, _holder(request, **holder), key)
         return await self._leases.take(wanted, _holder(request, **holder), request.keep, wait, key, cdi=cdi)
 
-    async def end_lease(self, request: Request, *, lease: str) -> Json:
+    async def end_lease(self, request: Request, *, lease: str) -> LeaseRecord:
         return self._leases.release(lease, _caller(request))
 
-    async def renew_lease(self, request: Request, *, lease: str) -> Json:
+    async def renew_lease(self, request: Request, *, lease: str) -> LeaseRecord:
         return self._leases.renew(lease, _caller(request))
 
-    async def bind_lease(self, request: Request, *, lease: str, pid: int | None) -> Json:
+    async def bind_lease(self, request: Request, *, lease: str, pid: int | None) -> LeaseRecord:
         holder = _process("container", request.pid if pid is None else pid, request)
         return self._leases.bind(lease, _caller(request), holder)
 

@@ -8,7 +8,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
 from yunion_mps.containers.lookup import Containers
 from yunion_mps.containers.publisher import CdiPublisher
@@ -28,9 +28,11 @@ from yunion_mps.service.queries import Service
 from yunion_mps.service.shapes import lease_json, queued_json
 from yunion_mps.supervisor import Supervisor
 
+if TYPE_CHECKING:
+    from yunion_mps.answers import LeaseList, LeaseRecord
+
 log = logging.getLogger(__name__)
 
-Json = dict[str, Any]
 #: Has a function called when the connection that a request came by ends.
 OnDisconnect = Callable[[Callable[[], None]], None]
 
@@ -112,7 +114,7 @@ class LeaseService:
         """What a unit of memory is in requests."""
         return self._supervisor.config.gpu_memory_unit_mib
 
-    def leases(self) -> Json:
+    def leases(self) -> LeaseList:
         """All leases, and the queued requests in their order."""
         leases = [self._json(lease) for lease in self.ledger.leases.values()]
         queued = [queued_json(one, self._containers) for one in self.queue.requests]
@@ -127,7 +129,7 @@ class LeaseService:
         idempotency_key: str = "",
         *,
         cdi: bool = False,
-    ) -> Json:
+    ) -> LeaseRecord:
         """Lease what the holder requests, within `wait_s`; raises YunionError if that cannot be.
 
         A request repeated with its `idempotency_key`, because its answer was lost or the daemon restarted,
@@ -148,7 +150,7 @@ class LeaseService:
             on_disconnect(lambda: self._end_connected(lease_id))
         return self._json(lease)
 
-    def would_take(self, request: LeaseRequest, holder: Holder, idempotency_key: str = "") -> Json:
+    def would_take(self, request: LeaseRequest, holder: Holder, idempotency_key: str = "") -> LeaseRecord:
         """The lease that the holder would get now; raises YunionError if it would get none."""
         if not self.ledger.repeated(holder, idempotency_key):
             self._refuse_over_quota(QueuedRequest(request, holder, idempotency_key))
@@ -159,14 +161,14 @@ class LeaseService:
         lease = Lease("", devices, holder, time.time(), environment)
         return lease_json(lease, None, self._containers)
 
-    def release(self, name: str, caller: Owner) -> Json:
+    def release(self, name: str, caller: Owner) -> LeaseRecord:
         """End a lease for the caller; raises NotFoundError and NotAllowedError."""
         lease = self._own(name, caller)
         released = lease_json(lease, None, self._containers)
         self._end(lease.id, f"{owner_name(caller)} gave it back")
         return released
 
-    def renew(self, name: str, caller: Owner) -> Json:
+    def renew(self, name: str, caller: Owner) -> LeaseRecord:
         """Give a lease taken by name its whole time to live from now; raises as `release` does."""
         lease = self._own(name, caller)
         if lease.holder.binding != "name":
@@ -177,7 +179,7 @@ class LeaseService:
         self._store_expiry(lease)
         return self._json(lease)
 
-    def bind(self, name: str, caller: Owner, holder: Holder) -> Json:
+    def bind(self, name: str, caller: Owner, holder: Holder) -> LeaseRecord:
         """Let a lease end with the container whose first process `holder` is, and not with its old holder.
 
         Its owner does not change. A lease taken by name stays one, because containers may share it. Repeated
@@ -339,7 +341,7 @@ class LeaseService:
             what = f"the lease of {_addresses(lease)} is {owner_name(owner)}'s"
             raise NotAllowedError(what, "only root and its owner may end or renew it")
 
-    def _json(self, lease: Lease) -> Json:
+    def _json(self, lease: Lease) -> LeaseRecord:
         return lease_json(lease, self._holders.expires_s(lease.id), self._containers)
 
     def _record(self, lease: Lease, what: str, cause: str) -> None:

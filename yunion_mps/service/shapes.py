@@ -31,8 +31,9 @@ from yunion_mps.service.state import (
 )
 
 if TYPE_CHECKING:  # READY does not wait for these
+    from yunion_mps.answers import HolderFields, LeaseRecord, QueuedRequest
     from yunion_mps.containers.lookup import Containers
-    from yunion_mps.leases.queue import QueuedRequest
+    from yunion_mps.leases import queue
 
 Json = dict[str, Any]
 
@@ -141,9 +142,8 @@ def domain_json(domain: DomainStatus) -> Json:
     }
 
 
-def lease_json(lease: Lease, expires_s: float | None, containers: Containers) -> Json:
+def lease_json(lease: Lease, expires_s: float | None, containers: Containers) -> LeaseRecord:
     """A lease; `expires_s` is in s since 1970, None if it ends with a process or a connection."""
-    holder = lease.holder
     return {
         "id": lease.id,
         "devices": [device.addr for device in lease.devices],
@@ -152,36 +152,33 @@ def lease_json(lease: Lease, expires_s: float | None, containers: Containers) ->
         "thread_percentage": min(device.thread_percentage for device in lease.devices),
         "budget_enforced": all(device.budget_enforced for device in lease.devices),
         "unenforced_gpus": _gpus(device for device in lease.devices if not device.budget_enforced),
-        "binding": holder.binding,
-        **_holder_json(holder, containers),
-        "name": holder.name or None,
-        "since": lease.since_s,
+        "binding": lease.holder.binding,
+        **_holder_json(lease.holder, lease.since_s, containers),
         "expires": expires_s,
         "cdi": f"{CDI_KIND}={lease.id}" if lease.cdi else None,
         "environment": dict(lease.environment),
     }
 
 
-def queued_json(queued: QueuedRequest, containers: Containers) -> Json:
-    """A queued request."""
-    holder = _holder_json(queued.holder, containers)
-    name = queued.holder.name or None
-    return {**holder, "name": name, "since": queued.since_s, "wants": str(queued.request)}
+def queued_json(queued: queue.QueuedRequest, containers: Containers) -> QueuedRequest:
+    """A queued request, as it is listed."""
+    return {**_holder_json(queued.holder, queued.since_s, containers), "wants": str(queued.request)}
 
 
 def _gpus(devices: Iterable[Device]) -> list[str]:
     return list(dict.fromkeys(device.gpu_address for device in devices))
 
 
-def _holder_json(holder: Holder, containers: Containers) -> Json:
-    pid = holder.pid
-    runs = pid is not None and started_ticks(pid) == holder.started
-    inside = containers.of(pid) if pid is not None and runs else None
+def _holder_json(holder: Holder, since_s: float, containers: Containers) -> HolderFields:
+    pid = holder.pid if holder.pid and started_ticks(holder.pid) == holder.started else None
+    inside = containers.of(pid) if pid else None
     return {
-        "pid": pid,
+        "pid": holder.pid,
         "uid": holder.uid,
         "user": user_name(holder.uid),
-        "command": (holder.command or command_of(pid)) if pid is not None and runs else None,
+        "command": (holder.command or command_of(pid)) if pid else None,
         "container": inside.name if inside else None,
         "container_id": inside.id if inside else None,
+        "name": holder.name or None,
+        "since": since_s,
     }

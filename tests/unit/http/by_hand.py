@@ -17,6 +17,7 @@ from yunion_mps.http.router import Router
 from yunion_mps.leases.request import LeaseRequest
 from yunion_mps.models import Holder, Owner
 from yunion_mps.service.clients import Clients
+from yunion_mps.service.leases import LeaseService
 from yunion_mps.service.queries import Service
 
 Json = dict[str, Any]
@@ -221,31 +222,34 @@ async def metrics(accept: str) -> tuple[str, bytes]:
     return OPENMETRICS if OPENMETRICS in accept else "text/plain", b"yunion_mps_up 1\n"
 
 
-class Giver(_ByHand):
+class Giver(_ByHand, LeaseService):
     """Leases given by hand: every request gets the same one."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: Json = {"leases": [LEASE], "waiting": [WAITER], "total": 1}
-        self.given: Json = LEASE
-        self.memory_unit_mib = 1024
+        self.found: Any = {"leases": [LEASE], "waiting": [WAITER], "total": 1}
+        self.given: Any = LEASE
         self.refusal: YunionError | None = None
         self.as_device = False
         self.requested: list[tuple[LeaseRequest, Holder, float]] = []
 
-    def leases(self) -> Json:
+    @property
+    def memory_unit_mib(self) -> int:
+        return 1024
+
+    def leases(self) -> Any:
         return self.found
 
     async def take(
         self,
         request: LeaseRequest,
         holder: Holder,
-        keep: Callable[[Callable[[], None]], None],
+        on_disconnect: Callable[[Callable[[], None]], None],
         wait_s: float,
-        idempotency_key: str,
+        idempotency_key: str = "",
         *,
-        cdi: bool,
-    ) -> Json:
+        cdi: bool = False,
+    ) -> Any:
         await self._pass("take")
         self.requested.append((request, holder, wait_s))
         self.as_device = cdi
@@ -253,22 +257,22 @@ class Giver(_ByHand):
             raise self.refusal
         return self.given
 
-    def would_take(self, request: LeaseRequest, holder: Holder, idempotency_key: str) -> Json:
+    def would_take(self, request: LeaseRequest, holder: Holder, idempotency_key: str = "") -> Any:
         self.requested.append((request, holder, -1))
         if self.refusal:
             raise self.refusal
         return self.given
 
-    def release(self, lease_id: str, caller: Owner) -> Json:
-        self.done.append(f"release {lease_id} for {caller.uid}")
+    def release(self, name: str, caller: Owner) -> Any:
+        self.done.append(f"release {name} for {caller.uid}")
         return self.given
 
-    def renew(self, lease_id: str, caller: Owner) -> Json:
-        self.done.append(f"renew {lease_id} for {caller.uid}")
+    def renew(self, name: str, caller: Owner) -> Any:
+        self.done.append(f"renew {name} for {caller.uid}")
         return self.given
 
-    def bind(self, lease_id: str, caller: Owner, holder: Holder) -> Json:
-        self.done.append(f"bind {lease_id} for {caller.uid} to {holder.pid}")
+    def bind(self, name: str, caller: Owner, holder: Holder) -> Any:
+        self.done.append(f"bind {name} for {caller.uid} to {holder.pid}")
         return self.given
 
 
