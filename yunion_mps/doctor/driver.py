@@ -8,8 +8,8 @@ import re
 import shutil
 from collections.abc import Iterator
 
-from yunion_mps.doctor.host import Host
-from yunion_mps.doctor.report import NO_GPU, Finding, Findings, check, ok, problem, skipped, warning
+from yunion_mps.doctor.host import NO_GPU, Host, SkipError
+from yunion_mps.doctor.report import Finding, Findings, check, ok, problem, skipped, warning
 from yunion_mps.errors import DriverError, HostError
 from yunion_mps.host.proc import environment_of
 from yunion_mps.mps.processes import PROGRAM, SERVER, find_control_program, server_path
@@ -45,12 +45,13 @@ def driver(host: Host) -> Findings:
         if host.is_off():
             return [skipped(f"{error.message}; {_OFF}")]
         return [problem(error.message, error.hint)]
-    found: list[Finding] = []
-    for what, other in _versions(host):
-        if other != version:
-            text = f"{what} is of {other}, the driver of {version}"
-            far = other.partition(".")[0] != version.partition(".")[0]
-            found.append(problem(text, _UPDATE) if far else warning(text, _UPDATE))
+    found = [
+        (warning if other.partition(".")[0] == version.partition(".")[0] else problem)(
+            f"{what} is of {other}, the driver of {version}", _UPDATE
+        )
+        for what, other in _versions(host)
+        if other != version
+    ]
     return found or [ok(f"{version}, and so are its module, library and programs")]
 
 
@@ -87,7 +88,7 @@ def nodes(host: Host) -> Findings:
     """The device nodes: an MPS server runs as its client's user, so all users must be able to open them."""
     minors = {f"nvidia{gpu.minor}" for gpu in host.our_gpus() if gpu.minor is not None}
     if not minors:
-        return NO_GPU
+        raise SkipError(NO_GPU)
     missing, closed, groups = [], [], set()
     for name in ["nvidiactl", "nvidia-uvm", *sorted(minors)]:
         path = host.paths.under(f"/dev/{name}")

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from yunion_mps.doctor import variables
 from yunion_mps.doctor.driver import library_version
-from yunion_mps.doctor.host import DEFAULT_PIPE_DIRECTORY, Host, Subject, shown
+from yunion_mps.doctor.host import DEFAULT_PIPE_DIRECTORY, Host, SkipError, Subject, shown
 from yunion_mps.doctor.report import Finding, Findings, check, ok, problem, skipped, warning
 from yunion_mps.errors import DriverError, YunionError
 from yunion_mps.host.proc import command_of, environment_of, name_of, uid_of
@@ -82,7 +82,7 @@ def past_mps(host: Host) -> Findings:
                 found.append(warning(f"{what}: it has no limits", hint))
     if found or not unread:
         return found or [ok(f"{seen} programs use our GPUs, each through MPS" if seen else "no program does")]
-    return [skipped(f"only root sees how {unread} of {seen} programs use our GPUs", "run it as root")]
+    raise SkipError(f"only root sees how {unread} of {seen} programs use our GPUs", "run it as root")
 
 
 def same_place(pid: int, seen: str, ours: str) -> bool:
@@ -97,21 +97,18 @@ def same_place(pid: int, seen: str, ours: str) -> bool:
     return (theirs.st_dev, theirs.st_ino) == (mine.st_dev, mine.st_ino)
 
 
-@check("logins")
+@check("logins", "no file gives every user a variable that leads past MPS")
 def of_logins(host: Host) -> Findings:
     """The variables that every user gets at login, and that lead programs past our control daemons."""
-    found: list[Finding] = []
     for pattern in ("/etc/environment", "/etc/environment.d/*.conf", "/etc/profile.d/*.sh"):
         for path in sorted(glob.glob(host.paths.under(pattern))):
             given = {name: value for name, value in _assigned_in(path).items() if name.startswith("CUDA_")}
-            found += [one._replace(what=f"{path}: {one.what}") for one in variables.misspelt(given)]
-            found += [
-                warning(f"{path} gives every user {name}={given[name]}", f"remove that line from {path}")
-                for name in (variables.PIPE, variables.VISIBLE, variables.MEMORY, variables.THREADS)
-                if name in given
-                and not (name == variables.PIPE and _domain_at(host, Subject("", given)) is not None)
-            ]
-    return found or [ok("no file gives every user a variable that leads past MPS")]
+            for one in variables.misspelt(given):
+                yield one._replace(what=f"{path}: {one.what}")
+            for name in (variables.PIPE, variables.VISIBLE, variables.MEMORY, variables.THREADS):
+                if name in given and not (name == variables.PIPE and _domain_at(host, Subject("", given))):
+                    what = f"{path} gives every user {name}={given[name]}"
+                    yield warning(what, f"remove that line from {path}")
 
 
 def _judged(host: Host, subject: Subject) -> Iterator[Finding]:

@@ -10,8 +10,8 @@ import stat
 import time
 from collections.abc import Iterator, Sequence
 
-from yunion_mps.doctor.host import Host
-from yunion_mps.doctor.report import NO_GPU, Finding, Findings, check, ok, problem, skipped, warning
+from yunion_mps.doctor.host import NO_GPU, Host, SkipError
+from yunion_mps.doctor.report import Finding, Findings, check, ok, problem, warning
 from yunion_mps.host.proc import user_name
 from yunion_mps.inventory.events import kernel_records
 
@@ -27,6 +27,20 @@ _LEAST_SHM_FREE_BYTES = 8 << 20
 
 #: Types of tmpfiles.d(5) whose age cleans what lies below, and those that keep it from that.
 _CLEANING, _KEEPING = "dDeqQvC", "xX"
+
+_LAST_LOG_BYTES = 1 << 20
+_DAY_S = 86_400.0
+
+#: `type=AVC msg=audit(1788000060.5:43): avc:  denied  { connectto } for  pid=7 comm="nvidia-cuda-mps" ...`
+_DENIED = re.compile(r'avc: +denied +\{ ([\w ]+) \}|apparmor="DENIED" operation="(\w+)"')
+_OURS = re.compile(r"nvidia-cuda-mps|nvidia-mps|yunion-mps")
+_TIME = re.compile(r"audit\((\d+)\.")
+_HINTS = {
+    "AppArmor": "allow it in the profile that is named, then: systemctl reload apparmor",
+    "SELinux": "ausearch -m avc -c nvidia-cuda-mps | audit2allow -M yunion-mps, read what it allows, "
+    "then: semodule -i yunion-mps.pp; for files of another place: restorecon -Rv DIRECTORY",
+}
+_ABOUT = re.compile(r'\b(comm|path|name|scontext|tcontext|tclass|profile)="?([^"\s]+)')
 
 
 @check("pipe directory")
@@ -44,7 +58,7 @@ def pipe_directory(host: Host) -> Findings:
     if found:
         return found
     if not places:
-        return NO_GPU
+        raise SkipError(NO_GPU)
     if missing:
         return [ok(f"{_few(missing)}: made at the daemon's start")]
     return [ok(f"{_few(places)}: {f'only the group {group}' if group else 'all users'} can enter")]
@@ -101,10 +115,9 @@ def _sockets(place: str) -> Iterator[Finding]:
         yield problem(f"other users may not connect to {path}", f"chmod a+rw {path}")
 
 
-@check("cleaning")
+@check("cleaning", "nothing removes sockets by their age")
 def cleaning(host: Host) -> Findings:
     """Whether something removes sockets by their age, as systemd-tmpfiles does in /tmp on many systems."""
-    found = []
     rules = list(_rules(host))
     for domain in host.domains():
         place = "/" + os.path.relpath(domain.pipe_directory, host.paths.root)
@@ -114,12 +127,9 @@ def cleaning(host: Host) -> Findings:
         ]
         if ages and not kept:
             path, age = ages[0]
-            what = (
-                f"systemd-tmpfiles removes from {path} what is older than {age}, the sockets in {place} too"
-            )
+            what = f"systemd-tmpfiles removes from {path} what is older than {age}"
             hint = f"echo 'x {place}' >/etc/tmpfiles.d/yunion-mps-pipe.conf"
-            found.append(warning(what, hint))
-    return found or [ok("nothing removes sockets by their age")]
+            yield warning(f"{what}, the sockets in {place} too", hint)
 
 
 def _rules(host: Host) -> Iterator[tuple[str, str, str]]:
@@ -151,10 +161,9 @@ def _is_below(place: str, path: str) -> bool:
     return place == path or place.startswith(path.rstrip("/") + "/")
 
 
-@check("disk space")
+@check("disk space", "the pipe and log directories have room")
 def space(host: Host) -> Findings:
     """Room for sockets and logs."""
-    found = []
     seen = set()
     for place in sorted({p for d in host.domains() for p in (d.pipe_directory, d.log_directory)}):
         while not os.path.exists(place):
@@ -165,13 +174,12 @@ def space(host: Host) -> Findings:
         seen.add(device)
         free = system.f_bavail * system.f_frsize
         if system.f_flag & os.ST_RDONLY:
-            found.append(problem(f"{place} is read-only", f"mount -o remount,rw; see: findmnt -T {place}"))
+            yield problem(f"{place} is read-only", f"mount -o remount,rw; see: findmnt -T {place}")
         elif free < _LEAST_FREE_BYTES:
             what = f"{place} has {free >> 20} MiB left: the control daemon cannot write its log"
-            found.append(problem(what, f"make room: df -h {place}"))
+            yield problem(what, f"make room: df -h {place}")
         elif system.f_files and not system.f_favail:
-            found.append(problem(f"{place} has no inodes left", f"remove files: df -i {place}"))
-    return found or [ok("the pipe and log directories have room")]
+            yield problem(f"{place} has no inodes left", f"remove files: df -i {place}")
 
 
 @check("/dev/shm")
@@ -197,16 +205,6 @@ def shm(host: Host) -> Findings:
     return found or [ok(f"{free >> 20} of {size >> 20} MiB are free")]
 
 
-_LAST_LOG_BYTES = 1 << 20
-_DAY_S = 86_400.0
-
-#: `type=AVC msg=audit(1788000060.5:43): avc:  denied  { connectto } for  pid=7 comm="nvidia-cuda-mps" ...`
-_DENIED = re.compile(r'avc: +denied +\{ ([\w ]+) \}|apparmor="DENIED" operation="(\w+)"')
-_OURS = re.compile(r"nvidia-cuda-mps|nvidia-mps|yunion-mps")
-_TIME = re.compile(r"audit\((\d+)\.")
-_ABOUT = re.compile(r'\b(comm|path|name|scontext|tcontext|tclass|profile)="?([^"\s]+)')
-
-
 @check("SELinux and AppArmor")
 def denials(host: Host) -> Findings:
     """What was refused within the last day."""
@@ -228,7 +226,7 @@ def denials(host: Host) -> Findings:
     if lines:
         return [_denial(lines, permissive=enforcing == "0")]
     if not readable:
-        return [skipped("only root can read what was refused (audit.log, dmesg)", "run it as root")]
+        raise SkipError("only root can read what was refused (audit.log, dmesg)", "run it as root")
     state = {"1": "SELinux is enforcing", "0": "SELinux is permissive"}.get(enforcing, "AppArmor is active")
     return [ok(f"{state}, and has refused MPS nothing within the last day")]
 
@@ -240,17 +238,8 @@ def _denial(lines: list[str], *, permissive: bool) -> Finding:
     who = "AppArmor" if "apparmor=" in last else "SELinux"
     what = f"{who} refused MPS {operation.strip()!r} ({len(lines)} times within the last day; {about})"
     if permissive:
-        return warning(f"{what}: it would be refused in enforcing mode", _hint(who))
-    return problem(what, _hint(who))
-
-
-def _hint(who: str) -> str:
-    if who == "AppArmor":
-        return "allow it in the profile that is named, then: systemctl reload apparmor"
-    return (
-        "ausearch -m avc -c nvidia-cuda-mps | audit2allow -M yunion-mps, read what it allows, "
-        "then: semodule -i yunion-mps.pp; for files of another place: restorecon -Rv DIRECTORY"
-    )
+        return warning(f"{what}: it would be refused in enforcing mode", _HINTS[who])
+    return problem(what, _HINTS[who])
 
 
 def _logs(audit: str, kernel: str) -> tuple[list[str], bool]:

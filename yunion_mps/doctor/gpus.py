@@ -6,8 +6,8 @@ import glob
 import os
 import re
 
-from yunion_mps.doctor.host import Host
-from yunion_mps.doctor.report import NO_GPU, Finding, Findings, check, ok, problem, warning
+from yunion_mps.doctor.host import NO_GPU, Host, SkipError
+from yunion_mps.doctor.report import Finding, Findings, check, ok, problem, warning
 from yunion_mps.errors import YunionError
 from yunion_mps.models import DEFAULT, EXCLUSIVE_PROCESS, PROHIBITED, Gpu
 from yunion_mps.mps.processes import is_server
@@ -22,65 +22,45 @@ _VGPU = re.compile(r"-(?:\d-)?\d+(?:ME)?[ABCQ]$")
 @check("GPUs")
 def gpus(host: Host) -> Findings:
     """Whether each of our GPUs answers, and can serve."""
-    ours = host.our_gpus()
-    unavailable = host.plan()[0].unavailable
-    found: list[Finding] = []
+    ours, unavailable = host.our_gpus(), host.plan()[0].unavailable
+    hint = "see: yunion-mps gpus; dmesg | grep -iE 'nvrm|xid'"
+    found = []
     for gpu in ours:
         reason = gpu.reason or ("" if gpu.mig_enabled else unavailable.get(gpu.pci_address, ""))
         if reason:
-            hint = "see: yunion-mps gpus; dmesg | grep -iE 'nvrm|xid'"
             found.append(problem(f"{_named(gpu)}: {reason}", hint))
-    if found:
-        return found
-    return [ok(f"{len(ours)} divided, each answers")] if ours else NO_GPU
+    return found or [ok(f"{len(ours)} divided, each answers")]
 
 
-@check("MIG")
+@check("MIG", "off on every GPU that is divided")
 def mig(host: Host) -> Findings:
     """MIG mode, in which a GPU as a whole has no MPS."""
-    ours = host.our_gpus()
-    found = [
-        problem(
-            f"{_named(gpu)} is in MIG mode, which excludes MPS on it as a whole",
-            f"nvidia-smi -i {gpu.pci_address} -mig 0, or take it out of the device file",
-        )
-        for gpu in ours
-        if gpu.mig_enabled
-    ]
-    return found or ([ok("off on every GPU that is divided")] if ours else NO_GPU)
+    for gpu in host.our_gpus():
+        if gpu.mig_enabled:
+            hint = f"nvidia-smi -i {gpu.pci_address} -mig 0, or take it out of the device file"
+            yield problem(f"{_named(gpu)} is in MIG mode, which excludes MPS on it as a whole", hint)
 
 
-@check("vGPU")
+@check("vGPU", "no GPU that is divided is a vGPU, or has any")
 def vgpu(host: Host) -> Findings:
     """GPUs that are one virtual machine's share already, or whose memory is given to virtual machines."""
-    ours = host.our_gpus()
-    found: list[Finding] = []
-    for gpu in ours:
+    for gpu in host.our_gpus():
         if gpu.name and _VGPU.search(gpu.name):
             what = f"{_named(gpu)} is a vGPU: not every vGPU type and release has MPS or keeps its limits"
-            found.append(
-                warning(what, "try it: yunion-mps doctor --selftest; better pass a whole GPU through")
-            )
+            yield warning(what, "try it: yunion-mps doctor --selftest; better pass a whole GPU through")
         guests = _guests(host, gpu)
         if guests:
             what = f"{_named(gpu)} serves {guests} for virtual machines, which take its memory and time"
-            found.append(problem(what, "end them, or take it out of the device file"))
-    return found or ([ok("no GPU that is divided is a vGPU, or has any")] if ours else NO_GPU)
+            yield problem(what, "end them, or take it out of the device file")
 
 
-@check("budgets")
+@check("budgets", "enforced on every GPU that is divided")
 def budgets(host: Host) -> Findings:
     """Whether limits are enforced at all."""
-    ours = [gpu for gpu in host.our_gpus() if not gpu.reason]
-    found = [
-        warning(
-            f"{_named(gpu)} is older than Volta: no budget is enforced, each client can use all of it",
-            "use such GPUs only for jobs that keep to their budgets by themselves",
-        )
-        for gpu in ours
-        if not enforces_budgets(gpu)
-    ]
-    return found or ([ok("enforced on every GPU that is divided")] if ours else NO_GPU)
+    for gpu in host.our_gpus():
+        if not gpu.reason and not enforces_budgets(gpu):
+            what = f"{_named(gpu)} is older than Volta: no budget is enforced, each client can use all of it"
+            yield warning(what, "use such GPUs only for jobs that keep to their budgets by themselves")
 
 
 @check("compute mode")
@@ -90,8 +70,10 @@ def compute_mode(host: Host) -> Findings:
     serves = _serves(host)
     ours = [gpu for gpu in host.our_gpus() if gpu.compute_mode]
     found = [finding for gpu in ours if (finding := _mode(gpu, wanted.get(gpu.uuid or ""), serves=serves))]
-    if found or not ours:
-        return found or NO_GPU
+    if found:
+        return found
+    if not ours:
+        raise SkipError(NO_GPU)
     modes = ", ".join(sorted({str(gpu.compute_mode) for gpu in ours}))
     if not wanted:
         return [ok(f"{modes}, which cuda_mps_compute_mode: keep leaves as it is")]
@@ -120,24 +102,26 @@ def _mode(gpu: Gpu, wanted: str | None, *, serves: bool) -> Finding | None:
 @check("client limit")
 def client_limit(host: Host) -> Findings:
     """How many clients each GPU has of those that MPS allows there."""
-    ours = [gpu for gpu in host.our_gpus() if gpu.uuid and not gpu.reason]
     driver, override = host.inventory().driver, host.config()[0].cuda_mps_max_clients
     users = host.users()
-    found: list[Finding] = []
-    most = 0
-    for gpu in ours:
+    counts = []
+    for gpu in host.our_gpus():
+        if not gpu.uuid or gpu.reason:
+            continue
         limit = max_clients(gpu, driver, override)
-        number = sum(not is_server(pid) for pid in users.get(gpu.uuid or "", {}))
-        most = max(most, number)
+        number = sum(not is_server(pid) for pid in users.get(gpu.uuid, {}))
+        counts.append((number, limit))
         if number >= limit:
             what = f"GPU {gpu.address} has {number} clients, and MPS allows {limit}: the next one is refused"
-            found.append(problem(what, "end some (yunion-mps clients), or give each job fewer processes"))
+            yield problem(what, "end some (yunion-mps clients), or give each job fewer processes")
         elif number >= limit * _NEARLY:
             what = f"GPU {gpu.address} has {number} clients of the {limit} that MPS allows"
-            found.append(warning(what, "see who they are: yunion-mps clients"))
-    if found or not ours:
-        return found or NO_GPU
-    return [ok(f"at most {most} on a GPU, of {min(max_clients(gpu, driver, override) for gpu in ours)}")]
+            yield warning(what, "see who they are: yunion-mps clients")
+    if not counts:
+        raise SkipError(NO_GPU)
+    if all(number < limit * _NEARLY for number, limit in counts):
+        most, limits = max(number for number, _ in counts), [limit for _, limit in counts]
+        yield ok(f"at most {most} on a GPU, of {min(limits)}")
 
 
 def _serves(host: Host) -> bool:

@@ -22,6 +22,8 @@ T = TypeVar("T")
 #: What the parts below may take of a check's time, so that their own error is reported.
 _SHARE = 0.8
 
+NO_GPU = "no GPU is divided here"
+
 #: NVIDIA's own default, where programs look that name no pipe directory.
 DEFAULT_PIPE_DIRECTORY = "/tmp/nvidia-mps"
 
@@ -32,6 +34,10 @@ class Subject(NamedTuple):
     title: str
     variables: Mapping[str, str]
     pid: int | None = None
+
+
+class SkipError(YunionError):
+    """A check has nothing to look at here, or may not."""
 
 
 class Once(Generic[T]):
@@ -101,11 +107,14 @@ class Host:
         return not config.enable_cuda_mps and not problems and not self.domains()
 
     def our_gpus(self) -> list[Gpu]:
-        """The GPUs that are divided into devices, or would be; raises as `plan`."""
+        """The GPUs that are divided into devices, or would be; raises SkipError if there are none."""
         plan, _ = self.plan()
         uuids = {uuid for domain in plan.domains for uuid in domain.gpu_uuids}
         gpus = self.inventory().gpus
-        return [gpu for gpu in gpus if gpu.uuid in uuids or gpu.pci_address in plan.unavailable]
+        ours = [gpu for gpu in gpus if gpu.uuid in uuids or gpu.pci_address in plan.unavailable]
+        if not ours:
+            raise SkipError(NO_GPU)
+        return ours
 
     def control_pid(self, domain: DomainPlan) -> int | None:
         """The PID of the control daemon that listens in the domain's directory, None if none does."""

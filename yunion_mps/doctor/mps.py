@@ -9,8 +9,8 @@ import select
 import time
 from typing import NamedTuple
 
-from yunion_mps.doctor.host import DEFAULT_PIPE_DIRECTORY, Host, shown
-from yunion_mps.doctor.report import NO_GPU, Finding, Findings, check, ok, problem, skipped, warning
+from yunion_mps.doctor.host import DEFAULT_PIPE_DIRECTORY, NO_GPU, Host, SkipError, shown
+from yunion_mps.doctor.report import Finding, Findings, check, ok, problem, skipped, warning
 from yunion_mps.errors import HostError, YunionError
 from yunion_mps.host.proc import all_pids, environment_of, program_of, uid_of, user_name
 from yunion_mps.models import DomainPlan
@@ -38,7 +38,10 @@ _STARTED = re.compile(r"Server \S* ?has started|: Server already exists")
 @check("control daemon")
 def control_daemons(host: Host) -> Findings:
     """Whether the one that clients find in each directory is the daemon's own."""
-    return [_owner(host, domain) for domain in host.domains()] or NO_GPU
+    found = [_owner(host, domain) for domain in host.domains()]
+    if not found:
+        raise SkipError(NO_GPU)
+    return found
 
 
 def _owner(host: Host, domain: DomainPlan) -> Finding:
@@ -107,7 +110,9 @@ def answers(host: Host) -> Findings:
             found.append(warning(what, "end it: it serves one front-end at a time"))
         else:
             found.append(ok(f"domain {domain.name} greets within {took_s * 1000:.0f} ms"))
-    return found or [skipped("no control daemon runs")]
+    if not found:
+        raise SkipError("no control daemon runs")
+    return found
 
 
 def _greeted(place: str, pid: int) -> float:
@@ -143,10 +148,9 @@ class _Other(NamedTuple):
         return f"PID {self.pid} ({', '.join(word for word in about if word)})"
 
 
-@check("other control daemons")
+@check("other control daemons", "no other control daemon runs here")
 def others(host: Host) -> Findings:
     """Other control daemons on this host: in NVIDIA's default place, or for the same GPUs."""
-    found = []
     for other in _others(host):
         where = other.pipe_directory
         end = f"when its jobs are done: echo quit | CUDA_MPS_PIPE_DIRECTORY={where or 'DIRECTORY'} {PROGRAM}"
@@ -154,16 +158,15 @@ def others(host: Host) -> Findings:
         shares = _shares_gpus(host, other)
         if shares:
             what = f"another control daemon, {other}, serves GPUs of ours: only one's server can use them"
-            found.append(problem(f"{what}, and its clients have none of our limits", end))
+            yield problem(f"{what}, and its clients have none of our limits", end)
         elif where == host.paths.under(DEFAULT_PIPE_DIRECTORY):
             what = f"another control daemon, {other}, is where programs look that name no pipe directory"
-            found.append(warning(f"{what}: they get none of our limits", end))
+            yield warning(f"{what}: they get none of our limits", end)
         elif shares is None:
             what = f"another control daemon runs, {other}, and it cannot be seen whether it serves our GPUs"
-            found.append(warning(what, f"look as root; {end}"))
+            yield warning(what, f"look as root; {end}")
         else:
-            found.append(ok(f"another control daemon, {other}, serves other GPUs"))
-    return found or [ok("no other control daemon runs here")]
+            yield ok(f"another control daemon, {other}, serves other GPUs")
 
 
 def _shares_gpus(host: Host, other: _Other) -> bool | None:
@@ -221,22 +224,20 @@ def _in_container(pid: int) -> bool:
         return False
 
 
-@check("orphaned servers")
+@check("orphaned servers", "every MPS server has its control daemon")
 def orphans(host: Host) -> Findings:
     """MPS servers that have outlived their control daemon, and keep their GPUs."""
     if os.geteuid() != 0:
-        return [skipped("only root sees whose MPS servers run", "run it as root")]
-    found = []
+        raise SkipError("only root sees whose MPS servers run", "run it as root")
     for domain in host.domains():
         pids = orphaned_servers(domain.pipe_directory)
         if pids:
             what = f"{describe_servers(pids)} of domain {domain.name} lives on without its control daemon"
             hint = "wait for its jobs, or end them; without jobs the daemon ends it after a while"
-            found.append(warning(f"{what}, and keeps its GPUs from the next one", hint))
-    return found or [ok("every MPS server has its control daemon")]
+            yield warning(f"{what}, and keeps its GPUs from the next one", hint)
 
 
-@check("MPS servers")
+@check("MPS servers", "none failed within the last hour")
 def starts(host: Host) -> Findings:
     """Whether servers failed within the last hour, by the control daemons' own logs."""
     found: list[Finding] = []
@@ -248,7 +249,7 @@ def starts(host: Host) -> Findings:
         except FileNotFoundError:
             continue
         except PermissionError:
-            return [skipped(f"you may not read {path}", "run it as root")]
+            raise SkipError(f"you may not read {path}", "run it as root") from None
         is_logged = True
         failures = [text for text in lines if _FAILED.search(text) or _FAULT in text]
         if not failures:
@@ -261,9 +262,9 @@ def starts(host: Host) -> Findings:
         found.append(
             level(f"{what}: {_last_failure(server_log) or last}", f"see {server_log}, {path} and dmesg")
         )
-    if found or is_logged:
-        return found or [ok("none failed within the last hour")]
-    return [skipped("there is no log yet")]
+    if not is_logged:
+        raise SkipError("there is no log yet")
+    return found
 
 
 def _recent(path: str) -> list[str]:
@@ -290,20 +291,20 @@ def _last_failure(path: str) -> str:
     return next((text for text in reversed(lines) if re.search(r"(?i)fail|error|exception", text)), "")
 
 
-@check("users")
+@check("users", "no client waits for another user's jobs")
 def user_switching(host: Host) -> Findings:
     """Whether clients of one user wait for the end of another's jobs."""
     if host.config()[0].cuda_mps_multiuser:
-        return [ok("cuda_mps_multiuser: all users are served at once, if NVIDIA's program supports that")]
+        yield ok("cuda_mps_multiuser: all users are served at once, if NVIDIA's program supports that")
+        return
     if os.geteuid() != 0:
-        return [skipped("only root sees which clients wait", "run it as root")]
+        raise SkipError("only root sees which clients wait", "run it as root")
     servers = {
         domain: (pid, *pids)
         for domain in host.domains()
         if (pid := host.control_pid(domain)) and (pids := server_pids(pid))
     }
     known = {os.getpid(), _daemon_pid(host), *(pid for pids in servers.values() for pid in pids)}
-    found: list[Finding] = []
     # The owners of connections are looked up for all domains at once: that searches all processes.
     if set(holders({inode for domain in servers for inode in peers(domain.pipe_directory)})) - known:
         for domain, (_, *pids) in servers.items():
@@ -312,8 +313,7 @@ def user_switching(host: Host) -> Findings:
             hint = "run all jobs as one user, or write cuda_mps_multiuser: true (release 570 and later)"
             for pid in _waiting(domain, known, serving):
                 what = f"{shown(pid)} waits until the jobs of {users} are done"
-                found.append(warning(f"{what}: domain {domain.name} serves one user at a time", hint))
-    return found or [ok("no client waits for another user's jobs")]
+                yield warning(f"{what}: domain {domain.name} serves one user at a time", hint)
 
 
 def _waiting(domain: DomainPlan, known: set[int], serving: set[int]) -> list[int]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from yunion_mps.doctor.host import Host
+from yunion_mps.doctor.host import Host, SkipError
 from yunion_mps.errors import YunionError
 from yunion_mps.escaping import printable
 from yunion_mps.host import threads
@@ -34,7 +34,7 @@ class Finding(NamedTuple):
     hint: str = ""
 
 
-Findings = Sequence[Finding]
+Findings = Iterable[Finding]
 
 
 def ok(what: str) -> Finding:
@@ -57,24 +57,24 @@ def problem(what: str, hint: str) -> Finding:
     return Finding(PROBLEM, what, hint)
 
 
-#: Of checks that have nothing to look at.
-NO_GPU = (skipped("no GPU is divided here"),)
-
-
 class Check(NamedTuple):
-    """One thing to look at; it is unknown if it takes more than so many `times` the host's timeout."""
+    """One thing to look at: `well` is the finding of a check without any.
+
+    A check is unknown if it takes more than so many `times` the host's timeout.
+    """
 
     name: str
     look: Callable[[Host], Findings]
+    well: str = ""
     times: float = 1
 
 
-def check(name: str, times: float = 1) -> Callable[[Callable[[Host], Findings]], Check]:
+def check(name: str, well: str = "", times: float = 1) -> Callable[[Callable[[Host], Findings]], Check]:
     """Declare a function of a module in `checks.MODULES` as a check of the host.
 
-    It changes nothing, and returns findings; if it raises YunionError, it cannot be checked here.
+    It changes nothing, and returns or yields findings; it raises YunionError if it cannot be checked here.
     """
-    return lambda look: Check(name, look, times)
+    return lambda look: Check(name, look, well, times)
 
 
 class Line(NamedTuple):
@@ -130,7 +130,7 @@ class _Running:
         self._host = host
         self._timeout_s = host.timeout_s * check.times
         self._end_s = time.monotonic() + self._timeout_s
-        self._found: Findings | None = None
+        self._found: Sequence[Finding] | None = None
         self._ended = threading.Event()
         try:
             threads.start(self._look, lambda _, __: self._ended.set())
@@ -138,7 +138,7 @@ class _Running:
             self._found = [Finding(UNKNOWN, error.message, error.hint)]
             self._ended.set()
 
-    def findings(self) -> Findings:
+    def findings(self) -> Sequence[Finding]:
         """What the check found, or that it did not."""
         self._ended.wait(max(0.0, self._end_s - time.monotonic()))
         what, hint = (
@@ -149,7 +149,9 @@ class _Running:
 
     def _look(self) -> None:
         try:
-            found = self.check.look(self._host)
+            found = list(self.check.look(self._host)) or [ok(self.check.well)] * bool(self.check.well)
+        except SkipError as error:
+            found = [skipped(error.message, error.hint)]
         except YunionError as error:
             found = [skipped(f"not checked: {error.message}", error.hint)]
         except OSError as error:

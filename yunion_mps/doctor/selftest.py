@@ -5,22 +5,19 @@ from __future__ import annotations
 import json
 import math
 import os
-import select
+import subprocess
 import sys
-import time
 from typing import Any
 
 from yunion_mps.doctor import cuda_client
-from yunion_mps.doctor.host import Host
+from yunion_mps.doctor.host import Host, SkipError
 from yunion_mps.doctor.report import Finding, Findings, check, ok, problem, skipped
 from yunion_mps.host.proc import uid_of, user_name
-from yunion_mps.host.processes import spawn
 from yunion_mps.mps.processes import server_pids
 
 #: As long as another check: waking a GPU and starting an MPS server take seconds, and a client that waits for
 #: another's jobs is to be reported.
 _TIMES_AS_LONG = 6
-_LONGEST_ANSWER = 1 << 16
 #: A piece so much larger than the budget, or the whole, is to be refused.
 _OVER_MIB = 64
 
@@ -46,20 +43,18 @@ _NO_GPU = (-1, 100)
 _KEPT = ("PATH", "LD_LIBRARY_PATH", "HOME", "LANG")
 
 
-@check("selftest", _TIMES_AS_LONG + 1)
+@check("selftest", times=_TIMES_AS_LONG + 1)
 def selftest(host: Host) -> Findings:
     """One device of each domain."""
     devices = [one for one in host.devices() if one["state"] == "available" and one["free"]]
     if not devices:
-        return [skipped("no device is available and unused", "see: yunion-mps list")]
-    found: list[Finding] = []
+        raise SkipError("no device is available and unused", "see: yunion-mps list")
     seen: set[str] = set()
     for device in devices:
         shown = host.device(device["id"])
         if shown["domain"] not in seen:
             seen.add(shown["domain"])
-            found.append(_tested(host, shown))
-    return found
+            yield _tested(host, shown)
 
 
 def _tested(host: Host, device: dict[str, Any]) -> Finding:
@@ -71,32 +66,30 @@ def _tested(host: Host, device: dict[str, Any]) -> Finding:
     budget = device["mps_memory_limit"]
     over_mib = min(budget, device["mps_memory_total"]) + _OVER_MIB
     timeout_s = host.timeout_s * _TIMES_AS_LONG
-    told = _told(device["client_environment"], over_mib, timeout_s)
-    if told is None:
+    answer = _answer(device["client_environment"], over_mib, timeout_s)
+    if answer is None:
         what = f"{addr}: a CUDA program was not served within {timeout_s:g} s"
-        hint = (
-            "see whether it waits for another user's jobs (yunion-mps clients), and the control daemon's log"
-        )
+        hint = "see whether it waits for other jobs (yunion-mps clients), and the control daemon's log"
         return problem(what, hint)
-    if "code" in told:
-        means, hint = _MEANINGS.get(told["code"], _OTHER_ERROR)
-        what = f"{addr}: {means} ({told['call']}: {told['name']})"
-        return skipped(what, hint) if told["code"] in _NO_GPU else problem(what, hint)
-    return _judged(device, told)
+    if "code" in answer:
+        means, hint = _MEANINGS.get(answer["code"], _OTHER_ERROR)
+        what = f"{addr}: {means} ({answer['call']}: {answer['name']})"
+        return skipped(what, hint) if answer["code"] in _NO_GPU else problem(what, hint)
+    return _judged(device, answer)
 
 
-def _judged(device: dict[str, Any], told: dict[str, Any]) -> Finding:
-    budget, percentage = device["mps_memory_limit"], device["mps_thread_percentage"]
-    addr, memory, used, all_of = device["addr"], told["memory_mib"], told["used"], told["multiprocessors"]
+def _judged(device: dict[str, Any], answer: dict[str, Any]) -> Finding:
+    addr, budget, percentage = (device[key] for key in ("addr", "mps_memory_limit", "mps_thread_percentage"))
+    memory, used, all_of = answer["memory_mib"], answer["used"], answer["multiprocessors"]
     what = (
-        f"{addr} ({told['name']}): {memory} MiB of memory for a budget of {budget}, "
+        f"{addr} ({answer['name']}): {memory} MiB of memory for a budget of {budget}, "
         f"{used} of {all_of or '?'} SMs for {percentage:g} %"
     )
-    if told["mps"] == 0:
+    if answer["mps"] == 0:
         return problem(f"{what}; it was not served by MPS", "see the check `control daemon`")
     if not device["budget_enforced"]:
         return ok(f"{what}; on this GPU no budget is enforced")
-    if told["over_budget"] or memory > budget:
+    if answer["over_budget"] or memory > budget:
         hint = "see the limits: yunion-mps status; and restart the MPS server: yunion-mps reload"
         return problem(f"{what}; more than the budget was given", hint)
     # Releases differ in whether a client's own count of SMs is already that of its share.
@@ -116,44 +109,22 @@ def _other_user(host: Host, domain: str) -> str:
     return ""
 
 
-def _told(variables: dict[str, str], over_mib: int, timeout_s: float) -> dict[str, Any] | None:
+def _answer(variables: dict[str, str], over_mib: int, timeout_s: float) -> dict[str, Any] | None:
     """What the program prints; None if that does not come in time."""
     kept = {name: value for name, value in os.environ.items() if name in _KEPT}
     # Nothing of ours stays in a home directory.
     environment = {**kept, **variables, "CUDA_CACHE_DISABLE": "1"}
     argv = [sys.executable, "-IS", cuda_client.__file__, str(over_mib)]
-    output, answer_in = os.pipe()
+    null = subprocess.DEVNULL
+    process = subprocess.Popen(
+        argv, env=environment, stdin=null, stdout=subprocess.PIPE, stderr=null, start_new_session=True
+    )
     try:
-        with open(os.devnull, "wb") as null:
-            process = spawn(argv, environment, stdin=None, stdout=answer_in, stderr=null.fileno())
-    except BaseException:
-        os.close(output)
-        raise
-    finally:
-        os.close(answer_in)
-    try:
-        text = _read(output, timeout_s)
-    finally:
-        process.kill()
-        os.close(output)
-    if text is None:
+        answer: dict[str, Any] = json.loads(process.communicate(timeout=timeout_s)[0])
+    except subprocess.TimeoutExpired:
         return None
-    try:
-        told: dict[str, Any] = json.loads(text)
     except ValueError:
         return {"call": "the program", "code": -3, "name": "it ended without output"}
-    return told
-
-
-def _read(output: int, timeout_s: float) -> bytes | None:
-    """All output until its end; None if that does not come in time."""
-    end_s = time.monotonic() + timeout_s
-    text = b""
-    while len(text) < _LONGEST_ANSWER:
-        if not select.select([output], [], [], max(0.0, end_s - time.monotonic()))[0]:
-            return None
-        part = os.read(output, 65536)
-        if not part:
-            break
-        text += part
-    return text
+    finally:
+        process.kill()  # and not waited for: a driver that hangs may keep it from its end
+    return answer

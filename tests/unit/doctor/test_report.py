@@ -43,7 +43,7 @@ def test_a_check_that_hangs_is_given_up_after_its_time_and_the_others_are_not(ho
         ended.wait(60)
         return []
 
-    found = run([Check("bad", hangs, 0.01), Check("good", lambda _: [ok("fine")])], host)
+    found = run([Check("bad", hangs, times=0.01), Check("good", lambda _: [ok("fine")])], host)
     ended.set()
     assert [line.check for line in found.lines] == ["bad", "good"]
     assert found.lines[0].finding.what == "no result within 0.3 s"
@@ -54,6 +54,11 @@ def test_what_may_not_be_looked_at_is_skipped_with_the_reason(host: Host) -> Non
     assert found.lines[-1].finding == ok("fine")
     assert found.lines[0].finding == skipped("not checked: you may not", "become root")
     assert found.exit_code == 0
+
+
+def test_a_check_without_findings_is_well_in_its_own_words(host: Host) -> None:
+    found = run([Check("one", lambda _: [], "all is well")], host)
+    assert [line.finding for line in found.lines] == [ok("all is well")]
 
 
 @pytest.mark.parametrize(
