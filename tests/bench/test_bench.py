@@ -46,7 +46,7 @@ def test_an_aim_is_met_up_to_and_with_its_own_value(aim: Aim | None, met: bool |
     assert line(30, 10, aim).met is met
 
 
-def test_the_table_says_for_each_line_its_ratio_and_whether_the_aim_was_met() -> None:
+def test_the_table_has_each_line_s_ratio_and_whether_it_met_the_aim() -> None:
     assert draw([line(30, 10, Aim(3)), line(31, 10, Aim(3))]) == (
         "what     measured  half of them      floor   ratio     aim  met\n"
         "-------  --------  ------------  ---------  ------  ------  ---\n"

@@ -76,9 +76,7 @@ def test_what_is_wrong_comes_first_with_the_remedy_that_status_tells(scene: Scen
     assert page.ask("document.querySelector('.bar .part.over').textContent") == "! root"
 
 
-def test_the_use_of_the_last_hour_is_drawn_for_the_host_the_gpu_and_the_device(
-    scene: Scene, browser: Chromium
-) -> None:
+def test_the_last_hour_is_drawn_for_the_host_the_gpu_and_the_device(scene: Scene, browser: Chromium) -> None:
     scene.jobs.start("train.py", device="00:06.0-2", mib=2048)
     page = browser.page(scene.served.url)
     drawn = "[...document.querySelectorAll('.chart')].map((one) => one.getAttribute('aria-label') ?? '')"
@@ -86,7 +84,7 @@ def test_the_use_of_the_last_hour_is_drawn_for_the_host_the_gpu_and_the_device(
     page.wait(f"{drawn}.every((words) => words.includes('2 GiB now, at most 2 GiB'))")
 
 
-def test_a_daemon_that_goes_away_and_comes_back_is_said_with_the_age_of_what_is_shown(
+def test_without_a_daemon_the_page_says_how_old_it_is_until_it_is_back(
     scene: Scene, browser: Chromium
 ) -> None:
     page = browser.page(scene.served.url)
@@ -160,7 +158,7 @@ def test_a_page_whose_server_has_ended_says_so(scene: Scene, browser: Chromium) 
         page.wait("document.querySelector('#gone').hidden")
 
 
-def test_a_page_that_is_open_over_an_upgrade_loads_itself_anew_with_its_filter(
+def test_an_open_page_reloads_after_an_upgrade_with_its_filter(
     scene: Scene, browser: Chromium, tmp_path: Path
 ) -> None:
     shutil.copytree(Path(yunion_mps.__file__).parent, tmp_path / "yunion_mps")

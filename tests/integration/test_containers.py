@@ -36,7 +36,7 @@ def system_log(host: SimHost) -> Iterator[socket.socket]:
         yield log
 
 
-def test_one_option_gives_a_container_the_budget_and_the_way_to_the_control_daemon(
+def test_one_option_gives_a_container_its_budget_and_the_pipe_directory(
     ready_daemon: Daemon, podman: Podman
 ) -> None:
     """For root and for another user; the control daemon runs outside, the front-end is in the container."""

@@ -33,7 +33,7 @@ def their(family: Family, operator: Operator, theirs: Packages) -> int:
     return control
 
 
-def test_our_package_takes_the_place_of_the_one_that_runs_and_its_jobs_go_on(
+def test_our_package_replaces_the_one_that_runs_and_its_jobs_go_on(
     family: Family, operator: Operator, their: int, current: Packages
 ) -> None:
     machine = operator.machine
@@ -69,7 +69,7 @@ def test_our_package_takes_the_place_of_the_one_that_runs_and_its_jobs_go_on(
     assert operator.modes() == ["Exclusive_Process"], "what was before Cloudpods' daemon nobody has noted"
 
 
-def test_of_one_that_its_crash_left_behind_with_other_limits_jobs_keep_theirs(
+def test_jobs_of_a_crashed_daemon_with_other_limits_keep_theirs(
     family: Family, operator: Operator, their: int, current: Packages
 ) -> None:
     machine = operator.machine
@@ -101,7 +101,7 @@ def test_one_that_cannot_be_taken_over_is_asked_to_end_once_its_jobs_have(
     assert operator.control_daemons() == [operator.control_daemon()]
 
 
-def test_back_to_theirs_no_job_is_ended_before_the_restart_that_is_asked_for(
+def test_back_to_theirs_no_job_is_ended_before_the_restart(
     family: Family, operator: Operator, theirs: Packages, current: Packages
 ) -> None:
     """As docs/install.md says it."""

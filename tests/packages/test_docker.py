@@ -83,7 +83,7 @@ def plain(engine: Docker, operator: Operator) -> Iterator[Docker]:
     nothing_is_taken(operator)
 
 
-def test_one_option_gives_a_container_the_budget_and_the_way_to_the_control_daemon(
+def test_one_option_gives_a_container_its_budget_and_the_pipe_directory(
     operator: Operator, docker: Docker
 ) -> None:
     """The control daemon runs outside, NVIDIA's front-end in the container, and both name one server."""
@@ -142,9 +142,7 @@ def test_run_gives_a_container_a_lease_that_ends_with_it(operator: Operator, doc
     docker.remove("trainer")
 
 
-def test_run_gives_the_same_by_options_and_the_lease_ends_with_the_container(
-    operator: Operator, plain: Docker
-) -> None:
+def test_run_gives_the_same_and_the_lease_ends_with_the_container(operator: Operator, plain: Docker) -> None:
     machine = operator.machine
     refused = plain.run(*mps(ADDRESSES[1]), IMAGE, "true", check=False)
     assert 'could not select device driver "cdi"' in refused.stderr, "as docs/containers.md has it"
@@ -166,9 +164,7 @@ def test_run_gives_the_same_by_options_and_the_lease_ends_with_the_container(
     nothing_is_taken(operator)
 
 
-def test_without_cdi_nobody_replaces_the_budget_unnoticed_and_the_pipe_directory_may_be_anywhere(
-    operator: Operator, plain: Docker
-) -> None:
+def test_without_cdi_a_replaced_budget_is_noticed_in_any_directory(operator: Operator, plain: Docker) -> None:
     machine = operator.machine
     words = ("--env", "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT=0=16G", IMAGE, "env")
     refused = machine.run(*RUN, *words, check=False)
@@ -180,7 +176,7 @@ def test_without_cdi_nobody_replaces_the_budget_unnoticed_and_the_pipe_directory
     assert done.stdout.splitlines()[:2] == ["/run/mps:1,a", "25.0"], done.stderr
 
 
-def test_an_env_file_is_what_docker_takes_and_refuses_where_there_is_no_environment(
+def test_an_env_file_is_what_docker_takes_and_fails_without_a_device(
     operator: Operator, plain: Docker
 ) -> None:
     """An empty file would be taken for none, and the container run without limits."""

@@ -46,9 +46,7 @@ def host(family: Family, operator: Operator, current: Packages) -> Operator:
 class TestJobs:
     """One machine, one job after another."""
 
-    def test_a_job_by_the_template_reaches_the_control_daemon_and_its_lease_ends_with_it(
-        self, host: Operator
-    ) -> None:
+    def test_a_job_by_the_template_is_served_and_its_lease_ends_with_it(self, host: Operator) -> None:
         machine = host.machine
         begin(machine, f"python3 -IS {CLIENT}")
         machine.wait_until("it is attached", lambda: "attached" in machine.journal(JOB))
@@ -59,9 +57,7 @@ class TestJobs:
         machine.run("systemctl", "stop", JOB)
         machine.wait_until("all are free", lambda: host.ask("devices?unused=true")["total"] == 4)
 
-    def test_what_a_job_leaves_behind_ends_with_its_unit_and_the_lease_was_its_main_processs(
-        self, host: Operator
-    ) -> None:
+    def test_what_a_job_leaves_behind_ends_with_its_unit(self, host: Operator) -> None:
         machine = host.machine
         machine.write("/srv/leaves.sh", "#!/bin/sh\nsetsid sleep 4711 &\n")
         machine.run("chmod", "+x", "/srv/leaves.sh")
@@ -92,7 +88,7 @@ class TestJobs:
         machine.run("systemctl", "stop", JOB)
         machine.wait_until("all are free", lambda: host.ask("devices?unused=true")["total"] == 4)
 
-    def test_a_unit_that_is_restarted_has_one_device_and_the_one_before_is_free(self, host: Operator) -> None:
+    def test_a_restarted_unit_has_one_device_and_the_former_is_free(self, host: Operator) -> None:
         machine = host.machine
         begin(machine, "sleep 4713")
         machine.wait_until("it has a device", lambda: host.ask("devices?unused=true")["total"] == 3)
@@ -107,9 +103,7 @@ class TestJobs:
         machine.run("systemctl", "stop", JOB)
         machine.wait_until("all are free", lambda: host.ask("devices?unused=true")["total"] == 4)
 
-    def test_words_of_the_command_are_quoted_as_the_template_says_and_nothing_in_them_is_replaced(
-        self, host: Operator
-    ) -> None:
+    def test_words_of_the_command_are_quoted_as_the_template_says(self, host: Operator) -> None:
         machine = host.machine
         machine.write("/srv/my words.sh", '#!/bin/sh\nprintf "<%s>" "$@"\necho\n')
         machine.run("chmod", "+x", "/srv/my words.sh")
@@ -149,9 +143,7 @@ class TestJobs:
         machine.run("systemctl", "stop", "holder")
         machine.wait_until("all are free", lambda: host.ask("devices?unused=true")["total"] == 4)
 
-    def test_a_unit_with_a_tmp_of_its_own_is_told_that_it_cannot_reach_the_control_daemon(
-        self, host: Operator
-    ) -> None:
+    def test_a_unit_with_a_private_tmp_is_told_that_it_cannot_be_served(self, host: Operator) -> None:
         command = ["systemd-run", "--wait", "--pipe", "--property=PrivateTmp=yes"]
         done = host.machine.run(*command, "yunion-mps", "run", OPTIONS, "true", check=False)
         said = done.stdout + done.stderr

@@ -14,7 +14,7 @@ def journals() -> list[str]:
     return sorted(path.name for path in JOURNALS.glob("kept-*"))
 
 
-def test_the_journal_of_all_boots_is_kept_of_a_machine_whose_test_fails_and_of_no_other(
+def test_the_journal_is_kept_only_of_a_machine_whose_test_fails(
     new_machine: NewMachine,
 ) -> None:
     def fail() -> None:

@@ -311,7 +311,7 @@ class TestLife:
         assert "hostname: tested" in (family.machine.root / HOST_CONF.lstrip("/")).read_text()
         operator.end_job("steady", pid)
 
-    def test_with_a_broken_configuration_the_daemon_of_before_goes_on_and_everything_says_so(
+    def test_with_a_broken_configuration_the_former_daemon_goes_on(
         self, family: Family, operator: Operator, previous: Packages, current: Packages
     ) -> None:
         control = operator.control_daemon()

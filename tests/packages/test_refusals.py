@@ -126,9 +126,7 @@ class TestStart:
         assert operator.modes() == ["Default"]
         operator.configure()
 
-    def test_where_the_unit_may_not_write_that_is_said_and_not_that_a_disk_is_bad(
-        self, operator: Operator
-    ) -> None:
+    def test_a_place_that_the_unit_may_not_write_to_is_no_bad_disk(self, operator: Operator) -> None:
         machine = operator.machine
         operator.configure(more="cuda_mps_pipe_directory: /home/mps/pipe")
         assert machine.run("systemctl", "start", UNIT, check=False).returncode != 0

@@ -37,7 +37,7 @@ def test_removed_after_its_daemon_was_killed_it_puts_back_what_that_left(
 
 
 @on_deb
-def test_a_removal_says_first_whose_jobs_it_ends_and_a_purge_leaves_a_neighbours_files(
+def test_a_removal_names_the_jobs_it_ends_and_spares_others_files(
     family: Family, operator: Operator, current: Packages
 ) -> None:
     machine = family.machine

@@ -54,7 +54,7 @@ def test_where_cloudpods_daemon_was_enabled_and_ran_ours_is_and_does(cloudpods: 
     assert "5 another's" in cloudpods.call("control_daemons").stdout
 
 
-def test_where_its_control_daemon_cannot_be_taken_over_that_is_said_and_it_is_asked_to_end(
+def test_a_control_daemon_that_cannot_be_adopted_is_asked_to_end(
     cloudpods: Host,
 ) -> None:
     refused = "<3>the control daemon (PID 5) cannot be taken over: cuda_mps_scope is gpu\n<3>it goes on"
@@ -76,7 +76,7 @@ def test_where_its_control_daemon_cannot_be_taken_over_that_is_said_and_it_is_as
 @pytest.mark.parametrize(("noted", "checked", "taken"), [
     ("wanted\nnoted\n", "", True), ("noted\n", "", False), ("", "", False), ("wanted\n", "exit 6", False),
 ])  # fmt: skip
-def test_before_cloudpods_rpm_stops_it_its_control_daemon_is_taken_over_where_ours_is_to_run(
+def test_the_control_daemon_is_adopted_before_cloudpods_rpm_stops_it(
     cloudpods: Host, noted: str, checked: str, *, taken: bool
 ) -> None:
     (cloudpods.root / "run/cloudpods").write_text(noted)
@@ -99,7 +99,7 @@ def test_where_cloudpods_daemon_rested_ours_does(host: Host) -> None:
     assert host.calls() == []
 
 
-def test_where_our_version_refuses_cloudpods_files_its_daemon_is_not_stopped(host: Host) -> None:
+def test_if_we_refuse_cloudpods_files_its_daemon_is_not_stopped(host: Host) -> None:
     (host.root / "run/cloudpods").write_text("wanted\nnoted\n")
     host.program("systemctl", "")
     host.program("yunion-mps-daemon", f"cat >&2 <<'END'\n{REFUSED}\nEND\nexit 6")

@@ -70,9 +70,7 @@ def test_a_link_of_another_name_starts_what_it_leads_to(installed: Installed) ->
     assert installed.run("yunion-mps-daemon-too", "--version").stdout.startswith("yunion-mps 0")
 
 
-def test_neither_the_environment_nor_the_current_directory_changes_what_is_run(
-    installed: Installed, tmp_path: Path
-) -> None:
+def test_neither_environment_nor_directory_changes_what_is_run(installed: Installed, tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.mkdir()
     for module in ("click", "yunion_mps", "json"):

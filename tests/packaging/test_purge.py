@@ -59,7 +59,7 @@ def recorded(host: Host, *lines: str) -> None:
     (host.root / "state/directories").write_text("".join(f"{line}\n" for line in lines))
 
 
-def test_a_purge_takes_the_files_of_mps_by_name_out_of_the_directories_that_are_recorded(host: Host) -> None:
+def test_a_purge_removes_files_of_mps_by_name_from_recorded_places(host: Host) -> None:
     host.program("getent", "exit 2")
     mps = host.root / "mps"
     recorded(
@@ -89,7 +89,7 @@ def test_a_purge_leaves_a_neighbours_log_in_a_directory_that_was_used_too(host: 
     assert (logs / "kafka/server.log").exists()
 
 
-def test_a_purge_touches_nothing_of_a_directory_that_is_only_named_in_host_conf(host: Host) -> None:
+def test_a_purge_spares_a_directory_that_only_host_conf_names(host: Host) -> None:
     host.program("getent", "exit 2")
     logs = host.root / "srv/logs"
     (host.root / "etc/host.conf").write_text(f"cuda_mps_pipe_directory: /\ncuda_mps_log_directory: {logs}\n")
@@ -114,7 +114,7 @@ def test_a_purge_leaves_the_directories_that_a_control_daemon_serves(
     assert (host.root / "state").exists() is bool(mark)
 
 
-def test_a_purge_keeps_the_note_of_modes_that_are_not_put_back_and_says_how(host: Host) -> None:
+def test_a_purge_keeps_the_note_of_modes_that_are_not_restored(host: Host) -> None:
     host.program("getent", "exit 2")
     running = host.root / "run/yunion-mps"
     files(running, "daemon.lock")

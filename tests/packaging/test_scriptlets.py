@@ -42,7 +42,7 @@ def files(directory: Path, *names: str) -> None:
 # -- the two files
 
 
-def test_where_there_is_no_configuration_the_examples_are_taken_and_that_is_said(host: Host) -> None:
+def test_without_a_configuration_the_examples_are_taken(host: Host) -> None:
     said = host.good("make_configuration")
     assert [line.split(" was made")[0] for line in said] == [
         f"yunion-mps-daemon: {host.root}/etc/{name}" for name in NAMES
@@ -142,7 +142,7 @@ def test_programs_of_a_wheel_that_lie_earlier_on_path_are_not_asked(host: Host) 
     ]
 
 
-def test_what_an_upgrade_brings_into_force_of_changed_files_is_shown_before(host: Host) -> None:
+def test_what_an_upgrade_changes_in_effect_is_shown_before(host: Host) -> None:
     host.program("systemctl", "")
     host.program("yunion-mps-daemon", "")
     yunion_mps(
@@ -153,7 +153,7 @@ def test_what_an_upgrade_brings_into_force_of_changed_files_is_shown_before(host
     assert said[1:] == ["| limit | 00:06.0 |", "yunion-mps-daemon: It runs"]
 
 
-def test_where_the_service_is_enabled_and_rests_a_broken_configuration_is_told_too(host: Host) -> None:
+def test_a_broken_configuration_is_told_if_the_enabled_service_rests(host: Host) -> None:
     host.program("systemctl", 'case "$*" in *is-active*) exit 3 ;; esac')
     host.program("yunion-mps-daemon", f"cat >&2 <<'END'\n{REFUSED}\nEND\nexit 6")
     (said,) = host.good("go_on")
@@ -168,7 +168,7 @@ def test_where_it_is_not_the_configuration_that_is_wrong_that_is_not_said(host: 
     assert "this version could not start here (no NVIDIA driver: it is not installed); correct it" in said
 
 
-def test_where_the_new_version_refuses_the_configuration_the_daemon_of_before_goes_on(host: Host) -> None:
+def test_if_the_new_version_refuses_the_files_the_old_daemon_goes_on(host: Host) -> None:
     host.program("systemctl", "")
     host.program("yunion-mps-daemon", f"cat >&2 <<'END'\n{REFUSED}\nEND\nexit 6")
     (said,) = host.good("go_on")
@@ -293,7 +293,7 @@ def test_where_systemd_does_not_run_no_other_system_s_files_are_entered(host: Ho
     assert not [call for call in calls if call.startswith("nsenter")]
 
 
-def test_jobs_by_the_template_are_named_stopped_after_the_service_and_disabled(host: Host) -> None:
+def test_jobs_by_the_template_are_stopped_after_the_service(host: Host) -> None:
     units = (
         "echo yunion-mps-job@train.service loaded active running Job; echo yunion-mps-job@b.service loaded"
     )
@@ -327,7 +327,7 @@ def test_a_removal_without_anything_left_says_nothing(host: Host) -> None:
 # -- bytecode
 
 
-def test_where_the_disk_is_too_full_for_bytecode_none_stays_and_that_is_said(host: Host) -> None:
+def test_on_a_full_disk_no_bytecode_stays_and_that_is_said(host: Host) -> None:
     (host.root / "usr/module.py").write_text("syntax error\n")  # fails as a full disk does
     (host.root / "usr/good.py").write_text("")
     (said,) = host.good("compile_bytecode")

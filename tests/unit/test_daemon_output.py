@@ -49,19 +49,19 @@ def test_an_unknown_log_level_in_the_environment_is_wrong_usage(error: IO[str], 
     assert lines_of(error) == [f"yunion-mps-daemon: YUNION_MPS_LOG_LEVEL is 'verbose': {CHOICES}"]
 
 
-def test_the_option_counts_more_than_the_environment_and_an_empty_level_is_none(error: IO[str]) -> None:
+def test_the_option_overrides_the_environment(error: IO[str]) -> None:
     assert check(error, "--check", "--log-level", "info", YUNION_MPS_LOG_LEVEL="verbose") == 6
     assert check(error, YUNION_MPS_LOG_LEVEL="") == 6
 
 
-def test_lines_have_the_journal_s_levels_where_standard_error_is_its_stream(error: IO[str]) -> None:
+def test_lines_have_levels_if_standard_error_is_the_journal_s(error: IO[str]) -> None:
     status = os.fstat(error.fileno())
     assert check(error, JOURNAL_STREAM=f"{status.st_dev}:{status.st_ino}") == 6
     assert lines_of(error)
     assert [line for line in lines_of(error) if not line.startswith("<3>")] == []
 
 
-def test_lines_have_the_time_where_standard_error_was_turned_away_from_the_journal(error: IO[str]) -> None:
+def test_lines_have_the_time_if_standard_error_is_not_the_journal_s(error: IO[str]) -> None:
     assert check(error, JOURNAL_STREAM="8:12345") == 6
     assert lines_of(error)
     assert [line for line in lines_of(error) if not re.match(TIME, line)] == []

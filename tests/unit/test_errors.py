@@ -13,12 +13,12 @@ def test_a_problem_of_a_whole_file_has_no_line() -> None:
     assert str(Problem("/etc/x.yml", None, "is empty", "fill it")) == "/etc/x.yml: is empty: fill it"
 
 
-def test_a_problem_is_one_line_without_control_characters_whatever_it_quotes() -> None:
+def test_a_problem_is_one_line_without_control_characters() -> None:
     shown = str(Problem("/etc/a\nb", 1, "x is \x1b[31m\r\n\x85\u2028\u202e", "write … or é 😀"))
     assert shown == "/etc/a\\nb:1: x is \\x1b[31m\\r\\n\\x85\\u2028\\u202e: write … or é 😀"
 
 
-def test_a_bad_configuration_carries_every_problem_a_line_each_and_how_to_try_again() -> None:
+def test_a_bad_configuration_carries_every_problem_and_a_hint() -> None:
     problems = [Problem("a", 1, "b", "c"), Problem("d", None, "e", "f")]
     error = ConfigError(problems)
     assert error.problems == tuple(problems)

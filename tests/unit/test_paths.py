@@ -17,7 +17,7 @@ PLACES = {
 
 
 @pytest.mark.parametrize(("name", "place"), PLACES.items())
-def test_every_path_lies_where_the_design_says_and_below_another_root_as_well(name: str, place: str) -> None:
+def test_every_path_lies_where_the_design_says_below_any_root(name: str, place: str) -> None:
     assert getattr(Paths(), name) == place
     assert getattr(Paths("/srv/image"), name) == f"/srv/image{place}"
 

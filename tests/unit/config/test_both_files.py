@@ -22,7 +22,7 @@ def test_the_problems_of_both_files_are_reported_together_host_conf_first(files:
     ]
 
 
-def test_a_host_conf_that_cannot_be_read_does_not_hide_the_device_file_s_problems(files: Files) -> None:
+def test_an_unreadable_host_conf_hides_no_problem_of_the_device_file(files: Files) -> None:
     files.write("[\n", "devices: {}\n")
     problems = files.problems()
     assert [(problem.file, problem.line) for problem in problems] == [
@@ -31,7 +31,7 @@ def test_a_host_conf_that_cannot_be_read_does_not_hide_the_device_file_s_problem
     ]
 
 
-def test_an_unknown_location_of_the_device_file_is_the_only_problem_where_the_usual_one_is_right(
+def test_a_wrong_path_of_the_device_file_is_the_only_problem(
     files: Files,
 ) -> None:
     files.write("container_device_config_file: 4\n", "devices: []\n")

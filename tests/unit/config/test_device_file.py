@@ -220,7 +220,7 @@ def test_a_bad_entry_is_named_with_its_line_and_what_would_be_right(
     assert files.messages() == [f"{DEVICES}:{message}" for message in messages]
 
 
-def test_all_problems_of_the_file_are_reported_at_once_in_the_order_of_its_lines(files: Files) -> None:
+def test_all_problems_are_reported_at_once_in_the_order_of_lines(files: Files) -> None:
     files.write(
         devices="dveices: 1\n"
         "devices:\n"
@@ -242,7 +242,7 @@ def test_the_override_of_host_conf_bounds_the_virtual_number(files: Files) -> No
     assert files.messages() == [f"{DEVICES}:2: virtual_number is 129, out of range: {remedy}"]
 
 
-def test_an_override_below_60_leaves_it_to_the_plan_which_knows_what_each_gpu_can_do(files: Files) -> None:
+def test_an_override_below_60_is_left_to_the_plan(files: Files) -> None:
     files.write(
         "cuda_mps_max_clients: 8\ncuda_mps_replicas: 16\n",
         "devices:\n- {path: a, type: NVIDIA_MPS, virtual_number: 16}\n",
@@ -251,7 +251,7 @@ def test_an_override_below_60_leaves_it_to_the_plan_which_knows_what_each_gpu_ca
     assert (config.devices[0].virtual_number, config.cuda_mps_replicas) == (16, 16)
 
 
-def test_ten_thousand_unknown_keys_beside_a_misspelt_type_take_no_longer_than_they_must(files: Files) -> None:
+def test_ten_thousand_unknown_keys_are_read_in_linear_time(files: Files) -> None:
     keys = "".join(f"  k{number}: 1\n" for number in range(10_000))
     files.write(devices=f"devices:\n- path: a\n  virtual_number: 4\n{keys}  typ: NVIDIA_MPS\n")
     begin = time.process_time()

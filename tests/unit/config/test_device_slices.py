@@ -42,9 +42,7 @@ def test_slices_are_read_with_their_memory_percentage_and_priority(files: Files)
 
 @pytest.mark.parametrize(("unit", "mib"), [("128MiB", 128), ("1GiB", 1024)])
 @pytest.mark.parametrize("number", ["", "  virtual_number: 0\n"])
-def test_a_memory_unit_opens_the_gpu_for_any_amount_with_virtual_number_0_or_without(
-    files: Files, unit: str, mib: int, number: str
-) -> None:
+def test_a_memory_unit_needs_no_virtual_number_or_0(files: Files, unit: str, mib: int, number: str) -> None:
     entry = entry_of(files, f"{number}  memory_unit: {unit}\n")
     assert (entry.virtual_number, entry.slices, entry.memory_unit_mib) == (0, (), mib)
     assert (entry.memory_reserve_mib, entry.thread_overcommit) == (0, None)
@@ -197,7 +195,7 @@ def test_slices_given_by_alias_count_in_the_line_of_their_own_entry(files: Files
         ),
     ],
 )
-def test_what_is_wrong_with_a_division_is_named_with_its_line_and_what_would_be_right(
+def test_a_wrong_division_is_named_with_its_line_and_a_hint(
     files: Files, text: str, messages: list[str]
 ) -> None:
     files.write(devices=f"{ENTRY}{text}\n")
@@ -219,7 +217,7 @@ def test_a_bad_unit_of_requests_is_named_as_well(files: Files, text: str, messag
     assert files.write(devices=f"{text}\ndevices: []\n").messages() == [f"{DEVICES}:{message}"]
 
 
-def test_an_entry_with_a_problem_counts_as_one_device_so_that_its_path_can_be_checked(files: Files) -> None:
+def test_an_entry_with_a_problem_counts_as_one_device(files: Files) -> None:
     from yunion_mps.config import load
 
     for text in (

@@ -125,7 +125,7 @@ def test_a_path_longer_than_any_file_is_named(files: Files) -> None:
 
 @pytest.mark.processes
 @needs_root
-def test_a_file_that_may_not_be_read_is_named_with_the_modes_it_should_have(files: Files) -> None:
+def test_an_unreadable_file_is_named_with_the_modes_it_should_have(files: Files) -> None:
     files.write("enable_cuda_mps: true\n", "devices: []\n")
     files.host.chmod(0o600)
     files.devices.chmod(0o600)
@@ -137,7 +137,7 @@ def test_a_file_that_may_not_be_read_is_named_with_the_modes_it_should_have(file
 
 @pytest.mark.processes
 @needs_root
-def test_a_directory_that_may_not_be_entered_is_named_with_the_modes_it_should_have(files: Files) -> None:
+def test_a_closed_directory_is_named_with_the_modes_it_should_have(files: Files) -> None:
     files.write("enable_cuda_mps: true\n").host.parent.chmod(0o700)
     assert as_user(files.messages)[0] == f"{HOST}: cannot be read (Permission denied): {READABLE}"
 
@@ -151,7 +151,7 @@ def test_a_fifo_in_place_of_a_file_is_refused_and_keeps_nobody_waiting(files: Fi
     ]
 
 
-def test_a_directory_in_place_of_a_file_is_refused_and_no_descriptor_stays_open(files: Files) -> None:
+def test_a_directory_instead_of_a_file_leaves_no_descriptor_open(files: Files) -> None:
     files.host.mkdir()
     files.devices.mkdir()
     before = os.listdir("/proc/self/fd")
@@ -207,7 +207,7 @@ def bomb(levels: int, aliases: int) -> str:
         ("a: &a [" + "x," * 999 + "]\nb: {<<: [" + "*a," * 99_999 + "]}\n", 2),
     ],
 )
-def test_an_alias_bomb_is_refused_quickly_at_the_line_where_it_grows_too_large(
+def test_an_alias_bomb_is_refused_at_the_line_where_it_grows_too_large(
     files: Files, content: str, line: int
 ) -> None:
     files.write(content)

@@ -207,7 +207,7 @@ def test_every_key_is_read_and_knows_its_line(files: Files) -> None:
         ("container_device_config_file", "~/d.yml", 'is "~/d.yml", not an absolute path', WHOLE_PATH),
     ],
 )
-def test_a_value_that_cannot_be_used_is_named_with_its_line_and_what_would_be_right(
+def test_a_wrong_value_is_named_with_its_line_and_a_hint(
     files: Files, key: str, written: str, what: str, remedy: str
 ) -> None:
     files.write(f"# a comment\nhypervisor: kvm\n{key}: {written}\n", "devices: []\n")
@@ -242,7 +242,7 @@ def test_a_misspelt_key_is_named_with_the_nearest_real_one(files: Files, misspel
     assert files.messages() == [f"{HOST}:2: unknown key {misspelt}: did you mean {real}?"]
 
 
-def test_a_key_that_begins_as_ours_do_and_is_none_is_named_with_all_of_ours(files: Files) -> None:
+def test_an_unknown_key_that_begins_like_ours_is_named_with_all_of_ours(files: Files) -> None:
     files.write("cuda_mps_colour: red\n")
     assert files.messages() == [
         (
@@ -271,7 +271,7 @@ def test_a_merge_that_brings_in_keys_of_ours_is_named(files: Files, merge: str) 
     assert files.messages() == [f"{HOST}:2: merge keys (<<) are not followed: write the keys out"]
 
 
-def test_one_of_our_keys_given_twice_is_named_with_both_lines_and_the_first_counts(files: Files) -> None:
+def test_of_a_key_given_twice_the_first_counts_and_both_are_named(files: Files) -> None:
     files.write("cuda_mps_scope: gpu\nhypervisor: kvm\ncuda_mps_scope: host\ncuda_mps_scope: host\n")
     remedy = "keep one of the two lines (the other is line 1)"
     assert files.messages() == [
@@ -280,7 +280,7 @@ def test_one_of_our_keys_given_twice_is_named_with_both_lines_and_the_first_coun
     ]
 
 
-def test_all_problems_of_the_file_are_reported_at_once_in_the_order_of_its_lines(files: Files) -> None:
+def test_all_problems_are_reported_at_once_in_the_order_of_lines(files: Files) -> None:
     files.write(
         "enable_cuda_mps: 1\ncuda_mps_replicas: 61\ncuda_mps_sope: gpu\nenable_cuda_mps: true\n"
         "cuda_mps_max_clients: many\n"

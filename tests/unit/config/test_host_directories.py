@@ -14,9 +14,7 @@ OWN = "write a directory of its own, for example /tmp/nvidia-mps"
     ["/tmp", "/run", "/var", "/etc", "/root", "/srv", "/var/log", "/var/tmp", "/var/run", "/var/lib",
      "/dev/shm", "/usr/local", "/usr/lib", "/run/lock", "/tmp/", "//tmp", "/tmp/x/..", "/var/./log/"],
 )  # fmt: skip
-def test_a_directory_that_other_software_uses_too_is_refused_for_pipes_and_logs(
-    files: Files, path: str
-) -> None:
+def test_a_shared_directory_is_refused_for_pipes_and_logs(files: Files, path: str) -> None:
     files.write(f"cuda_mps_pipe_directory: {path}\ncuda_mps_log_directory: {path}\n")
     assert files.messages() == [
         f'{HOST}:1: cuda_mps_pipe_directory is "{path}", which is shared with other software: {OWN}/pipe',
@@ -38,7 +36,7 @@ def test_directories_are_normalised(files: Files) -> None:
 
 
 @pytest.mark.parametrize(("scope", "added"), [("host", 19), ("gpu", 19 + 41)])
-def test_a_pipe_directory_is_refused_exactly_when_its_sockets_have_no_address(
+def test_a_pipe_directory_is_refused_if_its_sockets_have_no_address(
     files: Files, scope: str, added: int
 ) -> None:
     room = 107 - added - len(str(files.root))

@@ -51,9 +51,7 @@ def test_an_xid_is_heard_with_its_gpu(open_host: OpenHost, listen: Listen) -> No
     assert until(host, listen(host), 1, 48) == ("0000:00:07.0", 48)
 
 
-def test_a_gpu_that_is_lost_is_heard_of_by_its_xid_or_as_something_to_look_at(
-    open_host: OpenHost, listen: Listen
-) -> None:
+def test_a_lost_gpu_is_reported_by_its_xid_or_as_a_change(open_host: OpenHost, listen: Listen) -> None:
     """The driver may refuse to wait on before it gives the XID."""
     host = open_host(TWO)
     heard = listen(host)

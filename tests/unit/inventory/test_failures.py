@@ -93,7 +93,7 @@ FIELDS = {
 
 @pytest.mark.parametrize("error", ["not_supported", "function_not_found", "no_permission", "no_data"])
 @pytest.mark.parametrize(("call", "field"), FIELDS.items())
-def test_a_field_that_the_driver_does_not_tell_is_absent_and_the_rest_is_there(
+def test_a_field_that_the_driver_does_not_tell_is_absent(
     open_host: OpenHost, call: str, field: str, error: str
 ) -> None:
     host = open_host([{"kind": "a100", "count": 2}])
@@ -186,9 +186,7 @@ def test_a_gpu_that_is_lost_before_the_start_does_not_hide_the_others(
 
 
 @pytest.mark.parametrize("lookup", ["gpu_is_lost", "success"])
-def test_a_gpu_that_is_lost_while_we_run_is_listed_with_its_reason_until_it_is_back(
-    open_host: OpenHost, lookup: str
-) -> None:
+def test_a_lost_gpu_is_listed_with_its_reason_until_it_is_back(open_host: OpenHost, lookup: str) -> None:
     host = open_host([{"kind": "t4", "count": 2}])
     before = host.gpus()
     host.sim.gpus[0].lose(lookup=lookup)

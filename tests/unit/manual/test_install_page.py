@@ -44,7 +44,7 @@ def test_each_message_of_the_table_is_one_of_the_programs() -> None:
             assert found in SOURCES or "/host.conf" in found, message
 
 
-def test_the_page_names_all_places_of_the_control_program_and_true_defaults() -> None:
+def test_the_page_names_the_control_program_s_places_and_defaults() -> None:
     for directory in PROGRAM_DIRECTORIES:
         assert f"`{directory}`" in PAGE, directory
     assert f"`cuda_mps_replicas` ({KEYS['cuda_mps_replicas'].default})" in PAGE

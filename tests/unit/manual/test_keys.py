@@ -78,7 +78,7 @@ def test_the_device_files_example_and_man_page_have_every_key(generated: Path, m
     assert len(re.findall(r"^       \w+: ", page, re.MULTILINE)) == len(keys)
 
 
-def test_what_the_device_files_example_has_as_comments_is_right_when_it_is_used(generated: Path) -> None:
+def test_comments_in_the_device_file_s_example_are_right_when_used(generated: Path) -> None:
     text = (generated / "etc/yunion/host_container_device.yml").read_text()
     text = re.sub(r"^#(?=  |\w)", "", text, flags=re.MULTILINE)
     with short_root() as paths:

@@ -111,7 +111,7 @@ def test_the_same_gpu_twice_is_named_with_the_first_line() -> None:
     ]
 
 
-def test_the_same_gpu_by_several_spellings_is_named_with_the_first_line_and_spelling() -> None:
+def test_a_gpu_named_twice_is_named_with_its_first_line_and_spelling() -> None:
     settings = config(
         entry("/dev/dri/renderD128", 4), entry("0000:00:06.0", 2, 5), entry(str(P40.uuid).upper(), 2, 8)
     )
@@ -164,7 +164,7 @@ def test_the_override_allows_no_more_devices_on_a_gpu_before_volta() -> None:
     ]
 
 
-def test_more_devices_than_mps_serves_clients_is_named_with_what_is_allowed() -> None:
+def test_more_devices_than_mps_allows_are_refused_with_what_it_allows() -> None:
     settings = config(entry("00:06.0", 17), entry("01:00.0", 49, 5))
     assert messages(settings, inventory(P40, gpu(1))) == [
         (
@@ -183,7 +183,7 @@ def test_more_devices_than_mps_serves_clients_is_named_with_what_is_allowed() ->
     assert messages(config(entry("01:00.0", 60)), inventory(gpu(1), driver="590.44.01")) == []
 
 
-def test_more_replicas_than_mps_serves_clients_are_named_at_their_line_of_host_conf() -> None:
+def test_too_many_replicas_are_named_at_their_line_of_host_conf() -> None:
     assert messages(config(cuda_mps_replicas=20), inventory(gpu(1), P40)) == [
         (
             f"{HOST}:9: cuda_mps_replicas is 20, more than the 16 clients that MPS allows"
@@ -193,7 +193,7 @@ def test_more_replicas_than_mps_serves_clients_are_named_at_their_line_of_host_c
     ]
 
 
-def test_an_override_below_the_default_number_of_replicas_is_named_at_its_own_line() -> None:
+def test_an_override_below_the_default_replicas_is_named_at_its_line() -> None:
     assert messages(config(cuda_mps_max_clients=4), inventory(P40, gpu(1))) == [
         (
             f"{HOST}:9: cuda_mps_replicas is 10, more than the 4 clients that MPS allows"

@@ -49,7 +49,7 @@ def test_nothing_is_planned_where_mps_is_not_enabled() -> None:
     assert (plan, problems) == (Plan("24854d54-6fb6-5ac9-9cb0-857b92bf9c53"), [])
 
 
-def test_ids_are_the_same_in_every_release_or_every_guest_would_lose_its_devices() -> None:
+def test_ids_are_the_same_in_every_release() -> None:
     plan = planned(config(entry("00:06.0", 2)), inventory(P40))
     assert plan.host_id == "24854d54-6fb6-5ac9-9cb0-857b92bf9c53"
     assert [device.id for device in plan.devices] == [
@@ -108,7 +108,7 @@ def test_a_percentage_is_written_as_nvidia_s_programs_take_it(percentage: float,
     assert decimal(percentage) == text
 
 
-def test_one_domain_serves_all_gpus_in_scope_host_and_gives_the_largest_percentage() -> None:
+def test_one_domain_serves_all_gpus_with_the_largest_percentage() -> None:
     gpus = gpu(1, memory_mib=1000), gpu(2, memory_mib=1001), gpu(3)
     plan = planned(
         config(entry("01:00.0", 8), entry("02:00.0", 2, 5), entry("03:00.0", 7, 8)), inventory(*gpus)
@@ -141,7 +141,7 @@ def test_each_gpu_has_a_domain_with_directories_of_its_own_in_scope_gpu() -> Non
     assert {device.domain for device in plan.devices} == {"01:00.0", "0001:02:00.0"}
 
 
-def test_every_gpu_is_divided_by_cuda_mps_replicas_where_the_file_divides_none() -> None:
+def test_cuda_mps_replicas_divides_every_gpu_if_the_file_divides_none() -> None:
     plan = planned(config(cuda_mps_replicas=3), inventory(gpu(1), gpu(2)))
     assert [device.addr for device in plan.devices] == [
         f"{address}-{slot}" for address in ("01:00.0", "02:00.0") for slot in range(3)

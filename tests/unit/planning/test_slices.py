@@ -69,7 +69,7 @@ def test_slices_are_devices_with_budgets_of_their_own() -> None:
     assert plan.pools == ()
 
 
-def test_the_domain_s_limits_are_the_largest_that_any_client_of_its_gpu_may_get() -> None:
+def test_the_domain_s_limits_are_the_largest_of_its_devices() -> None:
     found = inventory(P40, V100, gpu(2, memory_mib=16000))
     settings = config(
         entry("00:06.0", 4), slices((2048, 10.0), (8192, 60.0), (1024, 5.0)), units(path="02:00.0")
@@ -105,7 +105,7 @@ def test_the_ids_of_slices_are_those_of_equal_devices_in_the_same_slots() -> Non
     assert [device.id for device in unequal.devices] == [device.id for device in equal.devices]
 
 
-def test_the_priority_is_in_the_client_s_environment_only_where_it_is_below_normal() -> None:
+def test_only_a_priority_below_normal_is_in_the_environment() -> None:
     plan = planned(config(slices((8192, 50.0, "normal"), (4096, 25.0, "below_normal"))), inventory(V100))
     normal, below = (client_environment([device], plan.domains[0]) for device in plan.devices)
     assert "CUDA_MPS_CLIENT_PRIORITY" not in normal
@@ -160,7 +160,7 @@ def test_the_priority_is_in_the_client_s_environment_only_where_it_is_below_norm
         (units(1024, memory_reserve_mib=15360), {}, []),
     ],
 )  # fmt: skip
-def test_what_the_gpu_has_not_is_named_with_the_line_and_what_would_be_right(
+def test_more_than_the_gpu_has_is_named_with_the_line_and_a_hint(
     given: DeviceEntry, keys: dict[str, Any], expected: list[str]
 ) -> None:
     assert messages(config(given, **keys), V100) == [f"{DEVICES}:4: {message}" for message in expected]
@@ -207,7 +207,7 @@ def test_a_client_of_a_pool_gets_its_own_budget_by_its_environment() -> None:
     }
 
 
-def test_the_ids_of_a_pool_s_devices_are_the_same_in_every_release_and_differ_from_the_equal_ones() -> None:
+def test_ids_of_a_pool_s_devices_are_the_same_in_every_release() -> None:
     plan = planned(config(units(128, "00:06.0")), inventory(P40))
     (pool,) = plan.pools
     assert [pool_device(plan.host_id, pool, 1 + slot, slot, (P40,)).id for slot in range(2)] == [
@@ -256,7 +256,7 @@ def test_a_pool_has_no_more_clients_than_mps_allows_on_its_gpu() -> None:
         ("equal", 4096.0, 100.0),
     ],
 )
-def test_the_threads_of_a_pool_s_device_go_with_its_memory_times_the_over_commit(
+def test_threads_of_a_pool_s_device_go_with_its_memory(
     policy: str, overcommit: float | None, percentage: float
 ) -> None:
     pool = pool_of(V100, units(thread_overcommit=overcommit), cuda_mps_thread_percentage=policy)

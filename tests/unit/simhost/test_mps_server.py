@@ -119,7 +119,7 @@ def control() -> Iterator[ControlDaemon]:
         yield ControlDaemon(host, stand_ins, stack)
 
 
-def test_first_client_gets_a_server_that_is_a_child_and_stays_without_clients(control: ControlDaemon) -> None:
+def test_first_client_gets_a_server_that_stays_without_clients(control: ControlDaemon) -> None:
     assert control.ask("get_server_list") == []
     client = control.attach()
     server = control.server()
