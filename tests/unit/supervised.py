@@ -33,9 +33,9 @@ class Supervised:
     def __init__(self, host: SimHost) -> None:
         self.host = host
         self.paths = Paths(str(host.root))
-        self.examined = run_preflight(self.paths)
-        self.examined.check()
-        self.supervisor = Supervisor(self.paths, self.examined)
+        self.preflight = run_preflight(self.paths)
+        self.preflight.check()
+        self.supervisor = Supervisor(self.paths, self.preflight)
         self.lease_waits: dict[str, LeaseWait] = {}
 
     @property
@@ -52,8 +52,8 @@ class Supervised:
         return self
 
     def rescan(self) -> Snapshot:
-        assert isinstance(self.examined.nvml, Nvml)
-        self.supervisor.update_gpus(scan(self.examined.nvml, self.paths), time.monotonic())
+        assert isinstance(self.preflight.nvml, Nvml)
+        self.supervisor.update_gpus(scan(self.preflight.nvml, self.paths), time.monotonic())
         return self.snapshot
 
     def accept(self) -> list[Change]:
@@ -112,7 +112,7 @@ def supervise() -> Iterator[Callable[[SimHost], Supervised]]:
 
         def make(host: SimHost) -> Supervised:
             made = Supervised(host)
-            stack.callback(made.examined.close)
+            stack.callback(made.preflight.close)
             stack.callback(made.stop)
             return made
 

@@ -11,7 +11,7 @@ from yunion_mps.supervisor.preflight import Preflight
 from unit.builders import DEVICES, HOST, MACHINE_ID, P40, config, entry, gpu, inventory
 
 
-def examination(settings: Config, found: Inventory) -> Preflight:
+def preflight_of(settings: Config, found: Inventory) -> Preflight:
     plan, problems = make_plan(settings, found, MACHINE_ID)
     return Preflight(settings, tuple(problems), found, plan, MACHINE_ID, None, None)
 
@@ -54,7 +54,7 @@ def test_an_entry_shows_what_the_file_has_of_how_it_divides_its_gpu() -> None:
         {"path": "02:00.0", "memory_unit": 128, "memory_reserve": 64, "from": f"{DEVICES}:5"},
     ]
     found = inventory(gpu(1), gpu(2, memory_mib=16384))
-    shown = plan_json(examination(settings, found))["gpus"]
+    shown = plan_json(preflight_of(settings, found))["gpus"]
     told = ("devices", "division", "memory_limit", "thread_percentage", "domain", "reason")
     assert [[one[field] for field in told] for one in shown] == [
         [2, "1 x 8192 MiB, 50 % + 1 x 4096 MiB, 10 %, below normal", None, None, "host", ""],
@@ -64,7 +64,7 @@ def test_an_entry_shows_what_the_file_has_of_how_it_divides_its_gpu() -> None:
 
 def test_the_plan_of_the_reference_case_says_what_would_be() -> None:
     settings = config(entry("/dev/dri/renderD128", 4))
-    shown = plan_json(examination(settings, inventory(P40)))
+    shown = plan_json(preflight_of(settings, inventory(P40)))
     assert shown == {
         "notice": "",
         "driver": "535.261.03",
@@ -106,7 +106,7 @@ def test_a_gpu_without_devices_says_why() -> None:
         Gpu("0000:04:00.0", reason="GPU is lost"),
     )
     settings = config(entry("01:00.0", 2), entry("02:00.0", 2, 5), entry("04:00.0", 2, 8))
-    reasons = [shown["reason"] for shown in plan_json(examination(settings, found))["gpus"]]
+    reasons = [shown["reason"] for shown in plan_json(preflight_of(settings, found))["gpus"]]
     assert reasons == [
         "",
         "the GPU is in MIG mode, which excludes MPS on it as a whole (turn it off: nvidia-smi -mig 0)",
@@ -123,11 +123,11 @@ def test_a_compute_mode_that_stays_is_shown_alone() -> None:
         (config(entry("01:00.0", 2)), right, "Exclusive_Process"),
         (config(), inventory(gpu(1, mig_enabled=True)), "Default"),
     ):
-        assert plan_json(examination(settings, found))["gpus"][0]["compute_mode"] == mode
+        assert plan_json(preflight_of(settings, found))["gpus"][0]["compute_mode"] == mode
 
 
 def test_a_host_without_mps_says_so_and_shows_no_gpu() -> None:
     settings = config(enable_cuda_mps=False)
-    shown = plan_json(examination(settings, Inventory(inventory().driver._replace(version=""), ())))
+    shown = plan_json(preflight_of(settings, Inventory(inventory().driver._replace(version=""), ())))
     assert shown["notice"] == "enable_cuda_mps is false: this host offers no MPS devices"
     assert (shown["driver"], shown["gpus"], shown["domains"]) == (None, [], [])

@@ -77,12 +77,12 @@ def run(options: Options) -> int:
 
 
 def _check(paths: Paths) -> int:
-    examination = run_preflight(paths)
+    preflight = run_preflight(paths)
     try:
-        examination.check()
+        preflight.check()
     finally:
-        examination.close()
-    log.info("the configuration is right: %d devices", len(examination.plan.devices))
+        preflight.close()
+    log.info("the configuration is right: %d devices", len(preflight.plan.devices))
     return 0
 
 
@@ -90,17 +90,17 @@ def _run(paths: Paths, signals: Signals, lock: int, state: ReexecState | None) -
     notifier = Notifier()
     notifier.status("reading the configuration and looking at the GPUs")
     directories.record_in(os.path.join(paths.state_directory, "directories"))
-    examination = run_preflight(paths).for_start()
+    preflight = run_preflight(paths).for_start()
     try:
-        examination.check()
-        daemon = _Daemon(paths, signals, notifier, Supervisor(paths, examination), lock, state)
+        preflight.check()
+        daemon = _Daemon(paths, signals, notifier, Supervisor(paths, preflight), lock, state)
         listener = daemon.start()
         if listener:
             daemon.serve(listener)
         daemon.stop()
         signals.close()
     finally:
-        examination.close()
+        preflight.close()
     log.info("stopped")
 
 

@@ -21,12 +21,12 @@ log = logging.getLogger("yunion_mps.daemon")
 
 def adopt(paths: Paths, pid: int) -> int:
     """Record that it is ours; raises YunionError with the reason if it cannot be."""
-    examination = run_preflight(paths)
+    preflight = run_preflight(paths)
     try:
-        examination.check()
-        found = _judged(paths, pid, examination)
+        preflight.check()
+        found = _judged(paths, pid, preflight)
     finally:
-        examination.close()
+        preflight.close()
     if Store.exists(paths):
         store = Store(paths)
         try:
@@ -38,8 +38,8 @@ def adopt(paths: Paths, pid: int) -> int:
     return 0
 
 
-def _judged(paths: Paths, pid: int, examination: Preflight) -> AdoptionOrder:
-    config, plan = examination.config, examination.plan
+def _judged(paths: Paths, pid: int, preflight: Preflight) -> AdoptionOrder:
+    config, plan = preflight.config, preflight.plan
     if config.cuda_mps_scope != "host" or not plan.domains:
         why = "cuda_mps_scope is gpu" if plan.domains else "the configuration divides no GPU"
         hint = "only the one control daemon of all GPUs can be taken over"
@@ -56,5 +56,5 @@ def _judged(paths: Paths, pid: int, examination: Preflight) -> AdoptionOrder:
         raise HostError(what, f"look at it: ls -l /proc/{pid}/exe")
     if MARK in environment:
         raise HostError(f"the control daemon (PID {pid}) is ours already", "nothing is to be done")
-    gpus = [gpu.uuid for gpu in examination.inventory.gpus]
+    gpus = [gpu.uuid for gpu in preflight.inventory.gpus]
     return order_to_adopt(pid, environment, gpus, domain)

@@ -61,11 +61,11 @@ class Reloader:
     async def plan(self) -> Json:
         """What a reload would change now; raises YunionError if it would be refused."""
         async with self.lock:
-            examined = await self._examine()
+            preflight = await self._run_preflight()
             try:
-                _, changes = self._supervisor.preview(examined, self._ledger.lease_waits)
+                _, changes = self._supervisor.desired.plan_for(preflight, self._ledger.lease_waits)
             finally:
-                self._close(examined)
+                self._close(preflight)
         return self._answer(changes)
 
     async def reload(self, requester: str = "the API", *, drain: bool = False, now: bool = False) -> Json:
@@ -76,7 +76,7 @@ class Reloader:
         async with self.lock:
             try:
                 self._supervisor.refuse_if_unsafe()
-                changes = self._accept(await self._examine())
+                changes = self._accept(await self._run_preflight())
             except YunionError as error:
                 self._record_refusal(requester, error)
                 raise
@@ -112,7 +112,7 @@ class Reloader:
         asyncio.get_running_loop().call_later(0.02, self._reexec)  # the answer goes first
         return {"pid": os.getpid()}
 
-    async def _examine(self) -> Preflight:
+    async def _run_preflight(self) -> Preflight:
         opened = self._supervisor.nvml
         try:
             return await on_thread(lambda: run_preflight(self._paths, opened))
@@ -121,16 +121,16 @@ class Reloader:
             # 500 reloads took 1 MiB for it, and take 0.3 MiB so (measured).
             gc.collect()
 
-    def _accept(self, examined: Preflight) -> list[Change]:
+    def _accept(self, preflight: Preflight) -> list[Change]:
         try:
-            return self._supervisor.accept(examined, self._ledger.lease_waits)
+            return self._supervisor.accept(preflight, self._ledger.lease_waits)
         except YunionError:
-            self._close(examined)
+            self._close(preflight)
             raise
 
-    def _close(self, examined: Preflight) -> None:
-        if examined.nvml is not self._supervisor.nvml:
-            examined.close()
+    def _close(self, preflight: Preflight) -> None:
+        if preflight.nvml is not self._supervisor.nvml:
+            preflight.close()
 
     def _record_refusal(self, requester: str, error: YunionError) -> None:
         problems = error.problems if isinstance(error, ConfigError) else (error.message,)

@@ -8,18 +8,17 @@ long.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 
 from yunion_mps.errors import BusyError, DriverError, HostError, ShortageError
 from yunion_mps.host.store import Store
-from yunion_mps.models import Config, Inventory, Plan, Snapshot
+from yunion_mps.models import Config, Inventory, Snapshot
 from yunion_mps.mps.domain import Domain
 from yunion_mps.mps.processes import find_control_program
 from yunion_mps.paths import Paths
 from yunion_mps.supervisor.changes import Change, DesiredState, FindLeaseWaits
 from yunion_mps.supervisor.compute_modes import ComputeModes, ModeResult, ModeWork, restore_unused
 from yunion_mps.supervisor.event_log import EventLog
-from yunion_mps.supervisor.fleet import Fleet, Jobs, Processes
+from yunion_mps.supervisor.fleet import Fleet, Jobs
 from yunion_mps.supervisor.gpus import Gpus
 from yunion_mps.supervisor.preflight import Preflight
 from yunion_mps.supervisor.recovery import AFTERWARDS, Leftovers, find_leftovers, gpus_of, left_running
@@ -40,11 +39,11 @@ class Supervisor:
         self._paths = paths
         self.nvml = preflight.nvml
         self._gpus = Gpus(preflight.inventory, preflight.config, preflight.plan, paths)
-        self._desired = DesiredState(paths, preflight, self._gpus)
         self._store: Store | None = None
         self.event_log = EventLog(self.store, paths.events_copy, self._changed)
-        self.fleet = Fleet(self.store, lambda: self._gpus.healthy, self.event_log.record, self._changed)
-        self._jobs = Jobs()
+        self.fleet = Fleet(self.store, self._gpus, self.event_log.record, self._changed)
+        self.desired = DesiredState(paths, preflight, self._gpus, self.fleet)
+        self.jobs = Jobs(self.fleet, self._gpus)
         self._modes = ComputeModes(self._gpus, self.fleet, self.event_log.record)
         #: Whether a stop has begun.
         self.stopping = False
@@ -65,15 +64,15 @@ class Supervisor:
         program, or every domain's place is taken.
         """
         leftovers = self._settle_leftovers()
-        if not self._desired.plan.domains and not leftovers.known:
+        if not self.desired.plan.domains and not leftovers.known:
             return
         program = find_control_program()
         self._make_fleet(program, leftovers)
         self.fleet.refuse_if_none_can_start(leftovers.running)
-        work = self._modes.due(self._desired.plan, None)
+        work = self._modes.due(self.desired.plan, None)
         if work.changes:
             self.note_modes(self.set_modes(work))
-            self._modes.refuse_if_none_can_be_set(self._desired.plan)
+            self._modes.refuse_if_none_can_be_set(self.desired.plan)
         self._plan_again()
         self._make_fleet(program, leftovers)
         self.fleet.start(now_s, leftovers.running)
@@ -87,7 +86,7 @@ class Supervisor:
 
     def tick(self, now_s: float) -> float | None:
         """Do what is due in every domain; return when to be called again at the latest."""
-        times = (self.fleet.tick(now_s), self._jobs.tick(now_s))
+        times = (self.fleet.tick(now_s), self.jobs.tick(now_s))
         return min((due_s for due_s in times if due_s is not None), default=None)
 
     def descriptors(self) -> list[int]:
@@ -98,14 +97,14 @@ class Supervisor:
         """Begin to stop every domain; `spare_found` leaves control daemons that were running before us."""
         if not self.stopping:
             self._reserve = None
-            self._jobs.end_within(self.config.cuda_mps_stop_timeout_s, now_s)
+            self.jobs.end_within(self.config.cuda_mps_stop_timeout_s, now_s)
         self.stopping = True
         self._modes.end()
         self.fleet.stop(now_s, spare_found=spare_found)
 
     def report_late_jobs(self) -> None:
         """Name the jobs that did not end in time."""
-        for event in self._jobs.ended_by_force():
+        for event in self.jobs.ended_by_force():
             self.event_log.record(event)
 
     def close(self) -> None:
@@ -152,7 +151,7 @@ class Supervisor:
     @property
     def config(self) -> Config:
         """What both files said when they were last accepted."""
-        return self._desired.config
+        return self.desired.config
 
     def snapshot(self) -> Snapshot:
         """What is now; the same object for as long as nothing changes."""
@@ -165,11 +164,11 @@ class Supervisor:
             self._snapshot = Snapshot(
                 self._version,
                 self.config.enable_cuda_mps,
-                notice(self.config, self._desired.plan, self._paths.host_conf, self._leftovers_notice),
-                self._desired.in_effect(self.domains),
+                notice(self.config, self.desired.plan, self._paths.host_conf, self._leftovers_notice),
+                self.desired.in_effect(),
                 self._gpus.inventory,
                 statuses(self.domains, self.fleet.awaited, self._gpus.inventory.gpus),
-                (*self._desired.remarks, *remarks),
+                (*self.desired.remarks, *remarks),
             )
         return self._snapshot
 
@@ -179,26 +178,21 @@ class Supervisor:
             self._remarked[about] = words
             self._changed()
 
-    @property
-    def jobs(self) -> Mapping[int, int]:
-        """Processes on our GPUs at the last poll, by PID, with their start in ticks; no MPS servers."""
-        return self._jobs.started
-
     # -- GPUs
 
     def update_gpus(self, inventory: Inventory, now_s: float) -> None:
         """Take the result of a poll; a GPU that can serve only now gets its place in the plan."""
         before = self._gpus.inventory
-        for event in self._gpus.update(inventory, self.config, self._desired.plan):
+        for event in self._gpus.update(inventory, self.config, self.desired.plan):
             self.event_log.record(event)
         modes = {gpu.uuid: gpu.compute_mode for gpu in before.gpus}
-        self._modes.tell_of_others(modes, self._desired.plan)
+        self._modes.tell_of_others(modes, self.desired.plan)
         if self._gpus.inventory is before:
             return
         self._changed()
-        planned = self._desired.plan.domains
-        self._desired.plan_again()
-        if self._desired.plan.domains != planned:
+        planned = self.desired.plan.domains
+        self.desired.plan_again()
+        if self.desired.plan.domains != planned:
             try:
                 self.aim(now_s)
             except HostError as error:
@@ -223,19 +217,15 @@ class Supervisor:
     @property
     def has_unavailable_gpus(self) -> bool:
         """Whether a GPU that should serve devices cannot do so now."""
-        plan = self._desired.plan
+        plan = self.desired.plan
         planned = {uuid for domain in (*plan.domains, *plan.parked) for uuid in domain.gpu_uuids}
         return not planned <= self._gpus.healthy
-
-    def note_processes(self, processes: Processes, polled_s: float) -> None:
-        """Take note of who uses the GPUs, by a poll that began at `polled_s`."""
-        self._jobs.note(self.domains, processes, self._gpus.inventory.gpus, polled_s)
 
     # -- compute modes
 
     def mode_work(self) -> ModeWork:
         """The compute modes that are to be set or restored now; what waits for servers is pending."""
-        return self._modes.due(self._desired.plan, self._store)
+        return self._modes.due(self.desired.plan, self._store)
 
     def set_modes(self, work: ModeWork) -> ModeResult:
         """Do the work, or nothing once a stop has begun; for threads, because it calls the driver."""
@@ -248,18 +238,14 @@ class Supervisor:
 
     # -- another configuration
 
-    def preview(self, preflight: Preflight, find_lease_waits: FindLeaseWaits) -> tuple[Plan, list[Change]]:
-        """The plan for what was read again and its changes; raises YunionError if there can be none."""
-        return self._desired.plan_for(preflight, self.domains, find_lease_waits)
-
     def accept(self, preflight: Preflight, find_lease_waits: FindLeaseWaits) -> list[Change]:
         """Desire what was read again; the modes are to be set next (`mode_work`), then call `aim`.
 
         Raises YunionError, with nothing changed, if it cannot be.
         """
-        plan, changes = self.preview(preflight, find_lease_waits)
-        self.fleet.refuse_if_any_cannot_start(self._desired.domains(plan))
-        differs = self._desired.accept(preflight, plan)
+        plan, changes = self.desired.plan_for(preflight, find_lease_waits)
+        self.fleet.refuse_if_any_cannot_start(self.desired.domains(plan))
+        differs = self.desired.accept(preflight, plan)
         self.nvml = preflight.nvml or self.nvml
         self._gpus.clear_faults()
         events = self._gpus.update(preflight.inventory, preflight.config, plan) if preflight.nvml else []
@@ -273,7 +259,7 @@ class Supervisor:
     def aim(self, now_s: float) -> None:
         """Bring what was accepted into effect, as far as no job is in its way."""
         self._plan_again()
-        domains = self._desired.domains()
+        domains = self.desired.domains()
         program = find_control_program() if domains else ""
         self.fleet.aim(domains, program, self.config.cuda_mps_stop_timeout_s, now_s)
         self._changed()
@@ -291,19 +277,19 @@ class Supervisor:
 
     def _plan_again(self) -> None:
         """Plan for the GPUs as they are known now, and remember which serve."""
-        self._desired.plan_again()
-        self._gpus.remember(self._desired.plan)
+        self.desired.plan_again()
+        self._gpus.remember(self.desired.plan)
 
     def _make_fleet(self, program: str, leftovers: Leftovers) -> None:
-        domains = self._desired.domains()
+        domains = self.desired.domains()
         self.fleet.make(domains, leftovers.known, program, self.config.cuda_mps_stop_timeout_s)
 
     def _settle_leftovers(self) -> Leftovers:
         """Find what an earlier daemon left, and restore the modes that none of it needs."""
         store = self.store() if Store.exists(self._paths) else None
-        found = find_leftovers(store, self._desired.domains())
+        found = find_leftovers(store, self.desired.domains())
         self._leftovers_notice = found.notice
         if store:
-            needed = {*self._desired.plan.compute_modes, *gpus_of(found.running)}
+            needed = {*self.desired.plan.compute_modes, *gpus_of(found.running)}
             restore_unused(store, self.nvml, needed)
         return found

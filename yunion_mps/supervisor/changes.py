@@ -13,6 +13,7 @@ from yunion_mps.mps.domain import Domain
 from yunion_mps.mps.processes import describe_servers, find_control_program
 from yunion_mps.paths import Paths
 from yunion_mps.planning import division, make_plan
+from yunion_mps.supervisor.fleet import Fleet
 from yunion_mps.supervisor.gpus import Gpus
 from yunion_mps.supervisor.preflight import Preflight
 from yunion_mps.supervisor.status import in_effect
@@ -67,10 +68,11 @@ class Change(NamedTuple):
 class DesiredState:
     """The configuration that was accepted last, and its plan for the GPUs; changes nothing on the host."""
 
-    def __init__(self, paths: Paths, preflight: Preflight, gpus: Gpus) -> None:
+    def __init__(self, paths: Paths, preflight: Preflight, gpus: Gpus, fleet: Fleet) -> None:
         self._paths = paths
         self._machine_id = preflight.machine_id
         self._gpus = gpus
+        self._fleet = fleet
         self.config: Config = preflight.config
         self.plan: Plan = preflight.plan
         #: What is configured and the host goes without.
@@ -86,14 +88,12 @@ class DesiredState:
             for domain in (plan or self.plan).domains
         ]
 
-    def in_effect(self, domains: Sequence[Domain]) -> Plan:
-        """The plan with the devices as the clients of these domains get them now."""
-        return in_effect(self.plan, domains, self._gpus.inventory.gpus)
+    def in_effect(self) -> Plan:
+        """The plan with the devices as the clients get them now."""
+        return in_effect(self.plan, self._fleet.domains, self._gpus.inventory.gpus)
 
-    def plan_for(
-        self, preflight: Preflight, domains: Sequence[Domain], find_lease_waits: FindLeaseWaits
-    ) -> tuple[Plan, list[Change]]:
-        """The plan for what was read again, and its changes to what the domains serve and leases have.
+    def plan_for(self, preflight: Preflight, find_lease_waits: FindLeaseWaits) -> tuple[Plan, list[Change]]:
+        """The plan for what was read again, and its changes to what domains serve and leases have.
 
         Raises YunionError if there can be none.
         """
@@ -103,8 +103,8 @@ class DesiredState:
             find_control_program()
         placed = plan._replace(domains=tuple(self.domains(plan)))
         changes = _setting_changes(self.config, preflight.config)
-        before, gpus = self.in_effect(domains), self._gpus.inventory.gpus
-        return plan, changes + changes_to(placed, before, gpus, domains, find_lease_waits(plan.devices))
+        before, gpus, waits = self.in_effect(), self._gpus.inventory.gpus, find_lease_waits(plan.devices)
+        return plan, changes + changes_to(placed, before, gpus, self._fleet.domains, waits)
 
     def accept(self, preflight: Preflight, plan: Plan) -> bool:
         """Desire what was read again from now on; returns whether that is anything else."""

@@ -14,13 +14,14 @@ from yunion_mps.errors import YunionError
 from yunion_mps.host.proc import command_of, started_ticks, uid_of, user_name
 from yunion_mps.host.processes import refuse_if_no_process_can_start
 from yunion_mps.host.store import Store
-from yunion_mps.models import DomainPlan, Event, Gpu
+from yunion_mps.models import DomainPlan, Event
 from yunion_mps.mps.domain import Domain
 from yunion_mps.mps.limits import LimitsInEffect
 from yunion_mps.mps.processes import MpsProcess
 from yunion_mps.mps.startup import obstacle
 from yunion_mps.mps.states import BACKOFF, FAILED, READY, STOPPED, WEDGED
 from yunion_mps.planning import enforces_budgets
+from yunion_mps.supervisor.gpus import Gpus
 from yunion_mps.supervisor.recovery import LimitRecords
 
 log = logging.getLogger(__name__)
@@ -37,15 +38,14 @@ class Fleet:
     def __init__(
         self,
         store: Callable[[], Store],
-        healthy_gpus: Callable[[], set[str]],
+        gpus: Gpus,
         tell: Callable[[Event], None],
         changed: Callable[[], None],
     ) -> None:
-        """`healthy_gpus` returns the UUIDs of the GPUs that are there and can be used."""
         self.domains: list[Domain] = []
         self.awaited: list[DomainPlan] = []
         self._records = LimitRecords(store)
-        self._healthy_gpus = healthy_gpus
+        self._gpus = gpus
         self._tell = tell
         self._changed = changed
         self._program = ""
@@ -196,7 +196,7 @@ class Fleet:
         """
         wanted, served = set(domain.desired.gpu_uuids), set(domain.plan.gpu_uuids)
         surplus = served - wanted
-        has_other_gpus = bool(wanted - served or (surplus and surplus & self._healthy_gpus()))
+        has_other_gpus = bool(wanted - served or (surplus and surplus & self._gpus.healthy))
         has_other_group = domain.desired.pipe_group != domain.plan.pipe_group
         return domain.state == READY and (has_other_gpus or has_other_group)
 
@@ -217,20 +217,21 @@ class Fleet:
 class Jobs:
     """Processes that use a GPU of ours, as of the last poll, without the MPS servers themselves."""
 
-    def __init__(self) -> None:
+    def __init__(self, fleet: Fleet, gpus: Gpus) -> None:
+        self._fleet = fleet
+        self._gpus = gpus
         #: By PID, with their start in clock ticks since the boot.
         self.started: Mapping[int, int] = {}
         self._check_s: float | None = None
         #: Those that had not ended when their time was over, in words.
         self._late: list[str] = []
 
-    def note(
-        self, domains: Iterable[Domain], processes: Processes, gpus: Iterable[Gpu], polled_s: float
-    ) -> None:
+    def note(self, processes: Processes, polled_s: float) -> None:
         """Take note of a poll that began at `polled_s`, and tell each domain about its own jobs."""
         found: set[int] = set()
+        gpus = self._gpus.inventory.gpus
         telling = {gpu.uuid for gpu in gpus if enforces_budgets(gpu) and gpu.uuid in processes}
-        for domain in domains:
+        for domain in self._fleet.domains:
             listed = {pid for uuid in domain.plan.gpu_uuids for pid in processes.get(uuid, {})}
             servers = set(domain.server_pids())
             jobs = listed - servers

@@ -34,7 +34,7 @@ def test_a_fault_in_a_tick_ends_the_loop_and_leaves_control_daemon_and_modes_as_
 ) -> None:
     host = make_host([{"kind": "v100"}])
     made = supervise(host)
-    made.supervisor = faulty = Faulty(made.paths, made.examined)
+    made.supervisor = faulty = Faulty(made.paths, made.preflight)
     made.start()
     pid = made.snapshot.domains[0].pid
     os.makedirs(made.paths.run_directory, exist_ok=True)

@@ -39,7 +39,7 @@ def told(request: pytest.FixtureRequest) -> Iterator[Told]:
     ledger = Ledger([lease("a", device(0, 2), device(0, 0), device(0, 1))._replace(holder=holder)])
     plan = SimpleNamespace(devices=[device(0, slot) for slot in range(4)])
     snapshot = SimpleNamespace(plan=plan, inventory=SimpleNamespace(gpus=[GPU]))
-    supervisor: Any = SimpleNamespace(jobs=job.started, snapshot=lambda: snapshot)
+    supervisor: Any = SimpleNamespace(jobs=SimpleNamespace(started=job.started), snapshot=lambda: snapshot)
     processes: Processes = {"GPU-0": {job.pid: MIB, os.getpid(): 1000}}
     devices, usage = ProcessDevices(supervisor, ledger), UsageHistory()
     UsageSampler(supervisor, devices, usage).record(processes, 6000)

@@ -58,7 +58,7 @@ class Modes(RuleBasedStateMachine):
         """The control daemon lives on, and the next daemon takes it over."""
         if self.runs:
             self.runs.supervisor.release()
-            self.runs.examined.close()
+            self.runs.preflight.close()
             self.runs = None
 
     @rule(mode=st.sampled_from(["exclusive_process", "keep"]), enabled=st.sampled_from([True, True, False]))
@@ -137,7 +137,7 @@ class Modes(RuleBasedStateMachine):
         finally:
             if self.runs:
                 self.runs.stop()
-                self.runs.examined.close()
+                self.runs.preflight.close()
             self._stack.close()
 
     # -- our code
@@ -151,13 +151,13 @@ class Modes(RuleBasedStateMachine):
             return made.start()
         except YunionError:
             made.stop()
-            made.examined.close()
+            made.preflight.close()
             return None
 
     def _stop(self, runs: Supervised | None) -> None:
         assert runs
         runs.stop()
-        runs.examined.close()
+        runs.preflight.close()
 
     def _reload(self, runs: Supervised | None) -> Supervised | None:
         assert runs

@@ -30,14 +30,14 @@ def make_host() -> Iterator[MakeHost]:
         yield make
 
 
-def examined(host: SimHost) -> Preflight:
+def preflight_of(host: SimHost) -> Preflight:
     with closing(run_preflight(Paths(str(host.root)))) as found:
         return found
 
 
 def messages(host: SimHost) -> list[str]:
     with pytest.raises(ConfigError) as caught:
-        examined(host).check()
+        preflight_of(host).check()
     return [str(problem).replace(str(host.root), "") for problem in caught.value.problems]
 
 
@@ -51,7 +51,7 @@ def contents(root: Path) -> dict[str, tuple[float, int]]:
 
 
 def test_the_reference_case_is_right_and_has_its_plan(make_host: MakeHost) -> None:
-    found = examined(make_host())
+    found = preflight_of(make_host())
     found.check()
     assert (found.problems, found.driver_error) == ((), None)
     assert [device.addr for device in found.plan.devices] == [f"00:06.0-{slot}" for slot in range(4)]
@@ -62,7 +62,7 @@ def test_the_reference_case_is_right_and_has_its_plan(make_host: MakeHost) -> No
 def test_nothing_on_the_host_is_changed(make_host: MakeHost) -> None:
     host = make_host([{"kind": "t4", "count": 2}])
     before = contents(host.root)
-    examined(host).check()
+    preflight_of(host).check()
     assert contents(host.root) == before
     assert [gpu.compute_mode for gpu in host.gpus] == ["default", "default"]
 
@@ -107,7 +107,7 @@ def test_the_problems_of_the_files_and_of_the_host_are_reported_together(make_ho
 def test_a_host_without_driver_is_an_error_of_its_own(make_host: MakeHost) -> None:
     host = make_host()
     host.fail("nvmlInit", "driver_not_loaded")
-    found = examined(host)
+    found = preflight_of(host)
     assert (found.nvml, found.plan, found.inventory.gpus) == (None, Plan(""), ())
     with pytest.raises(DriverError, match="the NVIDIA driver's kernel module is not loaded"):
         found.check()
@@ -124,14 +124,14 @@ def test_a_driver_that_fails_during_the_search_is_an_error(make_host: MakeHost) 
     host = make_host()
     host.fail("nvmlDeviceGetCount", "unknown")
     with pytest.raises(DriverError, match="NVML says: Unknown Error"):
-        examined(host).check()
+        preflight_of(host).check()
 
 
 def test_no_driver_is_needed_where_mps_is_not_enabled(make_host: MakeHost) -> None:
     host = make_host()
     host.fail("nvmlInit", "library_not_found")
     (host.root / "etc/yunion/host.conf").write_text("enable_cuda_mps: false\n")
-    found = examined(host)
+    found = preflight_of(host)
     found.check()
     assert (found.nvml, found.plan.devices, found.plan.domains) == (None, (), ())
 
@@ -139,7 +139,7 @@ def test_no_driver_is_needed_where_mps_is_not_enabled(make_host: MakeHost) -> No
 def test_a_broken_gpu_is_no_problem_of_the_configuration(make_host: MakeHost) -> None:
     host = make_host([{"kind": "t4", "count": 2, "render": None}])
     host.gpus[0].lose()
-    found = examined(host)
+    found = preflight_of(host)
     found.check()
     assert {device.gpu_uuid for device in found.plan.devices} == {host.gpus[1].uuid}
 
@@ -148,7 +148,7 @@ def test_a_host_without_machine_id_cannot_be_examined(make_host: MakeHost) -> No
     host = make_host()
     (host.root / "etc/machine-id").unlink()
     with pytest.raises(HostError, match="holds no machine id"):
-        examined(host)
+        preflight_of(host)
 
 
 def test_config_check_shows_the_plan_without_a_daemon_and_exits_0(make_host: MakeHost) -> None:
@@ -156,7 +156,7 @@ def test_config_check_shows_the_plan_without_a_daemon_and_exits_0(make_host: Mak
     done = host.run(["yunion-mps", "config", "check", "--output", "json"])
     assert (done.returncode, done.stderr) == (0, "")
     shown = json.loads(done.stdout)
-    assert shown == plan_json(examined(host))
+    assert shown == plan_json(preflight_of(host))
 
 
 def test_config_check_names_every_problem_in_a_line_of_its_own_and_exits_6(make_host: MakeHost) -> None:

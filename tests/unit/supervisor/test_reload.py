@@ -203,7 +203,7 @@ def test_what_would_change_is_told_and_not_done(make_host: MakeHost, supervise: 
     host.divide(4)
     configure(host, cuda_mps_stop_timeout_s="60")
     preflight = run_preflight(made.paths, made.supervisor.nvml)
-    _, changes = made.supervisor.preview(preflight, lambda _: {})
+    _, changes = made.supervisor.desired.plan_for(preflight, lambda _: {})
     assert [change[:4] for change in changes] == [
         ("setting", "cuda_mps_stop_timeout_s", "10", "60"),
         ("budget", "00:06.0", "2 x 8192 MiB, 50 %", "4 x 4096 MiB, 25 %"),

@@ -118,7 +118,7 @@ def test_while_a_job_runs_in_a_pool_that_stays_for_the_next_daemon_too(
         assert (made.snapshot.plan.pools, made.snapshot.plan.devices) == ((pool,), ())
     client.end()
     for server in jobs.servers():
-        made.supervisor.note_processes({host.gpus[0].uuid: {server: 30}}, time.monotonic())
+        made.supervisor.jobs.note({host.gpus[0].uuid: {server: 30}}, time.monotonic())
     made.until(lambda: not made.snapshot.domains[0].pending)
     assert (made.snapshot.plan.pools, len(made.snapshot.plan.devices)) == ((), 2)
 

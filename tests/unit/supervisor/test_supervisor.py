@@ -115,9 +115,9 @@ def test_whether_jobs_run_is_believed_only_where_nvml_lists_the_servers(
     (domain,) = made.supervisor.domains
     uuid = host.gpus[0].uuid
     for processes, in_use in (({uuid: {1: 10}}, True), ({uuid: {}}, False), ({}, None)):
-        made.supervisor.note_processes(processes, time.monotonic())
+        made.supervisor.jobs.note(processes, time.monotonic())
         assert domain.in_use is in_use
-    made.supervisor.note_processes({uuid: {}}, time.monotonic())
+    made.supervisor.jobs.note({uuid: {}}, time.monotonic())
     made.supervisor.lose_driver(DriverError("gone"), time.monotonic())
     assert domain.in_use is None
 
@@ -125,7 +125,7 @@ def test_whether_jobs_run_is_believed_only_where_nvml_lists_the_servers(
 def test_before_volta_nobody_knows_whether_jobs_run(make_host: MakeHost, supervise: Supervise) -> None:
     host = make_host([{"kind": "tesla-p40"}])
     made = supervise(host).start()
-    made.supervisor.note_processes({host.gpus[0].uuid: {}}, time.monotonic())
+    made.supervisor.jobs.note({host.gpus[0].uuid: {}}, time.monotonic())
     assert made.supervisor.domains[0].in_use is None
 
 
@@ -136,7 +136,7 @@ def test_a_look_from_before_a_wedge_says_nothing_of_the_jobs_in_its_way(
     host = make_host([{"kind": "v100"}])
     made = supervise(host).start()
     (domain,) = made.supervisor.domains
-    made.supervisor.note_processes({host.gpus[0].uuid: {}}, time.monotonic())
+    made.supervisor.jobs.note({host.gpus[0].uuid: {}}, time.monotonic())
     assert not made.supervisor.fleet.take_poll_request()
     assert domain._polled_s < time.monotonic()
     domain._wants_poll = True
@@ -182,7 +182,7 @@ def test_a_stop_names_the_jobs_that_it_waits_for_and_then_those_that_were_late(
     jobs = stand_ins(host)
     made = supervise(host).start()
     client = attach(jobs, host)
-    made.supervisor.note_processes({host.gpus[0].uuid: {client.pid: 100}}, time.monotonic())
+    made.supervisor.jobs.note({host.gpus[0].uuid: {client.pid: 100}}, time.monotonic())
     made.stop(put_back=False)
     made.supervisor.report_late_jobs()
     named = f"(PID {client.pid}, root)"
