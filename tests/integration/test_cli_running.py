@@ -175,7 +175,7 @@ def test_what_happened_is_told_and_goes_on_over_a_new_program(ready: Daemon) -> 
     with ready.host.popen(command) as following:
         assert following.stdout is not None
         assert "applying -> ready" in following.stdout.readline()
-        told = rf"The daemon \(\S+\) runs anew, with PID {ready.pid} as before; it took \d+\.\d\d s\n"
+        told = rf"The daemon \(\S+\) was re-executed, with PID {ready.pid} as before; it took \d+\.\d\d s\n"
         assert re.fullmatch(told, printed(ready.host, "daemon-reexec"))
         assert ready.control_pid() == control
         os.kill(control, signal.SIGKILL)

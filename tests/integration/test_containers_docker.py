@@ -121,7 +121,7 @@ def test_without_cdi_a_variable_that_would_replace_the_device_s_is_refused_befor
     host = ready_daemon.host
     stand_in(host, reads_cdi=False)
     refused = host.run(["yunion-mps", "run", "--docker", "--", *words, IMAGE, "true"])
-    what = "would take the place of the device's own, for this docker reads no CDI: leave it out."
+    what = "would replace the device's own, because this docker reads no CDI: leave it out."
     assert (refused.returncode, refused.stdout) == (2, "")
     assert refused.stderr.splitlines()[0] == f"yunion-mps: --env {_VARIABLE} {what}"
     assert ready_daemon.get("/v1/events?kind=lease")[1]["events"] == []

@@ -41,7 +41,7 @@ Json = dict[str, Any]
 @output_option
 @click.pass_context
 def clients_group(ctx: click.Context, output: str) -> None:
-    """List who uses GPUs through MPS or past it, the MPS servers that serve them, and who waits for one.
+    """List processes that use GPUs through MPS or past it, their MPS servers, and those that wait for one.
 
     \b
     Examples:
@@ -57,7 +57,7 @@ def clients_group(ctx: click.Context, output: str) -> None:
 
 @clients_group.command("terminate", short_help="End a client safely.")
 @click.argument("pid", type=click.IntRange(1, _LARGEST_PID))
-@click.option("--force", is_flag=True, help="End it by SIGKILL where nothing else helps.")
+@click.option("--force", is_flag=True, help="End it by SIGKILL if nothing else helps.")
 @click.option("--yes", is_flag=True, help="Do not ask.")
 def terminate_client(pid: int, force: bool, yes: bool) -> None:
     """End the client with this PID: its MPS server lets go of it first, then it gets SIGTERM.

@@ -33,7 +33,7 @@ _GPU_DROP = ("Name", "Domain", "Compute_mode", "Threads_%", "Memory_MiB")
 
 @click.group("config", cls=SuggestingGroup, short_help="Show or check the configuration.")
 def config_group() -> None:
-    """Look at the configuration: what is in force, and whether it is right.
+    """Show the configuration in effect, or check both files.
 
     \b
     Examples:
@@ -114,7 +114,7 @@ def _entry_text(entry: Json) -> str:
 def check_config(output: str) -> None:
     """Check both files against this host's GPUs, and show the plan that they make.
 
-    Exits with 6 and every problem of both files, each with its file and line, where there is one.
+    Exits with 6 and every problem of both files, each with its file and line.
 
     \b
     Examples:

@@ -113,7 +113,7 @@ def show_device(device: str, output: str) -> None:
     """Show DEVICE: by id, by address, or by a unique beginning of either.
 
     Within a job it may be left out: YUNION_MPS_DEVICE in the environment names the job's own,
-    where it has only one.
+    if it has only one.
 
     \b
     Examples:

@@ -25,7 +25,7 @@ _MOST_ALIKE = 3
 @click.command("doctor", short_help="Find what makes MPS fail here.")
 @click.option(
     "--pid", type=click.IntRange(1, 4194304), metavar="PID",
-    help="Look at this process' environment too.",
+    help="Check the environment of this process too.",
 )  # fmt: skip
 @click.option("--selftest", is_flag=True, help="Run a small CUDA program on a device of each domain.")
 @click.option(
@@ -35,14 +35,14 @@ _MOST_ALIKE = 3
 @output_option
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="[-- COMMAND]")
 def doctor(pid: int | None, selftest: bool, timeout: int, output: str, command: tuple[str, ...]) -> None:
-    """Look at all that makes MPS fail, and say what to do; changes nothing.
+    """Check everything that can make MPS fail, and say what to do. Changes nothing.
 
     Works with the daemon and without it, as root and as a user. With COMMAND it
-    looks at the environment that COMMAND would have here, and does not run it.
+    checks the environment that COMMAND would have here, and does not run it.
 
     \b
     Exit status, as monitoring has it:
-      0 all is well; 1 a warning; 2 a problem; 3 it could not be found out
+      0 all is well; 1 a warning; 2 a problem; 3 it could not be determined
 
     \b
     Examples:

@@ -134,8 +134,7 @@ def _refuse_overridden(engine: str, argv: Sequence[str]) -> None:
     """What CDI sets comes after the user's own; without it, that would loosen the budget unnoticed."""
     for name in overridden(argv, _VARIABLES):
         raise click.UsageError(
-            f"--env {name} would take the place of the device's own, for this {engine} reads no CDI: "
-            "leave it out."
+            f"--env {name} would replace the device's own, because this {engine} reads no CDI: leave it out."
         )
 
 

@@ -34,7 +34,7 @@ def duration_s(text: str) -> int | None:
 
 def moment(text: str, now_s: float) -> int:
     """The moment in s since 1970, by the local time zone; raises ValueError if it is none."""
-    if re.fullmatch(r"[0-9]{9,11}", text):  # fewer digits are no date that anybody means
+    if re.fullmatch(r"[0-9]{9,11}", text):  # fewer digits are no plausible date
         return int(text)
     ago_s = duration_s(text)
     if ago_s is not None:
@@ -125,12 +125,12 @@ def device_target(device: str) -> str:
 
 
 def refuse_unattended(yes: bool) -> None:
-    """Wrong usage if no person can be asked, and the answer was not given beforehand."""
+    """Wrong usage if there is no terminal to ask on, and the answer was not given beforehand."""
     if not yes and not (sys.stdin and sys.stdin.isatty()):
-        raise click.UsageError("This ends jobs, and nobody is there to be asked: add --yes.")
+        raise click.UsageError("This ends jobs, and there is no terminal to confirm it on: add --yes.")
 
 
 def confirm(question: str, yes: bool) -> None:
     """Go on if the answer is yes; raises YunionError otherwise."""
     if not yes and not click.confirm(question, err=True):
-        raise YunionError("nothing was changed, and nobody was ended", "answer y to go on")
+        raise YunionError("nothing was changed, and no job was ended", "answer y to go on")

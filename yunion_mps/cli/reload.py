@@ -35,9 +35,9 @@ _SEE_LOG = "see: journalctl -u yunion-mps-daemon"
 @click.command("plan", short_help="Show what a reload would change.")
 @output_option
 def plan(output: str) -> None:
-    """Show what a reload would change, and when that would come into force; nothing is changed.
+    """Show what a reload would change, and when that would take effect; nothing is changed.
 
-    Exits with 6 and every problem of both files, each with its file and line, where there is one.
+    Exits with 6 and every problem of both files, each with its file and line.
 
     \b
     Examples:
@@ -67,7 +67,7 @@ def _text(title: str, answer: Json) -> str:
     return f"{title}\n{table}{pending}"
 
 
-@click.command("reload", short_help="Bring changed files into force.")
+@click.command("reload", short_help="Apply changed files.")
 @click.option("--drain", is_flag=True, help="Wait until the jobs in its way have ended.")
 @click.option("--now", is_flag=True, help="End the jobs in its way; says whom first.")
 @click.option(
@@ -76,12 +76,12 @@ def _text(title: str, answer: Json) -> str:
 @click.option("--yes", is_flag=True, help="With --now: do not ask.")
 @output_option
 def reload(drain: bool, now: bool, timeout: int | None, yes: bool, output: str) -> None:
-    """Read both files again, and bring into force what differs.
+    """Read both files again, and apply what differs.
 
-    Limits come into force with the next MPS server. Where one with jobs runs, they are pending until it has
-    ended: MPS gives it no new clients with --drain, and --now ends it with its jobs.
+    Limits take effect with the next MPS server. If one with jobs runs, they are pending until it has ended:
+    MPS gives it no new clients with --drain, and --now ends it with its jobs.
 
-    Exits with 6 and every problem of both files where there is one; nothing was changed then.
+    Exits with 6 and every problem of both files if there is one; nothing is changed then.
 
     \b
     Examples:
@@ -131,7 +131,7 @@ def _confirm_end_of_jobs(yes: bool) -> None:
 
 
 def _would_end(plan: Json, status: Json) -> Callable[[Json], bool] | None:
-    """Tells clients whose servers keep something from coming into force; None if nothing does.
+    """Tells clients whose servers keep something from taking effect; None if nothing does.
 
     A change that is still to be made waits for every server of its domain or its GPUs, and one that is
     pending for those that it names.
@@ -172,13 +172,13 @@ def _wait(timeout_s: int | None) -> Json:
             say(f"waiting: {pending}")
             said = pending
         if end_s is not None and time.monotonic() > end_s:
-            hint = "it comes into force by itself; see: yunion-mps status"
+            hint = "it takes effect by itself; see: yunion-mps status"
             raise YunionError(f"still pending after {timeout_s} s: {pending}", hint)
         time.sleep(_POLL_S)
 
 
 def _refuse_trouble(status: Json) -> None:
-    """Raise YunionError if the configuration is in force, but a control daemon does not serve."""
+    """Raise YunionError if the configuration was applied, but a control daemon does not serve."""
     troubles = [
         f"domain {domain['name']} is {domain['state']}: {domain['reason']}"
         for domain in status["domains"]
@@ -188,12 +188,12 @@ def _refuse_trouble(status: Json) -> None:
         raise YunionError("\n".join(troubles), "the configuration was reloaded; see: yunion-mps status")
 
 
-@click.command("daemon-reexec", short_help="Run the daemon's program anew, as after an upgrade.")
+@click.command("daemon-reexec", short_help="Re-execute the daemon, as after an upgrade.")
 def reexec() -> None:
-    """Run the daemon's program anew in its process, as after an upgrade.
+    """Execute the daemon's program again in the same process, as after an upgrade.
 
     Control daemons, jobs, limits and the socket stay; requests wait for the moment that it takes. The new
-    program is tried first: where it would not start, this one goes on.
+    program is tried first: if it would not start, this one goes on.
 
     \b
     Examples:
@@ -214,7 +214,9 @@ def reexec() -> None:
     version = before["version"]
     if after["version"] != version:
         version += f" -> {after['version']}"
-    click.echo(f"The daemon ({version}) runs anew, with PID {after['pid']} as before; it took {away_s:.2f} s")
+    click.echo(
+        f"The daemon ({version}) was re-executed, with PID {after['pid']} as before; it took {away_s:.2f} s"
+    )
 
 
 def _status_afterwards() -> Any:

@@ -139,7 +139,7 @@ def run() -> int:
         return _fail(_wrong_usage(error))
     except (click.Abort, KeyboardInterrupt):
         return 130
-    except BrokenPipeError:  # whoever read our output has enough
+    except BrokenPipeError:  # the reader of our output has enough
         _forget_output()
         return 0
     except SystemExit as end:
@@ -181,6 +181,6 @@ def _fail(error: YunionError) -> int:
     texts = (f"{error.message}{reason_code}", error.hint)
     lines = [printable(line) for text in texts if text for line in text.split("\n")]
     if sys.stderr is not None:
-        with contextlib.suppress(OSError):  # the exit status says it even where nothing can be written
+        with contextlib.suppress(OSError):  # the exit status says it even if nothing can be written
             print("\n".join(f"{_PROGRAM}: {line}" for line in lines), file=sys.stderr)
     return error.exit_code

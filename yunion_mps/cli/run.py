@@ -60,7 +60,7 @@ def style_option(function: F) -> F:
 )
 @request_options
 @engine_options
-@click.option("--allow-unlimited", is_flag=True, help="Run it also where nothing limits it.")
+@click.option("--allow-unlimited", is_flag=True, help="Run it even if nothing limits it.")
 @click.option("--dry-run", is_flag=True, help="Only say which device it would get.")
 @click.option("--print-env", is_flag=True, help="Only print the environment that it would get.")
 @style_option
@@ -74,7 +74,7 @@ def run(
 ) -> None:  # fmt: skip
     """Take a device and become COMMAND; it is given back when COMMAND ends.
 
-    COMMAND is started with the budget of the device in its environment, or not at all: where no device is
+    COMMAND is started with the budget of the device in its environment, or not at all: if no device is
     free, its control daemon does not serve, or nothing would hold COMMAND to the budget, as on a GPU older
     than Volta, this fails instead. With --allow-unlimited it says so, and starts COMMAND with such a device,
     or with none. Signals, exit status, terminal and process group are COMMAND's own.
@@ -84,7 +84,7 @@ def run(
 
     In COMMAND's environment, YUNION_MPS_DEVICE and YUNION_MPS_LEASE name what it got.
 
-    Exits with 5 where nothing is free now; --wait waits for it, first come, first served. Exits with 1 if
+    Exits with 5 if nothing is free now; --wait waits for it, first come, first served. Exits with 1 if
     the request could not be met even if everything were free.
 
     \b
@@ -149,7 +149,7 @@ def _inherited() -> dict[str, str]:
 
 
 def _budget(lease: Mapping[str, Any]) -> str:
-    """`5760 MiB of memory, 25 % of the threads`; the memory of each GPU where there are several."""
+    """`5760 MiB of memory, 25 % of the threads`; the memory of each GPU if there are several."""
     from yunion_mps.overview.holdings import gpu_of  # which a command that is run need not wait for
 
     by_gpu = dict.fromkeys(lease["gpus"], 0)
@@ -182,8 +182,8 @@ def print_environment(device: str, output: str) -> None:
     """Print the environment of a process that uses DEVICE.
 
     It takes no lease, so others may be given the same device: to have it for
-    yourself, use yunion-mps run. Where it cannot be used now, eval and docker
-    fail as well.
+    yourself, use yunion-mps run. If it cannot be used now, eval and docker fail
+    as well.
 
     \b
     Examples:
@@ -195,8 +195,7 @@ def print_environment(device: str, output: str) -> None:
         answer = ask(device_target(device))
         if answer["reason"]:
             raise HostError(
-                f"device {answer['addr']} cannot be used now: {answer['reason']}",
-                "see: yunion-mps status",
+                f"device {answer['addr']} cannot be used now: {answer['reason']}", "see: yunion-mps status"
             )
         show_environment(answer["client_environment"], output)
     warn_of_limits([] if answer["budget_enforced"] else [answer["addr"].rpartition("-")[0]])

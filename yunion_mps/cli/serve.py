@@ -40,8 +40,8 @@ def metrics() -> None:
 def web(address: str, allow_public: bool) -> None:
     """Serve the web page until Ctrl-C: the GPUs, who has what, and what happens. It changes nothing.
 
-    Whoever reaches the address can read it, without a password: at 127.0.0.1 all users of this host. To have
-    the page for good, set web_listen in host.conf.
+    Anyone who reaches the address can read it, without a password: at 127.0.0.1 all users of this host. To
+    have the page for good, set web_listen in host.conf.
 
     \b
     Examples:

@@ -80,9 +80,9 @@ def ask_clients_soon() -> Clients:
 def status(exit_code: bool, output: str) -> None:
     """Show how the daemon, the GPUs, the devices and their users are: what is wrong first, with its remedy.
 
-    A device is available where its control daemon serves it, used where somebody has it, by a lease or by
-    using it, and free where nobody has it and yunion-mps run would be given it. It is pending if its GPU was
-    divided again and leases of the former division have not ended.
+    A device is available if its control daemon serves it, used if a lease or a process has it, and free if
+    neither has and yunion-mps run would be given it. It is pending if its GPU was divided again and leases of
+    the former division have not ended.
 
     The state is ready, degraded (there is a problem), failed (nothing serves) or disabled (MPS is not
     offered); warnings do not change it. For monitoring, --exit-code exits with 1 if it is degraded or failed;

@@ -183,7 +183,7 @@ class Client:
                 continue
             patience.found()
             if answer["last"] < last:
-                self._say("the record of events was begun anew")
+                self._say("the event log was started again")
                 last = 0
                 continue
             last = answer["last"]

@@ -33,7 +33,7 @@ _DOMAIN = {
     "starting": f"wait a moment; {_EVENTS}",
     "applying": f"wait a moment; {_EVENTS}",
     "backoff": f"it is started again by itself; {_EVENTS}",
-    "failed": "mend that; it is tried again every minute, or at once by: yunion-mps reload",
+    "failed": "correct that; it is tried again every minute, or at once by: yunion-mps reload",
     "wedged": "see whose jobs wait for it: yunion-mps clients; ended, they let it be started again",
     "stopping": "it waits for its jobs: yunion-mps clients; end one: yunion-mps clients terminate PID",
 }
@@ -45,7 +45,7 @@ _WARNINGS = (
     ("goes on without it", "correct that line, then: yunion-mps reload"),
     ("metrics", "make its directory one that root can write, or name another; it is tried again by itself"),
     ("containers find", "make it a directory that root can write; it is tried again by itself"),
-    ("containers get", "make it anew: nvidia-ctk cdi generate --output=/etc/cdi/nvidia.yaml"),
+    ("containers get", "generate it again: nvidia-ctk cdi generate --output=/etc/cdi/nvidia.yaml"),
     ("cannot be looked at", "raise the limit: systemctl show yunion-mps-daemon | grep -E 'Limit|Tasks'"),
     ("events are", "make room where the state file is: df -h /var/lib/yunion-mps"),
 )
@@ -172,7 +172,7 @@ def _named(process: Process) -> str:
     """`PID 4260 of alice (python train.py)`."""
     command = process.shown.strip()
     short = command if len(command) <= _COMMAND_LENGTH else f"{command[: _COMMAND_LENGTH - 3]}..."
-    return f"PID {process.pid} of {process.user or 'somebody'}" + (f" ({short})" if short else "")
+    return f"PID {process.pid} of {process.user or 'an unknown user'}" + (f" ({short})" if short else "")
 
 
 def _notice_remedy(status: Json) -> str:
@@ -186,4 +186,4 @@ def _gpu_remedy(gpu: Json) -> str:
         return f"turn it off: nvidia-smi -i {gpu['uuid']} -mig 0; then: yunion-mps reload"
     if "does not serve it" in gpu["reason"]:
         return "wait for its jobs, or see whose they are: yunion-mps clients"
-    return "when it is mended or reset: yunion-mps reload; " + _LOOK_CLOSER
+    return "when it is repaired or reset: yunion-mps reload; " + _LOOK_CLOSER

@@ -138,7 +138,7 @@ def test_before_it_is_ended_somebody_is_asked(own: Cli) -> None:
 def test_with_no_it_goes_on(own: Cli) -> None:
     code, text = answered(own, b"n\n", "clients", "terminate", "4260")
     assert code == 1
-    assert "yunion-mps: nothing was changed, and nobody was ended\n" in text
+    assert "yunion-mps: nothing was changed, and no job was ended\n" in text
     assert own.host.people.done == ["clients"]
 
 

@@ -268,5 +268,5 @@ def test_who_follows_goes_on_when_the_record_was_begun_anew(happened: Cli) -> No
         happened.host.begin_record_anew(elsewhere)
         happened.host.record(BACK)
         assert process.stderr is not None
-        assert process.stderr.readline() == "yunion-mps: the record of events was begun anew\n"
+        assert process.stderr.readline() == "yunion-mps: the event log was started again\n"
         assert json.loads(lines_of(process, 1)[0])["id"] == 1

@@ -38,7 +38,8 @@ def run_anew(cli: Cli, between: Callable[[], Any] = lambda: None) -> Done:
 def test_it_tells_how_long_it_took_once_the_next_program_answers(own: Cli) -> None:
     code, out, err = run_anew(own)
     assert (code, err) == (0, "")
-    told = rf"The daemon \({__version__}\) runs anew, with PID {os.getpid()} as before; it took \d+\.\d\d s\n"
+    how = rf"with PID {os.getpid()} as before; it took \d+\.\d\d s\n"
+    told = rf"The daemon \({__version__}\) was re-executed, {how}"
     assert re.fullmatch(told, out)
 
 

@@ -158,7 +158,7 @@ def test_a_drain_that_takes_too_long_fails_and_says_what_it_waited_for(own: Cli)
         (
             f"yunion-mps: waiting: host: {WAITS}\n"
             f"yunion-mps: still pending after 1 s: host: {WAITS}\n"
-            "yunion-mps: it comes into force by itself; see: yunion-mps status\n"
+            "yunion-mps: it takes effect by itself; see: yunion-mps status\n"
         ),
     )
 
@@ -274,7 +274,7 @@ def test_now_changes_nothing_where_the_answer_is_no(own: Cli, answer: bytes) -> 
     code, text = answered(own, answer, "reload", "--now")
     assert code == 1
     assert text.splitlines()[-2:] == [
-        "yunion-mps: nothing was changed, and nobody was ended",
+        "yunion-mps: nothing was changed, and no job was ended",
         "yunion-mps: answer y to go on",
     ]
     assert own.host.changes.done == ["plan"]

@@ -162,9 +162,9 @@ def test_the_status_of_a_troubled_host_says_what_is_amiss_and_what_to_do(trouble
     assert lines[:7] == [
         "State:    failed",
         "Problem:  domain host is failed: nvidia-cuda-mps-control is missing",
-        "Remedy:   mend that; it is tried again every minute, or at once by: yunion-mps reload",
+        "Remedy:   correct that; it is tried again every minute, or at once by: yunion-mps reload",
         "Problem:  GPU 10000:00:07.0: the GPU is lost",
-        "Remedy:   when it is mended or reset: yunion-mps reload; look closer: yunion-mps doctor",
+        "Remedy:   when it is repaired or reset: yunion-mps reload; look closer: yunion-mps doctor",
         f"Problem:  GPU 81:00.0 (NVIDIA H100): {MIG}",
         f"Remedy:   turn it off: nvidia-smi -i {snapshots.IN_MIG_MODE.uuid} -mig 0; then: yunion-mps reload",
     ]

@@ -39,6 +39,7 @@ ASKING = (
     ["reload", "--now", "--yes"],
     ["clients"],
 )
+NO_TERMINAL = "This ends jobs, and there is no terminal to confirm it on: add --yes."
 TELLING = (["daemon-reexec"], ["clients", "terminate", "4260", "--yes"])
 KIND = "Invalid value for '--kind':"
 KINDS = ", ".join(repr(kind) for kind in EVENT_KINDS)
@@ -162,12 +163,15 @@ def test_the_version_is_one_line_with_the_revision(alone: Cli) -> None:
         (["lease", "take", "a", "--ttl", "1y"], f"{TTL} '1y' {NO_DURATION}"),
         (["lease", "take", "a", "--ttl", "366d"], f"{TTL} 366d is not in the range 1s<=x<=31536000s."),
         (["reload", "--yes"], "--yes goes with --now."),
-        (["reload", "--now"], "This ends jobs, and nobody is there to be asked: add --yes."),
+        (["reload", "--now"], NO_TERMINAL),
         (["clients", "terminat"], "No such command 'terminat'. Did you mean terminate?"),
         (["clients", "terminate"], "Missing argument 'PID'."),
         (["clients", "terminate", "x"], f"{PID} 'x' is not a valid integer range."),
         (["clients", "terminate", "0"], f"{PID} 0 is not in the range 1<=x<=4194304."),
-        (["clients", "terminate", "1"], "This ends jobs, and nobody is there to be asked: add --yes."),
+        (
+            ["clients", "terminate", "1"],
+            NO_TERMINAL,
+        ),
         (["plan", "more"], "Got unexpected extra argument (more)"),
         (["daemon-reexe"], "No such command 'daemon-reexe'. Did you mean daemon-reexec?"),
         (["completion"], "Missing argument '{bash|zsh|fish}'. Choose from: bash, zsh, fish"),

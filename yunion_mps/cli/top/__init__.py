@@ -1,1 +1,1 @@
-"""`yunion-mps top`: who uses what, drawn again and again while one looks at it."""
+"""`yunion-mps top`: which process uses what, repainted until it is quit."""
