@@ -171,7 +171,7 @@ def _stem(folder: str, date: str, name: str) -> str:
 
 
 def _write(path: str, text: str) -> None:
-    """Put the file in its place whole, so that whoever is interrupted leaves the one before."""
+    """Put the file in its place whole, so that an interrupted run leaves the one before."""
     with open(f"{path}.new", "w", encoding="utf-8") as file:
         file.write(text)
     os.replace(f"{path}.new", path)

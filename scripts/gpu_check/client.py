@@ -181,7 +181,7 @@ class Commands:
             _say("reply", to=name, **reply)
 
     def _line(self, timeout_s: float | None) -> bytes | None:
-        """The next line; None at the input's end, or b"" where none came in time."""
+        """The next line; None at the input's end, or b"" if none came in time."""
         while b"\n" not in self._input:
             if self._ended:
                 return None

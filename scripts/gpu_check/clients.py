@@ -96,7 +96,7 @@ class Client:
         return [event for event in self.events if event.get("event") == "beat"]
 
     def ready(self, timeout_s: float = 20.0) -> Event:
-        """Its `ready` event; raises Trouble where that does not come in time, or an error comes instead."""
+        """Its `ready` event; raises Trouble if that does not come in time, or an error comes instead."""
         event = self.outcome(timeout_s)
         if event is None:
             raise Trouble(f"client {self.name} was not ready within {seconds(timeout_s)}{self._complaint()}")
@@ -105,7 +105,7 @@ class Client:
         return event
 
     def outcome(self, timeout_s: float) -> Event | None:
-        """`ready` or `error`, whichever came; None where neither did in time."""
+        """`ready` or `error`, whichever came; None if neither did in time."""
         pump([self], time.monotonic() + timeout_s, lambda: self.first("ready", "error") is not None)
         found = self.first("ready", "error")
         if found is None and self._ended:
@@ -129,7 +129,7 @@ class Client:
             self._input.write(json.dumps({"do": do, **arguments}).encode() + b"\n")
 
     def reply(self, to: str, timeout_s: float) -> Event:
-        """The reply to a command given before; raises Trouble where it does not come."""
+        """The reply to a command given before; raises Trouble if it does not come."""
 
         def come() -> Event | None:
             return next((event for event in self.events if event.get("to") == to), None)
@@ -143,14 +143,14 @@ class Client:
         return found
 
     def ask(self, do: str, timeout_s: float = 20.0, **arguments: Any) -> Event:
-        """Give a command and return the reply; raises Trouble where none comes."""
+        """Give a command and return the reply; raises Trouble if none comes."""
         self.tell(do, **arguments)
         return self.reply(do, timeout_s)
 
     # -- ending
 
     def close(self, patience_s: float = 3.0) -> int | None:
-        """Let it end by itself, else end it; the exit status, None where even SIGKILL did not end it."""
+        """Let it end by itself, else end it; the exit status, None if even SIGKILL did not end it."""
         with contextlib.suppress(OSError):
             self._input.close()
         for number, wait_s in ((0, patience_s), (signal.SIGTERM, 0.5), (signal.SIGKILL, 3.0)):

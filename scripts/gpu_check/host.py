@@ -58,10 +58,10 @@ class NoGpu(Exception):  # noqa: N818 - it is what most machines say
 
 
 class Found(NamedTuple):
-    """Library and programs; empty where missing."""
+    """Library and programs; empty if missing."""
 
     libcuda: str
-    """What to load: its bare name where the loader finds it by itself, else its path."""
+    """What to load: its bare name if the loader finds it by itself, else its path."""
     control: str
     server: str
     smi: str
@@ -69,7 +69,7 @@ class Found(NamedTuple):
 
 
 def look(folder: str = "") -> Found:
-    """Look for the driver's parts, first in `folder` where one is given; raises NoGpu without libcuda."""
+    """Look for the driver's parts, first in `folder` if one is given; raises NoGpu without libcuda."""
     library, path = _library()
     if not library:
         tried = ", ".join(("the loader's own path", *LIBRARY_FOLDERS))
@@ -86,9 +86,10 @@ def look(folder: str = "") -> Found:
 
 
 def _library() -> tuple[str, str]:
-    """What to load, and where it lies; both empty where it is nowhere.
+    """What to load, and where it lies; both empty if it is nowhere.
 
-    Loaded in a process of its own, for the steps' processes come from this one and must not have touched it.
+    It is loaded in a process of its own, because the steps' processes are forks of this one, which must not
+    have touched it.
     """
     program = (
         f"import ctypes; ctypes.CDLL({LIBCUDA!r})\n"
@@ -125,12 +126,12 @@ def environment(found: Found, directory: str) -> dict[str, str]:
         variables["LD_LIBRARY_PATH"] = os.pathsep.join(part for part in libraries if part)
     variables["GPU_CHECK_RUN"] = directory
     variables["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
-    variables["CUDA_CACHE_DISABLE"] = "1"  # nothing of ours stays in anybody's home
+    variables["CUDA_CACHE_DISABLE"] = "1"  # nothing of ours stays in a home directory
     return variables
 
 
 def meet(found: Found, directory: str, device: int) -> Host:
-    """The host, after a first client has used the GPU; raises NoGpu where that cannot be."""
+    """The host, after a first client has used the GPU; raises NoGpu if that cannot be."""
     variables = environment(found, directory)
     host = Host(found.libcuda, found.control, found.server, found.smi, variables, device, {}, {})
     try:
@@ -161,7 +162,7 @@ def _first_client(host: Host, directory: str) -> dict[str, Any]:
 
 
 def smi_settings(host: Host, uuid: str) -> dict[str, str]:
-    """The GPU's settings as nvidia-smi has them; empty where it is missing or fails."""
+    """The GPU's settings as nvidia-smi has them; empty if it is missing or fails."""
     fields = ",".join(_SETTINGS)
     text = smi(host, "-i", uuid or str(host.device), f"--query-gpu={fields}", "--format=csv,noheader")
     values = text.strip().split(", ")
@@ -169,7 +170,7 @@ def smi_settings(host: Host, uuid: str) -> dict[str, str]:
 
 
 def smi(host: Host, *arguments: str, timeout_s: float = 20.0) -> str:
-    """What nvidia-smi prints; empty where it is missing, fails or hangs."""
+    """What nvidia-smi prints; empty if it is missing, fails or hangs."""
     if not host.smi:
         return ""
     try:

@@ -1,4 +1,4 @@
-"""The page: a pure function of the JSON file, so that it can be drawn anew from that."""
+"""The page: a pure function of the JSON file, so that it can be made again from that."""
 
 from __future__ import annotations
 

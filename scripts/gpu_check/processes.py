@@ -48,7 +48,7 @@ class Stat(NamedTuple):
 
 
 def stat_of(pid: int) -> Stat | None:
-    """What /proc says of it; None where it is gone or a zombie."""
+    """What /proc says of it; None if it is gone or a zombie."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             words = file.read().decode(errors="replace").rpartition(")")[2].split()
@@ -59,7 +59,7 @@ def stat_of(pid: int) -> Stat | None:
 
 
 def name_of(pid: int) -> str:
-    """What the kernel calls the process; empty where it is gone."""
+    """What the kernel calls the process; empty if it is gone."""
     try:
         with open(f"/proc/{pid}/comm", encoding="utf-8", errors="replace") as file:
             return file.read().strip()
@@ -129,7 +129,7 @@ _CHATTER = ("Accepting connection...", "NEW UI", "UI closed")
 
 
 class Answer(NamedTuple):
-    """What the control daemon said to one command; `status` is None where it did not answer in time."""
+    """What the control daemon said to one command; `status` is None if it did not answer in time."""
 
     command: str
     text: str
@@ -228,7 +228,7 @@ class Control:
         return found
 
     def the_server(self) -> int:
-        """The one server that clients have; raises Trouble where there is none."""
+        """The one server that clients have; raises Trouble if there is none."""
         found = self.server_pids()
         if not found:
             raise Trouble(f"there is no MPS server with a client ready: {self._last_words()}")
@@ -292,7 +292,7 @@ class Control:
 
 
 def listener(pipe: str) -> int:
-    """The PID behind the socket in a pipe directory, by the kernel's word; 0 where nobody listens."""
+    """The PID behind the socket in a pipe directory, by the kernel's word; 0 if none listens."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
         connection.settimeout(0.5)
         try:

@@ -54,7 +54,7 @@ def run_steps(
 
 
 def missing_for(step: Step, host: Host) -> str:
-    """Why the step cannot be taken on this host; empty where it can."""
+    """Why the step cannot be taken on this host; empty if it can."""
     if "unusable" in host.gpu:
         return f"the GPU cannot be used: {host.gpu['unusable']}"
     programs = {"nvidia-cuda-mps-control": host.control, "nvidia-cuda-mps-server": host.server}
@@ -177,7 +177,7 @@ def _note(kind: str, value: Any, result: Result) -> None:
 
 
 def _end(pid: int) -> None:
-    """Tell the step to stop, and end it where it does not."""
+    """Tell the step to stop, and end it if it does not."""
     for number, wait_s in ((signal.SIGTERM, _GRACE_S - 2), (signal.SIGKILL, 2.0)):
         with contextlib.suppress(OSError):
             os.kill(pid, number)

@@ -33,7 +33,7 @@ def _by_command(command: str, timeout_s: float = 5.0) -> Act:
 
 
 def _end(act: Act, around: Surroundings, report: Report) -> None:
-    """Two clients work, the thing happens, and everybody is looked at; then a successor is tried."""
+    """Two clients work, it happens, and all processes are looked at; then a successor is tried."""
     with ExitStack() as stack:
         control = stack.enter_context(Control(around).start())
         clients = [stack.enter_context(Client(around, name, pipe=control.pipe)) for name in "ab"]

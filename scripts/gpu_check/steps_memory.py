@@ -35,7 +35,7 @@ class Sizes:
 def measure(
     around: Surroundings, pipe: str, limit_mib: int, environment: Mapping[str, str] | None = None
 ) -> Measured:
-    """What a client of its own can take where `limit_mib` should be the limit."""
+    """What a client of its own can take if `limit_mib` should be the limit."""
     most = int(around.host.gpu["memory_mib"])
     with Client(around, "taking", pipe=pipe, environment=environment) as client:
         facts = client.ready(30)

@@ -35,7 +35,7 @@ devices:
 
 
 def python() -> str:
-    """A Python that can run the daemon; raises Skip where none can."""
+    """A Python that can run the daemon; raises Skip if none can."""
     said = ""
     for path in (f"{CHECKOUT}/.venv/bin/python", sys.executable):
         if not os.access(path, os.X_OK):
@@ -81,7 +81,7 @@ class Ours:
             file.write(text)
 
     def start(self, timeout_s: float = 30.0) -> float:
-        """Start it; how long until it said READY. Raises Trouble where it does not."""
+        """Start it; how long until it said READY. Raises Trouble if it does not."""
         self._drain()
         start_s = time.monotonic()
         host = self._around.host
@@ -129,7 +129,7 @@ class Ours:
             self.process.send_signal(number)
 
     def wait(self, timeout_s: float) -> int | None:
-        """Its exit status; None where it still runs."""
+        """Its exit status; None if it still runs."""
         assert self.process is not None
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(timeout_s)
@@ -266,7 +266,7 @@ def _stop(report: Report, ours: Ours, clients: list[Client]) -> None:
 
 
 def foreign(around: Surroundings, report: Report) -> None:
-    """The daemon meets a control daemon that somebody else started, with live clients."""
+    """The daemon meets a control daemon that another program started, with live clients."""
     with ExitStack() as stack:
         ours = stack.enter_context(Ours(around))
         control = stack.enter_context(Control(around, pipe=ours.pipe, log=ours.log).start())
@@ -321,7 +321,7 @@ STEPS = (
     ),
     Step(
         "ours_foreign",
-        "Our daemon: a control daemon of somebody else",
+        "Our daemon: a control daemon of another program",
         foreign,
         40,
         (("foreign", "What does our daemon do with it, and what do its clients notice?"),),

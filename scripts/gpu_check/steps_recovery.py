@@ -1,4 +1,4 @@
-"""How long until a client runs again, with nobody but this program to start the control daemon anew."""
+"""How long until a client runs again, if only this program starts the control daemon again."""
 
 from __future__ import annotations
 

@@ -139,7 +139,7 @@ def _tighten(around: Surroundings, report: Report, control: Control) -> None:
 
 
 def run_together(clients: Sequence[Client], span_s: float, blocks: int, iterations: int) -> list[Event]:
-    """Let all clients work over the same span of time; raises Trouble where one cannot."""
+    """Let all clients work over the same span of time; raises Trouble if one cannot."""
     start_s = time.monotonic() + 0.15
     for client in clients:
         client.tell("work", start=start_s, seconds=span_s, blocks=blocks, iterations=iterations, batch=8)
@@ -151,7 +151,7 @@ def run_together(clients: Sequence[Client], span_s: float, blocks: int, iteratio
 
 
 def fairness(rates: Sequence[float]) -> float:
-    """Jain's index: 1 where all have the same, 1/n where one has all."""
+    """Jain's index: 1 if all have the same, 1/n if one has all."""
     squares = sum(rate * rate for rate in rates)
     return sum(rates) ** 2 / (len(rates) * squares) if squares else 0.0
 

@@ -18,7 +18,7 @@ class Trouble(Exception):  # noqa: N818 - its text is what a step failed with
 
 
 class Host(NamedTuple):
-    """What was found on this machine; a program's path is empty where it is missing."""
+    """What was found on this machine; a program's path is empty if it is missing."""
 
     libcuda: str
     control: str
@@ -62,7 +62,7 @@ class Surroundings:
 
     @property
     def patience_s(self) -> float:
-        """How long a new client is waited for where it may never be served: well beyond its usual start."""
+        """How long to wait for a new client that may never be served: well beyond its usual start."""
         return 4.0 + 3.0 * float(self.host.gpu.get("seconds_until_ready", 0.0))
 
     def fresh(self, letter: str) -> str:
