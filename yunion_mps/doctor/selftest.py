@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import subprocess
 import sys
 from typing import Any
 
@@ -13,6 +12,7 @@ from yunion_mps.doctor import cuda_client
 from yunion_mps.doctor.host import Host, SkipError
 from yunion_mps.doctor.report import Finding, Findings, check, ok, problem, skipped
 from yunion_mps.host.proc import uid_of, user_name
+from yunion_mps.host.processes import outcome_of
 from yunion_mps.mps.processes import server_pids
 
 #: As long as another check: waking a GPU and starting an MPS server take seconds, and a client that waits for
@@ -115,16 +115,11 @@ def _answer(variables: dict[str, str], over_mib: int, timeout_s: float) -> dict[
     # Nothing of ours stays in a home directory.
     environment = {**kept, **variables, "CUDA_CACHE_DISABLE": "1"}
     argv = [sys.executable, "-IS", cuda_client.__file__, str(over_mib)]
-    null = subprocess.DEVNULL
-    process = subprocess.Popen(
-        argv, env=environment, stdin=null, stdout=subprocess.PIPE, stderr=null, start_new_session=True
-    )
-    try:
-        answer: dict[str, Any] = json.loads(process.communicate(timeout=timeout_s)[0])
-    except subprocess.TimeoutExpired:
+    status, text = outcome_of(argv, timeout_s, environment=environment)
+    if status is None:
         return None
+    try:
+        answer: dict[str, Any] = json.loads(text)
     except ValueError:
         return {"call": "the program", "code": -3, "name": "it ended without output"}
-    finally:
-        process.kill()  # and not waited for: a driver that hangs may keep it from its end
     return answer

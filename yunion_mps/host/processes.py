@@ -160,18 +160,29 @@ def output_of(argv: Sequence[str], patience_s: float | None = None) -> str:
 
 
 def outcome_of(
-    argv: Sequence[str], patience_s: float | None = None, *, with_stderr: bool = False
+    argv: Sequence[str],
+    patience_s: float | None = None,
+    *,
+    with_stderr: bool = False,
+    environment: Mapping[str, str] | None = None,
 ) -> tuple[int | None, bytes]:
     """A program's exit status, None where it takes longer than `patience_s`, and what it says.
 
     That is its standard output, and `with_stderr` its standard error. It is killed if this is interrupted, as
-    by Ctrl-C, which does not reach it because it has its own session. Raises HostError as `spawn` does.
+    by Ctrl-C, which does not reach it because it has its own session. It gets this process's environment
+    unless another one is given. Raises HostError as `spawn` does.
     """
     output, answer_in = os.pipe()
     try:
         with open(os.devnull, "r+b") as null:
             stderr = answer_in if with_stderr else null.fileno()
-            process = spawn(argv, os.environ, stdin=None, stdout=answer_in, stderr=stderr)
+            process = spawn(
+                argv,
+                os.environ if environment is None else environment,
+                stdin=None,
+                stdout=answer_in,
+                stderr=stderr,
+            )
     except HostError:
         os.close(output)
         raise
