@@ -21,6 +21,7 @@ from yunion_mps.mps.processes import (
     forget,
     record,
     running_servers,
+    server_pids,
     signal_server,
 )
 
@@ -145,11 +146,10 @@ class ControlDaemon:
         plan: DomainPlan,
         program: str,
         tell: Callable[[Event], None],
-        servers: Callable[[], Sequence[int]],
         *,
         is_recorded: bool,
     ) -> None:
-        """`servers` returns the PIDs of its servers; `is_recorded`: what these have is on record."""
+        """`is_recorded`: what its servers have is on record."""
         self.program = program
         #: What is under way with it.
         self.work: Work | None = None
@@ -162,9 +162,9 @@ class ControlDaemon:
         self._had_one = False
         self._is_recorded = is_recorded
         self._tell = tell
-        self._servers = servers
+        self._known_servers: tuple[int, ...] = ()
         self._process: Process | None = None
-        self._log = LogReader(plan, tell, servers)
+        self._log = LogReader(plan, tell, self.servers)
 
     @property
     def runs(self) -> bool:
@@ -201,6 +201,19 @@ class ControlDaemon:
         """Whether it is being ended because it did not serve."""
         return isinstance(self.work, Shutdown) and self.work.is_replacement
 
+    def servers(self) -> tuple[int, ...]:
+        """The PIDs of its servers; those known last if they cannot be read now."""
+        known = self._known_servers
+        try:
+            now = tuple(server_pids(self.pid)) if self.pid else ()
+        except ShortageError as error:
+            log.debug("%s", error)
+            return known
+        # One that runs and is no child any more has lost its control daemon, which has not been noticed yet.
+        lost = running_servers(pid for pid in known if pid not in now)
+        self._known_servers = (*now, *lost)
+        return self._known_servers
+
     def descriptors(self) -> list[int]:
         """What to watch for reading: its end, and the answers that are awaited."""
         end = [self._process.fileno()] if self._process else []
@@ -220,7 +233,7 @@ class ControlDaemon:
             # First, because one that serves needs nothing of what a new one needs.
             found = startup.find(desired, ours)
             self.target = startup.with_recorded(found.plan, before) if found else desired
-            self._log = LogReader(self.target, self._tell, self._servers)
+            self._log = LogReader(self.target, self._tell, self.servers)
             self.has_served = self.was_adopted = found is not None
             self.order = found.order if found else None
             self._process = found.process if found else startup.start(self.program, desired)
@@ -243,7 +256,7 @@ class ControlDaemon:
     def _freed(self) -> DaemonHandle:
         """The control daemon for another task: what was under way is left off."""
         self.drop()
-        return DaemonHandle(self.program, self.target, self.process, self._servers)
+        return DaemonHandle(self.program, self.target, self.process, self.servers)
 
     def await_answer(self, now_s: float) -> None:
         """Begin to wait for its first sign of life."""
@@ -278,8 +291,8 @@ class ControlDaemon:
 
     # -- its end
 
-    def reap(self) -> str:
-        """Let go of one that has ended; returns how it did, in words."""
+    def reap(self) -> tuple[str, tuple[int, ...]]:
+        """Let go of one that has ended; returns how it did, in words, and the PIDs of its servers."""
         self._log.tell()
         how = "did not serve, and was ended"
         if not self.is_replaced:
@@ -287,19 +300,24 @@ class ControlDaemon:
         what = f"the control daemon (PID {self.process.pid}) {how}"
         forget(self.target)
         self._let_go()
-        return what
+        return what, self._take_servers()
 
     def leave(self) -> None:
         """Let go of one that goes on."""
         log.warning("domain %s: the control daemon (PID %d) is left running", self.target.name, self.pid)
         self._let_go()
 
-    def kill(self) -> None:
-        """Kill one that has no jobs."""
+    def kill(self) -> tuple[int, ...]:
+        """Kill one that never served; returns the PIDs of its servers, if a job has come all the same."""
         self.drop()
         self.process.kill()
         forget(self.target)
         self._process = None
+        return self._take_servers()
+
+    def _take_servers(self) -> tuple[int, ...]:
+        servers, self._known_servers = self._known_servers, ()
+        return servers
 
     def _let_go(self) -> None:
         self.drop()

@@ -74,9 +74,8 @@ class Domain(StateMachine):
         self.retiring = False
         #: Whether a compute mode of its GPUs is to be restored once no server runs on them.
         self._holds_modes = False
-        in_effect = recorded or LimitsInEffect(plan)
-        self._rollover = rollover = Rollover(in_effect, lambda: self.control.pid, tell, changed)
-        self.control = ControlDaemon(plan, program, tell, rollover.children, is_recorded=recorded is not None)
+        self.control = ControlDaemon(plan, program, tell, is_recorded=recorded is not None)
+        self._rollover = Rollover(recorded or LimitsInEffect(plan), self.control.servers, tell, changed)
         self._deadline_s = 0.0
         #: How often it failed since it served for long.
         self._failures = 0
@@ -118,7 +117,7 @@ class Domain(StateMachine):
 
     def server_pids(self) -> list[int]:
         """The PIDs of its MPS servers, orphans among them."""
-        return [*self._rollover.children(), *self._rollover.orphans.pids]
+        return [*self.control.servers(), *self._rollover.orphans.pids]
 
     @property
     def _ends_all_servers(self) -> bool:  # every server of its control daemon is to end
@@ -326,8 +325,8 @@ class Domain(StateMachine):
     def _reap(self, now_s: float) -> None:
         """The control daemon is gone: as it was told to, or on its own."""
         replaced = self.control.is_replaced
-        what = self.control.reap()
-        self._rollover.control_daemon_exited(what, now_s if replaced else None)
+        what, servers = self.control.reap()
+        self._rollover.control_daemon_exited(what, servers, now_s if replaced else None)
         if self.state in (BACKOFF, FAILED):
             self._deadline_s = now_s  # what was wrong was wrong with this one
         elif self.state != STOPPING:
@@ -345,8 +344,7 @@ class Domain(StateMachine):
             log.error("domain %s: %s. It is told to go on. %s", self.plan.name, self.reason, error.hint)
             return
         if control.runs and not control.has_served:
-            control.kill()
-            self._rollover.control_daemon_exited(error.message)  # if a job came before it had its limits
+            self._rollover.control_daemon_exited(error.message, control.kill())
         self._fail(now_s, error)
 
     def _fail(self, now_s: float, error: YunionError, *, lasting: bool = False) -> None:

@@ -17,7 +17,6 @@ from yunion_mps.mps.processes import (
     describe_servers,
     orphaned_servers,
     running_servers,
-    server_pids,
     signal_server,
 )
 
@@ -49,20 +48,19 @@ class Rollover:
     def __init__(
         self,
         in_effect: LimitsInEffect,
-        control_pid: Callable[[], int | None],
+        servers: Callable[[], tuple[int, ...]],
         tell: Callable[[Event], None],
         changed: Callable[[], None],
     ) -> None:
         """`in_effect` is what an earlier daemon recorded, or what is desired.
 
-        `control_pid` returns the PID of the control daemon, None while there is none.
+        `servers` returns the PIDs of the control daemon's servers, at any time.
         """
         self.in_effect = in_effect
-        self._control_pid = control_pid
+        self._servers = servers
         self.orphans = OrphanedServers(in_effect.plan.name, tell)
         self._tell = tell
         self._changed = changed
-        self._children: tuple[int, ...] = ()
         self._look_s = 0.0
         self._search_s: float | None = None
         self._stop_s: float | None = None
@@ -75,13 +73,12 @@ class Rollover:
         self._search_s = now_s + SEARCH_AFTER_S
         self._stop_s = None
 
-    def control_daemon_exited(self, cause: str, end_s: float | None = None) -> None:
+    def control_daemon_exited(self, cause: str, servers: Iterable[int], end_s: float | None = None) -> None:
         """It is gone; its servers may not be: those without jobs are ended at `end_s`."""
         why = "it has no jobs"
         if self._stop_s is not None:
             end_s, why = self._stop_s, _STOP
-        self.orphans.add(self._children, cause, end_s, why)
-        self._children = ()
+        self.orphans.add(servers, cause, end_s, why)
         self._changed()
 
     def stop(self, at_s: float) -> None:
@@ -89,25 +86,12 @@ class Rollover:
         self._stop_s = at_s
         self.orphans.end(at_s, _STOP)
 
-    def children(self) -> tuple[int, ...]:
-        """The PIDs of the control daemon's servers; those known last if they cannot be read now."""
-        known, control_pid = self._children, self._control_pid()
-        try:
-            now = tuple(server_pids(control_pid)) if control_pid else ()
-        except ShortageError as error:
-            log.debug("%s", error)
-            return known
-        # One that runs and is no child any more has lost its control daemon, which has not been noticed yet.
-        lost = running_servers(pid for pid in known if pid not in now)
-        self._children = (*now, *lost)
-        return self._children
-
     def tick(self, now_s: float, *, in_use: bool | None) -> float | None:
-        """Note servers that came and ended; returns when to be called again."""
+        """Note servers that came and ended; when to be called again."""
         before = self.orphans.pids
         if now_s >= self._look_s:  # not at every tick, of which there are many while dozens of domains start
             self._look_s = now_s + LOOK_AGAIN_S
-            self.children()
+            self._servers()
         if self._search_s is not None and now_s >= self._search_s:
             self._search()
         due_s = self.orphans.tick(now_s, in_use=in_use)
@@ -146,7 +130,7 @@ class Rollover:
 
     def limits_overwritten(self, known: tuple[int, ...], cause: str) -> None:
         """Another program changed the limits; the `known` servers are from when they were last right."""
-        wrong = [pid for pid in self.children() if pid not in known]
+        wrong = [pid for pid in self._servers() if pid not in known]
         means = "they are set again"
         if wrong:
             means += f"; {describe_servers(wrong)} may have the others, and keeps them until it ends"
@@ -161,7 +145,7 @@ class Rollover:
 
     def awaited(self, *, every: bool) -> tuple[int, ...]:
         """The servers whose end something waits for, orphans among them; `every` includes all its own."""
-        own = self.children() if every else self.in_effect.old_servers
+        own = self._servers() if every else self.in_effect.old_servers
         return (*own, *self.orphans.pids)
 
     def request_end(self, now_s: float, *, force: bool) -> None:
@@ -173,14 +157,14 @@ class Rollover:
         if force:
             self.orphans.end(now_s, "its end was asked for")
         self._asked_s = now_s
-        self._to_ask = dict.fromkeys(self.children(), force)
+        self._to_ask = dict.fromkeys(self._servers(), force)
 
     def orders(self, now_s: float, *, every: bool, in_use: bool | None) -> list[str]:
         """What the control daemon, which hears us, is to be told now; whether `every` server is to end."""
         late = now_s > self._asked_s + FORCE_WITHIN_S
         to_ask = {pid: force for pid, force in self._to_ask.items() if not (force and late)}
         self._to_ask = {}
-        awaited = self.children() if every else self.in_effect.old_servers
+        awaited = self._servers() if every else self.in_effect.old_servers
         # Without -f, because a job may have come since NVML was polled: a server with clients goes on with
         # them (535 ends it after them, 550 asks it again and again), and one without ends at once.
         if awaited and not to_ask and in_use is False and now_s >= self._ask_s:
@@ -197,8 +181,8 @@ class Rollover:
             waits.append(
                 f"other limits take effect when {describe_servers(self.in_effect.old_servers)} has ended"
             )
-        if holds_modes and self._children:
-            waits.append(f"compute modes are restored when {describe_servers(self._children)} has ended")
+        if holds_modes and (servers := self._servers()):
+            waits.append(f"compute modes are restored when {describe_servers(servers)} has ended")
         if self.orphans.pids:
             orphans = describe_servers(self.orphans.pids)
             waits.append(
