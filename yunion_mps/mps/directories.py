@@ -50,7 +50,7 @@ def record_in(path: str) -> None:
 
 
 @contextlib.contextmanager
-def made(path: str) -> Iterator[int]:
+def use(path: str) -> Iterator[int]:
     """A descriptor of the directory, made if missing, while it is used; raises HostError for any OSError."""
     directory = make_directory(path)
     try:

@@ -151,7 +151,6 @@ def _is_trusted(pid: int, *, is_server: bool) -> bool:
 
 
 def _identified(pid: int, program: str, recorded: MpsProcess | None) -> MpsProcess | None:
-    """The process if it is ours."""
     started = started_ticks(pid)
     # A control daemon's child is its server, also before it has come as far as that program.
     is_server = program == SERVER or program_name(parent_of(pid)) == PROGRAM
@@ -175,18 +174,12 @@ def _identified(pid: int, program: str, recorded: MpsProcess | None) -> MpsProce
 def _environment_after_exec(pid: int) -> dict[str, str]:
     """The environment of a process; waits for it, because it is empty while the program is being loaded."""
     while not (environment := environment_of(pid)):
-        if (age := _age_s(pid)) is None or age > _EXEC_S:
+        ticks = started_ticks(pid)
+        now_s, forked_s = time.clock_gettime(time.CLOCK_BOOTTIME), (ticks or 0) / os.sysconf("SC_CLK_TCK")
+        if ticks is None or now_s - forked_s > _EXEC_S:
             break
         time.sleep(0.0005)
     return environment
-
-
-def _age_s(pid: int) -> float | None:
-    """How many seconds ago the process was forked, to a hundredth; None if it is gone."""
-    ticks = started_ticks(pid)
-    if ticks is None:
-        return None
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
 
 
 def _has_our_root(pid: int, environment: Mapping[str, str]) -> bool:

@@ -88,13 +88,13 @@ def find(plan: DomainPlan, ours: Sequence[MpsProcess] | None = None) -> RunningD
     here = [one for one in known if one.pipe_directory == place and not one.is_server]
     peer = peer_of(place)
     hint = f"when its jobs are done, end it with: echo quit | CUDA_MPS_PIPE_DIRECTORY={place} {PROGRAM}"
-    if not here and peer:
+    if not here:
+        if peer is None:
+            return None
         what = f"a control daemon (PID {peer.pid}, uid {peer.uid}), not started by us, already serves {place}"
         if could_be_ours(peer.pid):
             hint += f"; or go on with it and its jobs: yunion-mps-daemon --take-over {peer.pid}"
         raise HostError(what, hint)
-    if not here:
-        return None
     one = next((one for one in here if peer and one.pid == peer.pid), here[0])
     order = adoption_order(one.pid)
     if order and not order.can_serve(plan):
@@ -190,7 +190,7 @@ def _refusal(pid: int, why: str) -> HostError:
 def start(program: str, plan: DomainPlan) -> Process:
     """Start NVIDIA's control daemon in the foreground, its log behind what is there; raises HostError."""
     _prepare(plan)
-    with directories.made(plan.log_directory) as directory:
+    with directories.use(plan.log_directory) as directory:
         output = directories.open_log(directory, plan.log_directory, LOG_NAME)
     if plan.pipe_group:
         directories.join(plan.pipe_group)
@@ -212,13 +212,13 @@ def _prepare(plan: DomainPlan) -> None:
     """Make both directories; raises HostError if another user's files lie there, or that is not known."""
     set_access(plan)
     for path in (plan.log_directory, plan.pipe_directory):
-        with directories.made(path) as directory:
+        with directories.use(path) as directory:
             directories.check_entries(directory, path)
 
 
 def set_access(plan: DomainPlan) -> None:
     """Make the pipe directory, and set who may enter it as planned; raises HostError."""
-    with directories.made(plan.pipe_directory) as directory:
+    with directories.use(plan.pipe_directory) as directory:
         directories.set_access(directory, plan.pipe_directory, plan.pipe_group)
 
 
