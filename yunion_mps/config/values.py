@@ -37,12 +37,12 @@ ENDPOINT_EXAMPLE = f"an IP address and a port, for example {_LOCALHOST}:9435 or 
 
 
 class WrongValueError(Exception):
-    """A value that cannot be used: what it is, and what would be right."""
+    """A value that cannot be used: what is wrong with it, and what would be right."""
 
-    def __init__(self, what: str, remedy: str) -> None:
-        super().__init__(what)
-        self.what = what
+    def __init__(self, key: str, node: Node, what: str, remedy: str) -> None:
+        self.what = f"{key} is {written(node)}, {what}"
         self.remedy = remedy
+        super().__init__(self.what)
 
 
 #: A kind turns the node of a key into its value or raises WrongValueError.
@@ -61,9 +61,7 @@ def boolean(key: str, node: Node) -> bool:
     """`true` or `false`."""
     value = value_of(node)
     if not isinstance(value, bool):
-        raise WrongValueError(
-            f"{key} is {written(node)}, not true or false", f"write {key}: true or {key}: false"
-        )
+        raise WrongValueError(key, node, "not true or false", f"write {key}: true or {key}: false")
     return value
 
 
@@ -74,9 +72,9 @@ def whole_number(lowest: int, highest: int) -> Kind:
         value = value_of(node)
         remedy = f"write a whole number from {lowest} to {highest}, without quotes"
         if not isinstance(value, int) or isinstance(value, bool):
-            raise WrongValueError(f"{key} is {written(node)}, not a whole number", remedy)
+            raise WrongValueError(key, node, "not a whole number", remedy)
         if not lowest <= value <= highest:
-            raise WrongValueError(f"{key} is {written(node)}, out of range", remedy)
+            raise WrongValueError(key, node, "out of range", remedy)
         return value
 
     return kind
@@ -90,11 +88,11 @@ def number(lowest: float, highest: float, decimals: int) -> Kind:
         some = "one decimal" if decimals == 1 else f"{decimals} decimals"
         remedy = f"write a number from {lowest:g} to {highest:g}, with at most {some} and without quotes"
         if not isinstance(value, (int, float)) or isinstance(value, bool):
-            raise WrongValueError(f"{key} is {written(node)}, not a number", remedy)
+            raise WrongValueError(key, node, "not a number", remedy)
         if not lowest <= value <= highest:
-            raise WrongValueError(f"{key} is {written(node)}, out of range", remedy)
+            raise WrongValueError(key, node, "out of range", remedy)
         if round(value, decimals) != value:
-            raise WrongValueError(f"{key} is {written(node)}, more exact than it can be", remedy)
+            raise WrongValueError(key, node, "more exact than it can be", remedy)
         return float(value)
 
     return kind
@@ -108,10 +106,10 @@ def memory(lowest_mib: int) -> Kind:
         found = re.fullmatch(r"([0-9]{1,9})(MiB|GiB)", value) if isinstance(value, str) else None
         remedy = "write a whole number of MiB or GiB, for example 8192MiB or 8GiB"
         if found is None:
-            raise WrongValueError(f"{key} is {written(node)}, not an amount of memory", remedy)
+            raise WrongValueError(key, node, "not an amount of memory", remedy)
         mib = in_mib(found[0])
         if mib < lowest_mib:
-            raise WrongValueError(f"{key} is {written(node)}, too little", f"write at least {lowest_mib}MiB")
+            raise WrongValueError(key, node, "too little", f"write at least {lowest_mib}MiB")
         return mib
 
     return kind
@@ -130,7 +128,7 @@ def one_of(*choices: str) -> Kind:
         if value not in choices:
             near = nearest(str(value), choices) if isinstance(value, str) else None
             remedy = f"write {near}" if near else f"write one of {', '.join(choices)}"
-            raise WrongValueError(f"{key} is {written(node)}, none of {', '.join(choices)}", remedy)
+            raise WrongValueError(key, node, f"none of {', '.join(choices)}", remedy)
         return str(value)
 
     return kind
@@ -140,12 +138,10 @@ def absolute_path(key: str, node: Node) -> str:
     """The path of a file or directory, from `/`; normalised."""
     value = text(key, node)
     if not value.startswith("/"):
-        raise WrongValueError(
-            f"{key} is {written(node)}, not an absolute path", "write the whole path, from /"
-        )
+        raise WrongValueError(key, node, "not an absolute path", "write the whole path, from /")
     normal = "/" + os.path.normpath(value).lstrip("/")
     if normal == "/":
-        raise WrongValueError(f"{key} is the root directory", "write a directory of its own")
+        raise WrongValueError(key, node, "the root directory", "write a directory of its own")
     return normal
 
 
@@ -153,10 +149,8 @@ def textfile(key: str, node: Node) -> str:
     """The path of a file as node_exporter reads them; so a slip replaces no file of other software."""
     path = absolute_path(key, node)
     if not os.path.basename(path).endswith(".prom") or os.path.basename(path) == ".prom":
-        raise WrongValueError(
-            f"{key} is {written(node)}, which node_exporter does not read",
-            "write the path of a file of its own that ends in .prom",
-        )
+        remedy = "write the path of a file of its own that ends in .prom"
+        raise WrongValueError(key, node, "which node_exporter does not read", remedy)
     return path
 
 
@@ -166,10 +160,8 @@ def own_directory(example: str) -> Kind:
     def kind(key: str, node: Node) -> str:
         path = absolute_path(key, node)
         if os.path.dirname(path) in _ONLY_SHARED_IN or path in _SHARED:
-            raise WrongValueError(
-                f"{key} is {written(node)}, which is shared with other software",
-                f"write a directory of its own, for example {example}",
-            )
+            remedy = f"write a directory of its own, for example {example}"
+            raise WrongValueError(key, node, "which is shared with other software", remedy)
         return path
 
     return kind
@@ -183,10 +175,8 @@ def group(key: str, node: Node) -> str:
     try:
         grp.getgrnam(name)
     except KeyError:
-        raise WrongValueError(
-            f"{key} is {written(node)}, a group that does not exist",
-            "create it (groupadd --system NAME), or choose one that exists: getent group",
-        ) from None
+        remedy = "create it (groupadd --system NAME), or choose one that exists: getent group"
+        raise WrongValueError(key, node, "a group that does not exist", remedy) from None
     return name
 
 
@@ -201,9 +191,9 @@ def text(key: str, node: Node, what: str = "a text") -> str:
     if isinstance(value, (int, float)) and ":" in node.value:
         value = node.value  # the PCI address 00:06.0 is a number to the base of 60 in YAML 1.1
     if not isinstance(value, str) or not value.strip():
-        raise WrongValueError(f"{key} is {written(node)}, not a text", f"write {key}: followed by {what}")
+        raise WrongValueError(key, node, "not a text", f"write {key}: followed by {what}")
     if not value.isprintable():
-        raise WrongValueError(f"{key} is {written(node)}, which contains control characters", "remove them")
+        raise WrongValueError(key, node, "which contains control characters", "remove them")
     return value
 
 
@@ -212,11 +202,11 @@ def endpoint(key: str, node: Node) -> str:
     try:
         return normal_endpoint(text(key, node, "an IP address and a port"))
     except ValueError as error:
-        raise WrongValueError(f"{key} is {written(node)}, {error}", f"write {ENDPOINT_EXAMPLE}") from None
+        raise WrongValueError(key, node, str(error), f"write {ENDPOINT_EXAMPLE}") from None
 
 
 def normal_endpoint(value: str) -> str:
-    """The same of a text that stands elsewhere; raises ValueError with what is wrong with it."""
+    """The address and port, normalised; raises ValueError with what is wrong with the text."""
     found = re.fullmatch(r"(?:\[([0-9a-fA-F:.]+)\]|([a-zA-Z0-9.-]+)):([0-9]{1,5})", value)
     if found is None or not 1 <= int(found[3]) <= _LARGEST_PORT:
         raise ValueError("not an address with a port")

@@ -6,17 +6,76 @@ from yunion_mps.models import Source
 
 from unit.config.files import HOST, Files
 
-BOOLEAN = "write enable_cuda_mps: true or enable_cuda_mps: false"
-REPLICAS = "write a whole number from 1 to 60, without quotes"
-CLIENTS = "write a whole number from 1 to 4096, without quotes"
-PROM = "write the path of a file of its own that ends in .prom"
-WITHOUT = "remove them"
-WHOLE_PATH = "write the whole path, from /"
-MODES = "exclusive_process, keep"
-LEASES = "write a whole number from 1 to 1000000, without quotes"
-TTL = "write a whole number from 1 to 31536000, without quotes"
-SCOPES = "host, gpu"
-PERCENTAGES = "equal, double, none"
+NULL = "nothing (null)"
+MODES, SCOPES, PERCENTAGES = "exclusive_process, keep", "host, gpu", "equal, double, none"
+A_TEXT = "write cuda_mps_log_directory: followed by a text"
+PIPE, LOG, DEVICE_FILE = "cuda_mps_pipe_directory", "cuda_mps_log_directory", "container_device_config_file"
+
+
+def whole(most: int) -> str:
+    return f"write a whole number from 1 to {most}, without quotes"
+
+
+#: For each key: what is wrong, what would be right, and such values with how they are shown.
+WRONG: list[tuple[str, str, str, dict[str, str]]] = [
+    (
+        "enable_cuda_mps", "not true or false", "write enable_cuda_mps: true or enable_cuda_mps: false",
+        {'"true"': '"true"', "1": "1", "": NULL, "~": NULL, "ture": '"ture"', "y": '"y"', "[true]": "a list",
+         "{a: true}": "a mapping", '!!bool "maybe"': "maybe"},
+    ),
+    (
+        "cuda_mps_pipe_group", "a group that does not exist",
+        "create it (groupadd --system NAME), or choose one that exists: getent group",
+        {"no such group": '"no such group"'},
+    ),
+    (
+        "cuda_mps_replicas", "not a whole number", whole(60),
+        {'"4"': '"4"', "4.5": "4.5", "4.0": "4.0", "1e1": '"1e1"', ".inf": ".inf", "true": "true",
+         "yes": "yes", "null": NULL, "four": '"four"', "[4]": "a list", "2001-01-01": "2001-01-01",
+         '!!int "-"': "-", '!!int "four"': "four", "!!float 4": "4", "!mine 4": "4"},
+    ),
+    (
+        "cuda_mps_replicas", "out of range", whole(60),
+        {"0": "0", "-1": "-1", "61": "61", "1:10": "1:10", "9" * 50: f"{'9' * 39}…"},
+    ),
+    ("cuda_mps_max_clients", "out of range", whole(4096), {"0": "0", "4097": "4097"}),
+    ("cuda_mps_max_clients", "not a whole number", whole(4096), {"null": NULL}),
+    ("max_leases_per_user", "out of range", whole(1_000_000), {"0": "0"}),
+    ("max_leases_per_user", "not a whole number", whole(1_000_000), {"none": '"none"'}),
+    ("max_lease_ttl_s", "out of range", whole(31_536_000), {"99999999": "99999999"}),
+    (
+        "cuda_mps_compute_mode", f"none of {MODES}", f"write one of {MODES}",
+        {"default": '"default"', "3": "3", "": NULL},
+    ),
+    (
+        "cuda_mps_compute_mode", f"none of {MODES}", "write exclusive_process",
+        {"EXCLUSIVE_PROCESS": '"EXCLUSIVE_PROCESS"'},
+    ),
+    ("cuda_mps_scope", f"none of {SCOPES}", "write host", {"hots": '"hots"'}),
+    ("cuda_mps_scope", f"none of {SCOPES}", f"write one of {SCOPES}", {"true": "true", "[host]": "a list"}),
+    ("cuda_mps_thread_percentage", f"none of {PERCENTAGES}", "write equal", {"equals": '"equals"'}),
+    ("cuda_mps_thread_percentage", f"none of {PERCENTAGES}", f"write one of {PERCENTAGES}", {"25": "25"}),
+    (PIPE, "not an absolute path", "write the whole path, from /", {"tmp/x": '"tmp/x"'}),
+    (DEVICE_FILE, "not an absolute path", "write the whole path, from /", {"~/d.yml": '"~/d.yml"'}),
+    (PIPE, "the root directory", "write a directory of its own", {"/": '"/"'}),
+    (LOG, "the root directory", "write a directory of its own", {"/tmp/..": '"/tmp/.."'}),
+    (LOG, "not a text", A_TEXT, {"": NULL, '""': '""', "5": "5"}),
+    (
+        "metrics_textfile", "which node_exporter does not read",
+        "write the path of a file of its own that ends in .prom",
+        {path: f'"{path}"' for path in ("/etc/yunion/host.conf", "/dev/null", "/srv/.prom")},
+    ),
+    *(
+        (key, "which contains control characters", "remove them", {value: shown})
+        for key, value, shown in (
+            (PIPE, '"/a\\0b"', '"/a\\x00b"'),
+            (LOG, '"/a\\nb"', '"/a\\nb"'),
+            ("web_listen", '"[::1]:9434\\n"', '"[::1]:9434\\n"'),
+            ("metrics_textfile", '"/\\e/b.prom"', '"/\\x1b/b.prom"'),
+            (DEVICE_FILE, '"/a\\u202Eb"', '"/a\\u202eb"'),
+        )
+    ),
+]  # fmt: skip
 
 
 def test_every_key_has_the_default_of_the_design(files: Files) -> None:
@@ -103,115 +162,14 @@ def test_every_key_is_read_and_knows_its_line(files: Files) -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "written", "what", "remedy"),
-    [
-        ("enable_cuda_mps", '"true"', 'is "true", not true or false', BOOLEAN),
-        ("enable_cuda_mps", "1", "is 1, not true or false", BOOLEAN),
-        ("enable_cuda_mps", "", "is nothing (null), not true or false", BOOLEAN),
-        ("enable_cuda_mps", "~", "is nothing (null), not true or false", BOOLEAN),
-        ("enable_cuda_mps", "ture", 'is "ture", not true or false', BOOLEAN),
-        ("enable_cuda_mps", "y", 'is "y", not true or false', BOOLEAN),
-        ("enable_cuda_mps", "[true]", "is a list, not true or false", BOOLEAN),
-        ("enable_cuda_mps", "{a: true}", "is a mapping, not true or false", BOOLEAN),
-        ("enable_cuda_mps", '!!bool "maybe"', "is maybe, not true or false", BOOLEAN),
-        (
-            "cuda_mps_pipe_group",
-            "no such group",
-            'is "no such group", a group that does not exist',
-            "create it (groupadd --system NAME), or choose one that exists: getent group",
-        ),
-        ("cuda_mps_replicas", '"4"', 'is "4", not a whole number', REPLICAS),
-        ("cuda_mps_replicas", "4.5", "is 4.5, not a whole number", REPLICAS),
-        ("cuda_mps_replicas", "4.0", "is 4.0, not a whole number", REPLICAS),
-        ("cuda_mps_replicas", "1e1", 'is "1e1", not a whole number', REPLICAS),
-        ("cuda_mps_replicas", ".inf", "is .inf, not a whole number", REPLICAS),
-        ("cuda_mps_replicas", "true", "is true, not a whole number", REPLICAS),
-        ("cuda_mps_replicas", "yes", "is yes, not a whole number", REPLICAS),
-        ("cuda_mps_replicas", "null", "is nothing (null), not a whole number", REPLICAS),
-        ("cuda_mps_replicas", "four", 'is "four", not a whole number', REPLICAS),
-        ("cuda_mps_replicas", "[4]", "is a list, not a whole number", REPLICAS),
-        ("cuda_mps_replicas", "2001-01-01", "is 2001-01-01, not a whole number", REPLICAS),
-        ("cuda_mps_replicas", '!!int "-"', "is -, not a whole number", REPLICAS),
-        ("cuda_mps_replicas", '!!int "four"', "is four, not a whole number", REPLICAS),
-        ("cuda_mps_replicas", "!!float 4", "is 4, not a whole number", REPLICAS),
-        ("cuda_mps_replicas", "!mine 4", "is 4, not a whole number", REPLICAS),
-        ("cuda_mps_replicas", "0", "is 0, out of range", REPLICAS),
-        ("cuda_mps_replicas", "-1", "is -1, out of range", REPLICAS),
-        ("cuda_mps_replicas", "61", "is 61, out of range", REPLICAS),
-        ("cuda_mps_replicas", "1:10", "is 1:10, out of range", REPLICAS),
-        ("cuda_mps_replicas", "9" * 50, f"is {'9' * 39}…, out of range", REPLICAS),
-        ("cuda_mps_max_clients", "0", "is 0, out of range", CLIENTS),
-        ("cuda_mps_max_clients", "4097", "is 4097, out of range", CLIENTS),
-        ("cuda_mps_max_clients", "null", "is nothing (null), not a whole number", CLIENTS),
-        ("max_leases_per_user", "0", "is 0, out of range", LEASES),
-        ("max_leases_per_user", "none", 'is "none", not a whole number', LEASES),
-        ("max_lease_ttl_s", "99999999", "is 99999999, out of range", TTL),
-        ("cuda_mps_compute_mode", "default", f'is "default", none of {MODES}', f"write one of {MODES}"),
-        (
-            "cuda_mps_compute_mode",
-            "EXCLUSIVE_PROCESS",
-            f'is "EXCLUSIVE_PROCESS", none of {MODES}',
-            "write exclusive_process",
-        ),
-        ("cuda_mps_compute_mode", "3", f"is 3, none of {MODES}", f"write one of {MODES}"),
-        ("cuda_mps_compute_mode", "", f"is nothing (null), none of {MODES}", f"write one of {MODES}"),
-        ("cuda_mps_scope", "hots", f'is "hots", none of {SCOPES}', "write host"),
-        ("cuda_mps_scope", "true", f"is true, none of {SCOPES}", f"write one of {SCOPES}"),
-        ("cuda_mps_scope", "[host]", f"is a list, none of {SCOPES}", f"write one of {SCOPES}"),
-        ("cuda_mps_thread_percentage", "equals", f'is "equals", none of {PERCENTAGES}', "write equal"),
-        ("cuda_mps_thread_percentage", "25", f"is 25, none of {PERCENTAGES}", f"write one of {PERCENTAGES}"),
-        ("cuda_mps_pipe_directory", "tmp/x", 'is "tmp/x", not an absolute path', WHOLE_PATH),
-        ("cuda_mps_pipe_directory", '"/a\\0b"', 'is "/a\\x00b", which contains control characters', WITHOUT),
-        ("cuda_mps_log_directory", '"/a\\nb"', 'is "/a\\nb", which contains control characters', WITHOUT),
-        ("web_listen", '"[::1]:9434\\n"', 'is "[::1]:9434\\n", which contains control characters', WITHOUT),
-        (
-            "metrics_textfile",
-            '"/\\e/b.prom"',
-            'is "/\\x1b/b.prom", which contains control characters',
-            WITHOUT,
-        ),
-        (
-            "container_device_config_file",
-            '"/a\\u202Eb"',
-            'is "/a\\u202eb", which contains control characters',
-            WITHOUT,
-        ),
-        ("cuda_mps_pipe_directory", "/", "is the root directory", "write a directory of its own"),
-        ("cuda_mps_log_directory", "/tmp/..", "is the root directory", "write a directory of its own"),
-        (
-            "cuda_mps_log_directory",
-            "",
-            "is nothing (null), not a text",
-            "write cuda_mps_log_directory: followed by a text",
-        ),
-        (
-            "cuda_mps_log_directory",
-            '""',
-            'is "", not a text',
-            "write cuda_mps_log_directory: followed by a text",
-        ),
-        (
-            "cuda_mps_log_directory",
-            "5",
-            "is 5, not a text",
-            "write cuda_mps_log_directory: followed by a text",
-        ),
-        (
-            "metrics_textfile",
-            "/etc/yunion/host.conf",
-            'is "/etc/yunion/host.conf", which node_exporter does not read',
-            PROM,
-        ),
-        ("metrics_textfile", "/dev/null", 'is "/dev/null", which node_exporter does not read', PROM),
-        ("metrics_textfile", "/srv/.prom", 'is "/srv/.prom", which node_exporter does not read', PROM),
-        ("container_device_config_file", "~/d.yml", 'is "~/d.yml", not an absolute path', WHOLE_PATH),
-    ],
+    ("key", "what", "remedy", "written", "shown"),
+    [(*row[:3], written, shown) for row in WRONG for written, shown in row[3].items()],
 )
 def test_a_wrong_value_is_named_with_its_line_and_a_hint(
-    files: Files, key: str, written: str, what: str, remedy: str
+    files: Files, key: str, what: str, remedy: str, written: str, shown: str
 ) -> None:
     files.write(f"# a comment\nhypervisor: kvm\n{key}: {written}\n", "devices: []\n")
-    assert files.messages() == [f"{HOST}:3: {key} {what}: {remedy}"]
+    assert files.messages() == [f"{HOST}:3: {key} is {shown}, {what}: {remedy}"]
 
 
 @pytest.mark.parametrize(
