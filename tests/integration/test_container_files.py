@@ -18,7 +18,7 @@ from integration.podman_host import IMAGE, files_of, reloads, spec_of
 pytestmark = pytest.mark.gpus({"kind": "v100"})
 
 
-def test_the_file_is_written_only_when_it_becomes_another_and_removed_at_the_stop(
+def test_the_file_is_written_only_when_it_changes_and_removed_at_the_stop(
     ready_daemon: Daemon,
 ) -> None:
     host = ready_daemon.host
@@ -42,7 +42,7 @@ def test_the_file_is_written_only_when_it_becomes_another_and_removed_at_the_sto
     assert files_of(host) == []
 
 
-def test_a_file_that_somebody_else_has_changed_is_made_anew(ready_daemon: Daemon) -> None:
+def test_a_file_that_another_program_changed_is_written_again(ready_daemon: Daemon) -> None:
     """An engine refuses half a file as a whole, and finds no device of ours."""
     host = ready_daemon.host
     whole = eventually(lambda: spec_of(host), "the file")
@@ -159,9 +159,7 @@ def test_an_engine_that_is_not_there_is_said_in_a_line(ready_daemon: Daemon, eng
     assert given(ready_daemon) == []
 
 
-def test_ctrl_c_while_an_engine_does_not_answer_takes_nothing_and_leaves_nothing(
-    ready_daemon: Daemon, tmp_path: Path
-) -> None:
+def test_ctrl_c_while_an_engine_is_silent_leaves_nothing_leased(ready_daemon: Daemon, tmp_path: Path) -> None:
     host = ready_daemon.host
     engine, told = host.root / "bin/docker", tmp_path / "pid"
     engine.write_text(f"#!/bin/sh\necho $$ > {told}.new; mv {told}.new {told}; exec sleep 300\n")

@@ -52,7 +52,7 @@ def test_one_option_gives_a_container_its_budget_and_the_pipe_directory(
 
 
 @pytest.mark.parametrize("runtime", ["runc", "crun"])
-def test_a_device_is_the_container_s_until_it_ends_and_nobody_else_s(
+def test_a_device_is_the_container_s_alone_until_it_ends(
     ready_daemon: Daemon, make_podman: MakePodman, system_log: socket.socket, runtime: str
 ) -> None:
     host = ready_daemon.host
@@ -112,7 +112,7 @@ def test_run_gives_a_container_a_lease_that_ends_with_it(ready_daemon: Daemon, p
     assert files_of(host) == ["yunion-mps.json"]
 
 
-def test_the_lease_outlives_the_engine_s_client_and_the_daemon_and_not_the_container(
+def test_the_lease_outlives_engine_client_and_daemon_not_the_container(
     ready_daemon: Daemon, podman: Podman
 ) -> None:
     command = ["yunion-mps", "run", "--podman", "--", "--rm", "--name", "trainer", IMAGE]
@@ -199,7 +199,7 @@ def test_the_output_for_docker_is_what_env_file_takes(ready_daemon: Daemon, podm
     assert told.splitlines()[0] == "25.0"
 
 
-def test_a_container_does_not_start_where_there_is_no_environment_for_its_env_file(
+def test_a_container_without_an_environment_for_its_env_file_fails(
     ready_daemon: Daemon, podman: Podman
 ) -> None:
     """An empty file would be none, and the container without limits."""

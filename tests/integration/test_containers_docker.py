@@ -115,7 +115,7 @@ _VARIABLE = "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"
     ],
     ids=" ".join,
 )
-def test_without_cdi_a_variable_that_would_replace_the_device_s_is_refused_before_anything_is_taken(
+def test_without_cdi_a_variable_that_replaces_the_device_s_is_refused(
     ready_daemon: Daemon, podman: Podman, words: list[str]
 ) -> None:
     host = ready_daemon.host

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.gpus({"kind": "v100"})
 
 
 @pytest.mark.parametrize("scope", ["host", "gpu"])
-def test_a_device_of_a_lost_gpu_is_refused_with_the_reason_also_after_a_restart(
+def test_a_lost_gpus_device_is_refused_with_the_reason_after_a_restart(
     make_host: MakeHost, make_daemon: MakeDaemon, make_podman: MakePodman, scope: str
 ) -> None:
     """A restart is as after a reboot: the GPU's pipe directory is gone."""
@@ -50,9 +50,7 @@ def test_a_device_of_a_lost_gpu_is_refused_with_the_reason_also_after_a_restart(
     assert daemon.get("/v1/leases")[1]["leases"] == []
 
 
-def test_within_a_job_that_hands_on_its_environment_a_container_gets_its_own_device(
-    ready_daemon: Daemon, podman: Podman
-) -> None:
+def test_a_container_of_a_job_with_env_host_gets_its_own_device(ready_daemon: Daemon, podman: Podman) -> None:
     host = ready_daemon.host
     inside = "echo $YUNION_MPS_DEVICE/$YUNION_MPS_LEASE"
     container = ["podman", "run", "--rm", "--env-host", *mps(ADDRESSES[3]), IMAGE, "sh", "-c", inside]
@@ -64,7 +62,7 @@ def test_within_a_job_that_hands_on_its_environment_a_container_gets_its_own_dev
     eventually(lambda: given(ready_daemon) == [], "that nothing is taken")
 
 
-def test_on_a_gpu_that_enforces_no_budget_a_container_starts_and_the_log_tells_of_it(
+def test_a_container_on_a_gpu_without_enforcement_starts_with_a_log_line(
     make_host: MakeHost, make_daemon: MakeDaemon, make_podman: MakePodman
 ) -> None:
     host = make_host()
@@ -103,7 +101,7 @@ def test_a_renamed_container_is_known_by_its_new_name(ready_daemon: Daemon, podm
     assert "teacher: sleep 300" in host.run(["yunion-mps", "who"]).stdout
 
 
-def test_what_a_change_of_the_pipe_directory_left_behind_starts_no_container(
+def test_a_file_from_before_a_new_pipe_directory_starts_no_container(
     ready_daemon: Daemon, podman: Podman
 ) -> None:
     """There CUDA would find no control daemon, and run without limits: by a lease, or by an old file."""
@@ -151,7 +149,7 @@ def test_what_is_run_in_a_container_later_is_told_of_the_device_by_hand(
     assert {f"{name}={value}" for name, value in wanted.items()} <= set(done.stdout.splitlines())
 
 
-def test_of_many_containers_that_want_one_device_one_starts_and_keeps_it_through_all_but_its_end(
+def test_of_many_containers_for_one_device_one_gets_and_keeps_it(
     ready_daemon: Daemon, podman: Podman
 ) -> None:
     begin = ["run", "--detach", *mps(ADDRESSES[1])]
@@ -192,7 +190,7 @@ def test_of_many_containers_that_want_one_device_one_starts_and_keeps_it_through
     ],
     ids=" ".join,
 )  # fmt: skip
-def test_whatever_else_a_container_is_given_it_has_its_budget_and_finds_the_control_daemon(
+def test_a_container_has_its_budget_and_mps_whatever_else_it_is_given(
     ready_daemon: Daemon, podman: Podman, words: list[str]
 ) -> None:
     inside = f"{ASK}; echo $CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"

@@ -18,7 +18,7 @@ RUN = ("yunion-mps", "run", "--podman")
 LOOP = "trap 'echo ended; exit 3' TERM; trap 'echo heard' USR1; echo begun; while :; do sleep 0.1; done"
 
 
-def test_who_waits_has_what_the_next_container_leaves_and_ctrl_c_leaves_the_queue(
+def test_a_queued_run_gets_what_a_container_leaves_ctrl_c_ends_its_wait(
     ready_daemon: Daemon, podman: Podman
 ) -> None:
     host = ready_daemon.host

@@ -101,7 +101,7 @@ def test_what_is_no_http_is_refused_and_others_are_served(gateway: Gateway, port
     assert "Traceback" not in gateway.log
 
 
-def test_whatever_somebody_accepts_or_asks_for_is_answered(gateway: Gateway, port: int) -> None:
+def test_every_accept_header_and_target_is_answered(gateway: Gateway, port: int) -> None:
     """A connection that is not answered is kept, and they are counted: 128 would shut Prometheus out."""
     found = gateway.get(port, accept="\xe9t\xe9")
     assert found
@@ -160,7 +160,7 @@ def test_it_says_that_the_daemon_is_gone_and_when_it_is_back(
     assert gateway.log.splitlines()[-2:] == [why, "yunion_mps_up is 1 again: the daemon answers"]
 
 
-def test_a_gateway_that_may_not_ask_says_that_and_not_that_the_daemon_is_gone(
+def test_a_gateway_that_may_not_ask_does_not_say_the_daemon_is_gone(
     make_gateway: MakeGateway, open_daemon: Daemon, port: int
 ) -> None:
     web = free_port()
@@ -216,7 +216,7 @@ def test_a_public_address_is_refused_by_a_reload_and_opens_nothing(ready_daemon:
     assert not Gateway(ready_daemon).notice.exists()
 
 
-def test_a_start_with_a_public_address_serves_all_else_and_says_what_it_goes_without(
+def test_a_start_with_a_public_address_serves_all_else_and_warns(
     daemon: Daemon, make_gateway: MakeGateway, port: int
 ) -> None:
     """No job waits for the metrics; a reload and `config check` refuse what they find in the files."""

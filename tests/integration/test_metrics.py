@@ -76,7 +76,7 @@ def test_memory_is_told_by_gpu_and_by_the_device_of_the_process(
         sleeper.kill()
 
 
-def test_the_last_hour_and_the_metrics_say_the_same_of_a_client_with_two_devices_of_a_gpu(
+def test_the_last_hour_and_the_metrics_agree_on_a_client_of_two_devices(
     make_host: MakeHost, make_daemon: MakeDaemon
 ) -> None:
     host = make_host([{"kind": "h100", "virtual_number": 4}])
@@ -99,7 +99,7 @@ def test_the_last_hour_and_the_metrics_say_the_same_of_a_client_with_two_devices
         sleeper.kill()
 
 
-def test_a_lease_from_before_a_reload_has_the_budget_that_it_was_given_as_in_who(
+def test_a_lease_from_before_a_reload_keeps_its_budget_as_in_who(
     make_host: MakeHost, make_daemon: MakeDaemon
 ) -> None:
     host = make_host([{"kind": "v100", "virtual_number": 4}])
@@ -174,9 +174,7 @@ def test_a_reload_moves_the_file(daemon: Daemon, textfile: Path) -> None:
     assert not textfile.exists()
 
 
-def test_a_directory_that_is_not_there_is_one_warning_and_the_daemon_goes_on(
-    daemon: Daemon, textfile: Path
-) -> None:
+def test_a_missing_directory_is_one_warning_and_the_daemon_goes_on(daemon: Daemon, textfile: Path) -> None:
     textfile.parent.rmdir()
     daemon.start().wait_ready()
     wrong = f"metrics_textfile is {textfile}, which cannot be written: No such file or directory"

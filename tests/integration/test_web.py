@@ -64,9 +64,7 @@ def ask(served: Served, target: str, method: str = "GET", host: str | None = Non
 
 
 @pytest.mark.parametrize("name", [file.name for file in PAGE.iterdir()])
-def test_each_file_of_the_page_is_served_with_its_kind_and_asks_for_nothing_from_elsewhere(
-    page: Served, name: str
-) -> None:
+def test_each_file_of_the_page_has_its_type_and_needs_no_other_host(page: Served, name: str) -> None:
     answer = ask(page, "/" if name == "index.html" else f"/{name}")
     assert (answer.status, answer.body) == (200, (PAGE / name).read_bytes())
     kinds = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
@@ -81,9 +79,7 @@ def test_each_file_of_the_page_is_served_with_its_kind_and_asks_for_nothing_from
 @pytest.mark.parametrize(
     "target", ["/", "/page.js", "/overview.json", "/v1/events", "/nothing", "/overview.json?x=1"]
 )
-def test_every_answer_carries_the_strict_policy_and_none_may_be_read_from_another_origin(
-    page: Served, target: str
-) -> None:
+def test_every_answer_has_the_strict_policy_and_is_for_its_own_origin(page: Served, target: str) -> None:
     headers = ask(page, target).headers
     assert headers["content-security-policy"] == POLICY
     assert headers["x-content-type-options"] == "nosniff"
@@ -101,9 +97,7 @@ def test_every_answer_carries_the_strict_policy_and_none_may_be_read_from_anothe
         ("[::1].evil.example", 421), ("1.2.3.4:5:6", 421),
     ],
 )  # fmt: skip
-def test_a_name_that_somebody_else_may_let_point_here_is_not_answered(
-    page: Served, name: str, status: int
-) -> None:
+def test_a_name_that_others_can_point_here_is_not_answered(page: Served, name: str, status: int) -> None:
     for target in ("/", "/overview.json", "/v1/events"):
         answer = ask(page, target, host=name)
         assert answer.status == status, answer.body
@@ -112,7 +106,7 @@ def test_a_name_that_somebody_else_may_let_point_here_is_not_answered(
             assert "localhost" in answer.json["hint"]
 
 
-def test_nothing_can_be_changed_and_of_the_daemon_only_events_and_use_can_be_read(page: Served) -> None:
+def test_nothing_can_be_changed_and_only_events_and_usage_are_relayed(page: Served) -> None:
     for method in ("POST", "PUT", "DELETE", "PATCH", "OPTIONS"):
         for target in ("/", "/v1/leases", "/v1/reload", "/v1/events"):
             answer = ask(page, target, method)
@@ -188,7 +182,7 @@ def test_who_has_the_picture_already_is_told_only_when_it_was_taken(page: Served
     assert "gpus" in ask(page, "/overview.json?mark=other").json
 
 
-def test_an_event_is_told_to_whoever_waits_for_it_and_the_next_picture_has_it(
+def test_an_event_reaches_a_waiting_page_and_the_next_picture_has_it(
     served: Served, ready_daemon: Daemon
 ) -> None:
     last = ask(served, "/v1/events?limit=1").json["last"]
@@ -215,7 +209,7 @@ def test_a_daemon_that_is_gone_is_said_with_what_to_do(served: Served, ready_dae
     assert ask(served, "/overview.json").status == 200
 
 
-def test_a_daemon_that_hangs_is_told_to_all_who_look_and_not_to_one_after_another(
+def test_a_hanging_daemon_is_reported_to_all_pages_at_the_same_time(
     served: Served, ready_daemon: Daemon
 ) -> None:
     """A page waits 20 s, and would say that nothing answers where it came from.

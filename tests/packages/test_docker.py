@@ -99,9 +99,7 @@ def test_one_option_gives_a_container_its_budget_and_the_pipe_directory(
     assert docker.run(IMAGE, "sh", "-c", ASK, check=False).stdout == "", "without the device"
 
 
-def test_a_device_is_the_container_s_until_it_ends_and_nobody_else_s(
-    operator: Operator, docker: Docker
-) -> None:
+def test_a_device_is_the_container_s_alone_until_it_ends(operator: Operator, docker: Docker) -> None:
     # Without a network, for docker renames no container of a bridge that is not there.
     options = ("--detach", "--network", "none", "--name", "trainer", *mps(ADDRESSES[1]))
     docker("run", *options, IMAGE, "sleep", "300")

@@ -79,7 +79,7 @@ def test_without_the_daemon_the_rest_is_looked_at(scene: Scene) -> None:
     }
 
 
-def test_where_mps_is_not_enabled_nothing_is_wrong(scene: Scene) -> None:
+def test_if_mps_is_not_enabled_nothing_is_wrong(scene: Scene) -> None:
     scene.daemon.write_host_conf({"enable_cuda_mps": False})
     for words in ("it does not run, and enable_cuda_mps is false", "it runs (0.1.0), and enable_cuda_mps is"):
         seen = look(scene.host)
@@ -89,7 +89,7 @@ def test_where_mps_is_not_enabled_nothing_is_wrong(scene: Scene) -> None:
             scene.start()
 
 
-def test_where_mps_is_not_enabled_neither_a_driver_nor_its_programs_are_missed(scene: Scene) -> None:
+def test_if_mps_is_not_enabled_no_driver_and_no_program_is_missed(scene: Scene) -> None:
     (scene.host.root / "mps/nvidia-cuda-mps-server").unlink()
     (scene.host.root / "lib/libcuda.so.1").unlink()
     scene.host.hide_library()
@@ -129,7 +129,7 @@ def test_what_is_wrong_with_many_gpus_leaves_the_other_checks_on_the_screen(stac
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be other users")
-def test_a_user_is_told_what_only_root_sees_and_all_else(ready: Scene) -> None:
+def test_a_user_is_found_what_only_root_sees_and_all_else(ready: Scene) -> None:
     seen = look(ready.host, user=STRANGER, group=STRANGER, extra_groups=[])
     assert seen.code == 0
     assert {line.split(" ", 1)[0] for line in seen.bad()} == {"skipped"}
@@ -138,13 +138,13 @@ def test_a_user_is_told_what_only_root_sees_and_all_else(ready: Scene) -> None:
     assert seen.one("pipe directory", "ok")
 
 
-def test_a_bad_configuration_is_told_with_its_line(scene: Scene) -> None:
+def test_a_bad_configuration_is_found_with_its_line(scene: Scene) -> None:
     scene.daemon.configure(cuda_mps_scope="hots")
     found = look(scene.host).one("configuration", "problem")
     assert found["what"].startswith(f"{scene.host.root}/etc/yunion/host.conf:2: cuda_mps_scope is")
 
 
-def test_a_control_daemon_that_had_to_be_started_again_is_told(ready: Scene) -> None:
+def test_a_control_daemon_that_had_to_be_started_again_is_found(ready: Scene) -> None:
     os.kill(ready.daemon.control_pid(), signal.SIGKILL)
     eventually(lambda: ready.daemon.status()["domains"][0]["restarts"], "its next start")
     eventually(lambda: ready.daemon.status()["state"] == "ready", "ready again")
@@ -152,7 +152,7 @@ def test_a_control_daemon_that_had_to_be_started_again_is_told(ready: Scene) -> 
     assert found["what"] == "the control daemon of domain host had to be started again, once"
 
 
-def test_limits_that_wait_for_a_jobs_end_are_told(ready: Scene) -> None:
+def test_limits_that_wait_for_a_jobs_end_are_found(ready: Scene) -> None:
     ready.stand_ins.attached(ready.pipe)
     file = ready.host.root / "etc/yunion/host_container_device.yml"
     file.write_text(file.read_text().replace("virtual_number: 4", "virtual_number: 2"))
@@ -164,7 +164,7 @@ def test_limits_that_wait_for_a_jobs_end_are_told(ready: Scene) -> None:
 # -- the driver
 
 
-def test_a_driver_that_hangs_is_one_problem_and_keeps_nobody_waiting(ready: Scene) -> None:
+def test_a_driver_that_hangs_is_one_problem_and_delays_no_other_check(ready: Scene) -> None:
     ready.host.fail("nvmlInit*", "success", delay_ms=600_000)
     seen = look(ready.host, "--timeout", "1")
     assert seen.one("driver", "problem")["what"] == "the NVIDIA driver does not answer within 0.8 s"
@@ -181,7 +181,7 @@ def test_without_a_driver_that_is_said_once_and_what_was_not_looked_at(ready: Sc
     assert f"\n{skipped}: {reason}\n" in told
 
 
-def test_a_driver_whose_module_is_older_than_its_library_is_told(ready: Scene) -> None:
+def test_a_driver_whose_module_is_older_than_its_library_is_found(ready: Scene) -> None:
     ready.host.fail("nvmlInit*", "lib_rm_version_mismatch")
     assert "are of different versions" in look(ready.host).one("driver", "problem")["what"]
 
@@ -189,7 +189,7 @@ def test_a_driver_whose_module_is_older_than_its_library_is_told(ready: Scene) -
 # -- the GPUs
 
 
-def test_a_compute_mode_that_somebody_changed_is_told(ready: Scene) -> None:
+def test_a_compute_mode_that_was_changed_is_found(ready: Scene) -> None:
     ready.host.gpus[0].compute_mode = "default"
     found = look(ready.host).one("compute mode", "problem")
     assert "runs without limits" in found["what"]
@@ -198,18 +198,18 @@ def test_a_compute_mode_that_somebody_changed_is_told(ready: Scene) -> None:
     assert "no CUDA program can use it" in look(ready.host).one("compute mode", "problem")["what"]
 
 
-def test_an_exclusive_mode_that_was_left_without_mps_is_told(scene: Scene) -> None:
+def test_an_exclusive_mode_that_was_left_without_mps_is_found(scene: Scene) -> None:
     scene.host.gpus[1].compute_mode = "exclusive_process"
     found = look(scene.host).one("compute mode", "warning")
     assert "GPU 00:07.0 (Tesla T4) is Exclusive_Process without a control daemon" in found["what"]
 
 
-def test_a_gpu_that_is_lost_is_told(ready: Scene) -> None:
+def test_a_gpu_that_is_lost_is_found(ready: Scene) -> None:
     ready.host.gpus[0].lose()
     assert "GPU is lost" in look(ready.host).one("GPUs", "problem")["what"]
 
 
-def test_a_gpu_in_mig_mode_is_told(stack: ExitStack) -> None:
+def test_a_gpu_in_mig_mode_is_found(stack: ExitStack) -> None:
     scene = Scene(stack, {"kind": "a100", "count": 2}).start()
     scene.host.gpus[1].mig = True
     found = look(scene.host).one("MIG", "problem")
@@ -228,7 +228,7 @@ def test_a_compute_mode_that_is_to_be_kept_is_no_mistake(scene: Scene) -> None:
     assert seen.one("compute mode", "ok")["what"].startswith("Default, which cuda_mps_compute_mode: keep")
 
 
-def test_as_many_clients_as_mps_allows_are_told(scene: Scene) -> None:
+def test_as_many_clients_as_mps_allows_are_found(scene: Scene) -> None:
     scene.daemon.configure(cuda_mps_max_clients=20)
     gpu = scene.start().host.gpus[0]
     for number in range(18):

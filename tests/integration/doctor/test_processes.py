@@ -25,7 +25,7 @@ def test_a_program_that_uses_a_gpu_past_mps_is_named(ready: Scene) -> None:
     assert "root) uses GPU 00:06.0 past our MPS (it looks in /nowhere): it has no limits" in found["what"]
 
 
-def test_a_control_daemon_of_somebody_else_in_our_place_is_told(scene: Scene) -> None:
+def test_another_programs_control_daemon_in_our_place_is_found(scene: Scene) -> None:
     pid = scene.control_daemon(scene.pipe)
     found = look(scene.host).one("control daemon", "problem")
     assert (
@@ -37,14 +37,14 @@ def test_a_control_daemon_of_somebody_else_in_our_place_is_told(scene: Scene) ->
     )
 
 
-def test_a_control_daemon_that_goes_on_without_us_is_told(ready: Scene) -> None:
+def test_a_control_daemon_that_goes_on_without_us_is_found(ready: Scene) -> None:
     pid = ready.daemon.control_pid()
     ready.daemon.kill()
     found = look(ready.host).one("control daemon", "warning")
     assert found["what"].startswith(f"PID {pid} goes on in {ready.pipe} without the daemon")
 
 
-def test_a_socket_that_was_cleaned_away_is_told(ready: Scene) -> None:
+def test_a_socket_that_was_cleaned_away_is_found(ready: Scene) -> None:
     ready.daemon.kill()  # it would mend that
     (ready.pipe / "control").unlink()
     assert (
@@ -52,7 +52,7 @@ def test_a_socket_that_was_cleaned_away_is_told(ready: Scene) -> None:
     )
 
 
-def test_a_socket_that_was_removed_under_the_daemon_is_told_before_it_is_mended(ready: Scene) -> None:
+def test_a_socket_that_was_removed_is_found_before_it_is_mended(ready: Scene) -> None:
     socket = ready.pipe / "control"
 
     def told() -> bool:
@@ -63,27 +63,27 @@ def test_a_socket_that_was_removed_under_the_daemon_is_told_before_it_is_mended(
     eventually(told, "that problem")
 
 
-def test_a_socket_that_others_may_not_connect_to_is_told(ready: Scene) -> None:
+def test_a_socket_that_others_may_not_connect_to_is_found(ready: Scene) -> None:
     (ready.pipe / "control").chmod(0o600)
     found = look(ready.host).one("pipe directory", "problem")
     assert found["what"] == f"other users may not connect to {ready.pipe}/control"
     assert found["hint"] == f"chmod a+rw {ready.pipe}/control"
 
 
-def test_another_control_daemon_in_nvidias_place_is_told(ready: Scene) -> None:
+def test_another_control_daemon_in_nvidias_place_is_found(ready: Scene) -> None:
     place = ready.host.root / "tmp/nvidia-mps"
     pid = ready.control_daemon(place, CUDA_VISIBLE_DEVICES="GPU-ffffffff")
     found = look(ready.host).one("other control daemons", "warning")
     assert f"another control daemon, PID {pid} (root, {place}), is where programs look" in found["what"]
 
 
-def test_another_control_daemon_for_our_gpus_is_told(ready: Scene) -> None:
+def test_another_control_daemon_for_our_gpus_is_found(ready: Scene) -> None:
     place = ready.host.root / "run/theirs"
     ready.control_daemon(place, CUDA_VISIBLE_DEVICES=ready.host.gpus[1].uuid)
     assert "serves GPUs of ours" in look(ready.host).one("other control daemons", "problem")["what"]
 
 
-def test_another_control_daemon_that_counts_gpus_or_takes_all_is_told(ready: Scene) -> None:
+def test_another_control_daemon_that_counts_gpus_or_takes_all_is_found(ready: Scene) -> None:
     pid = ready.control_daemon(ready.host.root / "run/counts", CUDA_VISIBLE_DEVICES="0")
     found = look(ready.host).one("other control daemons", "warning")
     assert f"PID {pid} " in found["what"]
@@ -99,7 +99,7 @@ def test_another_control_daemon_for_other_gpus_is_none_of_our_business(ready: Sc
     assert "serves other GPUs" in look(ready.host).one("other control daemons", "ok")["what"]
 
 
-def test_a_control_daemon_that_was_stopped_is_told_with_the_cause(ready: Scene) -> None:
+def test_a_control_daemon_that_was_stopped_is_found_with_the_cause(ready: Scene) -> None:
     pid = ready.daemon.control_pid()
     os.kill(pid, signal.SIGSTOP)
     try:
@@ -109,7 +109,7 @@ def test_a_control_daemon_that_was_stopped_is_told_with_the_cause(ready: Scene) 
     assert "stopped by a signal (SIGSTOP)" in found["what"]
 
 
-def test_a_front_end_that_somebody_left_open_is_named(ready: Scene) -> None:
+def test_a_front_end_that_was_left_open_is_named(ready: Scene) -> None:
     env = {**ready.host.env, "CUDA_MPS_PIPE_DIRECTORY": str(ready.pipe)}
     with ready.host.popen([CONTROL], env=env, stdin=subprocess.PIPE) as front_end:
         assert front_end.stdin is not None
@@ -123,7 +123,7 @@ def test_a_front_end_that_somebody_left_open_is_named(ready: Scene) -> None:
         front_end.stdin.close()
 
 
-def test_a_server_that_outlived_its_control_daemon_is_told(ready: Scene) -> None:
+def test_a_server_that_outlived_its_control_daemon_is_found(ready: Scene) -> None:
     ready.stand_ins.attached(ready.pipe)
     (server,) = ready.stand_ins.servers()
     control = ready.daemon.control_pid()
@@ -134,7 +134,7 @@ def test_a_server_that_outlived_its_control_daemon_is_told(ready: Scene) -> None
     assert found["what"].startswith(f"its MPS server (PID {server}) of domain host lives on")
 
 
-def test_servers_that_fail_at_their_start_are_told(ready: Scene) -> None:
+def test_servers_that_fail_at_their_start_are_found(ready: Scene) -> None:
     ready.stand_ins.behave("failing")
     client = ready.stand_ins.client(ready.pipe)
     assert [client.says(), client.says()] == ["asking", "refused"]
@@ -155,7 +155,7 @@ def test_a_client_that_waits_for_another_users_jobs_is_named(ready: Scene) -> No
     assert "nobody) waits until the jobs of root are done" in found["what"]
 
 
-def test_a_control_daemon_that_runs_on_from_before_the_drivers_update_is_told(scene: Scene) -> None:
+def test_a_control_daemon_from_before_the_drivers_update_is_found(scene: Scene) -> None:
     folder = scene.host.root / "opt"
     folder.mkdir()
     path = os.pathsep.join(part for part in scene.host.env["PATH"].split(os.pathsep) if "/mps" not in part)
@@ -172,7 +172,7 @@ def test_a_control_daemon_that_runs_on_from_before_the_drivers_update_is_told(sc
     assert found["what"] == f"the running control daemon (PID {pid}) is of {old}, the driver of {version}"
 
 
-def test_a_control_daemon_whose_program_was_replaced_is_told(scene: Scene) -> None:
+def test_a_control_daemon_whose_program_was_replaced_is_found(scene: Scene) -> None:
     folder = scene.host.root / "opt"
     folder.mkdir()
     path = os.pathsep.join(part for part in scene.host.env["PATH"].split(os.pathsep) if "/mps" not in part)

@@ -96,7 +96,7 @@ def test_a_device_beside_a_lease_is_refused_whichever_comes_last(
     assert host.giver.requested == []
 
 
-def test_what_the_engine_s_caller_has_of_a_job_s_own_lease_is_no_second_device(
+def test_the_lease_of_the_job_that_starts_the_engine_is_no_second_device(
     host: ServerHost, tmp_path: Path
 ) -> None:
     """`podman run --env-host` within a job: the device's own variables come last, and this one is empty."""
@@ -105,7 +105,7 @@ def test_what_the_engine_s_caller_has_of_a_job_s_own_lease_is_no_second_device(
     assert [request.device for request, _, _ in host.giver.requested] == ["00:06.0-3"]
 
 
-def test_a_device_that_is_served_again_is_refused_once_for_the_container_lacks_the_way_to_it(
+def test_a_device_that_was_not_served_when_the_file_was_read_is_refused(
     host: ServerHost, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given = bundle(tmp_path, YUNION_MPS_DEVICE="00:06.0-3")
@@ -119,7 +119,7 @@ def test_a_device_that_is_served_again_is_refused_once_for_the_container_lacks_t
     assert capsys.readouterr().err.endswith("its GPU is lost (reboot)\n")
 
 
-def test_a_refusal_is_said_in_the_system_s_log_too_for_some_engines_do_not_show_it(host: ServerHost) -> None:
+def test_a_refusal_is_in_the_system_s_log_as_some_engines_hide_it(host: ServerHost) -> None:
     host.giver.refusal = HostError("the daemon is stopping", "start it again")
     assert call("00:06.0-1") == 1, "nobody listens there"
     place = Path(host.paths.under("/dev/log"))
@@ -131,7 +131,7 @@ def test_a_refusal_is_said_in_the_system_s_log_too_for_some_engines_do_not_show_
         assert log.recv(4096).decode() == f"<12>yunion-mps[{os.getpid()}]: {line}"
 
 
-def test_whose_command_has_control_characters_or_no_end_fills_no_terminal_and_no_log(
+def test_a_command_line_with_control_characters_or_no_end_is_made_safe(
     host: ServerHost, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Whoever has the device has chosen its command, and root reads of it."""

@@ -135,7 +135,7 @@ def test_a_name_outlives_the_file_that_had_it(tmp_path: Path) -> None:
     assert containers.of(pid) == Container(ID, "trainer")
 
 
-def test_a_renamed_container_of_podman_goes_by_its_new_name_whatever_its_monitor_was_told(
+def test_a_renamed_podman_container_has_its_new_name_not_its_monitors(
     tmp_path: Path,
 ) -> None:
     pid = process(tmp_path, f"0::/libpod-{ID}.scope", ["conmon", "-c", ID, "-n", "trainer"])

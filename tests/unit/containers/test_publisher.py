@@ -28,7 +28,7 @@ def test_what_was_written_last_is_there_whole_and_nothing_beside_it(
     assert os.listdir(directory) == [DEVICES_FILE]
 
 
-def test_who_reads_meanwhile_never_finds_half_a_file(tmp_path: Path) -> None:
+def test_a_reader_never_finds_half_a_file(tmp_path: Path) -> None:
     specs = [{"devices": ["x" * 100_000] * number} for number in (1, 9)]
     SpecDirectory(str(tmp_path)).write(DEVICES_FILE, specs[0])
     seen: list[int] = []
@@ -48,7 +48,7 @@ def test_who_reads_meanwhile_never_finds_half_a_file(tmp_path: Path) -> None:
     assert set(seen) <= {1, 9}
 
 
-def test_a_directory_that_is_missing_is_made_and_every_user_reads_what_is_in_it(tmp_path: Path) -> None:
+def test_a_missing_directory_is_made_and_every_user_can_read_its_files(tmp_path: Path) -> None:
     before = os.umask(0o077)
     try:
         SpecDirectory(str(tmp_path / "run/cdi")).write(DEVICES_FILE, {})

@@ -27,7 +27,7 @@ def test_every_device_is_there_by_its_address_and_by_its_id_and_all_as_one() -> 
     assert edits_of(spec, devices[2].id) == edits_of(spec, "00:06.0-2")
 
 
-def test_a_device_brings_its_budget_the_pipe_directory_its_nodes_and_the_hook() -> None:
+def test_a_device_brings_budget_pipe_directory_nodes_and_hook() -> None:
     devices, domains = plan_of(reference())
     spec = devices_spec(devices, domains, HOST._replace(hook_environment={"A": "b"}))
     edits = edits_of(spec, "00:06.0-1")
@@ -95,7 +95,7 @@ def test_devices_that_are_not_served_stay_for_the_hook_to_say_why() -> None:
         assert {one.addr for one in devices} < {device["name"] for device in spec["devices"]}
 
 
-def test_a_device_of_a_lost_gpu_brings_only_its_words_so_that_the_hook_comes_to_speak() -> None:
+def test_a_device_of_a_lost_gpu_brings_only_its_variables_and_the_hook() -> None:
     """No control daemon is started for it, so its pipe directory and its nodes may be missing."""
     devices, (served, parked) = plan_of(snapshot(P40, H100, scope="gpu"))
     spec = devices_spec(devices, [served], HOST, [parked])
@@ -152,7 +152,7 @@ def test_what_nvidia_s_own_specification_says_comes_along() -> None:
     ]  # fmt: skip
 
 
-def test_a_lease_is_a_device_by_its_id_with_the_environment_that_it_was_given() -> None:
+def test_a_lease_is_a_device_by_its_id_with_its_own_environment() -> None:
     devices, _ = plan_of(reference())
     environment = {
         "CUDA_MPS_PIPE_DIRECTORY": "/p",
@@ -169,7 +169,7 @@ def test_a_lease_is_a_device_by_its_id_with_the_environment_that_it_was_given() 
     assert [mount["containerPath"] for mount in edits["mounts"]] == ["/p"]
 
 
-def test_a_device_that_was_made_of_a_pool_is_there_by_name_while_its_lease_lives() -> None:
+def test_a_device_of_a_pool_has_a_name_while_its_lease_lives() -> None:
     plan = reference().domains[0].plan
     pool = Pool(str(P40.uuid), "host", 1024, 22528, 23040, 0, 16)
     device = pool_device(reference().plan.host_id, pool, 2, 0, [P40])

@@ -39,7 +39,7 @@ def test_its_pipe_directory_is_the_one_of_the_host_that_is_mounted_there(mount: 
     assert shared(command) == []
 
 
-def test_a_pipe_directory_that_nobody_mounts_is_told() -> None:
+def test_a_pipe_directory_that_is_not_mounted_is_found() -> None:
     (found,) = shared(words(f"docker run --ipc host -v /data:/data -e {PIPE}=/mps image"))
     assert (found.what, found.hint) == ("the container does not see /mps", "add -v /mps:/mps")
 

@@ -16,7 +16,7 @@ def test_a_process_with_a_devices_environment_is_content(ready: Scene) -> None:
     assert look(ready.host, "--pid", str(process.pid)).bad() == {}
 
 
-def test_a_process_with_a_misspelt_variable_is_told_that_and_what_follows(ready: Scene) -> None:
+def test_a_process_with_a_misspelt_variable_is_found_that_and_what_follows(ready: Scene) -> None:
     given = ready.device(1)
     given["CUDA_MPS_PIPE_DIR"] = given.pop("CUDA_MPS_PIPE_DIRECTORY")
     process = ready.process(SLEEP, **given)
@@ -40,7 +40,7 @@ def told(scene: Scene, how: str, given: dict[str, str]) -> list[str]:
 
 
 @pytest.mark.parametrize("how", ["process", "command"])
-def test_gpus_by_number_without_the_order_of_pci_addresses_are_told(ready: Scene, how: str) -> None:
+def test_gpus_by_number_without_the_order_of_pci_addresses_are_found(ready: Scene, how: str) -> None:
     given = {**ready.device(1), "CUDA_VISIBLE_DEVICES": "0"}
     by_number = (
         "CUDA_VISIBLE_DEVICES is '0': with MPS, numbers count the control daemon's GPUs, not nvidia-smi's"
@@ -63,7 +63,7 @@ def test_gpus_by_number_without_the_order_of_pci_addresses_are_told(ready: Scene
         ("CUDA_MPS_PINNED_DEVICE_MEMORY_LIMIT", "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"),
     ],
 )
-def test_a_misspelt_variable_is_told_of_a_process_and_of_a_command(
+def test_a_misspelt_variable_is_found_of_a_process_and_of_a_command(
     ready: Scene, how: str, wrong: str, meant: str
 ) -> None:
     given = ready.device(1)
@@ -71,7 +71,7 @@ def test_a_misspelt_variable_is_told_of_a_process_and_of_a_command(
     assert told(ready, how, given) == [f"no program reads {wrong}; {meant} was likely meant"]
 
 
-def test_an_environment_of_another_device_than_it_says_is_told(ready: Scene) -> None:
+def test_an_environment_of_another_device_than_it_says_is_found(ready: Scene) -> None:
     given = {**ready.device(1), "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "5"}
     process = ready.process(SLEEP, **given)
     found = look(ready.host, "--pid", str(process.pid)).one("environment", "warning")
@@ -79,7 +79,7 @@ def test_an_environment_of_another_device_than_it_says_is_told(ready: Scene) -> 
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may make namespaces")
-def test_a_process_that_shares_no_memory_with_the_server_is_told(ready: Scene) -> None:
+def test_a_process_that_shares_no_memory_with_the_server_is_found(ready: Scene) -> None:
     # The host's root lies in /dev/shm, and is kept visible as a container's -v would.
     steps = (
         "mount -t tmpfs t /mnt && mkdir /mnt/kept && mount --bind $0 /mnt/kept && mount -t tmpfs t /dev/shm "
@@ -92,14 +92,14 @@ def test_a_process_that_shares_no_memory_with_the_server_is_told(ready: Scene) -
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may make namespaces")
-def test_a_process_that_does_not_see_the_pipe_directory_is_told(ready: Scene) -> None:
+def test_a_process_that_does_not_see_the_pipe_directory_is_found(ready: Scene) -> None:
     hide = f"mount -t tmpfs t {ready.host.root}/tmp && echo ready && exec sleep 600"
     process = ready.process(["unshare", "--mount", "sh", "-c", hide], **ready.device(1))
     found = look(ready.host, "--pid", str(process.pid)).one("environment", "problem")
     assert f"does not see the host's {ready.pipe}: a container, or PrivateTmp=yes" in found["what"]
 
 
-def test_a_process_with_a_library_of_another_driver_is_told(ready: Scene) -> None:
+def test_a_process_with_a_library_of_another_driver_is_found(ready: Scene) -> None:
     library = ready.host.root / "compat/libcuda.so.470.10.01"
     library.parent.mkdir()
     library.write_bytes(b"x")
@@ -120,7 +120,7 @@ def test_env_may_forget_and_unset_variables(ready: Scene) -> None:
     assert found["what"] == "there is no command behind the variables"
 
 
-def test_a_process_that_is_not_there_is_told(ready: Scene) -> None:
+def test_a_process_that_is_not_there_is_found(ready: Scene) -> None:
     assert "no process 4194304" in look(ready.host, "--pid", "4194304").one("environment", "problem")["what"]
 
 
@@ -130,9 +130,7 @@ def test_a_process_of_another_user_is_roots_to_look_at(ready: Scene) -> None:
     assert "you may not look at PID 1" in seen.one("environment", "skipped")["what"]
 
 
-def test_a_command_is_looked_at_with_the_variables_in_front_of_it_and_is_not_run(
-    ready: Scene, tmp_path: Path
-) -> None:
+def test_a_command_is_judged_with_the_variables_before_it_and_not_run(ready: Scene, tmp_path: Path) -> None:
     mark = tmp_path / "ran"
     given = [f"{name}={value}" for name, value in ready.device(2).items()]
     assert look(ready.host, command=("env", *given, "touch", str(mark))).bad() == {}
@@ -170,7 +168,7 @@ def test_what_is_no_file_among_a_command_s_words_is_not_waited_for(ready: Scene,
     assert look(ready.host, command=("cat", str(pipe), "/dev/zero"), env=given).bad() == {}
 
 
-def test_a_command_that_is_not_there_is_told(ready: Scene) -> None:
+def test_a_command_that_is_not_there_is_found(ready: Scene) -> None:
     assert (
         look(ready.host, command=("pyhton3", "x")).one("environment", "problem")["what"]
         == "pyhton3 was not found"

@@ -38,13 +38,13 @@ def on_small_disk(host: SimHost, place: Path, size: str, fill: str = "") -> Seen
         ("Open Kernel Module for x86_64  535.10.01  Release Build", "warning"),
     ],
 )
-def test_a_kernel_module_of_another_version_is_told(host: SimHost, text: str, level: str) -> None:
+def test_a_kernel_module_of_another_version_is_found(host: SimHost, text: str, level: str) -> None:
     file = host.root / "proc/driver/nvidia/version"
     file.write_text(f"NVRM version: NVIDIA UNIX x86_64 {text}\n")
     assert look(host).one("driver", level)["what"].startswith("the loaded kernel module is of 5")
 
 
-def test_a_library_of_another_version_is_told(host: SimHost) -> None:
+def test_a_library_of_another_version_is_found(host: SimHost) -> None:
     link = host.root / "lib/libcuda.so.1"
     link.unlink()
     (host.root / "lib/libcuda.so.545.23.06").touch()
@@ -52,7 +52,7 @@ def test_a_library_of_another_version_is_told(host: SimHost) -> None:
     assert look(host).one("driver", "problem")["what"].startswith(f"{link} is of 545.23.06, the driver of ")
 
 
-def test_a_control_program_of_another_version_than_the_driver_is_told() -> None:
+def test_a_control_program_of_another_version_than_the_driver_is_found() -> None:
     with healthy(version="580.65.06") as host:
         # The one on PATH is a script around NVIDIA's own here.
         folder = host.root / "opt"
@@ -68,7 +68,7 @@ def test_a_control_program_of_another_version_than_the_driver_is_told() -> None:
     assert found.endswith("the driver of 580.65.06")
 
 
-def test_a_library_that_is_missing_is_told(host: SimHost) -> None:
+def test_a_library_that_is_missing_is_found(host: SimHost) -> None:
     (host.root / "lib/libcuda.so.1").unlink()
     assert "libcuda.so.1 was not found" in look(host).one("programs", "warning")["what"]
 
@@ -84,14 +84,14 @@ def test_a_library_that_only_the_loaders_cache_knows_is_found(host: SimHost) -> 
     assert look(host).one("programs", "ok")
 
 
-def test_a_server_that_the_control_daemon_will_not_find_is_told(host: SimHost) -> None:
+def test_a_server_that_the_control_daemon_will_not_find_is_found(host: SimHost) -> None:
     (host.root / "mps/nvidia-cuda-mps-server").unlink()
     found = look(host).one("programs", "problem")
     assert "every client is refused" in found["what"]
     assert found["hint"] == f"install it, or link it into {host.root}/mps"
 
 
-def test_a_control_program_that_is_missing_is_told(host: SimHost, tmp_path: Path) -> None:
+def test_a_control_program_that_is_missing_is_found(host: SimHost, tmp_path: Path) -> None:
     env = {**host.env, "PATH": str(tmp_path)}
     program = shutil.which("yunion-mps", path=host.env["PATH"])
     assert program
@@ -102,13 +102,13 @@ def test_a_control_program_that_is_missing_is_told(host: SimHost, tmp_path: Path
         assert "not installed" in look(host, env=env).one("programs", "problem")["what"]
 
 
-def test_a_device_node_that_is_missing_is_told(host: SimHost) -> None:
+def test_a_device_node_that_is_missing_is_found(host: SimHost) -> None:
     (host.root / "dev/nvidia-uvm").unlink()
     found = look(host).one("device nodes", "problem")
     assert found["what"] == f"{host.root}/dev/nvidia-uvm: missing, so no CUDA program runs"
 
 
-def test_a_device_node_that_only_root_may_open_is_told_and_one_of_a_group_is_not(host: SimHost) -> None:
+def test_a_node_that_only_root_may_open_is_found_one_of_a_group_is_not(host: SimHost) -> None:
     node = host.root / "dev/nvidia1"
     node.chmod(0o660)
     assert (
@@ -134,7 +134,7 @@ def test_a_whole_gpu_is_taken_for_no_vgpu(name: str) -> None:
         assert look(host).one("vGPU", "ok")
 
 
-def test_a_gpu_that_serves_virtual_machines_is_told(host: SimHost) -> None:
+def test_a_gpu_that_serves_virtual_machines_is_found(host: SimHost) -> None:
     folder = host.root / "sys/bus/pci/devices/0000:00:06.0"
     (folder / "sriov_numvfs").write_text("16\n")
     assert "serves 16 virtual functions" in look(host).one("vGPU", "problem")["what"]
@@ -147,7 +147,7 @@ def test_a_gpu_that_serves_virtual_machines_is_told(host: SimHost) -> None:
 
 @needs_root
 @pytest.mark.parametrize("closed", ["tmp/nvidia-mps", "tmp/nvidia-mps/pipe"])
-def test_a_directory_that_other_users_cannot_enter_is_told(host: SimHost, closed: str) -> None:
+def test_a_directory_that_other_users_cannot_enter_is_found(host: SimHost, closed: str) -> None:
     pipe = host.root / "tmp/nvidia-mps/pipe"
     pipe.mkdir(parents=True)
     assert look(host).one("pipe directory", "ok")
@@ -174,14 +174,14 @@ def test_a_pipe_directory_must_be_limited_to_its_group(host: SimHost) -> None:
 
 
 @needs_root
-def test_a_pipe_directory_of_another_user_is_told(host: SimHost) -> None:
+def test_a_pipe_directory_of_another_user_is_found(host: SimHost) -> None:
     pipe = host.root / "tmp/nvidia-mps/pipe"
     pipe.mkdir(parents=True)
     os.chown(pipe.parent, STRANGER, STRANGER)
     assert f"{pipe.parent} belongs to nobody" in look(host).one("pipe directory", "problem")["what"]
 
 
-def test_a_pipe_directory_that_all_may_write_is_told(host: SimHost) -> None:
+def test_a_pipe_directory_that_all_may_write_is_found(host: SimHost) -> None:
     pipe = host.root / "tmp/nvidia-mps/pipe"
     pipe.mkdir(parents=True)
     pipe.chmod(0o777)
@@ -190,7 +190,7 @@ def test_a_pipe_directory_that_all_may_write_is_told(host: SimHost) -> None:
 
 
 @needs_root
-def test_a_symlink_of_another_user_on_the_way_is_told(host: SimHost) -> None:
+def test_a_symlink_of_another_user_on_the_way_is_found(host: SimHost) -> None:
     (host.root / "elsewhere/pipe").mkdir(parents=True)
     link = host.root / "tmp/nvidia-mps"
     link.symlink_to(host.root / "elsewhere")
@@ -198,7 +198,7 @@ def test_a_symlink_of_another_user_on_the_way_is_told(host: SimHost) -> None:
     assert f"{link} is a symlink of nobody" in look(host).one("pipe directory", "problem")["what"]
 
 
-def test_a_file_in_the_place_of_the_directory_is_told(host: SimHost) -> None:
+def test_a_file_in_the_place_of_the_directory_is_found(host: SimHost) -> None:
     (host.root / "tmp/nvidia-mps").mkdir()
     (host.root / "tmp/nvidia-mps/pipe").touch()
     assert "is not a directory" in look(host).one("pipe directory", "problem")["what"]
@@ -210,7 +210,7 @@ def rules(host: SimHost, folder: str, text: str) -> None:
     (place / "tmp.conf").write_text(text)
 
 
-def test_sockets_that_are_cleaned_by_age_are_told_until_they_are_kept(host: SimHost) -> None:
+def test_sockets_that_are_cleaned_by_age_are_found_until_they_are_kept(host: SimHost) -> None:
     assert look(host).one("cleaning", "ok")
     rules(host, "usr/lib/tmpfiles.d", "# RHEL's\nq /tmp 1777 root root 10d\nq /var/tmp 1777 root root 30d\n")
     found = look(host).one("cleaning", "warning")
@@ -233,7 +233,7 @@ def test_what_keeps_sockets_from_being_cleaned_is_known(host: SimHost, line: str
 
 
 @needs_root
-def test_a_full_or_read_only_disk_is_told(host: SimHost) -> None:
+def test_a_full_or_read_only_disk_is_found(host: SimHost) -> None:
     found = on_small_disk(host, host.root / "tmp", "1m").one("disk space", "problem")
     assert found["what"].endswith("has 1 MiB left: the control daemon cannot write its log")
     seen = on_small_disk(host, host.root / "tmp", "32m", 'mount -o remount,ro "$0"')
@@ -246,20 +246,20 @@ def test_a_full_or_read_only_disk_is_told(host: SimHost) -> None:
 
 
 @needs_root
-def test_shared_memory_that_is_small_or_full_is_told(host: SimHost) -> None:
+def test_shared_memory_that_is_small_or_full_is_found(host: SimHost) -> None:
     place = host.root / "dev/shm"
     assert "has 16 MiB in all" in on_small_disk(host, place, "16m").one("/dev/shm", "warning")["what"]
     full = on_small_disk(host, place, "64m", 'head -c 60m /dev/zero >"$0/full"')
     assert "is full (4 MiB" in full.one("/dev/shm", "problem")["what"]
 
 
-def test_shared_memory_that_is_not_for_all_is_told(host: SimHost) -> None:
+def test_shared_memory_that_is_not_for_all_is_found(host: SimHost) -> None:
     (host.root / "dev/shm").chmod(0o755)
     found = look(host).one("/dev/shm", "problem")
     assert found["hint"] == f"chmod 1777 {host.root}/dev/shm"
 
 
-def test_shared_memory_that_is_missing_is_told(host: SimHost) -> None:
+def test_shared_memory_that_is_missing_is_found(host: SimHost) -> None:
     (host.root / "dev/shm").rmdir()
     assert "No such file or directory" in look(host).one("/dev/shm", "problem")["what"]
 
@@ -283,7 +283,7 @@ def selinux(host: SimHost, enforce: str, log: str) -> None:
         (host.root / path).write_text(text)
 
 
-def test_what_selinux_refused_is_told_with_what_allows_it(host: SimHost) -> None:
+def test_what_selinux_refused_is_found_with_what_allows_it(host: SimHost) -> None:
     selinux(host, "1", AVC.format(at=int(time.time()) - 60))
     found = look(host).one("SELinux and AppArmor", "problem")
     assert "SELinux refused MPS 'connectto' (1 times" in found["what"]
@@ -301,7 +301,7 @@ def test_what_selinux_refused_long_ago_or_to_others_is_not_told(host: SimHost) -
     assert found["what"] == "SELinux is enforcing, and has refused MPS nothing within the last day"
 
 
-def test_what_apparmor_refused_is_told(host: SimHost) -> None:
+def test_what_apparmor_refused_is_found(host: SimHost) -> None:
     parameters = host.root / "sys/module/apparmor/parameters"
     parameters.mkdir(parents=True)
     (parameters / "enabled").write_text("Y\n")
@@ -320,7 +320,7 @@ def test_logs_that_only_root_can_read_are_said_to_be_so(host: SimHost) -> None:
 # -- what everybody gets at login
 
 
-def test_a_variable_that_every_user_gets_is_told(host: SimHost) -> None:
+def test_a_variable_that_every_user_gets_is_found(host: SimHost) -> None:
     (host.root / "etc/profile.d").mkdir()
     file = host.root / "etc/profile.d/cuda.sh"
     file.write_text("export PATH=/usr/local/cuda/bin:$PATH\nexport CUDA_HOME=/usr/local/cuda\n")

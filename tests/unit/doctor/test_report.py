@@ -36,7 +36,7 @@ def test_a_check_that_breaks_is_a_line_of_its_own(host: Host) -> None:
     assert found.exit_code == 3
 
 
-def test_a_check_that_hangs_is_given_up_after_its_time_and_the_others_are_not(host: Host) -> None:
+def test_a_check_that_hangs_is_given_up_and_the_others_are_not(host: Host) -> None:
     ended = threading.Event()
 
     def hangs(_: Host) -> Findings:

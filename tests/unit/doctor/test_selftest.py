@@ -91,7 +91,7 @@ def test_a_program_that_the_driver_does_not_compile_is_a_problem(scene: Scene) -
     assert "cuModuleLoadData: CUDA_ERROR_INVALID_VALUE" in scene.tested("problem")["what"]
 
 
-def test_a_driver_that_hangs_is_told_in_time_and_leaves_no_process(scene: Scene) -> None:
+def test_a_driver_that_hangs_is_found_in_time_and_leaves_no_process(scene: Scene) -> None:
     replaced(scene, f"#include <unistd.h>\n{BEGIN} {{ for (;;) pause(); }}\n")
     seen = look(scene.host, "--selftest", "--timeout", "1")
     assert seen.one("selftest", "problem")["what"] == "00:06.0-0: a CUDA program was not served within 6 s"

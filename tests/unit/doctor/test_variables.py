@@ -38,7 +38,7 @@ def test_a_misspelt_variable_is_named_with_the_one_that_was_meant(name: str, mea
     assert (found.level, found.hint) == ("problem", f"write {meant} instead")
 
 
-def test_a_variable_that_mps_does_not_know_is_told() -> None:
+def test_a_variable_that_mps_does_not_know_is_found() -> None:
     (found,) = misspelt({"CUDA_MPS_TURBO": "1"})
     assert found.level == "warning"
     assert "CUDA_MPS_PIPE_DIRECTORY" in found.hint
@@ -81,7 +81,7 @@ def test_the_environment_of_a_device_is_right(domain: DomainPlan) -> None:
     ],
     ids=str,
 )
-def test_a_value_that_does_something_else_than_was_meant_is_told(
+def test_a_value_that_does_something_else_than_was_meant_is_found(
     changed: dict[str, str | None], level: str, words: str
 ) -> None:
     given = {name: value for name, value in {**RIGHT, **changed}.items() if value is not None}
@@ -90,7 +90,7 @@ def test_a_value_that_does_something_else_than_was_meant_is_told(
     assert found[0].hint
 
 
-def test_numbers_without_the_order_of_pci_addresses_are_told() -> None:
+def test_numbers_without_the_order_of_pci_addresses_are_found() -> None:
     given = {"CUDA_VISIBLE_DEVICES": "1", "CUDA_MPS_PIPE_DIRECTORY": "/run/mps"}
     assert any("CUDA counts the fastest GPU first" in one.what for one in values(given, TWO))
     assert not any("fastest" in one.what for one in values(given, ONE))
@@ -101,7 +101,7 @@ def test_limits_in_any_unit_that_is_known_are_compared() -> None:
         assert list(values({**RIGHT, "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": text}, TWO)) == []
 
 
-def test_a_pipe_directory_that_is_not_set_is_told_with_what_the_program_then_does() -> None:
+def test_a_missing_pipe_directory_is_found_with_what_follows_from_it() -> None:
     found = no_place({}, "/tmp/nvidia-mps", ["/run/mps"])
     assert found.level == "problem"
     assert "it looks in /tmp/nvidia-mps, where no control daemon of ours serves" in found.what

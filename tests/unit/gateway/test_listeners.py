@@ -89,7 +89,7 @@ def test_it_is_open_while_it_is_wanted(host: str) -> None:
     assert seen == [True, True, False]
 
 
-def test_a_key_that_nobody_answers_for_opens_nothing(taken: int) -> None:
+def test_a_key_without_a_handler_opens_nothing(taken: int) -> None:
     asyncio.run(Listeners({}).follow({"web_listen": f"127.0.0.1:{taken}"}))
 
 

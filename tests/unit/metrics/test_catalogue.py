@@ -56,7 +56,7 @@ def test_names_and_units_are_as_prometheus_has_them() -> None:
             assert f"_{word}_" not in metric.name or metric.name.endswith("_seconds"), metric
 
 
-def test_labels_name_nobody() -> None:
+def test_labels_name_no_process_user_or_command() -> None:
     labels = {label for metric in CATALOGUE for label in metric.labels}
     known = {"binding", "kind", "severity", "route", "method", "code", "gpu", "device", "domain", "state"}
     assert labels == known
@@ -82,7 +82,7 @@ def test_the_budget_of_who_has_a_device_is_the_one_that_it_was_given_with() -> N
     assert value(given, "yunion_mps_device_memory_limit_bytes", **other) == 5760 * 1024**2
 
 
-def test_a_gpu_is_usable_whatever_its_control_daemon_is_at_and_not_where_it_is_ill_itself() -> None:
+def test_a_gpu_is_usable_by_its_own_health_not_its_control_daemons() -> None:
     down = facts(snapshot(P40, state="backoff"))
     assert value(down, "yunion_mps_gpu_state", gpu="00:06.0", state="unavailable") == 1
     assert value(down, "yunion_mps_gpu_usable", gpu="00:06.0") == 1
@@ -91,13 +91,13 @@ def test_a_gpu_is_usable_whatever_its_control_daemon_is_at_and_not_where_it_is_i
     assert value(ill, "yunion_mps_gpu_usable", gpu="00:06.0") == 1
 
 
-def test_a_device_that_nobody_uses_has_a_use_of_nothing() -> None:
+def test_an_unused_device_has_a_use_of_0() -> None:
     device = {"device": "00:06.0-0", "gpu": "00:06.0"}
     assert value(ALL, "yunion_mps_device_memory_used_bytes", **device) == 0
     assert value(ALL, "yunion_mps_device_clients", **device) == 0
 
 
-def test_what_nobody_knows_is_missing_and_not_0() -> None:
+def test_what_is_unknown_is_missing_and_not_0() -> None:
     unknown = ALL._replace(use=None, probe_s={})
     shown = {name for name, _ in values(unknown)}
     assert not {name for name in shown if "used" in name or "clients" in name or "probe" in name}
