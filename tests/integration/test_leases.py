@@ -151,7 +151,7 @@ def test_a_holder_is_named_by_the_command_that_it_becomes(ready_daemon: Daemon) 
     assert ready_daemon.ask("POST", "/v1/leases?name=a&ttl=9&command=b")[0] == 409
 
 
-def test_who_gives_up_waiting_is_in_nobodys_way(ready_daemon: Daemon) -> None:
+def test_a_request_that_gives_up_holds_up_no_other(ready_daemon: Daemon) -> None:
     host = ready_daemon.host
     jobs = [start(host) for _ in ADDRESSES]
     waiting = host.popen(["yunion-mps", "run", "--wait", "true"], stderr=-1)
@@ -163,7 +163,7 @@ def test_who_gives_up_waiting_is_in_nobodys_way(ready_daemon: Daemon) -> None:
     eventually(lambda: given(ready_daemon) == [], "that all is free")
 
 
-def test_without_a_control_daemon_nothing_is_started_unless_that_is_asked_for(ready_daemon: Daemon) -> None:
+def test_without_a_control_daemon_nothing_is_started_unasked(ready_daemon: Daemon) -> None:
     host = ready_daemon.host
     ready_daemon.kill()
     done = run(host, "echo", "ran")
@@ -195,7 +195,7 @@ def test_leases_survive_the_daemon_and_end_with_what_had_them_meanwhile(ready_da
     eventually(lambda: given(ready_daemon) == [ADDRESSES[2]], "the end of the lease")
 
 
-def test_a_lease_of_a_connection_ends_with_it_and_that_of_a_name_lives_as_long_as_it_is_renewed(
+def test_a_connection_ends_its_lease_and_a_name_lives_while_renewed(
     ready_daemon: Daemon,
 ) -> None:
     connection = Connection(ready_daemon)
@@ -251,9 +251,7 @@ def test_a_request_that_cannot_be_understood_is_refused(
     assert (answered, answer["detail"]) == (status, detail)
 
 
-def test_devices_across_gpus_have_a_limit_each_and_of_one_gpu_they_are_refused(
-    make_host: MakeHost, make_daemon: MakeDaemon
-) -> None:
+def test_devices_across_gpus_have_a_limit_each(make_host: MakeHost, make_daemon: MakeDaemon) -> None:
     host = make_host([{"kind": "v100", "count": 2}])
     daemon = make_daemon(host).start().wait_ready()
     done = run(host, "--count", "2", "--across", "--print-env", "-o", "json")
@@ -269,7 +267,7 @@ def test_devices_across_gpus_have_a_limit_each_and_of_one_gpu_they_are_refused(
     assert given(daemon) == []
 
 
-def test_devices_of_one_gpu_are_one_budget_where_the_control_daemon_allows_as_much(
+def test_devices_of_one_gpu_are_one_budget_if_that_is_allowed(
     make_host: MakeHost, make_daemon: MakeDaemon
 ) -> None:
     host = make_host([{"kind": "v100"}])

@@ -138,7 +138,7 @@ def test_a_renewal_is_known_to_the_next_daemon(ready_daemon: Daemon) -> None:
     assert kept() > before_s
 
 
-def test_a_lease_of_a_connection_that_is_asked_for_again_ends_with_the_connection_that_asked(
+def test_a_repeated_request_ties_the_lease_to_its_own_connection(
     ready_daemon: Daemon,
 ) -> None:
     target = f"/v1/leases?binding=connection&request={FIRST}"
@@ -184,7 +184,7 @@ def test_an_answer_that_is_lost_costs_no_second_device(
         lease.release()
 
 
-def test_who_waits_also_waits_while_the_daemon_cannot_just_now(ready_daemon: Daemon, said: list[str]) -> None:
+def test_a_client_that_waits_goes_on_while_the_daemon_is_busy(ready_daemon: Daemon, said: list[str]) -> None:
     busy = [lambda _: _BUSY] * 3
     with contextlib.closing(Between(ready_daemon, [*busy])) as between:
         with pytest.raises(Exception, match="too many connections are open"):

@@ -69,7 +69,7 @@ def test_it_cannot_pass_to_a_process_that_has_ended(ready_daemon: Daemon) -> Non
 
 
 @needs_root
-def test_only_its_owner_and_root_pass_it_on_and_only_to_a_process_of_their_own(
+def test_only_owner_and_root_bind_it_and_only_to_their_own_process(
     ready_daemon: Daemon, inside: subprocess.Popen[bytes]
 ) -> None:
     _, ours = ready_daemon.ask("POST", "/v1/leases")
@@ -84,7 +84,7 @@ def test_only_its_owner_and_root_pass_it_on_and_only_to_a_process_of_their_own(
 
 
 @needs_root
-def test_it_stays_its_owner_s_whoever_runs_in_the_container(ready_daemon: Daemon) -> None:
+def test_its_owner_does_not_change_with_the_container_s_user(ready_daemon: Daemon) -> None:
     """Else a user of whose id a container of root's makes use could end its lease, and take its device."""
     with subprocess.Popen(["sleep", "300"], user=STRANGER) as inside, contextlib.ExitStack() as end:
         end.callback(inside.kill)

@@ -67,7 +67,7 @@ def test_a_device_that_is_freed_just_when_a_wait_runs_out_is_given_or_free(ready
 
 
 @pytest.mark.parametrize("first", ["device", "asker"])
-def test_who_goes_away_just_when_its_device_is_freed_has_none(
+def test_a_client_that_leaves_just_when_its_device_is_freed_has_none(
     ready_daemon: Daemon, sleeper: subprocess.Popen[bytes], first: str
 ) -> None:
     take(ready_daemon, f"device=00:06.0-0&pid={sleeper.pid}")
@@ -83,7 +83,7 @@ def test_who_goes_away_just_when_its_device_is_freed_has_none(
     eventually(lambda: given(ready_daemon) == [], "that all is free")
 
 
-def test_what_was_kept_for_a_wait_that_ran_out_is_given_to_those_behind_at_once(
+def test_a_reservation_ends_at_once_when_its_request_times_out(
     make_host: MakeHost, make_daemon: MakeDaemon
 ) -> None:
     daemon = make_daemon(make_host([{"kind": "v100", "count": 2}])).start().wait_ready()
@@ -101,7 +101,7 @@ def test_what_was_kept_for_a_wait_that_ran_out_is_given_to_those_behind_at_once(
     wants_one.close()
 
 
-def test_who_waits_for_what_a_reload_takes_away_is_told_and_nothing_is_kept_for_them(
+def test_a_reload_refuses_queued_requests_that_become_infeasible(
     make_host: MakeHost, make_daemon: MakeDaemon
 ) -> None:
     daemon = make_daemon(make_host([{"kind": "v100", "count": 2}])).start().wait_ready()
@@ -141,7 +141,7 @@ def test_a_lease_that_a_reload_left_without_its_control_daemon_is_told(
     assert one.startswith(f"{whose}: the control daemon that it was given with is gone")
 
 
-def test_a_lease_of_a_lost_gpu_is_nothing_to_end_for_it_goes_on_when_that_is_back(
+def test_a_lease_of_a_lost_gpu_goes_on_when_the_gpu_is_back(
     make_host: MakeHost, make_daemon: MakeDaemon
 ) -> None:
     host = make_host([{"kind": "v100", "count": 2}])
@@ -164,7 +164,7 @@ def wrong_at(daemon: Daemon) -> list[str]:
     return [one["what"] for one in told["problems"]]
 
 
-def test_a_lease_of_a_connection_goes_on_as_one_of_its_process_when_the_daemon_is_another(
+def test_the_next_daemon_ties_a_connection_s_lease_to_its_process(
     ready_daemon: Daemon,
 ) -> None:
     holder = Asker(ready_daemon, "binding=connection")
@@ -178,7 +178,7 @@ def test_a_lease_of_a_connection_goes_on_as_one_of_its_process_when_the_daemon_i
     assert given(ready_daemon) == [ADDRESSES[0]]
 
 
-def test_a_process_whose_first_thread_has_ended_has_its_lease_until_all_have(ready_daemon: Daemon) -> None:
+def test_a_process_has_its_lease_until_all_its_threads_have_ended(ready_daemon: Daemon) -> None:
     code = """
 import ctypes, platform, sys, threading, time
 threading.Thread(target=time.sleep, args=(600,)).start()
@@ -198,7 +198,7 @@ ctypes.CDLL(None).syscall({"x86_64": 60, "aarch64": 93}[platform.machine()], 0)
         eventually(lambda: given(ready_daemon) == [], "the end of the lease")
 
 
-def test_those_who_wait_do_not_hold_up_a_re_exec(ready_daemon: Daemon) -> None:
+def test_queued_requests_do_not_hold_up_a_re_exec(ready_daemon: Daemon) -> None:
     for address in ADDRESSES:
         take(ready_daemon, f"name={address}&ttl=600&device={address}")
     waiter = Asker(ready_daemon, "wait=60")
@@ -209,7 +209,7 @@ def test_those_who_wait_do_not_hold_up_a_re_exec(ready_daemon: Daemon) -> None:
     assert given(ready_daemon) == ADDRESSES
 
 
-def test_a_daemon_that_is_short_of_descriptors_ends_no_lease_of_a_process_that_runs(
+def test_a_shortage_of_descriptors_ends_no_running_process_s_lease(
     make_host: MakeHost, make_daemon: MakeDaemon, sleeper: subprocess.Popen[bytes]
 ) -> None:
     host = make_host([{"kind": "v100"}])
@@ -231,7 +231,7 @@ def test_a_daemon_that_is_short_of_descriptors_ends_no_lease_of_a_process_that_r
     assert len(given(daemon)) == 48
 
 
-def test_a_daemon_that_is_short_of_descriptors_says_so_and_gives_nothing(
+def test_a_shortage_of_descriptors_is_reported_and_nothing_granted(
     ready_daemon: Daemon, sleeper: subprocess.Popen[bytes]
 ) -> None:
     with contextlib.closing(Connection(ready_daemon)) as connection:
@@ -249,7 +249,7 @@ def test_a_daemon_that_is_short_of_descriptors_says_so_and_gives_nothing(
                 assert connection.ask("DELETE", f"/v1/leases/{answer['id']}")[0] == 200
 
 
-def test_a_lease_whose_end_could_not_be_noted_takes_nobodys_device_after_a_crash(
+def test_a_lease_whose_end_was_not_stored_takes_no_device_after_a_crash(
     ready_daemon: Daemon,
 ) -> None:
     """The state file refuses the end, as a full disk makes it, and has room again for what comes then."""
@@ -304,7 +304,7 @@ def test_what_a_crash_left_of_a_copy_is_no_second_lease(ready_daemon: Daemon) ->
 
 
 @pytest.mark.parametrize("scope", ["host", "gpu"])
-def test_who_waits_for_a_gpu_that_is_lost_gets_it_when_it_is_back(
+def test_a_request_waits_for_a_lost_gpu_and_gets_it_when_it_is_back(
     make_host: MakeHost, make_daemon: MakeDaemon, scope: str
 ) -> None:
     """Also over a reload and an end of all control daemons; they are not told that it is infeasible."""

@@ -105,7 +105,7 @@ def given_in_all(daemon: Daemon) -> dict[int, float]:
         after = answer["events"][-1]["id"]
 
 
-def test_of_500_jobs_on_48_devices_none_shares_all_end_and_the_queue_is_in_order_whatever_is_killed(
+def test_500_jobs_on_48_devices_share_none_and_keep_their_order(
     make_host: MakeHost, make_daemon: MakeDaemon, tmp_path: Path
 ) -> None:
     host = make_host([{"kind": "v100"}])
@@ -170,7 +170,7 @@ def test_of_500_jobs_on_48_devices_none_shares_all_end_and_the_queue_is_in_order
     assert order.check(given_s) > _RUNS // 10, "so many waited, and were served in their turn"
 
 
-def test_those_who_wait_are_served_in_the_order_of_their_coming_also_by_the_next_daemon(
+def test_the_next_daemon_serves_the_queue_in_its_order(
     ready_daemon: Daemon,
 ) -> None:
     host = ready_daemon.host

@@ -112,7 +112,7 @@ def test_a_job_s_lease_is_its_unit_s(ready_daemon: Daemon, jobs: tuple[Job, Job,
     assert ready_daemon.ask("DELETE", f"/v1/leases/{again['id']}")[0] == 200, "root may"
 
 
-def test_a_lease_of_a_job_s_process_stays_its_unit_s_whoever_took_it(
+def test_a_job_process_s_lease_is_its_unit_s_whichever_user_took_it(
     ready_daemon: Daemon, jobs: tuple[Job, Job, Job]
 ) -> None:
     train, test, other = jobs

@@ -48,7 +48,7 @@ method other than those described with 405, and a parameter that is not describe
 
 What can be read, all of these users may read, and all may take devices. Only root may change the daemon,
 and only root and its owner end a client or a lease. What a POST to change the daemon has begun is finished,
-though whoever asked for it may go away meanwhile; a request for devices ends with its connection."""
+even if its client disconnects; a request for devices ends with its connection."""
 
 
 def document() -> Schema:

@@ -11,7 +11,7 @@ from yunion_mps.leases.allocator import (
     smallest_groups,
 )
 from yunion_mps.leases.request import LeaseRequest, gpu_named
-from yunion_mps.models import ALL, LEASE_VARIABLE, Device, Lease
+from yunion_mps.models import ALL, Device, Lease
 from yunion_mps.planning import client_environment, whole_environment, why_not_honoured
 from yunion_mps.service.queries import Service
 from yunion_mps.service.state import domain_names
@@ -48,7 +48,7 @@ class LeaseDevices:
         refusal = None
         for devices in [every] if device == ALL and every else smallest_groups(request, candidates):
             try:
-                self.environment(request, devices, "")
+                self.environment(request, devices)
             except HostError as error:
                 refusal = error
             else:
@@ -59,9 +59,7 @@ class LeaseDevices:
         refuse_infeasible(request, candidates)
         return request
 
-    def environment(
-        self, request: LeaseRequest, devices: tuple[Device, ...], lease_id: str
-    ) -> dict[str, str]:
+    def environment(self, request: LeaseRequest, devices: tuple[Device, ...]) -> dict[str, str]:
         """The environment of a process with the devices; raises HostError if it would not be honoured."""
         names = {device.domain for device in devices}
         if len(names) > 1:
@@ -69,13 +67,13 @@ class LeaseDevices:
             raise HostError("these devices are of several control daemons, and a process has only one", hint)
         domain = domain_plans(self._supervisor.snapshot())[names.pop()]
         if request.device == ALL:
-            return {**whole_environment(devices, domain), LEASE_VARIABLE: lease_id}
+            return whole_environment(devices, domain)
         why = why_not_honoured(devices, domain)
         if why:
             more = f"cuda_mps_combine: {len(devices)}"
             hint = f"take them on different GPUs (--across), or set {more} in host.conf"
             raise HostError(f"{len(devices)} devices cannot be one budget: {why}", hint)
-        return {**client_environment(devices, domain), LEASE_VARIABLE: lease_id}
+        return client_environment(devices, domain)
 
     def refuse_unserved(self, lease: Lease) -> None:
         """Raise HostError if a device is not served now, or not by the control daemon of its environment.

@@ -8,6 +8,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from yunion_mps.containers.lookup import Containers
@@ -146,8 +147,7 @@ class LeaseService:
             queued = self._positions.place(queued, time.time(), time.monotonic())
             lease = await self._granted(queued, wait_s)
         if lease.holder.binding == "connection":
-            lease_id = lease.id
-            on_disconnect(lambda: self._end_connected(lease_id))
+            on_disconnect(partial(self._end_connected, lease.id))
         return self._json(lease)
 
     def would_take(self, request: LeaseRequest, holder: Holder, idempotency_key: str = "") -> LeaseRecord:
@@ -156,9 +156,7 @@ class LeaseService:
             self._refuse_over_quota(QueuedRequest(request, holder, idempotency_key))
         request, candidates = self._devices.feasible(request), self._devices.candidates()
         devices = self._allocator.choose(request, candidates, self.queue.reserved(candidates))
-        environment = self._devices.environment(request, devices, "")
-        del environment[LEASE_VARIABLE]
-        lease = Lease("", devices, holder, time.time(), environment)
+        lease = Lease("", devices, holder, time.time(), self._devices.environment(request, devices))
         return lease_json(lease, None, self._containers)
 
     def release(self, name: str, caller: Owner) -> LeaseRecord:
@@ -187,10 +185,7 @@ class LeaseService:
         changed, if another container has it, or a device of it is not served now, or by another control
         daemon.
         """
-        lease = lease_named(name, self.ledger.leases, caller)
-        if not caller.unit:  # an engine may have left its job's unit by now; no job can by itself
-            caller = caller._replace(unit=lease.holder.unit)
-        self._refuse_unless_owner(lease, caller)
+        lease = self._own(name, caller, of_any_unit=not caller.unit)
         holder = holder._replace(uid=lease.holder.uid, unit=lease.holder.unit)
         self._devices.refuse_unserved(lease)
         if lease.holder.binding == "name" or lease.holder == holder:
@@ -229,7 +224,7 @@ class LeaseService:
             return answer.result()
         except asyncio.CancelledError:
             if not answer.cancelled() and answer.done() and not answer.exception():
-                self._end(answer.result().id, "whoever asked for it went away")
+                self._end(answer.result().id, "its client disconnected")
             raise
         finally:
             del self._answers[queued.position]
@@ -285,7 +280,7 @@ class LeaseService:
         """Enter the lease; raises YunionError, with nothing granted, if it cannot be stored or honoured."""
         holder, lease_id = queued.holder, random_uuid()
         self.ledger.refuse_second(holder, queued.idempotency_key)
-        environment = self._devices.environment(queued.request, devices, lease_id)
+        environment = {**self._devices.environment(queued.request, devices), LEASE_VARIABLE: lease_id}
         is_device = queued.cdi or holder.binding == "name"
         lease = Lease(lease_id, devices, holder, time.time(), environment, queued.idempotency_key, is_device)
         lease = renewed(lease, time.monotonic())
@@ -318,8 +313,10 @@ class LeaseService:
         self._publisher.forget(lease)
         try:
             self._storage.delete(lease_id)
-        except HostError as error:  # the next daemon sees by itself that its holder is gone
-            log.warning("the end of the lease of %s is not noted: %s", _addresses(lease), error.message)
+        except HostError as error:  # the next daemon finds that its holder has ended
+            log.warning(
+                "the end of the lease of %s could not be stored: %s", _addresses(lease), error.message
+            )
         self._record(lease, "given back by", cause)
         self.serve()
 
@@ -329,17 +326,18 @@ class LeaseService:
         if lease and lease.holder.binding == "connection" and not self._is_closed:
             self._end(lease_id, "its connection ended")
 
-    def _own(self, name: str, caller: Owner) -> Lease:
-        """The lease of this name or id that the caller may change; raises NotFoundError, NotAllowedError."""
-        lease = lease_named(name, self.ledger.leases, caller)
-        self._refuse_unless_owner(lease, caller)
-        return lease
+    def _own(self, name: str, caller: Owner, *, of_any_unit: bool = False) -> Lease:
+        """The lease of this name or id that the caller may change; raises NotFoundError, NotAllowedError.
 
-    def _refuse_unless_owner(self, lease: Lease, caller: Owner) -> None:
+        `of_any_unit`: an engine may have left its job's unit by now, which no job can by itself.
+        """
+        lease = lease_named(name, self.ledger.leases, caller)
         owner = lease.holder.owner
-        if caller.uid not in (0, os.geteuid()) and caller != owner:
+        is_owner = caller.uid == owner.uid if of_any_unit else caller == owner
+        if caller.uid not in (0, os.geteuid()) and not is_owner:
             what = f"the lease of {_addresses(lease)} is {owner_name(owner)}'s"
             raise NotAllowedError(what, "only root and its owner may end or renew it")
+        return lease
 
     def _json(self, lease: Lease) -> LeaseRecord:
         return lease_json(lease, self._holders.expires_s(lease.id), self._containers)

@@ -120,7 +120,7 @@ def test_memory_is_given_in_units_of_the_pool_with_the_least_left() -> None:
     ), "its slot is free"
 
 
-def test_every_client_of_a_pool_takes_the_reserve_too_and_there_are_only_so_many() -> None:
+def test_every_client_of_a_pool_takes_the_reserve_too() -> None:
     some = Candidates(pools=[pool(0, reserve_mib=50, clients=3)])
     ledger = Ledger()
     for name in "abc":
@@ -161,7 +161,7 @@ def test_several_are_of_a_gpu_whose_devices_can_be_one_budget() -> None:
 
 
 @pytest.mark.parametrize("placement", ["binpack", "spread"])
-def test_memory_of_a_gpu_that_enforces_budgets_is_given_before_that_of_others(placement: str) -> None:
+def test_memory_with_enforced_budgets_is_given_before_other_memory(placement: str) -> None:
     there = Candidates([], [pool(0), pool(1), pool(2)], {"GPU-0": "0", "GPU-2": "2"})
     ledger = Ledger()
     gpus = []
@@ -178,7 +178,7 @@ def test_memory_of_a_gpu_that_enforces_budgets_is_given_before_that_of_others(pl
         refuse_infeasible(enforced, only)
 
 
-def test_memory_is_kept_for_those_who_wait_for_more_of_it() -> None:
+def test_memory_is_reserved_for_requests_that_need_more_of_it() -> None:
     one = Candidates(pools=[pool(0)])
     ledger = Ledger([lease("a", pool(0).make(6, 0))])
     kept = Allocator(ledger).reserve(LeaseRequest(memory_mib=900), one)
@@ -197,13 +197,13 @@ def test_memory_is_kept_for_those_who_wait_for_more_of_it() -> None:
         (LeaseRequest(device="nosuch"), "no such devices"),
     ],
 )
-def test_what_can_never_be_had_is_refused_at_once(wanted: LeaseRequest, there: str) -> None:
+def test_an_infeasible_request_is_refused_at_once(wanted: LeaseRequest, there: str) -> None:
     with pytest.raises(NothingFreeError, match=f"can never be allocated: there are {there}"):
         refuse_infeasible(wanted, candidates(1))
     refuse_infeasible(LeaseRequest(4), candidates(1, reason="away"))
 
 
-def test_devices_across_gpus_are_refused_where_memory_is_only_handed_out_in_units() -> None:
+def test_devices_across_gpus_are_infeasible_if_all_memory_is_in_pools() -> None:
     wanted, handed_out = LeaseRequest(2, across=True), Candidates((), [pool(0), pool(1)])
     assert list(smallest_groups(wanted, handed_out)) == [], (
         "nothing is to be judged, so nothing to be looked up"
@@ -213,7 +213,7 @@ def test_devices_across_gpus_are_refused_where_memory_is_only_handed_out_in_unit
     assert "--gpu-mem" in caught.value.hint
 
 
-def test_where_a_host_offers_nothing_it_is_said_who_tells_why() -> None:
+def test_on_a_host_without_devices_the_hint_names_status() -> None:
     with pytest.raises(NothingFreeError, match="there are no such devices") as caught:
         refuse_infeasible(LeaseRequest(), Candidates())
     assert caught.value.hint == "see why: yunion-mps status"
@@ -310,7 +310,7 @@ TestLedger = LedgerMachine.TestCase
 
 
 @given(REQUESTS)
-def test_what_is_kept_for_somebody_is_free_and_would_do(wanted: LeaseRequest) -> None:
+def test_what_is_reserved_for_a_request_is_free_and_would_do(wanted: LeaseRequest) -> None:
     ledger = Ledger([lease("a", device(0, 0)), lease("b", *(device(1, slot) for slot in range(3)))])
     kept = Allocator(ledger).reserve(wanted, candidates(2)).devices
     found = {offer.device.id: offer.device for offer in candidates(2).devices}
@@ -325,6 +325,6 @@ def test_all_devices_are_had_together_or_not_at_all() -> None:
     message, _ = why_not(ledger, LeaseRequest(device="all"), candidates(2))
     assert message.startswith("all devices cannot be allocated now: 1 of 8 in use; 7 free")
     kept = Allocator(ledger).reserve(LeaseRequest(device="all"), candidates(2))
-    assert len(kept.devices) == 7, "who waits for all of them is not passed for good"
+    assert len(kept.devices) == 7, "a request for all of them is not starved"
     message, _ = why_not(Ledger(), LeaseRequest(device="all"), candidates(2, reason="lost"))
     assert message == "all devices cannot be allocated now: 8 unavailable (GPU 00:00.0, 01:00.0: lost)"

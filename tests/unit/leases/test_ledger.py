@@ -101,5 +101,5 @@ def test_a_second_lease_for_a_name_or_a_request_is_refused(holder: Holder, key: 
         (HOLDER, ""),
     ],
 )
-def test_another_users_names_and_requests_are_in_nobodys_way(holder: Holder, key: str) -> None:
+def test_another_owner_s_names_and_keys_are_no_conflict(holder: Holder, key: str) -> None:
     Ledger(LEASES).refuse_second(holder, key)

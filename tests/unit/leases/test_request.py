@@ -27,7 +27,7 @@ def made(*leases: tuple[str, Owner, str]) -> dict[str, Lease]:
 LEASES = made(
     ("12345678-a", ALICE, "night"), ("12345678-b", ALICE, "12345678"), ("98765432-c", ALICE, "noon")
 )
-#: A job's, and what somebody else has called after it, by its name and by its id.
+#: A job's lease, and another owner's that is named after it, by its name and by its id.
 THEIRS = made(
     ("12345678-a", ALICE, "job"),
     ("98765432-c", BOB, "job"),
