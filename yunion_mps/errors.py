@@ -13,7 +13,7 @@ class YunionError(Exception):
 
     `message` is one line that says what is wrong, `hint` one line that says what to do, and `exit_code`
     what a command that ends with this error returns to its shell. `code` is a reason code, for programs;
-    empty where the exit code tells enough.
+    empty if the exit code says enough.
     """
 
     exit_code = 1
@@ -35,7 +35,7 @@ class Problem(NamedTuple):
     file: str
     line: int | None
     what: str
-    remedy: str
+    hint: str
     is_minor: bool = False
 
     def __str__(self) -> str:
@@ -44,7 +44,7 @@ class Problem(NamedTuple):
         One line, whatever it quotes: line ends and control characters are shown as Python writes them.
         """
         place = self.file if self.line is None else f"{self.file}:{self.line}"
-        return printable(f"{place}: {self.what}: {self.remedy}")
+        return printable(f"{place}: {self.what}: {self.hint}")
 
 
 class ConfigError(YunionError):

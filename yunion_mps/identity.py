@@ -1,6 +1,6 @@
 """UUIDs of version 5 (RFC 9562, 5.5): the same names give the same ids, on every start and every host.
 
-As `uuid.uuid5` makes them, without what that imports: `platform`, and OpenSSL for one SHA-1, 4 ms of the
+As `uuid.uuid5` makes them, without its imports: `platform`, and OpenSSL for one SHA-1, 4 ms of the
 daemon's start and 1 MiB for as long as it runs. And random ones, of version 4.
 """
 
@@ -24,7 +24,7 @@ def uuid5(namespace: str, name: str) -> str:
 
 
 def random_uuid() -> str:
-    """A new UUID, which nobody can guess."""
+    """A new UUID that cannot be guessed."""
     return _uuid(os.urandom(16), 4)
 
 

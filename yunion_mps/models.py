@@ -115,7 +115,7 @@ class Driver(NamedTuple):
 
 
 class Gpu(NamedTuple):
-    """One physical GPU. What the driver does not tell is None; `reason` says why it cannot be used, if so."""
+    """One physical GPU. What the driver does not report is None; `reason` says why it cannot be used."""
 
     pci_address: str
     uuid: str | None = None

@@ -41,7 +41,7 @@ def test_without_a_driver_it_says_so_and_ends_with_1(daemon: Daemon) -> None:
         (
             "driver_not_loaded",
             "the NVIDIA driver's kernel module is not loaded",
-            "load it with: modprobe nvidia; where that fails, see: dmesg | grep -i nvidia",
+            "load it with: modprobe nvidia; if that fails, see: dmesg | grep -i nvidia",
         ),
         (
             "lib_rm_version_mismatch",

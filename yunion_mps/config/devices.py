@@ -99,11 +99,11 @@ class _Reader:
         entries = [self._entry(item) for item in items]
         return found._replace(entries=tuple(entry for entry in entries if entry))
 
-    def _wrong(self, node: Node, what: str, remedy: str) -> None:
-        self.problems.append(self._problem(node, what, remedy))
+    def _wrong(self, node: Node, what: str, hint: str) -> None:
+        self.problems.append(self._problem(node, what, hint))
 
-    def _problem(self, node: Node | None, what: str, remedy: str) -> Problem:
-        return Problem(self._file, line_of(node) if node else None, what, remedy)
+    def _problem(self, node: Node | None, what: str, hint: str) -> Problem:
+        return Problem(self._file, line_of(node) if node else None, what, hint)
 
     def _file_nodes(self, root: Node | None) -> Nodes:
         """The file's keys; those that are not nearly ours are left alone."""
@@ -120,8 +120,8 @@ class _Reader:
             if near:
                 self._wrong(key, f"unknown key {name}", f"did you mean {near}?")
             elif name in _FILE_KEYS and name in nodes:
-                remedy = "put all entries under one" if name == "devices" else "keep one of the two lines"
-                self._wrong(key, f"{name} is given twice", remedy)
+                hint = "put all entries under one" if name == "devices" else "keep one of the two lines"
+                self._wrong(key, f"{name} is given twice", hint)
             else:
                 nodes.setdefault(name, (key, node))
         if "devices" not in nodes and not self.problems:
@@ -201,10 +201,10 @@ class _Reader:
         for name, others in _COUNTS_WITH.items():
             if name in nodes and means not in others:
                 what = f"{name} does not count with {means}, only with {' or '.join(others)}"
-                remedy = "remove it"
+                hint = "remove it"
                 if name == "thread_overcommit":
-                    remedy += ", or set cuda_mps_thread_percentage in host.conf"
-                self._wrong(nodes[name][0], what, remedy)
+                    hint += ", or set cuda_mps_thread_percentage in host.conf"
+                self._wrong(nodes[name][0], what, hint)
 
     def _slices(self, node: Node) -> tuple[SliceEntry, ...]:
         """The unequal devices of one GPU; none if anything is wrong with one of them."""
@@ -240,8 +240,8 @@ class _Reader:
             self._check_merge(*nodes["<<"])
             return False
         if name is None:
-            remedy = f"write type: {DEV_TYPE}, or another software's type"
-            self._wrong(item, "an entry has no type", remedy)
+            hint = f"write type: {DEV_TYPE}, or another software's type"
+            self._wrong(item, "an entry has no type", hint)
             return False
         key, node = nodes[name]
         if name != "type":
@@ -271,8 +271,8 @@ class _Reader:
         problems = []
         for name, key, node in pairs_of(mapping):
             if name in nodes:
-                remedy = f"keep one of the two lines (the other is line {line_of(nodes[name][0])})"
-                problems.append(self._problem(key, f"{name} is given twice", remedy))
+                hint = f"keep one of the two lines (the other is line {line_of(nodes[name][0])})"
+                problems.append(self._problem(key, f"{name} is given twice", hint))
             else:
                 nodes[name] = (key, node)
         return nodes, problems
@@ -289,11 +289,11 @@ class _Reader:
                 self._wrong(key, *NO_MERGE)
             elif name not in known and name != reported:
                 near = nearest_key(name, known)
-                remedy = f"remove it; the keys of {owner[1]} are {', '.join(known)}"
+                hint = f"remove it; the keys of {owner[1]} are {', '.join(known)}"
                 if near:
-                    remedy = f"did you mean {near}?"
+                    hint = f"did you mean {near}?"
                 shown = f"unknown key {name}" if name else "a key that is not a text"
-                self._wrong(key, f"{shown} in {owner[0]}", remedy)
+                self._wrong(key, f"{shown} in {owner[0]}", hint)
 
     def _required(self, item: Node, name: str, kind: Kind, nodes: Nodes) -> Any:
         if name not in nodes:
@@ -311,7 +311,7 @@ class _Reader:
         try:
             return kind(name, node)
         except WrongValueError as error:
-            self._wrong(node, error.what, error.remedy)
+            self._wrong(node, error.what, error.hint)
             return None
 
 

@@ -20,7 +20,7 @@ MOST_VALUES = 200_000
 #: YAML 1.1 has numbers to the base of 60 (1:30), which take quadratic time in their length.
 _LONGEST_NUMBER = 64
 
-#: The C parser where PyYAML was built with it (8 times as fast), else the one in Python.
+#: The C parser if PyYAML was built with it (8 times as fast), else the one in Python.
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _construct = yaml.constructor.SafeConstructor()
 
@@ -125,8 +125,8 @@ def nearest(word: str, real: Iterable[str]) -> str | None:
     return by_lower[close[0]] if close else None
 
 
-def _problem(path: str, line: int | None, what: str, remedy: str) -> FileProblemError:
-    return FileProblemError(Problem(path, line, what, remedy))
+def _problem(path: str, line: int | None, what: str, hint: str) -> FileProblemError:
+    return FileProblemError(Problem(path, line, what, hint))
 
 
 def _read(path: str) -> bytes:
@@ -134,10 +134,10 @@ def _read(path: str) -> bytes:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
-        remedy = "make it readable: chmod 0644, and its directory 0755"
+        hint = "make it readable: chmod 0644, and its directory 0755"
         if error.errno in (errno.ENOENT, errno.ENOTDIR):
-            remedy = "create it; the package's documentation has an example"
-        raise _problem(path, None, f"cannot be read ({error.strerror})", remedy) from None
+            hint = "create it; the package's documentation has an example"
+        raise _problem(path, None, f"cannot be read ({error.strerror})", hint) from None
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise _problem(path, None, "is not a regular file", "put a YAML file there")

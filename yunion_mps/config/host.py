@@ -56,7 +56,7 @@ KEYS: dict[str, Key] = {
     "cuda_mps_replicas": Key(
         whole_number(1, MOST_DEVICES),
         10,
-        "devices of every GPU where the device file names none of type NVIDIA_MPS",
+        "devices of every GPU if the device file has no entry of type NVIDIA_MPS",
     ),
     "cuda_mps_compute_mode": Key(
         one_of("exclusive_process", "keep"), "exclusive_process", "the GPUs' compute mode while MPS runs"
@@ -79,7 +79,7 @@ KEYS: dict[str, Key] = {
         whole_number(0, 86_400), 10, "seconds that a stop waits for jobs to end before it ends them"
     ),
     "cuda_mps_multiuser": Key(
-        boolean, default=False, help="one MPS server for all users' jobs, where NVIDIA's program knows it"
+        boolean, default=False, help="one MPS server for all users' jobs, if NVIDIA's program supports it"
     ),
     "max_leases_per_user": Key(
         whole_number(1, 1_000_000), None, "how many leases a user may have, including queued requests"
@@ -131,15 +131,15 @@ def read_host(paths: Paths) -> tuple[dict[str, Any], dict[str, Source], list[Pro
         elif name not in KEYS:
             problems += _misspelt(file, line, name)
         elif sources[name].line is not None:
-            remedy = f"keep one of the two lines (the other is line {sources[name].line})"
-            problems.append(Problem(file, line, f"{name} is given twice", remedy))
+            hint = f"keep one of the two lines (the other is line {sources[name].line})"
+            problems.append(Problem(file, line, f"{name} is given twice", hint))
         else:
             sources[name] = Source(file, line)
             try:
                 values[name] = _kind(name, values)(name, node)
             except WrongValueError as error:
                 minor = name.startswith(_MINOR)
-                problems.append(Problem(file, line_of(node), error.what, error.remedy, minor))
+                problems.append(Problem(file, line_of(node), error.what, error.hint, minor))
     problems += _check_pipe_directory(paths, values, sources)
     wrong = [*_check_public(values, sources), *_check_ports(values, sources)]
     values.update({name: KEYS[name].default for name, _ in wrong})
@@ -155,11 +155,11 @@ def _kind(name: str, values: dict[str, Any]) -> Kind:
 
 def _mapping(file: str, root: Node | None) -> Node:
     if root is None:
-        remedy = "write at least enable_cuda_mps: true or enable_cuda_mps: false"
-        raise FileProblemError(Problem(file, None, "is empty", remedy))
+        hint = "write at least enable_cuda_mps: true or enable_cuda_mps: false"
+        raise FileProblemError(Problem(file, None, "is empty", hint))
     if not isinstance(root, yaml.MappingNode):
-        remedy = "write one key: value a line, as the example has it"
-        raise FileProblemError(Problem(file, line_of(root), f"holds {written(root)}, not a mapping", remedy))
+        hint = "write one key: value a line, as the example has it"
+        raise FileProblemError(Problem(file, line_of(root), f"holds {written(root)}, not a mapping", hint))
     return root
 
 
@@ -198,9 +198,9 @@ def _check_public(values: dict[str, Any], sources: dict[str, Source]) -> list[tu
     for what in ("metrics", "web"):
         listen, allow = f"{what}_listen", f"{what}_allow_public"
         if values[listen] and is_public(values[listen]) and not values[allow]:
-            remedy = f"write 127.0.0.1:{values[listen].rpartition(':')[2]}, or {allow}: true if that is meant"
+            hint = f"write 127.0.0.1:{values[listen].rpartition(':')[2]}, or {allow}: true if that is meant"
             problem = f"{listen} is {values[listen]}, which other hosts can reach"
-            found.append((listen, Problem(sources[listen].file, sources[listen].line, problem, remedy)))
+            found.append((listen, Problem(sources[listen].file, sources[listen].line, problem, hint)))
     return found
 
 

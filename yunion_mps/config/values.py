@@ -39,9 +39,9 @@ ENDPOINT_EXAMPLE = f"an IP address and a port, for example {_LOCALHOST}:9435 or 
 class WrongValueError(Exception):
     """A value that cannot be used: what is wrong with it, and what would be right."""
 
-    def __init__(self, key: str, node: Node, what: str, remedy: str) -> None:
+    def __init__(self, key: str, node: Node, what: str, hint: str) -> None:
         self.what = f"{key} is {written(node)}, {what}"
-        self.remedy = remedy
+        self.hint = hint
         super().__init__(self.what)
 
 
@@ -70,11 +70,11 @@ def whole_number(lowest: int, highest: int) -> Kind:
 
     def kind(key: str, node: Node) -> int:
         value = value_of(node)
-        remedy = f"write a whole number from {lowest} to {highest}, without quotes"
+        hint = f"write a whole number from {lowest} to {highest}, without quotes"
         if not isinstance(value, int) or isinstance(value, bool):
-            raise WrongValueError(key, node, "not a whole number", remedy)
+            raise WrongValueError(key, node, "not a whole number", hint)
         if not lowest <= value <= highest:
-            raise WrongValueError(key, node, "out of range", remedy)
+            raise WrongValueError(key, node, "out of range", hint)
         return value
 
     return kind
@@ -86,13 +86,13 @@ def number(lowest: float, highest: float, decimals: int) -> Kind:
     def kind(key: str, node: Node) -> float:
         value = value_of(node)
         some = "one decimal" if decimals == 1 else f"{decimals} decimals"
-        remedy = f"write a number from {lowest:g} to {highest:g}, with at most {some} and without quotes"
+        hint = f"write a number from {lowest:g} to {highest:g}, with at most {some} and without quotes"
         if not isinstance(value, (int, float)) or isinstance(value, bool):
-            raise WrongValueError(key, node, "not a number", remedy)
+            raise WrongValueError(key, node, "not a number", hint)
         if not lowest <= value <= highest:
-            raise WrongValueError(key, node, "out of range", remedy)
+            raise WrongValueError(key, node, "out of range", hint)
         if round(value, decimals) != value:
-            raise WrongValueError(key, node, "more exact than it can be", remedy)
+            raise WrongValueError(key, node, "more exact than it can be", hint)
         return float(value)
 
     return kind
@@ -104,9 +104,9 @@ def memory(lowest_mib: int) -> Kind:
     def kind(key: str, node: Node) -> int:
         value = value_of(node)
         found = re.fullmatch(r"([0-9]{1,9})(MiB|GiB)", value) if isinstance(value, str) else None
-        remedy = "write a whole number of MiB or GiB, for example 8192MiB or 8GiB"
+        hint = "write a whole number of MiB or GiB, for example 8192MiB or 8GiB"
         if found is None:
-            raise WrongValueError(key, node, "not an amount of memory", remedy)
+            raise WrongValueError(key, node, "not an amount of memory", hint)
         mib = in_mib(found[0])
         if mib < lowest_mib:
             raise WrongValueError(key, node, "too little", f"write at least {lowest_mib}MiB")
@@ -127,8 +127,8 @@ def one_of(*choices: str) -> Kind:
         value = value_of(node)
         if value not in choices:
             near = nearest(str(value), choices) if isinstance(value, str) else None
-            remedy = f"write {near}" if near else f"write one of {', '.join(choices)}"
-            raise WrongValueError(key, node, f"none of {', '.join(choices)}", remedy)
+            hint = f"write {near}" if near else f"write one of {', '.join(choices)}"
+            raise WrongValueError(key, node, f"none of {', '.join(choices)}", hint)
         return str(value)
 
     return kind
@@ -149,8 +149,8 @@ def textfile(key: str, node: Node) -> str:
     """The path of a file as node_exporter reads them; so a slip replaces no file of other software."""
     path = absolute_path(key, node)
     if not os.path.basename(path).endswith(".prom") or os.path.basename(path) == ".prom":
-        remedy = "write the path of a file of its own that ends in .prom"
-        raise WrongValueError(key, node, "which node_exporter does not read", remedy)
+        hint = "write the path of a file of its own that ends in .prom"
+        raise WrongValueError(key, node, "which node_exporter does not read", hint)
     return path
 
 
@@ -160,8 +160,8 @@ def own_directory(example: str) -> Kind:
     def kind(key: str, node: Node) -> str:
         path = absolute_path(key, node)
         if os.path.dirname(path) in _ONLY_SHARED_IN or path in _SHARED:
-            remedy = f"write a directory of its own, for example {example}"
-            raise WrongValueError(key, node, "which is shared with other software", remedy)
+            hint = f"write a directory of its own, for example {example}"
+            raise WrongValueError(key, node, "which is shared with other software", hint)
         return path
 
     return kind
@@ -175,8 +175,8 @@ def group(key: str, node: Node) -> str:
     try:
         grp.getgrnam(name)
     except KeyError:
-        remedy = "create it (groupadd --system NAME), or choose one that exists: getent group"
-        raise WrongValueError(key, node, "a group that does not exist", remedy) from None
+        hint = "create it (groupadd --system NAME), or choose one that exists: getent group"
+        raise WrongValueError(key, node, "a group that does not exist", hint) from None
     return name
 
 
@@ -186,7 +186,7 @@ def most_devices(override: int | None) -> int:
 
 
 def text(key: str, node: Node, what: str = "a text") -> str:
-    """A text of one line that is not empty; `what` says in the remedy what it should name."""
+    """A text of one line that is not empty; `what` says in the hint what it should name."""
     value = value_of(node)
     if isinstance(value, (int, float)) and ":" in node.value:
         value = node.value  # the PCI address 00:06.0 is a number to the base of 60 in YAML 1.1

@@ -78,4 +78,4 @@ def configuration(host: Host) -> Findings:
 
 def _of(one: Problem) -> Finding:
     place = one.file if one.line is None else f"{one.file}:{one.line}"
-    return problem(f"{place}: {one.what}", one.remedy)
+    return problem(f"{place}: {one.what}", one.hint)

@@ -61,7 +61,7 @@ _MEANINGS = {
     ),
     pynvml.NVML_ERROR_DRIVER_NOT_LOADED: (
         "the NVIDIA driver's kernel module is not loaded",
-        "load it with: modprobe nvidia; where that fails, see: dmesg | grep -i nvidia",
+        "load it with: modprobe nvidia; if that fails, see: dmesg | grep -i nvidia",
     ),
     pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH: (
         "the NVIDIA driver's library and its kernel module are of different versions",
@@ -77,7 +77,7 @@ _MEANINGS = {
     ),
     pynvml.NVML_ERROR_NOT_SUPPORTED: (
         "the driver does not support this on the GPU",
-        "where it is about the compute mode, set cuda_mps_compute_mode: keep in host.conf",
+        "if this is about the compute mode, set cuda_mps_compute_mode: keep in host.conf",
     ),
 }
 
@@ -257,7 +257,7 @@ class Nvml:
 
     @bounded
     def mps_clients(self) -> dict[str, set[int]]:
-        """The PIDs of the clients of MPS on each GPU, by its UUID; a GPU that does not tell is missing."""
+        """The PIDs of the clients of MPS on each GPU, by its UUID; a GPU that does not answer is missing."""
         listed = _of_each_gpu(pynvml.nvmlDeviceGetMPSComputeRunningProcesses)
         return {uuid: {one.pid for one in clients} for uuid, clients in listed.items()}
 

@@ -75,7 +75,7 @@ def reason_against(gpu: Gpu, config: Config) -> str:
     if gpu.reason:
         return gpu.reason
     if gpu.uuid is None or gpu.memory_mib is None:
-        return "the driver does not tell the GPU's UUID and memory"
+        return "the driver does not report the GPU's UUID and memory"
     if gpu.mig_enabled:
         return "the GPU is in MIG mode, which excludes MPS on it as a whole (turn it off: nvidia-smi -mig 0)"
     capability = gpu.compute_capability
@@ -134,7 +134,7 @@ def overcommit_of(entry: DeviceEntry, config: Config) -> float | None:
 
 
 def wrong_slices(entry: DeviceEntry, gpu: Gpu, config: Config) -> list[tuple[str, str]]:
-    """What the slices take that the GPU has not, and the remedies."""
+    """What the slices take that the GPU has not, and the hints."""
     total_mib = gpu.memory_mib
     if total_mib is None:
         return []
@@ -157,7 +157,7 @@ def wrong_slices(entry: DeviceEntry, gpu: Gpu, config: Config) -> list[tuple[str
 
 
 def wrong_pool(entry: DeviceEntry, gpu: Gpu) -> list[tuple[str, str]]:
-    """Why no client could get anything of the pool, and the remedy."""
+    """Why no client could get anything of the pool, and the hint."""
     if gpu.memory_mib is None or gpu.memory_mib >= entry.memory_unit_mib + entry.memory_reserve_mib:
         return []
     what, smaller = f"memory_unit is {entry.memory_unit_mib} MiB,", "a smaller one"

@@ -210,8 +210,8 @@ def _may_be_broken(entry: DeviceEntry, inventory: Inventory) -> bool:
 
 def _no_gpu(entry: DeviceEntry, inventory: Inventory) -> Problem:
     names = [gpu.render_node or gpu.uuid or gpu.address for gpu in inventory.gpus]
-    remedy = f"the GPUs of this host are {', '.join(names)}" if names else "this host has no NVIDIA GPU"
-    return Problem(*entry.path_at, f"path {entry.path} is no GPU of this host", remedy)
+    hint = f"the GPUs of this host are {', '.join(names)}" if names else "this host has no NVIDIA GPU"
+    return Problem(*entry.path_at, f"path {entry.path} is no GPU of this host", hint)
 
 
 def _wrong_for(entry: DeviceEntry, gpu: Gpu, config: Config, inventory: Inventory) -> list[Problem]:
@@ -237,7 +237,7 @@ def _too_many(
         at = config.sources["cuda_mps_max_clients"]
     is_many = f"are {count}" if key == "slices" else f"is {count}"
     what = f"{key} {is_many}, more than the {most} clients that MPS allows on GPU {gpu.address} ({gpu.name})"
-    remedy = f"write at most {most}"
+    hint = f"write at most {most}"
     if enforces_budgets(gpu):
-        remedy += ", or set cuda_mps_max_clients in host.conf where the driver allows more"
-    return [Problem(*at, what, remedy)]
+        hint += ", or set cuda_mps_max_clients in host.conf if the driver allows more"
+    return [Problem(*at, what, hint)]

@@ -238,8 +238,8 @@ def test_the_override_of_host_conf_bounds_the_virtual_number(files: Files) -> No
     files.write("cuda_mps_max_clients: 128\n", entry.format(128))
     assert files.load().devices[0].virtual_number == 128
     files.write("cuda_mps_max_clients: 128\n", entry.format(129))
-    remedy = "write a whole number from 1 to 128, without quotes"
-    assert files.messages() == [f"{DEVICES}:2: virtual_number is 129, out of range: {remedy}"]
+    hint = "write a whole number from 1 to 128, without quotes"
+    assert files.messages() == [f"{DEVICES}:2: virtual_number is 129, out of range: {hint}"]
 
 
 def test_an_override_below_60_is_left_to_the_plan(files: Files) -> None:

@@ -44,8 +44,8 @@ def test_an_address_with_a_port_is_read_and_normalised(files: Files, written: st
 )
 def test_what_is_no_address_with_a_port_is_refused(files: Files, written: str, what: str) -> None:
     files.write(f"web_listen: {written}\n")
-    remedy = "write web_listen: followed by an IP address and a port" if "text" in what else EXAMPLE
-    assert files.messages() == [f"{HOST}:1: web_listen {what}: {remedy}"]
+    hint = "write web_listen: followed by an IP address and a port" if "text" in what else EXAMPLE
+    assert files.messages() == [f"{HOST}:1: web_listen {what}: {hint}"]
 
 
 @pytest.mark.parametrize(
@@ -73,9 +73,9 @@ def test_the_page_and_the_metrics_cannot_be_at_one_place(
 def test_an_address_that_others_can_reach_takes_a_second_key(files: Files, key: str, address: str) -> None:
     files.write(f"enable_cuda_mps: false\n{key}_listen: {address}\n")
     plain = address.strip("'")
-    remedy = f"write 127.0.0.1:9434, or {key}_allow_public: true if that is meant"
+    hint = f"write 127.0.0.1:9434, or {key}_allow_public: true if that is meant"
     what = f"{key}_listen is {plain}, which other hosts can reach"
-    assert files.messages() == [f"{HOST}:2: {what}: {remedy}"]
+    assert files.messages() == [f"{HOST}:2: {what}: {hint}"]
     files.write(f"{key}_listen: {address}\n{key}_allow_public: true\n")
     assert getattr(files.load(), f"{key}_listen") == plain
 

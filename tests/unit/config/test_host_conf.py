@@ -162,14 +162,14 @@ def test_every_key_is_read_and_knows_its_line(files: Files) -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "what", "remedy", "written", "shown"),
+    ("key", "what", "hint", "written", "shown"),
     [(*row[:3], written, shown) for row in WRONG for written, shown in row[3].items()],
 )
 def test_a_wrong_value_is_named_with_its_line_and_a_hint(
-    files: Files, key: str, what: str, remedy: str, written: str, shown: str
+    files: Files, key: str, what: str, hint: str, written: str, shown: str
 ) -> None:
     files.write(f"# a comment\nhypervisor: kvm\n{key}: {written}\n", "devices: []\n")
-    assert files.messages() == [f"{HOST}:3: {key} is {shown}, {what}: {remedy}"]
+    assert files.messages() == [f"{HOST}:3: {key} is {shown}, {what}: {hint}"]
 
 
 @pytest.mark.parametrize(
@@ -231,10 +231,10 @@ def test_a_merge_that_brings_in_keys_of_ours_is_named(files: Files, merge: str) 
 
 def test_of_a_key_given_twice_the_first_counts_and_both_are_named(files: Files) -> None:
     files.write("cuda_mps_scope: gpu\nhypervisor: kvm\ncuda_mps_scope: host\ncuda_mps_scope: host\n")
-    remedy = "keep one of the two lines (the other is line 1)"
+    hint = "keep one of the two lines (the other is line 1)"
     assert files.messages() == [
-        f"{HOST}:3: cuda_mps_scope is given twice: {remedy}",
-        f"{HOST}:4: cuda_mps_scope is given twice: {remedy}",
+        f"{HOST}:3: cuda_mps_scope is given twice: {hint}",
+        f"{HOST}:4: cuda_mps_scope is given twice: {hint}",
     ]
 
 
@@ -251,8 +251,8 @@ def test_all_problems_are_reported_at_once_in_the_order_of_lines(files: Files) -
 def test_the_override_bounds_the_number_of_devices_wherever_it_stands(files: Files) -> None:
     assert files.write("cuda_mps_replicas: 96\ncuda_mps_max_clients: 96\n").load().cuda_mps_replicas == 96
     files.write("cuda_mps_replicas: 97\ncuda_mps_max_clients: 96\n")
-    remedy = "write a whole number from 1 to 96, without quotes"
-    assert files.messages() == [f"{HOST}:1: cuda_mps_replicas is 97, out of range: {remedy}"]
+    hint = "write a whole number from 1 to 96, without quotes"
+    assert files.messages() == [f"{HOST}:1: cuda_mps_replicas is 97, out of range: {hint}"]
 
 
 FOREIGN = """\

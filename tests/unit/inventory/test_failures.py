@@ -32,7 +32,7 @@ MESSAGES = {
     ),
     "driver_not_loaded": (
         "the NVIDIA driver's kernel module is not loaded",
-        "load it with: modprobe nvidia; where that fails, see: dmesg | grep -i nvidia",
+        "load it with: modprobe nvidia; if that fails, see: dmesg | grep -i nvidia",
     ),
     "lib_rm_version_mismatch": (
         "the NVIDIA driver's library and its kernel module are of different versions",
@@ -42,7 +42,7 @@ MESSAGES = {
     "no_permission": (NOT_PERMITTED, "run as root: systemctl start yunion-mps-daemon"),
     "not_supported": (
         "the driver does not support this on the GPU",
-        "where it is about the compute mode, set cuda_mps_compute_mode: keep in host.conf",
+        "if this is about the compute mode, set cuda_mps_compute_mode: keep in host.conf",
     ),
     "function_not_found": (
         "NVML says: Function Not Found",

@@ -143,7 +143,7 @@ def test_the_parser_takes_what_the_example_says_and_nothing_else(name: str, gene
 def test_where_a_key_has_a_few_words_the_example_has_them_all(generated: Path) -> None:
     checked = 0
     for name, key in told(generated).items():
-        said = [problem.remedy for problem in problems_of(name, "another")]
+        said = [problem.hint for problem in problems_of(name, "another")]
         listed = re.fullmatch(r"write one of (.*)", said[0]) if said else None
         if listed:
             assert re.split(", | or ", key.type) == listed[1].split(", "), name

@@ -175,7 +175,7 @@ def test_more_devices_than_mps_allows_are_refused_with_what_it_allows() -> None:
         (
             f"{DEVICES}:7: virtual_number is 49, more than the 48 clients that MPS allows on GPU 01:00.0"
             " (NVIDIA H100 80GB HBM3): write at most 48,"
-            " or set cuda_mps_max_clients in host.conf where the driver allows more"
+            " or set cuda_mps_max_clients in host.conf if the driver allows more"
         ),
     ]
     allowed = config(entry("00:06.0", 16), entry("01:00.0", 48, 5))
@@ -198,7 +198,7 @@ def test_an_override_below_the_default_replicas_is_named_at_its_line() -> None:
         (
             f"{HOST}:9: cuda_mps_replicas is 10, more than the 4 clients that MPS allows"
             " on GPU 01:00.0 (NVIDIA H100 80GB HBM3): write at most 4,"
-            " or set cuda_mps_max_clients in host.conf where the driver allows more"
+            " or set cuda_mps_max_clients in host.conf if the driver allows more"
         )
     ]
 
@@ -213,8 +213,8 @@ def test_a_broken_gpu_is_not_held_to_a_number_of_clients() -> None:
     ("given", "reason"),
     [
         ({"reason": "the GPU has fallen off the bus"}, "the GPU has fallen off the bus"),
-        ({"uuid": None}, "the driver does not tell the GPU's UUID and memory"),
-        ({"memory_mib": None}, "the driver does not tell the GPU's UUID and memory"),
+        ({"uuid": None}, "the driver does not report the GPU's UUID and memory"),
+        ({"memory_mib": None}, "the driver does not report the GPU's UUID and memory"),
         (
             {"mig_enabled": True},
             "the GPU is in MIG mode, which excludes MPS on it as a whole (turn it off: nvidia-smi -mig 0)",

@@ -142,7 +142,7 @@ def test_a_division_is_right_or_refused_with_file_line_and_hint(case: Case) -> N
     for problem in make_plan(*case, MACHINE_ID)[1]:
         assert (problem.file, problem.line in lines) == (DEVICES, True)
         assert "GPU " in problem.what
-        assert problem.remedy.startswith(("write ", "take ", "lower "))
+        assert problem.hint.startswith(("write ", "take ", "lower "))
         assert "\n" not in str(problem)
 
 

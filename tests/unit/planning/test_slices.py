@@ -149,7 +149,7 @@ def test_only_a_priority_below_normal_is_in_the_environment() -> None:
             slices(*[(1,)] * 49),
             {},
             [("slices are 49, more than the 48 clients that MPS allows on GPU 01:00.0 (Tesla V100):"
-             " write at most 48, or set cuda_mps_max_clients in host.conf where the driver allows more")],
+             " write at most 48, or set cuda_mps_max_clients in host.conf if the driver allows more")],
         ),
         (
             units(1024, memory_reserve_mib=15361),
