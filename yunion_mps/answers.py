@@ -76,23 +76,19 @@ class Device(TypedDict):
     free: Annotated[bool, Field("Whether a request can have it.")]
 
 
-class ClientEnvironment(TypedDict, total=False):
-    """What a process sets to use the device; empty while no control daemon is to serve it."""
-
-    CUDA_DEVICE_ORDER: str
-    CUDA_MPS_ACTIVE_THREAD_PERCENTAGE: str
-    CUDA_MPS_PINNED_DEVICE_MEM_LIMIT: str
-    CUDA_MPS_PIPE_DIRECTORY: Annotated[str, Field("Where the control daemon is.")]
-    CUDA_VISIBLE_DEVICES: str
-    YUNION_MPS_DEVICE: Annotated[str, Field("The device, by which its processes are known.")]
-
-
 class DeviceDetails(Device):
     """One MPS device, and how to use it."""
 
     slot: Annotated[Count, Field("Which share of the GPU it is, from 0.")]
     domain: Annotated[str, Field("The control daemon that serves it.")]
-    client_environment: ClientEnvironment
+    client_environment: Annotated[
+        dict[str, str],
+        Field(
+            "What a process sets to use the device: CUDA_DEVICE_ORDER, CUDA_MPS_ACTIVE_THREAD_PERCENTAGE, "
+            "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT, CUDA_MPS_PIPE_DIRECTORY, CUDA_VISIBLE_DEVICES and, by which "
+            "its processes are known, YUNION_MPS_DEVICE; empty while no control daemon is to serve it."
+        ),
+    ]
 
 
 class DeviceList(TypedDict):

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import click
 
-from yunion_mps.cli.daemon import SLOW_S, ask, tell
+from yunion_mps.cli.daemon import call
 from yunion_mps.cli.options import confirm, refuse_unattended
-from yunion_mps.cli.output import cell, date_and_time, draw, notes, output_option, show
+from yunion_mps.cli.output import cell, date_and_time, draw, fields, notes, output_option, show
 from yunion_mps.cli.root import SuggestingGroup
 from yunion_mps.errors import NotFoundError, YunionError
+from yunion_mps.http.operations import GET_CLIENTS, TERMINATE_CLIENT
 from yunion_mps.overview.findings import WAITING_REMEDY
 from yunion_mps.overview.holdings import in_container
+
+if TYPE_CHECKING:
+    from yunion_mps.answers import ClientList, MpsClient, MpsServer, ProcessFields, WaitingClient
+
 
 COLUMNS = {
     "PID": "pid",
@@ -32,8 +37,6 @@ _FAULT = "FAULT"
 #: PID_MAX_LIMIT of the kernel (include/linux/threads.h).
 _LARGEST_PID = 4_194_304
 
-Json = dict[str, Any]
-
 
 @click.group(
     "clients", cls=SuggestingGroup, invoke_without_command=True, short_help="Show who uses MPS, or end one."
@@ -50,7 +53,7 @@ def clients_group(ctx: click.Context, output: str) -> None:
       yunion-mps clients terminate 4711
     """
     if ctx.invoked_subcommand is None:
-        answer = ask("/v1/clients", SLOW_S)
+        answer = call(GET_CLIENTS)
         rows = [[_value(field, client) for field in COLUMNS.values()] for client in answer["clients"]]
         show(answer, output, list(COLUMNS), rows, lambda: _text(answer))
 
@@ -70,19 +73,19 @@ def terminate_client(pid: int, force: bool, yes: bool) -> None:
       yunion-mps clients terminate 4711 --force --yes
     """
     refuse_unattended(yes)
-    answer = ask("/v1/clients", SLOW_S)
+    answer = call(GET_CLIENTS)
     client = next((one for one in (*answer["clients"], *answer["waiting"]) if one["pid"] == pid), None)
     if client is None:
         raise NotFoundError(f"PID {pid} is no client of MPS", "list the clients with: yunion-mps clients")
     who = f"PID {pid} ({cell(client['command'] or 'unknown')}) of {cell(_user(client))}"
     confirm(f"End {who}?", yes)
-    answer = tell(f"/v1/clients/{pid}/terminate" + ("?force=true" if force else ""))
-    if not answer["ended"]:
-        raise YunionError(f"{who}: {answer['how']}", "see how it is: yunion-mps clients")
-    click.echo(cell(f"{who}: {answer['how']}"))
+    ended = call(TERMINATE_CLIENT, pid=pid, force=force)
+    if not ended["ended"]:
+        raise YunionError(f"{who}: {ended['how']}", "see how it is: yunion-mps clients")
+    click.echo(cell(f"{who}: {ended['how']}"))
 
 
-def clients_table(clients: Sequence[Json]) -> str:
+def clients_table(clients: Sequence[MpsClient]) -> str:
     """The clients for people; a command that runs in a container has its name before it."""
     header = [name for name in COLUMNS if name != "Container"]
     rows = []
@@ -92,14 +95,14 @@ def clients_table(clients: Sequence[Json]) -> str:
     return draw(header, rows, _DROP)
 
 
-def _value(field: str, client: Json) -> object:
-    value = client[field]
-    if field == "started" and value is not None:
-        return date_and_time(value)
+def _value(field: str, client: MpsClient) -> object:
+    if field == "started" and client["started"] is not None:
+        return date_and_time(client["started"])
+    (value,) = fields(client, [field])
     return ",".join(value) if isinstance(value, list) else value
 
 
-def _text(answer: Json) -> str:
+def _text(answer: ClientList) -> str:
     """What must be known first, the clients, then their servers, who waits, and of what nothing is known."""
     servers = answer["servers"]
     failed = notes(
@@ -121,14 +124,14 @@ def _text(answer: Json) -> str:
     return failed + clients_table(answer["clients"]) + past_mps + others + waiting + remedy + unknown
 
 
-def _waiting(one: Json) -> str:
+def _waiting(one: WaitingClient) -> str:
     who = f"PID {one['pid']} of {_user(one)} ({one['command']}), since {date_and_time(one['since'])}"
     return f"{who}, for the MPS server (PID {one['server']}) of {one['server_user']}, domain {one['domain']}"
 
 
-def _named(server: Json) -> str:
+def _named(server: MpsServer) -> str:
     return f"MPS server (PID {server['pid']}) of {_user(server)}, domain {server['domain']}"
 
 
-def _user(process: Json) -> str:
+def _user(process: ProcessFields) -> str:
     return str(process["user"] or "a user who is gone")

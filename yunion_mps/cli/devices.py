@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from yunion_mps.cli.daemon import ask, quoted
-from yunion_mps.cli.options import device_argument, device_target
-from yunion_mps.cli.output import cell, draw, notes, output_option, pairs, show, show_pairs
+from yunion_mps.cli.daemon import call
+from yunion_mps.cli.options import device_argument, one_device
+from yunion_mps.cli.output import cell, draw, fields, notes, output_option, pairs, show, show_pairs
+from yunion_mps.http.operations import GET_DEVICE, GET_DEVICES, GET_GPUS
 
-Json = dict[str, Any]
+if TYPE_CHECKING:
+    from yunion_mps.answers import DeviceDetails, DeviceList, Gpu
+
 
 #: Cloudpods' headers, and the fields under them.
 COLUMNS = {
@@ -74,7 +77,7 @@ _UP_TO = click.IntRange(0, 100_000)
 @click.option("--numa-node", type=_NUMA_NODE, metavar="N", help="Only GPUs at this NUMA node; -1: without.")
 @click.option("--unused", is_flag=True, help="Only devices that yunion-mps run could be given now.")
 @output_option
-def list_devices(limit: int | None, offset: int, output: str, **filters: object | None) -> None:
+def list_devices(limit: int | None, offset: int, output: str, **filters: Any) -> None:
     """List the MPS devices of this host.
 
     \b
@@ -86,17 +89,14 @@ def list_devices(limit: int | None, offset: int, output: str, **filters: object 
     """
     if limit is None:
         limit = _PAGE if output == "table" else 0
-    words = [f"limit={limit}", f"offset={offset}"]
-    for name, value in filters.items():
-        if value is not None and value is not False:
-            words.append(f"{name}={'true' if value is True else quoted(str(value))}")
-    answer = ask("/v1/devices?" + "&".join(words))
-    rows = [[device[field] for field in COLUMNS.values()] for device in answer["isolated_devices"]]
+    given = {name: value for name, value in filters.items() if value is not False}
+    answer = call(GET_DEVICES, limit=limit, offset=offset, **given)
+    rows = [fields(device, COLUMNS.values()) for device in answer["isolated_devices"]]
     header = list(COLUMNS)
     show(answer, output, header, rows, lambda: draw(header, rows, _DROP) + footer(answer))
 
 
-def footer(answer: dict[str, int]) -> str:
+def footer(answer: DeviceList) -> str:
     """Cloudpods' last line."""
     total, limit, offset = answer["total"], answer["limit"], answer["offset"]
     size = limit or max(total, 1)
@@ -120,11 +120,11 @@ def show_device(device: str, output: str) -> None:
       yunion-mps show 00:06.0-1
       yunion-mps show 00:06.0-1 --output json
     """
-    answer = ask(device_target(device))
+    answer = call(GET_DEVICE, id=one_device(device))
     show_pairs(answer, output, lambda: _device_text(answer))
 
 
-def _device_text(answer: Json) -> str:
+def _device_text(answer: DeviceDetails) -> str:
     """A table, and below it the environment in lines that can be copied as they are."""
     about = {name: value for name, value in answer.items() if name != "client_environment"}
     text = draw(("Field", "Value"), pairs(about))
@@ -143,19 +143,19 @@ def list_gpus(output: str) -> None:
       yunion-mps gpus
       yunion-mps gpus --output csv
     """
-    answer = ask("/v1/gpus")
-    rows = [[gpu[field] for field in _GPU_COLUMNS.values()] for gpu in answer["gpus"]]
+    answer = call(GET_GPUS)
+    rows = [fields(gpu, _GPU_COLUMNS.values()) for gpu in answer["gpus"]]
     show(answer, output, list(_GPU_COLUMNS), rows, lambda: _gpus_text(answer["gpus"]))
 
 
-def _gpus_text(gpus: list[Json]) -> str:
+def _gpus_text(gpus: list[Gpu]) -> str:
     """A table, and below it the reasons, which no column has room for."""
     header = [name for name in _GPU_COLUMNS if name != "Reason"]
-    rows = [[gpu[_GPU_COLUMNS[name]] for name in header] for gpu in gpus]
+    rows = [fields(gpu, (_GPU_COLUMNS[name] for name in header)) for gpu in gpus]
     return draw(header, rows, _GPU_DROP) + notes((gpu["addr"], gpu["reason"]) for gpu in gpus) + pools(gpus)
 
 
-def pools(gpus: Iterable[Json]) -> str:
+def pools(gpus: Iterable[Gpu]) -> str:
     """What is free of the GPUs whose memory is handed out in units."""
     return notes(
         (

@@ -14,12 +14,13 @@ from typing import Any, NoReturn, TypeVar
 
 import click
 
-from yunion_mps.cli.daemon import ask, tell
+from yunion_mps.cli.daemon import call
 from yunion_mps.cli.lease import RequestCommand, take, warn_of_limits
 from yunion_mps.client.lease import refuse_unreachable
 from yunion_mps.containers.nvidia import driver_nodes, gpu_nodes
 from yunion_mps.errors import HostError, ShortageError, YunionError
 from yunion_mps.host.processes import Process, find_program, output_of
+from yunion_mps.http.operations import BIND_LEASE, GET_GPUS
 from yunion_mps.models import CDI_KIND, Gpu
 from yunion_mps.paths import Paths
 
@@ -143,7 +144,7 @@ def _without_cdi(lease: Mapping[str, Any]) -> list[str]:
     paths = Paths.from_environment()
     place = lease["environment"]["CUDA_MPS_PIPE_DIRECTORY"]
     words = ["--ipc=host", *mount_words(place), *environment_words(lease["environment"])]
-    known = [one for one in ask("/v1/gpus")["gpus"] if one["addr"] in lease["gpus"]]
+    known = [one for one in call(GET_GPUS)["gpus"] if one["addr"] in lease["gpus"]]
     gpus = [Gpu(one["pci_address"], one["uuid"], minor=one["device_minor"]) for one in known]
     nodes = [*driver_nodes(paths), *(node for found in gpu_nodes(paths, gpus).values() for node in found)]
     for node in nodes:
@@ -206,7 +207,7 @@ def _bind(engine: str, lease_id: str, engine_process: Process) -> None:
         pid = output_of([engine, *words], _ENGINE_TIMEOUT_S) if container else ""
         if pid.isdigit() and pid != "0":  # 0 before and after it runs
             try:
-                tell(f"/v1/leases/{lease_id}/bind?pid={pid}")
+                call(BIND_LEASE, lease=lease_id, pid=pid)
             except YunionError:  # such as a container of root's, started by another user
                 output_of([engine, "wait", container])
             return

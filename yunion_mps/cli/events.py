@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from yunion_mps.cli.daemon import ask
+from yunion_mps.cli.daemon import call
 from yunion_mps.cli.options import Moment
 from yunion_mps.cli.output import as_json, csv_rows, date_and_time, output_option, say, show, wrapped
-from yunion_mps.client import MOST_EVENTS, Client, events_target
+from yunion_mps.client import Client
+from yunion_mps.http.operations import GET_EVENTS, MOST_EVENTS
 
 if TYPE_CHECKING:
     from yunion_mps.answers import Event
@@ -52,7 +53,7 @@ def show_events(follow: bool, since: int | None, kind: str | None, limit: int | 
       yunion-mps events --since yesterday --output csv
     """
     default = MOST_EVENTS if since is not None else _NEWEST_TO_FOLLOW if follow else _NEWEST
-    answer = ask(events_target(kind, limit=limit or default, since=since or 0))
+    answer = call(GET_EVENTS, limit=limit or default, since=since or 0, kind=kind)
     if follow:
         _follow(answer, kind, output)
     rows = [_row(event) for event in answer["events"]]

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from yunion_mps.cli.daemon import daemon, quoted, remove, tell
+from yunion_mps.cli.daemon import call, daemon
 from yunion_mps.cli.options import Duration, complete_device
 from yunion_mps.cli.output import output_option, say, show_pairs
 from yunion_mps.cli.root import SuggestingGroup
 from yunion_mps.client.lease import take as take_from
+from yunion_mps.http.operations import END_LEASE, RENEW_LEASE
 from yunion_mps.leases.bounds import LONGEST_TTL_S, LONGEST_WAIT_S, MOST_DEVICES, MOST_MIB, NAME
 
 if TYPE_CHECKING:
@@ -196,7 +197,8 @@ def renew_lease(lease: str, output: str) -> None:
     Examples:
       yunion-mps lease renew job-17
     """
-    show_pairs(tell(f"{_target(lease)}/renew"), output)
+    renewed = call(RENEW_LEASE, lease=_one_lease(lease))
+    show_pairs(renewed, output)
 
 
 @lease_group.command("release", short_help="Give devices back.")
@@ -213,10 +215,11 @@ def release_lease(lease: str, output: str) -> None:
       yunion-mps lease release job-17
       yunion-mps lease release 7c1f0e7a
     """
-    show_pairs(remove(_target(lease)), output)
+    ended = call(END_LEASE, lease=_one_lease(lease))
+    show_pairs(ended, output)
 
 
-def _target(lease: str) -> str:
+def _one_lease(lease: str) -> str:
     if not lease:
         raise click.UsageError("LEASE is empty.")
-    return f"/v1/leases/{quoted(lease)}"
+    return lease

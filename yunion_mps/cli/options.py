@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from yunion_mps.cli.daemon import listed_devices, quoted
+from yunion_mps.cli.daemon import listed_devices
 from yunion_mps.errors import YunionError
 
 if TYPE_CHECKING:
@@ -115,13 +115,13 @@ def complete_file(ctx: click.Context, param: click.Parameter, incomplete: str) -
 device_argument = click.argument("device", envvar="YUNION_MPS_DEVICE", shell_complete=complete_device)
 
 
-def device_target(device: str) -> str:
-    """The device's URL; raises UsageError if none is named, or several, as a job's are."""
+def one_device(device: str) -> str:
+    """The device; raises UsageError if none is named, or several, as a job's are."""
     if not device:
         raise click.UsageError("DEVICE is empty.")
     if "," in device:
         raise click.UsageError(f"DEVICE is {device}: name one of them.")
-    return f"/v1/devices/{quoted(device)}"
+    return device
 
 
 def refuse_unattended(yes: bool) -> None:

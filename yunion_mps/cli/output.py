@@ -36,6 +36,11 @@ def output_option(function: F) -> F:
     return option(function)
 
 
+def fields(answer: Mapping[str, object], names: Iterable[str]) -> list[object]:
+    """These fields of an answer, as a row."""
+    return [answer[name] for name in names]
+
+
 def show(
     value: Any, output: str, header: Sequence[str], rows: Sequence[Row], table: Callable[[], str]
 ) -> None:

@@ -5,19 +5,32 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from yunion_mps.cli.clients import clients_table
-from yunion_mps.cli.daemon import SLOW_S, ask, tell
+from yunion_mps.cli.daemon import call
 from yunion_mps.cli.options import Duration, confirm, refuse_unattended
-from yunion_mps.cli.output import draw, notes, output_option, say, show
+from yunion_mps.cli.output import draw, fields, notes, output_option, say, show
 from yunion_mps.client.lease import Patience
 from yunion_mps.errors import UnreachableError, YunionError
-from yunion_mps.overview.findings import REEXEC, other_version
+from yunion_mps.http.operations import (
+    GET_CLIENTS,
+    GET_EVENTS,
+    GET_GPUS,
+    GET_PLAN,
+    GET_STATUS,
+    REEXEC,
+    RELOAD,
+    SLOW_S,
+)
+from yunion_mps.overview.findings import REEXEC as REEXEC_HINT
+from yunion_mps.overview.findings import other_version
 
-Json = dict[str, Any]
+if TYPE_CHECKING:
+    from yunion_mps.answers import ChangeList, MpsClient, Status
+
 
 COLUMNS = ("Kind", "Subject", "Before", "After", "Effect")
 #: The effect of a change that nothing keeps waiting.
@@ -44,7 +57,7 @@ def plan(output: str) -> None:
       yunion-mps plan
       yunion-mps plan --output json
     """
-    answer = ask("/v1/plan", SLOW_S)
+    answer = call(GET_PLAN)
     is_empty = not answer["changes"]
     title = (
         "A reload would change nothing." if is_empty else "Nothing was changed; a reload would change this:"
@@ -52,11 +65,11 @@ def plan(output: str) -> None:
     show(answer, output, COLUMNS, _rows(answer), lambda: _text(title, answer))
 
 
-def _rows(answer: Json) -> list[list[object]]:
-    return [[change[name.lower()] for name in COLUMNS] for change in answer["changes"]]
+def _rows(answer: ChangeList) -> list[list[object]]:
+    return [fields(change, map(str.lower, COLUMNS)) for change in answer["changes"]]
 
 
-def _text(title: str, answer: Json) -> str:
+def _text(title: str, answer: ChangeList) -> str:
     """A table of the changes, below it what has to wait, and what each domain waits for already."""
     table = ""
     if answer["changes"]:
@@ -96,17 +109,16 @@ def reload(drain: bool, now: bool, timeout: int | None, yes: bool, output: str) 
     if now:
         refuse_unattended(yes)
         _confirm_end_of_jobs(yes)
-    words = [f"{name}=true" for name, given in (("drain", drain), ("now", now)) if given]
-    answer = tell("/v1/reload" + ("?" + "&".join(words) if words else ""))
-    show(answer, output, COLUMNS, _rows(answer), lambda: _reloaded_text(answer, waits=bool(words)))
+    answer = call(RELOAD, drain=drain, now=now)
+    show(answer, output, COLUMNS, _rows(answer), lambda: _reloaded_text(answer, waits=drain or now))
     sys.stdout.flush()
-    status = _wait(timeout or (None if drain else _NOW_S)) if words else ask("/v1/status")
+    status = _wait(timeout or (None if drain else _NOW_S)) if drain or now else call(GET_STATUS)
     if other_version(status):
-        say(f"{other_version(status)}: {REEXEC}")
+        say(f"{other_version(status)}: {REEXEC_HINT}")
     _refuse_trouble(status)
 
 
-def _reloaded_text(answer: Json, *, waits: bool) -> str:
+def _reloaded_text(answer: ChangeList, *, waits: bool) -> str:
     title = "Reloaded; this changes:" if answer["changes"] else "Reloaded; nothing changes."
     for_leases = {bool(one.get("leases")) for one in answer["pending"]}
     text = _text(title, answer)
@@ -117,10 +129,10 @@ def _reloaded_text(answer: Json, *, waits: bool) -> str:
 
 def _confirm_end_of_jobs(yes: bool) -> None:
     """Say which jobs `--now` would end, and go on if that is confirmed; raises YunionError otherwise."""
-    would_end = _would_end(ask("/v1/plan", SLOW_S), ask("/v1/status"))
+    would_end = _would_end(call(GET_PLAN), call(GET_STATUS))
     if would_end is None:
         return
-    answer = ask("/v1/clients", SLOW_S)
+    answer = call(GET_CLIENTS)
     clients = [client for client in answer["clients"] if would_end(client)]
     if clients:
         click.echo(f"This would be ended:\n{clients_table(clients)}", nl=False, err=True)
@@ -130,15 +142,16 @@ def _confirm_end_of_jobs(yes: bool) -> None:
         confirm("End them?", yes)
 
 
-def _would_end(plan: Json, status: Json) -> Callable[[Json], bool] | None:
+def _would_end(plan: ChangeList, status: Status) -> Callable[[MpsClient], bool] | None:
     """Tells clients whose servers keep something from taking effect; None if nothing does.
 
     A change that is still to be made waits for every server of its domain or its GPUs, and one that is
     pending for those that it names.
     """
     late = {change["subject"] for change in plan["changes"] if change["effect"] != AT_ONCE}
-    uuids = {gpu["uuid"] for gpu in ask("/v1/gpus")["gpus"] if gpu["addr"] in late}
-    domains, servers = set(), {None}  # a client whose server is unknown may be any server's
+    uuids = {gpu["uuid"] for gpu in call(GET_GPUS)["gpus"] if gpu["addr"] in late}
+    domains: set[str] = set()
+    servers: set[int | None] = {None}  # a client whose server is unknown may be any server's
     for domain in status["domains"]:
         if domain["name"] in late or uuids.intersection(domain["gpus"]):
             domains.add(domain["name"])
@@ -151,14 +164,14 @@ def _would_end(plan: Json, status: Json) -> Callable[[Json], bool] | None:
     )
 
 
-def _wait(timeout_s: int | None) -> Json:
+def _wait(timeout_s: int | None) -> Status:
     """The status once nothing is pending; raises YunionError if that takes too long."""
     end_s = None if timeout_s is None else time.monotonic() + timeout_s
     patience = Patience(_PATIENCE_S, say)
     said = ""
     while True:
         try:
-            status: Json = ask("/v1/status")
+            status: Status = call(GET_STATUS)
         except UnreachableError as error:
             patience.lost(error)
             continue
@@ -177,7 +190,7 @@ def _wait(timeout_s: int | None) -> Json:
         time.sleep(_POLL_S)
 
 
-def _refuse_trouble(status: Json) -> None:
+def _refuse_trouble(status: Status) -> None:
     """Raise YunionError if the configuration was applied, but a control daemon does not serve."""
     troubles = [
         f"domain {domain['name']} is {domain['state']}: {domain['reason']}"
@@ -199,13 +212,13 @@ def reexec() -> None:
     Examples:
       yunion-mps daemon-reexec
     """
-    before = ask("/v1/status")
-    last = ask("/v1/events?limit=1")["last"]
-    tell("/v1/reexec", until_closed=True)
+    before = call(GET_STATUS)
+    last = call(GET_EVENTS, limit=1)["last"]
+    call(REEXEC, until_closed=True)
     gone_s = time.monotonic()
     after = _status_afterwards()
     away_s = time.monotonic() - gone_s
-    for event in ask(f"/v1/events?after={last}&kind=daemon")["events"]:
+    for event in call(GET_EVENTS, after=last, kind="daemon")["events"]:
         if event["severity"] == "error":
             raise YunionError(event["what"], f"{event['consequence']}; {_SEE_LOG}")
     if after["pid"] != before["pid"]:
@@ -223,6 +236,6 @@ def _status_afterwards() -> Any:
     patience = Patience(_REEXEC_PATIENCE_S, say)
     while True:
         try:
-            return ask("/v1/status", SLOW_S)
+            return call(GET_STATUS, SLOW_S)
         except UnreachableError as error:
             patience.lost(error)

@@ -13,14 +13,15 @@ from typing import Any, NoReturn, TypeVar
 import click
 from click.core import ParameterSource
 
-from yunion_mps.cli.daemon import ask, daemon, remove
+from yunion_mps.cli.daemon import call, daemon
 from yunion_mps.cli.engine import EngineCommand, engine_options, run_container, the_engine
 from yunion_mps.cli.lease import request_options, take, warn_of_limits
-from yunion_mps.cli.options import complete_file, device_argument, device_target
+from yunion_mps.cli.options import complete_file, device_argument, one_device
 from yunion_mps.cli.output import cell, refuse_closed_output, say
 from yunion_mps.client.lease import refuse_unreachable, would_take
 from yunion_mps.errors import HostError, NotFoundError, YunionError
 from yunion_mps.escaping import printable
+from yunion_mps.http.operations import END_LEASE, GET_DEVICE
 from yunion_mps.leases.bounds import COMMAND_LENGTH
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -120,7 +121,7 @@ def run(
             say(error.hint)
         if lease:  # what runs without limits has no device; if that fails, it ends with this process
             with contextlib.suppress(YunionError):
-                remove(f"/v1/leases/{lease['id']}")
+                call(END_LEASE, lease=lease["id"])
             lease = None
     if lease:
         warn_of_limits(lease["unenforced_gpus"])
@@ -192,7 +193,7 @@ def print_environment(device: str, output: str) -> None:
       docker run --env-file <(yunion-mps env 00:06.0-1 -o docker) IMAGE
     """
     with _failing_reader(output):
-        answer = ask(device_target(device))
+        answer = call(GET_DEVICE, id=one_device(device))
         if answer["reason"]:
             raise HostError(
                 f"device {answer['addr']} cannot be used now: {answer['reason']}", "see: yunion-mps status"

@@ -8,9 +8,10 @@ from typing import Any
 
 import click
 
-from yunion_mps.cli.daemon import ask, daemon
+from yunion_mps.cli.daemon import call
 from yunion_mps.errors import YunionError
 from yunion_mps.escaping import printable
+from yunion_mps.http.operations import GET_METRICS, GET_STATUS
 from yunion_mps.paths import Paths
 
 _DEFAULT = "127.0.0.1:9435"
@@ -28,7 +29,7 @@ def metrics() -> None:
       yunion-mps metrics
       yunion-mps metrics | promtool check metrics
     """
-    sys.stdout.write("\n".join(map(printable, daemon().get_text("/metrics").split("\n"))))
+    sys.stdout.write("\n".join(map(printable, call(GET_METRICS).split("\n"))))
 
 
 @click.command("web", short_help="Show it all on a web page.")
@@ -57,7 +58,7 @@ def web(address: str, allow_public: bool) -> None:
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     limit_tracebacks()
     where = _checked(address, allow_public=allow_public)
-    ask("/v1/status")  # raises if the daemon does not answer, or not this user
+    call(GET_STATUS)  # raises if the daemon does not answer, or not this user
     with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(_serve(where))
 

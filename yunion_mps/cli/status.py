@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from yunion_mps.cli.daemon import SLOW_S, ask, listed_devices
+from yunion_mps.cli.daemon import call, listed_devices
 from yunion_mps.cli.devices import pools
 from yunion_mps.cli.output import (
     draw,
@@ -22,10 +22,15 @@ from yunion_mps.cli.output import (
     wrapped,
 )
 from yunion_mps.errors import YunionError
+from yunion_mps.http.operations import GET_CLIENTS, GET_GPUS, GET_LEASES, GET_STATUS, SLOW_S
 from yunion_mps.overview import count
 from yunion_mps.overview.findings import Finding, folded, of_uses, with_remedies
 from yunion_mps.overview.holdings import NO_CLIENTS, Clients, Holding, Process, holdings, in_container
 from yunion_mps.overview.host import IN_USE, Answers, HostOverview, state_of
+
+if TYPE_CHECKING:
+    from yunion_mps.answers import Domain
+
 
 Json = dict[str, Any]
 
@@ -63,7 +68,7 @@ _ID_LENGTH = 8
 
 def ask_clients(timeout_s: float) -> Clients:
     """Who uses GPUs now, as the driver sees it: no look at a screen may cost a job; raises YunionError."""
-    return Clients.of(ask("/v1/clients?seen=true", timeout_s))
+    return Clients.of(call(GET_CLIENTS, timeout_s, seen=True))
 
 
 def ask_clients_soon() -> Clients:
@@ -94,14 +99,14 @@ def status(exit_code: bool, output: str) -> None:
       yunion-mps status --exit-code
       yunion-mps status --output json
     """
-    daemon = ask("/v1/status")
-    gpus = ask("/v1/gpus")["gpus"]
+    daemon = call(GET_STATUS)
+    gpus = call(GET_GPUS)["gpus"]
     devices = listed_devices()
-    leases = ask("/v1/leases")
+    leases = call(GET_LEASES)
     clients = ask_clients_soon() if daemon["domains"] else NO_CLIENTS
     host = HostOverview.of(Answers(daemon, gpus, devices, leases["leases"], leases["waiting"], clients))
     past = sum(client["mps"] is False for client in clients.clients)
-    answer = {
+    answer: dict[str, Any] = {
         **daemon,
         "state": host.state,
         "devices": host.devices,
@@ -116,7 +121,7 @@ def status(exit_code: bool, output: str) -> None:
         raise click.exceptions.Exit(1)
 
 
-def _status_text(status: Json, host: HostOverview) -> str:
+def _status_text(status: dict[str, Any], host: HostOverview) -> str:
     devices, driver, leases, gpus = status["devices"], status["driver"], status["leases"], host.answers.gpus
     cuda = f", CUDA {driver['cuda_version']}" if driver["cuda_version"] else ""
     waiting = f", {leases['waiting']} waiting" if leases["waiting"] else ""
@@ -168,13 +173,14 @@ def _gpu_table(host: HostOverview) -> str:
     return draw(_GPU_COLUMNS, shown, _GPU_DROP, _NUMBERS)
 
 
-def _default_limit(domain: Json) -> str:
+def _default_limit(domain: Domain) -> str:
     """`5760 MiB, 25 %`: what a client gets that sets no limit, which is the largest device's budget."""
-    memory = ",".join(str(limit) for limit in sorted(set(domain["memory_limits"]) - {None}))
+    limits = {limit for limit in domain["memory_limits"] if limit is not None}
+    memory = ",".join(map(str, sorted(limits)))
     return (f"{memory} MiB, " if memory else "") + f"{domain['thread_percentage']} %"
 
 
-def _domain_table(domains: Sequence[Json], most: int) -> str:
+def _domain_table(domains: Sequence[Domain], most: int) -> str:
     """The control daemons; if they are more than so many, those that do not serve."""
     shown = [one for one in domains if len(domains) <= most or one["state"] != "ready"][:_MOST_ROWS]
     rows = [
@@ -210,7 +216,7 @@ def who(output: str) -> None:
       yunion-mps who --output json
     """
     devices = listed_devices()
-    leases = ask("/v1/leases")
+    leases = call(GET_LEASES)
     clients = ask_clients(SLOW_S)
     found = [one for one in holdings(devices, leases["leases"], clients.clients) if one.in_use]
     uses = [use for holding in found for use in _uses(holding)]

@@ -20,6 +20,7 @@ from yunion_mps.errors import (
     YunionError,
 )
 from yunion_mps.host import threads
+from yunion_mps.http.operations import END_LEASE, RENEW_LEASE, TAKE_LEASE
 
 if TYPE_CHECKING:
     from yunion_mps.answers import LeaseRecord
@@ -34,8 +35,6 @@ Wanted = Mapping[str, Any]
 MOST_S = 60.0
 _BETWEEN_S = 0.2
 _A_DAY_S = 86_400
-#: What an answer may take beside the time that one waits for devices.
-_ANSWER_S = 30.0
 #: A lease of a name is renewed so many times within its time to live.
 _RENEWALS = 3
 #: How long until another try if a renewal has failed, in s.
@@ -91,7 +90,7 @@ def take(daemon: Daemon, wanted: Wanted, wait_s: int, say: Say) -> LeaseRecord:
                 if obstacle and not told:
                     say(f"waiting: {obstacle}")
                     told = True
-            lease: LeaseRecord = daemon.post(_target({**wanted, "wait": left_s or None}), left_s + _ANSWER_S)
+            lease = daemon.call(TAKE_LEASE, **{**wanted, "wait": left_s or None})
         except (UnreachableError, BusyError) as error:
             if time.monotonic() >= end_s:
                 raise
@@ -103,8 +102,7 @@ def take(daemon: Daemon, wanted: Wanted, wait_s: int, say: Say) -> LeaseRecord:
 
 def would_take(daemon: Daemon, wanted: Wanted) -> LeaseRecord:
     """The lease that the request would get now, without taking it; raises as `take` does."""
-    lease: LeaseRecord = daemon.post(_target({**wanted, "dry": "true"}))
-    return lease
+    return daemon.call(TAKE_LEASE, **{**wanted, "dry": True})
 
 
 def _obstacle(daemon: Daemon, wanted: Wanted) -> str:
@@ -116,15 +114,6 @@ def _obstacle(daemon: Daemon, wanted: Wanted) -> str:
     except NothingFreeError as error:
         return error.message
     return ""
-
-
-def _target(words: Wanted) -> str:
-    given = {name: value for name, value in words.items() if value is not None}
-    if not given:
-        return "/v1/leases"
-    from urllib.parse import urlencode  # 2 ms, which a plain `run` need not pay
-
-    return f"/v1/leases?{urlencode(given)}"
 
 
 def refuse_unreachable(environment: Mapping[str, str]) -> None:
@@ -189,7 +178,7 @@ class Lease:
         patience = Patience(MOST_S, self._say)
         while True:
             try:
-                self._daemon.delete(f"/v1/leases/{self.id}")
+                self._daemon.call(END_LEASE, lease=self.id)
             except NotFoundError:  # it has ended by itself, or the answer to a first try was lost
                 break
             except (UnreachableError, BusyError) as error:
@@ -215,7 +204,7 @@ class Lease:
         while not self._released.wait(wait_s):
             wait_s = ttl_s / _RENEWALS
             try:
-                self._daemon.post(f"/v1/leases/{self.id}/renew", float(ttl_s))
+                self._daemon.call(RENEW_LEASE, float(ttl_s), lease=self.id)
             except NotFoundError as error:
                 if not self._released.is_set():
                     self.lost = error.message

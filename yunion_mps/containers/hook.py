@@ -17,15 +17,19 @@ import socket
 import sys
 import time
 from collections.abc import Mapping
-from typing import Any, TextIO
-from urllib.parse import quote
+from typing import TYPE_CHECKING, Any, TextIO
 
 from yunion_mps.containers import UNSERVED
 from yunion_mps.errors import HostError, NothingFreeError, UnreachableError, YunionError
 from yunion_mps.escaping import printable
 from yunion_mps.http.client import Client
+from yunion_mps.http.operations import BIND_LEASE, GET_LEASES, TAKE_LEASE
 from yunion_mps.models import ALL, LEASE_VARIABLE
 from yunion_mps.paths import Paths
+
+if TYPE_CHECKING:
+    from yunion_mps.answers import LeaseRecord
+
 
 #: How long the daemon may take to answer, and how long one that is being restarted is waited for, in s. Both
 #: together are less than the engine waits for us.
@@ -40,8 +44,6 @@ _HEAD = "<12>yunion-mps[{pid}]: "
 #: So much of a container's id engines show, and of a command line its owner may fill a log with.
 _SHORT = 12
 _LONGEST = 1000
-
-Json = dict[str, Any]
 
 
 def main(arguments: list[str], state: TextIO, away_s: float = _AWAY_S) -> int:
@@ -74,27 +76,24 @@ def main(arguments: list[str], state: TextIO, away_s: float = _AWAY_S) -> int:
     return 0
 
 
-def _bind(name: str, pid: int, daemon: Client, away_s: float) -> Json:
+def _bind(name: str, pid: int, daemon: Client, away_s: float) -> LeaseRecord:
     """Bind the device, or the lease, to the container; returns the lease.
 
     An answer may be lost with a daemon that ends, so the next one is asked the same again.
     """
-    path = f"/v1/leases/{quote(name, safe='')}/bind?pid={pid}"
-    if len(name) != _ID_LENGTH:
-        request = os.urandom(16).hex()
-        path = f"/v1/leases?device={quote(name, safe='')}&binding=container&pid={pid}&request={request}"
+    key = os.urandom(16).hex()
     end_s = time.monotonic() + away_s
     while True:
         try:
-            lease: Json = daemon.post(path)
+            if len(name) == _ID_LENGTH:
+                return daemon.call(BIND_LEASE, lease=name, pid=pid)
+            return daemon.call(TAKE_LEASE, device=name, binding="container", pid=pid, request=key)
         except NothingFreeError as error:
             raise _taken(name, daemon) or error from None
         except UnreachableError:
             if time.monotonic() > end_s:
                 raise
             time.sleep(_BETWEEN_S)
-        else:
-            return lease
 
 
 def _state(file: TextIO) -> Mapping[str, Any]:
@@ -144,7 +143,7 @@ def _log(paths: Paths, state: Mapping[str, Any], line: str) -> None:
 def _taken(name: str, daemon: Client) -> YunionError | None:
     """The error that names the lease of the device, None if there is none or it cannot be found."""
     with contextlib.suppress(YunionError):
-        for lease in daemon.get("/v1/leases")["leases"]:
+        for lease in daemon.call(GET_LEASES)["leases"]:
             if name == ALL or name in lease["devices"]:
                 who = lease["container"] or lease["name"] or lease["command"] or lease["user"]
                 where = f", PID {lease['pid']}" if lease["pid"] else ""

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any, Generic, NamedTuple, TypeVar
-from urllib.parse import quote
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from yunion_mps.config import load
 from yunion_mps.errors import Problem, YunionError
 from yunion_mps.host.proc import name_of, uid_of, user_name
 from yunion_mps.http.client import Client
+from yunion_mps.http.operations import GET_DEVICE, GET_DEVICES, GET_STATUS
 from yunion_mps.inventory import Nvml, machine_id, scan
 from yunion_mps.models import Config, DomainPlan, Gpu, Inventory, Plan, PlannedGpu
 from yunion_mps.mps.conversation import peer_of
 from yunion_mps.paths import Paths
 from yunion_mps.planning import make_plan
+
+if TYPE_CHECKING:
+    from yunion_mps.answers import Device, DeviceDetails, Status
+
 
 T = TypeVar("T")
 
@@ -81,11 +85,9 @@ class Host:
             lambda: make_plan(self.config()[0], self.inventory(), machine_id(paths))
         )
         #: The daemon's /v1/status; raises UnreachableError, NotAllowedError.
-        self.status: Once[dict[str, Any]] = Once(lambda: dict(client.get("/v1/status")))
+        self.status: Once[Status] = Once(lambda: client.call(GET_STATUS))
         #: The daemon's devices, each as /v1/devices lists it; raises as `status`.
-        self.devices: Once[list[dict[str, Any]]] = Once(
-            lambda: list(client.get("/v1/devices?limit=0")["isolated_devices"])
-        )
+        self.devices: Once[list[Device]] = Once(lambda: client.call(GET_DEVICES, limit=0)["isolated_devices"])
         #: The memory in MiB that processes use, by GPU UUID and PID; raises DriverError.
         self.users: Once[dict[str, dict[int, int | None]]] = Once(lambda: self.nvml().processes())
         #: The domains as they run, or as they would; their directories are below the root.
@@ -97,9 +99,9 @@ class Host:
         """Whether another directory than / stands for the host; processes outside it are none of its own."""
         return self.paths.root != "/"
 
-    def device(self, name: str) -> dict[str, Any]:
+    def device(self, name: str) -> DeviceDetails:
         """What the daemon says of one device, with its environment; raises YunionError."""
-        return dict(self._client.get(f"/v1/devices/{quote(name, safe='')}"))
+        return self._client.call(GET_DEVICE, id=name)
 
     def is_off(self) -> bool:
         """Whether this host is to offer no MPS devices, and offers none: it needs nothing of NVIDIA then."""

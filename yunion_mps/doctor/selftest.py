@@ -6,7 +6,7 @@ import json
 import math
 import os
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from yunion_mps.doctor import cuda_client
 from yunion_mps.doctor.host import Host, SkipError
@@ -14,6 +14,9 @@ from yunion_mps.doctor.report import Finding, Findings, check, ok, problem, skip
 from yunion_mps.host.proc import uid_of, user_name
 from yunion_mps.host.processes import outcome_of
 from yunion_mps.mps.processes import server_pids
+
+if TYPE_CHECKING:
+    from yunion_mps.answers import DeviceDetails
 
 #: As long as another check: waking a GPU and starting an MPS server take seconds, and a client that waits for
 #: another's jobs is to be reported.
@@ -57,7 +60,7 @@ def selftest(host: Host) -> Findings:
             yield _tested(host, shown)
 
 
-def _tested(host: Host, device: dict[str, Any]) -> Finding:
+def _tested(host: Host, device: DeviceDetails) -> Finding:
     addr = device["addr"]
     other = _other_user(host, device["domain"])
     if other:
@@ -78,9 +81,10 @@ def _tested(host: Host, device: dict[str, Any]) -> Finding:
     return _judged(device, answer)
 
 
-def _judged(device: dict[str, Any], answer: dict[str, Any]) -> Finding:
-    addr, budget, percentage = (device[key] for key in ("addr", "mps_memory_limit", "mps_thread_percentage"))
-    memory, used, all_of = answer["memory_mib"], answer["used"], answer["multiprocessors"]
+def _judged(device: DeviceDetails, answer: dict[str, Any]) -> Finding:
+    budget, percentage = device["mps_memory_limit"], device["mps_thread_percentage"]
+    addr, memory = device["addr"], answer["memory_mib"]
+    used, all_of = answer["used"], answer["multiprocessors"]
     what = (
         f"{addr} ({answer['name']}): {memory} MiB of memory for a budget of {budget}, "
         f"{used} of {all_of or '?'} SMs for {percentage:g} %"

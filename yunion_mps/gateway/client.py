@@ -4,20 +4,35 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import time
 from collections.abc import Sequence
 from hashlib import sha256
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import h11
 
-from yunion_mps.errors import UnreachableError
+from yunion_mps.errors import UnreachableError, YunionError
+from yunion_mps.http.client import Exchange, result_of
 from yunion_mps.http.messages import Response, encode
+from yunion_mps.http.operations import (
+    GET_CLIENTS,
+    GET_DEVICES,
+    GET_EVENTS,
+    GET_GPUS,
+    GET_LEASES,
+    GET_STATUS,
+    Operation,
+    Value,
+)
 from yunion_mps.overview.holdings import NO_CLIENTS, Clients
 from yunion_mps.overview.host import Answers, HostOverview, page
 from yunion_mps.paths import Paths
 
+if TYPE_CHECKING:
+    from yunion_mps.answers import ClientList, Device, Gpu
+
+
+T = TypeVar("T")
 Json = dict[str, Any]
 
 _PIECE_BYTES = 1 << 18
@@ -48,24 +63,13 @@ async def ask(paths: Paths, target: str, accept: str = "*/*", timeout_s: float =
 
 async def _ask(path: str, target: str, accept: str) -> Response:
     reader, writer = await asyncio.open_unix_connection(path)
-    http = h11.Connection(h11.CLIENT)
     try:
-        accepted = (accept or "*/*").encode("latin-1")  # which may be anything that a client has sent
-        headers = [(b"Host", b"localhost"), (b"Accept", accepted), (b"Connection", b"close")]
-        request = h11.Request(method="GET", target=target, headers=headers)
-        writer.write((http.send(request) or b"") + (http.send(h11.EndOfMessage()) or b""))
-        status, kind, body = 0, "", bytearray()
-        while True:
-            event = http.next_event()
-            if event is h11.NEED_DATA:
-                http.receive_data(await reader.read(_PIECE_BYTES))
-            elif isinstance(event, h11.Response):
-                status = event.status_code
-                kind = next((value for name, value in event.headers if name == b"content-type"), b"").decode()
-            elif isinstance(event, h11.Data):
-                body += event.data
-            else:
-                return Response(status, kind, bytes(body))
+        exchange = Exchange("GET", target, accept or "*/*")
+        writer.write(exchange.request)
+        answer = None
+        while answer is None:
+            answer = exchange.feed(await reader.read(_PIECE_BYTES))
+        return answer
     finally:
         writer.close()
         with contextlib.suppress(OSError):
@@ -84,10 +88,10 @@ class Overview:
         self._last_event = 0
         self._seen: tuple[Any, ...] = ()
         self._listed_s = 0.0
-        self._gpus: list[Json] = []
-        self._devices: list[Json] = []
+        self._gpus: list[Gpu] = []
+        self._devices: list[Device] = []
         self._clients = NO_CLIENTS
-        self._pending_clients: asyncio.Task[Json] | None = None
+        self._pending_clients: asyncio.Task[ClientList] | None = None
 
     async def picture(self, event: int = 0) -> Json:
         """The current picture, with a `mark` that changes when the picture does; raises UnreachableError.
@@ -114,13 +118,13 @@ class Overview:
             return self._picture
 
     async def _ask_all(self) -> Answers:
-        last = self._last_event = (await self._get("/v1/events?limit=1"))["last"]
-        status = await self._get("/v1/status")
-        leases = await self._get("/v1/leases")
+        last = self._last_event = (await self._call(GET_EVENTS, limit=1))["last"]
+        status = await self._call(GET_STATUS)
+        leases = await self._call(GET_LEASES)
         seen = (last, status["devices"], status["gpus"], status["started"])
         if seen != self._seen or time.monotonic() - self._listed_s > _STALE_S:
-            self._gpus = (await self._get("/v1/gpus"))["gpus"]
-            self._devices = (await self._get("/v1/devices?limit=0"))["isolated_devices"]
+            self._gpus = (await self._call(GET_GPUS))["gpus"]
+            self._devices = (await self._call(GET_DEVICES, limit=0))["isolated_devices"]
             self._seen, self._listed_s = seen, time.monotonic()
         troubles = await self._ask_clients() if status["domains"] else []
         clients = self._clients if status["domains"] else NO_CLIENTS
@@ -130,7 +134,7 @@ class Overview:
     async def _ask_clients(self) -> Sequence[str]:
         """Ask which processes use the GPUs, as the driver sees it; returns why that is not known."""
         if self._pending_clients is None:
-            question = self._get("/v1/clients?seen=true", _CLIENTS_AT_MOST_S)
+            question = self._call(GET_CLIENTS, _CLIENTS_AT_MOST_S, seen=True)
             self._pending_clients = asyncio.ensure_future(question)
         await asyncio.wait({self._pending_clients}, timeout=_CLIENTS_S)
         if not self._pending_clients.done():
@@ -142,13 +146,10 @@ class Overview:
             return [f"who uses the GPUs: {error.message}"]
         return []
 
-    async def _get(self, target: str, timeout_s: float = 10.0) -> Any:
-        answer = await ask(self._paths, target, timeout_s=timeout_s)
+    async def _call(self, operation: Operation[T], timeout_s: float = 10.0, **arguments: Value) -> T:
+        answer = await ask(self._paths, operation.target(arguments), timeout_s=timeout_s)
         try:
-            found = json.loads(answer.body)
-        except ValueError:
-            hint = "is another program on its socket?"
-            raise UnreachableError("the daemon's answer is no JSON", hint) from None
-        if answer.status != 200:
-            raise UnreachableError(str(found.get("detail")), str(found.get("hint") or ""))
-        return found
+            result: T = result_of(answer)
+        except YunionError as error:
+            raise UnreachableError(error.message, error.hint) from None
+        return result

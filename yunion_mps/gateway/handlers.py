@@ -21,6 +21,7 @@ from yunion_mps.gateway.client import Overview, ask
 from yunion_mps.http.messages import Answer, Request, Response, json_response, problem
 from yunion_mps.http.operations import (
     GET_EVENTS,
+    GET_METRICS,
     GET_USAGE,
     LARGEST_NUMBER,
     BadRequestError,
@@ -32,7 +33,6 @@ from yunion_mps.paths import Paths
 
 log = logging.getLogger(__name__)
 
-METRICS_PATH = "/metrics"
 #: Less than the 10 s that Prometheus waits by default: the daemon hangs then, and not the gateway.
 _METRICS_S = 7.0
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -164,13 +164,13 @@ class Metrics(_ReadOnly):
     _trouble = ""
 
     def _route(self, url: SplitResult, request: Request) -> Answer:
-        if url.path != METRICS_PATH:
-            return problem(404, "there is nothing here", f"the metrics are at {METRICS_PATH}")
+        if url.path != GET_METRICS.path:
+            return problem(404, "there is nothing here", f"the metrics are at {GET_METRICS.path}")
         return self._metrics(request.accept)
 
     async def _metrics(self, accept: str) -> Response:
         try:
-            answer = await ask(self._paths, METRICS_PATH, accept, _METRICS_S)
+            answer = await ask(self._paths, GET_METRICS.path, accept, _METRICS_S)
         except UnreachableError as error:
             self._log(f"yunion_mps_up is 0: {error.message}; {error.hint}")
             return Response(200, _METRICS_TYPE, _METRICS_DOWN)

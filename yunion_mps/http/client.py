@@ -1,4 +1,4 @@
-"""The client: one question to the daemon, with a deadline and words for every way it can fail."""
+"""The client: calls operations of the daemon, with a deadline and words for every way they can fail."""
 
 from __future__ import annotations
 
@@ -8,23 +8,17 @@ import json
 import socket
 import struct
 import time
-from typing import Any
+from typing import Any, TypeVar
 
 import h11
 
-from yunion_mps.errors import (
-    BusyError,
-    ConfigError,
-    NeverFreeError,
-    NotAllowedError,
-    NotFoundError,
-    NothingFreeError,
-    UnreachableError,
-    YunionError,
-)
+from yunion_mps.errors import ConfigError, NotAllowedError, UnreachableError, YunionError
+from yunion_mps.http.messages import Response
+from yunion_mps.http.operations import STATUSES, Operation, Value
 from yunion_mps.paths import Paths
 
-TIMEOUT_S = 30.0
+T = TypeVar("T")
+
 _UNIT = "yunion-mps-daemon"
 
 
@@ -34,64 +28,95 @@ class BadConfigurationError(YunionError):
     exit_code = ConfigError.exit_code
 
 
+#: The errors by status; 400 is none that a caller of `Client` could correct.
 _KINDS: dict[int, type[YunionError]] = {
-    403: NotAllowedError,
-    404: NotFoundError,
+    **{status: kind for kind, status in STATUSES.items() if status != 400},
     422: BadConfigurationError,
-    410: NeverFreeError,
-    423: NothingFreeError,
-    503: BusyError,
 }
+_ACCEPTED = "application/json, text/plain"
+
+
+class Exchange:
+    """One request and its answer, without I/O: send `request`, then feed what comes in."""
+
+    def __init__(self, method: str, target: str, accept: str = _ACCEPTED, *, keep: bool = False) -> None:
+        """With `keep` the connection stays open after the answer."""
+        self._http = h11.Connection(h11.CLIENT)
+        # A client of the gateway may accept any bytes.
+        headers = [(b"Host", b"localhost"), (b"Accept", accept.encode("latin-1"))]
+        headers += [] if keep else [(b"Connection", b"close")]
+        headers += [(b"Content-Length", b"0")] if method == "POST" else []
+        head = h11.Request(method=method, target=target, headers=headers)
+        self.request = (self._http.send(head) or b"") + (self._http.send(h11.EndOfMessage()) or b"")
+        self._status = 0
+        self._content_type = ""
+        self._body = bytearray()
+
+    def feed(self, data: bytes) -> Response | None:
+        """Take what came in, empty at the end; returns the answer once it is whole; raises ProtocolError."""
+        self._http.receive_data(data)
+        while True:
+            event = self._http.next_event()
+            if event is h11.NEED_DATA:
+                return None
+            if isinstance(event, h11.Response):
+                self._status = event.status_code
+                self._content_type = dict(event.headers).get(b"content-type", b"").decode()
+            elif isinstance(event, h11.Data):
+                self._body += event.data
+            else:
+                return Response(self._status, self._content_type, bytes(self._body))
 
 
 class Client:
-    """Asks the daemon of this host over its socket."""
+    """Calls the daemon of this host over its socket."""
 
-    def __init__(self, paths: Paths, timeout_s: float = TIMEOUT_S) -> None:
+    def __init__(self, paths: Paths, timeout_s: float | None = None) -> None:
+        """`timeout_s` is how long an answer may take, if not as long as its operation says."""
         self._path = paths.socket
         self._timeout_s = timeout_s
 
-    def get(self, target: str, timeout_s: float | None = None) -> Any:
-        """The JSON answer to a GET; raises YunionError of the kind that the failure is.
-
-        `timeout_s` is for a question that the daemon may take longer to answer than others.
-        """
-        return _result(*self._request("GET", target, timeout_s))
-
-    def get_text(self, target: str) -> str:
-        """The answer to a GET that is no JSON; raises as `get` does."""
-        status, body = self._request("GET", target, None)
-        return body.decode(errors="replace") if status == 200 else str(_result(status, body))
-
-    def post(self, target: str, timeout_s: float | None = None, *, until_closed: bool = False) -> Any:
-        """The JSON answer to a POST; raises as `get` does. It is never sent twice.
+    def call(
+        self,
+        operation: Operation[T],
+        timeout_s: float | None = None,
+        *,
+        until_closed: bool = False,
+        **arguments: Value,
+    ) -> T:
+        """The answer; raises YunionError of the kind that the failure is. Nothing is sent twice.
 
         With `until_closed` it returns only once the program that has answered does not serve any more.
         """
-        return _result(*self._request("POST", target, timeout_s, until_closed=until_closed))
+        if timeout_s is None:
+            usual_s = operation.timeout_s + int(arguments.get("wait") or 0)
+            timeout_s = usual_s if self._timeout_s is None else self._timeout_s
+        exchange = Exchange(operation.method, operation.target(arguments), keep=until_closed)
+        answer = self._answer(exchange, timeout_s, until_closed=until_closed)
+        result: T = result_of(answer, is_text=operation.is_text)
+        return result
 
-    def delete(self, target: str, timeout_s: float | None = None) -> Any:
-        """The JSON answer to a DELETE; raises as `get` does. It is never sent twice."""
-        return _result(*self._request("DELETE", target, timeout_s))
-
-    def _request(
-        self, method: str, target: str, timeout_s: float | None, *, until_closed: bool = False
-    ) -> tuple[int, bytes]:
-        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+    def _answer(self, exchange: Exchange, timeout_s: float, *, until_closed: bool) -> Response:
         deadline_s = time.monotonic() + timeout_s
         with self._connect(timeout_s) as connection:
             try:
-                status, body = _ask(connection, method, target, deadline_s, keep=until_closed)
-                if until_closed and status == 200:
-                    _see_out(connection, deadline_s)
+                with contextlib.suppress(BrokenPipeError):  # one that is turned away can still read why
+                    connection.sendall(exchange.request)
+                answer = None
+                while answer is None:
+                    answer = exchange.feed(_receive(connection, deadline_s))
+                if until_closed and answer.status == 200:
+                    with contextlib.suppress(ConnectionError):
+                        while _receive(connection, deadline_s):
+                            pass
             except socket.timeout:
                 raise self._silent(timeout_s) from None
             except (OSError, h11.ProtocolError) as error:
                 # h11's words for an end before any answer mean nothing to a person.
-                why = "it ended or began anew" if "ConnectionClosed" in str(error) else str(error)
+                why = "it ended or started again" if "ConnectionClosed" in str(error) else str(error)
                 what = f"the daemon's answer on {self._path} broke off: {why}"
                 raise UnreachableError(what, f"see: journalctl -u {_UNIT}") from None
-        return status, body
+        return answer
 
     def _connect(self, timeout_s: float) -> socket.socket:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -110,7 +135,7 @@ class Client:
         if error.errno in (errno.EACCES, errno.EPERM):
             return NotAllowedError(
                 f"you may not ask the daemon: no permission for {self._path}",
-                "become root, or join the group: usermod -aG yunion-mps USER, then log in anew",
+                "become root, or join the group: usermod -aG yunion-mps USER, then log in again",
             )
         if error.errno == errno.EAGAIN:
             return self._silent(timeout_s)
@@ -131,30 +156,6 @@ class Client:
         )
 
 
-def _ask(
-    connection: socket.socket, method: str, target: str, deadline_s: float, *, keep: bool
-) -> tuple[int, bytes]:
-    """Status and body of the answer; with `keep` the connection stays open after it."""
-    http = h11.Connection(h11.CLIENT)
-    headers = [("Host", "localhost"), ("Accept", "application/json, text/plain")]
-    headers += [] if keep else [("Connection", "close")]
-    headers += [("Content-Length", "0")] if method == "POST" else []
-    question = h11.Request(method=method, target=target, headers=headers)
-    with contextlib.suppress(BrokenPipeError):  # who is turned away still gets to read why
-        connection.sendall((http.send(question) or b"") + (http.send(h11.EndOfMessage()) or b""))
-    status, body = 0, []
-    while True:
-        event = http.next_event()
-        if event is h11.NEED_DATA:
-            http.receive_data(_receive(connection, deadline_s))
-        elif isinstance(event, h11.Response):
-            status = event.status_code
-        elif isinstance(event, h11.Data):
-            body.append(bytes(event.data))
-        else:
-            return status, b"".join(body)
-
-
 def _receive(connection: socket.socket, deadline_s: float) -> bytes:
     left_s = deadline_s - time.monotonic()
     if left_s <= 0:
@@ -163,22 +164,19 @@ def _receive(connection: socket.socket, deadline_s: float) -> bytes:
     return connection.recv(1 << 18)
 
 
-def _see_out(connection: socket.socket, deadline_s: float) -> None:
-    with contextlib.suppress(ConnectionError):
-        while _receive(connection, deadline_s):
-            pass
-
-
-def _result(status: int, body: bytes) -> Any:
+def result_of(answer: Response, *, is_text: bool = False) -> Any:
+    """The value, or the text, that was answered; raises YunionError of the failure's kind."""
+    if answer.status == 200 and is_text:
+        return answer.body.decode(errors="replace")
     try:
-        answer = json.loads(body)
+        value = json.loads(answer.body)
     except ValueError:
         raise UnreachableError(
-            f"the daemon's answer (status {status}) is not JSON", "is another program on its socket?"
+            f"the daemon's answer (status {answer.status}) is not JSON", "is another program on its socket?"
         ) from None
-    if status == 200:
-        return answer
-    problem = answer if isinstance(answer, dict) else {}
-    message = str(problem.get("detail") or f"the daemon answered {status}")
+    if answer.status == 200:
+        return value
+    problem = value if isinstance(value, dict) else {}
+    message = str(problem.get("detail") or f"the daemon answered {answer.status}")
     hint = str(problem.get("hint") or f"see: journalctl -u {_UNIT}")
-    raise _KINDS.get(status, YunionError)(message, hint)
+    raise _KINDS.get(answer.status, YunionError)(message, hint)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Awaitable, Callable
-from http import HTTPStatus
 from typing import Any, NamedTuple, Union
 
 from yunion_mps.errors import YunionError
@@ -49,6 +48,8 @@ def problem(
     status: int, detail: str, hint: str = "", headers: tuple[tuple[str, str], ...] = (), code: str = ""
 ) -> Response:
     """An error as problem details; `code` is the reason code."""
+    from http import HTTPStatus  # 3 ms, which a client need not pay
+
     body: dict[str, Any] = {"type": "about:blank", "title": HTTPStatus(status).phrase, "status": status}
     body["detail"] = detail
     if hint:

@@ -8,7 +8,7 @@ from typing import Any
 
 from yunion_mps import __version__
 from yunion_mps.http.messages import OPENMETRICS
-from yunion_mps.http.operations import GET_METRICS, OPERATIONS, ROUTES, Operation, Parameter
+from yunion_mps.http.operations import OPERATIONS, ROUTES, Operation, Parameter
 
 Schema = dict[str, Any]
 
@@ -80,7 +80,7 @@ def document() -> Schema:
 
 def _operation(operation: Operation[Any], schemas: Schema) -> Schema:
     content: Schema = {"application/json": {"schema": {"type": "object"}}}
-    if operation is GET_METRICS:
+    if operation.is_text:
         content = {kind: {"schema": {"type": "string"}} for kind in ("text/plain", OPENMETRICS)}
     elif operation.answer:
         example = schemas[operation.answer]["examples"][0]

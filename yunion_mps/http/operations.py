@@ -162,9 +162,10 @@ class Operation(Generic[T]):
         refusals: tuple[int, ...] = (),
         cached: bool = False,
         completes: bool = False,
+        is_text: bool = False,
         timeout_s: float = TIMEOUT_S,
     ) -> None:
-        """`answer` is the name of T, empty if it is no type of ours.
+        """`answer` is the name of T, empty if it is no type of ours, as text is none.
 
         `refusals` are statuses beside those that any request may get. A `cached` answer is made from the
         snapshot without waiting, and given again until the snapshot changes; others may wait, as long as the
@@ -181,6 +182,7 @@ class Operation(Generic[T]):
         self.refusals = refusals if who == ANYONE else (403, *refusals)
         self.cached = cached
         self.completes = completes
+        self.is_text = is_text
         self.timeout_s = timeout_s
 
     @property
@@ -354,7 +356,9 @@ BIND_LEASE: Operation[LeaseRecord] = Operation(
 GET_DOCUMENT: Operation[Any] = Operation(
     "get_document", "GET", "/v1/openapi.json", "This document", "", cached=True
 )
-GET_METRICS: Operation[Any] = Operation("get_metrics", "GET", "/metrics", "The metrics, for Prometheus", "")
+GET_METRICS: Operation[str] = Operation(
+    "get_metrics", "GET", "/metrics", "The metrics, for Prometheus", "", is_text=True
+)
 
 OPERATIONS: tuple[Operation[Any], ...] = tuple(
     one for one in tuple(globals().values()) if isinstance(one, Operation)

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import zip_longest
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from yunion_mps import __version__
 from yunion_mps.overview import count
 from yunion_mps.overview.holdings import Clients, Holding, Process
 
-Json = dict[str, Any]
+if TYPE_CHECKING:
+    from yunion_mps.answers import Gpu, LeaseRecord, Status
+
 
 NOTICE, PROBLEM, WARNING, PENDING = "Notice", "Problem", "Warning", "Pending"
 
@@ -60,14 +62,14 @@ class Finding(NamedTuple):
     number: int = 1
 
 
-def other_version(status: Json) -> str:
+def other_version(status: Status) -> str:
     """What to say if another version runs than is installed, as after an upgrade that it refused."""
     if status["version"] == __version__:
         return ""
     return f"{status['version']} of the daemon runs, and {__version__} is installed"
 
 
-def of_status(status: Json, gpus: Iterable[Json]) -> Iterator[Finding]:
+def of_status(status: Status, gpus: Iterable[Gpu]) -> Iterator[Finding]:
     """What the daemon says of itself, its domains and its GPUs."""
     if status["notice"]:
         yield Finding(NOTICE, status["notice"], _notice_remedy(status))
@@ -123,7 +125,7 @@ def of_uses(holdings: Iterable[Holding], clients: Clients) -> Iterator[Finding]:
         yield Finding(PENDING, f"GPU {gpu}: {count(number, 'device')} pending: {why}", _FORMER_REMEDY)
 
 
-def of_leases(leases: Iterable[Json], status: Json, gpus: Iterable[Json]) -> Iterator[Finding]:
+def of_leases(leases: Iterable[LeaseRecord], status: Status, gpus: Iterable[Gpu]) -> Iterator[Finding]:
     """Leases whose environment names a control daemon that is gone, as after a reload.
 
     If CUDA finds none it goes on without one, and without limits. On a GPU that is lost nothing starts, and
@@ -140,7 +142,11 @@ def of_leases(leases: Iterable[Json], status: Json, gpus: Iterable[Json]) -> Ite
 
 
 def everything(
-    status: Json, gpus: Sequence[Json], leases: Iterable[Json], held: Iterable[Holding], clients: Clients
+    status: Status,
+    gpus: Sequence[Gpu],
+    leases: Iterable[LeaseRecord],
+    held: Iterable[Holding],
+    clients: Clients,
 ) -> list[Finding]:
     """All that is wrong, the worst first."""
     found = [*of_status(status, gpus), *of_uses(held, clients), *of_leases(leases, status, gpus)]
@@ -175,13 +181,13 @@ def _named(process: Process) -> str:
     return f"PID {process.pid} of {process.user or 'an unknown user'}" + (f" ({short})" if short else "")
 
 
-def _notice_remedy(status: Json) -> str:
+def _notice_remedy(status: Status) -> str:
     if status["state"] == "disabled":
         return "to offer them: set enable_cuda_mps: true there, then: yunion-mps reload"
     return "see each GPU's reason: yunion-mps gpus; then: yunion-mps reload"
 
 
-def _gpu_remedy(gpu: Json) -> str:
+def _gpu_remedy(gpu: Gpu) -> str:
     if gpu["mig_enabled"]:
         return f"turn it off: nvidia-smi -i {gpu['uuid']} -mig 0; then: yunion-mps reload"
     if "does not serve it" in gpu["reason"]:

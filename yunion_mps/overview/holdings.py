@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-Json = dict[str, Any]
+if TYPE_CHECKING:
+    from yunion_mps.answers import ClientList, Device, LeaseRecord, MpsClient, MpsServer, WaitingClient
+
 
 #: A key of a holding: the devices of one lease on one GPU, one device without a lease, or a kind of use
 #: that no device stands for, and the GPU.
@@ -16,13 +18,13 @@ _PAST_MPS, _NO_DEVICE = "past MPS", "no device"
 class Clients(NamedTuple):
     """The answer of /v1/clients; `troubles` are what is not known of it, and why."""
 
-    clients: list[Json]
-    servers: list[Json]
+    clients: list[MpsClient]
+    servers: list[MpsServer]
     troubles: list[str]
-    waiting: list[Json]
+    waiting: list[WaitingClient]
 
     @classmethod
-    def of(cls, answer: Json) -> Clients:
+    def of(cls, answer: ClientList) -> Clients:
         return cls(answer["clients"], answer["servers"], answer["troubles"], answer["waiting"])
 
 
@@ -30,9 +32,9 @@ NO_CLIENTS = Clients([], [], [], [])
 
 
 class Process(NamedTuple):
-    """What one process has on one GPU; `memory_mib` is None if the driver does not tell."""
+    """What one process, or a lease without any, has on one GPU; `memory_mib` is None if it is not known."""
 
-    pid: int
+    pid: int | None
     user: str | None
     command: str | None
     started_s: float | None
@@ -57,7 +59,7 @@ class Holding(NamedTuple):
     devices: tuple[str, ...]
     budget_mib: int | None
     threads: float | None = None
-    lease: Json | None = None
+    lease: LeaseRecord | None = None
     available: bool = True
     free: bool = False
     pending: str = ""
@@ -111,7 +113,9 @@ def gpu_of(address: str) -> str:
     return address.rpartition("-")[0]
 
 
-def holdings(devices: Sequence[Json], leases: Iterable[Json], clients: Iterable[Json]) -> list[Holding]:
+def holdings(
+    devices: Sequence[Device], leases: Iterable[LeaseRecord], clients: Iterable[MpsClient]
+) -> list[Holding]:
     """Every device in the order given, as a part of a holding; then what is used without a device."""
     known = {device["addr"]: device for device in devices}
     found: dict[_Key, Holding] = {}
@@ -120,15 +124,16 @@ def holdings(devices: Sequence[Json], leases: Iterable[Json], clients: Iterable[
     held = _held(leases)
     for address in [*known, *(address for address in held if address not in known)]:
         key, lease, budget_mib = held.get(address, ((address, gpu_of(address)), None, None))
-        device = known.get(address, {})
-        if budget_mib is None:
-            budget_mib = device.get("mps_memory_limit")
-        percentage = device.get("mps_thread_percentage")
+        device = known.get(address)
+        if device and budget_mib is None:
+            budget_mib = device["mps_memory_limit"]
+        percentage = device["mps_thread_percentage"] if device else None
         if lease and (percentage is None or len(lease["devices"]) == 1):
             percentage = lease["thread_percentage"]  # as it was given, which may be before a reload
+        state = device["state"] if device else ""
         one = Holding(
-            key[1], (address,), budget_mib, percentage, lease, device.get("state") != "unavailable",
-            device.get("free", False), device["reason"] if device.get("state") == "pending" else "",
+            key[1], (address,), budget_mib, percentage, lease, state != "unavailable",
+            device["free"] if device else False, device["reason"] if device and state == "pending" else "",
         )  # fmt: skip
         found[key] = _joined(found[key], one) if key in found else one
         place[address] = key
@@ -140,7 +145,7 @@ def holdings(devices: Sequence[Json], leases: Iterable[Json], clients: Iterable[
     return list(found.values())
 
 
-def _held(leases: Iterable[Json]) -> dict[str, tuple[_Key, Json, int | None]]:
+def _held(leases: Iterable[LeaseRecord]) -> dict[str, tuple[_Key, LeaseRecord, int | None]]:
     """By device: the holding that it is a part of, its lease, and its memory in MiB."""
     held = {}
     for lease in leases:
@@ -160,7 +165,7 @@ def _joined(first: Holding, second: Holding) -> Holding:
 
 
 def _add(
-    client: Json, found: dict[_Key, Holding], place: dict[str, _Key], by_pid: dict[int, list[_Key]]
+    client: MpsClient, found: dict[_Key, Holding], place: dict[str, _Key], by_pid: dict[int, list[_Key]]
 ) -> None:
     """Count what a process uses where it belongs: by its device, else by the lease that its PID holds."""
     memory: dict[str, int | None] = dict(zip(client["gpus"], client["memory_by_gpu"]))
@@ -180,7 +185,7 @@ def _add(
         found[key] = holding._replace(processes=(*holding.processes, process))
 
 
-def memory_by_gpu(clients: Iterable[Json]) -> dict[str, int]:
+def memory_by_gpu(clients: Iterable[MpsClient]) -> dict[str, int]:
     """The MiB that processes have on each GPU, by its address."""
     used: dict[str, int] = {}
     for client in clients:

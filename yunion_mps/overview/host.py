@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from yunion_mps.overview.findings import PROBLEM, Finding, everything, folded
 from yunion_mps.overview.holdings import Clients, Holding, Process, holdings, memory_by_gpu
+
+if TYPE_CHECKING:
+    from yunion_mps.answers import Device, Gpu, LeaseRecord, QueuedRequest, Status
+
 
 Json = dict[str, Any]
 
@@ -21,11 +25,11 @@ _COMMAND_LENGTH = 200
 class Answers(NamedTuple):
     """The daemon's answers of one moment."""
 
-    status: Json
-    gpus: Sequence[Json]
-    devices: Sequence[Json]
-    leases: Sequence[Json]
-    waiting: Sequence[Json]
+    status: Status
+    gpus: Sequence[Gpu]
+    devices: Sequence[Device]
+    leases: Sequence[LeaseRecord]
+    waiting: Sequence[QueuedRequest]
     clients: Clients
 
 
@@ -48,11 +52,12 @@ class HostOverview(NamedTuple):
         return cls(answers, found, wrong, state, memory_by_gpu(clients.clients))
 
     @property
-    def devices(self) -> Json:
+    def devices(self) -> dict[str, int]:
         """The numbers of devices, those in use and those that are free among them."""
         in_use = sum(len(one.devices) for one in self.holdings if one.in_use)
         free = sum(one.is_spare for one in self.holdings)
-        return {**self.answers.status["devices"], "used": in_use, "free": free}
+        counts: Mapping[str, Any] = self.answers.status["devices"]
+        return {**counts, "used": in_use, "free": free}
 
 
 def page(host: HostOverview) -> Json:
@@ -82,9 +87,10 @@ def page(host: HostOverview) -> Json:
     }
 
 
-def _gpu(gpu: Json, used_mib: int) -> Json:
-    shown = ("addr", "name", "state", "reason", "memory_total", "memory_free", "budget_enforced")
-    return {**{field: gpu[field] for field in shown}, "memory_used": used_mib}
+def _gpu(gpu: Gpu, used_mib: int) -> Json:
+    names = ("addr", "name", "state", "reason", "memory_total", "memory_free", "budget_enforced")
+    shown: Mapping[str, object] = gpu
+    return {**{name: shown[name] for name in names}, "memory_used": used_mib}
 
 
 def _part(one: Holding) -> Json:

@@ -8,7 +8,7 @@ from typing import Any
 from unit.http.by_hand import CLIENT, LEASE, WAITER, clients
 from unit.http.server_host import ServerHost
 
-Json = dict[str, Any]
+Json = Any
 
 #: Two devices of one GPU as one larger budget, of which nothing is used yet.
 TWO: Json = {

@@ -92,7 +92,7 @@ def test_the_footer_counts_pages_as_cloudpods_does(
     total: int, limit: int, offset: int, pages: int, page: int
 ) -> None:
     expected = f"*** Total: {total} Pages: {pages} Limit: {limit} Offset: {offset} Page: {page} ***\n"
-    assert footer({"total": total, "limit": limit, "offset": offset}) == expected
+    assert footer({"isolated_devices": [], "total": total, "limit": limit, "offset": offset}) == expected
 
 
 def test_past_the_last_device_there_is_a_header_and_the_total(cli: Cli) -> None:

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import re
+from typing import Any
 
 import pytest
 import yaml
@@ -270,5 +271,6 @@ def test_every_key_of_the_daemon_s_own_answer_is_in_it(own: Cli) -> None:
 
 @pytest.mark.parametrize("version", [__version__, "0.0.1"])
 def test_a_daemon_of_another_version_than_is_installed_is_told_with_what_to_type(version: str) -> None:
+    status: Any = {"version": version}
     said = f"{version} of the daemon runs, and {__version__} is installed"
-    assert other_version({"version": version}) == ("" if version == __version__ else said)
+    assert other_version(status) == ("" if version == __version__ else said)

@@ -33,17 +33,17 @@ INSTEAD = (
 )
 
 
-def poll(snapshot: Snapshot, *leases: dict[str, Any], events: int = 0) -> Poll:
+def poll(snapshot: Snapshot, *leases: Any, events: int = 0) -> Poll:
     """What a daemon with this snapshot says."""
-    service = Service(lambda: snapshot, NOW_S - 60, 4200)
+    service: Any = Service(lambda: snapshot, NOW_S - 60, 4200)
     devices = service._all()
-    event = {"id": 1, "time": NOW_S - 30, **Event("info", "gpu", "00:06.0", "available")._asdict()}
+    event: Any = {"id": 1, "time": NOW_S - 30, **Event("info", "gpu", "00:06.0", "available")._asdict()}
     gpus = service.gpus()["gpus"]
     told = Answers(service.status(), gpus, devices, list(leases), [], NO_CLIENTS)
     return Poll(NOW_S, told, [event] * events, 1, 0.0)
 
 
-def seen(*found: dict[str, Any]) -> Clients:
+def seen(*found: Any) -> Clients:
     return Clients(list(found), [], [], [])
 
 
@@ -175,7 +175,7 @@ def test_every_warning_of_the_daemon_has_a_remedy_of_its_own() -> None:
     cdi = "containers find no devices: /var/run/cdi/yunion-mps.json: Read-only file system"
     nvidia = "containers get no driver from us: /etc/cdi/nvidia.yaml is passed over: it is no YAML"
     found = snapshots.troubled()._replace(remarks=(kept, multiuser, textfile, public, cdi, nvidia))
-    status = Service(lambda: found, 0.0, 1).status()
+    status: Any = Service(lambda: found, 0.0, 1).status()
     assert len(status["warnings"]) == len(warnings(found)) == 8
     told = [one.remedy for one in of_status(status, []) if one.kind == "Warning"]
     assert len(set(told)) == 8

@@ -30,7 +30,7 @@ Remedy: ask its owner, or end it: yunion-mps clients terminate PID
 """
 
 
-def device(address: str, memory_mib: int = 5760, state: str = "available") -> dict[str, Any]:
+def device(address: str, memory_mib: int = 5760, state: str = "available") -> Any:
     shown = {"addr": address, "mps_memory_limit": memory_mib, "mps_thread_percentage": 25, "state": state}
     return {**shown, "lease": None, "free": state == "available"}
 
@@ -141,6 +141,11 @@ def test_a_user_cannot_steer_the_terminal(own: Cli) -> None:
     assert "\x1b" not in own.good("who") + own.good("status") + own.good("top", "--once")
 
 
+def changed(answer: Any, **fields: Any) -> Any:
+    """The answer with other values."""
+    return {**answer, **fields}
+
+
 def test_a_process_counts_against_the_lease_of_its_device() -> None:
     found = holdings(DEVICES, [LEASE], [CLIENT])
     assert used(found) == {"00:06.0-1": 512}
@@ -148,17 +153,17 @@ def test_a_process_counts_against_the_lease_of_its_device() -> None:
 
 
 def test_a_process_without_a_device_counts_against_the_lease_that_its_pid_holds() -> None:
-    assert used(holdings(DEVICES, [LEASE], [{**CLIENT, "device": None}])) == {"00:06.0-1": 512}
+    assert used(holdings(DEVICES, [LEASE], [changed(CLIENT, device=None)])) == {"00:06.0-1": 512}
 
 
 def test_two_processes_of_a_device_are_over_budget_together() -> None:
-    half = {**CLIENT, "memory_by_gpu": [3000]}
-    found = holdings(DEVICES, [LEASE], [half, {**half, "pid": 4261}])
+    half = changed(CLIENT, memory_by_gpu=[3000])
+    found = holdings(DEVICES, [LEASE], [half, changed(half, pid=4261)])
     assert [one.over_mib for one in found] == [0, 240, 0, 0]
 
 
 def test_several_devices_of_a_lease_are_one_budget() -> None:
-    client = {**CLIENT, "device": "00:06.0-2,00:06.0-3", "memory_by_gpu": [7000]}
+    client = changed(CLIENT, device="00:06.0-2,00:06.0-3", memory_by_gpu=[7000])
     found = holdings(DEVICES, [TWO], [client])
     assert used(found) == {"00:06.0-2,00:06.0-3": 7000}
     (held,) = (one for one in found if one.lease)
@@ -167,8 +172,8 @@ def test_several_devices_of_a_lease_are_one_budget() -> None:
 
 
 def test_a_lease_over_two_gpus_has_a_budget_on_each() -> None:
-    lease = {**LEASE, "devices": ["00:06.0-1", "00:07.0-0"], "memory": [5760, 1000]}
-    client = {**CLIENT, "device": "00:06.0-1,00:07.0-0"}
+    lease = changed(LEASE, devices=["00:06.0-1", "00:07.0-0"], memory=[5760, 1000])
+    client = changed(CLIENT, device="00:06.0-1,00:07.0-0")
     client |= {"gpus": ["00:06.0", "00:07.0"], "memory_by_gpu": [10, 1001]}
     found = holdings([*DEVICES, device("00:07.0-0", 1000)], [lease], [client])
     assert used(found) == {"00:06.0-1": 10, "00:07.0-0": 1001}
@@ -177,7 +182,7 @@ def test_a_lease_over_two_gpus_has_a_budget_on_each() -> None:
 
 
 def test_what_is_past_mps_counts_against_no_device_whatever_it_says_of_itself() -> None:
-    found = holdings(DEVICES, [LEASE], [{**PAST_MPS, "device": "00:06.0-1"}, CLIENT])
+    found = holdings(DEVICES, [LEASE], [changed(PAST_MPS, device="00:06.0-1"), CLIENT])
     assert used(found) == {"00:06.0-1": 512, "00:06.0": 300}
     assert [one.past_mps for one in found] == [False, False, False, False, True]
 
@@ -196,7 +201,7 @@ def test_memory_that_the_driver_does_not_tell_is_unknown_and_no_trouble(own: Cli
 
 
 def test_a_process_without_memory_yet_is_at_its_device() -> None:
-    found = holdings(DEVICES, [], [{**CLIENT, "gpus": [], "memory_by_gpu": []}])
+    found = holdings(DEVICES, [], [changed(CLIENT, gpus=[], memory_by_gpu=[])])
     assert used(found) == {"00:06.0-1": 0}
 
 

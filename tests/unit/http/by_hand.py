@@ -20,7 +20,7 @@ from yunion_mps.service.clients import Clients
 from yunion_mps.service.leases import LeaseService
 from yunion_mps.service.queries import Service
 
-Json = dict[str, Any]
+Json = Any
 
 NOTHING: Json = {"changes": [], "pending": []}
 AT_ONCE: Json = {

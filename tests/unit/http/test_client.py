@@ -7,6 +7,7 @@ import os
 import socket
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from yunion_mps.errors import (
@@ -21,6 +22,16 @@ from yunion_mps.errors import (
 )
 from yunion_mps.http.client import BadConfigurationError, Client
 from yunion_mps.http.listener import listen
+from yunion_mps.http.operations import (
+    GET_DEVICE,
+    GET_EVENTS,
+    GET_GPUS,
+    GET_PLAN,
+    GET_STATUS,
+    REEXEC,
+    RELOAD,
+    Operation,
+)
 from yunion_mps.models import Event
 from yunion_mps.paths import Paths
 
@@ -59,10 +70,10 @@ def say(listener: socket.socket, answer: bytes) -> None:
         connection.sendall(answer)
 
 
-def failure(client: Client, target: str = "/v1/status", *, post: bool = False) -> tuple[int, str, str]:
+def failure(client: Client, operation: Operation[Any] = GET_STATUS, **arguments: Any) -> tuple[int, str, str]:
     """The exit code, what is wrong, and what to do."""
     with pytest.raises(YunionError) as caught:
-        client.post(target) if post else client.get(target)
+        client.call(operation, **arguments)
     error = caught.value
     kinds: dict[int, tuple[type[YunionError], ...]] = {
         1: (YunionError, NotFoundError, BusyError),
@@ -75,7 +86,7 @@ def failure(client: Client, target: str = "/v1/status", *, post: bool = False) -
 
 
 def test_an_answer_comes_back_as_what_its_json_says(host: ServerHost) -> None:
-    assert Client(host.paths).get("/v1/gpus")["gpus"][0]["name"] == "Tesla P40"
+    assert Client(host.paths).call(GET_GPUS)["gpus"][0]["name"] == "Tesla P40"
 
 
 def test_without_a_socket_the_daemon_is_not_running(paths: Paths) -> None:
@@ -111,7 +122,7 @@ def test_who_is_not_in_the_group_is_told_how_to_get_in(host: ServerHost) -> None
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be other users")
 def test_a_member_of_the_group_may_ask(host: ServerHost) -> None:
     with as_user(NOBODY):
-        assert Client(host.paths).get("/v1/status")["state"] == "ready"
+        assert Client(host.paths).call(GET_STATUS)["state"] == "ready"
 
 
 def silent(paths: Paths) -> tuple[int, str, str]:
@@ -160,7 +171,8 @@ def test_in_a_burst_a_client_waits_until_it_is_its_turn(paths: Paths) -> None:
 
         timer = threading.Timer(0.1, take_turns)
         timer.start()
-        assert Client(paths).get("/v1/status") == {"my": "answer"}
+        answer: Any = Client(paths).call(GET_STATUS)
+        assert answer == {"my": "answer"}
         timer.join()
 
 
@@ -227,7 +239,7 @@ def test_an_error_that_is_no_problem_details_is_still_an_error(paths: Paths, bod
 
 
 def test_a_device_that_is_not_there_is_a_failed_request(host: ServerHost) -> None:
-    assert failure(Client(host.paths), "/v1/devices/x") == (
+    assert failure(Client(host.paths), GET_DEVICE, id="x") == (
         1,
         "there is no device x",
         "list the devices with: yunion-mps list",
@@ -255,26 +267,27 @@ def test_who_is_turned_away_gets_to_know_why(serve: Serve) -> None:
 
 def test_a_post_s_answer_comes_back_as_what_its_json_says(host: ServerHost) -> None:
     host.changes.reloaded = by_hand.RELOADED
-    assert Client(host.paths).post("/v1/reload?drain=true") == by_hand.RELOADED
+    assert Client(host.paths).call(RELOAD, drain=True) == by_hand.RELOADED
     assert host.changes.done == ["reload drain"]
 
 
 def test_a_post_that_is_refused_is_a_failed_request(host: ServerHost) -> None:
     host.changes.error = HostError("the disk is full", "make room")
-    assert failure(Client(host.paths), "/v1/reload", post=True) == (1, "the disk is full", "make room")
+    assert failure(Client(host.paths), RELOAD) == (1, "the disk is full", "make room")
 
 
-@pytest.mark.parametrize("post", [False, True])
-def test_a_bad_configuration_has_its_own_exit_code_and_every_problem(host: ServerHost, post: bool) -> None:
+@pytest.mark.parametrize("operation", [GET_PLAN, RELOAD])
+def test_a_bad_configuration_has_its_own_exit_code_and_every_problem(
+    host: ServerHost, operation: Operation[Any]
+) -> None:
     error = ConfigError([Problem("a.conf", 3, "x is 0", "write 1"), Problem("b.yml", None, "y", "z")])
     host.changes.error = error
-    target = "/v1/reload" if post else "/v1/plan"
-    assert failure(Client(host.paths), target, post=post) == (6, error.message, error.hint)
+    assert failure(Client(host.paths), operation) == (6, error.message, error.hint)
 
 
 def test_a_post_without_an_answer_is_not_sent_again(paths: Paths) -> None:
     with listening(paths, b""):
-        code, wrong, _ = failure(Client(paths), "/v1/reload", post=True)
+        code, wrong, _ = failure(Client(paths), RELOAD)
     assert (code, wrong.split(": ")[0]) == (3, f"the daemon's answer on {paths.socket} broke off")
 
 
@@ -282,9 +295,7 @@ def test_a_question_may_take_longer_than_others(host: ServerHost) -> None:
     """Longer than what the daemon may wait for it."""
     answers: list[object] = []
     client = Client(host.paths, 0.0)
-    asking = threading.Thread(
-        target=lambda: answers.append(client.get("/v1/events?after=0&wait=60", timeout_s=60))
-    )
+    asking = threading.Thread(target=lambda: answers.append(client.call(GET_EVENTS, 60.0, after=0, wait=60)))
     asking.start()
     eventually(lambda: host.event_log.waiting, "one that waits")
     host.record(Event("info", "gpu", "00:06.0", "back"))
@@ -295,7 +306,7 @@ def test_a_question_may_take_longer_than_others(host: ServerHost) -> None:
 def test_who_sees_a_program_out_waits_until_it_serves_no_more(host: ServerHost) -> None:
     answers: list[object] = []
     asking = threading.Thread(
-        target=lambda: answers.append(Client(host.paths).post("/v1/reexec", until_closed=True))
+        target=lambda: answers.append(Client(host.paths).call(REEXEC, until_closed=True))
     )
     asking.start()
     eventually(lambda: host.changes.done == ["reexec"], "the request")
@@ -309,4 +320,4 @@ def test_who_sees_a_program_out_waits_until_it_serves_no_more(host: ServerHost) 
 def test_who_would_see_a_program_out_that_refuses_hears_so_at_once(host: ServerHost) -> None:
     host.changes.error = HostError("the new program would not start: no", "correct that")
     with pytest.raises(YunionError, match="the new program would not start: no"):
-        Client(host.paths).post("/v1/reexec", until_closed=True)
+        Client(host.paths).call(REEXEC, until_closed=True)

@@ -15,13 +15,13 @@ from unit.cli.held import OVER, PAST_MPS, TWO
 from unit.http.by_hand import CLIENT, LEASE
 from unit.http.snapshots import H100, P40, snapshot
 
-Json = dict[str, Any]
+Json = Any
 
 
 def answers(
     *gpus: Gpu, leases: tuple[Json, ...] = (), clients: tuple[Json, ...] = (), **domain: Any
 ) -> Answers:
-    service = Service(lambda: snapshot(*gpus, **domain), 0.0, 1)
+    service: Any = Service(lambda: snapshot(*gpus, **domain), 0.0, 1)
     shown = service.devices(Filters(), 0, 0)["isolated_devices"]
     return Answers(
         service.status(),

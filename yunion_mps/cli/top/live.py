@@ -8,18 +8,23 @@ import select
 import signal
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from yunion_mps.cli.daemon import ask, listed_devices
-from yunion_mps.cli.output import is_utf8
+from yunion_mps.cli.daemon import call, listed_devices
+from yunion_mps.cli.output import fields, is_utf8
 from yunion_mps.cli.status import ask_clients
 from yunion_mps.cli.top.frame import VIEWS, Look, Outage, clock, frame
 from yunion_mps.cli.top.rows import ORDERS, Poll, Scene, scene
 from yunion_mps.cli.top.terminal import ENDING, Terminal, WakeUp
 from yunion_mps.errors import YunionError
 from yunion_mps.host import threads
+from yunion_mps.http.operations import GET_EVENTS, GET_GPUS, GET_LEASES, GET_STATUS
 from yunion_mps.overview.holdings import NO_CLIENTS, Clients
 from yunion_mps.overview.host import Answers
+
+if TYPE_CHECKING:
+    from yunion_mps.answers import Status
+
 
 #: Here the question for clients may take long: waking many GPUs takes tens of seconds.
 _CLIENTS_S = 150.0
@@ -35,23 +40,21 @@ _RETRY_S = 2.0
 
 def poll(before: Poll | None = None) -> Poll:
     """What the daemon says now; raises YunionError. The devices are those of `before` if nothing happened."""
-    status = ask("/v1/status")
-    events = ask(f"/v1/events?limit={_NEWEST_EVENTS}")
-    leases = ask("/v1/leases")
+    status = call(GET_STATUS)
+    events = call(GET_EVENTS, limit=_NEWEST_EVENTS)
+    leases = call(GET_LEASES)
     devices_s = time.monotonic()
     if before and devices_s - before.devices_s < _STALE_S and _is_same(before, status, events["last"]):
         gpus, devices, devices_s = before.answers.gpus, before.answers.devices, before.devices_s
     else:
-        gpus, devices = ask("/v1/gpus")["gpus"], listed_devices()
+        gpus, devices = call(GET_GPUS)["gpus"], listed_devices()
     answers = Answers(status, gpus, devices, leases["leases"], leases["waiting"], NO_CLIENTS)
     return Poll(time.time(), answers, events["events"], events["last"], devices_s)
 
 
-def _is_same(before: Poll, status: dict[str, object], last_event: int) -> bool:
-    fields = ("devices", "gpus", "started")
-    return before.last_event == last_event and all(
-        before.answers.status[field] == status[field] for field in fields
-    )
+def _is_same(before: Poll, status: Status, last_event: int) -> bool:
+    seen, names = before.answers.status, ("devices", "gpus", "started")
+    return before.last_event == last_event and fields(seen, names) == fields(status, names)
 
 
 class _News(NamedTuple):

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from yunion_mps.overview.findings import Finding, folded
-from yunion_mps.overview.holdings import Clients, Holding, Json, filled, in_container
+from yunion_mps.overview.holdings import Clients, Holding, filled, in_container
 from yunion_mps.overview.host import FREE, UNAVAILABLE, Answers, HostOverview, state_of
+
+if TYPE_CHECKING:
+    from yunion_mps.answers import Event, Gpu
+
 
 #: Behind the address of what needs attention: over budget or past MPS, and used without a device.
 TROUBLED, WITHOUT_DEVICE = "!", "?"
@@ -24,7 +28,7 @@ class Poll(NamedTuple):
 
     taken_s: float
     answers: Answers
-    events: list[Json]
+    events: list[Event]
     last_event: int
     devices_s: float
 
@@ -57,7 +61,7 @@ class Scene(NamedTuple):
     """All that there is to see; `findings` are folded."""
 
     host: HostOverview
-    events: list[Json]
+    events: list[Event]
     findings: list[Finding]
     gpus: list[Row]
     devices: list[Row]
@@ -114,7 +118,7 @@ def _gpu_rows(host: HostOverview) -> list[Row]:
     ]
 
 
-def _pool_row(gpu: Json) -> Row:
+def _pool_row(gpu: Gpu) -> Row:
     """What is left of a GPU whose memory is handed out in units: it becomes a device once it is leased."""
     left_mib = gpu["memory_free"]
     user = FREE if left_mib else UNAVAILABLE if gpu["reason"] else "none"
