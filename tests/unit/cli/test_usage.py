@@ -60,7 +60,7 @@ TIMES = (
     "a time as '2026-11-20 13:45', or seconds since 1970"
 )
 WRITING = (["list"], ["gpus", "-o", "json"], ["status", "-o", "yaml"], ["--help"], ["--version"])
-JOIN = "become root, or join the group: usermod -aG yunion-mps USER, then log in anew"
+JOIN = "become root, or join the group: usermod -aG yunion-mps USER, then log in again"
 START = (
     "yunion-mps: start it: systemctl start yunion-mps-daemon; "
     "or see why not: systemctl status yunion-mps-daemon\n"

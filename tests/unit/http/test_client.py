@@ -116,7 +116,7 @@ def test_who_is_not_in_the_group_is_told_how_to_get_in(host: ServerHost) -> None
         code, wrong, remedy = failure(Client(host.paths))
     assert code == 4
     assert wrong == f"you may not ask the daemon: no permission for {host.paths.socket}"
-    assert remedy == "become root, or join the group: usermod -aG yunion-mps USER, then log in anew"
+    assert remedy == "become root, or join the group: usermod -aG yunion-mps USER, then log in again"
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be other users")
