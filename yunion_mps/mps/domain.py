@@ -276,13 +276,15 @@ class Domain(StateMachine):
             self.stop(now_s)
             return self._step(now_s)
         self._rollover.note_ended(self.control.target)
-        work.order(self._rollover.orders(now_s, every=self._ends_all_servers, in_use=self.in_use), now_s)
+        orders = self._rollover.orders(now_s, every=self._ends_all_servers, in_use=self.in_use)
         try:
-            due_s = work.tick(now_s)
+            due_s = work.tick(now_s, orders)
         except LimitsChangedError as error:
             self._rollover.limits_overwritten(work.servers, error.message)
             self._apply(now_s, "another program has changed its limits: they are set again", set_first=True)
             return self._step(now_s)
+        finally:
+            self._rollover.orders_heard(work.heard, now_s)
         self.probe_s = work.probe_s
         polls_servers = self._ends_all_servers or self.in_effect.old_servers
         return min(due_s, now_s + LOOK_AGAIN_S) if polls_servers else due_s

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 
 from yunion_mps.errors import ControlError, ShortageError, YunionError
 from yunion_mps.host.processes import wake
@@ -11,7 +11,6 @@ from yunion_mps.mps import limits
 from yunion_mps.mps.conversation import HEARD, Conversation, DaemonHandle, OccupiedError, Probe, Task
 from yunion_mps.mps.log_file import bound_logs
 from yunion_mps.mps.processes import describe_servers
-from yunion_mps.mps.rollover import FORCE_WITHIN_S, FORCED
 
 log = logging.getLogger(__name__)
 
@@ -41,32 +40,25 @@ class Monitor(Task):
         self._probe_at_s = now_s + PROBE_S
         self._verify_at_s = now_s + VERIFY_S
         self._order_at_s = now_s
-        #: What it is to be told and what it is being told, each with when that was first asked for.
-        self._orders: dict[str, float] = {}
-        self._telling: dict[str, float] = {}
+        #: The orders that it is being told, and those that it was found to have heard in this tick.
+        self._telling: Sequence[str] = ()
+        self.heard: Sequence[str] = ()
         #: How long it took to answer when it was last asked for a sign of life, None before that.
         self.probe_s: float | None = None
         #: The PIDs of its servers when its limits were last found right.
         self.servers = tuple(daemon.servers())
 
-    def order(self, commands: Iterable[str], now_s: float) -> None:
-        """Have it told these commands, which answer nothing; again and again if it does not hear us.
-
-        Those that end jobs (`-f`) are told within a minute, or not at all.
-        """
-        for command in commands:
-            self._orders.setdefault(command, now_s)
-
-    def tick(self, now_s: float) -> float:
-        """Do what is due; return when to be called again.
+    def tick(self, now_s: float, orders: Sequence[str]) -> float:
+        """Do what is due; return when to be called again. `orders` are commands that answer nothing.
 
         Raises SilentError when it does not answer, LimitsChangedError when its limits are not ours.
         """
+        self.heard = ()
         due_s = self._tick_probe(now_s)
         if self._conversation:
             return min(due_s, self._tick_conversation(self._conversation, now_s))
-        talk_s = min(self._verify_at_s, self._order_at_s) if self._orders else self._verify_at_s
-        return min(due_s, self._talk(now_s) if now_s >= talk_s else talk_s)
+        talk_s = min(self._verify_at_s, self._order_at_s) if orders else self._verify_at_s
+        return min(due_s, self._talk(now_s, orders) if now_s >= talk_s else talk_s)
 
     def _tick_probe(self, now_s: float) -> float:
         if self._probe is None and now_s < self._probe_at_s:
@@ -87,9 +79,9 @@ class Monitor(Task):
         self._probe = None
         return self._probe_at_s
 
-    def _talk(self, now_s: float) -> float:
+    def _talk(self, now_s: float, orders: Sequence[str]) -> float:
         """Begin a conversation: a question for its limits, which shows that it hears us, then orders."""
-        self._telling, self._orders = self._orders, {}
+        self._telling = orders
         self._verify_at_s = now_s + VERIFY_S
         try:
             commands = ["get_server_list", *limits.get_commands(self._plan), *self._telling]
@@ -106,6 +98,7 @@ class Monitor(Task):
         if not answer:
             log.info("domain %s: %s", self._plan.name, OccupiedError(self._plan.pipe_directory))
             return self._not_heard(now_s)
+        self.heard = self._telling
         servers = limits.servers_in(answer)
         limit = len(servers) + len(limits.get_commands(self._plan)) if self._telling else None
         try:
@@ -117,11 +110,8 @@ class Monitor(Task):
 
     def _not_heard(self, now_s: float) -> float:
         """Orders are told again soon, and the limits with them; without orders those have time."""
-        for command, since_s in self._telling.items():
-            if not command.endswith(FORCED) or now_s <= since_s + FORCE_WITHIN_S:
-                self._orders[command] = since_s
         self._order_at_s = now_s + LOOK_AGAIN_S
-        return self._order_at_s if self._orders else self._verify_at_s
+        return self._order_at_s if self._telling else self._verify_at_s
 
 
 class Recovery(Task):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import signal
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from yunion_mps.errors import ShortageError
 from yunion_mps.models import DomainPlan, Event
@@ -31,8 +31,6 @@ _STOP = "the time that its jobs had to end is over"
 _ASK_AGAIN_S = 10.0
 #: For how long servers are to end with their jobs, if the control daemon does not hear it at once.
 FORCE_WITHIN_S = 60.0
-#: The end of an order to a server that ends its jobs with it.
-FORCED = " -f"
 
 #: For how long no job must have been seen: a job that has attached uses the GPU only some time later.
 IDLE_S = 15.0
@@ -160,17 +158,26 @@ class Rollover:
         self._to_ask = dict.fromkeys(self._servers(), force)
 
     def orders(self, now_s: float, *, every: bool, in_use: bool | None) -> list[str]:
-        """What the control daemon, which hears us, is to be told now; whether `every` server is to end."""
-        late = now_s > self._asked_s + FORCE_WITHIN_S
-        to_ask = {pid: force for pid, force in self._to_ask.items() if not (force and late)}
-        self._to_ask = {}
+        """What the control daemon is to be told until it has heard it; whether `every` server is to end."""
         awaited = self._servers() if every else self.in_effect.old_servers
+        late = now_s > self._asked_s + FORCE_WITHIN_S
+        self._to_ask = {
+            pid: force for pid, force in self._to_ask.items() if pid in awaited and not (force and late)
+        }
+        to_ask = self._to_ask
         # Without -f, because a job may have come since NVML was polled: a server with clients goes on with
         # them (535 ends it after them, 550 asks it again and again), and one without ends at once.
-        if awaited and not to_ask and in_use is False and now_s >= self._ask_s:
-            self._ask_s = now_s + _ASK_AGAIN_S
+        if not to_ask and in_use is False and now_s >= self._ask_s:
             to_ask = dict.fromkeys(awaited, False)
-        return [f"shutdown_server {pid}{FORCED if to_ask[pid] else ''}" for pid in awaited if pid in to_ask]
+        return [_order(pid, force=force) for pid, force in to_ask.items()]
+
+    def orders_heard(self, orders: Collection[str], now_s: float) -> None:
+        """Forget requests for which these orders were heard; without requests, they are given again later."""
+        if orders and not self._to_ask:
+            self._ask_s = now_s + _ASK_AGAIN_S
+        self._to_ask = {
+            pid: force for pid, force in self._to_ask.items() if _order(pid, force=force) not in orders
+        }
 
     def pending(self, *, retiring: bool, holds_modes: bool) -> str:
         """What is to become of the domain, and what that waits for; empty for nothing."""
@@ -189,6 +196,10 @@ class Rollover:
                 f"{orphans} of an earlier control daemon goes on with its jobs; new ones may have to wait"
             )
         return "; ".join(waits)
+
+
+def _order(pid: int, *, force: bool) -> str:
+    return f"shutdown_server {pid}{' -f' if force else ''}"
 
 
 class _Orphan:
