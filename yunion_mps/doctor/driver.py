@@ -8,7 +8,7 @@ import re
 import shutil
 from collections.abc import Iterator
 
-from yunion_mps.doctor.host import NO_GPU, Host, SkipError
+from yunion_mps.doctor.host import NO_GPU, Host, SkipError, read
 from yunion_mps.doctor.report import Finding, Findings, check, ok, problem, skipped, warning
 from yunion_mps.errors import DriverError, HostError
 from yunion_mps.host.proc import environment_of
@@ -19,7 +19,6 @@ _MODULE = re.compile(r"Kernel Module(?: for \S+)?\s+(\d{3}[\d.]*\d)")
 #: NVIDIA's control program holds its release as a string of its own (535, 550).
 _IN_PROGRAM = re.compile(rb"\0(\d{3}\.\d{2,3}(?:\.\d{2})?)\0")
 _IN_NAME = re.compile(r"\.so\.(\d{3}\.[\d.]*\d)$")
-_LARGEST_PROGRAM_BYTES = 1 << 24
 
 _LIBRARY = "libcuda.so.1"
 #: Where drivers put libraries, beside what the loader's cache tells.
@@ -120,11 +119,7 @@ def library_version(path: str) -> str | None:
 
 def _versions(host: Host) -> Iterator[tuple[str, str]]:
     """Each part of the driver whose version can be seen, and the version."""
-    try:
-        with open(host.paths.under("/proc/driver/nvidia/version"), encoding="utf-8") as file:
-            found = _MODULE.search(file.read(4096))
-    except (OSError, UnicodeDecodeError):
-        found = None
+    found = _MODULE.search(read(host.paths.under("/proc/driver/nvidia/version")).decode(errors="replace"))
     if found:
         yield "the loaded kernel module", found[1]
     for path in _libraries(host):
@@ -140,11 +135,7 @@ def _versions(host: Host) -> Iterator[tuple[str, str]]:
 
 
 def _program(path: str, what: str) -> Iterator[tuple[str, str]]:
-    try:
-        with open(path, "rb") as file:
-            versions = set(_IN_PROGRAM.findall(file.read(_LARGEST_PROGRAM_BYTES)))
-    except OSError:  # another user's process
-        return
+    versions = set(_IN_PROGRAM.findall(read(path)))  # none in another user's process
     if len(versions) == 1:
         yield what, versions.pop().decode()
 
@@ -153,21 +144,13 @@ def _libraries(host: Host) -> list[str]:
     """The libcuda that a program gets here: the first that the loader's rules find."""
     under = host.paths.under
     named = [part for part in os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep) if part]
-    candidates = [os.path.join(folder, _LIBRARY) for folder in named] + _in_cache(under("/etc/ld.so.cache"))
+    candidates = [os.path.join(folder, _LIBRARY) for folder in named]
+    # What the loader's cache (ldconfig(8)) names.
+    cached = re.findall(rb"(/[^\0]*/libcuda\.so\.1)\0", read(under("/etc/ld.so.cache")))
+    candidates += [name.decode(errors="replace") for name in cached]
     for folder in _LIBRARY_FOLDERS:
         candidates += sorted(glob.glob(under(os.path.join(folder, _LIBRARY))))
     return [path for path in candidates if os.path.exists(path)][:1]
-
-
-def _in_cache(path: str) -> list[str]:
-    """What the loader's cache (ldconfig(8)) names."""
-    try:
-        with open(path, "rb") as file:
-            text = file.read(_LARGEST_PROGRAM_BYTES)
-    except OSError:
-        return []
-    found = re.findall(rb"(/[^\0]*/libcuda\.so\.1)\0", text)
-    return [name.decode(errors="replace") for name in found]
 
 
 def _is_deleted(pid: int) -> bool:

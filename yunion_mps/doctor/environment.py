@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from yunion_mps.doctor import variables
 from yunion_mps.doctor.driver import library_version
-from yunion_mps.doctor.host import DEFAULT_PIPE_DIRECTORY, Host, SkipError, Subject, shown
+from yunion_mps.doctor.host import DEFAULT_PIPE_DIRECTORY, Host, SkipError, Subject, read, shown
 from yunion_mps.doctor.report import Finding, Findings, check, ok, problem, skipped, warning
 from yunion_mps.errors import DriverError, YunionError
 from yunion_mps.host.proc import command_of, environment_of, name_of, uid_of
@@ -186,11 +186,8 @@ def _device_of(path: str) -> int | None:
 
 
 def _mapped(pid: int) -> set[str]:
-    try:
-        with open(f"/proc/{pid}/maps", encoding="utf-8", errors="replace") as file:
-            return {line.split(None, 5)[5].strip() for line in file if "libcuda.so" in line}
-    except OSError:
-        return set()
+    lines = read(f"/proc/{pid}/maps").decode(errors="replace").splitlines()
+    return {line.split(None, 5)[5].strip() for line in lines if "libcuda.so" in line}
 
 
 def _unpacked(given: dict[str, str], words: list[str]) -> tuple[dict[str, str], list[str]]:

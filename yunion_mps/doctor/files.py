@@ -10,7 +10,7 @@ import stat
 import time
 from collections.abc import Iterator, Sequence
 
-from yunion_mps.doctor.host import NO_GPU, Host, SkipError
+from yunion_mps.doctor.host import NO_GPU, Host, SkipError, read
 from yunion_mps.doctor.report import Finding, Findings, check, ok, problem, warning
 from yunion_mps.host.proc import user_name
 from yunion_mps.inventory.events import kernel_records
@@ -139,15 +139,11 @@ def _rules(host: Host) -> Iterator[tuple[str, str, str]]:
         for file in glob.glob(host.paths.under(f"{folder}/*.conf")):
             files.setdefault(os.path.basename(file), file)
     for file in files.values():
-        try:
-            with open(file, encoding="utf-8", errors="replace") as lines:
-                words = [line.split() for line in lines if not line.startswith("#")]
-        except OSError:
-            continue
-        for line in words:
-            if len(line) > 1:
-                age = line[5] if len(line) > 5 and line[5] != "-" else ""
-                yield line[0][0], line[1], age
+        for line in read(file).decode(errors="replace").splitlines():
+            words = line.split()
+            if len(words) > 1 and not line.startswith("#"):
+                age = words[5] if len(words) > 5 and words[5] != "-" else ""
+                yield words[0][0], words[1], age
 
 
 def _covers(pattern: str, place: str) -> bool:
@@ -209,8 +205,8 @@ def shm(host: Host) -> Findings:
 def denials(host: Host) -> Findings:
     """What was refused within the last day."""
     under = host.paths.under
-    enforcing = _read(under("/sys/fs/selinux/enforce")).strip()
-    apparmor = _read(under("/sys/module/apparmor/parameters/enabled")).strip() == "Y"
+    enforcing = read(under("/sys/fs/selinux/enforce")).strip().decode(errors="replace")
+    apparmor = read(under("/sys/module/apparmor/parameters/enabled")).strip() == b"Y"
     if not enforcing and not apparmor:
         return [ok("neither is active here")]
     texts, readable = _logs(under("/var/log/audit/audit.log"), host.paths.kernel_log)
@@ -257,11 +253,3 @@ def _logs(audit: str, kernel: str) -> tuple[list[str], bool]:
     for record in records or []:
         lines += record.decode(errors="replace").splitlines()
     return lines, readable or records is not None
-
-
-def _read(path: str) -> str:
-    try:
-        with open(path, encoding="ascii", errors="replace") as file:
-            return file.read(64)
-    except OSError:
-        return ""

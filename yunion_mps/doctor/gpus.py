@@ -6,7 +6,7 @@ import glob
 import os
 import re
 
-from yunion_mps.doctor.host import NO_GPU, Host, SkipError
+from yunion_mps.doctor.host import NO_GPU, Host, SkipError, read
 from yunion_mps.doctor.report import Finding, Findings, check, ok, problem, warning
 from yunion_mps.errors import YunionError
 from yunion_mps.models import DEFAULT, EXCLUSIVE_PROCESS, PROHIBITED, Gpu
@@ -132,17 +132,13 @@ def _serves(host: Host) -> bool:
 
 
 def _guests(host: Host, gpu: Gpu) -> str:
-    """What sysfs shows of virtual machines on the GPU; empty where there are none."""
+    """What sysfs shows of virtual machines on the GPU; empty if there are none."""
     folder = os.path.join(host.paths.pci_devices, gpu.pci_address)
     mediated = glob.glob(os.path.join(folder, "mdev_supported_types/*/devices/*"))
     if mediated:
         return f"{len(mediated)} vGPU{'s' if len(mediated) > 1 else ''}"
-    try:
-        with open(os.path.join(folder, "sriov_numvfs"), encoding="ascii") as file:
-            number = int(file.read())
-    except (OSError, ValueError):
-        return ""
-    return f"{number} virtual functions" if number else ""
+    number = read(os.path.join(folder, "sriov_numvfs")).decode(errors="replace").strip()
+    return f"{number} virtual functions" if number.isdigit() and int(number) else ""
 
 
 def _named(gpu: Gpu) -> str:

@@ -168,3 +168,12 @@ def _running(domain: Mapping[str, Any]) -> DomainPlan:
 def shown(pid: int) -> str:
     """A process in a finding."""
     return f"PID {pid} ({name_of(pid)}, {user_name(uid_of(pid) or 0)})"
+
+
+def read(path: str, most_bytes: int = 1 << 24) -> bytes:
+    """A file's beginning, empty if it cannot be read."""
+    try:
+        with open(path, "rb") as file:
+            return file.read(most_bytes)
+    except OSError:
+        return b""

@@ -9,7 +9,7 @@ import select
 import time
 from typing import NamedTuple
 
-from yunion_mps.doctor.host import DEFAULT_PIPE_DIRECTORY, NO_GPU, Host, SkipError, shown
+from yunion_mps.doctor.host import DEFAULT_PIPE_DIRECTORY, NO_GPU, Host, SkipError, read, shown
 from yunion_mps.doctor.report import Finding, Findings, check, ok, problem, skipped, warning
 from yunion_mps.errors import HostError, YunionError
 from yunion_mps.host.proc import all_pids, environment_of, program_of, uid_of, user_name
@@ -207,11 +207,7 @@ def _options(pid: int) -> int | None:
 
     It comes from the command line, which all users may read.
     """
-    try:
-        with open(f"/proc/{pid}/cmdline", "rb") as file:
-            words = file.read(4096).decode(errors="replace").split("\0")
-    except OSError:
-        return None
+    words = read(f"/proc/{pid}/cmdline", 4096).decode(errors="replace").split("\0")
     if os.path.basename(words[0]) != PROGRAM:
         return None
     return sum(word.startswith("-") for word in words[1:])

@@ -1,5 +1,5 @@
-"""What Prometheus reads, made from the service's answers and from counts: pure, without I/O of its own.
+"""What Prometheus reads, made from the service's facts.
 
-`facts` is what goes in, `catalogue` declares every metric with its samples, and `text` writes them with
-prometheus_client, which nothing else here imports.
+`catalogue` declares every metric with its samples, `text` writes them with prometheus_client, which nothing
+else here imports; `exporter` answers scrapes, and `textfile` writes the file for node_exporter.
 """
