@@ -296,13 +296,13 @@ def test_nothing_is_changed_where_it_cannot_be_written_down(ready_daemon: Daemon
     file = ready_daemon.host.root / "var/lib/yunion-mps/state.db"
     ready_daemon.host.divide(2)
     with sqlite3.connect(file, isolation_level=None) as other:
-        other.execute("ALTER TABLE in_force RENAME TO hidden")
+        other.execute("ALTER TABLE limits_in_effect RENAME TO hidden")
         for target in ("/v1/reload", "/v1/reexec"):
             status, answer = post(ready_daemon, target)
             assert status == 409
             assert "cannot be written" in str(answer["detail"])
         assert total(ready_daemon) == 4
-        other.execute("ALTER TABLE hidden RENAME TO in_force")
+        other.execute("ALTER TABLE hidden RENAME TO limits_in_effect")
     other.close()
     assert post(ready_daemon, "/v1/reload")[0] == 200
     assert total(ready_daemon) == 2

@@ -130,7 +130,7 @@ def waiting_clients(plan: DomainPlan, servers: Sequence[int]) -> list[WaitingCli
     """Those that wait while these servers run, the first to come first; none if one server serves all users.
 
     Also those in containers: the log has the PIDs that the kernel gave it. A client that gave up without
-    ending is not told from one that waits.
+    ending looks like one that waits.
     """
     owners = {pid: uid for pid in servers if (uid := uid_of(pid)) is not None}
     if plan.multiuser or not owners:
@@ -146,8 +146,8 @@ def waiting_clients(plan: DomainPlan, servers: Sequence[int]) -> list[WaitingCli
 def pending_in(log: bytes, seconds: Callable[[str], float]) -> dict[int, tuple[int, float]]:
     """The user and the time of each client (by PID) that the log last says is kept waiting.
 
-    That such a client is served since is told by no line of its own: when a server starts for a user, all of
-    that user's clients are served (measured).
+    No line says that such a client is served now: when a server starts for a user, all of that user's
+    clients are served (measured).
     """
     pending: dict[int, tuple[int, float]] = {}
     users: dict[bytes, int] = {}

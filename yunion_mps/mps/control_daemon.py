@@ -123,7 +123,7 @@ class Shutdown(Task):
     def _turned_away(self, now_s: float) -> None:
         """Another front-end is connected: its clients get their time all the same, and it is asked again.
 
-        The first time it may be one of ours that was left off just now, which it has not noticed yet.
+        The first time it may be one of ours that was dropped just now, which it has not noticed yet.
         """
         self._turns_away += 1
         if self._turns_away == _SURELY_ANOTHERS:
@@ -254,7 +254,7 @@ class ControlDaemon:
     # -- what is under way with it
 
     def _freed(self) -> DaemonHandle:
-        """The control daemon for another task: what was under way is left off."""
+        """The control daemon, free for another task: what was under way is dropped."""
         self.drop()
         return DaemonHandle(self.program, self.target, self.process, self.servers)
 
@@ -284,7 +284,7 @@ class ControlDaemon:
         return work
 
     def drop(self) -> None:
-        """Leave off what is under way."""
+        """End what is under way."""
         if self.work:
             self.work.close()
             self.work = None

@@ -1,7 +1,7 @@
 """Why a control daemon does not answer, as far as the host tells.
 
 It serves all processes from one loop, and waits there for the one that is connected (measured): a process
-that connects and says nothing keeps it from all others. The kernel tells who is connected (sock_diag(7)).
+that connects and says nothing keeps it from all others. The kernel tells which are connected (sock_diag(7)).
 """
 
 from __future__ import annotations
@@ -70,10 +70,10 @@ def _silent_connection(pid: int, pipe_directory: str) -> str:
     stopped = [other for other in strangers if is_stopped(other)]
     who = ", ".join(_described(other) for other in stopped[:1] or strangers[:5])
     if stopped:
-        return f"{who} is connected to it and was stopped: everybody waits for that process"
+        return f"{who} is connected to it and was stopped: all others wait for that process"
     if strangers:
         one_of = "one of " if len(strangers) > 1 else ""
-        return f"{one_of}{who} is connected to it and says nothing: everybody waits for that process"
+        return f"{one_of}{who} is connected to it and says nothing: all others wait for that process"
     return ""
 
 
@@ -107,9 +107,9 @@ def peers(pipe_directory: str) -> Iterator[int]:
 def _sockets(netlink: socket.socket) -> Iterator[tuple[int, dict[int, bytes]]]:
     """State and attributes of every Unix socket of the network namespace that the kernel is asked about."""
     netlink.settimeout(_TIMEOUT_S)
-    anybody, shown = 0xFFFFFFFF, _SHOW_NAME | _SHOW_PEER | _SHOW_PENDING
+    any_inode, shown = 0xFFFFFFFF, _SHOW_NAME | _SHOW_PEER | _SHOW_PENDING
     question = _QUESTION.pack(
-        socket.AF_UNIX, 0, 0, 1 << _ESTABLISHED | 1 << _LISTENING, 0, shown, anybody, anybody
+        socket.AF_UNIX, 0, 0, 1 << _ESTABLISHED | 1 << _LISTENING, 0, shown, any_inode, any_inode
     )
     size = _HEADER.size + len(question)
     netlink.send(_HEADER.pack(size, _SOCK_DIAG_BY_FAMILY, _REQUEST_DUMP, 1, 0) + question)

@@ -34,12 +34,13 @@ _MODE = 0o755
 #: That of a pipe directory which only one group may enter.
 _GROUP_MODE = 0o710
 _MOST_RECORDED = 1000
+_UNRECORDED = "%s cannot be %s: %s; a purge leaves what is not recorded there"
 _MOST_LINKS = 40
 _OPEN = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _ALL_ENTER = stat.S_IXUSR | stat.S_IXGRP | stat.S_IXOTH
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
-#: The record of this process; empty where none is kept.
+#: The record of this process; empty if none is kept.
 _record = ""
 
 
@@ -212,14 +213,14 @@ def _record_use(directory: int, path: str) -> None:
 
 
 def _recorded() -> list[str] | None:
-    """The record's lines; None where there is no record, or it cannot be read."""
+    """The record's lines; None if there is no record, or it cannot be read."""
     try:
         with open(_record, "rb") as file:
             return [os.fsdecode(line) for line in file.read().split(b"\n")[:-1]]
     except FileNotFoundError:
         return [] if _record else None
     except OSError as error:
-        log.warning("%s cannot be read: %s; a purge leaves what is not noted there", _record, error.strerror)
+        log.warning(_UNRECORDED, _record, "read", error.strerror)
         return None
 
 
@@ -234,9 +235,7 @@ def _write_record(before: Sequence[str] | None, lines: Sequence[str]) -> None:
         with open(os.open(_record, flags, 0o600), "ab") as file:
             file.write(b"".join(os.fsencode(line) + b"\n" for line in new))
     except OSError as error:
-        log.warning(
-            "%s cannot be written: %s; a purge leaves what is not noted there", _record, error.strerror
-        )
+        log.warning(_UNRECORDED, _record, "written", error.strerror)
 
 
 def _link(directory: int, name: str, path: str) -> str:
@@ -245,7 +244,7 @@ def _link(directory: int, name: str, path: str) -> str:
         raise HostError(f"{path} is not a directory", f"look at it (ls -ld {path}), and remove it")
     place = os.fstat(directory)
     if not {link.st_uid, place.st_uid} <= {*_ours()} or place.st_mode & _OTHERS_WRITE:
-        hint = f"look who made it (ls -l {path}), and remove it: others can write there"
+        hint = f"see whose it is (ls -l {path}), and remove it: others can write there"
         raise HostError(f"{path} is a symlink, which is not followed", hint)
     return os.readlink(name, dir_fd=directory)
 

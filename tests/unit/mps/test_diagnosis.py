@@ -54,7 +54,7 @@ def test_a_process_that_is_connected_and_silent_is_named(
 ) -> None:
     assert why_silent(control_pid, plan.pipe_directory) == (
         f"PID {other} ({name_of(other)}, root) is connected to it and says nothing: "
-        "everybody waits for that process"
+        "all others wait for that process"
     )
 
 

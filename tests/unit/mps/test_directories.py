@@ -152,7 +152,7 @@ def test_a_strangers_symlink_is_refused_at_every_level(tmp: Path, place: Path, l
     os.lchown(link, STRANGER, STRANGER)
     error = refused(tmp / LEVELS[-1], place)
     assert error.message == f"{link} is a symlink, which is not followed"
-    assert error.hint == f"look who made it (ls -l {link}), and remove it: others can write there"
+    assert error.hint == f"see whose it is (ls -l {link}), and remove it: others can write there"
 
 
 def test_a_symlink_of_root_in_a_world_writable_directory_is_refused(tmp: Path, place: Path) -> None:

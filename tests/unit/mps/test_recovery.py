@@ -92,7 +92,7 @@ def test_who_keeps_it_waiting_is_named(run: DomainRun, plan: DomainPlan, jobs: J
         name = Path(f"/proc/{other.pid}/comm").read_text().strip()
         assert run.domain.reason == (
             f"the control daemon (PID {run.pid}) does not serve: PID {other.pid} ({name}, root) is connected "
-            "to it and says nothing: everybody waits for that process"
+            "to it and says nothing: all others wait for that process"
         )
         other.kill()
 

@@ -37,7 +37,7 @@ def change(run: DomainRun, plan: DomainPlan) -> DomainRun:
     return run.until(READY)
 
 
-def test_without_servers_they_are_in_force_at_once(run: DomainRun, other: DomainPlan, program: str) -> None:
+def test_without_servers_they_are_in_effect_at_once(run: DomainRun, other: DomainPlan, program: str) -> None:
     pid = run.pid
     change(run, other)
     assert run.domain.in_effect == LimitsInEffect(other)
