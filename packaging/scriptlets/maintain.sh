@@ -149,7 +149,7 @@ before_cloudpods_goes() { # its rpm stops the service before ours has its last w
 
 # ---- The end
 
-going() { # for good: the daemon puts the compute modes back as it stops
+going() { # for good: the daemon restores the compute modes as it stops
     if systemd_runs; then
         say_whose_jobs_end
         systemctl stop "$unit" || say "the service could not be stopped: see above"
@@ -163,8 +163,8 @@ going() { # for good: the daemon puts the compute modes back as it stops
         done
     fi
     if [ -e "$running/former-compute-modes.json" ] || control_daemons | grep -q ' ours$'; then # it had been killed
-        with_the_hosts_files "$programs/yunion-mps-daemon" --put-back ||
-            say "not all could be put back: see above; to try again: yunion-mps-daemon --put-back"
+        with_the_hosts_files "$programs/yunion-mps-daemon" --restore ||
+            say "not all could be restored: see above; to try again: yunion-mps-daemon --restore"
     fi
     remove_bytecode
 }

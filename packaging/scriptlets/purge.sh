@@ -45,10 +45,10 @@ remove_files_of_mps() ( # by name, and only in a directory of root's that no sym
     done
 )
 
-remove_notes() { # but not those by which what is still changed can be put back
+remove_notes() { # but not those by which what is still changed can be restored
     if control_daemons | grep -q ' ours$'; then
         say "a control daemon of ours still runs, so $state is left; install the package again, then:" \
-            "yunion-mps-daemon --put-back"
+            "yunion-mps-daemon --restore"
         return
     fi
     rm -rf "$state"
@@ -56,7 +56,7 @@ remove_notes() { # but not those by which what is still changed can be put back
     if [ -e "$modes" ]; then
         grep -o '"GPU-[^"]*": "[A-Za-z_]*"' "$modes" | tr -d '":' | while read -r gpu mode; do
             mode=$(printf '%s\n' "$mode" | tr '[:lower:]' '[:upper:]')
-            say "the compute mode of $gpu is not yet what it was; put it back: nvidia-smi -i $gpu -c $mode"
+            say "the compute mode of $gpu is not yet what it was; restore it: nvidia-smi -i $gpu -c $mode"
         done
         find "$running" -mindepth 1 ! -path "$modes" -delete
     else

@@ -116,7 +116,7 @@ def front_end_open_in_a_reload(scene: Scene) -> None:
 
 @fault(JOBS, "an operator's front-end stays open during a stop, and a job runs", loses="a job", takes_s=13)
 def front_end_open_in_a_stop(scene: Scene) -> None:
-    """The job gets the time that a stop leaves it (10 s), then it ends; and the modes are put back."""
+    """The job gets the time that a stop leaves it (10 s), then it ends; and the modes are restored."""
     job = scene.serve().job()
     with open_front_end(scene):
         scene.strike(lambda: scene.daemon.signal(signal.SIGTERM))

@@ -31,16 +31,16 @@ def test_it_becomes_ours_and_stays_so_through_a_crash_and_a_reexec(
     assert daemon.control_pid() == stranger.pid
     assert daemon.stop() == 0
     assert stranger.wait(60) == 0, daemon.log
-    assert daemon.host.gpus[0].compute_mode == "default", "we have changed it, so it is put back"
+    assert daemon.host.gpus[0].compute_mode == "default", "we have changed it, so it is restored"
 
 
-def test_what_a_killed_daemon_left_is_put_back_with_it(
+def test_what_a_killed_daemon_left_is_restored_with_it(
     daemon: Daemon, stranger: subprocess.Popen[str]
 ) -> None:
     assert daemon.run("--take-over", str(stranger.pid)) == 0, daemon.log
     daemon.start().wait_ready()
     daemon.kill()
-    assert daemon.run("--put-back") == 0, daemon.log
+    assert daemon.run("--restore") == 0, daemon.log
     assert stranger.wait(60) == 0, daemon.log
     assert daemon.host.gpus[0].compute_mode == "default"
 

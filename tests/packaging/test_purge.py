@@ -120,7 +120,7 @@ def test_a_purge_keeps_the_note_of_modes_that_are_not_restored(host: Host) -> No
     files(running, "daemon.lock")
     note = running / "former-compute-modes.json"
     note.write_text('{"boot_id": "1-2", "modes": {"GPU-a-1": "Default", "GPU-b-2": "Prohibited"}}')
-    how = "is not yet what it was; put it back: nvidia-smi -i"
+    how = "is not yet what it was; restore it: nvidia-smi -i"
     assert host.good("purge") == [
         f"yunion-mps-daemon: the compute mode of GPU-a-1 {how} GPU-a-1 -c DEFAULT",
         f"yunion-mps-daemon: the compute mode of GPU-b-2 {how} GPU-b-2 -c PROHIBITED",

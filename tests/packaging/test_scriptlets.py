@@ -262,7 +262,7 @@ def test_whose_jobs_a_removal_ends_is_said_before(host: Host) -> None:
 
 
 @pytest.mark.parametrize("left", ["modes", "control daemon"])
-def test_what_a_killed_daemon_left_is_put_back_at_a_removal(host: Host, left: str) -> None:
+def test_what_a_killed_daemon_left_is_restored_at_a_removal(host: Host, left: str) -> None:
     host.program("systemctl", "")
     host.program("nsenter", 'shift 3; exec "$@"')
     host.program("yunion-mps", "")
@@ -272,13 +272,13 @@ def test_what_a_killed_daemon_left_is_put_back_at_a_removal(host: Host, left: st
     else:
         host.control_daemon(6, "-f", CUDA_MPS_PIPE_DIRECTORY="/pipe", YUNION_MPS_DOMAIN="host")
     (said,) = host.good("systemd_runs() { :; }; going")
-    assert "to try again: yunion-mps-daemon --put-back" in said
+    assert "to try again: yunion-mps-daemon --restore" in said
     calls = host.calls()
     assert calls.index("systemctl stop yunion-mps-daemon.service") < calls.index(
-        "yunion-mps-daemon --put-back"
+        "yunion-mps-daemon --restore"
     )
     # rpm's scripts may have a /tmp of their own, where no control daemon would be found and asked to end.
-    assert f"nsenter --mount --target 1 {host.bin}/yunion-mps-daemon --put-back" in calls
+    assert f"nsenter --mount --target 1 {host.bin}/yunion-mps-daemon --restore" in calls
 
 
 def test_where_systemd_does_not_run_no_other_system_s_files_are_entered(host: Host) -> None:
@@ -289,7 +289,7 @@ def test_where_systemd_does_not_run_no_other_system_s_files_are_entered(host: Ho
     files(host.root / "run/yunion-mps", "former-compute-modes.json")
     assert host.good("systemd_runs() { return 1; }; going") == []
     calls = host.calls()
-    assert "yunion-mps-daemon --put-back" in calls
+    assert "yunion-mps-daemon --restore" in calls
     assert not [call for call in calls if call.startswith("nsenter")]
 
 
@@ -321,7 +321,7 @@ def test_a_removal_without_anything_left_says_nothing(host: Host) -> None:
     host.program("systemctl", "")
     host.program("yunion-mps", "")
     assert host.good("systemd_runs() { :; }; going") == []
-    assert "yunion-mps-daemon --put-back" not in host.calls()
+    assert "yunion-mps-daemon --restore" not in host.calls()
 
 
 # -- bytecode

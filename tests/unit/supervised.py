@@ -83,10 +83,10 @@ class Supervised:
     def events(self) -> list[Event]:
         return [one.event for one in self.supervisor.event_log.after(0, 1000)]
 
-    def stop(self, *, put_back: bool = True) -> None:
+    def stop(self, *, restore: bool = True) -> None:
         self.supervisor.stop(time.monotonic())
         drive(self.supervisor, lambda: self.supervisor.fleet.stopped)
-        if put_back:
+        if restore:
             self.supervisor.close()
 
 

@@ -27,7 +27,7 @@ class Options(NamedTuple):
     """What the daemon was started with."""
 
     check: bool = False
-    put_back: bool = False
+    restore: bool = False
     take_over: int | None = None
     log_level: str = "info"
 
@@ -46,7 +46,7 @@ def parse(arguments: Sequence[str]) -> Options:
 
 def _parse(arguments: Sequence[str], level: str) -> Options:
     found = parser(level).parse_args(arguments)
-    return Options(found.check, found.put_back, found.take_over, found.log_level)
+    return Options(found.check, found.restore, found.take_over, found.log_level)
 
 
 def parser(level: str = Options().log_level) -> ArgumentParser:
@@ -66,7 +66,7 @@ def parser(level: str = Options().log_level) -> ArgumentParser:
         "--check", action="store_true", help="check the configuration against the GPUs, and exit"
     )
     made.add_argument(
-        "--put-back", action="store_true", help="undo what a daemon that was killed has left, and exit"
+        "--restore", action="store_true", help="undo what a daemon that was killed has left, and exit"
     )
     made.add_argument(
         "--take-over",

@@ -1,4 +1,4 @@
-"""`yunion-mps-daemon --put-back`: what a daemon that was killed has left is undone, whatever the files say.
+"""`yunion-mps-daemon --restore`: what a daemon that was killed has left is undone, whatever the files say.
 
 It ends our control daemons, as a stop does, and restores the compute modes.
 """
@@ -40,7 +40,7 @@ def restore(paths: Paths) -> int:
         with contextlib.suppress(OSError):
             os.unlink(paths.socket)  # nobody listens there any more
         if not Store.exists(paths) and not os.path.exists(paths.former_modes) and not our_processes():
-            log.info("there is nothing to put back: no daemon has left a note")
+            log.info("there is nothing to restore: no daemon has left a note")
             return 0
         store = Store(paths)
         try:
@@ -65,7 +65,7 @@ def _restore(paths: Paths, store: Store) -> int:
     still = original_modes(store)
     for uuid, mode in still.items():
         how = f"nvidia-smi -i {uuid} -c {mode.upper()}"
-        log.error("the compute mode of GPU %s is not what it was; put it back: %s", uuid, how)
+        log.error("the compute mode of GPU %s is not what it was; restore it: %s", uuid, how)
     if left or still:
         return 1
     log.info("nothing is left: no control daemon of ours runs, and the compute modes are as before")

@@ -48,7 +48,7 @@ def run(options: Options) -> int:
     try:
         if options.check:
             return _check(paths)
-        if options.put_back:
+        if options.restore:
             from yunion_mps.daemon.restore import restore  # few ever need it
 
             return restore(paths)

@@ -1,7 +1,7 @@
-"""What must outlive the daemon, in SQLite: compute modes from before us, what domains have, and the events.
+"""What must outlive the daemon, in SQLite: original compute modes, limits in effect, leases and events.
 
 Every write is there for the next daemon however this one ends. A file that cannot be read any more is kept
-aside and begun again; the compute modes and the leases are then taken from their copies in the run directory,
+aside and made again; the compute modes and the leases are then taken from their copies in the run directory,
 which is enough because both they and it end with the boot.
 """
 
@@ -56,20 +56,20 @@ _SCHEMA = (
 )
 #: What SQLite keeps of the file in memory; by itself it would take 2 MiB, as events come.
 _CACHE_KIB = 256
-_HINT = "move the file away; a compute mode that was changed is then put back by: nvidia-smi -c DEFAULT"
+_HINT = "move the file away; a compute mode that was changed is then restored by: nvidia-smi -c DEFAULT"
 
 
 class Store:
     """The state file; may be used from several threads."""
 
     def __init__(self, paths: Paths) -> None:
-        """Open the file, making it where it is missing; raises HostError when that cannot be done."""
+        """Open the file, made if it is missing; raises HostError if that cannot be done."""
         self._file = paths.store
         self._copy = paths.former_modes
         self._lease_copies = paths.lease_copies
         self._lock = threading.RLock()
         self._is_closed = False
-        #: Where the file lies that could not be read, empty where that was not so.
+        #: Where a file that could not be read was put, empty if there was none.
         self.set_aside = ""
         try:
             os.makedirs(paths.state_directory, mode=0o700, exist_ok=True)
@@ -87,11 +87,11 @@ class Store:
 
     @staticmethod
     def exists(paths: Paths) -> bool:
-        """Whether there is a state file; opening it is only worth while then, or to write."""
+        """Whether there is a state file to read."""
         return os.path.exists(paths.store)
 
     def close(self) -> None:
-        """Close the file, once nobody uses it any more; what is asked of it later raises HostError."""
+        """Close the file; reads and writes raise HostError from then on."""
         with self._lock:
             self._is_closed = True
             self._connection.close()
@@ -99,7 +99,7 @@ class Store:
     # -- compute modes
 
     def remember_modes(self, modes: dict[str, str]) -> None:
-        """Note the modes (by GPU UUID) before they are changed; an earlier note of this boot is kept."""
+        """Record the modes (by GPU UUID) before they are changed; an earlier record of this boot is kept."""
         rows = [(uuid, mode, self._boot_id) for uuid, mode in modes.items()]
         with self._lock:
             self.write("DELETE FROM former_compute_mode WHERE boot_id != ?", [(self._boot_id,)])
@@ -107,12 +107,12 @@ class Store:
             self._copy_modes()
 
     def former_modes(self) -> dict[str, str]:
-        """The modes noted since this boot, by GPU UUID."""
+        """The modes recorded in this boot, by GPU UUID."""
         query = "SELECT gpu_uuid, mode FROM former_compute_mode WHERE boot_id = ?"
         return {row[0]: row[1] for row in self.read(query, self._boot_id)}
 
     def trust_copy(self) -> None:
-        """Note the modes of the copy as those of this boot, whatever it says: a reboot empties its directory.
+        """Record the modes of the copy as those of this boot, which it always is: a reboot empties its place.
 
         In a container, a sandboxed unit sees another boot id (measured: systemd-nspawn) than a shell does.
         """
@@ -121,7 +121,7 @@ class Store:
             self.remember_modes(modes)
 
     def forget_mode(self, uuid: str) -> None:
-        """Remove the note of a GPU whose mode is what it was."""
+        """Delete the record of a GPU whose mode was restored."""
         with self._lock:
             self.write("DELETE FROM former_compute_mode WHERE gpu_uuid = ?", [(uuid,)])
             self._copy_modes()
@@ -153,12 +153,12 @@ class Store:
     def _open(self) -> sqlite3.Connection:
         try:
             if _is_torn(self._file):
-                return self._begin_anew()
+                return self._make_again()
             return self._connect()
         except sqlite3.DatabaseError as error:
             if not _is_damage(error):
                 raise
-            return self._begin_anew()
+            return self._make_again()
 
     def _connect(self) -> sqlite3.Connection:
         had_log = os.path.exists(f"{self._file}-wal")
@@ -186,7 +186,7 @@ class Store:
             raise
         return connection
 
-    def _begin_anew(self) -> sqlite3.Connection:
+    def _make_again(self) -> sqlite3.Connection:
         """Keep the unreadable file aside, and take compute modes and leases from their copies."""
         self.set_aside = f"{self._file}.unreadable"
         for end in ("", "-wal", "-shm"):
@@ -206,7 +206,7 @@ class Store:
         connection.executemany("INSERT OR IGNORE INTO lease VALUES (?, ?)", leases)
 
     def read(self, query: str, *values: object) -> list[Any]:
-        """The rows that `query` gives; raises HostError."""
+        """The rows of the query; raises HostError."""
         return self._do("read", lambda: self._connection.execute(query, values).fetchall())
 
     def write(self, statement: str, rows: Sequence[tuple[object, ...]]) -> None:
@@ -235,7 +235,7 @@ class Store:
                     if self._is_closed or not _is_damage(error):
                         raise
                     self._connection.close()  # it was damaged while in use
-                    self._connection = self._begin_anew()
+                    self._connection = self._make_again()
                     found = work()
             except MemoryError:
                 raise ShortageError(f"the state file cannot be {what}: memory is short") from None
@@ -252,7 +252,7 @@ class Store:
         return HostError(f"the state file {self._file} cannot be {what}: {error}", hint)
 
     def _copy_modes(self) -> None:
-        """Keep a copy of the modes beside the socket; that it cannot be written is no reason to stop."""
+        """Keep a copy of the modes beside the socket; a failure is no reason to stop."""
         modes = self.former_modes()
         with contextlib.suppress(OSError):
             if not modes:
@@ -269,7 +269,7 @@ class Store:
 
 
 def _is_damage(error: sqlite3.DatabaseError) -> bool:
-    """Whether it says that the file is none of SQLite's, or torn; its subclasses say other things."""
+    """Whether the file is not SQLite's or torn; the error's subclasses mean other things."""
     return type(error) is sqlite3.DatabaseError
 
 
@@ -277,7 +277,7 @@ def _is_torn(path: str) -> bool:
     """Whether the file is shorter than its own header says, which SQLite does not always notice.
 
     https://www.sqlite.org/fileformat.html: the page size is at byte 16 (1 for 65536), the pages at byte 28.
-    Where a log (`-wal`) lies beside it, what is missing may stand there, and SQLite's own check has to judge.
+    With a log (`-wal`) beside it, what is missing may be there, and SQLite's own check has to judge.
     """
     try:
         if os.path.exists(f"{path}-wal") and os.path.getsize(f"{path}-wal"):
@@ -294,7 +294,7 @@ def _is_torn(path: str) -> bool:
 
 
 def _refuse_shortage() -> None:
-    """Raise ShortageError where descriptors are short, which SQLite takes for a file that it cannot open."""
+    """Raise ShortageError if descriptors are short, which SQLite takes for a file that it cannot open."""
     try:
         os.close(os.open(os.devnull, os.O_RDONLY))
     except OSError as error:

@@ -121,7 +121,7 @@ class Supervisor:
             left = left_running(self._store)
         except ShortageError as error:
             what = "compute modes are not restored, because it is not known whether a job still needs them"
-            log.error("%s: %s. %s", what, error.message, "restore them: yunion-mps-daemon --put-back")
+            log.error("%s: %s. %s", what, error.message, "restore them: yunion-mps-daemon --restore")
             self.release()
             return
         if self._modes.restore(self.nvml, self._store, gpus_of(left)):

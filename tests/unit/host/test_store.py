@@ -14,7 +14,7 @@ from yunion_mps.errors import HostError
 from yunion_mps.host.store import Store
 from yunion_mps.paths import Paths
 
-HINT = "move the file away; a compute mode that was changed is then put back by: nvidia-smi -c DEFAULT"
+HINT = "move the file away; a compute mode that was changed is then restored by: nvidia-smi -c DEFAULT"
 OTHER_BOOT = "00000000-0000-0000-0000-000000000000"
 
 #: A statement for as much as is wanted in the file.
@@ -101,7 +101,7 @@ def test_the_mode_from_before_our_first_change_is_kept(store: OpenStore) -> None
     assert opened.former_modes() == {"GPU-1": "Default", "GPU-2": "Prohibited"}
 
 
-def test_a_mode_that_was_put_back_is_forgotten_and_can_be_noted_anew(store: OpenStore) -> None:
+def test_a_mode_that_was_restored_is_forgotten_and_can_be_noted_anew(store: OpenStore) -> None:
     opened = store()
     opened.remember_modes({"GPU-1": "Default", "GPU-2": "Default"})
     opened.forget_mode("GPU-1")

@@ -279,11 +279,11 @@ def test_a_file_that_cannot_be_read_is_nothing_known(
     assert reasons(supervise(host).start()) == [""] * 10
 
 
-def test_a_former_compute_mode_is_put_back_once_it_is_back_and_nothing_is_tried_before(
+def test_a_former_compute_mode_is_restored_once_it_is_back_and_nothing_is_tried_before(
     make_host: MakeHost, supervise: Supervise, caplog: pytest.LogCaptureFixture
 ) -> None:
     host = make_host(TWO)
-    supervise(host).start().stop(put_back=False)
+    supervise(host).start().stop(restore=False)
     host.gpus[1].lose()
     made = supervise(host).start()
     made.rescan()

@@ -51,7 +51,7 @@ class Modes(RuleBasedStateMachine):
     def stop(self) -> None:
         if self.runs:
             self.ours(self._stop)
-            assert not self.owed or self.lost, "what can be put back is"
+            assert not self.owed or self.lost, "what can be restored is"
 
     @rule()
     def crash(self) -> None:
@@ -114,7 +114,7 @@ class Modes(RuleBasedStateMachine):
                 owed = self.owed.setdefault(uuid, before[uuid])
                 assert noted[uuid] == owed, "what it was before we first touched it"
             elif uuid in self.owed:
-                assert after[uuid] == self.owed.pop(uuid), "nothing is forgotten that was not put back"
+                assert after[uuid] == self.owed.pop(uuid), "nothing is forgotten that was not restored"
             else:
                 assert after[uuid] == before[uuid], "nothing is changed that is not noted"
 

@@ -1,4 +1,4 @@
-"""Compute modes: set where we serve, and put back to what each was, whoever ended without doing so."""
+"""Compute modes: set where we serve, and restored to what each was, whoever ended without doing so."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TWO = [{"kind": "v100"}, {"kind": "a100", "compute_mode": "prohibited"}]
 FIRST = "0000:00:06.0"
 
 
-def test_compute_modes_are_set_and_on_a_stop_put_back_to_what_each_was(
+def test_compute_modes_are_set_and_on_a_stop_restored_to_what_each_was(
     make_host: MakeHost, supervise: Supervise
 ) -> None:
     host = make_host(TWO)
@@ -29,11 +29,11 @@ def test_compute_modes_are_set_and_on_a_stop_put_back_to_what_each_was(
     assert modes(host) == ["default", "prohibited"]
 
 
-def test_modes_are_put_back_by_the_next_daemon_when_one_ended_without_doing_so(
+def test_modes_are_restored_by_the_next_daemon_when_one_ended_without_doing_so(
     make_host: MakeHost, supervise: Supervise
 ) -> None:
     host = make_host(TWO)
-    supervise(host).start().stop(put_back=False)
+    supervise(host).start().stop(restore=False)
     assert modes(host) == ["exclusive_process", "exclusive_process"]
     supervise(host).start().stop()
     assert modes(host) == ["default", "prohibited"]
@@ -43,17 +43,17 @@ def test_the_mode_from_before_we_first_touched_it_counts_whatever_came_between(
     make_host: MakeHost, supervise: Supervise
 ) -> None:
     host = make_host([{"kind": "v100"}])
-    supervise(host).start().stop(put_back=False)
+    supervise(host).start().stop(restore=False)
     host.gpus[0].compute_mode = "prohibited"
     supervise(host).start().stop()
     assert modes(host) == ["default"]
 
 
-def test_the_mode_of_a_gpu_that_is_no_longer_configured_is_put_back_at_the_next_start(
+def test_the_mode_of_a_gpu_that_is_no_longer_configured_is_restored_at_the_next_start(
     make_host: MakeHost, supervise: Supervise
 ) -> None:
     host = make_host(TWO)
-    supervise(host).start().stop(put_back=False)
+    supervise(host).start().stop(restore=False)
     entry = f"devices:\n- path: {host.gpus[0].uuid}\n  type: NVIDIA_MPS\n  virtual_number: 2\n"
     (host.root / "etc/yunion/host_container_device.yml").write_text(entry)
     made = supervise(host).start()
@@ -144,7 +144,7 @@ def test_a_mode_that_somebody_changes_meanwhile_is_warned_of(
     )
 
 
-def test_a_gpu_that_is_lost_at_the_stop_is_put_back_by_the_next_daemon(
+def test_a_gpu_that_is_lost_at_the_stop_is_restored_by_the_next_daemon(
     make_host: MakeHost, supervise: Supervise, caplog: pytest.LogCaptureFixture
 ) -> None:
     host = make_host(TWO)
@@ -158,7 +158,7 @@ def test_a_gpu_that_is_lost_at_the_stop_is_put_back_by_the_next_daemon(
     assert modes(host) == ["default", "prohibited"]
 
 
-def test_what_was_put_back_is_forgotten_so_that_the_operator_s_own_later_mode_is_kept(
+def test_what_was_restored_is_forgotten_so_that_the_operator_s_own_later_mode_is_kept(
     make_host: MakeHost, supervise: Supervise
 ) -> None:
     host = make_host([{"kind": "v100"}])
@@ -170,7 +170,7 @@ def test_what_was_put_back_is_forgotten_so_that_the_operator_s_own_later_mode_is
 
 
 def test_no_mode_is_set_any_more_once_a_stop_has_begun(make_host: MakeHost, supervise: Supervise) -> None:
-    """A look at the GPUs may be under way on a thread, and come to its end after the modes were put back."""
+    """A look at the GPUs may be under way on a thread, and come to its end after the modes were restored."""
     host = make_host([{"kind": "v100"}])
     made = supervise(host).start()
     host.gpus[0].compute_mode = "default"

@@ -49,12 +49,12 @@ def end(host: SimHost) -> None:
     host.run([PROGRAM], input="quit\n", env={**host.env, "CUDA_MPS_PIPE_DIRECTORY": str(pipe)})
 
 
-def test_modes_are_put_back_where_mps_was_disabled_since_and_no_control_daemon_runs(
+def test_modes_are_restored_where_mps_was_disabled_since_and_no_control_daemon_runs(
     make_host: MakeHost, supervise: Supervise
 ) -> None:
     host = make_host(TWO)
     made = supervise(host).start()
-    made.stop(put_back=False)
+    made.stop(restore=False)
     assert modes(host) == ["exclusive_process"] * 2
     configure(host, enable_cuda_mps="false")
     supervise(host).start()
@@ -162,7 +162,7 @@ def test_one_of_which_nothing_is_noted_is_reported_and_keeps_its_modes(
     assert modes(host) == ["default"] * 2
 
 
-def test_modes_are_put_back_at_the_stop_where_the_control_daemon_has_ended_meanwhile(
+def test_modes_are_restored_at_the_stop_where_the_control_daemon_has_ended_meanwhile(
     make_host: MakeHost, supervise: Supervise
 ) -> None:
     host = make_host(TWO)
@@ -318,7 +318,7 @@ def test_a_gpu_that_was_taken_out_of_the_file_is_let_go_also_after_a_restart(
     assert modes(host) == ["exclusive_process", "default"]
 
 
-def test_modes_that_are_put_back_at_the_stop_are_told(make_host: MakeHost, supervise: Supervise) -> None:
+def test_modes_that_are_restored_at_the_stop_are_told(make_host: MakeHost, supervise: Supervise) -> None:
     host = make_host(TWO)
     made = supervise(host).start()
     made.stop()

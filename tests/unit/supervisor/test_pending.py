@@ -131,7 +131,7 @@ def test_other_control_daemons_wait_for_the_end_of_the_jobs_on_those_that_run(pu
     assert made.available == 8
 
 
-def test_a_compute_mode_to_be_kept_is_put_back_once_no_server_may_have_jobs_and_that_is_said(
+def test_a_compute_mode_to_be_kept_is_restored_once_no_server_may_have_jobs_and_that_is_said(
     put_to_work: PutToWork,
 ) -> None:
     host, jobs, made, client = put_to_work(V100, 4)

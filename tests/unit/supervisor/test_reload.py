@@ -74,7 +74,7 @@ def test_a_gpu_more_is_served_and_its_mode_set(make_host: MakeHost, supervise: S
     assert pid(made) == before, "that of the other GPU goes on"
 
 
-def test_a_gpu_less_is_let_go_and_its_mode_put_back(make_host: MakeHost, supervise: Supervise) -> None:
+def test_a_gpu_less_is_let_go_and_its_mode_restored(make_host: MakeHost, supervise: Supervise) -> None:
     host = make_host(TWO, cuda_mps_scope="gpu")
     host.divide(2, 2)
     made = supervise(host).start()

@@ -183,7 +183,7 @@ def test_a_stop_names_the_jobs_that_it_waits_for_and_then_those_that_were_late(
     made = supervise(host).start()
     client = attach(jobs, host)
     made.supervisor.jobs.note({host.gpus[0].uuid: {client.pid: 100}}, time.monotonic())
-    made.stop(put_back=False)
+    made.stop(restore=False)
     made.supervisor.report_late_jobs()
     named = f"(PID {client.pid}, root)"
     told = [message for message in caplog.messages if named in message]

@@ -1,4 +1,4 @@
-"""`yunion-mps-daemon --put-back`: what a daemon that was killed has left is undone, with broken files too."""
+"""`yunion-mps-daemon --restore`: what a daemon that was killed has left is undone, with broken files too."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ def killed(daemon: Daemon) -> int:
     return control
 
 
-def test_its_control_daemon_is_ended_and_the_compute_mode_put_back(daemon: Daemon, killed: int) -> None:
-    assert daemon.run("--put-back") == 0, daemon.log
+def test_its_control_daemon_is_ended_and_the_compute_mode_restored(daemon: Daemon, killed: int) -> None:
+    assert daemon.run("--restore") == 0, daemon.log
     assert not is_running(killed)
     assert daemon.host.gpus[0].compute_mode == "default"
     assert f"ending the control daemon (PID {killed})" in daemon.log
     assert "nothing is left" in daemon.log
     assert not daemon.socket_path.exists()
     assert "Traceback" not in daemon.log
-    assert daemon.run("--put-back") == 0, daemon.log
+    assert daemon.run("--restore") == 0, daemon.log
 
 
-def test_where_only_the_mode_is_left_it_is_put_back(daemon: Daemon, killed: int) -> None:
+def test_where_only_the_mode_is_left_it_is_restored(daemon: Daemon, killed: int) -> None:
     os.kill(killed, signal.SIGKILL)
     eventually(lambda: not is_running(killed))
-    assert daemon.run("--put-back") == 0, daemon.log
+    assert daemon.run("--restore") == 0, daemon.log
     assert daemon.host.gpus[0].compute_mode == "default"
 
 
@@ -49,29 +49,29 @@ def test_a_note_is_of_this_boot_whatever_boot_id_it_has(daemon: Daemon, killed: 
     note.write_text(other)
     with closing(sqlite3.connect(daemon.host.root / "var/lib/yunion-mps/state.db")) as store, store:
         store.execute("UPDATE former_compute_mode SET boot_id = 'another'")
-    assert daemon.run("--put-back") == 0, daemon.log
+    assert daemon.run("--restore") == 0, daemon.log
     assert daemon.host.gpus[0].compute_mode == "default"
     assert not note.exists()
 
 
-def test_where_a_mode_cannot_be_put_back_the_command_is_named(daemon: Daemon, killed: int) -> None:
+def test_where_a_mode_cannot_be_restored_the_command_is_named(daemon: Daemon, killed: int) -> None:
     daemon.host.fail("nvmlDeviceSetComputeMode", "no_permission")
-    assert daemon.run("--put-back") == 1
+    assert daemon.run("--restore") == 1
     uuid = daemon.host.gpus[0].uuid
-    assert f"put it back: nvidia-smi -i {uuid} -c DEFAULT" in daemon.log
+    assert f"restore it: nvidia-smi -i {uuid} -c DEFAULT" in daemon.log
     assert not is_running(killed)
     daemon.host.clear()
-    assert daemon.run("--put-back") == 0
+    assert daemon.run("--restore") == 0
     assert daemon.host.gpus[0].compute_mode == "default"
 
 
 def test_while_a_daemon_runs_it_refuses(ready_daemon: Daemon) -> None:
     other = Daemon(ready_daemon.host, notify=False)
-    assert other.run("--put-back") == 1
+    assert other.run("--restore") == 1
     assert f"another yunion-mps-daemon is running already (PID {ready_daemon.pid})" in other.log
     assert ready_daemon.status()["state"] == "ready"
 
 
 def test_where_no_daemon_has_ever_run_there_is_nothing_to_do(daemon: Daemon) -> None:
-    assert daemon.run("--put-back") == 0
-    assert "there is nothing to put back" in daemon.log
+    assert daemon.run("--restore") == 0
+    assert "there is nothing to restore" in daemon.log
