@@ -106,8 +106,8 @@ def test_the_pages_have_every_variable_that_the_programs_read(manual: Manual) ->
 
 def test_the_daemons_page_has_every_file_of_ours(manual: Manual) -> None:
     paths = Paths()
-    names = [name for name, value in vars(Paths).items() if isinstance(value, property)]
-    files = {str(getattr(paths, name)) for name in names if not name.endswith("_directory")}
+    names = [name for name in vars(Paths) if not name.startswith("_") and not name.endswith("_directory")]
+    files = {path for name in names if isinstance(path := getattr(paths, name), str)}
     ours = {file for file in files if "yunion" in file}
     assert len(ours) >= 6
     page = manual.text("yunion-mps-daemon.8")

@@ -37,6 +37,7 @@ class Modes(RuleBasedStateMachine):
         configure(self.host)
         self.runs: Supervised | None = None
         self.lost: set[int] = set()
+        self.refused: set[int] = set()
         #: What each GPU (UUID) that we have changed is to have again.
         self.owed: dict[str, str] = {}
 
@@ -51,7 +52,7 @@ class Modes(RuleBasedStateMachine):
     def stop(self) -> None:
         if self.runs:
             self.ours(self._stop)
-            assert not self.owed or self.lost, "what can be restored is"
+            assert not self.owed or self.lost or self.refused, "what can be restored is"
 
     @rule()
     def crash(self) -> None:
@@ -93,7 +94,13 @@ class Modes(RuleBasedStateMachine):
     @rule(slot=which)
     def refuse(self, slot: int) -> None:
         """The next mode that is set there is not."""
+        self.refused.add(slot)
         self.host.fail("nvmlDeviceSetComputeMode", "unknown", gpu=slot, times=1)
+
+    @rule()
+    def obey(self) -> None:
+        self.host.clear()
+        self.refused.clear()
 
     @rule()
     def look(self) -> None:
