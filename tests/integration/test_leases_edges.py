@@ -270,6 +270,26 @@ def test_a_lease_whose_end_was_not_stored_takes_no_device_after_a_crash(
     assert "passed over" not in ready_daemon.log
 
 
+def test_a_request_whose_position_cannot_be_stored_is_served_in_its_turn(ready_daemon: Daemon) -> None:
+    """The state file refuses it, as a full disk makes it; the leases themselves can be stored."""
+    held = take(ready_daemon, "name=held&ttl=600&device=00:06.0-0")
+    state = sqlite3.connect(ready_daemon.host.root / "var/lib/yunion-mps/state.db", isolation_level=None)
+    with contextlib.closing(state):
+        full = "BEGIN SELECT RAISE(ABORT, 'database or disk is full'); END"
+        for change in ("INSERT", "DELETE"):
+            state.execute(f"CREATE TRIGGER no_{change} BEFORE {change} ON queued_request {full}")
+    waiters = []
+    for number in range(2):
+        query = f"device=00:06.0-0&name=w{number}&ttl=600&wait=60&request={str(number) * 32}"
+        waiters.append(Asker(ready_daemon, query))
+        wait_until_wait(ready_daemon, number + 1)
+    for waiter in waiters:
+        ready_daemon.ask("DELETE", f"/v1/leases/{held['id']}")
+        status, held = waiter.answer()
+        assert (status, held["devices"]) == (200, ["00:06.0-0"])
+        waiter.close()
+
+
 def test_a_clock_that_is_set_back_changes_no_order(daemon: Daemon, tmp_path: Path) -> None:
     levers = Levers(tmp_path)
     daemon.start(**levers.environment).wait_ready()

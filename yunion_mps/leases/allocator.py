@@ -244,16 +244,16 @@ class Allocator:
         ids = {one.device.id for one in matching}
         unavailable = [(one.reason, one.device.gpu_address) for one in matching if one.reason]
         unavailable += [(one.reason, one.gpu) for one in pools if one.reason]
-        former = self.ledger.former_leases([one.device for one in candidates.devices])
+        waits = self.ledger.lease_waits([one.device for one in candidates.devices]).values()
         able = {one.device.id for one in matching if not one.reason}
-        pending = [(one, able & one.pending) for one in former.values() if able & one.pending]
+        pending = [(wait.reason, able & wait.pending) for wait in waits if able & wait.pending]
         used = len(ids & self.ledger.owners.keys() - {name for _, names in pending for name in names})
         free = sum(map(len, by_gpu.values()))
         parts = [
             f"{self._left_mib(one, reserved)} MiB free on GPU {one.gpu}" for one in pools if not one.reason
         ]
         parts += [f"{used} of {len(ids)} in use"] if used else []
-        parts += [f"{len(names)} pending ({one.waits})" for one, names in pending[:_MOST_NAMED]]
+        parts += [f"{len(names)} pending ({reason})" for reason, names in pending[:_MOST_NAMED]]
         if reserved.devices & ids:
             parts.append(f"{len(reserved.devices & ids)} reserved for earlier requests")
         if free:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import NamedTuple
 
 from yunion_mps.errors import HostError
 from yunion_mps.host.proc import user_name
@@ -21,27 +20,6 @@ from yunion_mps.supervisor.changes import LeaseWait
 _MOST_NAMED = 3
 #: So much of a lease's id tells it from the others.
 _ID_LENGTH = 8
-
-
-class FormerLeases(NamedTuple):
-    """The leases of a GPU that were given under a former division, and the ids of the pending devices.
-
-    Pending are the devices of these leases, and the devices of the new division that do not fit beside them.
-    """
-
-    leases: tuple[Lease, ...]
-    pending: frozenset[str]
-
-    @property
-    def waits(self) -> str:
-        """What the pending devices wait for."""
-        return f"the new division of its GPU waits for {self} to end"
-
-    def __str__(self) -> str:
-        """The leases: `lease job-17 of alice, lease 7c1f0e7a of bob (PID 4260) and 2 more`."""
-        text = ", ".join(_named(lease) for lease in self.leases[:_MOST_NAMED])
-        more = len(self.leases) - _MOST_NAMED
-        return f"{text} and {more} more" if more > 0 else text
 
 
 class Ledger:
@@ -142,8 +120,11 @@ class Ledger:
         gpu = pool.gpu_uuid
         return free_units(pool, self._memory_mib[gpu] + reserved_mib, self._clients[gpu]) * pool.unit_mib
 
-    def former_leases(self, devices: Sequence[Device]) -> Mapping[str, FormerLeases]:
-        """By UUID, the GPUs with leases that were not given by the division into `devices`."""
+    def lease_waits(self, devices: Sequence[Device]) -> Mapping[str, LeaseWait]:
+        """By UUID, the GPUs with leases that were not given by the division into `devices`.
+
+        Pending are the devices of these leases, and those of the new division that do not fit beside them.
+        """
         divided = {device.id: _budget(device) for device in devices}
         gpus = {device.gpu_uuid for device in devices}
         leases: dict[str, dict[str, Lease]] = {}
@@ -159,17 +140,13 @@ class Ledger:
             if device.id not in fitting:
                 pending[device.gpu_uuid].add(device.id)
         return {
-            uuid: FormerLeases(tuple(found.values()), frozenset(pending[uuid]))
+            uuid: LeaseWait(
+                len(pending[uuid] & divided.keys()),
+                tuple(found),
+                _described([*found.values()]),
+                frozenset(pending[uuid]),
+            )
             for uuid, found in leases.items()
-        }
-
-    def lease_waits(self, devices: Sequence[Device]) -> Mapping[str, LeaseWait]:
-        """By GPU UUID, how many of `devices` wait for leases of a former division, and for which."""
-        ids = {device.id for device in devices}
-        return {
-            uuid: LeaseWait(number, tuple(lease.id for lease in former.leases), str(former))
-            for uuid, former in self.former_leases(devices).items()
-            if (number := len(former.pending & ids))
         }
 
 
@@ -182,7 +159,12 @@ def _budget(device: Device) -> tuple[int, float, str]:
     return device.memory_limit_mib, device.thread_percentage, device.priority
 
 
-def _named(lease: Lease) -> str:
-    holder = lease.holder
-    text = f"lease {shortened(holder.name) or lease.id[:_ID_LENGTH]} of {user_name(holder.uid)}"
-    return text if holder.pid is None else f"{text} (PID {holder.pid})"
+def _described(leases: Sequence[Lease]) -> str:
+    """The leases: `lease job-17 of alice, lease 7c1f0e7a of bob (PID 4260) and 2 more`."""
+    shown = []
+    for lease in leases[:_MOST_NAMED]:
+        holder = lease.holder
+        text = f"lease {shortened(holder.name) or lease.id[:_ID_LENGTH]} of {user_name(holder.uid)}"
+        shown.append(text if holder.pid is None else f"{text} (PID {holder.pid})")
+    more = len(leases) - _MOST_NAMED
+    return ", ".join(shown) + (f" and {more} more" if more > 0 else "")

@@ -162,7 +162,8 @@ class Reloader:
         for uuid, wait in self._ledger.lease_waits(snapshot.plan.devices).items():
             address = gpus.get(uuid, uuid)
             what = f"GPU {address}: {wait.devices} of its devices wait for {wait.description} to end"
-            pending.append({"domain": names[uuid], "pending": what, "leases": [*wait.leases]})
+            if wait.devices:
+                pending.append({"domain": names[uuid], "pending": what, "leases": [*wait.leases]})
         return {"changes": [change._asdict() for change in changes], "pending": pending}
 
     async def _check_new_program(self) -> None:

@@ -44,8 +44,8 @@ def devices_json(snapshot: Snapshot, ledger: Ledger | None = None) -> list[Json]
     One that a former division has given is shown as it was given.
     """
     ledger = ledger or Ledger()
-    former = ledger.former_leases(snapshot.plan.devices)
-    pending = {name: one.waits for one in former.values() for name in one.pending}
+    waits = ledger.lease_waits(snapshot.plan.devices).values()
+    pending = {name: wait.reason for wait in waits for name in wait.pending}
     given = {device.id: device for lease in ledger.leases.values() for device in lease.devices}
     planned = {device.id for device in snapshot.plan.devices}
     made = [device for device in given.values() if device.id not in planned]

@@ -38,11 +38,20 @@ _PLANNED_KEYS = {
 
 
 class LeaseWait(NamedTuple):
-    """How many devices of a GPU wait for leases of a former division, those leases' ids, and their names."""
+    """How many devices of a GPU wait for leases of a former division, those leases' ids, and their names.
+
+    `pending` has the ids of these devices, and of those that the leases have.
+    """
 
     devices: int
     leases: tuple[str, ...]
     description: str
+    pending: frozenset[str] = frozenset()
+
+    @property
+    def reason(self) -> str:
+        """Why these devices are pending."""
+        return f"the new division of its GPU waits for {self.description} to end"
 
 
 #: Returns, by GPU UUID, which of these devices of a plan wait for leases.
@@ -187,7 +196,7 @@ def _when(domain: Domain) -> str:
 
 
 def _after_leases(effect: str, total: int, wait: LeaseWait | None) -> str:
-    if wait is None:
+    if wait is None or not wait.devices:
         return effect
     end = f"after the end of {wait.description}"
     if effect != AT_ONCE:

@@ -17,7 +17,7 @@ HALVES, QUARTERS = (
 
 def waiting(devices: list[Device], *leased: Device) -> dict[str, int]:
     ledger = Ledger([lease(f"lease-{place}", one) for place, one in enumerate(leased)])
-    return {uuid: wait.devices for uuid, wait in ledger.lease_waits(devices).items()}
+    return {uuid: wait.devices for uuid, wait in ledger.lease_waits(devices).items() if wait.devices}
 
 
 def test_leases_of_the_division_keep_nothing_waiting() -> None:
@@ -43,9 +43,9 @@ def test_leases_are_named_by_name_or_id_with_their_holder() -> None:
     ledger.replace(
         ledger.leases["0c1f0e7a-0000"]._replace(holder=Holder("name", 0, name="job-17", ttl_s=60.0))
     )
-    (former,) = ledger.former_leases(HALVES).values()
+    (wait,) = ledger.lease_waits(HALVES).values()
     rest = ", ".join(f"lease {slot}c1f0e7a of {user_name(1000)} (PID 4260)" for slot in (1, 2))
-    assert str(former) == f"lease job-17 of root, {rest} and 1 more"
+    assert wait.description == f"lease job-17 of root, {rest} and 1 more"
 
 
 def test_a_device_has_one_owner() -> None:
