@@ -1,14 +1,54 @@
-"""A host's two files, in a folder with a short path: the pipe directory's sockets must fit under it."""
+"""The two configuration files of a host that has nothing else."""
 
 from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Optional, Union
 
 import pytest
+from yunion_mps.config import load
+from yunion_mps.errors import Problem
+from yunion_mps.models import Config
+from yunion_mps.paths import Paths
 
-from unit.config.files import Files
+Content = Optional[Union[str, bytes]]
+
+HOST = "/etc/yunion/host.conf"
+DEVICES = "/etc/yunion/host_container_device.yml"
+
+
+class Files:
+    """Writes both files below a root and reads them back; messages name files as on a host without a root."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.paths = Paths(str(root))
+        self.host = root / HOST[1:]
+        self.devices = root / DEVICES[1:]
+        self.host.parent.mkdir(parents=True)
+
+    def write(self, host: Content = "enable_cuda_mps: true\n", devices: Content = None) -> Files:
+        """Write the files; None leaves one out."""
+        for file, content in ((self.host, host), (self.devices, devices)):
+            file.unlink(missing_ok=True)
+            if content is not None:
+                file.write_bytes(content.encode() if isinstance(content, str) else content)
+        return self
+
+    def load(self) -> Config:
+        """The configuration, which must be without a problem."""
+        config, problems = load(self.paths)
+        assert problems == []
+        return config
+
+    def problems(self) -> list[Problem]:
+        return load(self.paths)[1]
+
+    def messages(self) -> list[str]:
+        """What is wrong with the files, as it is printed."""
+        return [str(problem).replace(str(self.root), "") for problem in self.problems()]
 
 
 @pytest.fixture

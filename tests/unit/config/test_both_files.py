@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from unit.config.files import DEVICES, HOST, Files
+from unit.config.conftest import DEVICES, HOST, Files
 
 
 def test_the_problems_of_both_files_are_reported_together_host_conf_first(files: Files) -> None:

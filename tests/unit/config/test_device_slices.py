@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from yunion_mps.models import DeviceEntry, SliceEntry, Source
 
-from unit.config.files import DEVICES, Files
+from unit.config.conftest import DEVICES, Files
 
 ENTRY = "devices:\n- type: NVIDIA_MPS\n  path: 00:06.0\n"
 AMOUNT = "write a whole number of MiB or GiB, for example 8192MiB or 8GiB"

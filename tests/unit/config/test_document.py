@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from unit.config.files import DEVICES, HOST, Files
+from unit.config.conftest import DEVICES, HOST, Files
 
 MIB = 1 << 20
 FILL = "write at least enable_cuda_mps: true or enable_cuda_mps: false"

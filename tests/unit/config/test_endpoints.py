@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from yunion_mps.config.values import is_public, split_endpoint
 
-from unit.config.files import HOST, Files
+from unit.config.conftest import HOST, Files
 
 EXAMPLE = "write an IP address and a port, for example 127.0.0.1:9435 or '[::1]:9435'"
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from yunion_mps.config import KEYS, load
 
-from unit.config.files import Files
+from unit.config.conftest import Files
 
 #: What YAML 1.1 ends a line with.
 LINE_END = re.compile("\r\n|[\r\n\x85\u2028\u2029]")

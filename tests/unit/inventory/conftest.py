@@ -1,15 +1,37 @@
-"""Simulated hosts with NVML open on them, in this process."""
+"""A simulated host and NVML on it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from typing import NamedTuple
 
 import pytest
-from yunion_mps.inventory import Nvml
+from yunion_mps.inventory import Nvml, scan
+from yunion_mps.models import Gpu, Inventory
+from yunion_mps.paths import Paths
 
 from simhost import Description, SimHost
-from unit.inventory.opened import OpenedHost, OpenHost
+
+
+class OpenedHost(NamedTuple):
+    """The host, and NVML as a program holds it open."""
+
+    sim: SimHost
+    nvml: Nvml
+
+    @property
+    def paths(self) -> Paths:
+        return Paths(str(self.sim.root))
+
+    def scan(self) -> Inventory:
+        return scan(self.nvml, self.paths)
+
+    def gpus(self) -> tuple[Gpu, ...]:
+        return self.scan().gpus
+
+
+OpenHost = Callable[..., OpenedHost]
 
 
 @pytest.fixture

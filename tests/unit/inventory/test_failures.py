@@ -8,7 +8,7 @@ from yunion_mps.errors import DriverError
 from yunion_mps.models import Gpu
 
 from simhost import SimHost
-from unit.inventory.opened import OpenHost
+from unit.inventory.conftest import OpenHost
 
 LOST = "the GPU has fallen off the bus or is otherwise inaccessible (GPU is lost)"
 NOT_PERMITTED = "NVML does not permit this"

@@ -1,11 +1,17 @@
+"""The GPUs that are found, and the file of those that have served."""
+
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
-from yunion_mps.inventory.scan import Scanner
+from yunion_mps.inventory.scan import Scanner, ServedGpus, load_served, save_served
 from yunion_mps.models import Driver, Gpu, Inventory, PcieLink
+from yunion_mps.paths import Paths
 
 from simhost.catalog import KINDS
-from unit.inventory.opened import OpenHost
+from unit.inventory.conftest import OpenHost
 
 
 def test_the_reference_case_has_every_field(open_host: OpenHost) -> None:
@@ -137,3 +143,46 @@ def test_a_scan_after_a_loss_shows_the_gpu_as_it_is_then(open_host: OpenHost) ->
     (opened.sim.root / "sys/bus/pci/devices/0000:00:07.0/numa_node").write_text("1\n")
     opened.sim.gpus[1].restore()
     assert scanner.scan(opened.nvml).gpus == (first.gpus[0], first.gpus[1]._replace(numa_node=1))
+
+
+GPU = Gpu("0000:00:06.0", "GPU-1", "Tesla V100", minor=0, memory_mib=16384, compute_capability=(7, 0))
+
+
+def test_what_was_written_is_read(tmp_path: Path) -> None:
+    paths = Paths(str(tmp_path))
+    assert load_served(paths) == ServedGpus()
+    assert save_served(paths, [GPU])
+    assert load_served(paths) == ServedGpus((GPU,))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("pci_address", None),
+        ("pci_address", []),
+        ("uuid", {}),
+        ("uuid", None),
+        ("name", 7),
+        ("memory_mib", "16G"),
+        ("minor", 1.5),
+        ("numa_node", [1]),
+        ("render_node", 128),
+        ("compute_capability", "70"),
+        ("link", [1]),
+    ],
+)
+def test_what_is_of_another_kind_names_no_gpu(tmp_path: Path, name: str, value: object) -> None:
+    paths = Paths(str(tmp_path))
+    save_served(paths, [GPU])
+    text = json.loads(Path(paths.served_gpus).read_text())
+    text["gpus"][0][name] = value
+    Path(paths.served_gpus).write_text(json.dumps(text))
+    assert load_served(paths) == ServedGpus()
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "[" * 100_000], ids=len)
+def test_what_is_no_such_file_names_no_gpu(tmp_path: Path, text: str) -> None:
+    paths = Paths(str(tmp_path))
+    save_served(paths, [GPU])
+    Path(paths.served_gpus).write_text(text)
+    assert load_served(paths) == ServedGpus()

@@ -17,7 +17,7 @@ from yunion_mps.inventory.sysfs import (
 from yunion_mps.models import PcieLink
 from yunion_mps.paths import Paths
 
-from unit.inventory.opened import OpenHost
+from unit.inventory.conftest import OpenHost
 
 ADDRESS = "0000:00:06.0"
 
