@@ -32,8 +32,8 @@ class Gateway:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self, user: int | None = None) -> Gateway:
-        """Start it once the daemon has told what is to be served, as the path unit does; by this user."""
-        eventually(self.notice.exists, "the daemon's notice", trouble=lambda: self.daemon.log)
+        """Start it once the daemon has published addresses, as the path unit does; by this user."""
+        eventually(self.addresses.exists, "the published addresses", trouble=lambda: self.daemon.log)
         self.end()
         with self._log_file.open("ab") as log:
             self._process = subprocess.Popen(
@@ -44,7 +44,7 @@ class Gateway:
         return self
 
     @property
-    def notice(self) -> Path:
+    def addresses(self) -> Path:
         return self.daemon.host.root / "run/yunion-mps/gateway.json"
 
     @property

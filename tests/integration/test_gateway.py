@@ -139,7 +139,7 @@ def test_a_reload_moves_it_to_another_port(gateway: Gateway, open_daemon: Daemon
 def test_it_ends_when_nothing_is_to_be_served(gateway: Gateway, open_daemon: Daemon, port: int) -> None:
     reload(open_daemon)
     assert gateway.wait() == 0
-    assert not gateway.notice.exists()
+    assert not gateway.addresses.exists()
     assert gateway.get(port) is None
 
 
@@ -213,7 +213,7 @@ def test_a_public_address_is_refused_by_a_reload_and_opens_nothing(ready_daemon:
     assert (
         f"{wrong}: write 127.0.0.1:9434, or metrics_allow_public: true if that is meant" in answer["detail"]
     )
-    assert not Gateway(ready_daemon).notice.exists()
+    assert not Gateway(ready_daemon).addresses.exists()
 
 
 def test_a_start_with_a_public_address_serves_all_else_and_warns(
@@ -232,7 +232,7 @@ def test_a_start_with_a_public_address_serves_all_else_and_warns(
     told = daemon.host.run(["yunion-mps", "status"]).stdout
     assert "Remedy:   correct that line, then: yunion-mps reload" in told
     gateway = Gateway(daemon)
-    assert not gateway.notice.exists()
+    assert not gateway.addresses.exists()
     assert daemon.host.run(["yunion-mps", "config", "check"]).returncode == 6
     assert daemon.ask("POST", "/v1/reload")[0] == 422
     reload(daemon, metrics_listen=f"127.0.0.1:{port}")

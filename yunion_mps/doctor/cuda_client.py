@@ -13,7 +13,7 @@ import json
 import os
 import sys
 from ctypes import byref, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
-from typing import Any
+from typing import Any, TypedDict, final
 
 MIB = 1 << 20
 # Names of enum CUdevice_attribute in cuda.h.
@@ -80,6 +80,27 @@ LOOP:
 """
 
 
+@final
+class Failure(TypedDict):
+    """A call that failed, as the program says it."""
+
+    call: str
+    code: int
+    name: str
+
+
+@final
+class Given(TypedDict):
+    """What the program was given: memory in MiB, SMs in all and those that its kernel ran on."""
+
+    name: str
+    mps: int | None
+    memory_mib: int
+    multiprocessors: int | None
+    used: int
+    over_budget: bool
+
+
 class CudaError(Exception):
     """A call that failed, with CUDA's code and its name."""
 
@@ -87,7 +108,7 @@ class CudaError(Exception):
         super().__init__(f"{call}: {name} ({code})")
         self.call, self.code, self.name = call, code, name
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> Failure:
         """The error for another process."""
         return {"call": self.call, "code": self.code, "name": self.name}
 
@@ -215,7 +236,7 @@ def _gets(gpu: Gpu, mib: int) -> bool:
     return True
 
 
-def main(over_mib: int) -> dict[str, Any]:
+def main(over_mib: int) -> Given:
     """What a client has; raises CudaError."""
     gpu = Gpu(Driver())
     return {
@@ -229,6 +250,7 @@ def main(over_mib: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    answer: Given | Failure
     try:
         answer = main(int(sys.argv[1]))
     except CudaError as error:

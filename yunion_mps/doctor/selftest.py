@@ -6,9 +6,10 @@ import json
 import math
 import os
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from yunion_mps.doctor import cuda_client
+from yunion_mps.doctor.cuda_client import Failure, Given
 from yunion_mps.doctor.host import Host, SkipError
 from yunion_mps.doctor.report import Finding, Findings, check, ok, problem, skipped
 from yunion_mps.host.proc import uid_of, user_name
@@ -81,7 +82,7 @@ def _tested(host: Host, device: DeviceDetails) -> Finding:
     return _judged(device, answer)
 
 
-def _judged(device: DeviceDetails, answer: dict[str, Any]) -> Finding:
+def _judged(device: DeviceDetails, answer: Given) -> Finding:
     budget, percentage = device["mps_memory_limit"], device["mps_thread_percentage"]
     addr, memory = device["addr"], answer["memory_mib"]
     used, all_of = answer["used"], answer["multiprocessors"]
@@ -113,7 +114,7 @@ def _other_user(host: Host, domain: str) -> str:
     return ""
 
 
-def _answer(variables: dict[str, str], over_mib: int, timeout_s: float) -> dict[str, Any] | None:
+def _answer(variables: dict[str, str], over_mib: int, timeout_s: float) -> Given | Failure | None:
     """What the program prints; None if that does not come in time."""
     kept = {name: value for name, value in os.environ.items() if name in _KEPT}
     # Nothing of ours stays in a home directory.
@@ -123,7 +124,7 @@ def _answer(variables: dict[str, str], over_mib: int, timeout_s: float) -> dict[
     if status is None:
         return None
     try:
-        answer: dict[str, Any] = json.loads(text)
+        answer: Given | Failure = json.loads(text)
     except ValueError:
         return {"call": "the program", "code": -3, "name": "it ended without output"}
     return answer
