@@ -23,6 +23,9 @@ class Field:
 
 _PCI = "([0-9a-f]{4,8}:)?[0-9a-f]{2}:[0-9a-f]{2}\\.[0-7]"
 
+#: One value a minute.
+_HOUR = {"minItems": 60, "maxItems": 60}
+
 Count = Annotated[int, Field(minimum=0)]
 Mib = Annotated[int, Field("In MiB.", minimum=0)]
 Percentage = Annotated[float, Field("Of the GPU's SM threads.", minimum=0.1, maximum=100)]
@@ -219,16 +222,11 @@ class EventList(TypedDict):
 
 
 class MemoryUse(TypedDict):
-    """The memory that processes had of a GPU or a device."""
+    """The memory that processes had of a GPU or a device; a lease of several devices fills them in turn."""
 
     addr: Annotated[str, Field("The address of the GPU or device.")]
     memory_used: Annotated[
-        list[Mib | None],
-        Field(
-            "The most of each minute in MiB; several devices' use fills them in turn. Null: not read.",
-            minItems=60,
-            maxItems=60,
-        ),
+        list[Mib | None], Field("The most of each minute in MiB; null: not read.", **_HOUR)
     ]
 
 
@@ -239,11 +237,7 @@ class Usage(TypedDict):
     step: Annotated[int, Field("Seconds from one number to the next.", const=60)]
     looked: Annotated[
         list[bool],
-        Field(
-            "Whether that minute was read: not before the daemon's start or while the driver hung.",
-            minItems=60,
-            maxItems=60,
-        ),
+        Field("False: not read, before the daemon's start or while the driver hung.", **_HOUR),
     ]
     gpus: list[MemoryUse]
     devices: Annotated[list[MemoryUse], Field("By YUNION_MPS_DEVICE or the leases of processes.")]

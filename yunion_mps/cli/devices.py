@@ -10,7 +10,7 @@ import click
 from yunion_mps.cli.daemon import call
 from yunion_mps.cli.options import device_argument, one_device
 from yunion_mps.cli.output import cell, draw, fields, notes, output_option, pairs, show, show_pairs
-from yunion_mps.http.operations import GET_DEVICE, GET_DEVICES, GET_GPUS
+from yunion_mps.http.operations import GET_DEVICE, GET_DEVICES, GET_GPUS, LARGEST_LIMIT, LARGEST_NUMBER
 
 if TYPE_CHECKING:
     from yunion_mps.answers import DeviceDetails, DeviceList, Gpu
@@ -54,9 +54,9 @@ _GPU_COLUMNS = {
 _GPU_DROP = ("MIG", "Capability", "UUID", "Enforced", "Compute_mode", "Memory_MiB", "Name", "Devices")
 
 # What the daemon takes, so that a wrong number is wrong usage here.
-_NUMA_NODE = click.IntRange(-1, 2_147_483_647)
-_FROM_0 = click.IntRange(0, 2_147_483_647)
-_UP_TO = click.IntRange(0, 100_000)
+_NUMA_NODE = click.IntRange(-1, LARGEST_NUMBER)
+_FROM_0 = click.IntRange(0, LARGEST_NUMBER)
+_UP_TO = click.IntRange(0, LARGEST_LIMIT)
 
 
 @click.command("isolated-device-list")

@@ -14,13 +14,12 @@ from yunion_mps.cli.daemon import call
 from yunion_mps.cli.options import Moment
 from yunion_mps.cli.output import as_json, csv_rows, date_and_time, output_option, say, show, wrapped
 from yunion_mps.client import Client
-from yunion_mps.http.operations import GET_EVENTS, MOST_EVENTS
+from yunion_mps.http.operations import EVENT_KINDS, GET_EVENTS, MOST_EVENTS
 
 if TYPE_CHECKING:
     from yunion_mps.answers import Event
 
 COLUMNS = ("Time", "Severity", "Kind", "Subject", "What", "Cause", "Consequence")
-KINDS = ("domain", "limit", "gpu", "compute_mode", "configuration", "client", "lease", "daemon")
 
 _NEWEST = 100
 _NEWEST_TO_FOLLOW = 10
@@ -30,7 +29,9 @@ _INDENT, _NARROWEST = 8, 40
 @click.command("events", short_help="Show what happened, and why.")
 @click.option("-f", "--follow", is_flag=True, help="Go on, with what happens from now on.")
 @click.option("--since", type=Moment(), metavar="TIME", help="Only from then on: 10m, 2h, yesterday.")
-@click.option("--kind", type=click.Choice(KINDS), metavar="KIND", help=f"Only these: {', '.join(KINDS)}.")
+@click.option(
+    "--kind", type=click.Choice(EVENT_KINDS), metavar="KIND", help=f"Only these: {', '.join(EVENT_KINDS)}."
+)
 @click.option(
     "--limit",
     type=click.IntRange(1, MOST_EVENTS),

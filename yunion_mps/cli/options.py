@@ -11,6 +11,7 @@ import click
 
 from yunion_mps.cli.daemon import listed_devices
 from yunion_mps.errors import YunionError
+from yunion_mps.http.operations import LATEST_S
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
@@ -22,8 +23,6 @@ _MOMENT_HINT = (
     "write 10m, 2h or 3d for so long ago, today, yesterday, a date as 2026-11-20, a time as "
     "'2026-11-20 13:45', or seconds since 1970"
 )
-#: The latest moment that the daemon takes.
-LATEST_S = 99_999_999_999
 
 
 def duration_s(text: str) -> int | None:

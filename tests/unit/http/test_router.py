@@ -9,6 +9,8 @@ import re
 from typing import Any
 
 import pytest
+from yunion_mps import answers
+from yunion_mps.http import operations
 from yunion_mps.http.handlers import Handlers
 from yunion_mps.http.messages import Request, Response
 from yunion_mps.http.operations import OPERATIONS, Operation
@@ -62,6 +64,14 @@ def test_each_operation_has_a_handler_that_takes_its_parameters(operation: Opera
     others = any(one.kind is one.VAR_KEYWORD for one in signature.parameters.values())
     assert named <= declared
     assert others or named == declared
+
+
+@pytest.mark.parametrize("operation", OPERATIONS, ids=lambda one: one.name)
+def test_the_type_of_an_answer_and_its_schema_have_one_name(operation: Operation[Any]) -> None:
+    declared = operations.__annotations__[operation.name.upper()]
+    untyped = "str" if operation.is_text else "Any"
+    assert declared == f"Operation[{operation.answer or untyped}]"
+    assert not operation.answer or hasattr(answers, operation.answer)
 
 
 def test_no_handler_is_without_an_operation() -> None:
