@@ -1,6 +1,5 @@
 """yunion-mps: NVIDIA MPS as a service."""
 
-import contextlib
 import os
 
 __version__ = "0.1.0"
@@ -27,9 +26,11 @@ def version_line(program: str) -> str:
 
 def revision() -> str:
     """The git revision: that which scripts/package wrote down, else that of the checkout, else `unknown`."""
-    with contextlib.suppress(ImportError):
+    try:
         from yunion_mps._revision import REVISION  # type: ignore[import-not-found,unused-ignore]
-
+    except ImportError:
+        pass
+    else:
         return str(REVISION)
     git = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), ".git")
     head = _read(f"{git}/HEAD")
