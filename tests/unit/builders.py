@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from yunion_mps.config import KEYS
-from yunion_mps.models import Config, DeviceEntry, Driver, Gpu, Inventory, Source
+from yunion_mps.models import Config, DeviceEntry, Driver, Gpu, Inventory, Plan, Source
+from yunion_mps.planning import make_plan
 
 HOST = "/etc/yunion/host.conf"
 DEVICES = "/etc/yunion/host_container_device.yml"
@@ -74,3 +75,15 @@ def config(*entries: DeviceEntry, **given: Any) -> Config:
     written = {"enable_cuda_mps", *given}
     sources = {name: Source(HOST, 9) if name in written else Source("default", None) for name in KEYS}
     return Config(**{**values, **given}, devices=entries, sources=sources)
+
+
+def planned(settings: Config, found: Inventory) -> Plan:
+    """The plan, which has no problems."""
+    plan, problems = make_plan(settings, found, MACHINE_ID)
+    assert problems == []
+    return plan
+
+
+def messages(settings: Config, found: Inventory) -> list[str]:
+    """The problems of a plan."""
+    return [str(problem) for problem in make_plan(settings, found, MACHINE_ID)[1]]

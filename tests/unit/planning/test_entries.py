@@ -1,20 +1,15 @@
 from __future__ import annotations
 
 import pytest
-from yunion_mps.models import Config, Driver, Gpu, Inventory
-from yunion_mps.planning import make_plan, max_clients
+from yunion_mps.models import Config, Driver, Gpu
+from yunion_mps.planning import max_clients
 from yunion_mps.planning.plan import find_gpu
 
-from unit.builders import DEVICES, HOST, MACHINE_ID, P40, config, entry, gpu, inventory
-
-
-def messages(settings: Config, found: Inventory) -> list[str]:
-    return [str(problem) for problem in make_plan(settings, found, MACHINE_ID)[1]]
+from unit.builders import DEVICES, HOST, P40, config, entry, gpu, inventory, messages, planned
 
 
 def reasons(found: Gpu, settings: Config) -> str:
-    plan, problems = make_plan(settings, inventory(found), MACHINE_ID)
-    assert problems == []
+    plan = planned(settings, inventory(found))
     assert (plan.devices, plan.domains, plan.compute_modes) == ((), (), {})
     return plan.unavailable[found.pci_address]
 
@@ -96,8 +91,7 @@ def test_a_path_on_a_host_without_gpus_is_named() -> None:
 def test_the_uuid_of_a_gpu_that_is_lost_is_no_wrong_configuration() -> None:
     lost = Gpu("0000:02:00.0", reason="GPU is lost")
     settings = config(entry(str(gpu(1).uuid), 2), entry(str(gpu(2).uuid), 2, 5))
-    plan, problems = make_plan(settings, inventory(gpu(1), lost), MACHINE_ID)
-    assert problems == []
+    plan = planned(settings, inventory(gpu(1), lost))
     assert {device.gpu_uuid for device in plan.devices} == {gpu(1).uuid}
 
 
@@ -158,8 +152,7 @@ def test_the_override_allows_no_more_devices_on_a_gpu_before_volta() -> None:
     assert messages(settings, inventory(P40, gpu(1))) == [
         (
             f"{DEVICES}:4: virtual_number is 17, more than the 16 clients that MPS allows"
-            " on GPU 00:06.0 (Tesla P40):"
-            " write at most 16"
+            " on GPU 00:06.0 (Tesla P40): write at most 16"
         )
     ]
 
@@ -169,8 +162,7 @@ def test_more_devices_than_mps_allows_are_refused_with_what_it_allows() -> None:
     assert messages(settings, inventory(P40, gpu(1))) == [
         (
             f"{DEVICES}:4: virtual_number is 17, more than the 16 clients that MPS allows"
-            " on GPU 00:06.0 (Tesla P40):"
-            " write at most 16"
+            " on GPU 00:06.0 (Tesla P40): write at most 16"
         ),
         (
             f"{DEVICES}:7: virtual_number is 49, more than the 48 clients that MPS allows on GPU 01:00.0"
@@ -187,8 +179,7 @@ def test_too_many_replicas_are_named_at_their_line_of_host_conf() -> None:
     assert messages(config(cuda_mps_replicas=20), inventory(gpu(1), P40)) == [
         (
             f"{HOST}:9: cuda_mps_replicas is 20, more than the 16 clients that MPS allows"
-            " on GPU 00:06.0 (Tesla P40):"
-            " write at most 16"
+            " on GPU 00:06.0 (Tesla P40): write at most 16"
         )
     ]
 
@@ -205,8 +196,8 @@ def test_an_override_below_the_default_replicas_is_named_at_its_line() -> None:
 
 def test_a_broken_gpu_is_not_held_to_a_number_of_clients() -> None:
     broken = gpu(1, compute_capability=None, reason="GPU is lost")
-    plan, problems = make_plan(config(entry("01:00.0", 48)), inventory(broken), MACHINE_ID)
-    assert (problems, plan.unavailable) == ([], {broken.pci_address: "GPU is lost"})
+    plan = planned(config(entry("01:00.0", 48)), inventory(broken))
+    assert plan.unavailable == {broken.pci_address: "GPU is lost"}
 
 
 @pytest.mark.parametrize(
@@ -234,12 +225,12 @@ def test_a_prohibited_gpu_cannot_serve_where_compute_modes_are_kept() -> None:
     assert reasons(prohibited, config(entry("01:00.0", 2), cuda_mps_compute_mode="keep")) == (
         "the GPU's compute mode is Prohibited, and cuda_mps_compute_mode is keep"
     )
-    plan, _ = make_plan(config(entry("01:00.0", 2)), inventory(prohibited), MACHINE_ID)
+    plan = planned(config(entry("01:00.0", 2)), inventory(prohibited))
     assert (len(plan.devices), plan.compute_modes) == (2, {prohibited.uuid: "Exclusive_Process"})
 
 
 def test_a_gpu_of_capability_3_5_is_the_oldest_that_serves() -> None:
-    plan, _ = make_plan(config(entry("01:00.0", 2)), inventory(gpu(1, compute_capability=(3, 5))), MACHINE_ID)
+    plan = planned(config(entry("01:00.0", 2)), inventory(gpu(1, compute_capability=(3, 5))))
     assert len(plan.devices) == 2
 
 
@@ -247,8 +238,7 @@ def test_a_gpu_of_capability_3_5_is_the_oldest_that_serves() -> None:
 def test_a_gpu_that_cannot_serve_does_not_hinder_the_others(scope: str) -> None:
     settings = config(cuda_mps_replicas=2, cuda_mps_scope=scope)
     found = inventory(gpu(1, mig_enabled=True), gpu(2), gpu(3, reason="GPU is lost"))
-    plan, problems = make_plan(settings, found, MACHINE_ID)
-    assert problems == []
+    plan = planned(settings, found)
     assert {device.gpu_uuid for device in plan.devices} == {gpu(2).uuid}
     assert [domain.gpu_uuids for domain in plan.domains] == [(gpu(2).uuid,)]
     assert set(plan.unavailable) == {"0000:01:00.0", "0000:03:00.0"}

@@ -4,7 +4,7 @@ from decimal import ROUND_FLOOR, Decimal
 from uuid import UUID
 
 import pytest
-from yunion_mps.models import Config, DomainPlan, Inventory, Plan, PlannedGpu
+from yunion_mps.models import DomainPlan, Plan, PlannedGpu
 from yunion_mps.planning import (
     client_environment,
     decimal,
@@ -13,13 +13,7 @@ from yunion_mps.planning import (
 )
 from yunion_mps.planning.division import thread_percentage
 
-from unit.builders import MACHINE_ID, P40, config, entry, gpu, inventory
-
-
-def planned(settings: Config, found: Inventory) -> Plan:
-    plan, problems = make_plan(settings, found, MACHINE_ID)
-    assert problems == []
-    return plan
+from unit.builders import MACHINE_ID, P40, config, entry, gpu, inventory, planned
 
 
 def test_the_reference_case_is_four_devices_of_5760_mib_and_25_percent() -> None:

@@ -30,7 +30,7 @@ from yunion_mps.planning import (
 )
 from yunion_mps.planning.plan import find_gpu
 
-from unit.builders import DEVICES, MACHINE_ID, config, gpu
+from unit.builders import DEVICES, MACHINE_ID, config, gpu, planned
 
 percentages = st.one_of(st.none(), st.integers(1, 1000).map(lambda tenths: tenths / 10))
 overcommits = st.one_of(st.none(), st.integers(100, 1000).map(lambda hundredths: hundredths / 100))
@@ -107,12 +107,6 @@ def right_cases(draw: st.DrawFn) -> Case:
     return Case(case.settings._replace(devices=kept), case.found)
 
 
-def planned(case: Case) -> Plan:
-    plan, problems = make_plan(*case, MACHINE_ID)
-    assert problems == []
-    return plan
-
-
 def limits_of(plan: Plan, one: Gpu) -> list[int]:
     return [device.memory_limit_mib for device in plan.devices if device.gpu_uuid == one.uuid]
 
@@ -148,7 +142,7 @@ def test_a_division_is_right_or_refused_with_file_line_and_hint(case: Case) -> N
 
 @given(right_cases())
 def test_budgets_of_a_gpu_never_add_up_to_more_than_its_memory(case: Case) -> None:
-    plan = planned(case)
+    plan = planned(*case)
     for one in case.found.gpus:
         limits = limits_of(plan, one)
         if not limits:
@@ -166,7 +160,7 @@ def test_budgets_of_a_gpu_never_add_up_to_more_than_its_memory(case: Case) -> No
 def test_equal_percentages_of_a_gpu_add_up_to_at_most_100(case: Case) -> None:
     settings = case.settings._replace(cuda_mps_thread_percentage="equal")
     equal = tuple(entry for entry in settings.devices if entry.virtual_number)
-    plan = planned(Case(settings._replace(devices=equal), case.found))
+    plan = planned(settings._replace(devices=equal), case.found)
     for one in case.found.gpus:
         own = (device.thread_percentage for device in plan.devices if device.gpu_uuid == one.uuid)
         assert sum(round(percentage * 10) for percentage in own) <= 1000
@@ -177,10 +171,10 @@ def test_no_device_changes_if_gpus_or_entries_change_places(case: Case, chance: 
     entries, found = list(case.settings.devices), list(case.found.gpus)
     chance.shuffle(entries)
     other = case._replace(settings=case.settings._replace(devices=tuple(entries)))
-    before = planned(case)
-    assert planned(other) == before
+    before = planned(*case)
+    assert planned(*other) == before
     chance.shuffle(found)
-    after = planned(other._replace(found=case.found._replace(gpus=tuple(found))))
+    after = planned(*other._replace(found=case.found._replace(gpus=tuple(found))))
     assert sorted(after.devices) == sorted(before.devices)
     assert sorted(pool[:8] for pool in after.pools) == sorted(pool[:8] for pool in before.pools)
     assert after.compute_modes == before.compute_modes
@@ -189,29 +183,29 @@ def test_no_device_changes_if_gpus_or_entries_change_places(case: Case, chance: 
 
 @given(right_cases())
 def test_a_device_keeps_its_id_when_other_gpus_go(case: Case) -> None:
-    plan = planned(case)
+    plan = planned(*case)
     for one in case.found.gpus:
         own = entry_for(case, one)
         if not own and case.settings.devices:
             continue
         settings = case.settings._replace(devices=(own,) if own else ())
-        alone = planned(Case(settings, case.found._replace(gpus=(one,))))
+        alone = planned(settings, case.found._replace(gpus=(one,)))
         ids = [device.id for device in plan.devices if device.gpu_uuid == one.uuid]
         assert [device.id for device in alone.devices] == ids
 
 
 @given(right_cases())
 def test_once_the_modes_are_changed_no_mode_has_to_change(case: Case) -> None:
-    plan = planned(case)
+    plan = planned(*case)
     after = {change.gpu_uuid: change.after for change in mode_changes(plan, case.found.gpus)}
     gpus = [one._replace(compute_mode=after.get(str(one.uuid), one.compute_mode)) for one in case.found.gpus]
-    assert planned(Case(case.settings, case.found._replace(gpus=tuple(gpus)))) == plan
+    assert planned(case.settings, case.found._replace(gpus=tuple(gpus))) == plan
     assert mode_changes(plan, gpus) == ()
 
 
 @given(right_cases())
 def test_every_domain_has_directories_and_gpus_of_its_own(case: Case) -> None:
-    plan = planned(case)
+    plan = planned(*case)
     served = [uuid for domain in plan.domains for uuid in domain.gpu_uuids]
     divided = {one.gpu_uuid for one in plan.devices} | {pool.gpu_uuid for pool in plan.pools}
     assert sorted(served) == sorted(divided)
@@ -220,7 +214,7 @@ def test_every_domain_has_directories_and_gpus_of_its_own(case: Case) -> None:
 
 @given(right_cases())
 def test_a_configured_gpu_has_devices_a_pool_or_a_reason(case: Case) -> None:
-    plan = planned(case)
+    plan = planned(*case)
     pools = {pool.gpu_uuid for pool in plan.pools}
     for one in case.found.gpus:
         configured = entry_for(case, one) or not case.settings.devices
@@ -230,7 +224,7 @@ def test_a_configured_gpu_has_devices_a_pool_or_a_reason(case: Case) -> None:
 
 @given(right_cases(), st.data())
 def test_what_clients_get_of_a_pool_never_exceeds_its_memory(case: Case, data: st.DataObject) -> None:
-    plan = planned(case)
+    plan = planned(*case)
     ids = [device.id for device in plan.devices]
     addresses = [device.addr for device in plan.devices]
     for pool in plan.pools:
@@ -250,7 +244,7 @@ def test_what_clients_get_of_a_pool_never_exceeds_its_memory(case: Case, data: s
 
 @given(right_cases())
 def test_a_pool_loses_less_than_a_unit_of_memory(case: Case) -> None:
-    for pool in planned(case).pools:
+    for pool in planned(*case).pools:
         assert pool.memory_mib % pool.unit_mib == 0
         assert 0 < pool.memory_mib <= pool.memory_total_mib - pool.reserve_mib
         assert pool.memory_total_mib - pool.reserve_mib - pool.memory_mib < pool.unit_mib
@@ -259,7 +253,7 @@ def test_a_pool_loses_less_than_a_unit_of_memory(case: Case) -> None:
 
 @given(right_cases(), st.data())
 def test_a_budget_is_allowed_by_its_domain_and_in_its_environment(case: Case, data: st.DataObject) -> None:
-    plan = planned(case)
+    plan = planned(*case)
     devices = list(plan.devices)
     for pool in plan.pools:
         units = data.draw(st.integers(1, free_units(pool)))
@@ -278,7 +272,7 @@ def test_a_budget_is_allowed_by_its_domain_and_in_its_environment(case: Case, da
 
 @given(right_cases())
 def test_some_client_may_get_just_what_its_domain_allows(case: Case) -> None:
-    plan = planned(case)
+    plan = planned(*case)
     for domain in plan.domains:
         for one in domain.gpus:
             limits = [device.memory_limit_mib for device in plan.devices if device.gpu_uuid == one.uuid]
@@ -293,7 +287,7 @@ def test_equal_slices_are_what_equal_devices_are(share_mib: int, number: int, po
     equal = DeviceEntry(one.pci_address, number, Source(DEVICES, 2), Source(DEVICES, 4))
     parts = equal._replace(virtual_number=0, slices=(SliceEntry(share_mib),) * number)
     plans = [
-        planned(Case(config(entry, cuda_mps_thread_percentage=policy), Inventory(driver, (one,))))
+        planned(config(entry, cuda_mps_thread_percentage=policy), Inventory(driver, (one,)))
         for entry in (equal, parts)
     ]
     assert plans[0].devices == plans[1].devices

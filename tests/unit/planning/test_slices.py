@@ -6,18 +6,17 @@ from typing import Any
 
 import pytest
 from yunion_mps.errors import NotFoundError
-from yunion_mps.models import Config, DeviceEntry, Gpu, Inventory, Plan, Pool, SliceEntry, Source
+from yunion_mps.models import DeviceEntry, Gpu, Pool, SliceEntry, Source
 from yunion_mps.planning import (
     client_environment,
     division,
     free_units,
-    make_plan,
     pool_device,
     pools_of,
     units_for,
 )
 
-from unit.builders import DEVICES, MACHINE_ID, P40, config, entry, gpu, inventory
+from unit.builders import DEVICES, P40, config, entry, gpu, inventory, messages, planned
 
 V100 = gpu(1, name="Tesla V100", memory_mib=16384, compute_capability=(7, 0))
 
@@ -34,12 +33,6 @@ def units(unit_mib: int = 1024, path: str = "01:00.0", **given: Any) -> DeviceEn
     return DeviceEntry(path, 0, Source(DEVICES, 2), Source(DEVICES, 4), memory_unit_mib=unit_mib, **given)
 
 
-def planned(settings: Config, found: Inventory) -> Plan:
-    plan, problems = make_plan(settings, found, MACHINE_ID)
-    assert problems == []
-    return plan
-
-
 def pool_of(one: Gpu, given: DeviceEntry, **keys: Any) -> Pool:
     (pool,) = planned(config(given, **keys), inventory(one)).pools
     return pool
@@ -49,10 +42,6 @@ def free(pool: Pool, held: list[int]) -> int:
     """What is free beside clients that hold so many units each."""
     taken_mib = sum(units * pool.unit_mib + pool.reserve_mib for units in held)
     return free_units(pool, taken_mib, len(held))
-
-
-def messages(settings: Config, *found: Gpu) -> list[str]:
-    return [str(problem) for problem in make_plan(settings, inventory(*found), MACHINE_ID)[1]]
 
 
 def test_slices_are_devices_with_budgets_of_their_own() -> None:
@@ -163,12 +152,16 @@ def test_only_a_priority_below_normal_is_in_the_environment() -> None:
 def test_more_than_the_gpu_has_is_named_with_the_line_and_a_hint(
     given: DeviceEntry, keys: dict[str, Any], expected: list[str]
 ) -> None:
-    assert messages(config(given, **keys), V100) == [f"{DEVICES}:4: {message}" for message in expected]
-    assert messages(config(given, **keys), V100._replace(reason="GPU is lost", memory_mib=None)) == []
+    assert messages(config(given, **keys), inventory(V100)) == [
+        f"{DEVICES}:4: {message}" for message in expected
+    ]
+    assert (
+        messages(config(given, **keys), inventory(V100._replace(reason="GPU is lost", memory_mib=None))) == []
+    )
 
 
 def test_a_gpu_smaller_than_the_unit_is_named() -> None:
-    assert messages(config(units()), gpu(1, memory_mib=1000)) == [
+    assert messages(config(units()), inventory(gpu(1, memory_mib=1000))) == [
         (
             f"{DEVICES}:4: memory_unit is 1024 MiB, more than the 1000 MiB of GPU 01:00.0"
             " (NVIDIA H100 80GB HBM3): write a smaller one, or divide the GPU by virtual_number"
