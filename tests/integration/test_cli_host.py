@@ -108,9 +108,7 @@ def test_gpus_says_what_nvidia_smi_says(ready: Daemon) -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
-def test_every_command_prints_the_same_answer_as_json_and_yaml_and_some_csv(
-    ready: Daemon, command: list[str]
-) -> None:
+def test_every_command_prints_the_same_as_json_yaml_and_some_csv(ready: Daemon, command: list[str]) -> None:
     answer = json.loads(printed(ready.host, *command, "--output", "json"))
     assert yaml.safe_load(printed(ready.host, *command, "-o", "yaml")) == answer
     table = rows(printed(ready.host, *command, "-o", "csv"))
@@ -118,7 +116,7 @@ def test_every_command_prints_the_same_answer_as_json_and_yaml_and_some_csv(
     assert len(table) > 1
 
 
-def test_config_check_shows_the_plan_without_the_daemon_and_changes_nothing(make_host: MakeHost) -> None:
+def test_config_check_needs_no_daemon_and_changes_nothing(make_host: MakeHost) -> None:
     host = make_host()
     before = sorted(str(path) for path in host.root.rglob("*"))
     shown = printed(host, "config", "show")

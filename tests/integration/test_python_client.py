@@ -107,7 +107,7 @@ def test_a_package_that_is_only_imported_loads_nothing_of_the_client() -> None:
         yunion_mps.Cliemt  # type: ignore[attr-defined] # noqa: B018
 
 
-def test_a_lease_is_this_process_s_until_the_end_of_its_block_however_that_is_left(client: Client) -> None:
+def test_a_lease_ends_with_its_block_however_that_is_left(client: Client) -> None:
     with contextlib.suppress(ZeroDivisionError), client.lease(device=ADDRESSES[2]) as lease:
         (record,) = client.leases()
         assert (record["id"], record["pid"], record["binding"]) == (lease.id, os.getpid(), "process")

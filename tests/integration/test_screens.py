@@ -86,9 +86,7 @@ def test_another_size_is_drawn_at_once_and_again_as_before(screen: Tmux) -> None
 @pytest.mark.parametrize(
     ("rows", "domains"), [(24, "Domains:  1 of 1 are ready (all: -o json)\n"), (50, DOMAINS_80)]
 )
-def test_the_status_is_one_screen_of_which_what_is_wrong_is_not_scrolled_away(
-    screen: Tmux, rows: int, domains: str
-) -> None:
+def test_the_status_is_one_screen_with_what_is_wrong_in_sight(screen: Tmux, rows: int, domains: str) -> None:
     screen.resize(80, rows)
     screen.type("clear; yunion-mps status", "Enter")
     screen.wait("^(Domains|. host)")
@@ -272,9 +270,7 @@ def test_nothing_is_written_while_nothing_changes_but_the_clock(screen: Tmux, ho
     assert screen.lines()[1:] == lines[1:]
 
 
-def test_while_nobody_tells_who_uses_the_gpus_the_rest_goes_on_and_keys_work(
-    screen: Tmux, host: ServerHost
-) -> None:
+def test_while_the_clients_are_unknown_the_rest_goes_on(screen: Tmux, host: ServerHost) -> None:
     host.people.gate.clear()
     screen.type(TOP, "Enter")
     screen.wait("1 GPU; 4 devices: 3 used, 1 free; 2 leases, 1 waiting; 0 processes")

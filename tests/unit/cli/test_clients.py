@@ -12,8 +12,8 @@ from yunion_mps.errors import ControlError, NotAllowedError, YunionError
 
 from unit.cli.conftest import Cli
 from unit.cli.held import PAST_MPS
+from unit.cli.test_output import on_terminal, table_of
 from unit.cli.test_reload import answered
-from unit.cli.test_terminal import on_terminal, table_of
 from unit.http.by_hand import CLIENT, GONE, SERVER, WAITING, clients
 
 TABLE = """\
@@ -44,7 +44,7 @@ def test_clients_are_listed_with_their_server_below(utc: Cli) -> None:
     assert utc.good("clients") == TABLE + "MPS server (PID 4250) of alice, domain host: ACTIVE\n"
 
 
-def test_a_failed_server_is_told_first_and_what_is_not_known_last(utc: Cli) -> None:
+def test_a_failed_server_comes_first_and_the_unknown_last(utc: Cli) -> None:
     utc.host.people.found = clients(
         CLIENT,
         GONE,
@@ -58,7 +58,7 @@ def test_a_failed_server_is_told_first_and_what_is_not_known_last(utc: Cli) -> N
     )
 
 
-def test_who_is_past_mps_is_told_below(utc: Cli) -> None:
+def test_processes_past_mps_are_named_below(utc: Cli) -> None:
     utc.host.people.found = clients(CLIENT, PAST_MPS)
     assert utc.good("clients").splitlines()[-2:] == [
         "PID 4711: it uses a GPU past MPS, where no budget holds",
@@ -66,7 +66,7 @@ def test_who_is_past_mps_is_told_below(utc: Cli) -> None:
     ]
 
 
-def test_who_waits_is_told_with_the_user_whose_server_it_is_and_what_to_do(utc: Cli) -> None:
+def test_a_waiting_client_is_shown_with_the_servers_user_and_a_remedy(utc: Cli) -> None:
     utc.host.people.found = found = clients(CLIENT, GONE, waiting=(WAITING,))
     assert utc.good("clients") == (
         TABLE + "MPS server (PID 4250) of alice, domain host: ACTIVE\n"
@@ -83,7 +83,7 @@ def test_who_waits_can_be_ended_too(own: Cli) -> None:
     assert out.startswith("PID 4262 (python eval.py) of bob: ")
 
 
-def test_where_nobody_is_there_the_table_is_empty(utc: Cli) -> None:
+def test_without_clients_the_table_is_empty(utc: Cli) -> None:
     utc.host.people.found = clients(servers=())
     assert utc.good("clients") == NOBODY_THERE
 
@@ -118,7 +118,7 @@ def test_on_80_columns_the_list_keeps_who_it_is_and_what_runs(utc: Cli) -> None:
     assert table[1].replace(" ", "").strip("|").split("|")[:4] == ["PID", "User", "Command", "Device"]
 
 
-def test_a_client_is_ended_and_how_is_told(own: Cli) -> None:
+def test_a_client_is_ended_and_how_is_said(own: Cli) -> None:
     out = own.good("clients", "terminate", "4260", "--yes")
     assert out == f"{WHO}: its MPS server let go of it; ended by SIGTERM\n"
     assert own.host.people.done == ["clients", "terminate 4260 for 0"]
@@ -129,7 +129,7 @@ def test_force_is_passed_on(own: Cli) -> None:
     assert own.host.people.done == ["clients", "terminate 4260 for 0 force"]
 
 
-def test_before_it_is_ended_somebody_is_asked(own: Cli) -> None:
+def test_ending_a_client_is_confirmed_first(own: Cli) -> None:
     code, text = answered(own, b"y\n", "clients", "terminate", "4260")
     assert code == 0
     assert text == (f"End {WHO}? [y/N]: y\n{WHO}: its MPS server let go of it; ended by SIGTERM\n")
@@ -177,7 +177,7 @@ def test_of_one_that_is_just_ending_nothing_more_is_known(own: Cli) -> None:
         (ControlError("it does not let go", "hint"), 1),
     ],
 )
-def test_what_is_refused_is_told(own: Cli, error: YunionError, code: int) -> None:
+def test_what_is_refused_is_said(own: Cli, error: YunionError, code: int) -> None:
     own.host.people.refusal = error
     assert own("clients", "terminate", "4260", "--yes") == (
         code,

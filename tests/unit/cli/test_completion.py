@@ -67,7 +67,7 @@ def test_bash_completes_commands_options_and_devices(
 
 
 @pytest.mark.parametrize("typed", ["0001\t2", "0001:e\t1", "0001:e1:00\t0", "0001:e1:00.0-2\t"])
-def test_an_address_is_completed_where_somebody_types_it(troubled: Cli, tmp_path: Path, typed: str) -> None:
+def test_an_address_is_completed_as_it_is_typed(troubled: Cli, tmp_path: Path, typed: str) -> None:
     """Readline itself, on a terminal: it breaks words at the colons that every address has."""
     script = tmp_path / "yunion-mps"
     script.write_text(troubled.good("completion", "bash"))

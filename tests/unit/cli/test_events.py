@@ -19,7 +19,7 @@ from yunion_mps.http.server import Server
 from yunion_mps.models import Event
 
 from unit.cli.conftest import Cli
-from unit.cli.test_terminal import on_terminal
+from unit.cli.test_output import on_terminal
 from unit.http.server_host import ServerHost, eventually, short_root
 
 #: The hour in which this begins, in s since 1970, and how far from UTC it is noon then: "today" does not end
@@ -70,7 +70,7 @@ TEXT = f"""\
 """
 
 
-def test_events_are_told_with_their_time_cause_and_consequence(happened: Cli) -> None:
+def test_events_have_their_time_cause_and_consequence(happened: Cli) -> None:
     assert happened.good("events") == TEXT
 
 
@@ -109,18 +109,18 @@ def test_on_80_columns_nothing_of_this_is_folded(happened: Cli) -> None:
         (["--limit", "1"], [GPU]),
     ],
 )
-def test_only_the_events_that_are_asked_for_are_told(
+def test_only_the_events_that_are_asked_for_are_shown(
     happened: Cli, arguments: list[str], shown: list[Event]
 ) -> None:
     answer = json.loads(happened.good("events", *arguments, "-o", "json"))
     assert [event["what"] for event in answer["events"]] == [event.what for event in shown]
 
 
-def test_where_there_are_none_it_says_so(happened: Cli) -> None:
+def test_without_events_it_says_so(happened: Cli) -> None:
     assert happened.good("events", "--since", "today") == "No events.\n"
 
 
-def test_where_there_may_be_more_it_says_so_and_tells_the_newest(happened: Cli) -> None:
+def test_if_there_may_be_more_it_says_so_and_shows_the_newest(happened: Cli) -> None:
     cut = "(the newest 1; there may be older ones: use --limit or --since)\n"
     assert happened.good("events", "--limit", "1") == cut + TEXT.splitlines(keepends=True)[-1]
     for _ in range(100):
@@ -158,7 +158,7 @@ def lines_of(process: subprocess.Popen[str], count: int) -> list[str]:
     return [process.stdout.readline() for _ in range(count)]
 
 
-def test_who_follows_is_told_what_was_and_what_comes_and_ends_it_by_ctrl_c(happened: Cli) -> None:
+def test_follow_shows_what_was_and_what_comes_until_ctrl_c(happened: Cli) -> None:
     with following(happened) as process:
         assert "".join(lines_of(process, 10)) == TEXT
         happened.host.record(BACK)
@@ -170,7 +170,7 @@ def test_who_follows_is_told_what_was_and_what_comes_and_ends_it_by_ctrl_c(happe
     assert (process.returncode, out, err.strip()) == (130, "", "")
 
 
-def test_who_follows_is_told_the_newest_ten_first_or_those_since_then(happened: Cli) -> None:
+def test_follow_begins_with_the_newest_ten_or_those_since_a_time(happened: Cli) -> None:
     for _ in range(10):
         happened.host.record(BACK, THEN_S + 3600 * 4)
     for arguments, count in (([], 10), (["--limit", "3"], 3), (["--since", "yesterday"], 14)):
@@ -179,7 +179,7 @@ def test_who_follows_is_told_the_newest_ten_first_or_those_since_then(happened: 
         assert ids == list(range(15 - count, 15))
 
 
-def test_who_follows_one_kind_is_told_nothing_else(happened: Cli) -> None:
+def test_follow_of_one_kind_shows_nothing_else(happened: Cli) -> None:
     with following(happened, "--kind", "gpu", "-o", "json") as process:
         assert json.loads(lines_of(process, 1)[0])["id"] == 4
         happened.host.record(BACK)
@@ -207,7 +207,7 @@ def test_a_program_that_follows_gets_each_event_whole(happened: Cli, output: str
     assert whats == [DIED.what, BACK.what, REFUSED.what, last, BACK.what, BACK.what]
 
 
-def test_a_program_that_follows_where_nothing_happened_yet_gets_what_comes(own: Cli) -> None:
+def test_follow_before_the_first_event_shows_what_comes(own: Cli) -> None:
     for output, begin in (("json", "{"), ("yaml", "- id:"), ("csv", "Time,")):
         with following(own, "-o", output, "--since", "0s") as process:
             own.host.record(BACK)
@@ -262,7 +262,7 @@ def test_who_follows_goes_on_after_a_restart_and_misses_nothing(happened: Cli) -
     assert wrong.endswith("; waiting up to 60 s for it\n")
 
 
-def test_who_follows_goes_on_when_the_record_was_begun_anew(happened: Cli) -> None:
+def test_follow_goes_on_when_the_event_log_was_started_again(happened: Cli) -> None:
     with short_root() as elsewhere, following(happened, "-o", "json", "--limit", "1") as process:
         assert json.loads(lines_of(process, 1)[0])["id"] == 4
         happened.host.begin_record_anew(elsewhere)

@@ -83,7 +83,7 @@ def test_a_command_prints_no_control_characters(worst: Cli, command: list[str], 
     assert [line for line in printed.split("\n") if line.startswith(("STOPPING=1", "<2>"))] == []
 
 
-def test_a_refusal_is_told_without_what_steers(own: Cli) -> None:
+def test_a_refusal_has_no_control_characters(own: Cli) -> None:
     own.host.giver.refusal = NothingFreeError(WORST, WORST)
     done = own("run", "a")
     assert done.code == 5

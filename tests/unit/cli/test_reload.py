@@ -1,4 +1,4 @@
-"""`yunion-mps plan` and `reload`: what they show, whom they ask about, and what they wait for."""
+"""`plan`, `reload` and `daemon-reexec`: what changes, when, and what it waits for."""
 
 from __future__ import annotations
 
@@ -7,19 +7,25 @@ import io
 import json
 import os
 import pty
+import re
 import select
 import subprocess
+import threading
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import yaml
+from yunion_mps import __version__
 from yunion_mps.errors import ConfigError, HostError, Problem
-from yunion_mps.models import Snapshot
+from yunion_mps.models import Event, Snapshot
 
-from unit.cli.conftest import Cli, Serve
-from unit.cli.test_terminal import on_terminal, table_of
+from unit.cli.conftest import Cli, Done, Serve
+from unit.cli.test_output import on_terminal, table_of
 from unit.http import by_hand, snapshots
 from unit.http.by_hand import AT_ONCE, LATE, PLANNED, RELOADED, WAITS
 from unit.http.server_host import PATIENCE_S, eventually
+from unit.http.test_hand_over import go_on, hand_over
 
 TABLE = """\
 +---------+-------------------------+--------------------+---------------------+------------------------------------------+
@@ -85,7 +91,7 @@ def test_changes_are_printed_for_programs_too(own: Cli, command: str) -> None:
 
 
 @pytest.mark.parametrize("columns", [60, 80, 100, 132])
-def test_on_every_terminal_what_has_to_wait_is_told_whole(own: Cli, columns: int) -> None:
+def test_on_every_terminal_what_has_to_wait_is_shown_whole(own: Cli, columns: int) -> None:
     own.host.changes.planned = PLANNED
     lines = on_terminal(own, columns, "plan")
     assert len(table_of(lines)[0]) <= columns
@@ -95,7 +101,7 @@ def test_on_every_terminal_what_has_to_wait_is_told_whole(own: Cli, columns: int
 @pytest.mark.parametrize(
     "command", [["plan"], ["reload"], ["reload", "--drain"], ["reload", "--now", "--yes"]]
 )
-def test_bad_files_are_told_and_change_nothing(own: Cli, command: list[str]) -> None:
+def test_bad_files_are_reported_and_change_nothing(own: Cli, command: list[str]) -> None:
     own.host.changes.error = BAD
     assert own(*command) == (6, "", TOLD)
     assert own.host.changes.done == []
@@ -213,7 +219,7 @@ def test_now_names_those_and_only_those_that_are_in_the_way(
     assert process.returncode == 0
 
 
-def test_now_names_of_a_pending_domain_the_clients_of_the_servers_that_it_waits_for(serve: Serve) -> None:
+def test_now_names_the_clients_that_a_pending_domain_waits_for(serve: Serve) -> None:
     """One on the server that a new control daemon has started meanwhile has what is wanted already."""
     waiting = [domain._replace(pending="x", waits_for=(4250,)) for domain in TWO.domains[:1]]
     cli = serve(TWO._replace(domains=(*waiting, *TWO.domains[1:])))
@@ -231,7 +237,7 @@ def test_now_names_of_a_pending_domain_the_clients_of_the_servers_that_it_waits_
     assert [pid for pid in (4260, 4270, 4280) if f"| {pid} |" in err] == [4260, 4280]
 
 
-def test_now_also_asks_where_not_all_clients_are_known(own: Cli) -> None:
+def test_now_asks_also_if_not_all_clients_are_known(own: Cli) -> None:
     own.host.changes.planned = PLANNED
     own.host.people.found = by_hand.clients(troubles=("domain host: it does not answer",))
     code, text = answered(own, b"n\n", "reload", "--now")
@@ -269,7 +275,7 @@ def test_now_asks_first_and_goes_on_with_yes(own: Cli) -> None:
 
 
 @pytest.mark.parametrize("answer", [b"n\n", b"\n"])
-def test_now_changes_nothing_where_the_answer_is_no(own: Cli, answer: bytes) -> None:
+def test_now_changes_nothing_if_the_answer_is_no(own: Cli, answer: bytes) -> None:
     own.host.changes.planned = PLANNED
     code, text = answered(own, answer, "reload", "--now")
     assert code == 1
@@ -280,14 +286,64 @@ def test_now_changes_nothing_where_the_answer_is_no(own: Cli, answer: bytes) -> 
     assert own.host.changes.done == ["plan"]
 
 
-def test_now_changes_nothing_where_it_is_interrupted(own: Cli) -> None:
+def test_now_changes_nothing_if_it_is_interrupted(own: Cli) -> None:
     own.host.changes.planned = PLANNED
     code, _ = answered(own, b"\x04", "reload", "--now")
     assert (code, own.host.changes.done) == (130, ["plan"])
 
 
-def test_nobody_is_asked_where_nobody_would_be_ended(own: Cli) -> None:
+def test_nothing_is_asked_if_no_job_would_be_ended(own: Cli) -> None:
     own.host.people.found = by_hand.clients()
     own.host.changes.planned = PLANNED
     with own.start("reload", "--now", "--yes", stdin=subprocess.DEVNULL) as process:
         assert process.communicate(timeout=PATIENCE_S) == (SAME, "")
+
+
+LOOK = "see: journalctl -u yunion-mps-daemon"
+
+
+def run_anew(cli: Cli, between: Callable[[], Any] = lambda: None) -> Done:
+    """The command, while the server gives way to the next once it was told to."""
+
+    def give_way() -> None:
+        eventually(lambda: cli.host.changes.done == ["reexec"], "the request")
+        hand_over(cli.host).result(PATIENCE_S)
+        between()
+        go_on(cli.host)
+
+    daemon = threading.Thread(target=give_way)
+    daemon.start()
+    done = cli("daemon-reexec")
+    daemon.join()
+    return done
+
+
+def test_it_tells_how_long_it_took_once_the_next_program_answers(own: Cli) -> None:
+    code, out, err = run_anew(own)
+    assert (code, err) == (0, "")
+    how = rf"with PID {os.getpid()} as before; it took \d+\.\d\d s\n"
+    told = rf"The daemon \({__version__}\) was re-executed, {how}"
+    assert re.fullmatch(told, out)
+
+
+def test_a_new_program_that_would_not_start_is_reported(own: Cli) -> None:
+    own.host.changes.error = HostError("the new program would not start: no", "correct that")
+    told = "yunion-mps: the new program would not start: no\nyunion-mps: correct that\n"
+    assert own("daemon-reexec") == (1, "", told)
+
+
+def test_an_old_program_that_had_to_go_on_is_reported(own: Cli) -> None:
+    event = Event("error", "daemon", "yunion-mps-daemon", "it cannot be run anew: no", "", "this one goes on")
+    own.host.record(event._replace(what="long ago"))
+    done = run_anew(own, lambda: own.host.record(event))
+    told = f"yunion-mps: it cannot be run anew: no\nyunion-mps: this one goes on; {LOOK}\n"
+    assert done == (1, "", told)
+
+
+def test_a_restarted_daemon_is_told_from_a_re_executed_one(own: Cli) -> None:
+    def restart() -> None:
+        own.host.service._pid = 1
+        own.host.snapshot = own.host.snapshot._replace(version=2)
+
+    wrong = f"the daemon was restarted: its PID was {os.getpid()}, and is 1"
+    assert run_anew(own, restart) == (1, "", f"yunion-mps: {wrong}\nyunion-mps: {LOOK}\n")

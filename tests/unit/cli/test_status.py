@@ -18,8 +18,8 @@ from yunion_mps.overview.findings import other_version
 
 from unit.cli.conftest import Cli, Serve
 from unit.cli.held import PAST_MPS, busy, hold
-from unit.cli.test_list import HOST
-from unit.cli.test_terminal import on_terminal
+from unit.cli.test_devices import HOST
+from unit.cli.test_output import on_terminal
 from unit.http import snapshots
 from unit.http.by_hand import LEASE, SERVER, WAITING, clients
 
@@ -88,7 +88,7 @@ def test_what_is_over_budget_or_past_mps_comes_first_with_its_remedy(own: Cli) -
     assert len(shown(own).splitlines()) < 24
 
 
-def test_a_server_that_has_failed_is_told(own: Cli) -> None:
+def test_a_server_that_has_failed_is_shown(own: Cli) -> None:
     own.host.people.found = clients(servers=({**SERVER, "state": "FAULT"},))
     assert own.good("status").splitlines()[:3] == [
         "State:    degraded",
@@ -97,7 +97,7 @@ def test_a_server_that_has_failed_is_told(own: Cli) -> None:
     ]
 
 
-def test_who_waits_for_another_users_server_is_told(own: Cli) -> None:
+def test_a_client_that_waits_for_another_users_server_is_shown(own: Cli) -> None:
     own.host.people.found = clients(waiting=(WAITING,))
     who = "PID 4262 of bob (python eval.py)"
     assert own.good("status").splitlines()[3:5] == [
@@ -106,7 +106,7 @@ def test_who_waits_for_another_users_server_is_told(own: Cli) -> None:
     ]
 
 
-def test_where_nobody_tells_who_uses_the_gpus_the_rest_is_there(own: Cli) -> None:
+def test_without_the_clients_the_rest_of_the_status_is_there(own: Cli) -> None:
     own.host.people.error = ControlError("the control daemon does not answer", "wait")
     lines = own.good("status").splitlines()
     assert lines[0] == "State:    ready"
@@ -270,7 +270,7 @@ def test_every_key_of_the_daemon_s_own_answer_is_in_it(own: Cli) -> None:
 
 
 @pytest.mark.parametrize("version", [__version__, "0.0.1"])
-def test_a_daemon_of_another_version_than_is_installed_is_told_with_what_to_type(version: str) -> None:
+def test_a_daemon_of_another_version_than_installed_is_shown(version: str) -> None:
     status: Any = {"version": version}
     said = f"{version} of the daemon runs, and {__version__} is installed"
     assert other_version(status) == ("" if version == __version__ else said)

@@ -76,7 +76,7 @@ def test_a_frame_never_has_more_lines_or_columns_than_the_terminal(scene: Scene,
 @pytest.mark.parametrize(
     "scene", [BUSY, MANY, TROUBLED, DISABLED], ids=["busy", "many", "troubled", "disabled"]
 )
-def test_from_80_x_24_on_every_part_is_there_and_the_last_line_has_the_keys(scene: Scene) -> None:
+def test_from_80_x_24_on_every_part_is_there_and_the_keys_are_last(scene: Scene) -> None:
     for columns, rows in ((80, 24), (120, 40), (200, 60)):
         lines = lines_of(scene, columns, rows)
         assert len(lines) == rows
@@ -160,7 +160,7 @@ def test_devices_that_were_made_of_a_pool_are_there_while_they_are_leased() -> N
     assert [row.user for row in found.gpus] == ["2 of 6"]
 
 
-def test_the_processes_of_a_device_are_told_by_the_largest_and_how_many_more() -> None:
+def test_a_device_shows_its_largest_process_and_how_many_more() -> None:
     more = [{**CLIENT, "pid": 4270 + n, "command": f"job {n}", "memory_by_gpu": [n]} for n in range(3)]
     found = scene(poll(snapshots.reference()), seen(*more))
     assert [(row.pid, row.command) for row in found.devices if row.in_use] == [(4272, "job 2 (+2)")]
@@ -193,7 +193,7 @@ def test_findings_that_are_mended_alike_are_folded() -> None:
     ]
 
 
-def test_what_has_no_room_is_counted_also_where_it_was_folded() -> None:
+def test_what_has_no_room_is_counted_even_if_it_was_folded() -> None:
     many = BUSY._replace(findings=folded([Finding("Problem", f"GPU {n}", "reload") for n in range(50)], 2))
     assert lines_of(many, 80, 12)[2:4] == ["Problem: GPU 0", "49 more; all of it: yunion-mps status"]
     assert lines_of(many, 80, 24)[2:6] == [
@@ -223,7 +223,7 @@ def test_a_bar_shows_the_share_and_whatever_is_not_nothing(share: float, blocks:
 
 
 @pytest.mark.parametrize("width", range(12))
-def test_text_is_cut_and_filled_to_columns_also_where_letters_are_wide(width: int) -> None:
+def test_text_with_wide_letters_is_cut_and_filled_to_columns(width: int) -> None:
     for text in ("", "train", "訓練をする", "e\u0301te\u0301", "a\x1b[2Jb"):
         for utf8 in (True, False):
             assert columns_of(fit(text, width, utf8=utf8)) == width
@@ -285,5 +285,5 @@ def test_without_a_daemon_it_is_said(alone: Cli) -> None:
     assert re.match("yunion-mps: the daemon is not running: there is no ", done.err)
 
 
-def test_a_frame_is_plain_text_where_it_is_to_be() -> None:
+def test_a_frame_can_be_plain_text() -> None:
     assert plain([[("a", "bad"), ("  ", "")], []]) == "a\n\n"

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 
+import click
 import pytest
 from yunion_mps import __version__, client, revision
-from yunion_mps.cli import reload
-from yunion_mps.cli.root import COMMANDS
+from yunion_mps.cli import events, options, reload
+from yunion_mps.cli.root import COMMANDS, cli
 from yunion_mps.http.operations import (
     LARGEST_LIMIT,
     LARGEST_NUMBER,
@@ -194,7 +197,7 @@ def test_without_the_daemon_every_command_that_asks_it_exits_with_3(
 
 
 @pytest.mark.parametrize("command", TELLING, ids=" ".join)
-def test_without_the_daemon_nobody_can_be_told_anything(alone: Cli, command: list[str]) -> None:
+def test_without_the_daemon_no_command_can_change_anything(alone: Cli, command: list[str]) -> None:
     wrong = f"yunion-mps: the daemon is not running: there is no {alone.root}/{SOCKET}\n"
     assert alone(*command) == (3, "", wrong + START)
 
@@ -249,7 +252,7 @@ def test_output_that_cannot_be_written_is_said_once(cli: Cli, command: list[str]
 
 @pytest.mark.parametrize("arguments", [["show", "x"], ["lst"], ["list", "--limit", "x"]])
 @pytest.mark.parametrize("stream", ["/dev/full", "closed"])
-def test_the_exit_status_is_right_where_even_errors_cannot_be_written(
+def test_the_exit_status_is_right_even_if_errors_cannot_be_written(
     cli: Cli, arguments: list[str], stream: str
 ) -> None:
     expected = 1 if arguments[0] == "show" else 2
@@ -283,3 +286,19 @@ def test_an_interrupted_command_ends_without_a_word(alone: Cli) -> None:
             process.send_signal(signal.SIGINT)
             out, err = process.communicate(timeout=60)
     assert (process.returncode, out, err.strip()) == (130, "", "")
+
+
+@pytest.fixture
+def collector_off() -> Iterator[None]:
+    """As `yunion_mps.cli.main` starts; the tests' own garbage is collected again afterwards."""
+    gc.disable()
+    yield
+    gc.enable()
+    gc.unfreeze()
+
+
+@pytest.mark.usefixtures("collector_off")
+@pytest.mark.parametrize("name", COMMANDS)
+def test_no_command_runs_without_the_garbage_collector(name: str) -> None:
+    assert cli.get_command(click.Context(cli), name)
+    assert gc.isenabled()

@@ -14,7 +14,7 @@ from yunion_mps.overview.holdings import Holding, filled, holdings, memory_by_gp
 
 from unit.cli.conftest import Cli
 from unit.cli.held import OVER, PAST_MPS, TWO, busy, hold, long_ago_s
-from unit.cli.test_terminal import on_terminal
+from unit.cli.test_output import on_terminal
 from unit.http.by_hand import CLIENT, GONE, LEASE, clients
 
 #: With one space for many, and no borders.
@@ -59,7 +59,7 @@ def test_numbers_stand_on_the_right(own: Cli) -> None:
     assert [line.split("|")[4] for line in lines[3:5]] == [" 4260 ", "   97 "]
 
 
-def test_where_nobody_has_anything_the_table_is_empty(own: Cli) -> None:
+def test_without_leases_and_processes_the_table_of_who_is_empty(own: Cli) -> None:
     hold(own.host)
     own.host.people.found = clients()
     assert len(own.good("who").splitlines()) == 4
@@ -125,7 +125,7 @@ Remedy: ask its owner, or end it: yunion-mps clients terminate PID
 """
 
 
-def test_on_80_columns_it_keeps_who_has_what_and_how_much_and_breaks_only_between_words(own: Cli) -> None:
+def test_on_80_columns_the_use_is_kept_and_words_are_whole(own: Cli) -> None:
     busy(own.host, long_ago_s())
     assert on_terminal(own, 80, "who") == AT_80.splitlines()
 
@@ -152,7 +152,7 @@ def test_a_process_counts_against_the_lease_of_its_device() -> None:
     assert [one.named for one in found] == [f"00:06.0-{slot}" for slot in range(4)]
 
 
-def test_a_process_without_a_device_counts_against_the_lease_that_its_pid_holds() -> None:
+def test_a_process_without_a_device_counts_against_its_pids_lease() -> None:
     assert used(holdings(DEVICES, [LEASE], [changed(CLIENT, device=None)])) == {"00:06.0-1": 512}
 
 
@@ -181,7 +181,7 @@ def test_a_lease_over_two_gpus_has_a_budget_on_each() -> None:
     assert memory_by_gpu([client]) == {"00:06.0": 10, "00:07.0": 1001}
 
 
-def test_what_is_past_mps_counts_against_no_device_whatever_it_says_of_itself() -> None:
+def test_what_is_past_mps_counts_against_no_device() -> None:
     found = holdings(DEVICES, [LEASE], [changed(PAST_MPS, device="00:06.0-1"), CLIENT])
     assert used(found) == {"00:06.0-1": 512, "00:06.0": 300}
     assert [one.past_mps for one in found] == [False, False, False, False, True]

@@ -58,7 +58,7 @@ def test_a_part_is_free_idle_in_use_over_budget_or_past_mps() -> None:
     assert parts(broken)["00:06.0-1"]["state"] == "unavailable"
 
 
-def test_who_has_a_part_is_told_with_use_budget_and_since_when() -> None:
+def test_a_part_has_its_holder_use_budget_and_since_when() -> None:
     part = parts(page_of(answers(P40, leases=(LEASE,), clients=(CLIENT,))))["00:06.0-1"]
     assert (part["user"], part["used"], part["budget"], part["since"]) == ("alice", 512, 5760, LEASE["since"])
     assert part["processes"] == [{"pid": 4260, "user": "alice", "command": "python train.py", "memory": 512}]
@@ -66,7 +66,7 @@ def test_who_has_a_part_is_told_with_use_budget_and_since_when() -> None:
     assert "environment" not in json.dumps(part)
 
 
-def test_a_job_in_a_container_is_told_by_its_name_whether_it_uses_its_device_yet_or_not() -> None:
+def test_a_job_in_a_container_is_shown_with_the_containers_name() -> None:
     within = {**CLIENT, "container": "trainer"}
     used = parts(page_of(answers(P40, leases=(LEASE,), clients=(within,))))
     assert used["00:06.0-1"]["container"] == "trainer"
@@ -80,7 +80,7 @@ def test_a_lease_on_a_device_that_cannot_be_used_any_more_says_so() -> None:
     assert parts(page_of(broken))["00:06.0-1"]["unavailable"] is True
 
 
-def test_what_is_wrong_what_is_not_known_and_the_counts_are_those_of_status() -> None:
+def test_findings_troubles_and_counts_are_those_of_status() -> None:
     shown = page_of(answers(P40, leases=(LEASE, TWO), clients=(OVER, PAST_MPS)))
     assert [one["kind"] for one in shown["findings"]] == ["Problem", "Problem", "Warning"]
     assert shown["wrong"] == 3

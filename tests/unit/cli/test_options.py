@@ -49,7 +49,7 @@ def test_a_moment_is_by_the_local_time(text: str, then: str) -> None:
     assert time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(moment(text, NOW_S))) == then
 
 
-def test_yesterday_of_the_first_of_a_month_and_over_a_change_of_the_clock_is_a_day_before() -> None:
+def test_yesterday_crosses_months_and_changes_of_the_clock() -> None:
     for now, before in (("2026-03-01 00:30", "2026-02-28"), ("2026-10-26 00:10", "2026-10-25")):
         assert moment("yesterday", moment(now, NOW_S)) == moment(before, NOW_S)
 

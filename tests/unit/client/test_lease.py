@@ -23,7 +23,7 @@ def test_it_is_said_once_that_the_daemon_is_away_and_once_that_it_is_back(
     assert capsys.readouterr() == ("", said)
 
 
-def test_it_ends_after_its_time_and_begins_anew_once_the_daemon_was_there() -> None:
+def test_it_ends_after_its_time_and_starts_again_after_an_answer() -> None:
     patience = Patience(0.0, say)
     patience.lost(AWAY)
     with pytest.raises(UnreachableError, match="it is away"):

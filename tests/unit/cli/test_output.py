@@ -63,7 +63,7 @@ def test_on_a_terminal_wide_enough_a_table_is_as_when_piped(troubled: Cli, comma
     assert not [line for line in wide if "…" in line or "no room" in line]
 
 
-def test_on_80_columns_the_list_keeps_what_names_a_device_and_says_what_it_leaves_out(cli: Cli) -> None:
+def test_on_80_columns_the_list_keeps_names_and_says_what_it_omits(cli: Cli) -> None:
     lines = on_terminal(cli, 80, "list")
     assert lines[1].replace(" ", "").strip("|").split("|") == [
         "ID",
@@ -102,7 +102,7 @@ def test_reasons_are_whole_on_every_terminal(troubled: Cli, columns: int) -> Non
         assert all(len(line) <= columns for line in lines if " " in line.strip() and line[:1] != "(")
 
 
-def test_where_the_locale_is_not_utf_8_what_is_cut_is_marked_in_ascii(cli: Cli) -> None:
+def test_without_utf_8_cut_text_is_marked_in_ascii(cli: Cli) -> None:
     ascii_only = Cli(cli.root)
     ascii_only.env["LC_ALL"] = "C"
     lines = on_terminal(ascii_only, 80, "list")
