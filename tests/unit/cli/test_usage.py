@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import click
 import pytest
 from yunion_mps import __version__, client, revision
-from yunion_mps.cli import events, options, reload
+from yunion_mps.cli import reload
 from yunion_mps.cli.root import COMMANDS, cli
 from yunion_mps.http.operations import (
     LARGEST_LIMIT,
