@@ -259,7 +259,6 @@ class ControlDaemon:
         return DaemonHandle(self.program, self.target, self.process, self.servers)
 
     def await_answer(self, now_s: float) -> None:
-        """Begin to wait for its first sign of life."""
         self.work = startup.Startup(self._freed(), now_s)
 
     def set_limits(self, known: LimitsInEffect, now_s: float, *, set_first: bool, idle: bool) -> None:
@@ -269,7 +268,6 @@ class ControlDaemon:
         self.work = LimitsSetter(self._freed(), known, now_s, set_first=set_first, idle=idle, **known_of_it)
 
     def monitor(self, now_s: float) -> None:
-        """It serves: begin to monitor it."""
         self.has_served = self._is_recorded = True
         self.work = Monitor(self._freed(), self._log.tell, now_s)
 
@@ -284,7 +282,6 @@ class ControlDaemon:
         return work
 
     def drop(self) -> None:
-        """End what is under way."""
         if self.work:
             self.work.close()
             self.work = None

@@ -294,7 +294,6 @@ class Task:
         return [*watched, self._conversation.fileno()] if self._conversation else watched
 
     def close(self) -> None:
-        """Stop asking."""
         for part in (self._probe, self._conversation):
             if part:
                 part.close()

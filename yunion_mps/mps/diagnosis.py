@@ -114,29 +114,22 @@ def _sockets(netlink: socket.socket) -> Iterator[tuple[int, dict[int, bytes]]]:
     size = _HEADER.size + len(question)
     netlink.send(_HEADER.pack(size, _SOCK_DIAG_BY_FAMILY, _REQUEST_DUMP, 1, 0) + question)
     while True:
-        text = netlink.recv(1 << 16)
-        offset = 0
-        while offset + _HEADER.size <= len(text):
-            length, kind, _, _, _ = _HEADER.unpack_from(text, offset)
-            if kind != _SOCK_DIAG_BY_FAMILY or length < _HEADER.size:  # the end, or an error
+        for (_, kind, *_), body in _records(netlink.recv(1 << 16), _HEADER):
+            if kind != _SOCK_DIAG_BY_FAMILY:  # the end, or an error
                 return
-            body = text[offset + _HEADER.size : offset + length]
-            yield _ANSWER.unpack_from(body)[2], dict(_attributes(body[_ANSWER.size :]))
-            offset += _aligned(length)
+            attributes = {name: value for (_, name), value in _records(body[_ANSWER.size :], _ATTRIBUTE)}
+            yield _ANSWER.unpack_from(body)[2], attributes
 
 
-def _attributes(text: bytes) -> Iterator[tuple[int, bytes]]:
+def _records(text: bytes, header: struct.Struct) -> Iterator[tuple[tuple[int, ...], bytes]]:
+    """Header and body of each record; a header begins with the length of both, which is padded to 4 bytes."""
     offset = 0
-    while offset + _ATTRIBUTE.size <= len(text):
-        length, kind = _ATTRIBUTE.unpack_from(text, offset)
-        if length < _ATTRIBUTE.size:
+    while offset + header.size <= len(text):
+        fields = header.unpack_from(text, offset)
+        if fields[0] < header.size:
             return
-        yield kind, text[offset + _ATTRIBUTE.size : offset + length]
-        offset += _aligned(length)
-
-
-def _aligned(length: int) -> int:
-    return (length + 3) & ~3
+        yield fields, text[offset + header.size : offset + fields[0]]
+        offset += (fields[0] + 3) & ~3
 
 
 def holders(inodes: Collection[int], search_s: float = _SEARCH_S) -> dict[int, int]:

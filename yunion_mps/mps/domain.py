@@ -93,7 +93,6 @@ class Domain(StateMachine):
         return self.in_effect.plan
 
     def status(self) -> DomainStatus:
-        """What the snapshot shows of it."""
         pending = ""
         if self.state not in (STOPPED, STOPPING):
             pending = self._rollover.pending(retiring=self.retiring, holds_modes=self._holds_modes)

@@ -122,7 +122,6 @@ class Recovery(Task):
     """
 
     def __init__(self, daemon: DaemonHandle, why: str, now_s: float) -> None:
-        """`why` it does not serve, in words."""
         super().__init__(daemon)
         self._why = why
         self._began_s = now_s

@@ -171,7 +171,6 @@ class LogReader:
             self._tell(event)
 
     def read(self) -> list[LogEntry]:
-        """What is new since the last call."""
         try:
             with open(self._path, "rb") as file:
                 size = os.fstat(file.fileno()).st_size
