@@ -158,7 +158,9 @@ def test_a_client_that_waits_for_another_users_jobs_is_named(ready: Scene) -> No
 def test_a_control_daemon_from_before_the_drivers_update_is_found(scene: Scene) -> None:
     folder = scene.host.root / "opt"
     folder.mkdir()
-    path = os.pathsep.join(part for part in scene.host.env["PATH"].split(os.pathsep) if "/mps" not in part)
+    path = os.pathsep.join(
+        part for part in scene.host.env["PATH"].split(os.pathsep) if not part.endswith("/mps")
+    )
     real = shutil.which(CONTROL, path=path)
     assert real
     version = scene.host.description.driver_version
@@ -175,7 +177,9 @@ def test_a_control_daemon_from_before_the_drivers_update_is_found(scene: Scene) 
 def test_a_control_daemon_whose_program_was_replaced_is_found(scene: Scene) -> None:
     folder = scene.host.root / "opt"
     folder.mkdir()
-    path = os.pathsep.join(part for part in scene.host.env["PATH"].split(os.pathsep) if "/mps" not in part)
+    path = os.pathsep.join(
+        part for part in scene.host.env["PATH"].split(os.pathsep) if not part.endswith("/mps")
+    )
     real = shutil.which(CONTROL, path=path)
     assert real
     shutil.copy(real, folder)

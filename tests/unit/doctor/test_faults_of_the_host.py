@@ -57,7 +57,9 @@ def test_a_control_program_of_another_version_than_the_driver_is_found() -> None
         # The one on PATH is a script around NVIDIA's own here.
         folder = host.root / "opt"
         folder.mkdir()
-        path = os.pathsep.join(part for part in host.env["PATH"].split(os.pathsep) if "/mps" not in part)
+        path = os.pathsep.join(
+            part for part in host.env["PATH"].split(os.pathsep) if not part.endswith("/mps")
+        )
         real = shutil.which("nvidia-cuda-mps-control", path=path)
         assert real
         shutil.copy(real, folder)
