@@ -2,7 +2,7 @@
 
 Memory is in MiB, times are in s since 1970, and what is unknown is None. The API's schemas are made of these
 types by scripts/schemas, with the keywords that `Field` adds. At run time only type checkers need them:
-import this module under TYPE_CHECKING where a program's start should not pay for it.
+import this module under TYPE_CHECKING if a program's start should not pay for it.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ def test_no_method_that_is_not_described_changes_anything(
     assert daemon_of_three.status() == before
 
 
-def test_the_program_run_anew_answers_as_the_document_says(daemon_of_three: Daemon) -> None:
+def test_the_program_after_a_reexec_answers_as_the_document_says(daemon_of_three: Daemon) -> None:
     before, last = daemon_of_three.status(), daemon_of_three.get("/v1/events")[1]["last"]
     with unix_session(daemon_of_three.socket_path) as session:
         answer = session.post(f"{BASE}/v1/reexec")

@@ -43,12 +43,12 @@ yunion-mps may ask:
     curl --unix-socket /run/yunion-mps/yunion-mps.sock http://localhost/v1/devices
 
 Memory is in MiB, percentages are of a GPU's SM threads. Every error is a problem detail (RFC 9457), with a
-`hint` where there is something to do about it. What is at none of these paths is answered with 404, any
-method other than those described with 405, and a parameter that is not described with 400.
+`hint` if something can be done about it. Any other path is answered with 404, any other method with 405, and
+a parameter that is not described with 400.
 
-What can be read, all of these users may read, and all may take devices. Only root may change the daemon,
-and only root and its owner end a client or a lease. What a POST to change the daemon has begun is finished,
-even if its client disconnects; a request for devices ends with its connection."""
+All of these users may read everything and take devices. Only root may change the daemon, and only root and
+its owner may end a client or a lease. A change of the daemon that has begun is finished even if its client
+disconnects; a request for devices ends with its connection."""
 
 
 def document() -> Schema:

@@ -1,4 +1,4 @@
-"""The table of the API's operations, each declared once: what it takes, what it answers and who may ask.
+"""The table of the API's operations, each declared once: its parameters, its answer and its permission.
 
 The router, the checks of parameters, the OpenAPI document, the counters' routes and the client's calls are
 made from it. An operation's handler is the method of `Handlers` that has its name, and its answer's schema
@@ -62,7 +62,7 @@ BINDINGS = ("process", "connection", "name", "container")
 TIMEOUT_S = 30.0
 SLOW_S = 150.0
 
-#: Who may: all who may connect; the owner of a thing and root, which the handler checks; root alone.
+#: The users that may: all that can connect; the owner and root, which the handler checks; root alone.
 ANYONE, OWNER, ROOT = "anyone", "owner", "root"
 
 
@@ -325,7 +325,7 @@ TAKE_LEASE: Operation[LeaseRecord] = Operation(
     _number("pid", "With binding `process` or `container`: another process of the caller's user.",
             1, LARGEST_PID),
     Parameter("command", "The command line that the process is about to execute, for people."),
-    Parameter("name", "With binding `name`: whose devices they are.", pattern=NAME, hint=_NAME_HINT),
+    Parameter("name", "With binding `name`: the holder of the devices.", pattern=NAME, hint=_NAME_HINT),
     _number("ttl", "With binding `name`: time to live in s after each renewal, at most `max_lease_ttl_s`.",
             1, LONGEST_TTL_S),
     _number("wait", "If nothing is free, wait so many seconds: first come, first served.",

@@ -93,7 +93,7 @@ def test_without_a_socket_the_daemon_is_not_running(paths: Paths) -> None:
     assert failure(Client(paths)) == (3, f"the daemon is not running: there is no {paths.socket}", START)
 
 
-def test_where_nobody_listens_the_daemon_is_not_running(paths: Paths) -> None:
+def test_if_nothing_listens_the_daemon_is_not_running(paths: Paths) -> None:
     listen(paths).close()
     assert failure(Client(paths)) == (
         3,
@@ -110,7 +110,7 @@ def test_a_path_that_cannot_be_one_is_named(paths: Paths) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be other users")
-def test_who_is_not_in_the_group_is_told_how_to_get_in(host: ServerHost) -> None:
+def test_a_user_outside_the_group_is_told_how_to_join(host: ServerHost) -> None:
     os.chown(host.paths.socket, 0, 12345)
     with as_user(NOBODY):
         code, wrong, remedy = failure(Client(host.paths))
@@ -152,7 +152,7 @@ def wait_in_line(paths: Paths) -> list[socket.socket]:
         clients.append(client)
 
 
-def test_a_daemon_that_does_not_even_accept_is_given_up_after_the_same_time(paths: Paths) -> None:
+def test_a_daemon_that_does_not_accept_is_given_up_after_the_same_time(paths: Paths) -> None:
     with listening(paths), contextlib.ExitStack() as waiting:
         for client in wait_in_line(paths):
             waiting.enter_context(client)
@@ -251,7 +251,7 @@ def test_what_the_daemon_forbids_is_not_allowed(paths: Paths) -> None:
         assert failure(Client(paths)) == (4, "not you", "see: journalctl -u yunion-mps-daemon")
 
 
-def test_who_is_turned_away_gets_to_know_why(serve: Serve) -> None:
+def test_a_client_that_is_turned_away_can_read_why(serve: Serve) -> None:
     """Again and again, for the server may hang up before the client has said anything."""
     host = serve(connections=1, kept_for_root=0, first_request_timeout_s=600)
     host.connect()
@@ -303,7 +303,7 @@ def test_a_question_may_take_longer_than_others(host: ServerHost) -> None:
     assert len(answers) == 1
 
 
-def test_who_sees_a_program_out_waits_until_it_serves_no_more(host: ServerHost) -> None:
+def test_until_closed_waits_until_the_program_serves_no_more(host: ServerHost) -> None:
     answers: list[object] = []
     asking = threading.Thread(
         target=lambda: answers.append(Client(host.paths).call(REEXEC, until_closed=True))
@@ -317,7 +317,7 @@ def test_who_sees_a_program_out_waits_until_it_serves_no_more(host: ServerHost) 
     assert answers == [{"pid": 4200}]
 
 
-def test_who_would_see_a_program_out_that_refuses_hears_so_at_once(host: ServerHost) -> None:
+def test_until_closed_raises_a_refusal_at_once(host: ServerHost) -> None:
     host.changes.error = HostError("the new program would not start: no", "correct that")
     with pytest.raises(YunionError, match="the new program would not start: no"):
         Client(host.paths).call(REEXEC, until_closed=True)

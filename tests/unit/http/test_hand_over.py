@@ -12,7 +12,7 @@ from yunion_mps.http.server import Server
 
 from unit.http.conftest import Serve
 from unit.http.server_host import PATIENCE_S, ServerHost, eventually, request
-from unit.http.test_deferred import WAIT, waiting, whats
+from unit.http.test_events_and_changes import WAIT, waiting, whats
 from unit.http.test_turns import held
 
 
@@ -28,7 +28,7 @@ def go_on(host: ServerHost) -> None:
     host.call(host.server.open(host.listener.socket))
 
 
-def test_who_connects_between_two_programs_waits_and_is_answered_by_the_next(host: ServerHost) -> None:
+def test_a_client_that_connects_between_programs_is_answered_by_the_next(host: ServerHost) -> None:
     host.assert_serves()
     hand_over(host).result(PATIENCE_S)
     clients = [host.connect().send(request("/v1/gpus")) for _ in range(20)]
@@ -78,9 +78,7 @@ def test_a_request_that_waits_for_events_does_not_delay_the_handover(serve: Serv
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET /v1/gpus HTTP/1.1\r\nHost"])
-def test_a_client_that_does_not_go_on_does_not_keep_the_next_program_from_starting(
-    serve: Serve, sent: bytes
-) -> None:
+def test_a_client_that_stalls_does_not_delay_the_next_program(serve: Serve, sent: bytes) -> None:
     host = serve(hand_over_s=0.05)
     client = host.connect().send(sent)
     host.wait_connections(1)
@@ -97,7 +95,7 @@ def test_an_answer_that_takes_too_long_does_not_either(serve: Serve) -> None:
     assert client.ended()
 
 
-def test_when_its_name_is_taken_away_it_listens_anew_and_drops_nobody(host: ServerHost) -> None:
+def test_without_its_name_it_listens_again_and_drops_no_connection(host: ServerHost) -> None:
     old = host.connect()
     assert old.send(request("/v1/gpus")).answer() is not None
     (client,) = waiting(host, target=WAIT)
@@ -113,7 +111,7 @@ def test_when_its_name_is_taken_away_it_listens_anew_and_drops_nobody(host: Serv
 
 @pytest.mark.parametrize("turns", range(6))
 @pytest.mark.parametrize("begins_anew", [False, True])
-def test_who_is_just_being_accepted_at_the_end_is_not_left_waiting(
+def test_a_client_that_is_being_accepted_at_the_end_is_not_left_waiting(
     host: ServerHost, turns: int, begins_anew: bool
 ) -> None:
     """To accept takes asyncio some turns, and it forgets in silence whom it has not accepted by the end."""

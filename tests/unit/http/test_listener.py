@@ -33,7 +33,7 @@ def has_group() -> bool:
     return False
 
 
-def test_the_socket_belongs_to_root_and_the_group_and_to_nobody_else(paths: Paths) -> None:
+def test_the_socket_belongs_to_root_and_the_group_alone(paths: Paths) -> None:
     with listen(paths):
         status = os.stat(paths.socket)
         assert stat.S_ISSOCK(status.st_mode)

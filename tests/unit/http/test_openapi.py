@@ -96,7 +96,7 @@ def test_no_object_may_have_fields_that_its_schema_does_not_name() -> None:
     assert [place for place, schema in found.items() if schema["additionalProperties"] is not False] == []
 
 
-def test_every_field_of_an_answer_is_required_but_those_that_may_be_missing() -> None:
+def test_every_field_of_an_answer_is_required_but_a_problems_hint_and_code() -> None:
     optional = {
         place: sorted(set(schema["properties"]) - set(schema.get("required", ())))
         for place, schema in objects(DOCUMENT["components"]["schemas"])
@@ -156,7 +156,7 @@ def operations() -> Iterator[dict[str, Any]]:
         yield from item.values()
 
 
-def test_every_status_that_the_server_itself_refuses_with_is_in_the_document() -> None:
+def test_every_status_of_the_server_itself_is_in_the_document() -> None:
     for operation in operations():
         assert {"400", "408", "413", "431", "501", "503"} <= set(operation["responses"])
 

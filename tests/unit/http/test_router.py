@@ -101,7 +101,7 @@ def test_each_answers_time_is_in_one_bucket(router: Router) -> None:
     assert 0 < latency.sum_s < 60
 
 
-def test_an_answer_whose_asker_went_away_is_not_counted(router: Router) -> None:
+def test_an_answer_that_was_cancelled_is_not_counted(router: Router) -> None:
     troubles: list[object] = []
 
     async def go_away() -> None:

@@ -55,7 +55,7 @@ def test_a_request_that_comes_in_pieces_is_answered_like_a_whole_one(host: Serve
 
 
 @pytest.mark.parametrize("headers", [("1.1", "Connection: close"), ("1.0",)], ids=["close", "HTTP/1.0"])
-def test_who_wants_the_connection_closed_has_it_closed(host: ServerHost, headers: tuple[str, ...]) -> None:
+def test_a_connection_is_closed_at_its_clients_wish(host: ServerHost, headers: tuple[str, ...]) -> None:
     version, *more = headers
     with host.connect() as client:
         answer = client.send(request("/v1/gpus", "GET", *more, version=version)).answer()
@@ -90,7 +90,7 @@ def test_other_methods_are_refused_with_the_ones_that_are_allowed(host: ServerHo
 
 
 @pytest.mark.parametrize("target", ["/", "/v1", "/v1/", "/v1/devices/", "/v1/devices/a/b", "/v1/Status", "*"])
-def test_where_nothing_is_the_answer_says_so(host: ServerHost, target: str) -> None:
+def test_a_path_that_is_none_is_answered_with_404(host: ServerHost, target: str) -> None:
     detail = f"there is nothing at {target!r}"
     assert host.ask("GET", target).problem == (404, detail, "the paths are in /v1/openapi.json")
 
@@ -172,7 +172,7 @@ def test_a_body_is_read_past(host: ServerHost, head: str) -> None:
             assert answer.status == 200
 
 
-def test_who_waits_for_leave_to_send_a_body_gets_it(host: ServerHost) -> None:
+def test_a_client_that_expects_100_continue_gets_it(host: ServerHost) -> None:
     with host.connect() as client:
         client.send(request("/v1/gpus", "GET", "Content-Length: 4", "Expect: 100-continue"))
         leave = client.answer("HEAD")
@@ -187,7 +187,7 @@ def test_a_device_s_name_may_hold_a_slash_that_is_written_as_a_part_of_it(host: 
     assert host.ask("GET", "/v1/devices/..%2F..%2Fx").problem[:2] == (404, detail)
 
 
-def test_who_has_shut_its_sending_side_still_gets_the_whole_answer(serve: Serve) -> None:
+def test_a_client_that_has_shut_its_sending_side_gets_the_whole_answer(serve: Serve) -> None:
     host = serve(snapshots.large(2400))
     with host.connect() as client:
         client.send(request("/v1/devices?limit=0"))
@@ -198,14 +198,14 @@ def test_who_has_shut_its_sending_side_still_gets_the_whole_answer(serve: Serve)
         assert client.ended()
 
 
-def test_equal_questions_are_answered_anew_when_the_snapshot_has_changed(host: ServerHost) -> None:
+def test_cached_answers_are_made_again_when_the_snapshot_has_changed(host: ServerHost) -> None:
     assert host.ask("GET", "/v1/gpus").json()["total"] == 1
     host.snapshot = snapshots.troubled()._replace(version=2)
     assert host.ask("GET", "/v1/gpus").json()["total"] == 4
 
 
 @pytest.mark.parametrize("sent", [b"", b"G", b"GET /v1/gpus HTTP/1.1\r\nHost: x", request("/v1/gpus")])
-def test_who_goes_away_at_any_moment_leaves_nothing_behind(host: ServerHost, sent: bytes) -> None:
+def test_a_client_that_disconnects_at_any_moment_leaves_nothing_behind(host: ServerHost, sent: bytes) -> None:
     clients = [host.connect() for _ in range(20)]
     host.wait_connections(20)
     for client in clients:

@@ -188,7 +188,7 @@ def test_a_slow_reader_gets_its_whole_answer_while_others_are_served(serve: Serv
         assert taken.endswith(whole)
 
 
-def test_a_flood_of_requests_whose_answers_nobody_takes_costs_one_answer_of_memory(serve: Serve) -> None:
+def test_a_flood_of_unread_answers_costs_one_answer_of_memory(serve: Serve) -> None:
     host = serve(snapshots.large(2400), answer_timeout_s=2.0)
     size = len(host.ask("GET", LARGE).body)
     with host.connect() as client:

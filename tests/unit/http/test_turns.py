@@ -51,7 +51,7 @@ class Taker(threading.Thread):
                     self.before = self.count
 
 
-def test_who_asks_very_much_at_once_leaves_others_their_turn(serve: Serve) -> None:
+def test_a_client_with_many_requests_at_once_leaves_others_their_turn(serve: Serve) -> None:
     host = serve(snapshots.large(3072))
     with host.connect() as greedy, host.connect() as other:
         host.wait_connections(2)

@@ -62,17 +62,17 @@ def test_events_are_asked_for_by_time_kind_and_number(host: ServerHost) -> None:
     assert host.ask("GET", "/v1/events?after=1&kind=lease").json()["last"] == 3
 
 
-def test_where_nothing_has_happened_the_last_event_is_0(host: ServerHost) -> None:
+def test_before_the_first_event_the_last_one_is_0(host: ServerHost) -> None:
     assert host.ask("GET", "/v1/events").json() == {"events": [], "last": 0}
 
 
-def test_who_waits_for_an_event_is_told_it_when_it_comes(host: ServerHost) -> None:
+def test_a_request_that_waits_is_answered_when_an_event_comes(host: ServerHost) -> None:
     clients = waiting(host, 3)
     host.record(LOST)
     assert [whats(client.answer()) for client in clients] == [[LOST.what]] * 3
 
 
-def test_who_waits_for_one_kind_is_not_told_another(host: ServerHost) -> None:
+def test_a_request_that_waits_for_one_kind_gets_no_other(host: ServerHost) -> None:
     (client,) = waiting(host, target=WAIT + "&kind=gpu")
     host.record(READY)
     eventually(lambda: len(host.event_log.waiting) == 1, "that it waits on")
@@ -84,7 +84,7 @@ def test_the_time_to_wait_ends(host: ServerHost) -> None:
     assert whats(host.ask("GET", "/v1/events?after=0&wait=1")) == []
 
 
-def test_who_asks_beyond_the_last_event_does_not_wait_but_is_told_where_the_record_ends(
+def test_a_request_beyond_the_last_event_does_not_wait(
     host: ServerHost,
 ) -> None:
     host.record(LOST)
@@ -106,7 +106,9 @@ def test_many_that_wait_cost_others_nothing(serve: Serve) -> None:
 
 
 @pytest.mark.parametrize("behind", [0, 3])
-def test_who_goes_away_while_it_waits_leaves_nothing_behind(host: ServerHost, behind: int) -> None:
+def test_a_client_that_disconnects_while_it_waits_leaves_nothing_behind(
+    host: ServerHost, behind: int
+) -> None:
     clients = [host.connect().send(request(WAIT) + request("/v1/gpus") * behind) for _ in range(20)]
     eventually(lambda: len(host.event_log.waiting) == 20, "20 that wait")
     for client in clients:
@@ -116,14 +118,14 @@ def test_who_goes_away_while_it_waits_leaves_nothing_behind(host: ServerHost, be
     host.assert_serves()
 
 
-def test_who_waits_behind_other_requests_leaves_nothing_behind_either(host: ServerHost) -> None:
+def test_a_client_that_waits_behind_other_requests_leaves_nothing_behind(host: ServerHost) -> None:
     client = host.connect().send(request("/v1/gpus") * 3 + request(WAIT))
     eventually(lambda: len(host.event_log.waiting) == 1, "one that waits")
     client.close()
     host.wait_connections(0)
 
 
-def test_who_has_shut_its_sending_side_still_gets_what_it_waits_for(host: ServerHost) -> None:
+def test_a_client_that_has_shut_its_sending_side_gets_its_event(host: ServerHost) -> None:
     (client,) = waiting(host)
     client.socket.shutdown(socket.SHUT_WR)
     host.assert_serves()
@@ -166,7 +168,7 @@ def test_what_a_client_sends_while_it_waits_is_bounded(host: ServerHost) -> None
     assert refused.status in (400, 431)
 
 
-def test_a_stopping_server_lets_nobody_wait(host: ServerHost) -> None:
+def test_a_stopping_server_ends_all_waits(host: ServerHost) -> None:
     clients = waiting(host, 2)
     host.stop()
     assert [client.ended() for client in clients] == [True, True]
@@ -213,7 +215,7 @@ def test_another_user_may_read_all_there_is(host: ServerHost) -> None:
 
 
 @AS_ROOT
-def test_who_asks_for_a_client_s_end_is_known(host: ServerHost) -> None:
+def test_the_user_that_terminates_a_client_is_passed_on(host: ServerHost) -> None:
     os.chmod(host.paths.socket, 0o666)
     assert post(host, "/v1/clients/4260/terminate", NOBODY).json()["ended"]
     assert post(host, "/v1/clients/4260/terminate?force=true").status == 200
@@ -322,7 +324,7 @@ def test_a_bad_query_is_refused_by_name(
 
 @pytest.mark.parametrize("error", [None, HostError("too late, and nobody is there to be told")])
 @pytest.mark.parametrize("target", ["/v1/reload", "/v1/clients/4260/terminate"])
-def test_a_change_is_finished_though_whoever_asked_has_gone(
+def test_a_change_is_finished_even_if_its_client_disconnects(
     host: ServerHost, target: str, error: YunionError | None
 ) -> None:
     changing: Changes | People = host.changes if target == "/v1/reload" else host.people
