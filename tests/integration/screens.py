@@ -9,7 +9,7 @@ yunion-mps 0.1.0  HH:MM:SS  degraded  driver 535.261.03
 Problem: 00:06.0-1 has 6000 of 5760 MiB: PID 4260 of alice (python train.py)
 Problem: past MPS on GPU 00:06.0 with 300 MiB, where no budget holds: PID 4711 …
   do: ask its owner, or end it: yunion-mps clients terminate PID
-Warning: GPU 00:06.0 (Tesla P40): budgets are not enforced, for it is older tha…
+Warning: GPU 00:06.0 (Tesla P40): budgets are not enforced: the GPU is older th…
 GPU                    USED MiB  OF MiB       IN USE     PROCS        NAME
 00:06.0    ███░░░░░░░░     6300   23040       3 of 4         2        Tesla P40
 DEVICE                 USED MiB  OF MiB  SM % USER         PID  SINCE COMMAND
@@ -30,8 +30,8 @@ yunion-mps 0.1.0  HH:MM:SS  degraded  driver 535.261.03
 Problem: 00:06.0-1 has 6000 of 5760 MiB: PID 4260 of alice (python train.py)
 Problem: past MPS on GPU 00:06.0 with 300 MiB, where no budget holds: PID 4711 of mallory (./old-job)
   do: ask its owner, or end it: yunion-mps clients terminate PID
-Warning: GPU 00:06.0 (Tesla P40): budgets are not enforced, for it is older than Volta; its clients can use \
-all of its …
+Warning: GPU 00:06.0 (Tesla P40): budgets are not enforced: the GPU is older than Volta; its clients can use \
+all of its…
 GPU                                 USED MiB  OF MiB       IN USE           PROCS        NAME
 00:06.0    ██████▋░░░░░░░░░░░░░░░░░     6300   23040       3 of 4               2        Tesla P40
 DEVICE                              USED MiB  OF MiB  SM % USER               PID  SINCE COMMAND
@@ -50,7 +50,7 @@ Problem:  00:06.0-1 has 6000 of 5760 MiB: PID 4260 of alice (python train.py)
 Problem:  past MPS on GPU 00:06.0 with 300 MiB, where no budget holds: PID 4711
           of mallory (./old-job)
 Remedy:   ask its owner, or end it: yunion-mps clients terminate PID
-Warning:  GPU 00:06.0 (Tesla P40): budgets are not enforced, for it is older
+Warning:  GPU 00:06.0 (Tesla P40): budgets are not enforced: the GPU is older
           than Volta; its clients can use all of its memory and threads
 Remedy:   nothing enforces them on such a GPU; see who uses more: yunion-mps who
 Devices:  4 of 4 available, 3 used, 1 free

@@ -1,4 +1,4 @@
-"""Spawns, signals and watches processes, and nothing else does. Nothing here waits for them.
+"""Processes: only this module spawns, signals and watches them.
 
 `posix_spawn` and not `subprocess`: it costs a tenth at the daemon's start, and all that is needed of the
 latter is a file descriptor in another's place.
@@ -134,7 +134,7 @@ def spawn(
     except OSError as error:
         what = f"{argv[0]} cannot be started: {error.strerror}"
         if error.errno in (errno.ENOENT, errno.ENOEXEC, errno.EACCES):
-            raise HostError(what, "install it anew") from None
+            raise HostError(what, "install it again") from None
         raise ShortageError(what) from None
     try:
         return Process(pid, child=True)
@@ -151,7 +151,7 @@ def refuse_if_no_process_can_start() -> None:
 
 
 def output_of(argv: Sequence[str], patience_s: float | None = None) -> str:
-    """What a program says on standard output; empty where it fails, or takes longer than `patience_s`."""
+    """A program's standard output; empty if it fails, or takes longer than `patience_s`."""
     try:
         status, found = outcome_of(argv, patience_s)
     except HostError:
@@ -166,11 +166,10 @@ def outcome_of(
     with_stderr: bool = False,
     environment: Mapping[str, str] | None = None,
 ) -> tuple[int | None, bytes]:
-    """A program's exit status, None where it takes longer than `patience_s`, and what it says.
+    """A program's exit status, None if it takes longer than `patience_s`, and its output.
 
-    That is its standard output, and `with_stderr` its standard error. It is killed if this is interrupted, as
-    by Ctrl-C, which does not reach it because it has its own session. It gets this process's environment
-    unless another one is given. Raises HostError as `spawn` does.
+    It gets this process's environment unless another one is given. It is killed if this is interrupted, as by
+    Ctrl-C, which does not reach it in its own session. Raises HostError as `spawn` does.
     """
     output, answer_in = os.pipe()
     try:
@@ -200,7 +199,7 @@ def outcome_of(
 
 
 def _read_all(descriptor: int, patience_s: float | None) -> bytes | None:
-    """All that comes until it is closed; None where that takes longer."""
+    """All that comes until it is closed; None if that takes longer."""
     end_s = None if patience_s is None else time.monotonic() + patience_s
     found = b""
     while _readable(descriptor, None if end_s is None else max(0.0, end_s - time.monotonic())):
@@ -212,17 +211,14 @@ def _read_all(descriptor: int, patience_s: float | None) -> bytes | None:
 
 
 def reap_forgotten() -> None:
-    """Take note of the end of children that the program which this process ran before has left to us."""
-    while True:
-        try:
-            if os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG) is None:
-                return
-        except ChildProcessError:
-            return
+    """Reap ended children that the program which this process ran before has left to us."""
+    with contextlib.suppress(ChildProcessError):
+        while os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG) is not None:
+            pass
 
 
 def wake(pids: Iterable[int]) -> None:
-    """Let those of the processes go on that were stopped by a signal; to others nothing happens."""
+    """Continue those of the processes that were stopped by a signal."""
     for pid in pids:
         with contextlib.suppress(OSError):
             os.kill(pid, signal.SIGCONT)

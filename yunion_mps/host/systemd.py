@@ -1,7 +1,4 @@
-"""sd_notify(3), and the job unit that a process belongs to.
-
-The former is done by the sdnotify library; it does nothing if systemd did not start us.
-"""
+"""sd_notify(3) by the sdnotify library; does nothing if systemd did not start us."""
 
 from __future__ import annotations
 
@@ -23,7 +20,6 @@ class Notifier:
             self._library = sdnotify.SystemdNotifier()
 
     def ready(self, status: str) -> None:
-        """The daemon serves."""
         self._last_status = status
         self._send("READY=1", f"STATUS={status}")
 
@@ -34,7 +30,7 @@ class Notifier:
         self._last_status = status
 
     def reloading(self, status: str) -> None:
-        """The daemon changes, and says `ready` again after it; for systemd, it is up all the while."""
+        """The daemon changes, and calls `ready` after it; for systemd, it is up all the while."""
         now_us = time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000
         self._send("RELOADING=1", f"MONOTONIC_USEC={now_us}", f"STATUS={status}")
 
@@ -44,19 +40,18 @@ class Notifier:
         self._send("STOPPING=1", f"EXTEND_TIMEOUT_USEC={within_us}", f"STATUS={status}")
 
     def alive(self) -> None:
-        """The watchdog's sign of life."""
         self._send("WATCHDOG=1")
 
     def _send(self, *assignments: str) -> None:
-        """Send each assignment as one line, so that text quoted in a status cannot become another one."""
+        """Send each assignment as one line: text quoted in a status cannot become another one."""
         if self._library:
             message = "\n".join(map(printable, assignments))
-            # The library encodes to Latin-1, and sends nothing where that fails; systemd reads UTF-8.
+            # The library encodes to Latin-1, and sends nothing if that fails; systemd reads UTF-8.
             self._library.notify(message.encode().decode("latin-1"))
 
 
 def watchdog_interval_s() -> float | None:
-    """How often systemd wants a sign of life, halved for safety; None where it wants none."""
+    """How often systemd expects a sign of life, halved for safety; None if it expects none."""
     text = os.environ.get("WATCHDOG_USEC", "")
     pid = os.environ.get("WATCHDOG_PID", "")
     if not text.isdigit() or int(text) == 0 or (pid and pid != str(os.getpid())):

@@ -199,7 +199,7 @@ class Supervisor:
                 log.error("%s. %s", error.message, error.hint)
 
     def lose_driver(self, error: DriverError, now_s: float) -> None:
-        """Take note that the driver as a whole does not answer any more."""
+        """Record that the driver as a whole does not answer any more."""
         for domain in self.domains:
             domain.note_use(in_use=None)  # nothing is known of jobs any more
         inventory = self._gpus.inventory
@@ -207,7 +207,6 @@ class Supervisor:
         self.update_gpus(inventory._replace(gpus=gpus), now_s)
 
     def note_xid(self, pci_address: str, xid: int) -> None:
-        """Take note of an error that the driver reported."""
         event = self._gpus.note_xid(pci_address, xid)
         if event:
             log.warning("GPU %s: %s; %s", event.subject, event.what, event.consequence)
@@ -232,7 +231,7 @@ class Supervisor:
         return self._modes.set(work, self.nvml, self.store())
 
     def note_modes(self, result: ModeResult) -> None:
-        """Take note of modes that were set or restored, and of GPUs that refused."""
+        """Record modes that were set or restored, and GPUs that refused."""
         if self._modes.note(result, "the plan asks for it"):
             self._changed()
 

@@ -137,7 +137,7 @@ class ComputeModes:
             return self.note(restore_unused(store, nvml, left), "as before")
 
     def note(self, result: ModeResult, why: str) -> bool:
-        """Take note of modes that were set or restored, and of GPUs that refused; whether there were any."""
+        """Record modes that were set or restored, and GPUs that refused; whether there were any."""
         for gpu in self._gpus.inventory.gpus:
             after = result.modes.get(gpu.uuid or "")
             if after and after != gpu.compute_mode:

@@ -194,9 +194,9 @@ class Fleet:
 
         A GPU that is lost for now is none of those: it has its place, should it come back.
         """
-        wanted, served = set(domain.desired.gpu_uuids), set(domain.plan.gpu_uuids)
-        surplus = served - wanted
-        has_other_gpus = bool(wanted - served or (surplus and surplus & self._gpus.healthy))
+        desired, served = set(domain.desired.gpu_uuids), set(domain.plan.gpu_uuids)
+        surplus = served - desired
+        has_other_gpus = bool(desired - served or (surplus and surplus & self._gpus.healthy))
         has_other_group = domain.desired.pipe_group != domain.plan.pipe_group
         return domain.state == READY and (has_other_gpus or has_other_group)
 

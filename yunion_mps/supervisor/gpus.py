@@ -68,7 +68,7 @@ class Gpus:
         return [event for gpu in after.gpus for event in _availability(gpu, before.get(gpu.pci_address))]
 
     def note_xid(self, pci_address: str, xid: int) -> Event | None:
-        """Take note of an XID (an error that the driver reported); None for an unknown GPU."""
+        """Record an XID (an error that the driver reported); None for an unknown GPU."""
         gpu = next((gpu for gpu in self.inventory.gpus if gpu.pci_address == pci_address), None)
         if gpu is None:
             return None
@@ -83,7 +83,7 @@ class Gpus:
         return event._replace(severity="error", consequence="its devices are unavailable")
 
     def note_modes(self, modes: Mapping[str, str], errors: Mapping[str, DriverError]) -> None:
-        """Take note of compute modes that were set, and of GPUs that refused, by UUID."""
+        """Record compute modes that were set, and GPUs that refused, by UUID."""
         self.mode_errors.update(errors)
         for gpu in self.inventory.gpus:
             uuid = gpu.uuid or ""

@@ -56,7 +56,7 @@ def warnings(snapshot: Snapshot) -> Sequence[str]:
         served = any(gpu.uuid in domain.plan.gpu_uuids for domain in snapshot.domains)
         if served and not gpu.reason and not enforces_budgets(gpu):
             found.append(
-                f"GPU {gpu.address} ({gpu.name}): budgets are not enforced, for it is older than Volta; "
+                f"GPU {gpu.address} ({gpu.name}): budgets are not enforced: the GPU is older than Volta; "
                 "its clients can use all of its memory and threads"
             )
         planned = snapshot.plan.compute_modes.get(gpu.uuid or "")

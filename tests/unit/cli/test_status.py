@@ -24,7 +24,7 @@ from unit.http import snapshots
 from unit.http.by_hand import LEASE, SERVER, WAITING, clients
 
 NOT_ENFORCED = """\
-Warning:  GPU 00:06.0 (Tesla P40): budgets are not enforced, for it is older than Volta; its clients \
+Warning:  GPU 00:06.0 (Tesla P40): budgets are not enforced: the GPU is older than Volta; its clients \
 can use all of its memory and threads
 Remedy:   nothing enforces them on such a GPU; see who uses more: yunion-mps who
 """
