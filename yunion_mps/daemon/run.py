@@ -130,7 +130,7 @@ class _Daemon:
         try:
             return self._started()
         except (YunionError, OSError) as error:
-            self.stop(spare_found=True)
+            self.stop(spare_adopted=True)
             if isinstance(error, OSError):
                 raise ShortageError(f"the system refused something: {error}") from None
             raise
@@ -188,7 +188,7 @@ class _Daemon:
         finally:
             listener.close()
 
-    def stop(self, *, spare_found: bool = False) -> None:
+    def stop(self, *, spare_adopted: bool = False) -> None:
         """Stop the control daemons and restore the compute modes.
 
         Not called if a fault of our own ends the daemon: then, as after SIGKILL, the control daemons and
@@ -196,7 +196,7 @@ class _Daemon:
         """
         status = "stopping the control daemons and putting the compute modes back"
         self._notifier.stopping(status, self._supervisor.stop_within_s)
-        self._supervisor.stop(time.monotonic(), spare_found=spare_found)
+        self._supervisor.stop(time.monotonic(), spare_adopted=spare_adopted)
         drive(self._supervisor, lambda: self._supervisor.fleet.stopped)
         self._supervisor.close()
 

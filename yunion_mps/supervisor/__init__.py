@@ -93,14 +93,14 @@ class Supervisor:
         """What to watch for reading, to be asked for again after every tick."""
         return [descriptor for domain in self.domains for descriptor in domain.descriptors()]
 
-    def stop(self, now_s: float, *, spare_found: bool = False) -> None:
-        """Begin to stop every domain; `spare_found` leaves control daemons that were running before us."""
+    def stop(self, now_s: float, *, spare_adopted: bool = False) -> None:
+        """Begin to stop every domain; `spare_adopted` leaves control daemons that were running before us."""
         if not self.stopping:
             self._reserve = None
             self.jobs.end_within(self.config.cuda_mps_stop_timeout_s, now_s)
         self.stopping = True
         self._modes.end()
-        self.fleet.stop(now_s, spare_found=spare_found)
+        self.fleet.stop(now_s, spare_adopted=spare_adopted)
 
     def report_late_jobs(self) -> None:
         """Name the jobs that did not end in time."""

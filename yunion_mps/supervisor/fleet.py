@@ -98,12 +98,12 @@ class Fleet:
         self._records.write(self.domains)
         return min(times, default=None)
 
-    def stop(self, now_s: float, *, spare_found: bool) -> None:
+    def stop(self, now_s: float, *, spare_adopted: bool) -> None:
         """Begin to stop every domain, and start none any more."""
         self._stopping = True
         self.awaited = []
         for domain in self.domains:
-            domain.stop(now_s, spare_adopted=spare_found)
+            domain.stop(now_s, spare_adopted=spare_adopted)
 
     def refuse_if_none_can_start(self, ours: Sequence[MpsProcess]) -> None:
         """Raise the first HostError if something keeps every one of them from starting."""

@@ -189,7 +189,7 @@ sys.stdin.read()
 """
 
 
-def test_of_an_environment_that_has_no_end_no_more_is_read_than_a_program_can_be_given() -> None:
+def test_an_endless_environment_is_read_only_as_far_as_one_can_be_given() -> None:
     """Any user can have such a process, and the daemon reads the environments of all that use the GPUs."""
     pipe = subprocess.PIPE
     with subprocess.Popen([sys.executable, "-c", ENDLESS], stdin=pipe, stdout=pipe, text=True) as process:

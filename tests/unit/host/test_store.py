@@ -140,7 +140,7 @@ def test_a_newer_format_is_left_alone_and_named(paths: Paths, store: OpenStore) 
 
 
 @pytest.mark.parametrize("content", [b"no database at all, but some text" * 99, b"\0" * 4096])
-def test_a_file_that_is_no_database_is_kept_aside_and_the_modes_taken_from_their_copy(
+def test_a_file_that_is_no_database_is_kept_aside_and_modes_are_copied(
     paths: Paths, store: OpenStore, content: bytes
 ) -> None:
     noting = store()

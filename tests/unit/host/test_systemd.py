@@ -116,7 +116,7 @@ def test_a_notify_socket_that_is_gone_costs_nothing(monkeypatch: pytest.MonkeyPa
         (None, None, None),
     ],
 )
-def test_the_watchdog_wants_a_sign_of_life_twice_in_its_time_and_only_from_the_one_it_watches(
+def test_the_watchdog_expects_a_sign_of_life_twice_in_its_time(
     monkeypatch: pytest.MonkeyPatch, usec: str | None, pid: str | None, interval_s: float | None
 ) -> None:
     values = {"WATCHDOG_USEC": usec, "WATCHDOG_PID": str(os.getpid()) if pid == "own" else pid}

@@ -1,20 +1,31 @@
-"""The record of events: written at once, or later and in order, and never waited for."""
+"""The event log: written at once, or later and in order, bounded; its copy survives a kill at any byte."""
 
 from __future__ import annotations
 
 import logging
 import os
 import sqlite3
+import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from yunion_mps.errors import HostError
 from yunion_mps.host.store import Store
 from yunion_mps.models import Event
 from yunion_mps.paths import Paths
-from yunion_mps.supervisor.event_log import EventLog, EventTable
+from yunion_mps.supervisor.event_log import (
+    MOST_EVENTS,
+    OLDEST_EVENT_S,
+    EventCopy,
+    EventLog,
+    EventRecord,
+    EventTable,
+)
 
 
 def event(what: str, kind: str = "domain") -> Event:
@@ -144,7 +155,7 @@ def test_a_daemon_that_is_killed_while_the_disk_is_full_loses_no_event(disk: Dis
     assert [one.id for one in second.after(0, 9)] == [1, 2, 3, 4]
 
 
-def test_a_damaged_file_is_begun_anew_with_the_events_since_the_boot_and_that_is_an_event(
+def test_a_damaged_file_is_made_again_with_the_events_since_the_boot(
     paths: Paths,
 ) -> None:
     with closing(Store(paths)) as store:
@@ -161,7 +172,7 @@ def test_a_damaged_file_is_begun_anew_with_the_events_since_the_boot_and_that_is
         assert len(told) == 4
 
 
-def test_events_are_lost_neither_when_the_file_is_damaged_while_it_is_in_use(paths: Paths) -> None:
+def test_no_event_is_lost_when_the_file_is_damaged_while_in_use(paths: Paths) -> None:
     with closing(Store(paths)) as store:
         event_log = EventLog(lambda: store, paths.events_copy)
         event_log.record(event("a"))
@@ -191,3 +202,113 @@ def test_that_there_is_trouble_and_that_it_is_over_is_told(disk: Disk, paths: Pa
     disk.full = False
     kept.record(event("c"))
     assert told == ["the state file cannot be written: disk full", ""]
+
+
+# -- the table
+
+EVENT = Event("info", "domain", "host", "stopped -> starting", "it was asked for", "nothing")
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> Iterator[EventTable]:
+    with closing(Store(Paths(str(tmp_path)))) as store:
+        yield EventTable(store)
+
+
+def several(first: int, count: int, time_s: float) -> list[EventRecord]:
+    return [EventRecord(number, time_s, EVENT) for number in range(first, first + count)]
+
+
+def test_events_are_given_by_id_by_time_and_by_kind(table: EventTable) -> None:
+    assert (table.last_id(), table.newest(0.0, 10)) == (0, [])
+    kinds = ["domain", "gpu", "domain"]
+    added = [
+        EventRecord(number, 10.0 * number, EVENT._replace(kind=kinds[number - 1])) for number in (1, 2, 3)
+    ]
+    table.add(added)
+    assert table.last_id() == 3
+    assert table.newest(0.0, 10) == added
+    assert [one.id for one in table.newest(0.0, 2)] == [2, 3], "the newest, oldest first"
+    assert [one.id for one in table.newest(20.0, 10)] == [2, 3]
+    assert [one.id for one in table.newest(0.0, 10, "gpu")] == [2]
+    assert [one.id for one in table.after(1, 1)] == [2]
+    assert [one.id for one in table.after(0, 9, "domain")] == [1, 3]
+
+
+def test_an_event_that_is_there_is_not_changed_and_not_added_twice(table: EventTable) -> None:
+    table.add(several(1, 3, 1.0))
+    table.add(several(2, 3, 9.0))
+    assert [(one.id, one.time_s) for one in table.after(0, 9)] == [(1, 1.0), (2, 1.0), (3, 1.0), (4, 9.0)]
+
+
+def test_events_are_bounded_in_number_and_age_and_their_ids_go_on(table: EventTable) -> None:
+    now_s = time.time()
+    table.add(several(1, 5, now_s - OLDEST_EVENT_S - 10))
+    table.add(several(6, MOST_EVENTS + 300, now_s))
+    left = table.after(0, 20_000)
+    assert MOST_EVENTS <= len(left) <= MOST_EVENTS + 300
+    table.add(several(MOST_EVENTS + 306, 300, now_s))
+    left = table.after(0, 20_000)
+    assert len(left) <= MOST_EVENTS + 300
+    assert min(one.time_s for one in left) == now_s
+    assert table.last_id() == MOST_EVENTS + 605
+    for number in range(MOST_EVENTS + 606, MOST_EVENTS + 1200):  # as they come: one at a time
+        table.add(several(number, 1, now_s))
+    assert len(table.after(0, 20_000)) <= MOST_EVENTS + 300
+
+
+# -- the copy
+
+
+def recorded(number: int) -> EventRecord:
+    return EventRecord(
+        number, 1.5 * number, Event("info", "gpu", "00:06.0", f"what {number}", "cäuse\n", "x")
+    )
+
+
+def test_what_was_added_is_read_by_the_next(tmp_path: Path) -> None:
+    file = str(tmp_path / "run/events")
+    EventCopy(file).add([recorded(1), recorded(2)])
+    EventCopy(file).add([recorded(3)])
+    assert EventCopy(file).read() == [recorded(1), recorded(2), recorded(3)]
+    assert (tmp_path / "run/events").stat().st_mode & 0o777 == 0o600, "others' commands may stand in it"
+
+
+def test_what_is_no_event_is_passed_over(tmp_path: Path) -> None:
+    file = tmp_path / "events"
+    copy = EventCopy(str(file))
+    copy.add([recorded(1)])
+    fields = '1,"info","gpu","00:06.0","what","cause","x"]'
+    with file.open("a") as out:
+        out.write(f"[1e999,{fields}\n[{10**30},{fields}\n[-1,{fields}\n{'[' * 100_000}\n")
+    copy.add([recorded(2)])
+    assert copy.read() == [recorded(1), recorded(2)]
+
+
+def test_it_is_bounded_and_the_newest_are_kept(tmp_path: Path) -> None:
+    copy = EventCopy(str(tmp_path / "events"))
+    for first in range(1, 20_000, 100):
+        copy.add(recorded(number) for number in range(first, first + 100))
+    kept = copy.read()
+    assert kept[-1].id == 20_000
+    assert len(kept) > 4_000
+    assert [one.id for one in kept] == list(range(kept[0].id, 20_001)), "and none is missing between"
+    assert sum(file.stat().st_size for file in tmp_path.iterdir()) < 1_100_000
+
+
+@given(st.integers(0, 200))
+def test_a_line_that_was_cut_off_costs_no_other(cut: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "events"
+        EventCopy(str(file)).add([recorded(1), recorded(2), recorded(3)])
+        whole = file.read_bytes()
+        file.write_bytes(whole[: max(0, len(whole) - cut)])
+        kept = [one.id for one in EventCopy(str(file)).read()]
+        assert kept == [1, 2, 3][: len(kept)]
+        assert len(kept) >= 3 - 1 - cut // 60
+
+
+def test_a_copy_that_is_missing_or_cannot_be_written_breaks_nothing(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert EventCopy(str(tmp_path / "none")).read() == []
+    EventCopy(str(tmp_path / "file/events")).add([recorded(1)])

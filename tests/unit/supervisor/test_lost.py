@@ -64,7 +64,7 @@ def reboot(host: SimHost) -> None:
 @pytest.mark.parametrize("entry", [None, by_uuid, by_address, by_render_node])
 @pytest.mark.parametrize("lookup", ["gpu_is_lost", "success", "removed"])
 @pytest.mark.parametrize("scope", ["host", "gpu"])
-def test_its_devices_are_listed_with_the_reason_and_serve_again_when_it_is_back(
+def test_its_devices_are_listed_and_serve_again_when_it_is_back(
     make_host: MakeHost, supervise: Supervise, entry: Entry | None, lookup: str, scope: str
 ) -> None:
     host = make_host(TWO, cuda_mps_scope=scope, cuda_mps_replicas="4")
@@ -91,7 +91,7 @@ def test_its_devices_are_listed_with_the_reason_and_serve_again_when_it_is_back(
     assert modes(host) == ["exclusive_process"] * 2
 
 
-def test_the_running_control_daemon_that_serves_it_too_goes_on_and_each_device_is_listed_once(
+def test_a_control_daemon_that_serves_it_goes_on_with_devices_listed_once(
     make_host: MakeHost, supervise: Supervise, stand_ins: MakeStandIns
 ) -> None:
     host = make_host(TWO)
@@ -140,7 +140,7 @@ def test_one_that_never_could_serve_has_no_devices(make_host: MakeHost, supervis
         made.stop()
 
 
-def test_where_the_only_one_that_is_there_refuses_its_mode_the_start_is_refused(
+def test_the_start_is_refused_if_the_only_one_there_refuses_its_mode(
     make_host: MakeHost, supervise: Supervise
 ) -> None:
     host = make_host(TWO)
@@ -181,7 +181,7 @@ def test_one_that_was_taken_out_of_the_file_is_not_listed(make_host: MakeHost, s
     assert reasons(supervise(host).start()) == [""] * 4
 
 
-def test_one_that_was_taken_out_of_the_file_while_no_daemon_ran_is_not_listed(
+def test_one_taken_out_of_the_file_while_no_daemon_ran_is_not_listed(
     make_host: MakeHost, supervise: Supervise
 ) -> None:
     host = make_host(TWO)
@@ -239,7 +239,7 @@ def test_one_that_has_another_place_now_is_listed_once(make_host: MakeHost, supe
     assert reasons(supervise(host).start()) == [""] * 8
 
 
-def test_after_a_reboot_a_gone_one_is_listed_where_the_file_names_it_and_not_where_it_means_every_gpu(
+def test_after_a_reboot_a_gone_one_is_listed_only_if_the_file_names_it(
     make_host: MakeHost, supervise: Supervise
 ) -> None:
     host = make_host(TWO)
@@ -279,7 +279,7 @@ def test_a_file_that_cannot_be_read_is_nothing_known(
     assert reasons(supervise(host).start()) == [""] * 10
 
 
-def test_a_former_compute_mode_is_restored_once_it_is_back_and_nothing_is_tried_before(
+def test_an_original_mode_is_restored_once_it_is_back_and_not_before(
     make_host: MakeHost, supervise: Supervise, caplog: pytest.LogCaptureFixture
 ) -> None:
     host = make_host(TWO)

@@ -29,7 +29,7 @@ def test_compute_modes_are_set_and_on_a_stop_restored_to_what_each_was(
     assert modes(host) == ["default", "prohibited"]
 
 
-def test_modes_are_restored_by_the_next_daemon_when_one_ended_without_doing_so(
+def test_modes_are_restored_by_the_next_daemon_if_one_was_killed(
     make_host: MakeHost, supervise: Supervise
 ) -> None:
     host = make_host(TWO)
@@ -39,9 +39,7 @@ def test_modes_are_restored_by_the_next_daemon_when_one_ended_without_doing_so(
     assert modes(host) == ["default", "prohibited"]
 
 
-def test_the_mode_from_before_we_first_touched_it_counts_whatever_came_between(
-    make_host: MakeHost, supervise: Supervise
-) -> None:
+def test_the_mode_from_before_our_first_change_counts(make_host: MakeHost, supervise: Supervise) -> None:
     host = make_host([{"kind": "v100"}])
     supervise(host).start().stop(restore=False)
     host.gpus[0].compute_mode = "prohibited"
@@ -49,7 +47,7 @@ def test_the_mode_from_before_we_first_touched_it_counts_whatever_came_between(
     assert modes(host) == ["default"]
 
 
-def test_the_mode_of_a_gpu_that_is_no_longer_configured_is_restored_at_the_next_start(
+def test_the_mode_of_a_gpu_no_longer_configured_is_restored_at_a_start(
     make_host: MakeHost, supervise: Supervise
 ) -> None:
     host = make_host(TWO)
@@ -158,7 +156,7 @@ def test_a_gpu_that_is_lost_at_the_stop_is_restored_by_the_next_daemon(
     assert modes(host) == ["default", "prohibited"]
 
 
-def test_what_was_restored_is_forgotten_so_that_the_operator_s_own_later_mode_is_kept(
+def test_a_mode_that_the_operator_sets_after_a_restore_is_kept(
     make_host: MakeHost, supervise: Supervise
 ) -> None:
     host = make_host([{"kind": "v100"}])

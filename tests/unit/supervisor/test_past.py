@@ -49,7 +49,7 @@ def end(host: SimHost) -> None:
     host.run([PROGRAM], input="quit\n", env={**host.env, "CUDA_MPS_PIPE_DIRECTORY": str(pipe)})
 
 
-def test_modes_are_restored_where_mps_was_disabled_since_and_no_control_daemon_runs(
+def test_modes_are_restored_if_mps_was_disabled_and_nothing_runs(
     make_host: MakeHost, supervise: Supervise
 ) -> None:
     host = make_host(TWO)
@@ -61,7 +61,7 @@ def test_modes_are_restored_where_mps_was_disabled_since_and_no_control_daemon_r
     assert modes(host) == ["default"] * 2
 
 
-def test_a_control_daemon_with_jobs_where_mps_was_disabled_since_goes_on_until_it_has_none(
+def test_a_control_daemon_with_jobs_goes_on_after_mps_was_disabled(
     put_to_work: PutToWork, supervise: Supervise
 ) -> None:
     at_work = put_to_work(TWO)
@@ -109,7 +109,7 @@ def test_a_hidden_control_daemon_is_found_by_every_later_configuration(
         {"cuda_mps_scope": "gpu"},
     ],
 )
-def test_one_whose_daemon_ended_before_it_served_is_no_obstacle_to_another_configuration(
+def test_one_whose_daemon_ended_before_it_served_is_no_obstacle(
     make_host: MakeHost, supervise: Supervise, change: dict[str, str]
 ) -> None:
     host = make_host(TWO)
@@ -162,7 +162,7 @@ def test_one_of_which_nothing_is_noted_is_reported_and_keeps_its_modes(
     assert modes(host) == ["default"] * 2
 
 
-def test_modes_are_restored_at_the_stop_where_the_control_daemon_has_ended_meanwhile(
+def test_modes_are_restored_at_the_stop_if_the_control_daemon_has_ended(
     make_host: MakeHost, supervise: Supervise
 ) -> None:
     host = make_host(TWO)
@@ -174,7 +174,7 @@ def test_modes_are_restored_at_the_stop_where_the_control_daemon_has_ended_meanw
     assert modes(host) == ["default"] * 2
 
 
-def test_with_one_control_daemon_a_gpu_that_of_a_lost_gpu_goes_when_it_has_no_jobs_and_the_others_go_on(
+def test_with_one_for_each_gpu_that_of_a_lost_gpu_ends_after_its_jobs(
     make_host: MakeHost, supervise: Supervise
 ) -> None:
     host = make_host(TWO, cuda_mps_scope="gpu")
@@ -187,7 +187,7 @@ def test_with_one_control_daemon_a_gpu_that_of_a_lost_gpu_goes_when_it_has_no_jo
     made.until(lambda: [domain.pid for domain in made.snapshot.domains] == pids[1:])
 
 
-def test_a_gpu_that_has_come_back_is_served_once_the_survivor_has_no_jobs_and_the_others_go_on(
+def test_a_gpu_that_is_back_is_served_once_the_survivor_has_no_jobs(
     make_host: MakeHost, supervise: Supervise
 ) -> None:
     host = make_host(TWO)
@@ -203,7 +203,7 @@ def test_a_gpu_that_has_come_back_is_served_once_the_survivor_has_no_jobs_and_th
     assert made.snapshot.domains[0].pid != pid
 
 
-def test_no_second_control_daemon_is_started_for_a_gpu_that_one_with_jobs_serves_elsewhere(
+def test_a_gpu_that_one_with_jobs_serves_gets_no_second_control_daemon(
     put_to_work: PutToWork, supervise: Supervise
 ) -> None:
     """As after a reload that waits for the jobs: nothing needs a human, and nobody is refused what he has."""
@@ -219,7 +219,7 @@ def test_no_second_control_daemon_is_started_for_a_gpu_that_one_with_jobs_serves
     assert modes(host) == ["default"] * 2
 
 
-def test_one_of_which_nothing_is_noted_and_that_is_in_the_way_ends_the_start_with_what_to_do(
+def test_one_without_a_record_that_is_in_the_way_ends_the_start(
     make_host: MakeHost, supervise: Supervise
 ) -> None:
     host = make_host(TWO)
@@ -239,9 +239,7 @@ def test_one_of_which_nothing_is_noted_and_that_is_in_the_way_ends_the_start_wit
     assert modes(host) == ["exclusive_process"] * 2, "its jobs are still at work"
 
 
-def test_a_survivor_is_taken_over_for_the_gpus_that_are_left_when_one_was_lost(
-    make_host: MakeHost, supervise: Supervise
-) -> None:
+def test_a_survivor_is_adopted_for_the_gpus_that_are_left(make_host: MakeHost, supervise: Supervise) -> None:
     host = make_host(TWO)
     pid = killed(supervise(host).start())
     host.gpus[1].lose()
@@ -252,7 +250,7 @@ def test_a_survivor_is_taken_over_for_the_gpus_that_are_left_when_one_was_lost(
     assert modes(host)[0] == "default"
 
 
-def test_a_stranger_on_the_directory_is_reported_before_any_mode_is_changed(
+def test_a_stranger_on_the_directory_is_reported_before_any_change(
     make_host: MakeHost, supervise: Supervise
 ) -> None:
     host = make_host(TWO)
@@ -274,7 +272,7 @@ def test_a_stranger_on_the_directory_is_reported_before_any_mode_is_changed(
     assert modes(host) == ["default"] * 2
 
 
-def test_a_gpu_whose_mig_mode_is_turned_on_while_it_serves_is_unavailable_with_the_reason(
+def test_a_gpu_switched_to_mig_mode_while_it_serves_is_unavailable(
     make_host: MakeHost, supervise: Supervise
 ) -> None:
     host = make_host(TWO)
@@ -288,7 +286,7 @@ def test_a_gpu_whose_mig_mode_is_turned_on_while_it_serves_is_unavailable_with_t
     assert made.available == 8
 
 
-def test_a_lost_gpu_has_its_devices_back_when_it_returns_after_a_restart_and_nothing_is_pending(
+def test_a_lost_gpu_that_returns_after_a_restart_leaves_nothing_pending(
     put_to_work: PutToWork, supervise: Supervise
 ) -> None:
     at_work = put_to_work(TWO)
@@ -302,7 +300,7 @@ def test_a_lost_gpu_has_its_devices_back_when_it_returns_after_a_restart_and_not
     assert (made.snapshot.domains[0].pid, made.snapshot.domains[0].pending) == (pid, "")
 
 
-def test_a_gpu_that_was_taken_out_of_the_file_is_let_go_also_after_a_restart(
+def test_a_gpu_taken_out_of_the_file_is_dropped_also_after_a_restart(
     put_to_work: PutToWork, supervise: Supervise
 ) -> None:
     at_work = put_to_work(TWO, 4, 4)

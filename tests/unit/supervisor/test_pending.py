@@ -14,7 +14,7 @@ V100 = [{"kind": "v100"}]
 TWO = [{"kind": "v100"}, {"kind": "a100"}]
 
 
-def test_a_budget_is_pending_while_a_job_runs_and_in_force_when_its_server_has_ended(
+def test_a_budget_is_pending_until_the_server_of_the_last_job_has_ended(
     put_to_work: PutToWork,
 ) -> None:
     host, jobs, made, client = put_to_work(V100, 2)
@@ -111,7 +111,7 @@ def test_now_ends_the_servers_that_a_pending_change_waits_for(put_to_work: PutTo
     assert [mib for _, mib in budgets(made)] == [4096] * 4
 
 
-def test_other_control_daemons_wait_for_the_end_of_the_jobs_on_those_that_run(put_to_work: PutToWork) -> None:
+def test_other_control_daemons_wait_for_the_jobs_on_those_that_run(put_to_work: PutToWork) -> None:
     host, jobs, made, client = put_to_work(TWO)
     before = pid(made)
     configure(host, cuda_mps_scope="gpu")
@@ -131,7 +131,7 @@ def test_other_control_daemons_wait_for_the_end_of_the_jobs_on_those_that_run(pu
     assert made.available == 8
 
 
-def test_a_compute_mode_to_be_kept_is_restored_once_no_server_may_have_jobs_and_that_is_said(
+def test_a_mode_to_be_kept_is_restored_once_no_server_may_have_jobs(
     put_to_work: PutToWork,
 ) -> None:
     host, jobs, made, client = put_to_work(V100, 4)
@@ -149,7 +149,7 @@ def test_a_compute_mode_to_be_kept_is_restored_once_no_server_may_have_jobs_and_
     assert modes(host) == ["default"]
 
 
-def test_a_mode_that_waits_is_pending_and_a_server_whose_jobs_have_ended_does_not_hold_it_for_good(
+def test_a_server_whose_jobs_have_ended_does_not_hold_a_mode_for_good(
     put_to_work: PutToWork,
 ) -> None:
     host, jobs, made, client = put_to_work(V100, 4)

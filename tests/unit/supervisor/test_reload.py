@@ -23,7 +23,7 @@ def test_files_that_did_not_change_change_nothing(make_host: MakeHost, supervise
     assert (pid(made), len(made.events)) == (before, count)
 
 
-def test_other_numbers_of_devices_come_into_force_at_once_where_no_job_runs(
+def test_other_numbers_of_devices_take_effect_at_once_without_jobs(
     make_host: MakeHost, supervise: Supervise
 ) -> None:
     host = make_host(TWO)
@@ -213,7 +213,7 @@ def test_what_would_change_is_told_and_not_done(make_host: MakeHost, supervise: 
     assert made.supervisor.domains[0].stop_timeout_s == 60
 
 
-def test_one_server_for_all_users_is_asked_of_a_program_that_knows_it_and_left_off_where_it_does_not(
+def test_one_server_for_all_users_is_left_off_if_the_program_knows_none(
     make_host: MakeHost, supervise: Supervise
 ) -> None:
     host = make_host([{"kind": "v100"}], cuda_mps_multiuser="true")

@@ -84,9 +84,7 @@ def test_slices_come_into_force_with_the_largest_as_the_limit(
     assert domain.pending == ""
 
 
-def test_a_pool_comes_into_force_with_all_of_it_as_the_limit_and_is_no_unused_gpu(
-    make_host: MakeHost, supervise: Supervise
-) -> None:
+def test_a_pool_takes_effect_with_all_of_it_as_the_limit(make_host: MakeHost, supervise: Supervise) -> None:
     host = make_host(V100)
     host.divide(4)
     made = supervise(host).start()
@@ -123,7 +121,7 @@ def test_while_a_job_runs_in_a_pool_that_stays_for_the_next_daemon_too(
     assert (made.snapshot.plan.pools, len(made.snapshot.plan.devices)) == ((), 2)
 
 
-def test_slices_with_a_job_are_the_same_and_not_pending_for_the_next_daemon(
+def test_slices_with_a_job_are_not_pending_for_the_next_daemon(
     make_host: MakeHost, supervise: Supervise, stand_ins: MakeStandIns
 ) -> None:
     host = make_host(V100)

@@ -41,7 +41,7 @@ def test_a_gpu_that_is_lost_and_back_while_running_shows_in_the_snapshot(
     assert "GPU 00:07.0 is back" in caplog.messages
 
 
-def test_a_driver_that_answers_no_more_takes_all_devices_and_coming_back_gives_them_back(
+def test_a_driver_that_answers_no_more_takes_all_devices_until_it_does(
     make_host: MakeHost, supervise: Supervise
 ) -> None:
     host = make_host(TWO)
@@ -93,7 +93,7 @@ def test_a_fatal_xid_takes_the_devices_of_its_gpu_until_it_was_reset(
     ]
 
 
-def test_a_gpu_that_is_taken_out_keeps_its_devices_unavailable_and_a_new_one_is_told(
+def test_a_gpu_that_is_taken_out_keeps_its_devices_unavailable(
     make_host: MakeHost, supervise: Supervise
 ) -> None:
     host = make_host(TWO)
@@ -161,9 +161,7 @@ def test_a_gpu_that_is_lost_in_the_middle_of_a_look_keeps_its_place(
     assert [domain.pid for domain in made.snapshot.domains] == pids
 
 
-def test_a_gpu_with_a_fatal_xid_stays_out_of_service_over_a_restart_until_a_reload(
-    make_host: MakeHost, supervise: Supervise
-) -> None:
+def test_a_fatal_xid_counts_over_a_restart_until_a_reload(make_host: MakeHost, supervise: Supervise) -> None:
     host = make_host(TWO)
     first = supervise(host).start()
     first.supervisor.note_xid(SECOND, 95)
@@ -175,7 +173,7 @@ def test_a_gpu_with_a_fatal_xid_stays_out_of_service_over_a_restart_until_a_relo
     assert supervise(host).start().available == 8
 
 
-def test_a_stop_names_the_jobs_that_it_waits_for_and_then_those_that_were_late(
+def test_a_stop_names_the_jobs_that_it_awaits_and_those_that_were_late(
     make_host: MakeHost, supervise: Supervise, stand_ins: MakeStandIns, caplog: pytest.LogCaptureFixture
 ) -> None:
     host = make_host([{"kind": "v100"}], cuda_mps_stop_timeout_s="1")
@@ -191,3 +189,14 @@ def test_a_stop_names_the_jobs_that_it_waits_for_and_then_those_that_were_late(
     assert told[0].startswith("running jobs have up to 1 s to end: ")
     assert told[1].endswith("did not end in time: its MPS server was ended")
     assert [event.what for event in made.events if event.subject == "stop"] == [told[1].partition(": ")[0]]
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "[" * 100_000], ids=len)
+def test_a_file_of_faults_that_cannot_be_understood_counts_as_empty(
+    make_host: MakeHost, supervise: Supervise, text: str
+) -> None:
+    host = make_host([{"kind": "v100"}])
+    file = host.root / "run/yunion-mps/gpu-faults.json"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text)
+    assert supervise(host).snapshot.inventory.gpus[0].reason == ""
