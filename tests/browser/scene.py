@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 from collections.abc import Sequence
 
 from integration.daemon_host import Daemon, eventually
+from integration.gateway_host import free_port
 from simhost import SimHost
 from simhost.closes import Closes
 from simhost.gpu import SimGpu
-
-
-def free_port() -> int:
-    """A port of 127.0.0.1 that nobody listens on at this moment."""
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
 
 
 class Served(Closes):

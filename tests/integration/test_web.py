@@ -17,9 +17,10 @@ from typing import Any, NamedTuple
 import pytest
 import yunion_mps
 
-from browser.scene import Jobs, Served, free_port
+from browser.scene import Jobs, Served
 from integration.conftest import MakeDaemon, MakeHost
 from integration.daemon_host import PATIENCE_S, Daemon, eventually
+from integration.gateway_host import free_port
 from simhost import SimHost
 
 PAGE = Path(yunion_mps.__file__).parent / "gateway/page"

@@ -13,13 +13,13 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from integration.daemon_host import eventually
 from simhost import SimHost
 from simhost.compiled import libcuda
 from simhost.mps import StandIns
@@ -86,13 +86,6 @@ def is_gone(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except OSError:
         return True
-
-
-def wait_until(look: Callable[[], bool], what: str) -> None:
-    end_s = time.monotonic() + 60
-    while not look():
-        assert time.monotonic() < end_s, f"{what} did not come about"
-        time.sleep(0.01)
 
 
 def test_without_a_driver_it_says_what_it_looked_for_and_exits_0(tmp_path: Path) -> None:
@@ -190,11 +183,11 @@ def test_no_step_hinders_the_next_and_none_leaves_a_process(host: SimHost, tmp_p
 def test_an_interrupted_run_keeps_what_it_has_and_leaves_no_process(host: SimHost, tmp_path: Path) -> None:
     run = host.popen([PROGRAM, "--output", tmp_path, "--only", "outside,end_sigstop,recovery"])
     # end_sigstop takes at least ten seconds, so the signal comes in its midst.
-    wait_until(
+    eventually(
         lambda: b'"status": "done"' in b"".join(f.read_bytes() for f in tmp_path.glob("*.json")), "a result"
     )
     first, _ = written(tmp_path)
-    wait_until(lambda: bool(_of_runs(host)), "a control daemon")
+    eventually(lambda: bool(_of_runs(host)), "a control daemon")
     run.send_signal(signal.SIGTERM)
     _, errors = run.communicate(timeout=60)
     assert run.returncode == 128 + signal.SIGTERM, errors
@@ -230,7 +223,7 @@ def test_another_control_daemon_and_its_clients_are_left_alone(host: SimHost, tm
         [control, "-f"], env=variables, stdout=subprocess.DEVNULL, stdin=subprocess.DEVNULL
     )
     try:
-        wait_until(lambda: (pipe / "control").exists(), "a control daemon")
+        eventually(lambda: (pipe / "control").exists(), "a control daemon")
         host.env["CUDA_MPS_PIPE_DIRECTORY"] = str(pipe)
         assert check(host, tmp_path, "--only", "outside,end_shutdown_f").returncode == 0
         found, page = written(tmp_path)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 
 import pytest
 
+from integration.daemon_host import eventually
 from simhost import SimHost
 from simhost.mps import CONTROL, PATIENCE_S, Client, StandIns
 
@@ -104,13 +104,6 @@ def end(process: subprocess.Popen[str]) -> None:
     for pipe in (process.stdin, process.stdout):
         if pipe:
             pipe.close()
-
-
-def eventually(look: Callable[[], object]) -> None:
-    end_s = time.monotonic() + PATIENCE_S
-    while not look():
-        assert time.monotonic() < end_s
-        time.sleep(0.002)
 
 
 @pytest.fixture
