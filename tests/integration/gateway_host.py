@@ -2,7 +2,7 @@
 
 with Gateway(daemon) as gateway:
     gateway.start()                          # it ends by itself where host.conf opens nothing
-    gateway.get(port, "/metrics")            # (status, body), None where nobody listens there
+    gateway.get(port, "/metrics")            # (status, body), None if nothing listens there
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from integration.daemon_host import PATIENCE_S, Daemon, eventually
 
 
 def free_port() -> int:
-    """A port of the loopback device that nobody has now."""
+    """A port of the loopback device that is free now."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         return int(found.getsockname()[1])
@@ -82,7 +82,7 @@ class Gateway:
         accept: str = "*/*",
         host: str = "localhost",
     ) -> tuple[int, str] | None:
-        """Status and body of an answer; None where nobody listens."""
+        """Status and body of an answer; None if nothing listens."""
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
         with contextlib.closing(connection):
             try:

@@ -44,7 +44,7 @@ lock_type = "file"
 runtime = "{runtime}"
 """
 _STORAGE_CONF = '[storage]\ndriver = "vfs"\ngraphroot = "{store}"\nrunroot = "/run/containers/storage"\n'
-#: One user alone is mapped where there are no ranges of ids for it (subuid(5)).
+#: One user alone is mapped if there are no ranges of ids for it (subuid(5)).
 _ROOTLESS_CONF = """\
 [storage]
 driver = "vfs"
@@ -141,7 +141,7 @@ class Podman(Closes):
         return self.host.run(["podman", *words], timeout=_PATIENCE_S)
 
     def as_user(self, uid: int, *words: str) -> subprocess.CompletedProcess[str]:
-        """A command of another user, for whom podman is rootless: with images and containers of its own."""
+        """A command of another user, whose podman is rootless: with images and containers of its own."""
         home = self.host.root / f"home/{uid}"
         if not home.exists():
             (home / "run").mkdir(parents=True)
@@ -197,7 +197,7 @@ def mps(name: str) -> tuple[str, str]:
 
 
 def spec_of(host: SimHost, name: str = "yunion-mps.json") -> dict[str, Any]:
-    """What a file of ours says, empty where it is not there."""
+    """What a file of ours says, empty if it does not exist."""
     try:
         return dict(json.loads((host.root / "run/cdi" / name).read_text()))
     except FileNotFoundError:

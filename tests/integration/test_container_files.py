@@ -50,7 +50,7 @@ def test_a_file_that_another_program_changed_is_written_again(ready_daemon: Daem
     for begin in ("{", json.dumps({**whole, "devices": whole["devices"][:1]})):
         path.write_text(begin)
         reloads(ready_daemon)
-        eventually(lambda text=begin: path.read_text() != text, "the file anew")  # type: ignore[misc]
+        eventually(lambda text=begin: path.read_text() != text, "the file to be written again")  # type: ignore[misc]
         assert spec_of(host) == whole
     path.unlink()
     path.symlink_to("nowhere")
@@ -113,7 +113,7 @@ def test_a_directory_that_cannot_be_written_is_said_once_and_tried_again(ready_d
 
 
 def test_the_file_of_a_lease_follows_the_driver_and_comes_back(ready_daemon: Daemon) -> None:
-    """A scheduler's lease may live for months, and its containers are begun anew."""
+    """A scheduler's lease may live for months, and its containers are started again."""
     host = ready_daemon.host
     eventually(lambda: spec_of(host), "the file")
     status, lease = ready_daemon.ask("POST", "/v1/leases?name=job-17&ttl=600")
@@ -129,7 +129,7 @@ def test_the_file_of_a_lease_follows_the_driver_and_comes_back(ready_daemon: Dae
     eventually(lambda: spec_of(host, name), "the file of the lease")
     (host.root / "run/cdi" / name).write_text("{")
     reloads(ready_daemon)
-    eventually(lambda: (host.root / "run/cdi" / name).read_text() != "{", "the file anew")
+    eventually(lambda: (host.root / "run/cdi" / name).read_text() != "{", "the file to be written again")
     assert spec_of(host, name) == whole
     assert ready_daemon.ask("DELETE", f"/v1/leases/{lease['id']}")[0] == 200
     reloads(ready_daemon)

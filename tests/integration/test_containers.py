@@ -78,7 +78,7 @@ def test_a_device_is_the_container_s_alone_until_it_ends(
     podman.good("stop", "--time", "0", "trainer")
     eventually(lambda: given(ready_daemon) == [], "the end of the lease")
     podman.good("start", "trainer")
-    assert given(ready_daemon) == [ADDRESSES[1]], "it is taken anew at each start"
+    assert given(ready_daemon) == [ADDRESSES[1]], "it is taken again at each start"
 
 
 def test_a_device_that_a_job_of_the_host_has_is_no_container_s(ready_daemon: Daemon, podman: Podman) -> None:

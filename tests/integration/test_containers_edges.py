@@ -1,4 +1,4 @@
-"""Containers where somebody looks closely: GPUs that are lost or too old, jobs that start them, new names."""
+"""Edge cases of containers: GPUs that are lost or too old, jobs that start them, new names."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_a_container_on_a_gpu_without_enforcement_starts_with_a_log_line(
     assert re.fullmatch(rf"<12>yunion-mps\[\d+\]: container [0-9a-f]{{12}}: {why}", told)
     command = ["yunion-mps", "run", "--podman", "--", "--rm", IMAGE, "id"]
     refused = host.run(command)
-    assert (refused.returncode, refused.stdout) == (1, ""), "whoever chooses, chooses one that limits"
+    assert (refused.returncode, refused.stdout) == (1, ""), "a budget that is asked for is one that limits"
     assert host.run([*command[:3], "--allow-unlimited", *command[3:]]).returncode == 0
 
 

@@ -150,7 +150,7 @@ def test_a_driver_that_hangs_holds_up_no_scrape(ready_daemon: Daemon) -> None:
 
 
 def _newer(found: Samples, asked: tuple[str, tuple[tuple[str, str], ...]]) -> Samples:
-    """It, where it was made after an answer before."""
+    """It, if it was made after an earlier answer."""
     return found if found.get(asked) else {}
 
 

@@ -72,7 +72,7 @@ class Prometheus(Closes):
         return None
 
     def firing(self) -> dict[str, dict[str, str]]:
-        """The annotations of the alerts that fire, by their name; the last one's where there are several."""
+        """The annotations of the alerts that fire, by their name; the last one's if there are several."""
         alerts = (self.ask("alerts") or {"alerts": []})["alerts"]
         return {
             alert["labels"]["alertname"]: alert["annotations"]
@@ -90,7 +90,7 @@ class Prometheus(Closes):
         return self.firing()
 
     def value(self, query: str) -> float | None:
-        """What a query gives that gives one value; None where it gives none."""
+        """What a query gives that gives one value; None if it gives none."""
         found = (self.ask(f"query?query={query}") or {"result": []})["result"]
         return float(found[0]["value"][1]) if found else None
 

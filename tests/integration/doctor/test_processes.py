@@ -138,7 +138,7 @@ def test_servers_that_fail_at_their_start_are_found(ready: Scene) -> None:
     ready.stand_ins.behave("failing")
     client = ready.stand_ins.client(ready.pipe)
     assert [client.says(), client.says()] == ["asking", "refused"]
-    env = {**ready.host.env, "TZ": "HERE-12"}  # of whoever asks; the log is in the host's time
+    env = {**ready.host.env, "TZ": "HERE-12"}  # the doctor's own; the log is in the host's time
     found = look(ready.host, env=env).one("MPS servers", "problem")
     assert "failed 6 times within the last hour: Server " in found["what"]
     assert f"{ready.host.root}/tmp/nvidia-mps/log/server.log" in found["hint"]

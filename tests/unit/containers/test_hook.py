@@ -1,4 +1,4 @@
-"""The hook, as an engine calls it: the container's state on standard input, and one line where it refuses."""
+"""The hook, as an engine calls it: the container's state on standard input, and one line if it refuses."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_a_device_that_was_not_served_when_the_file_was_read_is_refused(
 
 def test_a_refusal_is_in_the_system_s_log_as_some_engines_hide_it(host: ServerHost) -> None:
     host.giver.refusal = HostError("the daemon is stopping", "start it again")
-    assert call("00:06.0-1") == 1, "nobody listens there"
+    assert call("00:06.0-1") == 1, "no log listens there"
     place = Path(host.paths.under("/dev/log"))
     place.parent.mkdir()
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as log:
@@ -134,7 +134,7 @@ def test_a_refusal_is_in_the_system_s_log_as_some_engines_hide_it(host: ServerHo
 def test_a_command_line_with_control_characters_or_no_end_is_made_safe(
     host: ServerHost, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Whoever has the device has chosen its command, and root reads of it."""
+    """The holder of the device has chosen its command, and root reads it."""
     place = Path(host.paths.under("/dev/log"))
     place.parent.mkdir()
     host.giver.refusal = NothingFreeError("1 of 1 in use", "wait")

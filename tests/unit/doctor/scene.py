@@ -44,7 +44,7 @@ class Scene:
         return process
 
     def control_daemon(self, place: Path, **environment: str) -> int:
-        """A control daemon that somebody else starts there; its PID."""
+        """A control daemon of another program there; its PID."""
         place.mkdir(parents=True, exist_ok=True)
         names = ("CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY")
         env = {**self.host.env, **dict.fromkeys(names, str(place)), **environment}

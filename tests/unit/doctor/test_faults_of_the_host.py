@@ -23,7 +23,7 @@ def host() -> Iterator[SimHost]:
 
 
 def on_small_disk(host: SimHost, place: Path, size: str, fill: str = "") -> Seen:
-    """What the doctor says where a file system of this size lies at the place, in a namespace of its own."""
+    """What the doctor says with a file system of this size at the place, in a namespace of its own."""
     steps = f'mount -t tmpfs -o mode=1777,size={size} tmpfs $0 && {fill or "true"} && exec "$@"'
     return look(host, before=("unshare", "--mount", "sh", "-c", steps, str(place)))
 
@@ -319,7 +319,7 @@ def test_logs_that_only_root_can_read_are_said_to_be_so(host: SimHost) -> None:
     assert "only root can read" in seen.one("SELinux and AppArmor", "skipped")["what"]
 
 
-# -- what everybody gets at login
+# -- what every user gets at login
 
 
 def test_a_variable_that_every_user_gets_is_found(host: SimHost) -> None:

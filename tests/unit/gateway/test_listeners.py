@@ -27,13 +27,13 @@ class Nothing:
 
 @pytest.fixture
 def taken() -> Iterator[int]:
-    """A port that somebody else has."""
+    """A port in use."""
     with listen("127.0.0.1:0") as other:
         yield int(other.getsockname()[1])
 
 
 def answers(address: str) -> bool:
-    """Whether somebody listens there."""
+    """Whether the address is served."""
     host, _, port = address.rpartition(":")
     with socket.socket(socket.AF_INET6 if "[" in host else socket.AF_INET) as client:
         return client.connect_ex((host.strip("[]"), int(port))) == 0
@@ -62,7 +62,7 @@ def test_another_trouble_is_said_as_well(taken: int, caplog: pytest.LogCaptureFi
     async def try_both() -> None:
         listeners = Listeners({"metrics_listen": Nothing()})
         await listeners.follow({"metrics_listen": f"127.0.0.1:{taken}"})
-        await listeners.follow({"metrics_listen": "192.0.2.1:9434"})  # nobody has this address (RFC 5737)
+        await listeners.follow({"metrics_listen": "192.0.2.1:9434"})  # no host has this address (RFC 5737)
         await listeners.follow({})
 
     asyncio.run(try_both())

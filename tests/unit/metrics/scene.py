@@ -64,7 +64,7 @@ def values(given: Facts, *, openmetrics: bool = False) -> Values:
 
 
 def value(given: Facts, name: str, **labels: str) -> float | None:
-    """One of them, None where it is missing."""
+    """One of them, None if it is missing."""
     return values(given).get((name, tuple(sorted(labels.items()))))
 
 

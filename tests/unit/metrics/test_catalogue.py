@@ -74,7 +74,7 @@ def test_budgets_are_in_bytes_and_parts_of_one() -> None:
 
 
 def test_the_budget_of_who_has_a_device_is_the_one_that_it_was_given_with() -> None:
-    """As `who` has it: a reload changes what the next one gets, and nobody is over budget for it."""
+    """As `who` has it: a reload changes what the next lease gets, and puts no one over budget."""
     given = ALL._replace(leased_budgets={"00:06.0-1": (11520, 50.0)})
     device, other = ({"device": f"00:06.0-{slot}", "gpu": "00:06.0"} for slot in (1, 2))
     assert value(given, "yunion_mps_device_memory_limit_bytes", **device) == 11520 * 1024**2
@@ -187,7 +187,7 @@ NUMBER = st.integers(0, 1 << 50)
 
 @st.composite
 def any_facts(draw: st.DrawFn) -> Facts:
-    """What a host may be like, with names as nobody gives them."""
+    """What a host may be like, with unlikely names."""
     found = facts(draw(st.sampled_from([each() for each in snapshots.ALL.values()])))
     gpus: list[Any] = [
         {**gpu, "name": draw(TEXT), "addr": draw(TEXT), "compute_mode": draw(st.none() | TEXT)}
