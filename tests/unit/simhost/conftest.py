@@ -2,31 +2,18 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable
 
 import pytest
 
-from simhost import Description, SimHost
+from integration.conftest import MakeHost, make_host
+from simhost import SimHost
 
-MakeHost = Callable[..., SimHost]
+__all__ = ["MakeHost", "make_host"]
+
 RunPython = Callable[..., str]
-
-
-@pytest.fixture
-def make_host() -> Iterator[MakeHost]:
-    with ExitStack() as stack:
-
-        def make(description: Description | None = None) -> SimHost:
-            host = stack.enter_context(SimHost.create(description))
-            if not shutil.which("nvidia-smi", path=host.env["PATH"]):
-                pytest.fail("nvidia-smi is not there: run scripts/setup")
-            return host
-
-        yield make
 
 
 @pytest.fixture

@@ -5,18 +5,15 @@ from __future__ import annotations
 import re
 import sys
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType
 from typing import Any
 
 import pytest
 
-from simhost import DescriptionError, SimHost
+from simhost import DescriptionError
 from simhost.nvml import ERRORS
-
-MakeHost = Callable[..., SimHost]
-RunPython = Callable[..., str]
+from unit.simhost.conftest import MakeHost, RunPython
 
 TWO = [{"kind": "t4", "count": 2}]
 

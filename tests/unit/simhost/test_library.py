@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -10,8 +9,7 @@ import pytest
 
 from simhost import BuildError, SimHost, StateError
 from simhost.install import built_library
-
-MakeHost = Callable[..., SimHost]
+from unit.simhost.conftest import MakeHost
 
 
 def test_builders_at_once_make_one_library(tmp_path: Path) -> None:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 
 import pytest
 
 from simhost import SimHost
-
-MakeHost = Callable[..., SimHost]
+from unit.simhost.conftest import MakeHost
 
 QUERY = "--query-gpu=gpu_uuid,gpu_name,gpu_bus_id,memory.total,compute_mode"
 

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 
 import pytest
 
-from simhost import SimHost
 from simhost.catalog import KINDS
 from simhost.nvml import ERRORS
-
-MakeHost = Callable[..., SimHost]
-RunPython = Callable[..., str]
+from unit.simhost.conftest import MakeHost, RunPython
 
 READ_ALL = """
 import json

@@ -5,15 +5,13 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import yaml
 
 from simhost import SimHost, StateError
-
-MakeHost = Callable[..., SimHost]
+from unit.simhost.conftest import MakeHost
 
 
 def attributes(host: SimHost, address: str) -> dict[str, str]:
