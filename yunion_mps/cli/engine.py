@@ -60,7 +60,6 @@ class EngineCommand(RequestCommand):
     """A command with these options, after which people write the engine's own as they are used to."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Say where the engine's own options belong."""
         given = [engine for engine in ENGINES if f"--{engine}" in args]
         try:
             return super().parse_args(ctx, args)

@@ -26,7 +26,7 @@ COMMANDS = {
     "lease": ("lease", "lease_group"),
     "gpus": ("devices", "list_gpus"),
     "status": ("status", "status"),
-    "top": ("top.command", "top"),
+    "top": ("top", "top"),
     "who": ("status", "who"),
     "clients": ("clients", "clients_group"),
     "events": ("events", "show_events"),
@@ -70,7 +70,6 @@ class LazyGroup(SuggestingGroup):
     """A group whose commands are found by name and imported on use: `list` does not pay for the others."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """All names, in the order of `COMMANDS`."""
         del ctx
         return list(COMMANDS)
 

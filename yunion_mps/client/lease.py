@@ -6,7 +6,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from yunion_mps.errors import (
@@ -63,7 +62,6 @@ class Patience:
         time.sleep(_BETWEEN_S)
 
     def found(self) -> None:
-        """The daemon has answered."""
         if self._end_s:
             self._say("the daemon answers again")
         self._end_s = 0.0
@@ -190,9 +188,7 @@ class Lease:
     def __enter__(self) -> Lease:  # noqa: PYI034 - typing.Self is not in 3.9
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.release()
 
     def __repr__(self) -> str:

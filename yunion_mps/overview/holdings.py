@@ -43,7 +43,6 @@ class Process(NamedTuple):
 
     @property
     def shown(self) -> str:
-        """Its command line, after the name of its container."""
         return in_container(self.container, self.command or "")
 
 

@@ -40,7 +40,7 @@ def poll(snapshot: Snapshot, *leases: Any, events: int = 0) -> Poll:
     event: Any = {"id": 1, "time": NOW_S - 30, **Event("info", "gpu", "00:06.0", "available")._asdict()}
     gpus = service.gpus()["gpus"]
     told = Answers(service.status(), gpus, devices, list(leases), [], NO_CLIENTS)
-    return Poll(NOW_S, told, [event] * events, 1, 0.0)
+    return Poll(NOW_S, told, [event] * events, (), 0.0)
 
 
 def seen(*found: Any) -> Clients:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 from yunion_mps.cli.daemon import call, listed_devices
-from yunion_mps.cli.output import fields, is_utf8
+from yunion_mps.cli.output import is_utf8
 from yunion_mps.cli.status import ask_clients
 from yunion_mps.cli.top.frame import VIEWS, Look, Outage, clock, frame
 from yunion_mps.cli.top.rows import ORDERS, Poll, Scene, scene
@@ -23,7 +23,7 @@ from yunion_mps.overview.holdings import NO_CLIENTS, Clients
 from yunion_mps.overview.host import Answers
 
 if TYPE_CHECKING:
-    from yunion_mps.answers import Status
+    pass
 
 
 #: Here the question for clients may take long: waking many GPUs takes tens of seconds.
@@ -43,18 +43,13 @@ def poll(before: Poll | None = None) -> Poll:
     status = call(GET_STATUS)
     events = call(GET_EVENTS, limit=_NEWEST_EVENTS)
     leases = call(GET_LEASES)
-    devices_s = time.monotonic()
-    if before and devices_s - before.devices_s < _STALE_S and _is_same(before, status, events["last"]):
+    devices_s, seen = time.monotonic(), (events["last"], status["devices"], status["gpus"], status["started"])
+    if before and seen == before.seen and devices_s - before.devices_s < _STALE_S:
         gpus, devices, devices_s = before.answers.gpus, before.answers.devices, before.devices_s
     else:
         gpus, devices = call(GET_GPUS)["gpus"], listed_devices()
     answers = Answers(status, gpus, devices, leases["leases"], leases["waiting"], NO_CLIENTS)
-    return Poll(time.time(), answers, events["events"], events["last"], devices_s)
-
-
-def _is_same(before: Poll, status: Status, last_event: int) -> bool:
-    seen, names = before.answers.status, ("devices", "gpus", "started")
-    return before.last_event == last_event and fields(seen, names) == fields(status, names)
+    return Poll(time.time(), answers, events["events"], seen, devices_s)
 
 
 class _News(NamedTuple):
@@ -76,22 +71,22 @@ class _Poller:
         self._interval_s = interval_s
         self._wake = wake
         self._last = first
-        threads.start(lambda: self._repeat(self._poll, interval_s, False), threads.ignore_outcome)
-        threads.start(
-            lambda: self._repeat(lambda: ask_clients(_CLIENTS_S), 0.0, True), threads.ignore_outcome
-        )
+        threads.start(lambda: self._repeat(interval_s, about_clients=False), threads.ignore_outcome)
+        threads.start(lambda: self._repeat(0.0, about_clients=True), threads.ignore_outcome)
 
-    def _poll(self) -> Poll:
+    def _ask(self, about_clients: bool) -> Poll | Clients:
+        if about_clients:
+            return ask_clients(_CLIENTS_S)
         self._last = poll(self._last)
         return self._last
 
-    def _repeat(self, question: Callable[[], Poll | Clients], wait_s: float, about_clients: bool) -> None:
+    def _repeat(self, wait_s: float, *, about_clients: bool) -> None:
         while True:
             time.sleep(wait_s)
             begin_s = time.monotonic()
             wait_s = self._interval_s
             try:
-                found = _News(question(), about_clients)
+                found = _News(self._ask(about_clients), about_clients)
                 wait_s = max(wait_s, min(_REST * (time.monotonic() - begin_s), _LONGEST_REST_S))
             except BaseException as error:  # noqa: BLE001 - a fault is raised where the terminal is restored
                 wait_s = min(wait_s, _RETRY_S)

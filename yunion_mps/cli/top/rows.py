@@ -23,13 +23,13 @@ ORDERS = ("busiest", "device", "user", "longest")
 class Poll(NamedTuple):
     """What the daemon said at `taken_s` (s since 1970), without its clients.
 
-    `devices_s` is when the GPUs and devices were asked for, by the monotonic clock.
+    GPUs and devices were asked for at `devices_s` by the monotonic clock, and again once `seen` has changed.
     """
 
     taken_s: float
     answers: Answers
     events: list[Event]
-    last_event: int
+    seen: tuple[object, ...]
     devices_s: float
 
 

@@ -13,7 +13,7 @@ import select
 import signal
 import termios
 import tty
-from types import FrameType, TracebackType
+from types import FrameType
 
 from yunion_mps.cli.top.frame import Line
 
@@ -48,11 +48,9 @@ class WakeUp:
             os.write(self._writer, b"\0")
 
     def fileno(self) -> int:
-        """Readable when there is something."""
         return self._reader
 
     def signals(self) -> list[int]:
-        """The signals that came since the last time."""
         with contextlib.suppress(BlockingIOError):
             return [number for number in os.read(self._reader, 4096) if number]
         return []
@@ -64,9 +62,7 @@ class WakeUp:
         signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         signal.set_wakeup_fd(-1)
         for number, before in self._before.items():
             signal.signal(number, before)  # type: ignore[arg-type]

@@ -1,5 +1,0 @@
-"""`python -m yunion_mps.cli` is yunion-mps."""
-
-from yunion_mps.cli import main
-
-main()
