@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,10 +12,8 @@ from yunion_mps.models import DomainPlan
 from yunion_mps.mps.conversation import peer_of
 from yunion_mps.mps.states import APPLYING, BACKOFF, FAILED, READY, STARTING, STOPPED, STOPPING
 
-from .conftest import RunDomain
+from .conftest import RunDomain, WriteProgram
 from .driving import DomainRun, converse, silent_connection, stop_process
-
-WriteProgram = Callable[[str], str]
 
 
 def is_gone(pid: int) -> bool:
