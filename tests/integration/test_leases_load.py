@@ -170,17 +170,20 @@ def test_500_jobs_on_48_devices_share_none_and_keep_their_order(
     assert order.check(given_s) > _RUNS // 10, "so many waited, and were served in their turn"
 
 
-def test_the_next_daemon_serves_the_queue_in_its_order(
-    ready_daemon: Daemon,
-) -> None:
+@pytest.mark.parametrize("how", ["kill", "re-exec", "restart"])
+def test_the_next_daemon_serves_the_queue_in_its_order(ready_daemon: Daemon, how: str) -> None:
     host = ready_daemon.host
     jobs = [start(host) for _ in ADDRESSES]
     waiting: list[subprocess.Popen[str]] = []
     for _ in ADDRESSES:
         waiting.append(host.popen(["yunion-mps", "run", "--wait", "--", "cat"], stdin=-1, stderr=-1))
         wait_until_wait(ready_daemon, len(waiting))
-    ready_daemon.kill()
-    ready_daemon.start().wait_ready()
+    if how == "re-exec":
+        assert ready_daemon.ask("POST", "/v1/reexec")[0] == 200
+    else:
+        ready_daemon.signal(signal.SIGKILL if how == "kill" else signal.SIGTERM)
+        ready_daemon.wait()
+        ready_daemon.start().wait_ready()
     wait_until_wait(ready_daemon, len(waiting))
     left = list(waiting)
     for job in jobs:
