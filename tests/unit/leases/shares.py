@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from hypothesis import strategies as st
 from yunion_mps.leases.allocator import Candidate, Candidates, PoolCandidate
+from yunion_mps.leases.request import LeaseRequest
 from yunion_mps.models import Device, Holder, Lease, Pool
 
 GPU_MIB = 1200
@@ -40,6 +44,13 @@ def pool(gpu: int, unit_mib: int = 100, reserve_mib: int = 0, clients: int = 48)
         return share._replace(memory_limit_mib=units * unit_mib)
 
     return PoolCandidate(made, f"0{gpu}:00.0", make)
+
+
+def requests(**fields: st.SearchStrategy[Any]) -> st.SearchStrategy[LeaseRequest]:
+    """Requests with these fields; `st.builds` by itself draws the others at random, defaults or not."""
+    fixed: dict[str, Any] = {name: st.just(value) for name, value in LeaseRequest()._asdict().items()}
+    varied = {"placement": st.sampled_from(["binpack", "spread"]), "enforced": st.booleans()}
+    return st.builds(LeaseRequest, **{**fixed, **varied, **fields})
 
 
 def lease(name: str, *devices: Device) -> Lease:

@@ -16,7 +16,7 @@ from yunion_mps.leases.ledger import Ledger
 from yunion_mps.leases.request import SPREAD, LeaseRequest
 from yunion_mps.models import Device
 
-from unit.leases.shares import GPU_MIB, candidates, device, lease, pool
+from unit.leases.shares import GPU_MIB, candidates, device, lease, pool, requests
 
 
 def chosen(ledger: Ledger, request: LeaseRequest, found: Candidates) -> list[str]:
@@ -219,24 +219,9 @@ def test_on_a_host_without_devices_the_hint_names_status() -> None:
     assert caught.value.hint == "see why: yunion-mps status"
 
 
-REQUESTS = st.builds(
-    LeaseRequest,
-    number=st.integers(1, 5),
-    device=st.just(""),
-    gpu=st.sampled_from(["", "GPU-0", "01:00.0"]),
-    across=st.booleans(),
-    placement=st.sampled_from(["binpack", SPREAD]),
-    memory_mib=st.just(0),
-)
-MEMORY = st.builds(
-    LeaseRequest,
-    number=st.just(1),
-    device=st.just(""),
-    gpu=st.sampled_from(["", "GPU-0", "01:00.0"]),
-    across=st.just(False),
-    placement=st.sampled_from(["binpack", SPREAD]),
-    memory_mib=st.integers(1, 1300),
-)
+GPU_NAMES = st.sampled_from(["", "GPU-0", "01:00.0"])
+REQUESTS = requests(number=st.integers(1, 5), across=st.booleans(), gpu=GPU_NAMES)
+MEMORY = requests(memory_mib=st.integers(1, 1300), gpu=GPU_NAMES)
 
 
 class LedgerMachine(RuleBasedStateMachine):

@@ -14,14 +14,12 @@ from yunion_mps.leases.queue import Queue, QueuedRequest
 from yunion_mps.leases.request import LeaseRequest
 from yunion_mps.models import Device, Lease
 
-from unit.leases.shares import HOLDER, candidates, device, lease, pool
+from unit.leases.shares import HOLDER, candidates, device, lease, pool, requests
 
 
-def queue(record: Ledger | Allocator, *requests: LeaseRequest) -> Queue:
+def queue(record: Ledger | Allocator, *wanted: LeaseRequest) -> Queue:
     made = Queue(record if isinstance(record, Allocator) else Allocator(record))
-    made.requests = [
-        QueuedRequest(request, HOLDER, position=number) for number, request in enumerate(requests)
-    ]
+    made.requests = [QueuedRequest(request, HOLDER, position=number) for number, request in enumerate(wanted)]
     return made
 
 
@@ -71,26 +69,23 @@ def test_what_is_reserved_for_queued_requests_is_not_given_to_a_new_one() -> Non
         Allocator(ledger).choose(LeaseRequest(), candidates(1), waiting.reserved(candidates(1)))
 
 
-REQUESTS = st.builds(
-    LeaseRequest, number=st.integers(1, 4), device=st.just(""), gpu=st.just(""), across=st.booleans(),
-    placement=st.sampled_from(["binpack", "spread"]), memory_mib=st.just(0),
-)  # fmt: skip
+REQUESTS = requests(number=st.integers(1, 4), across=st.booleans())
 
 
 @given(st.lists(REQUESTS, max_size=12))
-def test_every_request_is_served_in_the_end(requests: list[LeaseRequest]) -> None:
+def test_every_request_is_served_in_the_end(queued: list[LeaseRequest]) -> None:
     """Whatever is requested, as long as it can be met at all, and leases end."""
     ledger = Ledger()
-    waiting = queue(ledger, *requests)
+    waiting = queue(ledger, *queued)
     order: list[int] = []
-    for _ in range(len(requests) + 1):
+    for _ in range(len(queued) + 1):
         order += served(waiting, ledger, 4)
         for name in list(ledger.leases)[:1]:
             ledger.remove(name)
     for name in list(ledger.leases):
         ledger.remove(name)
         order += served(waiting, ledger, 4)
-    assert sorted(order) == list(range(len(requests)))
+    assert sorted(order) == list(range(len(queued)))
 
 
 class Watched(Allocator):
@@ -140,19 +135,19 @@ def test_hundreds_of_requests_for_leased_memory_cost_one_search() -> None:
     st.booleans(),
 )
 def test_the_next_one_served_is_the_one_that_a_search_for_each_finds(
-    requests: list[LeaseRequest], taken: set[tuple[int, int]], whole: bool
+    queued: list[LeaseRequest], taken: set[tuple[int, int]], whole: bool
 ) -> None:
     """Also where a lease of a division before has half of a GPU's memory."""
     held = [lease(f"{gpu}-{slot}", device(gpu, slot)) for gpu, slot in sorted(taken)]
     ledger = Ledger([*held, *([] if taken or whole else [lease("before", device(0, 0, 2))])])
-    waiting, allocator, expected = queue(ledger, *requests), Allocator(ledger), None
+    waiting, allocator, expected = queue(ledger, *queued), Allocator(ledger), None
     reserved = Reservation(set(), Counter())
-    for queued in waiting.requests:
+    for one in waiting.requests:
         try:
-            expected = (queued, allocator.choose(queued.request, candidates(2), reserved))
+            expected = (one, allocator.choose(one.request, candidates(2), reserved))
             break
         except NothingFreeError:
-            more = allocator.reserve(queued.request, candidates(2), reserved)
+            more = allocator.reserve(one.request, candidates(2), reserved)
             reserved.devices.update(more.devices)
             reserved.memory_mib.update(more.memory_mib)
     assert waiting.next(candidates(2)) == expected
