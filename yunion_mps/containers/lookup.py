@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from yunion_mps.escaping import printable
@@ -127,13 +126,9 @@ def container_in(cgroups: str) -> _Found | None:
         path = line.split(":", 2)[-1]
         inside = [found for found in _CGROUP.finditer(path) if found["engine"] not in _BESIDE]
         if inside:
-            pods = _POD.findall(path)
-            return _Found(inside[-1]["id"], inside[-1]["engine"] or "", _dashed(pods))
+            pod = (_POD.findall(path) or [""])[-1].replace("_", "-")
+            return _Found(inside[-1]["id"], inside[-1]["engine"] or "", pod)
     return None
-
-
-def _dashed(pods: Sequence[str]) -> str:
-    return pods[-1].replace("_", "-") if pods else ""
 
 
 def _mark(path: str) -> _Mark | None:
