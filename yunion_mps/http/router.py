@@ -9,7 +9,7 @@ import re
 import time
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
@@ -108,31 +108,18 @@ class Router:
         if operation is None:
             allowed = (("Allow", ", ".join(match.methods)),)
             return match.route, problem(405, f"{request.method} is not possible here", headers=allowed)
+
+        def work() -> Any:
+            return self._handle(operation, request, match.arguments, url.query)
+
         if not operation.cached:
-            answer = self._later(operation, request, match.arguments, url.query)
+            answer = _later(request, work)
             return match.route, self._completed(answer) if operation.completes else answer
-        response = self._at_once(operation, request, match.arguments, url.query)
+        response = _at_once(request, work)
         if response.status < 500:
             self._cached[request.target] = match.route, response
             self._cached_bytes += len(request.target) + len(response.body)
         return match.route, response
-
-    def _at_once(
-        self, operation: Operation[Any], request: Request, in_path: Mapping[str, Value], query: str
-    ) -> Response:
-        try:
-            return json_response(self._handle(operation, request, in_path, query))
-        except Exception as error:  # noqa: BLE001 - it becomes the answer
-            return _failure(request, error)
-
-    async def _later(
-        self, operation: Operation[Any], request: Request, in_path: Mapping[str, Value], query: str
-    ) -> Response:
-        try:
-            found = await self._handle(operation, request, in_path, query)
-            return found if isinstance(found, Response) else json_response(found)
-        except Exception as error:  # noqa: BLE001 - it becomes the answer
-            return _failure(request, error)
 
     def _handle(
         self, operation: Operation[Any], request: Request, in_path: Mapping[str, Value], query: str
@@ -170,6 +157,21 @@ def _path_value(kind: str, text: str) -> Value:
     if kind == "integer":
         return int(text) if re.fullmatch("[0-9]{1,10}", text) else None
     return unquote(text) or None
+
+
+def _at_once(request: Request, work: Callable[[], Any]) -> Response:
+    try:
+        return json_response(work())
+    except Exception as error:  # noqa: BLE001 - it becomes the answer
+        return _failure(request, error)
+
+
+async def _later(request: Request, work: Callable[[], Any]) -> Response:
+    try:
+        found = await work()
+        return found if isinstance(found, Response) else json_response(found)
+    except Exception as error:  # noqa: BLE001 - it becomes the answer
+        return _failure(request, error)
 
 
 def _failure(request: Request, error: Exception) -> Response:
