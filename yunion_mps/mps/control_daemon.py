@@ -16,6 +16,8 @@ from yunion_mps.mps.health import Monitor, Recovery
 from yunion_mps.mps.limits import LimitsInEffect, LimitsSetter
 from yunion_mps.mps.log_file import LogReader
 from yunion_mps.mps.processes import (
+    GRACE_S,
+    UNKILLABLE_S,
     AdoptionOrder,
     MpsProcess,
     forget,
@@ -27,10 +29,6 @@ from yunion_mps.mps.processes import (
 
 log = logging.getLogger(__name__)
 
-#: How long a control daemon may take to end on top of the time that its clients have.
-GRACE_S = 2.0
-#: After this long it is said once more that something does not even end by SIGKILL.
-UNKILLABLE_S = 60.0
 _ASK_AGAIN_S = 0.2
 #: Turned away so often, it is by another program's front-end.
 _SURELY_ANOTHERS = 2

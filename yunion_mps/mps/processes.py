@@ -51,6 +51,10 @@ _NVIDIAS_DIRECTORY = "/tmp/nvidia-mps"
 #: How long after its fork a process without an environment may still be on its way into its program. That
 #: takes 44 ms on a loaded machine (measured).
 _EXEC_S = 2.0
+#: How long a process may take to end beyond its clients' time, and after SIGTERM before it gets SIGKILL.
+GRACE_S = 2.0
+#: How long after SIGKILL it is said once more that a process does not end.
+UNKILLABLE_S = 60.0
 #: Stands for the PID of a control daemon that is about to be started.
 _STARTING = 0
 

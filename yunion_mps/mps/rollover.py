@@ -14,6 +14,8 @@ from yunion_mps.errors import ShortageError
 from yunion_mps.models import DomainPlan, Event
 from yunion_mps.mps.limits import LimitsInEffect
 from yunion_mps.mps.processes import (
+    GRACE_S,
+    UNKILLABLE_S,
     describe_servers,
     orphaned_servers,
     running_servers,
@@ -34,9 +36,6 @@ FORCE_WITHIN_S = 60.0
 
 #: For how long no job must have been seen: a job that has attached uses the GPU only some time later.
 IDLE_S = 15.0
-#: How long SIGTERM has to show before SIGKILL, and that before it is said once more.
-GRACE_S = 2.0
-UNKILLABLE_S = 60.0
 _LOOK_SOON_S = 0.05
 
 
