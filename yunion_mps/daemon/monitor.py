@@ -76,7 +76,7 @@ class Monitor:
         nvml, began_s = self._supervisor.nvml, asyncio.get_running_loop().time()
         if nvml:
             with contextlib.suppress(DriverError, ShortageError):
-                self._supervisor.jobs.note(await on_thread(nvml.processes), began_s)
+                self._supervisor.jobs.update(await on_thread(nvml.processes), began_s)
 
     async def _poll(self) -> None:
         supervisor, loop = self._supervisor, asyncio.get_running_loop()
@@ -97,7 +97,7 @@ class Monitor:
                 return
             self._trouble = ""
             supervisor.remark("polling", "")
-            supervisor.jobs.note(processes, began_s)
+            supervisor.jobs.update(processes, began_s)
             supervisor.update_gpus(inventory, loop.time())
             self._usage.record(processes, began_s)
             self._renew_events(inventory)

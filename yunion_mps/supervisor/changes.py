@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 AT_ONCE = "at once"
 #: The keys of host.conf whose change shows in the plan; a change of another is shown by itself.
-_PLANNED_KEYS = {
+PLANNED_KEYS = {
     "enable_cuda_mps",
     "container_device_config_file",
     "cuda_mps_pipe_directory",
@@ -161,7 +161,7 @@ def changes_to(
 
 
 def _setting_changes(old: Config, new: Config) -> list[Change]:
-    values = [(name, getattr(old, name), getattr(new, name)) for name in KEYS if name not in _PLANNED_KEYS]
+    values = [(name, getattr(old, name), getattr(new, name)) for name in KEYS if name not in PLANNED_KEYS]
     return [
         Change("setting", name, str(before), str(after), AT_ONCE)
         for name, before, after in values

@@ -226,8 +226,8 @@ class Jobs:
         #: Those that had not ended when their time was over, in words.
         self._late: list[str] = []
 
-    def note(self, processes: Processes, polled_s: float) -> None:
-        """Take note of a poll that began at `polled_s`, and tell each domain about its own jobs."""
+    def update(self, processes: Processes, polled_s: float) -> None:
+        """Take the result of a poll that began at `polled_s`, and tell each domain about its own jobs."""
         found: set[int] = set()
         gpus = self._gpus.inventory.gpus
         telling = {gpu.uuid for gpu in gpus if enforces_budgets(gpu) and gpu.uuid in processes}

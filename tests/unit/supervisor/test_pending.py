@@ -28,7 +28,7 @@ def test_a_budget_is_pending_until_the_server_of_the_last_job_has_ended(
     assert budgets(made) == [("00:06.0-0", 8192), ("00:06.0-1", 8192)], "what clients get is what is shown"
     assert made.available == 2
     client.end()
-    made.supervisor.jobs.note({host.gpus[0].uuid: {server: 30}}, time.monotonic())
+    made.supervisor.jobs.update({host.gpus[0].uuid: {server: 30}}, time.monotonic())
     made.until(lambda: not made.snapshot.domains[0].pending)
     assert [mib for _, mib in budgets(made)] == [4096] * 4
     assert jobs.servers() == [], "a server without jobs was asked to end"
@@ -58,7 +58,7 @@ def test_a_pending_budget_is_still_pending_for_the_next_daemon(
     assert [mib for _, mib in budgets(again)] == [8192] * 2
     client.end()
     for server in jobs.servers():
-        again.supervisor.jobs.note({host.gpus[0].uuid: {server: 30}}, time.monotonic())
+        again.supervisor.jobs.update({host.gpus[0].uuid: {server: 30}}, time.monotonic())
     again.until(lambda: not again.snapshot.domains[0].pending)
     assert [mib for _, mib in budgets(again)] == [4096] * 4
 
@@ -125,7 +125,7 @@ def test_other_control_daemons_wait_for_the_jobs_on_those_that_run(put_to_work: 
     assert [(other.plan.name, other.reason) for other in others] == [("00:06.0", why), ("00:07.0", why)]
     client.end()
     uuids = [gpu.uuid for gpu in host.gpus]
-    made.supervisor.jobs.note({uuid: dict.fromkeys(jobs.servers(), 30) for uuid in uuids}, time.monotonic())
+    made.supervisor.jobs.update({uuid: dict.fromkeys(jobs.servers(), 30) for uuid in uuids}, time.monotonic())
     made.until(lambda: len(made.snapshot.domains) == 2 and made.supervisor.fleet.started)
     assert [domain.plan.gpu_uuids for domain in made.snapshot.domains] == [(uuid,) for uuid in uuids]
     assert made.available == 8
@@ -161,7 +161,7 @@ def test_a_server_whose_jobs_have_ended_does_not_hold_a_mode_for_good(
     assert domain.pending == f"compute modes are restored when its MPS server (PID {server}) has ended"
     assert domain.waits_for == (server,)
     client.end()
-    made.supervisor.jobs.note({host.gpus[0].uuid: {server: 30}}, time.monotonic())
+    made.supervisor.jobs.update({host.gpus[0].uuid: {server: 30}}, time.monotonic())
     made.until(lambda: not jobs.servers() and not made.supervisor.domains[0].server_pids())
     made.set_modes()
     assert modes(host) == ["default"]

@@ -144,7 +144,7 @@ def test_a_broken_gpu_is_no_problem_of_the_configuration(make_host: MakeHost) ->
     assert {device.gpu_uuid for device in found.plan.devices} == {host.gpus[1].uuid}
 
 
-def test_a_host_without_machine_id_cannot_be_examined(make_host: MakeHost) -> None:
+def test_a_host_without_machine_id_has_no_preflight(make_host: MakeHost) -> None:
     host = make_host()
     (host.root / "etc/machine-id").unlink()
     with pytest.raises(HostError, match="holds no machine id"):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from yunion_mps.config import KEYS
 from yunion_mps.errors import ConfigError, HostError
 from yunion_mps.mps.processes import our_processes
 from yunion_mps.service.shapes import devices_json
+from yunion_mps.supervisor.changes import PLANNED_KEYS
 from yunion_mps.supervisor.preflight import run_preflight
 from yunion_mps.supervisor.status import warnings
 
@@ -226,3 +228,7 @@ def test_one_server_for_all_users_is_left_off_if_the_program_knows_none(
     configure(host)
     made.reload()
     assert list(warnings(made.snapshot)) == []
+
+
+def test_the_keys_that_show_in_the_plan_are_keys_of_host_conf() -> None:
+    assert set(KEYS) >= PLANNED_KEYS

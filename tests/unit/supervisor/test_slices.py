@@ -37,15 +37,15 @@ def write(host: SimHost, division: str) -> None:
     (host.root / "etc/yunion/host_container_device.yml").write_text(f"devices:\n{entry}")
 
 
-def test_what_is_noted_of_slices_and_pools_is_read_as_it_was() -> None:
-    noted = json.loads(json.dumps(to_json(LimitsInEffect(PLAN, (5,)))))
-    assert from_json(noted) == LimitsInEffect(PLAN, (5,))
-    read = from_json(noted)
+def test_what_is_recorded_of_slices_and_pools_is_read_as_it_was() -> None:
+    recorded = json.loads(json.dumps(to_json(LimitsInEffect(PLAN, (5,)))))
+    assert from_json(recorded) == LimitsInEffect(PLAN, (5,))
+    read = from_json(recorded)
     assert read is not None
     assert isinstance(read.plan.gpus[0].slices[0], Slice)
     assert isinstance(read.plan.gpus[1].pool, Pool)
-    del noted["plan"]["gpus"]  # what cannot be understood says nothing
-    assert from_json(noted) is None
+    del recorded["plan"]["gpus"]  # what cannot be understood says nothing
+    assert from_json(recorded) is None
 
 
 def test_slices_and_pools_stay_with_their_gpus_in_another_order_of_these() -> None:
@@ -116,7 +116,7 @@ def test_while_a_job_runs_in_a_pool_that_stays_for_the_next_daemon_too(
         assert (made.snapshot.plan.pools, made.snapshot.plan.devices) == ((pool,), ())
     client.end()
     for server in jobs.servers():
-        made.supervisor.jobs.note({host.gpus[0].uuid: {server: 30}}, time.monotonic())
+        made.supervisor.jobs.update({host.gpus[0].uuid: {server: 30}}, time.monotonic())
     made.until(lambda: not made.snapshot.domains[0].pending)
     assert (made.snapshot.plan.pools, len(made.snapshot.plan.devices)) == ((), 2)
 

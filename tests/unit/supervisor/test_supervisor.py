@@ -115,9 +115,9 @@ def test_whether_jobs_run_is_believed_only_where_nvml_lists_the_servers(
     (domain,) = made.supervisor.domains
     uuid = host.gpus[0].uuid
     for processes, in_use in (({uuid: {1: 10}}, True), ({uuid: {}}, False), ({}, None)):
-        made.supervisor.jobs.note(processes, time.monotonic())
+        made.supervisor.jobs.update(processes, time.monotonic())
         assert domain.in_use is in_use
-    made.supervisor.jobs.note({uuid: {}}, time.monotonic())
+    made.supervisor.jobs.update({uuid: {}}, time.monotonic())
     made.supervisor.lose_driver(DriverError("gone"), time.monotonic())
     assert domain.in_use is None
 
@@ -125,18 +125,18 @@ def test_whether_jobs_run_is_believed_only_where_nvml_lists_the_servers(
 def test_before_volta_nobody_knows_whether_jobs_run(make_host: MakeHost, supervise: Supervise) -> None:
     host = make_host([{"kind": "tesla-p40"}])
     made = supervise(host).start()
-    made.supervisor.jobs.note({host.gpus[0].uuid: {}}, time.monotonic())
+    made.supervisor.jobs.update({host.gpus[0].uuid: {}}, time.monotonic())
     assert made.supervisor.domains[0].in_use is None
 
 
 def test_a_look_from_before_a_wedge_says_nothing_of_the_jobs_in_its_way(
     make_host: MakeHost, supervise: Supervise
 ) -> None:
-    """A job may have come since; so another look is wanted at once, and none is ended before it."""
+    """A job may have come since; so another poll is requested at once, and none is ended before it."""
     host = make_host([{"kind": "v100"}])
     made = supervise(host).start()
     (domain,) = made.supervisor.domains
-    made.supervisor.jobs.note({host.gpus[0].uuid: {}}, time.monotonic())
+    made.supervisor.jobs.update({host.gpus[0].uuid: {}}, time.monotonic())
     assert not made.supervisor.fleet.take_poll_request()
     assert domain._polled_s < time.monotonic()
     domain._wants_poll = True
@@ -180,7 +180,7 @@ def test_a_stop_names_the_jobs_that_it_awaits_and_those_that_were_late(
     jobs = stand_ins(host)
     made = supervise(host).start()
     client = attach(jobs, host)
-    made.supervisor.jobs.note({host.gpus[0].uuid: {client.pid: 100}}, time.monotonic())
+    made.supervisor.jobs.update({host.gpus[0].uuid: {client.pid: 100}}, time.monotonic())
     made.stop(restore=False)
     made.supervisor.report_late_jobs()
     named = f"(PID {client.pid}, root)"

@@ -78,8 +78,8 @@ def test_its_devices_are_listed_and_serve_again_when_it_is_back(
     assert reasons(made) == [GONE if lookup == "removed" else LOST] * 4 + [""] * 4
     served = [uuid for domain in made.snapshot.domains for uuid in domain.plan.gpu_uuids]
     assert served == [host.gpus[1].uuid], "no control daemon is told of a GPU that is not there"
-    for look in (made.rescan, made.reload):
-        look()
+    for poll in (made.rescan, made.reload):
+        poll()
         assert list(shown(made)) == ids
         assert reasons(made) == [GONE if lookup == "removed" else LOST] * 4 + [""] * 4
     host.gpus[0].restore()

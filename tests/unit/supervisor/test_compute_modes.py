@@ -168,7 +168,7 @@ def test_a_mode_that_the_operator_sets_after_a_restore_is_kept(
 
 
 def test_no_mode_is_set_any_more_once_a_stop_has_begun(make_host: MakeHost, supervise: Supervise) -> None:
-    """A look at the GPUs may be under way on a thread, and come to its end after the modes were restored."""
+    """A poll of the GPUs may be under way on a thread, and come to its end after the modes were restored."""
     host = make_host([{"kind": "v100"}])
     made = supervise(host).start()
     host.gpus[0].compute_mode = "default"

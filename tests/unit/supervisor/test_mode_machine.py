@@ -24,7 +24,7 @@ class Modes(RuleBasedStateMachine):
     """A host with two GPUs, and one daemon after another on it.
 
     What a GPU's mode was is known to this machine alone: it looks before our code may do something, and
-    compares what our code has noted and done with that.
+    compares what our code has recorded and done with that.
     """
 
     def __init__(self) -> None:
@@ -103,9 +103,9 @@ class Modes(RuleBasedStateMachine):
         self.refused.clear()
 
     @rule()
-    def look(self) -> None:
+    def poll(self) -> None:
         if self.runs:
-            self.ours(self._look)
+            self.ours(self._poll)
 
     # -- what must hold
 
@@ -115,17 +115,17 @@ class Modes(RuleBasedStateMachine):
         before = dict(zip(uuids, modes(self.host)))
         self.runs = work(self.runs)
         after = dict(zip(uuids, modes(self.host)))
-        noted = self._noted()
+        recorded = self._recorded()
         for uuid in uuids:
-            if uuid in noted:
+            if uuid in recorded:
                 owed = self.owed.setdefault(uuid, before[uuid])
-                assert noted[uuid] == owed, "what it was before we first touched it"
+                assert recorded[uuid] == owed, "what it was before we first touched it"
             elif uuid in self.owed:
                 assert after[uuid] == self.owed.pop(uuid), "nothing is forgotten that was not restored"
             else:
-                assert after[uuid] == before[uuid], "nothing is changed that is not noted"
+                assert after[uuid] == before[uuid], "nothing is changed that is not recorded"
 
-    def _noted(self) -> dict[str, str]:
+    def _recorded(self) -> dict[str, str]:
         with contextlib.closing(Store(Paths(str(self.host.root)))) as store:
             return {uuid: mode.lower() for uuid, mode in store.former_modes().items()}
 
@@ -172,7 +172,7 @@ class Modes(RuleBasedStateMachine):
             runs.reload()
         return runs
 
-    def _look(self, runs: Supervised | None) -> Supervised | None:
+    def _poll(self, runs: Supervised | None) -> Supervised | None:
         assert runs
         if runs.supervisor.nvml:
             runs.rescan()

@@ -141,7 +141,7 @@ def test_modes_stay_while_a_server_without_its_control_daemon_runs(
     assert modes(host) == ["default"] * 2
 
 
-def test_one_of_which_nothing_is_noted_is_reported_and_keeps_its_modes(
+def test_one_without_a_record_is_reported_and_keeps_its_modes(
     make_host: MakeHost, supervise: Supervise, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
