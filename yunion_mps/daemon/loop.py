@@ -25,9 +25,10 @@ from yunion_mps.metrics.exporter import Exporter
 from yunion_mps.metrics.textfile import Textfile
 from yunion_mps.paths import Paths
 from yunion_mps.service.clients import Clients, XidAnalyzer
+from yunion_mps.service.events import Events
 from yunion_mps.service.leases import LeaseService
 from yunion_mps.service.metrics import Metrics
-from yunion_mps.service.queries import Service
+from yunion_mps.service.queries import Queries
 from yunion_mps.service.reload import Reloader
 from yunion_mps.service.state import one_line
 from yunion_mps.service.usage import ProcessDevices, UsageSampler
@@ -45,7 +46,7 @@ def serve(
     paths: Paths,
     listener: Listener,
     supervisor: Supervisor,
-    service: Service,
+    service: Queries,
     notifier: Notifier,
     signals: Signals,
 ) -> bool:
@@ -64,7 +65,7 @@ class _Loop:
         paths: Paths,
         listener: Listener,
         supervisor: Supervisor,
-        service: Service,
+        service: Queries,
         notifier: Notifier,
         signals: Signals,
     ) -> None:
@@ -109,7 +110,11 @@ class _Loop:
         ledger, queue = self._leases.ledger, self._leases.queue
         metrics = Metrics(supervisor, service, ledger, queue, devices, lambda: router.counted())
         exporter = Exporter(metrics)
-        router = Router(Handlers(service, self._reloader, clients, self._leases, exporter.answer))
+        router = Router(
+            Handlers(
+                service, self._reloader, clients, self._leases, Events(supervisor.event_log), exporter.answer
+            )
+        )
         self._textfile = Textfile(paths, supervisor, exporter.text)
         self._server = Server(router)
         self._watchdog = Watchdog(paths, listener, self._server, notifier, self._lateness)

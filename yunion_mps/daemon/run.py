@@ -25,7 +25,7 @@ from yunion_mps.leases.storage import recorded_ledger
 from yunion_mps.models import Event
 from yunion_mps.mps import directories
 from yunion_mps.paths import Paths
-from yunion_mps.service.queries import Service
+from yunion_mps.service.queries import Queries
 from yunion_mps.service.state import one_line
 from yunion_mps.supervisor import Supervisor
 from yunion_mps.supervisor.preflight import run_preflight
@@ -167,7 +167,7 @@ class _Daemon:
         of the first clients.
         """
         supervisor, notifier = self._supervisor, self._notifier
-        service = Service(supervisor.snapshot, self._started_s, os.getpid(), supervisor.event_log)
+        service = Queries(supervisor.snapshot, self._started_s, os.getpid())
         service.ledger = recorded_ledger(supervisor.store(), self._paths.lease_copies)
         line = one_line(service.status())
         log.info("yunion-mps %s is ready: %s", __version__, line)

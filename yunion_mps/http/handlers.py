@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import time
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from yunion_mps.errors import NotAllowedError, NotFoundError
 from yunion_mps.escaping import printable
@@ -19,26 +18,13 @@ from yunion_mps.leases.bounds import COMMAND_LENGTH
 from yunion_mps.leases.request import LeaseRequest
 from yunion_mps.models import Holder, Owner
 from yunion_mps.service.clients import Clients
+from yunion_mps.service.events import EventFilter, Events
 from yunion_mps.service.leases import LeaseService
-from yunion_mps.service.queries import Filters, Service, Wanted
+from yunion_mps.service.queries import Filters, Queries
+from yunion_mps.service.reload import Reloader
 
 if TYPE_CHECKING:
-    from yunion_mps.answers import LeaseList, LeaseRecord
-
-Json = dict[str, Any]
-
-
-class Changes(Protocol):
-    """What the daemon may be told to become; each raises YunionError where it is refused or fails."""
-
-    async def plan(self) -> Json:
-        """What a reload would change."""
-
-    async def reload(self, *, drain: bool, now: bool) -> Json:
-        """Read the configuration again and bring it into force."""
-
-    async def reexec(self) -> Json:
-        """Run the program anew in the same process."""
+    from yunion_mps import answers
 
 
 class Handlers:
@@ -46,20 +32,20 @@ class Handlers:
 
     def __init__(
         self,
-        service: Service,
-        changes: Changes,
+        service: Queries,
+        reloader: Reloader,
         clients: Clients,
         leases: LeaseService,
+        events: Events,
         metrics: Callable[[str], Awaitable[tuple[str, bytes]]],
     ) -> None:
         """`metrics` gives the content type and the text for an Accept header."""
         self._service = service
-        self._changes = changes
+        self._reloader = reloader
         self._clients = clients
         self._leases = leases
+        self._events = events
         self._metrics = metrics
-        self._waiting: set[Callable[[], None]] = set()
-        self._hurried = False
 
     @property
     def version(self) -> int:
@@ -68,23 +54,21 @@ class Handlers:
 
     def hurry(self) -> None:
         """Answer requests that wait for events with what there is, and let none wait any more."""
-        self._hurried = True
-        for wake in self._waiting:
-            wake()
+        self._events.end_waits()
 
-    def get_devices(self, _: Request, *, limit: int, offset: int, **filters: Any) -> Json:
+    def get_devices(self, _: Request, *, limit: int, offset: int, **filters: Any) -> answers.DeviceList:
         return self._service.devices(Filters(**filters), limit, offset)
 
-    def get_device(self, _: Request, *, id: str) -> Json:  # noqa: A002 - it is the parameter's name
+    def get_device(self, _: Request, *, id: str) -> answers.DeviceDetails:  # noqa: A002 - it is the parameter's name
         return self._service.device(id)
 
-    def get_gpus(self, _: Request) -> Json:
+    def get_gpus(self, _: Request) -> answers.GpuList:
         return self._service.gpus()
 
-    def get_status(self, _: Request) -> Json:
+    def get_status(self, _: Request) -> answers.Status:
         return self._service.status()
 
-    def get_document(self, _: Request) -> Json:
+    def get_document(self, _: Request) -> dict[str, Any]:
         return document()
 
     async def get_metrics(self, request: Request) -> Response:
@@ -93,50 +77,33 @@ class Handlers:
 
     async def get_events(
         self, request: Request, *, after: int | None, since: int, limit: int, kind: str | None, wait: int
-    ) -> Json:
+    ) -> answers.EventList:
         """The events that are wanted; if there are none, the first that come within `wait` seconds."""
         if wait:
             request.await_event()
-        wanted = Wanted(after, float(since), limit, kind or "")
-        loop = asyncio.get_running_loop()
-        end_s = loop.time() + wait
-        while True:
-            found = self._service.events(wanted)
-            left_s = end_s - loop.time()
-            is_beyond = found["last"] < (after or 0)  # the event log began again: it may never come
-            if found["events"] or is_beyond or left_s <= 0 or self._hurried:
-                return found
-            more = asyncio.Event()
-            self._service.when_there_are_more(more.set)
-            self._waiting.add(more.set)
-            try:
-                with contextlib.suppress(asyncio.TimeoutError):
-                    await asyncio.wait_for(more.wait(), left_s)
-            finally:
-                self._waiting.discard(more.set)
-                self._service.forget(more.set)
+        return await self._events.wait(EventFilter(after, float(since), limit, kind or ""), wait)
 
-    async def get_usage(self, _: Request, *, gpu: str | None, devices: bool) -> Json:
+    async def get_usage(self, _: Request, *, gpu: str | None, devices: bool) -> answers.Usage:
         """Of the moment, so that it cannot be a cached answer."""
         now_s = asyncio.get_running_loop().time()
         return self._service.usage.last_hour(now_s, time.time(), gpu, devices=devices)
 
-    async def get_plan(self, _: Request) -> Json:
-        return await self._changes.plan()
+    async def get_plan(self, _: Request) -> answers.ChangeList:
+        return await self._reloader.plan()
 
-    async def reload(self, _: Request, *, drain: bool, now: bool) -> Json:
-        return await self._changes.reload(drain=drain, now=now)
+    async def reload(self, _: Request, *, drain: bool, now: bool) -> answers.ChangeList:
+        return await self._reloader.reload(drain=drain, now=now)
 
-    async def reexec(self, _: Request) -> Any:
-        return await self._changes.reexec()
+    async def reexec(self, _: Request) -> answers.Reexec:
+        return await self._reloader.reexec()
 
-    async def get_clients(self, _: Request, *, seen: bool) -> Any:
+    async def get_clients(self, _: Request, *, seen: bool) -> answers.ClientList:
         return await self._clients.clients(seen=seen)
 
-    async def terminate_client(self, request: Request, *, pid: int, force: bool) -> Any:
+    async def terminate_client(self, request: Request, *, pid: int, force: bool) -> answers.Termination:
         return await self._clients.terminate(pid, request.uid, force=force)
 
-    async def get_leases(self, _: Request) -> LeaseList:
+    async def get_leases(self, _: Request) -> answers.LeaseList:
         return self._leases.leases()
 
     async def take_lease(
@@ -156,7 +123,7 @@ class Handlers:
         cdi: bool,
         dry: bool,
         **holder: Any,
-    ) -> LeaseRecord:
+    ) -> answers.LeaseRecord:
         """`holder` has what `_holder` takes, and the name of the `request`."""
         if request.body_bytes:
             hint = "write it as parameters: /v1/leases?name=a&ttl=60"
@@ -172,13 +139,13 @@ class Handlers:
             return self._leases.would_take(wanted, _holder(request, **holder), key)
         return await self._leases.take(wanted, _holder(request, **holder), request.keep, wait, key, cdi=cdi)
 
-    async def end_lease(self, request: Request, *, lease: str) -> LeaseRecord:
+    async def end_lease(self, request: Request, *, lease: str) -> answers.LeaseRecord:
         return self._leases.release(lease, _caller(request))
 
-    async def renew_lease(self, request: Request, *, lease: str) -> LeaseRecord:
+    async def renew_lease(self, request: Request, *, lease: str) -> answers.LeaseRecord:
         return self._leases.renew(lease, _caller(request))
 
-    async def bind_lease(self, request: Request, *, lease: str, pid: int | None) -> LeaseRecord:
+    async def bind_lease(self, request: Request, *, lease: str, pid: int | None) -> answers.LeaseRecord:
         holder = _process("container", request.pid if pid is None else pid, request)
         return self._leases.bind(lease, _caller(request), holder)
 

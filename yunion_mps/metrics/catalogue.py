@@ -10,15 +10,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from itertools import accumulate, product
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from yunion_mps.http.operations import BINDINGS
 from yunion_mps.models import DomainStatus
 from yunion_mps.mps.states import LEGAL_CHANGES
-from yunion_mps.service.metrics import BOUNDS_S, DomainUse, Facts, GpuUse, Json
+from yunion_mps.service.metrics import BOUNDS_S, DomainUse, Facts, GpuUse
 from yunion_mps.service.queries import EVENT_KINDS, SEVERITIES
 from yunion_mps.service.state import AVAILABLE, NOT_USED, PENDING, STATES, UNAVAILABLE
 from yunion_mps.service.usage import DeviceUse
+
+if TYPE_CHECKING:
+    from yunion_mps.answers import Device, Gpu
 
 MIB = 1 << 20
 
@@ -42,26 +45,26 @@ def _host(name: str, help_: str, value: Callable[[Facts], Any], kind: str = GAUG
     return Metric(kind, name, help_, (), lambda facts: [((), value(facts))])
 
 
-def _gpu(name: str, help_: str, value: Callable[[Facts, Json], Any], kind: str = GAUGE) -> Metric:
+def _gpu(name: str, help_: str, value: Callable[[Facts, Gpu], Any], kind: str = GAUGE) -> Metric:
     def samples(facts: Facts) -> Iterator[Sample]:
         return (((gpu["addr"],), value(facts, gpu)) for gpu in facts.gpus)
 
     return Metric(kind, name, help_, ("gpu",), samples)
 
 
-def _gpu_devices(name: str, help_: str, counts: Callable[[Json], bool]) -> Metric:
+def _gpu_devices(name: str, help_: str, counts: Callable[[Device], bool]) -> Metric:
     """How many of the GPU's devices count, of GPUs that are to have any."""
 
     def samples(facts: Facts) -> Iterator[Sample]:
         devices = Counter(device["gpu_uuid"] for device in facts.devices if counts(device))
         for gpu in facts.gpus:
             if gpu["state"] != NOT_USED:
-                yield (gpu["addr"],), devices[gpu["uuid"]]
+                yield (gpu["addr"],), devices[gpu["uuid"] or ""]
 
     return Metric(GAUGE, name, help_, ("gpu",), samples)
 
 
-def _device(name: str, help_: str, value: Callable[[Facts, Json], Any], kind: str = GAUGE) -> Metric:
+def _device(name: str, help_: str, value: Callable[[Facts, Device], Any], kind: str = GAUGE) -> Metric:
     def samples(facts: Facts) -> Iterator[Sample]:
         for device in facts.devices:
             yield (device["addr"], device["addr"].rpartition("-")[0]), value(facts, device)
@@ -104,11 +107,11 @@ def _latencies(facts: Facts) -> Iterator[Sample]:
         yield (route,), list(zip(bounds, accumulate(latency.counts))), latency.sum_s
 
 
-def _gpu_use(facts: Facts, gpu: Json) -> GpuUse | None:
-    return facts.use.gpus.get(gpu["uuid"]) if facts.use else None
+def _gpu_use(facts: Facts, gpu: Gpu) -> GpuUse | None:
+    return facts.use.gpus.get(gpu["uuid"] or "") if facts.use else None
 
 
-def _device_use(facts: Facts, device: Json) -> DeviceUse | None:
+def _device_use(facts: Facts, device: Device) -> DeviceUse | None:
     if facts.use is None or device["gpu_uuid"] not in facts.use.gpus:
         return None
     return facts.use.devices.get(device["addr"], DeviceUse(0, 0))
@@ -118,7 +121,7 @@ def _domain_use(facts: Facts, domain: DomainStatus) -> DomainUse | None:
     return facts.use.domains.get(domain.plan.name) if facts.use else None
 
 
-def _budget(facts: Facts, device: Json) -> tuple[int, float]:
+def _budget(facts: Facts, device: Device) -> tuple[int, float]:
     now = device["mps_memory_limit"], device["mps_thread_percentage"]
     return facts.leased_budgets.get(device["addr"], now)
 

@@ -13,7 +13,7 @@ from yunion_mps.leases.allocator import (
 from yunion_mps.leases.request import LeaseRequest, gpu_named
 from yunion_mps.models import ALL, Device, Lease
 from yunion_mps.planning import client_environment, whole_environment, why_not_honoured
-from yunion_mps.service.queries import Service
+from yunion_mps.service.queries import Queries
 from yunion_mps.service.state import domain_names
 from yunion_mps.supervisor import Supervisor
 
@@ -21,7 +21,7 @@ from yunion_mps.supervisor import Supervisor
 class LeaseDevices:
     """The devices by name, and the control daemons that serve them."""
 
-    def __init__(self, supervisor: Supervisor, service: Service) -> None:
+    def __init__(self, supervisor: Supervisor, service: Queries) -> None:
         self._supervisor = supervisor
         self._service = service
         self._known, self._known_version = Candidates(), -1

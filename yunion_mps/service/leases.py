@@ -25,7 +25,7 @@ from yunion_mps.leases.storage import LeaseStorage, QueuePositions
 from yunion_mps.models import LEASE_VARIABLE, Device, DomainPlan, Event, Holder, Lease, Owner, Plan
 from yunion_mps.paths import Paths
 from yunion_mps.service.lease_devices import LeaseDevices
-from yunion_mps.service.queries import Service
+from yunion_mps.service.queries import Queries
 from yunion_mps.service.shapes import lease_json, queued_json
 from yunion_mps.supervisor import Supervisor
 
@@ -42,7 +42,7 @@ class LeaseService:
     """Gives devices to those who request them, and frees them when their holders end."""
 
     def __init__(
-        self, paths: Paths, supervisor: Supervisor, service: Service, publisher: CdiPublisher
+        self, paths: Paths, supervisor: Supervisor, service: Queries, publisher: CdiPublisher
     ) -> None:
         """Raises HostError if the state file cannot be used."""
         self._supervisor = supervisor

@@ -12,7 +12,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from yunion_mps import revision
 from yunion_mps.errors import YunionError
@@ -23,13 +23,14 @@ from yunion_mps.leases.ledger import Ledger
 from yunion_mps.leases.queue import Queue
 from yunion_mps.models import DomainStatus
 from yunion_mps.mps.processes import is_server
-from yunion_mps.service.queries import Filters, Service
+from yunion_mps.service.queries import Filters, Queries
 from yunion_mps.service.usage import Budget, DeviceUse, ProcessDevices, use_by_device
 from yunion_mps.supervisor import Supervisor
 
-log = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from yunion_mps import answers
 
-Json = dict[str, Any]
+log = logging.getLogger(__name__)
 
 #: The upper bounds of the buckets of request durations in s: from an answer at hand to a reload that waits
 #: for jobs.
@@ -129,9 +130,9 @@ class Facts(NamedTuple):
 
     now: Moment
     revision: str
-    status: Json
-    gpus: Sequence[Json]
-    devices: Sequence[Json]
+    status: answers.Status
+    gpus: Sequence[answers.Gpu]
+    devices: Sequence[answers.Device]
     domains: Sequence[DomainStatus]
     probe_s: Mapping[str, float]
     queue: LeaseCounts
@@ -188,7 +189,7 @@ class Metrics:
     def __init__(
         self,
         supervisor: Supervisor,
-        service: Service,
+        service: Queries,
         ledger: Ledger,
         queue: Queue,
         devices: ProcessDevices,
@@ -226,7 +227,7 @@ class Metrics:
             dict(supervisor.event_log.counts),
             self._requests(),
             self._use,
-            service.ill_gpus(),
+            service.unusable_gpus(),
             {
                 device.addr: (device.memory_limit_mib, device.thread_percentage)
                 for lease in leases

@@ -1,17 +1,17 @@
-"""What the outside may ask for, made once from the snapshot: the API, the command line and the exporters."""
+"""Queries: devices, GPUs and the status, made once from each snapshot."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, NamedTuple
 
 from yunion_mps import __version__
 from yunion_mps.errors import NotFoundError
 from yunion_mps.leases.ledger import Ledger
-from yunion_mps.models import Gpu, Lease, Snapshot
+from yunion_mps.models import Gpu, Snapshot
 from yunion_mps.planning import client_environment
-from yunion_mps.service.shapes import Json, devices_json, domain_json, gpu_json
+from yunion_mps.service.shapes import devices_json, domain_json, gpu_json
 from yunion_mps.service.state import (
     AVAILABLE,
     PENDING,
@@ -22,8 +22,10 @@ from yunion_mps.service.state import (
     state_of,
 )
 from yunion_mps.service.usage import UsageHistory
-from yunion_mps.supervisor.event_log import EventLog
 from yunion_mps.supervisor.status import warnings
+
+if TYPE_CHECKING:
+    from yunion_mps import answers
 
 #: A page of a listing where nothing else is asked for, as with Cloudpods.
 DEFAULT_LIMIT = 20
@@ -46,40 +48,27 @@ class Filters(NamedTuple):
     numa_node: int | None = None
     unused: bool = False
 
-    def take(self, device: Mapping[str, Any]) -> bool:
+    def take(self, device: answers.Device) -> bool:
         """Whether the device is wanted; an address may be the device's own or its GPU's."""
         if self.addr is not None and self.addr not in (device["addr"], device["addr"].rpartition("-")[0]):
             return False
         if self.unused and not device["free"]:
             return False
+        values: Mapping[str, object] = device
         fields = ("dev_type", "model", "device_path", "vendor_device_id", "numa_node")
-        return all(getattr(self, field) in (None, device[field]) for field in fields)
+        return all(getattr(self, field) in (None, values[field]) for field in fields)
 
 
-class Wanted(NamedTuple):
-    """Which events: after an id (the oldest first), or the newest from a time (s since 1970) on."""
-
-    after: int | None = None
-    since_s: float = 0.0
-    limit: int = 100
-    kind: str = ""
-
-
-class Service:
+class Queries:
     """Answers from the snapshot that `snapshot` returns; what is costly is made once for each snapshot."""
 
-    def __init__(
-        self, snapshot: Callable[[], Snapshot], started_s: float, pid: int, event_log: EventLog | None = None
-    ) -> None:
+    def __init__(self, snapshot: Callable[[], Snapshot], started_s: float, pid: int) -> None:
         self._take = snapshot
-        self._event_log = event_log
         self._started_s = started_s
         self._pid = pid
         self._made_for = -1
-        self._devices: list[Json] = []
-        #: Who has which device; there is none before the event loop is there.
+        self._devices: list[answers.Device] = []
         self.ledger: Ledger | None = None
-        #: What was used in the last hour.
         self.usage = UsageHistory()
 
     @property
@@ -87,18 +76,19 @@ class Service:
         """Changes when an answer may change."""
         return self._take().version + (self.ledger.version if self.ledger else 0)
 
-    def devices(self, filters: Filters, limit: int, offset: int) -> Json:
+    def devices(self, filters: Filters, limit: int, offset: int) -> answers.DeviceList:
         """One page of the devices that the filters take; a `limit` of 0 means all."""
         wanted = [device for device in self._all() if filters.take(device)]
         page = wanted[offset : offset + limit] if limit else wanted[offset:]
         return {"isolated_devices": page, "total": len(wanted), "limit": limit, "offset": offset}
 
-    def device(self, name: str) -> Json:
+    def device(self, name: str) -> answers.DeviceDetails:
         """One device by id, address or a unique beginning of either; raises NotFoundError otherwise."""
         devices = self._all()
-        keys = ("id", "addr")
         found = [device for device in devices if name in (device["id"], device["addr"])]
-        found = found or [device for device in devices if any(device[key].startswith(name) for key in keys)]
+        found = found or [
+            device for device in devices if device["id"].startswith(name) or device["addr"].startswith(name)
+        ]
         if not found:
             shown = name if name.isprintable() and len(name) <= 100 else repr(name[:100])
             raise NotFoundError(f"there is no device {shown}", "list the devices with: yunion-mps list")
@@ -108,31 +98,29 @@ class Service:
             raise NotFoundError(
                 f"{name} names {len(found)} devices ({few}{more})", "give more of the id or address"
             )
-        return {**found[0], **self._details(found[0])}
+        return self._details(found[0])
 
-    def gpus(self) -> Json:
+    def gpus(self) -> answers.GpuList:
         """Every GPU of the host, the broken ones with their reason."""
         snapshot = self._take()
         names = domain_names(snapshot.plan)
         domains = {domain.plan.name: domain for domain in snapshot.domains}
         counts = Counter(device.gpu_uuid for device in snapshot.plan.devices)
         gpus = [
-            {
-                **gpu_json(
-                    gpu,
-                    domains.get(names.get(gpu.uuid or "", "")),
-                    snapshot,
-                    counts[gpu.uuid or ""],
-                    used=gpu.uuid in names,
-                ),
-                "memory_free": self._memory_free(gpu, snapshot),
-            }
+            gpu_json(
+                gpu,
+                domains.get(names.get(gpu.uuid or "", "")),
+                snapshot,
+                counts[gpu.uuid or ""],
+                self._memory_free_mib(gpu, snapshot),
+                used=gpu.uuid in names,
+            )
             for gpu in snapshot.inventory.gpus
         ]
         return {"gpus": gpus, "total": len(gpus)}
 
-    def _memory_free(self, gpu: Gpu, snapshot: Snapshot) -> int | None:
-        """How many MiB one more client can get where memory is handed out in units, None elsewhere."""
+    def _memory_free_mib(self, gpu: Gpu, snapshot: Snapshot) -> int | None:
+        """What one more client can get of a GPU whose memory is leased in units; None of others."""
         pool = next((pool for pool in snapshot.plan.pools if pool.gpu_uuid == gpu.uuid), None)
         if pool is None:
             return None
@@ -140,7 +128,7 @@ class Service:
             return 0
         return self.ledger.free_mib(pool) if self.ledger else pool.memory_mib
 
-    def status(self) -> Json:
+    def status(self) -> answers.Status:
         """The daemon, the driver and the domains at a glance."""
         snapshot = self._take()
         devices = self._all()
@@ -159,65 +147,45 @@ class Service:
             },
             "devices": {
                 "total": len(devices),
-                **{state: states[state] for state in (AVAILABLE, UNAVAILABLE, PENDING)},
+                "available": states[AVAILABLE],
+                "unavailable": states[UNAVAILABLE],
+                "pending": states[PENDING],
             },
             "gpus": {
                 "total": len(snapshot.inventory.gpus),
-                UNAVAILABLE: sum(bool(gpu_reason(gpu, snapshot)) for gpu in snapshot.inventory.gpus),
+                "unavailable": sum(bool(gpu_reason(gpu, snapshot)) for gpu in snapshot.inventory.gpus),
             },
             "domains": [domain_json(domain) for domain in snapshot.domains],
         }
-
-    def events(self, wanted: Wanted) -> Json:
-        """The events that are wanted, oldest first, and the newest one's id; raises HostError."""
-        if self._event_log is None:
-            return {"events": [], "last": 0}
-        if wanted.after is None:
-            found = self._event_log.newest(wanted.since_s, wanted.limit, wanted.kind)
-        else:
-            found = self._event_log.after(wanted.after, wanted.limit, wanted.kind)
-        last = found[-1].id if found else self._event_log.last_id()
-        events = [{"id": one.id, "time": one.time_s, **one.event._asdict()} for one in found]
-        return {"events": events, "last": last}
-
-    def when_there_are_more(self, call: Callable[[], None]) -> None:
-        """Have `call` called once, with the next event."""
-        if self._event_log:
-            self._event_log.waiting.append(call)
-
-    def forget(self, call: Callable[[], None]) -> None:
-        """Not to call it after all."""
-        if self._event_log and call in self._event_log.waiting:
-            self._event_log.waiting.remove(call)
 
     def reasons(self) -> Mapping[str, str]:
         """Why the devices of a GPU (by UUID) cannot be used now, empty where they can."""
         return reasons(self._take())
 
-    def ill_gpus(self) -> frozenset[str]:
-        """The addresses of the GPUs that cannot be used themselves, whatever their control daemons are at."""
+    def unusable_gpus(self) -> frozenset[str]:
+        """The addresses of the GPUs that cannot be used themselves, whatever the state of their domains."""
         snapshot = self._take()
         return frozenset(gpu.address for gpu in snapshot.inventory.gpus if gpu_reason(gpu, snapshot))
 
-    def _leases(self) -> Collection[Lease]:
-        return self.ledger.leases.values() if self.ledger else ()
-
-    def _all(self) -> list[Json]:
+    def _all(self) -> list[answers.Device]:
         if self._made_for != self.version:
             self._devices = devices_json(self._take(), self.ledger)
             self._made_for = self.version
         return self._devices
 
-    def _details(self, shown: Json) -> Json:
+    def _details(self, shown: answers.Device) -> answers.DeviceDetails:
         snapshot = self._take()
-        given = [device for lease in self._leases() for device in lease.devices]
+        leases = self.ledger.leases.values() if self.ledger else ()
+        given = [device for lease in leases for device in lease.devices]
         both = (*snapshot.plan.devices, *given)
         if shown["state"] == PENDING:
             both = (*given, *snapshot.plan.devices)
         device = next(device for device in both if device.id == shown["id"])
         domain = next((d.plan for d in snapshot.domains if d.plan.name == device.domain), None)
+        environment = client_environment([device], domain) if domain else {}
         return {
+            **shown,
             "slot": device.slot,
             "domain": device.domain,
-            "client_environment": client_environment([device], domain) if domain else {},
+            "client_environment": environment,
         }

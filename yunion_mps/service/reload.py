@@ -7,7 +7,7 @@ import gc
 import logging
 import os
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from yunion_mps.errors import ConfigError, HostError, ShortageError, YunionError
 from yunion_mps.escaping import decoded
@@ -21,14 +21,15 @@ from yunion_mps.service.state import domain_names
 from yunion_mps.supervisor import Change, Supervisor
 from yunion_mps.supervisor.preflight import Preflight, run_preflight
 
+if TYPE_CHECKING:
+    from yunion_mps import answers
+
 log = logging.getLogger(__name__)
 
 #: How long a reload waits for the control daemons that it has started or changed.
 _SETTLE_TIMEOUT_S = 15.0
 #: How long the new program may take to check the configuration.
 _CHECK_TIMEOUT_S = 90.0
-
-Json = dict[str, Any]
 
 
 class Reloader:
@@ -58,7 +59,7 @@ class Reloader:
         #: Held while the plan or a compute mode changes.
         self.lock = asyncio.Lock()
 
-    async def plan(self) -> Json:
+    async def plan(self) -> answers.ChangeList:
         """What a reload would change now; raises YunionError if it would be refused."""
         async with self.lock:
             preflight = await self._run_preflight()
@@ -68,7 +69,9 @@ class Reloader:
                 self._close(preflight)
         return self._answer(changes)
 
-    async def reload(self, requester: str = "the API", *, drain: bool = False, now: bool = False) -> Json:
+    async def reload(
+        self, requester: str = "the API", *, drain: bool = False, now: bool = False
+    ) -> answers.ChangeList:
         """Read the files again and bring them into effect; raises YunionError, with nothing changed.
 
         With `drain` the servers that keep old limits get no new clients, and with `now` they are ended.
@@ -100,7 +103,7 @@ class Reloader:
         except HostError as error:
             log.error("compute modes cannot be set: %s. %s", error.message, error.hint)
 
-    async def reexec(self) -> Json:
+    async def reexec(self) -> answers.Reexec:
         """Run the program again in this process; raises HostError if the new one refuses to start."""
         async with self.lock:
             self._supervisor.refuse_if_unsafe()
@@ -146,9 +149,9 @@ class Reloader:
         while not self._supervisor.fleet.started and asyncio.get_running_loop().time() < end_s:  # noqa: ASYNC110 - ticks bring it about
             await asyncio.sleep(0.005)
 
-    def _answer(self, changes: Sequence[Change]) -> Json:
+    def _answer(self, changes: Sequence[Change]) -> answers.ChangeList:
         snapshot = self._supervisor.snapshot()
-        pending: list[Json] = [
+        pending: list[answers.Pending] = [
             {
                 "domain": status.plan.name,
                 "pending": status.pending or f"it is {status.state}: {status.reason}",
@@ -164,7 +167,17 @@ class Reloader:
             what = f"GPU {address}: {wait.devices} of its devices wait for {wait.description} to end"
             if wait.devices:
                 pending.append({"domain": names[uuid], "pending": what, "leases": [*wait.leases]})
-        return {"changes": [change._asdict() for change in changes], "pending": pending}
+        shown: list[answers.Change] = [
+            {
+                "kind": one.kind,
+                "subject": one.subject,
+                "before": one.before,
+                "after": one.after,
+                "effect": one.effect,
+            }
+            for one in changes
+        ]
+        return {"changes": shown, "pending": pending}
 
     async def _check_new_program(self) -> None:
         """Let the program that would be run check the files; raises HostError with what it says."""

@@ -1,9 +1,9 @@
-"""Devices, GPUs, domains and leases as JSON: what the API answers, and the command line prints."""
+"""Devices, GPUs, domains and leases as the API answers them, and the command line prints them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from yunion_mps.host.proc import command_of, started_ticks, user_name
 from yunion_mps.leases.ledger import Ledger
@@ -31,17 +31,15 @@ from yunion_mps.service.state import (
 )
 
 if TYPE_CHECKING:  # READY does not wait for these
-    from yunion_mps.answers import HolderFields, LeaseRecord, QueuedRequest
+    from yunion_mps import answers
     from yunion_mps.containers.lookup import Containers
-    from yunion_mps.leases import queue
-
-Json = dict[str, Any]
+    from yunion_mps.leases.queue import QueuedRequest
 
 
-def devices_json(snapshot: Snapshot, ledger: Ledger | None = None) -> list[Json]:
+def devices_json(snapshot: Snapshot, ledger: Ledger | None = None) -> list[answers.Device]:
     """Every device of the snapshot, with Cloudpods' own field names and ours, and those made for a lease.
 
-    One that a former division has given is shown as it was given.
+    A device of a lease from before a reload is shown as it was given.
     """
     ledger = ledger or Ledger()
     waits = ledger.lease_waits(snapshot.plan.devices).values()
@@ -53,38 +51,36 @@ def devices_json(snapshot: Snapshot, ledger: Ledger | None = None) -> list[Json]
     why = reasons(snapshot)
     served = [one for one in snapshot.plan.devices if not why.get(one.gpu_uuid, NO_DOMAIN)]
     free = ledger.free_devices(served)
-    shown = []
+    shown: list[answers.Device] = []
     for device in (*snapshot.plan.devices, *made):
         gpu, reason = gpus.get(device.gpu_uuid), why.get(device.gpu_uuid, NO_DOMAIN)
         state = UNAVAILABLE if reason else PENDING if device.id in pending else AVAILABLE
         now = given.get(device.id, device) if state == PENDING else device
-        fields = _device_json(now, gpu, snapshot.plan.host_id, state, reason or pending.get(device.id, ""))
-        shown.append({**fields, "lease": ledger.owners.get(device.id), "free": device.id in free})
+        shown.append(
+            {
+                "id": now.id,
+                "dev_type": DEV_TYPE,
+                "model": gpu.name if gpu else None,
+                "addr": now.addr,
+                "vendor_device_id": gpu.vendor_device_id if gpu else None,
+                "host_id": snapshot.plan.host_id,
+                "numa_node": gpu.numa_node if gpu else None,
+                "device_path": now.gpu_uuid,
+                "pcie_info": _link_json(gpu.link) if gpu else None,
+                "index": -1,
+                "device_minor": -1,
+                "mps_memory_limit": now.memory_limit_mib,
+                "mps_memory_total": now.memory_total_mib,
+                "mps_thread_percentage": _plain(now.thread_percentage),
+                "gpu_uuid": now.gpu_uuid,
+                "state": state,
+                "reason": reason or pending.get(device.id, ""),
+                "budget_enforced": now.budget_enforced,
+                "lease": ledger.owners.get(device.id),
+                "free": device.id in free,
+            }
+        )
     return shown
-
-
-def _device_json(device: Device, gpu: Gpu | None, host_id: str, state: str, reason: str) -> Json:
-    """A device with Cloudpods' own field names and ours; `reason` says why it is not available."""
-    return {
-        "id": device.id,
-        "dev_type": DEV_TYPE,
-        "model": gpu.name if gpu else None,
-        "addr": device.addr,
-        "vendor_device_id": gpu.vendor_device_id if gpu else None,
-        "host_id": host_id,
-        "numa_node": gpu.numa_node if gpu else None,
-        "device_path": device.gpu_uuid,
-        "pcie_info": _link_json(gpu.link) if gpu else None,
-        "index": -1,
-        "device_minor": -1,
-        "mps_memory_limit": device.memory_limit_mib,
-        "mps_memory_total": device.memory_total_mib,
-        "mps_thread_percentage": _plain(device.thread_percentage),
-        "gpu_uuid": device.gpu_uuid,
-        "state": state,
-        "reason": reason,
-        "budget_enforced": device.budget_enforced,
-    }
 
 
 def _plain(percentage: float) -> float | int:
@@ -92,12 +88,25 @@ def _plain(percentage: float) -> float | int:
     return int(percentage) if percentage == int(percentage) else percentage
 
 
-def _link_json(link: PcieLink | None) -> Json | None:
+def _link_json(link: PcieLink | None) -> answers.PcieLink | None:
     """The link as Cloudpods has it, its keys in alphabetical order."""
-    return dict(sorted(link._asdict().items())) if link else None
+    return link and {
+        "lane_width": link.lane_width,
+        "throughput": link.throughput,
+        "transfer_rate_per_lane": link.transfer_rate_per_lane,
+        "version": link.version,
+    }
 
 
-def gpu_json(gpu: Gpu, domain: DomainStatus | None, snapshot: Snapshot, devices: int, *, used: bool) -> Json:
+def gpu_json(
+    gpu: Gpu,
+    domain: DomainStatus | None,
+    snapshot: Snapshot,
+    devices: int,
+    memory_free_mib: int | None,
+    *,
+    used: bool,
+) -> answers.Gpu:
     """A GPU with so many devices, the domain that serves it, and whether it is `used` for MPS at all."""
     capability = gpu.compute_capability
     reason = gpu_reason(gpu, snapshot) or (why_unusable(gpu, domain) if used else "")
@@ -120,10 +129,11 @@ def gpu_json(gpu: Gpu, domain: DomainStatus | None, snapshot: Snapshot, devices:
         "state": UNAVAILABLE if reason else AVAILABLE if used else NOT_USED,
         "reason": reason,
         "budget_enforced": enforces_budgets(gpu),
+        "memory_free": memory_free_mib,
     }
 
 
-def domain_json(domain: DomainStatus) -> Json:
+def domain_json(domain: DomainStatus) -> answers.Domain:
     """A domain, and what of it is pending."""
     plan = domain.plan
     return {
@@ -142,7 +152,7 @@ def domain_json(domain: DomainStatus) -> Json:
     }
 
 
-def lease_json(lease: Lease, expires_s: float | None, containers: Containers) -> LeaseRecord:
+def lease_json(lease: Lease, expires_s: float | None, containers: Containers) -> answers.LeaseRecord:
     """A lease; `expires_s` is in s since 1970, None if it ends with a process or a connection."""
     return {
         "id": lease.id,
@@ -160,8 +170,8 @@ def lease_json(lease: Lease, expires_s: float | None, containers: Containers) ->
     }
 
 
-def queued_json(queued: queue.QueuedRequest, containers: Containers) -> QueuedRequest:
-    """A queued request, as it is listed."""
+def queued_json(queued: QueuedRequest, containers: Containers) -> answers.QueuedRequest:
+    """A queued request, without its position: its place in the list says that."""
     return {**_holder_json(queued.holder, queued.since_s, containers), "wants": str(queued.request)}
 
 
@@ -169,14 +179,15 @@ def _gpus(devices: Iterable[Device]) -> list[str]:
     return list(dict.fromkeys(device.gpu_address for device in devices))
 
 
-def _holder_json(holder: Holder, since_s: float, containers: Containers) -> HolderFields:
-    pid = holder.pid if holder.pid and started_ticks(holder.pid) == holder.started else None
-    inside = containers.of(pid) if pid else None
+def _holder_json(holder: Holder, since_s: float, containers: Containers) -> answers.HolderFields:
+    pid = holder.pid
+    runs = pid is not None and started_ticks(pid) == holder.started
+    inside = containers.of(pid) if pid is not None and runs else None
     return {
-        "pid": holder.pid,
+        "pid": pid,
         "uid": holder.uid,
         "user": user_name(holder.uid),
-        "command": (holder.command or command_of(pid)) if pid else None,
+        "command": (holder.command or command_of(pid)) if pid is not None and runs else None,
         "container": inside.name if inside else None,
         "container_id": inside.id if inside else None,
         "name": holder.name or None,

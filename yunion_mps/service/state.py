@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from yunion_mps.models import DomainStatus, Gpu, Plan, Snapshot
 from yunion_mps.mps.states import READY
+
+if TYPE_CHECKING:
+    from yunion_mps import answers
 
 AVAILABLE = "available"
 UNAVAILABLE = "unavailable"
@@ -66,14 +69,14 @@ def state_of(snapshot: Snapshot) -> str:
     return "degraded" if broken or serving < len(snapshot.domains) else "ready"
 
 
-def one_line(status: dict[str, Any]) -> str:
+def one_line(status: answers.Status) -> str:
     """The status in one line, for systemd and for logs."""
     devices, domains = status["devices"], status["domains"]
     serving = sum(domain["state"] == READY for domain in domains)
     if status["notice"]:
         return str(status["notice"])
-    line = f"{devices[AVAILABLE]} of {devices['total']} devices available, "
-    line += f"{devices[PENDING]} pending, " if devices[PENDING] else ""
+    line = f"{devices['available']} of {devices['total']} devices available, "
+    line += f"{devices['pending']} pending, " if devices["pending"] else ""
     line += f"{serving} of {len(domains)} control daemons serving"
     troubles: Sequence[str] = [d["reason"] for d in domains if d["state"] != READY]
     return line + (f"; {troubles[0]}" if troubles else "")

@@ -9,13 +9,16 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple, Optional
+from typing import TYPE_CHECKING, NamedTuple, Optional
 
 from yunion_mps.host.proc import variable_of
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.models import Gpu
 from yunion_mps.planning import DEVICE_VARIABLE
 from yunion_mps.supervisor import Supervisor
+
+if TYPE_CHECKING:
+    from yunion_mps import answers
 
 #: How many minutes are kept, the present one among them.
 MINUTES = 60
@@ -24,7 +27,6 @@ STEP_S = 60
 #: The longest value of the variable that names a process's devices: all devices that a lease may have.
 _LONGEST_NAMES = 4096
 
-Json = dict[str, Any]
 #: The memory in MiB that each process uses, by GPU UUID and PID; None if the driver does not tell.
 Processes = Mapping[str, Mapping[int, Optional[int]]]
 
@@ -50,7 +52,7 @@ class UsageHistory:
             series = self._series[address]
             series[place] = max(series[place], mib)
 
-    def last_hour(self, now_s: float, wall_s: float, gpu: str | None, *, devices: bool) -> Json:
+    def last_hour(self, now_s: float, wall_s: float, gpu: str | None, *, devices: bool) -> answers.Usage:
         """The hour up to now, of all GPUs or of this one; `wall_s` is what `now_s` is in s since 1970.
 
         A minute without a poll is None.
@@ -58,7 +60,7 @@ class UsageHistory:
         self._advance(int(now_s) // STEP_S)
         first = self._minute - MINUTES + 1
         places = [minute % MINUTES for minute in range(first, self._minute + 1)]
-        found: dict[bool, list[Json]] = {True: [], False: []}
+        found: dict[bool, list[answers.MemoryUse]] = {True: [], False: []}
         for address, series in self._series.items():
             device_of = address.rpartition("-")[0]
             if (device_of and not devices) or gpu not in (None, address, device_of):

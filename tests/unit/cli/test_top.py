@@ -17,7 +17,7 @@ from yunion_mps.overview import count
 from yunion_mps.overview.findings import Finding, folded, of_status
 from yunion_mps.overview.holdings import NO_CLIENTS, Clients
 from yunion_mps.overview.host import Answers
-from yunion_mps.service.queries import Service
+from yunion_mps.service.queries import Queries
 from yunion_mps.supervisor.preflight import WITHOUT_IT
 from yunion_mps.supervisor.status import warnings
 
@@ -35,7 +35,7 @@ INSTEAD = (
 
 def poll(snapshot: Snapshot, *leases: Any, events: int = 0) -> Poll:
     """What a daemon with this snapshot says."""
-    service: Any = Service(lambda: snapshot, NOW_S - 60, 4200)
+    service: Any = Queries(lambda: snapshot, NOW_S - 60, 4200)
     devices = service._all()
     event: Any = {"id": 1, "time": NOW_S - 30, **Event("info", "gpu", "00:06.0", "available")._asdict()}
     gpus = service.gpus()["gpus"]
@@ -175,7 +175,7 @@ def test_every_warning_of_the_daemon_has_a_remedy_of_its_own() -> None:
     cdi = "containers find no devices: /var/run/cdi/yunion-mps.json: Read-only file system"
     nvidia = "containers get no driver from us: /etc/cdi/nvidia.yaml is passed over: it is no YAML"
     found = snapshots.troubled()._replace(remarks=(kept, multiuser, textfile, public, cdi, nvidia))
-    status: Any = Service(lambda: found, 0.0, 1).status()
+    status: Any = Queries(lambda: found, 0.0, 1).status()
     assert len(status["warnings"]) == len(warnings(found)) == 8
     told = [one.remedy for one in of_status(status, []) if one.kind == "Warning"]
     assert len(set(told)) == 8

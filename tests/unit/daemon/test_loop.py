@@ -12,7 +12,7 @@ from yunion_mps.daemon.loop import serve
 from yunion_mps.daemon.signals import Signals, drive
 from yunion_mps.host.systemd import Notifier
 from yunion_mps.http.listener import Listener
-from yunion_mps.service.queries import Service
+from yunion_mps.service.queries import Queries
 from yunion_mps.supervisor import Supervisor
 
 from unit.supervised import MakeHost, Supervise, modes
@@ -41,7 +41,7 @@ def test_a_fault_in_a_tick_ends_the_loop_and_leaves_control_daemon_and_modes_as_
     signals = Signals()
     faulty.fault = True
     try:
-        service = Service(faulty.snapshot, time.time(), os.getpid())
+        service = Queries(faulty.snapshot, time.time(), os.getpid())
         fault = pytest.raises(ZeroDivisionError, match="a fault of our own")
         with closing(Listener(made.paths)) as listener, fault:
             serve(made.paths, listener, faulty, service, Notifier(), signals)

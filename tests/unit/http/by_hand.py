@@ -17,8 +17,10 @@ from yunion_mps.http.router import Router
 from yunion_mps.leases.request import LeaseRequest
 from yunion_mps.models import Holder, Owner
 from yunion_mps.service.clients import Clients
+from yunion_mps.service.events import EventFilter, Events
 from yunion_mps.service.leases import LeaseService
-from yunion_mps.service.queries import Service
+from yunion_mps.service.queries import Queries
+from yunion_mps.service.reload import Reloader
 
 Json = Any
 
@@ -172,7 +174,7 @@ class _ByHand:
         self.done.append(what)
 
 
-class Changes(_ByHand):
+class Changes(_ByHand, Reloader):
     """A configuration whose change is given by hand."""
 
     def __init__(self) -> None:
@@ -180,15 +182,15 @@ class Changes(_ByHand):
         self.planned = NOTHING
         self.reloaded = NOTHING
 
-    async def plan(self) -> Json:
+    async def plan(self) -> Any:
         await self._pass("plan")
         return self.planned
 
-    async def reload(self, *, drain: bool, now: bool) -> Json:
+    async def reload(self, requester: str = "", *, drain: bool = False, now: bool = False) -> Any:
         await self._pass("reload" + (" drain" if drain else "") + (" now" if now else ""))
         return self.reloaded
 
-    async def reexec(self) -> Json:
+    async def reexec(self) -> Any:
         await self._pass("reexec")
         return {"pid": 4200}
 
@@ -217,6 +219,16 @@ class People(_ByHand, Clients):
         return {"pid": pid, "ended": self.ended, "how": self.how}
 
 
+class NoEvents(Events):
+    """An event log without events."""
+
+    def __init__(self) -> None:
+        pass
+
+    async def wait(self, wanted: EventFilter, wait_s: float) -> Any:
+        return {"events": [], "last": 0}
+
+
 async def metrics(accept: str) -> tuple[str, bytes]:
     """Metrics given by hand: one, in the format that was asked for."""
     return OPENMETRICS if OPENMETRICS in accept else "text/plain", b"yunion_mps_up 1\n"
@@ -227,8 +239,8 @@ class Giver(_ByHand, LeaseService):
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: Any = {"leases": [LEASE], "waiting": [WAITER], "total": 1}
-        self.given: Any = LEASE
+        self.found: Json = {"leases": [LEASE], "waiting": [WAITER], "total": 1}
+        self.given: Json = LEASE
         self.refusal: YunionError | None = None
         self.as_device = False
         self.requested: list[tuple[LeaseRequest, Holder, float]] = []
@@ -276,6 +288,6 @@ class Giver(_ByHand, LeaseService):
         return self.given
 
 
-def router(service: Service) -> Router:
+def router(service: Queries) -> Router:
     """A router over the service and all these."""
-    return Router(Handlers(service, Changes(), People(), Giver(), metrics))
+    return Router(Handlers(service, Changes(), People(), Giver(), NoEvents(), metrics))

@@ -33,7 +33,8 @@ from yunion_mps.http.router import Router
 from yunion_mps.http.server import Server
 from yunion_mps.models import Event, Snapshot
 from yunion_mps.paths import Paths
-from yunion_mps.service.queries import Service
+from yunion_mps.service.events import Events
+from yunion_mps.service.queries import Queries
 from yunion_mps.supervisor.event_log import EventLog
 
 from simhost.closes import Closes
@@ -157,8 +158,9 @@ class ServerHost(Closes):
         self.changes = Changes()
         self.people = People()
         self.giver = Giver()
-        self.service = service = Service(lambda: self.snapshot, time.time(), os.getpid(), self.event_log)
-        handlers = Handlers(service, self.changes, self.people, self.giver, metrics)
+        self.service = service = Queries(lambda: self.snapshot, time.time(), os.getpid())
+        self._events = Events(self.event_log)
+        handlers = Handlers(service, self.changes, self.people, self.giver, self._events, metrics)
         self.server = Server(Router(handlers), limits or Limits())
         self.listener = Listener(self.paths)
         self._loop = asyncio.new_event_loop()
@@ -176,7 +178,7 @@ class ServerHost(Closes):
         waiting = self.event_log.waiting
         self._use(paths)
         self.event_log.waiting = waiting
-        self.service._event_log = self.event_log
+        self._events._event_log = self.event_log
 
     def record(self, event: Event, time_s: float | None = None) -> None:
         """An event comes now; with `time_s`, there is one of then."""

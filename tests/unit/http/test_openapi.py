@@ -17,7 +17,7 @@ from yunion_mps.http.messages import Request, Response
 from yunion_mps.http.openapi import document
 from yunion_mps.models import Snapshot
 from yunion_mps.mps.states import LEGAL_CHANGES
-from yunion_mps.service.queries import Service
+from yunion_mps.service.queries import Queries
 
 from unit.http import by_hand, snapshots
 
@@ -36,7 +36,7 @@ ANSWERS = {
 
 def ask(snapshot: Snapshot, target: str, method: str = "GET") -> tuple[int, Any]:
     async def answer() -> Response:
-        service = Service(lambda: snapshot, 1788000000.25, 4200)
+        service = Queries(lambda: snapshot, 1788000000.25, 4200)
         found = by_hand.router(service).answer(Request(method, target, 0, os.getpid()))
         return found if isinstance(found, Response) else await found
 

@@ -16,7 +16,7 @@ from yunion_mps.http.messages import Request, Response
 from yunion_mps.http.operations import OPERATIONS, Operation
 from yunion_mps.http.router import OTHER, Router
 from yunion_mps.service.metrics import BOUNDS_S
-from yunion_mps.service.queries import Service
+from yunion_mps.service.queries import Queries
 
 from unit.http import by_hand, snapshots
 
@@ -33,7 +33,7 @@ def ask(router: Router, target: str, method: str = "GET") -> Response:
 
 @pytest.fixture
 def router() -> Router:
-    return by_hand.router(Service(snapshots.reference, 1788000000.25, 4200))
+    return by_hand.router(Queries(snapshots.reference, 1788000000.25, 4200))
 
 
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda one: one.name)

@@ -19,7 +19,7 @@ from yunion_mps.service.metrics import (
     Moment,
     Use,
 )
-from yunion_mps.service.queries import Filters, Service
+from yunion_mps.service.queries import Filters, Queries
 from yunion_mps.service.usage import DeviceUse
 
 from unit.http.snapshots import P40, reference
@@ -34,7 +34,7 @@ Values = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 def facts(snapshot: Snapshot | None = None, **given: Any) -> Facts:
     """What is known of a host at that snapshot."""
     taken = snapshot or reference()
-    service = Service(lambda: taken, 1_787_999_000.25, 4200)
+    service = Queries(lambda: taken, 1_787_999_000.25, 4200)
     found = Facts(
         NOW,
         "6c4fb29c1d2e",
@@ -46,7 +46,7 @@ def facts(snapshot: Snapshot | None = None, **given: Any) -> Facts:
         LeaseCounts(),
         {},
         Counted(),
-        unusable=service.ill_gpus(),
+        unusable=service.unusable_gpus(),
     )
     return found._replace(**given)
 

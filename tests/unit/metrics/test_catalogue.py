@@ -36,7 +36,7 @@ def test_both_formats_say_the_same() -> None:
 
 
 def test_each_metric_of_the_catalogue_can_be_had_and_no_other() -> None:
-    in_units = [{**gpu, "memory_free": 4096} for gpu in facts(snapshot(H100)).gpus]
+    in_units: Any = [{**gpu, "memory_free": 4096} for gpu in facts(snapshot(H100)).gpus]
     text = text_of(ALL._replace(gpus=[*ALL.gpus, *in_units]), openmetrics=False).decode()
     helped = dict(re.findall(r"^# HELP (\S+) (.*)$", text, re.MULTILINE))
     ours = {name: words for name, words in helped.items() if not name.startswith("yunion_mps_process_")}
@@ -153,7 +153,7 @@ def test_leases_and_those_who_wait_are_counted() -> None:
     nothing = facts()
     assert value(nothing, "yunion_mps_leases", binding="process") == 0
     assert value(nothing, "yunion_mps_events_total", kind="domain", severity="warning") == 0
-    held = [{**device, "lease": "7c1f"} for device in ALL.devices[:1]]
+    held: Any = [{**device, "lease": "7c1f"} for device in ALL.devices[:1]]
     given = ALL._replace(devices=[*held, *ALL.devices[1:]])
     assert value(given, "yunion_mps_gpu_devices_leased", gpu="00:06.0") == 1
     assert value(given, "yunion_mps_device_leased", device="00:06.0-0", gpu="00:06.0") == 1
@@ -161,10 +161,10 @@ def test_leases_and_those_who_wait_are_counted() -> None:
 
 
 def test_devices_of_a_former_division_are_counted_with_those_of_the_new_one() -> None:
-    devices = [
+    devices: Any = [
         {**one, "state": "pending", "lease": f"lease-{place}"} for place, one in enumerate(ALL.devices)
     ]
-    former = {**devices[0], "addr": "00:06.0-9", "id": "former"}
+    former: Any = {**devices[0], "addr": "00:06.0-9", "id": "former"}
     given = ALL._replace(devices=[*devices, former])
     counts = [
         value(given, f"yunion_mps_gpu_devices{what}", gpu="00:06.0") for what in ("", "_leased", "_pending")
@@ -193,7 +193,7 @@ def any_facts(draw: st.DrawFn) -> Facts:
         {**gpu, "name": draw(TEXT), "addr": draw(TEXT), "compute_mode": draw(st.none() | TEXT)}
         for gpu in found.gpus
     ]
-    devices = [{**device, "lease": draw(st.none() | TEXT)} for device in found.devices]
+    devices: Any = [{**device, "lease": draw(st.none() | TEXT)} for device in found.devices]
     use = Use(
         draw(st.floats(0, 1e10)),
         {str(gpu["uuid"]): GpuUse(draw(NUMBER), draw(NUMBER), draw(st.none() | NUMBER)) for gpu in gpus},
@@ -218,7 +218,11 @@ def test_whatever_a_host_is_like_both_parsers_read_the_same(given: Facts) -> Non
     assert read == values(given)
     assert read["yunion_mps_up", ()] == 1
     for gpu in given.gpus:
-        about = {"uuid": gpu["uuid"] or "", "name": gpu["name"], "compute_mode": gpu["compute_mode"] or ""}
+        about = {
+            "uuid": gpu["uuid"] or "",
+            "name": gpu["name"] or "",
+            "compute_mode": gpu["compute_mode"] or "",
+        }
         about = {key: printable(text) for key, text in about.items()}
         shown = [dict(labels) for name, labels in read if name == "yunion_mps_gpu_info"]
         assert any(one == {**about, "gpu": gpu["addr"]} for one in shown) or len(

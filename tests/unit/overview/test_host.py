@@ -9,7 +9,7 @@ from yunion_mps.models import Gpu
 from yunion_mps.mps.states import FAILED
 from yunion_mps.overview.holdings import Clients
 from yunion_mps.overview.host import Answers, HostOverview, page
-from yunion_mps.service.queries import Filters, Service
+from yunion_mps.service.queries import Filters, Queries
 
 from unit.cli.held import OVER, PAST_MPS, TWO
 from unit.http.by_hand import CLIENT, LEASE
@@ -21,7 +21,7 @@ Json = Any
 def answers(
     *gpus: Gpu, leases: tuple[Json, ...] = (), clients: tuple[Json, ...] = (), **domain: Any
 ) -> Answers:
-    service: Any = Service(lambda: snapshot(*gpus, **domain), 0.0, 1)
+    service: Any = Queries(lambda: snapshot(*gpus, **domain), 0.0, 1)
     shown = service.devices(Filters(), 0, 0)["isolated_devices"]
     return Answers(
         service.status(),

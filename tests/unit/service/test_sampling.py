@@ -47,7 +47,7 @@ def told(request: pytest.FixtureRequest) -> Iterator[Told]:
     known = devices.known()
     seen = Observation(6000.0, (), processes, {"GPU-0": {job.pid}}, devices.of(job.started, known))
     yield Told(
-        {one["addr"]: one["memory_used"][-1] for one in [*answer["gpus"], *answer["devices"]]},
+        {one["addr"]: one["memory_used"][-1] or 0 for one in [*answer["gpus"], *answer["devices"]]},
         {name: used.mib for name, used in use_of(seen, known.budgets).devices.items()},
     )
     job.end()

@@ -8,7 +8,7 @@ import time
 from yunion_mps.models import DomainPlan, PlannedGpu, Pool, Slice
 from yunion_mps.mps.limits import LimitsInEffect
 from yunion_mps.mps.startup import as_served, with_recorded
-from yunion_mps.service.queries import Service
+from yunion_mps.service.queries import Queries
 from yunion_mps.supervisor.recovery import from_json, to_json
 
 from simhost import SimHost
@@ -95,7 +95,7 @@ def test_a_pool_takes_effect_with_all_of_it_as_the_limit(make_host: MakeHost, su
     assert (snapshot.plan.devices, len(snapshot.plan.pools)) == ((), 1)
     (domain,) = snapshot.domains
     assert (domain.plan.memory_limits_mib, domain.plan.thread_percentage) == ((V100_MIB,), 100.0)
-    (shown,) = Service(lambda: snapshot, 0.0, 1).gpus()["gpus"]
+    (shown,) = Queries(lambda: snapshot, 0.0, 1).gpus()["gpus"]
     assert (shown["state"], shown["devices"], shown["reason"]) == ("available", 0, "")
 
 

@@ -1,0 +1,80 @@
+"""Events: those recorded, and a wait for the next ones."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+from yunion_mps.supervisor.event_log import EventLog
+
+if TYPE_CHECKING:
+    from yunion_mps import answers
+
+
+class EventFilter(NamedTuple):
+    """Which events: after an id (the oldest first), or the newest from a time (s since 1970) on."""
+
+    after: int | None = None
+    since_s: float = 0.0
+    limit: int = 100
+    kind: str = ""
+
+
+class Events:
+    """Finds events; requests may wait for them."""
+
+    def __init__(self, event_log: EventLog) -> None:
+        self._event_log = event_log
+        self._waiting: set[Callable[[], None]] = set()
+        self._is_ending = False
+
+    def find(self, wanted: EventFilter) -> answers.EventList:
+        """The events, oldest first, and the newest one's id; raises HostError."""
+        if wanted.after is None:
+            found = self._event_log.newest(wanted.since_s, wanted.limit, wanted.kind)
+        else:
+            found = self._event_log.after(wanted.after, wanted.limit, wanted.kind)
+        return {
+            "events": [
+                {
+                    "id": one.id,
+                    "time": one.time_s,
+                    "severity": one.event.severity,
+                    "kind": one.event.kind,
+                    "subject": one.event.subject,
+                    "what": one.event.what,
+                    "cause": one.event.cause,
+                    "consequence": one.event.consequence,
+                }
+                for one in found
+            ],
+            "last": found[-1].id if found else self._event_log.last_id(),
+        }
+
+    async def wait(self, wanted: EventFilter, wait_s: float) -> answers.EventList:
+        """The events; if there are none, the first that come within `wait_s`."""
+        end_s = asyncio.get_running_loop().time() + wait_s
+        while True:
+            found = self.find(wanted)
+            left_s = end_s - asyncio.get_running_loop().time()
+            is_beyond = found["last"] < (wanted.after or 0)  # the event log began again: it may never come
+            if found["events"] or is_beyond or left_s <= 0 or self._is_ending:
+                return found
+            more = asyncio.Event()
+            self._event_log.waiting.append(more.set)
+            self._waiting.add(more.set)
+            try:
+                with contextlib.suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(more.wait(), left_s)
+            finally:
+                self._waiting.discard(more.set)
+                with contextlib.suppress(ValueError):  # it was called
+                    self._event_log.waiting.remove(more.set)
+
+    def end_waits(self) -> None:
+        """Answer requests that wait with what there is, and let none wait any more."""
+        self._is_ending = True
+        for wake in self._waiting:
+            wake()
