@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from contextlib import suppress
 
 import pytest
@@ -35,9 +36,12 @@ def test_a_gpu_that_returns_and_is_lost_again_is_noticed_at_once(
         watch = Monitor(paths, supervisor, reloader, xids, usage, poll_now, polled.set)
 
         async def until(available: int) -> None:
+            end_s = time.monotonic() + PATIENCE_S
             while made.available != available:
+                assert time.monotonic() < end_s, made.snapshot
                 await asyncio.wait_for(polled.wait(), PATIENCE_S)
                 polled.clear()
+                supervisor.tick(time.monotonic())
 
         task = asyncio.create_task(watch.run())
         poll_now.set()
