@@ -261,9 +261,15 @@ class ControlDaemon:
 
     def set_limits(self, known: LimitsInEffect, now_s: float, *, set_first: bool, idle: bool) -> None:
         """Begin to bring its limits into effect (see `LimitsSetter`); `known` is what is so far."""
-        unrecorded = self.order is not None and not self._is_recorded
-        known_of_it = {"has_served": self.has_served, "unrecorded": unrecorded}
-        self.work = LimitsSetter(self._freed(), known, now_s, set_first=set_first, idle=idle, **known_of_it)
+        self.work = LimitsSetter(
+            self._freed(),
+            known,
+            now_s,
+            set_first=set_first,
+            has_served=self.has_served,
+            idle=idle,
+            unrecorded=self.order is not None and not self._is_recorded,
+        )
 
     def monitor(self, now_s: float) -> None:
         self.has_served = self._is_recorded = True
