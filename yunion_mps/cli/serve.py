@@ -51,12 +51,10 @@ def web(address: str, allow_public: bool) -> None:
       ssh -L 9435:127.0.0.1:9435 gpu-01 yunion-mps web
     """
     import asyncio
-    import logging
 
-    from yunion_mps.host.logs import limit_tracebacks
+    from yunion_mps.host import logs
 
-    logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    limit_tracebacks()
+    logs.set_up("warning", plain=True)
     where = _checked(address, allow_public=allow_public)
     call(GET_STATUS)  # raises if the daemon does not answer, or not this user
     with contextlib.suppress(KeyboardInterrupt):
@@ -112,13 +110,9 @@ def gateway() -> None:
       yunion-mps gateway
     """
     import asyncio
-    import logging
 
     from yunion_mps.gateway.listeners import serve
-    from yunion_mps.host.logs import LineFormatter, limit_tracebacks
+    from yunion_mps.host import logs
 
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(LineFormatter("%(message)s"))
-    logging.basicConfig(level=logging.INFO, handlers=[handler])
-    limit_tracebacks()
+    logs.set_up("info", plain=True)
     asyncio.run(serve(Paths.from_environment()))

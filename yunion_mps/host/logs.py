@@ -67,12 +67,6 @@ class TracebackLimit(logging.Filter):
         return True
 
 
-def limit_tracebacks() -> None:
-    """Add a `TracebackLimit` to every handler; to be called once logging is configured."""
-    for handler in logging.getLogger().handlers:
-        handler.addFilter(TracebackLimit())
-
-
 def _places(traceback: TracebackType | None) -> list[tuple[str, int]]:
     places = []
     while traceback:
@@ -81,15 +75,17 @@ def _places(traceback: TracebackType | None) -> list[tuple[str, int]]:
     return places
 
 
-def set_up(level: str) -> None:
-    """Log from `level` on."""
+def set_up(level: str, *, plain: bool = False) -> None:
+    """Log from `level` on; `plain` logs the messages alone."""
     handler = logging.StreamHandler(sys.stderr)
-    if _for_systemd():
+    handler.addFilter(TracebackLimit())
+    if plain:
+        handler.setFormatter(LineFormatter("%(message)s"))
+    elif _for_systemd():
         handler.setFormatter(JournalFormatter("%(message)s"))
     else:
         handler.setFormatter(LineFormatter("%(asctime)s %(levelname)s %(message)s"))
     logging.basicConfig(level=level.upper(), handlers=[handler])
-    limit_tracebacks()
     # What these record costs time on every message, and no format of ours uses it.
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     atexit.register(_give_up_what_is_left)
