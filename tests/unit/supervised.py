@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from typing import NamedTuple
 
 import pytest
-from yunion_mps.daemon.signals import drive
+from yunion_mps.host.poll import drive
 from yunion_mps.inventory import Nvml, scan
 from yunion_mps.models import Event, Snapshot
 from yunion_mps.paths import ROOT_VARIABLE, Paths

@@ -15,10 +15,11 @@ from yunion_mps import __version__
 from yunion_mps.daemon.lock import take_lock
 from yunion_mps.daemon.options import Options
 from yunion_mps.daemon.reexec import ReexecState, inherited, reexec
-from yunion_mps.daemon.signals import Signals, drive
+from yunion_mps.daemon.signals import Signals
 from yunion_mps.errors import ConfigError, ShortageError, YunionError
 from yunion_mps.gateway import addresses
 from yunion_mps.host import logs
+from yunion_mps.host.poll import drive
 from yunion_mps.host.systemd import Notifier
 from yunion_mps.http.listener import Listener
 from yunion_mps.leases.storage import recorded_ledger
@@ -49,9 +50,7 @@ def run(options: Options) -> int:
         if options.check:
             return _check(paths)
         if options.restore:
-            from yunion_mps.daemon.restore import restore  # few ever need it
-
-            return restore(paths)
+            return _restore(paths)
         if options.take_over is not None:
             from yunion_mps.service.adoption import adopt  # once in a host's life
 
@@ -84,6 +83,16 @@ def _check(paths: Paths) -> int:
         preflight.close()
     log.info("the configuration is right: %d devices", len(preflight.plan.devices))
     return 0
+
+
+def _restore(paths: Paths) -> int:
+    from yunion_mps.service.restoration import restore  # few ever need it
+
+    lock = take_lock(paths)
+    try:
+        return restore(paths)
+    finally:
+        os.close(lock)
 
 
 def _run(paths: Paths, signals: Signals, lock: int, state: ReexecState | None) -> None:

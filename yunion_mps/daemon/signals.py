@@ -1,14 +1,10 @@
-"""Signals, whose handlers only note what came, and the poll(2) loop that serves without asyncio."""
+"""Signals: the handlers only note what came, and a descriptor ends the wait."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import select
 import signal
-import time
-from collections.abc import Callable
-from typing import Protocol
 
 _STOP = (signal.SIGTERM, signal.SIGINT)
 ALL = (*_STOP, signal.SIGHUP)
@@ -57,27 +53,3 @@ class Signals:
     def _request_reload(self, number: int, _: object) -> None:
         del number
         self._reload = True
-
-
-class Driven(Protocol):
-    """A state machine that never waits itself: the supervisor, or a domain."""
-
-    def tick(self, now_s: float) -> float | None:
-        """Do what is due; return when to be called again at the latest."""
-
-    def descriptors(self) -> list[int]:
-        """The descriptors to watch for reading; they may change with every tick."""
-
-
-def drive(driven: Driven, done: Callable[[], bool], wake: Signals | None = None) -> None:
-    """Tick until `done`, by poll(2): what the event loop does while there is one."""
-    while True:
-        if wake:
-            wake.clear()
-        due_s = driven.tick(time.monotonic())
-        if done():
-            return
-        poll = select.poll()
-        for descriptor in [*driven.descriptors(), *([] if wake is None else [wake.fileno()])]:
-            poll.register(descriptor, select.POLLIN)
-        poll.poll(None if due_s is None else max(0.0, due_s - time.monotonic()) * 1000)

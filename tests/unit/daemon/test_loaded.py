@@ -15,13 +15,13 @@ ELSEWHERE = (
     "yunion_mps.containers.hook",
     "yunion_mps.client",
     "yunion_mps.http.client",
-    "yunion_mps.daemon.restore",
     "yunion_mps.doctor",
     "yunion_mps.gateway.client",
     "yunion_mps.gateway.handlers",
     "yunion_mps.gateway.listeners",
     "yunion_mps.overview",
     "yunion_mps.service.adoption",
+    "yunion_mps.service.restoration",
 )
 
 

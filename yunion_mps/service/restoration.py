@@ -11,8 +11,7 @@ import os
 import time
 
 from yunion_mps.config import load
-from yunion_mps.daemon.lock import take_lock
-from yunion_mps.daemon.signals import drive
+from yunion_mps.host.poll import drive
 from yunion_mps.host.proc import program_of
 from yunion_mps.host.store import Store
 from yunion_mps.models import DomainPlan, Event, PlannedGpu
@@ -31,25 +30,21 @@ _GRACE_S = 80
 
 
 def restore(paths: Paths) -> int:
-    """Undo it, and say what was done and what not; the exit status is 0 where nothing is left.
+    """Undo it, and say what was done and what not; the exit status is 0 if nothing is left.
 
-    Raises HostError where a daemon runs, or the notes cannot be read.
+    The caller holds the daemon's lock. Raises HostError if the notes cannot be read.
     """
-    lock = take_lock(paths)
+    with contextlib.suppress(OSError):
+        os.unlink(paths.socket)  # nothing listens there any more
+    if not Store.exists(paths) and not os.path.exists(paths.former_modes) and not our_processes():
+        log.info("there is nothing to restore: no daemon has left a note")
+        return 0
+    store = Store(paths)
     try:
-        with contextlib.suppress(OSError):
-            os.unlink(paths.socket)  # nobody listens there any more
-        if not Store.exists(paths) and not os.path.exists(paths.former_modes) and not our_processes():
-            log.info("there is nothing to restore: no daemon has left a note")
-            return 0
-        store = Store(paths)
-        try:
-            store.trust_copy()
-            return _restore(paths, store)
-        finally:
-            store.close()
+        store.trust_copy()
+        return _restore(paths, store)
     finally:
-        os.close(lock)
+        store.close()
 
 
 def _restore(paths: Paths, store: Store) -> int:
