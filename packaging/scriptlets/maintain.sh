@@ -118,7 +118,7 @@ follow_cloudpods() { # take the place of Cloudpods' daemon: enabled and running 
 # Its control daemon goes on with its jobs, as ours. Its own daemon is not let stop, for it would tell it to end.
 go_on_with_cloudpods() {
     cloudpods_control_daemons | while read -r pid directory; do
-        if why=$(with_the_hosts_files timeout 180 "$programs/yunion-mps-daemon" --take-over "$pid" 2>&1); then
+        if why=$(with_the_hosts_files timeout 180 "$programs/yunion-mps-daemon" --adopt "$pid" 2>&1); then
             systemctl daemon-reload # so that our unit counts, which lets the others live when its main process ends
             main=$(systemctl show --property MainPID --value "$unit")
             [ "${main:-0}" = 0 ] || kill -KILL "$main"

@@ -146,7 +146,7 @@ def test_a_control_daemon_of_somebody_else_is_reported_and_left_alone(
     who = f"a control daemon (PID {stranger.pid}, uid {os.getuid()}), not started by us"
     assert message == f"<3>{who}, already serves {pipe}"
     command = f"echo quit | CUDA_MPS_PIPE_DIRECTORY={pipe} {PROGRAM}"
-    take_over = f"or go on with it and its jobs: yunion-mps-daemon --take-over {stranger.pid}"
+    take_over = f"or go on with it and its jobs: yunion-mps-daemon --adopt {stranger.pid}"
     assert hint == f"<3>when its jobs are done, end it with: {command}; {take_over}"
     assert stranger.poll() is None
     assert daemon.control("get_default_active_thread_percentage") == ["77.0"]

@@ -31,7 +31,7 @@ def test_where_cloudpods_daemon_was_enabled_and_ran_ours_is_and_does(cloudpods: 
     """Its control daemon goes on, and its own daemon gets no chance to tell it to end."""
     note = cloudpods.root / "run/yunion-mps/taken-over.json"
     take = f'mkdir -p {note.parent}; echo \'{{"pid": 5, "started_ticks": 77, "x": 0}}\' >{note}'
-    cloudpods.program("yunion-mps-daemon", f'case "$1" in --take-over) {take} ;; esac')
+    cloudpods.program("yunion-mps-daemon", f'case "$1" in --adopt) {take} ;; esac')
     before = "R " + "0 " * 18
     (cloudpods.root / "proc/5/stat").write_text(f"5 (nvidia-cuda-mps) {before}77 0\n")
     with subprocess.Popen(["sleep", "1000"]) as daemon:
@@ -43,7 +43,7 @@ def test_where_cloudpods_daemon_was_enabled_and_ran_ours_is_and_does(cloudpods: 
     assert systemctl_and_ours(cloudpods) == [
         "systemctl --quiet enable yunion-mps-daemon.service",
         "yunion-mps-daemon --check",
-        "yunion-mps-daemon --take-over 5",
+        "yunion-mps-daemon --adopt 5",
         "systemctl daemon-reload",
         "systemctl show --property MainPID --value yunion-mps-daemon.service",
         "systemctl stop yunion-mps-daemon.service",
@@ -66,7 +66,7 @@ def test_a_control_daemon_that_cannot_be_adopted_is_asked_to_end(
     assert systemctl_and_ours(cloudpods) == [
         "systemctl --quiet enable yunion-mps-daemon.service",
         "yunion-mps-daemon --check",
-        "yunion-mps-daemon --take-over 5",
+        "yunion-mps-daemon --adopt 5",
         "systemctl stop yunion-mps-daemon.service",
         "nvidia-cuda-mps-control ",
         "systemctl start yunion-mps-daemon.service",
@@ -82,7 +82,7 @@ def test_the_control_daemon_is_adopted_before_cloudpods_rpm_stops_it(
     (cloudpods.root / "run/cloudpods").write_text(noted)
     cloudpods.program("yunion-mps-daemon", checked)
     cloudpods.good("systemd_runs() { :; }; before_cloudpods_goes")
-    assert ("yunion-mps-daemon --take-over 5" in cloudpods.calls()) == taken
+    assert ("yunion-mps-daemon --adopt 5" in cloudpods.calls()) == taken
     assert not [call for call in cloudpods.calls() if " stop " in call or " start " in call]
 
 

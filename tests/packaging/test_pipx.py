@@ -86,7 +86,7 @@ def test_the_wheel_gives_both_programs_and_nothing_else(pipx: Pipx) -> None:
             return done.stdout
 
         assert said("yunion-mps", "--version").startswith(f"yunion-mps {__version__} (")
-        assert "--take-over PID" in said("yunion-mps-daemon", "--help")
+        assert "--adopt PID" in said("yunion-mps-daemon", "--help")
         assert "The configuration is right" in said("yunion-mps", "config", "check")
         assert "4 devices" not in said("yunion-mps-daemon", "--check")
     pipx.run("uninstall", "yunion-mps")

@@ -47,7 +47,7 @@ def _locked(descriptor: int) -> bool:
 
 
 def _open(paths: Paths) -> int:
-    """Open the file for ourselves alone: whoever can open it can lock it, and so keep us from starting."""
+    """Open the file for ourselves alone: any process that can open it can keep us from starting."""
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
         os.makedirs(paths.run_directory, mode=0o755, exist_ok=True)

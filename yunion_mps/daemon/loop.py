@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from yunion_mps.containers.publisher import CdiPublisher
-from yunion_mps.daemon.monitor import Monitor
 from yunion_mps.daemon.reexec import program
 from yunion_mps.daemon.signals import Signals
 from yunion_mps.daemon.watchdog import Watchdog
@@ -28,6 +27,7 @@ from yunion_mps.service.clients import Clients, XidAnalyzer
 from yunion_mps.service.events import Events
 from yunion_mps.service.leases import LeaseService
 from yunion_mps.service.metrics import Metrics
+from yunion_mps.service.monitor import Monitor
 from yunion_mps.service.queries import Queries
 from yunion_mps.service.reload import Reloader
 from yunion_mps.service.state import one_line

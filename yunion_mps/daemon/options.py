@@ -1,4 +1,4 @@
-"""The daemon's few options. argparse is imported only when one is given, for it costs 7 ms."""
+"""The daemon's few options. argparse is imported only if one is given, because that costs 7 ms."""
 
 from __future__ import annotations
 
@@ -24,33 +24,30 @@ exit status: 0 after a clean stop; 1 something failed, and the last lines say wh
 
 
 class Options(NamedTuple):
-    """What the daemon was started with."""
+    """What the daemon was started with; the names are those of the options."""
 
     check: bool = False
     restore: bool = False
-    take_over: int | None = None
+    adopt: int | None = None
     log_level: str = "info"
 
 
 def parse(arguments: Sequence[str]) -> Options:
     """The options; exits by itself for --help, --version and wrong usage (status 2)."""
     level = os.environ.get(_LEVEL_VARIABLE) or "info"
-    found = _parse(arguments, level) if arguments else Options(log_level=level)
+    found = Options(log_level=level)
+    if arguments:
+        found = Options(**vars(parser(level).parse_args(arguments)))
     if found.log_level not in LEVELS:
         choices = ", ".join(LEVELS)
-        with contextlib.suppress(OSError):  # the exit status says it even where nothing can be written
+        with contextlib.suppress(OSError):  # the exit status says it even if nothing can be written
             sys.stderr.write(f"yunion-mps-daemon: {_LEVEL_VARIABLE} is {level!r}: write one of {choices}\n")
         sys.exit(2)
     return found
 
 
-def _parse(arguments: Sequence[str], level: str) -> Options:
-    found = parser(level).parse_args(arguments)
-    return Options(found.check, found.restore, found.take_over, found.log_level)
-
-
 def parser(level: str = Options().log_level) -> ArgumentParser:
-    """All options with their help; `level` is the log level where none is given."""
+    """All options with their help; `level` is the log level if none is given."""
     import argparse
 
     from yunion_mps import version_line
@@ -69,10 +66,10 @@ def parser(level: str = Options().log_level) -> ArgumentParser:
         "--restore", action="store_true", help="undo what a daemon that was killed has left, and exit"
     )
     made.add_argument(
-        "--take-over",
+        "--adopt",
         type=int,
         metavar="PID",
-        help="make a control daemon ours that somebody else has started, with its jobs, and exit",
+        help="adopt a control daemon that was not started by us, with its jobs, and exit",
     )
     made.add_argument(
         "--log-level", choices=LEVELS, default=level, help="what is logged (default: %(default)s)"

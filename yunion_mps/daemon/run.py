@@ -51,10 +51,10 @@ def run(options: Options) -> int:
             return _check(paths)
         if options.restore:
             return _restore(paths)
-        if options.take_over is not None:
+        if options.adopt is not None:
             from yunion_mps.service.adoption import adopt  # once in a host's life
 
-            return adopt(paths, options.take_over)
+            return adopt(paths, options.adopt)
         state = inherited()
         lock = state.lock if state else take_lock(paths)
         try:

@@ -5,7 +5,7 @@ its process. A control daemon of ours carries a mark in its environment, which i
 Its PID and start time are also recorded, because an environment cannot always be read.
 
 A control daemon that another program started is ours only by an operator's or the package's order
-(`yunion-mps-daemon --take-over PID`). The order is recorded for that one process, by PID and start time,
+(`yunion-mps-daemon --adopt PID`). The order is recorded for that one process, by PID and start time,
 where only root can write, and a reboot deletes it.
 """
 

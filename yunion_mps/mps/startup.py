@@ -93,7 +93,7 @@ def find(plan: DomainPlan, ours: Sequence[MpsProcess] | None = None) -> RunningD
             return None
         what = f"a control daemon (PID {peer.pid}, uid {peer.uid}), not started by us, already serves {place}"
         if could_be_ours(peer.pid):
-            hint += f"; or go on with it and its jobs: yunion-mps-daemon --take-over {peer.pid}"
+            hint += f"; or go on with it and its jobs: yunion-mps-daemon --adopt {peer.pid}"
         raise HostError(what, hint)
     one = next((one for one in here if peer and one.pid == peer.pid), here[0])
     order = adoption_order(one.pid)

@@ -1,4 +1,4 @@
-"""`yunion-mps-daemon --take-over PID`: a control daemon not started by us is adopted, with its jobs.
+"""`yunion-mps-daemon --adopt PID`: a control daemon not started by us is adopted, with its jobs.
 
 This changes nothing about that process: the daemon finds it at its next start, and sets its limits.
 """
@@ -48,7 +48,7 @@ def _judged(paths: Paths, pid: int, preflight: Preflight) -> AdoptionOrder:
     peer = peer_of(domain.pipe_directory)
     if peer is None or peer.pid != pid:
         serves = f"PID {peer.pid} serves there" if peer else "none serves there"
-        hint = f"take over the one that does; all that there are: pgrep -a {PROGRAM[:15]}"
+        hint = f"adopt the one that does; all that there are: pgrep -a {PROGRAM[:15]}"
         raise HostError(f"PID {pid} is no control daemon that serves {domain.pipe_directory}: {serves}", hint)
     environment = environment_of(pid)
     if not could_be_ours(peer.pid) or not environment:

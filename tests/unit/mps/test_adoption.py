@@ -160,7 +160,7 @@ def test_another_programs_control_daemon_is_refused_and_left_alone(
     pipe = plan.pipe_directory
     assert error.message == who(plan, stranger.pid)
     command = f"echo quit | CUDA_MPS_PIPE_DIRECTORY={pipe} {PROGRAM}"
-    take_over = f"; or go on with it and its jobs: yunion-mps-daemon --take-over {stranger.pid}"
+    take_over = f"; or go on with it and its jobs: yunion-mps-daemon --adopt {stranger.pid}"
     assert error.hint == f"when its jobs are done, end it with: {command}" + (
         take_over if who is strangers else ""
     )

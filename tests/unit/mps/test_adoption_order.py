@@ -33,7 +33,7 @@ def theirs(plan: DomainPlan, **more: str) -> dict[str, str]:
 
 @pytest.fixture
 def take_over(place: Path, monkeypatch: pytest.MonkeyPatch) -> TakeOver:
-    """Do what `yunion-mps-daemon --take-over` does with the process, on a host with just the plan's GPUs."""
+    """Do what `yunion-mps-daemon --adopt` does with the process, on a host with just the plan's GPUs."""
 
     def take(plan: DomainPlan, process: Process) -> None:
         record_order(order_to_adopt(process.pid, environment_of(process.pid), plan.gpu_uuids, plan))

@@ -7,10 +7,10 @@ import time
 from contextlib import suppress
 
 import pytest
-from yunion_mps.daemon import monitor
-from yunion_mps.daemon.monitor import Monitor
 from yunion_mps.leases.ledger import Ledger
+from yunion_mps.service import monitor
 from yunion_mps.service.clients import Clients, XidAnalyzer
+from yunion_mps.service.monitor import Monitor
 from yunion_mps.service.reload import Reloader
 from yunion_mps.service.usage import ProcessDevices, UsageHistory, UsageSampler
 

@@ -1,4 +1,4 @@
-"""`yunion-mps-daemon --take-over PID`: somebody else's control daemon becomes ours, or it is said why not."""
+"""`yunion-mps-daemon --adopt PID`: somebody else's control daemon becomes ours, or it is said why not."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LIMITS = [f"get_default_device_pinned_mem_limit {number}" for number in (0, 1)]
 def test_it_becomes_ours_and_stays_so_through_a_crash_and_a_reexec(
     daemon: Daemon, stranger: subprocess.Popen[str]
 ) -> None:
-    assert daemon.run("--take-over", str(stranger.pid)) == 0, daemon.log
+    assert daemon.run("--adopt", str(stranger.pid)) == 0, daemon.log
     assert stranger.poll() is None
     assert daemon.host.gpus[0].compute_mode == "default", "nothing is changed yet"
     daemon.start().wait_ready()
@@ -37,7 +37,7 @@ def test_it_becomes_ours_and_stays_so_through_a_crash_and_a_reexec(
 def test_what_a_killed_daemon_left_is_restored_with_it(
     daemon: Daemon, stranger: subprocess.Popen[str]
 ) -> None:
-    assert daemon.run("--take-over", str(stranger.pid)) == 0, daemon.log
+    assert daemon.run("--adopt", str(stranger.pid)) == 0, daemon.log
     daemon.start().wait_ready()
     daemon.kill()
     assert daemon.run("--restore") == 0, daemon.log
@@ -56,7 +56,7 @@ def test_where_the_configuration_asks_for_another_it_is_left_alone(
     daemon: Daemon, stranger: subprocess.Popen[str], keys: dict[str, str], why: str
 ) -> None:
     daemon.configure(**keys)
-    assert daemon.run("--take-over", str(stranger.pid)) == 1
+    assert daemon.run("--adopt", str(stranger.pid)) == 1
     assert why in daemon.log
     assert "Traceback" not in daemon.log
     assert not (daemon.host.root / "run/yunion-mps/taken-over.json").exists()
@@ -66,15 +66,15 @@ def test_where_the_configuration_asks_for_another_it_is_left_alone(
 def test_only_the_one_that_serves_our_directory_can_be_named(
     daemon: Daemon, stranger: subprocess.Popen[str]
 ) -> None:
-    assert daemon.run("--take-over", str(os.getpid())) == 1
+    assert daemon.run("--adopt", str(os.getpid())) == 1
     assert f"PID {stranger.pid} serves there" in daemon.log
-    assert daemon.run("--take-over", "all") == 2
+    assert daemon.run("--adopt", "all") == 2
 
 
 def test_one_that_is_ours_is_refused(ready_daemon: Daemon) -> None:
     control = ready_daemon.control_pid()
     other = Daemon(ready_daemon.host, notify=False)
-    assert other.run("--take-over", str(control)) == 1
+    assert other.run("--adopt", str(control)) == 1
     assert f"the control daemon (PID {control}) is ours already" in other.log
     assert is_running(control)
 
@@ -87,7 +87,7 @@ def test_where_its_order_is_not_certain_other_limits_for_one_gpu_wait_for_its_en
     daemon = make_daemon(host)
     divide(daemon, 4, 4)
     stranger = start_stranger(host)
-    assert daemon.run("--take-over", str(stranger.pid)) == 0, daemon.log
+    assert daemon.run("--adopt", str(stranger.pid)) == 0, daemon.log
     daemon.start().wait_ready()
     assert daemon.control_pid() == stranger.pid
     divide(daemon, 2, 2)
