@@ -34,7 +34,7 @@ def host() -> Iterator[ServerHost]:
         now_s = time.time()
         one = {**LEASE, "since": now_s - 7300}
         hold(host, one, {**TWO, "since": now_s - 5 * 86400 - 60}, waiting=(CAROL,))
-        host.people.found = clients(OVER, {**PAST_MPS, "started": now_s - 11000})
+        host.clients.found = clients(OVER, {**PAST_MPS, "started": now_s - 11000})
         host.record(Event("warning", "domain", "host", "ready -> backoff", "killed by signal 9"))
         host.record(Event("info", "domain", "host", "applying -> ready"))
         yield host
@@ -138,7 +138,7 @@ def test_keys_sort_and_choose_what_is_to_be_seen(screen: Tmux) -> None:
 
 def test_keys_scroll_through_3072_devices() -> None:
     with ServerHost(snapshots.large(3072)) as many, Tmux(environment(many.paths.root), 80, 24) as screen:
-        many.people.found = clients()
+        many.clients.found = clients()
         hold(many)
         screen.type(TOP, "Enter")
         screen.wait(r"DEVICE 1-(\d+)/3072")
@@ -229,7 +229,7 @@ def test_a_signal_ends_it_also_where_the_terminal_was_stopped_by_ctrl_s(screen: 
 def test_a_fault_of_its_own_leaves_the_terminal_as_before(screen: Tmux, host: ServerHost) -> None:
     screen.resize(120, 60)
     start(screen)
-    host.people.found = {"clients": [{}], "servers": [], "troubles": [], "waiting": [], "total": 1}
+    host.clients.found = {"clients": [{}], "servers": [], "troubles": [], "waiting": [], "total": 1}
     screen.wait("^left with 1$")
     assert any("KeyError" in line for line in left(screen))
 
@@ -237,7 +237,7 @@ def test_a_fault_of_its_own_leaves_the_terminal_as_before(screen: Tmux, host: Se
 def test_a_fault_of_what_asks_leaves_the_terminal_as_before(screen: Tmux, host: ServerHost) -> None:
     screen.resize(120, 60)
     start(screen)
-    host.people.found = {}
+    host.clients.found = {}
     screen.wait("^left with 1$")
     assert any("KeyError" in line for line in left(screen))
 
@@ -271,25 +271,25 @@ def test_nothing_is_written_while_nothing_changes_but_the_clock(screen: Tmux, ho
 
 
 def test_while_the_clients_are_unknown_the_rest_goes_on(screen: Tmux, host: ServerHost) -> None:
-    host.people.gate.clear()
+    host.clients.gate.clear()
     screen.type(TOP, "Enter")
     screen.wait("1 GPU; 4 devices: 3 used, 1 free; 2 leases, 1 waiting; 0 processes")
     hold(host)
     screen.wait("1 GPU; 4 devices: 0 used, 4 free; 0 leases; 0 processes")
     screen.type("s")
     screen.wait("sort: device")
-    host.people.gate.set()
+    host.clients.gate.set()
     screen.wait("; 0 leases; 2 processes")
 
 
 def test_what_was_not_told_is_asked_again_soon_however_rarely_one_looks(
     screen: Tmux, host: ServerHost
 ) -> None:
-    host.people.error = ControlError("the driver does not answer", "see: dmesg")
+    host.clients.error = ControlError("the driver does not answer", "see: dmesg")
     screen.type("yunion-mps top --interval 3600", "Enter")
     screen.wait(r"^Not known: who uses the GPUs, since \d\d:\d\d:\d\d: the driver does not answer$")
     screen.wait("^  do: see: dmesg$")
-    host.people.error = None
+    host.clients.error = None
     screen.wait("mallory.*old-job")
     screen.wait_without("Not known")
 

@@ -43,14 +43,14 @@ PAST_MPS: Json = {
 
 def hold(host: ServerHost, *leases: Json, waiting: tuple[Json, ...] = ()) -> None:
     """From now on the host has these leases."""
-    host.giver.found = {"leases": list(leases), "waiting": list(waiting), "total": len(leases)}
+    host.leases.found = {"leases": list(leases), "waiting": list(waiting), "total": len(leases)}
 
 
 def busy(host: ServerHost, since_s: float = LEASE["since"]) -> None:
     """Since then: somebody over budget, somebody past MPS, one who has not begun, and one who waits."""
     over, idle, waiting = ({**one, "since": since_s} for one in (LEASE, TWO, CAROL))
     hold(host, over, idle, waiting=(waiting,))
-    host.people.found = clients(OVER, {**PAST_MPS, "started": since_s})
+    host.clients.found = clients(OVER, {**PAST_MPS, "started": since_s})
 
 
 def long_ago_s() -> float:

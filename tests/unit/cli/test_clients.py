@@ -40,12 +40,12 @@ def utc(own: Cli) -> Cli:
 
 
 def test_clients_are_listed_with_their_server_below(utc: Cli) -> None:
-    utc.host.people.found = clients(CLIENT, GONE)
+    utc.host.clients.found = clients(CLIENT, GONE)
     assert utc.good("clients") == TABLE + "MPS server (PID 4250) of alice, domain host: ACTIVE\n"
 
 
 def test_a_failed_server_comes_first_and_the_unknown_last(utc: Cli) -> None:
-    utc.host.people.found = clients(
+    utc.host.clients.found = clients(
         CLIENT,
         GONE,
         servers=({**SERVER, "pid": 4300, "state": None}, {**SERVER, "state": "FAULT"}),
@@ -59,7 +59,7 @@ def test_a_failed_server_comes_first_and_the_unknown_last(utc: Cli) -> None:
 
 
 def test_processes_past_mps_are_named_below(utc: Cli) -> None:
-    utc.host.people.found = clients(CLIENT, PAST_MPS)
+    utc.host.clients.found = clients(CLIENT, PAST_MPS)
     assert utc.good("clients").splitlines()[-2:] == [
         "PID 4711: it uses a GPU past MPS, where no budget holds",
         "MPS server (PID 4250) of alice, domain host: ACTIVE",
@@ -67,7 +67,7 @@ def test_processes_past_mps_are_named_below(utc: Cli) -> None:
 
 
 def test_a_waiting_client_is_shown_with_the_servers_user_and_a_remedy(utc: Cli) -> None:
-    utc.host.people.found = found = clients(CLIENT, GONE, waiting=(WAITING,))
+    utc.host.clients.found = found = clients(CLIENT, GONE, waiting=(WAITING,))
     assert utc.good("clients") == (
         TABLE + "MPS server (PID 4250) of alice, domain host: ACTIVE\n"
         "Waiting: PID 4262 of bob (python eval.py), since 2026-08-29 10:40:10, for the MPS server (PID 4250) "
@@ -78,19 +78,19 @@ def test_a_waiting_client_is_shown_with_the_servers_user_and_a_remedy(utc: Cli) 
 
 
 def test_who_waits_can_be_ended_too(own: Cli) -> None:
-    own.host.people.found = clients(CLIENT, waiting=(WAITING,))
+    own.host.clients.found = clients(CLIENT, waiting=(WAITING,))
     out = own.good("clients", "terminate", "4262", "--yes")
     assert out.startswith("PID 4262 (python eval.py) of bob: ")
 
 
 def test_without_clients_the_table_is_empty(utc: Cli) -> None:
-    utc.host.people.found = clients(servers=())
+    utc.host.clients.found = clients(servers=())
     assert utc.good("clients") == NOBODY_THERE
 
 
 def test_clients_are_printed_for_programs_too(utc: Cli) -> None:
     two = {**CLIENT, "gpus": ["00:06.0", "00:07.0"]}
-    utc.host.people.found = found = clients(two, GONE)
+    utc.host.clients.found = found = clients(two, GONE)
     assert json.loads(utc.good("clients", "-o", "json")) == found
     assert yaml.safe_load(utc.good("clients", "-o", "yaml")) == found
     header, first, second = csv.reader(io.StringIO(utc.good("clients", "-o", "csv")))
@@ -100,17 +100,17 @@ def test_clients_are_printed_for_programs_too(utc: Cli) -> None:
 
 
 def test_what_runs_in_a_container_is_named_with_it(utc: Cli) -> None:
-    utc.host.people.found = clients({**CLIENT, "container": "trainer", "container_id": "a" * 64})
+    utc.host.clients.found = clients({**CLIENT, "container": "trainer", "container_id": "a" * 64})
     assert "| trainer: python train.py |" in utc.good("clients")
 
 
 def test_a_command_line_cannot_steer_the_terminal(utc: Cli) -> None:
-    utc.host.people.found = clients({**CLIENT, "command": "sh -c \x1b[2J\n"})
+    utc.host.clients.found = clients({**CLIENT, "command": "sh -c \x1b[2J\n"})
     assert "| sh -c \\x1b[2J\\n |" in utc.good("clients")
 
 
 def test_on_80_columns_the_list_keeps_who_it_is_and_what_runs(utc: Cli) -> None:
-    utc.host.people.found = clients(
+    utc.host.clients.found = clients(
         {**CLIENT, "command": "/usr/bin/python3 -m torch.distributed.run train.py"}
     )
     table = table_of(on_terminal(utc, 80, "clients"))
@@ -121,12 +121,12 @@ def test_on_80_columns_the_list_keeps_who_it_is_and_what_runs(utc: Cli) -> None:
 def test_a_client_is_ended_and_how_is_said(own: Cli) -> None:
     out = own.good("clients", "terminate", "4260", "--yes")
     assert out == f"{WHO}: its MPS server let go of it; ended by SIGTERM\n"
-    assert own.host.people.done == ["clients", "terminate 4260 for 0"]
+    assert own.host.clients.done == ["clients", "terminate 4260 for 0"]
 
 
 def test_force_is_passed_on(own: Cli) -> None:
     own.good("clients", "terminate", "4260", "--yes", "--force")
-    assert own.host.people.done == ["clients", "terminate 4260 for 0 force"]
+    assert own.host.clients.done == ["clients", "terminate 4260 for 0 force"]
 
 
 def test_ending_a_client_is_confirmed_first(own: Cli) -> None:
@@ -139,12 +139,12 @@ def test_with_no_it_goes_on(own: Cli) -> None:
     code, text = answered(own, b"n\n", "clients", "terminate", "4260")
     assert code == 1
     assert "yunion-mps: nothing was changed, and no job was ended\n" in text
-    assert own.host.people.done == ["clients"]
+    assert own.host.clients.done == ["clients"]
 
 
 def test_a_client_that_goes_on_is_a_failure(own: Cli) -> None:
-    own.host.people.ended = False
-    own.host.people.how = "it goes on after 5 s: end it with --force"
+    own.host.clients.ended = False
+    own.host.clients.how = "it goes on after 5 s: end it with --force"
     assert own("clients", "terminate", "4260", "--yes") == (
         1,
         "",
@@ -161,11 +161,11 @@ def test_who_is_no_client_is_not_ended(own: Cli) -> None:
         "",
         "yunion-mps: PID 1 is no client of MPS\nyunion-mps: list the clients with: yunion-mps clients\n",
     )
-    assert own.host.people.done == ["clients"]
+    assert own.host.clients.done == ["clients"]
 
 
 def test_of_one_that_is_just_ending_nothing_more_is_known(own: Cli) -> None:
-    own.host.people.found = clients(GONE)
+    own.host.clients.found = clients(GONE)
     out = own.good("clients", "terminate", "4261", "--yes")
     assert out.startswith("PID 4261 (unknown) of a user who is gone: ")
 
@@ -178,7 +178,7 @@ def test_of_one_that_is_just_ending_nothing_more_is_known(own: Cli) -> None:
     ],
 )
 def test_what_is_refused_is_said(own: Cli, error: YunionError, code: int) -> None:
-    own.host.people.refusal = error
+    own.host.clients.refusal = error
     assert own("clients", "terminate", "4260", "--yes") == (
         code,
         "",

@@ -52,11 +52,11 @@ def named(name: str) -> ServerHost:
     server = {**SERVER, "user": name, "command": name}
     waiting = ({**WAITING, "user": name, "command": name, "server_user": name},)
     jobs = {**CLIENT, **who, "device": name}, {**PAST_MPS, **who}
-    host.people.found = clients(*jobs, servers=(server,), waiting=waiting, troubles=(name,))
-    host.people.how = name
+    host.clients.found = clients(*jobs, servers=(server,), waiting=waiting, troubles=(name,))
+    host.clients.how = name
     lease = {**LEASE, **who, "name": name, "environment": ENVIRONMENT}
     hold(host, lease, {**lease, "id": "b" * 36, "devices": ["00:06.0-2"]}, waiting=({**WAITER, **who},))
-    host.giver.given = lease
+    host.leases.given = lease
     recorded = name.replace("\ud800", "")
     host.record(Event("error", "client", recorded, recorded, recorded, recorded))
     return host
@@ -84,7 +84,7 @@ def test_a_command_prints_no_control_characters(worst: Cli, command: list[str], 
 
 
 def test_a_refusal_has_no_control_characters(own: Cli) -> None:
-    own.host.giver.refusal = NothingFreeError(WORST, WORST)
+    own.host.leases.refusal = NothingFreeError(WORST, WORST)
     done = own("run", "a")
     assert done.code == 5
     assert steers(done.err) == set()

@@ -63,26 +63,26 @@ def pending(text: str = WAITS, state: str = "ready", reason: str = "") -> Snapsh
 
 
 def test_a_plan_is_shown_with_what_has_to_wait(own: Cli) -> None:
-    own.host.changes.planned = PLANNED
+    own.host.reloader.planned = PLANNED
     assert own.good("plan") == "Nothing was changed; a reload would change this:\n" + TABLE
-    assert own.host.changes.done == ["plan"]
+    assert own.host.reloader.done == ["plan"]
 
 
 def test_a_plan_that_changes_nothing_says_so_and_what_is_pending_already(own: Cli) -> None:
     assert own.good("plan") == "A reload would change nothing.\n"
-    own.host.changes.planned = {"changes": [], "pending": RELOADED["pending"]}
+    own.host.reloader.planned = {"changes": [], "pending": RELOADED["pending"]}
     assert own.good("plan") == "A reload would change nothing.\n" + PENDING
 
 
 def test_what_is_not_there_before_or_after_is_called_nothing(own: Cli) -> None:
     change = {**AT_ONCE, "kind": "control daemon", "subject": "host", "before": "", "after": "1 GPU in /p"}
-    own.host.changes.planned = {"changes": [change], "pending": []}
+    own.host.reloader.planned = {"changes": [change], "pending": []}
     assert "| control daemon | host    | nothing | 1 GPU in /p | at once |\n" in own.good("plan")
 
 
 @pytest.mark.parametrize("command", ["plan", "reload"])
 def test_changes_are_printed_for_programs_too(own: Cli, command: str) -> None:
-    own.host.changes.planned = own.host.changes.reloaded = RELOADED
+    own.host.reloader.planned = own.host.reloader.reloaded = RELOADED
     assert json.loads(own.good(command, "-o", "json")) == RELOADED
     assert yaml.safe_load(own.good(command, "-o", "yaml")) == RELOADED
     header, *rows = csv.reader(io.StringIO(own.good(command, "-o", "csv")))
@@ -92,7 +92,7 @@ def test_changes_are_printed_for_programs_too(own: Cli, command: str) -> None:
 
 @pytest.mark.parametrize("columns", [60, 80, 100, 132])
 def test_on_every_terminal_what_has_to_wait_is_shown_whole(own: Cli, columns: int) -> None:
-    own.host.changes.planned = PLANNED
+    own.host.reloader.planned = PLANNED
     lines = on_terminal(own, columns, "plan")
     assert len(table_of(lines)[0]) <= columns
     assert lines[-1] == TABLE.splitlines()[-1]
@@ -102,16 +102,16 @@ def test_on_every_terminal_what_has_to_wait_is_shown_whole(own: Cli, columns: in
     "command", [["plan"], ["reload"], ["reload", "--drain"], ["reload", "--now", "--yes"]]
 )
 def test_bad_files_are_reported_and_change_nothing(own: Cli, command: list[str]) -> None:
-    own.host.changes.error = BAD
+    own.host.reloader.error = BAD
     assert own(*command) == (6, "", TOLD)
-    assert own.host.changes.done == []
+    assert own.host.reloader.done == []
 
 
 def test_a_reload_shows_what_it_changed_and_what_is_pending(own: Cli) -> None:
-    own.host.changes.reloaded = RELOADED
+    own.host.reloader.reloaded = RELOADED
     own.host.snapshot = pending()
     assert own.good("reload") == "Reloaded; this changes:\n" + TABLE + PENDING + HINT
-    assert own.host.changes.done == ["reload"]
+    assert own.host.reloader.done == ["reload"]
 
 
 def test_a_reload_that_changes_nothing_says_so(own: Cli) -> None:
@@ -119,7 +119,7 @@ def test_a_reload_that_changes_nothing_says_so(own: Cli) -> None:
 
 
 def test_a_reload_that_is_refused_is_a_failed_request(own: Cli) -> None:
-    own.host.changes.error = HostError("/p is another's", "give it back")
+    own.host.reloader.error = HostError("/p is another's", "give it back")
     assert own("reload") == (1, "", "yunion-mps: /p is another's\nyunion-mps: give it back\n")
 
 
@@ -137,7 +137,7 @@ def test_a_reload_after_which_something_does_not_serve_says_so_and_fails(own: Cl
 
 
 def test_a_drain_waits_until_nothing_is_pending(own: Cli) -> None:
-    own.host.changes.reloaded = RELOADED
+    own.host.reloader.reloaded = RELOADED
     own.host.snapshot = pending()
     with own.start("reload", "--drain") as process:
         assert process.stderr is not None
@@ -149,7 +149,7 @@ def test_a_drain_waits_until_nothing_is_pending(own: Cli) -> None:
         out, err = process.communicate(timeout=PATIENCE_S)
     assert (process.returncode, err) == (0, "yunion-mps: nothing is pending any more\n")
     assert out == "Reloaded; this changes:\n" + TABLE + PENDING
-    assert own.host.changes.done == ["reload drain"]
+    assert own.host.reloader.done == ["reload drain"]
 
 
 def test_a_drain_with_nothing_pending_is_done_at_once(own: Cli) -> None:
@@ -171,16 +171,16 @@ def test_a_drain_that_takes_too_long_fails_and_says_what_it_waited_for(own: Cli)
 
 def test_now_says_whom_it_ends_and_with_yes_does_not_ask(own: Cli) -> None:
     own.env["TZ"] = "UTC"
-    own.host.changes.planned, own.host.changes.reloaded = PLANNED, by_hand.NOTHING
+    own.host.reloader.planned, own.host.reloader.reloaded = PLANNED, by_hand.NOTHING
     assert own("reload", "--now", "--yes") == (0, SAME, CLIENTS)
-    assert own.host.changes.done == ["plan", "reload now"]
+    assert own.host.reloader.done == ["plan", "reload now"]
 
 
 def test_now_waits_for_their_end_and_may_be_given_a_time(own: Cli) -> None:
     own.host.snapshot = pending()
-    own.host.people.found = by_hand.clients()
+    own.host.clients.found = by_hand.clients()
     done = own("reload", "--drain", "--now", "--yes", "--timeout", "1")
-    assert (done.code, own.host.changes.done) == (1, ["plan", "reload drain now"])
+    assert (done.code, own.host.reloader.done) == (1, ["plan", "reload drain now"])
     assert f"still pending after 1 s: host: {WAITS}\n" in done.err
 
 
@@ -208,11 +208,11 @@ def test_now_names_those_and_only_those_that_are_in_the_way(
     cli = serve(TWO._replace(domains=tuple(domains)))
     first = {**by_hand.CLIENT, "domain": "00:06.0"}
     second = {**by_hand.CLIENT, "pid": 4270, "domain": "0001:e1:00.0"}
-    cli.host.people.found = by_hand.clients(first, second)
+    cli.host.clients.found = by_hand.clients(first, second)
     changes = [AT_ONCE, *([{**LATE, "subject": subject}] if subject else [])]
-    cli.host.changes.planned = {"changes": changes, "pending": []}
+    cli.host.reloader.planned = {"changes": changes, "pending": []}
     process = cli.start("reload", "--now", "--yes")
-    eventually(lambda: "reload now" in cli.host.changes.done, "the reload")
+    eventually(lambda: "reload now" in cli.host.reloader.done, "the reload")
     cli.host.snapshot = TWO._replace(version=TWO.version + 1)
     _, err = process.communicate(timeout=PATIENCE_S)
     assert [pid for pid in (4260, 4270) if f"| {pid} |" in err] == ended
@@ -228,18 +228,18 @@ def test_now_names_the_clients_that_a_pending_domain_waits_for(serve: Serve) -> 
         {**by_hand.CLIENT, "pid": pid, "server": server, "domain": domain}
         for pid, server in ((4260, 4250), (4270, 4251), (4280, None))
     )
-    cli.host.people.found = by_hand.clients(old, new, unknown)
-    cli.host.changes.planned = {"changes": [], "pending": []}
+    cli.host.clients.found = by_hand.clients(old, new, unknown)
+    cli.host.reloader.planned = {"changes": [], "pending": []}
     process = cli.start("reload", "--now", "--yes")
-    eventually(lambda: "reload now" in cli.host.changes.done, "the reload")
+    eventually(lambda: "reload now" in cli.host.reloader.done, "the reload")
     cli.host.snapshot = TWO._replace(version=TWO.version + 1)
     _, err = process.communicate(timeout=PATIENCE_S)
     assert [pid for pid in (4260, 4270, 4280) if f"| {pid} |" in err] == [4260, 4280]
 
 
 def test_now_asks_also_if_not_all_clients_are_known(own: Cli) -> None:
-    own.host.changes.planned = PLANNED
-    own.host.people.found = by_hand.clients(troubles=("domain host: it does not answer",))
+    own.host.reloader.planned = PLANNED
+    own.host.clients.found = by_hand.clients(troubles=("domain host: it does not answer",))
     code, text = answered(own, b"n\n", "reload", "--now")
     assert code == 1
     assert "yunion-mps: not all clients are known: domain host: it does not answer" in text
@@ -266,35 +266,35 @@ def answered(cli: Cli, answer: bytes, *arguments: str) -> tuple[int, str]:
 
 
 def test_now_asks_first_and_goes_on_with_yes(own: Cli) -> None:
-    own.host.changes.planned = PLANNED
+    own.host.reloader.planned = PLANNED
     code, text = answered(own, b"y\n", "reload", "--now")
     assert code == 0
     assert text.startswith("This would be ended:\n")
     assert text.endswith("End them? [y/N]: y\n" + SAME)
-    assert own.host.changes.done == ["plan", "reload now"]
+    assert own.host.reloader.done == ["plan", "reload now"]
 
 
 @pytest.mark.parametrize("answer", [b"n\n", b"\n"])
 def test_now_changes_nothing_if_the_answer_is_no(own: Cli, answer: bytes) -> None:
-    own.host.changes.planned = PLANNED
+    own.host.reloader.planned = PLANNED
     code, text = answered(own, answer, "reload", "--now")
     assert code == 1
     assert text.splitlines()[-2:] == [
         "yunion-mps: nothing was changed, and no job was ended",
         "yunion-mps: answer y to go on",
     ]
-    assert own.host.changes.done == ["plan"]
+    assert own.host.reloader.done == ["plan"]
 
 
 def test_now_changes_nothing_if_it_is_interrupted(own: Cli) -> None:
-    own.host.changes.planned = PLANNED
+    own.host.reloader.planned = PLANNED
     code, _ = answered(own, b"\x04", "reload", "--now")
-    assert (code, own.host.changes.done) == (130, ["plan"])
+    assert (code, own.host.reloader.done) == (130, ["plan"])
 
 
 def test_nothing_is_asked_if_no_job_would_be_ended(own: Cli) -> None:
-    own.host.people.found = by_hand.clients()
-    own.host.changes.planned = PLANNED
+    own.host.clients.found = by_hand.clients()
+    own.host.reloader.planned = PLANNED
     with own.start("reload", "--now", "--yes", stdin=subprocess.DEVNULL) as process:
         assert process.communicate(timeout=PATIENCE_S) == (SAME, "")
 
@@ -306,7 +306,7 @@ def run_anew(cli: Cli, between: Callable[[], Any] = lambda: None) -> Done:
     """The command, while the server gives way to the next once it was told to."""
 
     def give_way() -> None:
-        eventually(lambda: cli.host.changes.done == ["reexec"], "the request")
+        eventually(lambda: cli.host.reloader.done == ["reexec"], "the request")
         hand_over(cli.host).result(PATIENCE_S)
         between()
         go_on(cli.host)
@@ -327,7 +327,7 @@ def test_it_tells_how_long_it_took_once_the_next_program_answers(own: Cli) -> No
 
 
 def test_a_new_program_that_would_not_start_is_reported(own: Cli) -> None:
-    own.host.changes.error = HostError("the new program would not start: no", "correct that")
+    own.host.reloader.error = HostError("the new program would not start: no", "correct that")
     told = "yunion-mps: the new program would not start: no\nyunion-mps: correct that\n"
     assert own("daemon-reexec") == (1, "", told)
 

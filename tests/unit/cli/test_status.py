@@ -89,7 +89,7 @@ def test_what_is_over_budget_or_past_mps_comes_first_with_its_remedy(own: Cli) -
 
 
 def test_a_server_that_has_failed_is_shown(own: Cli) -> None:
-    own.host.people.found = clients(servers=({**SERVER, "state": "FAULT"},))
+    own.host.clients.found = clients(servers=({**SERVER, "state": "FAULT"},))
     assert own.good("status").splitlines()[:3] == [
         "State:    degraded",
         "Problem:  MPS server (PID 4250), domain host: its jobs have failed",
@@ -98,7 +98,7 @@ def test_a_server_that_has_failed_is_shown(own: Cli) -> None:
 
 
 def test_a_client_that_waits_for_another_users_server_is_shown(own: Cli) -> None:
-    own.host.people.found = clients(waiting=(WAITING,))
+    own.host.clients.found = clients(waiting=(WAITING,))
     who = "PID 4262 of bob (python eval.py)"
     assert own.good("status").splitlines()[3:5] == [
         f"Warning:  {who} waits for the MPS server (PID 4250) of alice, domain host",
@@ -107,16 +107,16 @@ def test_a_client_that_waits_for_another_users_server_is_shown(own: Cli) -> None
 
 
 def test_without_the_clients_the_rest_of_the_status_is_there(own: Cli) -> None:
-    own.host.people.error = ControlError("the control daemon does not answer", "wait")
+    own.host.clients.error = ControlError("the control daemon does not answer", "wait")
     lines = own.good("status").splitlines()
     assert lines[0] == "State:    ready"
     assert lines[-1] == "Not known: who uses the GPUs: the control daemon does not answer"
 
 
 def test_a_question_that_hangs_does_not_keep_the_rest_for_long(own: Cli) -> None:
-    own.host.people.gate.clear()
+    own.host.clients.gate.clear()
     lines = own.good("status").splitlines()
-    own.host.people.gate.set()
+    own.host.clients.gate.set()
     assert lines[0] == "State:    ready"
     assert re.match(r"Not known: who uses the GPUs: the daemon does not answer on .* within 6 s$", lines[-1])
 
@@ -247,7 +247,7 @@ def test_tables_fit_the_terminal(own: Cli, columns: int) -> None:
 
 
 def test_the_status_is_printed_for_programs_too(own: Cli) -> None:
-    own.host.people.found = clients(PAST_MPS)
+    own.host.clients.found = clients(PAST_MPS)
     hold(own.host, LEASE)
     answer = json.loads(own.good("status", "-o", "json"))
     assert (answer["state"], answer["domains"][0]["memory_limits"]) == ("degraded", [5760])

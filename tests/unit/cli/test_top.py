@@ -248,7 +248,7 @@ def test_once_prints_a_frame_whole_and_without_colours(own: Cli) -> None:
 
 
 def test_once_says_what_is_not_known(own: Cli) -> None:
-    own.host.people.found = clients(troubles=("domain host: it does not answer",))
+    own.host.clients.found = clients(troubles=("domain host: it does not answer",))
     assert own.good("top", "--once").splitlines()[-1] == "Not known: domain host: it does not answer"
 
 

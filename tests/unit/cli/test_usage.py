@@ -208,7 +208,7 @@ def test_a_user_who_may_ask_may_still_not_change_the_daemon(own: Cli, command: l
     os.chmod(own.host.paths.socket, 0o666)
     told = "yunion-mps: only root may change the daemon\nyunion-mps: use sudo\n"
     assert as_nobody(own, *command) == (4, told)
-    assert own.host.changes.asked == []
+    assert own.host.reloader.asked == []
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be other users")

@@ -51,7 +51,7 @@ def test_leases_processes_and_who_waits_are_listed_and_what_is_wrong_below(own: 
 
 
 def test_numbers_stand_on_the_right(own: Cli) -> None:
-    own.host.people.found = clients(
+    own.host.clients.found = clients(
         CLIENT, {**CLIENT, "pid": 97, "device": "00:06.0-2", "memory_by_gpu": [5]}
     )
     lines = own.good("who").splitlines()
@@ -61,21 +61,23 @@ def test_numbers_stand_on_the_right(own: Cli) -> None:
 
 def test_without_leases_and_processes_the_table_of_who_is_empty(own: Cli) -> None:
     hold(own.host)
-    own.host.people.found = clients()
+    own.host.clients.found = clients()
     assert len(own.good("who").splitlines()) == 4
 
 
 def test_what_runs_in_a_container_is_named_with_it(own: Cli) -> None:
     own.env["COLUMNS"] = "160"
     hold(own.host, {**LEASE, "container": "trainer", "container_id": "a" * 64})
-    own.host.people.found = clients({**CLIENT, "pid": 4261, "container": "trainer", "container_id": "a" * 64})
+    own.host.clients.found = clients(
+        {**CLIENT, "pid": 4261, "container": "trainer", "container_id": "a" * 64}
+    )
     assert "| trainer: python train.py |" in own.good("who")
     assert json.loads(own.good("who", "-o", "json"))["uses"][0]["container"] == "trainer"
     assert own.good("who", "-o", "csv").rstrip().endswith(",trainer")
-    own.host.people.found = clients()
+    own.host.clients.found = clients()
     assert "| trainer: python train.py |" in own.good("who"), "idle, by its lease"
     assert "trainer: python train.py" in own.good("top", "--once")
-    own.host.people.found = clients({**OVER, "container": "trainer", "container_id": "a" * 64})
+    own.host.clients.found = clients({**OVER, "container": "trainer", "container_id": "a" * 64})
     for command in (["top", "--once"], ["status"]):
         assert "trainer: python train.py" in own.good(*command)
 
@@ -131,13 +133,13 @@ def test_on_80_columns_the_use_is_kept_and_words_are_whole(own: Cli) -> None:
 
 
 def test_what_is_not_known_is_said(own: Cli) -> None:
-    own.host.people.found = clients(troubles=("domain host: it does not answer",))
+    own.host.clients.found = clients(troubles=("domain host: it does not answer",))
     assert own.good("who").splitlines()[-1] == "Not known: domain host: it does not answer"
 
 
 def test_a_user_cannot_steer_the_terminal(own: Cli) -> None:
     hold(own.host, {**LEASE, "command": "sh \x1b[2J"})
-    own.host.people.found = clients({**PAST_MPS, "command": "\x1b]0;x\x07"})
+    own.host.clients.found = clients({**PAST_MPS, "command": "\x1b]0;x\x07"})
     assert "\x1b" not in own.good("who") + own.good("status") + own.good("top", "--once")
 
 
@@ -189,13 +191,13 @@ def test_what_is_past_mps_counts_against_no_device() -> None:
 
 def test_a_client_that_names_no_device_is_no_device_s(own: Cli) -> None:
     hold(own.host)
-    own.host.people.found = clients({**CLIENT, "device": None})
+    own.host.clients.found = clients({**CLIENT, "device": None})
     (row,) = json.loads(own.good("who", "-o", "json"))["uses"]
     assert (row["device"], row["gpu"], row["remark"]) == (None, "00:06.0", "no device")
 
 
 def test_memory_that_the_driver_does_not_tell_is_unknown_and_no_trouble(own: Cli) -> None:
-    own.host.people.found = clients({**OVER, "memory_by_gpu": [None], "memory_used": None})
+    own.host.clients.found = clients({**OVER, "memory_by_gpu": [None], "memory_used": None})
     (row,) = json.loads(own.good("who", "-o", "json"))["uses"]
     assert (row["memory_used"], row["remark"]) == (None, "")
 

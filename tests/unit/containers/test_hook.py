@@ -47,22 +47,22 @@ def bundle(folder: Path, **environment: str) -> Path:
 
 def test_a_device_is_taken_for_the_container_s_first_process(host: ServerHost, tmp_path: Path) -> None:
     assert call("00:06.0-1", bundle=bundle(tmp_path, YUNION_MPS_DEVICE="00:06.0-1")) == 0
-    ((request, holder, wait_s),) = host.giver.requested
+    ((request, holder, wait_s),) = host.leases.requested
     assert (request.device, holder.binding, holder.pid, wait_s) == ("00:06.0-1", "container", os.getpid(), 0)
 
 
 def test_a_lease_is_bound_to_the_container_s_first_process(host: ServerHost, tmp_path: Path) -> None:
     given = bundle(tmp_path, YUNION_MPS_DEVICE="00:06.0-1", YUNION_MPS_LEASE=LEASE["id"])
     assert call(LEASE["id"], bundle=given) == 0
-    assert host.giver.done == [f"bind {LEASE['id']} for {os.geteuid()} to {os.getpid()}"]
+    assert host.leases.done == [f"bind {LEASE['id']} for {os.geteuid()} to {os.getpid()}"]
 
 
 def test_whose_device_it_is_is_told_in_one_line(host: ServerHost, capsys: pytest.CaptureFixture[str]) -> None:
-    host.giver.refusal = NothingFreeError(
+    host.leases.refusal = NothingFreeError(
         "device 00:06.0-1 cannot be allocated now: 1 of 1 in use", "wait for it"
     )
     held = {**LEASE, "container": "trainer", "container_id": "a" * 64}
-    host.giver.found = {"leases": [held], "waiting": [], "total": 1}
+    host.leases.found = {"leases": [held], "waiting": [], "total": 1}
     for name in ("00:06.0-1", "all"):
         assert call(name) == NothingFreeError.exit_code
         assert capsys.readouterr().err == (
@@ -81,7 +81,7 @@ def test_of_two_devices_a_container_would_only_use_one_so_it_is_refused(
     assert call("00:06.0-2", bundle=given) == 1
     assert "was given 00:06.0-2 beside 00:06.0-3 (several as one budget:" in capsys.readouterr().err
     assert call("00:06.0-3", bundle=given) == 0
-    assert [request.device for request, _, _ in host.giver.requested] == ["00:06.0-3"]
+    assert [request.device for request, _, _ in host.leases.requested] == ["00:06.0-3"]
 
 
 def test_a_device_beside_a_lease_is_refused_whichever_comes_last(
@@ -93,7 +93,7 @@ def test_a_device_beside_a_lease_is_refused_whichever_comes_last(
     assert f"was given 00:06.0-3 beside lease {LEASE['id']} (" in capsys.readouterr().err
     assert call("00:06.0-2", bundle=given) == 1
     assert "was given 00:06.0-2 beside 00:06.0-3 (" in capsys.readouterr().err
-    assert host.giver.requested == []
+    assert host.leases.requested == []
 
 
 def test_the_lease_of_the_job_that_starts_the_engine_is_no_second_device(
@@ -102,7 +102,7 @@ def test_the_lease_of_the_job_that_starts_the_engine_is_no_second_device(
     """`podman run --env-host` within a job: the device's own variables come last, and this one is empty."""
     given = bundle(tmp_path, YUNION_MPS_DEVICE="00:06.0-3", YUNION_MPS_LEASE="")
     assert call("00:06.0-3", bundle=given) == 0
-    assert [request.device for request, _, _ in host.giver.requested] == ["00:06.0-3"]
+    assert [request.device for request, _, _ in host.leases.requested] == ["00:06.0-3"]
 
 
 def test_a_device_that_was_not_served_when_the_file_was_read_is_refused(
@@ -112,7 +112,7 @@ def test_a_device_that_was_not_served_when_the_file_was_read_is_refused(
     assert call("00:06.0-3", "--unserved", bundle=given) == 1
     said = "yunion-mps: device 00:06.0-3 is only just served again (start the container again)\n"
     assert capsys.readouterr().err == said
-    host.giver.refusal = NothingFreeError(
+    host.leases.refusal = NothingFreeError(
         "device 00:06.0-3 cannot be allocated now: its GPU is lost", "reboot"
     )
     assert call("00:06.0-3", "--unserved", bundle=given) == NothingFreeError.exit_code
@@ -120,7 +120,7 @@ def test_a_device_that_was_not_served_when_the_file_was_read_is_refused(
 
 
 def test_a_refusal_is_in_the_system_s_log_as_some_engines_hide_it(host: ServerHost) -> None:
-    host.giver.refusal = HostError("the daemon is stopping", "start it again")
+    host.leases.refusal = HostError("the daemon is stopping", "start it again")
     assert call("00:06.0-1") == 1, "no log listens there"
     place = Path(host.paths.under("/dev/log"))
     place.parent.mkdir()
@@ -137,9 +137,9 @@ def test_a_command_line_with_control_characters_or_no_end_is_made_safe(
     """The holder of the device has chosen its command, and root reads it."""
     place = Path(host.paths.under("/dev/log"))
     place.parent.mkdir()
-    host.giver.refusal = NothingFreeError("1 of 1 in use", "wait")
+    host.leases.refusal = NothingFreeError("1 of 1 in use", "wait")
     held = {**LEASE, "command": "python -c \x1b[2J\nprint()\r" + "a" * 100_000}
-    host.giver.found = {"leases": [held], "waiting": [], "total": 1}
+    host.leases.found = {"leases": [held], "waiting": [], "total": 1}
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as log:
         log.bind(str(place))
         state = json.dumps({"id": "\n\ud800", "pid": os.getpid()})
@@ -160,7 +160,7 @@ def test_a_container_of_before_a_change_is_refused_once(
 ) -> None:
     """Where CUDA finds no control daemon it runs without limits; the next start reads the new file."""
     now = {**LEASE["environment"], change: "/run/new", "YUNION_MPS_LEASE": LEASE["id"]}
-    host.giver.given = {**LEASE, "environment": now}
+    host.leases.given = {**LEASE, "environment": now}
     before = bundle(tmp_path, YUNION_MPS_DEVICE="00:06.0-1")
     assert call("00:06.0-1", bundle=before) == 1
     said = "yunion-mps: device 00:06.0-1 has just become another (start the container again)\n"
@@ -201,7 +201,7 @@ def test_where_the_answer_is_lost_the_next_daemon_is_asked_the_very_same(
 
 def test_an_odd_name_is_asked_for_as_it_is(host: ServerHost) -> None:
     assert call("gpu é&pid=1") == 0
-    assert [(request.device, holder.pid) for request, holder, _ in host.giver.requested] == [
+    assert [(request.device, holder.pid) for request, holder, _ in host.leases.requested] == [
         ("gpu é&pid=1", os.getpid())
     ]
 
@@ -212,7 +212,7 @@ def test_what_is_no_container_s_state_is_refused(
 ) -> None:
     assert call("00:06.0-1", state=text) == 1
     assert capsys.readouterr().err.startswith("yunion-mps: the container engine gave no container's state")
-    assert host.giver.requested == []
+    assert host.leases.requested == []
 
 
 @pytest.mark.parametrize("state", ["<&-", "0>/dev/null", "</dev/null"])
@@ -232,7 +232,7 @@ def test_by_hand_it_says_what_it_is_for(capsys: pytest.CaptureFixture[str]) -> N
 def test_any_refusal_of_the_daemon_s_ends_the_start(
     host: ServerHost, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    host.giver.refusal = HostError("the daemon is stopping", "start it again")
+    host.leases.refusal = HostError("the daemon is stopping", "start it again")
     assert call("00:06.0-1") == 1
     assert capsys.readouterr().err == "yunion-mps: the daemon is stopping (start it again)\n"
 

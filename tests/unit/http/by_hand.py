@@ -174,7 +174,7 @@ class _ByHand:
         self.done.append(what)
 
 
-class Changes(_ByHand, Reloader):
+class FakeReloader(_ByHand, Reloader):
     """A configuration whose change is given by hand."""
 
     def __init__(self) -> None:
@@ -195,7 +195,7 @@ class Changes(_ByHand, Reloader):
         return {"pid": 4200}
 
 
-class People(_ByHand, Clients):
+class FakeClients(_ByHand, Clients):
     """Clients given by hand; whoever is terminated is gone."""
 
     def __init__(self) -> None:
@@ -234,7 +234,7 @@ async def metrics(accept: str) -> tuple[str, bytes]:
     return OPENMETRICS if OPENMETRICS in accept else "text/plain", b"yunion_mps_up 1\n"
 
 
-class Giver(_ByHand, LeaseService):
+class FakeLeases(_ByHand, LeaseService):
     """Leases given by hand: every request gets the same one."""
 
     def __init__(self) -> None:
@@ -290,4 +290,4 @@ class Giver(_ByHand, LeaseService):
 
 def router(service: Queries) -> Router:
     """A router over the service and all these."""
-    return Router(Handlers(service, Changes(), People(), Giver(), NoEvents(), metrics))
+    return Router(Handlers(service, FakeReloader(), FakeClients(), FakeLeases(), NoEvents(), metrics))

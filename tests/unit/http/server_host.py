@@ -3,7 +3,7 @@
 with ServerHost(reference()) as host:
     host.ask("GET", "/v1/status").status             # one request, one connection
     host.record(event)                               # an event comes, as the supervisor records it
-    host.changes.error = HostError("no", "because")  # what a reload is refused with: see by_hand.py
+    host.reloader.error = HostError("no", "because")  # what a reload is refused with: see by_hand.py
     with host.connect(uid=65534) as client:          # a connection of another user
         client.send(b"GET /v1/gpus HTTP/1.1\\r\\n...")
         client.answer()                              # the next answer, None where the connection ends
@@ -38,7 +38,7 @@ from yunion_mps.service.queries import Queries
 from yunion_mps.supervisor.event_log import EventLog
 
 from simhost.closes import Closes
-from unit.http.by_hand import Changes, Giver, People, metrics
+from unit.http.by_hand import FakeClients, FakeLeases, FakeReloader, metrics
 
 #: So long that only what never comes is missed, on however slow a machine.
 PATIENCE_S = 60.0
@@ -155,12 +155,12 @@ class ServerHost(Closes):
         self._stack = contextlib.ExitStack()
         self.paths = self._stack.enter_context(short_root())
         self._use(self.paths)
-        self.changes = Changes()
-        self.people = People()
-        self.giver = Giver()
+        self.reloader = FakeReloader()
+        self.clients = FakeClients()
+        self.leases = FakeLeases()
         self.service = service = Queries(lambda: self.snapshot, time.time(), os.getpid())
         self._events = Events(self.event_log)
-        handlers = Handlers(service, self.changes, self.people, self.giver, self._events, metrics)
+        handlers = Handlers(service, self.reloader, self.clients, self.leases, self._events, metrics)
         self.server = Server(Router(handlers), limits or Limits())
         self.listener = Listener(self.paths)
         self._loop = asyncio.new_event_loop()
@@ -225,8 +225,8 @@ class ServerHost(Closes):
 
     def stop(self) -> None:
         """Close the server, as a daemon that stops does."""
-        self.changes.gate.set()
-        self.people.gate.set()
+        self.reloader.gate.set()
+        self.clients.gate.set()
         self.call(self.server.close())
         self.wait_connections(0)
         eventually(lambda: not self.event_log.waiting, "that nobody waits for events")

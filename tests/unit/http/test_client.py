@@ -266,13 +266,13 @@ def test_a_client_that_is_turned_away_can_read_why(serve: Serve) -> None:
 
 
 def test_a_post_s_answer_comes_back_as_what_its_json_says(host: ServerHost) -> None:
-    host.changes.reloaded = by_hand.RELOADED
+    host.reloader.reloaded = by_hand.RELOADED
     assert Client(host.paths).call(RELOAD, drain=True) == by_hand.RELOADED
-    assert host.changes.done == ["reload drain"]
+    assert host.reloader.done == ["reload drain"]
 
 
 def test_a_post_that_is_refused_is_a_failed_request(host: ServerHost) -> None:
-    host.changes.error = HostError("the disk is full", "make room")
+    host.reloader.error = HostError("the disk is full", "make room")
     assert failure(Client(host.paths), RELOAD) == (1, "the disk is full", "make room")
 
 
@@ -281,7 +281,7 @@ def test_a_bad_configuration_has_its_own_exit_code_and_every_problem(
     host: ServerHost, operation: Operation[Any]
 ) -> None:
     error = ConfigError([Problem("a.conf", 3, "x is 0", "write 1"), Problem("b.yml", None, "y", "z")])
-    host.changes.error = error
+    host.reloader.error = error
     assert failure(Client(host.paths), operation) == (6, error.message, error.hint)
 
 
@@ -309,7 +309,7 @@ def test_until_closed_waits_until_the_program_serves_no_more(host: ServerHost) -
         target=lambda: answers.append(Client(host.paths).call(REEXEC, until_closed=True))
     )
     asking.start()
-    eventually(lambda: host.changes.done == ["reexec"], "the request")
+    eventually(lambda: host.reloader.done == ["reexec"], "the request")
     host.assert_serves()
     assert answers == []
     host.stop()
@@ -318,6 +318,6 @@ def test_until_closed_waits_until_the_program_serves_no_more(host: ServerHost) -
 
 
 def test_until_closed_raises_a_refusal_at_once(host: ServerHost) -> None:
-    host.changes.error = HostError("the new program would not start: no", "correct that")
+    host.reloader.error = HostError("the new program would not start: no", "correct that")
     with pytest.raises(YunionError, match="the new program would not start: no"):
         Client(host.paths).call(REEXEC, until_closed=True)

@@ -12,7 +12,7 @@ from yunion_mps.errors import ConfigError, HostError, NotAllowedError, NotFoundE
 from yunion_mps.models import Event
 
 from unit.http import by_hand
-from unit.http.by_hand import Changes, People
+from unit.http.by_hand import FakeClients, FakeReloader
 from unit.http.conftest import Serve
 from unit.http.server_host import NOBODY, Answer, RawClient, ServerHost, eventually, request
 
@@ -135,16 +135,16 @@ def test_a_client_that_has_shut_its_sending_side_gets_its_event(host: ServerHost
 
 
 def test_requests_behind_one_that_waits_are_answered_in_their_order(host: ServerHost) -> None:
-    host.changes.gate.clear()
+    host.reloader.gate.clear()
     with host.connect() as client:
         client.send(b"".join(map(request, ("/v1/gpus", "/v1/plan", "/v1/status", "/v1/plan", "/v1/events"))))
         first = client.answer()
         assert first is not None
         assert "gpus" in first.json()
-        eventually(lambda: host.changes.asked == ["plan"], "the first question for the plan")
+        eventually(lambda: host.reloader.asked == ["plan"], "the first question for the plan")
         client.send(request("/v1/clients"))
         host.assert_serves()
-        host.changes.gate.set()
+        host.reloader.gate.set()
         for field in ("changes", "host_id", "changes", "events", "servers"):
             answer = client.answer()
             assert answer is not None
@@ -193,7 +193,7 @@ def post(host: ServerHost, target: str, uid: int = 0) -> Answer:
 )
 def test_root_may_change_the_daemon(host: ServerHost, target: str, asked: str) -> None:
     assert post(host, target).status == 200
-    assert host.changes.done == [asked]
+    assert host.reloader.done == [asked]
 
 
 @AS_ROOT
@@ -201,7 +201,7 @@ def test_root_may_change_the_daemon(host: ServerHost, target: str, asked: str) -
 def test_another_user_may_not_change_the_daemon(host: ServerHost, target: str) -> None:
     os.chmod(host.paths.socket, 0o666)
     assert post(host, target, NOBODY).problem == (403, "only root may change the daemon", "use sudo")
-    assert host.changes.asked == []
+    assert host.reloader.asked == []
 
 
 @AS_ROOT
@@ -219,7 +219,7 @@ def test_the_user_that_terminates_a_client_is_passed_on(host: ServerHost) -> Non
     os.chmod(host.paths.socket, 0o666)
     assert post(host, "/v1/clients/4260/terminate", NOBODY).json()["ended"]
     assert post(host, "/v1/clients/4260/terminate?force=true").status == 200
-    assert host.people.done == [f"terminate 4260 for {NOBODY}", "terminate 4260 for 0 force"]
+    assert host.clients.done == [f"terminate 4260 for {NOBODY}", "terminate 4260 for 0 force"]
 
 
 @pytest.mark.parametrize("pid", ["0", "1", "4194304", "9999999999"])
@@ -236,7 +236,7 @@ def test_what_is_no_pid_is_no_path(host: ServerHost, pid: str) -> None:
     status, detail, hint = post(host, f"/v1/clients/{pid}/terminate").problem
     assert (status, hint) == (404, "the paths are in /v1/openapi.json")
     assert detail.startswith("there is nothing at ")
-    assert host.people.asked == []
+    assert host.clients.asked == []
 
 
 @pytest.mark.parametrize(
@@ -257,7 +257,7 @@ def test_other_methods_are_refused_with_the_ones_that_are_allowed(
 ) -> None:
     answer = host.ask(method, target)
     assert (answer.status, answer.headers["allow"]) == (405, allowed)
-    assert host.changes.asked + host.people.asked == []
+    assert host.reloader.asked + host.clients.asked == []
 
 
 @pytest.mark.parametrize(
@@ -269,14 +269,14 @@ def test_other_methods_are_refused_with_the_ones_that_are_allowed(
     ],
 )
 def test_a_refusal_has_its_status_and_words(host: ServerHost, error: Exception, status: int) -> None:
-    host.changes.error = error
+    host.reloader.error = error
     assert post(host, "/v1/reload").problem == (status, "what", "hint")
     assert host.ask("GET", "/v1/plan").problem == (status, "what", "hint")
 
 
 def test_a_bad_configuration_is_told_line_by_line(host: ServerHost) -> None:
     problems = [Problem("a.conf", 3, "x is 0", "write 1"), Problem("b.yml", None, "y", "z")]
-    host.changes.error = ConfigError(problems)
+    host.reloader.error = ConfigError(problems)
     assert host.ask("GET", "/v1/plan").problem == (
         422,
         "a.conf:3: x is 0: write 1\nb.yml: y: z",
@@ -287,7 +287,7 @@ def test_a_bad_configuration_is_told_line_by_line(host: ServerHost) -> None:
 def test_a_fault_of_ours_is_told_as_such_and_is_in_the_log(
     host: ServerHost, caplog: pytest.LogCaptureFixture
 ) -> None:
-    host.changes.error = RuntimeError("our own")
+    host.reloader.error = RuntimeError("our own")
     assert post(host, "/v1/reload").problem[:2] == (500, "a fault of the daemon")
     assert "the answer to POST /v1/reload has failed" in caplog.text
     assert "RuntimeError: our own" in caplog.text
@@ -319,7 +319,7 @@ def test_a_bad_query_is_refused_by_name(
     host: ServerHost, method: str, target: str, detail: str, hint: str
 ) -> None:
     assert host.ask(method, target).problem == (400, detail, hint)
-    assert host.changes.done + host.people.done == []
+    assert host.reloader.done + host.clients.done == []
 
 
 @pytest.mark.parametrize("error", [None, HostError("too late, and nobody is there to be told")])
@@ -327,7 +327,7 @@ def test_a_bad_query_is_refused_by_name(
 def test_a_change_is_finished_even_if_its_client_disconnects(
     host: ServerHost, target: str, error: YunionError | None
 ) -> None:
-    changing: Changes | People = host.changes if target == "/v1/reload" else host.people
+    changing: FakeReloader | FakeClients = host.reloader if target == "/v1/reload" else host.clients
     changing.gate.clear()
     changing.error = error
     client = host.connect().send(request(target, "POST"))
@@ -342,7 +342,7 @@ def test_a_change_is_finished_even_if_its_client_disconnects(
 
 def test_what_is_planned_is_never_kept(host: ServerHost) -> None:
     assert host.ask("GET", "/v1/plan").json() == by_hand.NOTHING
-    host.changes.planned = by_hand.PLANNED
+    host.reloader.planned = by_hand.PLANNED
     assert host.ask("GET", "/v1/plan").json() == by_hand.PLANNED
     assert host.ask("HEAD", "/v1/plan").status == 200
-    assert host.changes.done == ["plan"] * 3
+    assert host.reloader.done == ["plan"] * 3

@@ -42,11 +42,11 @@ def test_a_client_that_connects_between_programs_is_answered_by_the_next(host: S
 
 
 def test_what_is_under_way_is_answered_before(host: ServerHost) -> None:
-    host.changes.gate.clear()
+    host.reloader.gate.clear()
     client = host.connect().send(request("/v1/plan"))
-    eventually(lambda: host.changes.asked, "the question")
+    eventually(lambda: host.reloader.asked, "the question")
     handing = hand_over(host)
-    host.changes.gate.set()
+    host.reloader.gate.set()
     answer = client.answer()
     assert answer is not None
     assert "changes" in answer.json()
@@ -88,9 +88,9 @@ def test_a_client_that_stalls_does_not_delay_the_next_program(serve: Serve, sent
 
 def test_an_answer_that_takes_too_long_does_not_either(serve: Serve) -> None:
     host = serve(hand_over_s=0.05)
-    host.changes.gate.clear()
+    host.reloader.gate.clear()
     client = host.connect().send(request("/v1/plan"))
-    eventually(lambda: host.changes.asked, "the question")
+    eventually(lambda: host.reloader.asked, "the question")
     hand_over(host).result(PATIENCE_S)
     assert client.ended()
 

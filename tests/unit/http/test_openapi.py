@@ -173,7 +173,7 @@ def test_the_changes_made_by_hand_are_such_as_the_daemon_answers(found: Any) -> 
 
 
 def test_the_leases_made_by_hand_are_such_as_the_daemon_answers() -> None:
-    assert errors("LeaseList", by_hand.Giver().found) == []
+    assert errors("LeaseList", by_hand.FakeLeases().found) == []
 
 
 def test_the_clients_made_by_hand_are_such_as_the_daemon_answers() -> None:

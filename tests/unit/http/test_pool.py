@@ -146,11 +146,11 @@ def test_a_request_that_waits_for_an_event_makes_room_and_is_told_so(crowded: Se
 
 def test_a_request_that_is_being_answered_is_not_ended_for_another(crowded: Serve) -> None:
     host = crowded(connections=2)
-    host.changes.gate.clear()
+    host.reloader.gate.clear()
     clients = fill(host, 2, send=request("/v1/plan"))
-    eventually(lambda: len(host.changes.asked) == 2, "two that are being answered")
+    eventually(lambda: len(host.reloader.asked) == 2, "two that are being answered")
     assert_turned_away(host)
-    host.changes.gate.set()
+    host.reloader.gate.set()
     assert [answer and answer.status for answer in map(RawClient.answer, clients)] == [200, 200]
 
 
@@ -163,12 +163,12 @@ def test_a_client_that_does_not_read_its_answer_makes_room(crowded: Serve) -> No
 
 def test_a_request_for_a_lease_is_never_ended_for_another(crowded: Serve) -> None:
     host = crowded(connections=2)
-    host.giver.gate.clear()
+    host.leases.gate.clear()
     waiting = request("/v1/leases?binding=process", "POST", "Content-Length: 0")
     clients = fill(host, 2, send=waiting)
-    eventually(lambda: len(host.giver.asked) == 2, "two that wait")
+    eventually(lambda: len(host.leases.asked) == 2, "two that wait")
     assert_turned_away(host)
-    host.giver.gate.set()
+    host.leases.gate.set()
     assert [answer and answer.status for answer in map(RawClient.answer, clients)] == [200, 200]
 
 
