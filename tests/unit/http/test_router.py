@@ -71,7 +71,10 @@ def test_the_type_of_an_answer_and_its_schema_have_one_name(operation: Operation
     declared = operations.__annotations__[operation.name.upper()]
     untyped = "str" if operation.is_text else "Any"
     assert declared == f"Operation[{operation.answer or untyped}]"
-    assert not operation.answer or hasattr(answers, operation.answer)
+    if operation.answer:
+        handler = getattr(Handlers, operation.name)
+        assert handler.__annotations__["return"] == f"answers.{operation.answer}"
+        assert hasattr(answers, operation.answer)
 
 
 def test_no_handler_is_without_an_operation() -> None:
