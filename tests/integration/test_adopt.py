@@ -48,7 +48,7 @@ def test_what_a_killed_daemon_left_is_restored_with_it(
 @pytest.mark.parametrize(
     ("keys", "why"),
     [
-        ({"cuda_mps_scope": "gpu"}, "cannot be taken over: cuda_mps_scope is gpu"),
+        ({"cuda_mps_scope": "gpu"}, "cannot be adopted: cuda_mps_scope is gpu"),
         ({"cuda_mps_pipe_directory": "/run/mps/pipe"}, "none serves there"),
     ],
 )

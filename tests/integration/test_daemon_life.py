@@ -23,7 +23,7 @@ def test_systemd_is_told_each_step_once_and_in_order(ready_daemon: Daemon) -> No
     ready_daemon.status()  # its loop runs
     assert ready_daemon.stop() == 0
     assert ready_daemon.notifications == [
-        "STATUS=reading the configuration and looking at the GPUs",
+        "STATUS=reading the configuration and the GPUs",
         "READY=1",
         f"STATUS={LINE}",
         "STOPPING=1",
@@ -31,7 +31,7 @@ def test_systemd_is_told_each_step_once_and_in_order(ready_daemon: Daemon) -> No
         "STATUS=waiting for the control daemons' clients to end",
         "STOPPING=1",
         "EXTEND_TIMEOUT_USEC=90000000",
-        "STATUS=stopping the control daemons and putting the compute modes back",
+        "STATUS=stopping the control daemons and restoring the compute modes",
     ]
 
 
@@ -109,7 +109,7 @@ def test_a_second_signal_while_it_puts_the_modes_back_does_not_keep_it_from_doin
     host = ready_daemon.host
     host.fail("nvmlDeviceSetComputeMode", "success", delay_ms=60_000)
     ready_daemon.signal(signal.SIGTERM)
-    ready_daemon.wait_message("STATUS=stopping the control daemons and putting the compute modes back")
+    ready_daemon.wait_message("STATUS=stopping the control daemons and restoring the compute modes")
     ready_daemon.signal(number)
     host.clear()
     assert ready_daemon.wait() == 0, ready_daemon.log

@@ -95,7 +95,7 @@ def test_one_that_cannot_be_taken_over_is_asked_to_end_once_its_jobs_have(
     machine = operator.machine
     machine.shell(f"echo 'cuda_mps_scope: gpu' >>{HOST_CONF}")
     done = family.install(current)
-    assert f"(PID {their}) cannot be taken over: cuda_mps_scope is gpu" in done.stdout + done.stderr
+    assert f"(PID {their}) cannot be adopted: cuda_mps_scope is gpu" in done.stdout + done.stderr
     machine.wait_until("its end", lambda: their not in operator.control_daemons())
     machine.wait_until("ours", lambda: operator.ask("status")["state"] == "ready")
     assert operator.control_daemons() == [operator.control_daemon()]

@@ -57,10 +57,10 @@ def test_where_cloudpods_daemon_was_enabled_and_ran_ours_is_and_does(cloudpods: 
 def test_a_control_daemon_that_cannot_be_adopted_is_asked_to_end(
     cloudpods: Host,
 ) -> None:
-    refused = "<3>the control daemon (PID 5) cannot be taken over: cuda_mps_scope is gpu\n<3>it goes on"
+    refused = "<3>the control daemon (PID 5) cannot be adopted: cuda_mps_scope is gpu\n<3>it goes on"
     cloudpods.program("yunion-mps-daemon", f"[ $1 = --check ] || {{ echo '{refused}' >&2; exit 1; }}")
     assert cloudpods.good("go_on") == [
-        "yunion-mps-daemon: the control daemon (PID 5) cannot be taken over: cuda_mps_scope is gpu",
+        "yunion-mps-daemon: the control daemon (PID 5) cannot be adopted: cuda_mps_scope is gpu",
         "yunion-mps-daemon: Cloudpods' control daemon (PID 5) is asked to end once its jobs have",
     ]
     assert systemctl_and_ours(cloudpods) == [

@@ -16,7 +16,7 @@ LEVELS = ("debug", "info", "warning", "error")
 _EPILOG = """\
 The daemon runs in the foreground; systemd starts it: systemctl enable --now yunion-mps-daemon.
 It reads /etc/yunion/host.conf and the device file named there (see: yunion-mps config show), and stops
-on SIGTERM or SIGINT, waiting a while for running jobs and putting the GPUs' compute modes back.
+on SIGTERM or SIGINT, waiting a while for running jobs and restoring the GPUs' compute modes.
 
 exit status: 0 after a clean stop; 1 something failed, and the last lines say what; 2 wrong usage;
   6 bad configuration

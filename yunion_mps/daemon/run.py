@@ -97,7 +97,7 @@ def _restore(paths: Paths) -> int:
 
 def _run(paths: Paths, signals: Signals, lock: int, state: ReexecState | None) -> None:
     notifier = Notifier()
-    notifier.status("reading the configuration and looking at the GPUs")
+    notifier.status("reading the configuration and the GPUs")
     directories.record_in(os.path.join(paths.state_directory, "directories"))
     preflight = run_preflight(paths).for_start()
     try:
@@ -203,7 +203,7 @@ class _Daemon:
         Not called if a fault of our own ends the daemon: then, as after SIGKILL, the control daemons and
         their clients live on, and the next daemon adopts them.
         """
-        status = "stopping the control daemons and putting the compute modes back"
+        status = "stopping the control daemons and restoring the compute modes"
         self._notifier.stopping(status, self._supervisor.stop_within_s)
         self._supervisor.stop(time.monotonic(), spare_adopted=spare_adopted)
         drive(self._supervisor, lambda: self._supervisor.fleet.stopped)

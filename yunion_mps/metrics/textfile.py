@@ -22,7 +22,7 @@ _WRITE_S = 15.0
 
 
 class Textfile:
-    """Writes where the configuration says, and nowhere else."""
+    """Writes the file that the configuration names, if any."""
 
     def __init__(self, paths: Paths, supervisor: Supervisor, text: Callable[[], Awaitable[bytes]]) -> None:
         """`text` gives the metrics."""
@@ -51,7 +51,7 @@ class Textfile:
             self._wake.clear()
 
     def remove(self) -> None:
-        """Leave no file, for what it says would look true for good."""
+        """Leave no file, because what it says would look true for good."""
         if self._written:
             with contextlib.suppress(OSError, HostError), _directory_of(self._written) as (directory, name):
                 os.unlink(name, dir_fd=directory)

@@ -181,7 +181,7 @@ def _served(
 
 def _refusal(pid: int, why: str) -> HostError:
     hint = "it goes on as it was; when its jobs are done, it can be ended, and ours starts"
-    return HostError(f"the control daemon (PID {pid}) cannot be taken over: {why}", hint)
+    return HostError(f"the control daemon (PID {pid}) cannot be adopted: {why}", hint)
 
 
 # -- start

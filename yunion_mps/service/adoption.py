@@ -42,8 +42,8 @@ def _judged(paths: Paths, pid: int, preflight: Preflight) -> AdoptionOrder:
     config, plan = preflight.config, preflight.plan
     if config.cuda_mps_scope != "host" or not plan.domains:
         why = "cuda_mps_scope is gpu" if plan.domains else "the configuration divides no GPU"
-        hint = "only the one control daemon of all GPUs can be taken over"
-        raise HostError(f"the control daemon (PID {pid}) cannot be taken over: {why}", hint)
+        hint = "only the one control daemon of all GPUs can be adopted"
+        raise HostError(f"the control daemon (PID {pid}) cannot be adopted: {why}", hint)
     domain = plan.domains[0]._replace(pipe_directory=paths.under(plan.domains[0].pipe_directory))
     peer = peer_of(domain.pipe_directory)
     if peer is None or peer.pid != pid:

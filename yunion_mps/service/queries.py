@@ -27,7 +27,7 @@ from yunion_mps.supervisor.status import warnings
 if TYPE_CHECKING:
     from yunion_mps import answers
 
-#: A page of a listing where nothing else is asked for, as with Cloudpods.
+#: The default length of a page of a listing, as with Cloudpods.
 DEFAULT_LIMIT = 20
 
 #: The kinds of events.
@@ -159,7 +159,7 @@ class Queries:
         }
 
     def reasons(self) -> Mapping[str, str]:
-        """Why the devices of a GPU (by UUID) cannot be used now, empty where they can."""
+        """Why the devices of a GPU (by UUID) cannot be used now, empty if they can."""
         return reasons(self._take())
 
     def unusable_gpus(self) -> frozenset[str]:

@@ -109,4 +109,4 @@ class _Past:
 
 
 def _ignore(_: Event) -> None:
-    """What happens is logged; nobody is there to ask for events."""
+    """What happens is logged; no events are kept."""

@@ -24,7 +24,7 @@ NO_DOMAIN = "no control daemon serves it"
 
 
 def reasons(snapshot: Snapshot) -> dict[str, str]:
-    """Why the devices of a GPU (by UUID) cannot be used now, empty where they can."""
+    """Why the devices of a GPU (by UUID) cannot be used now, empty if they can."""
     gpus = {gpu.uuid: gpu for gpu in snapshot.inventory.gpus}
     domains = {domain.plan.name: domain for domain in snapshot.domains}
     names = domain_names(snapshot.plan)
@@ -32,7 +32,7 @@ def reasons(snapshot: Snapshot) -> dict[str, str]:
 
 
 def why_unusable(gpu: Gpu | None, domain: DomainStatus | None) -> str:
-    """Why the devices of a GPU cannot be used now, empty where they can."""
+    """Why the devices of a GPU cannot be used now, empty if they can."""
     if gpu is None:
         return "its GPU is not there any more"
     if gpu.reason:
@@ -47,7 +47,7 @@ def why_unusable(gpu: Gpu | None, domain: DomainStatus | None) -> str:
 
 
 def gpu_reason(gpu: Gpu, snapshot: Snapshot) -> str:
-    """What is wrong with a GPU, empty where nothing is."""
+    """What is wrong with a GPU, empty if nothing is."""
     return gpu.reason or snapshot.plan.unavailable.get(gpu.pci_address, "")
 
 

@@ -161,7 +161,7 @@ def test_one_that_cannot_be_adopted_is_refused_with_the_reason(
     plan = make_plan((5760, 1024))
     with pytest.raises(HostError, match=why) as raised:
         order_to_adopt(os.getpid(), theirs(plan, **environment), gpus, plan)
-    assert "cannot be taken over: " in raised.value.message
+    assert "cannot be adopted: " in raised.value.message
 
 
 def test_one_for_all_users_is_not_made_of_one_that_is_not(plan: DomainPlan) -> None:
