@@ -28,7 +28,7 @@ class YunionError(Exception):
 class Problem(NamedTuple):
     """One thing wrong in a configuration file: where, what, and what would be right.
 
-    `is_minor`: no job needs what is wrong, so a start goes without it and says so. A reload and
+    `is_minor`: no job needs what is wrong, so a start leaves it out and says so. A reload and
     `config check` refuse it as they do all others.
     """
 

@@ -357,7 +357,7 @@ class Lease(NamedTuple):
 class Snapshot(NamedTuple):
     """What is in effect, read back from NVML and the control daemons.
 
-    `remarks` name what is configured and the host cannot do, so that it goes without.
+    `remarks` name what is configured and the host cannot do, so that it is left out.
     """
 
     version: int

@@ -42,7 +42,7 @@ class Paths:
     #: A copy of what the store knows of compute modes; both end with the boot.
     former_modes = _Below("/run/yunion-mps/former-compute-modes.json")
     #: Which control daemon was adopted that we did not start.
-    taken_over = _Below("/run/yunion-mps/taken-over.json")
+    adopted = _Below("/run/yunion-mps/adopted.json")
     #: The directory with the PID and start of each control daemon that we have started since the boot.
     control_daemons = _Below("/run/yunion-mps/control-daemons")
     #: A copy of the newest events since the boot.

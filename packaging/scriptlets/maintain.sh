@@ -31,13 +31,13 @@ make_group() {
         say "the group yunion-mps cannot be made, so only root can ask the daemon; make it: groupadd --system yunion-mps"
 }
 
-# Only at the first installation, for later the lack of a file is somebody's wish; and only where there is none: on a
+# Only at the first installation, because later an absent file was removed on purpose; and only where there is none: on a
 # host with Cloudpods both files are Cloudpods'.
 make_configuration() {
     mkdir -p "$configuration" "$state"
     chmod 0700 "$state"
     if make_file host.conf; then
-        say "$configuration/host.conf was made, an example that is in force at the next start of the service"
+        say "$configuration/host.conf was made, an example that takes effect at the next start of the service"
         if make_file host_container_device.yml; then
             say "$configuration/host_container_device.yml was made too: name your GPUs there"
         fi
@@ -64,7 +64,7 @@ go_on() {
     if [ -e "$before" ]; then
         follow_cloudpods
     elif systemctl --quiet is-active "$unit"; then
-        run_anew
+        reexec
     else
         if systemctl --quiet is-enabled "$unit" 2>/dev/null; then
             configuration_is_right "correct it, then: systemctl restart $unit" || :
@@ -75,11 +75,11 @@ go_on() {
     fi
 }
 
-run_anew() { # an upgrade ends no job: the daemon runs the new program in its own process
+reexec() { # an upgrade ends no job: the daemon runs the new program in its own process
     configuration_is_right "the daemon of before goes on; correct it, then: yunion-mps daemon-reexec" || return 0
     changes=$(timeout 180 "$programs/yunion-mps" plan --output csv 2>/dev/null | sed 1d) || changes=
     if [ -n "$changes" ]; then
-        say "the files were changed since the daemon has read them; the daemon now brings this into force:"
+        say "the files were changed since the daemon has read them; the daemon now applies this:"
         timeout 180 "$programs/yunion-mps" plan 2>/dev/null | sed 1d >&2 || :
     fi
     if why=$(timeout 180 "$programs/yunion-mps" daemon-reexec 2>&1); then
@@ -107,7 +107,7 @@ follow_cloudpods() { # take the place of Cloudpods' daemon: enabled and running 
     case $was in *wanted*) ;; *) return 0 ;; esac
     configuration_is_right "correct it, then: systemctl restart $unit" || return 0
     go_on_with_cloudpods
-    systemctl stop "$unit" # where its control daemon was not taken over, Cloudpods' tells it to end after its jobs
+    systemctl stop "$unit" # where its control daemon was not adopted, Cloudpods' tells it to end after its jobs
     cloudpods_control_daemons | while read -r pid directory; do
         say "Cloudpods' control daemon (PID $pid) is asked to end once its jobs have"
         echo quit | CUDA_MPS_PIPE_DIRECTORY=/proc/$pid/root$directory timeout 10 nvidia-cuda-mps-control >/dev/null 2>&1 || :
@@ -115,7 +115,7 @@ follow_cloudpods() { # take the place of Cloudpods' daemon: enabled and running 
     systemctl start "$unit" || say "the service does not serve yet; see: systemctl status $unit"
 }
 
-# Its control daemon goes on with its jobs, as ours. Its own daemon is not let stop, for it would tell it to end.
+# Its control daemon goes on with its jobs, as ours. Its own daemon is not let stop: it would tell it to end.
 go_on_with_cloudpods() {
     cloudpods_control_daemons | while read -r pid directory; do
         if why=$(with_the_hosts_files timeout 180 "$programs/yunion-mps-daemon" --adopt "$pid" 2>&1); then

@@ -9,7 +9,7 @@ state=/var/lib/yunion-mps
 made=$state/made-by-package
 recorded=$state/directories
 running=/run/yunion-mps
-taken_over=$running/taken-over.json
+adopted=$running/adopted.json
 before=/run/yunion-mps-daemon.cloudpods
 devices=/run/cdi
 enabled=/etc/systemd/system/multi-user.target.wants
@@ -43,7 +43,7 @@ control_daemons() { # PID of each control daemon of root's that runs, and whethe
         case $(tr '\0' ' ' <"$process/cmdline" 2>/dev/null) in *" -"[df]*) ;; *) continue ;; esac # a front-end
         pid=${process##*/}
         [ -r "$process/environ" ] || continue
-        if variables "$pid" | grep -q '^YUNION_MPS_DOMAIN=' || is_taken_over "$pid"; then
+        if variables "$pid" | grep -q '^YUNION_MPS_DOMAIN=' || is_adopted "$pid"; then
             echo "$pid ours"
         else
             echo "$pid another's"
@@ -51,9 +51,9 @@ control_daemons() { # PID of each control daemon of root's that runs, and whethe
     done
 }
 
-is_taken_over() { # by its PID and its start in clock ticks: yunion_mps/mps/processes.py wrote them
+is_adopted() { # by its PID and its start in clock ticks: yunion_mps/mps/processes.py wrote them
     ticks=$(sed 's/.*) //' "$processes/$1/stat" 2>/dev/null | cut -d ' ' -f 20)
-    grep -q "\"pid\": $1, \"started_ticks\": $ticks," "$taken_over" 2>/dev/null
+    grep -q "\"pid\": $1, \"started_ticks\": $ticks," "$adopted" 2>/dev/null
 }
 
 variables() { tr '\0\n' '\n?' <"$processes/$1/environ" 2>/dev/null; } # a process' environment, one a line

@@ -161,7 +161,7 @@ def _later(around: Surroundings, report: Report, sizes: Sizes) -> None:
     report.raw("set_while_running", {"running": running, "next": following, "server_ended_s": ended_s})
     report.answer(
         "running",
-        f"{sizes.up} was in force and {sizes.whole} was set with a client there: the next client of the "
+        f"{sizes.up} was in effect and {sizes.whole} was set with a client there: the next client of the "
         f"same server could take {running['taken_mib']} MiB, one of the next server "
         f"{following['taken_mib']} MiB; so it {'applies' if holds(running) else 'does not apply'} to a "
         f"running server's new clients, and {'applies' if holds(following) else 'does not apply'} to the "

@@ -1,4 +1,4 @@
-"""The daemon of this checkout on this GPU: its budgets, its recovery, what it takes over and what not."""
+"""The daemon of this checkout on this GPU: its budgets, its recovery, what it adopts and what not."""
 
 from __future__ import annotations
 
@@ -307,7 +307,7 @@ STEPS = (
     ),
     Step(
         "ours_adoption",
-        "Our daemon: taking over, and stopping",
+        "Our daemon: adopting, and stopping",
         adoption,
         60,
         (

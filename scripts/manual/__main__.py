@@ -1,4 +1,4 @@
-"""`scripts/generate`; whoever has a Python with the project's packages can also run this file itself."""
+"""`scripts/generate`; with a Python that has the project's packages, this file itself can be run."""
 
 from __future__ import annotations
 

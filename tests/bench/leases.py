@@ -23,8 +23,8 @@ def lines(settings: Settings) -> Iterator[Line]:
         steps: list[tuple[str, Callable[[], float]]] = [
             ("kept", partial(_lease_us, lambda target, method: kept.ask(target, method)[0])),
             ("kept floor", partial(_floor_us, lambda target, method: kept.ask(target, method)[0])),
-            ("new", partial(_lease_us, partial(_ask_anew, daemon.socket))),
-            ("new floor", partial(_floor_us, partial(_ask_anew, daemon.socket))),
+            ("new", partial(_lease_us, partial(_ask_newly, daemon.socket))),
+            ("new floor", partial(_floor_us, partial(_ask_newly, daemon.socket))),
         ]
         rounds.run(settings.rounds(1000, 200), steps)
     for name, where in (("kept", "on a kept connection"), ("new", "on new connections")):
@@ -51,6 +51,6 @@ def _floor_us(ask: Ask) -> float:
     return (time.perf_counter() - begin_s) * 1e6
 
 
-def _ask_anew(path: str, target: str, method: str) -> bytes:
+def _ask_newly(path: str, target: str, method: str) -> bytes:
     with Http(path) as http:
         return http.ask(target, method)[0]

@@ -1,4 +1,4 @@
-"""From the SIGKILL of control daemons, one or eight together, until the limits are in force again."""
+"""From the SIGKILL of control daemons, one or eight together, until the limits are in effect again."""
 
 from __future__ import annotations
 

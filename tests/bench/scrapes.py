@@ -15,9 +15,9 @@ GROUP = "scrape"
 TARGET = "/metrics"
 #: GPUs, and devices of each.
 SIZES = ((1, 4), (64, 48))
-#: Metrics are kept for a second, so that one made anew is asked for after it.
-_ANEW_S = 1.1
-_FLOOR = "no floor: it is made anew each time"
+#: Metrics are kept for a second, so the next one is asked for after it.
+_EXPIRY_S = 1.1
+_FLOOR = "no floor: it is made each time"
 
 
 def lines(settings: Settings) -> Iterator[Line]:
@@ -30,14 +30,14 @@ def lines(settings: Settings) -> Iterator[Line]:
             took, beside = (Samples(tuple(each), "ms") for each in zip(*rounds))
             yield Line(GROUP, f"a scrape, {devices}", took, None, _FLOOR, Aim(1000, "ms"))
             yield Line(GROUP, f"longest wait beside it, {devices}", beside, None, _FLOOR, Aim(50, "ms"))
-            time.sleep(_ANEW_S)  # what is kept for those who scrape within it does not stay
+            time.sleep(_EXPIRY_S)  # what is kept for those who scrape within it does not stay
             resident = Samples((memory_mib(daemon.pid, "Rss"),), "MiB")
             yield Line(GROUP, f"RSS after it, {devices}", resident, None, _FLOOR, Aim(40, "MiB"))
 
 
 def _scrape(daemon: Daemon) -> tuple[float, float]:
     """How long it took, and the longest of the answers to another client meanwhile, in ms."""
-    time.sleep(_ANEW_S)
+    time.sleep(_EXPIRY_S)
     longest_s = 0.0
     with Http(daemon.socket) as other, Http(daemon.socket) as scraper:
         begin_s = time.perf_counter()

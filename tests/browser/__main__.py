@@ -1,6 +1,6 @@
-"""Makes docs/images/web.png anew: a real daemon with jobs on a simulated host, in a real browser.
+"""Makes docs/images/web.png: a real daemon with jobs on a simulated host, in a real browser.
 
-The jobs' users are whoever /etc/passwd names for the uids below. The hour before is made up, for nobody would
+The jobs' users are those that /etc/passwd names for the uids below. The hour before is made up: nobody would
 wait for it: what the daemon answers to /v1/usage is replaced in the browser by curves up to what is used.
 """
 

@@ -54,7 +54,7 @@ def test_a_lease_that_is_taken_used_and_given_back_is_seen_at_once(scene: Scene,
     assert page.ask("part.textContent") == "root"
     page.wait_text("given to", "#list")
     assert page.ask("bar === document.querySelector('.bar') && part === bar.children[1]"), (
-        "nothing is made anew"
+        "nothing is made again"
     )
     scene.jobs.end(job)
     page.wait_text("4 devices · 4 free")

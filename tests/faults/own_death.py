@@ -16,7 +16,7 @@ from unit.mps.driving import full_queue
 from unit.mps.hostile import STRANGER
 
 DAY_S = 86_400
-_TAKEN_OVER = "adopted the running control daemon"
+_ADOPTED = "adopted the running control daemon"
 
 
 @fault(OURSELVES, "it is killed (SIGKILL) while a job runs")
@@ -24,14 +24,14 @@ def killed(scene: Scene) -> None:
     scene.serve().job()
     control = scene.control
     scene.strike(scene.daemon.kill)
-    _is_taken_over(scene, control)
+    _is_adopted(scene, control)
 
 
-def _is_taken_over(scene: Scene, control: int) -> None:
+def _is_adopted(scene: Scene, control: int) -> None:
     """The next daemon goes on with the same control daemon."""
     scene.serve()
     scene.serves_again(lambda: scene.control == control)
-    scene.saw(_TAKEN_OVER)
+    scene.saw(_ADOPTED)
 
 
 @fault(OURSELVES, "it is stopped (SIGSTOP), and systemd's watchdog kills it")
@@ -44,7 +44,7 @@ def stopped(scene: Scene) -> None:
     until(lambda: _is_silent(scene), "the end of its signs of life")
     # systemd sends SIGABRT first, which a stopped process does not heed.
     scene.strike(scene.daemon.kill, answers=False)
-    _is_taken_over(scene, control)
+    _is_adopted(scene, control)
 
 
 def _is_silent(scene: Scene) -> bool:
@@ -70,7 +70,7 @@ def every_step_with_a_job(scene: Scene) -> None:
 
 def _tell(scene: Scene, sweep: Sweep, at_least: int) -> None:
     """Note what the sweep found, which is nothing unless it has killed so often."""
-    scene.recovery, scene.words = sweep.recovery, scene.find(_TAKEN_OVER)
+    scene.recovery, scene.words = sweep.recovery, scene.find(_ADOPTED)
     assert sweep.kills >= at_least, sweep.kills
 
 
@@ -113,7 +113,7 @@ def while_it_starts_one(scene: Scene) -> None:
         os.kill(control, signal.SIGSTOP)
         scene.daemon.kill()
         scene.daemon.start()
-        scene.daemon.wait_log(f"{_TAKEN_OVER} (PID {control})")
+        scene.daemon.wait_log(f"{_ADOPTED} (PID {control})")
         os.kill(control, signal.SIGCONT)
         scene.daemon.wait_ready()
         scene.all_available()

@@ -172,7 +172,7 @@ class Scene(Closes):
         blow()
 
     def mend(self, remedy: Callable[[], object], what: str) -> None:
-        """Do what a human has to do, and measure anew from then on."""
+        """Do what a human has to do, and measure again from then on."""
         self.recovery += f"; after {what}: "
         self._struck_s = time.monotonic()
         remedy()

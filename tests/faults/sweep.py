@@ -69,7 +69,7 @@ class Sweep:
         self._finish()
 
     def with_a_job(self) -> None:
-        """Before each step of a reload that must wait for the job, and of the start that takes over then."""
+        """Before each step of a reload that must wait for the job, and of the start that adopts then."""
         self._begin()
         self._daemon.wait_ready()
         self._scene.all_available()
@@ -83,8 +83,8 @@ class Sweep:
             killed = self._wait_for_its_end() or killed
             self._next_daemon()
             assert self._scene.control == control
-            in_force = self._scene.domain["memory_limits"]
-            assert in_force == [4096], (
+            in_effect = self._scene.domain["memory_limits"]
+            assert in_effect == [4096], (
                 f"not what the job's server has, after step {step}\n{self._scene.trouble()}"
             )
             if not killed:
@@ -161,7 +161,7 @@ class Sweep:
         self.kills += 1
 
     def _next_daemon(self) -> None:
-        """It has to take over, or to start anew, and to have all budgets and events."""
+        """It has to adopt, or to start again, and to have all budgets and events."""
         struck_s = time.monotonic()
         self._begin()
         self._daemon.wait_ready()

@@ -45,4 +45,4 @@ def test_the_page_tells_what_was_seen(rows: list[Row]) -> None:
     if os.environ.get(table.WRITE_VARIABLE):
         table.write(rows)
     told = table.fixed(table.on_page())
-    assert told == table.fixed(table.render(rows)), f"write it anew with {table.WRITE_VARIABLE}=1"
+    assert told == table.fixed(table.render(rows)), f"rewrite it with {table.WRITE_VARIABLE}=1"

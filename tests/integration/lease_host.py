@@ -1,4 +1,4 @@
-"""Leases on a Daemon of daemon_host.py: taken over its socket, by `yunion-mps run`, and by other users."""
+"""Leases on a Daemon of daemon_host.py: through its socket, by `yunion-mps run` and by other users."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def test_where_the_configuration_asks_for_another_it_is_left_alone(
     assert daemon.run("--adopt", str(stranger.pid)) == 1
     assert why in daemon.log
     assert "Traceback" not in daemon.log
-    assert not (daemon.host.root / "run/yunion-mps/taken-over.json").exists()
+    assert not (daemon.host.root / "run/yunion-mps/adopted.json").exists()
     assert stranger.poll() is None
 
 

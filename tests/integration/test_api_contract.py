@@ -1,7 +1,7 @@
 """The running daemon keeps to the OpenAPI document that it serves, whatever it is asked.
 
 What changes the daemon is asked for as well: without a changed file a reload changes nothing, and no process
-is a client here. Only the program is not run anew at random, for that ends connections: it has its own test.
+is a client here. Only a re-exec is not asked for at random, because it ends connections: it has its own test.
 """
 
 from __future__ import annotations

@@ -145,7 +145,7 @@ def test_from_shared_to_mps_and_back_the_agent_sees_what_we_serve(
 def test_a_container_of_the_agent_finds_the_control_daemon_by_the_environment_it_is_given(
     node: SimHost, make_daemon: MakeDaemon
 ) -> None:
-    """It gets no limits from the agent: those of the control daemon are one device's, whoever it is."""
+    """It gets no limits from the agent: those of the control daemon are one device's, for every client."""
     _write(node, enabled=True, devices=SHARED.replace("NVIDIA_GPU_SHARE", "NVIDIA_MPS"))
     daemon = make_daemon(node).start().wait_ready()
     agent = Agent(node)

@@ -253,7 +253,7 @@ def test_what_nvidia_s_toolkit_made_comes_along_as_soon_as_it_is_there(
     gpu["containerEdits"]["deviceNodes"][0] = {"path": "/dev/nvidia0", "hostPath": "/dev/null"}  # type: ignore[index]
     (host.root / "run/cdi/nvidia.json").write_text(json.dumps(spec))
     reloads(ready_daemon)
-    eventually(lambda: "libcuda" in json.dumps(spec_of(host)), "that it is taken over")
+    eventually(lambda: "libcuda" in json.dumps(spec_of(host)), "that it is included")
     inside = "cat /usr/lib/libcuda.so.1; ls /dev/nvidia0; echo $THEIRS $YUNION_MPS_DEVICE"
     told = podman.good("run", "--rm", *mps(ADDRESSES[3]), IMAGE, "sh", "-c", inside)
     assert told.splitlines() == ["the driver's", "/dev/nvidia0", f"1 {ADDRESSES[3]}"]

@@ -39,7 +39,7 @@ def test_a_death_and_the_recovery_are_told_with_cause_and_consequence(ready_daem
     assert told[0]["consequence"] == "its devices are not served until it was started again"
 
 
-def test_whoever_waits_hears_of_the_next_event_at_once(ready_daemon: Daemon) -> None:
+def test_a_client_that_waits_hears_of_the_next_event_at_once(ready_daemon: Daemon) -> None:
     last = ready_daemon.get("/v1/events")[1]["last"]
     heard: list[dict[str, Any]] = []
     waiter = threading.Thread(target=lambda: heard.extend(events(ready_daemon, f"&after={last}&wait=60")))
@@ -83,7 +83,7 @@ def test_events_that_cannot_be_written_are_written_later_in_order(ready_daemon: 
     ]
 
 
-def test_a_socket_that_was_removed_is_made_anew(daemon: Daemon) -> None:
+def test_a_socket_that_was_removed_is_made_again(daemon: Daemon) -> None:
     daemon.start(WATCHDOG_USEC="200000").wait_ready()
     daemon.status()
     daemon.socket_path.unlink()

@@ -55,7 +55,7 @@ def test_systemd_is_told_in_words_while_the_control_daemon_is_gone(ready_daemon:
     assert ready_daemon.stop() == 0
 
 
-def test_after_a_kill_the_next_daemon_takes_over_and_puts_back_what_the_first_changed(daemon: Daemon) -> None:
+def test_after_a_kill_the_next_daemon_adopts_and_restores_what_the_first_changed(daemon: Daemon) -> None:
     daemon.start().wait_ready()
     control = daemon.control_pid()
     daemon.kill()

@@ -98,7 +98,7 @@ def wrap(daemon: Daemon, script: str) -> None:
     daemon.env["PATH"] = f"{folder}{os.pathsep}{daemon.env['PATH']}"
 
 
-def test_limits_that_are_not_in_force_are_never_ready(daemon: Daemon) -> None:
+def test_limits_that_are_not_in_effect_are_never_ready(daemon: Daemon) -> None:
     wrap(daemon, '[ "$1" = -f ] && exec $REAL -f; $REAL | sed "s/^5G$/4G/"')
     lines = refused(daemon, 1)
     assert lines[-2] == (
@@ -146,8 +146,8 @@ def test_a_control_daemon_of_somebody_else_is_reported_and_left_alone(
     who = f"a control daemon (PID {stranger.pid}, uid {os.getuid()}), not started by us"
     assert message == f"<3>{who}, already serves {pipe}"
     command = f"echo quit | CUDA_MPS_PIPE_DIRECTORY={pipe} {PROGRAM}"
-    take_over = f"or go on with it and its jobs: yunion-mps-daemon --adopt {stranger.pid}"
-    assert hint == f"<3>when its jobs are done, end it with: {command}; {take_over}"
+    adoption = f"or go on with it and its jobs: yunion-mps-daemon --adopt {stranger.pid}"
+    assert hint == f"<3>when its jobs are done, end it with: {command}; {adoption}"
     assert stranger.poll() is None
     assert daemon.control("get_default_active_thread_percentage") == ["77.0"]
     daemon.control("quit")
@@ -171,7 +171,7 @@ def test_a_survivor_with_limits_of_its_own_is_spared_and_looked_after_until_it_h
     assert daemon.host.gpus[0].compute_mode == "exclusive_process"
     (daemon.host.root / "wrapper" / PROGRAM).unlink()
     assert daemon.ask("POST", "/v1/reload")[0] == 200
-    eventually(lambda: daemon.status()["state"] == "ready", "the limits in force")
+    eventually(lambda: daemon.status()["state"] == "ready", "the limits in effect")
     assert daemon.control_pid() == control
     assert daemon.stop(signal.SIGTERM) == 0
     assert not is_running(control)

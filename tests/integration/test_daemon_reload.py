@@ -68,7 +68,7 @@ def test_the_difference_is_told_before_and_after(ready_daemon: Daemon) -> None:
     assert ready_daemon.get("/v1/plan") == (200, {"changes": [], "pending": []})
 
 
-def test_the_program_is_run_anew_and_keeps_its_control_daemon_and_its_socket(ready_daemon: Daemon) -> None:
+def test_a_reexec_keeps_the_control_daemon_and_the_socket(ready_daemon: Daemon) -> None:
     control, inode = ready_daemon.control_pid(), ready_daemon.socket_path.stat().st_ino
     started = ready_daemon.status()["started"]
     ready_daemon.messages.clear()
@@ -87,7 +87,7 @@ def test_the_program_is_run_anew_and_keeps_its_control_daemon_and_its_socket(rea
     assert not ready_daemon.socket_path.exists()
 
 
-def test_no_request_is_refused_while_the_program_is_run_anew(ready_daemon: Daemon) -> None:
+def test_no_request_is_refused_during_a_reexec(ready_daemon: Daemon) -> None:
     done = threading.Event()
     troubles: list[str] = []
     answered: list[int] = []
@@ -141,7 +141,7 @@ def test_jobs_live_through_a_new_program_and_a_pending_budget_stays_pending(at_w
     assert [(one["pid"], one["server"]) for one in clients] == [(client.pid, jobs.servers()[0])]
     assert post(daemon, "/v1/reload?now=true")[0] == 200
     assert client.says() == "server gone"
-    eventually(lambda: not daemon.status()["domains"][0]["pending"], "the new limits in force")
+    eventually(lambda: not daemon.status()["domains"][0]["pending"], "the new limits in effect")
     assert daemon.get("/v1/devices")[1]["isolated_devices"][0]["mps_memory_limit"] == 8192
     assert daemon.stop() == 0
 

@@ -168,11 +168,11 @@ def test_a_lease_is_given_back_to_the_next_daemon_where_its_own_is_away(
 ) -> None:
     lease = client.lease()
     ready_daemon.kill()
-    giver = threading.Thread(target=lease.release)
-    giver.start()
+    releaser = threading.Thread(target=lease.release)
+    releaser.start()
     eventually(lambda: said, "that it waits for the daemon")
     ready_daemon.start().wait_ready()
-    giver.join(PATIENCE_S)
+    releaser.join(PATIENCE_S)
     assert given(client) == []
 
 

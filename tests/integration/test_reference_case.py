@@ -107,7 +107,7 @@ def test_nvidia_smi_says_exclusive_process_while_it_runs_and_default_before_and_
 
 
 def test_the_real_control_daemon_answers_the_limits(ready_daemon: Daemon) -> None:
-    """5760 MiB are shown as 5G, for it cuts to whole G; that M and not G was set, the log tells."""
+    """5760 MiB are shown as 5G, cut to whole G; that M and not G was set, the log tells."""
     answer = ready_daemon.control(
         "get_default_device_pinned_mem_limit 0",
         "get_default_active_thread_percentage",

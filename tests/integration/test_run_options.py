@@ -103,7 +103,7 @@ def test_dry_run_and_print_env_say_the_same_and_take_nothing(divided: Daemon) ->
     assert divided.get("/v1/events?kind=lease")[1]["events"] == []
 
 
-def test_env_prints_a_device_s_environment_for_whoever_takes_it(divided: Daemon) -> None:
+def test_env_prints_a_device_s_environment_for_its_holder(divided: Daemon) -> None:
     host = divided.host
     expected = json.loads(host.run(["yunion-mps", "env", "00:06.0-1", "-o", "json"]).stdout)
     assert expected["YUNION_MPS_DEVICE"] == "00:06.0-1"

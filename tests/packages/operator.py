@@ -46,7 +46,7 @@ class Operator:
         self.machine.write(DEVICES, _GPU.format(number=number))
 
     def start(self) -> None:
-        """`systemctl enable --now`, which returns once the budgets are in force."""
+        """`systemctl enable --now`, which returns once the budgets are in effect."""
         self.machine.run("systemctl", "enable", "--now", UNIT)
 
     def begin_job(self, name: str, *, attached: bool = True) -> int:

@@ -89,7 +89,7 @@ def test_jobs_of_a_crashed_daemon_with_other_limits_keep_theirs(
     operator.end_job("theirs", job)
 
 
-def test_one_that_cannot_be_taken_over_is_asked_to_end_once_its_jobs_have(
+def test_one_that_cannot_be_adopted_is_asked_to_end_once_its_jobs_have(
     family: Family, operator: Operator, their: int, current: Packages
 ) -> None:
     machine = operator.machine

@@ -119,7 +119,7 @@ def test_a_device_is_the_container_s_alone_until_it_ends(operator: Operator, doc
     assert bound(operator)["container"] == "teacher"
     docker("rename", "teacher", "trainer")
     docker("restart", "--time", "0", "trainer")
-    assert bound(operator)["pid"] != lease["pid"], "it is taken anew at each start"
+    assert bound(operator)["pid"] != lease["pid"], "it is taken again at each start"
     docker("stop", "--time", "0", "trainer")
     nothing_is_taken(operator)
     docker.remove("trainer")

@@ -144,7 +144,7 @@ class TestLife:
             )
             assert opened.stderr.count("Read-only file system") == 2
 
-    def test_a_reload_with_good_files_changes_what_is_in_force(
+    def test_a_reload_with_good_files_changes_what_is_in_effect(
         self, operator: Operator, machine: Machine
     ) -> None:
         before = operator.control_daemon()

@@ -16,7 +16,7 @@ on_both = pytest.mark.parametrize("family", ["bookworm-deb", "trixie-rpm"], indi
 
 @on_both
 @pytest.mark.parametrize("number", ["4", '"many"'], ids=["right", "broken"])
-def test_removed_after_its_daemon_was_killed_it_puts_back_what_that_left(
+def test_removed_after_its_daemon_was_killed_it_restores_what_that_left(
     family: Family, operator: Operator, current: Packages, number: str
 ) -> None:
     """Also where its files are broken since, so that no daemon could start any more."""

@@ -117,7 +117,7 @@ class Host:
             made=$state/made-by-package before={self.root}/run/cloudpods library={self.root}/usr
             recorded=$state/directories running={self.root}/run/yunion-mps processes={self.root}/proc
             devices={self.root}/run/cdi programs={self.bin}
-            taken_over=$running/taken-over.json
+            adopted=$running/adopted.json
             . {SCRIPTLETS}/before.sh
             . {SCRIPTLETS}/purge.sh
             set -- nothing

@@ -29,7 +29,7 @@ def systemctl_and_ours(host: Host) -> list[str]:
 
 def test_where_cloudpods_daemon_was_enabled_and_ran_ours_is_and_does(cloudpods: Host) -> None:
     """Its control daemon goes on, and its own daemon gets no chance to tell it to end."""
-    note = cloudpods.root / "run/yunion-mps/taken-over.json"
+    note = cloudpods.root / "run/yunion-mps/adopted.json"
     take = f'mkdir -p {note.parent}; echo \'{{"pid": 5, "started_ticks": 77, "x": 0}}\' >{note}'
     cloudpods.program("yunion-mps-daemon", f'case "$1" in --adopt) {take} ;; esac')
     before = "R " + "0 " * 18

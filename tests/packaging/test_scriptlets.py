@@ -113,7 +113,7 @@ def yunion_mps(host: Host, **answers: str) -> None:
     host.program("yunion-mps", f'case "$*" in\n{cases}esac')
 
 
-def test_an_upgrade_runs_the_daemon_anew_in_its_process(host: Host) -> None:
+def test_an_upgrade_reexecutes_the_daemon_in_its_process(host: Host) -> None:
     host.program("systemctl", "")
     host.program("yunion-mps-daemon", "")
     yunion_mps(host, plan="Kind,Subject", daemon_reexec="The daemon was re-executed, with PID 7 as before")
@@ -149,7 +149,7 @@ def test_what_an_upgrade_changes_in_effect_is_shown_before(host: Host) -> None:
         host, plan="Nothing was changed; a reload would:\n| limit | 00:06.0 |", daemon_reexec="It runs"
     )
     said = host.good("go_on")
-    assert "brings this into force:" in said[0]
+    assert "applies this:" in said[0]
     assert said[1:] == ["| limit | 00:06.0 |", "yunion-mps-daemon: It runs"]
 
 
@@ -180,7 +180,7 @@ def test_if_the_new_version_refuses_the_files_the_old_daemon_goes_on(host: Host)
     assert host.calls()[1:] == ["yunion-mps-daemon --check"]
 
 
-def test_where_the_daemon_cannot_be_run_anew_no_job_is_ended_for_it(host: Host) -> None:
+def test_no_job_is_ended_if_the_daemon_cannot_reexecute(host: Host) -> None:
     host.program("systemctl", "")
     host.program("yunion-mps-daemon", "")
     host.program("yunion-mps", "echo 'yunion-mps: the state file is full' >&2; exit 1")

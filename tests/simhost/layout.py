@@ -105,7 +105,7 @@ class State(ctypes.Structure):
         ("nvml_version", ctypes.c_char * 80),
         ("cuda_version", ctypes.c_uint32),  # 1000 * major + 10 * minor
         ("gpu_count", ctypes.c_uint32),  # slots in use
-        ("failure_count", ctypes.c_uint32),  # rules in force; 0 keeps the calls off the lock
+        ("failure_count", ctypes.c_uint32),  # rules in effect; 0 keeps the calls off the lock
         ("last_failure_id", ctypes.c_uint32),
         ("event_count", ctypes.c_uint32),  # events ever; event n is in slot n % MAX_EVENTS
         ("failures", Failure * MAX_FAILURES),

@@ -84,7 +84,7 @@ class StandIns(Closes):
         return [int(entry) for entry in os.listdir("/proc") if entry.isdigit() and self._is_server(entry)]
 
     def close(self) -> None:
-        """End all clients and servers that are left; control daemons are whoever's started them."""
+        """End all clients and servers that are left; control daemons belong to what started them."""
         for client in self._clients:
             client.end()
         for pid in self.servers():

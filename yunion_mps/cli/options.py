@@ -45,7 +45,7 @@ def moment(text: str, now_s: float) -> int:
     for form in _FORMS:
         try:
             date = time.strptime(text.replace("T", " ", 1), form)
-            # -1: mktime(3) knows by the date whether summer time was in force.
+            # -1: mktime(3) knows by the date whether summer time applied.
             return min(max(0, int(time.mktime((*date[:8], -1)))), LATEST_S)
         except (ValueError, OverflowError):
             continue

@@ -30,7 +30,7 @@ def tune_malloc() -> None:
     """Have glibc return large pieces to the system when they are freed, and use one heap for all threads.
 
     Left to itself glibc raises the size from which it does so with each one that is freed, up to 32 MiB. A
-    libc without these settings goes without.
+    libc without these settings is left as it is.
     """
     import ctypes
 

@@ -2,7 +2,7 @@
 
 It is the control daemon's standard output, which it writes to for as long as it lives; so a log that has
 grown is emptied in place. Every connection costs it two lines, and every question four: those of ours would
-bury what matters, and are left out of what is kept.
+hide what matters, and are left out of what is kept.
 """
 
 from __future__ import annotations

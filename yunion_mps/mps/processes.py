@@ -232,7 +232,7 @@ def _order_of_server(started: int, environment: Mapping[str, str]) -> AdoptionOr
 
 def record_order(order: AdoptionOrder) -> None:
     """Make the process ours; raises HostError if that cannot be written."""
-    path = Paths.from_environment().taken_over
+    path = Paths.from_environment().adopted
     try:
         write_atomically(path, json.dumps(order._asdict()))
     except OSError as error:
@@ -275,7 +275,7 @@ def _records() -> list[MpsProcess]:
 
 def _read_order() -> AdoptionOrder | None:
     with contextlib.suppress(TypeError, KeyError):
-        fields = _read_record(Paths.from_environment().taken_over)
+        fields = _read_record(Paths.from_environment().adopted)
         return AdoptionOrder(**{**fields, "gpu_uuids": tuple(fields["gpu_uuids"])})
     return None
 

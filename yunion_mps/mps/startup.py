@@ -98,7 +98,7 @@ def find(plan: DomainPlan, ours: Sequence[MpsProcess] | None = None) -> RunningD
     one = next((one for one in here if peer and one.pid == peer.pid), here[0])
     order = adoption_order(one.pid)
     if order and not order.can_serve(plan):
-        what = f"the control daemon (PID {one.pid}) that was taken over in {place}"
+        what = f"the control daemon (PID {one.pid}) that was adopted in {place}"
         why = "numbers its GPUs in an order that is not certain, and their memory limits differ"
         raise HostError(f"{what} {why}", "give its GPUs equal limits, or end it when its jobs are done")
     if not set(one.gpu_uuids) & set(plan.gpu_uuids):

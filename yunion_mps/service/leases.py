@@ -63,7 +63,7 @@ class LeaseService:
     # -- from the daemon's start to its end
 
     def restore(self) -> None:
-        """Take over the leases of the daemon before, and end those whose holder has ended meanwhile.
+        """Continue the leases of the daemon before, and end those whose holder has ended meanwhile.
 
         Raises HostError if they cannot be read: nothing may be given away then.
         """

@@ -84,7 +84,7 @@ class DesiredState:
         self._fleet = fleet
         self.config: Config = preflight.config
         self.plan: Plan = preflight.plan
-        #: What is configured and the host goes without.
+        #: What is configured and left out.
         self.remarks = preflight.remarks
 
     def domains(self, plan: Plan | None = None) -> list[DomainPlan]:

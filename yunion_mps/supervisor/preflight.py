@@ -21,7 +21,7 @@ WITHOUT_IT = "the daemon goes on without it"
 class Preflight(NamedTuple):
     """The result. `nvml` is open if MPS is enabled and the driver answers; the caller closes it.
 
-    `remarks` say what is configured and the host goes without.
+    `remarks` say what is configured and left out.
     """
 
     config: Config

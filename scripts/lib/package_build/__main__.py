@@ -20,12 +20,12 @@ _LOCK = "requirements/package.lock"
 
 
 def main() -> None:
-    """Build, or write the lock file anew."""
+    """Build, or rewrite the lock file."""
     parser = argparse.ArgumentParser(prog="scripts/package", description=__doc__, allow_abbrev=False)
     parser.add_argument(
         "--output", metavar="DIRECTORY", default="dist", help="where to (default: %(default)s)"
     )
-    parser.add_argument("--lock", action="store_true", help=f"write {_LOCK} anew, after scripts/lock")
+    parser.add_argument("--lock", action="store_true", help=f"rewrite {_LOCK}, after scripts/lock")
     parser.add_argument("--cache", default=".cache/package", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.lock:

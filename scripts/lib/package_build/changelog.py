@@ -8,7 +8,7 @@ from email.utils import formatdate
 
 from package_build.source import Source
 
-#: There is no public mailbox: whoever publishes packages answers for them.
+#: There is no public mailbox: those who publish packages answer for them.
 MAINTAINER = "yunion-mps maintainers <yunion-mps@localhost>"
 #: Cloudpods' package of the same name counts its versions as Cloudpods does (3.11): this makes ours newer.
 EPOCH = 1

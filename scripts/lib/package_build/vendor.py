@@ -67,7 +67,7 @@ def bundled(lock: str, cache: str) -> list[Bundled]:
 
 
 def relock(runtime_lock: str, lock: str, cache: str) -> None:
-    """Write the lock file anew: of what runtime.lock allows, the one file of each that is bundled."""
+    """Rewrite the lock file: of what runtime.lock allows, the one file of each that is bundled."""
     for path in _files_by_hash(cache).values():
         os.unlink(path)
     download(runtime_lock, cache)

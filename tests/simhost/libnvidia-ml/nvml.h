@@ -37,7 +37,7 @@ extern unsigned int references; /* nvmlInit less nvmlShutdown */
 bool map_state(void);
 
 /*
- * The lock of all writers. Opening the file anew each time makes it exclude threads, forked children and Python in
+ * The lock of all writers. Opening the file again each time makes it exclude threads, forked children and Python in
  * this very process alike, and the kernel drops it when its holder dies. A host that is gone needs no lock.
  */
 int lock_state(void);

@@ -235,7 +235,7 @@ def test_a_reader_that_has_enough_is_noticed_without_an_event(happened: Cli) -> 
 
 
 def hurry(host: ServerHost) -> None:
-    """Have whoever waits for an event ask again."""
+    """Have the clients that wait for an event ask again."""
 
     async def work() -> None:
         host.server.pool.application.hurry()
@@ -265,7 +265,7 @@ def test_who_follows_goes_on_after_a_restart_and_misses_nothing(happened: Cli) -
 def test_follow_goes_on_when_the_event_log_was_started_again(happened: Cli) -> None:
     with short_root() as elsewhere, following(happened, "-o", "json", "--limit", "1") as process:
         assert json.loads(lines_of(process, 1)[0])["id"] == 4
-        happened.host.begin_record_anew(elsewhere)
+        happened.host.begin_new_record(elsewhere)
         happened.host.record(BACK)
         assert process.stderr is not None
         assert process.stderr.readline() == "yunion-mps: the event log was started again\n"

@@ -302,7 +302,7 @@ def test_nothing_is_asked_if_no_job_would_be_ended(own: Cli) -> None:
 LOOK = "see: journalctl -u yunion-mps-daemon"
 
 
-def run_anew(cli: Cli, between: Callable[[], Any] = lambda: None) -> Done:
+def reexec(cli: Cli, between: Callable[[], Any] = lambda: None) -> Done:
     """The command, while the server gives way to the next once it was told to."""
 
     def give_way() -> None:
@@ -319,7 +319,7 @@ def run_anew(cli: Cli, between: Callable[[], Any] = lambda: None) -> Done:
 
 
 def test_it_tells_how_long_it_took_once_the_next_program_answers(own: Cli) -> None:
-    code, out, err = run_anew(own)
+    code, out, err = reexec(own)
     assert (code, err) == (0, "")
     how = rf"with PID {os.getpid()} as before; it took \d+\.\d\d s\n"
     told = rf"The daemon \({__version__}\) was re-executed, {how}"
@@ -333,10 +333,10 @@ def test_a_new_program_that_would_not_start_is_reported(own: Cli) -> None:
 
 
 def test_an_old_program_that_had_to_go_on_is_reported(own: Cli) -> None:
-    event = Event("error", "daemon", "yunion-mps-daemon", "it cannot be run anew: no", "", "this one goes on")
+    event = Event("error", "daemon", "yunion-mps-daemon", "it cannot be executed: no", "", "this one goes on")
     own.host.record(event._replace(what="long ago"))
-    done = run_anew(own, lambda: own.host.record(event))
-    told = f"yunion-mps: it cannot be run anew: no\nyunion-mps: this one goes on; {LOOK}\n"
+    done = reexec(own, lambda: own.host.record(event))
+    told = f"yunion-mps: it cannot be executed: no\nyunion-mps: this one goes on; {LOOK}\n"
     assert done == (1, "", told)
 
 
@@ -346,4 +346,4 @@ def test_a_restarted_daemon_is_told_from_a_re_executed_one(own: Cli) -> None:
         own.host.snapshot = own.host.snapshot._replace(version=2)
 
     wrong = f"the daemon was restarted: its PID was {os.getpid()}, and is 1"
-    assert run_anew(own, restart) == (1, "", f"yunion-mps: {wrong}\nyunion-mps: {LOOK}\n")
+    assert reexec(own, restart) == (1, "", f"yunion-mps: {wrong}\nyunion-mps: {LOOK}\n")

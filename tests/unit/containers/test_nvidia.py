@@ -132,7 +132,7 @@ def test_what_cannot_be_understood_is_said(tmp_path: Path, text: str, why: str) 
     ],
 )
 def test_what_would_cost_us_our_own_devices_is_refused(tmp_path: Path, edits: str, why: str) -> None:
-    """Taken over, it makes a file that cannot be written, or that engines refuse as a whole."""
+    """Included, it makes a file that cannot be written, or that engines refuse as a whole."""
     common = f"kind: nvidia.com/gpu\ncontainerEdits: {{{edits}}}"
     with pytest.raises(ValueError, match=why):
         read(tmp_path, common)
@@ -160,7 +160,7 @@ def test_parts_and_fields_that_we_do_not_know_stay_behind(tmp_path: Path) -> Non
     assert read(tmp_path, said) == read(tmp_path, YAML)
 
 
-def test_all_that_the_format_has_is_taken_over(tmp_path: Path) -> None:
+def test_all_that_the_format_has_is_kept(tmp_path: Path) -> None:
     edits = {
         "env": ["A=b=c", "B="],
         "mounts": [{"hostPath": "/a", "containerPath": "/b", "type": "bind", "options": ["ro"]}],

@@ -133,7 +133,7 @@ def test_a_process_of_somebody_else_is_held_and_its_end_seen() -> None:
         process.close()
 
 
-def test_a_child_that_is_adopted_is_reaped_by_whoever_adopted_it(null: int) -> None:
+def test_a_child_that_is_adopted_is_reaped_by_its_new_parent(null: int) -> None:
     """As after a daemon has replaced its own code: its children are still its children."""
     started = start("exit 7", {}, null)
     process = Process.adopt(started.pid)

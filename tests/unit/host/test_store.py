@@ -101,7 +101,7 @@ def test_the_mode_from_before_our_first_change_is_kept(store: OpenStore) -> None
     assert opened.former_modes() == {"GPU-1": "Default", "GPU-2": "Prohibited"}
 
 
-def test_a_mode_that_was_restored_is_forgotten_and_can_be_noted_anew(store: OpenStore) -> None:
+def test_a_mode_that_was_restored_is_forgotten_and_can_be_noted_again(store: OpenStore) -> None:
     opened = store()
     opened.remember_modes({"GPU-1": "Default", "GPU-2": "Default"})
     opened.forget_mode("GPU-1")
@@ -164,7 +164,7 @@ def test_no_torn_file_loses_a_mode(paths: Paths, store: OpenStore) -> None:
         assert read_modes(paths) == noted, length
 
 
-def test_a_file_that_is_damaged_while_in_use_is_begun_anew(paths: Paths, store: OpenStore) -> None:
+def test_a_file_that_is_damaged_while_in_use_is_replaced(paths: Paths, store: OpenStore) -> None:
     opened = store()
     opened.remember_modes({"GPU-1": "Default"})
     opened.write(EVENT, [("one",)])
@@ -294,7 +294,7 @@ def test_a_file_that_cannot_be_written_any_more_is_an_error(paths: Paths, store:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts need root")
 def test_that_a_file_is_read_only_is_no_reason_to_move_it_away(paths: Paths, store: OpenStore) -> None:
-    """As on a file system that was mounted anew, read-only, after an error of its disk."""
+    """As on a file system that was remounted, read-only, after an error of its disk."""
     store().close()
     steps = 'mount --bind "$0" "$0" && mount -o remount,bind,ro "$0" && exec "$@" "$0"'
     command = ["unshare", "--mount", "sh", "-c", steps, paths.root, sys.executable, "-c", OPEN]

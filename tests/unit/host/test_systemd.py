@@ -74,9 +74,9 @@ def test_a_status_in_any_language_is_told_and_none_becomes_an_assignment(inbox: 
 
 def test_a_reload_is_told_with_the_time_by_the_clock_that_systemd_compares(inbox: socket.socket) -> None:
     before_us = time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000
-    Notifier().reloading("the program is run anew")
+    Notifier().reloading("the program is executed again")
     first, second, third = received(inbox)[0].split("\n")
-    assert (first, third) == ("RELOADING=1", "STATUS=the program is run anew")
+    assert (first, third) == ("RELOADING=1", "STATUS=the program is executed again")
     assert before_us <= int(second.partition("=")[2]) <= time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000
 
 

@@ -196,12 +196,12 @@ class FakeReloader(_ByHand, Reloader):
 
 
 class FakeClients(_ByHand, Clients):
-    """Clients given by hand; whoever is terminated is gone."""
+    """Clients given by hand; one that is terminated is gone."""
 
     def __init__(self) -> None:
         super().__init__()
         self.found = clients(CLIENT)
-        #: Why whoever is to be terminated is not.
+        #: Why the client that is to be terminated is not.
         self.refusal: YunionError | None = None
         self.ended = True
         self.how = "its MPS server let go of it; ended by SIGTERM"

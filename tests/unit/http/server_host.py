@@ -173,7 +173,7 @@ class ServerHost(Closes):
         self.store = self._stack.enter_context(contextlib.closing(Store(paths)))
         self.event_log = EventLog(lambda: self.store, paths.events_copy)
 
-    def begin_record_anew(self, paths: Paths) -> None:
+    def begin_new_record(self, paths: Paths) -> None:
         """Keep events there from now on, as a daemon does that finds none of those before."""
         waiting = self.event_log.waiting
         self._use(paths)

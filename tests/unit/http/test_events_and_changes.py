@@ -92,7 +92,7 @@ def test_a_request_beyond_the_last_event_does_not_wait(
 
 
 def test_many_that_wait_cost_others_nothing(serve: Serve) -> None:
-    """They have no deadline of ours, and whoever comes is served while they wait."""
+    """They have no deadline of ours, and others are served while they wait."""
     host = serve(request_timeout_s=1.0, idle_timeout_s=1.0)
     clients = waiting(host, 200)
     with host.connect() as idle:

@@ -110,9 +110,9 @@ def test_without_its_name_it_listens_again_and_drops_no_connection(host: ServerH
 
 
 @pytest.mark.parametrize("turns", range(6))
-@pytest.mark.parametrize("begins_anew", [False, True])
+@pytest.mark.parametrize("reopens", [False, True])
 def test_a_client_that_is_being_accepted_at_the_end_is_not_left_waiting(
-    host: ServerHost, turns: int, begins_anew: bool
+    host: ServerHost, turns: int, reopens: bool
 ) -> None:
     """To accept takes asyncio some turns, and it forgets in silence whom it has not accepted by the end."""
     clients = []
@@ -121,7 +121,7 @@ def test_a_client_that_is_being_accepted_at_the_end_is_not_left_waiting(
         clients.append(host.connect().send(request("/v1/gpus")))
         for _ in range(turns):
             await asyncio.sleep(0)
-        await (host.server.reopen(host.listener) if begins_anew else host.server.close())
+        await (host.server.reopen(host.listener) if reopens else host.server.close())
 
     host.call(connect_and_end())
     answer = clients[0].answer()

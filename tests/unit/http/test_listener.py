@@ -43,7 +43,7 @@ def test_the_socket_belongs_to_root_and_the_group_alone(paths: Paths) -> None:
 
 
 def test_the_socket_is_never_open_to_more_than_it_is_at_last(paths: Paths) -> None:
-    """Whatever the umask of whoever starts the daemon, which is as before afterwards."""
+    """Whatever the umask that the daemon is started with, which is as before afterwards."""
     before = os.umask(0)
     try:
         with listen(paths):

@@ -1,4 +1,4 @@
-"""Requests sent all at once are answered one a turn: whoever sends many keeps nobody waiting."""
+"""Requests sent all at once are answered one a turn: a client that sends many delays no other."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from unit.http.conftest import Serve
 from unit.http.server_host import PATIENCE_S, ServerHost, eventually, request
 
 COUNT = 1500
-#: Each is worked out anew; without a body, so that no answer waits to be read.
+#: Each is worked out separately; without a body, so that no answer waits to be read.
 QUESTIONS = b"".join(request(f"/v1/devices?limit=1&offset={n}", "HEAD") for n in range(COUNT))
 
 

@@ -96,7 +96,7 @@ def test_a_compute_mode_that_cannot_be_set_is_an_error(open_host: OpenHost, erro
 
 
 @needs_root
-def test_a_compute_mode_that_is_not_in_force_afterwards_is_an_error(open_host: OpenHost) -> None:
+def test_a_compute_mode_that_does_not_read_back_is_an_error(open_host: OpenHost) -> None:
     host = open_host()
     gpu, uuid = host.sim.gpus[0], host.sim.gpus[0].uuid
     host.sim.fail(

@@ -23,7 +23,7 @@ def written(value: Any) -> str:
     return "not set" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
-class Told(NamedTuple):
+class Example(NamedTuple):
     """What the example says of a key."""
 
     about: str
@@ -33,11 +33,11 @@ class Told(NamedTuple):
     value: str
 
 
-def told(directory: Path) -> dict[str, Told]:
+def told(directory: Path) -> dict[str, Example]:
     pattern = r"((?:^# .*\n)+)^# Type: (.+)\. Default: (.+)\.\n(#?)(\w+): (.*)\n"
     text = (directory / "etc/yunion/host.conf").read_text()
     return {
-        name: Told(" ".join(about.replace("# ", "").split()), kind, default, not hidden, value)
+        name: Example(" ".join(about.replace("# ", "").split()), kind, default, not hidden, value)
         for about, kind, default, hidden, name, value in re.findall(pattern, text, re.MULTILINE)
     }
 

@@ -86,9 +86,9 @@ def test_a_gpu_is_usable_by_its_own_health_not_its_control_daemons() -> None:
     down = facts(snapshot(P40, state="backoff"))
     assert value(down, "yunion_mps_gpu_state", gpu="00:06.0", state="unavailable") == 1
     assert value(down, "yunion_mps_gpu_usable", gpu="00:06.0") == 1
-    ill = facts(snapshot(P40, IN_MIG_MODE))
-    assert value(ill, "yunion_mps_gpu_usable", gpu="81:00.0") == 0
-    assert value(ill, "yunion_mps_gpu_usable", gpu="00:06.0") == 1
+    faulty = facts(snapshot(P40, IN_MIG_MODE))
+    assert value(faulty, "yunion_mps_gpu_usable", gpu="81:00.0") == 0
+    assert value(faulty, "yunion_mps_gpu_usable", gpu="00:06.0") == 1
 
 
 def test_an_unused_device_has_a_use_of_0() -> None:

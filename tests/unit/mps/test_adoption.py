@@ -160,9 +160,9 @@ def test_another_programs_control_daemon_is_refused_and_left_alone(
     pipe = plan.pipe_directory
     assert error.message == who(plan, stranger.pid)
     command = f"echo quit | CUDA_MPS_PIPE_DIRECTORY={pipe} {PROGRAM}"
-    take_over = f"; or go on with it and its jobs: yunion-mps-daemon --adopt {stranger.pid}"
+    adoption = f"; or go on with it and its jobs: yunion-mps-daemon --adopt {stranger.pid}"
     assert error.hint == f"when its jobs are done, end it with: {command}" + (
-        take_over if who is strangers else ""
+        adoption if who is strangers else ""
     )
     assert run.turn(60).states == [STOPPED, FAILED], "it is no event that it fails again as before"
     assert run.domain.since_s == run.clock.now_s

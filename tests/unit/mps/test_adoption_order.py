@@ -21,7 +21,7 @@ from .driving import Jobs, converse, running_here
 
 ONE, TWO = "GPU-00000000-0000-0000-0000-000000000000", "GPU-00000000-0000-0000-0000-000000000001"
 OTHER_GPU = "GPU-11111111-0000-0000-0000-000000000000"
-TakeOver = Callable[[DomainPlan, Process], None]
+Adopt = Callable[[DomainPlan, Process], None]
 
 
 def theirs(plan: DomainPlan, **more: str) -> dict[str, str]:
@@ -32,7 +32,7 @@ def theirs(plan: DomainPlan, **more: str) -> dict[str, str]:
 
 
 @pytest.fixture
-def take_over(place: Path, monkeypatch: pytest.MonkeyPatch) -> TakeOver:
+def adopt(place: Path, monkeypatch: pytest.MonkeyPatch) -> Adopt:
     """Do what `yunion-mps-daemon --adopt` does with the process, on a host with just the plan's GPUs."""
 
     def take(plan: DomainPlan, process: Process) -> None:
@@ -42,11 +42,11 @@ def take_over(place: Path, monkeypatch: pytest.MonkeyPatch) -> TakeOver:
 
 
 def test_an_adopted_one_goes_on_with_its_pid_and_our_limits(
-    run_domain: RunDomain, plan: DomainPlan, start_control: StartControl, program: str, take_over: TakeOver
+    run_domain: RunDomain, plan: DomainPlan, start_control: StartControl, program: str, adopt: Adopt
 ) -> None:
     stranger = start_control(plan, theirs(plan))
     assert running_here(plan) == []
-    take_over(plan, stranger)
+    adopt(plan, stranger)
     run = run_domain().start().until(READY)
     assert run.pid == stranger.pid
     assert run.pending == ""
@@ -62,12 +62,12 @@ def test_an_adopted_one_goes_on_with_its_pid_and_our_limits(
 
 
 def test_its_server_keeps_what_it_has_and_the_next_one_gets_ours(
-    run_domain: RunDomain, plan: DomainPlan, start_control: StartControl, take_over: TakeOver, jobs: Jobs
+    run_domain: RunDomain, plan: DomainPlan, start_control: StartControl, adopt: Adopt, jobs: Jobs
 ) -> None:
     environment = theirs(plan, PATH=f"{jobs.stand_ins.folder}:{os.environ['PATH']}")
     stranger = start_control(plan, environment)
     job = jobs.begin()
-    take_over(plan, stranger)
+    adopt(plan, stranger)
     run = run_domain(its_program=jobs.program).start().until(READY)
     assert run.pid == stranger.pid
     (server,) = run.domain.server_pids()
@@ -81,7 +81,7 @@ def test_its_server_keeps_what_it_has_and_the_next_one_gets_ours(
 
 
 def test_servers_that_outlive_an_adopted_one_are_ours_too(
-    plan: DomainPlan, start_control: StartControl, take_over: TakeOver, jobs: Jobs
+    plan: DomainPlan, start_control: StartControl, adopt: Adopt, jobs: Jobs
 ) -> None:
     environment = theirs(plan, PATH=f"{jobs.stand_ins.folder}:{os.environ['PATH']}")
     stranger = start_control(plan, environment)
@@ -100,10 +100,10 @@ def test_servers_that_outlive_an_adopted_one_are_ours_too(
 
 
 def test_what_was_written_down_holds_for_that_process_alone(
-    plan: DomainPlan, start_control: StartControl, take_over: TakeOver, program: str
+    plan: DomainPlan, start_control: StartControl, adopt: Adopt, program: str
 ) -> None:
     stranger = start_control(plan, theirs(plan))
-    take_over(plan, stranger)
+    adopt(plan, stranger)
     noted = adoption_order(stranger.pid)
     assert noted is not None
     record_order(
@@ -118,8 +118,8 @@ def test_what_was_written_down_holds_for_that_process_alone(
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"pid": 1}'])
-def test_a_note_that_is_torn_is_none(place: Path, take_over: TakeOver, text: str) -> None:
-    file = place / "root/run/yunion-mps/taken-over.json"
+def test_a_note_that_is_torn_is_none(place: Path, adopt: Adopt, text: str) -> None:
+    file = place / "root/run/yunion-mps/adopted.json"
     file.parent.mkdir(parents=True)
     file.write_text(text)
     assert adoption_order(os.getpid()) is None
@@ -170,10 +170,10 @@ def test_one_for_all_users_is_not_made_of_one_that_is_not(plan: DomainPlan) -> N
 
 
 def test_an_uncertain_order_refuses_unequal_limits_later_too(
-    make_plan: MakePlan, start_control: StartControl, take_over: TakeOver
+    make_plan: MakePlan, start_control: StartControl, adopt: Adopt
 ) -> None:
     stranger = start_control(make_plan((5760, 5760)), theirs(make_plan((5760, 5760))))
-    take_over(make_plan((5760, 5760)), stranger)
+    adopt(make_plan((5760, 5760)), stranger)
     found = find(make_plan((1024, 1024)))
     assert found is not None
     found.process.close()

@@ -91,7 +91,7 @@ def test_of_an_environment_only_what_makes_sense_is_kept_and_for_no_longer_than_
     assert len(devices._named) == 1
 
 
-def test_an_environment_is_read_once_and_that_of_another_process_with_its_number_anew(start: Start) -> None:
+def test_an_environment_is_read_once_for_each_process_even_if_a_pid_returns(start: Start) -> None:
     devices, started = process_devices(Ledger()), start("00:00.0-1")
     (one,) = started.items()
     devices._named[one] = "00:00.0-2"  # what was read, were it not read again

@@ -24,7 +24,7 @@ DEVICES = ["00:00.0-2", "00:00.0-0", "00:00.0-1"]
 MIB, PARTS = 700, [300, 300, 100]
 
 
-class Told(NamedTuple):
+class Use(NamedTuple):
     """What the last hour and the metrics have of one look, in MiB by address."""
 
     hour: dict[str, int]
@@ -32,7 +32,7 @@ class Told(NamedTuple):
 
 
 @pytest.fixture(params=["named by its environment", "by its lease alone"])
-def told(request: pytest.FixtureRequest) -> Iterator[Told]:
+def told(request: pytest.FixtureRequest) -> Iterator[Use]:
     """Of a job with several devices of one GPU, and of a process that is no job."""
     job = Job(",".join(DEVICES) if request.param.startswith("named") else "")
     holder = HOLDER._replace(pid=job.pid)
@@ -46,19 +46,19 @@ def told(request: pytest.FixtureRequest) -> Iterator[Told]:
     answer = usage.last_hour(6000, 0.0, None, devices=True)
     known = devices.known()
     seen = Observation(6000.0, (), processes, {"GPU-0": {job.pid}}, devices.of(job.started, known))
-    yield Told(
+    yield Use(
         {one["addr"]: one["memory_used"][-1] or 0 for one in [*answer["gpus"], *answer["devices"]]},
         {name: used.mib for name, used in use_of(seen, known.budgets).devices.items()},
     )
     job.end()
 
 
-def test_the_hour_and_the_metric_agree_on_a_client_with_several_devices_of_a_gpu(told: Told) -> None:
+def test_the_hour_and_the_metric_agree_on_a_client_with_several_devices_of_a_gpu(told: Use) -> None:
     by_device = {name: mib for name, mib in told.hour.items() if name != GPU.address}
     assert by_device == told.metric == dict(zip(DEVICES, PARTS))
 
 
-def test_only_jobs_count(told: Told) -> None:
+def test_only_jobs_count(told: Use) -> None:
     assert told.hour[GPU.address] == MIB
 
 

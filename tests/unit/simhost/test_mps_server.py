@@ -137,7 +137,7 @@ def test_clients_are_in_each_list(control: ControlDaemon) -> None:
     assert control.ask("get_device_client_list")[1:] == [f"{clients[0].pid}.1", f"{clients[1].pid}.2"]
 
 
-def test_server_takes_over_the_defaults_and_keeps_them(control: ControlDaemon) -> None:
+def test_server_copies_the_defaults_and_keeps_them(control: ControlDaemon) -> None:
     control.ask("set_default_active_thread_percentage 25")
     control.ask("set_default_device_pinned_mem_limit 0 5G")
     control.attach()

@@ -1,4 +1,4 @@
-"""Compute modes: set where we serve, and restored to what each was, whoever ended without doing so."""
+"""Compute modes: set where we serve, and restored to what each was, also after a daemon that died."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Unequal devices and pools, from the files to what is in force on NVIDIA's real control daemon."""
+"""Unequal devices and pools, from the files to what is in effect on NVIDIA's real control daemon."""
 
 from __future__ import annotations
 

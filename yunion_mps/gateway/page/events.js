@@ -13,7 +13,7 @@ export class Events {
     this.list = new Keyed(byId("list"), makeEvent, () => {});
   }
 
-  /** All of them anew. */
+  /** All of them, from the first. */
   begin({ events, last }) {
     this.events = events;
     this.last = last;

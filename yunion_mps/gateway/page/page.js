@@ -16,7 +16,7 @@ const LONGEST_PAUSE_MS = 8000;
 const EVENTS_WAIT_S = 20;
 /** With more devices, their hours are asked for GPU by GPU, and only of those that rows are shown of. */
 const MOST_HOURS = 512;
-/** Where the filter is kept while the page is loaded anew. */
+/** Where the filter is kept while the page is reloaded. */
 const KEPT = "yunion-mps filter";
 const SIGNS = { ready: "✓", degraded: "!", failed: "✕", disabled: "–", "no answer": "✕" };
 
@@ -69,7 +69,7 @@ async function look() {
     takenMs = Date.now();
     setNow(picture.taken);
     askedMs = performance.now() - beganMs;
-    if (picture.page !== (files ||= picture.page)) return loadAnew();
+    if (picture.page !== (files ||= picture.page)) return reload();
     back();
     if ("state" in picture) {
       shown = picture;
@@ -83,7 +83,7 @@ async function look() {
 }
 
 /** After an upgrade: these files may not know what is told now. */
-function loadAnew() {
+function reload() {
   sessionStorage.setItem(KEPT, who.filter.value);
   location.reload();
   return LONGEST_REST_MS;
@@ -246,7 +246,7 @@ async function follow() {
       }
       const told = await get(`v1/events?after=${last}&wait=${EVENTS_WAIT_S}`, (EVENTS_WAIT_S + 15) * 1000);
       pauseMs = 500;
-      if (told.last < last) last = null; // the record was begun anew
+      if (told.last < last) last = null; // the record was started again
       else if (told.events.length) {
         last = told.last;
         events.add(told);

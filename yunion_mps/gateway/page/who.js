@@ -4,7 +4,7 @@ import { Chart, Series } from "./chart.js";
 import { attribute, byId, className, hide, Keyed, make, text } from "./dom.js";
 import { ago, clock, memory } from "./words.js";
 
-/** So many rows are shown at first, and more with each wish for more. */
+/** So many rows are shown at first, and more with each request for more. */
 const STEP = 200;
 const WRONG = new Set(["over budget", "past MPS", "no device"]);
 
@@ -100,8 +100,8 @@ export class Who {
 }
 
 function searched(part) {
-  const people = part.processes.flatMap((one) => [one.user, one.command, one.pid]);
-  return [part.gpu, ...part.devices, part.user, part.command, part.name, part.container, part.lease, part.state, ...people]
+  const jobs = part.processes.flatMap((one) => [one.user, one.command, one.pid]);
+  return [part.gpu, ...part.devices, part.user, part.command, part.name, part.container, part.lease, part.state, ...jobs]
     .filter(Boolean).join(" ").toLowerCase();
 }
 
