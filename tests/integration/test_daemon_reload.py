@@ -29,7 +29,7 @@ def total(daemon: Daemon) -> int:
     return found
 
 
-def test_sighup_brings_the_new_files_into_force(ready_daemon: Daemon) -> None:
+def test_sighup_brings_the_new_files_into_effect(ready_daemon: Daemon) -> None:
     control = ready_daemon.control_pid()
     ready_daemon.host.divide(2)
     ready_daemon.signal(signal.SIGHUP)

@@ -55,7 +55,7 @@ def test_a_request_that_comes_in_pieces_is_answered_like_a_whole_one(host: Serve
 
 
 @pytest.mark.parametrize("headers", [("1.1", "Connection: close"), ("1.0",)], ids=["close", "HTTP/1.0"])
-def test_a_connection_is_closed_at_its_clients_wish(host: ServerHost, headers: tuple[str, ...]) -> None:
+def test_a_connection_is_closed_if_its_client_asks_for_it(host: ServerHost, headers: tuple[str, ...]) -> None:
     version, *more = headers
     with host.connect() as client:
         answer = client.send(request("/v1/gpus", "GET", *more, version=version)).answer()

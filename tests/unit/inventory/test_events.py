@@ -79,7 +79,7 @@ def test_a_driver_that_fails_is_told_as_something_to_look_at(open_host: OpenHost
         (9999, False, "see NVIDIA's catalogue of XIDs, and: dmesg | grep -i xid"),
     ],
 )
-def test_an_xid_means_that_a_gpu_is_ill_or_only_a_job(xid: int, fatal: bool, words: str) -> None:
+def test_an_xid_means_a_fault_of_the_gpu_or_only_of_a_job(xid: int, fatal: bool, words: str) -> None:
     assert xid_meaning(xid) == (fatal, words)
 
 

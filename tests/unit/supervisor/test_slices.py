@@ -64,9 +64,7 @@ def test_a_gpu_that_is_lost_for_now_keeps_its_slices_or_its_pool() -> None:
         assert with_recorded(known, PLAN) == PLAN
 
 
-def test_slices_come_into_force_with_the_largest_as_the_limit(
-    make_host: MakeHost, supervise: Supervise
-) -> None:
+def test_slices_take_effect_with_the_largest_as_the_limit(make_host: MakeHost, supervise: Supervise) -> None:
     host = make_host(V100)
     host.divide(4)
     made = supervise(host).start()
