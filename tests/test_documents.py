@@ -1,0 +1,116 @@
+"""What is written in several places is the same in all of them, and documents name what is there."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+from yunion_mps.config import KEYS
+from yunion_mps.http.operations import OPERATIONS
+from yunion_mps.service.queries import EVENT_KINDS, SEVERITIES
+from yunion_mps.supervisor import changes
+from yunion_mps.supervisor.changes import PLANNED_KEYS
+
+from unit.builders import config, gpu, inventory, planned
+
+CHECKOUT = Path(__file__).resolve().parent.parent
+PACKAGE = CHECKOUT / "yunion_mps"
+PAGES = [*CHECKOUT.glob("*.md"), *sorted(CHECKOUT.glob("docs/**/*.md"))]
+ARCHITECTURE = (CHECKOUT / "docs/architecture.md").read_text()
+
+#: Another value of each key whose change shows in the plan.
+OTHERS = {
+    "cuda_mps_pipe_directory": "/tmp/nvidia-mps/other",
+    "cuda_mps_pipe_group": "video",
+    "cuda_mps_log_directory": "/tmp/nvidia-mps/other",
+    "cuda_mps_replicas": 5,
+    "cuda_mps_compute_mode": "keep",
+    "cuda_mps_scope": "gpu",
+    "cuda_mps_thread_percentage": "none",
+    "cuda_mps_combine": 2,
+    "cuda_mps_multiuser": True,
+}
+#: These say whether there is a plan, and which file the entries are in.
+OF_ALL = {"enable_cuda_mps", "container_device_config_file"}
+
+
+def test_the_reload_shows_a_change_of_each_key_as_a_setting_or_in_the_plan() -> None:
+    assert set(OTHERS) | OF_ALL == PLANNED_KEYS
+    for key in sorted(set(KEYS) - PLANNED_KEYS):
+        shown = changes._setting_changes(config(), config(**{key: "another"}))
+        assert [(one.kind, one.subject, one.after) for one in shown] == [("setting", key, "another")]
+
+
+@pytest.mark.parametrize("key", OTHERS)
+def test_another_value_of_a_planned_key_gives_another_plan(key: str) -> None:
+    found = inventory(gpu(1), gpu(2))
+    assert planned(config(**{key: OTHERS[key]}), found) != planned(config(), found)
+
+
+def test_each_operation_has_its_row_in_the_documentation() -> None:
+    page = (CHECKOUT / "docs/api.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \| `(\w+) (\S+)` \| .+ \| (\w+) \|$", page, re.MULTILINE)
+    assert rows == [(one.name, one.method, one.path, one.who) for one in OPERATIONS]
+
+
+def test_only_listed_kinds_and_severities_of_events_are_recorded() -> None:
+    said: dict[int, set[str]] = {0: set(), 1: set()}
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Event":
+                for place, argument in enumerate(node.args[:2]):
+                    if isinstance(argument, ast.Constant):
+                        said[place].add(str(argument.value))
+    assert said[0] <= set(SEVERITIES)
+    assert said[1] == set(EVENT_KINDS)
+
+
+def _is_there(name: str) -> bool:
+    """Whether it is a module or a package of ours, or a module of one that is named before it."""
+    return (PACKAGE / f"{name}.py").is_file() or (PACKAGE / name).is_dir()
+
+
+def test_the_architecture_names_all_packages_and_only_those() -> None:
+    table = ARCHITECTURE.partition("## Packages")[2].partition("## Start")[0]
+    named = {
+        name
+        for row in re.findall(r"^\| (.*?) \|", table, re.MULTILINE)
+        for name in re.findall(r"`([\w/]+?)/?`", row)
+    }
+    there = {
+        path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").is_file()
+    }
+    assert named == there - {"__init__"}
+    for row in table.splitlines():
+        packages = re.findall(r"`(\w+)/`", row.partition(" | ")[0])
+        for name in re.findall(r"`([\w/]+?)/?`", row.partition(" | ")[2]) if packages else ():
+            assert any(_is_there(f"{package}/{name}") for package in packages) or _is_there(name), name
+
+
+def test_the_diagrams_name_modules_and_functions_that_exist() -> None:
+    source = "\n".join(path.read_text() for path in PACKAGE.rglob("*.py"))
+    defined = set(re.findall(r"^\s*(?:async )?(?:def|class) (\w+)", source, re.MULTILINE))
+    diagrams = re.findall(r"```mermaid\n(.*?)```", ARCHITECTURE, re.DOTALL)
+    assert len(diagrams) == 4
+    for diagram in diagrams:
+        functions = set(re.findall(r"(\w+)\(\)", diagram))
+        assert functions
+        assert functions <= defined, functions - defined
+        for module in re.findall(r"\b([a-z]+/[a-z_]+)\b", diagram.replace("POST /v1/leases", "")):
+            assert _is_there(module), module
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(CHECKOUT)))
+def test_links_between_documents_lead_to_files(page: Path) -> None:
+    for link in re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", page.read_text()):
+        assert (page.parent / link).exists(), link
+
+
+def test_the_guide_to_contributing_names_files_that_exist() -> None:
+    text = (CHECKOUT / "CONTRIBUTING.md").read_text().partition("## Where to add what")[2]
+    named = re.findall(r"`([\w/.]+\.(?:py|md|yml|json|conf)|[\w]+/[\w/]+)`", text)
+    assert len(named) > 15
+    for name in named:
+        assert (PACKAGE / name).exists() or (CHECKOUT / name).exists(), name
