@@ -63,7 +63,7 @@ WHOLE = [
         ("-", []),
         ("ruff check*", ["Style"]),
         ("mypy *", ["Types"]),
-        ("lint-imports *", ["Rooms"]),
+        ("lint-imports *", ["Layers"]),
         ("coverage run *", ["Tests, one at a time", "Tests, side by side"]),
         ("coverage report*", ["Coverage"]),
         ("test-packages *", ["Packages"]),
