@@ -97,6 +97,7 @@ def test_the_diagrams_name_modules_and_functions_that_exist() -> None:
     diagrams = re.findall(r"```mermaid\n(.*?)```", ARCHITECTURE, re.DOTALL)
     assert len(diagrams) == 4
     for diagram in diagrams:
+        assert ";" not in diagram  # which ends a statement of mermaid
         functions = set(re.findall(r"(\w+)\(\)", diagram))
         assert functions
         assert functions <= defined, functions - defined
