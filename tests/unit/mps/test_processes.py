@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from yunion_mps.host.proc import uid_of
+from yunion_mps.host.proc import program_name, uid_of
 from yunion_mps.models import DomainPlan
 from yunion_mps.mps.conversation import peer_of
 from yunion_mps.mps.processes import MARK, PROGRAM, SERVER, control_environment, our_processes, record
@@ -167,6 +167,24 @@ def test_a_user_s_process_that_forbids_its_dump_is_still_that_user_s(plan: Domai
         assert uid_of(process.pid) == STRANGER
         assert running_here(plan) == []
         process.communicate()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a process of another user")
+@pytest.mark.parametrize("name", [PROGRAM, SERVER])
+def test_a_set_user_id_program_started_by_a_user_is_not_ours(
+    plan: DomainPlan, place: Path, name: str
+) -> None:
+    """It runs as root, but with the environment that the user chose."""
+    program = place / "bin" / name
+    program.parent.mkdir()
+    program.write_bytes(Path("/bin/sleep").read_bytes())
+    program.chmod(0o4755)
+    environment = control_environment(plan)
+    with subprocess.Popen([program, "300"], env=environment, user=STRANGER, group=STRANGER) as process:
+        wait_for(lambda: program_name(process.pid) == name)
+        assert uid_of(process.pid) == 0
+        assert our_processes() == []
+        process.kill()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a process of another user")
