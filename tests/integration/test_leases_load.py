@@ -179,7 +179,9 @@ def test_the_next_daemon_serves_the_queue_in_its_order(ready_daemon: Daemon, how
         waiting.append(host.popen(["yunion-mps", "run", "--wait", "--", "cat"], stdin=-1, stderr=-1))
         wait_until_wait(ready_daemon, len(waiting))
     if how == "re-exec":
+        ready_daemon.messages.clear()
         assert ready_daemon.ask("POST", "/v1/reexec")[0] == 200
+        ready_daemon.wait_message("READY=1")
     else:
         ready_daemon.signal(signal.SIGKILL if how == "kill" else signal.SIGTERM)
         ready_daemon.wait()
