@@ -22,9 +22,9 @@ from yunion_mps.doctor.cuda_client import (
     MPS_ENABLED,
     MULTIPROCESSOR_COUNT,
     WORK,
+    CudaDriver,
     CudaError,
-    Driver,
-    Gpu,
+    CudaGpu,
 )
 
 from gpu_check.processes import die_with_parent
@@ -53,7 +53,7 @@ _FAULT = """
 """
 
 
-class TimedDriver(Driver):
+class TimedDriver(CudaDriver):
     """Remembers how long the calls of a start took; raises CudaError."""
 
     def __init__(self, path: str) -> None:
@@ -68,7 +68,7 @@ class TimedDriver(Driver):
             self.seconds[name] = round(time.monotonic() - start_s, 4)
 
 
-class CheckedGpu(Gpu):
+class CheckedGpu(CudaGpu):
     """The GPU with all that the steps ask about it."""
 
     def __init__(self, driver: TimedDriver, ordinal: int) -> None:

@@ -9,16 +9,16 @@ from yunion_mps.paths import Paths
 
 if TYPE_CHECKING:
     from yunion_mps.answers import Device
-    from yunion_mps.http.client import Client
+    from yunion_mps.http.client import DaemonClient
 
 T = TypeVar("T")
 
 
-def daemon() -> Client:
+def daemon() -> DaemonClient:
     """The daemon of this host. Its client is imported only to ask: `--help` does not pay for it."""
-    from yunion_mps.http.client import Client
+    from yunion_mps.http.client import DaemonClient
 
-    return Client(Paths.from_environment())
+    return DaemonClient(Paths.from_environment())
 
 
 def call(

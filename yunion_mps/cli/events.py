@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from yunion_mps.cli.daemon import call
-from yunion_mps.cli.options import Moment
+from yunion_mps.cli.options import PointInTime
 from yunion_mps.cli.output import as_json, csv_rows, date_and_time, output_option, say, show, wrapped
 from yunion_mps.client import Client
 from yunion_mps.http.operations import EVENT_KINDS, GET_EVENTS, MOST_EVENTS
@@ -28,7 +28,7 @@ _INDENT, _NARROWEST = 8, 40
 
 @click.command("events", short_help="Show what happened, and why.")
 @click.option("-f", "--follow", is_flag=True, help="Go on, with what happens from now on.")
-@click.option("--since", type=Moment(), metavar="TIME", help="Only from then on: 10m, 2h, yesterday.")
+@click.option("--since", type=PointInTime(), metavar="TIME", help="Only from then on: 10m, 2h, yesterday.")
 @click.option(
     "--kind", type=click.Choice(EVENT_KINDS), metavar="KIND", help=f"Only these: {', '.join(EVENT_KINDS)}."
 )

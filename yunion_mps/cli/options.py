@@ -75,7 +75,7 @@ class Duration(click.ParamType):
         return found
 
 
-class Moment(click.ParamType):
+class PointInTime(click.ParamType):
     """An option's value that is a moment, in s since 1970."""
 
     name = "time"

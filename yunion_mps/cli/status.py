@@ -25,7 +25,7 @@ from yunion_mps.errors import YunionError
 from yunion_mps.http.operations import GET_CLIENTS, GET_GPUS, GET_LEASES, GET_STATUS, SLOW_S
 from yunion_mps.overview import count
 from yunion_mps.overview.findings import Finding, folded, of_uses, with_remedies
-from yunion_mps.overview.holdings import NO_CLIENTS, Clients, Holding, Process, holdings, in_container
+from yunion_mps.overview.holdings import NO_CLIENTS, Clients, Holding, ProcessUse, holdings, in_container
 from yunion_mps.overview.host import IN_USE, Answers, HostOverview, state_of
 
 if TYPE_CHECKING:
@@ -237,7 +237,7 @@ def _uses(holding: Holding) -> list[Json]:
     lease, processes = holding.lease, holding.processes
     if lease and not processes:
         command = lease["command"] or lease["name"]
-        processes = (Process(lease["pid"], lease["user"], command, lease["since"], 0, lease["container"]),)
+        processes = (ProcessUse(lease["pid"], lease["user"], command, lease["since"], 0, lease["container"]),)
     state = state_of(holding)
     return [
         {

@@ -71,9 +71,9 @@ class Client:
 
     def __init__(self, say: Say = _silent) -> None:
         """`say` is given a line for people now and then: what is waited for, and that it has come."""
-        from yunion_mps.http.client import Client as Connection
+        from yunion_mps.http.client import DaemonClient
 
-        self._daemon = Connection(Paths.from_environment())
+        self._daemon = DaemonClient(Paths.from_environment())
         self._say = say
 
     def devices(self, *, unused: bool = False) -> list[Device]:

@@ -23,7 +23,7 @@ from yunion_mps.http.operations import END_LEASE, RENEW_LEASE, TAKE_LEASE
 
 if TYPE_CHECKING:
     from yunion_mps.answers import LeaseRecord
-    from yunion_mps.http.client import Client as Daemon
+    from yunion_mps.http.client import DaemonClient
 
 #: Tells a person, in a line, how it goes.
 Say = Callable[[str], None]
@@ -67,7 +67,7 @@ class Patience:
         self._end_s = 0.0
 
 
-def take(daemon: Daemon, wanted: Wanted, wait_s: int, say: Say) -> LeaseRecord:
+def take(daemon: DaemonClient, wanted: Wanted, wait_s: int, say: Say) -> LeaseRecord:
     """The lease; raises YunionError, NothingFreeError among them, if there is none within `wait_s`.
 
     A caller that waits is told what for, and keeps waiting past a restart of the daemon and what it cannot do
@@ -98,12 +98,12 @@ def take(daemon: Daemon, wanted: Wanted, wait_s: int, say: Say) -> LeaseRecord:
             return lease
 
 
-def would_take(daemon: Daemon, wanted: Wanted) -> LeaseRecord:
+def would_take(daemon: DaemonClient, wanted: Wanted) -> LeaseRecord:
     """The lease that the request would get now, without taking it; raises as `take` does."""
     return daemon.call(TAKE_LEASE, **{**wanted, "dry": True})
 
 
-def _obstacle(daemon: Daemon, wanted: Wanted) -> str:
+def _obstacle(daemon: DaemonClient, wanted: Wanted) -> str:
     """Why the request would have to wait, empty if it would not; raises YunionError if that is no use."""
     try:
         would_take(daemon, wanted)
@@ -134,7 +134,7 @@ class Lease:
     its own for as long as the process lives, and ends `ttl_s` after that.
     """
 
-    def __init__(self, daemon: Daemon, record: LeaseRecord, ttl_s: int | None, say: Say) -> None:
+    def __init__(self, daemon: DaemonClient, record: LeaseRecord, ttl_s: int | None, say: Say) -> None:
         """`ttl_s` is the time to live of a lease with a name, None for others."""
         self.id = record["id"]
         self.name = record["name"]

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from yunion_mps.containers import UNSERVED
 from yunion_mps.errors import HostError, NothingFreeError, UnreachableError, YunionError
 from yunion_mps.escaping import printable
-from yunion_mps.http.client import Client
+from yunion_mps.http.client import DaemonClient
 from yunion_mps.http.operations import BIND_LEASE, GET_LEASES, TAKE_LEASE
 from yunion_mps.models import ALL, LEASE_VARIABLE
 from yunion_mps.paths import Paths
@@ -56,7 +56,7 @@ def main(arguments: list[str], state: TextIO, away_s: float = _AWAY_S) -> int:
         container, name = _state(state), arguments[0]
         environment = _environment(container)
         _refuse_several(name, environment)
-        lease = _bind(name, container["pid"], Client(paths, _ANSWER_S), away_s)
+        lease = _bind(name, container["pid"], DaemonClient(paths, _ANSWER_S), away_s)
         if len(arguments) > 1:  # its GPU has just come back, and the container's file is of before
             raise HostError(f"device {name} is only just served again", "start the container again")
         needed = {key: value for key, value in lease["environment"].items() if key != LEASE_VARIABLE}
@@ -76,7 +76,7 @@ def main(arguments: list[str], state: TextIO, away_s: float = _AWAY_S) -> int:
     return 0
 
 
-def _bind(name: str, pid: int, daemon: Client, away_s: float) -> LeaseRecord:
+def _bind(name: str, pid: int, daemon: DaemonClient, away_s: float) -> LeaseRecord:
     """Bind the device, or the lease, to the container; returns the lease.
 
     An answer may be lost with a daemon that ends, so the next one is asked the same again.
@@ -140,7 +140,7 @@ def _log(paths: Paths, state: Mapping[str, Any], line: str) -> None:
         log.send(text.encode())
 
 
-def _taken(name: str, daemon: Client) -> YunionError | None:
+def _taken(name: str, daemon: DaemonClient) -> YunionError | None:
     """The error that names the lease of the device, None if there is none or it cannot be found."""
     with contextlib.suppress(YunionError):
         for lease in daemon.call(GET_LEASES)["leases"]:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from yunion_mps.containers import nvidia
-from yunion_mps.containers.spec import Host, Node, Nvidia, devices_spec, lease_spec
+from yunion_mps.containers.spec import HostFiles, Node, Nvidia, devices_spec, lease_spec
 from yunion_mps.errors import HostError
 from yunion_mps.host.files import UNFINISHED, write_atomically
 from yunion_mps.host.processes import find_program
@@ -105,7 +105,7 @@ class CdiPublisher:
         self._snapshot: Snapshot | None = None
         self._compare_s = 0.0
         self._inputs: _Inputs | None = None
-        self._host: Host | None = None
+        self._host: HostFiles | None = None
         self._leases: dict[str, Lease] = {}
         self._trouble = ""
         self._work: asyncio.Task[None] | None = None
@@ -137,7 +137,7 @@ class CdiPublisher:
             log.warning("%s", what)
         self._leases[lease.id] = lease
 
-    def _write_leases(self, leases: Iterable[Lease], host: Host) -> None:
+    def _write_leases(self, leases: Iterable[Lease], host: HostFiles) -> None:
         planned = {device.id for device in self._supervisor.snapshot().plan.devices}
         for lease in leases:
             self._files.write(lease_file(lease.id), lease_spec(lease, planned, host))
@@ -193,7 +193,7 @@ class CdiPublisher:
     async def _write(self, inputs: _Inputs) -> None:
         """Off the loop: thousands of devices, and NVIDIA's file, take longer than a turn of it may."""
 
-        def work() -> tuple[Host, str]:
+        def work() -> tuple[HostFiles, str]:
             host, trouble = self._host_of(inputs)
             spec = devices_spec(inputs.devices, inputs.domains, host, inputs.parked)
             with self._writing:
@@ -219,7 +219,7 @@ class CdiPublisher:
             self._report(trouble)
         self._trouble = trouble
 
-    def _host_of(self, inputs: _Inputs) -> tuple[Host, str]:
+    def _host_of(self, inputs: _Inputs) -> tuple[HostFiles, str]:
         """What containers need of the host, and what is wrong with NVIDIA's specification of it."""
         theirs: Nvidia | None = None
         trouble = ""
@@ -232,7 +232,7 @@ class CdiPublisher:
                 trouble = f"containers get no driver from us: {path} is passed over: {why}"
         root = self._paths.root
         environment = {} if root == "/" else {ROOT_VARIABLE: root}
-        return Host(inputs.nodes, inputs.gpu_nodes, self._hook, environment, theirs), trouble
+        return HostFiles(inputs.nodes, inputs.gpu_nodes, self._hook, environment, theirs), trouble
 
     def _report(self, trouble: str) -> None:
         """Once for each trouble: in the log, as an event, and among the warnings of `status`."""

@@ -39,7 +39,7 @@ class Node(NamedTuple):
     host_path: str
 
 
-class Host(NamedTuple):
+class HostFiles(NamedTuple):
     """What of the host a container needs.
 
     `nodes` are the driver's, and `gpu_nodes` those of each GPU by its UUID; `hook` is the program to call,
@@ -56,7 +56,7 @@ class Host(NamedTuple):
 def devices_spec(
     devices: Collection[Device],
     domains: Collection[DomainPlan],
-    host: Host,
+    host: HostFiles,
     parked: Collection[DomainPlan] = (),
 ) -> Json | None:
     """The devices of the plan, each by its address and by its id; None if there are none.
@@ -84,7 +84,7 @@ def devices_spec(
     return _spec(found, host) if found else None
 
 
-def lease_spec(lease: Lease, planned: Collection[str], host: Host) -> Json:
+def lease_spec(lease: Lease, planned: Collection[str], host: HostFiles) -> Json:
     """A lease as a device, by its id; and the one that was made for it, by address and id, if so.
 
     `planned` are the ids of the devices that exist without a lease.
@@ -96,7 +96,7 @@ def lease_spec(lease: Lease, planned: Collection[str], host: Host) -> Json:
     return _spec([{"name": name, "containerEdits": edits} for name in names], host)
 
 
-def _edits(environment: Mapping[str, str], hooked: str, host: Host) -> Json:
+def _edits(environment: Mapping[str, str], hooked: str, host: HostFiles) -> Json:
     """What one device changes in a container; `hooked` is what the hook is told."""
     edits = _base_edits(environment, host, hooked)
     edits["mounts"] = [_mount(environment["CUDA_MPS_PIPE_DIRECTORY"])]
@@ -107,7 +107,7 @@ def _edits(environment: Mapping[str, str], hooked: str, host: Host) -> Json:
     return _with_nodes(edits, [node for gpu in gpus for node in host.gpu_nodes.get(gpu, ())])
 
 
-def _base_edits(environment: Mapping[str, str], host: Host, *hooked: str) -> Json:
+def _base_edits(environment: Mapping[str, str], host: HostFiles, *hooked: str) -> Json:
     """The environment and the hook, without anything that an engine might not find."""
     hook: Json = {
         "hookName": "createRuntime",
@@ -122,7 +122,7 @@ def _base_edits(environment: Mapping[str, str], host: Host, *hooked: str) -> Jso
     return {"env": [f"{name}={value}" for name, value in told.items()], "hooks": [hook]}
 
 
-def _spec(devices: list[Json], host: Host) -> Json:
+def _spec(devices: list[Json], host: HostFiles) -> Json:
     common: Json = {"mounts": [_mount(_SHARED_MEMORY)]}
     version: tuple[int, ...] = VERSION
     if host.nvidia:

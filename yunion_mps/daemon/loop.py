@@ -23,7 +23,7 @@ from yunion_mps.http.server import Server
 from yunion_mps.metrics.exporter import Exporter
 from yunion_mps.metrics.textfile import Textfile
 from yunion_mps.paths import Paths
-from yunion_mps.service.clients import Clients, XidAnalyzer
+from yunion_mps.service.clients import ClientService, XidAnalyzer
 from yunion_mps.service.events import Events
 from yunion_mps.service.leases import LeaseService
 from yunion_mps.service.metrics import Metrics
@@ -96,7 +96,7 @@ class _Loop:
             self._tick_soon,
             self._request_reexec,
         )
-        clients = Clients(paths, supervisor)
+        clients = ClientService(paths, supervisor)
         devices = ProcessDevices(supervisor, self._leases.ledger)
         self._monitor = Monitor(
             paths,

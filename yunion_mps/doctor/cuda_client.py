@@ -113,7 +113,7 @@ class CudaError(Exception):
         return {"call": self.call, "code": self.code, "name": self.name}
 
 
-class Driver:
+class CudaDriver:
     """libcuda; raises CudaError if it cannot be loaded."""
 
     def __init__(self, path: str = "libcuda.so.1") -> None:
@@ -135,10 +135,10 @@ class Driver:
             raise CudaError(name, code, text.value.decode() if text.value else f"error {code}")
 
 
-class Gpu:
+class CudaGpu:
     """One device with its primary context current and the kernels loaded; raises CudaError."""
 
-    def __init__(self, driver: Driver, ordinal: int = 0, kernels: str = WORK) -> None:
+    def __init__(self, driver: CudaDriver, ordinal: int = 0, kernels: str = WORK) -> None:
         self._call = driver.call
         self._allocations: list[int] = []
         self._device, self._context, self._module = c_int(), c_void_p(), c_void_p()
@@ -224,7 +224,7 @@ class Gpu:
         return sum(1 for mark in marks if mark)
 
 
-def _gets(gpu: Gpu, mib: int) -> bool:
+def _gets(gpu: CudaGpu, mib: int) -> bool:
     """Whether a piece of memory of this size can be had."""
     try:
         gpu.allocate(mib)
@@ -238,7 +238,7 @@ def _gets(gpu: Gpu, mib: int) -> bool:
 
 def main(over_mib: int) -> Given:
     """What a client has; raises CudaError."""
-    gpu = Gpu(Driver())
+    gpu = CudaGpu(CudaDriver())
     return {
         "name": gpu.name(),
         "mps": gpu.attribute(MPS_ENABLED),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 from yunion_mps.config import load
 from yunion_mps.errors import Problem, YunionError
 from yunion_mps.host.proc import name_of, uid_of, user_name
-from yunion_mps.http.client import Client
+from yunion_mps.http.client import DaemonClient
 from yunion_mps.http.operations import GET_DEVICE, GET_DEVICES, GET_STATUS
 from yunion_mps.inventory import Nvml, machine_id, scan
 from yunion_mps.models import Config, DomainPlan, Gpu, Inventory, Plan, PlannedGpu
@@ -73,7 +73,7 @@ class Host:
         """`timeout_s`: what one check may take."""
         self.paths = paths
         self.timeout_s = timeout_s
-        client = Client(paths, timeout_s * _SHARE)
+        client = DaemonClient(paths, timeout_s * _SHARE)
         #: The configuration and the problems of both files.
         self.config: Once[tuple[Config, list[Problem]]] = Once(lambda: load(paths))
         #: NVML, opened; raises DriverError.

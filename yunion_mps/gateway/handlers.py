@@ -157,7 +157,7 @@ class _ReadOnly:
         raise NotImplementedError
 
 
-class Metrics(_ReadOnly):
+class MetricsHandler(_ReadOnly):
     """The daemon's own metrics, or that it does not answer."""
 
     subject = "the metrics are"

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from yunion_mps.config.values import split_endpoint
 from yunion_mps.gateway import addresses
-from yunion_mps.gateway.handlers import Metrics, Web
+from yunion_mps.gateway.handlers import MetricsHandler, Web
 from yunion_mps.http.connection import Application, Limits
 from yunion_mps.http.server import Server
 from yunion_mps.paths import Paths
@@ -23,7 +23,7 @@ _POLL_S = 2.0
 
 async def serve(paths: Paths) -> None:
     """Serve at the addresses that the daemon has published, until there are none."""
-    listeners = Listeners({"metrics_listen": Metrics(paths), "web_listen": Web(paths)})
+    listeners = Listeners({"metrics_listen": MetricsHandler(paths), "web_listen": Web(paths)})
     while True:
         wanted = addresses.read(paths)
         await listeners.follow(wanted)

@@ -28,7 +28,7 @@ class BadConfigurationError(YunionError):
     exit_code = ConfigError.exit_code
 
 
-#: The errors by status; 400 is none that a caller of `Client` could correct.
+#: The errors by status; 400 is none that a caller of `DaemonClient` could correct.
 _KINDS: dict[int, type[YunionError]] = {
     **{status: kind for kind, status in STATUSES.items() if status != 400},
     422: BadConfigurationError,
@@ -68,7 +68,7 @@ class Exchange:
                 return Response(self._status, self._content_type, bytes(self._body))
 
 
-class Client:
+class DaemonClient:
     """Calls the daemon of this host over its socket."""
 
     def __init__(self, paths: Paths, timeout_s: float | None = None) -> None:

@@ -62,7 +62,7 @@ class Application(Protocol):
         """Let no answer wait for what may come."""
 
 
-class Pool:
+class ConnectionPool:
     """The connections, and each client's share of them."""
 
     def __init__(self, application: Application, limits: Limits) -> None:
@@ -122,7 +122,7 @@ class Pool:
 class Connection(asyncio.BufferedProtocol):
     """One client: its requests one after another, one a turn, so that none keeps the loop from others."""
 
-    def __init__(self, pool: Pool) -> None:
+    def __init__(self, pool: ConnectionPool) -> None:
         self.pid = 0
         self.uid = STRANGER
         #: The user, or the address of a client over TCP.

@@ -17,7 +17,7 @@ from yunion_mps.http.operations import BadRequestError, ContradictionError
 from yunion_mps.leases.bounds import COMMAND_LENGTH
 from yunion_mps.leases.request import LeaseRequest
 from yunion_mps.models import Holder, Owner
-from yunion_mps.service.clients import Clients
+from yunion_mps.service.clients import ClientService
 from yunion_mps.service.events import EventFilter, Events
 from yunion_mps.service.leases import LeaseService
 from yunion_mps.service.queries import Filters, Queries
@@ -34,7 +34,7 @@ class Handlers:
         self,
         service: Queries,
         reloader: Reloader,
-        clients: Clients,
+        clients: ClientService,
         leases: LeaseService,
         events: Events,
         metrics: Callable[[str], Awaitable[tuple[str, bytes]]],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 
-from yunion_mps.http.connection import Application, Connection, Limits, Pool
+from yunion_mps.http.connection import Application, Connection, ConnectionPool, Limits
 from yunion_mps.http.listener import Listener
 
 #: Clients that may wait to be accepted, so that a burst of them is not turned away.
@@ -22,7 +22,7 @@ class Server:
     """Accepts on the listening socket until it is closed."""
 
     def __init__(self, application: Application, limits: Limits = Limits()) -> None:  # noqa: B008 - it is frozen
-        self.pool = Pool(application, limits)
+        self.pool = ConnectionPool(application, limits)
         self._server: asyncio.AbstractServer | None = None
         self._listener: socket.socket | None = None
 

@@ -12,7 +12,7 @@ from yunion_mps.host.processes import Process, describe_exit, wake
 from yunion_mps.models import DomainPlan, Event
 from yunion_mps.mps import startup
 from yunion_mps.mps.conversation import HEARD, DaemonHandle, Task, occupied
-from yunion_mps.mps.health import Monitor, Recovery
+from yunion_mps.mps.health import HealthMonitor, Recovery
 from yunion_mps.mps.limits import LimitsInEffect, LimitsSetter
 from yunion_mps.mps.log_file import LogReader
 from yunion_mps.mps.processes import (
@@ -133,7 +133,7 @@ class Shutdown(Task):
         log.warning("domain %s: %s", self._plan.name, text)
 
 
-Work = Union[startup.Startup, LimitsSetter, Monitor, Recovery, Shutdown]
+Work = Union[startup.Startup, LimitsSetter, HealthMonitor, Recovery, Shutdown]
 
 
 class ControlDaemon:
@@ -273,7 +273,7 @@ class ControlDaemon:
 
     def monitor(self, now_s: float) -> None:
         self.has_served = self._is_recorded = True
-        self.work = Monitor(self._freed(), self._log.tell, now_s)
+        self.work = HealthMonitor(self._freed(), self._log.tell, now_s)
 
     def recover(self, why: str, now_s: float) -> Recovery:
         """It does not serve, and may have jobs: begin to have it serve again."""

@@ -18,7 +18,7 @@ from yunion_mps.models import DomainPlan, DomainStatus, Event
 from yunion_mps.mps.control_daemon import ControlDaemon, Shutdown
 from yunion_mps.mps.conversation import SilentError
 from yunion_mps.mps.diagnosis import why_silent
-from yunion_mps.mps.health import LimitsChangedError, Monitor, Recovery
+from yunion_mps.mps.health import HealthMonitor, LimitsChangedError, Recovery
 from yunion_mps.mps.limits import LimitsInEffect, LimitsSetter
 from yunion_mps.mps.log_file import look_at_log
 from yunion_mps.mps.processes import MpsProcess
@@ -270,7 +270,7 @@ class Domain(StateMachine):
 
     def _tick_ready(self, now_s: float) -> float | None:
         work = self.control.work
-        assert isinstance(work, Monitor)
+        assert isinstance(work, HealthMonitor)
         if self.retiring and not self.server_pids():
             self.stop(now_s)
             return self._step(now_s)

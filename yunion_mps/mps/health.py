@@ -30,7 +30,7 @@ class LimitsChangedError(ControlError):
     """Another program has changed the limits."""
 
 
-class Monitor(Task):
+class HealthMonitor(Task):
     """Does it answer, are its limits still ours, is its log small? From when it serves until it does not."""
 
     def __init__(self, daemon: DaemonHandle, read_log: Callable[[], None], now_s: float) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from yunion_mps import __version__
 from yunion_mps.overview import count
-from yunion_mps.overview.holdings import Clients, Holding, Process
+from yunion_mps.overview.holdings import Clients, Holding, ProcessUse
 
 if TYPE_CHECKING:
     from yunion_mps.answers import Gpu, LeaseRecord, Status
@@ -104,7 +104,7 @@ def of_uses(holdings: Iterable[Holding], clients: Clients) -> Iterator[Finding]:
             what = f"MPS server (PID {server['pid']}), domain {server['domain']}: its jobs have failed"
             yield Finding(PROBLEM, what, "it serves again once they have ended: yunion-mps clients")
     for one in clients.waiting:
-        who = _named(Process(one["pid"], one["user"], one["command"], one["started"], None))
+        who = _named(ProcessUse(one["pid"], one["user"], one["command"], one["started"], None))
         whose = f"the MPS server (PID {one['server']}) of {one['server_user']}"
         yield Finding(WARNING, f"{who} waits for {whose}, domain {one['domain']}", WAITING_REMEDY)
     for holding in holdings:
@@ -174,7 +174,7 @@ def with_remedies(findings: Sequence[Finding]) -> Iterator[tuple[Finding, str]]:
         yield one, "" if after and after.remedy == one.remedy else one.remedy
 
 
-def _named(process: Process) -> str:
+def _named(process: ProcessUse) -> str:
     """`PID 4260 of alice (python train.py)`."""
     command = process.shown.strip()
     short = command if len(command) <= _COMMAND_LENGTH else f"{command[: _COMMAND_LENGTH - 3]}..."

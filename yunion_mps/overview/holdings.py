@@ -31,7 +31,7 @@ class Clients(NamedTuple):
 NO_CLIENTS = Clients([], [], [], [])
 
 
-class Process(NamedTuple):
+class ProcessUse(NamedTuple):
     """What one process, or a lease without any, has on one GPU; `memory_mib` is None if it is not known."""
 
     pid: int | None
@@ -63,7 +63,7 @@ class Holding(NamedTuple):
     free: bool = False
     pending: str = ""
     past_mps: bool = False
-    processes: tuple[Process, ...] = ()
+    processes: tuple[ProcessUse, ...] = ()
 
     @property
     def used_mib(self) -> int:
@@ -177,7 +177,7 @@ def _add(
     kind = _PAST_MPS if client["mps"] is False else _NO_DEVICE
     for key in [*keys, *((kind, gpu) for gpu in others or ([] if keys else [""]))]:
         holding = found.get(key) or Holding(key[1], (), None, past_mps=kind == _PAST_MPS)
-        process = Process(
+        process = ProcessUse(
             client["pid"], client["user"], client["command"], client["started"], memory.get(key[1]),
             client["container"],
         )  # fmt: skip

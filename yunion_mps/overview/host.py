@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from yunion_mps.overview.findings import PROBLEM, Finding, everything, folded
-from yunion_mps.overview.holdings import Clients, Holding, Process, holdings, memory_by_gpu
+from yunion_mps.overview.holdings import Clients, Holding, ProcessUse, holdings, memory_by_gpu
 
 if TYPE_CHECKING:
     from yunion_mps.answers import Device, Gpu, LeaseRecord, QueuedRequest, Status
@@ -115,7 +115,7 @@ def _part(one: Holding) -> Json:
     return {field: value for field, value in part.items() if value is not None}
 
 
-def _process(process: Process) -> Json:
+def _process(process: ProcessUse) -> Json:
     return {
         "pid": process.pid,
         "user": process.user,

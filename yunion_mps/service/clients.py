@@ -58,7 +58,7 @@ class _GpuProcesses(NamedTuple):
     through_mps: Mapping[str, Collection[int]]  # a GPU that does not tell is missing
 
 
-class Clients:
+class ClientService:
     """Lists clients, and ends them."""
 
     def __init__(self, paths: Paths, supervisor: Supervisor) -> None:
@@ -140,7 +140,7 @@ class Clients:
 class XidAnalyzer:
     """Records XIDs, which process caused each, and MPS servers that take no more jobs because of it."""
 
-    def __init__(self, paths: Paths, supervisor: Supervisor, clients: Clients) -> None:
+    def __init__(self, paths: Paths, supervisor: Supervisor, clients: ClientService) -> None:
         self._paths = paths
         self._supervisor = supervisor
         self._clients = clients

@@ -10,7 +10,7 @@ from typing import Any
 from jsonschema import Draft7Validator  # type: ignore[import-untyped]
 from referencing import Registry, Resource
 from referencing.jsonschema import DRAFT7
-from yunion_mps.containers.spec import Host, Node
+from yunion_mps.containers.spec import HostFiles, Node
 from yunion_mps.models import Device, DomainPlan, Snapshot
 
 from unit.http.snapshots import H100, P40
@@ -26,7 +26,7 @@ _KIND = re.compile(
 )
 
 NODES = (Node("/dev/nvidiactl", "/dev/nvidiactl"), Node("/dev/nvidia-uvm", "/dev/nvidia-uvm"))
-HOST = Host(
+HOST = HostFiles(
     NODES,
     {str(gpu.uuid): (Node(f"/dev/nvidia{gpu.minor}", f"/dev/nvidia{gpu.minor}"),) for gpu in (P40, H100)},
 )

@@ -16,7 +16,7 @@ from yunion_mps.http.messages import OPENMETRICS
 from yunion_mps.http.router import Router
 from yunion_mps.leases.request import LeaseRequest
 from yunion_mps.models import Holder, Owner
-from yunion_mps.service.clients import Clients
+from yunion_mps.service.clients import ClientService
 from yunion_mps.service.events import EventFilter, Events
 from yunion_mps.service.leases import LeaseService
 from yunion_mps.service.queries import Queries
@@ -195,7 +195,7 @@ class FakeReloader(_ByHand, Reloader):
         return {"pid": 4200}
 
 
-class FakeClients(_ByHand, Clients):
+class FakeClients(_ByHand, ClientService):
     """Clients given by hand; one that is terminated is gone."""
 
     def __init__(self) -> None:

@@ -20,7 +20,7 @@ from yunion_mps.errors import (
     UnreachableError,
     YunionError,
 )
-from yunion_mps.http.client import BadConfigurationError, Client
+from yunion_mps.http.client import BadConfigurationError, DaemonClient
 from yunion_mps.http.listener import listen
 from yunion_mps.http.operations import (
     GET_DEVICE,
@@ -70,7 +70,9 @@ def say(listener: socket.socket, answer: bytes) -> None:
         connection.sendall(answer)
 
 
-def failure(client: Client, operation: Operation[Any] = GET_STATUS, **arguments: Any) -> tuple[int, str, str]:
+def failure(
+    client: DaemonClient, operation: Operation[Any] = GET_STATUS, **arguments: Any
+) -> tuple[int, str, str]:
     """The exit code, what is wrong, and what to do."""
     with pytest.raises(YunionError) as caught:
         client.call(operation, **arguments)
@@ -86,16 +88,20 @@ def failure(client: Client, operation: Operation[Any] = GET_STATUS, **arguments:
 
 
 def test_an_answer_comes_back_as_what_its_json_says(host: ServerHost) -> None:
-    assert Client(host.paths).call(GET_GPUS)["gpus"][0]["name"] == "Tesla P40"
+    assert DaemonClient(host.paths).call(GET_GPUS)["gpus"][0]["name"] == "Tesla P40"
 
 
 def test_without_a_socket_the_daemon_is_not_running(paths: Paths) -> None:
-    assert failure(Client(paths)) == (3, f"the daemon is not running: there is no {paths.socket}", START)
+    assert failure(DaemonClient(paths)) == (
+        3,
+        f"the daemon is not running: there is no {paths.socket}",
+        START,
+    )
 
 
 def test_if_nothing_listens_the_daemon_is_not_running(paths: Paths) -> None:
     listen(paths).close()
-    assert failure(Client(paths)) == (
+    assert failure(DaemonClient(paths)) == (
         3,
         f"the daemon is not running: nothing answers on {paths.socket}",
         START,
@@ -106,14 +112,14 @@ def test_a_path_that_cannot_be_one_is_named(paths: Paths) -> None:
     os.rmdir(paths.run_directory)
     os.symlink("/dev/null", paths.run_directory)
     wrong = f"the daemon cannot be reached on {paths.socket}: Not a directory"
-    assert failure(Client(paths)) == (3, wrong, START)
+    assert failure(DaemonClient(paths)) == (3, wrong, START)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be other users")
 def test_a_user_outside_the_group_is_told_how_to_join(host: ServerHost) -> None:
     os.chown(host.paths.socket, 0, 12345)
     with as_user(NOBODY):
-        code, wrong, remedy = failure(Client(host.paths))
+        code, wrong, remedy = failure(DaemonClient(host.paths))
     assert code == 4
     assert wrong == f"you may not ask the daemon: no permission for {host.paths.socket}"
     assert remedy == "become root, or join the group: usermod -aG yunion-mps USER, then log in again"
@@ -122,7 +128,7 @@ def test_a_user_outside_the_group_is_told_how_to_join(host: ServerHost) -> None:
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be other users")
 def test_a_member_of_the_group_may_ask(host: ServerHost) -> None:
     with as_user(NOBODY):
-        assert Client(host.paths).call(GET_STATUS)["state"] == "ready"
+        assert DaemonClient(host.paths).call(GET_STATUS)["state"] == "ready"
 
 
 def silent(paths: Paths) -> tuple[int, str, str]:
@@ -135,7 +141,7 @@ def silent(paths: Paths) -> tuple[int, str, str]:
 
 def test_a_daemon_that_does_not_answer_is_given_up(paths: Paths) -> None:
     with listening(paths):
-        assert failure(Client(paths, 0.2)) == silent(paths)
+        assert failure(DaemonClient(paths, 0.2)) == silent(paths)
 
 
 def wait_in_line(paths: Paths) -> list[socket.socket]:
@@ -156,7 +162,7 @@ def test_a_daemon_that_does_not_accept_is_given_up_after_the_same_time(paths: Pa
     with listening(paths), contextlib.ExitStack() as waiting:
         for client in wait_in_line(paths):
             waiting.enter_context(client)
-        assert failure(Client(paths, 0.2)) == silent(paths)
+        assert failure(DaemonClient(paths, 0.2)) == silent(paths)
 
 
 def test_in_a_burst_a_client_waits_until_it_is_its_turn(paths: Paths) -> None:
@@ -171,7 +177,7 @@ def test_in_a_burst_a_client_waits_until_it_is_its_turn(paths: Paths) -> None:
 
         timer = threading.Timer(0.1, take_turns)
         timer.start()
-        answer: Any = Client(paths).call(GET_STATUS)
+        answer: Any = DaemonClient(paths).call(GET_STATUS)
         assert answer == {"my": "answer"}
         timer.join()
 
@@ -188,7 +194,7 @@ def test_an_answer_that_trickles_in_is_given_up_at_the_deadline(paths: Paths) ->
     with listening(paths) as listener:
         thread = threading.Thread(target=trickle)
         thread.start()
-        assert failure(Client(paths, 0.2)) == silent(paths)
+        assert failure(DaemonClient(paths, 0.2)) == silent(paths)
         over.set()
         thread.join()
 
@@ -205,7 +211,7 @@ def test_an_answer_that_trickles_in_is_given_up_at_the_deadline(paths: Paths) ->
 )
 def test_a_broken_answer_is_said_to_be_broken(paths: Paths, answer: bytes, why: str) -> None:
     with listening(paths, answer):
-        code, wrong, remedy = failure(Client(paths))
+        code, wrong, remedy = failure(DaemonClient(paths))
     assert code == 3
     assert wrong.startswith(f"the daemon's answer on {paths.socket} broke off: ")
     assert why in wrong
@@ -214,14 +220,14 @@ def test_a_broken_answer_is_said_to_be_broken(paths: Paths, answer: bytes, why: 
 
 def test_hanging_up_without_a_word_is_a_broken_answer(paths: Paths) -> None:
     with listening(paths, b""):
-        code, wrong, _ = failure(Client(paths))
+        code, wrong, _ = failure(DaemonClient(paths))
     assert (code, wrong.split(": ")[0]) == (3, f"the daemon's answer on {paths.socket} broke off")
 
 
 @pytest.mark.parametrize("body", [b"<html>no</html>     ", b'["unclosed"         ', b"\xff\xfe" * 10])
 def test_an_answer_that_is_no_json_is_not_taken(paths: Paths, body: bytes) -> None:
     with listening(paths, HEAD + body):
-        assert failure(Client(paths)) == (
+        assert failure(DaemonClient(paths)) == (
             3,
             "the daemon's answer (status 200) is not JSON",
             "is another program on its socket?",
@@ -231,7 +237,7 @@ def test_an_answer_that_is_no_json_is_not_taken(paths: Paths, body: bytes) -> No
 @pytest.mark.parametrize("body", [b'"just a text"       ', b"[]                  ", b"null                "])
 def test_an_error_that_is_no_problem_details_is_still_an_error(paths: Paths, body: bytes) -> None:
     with listening(paths, HEAD.replace(b"200 OK", b"500 Oh") + body):
-        assert failure(Client(paths)) == (
+        assert failure(DaemonClient(paths)) == (
             1,
             "the daemon answered 500",
             "see: journalctl -u yunion-mps-daemon",
@@ -239,7 +245,7 @@ def test_an_error_that_is_no_problem_details_is_still_an_error(paths: Paths, bod
 
 
 def test_a_device_that_is_not_there_is_a_failed_request(host: ServerHost) -> None:
-    assert failure(Client(host.paths), GET_DEVICE, id="x") == (
+    assert failure(DaemonClient(host.paths), GET_DEVICE, id="x") == (
         1,
         "there is no device x",
         "list the devices with: yunion-mps list",
@@ -248,7 +254,7 @@ def test_a_device_that_is_not_there_is_a_failed_request(host: ServerHost) -> Non
 
 def test_what_the_daemon_forbids_is_not_allowed(paths: Paths) -> None:
     with listening(paths, HEAD.replace(b"200 OK", b"403 No") + b'{"detail":"not you"}'):
-        assert failure(Client(paths)) == (4, "not you", "see: journalctl -u yunion-mps-daemon")
+        assert failure(DaemonClient(paths)) == (4, "not you", "see: journalctl -u yunion-mps-daemon")
 
 
 def test_a_client_that_is_turned_away_can_read_why(serve: Serve) -> None:
@@ -258,7 +264,7 @@ def test_a_client_that_is_turned_away_can_read_why(serve: Serve) -> None:
     host.wait_connections(1)
     host.keep_connections()
     for _ in range(50):
-        assert failure(Client(host.paths)) == (
+        assert failure(DaemonClient(host.paths)) == (
             1,
             "too many connections are open",
             "close some, or try again in a moment",
@@ -267,13 +273,13 @@ def test_a_client_that_is_turned_away_can_read_why(serve: Serve) -> None:
 
 def test_a_post_s_answer_comes_back_as_what_its_json_says(host: ServerHost) -> None:
     host.reloader.reloaded = by_hand.RELOADED
-    assert Client(host.paths).call(RELOAD, drain=True) == by_hand.RELOADED
+    assert DaemonClient(host.paths).call(RELOAD, drain=True) == by_hand.RELOADED
     assert host.reloader.done == ["reload drain"]
 
 
 def test_a_post_that_is_refused_is_a_failed_request(host: ServerHost) -> None:
     host.reloader.error = HostError("the disk is full", "make room")
-    assert failure(Client(host.paths), RELOAD) == (1, "the disk is full", "make room")
+    assert failure(DaemonClient(host.paths), RELOAD) == (1, "the disk is full", "make room")
 
 
 @pytest.mark.parametrize("operation", [GET_PLAN, RELOAD])
@@ -282,19 +288,19 @@ def test_a_bad_configuration_has_its_own_exit_code_and_every_problem(
 ) -> None:
     error = ConfigError([Problem("a.conf", 3, "x is 0", "write 1"), Problem("b.yml", None, "y", "z")])
     host.reloader.error = error
-    assert failure(Client(host.paths), operation) == (6, error.message, error.hint)
+    assert failure(DaemonClient(host.paths), operation) == (6, error.message, error.hint)
 
 
 def test_a_post_without_an_answer_is_not_sent_again(paths: Paths) -> None:
     with listening(paths, b""):
-        code, wrong, _ = failure(Client(paths), RELOAD)
+        code, wrong, _ = failure(DaemonClient(paths), RELOAD)
     assert (code, wrong.split(": ")[0]) == (3, f"the daemon's answer on {paths.socket} broke off")
 
 
 def test_a_question_may_take_longer_than_others(host: ServerHost) -> None:
     """Longer than what the daemon may wait for it."""
     answers: list[object] = []
-    client = Client(host.paths, 0.0)
+    client = DaemonClient(host.paths, 0.0)
     asking = threading.Thread(target=lambda: answers.append(client.call(GET_EVENTS, 60.0, after=0, wait=60)))
     asking.start()
     eventually(lambda: host.event_log.waiting, "one that waits")
@@ -306,7 +312,7 @@ def test_a_question_may_take_longer_than_others(host: ServerHost) -> None:
 def test_until_closed_waits_until_the_program_serves_no_more(host: ServerHost) -> None:
     answers: list[object] = []
     asking = threading.Thread(
-        target=lambda: answers.append(Client(host.paths).call(REEXEC, until_closed=True))
+        target=lambda: answers.append(DaemonClient(host.paths).call(REEXEC, until_closed=True))
     )
     asking.start()
     eventually(lambda: host.reloader.done == ["reexec"], "the request")
@@ -320,4 +326,4 @@ def test_until_closed_waits_until_the_program_serves_no_more(host: ServerHost) -
 def test_until_closed_raises_a_refusal_at_once(host: ServerHost) -> None:
     host.reloader.error = HostError("the new program would not start: no", "correct that")
     with pytest.raises(YunionError, match="the new program would not start: no"):
-        Client(host.paths).call(REEXEC, until_closed=True)
+        DaemonClient(host.paths).call(REEXEC, until_closed=True)

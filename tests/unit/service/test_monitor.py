@@ -9,7 +9,7 @@ from contextlib import suppress
 import pytest
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.service import monitor
-from yunion_mps.service.clients import Clients, XidAnalyzer
+from yunion_mps.service.clients import ClientService, XidAnalyzer
 from yunion_mps.service.monitor import Monitor
 from yunion_mps.service.reload import Reloader
 from yunion_mps.service.usage import ProcessDevices, UsageHistory, UsageSampler
@@ -31,7 +31,7 @@ def test_a_gpu_that_returns_and_is_lost_again_is_noticed_at_once(
     async def follow() -> None:
         poll_now, polled = asyncio.Event(), asyncio.Event()
         reloader = Reloader(paths, supervisor, Ledger(), (), poll_now, lambda: None, lambda: None)
-        xids = XidAnalyzer(paths, supervisor, Clients(paths, supervisor))
+        xids = XidAnalyzer(paths, supervisor, ClientService(paths, supervisor))
         usage = UsageSampler(supervisor, ProcessDevices(supervisor, Ledger()), UsageHistory())
         watch = Monitor(paths, supervisor, reloader, xids, usage, poll_now, polled.set)
 
