@@ -1,20 +1,25 @@
-"""A domain's control daemon: adopted or started, what is under way with it, and its end; nothing waits."""
+"""A domain's control daemon, adopted or started, and the tasks of its start and of its end; nothing waits."""
 
 from __future__ import annotations
 
 import logging
 import signal
 from collections.abc import Callable, Sequence
-from typing import Union
 
 from yunion_mps.errors import ControlError, HostError, ShortageError, YunionError
 from yunion_mps.host.processes import Process, describe_exit, wake
 from yunion_mps.models import DomainPlan, Event
 from yunion_mps.mps import startup
-from yunion_mps.mps.conversation import HEARD, DaemonHandle, Task, occupied
-from yunion_mps.mps.health import HealthMonitor, Recovery
-from yunion_mps.mps.limits import LimitsInEffect, LimitsSetter
-from yunion_mps.mps.log_file import LogReader
+from yunion_mps.mps.conversation import (
+    ANSWER_TIMEOUT_S,
+    HEARD,
+    Conversation,
+    Probe,
+    SilentError,
+    occupied,
+    peer_of,
+)
+from yunion_mps.mps.log_file import LogReader, look_at_log
 from yunion_mps.mps.processes import (
     GRACE_S,
     UNKILLABLE_S,
@@ -29,9 +34,213 @@ from yunion_mps.mps.processes import (
 
 log = logging.getLogger(__name__)
 
+#: It listens after about 2 ms.
+START_TIMEOUT_S = 10.0
+_FIRST_LOOK_S = 0.0002
+_LONGEST_LOOK_S = 0.05
+
 _ASK_AGAIN_S = 0.2
 #: Turned away so often, it is by another program's front-end.
 _SURELY_ANOTHERS = 2
+
+
+class ControlDaemon:
+    """The process while there is one, what is known of its past, its log, and one task at a time with it."""
+
+    def __init__(
+        self,
+        plan: DomainPlan,
+        program: str,
+        tell: Callable[[Event], None],
+        *,
+        is_recorded: bool,
+    ) -> None:
+        """`is_recorded`: what its servers have is on record."""
+        self.program = program
+        #: What its next server is to get, the GPUs in its own order.
+        self.target = plan
+        #: The order to adopt it, if another program has started it.
+        self.order: AdoptionOrder | None = None
+        #: Whether it ran before us, and whether it has served: then it may have jobs.
+        self.was_adopted = self.has_served = False
+        self._had_one = False
+        self._is_recorded = is_recorded
+        self._tell = tell
+        self._known_servers: tuple[int, ...] = ()
+        self._process: Process | None = None
+        self.log = LogReader(plan, tell, self.servers)
+
+    @property
+    def runs(self) -> bool:
+        """Whether there is one, as far as its end was noted."""
+        return self._process is not None
+
+    @property
+    def process(self) -> Process:
+        """It; to be asked for only if there is one."""
+        assert self._process is not None
+        return self._process
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process else None
+
+    @property
+    def is_adopted(self) -> bool:
+        """Whether there is one that ran before us, and so may have jobs."""
+        return self.was_adopted and self._process is not None
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it has ended since it was held, and is to be reaped."""
+        return self._process is not None and self._process.status() is not None
+
+    @property
+    def is_unrecorded(self) -> bool:
+        """Whether another program has started it, and what its servers have was never recorded."""
+        return self.order is not None and not self._is_recorded
+
+    def servers(self) -> tuple[int, ...]:
+        """The PIDs of its servers; those known last if they cannot be read now."""
+        known = self._known_servers
+        try:
+            now = tuple(server_pids(self.pid)) if self.pid else ()
+        except ShortageError as error:
+            log.debug("%s", error)
+            return known
+        # One that runs and is no child any more has lost its control daemon, which has not been noticed yet.
+        lost = running_servers(pid for pid in known if pid not in now)
+        self._known_servers = (*now, *lost)
+        return self._known_servers
+
+    def adopt_or_start(
+        self, desired: DomainPlan, before: DomainPlan, ours: Sequence[MpsProcess] | None = None
+    ) -> str:
+        """Adopt one that serves the domain already, or start one; returns which, in words.
+
+        `before` is what is recorded of its clients' plan, `ours` as `find` takes it. Raises HostError if
+        neither can be done.
+        """
+        if self._had_one:
+            ours = ()  # no other can run: only the daemon with the lock starts them, and it had this one
+        try:
+            # First, because one that serves needs nothing of what a new one needs.
+            found = startup.find(desired, ours)
+            self.target = startup.with_recorded(found.plan, before) if found else desired
+            self.log = LogReader(self.target, self._tell, self.servers)
+            self.has_served = self.was_adopted = found is not None
+            self.order = found.order if found else None
+            self._process = found.process if found else startup.start(self.program, desired)
+        except HostError:
+            self._is_recorded = False
+            raise
+        self._had_one = True
+        if not found:
+            return "started"
+        record(self.target, found.process.pid)
+        if found.plan.pipe_group == desired.pipe_group:
+            try:
+                startup.set_access(desired)
+            except HostError as error:  # jobs go on
+                log.error("domain %s: %s. %s", desired.name, error.message, error.hint)
+        return f"adopted the running control daemon (PID {self.pid})"
+
+    def note_served(self) -> None:
+        """Note that it serves with its limits in effect."""
+        self.has_served = self._is_recorded = True
+
+    # -- its end
+
+    def reap(self, *, was_replaced: bool) -> tuple[str, tuple[int, ...]]:
+        """Let go of one that has ended; returns how it did, in words, and the PIDs of its servers."""
+        self.log.tell()
+        how = "did not serve, and was ended"
+        if not was_replaced:
+            how = describe_exit(self.process.status() or 0)
+        what = f"the control daemon (PID {self.process.pid}) {how}"
+        forget(self.target)
+        self._let_go()
+        return what, self._take_servers()
+
+    def leave(self) -> None:
+        """Let go of one that goes on."""
+        log.warning("domain %s: the control daemon (PID %d) is left running", self.target.name, self.pid)
+        self._let_go()
+
+    def kill(self) -> tuple[int, ...]:
+        """Kill one that never served; returns the PIDs of its servers, if a job has come all the same."""
+        self.process.kill()
+        forget(self.target)
+        self._process = None
+        return self._take_servers()
+
+    def _take_servers(self) -> tuple[int, ...]:
+        servers, self._known_servers = self._known_servers, ()
+        return servers
+
+    def _let_go(self) -> None:
+        self.process.close()
+        self._process = self.order = None
+
+
+class Task:
+    """What is under way with a control daemon, with at most one conversation and one probe at a time.
+
+    Subclasses have a `tick` that does what is due, and says when to be called again; nothing waits.
+    """
+
+    def __init__(self, control: ControlDaemon) -> None:
+        self._control = control
+        self._plan = control.target
+        self._conversation: Conversation | None = None
+        self._probe: Probe | None = None
+
+    def descriptors(self) -> list[int]:
+        """What to watch for reading."""
+        watched = [self._probe.fileno()] if self._probe and self._probe.watched else []
+        return [*watched, self._conversation.fileno()] if self._conversation else watched
+
+    def close(self) -> None:
+        for part in (self._probe, self._conversation):
+            if part:
+                part.close()
+        self._probe = self._conversation = None
+
+    def _wake(self) -> None:
+        wake([self._control.process.pid, *self._control.servers()])
+
+    def _connect(self, now_s: float, timeout_s: float) -> Probe:
+        """Begin a probe; raises SilentError and ShortageError as it does."""
+        self._probe = Probe(self._plan.pipe_directory, self._control.process.pid, now_s, timeout_s)
+        return self._probe
+
+    def _converse(
+        self, commands: Sequence[str], now_s: float, timeout_s: float = ANSWER_TIMEOUT_S
+    ) -> Conversation:
+        """Begin a conversation; raises HostError if the front-end cannot be started."""
+        place = self._plan.pipe_directory
+        self._conversation = Conversation(self._control.program, place, commands, now_s, timeout_s)
+        return self._conversation
+
+
+class Startup(Task):
+    """Waiting for a control daemon's first sign of life, which no descriptor tells of."""
+
+    def __init__(self, control: ControlDaemon, now_s: float) -> None:
+        super().__init__(control)
+        self._look_s = _FIRST_LOOK_S
+        self._deadline_s = now_s + START_TIMEOUT_S
+
+    def tick(self, now_s: float) -> float | None:
+        """When to be called again, sooner at first; None once it listens. Raises SilentError in the end."""
+        peer = peer_of(self._plan.pipe_directory)
+        if peer and peer.pid == self._control.pid:
+            return None
+        if now_s >= self._deadline_s:
+            what = f"the control daemon did not answer within {START_TIMEOUT_S:g} s after its start"
+            raise SilentError(what, look_at_log(self._plan))
+        self._look_s = min(self._look_s * 1.5, _LONGEST_LOOK_S)
+        return min(now_s + self._look_s, self._deadline_s)
 
 
 class Shutdown(Task):
@@ -41,9 +250,9 @@ class Shutdown(Task):
     So they get the signals as well.
     """
 
-    def __init__(self, daemon: DaemonHandle, now_s: float, *, timeout_s: int | None) -> None:
+    def __init__(self, control: ControlDaemon, now_s: float, *, timeout_s: int | None) -> None:
         """`timeout_s` is how long clients have before their servers end; None does not ask, but signals."""
-        super().__init__(daemon)
+        super().__init__(control)
         #: Whether it was asked to quit, and is waiting for its servers, as far as we know.
         self._asked = False
         self._forced = False
@@ -56,7 +265,7 @@ class Shutdown(Task):
         self.is_replacement = timeout_s is None
         if timeout_s is not None:
             self._deadline_s = now_s + timeout_s + GRACE_S
-            wake([self._process.pid, *self._servers()])  # what was stopped can neither hear nor end
+            self._wake()  # what was stopped can neither hear nor end
             self._ask(now_s)
 
     def tick(self, now_s: float) -> float:
@@ -68,14 +277,14 @@ class Shutdown(Task):
             if now_s >= self._again_s:
                 self._ask(now_s)
             return min(self._deadline_s, self._again_s)
-        servers = running_servers(self._servers())
+        servers = running_servers(self._control.servers())
         if self._asked and servers and not self._forced:
             self._forced = True
             self._signal_servers(servers, signal.SIGKILL)  # they were to end, and it waits for them
         else:
             self._signal = signal.SIGKILL if self._signal else signal.SIGTERM
-            self._warn(f"control daemon (PID {self._process.pid}) gets {self._signal.name}")
-            self._process.signal(self._signal)
+            self._warn(f"control daemon (PID {self._control.process.pid}) gets {self._signal.name}")
+            self._control.process.signal(self._signal)
             self._signal_servers(servers, self._signal)
         self._deadline_s = now_s + (UNKILLABLE_S if self._signal == signal.SIGKILL else GRACE_S)
         return self._deadline_s
@@ -114,7 +323,7 @@ class Shutdown(Task):
         except ControlError as error:
             self._asked = now_s >= self._deadline_s  # no answer in all that time: it waits for its servers
             self._warn("it has not ended in time" if self._asked else f"it does not quit: {error}")
-            if not self._servers():  # otherwise jobs get their time, and it is asked again
+            if not self._control.servers():  # otherwise jobs get their time, and it is asked again
                 self._deadline_s = now_s
         self._conversation = None
 
@@ -126,201 +335,8 @@ class Shutdown(Task):
         self._turns_away += 1
         if self._turns_away == _SURELY_ANOTHERS:
             self._warn(str(occupied(self._plan.pipe_directory)))
-        if self._turns_away >= _SURELY_ANOTHERS and not self._servers():
+        if self._turns_away >= _SURELY_ANOTHERS and not self._control.servers():
             self._deadline_s = now_s  # there is no job to wait for
 
     def _warn(self, text: str) -> None:
         log.warning("domain %s: %s", self._plan.name, text)
-
-
-Work = Union[startup.Startup, LimitsSetter, HealthMonitor, Recovery, Shutdown]
-
-
-class ControlDaemon:
-    """The process while there is one, what is known of its past, its log, and one task at a time with it."""
-
-    def __init__(
-        self,
-        plan: DomainPlan,
-        program: str,
-        tell: Callable[[Event], None],
-        *,
-        is_recorded: bool,
-    ) -> None:
-        """`is_recorded`: what its servers have is on record."""
-        self.program = program
-        #: What is under way with it.
-        self.work: Work | None = None
-        #: What its next server is to get, the GPUs in its own order.
-        self.target = plan
-        #: The order to adopt it, if another program has started it.
-        self.order: AdoptionOrder | None = None
-        #: Whether it ran before us, and whether it has served: then it may have jobs.
-        self.was_adopted = self.has_served = False
-        self._had_one = False
-        self._is_recorded = is_recorded
-        self._tell = tell
-        self._known_servers: tuple[int, ...] = ()
-        self._process: Process | None = None
-        self._log = LogReader(plan, tell, self.servers)
-
-    @property
-    def runs(self) -> bool:
-        """Whether there is one, as far as its end was noted."""
-        return self._process is not None
-
-    @property
-    def process(self) -> Process:
-        """It; to be asked for only if there is one."""
-        assert self._process is not None
-        return self._process
-
-    @property
-    def pid(self) -> int | None:
-        return self._process.pid if self._process else None
-
-    @property
-    def is_adopted(self) -> bool:
-        """Whether there is one that ran before us, and so may have jobs."""
-        return self.was_adopted and self._process is not None
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether it has ended since it was held, and is to be reaped."""
-        return self._process is not None and self._process.status() is not None
-
-    @property
-    def is_occupied(self) -> bool:
-        """Whether another process keeps it, which served before, from answering."""
-        return self.has_served and isinstance(self.work, LimitsSetter) and bool(self.work.note)
-
-    @property
-    def is_replaced(self) -> bool:
-        """Whether it is being ended because it did not serve."""
-        return isinstance(self.work, Shutdown) and self.work.is_replacement
-
-    def servers(self) -> tuple[int, ...]:
-        """The PIDs of its servers; those known last if they cannot be read now."""
-        known = self._known_servers
-        try:
-            now = tuple(server_pids(self.pid)) if self.pid else ()
-        except ShortageError as error:
-            log.debug("%s", error)
-            return known
-        # One that runs and is no child any more has lost its control daemon, which has not been noticed yet.
-        lost = running_servers(pid for pid in known if pid not in now)
-        self._known_servers = (*now, *lost)
-        return self._known_servers
-
-    def descriptors(self) -> list[int]:
-        """What to watch for reading: its end, and the answers that are awaited."""
-        end = [self._process.fileno()] if self._process else []
-        return [*end, *self.work.descriptors()] if self.work else end
-
-    def adopt_or_start(
-        self, desired: DomainPlan, before: DomainPlan, ours: Sequence[MpsProcess] | None = None
-    ) -> str:
-        """Adopt one that serves the domain already, or start one; returns which, in words.
-
-        `before` is what is recorded of its clients' plan, `ours` as `find` takes it. Raises HostError if
-        neither can be done.
-        """
-        if self._had_one:
-            ours = ()  # no other can run: only the daemon with the lock starts them, and it had this one
-        try:
-            # First, because one that serves needs nothing of what a new one needs.
-            found = startup.find(desired, ours)
-            self.target = startup.with_recorded(found.plan, before) if found else desired
-            self._log = LogReader(self.target, self._tell, self.servers)
-            self.has_served = self.was_adopted = found is not None
-            self.order = found.order if found else None
-            self._process = found.process if found else startup.start(self.program, desired)
-        except HostError:
-            self._is_recorded = False
-            raise
-        self._had_one = True
-        if not found:
-            return "started"
-        record(self.target, found.process.pid)
-        if found.plan.pipe_group == desired.pipe_group:
-            try:
-                startup.set_access(desired)
-            except HostError as error:  # jobs go on
-                log.error("domain %s: %s. %s", desired.name, error.message, error.hint)
-        return f"adopted the running control daemon (PID {self.pid})"
-
-    # -- what is under way with it
-
-    def _freed(self) -> DaemonHandle:
-        """The control daemon, free for another task: what was under way is dropped."""
-        self.drop()
-        return DaemonHandle(self.program, self.target, self.process, self.servers)
-
-    def await_answer(self, now_s: float) -> None:
-        self.work = startup.Startup(self._freed(), now_s)
-
-    def set_limits(self, known: LimitsInEffect, now_s: float, *, set_first: bool, idle: bool) -> None:
-        """Begin to bring its limits into effect (see `LimitsSetter`); `known` is what is so far."""
-        self.work = LimitsSetter(
-            self._freed(),
-            known,
-            now_s,
-            set_first=set_first,
-            has_served=self.has_served,
-            idle=idle,
-            unrecorded=self.order is not None and not self._is_recorded,
-        )
-
-    def monitor(self, now_s: float) -> None:
-        self.has_served = self._is_recorded = True
-        self.work = HealthMonitor(self._freed(), self._log.tell, now_s)
-
-    def recover(self, why: str, now_s: float) -> Recovery:
-        """It does not serve, and may have jobs: begin to have it serve again."""
-        self.work = work = Recovery(self._freed(), why, now_s)
-        return work
-
-    def shut_down(self, now_s: float, *, timeout_s: int | None) -> Shutdown:
-        """Begin to end it; its clients have so long (see `Shutdown`)."""
-        self.work = work = Shutdown(self._freed(), now_s, timeout_s=timeout_s)
-        return work
-
-    def drop(self) -> None:
-        if self.work:
-            self.work.close()
-            self.work = None
-
-    # -- its end
-
-    def reap(self) -> tuple[str, tuple[int, ...]]:
-        """Let go of one that has ended; returns how it did, in words, and the PIDs of its servers."""
-        self._log.tell()
-        how = "did not serve, and was ended"
-        if not self.is_replaced:
-            how = describe_exit(self.process.status() or 0)
-        what = f"the control daemon (PID {self.process.pid}) {how}"
-        forget(self.target)
-        self._let_go()
-        return what, self._take_servers()
-
-    def leave(self) -> None:
-        """Let go of one that goes on."""
-        log.warning("domain %s: the control daemon (PID %d) is left running", self.target.name, self.pid)
-        self._let_go()
-
-    def kill(self) -> tuple[int, ...]:
-        """Kill one that never served; returns the PIDs of its servers, if a job has come all the same."""
-        self.drop()
-        self.process.kill()
-        forget(self.target)
-        self._process = None
-        return self._take_servers()
-
-    def _take_servers(self) -> tuple[int, ...]:
-        servers, self._known_servers = self._known_servers, ()
-        return servers
-
-    def _let_go(self) -> None:
-        self.drop()
-        self.process.close()
-        self._process = self.order = None

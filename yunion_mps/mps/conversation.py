@@ -9,14 +9,13 @@ import contextlib
 import os
 import socket
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from yunion_mps.errors import ControlError, ShortageError
 from yunion_mps.escaping import decoded
 from yunion_mps.host.proc import all_pids, count_open, program_name, uid_of
 from yunion_mps.host.processes import Process, spawn
-from yunion_mps.models import DomainPlan
 from yunion_mps.mps.diagnosis import front_end_at
 from yunion_mps.mps.processes import PROGRAM, client_variables
 
@@ -263,46 +262,3 @@ class Probe:
 
     def close(self) -> None:
         self._connection.close()
-
-
-class DaemonHandle(NamedTuple):
-    """A running control daemon: NVIDIA's program, what its next server is to get, and what runs.
-
-    `servers` returns the PIDs of its servers, at any time.
-    """
-
-    program: str
-    plan: DomainPlan
-    process: Process
-    servers: Callable[[], Sequence[int]]
-
-
-class Task:
-    """What is under way with a control daemon, with at most one conversation and one probe at a time.
-
-    Subclasses have a `tick` that does what is due, and says when to be called again; nothing waits.
-    """
-
-    def __init__(self, daemon: DaemonHandle) -> None:
-        self._program, self._plan, self._process, self._servers = daemon
-        self._conversation: Conversation | None = None
-        self._probe: Probe | None = None
-
-    def descriptors(self) -> list[int]:
-        """What to watch for reading."""
-        watched = [self._probe.fileno()] if self._probe and self._probe.watched else []
-        return [*watched, self._conversation.fileno()] if self._conversation else watched
-
-    def close(self) -> None:
-        for part in (self._probe, self._conversation):
-            if part:
-                part.close()
-        self._probe = self._conversation = None
-
-    def _converse(
-        self, commands: Sequence[str], now_s: float, timeout_s: float = ANSWER_TIMEOUT_S
-    ) -> Conversation:
-        """Begin a conversation; raises HostError if the front-end cannot be started."""
-        place = self._plan.pipe_directory
-        self._conversation = Conversation(self._program, place, commands, now_s, timeout_s)
-        return self._conversation

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 from yunion_mps.errors import ControlError, HostError, YunionError
 from yunion_mps.models import DomainPlan, DomainStatus, Event
-from yunion_mps.mps.control_daemon import ControlDaemon, Shutdown
+from yunion_mps.mps.control_daemon import ControlDaemon, Shutdown, Startup, Task
 from yunion_mps.mps.conversation import SilentError
 from yunion_mps.mps.diagnosis import why_silent
 from yunion_mps.mps.health import HealthMonitor, LimitsChangedError, Recovery
@@ -23,7 +23,7 @@ from yunion_mps.mps.limits import LimitsInEffect, LimitsSetter
 from yunion_mps.mps.log_file import look_at_log
 from yunion_mps.mps.processes import MpsProcess
 from yunion_mps.mps.rollover import LOOK_AGAIN_S, Rollover
-from yunion_mps.mps.startup import Startup, as_served
+from yunion_mps.mps.startup import as_served
 from yunion_mps.mps.states import (
     APPLYING,
     BACKOFF,
@@ -76,6 +76,8 @@ class Domain(StateMachine):
         self._holds_modes = False
         self.control = ControlDaemon(plan, program, tell, is_recorded=recorded is not None)
         self._rollover = Rollover(recorded or LimitsInEffect(plan), self.control.servers, tell, changed)
+        #: What is under way with the control daemon.
+        self._task: Task | None = None
         self._deadline_s = 0.0
         #: How often it failed since it served for long.
         self._failures = 0
@@ -112,7 +114,13 @@ class Domain(StateMachine):
 
     def descriptors(self) -> list[int]:
         """What to watch for reading: the control daemon's end, and the answers that are awaited."""
-        return self.control.descriptors()
+        end = [self.control.process.fileno()] if self.control.runs else []
+        return [*end, *self._task.descriptors()] if self._task else end
+
+    @property
+    def is_occupied(self) -> bool:
+        """Whether another process keeps its control daemon, which served before, from answering."""
+        return self.control.has_served and isinstance(self._task, LimitsSetter) and bool(self._task.note)
 
     def server_pids(self) -> list[int]:
         """The PIDs of its MPS servers, orphans among them."""
@@ -144,7 +152,7 @@ class Domain(StateMachine):
                 return
             if not self.control.was_adopted:
                 self._rollover.in_effect = LimitsInEffect(self.desired)
-        self.control.await_answer(now_s)
+        self._task = Startup(self._free(), now_s)
         self._change(STARTING, now_s, f"{what}; it does not answer yet")
 
     def stop(self, now_s: float, *, spare_adopted: bool = False, timeout_s: int | None = None) -> None:
@@ -155,14 +163,14 @@ class Domain(StateMachine):
         """
         if self.state in (STOPPED, STOPPING):
             return
-        self.control.drop()
+        self._drop()
         if spare_adopted:
             self._rollover.orphans.leave()
             if self.control.is_adopted:
                 self.control.leave()
         wait_s = self.stop_timeout_s if timeout_s is None else timeout_s
         if self.control.runs:
-            self.control.shut_down(now_s, timeout_s=wait_s)
+            self._task = Shutdown(self.control, now_s, timeout_s=wait_s)
         self._rollover.stop(now_s + wait_s)
         if self.control.runs or self._rollover.orphans.pids:
             self._change(STOPPING, now_s, f"waiting up to {wait_s} s for its clients to end")
@@ -240,8 +248,8 @@ class Domain(StateMachine):
             return self._step(now_s)
 
     def _tick_starting(self, now_s: float) -> float | None:
-        assert isinstance(self.control.work, Startup)
-        due_s = self.control.work.tick(now_s)
+        assert isinstance(self._task, Startup)
+        due_s = self._task.tick(now_s)
         if due_s is not None:
             return due_s
         served = self.control.has_served
@@ -250,58 +258,59 @@ class Domain(StateMachine):
         return self._step(now_s)
 
     def _apply(self, now_s: float, reason: str, *, set_first: bool) -> None:
-        self.control.set_limits(self.in_effect, now_s, set_first=set_first, idle=self.in_use is False)
+        idle = self.in_use is False
+        self._task = LimitsSetter(self._free(), self.in_effect, now_s, set_first=set_first, idle=idle)
         if self.state == APPLYING:
             self._explain(reason)
         else:
             self._change(APPLYING, now_s, reason)
 
     def _tick_applying(self, now_s: float) -> float | None:
-        work = self.control.work
-        assert isinstance(work, LimitsSetter)
-        result = work.tick(now_s)
+        assert isinstance(self._task, LimitsSetter)
+        result = self._task.tick(now_s)
         if isinstance(result, float):
-            self._explain(work.note or self.reason)
+            self._explain(self._task.note or self.reason)
             return result
         self._rollover.in_effect = result
-        self.control.monitor(now_s)
+        self.control.note_served()
+        self._task = HealthMonitor(self._free(), now_s)
         self._change(READY, now_s, "")
         return self._step(now_s)
 
     def _tick_ready(self, now_s: float) -> float | None:
-        work = self.control.work
-        assert isinstance(work, HealthMonitor)
+        monitor = self._task
+        assert isinstance(monitor, HealthMonitor)
         if self.retiring and not self.server_pids():
             self.stop(now_s)
             return self._step(now_s)
         self._rollover.note_ended(self.control.target)
         orders = self._rollover.orders(now_s, every=self._ends_all_servers, in_use=self.in_use)
         try:
-            due_s = work.tick(now_s, orders)
+            due_s = monitor.tick(now_s, orders)
         except LimitsChangedError as error:
-            self._rollover.limits_overwritten(work.servers, error.message)
+            self._rollover.limits_overwritten(monitor.servers, error.message)
             self._apply(now_s, "another program has changed its limits: they are set again", set_first=True)
             return self._step(now_s)
         finally:
-            self._rollover.orders_heard(work.heard, now_s)
-        self.probe_s = work.probe_s
+            self._rollover.orders_heard(monitor.heard, now_s)
+        self.probe_s = monitor.probe_s
         polls_servers = self._ends_all_servers or self.in_effect.old_servers
         return min(due_s, now_s + LOOK_AGAIN_S) if polls_servers else due_s
 
     def _tick_wedged(self, now_s: float) -> float | None:
-        work = self.control.work
-        if isinstance(work, Recovery):
-            due_s = work.tick(now_s, in_use=self.in_use, polled_s=self._polled_s)
+        task = self._task
+        if isinstance(task, Recovery):
+            due_s = task.tick(now_s, in_use=self.in_use, polled_s=self._polled_s)
             if due_s is None:
                 self._apply(now_s, "it answers again; its limits are being read", set_first=False)
                 return self._step(now_s)
-            if not work.failed:
-                if work.spared_for:
-                    self._explain(work.reason)
+            if not task.failed:
+                if task.spared_for:
+                    self._explain(task.reason)
                 return due_s
-            work = self.control.shut_down(now_s, timeout_s=None)
-        assert isinstance(work, Shutdown)
-        return work.tick(now_s)
+            self._task = task = Shutdown(self._free(), now_s, timeout_s=None)
+        assert isinstance(task, Shutdown)
+        return task.tick(now_s)
 
     def _tick_waiting(self, now_s: float) -> float | None:
         if self.retiring and not self.server_pids():
@@ -315,18 +324,31 @@ class Domain(StateMachine):
         return self._step(now_s) if self.state == STARTING else self._deadline_s
 
     def _tick_stopping(self, now_s: float) -> float | None:
-        if isinstance(self.control.work, Shutdown):
-            return self.control.work.tick(now_s)
+        if isinstance(self._task, Shutdown):
+            return self._task.tick(now_s)
         if not self._rollover.orphans.pids:
             self._change(STOPPED, now_s, "stopped")
         return None
+
+    # -- what is under way with the control daemon
+
+    def _drop(self) -> None:
+        if self._task:
+            self._task.close()
+            self._task = None
+
+    def _free(self) -> ControlDaemon:
+        """The control daemon, free for another task: what was under way is dropped."""
+        self._drop()
+        return self.control
 
     # -- failures
 
     def _reap(self, now_s: float) -> None:
         """The control daemon is gone: as it was told to, or on its own."""
-        replaced = self.control.is_replaced
-        what, servers = self.control.reap()
+        replaced = isinstance(self._task, Shutdown) and self._task.is_replacement
+        self._drop()
+        what, servers = self.control.reap(was_replaced=replaced)
         self._rollover.control_daemon_exited(what, servers, now_s if replaced else None)
         if self.state in (BACKOFF, FAILED):
             self._deadline_s = now_s  # what was wrong was wrong with this one
@@ -336,11 +358,12 @@ class Domain(StateMachine):
     def _give_up(self, now_s: float, error: YunionError) -> None:
         """End a control daemon that never served; one that may have jobs at work is treated with care."""
         control = self.control
-        control.drop()
+        self._drop()
         if control.runs and control.has_served and isinstance(error, SilentError):
             why = why_silent(control.process.pid, self.plan.pipe_directory) or error.message
             self.error = error
-            self._change(WEDGED, now_s, control.recover(why, now_s).reason)
+            self._task = recovery = Recovery(control, why, now_s)
+            self._change(WEDGED, now_s, recovery.reason)
             self._wants_poll = True  # whether jobs are in its way is believed only by a poll from now on
             log.error("domain %s: %s. It is told to go on. %s", self.plan.name, self.reason, error.hint)
             return

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from yunion_mps.errors import ControlError, ShortageError, YunionError
-from yunion_mps.host.processes import wake
 from yunion_mps.mps import limits
-from yunion_mps.mps.conversation import HEARD, Conversation, DaemonHandle, OccupiedError, Probe, Task
+from yunion_mps.mps.control_daemon import ControlDaemon, Task
+from yunion_mps.mps.conversation import HEARD, Conversation, OccupiedError
 from yunion_mps.mps.log_file import bound_logs
 from yunion_mps.mps.processes import describe_servers
 
@@ -33,10 +33,8 @@ class LimitsChangedError(ControlError):
 class HealthMonitor(Task):
     """Does it answer, are its limits still ours, is its log small? From when it serves until it does not."""
 
-    def __init__(self, daemon: DaemonHandle, read_log: Callable[[], None], now_s: float) -> None:
-        """`read_log` is called now and then, before what the log says may be cut."""
-        super().__init__(daemon)
-        self._read_log = read_log
+    def __init__(self, control: ControlDaemon, now_s: float) -> None:
+        super().__init__(control)
         self._probe_at_s = now_s + PROBE_S
         self._verify_at_s = now_s + VERIFY_S
         self._order_at_s = now_s
@@ -46,7 +44,7 @@ class HealthMonitor(Task):
         #: How long it took to answer when it was last asked for a sign of life, None before that.
         self.probe_s: float | None = None
         #: The PIDs of its servers when its limits were last found right.
-        self.servers = tuple(daemon.servers())
+        self.servers = control.servers()
 
     def tick(self, now_s: float, orders: Sequence[str]) -> float:
         """Do what is due; return when to be called again. `orders` are commands that answer nothing.
@@ -61,21 +59,22 @@ class HealthMonitor(Task):
         return min(due_s, self._talk(now_s, orders) if now_s >= talk_s else talk_s)
 
     def _tick_probe(self, now_s: float) -> float:
-        if self._probe is None and now_s < self._probe_at_s:
-            return self._probe_at_s
-        if self._probe is None:
+        probe = self._probe
+        if probe is None:
+            if now_s < self._probe_at_s:
+                return self._probe_at_s
             self._probe_at_s = now_s + PROBE_S
-            self._read_log()
+            self._control.log.tell()  # before what it says may be cut
             bound_logs(self._plan)
             try:
-                self._probe = Probe(self._plan.pipe_directory, self._process.pid, now_s, PROBE_TIMEOUT_S)
+                probe = self._connect(now_s, PROBE_TIMEOUT_S)
             except ShortageError as error:
                 log.debug("domain %s: %s", self._plan.name, error)
                 return self._probe_at_s
-        if not self._probe.poll(now_s):
-            return self._probe.deadline_s
-        self.probe_s = now_s - self._probe.began_s
-        self._probe.close()
+        if not probe.poll(now_s):
+            return probe.deadline_s
+        self.probe_s = now_s - probe.began_s
+        probe.close()
         self._probe = None
         return self._probe_at_s
 
@@ -121,8 +120,8 @@ class Recovery(Task):
     again and again. Only if that does not help, and no server of it may have jobs, it is to be replaced.
     """
 
-    def __init__(self, daemon: DaemonHandle, why: str, now_s: float) -> None:
-        super().__init__(daemon)
+    def __init__(self, control: ControlDaemon, why: str, now_s: float) -> None:
+        super().__init__(control)
         self._why = why
         self._began_s = now_s
         self._deadline_s = now_s + PATIENCE_S
@@ -131,12 +130,12 @@ class Recovery(Task):
         self.spared_for: tuple[int, ...] = ()
         #: Whether it is to be replaced.
         self.failed = False
-        wake([self._process.pid, *self._servers()])
+        self._wake()
 
     @property
     def reason(self) -> str:
         """What is wrong, and what it waits for."""
-        pid = self._process.pid
+        pid = self._control.process.pid
         what = f"the control daemon (PID {pid}) does not serve: {self._why}"
         if not self.spared_for:
             return what
@@ -153,13 +152,13 @@ class Recovery(Task):
         if due_s is None:
             return None
         if now_s >= self._deadline_s:
-            servers = self._servers()
+            servers = self._control.servers()
             # A job may have come since an earlier poll.
             is_idle = in_use is False and polled_s >= self._began_s
             self.spared_for = () if is_idle else tuple(servers)
             self.failed = not self.spared_for
             if not self.failed:
-                wake([self._process.pid, *servers])
+                self._wake()
                 self._deadline_s = now_s + LOOK_AGAIN_S
         return min(due_s, self._deadline_s)
 
@@ -170,7 +169,7 @@ class Recovery(Task):
                 return self._conversation.deadline_s if self._conversation.poll(now_s) is None else None
             if self._probe is None and now_s >= self._look_s:
                 self._look_s = now_s + _WEDGED_PROBE_S
-                self._probe = Probe(self._plan.pipe_directory, self._process.pid, now_s, _WEDGED_PROBE_S)
+                self._connect(now_s, _WEDGED_PROBE_S)
             if self._probe is None:
                 return self._look_s
             if not self._probe.poll(now_s):

@@ -8,13 +8,15 @@ A limit of None is that of a GPU which the control daemon serves and the plan do
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from yunion_mps.errors import ControlError, ShortageError
 from yunion_mps.models import DomainPlan
-from yunion_mps.mps.conversation import Conversation, DaemonHandle, Task, occupied
+from yunion_mps.mps.control_daemon import ControlDaemon, Task
+from yunion_mps.mps.conversation import Conversation, occupied
 from yunion_mps.mps.processes import PROGRAM, describe_servers
 from yunion_mps.mps.startup import as_served
 from yunion_mps.planning import decimal
@@ -37,31 +39,21 @@ class LimitsSetter(Task):
     """Brings limits into effect."""
 
     def __init__(
-        self,
-        daemon: DaemonHandle,
-        known: LimitsInEffect,
-        now_s: float,
-        *,
-        set_first: bool,
-        has_served: bool,
-        idle: bool,
-        unrecorded: bool,
+        self, control: ControlDaemon, known: LimitsInEffect, now_s: float, *, set_first: bool, idle: bool
     ) -> None:
         """Begin; `known` is what is in effect as far as we know.
 
-        `set_first`: the limits are set without asking first. `has_served`: it may have jobs, so if another
-        front-end is connected, it is asked again without end. `idle`: no job uses its GPUs, so a server with
-        other limits may be asked to end. `unrecorded`: another program has started it, and what its servers
-        have was never recorded; unless its answer is what is desired, they count as ones with other limits.
+        `set_first`: the limits are set without asking first. `idle`: no job uses its GPUs, so a server with
+        other limits may be asked to end. If what the servers of another program's control daemon have was
+        never recorded, and its answer is not what is desired, they count as ones with other limits. One that
+        has served may have jobs, so if another front-end is connected, it is asked again without end.
         """
-        super().__init__(daemon)
+        super().__init__(control)
         self._known = known
         self._setting = set_first
-        self._has_served = has_served
         self._idle = idle
-        self._unrecorded = unrecorded
         self._first: list[str] = []
-        self._give_up_s = None if has_served else now_s + OCCUPIED_TIMEOUT_S
+        self._give_up_s = math.inf if control.has_served else now_s + OCCUPIED_TIMEOUT_S
         self._again_s = 0.0
         #: Why it takes longer than usual, empty if it does not.
         self.note = ""
@@ -96,14 +88,14 @@ class LimitsSetter(Task):
         try:
             return self._converse([*first, "get_server_list", *get_commands(self._plan)], now_s)
         except ShortageError as error:
-            if not self._has_served:
+            if not self._control.has_served:
                 raise
             self.note = f"{error.message}; {error.hint}"
             self._again_s = now_s + LOOK_AGAIN_S
             return None
 
     def _turned_away(self, now_s: float) -> float:
-        if self._give_up_s is not None and now_s >= self._give_up_s:
+        if now_s >= self._give_up_s:
             raise occupied(self._plan.pipe_directory)
         if not self.note:
             error = occupied(self._plan.pipe_directory)
@@ -123,10 +115,10 @@ class LimitsSetter(Task):
         old = tuple(pid for pid in self._known.old_servers if pid in servers)
         if self._setting:
             check(target, limits)
-            if before != target or not self._has_served or self._unrecorded:
+            if before != target or not self._control.has_served or self._control.is_unrecorded:
                 old = servers  # of a new control daemon too: a job may have come before the limits did
         elif not match(target, limits):
-            if self._unrecorded:
+            if self._control.is_unrecorded:
                 return None
             if set(servers) - set(self._known.old_servers) and not match(self._asked(before), limits):
                 self._refuse_unknown_limits(servers)

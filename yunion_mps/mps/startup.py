@@ -17,8 +17,8 @@ from yunion_mps.host.proc import started_ticks
 from yunion_mps.host.processes import Process, spawn
 from yunion_mps.models import DomainPlan
 from yunion_mps.mps import directories
-from yunion_mps.mps.conversation import DaemonHandle, SilentError, Task, peer_of
-from yunion_mps.mps.log_file import LOG_NAME, look_at_log
+from yunion_mps.mps.conversation import peer_of
+from yunion_mps.mps.log_file import LOG_NAME
 from yunion_mps.mps.processes import (
     PROGRAM,
     AdoptionOrder,
@@ -37,10 +37,6 @@ from yunion_mps.mps.processes import (
 #: Has the control daemon give all users one server; before 570 it is not known.
 MULTIUSER = "-multiuser-server"
 
-#: It listens after about 2 ms.
-START_TIMEOUT_S = 10.0
-_FIRST_LOOK_S = 0.0002
-_LONGEST_LOOK_S = 0.05
 #: How long a control program is tried: it serves after some milliseconds, or later on a machine under load.
 _TRIAL_S = 2.0
 _TRIAL_LOOK_MS = 5
@@ -220,26 +216,6 @@ def set_access(plan: DomainPlan) -> None:
     """Make the pipe directory, and set who may enter it as planned; raises HostError."""
     with directories.use(plan.pipe_directory) as directory:
         directories.set_access(directory, plan.pipe_directory, plan.pipe_group)
-
-
-class Startup(Task):
-    """Waiting for a control daemon's first sign of life, which no descriptor tells of."""
-
-    def __init__(self, daemon: DaemonHandle, now_s: float) -> None:
-        super().__init__(daemon)
-        self._look_s = _FIRST_LOOK_S
-        self._deadline_s = now_s + START_TIMEOUT_S
-
-    def tick(self, now_s: float) -> float | None:
-        """When to be called again, sooner at first; None once it listens. Raises SilentError in the end."""
-        peer = peer_of(self._plan.pipe_directory)
-        if peer and peer.pid == self._process.pid:
-            return None
-        if now_s >= self._deadline_s:
-            what = f"the control daemon did not answer within {START_TIMEOUT_S:g} s after its start"
-            raise SilentError(what, look_at_log(self._plan))
-        self._look_s = min(self._look_s * 1.5, _LONGEST_LOOK_S)
-        return min(now_s + self._look_s, self._deadline_s)
 
 
 # -- one server for all users

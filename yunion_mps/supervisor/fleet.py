@@ -134,7 +134,7 @@ class Fleet:
         return all(
             domain.state == READY
             or (domain.error and domain.state in (WEDGED, BACKOFF, FAILED))
-            or domain.control.is_occupied
+            or domain.is_occupied
             for domain in self.domains
         )
 

@@ -195,7 +195,7 @@ class Faults(RuleBasedStateMachine):
     @rule()
     def lose_the_daemon(self) -> None:
         """Ours dies, and the next one begins with what was written down."""
-        self.run.domain.control.drop()
+        self.run.domain._drop()
         if self.run.domain.control.runs:
             self.lost.append(self.run.pid)
             self.run.domain.control.process.close()

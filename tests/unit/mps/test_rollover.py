@@ -194,7 +194,7 @@ def held(
         return hold_front_end(plan)
     leave = hold_front_end(plan)
     run.domain.change(other, run.clock.now_s)
-    run.until_it(lambda: run.domain.control.is_occupied)
+    run.until_it(lambda: run.domain.is_occupied)
     return leave
 
 
