@@ -14,8 +14,7 @@ import requests
 import schemathesis
 from openapi_schema_validator import OAS31Validator
 from yunion_mps.http.openapi import document
-from yunion_mps.http.operations import LONGEST_EVENT_WAIT_S
-from yunion_mps.leases.bounds import LONGEST_WAIT_S
+from yunion_mps.http.operations import LONGEST_EVENT_WAIT_S, LONGEST_WAIT_S
 
 from integration.daemon_host import Daemon, eventually
 from integration.unix_session import unix_session

@@ -14,8 +14,15 @@ from yunion_mps.cli.options import Duration, complete_device
 from yunion_mps.cli.output import output_option, say, show_pairs
 from yunion_mps.cli.root import SuggestingGroup
 from yunion_mps.client.lease import take as take_from
-from yunion_mps.http.operations import END_LEASE, RENEW_LEASE
-from yunion_mps.leases.bounds import LONGEST_TTL_S, LONGEST_WAIT_S, MOST_DEVICES, MOST_MIB, NAME
+from yunion_mps.http.operations import (
+    END_LEASE,
+    LONGEST_TTL_S,
+    LONGEST_WAIT_S,
+    MOST_DEVICES,
+    MOST_MIB,
+    NAME,
+    RENEW_LEASE,
+)
 
 if TYPE_CHECKING:
     from yunion_mps.answers import LeaseRecord

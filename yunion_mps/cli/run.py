@@ -21,8 +21,7 @@ from yunion_mps.cli.output import cell, refuse_closed_output, say
 from yunion_mps.client.lease import refuse_unreachable, would_take
 from yunion_mps.errors import HostError, NotFoundError, YunionError
 from yunion_mps.escaping import printable
-from yunion_mps.http.operations import END_LEASE, GET_DEVICE
-from yunion_mps.leases.bounds import COMMAND_LENGTH
+from yunion_mps.http.operations import COMMAND_LENGTH, END_LEASE, GET_DEVICE
 
 F = TypeVar("F", bound=Callable[..., Any])
 Json = dict[str, Any]

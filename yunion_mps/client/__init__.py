@@ -22,8 +22,15 @@ from yunion_mps.errors import (
     UnreachableError,
     YunionError,
 )
-from yunion_mps.http.operations import GET_DEVICE, GET_DEVICES, GET_EVENTS, GET_LEASES, LATEST_S, MOST_EVENTS
-from yunion_mps.leases.bounds import LONGEST_WAIT_S
+from yunion_mps.http.operations import (
+    GET_DEVICE,
+    GET_DEVICES,
+    GET_EVENTS,
+    GET_LEASES,
+    LATEST_S,
+    LONGEST_WAIT_S,
+    MOST_EVENTS,
+)
 from yunion_mps.paths import Paths
 
 if TYPE_CHECKING:

@@ -13,8 +13,7 @@ from yunion_mps.escaping import printable
 from yunion_mps.host.proc import job_unit_of, started_ticks, uid_of
 from yunion_mps.http.messages import Request, Response
 from yunion_mps.http.openapi import document
-from yunion_mps.http.operations import BadRequestError, ContradictionError
-from yunion_mps.leases.bounds import COMMAND_LENGTH
+from yunion_mps.http.operations import COMMAND_LENGTH, BadRequestError, ContradictionError
 from yunion_mps.leases.request import LeaseRequest
 from yunion_mps.models import Holder, Owner
 from yunion_mps.service.clients import ClientService

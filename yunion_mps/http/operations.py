@@ -20,7 +20,6 @@ from yunion_mps.errors import (
     NothingFreeError,
     YunionError,
 )
-from yunion_mps.leases.bounds import LONGEST_TTL_S, LONGEST_WAIT_S, MOST_DEVICES, MOST_MIB, NAME, REQUEST
 
 if TYPE_CHECKING:
     from yunion_mps.answers import (
@@ -52,6 +51,18 @@ LATEST_S = 99_999_999_999
 LONGEST_EVENT_WAIT_S = 60
 #: A PID has seven digits at most (PID_MAX_LIMIT of the kernel's include/linux/threads.h).
 LARGEST_PID = 9_999_999
+#: The most devices that one lease may have.
+MOST_DEVICES = 64
+#: More memory than any GPU has.
+MOST_MIB = 1 << 30
+#: How long a request may wait, and how long a lease taken by name may live without renewal, in s.
+LONGEST_WAIT_S = 30 * 86_400
+LONGEST_TTL_S = 365 * 86_400
+#: A holder's command line is cut to so many characters.
+COMMAND_LENGTH = 100
+#: The names of leases, and idempotency keys (regular expressions).
+NAME = "^[A-Za-z0-9][A-Za-z0-9._:/@-]{0,99}$"
+REQUEST = "^[A-Za-z0-9-]{16,64}$"
 
 EVENT_KINDS = ("domain", "limit", "gpu", "compute_mode", "configuration", "client", "lease", "daemon")
 PLACEMENTS = ("binpack", "spread")

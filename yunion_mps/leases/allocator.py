@@ -13,7 +13,15 @@ from yunion_mps.errors import HostError, NeverFreeError, NothingFreeError
 from yunion_mps.leases.ledger import Ledger, needs_mib
 from yunion_mps.leases.request import SPREAD, LeaseRequest
 from yunion_mps.models import ALL, Device, DomainPlan, Pool, Snapshot
-from yunion_mps.planning import enforces_budgets, free_units, pool_device, units_for, why_not_honoured
+from yunion_mps.planning import (
+    client_environment,
+    enforces_budgets,
+    free_units,
+    pool_device,
+    units_for,
+    whole_environment,
+    why_not_honoured,
+)
 
 UNENFORCED_HINT = "take it all the same: --allow-unlimited (in Python: allow_unlimited=True)"
 #: The most GPUs, and the most reasons, that an error names.
@@ -43,13 +51,32 @@ class PoolCandidate(NamedTuple):
 class Candidates(NamedTuple):
     """All that can be given; `unenforced` names, by UUID, the GPUs that do not enforce budgets.
 
-    `why_apart` says why several devices cannot be one budget, empty if they can.
+    `domains` are those of all devices by name: as they serve, or as planned if they do not serve now.
     """
 
     devices: Sequence[Candidate] = ()
     pools: Sequence[PoolCandidate] = ()
     unenforced: Mapping[str, str] = {}
-    why_apart: Callable[[Sequence[Device]], str] = lambda _: ""
+    domains: Mapping[str, DomainPlan] = {}
+
+    def why_apart(self, devices: Sequence[Device]) -> str:
+        """Why devices of one domain cannot be one budget, empty if they can."""
+        return why_not_honoured(devices, self.domains[devices[0].domain])
+
+    def environment(self, request: LeaseRequest, devices: Sequence[Device]) -> dict[str, str]:
+        """The environment of a process with the devices; raises HostError if it would not be honoured."""
+        if len({device.domain for device in devices}) > 1:
+            hint = "take devices of one GPU; cuda_mps_scope: host has one control daemon for all GPUs"
+            raise HostError("these devices are of several control daemons, and a process has only one", hint)
+        domain = self.domains[devices[0].domain]
+        if request.device == ALL:
+            return whole_environment(devices, domain)
+        why = self.why_apart(devices)
+        if why:
+            more = f"cuda_mps_combine: {len(devices)}"
+            hint = f"take them on different GPUs (--across), or set {more} in host.conf"
+            raise HostError(f"{len(devices)} devices cannot be one budget: {why}", hint)
+        return client_environment(devices, domain)
 
 
 class Reservation(NamedTuple):
@@ -80,21 +107,12 @@ def candidates_of(snapshot: Snapshot, reasons: Mapping[str, str]) -> Candidates:
     unenforced = {
         gpu.uuid: f"{gpu.address} ({gpu.name})" for gpu in gpus if gpu.uuid and not enforces_budgets(gpu)
     }
-    domains = domain_plans(snapshot)
-
-    def why_apart(some: Sequence[Device]) -> str:
-        return why_not_honoured(some, domains[some[0].domain])
-
-    return Candidates(devices, pools, unenforced, why_apart)
+    serving = (status.plan for status in snapshot.domains)
+    domains = {domain.name: domain for domain in (*plan.parked, *plan.domains, *serving)}
+    return Candidates(devices, pools, unenforced, domains)
 
 
-def domain_plans(snapshot: Snapshot) -> dict[str, DomainPlan]:
-    """By name the domains of all devices: as they serve, or as planned if they do not serve now."""
-    planned = {plan.name: plan for plan in (*snapshot.plan.parked, *snapshot.plan.domains)}
-    return {**planned, **{status.plan.name: status.plan for status in snapshot.domains}}
-
-
-def smallest_groups(request: LeaseRequest, candidates: Candidates) -> Iterator[tuple[Device, ...]]:
+def _smallest_groups(request: LeaseRequest, candidates: Candidates) -> Iterator[tuple[Device, ...]]:
     """Yield the smallest devices that a request for several could get if everything were free and served.
 
     They are of each GPU that has enough, or, if they are to be across GPUs, of each control daemon.
@@ -119,8 +137,10 @@ def smallest_groups(request: LeaseRequest, candidates: Candidates) -> Iterator[t
 def refuse_infeasible(request: LeaseRequest, candidates: Candidates) -> None:
     """Raise NeverFreeError if the request could not be met even if everything were free and served.
 
-    Raises HostError if only GPUs that enforce no budget could meet it.
+    Raises HostError if only GPUs that enforce no budget could meet it, or only devices whose sum no process
+    would get.
     """
+    _refuse_dishonoured(request, candidates)
     pools = _matching_pools(request, candidates)
     if any(units_for(one.pool, request.memory_mib) <= free_units(one.pool) for one in pools):
         return
@@ -141,6 +161,22 @@ def refuse_infeasible(request: LeaseRequest, candidates: Candidates) -> None:
         there = ", ".join(sizes) or "no GPUs whose memory is handed out in units, and no slices of that size"
         hint = "see memory_unit and slices: man yunion-mps-host_container_device.yml"
     raise NeverFreeError(f"{request} can never be allocated: there are {there}", hint)
+
+
+def _refuse_dishonoured(request: LeaseRequest, candidates: Candidates) -> None:
+    groups: Iterable[tuple[Device, ...]] = _smallest_groups(request, candidates)
+    if request.device == ALL and candidates.devices:
+        groups = [tuple(one.device for one in candidates.devices)]
+    refusal = None
+    for devices in groups:
+        try:
+            candidates.environment(request, devices)
+        except HostError as error:
+            refusal = error
+        else:
+            return
+    if refusal:
+        raise refusal
 
 
 class Allocator:
@@ -279,7 +315,7 @@ def _matching(request: LeaseRequest, candidates: Candidates) -> list[Candidate]:
         if request.takes(one.device) and (one.sliced or not request.memory_mib)
     ]
     if request.number > 1 and not request.across:
-        groups = smallest_groups(request, candidates)
+        groups = _smallest_groups(request, candidates)
         apart = {some[0].gpu_uuid for some in groups if candidates.why_apart(some)}
         found = [one for one in found if one.device.gpu_uuid not in apart]
     if request.memory_mib:

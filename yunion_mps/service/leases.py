@@ -16,17 +16,17 @@ from yunion_mps.containers.publisher import CdiPublisher
 from yunion_mps.errors import HostError, NotAllowedError, NotFoundError, NothingFreeError, YunionError
 from yunion_mps.host.proc import command_of, user_name
 from yunion_mps.identity import random_uuid
-from yunion_mps.leases.allocator import Allocator
+from yunion_mps.leases.allocator import Allocator, Candidates, candidates_of, refuse_infeasible
 from yunion_mps.leases.expiry import HolderWatch, renewed, restored
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.leases.queue import Queue, QueuedRequest
-from yunion_mps.leases.request import LeaseRequest, lease_named, owner_name, refuse_over_quota
+from yunion_mps.leases.request import LeaseRequest, gpu_named, lease_named, owner_name, refuse_over_quota
 from yunion_mps.leases.storage import LeaseStorage, QueuePositions
-from yunion_mps.models import LEASE_VARIABLE, Device, DomainPlan, Event, Holder, Lease, Owner, Plan
+from yunion_mps.models import ALL, LEASE_VARIABLE, Device, DomainPlan, Event, Holder, Lease, Owner, Plan
 from yunion_mps.paths import Paths
-from yunion_mps.service.lease_devices import LeaseDevices
 from yunion_mps.service.queries import Queries
 from yunion_mps.service.shapes import lease_json, queued_json
+from yunion_mps.service.state import domain_names
 from yunion_mps.supervisor import Supervisor
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class LeaseService:
     ) -> None:
         """Raises HostError if the state file cannot be used."""
         self._supervisor = supervisor
-        self._devices = LeaseDevices(supervisor, service)
+        self._service = service
         self._publisher = publisher
         self._containers = Containers(paths)
         self._storage = LeaseStorage(supervisor.store(), paths.lease_copies)
@@ -57,6 +57,7 @@ class LeaseService:
         self.queue = Queue(self._allocator)
         #: What the queued requests are answered with, by position.
         self._answers: dict[int, asyncio.Future[Lease]] = {}
+        self._known, self._known_version = Candidates(), -1
         self._divided: tuple[Plan, tuple[DomainPlan, ...]] | None = None
         self._is_draining = self._is_closed = False
 
@@ -99,7 +100,7 @@ class LeaseService:
         if self._is_closed or not self.queue.requests:
             return
         self._refuse_infeasible()
-        while found := self.queue.next(self._devices.candidates()):
+        while found := self.queue.next(self._candidates()):
             queued, devices = found
             self.queue.requests.remove(queued)
             answer = self._answers[queued.position]
@@ -143,7 +144,7 @@ class LeaseService:
             queued = QueuedRequest(request, holder, idempotency_key, cdi)
             self._refuse_over_quota(queued)
             self.ledger.refuse_second(holder, idempotency_key)
-            queued = queued._replace(request=self._devices.feasible(request))
+            queued = queued._replace(request=self._feasible(request))
             queued = self._positions.place(queued, time.time(), time.monotonic())
             lease = await self._granted(queued, wait_s)
         if lease.holder.binding == "connection":
@@ -154,9 +155,9 @@ class LeaseService:
         """The lease that the holder would get now; raises YunionError if it would get none."""
         if not self.ledger.repeated(holder, idempotency_key):
             self._refuse_over_quota(QueuedRequest(request, holder, idempotency_key))
-        request, candidates = self._devices.feasible(request), self._devices.candidates()
+        request, candidates = self._feasible(request), self._candidates()
         devices = self._allocator.choose(request, candidates, self.queue.reserved(candidates))
-        lease = Lease("", devices, holder, time.time(), self._devices.environment(request, devices))
+        lease = Lease("", devices, holder, time.time(), candidates.environment(request, devices))
         return lease_json(lease, None, self._containers)
 
     def release(self, name: str, caller: Owner) -> LeaseRecord:
@@ -187,7 +188,7 @@ class LeaseService:
         """
         lease = self._own(name, caller, of_any_unit=not caller.unit)
         holder = holder._replace(uid=lease.holder.uid, unit=lease.holder.unit)
-        self._devices.refuse_unserved(lease)
+        self._refuse_unserved(lease)
         if lease.holder.binding == "name" or lease.holder == holder:
             return self._json(lease)
         if lease.holder.binding == "container":
@@ -235,6 +236,26 @@ class LeaseService:
                 self.queue.requests.remove(queued)
                 self.serve()  # what was reserved for it is for those behind
 
+    def _candidates(self) -> Candidates:
+        """What can be given now; made once for each snapshot."""
+        snapshot = self._supervisor.snapshot()
+        if self._known_version != snapshot.version:
+            self._known = candidates_of(snapshot, self._service.reasons())
+            self._known_version = snapshot.version
+        return self._known
+
+    def _feasible(self, request: LeaseRequest) -> LeaseRequest:
+        """The request with whole names; raises YunionError if it is infeasible."""
+        device, gpu = request.device, request.gpu
+        if device and device != ALL:
+            device = self._service.device(device.removeprefix("0000:"))["addr"]
+        if gpu:
+            gpus = self._supervisor.snapshot().inventory.gpus
+            gpu = gpu_named(gpu.removeprefix("0000:"), gpus).address
+        request = request._replace(device=device, gpu=gpu)
+        refuse_infeasible(request, self._candidates())
+        return request
+
     def _refuse_infeasible(self) -> None:
         """Refuse the queued requests that have become infeasible, as by a reload.
 
@@ -250,7 +271,7 @@ class LeaseService:
             if queued.request not in refusals:
                 refusals[queued.request] = None
                 try:
-                    self._devices.feasible(queued.request)
+                    self._feasible(queued.request)
                 except YunionError as error:
                     refusals[queued.request] = error
             refusal = refusals[queued.request]
@@ -259,7 +280,7 @@ class LeaseService:
                 self._answers[queued.position].set_exception(refusal)
 
     def _why_not(self, queued: QueuedRequest, *, has_waited: bool) -> YunionError:
-        candidates = self._devices.candidates()
+        candidates = self._candidates()
         try:
             reserved = self.queue.reserved(candidates, besides=queued)
             self._allocator.choose(queued.request, candidates, reserved, has_waited=has_waited)
@@ -280,7 +301,7 @@ class LeaseService:
         """Enter the lease; raises YunionError, with nothing granted, if it cannot be stored or honoured."""
         holder, lease_id = queued.holder, random_uuid()
         self.ledger.refuse_second(holder, queued.idempotency_key)
-        environment = {**self._devices.environment(queued.request, devices), LEASE_VARIABLE: lease_id}
+        environment = {**self._candidates().environment(queued.request, devices), LEASE_VARIABLE: lease_id}
         is_device = queued.cdi or holder.binding == "name"
         lease = Lease(lease_id, devices, holder, time.time(), environment, queued.idempotency_key, is_device)
         lease = renewed(lease, time.monotonic())
@@ -298,6 +319,23 @@ class LeaseService:
         self.ledger.add(lease)
         self._record(lease, "given to", "it was asked for")
         return lease
+
+    def _refuse_unserved(self, lease: Lease) -> None:
+        """Raise HostError if a device is not served now, or not by the control daemon of its environment.
+
+        If CUDA finds no control daemon it goes on without one, and without limits.
+        """
+        reasons = self._service.reasons()
+        for device in lease.devices:
+            why = reasons.get(device.gpu_uuid, "its GPU is not there any more")
+            if why:
+                raise HostError(f"device {device.addr} cannot be used now: {why}", "see: yunion-mps status")
+        snapshot = self._supervisor.snapshot()
+        name = domain_names(snapshot.plan).get(lease.devices[0].gpu_uuid)
+        served = [status.plan.pipe_directory for status in snapshot.domains if status.plan.name == name]
+        if lease.environment["CUDA_MPS_PIPE_DIRECTORY"] not in served:
+            what = f"the control daemon of {_addresses(lease)} is another one since the lease was given"
+            raise HostError(what, f"take a new one, after: yunion-mps lease release {lease.id}")
 
     def _store_expiry(self, lease: Lease) -> None:
         """Store when the lease ends; if that fails, its holder has a moment to renew it after a restart."""

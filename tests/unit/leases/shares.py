@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import strategies as st
 from yunion_mps.leases.allocator import Candidate, Candidates, PoolCandidate
 from yunion_mps.leases.request import LeaseRequest
-from yunion_mps.models import Device, Holder, Lease, Pool
+from yunion_mps.models import Device, DomainPlan, Holder, Lease, PlannedGpu, Pool
 
 GPU_MIB = 1200
 HOLDER = Holder("process", 1000, 4260, 77)
@@ -28,9 +28,12 @@ def device(gpu: int, slot: int, number: int = 4) -> Device:
     )
 
 
-def candidates(gpus: int, number: int = 4, reason: str = "") -> Candidates:
+def candidates(gpus: int, number: int = 4, reason: str = "", **most_mib: int) -> Candidates:
+    """The devices of so many GPUs; `most_mib` is what one process may get of a GPU, where that is limited."""
+    limited = tuple(PlannedGpu(f"GPU-{name[-1]}", mib) for name, mib in most_mib.items())
     return Candidates(
-        [Candidate(device(gpu, slot, number), reason) for gpu in range(gpus) for slot in range(number)]
+        [Candidate(device(gpu, slot, number), reason) for gpu in range(gpus) for slot in range(number)],
+        domains={"host": DomainPlan("host", "/pipe", "/log", limited, 100.0)},
     )
 
 

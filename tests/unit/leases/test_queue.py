@@ -128,9 +128,7 @@ def test_hundreds_of_requests_for_leased_memory_cost_one_search() -> None:
 
 
 @given(
-    st.lists(
-        st.one_of(REQUESTS, st.builds(LeaseRequest, gpu=st.sampled_from(["GPU-0", "GPU-1"]))), max_size=12
-    ),
+    st.lists(st.one_of(REQUESTS, requests(gpu=st.sampled_from(["GPU-0", "GPU-1"]))), max_size=12),
     st.sets(st.tuples(st.integers(0, 1), st.integers(0, 3))),
     st.booleans(),
 )
