@@ -38,16 +38,13 @@ class Page:
         self._lines.append(f"{escaped(name)} \\- {escaped(title)}")
 
     def __str__(self) -> str:
-        """The source of the page."""
         return "\n".join(self._lines) + "\n"
 
     def section(self, title: str) -> None:
-        """Begin a section."""
         self._lines.append(f".SH {escaped(title.upper())}")
         self._fresh = True
 
     def subsection(self, title: str) -> None:
-        """Begin a section within a section."""
         self._lines.append(f'.SS "{escaped(title)}"')
         self._fresh = True
 
@@ -63,7 +60,6 @@ class Page:
         self._fresh = False
 
     def term(self, tag: str, *paragraphs: str) -> None:
-        """Add a term and what it means."""
         self._lines += [".TP", _line(marked(tag))]
         self._fill(paragraphs[0])
         for text in paragraphs[1:]:
@@ -71,7 +67,6 @@ class Page:
             self._fill(text)
 
     def synopsis(self, name: str, words: str) -> None:
-        """Add a line of a synopsis."""
         self._apart()
         self._lines.append(_line(f"\\fB{escaped(name)}\\fR {escaped(words)}".rstrip()))
 

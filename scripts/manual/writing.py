@@ -11,7 +11,8 @@ from datetime import datetime, timezone
 
 from yunion_mps.cli.completion import completion
 
-from manual import command_page, daemon_page, examples, file_pages
+from manual.keys import device_file_example, host_conf_example
+from manual.pages import command_page, daemon_page, device_file_page, host_conf_page
 
 #: Where each shell looks for a file of this name once it is in its directory.
 _COMPLETIONS = {"bash": "yunion-mps.bash", "zsh": "_yunion-mps", "fish": "yunion-mps.fish"}
@@ -38,14 +39,14 @@ def main(directory: str, epoch: str) -> int:
 
 def files(date: str) -> Iterator[tuple[str, str]]:
     """Each file's name below the directory, and its text."""
-    yield "man/yunion-mps.1", command_page.page(date)
-    yield "man/yunion-mps-daemon.8", daemon_page.page(date)
-    yield "man/yunion-mps-host.conf.5", file_pages.host_conf(date)
-    yield "man/yunion-mps-host_container_device.yml.5", file_pages.device_file(date)
+    yield "man/yunion-mps.1", command_page(date)
+    yield "man/yunion-mps-daemon.8", daemon_page(date)
+    yield "man/yunion-mps-host.conf.5", host_conf_page(date)
+    yield "man/yunion-mps-host_container_device.yml.5", device_file_page(date)
     for shell, name in _COMPLETIONS.items():
         yield f"completions/{name}", completion_script(shell)
-    yield "etc/yunion/host.conf", examples.host_conf()
-    yield "etc/yunion/host_container_device.yml", examples.device_file()
+    yield "etc/yunion/host.conf", host_conf_example()
+    yield "etc/yunion/host_container_device.yml", device_file_example()
 
 
 def completion_script(shell: str) -> str:

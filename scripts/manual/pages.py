@@ -1,0 +1,270 @@
+"""The manual pages: of the command, of the daemon, and of the two configuration files."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Iterable, Iterator
+from inspect import cleandoc
+
+import click
+from yunion_mps.cli.root import cli
+from yunion_mps.config import KEYS
+from yunion_mps.daemon.options import parser
+from yunion_mps.paths import ROOT_VARIABLE, Paths
+from yunion_mps.planning import DEVICE_VARIABLE
+
+from manual.keys import (
+    Key,
+    device_file_example,
+    device_file_keys,
+    device_keys,
+    host_conf_example,
+    host_keys,
+    texts,
+)
+from manual.roff import Page
+
+_PROGRAM = "yunion-mps"
+#: What click takes for a paragraph whose lines stay as they are.
+_KEPT = "\b\n"
+_HELP_OPTION = ("-h, --help", "--help")
+
+_WHO_MAY = """\
+`yunion-mps` asks `yunion-mps-daemon`(8) on its socket, and tells it what to do. Root and the members of the
+group `yunion-mps` may look, and take devices and give them back; only root may change what concerns
+everybody. Its commands `config` and `completion` need no daemon."""
+_ENVIRONMENT = {
+    DEVICE_VARIABLE: """\
+The device that `show` is about where none is given. A process that uses a device has it in its environment
+(see `show`), so within a job it names the job's own.""",
+    ROOT_VARIABLE: """\
+Another root directory than /, under which every path lies: to look into an unpacked host, and for tests.""",
+}
+
+
+def command_page(date: str) -> str:
+    """The source of the page."""
+    root = click.Context(cli, info_name=_PROGRAM, **cli.context_settings)
+    (title, *prose), kept = _help(cli)
+    made = Page(_PROGRAM, 1, date, title.rstrip("."))
+    made.section("Synopsis")
+    made.synopsis(_PROGRAM, " ".join(cli.collect_usage_pieces(root)))
+    made.section("Description")
+    for text in (*prose, _WHO_MAY):
+        made.paragraph(text)
+    _add_kept(made, kept)
+    made.section("Options")
+    for option, words in _options(root):
+        made.term(f"`{option}`", words)
+    made.section("Commands")
+    made.paragraph("Each has `--help` as well, which says what stands here.")
+    for context, names in _commands(root):
+        _add_command(made, context, names)
+    made.section("Exit status")
+    for number, words in statuses(cli.epilog or ""):
+        made.term(number, words)
+    made.section("Environment")
+    for variable, words in _ENVIRONMENT.items():
+        made.term(f"`{variable}`", words)
+    add_files(made, "host_conf", "socket")
+    made.see_also(
+        [
+            "yunion-mps-daemon(8)",
+            "yunion-mps-host.conf(5)",
+            "yunion-mps-host_container_device.yml(5)",
+            "nvidia-smi(1)",
+            "nvidia-cuda-mps-control(1)",
+        ]
+    )
+    return str(made)
+
+
+def statuses(text: str) -> list[tuple[str, str]]:
+    """Each exit status and its meaning, out of a program's help: `exit status: 0 done; 1 …`."""
+    listed = " ".join(text.partition("exit status:")[2].split())
+    return [
+        (number, words) for number, _, words in (part.strip().partition(" ") for part in listed.split(";"))
+    ]
+
+
+def _commands(parent: click.Context) -> Iterator[tuple[click.Context, list[str]]]:
+    """Every command below `parent` in the order of the help, with all its names; the first is its own."""
+    group = parent.command
+    assert isinstance(group, click.Group)
+    names: dict[click.Command, list[str]] = {}
+    for name in group.list_commands(parent):
+        command = group.get_command(parent, name)
+        assert command
+        names.setdefault(command, []).append(f"{parent.command_path} {name}")
+    for command, called in names.items():
+        context = click.Context(command, info_name=called[0].rpartition(" ")[2], parent=parent)
+        yield context, called
+        if isinstance(command, click.Group):
+            yield from _commands(context)
+
+
+def _add_command(made: Page, context: click.Context, names: list[str]) -> None:
+    command = context.command
+    made.subsection(f"{', '.join(names)} {' '.join(command.collect_usage_pieces(context))}")
+    prose, kept = _help(command)
+    for text in prose:
+        made.paragraph(text)
+    for option, words in _options(context):
+        if option not in _HELP_OPTION:
+            made.term(f"`{option}`", words)
+    _add_kept(made, kept)
+
+
+def _options(context: click.Context) -> list[tuple[str, str]]:
+    records = [parameter.get_help_record(context) for parameter in context.command.get_params(context)]
+    return [record for record in records if record]
+
+
+def _help(command: click.Command) -> tuple[list[str], list[str]]:
+    """The help's paragraphs, and those of them whose lines click keeps as they are."""
+    texts = re.split(r"\n\s*\n", cleandoc(command.help or ""))
+    prose = [" ".join(text.split()) for text in texts if not text.startswith(_KEPT)]
+    return prose, [text[len(_KEPT) :] for text in texts if text.startswith(_KEPT)]
+
+
+def _add_kept(made: Page, texts: list[str]) -> None:
+    for text in texts:
+        title, _, rest = text.partition("\n")
+        if title.endswith(":"):
+            made.paragraph(title)
+        made.verbatim((rest if title.endswith(":") else text).splitlines())
+
+
+_DAEMON = "yunion-mps-daemon"
+
+
+def daemon_page(date: str) -> str:
+    """The source of the page."""
+    told, words = parser(), texts("daemon")
+    options = [action for action in told._actions if action.option_strings]  # noqa: SLF001 - argparse has no other way
+    assert told.description
+    assert told.epilog
+    about, _, end = told.epilog.partition("\n\n")
+    made = Page(_DAEMON, 8, date, "runs NVIDIA MPS as a service")
+    made.section("Synopsis")
+    made.synopsis(_DAEMON, " ".join(f"[{_invocation(action).rpartition(', ')[2]}]" for action in options))
+    made.section("Description")
+    for text in (told.description, " ".join(about.split()), *words["description"]):
+        made.paragraph(text)
+    made.section("Options")
+    for action in options:
+        made.term(f"`{_invocation(action)}`", (action.help or "") % {"default": action.default})
+    for section in ("stop and reload", "signals", "environment"):
+        made.section(section)
+        _add_terms(made, words[section])
+    add_files(made)
+    made.section("Exit status")
+    for number, meaning in statuses(end):
+        made.term(number, meaning)
+    made.section("Examples")
+    for title, lines in words["examples"].items():
+        made.paragraph(title)
+        made.verbatim(f"  {line}" for line in lines.splitlines())
+    made.see_also(
+        [
+            "yunion-mps(1)",
+            "yunion-mps-host.conf(5)",
+            "yunion-mps-host_container_device.yml(5)",
+            "nvidia-cuda-mps-control(1)",
+            "systemctl(1)",
+            "journalctl(1)",
+        ]
+    )
+    return str(made)
+
+
+def _add_terms(made: Page, terms: dict[str, str]) -> None:
+    stop_s = KEYS["cuda_mps_stop_timeout_s"].default
+    for name, text in terms.items():
+        made.term(f"`{name}`", *text.format(stop_s=stop_s).split("\n"))
+
+
+def _invocation(action: argparse.Action) -> str:
+    names = ", ".join(action.option_strings)
+    if action.choices:
+        return f"{names} {{{','.join(action.choices)}}}"
+    return f"{names} {action.metavar}" if action.metavar else names
+
+
+_CHECK = """\
+`yunion-mps config check` tries both files, tells every problem with its line, and touches nothing. The
+daemon reads them when it starts, and at `systemctl reload yunion-mps-daemon`. With a problem in them it
+does not start, and a reload changes nothing."""
+_HOST_CONF = """\
+A YAML file of keys and values, one a line. On a host with Cloudpods it is shared with Cloudpods' host
+agent; the keys below are those of yunion-mps, and all others are left alone. What is nearly one of these,
+or begins with `cuda_mps_` and is none of them, is taken for a mistake."""
+_DEVICE_FILE = """\
+A YAML file with the key `devices`: a list of entries, each of which divides one GPU. On a host with
+Cloudpods it is shared with Cloudpods' host agent. `container_device_config_file` in
+`yunion-mps-host.conf`(5) may name another file."""
+_NO_ENTRY = """\
+A GPU that no entry names offers no devices. Where there is no entry of type NVIDIA_MPS at all, every GPU is
+divided into `cuda_mps_replicas` devices. An entry has `path`, `type` and one of `virtual_number`, `slices`
+and `memory_unit`:"""
+_BESIDE = """\
+Beside `devices` the file may have:"""
+
+
+def host_conf_page(date: str) -> str:
+    """The source of yunion-mps-host.conf(5)."""
+    made = Page("yunion-mps-host.conf", 5, date, "the keys of yunion-mps in /etc/yunion/host.conf")
+    made.section("Synopsis")
+    made.paragraph("`/etc/yunion/host.conf`")
+    made.section("Description")
+    made.paragraph(_HOST_CONF)
+    made.paragraph(_CHECK)
+    made.section("Keys")
+    _add_keys(made, host_keys())
+    return _finished(made, host_conf_example(), "yunion-mps-host_container_device.yml(5)")
+
+
+def device_file_page(date: str) -> str:
+    """The source of yunion-mps-host_container_device.yml(5)."""
+    title = "how GPUs are divided into MPS devices"
+    made = Page("yunion-mps-host_container_device.yml", 5, date, title)
+    made.section("Synopsis")
+    made.paragraph("`/etc/yunion/host_container_device.yml`")
+    made.section("Description")
+    made.paragraph(_DEVICE_FILE)
+    made.paragraph(_CHECK)
+    made.section("Keys")
+    made.paragraph(_NO_ENTRY)
+    _add_keys(made, device_keys())
+    made.paragraph(_BESIDE)
+    _add_keys(made, device_file_keys())
+    return _finished(made, device_file_example(), "yunion-mps-host.conf(5)")
+
+
+def _add_keys(made: Page, keys: Iterable[Key]) -> None:
+    for key in keys:
+        default = f"; default: {key.default}" if key.default else ""
+        first, *more = key.about
+        made.term(f"`{key.name}`: {key.type}{default}", first, *more)
+
+
+def _finished(made: Page, example: str, other: str) -> str:
+    made.section("Example")
+    made.verbatim(line for line in example.splitlines() if line and not line.startswith("#"))
+    made.see_also(["yunion-mps(1)", "yunion-mps-daemon(8)", other])
+    return str(made)
+
+
+def add_files(made: Page, *names: str) -> None:
+    """Add the section, with these of `files.yml`, or all."""
+    about = texts("files")
+    made.section("Files")
+    for name in names or about:
+        made.term(f"`{_path(name)}`", about[name])
+
+
+def _path(name: str) -> str:
+    if name.startswith("/"):
+        return name
+    return str(KEYS[name].default if name in KEYS else getattr(Paths(), name))
