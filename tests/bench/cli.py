@@ -9,22 +9,22 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from bench import idling, leases, ledgers, lists, recoveries, requests, runs, scrapes, starts
+from bench import commands, idling, ledgers, requests, starts
 from bench.table import draw, machine
 from bench.values import BenchError, Line, Settings
 from simhost import BuildError
 
 GROUPS: dict[str, Callable[[Settings], Iterator[Line]]] = {
-    "start": starts.lines,
-    "list": lists.lines,
-    "run": runs.lines,
-    "request": requests.lines,
-    "lease": leases.lines,
-    "scrape": scrapes.lines,
+    "start": starts.start_lines,
+    "list": commands.list_lines,
+    "run": commands.run_lines,
+    "request": requests.request_lines,
+    "lease": requests.lease_lines,
+    "scrape": requests.scrape_lines,
     "ledger": ledgers.lines,
     "memory": idling.memory_lines,
     "idle": idling.processor_lines,
-    "recovery": recoveries.lines,
+    "recovery": starts.recovery_lines,
 }
 
 
@@ -34,20 +34,22 @@ def main(arguments: Sequence[str]) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that all hosts and daemons end
     settings = Settings(quick=options.quick)
     begin_s = time.monotonic()
-    lines: list[Line] = []
+    lines: list[tuple[str, Line]] = []
     try:
         for name in options.only or GROUPS:
             _say(f"{name} ...")
-            lines += GROUPS[name](settings)
-    except (BenchError, BuildError, OSError) as error:
+            lines += [(name, line) for line in GROUPS[name](settings)]
+    except (AssertionError, BenchError, BuildError, OSError) as error:
         _say(str(error))
         return 1
     taken_s = time.monotonic() - begin_s
     kind = "quick" if settings.quick else "full"
-    sys.stdout.write(f"{machine()}; {kind} run, {taken_s:.0f} s\n\n{draw(lines)}")
+    sys.stdout.write(f"{machine()}; {kind} run, {taken_s:.0f} s\n\n{draw([line for _, line in lines])}")
     if options.json:
         with open(options.json, "w", encoding="utf-8") as file:
-            json.dump({"machine": machine(), "lines": [line.as_json() for line in lines]}, file, indent=1)
+            json.dump(
+                {"machine": machine(), "lines": [line.as_json(name) for name, line in lines]}, file, indent=1
+            )
     return 0
 
 

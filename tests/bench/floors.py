@@ -30,20 +30,13 @@ def program(host: SimHost, name: str) -> str:
     return path
 
 
-def spawn(argv: list[str], environment: Mapping[str, str], output: int | None = None) -> int:
-    """Start a program with nothing to read, its output thrown away or given to `output`; return its PID.
+def spawn(argv: list[str], environment: Mapping[str, str]) -> int:
+    """Start a program with nothing to read and its output thrown away; return its PID.
 
-    Floors and what is compared with them are started alike, and by the cheapest way there is.
+    Floors and the commands that are compared with them are started alike, and by the cheapest way there is.
     """
-    actions: list[tuple[int, ...] | tuple[int, int, str, int, int]] = [
-        (os.POSIX_SPAWN_OPEN, 0, "/dev/null", os.O_RDONLY, 0)
-    ]
-    for descriptor in (1, 2):
-        if output is None:
-            actions.append((os.POSIX_SPAWN_OPEN, descriptor, "/dev/null", os.O_WRONLY, 0))
-        else:
-            actions.append((os.POSIX_SPAWN_DUP2, output, descriptor))
-    return os.posix_spawn(argv[0], argv, environment, file_actions=actions)
+    null = [(os.POSIX_SPAWN_OPEN, number, "/dev/null", os.O_RDWR, 0) for number in range(3)]
+    return os.posix_spawn(argv[0], argv, environment, file_actions=null)
 
 
 def run_ms(argv: list[str], environment: Mapping[str, str]) -> float:

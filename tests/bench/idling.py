@@ -37,7 +37,7 @@ def memory_lines(settings: Settings) -> Iterator[Line]:
                 measured = Samples((memory_mib(daemon.pid, kind),), "MiB")
                 floor = Samples((memory_mib(floor_pid, kind),), "MiB")
                 aim = Aim(PEER_MIB if gpus == 4 else 40, "MiB") if kind == "Rss" else None
-                yield Line("memory", what, measured, floor, MEMORY_FLOOR, aim)
+                yield Line(what, measured, floor, MEMORY_FLOOR, aim)
 
 
 def processor_lines(settings: Settings) -> Iterator[Line]:
@@ -54,7 +54,7 @@ def processor_lines(settings: Settings) -> Iterator[Line]:
     for gpus, taken_s in taken.items():
         what = f"idle for {wait_s} s, {gpus} GPU{'s' if gpus > 1 else ''}"
         share = Samples((taken_s / wait_s * 100,), "%")
-        yield Line("idle", what, share, None, "one core", Aim(0.1, "%"))
+        yield Line(what, share, None, "one core", Aim(0.1, "%"))
 
 
 def memory_mib(pid: int, kind: str) -> float:

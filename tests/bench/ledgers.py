@@ -15,7 +15,6 @@ from yunion_mps.models import Device, Holder, Lease
 
 from bench.values import BenchError, Line, Rounds, Settings
 
-GROUP = "ledger"
 GPUS, OF_EACH = 200, 50
 #: As many as the daemon has connections for users.
 WAITERS = 448
@@ -67,7 +66,7 @@ def lines(settings: Settings) -> Iterator[Line]:
         rounds.run(
             count, [("work", partial(_taken, work, factor)), ("floor", partial(_taken, least, factor))]
         )
-        yield Line(GROUP, what, rounds.of("work"), rounds.of("floor"), floor)
+        yield Line(what, rounds.of("work"), rounds.of("floor"), floor)
 
 
 def _taken(work: Callable[[], object], factor: float) -> float:

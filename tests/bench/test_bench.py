@@ -16,7 +16,7 @@ CHECKOUT = Path(__file__).resolve().parents[2]
 
 
 def line(measured: float, floor: float, aim: Aim | None) -> Line:
-    return Line("start", "a start", Samples((measured,), "ms"), Samples((floor,), "ms"), "a floor", aim)
+    return Line("a start", Samples((measured,), "ms"), Samples((floor,), "ms"), "a floor", aim)
 
 
 def test_the_rounds_of_all_steps_take_turns_after_one_that_does_not_count() -> None:
@@ -59,7 +59,7 @@ def test_the_table_has_each_line_s_ratio_and_whether_it_met_the_aim() -> None:
 
 def test_the_ledger_s_lines_are_of_what_they_say_and_all_measured() -> None:
     found = list(ledgers.lines(Settings(quick=True)))
-    assert {entry.group for entry in found} == {"ledger"}
+    assert found
     assert all((entry.ratio or 0) > 0 for entry in found)
 
 

@@ -48,7 +48,6 @@ class Aim:
 class Line:
     """One line of the table."""
 
-    group: str
     what: str
     measured: Samples
     floor: Samples | None
@@ -68,9 +67,9 @@ class Line:
         value = self.ratio if self.aim.of == "floor" else self.measured.median
         return value is not None and value <= self.aim.most
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self, group: str) -> dict[str, Any]:
         return {
-            "group": self.group,
+            "group": group,
             "what": self.what,
             "unit": self.measured.unit,
             "median": self.measured.median,

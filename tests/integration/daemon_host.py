@@ -76,7 +76,7 @@ class Daemon(Closes):
         self._log_file = host.root / "var/log/yunion-mps-daemon.stderr"
         self._log_start = 0
         self._inbox: socket.socket | None = None
-        self._drained = threading.Event()
+        self._arrived, self._drained = threading.Event(), threading.Event()
         if notify:
             address = str(host.root / "run/notify.sock")
             self.env["NOTIFY_SOCKET"] = address
@@ -113,17 +113,17 @@ class Daemon(Closes):
         return self
 
     def wait_message(self, text: str, patience_s: float = PATIENCE_S) -> str:
-        """Wait for a notification that holds `text`, and return it whole."""
-
-        def look() -> str:
-            found = next((message for message in list(self.messages) if text in message), "")
-            if not found and not self.running:
+        """Wait for a notification that holds `text`, and return it whole; woken by each one, not by time."""
+        end_s = time.monotonic() + patience_s
+        while True:
+            self._arrived.clear()
+            if has_ended := not self.running:
                 self._drain()
-                found = next((message for message in list(self.messages) if text in message), "")
-                assert found, f"it ended with {self.returncode} before {text!r}:\n{self.log}"
-            return found
-
-        return eventually(look, f"the notification {text!r}", patience_s, lambda: self.log)
+            if found := next((message for message in list(self.messages) if text in message), ""):
+                return found
+            assert not has_ended, f"it ended with {self.returncode} before {text!r}:\n{self.log}"
+            assert time.monotonic() < end_s, f"no notification {text!r} in {patience_s:g} s:\n{self.log}"
+            self._arrived.wait(0.05)
 
     def wait_log(self, text: str, patience_s: float = PATIENCE_S) -> None:
         eventually(lambda: text in self.log, f"{text!r} in the log", patience_s, lambda: self.log)
@@ -261,6 +261,7 @@ class Daemon(Closes):
                     self._drained.set()
                 else:
                     self.messages.append(message.decode())
+                    self._arrived.set()
 
     def _drain(self) -> None:
         """Wait until the thread has read all that was sent up to now."""
