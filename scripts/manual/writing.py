@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import redirect_stdout
 from datetime import datetime, timezone
 
-from yunion_mps.cli.completion import completion
+from yunion_mps.cli.root import completion
 
 from manual.keys import device_file_example, host_conf_example
 from manual.pages import command_page, daemon_page, device_file_page, host_conf_page

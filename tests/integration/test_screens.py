@@ -237,7 +237,7 @@ def test_a_fault_of_its_own_leaves_the_terminal_as_before(screen: Tmux, host: Se
 def test_a_fault_of_what_asks_leaves_the_terminal_as_before(screen: Tmux, host: ServerHost) -> None:
     screen.resize(120, 60)
     start(screen)
-    host.clients.found = {}
+    host.leases.found = {}
     screen.wait("^left with 1$")
     assert any("KeyError" in line for line in left(screen))
 

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from yunion_mps.cli.daemon import call
-from yunion_mps.cli.options import confirm, refuse_unattended
+from yunion_mps.cli.common import call, confirm, refuse_unattended
 from yunion_mps.cli.output import cell, date_and_time, draw, fields, notes, output_option, show
 from yunion_mps.cli.root import SuggestingGroup
 from yunion_mps.errors import NotFoundError, YunionError

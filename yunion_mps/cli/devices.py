@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from yunion_mps.cli.daemon import call
-from yunion_mps.cli.options import device_argument, one_device
+from yunion_mps.cli.common import call, device_argument, one_device
 from yunion_mps.cli.output import cell, draw, fields, notes, output_option, pairs, show, show_pairs
 from yunion_mps.http.operations import GET_DEVICE, GET_DEVICES, GET_GPUS, LARGEST_LIMIT, LARGEST_NUMBER
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from yunion_mps.cli.options import Duration
+from yunion_mps.cli.common import Duration
 from yunion_mps.cli.output import output_option, show, wrapped
 from yunion_mps.overview import count
 from yunion_mps.paths import Paths

@@ -14,7 +14,7 @@ from typing import Any, NoReturn, TypeVar
 
 import click
 
-from yunion_mps.cli.daemon import call
+from yunion_mps.cli.common import call
 from yunion_mps.cli.lease import RequestCommand, take, warn_of_limits
 from yunion_mps.client.lease import refuse_unreachable
 from yunion_mps.containers.nvidia import driver_nodes, gpu_nodes

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from yunion_mps.cli.daemon import call
-from yunion_mps.cli.options import PointInTime
+from yunion_mps.cli.common import PointInTime, call
 from yunion_mps.cli.output import as_json, csv_rows, date_and_time, output_option, say, show, wrapped
 from yunion_mps.client import Client
 from yunion_mps.http.operations import EVENT_KINDS, GET_EVENTS, MOST_EVENTS

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from yunion_mps.cli.daemon import call, daemon
-from yunion_mps.cli.options import Duration, complete_device
+from yunion_mps.cli.common import Duration, call, complete_device, daemon
 from yunion_mps.cli.output import output_option, say, show_pairs
 from yunion_mps.cli.root import SuggestingGroup
 from yunion_mps.client.lease import take as take_from

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from yunion_mps.cli.clients import clients_table
-from yunion_mps.cli.daemon import call
-from yunion_mps.cli.options import Duration, confirm, refuse_unattended
+from yunion_mps.cli.common import Duration, call, confirm, refuse_unattended
 from yunion_mps.cli.output import draw, fields, notes, output_option, say, show
 from yunion_mps.client.lease import Patience
 from yunion_mps.errors import UnreachableError, YunionError

@@ -13,10 +13,9 @@ from typing import Any, NoReturn, TypeVar
 import click
 from click.core import ParameterSource
 
-from yunion_mps.cli.daemon import call, daemon
+from yunion_mps.cli.common import call, complete_file, daemon, device_argument, one_device
 from yunion_mps.cli.engine import EngineCommand, engine_options, run_container, the_engine
 from yunion_mps.cli.lease import request_options, take, warn_of_limits
-from yunion_mps.cli.options import complete_file, device_argument, one_device
 from yunion_mps.cli.output import cell, refuse_closed_output, say
 from yunion_mps.client.lease import refuse_unreachable, would_take
 from yunion_mps.errors import HostError, NotFoundError, YunionError

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from yunion_mps.cli.daemon import call
+from yunion_mps.cli.common import call
 from yunion_mps.errors import YunionError
 from yunion_mps.escaping import printable
 from yunion_mps.http.operations import GET_METRICS, GET_STATUS

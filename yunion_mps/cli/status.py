@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from yunion_mps.cli.daemon import call, listed_devices
+from yunion_mps.cli.common import call, listed_devices
 from yunion_mps.cli.devices import pools
 from yunion_mps.cli.output import (
     draw,
@@ -25,12 +25,11 @@ from yunion_mps.errors import YunionError
 from yunion_mps.http.operations import GET_CLIENTS, GET_GPUS, GET_LEASES, GET_STATUS, SLOW_S
 from yunion_mps.overview import count
 from yunion_mps.overview.findings import Finding, folded, of_uses, with_remedies
-from yunion_mps.overview.holdings import NO_CLIENTS, Clients, Holding, ProcessUse, holdings, in_container
+from yunion_mps.overview.holdings import NO_CLIENTS, Holding, holdings, in_container
 from yunion_mps.overview.host import IN_USE, Answers, HostOverview, state_of
 
 if TYPE_CHECKING:
-    from yunion_mps.answers import Domain
-
+    from yunion_mps.answers import ClientList, Domain
 
 Json = dict[str, Any]
 
@@ -66,17 +65,17 @@ _DROP = ("Lease", "Since", "Remark", "Of_MiB", "Command", "PID")
 _ID_LENGTH = 8
 
 
-def ask_clients(timeout_s: float) -> Clients:
+def ask_clients(timeout_s: float) -> ClientList:
     """Who uses GPUs now, as the driver sees it: no look at a screen may cost a job; raises YunionError."""
-    return Clients.of(call(GET_CLIENTS, timeout_s, seen=True))
+    return call(GET_CLIENTS, timeout_s, seen=True)
 
 
-def ask_clients_soon() -> Clients:
+def ask_clients_soon() -> ClientList:
     """The same, and not for long; if the answer fails, why is one of its troubles."""
     try:
         return ask_clients(_CLIENTS_S)
     except YunionError as error:
-        return NO_CLIENTS._replace(troubles=[f"who uses the GPUs: {error.message}"])
+        return {**NO_CLIENTS, "troubles": [f"who uses the GPUs: {error.message}"]}
 
 
 @click.command("status", short_help="Show whether all is well.")
@@ -105,16 +104,16 @@ def status(exit_code: bool, output: str) -> None:
     leases = call(GET_LEASES)
     clients = ask_clients_soon() if daemon["domains"] else NO_CLIENTS
     host = HostOverview.of(Answers(daemon, gpus, devices, leases["leases"], leases["waiting"], clients))
-    past = sum(client["mps"] is False for client in clients.clients)
+    past = sum(client["mps"] is False for client in clients["clients"])
     answer: dict[str, Any] = {
         **daemon,
         "state": host.state,
         "devices": host.devices,
         "leases": {"total": len(leases["leases"]), "waiting": len(leases["waiting"])},
-        "clients": len(clients.clients) - past,
+        "clients": len(clients["clients"]) - past,
         "past_mps": past,
         "problems": [{"kind": one.kind, "what": one.what, "remedy": one.remedy} for one in host.findings],
-        "troubles": clients.troubles,
+        "troubles": clients["troubles"],
     }
     show_pairs(answer, output, lambda: _status_text(answer, host))
     if exit_code and host.state in ("degraded", "failed"):
@@ -218,14 +217,14 @@ def who(output: str) -> None:
     devices = listed_devices()
     leases = call(GET_LEASES)
     clients = ask_clients(SLOW_S)
-    found = [one for one in holdings(devices, leases["leases"], clients.clients) if one.in_use]
+    found = [one for one in holdings(devices, leases["leases"], clients["clients"]) if one.in_use]
     uses = [use for holding in found for use in _uses(holding)]
     wrong = list(of_uses(found, clients))
     answer = {
         "uses": uses,
         "waiting": leases["waiting"],
         "problems": [{"what": one.what, "remedy": one.remedy} for one in wrong],
-        "troubles": clients.troubles,
+        "troubles": clients["troubles"],
         "total": len(uses),
     }
     rows = [[_value(use, field) for field in COLUMNS.values()] for use in uses]
@@ -234,11 +233,7 @@ def who(output: str) -> None:
 
 def _uses(holding: Holding) -> list[Json]:
     """One entry for each process, or one for a lease without any."""
-    lease, processes = holding.lease, holding.processes
-    if lease and not processes:
-        command = lease["command"] or lease["name"]
-        processes = (ProcessUse(lease["pid"], lease["user"], command, lease["since"], 0, lease["container"]),)
-    state = state_of(holding)
+    lease, state = holding.lease, state_of(holding)
     return [
         {
             "device": holding.named or None,
@@ -255,7 +250,7 @@ def _uses(holding: Holding) -> list[Json]:
             "memory_used": process.memory_mib,
             "remark": "" if state == IN_USE else state,
         }
-        for process in processes
+        for process in holding.holders
     ]
 
 

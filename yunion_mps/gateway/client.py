@@ -24,7 +24,7 @@ from yunion_mps.http.operations import (
     Operation,
     Value,
 )
-from yunion_mps.overview.holdings import NO_CLIENTS, Clients
+from yunion_mps.overview.holdings import NO_CLIENTS
 from yunion_mps.overview.host import Answers, HostOverview, page
 from yunion_mps.paths import Paths
 
@@ -128,7 +128,7 @@ class Overview:
             self._seen, self._listed_s = seen, time.monotonic()
         troubles = await self._ask_clients() if status["domains"] else []
         clients = self._clients if status["domains"] else NO_CLIENTS
-        clients = clients._replace(troubles=[*clients.troubles, *troubles])
+        clients = {**clients, "troubles": [*clients["troubles"], *troubles]}
         return Answers(status, self._gpus, self._devices, leases["leases"], leases["waiting"], clients)
 
     async def _ask_clients(self) -> Sequence[str]:
@@ -141,7 +141,7 @@ class Overview:
             return ["who uses the GPUs: the driver takes long to answer; what is shown was so before"]
         answered, self._pending_clients = self._pending_clients, None
         try:
-            self._clients = Clients.of(answered.result())
+            self._clients = answered.result()
         except UnreachableError as error:
             return [f"who uses the GPUs: {error.message}"]
         return []

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from yunion_mps import __version__
 from yunion_mps.overview import count
-from yunion_mps.overview.holdings import Clients, Holding, ProcessUse
+from yunion_mps.overview.holdings import Holding, ProcessUse
 
 if TYPE_CHECKING:
-    from yunion_mps.answers import Gpu, LeaseRecord, Status
+    from yunion_mps.answers import ClientList, Gpu, LeaseRecord, Status
 
 
 NOTICE, PROBLEM, WARNING, PENDING = "Notice", "Problem", "Warning", "Pending"
@@ -92,18 +92,18 @@ def of_status(status: Status, gpus: Iterable[Gpu]) -> Iterator[Finding]:
             yield Finding(PENDING, what, _PENDING_REMEDY)
 
 
-def of_uses(holdings: Iterable[Holding], clients: Clients) -> Iterator[Finding]:
+def of_uses(holdings: Iterable[Holding], clients: ClientList) -> Iterator[Finding]:
     """What is wrong with the use of the GPUs.
 
     MPS servers that have failed, clients that wait for another user's, use past MPS or over budget, and
     devices that wait for leases of a former division.
     """
     pending: Counter[tuple[str, str]] = Counter()
-    for server in clients.servers:
+    for server in clients["servers"]:
         if server["state"] == "FAULT":
             what = f"MPS server (PID {server['pid']}), domain {server['domain']}: its jobs have failed"
             yield Finding(PROBLEM, what, "it serves again once they have ended: yunion-mps clients")
-    for one in clients.waiting:
+    for one in clients["waiting"]:
         who = _named(ProcessUse(one["pid"], one["user"], one["command"], one["started"], None))
         whose = f"the MPS server (PID {one['server']}) of {one['server_user']}"
         yield Finding(WARNING, f"{who} waits for {whose}, domain {one['domain']}", WAITING_REMEDY)
@@ -146,7 +146,7 @@ def everything(
     gpus: Sequence[Gpu],
     leases: Iterable[LeaseRecord],
     held: Iterable[Holding],
-    clients: Clients,
+    clients: ClientList,
 ) -> list[Finding]:
     """All that is wrong, the worst first."""
     found = [*of_status(status, gpus), *of_uses(held, clients), *of_leases(leases, status, gpus)]

@@ -6,8 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from yunion_mps.answers import ClientList, Device, LeaseRecord, MpsClient, MpsServer, WaitingClient
-
+    from yunion_mps.answers import ClientList, Device, LeaseRecord, MpsClient
 
 #: A key of a holding: the devices of one lease on one GPU, one device without a lease, or a kind of use
 #: that no device stands for, and the GPU.
@@ -15,20 +14,7 @@ _Key = tuple[str, str]
 _PAST_MPS, _NO_DEVICE = "past MPS", "no device"
 
 
-class Clients(NamedTuple):
-    """The answer of /v1/clients; `troubles` are what is not known of it, and why."""
-
-    clients: list[MpsClient]
-    servers: list[MpsServer]
-    troubles: list[str]
-    waiting: list[WaitingClient]
-
-    @classmethod
-    def of(cls, answer: ClientList) -> Clients:
-        return cls(answer["clients"], answer["servers"], answer["troubles"], answer["waiting"])
-
-
-NO_CLIENTS = Clients([], [], [], [])
+NO_CLIENTS: ClientList = {"servers": [], "clients": [], "waiting": [], "troubles": [], "total": 0}
 
 
 class ProcessUse(NamedTuple):
@@ -64,6 +50,15 @@ class Holding(NamedTuple):
     pending: str = ""
     past_mps: bool = False
     processes: tuple[ProcessUse, ...] = ()
+
+    @property
+    def holders(self) -> tuple[ProcessUse, ...]:
+        """The processes, or if none uses the devices yet, the one that has the lease."""
+        if self.processes or not self.lease:
+            return self.processes
+        command = self.lease["command"] or self.lease["name"]
+        since_s, container = self.lease["since"], self.lease["container"]
+        return (ProcessUse(self.lease["pid"], self.lease["user"], command, since_s, 0, container),)
 
     @property
     def used_mib(self) -> int:

@@ -6,11 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from yunion_mps.overview.findings import PROBLEM, Finding, everything, folded
-from yunion_mps.overview.holdings import Clients, Holding, ProcessUse, holdings, memory_by_gpu
+from yunion_mps.overview.holdings import Holding, ProcessUse, holdings, memory_by_gpu
 
 if TYPE_CHECKING:
-    from yunion_mps.answers import Device, Gpu, LeaseRecord, QueuedRequest, Status
-
+    from yunion_mps.answers import ClientList, Device, Gpu, LeaseRecord, QueuedRequest, Status
 
 Json = dict[str, Any]
 
@@ -30,7 +29,7 @@ class Answers(NamedTuple):
     devices: Sequence[Device]
     leases: Sequence[LeaseRecord]
     waiting: Sequence[QueuedRequest]
-    clients: Clients
+    clients: ClientList
 
 
 class HostOverview(NamedTuple):
@@ -44,12 +43,12 @@ class HostOverview(NamedTuple):
 
     @classmethod
     def of(cls, answers: Answers) -> HostOverview:
-        status, clients = answers.status, answers.clients
-        found = holdings(answers.devices, answers.leases, clients.clients)
-        wrong = everything(status, answers.gpus, answers.leases, found, clients)
+        status, clients = answers.status, answers.clients["clients"]
+        found = holdings(answers.devices, answers.leases, clients)
+        wrong = everything(status, answers.gpus, answers.leases, found, answers.clients)
         has_problem = any(one.kind == PROBLEM for one in wrong)
         state = "degraded" if has_problem and status["state"] == "ready" else str(status["state"])
-        return cls(answers, found, wrong, state, memory_by_gpu(clients.clients))
+        return cls(answers, found, wrong, state, memory_by_gpu(clients))
 
     @property
     def devices(self) -> dict[str, int]:
@@ -74,10 +73,10 @@ def page(host: HostOverview) -> Json:
         "driver": answers.status["driver"],
         "devices": host.devices,
         "leases": len(answers.leases),
-        "clients": len(answers.clients.clients),
+        "clients": len(answers.clients["clients"]),
         "findings": [one._asdict() for one in folded(host.findings)],
         "wrong": len(host.findings),
-        "troubles": list(answers.clients.troubles),
+        "troubles": answers.clients["troubles"],
         "gpus": [_gpu(gpu, host.memory_by_gpu.get(gpu["addr"], 0)) for gpu in answers.gpus],
         "parts": [_part(one) for one in host.holdings],
         "waiting": [

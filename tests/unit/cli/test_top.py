@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from yunion_mps import __version__
 from yunion_mps.cli.output import columns_of, duration, fit
-from yunion_mps.cli.top.frame import VIEWS, Look, Outage, bar, clock, frame, plain
+from yunion_mps.cli.top.frame import VIEWS, Look, Outage, bar, clock, frame
 from yunion_mps.cli.top.rows import ORDERS, Poll, Scene, scene, sorted_devices
 from yunion_mps.models import Event, Snapshot
 from yunion_mps.overview import count
 from yunion_mps.overview.findings import Finding, folded, of_status
-from yunion_mps.overview.holdings import NO_CLIENTS, Clients
+from yunion_mps.overview.holdings import NO_CLIENTS
 from yunion_mps.overview.host import Answers
 from yunion_mps.service.queries import Queries
 from yunion_mps.supervisor.preflight import WITHOUT_IT
@@ -43,11 +43,7 @@ def poll(snapshot: Snapshot, *leases: Any, events: int = 0) -> Poll:
     return Poll(NOW_S, told, [event] * events, (), 0.0)
 
 
-def seen(*found: Any) -> Clients:
-    return Clients(list(found), [], [], [])
-
-
-BUSY = scene(poll(snapshots.reference(), LEASE, TWO, events=9), seen(OVER, PAST_MPS))
+BUSY = scene(poll(snapshots.reference(), LEASE, TWO, events=9), clients(OVER, PAST_MPS))
 MANY = scene(poll(snapshots.large(480), events=9), NO_CLIENTS)
 TROUBLED = scene(poll(snapshots.troubled()), NO_CLIENTS)
 DISABLED = scene(poll(snapshots.disabled()), NO_CLIENTS)
@@ -144,7 +140,7 @@ def test_devices_are_sorted_in_each_order(order: str, slots: list[str]) -> None:
 
 def test_a_lease_of_several_devices_fills_them_one_after_the_other() -> None:
     client = {**CLIENT, "device": "00:06.0-2,00:06.0-3", "memory_by_gpu": [7000]}
-    found = scene(poll(snapshots.reference(), TWO), seen(client))
+    found = scene(poll(snapshots.reference(), TWO), clients(client))
     assert [(row.address, row.used_mib) for row in found.devices if row.in_use] == [
         ("00:06.0-2", 5760),
         ("00:06.0-3", 1240),
@@ -154,7 +150,7 @@ def test_a_lease_of_several_devices_fills_them_one_after_the_other() -> None:
 def test_devices_that_were_made_of_a_pool_are_there_while_they_are_leased() -> None:
     lease = {**LEASE, "devices": ["00:06.0-m0", "00:06.0-m1"], "memory": [2048, 1024]}
     client = {**CLIENT, "device": "00:06.0-m0,00:06.0-m1", "memory_by_gpu": [2500]}
-    found = scene(poll(snapshots.reference(), lease), seen(client))
+    found = scene(poll(snapshots.reference(), lease), clients(client))
     rows = [(row.address, row.used_mib, row.of_mib) for row in found.devices if row.in_use]
     assert rows == [("00:06.0-m0", 2048, 2048), ("00:06.0-m1", 452, 1024)]
     assert [row.user for row in found.gpus] == ["2 of 6"]
@@ -162,7 +158,7 @@ def test_devices_that_were_made_of_a_pool_are_there_while_they_are_leased() -> N
 
 def test_a_device_shows_its_largest_process_and_how_many_more() -> None:
     more = [{**CLIENT, "pid": 4270 + n, "command": f"job {n}", "memory_by_gpu": [n]} for n in range(3)]
-    found = scene(poll(snapshots.reference()), seen(*more))
+    found = scene(poll(snapshots.reference()), clients(*more))
     assert [(row.pid, row.command) for row in found.devices if row.in_use] == [(4272, "job 2 (+2)")]
 
 
@@ -283,7 +279,3 @@ def test_without_a_daemon_it_is_said(alone: Cli) -> None:
     done = alone("top", "--once")
     assert done.code == 3
     assert re.match("yunion-mps: the daemon is not running: there is no ", done.err)
-
-
-def test_a_frame_can_be_plain_text() -> None:
-    assert plain([[("a", "bad"), ("  ", "")], []]) == "a\n\n"

@@ -3,37 +3,28 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from yunion_mps.models import Gpu
 from yunion_mps.mps.states import FAILED
-from yunion_mps.overview.holdings import Clients
 from yunion_mps.overview.host import Answers, HostOverview, page
 from yunion_mps.service.queries import Filters, Queries
 
 from unit.cli.held import OVER, PAST_MPS, TWO
+from unit.http import by_hand
 from unit.http.by_hand import CLIENT, LEASE
 from unit.http.snapshots import H100, P40, snapshot
 
 Json = Any
 
 
-def answers(
-    *gpus: Gpu, leases: tuple[Json, ...] = (), clients: tuple[Json, ...] = (), **domain: Any
-) -> Answers:
+def page_of(*gpus: Gpu, leases: Sequence[Json] = (), clients: Sequence[Json] = (), **domain: Any) -> Json:
+    """What the page shows of a host with these GPUs, leases and clients, and a domain in such a state."""
     service: Any = Queries(lambda: snapshot(*gpus, **domain), 0.0, 1)
-    shown = service.devices(Filters(), 0, 0)["isolated_devices"]
-    return Answers(
-        service.status(),
-        service.gpus()["gpus"],
-        shown,
-        leases,
-        (),
-        Clients(list(clients), [], ["nobody knows"], []),
-    )
-
-
-def page_of(answers: Answers) -> Json:
+    devices = service.devices(Filters(), 0, 0)["isolated_devices"]
+    seen = by_hand.clients(*clients, servers=(), troubles=("nobody knows",))
+    answers = Answers(service.status(), service.gpus()["gpus"], devices, leases, (), seen)
     return page(HostOverview.of(answers))
 
 
@@ -42,7 +33,7 @@ def parts(shown: Json) -> dict[str, Json]:
 
 
 def test_a_part_is_free_idle_in_use_over_budget_or_past_mps() -> None:
-    shown = page_of(answers(P40, leases=(LEASE, TWO), clients=(OVER, PAST_MPS)))
+    shown = page_of(P40, leases=(LEASE, TWO), clients=(OVER, PAST_MPS))
     states = {name: one["state"] for name, one in parts(shown).items()}
     assert states == {
         "00:06.0-0": "free",
@@ -51,15 +42,15 @@ def test_a_part_is_free_idle_in_use_over_budget_or_past_mps() -> None:
         "00:06.0": "past MPS",
     }
     assert shown["state"] == "degraded"
-    within = page_of(answers(P40, leases=(LEASE,), clients=(CLIENT,)))
+    within = page_of(P40, leases=(LEASE,), clients=(CLIENT,))
     assert within["state"] == "ready"
     assert parts(within)["00:06.0-1"]["state"] == "in use"
-    broken = page_of(answers(P40, state=FAILED, reason="it does not start"))
+    broken = page_of(P40, state=FAILED, reason="it does not start")
     assert parts(broken)["00:06.0-1"]["state"] == "unavailable"
 
 
 def test_a_part_has_its_holder_use_budget_and_since_when() -> None:
-    part = parts(page_of(answers(P40, leases=(LEASE,), clients=(CLIENT,))))["00:06.0-1"]
+    part = parts(page_of(P40, leases=(LEASE,), clients=(CLIENT,)))["00:06.0-1"]
     assert (part["user"], part["used"], part["budget"], part["since"]) == ("alice", 512, 5760, LEASE["since"])
     assert part["processes"] == [{"pid": 4260, "user": "alice", "command": "python train.py", "memory": 512}]
     assert part["lease"] == LEASE["id"][:8]
@@ -68,20 +59,20 @@ def test_a_part_has_its_holder_use_budget_and_since_when() -> None:
 
 def test_a_job_in_a_container_is_shown_with_the_containers_name() -> None:
     within = {**CLIENT, "container": "trainer"}
-    used = parts(page_of(answers(P40, leases=(LEASE,), clients=(within,))))
+    used = parts(page_of(P40, leases=(LEASE,), clients=(within,)))
     assert used["00:06.0-1"]["container"] == "trainer"
     waits = {**LEASE, "container": "trainer"}
-    assert parts(page_of(answers(P40, leases=(waits,))))["00:06.0-1"]["container"] == "trainer"
-    assert "container" not in parts(page_of(answers(P40, leases=(LEASE,))))["00:06.0-1"]
+    assert parts(page_of(P40, leases=(waits,)))["00:06.0-1"]["container"] == "trainer"
+    assert "container" not in parts(page_of(P40, leases=(LEASE,)))["00:06.0-1"]
 
 
 def test_a_lease_on_a_device_that_cannot_be_used_any_more_says_so() -> None:
-    broken = answers(P40, leases=(LEASE,), state=FAILED, reason="it does not start")
-    assert parts(page_of(broken))["00:06.0-1"]["unavailable"] is True
+    broken = page_of(P40, leases=(LEASE,), state=FAILED, reason="it does not start")
+    assert parts(broken)["00:06.0-1"]["unavailable"] is True
 
 
 def test_findings_troubles_and_counts_are_those_of_status() -> None:
-    shown = page_of(answers(P40, leases=(LEASE, TWO), clients=(OVER, PAST_MPS)))
+    shown = page_of(P40, leases=(LEASE, TWO), clients=(OVER, PAST_MPS))
     assert [one["kind"] for one in shown["findings"]] == ["Problem", "Problem", "Warning"]
     assert shown["wrong"] == 3
     assert shown["troubles"] == ["nobody knows"]
@@ -93,12 +84,12 @@ def test_findings_troubles_and_counts_are_those_of_status() -> None:
 
 def test_a_command_line_without_end_is_cut() -> None:
     long = {**CLIENT, "command": "x" * 500}
-    (process,) = parts(page_of(answers(P40, leases=(LEASE,), clients=(long,))))["00:06.0-1"]["processes"]
+    (process,) = parts(page_of(P40, leases=(LEASE,), clients=(long,)))["00:06.0-1"]["processes"]
     assert process["command"] == "x" * 199 + "…"
 
 
 def test_3072_free_devices_take_less_than_300_kib() -> None:
     gpus = [H100._replace(pci_address=f"0000:{n:02x}:00.0", uuid=f"GPU-{n}") for n in range(64)]
-    shown = page_of(answers(*gpus, replicas=48, scope="gpu"))
+    shown = page_of(*gpus, replicas=48, scope="gpu")
     assert len(shown["parts"]) == 3072
     assert len(json.dumps(shown, separators=(",", ":"))) < 300 << 10

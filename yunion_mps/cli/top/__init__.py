@@ -1,23 +1,47 @@
-"""`yunion-mps top`: who uses what, repainted until it is quit, or printed once."""
+"""`yunion-mps top`: who uses what, repainted until a key or a signal ends it, or printed once."""
 
 from __future__ import annotations
 
 import os
+import queue
+import select
+import signal
 import sys
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Union
 
 import click
 
-from yunion_mps.cli.options import Duration
+from yunion_mps.cli.common import Duration, call, listed_devices
 from yunion_mps.cli.output import is_utf8, notes, terminal_size, wrapped
+from yunion_mps.cli.status import ask_clients, ask_clients_soon
+from yunion_mps.cli.top.frame import VIEWS, WHOLE, Look, Outage, clock, frame
+from yunion_mps.cli.top.rows import ORDERS, Poll, Scene, scene
+from yunion_mps.cli.top.terminal import ENDING, Terminal, WakeUp
 from yunion_mps.errors import YunionError
+from yunion_mps.host import threads
+from yunion_mps.http.operations import GET_EVENTS, GET_GPUS, GET_LEASES, GET_STATUS
+from yunion_mps.overview.holdings import NO_CLIENTS
+from yunion_mps.overview.host import Answers
 
 if TYPE_CHECKING:
-    from yunion_mps.cli.top.rows import Poll
+    from yunion_mps.answers import ClientList
+
+    _News = tuple[bool, Union[Poll, ClientList, BaseException]]
 
 _INSTEAD = "one frame, on anything: yunion-mps top --once; what happens, line by line: yunion-mps events -f"
 _PIPE_COLUMNS = 120
+#: Here the question for clients may take long: waking many GPUs takes tens of seconds.
+_CLIENTS_S = 150.0
+_NEWEST_EVENTS = 20
+#: What no event tells, such as a compute mode, is asked for again after so long.
+_STALE_S = 30.0
+#: A question is asked again after so many times its own duration, so that asking costs next to nothing.
+_REST = 20.0
+_LONGEST_REST_S = 60.0
+#: A daemon that did not answer is asked again so soon, however long the interval is.
+_RETRY_S = 2.0
 
 
 @click.command("top", short_help="Watch who uses what.")
@@ -47,8 +71,6 @@ def top(once: bool, interval: int) -> None:
     """
     if not once:
         _refuse_without_screen()
-    from yunion_mps.cli.top.live import live, poll
-
     first = poll()
     if once:
         sys.stdout.write(_once(first))
@@ -67,14 +89,184 @@ def _refuse_without_screen() -> None:
 
 def _once(first: Poll) -> str:
     """All of it, in the width of the terminal if there is one."""
-    from yunion_mps.cli.status import ask_clients_soon
-    from yunion_mps.cli.top.frame import WHOLE, Look, frame, plain
-    from yunion_mps.cli.top.rows import scene
-
     clients = ask_clients_soon()
     asked = os.environ.get("COLUMNS", "")
     columns = int(asked) if asked.isascii() and asked.isdigit() and len(asked) < 5 else 0
     look = Look(terminal_size()[0] or columns or _PIPE_COLUMNS, WHOLE, utf8=is_utf8())
     shown = frame(scene(first, clients), look, None, time.time(), 0)
-    unknown = notes(("Not known", trouble) for trouble in clients.troubles)
-    return "".join(wrapped(line) for line in plain(shown.lines).splitlines()) + unknown
+    lines = ["".join(text for text, _ in line).rstrip() for line in shown.lines]
+    unknown = notes(("Not known", trouble) for trouble in clients["troubles"])
+    return "".join(map(wrapped, lines)) + unknown
+
+
+def poll(before: Poll | None = None) -> Poll:
+    """What the daemon says now; raises YunionError. The devices are those of `before` if nothing happened."""
+    status = call(GET_STATUS)
+    events = call(GET_EVENTS, limit=_NEWEST_EVENTS)
+    leases = call(GET_LEASES)
+    devices_s, seen = time.monotonic(), (events["last"], status["devices"], status["gpus"], status["started"])
+    if before and seen == before.seen and devices_s - before.devices_s < _STALE_S:
+        gpus, devices, devices_s = before.answers.gpus, before.answers.devices, before.devices_s
+    else:
+        gpus, devices = call(GET_GPUS)["gpus"], listed_devices()
+    answers = Answers(status, gpus, devices, leases["leases"], leases["waiting"], NO_CLIENTS)
+    return Poll(time.time(), answers, events["events"], seen, devices_s)
+
+
+class _Poller:
+    """Asks in the background, puts into `news` what comes of it, and calls `wake` then.
+
+    News are whether the question was about the clients, and the answer or the error. The clients are asked
+    for apart from the rest: that question may take long, and the rest goes on.
+    """
+
+    def __init__(self, first: Poll, interval_s: float, wake: Callable[[], None]) -> None:
+        self.news: queue.SimpleQueue[_News] = queue.SimpleQueue()
+        self._interval_s = interval_s
+        self._wake = wake
+        self._last = first
+        threads.start(lambda: self._repeat(interval_s, about_clients=False), threads.ignore_outcome)
+        threads.start(lambda: self._repeat(0.0, about_clients=True), threads.ignore_outcome)
+
+    def _ask(self, about_clients: bool) -> Poll | ClientList:
+        if about_clients:
+            return ask_clients(_CLIENTS_S)
+        self._last = poll(self._last)
+        return self._last
+
+    def _repeat(self, wait_s: float, *, about_clients: bool) -> None:
+        fault = False
+        while not fault:
+            time.sleep(wait_s)
+            begin_s = time.monotonic()
+            wait_s = self._interval_s
+            try:
+                self.news.put((about_clients, self._ask(about_clients)))
+                wait_s = max(wait_s, min(_REST * (time.monotonic() - begin_s), _LONGEST_REST_S))
+            except BaseException as error:  # noqa: BLE001 - a fault is raised where the terminal is restored
+                self.news.put((about_clients, error))
+                wait_s = min(wait_s, _RETRY_S)
+                fault = not isinstance(error, YunionError)
+            self._wake()
+
+
+def live(first: Poll, interval_s: int) -> None:
+    """Show it until a key or a signal ends it; the signal has its effect once the terminal is restored."""
+    utf8 = is_utf8()
+    terminal = Terminal(utf8=utf8, colour=not os.environ.get("NO_COLOR"))
+    with WakeUp() as wake_up:
+        view = _View(terminal, first, interval_s, utf8=utf8)
+        terminal.enter()
+        try:
+            number = _run(view, terminal, wake_up, _Poller(first, interval_s, wake_up.wake))
+        finally:
+            terminal.leave()
+    if number == signal.SIGINT:
+        raise KeyboardInterrupt
+    if number:
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+
+def _run(view: _View, terminal: Terminal, wake_up: WakeUp, poller: _Poller) -> int:
+    """Go on until a key or a signal ends it; returns that signal, 0 for a key."""
+    ready = select.poll()
+    ready.register(0, select.POLLIN)
+    ready.register(wake_up, select.POLLIN)
+    view.draw()
+    while True:
+        descriptors = {descriptor for descriptor, _ in ready.poll()}
+        numbers = wake_up.signals() if wake_up.fileno() in descriptors else []
+        for number in numbers:
+            if number in ENDING:
+                return number
+        if signal.SIGTSTP in numbers:
+            terminal.stop()
+        elif signal.SIGCONT in numbers:
+            terminal.enter()
+        elif signal.SIGWINCH in numbers:
+            terminal.forget()
+        if 0 in descriptors:
+            try:
+                keys = terminal.keys()
+            except (EOFError, OSError):  # the terminal is gone
+                return 0
+            if not all(view.press(key) for key in keys):
+                return 0
+        view.learn(poller.news)
+        view.draw()
+
+
+class _View:
+    """What is looked at, and how."""
+
+    def __init__(self, terminal: Terminal, first: Poll, interval_s: int, *, utf8: bool) -> None:
+        self._terminal = terminal
+        self._interval_s = interval_s
+        self._last = first
+        self._clients = NO_CLIENTS
+        self._clients_s = time.time()
+        self._errors: dict[bool, YunionError] = {}  # by what was asked: the clients, or the rest
+        self._scene: Scene | None = None
+        self._last_offset = 0
+        self._page = 1
+        self._look = Look(*terminal.size(), utf8=utf8)
+
+    def learn(self, queued: queue.SimpleQueue[_News]) -> None:
+        """Take what the daemon said; raises a fault of the thread that asked."""
+        while True:
+            try:
+                about_clients, answer = queued.get_nowait()
+            except queue.Empty:
+                return
+            self._scene = None
+            self._errors.pop(about_clients, None)
+            if isinstance(answer, YunionError):
+                self._errors[about_clients] = answer
+            elif isinstance(answer, BaseException):
+                raise answer
+            elif isinstance(answer, Poll):
+                self._last = answer
+            else:
+                self._clients, self._clients_s = answer, time.time()
+
+    def press(self, key: str) -> bool:
+        """Do what the key means; false if that is to quit."""
+        look, offset = self._look, min(self._look.offset, self._last_offset)
+        moves = {
+            "up": offset - 1, "k": offset - 1, "down": offset + 1, "j": offset + 1,
+            "page up": offset - self._page, "page down": offset + self._page, " ": offset + self._page,
+            "home": 0, "g": 0, "end": self._last_offset, "G": self._last_offset,
+        }  # fmt: skip
+        if key in moves:
+            self._look = look._replace(offset=min(max(moves[key], 0), self._last_offset))
+        elif key == "s":
+            self._look = look._replace(order=_next(ORDERS, look.order), offset=0)
+        elif key == "v":
+            self._look = look._replace(view=_next(VIEWS, look.view), offset=0)
+        return key not in ("q", "Q")
+
+    def draw(self) -> None:
+        """Draw it, in the size that the terminal has now."""
+        columns, rows = self._terminal.size()
+        self._look = self._look._replace(columns=columns, rows=rows)
+        if self._scene is None:
+            self._scene = scene(self._last, self._clients)
+        shown = frame(self._scene, self._look, self._outage(), time.time(), self._interval_s)
+        self._last_offset, self._page = shown.last_offset, shown.page
+        self._terminal.draw(shown.lines)
+
+    def _outage(self) -> Outage | None:
+        """Why what is shown is old, None if it is not."""
+        if about_all := self._errors.get(False):
+            return Outage(self._last.taken_s, about_all.message, about_all.hint)
+        if about_clients := self._errors.get(True):
+            why = f"who uses the GPUs, since {clock(self._clients_s)}: {about_clients.message}"
+            return Outage(None, why, about_clients.hint)
+        if troubles := self._clients["troubles"]:
+            return Outage(None, troubles[0])
+        return None
+
+
+def _next(names: tuple[str, ...], name: str) -> str:
+    return names[(names.index(name) + 1) % len(names)]

@@ -123,7 +123,7 @@ def clock(moment_s: float) -> str:
 def _counts(scene: Scene) -> Line:
     """What there is, in one line."""
     answers, devices = scene.host.answers, scene.host.devices
-    waiting, clients = len(answers.waiting), len(answers.clients.clients)
+    waiting, clients = len(answers.waiting), len(answers.clients["clients"])
     listed = {gpu["addr"] for gpu in answers.gpus}
     total = sum(len(one.devices) for one in scene.host.holdings if one.gpu in listed)
     pools = [gpu["memory_free"] for gpu in answers.gpus if gpu["memory_free"] is not None]
@@ -304,8 +304,3 @@ def _fitted(line: Line, look: Look) -> Line:
         if left <= 0:
             break
     return fitted
-
-
-def plain(lines: Iterable[Line]) -> str:
-    """The lines without styles."""
-    return "".join("".join(text for text, _ in line).rstrip() + "\n" for line in lines)

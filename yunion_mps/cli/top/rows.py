@@ -7,12 +7,11 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
 from yunion_mps.overview.findings import Finding, folded
-from yunion_mps.overview.holdings import Clients, Holding, filled, in_container
+from yunion_mps.overview.holdings import Holding, filled
 from yunion_mps.overview.host import FREE, UNAVAILABLE, Answers, HostOverview, state_of
 
 if TYPE_CHECKING:
-    from yunion_mps.answers import Event, Gpu
-
+    from yunion_mps.answers import ClientList, Event, Gpu
 
 #: Behind the address of what needs attention: over budget or past MPS, and used without a device.
 TROUBLED, WITHOUT_DEVICE = "!", "?"
@@ -67,7 +66,7 @@ class Scene(NamedTuple):
     devices: list[Row]
 
 
-def scene(poll: Poll, clients: Clients) -> Scene:
+def scene(poll: Poll, clients: ClientList) -> Scene:
     """What there is to see by the daemon's answers."""
     host = HostOverview.of(poll.answers._replace(clients=clients))
     answers = host.answers
@@ -127,21 +126,15 @@ def _pool_row(gpu: Gpu) -> Row:
 
 def _device_rows(holding: Holding, budgets: dict[str, int]) -> list[Row]:
     mark = TROUBLED if holding.past_mps or holding.over_mib else "" if holding.devices else WITHOUT_DEVICE
-    first = max(holding.processes, key=lambda one: one.memory_mib or 0, default=None)
-    pid, command = None, ""
-    if first:
-        pid, command = first.pid, first.shown
-    elif lease := holding.lease:
-        pid = lease["pid"]
-        command = in_container(lease["container"], lease["command"] or lease["name"] or "")
+    first = max(holding.holders, key=lambda one: one.memory_mib or 0, default=None)
     more = len(holding.processes) - 1
     row = Row(
         holding.named or holding.gpu,
         holding.used_mib,
         holding.budget_mib,
         holding.user if holding.in_use else state_of(holding),
-        pid,
-        command + (f" (+{more})" if more > 0 else ""),
+        first.pid if first else None,
+        (first.shown if first else "") + (f" (+{more})" if more > 0 else ""),
         mark,
         holding.threads,
         holding.since_s,

@@ -1,20 +1,25 @@
-"""Values of options: durations, moments, devices; and the question before jobs are ended."""
+"""What commands share to ask: the daemon, the values of their options, and whether jobs are to be ended."""
 
 from __future__ import annotations
 
 import re
 import sys
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import click
 
-from yunion_mps.cli.daemon import listed_devices
 from yunion_mps.errors import YunionError
-from yunion_mps.http.operations import LATEST_S
+from yunion_mps.http.operations import GET_DEVICES, LATEST_S, Operation, Value
+from yunion_mps.paths import Paths
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
+
+    from yunion_mps.answers import Device
+    from yunion_mps.http.client import DaemonClient
+
+T = TypeVar("T")
 
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 _FORMS = ("%Y-%m-%d", "%Y-%m-%d %H:%M", "%Y-%m-%d %H:%M:%S")
@@ -23,6 +28,32 @@ _MOMENT_HINT = (
     "write 10m, 2h or 3d for so long ago, today, yesterday, a date as 2026-11-20, a time as "
     "'2026-11-20 13:45', or seconds since 1970"
 )
+
+
+def daemon() -> DaemonClient:
+    """The daemon of this host. Its client is imported only to ask: `--help` does not pay for it."""
+    from yunion_mps.http.client import DaemonClient
+
+    return DaemonClient(Paths.from_environment())
+
+
+def call(
+    operation: Operation[T],
+    timeout_s: float | None = None,
+    *,
+    until_closed: bool = False,
+    **arguments: Value,
+) -> T:
+    """The daemon's answer; raises YunionError of the kind that the failure is.
+
+    With `until_closed` it returns once the program that answered has given way to the next.
+    """
+    return daemon().call(operation, timeout_s, until_closed=until_closed, **arguments)
+
+
+def listed_devices() -> list[Device]:
+    """All devices; raises as `call` does."""
+    return call(GET_DEVICES, limit=0)["isolated_devices"]
 
 
 def duration_s(text: str) -> int | None:
