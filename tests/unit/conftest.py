@@ -6,9 +6,9 @@ import os
 
 from hypothesis import settings
 
-from unit.supervised import make_host, put_to_work, stand_ins, supervise
+from unit.supervised import begin, make_host, put_to_work, stand_ins, supervise
 
-__all__ = ["make_host", "put_to_work", "stand_ins", "supervise"]
+__all__ = ["begin", "make_host", "put_to_work", "stand_ins", "supervise"]
 
 # The same examples in every run, so that a change is blamed for what it broke; `search` looks for new ones.
 settings.register_profile("unit", derandomize=True, database=None, deadline=None, max_examples=100)

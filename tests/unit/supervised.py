@@ -30,8 +30,10 @@ MakeHost = Callable[..., SimHost]
 class Supervised:
     """A Supervisor on a host, driven by the real clock."""
 
-    def __init__(self, host: SimHost) -> None:
+    def __init__(self, host: SimHost, make: Supervise | None = None) -> None:
+        """`make` makes the next one."""
         self.host = host
+        self._make = make or Supervised
         self.paths = Paths(str(host.root))
         self.preflight = run_preflight(self.paths)
         self.preflight.check()
@@ -50,6 +52,10 @@ class Supervised:
         self.supervisor.start(time.monotonic())
         drive(self.supervisor, lambda: self.supervisor.fleet.started)
         return self
+
+    def again(self) -> Supervised:
+        """The next daemon, started on the same host."""
+        return self._make(self.host).start()
 
     def rescan(self) -> Snapshot:
         assert isinstance(self.preflight.nvml, Nvml)
@@ -107,16 +113,29 @@ def make_host(monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeHost]:
 
 
 @pytest.fixture
-def supervise() -> Iterator[Callable[[SimHost], Supervised]]:
+def supervise() -> Iterator[Supervise]:
     with ExitStack() as stack:
 
         def make(host: SimHost) -> Supervised:
-            made = Supervised(host)
+            made = Supervised(host, make)
             stack.callback(made.preflight.close)
             stack.callback(made.stop)
             return made
 
         yield make
+
+
+@pytest.fixture
+def begin(make_host: MakeHost, supervise: Supervise) -> Begin:
+    """Start a supervisor on a host with these GPUs and keys, the first divided into so many devices each."""
+
+    def make(description: Description, *numbers: int, **keys: str) -> tuple[SimHost, Supervised]:
+        host = make_host(description, **keys)
+        if numbers:
+            host.divide(*numbers)
+        return host, supervise(host).start()
+
+    return make
 
 
 @pytest.fixture
@@ -153,8 +172,8 @@ def put_to_work(make_host: MakeHost, supervise: Supervise, stand_ins: MakeStandI
     What is asked for last ends first: the job, or the stop of the supervisor would wait for it.
     """
 
-    def make(description: Description, *numbers: int) -> AtWork:
-        host = make_host(description)
+    def make(description: Description, *numbers: int, **keys: str) -> AtWork:
+        host = make_host(description, **keys)
         if numbers:
             host.divide(*numbers)
         jobs = stand_ins(host)
@@ -187,6 +206,7 @@ def modes(host: SimHost) -> list[str]:
     return [gpu.compute_mode for gpu in host.gpus]
 
 
+Begin = Callable[..., tuple[SimHost, Supervised]]
 Supervise = Callable[[SimHost], Supervised]
 MakeStandIns = Callable[[SimHost], StandIns]
 PutToWork = Callable[..., AtWork]

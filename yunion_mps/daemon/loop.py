@@ -83,6 +83,8 @@ class _Loop:
         self._due_s: float | None = None
         self._ticks_soon = False
         self._announced = supervisor.config
+        #: Of the status that systemd was told last.
+        self._told_version = -1
         self._poll_now = asyncio.Event()
         self._cdi = CdiPublisher(paths, supervisor)
         self._leases = LeaseService(paths, supervisor, service, self._cdi)
@@ -219,7 +221,8 @@ class _Loop:
         self._leases.serve()  # what has come or changed may be just what a queued request waits for
         self._announce()
         self._cdi.refresh()
-        if not self._supervisor.stopping:
+        if not self._supervisor.stopping and self._service.version != self._told_version:
+            self._told_version = self._service.version
             self._notifier.status(one_line(self._service.status()))
 
     def _announce(self) -> None:

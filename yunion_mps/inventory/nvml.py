@@ -135,13 +135,12 @@ class Deadline:
     def __init__(self, timeout_s: float = TIMEOUT_S) -> None:
         self._timeout_s = timeout_s
         self._hanging: threading.Event | None = None
-        #: Whether a call is made on the caller's thread if there is no other, with no deadline then.
-        self.may_hang = False
 
-    def call(self, work: Callable[[], T]) -> T:
+    def call(self, work: Callable[[], T], *, may_hang: bool = False) -> T:
         """Return what `work` returns and raise what it raises; DriverError when it takes too long.
 
-        As long as an earlier call hangs, no other is made. Raises ShortageError if there is no thread for it.
+        As long as an earlier call hangs, no other is made. Without a thread for it, raises ShortageError, or
+        with `may_hang` makes it on the caller's, with no deadline.
         """
         if self._hanging and not self._hanging.is_set():
             raise DriverError("the NVIDIA driver still does not answer an earlier call", _HANG_HINT)
@@ -159,7 +158,7 @@ class Deadline:
         try:
             threads.start(work, done)
         except ShortageError:
-            if not self.may_hang:
+            if not may_hang:
                 raise
             return work()
         if not ended.wait(self._timeout_s):
@@ -262,21 +261,24 @@ class Nvml:
         return {uuid: {one.pid for one in clients} for uuid, clients in listed.items()}
 
     @bounded
-    def compute_mode(self, uuid: str) -> str:
-        """The GPU's compute mode, as nvidia-smi names it."""
-        return _mode(_call(pynvml.nvmlDeviceGetHandleByUUID, uuid.encode()))
-
-    @bounded
     def set_compute_mode(self, uuid: str, mode: str) -> None:
         """Set the GPU's compute mode, and read it back; raises DriverError if it is not in effect then."""
-        handle = _call(pynvml.nvmlDeviceGetHandleByUUID, uuid.encode())
-        _call(pynvml.nvmlDeviceSetComputeMode, handle, _MODE_NUMBERS[mode])
-        actual = _mode(handle)
-        if actual != mode:
-            raise DriverError(
-                f"GPU {uuid} is in compute mode {actual} after it was set to {mode}",
-                "find what else sets compute modes on this host, or set cuda_mps_compute_mode: keep",
-            )
+        _set_mode(_handle_of(uuid), uuid, mode)
+
+    def restore_compute_mode(self, uuid: str, mode: str) -> bool:
+        """As `set_compute_mode`, if the GPU has another mode; whether it had.
+
+        Without a thread for it, a call that may hang is better than a mode that is not restored.
+        """
+
+        def restore() -> bool:
+            handle = _handle_of(uuid)
+            differs = _mode(handle) != mode
+            if differs:
+                _set_mode(handle, uuid, mode)
+            return differs
+
+        return self.deadline.call(restore, may_hang=True)
 
     def _gpu(self, index: int, known: Mapping[str, Gpu]) -> Gpu:
         handle = _call(pynvml.nvmlDeviceGetHandleByIndex, index)
@@ -328,9 +330,23 @@ def _of_each_gpu(function: Callable[[Any], list[Any]]) -> dict[str, list[Any]]:
     return found
 
 
+def _handle_of(uuid: str) -> Any:
+    return _call(pynvml.nvmlDeviceGetHandleByUUID, uuid.encode())
+
+
 def _mode(handle: Any) -> str:
     number = _call(pynvml.nvmlDeviceGetComputeMode, handle)
     return COMPUTE_MODES.get(number, str(number))
+
+
+def _set_mode(handle: Any, uuid: str, mode: str) -> None:
+    _call(pynvml.nvmlDeviceSetComputeMode, handle, _MODE_NUMBERS[mode])
+    actual = _mode(handle)
+    if actual != mode:
+        raise DriverError(
+            f"GPU {uuid} is in compute mode {actual} after it was set to {mode}",
+            "find what else sets compute modes on this host, or set cuda_mps_compute_mode: keep",
+        )
 
 
 def _vendor_device_id(number: int) -> str:

@@ -27,8 +27,10 @@ class Events:
 
     def __init__(self, event_log: EventLog) -> None:
         self._event_log = event_log
-        self._waiting: set[Callable[[], None]] = set()
+        #: What wakes the requests that wait.
+        self.waiting: set[Callable[[], None]] = set()
         self._is_ending = False
+        event_log.listen(self.wake)
 
     def find(self, wanted: EventFilter) -> answers.EventList:
         """The events, oldest first, and the newest one's id; raises HostError."""
@@ -63,18 +65,19 @@ class Events:
             if found["events"] or is_beyond or left_s <= 0 or self._is_ending:
                 return found
             more = asyncio.Event()
-            self._event_log.waiting.append(more.set)
-            self._waiting.add(more.set)
+            self.waiting.add(more.set)
             try:
                 with contextlib.suppress(asyncio.TimeoutError):
                     await asyncio.wait_for(more.wait(), left_s)
             finally:
-                self._waiting.discard(more.set)
-                with contextlib.suppress(ValueError):  # it was called
-                    self._event_log.waiting.remove(more.set)
+                self.waiting.discard(more.set)
+
+    def wake(self) -> None:
+        """Let the requests that wait search again."""
+        for wake in [*self.waiting]:  # events are also recorded on other threads
+            wake()
 
     def end_waits(self) -> None:
         """Answer requests that wait with what there is, and let none wait any more."""
         self._is_ending = True
-        for wake in self._waiting:
-            wake()
+        self.wake()

@@ -208,7 +208,11 @@ class UsageSampler:
 
     def record(self, processes: Processes, now_s: float) -> None:
         """Record what jobs use of GPUs and devices; the supervisor has taken note of the processes before."""
-        jobs, known = self._supervisor.jobs.started, self._devices.known()
+        jobs = self._supervisor.jobs.started
+        if not jobs:
+            self._history.record(now_s, {})
+            return
+        known = self._devices.known()
         of_jobs = {
             uuid: {pid: mib for pid, mib in those.items() if pid in jobs} for uuid, those in processes.items()
         }

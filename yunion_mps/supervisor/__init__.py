@@ -115,8 +115,6 @@ class Supervisor:
         """
         if self._store is None:
             return
-        if self.nvml:
-            self.nvml.deadline.may_hang = True  # rather than not to restore a mode
         try:
             left = left_running(self._store)
         except ShortageError as error:

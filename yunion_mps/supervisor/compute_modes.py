@@ -65,8 +65,7 @@ def carry_out(work: ModeWork, nvml: Nvml | None, store: Store) -> ModeResult:
 
 def _restore(uuid: str, mode: str, nvml: Nvml, store: Store) -> bool:
     try:
-        if nvml.compute_mode(uuid) != mode:
-            nvml.set_compute_mode(uuid, mode)
+        if nvml.restore_compute_mode(uuid, mode):
             log.info("GPU %s: compute mode %s was restored", uuid, mode)
     except YunionError as error:
         what = error.message

@@ -61,8 +61,11 @@ class EventLog:
         self.trouble = ""
         #: How many were recorded, by kind and severity.
         self.counts: Counter[tuple[str, str]] = Counter()
-        #: What to call, once, with the next event.
-        self.waiting: list[Callable[[], None]] = []
+        self._listeners: list[Callable[[], None]] = []
+
+    def listen(self, listener: Callable[[], None]) -> None:
+        """Have it called whenever events were written."""
+        self._listeners.append(listener)
 
     def record(self, event: Event) -> None:
         """Keep the event, with the current time."""
@@ -86,9 +89,8 @@ class EventLog:
         if store.set_aside != self._set_aside:
             self._set_aside = store.set_aside
             self._fill_again(store)
-        waiting, self.waiting = self.waiting, []
-        for call in waiting:
-            call()
+        for listener in self._listeners:
+            listener()
 
     def last_id(self) -> int:
         """The id of the newest event, 0 if there was none yet; raises HostError.

@@ -7,6 +7,7 @@ ended; a domain that needs their GPUs or their directory waits for that.
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Optional
 
@@ -69,8 +70,9 @@ class Fleet:
 
     def start(self, now_s: float, ours: Sequence[MpsProcess]) -> None:
         """Start every domain, or adopt its control daemon if one is among `ours`, which run already."""
+        by_directory = _by_directory(ours)
         for domain in self.domains:
-            domain.start(now_s, ours)
+            domain.start(now_s, by_directory[domain.desired.pipe_directory])
 
     def aim(self, plans: Sequence[DomainPlan], program: str, stop_timeout_s: int, now_s: float) -> None:
         """Have these from now on: change what differs in its limits alone, retire and start the rest."""
@@ -107,7 +109,9 @@ class Fleet:
 
     def refuse_if_none_can_start(self, ours: Sequence[MpsProcess]) -> None:
         """Raise the first HostError if something keeps every one of them from starting."""
-        obstacles = [error for domain in self.domains if (error := obstacle(domain.desired, ours))]
+        by_directory = _by_directory(ours)
+        plans = [domain.desired for domain in self.domains]
+        obstacles = [error for plan in plans if (error := obstacle(plan, by_directory[plan.pipe_directory]))]
         if obstacles and len(obstacles) == len(self.domains):
             raise obstacles[0]
 
@@ -212,6 +216,13 @@ class Fleet:
         domain = Domain(plan, self._program, self._tell, self._changed, recorded)
         domain.configure(self._program, self._stop_timeout_s)
         return domain
+
+
+def _by_directory(processes: Iterable[MpsProcess]) -> defaultdict[str, list[MpsProcess]]:
+    found = defaultdict(list)
+    for one in processes:
+        found[one.pipe_directory].append(one)
+    return found
 
 
 class Jobs:

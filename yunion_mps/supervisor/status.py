@@ -52,9 +52,9 @@ def notice(config: Config, desired: Plan, host_conf: str, leftovers: str) -> str
 def warnings(snapshot: Snapshot) -> Sequence[str]:
     """What an operator must know although all runs, such as budgets that are not enforced."""
     found = list(snapshot.remarks)
+    served = {uuid for domain in snapshot.domains for uuid in domain.plan.gpu_uuids}
     for gpu in snapshot.inventory.gpus:
-        served = any(gpu.uuid in domain.plan.gpu_uuids for domain in snapshot.domains)
-        if served and not gpu.reason and not enforces_budgets(gpu):
+        if gpu.uuid in served and not gpu.reason and not enforces_budgets(gpu):
             found.append(
                 f"GPU {gpu.address} ({gpu.name}): budgets are not enforced: the GPU is older than Volta; "
                 "its clients can use all of its memory and threads"

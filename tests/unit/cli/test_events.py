@@ -146,11 +146,11 @@ def following(cli: Cli, *arguments: str) -> Iterator[subprocess.Popen[str]]:
     """`yunion-mps events --follow`, once it waits for what comes."""
     with cli.start("events", "--follow", *arguments) as process:
         try:
-            eventually(lambda: cli.host.event_log.waiting, "that it waits")
+            eventually(lambda: cli.host.events.waiting, "that it waits")
             yield process
         finally:
             process.kill()
-    eventually(lambda: not cli.host.event_log.waiting, "that it waits no more")
+    eventually(lambda: not cli.host.events.waiting, "that it waits no more")
 
 
 def lines_of(process: subprocess.Popen[str], count: int) -> list[str]:
@@ -193,7 +193,7 @@ def test_a_program_that_follows_gets_each_event_whole(happened: Cli, output: str
     with following(happened, "-o", output) as process:
         for _ in range(2):
             happened.host.record(BACK)
-            eventually(lambda: happened.host.event_log.waiting, "that it waits again")
+            eventually(lambda: happened.host.events.waiting, "that it waits again")
         process.send_signal(signal.SIGINT)
         text = process.communicate(timeout=60)[0]
     if output == "csv":

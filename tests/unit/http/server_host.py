@@ -159,8 +159,8 @@ class ServerHost(Closes):
         self.clients = FakeClients()
         self.leases = FakeLeases()
         self.service = service = Queries(lambda: self.snapshot, time.time(), os.getpid())
-        self._events = Events(self.event_log)
-        handlers = Handlers(service, self.reloader, self.clients, self.leases, self._events, metrics)
+        self.events = Events(self.event_log)
+        handlers = Handlers(service, self.reloader, self.clients, self.leases, self.events, metrics)
         self.server = Server(Router(handlers), limits or Limits())
         self.listener = Listener(self.paths)
         self._loop = asyncio.new_event_loop()
@@ -175,10 +175,9 @@ class ServerHost(Closes):
 
     def begin_new_record(self, paths: Paths) -> None:
         """Keep events there from now on, as a daemon does that finds none of those before."""
-        waiting = self.event_log.waiting
         self._use(paths)
-        self.event_log.waiting = waiting
-        self._events._event_log = self.event_log
+        self.events._event_log = self.event_log
+        self.event_log.listen(self.events.wake)
 
     def record(self, event: Event, time_s: float | None = None) -> None:
         """An event comes now; with `time_s`, there is one of then."""
@@ -229,7 +228,7 @@ class ServerHost(Closes):
         self.clients.gate.set()
         self.call(self.server.close())
         self.wait_connections(0)
-        eventually(lambda: not self.event_log.waiting, "that nobody waits for events")
+        eventually(lambda: not self.events.waiting, "that nobody waits for events")
 
     def close(self) -> None:
         self.stop()

@@ -303,7 +303,7 @@ def test_a_question_may_take_longer_than_others(host: ServerHost) -> None:
     client = DaemonClient(host.paths, 0.0)
     asking = threading.Thread(target=lambda: answers.append(client.call(GET_EVENTS, 60.0, after=0, wait=60)))
     asking.start()
-    eventually(lambda: host.event_log.waiting, "one that waits")
+    eventually(lambda: host.events.waiting, "one that waits")
     host.record(Event("info", "gpu", "00:06.0", "back"))
     asking.join()
     assert len(answers) == 1

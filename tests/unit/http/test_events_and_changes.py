@@ -33,7 +33,7 @@ def whats(answer: Answer | None) -> list[str]:
 def waiting(host: ServerHost, count: int = 1, target: str = WAIT) -> list[RawClient]:
     """Clients that wait for an event."""
     clients = [host.connect().send(request(target)) for _ in range(count)]
-    eventually(lambda: len(host.event_log.waiting) == count, f"{count} that wait")
+    eventually(lambda: len(host.events.waiting) == count, f"{count} that wait")
     return clients
 
 
@@ -75,7 +75,7 @@ def test_a_request_that_waits_is_answered_when_an_event_comes(host: ServerHost) 
 def test_a_request_that_waits_for_one_kind_gets_no_other(host: ServerHost) -> None:
     (client,) = waiting(host, target=WAIT + "&kind=gpu")
     host.record(READY)
-    eventually(lambda: len(host.event_log.waiting) == 1, "that it waits on")
+    eventually(lambda: len(host.events.waiting) == 1, "that it waits on")
     host.record(BACK)
     assert whats(client.answer()) == [BACK.what]
 
@@ -100,7 +100,7 @@ def test_many_that_wait_cost_others_nothing(serve: Serve) -> None:
         assert idle.ended()
     for path in ("/v1/status", "/v1/plan", "/v1/events"):
         assert host.ask("GET", path).status == 200
-    assert len(host.event_log.waiting) == 200
+    assert len(host.events.waiting) == 200
     host.record(LOST)
     assert [whats(client.answer()) for client in clients] == [[LOST.what]] * 200
 
@@ -110,17 +110,17 @@ def test_a_client_that_disconnects_while_it_waits_leaves_nothing_behind(
     host: ServerHost, behind: int
 ) -> None:
     clients = [host.connect().send(request(WAIT) + request("/v1/gpus") * behind) for _ in range(20)]
-    eventually(lambda: len(host.event_log.waiting) == 20, "20 that wait")
+    eventually(lambda: len(host.events.waiting) == 20, "20 that wait")
     for client in clients:
         client.close()
     host.wait_connections(0)
-    eventually(lambda: not host.event_log.waiting, "that nobody waits")
+    eventually(lambda: not host.events.waiting, "that nobody waits")
     host.assert_serves()
 
 
 def test_a_client_that_waits_behind_other_requests_leaves_nothing_behind(host: ServerHost) -> None:
     client = host.connect().send(request("/v1/gpus") * 3 + request(WAIT))
-    eventually(lambda: len(host.event_log.waiting) == 1, "one that waits")
+    eventually(lambda: len(host.events.waiting) == 1, "one that waits")
     client.close()
     host.wait_connections(0)
 

@@ -138,10 +138,10 @@ def test_the_connection_that_was_idle_longest_is_ended_for_another(crowded: Serv
 def test_a_request_that_waits_for_an_event_makes_room_and_is_told_so(crowded: Serve) -> None:
     host = crowded(connections=2)
     clients = fill(host, 2, send=WAIT)
-    eventually(lambda: len(host.event_log.waiting) == 2, "two that wait")
+    eventually(lambda: len(host.events.waiting) == 2, "two that wait")
     host.assert_serves()
     assert_ended(clients[0])
-    eventually(lambda: len(host.event_log.waiting) == 1, "one that waits")
+    eventually(lambda: len(host.events.waiting) == 1, "one that waits")
 
 
 def test_a_request_that_is_being_answered_is_not_ended_for_another(crowded: Serve) -> None:

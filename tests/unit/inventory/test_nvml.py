@@ -75,8 +75,10 @@ def test_a_compute_mode_is_set_on_the_gpu_with_the_uuid_and_on_no_other(
 ) -> None:
     host = open_host([{"kind": "t4", "count": 2}])
     host.nvml.set_compute_mode(host.sim.gpus[1].uuid, mode)
-    assert host.nvml.compute_mode(host.sim.gpus[1].uuid) == mode
     assert [gpu.compute_mode for gpu in host.sim.gpus] == ["default", word]
+    assert not host.nvml.restore_compute_mode(host.sim.gpus[1].uuid, mode), "it has it"
+    assert host.nvml.restore_compute_mode(host.sim.gpus[1].uuid, "Default") == (word != "default")
+    assert host.sim.gpus[1].compute_mode == "default"
 
 
 @pytest.mark.parametrize(
@@ -120,9 +122,7 @@ def test_a_compute_mode_that_does_not_read_back_is_an_error(open_host: OpenHost)
     )
 
 
-@pytest.mark.parametrize("call", ["compute_mode", "set_compute_mode"])
+@pytest.mark.parametrize("call", ["restore_compute_mode", "set_compute_mode"])
 def test_a_gpu_that_is_not_there_is_an_error(open_host: OpenHost, call: str) -> None:
-    host = open_host()
-    arguments = ["GPU-ffffffff-0000-0000-0000-000000000000", "Default"]
     with pytest.raises(DriverError, match="NVML says: Not Found"):
-        getattr(host.nvml, call)(*arguments[: 2 if call.startswith("set") else 1])
+        getattr(open_host().nvml, call)("GPU-ffffffff-0000-0000-0000-000000000000", "Default")

@@ -12,58 +12,50 @@ from yunion_mps.mps.processes import our_processes
 from yunion_mps.service.shapes import devices_json
 from yunion_mps.supervisor.status import warnings
 
-from unit.supervised import MakeHost, Supervise, modes
+from unit.supervised import Begin, MakeHost, Supervise, modes
 
+V100 = [{"kind": "v100"}]
 TWO = [{"kind": "v100"}, {"kind": "a100", "compute_mode": "prohibited"}]
 FIRST = "0000:00:06.0"
 
 
-def test_compute_modes_are_set_and_on_a_stop_restored_to_what_each_was(
-    make_host: MakeHost, supervise: Supervise
-) -> None:
-    host = make_host(TWO)
-    made = supervise(host).start()
+def test_modes_are_set_and_on_a_stop_restored_to_what_each_was(begin: Begin) -> None:
+    host, made = begin(TWO)
     assert modes(host) == ["exclusive_process", "exclusive_process"]
     assert [gpu.compute_mode for gpu in made.snapshot.inventory.gpus] == ["Exclusive_Process"] * 2
     made.stop()
     assert modes(host) == ["default", "prohibited"]
 
 
-def test_modes_are_restored_by_the_next_daemon_if_one_was_killed(
-    make_host: MakeHost, supervise: Supervise
-) -> None:
-    host = make_host(TWO)
-    supervise(host).start().stop(restore=False)
+def test_modes_are_restored_by_the_next_daemon_if_one_was_killed(begin: Begin) -> None:
+    host, first = begin(TWO)
+    first.stop(restore=False)
     assert modes(host) == ["exclusive_process", "exclusive_process"]
-    supervise(host).start().stop()
+    first.again().stop()
     assert modes(host) == ["default", "prohibited"]
 
 
-def test_the_mode_from_before_our_first_change_counts(make_host: MakeHost, supervise: Supervise) -> None:
-    host = make_host([{"kind": "v100"}])
-    supervise(host).start().stop(restore=False)
+def test_the_mode_from_before_our_first_change_counts(begin: Begin) -> None:
+    host, first = begin(V100)
+    first.stop(restore=False)
     host.gpus[0].compute_mode = "prohibited"
-    supervise(host).start().stop()
+    first.again().stop()
     assert modes(host) == ["default"]
 
 
-def test_the_mode_of_a_gpu_no_longer_configured_is_restored_at_a_start(
-    make_host: MakeHost, supervise: Supervise
-) -> None:
-    host = make_host(TWO)
-    supervise(host).start().stop(restore=False)
-    entry = f"devices:\n- path: {host.gpus[0].uuid}\n  type: NVIDIA_MPS\n  virtual_number: 2\n"
-    (host.root / "etc/yunion/host_container_device.yml").write_text(entry)
-    made = supervise(host).start()
+def test_the_mode_of_a_gpu_no_longer_configured_is_restored_at_a_start(begin: Begin) -> None:
+    host, first = begin(TWO)
+    first.stop(restore=False)
+    host.divide(2)
+    made = first.again()
     assert modes(host) == ["exclusive_process", "prohibited"]
     made.stop()
     assert modes(host) == ["default", "prohibited"]
 
 
-def test_keep_changes_no_mode_and_notes_none(make_host: MakeHost, supervise: Supervise) -> None:
-    host = make_host([{"kind": "v100"}, {"kind": "v100", "compute_mode": "exclusive_process"}],
-                     cuda_mps_compute_mode="keep")  # fmt: skip
-    made = supervise(host).start()
+def test_keep_changes_no_mode_and_notes_none(begin: Begin) -> None:
+    two = [*V100, {"kind": "v100", "compute_mode": "exclusive_process"}]
+    host, made = begin(two, cuda_mps_compute_mode="keep")
     assert made.available == 8
     assert modes(host) == ["default", "exclusive_process"]
     made.stop()
@@ -84,36 +76,25 @@ def test_a_gpu_whose_mode_is_right_already_is_not_touched(make_host: MakeHost, s
 
 
 @pytest.mark.parametrize("scope", ["host", "gpu"])
-@pytest.mark.parametrize(
-    ("error", "words"),
-    [
-        ("no_permission", "NVML does not permit this"),
-        ("not_supported", "the driver does not support this on the GPU"),
-    ],
-)
 def test_a_gpu_whose_mode_cannot_be_set_is_not_served_and_the_others_are(
-    make_host: MakeHost,
-    supervise: Supervise,
-    caplog: pytest.LogCaptureFixture,
-    scope: str,
-    error: str,
-    words: str,
+    make_host: MakeHost, supervise: Supervise, caplog: pytest.LogCaptureFixture, scope: str
 ) -> None:
     caplog.set_level(logging.INFO)
     host = make_host(TWO, cuda_mps_scope=scope)
-    host.fail("nvmlDeviceSetComputeMode", error, gpu=0)
+    host.fail("nvmlDeviceSetComputeMode", "no_permission", gpu=0)
     made = supervise(host).start()
-    reason = {FIRST: f"its compute mode cannot be set: {words}"}
-    assert made.snapshot.plan.unavailable == reason
+    why = "compute mode cannot be set: NVML does not permit this"
+    assert made.snapshot.plan.unavailable == {FIRST: f"its {why}"}
     assert {device["gpu_uuid"] for device in devices_json(made.snapshot)} == {host.gpus[1].uuid}
     assert made.available == 4
     assert [domain.plan.gpu_uuids for domain in made.snapshot.domains] == [(host.gpus[1].uuid,)]
-    assert any(f"GPU {host.gpus[0].uuid}: compute mode cannot be set: {words}" in m for m in caplog.messages)
+    assert f"GPU {host.gpus[0].uuid}: {why}" in caplog.text
     made.rescan()
-    assert made.snapshot.plan.unavailable == reason
+    assert made.snapshot.plan.unavailable == {FIRST: f"its {why}"}
     made.stop()
     assert modes(host) == ["default", "prohibited"]
-    assert not [m for m in caplog.messages if "cannot be restored" in m or "is back" in m]
+    assert "cannot be restored" not in caplog.text
+    assert "is back" not in caplog.text
 
 
 def test_when_no_gpus_mode_can_be_set_nothing_is_started(make_host: MakeHost, supervise: Supervise) -> None:
@@ -128,11 +109,8 @@ def test_when_no_gpus_mode_can_be_set_nothing_is_started(make_host: MakeHost, su
     assert modes(host) == ["default", "prohibited"]
 
 
-def test_a_mode_that_somebody_changes_meanwhile_is_warned_of(
-    make_host: MakeHost, supervise: Supervise
-) -> None:
-    host = make_host(TWO)
-    made = supervise(host).start()
+def test_a_mode_that_another_program_changes_is_warned_of(begin: Begin) -> None:
+    host, made = begin(TWO)
     assert list(warnings(made.snapshot)) == []
     host.gpus[0].compute_mode = "default"
     (warning,) = warnings(made.rescan())
@@ -143,34 +121,30 @@ def test_a_mode_that_somebody_changes_meanwhile_is_warned_of(
 
 
 def test_a_gpu_that_is_lost_at_the_stop_is_restored_by_the_next_daemon(
-    make_host: MakeHost, supervise: Supervise, caplog: pytest.LogCaptureFixture
+    begin: Begin, caplog: pytest.LogCaptureFixture
 ) -> None:
-    host = make_host(TWO)
-    made = supervise(host).start()
+    host, made = begin(TWO)
     host.gpus[1].lose()
     made.stop()
     assert f"GPU {host.gpus[1].uuid}: compute mode Prohibited cannot be restored" in caplog.text
     host.gpus[1].restore()
     assert modes(host) == ["default", "exclusive_process"]
-    supervise(host).start().stop()
+    made.again().stop()
     assert modes(host) == ["default", "prohibited"]
 
 
-def test_a_mode_that_the_operator_sets_after_a_restore_is_kept(
-    make_host: MakeHost, supervise: Supervise
-) -> None:
-    host = make_host([{"kind": "v100"}])
-    supervise(host).start().stop()
+def test_a_mode_that_the_operator_sets_after_a_restore_is_kept(begin: Begin) -> None:
+    host, made = begin(V100)
+    made.stop()
     assert modes(host) == ["default"]
     host.gpus[0].compute_mode = "prohibited"
-    supervise(host).start().stop()
+    made.again().stop()
     assert modes(host) == ["prohibited"]
 
 
-def test_no_mode_is_set_any_more_once_a_stop_has_begun(make_host: MakeHost, supervise: Supervise) -> None:
+def test_no_mode_is_set_any_more_once_a_stop_has_begun(begin: Begin) -> None:
     """A poll of the GPUs may be under way on a thread, and come to its end after the modes were restored."""
-    host = make_host([{"kind": "v100"}])
-    made = supervise(host).start()
+    host, made = begin(V100)
     host.gpus[0].compute_mode = "default"
     made.rescan()
     work = made.supervisor.mode_work()

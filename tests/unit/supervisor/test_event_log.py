@@ -104,15 +104,14 @@ def test_what_is_kept_in_memory_is_bounded_and_the_newest_count(disk: Disk, even
     assert whats(event_log) == [str(number) for number in range(500, 1500)]
 
 
-def test_a_waiter_is_called_once_with_the_next_event_that_is_written(disk: Disk, event_log: EventLog) -> None:
+def test_a_listener_is_called_when_events_were_written(disk: Disk, event_log: EventLog) -> None:
     called: list[str] = []
-    event_log.waiting.append(lambda: called.append("x"))
+    event_log.listen(lambda: called.append("x"))
     disk.full = True
     event_log.record(event("a"))
     assert called == []
     disk.full = False
     event_log.record(event("b"))
-    event_log.record(event("c"))
     assert called == ["x"]
 
 

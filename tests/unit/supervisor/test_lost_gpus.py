@@ -13,7 +13,7 @@ from yunion_mps.errors import ConfigError, DriverError
 from yunion_mps.service.shapes import devices_json
 
 from simhost import SimHost
-from unit.supervised import MakeHost, MakeStandIns, Supervise, Supervised, attach, configure, modes
+from unit.supervised import Begin, MakeHost, PutToWork, Supervise, Supervised, configure, modes
 
 TWO = [{"kind": "v100"}, {"kind": "a100"}]
 LOST = "the GPU has fallen off the bus or is otherwise inaccessible (GPU is lost)"
@@ -55,10 +55,13 @@ def served_file(host: SimHost) -> Path:
     return host.root / "var/lib/yunion-mps/served-gpus.json"
 
 
+def kept(host: SimHost) -> Any:
+    return json.loads(served_file(host).read_text())
+
+
 def reboot(host: SimHost) -> None:
     """As if the file were from before a reboot."""
-    kept = json.loads(served_file(host).read_text())
-    served_file(host).write_text(json.dumps({**kept, "boot_id": "another"}))
+    served_file(host).write_text(json.dumps({**kept(host), "boot_id": "another"}))
 
 
 @pytest.mark.parametrize("entry", [None, by_uuid, by_address, by_render_node])
@@ -73,17 +76,15 @@ def test_its_devices_are_listed_and_serve_again_when_it_is_back(
     ids = list(shown(first))
     first.stop()
     host.gpus[0].remove() if lookup == "removed" else host.gpus[0].lose(lookup=lookup)
-    made = supervise(host).start()
-    assert list(shown(made)) == ids
-    assert reasons(made) == [GONE if lookup == "removed" else LOST] * 4 + [""] * 4
+    made = first.again()
     served = [uuid for domain in made.snapshot.domains for uuid in domain.plan.gpu_uuids]
     assert served == [host.gpus[1].uuid], "no control daemon is told of a GPU that is not there"
-    for poll in (made.rescan, made.reload):
+    for poll in (lambda: None, made.rescan, made.reload):
         poll()
         assert list(shown(made)) == ids
         assert reasons(made) == [GONE if lookup == "removed" else LOST] * 4 + [""] * 4
     host.gpus[0].restore()
-    again = supervise(host).start() if lookup == "removed" else made
+    again = made.again() if lookup == "removed" else made
     again.rescan()
     again.until(lambda: again.available == 8)
     assert list(shown(again)) == ids
@@ -91,40 +92,31 @@ def test_its_devices_are_listed_and_serve_again_when_it_is_back(
     assert modes(host) == ["exclusive_process"] * 2
 
 
-def test_a_control_daemon_that_serves_it_goes_on_with_devices_listed_once(
-    make_host: MakeHost, supervise: Supervise, stand_ins: MakeStandIns
-) -> None:
-    host = make_host(TWO)
-    jobs = stand_ins(host)
-    first = supervise(host).start()
+def test_a_control_daemon_that_serves_it_goes_on_with_devices_listed_once(put_to_work: PutToWork) -> None:
+    host, _, first, _ = put_to_work(TWO)
     ids, pid = list(shown(first)), first.snapshot.domains[0].pid
-    attach(jobs, host)
     host.gpus[1].lose()
-    made = supervise(host).start()
+    made = first.again()
     assert list(shown(made)) == ids
     assert (made.snapshot.domains[0].pid, reasons(made)) == (pid, [""] * 4 + [LOST] * 4)
     assert made.snapshot.domains[0].pending == ""
 
 
-def test_one_that_fails_in_every_call_is_listed_too(make_host: MakeHost, supervise: Supervise) -> None:
-    host = make_host(TWO)
-    first = supervise(host).start()
-    ids = list(shown(first))
+def test_one_that_fails_in_every_call_is_listed_too(begin: Begin) -> None:
+    host, first = begin(TWO)
     first.stop()
     host.fail("nvmlDeviceGetUUID", "unknown", gpu=0)
-    made = supervise(host).start()
-    assert list(shown(made)) == ids
+    made = first.again()
+    assert list(shown(made)) == list(shown(first))
     assert reasons(made) == ["NVML says: Unknown Error"] * 4 + [""] * 4
 
 
-def test_one_that_was_switched_to_mig_mode_is_listed_too(make_host: MakeHost, supervise: Supervise) -> None:
-    host = make_host(TWO)
-    first = supervise(host).start()
-    ids = list(shown(first))
+def test_one_that_was_switched_to_mig_mode_is_listed_too(begin: Begin) -> None:
+    host, first = begin(TWO)
     first.stop()
     host.gpus[1].mig = True
-    made = supervise(host).start()
-    assert list(shown(made)) == ids
+    made = first.again()
+    assert list(shown(made)) == list(shown(first))
     assert reasons(made)[4].startswith("the GPU is in MIG mode")
     host.gpus[1].mig = False
     made.rescan()
@@ -140,36 +132,31 @@ def test_one_that_never_could_serve_has_no_devices(make_host: MakeHost, supervis
         made.stop()
 
 
-def test_the_start_is_refused_if_the_only_one_there_refuses_its_mode(
-    make_host: MakeHost, supervise: Supervise
-) -> None:
-    host = make_host(TWO)
-    supervise(host).start().stop()
+def test_the_start_is_refused_if_the_only_one_there_refuses_its_mode(begin: Begin) -> None:
+    host, made = begin(TWO)
+    made.stop()
     host.gpus[1].lose()
     host.fail("nvmlDeviceSetComputeMode", "no_permission")
     with pytest.raises(DriverError, match="no GPU's compute mode can be set"):
-        supervise(host).start()
+        made.again()
 
 
-def test_where_all_are_lost_all_devices_are_listed(make_host: MakeHost, supervise: Supervise) -> None:
-    host = make_host(TWO)
-    first = supervise(host).start()
-    ids = list(shown(first))
+def test_where_all_are_lost_all_devices_are_listed(begin: Begin) -> None:
+    host, first = begin(TWO)
     first.stop()
     for gpu in host.gpus:
         gpu.lose()
     for _ in range(2):
-        made = supervise(host).start()
-        assert (list(shown(made)), reasons(made)) == (ids, [LOST] * 8)
+        made = first.again()
+        assert (list(shown(made)), reasons(made)) == (list(shown(first)), [LOST] * 8)
         assert LOST in made.snapshot.notice
 
 
-def test_one_that_was_taken_out_of_the_file_is_not_listed(make_host: MakeHost, supervise: Supervise) -> None:
-    host = make_host(TWO)
-    host.divide(4, 4)
-    supervise(host).start().stop()
+def test_one_that_was_taken_out_of_the_file_is_not_listed(begin: Begin) -> None:
+    host, first = begin(TWO, 4, 4)
+    first.stop()
     host.gpus[1].remove()
-    made = supervise(host).start()
+    made = first.again()
     assert len(shown(made)) == 8
     host.divide(4)
     made.reload()
@@ -177,132 +164,109 @@ def test_one_that_was_taken_out_of_the_file_is_not_listed(make_host: MakeHost, s
     assert [gpu.uuid for gpu in made.snapshot.inventory.gpus] == [host.gpus[0].uuid]
     made.until(lambda: reasons(made) == [""] * 4)
     made.stop()
-    assert len(json.loads(served_file(host).read_text())["gpus"]) == 1
-    assert reasons(supervise(host).start()) == [""] * 4
+    assert len(kept(host)["gpus"]) == 1
+    assert reasons(made.again()) == [""] * 4
 
 
-def test_one_taken_out_of_the_file_while_no_daemon_ran_is_not_listed(
-    make_host: MakeHost, supervise: Supervise
-) -> None:
-    host = make_host(TWO)
-    host.divide(4, 4)
-    supervise(host).start().stop()
+def test_one_taken_out_of_the_file_while_no_daemon_ran_is_not_listed(begin: Begin) -> None:
+    host, first = begin(TWO, 4, 4)
+    first.stop()
     host.gpus[1].remove()
     host.divide(4)
-    made = supervise(host).start()
+    made = first.again()
     assert reasons(made) == [""] * 4
     assert [gpu.uuid for gpu in made.snapshot.inventory.gpus] == [host.gpus[0].uuid]
 
 
-def test_mps_that_was_disabled_for_a_while_forgets_none(make_host: MakeHost, supervise: Supervise) -> None:
-    host = make_host(TWO)
-    made = supervise(host).start()
+def test_mps_that_was_disabled_for_a_while_forgets_none(begin: Begin) -> None:
+    host, made = begin(TWO)
     configure(host, enable_cuda_mps="false")
     made.reload()
     made.stop()
-    supervise(host).start().stop()
+    made.again().stop()
     host.gpus[1].remove()
     configure(host)
-    assert reasons(supervise(host).start()) == [""] * 4 + [GONE] * 4
+    assert reasons(made.again()) == [""] * 4 + [GONE] * 4
 
 
-def test_one_in_whose_place_there_is_another_is_given_up(make_host: MakeHost, supervise: Supervise) -> None:
-    host = make_host(TWO)
+@pytest.mark.parametrize(
+    ("field", "before", "lost", "count"),
+    [
+        ("uuid", "GPU-00000000-0000-0000-0000-000000000001", False, 8),
+        ("pci_address", "0000:42:00.0", False, 8),
+        ("vendor_device_id", "10de:0000", True, 4),
+    ],
+    ids=["another in its place", "at another place now", "a lost one of another model"],
+)
+def test_one_that_is_not_there_any_more_is_given_up_for_the_one_that_is(
+    begin: Begin, field: str, before: str, lost: bool, count: int
+) -> None:
+    host, first = begin(TWO)
+    first.stop()
     name(host, by_address(host, 0), by_address(host, 1))
-    supervise(host).start().stop()
-    kept = json.loads(served_file(host).read_text())
-    kept["gpus"][1]["uuid"] = "GPU-00000000-0000-0000-0000-000000000001"  # what was there before
-    served_file(host).write_text(json.dumps(kept))
-    made = supervise(host).start()
-    assert reasons(made) == [""] * 8
-    assert {gpu.uuid for gpu in made.snapshot.inventory.gpus} == {gpu.uuid for gpu in host.gpus}
+    served = kept(host)
+    served["gpus"][1][field] = before
+    served_file(host).write_text(json.dumps(served))
+    if lost:
+        host.gpus[1].lose()
+    made = first.again()
+    assert reasons(made) == [""] * count
+    assert len(made.snapshot.inventory.gpus) == 2
 
 
-def test_a_lost_one_of_another_model_than_was_there_is_another(
-    make_host: MakeHost, supervise: Supervise
-) -> None:
-    host = make_host(TWO)
-    supervise(host).start().stop()
-    kept = json.loads(served_file(host).read_text())
-    kept["gpus"][1]["vendor_device_id"] = "10de:0000"
-    served_file(host).write_text(json.dumps(kept))
-    host.gpus[1].lose()
-    assert reasons(supervise(host).start()) == [""] * 4
-
-
-def test_one_that_has_another_place_now_is_listed_once(make_host: MakeHost, supervise: Supervise) -> None:
-    host = make_host(TWO)
-    supervise(host).start().stop()
-    kept = json.loads(served_file(host).read_text())
-    kept["gpus"][1]["pci_address"] = "0000:42:00.0"
-    served_file(host).write_text(json.dumps(kept))
-    assert reasons(supervise(host).start()) == [""] * 8
-
-
-def test_after_a_reboot_a_gone_one_is_listed_only_if_the_file_names_it(
-    make_host: MakeHost, supervise: Supervise
-) -> None:
-    host = make_host(TWO)
-    host.divide(4, 4)
-    supervise(host).start().stop()
+def test_after_a_reboot_a_gone_one_is_listed_only_if_the_file_names_it(begin: Begin) -> None:
+    host, first = begin(TWO, 4, 4)
+    first.stop()
     host.gpus[1].remove()
     reboot(host)
-    made = supervise(host).start()
+    made = first.again()
     assert reasons(made) == [""] * 4 + [GONE] * 4
     made.stop()
     reboot(host)
     name(host)
-    assert len(shown(supervise(host).start())) == 10, "cuda_mps_replicas of the one that is there"
+    assert len(shown(made.again())) == 10, "cuda_mps_replicas of the one that is there"
 
 
-def test_one_that_never_served_is_still_a_mistake_in_the_file(
-    make_host: MakeHost, supervise: Supervise
-) -> None:
-    host = make_host(TWO)
-    name(host, by_uuid(host, 0))
-    supervise(host).start().stop()
+def test_one_that_never_served_is_still_a_mistake_in_the_file(begin: Begin) -> None:
+    host, made = begin(TWO, 4)
+    made.stop()
     host.gpus[1].remove()
     name(host, by_uuid(host, 0), by_uuid(host, 1))
     with pytest.raises(ConfigError, match=f"path {host.gpus[1].uuid} is no GPU of this host"):
-        supervise(host)
+        made.again()
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"gpus": [{}], "boot_id": ""}', '{"gpus": 7}', None])
-def test_a_file_that_cannot_be_read_is_nothing_known(
-    make_host: MakeHost, supervise: Supervise, text: Any
-) -> None:
-    host = make_host(TWO)
+def test_a_file_that_cannot_be_read_is_nothing_known(begin: Begin, text: str | None) -> None:
+    host, made = begin(TWO)
+    made.stop()
     name(host)
-    supervise(host).start().stop()
     served_file(host).unlink() if text is None else served_file(host).write_text(text)
     host.gpus[1].remove()
-    assert reasons(supervise(host).start()) == [""] * 10
+    assert reasons(made.again()) == [""] * 10
 
 
 def test_an_original_mode_is_restored_once_it_is_back_and_not_before(
-    make_host: MakeHost, supervise: Supervise, caplog: pytest.LogCaptureFixture
+    begin: Begin, caplog: pytest.LogCaptureFixture
 ) -> None:
-    host = make_host(TWO)
-    supervise(host).start().stop(restore=False)
+    host, first = begin(TWO)
+    first.stop(restore=False)
     host.gpus[1].lose()
-    made = supervise(host).start()
+    made = first.again()
     made.rescan()
     assert not any(made.supervisor.mode_work())
     assert "cannot be restored" not in caplog.text
     made.stop()
     host.gpus[1].restore()
     configure(host, enable_cuda_mps="false")
-    supervise(host).start()
+    made.again()
     assert modes(host) == ["default"] * 2
 
 
-def test_what_is_lost_while_the_daemon_runs_is_remembered_too(
-    make_host: MakeHost, supervise: Supervise
-) -> None:
-    host = make_host(TWO)
-    made = supervise(host).start()
+def test_what_is_lost_while_the_daemon_runs_is_remembered_too(begin: Begin) -> None:
+    host, made = begin(TWO)
     host.gpus[0].lose()
     made.rescan()
     made.supervisor.aim(time.monotonic())
     made.stop()
-    assert len(shown(supervise(host).start())) == 8
+    assert len(shown(made.again())) == 8

@@ -8,7 +8,7 @@ import time
 
 from yunion_mps.supervisor.changes import LeaseWait
 
-from unit.supervised import PutToWork, Supervise, budgets, configure, modes, pid
+from unit.supervised import PutToWork, budgets, configure, modes, pid
 
 V100 = [{"kind": "v100"}]
 TWO = [{"kind": "v100"}, {"kind": "a100"}]
@@ -45,13 +45,11 @@ def test_a_budget_that_waits_for_leases_as_well_says_so(put_to_work: PutToWork) 
     assert change.effect == f"{ended}; 1 of 4 devices after the end of lease old of root"
 
 
-def test_a_pending_budget_is_still_pending_for_the_next_daemon(
-    put_to_work: PutToWork, supervise: Supervise
-) -> None:
+def test_a_pending_budget_is_still_pending_for_the_next_daemon(put_to_work: PutToWork) -> None:
     host, jobs, first, client = put_to_work(V100, 2)
     host.divide(4)
     first.reload()
-    again = supervise(host).start()
+    again = first.again()
     assert pid(again) == pid(first)
     assert again.snapshot.domains[0].state == "ready"
     assert again.snapshot.domains[0].pending
@@ -63,12 +61,10 @@ def test_a_pending_budget_is_still_pending_for_the_next_daemon(
     assert [mib for _, mib in budgets(again)] == [4096] * 4
 
 
-def test_a_configuration_that_changed_while_no_daemon_ran_is_pending_too(
-    put_to_work: PutToWork, supervise: Supervise
-) -> None:
+def test_a_configuration_that_changed_while_no_daemon_ran_is_pending_too(put_to_work: PutToWork) -> None:
     host, _, first, _ = put_to_work(V100, 2)
     host.divide(4)
-    again = supervise(host).start()
+    again = first.again()
     assert again.snapshot.domains[0].state == "ready"
     assert again.snapshot.domains[0].pending
     assert [mib for _, mib in budgets(again)] == [8192] * 2
@@ -89,14 +85,12 @@ def test_a_change_that_is_taken_back_is_pending_no_more(put_to_work: PutToWork) 
     assert [mib for _, mib in budgets(made)] == [8192] * 2
 
 
-def test_a_change_that_is_taken_back_while_no_daemon_runs_is_no_change(
-    put_to_work: PutToWork, supervise: Supervise
-) -> None:
+def test_a_change_that_is_taken_back_while_no_daemon_runs_is_no_change(put_to_work: PutToWork) -> None:
     host, _, first, _ = put_to_work(V100, 2)
     host.divide(4)
     first.reload()
     host.divide(2)
-    again = supervise(host).start()
+    again = first.again()
     assert (again.snapshot.domains[0].state, again.snapshot.domains[0].pending) == ("ready", "")
     assert [mib for _, mib in budgets(again)] == [8192] * 2
 

@@ -18,14 +18,7 @@ from yunion_mps.supervisor.event_log import EventTable
 
 from simhost import SimHost
 from unit.mps.driving import full_queue
-from unit.supervised import (
-    MakeHost,
-    PutToWork,
-    Supervise,
-    Supervised,
-    configure,
-    modes,
-)
+from unit.supervised import Begin, MakeHost, PutToWork, Supervise, Supervised, configure, modes
 
 TWO = [{"kind": "v100"}, {"kind": "a100"}]
 
@@ -49,25 +42,20 @@ def end(host: SimHost) -> None:
     host.run([PROGRAM], input="quit\n", env={**host.env, "CUDA_MPS_PIPE_DIRECTORY": str(pipe)})
 
 
-def test_modes_are_restored_if_mps_was_disabled_and_nothing_runs(
-    make_host: MakeHost, supervise: Supervise
-) -> None:
-    host = make_host(TWO)
-    made = supervise(host).start()
+def test_modes_are_restored_if_mps_was_disabled_and_nothing_runs(begin: Begin) -> None:
+    host, made = begin(TWO)
     made.stop(restore=False)
     assert modes(host) == ["exclusive_process"] * 2
     configure(host, enable_cuda_mps="false")
-    supervise(host).start()
+    made.again()
     assert modes(host) == ["default"] * 2
 
 
-def test_a_control_daemon_with_jobs_goes_on_after_mps_was_disabled(
-    put_to_work: PutToWork, supervise: Supervise
-) -> None:
+def test_a_control_daemon_with_jobs_goes_on_after_mps_was_disabled(put_to_work: PutToWork) -> None:
     at_work = put_to_work(TWO)
     host, pid = at_work.host, killed(at_work.made)
     configure(host, enable_cuda_mps="false")
-    made = supervise(host).start()
+    made = at_work.made.again()
     (domain,) = made.snapshot.domains
     assert (domain.pid, domain.state) == (pid, "ready")
     assert domain.pending.startswith("it ends when its MPS server")
@@ -85,7 +73,7 @@ def test_a_control_daemon_with_jobs_goes_on_after_mps_was_disabled(
     "change", [{"enable_cuda_mps": "false"}, {"cuda_mps_pipe_directory": "/tmp/elsewhere/pipe"}]
 )
 def test_a_hidden_control_daemon_is_found_by_every_later_configuration(
-    put_to_work: PutToWork, supervise: Supervise, change: dict[str, str]
+    put_to_work: PutToWork, change: dict[str, str]
 ) -> None:
     """Any user can fill its queue: it keeps its GPUs and their modes, and no second one serves them."""
     at_work = put_to_work(TWO)
@@ -93,7 +81,7 @@ def test_a_hidden_control_daemon_is_found_by_every_later_configuration(
     pipe = at_work.made.snapshot.domains[0].plan.pipe_directory
     configure(host, **change)
     with full_queue(pipe):
-        made = supervise(host).start()
+        made = at_work.made.again()
         assert made.snapshot.domains[0].pid == pid
         assert [one.pid for one in our_processes() if not one.is_server] == [pid]
         made.set_modes()
@@ -117,22 +105,20 @@ def test_one_whose_daemon_ended_before_it_served_is_no_obstacle(
     first.supervisor.start(time.monotonic())  # and no tick, as if it were killed then
     pid = killed(first)
     configure(host, **change)
-    made = supervise(host).start()
+    made = first.again()
     made.until(lambda: pid not in [one.pid for one in our_processes()])
     made.stop()
     assert our_processes() == []
     assert modes(host) == ["default"] * 2
 
 
-def test_modes_stay_while_a_server_without_its_control_daemon_runs(
-    put_to_work: PutToWork, supervise: Supervise
-) -> None:
+def test_modes_stay_while_a_server_without_its_control_daemon_runs(put_to_work: PutToWork) -> None:
     at_work = put_to_work(TWO)
     host, pid = at_work.host, killed(at_work.made)
     at_work.made.supervisor.release()
     os.kill(pid, signal.SIGKILL)
     configure(host, enable_cuda_mps="false")
-    made = supervise(host).start()
+    made = at_work.made.again()
     made.set_modes()
     assert modes(host) == ["exclusive_process"] * 2
     at_work.end()
@@ -142,15 +128,14 @@ def test_modes_stay_while_a_server_without_its_control_daemon_runs(
 
 
 def test_one_without_a_record_is_reported_and_keeps_its_modes(
-    make_host: MakeHost, supervise: Supervise, caplog: pytest.LogCaptureFixture
+    begin: Begin, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    host = make_host(TWO)
-    first = supervise(host).start()
+    host, first = begin(TWO)
     pid = killed(first)
     forget(first)
     configure(host, enable_cuda_mps="false")
-    made = supervise(host).start()
+    made = first.again()
     pipe = host.root / "tmp/nvidia-mps/pipe"
     what = f"a control daemon (PID {pid}) of an earlier daemon still serves {pipe}"
     assert what in made.snapshot.notice
@@ -158,30 +143,24 @@ def test_one_without_a_record_is_reported_and_keeps_its_modes(
     made.stop()
     assert modes(host) == ["exclusive_process"] * 2
     end(host)
-    supervise(host).start()
+    first.again()
     assert modes(host) == ["default"] * 2
 
 
-def test_modes_are_restored_at_the_stop_if_the_control_daemon_has_ended(
-    make_host: MakeHost, supervise: Supervise
-) -> None:
-    host = make_host(TWO)
-    killed(supervise(host).start())
+def test_modes_are_restored_at_the_stop_if_the_control_daemon_has_ended(begin: Begin) -> None:
+    host, first = begin(TWO)
     configure(host, enable_cuda_mps="false")
-    made = supervise(host).start()
+    made = first.again()
     end(host)
     made.stop()
     assert modes(host) == ["default"] * 2
 
 
-def test_with_one_for_each_gpu_that_of_a_lost_gpu_ends_after_its_jobs(
-    make_host: MakeHost, supervise: Supervise
-) -> None:
-    host = make_host(TWO, cuda_mps_scope="gpu")
-    first = supervise(host).start()
+def test_with_one_for_each_gpu_that_of_a_lost_gpu_ends_after_its_jobs(begin: Begin) -> None:
+    host, first = begin(TWO, cuda_mps_scope="gpu")
     pids = [domain.pid for domain in first.snapshot.domains]
     host.gpus[0].lose()
-    made = supervise(host).start()
+    made = first.again()
     assert pids[1] in [domain.pid for domain in made.snapshot.domains]
     assert made.available == 4
     made.until(lambda: [domain.pid for domain in made.snapshot.domains] == pids[1:])
@@ -192,9 +171,10 @@ def test_a_gpu_that_is_back_is_served_once_the_survivor_has_no_jobs(
 ) -> None:
     host = make_host(TWO)
     host.gpus[0].lose()
-    pid = killed(supervise(host).start())
+    first = supervise(host).start()
+    pid = killed(first)
     host.gpus[0].restore()
-    made = supervise(host).start()
+    made = first.again()
     assert made.snapshot.domains[0].pid == pid
     devices = devices_json(made.snapshot)
     why = "the running control daemon does not serve it; it will be served once that has ended"
@@ -203,14 +183,12 @@ def test_a_gpu_that_is_back_is_served_once_the_survivor_has_no_jobs(
     assert made.snapshot.domains[0].pid != pid
 
 
-def test_a_gpu_that_one_with_jobs_serves_gets_no_second_control_daemon(
-    put_to_work: PutToWork, supervise: Supervise
-) -> None:
+def test_a_gpu_that_one_with_jobs_serves_gets_no_second_control_daemon(put_to_work: PutToWork) -> None:
     """As after a reload that waits for the jobs: nothing needs a human, and nobody is refused what he has."""
     at_work = put_to_work(TWO)
     host, pid = at_work.host, killed(at_work.made)
     configure(host, cuda_mps_scope="gpu")
-    made = supervise(host).start()
+    made = at_work.made.again()
     assert [domain.pid for domain in made.snapshot.domains] == [pid, None, None]
     assert made.available == 8
     at_work.end()
@@ -219,11 +197,8 @@ def test_a_gpu_that_one_with_jobs_serves_gets_no_second_control_daemon(
     assert modes(host) == ["default"] * 2
 
 
-def test_one_without_a_record_that_is_in_the_way_ends_the_start(
-    make_host: MakeHost, supervise: Supervise
-) -> None:
-    host = make_host(TWO)
-    first = supervise(host).start()
+def test_one_without_a_record_that_is_in_the_way_ends_the_start(begin: Begin, supervise: Supervise) -> None:
+    host, first = begin(TWO)
     pid = killed(first)
     forget(first)
     configure(host, cuda_mps_scope="gpu")
@@ -239,11 +214,11 @@ def test_one_without_a_record_that_is_in_the_way_ends_the_start(
     assert modes(host) == ["exclusive_process"] * 2, "its jobs are still at work"
 
 
-def test_a_survivor_is_adopted_for_the_gpus_that_are_left(make_host: MakeHost, supervise: Supervise) -> None:
-    host = make_host(TWO)
-    pid = killed(supervise(host).start())
+def test_a_survivor_is_adopted_for_the_gpus_that_are_left(begin: Begin) -> None:
+    host, first = begin(TWO)
+    pid = killed(first)
     host.gpus[1].lose()
-    made = supervise(host).start()
+    made = first.again()
     assert made.snapshot.domains[0].pid == pid
     assert made.available == 4
     made.stop()
@@ -251,10 +226,9 @@ def test_a_survivor_is_adopted_for_the_gpus_that_are_left(make_host: MakeHost, s
 
 
 def test_a_stranger_on_the_directory_is_reported_before_any_change(
-    make_host: MakeHost, supervise: Supervise
+    begin: Begin, supervise: Supervise
 ) -> None:
-    host = make_host(TWO)
-    first = supervise(host).start()
+    host, first = begin(TWO)
     pipe = first.snapshot.domains[0].plan.pipe_directory
     first.stop()
     stranger = host.popen([PROGRAM, "-f"], env={**host.env, "CUDA_MPS_PIPE_DIRECTORY": pipe})
@@ -272,27 +246,11 @@ def test_a_stranger_on_the_directory_is_reported_before_any_change(
     assert modes(host) == ["default"] * 2
 
 
-def test_a_gpu_switched_to_mig_mode_while_it_serves_is_unavailable(
-    make_host: MakeHost, supervise: Supervise
-) -> None:
-    host = make_host(TWO)
-    made = supervise(host).start()
-    host.gpus[1].mig = True
-    made.rescan()
-    assert made.available == 4
-    assert made.snapshot.inventory.gpus[1].reason.startswith("the GPU is in MIG mode")
-    host.gpus[1].mig = False
-    made.rescan()
-    assert made.available == 8
-
-
-def test_a_lost_gpu_that_returns_after_a_restart_leaves_nothing_pending(
-    put_to_work: PutToWork, supervise: Supervise
-) -> None:
+def test_a_lost_gpu_that_returns_after_a_restart_leaves_nothing_pending(put_to_work: PutToWork) -> None:
     at_work = put_to_work(TWO)
     host, pid = at_work.host, killed(at_work.made)
     host.gpus[1].lose()
-    made = supervise(host).start()
+    made = at_work.made.again()
     assert (made.snapshot.domains[0].pid, made.available) == (pid, 4)
     host.gpus[1].restore()
     made.rescan()
@@ -300,13 +258,11 @@ def test_a_lost_gpu_that_returns_after_a_restart_leaves_nothing_pending(
     assert (made.snapshot.domains[0].pid, made.snapshot.domains[0].pending) == (pid, "")
 
 
-def test_a_gpu_taken_out_of_the_file_is_dropped_also_after_a_restart(
-    put_to_work: PutToWork, supervise: Supervise
-) -> None:
+def test_a_gpu_taken_out_of_the_file_is_dropped_also_after_a_restart(put_to_work: PutToWork) -> None:
     at_work = put_to_work(TWO, 4, 4)
     host, pid = at_work.host, killed(at_work.made)
     host.divide(4)
-    made = supervise(host).start()
+    made = at_work.made.again()
     made.until(lambda: bool(made.snapshot.domains[0].pending))
     assert (made.snapshot.domains[0].pid, made.available) == (pid, 8), "a job may use either"
     at_work.end()
@@ -316,9 +272,8 @@ def test_a_gpu_taken_out_of_the_file_is_dropped_also_after_a_restart(
     assert modes(host) == ["exclusive_process", "default"]
 
 
-def test_modes_that_are_restored_at_the_stop_are_told(make_host: MakeHost, supervise: Supervise) -> None:
-    host = make_host(TWO)
-    made = supervise(host).start()
+def test_modes_that_are_restored_at_the_stop_are_told(begin: Begin) -> None:
+    _, made = begin(TWO)
     made.stop()
     with closing(Store(made.paths)) as store:
         told = [one.event for one in EventTable(store).after(0, 100, "compute_mode")]

@@ -11,26 +11,21 @@ from yunion_mps.supervisor.changes import PLANNED_KEYS
 from yunion_mps.supervisor.preflight import run_preflight
 from yunion_mps.supervisor.status import warnings
 
-from unit.supervised import MakeHost, Supervise, budgets, configure, modes, pid
+from unit.supervised import Begin, MakeHost, Supervise, budgets, configure, modes, pid
 
 TWO = [{"kind": "v100"}, {"kind": "a100"}]
 A100_MIB = 40960
 
 
-def test_files_that_did_not_change_change_nothing(make_host: MakeHost, supervise: Supervise) -> None:
-    host = make_host(TWO)
-    made = supervise(host).start()
+def test_files_that_did_not_change_change_nothing(begin: Begin) -> None:
+    _, made = begin(TWO)
     before, count = pid(made), len(made.events)
     assert made.reload() == []
     assert (pid(made), len(made.events)) == (before, count)
 
 
-def test_other_numbers_of_devices_take_effect_at_once_without_jobs(
-    make_host: MakeHost, supervise: Supervise
-) -> None:
-    host = make_host(TWO)
-    host.divide(2, 4)
-    made = supervise(host).start()
+def test_other_numbers_of_devices_take_effect_at_once_without_jobs(begin: Begin) -> None:
+    host, made = begin(TWO, 2, 4)
     before = pid(made)
     host.divide(4, 4)
     (change,) = made.reload()
@@ -45,7 +40,7 @@ def test_other_numbers_of_devices_take_effect_at_once_without_jobs(
     ]
 
 
-def test_a_reload_tries_at_once_what_waited_for_somebody_to_mend_it(
+def test_a_reload_tries_at_once_what_an_operator_may_have_mended(
     make_host: MakeHost, supervise: Supervise
 ) -> None:
     host = make_host(TWO, cuda_mps_scope="gpu")
@@ -59,10 +54,8 @@ def test_a_reload_tries_at_once_what_waited_for_somebody_to_mend_it(
     made.until(lambda: made.available == 8)
 
 
-def test_a_gpu_more_is_served_and_its_mode_set(make_host: MakeHost, supervise: Supervise) -> None:
-    host = make_host(TWO, cuda_mps_scope="gpu")
-    host.divide(2)
-    made = supervise(host).start()
+def test_a_gpu_more_is_served_and_its_mode_set(begin: Begin) -> None:
+    host, made = begin(TWO, 2, cuda_mps_scope="gpu")
     before = pid(made)
     host.divide(2, 2)
     changes = made.reload()
@@ -76,10 +69,8 @@ def test_a_gpu_more_is_served_and_its_mode_set(make_host: MakeHost, supervise: S
     assert pid(made) == before, "that of the other GPU goes on"
 
 
-def test_a_gpu_less_is_let_go_and_its_mode_restored(make_host: MakeHost, supervise: Supervise) -> None:
-    host = make_host(TWO, cuda_mps_scope="gpu")
-    host.divide(2, 2)
-    made = supervise(host).start()
+def test_a_gpu_less_is_let_go_and_its_mode_restored(begin: Begin) -> None:
+    host, made = begin(TWO, 2, 2, cuda_mps_scope="gpu")
     before = pid(made)
     host.divide(2)
     made.reload()
@@ -90,9 +81,8 @@ def test_a_gpu_less_is_let_go_and_its_mode_restored(make_host: MakeHost, supervi
     assert [one.pid for one in our_processes()] == [before]
 
 
-def test_mps_can_be_turned_off_and_on_again(make_host: MakeHost, supervise: Supervise) -> None:
-    host = make_host(TWO)
-    made = supervise(host).start()
+def test_mps_can_be_turned_off_and_on_again(begin: Begin) -> None:
+    host, made = begin(TWO)
     configure(host, enable_cuda_mps="false")
     made.reload()
     made.until(lambda: not made.snapshot.domains)
@@ -105,20 +95,16 @@ def test_mps_can_be_turned_off_and_on_again(make_host: MakeHost, supervise: Supe
     assert (modes(host), made.available) == (["exclusive_process"] * 2, 8)
 
 
-def test_a_daemon_that_began_without_mps_serves_it_after_a_reload(
-    make_host: MakeHost, supervise: Supervise
-) -> None:
-    host = make_host(TWO, enable_cuda_mps="false")
-    made = supervise(host).start()
+def test_a_daemon_that_began_without_mps_serves_it_after_a_reload(begin: Begin) -> None:
+    host, made = begin(TWO, enable_cuda_mps="false")
     assert made.snapshot.domains == ()
     configure(host)
     made.reload()
     assert (modes(host), made.available) == (["exclusive_process"] * 2, 8)
 
 
-def test_another_directory_moves_the_control_daemon(make_host: MakeHost, supervise: Supervise) -> None:
-    host = make_host([{"kind": "v100"}])
-    made = supervise(host).start()
+def test_another_directory_moves_the_control_daemon(begin: Begin) -> None:
+    host, made = begin([{"kind": "v100"}])
     before = pid(made)
     configure(host, cuda_mps_pipe_directory="/run/mps/pipe")
     made.reload()
@@ -126,11 +112,8 @@ def test_another_directory_moves_the_control_daemon(make_host: MakeHost, supervi
     assert made.snapshot.domains[0].plan.pipe_directory == str(host.root / "run/mps/pipe")
 
 
-def test_keep_gives_the_modes_back_and_exclusive_takes_them_again(
-    make_host: MakeHost, supervise: Supervise
-) -> None:
-    host = make_host(TWO)
-    made = supervise(host).start()
+def test_keep_gives_the_modes_back_and_exclusive_takes_them_again(begin: Begin) -> None:
+    host, made = begin(TWO)
     control = made.snapshot.domains[0].pid
     configure(host, cuda_mps_compute_mode="keep")
     gone = [("00:06.0", "Exclusive_Process", "as it was"), ("00:07.0", "Exclusive_Process", "as it was")]
@@ -150,11 +133,8 @@ def test_keep_gives_the_modes_back_and_exclusive_takes_them_again(
         (None, "devices: [\n", "host_container_device.yml"),
     ],
 )
-def test_a_bad_file_changes_nothing(
-    make_host: MakeHost, supervise: Supervise, conf: str | None, devices: str | None, words: str
-) -> None:
-    host = make_host(TWO)
-    made = supervise(host).start()
+def test_a_bad_file_changes_nothing(begin: Begin, conf: str | None, devices: str | None, words: str) -> None:
+    host, made = begin(TWO)
     before = made.snapshot
     if conf:
         (host.root / "etc/yunion/host.conf").write_text(conf)
@@ -167,11 +147,8 @@ def test_a_bad_file_changes_nothing(
     assert modes(host) == ["exclusive_process"] * 2
 
 
-def test_a_place_that_is_taken_is_refused_before_anything_is_changed(
-    make_host: MakeHost, supervise: Supervise
-) -> None:
-    host = make_host(TWO)
-    made = supervise(host).start()
+def test_a_place_that_is_taken_is_refused_before_anything_is_changed(begin: Begin) -> None:
+    host, made = begin(TWO)
     before = pid(made)
     (host.root / "run/taken").write_text("")
     configure(host, cuda_mps_pipe_directory="/run/taken/pipe", cuda_mps_thread_percentage="none")
@@ -181,10 +158,8 @@ def test_a_place_that_is_taken_is_refused_before_anything_is_changed(
     assert made.snapshot.domains[0].pending == ""
 
 
-def test_a_gpu_that_is_lost_meanwhile_keeps_its_place(make_host: MakeHost, supervise: Supervise) -> None:
-    host = make_host(TWO)
-    host.divide(2, 2)
-    made = supervise(host).start()
+def test_a_gpu_that_is_lost_meanwhile_keeps_its_place(begin: Begin) -> None:
+    host, made = begin(TWO, 2, 2)
     before = pid(made)
     host.gpus[1].lose()
     made.rescan()
@@ -197,10 +172,8 @@ def test_a_gpu_that_is_lost_meanwhile_keeps_its_place(make_host: MakeHost, super
     assert (pid(made), made.available) == (before, 6)
 
 
-def test_what_would_change_is_told_and_not_done(make_host: MakeHost, supervise: Supervise) -> None:
-    host = make_host([{"kind": "v100"}])
-    host.divide(2)
-    made = supervise(host).start()
+def test_what_would_change_is_told_and_not_done(begin: Begin) -> None:
+    host, made = begin([{"kind": "v100"}], 2)
     before = made.snapshot
     host.divide(4)
     configure(host, cuda_mps_stop_timeout_s="60")
@@ -215,11 +188,8 @@ def test_what_would_change_is_told_and_not_done(make_host: MakeHost, supervise: 
     assert made.supervisor.domains[0].stop_timeout_s == 60
 
 
-def test_one_server_for_all_users_is_left_off_if_the_program_knows_none(
-    make_host: MakeHost, supervise: Supervise
-) -> None:
-    host = make_host([{"kind": "v100"}], cuda_mps_multiuser="true")
-    made = supervise(host).start()
+def test_one_server_for_all_users_is_left_off_if_the_program_knows_none(begin: Begin) -> None:
+    host, made = begin([{"kind": "v100"}], cuda_mps_multiuser="true")
     (warning,) = warnings(made.snapshot)
     assert warning.startswith("cuda_mps_multiuser is true, and ")
     assert warning.endswith(" does not know it: jobs of one user wait for another's")

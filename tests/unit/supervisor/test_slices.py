@@ -12,7 +12,7 @@ from yunion_mps.service.queries import Queries
 from yunion_mps.supervisor.recovery import from_json, to_json
 
 from simhost import SimHost
-from unit.supervised import MakeHost, MakeStandIns, Supervise, attach
+from unit.supervised import Begin, MakeHost, MakeStandIns, Supervise, attach
 
 V100 = [{"kind": "v100"}]
 V100_MIB = 16384
@@ -64,28 +64,21 @@ def test_a_gpu_that_is_lost_for_now_keeps_its_slices_or_its_pool() -> None:
         assert with_recorded(known, PLAN) == PLAN
 
 
-def test_slices_take_effect_with_the_largest_as_the_limit(make_host: MakeHost, supervise: Supervise) -> None:
-    host = make_host(V100)
-    host.divide(4)
-    made = supervise(host).start()
+def test_slices_take_effect_with_the_largest_as_the_limit(begin: Begin) -> None:
+    host, made = begin(V100, 4)
     write(host, SLICES)
     (change,) = made.reload()
     after = "1 x 8192 MiB, 50 % + 1 x 4096 MiB, 25 %"
     assert change == ("budget", "00:06.0", "4 x 4096 MiB, 25 %", after, "at once")
-    plan = made.snapshot.plan
-    assert [(one.memory_limit_mib, one.thread_percentage) for one in plan.devices] == [
-        (8192, 50.0),
-        (4096, 25.0),
-    ]
+    devices = made.snapshot.plan.devices
+    assert [(one.memory_limit_mib, one.thread_percentage) for one in devices] == [(8192, 50.0), (4096, 25.0)]
     (domain,) = made.snapshot.domains
     assert (domain.plan.memory_limits_mib, domain.plan.thread_percentage) == ((8192,), 50.0)
     assert domain.pending == ""
 
 
-def test_a_pool_takes_effect_with_all_of_it_as_the_limit(make_host: MakeHost, supervise: Supervise) -> None:
-    host = make_host(V100)
-    host.divide(4)
-    made = supervise(host).start()
+def test_a_pool_takes_effect_with_all_of_it_as_the_limit(begin: Begin) -> None:
+    host, made = begin(V100, 4)
     write(host, "memory_unit: 128MiB")
     (change,) = made.reload()
     assert change[2:] == ("4 x 4096 MiB, 25 %", "128 units of 128 MiB", "at once")
@@ -109,7 +102,7 @@ def test_while_a_job_runs_in_a_pool_that_stays_for_the_next_daemon_too(
     write(host, SLICES)
     (change,) = first.reload()
     assert change.effect == f"when its MPS server (PID {jobs.servers()[0]}) has ended"
-    for made in (first, supervise(host).start()):
+    for made in (first, first.again()):
         assert made.snapshot.domains[0].pending
         assert (made.snapshot.plan.pools, made.snapshot.plan.devices) == ((pool,), ())
     client.end()
@@ -127,7 +120,7 @@ def test_slices_with_a_job_are_not_pending_for_the_next_daemon(
     jobs = stand_ins(host)
     first = supervise(host).start()
     attach(jobs, host)
-    again = supervise(host).start()
+    again = first.again()
     assert again.snapshot.domains[0].pid == first.snapshot.domains[0].pid
     assert again.snapshot.domains[0].pending == ""
     assert again.snapshot.plan == first.snapshot.plan
