@@ -35,7 +35,8 @@ SETTINGS: dict[str, Any] = {
     "analysis": {"constants": {"enabled": False}},
 }
 
-api = schemathesis.openapi.from_dict(document(), config=schemathesis.Config.from_dict(SETTINGS))
+DOCUMENT: Any = document()
+api = schemathesis.openapi.from_dict(DOCUMENT, config=schemathesis.Config.from_dict(SETTINGS))
 calm = api.exclude(path="/v1/reexec", method="POST")
 
 
@@ -55,12 +56,12 @@ def session(daemon_of_three: Daemon) -> Iterator[requests.Session]:
 
 def errors(schema: str, value: Any) -> list[str]:
     """What is wrong with the value, by the schema of that name."""
-    whole = {"$ref": f"#/components/schemas/{schema}", **document()}
+    whole = {"$ref": f"#/components/schemas/{schema}", **DOCUMENT}
     return [f"{error.json_path}: {error.message}" for error in OAS31Validator(whole).iter_errors(value)]
 
 
 def test_the_daemon_serves_the_document_that_the_others_here_are_held_to(session: requests.Session) -> None:
-    assert session.get(f"{BASE}/v1/openapi.json").json() == document()
+    assert session.get(f"{BASE}/v1/openapi.json").json() == DOCUMENT
 
 
 @calm.parametrize()
@@ -77,7 +78,7 @@ def test_no_method_that_is_not_described_changes_anything(
     daemon_of_three: Daemon, session: requests.Session
 ) -> None:
     before = daemon_of_three.status()
-    for path, item in document()["paths"].items():
+    for path, item in DOCUMENT["paths"].items():
         described = {name.upper() for name in item}
         target = path.replace("{id}", "00:06.0-1").replace("{pid}", "1").replace("{lease}", "x")
         for method in METHODS - described:

@@ -6,8 +6,7 @@ import asyncio
 import contextlib
 import gc
 import logging
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
 
 from yunion_mps.containers.publisher import CdiPublisher
 from yunion_mps.daemon.reexec import program
@@ -16,9 +15,8 @@ from yunion_mps.daemon.watchdog import Watchdog
 from yunion_mps.errors import YunionError
 from yunion_mps.gateway import addresses
 from yunion_mps.host.systemd import Notifier
-from yunion_mps.http.handlers import Handlers
 from yunion_mps.http.listener import Listener
-from yunion_mps.http.router import Router
+from yunion_mps.http.router import Handlers, Router
 from yunion_mps.http.server import Server
 from yunion_mps.metrics.exporter import Exporter
 from yunion_mps.metrics.textfile import Textfile
@@ -260,9 +258,9 @@ async def cancel_all(tasks: Iterable[asyncio.Task[None]]) -> None:
         _, left = await asyncio.wait(left, timeout=_CANCEL_AGAIN_S)
 
 
-def _report(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+def _report(loop: asyncio.AbstractEventLoop, context: Mapping[str, object]) -> None:
     """Log an error that asyncio could raise nowhere: in one line if the system refused something."""
     del loop
     error = context.get("exception")
-    trace = None if isinstance(error, OSError) else error
+    trace = error if isinstance(error, BaseException) and not isinstance(error, OSError) else None
     log.error("%s: %s", context.get("message"), error, exc_info=trace)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Awaitable, Callable
-from typing import Any, NamedTuple, Union
+from typing import TYPE_CHECKING, NamedTuple, Union
 
 from yunion_mps.errors import YunionError
 from yunion_mps.http.operations import STATUSES
+
+if TYPE_CHECKING:
+    from yunion_mps.answers import ProblemDetails
 
 #: The format of metrics that Prometheus asks for; others get text.
 OPENMETRICS = "application/openmetrics-text"
@@ -50,8 +53,8 @@ def problem(
     """An error as problem details; `code` is the reason code."""
     from http import HTTPStatus  # 3 ms, which a client need not pay
 
-    body: dict[str, Any] = {"type": "about:blank", "title": HTTPStatus(status).phrase, "status": status}
-    body["detail"] = detail
+    title = HTTPStatus(status).phrase
+    body: ProblemDetails = {"type": "about:blank", "title": title, "status": status, "detail": detail}
     if hint:
         body["hint"] = hint
     if code:
@@ -65,11 +68,11 @@ def problem_of(error: YunionError) -> Response:
     return problem(status, error.message, error.hint, code=error.code)
 
 
-def json_response(value: Any) -> Response:
+def json_response(value: object) -> Response:
     """The value as an answer."""
     return Response(200, "application/json", encode(value))
 
 
-def encode(value: Any) -> bytes:
+def encode(value: object) -> bytes:
     """The value as JSON in UTF-8; an unpaired surrogate, which UTF-8 cannot encode, is a JSON escape."""
     return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode(errors="backslashreplace")

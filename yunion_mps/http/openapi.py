@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from typing import Any
 
 from yunion_mps import __version__
 from yunion_mps.http.messages import OPENMETRICS
 from yunion_mps.http.operations import OPERATIONS, ROUTES, Operation, Parameter
 
-Schema = dict[str, Any]
+Schema = Mapping[str, object]
 
 #: Made by scripts/schemas; read now, because after an upgrade it would be another program's.
 with open(os.path.join(os.path.dirname(__file__), "schemas.json"), encoding="utf-8") as _file:
@@ -51,16 +52,29 @@ its owner may end a client or a lease. A change of the daemon that has begun is 
 disconnects; a request for devices ends with its connection."""
 
 
-def document() -> Schema:
+def document() -> dict[str, object]:
     """The document."""
-    schemas = json.loads(_SCHEMAS)
-    paths: Schema = {}
+    schemas: dict[str, Any] = json.loads(_SCHEMAS)
+    paths: dict[str, dict[str, Schema]] = {}
     for operation in OPERATIONS:
-        made = _operation(operation, schemas)
+        content: Schema = {"application/json": {"schema": {"type": "object"}}}
+        if operation.is_text:
+            content = {kind: {"schema": {"type": "string"}} for kind in ("text/plain", OPENMETRICS)}
+        elif operation.answer:
+            example = schemas[operation.answer]["examples"][0]
+            content = {"application/json": {"schema": _ref(operation.answer), "example": example}}
+        answer = {"description": f"{operation.about}.", "content": content}
+        refusals = sorted({*_ANY_REQUEST, *operation.refusals})
+        refs = {str(status): _ref(str(status), "responses") for status in refusals}
+        first, *others = operation.name.split("_")
+        name = "".join(map(str.title, others))
         item = paths.setdefault(operation.path, {})
-        item[operation.method.lower()] = made
+        item[operation.method.lower()] = _operation(operation, first + name, operation.about, answer, refs)
         if operation.method == "GET":
-            item["head"] = _head_of(made)
+            without_body = {str(status): {"description": _PROBLEMS[status]} for status in refusals}
+            head = {"description": "The head of GET's answer."}
+            about = f"{operation.about}, the head only"
+            item["head"] = _operation(operation, "head" + name, about, head, without_body)
     return {
         "openapi": "3.1.0",
         "info": {
@@ -78,42 +92,20 @@ def document() -> Schema:
     }
 
 
-def _operation(operation: Operation[Any], schemas: Schema) -> Schema:
-    content: Schema = {"application/json": {"schema": {"type": "object"}}}
-    if operation.is_text:
-        content = {kind: {"schema": {"type": "string"}} for kind in ("text/plain", OPENMETRICS)}
-    elif operation.answer:
-        example = schemas[operation.answer]["examples"][0]
-        content = {"application/json": {"schema": _ref(operation.answer), "example": example}}
-    refusals = sorted({*_ANY_REQUEST, *operation.refusals})
-    first, *others = operation.name.split("_")
+def _operation(
+    operation: Operation[Any], name: str, about: str, answer: Schema, refusals: Mapping[str, Schema]
+) -> Schema:
     return {
-        "operationId": first + "".join(map(str.title, others)),
-        "summary": operation.about,
+        "operationId": name,
+        "summary": about,
         "parameters": [_parameter(one, "path") for one in operation.path_parameters]
         + [_parameter(one, "query") for one in operation.query_parameters],
-        "responses": {
-            "200": {"description": f"{operation.about}.", "content": content},
-            **{str(status): _ref(str(status), "responses") for status in refusals},
-        },
-    }
-
-
-def _head_of(get: Schema) -> Schema:
-    """The operation that answers as this one does, but for the body."""
-    refusals = {
-        status: {"description": _PROBLEMS[int(status)]} for status in get["responses"] if status != "200"
-    }
-    return {
-        "operationId": "head" + get["operationId"].removeprefix("get"),
-        "summary": f"{get['summary']}, the head only",
-        "parameters": get["parameters"],
-        "responses": {"200": {"description": "The head of GET's answer."}, **refusals},
+        "responses": {"200": answer, **refusals},
     }
 
 
 def _parameter(parameter: Parameter, place: str) -> Schema:
-    schema: Schema = {"type": parameter.type}
+    schema: dict[str, object] = {"type": parameter.type}
     if parameter.type == "integer":
         schema.update(minimum=parameter.lowest, maximum=parameter.highest)
     if parameter.choices:
@@ -122,14 +114,19 @@ def _parameter(parameter: Parameter, place: str) -> Schema:
         schema["pattern"] = parameter.pattern
     if parameter.default is not None:
         schema["default"] = parameter.default
-    found: Schema = {"name": parameter.name, "in": place, "description": parameter.about, "schema": schema}
+    found: dict[str, object] = {
+        "name": parameter.name,
+        "in": place,
+        "description": parameter.about,
+        "schema": schema,
+    }
     if place == "path":
         found.update(required=True, example=parameter.example)
     return found
 
 
 def _problem(status: int, about: str) -> Schema:
-    response: Schema = {
+    response: dict[str, object] = {
         "description": about,
         "content": {"application/problem+json": {"schema": _ref("ProblemDetails")}},
     }

@@ -11,9 +11,8 @@ from collections.abc import Callable
 from typing import Any
 
 from yunion_mps.errors import NotFoundError, YunionError
-from yunion_mps.http.handlers import Handlers
 from yunion_mps.http.messages import OPENMETRICS
-from yunion_mps.http.router import Router
+from yunion_mps.http.router import Handlers, Router
 from yunion_mps.leases.request import LeaseRequest
 from yunion_mps.models import Holder, Owner
 from yunion_mps.service.clients import ClientService

@@ -27,9 +27,8 @@ from typing import Any, NamedTuple
 
 from yunion_mps.host.store import Store
 from yunion_mps.http.connection import Limits
-from yunion_mps.http.handlers import Handlers
 from yunion_mps.http.listener import Listener
-from yunion_mps.http.router import Router
+from yunion_mps.http.router import Handlers, Router
 from yunion_mps.http.server import Server
 from yunion_mps.models import Event, Snapshot
 from yunion_mps.paths import Paths

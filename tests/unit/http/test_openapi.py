@@ -21,7 +21,7 @@ from yunion_mps.service.queries import Queries
 
 from unit.http import by_hand, snapshots
 
-DOCUMENT = document()
+DOCUMENT: Any = document()
 ANSWERS = {
     "/v1/devices": "DeviceList",
     "/v1/devices/00:06.0-1": "DeviceDetails",
