@@ -9,8 +9,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 
 from yunion_mps.containers.publisher import CdiPublisher
-from yunion_mps.daemon.reexec import program
-from yunion_mps.daemon.signals import Signals
+from yunion_mps.daemon.process import Signals, program
 from yunion_mps.daemon.watchdog import Watchdog
 from yunion_mps.errors import YunionError
 from yunion_mps.gateway import addresses

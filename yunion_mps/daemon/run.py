@@ -12,10 +12,8 @@ from collections.abc import Callable
 from typing import Any
 
 from yunion_mps import __version__
-from yunion_mps.daemon.lock import take_lock
 from yunion_mps.daemon.options import Options
-from yunion_mps.daemon.reexec import ReexecState, inherited, reexec
-from yunion_mps.daemon.signals import Signals
+from yunion_mps.daemon.process import ReexecState, Signals, inherited, reexec, take_lock
 from yunion_mps.errors import ConfigError, ShortageError, YunionError
 from yunion_mps.gateway import addresses
 from yunion_mps.host import logs
@@ -47,14 +45,8 @@ def run(options: Options) -> int:
     logs.set_up(options.log_level)
     paths = Paths.from_environment()
     try:
-        if options.check:
-            return _check(paths)
-        if options.restore:
-            return _restore(paths)
-        if options.adopt is not None:
-            from yunion_mps.service.adoption import adopt  # once in a host's life
-
-            return adopt(paths, options.adopt)
+        if options.check or options.restore or options.adopt is not None:
+            return _run_offline(paths, options)
         state = inherited()
         lock = state.lock if state else take_lock(paths)
         try:
@@ -75,22 +67,16 @@ def run(options: Options) -> int:
     return 0
 
 
-def _check(paths: Paths) -> int:
-    preflight = run_preflight(paths)
-    try:
-        preflight.check()
-    finally:
-        preflight.close()
-    log.info("the configuration is right: %d devices", len(preflight.plan.devices))
-    return 0
+def _run_offline(paths: Paths, options: Options) -> int:
+    from yunion_mps.service import offline  # few starts need it
 
-
-def _restore(paths: Paths) -> int:
-    from yunion_mps.service.restoration import restore  # few ever need it
-
+    if options.check:
+        return offline.check(paths)
+    if options.adopt is not None:
+        return offline.adopt(paths, options.adopt)
     lock = take_lock(paths)
     try:
-        return restore(paths)
+        return offline.restore(paths)
     finally:
         os.close(lock)
 

@@ -20,8 +20,7 @@ ELSEWHERE = (
     "yunion_mps.gateway.handlers",
     "yunion_mps.gateway.listeners",
     "yunion_mps.overview",
-    "yunion_mps.service.adoption",
-    "yunion_mps.service.restoration",
+    "yunion_mps.service.offline",
 )
 
 

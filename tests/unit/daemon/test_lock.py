@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from yunion_mps.daemon.lock import take_lock
+from yunion_mps.daemon.process import take_lock
 from yunion_mps.errors import HostError
 from yunion_mps.paths import Paths
 

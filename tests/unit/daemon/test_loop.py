@@ -9,7 +9,7 @@ from contextlib import closing
 
 import pytest
 from yunion_mps.daemon.loop import serve
-from yunion_mps.daemon.signals import Signals
+from yunion_mps.daemon.process import Signals
 from yunion_mps.host.poll import drive
 from yunion_mps.host.systemd import Notifier
 from yunion_mps.http.listener import Listener

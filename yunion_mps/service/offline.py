@@ -1,7 +1,4 @@
-"""`yunion-mps-daemon --restore`: what a daemon that was killed has left is undone, whatever the files say.
-
-It ends our control daemons, as a stop does, and restores the compute modes.
-"""
+"""What is done without a daemon that serves: `yunion-mps-daemon --check`, `--restore` and `--adopt`."""
 
 from __future__ import annotations
 
@@ -11,16 +8,29 @@ import os
 import time
 
 from yunion_mps.config import load
+from yunion_mps.errors import HostError
 from yunion_mps.host.poll import drive
-from yunion_mps.host.proc import program_of
+from yunion_mps.host.proc import environment_of, program_of
 from yunion_mps.host.store import Store
 from yunion_mps.models import DomainPlan, Event, PlannedGpu
+from yunion_mps.mps.conversation import peer_of
 from yunion_mps.mps.domain import Domain
-from yunion_mps.mps.processes import MpsProcess, orphaned_servers, our_processes
+from yunion_mps.mps.processes import (
+    MARK,
+    PROGRAM,
+    AdoptionOrder,
+    MpsProcess,
+    could_be_ours,
+    orphaned_servers,
+    our_processes,
+    record_order,
+)
 from yunion_mps.mps.rollover import OrphanedServers
+from yunion_mps.mps.startup import order_to_adopt
 from yunion_mps.mps.states import STOPPED
 from yunion_mps.paths import Paths
 from yunion_mps.supervisor.compute_modes import original_modes, restore_unused
+from yunion_mps.supervisor.preflight import Preflight, run_preflight
 from yunion_mps.supervisor.recovery import gpus_of, left_running
 
 log = logging.getLogger("yunion_mps.daemon")
@@ -29,10 +39,22 @@ log = logging.getLogger("yunion_mps.daemon")
 _GRACE_S = 80
 
 
-def restore(paths: Paths) -> int:
-    """Undo it, and say what was done and what not; the exit status is 0 if nothing is left.
+def check(paths: Paths) -> int:
+    """Check the configuration against the GPUs; raises YunionError if a daemon would refuse to start."""
+    preflight = run_preflight(paths)
+    try:
+        preflight.check()
+    finally:
+        preflight.close()
+    log.info("the configuration is right: %d devices", len(preflight.plan.devices))
+    return 0
 
-    The caller holds the daemon's lock. Raises HostError if the notes cannot be read.
+
+def restore(paths: Paths) -> int:
+    """Undo what a daemon that was killed has left, whatever the files say; 0 if nothing is left after that.
+
+    It ends our control daemons, as a stop does, and restores the compute modes. The caller holds the daemon's
+    lock. Raises HostError if the notes cannot be read.
     """
     with contextlib.suppress(OSError):
         os.unlink(paths.socket)  # nothing listens there any more
@@ -110,3 +132,50 @@ class _Past:
 
 def _ignore(_: Event) -> None:
     """What happens is logged; no events are kept."""
+
+
+log = logging.getLogger("yunion_mps.daemon")
+
+
+def adopt(paths: Paths, pid: int) -> int:
+    """Record that a control daemon not started by us is ours; raises YunionError if it cannot be.
+
+    This changes nothing about that process: the daemon finds it at its next start, and sets its limits.
+    """
+    preflight = run_preflight(paths)
+    try:
+        preflight.check()
+        found = _judged(paths, pid, preflight)
+    finally:
+        preflight.close()
+    if Store.exists(paths):
+        store = Store(paths)
+        try:
+            store.forget_limits(found.pipe_directory)  # what is noted there is of another control daemon
+        finally:
+            store.close()
+    record_order(found)
+    log.info("the control daemon (PID %d) counts as ours now: yunion-mps-daemon goes on with it", pid)
+    return 0
+
+
+def _judged(paths: Paths, pid: int, preflight: Preflight) -> AdoptionOrder:
+    config, plan = preflight.config, preflight.plan
+    if config.cuda_mps_scope != "host" or not plan.domains:
+        why = "cuda_mps_scope is gpu" if plan.domains else "the configuration divides no GPU"
+        hint = "only the one control daemon of all GPUs can be adopted"
+        raise HostError(f"the control daemon (PID {pid}) cannot be adopted: {why}", hint)
+    domain = plan.domains[0]._replace(pipe_directory=paths.under(plan.domains[0].pipe_directory))
+    peer = peer_of(domain.pipe_directory)
+    if peer is None or peer.pid != pid:
+        serves = f"PID {peer.pid} serves there" if peer else "none serves there"
+        hint = f"adopt the one that does; all that there are: pgrep -a {PROGRAM[:15]}"
+        raise HostError(f"PID {pid} is no control daemon that serves {domain.pipe_directory}: {serves}", hint)
+    environment = environment_of(pid)
+    if not could_be_ours(peer.pid) or not environment:
+        what = f"PID {pid} (uid {peer.uid}) is not NVIDIA's {PROGRAM}, or not root's"
+        raise HostError(what, f"look at it: ls -l /proc/{pid}/exe")
+    if MARK in environment:
+        raise HostError(f"the control daemon (PID {pid}) is ours already", "nothing is to be done")
+    gpus = [gpu.uuid for gpu in preflight.inventory.gpus]
+    return order_to_adopt(pid, environment, gpus, domain)
