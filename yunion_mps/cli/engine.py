@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, NoReturn, TypeVar
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, NoReturn
 
 import click
 
@@ -24,24 +24,19 @@ from yunion_mps.http.operations import BIND_LEASE, GET_GPUS
 from yunion_mps.models import CDI_KIND, Gpu
 from yunion_mps.paths import Paths
 
-F = TypeVar("F", bound=Callable[..., Any])
-
-ENGINES = ("docker", "podman")
-
-#: All that a device may say of a process.
-_VARIABLES = (
-    "CUDA_DEVICE_ORDER",
+#: What only a device says of a process.
+BUDGET_VARIABLES = (
     "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE",
     "CUDA_MPS_CLIENT_PRIORITY",
     "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT",
-    "CUDA_MPS_PIPE_DIRECTORY",
-    "CUDA_VISIBLE_DEVICES",
     "YUNION_MPS_DEVICE",
     "YUNION_MPS_LEASE",
 )
+#: All that a device may say of a process.
+_VARIABLES = (*BUDGET_VARIABLES, "CUDA_DEVICE_ORDER", "CUDA_MPS_PIPE_DIRECTORY", "CUDA_VISIBLE_DEVICES")
 
 #: The first podman that reads CDI (release notes of 4.1.0).
-_PODMAN_WITH_CDI = (4, 1)
+_PODMAN_WITH_CDI = [4, 1]
 _ENGINE_TIMEOUT_S = 30
 #: How soon the engine is asked again for the container, and how seldom in the end: it may pull an image.
 _POLL_S, _LONGEST_POLL_S = 0.1, 2.0
@@ -60,39 +55,23 @@ class EngineCommand(RequestCommand):
     """A command with these options, after which people write the engine's own as they are used to."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        given = [engine for engine in ENGINES if f"--{engine}" in args]
+        engine = next((engine for engine in ("docker", "podman") if f"--{engine}" in args), "")
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
-            if not given:
+            if not engine:
                 raise
             name = error.option_name
-            example = f"yunion-mps run --{given[0]} -- {name} … IMAGE"
+            example = f"yunion-mps run --{engine} -- {name} … IMAGE"
             raise click.UsageError(
-                f"{name} is no option of run; {given[0]}'s come after --: {example}", ctx
+                f"{name} is no option of run; {engine}'s come after --: {example}", ctx
             ) from None
-
-
-def engine_options(function: F) -> F:
-    """Give a command the options that name a container engine."""
-    for engine in ENGINES:
-        about = f"Run a container: COMMAND is what follows {engine} run."
-        function = click.option(f"--{engine}", is_flag=True, help=about)(function)
-    return function
-
-
-def the_engine(**given: bool) -> str | None:
-    """The engine that the options name; raises UsageError where both are given."""
-    named = [engine for engine, is_given in given.items() if is_given]
-    if len(named) > 1:
-        raise click.UsageError("a container has one engine: leave one of --podman and --docker out.")
-    return named[0] if named else None
 
 
 def run_container(
     engine: str, wanted: Mapping[str, Any], wait_s: int, argv: Sequence[str], environment: Mapping[str, str]
 ) -> NoReturn:
-    """Take a device and become `ENGINE run`; raises YunionError where either cannot be.
+    """Take a device and become `ENGINE run`; raises YunionError if either cannot be.
 
     The lease ends with the container: an engine that reads CDI has our hook bind it, for another one a
     process of ours stays behind until the lease is bound to the container.
@@ -104,7 +83,10 @@ def run_container(
         refuse_unreachable(lease["environment"])
         words = ["--device", f"{CDI_KIND}={lease['id']}"]
     else:
-        _refuse_overridden(engine, argv)
+        # What CDI sets comes after the user's own; without it, that would loosen the budget unnoticed.
+        for name in overridden(argv, _VARIABLES):
+            what = f"--env {name} would replace the device's own, because this {engine} reads no CDI"
+            raise click.UsageError(f"{what}: leave it out.")
         with _binder(program) as (pid, lease_ids):
             lease = take({**wanted, "pid": pid}, wait_s)
             refuse_unreachable(lease["environment"])
@@ -120,29 +102,18 @@ def run_container(
 def _reads_cdi(engine: str, program: str) -> bool:
     """Whether the engine resolves names of CDI devices by itself."""
     if engine == "podman":
-        numbers = output_of([program, "version", "--format", "{{.Client.Version}}"], _ENGINE_TIMEOUT_S).split(
-            "."
-        )
-        return [int(one) for one in numbers[:2] if one.isdigit()] >= list(_PODMAN_WITH_CDI)
-    # Docker 25 and 26 only where the feature is switched on; there is nothing of it in earlier ones' answer.
-    return output_of([program, "info", "--format", "{{json .CDISpecDirs}}"], _ENGINE_TIMEOUT_S).startswith(
-        '["'
-    )
-
-
-def _refuse_overridden(engine: str, argv: Sequence[str]) -> None:
-    """What CDI sets comes after the user's own; without it, that would loosen the budget unnoticed."""
-    for name in overridden(argv, _VARIABLES):
-        raise click.UsageError(
-            f"--env {name} would replace the device's own, because this {engine} reads no CDI: leave it out."
-        )
+        version = output_of([program, "version", "--format", "{{.Client.Version}}"], _ENGINE_TIMEOUT_S)
+        return [int(one) for one in version.split(".")[:2] if one.isdigit()] >= _PODMAN_WITH_CDI
+    # Docker 25 and 26 only if the feature is switched on; there is nothing of it in earlier ones' answer.
+    directories = output_of([program, "info", "--format", "{{json .CDISpecDirs}}"], _ENGINE_TIMEOUT_S)
+    return directories.startswith('["')
 
 
 def _without_cdi(lease: Mapping[str, Any]) -> list[str]:
     """The options that give a container the same without CDI, but for the driver's libraries."""
     paths = Paths.from_environment()
-    place = lease["environment"]["CUDA_MPS_PIPE_DIRECTORY"]
-    words = ["--ipc=host", *mount_words(place), *environment_words(lease["environment"])]
+    words = ["--ipc=host", *mount_words(lease["environment"]["CUDA_MPS_PIPE_DIRECTORY"])]
+    words += [word for name, value in lease["environment"].items() for word in ("--env", f"{name}={value}")]
     known = [one for one in call(GET_GPUS)["gpus"] if one["addr"] in lease["gpus"]]
     gpus = [Gpu(one["pci_address"], one["uuid"], minor=one["device_minor"]) for one in known]
     nodes = [*driver_nodes(paths), *(node for found in gpu_nodes(paths, gpus).values() for node in found)]
@@ -220,32 +191,18 @@ def _bind(engine: str, lease_id: str, engine_process: Process) -> None:
 # look are the command's there, or may be the value of another option.
 
 
-def variables_in(words: Sequence[str]) -> Iterator[str]:
-    """The names of the variables that the options before the image set or remove (`--env X`)."""
-    for option, value in _options(words):
-        if option in ("env", "e"):
-            yield value.partition("=")[0]
-
-
-def environment_words(environment: Mapping[str, str]) -> list[str]:
-    """The options that set it."""
-    return [word for name, value in environment.items() for word in ("--env", f"{name}={value}")]
+def overridden(words: Sequence[str], names: Collection[str]) -> list[str]:
+    """Which of the variables the options before the image set or remove (`--env X`)."""
+    found = {value.partition("=")[0] for option, value in _options(words) if option in ("env", "e")}
+    return sorted(found.intersection(names))
 
 
 def mount_words(path: str) -> list[str]:
     """The options that show a directory at its own path, whatever characters that has."""
-    fields = [_field(f"{end}={path}") for end in ("source", "target")]
-    return ["--mount", ",".join(["type=bind", *fields])]
-
-
-def overridden(words: Sequence[str], names: Collection[str]) -> list[str]:
-    """Which of the variables would not be what we say, for the options that come after ours count."""
-    return sorted(set(names).intersection(variables_in(words)))
-
-
-def _field(text: str) -> str:
-    """A field as encoding/csv reads it."""
-    return '"{}"'.format(text.replace('"', '""')) if any(char in text for char in ',"\r\n') else text
+    ends = [f"{end}={path}" for end in ("source", "target")]
+    if any(char in path for char in ',"\r\n'):  # quoted as Go's encoding/csv reads it
+        ends = ['"{}"'.format(end.replace('"', '""')) for end in ends]
+    return ["--mount", ",".join(["type=bind", *ends])]
 
 
 def _options(words: Sequence[str]) -> Iterator[tuple[str, str]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -13,7 +13,7 @@ from yunion_mps.cli.clients import clients_table
 from yunion_mps.cli.common import Duration, call, confirm, refuse_unattended
 from yunion_mps.cli.output import draw, fields, notes, output_option, say, show
 from yunion_mps.client.lease import Patience
-from yunion_mps.errors import UnreachableError, YunionError
+from yunion_mps.errors import YunionError
 from yunion_mps.http.operations import (
     GET_CLIENTS,
     GET_EVENTS,
@@ -169,12 +169,7 @@ def _wait(timeout_s: int | None) -> Status:
     patience = Patience(_PATIENCE_S, say)
     said = ""
     while True:
-        try:
-            status: Status = call(GET_STATUS)
-        except UnreachableError as error:
-            patience.lost(error)
-            continue
-        patience.found()
+        status = patience.until_answered(lambda: call(GET_STATUS))
         pending = "; ".join(f"{d['name']}: {d['pending']}" for d in status["domains"] if d["pending"])
         if not pending:
             if said:
@@ -215,7 +210,7 @@ def reexec() -> None:
     last = call(GET_EVENTS, limit=1)["last"]
     call(REEXEC, until_closed=True)
     gone_s = time.monotonic()
-    after = _status_afterwards()
+    after = Patience(_REEXEC_PATIENCE_S, say).until_answered(lambda: call(GET_STATUS, SLOW_S))
     away_s = time.monotonic() - gone_s
     for event in call(GET_EVENTS, after=last, kind="daemon")["events"]:
         if event["severity"] == "error":
@@ -229,12 +224,3 @@ def reexec() -> None:
     click.echo(
         f"The daemon ({version}) was re-executed, with PID {after['pid']} as before; it took {away_s:.2f} s"
     )
-
-
-def _status_afterwards() -> Any:
-    patience = Patience(_REEXEC_PATIENCE_S, say)
-    while True:
-        try:
-            return call(GET_STATUS, SLOW_S)
-        except UnreachableError as error:
-            patience.lost(error)

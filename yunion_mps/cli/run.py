@@ -14,7 +14,7 @@ import click
 from click.core import ParameterSource
 
 from yunion_mps.cli.common import call, complete_file, daemon, device_argument, one_device
-from yunion_mps.cli.engine import EngineCommand, engine_options, run_container, the_engine
+from yunion_mps.cli.engine import BUDGET_VARIABLES, EngineCommand, run_container
 from yunion_mps.cli.lease import request_options, take, warn_of_limits
 from yunion_mps.cli.output import cell, refuse_closed_output, say
 from yunion_mps.client.lease import refuse_unreachable, would_take
@@ -27,14 +27,6 @@ Json = dict[str, Any]
 
 #: The exit statuses of env(1) and shells for a command that cannot be started.
 _NOT_FOUND, _NOT_EXECUTABLE = 127, 126
-#: What a device says of a process; what another device said of ours is not COMMAND's.
-_VARIABLES = (
-    "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE",
-    "CUDA_MPS_CLIENT_PRIORITY",
-    "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT",
-    "YUNION_MPS_DEVICE",
-    "YUNION_MPS_LEASE",
-)
 
 #: The formats of an environment.
 STYLES = ("shell", "dotenv", "json", "docker", "systemd")
@@ -58,7 +50,8 @@ def style_option(function: F) -> F:
     context_settings={"allow_interspersed_args": False},
 )
 @request_options
-@engine_options
+@click.option("--podman", is_flag=True, help="Run a container: COMMAND is what follows podman run.")
+@click.option("--docker", is_flag=True, help="Run a container: COMMAND is what follows docker run.")
 @click.option("--allow-unlimited", is_flag=True, help="Run it even if nothing limits it.")
 @click.option("--dry-run", is_flag=True, help="Only say which device it would get.")
 @click.option("--print-env", is_flag=True, help="Only print the environment that it would get.")
@@ -94,7 +87,9 @@ def run(
       yunion-mps run --podman -- --rm IMAGE python train.py
       eval "$(yunion-mps run --print-env)" && python train.py
     """
-    engine = the_engine(podman=podman, docker=docker)
+    if podman and docker:
+        raise click.UsageError("a container has one engine: leave one of --podman and --docker out.")
+    engine = "podman" if podman else "docker" if docker else ""
     wanted["enforced"] = None if allow_unlimited else "true"
     if ctx.get_parameter_source("output") is ParameterSource.COMMANDLINE and not print_env:
         raise click.UsageError("--output goes with --print-env.")
@@ -107,23 +102,29 @@ def run(
     wanted["command"] = cell(becomes)[:COMMAND_LENGTH]
     if engine:
         run_container(engine, wanted, wait_s, argv, _inherited())
-    lease: Mapping[str, Any] | None = None
+    environment = _inherited()
     try:
-        lease = take(wanted, wait_s)
-        refuse_unreachable(lease["environment"])
+        environment.update(_environment_of_lease(wanted, wait_s))
     except YunionError as error:
         if not allow_unlimited or isinstance(error, NotFoundError):  # a mistyped name asks for a device
             raise
         say(f"{cell(argv[0])} runs without limits: {error.message}")
         if error.hint:
             say(error.hint)
-        if lease:  # what runs without limits has no device; if that fails, it ends with this process
-            with contextlib.suppress(YunionError):
-                call(END_LEASE, lease=lease["id"])
-            lease = None
-    if lease:
-        warn_of_limits(lease["unenforced_gpus"])
-    _become(argv, {**_inherited(), **(lease["environment"] if lease else {})})
+    _become(argv, environment)
+
+
+def _environment_of_lease(wanted: Mapping[str, Any], wait_s: int) -> Mapping[str, str]:
+    """Take devices; raises YunionError, also if this user cannot reach them, and has none then."""
+    lease = take(wanted, wait_s)
+    try:
+        refuse_unreachable(lease["environment"])
+    except YunionError:
+        with contextlib.suppress(YunionError):  # it also ends with this process
+            call(END_LEASE, lease=lease["id"])
+        raise
+    warn_of_limits(lease["unenforced_gpus"])
+    return lease["environment"]
 
 
 def _show(wanted: Mapping[str, Any], output: str) -> None:
@@ -139,8 +140,8 @@ def _show(wanted: Mapping[str, Any], output: str) -> None:
 
 
 def _inherited() -> dict[str, str]:
-    """Our environment without what only a device may say, and without the locale that Python has put in."""
-    inherited = {name: value for name, value in os.environ.items() if name not in _VARIABLES}
+    """Our environment without what another device said of us, and the locale that Python has put in."""
+    inherited = {name: value for name, value in os.environ.items() if name not in BUDGET_VARIABLES}
     with contextlib.suppress(OSError), open("/proc/self/environ", "rb") as file:
         if not any(entry.startswith(b"LC_CTYPE=") for entry in file.read().split(b"\0")):
             inherited.pop("LC_CTYPE", None)

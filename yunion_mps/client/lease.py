@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from yunion_mps.errors import (
     BusyError,
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from yunion_mps.answers import LeaseRecord
     from yunion_mps.http.client import DaemonClient
 
+T = TypeVar("T")
 #: Tells a person, in a line, how it goes.
 Say = Callable[[str], None]
 #: Parameters of a lease request; those that are None are left out.
@@ -65,6 +67,17 @@ class Patience:
         if self._end_s:
             self._say("the daemon answers again")
         self._end_s = 0.0
+
+    def until_answered(self, ask: Callable[[], T]) -> T:
+        """What `ask` returns once the daemon answers; raises its error after too long a time."""
+        while True:
+            try:
+                answer = ask()
+            except (UnreachableError, BusyError) as error:
+                self.lost(error)
+            else:
+                self.found()
+                return answer
 
 
 def take(daemon: DaemonClient, wanted: Wanted, wait_s: int, say: Say) -> LeaseRecord:
@@ -173,16 +186,8 @@ class Lease:
         if self._is_over or os.getpid() != self._pid:
             return
         self._released.set()
-        patience = Patience(MOST_S, self._say)
-        while True:
-            try:
-                self._daemon.call(END_LEASE, lease=self.id)
-            except NotFoundError:  # it has ended by itself, or the answer to a first try was lost
-                break
-            except (UnreachableError, BusyError) as error:
-                patience.lost(error)
-            else:
-                break
+        with contextlib.suppress(NotFoundError):  # it ended by itself, or the answer to a first try was lost
+            Patience(MOST_S, self._say).until_answered(lambda: self._daemon.call(END_LEASE, lease=self.id))
         self._is_over = True
 
     def __enter__(self) -> Lease:  # noqa: PYI034 - typing.Self is not in 3.9
