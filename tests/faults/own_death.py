@@ -12,8 +12,7 @@ from faults.levers import Levers
 from faults.rows import OURSELVES, fault
 from faults.scene import FORMER_MODE, Scene, until
 from faults.sweep import Sweep
-from unit.mps.driving import full_queue
-from unit.mps.hostile import STRANGER
+from unit.mps.driving import STRANGER, full_queue
 
 DAY_S = 86_400
 _ADOPTED = "adopted the running control daemon"

@@ -3,42 +3,17 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 from pathlib import Path
 
 import pytest
-from yunion_mps.mps.processes import PROGRAM
 
-from integration.conftest import MakeAtWork, MakeDaemon, MakeHost
-from integration.daemon_host import Daemon, control_daemons, eventually, is_running
+from integration.conftest import MakeAtWork
+from integration.daemon_host import Daemon, control_daemons, eventually
 from simhost import SimHost
 from unit.mps.driving import full_queue
 
 LIMITS = ("get_default_device_pinned_mem_limit 0", "get_default_active_thread_percentage")
-
-
-def environment_of(pid: int) -> dict[str, str]:
-    words = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
-    return dict(word.split("=", 1) for word in words if word)
-
-
-def test_a_control_daemon_that_is_killed_is_replaced_with_its_limits(ready_daemon: Daemon) -> None:
-    first = ready_daemon.control_pid()
-    os.kill(first, signal.SIGKILL)
-    eventually(
-        lambda: (
-            ready_daemon.status()["domains"][0]["restarts"] == 1
-            and ready_daemon.status()["domains"][0]["state"] == "ready"
-        ),
-        "another control daemon",
-        trouble=lambda: ready_daemon.log,
-    )
-    assert ready_daemon.control_pid() != first
-    assert ready_daemon.control(*LIMITS) == ["5G", "25.0"]
-    assert f"<3>domain host: the control daemon (PID {first}) was killed by signal 9" in ready_daemon.log
-    assert ready_daemon.status()["devices"]["available"] == 4
-    assert ready_daemon.stop() == 0
 
 
 def test_systemd_is_told_in_words_while_the_control_daemon_is_gone(ready_daemon: Daemon) -> None:
@@ -55,21 +30,6 @@ def test_systemd_is_told_in_words_while_the_control_daemon_is_gone(ready_daemon:
     assert ready_daemon.stop() == 0
 
 
-def test_after_a_kill_the_next_daemon_adopts_and_restores_what_the_first_changed(daemon: Daemon) -> None:
-    daemon.start().wait_ready()
-    control = daemon.control_pid()
-    daemon.kill()
-    assert is_running(control)
-    assert daemon.host.gpus[0].compute_mode == "exclusive_process"
-    daemon.start().wait_ready()
-    assert daemon.control_pid() == control
-    assert f"adopted the running control daemon (PID {control})" in daemon.log
-    assert daemon.control(*LIMITS) == ["5G", "25.0"]
-    assert daemon.stop() == 0
-    assert not is_running(control)
-    assert daemon.host.gpus[0].compute_mode == "default"
-
-
 def test_the_next_daemon_starts_also_where_what_it_finds_is_just_ending(daemon: Daemon) -> None:
     daemon.start().wait_ready()
     control = daemon.control_pid()
@@ -83,35 +43,6 @@ def test_the_next_daemon_starts_also_where_what_it_finds_is_just_ending(daemon: 
     assert daemon.stop() == 0
 
 
-def test_the_control_daemon_has_only_the_environment_that_was_built_for_it(ready_daemon: Daemon) -> None:
-    tmp = ready_daemon.host.root / "tmp/nvidia-mps"
-    program_directory = os.path.dirname(shutil.which(PROGRAM, path=ready_daemon.env["PATH"]) or "")
-    assert "NOTIFY_SOCKET" in environment_of(ready_daemon.pid)
-    assert environment_of(ready_daemon.control_pid()) == {
-        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
-        "CUDA_MPS_LOG_DIRECTORY": str(tmp / "log"),
-        "CUDA_MPS_PIPE_DIRECTORY": str(tmp / "pipe"),
-        "CUDA_VISIBLE_DEVICES": ready_daemon.host.gpus[0].uuid,
-        "LC_ALL": "C",
-        "PATH": f"{program_directory}:/usr/sbin:/usr/bin:/sbin:/bin",
-        "YUNION_MPS_DOMAIN": "host",
-        "YUNION_MPS_ROOT": str(ready_daemon.host.root),
-    }
-
-
-def test_the_gpus_are_named_to_the_control_daemon_in_pci_order(
-    make_host: MakeHost, make_daemon: MakeDaemon
-) -> None:
-    host = make_host(
-        [{"kind": "h100", "pci": "0000:81:00.0"}, {"kind": "a100", "pci": "0000:03:00.0"}, {"kind": "t4"}]
-    )
-    daemon = make_daemon(host).start().wait_ready()
-    gpus = sorted(host.gpus, key=lambda gpu: gpu.description.pci)
-    expected = ",".join(gpu.uuid for gpu in gpus)
-    assert environment_of(daemon.control_pid())["CUDA_VISIBLE_DEVICES"] == expected
-    assert daemon.stop() == 0
-
-
 def test_the_control_daemon_holds_none_of_the_daemons_files(ready_daemon: Daemon) -> None:
     root = str(ready_daemon.host.root)
     folder = Path(f"/proc/{ready_daemon.control_pid()}/fd")
@@ -119,17 +50,6 @@ def test_the_control_daemon_holds_none_of_the_daemons_files(ready_daemon: Daemon
     ours = {target for target in targets if target.startswith((root, "/memfd"))}
     pipe = f"{root}/tmp/nvidia-mps/pipe"
     assert ours <= {f"{root}/tmp/nvidia-mps/log/control.log", f"{pipe}/log", f"{pipe}/control_lock"}
-
-
-def test_the_log_of_the_control_daemon_outlives_both(daemon: Daemon) -> None:
-    log = daemon.host.root / "tmp/nvidia-mps/log/control.log"
-    daemon.start().wait_ready()
-    assert daemon.stop() == 0
-    first = log.read_text()
-    assert first
-    daemon.start().wait_ready()
-    assert daemon.stop() == 0
-    assert log.read_text().startswith(first)
 
 
 def test_no_descriptor_is_leaked_over_many_deaths_of_the_control_daemon(ready_daemon: Daemon) -> None:

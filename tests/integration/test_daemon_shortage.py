@@ -23,28 +23,6 @@ def descriptors_of(daemon: Daemon) -> int:
     return len(os.listdir(f"/proc/{daemon.pid}/fd"))
 
 
-def test_a_control_daemon_that_dies_without_descriptors_to_spare_is_replaced_later(
-    ready_daemon: Daemon,
-) -> None:
-    eventually(lambda: ready_daemon.get("/v1/status")[0] == 200)
-    first = ready_daemon.control_pid()
-    allow(ready_daemon, 3)
-    os.kill(first, signal.SIGKILL)
-    ready_daemon.wait_log("Too many open files")
-    assert ready_daemon.running
-    allow(ready_daemon, 1024)
-    eventually(
-        lambda: (
-            ready_daemon.status()["domains"][0]["state"] == "ready" and ready_daemon.control_pid() != first
-        ),
-        "another control daemon",
-        patience_s=60,
-        trouble=lambda: ready_daemon.log,
-    )
-    assert ready_daemon.control("get_default_device_pinned_mem_limit 0") == ["5G"]
-    assert ready_daemon.stop() == 0
-
-
 def test_a_stop_without_descriptors_to_spare_gives_jobs_their_time_all_the_same(
     make_at_work: MakeAtWork,
 ) -> None:

@@ -14,8 +14,7 @@ from yunion_mps.mps.processes import MARK, PROGRAM, control_environment
 from yunion_mps.mps.startup import find, obstacle
 from yunion_mps.mps.states import APPLYING, BACKOFF, FAILED, READY, STARTING, STOPPED, WEDGED
 
-from .conftest import MakePlan, RunDomain, StartControl
-from .driving import converse, running_here, stop_process, wait_until_it_answers
+from .driving import Bench, running_here, stop_process, wait_until_it_answers
 
 OTHER_GPU = "GPU-11111111-0000-0000-0000-000000000000"
 
@@ -25,64 +24,52 @@ def test_if_nothing_serves_nothing_is_adopted(plan: DomainPlan) -> None:
     assert running_here(plan) == []
 
 
-def test_our_own_survivor_is_adopted_and_its_limits_are_set_again(
-    run_domain: RunDomain, plan: DomainPlan, start_control: StartControl, program: str
-) -> None:
-    survivor = start_control(plan)
-    run = run_domain().start()
+def test_our_own_survivor_is_adopted_and_its_limits_are_set_again(bench: Bench) -> None:
+    survivor = bench.control()
+    run = bench.domain().start()
     assert run.reasons == [f"adopted the running control daemon (PID {survivor.pid}); it does not answer yet"]
     run.until(READY)
     assert run.pid == survivor.pid
-    assert converse(program, plan, "get_default_device_pinned_mem_limit 0") == ["5G"]
+    assert bench.ask("get_default_device_pinned_mem_limit 0") == ["5G"]
     run.stop().until(STOPPED)
     assert survivor.status() is not None, "a stop ends it like one that we started"
 
 
-def test_a_survivor_is_adopted_even_if_no_other_could_be_started(
-    run_domain: RunDomain, plan: DomainPlan, start_control: StartControl
-) -> None:
-    survivor = start_control(plan)
-    os.rmdir(plan.log_directory)
-    with open(plan.log_directory, "w"):
-        pass
-    run = run_domain()
-    assert obstacle(plan) is None
+def test_a_survivor_is_adopted_even_if_no_other_could_be_started(bench: Bench) -> None:
+    survivor = bench.control()
+    bench.block_log_directory()
+    run = bench.domain()
+    assert obstacle(bench.plan) is None
     assert run.start().until(READY).pid == survivor.pid
 
 
 @pytest.mark.parametrize("gone", ["control", "everything"])
-def test_a_survivor_without_its_sockets_is_found_and_replaced(
-    run_domain: RunDomain, plan: DomainPlan, start_control: StartControl, gone: str
-) -> None:
+def test_a_survivor_without_its_sockets_is_found_and_replaced(bench: Bench, gone: str) -> None:
     """As age-based cleaning of /tmp leaves it; a second one would start beside it: its lock is gone too."""
-    survivor = start_control(plan)
-    for name in os.listdir(plan.pipe_directory) if gone == "everything" else ["control"]:
-        os.unlink(f"{plan.pipe_directory}/{name}")
-    assert running_here(plan) == [(survivor.pid, plan.gpu_uuids)]
-    run = run_domain().start()
+    survivor = bench.control()
+    for name in os.listdir(bench.plan.pipe_directory) if gone == "everything" else ["control"]:
+        os.unlink(f"{bench.plan.pipe_directory}/{name}")
+    assert running_here(bench.plan) == [(survivor.pid, bench.plan.gpu_uuids)]
+    run = bench.domain().start()
     assert run.pid == survivor.pid
     run.turn(10).turn(2).until(READY)
     assert survivor.status() is not None
     assert run.states == [STOPPED, STARTING, WEDGED, BACKOFF, STARTING, APPLYING, READY]
 
 
-def test_the_death_of_a_survivor_is_noticed_and_a_new_one_started(
-    run_domain: RunDomain, plan: DomainPlan, start_control: StartControl
-) -> None:
-    survivor = start_control(plan)
-    run = run_domain().start().until(READY)
+def test_the_death_of_a_survivor_is_noticed_and_a_new_one_started(bench: Bench) -> None:
+    survivor = bench.control()
+    run = bench.domain().start().until(READY)
     survivor.signal(signal.SIGKILL)  # and it is our child, as after a daemon has replaced its own code
     run.until_ended().tick()
     assert run.reasons[3].startswith(f"the control daemon (PID {survivor.pid}) was killed by signal 9")
     assert run.until(READY).pid != survivor.pid
 
 
-def test_a_survivor_that_ends_as_it_is_found_is_no_error_of_the_start(
-    run_domain: RunDomain, plan: DomainPlan, start_control: StartControl
-) -> None:
-    survivor = start_control(plan)
+def test_a_survivor_that_ends_as_it_is_found_is_no_error_of_the_start(bench: Bench) -> None:
+    survivor = bench.control()
     stop_process(survivor.pid)
-    run = run_domain().start()
+    run = bench.domain().start()
     survivor.signal(signal.SIGKILL)
     run.until_ended().tick()
     assert run.state in (STARTING, APPLYING), "another was started at once"
@@ -90,31 +77,27 @@ def test_a_survivor_that_ends_as_it_is_found_is_no_error_of_the_start(
     assert run.states == [STOPPED, STARTING, BACKOFF, STARTING, APPLYING, READY]
 
 
-def test_a_survivor_that_was_stopped_is_told_to_go_on_and_adopted(
-    run_domain: RunDomain, plan: DomainPlan, start_control: StartControl
-) -> None:
-    survivor = start_control(plan)
+def test_a_survivor_that_was_stopped_is_told_to_go_on_and_adopted(bench: Bench) -> None:
+    survivor = bench.control()
     stop_process(survivor.pid)
-    run = run_domain().start().until(APPLYING).turn(5).until(READY)
+    run = bench.domain().start().until(APPLYING).turn(5).until(READY)
     assert run.states == [STOPPED, STARTING, APPLYING, WEDGED, APPLYING, READY]
     assert run.reasons[2].endswith("does not serve: it was stopped by a signal (SIGSTOP) or a debugger")
     assert run.pid == survivor.pid
 
 
-def test_a_survivor_is_spared_when_the_daemon_fails(
-    run_domain: RunDomain, plan: DomainPlan, start_control: StartControl
-) -> None:
-    survivor = start_control(plan)
-    run = run_domain().start().until(READY)
-    run.domain.stop(run.clock.now_s, spare_adopted=True)
+def test_a_survivor_is_spared_when_the_daemon_fails(bench: Bench) -> None:
+    survivor = bench.control()
+    run = bench.domain().start().until(READY)
+    run.domain.stop(run.now_s, spare_adopted=True)
     assert run.state == STOPPED
     assert survivor.status() is None
 
 
-def test_one_that_we_started_is_not_spared(run_domain: RunDomain) -> None:
-    run = run_domain().start().until(READY)
+def test_one_that_we_started_is_not_spared(bench: Bench) -> None:
+    run = bench.domain().start().until(READY)
     pid = run.pid
-    run.domain.stop(run.clock.now_s, spare_adopted=True)
+    run.domain.stop(run.now_s, spare_adopted=True)
     run.until(STOPPED)
     assert not os.path.exists(f"/proc/{pid}")
 
@@ -123,80 +106,54 @@ def without_mark(plan: DomainPlan) -> dict[str, str]:
     return {name: value for name, value in control_environment(plan).items() if name != MARK}
 
 
-def for_other_gpus(plan: DomainPlan) -> dict[str, str]:
-    return {**control_environment(plan), "CUDA_VISIBLE_DEVICES": OTHER_GPU}
-
-
-def strangers(plan: DomainPlan, pid: int) -> str:
-    it = f"a control daemon (PID {pid}, uid {os.getuid()})"
-    return f"{it}, not started by us, already serves {plan.pipe_directory}"
-
-
-def for_others(plan: DomainPlan, pid: int) -> str:
-    it = f"the control daemon (PID {pid}) that an earlier yunion-mps-daemon left in {plan.pipe_directory}"
-    return f"{it} serves none of its GPUs"
-
-
-@pytest.mark.parametrize(
-    ("environment", "who"),
-    [(without_mark, strangers), (for_other_gpus, for_others)],
-)
-def test_another_programs_control_daemon_is_refused_and_left_alone(
-    run_domain: RunDomain,
-    plan: DomainPlan,
-    start_control: StartControl,
-    program: str,
-    environment: object,
-    who: object,
-) -> None:
-    assert callable(environment)
-    assert callable(who)
-    stranger = start_control(plan, environment(plan))
-    converse(program, plan, "set_default_active_thread_percentage 77")
-    run = run_domain().start()
+@pytest.mark.parametrize("is_ours", [False, True])
+def test_another_programs_control_daemon_is_refused_and_left_alone(bench: Bench, is_ours: bool) -> None:
+    """Also one of ours that serves other GPUs."""
+    for_other_gpus = {**control_environment(bench.plan), "CUDA_VISIBLE_DEVICES": OTHER_GPU}
+    stranger = bench.control(environment=for_other_gpus if is_ours else without_mark(bench.plan))
+    pid, pipe = stranger.pid, bench.plan.pipe_directory
+    bench.ask("set_default_active_thread_percentage 77")
+    run = bench.domain().start()
     assert run.states == [STOPPED, FAILED]
-    error = run.domain.error
-    assert error is not None
-    pipe = plan.pipe_directory
-    assert error.message == who(plan, stranger.pid)
-    command = f"echo quit | CUDA_MPS_PIPE_DIRECTORY={pipe} {PROGRAM}"
-    adoption = f"; or go on with it and its jobs: yunion-mps-daemon --adopt {stranger.pid}"
-    assert error.hint == f"when its jobs are done, end it with: {command}" + (
-        adoption if who is strangers else ""
-    )
+    hint = f"when its jobs are done, end it with: echo quit | CUDA_MPS_PIPE_DIRECTORY={pipe} {PROGRAM}"
+    if is_ours:
+        it = f"the control daemon (PID {pid}) that an earlier yunion-mps-daemon left in {pipe}"
+        assert (run.error.message, run.error.hint) == (f"{it} serves none of its GPUs", hint)
+    else:
+        it = f"a control daemon (PID {pid}, uid {os.getuid()}), not started by us"
+        assert run.error.message == f"{it}, already serves {pipe}"
+        assert run.error.hint == f"{hint}; or go on with it and its jobs: yunion-mps-daemon --adopt {pid}"
     assert run.turn(60).states == [STOPPED, FAILED], "it is no event that it fails again as before"
-    assert run.domain.since_s == run.clock.now_s
+    assert run.domain.since_s == run.now_s
     run.stop()
     assert stranger.status() is None
-    assert converse(program, plan, "get_default_active_thread_percentage") == ["77.0"]
+    assert bench.ask("get_default_active_thread_percentage") == ["77.0"]
 
 
-def test_once_the_stranger_is_gone_the_domain_starts(
-    run_domain: RunDomain, plan: DomainPlan, start_control: StartControl, program: str
-) -> None:
-    stranger = start_control(plan, without_mark(plan))
-    run = run_domain().start()
-    converse(program, plan, "quit")
+def test_once_the_stranger_is_gone_the_domain_starts(bench: Bench) -> None:
+    stranger = bench.control(environment=without_mark(bench.plan))
+    run = bench.domain().start()
+    bench.ask("quit")
     while stranger.status() is None:
         os.sched_yield()
     assert run.turn(59.9).state == FAILED
     assert run.turn(0.1).until(READY).states == [STOPPED, FAILED, STARTING, APPLYING, READY]
 
 
-def test_another_program_on_the_socket_is_refused_even_with_our_mark(
-    run_domain: RunDomain, plan: DomainPlan
-) -> None:
-    os.makedirs(plan.pipe_directory)
+def test_another_program_on_the_socket_is_refused_even_with_our_mark(bench: Bench) -> None:
+    os.makedirs(bench.plan.pipe_directory)
     listen = (
         "import socket, sys, time; s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET); "
         "s.bind(sys.argv[1]); s.listen(); time.sleep(1000)"
     )
     with open(os.devnull, "r+b") as null:
-        argv = [os.path.realpath(sys.executable), "-I", "-c", listen, f"{plan.pipe_directory}/control"]
-        other = spawn(argv, control_environment(plan), stdin=None, stdout=null.fileno(), stderr=null.fileno())
+        argv = [os.path.realpath(sys.executable), "-I", "-c", listen, f"{bench.plan.pipe_directory}/control"]
+        other = spawn(
+            argv, control_environment(bench.plan), stdin=None, stdout=null.fileno(), stderr=null.fileno()
+        )
     try:
-        wait_until_it_answers(plan, other.pid)
-        run = run_domain().start()
+        wait_until_it_answers(bench.plan, other.pid)
+        run = bench.domain().start()
         assert run.state == FAILED
         assert f"(PID {other.pid}, uid {os.getuid()})" in run.domain.reason
         assert other.status() is None
@@ -204,45 +161,39 @@ def test_another_program_on_the_socket_is_refused_even_with_our_mark(
         other.kill()
 
 
-def test_a_socket_that_was_left_behind_is_no_hindrance(run_domain: RunDomain, plan: DomainPlan) -> None:
-    os.makedirs(plan.pipe_directory)
+def test_a_socket_that_was_left_behind_is_no_hindrance(bench: Bench) -> None:
+    os.makedirs(bench.plan.pipe_directory)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as left:
-        left.bind(f"{plan.pipe_directory}/control")
-    assert run_domain().start().until(READY).states == [STOPPED, STARTING, APPLYING, READY]
+        left.bind(f"{bench.plan.pipe_directory}/control")
+    assert bench.domain().start().until(READY).states == [STOPPED, STARTING, APPLYING, READY]
 
 
-def test_two_plans_of_the_same_gpus_are_the_same_survivors(
-    make_plan: MakePlan, run_domain: RunDomain, start_control: StartControl, program: str
-) -> None:
+def test_two_plans_of_the_same_gpus_are_the_same_survivors(bench: Bench) -> None:
     """Other limits are no reason to refuse it: they are set again, for the next server."""
-    survivor = start_control(make_plan((5760,), 25.0))
-    run = run_domain(make_plan((2880,), 12.5)).start().until(READY)
+    survivor = bench.control(bench.planned((5760,), 25.0))
+    run = bench.domain(bench.planned((2880,), 12.5)).start().until(READY)
     assert run.pid == survivor.pid
-    assert converse(program, run.domain.plan, "get_default_active_thread_percentage") == ["12.5"]
+    assert bench.ask("get_default_active_thread_percentage") == ["12.5"]
 
 
-def test_a_survivor_that_serves_a_lost_gpu_too_is_adopted(
-    plan: DomainPlan, run_domain: RunDomain, start_control: StartControl, program: str
-) -> None:
+def test_a_survivor_that_serves_a_lost_gpu_too_is_adopted(bench: Bench) -> None:
     """Limits are named by the survivor's own order; that of the GPU which is not planned stays as it is."""
-    both = plan._replace(gpus=(PlannedGpu(OTHER_GPU, 1024), *plan.gpus))
-    survivor = start_control(both)
-    converse(program, plan, "set_default_device_pinned_mem_limit 0 1024M")
-    run = run_domain(plan).start().until(READY)
+    both = bench.plan._replace(gpus=(PlannedGpu(OTHER_GPU, 1024), *bench.plan.gpus))
+    survivor = bench.control(both)
+    bench.ask("set_default_device_pinned_mem_limit 0 1024M")
+    run = bench.domain(bench.plan).start().until(READY)
     assert run.pid == survivor.pid
     assert run.domain.plan.gpu_uuids == both.gpu_uuids
     assert run.domain.plan.memory_limits_mib == (None, 5760)
     asked = [f"get_default_device_pinned_mem_limit {device}" for device in (0, 1)]
-    assert converse(program, plan, *asked) == ["1G", "5G"]
+    assert bench.ask(*asked) == ["1G", "5G"]
 
 
-def test_a_survivor_that_lacks_a_gpu_is_adopted_for_the_others(
-    plan: DomainPlan, run_domain: RunDomain, start_control: StartControl, program: str
-) -> None:
-    survivor = start_control(plan)
-    both = plan._replace(gpus=(PlannedGpu(OTHER_GPU, 1024), *plan.gpus))
-    run = run_domain(both).start().until(READY)
+def test_a_survivor_that_lacks_a_gpu_is_adopted_for_the_others(bench: Bench) -> None:
+    survivor = bench.control()
+    both = bench.plan._replace(gpus=(PlannedGpu(OTHER_GPU, 1024), *bench.plan.gpus))
+    run = bench.domain(both).start().until(READY)
     assert run.pid == survivor.pid
-    assert run.domain.plan.gpu_uuids == plan.gpu_uuids
-    assert converse(program, plan, "get_default_device_pinned_mem_limit 0") == ["5G"]
-    assert running_here(plan) == [(survivor.pid, plan.gpu_uuids)]
+    assert run.domain.plan.gpu_uuids == bench.plan.gpu_uuids
+    assert bench.ask("get_default_device_pinned_mem_limit 0") == ["5G"]
+    assert running_here(bench.plan) == [(survivor.pid, bench.plan.gpu_uuids)]

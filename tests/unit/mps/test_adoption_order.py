@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,16 +11,20 @@ from yunion_mps.errors import HostError
 from yunion_mps.host.proc import environment_of
 from yunion_mps.host.processes import Process
 from yunion_mps.models import DomainPlan
-from yunion_mps.mps.processes import adoption_order, control_environment, orphaned_servers, record_order
+from yunion_mps.mps.processes import (
+    AdoptionOrder,
+    adoption_order,
+    control_environment,
+    orphaned_servers,
+    record_order,
+)
 from yunion_mps.mps.startup import find, order_to_adopt
 from yunion_mps.mps.states import READY, STOPPED
 
-from .conftest import MakePlan, RunDomain, StartControl
-from .driving import Jobs, converse, running_here
+from .driving import Bench, running_here
 
 ONE, TWO = "GPU-00000000-0000-0000-0000-000000000000", "GPU-00000000-0000-0000-0000-000000000001"
 OTHER_GPU = "GPU-11111111-0000-0000-0000-000000000000"
-Adopt = Callable[[DomainPlan, Process], None]
 
 
 def theirs(plan: DomainPlan, **more: str) -> dict[str, str]:
@@ -31,79 +34,70 @@ def theirs(plan: DomainPlan, **more: str) -> dict[str, str]:
     return {**{name: ours[name] for name in names}, **more}
 
 
-@pytest.fixture
-def adopt(place: Path, monkeypatch: pytest.MonkeyPatch) -> Adopt:
+def order_for(plan: DomainPlan, process: Process) -> AdoptionOrder:
+    return order_to_adopt(process.pid, environment_of(process.pid), plan.gpu_uuids, plan)
+
+
+def adopt(plan: DomainPlan, process: Process) -> None:
     """Do what `yunion-mps-daemon --adopt` does with the process, on a host with just the plan's GPUs."""
-
-    def take(plan: DomainPlan, process: Process) -> None:
-        record_order(order_to_adopt(process.pid, environment_of(process.pid), plan.gpu_uuids, plan))
-
-    return take
+    record_order(order_for(plan, process))
 
 
-def test_an_adopted_one_goes_on_with_its_pid_and_our_limits(
-    run_domain: RunDomain, plan: DomainPlan, start_control: StartControl, program: str, adopt: Adopt
-) -> None:
-    stranger = start_control(plan, theirs(plan))
-    assert running_here(plan) == []
-    adopt(plan, stranger)
-    run = run_domain().start().until(READY)
+def test_an_adopted_one_goes_on_with_its_pid_and_our_limits(bench: Bench) -> None:
+    stranger = bench.control(environment=theirs(bench.plan))
+    assert running_here(bench.plan) == []
+    adopt(bench.plan, stranger)
+    run = bench.domain().start().until(READY)
     assert run.pid == stranger.pid
     assert run.pending == ""
     asked = ["get_default_device_pinned_mem_limit 0", "get_default_active_thread_percentage"]
-    assert converse(program, plan, *asked) == ["5G", "25.0"]
-    assert running_here(plan) == [(stranger.pid, plan.gpu_uuids)], "the next daemon knows it too"
-    run.domain.stop(run.clock.now_s, spare_adopted=True)
-    again = run_domain().start().until(READY)
+    assert bench.ask(*asked) == ["5G", "25.0"]
+    assert running_here(bench.plan) == [(stranger.pid, bench.plan.gpu_uuids)], "the next daemon knows it too"
+    run.domain.stop(run.now_s, spare_adopted=True)
+    again = bench.domain().start().until(READY)
     assert again.pid == stranger.pid
     again.stop().until(STOPPED)
     assert stranger.status() is not None, "a stop ends it like one that we started"
-    assert running_here(plan) == []
+    assert running_here(bench.plan) == []
 
 
-def test_its_server_keeps_what_it_has_and_the_next_one_gets_ours(
-    run_domain: RunDomain, plan: DomainPlan, start_control: StartControl, adopt: Adopt, jobs: Jobs
-) -> None:
-    environment = theirs(plan, PATH=f"{jobs.stand_ins.folder}:{os.environ['PATH']}")
-    stranger = start_control(plan, environment)
-    job = jobs.begin()
-    adopt(plan, stranger)
-    run = run_domain(its_program=jobs.program).start().until(READY)
+def test_its_server_keeps_what_it_has_and_the_next_one_gets_ours(bench: Bench) -> None:
+    environment = theirs(bench.plan, PATH=f"{bench.jobs.stand_ins.folder}:{os.environ['PATH']}")
+    stranger = bench.control(environment=environment)
+    job = bench.jobs.begin()
+    adopt(bench.plan, stranger)
+    run = bench.serving()
     assert run.pid == stranger.pid
     (server,) = run.domain.server_pids()
     assert run.domain.in_effect.old_servers == (server,)
     assert f"its MPS server (PID {server})" in run.pending
-    another = jobs.begin()  # joins it
-    jobs.end(job, another)
+    another = bench.jobs.begin()  # joins it
+    bench.jobs.end(job, another)
     run.domain.note_use(in_use=False)
     run.until_it(lambda: run.turn(0.5).pending == "")
     assert run.state == READY
 
 
-def test_servers_that_outlive_an_adopted_one_are_ours_too(
-    plan: DomainPlan, start_control: StartControl, adopt: Adopt, jobs: Jobs
-) -> None:
-    environment = theirs(plan, PATH=f"{jobs.stand_ins.folder}:{os.environ['PATH']}")
-    stranger = start_control(plan, environment)
-    job = jobs.begin()
-    server = int(converse(jobs.program, plan, "get_server_list")[0])
-    noted = order_to_adopt(stranger.pid, environment_of(stranger.pid), plan.gpu_uuids, plan)
+def test_servers_that_outlive_an_adopted_one_are_ours_too(bench: Bench) -> None:
+    environment = theirs(bench.plan, PATH=f"{bench.jobs.stand_ins.folder}:{os.environ['PATH']}")
+    stranger = bench.control(environment=environment)
+    job = bench.jobs.begin()
+    server = int(bench.ask("get_server_list")[0])
+    noted = order_for(bench.plan, stranger)
     stranger.kill()
-    assert orphaned_servers(plan.pipe_directory) == []
+    assert orphaned_servers(bench.plan.pipe_directory) == []
     record_order(noted)
-    assert orphaned_servers(plan.pipe_directory) == [server]
-    assert orphaned_servers(f"{plan.pipe_directory}2") == []
+    assert orphaned_servers(bench.plan.pipe_directory) == [server]
+    assert orphaned_servers(f"{bench.plan.pipe_directory}2") == []
     record_order(noted._replace(started_ticks=1 << 60))  # of a later one
-    assert orphaned_servers(plan.pipe_directory) == []
-    jobs.end(job)
+    assert orphaned_servers(bench.plan.pipe_directory) == []
+    bench.jobs.end(job)
     os.kill(server, signal.SIGKILL)
 
 
-def test_what_was_written_down_holds_for_that_process_alone(
-    plan: DomainPlan, start_control: StartControl, adopt: Adopt, program: str
-) -> None:
-    stranger = start_control(plan, theirs(plan))
-    adopt(plan, stranger)
+def test_what_was_written_down_holds_for_that_process_alone(bench: Bench) -> None:
+    stranger = bench.control(environment=theirs(bench.plan))
+    adopt(bench.plan, stranger)
     noted = adoption_order(stranger.pid)
     assert noted is not None
     record_order(
@@ -111,14 +105,14 @@ def test_what_was_written_down_holds_for_that_process_alone(
     )  # as where its PID is another's by now
     assert adoption_order(stranger.pid) is None
     with pytest.raises(HostError, match="not started by us"):
-        find(plan)
+        find(bench.plan)
     record_order(noted._replace(pipe_directory="/elsewhere"))
     with pytest.raises(HostError, match="not started by us"):
-        find(plan)
+        find(bench.plan)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"pid": 1}'])
-def test_a_note_that_is_torn_is_none(place: Path, adopt: Adopt, text: str) -> None:
+def test_a_note_that_is_torn_is_none(place: Path, text: str) -> None:
     file = place / "root/run/yunion-mps/adopted.json"
     file.parent.mkdir(parents=True)
     file.write_text(text)
@@ -135,12 +129,12 @@ def test_a_note_that_is_torn_is_none(place: Path, adopt: Adopt, text: str) -> No
     ],
 )
 def test_one_whose_gpu_order_is_certain_is_adopted(
-    make_plan: MakePlan, limits: tuple[int, ...], environment: dict[str, str], order: tuple[str, ...]
+    bench: Bench, limits: tuple[int, ...], environment: dict[str, str], order: tuple[str, ...]
 ) -> None:
-    plan = make_plan(limits)
+    plan = bench.planned(limits)
     found = order_to_adopt(os.getpid(), theirs(plan, **environment), plan.gpu_uuids, plan)
     assert found.gpu_uuids == order
-    assert found.can_serve(make_plan((5760, 2048)[: len(limits)])) == (limits != (5760, 5760))
+    assert found.can_serve(bench.planned((5760, 2048)[: len(limits)])) == (limits != (5760, 5760))
 
 
 @pytest.mark.parametrize(
@@ -156,9 +150,9 @@ def test_one_whose_gpu_order_is_certain_is_adopted(
     ],
 )
 def test_one_that_cannot_be_adopted_is_refused_with_the_reason(
-    make_plan: MakePlan, environment: dict[str, str], gpus: tuple[str | None, ...], why: str
+    bench: Bench, environment: dict[str, str], gpus: tuple[str | None, ...], why: str
 ) -> None:
-    plan = make_plan((5760, 1024))
+    plan = bench.planned((5760, 1024))
     with pytest.raises(HostError, match=why) as raised:
         order_to_adopt(os.getpid(), theirs(plan, **environment), gpus, plan)
     assert "cannot be adopted: " in raised.value.message
@@ -169,13 +163,11 @@ def test_one_for_all_users_is_not_made_of_one_that_is_not(plan: DomainPlan) -> N
         order_to_adopt(os.getpid(), theirs(plan), plan.gpu_uuids, plan._replace(multiuser=True))
 
 
-def test_an_uncertain_order_refuses_unequal_limits_later_too(
-    make_plan: MakePlan, start_control: StartControl, adopt: Adopt
-) -> None:
-    stranger = start_control(make_plan((5760, 5760)), theirs(make_plan((5760, 5760))))
-    adopt(make_plan((5760, 5760)), stranger)
-    found = find(make_plan((1024, 1024)))
+def test_an_uncertain_order_refuses_unequal_limits_later_too(bench: Bench) -> None:
+    stranger = bench.control(bench.planned((5760, 5760)), theirs(bench.planned((5760, 5760))))
+    adopt(bench.planned((5760, 5760)), stranger)
+    found = find(bench.planned((1024, 1024)))
     assert found is not None
     found.process.close()
     with pytest.raises(HostError, match="their memory limits differ"):
-        find(make_plan((5760, 1024)))
+        find(bench.planned((5760, 1024)))

@@ -23,10 +23,8 @@ from yunion_mps.mps.clients import (
 )
 from yunion_mps.mps.conversation import OccupiedError
 from yunion_mps.mps.log_file import LARGEST_BYTES, LOG_NAME, bound_logs, timestamp_parser
-from yunion_mps.mps.states import READY
 
-from .conftest import HoldFrontEnd, RunDomain
-from .driving import DomainRun, Jobs, stop_process, wait_for
+from .driving import Bench, DomainRun, Jobs, as_root, stop_process, wait_for
 
 OF_535 = """\
 PID       ID        SERVER         DEVICE                    NAMESPACE      COMMAND        
@@ -37,11 +35,6 @@ WITH_STATUS = """\
 PID       ID        SERVER         DEVICE                    NAMESPACE      STATUS    PRIORITY  COMMAND
 28353     1         28354          GPU-7374616e-642d-696e    4026531836     ACTIVE    NORMAL    /bin/python3
 """.splitlines()
-
-
-@pytest.fixture
-def run(jobs: Jobs, run_domain: RunDomain) -> DomainRun:
-    return run_domain(its_program=jobs.program).start().until(READY)
 
 
 def test_the_lists_of_all_releases_are_read_by_their_headers() -> None:
@@ -87,12 +80,12 @@ def test_a_client_that_is_none_cannot_be_terminated(run: DomainRun, jobs: Jobs, 
         terminate(jobs.program, plan, server, os.getpid())
 
 
-def test_a_servers_state_is_known_if_the_release_tells_it(
-    run: DomainRun, jobs: Jobs, plan: DomainPlan
-) -> None:
-    jobs.begin()
+def test_a_servers_state_is_known_if_the_release_tells_it(run: DomainRun, bench: Bench) -> None:
+    bench.jobs.begin()
     (server,) = run.domain.server_pids()
-    assert server_state(jobs.program, plan, server) == ("ACTIVE" if jobs.stand_ins.asked else None)
+    assert server_state(bench.jobs.program, bench.plan, server) == (
+        "ACTIVE" if bench.jobs.stand_ins.asked else None
+    )
 
 
 def test_a_stopped_server_is_not_asked_for_its_clients(run: DomainRun, jobs: Jobs, plan: DomainPlan) -> None:
@@ -110,23 +103,20 @@ def test_a_stopped_server_is_not_asked_for_its_clients(run: DomainRun, jobs: Job
     os.kill(server, signal.SIGCONT)
 
 
-def test_while_another_front_end_is_connected_nothing_is_known(
-    run: DomainRun, jobs: Jobs, plan: DomainPlan, hold_front_end: HoldFrontEnd
-) -> None:
-    client = jobs.begin()
+def test_while_another_front_end_is_connected_nothing_is_known(run: DomainRun, bench: Bench) -> None:
+    client = bench.jobs.begin()
     (server,) = run.domain.server_pids()
-    hold_front_end(plan)
+    bench.hold_front_end()
     for _ in range(5):
         with pytest.raises(OccupiedError, match=r"connected to it: PID \d+ \(nvidia-cuda-mps, root\)"):
-            clients_of(jobs.program, plan, run.pid)
+            clients_of(bench.jobs.program, bench.plan, run.pid)
         with pytest.raises(OccupiedError):
-            terminate(jobs.program, plan, server, client.pid)
+            terminate(bench.jobs.program, bench.plan, server, client.pid)
 
 
 STAMP = b"[2026-11-20 17:27:51.516 Control   305] "
 PUT_OFF = b"NEW CLIENT %d from user %d: Server is not ready, push client to pending list"
 START, IS_READY = b"Starting new server 558 for user 1234", b"NEW SERVER 558: Ready"
-as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be two users")
 
 
 def pending(log: bytes) -> dict[int, tuple[int, float]]:
@@ -149,33 +139,31 @@ def _in_another_zone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @as_root
 @pytest.mark.usefixtures("_in_another_zone")
-def test_a_waiting_client_is_listed_until_it_has_its_server(
-    jobs: Jobs, run_domain: RunDomain, plan: DomainPlan
-) -> None:
-    run = run_domain(its_program=jobs.program).start().until(READY)
+def test_a_waiting_client_is_listed_until_it_has_its_server(bench: Bench) -> None:
+    run = bench.serving()
     now_s = time.time()
-    first = jobs.begin()
+    first = bench.jobs.begin()
     (server,) = run.domain.server_pids()
-    assert waiting_clients(plan, [server]) == []
-    other = jobs.wait(uid=1234)
-    wait_for(lambda: len(waiting_clients(plan, [server])) == 1)
-    (waiter,) = waiting_clients(plan, [server])
+    assert waiting_clients(bench.plan, [server]) == []
+    other = bench.jobs.wait(uid=1234)
+    wait_for(lambda: len(waiting_clients(bench.plan, [server])) == 1)
+    (waiter,) = waiting_clients(bench.plan, [server])
     assert waiter == WaitingClient(other.pid, 1234, waiter.since_s, server)
     assert now_s - 2 < waiter.since_s <= time.time()
-    assert waiting_clients(plan._replace(multiuser=True), [server]) == []
-    jobs.end(first)
+    assert waiting_clients(bench.plan._replace(multiuser=True), [server]) == []
+    bench.jobs.end(first)
     assert other.says() == "attached"
-    assert waiting_clients(plan, run.domain.server_pids()) == []
+    assert waiting_clients(bench.plan, run.domain.server_pids()) == []
 
 
 @as_root
-def test_who_has_ended_waits_no_more(jobs: Jobs, run_domain: RunDomain, plan: DomainPlan) -> None:
-    run = run_domain(its_program=jobs.program).start().until(READY)
-    jobs.begin()
-    other = jobs.wait(uid=1234)
-    wait_for(lambda: len(waiting_clients(plan, run.domain.server_pids())) == 1)
-    jobs.end(other)
-    assert waiting_clients(plan, run.domain.server_pids()) == []
+def test_who_has_ended_waits_no_more(bench: Bench) -> None:
+    run = bench.serving()
+    bench.jobs.begin()
+    other = bench.jobs.wait(uid=1234)
+    wait_for(lambda: len(waiting_clients(bench.plan, run.domain.server_pids())) == 1)
+    bench.jobs.end(other)
+    assert waiting_clients(bench.plan, run.domain.server_pids()) == []
 
 
 @pytest.mark.parametrize("served", [START, IS_READY])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import pytest
 from yunion_mps.errors import ControlError, HostError
@@ -17,8 +17,7 @@ from yunion_mps.mps.processes import PROGRAM, client_variables, find_control_pro
 from yunion_mps.planning import decimal
 from yunion_mps.planning.division import thread_percentage
 
-from .conftest import MakePlan, StartControl
-from .driving import converse
+from .driving import Bench, converse
 
 
 def check_setting(plan: DomainPlan, answer: Sequence[str]) -> None:
@@ -30,24 +29,22 @@ def check_setting(plan: DomainPlan, answer: Sequence[str]) -> None:
 NO_DEVICE = "no device is served without its limits; look at the end of the control daemon's log"
 
 
-def test_the_peer_of_a_pipe_directory_is_the_control_daemon_itself(
-    plan: DomainPlan, start_control: StartControl
-) -> None:
-    process = start_control(plan)
-    assert peer_of(plan.pipe_directory) == Peer(process.pid, os.getuid())
+def test_the_peer_of_a_pipe_directory_is_the_control_daemon_itself(bench: Bench) -> None:
+    process = bench.control()
+    assert peer_of(bench.plan.pipe_directory) == Peer(process.pid, os.getuid())
 
 
-def test_there_is_no_peer_without_a_control_daemon(plan: DomainPlan, start_control: StartControl) -> None:
-    assert peer_of(plan.pipe_directory) is None
-    start_control(plan).kill()
-    assert os.path.exists(f"{plan.pipe_directory}/control"), "the socket stays behind"
-    assert peer_of(plan.pipe_directory) is None
+def test_there_is_no_peer_without_a_control_daemon(bench: Bench) -> None:
+    assert peer_of(bench.plan.pipe_directory) is None
+    bench.control().kill()
+    assert os.path.exists(f"{bench.plan.pipe_directory}/control"), "the socket stays behind"
+    assert peer_of(bench.plan.pipe_directory) is None
 
 
-def test_a_stopped_control_daemon_is_still_the_peer(plan: DomainPlan, start_control: StartControl) -> None:
-    process = start_control(plan)
+def test_a_stopped_control_daemon_is_still_the_peer(bench: Bench) -> None:
+    process = bench.control()
     process.signal(signal.SIGSTOP)
-    peer = peer_of(plan.pipe_directory)
+    peer = peer_of(bench.plan.pipe_directory)
     assert peer is not None
     assert peer.pid == process.pid
 
@@ -67,47 +64,37 @@ def test_finding_the_peer_does_not_wait_for_a_full_queue(plan: DomainPlan) -> No
             connection.close()
 
 
-def test_limits_of_many_gpus_are_set_and_read_back_in_one_conversation(
-    make_plan: MakePlan, start_control: StartControl, program: str
-) -> None:
-    plan = make_plan(tuple(1000 + 700 * index for index in range(32)), 12.5)
-    start_control(plan)
-    answer = converse(program, plan, *limits.set_commands(plan), *limits.get_commands(plan))
+def test_limits_of_many_gpus_are_set_and_read_back_in_one_conversation(bench: Bench) -> None:
+    plan = bench.planned(tuple(1000 + 700 * index for index in range(32)), 12.5)
+    bench.control(plan)
+    answer = bench.ask(*limits.set_commands(plan), *limits.get_commands(plan))
     check_setting(plan, answer)
     assert answer[0] == "12.5"
 
 
-def test_a_limit_that_the_control_daemon_ignores_is_noticed(
-    make_plan: MakePlan, start_control: StartControl, program: str
-) -> None:
+def test_a_limit_that_the_control_daemon_ignores_is_noticed(bench: Bench) -> None:
     """It keeps the memory limits of 32 devices, and says nothing to one for a 33rd."""
-    plan = make_plan((5760,) * 33)
-    start_control(plan)
-    answer = converse(program, plan, *limits.set_commands(plan), *limits.get_commands(plan))
+    plan = bench.planned((5760,) * 33)
+    bench.control(plan)
+    answer = bench.ask(*limits.set_commands(plan), *limits.get_commands(plan))
     with pytest.raises(ControlError, match="the memory limit of device 32 is not in effect"):
         check_setting(plan, answer)
 
 
 @pytest.mark.parametrize("memory_mib", [1, 9, 512, 1023, 1024, 1025, 1535, 2047, 2048, 5760, 143771])
-def test_memory_limits_are_shown_as_the_control_daemon_shows_them(
-    make_plan: MakePlan, start_control: StartControl, program: str, memory_mib: int
-) -> None:
-    plan = make_plan((memory_mib,))
-    start_control(plan)
+def test_memory_limits_are_shown_as_the_control_daemon_shows_them(bench: Bench, memory_mib: int) -> None:
+    plan = bench.planned((memory_mib,))
+    bench.control(plan)
     set_it = f"set_default_device_pinned_mem_limit 0 {memory_mib}M"
-    assert converse(program, plan, set_it, "get_default_device_pinned_mem_limit 0") == [
-        limits.memory_text(memory_mib)
-    ]
+    assert bench.ask(set_it, "get_default_device_pinned_mem_limit 0") == [limits.memory_text(memory_mib)]
 
 
-def test_every_percentage_that_a_plan_can_have_is_kept_as_it_was_set(
-    plan: DomainPlan, start_control: StartControl, program: str
-) -> None:
-    start_control(plan)
+def test_every_percentage_that_a_plan_can_have_is_kept_as_it_was_set(bench: Bench) -> None:
+    bench.control()
     wanted = {thread_percentage(policy, n) for policy in ("equal", "double", "none") for n in range(1, 1001)}
     ordered = sorted(wanted)
     commands = [f"set_default_active_thread_percentage {decimal(value)}" for value in ordered]
-    assert converse(program, plan, *commands) == [f"{value:.1f}" for value in ordered]
+    assert bench.ask(*commands) == [f"{value:.1f}" for value in ordered]
 
 
 MORE = "the control daemon answers more than was asked for: "
@@ -115,8 +102,8 @@ RIGHT = ["25.0", "5G", "25.0", "512M", "25.0"]
 
 
 @pytest.fixture
-def two_gpus(make_plan: MakePlan) -> DomainPlan:
-    return make_plan((5760, 512))
+def two_gpus(bench: Bench) -> DomainPlan:
+    return bench.planned((5760, 512))
 
 
 def test_the_right_answer_is_accepted(two_gpus: DomainPlan) -> None:
@@ -173,13 +160,15 @@ def test_no_line_of_the_right_answer_can_be_missing_doubled_or_other(two_gpus: D
                     check_setting(two_gpus, wrong)
 
 
-def test_a_stopped_control_daemon_is_given_up_at_the_deadline(
-    plan: DomainPlan, start_control: StartControl, program: str
-) -> None:
-    start_control(plan).signal(signal.SIGSTOP)
+def test_a_stopped_control_daemon_is_given_up_at_the_deadline(bench: Bench) -> None:
+    bench.control().signal(signal.SIGSTOP)
     before = sorted(os.listdir("/proc/self/fd"))
     conversation = Conversation(
-        program, plan.pipe_directory, [*limits.set_commands(plan), *limits.get_commands(plan)], 100.0, 5.0
+        bench.program,
+        bench.plan.pipe_directory,
+        [*limits.set_commands(bench.plan), *limits.get_commands(bench.plan)],
+        100.0,
+        5.0,
     )
     assert conversation.deadline_s == 105.0
     assert conversation.poll(100.0) is None
@@ -193,40 +182,34 @@ def test_a_stopped_control_daemon_is_given_up_at_the_deadline(
     assert sorted(os.listdir("/proc/self/fd")) == before, "the front-end and its pipe are gone"
 
 
-def test_without_a_control_daemon_the_front_ends_words_are_the_error(plan: DomainPlan, program: str) -> None:
-    os.makedirs(plan.pipe_directory)
+def test_without_a_control_daemon_the_front_ends_words_are_the_error(bench: Bench) -> None:
+    os.makedirs(bench.plan.pipe_directory)
     with pytest.raises(ControlError) as caught:
-        converse(program, plan, "get_server_list")
+        bench.ask("get_server_list")
     assert caught.value.message.startswith(
         "nvidia-cuda-mps-control said: Cannot find MPS control daemon process"
     )
 
 
-def test_a_front_end_that_fails_without_a_word_is_told_by_its_status(
-    plan: DomainPlan, write_program: Callable[[str], str]
-) -> None:
+def test_a_front_end_that_fails_without_a_word_is_told_by_its_status(bench: Bench) -> None:
     with pytest.raises(ControlError) as caught:
-        converse(write_program("exit 7"), plan, "get_server_list")
+        converse(bench.script("exit 7"), bench.plan, "get_server_list")
     assert caught.value.message == "nvidia-cuda-mps-control said: status 7"
 
 
-def test_an_answer_s_lines_have_no_control_characters(
-    plan: DomainPlan, write_program: Callable[[str], str]
-) -> None:
+def test_an_answer_s_lines_have_no_control_characters(bench: Bench) -> None:
     """`ps` quotes the commands of its clients."""
     words = r"printf 'a\033[2J\302\2055\nb\r\nc\0\377'"
     lines = ["a\\x1b[2J\\x855", "b", "c\\x00\ufffd"]
-    assert converse(write_program(words), plan, "ps") == lines
+    assert converse(bench.script(words), bench.plan, "ps") == lines
     with pytest.raises(ControlError) as caught:
-        converse(write_program(f"{words}; exit 7"), plan, "ps")
+        converse(bench.script(f"{words}; exit 7"), bench.plan, "ps")
     assert caught.value.message == "nvidia-cuda-mps-control said: " + "\n".join(lines)
 
 
-def test_an_endless_answer_is_cut_and_ends_at_the_deadline(
-    plan: DomainPlan, write_program: Callable[[str], str]
-) -> None:
-    program = write_program("exec yes")
-    conversation = Conversation(program, plan.pipe_directory, ["get_server_list"], 0.0, 5.0)
+def test_an_endless_answer_is_cut_and_ends_at_the_deadline(bench: Bench) -> None:
+    program = bench.script("exec yes")
+    conversation = Conversation(program, bench.plan.pipe_directory, ["get_server_list"], 0.0, 5.0)
     for _ in range(3):
         assert conversation.poll(1.0) is None
     with pytest.raises(ControlError, match="within 5 s"):
@@ -241,13 +224,13 @@ def test_a_front_end_that_cannot_be_started_leaves_no_pipe_behind(plan: DomainPl
 
 
 def test_the_front_ends_environment_is_built_from_nothing(
-    plan: DomainPlan, write_program: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", "/somewhere/else")
     monkeypatch.setenv("NOTIFY_SOCKET", "/run/systemd/notify")
-    answer = converse(write_program("exec /usr/bin/env"), plan, "quit")
+    answer = converse(bench.script("exec /usr/bin/env"), bench.plan, "quit")
     assert dict(line.split("=", 1) for line in answer) == {
-        **client_variables(plan.pipe_directory),
+        **client_variables(bench.plan.pipe_directory),
         "PWD": os.getcwd(),
     }
 

@@ -5,10 +5,7 @@ from __future__ import annotations
 import errno
 import socket
 import struct
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from yunion_mps.host.proc import name_of
@@ -16,32 +13,22 @@ from yunion_mps.models import DomainPlan
 from yunion_mps.mps import diagnosis
 from yunion_mps.mps.diagnosis import front_end_at, why_silent
 
-from .conftest import HoldFrontEnd, StartControl
-from .driving import stop_process, wait_for
+from .driving import Bench, silent_process, stop_process, wait_for
 from .kernel import SOCKET, refusing
 
 NLMSG_ERROR = 2
-CONNECT = (
-    "import socket, sys; s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET); "
-    "s.connect(sys.argv[1]); print(flush=True); input()"
-)
 
 
 @pytest.fixture
-def control_pid(plan: DomainPlan, start_control: StartControl) -> int:
-    return start_control(plan).pid
+def control_pid(bench: Bench) -> int:
+    return bench.control().pid
 
 
 @pytest.fixture
 def other(plan: DomainPlan, control_pid: int) -> Iterator[int]:
     """A process that has connected and says nothing; its PID."""
-    argv = [sys.executable, "-Ic", CONNECT, f"{plan.pipe_directory}/control"]
-    with subprocess.Popen(argv, stdin=-1, stdout=-1) as process:
-        assert process.stdout is not None
-        process.stdout.readline()
-        wait_for(lambda: process.pid in diagnosis._connections(plan.pipe_directory))
-        yield process.pid
-        process.kill()
+    with silent_process(plan.pipe_directory) as pid:
+        yield pid
 
 
 def test_no_process_is_named_if_nothing_is_seen(plan: DomainPlan, control_pid: int) -> None:
@@ -49,20 +36,18 @@ def test_no_process_is_named_if_nothing_is_seen(plan: DomainPlan, control_pid: i
     assert why_silent(1 << 22, "/no/such/place") == ""
 
 
-def test_a_process_that_is_connected_and_silent_is_named(
-    plan: DomainPlan, control_pid: int, other: int
-) -> None:
-    assert why_silent(control_pid, plan.pipe_directory) == (
+def test_a_process_that_is_connected_and_silent_is_named(bench: Bench, control_pid: int, other: int) -> None:
+    assert why_silent(control_pid, bench.plan.pipe_directory) == (
         f"PID {other} ({name_of(other)}, root) is connected to it and says nothing: "
         "all others wait for that process"
     )
 
 
 def test_a_process_that_is_connected_and_stopped_is_named_so(
-    plan: DomainPlan, control_pid: int, other: int
+    bench: Bench, control_pid: int, other: int
 ) -> None:
     stop_process(other)
-    assert why_silent(control_pid, plan.pipe_directory).startswith(
+    assert why_silent(control_pid, bench.plan.pipe_directory).startswith(
         f"PID {other} ({name_of(other)}, root) is connected to it and was stopped"
     )
 
@@ -73,20 +58,16 @@ def test_a_stopped_control_daemon_is_its_own_cause(plan: DomainPlan, control_pid
     assert why == "it was stopped by a signal (SIGSTOP) or a debugger"
 
 
-def test_an_open_front_end_is_named_and_not_blamed_for_silence(
-    plan: DomainPlan, control_pid: int, hold_front_end: HoldFrontEnd
-) -> None:
-    leave = hold_front_end(plan)
-    assert front_end_at(plan.pipe_directory).endswith("(nvidia-cuda-mps, root)")
-    assert why_silent(control_pid, plan.pipe_directory) == ""
+def test_an_open_front_end_is_named_and_not_blamed_for_silence(bench: Bench, control_pid: int) -> None:
+    leave = bench.hold_front_end()
+    assert front_end_at(bench.plan.pipe_directory).endswith("(nvidia-cuda-mps, root)")
+    assert why_silent(control_pid, bench.plan.pipe_directory) == ""
     leave()
-    wait_for(lambda: front_end_at(plan.pipe_directory) == "")
+    wait_for(lambda: front_end_at(bench.plan.pipe_directory) == "")
 
 
-def test_a_process_that_is_connected_elsewhere_is_not_named(
-    plan: DomainPlan, other: int, place: Path
-) -> None:
-    assert diagnosis._connections(str(place)) == {}
+def test_a_process_that_is_connected_elsewhere_is_not_named(bench: Bench, other: int) -> None:
+    assert diagnosis._connections(str(bench.place)) == {}
 
 
 def test_the_search_is_given_up_in_time(plan: DomainPlan, control_pid: int, other: int) -> None:

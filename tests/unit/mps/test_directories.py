@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import resource
 import socket
+import stat
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from yunion_mps.errors import HostError
 from yunion_mps.mps.directories import check_entries, make_directory, open_log, set_access
 
-from unit.mps.hostile import STRANGER, everything_below, make, mode_of
+from .driving import STRANGER, Bench, no_descriptor_left
 
 LIMITS = (
     "check the limits on memory, files, processes and threads: "
@@ -22,6 +21,26 @@ LIMITS = (
 )
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to another user")
+
+
+def make(path: Path) -> Path:
+    """Make it as the domain does, and close it."""
+    os.close(make_directory(str(path)))
+    return path
+
+
+def mode_of(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def everything_below(path: Path) -> dict[str, tuple[object, ...]]:
+    """Each name below with all that can be changed of it."""
+    found: dict[str, tuple[object, ...]] = {}
+    for inner in sorted(path.rglob("*")):
+        info = inner.lstat()
+        text = inner.read_bytes() if inner.is_file() and not inner.is_symlink() else b""
+        found[str(inner)] = (info.st_mode, info.st_uid, info.st_gid, info.st_ino, info.st_mtime_ns, text)
+    return found
 
 
 @pytest.fixture
@@ -108,17 +127,6 @@ def test_a_made_directory_can_be_entered_whatever_the_umask_is(tmp: Path) -> Non
     finally:
         os.umask(before)
     assert mode_of(tmp / "mps/pipe") == 0o755
-
-
-@contextlib.contextmanager
-def no_descriptor_left() -> Iterator[None]:
-    """As if this process may open nothing more."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_a_shortage_of_descriptors_is_an_error_of_its_own(tmp: Path) -> None:
@@ -251,20 +259,20 @@ def put_directory(path: Path) -> None:
 
 @pytest.mark.parametrize("put", [put_file, put_socket, put_directory, os.mkfifo])
 def test_something_of_a_stranger_in_the_directory_is_refused(
-    place: Path, put: Callable[[Path], None]
+    bench: Bench, put: Callable[[Path], None]
 ) -> None:
-    descriptor = make_directory(str(place / "pipe"))
-    put(place / "pipe/control")
-    check_entries(descriptor, str(place / "pipe"))
-    os.chown(place / "pipe/control", STRANGER, STRANGER)
-    before = everything_below(place)
+    descriptor = make_directory(str(bench.place / "pipe"))
+    put(bench.place / "pipe/control")
+    check_entries(descriptor, str(bench.place / "pipe"))
+    os.chown(bench.place / "pipe/control", STRANGER, STRANGER)
+    before = everything_below(bench.place)
     with pytest.raises(HostError) as caught:
-        check_entries(descriptor, str(place / "pipe"))
+        check_entries(descriptor, str(bench.place / "pipe"))
     os.close(descriptor)
-    assert caught.value.message == f"{place}/pipe/control belongs to another user (nobody)"
-    control = f"{place}/pipe/control"
+    assert caught.value.message == f"{bench.place}/pipe/control belongs to another user (nobody)"
+    control = f"{bench.place}/pipe/control"
     assert caught.value.hint == f"look at it (ls -la {control}); remove it, or choose another directory"
-    assert everything_below(place) == before
+    assert everything_below(bench.place) == before
 
 
 def test_a_symlink_in_the_directory_is_refused_even_when_it_is_ours(place: Path) -> None:

@@ -8,12 +8,11 @@ import signal
 from pathlib import Path
 
 import pytest
-from yunion_mps.models import DomainPlan
+from yunion_mps.host.proc import environment_of
 from yunion_mps.mps.conversation import peer_of
 from yunion_mps.mps.states import APPLYING, BACKOFF, FAILED, READY, STARTING, STOPPED, STOPPING
 
-from .conftest import RunDomain, WriteProgram
-from .driving import DomainRun, converse, silent_connection, stop_process
+from .driving import Bench, silent_connection, stop_process
 
 
 def is_gone(pid: int) -> bool:
@@ -24,69 +23,58 @@ def is_gone(pid: int) -> bool:
     return False
 
 
-def environment_of(pid: int) -> dict[str, str]:
-    words = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
-    return dict(word.split("=", 1) for word in words if word)
-
-
-def test_it_is_ready_with_its_limits_in_effect(run_domain: RunDomain, plan: DomainPlan, program: str) -> None:
-    run = run_domain().start().until(READY)
+def test_it_is_ready_with_its_limits_in_effect(bench: Bench) -> None:
+    run = bench.domain().start().until(READY)
     assert run.states == [STOPPED, STARTING, APPLYING, READY]
     assert run.reasons == [
         "started; it does not answer yet",
         "its limits are being set and read back",
         "",
     ]
-    answer = converse(
-        program, plan, "get_default_device_pinned_mem_limit 0", "get_default_active_thread_percentage"
-    )
+    answer = bench.ask("get_default_device_pinned_mem_limit 0", "get_default_active_thread_percentage")
     assert answer == ["5G", "25.0"]
     assert run.turn(1).tick() == pytest.approx(9), "from then on it is looked at every ten seconds"
 
 
 def test_the_control_daemons_environment_is_built_from_nothing(
-    run_domain: RunDomain, plan: DomainPlan, program: str, monkeypatch: pytest.MonkeyPatch
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("NOTIFY_SOCKET", "CUDA_VISIBLE_DEVICES", "LD_PRELOAD_X", "CUDA_MPS_PIPE_DIRECTORY"):
         monkeypatch.setenv(name, "ours")
-    run = run_domain().start().until(READY)
+    plan = bench.planned((5760, 1024))
+    run = bench.domain(plan).start().until(READY)
     assert environment_of(run.pid) == {
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
         "CUDA_MPS_LOG_DIRECTORY": plan.log_directory,
         "CUDA_MPS_PIPE_DIRECTORY": plan.pipe_directory,
-        "CUDA_VISIBLE_DEVICES": plan.gpu_uuids[0],
+        "CUDA_VISIBLE_DEVICES": ",".join(plan.gpu_uuids),
         "LC_ALL": "C",
-        "PATH": f"{os.path.dirname(program)}:/usr/sbin:/usr/bin:/sbin:/bin",
+        "PATH": f"{os.path.dirname(bench.program)}:/usr/sbin:/usr/bin:/sbin:/bin",
         "YUNION_MPS_DOMAIN": "host",
         "YUNION_MPS_ROOT": os.environ["YUNION_MPS_ROOT"],
     }
 
 
-def test_a_program_that_exits_at_once_is_told_with_its_last_words(
-    run_domain: RunDomain, plan: DomainPlan, write_program: WriteProgram
-) -> None:
-    run = run_domain(its_program=write_program("echo no CUDA here; exit 3")).start()
+def test_a_program_that_exits_at_once_is_told_with_its_last_words(bench: Bench) -> None:
+    run = bench.domain(program=bench.script("echo no CUDA here; exit 3")).start()
     first = run.pid
     run.until(BACKOFF)
-    log = f"{plan.log_directory}/control.log"
+    log = f"{bench.plan.log_directory}/control.log"
     assert run.reasons[1] == f"the control daemon (PID {first}) exited with status 3"
-    assert run.domain.error is not None
-    assert run.domain.error.hint == f"its log is {log}\n  no CUDA here\n  no CUDA here"
+    assert run.error.hint == f"its log is {log}\n  no CUDA here\n  no CUDA here"
     assert READY not in run.states
 
 
-def test_a_program_that_cannot_be_run_fails_with_its_name(run_domain: RunDomain, place: Path) -> None:
-    (place / "broken").write_text("no program")
-    (place / "broken").chmod(0o755)
-    run = run_domain(its_program=str(place / "broken")).start()
+def test_a_program_that_cannot_be_run_fails_with_its_name(bench: Bench) -> None:
+    (bench.place / "broken").write_text("no program")
+    (bench.place / "broken").chmod(0o755)
+    run = bench.domain(program=str(bench.place / "broken")).start()
     assert run.states == [STOPPED, FAILED]
-    assert run.domain.reason == f"{place}/broken cannot be started: Exec format error"
+    assert run.domain.reason == f"{bench.place}/broken cannot be started: Exec format error"
 
 
-def test_a_control_daemon_that_never_answers_is_ended_after_ten_seconds(
-    run_domain: RunDomain, write_program: WriteProgram
-) -> None:
-    run = run_domain(its_program=write_program("exec sleep 1000")).start()
+def test_a_control_daemon_that_never_answers_is_ended_after_ten_seconds(bench: Bench) -> None:
+    run = bench.domain(program=bench.script("exec sleep 1000")).start()
     pid = run.pid
     assert run.turn(9.9).state == STARTING
     run.turn(0.1)
@@ -94,10 +82,8 @@ def test_a_control_daemon_that_never_answers_is_ended_after_ten_seconds(
     assert is_gone(pid)
 
 
-def test_it_asks_less_and_less_often_whether_it_answers(
-    run_domain: RunDomain, write_program: WriteProgram
-) -> None:
-    run = run_domain(its_program=write_program("exec sleep 1000")).start()
+def test_it_asks_less_and_less_often_whether_it_answers(bench: Bench) -> None:
+    run = bench.domain(program=bench.script("exec sleep 1000")).start()
     waits = [run.tick() or 0.0 for _ in range(20)]
     assert waits == sorted(waits)
     assert waits[0] < 0.001
@@ -117,22 +103,18 @@ PERCENTAGE = "the thread percentage is not in effect: it was set to 25.0, and th
         ("s/25.0/100.0/", f"{PERCENTAGE}'100.0'"),
     ],
 )
-def test_limits_that_are_read_back_wrong_are_never_ready(
-    run_domain: RunDomain, program: str, write_program: WriteProgram, change: str, message: str
-) -> None:
-    wrong = write_program(f'[ "$1" = -f ] && exec {program} -f; {program} | sed "{change}"')
-    run = run_domain(its_program=wrong).start().until(BACKOFF)
+def test_limits_that_are_read_back_wrong_are_never_ready(bench: Bench, change: str, message: str) -> None:
+    wrong = bench.script(f'[ "$1" = -f ] && exec {bench.program} -f; {bench.program} | sed "{change}"')
+    run = bench.domain(program=wrong).start().until(BACKOFF)
     assert READY not in run.states
     assert run.domain.reason == message
     assert run.domain.status().pid is None, "a control daemon of ours without its limits serves nobody"
-    write_program(f"exec {program} $1")
+    bench.script(f"exec {bench.program} $1")
     assert run.turn(1).until(READY).domain.error is None
 
 
-def test_it_is_started_again_at_once_then_later_and_later(
-    run_domain: RunDomain, write_program: WriteProgram
-) -> None:
-    run = run_domain(its_program=write_program("exit 3")).start()
+def test_it_is_started_again_at_once_then_later_and_later(bench: Bench) -> None:
+    run = bench.domain(program=bench.script("exit 3")).start()
     run.until(BACKOFF)
     assert run.states[1:4] == [STARTING, BACKOFF, STARTING], "the first new start is immediate"
     for wait_s in (1, 2, 4, 8, 16, 32):
@@ -145,78 +127,65 @@ def test_it_is_started_again_at_once_then_later_and_later(
     assert run.domain.restarts == 8
 
 
-def test_one_that_keeps_dying_has_failed_and_is_tried_every_minute(
-    run_domain: RunDomain, plan: DomainPlan, program: str, write_program: WriteProgram
-) -> None:
-    run = run_domain(its_program=write_program("echo no CUDA here; exit 3")).start()
+def test_one_that_keeps_dying_has_failed_and_is_tried_every_minute(bench: Bench) -> None:
+    run = bench.domain(program=bench.script("echo no CUDA here; exit 3")).start()
     while run.state != FAILED:
         run.until(BACKOFF, FAILED).turn(60)
-    assert run.domain.error is not None
-    log = f"{plan.log_directory}/control.log"
-    assert run.domain.error.hint.splitlines()[:2] == [f"its log is {log}", "  no CUDA here"]
+    log = f"{bench.plan.log_directory}/control.log"
+    assert run.error.hint.splitlines()[:2] == [f"its log is {log}", "  no CUDA here"]
     events = len(run.events)
     for _ in range(3):
         assert run.turn(59.5).state == FAILED
         run.turn(0.5).until(FAILED)
     assert len(run.events) == events + 3 * len([STARTING, FAILED])
-    write_program(f"exec {program} $1")
+    bench.script(f"exec {bench.program} $1")
     run.turn(59.5)
     assert run.turn(0.5).until(READY).domain.error is None
 
 
-def kill_control_daemon(run: DomainRun) -> DomainRun:
-    os.kill(run.pid, signal.SIGKILL)
-    run.until_ended().tick()
-    return run
-
-
-def test_a_control_daemon_that_dies_is_replaced_with_its_limits(
-    run_domain: RunDomain, plan: DomainPlan, program: str
-) -> None:
-    run = run_domain().start().until(READY)
+def test_a_control_daemon_that_dies_is_replaced_with_its_limits(bench: Bench) -> None:
+    run = bench.domain().start().until(READY)
     first = run.pid
-    kill_control_daemon(run).until(READY)
+    run.kill().until(READY)
     assert run.pid != first
     assert run.domain.restarts == 1
     assert f"the control daemon (PID {first}) was killed by signal 9" in run.reasons[3]
-    assert converse(program, plan, "get_default_device_pinned_mem_limit 0") == ["5G"]
+    assert bench.ask("get_default_device_pinned_mem_limit 0") == ["5G"]
 
 
-def test_earlier_deaths_count_no_more_after_a_minute_of_service(run_domain: RunDomain) -> None:
-    run = run_domain().start().until(READY)
-    kill_control_daemon(run).until(READY)
-    run.clock.now_s += 59
-    assert kill_control_daemon(run).tick() == pytest.approx(1)
+def test_earlier_deaths_count_no_more_after_a_minute_of_service(bench: Bench) -> None:
+    run = bench.domain().start().until(READY)
+    run.kill().until(READY)
+    run.now_s += 59
+    assert run.kill().tick() == pytest.approx(1)
     run.turn(1).until(READY)
-    run.clock.now_s += 60
-    assert kill_control_daemon(run).state != BACKOFF
+    run.now_s += 60
+    assert run.kill().state != BACKOFF
 
 
-def test_its_log_is_continued_by_the_next_one(run_domain: RunDomain, plan: DomainPlan) -> None:
-    log = Path(plan.log_directory) / "control.log"
-    run_domain().start().until(READY).stop().until(STOPPED)
+def test_its_log_is_continued_by_the_next_one(bench: Bench) -> None:
+    log = Path(bench.plan.log_directory) / "control.log"
+    bench.domain().start().until(READY).stop().until(STOPPED)
     first = log.read_text()
     assert first
-    run_domain().start().until(READY).stop().until(STOPPED)
+    bench.domain().start().until(READY).stop().until(STOPPED)
     assert log.read_text().startswith(first)
     assert len(log.read_text()) > len(first)
 
 
-def test_a_stop_ends_the_control_daemon_without_any_time_passing(
-    run_domain: RunDomain, plan: DomainPlan
-) -> None:
-    run = run_domain().start().until(READY)
+def test_a_stop_ends_the_control_daemon_without_any_time_passing(bench: Bench) -> None:
+    run = bench.domain().start().until(READY)
     pid = run.pid
     run.stop()
     assert (run.state, run.domain.reason) == (STOPPING, "waiting up to 10 s for its clients to end")
     run.until(STOPPED)
     assert is_gone(pid)
-    assert peer_of(plan.pipe_directory) is None
+    assert peer_of(bench.plan.pipe_directory) is None
     assert run.domain.descriptors() == []
 
 
-def test_a_stop_of_what_has_stopped_or_is_stopping_changes_nothing(run_domain: RunDomain) -> None:
-    run = run_domain().start().until(READY).stop()
+def test_a_stop_of_what_has_stopped_or_is_stopping_changes_nothing(bench: Bench) -> None:
+    run = bench.domain().start().until(READY).stop()
     before = list(run.states)
     assert run.stop().states == before
     run.until(STOPPED)
@@ -225,12 +194,12 @@ def test_a_stop_of_what_has_stopped_or_is_stopping_changes_nothing(run_domain: R
 
 
 def test_a_hanging_control_daemon_is_ended_by_sigterm_and_then_sigkill(
-    run_domain: RunDomain, plan: DomainPlan, caplog: pytest.LogCaptureFixture
+    bench: Bench, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING, "yunion_mps.mps")
-    run = run_domain().start().until(READY)
+    run = bench.domain().start().until(READY)
     pid = run.pid
-    with silent_connection(plan):
+    with silent_connection(bench.plan):
         run.stop()
         stop_process(pid)
         assert run.tick() == pytest.approx(1), "all processes are searched once, a second after each start"
@@ -248,45 +217,51 @@ def test_a_hanging_control_daemon_is_ended_by_sigterm_and_then_sigkill(
     assert is_gone(pid)
 
 
-def test_a_stopped_control_daemon_is_let_go_on_to_quit(run_domain: RunDomain, plan: DomainPlan) -> None:
-    run = run_domain().start().until(READY)
+def test_a_stopped_control_daemon_is_let_go_on_to_quit(bench: Bench) -> None:
+    run = bench.domain().start().until(READY)
     stop_process(run.pid)
     run.stop().until(STOPPED)
 
 
-def test_one_that_cannot_be_asked_to_quit_gets_sigterm_at_once(
-    run_domain: RunDomain, write_program: WriteProgram
-) -> None:
+def test_one_that_cannot_be_asked_to_quit_gets_sigterm_at_once(bench: Bench) -> None:
     """A stop while it starts: nothing listens yet, so there is nothing to wait for."""
     script = '[ "$1" = -f ] && exec sleep 1000; echo Cannot find MPS control daemon process; exit 1'
-    run = run_domain(its_program=write_program(script)).start()
+    run = bench.domain(program=bench.script(script)).start()
     run.stop().until(STOPPED)
 
 
-def test_a_front_end_that_hangs_does_not_keep_a_stop_from_ending(
-    run_domain: RunDomain, program: str, write_program: WriteProgram
+def test_one_whose_program_is_gone_gets_sigterm_at_once(
+    bench: Bench, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run = run_domain(its_program=write_program(f"exec {program} $1")).start().until(READY)
-    write_program("exec sleep 1000")
+    program = bench.script(f"exec {bench.program} $1")
+    run = bench.domain(program=program).start().until(READY)
+    os.unlink(program)
+    run.stop().until(STOPPED)
+    assert any("it cannot be asked to quit: " in message for message in caplog.messages)
+
+
+def test_a_front_end_that_hangs_does_not_keep_a_stop_from_ending(bench: Bench) -> None:
+    run = bench.domain(program=bench.script(f"exec {bench.program} $1")).start().until(READY)
+    bench.script("exec sleep 1000")
     run.stop().turn(12).until(STOPPED)
 
 
-def test_a_control_daemon_that_dies_while_it_is_stopped_has_stopped(run_domain: RunDomain) -> None:
-    run = run_domain().start().until(READY)
+def test_a_control_daemon_that_dies_while_it_is_stopped_has_stopped(bench: Bench) -> None:
+    run = bench.domain().start().until(READY)
     run.stop()
     os.kill(run.pid, signal.SIGKILL)
     assert run.until(STOPPED).domain.restarts == 0
 
 
-def test_it_can_be_started_again_after_a_stop(run_domain: RunDomain) -> None:
-    run = run_domain().start().until(READY).stop().until(STOPPED)
+def test_it_can_be_started_again_after_a_stop(bench: Bench) -> None:
+    run = bench.domain().start().until(READY).stop().until(STOPPED)
     assert run.start().until(READY).domain.reason == ""
 
 
-def test_a_life_from_start_to_stop_leaves_no_descriptor_open(run_domain: RunDomain) -> None:
-    run_domain().start().until(READY).stop().until(STOPPED)
+def test_a_life_from_start_to_stop_leaves_no_descriptor_open(bench: Bench) -> None:
+    bench.domain().start().until(READY).stop().until(STOPPED)
     before = os.listdir("/proc/self/fd")
     for _ in range(3):
-        run = run_domain().start().until(READY)
-        kill_control_daemon(run).until(READY).stop().until(STOPPED)
+        run = bench.domain().start().until(READY)
+        run.kill().until(READY).stop().until(STOPPED)
     assert len(os.listdir("/proc/self/fd")) == len(before)

@@ -23,7 +23,7 @@ from yunion_mps.mps.states import APPLYING, READY, STOPPED, STOPPING
 from simhost import SimHost
 from simhost.mps import Client, StandIns
 
-from .driving import PATIENCE_S, Clock, DomainRun, Jobs
+from .driving import PATIENCE_S, DomainRun, Jobs
 
 #: Longer than every deadline there is: 10 s for clients, 2 s each for three steps, and orphans after them.
 STOP_WITHIN_S = 10 + 3 * 2 + 2 * 2
@@ -65,7 +65,7 @@ class Faults(RuleBasedStateMachine):
         self.silent: list[socket.socket] = []
         #: Control daemons of daemons that died: children of this process still, as they would not be.
         self.lost: list[int] = []
-        self.run = DomainRun(self.plan, self.jobs.program, Clock())
+        self.run = DomainRun(self.plan, self.jobs.program)
 
     @initialize()
     def begin(self) -> None:
@@ -77,14 +77,14 @@ class Faults(RuleBasedStateMachine):
 
     def let(self, seconds: float) -> None:
         """Let time pass as it does: in small steps, with what really happens in between."""
-        end_s = self.run.clock.now_s + seconds
+        end_s = self.run.now_s + seconds
         while True:
-            due_s = self.run.domain.tick(self.run.clock.now_s)
+            due_s = self.run.domain.tick(self.run.now_s)
             self.settle()
-            if self.run.clock.now_s >= end_s:
+            if self.run.now_s >= end_s:
                 return
-            step_s = 5.0 if due_s is None else max(due_s - self.run.clock.now_s, 0.01)
-            self.run.clock.now_s = min(end_s, self.run.clock.now_s + step_s)
+            step_s = 5.0 if due_s is None else max(due_s - self.run.now_s, 0.01)
+            self.run.now_s = min(end_s, self.run.now_s + step_s)
 
     def settle(self) -> None:
         """Give real processes the time that they need, which is none of the test's own clock."""
@@ -105,12 +105,12 @@ class Faults(RuleBasedStateMachine):
     def change(self, percentage: float, memory_mib: int) -> None:
         gpus = tuple(gpu._replace(memory_limit_mib=memory_mib) for gpu in self.plan.gpus)
         self.plan = self.plan._replace(thread_percentage=percentage, gpus=gpus)
-        self.run.domain.change(self.plan, self.run.clock.now_s)
+        self.run.domain.change(self.plan, self.run.now_s)
         self.let(0.5)
 
     @rule(force=st.booleans())
     def renew(self, *, force: bool) -> None:
-        self.run.domain.drain(self.run.clock.now_s, force=force)
+        self.run.domain.drain(self.run.now_s, force=force)
         self.let(1.0)
 
     @rule(in_use=st.sampled_from([None, True, False]))
@@ -200,7 +200,7 @@ class Faults(RuleBasedStateMachine):
             self.lost.append(self.run.pid)
             self.run.domain.control.process.close()
         was_running = self.run.state not in (STOPPED, STOPPING)
-        self.run = DomainRun(self.plan, self.jobs.program, self.run.clock, self.run.domain.in_effect)
+        self.run = DomainRun(self.plan, self.jobs.program, self.run.domain.in_effect, self.run.now_s)
         if was_running or control_daemons(self.plan.pipe_directory):
             self.run.start()
             self.let(1.5)
@@ -246,7 +246,7 @@ class Faults(RuleBasedStateMachine):
 
     @invariant()
     def every_wait_has_an_end(self) -> None:
-        due_s = self.run.domain.tick(self.run.clock.now_s)
+        due_s = self.run.domain.tick(self.run.now_s)
         assert self.run.state == STOPPED or due_s is not None
 
     @invariant()

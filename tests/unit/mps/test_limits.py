@@ -12,26 +12,10 @@ from yunion_mps.mps.health import VERIFY_S
 from yunion_mps.mps.limits import LimitsInEffect
 from yunion_mps.mps.states import APPLYING, BACKOFF, READY
 
-from .conftest import HoldFrontEnd, RunDomain, StartControl, WriteProgram
-from .driving import DomainRun, Jobs, converse
+from .driving import Bench, DomainRun
 
 PERCENTAGE = "get_default_active_thread_percentage"
 MEMORY = "get_default_device_pinned_mem_limit 0"
-
-
-@pytest.fixture
-def run(jobs: Jobs, run_domain: RunDomain) -> DomainRun:
-    return run_domain(its_program=jobs.program).start().until(READY)
-
-
-@pytest.fixture
-def other(plan: DomainPlan) -> DomainPlan:
-    return plan._replace(gpus=(plan.gpus[0]._replace(memory_limit_mib=2880),), thread_percentage=12.5)
-
-
-def change(run: DomainRun, plan: DomainPlan) -> DomainRun:
-    run.domain.change(plan, run.clock.now_s)
-    return run.until(READY)
 
 
 # -- the daemon dies in between; the control daemon and its server do not
@@ -39,56 +23,49 @@ def change(run: DomainRun, plan: DomainPlan) -> DomainRun:
 
 @pytest.mark.parametrize("told", [0, 1, 2], ids=["before", "in the midst of it", "after it was set"])
 def test_a_change_that_a_dead_daemon_had_begun_is_ended_by_the_next(
-    run: DomainRun,
-    plan: DomainPlan,
-    other: DomainPlan,
-    program: str,
-    jobs: Jobs,
-    run_domain: RunDomain,
-    told: int,
+    run: DomainRun, bench: Bench, other: DomainPlan, told: int
 ) -> None:
-    job = jobs.begin()
+    job = bench.jobs.begin()
     (server,) = run.domain.server_pids()
-    remembered = LimitsInEffect(plan, (server,) if told else ())
+    remembered = LimitsInEffect(bench.plan, (server,) if told else ())
     commands = ["set_default_active_thread_percentage 12.5", "set_default_device_pinned_mem_limit 0 2880M"]
     if told:
-        converse(program, plan, *commands[:told])
-    after = run_domain(other, jobs.program, remembered).start().until(READY)
+        bench.ask(*commands[:told])
+    after = bench.serving(other, remembered)
     assert after.pid == run.pid
-    assert after.domain.in_effect == LimitsInEffect(plan, (server,))
-    assert converse(program, other, PERCENTAGE, MEMORY) == ["12.5", "2G"]
-    jobs.end(job)
+    assert after.domain.in_effect == LimitsInEffect(bench.plan, (server,))
+    assert bench.ask(PERCENTAGE, MEMORY) == ["12.5", "2G"]
+    bench.jobs.end(job)
     after.domain.note_use(in_use=False)
     after.turn(10).until_it(lambda: after.domain.in_effect == LimitsInEffect(other))
 
 
 def test_a_server_with_unknown_limits_delays_a_survivor_until_it_is_idle(
-    run: DomainRun, plan: DomainPlan, program: str, jobs: Jobs, run_domain: RunDomain
+    run: DomainRun, bench: Bench
 ) -> None:
-    converse(program, plan, "set_default_active_thread_percentage 77")
-    job = jobs.begin()
+    bench.ask("set_default_active_thread_percentage 77")
+    job = bench.jobs.begin()
     (server,) = run.domain.server_pids()
-    after = run_domain(its_program=jobs.program).start()
+    after = bench.domain(program=bench.jobs.program).start()
     after.until_it(lambda: after.domain.restarts > 0).until(BACKOFF)
     assert after.domain.reason == (
         f"its MPS server (PID {server}) keeps limits that neither this configuration nor the last one has"
     )
-    assert after.domain.error is not None
-    assert f"echo shutdown_server {server} | CUDA_MPS_PIPE_DIRECTORY=" in after.domain.error.hint
+    assert f"echo shutdown_server {server} | CUDA_MPS_PIPE_DIRECTORY=" in after.error.hint
     assert after.pid == run.pid, "its jobs go on"
     assert after.domain.server_pids() == [server]
-    jobs.end(job)
+    bench.jobs.end(job)
     after.domain.note_use(in_use=False)
-    after.turn(60).until_it(lambda: after.state == READY and after.domain.in_effect == LimitsInEffect(plan))
-    assert converse(program, plan, PERCENTAGE, MEMORY) == ["25.0", "5G"]
+    after.turn(60).until_it(
+        lambda: after.state == READY and after.domain.in_effect == LimitsInEffect(bench.plan)
+    )
+    assert bench.ask(PERCENTAGE, MEMORY) == ["25.0", "5G"]
 
 
-def test_one_that_dies_before_it_is_asked_again_is_replaced_at_once(
-    run: DomainRun, plan: DomainPlan, program: str, jobs: Jobs, run_domain: RunDomain
-) -> None:
-    converse(program, plan, "set_default_active_thread_percentage 77")
-    jobs.begin()
-    after = run_domain(its_program=jobs.program).start()
+def test_one_that_dies_before_it_is_asked_again_is_replaced_at_once(run: DomainRun, bench: Bench) -> None:
+    bench.ask("set_default_active_thread_percentage 77")
+    bench.jobs.begin()
+    after = bench.domain(program=bench.jobs.program).start()
     after.until_it(lambda: after.domain.restarts > 1).until(BACKOFF)
     os.kill(run.pid, signal.SIGKILL)
     after.until(READY)
@@ -97,33 +74,29 @@ def test_one_that_dies_before_it_is_asked_again_is_replaced_at_once(
     )
 
 
-def test_a_survivor_without_servers_gets_the_limits_whatever_it_has(
-    plan: DomainPlan, run_domain: RunDomain, start_control: StartControl, program: str
-) -> None:
-    start_control(plan)
-    converse(program, plan, "set_default_active_thread_percentage 77")
-    run = run_domain().start().until(READY)
+def test_a_survivor_without_servers_gets_the_limits_whatever_it_has(bench: Bench) -> None:
+    bench.control()
+    bench.ask("set_default_active_thread_percentage 77")
+    run = bench.domain().start().until(READY)
     assert run.reasons[1] == "its limits are being read"
-    assert converse(program, plan, PERCENTAGE, MEMORY) == ["25.0", "5G"]
+    assert bench.ask(PERCENTAGE, MEMORY) == ["25.0", "5G"]
 
 
-def test_a_survivor_with_the_planned_limits_is_told_nothing(
-    run: DomainRun, plan: DomainPlan, run_domain: RunDomain, jobs: Jobs
-) -> None:
-    jobs.begin()
-    log = Path(plan.log_directory, "control.log")
+def test_a_survivor_with_the_planned_limits_is_told_nothing(run: DomainRun, bench: Bench) -> None:
+    bench.jobs.begin()
+    log = Path(bench.plan.log_directory, "control.log")
     before = log.read_text().count("Cmd:set_")
-    after = run_domain(its_program=jobs.program).start().until(READY)
-    assert after.domain.in_effect == LimitsInEffect(plan)
+    after = bench.serving()
+    assert after.domain.in_effect == LimitsInEffect(bench.plan)
     assert log.read_text().count("Cmd:set_") == before
 
 
 def test_what_a_survivors_server_waits_for_is_remembered(
-    run: DomainRun, plan: DomainPlan, other: DomainPlan, jobs: Jobs, run_domain: RunDomain
+    run: DomainRun, bench: Bench, other: DomainPlan
 ) -> None:
-    jobs.begin()
-    change(run, other)
-    after = run_domain(other, jobs.program, run.domain.in_effect).start().until(READY)
+    bench.jobs.begin()
+    run.change(other)
+    after = bench.serving(other, run.domain.in_effect)
     assert after.domain.in_effect == run.domain.in_effect
     assert after.pending == run.pending
 
@@ -131,25 +104,21 @@ def test_what_a_survivors_server_waits_for_is_remembered(
 # -- other programs
 
 
-def test_limits_that_another_program_changed_are_set_again(
-    run: DomainRun, plan: DomainPlan, program: str
-) -> None:
-    converse(program, plan, "set_default_device_pinned_mem_limit 0 0G")
+def test_limits_that_another_program_changed_are_set_again(run: DomainRun, bench: Bench) -> None:
+    bench.ask("set_default_device_pinned_mem_limit 0 0G")
     assert run.turn(VERIFY_S - 1).state == READY
     run.turn(1).until_it(lambda: "another program has changed its limits" in run.told).until(READY)
     (event,) = [event for event in run.events if event.kind == "limit"]
     assert event.cause.startswith("the memory limit of device 0 is not in effect: it was set to 5760M")
     assert event.consequence == "they are set again"
     assert run.states[-3:] == [READY, APPLYING, READY]
-    assert converse(program, plan, PERCENTAGE, MEMORY) == ["25.0", "5G"]
+    assert bench.ask(PERCENTAGE, MEMORY) == ["25.0", "5G"]
     assert run.pending == ""
 
 
-def test_a_server_with_another_programs_limits_is_named_and_awaited(
-    run: DomainRun, plan: DomainPlan, program: str, jobs: Jobs
-) -> None:
-    converse(program, plan, "set_default_active_thread_percentage 100")
-    jobs.end(jobs.begin())
+def test_a_server_with_another_programs_limits_is_named_and_awaited(run: DomainRun, bench: Bench) -> None:
+    bench.ask("set_default_active_thread_percentage 100")
+    bench.jobs.end(bench.jobs.begin())
     (server,) = run.domain.server_pids()
     run.turn(VERIFY_S).until_it(lambda: "another program has changed its limits" in run.told).until(READY)
     (event,) = [event for event in run.events if event.kind == "limit"]
@@ -159,19 +128,17 @@ def test_a_server_with_another_programs_limits_is_named_and_awaited(
     run.turn(10).until_it(lambda: run.pending == "")
 
 
-def test_a_server_from_before_a_new_control_daemons_limits_is_awaited(
-    jobs: Jobs, run_domain: RunDomain, write_program: WriteProgram, plan: DomainPlan
-) -> None:
+def test_a_server_from_before_a_new_control_daemons_limits_is_awaited(bench: Bench) -> None:
     """A job that comes in the first millisecond has no limits at all."""
-    gate = Path(plan.log_directory, "..", "gate").resolve()
-    script = f'[ "$1" = -f ] || while [ ! -e {gate} ]; do sleep 0.01; done; exec {jobs.program} $1'
-    run = run_domain(its_program=write_program(script)).start().until(APPLYING)
-    job = jobs.begin()
+    gate = Path(bench.plan.log_directory, "..", "gate").resolve()
+    script = f'[ "$1" = -f ] || while [ ! -e {gate} ]; do sleep 0.01; done; exec {bench.jobs.program} $1'
+    run = bench.domain(program=bench.script(script)).start().until(APPLYING)
+    job = bench.jobs.begin()
     gate.touch()
     run.until(READY)
     (server,) = run.domain.server_pids()
-    assert run.domain.in_effect == LimitsInEffect(plan, (server,))
-    jobs.end(job)
+    assert run.domain.in_effect == LimitsInEffect(bench.plan, (server,))
+    bench.jobs.end(job)
     run.domain.note_use(in_use=False)
     run.turn(10).until_it(lambda: run.pending == "")
 
@@ -179,12 +146,10 @@ def test_a_server_from_before_a_new_control_daemons_limits_is_awaited(
 # -- an operator who types commands has its ear
 
 
-def test_a_survivor_is_asked_again_while_another_front_end_is_open(
-    run_domain: RunDomain, plan: DomainPlan, start_control: StartControl, hold_front_end: HoldFrontEnd
-) -> None:
-    survivor = start_control(plan)
-    leave = hold_front_end(plan)
-    run = run_domain().start().until(APPLYING)
+def test_a_survivor_is_asked_again_while_another_front_end_is_open(bench: Bench) -> None:
+    survivor = bench.control()
+    leave = bench.hold_front_end()
+    run = bench.domain().start().until(APPLYING)
     run.until_it(lambda: "another nvidia-cuda-mps-control is connected to it" in run.domain.reason)
     assert "nvidia-cuda-mps, root)" in run.domain.reason, "it says who that is"
     for _ in range(30):
@@ -194,11 +159,9 @@ def test_a_survivor_is_asked_again_while_another_front_end_is_open(
     run.turn(1).until(READY)
 
 
-def test_limits_are_not_verified_while_another_front_end_is_open(
-    run: DomainRun, plan: DomainPlan, hold_front_end: HoldFrontEnd
-) -> None:
+def test_limits_are_not_verified_while_another_front_end_is_open(run: DomainRun, bench: Bench) -> None:
     """An open shell is no fault; a probe is answered all the same."""
-    leave = hold_front_end(plan)
+    leave = bench.hold_front_end()
     before = list(run.states)
     for _ in range(5):
         run.turn(VERIFY_S).until_said()

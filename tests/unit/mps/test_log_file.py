@@ -25,8 +25,7 @@ from yunion_mps.mps.log_file import (
 )
 from yunion_mps.mps.states import READY
 
-from .conftest import RunDomain
-from .driving import DomainRun, Jobs, wait_for
+from .driving import Bench, DomainRun, Jobs, as_root, wait_for
 
 CHATTER = (
     "[2026-11-20 12:40:49.964 Control 21889] Accepting connection...\n"
@@ -34,7 +33,6 @@ CHATTER = (
     "[2026-11-20 12:40:49.964 Control 21889] Cmd:get_server_list\n"
     "[2026-11-20 12:40:49.964 Control 21889] UI closed\n"
 )
-as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user, and mount")
 
 
 @pytest.fixture
@@ -67,11 +65,9 @@ def test_what_was_kept_grows_no_further_than_the_log(plan: DomainPlan, log: Path
     assert log.with_name(OLDER).read_text().endswith("4 matters\n")
 
 
-def test_a_control_daemon_goes_on_writing_to_a_log_that_was_emptied(
-    run_domain: RunDomain, plan: DomainPlan
-) -> None:
-    run = run_domain().start().until(READY)
-    log = Path(plan.log_directory, LOG_NAME)
+def test_a_control_daemon_goes_on_writing_to_a_log_that_was_emptied(bench: Bench) -> None:
+    run = bench.domain().start().until(READY)
+    log = Path(bench.plan.log_directory, LOG_NAME)
     with log.open("a") as file:
         file.write(CHATTER * 10_000)
     run.turn(PROBE_S).until_said()
@@ -120,13 +116,13 @@ def test_a_full_disk_is_freed_by_emptying_the_log(full_disk: Path, plan: DomainP
 
 
 @as_root
-def test_a_full_disk_ends_no_service(full_disk: Path, run_domain: RunDomain, plan: DomainPlan) -> None:
+def test_a_full_disk_ends_no_service(bench: Bench, full_disk: Path) -> None:
     fill(full_disk / "ballast")
-    run = run_domain().start().until(READY)
+    run = bench.domain().start().until(READY)
     for _ in range(10):
         run.turn(PROBE_S).until_said()
     assert run.state == READY
-    run.domain.change(plan._replace(thread_percentage=50.0), run.clock.now_s)
+    run.domain.change(bench.plan._replace(thread_percentage=50.0), run.now_s)
     run.until(READY)
 
 
@@ -137,11 +133,6 @@ def test_its_last_words_are_those_that_matter(plan: DomainPlan, log: Path) -> No
 
 
 # -- news
-
-
-@pytest.fixture
-def run(jobs: Jobs, run_domain: RunDomain) -> DomainRun:
-    return run_domain(its_program=jobs.program).start().until(READY)
 
 
 def hear(run: DomainRun) -> list[str]:
@@ -166,7 +157,7 @@ def test_a_server_that_starts_is_an_event(run: DomainRun, jobs: Jobs, plan: Doma
 def test_a_job_that_comes_during_a_change_of_limits_is_an_event(run: DomainRun, jobs: Jobs) -> None:
     """The log is read on across a change of limits."""
     jobs.begin()
-    run.domain.change(run.domain.plan._replace(thread_percentage=50.0), run.clock.now_s)
+    run.domain.change(run.domain.plan._replace(thread_percentage=50.0), run.now_s)
     run.until(READY)
     assert len(hear(run)) == 1
 
@@ -241,10 +232,10 @@ ENDED = "[x Control 1] Server 7 exited with status 0\n"
     ],
 )
 def test_an_end_without_an_order_is_a_failure_whatever_the_status(
-    plan: DomainPlan, log: Path, before: str, severity: str, what: str
+    bench: Bench, log: Path, before: str, severity: str, what: str
 ) -> None:
     log.write_text("[x Control 1] Starting new server 7 for user 0\n")
-    reader = reader_of(plan)
+    reader = reader_of(bench.plan)
     with log.open("a") as file:
         file.write(before + ENDED)
     events = events_of(reader.read(), "host", [])

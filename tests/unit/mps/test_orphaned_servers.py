@@ -16,14 +16,8 @@ from yunion_mps.mps.states import BACKOFF, FAILED, READY, STOPPED, STOPPING
 
 from simhost.mps import Client
 
-from .conftest import RunDomain
-from .driving import DomainRun, Jobs, silent_connection, stop_process, wait_for
+from .driving import Bench, DomainRun, Jobs, no_descriptor_left, silent_connection, stop_process, wait_for
 from .kernel import PIDFD_SEND_SIGNAL, refusing
-
-
-@pytest.fixture
-def run(jobs: Jobs, run_domain: RunDomain) -> DomainRun:
-    return run_domain(its_program=jobs.program).start().until(READY)
 
 
 def orphan(run: DomainRun, jobs: Jobs) -> tuple[int, Client]:
@@ -31,14 +25,8 @@ def orphan(run: DomainRun, jobs: Jobs) -> tuple[int, Client]:
     job = jobs.begin()
     run.turn(1)
     (server,) = run.domain.server_pids()
-    kill(run)
-    run.until(READY)
+    run.kill().until(READY)
     return server, job
-
-
-def kill(run: DomainRun) -> None:
-    os.kill(run.pid, signal.SIGKILL)
-    run.until_ended().tick()
 
 
 def test_servers_of_a_control_daemon_that_died_are_events_and_shown(run: DomainRun, jobs: Jobs) -> None:
@@ -71,26 +59,24 @@ def test_an_orphan_that_ends_with_its_job_is_an_event(run: DomainRun, jobs: Jobs
 
 @pytest.mark.parametrize("in_use", [None, True])
 def test_an_orphan_that_may_have_jobs_is_spared_for_good(
-    run: DomainRun, jobs: Jobs, in_use: bool | None
+    run: DomainRun, bench: Bench, in_use: bool | None
 ) -> None:
-    server, _ = orphan(run, jobs)
+    server, _ = orphan(run, bench.jobs)
     run.domain.note_use(in_use=in_use)
     for _ in range(30):
         run.turn(60).until_said()
-    assert jobs.stand_ins.servers() == [server]
+    assert bench.jobs.servers() == [server]
 
 
-def test_the_end_of_another_control_daemon_costs_no_orphan_its_jobs(
-    run: DomainRun, jobs: Jobs, plan: DomainPlan
-) -> None:
-    server, _ = orphan(run, jobs)
+def test_the_end_of_another_control_daemon_costs_no_orphan_its_jobs(run: DomainRun, bench: Bench) -> None:
+    server, _ = orphan(run, bench.jobs)
     first = run.pid
-    with silent_connection(plan):
+    with silent_connection(bench.plan):
         run.turn(10).turn(5).turn(2).until(BACKOFF)
     run.turn(1).until(READY)
     assert run.pid != first
     assert run.turn(60).until_said().state == READY
-    assert jobs.stand_ins.servers() == [server]
+    assert bench.jobs.servers() == [server]
 
 
 def test_an_orphan_without_jobs_is_ended(run: DomainRun, jobs: Jobs) -> None:
@@ -98,7 +84,7 @@ def test_an_orphan_without_jobs_is_ended(run: DomainRun, jobs: Jobs) -> None:
     server, _ = orphan(run, jobs)
     run.domain.note_use(in_use=False)
     run.turn(0).turn(IDLE_S - 0.1)
-    assert jobs.stand_ins.servers() == [server]
+    assert jobs.servers() == [server]
     run.turn(0.1).until_it(lambda: run.domain.server_pids() == [])
     assert run.told[-2:] == [
         f"its MPS server (PID {server}), left without a control daemon, gets SIGTERM",
@@ -113,40 +99,35 @@ def test_an_orphan_is_idle_only_if_no_job_was_seen_for_a_while(run: DomainRun, j
     for in_use in (False, True, False, None, False):
         run.domain.note_use(in_use=in_use)
         run.turn(0).turn(IDLE_S - 1)
-    assert jobs.stand_ins.servers() == [server]
+    assert jobs.servers() == [server]
 
 
 def test_a_server_orphaned_between_two_ticks_is_found(run: DomainRun, jobs: Jobs) -> None:
     jobs.begin()
-    kill(run)
-    run.until(READY)
+    run.kill().until(READY)
     assert run.pending == ""
     run.turn(1)
-    (server,) = jobs.stand_ins.servers()
+    (server,) = jobs.servers()
     assert run.pending.startswith(f"its MPS server (PID {server}) of an earlier control daemon goes on")
 
 
-def test_a_daemon_that_starts_finds_the_orphans_of_one_before_it(
-    run: DomainRun, jobs: Jobs, run_domain: RunDomain
-) -> None:
-    jobs.begin()
-    (server,) = jobs.stand_ins.servers()
+def test_a_daemon_that_starts_finds_the_orphans_of_one_before_it(run: DomainRun, bench: Bench) -> None:
+    bench.jobs.begin()
+    (server,) = bench.jobs.servers()
     os.kill(run.pid, signal.SIGKILL)
     run.until_ended()
-    after = run_domain(its_program=jobs.program).start().until(READY).turn(1)
+    after = bench.serving().turn(1)
     assert after.told == [f"its MPS server (PID {server}) lives on without its control daemon"]
     after.stop().turn(10).until(STOPPED)
-    assert jobs.stand_ins.servers() == []
+    assert bench.jobs.servers() == []
 
 
-def test_the_servers_of_an_adopted_control_daemon_are_no_orphans(
-    run: DomainRun, jobs: Jobs, run_domain: RunDomain, plan: DomainPlan
-) -> None:
-    jobs.begin()
-    after = run_domain(its_program=jobs.program).start().until(READY).turn(1)
+def test_the_servers_of_an_adopted_control_daemon_are_no_orphans(run: DomainRun, bench: Bench) -> None:
+    bench.jobs.begin()
+    after = bench.serving().turn(1)
     assert after.pid == run.pid
     assert (after.told, after.pending) == ([], "")
-    assert orphaned_servers(plan.pipe_directory) == []
+    assert orphaned_servers(bench.plan.pipe_directory) == []
 
 
 def test_nothing_but_a_server_of_ours_on_the_directory_is_an_orphan(plan: DomainPlan, jobs: Jobs) -> None:
@@ -167,9 +148,9 @@ def test_a_stop_gives_orphans_the_clients_time_and_then_ends_them(run: DomainRun
     run.until_it(lambda: run.domain.status().pid is None)
     assert run.state == STOPPING
     run.turn(9.9)
-    assert jobs.stand_ins.servers() == [server]
+    assert jobs.servers() == [server]
     run.turn(0.1).until(STOPPED)
-    assert jobs.stand_ins.servers() == []
+    assert jobs.servers() == []
     assert f"its MPS server (PID {server}), left without a control daemon, gets SIGTERM" in run.told
     assert run.events[-2].cause == "the time that its jobs had to end is over"
 
@@ -186,22 +167,17 @@ def test_a_stopped_orphan_is_let_go_on_to_see_its_signal(run: DomainRun, jobs: J
     run.stop().until_it(lambda: run.domain.status().pid is None)
     stop_process(server)
     run.turn(10).until(STOPPED)
-    assert jobs.stand_ins.servers() == []
+    assert jobs.servers() == []
 
 
-def test_orphans_are_ended_even_if_nothing_can_be_started(
-    run: DomainRun, jobs: Jobs, plan: DomainPlan
-) -> None:
-    jobs.begin()
+def test_orphans_are_ended_even_if_nothing_can_be_started(run: DomainRun, bench: Bench) -> None:
+    bench.jobs.begin()
     run.turn(1)
-    os.rename(plan.log_directory, f"{plan.log_directory}.old")
-    with open(plan.log_directory, "w"):
-        pass
-    kill(run)
-    run.until(FAILED).stop()
+    bench.block_log_directory()
+    run.kill().until(FAILED).stop()
     assert run.state == STOPPING
     run.turn(10).until(STOPPED)
-    assert jobs.stand_ins.servers() == []
+    assert bench.jobs.servers() == []
 
 
 def test_a_domain_that_retires_waits_for_its_orphans(run: DomainRun, jobs: Jobs) -> None:
@@ -217,7 +193,7 @@ def test_a_domain_that_retires_starts_nothing_new_for_its_orphans(run: DomainRun
     run.turn(1)
     run.domain.retire()
     run.domain._failures = 1
-    kill(run)
+    run.kill()
     before = list(run.states)
     assert run.turn(60).turn(60).states == before
     jobs.end(job)
@@ -226,18 +202,18 @@ def test_a_domain_that_retires_starts_nothing_new_for_its_orphans(run: DomainRun
 
 def test_orphans_can_be_ended_by_force_at_once(run: DomainRun, jobs: Jobs) -> None:
     orphan(run, jobs)
-    run.domain.drain(run.clock.now_s, force=False)  # there is no control daemon to ask
-    run.domain.drain(run.clock.now_s, force=True)
-    run.until_it(lambda: jobs.stand_ins.servers() == [])
+    run.domain.drain(run.now_s, force=False)  # there is no control daemon to ask
+    run.domain.drain(run.now_s, force=True)
+    run.until_it(lambda: jobs.servers() == [])
 
 
 def test_a_daemon_that_fails_itself_leaves_orphans_alone_and_says_so(
-    run: DomainRun, jobs: Jobs, caplog: pytest.LogCaptureFixture
+    run: DomainRun, bench: Bench, caplog: pytest.LogCaptureFixture
 ) -> None:
-    server, _ = orphan(run, jobs)
-    run.domain.stop(run.clock.now_s, spare_adopted=True)
+    server, _ = orphan(run, bench.jobs)
+    run.domain.stop(run.now_s, spare_adopted=True)
     run.until(STOPPED)
-    assert jobs.stand_ins.servers() == [server]
+    assert bench.jobs.servers() == [server]
     assert f"domain host: its MPS server (PID {server}) is left running" in caplog.messages
 
 
@@ -265,19 +241,10 @@ def test_without_descriptors_no_server_is_taken_for_gone(run: DomainRun, jobs: J
     """For then its limits would be taken for those of the next."""
     jobs.begin()
     run.turn(1)
-    (server,) = jobs.stand_ins.servers()
-    taken = []
-    try:
-        while True:
-            taken.append(os.dup(0))
-    except OSError:
-        pass
-    try:
+    (server,) = jobs.servers()
+    with no_descriptor_left():
         assert run.domain.server_pids() == [server]
         assert running_servers([server]) == (server,)
         with pytest.raises(ShortageError):
             orphaned_servers("/nowhere")
-    finally:
-        for descriptor in taken:
-            os.close(descriptor)
     wait_for(lambda: run.domain.server_pids() == [server])

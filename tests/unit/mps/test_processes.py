@@ -20,9 +20,7 @@ from yunion_mps.mps.startup import start
 from yunion_mps.mps.states import APPLYING, READY, STARTING, STOPPED, WEDGED
 from yunion_mps.paths import ROOT_VARIABLE, Paths
 
-from .conftest import RunDomain, StartControl, WriteProgram
-from .driving import Jobs, full_queue, running_here, stop_process, wait_for
-from .hostile import STRANGER
+from .driving import STRANGER, Bench, as_root, full_queue, running_here, stop_process, wait_for
 
 Hide = Callable[[DomainPlan, int], None]
 _PR_SET_DUMPABLE = 4
@@ -46,33 +44,27 @@ def _remove_its_directory(plan: DomainPlan, pid: int) -> None:
 @pytest.mark.parametrize(
     "hide", [_put_a_file_at_its_socket, _put_a_stale_socket_at_its_socket, _remove_its_directory]
 )
-def test_one_of_ours_is_found_whatever_lies_at_its_socket(
-    plan: DomainPlan, start_control: StartControl, hide: Hide
-) -> None:
-    ours = start_control(plan)
-    hide(plan, ours.pid)
-    assert running_here(plan) == [(ours.pid, plan.gpu_uuids)]
+def test_one_of_ours_is_found_whatever_lies_at_its_socket(bench: Bench, hide: Hide) -> None:
+    ours = bench.control()
+    hide(bench.plan, ours.pid)
+    assert running_here(bench.plan) == [(ours.pid, bench.plan.gpu_uuids)]
 
 
-def test_one_whose_queue_is_full_is_named_by_its_process(
-    plan: DomainPlan, start_control: StartControl
-) -> None:
-    ours = start_control(plan)
-    with full_queue(plan.pipe_directory):
-        peer = peer_of(plan.pipe_directory)
+def test_one_whose_queue_is_full_is_named_by_its_process(bench: Bench) -> None:
+    ours = bench.control()
+    with full_queue(bench.plan.pipe_directory):
+        peer = peer_of(bench.plan.pipe_directory)
     assert peer is not None
     assert (peer.pid, peer.uid) == (ours.pid, os.geteuid())
 
 
 @pytest.mark.parametrize("stopped", [False, True])
-def test_one_whose_queue_is_full_is_adopted_and_serves_when_it_can(
-    plan: DomainPlan, start_control: StartControl, run_domain: RunDomain, stopped: bool
-) -> None:
-    ours = start_control(plan)
-    with full_queue(plan.pipe_directory, STRANGER) as user_s:
+def test_one_whose_queue_is_full_is_adopted_and_serves_when_it_can(bench: Bench, stopped: bool) -> None:
+    ours = bench.control()
+    with full_queue(bench.plan.pipe_directory, STRANGER) as user_s:
         if stopped:
             stop_process(ours.pid)
-        run = run_domain().start().until_in_time(WEDGED)
+        run = bench.domain().start().until_in_time(WEDGED)
         assert (run.pid, run.states) == (ours.pid, [STOPPED, STARTING, APPLYING, WEDGED])
         if stopped:
             assert "it was stopped by a signal" in run.domain.reason
@@ -86,79 +78,78 @@ def test_one_whose_queue_is_full_is_adopted_and_serves_when_it_can(
     assert (run.pid, run.states[-2:]) == (ours.pid, [APPLYING, READY])
 
 
-def test_one_that_is_only_being_started_is_found(plan: DomainPlan, program: str) -> None:
+def test_one_that_is_only_being_started_is_found(bench: Bench) -> None:
     """Its environment is empty at first, and it does not listen yet; fails now and then without the wait."""
     for _ in range(30):
-        process = start(program, plan)
+        process = start(bench.program, bench.plan)
         try:
             for note in Path(Paths.from_environment().control_daemons).iterdir():
                 note.unlink()
-            assert [pid for pid, _ in running_here(plan)] == [process.pid]
+            assert [pid for pid, _ in running_here(bench.plan)] == [process.pid]
         finally:
             process.kill()
 
 
-def test_one_on_the_way_through_a_script_is_found(
-    plan: DomainPlan, write_program: WriteProgram, place: Path
-) -> None:
+def test_one_on_the_way_through_a_script_is_found(bench: Bench) -> None:
     """As a daemon leaves it that is killed between the start of the script and the note of its PID."""
-    script = write_program(f"echo >{place}/begun; exec sleep 1000")
-    record(plan)
-    process = subprocess.Popen([script], env=control_environment(plan))
+    script = bench.script(f"echo >{bench.place}/begun; exec sleep 1000")
+    record(bench.plan)
+    process = subprocess.Popen([script], env=control_environment(bench.plan))
     try:
-        wait_for((place / "begun").exists)
-        assert [pid for pid, _ in running_here(plan)] == [process.pid]
+        wait_for((bench.place / "begun").exists)
+        assert [pid for pid, _ in running_here(bench.plan)] == [process.pid]
     finally:
         process.kill()
         process.wait()
 
 
-def test_one_that_was_written_down_needs_no_mark(plan: DomainPlan, start_control: StartControl) -> None:
-    unmarked = {name: value for name, value in control_environment(plan).items() if name != MARK}
-    control = start_control(plan, unmarked)
-    assert running_here(plan) == []
-    record(plan, control.pid)
-    assert running_here(plan) == [(control.pid, plan.gpu_uuids)]
+def test_one_that_was_written_down_needs_no_mark(bench: Bench) -> None:
+    unmarked = {name: value for name, value in control_environment(bench.plan).items() if name != MARK}
+    control = bench.control(environment=unmarked)
+    assert running_here(bench.plan) == []
+    record(bench.plan, control.pid)
+    assert running_here(bench.plan) == [(control.pid, bench.plan.gpu_uuids)]
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"pid": 1}', '{"pid": "x", "more": 1}'])
-def test_a_note_that_cannot_be_understood_hides_nothing(
-    plan: DomainPlan, start_control: StartControl, text: str
-) -> None:
-    control = start_control(plan)
+def test_a_note_that_cannot_be_understood_hides_nothing(bench: Bench, text: str) -> None:
+    control = bench.control()
     directory = Path(Paths.from_environment().control_daemons)
     directory.mkdir(parents=True)
     (directory / "torn").write_text(text)
-    assert running_here(plan) == [(control.pid, plan.gpu_uuids)]
+    assert running_here(bench.plan) == [(control.pid, bench.plan.gpu_uuids)]
 
 
-def test_another_process_with_the_recorded_pid_is_not_adopted(
-    plan: DomainPlan, start_control: StartControl
-) -> None:
-    record(plan, os.getpid())
+def test_another_process_with_the_recorded_pid_is_not_adopted(bench: Bench) -> None:
+    record(bench.plan, os.getpid())
     (note,) = Path(Paths.from_environment().control_daemons).iterdir()
     value = json.loads(note.read_text())
-    assert running_here(plan) == [(os.getpid(), plan.gpu_uuids)], "as it was written down"
+    assert running_here(bench.plan) == [(os.getpid(), bench.plan.gpu_uuids)], "as it was written down"
     note.write_text(json.dumps({**value, "started_ticks": value["started_ticks"] - 1}))
-    assert running_here(plan) == []
+    assert running_here(bench.plan) == []
 
 
-def test_one_of_another_root_is_not_ours(plan: DomainPlan, start_control: StartControl) -> None:
-    start_control(plan, {**control_environment(plan), ROOT_VARIABLE: "/elsewhere"})
-    assert running_here(plan) == []
+def test_one_of_another_root_is_not_ours(bench: Bench) -> None:
+    bench.control(environment={**control_environment(bench.plan), ROOT_VARIABLE: "/elsewhere"})
+    assert running_here(bench.plan) == []
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a process of another user")
+def named(place: Path, name: str, program: str, mode: int = 0o755) -> Path:
+    """A copy of the program under this name."""
+    copy = place / name
+    copy.write_bytes(Path(program).read_bytes())
+    copy.chmod(mode)
+    return copy
+
+
+@as_root
 def test_a_user_s_process_that_forbids_its_dump_is_still_that_user_s(plan: DomainPlan, place: Path) -> None:
     """Its directory in /proc belongs to root then, and its name and environment are its user's choice."""
     code = (
         f"import ctypes, sys; ctypes.CDLL(None).prctl({_PR_SET_DUMPABLE}, 0);"
         " print(flush=True); sys.stdin.read()"
     )
-    real = place / "bin" / PROGRAM
-    real.parent.mkdir()
-    real.write_bytes(Path(os.path.realpath(sys.executable)).read_bytes())
-    real.chmod(0o755)
+    real = named(place, PROGRAM, os.path.realpath(sys.executable))
     with subprocess.Popen(
         [real, "-IS", "-c", code], env=control_environment(plan), user=STRANGER, stdin=-1, stdout=-1
     ) as process:
@@ -169,17 +160,12 @@ def test_a_user_s_process_that_forbids_its_dump_is_still_that_user_s(plan: Domai
         process.communicate()
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a process of another user")
+@as_root
 @pytest.mark.parametrize("name", [PROGRAM, SERVER])
-def test_a_set_user_id_program_started_by_a_user_is_not_ours(
-    plan: DomainPlan, place: Path, name: str
-) -> None:
+def test_a_set_user_id_program_started_by_a_user_is_not_ours(bench: Bench, name: str) -> None:
     """It runs as root, but with the environment that the user chose."""
-    program = place / "bin" / name
-    program.parent.mkdir()
-    program.write_bytes(Path("/bin/sleep").read_bytes())
-    program.chmod(0o4755)
-    environment = control_environment(plan)
+    program = named(bench.place, name, "/bin/sleep", 0o4755)
+    environment = control_environment(bench.plan)
     with subprocess.Popen([program, "300"], env=environment, user=STRANGER, group=STRANGER) as process:
         wait_for(lambda: program_name(process.pid) == name)
         uid, found = uid_of(process.pid), our_processes()
@@ -187,35 +173,30 @@ def test_a_set_user_id_program_started_by_a_user_is_not_ours(
     assert (uid, found) == (0, [])
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a process of another user")
+@as_root
 def test_a_users_process_with_our_mark_and_name_is_no_server(plan: DomainPlan, place: Path) -> None:
     """It would keep compute modes from being restored, or be asked for an environment without end."""
-    fake = place / "bin" / SERVER
-    fake.parent.mkdir()
-    fake.write_bytes(Path("/bin/sleep").read_bytes())
-    fake.chmod(0o755)
+    fake = named(place, SERVER, "/bin/sleep")
     environment = control_environment(plan)
     with subprocess.Popen([fake, "300"], env=environment, user=STRANGER, group=STRANGER) as process:
         assert our_processes() == []
         process.kill()
 
 
-def test_a_server_of_another_user_is_ours(run_domain: RunDomain, plan: DomainPlan, jobs: Jobs) -> None:
-    run_domain(its_program=jobs.program).start().until(READY)
-    jobs.begin(STRANGER)
-    (server,) = jobs.stand_ins.servers()
+def test_a_server_of_another_user_is_ours(bench: Bench) -> None:
+    bench.serving()
+    bench.jobs.begin(STRANGER)
+    (server,) = bench.jobs.servers()
     assert uid_of(server) == STRANGER
     assert server in [one.pid for one in our_processes() if one.is_server]
 
 
-def test_a_server_that_outlives_its_control_daemon_is_still_ours(
-    run_domain: RunDomain, plan: DomainPlan, jobs: Jobs
-) -> None:
-    run = run_domain(its_program=jobs.program).start().until(READY)
-    jobs.begin()
-    (server,) = jobs.stand_ins.servers()
+def test_a_server_that_outlives_its_control_daemon_is_still_ours(bench: Bench) -> None:
+    run = bench.serving()
+    bench.jobs.begin()
+    (server,) = bench.jobs.servers()
     os.kill(run.pid, signal.SIGKILL)
     run.until_ended()
-    left = [one for one in our_processes() if one.pipe_directory == plan.pipe_directory]
-    assert [(one.pid, one.is_server, one.gpu_uuids) for one in left] == [(server, True, plan.gpu_uuids)]
+    left = [one for one in our_processes() if one.pipe_directory == bench.plan.pipe_directory]
+    assert [(one.pid, one.is_server, one.gpu_uuids) for one in left] == [(server, True, bench.plan.gpu_uuids)]
     assert str(left[0]) == f"an MPS server (PID {server})"

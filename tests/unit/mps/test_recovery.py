@@ -7,23 +7,17 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from yunion_mps.host.proc import name_of
 from yunion_mps.models import DomainPlan
 from yunion_mps.mps.conversation import peer_of
 from yunion_mps.mps.health import PROBE_S, PROBE_TIMEOUT_S
 from yunion_mps.mps.processes import PROGRAM
 from yunion_mps.mps.states import APPLYING, BACKOFF, FAILED, READY, STARTING, WEDGED
 
-from .conftest import RunDomain
-from .driving import DomainRun, Jobs, converse, silent_connection, stop_process, wait_for
-
-
-@pytest.fixture
-def run(jobs: Jobs, run_domain: RunDomain) -> DomainRun:
-    return run_domain(its_program=jobs.program).start().until(READY)
+from .driving import Bench, DomainRun, Jobs, silent_connection, silent_process, stop_process, wait_for
 
 
 def find_out(run: DomainRun) -> DomainRun:
@@ -31,17 +25,12 @@ def find_out(run: DomainRun) -> DomainRun:
     return run.turn(PROBE_S).turn(PROBE_TIMEOUT_S)
 
 
-def no_longer_silent(run: DomainRun, connection: socket.socket) -> DomainRun:
-    connection.close()
-    return run.until_in_time(READY)
-
-
 def test_it_is_found_within_two_probe_intervals() -> None:
     assert PROBE_S + PROBE_TIMEOUT_S < 2 * PROBE_S
 
 
 def test_a_stopped_control_daemon_is_named_and_told_to_go_on(
-    run: DomainRun, plan: DomainPlan, program: str, caplog: pytest.LogCaptureFixture
+    run: DomainRun, bench: Bench, caplog: pytest.LogCaptureFixture
 ) -> None:
     pid = run.pid
     stop_process(pid)
@@ -54,7 +43,7 @@ def test_a_stopped_control_daemon_is_named_and_told_to_go_on(
     assert run.pid == pid
     assert run.domain.error is None
     assert any("It is told to go on." in message for message in caplog.messages)
-    assert converse(program, plan, "get_default_device_pinned_mem_limit 0") == ["5G"]
+    assert bench.ask("get_default_device_pinned_mem_limit 0") == ["5G"]
 
 
 def test_nvml_is_polled_for_jobs_as_soon_as_it_hangs(run: DomainRun) -> None:
@@ -68,40 +57,31 @@ def test_one_that_is_stopped_again_and_again_is_replaced(run: DomainRun) -> None
     pid = run.pid
     stop_process(pid)
     run.turn(PROBE_S)
-    run.clock.now_s += PROBE_TIMEOUT_S
+    run.now_s += PROBE_TIMEOUT_S
     while run.state != BACKOFF and BACKOFF not in run.states:
         run.tick()
         if run.domain.status().pid == pid:
             os.kill(pid, signal.SIGSTOP)
-        run.clock.now_s += 0.25
+        run.now_s += 0.25
     assert run.until(READY).pid != pid
     assert f"the control daemon (PID {pid}) did not serve, and was ended" in run.reasons
 
 
-def test_who_keeps_it_waiting_is_named(run: DomainRun, plan: DomainPlan, jobs: Jobs) -> None:
-    """A process that has connected and says nothing keeps it from all others."""
-    script = (
-        "import socket, sys; s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET); "
-        "s.connect(sys.argv[1]); s.recv(64); print(flush=True); input()"
-    )
-    argv = [sys.executable, "-Ic", script, f"{plan.pipe_directory}/control"]
-    with subprocess.Popen(argv, stdin=-1, stdout=-1) as other:
-        assert other.stdout is not None
-        other.stdout.readline()
+def test_who_keeps_it_waiting_is_named(run: DomainRun, plan: DomainPlan) -> None:
+    with silent_process(plan.pipe_directory) as other:
         find_out(run)
-        name = Path(f"/proc/{other.pid}/comm").read_text().strip()
         assert run.domain.reason == (
-            f"the control daemon (PID {run.pid}) does not serve: PID {other.pid} ({name}, root) is connected "
-            "to it and says nothing: all others wait for that process"
+            f"the control daemon (PID {run.pid}) does not serve: PID {other} ({name_of(other)}, root) is "
+            "connected to it and says nothing: all others wait for that process"
         )
-        other.kill()
 
 
 def test_it_goes_on_once_the_silent_connection_is_closed(run: DomainRun, plan: DomainPlan) -> None:
     pid = run.pid
     with silent_connection(plan) as connection:
         assert find_out(run).state == WEDGED
-        no_longer_silent(run, connection)
+        connection.close()
+        run.until_in_time(READY)
     assert run.pid == pid
 
 
@@ -117,56 +97,52 @@ def test_one_that_stays_silent_without_jobs_is_ended_and_replaced(run: DomainRun
 
 @pytest.mark.parametrize("in_use", [None, True])
 def test_one_with_jobs_is_replaced_once_their_server_has_ended(
-    run: DomainRun, jobs: Jobs, plan: DomainPlan, in_use: bool | None, caplog: pytest.LogCaptureFixture
+    run: DomainRun, bench: Bench, in_use: bool | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    job = jobs.begin()
+    job = bench.jobs.begin()
     run.tick()
     run.domain.note_use(in_use=in_use)
     pid, (server,) = run.pid, run.domain.server_pids()
-    with silent_connection(plan):
+    with silent_connection(bench.plan):
         find_out(run)
         for _ in range(20):
             run.turn(2)
-        assert (run.state, run.pid, jobs.stand_ins.servers()) == (WEDGED, pid, [server])
+        assert (run.state, run.pid, bench.jobs.servers()) == (WEDGED, pid, [server])
         assert run.domain.reason.endswith(
             f"; it is replaced when its MPS server (PID {server}), which may have jobs, has ended "
             f"(not to wait, and risk them: kill -9 {pid})"
         )
         assert sum("which may have jobs" in message for message in caplog.messages) == 1, "it is said once"
-        jobs.end(job)
+        bench.jobs.end(job)
         os.kill(server, signal.SIGKILL)
-        wait_for(lambda: jobs.stand_ins.servers() == [])
+        wait_for(lambda: bench.jobs.servers() == [])
         run.turn(2).until(READY)
     assert run.pid != pid
 
 
-def test_one_whose_servers_have_no_jobs_is_replaced_with_them(
-    run: DomainRun, jobs: Jobs, plan: DomainPlan
-) -> None:
-    jobs.end(jobs.begin())
+def test_one_whose_servers_have_no_jobs_is_replaced_with_them(run: DomainRun, bench: Bench) -> None:
+    bench.jobs.end(bench.jobs.begin())
     run.tick()
     run.domain.note_use(in_use=False)
     pid = run.pid
-    with silent_connection(plan):
+    with silent_connection(bench.plan):
         find_out(run).turn(2).until_it(lambda: run.state == READY and run.pid != pid)
-    wait_for(lambda: jobs.stand_ins.servers() == [])
+    wait_for(lambda: bench.jobs.servers() == [])
     assert run.turn(2).pending == ""
 
 
-def test_a_stopped_server_that_it_waits_for_is_named_and_let_go_on(
-    run: DomainRun, jobs: Jobs, program: str, plan: DomainPlan
-) -> None:
-    jobs.begin()
+def test_a_stopped_server_that_it_waits_for_is_named_and_let_go_on(run: DomainRun, bench: Bench) -> None:
+    bench.jobs.begin()
     run.tick()
     (server,) = run.domain.server_pids()
     stop_process(server)
-    env = {"CUDA_MPS_PIPE_DIRECTORY": plan.pipe_directory}
-    with subprocess.Popen([program], env=env, stdin=-1, stdout=-1) as asking:
+    env = {"CUDA_MPS_PIPE_DIRECTORY": bench.plan.pipe_directory}
+    with subprocess.Popen([bench.program], env=env, stdin=-1, stdout=-1) as asking:
         assert asking.stdin is not None
         asking.stdin.write(b"ps\n")
         asking.stdin.close()
-        log = Path(plan.log_directory, "control.log")
+        log = Path(bench.plan.log_directory, "control.log")
         wait_for(lambda: "Cmd:ps" in log.read_text())
         pid = run.pid
         find_out(run).until_in_time(READY)
@@ -195,26 +171,23 @@ def test_removed_sockets_cost_no_job(run: DomainRun, plan: DomainPlan, jobs: Job
     (server,) = run.domain.server_pids()
     os.unlink(f"{plan.pipe_directory}/control")
     assert run.turn(PROBE_S).turn(60).state == WEDGED
-    assert jobs.stand_ins.servers() == [server]
+    assert jobs.servers() == [server]
 
 
-def test_a_pipe_directory_that_has_become_a_symlink_is_not_used(
-    run: DomainRun, plan: DomainPlan, place: Path
-) -> None:
+def test_a_pipe_directory_that_has_become_a_symlink_is_not_used(run: DomainRun, bench: Bench) -> None:
     """The control daemon is ended, because no client finds it, and an operator has to look at the link."""
     pid = run.pid
-    os.rename(plan.pipe_directory, place / "elsewhere")
-    (place / "aim").mkdir()
-    place.chmod(0o777)
-    os.symlink(place / "aim", plan.pipe_directory)
+    os.rename(bench.plan.pipe_directory, bench.place / "elsewhere")
+    (bench.place / "aim").mkdir()
+    bench.place.chmod(0o777)
+    os.symlink(bench.place / "aim", bench.plan.pipe_directory)
     run.turn(PROBE_S).turn(2).until(FAILED)
-    place.chmod(0o755)
+    bench.place.chmod(0o755)
     assert not Path(f"/proc/{pid}").exists()
-    assert run.domain.error is not None
-    assert plan.pipe_directory in run.domain.error.message or str(place) in run.domain.error.message
-    assert run.domain.error.hint
-    assert list((place / "aim").iterdir()) == []
-    os.unlink(plan.pipe_directory)
+    assert bench.plan.pipe_directory in run.error.message or str(bench.place) in run.error.message
+    assert run.error.hint
+    assert list((bench.place / "aim").iterdir()) == []
+    os.unlink(bench.plan.pipe_directory)
     assert run.turn(60).until(READY).domain.error is None
 
 
@@ -228,9 +201,8 @@ def test_another_process_at_its_socket_is_reported_and_left_alone(run: DomainRun
         who = f"(PID {os.getpid()})"
         assert f"its socket in {plan.pipe_directory} is that of another process {who}" in run.reasons[3]
         assert not Path(f"/proc/{pid}").exists()
-        assert run.domain.error is not None
-        assert f"(PID {os.getpid()}, uid {os.getuid()}), not started by us" in run.domain.error.message
-        assert PROGRAM in run.domain.error.hint
+        assert f"(PID {os.getpid()}, uid {os.getuid()}), not started by us" in run.error.message
+        assert PROGRAM in run.error.hint
     assert run.turn(60).until(READY).domain.error is None
 
 
@@ -238,7 +210,7 @@ def test_it_is_known_how_long_the_last_probe_took(run: DomainRun) -> None:
     assert run.domain.probe_s is None
     os.kill(run.pid, signal.SIGSTOP)
     run.turn(PROBE_S)
-    run.clock.now_s += 0.25
+    run.now_s += 0.25
     os.kill(run.pid, signal.SIGCONT)
     assert run.until_said().domain.probe_s == 0.25
 
