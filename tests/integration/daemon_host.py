@@ -227,6 +227,14 @@ class Daemon(Closes):
         assert done.returncode == 0, done.stderr
         return done.stdout.splitlines()
 
+    def polls(self, xid: int = 31, gpu: int = 0) -> bool:
+        """Have the driver report an XID, at which the daemon polls all GPUs at once, and not within 10 s.
+
+        True, for a condition: it is reported again and again, because the daemon may not listen yet.
+        """
+        self.host.gpus[gpu].xid(xid)
+        return True
+
     # -- its files
 
     def configure(self, **keys: object) -> None:

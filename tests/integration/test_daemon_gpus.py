@@ -8,7 +8,6 @@ import pytest
 
 from integration.conftest import MakeDaemon, MakeHost
 from integration.daemon_host import Daemon, eventually, is_running
-from simhost import SimHost
 from simhost.mps import StandIns
 
 TWO = [{"kind": "v100"}, {"kind": "a100"}]
@@ -24,15 +23,6 @@ def reasons(daemon: Daemon) -> list[str]:
     return [device["reason"] for device in daemon.get("/v1/devices?limit=0")[1]["isolated_devices"]]
 
 
-def reported(host: SimHost, xid: int, gpu: int = 0) -> bool:
-    """Have the driver report the XID of a GPU; again and again, for the daemon may not listen yet.
-
-    The daemon then looks at all GPUs, whatever the XID is.
-    """
-    host.gpus[gpu].xid(xid)
-    return True
-
-
 def gpu_events(daemon: Daemon) -> list[tuple[str, str, str]]:
     events = daemon.get("/v1/events?kind=gpu")[1]["events"]
     return [(event["severity"], event["subject"], event["what"]) for event in events]
@@ -46,7 +36,7 @@ def test_a_gpu_that_falls_off_the_bus_is_noticed_and_the_others_go_on(
     control = daemon.control_pid()
     told = ("error", "00:07.0", "XID 79: the GPU has fallen off the bus")
     # Before the loss: what a set of events is asked for after that is refused, and the report may be in it.
-    eventually(lambda: reported(host, 79, 1) and told in gpu_events(daemon), "the driver's own report")
+    eventually(lambda: daemon.polls(79, 1) and told in gpu_events(daemon), "the driver's own report")
     host.gpus[1].lose(xid=None)
     eventually(lambda: available(daemon) == 4, "four devices")
     reasons = {d["gpu_uuid"]: d["reason"] for d in daemon.get("/v1/devices")[1]["isolated_devices"]}
@@ -137,7 +127,7 @@ def test_a_fatal_xid_makes_its_devices_unavailable_until_a_reload(
     host = make_host(TWO)
     daemon = make_daemon(host).start().wait_ready()
     daemon.wait_log("is ready")
-    eventually(lambda: reported(host, 95) and available(daemon) == 4, "four devices")
+    eventually(lambda: daemon.polls(95) and available(daemon) == 4, "four devices")
     gpu = daemon.get("/v1/gpus")[1]["gpus"][0]
     assert gpu["reason"] == (
         f"XID 95 (uncontained memory error): reset it (nvidia-smi --gpu-reset -i {host.gpus[0].uuid}) "
@@ -151,7 +141,7 @@ def test_an_xid_of_a_job_is_told_and_takes_no_device(make_host: MakeHost, make_d
     host = make_host(TWO)
     daemon = make_daemon(host).start().wait_ready()
     seen = ("warning", "00:06.0", "XID 31: memory page fault, mostly a fault of a job")
-    eventually(lambda: reported(host, 31) and seen in gpu_events(daemon), "the event")
+    eventually(lambda: daemon.polls() and seen in gpu_events(daemon), "the event")
     assert available(daemon) == 8
 
 
@@ -182,7 +172,7 @@ def test_a_server_in_fault_is_reported_with_the_process_that_the_kernel_names(
         (host.root / "dev/kmsg").write_text(line)
 
         def told() -> list[str]:
-            reported(host, 31)
+            daemon.polls()
             events = daemon.get("/v1/events?kind=client")[1]["events"]
             return [event["what"] for event in events if "FAULT" in event["what"]]
 
@@ -210,19 +200,18 @@ def test_the_driver_is_lost_and_back_and_the_control_daemon_goes_on(
 
     host.fail("nvmlSystemGetDriverVersion", "driver_not_loaded")
     gone = "the NVIDIA driver's kernel module is not loaded"
-    eventually(lambda: reported(host, 31) and reasons(daemon) == [gone] * 4, "the driver's loss")
+    eventually(lambda: daemon.polls() and reasons(daemon) == [gone] * 4, "the driver's loss")
     daemon.wait_log(f"the GPUs cannot be looked at: {gone}")
     host.clear()
-    eventually(lambda: reported(host, 31) and reasons(daemon) == [""] * 4, "the driver's return")
+    eventually(lambda: daemon.polls() and reasons(daemon) == [""] * 4, "the driver's return")
 
     assert daemon.control_pid() == control
     assert daemon.stop() == 0
 
 
-def test_what_changes_between_two_looks_is_put_right_or_taken_in(
+def test_what_changes_between_two_polls_is_put_right_or_taken_in(
     make_host: MakeHost, make_daemon: MakeDaemon
 ) -> None:
-    """Two things at once, because the looks are ten seconds apart."""
     host = make_host(TWO)
     host.gpus[1].mig = True
     daemon = make_daemon(host)
@@ -232,7 +221,7 @@ def test_what_changes_between_two_looks_is_put_right_or_taken_in(
 
     host.gpus[1].mig = False
     host.gpus[0].compute_mode = "default"
-    eventually(lambda: host.gpus[0].compute_mode == "exclusive_process", "the mode")
+    eventually(lambda: daemon.polls() and host.gpus[0].compute_mode == "exclusive_process", "the mode")
     eventually(lambda: available(daemon) == 8, "eight devices")
     assert host.gpus[1].compute_mode == "exclusive_process", "a GPU that can serve now gets its mode too"
     events = daemon.get("/v1/events?kind=compute_mode")[1]["events"]

@@ -7,7 +7,7 @@ import signal
 from integration.conftest import MakeDaemon, MakeHost
 from integration.daemon_host import Daemon, control_daemons, eventually
 from integration.process_limit import no_more_processes
-from integration.test_daemon_gpus import available, reported
+from integration.test_daemon_gpus import available
 
 LIMITS = (
     "check the limits on memory, files, processes and threads: "
@@ -22,14 +22,14 @@ def warned(daemon: Daemon) -> bool:
 def test_polling_without_a_thread_is_reported_and_ends_nothing(ready_daemon: Daemon) -> None:
     control = ready_daemon.control_pid()
     with no_more_processes(ready_daemon.pid):
-        eventually(lambda: reported(ready_daemon.host, 31) and warned(ready_daemon), "the warning")
+        eventually(lambda: ready_daemon.polls() and warned(ready_daemon), "the warning")
         status, answer = ready_daemon.get("/v1/plan")
         assert (status, answer["hint"]) == (503, LIMITS)
         assert answer["detail"].startswith("no thread can be started: ")
         ready_daemon.signal(signal.SIGHUP)
         ready_daemon.wait_log("not reloaded: no thread can be started")
         assert available(ready_daemon) == 4
-    eventually(lambda: reported(ready_daemon.host, 31) and not warned(ready_daemon), "a look")
+    eventually(lambda: ready_daemon.polls() and not warned(ready_daemon), "a look")
     assert "Traceback" not in ready_daemon.log
     assert ready_daemon.control_pid() == control
     assert ready_daemon.stop() == 0

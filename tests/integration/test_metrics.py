@@ -94,7 +94,7 @@ def test_the_last_hour_and_the_metrics_agree_on_a_client_of_two_devices(
 
     with host.popen(["sleep", "60"], env={**daemon.env, "YUNION_MPS_DEVICE": ",".join(both)}) as sleeper:
         host.gpus[0].add_process(sleeper.pid, budget_mib + 700, "M+C")
-        eventually(lambda: hour() == [budget_mib, 700], "the look")
+        eventually(lambda: daemon.polls() and hour() == [budget_mib, 700], "a poll")
         assert metric() == [budget_mib << 20, 700 << 20]
         sleeper.kill()
 

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,20 +38,27 @@ def built(folder: Path, version: str = __version__) -> Packages:
 
 def _build(tree: Path, version: str, output: Path) -> None:
     shutil.rmtree(tree, ignore_errors=True)
-    _copy(tree, version)
+    copy_checkout(tree)
+    init = tree / "yunion_mps/__init__.py"
+    init.write_text(re.sub(r'(?m)^__version__ = ".+"$', f'__version__ = "{version}"', init.read_text()))
     if version == PREVIOUS:  # a module that is no more
         (tree / "yunion_mps/formerly").mkdir()
         (tree / "yunion_mps/formerly/__init__.py").write_text('"""Of the version before."""\n')
     new = output.with_name(f"{output.name}.new")
-    environment = {**os.environ, "PYTHONPATH": "scripts/lib"}
-    command = [sys.executable, "-m", "package_build", "--output", str(new)]
+    build(tree, new)
+    new.rename(output)
+
+
+def build(checkout: Path, output: Path, environment: Mapping[str, str] = {}) -> None:
+    """Build as scripts/package does, with this Python's packages."""
+    command = [sys.executable, "-m", "package_build", "--output", str(output)]
     command += ["--cache", str(CHECKOUT / ".cache/package")]
+    variables = {**os.environ, **environment, "PYTHONPATH": "scripts/lib"}
     done = subprocess.run(
-        command, cwd=tree, env=environment, capture_output=True, text=True, timeout=_LIMIT_S
+        command, cwd=checkout, env=variables, capture_output=True, text=True, timeout=_LIMIT_S
     )
     if done.returncode != 0:
-        raise RuntimeError(f"scripts/package failed for {version}:\n{done.stdout}{done.stderr}")
-    new.rename(output)
+        raise RuntimeError(f"scripts/package failed in {checkout}:\n{done.stdout}{done.stderr}")
 
 
 def stub_rpm(folder: Path, provides: list[str]) -> Path:
@@ -85,18 +93,16 @@ def build_rpm(folder: Path, specification: str) -> Path:
     return _only(folder / "rpm", "*.rpm")
 
 
-def _copy(tree: Path, version: str) -> None:
+def copy_checkout(target: Path) -> None:
     """Copy the checkout as git would know it, in a repository of its own."""
-    subprocess.run(["git", "clone", "--quiet", "--shared", str(CHECKOUT), str(tree)], check=True)
+    subprocess.run(["git", "clone", "--quiet", "--shared", str(CHECKOUT), str(target)], check=True)
     list_files = ["git", "-C", str(CHECKOUT), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(list_files, check=True, capture_output=True, text=True).stdout.split("\0")
     for name in filter(None, names):
-        (tree / name).unlink(missing_ok=True)
+        (target / name).unlink(missing_ok=True)
         if (CHECKOUT / name).exists():
-            (tree / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(CHECKOUT / name, tree / name)
-    init = tree / "yunion_mps/__init__.py"
-    init.write_text(re.sub(r'(?m)^__version__ = ".+"$', f'__version__ = "{version}"', init.read_text()))
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(CHECKOUT / name, target / name)
 
 
 def _only(folder: Path, pattern: str) -> Path:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+
+from packages.versions import build
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTLETS = ROOT / "packaging/scriptlets"
@@ -62,18 +63,11 @@ def run(*command: str | Path) -> str:
     return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
 
 
-def build(checkout: Path, output: Path, environment: dict[str, str] | None = None) -> Built:
-    """Build as scripts/package does, with this Python's packages."""
-    options = ["--output", str(output), "--cache", str(ROOT / ".cache/package")]
-    command = [sys.executable, "-m", "package_build", *options]
-    variables = {**os.environ, **(environment or {}), "PYTHONPATH": str(checkout / "scripts/lib")}
-    subprocess.run(command, check=True, cwd=checkout, env=variables, stdout=subprocess.DEVNULL)
-    return Built(output)
-
-
 @pytest.fixture(scope="session")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
-    return build(ROOT, tmp_path_factory.mktemp("dist"))
+    directory = tmp_path_factory.mktemp("dist")
+    build(ROOT, directory)
+    return Built(directory)
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,9 @@ from typing import Any
 import pytest
 from yunion_mps import __version__
 
-from .conftest import ROOT, Built, build, run
+from packages.versions import build, copy_checkout
+
+from .conftest import ROOT, Built, run
 
 VENDOR = "/usr/lib/yunion-mps/vendor/"
 
@@ -34,25 +36,19 @@ def pins(name: str) -> dict[str, tuple[str, list[str]]]:
 
 def test_two_builds_are_equal_byte_for_byte(built: Built, tmp_path: Path) -> None:
     """The second is of a copy in another place, by another user's habits, at another time of its files."""
-    copy = tmp_path / "another place"
-    for name in run("git", "-C", ROOT, "ls-files", "-z", "--cached", "--others", "--exclude-standard").split(
-        "\0"
-    ):
-        if name and (ROOT / name).exists():
-            (copy / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / name, copy / name)
-            os.utime(copy / name, (1_000_000_000, 1_000_000_000))
-    shutil.copytree(ROOT / ".git", copy / ".git")
-    scratch = tmp_path / "scratch"
+    copy, again, scratch = (tmp_path / name for name in ("another place", "dist", "scratch"))
+    copy_checkout(copy)
+    for path in copy.rglob("*"):
+        os.utime(path, (1_000_000_000, 1_000_000_000), follow_symlinks=False)
     scratch.mkdir()
     before = os.umask(0o077)
     try:
-        again = build(copy, tmp_path / "dist", {
+        build(copy, again, {
             "TMPDIR": str(scratch), "TZ": "Pacific/Chatham", "LC_ALL": "C", "PYTHONHASHSEED": "7",
         })  # fmt: skip
     finally:
         os.umask(before)
-    assert hashes(again.directory) == hashes(built.directory)
+    assert hashes(again) == hashes(built.directory)
     assert list(scratch.iterdir()) == []
     assert {path.stat().st_mode & 0o777 for path in built.directory.iterdir()} == {0o644}
 

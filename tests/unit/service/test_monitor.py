@@ -1,4 +1,4 @@
-"""A change of a GPU is noticed at once, its return like its loss, without a regular poll."""
+"""The GPUs are polled regularly, and at once when one of them changes."""
 
 from __future__ import annotations
 
@@ -14,10 +14,40 @@ from yunion_mps.service.monitor import Monitor
 from yunion_mps.service.reload import Reloader
 from yunion_mps.service.usage import ProcessDevices, UsageHistory, UsageSampler
 
-from unit.supervised import MakeHost, Supervise
+from unit.supervised import MakeHost, Supervise, Supervised
 
 TWO = [{"kind": "v100"}, {"kind": "a100"}]
 PATIENCE_S = 60.0
+
+
+def monitor_of(made: Supervised, poll_now: asyncio.Event, polled: asyncio.Event) -> Monitor:
+    paths, supervisor = made.paths, made.supervisor
+    reloader = Reloader(paths, supervisor, Ledger(), (), poll_now, lambda: None, lambda: None)
+    xids = XidAnalyzer(paths, supervisor, ClientService(paths, supervisor))
+    usage = UsageSampler(supervisor, ProcessDevices(supervisor, Ledger()), UsageHistory())
+    return Monitor(paths, supervisor, reloader, xids, usage, poll_now, polled.set)
+
+
+def test_without_any_event_the_gpus_are_polled_regularly(
+    make_host: MakeHost, supervise: Supervise, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(monitor, "POLL_S", 0.01)
+    host = make_host(TWO)
+    made = supervise(host).start()
+
+    async def follow() -> None:
+        polled = asyncio.Event()
+        task = asyncio.create_task(monitor_of(made, asyncio.Event(), polled).run())
+        for _ in range(3):
+            host.gpus[0].compute_mode = "default"
+            while host.gpus[0].compute_mode == "default":
+                await asyncio.wait_for(polled.wait(), PATIENCE_S)
+                polled.clear()
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+    asyncio.run(follow())
 
 
 def test_a_gpu_that_returns_and_is_lost_again_is_noticed_at_once(
@@ -26,14 +56,9 @@ def test_a_gpu_that_returns_and_is_lost_again_is_noticed_at_once(
     monkeypatch.setattr(monitor, "POLL_S", 3600.0)
     host = make_host(TWO)
     made = supervise(host).start()
-    paths, supervisor = made.paths, made.supervisor
 
     async def follow() -> None:
         poll_now, polled = asyncio.Event(), asyncio.Event()
-        reloader = Reloader(paths, supervisor, Ledger(), (), poll_now, lambda: None, lambda: None)
-        xids = XidAnalyzer(paths, supervisor, ClientService(paths, supervisor))
-        usage = UsageSampler(supervisor, ProcessDevices(supervisor, Ledger()), UsageHistory())
-        watch = Monitor(paths, supervisor, reloader, xids, usage, poll_now, polled.set)
 
         async def until(available: int) -> None:
             end_s = time.monotonic() + PATIENCE_S
@@ -41,9 +66,9 @@ def test_a_gpu_that_returns_and_is_lost_again_is_noticed_at_once(
                 assert time.monotonic() < end_s, made.snapshot
                 await asyncio.wait_for(polled.wait(), PATIENCE_S)
                 polled.clear()
-                supervisor.tick(time.monotonic())
+                made.supervisor.tick(time.monotonic())
 
-        task = asyncio.create_task(watch.run())
+        task = asyncio.create_task(monitor_of(made, poll_now, polled).run())
         poll_now.set()
         await asyncio.wait_for(polled.wait(), PATIENCE_S)
         host.gpus[1].lose()
