@@ -101,7 +101,7 @@ def make_host(monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeHost]:
     """Make a host that NVML in this process, and PATH, belong to."""
     with ExitStack() as stack:
 
-        def make(description: Description, **keys: str) -> SimHost:
+        def make(description: Description | None = None, **keys: str) -> SimHost:
             host = stack.enter_context(SimHost.create(description))
             configure(host, **keys)
             stack.enter_context(host.pynvml())

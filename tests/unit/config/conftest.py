@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from string import Template
 from typing import Optional, Union
 
 import pytest
@@ -49,6 +50,18 @@ class Files:
     def messages(self) -> list[str]:
         """What is wrong with the files, as it is printed."""
         return [str(problem).replace(str(self.root), "") for problem in self.problems()]
+
+
+def annotated(text: str, **hints: str) -> tuple[str, list[str]]:
+    """A file's content, and what is said of a line, below it after `! `; `$NAME` is one of the hints."""
+    content: list[str] = []
+    messages: list[str] = []
+    for line in Template(text).substitute(hints).replace("\n!   ", " ").splitlines():
+        if line.startswith("! "):
+            messages.append(f"{len(content)}: {line[2:]}")
+        else:
+            content.append(f"{line}\n")
+    return "".join(content), messages
 
 
 @pytest.fixture

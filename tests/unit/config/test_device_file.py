@@ -8,16 +8,11 @@ import time
 import pytest
 from yunion_mps.config import load
 
-from unit.config.conftest import DEVICES, Files
+from unit.config.conftest import DEVICES, Files, annotated
 
 NUMBER = "write a whole number from 1 to 60, without quotes"
 KEYS = "path, type, virtual_number, slices, memory_unit, memory_reserve, thread_overcommit"
-PATH_REMEDY = "write path: followed by a render node, a PCI address or a GPU's UUID"
-PATH_EXAMPLE = "add path, for example path: /dev/dri/renderD128"
-TYPE = "did you mean type?"
-MPS = "did you mean NVIDIA_MPS?"
-RIGHT = "- path: a\n  virtual_number: 4"
-NUMBER_EXAMPLE = "add virtual_number, for example virtual_number: 4"
+PATH = "write path: followed by a render node, a PCI address or a GPU's UUID"
 
 
 def test_entries_are_read_in_the_order_of_the_file_and_know_their_lines(files: Files) -> None:
@@ -90,137 +85,79 @@ def test_a_file_of_another_shape_is_named_with_what_would_be_right(
     assert files.write(devices=text).messages() == [DEVICES + message]
 
 
-@pytest.mark.parametrize(
-    ("entry", "messages"),
-    [
-        (
-            "- word",
-            [
-                (
-                    '4: an entry of devices is "word", not a mapping:'
-                    " write - path: …, type: … and virtual_number: …"
-                )
-            ],
-        ),
-        (
-            "-",
-            [
-                (
-                    "4: an entry of devices is nothing (null), not a mapping:"
-                    " write - path: …, type: … and virtual_number: …"
-                )
-            ],
-        ),
-        (
-            "- path: a\n  virtual_number: 4",
-            ["4: an entry has no type: write type: NVIDIA_MPS, or another software's type"],
-        ),
-        (f"{RIGHT}\n  tpye: NVIDIA_MPS", ["6: unknown key tpye: did you mean type?"]),
-        (f"{RIGHT}\n  Type: NVIDIA_MPS", ["6: unknown key Type: did you mean type?"]),
-        (
-            f"{RIGHT}\n  typ: NVIDIA_MSP",
-            [f"6: unknown key typ: {TYPE}", f"6: type NVIDIA_MSP is unknown: {MPS}"],
-        ),
-        ("- typ: NVIDIA_GPU\n  virtual_numbr: 4", [f"4: unknown key typ: {TYPE}"]),
-        (
-            "- typ: 5\n  virtual_numbr: 4",
-            [f"4: unknown key typ: {TYPE}", "4: type is 5, not a text: write type: NVIDIA_MPS"],
-        ),
-        (
-            "- pth: a\n  typ: NVIDIA_MPS\n  virtual_numbr: 4",
-            [
-                "4: unknown key pth in an NVIDIA_MPS entry: did you mean path?",
-                f"5: unknown key typ: {TYPE}",
-                "6: unknown key virtual_numbr in an NVIDIA_MPS entry: did you mean virtual_number?",
-            ],
-        ),
-        (
-            "- pth: a\n  type: NVIDIA_MSP\n  virtual_num: 4",
-            [
-                "4: unknown key pth in an NVIDIA_MPS entry: did you mean path?",
-                f"5: type NVIDIA_MSP is unknown: {MPS}",
-                "6: unknown key virtual_num in an NVIDIA_MPS entry: did you mean virtual_number?",
-            ],
-        ),
-        (
-            "- typ: NVIDIA_MPS\n  path: a",
-            [
-                f"4: unknown key typ: {TYPE}",
-                f"4: an NVIDIA_MPS entry has no virtual_number: {NUMBER_EXAMPLE}",
-            ],
-        ),
-        ("- path: a\n  type: 4", ["5: type is 4, not a text: write type: NVIDIA_MPS"]),
-        ("- path: a\n  type:", ["5: type is nothing (null), not a text: write type: NVIDIA_MPS"]),
-        (f"{RIGHT}\n  type: nvidia_mps", ["6: type nvidia_mps is unknown: did you mean NVIDIA_MPS?"]),
-        (f"{RIGHT}\n  type: NVIDIA_MSP", ["6: type NVIDIA_MSP is unknown: did you mean NVIDIA_MPS?"]),
-        (
-            "- type: NVIDIA_MPS",
-            [
-                f"4: an NVIDIA_MPS entry has no path: {PATH_EXAMPLE}",
-                f"4: an NVIDIA_MPS entry has no virtual_number: {NUMBER_EXAMPLE}",
-            ],
-        ),
-        (
-            "- type: NVIDIA_MPS\n  path: 5\n  virtual_number: '4'",
-            [
-                f"5: path is 5, not a text: {PATH_REMEDY}",
-                f'6: virtual_number is "4", not a whole number: {NUMBER}',
-            ],
-        ),
-        (
-            "- type: NVIDIA_MPS\n  path:\n  virtual_number: 4.5",
-            [
-                f"5: path is nothing (null), not a text: {PATH_REMEDY}",
-                f"6: virtual_number is 4.5, not a whole number: {NUMBER}",
-            ],
-        ),
-        (
-            "- type: NVIDIA_MPS\n  path: ' '\n  virtual_number: true",
-            [
-                f'5: path is " ", not a text: {PATH_REMEDY}',
-                f"6: virtual_number is true, not a whole number: {NUMBER}",
-            ],
-        ),
-        (
-            "- type: NVIDIA_MPS\n  path: a\n  virtual_number:",
-            [f"6: virtual_number is nothing (null), not a whole number: {NUMBER}"],
-        ),
-        (
-            "- type: NVIDIA_MPS\n  path: a\n  virtual_number: 0",
-            [f"6: virtual_number is 0, out of range: {NUMBER}"],
-        ),
-        (
-            "- type: NVIDIA_MPS\n  path: a\n  virtual_number: 61",
-            [f"6: virtual_number is 61, out of range: {NUMBER}"],
-        ),
-        (
-            "- type: NVIDIA_MPS\n  paht: a\n  virtual-number: 4",
-            [
-                "5: unknown key paht in an NVIDIA_MPS entry: did you mean path?",
-                "6: unknown key virtual-number in an NVIDIA_MPS entry: did you mean virtual_number?",
-            ],
-        ),
-        (
-            "- type: NVIDIA_MPS\n  path: a\n  virtual_number: 4\n  colour: red\n  [a]: b",
-            [
-                f"7: unknown key colour in an NVIDIA_MPS entry: remove it; the keys of an entry are {KEYS}",
-                (
-                    "8: a key that is not a text in an NVIDIA_MPS entry:"
-                    f" remove it; the keys of an entry are {KEYS}"
-                ),
-            ],
-        ),
-        (
-            "- type: NVIDIA_MPS\n  path: a\n  virtual_number: 4\n  path: b",
-            ["7: path is given twice: keep one of the two lines (the other is line 5)"],
-        ),
-    ],
-)
-def test_a_bad_entry_is_named_with_its_line_and_what_would_be_right(
-    files: Files, entry: str, messages: list[str]
-) -> None:
-    files.write(devices=f"# a comment\ndevices:\n- {{type: NVIDIA_GPU}}\n{entry}\n")
-    assert files.messages() == [f"{DEVICES}:{message}" for message in messages]
+WRONG = """\
+# a comment
+devices:
+- {type: NVIDIA_GPU}
+- word
+! an entry of devices is "word", not a mapping: write - path: …, type: … and virtual_number: …
+-
+! an entry of devices is nothing (null), not a mapping: write - path: …, type: … and virtual_number: …
+- {path: a, virtual_number: 4}
+! an entry has no type: write type: NVIDIA_MPS, or another software's type
+- {path: a, virtual_number: 4, tpye: NVIDIA_MPS}
+! unknown key tpye: did you mean type?
+- {path: a, virtual_number: 4, Type: NVIDIA_MPS}
+! unknown key Type: did you mean type?
+- {path: a, virtual_number: 4, typ: NVIDIA_MSP}
+! unknown key typ: did you mean type?
+! type NVIDIA_MSP is unknown: did you mean NVIDIA_MPS?
+- {typ: NVIDIA_GPU, virtual_numbr: 4}
+! unknown key typ: did you mean type?
+- {typ: 5, virtual_numbr: 4}
+! unknown key typ: did you mean type?
+! type is 5, not a text: write type: NVIDIA_MPS
+- pth: a
+! unknown key pth in an NVIDIA_MPS entry: did you mean path?
+  typ: NVIDIA_MPS
+! unknown key typ: did you mean type?
+  virtual_numbr: 4
+! unknown key virtual_numbr in an NVIDIA_MPS entry: did you mean virtual_number?
+- pth: a
+! unknown key pth in an NVIDIA_MPS entry: did you mean path?
+  type: NVIDIA_MSP
+! type NVIDIA_MSP is unknown: did you mean NVIDIA_MPS?
+  virtual-num: 4
+! unknown key virtual-num in an NVIDIA_MPS entry: did you mean virtual_number?
+- {typ: NVIDIA_MPS, path: a}
+! unknown key typ: did you mean type?
+! an NVIDIA_MPS entry has no virtual_number: add virtual_number, for example virtual_number: 4
+- {path: a, type: 4}
+! type is 4, not a text: write type: NVIDIA_MPS
+- {path: a, type: }
+! type is nothing (null), not a text: write type: NVIDIA_MPS
+- {path: a, virtual_number: 4, type: nvidia_mps}
+! type nvidia_mps is unknown: did you mean NVIDIA_MPS?
+- {type: NVIDIA_MPS}
+! an NVIDIA_MPS entry has no path: add path, for example path: /dev/dri/renderD128
+! an NVIDIA_MPS entry has no virtual_number: add virtual_number, for example virtual_number: 4
+- {type: NVIDIA_MPS, path: 5, virtual_number: '4'}
+! path is 5, not a text: $PATH
+! virtual_number is "4", not a whole number: $NUMBER
+- {type: NVIDIA_MPS, path: , virtual_number: 4.5}
+! path is nothing (null), not a text: $PATH
+! virtual_number is 4.5, not a whole number: $NUMBER
+- {type: NVIDIA_MPS, path: ' ', virtual_number: true}
+! path is " ", not a text: $PATH
+! virtual_number is true, not a whole number: $NUMBER
+- {type: NVIDIA_MPS, path: a, virtual_number: }
+! virtual_number is nothing (null), not a whole number: $NUMBER
+- {type: NVIDIA_MPS, path: a, virtual_number: 0}
+! virtual_number is 0, out of range: $NUMBER
+- {type: NVIDIA_MPS, path: a, virtual_number: 61}
+! virtual_number is 61, out of range: $NUMBER
+- {type: NVIDIA_MPS, path: a, virtual_number: 4, colour: red, [a]: b}
+! unknown key colour in an NVIDIA_MPS entry: remove it; the keys of an entry are $KEYS
+! a key that is not a text in an NVIDIA_MPS entry: remove it; the keys of an entry are $KEYS
+- {path: a, type: NVIDIA_MPS, virtual_number: 4,
+   path: b}
+! path is given twice: keep one of the two lines (the other is line 30)
+"""
+
+
+def test_what_is_wrong_with_an_entry_is_named_with_a_hint(files: Files) -> None:
+    content, messages = annotated(WRONG, KEYS=KEYS, NUMBER=NUMBER, PATH=PATH)
+    assert files.write(devices=content).messages() == [f"{DEVICES}:{message}" for message in messages]
 
 
 def test_all_problems_are_reported_at_once_in_the_order_of_lines(files: Files) -> None:
@@ -306,3 +243,16 @@ def test_the_path_of_an_entry_with_a_problem_can_still_be_checked(files: Files) 
         "an NVIDIA_MPS entry has no virtual_number",
     ]
     assert {problem.file for problem in problems} == {str(files.devices)}
+
+
+def test_an_unreadable_host_conf_hides_no_problem_of_the_device_file(files: Files) -> None:
+    files.write("[\n", "devices: {}\n")
+    problems = [(problem.file, problem.line) for problem in files.problems()]
+    assert problems == [(str(files.host), 1), (str(files.devices), 1)]
+
+
+def test_the_problems_of_a_device_file_in_another_place_name_that_place(files: Files) -> None:
+    files.write("container_device_config_file: /etc/d.yml\n", "devices: broken\n")
+    files.root.joinpath("etc/d.yml").write_text("devices: 4\n")
+    hint = "write each entry after a dash: - path: …"
+    assert files.messages() == [f"/etc/d.yml:1: devices is 4, not a list: {hint}"]

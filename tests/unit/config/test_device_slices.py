@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import pytest
+from yunion_mps.config import load
 from yunion_mps.models import DeviceEntry, SliceEntry, Source
 
-from unit.config.conftest import DEVICES, Files
+from unit.config.conftest import DEVICES, Files, annotated
 
 ENTRY = "devices:\n- type: NVIDIA_MPS\n  path: 00:06.0\n"
-AMOUNT = "write a whole number of MiB or GiB, for example 8192MiB or 8GiB"
-PERCENTAGE = "write a number from 0.1 to 100, with at most one decimal and without quotes"
-OVERCOMMIT = "write a number from 1 to 4096, with at most 2 decimals and without quotes"
-DASH = "write each device after a dash: - {memory: 8GiB, thread_percentage: 50}"
-SLICE_KEYS = "memory, thread_percentage, priority"
 UNITS = "none of 1GiB, 128MiB: write one of 1GiB, 128MiB"
+HINTS = {
+    "AMOUNT": "write a whole number of MiB or GiB, for example 8192MiB or 8GiB",
+    "DASH": "write each device after a dash: - {memory: 8GiB, thread_percentage: 50}",
+    "OVERCOMMIT": "write a number from 1 to 4096, with at most 2 decimals and without quotes",
+    "PERCENTAGE": "write a number from 0.1 to 100, with at most one decimal and without quotes",
+    "UNITS": UNITS,
+}
 
 
 def entry_of(files: Files, text: str) -> DeviceEntry:
@@ -75,131 +78,110 @@ def test_slices_given_by_alias_count_in_the_line_of_their_own_entry(files: Files
     assert (first.divided_at.line, second.divided_at.line) == (2, 3)
 
 
+WRONG = """\
+devices:
+- {type: NVIDIA_MPS, path: a, slices: []}
+! slices is an empty list: $DASH
+- {type: NVIDIA_MPS, path: a, slices: 8GiB}
+! slices is "8GiB", not a list: $DASH
+- {type: NVIDIA_MPS, path: a, slices: }
+! slices is nothing (null), not a list: $DASH
+- type: NVIDIA_MPS
+  path: a
+  slices:
+  - 8GiB
+! a slice is "8GiB", not a mapping: write - {memory: 8GiB, thread_percentage: 50}
+  - {}
+! a slice has no memory: add memory, for example memory: 8GiB
+  - {memory: 1GiB}
+  - {thread_percentage: 50}
+! a slice has no memory: add memory, for example memory: 8GiB
+  - {memory: 8GB}
+! memory is "8GB", not an amount of memory: $AMOUNT
+  - {memory: 8192}
+! memory is 8192, not an amount of memory: $AMOUNT
+  - {memory: 1.5GiB}
+! memory is "1.5GiB", not an amount of memory: $AMOUNT
+  - {memory: 8gib}
+! memory is "8gib", not an amount of memory: $AMOUNT
+  - {memory: }
+! memory is nothing (null), not an amount of memory: $AMOUNT
+  - {memory: 0GiB}
+! memory is "0GiB", too little: write at least 1MiB
+  - {memory: 1GiB, thread_percentage: 0}
+! thread_percentage is 0, out of range: $PERCENTAGE
+  - {memory: 1GiB, thread_percentage: 100.1}
+! thread_percentage is 100.1, out of range: $PERCENTAGE
+  - {memory: 1GiB, thread_percentage: 50%}
+! thread_percentage is "50%", not a number: $PERCENTAGE
+  - {memory: 1GiB, thread_percentage: 33.33}
+! thread_percentage is 33.33, more exact than it can be: $PERCENTAGE
+  - {memory: 1GiB, thread_percentage: .nan}
+! thread_percentage is .nan, out of range: $PERCENTAGE
+  - {memory: 1GiB, priority: below-normal}
+! priority is "below-normal", none of normal, below_normal: write below_normal
+  - {memory: 1GiB, priority: 1}
+! priority is 1, none of normal, below_normal: write one of normal, below_normal
+  - {memroy: 1GiB}
+! unknown key memroy in a slice: did you mean memory?
+  - {memory: 1GiB, colour: 1}
+! unknown key colour in a slice: remove it; the keys of a slice are memory, thread_percentage, priority
+  - memory: 1GiB
+    memory: 1MiB
+! memory is given twice: keep one of the two lines (the other is line 27)
+- {type: NVIDIA_MPS, path: a, slices: [{memory: 1GiB}], memory_reserve: 64MiB}
+! memory_reserve does not count with slices, only with memory_unit: remove it
+- {type: NVIDIA_MPS, path: a, slice: [{memory: 1GiB}]}
+! unknown key slice in an NVIDIA_MPS entry: did you mean slices?
+- {type: NVIDIA_MPS, path: a, memory_unti: 1GiB}
+! unknown key memory_unti in an NVIDIA_MPS entry: did you mean memory_unit?
+- {type: NVIDIA_MPS, path: a, memory_unit: 256MiB}
+! memory_unit is "256MiB", $UNITS
+- {type: NVIDIA_MPS, path: a, memory_unit: 128}
+! memory_unit is 128, $UNITS
+- type: NVIDIA_MPS
+  path: a
+  memory_unit: 1GiB
+  memory_reserve: 64
+! memory_reserve is 64, not an amount of memory: $AMOUNT
+  thread_overcommit: 0.5
+! thread_overcommit is 0.5, out of range: $OVERCOMMIT
+- type: NVIDIA_MPS
+  path: a
+  virtual_number: 4
+  memory_reserve: 64MiB
+! memory_reserve does not count with virtual_number, only with memory_unit: remove it
+  thread_overcommit: 2
+! thread_overcommit does not count with virtual_number, only with slices or memory_unit: remove it,
+!   or set cuda_mps_thread_percentage in host.conf
+"""
+
+
+def test_what_is_wrong_with_a_division_is_named_with_a_hint(files: Files) -> None:
+    content, messages = annotated(WRONG, **HINTS)
+    assert files.write(devices=content).messages() == [f"{DEVICES}:{message}" for message in messages]
+
+
 @pytest.mark.parametrize(
-    ("text", "messages"),
+    ("first", "second"),
     [
-        ("  slices: []", [f"4: slices is an empty list: {DASH}"]),
-        ("  slices: 8GiB", [f'4: slices is "8GiB", not a list: {DASH}']),
-        ("  slices:", [f"4: slices is nothing (null), not a list: {DASH}"]),
-        (
-            "  slices:\n  - 8GiB",
-            ['5: a slice is "8GiB", not a mapping: write - {memory: 8GiB, thread_percentage: 50}'],
-        ),
-        (
-            "  slices:\n  - {}\n  - {memory: 1GiB}\n  - thread_percentage: 50",
-            [
-                "5: a slice has no memory: add memory, for example memory: 8GiB",
-                "7: a slice has no memory: add memory, for example memory: 8GiB",
-            ],
-        ),
-        (
-            "  slices:\n  - memory: 8GB\n  - memory: 8192\n  - memory: 1.5GiB\n  - memory: 8gib\n  - memory:",
-            [
-                f'5: memory is "8GB", not an amount of memory: {AMOUNT}',
-                f"6: memory is 8192, not an amount of memory: {AMOUNT}",
-                f'7: memory is "1.5GiB", not an amount of memory: {AMOUNT}',
-                f'8: memory is "8gib", not an amount of memory: {AMOUNT}',
-                f"9: memory is nothing (null), not an amount of memory: {AMOUNT}",
-            ],
-        ),
-        ("  slices: [{memory: 0GiB}]", ['4: memory is "0GiB", too little: write at least 1MiB']),
-        (
-            (
-                "  slices:\n"
-                "  - {memory: 1GiB, thread_percentage: 0}\n"
-                "  - {memory: 1GiB, thread_percentage: 100.1}\n"
-                "  - {memory: 1GiB, thread_percentage: 50%}\n"
-                "  - {memory: 1GiB, thread_percentage: 33.33}\n"
-                "  - {memory: 1GiB, thread_percentage: .nan}"
-            ),
-            [
-                f"5: thread_percentage is 0, out of range: {PERCENTAGE}",
-                f"6: thread_percentage is 100.1, out of range: {PERCENTAGE}",
-                f'7: thread_percentage is "50%", not a number: {PERCENTAGE}',
-                f"8: thread_percentage is 33.33, more exact than it can be: {PERCENTAGE}",
-                f"9: thread_percentage is .nan, out of range: {PERCENTAGE}",
-            ],
-        ),
-        (
-            "  slices:\n  - {memory: 1GiB, priority: below-normal}\n  - {memory: 1GiB, priority: 1}",
-            [
-                '5: priority is "below-normal", none of normal, below_normal: write below_normal',
-                "6: priority is 1, none of normal, below_normal: write one of normal, below_normal",
-            ],
-        ),
-        (
-            "  slices:\n  - {memroy: 1GiB}\n  - {memory: 1GiB, colour: 1}\n  - {memory: 1GiB, memory: 1MiB}",
-            [
-                "5: unknown key memroy in a slice: did you mean memory?",
-                f"6: unknown key colour in a slice: remove it; the keys of a slice are {SLICE_KEYS}",
-                "7: memory is given twice: keep one of the two lines (the other is line 7)",
-            ],
-        ),
-        (
-            f"  slices: [{'{memory: 1MiB}, ' * 61}]",
-            ["4: slices has 61 devices, more than any GPU may have: write at most 60"],
-        ),
-        (
-            "  slices: [{memory: 1GiB}]\n  virtual_number: 4",
-            ["5: virtual_number divides the GPU, which slices in line 4 does already: keep one of the two"],
-        ),
-        (
-            "  virtual_number: 0\n  slices: [{memory: 1GiB}]",
-            ["5: slices divides the GPU, which virtual_number in line 4 does already: keep one of the two"],
-        ),
-        (
-            "  memory_unit: 1GiB\n  virtual_number: 4",
-            [
-                (
-                    "5: virtual_number divides the GPU, which memory_unit in line 4 does already:"
-                    " keep one of the two"
-                )
-            ],
-        ),
-        (
-            "  virtual_number: false\n  memory_unit: 1GiB",
-            [
-                (
-                    "5: memory_unit divides the GPU, which virtual_number in line 4 does already:"
-                    " keep one of the two"
-                )
-            ],
-        ),
-        ("  memory_unit: 256MiB", [f'4: memory_unit is "256MiB", {UNITS}']),
-        ("  memory_unit: 128", [f"4: memory_unit is 128, {UNITS}"]),
-        (
-            "  memory_unit: 1GiB\n  memory_reserve: 64\n  thread_overcommit: 0.5",
-            [
-                f"5: memory_reserve is 64, not an amount of memory: {AMOUNT}",
-                f"6: thread_overcommit is 0.5, out of range: {OVERCOMMIT}",
-            ],
-        ),
-        (
-            "  virtual_number: 4\n  memory_reserve: 64MiB\n  thread_overcommit: 2",
-            [
-                "5: memory_reserve does not count with virtual_number, only with memory_unit: remove it",
-                (
-                    "6: thread_overcommit does not count with virtual_number, only with slices or"
-                    " memory_unit: remove it, or set cuda_mps_thread_percentage in host.conf"
-                ),
-            ],
-        ),
-        (
-            "  slices: [{memory: 1GiB}]\n  memory_reserve: 64MiB",
-            ["5: memory_reserve does not count with slices, only with memory_unit: remove it"],
-        ),
-        ("  slice: [{memory: 1GiB}]", ["4: unknown key slice in an NVIDIA_MPS entry: did you mean slices?"]),
-        (
-            "  memory_unti: 1GiB",
-            ["4: unknown key memory_unti in an NVIDIA_MPS entry: did you mean memory_unit?"],
-        ),
+        ("slices: [{memory: 1GiB}]", "virtual_number: 4"),
+        ("virtual_number: 0", "slices: [{memory: 1GiB}]"),
+        ("memory_unit: 1GiB", "virtual_number: 4"),
+        ("virtual_number: false", "memory_unit: 1GiB"),
     ],
 )
-def test_a_wrong_division_is_named_with_its_line_and_a_hint(
-    files: Files, text: str, messages: list[str]
-) -> None:
-    files.write(devices=f"{ENTRY}{text}\n")
-    assert files.messages() == [f"{DEVICES}:{message}" for message in messages]
+def test_a_second_way_to_divide_the_gpu_is_named(files: Files, first: str, second: str) -> None:
+    files.write(devices=f"{ENTRY}  {first}\n  {second}\n")
+    means, also = first.partition(":")[0], second.partition(":")[0]
+    what = f"{also} divides the GPU, which {means} in line 4 does already: keep one of the two"
+    assert files.messages() == [f"{DEVICES}:5: {what}"]
+
+
+def test_more_slices_than_any_gpu_may_have_are_named(files: Files) -> None:
+    files.write(devices=f"{ENTRY}  slices: [{'{memory: 1MiB}, ' * 61}]\n")
+    what = "slices has 61 devices, more than any GPU may have: write at most 60"
+    assert files.messages() == [f"{DEVICES}:4: {what}"]
 
 
 @pytest.mark.parametrize(
@@ -218,8 +200,6 @@ def test_a_bad_unit_of_requests_is_named_as_well(files: Files, text: str, messag
 
 
 def test_an_entry_with_a_problem_counts_as_one_device(files: Files) -> None:
-    from yunion_mps.config import load
-
     for text in (
         "slices: []",
         "slices: [{memory: 1}]",

@@ -97,10 +97,20 @@ def test_a_missing_host_conf_is_named(files: Files) -> None:
     assert files.messages() == [f"{HOST}: cannot be read (No such file or directory): {CREATE}"]
 
 
-def test_a_device_file_that_host_conf_names_must_exist(files: Files) -> None:
-    files.write("container_device_config_file: /etc/devices.yml\n")
-    message = f"/etc/devices.yml: cannot be read (No such file or directory): {CREATE}"
-    assert files.messages() == [message]
+@pytest.mark.parametrize(
+    ("path", "why", "hint"),
+    [
+        ("/etc/devices.yml", "No such file or directory", CREATE),
+        (f"{HOST}/x.yml", "Not a directory", CREATE),
+        ("/" + "x" * 300, "File name too long", READABLE),
+    ],
+    ids=["missing", "below a file", "too long"],
+)
+def test_a_device_file_that_host_conf_names_must_be_there(
+    files: Files, path: str, why: str, hint: str
+) -> None:
+    files.write(f"container_device_config_file: {path}\n")
+    assert files.messages() == [f"{path}: cannot be read ({why}): {hint}"]
 
 
 def test_the_device_file_may_be_missing_where_host_conf_does_not_name_it(files: Files) -> None:
@@ -110,17 +120,6 @@ def test_the_device_file_may_be_missing_where_host_conf_does_not_name_it(files: 
 def test_a_dangling_link_in_place_of_the_device_file_is_named(files: Files) -> None:
     files.write().devices.symlink_to("nowhere")
     assert files.messages() == [f"{DEVICES}: cannot be read (No such file or directory): {CREATE}"]
-
-
-def test_a_file_in_place_of_the_directory_is_named(files: Files) -> None:
-    files.write("container_device_config_file: /etc/yunion/host.conf/x.yml\n")
-    assert files.messages() == [f"{HOST}/x.yml: cannot be read (Not a directory): {CREATE}"]
-
-
-def test_a_path_longer_than_any_file_is_named(files: Files) -> None:
-    path = "/" + "x" * 300
-    files.write(f"container_device_config_file: {path}\n")
-    assert files.messages() == [f"{path}: cannot be read (File name too long): {READABLE}"]
 
 
 @pytest.mark.processes

@@ -1,9 +1,9 @@
-"""The two directories of host.conf: where pipes and logs may lie, and how long a path may be."""
+"""host.conf: every key with its default, its values, and what is wrong with them."""
 
 from __future__ import annotations
 
 import pytest
-from yunion_mps.config import KEYS
+from yunion_mps.config import KEYS, load
 from yunion_mps.models import Source
 
 from unit.config.conftest import HOST, Files
@@ -108,59 +108,38 @@ def test_every_key_has_the_default_of_the_design(files: Files) -> None:
     assert config.devices == ()
 
 
+#: For each key, a value that is not its default, and how it is written.
+WRITTEN: dict[str, tuple[object, str]] = {
+    "enable_cuda_mps": (True, "true"),
+    "container_device_config_file": ("/etc/devices.yml", "/etc/devices.yml"),
+    "cuda_mps_pipe_directory": ("/run/mps/pipe", "/run/mps/pipe"),
+    "cuda_mps_pipe_group": ("root", "root"),
+    "cuda_mps_log_directory": ("/var/log/mps", "/var/log/mps"),
+    "cuda_mps_replicas": (7, "7"),
+    "cuda_mps_compute_mode": ("keep", "keep"),
+    "cuda_mps_scope": ("gpu", "gpu"),
+    "cuda_mps_thread_percentage": ("double", "double"),
+    "cuda_mps_combine": (2, "2"),
+    "cuda_mps_max_clients": (96, "96"),
+    "cuda_mps_stop_timeout_s": (3600, "3600"),
+    "cuda_mps_multiuser": (True, "true"),
+    "max_leases_per_user": (4, "4"),
+    "max_lease_ttl_s": (600, "600"),
+    "metrics_listen": ("10.0.0.1:9434", "10.0.0.1:9434"),
+    "metrics_allow_public": (True, "true"),
+    "metrics_textfile": ("/srv/yunion-mps.prom", "/srv/yunion-mps.prom"),
+    "web_listen": ("[::]:9435", "'[::]:9435'"),
+    "web_allow_public": (True, "true"),
+}
+
+
 def test_every_key_is_read_and_knows_its_line(files: Files) -> None:
-    config = files.write(
-        "# Cloudpods' and ours\n"
-        "enable_cuda_mps: true\n"
-        "container_device_config_file: /etc/devices.yml\n"
-        "hypervisor: kvm\n"
-        "cuda_mps_pipe_directory: /run/mps/pipe\n"
-        "cuda_mps_pipe_group: root\n"
-        "cuda_mps_log_directory: /var/log/mps\n"
-        "cuda_mps_replicas: 7\n"
-        "cuda_mps_compute_mode: keep\n"
-        "cuda_mps_scope: gpu\n"
-        "cuda_mps_thread_percentage: double\n"
-        "cuda_mps_combine: 2\n"
-        "cuda_mps_max_clients: 96\n"
-        "cuda_mps_stop_timeout_s: 3600\n"
-        "cuda_mps_multiuser: true\n"
-        "max_leases_per_user: 4\n"
-        "max_lease_ttl_s: 600\n"
-        "metrics_listen: 10.0.0.1:9434\n"
-        "metrics_allow_public: true\n"
-        "metrics_textfile: /srv/yunion-mps.prom\n"
-        "web_listen: '[::1]:9435'\n"
-        "web_allow_public: false\n"
-    )
+    lines = [f"{name}: {written}\n" for name, (_, written) in WRITTEN.items()]
+    files.write("".join(["# Cloudpods' and ours\n", "hypervisor: kvm\n", *lines]))
     files.root.joinpath("etc/devices.yml").write_text("devices: []\n")
-    found = config.load()
-    assert found[:12] == (
-        True,
-        "/etc/devices.yml",
-        "/run/mps/pipe",
-        "/var/log/mps",
-        7,
-        "keep",
-        "gpu",
-        "double",
-        2,
-        96,
-        3600,
-        True,
-    )
-    assert found.cuda_mps_pipe_group == "root"
-    assert (found.max_leases_per_user, found.max_lease_ttl_s) == (4, 600)
-    assert (found.metrics_listen, found.metrics_allow_public) == ("10.0.0.1:9434", True)
-    assert (found.metrics_textfile, found.web_listen, found.web_allow_public) == (
-        "/srv/yunion-mps.prom",
-        "[::1]:9435",
-        False,
-    )
-    assert {name: source.line for name, source in found.sources.items()} == dict(
-        zip(KEYS, [2, 3, *range(5, 23)])
-    )
-    assert {source.file for source in found.sources.values()} == {str(files.host)}
+    found = files.load()
+    assert {name: getattr(found, name) for name in KEYS} == {name: row[0] for name, row in WRITTEN.items()}
+    assert found.sources == {name: Source(str(files.host), 3 + place) for place, name in enumerate(KEYS)}
 
 
 @pytest.mark.parametrize(
@@ -358,3 +337,8 @@ def test_a_pipe_directory_is_refused_if_its_sockets_have_no_address(
             f" choose a path of at most {room} bytes"
         )
     ]
+
+
+def test_values_without_a_problem_are_kept_beside_those_with_one(files: Files) -> None:
+    config, problems = load(files.write("cuda_mps_scope: gpu\ncuda_mps_replicas: 0\n").paths)
+    assert (config.cuda_mps_scope, config.cuda_mps_replicas, len(problems)) == ("gpu", 10, 1)

@@ -95,26 +95,14 @@ def test_the_uuid_of_a_gpu_that_is_lost_is_no_wrong_configuration() -> None:
     assert {device.gpu_uuid for device in plan.devices} == {gpu(1).uuid}
 
 
-def test_the_same_gpu_twice_is_named_with_the_first_line() -> None:
-    settings = config(entry("00:06.0", 4), entry("00:06.0", 2, 5))
-    assert messages(settings, inventory(P40)) == [
-        (
-            f"{DEVICES}:5: path 00:06.0 is GPU 00:06.0, which line 2 divides already:"
-            " remove one of the two entries"
-        )
-    ]
-
-
 def test_a_gpu_named_twice_is_named_with_its_first_line_and_spelling() -> None:
-    settings = config(
-        entry("/dev/dri/renderD128", 4), entry("0000:00:06.0", 2, 5), entry(str(P40.uuid).upper(), 2, 8)
-    )
-    already = (
-        "is GPU 00:06.0, which line 2 divides already as /dev/dri/renderD128: remove one of the two entries"
-    )
+    path, uuid = "/dev/dri/renderD128", str(P40.uuid).upper()
+    settings = config(entry(path, 4), entry("0000:00:06.0", 2, 5), entry(uuid, 2, 8), entry(path, 2, 11))
+    already, hint = "is GPU 00:06.0, which line 2 divides already", "remove one of the two entries"
     assert messages(settings, inventory(P40)) == [
-        f"{DEVICES}:5: path 0000:00:06.0 {already}",
-        f"{DEVICES}:8: path {str(P40.uuid).upper()} {already}",
+        f"{DEVICES}:5: path 0000:00:06.0 {already} as {path}: {hint}",
+        f"{DEVICES}:8: path {uuid} {already} as {path}: {hint}",
+        f"{DEVICES}:11: path {path} {already}: {hint}",
     ]
 
 
@@ -147,28 +135,22 @@ def test_the_override_decides_from_volta_on(override: int) -> None:
         assert max_clients(gpu(compute_capability=older), driver, override) == 16
 
 
+P40_HAS_16 = "more than the 16 clients that MPS allows on GPU 00:06.0 (Tesla P40): write at most 16"
+RAISE = "or set cuda_mps_max_clients in host.conf if the driver allows more"
+
+
 def test_the_override_allows_no_more_devices_on_a_gpu_before_volta() -> None:
     settings = config(entry("00:06.0", 17), entry("01:00.0", 64, 5), cuda_mps_max_clients=64)
-    assert messages(settings, inventory(P40, gpu(1))) == [
-        (
-            f"{DEVICES}:4: virtual_number is 17, more than the 16 clients that MPS allows"
-            " on GPU 00:06.0 (Tesla P40): write at most 16"
-        )
-    ]
+    found = inventory(P40, gpu(1))
+    assert messages(settings, found) == [f"{DEVICES}:4: virtual_number is 17, {P40_HAS_16}"]
 
 
 def test_more_devices_than_mps_allows_are_refused_with_what_it_allows() -> None:
     settings = config(entry("00:06.0", 17), entry("01:00.0", 49, 5))
+    many = "virtual_number is 49, more than the 48 clients that MPS allows on GPU 01:00.0"
     assert messages(settings, inventory(P40, gpu(1))) == [
-        (
-            f"{DEVICES}:4: virtual_number is 17, more than the 16 clients that MPS allows"
-            " on GPU 00:06.0 (Tesla P40): write at most 16"
-        ),
-        (
-            f"{DEVICES}:7: virtual_number is 49, more than the 48 clients that MPS allows on GPU 01:00.0"
-            " (NVIDIA H100 80GB HBM3): write at most 48,"
-            " or set cuda_mps_max_clients in host.conf if the driver allows more"
-        ),
+        f"{DEVICES}:4: virtual_number is 17, {P40_HAS_16}",
+        f"{DEVICES}:7: {many} (NVIDIA H100 80GB HBM3): write at most 48, {RAISE}",
     ]
     allowed = config(entry("00:06.0", 16), entry("01:00.0", 48, 5))
     assert messages(allowed, inventory(P40, gpu(1))) == []
@@ -176,21 +158,14 @@ def test_more_devices_than_mps_allows_are_refused_with_what_it_allows() -> None:
 
 
 def test_too_many_replicas_are_named_at_their_line_of_host_conf() -> None:
-    assert messages(config(cuda_mps_replicas=20), inventory(gpu(1), P40)) == [
-        (
-            f"{HOST}:9: cuda_mps_replicas is 20, more than the 16 clients that MPS allows"
-            " on GPU 00:06.0 (Tesla P40): write at most 16"
-        )
-    ]
+    what = f"{HOST}:9: cuda_mps_replicas is 20, {P40_HAS_16}"
+    assert messages(config(cuda_mps_replicas=20), inventory(gpu(1), P40)) == [what]
 
 
 def test_an_override_below_the_default_replicas_is_named_at_its_line() -> None:
+    many = "cuda_mps_replicas is 10, more than the 4 clients that MPS allows on GPU 01:00.0"
     assert messages(config(cuda_mps_max_clients=4), inventory(P40, gpu(1))) == [
-        (
-            f"{HOST}:9: cuda_mps_replicas is 10, more than the 4 clients that MPS allows"
-            " on GPU 01:00.0 (NVIDIA H100 80GB HBM3): write at most 4,"
-            " or set cuda_mps_max_clients in host.conf if the driver allows more"
-        )
+        f"{HOST}:9: {many} (NVIDIA H100 80GB HBM3): write at most 4, {RAISE}"
     ]
 
 
