@@ -12,8 +12,8 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from prometheus_client.parser import text_string_to_metric_families
 from yunion_mps.cli.output import draw, notes, say, show, wrapped
-from yunion_mps.doctor.host import Host
-from yunion_mps.doctor.report import Check, problem, run
+from yunion_mps.doctor.host import Check, Host, problem
+from yunion_mps.doctor.report import run
 from yunion_mps.host.logs import JournalFormatter, LineFormatter
 from yunion_mps.host.systemd import Notifier
 from yunion_mps.metrics.text import text_of

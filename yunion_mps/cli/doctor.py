@@ -14,7 +14,8 @@ from yunion_mps.overview import count
 from yunion_mps.paths import Paths
 
 if TYPE_CHECKING:
-    from yunion_mps.doctor.report import Finding, Report
+    from yunion_mps.doctor.host import Finding
+    from yunion_mps.doctor.report import Report
 
 _HEADER = ("Level", "Check", "What", "Hint")
 _INDENT = 12
@@ -52,9 +53,8 @@ def doctor(pid: int | None, selftest: bool, timeout: int, output: str, command: 
       yunion-mps doctor --selftest
       yunion-mps doctor --output json
     """
-    from yunion_mps.doctor.checks import checks
     from yunion_mps.doctor.host import Host
-    from yunion_mps.doctor.report import run
+    from yunion_mps.doctor.report import checks, run
 
     host = Host(Paths.from_environment(), timeout)
     report = run(checks(dict(os.environ), pid, command, selftest_too=selftest), host)

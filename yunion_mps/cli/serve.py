@@ -80,8 +80,7 @@ def _checked(address: str, *, allow_public: bool) -> str:
 async def _serve(address: str) -> None:
     import asyncio
 
-    from yunion_mps.gateway.handlers import Web
-    from yunion_mps.gateway.listeners import LIMITS, listen
+    from yunion_mps.gateway.server import LIMITS, Web, listen
     from yunion_mps.http.server import Server
 
     try:
@@ -111,7 +110,7 @@ def gateway() -> None:
     """
     import asyncio
 
-    from yunion_mps.gateway.listeners import serve
+    from yunion_mps.gateway.server import serve
     from yunion_mps.host import logs
 
     logs.set_up("info", plain=True)

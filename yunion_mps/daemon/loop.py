@@ -17,8 +17,7 @@ from yunion_mps.host.systemd import Notifier
 from yunion_mps.http.listener import Listener
 from yunion_mps.http.router import Handlers, Router
 from yunion_mps.http.server import Server
-from yunion_mps.metrics.exporter import Exporter
-from yunion_mps.metrics.textfile import Textfile
+from yunion_mps.metrics.exporter import Exporter, Textfile
 from yunion_mps.paths import Paths
 from yunion_mps.service.clients import ClientService, XidAnalyzer
 from yunion_mps.service.events import Events
@@ -114,7 +113,7 @@ class _Loop:
                 service, self._reloader, clients, self._leases, Events(supervisor.event_log), exporter.answer
             )
         )
-        self._textfile = Textfile(paths, supervisor, exporter.text)
+        self._textfile = Textfile(paths, supervisor, exporter)
         self._server = Server(router)
         self._watchdog = Watchdog(paths, listener, self._server, notifier, self._lateness)
 

@@ -8,11 +8,24 @@ import re
 import shutil
 import stat
 from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from yunion_mps.doctor import variables
-from yunion_mps.doctor.driver import library_version
-from yunion_mps.doctor.host import DEFAULT_PIPE_DIRECTORY, Host, SkipError, Subject, read, shown
-from yunion_mps.doctor.report import Finding, Findings, check, ok, problem, skipped, warning
+from yunion_mps.doctor.gpus import library_version
+from yunion_mps.doctor.host import (
+    DEFAULT_PIPE_DIRECTORY,
+    Finding,
+    Findings,
+    Host,
+    SkipError,
+    check,
+    ok,
+    problem,
+    read,
+    shown,
+    skipped,
+    warning,
+)
 from yunion_mps.errors import DriverError, YunionError
 from yunion_mps.host.proc import command_of, environment_of, name_of, uid_of
 from yunion_mps.models import DomainPlan
@@ -23,6 +36,14 @@ from yunion_mps.planning import DEVICE_VARIABLE
 _ASSIGNMENT = re.compile(r"^\s*(?:export\s+|setenv\s+)?(\w+)[= ]\s*[\"']?([^\"'\s;#]*)", re.MULTILINE)
 _LONGEST_SCRIPT = 1 << 16
 _WITHOUT_VALUE = ("-i", "-", "--ignore-environment", "-0", "--null", "-v", "--debug")
+
+
+class Subject(NamedTuple):
+    """The environment that is looked at, of a process that runs (`pid`) or of a command that would."""
+
+    title: str
+    variables: Mapping[str, str]
+    pid: int | None = None
 
 
 def of_process(host: Host, pid: int) -> Findings:

@@ -10,8 +10,18 @@ import stat
 import time
 from collections.abc import Iterator, Sequence
 
-from yunion_mps.doctor.host import NO_GPU, Host, SkipError, read
-from yunion_mps.doctor.report import Finding, Findings, check, ok, problem, warning
+from yunion_mps.doctor.host import (
+    NO_GPU,
+    Finding,
+    Findings,
+    Host,
+    SkipError,
+    check,
+    ok,
+    problem,
+    read,
+    warning,
+)
 from yunion_mps.host.proc import user_name
 from yunion_mps.inventory.events import kernel_records
 

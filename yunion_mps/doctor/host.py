@@ -1,9 +1,9 @@
-"""What the checks look at. Each part is read once, when the first check asks for it."""
+"""What a check gets and what it returns: the host, each part of which is read once, and findings."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from yunion_mps.config import load
@@ -31,13 +31,65 @@ NO_GPU = "no GPU is divided here"
 #: NVIDIA's own default, where programs look that name no pipe directory.
 DEFAULT_PIPE_DIRECTORY = "/tmp/nvidia-mps"
 
+OK = "ok"
+SKIPPED = "skipped"  # it cannot be checked here: no daemon, no permission, no GPU
+UNKNOWN = "unknown"  # the check broke, or took too long
+WARNING = "warning"
+PROBLEM = "problem"
+#: From the worst to the best, which is the order of the report, with the exit statuses of monitoring plugins
+#: (Nagios, Icinga, NRPE); what was skipped alone is unknown.
+EXIT_CODES = {PROBLEM: 2, WARNING: 1, UNKNOWN: 3, SKIPPED: 3, OK: 0}
 
-class Subject(NamedTuple):
-    """The environment that is looked at, of a process that runs (`pid`) or of a command that would."""
 
-    title: str
-    variables: Mapping[str, str]
-    pid: int | None = None
+class Finding(NamedTuple):
+    """One line of the report."""
+
+    level: str
+    what: str
+    hint: str = ""
+
+
+Findings = Iterable[Finding]
+
+
+def ok(what: str) -> Finding:
+    """All is well."""
+    return Finding(OK, what)
+
+
+def skipped(what: str, hint: str = "") -> Finding:
+    """Not checked, and why."""
+    return Finding(SKIPPED, what, hint)
+
+
+def warning(what: str, hint: str) -> Finding:
+    """Some programs will fail, or get something else than they should."""
+    return Finding(WARNING, what, hint)
+
+
+def problem(what: str, hint: str) -> Finding:
+    """Programs fail now, or run without their limits."""
+    return Finding(PROBLEM, what, hint)
+
+
+class Check(NamedTuple):
+    """One thing to look at: `well` is the finding of a check without any.
+
+    A check is unknown if it takes more than so many `times` the host's timeout.
+    """
+
+    name: str
+    look: Callable[[Host], Findings]
+    well: str = ""
+    times: float = 1
+
+
+def check(name: str, well: str = "", times: float = 1) -> Callable[[Callable[[Host], Findings]], Check]:
+    """Declare a function of a module in `report.MODULES` as a check of the host.
+
+    It changes nothing, and returns or yields findings; it raises YunionError if it cannot be checked here.
+    """
+    return lambda look: Check(name, look, well, times)
 
 
 class SkipError(YunionError):

@@ -9,8 +9,21 @@ import select
 import time
 from typing import NamedTuple
 
-from yunion_mps.doctor.host import DEFAULT_PIPE_DIRECTORY, NO_GPU, Host, SkipError, read, shown
-from yunion_mps.doctor.report import Finding, Findings, check, ok, problem, skipped, warning
+from yunion_mps.doctor.host import (
+    DEFAULT_PIPE_DIRECTORY,
+    NO_GPU,
+    Finding,
+    Findings,
+    Host,
+    SkipError,
+    check,
+    ok,
+    problem,
+    read,
+    shown,
+    skipped,
+    warning,
+)
 from yunion_mps.errors import HostError, YunionError
 from yunion_mps.host.proc import all_pids, environment_of, program_of, uid_of, user_name
 from yunion_mps.models import DomainPlan

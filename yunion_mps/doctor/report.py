@@ -1,80 +1,38 @@
-"""Checks and their findings: how a check is declared, how all run at once, and the report that they make."""
+"""The report: all checks, how they run at once, and what becomes of their findings."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
-from yunion_mps.doctor.host import Host, SkipError
+from yunion_mps.doctor import daemon, environment, files, gpus, mps
+from yunion_mps.doctor.host import EXIT_CODES, SKIPPED, UNKNOWN, Check, Finding, Host, SkipError, ok, skipped
+from yunion_mps.doctor.selftest import selftest
 from yunion_mps.errors import YunionError
 from yunion_mps.escaping import printable
 from yunion_mps.host import threads
 
-OK = "ok"
-SKIPPED = "skipped"  # it cannot be checked here: no daemon, no permission, no GPU
-UNKNOWN = "unknown"  # the check broke, or took too long
-WARNING = "warning"
-PROBLEM = "problem"
-
-#: From the worst to the best: the order of the report.
-LEVELS = (PROBLEM, WARNING, UNKNOWN, SKIPPED, OK)
-
-#: As monitoring plugins have it (Nagios, Icinga, NRPE).
-EXIT_CODES = {OK: 0, WARNING: 1, PROBLEM: 2, UNKNOWN: 3}
+#: Each check is declared once, by `@check(NAME)`, in one of these; a report of good news has their order.
+MODULES = (daemon, gpus, mps, files, environment)
+OF_THE_HOST = tuple(one for module in MODULES for one in vars(module).values() if isinstance(one, Check))
 
 
-class Finding(NamedTuple):
-    """One line of the report."""
-
-    level: str
-    what: str
-    hint: str = ""
-
-
-Findings = Iterable[Finding]
-
-
-def ok(what: str) -> Finding:
-    """All is well."""
-    return Finding(OK, what)
-
-
-def skipped(what: str, hint: str = "") -> Finding:
-    """Not checked, and why."""
-    return Finding(SKIPPED, what, hint)
-
-
-def warning(what: str, hint: str) -> Finding:
-    """Some programs will fail, or get something else than they should."""
-    return Finding(WARNING, what, hint)
-
-
-def problem(what: str, hint: str) -> Finding:
-    """Programs fail now, or run without their limits."""
-    return Finding(PROBLEM, what, hint)
-
-
-class Check(NamedTuple):
-    """One thing to look at: `well` is the finding of a check without any.
-
-    A check is unknown if it takes more than so many `times` the host's timeout.
-    """
-
-    name: str
-    look: Callable[[Host], Findings]
-    well: str = ""
-    times: float = 1
-
-
-def check(name: str, well: str = "", times: float = 1) -> Callable[[Callable[[Host], Findings]], Check]:
-    """Declare a function of a module in `checks.MODULES` as a check of the host.
-
-    It changes nothing, and returns or yields findings; it raises YunionError if it cannot be checked here.
-    """
-    return lambda look: Check(name, look, well, times)
+def checks(
+    own: Mapping[str, str], pid: int | None, command: Sequence[str], *, selftest_too: bool
+) -> tuple[Check, ...]:
+    """The checks of the host, of a process, of a command with the environment `own`, and on a GPU."""
+    more = []
+    if pid is not None:
+        more.append(Check("environment", partial(environment.of_process, pid=pid)))
+    if command:
+        more.append(Check("environment", partial(environment.of_command, own=own, words=command)))
+    if selftest_too:
+        more.append(selftest)
+    return (*OF_THE_HOST, *more)
 
 
 class Line(NamedTuple):
@@ -92,11 +50,8 @@ class Report(NamedTuple):
     @property
     def state(self) -> str:
         """The worst level: ok, warning, problem, or unknown if a check broke or all were skipped."""
-        levels = {line.finding.level for line in self.lines}
-        for level in (PROBLEM, WARNING, UNKNOWN):
-            if level in levels:
-                return level
-        return OK if OK in levels else UNKNOWN
+        counts = self.counts
+        return next((level for level in EXIT_CODES if counts[level] and level != SKIPPED), UNKNOWN)
 
     @property
     def exit_code(self) -> int:
@@ -107,7 +62,7 @@ class Report(NamedTuple):
     def counts(self) -> dict[str, int]:
         """How many lines there are of each level, the worst first."""
         found = Counter(line.finding.level for line in self.lines)
-        return {level: found[level] for level in LEVELS}
+        return {level: found[level] for level in EXIT_CODES}
 
     def as_json(self) -> dict[str, Any]:
         """The report for programs."""
@@ -119,7 +74,8 @@ def run(checks: Sequence[Check], host: Host) -> Report:
     """Run all checks; takes no longer than the slowest check's deadline, and never raises."""
     running = [_Running(check, host) for check in checks]
     lines = [Line(one.check.name, finding) for one in running for finding in one.findings()]
-    return Report(tuple(sorted(lines, key=lambda line: LEVELS.index(line.finding.level))))
+    levels = list(EXIT_CODES)
+    return Report(tuple(sorted(lines, key=lambda line: levels.index(line.finding.level))))
 
 
 class _Running:
@@ -141,23 +97,27 @@ class _Running:
     def findings(self) -> Sequence[Finding]:
         """What the check found, or that it did not."""
         self._ended.wait(max(0.0, self._end_s - time.monotonic()))
-        what, hint = (
-            f"no result within {self._timeout_s:g} s",
-            "give it more time: yunion-mps doctor --timeout 60",
-        )
-        return [Finding(UNKNOWN, what, hint)] if self._found is None else self._found
+        if self._found is not None:
+            return self._found
+        hint = "give it more time: yunion-mps doctor --timeout 60"
+        return [Finding(UNKNOWN, f"no result within {self._timeout_s:g} s", hint)]
 
     def _look(self) -> None:
-        try:
-            found = list(self.check.look(self._host)) or [ok(self.check.well)] * bool(self.check.well)
-        except SkipError as error:
-            found = [skipped(error.message, error.hint)]
-        except YunionError as error:
-            found = [skipped(f"not checked: {error.message}", error.hint)]
-        except OSError as error:
-            found = [Finding(UNKNOWN, f"this could not be checked: {error}", "run it as root")]
-        except Exception as error:  # noqa: BLE001 - a fault of one check must not hide what the others found
-            hint = "please report this, with the output of: yunion-mps doctor -o json"
-            found = [Finding(UNKNOWN, f"the check itself failed: {type(error).__name__}: {error}", hint)]
-        # Quotations come from environments, logs, files and answers; comparisons saw them as they are.
-        self._found = [Finding(one.level, printable(one.what), printable(one.hint)) for one in found]
+        self._found = findings_of(self.check, self._host)
+
+
+def findings_of(check: Check, host: Host) -> list[Finding]:
+    """What the check finds, or why it finds nothing; never raises."""
+    try:
+        found = list(check.look(host)) or [ok(check.well)] * bool(check.well)
+    except SkipError as error:
+        found = [skipped(error.message, error.hint)]
+    except YunionError as error:
+        found = [skipped(f"not checked: {error.message}", error.hint)]
+    except OSError as error:
+        found = [Finding(UNKNOWN, f"this could not be checked: {error}", "run it as root")]
+    except Exception as error:  # noqa: BLE001 - a fault of one check must not hide what the others found
+        hint = "please report this, with the output of: yunion-mps doctor -o json"
+        found = [Finding(UNKNOWN, f"the check itself failed: {type(error).__name__}: {error}", hint)]
+    # Quotations come from environments, logs, files and answers; comparisons saw them as they are.
+    return [Finding(one.level, printable(one.what), printable(one.hint)) for one in found]

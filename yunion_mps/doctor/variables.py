@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from yunion_mps.config.document import nearest_key
-from yunion_mps.doctor.report import Finding, problem, warning
+from yunion_mps.doctor.host import Finding, problem, warning
 from yunion_mps.models import CDI_KIND, DomainPlan
 
 PIPE = "CUDA_MPS_PIPE_DIRECTORY"

@@ -17,8 +17,8 @@ ELSEWHERE = (
     "yunion_mps.http.client",
     "yunion_mps.doctor",
     "yunion_mps.gateway.client",
-    "yunion_mps.gateway.handlers",
-    "yunion_mps.gateway.listeners",
+    "yunion_mps.gateway.server",
+    "yunion_mps.gateway.server",
     "yunion_mps.overview",
     "yunion_mps.service.offline",
 )

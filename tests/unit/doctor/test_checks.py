@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from yunion_mps.doctor.checks import OF_THE_HOST, checks
+from yunion_mps.doctor.report import OF_THE_HOST, checks
 
 from simhost.environment import CHECKOUT
 

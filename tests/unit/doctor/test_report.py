@@ -6,8 +6,8 @@ import threading
 from pathlib import Path
 
 import pytest
-from yunion_mps.doctor.host import Host, Once
-from yunion_mps.doctor.report import Check, Finding, Findings, Report, ok, problem, run, skipped, warning
+from yunion_mps.doctor.host import Check, Finding, Findings, Host, Once, ok, problem, skipped, warning
+from yunion_mps.doctor.report import Report, run
 from yunion_mps.errors import HostError
 from yunion_mps.paths import Paths
 

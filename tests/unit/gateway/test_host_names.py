@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
-from yunion_mps.gateway.handlers import HostNames
+from yunion_mps.gateway.server import HostNames
 from yunion_mps.paths import Paths
 
 NODE = os.uname().nodename.lower()

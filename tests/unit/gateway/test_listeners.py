@@ -8,7 +8,7 @@ import socket
 from collections.abc import Iterator
 
 import pytest
-from yunion_mps.gateway.listeners import LIMITS, Listeners, listen
+from yunion_mps.gateway.server import LIMITS, Listeners, listen
 from yunion_mps.http.connection import Limits
 from yunion_mps.http.messages import Answer, Request, Response
 

@@ -1,4 +1,4 @@
-"""The answers over TCP, all of them read-only: the metrics for Prometheus, and the web page.
+"""The listeners over TCP and their answers, all of them read-only: the metrics for Prometheus, the web page.
 
 Both answer only under names of this host. A page of another origin must not read what is served here;
 browsers hold that, unless the owner of a name lets it point to this host (DNS rebinding). So only those names
@@ -7,17 +7,22 @@ are answered that no other party can hold.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import re
-from collections.abc import Awaitable
+import socket
+from collections.abc import Awaitable, Mapping
 from hashlib import sha256
 from importlib.resources import files
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
+from yunion_mps.config.values import split_endpoint
 from yunion_mps.errors import UnreachableError
+from yunion_mps.gateway import addresses
 from yunion_mps.gateway.client import Overview, ask
+from yunion_mps.http.connection import Application, Limits
 from yunion_mps.http.messages import Answer, Request, Response, json_response, problem
 from yunion_mps.http.operations import (
     GET_EVENTS,
@@ -29,6 +34,7 @@ from yunion_mps.http.operations import (
     Parameter,
     arguments_of,
 )
+from yunion_mps.http.server import Server
 from yunion_mps.paths import Paths
 
 log = logging.getLogger(__name__)
@@ -249,3 +255,72 @@ def _files() -> dict[str, Response]:
 
 def _guarded(response: Response) -> Response:
     return response._replace(headers=(*response.headers, *_HEADERS))
+
+
+#: Any local user reaches a port of 127.0.0.1, and all of them are one client there.
+LIMITS = Limits(first_request_timeout_s=2.0)
+_POLL_S = 2.0
+
+
+async def serve(paths: Paths) -> None:
+    """Serve at the addresses that the daemon has published, until there are none."""
+    listeners = Listeners({"metrics_listen": MetricsHandler(paths), "web_listen": Web(paths)})
+    while True:
+        wanted = addresses.read(paths)
+        await listeners.follow(wanted)
+        if not wanted:
+            return
+        await asyncio.sleep(_POLL_S)
+
+
+class Listeners:
+    """One listener for each key of host.conf that has an address."""
+
+    def __init__(self, handlers: Mapping[str, Application]) -> None:
+        """`handlers` answer, by key."""
+        self._handlers = handlers
+        self._open: dict[str, tuple[str, Server]] = {}
+        self._logged: dict[str, str] = {}
+
+    async def follow(self, wanted: Mapping[str, str]) -> None:
+        """Listen at these addresses (by key) and nowhere else."""
+        for key, (address, server) in list(self._open.items()):
+            if wanted.get(key) != address:
+                await server.close()
+                del self._open[key]
+                log.info("%s: %s is closed", key, address)
+        for key, address in wanted.items():
+            if key not in self._open and key in self._handlers:
+                await self._try(key, address)
+
+    async def _try(self, key: str, address: str) -> None:
+        try:
+            listener = listen(address)
+        except OSError as error:
+            failure = f"{key} is {address}, where nothing can be served: {error.strerror}"
+            if self._logged.get(key) != failure:
+                log.error("%s; it is tried again. Choose another port in host.conf", failure)
+            self._logged[key] = failure
+            return
+        server = Server(self._handlers[key], LIMITS)
+        await server.open(listener)
+        self._open[key] = address, server
+        self._logged.pop(key, None)
+        log.info("%s: serving at http://%s/", key, address)
+
+
+def listen(address: str) -> socket.socket:
+    """A socket that listens at the address (`127.0.0.1:9434`, `[::1]:9434`); raises OSError."""
+    host, port = split_endpoint(address)
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if listener.family == socket.AF_INET6:
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        listener.bind((host, port))
+        listener.listen()
+        listener.settimeout(0)
+    except OSError:
+        listener.close()
+        raise
+    return listener
