@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+import csv
+import fcntl
+import io
+import json
 import os
+import pty
+import select
+import struct
 import subprocess
 import sys
+import termios
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import yaml
 from yunion_mps.models import Snapshot
 
 from unit.http import snapshots
@@ -59,6 +69,53 @@ class Cli:
         done = self(*arguments)
         assert (done.code, done.err) == (0, "")
         return done.out
+
+    def read(self, *arguments: str) -> tuple[Any, list[list[str]]]:
+        """What programs read: the answer, which is the same as JSON and as YAML, and the rows as CSV."""
+        answer = json.loads(self.good(*arguments, "-o", "json"))
+        assert yaml.safe_load(self.good(*arguments, "-o", "yaml")) == answer
+        return answer, list(csv.reader(io.StringIO(self.good(*arguments, "-o", "csv"))))
+
+    def on_terminal(self, columns: int, *arguments: str) -> list[str]:
+        """The lines that a command prints on a terminal of so many columns."""
+        ours, theirs = pty.openpty()
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 50, columns, 0, 0))
+        env = {name: value for name, value in self.env.items() if name != "COLUMNS"}
+        with self.start(*arguments, stdout=theirs, stdin=theirs, env=env) as process:
+            os.close(theirs)
+            printed = _rest(ours)
+            assert process.wait(PATIENCE_S) == 0
+            assert process.stderr is not None
+            assert process.stderr.read() == ""
+        assert b"\x1b" not in printed
+        return printed.decode().splitlines()
+
+    def answered(self, answer: bytes, *arguments: str) -> tuple[int, str]:
+        """How a command ends, and what it prints, on a terminal on which its question is answered."""
+        ours, theirs = pty.openpty()
+        with self.start(*arguments, stdin=theirs, stdout=theirs, stderr=theirs) as process:
+            os.close(theirs)
+            printed = b""
+            while b"[y/N]: " not in printed:
+                assert select.select([ours], [], [], PATIENCE_S)[0], printed
+                printed += os.read(ours, 65536)
+            os.write(ours, answer)
+            printed += _rest(ours)
+            return process.wait(PATIENCE_S), printed.decode().replace("\r\n", "\n")
+
+
+def _rest(terminal: int) -> bytes:
+    """What is still printed on a terminal, until no process has it open; closes our side."""
+    printed = b""
+    with contextlib.suppress(OSError):  # EIO: the other side is closed
+        while piece := os.read(terminal, 65536):
+            printed += piece
+    os.close(terminal)
+    return printed
+
+
+def table_of(lines: list[str]) -> list[str]:
+    return [line for line in lines if line.startswith(("|", "+"))]
 
 
 @pytest.fixture(scope="module")

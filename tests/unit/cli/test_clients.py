@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import csv
-import io
-import json
-
 import pytest
-import yaml
 from yunion_mps.errors import ControlError, NotAllowedError, YunionError
 
-from unit.cli.conftest import Cli
+from unit.cli.conftest import Cli, table_of
 from unit.cli.held import PAST_MPS
-from unit.cli.test_output import on_terminal, table_of
-from unit.cli.test_reload import answered
 from unit.http.by_hand import CLIENT, GONE, SERVER, WAITING, clients
 
 TABLE = """\
@@ -67,20 +60,13 @@ def test_processes_past_mps_are_named_below(utc: Cli) -> None:
 
 
 def test_a_waiting_client_is_shown_with_the_servers_user_and_a_remedy(utc: Cli) -> None:
-    utc.host.clients.found = found = clients(CLIENT, GONE, waiting=(WAITING,))
+    utc.host.clients.found = clients(CLIENT, GONE, waiting=(WAITING,))
     assert utc.good("clients") == (
         TABLE + "MPS server (PID 4250) of alice, domain host: ACTIVE\n"
         "Waiting: PID 4262 of bob (python eval.py), since 2026-08-29 10:40:10, for the MPS server (PID 4250) "
         "of alice, domain host\n"
         "Remedy: wait for the other user's jobs, or serve all users at once: cuda_mps_multiuser: true\n"
     )
-    assert json.loads(utc.good("clients", "-o", "json")) == found
-
-
-def test_who_waits_can_be_ended_too(own: Cli) -> None:
-    own.host.clients.found = clients(CLIENT, waiting=(WAITING,))
-    out = own.good("clients", "terminate", "4262", "--yes")
-    assert out.startswith("PID 4262 (python eval.py) of bob: ")
 
 
 def test_without_clients_the_table_is_empty(utc: Cli) -> None:
@@ -90,10 +76,9 @@ def test_without_clients_the_table_is_empty(utc: Cli) -> None:
 
 def test_clients_are_printed_for_programs_too(utc: Cli) -> None:
     two = {**CLIENT, "gpus": ["00:06.0", "00:07.0"]}
-    utc.host.clients.found = found = clients(two, GONE)
-    assert json.loads(utc.good("clients", "-o", "json")) == found
-    assert yaml.safe_load(utc.good("clients", "-o", "yaml")) == found
-    header, first, second = csv.reader(io.StringIO(utc.good("clients", "-o", "csv")))
+    utc.host.clients.found = clients(two, GONE, waiting=(WAITING,))
+    answer, (header, first, second) = utc.read("clients")
+    assert answer == utc.host.clients.found
     assert header == [*TABLE.splitlines()[1].replace(" ", "").strip("|").split("|"), "Container"]
     assert first[4:6] == ["00:06.0,00:07.0", "512"]
     assert second == ["4261", "", "", "", "", "", "", "host", "", ""]
@@ -104,39 +89,42 @@ def test_what_runs_in_a_container_is_named_with_it(utc: Cli) -> None:
     assert "| trainer: python train.py |" in utc.good("clients")
 
 
-def test_a_command_line_cannot_steer_the_terminal(utc: Cli) -> None:
-    utc.host.clients.found = clients({**CLIENT, "command": "sh -c \x1b[2J\n"})
-    assert "| sh -c \\x1b[2J\\n |" in utc.good("clients")
-
-
 def test_on_80_columns_the_list_keeps_who_it_is_and_what_runs(utc: Cli) -> None:
     utc.host.clients.found = clients(
         {**CLIENT, "command": "/usr/bin/python3 -m torch.distributed.run train.py"}
     )
-    table = table_of(on_terminal(utc, 80, "clients"))
+    table = table_of(utc.on_terminal(80, "clients"))
     assert len(table[0]) <= 80
     assert table[1].replace(" ", "").strip("|").split("|")[:4] == ["PID", "User", "Command", "Device"]
 
 
-def test_a_client_is_ended_and_how_is_said(own: Cli) -> None:
-    out = own.good("clients", "terminate", "4260", "--yes")
+@pytest.mark.parametrize(("options", "force"), [([], ""), (["--force"], " force")])
+def test_a_client_is_ended_and_how_is_said(own: Cli, options: list[str], force: str) -> None:
+    out = own.good("clients", "terminate", "4260", "--yes", *options)
     assert out == f"{WHO}: its MPS server let go of it; ended by SIGTERM\n"
-    assert own.host.clients.done == ["clients", "terminate 4260 for 0"]
+    assert own.host.clients.done == ["clients", f"terminate 4260 for 0{force}"]
 
 
-def test_force_is_passed_on(own: Cli) -> None:
-    own.good("clients", "terminate", "4260", "--yes", "--force")
-    assert own.host.clients.done == ["clients", "terminate 4260 for 0 force"]
+@pytest.mark.parametrize(
+    ("pid", "who"),
+    [
+        (WAITING["pid"], "PID 4262 (python eval.py) of bob"),
+        (GONE["pid"], "PID 4261 (unknown) of a user who is gone"),
+    ],
+    ids=["waiting", "ending"],
+)
+def test_what_is_known_of_a_client_that_is_ended_is_said(own: Cli, pid: int, who: str) -> None:
+    own.host.clients.found = clients(GONE, waiting=(WAITING,))
+    assert own.good("clients", "terminate", str(pid), "--yes").startswith(f"{who}: ")
 
 
 def test_ending_a_client_is_confirmed_first(own: Cli) -> None:
-    code, text = answered(own, b"y\n", "clients", "terminate", "4260")
-    assert code == 0
-    assert text == (f"End {WHO}? [y/N]: y\n{WHO}: its MPS server let go of it; ended by SIGTERM\n")
+    told = f"End {WHO}? [y/N]: y\n{WHO}: its MPS server let go of it; ended by SIGTERM\n"
+    assert own.answered(b"y\n", "clients", "terminate", "4260") == (0, told)
 
 
 def test_with_no_it_goes_on(own: Cli) -> None:
-    code, text = answered(own, b"n\n", "clients", "terminate", "4260")
+    code, text = own.answered(b"n\n", "clients", "terminate", "4260")
     assert code == 1
     assert "yunion-mps: nothing was changed, and no job was ended\n" in text
     assert own.host.clients.done == ["clients"]
@@ -144,30 +132,15 @@ def test_with_no_it_goes_on(own: Cli) -> None:
 
 def test_a_client_that_goes_on_is_a_failure(own: Cli) -> None:
     own.host.clients.ended = False
-    own.host.clients.how = "it goes on after 5 s: end it with --force"
-    assert own("clients", "terminate", "4260", "--yes") == (
-        1,
-        "",
-        (
-            f"yunion-mps: {WHO}: it goes on after 5 s: end it with --force\n"
-            "yunion-mps: see how it is: yunion-mps clients\n"
-        ),
-    )
+    own.host.clients.how = how = "it goes on after 5 s: end it with --force"
+    told = f"yunion-mps: {WHO}: {how}\nyunion-mps: see how it is: yunion-mps clients\n"
+    assert own("clients", "terminate", "4260", "--yes") == (1, "", told)
 
 
 def test_who_is_no_client_is_not_ended(own: Cli) -> None:
-    assert own("clients", "terminate", "1", "--yes") == (
-        1,
-        "",
-        "yunion-mps: PID 1 is no client of MPS\nyunion-mps: list the clients with: yunion-mps clients\n",
-    )
+    told = "yunion-mps: PID 1 is no client of MPS\nyunion-mps: list the clients with: yunion-mps clients\n"
+    assert own("clients", "terminate", "1", "--yes") == (1, "", told)
     assert own.host.clients.done == ["clients"]
-
-
-def test_of_one_that_is_just_ending_nothing_more_is_known(own: Cli) -> None:
-    own.host.clients.found = clients(GONE)
-    out = own.good("clients", "terminate", "4261", "--yes")
-    assert out.startswith("PID 4261 (unknown) of a user who is gone: ")
 
 
 @pytest.mark.parametrize(
@@ -179,8 +152,5 @@ def test_of_one_that_is_just_ending_nothing_more_is_known(own: Cli) -> None:
 )
 def test_what_is_refused_is_said(own: Cli, error: YunionError, code: int) -> None:
     own.host.clients.refusal = error
-    assert own("clients", "terminate", "4260", "--yes") == (
-        code,
-        "",
-        f"yunion-mps: {error}\nyunion-mps: hint\n",
-    )
+    told = f"yunion-mps: {error}\nyunion-mps: hint\n"
+    assert own("clients", "terminate", "4260", "--yes") == (code, "", told)

@@ -2,30 +2,16 @@
 
 from __future__ import annotations
 
-import csv
-import io
-import json
-
 import pytest
-import yaml
 from yunion_mps.cli.devices import footer
 
 from unit.cli.conftest import Cli, Serve
 from unit.http import snapshots
 
 HEADER = [
-    "ID",
-    "Dev_type",
-    "Model",
-    "Addr",
-    "Vendor_device_id",
-    "Host_id",
-    "numa_node",
-    "Device_path",
-    "PCIE_Info",
-    "Index",
-    "Device_minor",
-]
+    "ID", "Dev_type", "Model", "Addr", "Vendor_device_id", "Host_id", "numa_node", "Device_path", "PCIE_Info",
+    "Index", "Device_minor",
+]  # fmt: skip
 IDS = (
     "b12d61be-94a4-552c-ad13-b3efefc94aa3",
     "3cb2ad91-8d2c-5b86-89cd-e78abbc0a30a",
@@ -138,10 +124,6 @@ def test_what_is_unknown_is_an_empty_cell_and_a_numa_node_a_number(troubled: Cli
     assert [row[6:9] for row in rows] == [["1", H100, ""]]
 
 
-def test_csv_has_the_table_s_cells(cli: Cli) -> None:
-    assert list(csv.reader(io.StringIO(cli.good("list", "--output", "csv")))) == [HEADER, *ROWS]
-
-
 @pytest.mark.parametrize(
     ("options", "number"), [([], 24), (["--limit", "20"], 20), (["--offset", "5"], 19)], ids=str
 )
@@ -149,22 +131,16 @@ def test_what_programs_read_has_all_devices_unless_a_limit_is_given(
     serve: Serve, options: list[str], number: int
 ) -> None:
     many = serve(snapshots.snapshot(snapshots.H100, replicas=24))
-    words = (
-        json.loads(many.good("list", "-o", "json", *options)),
-        yaml.safe_load(many.good("list", "-o", "yaml", *options)),
-    )
-    assert [len(one["isolated_devices"]) for one in words] == [number, number]
-    assert len(many.good("list", "-o", "csv", *options).splitlines()) == number + 1
+    answer, rows = many.read("list", *options)
+    assert (len(answer["isolated_devices"]), len(rows)) == (number, number + 1)
     assert many.good("list").endswith("*** Total: 24 Pages: 2 Limit: 20 Offset: 0 Page: 1 ***\n")
 
 
-def test_json_and_yaml_are_what_the_daemon_answers(cli: Cli) -> None:
-    answer = json.loads(cli.good("list", "-o", "json", "--limit", "2", "--offset", "1"))
-    assert (answer["total"], answer["limit"], answer["offset"]) == (4, 2, 1)
-    assert [device["id"] for device in answer["isolated_devices"]] == list(IDS[1:3])
-    assert answer["isolated_devices"][0]["mps_memory_limit"] == 5760
-    assert answer["isolated_devices"][0]["mps_thread_percentage"] == 25
-    assert yaml.safe_load(cli.good("list", "-o", "yaml", "--limit", "2", "--offset", "1")) == answer
+def test_programs_read_what_the_daemon_answers_or_the_cells_of_the_table(cli: Cli) -> None:
+    answer, rows = cli.read("list", "--limit", "2", "--offset", "1")
+    assert answer == cli.host.ask("GET", "/v1/devices?limit=2&offset=1").json()
+    assert (answer["total"], [device["id"] for device in answer["isolated_devices"]]) == (4, list(IDS[1:3]))
+    assert rows == [HEADER, *ROWS[1:3]]
 
 
 DEVICE = {
@@ -229,27 +205,17 @@ def test_within_a_job_its_own_device_is_shown(cli: Cli) -> None:
     assert cli("show", "00:06.0-2", env=env) == (0, cli.good("show", "00:06.0-2"), "")
 
 
-def test_a_device_s_csv_has_the_same_lines(cli: Cli) -> None:
-    rows = list(csv.reader(io.StringIO(cli.good("show", "00:06.0-1", "-o", "csv"))))
+def test_programs_read_a_device_with_what_belongs_together_or_in_lines(cli: Cli) -> None:
+    answer, rows = cli.read("show", "00:06.0-1")
+    assert (answer["slot"], answer["numa_node"]) == (1, -1)
+    assert answer["client_environment"]["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] == "0=5760M"
     assert rows == [["Field", "Value"], *(list(pair) for pair in DEVICE.items())]
 
 
-def test_a_device_s_json_and_yaml_keep_what_belongs_together(cli: Cli) -> None:
-    answer = json.loads(cli.good("show", "00:06.0-1", "-o", "json"))
-    assert (answer["slot"], answer["numa_node"]) == (1, -1)
-    assert answer["client_environment"]["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] == "0=5760M"
-    assert yaml.safe_load(cli.good("show", "00:06.0-1", "-o", "yaml")) == answer
-
-
 def test_a_beginning_of_several_devices_names_them(cli: Cli) -> None:
-    assert cli("show", "00:06.0") == (
-        1,
-        "",
-        (
-            "yunion-mps: 00:06.0 names 4 devices (00:06.0-0, 00:06.0-1, 00:06.0-2, 00:06.0-3)\n"
-            "yunion-mps: give more of the id or address\n"
-        ),
-    )
+    names = "00:06.0 names 4 devices (00:06.0-0, 00:06.0-1, 00:06.0-2, 00:06.0-3)"
+    told = f"yunion-mps: {names}\nyunion-mps: give more of the id or address\n"
+    assert cli("show", "00:06.0") == (1, "", told)
 
 
 @pytest.mark.parametrize("name", ["00:06.0-9", "nothing", "é ü", "a/b", "../../x", "?", "%41", "-"])
@@ -275,23 +241,14 @@ def test_the_reference_case_s_gpu_is_listed(cli: Cli) -> None:
     assert len({len(line) for line in lines}) == 1
 
 
-def test_a_broken_gpu_is_listed_with_its_reason(troubled: Cli) -> None:
-    rows = {row[0]: row for row in csv.reader(io.StringIO(troubled.good("gpus", "-o", "csv")))}
-    assert rows["10000:00:07.0"][1:] == [*[""] * 6, "0", "false", "unavailable", "the GPU is lost"]
-    assert rows["81:00.0"][6:10] == ["true", "0", "true", "unavailable"]
-    assert "MIG mode" in rows["81:00.0"][10]
-
-
-def test_the_reasons_are_whole_below_the_table_of_gpus(troubled: Cli) -> None:
+def test_broken_gpus_have_their_reasons_whole_below_the_table(troubled: Cli) -> None:
+    answer, (_, *rows) = troubled.read("gpus")
+    assert (answer["total"], len(answer["gpus"])) == (4, 4)
+    cells = {row[0]: row for row in rows}
+    assert cells["10000:00:07.0"][1:] == [*[""] * 6, "0", "false", "unavailable", "the GPU is lost"]
+    assert cells["81:00.0"][6:10] == ["true", "0", "true", "unavailable"]
+    assert "MIG mode" in cells["81:00.0"][10]
     lines = troubled.good("gpus").splitlines()
     assert "Reason" not in lines[1]
-    reasons = {gpu["addr"]: gpu["reason"] for gpu in json.loads(troubled.good("gpus", "-o", "json"))["gpus"]}
-    assert "MIG mode" in reasons["81:00.0"]
-    below = lines[next(n for n in reversed(range(len(lines))) if lines[n].startswith("+--")) + 1 :]
-    assert below == [f"{addr}: {reason}" for addr, reason in reasons.items() if reason]
-
-
-def test_gpus_are_printed_as_json_and_yaml_too(troubled: Cli) -> None:
-    answer = json.loads(troubled.good("gpus", "-o", "json"))
-    assert (answer["total"], len(answer["gpus"])) == (4, 4)
-    assert yaml.safe_load(troubled.good("gpus", "-o", "yaml")) == answer
+    assert lines[-4:] == [f"{row[0]}: {row[10]}" for row in rows if row[10]]
+    assert lines[-5].startswith("+--")

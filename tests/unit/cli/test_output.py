@@ -2,45 +2,15 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
-import pty
 import re
-import struct
-import termios
 
 import pytest
-from yunion_mps.cli.output import draw
+from yunion_mps.cli.output import columns_of, draw, duration, fit
+from yunion_mps.overview import count
 
-from unit.cli.conftest import Cli
+from unit.cli.conftest import Cli, table_of
 
 TABLES = (["list"], ["show", "00:06.0-1"], ["gpus"])
-
-
-def on_terminal(cli: Cli, columns: int, *arguments: str) -> list[str]:
-    """The lines that the command prints on a terminal of so many columns."""
-    ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 50, columns, 0, 0))
-    env = {name: value for name, value in cli.env.items() if name != "COLUMNS"}
-    with cli.start(*arguments, stdout=theirs, stdin=theirs, env=env) as process:
-        os.close(theirs)
-        printed = b""
-        try:
-            while piece := os.read(ours, 65536):
-                printed += piece
-        except OSError:  # EIO: nobody has the other side open any more
-            pass
-        finally:
-            os.close(ours)
-        assert process.wait(60) == 0
-        assert process.stderr is not None
-        assert process.stderr.read() == ""
-    assert b"\x1b" not in printed
-    return printed.decode().splitlines()
-
-
-def table_of(lines: list[str]) -> list[str]:
-    return [line for line in lines if line.startswith(("|", "+"))]
 
 
 @pytest.mark.parametrize("columns", [30, 40, 60, 80, 100, 132, 200, 400])
@@ -49,7 +19,7 @@ def table_of(lines: list[str]) -> list[str]:
 def test_a_table_fits_the_terminal(
     request: pytest.FixtureRequest, name: str, command: list[str], columns: int
 ) -> None:
-    table = table_of(on_terminal(request.getfixturevalue(name), columns, *command))
+    table = table_of(request.getfixturevalue(name).on_terminal(columns, *command))
     assert len(table) > 3
     assert len({len(line) for line in table}) == 1
     assert len(table[0]) <= columns
@@ -57,14 +27,14 @@ def test_a_table_fits_the_terminal(
 
 @pytest.mark.parametrize("command", TABLES, ids=" ".join)
 def test_on_a_terminal_wide_enough_a_table_is_as_when_piped(troubled: Cli, command: list[str]) -> None:
-    wide = on_terminal(troubled, 500, *command)
+    wide = troubled.on_terminal(500, *command)
     piped = troubled.good(*command).splitlines()
     assert table_of(wide) == table_of(piped)
     assert not [line for line in wide if "…" in line or "no room" in line]
 
 
 def test_on_80_columns_the_list_keeps_names_and_says_what_it_omits(cli: Cli) -> None:
-    lines = on_terminal(cli, 80, "list")
+    lines = cli.on_terminal(80, "list")
     assert lines[1].replace(" ", "").strip("|").split("|") == [
         "ID",
         "Dev_type",
@@ -79,7 +49,7 @@ def test_on_80_columns_the_list_keeps_names_and_says_what_it_omits(cli: Cli) -> 
 
 @pytest.mark.parametrize("columns", [36, 40, 60, 80, 120, 140])
 def test_what_a_table_leaves_out_is_said_in_one_line_that_fits_too(cli: Cli, columns: int) -> None:
-    line = on_terminal(cli, columns, "list")[-2]
+    line = cli.on_terminal(columns, "list")[-2]
     assert line.startswith("(no room for ")
     assert line.endswith(": use -o csv)")
     assert len(line) <= columns
@@ -95,7 +65,7 @@ def test_reasons_are_whole_on_every_terminal(troubled: Cli, columns: int) -> Non
         return [line for line in text.splitlines() if re.match(r"(\d\S+|Problem|Remedy): +\S", line)]
 
     for command in ("gpus", "status", "who"):
-        lines = on_terminal(troubled, columns, command)
+        lines = troubled.on_terminal(columns, command)
         reasons = told(lines)
         assert reasons == told(troubled.good(command).splitlines())
         assert bool(reasons) == (command != "who")
@@ -105,13 +75,13 @@ def test_reasons_are_whole_on_every_terminal(troubled: Cli, columns: int) -> Non
 def test_without_utf_8_cut_text_is_marked_in_ascii(cli: Cli) -> None:
     ascii_only = Cli(cli.root)
     ascii_only.env["LC_ALL"] = "C"
-    lines = on_terminal(ascii_only, 80, "list")
+    lines = ascii_only.on_terminal(80, "list")
     assert "".join(lines).isascii()
-    assert [line.replace("…", "~") for line in on_terminal(cli, 80, "list")] == lines
+    assert [line.replace("…", "~") for line in cli.on_terminal(80, "list")] == lines
 
 
 def test_on_80_columns_a_device_is_shown_whole(cli: Cli) -> None:
-    lines = on_terminal(cli, 80, "show", "00:06.0-1")
+    lines = cli.on_terminal(80, "show", "00:06.0-1")
     assert lines == cli.good("show", "00:06.0-1").splitlines()
 
 
@@ -133,3 +103,18 @@ def test_a_table_without_rows_has_a_header() -> None:
 )
 def test_a_cell_is_one_line_that_cannot_steer_the_terminal(value: object, shown: str) -> None:
     assert draw(("V",), [(value,)]).splitlines()[3] == f"| {shown.ljust(max(1, len(shown)))} |"
+
+
+@pytest.mark.parametrize("width", range(12))
+def test_text_with_wide_letters_is_cut_and_filled_to_columns(width: int) -> None:
+    for text in ("", "train", "訓練をする", "e\u0301te\u0301", "a\x1b[2Jb"):
+        for utf8 in (True, False):
+            assert columns_of(fit(text, width, utf8=utf8)) == width
+    assert fit("訓練をする", 6) == "訓練… "
+    assert fit("12", 5, to_the_right=True) == "   12"
+
+
+def test_durations_and_counts_read_as_people_say_them() -> None:
+    told = [duration(seconds) for seconds in (-5, 0, 59, 61, 3600, 90061)]
+    assert told == ["0 s", "0 s", "59 s", "1 min 1 s", "1 h", "1 d 1 h"]
+    assert [count(1, "GPU"), count(2, "GPU")] == ["1 GPU", "2 GPUs"]

@@ -9,17 +9,14 @@ from typing import Any
 
 import pytest
 from yunion_mps import __version__
-from yunion_mps.cli.output import columns_of, duration, fit
+from yunion_mps.cli.output import columns_of
 from yunion_mps.cli.top.frame import VIEWS, Look, Outage, bar, clock, frame
 from yunion_mps.cli.top.rows import ORDERS, Poll, Scene, scene, sorted_devices
 from yunion_mps.models import Event, Snapshot
-from yunion_mps.overview import count
-from yunion_mps.overview.findings import Finding, folded, of_status
+from yunion_mps.overview.findings import Finding, folded
 from yunion_mps.overview.holdings import NO_CLIENTS
 from yunion_mps.overview.host import Answers
 from yunion_mps.service.queries import Queries
-from yunion_mps.supervisor.preflight import WITHOUT_IT
-from yunion_mps.supervisor.status import warnings
 
 from unit.cli.conftest import Cli
 from unit.cli.held import OVER, PAST_MPS, TWO, busy, hold
@@ -138,15 +135,6 @@ def test_devices_are_sorted_in_each_order(order: str, slots: list[str]) -> None:
     assert [(row.address + row.mark).removeprefix("00:06.0") for row in rows] == slots
 
 
-def test_a_lease_of_several_devices_fills_them_one_after_the_other() -> None:
-    client = {**CLIENT, "device": "00:06.0-2,00:06.0-3", "memory_by_gpu": [7000]}
-    found = scene(poll(snapshots.reference(), TWO), clients(client))
-    assert [(row.address, row.used_mib) for row in found.devices if row.in_use] == [
-        ("00:06.0-2", 5760),
-        ("00:06.0-3", 1240),
-    ]
-
-
 def test_devices_that_were_made_of_a_pool_are_there_while_they_are_leased() -> None:
     lease = {**LEASE, "devices": ["00:06.0-m0", "00:06.0-m1"], "memory": [2048, 1024]}
     client = {**CLIENT, "device": "00:06.0-m0,00:06.0-m1", "memory_by_gpu": [2500]}
@@ -160,33 +148,6 @@ def test_a_device_shows_its_largest_process_and_how_many_more() -> None:
     more = [{**CLIENT, "pid": 4270 + n, "command": f"job {n}", "memory_by_gpu": [n]} for n in range(3)]
     found = scene(poll(snapshots.reference()), clients(*more))
     assert [(row.pid, row.command) for row in found.devices if row.in_use] == [(4272, "job 2 (+2)")]
-
-
-def test_every_warning_of_the_daemon_has_a_remedy_of_its_own() -> None:
-    kept = "events are kept elsewhere meanwhile, and nothing can be changed"
-    multiuser = "cuda_mps_multiuser is true, and /usr/bin/nvidia-cuda-mps-control does not know it: jobs wait"
-    textfile = "metrics_textfile is /srv/a.prom, which cannot be written: No such file or directory"
-    public = "host.conf:2: metrics_listen is 0.0.0.0:1, which other hosts can reach: write 127.0.0.1:1"
-    public += f"; {WITHOUT_IT}"
-    cdi = "containers find no devices: /var/run/cdi/yunion-mps.json: Read-only file system"
-    nvidia = "containers get no driver from us: /etc/cdi/nvidia.yaml is passed over: it is no YAML"
-    found = snapshots.troubled()._replace(remarks=(kept, multiuser, textfile, public, cdi, nvidia))
-    status: Any = Queries(lambda: found, 0.0, 1).status()
-    assert len(status["warnings"]) == len(warnings(found)) == 8
-    told = [one.remedy for one in of_status(status, []) if one.kind == "Warning"]
-    assert len(set(told)) == 8
-    assert "look closer: yunion-mps doctor" not in told
-
-
-def test_findings_that_are_mended_alike_are_folded() -> None:
-    many = [Finding("Warning", f"GPU {n}", "reload") for n in range(9)] + [Finding("Problem", "x", "y")]
-    assert [one.what for one in folded(many)] == [
-        "GPU 0",
-        "GPU 1",
-        "GPU 2",
-        "and 6 more like that (all: yunion-mps status -o json)",
-        "x",
-    ]
 
 
 def test_what_has_no_room_is_counted_even_if_it_was_folded() -> None:
@@ -216,21 +177,6 @@ def test_what_has_no_room_is_counted_even_if_it_was_folded() -> None:
 def test_a_bar_shows_the_share_and_whatever_is_not_nothing(share: float, blocks: str, signs: str) -> None:
     assert bar(share, 10, utf8=True) == blocks
     assert bar(share, 10, utf8=False) == signs
-
-
-@pytest.mark.parametrize("width", range(12))
-def test_text_with_wide_letters_is_cut_and_filled_to_columns(width: int) -> None:
-    for text in ("", "train", "訓練をする", "e\u0301te\u0301", "a\x1b[2Jb"):
-        for utf8 in (True, False):
-            assert columns_of(fit(text, width, utf8=utf8)) == width
-    assert fit("訓練をする", 6) == "訓練… "
-    assert fit("12", 5, to_the_right=True) == "   12"
-
-
-def test_durations_and_counts_read_as_people_say_them() -> None:
-    told = [duration(seconds) for seconds in (-5, 0, 59, 61, 3600, 90061)]
-    assert told == ["0 s", "0 s", "59 s", "1 min 1 s", "1 h", "1 d 1 h"]
-    assert [count(1, "GPU"), count(2, "GPU")] == ["1 GPU", "2 GPUs"]
 
 
 def test_once_prints_a_frame_whole_and_without_colours(own: Cli) -> None:

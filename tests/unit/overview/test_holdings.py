@@ -1,0 +1,81 @@
+"""What counts against which budget: devices, leases and processes matched."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from yunion_mps.overview.holdings import Holding, filled, holdings, memory_by_gpu
+
+from unit.cli.held import PAST_MPS, TWO
+from unit.http.by_hand import CLIENT, GONE, LEASE
+
+
+def device(address: str, memory_mib: int = 5760, state: str = "available") -> Any:
+    shown = {"addr": address, "mps_memory_limit": memory_mib, "mps_thread_percentage": 25, "state": state}
+    return {**shown, "lease": None, "free": state == "available"}
+
+
+DEVICES = [device(f"00:06.0-{slot}") for slot in range(4)]
+
+
+def changed(answer: Any, **fields: Any) -> Any:
+    return {**answer, **fields}
+
+
+def used(found: list[Holding]) -> dict[str, int]:
+    """What is used of each holding that is in use, in MiB, by the names of its devices or its GPU."""
+    return {one.named or one.gpu: one.used_mib for one in found if one.in_use}
+
+
+def test_a_process_counts_against_the_lease_of_its_device() -> None:
+    found = holdings(DEVICES, [LEASE], [CLIENT])
+    assert used(found) == {"00:06.0-1": 512}
+    assert [one.named for one in found] == [f"00:06.0-{slot}" for slot in range(4)]
+
+
+def test_a_process_without_a_device_counts_against_its_pids_lease() -> None:
+    assert used(holdings(DEVICES, [LEASE], [changed(CLIENT, device=None)])) == {"00:06.0-1": 512}
+
+
+def test_two_processes_of_a_device_are_over_budget_together() -> None:
+    half = changed(CLIENT, memory_by_gpu=[3000])
+    found = holdings(DEVICES, [LEASE], [half, changed(half, pid=4261)])
+    assert [one.over_mib for one in found] == [0, 240, 0, 0]
+
+
+def test_several_devices_of_a_lease_are_one_budget() -> None:
+    client = changed(CLIENT, device="00:06.0-2,00:06.0-3", memory_by_gpu=[7000])
+    found = holdings(DEVICES, [TWO], [client])
+    assert used(found) == {"00:06.0-2,00:06.0-3": 7000}
+    (held,) = (one for one in found if one.lease)
+    assert (held.budget_mib, held.over_mib) == (11520, 0)
+    assert filled(held, {"00:06.0-2": 5760, "00:06.0-3": 5760}) == [("00:06.0-2", 5760), ("00:06.0-3", 1240)]
+
+
+def test_a_lease_over_two_gpus_has_a_budget_on_each() -> None:
+    lease = changed(LEASE, devices=["00:06.0-1", "00:07.0-0"], memory=[5760, 1000])
+    client = changed(CLIENT, device="00:06.0-1,00:07.0-0")
+    client |= {"gpus": ["00:06.0", "00:07.0"], "memory_by_gpu": [10, 1001]}
+    found = holdings([*DEVICES, device("00:07.0-0", 1000)], [lease], [client])
+    assert used(found) == {"00:06.0-1": 10, "00:07.0-0": 1001}
+    assert {one.named: one.over_mib for one in found if one.over_mib} == {"00:07.0-0": 1}
+    assert memory_by_gpu([client]) == {"00:06.0": 10, "00:07.0": 1001}
+
+
+def test_what_is_past_mps_counts_against_no_device() -> None:
+    found = holdings(DEVICES, [LEASE], [changed(PAST_MPS, device="00:06.0-1"), CLIENT])
+    assert used(found) == {"00:06.0-1": 512, "00:06.0": 300}
+    assert [one.past_mps for one in found] == [False, False, False, False, True]
+
+
+def test_a_process_without_memory_yet_is_at_its_device() -> None:
+    found = holdings(DEVICES, [], [changed(CLIENT, gpus=[], memory_by_gpu=[])])
+    assert used(found) == {"00:06.0-1": 0}
+
+
+def test_who_has_just_ended_has_nothing() -> None:
+    assert used(holdings(DEVICES, [], [GONE])) == {}
+
+
+def test_a_lease_of_a_device_that_is_not_listed_yet_is_there() -> None:
+    assert used(holdings([], [LEASE], [CLIENT])) == {"00:06.0-1": 512}
