@@ -6,7 +6,7 @@ from typing import Any
 
 from yunion_mps.config import KEYS
 from yunion_mps.models import Config, DeviceEntry, Driver, Gpu, Inventory, Plan, Source
-from yunion_mps.planning import make_plan
+from yunion_mps.planning.plan import make_plan
 
 HOST = "/etc/yunion/host.conf"
 DEVICES = "/etc/yunion/host_container_device.yml"

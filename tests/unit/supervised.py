@@ -10,8 +10,9 @@ from contextlib import ExitStack
 from typing import NamedTuple
 
 import pytest
-from yunion_mps.host.poll import drive
-from yunion_mps.inventory import Nvml, scan
+from yunion_mps.host.processes import drive
+from yunion_mps.inventory.nvml import Nvml
+from yunion_mps.inventory.scan import scan
 from yunion_mps.models import Event, Snapshot
 from yunion_mps.paths import ROOT_VARIABLE, Paths
 from yunion_mps.service.shapes import devices_json

@@ -157,7 +157,7 @@ def plan_json(preflight: Preflight) -> Json:
 
 
 def _gpu_json(gpu: Gpu, plan: Plan) -> Json:
-    from yunion_mps.planning import division, enforces_budgets
+    from yunion_mps.planning.division import division, enforces_budgets
 
     devices = [device for device in plan.devices if device.gpu_uuid == gpu.uuid]
     domain = next((d.name for d in plan.domains if gpu.uuid in d.gpu_uuids), None)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from yunion_mps.containers import UNSERVED
 from yunion_mps.models import ALL, CDI_KIND, LEASE_VARIABLE, Device, DomainPlan, Lease
-from yunion_mps.planning import client_environment, whole_environment
+from yunion_mps.planning.environment import client_environment, whole_environment
 
 Json = dict[str, Any]
 

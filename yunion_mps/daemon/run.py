@@ -17,7 +17,7 @@ from yunion_mps.daemon.process import ReexecState, Signals, inherited, reexec, t
 from yunion_mps.errors import ConfigError, ShortageError, YunionError
 from yunion_mps.gateway import addresses
 from yunion_mps.host import logs
-from yunion_mps.host.poll import drive
+from yunion_mps.host.processes import drive
 from yunion_mps.host.systemd import Notifier
 from yunion_mps.http.listener import Listener
 from yunion_mps.leases.storage import recorded_ledger

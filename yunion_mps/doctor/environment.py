@@ -30,7 +30,7 @@ from yunion_mps.errors import DriverError, YunionError
 from yunion_mps.host.proc import command_of, environment_of, name_of, uid_of
 from yunion_mps.models import DomainPlan
 from yunion_mps.mps.processes import is_server
-from yunion_mps.planning import DEVICE_VARIABLE
+from yunion_mps.planning.environment import DEVICE_VARIABLE
 
 #: `export NAME=VALUE` of shells, `NAME=VALUE` of pam_env(8) and environment.d(5).
 _ASSIGNMENT = re.compile(r"^\s*(?:export\s+|setenv\s+)?(\w+)[= ]\s*[\"']?([^\"'\s;#]*)", re.MULTILINE)

@@ -25,7 +25,7 @@ from yunion_mps.errors import DriverError, HostError, YunionError
 from yunion_mps.host.proc import environment_of
 from yunion_mps.models import DEFAULT, EXCLUSIVE_PROCESS, PROHIBITED, Gpu
 from yunion_mps.mps.processes import PROGRAM, SERVER, find_control_program, is_server, server_path
-from yunion_mps.planning import enforces_budgets, max_clients
+from yunion_mps.planning.division import enforces_budgets, max_clients
 
 #: /proc/driver/nvidia/version: `Kernel Module  535.261.03`, `Open Kernel Module for x86_64  550.54.15`.
 _MODULE = re.compile(r"Kernel Module(?: for \S+)?\s+(\d{3}[\d.]*\d)")

@@ -11,11 +11,12 @@ from yunion_mps.errors import Problem, YunionError
 from yunion_mps.host.proc import name_of, uid_of, user_name
 from yunion_mps.http.client import DaemonClient
 from yunion_mps.http.operations import GET_DEVICE, GET_DEVICES, GET_STATUS
-from yunion_mps.inventory import Nvml, machine_id, scan
+from yunion_mps.inventory.nvml import Nvml
+from yunion_mps.inventory.scan import machine_id, scan
 from yunion_mps.models import Config, DomainPlan, Gpu, Inventory, Plan, PlannedGpu
 from yunion_mps.mps.conversation import peer_of
 from yunion_mps.paths import Paths
-from yunion_mps.planning import make_plan
+from yunion_mps.planning.plan import make_plan
 
 if TYPE_CHECKING:
     from yunion_mps.answers import Device, DeviceDetails, Status

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import re
 from collections.abc import Collection
 from typing import NamedTuple
 
@@ -15,10 +14,6 @@ from yunion_mps.escaping import decoded, printable
 #: Linux gives no program more than this (execve(2): three quarters of 8 MiB, the arguments with it). But a
 #: process may say afterwards that any of its memory is its environment (prctl(2), PR_SET_MM).
 _LARGEST_ENVIRONMENT = 6 << 20
-#: The control group of a unit of systemd/yunion-mps-job@.service, or one below it.
-_JOB_UNIT = re.compile(r"(?:^|/)system\.slice/(?:[^/]+\.slice/)*(yunion-mps-job@[^/]*\.service)(?:/|$)")
-#: Below these, users' own managers make groups of any name.
-_USERS = re.compile(r"/user(?:@|\.slice)")
 
 
 class Credentials(NamedTuple):
@@ -178,18 +173,3 @@ def count_open(pid: int, links: Collection[str]) -> int:
             with contextlib.suppress(OSError):
                 count += os.readlink(f"/proc/{pid}/fd/{name}") in links
     return count
-
-
-def job_unit_of(pid: int, proc: str = "/proc") -> str:
-    """The job's unit that the process is in, such as `yunion-mps-job@train.service`.
-
-    systemd makes a control group for each unit, and no job can leave its own. "" also if there are no control
-    groups, or if the process is in a PID namespace that cannot be seen from here.
-    """
-    try:
-        with open(f"{proc}/{pid}/cgroup", encoding="utf-8", errors="replace") as file:
-            groups = file.read().splitlines()
-    except OSError:
-        return ""
-    found = (_JOB_UNIT.search(group) for group in groups if not _USERS.search(group))
-    return next((match[1] for match in found if match), "")

@@ -1,4 +1,4 @@
-"""Processes: only this module spawns, signals and watches them.
+"""Processes: only this module spawns, signals, watches and waits for them.
 
 `posix_spawn` and not `subprocess`: it costs a tenth at the daemon's start, and all that is needed of the
 latter is a file descriptor in another's place.
@@ -12,7 +12,8 @@ import os
 import select
 import signal
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Protocol
 
 from yunion_mps.errors import HostError, ShortageError
 from yunion_mps.host.proc import parent_of
@@ -222,3 +223,35 @@ def wake(pids: Iterable[int]) -> None:
     for pid in pids:
         with contextlib.suppress(OSError):
             os.kill(pid, signal.SIGCONT)
+
+
+class Driven(Protocol):
+    """A state machine that never waits itself."""
+
+    def tick(self, now_s: float) -> float | None:
+        """Do what is due; return when to be called again at the latest."""
+
+    def descriptors(self) -> list[int]:
+        """The descriptors to watch for reading; they may change with every tick."""
+
+
+class Wakeup(Protocol):
+    """A descriptor that also ends a wait, as for signals."""
+
+    def fileno(self) -> int: ...
+
+    def clear(self) -> None: ...
+
+
+def drive(driven: Driven, done: Callable[[], bool], wakeup: Wakeup | None = None) -> None:
+    """Tick until `done`: for what cannot wait until asyncio is loaded, or goes on without it."""
+    while True:
+        if wakeup:
+            wakeup.clear()
+        due_s = driven.tick(time.monotonic())
+        if done():
+            return
+        poll = select.poll()
+        for descriptor in [*driven.descriptors(), *([wakeup.fileno()] if wakeup else [])]:
+            poll.register(descriptor, select.POLLIN)
+        poll.poll(None if due_s is None else max(0.0, due_s - time.monotonic()) * 1000)

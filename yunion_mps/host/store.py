@@ -121,7 +121,6 @@ class Store:
             self.remember_modes(modes)
 
     def forget_mode(self, uuid: str) -> None:
-        """Delete the record of a GPU whose mode was restored."""
         with self._lock:
             self.write("DELETE FROM former_compute_mode WHERE gpu_uuid = ?", [(uuid,)])
             self._copy_modes()
@@ -145,7 +144,6 @@ class Store:
         return [row[0] for row in self.read("SELECT pipe_directory FROM limits_in_effect ORDER BY 1")]
 
     def forget_limits(self, pipe_directory: str) -> None:
-        """Delete the record of a control daemon that has ended."""
         self.write("DELETE FROM limits_in_effect WHERE pipe_directory = ?", [(pipe_directory,)])
 
     # -- the file

@@ -1,15 +1,21 @@
-"""sd_notify(3) by the sdnotify library; does nothing if systemd did not start us."""
+"""What systemd is told (sd_notify(3), if it started us), and the unit of ours that a process is in."""
 
 from __future__ import annotations
 
 import os
+import re
 import time
 
 from yunion_mps.escaping import printable
 
+#: The control group of a unit of systemd/yunion-mps-job@.service, or one below it.
+_JOB_UNIT = re.compile(r"(?:^|/)system\.slice/(?:[^/]+\.slice/)*(yunion-mps-job@[^/]*\.service)(?:/|$)")
+#: Below these, users' own managers make groups of any name.
+_USERS = re.compile(r"/user(?:@|\.slice)")
+
 
 class Notifier:
-    """Tells systemd how the daemon is."""
+    """Tells systemd how the daemon is, by the sdnotify library."""
 
     def __init__(self) -> None:
         self._last_status = ""
@@ -57,3 +63,18 @@ def watchdog_interval_s() -> float | None:
     if not text.isdigit() or int(text) == 0 or (pid and pid != str(os.getpid())):
         return None
     return int(text) / 2_000_000
+
+
+def job_unit_of(pid: int, proc: str = "/proc") -> str:
+    """The job's unit that the process is in, such as `yunion-mps-job@train.service`.
+
+    systemd makes a control group for each unit, and no job can leave its own. "" also if there are no control
+    groups, or if the process is in a PID namespace that cannot be seen from here.
+    """
+    try:
+        with open(f"{proc}/{pid}/cgroup", encoding="utf-8", errors="replace") as file:
+            groups = file.read().splitlines()
+    except OSError:
+        return ""
+    found = (_JOB_UNIT.search(group) for group in groups if not _USERS.search(group))
+    return next((match[1] for match in found if match), "")

@@ -18,7 +18,8 @@ from urllib.parse import unquote, urlsplit
 
 from yunion_mps.errors import NotAllowedError, NotFoundError, YunionError
 from yunion_mps.escaping import printable
-from yunion_mps.host.proc import job_unit_of, started_ticks, uid_of
+from yunion_mps.host.proc import started_ticks, uid_of
+from yunion_mps.host.systemd import job_unit_of
 from yunion_mps.http.messages import Answer, Request, Response, json_response, problem, problem_of
 from yunion_mps.http.openapi import document
 from yunion_mps.http.operations import (

@@ -94,7 +94,6 @@ MIB = 1 << 20
 
 
 def _translated(error: Any) -> DriverError:
-    """The error with its cause and a hint."""
     what = f"NVML says: {printable(str(error))}"
     return DriverError(
         *_MEANINGS.get(error.value, (what, "see: dmesg | grep -i nvidia; and try: nvidia-smi"))

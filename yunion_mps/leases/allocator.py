@@ -13,15 +13,8 @@ from yunion_mps.errors import HostError, NeverFreeError, NothingFreeError
 from yunion_mps.leases.ledger import Ledger, needs_mib
 from yunion_mps.leases.request import SPREAD, LeaseRequest
 from yunion_mps.models import ALL, Device, DomainPlan, Pool, Snapshot
-from yunion_mps.planning import (
-    client_environment,
-    enforces_budgets,
-    free_units,
-    pool_device,
-    units_for,
-    whole_environment,
-    why_not_honoured,
-)
+from yunion_mps.planning.division import enforces_budgets, free_units, pool_device, units_for
+from yunion_mps.planning.environment import client_environment, whole_environment, why_not_honoured
 
 UNENFORCED_HINT = "take it all the same: --allow-unlimited (in Python: allow_unlimited=True)"
 #: The most GPUs, and the most reasons, that an error names.

@@ -13,7 +13,7 @@ from yunion_mps.errors import HostError
 from yunion_mps.host.proc import user_name
 from yunion_mps.leases.request import shortened
 from yunion_mps.models import Device, Holder, Lease, Pool
-from yunion_mps.planning import free_units
+from yunion_mps.planning.division import free_units
 from yunion_mps.supervisor.changes import LeaseWait
 
 #: The most leases that an error names.

@@ -19,7 +19,7 @@ from yunion_mps.mps.control_daemon import ControlDaemon, Task
 from yunion_mps.mps.conversation import Conversation, occupied
 from yunion_mps.mps.processes import PROGRAM, describe_servers
 from yunion_mps.mps.startup import as_served
-from yunion_mps.planning import decimal
+from yunion_mps.planning.environment import decimal
 
 #: How often a control daemon is asked again that turned us away, and for how long if it is a new one.
 LOOK_AGAIN_S = 1.0

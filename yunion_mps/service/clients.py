@@ -15,13 +15,13 @@ from yunion_mps.escaping import printable
 from yunion_mps.host.proc import command_of, started_ticks, uid_of, user_name, variable_of
 from yunion_mps.host.processes import Process
 from yunion_mps.host.threads import on_thread
-from yunion_mps.inventory import Nvml
 from yunion_mps.inventory.events import processes_of_xids
+from yunion_mps.inventory.nvml import Nvml
 from yunion_mps.models import DomainPlan, Event, Gpu
 from yunion_mps.mps.clients import clients_of, server_state, terminate, waiting_clients
 from yunion_mps.mps.processes import find_control_program, is_server, server_pids
 from yunion_mps.paths import Paths
-from yunion_mps.planning import DEVICE_VARIABLE
+from yunion_mps.planning.environment import DEVICE_VARIABLE
 from yunion_mps.supervisor import Supervisor
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from yunion_mps import revision
 from yunion_mps.errors import YunionError
 from yunion_mps.host.proc import started_ticks, uid_of
 from yunion_mps.host.threads import on_thread
-from yunion_mps.inventory import Nvml
+from yunion_mps.inventory.nvml import Nvml
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.leases.queue import Queue
 from yunion_mps.models import DomainStatus

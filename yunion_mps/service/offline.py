@@ -9,8 +9,8 @@ import time
 
 from yunion_mps.config import load
 from yunion_mps.errors import HostError
-from yunion_mps.host.poll import drive
 from yunion_mps.host.proc import environment_of, program_of
+from yunion_mps.host.processes import drive
 from yunion_mps.host.store import Store
 from yunion_mps.models import DomainPlan, Event, PlannedGpu
 from yunion_mps.mps.conversation import peer_of

@@ -10,7 +10,7 @@ from yunion_mps import __version__
 from yunion_mps.errors import NotFoundError
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.models import Gpu, Snapshot
-from yunion_mps.planning import client_environment
+from yunion_mps.planning.environment import client_environment
 from yunion_mps.service.shapes import devices_json, domain_json, gpu_json
 from yunion_mps.service.state import (
     AVAILABLE,

@@ -18,7 +18,7 @@ from yunion_mps.models import (
     PcieLink,
     Snapshot,
 )
-from yunion_mps.planning import enforces_budgets
+from yunion_mps.planning.division import enforces_budgets
 from yunion_mps.service.state import (
     AVAILABLE,
     NO_DOMAIN,

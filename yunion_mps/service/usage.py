@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple, Optional
 from yunion_mps.host.proc import variable_of
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.models import Gpu
-from yunion_mps.planning import DEVICE_VARIABLE
+from yunion_mps.planning.environment import DEVICE_VARIABLE
 from yunion_mps.supervisor import Supervisor
 
 if TYPE_CHECKING:

@@ -12,7 +12,8 @@ from yunion_mps.models import Config, Device, DomainPlan, Event, Gpu, Inventory,
 from yunion_mps.mps.domain import Domain
 from yunion_mps.mps.processes import describe_servers, find_control_program
 from yunion_mps.paths import Paths
-from yunion_mps.planning import division, make_plan
+from yunion_mps.planning.division import division
+from yunion_mps.planning.plan import make_plan
 from yunion_mps.supervisor.fleet import Fleet
 from yunion_mps.supervisor.gpus import Gpus
 from yunion_mps.supervisor.preflight import Preflight
@@ -50,7 +51,6 @@ class LeaseWait(NamedTuple):
 
     @property
     def reason(self) -> str:
-        """Why these devices are pending."""
         return f"the new division of its GPU waits for {self.description} to end"
 
 
@@ -98,7 +98,6 @@ class DesiredState:
         ]
 
     def in_effect(self) -> Plan:
-        """The plan with the devices as the clients get them now."""
         return in_effect(self.plan, self._fleet.domains, self._gpus.inventory.gpus)
 
     def plan_for(self, preflight: Preflight, find_lease_waits: FindLeaseWaits) -> tuple[Plan, list[Change]]:

@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 from yunion_mps.errors import DriverError, HostError, YunionError
 from yunion_mps.host.store import Store
-from yunion_mps.inventory import Nvml
+from yunion_mps.inventory.nvml import Nvml
 from yunion_mps.models import Event, Gpu, Plan
-from yunion_mps.planning import ModeChange, mode_changes
+from yunion_mps.planning.plan import ModeChange, mode_changes
 from yunion_mps.supervisor.fleet import Fleet
 from yunion_mps.supervisor.gpus import Gpus
 from yunion_mps.supervisor.recovery import gpus_of, left_running
@@ -127,7 +127,6 @@ class ComputeModes:
             return ModeResult({}, {}) if self._ended else carry_out(work, nvml, store)
 
     def end(self) -> None:
-        """Set nothing any more."""
         self._ended = True
 
     def restore(self, nvml: Nvml | None, store: Store, left: Collection[str]) -> bool:

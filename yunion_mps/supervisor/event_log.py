@@ -201,7 +201,6 @@ class EventCopy:
         self._older = f"{file}.old"
 
     def add(self, events: Iterable[EventRecord]) -> None:
-        """Append the events."""
         rows = ([one.id, one.time_s, *one.event] for one in events)
         lines = "".join(json.dumps(row, separators=(",", ":")) + "\n" for row in rows)
         with contextlib.suppress(OSError):

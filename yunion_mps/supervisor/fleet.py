@@ -21,7 +21,7 @@ from yunion_mps.mps.limits import LimitsInEffect
 from yunion_mps.mps.processes import MpsProcess
 from yunion_mps.mps.startup import obstacle
 from yunion_mps.mps.states import BACKOFF, FAILED, READY, STOPPED, WEDGED
-from yunion_mps.planning import enforces_budgets
+from yunion_mps.planning.division import enforces_budgets
 from yunion_mps.supervisor.gpus import Gpus
 from yunion_mps.supervisor.recovery import LimitRecords
 

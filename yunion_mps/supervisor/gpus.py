@@ -19,7 +19,7 @@ from yunion_mps.inventory.scan import GONE, save_served
 from yunion_mps.inventory.sysfs import sort_key
 from yunion_mps.models import Config, Event, Gpu, Inventory, Plan
 from yunion_mps.paths import Paths
-from yunion_mps.planning import reason_against
+from yunion_mps.planning.division import reason_against
 
 log = logging.getLogger(__name__)
 

@@ -7,12 +7,12 @@ from typing import NamedTuple
 
 from yunion_mps.config import load
 from yunion_mps.errors import ConfigError, DriverError, HostError, Problem
-from yunion_mps.inventory import Nvml, machine_id, scan
-from yunion_mps.inventory.scan import load_served, with_served
+from yunion_mps.inventory.nvml import Nvml
+from yunion_mps.inventory.scan import load_served, machine_id, scan, with_served
 from yunion_mps.models import Config, Driver, Inventory, Plan
 from yunion_mps.mps.processes import find_control_program
 from yunion_mps.paths import Paths
-from yunion_mps.planning import make_plan
+from yunion_mps.planning.plan import make_plan
 
 #: The consequence of a problem with something that no job needs.
 WITHOUT_IT = "the daemon goes on without it"

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 from yunion_mps.models import Config, DomainPlan, DomainStatus, Gpu, Plan, Snapshot
 from yunion_mps.mps.domain import Domain
 from yunion_mps.mps.states import STOPPED
-from yunion_mps.planning import devices_of, enforces_budgets, pools_of
+from yunion_mps.planning.division import enforces_budgets, pools_of
+from yunion_mps.planning.plan import devices_of
 
 _WAITS = "it waits for the end of the control daemon that serves its GPUs now"
 

@@ -5,7 +5,7 @@ import json
 from yunion_mps.cli.config import config_json, plan_json
 from yunion_mps.config import KEYS
 from yunion_mps.models import Config, Gpu, Inventory, SliceEntry
-from yunion_mps.planning import make_plan
+from yunion_mps.planning.plan import make_plan
 from yunion_mps.supervisor.preflight import Preflight
 
 from unit.builders import DEVICES, HOST, MACHINE_ID, P40, config, entry, gpu, inventory

@@ -10,7 +10,7 @@ from contextlib import closing
 import pytest
 from yunion_mps.daemon.loop import serve
 from yunion_mps.daemon.process import Signals
-from yunion_mps.host.poll import drive
+from yunion_mps.host.processes import drive
 from yunion_mps.host.systemd import Notifier
 from yunion_mps.http.listener import Listener
 from yunion_mps.service.queries import Queries

@@ -9,8 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from yunion_mps.host.proc import job_unit_of
-from yunion_mps.host.systemd import Notifier, watchdog_interval_s
+from yunion_mps.host.systemd import Notifier, job_unit_of, watchdog_interval_s
 
 # The library never closes its socket, which in the daemon lives as long as the process.
 pytestmark = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from yunion_mps.models import DomainStatus, Driver, Gpu, Inventory, PcieLink, Snapshot
 from yunion_mps.mps.states import FAILED, READY
-from yunion_mps.planning import make_plan
+from yunion_mps.planning.plan import make_plan
 
 from unit import builders
 

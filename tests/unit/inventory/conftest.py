@@ -7,7 +7,8 @@ from contextlib import ExitStack
 from typing import NamedTuple
 
 import pytest
-from yunion_mps.inventory import Nvml, scan
+from yunion_mps.inventory.nvml import Nvml
+from yunion_mps.inventory.scan import scan
 from yunion_mps.models import Gpu, Inventory
 from yunion_mps.paths import Paths
 

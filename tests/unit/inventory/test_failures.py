@@ -16,7 +16,8 @@ NOT_PERMITTED = "NVML does not permit this"
 #: Our inventory as a program of its own, which says what it is told.
 PROGRAM = """
 from yunion_mps.errors import DriverError
-from yunion_mps.inventory import Nvml, scan
+from yunion_mps.inventory.nvml import Nvml
+from yunion_mps.inventory.scan import scan
 from yunion_mps.paths import Paths
 try:
     with Nvml() as nvml:

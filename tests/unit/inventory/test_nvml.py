@@ -8,8 +8,7 @@ import time
 
 import pytest
 from yunion_mps.errors import DriverError
-from yunion_mps.inventory import Nvml
-from yunion_mps.inventory.nvml import Deadline
+from yunion_mps.inventory.nvml import Deadline, Nvml
 
 from unit.inventory.conftest import OpenHost
 from unit.mps.driving import wait_for

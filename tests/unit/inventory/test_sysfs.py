@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from yunion_mps.errors import HostError
-from yunion_mps.inventory import machine_id
+from yunion_mps.inventory.scan import machine_id
 from yunion_mps.inventory.sysfs import (
     is_nvidia_gpu,
     max_link,

@@ -14,8 +14,8 @@ from yunion_mps.models import DomainPlan
 from yunion_mps.mps import limits
 from yunion_mps.mps.conversation import Conversation, Peer, peer_of
 from yunion_mps.mps.processes import PROGRAM, client_variables, find_control_program
-from yunion_mps.planning import decimal
 from yunion_mps.planning.division import thread_percentage
+from yunion_mps.planning.environment import decimal
 
 from .driving import Bench, converse
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 from yunion_mps.models import Config, Driver, Gpu
-from yunion_mps.planning import max_clients
+from yunion_mps.planning.division import max_clients
 from yunion_mps.planning.plan import find_gpu
 
 from unit.builders import DEVICES, HOST, P40, config, entry, gpu, inventory, messages, planned

@@ -7,14 +7,8 @@ from typing import Any
 import pytest
 from yunion_mps.errors import NotFoundError
 from yunion_mps.models import DeviceEntry, Gpu, Pool, SliceEntry, Source
-from yunion_mps.planning import (
-    client_environment,
-    division,
-    free_units,
-    pool_device,
-    pools_of,
-    units_for,
-)
+from yunion_mps.planning.division import division, free_units, pool_device, pools_of, units_for
+from yunion_mps.planning.environment import client_environment
 
 from unit.builders import DEVICES, P40, config, entry, gpu, inventory, messages, planned
 
