@@ -1,13 +1,12 @@
-"""What the daemon does and knows beyond the snapshot, made by hand, as the snapshots themselves are.
-
-test_openapi.py holds these answers to their schemas, and test_api_contract.py the real daemon's to the same.
-"""
+"""The answers of the document's examples, and services that give them."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from collections.abc import Callable
+from importlib.resources import files
 from typing import Any
 
 from yunion_mps.errors import NotFoundError, YunionError
@@ -23,6 +22,12 @@ from yunion_mps.service.reload import Reloader
 
 Json = Any
 
+#: An example of each schema, out of the document.
+EXAMPLES: Json = {
+    name: schema["examples"][0]
+    for name, schema in json.loads(files("yunion_mps.http").joinpath("schemas.json").read_text()).items()
+}
+
 NOTHING: Json = {"changes": [], "pending": []}
 AT_ONCE: Json = {
     "kind": "setting",
@@ -31,74 +36,23 @@ AT_ONCE: Json = {
     "after": "20",
     "effect": "at once",
 }
-LATE: Json = {
-    "kind": "budget",
-    "subject": "00:06.0",
-    "before": "4 x 5760 MiB, 25 %",
-    "after": "2 x 11520 MiB, 50 %",
-    "effect": "when its MPS server (PID 4250) has ended",
-}
-WAITS = "other limits take effect when its MPS server (PID 4250) has ended"
+LATE: Json = EXAMPLES["Change"]
+WAITS = EXAMPLES["Pending"]["pending"]
 PLANNED: Json = {"changes": [AT_ONCE, LATE], "pending": []}
-RELOADED: Json = {
-    "changes": [AT_ONCE, LATE],
-    "pending": [{"domain": "host", "pending": WAITS, "leases": []}],
-}
+RELOADED: Json = {**PLANNED, "pending": [EXAMPLES["Pending"]]}
 
-SERVER: Json = {
-    "pid": 4250,
-    "uid": 1000,
-    "user": "alice",
-    "command": "nvidia-cuda-mps-server",
-    "started": 1788000000.25,
-    "domain": "host",
-    "state": "ACTIVE",
-}
-CLIENT: Json = {
-    "pid": 4260,
-    "uid": 1000,
-    "user": "alice",
-    "command": "python train.py",
-    "started": 1788000060.5,
-    "container": None,
-    "container_id": None,
-    "mps": True,
-    "server": 4250,
-    "domain": "host",
-    "device": "00:06.0-1",
-    "gpus": ["00:06.0"],
-    "memory_by_gpu": [512],
-    "memory_used": 512,
-}
+SERVER: Json = EXAMPLES["MpsServer"]
+CLIENT: Json = {**EXAMPLES["MpsClient"], "started": 1788000060.5}
 #: All but the PID of a process that ended while it was looked at.
 GONE: Json = {
-    **CLIENT,
+    **dict.fromkeys(CLIENT),
     "pid": 4261,
-    "uid": None,
-    "user": None,
-    "command": None,
-    "started": None,
-    "mps": None,
-    "server": None,
-    "device": None,
+    "domain": "host",
     "gpus": [],
     "memory_by_gpu": [],
-    "memory_used": None,
 }
-
-
 #: It is another user's, and waits for the server.
-WAITING: Json = {
-    "pid": 4262,
-    "uid": 1001,
-    "user": "bob",
-    "command": "python eval.py",
-    "started": 1788000009.5,
-    "since": 1788000010.0,
-    "server": 4250,
-    "server_user": "alice",
-    "domain": "host",
-}
+WAITING: Json = {**EXAMPLES["WaitingClient"], "started": 1788000009.5, "since": 1788000010.0}
 
 
 def clients(
@@ -118,36 +72,18 @@ def clients(
 
 
 LEASE: Json = {
-    "id": "7c1f0e7a-8a52-4f0e-8b5e-3f9d2a6c1b44",
-    "devices": ["00:06.0-1"],
-    "gpus": ["00:06.0"],
-    "memory": [5760],
-    "thread_percentage": 25,
+    **EXAMPLES["LeaseRecord"],
     "budget_enforced": True,
     "unenforced_gpus": [],
-    "binding": "process",
-    "pid": 4260,
-    "uid": 1000,
-    "user": "alice",
-    "command": "python train.py",
-    "container": None,
-    "container_id": None,
-    "name": None,
     "since": 1788000060.5,
-    "expires": None,
-    "cdi": None,
-    "environment": {"CUDA_VISIBLE_DEVICES": "GPU-76aef7ff-372d-2432-b4b4-beca4d8d3400"},
 }
 WAITER: Json = {
+    **EXAMPLES["QueuedRequest"],
     "pid": 4300,
     "uid": 1001,
     "user": "bob",
     "command": "yunion-mps run",
-    "container": None,
-    "container_id": None,
-    "name": None,
     "since": 1788000090.5,
-    "wants": "2 devices on one GPU",
 }
 
 

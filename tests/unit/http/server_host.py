@@ -6,7 +6,7 @@ with ServerHost(reference()) as host:
     host.reloader.error = HostError("no", "because")  # what a reload is refused with: see by_hand.py
     with host.connect(uid=65534) as client:          # a connection of another user
         client.send(b"GET /v1/gpus HTTP/1.1\\r\\n...")
-        client.answer()                              # the next answer, None where the connection ends
+        client.answer()                              # the next answer
 """
 
 from __future__ import annotations
@@ -93,8 +93,18 @@ class RawClient(Closes):
         self.socket.sendall(data)
         return self
 
-    def answer(self, method: str = "GET") -> Answer | None:
-        """The next answer to a request with `method`; None where the connection has ended instead."""
+    def ask(self, target: str, *head: str) -> Answer:
+        """The answer to a GET."""
+        return self.send(request(target, "GET", *head)).answer()
+
+    def answer(self, method: str = "GET") -> Answer:
+        """The next answer, to a request with `method`."""
+        found = self.answer_or_end(method)
+        assert found, "the connection has ended"
+        return found
+
+    def answer_or_end(self, method: str = "GET") -> Answer | None:
+        """The next answer; None if the connection has ended instead."""
         try:
             line = self._file.readline()
             if not line:
@@ -108,7 +118,7 @@ class RawClient(Closes):
 
     def ended(self) -> bool:
         """Wait for the connection's end, and tell whether nothing came before it."""
-        return self.answer() is None
+        return self.answer_or_end() is None
 
     def close(self) -> None:
         self._file.close()
@@ -196,14 +206,7 @@ class ServerHost(Closes):
 
     def ask(self, method: str, target: str, *headers: str) -> Answer:
         with self.connect() as client:
-            answer = client.send(request(target, method, *headers)).answer(method)
-            assert answer is not None
-            return answer
-
-    def exchange(self, data: bytes) -> Answer | None:
-        """Send this on a connection of its own, and return what is answered."""
-        with self.connect() as client:
-            return client.send(data).answer()
+            return client.send(request(target, method, *headers)).answer(method)
 
     def assert_serves(self) -> None:
         """A well-behaved client gets its answer."""

@@ -52,7 +52,7 @@ class Taker(threading.Thread):
 
 
 def test_a_client_with_many_requests_at_once_leaves_others_their_turn(serve: Serve) -> None:
-    host = serve(snapshots.large(3072))
+    host = serve(snapshots.large(480))
     with host.connect() as greedy, host.connect() as other:
         host.wait_connections(2)
         taker = Taker(greedy.socket, other.socket)
@@ -61,9 +61,7 @@ def test_a_client_with_many_requests_at_once_leaves_others_their_turn(serve: Ser
             greedy.socket.shutdown(socket.SHUT_WR)
             other.send(request("/v1/status"))
         taker.join(PATIENCE_S)
-        answer = other.answer()
-        assert answer is not None
-        assert answer.status == 200
+        assert other.answer().status == 200
         assert taker.count == COUNT
         assert taker.before is not None
         assert taker.before < COUNT / 10
@@ -71,14 +69,14 @@ def test_a_client_with_many_requests_at_once_leaves_others_their_turn(serve: Ser
 
 @pytest.mark.parametrize("end", ["client", "server"])
 def test_an_end_between_two_turns_leaves_nothing_behind(serve: Serve, end: str) -> None:
-    host = serve(snapshots.large(3072))
+    host = serve(snapshots.large(480))
     clients = [host.connect() for _ in range(5)]
     host.wait_connections(5)
     with held(host):
         for client in clients:
             client.send(QUESTIONS)
     for client in clients:
-        assert client.answer("HEAD") is not None
+        client.answer("HEAD")
         if end == "client":
             client.close()
     if end == "server":
@@ -92,15 +90,13 @@ def test_a_body_in_very_many_pieces_is_read_past_within_several_turns(serve: Ser
         client.send(request("/v1/gpus", "GET", "Transfer-Encoding: chunked"))
         client.send(b"1\r\nx\r\n" * 5000 + b"0\r\n\r\n" + request("/v1/status"))
         for _ in range(2):
-            answer = client.answer()
-            assert answer is not None
-            assert answer.status == 200
+            assert client.answer().status == 200
 
 
 def test_the_requests_of_a_client_that_waits_for_its_turn_are_not_too_late(serve: Serve) -> None:
     """However long that takes: its deadline is for what it has to do itself."""
     host = serve(
-        snapshots.large(3072), request_timeout_s=0.02, idle_timeout_s=0.02, answer_timeout_s=PATIENCE_S
+        snapshots.large(480), request_timeout_s=0.02, idle_timeout_s=0.02, answer_timeout_s=PATIENCE_S
     )
     with held(host):
         clients = [host.connect().send(QUESTIONS[: len(QUESTIONS) // 2]) for _ in range(2)]
