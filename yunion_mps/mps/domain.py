@@ -21,7 +21,7 @@ from yunion_mps.mps.diagnosis import why_silent
 from yunion_mps.mps.health import HealthMonitor, LimitsChangedError, Recovery
 from yunion_mps.mps.limits import LimitsInEffect, LimitsSetter
 from yunion_mps.mps.log_file import look_at_log
-from yunion_mps.mps.processes import MpsProcess
+from yunion_mps.mps.processes import FindProcesses, MpsProcess, our_processes
 from yunion_mps.mps.rollover import LOOK_AGAIN_S, Rollover
 from yunion_mps.mps.startup import as_served
 from yunion_mps.mps.states import (
@@ -221,11 +221,14 @@ class Domain(StateMachine):
 
     # -- time
 
-    def tick(self, now_s: float) -> float | None:
-        """Do what is due; return when to be called again at the latest, None for not before a descriptor."""
+    def tick(self, now_s: float, find: FindProcesses = our_processes) -> float | None:
+        """Do what is due; return when to be called again at the latest, None for not before a descriptor.
+
+        `find` searches our processes; dozens of domains share one search.
+        """
         due_s = self._step(now_s)
         if self.state != STOPPED:
-            also_s = self._rollover.tick(now_s, in_use=self.in_use)
+            also_s = self._rollover.tick(now_s, in_use=self.in_use, find=find)
             due_s = min((time_s for time_s in (due_s, also_s) if time_s is not None), default=None)
         return due_s
 

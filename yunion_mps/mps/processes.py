@@ -16,7 +16,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from yunion_mps.errors import HostError
@@ -116,6 +116,9 @@ class MpsProcess(NamedTuple):
     def __str__(self) -> str:
         """`a control daemon (PID 12)`, `an MPS server (PID 13)`."""
         return f"{'an MPS server' if self.is_server else 'a control daemon'} (PID {self.pid})"
+
+
+FindProcesses = Callable[[], Sequence[MpsProcess]]
 
 
 def our_processes() -> list[MpsProcess]:
@@ -309,14 +312,14 @@ def running_servers(pids: Iterable[int]) -> tuple[int, ...]:
     return tuple(pid for pid in pids if program_name(pid) == SERVER)
 
 
-def orphaned_servers(pipe_directory: str) -> list[int]:
+def orphaned_servers(pipe_directory: str, find: FindProcesses = our_processes) -> list[int]:
     """The PIDs of the servers of ours on the directory whose control daemon is gone.
 
-    Looks at every process. Raises ShortageError if they cannot be listed.
+    `find` looks at every process. Raises ShortageError if they cannot be listed.
     """
     return [
         one.pid
-        for one in our_processes()
+        for one in find()
         if one.is_server
         and one.pipe_directory == pipe_directory
         and program_name(parent_of(one.pid)) != PROGRAM

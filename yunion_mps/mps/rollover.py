@@ -16,8 +16,10 @@ from yunion_mps.mps.limits import LimitsInEffect
 from yunion_mps.mps.processes import (
     GRACE_S,
     UNKILLABLE_S,
+    FindProcesses,
     describe_servers,
     orphaned_servers,
+    our_processes,
     running_servers,
     signal_server,
 )
@@ -83,23 +85,23 @@ class Rollover:
         self._stop_s = at_s
         self.orphans.end(at_s, _STOP)
 
-    def tick(self, now_s: float, *, in_use: bool | None) -> float | None:
-        """Note servers that came and ended; when to be called again."""
+    def tick(self, now_s: float, *, in_use: bool | None, find: FindProcesses = our_processes) -> float | None:
+        """Note servers that came and ended; when to be called again. `find` searches our processes."""
         before = self.orphans.pids
         if now_s >= self._look_s:  # not at every tick, of which there are many while dozens of domains start
             self._look_s = now_s + LOOK_AGAIN_S
             self._servers()
         if self._search_s is not None and now_s >= self._search_s:
-            self._search()
+            self._search(find)
         due_s = self.orphans.tick(now_s, in_use=in_use)
         if self.orphans.pids != before:
             self._changed()
         times = [time_s for time_s in (due_s, self._search_s) if time_s is not None]
         return min(times, default=None)
 
-    def _search(self) -> None:
+    def _search(self, find: FindProcesses) -> None:
         try:
-            found = orphaned_servers(self.in_effect.plan.pipe_directory)
+            found = orphaned_servers(self.in_effect.plan.pipe_directory, find)
         except ShortageError as error:
             log.debug("%s", error)
             return

@@ -6,6 +6,7 @@ ended; a domain that needs their GPUs or their directory waits for that.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,7 +19,7 @@ from yunion_mps.host.store import Store
 from yunion_mps.models import DomainPlan, Event
 from yunion_mps.mps.domain import Domain
 from yunion_mps.mps.limits import LimitsInEffect
-from yunion_mps.mps.processes import MpsProcess
+from yunion_mps.mps.processes import MpsProcess, our_processes
 from yunion_mps.mps.startup import obstacle
 from yunion_mps.mps.states import BACKOFF, FAILED, READY, STOPPED, WEDGED
 from yunion_mps.planning.division import enforces_budgets
@@ -94,7 +95,8 @@ class Fleet:
 
     def tick(self, now_s: float) -> float | None:
         """Do what is due in every domain; return when to be called again at the latest."""
-        times = [due_s for domain in self.domains if (due_s := domain.tick(now_s)) is not None]
+        find = functools.lru_cache(our_processes)
+        times = [due_s for domain in self.domains if (due_s := domain.tick(now_s, find)) is not None]
         if self._go_on(now_s):
             return now_s
         self._records.write(self.domains)

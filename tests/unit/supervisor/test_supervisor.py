@@ -7,7 +7,10 @@ import time
 
 import pytest
 from yunion_mps.errors import DriverError
+from yunion_mps.mps.processes import MpsProcess, our_processes
+from yunion_mps.mps.rollover import SEARCH_AFTER_S
 from yunion_mps.service.shapes import devices_json
+from yunion_mps.supervisor import fleet
 
 from unit.supervised import Begin, MakeHost, PutToWork, Supervise
 
@@ -170,6 +173,21 @@ def test_a_stop_names_the_jobs_that_it_awaits_and_those_that_were_late(
     assert told[0].startswith("running jobs have up to 1 s to end: ")
     assert told[1].endswith("did not end in time: its MPS server was ended")
     assert [event.what for event in made.events if event.subject == "stop"] == [told[1].partition(": ")[0]]
+
+
+def test_all_domains_share_one_search_for_orphaned_servers(
+    begin: Begin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    searches: list[list[MpsProcess]] = []
+
+    def search() -> list[MpsProcess]:
+        searches.append(our_processes())
+        return searches[-1]
+
+    monkeypatch.setattr(fleet, "our_processes", search)
+    _, made = begin(TWO, cuda_mps_scope="gpu")
+    made.supervisor.tick(time.monotonic() + SEARCH_AFTER_S)
+    assert len(searches) == 1
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "[" * 100_000], ids=len)
