@@ -119,7 +119,7 @@ def test_how_long_something_lasts_is_told_by_the_host_s_clock(scene: Scene, brow
     assert not [words for words in (since, up) if " h" in words]
 
 
-def test_minutes_in_which_nobody_looked_are_a_gap_in_the_line(scene: Scene, browser: Chromium) -> None:
+def test_minutes_without_a_poll_are_a_gap_in_the_line(scene: Scene, browser: Chromium) -> None:
     page = browser.page(scene.served.url)
     page.wait_text("4 devices")
     drawn = """

@@ -219,7 +219,7 @@ _LOOKS = """
 """
 
 
-def test_who_wants_less_motion_gets_none(busy: tuple[Daemon, Served], browser: Chromium) -> None:
+def test_a_user_who_prefers_less_motion_gets_none(busy: tuple[Daemon, Served], browser: Chromium) -> None:
     page = seen(browser, busy[1])
     duration = "getComputedStyle(document.querySelector('.bar .part b')).transitionDuration"
     assert page.ask(duration) == "0s"

@@ -20,15 +20,6 @@ UUID = "[0-9a-f]{8}-[0-9a-f]{4}-5[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}"
 GPU = "GPU-76aef7ff-372d-2432-b4b4-beca4d8d3400"
 LINK = '{"lane_width":16,"throughput":"15.76 GB/s","transfer_rate_per_lane":"8GT/s","version":"3.0"}'
 HEADER = "ID,Dev_type,Model,Addr,Vendor_device_id,Host_id,numa_node,Device_path,PCIE_Info,Index,Device_minor"
-COMMANDS = (
-    ["list"],
-    ["gpus"],
-    ["status"],
-    ["events"],
-    ["show", "00:06.0-0"],
-    ["config", "show"],
-    ["config", "check"],
-)
 CONFIG_HINT = "yunion-mps: correct the lines above, then try them with: yunion-mps config check\n"
 
 
@@ -107,11 +98,11 @@ def test_gpus_says_what_nvidia_smi_says(ready: Daemon) -> None:
     assert row[7:] == ["4", "false", "available", ""]
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
-def test_every_command_prints_the_same_as_json_yaml_and_some_csv(ready: Daemon, command: list[str]) -> None:
-    answer = json.loads(printed(ready.host, *command, "--output", "json"))
-    assert yaml.safe_load(printed(ready.host, *command, "-o", "yaml")) == answer
-    table = rows(printed(ready.host, *command, "-o", "csv"))
+@pytest.mark.parametrize("command", ["show", "check"])
+def test_the_configuration_is_the_same_as_json_and_yaml_and_csv_too(ready: Daemon, command: str) -> None:
+    answer = json.loads(printed(ready.host, "config", command, "--output", "json"))
+    assert yaml.safe_load(printed(ready.host, "config", command, "-o", "yaml")) == answer
+    table = rows(printed(ready.host, "config", command, "-o", "csv"))
     assert len({len(row) for row in table}) == 1
     assert len(table) > 1
 

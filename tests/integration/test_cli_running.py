@@ -134,7 +134,7 @@ def test_a_client_is_listed_with_its_device_and_ended_safely(
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be two users")
-def test_who_waits_for_another_users_server_is_listed_until_it_has_one(
+def test_a_client_that_waits_for_another_users_server_is_listed(
     ready: Daemon, job: Client, stand_ins: StandIns
 ) -> None:
     (server,) = stand_ins.servers()

@@ -132,7 +132,7 @@ def test_what_is_not_to_be_had_is_told_by_the_kind_of_the_error(client: Client) 
         client.device("nosuch")
 
 
-def test_who_waits_gets_the_device_once_it_is_free(client: Client, said: list[str]) -> None:
+def test_a_caller_that_waits_gets_the_device_once_it_is_free(client: Client, said: list[str]) -> None:
     first = client.lease(device=ADDRESSES[0])
     got: list[Lease] = []
     waiter = threading.Thread(target=lambda: got.append(client.lease(device=ADDRESSES[0], wait=math.inf)))
@@ -144,7 +144,7 @@ def test_who_waits_gets_the_device_once_it_is_free(client: Client, said: list[st
     got[0].release()
 
 
-def test_who_waits_goes_on_past_every_restart_of_the_daemon(
+def test_a_caller_that_waits_goes_on_past_every_restart_of_the_daemon(
     ready_daemon: Daemon, client: Client, said: list[str]
 ) -> None:
     first = client.lease(device=ADDRESSES[0])
@@ -204,7 +204,7 @@ def test_leases_with_a_name_leave_few_threads(client: Client) -> None:
     eventually(lambda: len(os.listdir("/proc/self/task")) <= before + 4, "the end of their threads")
 
 
-def test_a_lease_with_a_name_says_that_somebody_else_has_ended_it(
+def test_a_lease_with_a_name_says_that_another_caller_has_ended_it(
     ready_daemon: Daemon, client: Client, said: list[str]
 ) -> None:
     with client.lease(name="job-17", ttl=1) as lease:
@@ -224,7 +224,7 @@ def test_a_control_daemon_that_this_user_cannot_reach_gets_no_lease(
     assert given(client) == []
 
 
-def test_who_may_not_ask_the_daemon_is_told_so(
+def test_a_user_who_may_not_ask_the_daemon_is_told_so(
     ready_daemon: Daemon, client: Client, as_nobody: Callable[[], None]
 ) -> None:
     as_nobody()

@@ -148,7 +148,7 @@ def test_a_question_that_is_not_the_pages_is_refused_with_one_line(
     assert (answer.status, answer.json["detail"]) == (400, detail)
 
 
-def test_the_picture_tells_who_has_what_and_nothing_of_anybodys_environment(
+def test_the_picture_shows_holders_and_no_process_environment(
     make_host: MakeHost, make_daemon: MakeDaemon
 ) -> None:
     daemon = make_daemon(make_host([{"kind": "v100", "virtual_number": 4}])).start().wait_ready()
@@ -177,7 +177,7 @@ def test_the_picture_tells_who_has_what_and_nothing_of_anybodys_environment(
     assert b"CUDA_" not in shown.body
 
 
-def test_who_has_the_picture_already_is_told_only_when_it_was_taken(page: Served) -> None:
+def test_a_page_that_has_the_picture_is_told_only_when_it_was_taken(page: Served) -> None:
     mark = ask(page, "/overview.json").json["mark"]
     assert set(ask(page, f"/overview.json?mark={mark}").json) == {"mark", "taken", "page"}
     assert "gpus" in ask(page, "/overview.json?mark=other").json

@@ -18,7 +18,7 @@ from integration.daemon_host import PATIENCE_S, eventually
 from simhost.closes import Closes
 
 #: Beyond the environment given: a shell that says nothing of its own.
-_SHELL = {"ENV": "", "SHELL": "/bin/sh"}
+_SHELL = {"ENV": "", "SHELL": "/bin/sh", "LC_ALL": "C.UTF-8"}
 
 
 class Tmux(Closes):

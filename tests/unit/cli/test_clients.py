@@ -89,7 +89,7 @@ def test_what_runs_in_a_container_is_named_with_it(utc: Cli) -> None:
     assert "| trainer: python train.py |" in utc.good("clients")
 
 
-def test_on_80_columns_the_list_keeps_who_it_is_and_what_runs(utc: Cli) -> None:
+def test_on_80_columns_the_list_keeps_pid_user_command_and_device(utc: Cli) -> None:
     utc.host.clients.found = clients(
         {**CLIENT, "command": "/usr/bin/python3 -m torch.distributed.run train.py"}
     )
@@ -137,7 +137,7 @@ def test_a_client_that_goes_on_is_a_failure(own: Cli) -> None:
     assert own("clients", "terminate", "4260", "--yes") == (1, "", told)
 
 
-def test_who_is_no_client_is_not_ended(own: Cli) -> None:
+def test_a_process_that_is_no_client_is_not_ended(own: Cli) -> None:
     told = "yunion-mps: PID 1 is no client of MPS\nyunion-mps: list the clients with: yunion-mps clients\n"
     assert own("clients", "terminate", "1", "--yes") == (1, "", told)
     assert own.host.clients.done == ["clients"]

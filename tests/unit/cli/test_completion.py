@@ -14,27 +14,27 @@ from yunion_mps.cli.root import COMMANDS
 
 from unit.cli.conftest import PROGRAM, Cli
 
-FUNCTION = "_yunion_mps_completion"
+
+@pytest.fixture(scope="module")
+def script(cli: Cli, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The script for bash."""
+    file = tmp_path_factory.mktemp("completion") / "yunion-mps"
+    file.write_text(cli.good("completion", "bash"))
+    return file
 
 
-def complete_in_bash(cli: Cli, line: str, tmp_path: Path) -> list[str]:
-    """What bash offers for the last word of `line`, with the printed script sourced."""
-    script = tmp_path / "yunion-mps"
-    script.write_text(cli.good("completion", "bash"))
-    program = "\n".join(
-        [
-            "set -u",
-            f"source {script}",
-            "complete -p yunion-mps >/dev/null || exit 9",
-            f"COMP_LINE='{line}' COMP_POINT={len(line)}",
-            f"{FUNCTION} yunion-mps",
-            'printf "%s\\n" "${COMPREPLY[@]:-}"',
-        ]
-    )
+def complete_in_bash(cli: Cli, line: str, script: Path) -> list[str]:
+    """What bash offers for the last word of `line`, with the script sourced."""
+    program = f"""
+        set -u
+        source {script}
+        complete -p yunion-mps >/dev/null || exit 9
+        COMP_LINE='{line}' COMP_POINT={len(line)}
+        _yunion_mps_completion yunion-mps
+        printf "%s\\n" "${{COMPREPLY[@]:-}}"
+    """
     command = ["bash", "--norc", "--noprofile", "-c", program]
-    done = subprocess.run(
-        command, capture_output=True, text=True, env=with_program(cli), timeout=60, check=False
-    )
+    done = subprocess.run(command, capture_output=True, text=True, env=with_program(cli), timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
     return done.stdout.split()
 
@@ -61,16 +61,14 @@ def with_program(cli: Cli) -> dict[str, str]:
     ],
 )
 def test_bash_completes_commands_options_and_devices(
-    cli: Cli, tmp_path: Path, line: str, offered: list[str]
+    cli: Cli, script: Path, line: str, offered: list[str]
 ) -> None:
-    assert complete_in_bash(cli, line, tmp_path) == offered
+    assert complete_in_bash(cli, line, script) == offered
 
 
 @pytest.mark.parametrize("typed", ["0001\t2", "0001:e\t1", "0001:e1:00\t0", "0001:e1:00.0-2\t"])
-def test_an_address_is_completed_as_it_is_typed(troubled: Cli, tmp_path: Path, typed: str) -> None:
+def test_an_address_is_completed_as_it_is_typed(troubled: Cli, script: Path, typed: str) -> None:
     """Readline itself, on a terminal: it breaks words at the colons that every address has."""
-    script = tmp_path / "yunion-mps"
-    script.write_text(troubled.good("completion", "bash"))
     ours, theirs = pty.openpty()
     env = {**with_program(troubled), "PS1": "$ ", "TERM": "dumb", "INPUTRC": "/dev/null", "HISTFILE": ""}
     command = ["bash", "--norc", "--noprofile", "-i"]
@@ -96,8 +94,8 @@ def read_until(terminal: int, text: bytes) -> bytes:
     return printed
 
 
-def test_without_the_daemon_bash_completes_no_device_and_stays_silent(alone: Cli, tmp_path: Path) -> None:
-    assert complete_in_bash(alone, "yunion-mps show ", tmp_path) == []
+def test_without_the_daemon_bash_completes_no_device_and_stays_silent(alone: Cli, script: Path) -> None:
+    assert complete_in_bash(alone, "yunion-mps show ", script) == []
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

@@ -240,7 +240,7 @@ def hurry(host: ServerHost) -> None:
     host.call(work())
 
 
-def test_who_follows_goes_on_after_a_restart_and_misses_nothing(happened: Cli) -> None:
+def test_follow_goes_on_after_a_restart_and_misses_nothing(happened: Cli) -> None:
     with following(happened, "-o", "json", "--limit", "1") as process:
         assert json.loads(lines_of(process, 1)[0])["id"] == 4
         host = happened.host

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import yaml
 from yunion_mps.cli.output import FORMATS
 from yunion_mps.errors import NothingFreeError
 from yunion_mps.models import Event
@@ -45,26 +42,20 @@ ENVIRONMENT = {
 }
 
 
-def named(name: str) -> ServerHost:
-    """A host on which all that others may name has this name."""
-    host = ServerHost(snapshot(P40._replace(name=name), reason=name))
-    who = {"user": name, "command": name, "container": name}
-    server = {**SERVER, "user": name, "command": name}
-    waiting = ({**WAITING, "user": name, "command": name, "server_user": name},)
-    jobs = {**CLIENT, **who, "device": name}, {**PAST_MPS, **who}
-    host.clients.found = clients(*jobs, servers=(server,), waiting=waiting, troubles=(name,))
-    host.clients.how = name
-    lease = {**LEASE, **who, "name": name, "environment": ENVIRONMENT}
-    hold(host, lease, {**lease, "id": "b" * 36, "devices": ["00:06.0-2"]}, waiting=({**WAITER, **who},))
-    host.leases.given = lease
-    recorded = name.replace("\ud800", "")
-    host.record(Event("error", "client", recorded, recorded, recorded, recorded))
-    return host
-
-
 @pytest.fixture(scope="module")
 def worst() -> Iterator[Cli]:
-    with named(WORST) as host:
+    """A host on which all that others may name has the worst name."""
+    with ServerHost(snapshot(P40._replace(name=WORST), reason=WORST)) as host:
+        names = {"user": WORST, "command": WORST}
+        server, waiting = {**SERVER, **names}, {**WAITING, **names, "server_user": WORST}
+        names["container"] = WORST
+        jobs = {**CLIENT, **names, "device": WORST}, {**PAST_MPS, **names}
+        host.clients.found = clients(*jobs, servers=(server,), waiting=(waiting,), troubles=(WORST,))
+        host.clients.how = WORST
+        lease = {**LEASE, **names, "name": WORST, "environment": ENVIRONMENT}
+        hold(host, lease, {**lease, "id": "b" * 36, "devices": ["00:06.0-2"]}, waiting=({**WAITER, **names},))
+        host.leases.given = lease
+        host.record(Event("error", "client", *[WHOLE] * 4))
         os.mkdir(host.paths.under("/etc"))
         os.mkdir(os.path.dirname(host.paths.host_conf))
         Path(host.paths.machine_id).write_text(f"{MACHINE_ID}\n")
@@ -91,7 +82,7 @@ def test_a_refusal_has_no_control_characters(own: Cli) -> None:
     assert [line for line in done.err.splitlines() if not line.startswith("yunion-mps: ")] == []
 
 
-def test_who_follows_events_gets_each_on_one_line(worst: Cli) -> None:
+def test_events_that_are_followed_are_one_line_each(worst: Cli) -> None:
     with worst.start("events", "--follow", "-o", "json") as process:
         assert process.stdout
         line = process.stdout.readline()
@@ -100,12 +91,12 @@ def test_who_follows_events_gets_each_on_one_line(worst: Cli) -> None:
     assert json.loads(line)["what"] == WHOLE
 
 
-def test_readable_names_stay_as_they_are() -> None:
-    for name in READABLE:
-        with named(name) as host:
-            cli = Cli(host.paths.root, host)
-            assert name in cli.good("gpus") + cli.good("who", "-o", "yaml")
-            assert name in cli.good("clients")
-            assert json.loads(cli.good("who", "-o", "json"))["uses"][0]["user"] == name
-            assert yaml.safe_load(cli.good("who", "-o", "yaml"))["uses"][0]["user"] == name
-            assert next(csv.DictReader(io.StringIO(cli.good("gpus", "-o", "csv"))))["Name"] == name
+def test_readable_names_stay_as_they_are(own: Cli) -> None:
+    own.host.clients.found = clients(*({**CLIENT, "user": name, "command": name} for name in READABLE))
+    answer, (_, *rows) = own.read("clients")
+    assert [one["user"] for one in answer["clients"]] == [row[1] for row in rows] == READABLE
+    table = own.good("clients")
+    assert [name for name in READABLE if f"| {name} " not in table] == []
+    for output in ("json", "yaml"):
+        text = own.good("clients", "-o", output)
+        assert [name for name in ("jürgen", "訓練.py", "😀") if name not in text] == []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pty
 import re
+import subprocess
 from typing import Any
 
 import pytest
@@ -204,21 +205,26 @@ def test_a_host_without_mps_has_its_notice(serve: Any) -> None:
     ]
 
 
-def test_without_a_terminal_it_says_what_to_do_instead(own: Cli) -> None:
-    words = "yunion-mps: top needs a terminal, for its screen and for its keys\n" + INSTEAD
-    assert own("top") == (1, "", words)
-
-
-@pytest.mark.parametrize("name", ["dumb", ""])
-def test_on_a_terminal_that_cannot_be_drawn_on_it_says_what_to_do_instead(own: Cli, name: str) -> None:
+@pytest.mark.parametrize(
+    ("keys", "screen", "term", "why"),
+    [
+        (True, True, "dumb", "top cannot draw on this terminal: TERM is dumb"),
+        (True, True, "", "top cannot draw on this terminal: TERM is not set"),
+        (False, True, "xterm", "top needs a terminal, for its screen and for its keys"),
+        (True, False, "xterm", "top needs a terminal, for its screen and for its keys"),
+    ],
+)
+def test_without_a_terminal_to_draw_on_it_says_what_to_do_instead(
+    own: Cli, keys: bool, screen: bool, term: str, why: str
+) -> None:
     ours, theirs = pty.openpty()
+    stdin, stdout = theirs if keys else subprocess.DEVNULL, theirs if screen else subprocess.PIPE
     try:
-        done = own("top", stdin=theirs, stdout=theirs, env={**own.env, "TERM": name})
+        done = own("top", stdin=stdin, stdout=stdout, env={**own.env, "TERM": term})
     finally:
         os.close(ours)
         os.close(theirs)
-    told = f"yunion-mps: top cannot draw on this terminal: TERM is {name or 'not set'}\n" + INSTEAD
-    assert (done.code, done.err) == (1, told)
+    assert (done.code, done.err) == (1, f"yunion-mps: {why}\n{INSTEAD}")
 
 
 def test_without_a_daemon_it_is_said(alone: Cli) -> None:

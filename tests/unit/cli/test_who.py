@@ -24,7 +24,7 @@ Remedy: ask its owner, or end it: yunion-mps clients terminate PID
 """
 
 
-def test_leases_processes_and_who_waits_are_listed_and_what_is_wrong_below(own: Cli) -> None:
+def test_leases_processes_and_queued_requests_are_listed_above_problems(own: Cli) -> None:
     busy(own.host, long_ago_s())
     rows = [line for line in own.good("who").splitlines() if line[0] != "+"]
     squeezed = [re.sub(r" +", " ", line) for line in rows]

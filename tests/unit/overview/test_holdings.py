@@ -73,7 +73,7 @@ def test_a_process_without_memory_yet_is_at_its_device() -> None:
     assert used(found) == {"00:06.0-1": 0}
 
 
-def test_who_has_just_ended_has_nothing() -> None:
+def test_a_process_that_has_just_ended_has_nothing() -> None:
     assert used(holdings(DEVICES, [], [GONE])) == {}
 
 
