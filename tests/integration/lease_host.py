@@ -53,6 +53,19 @@ class Asker(Connection):
         self.request("POST", f"/v1/leases?{query}", headers={"Content-Length": "0"})
 
 
+def queued(daemon: Daemon, query: str, position: int = 1) -> Asker:
+    """One who asks for a lease, and waits in this position of the queue."""
+    asker = Asker(daemon, f"wait=600&{query}")
+    wait_until_wait(daemon, position)
+    return asker
+
+
+def restart(daemon: Daemon) -> None:
+    """Kill the daemon, and start the next one."""
+    daemon.kill()
+    daemon.start().wait_ready()
+
+
 @contextlib.contextmanager
 def stranger(daemon: Daemon) -> Iterator[Connection]:
     """A connection of another user's, whom the socket lets in."""
@@ -68,6 +81,11 @@ def take(daemon: Daemon, query: str) -> dict[str, Any]:
     status, lease = daemon.ask("POST", f"/v1/leases?{query}")
     assert status == 200, lease
     return dict(lease)
+
+
+def take_all(daemon: Daemon) -> None:
+    for address in ADDRESSES:
+        take(daemon, f"name={address}&ttl=600&device={address}")
 
 
 def leases_of(daemon: Daemon) -> list[dict[str, Any]]:

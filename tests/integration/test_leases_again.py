@@ -19,13 +19,15 @@ from integration.daemon_host import Daemon, eventually
 from integration.lease_host import (
     ADDRESSES,
     STRANGER,
-    Asker,
     Connection,
     given,
     needs_root,
+    queued,
+    restart,
     run,
     start,
     take,
+    take_all,
     wait_until_wait,
     who_waits,
 )
@@ -105,8 +107,7 @@ def test_the_same_request_has_one_lease_however_often_it_is_made(ready_daemon: D
         target = f"/v1/leases?{query}request={FIRST}"
         _, lease = connection.ask("POST", target)
         assert connection.ask("POST", target)[1]["id"] == lease["id"]
-        ready_daemon.kill()
-        ready_daemon.start().wait_ready()
+        restart(ready_daemon)
         connection.close()
         assert connection.ask("POST", target)[1]["id"] == lease["id"]
         assert given(ready_daemon) == [ADDRESSES[0]]
@@ -118,8 +119,7 @@ def test_restarts_keep_no_lease_that_is_not_renewed(ready_daemon: Daemon) -> Non
     take(ready_daemon, "name=a&ttl=2")
 
     def is_gone_after_a_restart() -> bool:
-        ready_daemon.kill()
-        ready_daemon.start().wait_ready()
+        restart(ready_daemon)
         return given(ready_daemon) == []
 
     eventually(is_gone_after_a_restart, "its end")
@@ -144,8 +144,7 @@ def test_a_repeated_request_ties_the_lease_to_its_own_connection(
     target = f"/v1/leases?binding=connection&request={FIRST}"
     with contextlib.closing(Connection(ready_daemon)) as connection:
         connection.ask("POST", target)
-        ready_daemon.kill()
-        ready_daemon.start().wait_ready()
+        restart(ready_daemon)
         connection.close()
         assert connection.ask("POST", target)[0] == 200
         assert given(ready_daemon) == [ADDRESSES[0]]
@@ -159,12 +158,6 @@ def test_another_holder_cannot_have_the_lease_of_a_request(ready_daemon: Daemon)
     assert given(ready_daemon) == [ADDRESSES[0]]
 
 
-@pytest.mark.parametrize("wrong", ["", "short", "../../../../../etc/passwd", "a" * 65])
-def test_a_request_has_a_name_that_can_be_a_file_s(ready_daemon: Daemon, wrong: str) -> None:
-    status, answer = ready_daemon.ask("POST", f"/v1/leases?request={wrong}")
-    assert (status, answer["detail"]) == (400, f"request is {wrong!r}")
-
-
 @pytest.mark.parametrize("crashes", [False, True], ids=["lost", "crashed"])
 def test_an_answer_that_is_lost_costs_no_second_device(
     ready_daemon: Daemon, said: list[str], crashes: bool
@@ -172,8 +165,7 @@ def test_an_answer_that_is_lost_costs_no_second_device(
     def lost(answer: Callable[[], bytes]) -> bytes:
         assert answer().startswith(b"HTTP/1.1 200")
         if crashes:
-            ready_daemon.kill()
-            ready_daemon.start().wait_ready()
+            restart(ready_daemon)
         return b""
 
     with contextlib.closing(Between(ready_daemon, [lost])) as between:
@@ -203,7 +195,7 @@ def test_a_lease_is_also_given_back_where_the_daemon_cannot_just_now(
         lease.release()
         assert len(between.questions) == 4
         assert Client().leases() == []
-    assert said == ["too many connections are open; waiting up to 60 s for it"]
+    assert said == ["too many connections are open; waiting up to 60 s for it", "the daemon answers again"]
 
 
 def test_a_lease_that_could_not_be_given_back_can_be_later(ready_daemon: Daemon, said: list[str]) -> None:
@@ -228,18 +220,15 @@ def stored_positions(daemon: Daemon) -> int:
 
 
 def test_a_repeated_request_has_its_position_and_none_can_be_invented(ready_daemon: Daemon) -> None:
-    for address in ADDRESSES:
-        take(ready_daemon, f"name={address}&ttl=600&device={address}")
-    first = Asker(ready_daemon, f"name=first&ttl=600&wait=60&request={FIRST}")
-    wait_until_wait(ready_daemon, 1)
+    take_all(ready_daemon)
+    first = queued(ready_daemon, f"name=first&ttl=600&request={FIRST}")
     ready_daemon.kill()
     first.close()
     ready_daemon.start().wait_ready()
     assert ready_daemon.ask("POST", "/v1/leases?wait=60&since=1")[0] == 400
     waiters = []
     for number, query in enumerate((f"name=new&request={SECOND}", f"name=first&request={FIRST}")):
-        waiters.append(Asker(ready_daemon, f"{query}&ttl=600&wait=60"))
-        wait_until_wait(ready_daemon, number + 1)
+        waiters.append(queued(ready_daemon, f"{query}&ttl=600", number + 1))
     assert [one["name"] for one in who_waits(ready_daemon)] == ["first", "new"]
     for waiter in waiters:
         waiter.close()
@@ -249,12 +238,9 @@ def test_a_repeated_request_has_its_position_and_none_can_be_invented(ready_daem
 def test_a_repeated_request_keeps_its_position_when_the_first_is_gone(
     ready_daemon: Daemon,
 ) -> None:
-    for address in ADDRESSES:
-        take(ready_daemon, f"name={address}&ttl=600&device={address}")
-    lost = Asker(ready_daemon, f"name=first&ttl=600&wait=60&request={FIRST}")
-    wait_until_wait(ready_daemon, 1)
-    again = Asker(ready_daemon, f"name=first&ttl=600&wait=60&request={FIRST}")
-    wait_until_wait(ready_daemon, 2)
+    take_all(ready_daemon)
+    lost = queued(ready_daemon, f"name=first&ttl=600&request={FIRST}")
+    again = queued(ready_daemon, f"name=first&ttl=600&request={FIRST}", 2)
     lost.close()
     wait_until_wait(ready_daemon, 1)
     assert stored_positions(ready_daemon) == 1
@@ -264,41 +250,29 @@ def test_a_repeated_request_keeps_its_position_when_the_first_is_gone(
 
 @needs_root
 def test_a_position_is_not_given_to_another_user(ready_daemon: Daemon) -> None:
-    for address in ADDRESSES:
-        take(ready_daemon, f"name={address}&ttl=600&device={address}")
-    mine = Asker(ready_daemon, f"name=mine&ttl=600&wait=60&request={FIRST}")
-    wait_until_wait(ready_daemon, 1)
+    take_all(ready_daemon)
+    mine = queued(ready_daemon, f"name=mine&ttl=600&request={FIRST}")
     ready_daemon.kill()
     mine.close()
     ready_daemon.start().wait_ready()
     ready_daemon.socket_path.chmod(0o666)
     with as_user(STRANGER):
-        theirs = Asker(ready_daemon, f"name=theirs&ttl=600&wait=60&request={FIRST}")
-    wait_until_wait(ready_daemon, 1)
-    mine = Asker(ready_daemon, f"name=mine&ttl=600&wait=60&request={FIRST}")
-    wait_until_wait(ready_daemon, 2)
+        theirs = queued(ready_daemon, f"name=theirs&ttl=600&request={FIRST}")
+    mine = queued(ready_daemon, f"name=mine&ttl=600&request={FIRST}", 2)
     assert [one["name"] for one in who_waits(ready_daemon)] == ["mine", "theirs"]
     mine.close()
     theirs.close()
 
 
-@pytest.mark.parametrize(
-    ("count", "status", "why"),
-    [
-        ("2", 1, "2 devices cannot be one budget: its control daemon gives no process more than 4096 MiB"),
-        (
-            "5",
-            1,
-            "5 devices on one GPU can never be allocated: there are 4 such devices on 1 GPU [infeasible]",
-        ),
-    ],
-)
-def test_several_devices_that_can_never_be_had_are_refused_at_once(
-    ready_daemon: Daemon, count: str, status: int, why: str
-) -> None:
+def test_several_devices_that_can_never_be_had_are_refused_at_once(ready_daemon: Daemon) -> None:
     jobs = [start(ready_daemon.host) for _ in ADDRESSES]
-    done = run(ready_daemon.host, "--count", count, "--wait=600", "true")
-    what, _ = done.stderr.splitlines()
-    assert (done.returncode, what.startswith(f"yunion-mps: {why}")) == (status, True)
+    most = "its control daemon gives no process more than 4096 MiB"
+    for count, why in (
+        ("2", f"2 devices cannot be one budget: {most}"),
+        ("5", "5 devices on one GPU can never be allocated: there are 4 such devices on 1 GPU [infeasible]"),
+    ):
+        done = run(ready_daemon.host, "--count", count, "--wait=600", "true")
+        what, _ = done.stderr.splitlines()
+        assert (done.returncode, what.startswith(f"yunion-mps: {why}")) == (1, True)
     for job in jobs:
         job.communicate()

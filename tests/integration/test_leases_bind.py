@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from integration.daemon_host import Daemon, eventually
-from integration.lease_host import STRANGER, Connection, given, leases_of, needs_root, stranger
+from integration.lease_host import STRANGER, Connection, given, leases_of, needs_root, restart, stranger
 
 
 @pytest.fixture
@@ -31,8 +31,7 @@ def test_it_ends_with_that_process_and_with_nothing_else_that_had_it(
     assert (status, bound["binding"], bound["pid"]) == (200, "container", inside.pid)
     connection.close()
     ready_daemon.get("/v1/status")
-    ready_daemon.kill()
-    ready_daemon.start().wait_ready()
+    restart(ready_daemon)
     (known,) = leases_of(ready_daemon)
     assert (known["id"], known["binding"], known["pid"]) == (lease["id"], "container", inside.pid)
     status, again = ready_daemon.ask("POST", f"/v1/leases/{lease['id']}/bind?pid={inside.pid}")

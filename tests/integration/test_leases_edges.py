@@ -25,7 +25,10 @@ from integration.lease_host import (
     Connection,
     given,
     leases_of,
+    queued,
+    restart,
     take,
+    take_all,
     wait_until_wait,
     who_waits,
 )
@@ -71,8 +74,7 @@ def test_a_client_that_leaves_just_when_its_device_is_freed_has_none(
     ready_daemon: Daemon, sleeper: subprocess.Popen[bytes], first: str
 ) -> None:
     take(ready_daemon, f"device=00:06.0-0&pid={sleeper.pid}")
-    waiter = Asker(ready_daemon, "device=00:06.0-0&name=a&ttl=600&wait=60")
-    wait_until_wait(ready_daemon, 1)
+    waiter = queued(ready_daemon, "device=00:06.0-0&name=a&ttl=600")
     with stopped(ready_daemon):
         if first == "asker":
             waiter.close()
@@ -92,8 +94,7 @@ def test_a_reservation_ends_at_once_when_its_request_times_out(
         take(daemon, f"name=a{number}&ttl=600")
     wants_two = Asker(daemon, "count=2&across=true&wait=1")
     wait_until_wait(daemon, 1)
-    wants_one = Asker(daemon, "name=b&ttl=600&wait=60")
-    wait_until_wait(daemon, 2)
+    wants_one = queued(daemon, "name=b&ttl=600", 2)
     assert wants_two.answer()[0] == 423
     assert wants_two.ask("GET", "/v1/leases")[1]["waiting"] == []
     assert wants_one.answer()[0] == 200
@@ -106,12 +107,9 @@ def test_a_reload_refuses_queued_requests_that_become_infeasible(
 ) -> None:
     daemon = make_daemon(make_host([{"kind": "v100", "count": 2}])).start().wait_ready()
     taken = [take(daemon, f"name=a{number}&ttl=600") for number in range(8)]
-    named = Asker(daemon, "device=00:07.0-3&name=b&ttl=600&wait=600")
-    wait_until_wait(daemon, 1)
-    across = Asker(daemon, "count=2&across=true&name=c&ttl=600&wait=600")
-    wait_until_wait(daemon, 2)
-    anyone = Asker(daemon, "name=d&ttl=600&wait=600")
-    wait_until_wait(daemon, 3)
+    named = queued(daemon, "device=00:07.0-3&name=b&ttl=600")
+    across = queued(daemon, "count=2&across=true&name=c&ttl=600", 2)
+    anyone = queued(daemon, "name=d&ttl=600", 3)
     (daemon.host.root / "etc/yunion/host_container_device.yml").write_text(
         "devices:\n- {path: /dev/dri/renderD128, type: NVIDIA_MPS, virtual_number: 4}\n"
     )
@@ -191,18 +189,15 @@ ctypes.CDLL(None).syscall({"x86_64": 60, "aarch64": 93}[platform.machine()], 0)
         process.stdin.close()
         status = Path(f"/proc/{process.pid}/status")
         eventually(lambda: "\nState:\tZ" in status.read_text(), "the end of its first thread")
-        ready_daemon.kill()
-        ready_daemon.start().wait_ready()
+        restart(ready_daemon)
         assert given(ready_daemon) == [ADDRESSES[0]]
         process.kill()
         eventually(lambda: given(ready_daemon) == [], "the end of the lease")
 
 
 def test_queued_requests_do_not_hold_up_a_re_exec(ready_daemon: Daemon) -> None:
-    for address in ADDRESSES:
-        take(ready_daemon, f"name={address}&ttl=600&device={address}")
-    waiter = Asker(ready_daemon, "wait=60")
-    wait_until_wait(ready_daemon, 1)
+    take_all(ready_daemon)
+    waiter = queued(ready_daemon, "count=1")
     assert ready_daemon.ask("POST", "/v1/reexec")[0] == 200
     assert waiter.sock.recv(1) == b""
     waiter.close()
@@ -263,8 +258,7 @@ def test_a_lease_whose_end_was_not_stored_takes_no_device_after_a_crash(
         assert ready_daemon.ask("POST", "/v1/leases?name=b&ttl=600")[0] == 409
         state.execute("DROP TRIGGER full")
     new = take(ready_daemon, "name=b&ttl=600&device=00:06.0-0")
-    ready_daemon.kill()
-    ready_daemon.start().wait_ready()
+    restart(ready_daemon)
     (found,) = leases_of(ready_daemon)
     assert found["id"] == new["id"]
     assert "passed over" not in ready_daemon.log
@@ -296,8 +290,7 @@ def test_a_clock_that_is_set_back_changes_no_order(daemon: Daemon, tmp_path: Pat
     held = take(daemon, "name=a&ttl=600&device=00:06.0-0")
     waiters = []
     for number in range(2):
-        waiters.append(Asker(daemon, f"device=00:06.0-0&name=w{number}&ttl=600&wait=60"))
-        wait_until_wait(daemon, number + 1)
+        waiters.append(queued(daemon, f"device=00:06.0-0&name=w{number}&ttl=600", number + 1))
         levers.set_clock(-3600)
     waiting = who_waits(daemon)
     assert [one["name"] for one in waiting] == ["w0", "w1"]
@@ -318,8 +311,7 @@ def test_what_a_crash_left_of_a_copy_is_no_second_lease(ready_daemon: Daemon) ->
     ready_daemon.start().wait_ready()
     assert given(ready_daemon) == [ADDRESSES[0]]
     assert ready_daemon.ask("DELETE", f"/v1/leases/{lease['id']}")[0] == 200
-    ready_daemon.kill()
-    ready_daemon.start().wait_ready()
+    restart(ready_daemon)
     assert given(ready_daemon) == []
 
 

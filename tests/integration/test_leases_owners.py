@@ -14,7 +14,16 @@ from typing import Any
 import pytest
 
 from integration.daemon_host import Daemon, eventually
-from integration.lease_host import STRANGER, Asker, given, needs_root, stranger, take, wait_until_wait
+from integration.lease_host import (
+    STRANGER,
+    Asker,
+    given,
+    needs_root,
+    restart,
+    stranger,
+    take,
+    wait_until_wait,
+)
 from packages.groups import hierarchies
 from unit.http.server_host import as_user
 
@@ -102,8 +111,7 @@ def test_a_job_s_lease_is_its_unit_s(ready_daemon: Daemon, jobs: tuple[Job, Job,
         assert job.ask("POST", f"/v1/leases/{lease['id']}/renew")[0] == 403
         assert job.ask("DELETE", "/v1/leases/model")[0] == 404
     assert test.ask("POST", "/v1/leases?name=model&ttl=600")[0] == 200, "its name is its own, too"
-    ready_daemon.kill()
-    ready_daemon.start().wait_ready()
+    restart(ready_daemon)
     ready_daemon.socket_path.chmod(0o666)
     assert test.ask("DELETE", f"/v1/leases/{lease['id']}")[0] == 403
     assert train.ask("POST", "/v1/leases/model/renew")[1]["id"] == lease["id"]

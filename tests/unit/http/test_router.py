@@ -157,6 +157,8 @@ REQUEST = "write 16 to 64 letters, digits and -, at random"
         ("POST", "/v1/clients/1/terminate?force=", "force is ''", "write force=true or force=false"),
         ("POST", "/v1/leases?count=0", "count is '0'", whole(1, 64)),
         ("POST", "/v1/leases?placement=best", "placement is 'best'", "write one of binpack, spread"),
+        ("POST", "/v1/leases?binding=hope", "binding is 'hope'",
+         "write one of process, connection, name, container"),
         ("POST", "/v1/leases?name=a%20b&ttl=1", "name is 'a b'", operations._NAME_HINT),
         *(
             ("POST", f"/v1/leases?request={text}", f"request is {text!r}", REQUEST)
