@@ -180,7 +180,7 @@ def test_what_is_of_another_kind_names_no_gpu(tmp_path: Path, name: str, value: 
     assert load_served(paths) == ServedGpus()
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "[" * 100_000], ids=len)
+@pytest.mark.parametrize("text", ["", "{", "[]", "[" * 100_000, '{"gpus": 7}', '{"gpus": [{}]}'], ids=len)
 def test_what_is_no_such_file_names_no_gpu(tmp_path: Path, text: str) -> None:
     paths = Paths(str(tmp_path))
     save_served(paths, [GPU])

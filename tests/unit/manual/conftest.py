@@ -14,6 +14,8 @@ from unit.generated import generate
 
 __all__ = ["cli", "serve"]
 
+Done = subprocess.CompletedProcess[str]
+
 PAGES = (
     "yunion-mps.1",
     "yunion-mps-daemon.8",
@@ -39,9 +41,7 @@ class Manual:
 
     def text(self, name: str) -> str:
         """The page as man shows it on a terminal of 80 columns."""
-        command = [program("mandoc"), "-Tutf8", "-Owidth=80", str(self.path(name))]
-        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
-        return re.sub(".\b", "", done.stdout)
+        return re.sub(".\b", "", run("mandoc", "-Tutf8", "-Owidth=80", self.path(name)).stdout)
 
 
 @pytest.fixture(scope="session")
@@ -54,6 +54,14 @@ def program(name: str) -> str:
     path = shutil.which(name)
     assert path, f"{name} is missing: scripts/setup installs it"
     return path
+
+
+def run(name: str, *arguments: object, env: dict[str, str] | None = None) -> Done:
+    """A program that the tests need, which ends with 0 and says nothing on standard error."""
+    command = [program(name), *map(str, arguments)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout
+    return done
 
 
 def squeezed(text: str) -> str:

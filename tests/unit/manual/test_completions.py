@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from unit.cli.conftest import PROGRAM, Cli
-from unit.manual.conftest import program
+from unit.manual.conftest import program, run
 
 FILES = {"bash": "yunion-mps.bash", "zsh": "_yunion-mps", "fish": "yunion-mps.fish"}
 
@@ -115,10 +115,8 @@ def test_a_tab_completes_the_name_of_a_file_for_a_command_to_run(
 def test_fish_finds_the_file_among_those_of_packages_and_completes(
     line: str, offered: list[str], cli: Cli, generated: Path, tmp_path: Path
 ) -> None:
-    command = [program("fish"), "-c", f"complete --do-complete '{line}'"]
     env = environment(cli, tmp_path, generated)
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
+    done = run("fish", "-c", f"complete --do-complete '{line}'", env=env)
     assert sorted(each.split("\t")[0] for each in done.stdout.splitlines()) == sorted(offered)
 
 
@@ -132,16 +130,14 @@ def test_reading_the_file_starts_no_program(shell: str, generated: Path, tmp_pat
     read = f"autoload -Uz compinit; compinit -u -D; source {file}" if shell == "zsh" else f"source {file}"
     options = {"bash": ["--norc", "--noprofile"], "zsh": ["-f"], "fish": ["--no-config"]}[shell]
     env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "HOME": str(tmp_path), "TERM": "dumb"}
-    command = [program(shell), *options, "-c", f"{read}; type yunion-mps >/dev/null"]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert run(shell, *options, "-c", f"{read}; type yunion-mps >/dev/null", env=env).stdout == ""
     assert not started.exists()
 
 
 @pytest.mark.parametrize("shell", list(FILES))
 def test_the_file_is_what_the_command_prints(shell: str, generated: Path) -> None:
-    printed = subprocess.run([PROGRAM, "completion", shell], capture_output=True, timeout=60, check=True)
-    assert (generated / "completions" / FILES[shell]).read_bytes() == printed.stdout
+    printed = run(PROGRAM, "completion", shell).stdout
+    assert (generated / "completions" / FILES[shell]).read_text() == printed
 
 
 def test_all_files_are_there_and_no_other(generated: Path) -> None:

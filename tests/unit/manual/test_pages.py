@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from yunion_mps.paths import Paths
 
 from unit.cli.conftest import PROGRAM
 from unit.generated import CHECKOUT, DATE
-from unit.manual.conftest import PAGES, Manual, program, squeezed
+from unit.manual.conftest import PAGES, Manual, run, squeezed
 
 #: Handed from one program to the next, and of no use to anybody else.
 INTERNAL = {"YUNION_MPS_REEXEC", "YUNION_MPS_COMPLETE", "YUNION_MPS_DOMAIN"}
@@ -35,9 +34,7 @@ COMMANDS = list(commands(click.Context(root)))
 
 
 def help_of(*words: str) -> str:
-    done = subprocess.run([*words, "--help"], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stderr == ""
-    return done.stdout
+    return run(*words, "--help").stdout
 
 
 def options_of(text: str) -> list[str]:
@@ -116,36 +113,24 @@ def test_the_daemons_page_has_every_file_of_ours(manual: Manual) -> None:
 
 @pytest.mark.parametrize("name", PAGES)
 def test_neither_man_nor_mandoc_has_anything_to_say(name: str, manual: Manual) -> None:
-    path = str(manual.path(name))
-    lint = subprocess.run(
-        [program("mandoc"), "-Tlint", path], capture_output=True, text=True, timeout=60, check=False
-    )
-    assert (lint.returncode, lint.stdout, lint.stderr) == (0, "", "")
-    command = [program("man"), "--warnings", "-Tutf8", "-l", path]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "yunion-mps 0." in done.stdout
+    assert run("mandoc", "-Tlint", manual.path(name)).stdout == ""
+    assert "yunion-mps 0." in run("man", "--warnings", "-Tutf8", "-l", manual.path(name)).stdout
 
 
 @pytest.mark.parametrize("name", PAGES)
 def test_a_page_fits_a_terminal_of_80_columns_and_hyphenates_nothing(name: str, manual: Manual) -> None:
-    command = [program("man"), "-l", "-P", "cat", str(manual.path(name))]
     env = {"PATH": "/usr/bin:/bin", "LC_ALL": "C.UTF-8", "MANWIDTH": "80"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, env=env)
-    lines = done.stdout.splitlines()
+    lines = run("man", "-l", "-P", "cat", manual.path(name), env=env).stdout.splitlines()
     assert [line for line in lines if len(line) > 80] == []
-    assert "\u2010" not in "\n".join(
-        lines[:-1]
-    )  # where the page ends, its date may have typographer's hyphens
+    # Where the page ends, its date may have typographer's hyphens.
+    assert "\u2010" not in "\n".join(lines[:-1])
     assert len(lines) > 30
 
 
 @pytest.mark.parametrize("name", PAGES)
 def test_apropos_finds_the_page(name: str, manual: Manual) -> None:
-    done = subprocess.run(
-        [program("lexgrog"), str(manual.path(name))], capture_output=True, text=True, timeout=60, check=True
-    )
-    assert f': "{name.rpartition(".")[0]} - ' in done.stdout
+    found = run("lexgrog", manual.path(name)).stdout
+    assert f': "{name.rpartition(".")[0]} - ' in found
 
 
 @pytest.mark.parametrize("name", PAGES)

@@ -64,9 +64,11 @@ def reboot(host: SimHost) -> None:
     served_file(host).write_text(json.dumps({**kept(host), "boot_id": "another"}))
 
 
-@pytest.mark.parametrize("entry", [None, by_uuid, by_address, by_render_node])
+@pytest.mark.parametrize(
+    ("entry", "scope"),
+    [(None, "host"), (None, "gpu"), (by_uuid, "gpu"), (by_address, "host"), (by_render_node, "host")],
+)
 @pytest.mark.parametrize("lookup", ["gpu_is_lost", "success", "removed"])
-@pytest.mark.parametrize("scope", ["host", "gpu"])
 def test_its_devices_are_listed_and_serve_again_when_it_is_back(
     make_host: MakeHost, supervise: Supervise, entry: Entry | None, lookup: str, scope: str
 ) -> None:
@@ -234,16 +236,6 @@ def test_one_that_never_served_is_still_a_mistake_in_the_file(begin: Begin) -> N
     name(host, by_uuid(host, 0), by_uuid(host, 1))
     with pytest.raises(ConfigError, match=f"path {host.gpus[1].uuid} is no GPU of this host"):
         made.again()
-
-
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"gpus": [{}], "boot_id": ""}', '{"gpus": 7}', None])
-def test_a_file_that_cannot_be_read_is_nothing_known(begin: Begin, text: str | None) -> None:
-    host, made = begin(TWO)
-    made.stop()
-    name(host)
-    served_file(host).unlink() if text is None else served_file(host).write_text(text)
-    host.gpus[1].remove()
-    assert reasons(made.again()) == [""] * 10
 
 
 def test_an_original_mode_is_restored_once_it_is_back_and_not_before(
