@@ -7,10 +7,11 @@ import shutil
 import signal
 from pathlib import Path
 
-from faults.hands import FailingProgram, Tracer, signal_and_wait
+from faults.hands import FailingProgram, Tracer
 from faults.rows import CONTROL_DAEMON, fault
 from faults.scene import FORMER_MODE, Scene, until
 from simhost.mps import CONTROL
+from unit.mps.driving import stop_process
 
 
 @fault(CONTROL_DAEMON, "it is killed (SIGKILL)")
@@ -24,7 +25,7 @@ def killed(scene: Scene) -> None:
 def stopped(scene: Scene) -> None:
     scene.serve().job()
     old = scene.control
-    scene.strike(lambda: signal_and_wait(old, signal.SIGSTOP))
+    scene.strike(lambda: stop_process(old))
     scene.is_told("does not serve")
     scene.recovery += "; "
     scene.serves_again(lambda: scene.control == old)

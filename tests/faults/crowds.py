@@ -10,8 +10,6 @@ import resource
 import select
 import signal
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 
@@ -20,6 +18,7 @@ from faults.scene import Scene
 from faults.soak import soak
 from integration.process_limit import no_more_processes
 from unit.http.server_host import as_user
+from unit.mps.driving import silent_process
 
 _GET = b"GET /v1/status HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
@@ -149,35 +148,25 @@ def no_processes(scene: Scene) -> None:
     scene.another_serves(old)
 
 
-_SILENT = """
-import socket, sys
-connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-connection.connect(sys.argv[1])
-sys.stdin.read()
-"""
-
-
 @fault(CONNECTIONS, "a process connects to the control daemon's socket and says nothing", takes_s=16)
 def silent(scene: Scene) -> None:
-    _connect_and_say_nothing(scene, _SILENT)
+    _connect_and_say_nothing(scene)
 
 
 @fault(CONNECTIONS, "the same, and the process is called `\\nSTOPPING=1\\nx`", takes_s=16)
 def silent_with_a_hostile_name(scene: Scene) -> None:
     """Any user can choose that (PR_SET_NAME, prctl(2)), and sd_notify(3) ends an assignment at a line end."""
     name = 'import ctypes; ctypes.CDLL(None).prctl(15, b"\\nSTOPPING=1\\nx", 0, 0, 0)'
-    _connect_and_say_nothing(scene, name + _SILENT)
+    _connect_and_say_nothing(scene, name)
     assert "STOPPING=1" not in scene.daemon.notifications
     assert "\nSTOPPING" not in scene.daemon.log
 
 
-def _connect_and_say_nothing(scene: Scene, code: str) -> None:
+def _connect_and_say_nothing(scene: Scene, first: str = "") -> None:
     scene.serve()
-    command = [sys.executable, "-IS", "-c", code, f"{scene.pipe_directory}/control"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE) as silent_one:  # the page names it
+    with silent_process(str(scene.pipe_directory), first):
         scene.strike(lambda: None)
         scene.is_told("is connected to it and says nothing")
-        silent_one.communicate()
     scene.mend(lambda: None, "it has gone")
     scene.serves_again(lambda: scene.control)
 

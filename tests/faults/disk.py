@@ -1,7 +1,7 @@
 """A small disk in the place of a directory of a host, for the daemon and what it starts.
 
-It is mounted in a mount namespace of its own (unshare(1), nsenter(1)), which a process of ours holds: nobody
-else sees it, and it is gone with them. The test reaches it through /proc/PID/root of the holder.
+It is mounted in a mount namespace of its own (unshare(1), nsenter(1)), which a process of ours holds: no
+other sees it, and it is gone with them. The test reaches it through /proc/PID/root of the holder.
 """
 
 from __future__ import annotations

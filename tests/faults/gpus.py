@@ -5,6 +5,7 @@ from __future__ import annotations
 from faults.hands import hang, hear_events
 from faults.rows import GPUS, fault
 from faults.scene import Scene, until
+from simhost import SimGpu
 
 _MANY = [{"kind": "v100", "count": 64, "virtual_number": 4}]
 _TWO = [{"kind": "a100", "virtual_number": 4}, {"kind": "a100", "virtual_number": 4}]
@@ -22,19 +23,11 @@ def all_lost(scene: Scene) -> None:
     controls = {domain["name"]: domain["pid"] for domain in scene.daemon.status()["domains"]}
     assert len(controls) == 64
 
-    def blow() -> None:
-        for gpu in scene.host.gpus:
-            gpu.lose()
-
-    scene.strike(blow)
+    scene.strike(lambda: list(map(SimGpu.lose, scene.host.gpus)))
     scene.unavailable()
     scene.is_told("00:06.0: unavailable")  # they are lost one after another, during a look
 
-    def remedy() -> None:
-        for gpu in scene.host.gpus:
-            gpu.restore()
-
-    scene.mend(remedy, "their return")
+    scene.mend(lambda: list(map(SimGpu.restore, scene.host.gpus)), "their return")
     scene.serves_again()
     after = {domain["name"]: domain["pid"] for domain in scene.daemon.status()["domains"]}
     assert controls == after, scene.daemon.log

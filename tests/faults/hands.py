@@ -6,9 +6,7 @@ import contextlib
 import ctypes
 import os
 import shlex
-import subprocess
 import threading
-from collections.abc import Iterator
 
 from faults.scene import Scene, until
 
@@ -23,17 +21,6 @@ if [ "$1" = -f ] && [ -e {fails} ]; then
 fi
 exec {program} "$@"
 """
-
-
-def signal_and_wait(pid: int, number: int) -> None:
-    """SIGSTOP, and wait until it has stopped."""
-    os.kill(pid, number)
-
-    def has_stopped() -> bool:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] in "tT"
-
-    until(has_stopped, "its stop")
 
 
 class FailingProgram:
@@ -87,24 +74,6 @@ class Tracer:
         self._released.wait()
         with contextlib.suppress(ChildProcessError):
             os.waitpid(self._pid, _WALL)
-
-
-@contextlib.contextmanager
-def open_front_end(scene: Scene) -> Iterator[None]:
-    """NVIDIA's front-end as somebody has it open in a terminal: the control daemon serves it alone."""
-    log = scene.host.root / "tmp/nvidia-mps/log/control.log"
-    before = log.read_text().count("NEW UI")
-    env = {**scene.host.env, "CUDA_MPS_PIPE_DIRECTORY": str(scene.pipe_directory)}
-    front_end = subprocess.Popen(
-        [str(scene.control_program)], env=env, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, bufsize=0
-    )
-    assert front_end.stdin is not None
-    try:
-        until(lambda: log.read_text().count("NEW UI") > before, "its connection")
-        yield
-    finally:
-        front_end.stdin.close()
-        front_end.wait()
 
 
 def hear_events(scene: Scene) -> None:

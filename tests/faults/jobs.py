@@ -6,10 +6,10 @@ import os
 import signal
 from typing import Any
 
-from faults.hands import open_front_end, signal_and_wait
 from faults.reading import shown_s
 from faults.rows import JOBS, fault
 from faults.scene import FORMER_MODE, Scene, until
+from unit.mps.driving import stop_process
 
 OTHER_USER = 65534
 
@@ -51,7 +51,7 @@ def _about(scene: Scene, server: int) -> list[dict[str, Any]]:
 def server_stopped(scene: Scene) -> None:
     scene.serve().job()
     (server,) = scene.stand_ins.servers()
-    scene.strike(lambda: signal_and_wait(server, signal.SIGSTOP))
+    scene.strike(lambda: stop_process(server))
     (trouble,) = scene.daemon.get("/v1/clients")[1]["troubles"]
     scene.words = trouble.replace(str(server), "N")
     scene.goes_on()
@@ -80,7 +80,7 @@ def another_user_waits(scene: Scene) -> None:
     scene.end(waiting)
 
 
-@fault(JOBS, "somebody else changes the limits", takes_s=60)
+@fault(JOBS, "another program changes the limits", takes_s=60)
 def limits_changed(scene: Scene) -> None:
     scene.serve().job()
     ask = "get_default_active_thread_percentage"
@@ -91,7 +91,7 @@ def limits_changed(scene: Scene) -> None:
     scene.saw("another program has changed its limits")
 
 
-@fault(JOBS, "somebody else changes the compute mode", takes_s=11)
+@fault(JOBS, "another program changes the compute mode", takes_s=11)
 def mode_changed(scene: Scene) -> None:
     scene.serve().job()
     gpu = scene.host.gpus[0]
@@ -105,7 +105,7 @@ def mode_changed(scene: Scene) -> None:
 @fault(JOBS, "an operator's front-end stays open during a reload")
 def front_end_open_in_a_reload(scene: Scene) -> None:
     scene.serve()
-    with open_front_end(scene):
+    with scene.daemon.open_front_end():
         scene.host.divide(2)
         scene.strike(lambda: scene.daemon.signal(signal.SIGHUP))
         scene.is_told("another nvidia-cuda-mps-control is connected")
@@ -118,7 +118,7 @@ def front_end_open_in_a_reload(scene: Scene) -> None:
 def front_end_open_in_a_stop(scene: Scene) -> None:
     """The job gets the time that a stop leaves it (10 s), then it ends; and the modes are restored."""
     job = scene.serve().job()
-    with open_front_end(scene):
+    with scene.daemon.open_front_end():
         scene.strike(lambda: scene.daemon.signal(signal.SIGTERM))
         assert scene.daemon.wait() == 0
         assert job.says() == "server gone"

@@ -7,12 +7,11 @@ import random
 import signal
 import time
 
-from faults.hands import signal_and_wait
 from faults.levers import Levers
 from faults.rows import OURSELVES, fault
 from faults.scene import FORMER_MODE, Scene, until
 from faults.sweep import Sweep
-from unit.mps.driving import STRANGER, full_queue
+from unit.mps.driving import STRANGER, full_queue, stop_process
 
 DAY_S = 86_400
 _ADOPTED = "adopted the running control daemon"
@@ -39,7 +38,7 @@ def stopped(scene: Scene) -> None:
     control = scene.control
     until(lambda: scene.daemon.notifications.count("WATCHDOG=1") > 2, "signs of life")
     scene.remember_events()
-    signal_and_wait(scene.daemon.pid, signal.SIGSTOP)
+    stop_process(scene.daemon.pid)
     until(lambda: _is_silent(scene), "the end of its signs of life")
     # systemd sends SIGABRT first, which a stopped process does not heed.
     scene.strike(scene.daemon.kill, answers=False)

@@ -34,7 +34,7 @@ ONE_GPU: Description = [{"kind": "v100"}]
 FORMER_MODE = "prohibited"
 #: So long that only something that never comes is missed: the limits are read back every 60 s.
 PATIENCE_S = 120.0
-#: Set when the tests are interrupted: nobody waits any longer.
+#: Set when the tests are interrupted: no scene waits any longer.
 INTERRUPTED = threading.Event()
 
 

@@ -64,16 +64,11 @@ class Sweep:
                 assert self._daemon.stop() == 0, self._daemon.log
             assert self._scene.host.gpus[0].compute_mode == FORMER_MODE, self._daemon.log
             assert control_daemons(self._scene.host.root) == []
-        self._begin()
-        self._daemon.wait_ready()
         self._finish()
 
     def with_a_job(self) -> None:
         """Before each step of a reload that must wait for the job, and of the start that adopts then."""
-        self._begin()
-        self._daemon.wait_ready()
-        self._scene.all_available()
-        self._scene.hold_a_lease()
+        self._serve()
         self._scene.job()
         control = self._scene.control
         for step in itertools.count(1):
@@ -95,10 +90,7 @@ class Sweep:
         """Before steps of a stop that has many events to move into the file itself, which grows by them."""
         step = 1
         while True:
-            self._begin()
-            self._daemon.wait_ready()
-            self._scene.all_available()
-            self._scene.hold_a_lease()
+            self._serve()
             for _ in range(_RELOADS_FOR_GROWTH):
                 self._reload()
             self._last_event = self._scene.events()[-1]["id"]
@@ -109,21 +101,22 @@ class Sweep:
             self._next_daemon()
             assert self._daemon.stop() == 0, self._daemon.log
             step += _STRIDE
-        self._begin()
-        self._daemon.wait_ready()
         self._finish()
 
     def _count(self) -> tuple[int, int, int]:
         """How many steps a start, a reload and a stop have."""
-        self._begin()
-        self._daemon.wait_ready()
-        self._scene.all_available()
-        self._scene.hold_a_lease()
+        self._serve()
         started = self._levers.steps
         self._reload()
         reloaded = self._levers.steps
         assert self._daemon.stop() == 0, self._daemon.log
         return started, reloaded - started, self._levers.steps - reloaded
+
+    def _serve(self) -> None:
+        self._begin()
+        self._daemon.wait_ready()
+        self._scene.all_available()
+        self._scene.hold_a_lease()
 
     def _begin(self, last_step: int = 0) -> None:
         self._daemon.start(**self._levers.environment)
@@ -178,5 +171,8 @@ class Sweep:
         self._last_event = ids[-1]
 
     def _finish(self) -> None:
+        if not self._daemon.running:
+            self._begin()
+            self._daemon.wait_ready()
         self._scene.budgets = BUDGETS[self._number]
         self._levers.close()

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from faults import control_daemon, crowds, gpus, jobs, own_death, places, table
+from faults import control_daemon, crowds, gpus, jobs, own_death, places
+from faults import rows as table
 from faults.rows import FAULTS, Fault, Row
 
 #: Each has registered its faults when it was imported.

@@ -19,7 +19,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -216,6 +216,19 @@ class Daemon(Closes):
         """The PID of the one domain's control daemon, as /v1/status tells it."""
         (domain,) = self.status()["domains"]
         return int(domain["pid"])
+
+    @contextlib.contextmanager
+    def open_front_end(self) -> Iterator[None]:
+        """NVIDIA's front-end as an operator has it open in a terminal: the control daemon serves it alone."""
+        log = self.host.root / "tmp/nvidia-mps/log/control.log"
+        before = log.read_text().count("NEW UI")
+        env = {**self.env, "CUDA_MPS_PIPE_DIRECTORY": str(self.pipe_directory)}
+        front_end = self.host.popen(["nvidia-cuda-mps-control"], stdin=subprocess.PIPE, env=env)
+        try:
+            eventually(lambda: log.read_text().count("NEW UI") > before, "the front-end's connection")
+            yield
+        finally:
+            front_end.communicate()
 
     def control(self, *commands: str, pipe_directory: Path | None = None) -> list[str]:
         """What the control daemon answers to the commands, through NVIDIA's own front-end."""

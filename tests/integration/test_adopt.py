@@ -79,7 +79,7 @@ def test_one_that_is_ours_is_refused(ready_daemon: Daemon) -> None:
     assert is_running(control)
 
 
-def test_where_its_order_is_not_certain_other_limits_for_one_gpu_wait_for_its_end(
+def test_if_its_gpu_order_is_uncertain_unequal_limits_wait_for_its_end(
     make_host: MakeHost, make_daemon: MakeDaemon, start_stranger: StartStranger
 ) -> None:
     """Limits are named by the GPU's number: equal ones can be set in any order, unequal ones cannot."""

@@ -52,7 +52,7 @@ def test_a_gpu_that_falls_off_the_bus_is_noticed_and_the_others_go_on(
     assert available(daemon) == 8
 
 
-def test_the_next_daemon_lists_a_lost_gpu_with_its_leases_and_serves_the_other(
+def test_the_next_daemon_lists_a_lost_gpu_and_serves_the_other(
     make_host: MakeHost, make_daemon: MakeDaemon
 ) -> None:
     host = make_host(TWO)
@@ -84,7 +84,7 @@ def test_the_next_daemon_lists_a_lost_gpu_with_its_leases_and_serves_the_other(
 
 
 @pytest.mark.parametrize("scope", ["host", "gpu"])
-def test_several_devices_and_containers_are_served_by_the_other_gpu_while_one_is_lost(
+def test_the_other_gpu_serves_devices_and_containers_while_one_is_lost(
     make_host: MakeHost, make_daemon: MakeDaemon, scope: str
 ) -> None:
     """The control daemon is a new one, as after a reboot: nothing serves the lost GPU, and nothing did."""
@@ -156,7 +156,7 @@ esac
 """
 
 
-def test_a_server_in_fault_is_reported_with_the_process_that_the_kernel_names(
+def test_a_server_in_fault_is_reported_with_the_process_the_kernel_names(
     make_host: MakeHost, make_daemon: MakeDaemon
 ) -> None:
     host = make_host([{"kind": "v100"}])

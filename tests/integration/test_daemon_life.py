@@ -103,7 +103,7 @@ def test_a_second_signal_while_it_waits_for_a_job_does_no_harm(make_at_work: Mak
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_second_signal_while_it_puts_the_modes_back_does_not_keep_it_from_doing_so(
+def test_a_second_signal_does_not_keep_it_from_restoring_the_modes(
     ready_daemon: Daemon, number: signal.Signals
 ) -> None:
     host = ready_daemon.host

@@ -75,7 +75,7 @@ def test_a_path_that_is_no_gpu_of_the_host_ends_with_6(daemon: Daemon) -> None:
     )
 
 
-def test_a_missing_control_program_is_named_with_the_packages_of_each_distribution(daemon: Daemon) -> None:
+def test_a_missing_control_program_is_named_with_its_packages(daemon: Daemon) -> None:
     if any(os.path.exists(f"{folder}/{PROGRAM}") for folder in PROGRAM_DIRECTORIES):
         pytest.skip("this machine has the program where drivers put it")
     daemon.env["PATH"] = str(Path(shutil.which("yunion-mps-daemon", path=daemon.env["PATH"]) or "").parent)
@@ -156,7 +156,7 @@ def test_a_control_daemon_of_somebody_else_is_reported_and_left_alone(
     assert daemon.stop() == 0
 
 
-def test_a_survivor_with_limits_of_its_own_is_spared_and_looked_after_until_it_has_ours(
+def test_a_survivor_with_other_limits_is_spared_until_it_has_ours(
     daemon: Daemon,
 ) -> None:
     """Jobs may be at work on it: the daemon neither ends it nor leaves it to itself."""

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import http.client
 import os
 import signal
 import socket
 import sqlite3
-import subprocess
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from yunion_mps.mps.processes import PROGRAM
 
 from integration.conftest import AtWork, MakeAtWork
 from integration.daemon_host import Daemon, eventually
@@ -38,7 +34,7 @@ def test_sighup_brings_the_new_files_into_effect(ready_daemon: Daemon) -> None:
     assert ready_daemon.control_pid() == control
 
 
-def test_a_bad_file_is_refused_to_the_caller_and_in_the_log_and_changes_nothing(ready_daemon: Daemon) -> None:
+def test_a_bad_file_is_refused_with_the_reason_and_changes_nothing(ready_daemon: Daemon) -> None:
     (ready_daemon.host.root / "etc/yunion/host.conf").write_text("enable_cuda_mps: perhaps\n")
     for target in ("/v1/plan", "/v1/reload"):
         status, answer = ready_daemon.ask("GET" if target == "/v1/plan" else "POST", target)
@@ -125,7 +121,7 @@ def test_a_program_that_would_not_start_is_not_run(ready_daemon: Daemon) -> None
     assert (ready_daemon.control_pid(), total(ready_daemon)) == (control, 4)
 
 
-def test_jobs_live_through_a_new_program_and_a_pending_budget_stays_pending(at_work: AtWork) -> None:
+def test_jobs_live_through_a_reexec_and_a_pending_budget_stays_pending(at_work: AtWork) -> None:
     daemon, jobs, client = at_work
     daemon.host.divide(2)
     status, answer = post(daemon, "/v1/reload")
@@ -170,7 +166,7 @@ def test_only_root_may_change_the_daemon(ready_daemon: Daemon) -> None:
         assert answers.read() == b"HTTP/1.1 403" * 2
 
 
-def test_a_gpu_that_is_taken_out_of_the_file_takes_no_device_of_a_job_also_over_a_restart(
+def test_a_gpu_taken_out_of_the_file_takes_no_device_of_a_job(
     make_at_work: MakeAtWork,
 ) -> None:
     daemon, _, client = make_at_work(gpus=2)
@@ -185,7 +181,7 @@ def test_a_gpu_that_is_taken_out_of_the_file_takes_no_device_of_a_job_also_over_
     assert daemon.stop() == 0
 
 
-def test_changed_scope_and_directories_that_wait_for_jobs_wait_on_over_a_new_program(at_work: AtWork) -> None:
+def test_a_changed_scope_waits_for_jobs_through_a_reexec(at_work: AtWork) -> None:
     daemon, _, client = at_work
     control = daemon.control_pid()
     daemon.configure(cuda_mps_scope="gpu", cuda_mps_pipe_directory="/run/mps")
@@ -203,7 +199,7 @@ def test_changed_scope_and_directories_that_wait_for_jobs_wait_on_over_a_new_pro
     assert daemon.stop() == 0
 
 
-def test_now_ends_the_job_of_a_server_that_has_outlived_its_control_daemon_and_no_other(
+def test_now_ends_the_job_of_an_orphaned_server_and_no_other(
     at_work: AtWork,
 ) -> None:
     daemon, jobs, late = at_work
@@ -229,25 +225,9 @@ def test_now_ends_the_job_of_a_server_that_has_outlived_its_control_daemon_and_n
     assert daemon.stop() == 0
 
 
-@contextlib.contextmanager
-def an_open_front_end(daemon: Daemon) -> Iterator[None]:
-    """NVIDIA's front-end as somebody has it open in a terminal: the control daemon serves it alone."""
-    log = daemon.host.root / "tmp/nvidia-mps/log/control.log"
-    env = {**daemon.env, "CUDA_MPS_PIPE_DIRECTORY": str(daemon.pipe_directory)}
-    operator = daemon.host.popen([PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env=env)
-    try:
-        eventually(lambda: "NEW UI" in log.read_text().rpartition("UI closed")[2], "the front-end")
-        yield
-    finally:
-        operator.kill()
-        operator.communicate()
-
-
-def test_an_open_front_end_keeps_neither_a_new_program_from_answering_nor_an_order_from_its_end(
-    at_work: AtWork,
-) -> None:
+def test_an_open_front_end_delays_neither_an_answer_nor_an_order_for_good(at_work: AtWork) -> None:
     daemon, _, client = at_work
-    with an_open_front_end(daemon):
+    with daemon.open_front_end():
         daemon.messages.clear()
         assert post(daemon, "/v1/reexec")[0] == 200
         daemon.wait_message("READY=1")
@@ -263,11 +243,11 @@ def test_an_open_front_end_keeps_neither_a_new_program_from_answering_nor_an_ord
     assert daemon.stop() == 0
 
 
-def test_now_is_answered_while_a_front_end_is_open_and_done_when_that_has_gone(
+def test_now_is_answered_at_once_and_done_when_a_front_end_has_gone(
     at_work: AtWork,
 ) -> None:
     daemon, _, client = at_work
-    with an_open_front_end(daemon):
+    with daemon.open_front_end():
         daemon.host.divide(2)
         status, answer = post(daemon, "/v1/reload?now=true")
         assert status == 200
@@ -276,7 +256,7 @@ def test_now_is_answered_while_a_front_end_is_open_and_done_when_that_has_gone(
     eventually(lambda: not daemon.status()["domains"][0]["pending"], "the new limits")
 
 
-def test_a_daemon_that_stops_takes_no_other_configuration_and_no_other_program(
+def test_a_daemon_that_stops_neither_reloads_nor_reexecs(
     make_at_work: MakeAtWork,
 ) -> None:
     daemon, _, client = make_at_work(cuda_mps_stop_timeout_s=60)

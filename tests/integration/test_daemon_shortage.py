@@ -23,7 +23,7 @@ def descriptors_of(daemon: Daemon) -> int:
     return len(os.listdir(f"/proc/{daemon.pid}/fd"))
 
 
-def test_a_stop_without_descriptors_to_spare_gives_jobs_their_time_all_the_same(
+def test_a_stop_without_descriptors_gives_jobs_their_time(
     make_at_work: MakeAtWork,
 ) -> None:
     daemon, _, client = make_at_work(cuda_mps_stop_timeout_s=60)
@@ -70,7 +70,7 @@ def test_connections_that_cannot_be_accepted_are_told_in_a_few_lines(ready_daemo
     assert ready_daemon.stop() == 0
 
 
-def test_a_start_with_too_few_descriptors_fails_in_words_and_leaves_nothing(make_daemon: MakeDaemon) -> None:
+def test_a_start_with_too_few_descriptors_fails_and_leaves_nothing(make_daemon: MakeDaemon) -> None:
     daemon = make_daemon()
     daemon.configure(cuda_mps_stop_timeout_s=1)  # which a stop waits for where it cannot ask for clients
     seen = set()

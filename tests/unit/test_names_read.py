@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from yunion_mps.host.proc import command_of, name_of, user_name
 from yunion_mps.models import DomainPlan, PlannedGpu
-from yunion_mps.mps.log_file import look_at_log
+from yunion_mps.mps.log_file import log_hint
 
 from unit.containers.test_lookup import ID, process, write
 from unit.containers.test_lookup import name_of as container_named
@@ -83,7 +83,7 @@ def test_the_control_daemon_s_log_is_quoted_without_what_steers(tmp_path: Path) 
     plan = DomainPlan("host", "/pipe", str(tmp_path), (PlannedGpu("GPU-1", 5760),), 25.0)
     lines = [f"a{char}b" for char in STEERING if char not in "\n\r\ud800"][-5:]
     (tmp_path / "control.log").write_text("\n".join(lines), encoding="utf-8")
-    begin, *quoted = look_at_log(plan).split("\n")
+    begin, *quoted = log_hint(plan).split("\n")
     assert begin == f"its log is {tmp_path}/control.log"
     assert len(quoted) == len(lines)
     assert all(map(str.isprintable, quoted))

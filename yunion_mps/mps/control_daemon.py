@@ -19,7 +19,7 @@ from yunion_mps.mps.conversation import (
     occupied,
     peer_of,
 )
-from yunion_mps.mps.log_file import LogReader, look_at_log
+from yunion_mps.mps.log_file import LogReader, log_hint
 from yunion_mps.mps.processes import (
     GRACE_S,
     UNKILLABLE_S,
@@ -36,10 +36,12 @@ log = logging.getLogger(__name__)
 
 #: It listens after about 2 ms.
 START_TIMEOUT_S = 10.0
-_FIRST_LOOK_S = 0.0002
-_LONGEST_LOOK_S = 0.05
+_FIRST_POLL_S = 0.0002
+_LONGEST_POLL_S = 0.05
 
-_ASK_AGAIN_S = 0.2
+#: How soon a control daemon is asked again that did not hear us, and if it is to quit.
+ASK_AGAIN_S = 1.0
+_QUIT_AGAIN_S = 0.2
 #: Turned away so often, it is by another program's front-end.
 _SURELY_ANOTHERS = 2
 
@@ -228,7 +230,7 @@ class Startup(Task):
 
     def __init__(self, control: ControlDaemon, now_s: float) -> None:
         super().__init__(control)
-        self._look_s = _FIRST_LOOK_S
+        self._pause_s = _FIRST_POLL_S
         self._deadline_s = now_s + START_TIMEOUT_S
 
     def tick(self, now_s: float) -> float | None:
@@ -238,9 +240,9 @@ class Startup(Task):
             return None
         if now_s >= self._deadline_s:
             what = f"the control daemon did not answer within {START_TIMEOUT_S:g} s after its start"
-            raise SilentError(what, look_at_log(self._plan))
-        self._look_s = min(self._look_s * 1.5, _LONGEST_LOOK_S)
-        return min(now_s + self._look_s, self._deadline_s)
+            raise SilentError(what, log_hint(self._plan))
+        self._pause_s = min(self._pause_s * 1.5, _LONGEST_POLL_S)
+        return min(now_s + self._pause_s, self._deadline_s)
 
 
 class Shutdown(Task):
@@ -299,7 +301,7 @@ class Shutdown(Task):
 
     def _ask(self, now_s: float) -> None:
         """Ask; if only descriptors are short, its clients still get their time, and it is asked again."""
-        self._again_s = now_s + _ASK_AGAIN_S
+        self._again_s = now_s + _QUIT_AGAIN_S
         left_s = max(0, round(self._deadline_s - GRACE_S - now_s))
         try:
             self._converse([HEARD, f"quit -t {left_s}"], now_s, self._deadline_s - now_s)

@@ -52,28 +52,23 @@ def record_in(path: str) -> None:
 
 @contextlib.contextmanager
 def use(path: str) -> Iterator[int]:
-    """A descriptor of the directory, made if missing, while it is used; raises HostError for any OSError."""
-    directory = make_directory(path)
+    """A descriptor of the directory while it is used; it and those above it are made if missing (0755).
+
+    Raises HostError for any OSError, and if a step is a symlink, belongs to another user, or may be written
+    by others. What is there already keeps its mode.
+    """
+    if ".." in path.split("/"):
+        raise HostError(f"{path} goes upwards", "name the directory without ..")
+    try:
+        directory = _walk(path, make=True)
+    except OSError as error:
+        raise _cannot(error, f"{path} cannot be made or opened") from None
     try:
         yield directory
     except OSError as error:
         raise _cannot(error, f"{path} cannot be used") from None
     finally:
         os.close(directory)
-
-
-def make_directory(path: str) -> int:
-    """Make the directory `path` and those above it if missing (0755); return a descriptor of it.
-
-    Raises HostError if a step is a symlink, belongs to another user, or may be written by others. What is
-    there already keeps its mode.
-    """
-    if ".." in path.split("/"):
-        raise HostError(f"{path} goes upwards", "name the directory without ..")
-    try:
-        return _walk(path, make=True)
-    except OSError as error:
-        raise _cannot(error, f"{path} cannot be made or opened") from None
 
 
 def set_access(directory: int, path: str, group: str) -> None:
@@ -251,9 +246,7 @@ def _link(directory: int, name: str, path: str) -> str:
 
 def _judge(directory: int, path: str, *, last: bool) -> None:
     info = os.fstat(directory)
-    if info.st_uid not in _ours():
-        hint = f"look at it (ls -la {path}); remove it, or choose another directory"
-        raise HostError(f"{path} belongs to another user ({user_name(info.st_uid)})", hint)
+    _check_owner(info, path)
     sticky = info.st_mode & stat.S_ISVTX
     if info.st_mode & _OTHERS_WRITE and (last or not sticky):
         hint = f"look at it (ls -la {path}); then chmod go-w {path}, or choose another directory"
@@ -264,21 +257,22 @@ def check_entries(directory: int, path: str) -> None:
     """Raise HostError if something in the directory is a symlink or belongs to another user."""
     try:
         for name in os.listdir(directory):
-            _check_entry(directory, name, f"{path}/{printable(name)}")
+            entry = f"{path}/{printable(name)}"
+            try:
+                info = os.stat(name, dir_fd=directory, follow_symlinks=False)
+            except FileNotFoundError:  # it went meanwhile, as the files of a control daemon that ends do
+                continue
+            if stat.S_ISLNK(info.st_mode):
+                raise HostError(f"{entry} is a symlink, which is not followed", f"remove it: rm {entry}")
+            _check_owner(info, entry)
     except OSError as error:
         raise _cannot(error, f"{path} cannot be read") from None
 
 
-def _check_entry(directory: int, name: str, path: str) -> None:
-    try:
-        info = os.stat(name, dir_fd=directory, follow_symlinks=False)
-    except FileNotFoundError:  # it went meanwhile, as the files of a control daemon that ends do
-        return
-    if stat.S_ISLNK(info.st_mode):
-        raise HostError(f"{path} is a symlink, which is not followed", f"remove it: rm {path}")
+def _check_owner(info: os.stat_result, path: str) -> None:
     if info.st_uid not in _ours():
-        what = f"{path} belongs to another user ({user_name(info.st_uid)})"
-        raise HostError(what, f"look at it (ls -la {path}); remove it, or choose another directory")
+        hint = f"look at it (ls -la {path}); remove it, or choose another directory"
+        raise HostError(f"{path} belongs to another user ({user_name(info.st_uid)})", hint)
 
 
 def open_log(directory: int, path: str, name: str) -> int:

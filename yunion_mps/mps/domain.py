@@ -20,9 +20,9 @@ from yunion_mps.mps.conversation import SilentError
 from yunion_mps.mps.diagnosis import why_silent
 from yunion_mps.mps.health import HealthMonitor, LimitsChangedError, Recovery
 from yunion_mps.mps.limits import LimitsInEffect, LimitsSetter
-from yunion_mps.mps.log_file import look_at_log
+from yunion_mps.mps.log_file import log_hint
 from yunion_mps.mps.processes import FindProcesses, MpsProcess, our_processes
-from yunion_mps.mps.rollover import LOOK_AGAIN_S, Rollover
+from yunion_mps.mps.rollover import POLL_S, Rollover
 from yunion_mps.mps.startup import as_served
 from yunion_mps.mps.states import (
     APPLYING,
@@ -298,7 +298,7 @@ class Domain(StateMachine):
             self._rollover.orders_heard(monitor.heard, now_s)
         self.probe_s = monitor.probe_s
         polls_servers = self._ends_all_servers or self.in_effect.old_servers
-        return min(due_s, now_s + LOOK_AGAIN_S) if polls_servers else due_s
+        return min(due_s, now_s + POLL_S) if polls_servers else due_s
 
     def _tick_wedged(self, now_s: float) -> float | None:
         task = self._task
@@ -320,7 +320,7 @@ class Domain(StateMachine):
             self.stop(now_s)
             return self._step(now_s)
         if self.retiring and not self.control.runs:
-            return now_s + LOOK_AGAIN_S  # only for jobs to end; nothing new is started for that
+            return now_s + POLL_S  # only for jobs to end; nothing new is started for that
         if now_s < self._deadline_s:
             return self._deadline_s
         self.start(now_s)
@@ -356,7 +356,7 @@ class Domain(StateMachine):
         if self.state in (BACKOFF, FAILED):
             self._deadline_s = now_s  # what was wrong was wrong with this one
         elif self.state != STOPPING:
-            self._fail(now_s, ControlError(what, look_at_log(self.plan)))
+            self._fail(now_s, ControlError(what, log_hint(self.plan)))
 
     def _give_up(self, now_s: float, error: YunionError) -> None:
         """End a control daemon that never served; one that may have jobs at work is treated with care."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from yunion_mps.errors import ControlError, ShortageError, YunionError
 from yunion_mps.mps import limits
-from yunion_mps.mps.control_daemon import ControlDaemon, Task
+from yunion_mps.mps.control_daemon import ASK_AGAIN_S, ControlDaemon, Task
 from yunion_mps.mps.conversation import HEARD, Conversation, OccupiedError
 from yunion_mps.mps.log_file import bound_logs
 from yunion_mps.mps.processes import describe_servers
@@ -19,8 +19,6 @@ PROBE_S = 10.0
 PROBE_TIMEOUT_S = 5.0
 #: How often its limits are read back.
 VERIFY_S = 60.0
-#: How soon orders are told again that were not heard, and a wedged control daemon is polled again.
-LOOK_AGAIN_S = 1.0
 #: How long a wedged control daemon has to answer once it was told to go on, and how often it is probed.
 PATIENCE_S = 2.0
 _WEDGED_PROBE_S = 0.5
@@ -109,7 +107,7 @@ class HealthMonitor(Task):
 
     def _not_heard(self, now_s: float) -> float:
         """Orders are told again soon, and the limits with them; without orders those have time."""
-        self._order_at_s = now_s + LOOK_AGAIN_S
+        self._order_at_s = now_s + ASK_AGAIN_S
         return self._order_at_s if self._telling else self._verify_at_s
 
 
@@ -125,7 +123,7 @@ class Recovery(Task):
         self._why = why
         self._began_s = now_s
         self._deadline_s = now_s + PATIENCE_S
-        self._look_s = now_s
+        self._probe_at_s = now_s
         #: The servers for whose sake it is not replaced.
         self.spared_for: tuple[int, ...] = ()
         #: Whether it is to be replaced.
@@ -159,7 +157,7 @@ class Recovery(Task):
             self.failed = not self.spared_for
             if not self.failed:
                 self._wake()
-                self._deadline_s = now_s + LOOK_AGAIN_S
+                self._deadline_s = now_s + ASK_AGAIN_S
         return min(due_s, self._deadline_s)
 
     def _ask(self, now_s: float) -> float | None:
@@ -167,16 +165,16 @@ class Recovery(Task):
         try:
             if self._conversation:
                 return self._conversation.deadline_s if self._conversation.poll(now_s) is None else None
-            if self._probe is None and now_s >= self._look_s:
-                self._look_s = now_s + _WEDGED_PROBE_S
+            if self._probe is None and now_s >= self._probe_at_s:
+                self._probe_at_s = now_s + _WEDGED_PROBE_S
                 self._connect(now_s, _WEDGED_PROBE_S)
             if self._probe is None:
-                return self._look_s
+                return self._probe_at_s
             if not self._probe.poll(now_s):
                 return self._probe.deadline_s
             self.close()
             return self._converse([HEARD], now_s, PATIENCE_S).deadline_s
         except YunionError:
             self.close()
-            self._look_s = max(self._look_s, now_s + _WEDGED_PROBE_S)
-            return self._look_s
+            self._probe_at_s = max(self._probe_at_s, now_s + _WEDGED_PROBE_S)
+            return self._probe_at_s

@@ -15,14 +15,13 @@ from typing import NamedTuple
 
 from yunion_mps.errors import ControlError, ShortageError
 from yunion_mps.models import DomainPlan
-from yunion_mps.mps.control_daemon import ControlDaemon, Task
+from yunion_mps.mps.control_daemon import ASK_AGAIN_S, ControlDaemon, Task
 from yunion_mps.mps.conversation import Conversation, occupied
 from yunion_mps.mps.processes import PROGRAM, describe_servers
 from yunion_mps.mps.startup import as_served
 from yunion_mps.planning.environment import decimal
 
-#: How often a control daemon is asked again that turned us away, and for how long if it is a new one.
-LOOK_AGAIN_S = 1.0
+#: How long a new control daemon that turns us away is asked again.
 OCCUPIED_TIMEOUT_S = 10.0
 
 _HINT = "no device is served without its limits; look at the end of the control daemon's log"
@@ -91,7 +90,7 @@ class LimitsSetter(Task):
             if not self._control.has_served:
                 raise
             self.note = f"{error.message}; {error.hint}"
-            self._again_s = now_s + LOOK_AGAIN_S
+            self._again_s = now_s + ASK_AGAIN_S
             return None
 
     def _turned_away(self, now_s: float) -> float:
@@ -100,7 +99,7 @@ class LimitsSetter(Task):
         if not self.note:
             error = occupied(self._plan.pipe_directory)
             self.note = f"{error.message}; {error.hint}"
-        self._again_s = now_s + LOOK_AGAIN_S
+        self._again_s = now_s + ASK_AGAIN_S
         return self._again_s
 
     def _settled(self, answer: list[str]) -> LimitsInEffect | None:

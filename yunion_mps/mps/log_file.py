@@ -48,7 +48,7 @@ _FAULT = "Server encountered a fatal exception"
 _ORDERS = ("Cmd:shutdown_server", "Cmd:quit", "quit command issued", "shutting down server")
 
 
-def look_at_log(plan: DomainPlan) -> str:
+def log_hint(plan: DomainPlan) -> str:
     """A hint: where the control daemon's log is, and its last lines without the traces of our questions."""
     path = os.path.join(plan.log_directory, LOG_NAME)
     try:

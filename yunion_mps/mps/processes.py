@@ -87,7 +87,7 @@ def control_environment(plan: DomainPlan, program: str = "") -> dict[str, str]:
 
 
 def server_path(program: str) -> str:
-    """The control daemon's PATH: it looks for its server there alone, so its own directory comes first."""
+    """The control daemon's PATH: it searches for its server there alone, so its own directory comes first."""
     usual = client_variables("")["PATH"]
     beside = os.path.dirname(program)
     return usual if not beside or beside in usual.split(os.pathsep) else f"{beside}{os.pathsep}{usual}"
@@ -124,7 +124,7 @@ FindProcesses = Callable[[], Sequence[MpsProcess]]
 def our_processes() -> list[MpsProcess]:
     """Every control daemon and every MPS server of ours that runs, the lowest PIDs first.
 
-    Looks at all processes, 4 us each; 20 us if a daemon ended while it started a control daemon, which may
+    Reads of all processes, 4 us each; 20 us if a daemon ended while it started a control daemon, which may
     still run a script that executes the program. Raises ShortageError if they cannot be listed.
     """
     records = _records()
@@ -315,7 +315,7 @@ def running_servers(pids: Iterable[int]) -> tuple[int, ...]:
 def orphaned_servers(pipe_directory: str, find: FindProcesses = our_processes) -> list[int]:
     """The PIDs of the servers of ours on the directory whose control daemon is gone.
 
-    `find` looks at every process. Raises ShortageError if they cannot be listed.
+    `find` reads of every process. Raises ShortageError if they cannot be listed.
     """
     return [
         one.pid

@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 #: How soon after a start all processes are searched for orphans; at once, it would delay the start.
 SEARCH_AFTER_S = 1.0
 #: How often at most it is polled which servers there are, and whether those ended that something waits for.
-LOOK_AGAIN_S = 1.0
+POLL_S = 1.0
 _STOP = "the time that its jobs had to end is over"
 #: How often servers without clients are asked to end, if something waits for that.
 _ASK_AGAIN_S = 10.0
@@ -38,7 +38,7 @@ FORCE_WITHIN_S = 60.0
 
 #: For how long no job must have been seen: a job that has attached uses the GPU only some time later.
 IDLE_S = 15.0
-_LOOK_SOON_S = 0.05
+_POLL_SOON_S = 0.05
 
 
 class Rollover:
@@ -60,7 +60,7 @@ class Rollover:
         self.orphans = OrphanedServers(in_effect.plan.name, tell)
         self._tell = tell
         self._changed = changed
-        self._look_s = 0.0
+        self._poll_at_s = 0.0
         self._search_s: float | None = None
         self._stop_s: float | None = None
         self._ask_s = self._asked_s = 0.0
@@ -88,8 +88,8 @@ class Rollover:
     def tick(self, now_s: float, *, in_use: bool | None, find: FindProcesses = our_processes) -> float | None:
         """Note servers that came and ended; when to be called again. `find` searches our processes."""
         before = self.orphans.pids
-        if now_s >= self._look_s:  # not at every tick, of which there are many while dozens of domains start
-            self._look_s = now_s + LOOK_AGAIN_S
+        if now_s >= self._poll_at_s:  # not at every tick: there are many while dozens of domains start
+            self._poll_at_s = now_s + POLL_S
             self._servers()
         if self._search_s is not None and now_s >= self._search_s:
             self._search(find)
@@ -287,7 +287,7 @@ class OrphanedServers:
             self._signal(orphan, signal.SIGKILL if orphan.signalled else signal.SIGTERM)
             orphan.end_s = now_s + (UNKILLABLE_S if orphan.signalled else GRACE_S)
             orphan.signalled = True
-        soon_s = now_s + (_LOOK_SOON_S if orphan.signalled else LOOK_AGAIN_S)
+        soon_s = now_s + (_POLL_SOON_S if orphan.signalled else POLL_S)
         return soon_s if orphan.end_s is None else min(soon_s, orphan.end_s)
 
     def _signal(self, orphan: _Orphan, number: signal.Signals) -> None:

@@ -39,7 +39,7 @@ MULTIUSER = "-multiuser-server"
 
 #: How long a control program is tried: it serves after some milliseconds, or later on a machine under load.
 _TRIAL_S = 2.0
-_TRIAL_LOOK_MS = 5
+_TRIAL_POLL_MS = 5
 
 #: What was found out, by a program's path, time of change and size.
 _knows_multiuser: dict[tuple[str, int, int], bool] = {}
@@ -277,5 +277,5 @@ def _serves(process: Process, place: str, deadline_s: float) -> bool | None:
         peer = peer_of(place)
         if peer and peer.pid == process.pid:
             return True
-        poll.poll(_TRIAL_LOOK_MS)
+        poll.poll(_TRIAL_POLL_MS)
     return None

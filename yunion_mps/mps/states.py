@@ -44,7 +44,7 @@ MEANINGS: dict[str, tuple[str, str]] = {
 
 #: The wait before each new start; the first death may be an accident, and costs no time.
 WAITS_S = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
-#: Once those are used up, an operator has to look at it; it is still tried this often.
+#: Once those are used up, an operator has to act; it is still tried this often.
 RETRY_S = 60.0
 #: After this long in service, earlier failures count no more.
 STABLE_S = 60.0

@@ -382,9 +382,12 @@ sys.stdin.read()
 """
 
 
-def silent_process(pipe_directory: str) -> contextlib.AbstractContextManager[int]:
-    """Have a process connect that says nothing, which keeps the control daemon from all others; its PID."""
-    return _connected(_SAY_NOTHING, pipe_directory)
+def silent_process(pipe_directory: str, first: str = "") -> contextlib.AbstractContextManager[int]:
+    """Have a process connect that says nothing, which keeps the control daemon from all others; its PID.
+
+    It executes the code `first` before.
+    """
+    return _connected(f"{first}\n{_SAY_NOTHING}", pipe_directory)
 
 
 def full_queue(pipe_directory: str, uid: int | None = None) -> contextlib.AbstractContextManager[int]:
@@ -394,7 +397,9 @@ def full_queue(pipe_directory: str, uid: int | None = None) -> contextlib.Abstra
 
 @contextlib.contextmanager
 def _connected(script: str, pipe_directory: str, uid: int | None = None) -> Iterator[int]:
-    command = [os.path.realpath(sys.executable), "-IS", "-c", script, f"{pipe_directory}/control"]
+    # Another user may not reach the virtual environment.
+    python = sys.executable if uid is None else os.path.realpath(sys.executable)
+    command = [python, "-IS", "-c", script, f"{pipe_directory}/control"]
     with subprocess.Popen(command, user=uid, stdin=-1, stdout=-1) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"\n"

@@ -188,7 +188,9 @@ def test_a_log_that_was_emptied_forgets_no_client(plan: DomainPlan) -> None:
     folder = Path(plan.log_directory)
     folder.mkdir(exist_ok=True)
     log = folder / LOG_NAME
-    log.write_bytes(b"x\n" * LARGEST_BYTES + log_of(PUT_OFF % (os.getpid(), os.getuid())))
+    log.write_bytes(
+        (b"x" * 1023 + b"\n") * (LARGEST_BYTES >> 10) + log_of(PUT_OFF % (os.getpid(), os.getuid()))
+    )
     bound_logs(plan)
     assert log.read_bytes() == b""
     assert [one.pid for one in waiting_clients(plan, [os.getpid()])] == [os.getpid()]

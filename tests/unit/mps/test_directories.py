@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 from yunion_mps.errors import HostError
-from yunion_mps.mps.directories import check_entries, make_directory, open_log, set_access
+from yunion_mps.mps.directories import check_entries, open_log, set_access, use
 
-from .driving import STRANGER, Bench, no_descriptor_left
+from .driving import STRANGER, no_descriptor_left
 
 LIMITS = (
     "check the limits on memory, files, processes and threads: "
@@ -25,8 +25,8 @@ pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give fi
 
 def make(path: Path) -> Path:
     """Make it as the domain does, and close it."""
-    os.close(make_directory(str(path)))
-    return path
+    with use(str(path)):
+        return path
 
 
 def mode_of(path: Path) -> int:
@@ -56,7 +56,7 @@ def refused(path: Path, watched: Path) -> HostError:
     """The error for the directory; everything below `watched` is as it was."""
     before = everything_below(watched)
     with pytest.raises(HostError) as caught:
-        make_directory(str(path))
+        make(path)
     assert everything_below(watched) == before
     return caught.value
 
@@ -82,9 +82,8 @@ def test_made_a_second_time_it_stays_what_it_was(tmp: Path) -> None:
 
 
 def test_the_descriptor_is_the_directory(tmp: Path) -> None:
-    descriptor = make_directory(str(tmp / "pipe"))
-    assert os.fstat(descriptor).st_ino == (tmp / "pipe").stat().st_ino
-    os.close(descriptor)
+    with use(str(tmp / "pipe")) as descriptor:
+        assert os.fstat(descriptor).st_ino == (tmp / "pipe").stat().st_ino
 
 
 @pytest.mark.parametrize("mode", [0o600, 0o700, 0o711, 0o750, 0o751, 0o755])
@@ -93,12 +92,9 @@ def test_a_directory_that_is_there_keeps_its_mode(tmp: Path, mode: int) -> None:
     assert mode_of(make(tmp / "log")) == mode
 
 
-def make_for_clients(path: Path, group: str = "") -> None:
-    directory = make_directory(str(path))
-    try:
-        set_access(directory, str(path), group)
-    finally:
-        os.close(directory)
+def make_for_clients(path: Path) -> None:
+    with use(str(path)) as directory:
+        set_access(directory, str(path), "")
 
 
 @pytest.mark.parametrize("mode", [0o600, 0o700, 0o750])
@@ -131,13 +127,11 @@ def test_a_made_directory_can_be_entered_whatever_the_umask_is(tmp: Path) -> Non
 
 def test_a_shortage_of_descriptors_is_an_error_of_its_own(tmp: Path) -> None:
     with pytest.raises(HostError) as caught, no_descriptor_left():
-        make_directory(f"{tmp}/pipe")
+        make(tmp / "pipe")
     assert caught.value.message == f"{tmp}/pipe cannot be made or opened: Too many open files"
     assert caught.value.hint == LIMITS
-    descriptor = make_directory(f"{tmp}/pipe")
-    with pytest.raises(HostError) as caught, no_descriptor_left():
-        check_entries(descriptor, f"{tmp}/pipe")
-    os.close(descriptor)
+    with use(f"{tmp}/pipe") as directory, pytest.raises(HostError) as caught, no_descriptor_left():
+        check_entries(directory, f"{tmp}/pipe")
     assert caught.value.message == f"{tmp}/pipe cannot be read: Too many open files"
     assert caught.value.hint == LIMITS
 
@@ -253,36 +247,34 @@ def put_socket(path: Path) -> None:
         listener.bind(str(path))
 
 
-def put_directory(path: Path) -> None:
-    path.mkdir()
+def check(path: Path) -> None:
+    with use(str(path)) as directory:
+        check_entries(directory, str(path))
 
 
-@pytest.mark.parametrize("put", [put_file, put_socket, put_directory, os.mkfifo])
+@pytest.mark.parametrize("put", [put_file, put_socket, Path.mkdir, os.mkfifo])
 def test_something_of_a_stranger_in_the_directory_is_refused(
-    bench: Bench, put: Callable[[Path], None]
+    place: Path, put: Callable[[Path], None]
 ) -> None:
-    descriptor = make_directory(str(bench.place / "pipe"))
-    put(bench.place / "pipe/control")
-    check_entries(descriptor, str(bench.place / "pipe"))
-    os.chown(bench.place / "pipe/control", STRANGER, STRANGER)
-    before = everything_below(bench.place)
+    control = make(place / "pipe") / "control"
+    put(control)
+    check(place / "pipe")
+    os.chown(control, STRANGER, STRANGER)
+    before = everything_below(place)
     with pytest.raises(HostError) as caught:
-        check_entries(descriptor, str(bench.place / "pipe"))
-    os.close(descriptor)
-    assert caught.value.message == f"{bench.place}/pipe/control belongs to another user (nobody)"
-    control = f"{bench.place}/pipe/control"
+        check(place / "pipe")
+    assert caught.value.message == f"{control} belongs to another user (nobody)"
     assert caught.value.hint == f"look at it (ls -la {control}); remove it, or choose another directory"
-    assert everything_below(bench.place) == before
+    assert everything_below(place) == before
 
 
 def test_a_symlink_in_the_directory_is_refused_even_when_it_is_ours(place: Path) -> None:
-    descriptor = make_directory(str(place / "pipe"))
-    (place / "pipe/log").symlink_to("/etc/passwd")
+    log = make(place / "pipe") / "log"
+    log.symlink_to("/etc/passwd")
     with pytest.raises(HostError) as caught:
-        check_entries(descriptor, str(place / "pipe"))
-    os.close(descriptor)
-    assert caught.value.message == f"{place}/pipe/log is a symlink, which is not followed"
-    assert caught.value.hint == f"remove it: rm {place}/pipe/log"
+        check(place / "pipe")
+    assert caught.value.message == f"{log} is a symlink, which is not followed"
+    assert caught.value.hint == f"remove it: rm {log}"
 
 
 def test_an_entry_that_vanishes_after_the_listing_is_ignored() -> None:
@@ -302,24 +294,18 @@ def log_directory(place: Path) -> Path:
     return make(place / "log")
 
 
-def open_it(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.close(open_log(descriptor, str(directory), "control.log"))
-    finally:
-        os.close(descriptor)
+def write_log(directory: Path, text: bytes) -> None:
+    with use(str(directory)) as descriptor:
+        output = open_log(descriptor, str(directory), "control.log")
+        os.write(output, text)
+        os.close(output)
 
 
 def test_the_log_is_made_unreadable_to_others_and_appended_to_later(log_directory: Path) -> None:
-    open_it(log_directory)
     log = log_directory / "control.log"
+    for text in (b"first\n", b"second\n"):
+        write_log(log_directory, text)
     assert mode_of(log) & 0o007 == 0
-    log.write_text("first\n")
-    descriptor = os.open(log_directory, os.O_RDONLY)
-    output = open_log(descriptor, str(log_directory), "control.log")
-    os.write(output, b"second\n")
-    os.close(output)
-    os.close(descriptor)
     assert log.read_text() == "first\nsecond\n"
 
 
@@ -346,6 +332,6 @@ def test_a_log_that_is_not_a_file_of_ours_is_refused(log_directory: Path, what: 
         os.chown(log, STRANGER, STRANGER)
     before = everything_below(log_directory)
     with pytest.raises(HostError) as caught:
-        open_it(log_directory)
+        write_log(log_directory, b"")
     assert caught.value.message == f"{log} {message}"
     assert everything_below(log_directory) == before

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from yunion_mps.errors import HostError
-from yunion_mps.mps.directories import FILES, make_directory, record_in, set_access
+from yunion_mps.mps.directories import FILES, record_in, set_access, use
 
 PURGE = Path(__file__).resolve().parents[3] / "packaging/scriptlets/purge.sh"
 
@@ -30,7 +30,8 @@ def mps(tmp_path: Path) -> Path:
 
 
 def make(path: Path) -> None:
-    os.close(make_directory(str(path)))
+    with use(str(path)):
+        pass
 
 
 def test_what_is_made_is_recorded_once_with_what_was_made_on_the_way(record: Path, mps: Path) -> None:
@@ -58,7 +59,7 @@ def test_what_is_refused_or_cannot_be_made_is_not_recorded(record: Path, mps: Pa
     (mps / "gone").mkdir()
     for path in (mps / "log", Path("/proc/nothing")):
         with pytest.raises(HostError):
-            make_directory(str(path))
+            make(path)
     assert not record.exists() or record.read_text() == ""
 
 
@@ -91,11 +92,8 @@ def test_a_purge_knows_the_same_names() -> None:
 
 
 def _admit(path: Path, group: str) -> os.stat_result:
-    directory = make_directory(str(path))
-    try:
+    with use(str(path)) as directory:
         set_access(directory, str(path), group)
-    finally:
-        os.close(directory)
     return path.stat()
 
 

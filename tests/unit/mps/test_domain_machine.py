@@ -9,21 +9,20 @@ import signal
 import socket
 import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from yunion_mps.host.proc import all_pids, environment_of, parent_of, program_of
-from yunion_mps.models import DomainPlan, PlannedGpu
 from yunion_mps.mps import limits
 from yunion_mps.mps.conversation import Conversation, SilentError
 from yunion_mps.mps.states import APPLYING, READY, STOPPED, STOPPING
 
-from simhost import SimHost
-from simhost.mps import Client, StandIns
+from simhost.mps import Client
 
-from .driving import PATIENCE_S, DomainRun, Jobs
+from .driving import PATIENCE_S, Bench, DomainRun
 
 #: Longer than every deadline there is: 10 s for clients, 2 s each for three steps, and orphans after them.
 STOP_WITHIN_S = 10 + 3 * 2 + 2 * 2
@@ -50,15 +49,12 @@ class Faults(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.place = Path(tempfile.mkdtemp(prefix="mps."))
-        self.place.chmod(0o755)
-        self.host = SimHost.create()
-        self.stand_ins = StandIns(self.host)
+        self.stack = ExitStack()
+        place = Path(self.stack.enter_context(tempfile.TemporaryDirectory(prefix="mps.")))
+        place.chmod(0o755)
+        bench = Bench(place, self.stack)
+        self.plan, self.jobs = bench.plan, bench.jobs
         self.files = len(os.listdir("/proc/self/fd"))
-        uuid = "GPU-00000000-0000-0000-0000-000000000000"
-        pipe, log = str(self.place / "pipe"), str(self.place / "log")
-        self.plan = DomainPlan("host", pipe, log, (PlannedGpu(uuid, 5760, 4, 25.0),), 25.0)
-        self.jobs = Jobs(self.host, self.stand_ins, self.plan)
         self.running: list[Client] = []
         #: Whether another program may have changed the limits since they were last read.
         self.meddled = False
@@ -118,8 +114,6 @@ class Faults(RuleBasedStateMachine):
         """It never says that there are no jobs where there are."""
         self.run.domain.note_use(in_use=True if self.running and in_use is False else in_use)
 
-    # No rule has a precondition: what state it is in may differ by a millisecond from run to run.
-
     @rule()
     def stop(self) -> None:
         if self.run.state == STOPPED:
@@ -133,7 +127,7 @@ class Faults(RuleBasedStateMachine):
             self.settle()
         assert self.run.state == STOPPED, self.run.domain.reason
         assert control_daemons(self.plan.pipe_directory) == []
-        assert self.stand_ins.servers() == []
+        assert self.jobs.servers() == []
         self.end_jobs()
 
     @rule()
@@ -166,7 +160,7 @@ class Faults(RuleBasedStateMachine):
     def begin_job(self) -> None:
         if not os.path.exists(f"{self.plan.pipe_directory}/control"):
             return
-        self.running.append(self.stand_ins.client(Path(self.plan.pipe_directory)))
+        self.running.append(self.jobs.stand_ins.client(Path(self.plan.pipe_directory)))
         self.run.domain.note_use(in_use=True)
         self.settle()
 
@@ -255,7 +249,7 @@ class Faults(RuleBasedStateMachine):
             return
         self.let(1.0)
         if self.run.state == READY and not self.running:
-            assert set(self.run.domain.server_pids()) >= set(self.stand_ins.servers())
+            assert set(self.run.domain.server_pids()) >= set(self.jobs.servers())
 
     def teardown(self) -> None:
         self.let_go()
@@ -271,9 +265,7 @@ class Faults(RuleBasedStateMachine):
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, 0)
         files = len(os.listdir("/proc/self/fd"))
-        self.stand_ins.close()
-        self.host.close()
-        shutil.rmtree(self.place)
+        self.stack.close()
         assert left == [], "a control daemon is left"
         assert files <= self.files, "a descriptor is left"
         with contextlib.suppress(ChildProcessError):

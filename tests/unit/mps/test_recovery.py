@@ -95,14 +95,16 @@ def test_one_that_stays_silent_without_jobs_is_ended_and_replaced(run: DomainRun
     assert run.states[-5:] == [WEDGED, BACKOFF, STARTING, APPLYING, READY]
 
 
-@pytest.mark.parametrize("in_use", [None, True])
+@pytest.mark.parametrize(("in_use", "polled_s"), [(None, None), (True, None), (False, 0.0)])
 def test_one_with_jobs_is_replaced_once_their_server_has_ended(
-    run: DomainRun, bench: Bench, in_use: bool | None, caplog: pytest.LogCaptureFixture
-) -> None:
+    run: DomainRun, bench: Bench, in_use: bool | None, polled_s: float | None,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """A poll from before it hung does not tell: a job may have come since."""
     caplog.set_level(logging.INFO)
     job = bench.jobs.begin()
     run.tick()
-    run.domain.note_use(in_use=in_use)
+    run.domain.note_use(in_use=in_use, polled_s=polled_s)
     pid, (server,) = run.pid, run.domain.server_pids()
     with silent_connection(bench.plan):
         find_out(run)

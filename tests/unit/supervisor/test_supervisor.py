@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 
 import pytest
 from yunion_mps.errors import DriverError
+from yunion_mps.mps.health import PROBE_S
 from yunion_mps.mps.processes import MpsProcess, our_processes
 from yunion_mps.mps.rollover import SEARCH_AFTER_S
+from yunion_mps.mps.states import WEDGED
 from yunion_mps.service.shapes import devices_json
 from yunion_mps.supervisor import fleet
 
@@ -135,14 +138,14 @@ def test_before_volta_it_is_unknown_whether_jobs_run(begin: Begin) -> None:
     assert made.supervisor.domains[0].in_use is None
 
 
-def test_a_poll_from_before_a_wedge_says_nothing_of_the_jobs_in_its_way(begin: Begin) -> None:
-    """A job may have come since; so another poll is requested at once, and none is ended before it."""
-    host, made = begin(V100)
+def test_another_poll_is_requested_once_as_soon_as_a_domain_is_wedged(begin: Begin) -> None:
+    """A job may have come since the last one."""
+    _, made = begin(V100)
     (domain,) = made.supervisor.domains
-    made.supervisor.jobs.update({host.gpus[0].uuid: {}}, time.monotonic())
     assert not made.supervisor.fleet.take_poll_request()
-    assert domain._polled_s < time.monotonic()
-    domain._wants_poll = True
+    os.unlink(f"{domain.plan.pipe_directory}/control")
+    domain.tick(time.monotonic() + PROBE_S)
+    assert domain.state == WEDGED
     assert made.supervisor.fleet.take_poll_request()
     assert not made.supervisor.fleet.take_poll_request()
 
