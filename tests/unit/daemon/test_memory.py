@@ -28,7 +28,7 @@ print(resident_mib() - before)
     ("prepare", "is_given_back"),
     [("", False), ("from yunion_mps.daemon import tune_malloc; tune_malloc()", True)],
 )
-def test_what_was_large_is_given_back_though_something_small_lies_behind_it(
+def test_large_memory_is_given_back_although_small_pieces_lie_behind_it(
     prepare: str, is_given_back: bool
 ) -> None:
     """And glibc would keep it by itself."""

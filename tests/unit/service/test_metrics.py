@@ -1,4 +1,4 @@
-"""How long those wait who ask for the metrics while the driver hangs."""
+"""The facts of the metrics: who uses how much, and how long a scrape waits for a driver that hangs."""
 
 from __future__ import annotations
 
@@ -9,10 +9,89 @@ from types import SimpleNamespace
 from typing import Any
 
 from yunion_mps.leases.ledger import Ledger
-from yunion_mps.service.metrics import DRIVER_TIMEOUT_S, Metrics
-from yunion_mps.service.usage import ProcessDevices
+from yunion_mps.service.metrics import (
+    DRIVER_TIMEOUT_S,
+    DomainUse,
+    GpuUse,
+    Metrics,
+    Observation,
+    ServedDomain,
+    Use,
+    use_of,
+)
+from yunion_mps.service.usage import Budget, DeviceUse, ProcessDevices
 
 from unit.leases.shares import device
+
+A, B = "GPU-a", "GPU-b"
+SERVER, TRAIN, INFER, STRANGER = 100, 201, 202, 300
+BUDGETS = {"00:06.0-0": Budget(A, 1000), "00:06.0-1": Budget(A, 1000), "00:07.0-0": Budget(B, 2000)}
+
+
+def seen(**given: Any) -> Observation:
+    """A server and two jobs on the first of two GPUs."""
+    found = Observation(
+        7.0,
+        (ServedDomain("host", (A, B), frozenset({SERVER}), 3.0),),
+        {A: {SERVER: 30, TRAIN: 900, INFER: 400}, B: {}},
+        {A: {TRAIN, INFER}, B: set()},
+        {TRAIN: ("00:06.0-0",), INFER: ("00:06.0-1",)},
+    )
+    return found._replace(**given)
+
+
+def use(**given: Any) -> Use:
+    return use_of(seen(**given), BUDGETS)
+
+
+def test_each_process_counts_where_it_has_its_device() -> None:
+    found = use()
+    assert found.devices == {"00:06.0-0": DeviceUse(900, 1), "00:06.0-1": DeviceUse(400, 1)}
+    assert found.gpus == {A: GpuUse(1330, 2, 0), B: GpuUse(0, 0, 0)}
+    assert found.domains == {"host": DomainUse(1, 2, 3.0)}
+
+
+def test_a_job_on_two_gpus_counts_on_each_with_what_it_has_there() -> None:
+    found = use(
+        memory={A: {TRAIN: 900}, B: {TRAIN: 1500}},
+        through_mps={A: {TRAIN}, B: {TRAIN}},
+        devices={TRAIN: ("00:06.0-0", "00:07.0-0")},
+    )
+    assert found.devices == {"00:06.0-0": DeviceUse(900, 1), "00:07.0-0": DeviceUse(1500, 1)}
+    assert found.domains["host"].clients == 1
+
+
+def test_a_job_without_a_device_counts_on_its_gpu_alone() -> None:
+    found = use(devices={})
+    assert found.devices == {}
+    assert found.gpus[A] == GpuUse(1330, 2, 0)
+
+
+def test_a_process_that_is_no_client_is_past_mps_and_no_client() -> None:
+    found = use(memory={A: {SERVER: 30, TRAIN: 900, STRANGER: 50}}, through_mps={A: {TRAIN}})
+    assert found.gpus[A] == GpuUse(980, 1, 1)
+
+
+def test_one_that_has_ended_or_is_a_server_nobody_knows_is_not_past_mps() -> None:
+    found = use(memory={A: {STRANGER: 50}}, through_mps={A: set()}, others=frozenset({STRANGER}))
+    assert found.gpus[A] == GpuUse(50, 0, 0)
+
+
+def test_where_the_driver_does_not_tell_clients_apart_nobody_is_past_mps() -> None:
+    found = use(through_mps={})
+    assert found.gpus[A] == GpuUse(1330, 2, None)
+
+
+def test_memory_that_the_driver_does_not_tell_counts_as_none() -> None:
+    found = use(memory={A: {TRAIN: None}})
+    assert found.devices["00:06.0-0"] == DeviceUse(0, 1)
+    assert found.gpus[A].mib == 0
+
+
+def test_a_gpu_that_does_not_answer_is_missing() -> None:
+    found = use(memory={B: {}}, through_mps={B: set()})
+    assert set(found.gpus) == {B}
+    assert found.devices == {}
 
 
 class Clock(selectors.DefaultSelector):

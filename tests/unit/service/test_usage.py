@@ -1,11 +1,201 @@
-"""The use of the last hour: what is kept of each minute, what is forgotten, and how little room it takes."""
+"""The memory that jobs use: which devices a job has, what counts for which, and what the last hour keeps."""
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from types import SimpleNamespace
 from typing import Any
 
-from yunion_mps.service.usage import MINUTES, UsageHistory
+import pytest
+from yunion_mps.host.proc import started_ticks
+from yunion_mps.leases.ledger import Ledger
+from yunion_mps.models import Gpu
+from yunion_mps.service.metrics import Observation, use_of
+from yunion_mps.service.usage import (
+    MINUTES,
+    Budget,
+    DeviceUse,
+    ProcessDevices,
+    Processes,
+    UsageHistory,
+    UsageSampler,
+    use_by_device,
+    use_by_gpu,
+)
+
+from integration.daemon_host import eventually
+from unit.leases.shares import HOLDER, device, lease
+
+Start = Callable[[str], dict[int, int]]
+A, B = "GPU-a", "GPU-b"
+BUDGETS = {
+    "00:06.0-0": Budget(A, 100),
+    "00:06.0-1": Budget(A, 50),
+    "00:06.0-2": Budget(A, 100),
+    "00:07.0-0": Budget(B, 200),
+}
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Start a process that names these devices; returns its PID with its start."""
+    with ExitStack() as stack:
+
+        def begin(names: str) -> dict[int, int]:
+            environment = {"YUNION_MPS_DEVICE": names, "PATH": "/usr/bin:/bin"}
+            pipe = subprocess.PIPE
+            job = stack.enter_context(subprocess.Popen(["cat"], env=environment, stdin=pipe, stdout=pipe))
+            assert job.stdin
+            assert job.stdout
+            job.stdin.write(b"\n")  # only once it runs has it an environment
+            job.stdin.flush()
+            assert job.stdout.readline() == b"\n"
+            return {job.pid: started_ticks(job.pid) or 0}
+
+        yield begin
+
+
+def process_devices(ledger: Ledger, slots: int = 4) -> ProcessDevices:
+    """Of one GPU with so many devices."""
+    plan = SimpleNamespace(devices=[device(0, slot) for slot in range(slots)])
+    supervisor: Any = SimpleNamespace(snapshot=lambda: SimpleNamespace(plan=plan))
+    return ProcessDevices(supervisor, ledger)
+
+
+def of(devices: ProcessDevices, started: dict[int, int]) -> tuple[str, ...]:
+    """Those of the only process."""
+    (found,) = devices.of(started, devices.known()).values()
+    return found
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("names", "found"),
+    [
+        ("00:00.0-1", ("00:00.0-1",)),
+        (" 00:00.0-2 ,00:00.0-0", ("00:00.0-2", "00:00.0-0")),
+        ("00:00.0-1,00:00.0-1", ("00:00.0-1",)),
+        ("00:00.0-9", ()),
+        ("", ()),
+    ],
+)
+def test_a_job_has_the_devices_that_it_names_and_that_exist_each_once(
+    start: Start, names: str, found: tuple[str, ...]
+) -> None:
+    assert of(process_devices(Ledger()), start(names)) == found
+
+
+@pytest.mark.processes
+def test_a_job_that_names_none_has_those_of_all_its_leases(start: Start) -> None:
+    quiet, named = start(""), start("00:00.0-3")
+    ledger = Ledger()
+    for name, slot, started in (("a", 2, quiet), ("b", 0, quiet), ("c", 1, named)):
+        (pid,) = started
+        ledger.add(lease(name, device(0, slot))._replace(holder=HOLDER._replace(pid=pid)))
+    devices = process_devices(ledger)
+    assert of(devices, quiet) == ("00:00.0-2", "00:00.0-0")
+    assert of(devices, named) == ("00:00.0-3",), "its own word goes before its lease"
+
+
+def test_devices_made_for_a_lease_are_known_with_their_budget() -> None:
+    made = device(0, 0)._replace(id="id-0-m0", addr="00:00.0-m0", memory_limit_mib=77)
+    known = process_devices(Ledger([lease("a", made)]), slots=1).known()
+    assert known.budgets == {"00:00.0-0": Budget("GPU-0", 300), "00:00.0-m0": Budget("GPU-0", 77)}
+
+
+@pytest.mark.processes
+def test_little_of_an_environment_is_kept_and_only_while_its_process_runs(
+    start: Start,
+) -> None:
+    devices, endless = process_devices(Ledger()), start(f"00:00.0-1,{'x' * 100_000}")
+    assert of(devices, endless) == ("00:00.0-1",)
+    assert max(map(len, devices._named.values())) < 5000
+    assert of(devices, start("00:00.0-2")) == ("00:00.0-2",)
+    assert len(devices._named) == 1
+
+
+@pytest.mark.processes
+def test_an_environment_is_read_once_for_each_process(start: Start) -> None:
+    devices, started = process_devices(Ledger()), start("00:00.0-1")
+    (one,) = started.items()
+    devices._named[one] = "00:00.0-2"  # what was read, were it not read again
+    assert of(devices, started) == ("00:00.0-2",)
+    assert of(devices, {one[0]: one[1] + 1}) == ("00:00.0-1",)
+
+
+@pytest.mark.processes
+def test_a_process_that_has_just_been_started_is_read_again() -> None:
+    devices = process_devices(Ledger())
+    # One exec, not by way of env(1): an environment without the variable would be remembered for good.
+    steps = "read -r line; export YUNION_MPS_DEVICE=00:00.0-1; exec cat"
+    with subprocess.Popen(["/bin/sh", "-c", steps], env={}, stdin=subprocess.PIPE) as job:
+        started = {job.pid: started_ticks(job.pid) or 0}
+        assert of(devices, started) == ()
+        assert job.stdin is not None
+        job.stdin.write(b"go on\n")
+        job.stdin.flush()
+        eventually(lambda: of(devices, started) == ("00:00.0-1",), "its environment")
+
+
+def test_memory_counts_for_the_devices_of_the_gpu_that_it_is_on() -> None:
+    memory: dict[str, dict[int, int | None]] = {A: {1: 70, 2: None, 3: 7}, B: {1: 30, 9: 1000}}
+    devices = {1: ("00:07.0-0", "00:06.0-0"), 2: ("00:06.0-2",)}
+    assert use_by_device(memory, devices, BUDGETS) == {
+        "00:06.0-0": DeviceUse(70, 1),
+        "00:06.0-2": DeviceUse(0, 1),
+        "00:07.0-0": DeviceUse(30, 1),
+    }
+
+
+def test_several_devices_are_filled_in_order_and_the_last_has_the_rest() -> None:
+    three = ("00:06.0-1", "00:06.0-0", "00:06.0-2")
+    for mib, parts in ((20, (20, 0, 0)), (60, (50, 10, 0)), (400, (50, 100, 250))):
+        used = use_by_device({A: {1: mib}}, {1: three}, BUDGETS)
+        assert used == {name: DeviceUse(part, 1) for name, part in zip(three, parts)}
+
+
+def test_processes_with_the_same_devices_fill_them_together() -> None:
+    two = ("00:06.0-0", "00:06.0-1")
+    used = use_by_device({A: {1: 80, 2: 60, 3: 5}}, {1: two, 2: two, 3: two[1:]}, BUDGETS)
+    assert used == {"00:06.0-0": DeviceUse(100, 2), "00:06.0-1": DeviceUse(45, 3)}
+
+
+def test_a_device_that_does_not_exist_is_passed_over() -> None:
+    used = use_by_device({A: {1: 400}}, {1: ("00:06.0-9", "00:06.0-0")}, BUDGETS)
+    assert used == {"00:06.0-0": DeviceUse(400, 1)}
+
+
+def test_memory_counts_for_the_gpu_that_it_is_on() -> None:
+    gpus = [Gpu("0000:00:06.0", uuid="GPU-a"), Gpu("0000:00:07.0", uuid="GPU-b"), Gpu("0000:00:08.0")]
+    processes: Processes = {"GPU-a": {1: 100, 2: 50, 3: None, 4: 7}, "GPU-b": {1: 30}}
+    assert use_by_gpu(processes, gpus) == {"00:06.0": 157, "00:07.0": 30, "00:08.0": 0}
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("is_named", [True, False])
+def test_the_hour_and_the_metric_agree_on_a_job_with_several_devices(start: Start, is_named: bool) -> None:
+    """Named by its environment, or by its lease alone; another process that uses the GPU is no job."""
+    names, parts = ["00:00.0-2", "00:00.0-0", "00:00.0-1"], [300, 300, 100]
+    started = start(",".join(names) if is_named else "")
+    (pid,) = started
+    leased = lease("a", device(0, 2), device(0, 0), device(0, 1))._replace(holder=HOLDER._replace(pid=pid))
+    plan = SimpleNamespace(devices=[device(0, slot) for slot in range(4)])
+    snapshot = SimpleNamespace(plan=plan, inventory=SimpleNamespace(gpus=[Gpu("0000:00:00.0", uuid="GPU-0")]))
+    supervisor: Any = SimpleNamespace(jobs=SimpleNamespace(started=started), snapshot=lambda: snapshot)
+    processes: Processes = {"GPU-0": {pid: 700, os.getpid(): 1000}}
+    devices, usage = ProcessDevices(supervisor, Ledger([leased])), UsageHistory()
+    UsageSampler(supervisor, devices, usage).record(processes, 6000)
+    known = devices.known()
+    seen = Observation(6000.0, (), processes, {"GPU-0": {pid}}, devices.of(started, known))
+    metric = {name: used.mib for name, used in use_of(seen, known.budgets).devices.items()}
+    assert metric == dict(zip(names, parts))
+    hour = {address: series[-1] for address, series in told(usage, 6000).items()}
+    assert hour == {**metric, "00:00.0": 700}
+
 
 #: Some minutes after the boot, and what that is in s since 1970.
 BOOT_S = 1_788_000_000.0
@@ -27,7 +217,7 @@ def test_of_each_minute_the_most_is_kept() -> None:
     assert told(usage, 6070)[GPU][-3:] == [None, 300, 5]
 
 
-def test_a_minute_in_which_nobody_looked_is_told_from_one_in_which_nothing_was_used() -> None:
+def test_a_minute_without_a_poll_is_not_one_in_which_nothing_was_used() -> None:
     usage = UsageHistory()
     usage.record(6000, {GPU: 7})
     usage.record(6060, {})
