@@ -7,7 +7,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from unit.doctor.scene import Scene
+from integration.doctor_host import Scene
 
 
 @pytest.fixture

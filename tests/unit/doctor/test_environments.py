@@ -3,188 +3,205 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
+from yunion_mps.doctor.environment import of_command, of_process
+from yunion_mps.doctor.host import Finding, Host, Once
+from yunion_mps.planning import client_environment
 
-from unit.doctor.healthy import STRANGER, look
-from unit.doctor.scene import SLEEP, Scene
+from unit.doctor.hosts import host_of, one, the
+from unit.http.server_host import ServerHost
+from unit.http.snapshots import P40, reference
 
+pytestmark = pytest.mark.processes
 
-def test_a_process_with_a_devices_environment_is_content(ready: Scene) -> None:
-    process = ready.process(SLEEP, **ready.device(1))
-    assert look(ready.host, "--pid", str(process.pid)).bad() == {}
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root may make namespaces")
 
-
-def test_a_process_with_a_misspelt_variable_is_found_that_and_what_follows(ready: Scene) -> None:
-    given = ready.device(1)
-    given["CUDA_MPS_PIPE_DIR"] = given.pop("CUDA_MPS_PIPE_DIRECTORY")
-    process = ready.process(SLEEP, **given)
-    seen = look(ready.host, "--pid", str(process.pid))
-    first, second = seen.checks["environment"]
-    assert first["what"] == "no program reads CUDA_MPS_PIPE_DIR; CUDA_MPS_PIPE_DIRECTORY was likely meant"
-    assert second["what"].startswith("CUDA_MPS_PIPE_DIRECTORY is not set: it looks in ")
-    assert seen.code == 2
+#: A process that says that it runs, and then waits.
+SLEEP = [sys.executable, "-IS", "-c", "import time; print('ready', flush=True); time.sleep(600)"]
 
 
-def told(scene: Scene, how: str, given: dict[str, str]) -> list[str]:
-    """What the doctor says of a process that runs with these variables, or of a command that would."""
-    if how == "process":
-        words = ["--pid", str(scene.process(SLEEP, **given).pid)]
-        seen = look(scene.host, *words)
-    else:
-        seen = look(
-            scene.host, command=("env", *(f"{name}={value}" for name, value in given.items()), "true")
+class Scene(NamedTuple):
+    """A host whose daemon serves the reference case, and the environment of the device in slot 1."""
+
+    host: Host
+    given: dict[str, str]
+    pipe: Path
+
+    def of_command(self, *words: str, own: Mapping[str, str] | None = None) -> list[Finding]:
+        path = {"PATH": os.environ["PATH"]}
+        return list(of_command(self.host, {**path, **(self.given if own is None else own)}, words))
+
+    def bad_command(self, *words: str, own: Mapping[str, str] | None = None) -> list[str]:
+        """What is not well with the command."""
+        return [finding.what for finding in self.of_command(*words, own=own) if finding.level != "ok"]
+
+
+@pytest.fixture
+def scene() -> Iterator[Scene]:
+    with ServerHost(reference()) as server:
+        (domain,), plan = server.snapshot.domains, server.snapshot.plan
+        pipe = Path(server.paths.under("/mps/pipe"))
+        pipe.mkdir(parents=True)
+        there = domain.plan._replace(pipe_directory=str(pipe))
+        server.snapshot = server.snapshot._replace(
+            domains=(domain._replace(plan=there),), plan=plan._replace(domains=(there,))
         )
-    return [one["what"] for one in seen.checks["environment"] if one["level"] != "ok"]
+        host = host_of(Path(server.paths.root), P40, snapshot=server.snapshot)
+        yield Scene(host, client_environment([plan.devices[1]], there), pipe)
 
 
-@pytest.mark.parametrize("how", ["process", "command"])
-def test_gpus_by_number_without_the_order_of_pci_addresses_are_found(ready: Scene, how: str) -> None:
-    given = {**ready.device(1), "CUDA_VISIBLE_DEVICES": "0"}
-    by_number = (
-        "CUDA_VISIBLE_DEVICES is '0': with MPS, numbers count the control daemon's GPUs, not nvidia-smi's"
-    )
-    assert told(ready, how, given)[0] == by_number
-    assert not any("fastest" in what for what in told(ready, how, given))
-    for order in ("FASTEST_FIRST", None):
-        given.pop("CUDA_DEVICE_ORDER")
-        given.update({"CUDA_DEVICE_ORDER": order} if order else {})
-        counts = "CUDA counts the fastest GPU first, nvidia-smi by PCI address"
-        assert f"CUDA_DEVICE_ORDER is {order or 'not set'}: {counts}" in told(ready, how, given)
+@contextmanager
+def job(environment: Mapping[str, str], words: Sequence[str] = SLEEP) -> Iterator[int]:
+    """The PID of a process with this environment that has printed its first line."""
+    env = {"PATH": os.environ["PATH"], **environment}
+    with subprocess.Popen(words, env=env, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ready\n"
+            yield process.pid
+        finally:
+            process.kill()
 
 
-@pytest.mark.parametrize("how", ["process", "command"])
-@pytest.mark.parametrize(
-    ("wrong", "meant"),
-    [
-        ("CUDA_MPS_PIPE_DIR", "CUDA_MPS_PIPE_DIRECTORY"),
-        ("CUDA_VISIBLE_DEVICE", "CUDA_VISIBLE_DEVICES"),
-        ("CUDA_MPS_PINNED_DEVICE_MEMORY_LIMIT", "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"),
-    ],
-)
-def test_a_misspelt_variable_is_found_of_a_process_and_of_a_command(
-    ready: Scene, how: str, wrong: str, meant: str
-) -> None:
-    given = ready.device(1)
-    given[wrong] = given[meant]
-    assert told(ready, how, given) == [f"no program reads {wrong}; {meant} was likely meant"]
+def of_job(scene: Scene, words: Sequence[str] = SLEEP) -> list[Finding]:
+    """What is found of a process with the environment that the scene gives."""
+    with job(scene.given, words) as pid:
+        return list(of_process(scene.host, pid))
 
 
-def test_an_environment_of_another_device_than_it_says_is_found(ready: Scene) -> None:
-    given = {**ready.device(1), "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "5"}
-    process = ready.process(SLEEP, **given)
-    found = look(ready.host, "--pid", str(process.pid)).one("environment", "warning")
-    assert found["hint"] == "that device needs CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=25"
+# -- processes
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root may make namespaces")
-def test_a_process_that_shares_no_memory_with_the_server_is_found(ready: Scene) -> None:
-    # The host's root lies in /dev/shm, and is kept visible as a container's -v would.
-    steps = (
-        "mount -t tmpfs t /mnt && mkdir /mnt/kept && mount --bind $0 /mnt/kept && mount -t tmpfs t /dev/shm "
-        "&& mkdir -p $0 && mount --bind /mnt/kept $0 && echo ready && exec sleep 600"
-    )
-    words = ["unshare", "--mount", "sh", "-c", steps, str(ready.host.root)]
-    process = ready.process(words, **ready.device(1))
-    found = look(ready.host, "--pid", str(process.pid)).one("environment", "problem")
-    assert "has a /dev/shm of its own" in found["what"]
+def test_a_process_with_a_devices_environment_has_what_it_needs(scene: Scene) -> None:
+    assert the(of_job(scene), "ok").what.endswith(" has what a client of ours needs")
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root may make namespaces")
-def test_a_process_that_does_not_see_the_pipe_directory_is_found(ready: Scene) -> None:
-    hide = f"mount -t tmpfs t {ready.host.root}/tmp && echo ready && exec sleep 600"
-    process = ready.process(["unshare", "--mount", "sh", "-c", hide], **ready.device(1))
-    found = look(ready.host, "--pid", str(process.pid)).one("environment", "problem")
-    assert f"does not see the host's {ready.pipe}: a container, or PrivateTmp=yes" in found["what"]
+def test_a_misspelt_variable_is_found_with_what_follows_from_it(scene: Scene) -> None:
+    scene.given["CUDA_MPS_PIPE_DIR"] = scene.given.pop("CUDA_MPS_PIPE_DIRECTORY")
+    first, second = of_job(scene)
+    assert first.what == "no program reads CUDA_MPS_PIPE_DIR; CUDA_MPS_PIPE_DIRECTORY was likely meant"
+    assert second.what.startswith("CUDA_MPS_PIPE_DIRECTORY is not set: it looks in ")
+    assert (first.level, second.level) == ("problem", "problem")
 
 
-def test_a_process_with_a_library_of_another_driver_is_found(ready: Scene) -> None:
-    library = ready.host.root / "compat/libcuda.so.470.10.01"
-    library.parent.mkdir()
+def test_an_environment_of_another_device_than_it_says_is_found(scene: Scene) -> None:
+    scene.given["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] = "5"
+    assert the(of_job(scene), "warning").hint == "that device needs CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=25"
+
+
+@needs_root
+def test_a_process_that_shares_no_memory_with_the_server_is_found(scene: Scene) -> None:
+    steps = "mount -t tmpfs t /dev/shm && echo ready && exec sleep 600"
+    found = of_job(scene, ["unshare", "--mount", "sh", "-c", steps])
+    assert "has a /dev/shm of its own" in the(found, "problem").what
+
+
+@needs_root
+def test_a_process_that_does_not_see_the_pipe_directory_is_found(scene: Scene) -> None:
+    hide = f"mount -t tmpfs t {scene.pipe.parent} && echo ready && exec sleep 600"
+    found = of_job(scene, ["unshare", "--mount", "sh", "-c", hide])
+    what = f"does not see the host's {scene.pipe}: a container, or PrivateTmp=yes"
+    assert what in the(found, "problem").what
+
+
+def test_a_process_with_a_library_of_another_driver_is_found(scene: Scene, tmp_path: Path) -> None:
+    library = tmp_path / "libcuda.so.470.10.01"
     library.write_bytes(b"x")
     mapping = f"import mmap; f = open({str(library)!r}); m = mmap.mmap(f.fileno(), 0, prot=mmap.PROT_READ)"
-    process = ready.process([*SLEEP[:-1], f"{mapping}; {SLEEP[-1]}"], **ready.device(1))
-    found = look(ready.host, "--pid", str(process.pid)).one("environment", "warning")
-    assert f"has loaded {library}, and the driver is" in found["what"]
+    found = of_job(scene, [*SLEEP[:-1], f"{mapping}; {SLEEP[-1]}"])
+    assert f"has loaded {library}, and the driver is 535.261.03" in the(found, "warning").what
 
 
-def test_env_may_forget_and_unset_variables(ready: Scene) -> None:
-    given = [f"{name}={value}" for name, value in ready.device(2).items()]
-    wrong = {**ready.host.env, "CUDA_VISIBLE_DEVICE": "0", "CUDA_MPS_PIPE_DIR": "/x"}
-    path = f"PATH={ready.host.env['PATH']}"
-    for options in (("-i", path), ("-u", "CUDA_VISIBLE_DEVICE", "--unset", "CUDA_MPS_PIPE_DIR", "-C", "/")):
-        assert look(ready.host, command=("env", *options, *given, "true"), env=wrong).bad() == {}
-    assert len(look(ready.host, command=("env", *given, "true"), env=wrong).checks["environment"]) == 2
-    (found,) = look(ready.host, command=("env", "A=1")).checks["environment"]
-    assert found["what"] == "there is no command behind the variables"
+def test_a_process_that_is_not_there_is_found(scene: Scene) -> None:
+    assert "no process 4194304" in the(of_process(scene.host, 4194304), "problem").what
 
 
-def test_a_process_that_is_not_there_is_found(ready: Scene) -> None:
-    assert "no process 4194304" in look(ready.host, "--pid", "4194304").one("environment", "problem")["what"]
+def test_a_program_that_uses_a_gpu_past_mps_is_named(scene: Scene) -> None:
+    outside = {**scene.given, "CUDA_MPS_PIPE_DIRECTORY": "/nowhere"}
+    with job(scene.given) as inside, job(outside) as wild:
+        scene.host.users = Once(lambda: {str(P40.uuid): {inside: 100, wild: 100}})
+        found = one(scene.host, "past MPS", "warning")
+    assert found.what.startswith(f"PID {wild} (python")
+    assert "uses GPU 00:06.0 past our MPS (it looks in /nowhere): it has no limits" in found.what
+    scene.host.users = Once(dict)
+    assert one(scene.host, "past MPS", "ok").what == "no program does"
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be other users")
-def test_a_process_of_another_user_is_roots_to_look_at(ready: Scene) -> None:
-    seen = look(ready.host, "--pid", "1", user=STRANGER, group=STRANGER, extra_groups=[])
-    assert "you may not look at PID 1" in seen.one("environment", "skipped")["what"]
+# -- commands
 
 
-def test_a_command_is_judged_with_the_variables_before_it_and_not_run(ready: Scene, tmp_path: Path) -> None:
+def test_a_command_has_the_variables_before_it_and_is_not_run(scene: Scene, tmp_path: Path) -> None:
     mark = tmp_path / "ran"
-    given = [f"{name}={value}" for name, value in ready.device(2).items()]
-    assert look(ready.host, command=("env", *given, "touch", str(mark))).bad() == {}
-    assert look(ready.host, command=(*given, "touch", str(mark))).bad() == {}
+    given = [f"{name}={value}" for name, value in scene.given.items()]
+    assert scene.bad_command("env", *given, "touch", str(mark), own={}) == []
+    assert scene.bad_command(*given, "touch", str(mark), own={}) == []
     assert not mark.exists()
-    wrong = ("env", "-u", "CUDA_VISIBLE_DEVICES", *given[:-1], "CUDA_VISIBLE_DEVICES=1", "true")
-    (found, *_) = look(ready.host, command=wrong).checks["environment"]
-    assert found["what"].startswith(
-        "CUDA_VISIBLE_DEVICES is '1': with MPS, numbers count the control daemon's"
-    )
+    wrong = scene.bad_command("env", "-u", "CUDA_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES=1", "true")
+    assert wrong[0].startswith("CUDA_VISIBLE_DEVICES is '1': its control daemon has no GPU '1'")
 
 
-def test_a_job_script_is_read_for_what_it_exports(ready: Scene, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["-i", f"PATH={os.environ['PATH']}"],
+        ["-u", "CUDA_VISIBLE_DEVICE", "--unset", "CUDA_MPS_PIPE_DIR", "-C", "/"],
+    ],
+    ids=lambda options: options[0],
+)
+def test_env_may_forget_and_unset_variables(scene: Scene, options: list[str]) -> None:
+    wrong = {"CUDA_VISIBLE_DEVICE": "0", "CUDA_MPS_PIPE_DIR": "/x"}
+    given = [f"{name}={value}" for name, value in scene.given.items()]
+    assert len(scene.bad_command("true", own={**wrong, **scene.given})) == 2
+    assert scene.bad_command("env", *options, *given, "true", own=wrong) == []
+
+
+def test_a_command_that_is_not_there_is_found(scene: Scene) -> None:
+    assert scene.bad_command("pyhton3", "x") == ["pyhton3 was not found"]
+    assert scene.bad_command("env", "A=1") == ["there is no command behind the variables"]
+
+
+def test_a_job_script_is_read_for_what_it_exports(scene: Scene, tmp_path: Path) -> None:
     script = tmp_path / "job.sh"
     script.write_text('#!/bin/sh\nexport CUDA_MPS_PIPE_DIRECTROY="/mps"  # ours\npython3 train.py\n')
     script.chmod(0o755)
-    for command in ((str(script),), ("bash", str(script))):
-        seen = look(ready.host, command=command, env={**ready.host.env, **ready.device(0)})
-        assert "no program reads CUDA_MPS_PIPE_DIRECTROY" in seen.one("environment", "problem")["what"]
+    for command in ([str(script)], ["bash", str(script)]):
+        (what,) = scene.bad_command(*command)
+        assert what.startswith("no program reads CUDA_MPS_PIPE_DIRECTROY")
 
 
-def test_a_command_that_is_given_a_device_by_run_needs_no_variables(ready: Scene, tmp_path: Path) -> None:
+def test_a_command_that_is_given_a_device_by_run_needs_no_variables(scene: Scene, tmp_path: Path) -> None:
+    program = tmp_path / "yunion-mps"
+    program.touch(0o755)
+    own = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     by_run = ("yunion-mps", "run", "--wait", "--", "bash")
-    assert look(ready.host, command=(*by_run, "-c", "true")).bad() == {}
+    assert scene.bad_command(*by_run, "-c", "true", own=own) == []
     script = tmp_path / "job.sh"
     script.write_text("#!/bin/sh\nexport CUDA_VISIBLE_DEVICE=0\n")
-    seen = look(ready.host, command=(*by_run, str(script)))
-    assert "no program reads CUDA_VISIBLE_DEVICE" in seen.one("environment", "problem")["what"]
+    (what,) = scene.bad_command(*by_run, str(script), own=own)
+    assert what.startswith("no program reads CUDA_VISIBLE_DEVICE;")
 
 
-def test_what_is_no_file_among_a_command_s_words_is_not_waited_for(ready: Scene, tmp_path: Path) -> None:
-    pipe = tmp_path / "pipe"
-    os.mkfifo(pipe)
-    given = {**ready.host.env, **ready.device(0)}
-    assert look(ready.host, command=("cat", str(pipe), "/dev/zero"), env=given).bad() == {}
+def test_what_is_no_file_among_a_commands_words_is_not_waited_for(scene: Scene, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    assert scene.bad_command("cat", str(tmp_path / "pipe"), "/dev/zero") == []
 
 
-def test_a_command_that_is_not_there_is_found(ready: Scene) -> None:
-    assert (
-        look(ready.host, command=("pyhton3", "x")).one("environment", "problem")["what"]
-        == "pyhton3 was not found"
-    )
-
-
-def test_a_container_is_looked_at_by_what_it_is_given(ready: Scene) -> None:
-    docker = ready.host.root / "bin/docker"
-    docker.write_text("#!/bin/sh\n")
-    docker.chmod(0o755)
-    given = [word for name, value in ready.device(0).items() for word in ("-e", f"{name}={value}")]
-    place = f"{ready.pipe}:{ready.pipe}"
-    good = ("docker", "run", "--ipc=host", "-v", place, *given, "image", "python3")
-    assert look(ready.host, command=good).bad() == {}
-    bad = look(ready.host, command=("docker", "run", "image", "python3"))
-    assert [one["what"].split(":")[0] for one in bad.checks["environment"]] == [
+def test_a_container_is_looked_at_by_what_it_is_given(scene: Scene, tmp_path: Path) -> None:
+    (tmp_path / "docker").touch(0o755)
+    own = {"PATH": str(tmp_path)}
+    given = [word for name, value in scene.given.items() for word in ("-e", f"{name}={value}")]
+    good = ["docker", "run", "--ipc=host", "-v", f"{scene.pipe}:{scene.pipe}", *given, "image", "python3"]
+    assert scene.bad_command(*good, own=own) == []
+    device = scene.of_command("docker", "run", "--device", "yunion.io/mps=00:06.0-1", "image", own=own)
+    assert the(device, "ok").what == "docker gives its container all of 00:06.0-1, or does not start it"
+    assert [what.split(":")[0] for what in scene.bad_command("docker", "run", "image", own=own)] == [
         "the container has a /dev/shm of its own, so it cannot share memory with an MPS server",
         "CUDA_MPS_PIPE_DIRECTORY is not set",
     ]

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 from yunion_mps.doctor.host import Check, Finding, Findings, Host, Once, ok, problem, skipped, warning
-from yunion_mps.doctor.report import Report, run
+from yunion_mps.doctor.report import OF_THE_HOST, Report, checks, run
 from yunion_mps.errors import HostError
 from yunion_mps.paths import Paths
+
+from simhost.environment import CHECKOUT
 
 
 @pytest.fixture
@@ -86,7 +88,7 @@ def test_the_worst_comes_first(host: Host) -> None:
     assert found.counts == {"problem": 1, "warning": 1, "unknown": 1, "skipped": 1, "ok": 1}
 
 
-def test_what_was_found_out_once_is_not_looked_for_again_nor_is_what_failed() -> None:
+def test_what_was_found_out_or_failed_once_is_not_looked_for_again() -> None:
     calls = []
 
     def work() -> int:
@@ -100,3 +102,14 @@ def test_what_was_found_out_once_is_not_looked_for_again_nor_is_what_failed() ->
     assert calls == [1]
     good = Once(lambda: calls.append(2))
     assert (good(), good(), calls) == (None, None, [1, 2])
+
+
+def test_every_check_has_its_own_name_and_a_row_in_the_documentation() -> None:
+    every = checks({}, 1, ("true",), selftest_too=True)
+    names = {check.name for check in every}
+    assert len(OF_THE_HOST) == len({check.name for check in OF_THE_HOST})
+    page = (CHECKOUT / "docs/doctor.md").read_text()
+    rows = [line.split(" | ")[0][2:] for line in page.splitlines() if line[:2] == "| "]
+    listed = rows[rows.index("check") + 1 :]
+    assert set(listed) == names
+    assert listed[: len(OF_THE_HOST)] == [check.name for check in OF_THE_HOST]

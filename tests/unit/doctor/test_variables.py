@@ -1,9 +1,10 @@
-"""What the variables of a program's environment mean for MPS."""
+"""What the variables of a program's environment mean for MPS, and what `docker run` gives a container."""
 
 from __future__ import annotations
 
 import pytest
-from yunion_mps.doctor.variables import misspelt, no_place, values
+from yunion_mps.doctor import variables
+from yunion_mps.doctor.variables import device_in, misspelt, no_place, shared, values, variables_in
 from yunion_mps.models import DomainPlan, PlannedGpu
 
 FIRST, SECOND = "GPU-9d6bc93d-9a42-5da4-88b7-18e41339b01f", "GPU-814e0011-bb75-5e86-b480-bf6d776eb621"
@@ -90,8 +91,9 @@ def test_a_value_that_does_something_else_than_was_meant_is_found(
     assert found[0].hint
 
 
-def test_numbers_without_the_order_of_pci_addresses_are_found() -> None:
-    given = {"CUDA_VISIBLE_DEVICES": "1", "CUDA_MPS_PIPE_DIRECTORY": "/run/mps"}
+@pytest.mark.parametrize("order", [{}, {"CUDA_DEVICE_ORDER": "FASTEST_FIRST"}])
+def test_numbers_without_the_order_of_pci_addresses_are_found(order: dict[str, str]) -> None:
+    given = {"CUDA_VISIBLE_DEVICES": "1", "CUDA_MPS_PIPE_DIRECTORY": "/run/mps", **order}
     assert any("CUDA counts the fastest GPU first" in one.what for one in values(given, TWO))
     assert not any("fastest" in one.what for one in values(given, ONE))
 
@@ -108,3 +110,53 @@ def test_a_missing_pipe_directory_is_found_with_what_follows_from_it() -> None:
     assert "yunion-mps run -- COMMAND" in found.hint
     other = no_place({"CUDA_MPS_PIPE_DIRECTORY": "/mps"}, "/tmp/nvidia-mps", ["/run/mps"])
     assert "CUDA_MPS_PIPE_DIRECTORY is /mps" in other.what
+
+
+# -- containers
+
+
+@pytest.mark.parametrize(
+    ("command", "starts"),
+    [
+        ("/bin/docker run x", True),
+        ("podman --log-level info run x", True),
+        ("docker ps", False),
+        ("run", False),
+    ],
+)
+def test_what_starts_a_container_is_known(command: str, starts: bool) -> None:
+    assert variables.starts_container(command.split()) is starts
+
+
+def test_a_container_gets_only_the_variables_that_are_given_to_it() -> None:
+    command = "docker run -e A=1 --env B=2 --env=C=3 -eD=4 -e E -e NOT image"
+    wanted = {"A": "1", "B": "2", "C": "3", "D": "4", "E": "5"}
+    assert variables_in(command.split(), {"E": "5", "F": "6"}) == wanted
+
+
+@pytest.mark.parametrize(
+    "mount", ["-v /host:/mps", "--volume=/host/:/mps/:ro", "--mount type=bind,source=/host,target=/mps"]
+)
+def test_its_pipe_directory_is_the_one_of_the_host_that_is_mounted_there(mount: str) -> None:
+    command = f"docker run --ipc=host {mount} -e CUDA_MPS_PIPE_DIRECTORY=/mps/pipe image".split()
+    assert variables_in(command, {})["CUDA_MPS_PIPE_DIRECTORY"] == "/host/pipe"
+    assert shared(command) == []
+
+
+def test_a_pipe_directory_that_is_not_mounted_is_found() -> None:
+    command = "docker run --ipc host -v /data:/data -e CUDA_MPS_PIPE_DIRECTORY=/mps image"
+    (found,) = shared(command.split())
+    assert (found.what, found.hint) == ("the container does not see /mps", "add -v /mps:/mps")
+
+
+@pytest.mark.parametrize("sharing", ["--ipc=host", "--ipc host", "-v /dev/shm:/dev/shm"])
+def test_a_container_must_share_the_hosts_memory(sharing: str) -> None:
+    (found,) = shared(["docker", "run", "image"])
+    assert "/dev/shm of its own" in found.what
+    assert shared(f"docker run {sharing} image".split()) == []
+
+
+@pytest.mark.parametrize("option", ["--device yunion.io/mps=00:06.0-1", "--device=yunion.io/mps=00:06.0-1"])
+def test_a_device_by_cdi_is_known_for_it_brings_all_that_is_needed(option: str) -> None:
+    assert device_in(f"podman run --device /dev/null {option} image".split()) == "00:06.0-1"
+    assert device_in(["podman", "run", "--device", "/dev/null", "--device", "nvidia.com/gpu=0", "i"]) == ""

@@ -8,31 +8,17 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
+from contextlib import ExitStack
 
 import pytest
 from yunion_mps.host.proc import command_of
 
-from integration.daemon_host import Daemon, eventually
-from simhost import SimHost
+from integration.daemon_host import eventually
+from integration.doctor_host import STRANGER, Scene
 from simhost.compiled import libcuda
-from simhost.mps import StandIns
-from unit.doctor.healthy import STRANGER, described, finish, look
 
 BEGIN = "__attribute__((constructor)) static void begin(void)"
 GPU = "GPU-76aef7ff-372d-2432-b4b4-beca4d8d3400"
-
-
-class Scene:
-    """A host with its daemon, whose programs find the stand-in of libcuda."""
-
-    def __init__(self, host: SimHost, stand_ins: StandIns, daemon: Daemon) -> None:
-        self.host = host
-        self.stand_ins = stand_ins
-        self.daemon = daemon
-
-    def tested(self, level: str, **environment: str) -> dict[str, str]:
-        return look(self.host, "--selftest", env={**self.host.env, **environment}).one("selftest", level)
 
 
 def replaced(scene: Scene, text: str) -> None:
@@ -46,22 +32,24 @@ def replaced(scene: Scene, text: str) -> None:
 
 
 @pytest.fixture
-def scene() -> Iterator[Scene]:
-    described_host = described({"kind": "t4", "uuid": GPU})
-    with SimHost.create(described_host) as host, StandIns(host) as stand_ins, Daemon(host) as daemon:
-        finish(host)
-        (host.root / "lib/libcuda.so.1").unlink()
-        shutil.copy(libcuda(), host.root / "lib/libcuda.so.1")
-        daemon.start().wait_ready()
-        yield Scene(host, stand_ins, daemon)
+def scene(stack: ExitStack) -> Scene:
+    """A host with its daemon, whose programs find the stand-in of libcuda."""
+    scene = Scene(stack, {"kind": "t4", "uuid": GPU})
+    (scene.host.root / "lib/libcuda.so.1").unlink()
+    shutil.copy(libcuda(), scene.host.root / "lib/libcuda.so.1")
+    return scene.start()
+
+
+def selftest_of(scene: Scene, level: str) -> dict[str, str]:
+    return scene.look("--selftest").one("selftest", level)
 
 
 def test_a_device_that_gives_its_budget_is_ok(scene: Scene) -> None:
-    told = scene.tested("ok")["what"]
+    told = selftest_of(scene, "ok")["what"]
     assert told == (
         "00:06.0-0 (Stand-in GPU 0): 3840 MiB of memory for a budget of 3840, 4 of 16 SMs for 25 %"
     )
-    assert look(scene.host, "--selftest").bad() == {}
+    assert scene.look("--selftest").bad() == {}
 
 
 def test_a_device_that_gives_more_than_its_budget_is_a_problem(scene: Scene) -> None:
@@ -69,14 +57,14 @@ def test_a_device_that_gives_more_than_its_budget_is_a_problem(scene: Scene) -> 
     names = ("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT", "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE")
     forget = " ".join(f'unsetenv("{name}");' for name in names)
     replaced(scene, f"#include <stdlib.h>\n{BEGIN} {{ {forget} }}\n")
-    told = scene.tested("problem")["what"]
+    told = selftest_of(scene, "problem")["what"]
     assert "16384 MiB of memory for a budget of 3840" in told
     assert told.endswith("more than the budget was given")
 
 
 def test_a_client_that_mps_does_not_serve_is_a_problem(scene: Scene) -> None:
     scene.stand_ins.behave("failing")
-    told = scene.tested("problem")
+    told = selftest_of(scene, "problem")
     assert told["what"] == (
         "00:06.0-0: its MPS server was not reached (cuInit: CUDA_ERROR_MPS_CONNECTION_FAILED)"
     )
@@ -88,12 +76,12 @@ def test_a_program_that_the_driver_does_not_compile_is_a_problem(scene: Scene) -
     text = library.read_bytes()
     library.unlink()  # a process may have it mapped
     library.write_bytes(text.replace(b".entry work", b".entry none"))
-    assert "cuModuleLoadData: CUDA_ERROR_INVALID_VALUE" in scene.tested("problem")["what"]
+    assert "cuModuleLoadData: CUDA_ERROR_INVALID_VALUE" in selftest_of(scene, "problem")["what"]
 
 
 def test_a_driver_that_hangs_is_found_in_time_and_leaves_no_process(scene: Scene) -> None:
     replaced(scene, f"#include <unistd.h>\n{BEGIN} {{ for (;;) pause(); }}\n")
-    seen = look(scene.host, "--selftest", "--timeout", "1")
+    seen = scene.look("--selftest", "--timeout", "1")
     assert seen.one("selftest", "problem")["what"] == "00:06.0-0: a CUDA program was not served within 6 s"
     left = [pid for pid in os.listdir("/proc") if pid.isdigit() and "cuda_client" in command_of(int(pid))]
     assert left == []
@@ -101,25 +89,25 @@ def test_a_driver_that_hangs_is_found_in_time_and_leaves_no_process(scene: Scene
 
 def test_a_program_that_dies_is_a_problem(scene: Scene) -> None:
     replaced(scene, f"#include <stdlib.h>\n{BEGIN} {{ abort(); }}\n")
-    assert "it ended without output" in scene.tested("problem")["what"]
+    assert "it ended without output" in selftest_of(scene, "problem")["what"]
 
 
 def test_without_libcuda_or_a_gpu_it_is_skipped(scene: Scene) -> None:
     library = scene.host.root / "lib/libcuda.so.1"
     library.unlink()
-    assert "there is no CUDA driver library (dlopen: libcuda.so.1" in scene.tested("skipped")["what"]
+    assert "there is no CUDA driver library (dlopen: libcuda.so.1" in selftest_of(scene, "skipped")["what"]
 
 
 def test_without_the_daemon_it_is_skipped(scene: Scene) -> None:
     scene.daemon.stop()
-    assert "the daemon is not running" in scene.tested("skipped")["what"]
+    assert "the daemon is not running" in selftest_of(scene, "skipped")["what"]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be other users")
 def test_it_does_not_get_in_the_way_of_another_users_jobs(scene: Scene) -> None:
     client = scene.stand_ins.client(scene.daemon.pipe_directory, STRANGER)
     assert [client.says(), client.says()] == ["asking", "attached"]
-    told = scene.tested("skipped")
+    told = selftest_of(scene, "skipped")
     assert told["what"] == "00:06.0-0 was not tried: a client of yours would make new jobs of nobody wait"
     servers = scene.stand_ins.servers()
     client.end()
@@ -127,6 +115,6 @@ def test_it_does_not_get_in_the_way_of_another_users_jobs(scene: Scene) -> None:
 
 
 def test_no_client_is_left(scene: Scene) -> None:
-    scene.tested("ok")
+    selftest_of(scene, "ok")
     clients = eventually(lambda: [scene.daemon.get("/v1/clients")[1]["clients"]], "the list")
     assert clients == [[]]

@@ -1,0 +1,68 @@
+"""Hosts for the doctor's checks: a tree of files, and what the driver and the daemon would say of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from yunion_mps.doctor.host import Finding, Host, Once
+from yunion_mps.doctor.report import OF_THE_HOST, findings_of
+from yunion_mps.errors import DriverError, UnreachableError
+from yunion_mps.models import Gpu, Snapshot
+from yunion_mps.paths import Paths
+from yunion_mps.service.queries import Queries
+
+from unit import builders
+
+DRIVER = "535.261.03"
+CHECKS = {check.name: check for check in OF_THE_HOST}
+
+
+def _no_driver() -> Any:
+    raise DriverError("no NVIDIA driver", "install it")
+
+
+def _no_daemon() -> Any:
+    raise UnreachableError("the daemon is not running", "start it")
+
+
+def host_of(root: Path, *gpus: Gpu, snapshot: Snapshot | None = None, **keys: str) -> Host:
+    """A host with these keys in host.conf; its daemon, if it runs, is at this snapshot.
+
+    Without GPUs there is no driver, and of the one domain in host.conf only the directories are known.
+    """
+    write(root / "etc/machine-id", f"{builders.MACHINE_ID}\n")
+    keys = {"enable_cuda_mps": "true", **keys}
+    write(root / "etc/yunion/host.conf", "".join(f"{name}: {value}\n" for name, value in keys.items()))
+    host = Host(Paths(str(root)), 30)
+    host.inventory = Once(lambda: builders.inventory(*gpus, driver=DRIVER) if gpus else _no_driver())
+    host.status = Once(Queries(lambda: snapshot, time.time(), 4200).status if snapshot else _no_daemon)
+    host.users = Once(dict)
+    return host
+
+
+def write(file: Path, text: str = "") -> Path:
+    """The file, with its directories."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text)
+    return file
+
+
+def found(host: Host, check: str) -> list[Finding]:
+    """What the check of this name finds."""
+    return findings_of(CHECKS[check], host)
+
+
+def one(host: Host, check: str, level: str) -> Finding:
+    """The one finding of a check; see `the`."""
+    return the(found(host, check), level)
+
+
+def the(findings: Iterable[Finding], level: str) -> Finding:
+    """The one finding, which has this level and, if it is bad, a hint."""
+    (finding,) = findings
+    assert finding.level == level, finding
+    assert level in ("ok", "skipped") or finding.hint, finding
+    return finding

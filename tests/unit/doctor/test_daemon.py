@@ -1,0 +1,85 @@
+"""What the daemon says of itself and its domains, and the two files that it reads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from yunion_mps.doctor.host import Host
+from yunion_mps.doctor.report import OF_THE_HOST, run
+
+from unit.doctor.hosts import host_of, one, write
+from unit.http.snapshots import P40, disabled, reference, snapshot
+
+WAITS = "other limits take effect when its MPS server (PID 4250) has ended"
+
+
+def with_domain(root: Path, **changed: Any) -> Host:
+    """A host whose one domain is changed like this."""
+    taken = reference()
+    return host_of(root, P40, snapshot=taken._replace(domains=(taken.domains[0]._replace(**changed),)))
+
+
+def test_a_daemon_that_serves_is_ok(tmp_path: Path) -> None:
+    served = host_of(tmp_path, P40, snapshot=reference())
+    assert one(served, "daemon", "ok").what == "it serves, 4 of 4 devices are available"
+
+
+@pytest.mark.parametrize(
+    ("changed", "level", "what"),
+    [
+        ({"state": "backoff", "reason": "it ended"}, "problem", "domain host is backoff: it ended"),
+        ({"pending": WAITS}, "warning", f"domain host: {WAITS}"),
+        ({"restarts": 1}, "warning", "the control daemon of domain host had to be started again, once"),
+        ({"restarts": 3}, "warning", "the control daemon of domain host had to be started again, 3 times"),
+    ],
+    ids=["state", "pending", "one restart", "restarts"],
+)
+def test_what_a_domain_suffers_from_is_found(
+    tmp_path: Path, changed: dict[str, Any], level: str, what: str
+) -> None:
+    assert one(with_domain(tmp_path, **changed), "daemon", level).what == what
+
+
+def test_a_daemon_of_another_version_is_found(tmp_path: Path) -> None:
+    host = host_of(tmp_path, P40, snapshot=reference())
+    host.status()["version"] = "0.0.1"
+    assert one(host, "daemon", "warning").what.startswith("it is version 0.0.1, and this command is ")
+
+
+def test_that_it_does_not_run_is_a_problem_only_where_it_is_to(tmp_path: Path) -> None:
+    assert one(host_of(tmp_path), "daemon", "problem").what == "the daemon is not running"
+    off = host_of(tmp_path, enable_cuda_mps="false")
+    assert one(off, "daemon", "ok").what.startswith("it does not run, and enable_cuda_mps is false")
+    off = host_of(tmp_path, snapshot=disabled(), enable_cuda_mps="false")
+    assert "and enable_cuda_mps is false: no devices are offered" in one(off, "daemon", "ok").what
+
+
+@pytest.mark.parametrize(
+    ("keys", "devices", "level", "what"),
+    [
+        ({}, "", "ok", "both files are right: 10 devices on 1 GPU"),
+        ({"enable_cuda_mps": "false"}, "", "ok", "both files are right; enable_cuda_mps is false"),
+        ({"cuda_mps_scope": "hots"}, "", "problem", "/etc/yunion/host.conf:2: cuda_mps_scope is"),
+        ({}, "  virtual_number: 0\n  memory_unit: 1GiB\n", "ok", "memory in units on 1 GPU"),
+        ({}, "  virtual_number: many\n", "problem", "/etc/yunion/host_container_device.yml:4: "),
+    ],
+    ids=["right", "off", "host.conf", "units", "device file"],
+)
+def test_both_files_are_checked_with_the_gpus(
+    tmp_path: Path, keys: dict[str, str], devices: str, level: str, what: str
+) -> None:
+    if devices:
+        entry = f"devices:\n- path: {P40.uuid}\n  type: NVIDIA_MPS\n{devices}"
+        write(tmp_path / "etc/yunion/host_container_device.yml", entry)
+    assert what in one(host_of(tmp_path, P40, **keys), "configuration", level).what
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("served", [True, False])
+def test_no_check_breaks_whether_driver_and_daemon_are_there_or_not(tmp_path: Path, *, served: bool) -> None:
+    host = host_of(tmp_path, P40, snapshot=snapshot(P40)) if served else host_of(tmp_path)
+    found = run(OF_THE_HOST, host)
+    assert {line.check for line in found.lines} == {check.name for check in OF_THE_HOST}
+    assert [line for line in found.lines if line.finding.level == "unknown"] == []

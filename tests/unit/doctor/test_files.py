@@ -1,0 +1,222 @@
+"""Faults in files and directories, each made for real in a host of files alone."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from yunion_mps.doctor.host import Host
+
+from unit.doctor.hosts import found, host_of, one, write
+from unit.http.server_host import NOBODY, as_user, short_root
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root may be other users")
+
+
+@pytest.fixture
+def root() -> Iterator[Path]:
+    """One that other users can look into."""
+    with short_root() as paths:
+        yield Path(paths.root)
+
+
+@pytest.fixture
+def host(root: Path) -> Host:
+    return host_of(root)
+
+
+@pytest.fixture
+def pipe(root: Path) -> Path:
+    directory = root / "tmp/nvidia-mps/pipe"
+    directory.mkdir(parents=True)
+    return directory
+
+
+# -- the pipe directory
+
+
+@needs_root
+@pytest.mark.parametrize("closed", ["tmp/nvidia-mps", "tmp/nvidia-mps/pipe"])
+def test_a_directory_that_other_users_cannot_enter_is_found(
+    host: Host, root: Path, pipe: Path, closed: str
+) -> None:
+    assert one(host, "pipe directory", "ok")
+    (root / closed).chmod(0o700)
+    finding = one(host, "pipe directory", "problem")
+    assert finding.what.startswith(f"{root}/{closed} cannot be entered by other users")
+    with as_user(NOBODY):
+        assert not os.access(f"{pipe}/.", os.F_OK, effective_ids=True)
+        assert one(host, "pipe directory", "problem") == finding
+    assert finding.hint == f"chmod a+x {root}/{closed}"
+    (root / closed).chmod(0o711)
+    assert one(host, "pipe directory", "ok")
+
+
+@needs_root
+def test_a_pipe_directory_must_be_limited_to_its_group(root: Path, pipe: Path) -> None:
+    host = host_of(root, cuda_mps_pipe_group="daemon")
+    assert "is open to all users" in one(host, "pipe directory", "problem").what
+    pipe.chmod(0o710)
+    assert one(host, "pipe directory", "ok").what == f"{pipe}: only the group daemon can enter"
+
+
+def _others_link(pipe: Path) -> None:
+    shutil.move(pipe.parent, pipe.parent.with_name("elsewhere"))
+    pipe.parent.symlink_to(pipe.parent.with_name("elsewhere"))
+    os.lchown(pipe.parent, NOBODY, NOBODY)
+
+
+def _file_in_its_place(pipe: Path) -> None:
+    pipe.rmdir()
+    pipe.touch()
+
+
+@needs_root
+@pytest.mark.parametrize(
+    ("spoil", "what"),
+    [
+        (lambda pipe: os.chown(pipe.parent, NOBODY, NOBODY), "tmp/nvidia-mps belongs to nobody"),
+        (lambda pipe: pipe.chmod(0o777), "tmp/nvidia-mps/pipe may be written by other users"),
+        (_others_link, "tmp/nvidia-mps is a symlink of nobody"),
+        (_file_in_its_place, "tmp/nvidia-mps/pipe is not a directory"),
+        (lambda pipe: (pipe / "control").touch(0o600), "other users may not connect to "),
+    ],
+    ids=["owner", "mode", "symlink", "file", "socket"],
+)
+def test_a_pipe_directory_that_others_could_change_or_not_use_is_found(
+    host: Host, pipe: Path, spoil: Callable[[Path], None], what: str
+) -> None:
+    spoil(pipe)
+    assert what in one(host, "pipe directory", "problem").what
+
+
+# -- what is cleaned by its age
+
+SYSTEMS = "# RHEL's\nq /tmp 1777 root root 10d\nq /var/tmp 1777 root root 30d\n"
+
+
+def test_sockets_that_are_cleaned_by_age_are_found(host: Host, root: Path) -> None:
+    assert one(host, "cleaning", "ok")
+    write(root / "usr/lib/tmpfiles.d/tmp.conf", SYSTEMS)
+    finding = one(host, "cleaning", "warning")
+    assert finding.what.startswith("systemd-tmpfiles removes from /tmp what is older than 10d")
+    assert finding.hint.startswith("echo 'x /tmp/nvidia-mps/pipe' >")
+
+
+@pytest.mark.parametrize(
+    ("file", "line"),
+    [
+        ("mps.conf", "x /tmp/nvidia-mps/pipe"), ("mps.conf", "x /tmp/nvidia-mps"),
+        ("mps.conf", "X /tmp/nvidia-mps/*"), ("mps.conf", "x /tmp/nvidia*"),
+        ("tmp.conf", "D /tmp 1777 - - -"),  # a file of /etc hides the one of its name
+    ],
+)  # fmt: skip
+def test_what_keeps_sockets_from_being_cleaned_is_known(host: Host, root: Path, file: str, line: str) -> None:
+    write(root / "usr/lib/tmpfiles.d/tmp.conf", SYSTEMS)
+    write(root / "etc/tmpfiles.d" / file, f"{line}\n")
+    assert one(host, "cleaning", "ok")
+
+
+# -- shared memory and disks (full ones are in integration/doctor)
+
+
+def test_disks_with_room_are_ok(host: Host, pipe: Path) -> None:
+    assert one(host, "disk space", "ok")
+
+
+def test_shared_memory_that_is_not_for_all_or_missing_is_found(host: Host, root: Path) -> None:
+    place = root / "dev/shm"
+    assert "No such file or directory" in one(host, "/dev/shm", "problem").what
+    place.mkdir(parents=True)
+    place.chmod(0o755)
+    assert one(host, "/dev/shm", "problem").hint == f"chmod 1777 {place}"
+    place.chmod(0o1777)
+    assert one(host, "/dev/shm", "ok")
+
+
+# -- SELinux and AppArmor
+
+AVC = (
+    'type=AVC msg=audit({at}.123:431): avc:  denied  {{ connectto }} for  pid=77 comm="nvidia-cuda-mps" '
+    'path="/tmp/nvidia-mps/pipe/control" scontext=system_u:system_r:container_t:s0:c1,c2 '
+    "tcontext=system_u:system_r:unconfined_service_t:s0 tclass=unix_stream_socket permissive=0\n"
+)
+APPARMOR = (
+    '4,1,1,-;audit: type=1400 audit({at}.1:9): apparmor="DENIED" operation="open" profile="docker-default" '
+    'name="/run/yunion-mps/x" pid=7 comm="nvidia-cuda-mps" requested_mask="r"\n'
+)
+NOW = int(time.time())
+
+
+@pytest.fixture
+def selinux(root: Path) -> Callable[[str, str], None]:
+    """Set whether SELinux enforces, and what is in its log."""
+
+    def set_up(enforce: str, log: str) -> None:
+        write(root / "sys/fs/selinux/enforce", enforce)
+        write(root / "var/log/audit/audit.log", log)
+
+    return set_up
+
+
+def test_what_selinux_refused_is_found_with_what_allows_it(
+    host: Host, selinux: Callable[[str, str], None]
+) -> None:
+    selinux("1", AVC.format(at=NOW - 60))
+    finding = one(host, "SELinux and AppArmor", "problem")
+    assert "SELinux refused MPS 'connectto' (1 times" in finding.what
+    assert "path /tmp/nvidia-mps/pipe/control" in finding.what
+    assert finding.hint.startswith("ausearch -m avc -c nvidia-cuda-mps | audit2allow")
+    selinux("0", AVC.format(at=NOW - 60))
+    assert one(host, "SELinux and AppArmor", "warning")
+
+
+def test_what_selinux_refused_long_ago_or_to_others_is_not_told(
+    host: Host, selinux: Callable[[str, str], None]
+) -> None:
+    others = AVC.replace("nvidia-cuda-mps", "sshd").replace("nvidia-mps", "x").format(at=NOW)
+    granted = AVC.replace("denied", "granted").format(at=NOW)
+    selinux("1", AVC.format(at=1_600_000_000) + others + granted)
+    finding = one(host, "SELinux and AppArmor", "ok")
+    assert finding.what == "SELinux is enforcing, and has refused MPS nothing within the last day"
+
+
+def test_what_apparmor_refused_is_found(host: Host, root: Path) -> None:
+    assert one(host, "SELinux and AppArmor", "ok").what == "neither is active here"
+    write(root / "sys/module/apparmor/parameters/enabled", "Y\n")
+    write(root / "dev/kmsg", APPARMOR.format(at=NOW))
+    assert "AppArmor refused MPS 'open'" in one(host, "SELinux and AppArmor", "problem").what
+
+
+@needs_root
+def test_logs_that_only_root_can_read_are_said_to_be_so(
+    host: Host, root: Path, selinux: Callable[[str, str], None]
+) -> None:
+    selinux("1", "")
+    (root / "var/log/audit").chmod(0o700)
+    with as_user(NOBODY):
+        assert "only root can read" in one(host, "SELinux and AppArmor", "skipped").what
+
+
+# -- what every user gets at login
+
+
+def test_a_variable_that_every_user_gets_is_found(host: Host, root: Path) -> None:
+    file = root / "etc/profile.d/cuda.sh"
+    write(file, "export PATH=/usr/local/cuda/bin:$PATH\nexport CUDA_HOME=/usr/local/cuda\n")
+    assert one(host, "logins", "ok")
+    write(file, "export CUDA_VISIBLE_DEVICES=0\n")
+    assert one(host, "logins", "warning").what == f"{file} gives every user CUDA_VISIBLE_DEVICES=0"
+    write(root / "etc/environment", 'CUDA_MPS_PIPE_DIR="/tmp/nvidia-mps/pipe"\n')
+    first, second = found(host, "logins")
+    assert (first.level, second.level) == ("problem", "warning")
+    assert "etc/environment: no program reads CUDA_MPS_PIPE_DIR" in first.what
+
+
+def test_our_own_pipe_directory_for_every_user_is_no_mistake(host: Host, root: Path) -> None:
+    write(root / "etc/environment", f"CUDA_MPS_PIPE_DIRECTORY={root}/tmp/nvidia-mps/pipe\n")
+    assert one(host, "logins", "ok")

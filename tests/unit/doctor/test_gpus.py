@@ -1,0 +1,196 @@
+"""Faults of the driver, its programs and the GPUs, as files, NVML and the daemon show them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from yunion_mps.doctor.host import Host, Once
+from yunion_mps.models import Gpu
+
+from unit import builders
+from unit.doctor.hosts import DRIVER, host_of, one, write
+from unit.http.snapshots import snapshot
+
+pytestmark = pytest.mark.processes  # whether a control daemon listens is seen by its socket
+
+FIRST, SECOND = builders.gpu(6, name="Tesla T4"), builders.gpu(7, name="Tesla T4")
+CONTROL, SERVER = "nvidia-cuda-mps-control", "nvidia-cuda-mps-server"
+EXCLUSIVE = "Exclusive_Process"
+
+
+@pytest.fixture
+def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Host:
+    """A host with two GPUs, on which the driver and its programs are complete."""
+    for name in (CONTROL, SERVER):
+        write(tmp_path / "bin" / name, f"\0{DRIVER}\0").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path / "lib"))
+    write(tmp_path / f"lib/libcuda.so.{DRIVER}")
+    (tmp_path / "lib/libcuda.so.1").symlink_to(f"libcuda.so.{DRIVER}")
+    for name in ("nvidiactl", "nvidia-uvm", "nvidia6", "nvidia7"):
+        write(tmp_path / "dev" / name).chmod(0o666)
+    return host_of(tmp_path, FIRST, SECOND)
+
+
+# -- the driver and its parts
+
+
+@pytest.mark.parametrize(
+    ("text", "level"),
+    [
+        ("Kernel Module  550.54.15  Tue Mar  5 22:23:56 UTC 2024", "problem"),
+        ("Open Kernel Module for x86_64  535.10.01  Release Build", "warning"),
+    ],
+)
+def test_a_kernel_module_of_another_version_is_found(
+    host: Host, tmp_path: Path, text: str, level: str
+) -> None:
+    assert one(host, "driver", "ok")
+    write(tmp_path / "proc/driver/nvidia/version", f"NVRM version: NVIDIA UNIX x86_64 {text}\n")
+    assert one(host, "driver", level).what.startswith("the loaded kernel module is of 5")
+
+
+def test_a_library_of_another_version_is_found(host: Host, tmp_path: Path) -> None:
+    link = tmp_path / "lib/libcuda.so.1"
+    link.unlink()
+    link.symlink_to(write(tmp_path / "lib/libcuda.so.545.23.06"))
+    assert one(host, "driver", "problem").what == f"{link} is of 545.23.06, the driver of {DRIVER}"
+
+
+def test_a_control_program_of_another_version_than_the_driver_is_found(host: Host, tmp_path: Path) -> None:
+    write(tmp_path / "bin" / CONTROL, "\x00580.65.06\0")
+    assert one(host, "driver", "problem").what == f"{CONTROL} is of 580.65.06, the driver of {DRIVER}"
+
+
+def test_a_library_that_is_missing_is_found_unless_the_loaders_cache_knows_another(
+    host: Host, tmp_path: Path
+) -> None:
+    (tmp_path / "lib/libcuda.so.1").unlink()
+    assert "libcuda.so.1 was not found" in one(host, "programs", "warning").what
+    place = write(tmp_path / "far/libcuda.so.1")
+    write(tmp_path / "etc/ld.so.cache", f"glibc-ld.so.cache1.1\0libcuda.so.1\0{place}\0")
+    assert one(host, "programs", "ok")
+
+
+def test_a_server_that_the_control_daemon_will_not_find_is_found(host: Host, tmp_path: Path) -> None:
+    (tmp_path / "bin" / SERVER).unlink()
+    finding = one(host, "programs", "problem")
+    assert "every client is refused" in finding.what
+    assert finding.hint == f"install it, or link it into {tmp_path}/bin"
+
+
+def test_a_control_program_that_is_missing_is_found(host: Host, tmp_path: Path) -> None:
+    (tmp_path / "bin" / CONTROL).unlink()
+    if not any(os.path.exists(f"{folder}/{CONTROL}") for folder in ("/usr/bin", "/usr/local/bin")):
+        assert "not installed" in one(host, "programs", "problem").what
+
+
+def test_a_device_node_that_is_missing_or_roots_alone_is_found(host: Host, tmp_path: Path) -> None:
+    assert one(host, "device nodes", "ok").what == "they are there, and can be opened"
+    node = tmp_path / "dev/nvidia7"
+    node.chmod(0o660)
+    assert f"{node}: users other than root may not open it" in one(host, "device nodes", "problem").what
+    if os.geteuid() == 0:
+        os.chown(node, 0, 44)
+        assert one(host, "device nodes", "ok").what.endswith("for the groups 44 only")
+    (tmp_path / "dev/nvidia-uvm").unlink()
+    missing = f"{tmp_path}/dev/nvidia-uvm: missing, so no CUDA program runs"
+    assert one(host, "device nodes", "problem").what == missing
+
+
+def test_without_mps_no_driver_and_no_program_is_missed(tmp_path: Path) -> None:
+    why = "nothing here needs it while enable_cuda_mps is false"
+    assert one(host_of(tmp_path), "driver", "problem").what == "no NVIDIA driver"
+    off = host_of(tmp_path, enable_cuda_mps="false")
+    assert one(off, "driver", "skipped").what == f"no NVIDIA driver; {why}"
+    assert one(off, "programs", "skipped").what == why
+
+
+# -- virtual machines
+
+
+@pytest.mark.parametrize("name", ["GRID T4-16C", "NVIDIA A40-48Q", "NVIDIA A100-1-5C", "GRID V100D-8A"])
+def test_a_vgpu_is_a_warning(tmp_path: Path, name: str) -> None:
+    assert f"({name}) is a vGPU" in one(host_of(tmp_path, builders.gpu(name=name)), "vGPU", "warning").what
+
+
+@pytest.mark.parametrize("name", ["NVIDIA H100 80GB HBM3", "Tesla P100-PCIE-16GB", "NVIDIA A100-SXM4-80GB"])
+def test_a_whole_gpu_is_taken_for_no_vgpu(tmp_path: Path, name: str) -> None:
+    assert one(host_of(tmp_path, builders.gpu(name=name)), "vGPU", "ok")
+
+
+def test_a_gpu_that_serves_virtual_machines_is_found(host: Host, tmp_path: Path) -> None:
+    folder = tmp_path / f"sys/bus/pci/devices/{FIRST.pci_address}"
+    write(folder / "sriov_numvfs", "16\n")
+    assert "serves 16 virtual functions" in one(host, "vGPU", "problem").what
+    (folder / "mdev_supported_types/nvidia-222/devices/4f3e").mkdir(parents=True)
+    assert "serves 1 vGPU for virtual machines" in one(host, "vGPU", "problem").what
+
+
+# -- what MPS can do there
+
+
+def served(root: Path, *gpus: Gpu, **keys: str) -> Host:
+    """A host whose daemon and control daemon serve these GPUs."""
+    return host_of(root, *gpus, snapshot=snapshot(*gpus), **keys)
+
+
+@pytest.mark.parametrize(
+    ("check", "changed", "level", "what", "hint"),
+    [
+        ("GPUs", {"reason": "the GPU is lost"}, "problem", "(Tesla T4): the GPU is lost", "yunion-mps gpus"),
+        ("MIG", {"mig_enabled": True}, "problem", "is in MIG mode", "nvidia-smi -i 0000:07:00.0 -mig 0"),
+        ("budgets", {"compute_capability": (6, 1)}, "warning", "no budget is enforced", "use such GPUs only"),
+        ("compute mode", {"compute_mode": "Default"}, "problem", "runs without limits",
+         "nvidia-smi -i 0000:07:00.0 -c EXCLUSIVE_PROCESS"),
+        ("compute mode", {"compute_mode": "Prohibited"}, "problem", "no CUDA program can use it",
+         "nvidia-smi -i 0000:07:00.0 -c DEFAULT"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)  # fmt: skip
+def test_a_gpu_that_cannot_serve_or_not_as_promised_is_found(
+    tmp_path: Path, check: str, changed: dict[str, Any], level: str, what: str, hint: str
+) -> None:
+    good, second = (one._replace(compute_mode=EXCLUSIVE) for one in (FIRST, SECOND))
+    assert one(served(tmp_path, good, second), check, "ok")
+    finding = one(served(tmp_path, good, second._replace(**changed)), check, level)
+    assert finding.what.startswith("GPU 07:00.0")
+    assert what in finding.what
+    assert hint in finding.hint
+
+
+def test_an_exclusive_mode_that_was_left_without_mps_is_found(tmp_path: Path) -> None:
+    host = host_of(tmp_path, FIRST, SECOND._replace(compute_mode=EXCLUSIVE))
+    what = "GPU 07:00.0 (Tesla T4) is Exclusive_Process without a control daemon"
+    assert what in one(host, "compute mode", "warning").what
+    left = one(host_of(tmp_path, FIRST, SECOND), "compute mode", "ok")
+    assert left.what == "Default; the daemon sets Exclusive_Process at its start"
+
+
+def test_a_compute_mode_that_is_to_be_kept_is_no_mistake(tmp_path: Path) -> None:
+    host = served(tmp_path, FIRST, cuda_mps_compute_mode="keep")
+    assert one(host, "compute mode", "ok").what.startswith("Default, which cuda_mps_compute_mode: keep")
+
+
+def test_without_gpus_that_are_divided_a_check_is_skipped(tmp_path: Path) -> None:
+    write(tmp_path / "etc/yunion/host_container_device.yml", "devices: []\n")
+    host = host_of(tmp_path, FIRST, enable_cuda_mps="false")
+    for check in ("device nodes", "compute mode", "client limit"):
+        assert one(host, check, "skipped").what == "no GPU is divided here"
+
+
+@pytest.mark.parametrize(
+    ("clients", "level", "what"),
+    [
+        (17, "ok", "at most 17 on a GPU, of 20"),
+        (18, "warning", "18 clients of the 20 that MPS allows"),
+        (20, "problem", "has 20 clients, and MPS allows 20: the next one is refused"),
+    ],
+)
+def test_as_many_clients_as_mps_allows_are_found(tmp_path: Path, clients: int, level: str, what: str) -> None:
+    host = host_of(tmp_path, FIRST, cuda_mps_max_clients="20")
+    host.users = Once(lambda: {str(FIRST.uuid): dict.fromkeys(range(4_000_000, 4_000_000 + clients), 10)})
+    assert what in one(host, "client limit", level).what
