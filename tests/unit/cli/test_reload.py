@@ -104,10 +104,6 @@ def test_a_reload_shows_what_it_changed_and_what_is_pending(own: Cli) -> None:
     assert own.host.reloader.done == ["reload"]
 
 
-def test_a_reload_that_changes_nothing_says_so(own: Cli) -> None:
-    assert own.good("reload") == SAME
-
-
 def test_a_reload_that_is_refused_is_a_failed_request(own: Cli) -> None:
     own.host.reloader.error = HostError("/p is another's", "give it back")
     assert own("reload") == (1, "", "yunion-mps: /p is another's\nyunion-mps: give it back\n")
@@ -137,8 +133,9 @@ def test_a_drain_waits_until_nothing_is_pending(own: Cli) -> None:
     assert own.host.reloader.done == ["reload drain"]
 
 
-def test_a_drain_with_nothing_pending_is_done_at_once(own: Cli) -> None:
-    assert own.good("reload", "--drain") == SAME
+@pytest.mark.parametrize("options", [[], ["--drain"]])
+def test_a_reload_without_changes_says_so_and_waits_for_nothing(own: Cli, options: list[str]) -> None:
+    assert own.good("reload", *options) == SAME
 
 
 def test_a_drain_that_takes_too_long_fails_and_says_what_it_waited_for(own: Cli) -> None:
@@ -166,6 +163,23 @@ def test_now_waits_for_their_end_and_may_be_given_a_time(own: Cli) -> None:
 TWO = snapshots.snapshot(snapshots.P40, snapshots.H100, scope="gpu")
 
 
+def named_by_now(serve: Serve, waits: str, changes: list[Any], *found: Any) -> list[int]:
+    """The clients that `--now` would end, with these changes and a domain that waits for the server 4250."""
+    domains = [
+        domain._replace(pending="x", waits_for=(4250,)) if domain.plan.name == waits else domain
+        for domain in TWO.domains
+    ]
+    cli = serve(TWO._replace(domains=tuple(domains)))
+    cli.host.clients.found = by_hand.clients(*found)
+    cli.host.reloader.planned = {"changes": changes, "pending": []}
+    process = cli.start("reload", "--now", "--yes")
+    eventually(lambda: "reload now" in cli.host.reloader.done, "the reload")
+    cli.host.snapshot = TWO._replace(version=TWO.version + 1)
+    _, err = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 0
+    return [client["pid"] for client in found if f"| {client['pid']} |" in err]
+
+
 @pytest.mark.parametrize(
     ("subject", "waits", "ended"),
     [
@@ -180,75 +194,48 @@ def test_now_names_those_and_only_those_that_are_in_the_way(
     serve: Serve, subject: str, waits: str, ended: list[int]
 ) -> None:
     """By a change of their GPU or domain that has to wait, or one that is pending already."""
-    domains = [
-        domain._replace(pending="x", waits_for=(4250,)) if domain.plan.name == waits else domain
-        for domain in TWO.domains
-    ]
-    cli = serve(TWO._replace(domains=tuple(domains)))
     first = {**by_hand.CLIENT, "domain": "00:06.0"}
     second = {**by_hand.CLIENT, "pid": 4270, "domain": "0001:e1:00.0"}
-    cli.host.clients.found = by_hand.clients(first, second)
     changes = [AT_ONCE, *([{**LATE, "subject": subject}] if subject else [])]
-    cli.host.reloader.planned = {"changes": changes, "pending": []}
-    process = cli.start("reload", "--now", "--yes")
-    eventually(lambda: "reload now" in cli.host.reloader.done, "the reload")
-    cli.host.snapshot = TWO._replace(version=TWO.version + 1)
-    _, err = process.communicate(timeout=PATIENCE_S)
-    assert [pid for pid in (4260, 4270) if f"| {pid} |" in err] == ended
-    assert process.returncode == 0
+    assert named_by_now(serve, waits, changes, first, second) == ended
 
 
 def test_now_names_the_clients_that_a_pending_domain_waits_for(serve: Serve) -> None:
     """One on the server that a new control daemon has started meanwhile has what is wanted already."""
-    waiting = [domain._replace(pending="x", waits_for=(4250,)) for domain in TWO.domains[:1]]
-    cli = serve(TWO._replace(domains=(*waiting, *TWO.domains[1:])))
-    domain = waiting[0].plan.name
     old, new, unknown = (
-        {**by_hand.CLIENT, "pid": pid, "server": server, "domain": domain}
+        {**by_hand.CLIENT, "pid": pid, "server": server, "domain": "00:06.0"}
         for pid, server in ((4260, 4250), (4270, 4251), (4280, None))
     )
-    cli.host.clients.found = by_hand.clients(old, new, unknown)
-    cli.host.reloader.planned = {"changes": [], "pending": []}
-    process = cli.start("reload", "--now", "--yes")
-    eventually(lambda: "reload now" in cli.host.reloader.done, "the reload")
-    cli.host.snapshot = TWO._replace(version=TWO.version + 1)
-    _, err = process.communicate(timeout=PATIENCE_S)
-    assert [pid for pid in (4260, 4270, 4280) if f"| {pid} |" in err] == [4260, 4280]
+    assert named_by_now(serve, "00:06.0", [], old, new, unknown) == [4260, 4280]
 
 
 def test_now_asks_also_if_not_all_clients_are_known(own: Cli) -> None:
     own.host.reloader.planned = PLANNED
     own.host.clients.found = by_hand.clients(troubles=("domain host: it does not answer",))
     code, text = own.answered(b"n\n", "reload", "--now")
-    assert code == 1
+    assert (code, own.host.reloader.done) == (1, ["plan"])
     assert "yunion-mps: not all clients are known: domain host: it does not answer" in text
 
 
-def test_now_asks_first_and_goes_on_with_yes(own: Cli) -> None:
+NOT_DONE = "yunion-mps: nothing was changed, and no job was ended\nyunion-mps: answer y to go on\n"
+
+
+@pytest.mark.parametrize(
+    ("answer", "code", "end"),
+    [
+        (b"y\n", 0, f"End them? [y/N]: y\n{SAME}"),
+        (b"n\n", 1, f"End them? [y/N]: n\n{NOT_DONE}"),
+        (b"\n", 1, f"End them? [y/N]: \n{NOT_DONE}"),
+        (b"\x04", 130, ""),
+    ],
+)
+def test_now_asks_first_and_goes_on_only_with_yes(own: Cli, answer: bytes, code: int, end: str) -> None:
     own.host.reloader.planned = PLANNED
-    code, text = own.answered(b"y\n", "reload", "--now")
-    assert code == 0
+    status, text = own.answered(answer, "reload", "--now")
+    assert status == code
     assert text.startswith("This would be ended:\n")
-    assert text.endswith("End them? [y/N]: y\n" + SAME)
-    assert own.host.reloader.done == ["plan", "reload now"]
-
-
-@pytest.mark.parametrize("answer", [b"n\n", b"\n"])
-def test_now_changes_nothing_if_the_answer_is_no(own: Cli, answer: bytes) -> None:
-    own.host.reloader.planned = PLANNED
-    code, text = own.answered(answer, "reload", "--now")
-    assert code == 1
-    assert text.splitlines()[-2:] == [
-        "yunion-mps: nothing was changed, and no job was ended",
-        "yunion-mps: answer y to go on",
-    ]
-    assert own.host.reloader.done == ["plan"]
-
-
-def test_now_changes_nothing_if_it_is_interrupted(own: Cli) -> None:
-    own.host.reloader.planned = PLANNED
-    code, _ = own.answered(b"\x04", "reload", "--now")
-    assert (code, own.host.reloader.done) == (130, ["plan"])
+    assert text.endswith(end)
+    assert own.host.reloader.done == (["plan"] if code else ["plan", "reload now"])
 
 
 def test_nothing_is_asked_if_no_job_would_be_ended(own: Cli) -> None:

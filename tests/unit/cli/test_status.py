@@ -115,22 +115,20 @@ def test_a_question_that_hangs_does_not_keep_the_rest_for_long(own: Cli) -> None
     assert re.match(r"Not known: who uses the GPUs: the daemon does not answer on .* within 6 s$", lines[-1])
 
 
-def test_a_domain_shows_its_default_limit_which_is_not_every_device_s(serve: Serve) -> None:
+@pytest.mark.parametrize(
+    ("limits", "percentage", "shown"),
+    [([15360, 5760], 33.3, "5760,15360 MiB, 33.3 %"), ([None, 5760, None], 25, "5760 MiB, 25 %")],
+)
+def test_a_domain_shows_the_default_limits_of_its_gpus_in_the_plan(
+    serve: Serve, limits: list[int | None], percentage: float, shown: str
+) -> None:
     found = snapshots.reference()
-    gpus = (PlannedGpu("GPU-a", 15360), PlannedGpu("GPU-b", 5760))
-    plan = found.domains[0].plan._replace(gpus=gpus, thread_percentage=33.3)
-    lines = serve(found._replace(domains=(found.domains[0]._replace(plan=plan),))).good("status").splitlines()
-    assert lines[-4].split("|")[6].strip() == "Default_limit"
-    assert lines[-2].split("|")[6].strip() == "5760,15360 MiB, 33.3 %"
-
-
-def test_the_limit_of_a_gpu_that_is_not_in_the_plan_is_left_out(serve: Serve) -> None:
-    found = snapshots.reference()
-    gpus = (PlannedGpu("GPU-a"), PlannedGpu("GPU-b", 5760), PlannedGpu("GPU-c"))
-    domain = found.domains[0]._replace(plan=found.domains[0].plan._replace(gpus=gpus))
-    cli = serve(found._replace(domains=(domain,)))
-    assert cli.good("status").splitlines()[-2].split("|")[6].strip() == "5760 MiB, 25 %"
-    assert json.loads(cli.good("status", "-o", "json"))["domains"][0]["memory_limits"] == [None, 5760, None]
+    gpus = tuple(PlannedGpu(f"GPU-{number}", limit) for number, limit in enumerate(limits))
+    plan = found.domains[0].plan._replace(gpus=gpus, thread_percentage=percentage)
+    cli = serve(found._replace(domains=(found.domains[0]._replace(plan=plan),)))
+    lines = cli.good("status").splitlines()
+    assert [lines[place].split("|")[6].strip() for place in (-4, -2)] == ["Default_limit", shown]
+    assert json.loads(cli.good("status", "-o", "json"))["domains"][0]["memory_limits"] == limits
 
 
 def test_what_is_pending_is_said_of_each_domain_and_only_once(serve: Serve) -> None:
