@@ -68,7 +68,7 @@ def test_that_it_does_not_run_is_a_problem_only_where_it_is_to(tmp_path: Path) -
     ids=["right", "off", "host.conf", "units", "device file"],
 )
 def test_both_files_are_checked_with_the_gpus(
-    tmp_path: Path, keys: dict[str, str], devices: str, level: str, what: str
+    tmp_path: Path, keys: dict[str, Any], devices: str, level: str, what: str
 ) -> None:
     if devices:
         entry = f"devices:\n- path: {P40.uuid}\n  type: NVIDIA_MPS\n{devices}"
