@@ -204,6 +204,36 @@ def test_devices_across_gpus_are_infeasible_if_all_memory_is_in_pools() -> None:
     assert "--gpu-mem" in caught.value.hint
 
 
+def test_devices_that_no_process_gets_together_are_infeasible() -> None:
+    there = candidates(2, gpu_0=300, gpu_1=300)
+    with pytest.raises(HostError) as caught:
+        refuse_infeasible(LeaseRequest(2), there)
+    most = "its control daemon gives no process more than 300 MiB of GPU 01:00.0, not 600 MiB"
+    assert caught.value.message == f"2 devices cannot be one budget: {most}"
+    for request in (LeaseRequest(), LeaseRequest(2, across=True), LeaseRequest(device="all")):
+        refuse_infeasible(request, there)
+    refuse_infeasible(LeaseRequest(2), candidates(2, gpu_0=300))
+
+
+def test_devices_of_several_control_daemons_are_infeasible() -> None:
+    there = candidates(1)
+    other = Candidate(device(1, 0)._replace(domain="other"))
+    both = {**there.domains, "other": there.domains["host"]._replace(name="other")}
+    with pytest.raises(HostError, match="these devices are of several control daemons"):
+        refuse_infeasible(
+            LeaseRequest(device="all"), there._replace(devices=[*there.devices, other], domains=both)
+        )
+
+
+def test_all_devices_are_what_one_process_gets_of_their_gpus() -> None:
+    there = candidates(1, gpu_0=600)
+    devices = [one.device for one in there.devices]
+    limit = "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"
+    assert there.environment(LeaseRequest(device="all"), devices)[limit] == "0=600M"
+    assert there.environment(LeaseRequest(2), devices[:2])[limit] == "0=600M"
+    assert there.environment(LeaseRequest(), devices[:1])[limit] == "0=300M"
+
+
 def test_on_a_host_without_devices_the_hint_names_status() -> None:
     with pytest.raises(NothingFreeError, match="there are no such devices") as caught:
         refuse_infeasible(LeaseRequest(), Candidates())

@@ -12,32 +12,52 @@ from yunion_mps.host.store import Store
 from yunion_mps.leases.queue import QueuedRequest
 from yunion_mps.leases.request import LeaseRequest
 from yunion_mps.leases.storage import RETURN_WITHIN_S, LeaseStorage, QueuePositions
-from yunion_mps.models import Holder
+from yunion_mps.models import Holder, Lease
 from yunion_mps.paths import Paths
 
 from unit.leases.shares import HOLDER, device, lease
 
-
-def test_leases_are_there_for_the_next_daemon(tmp_path: Path) -> None:
-    first = lease("a", device(0, 0), device(0, 1))._replace(environment={"CUDA_VISIBLE_DEVICES": "GPU-0"})
-    second = lease("b", device(1, 0))._replace(holder=Holder("name", 0, name="job-17", ttl_s=60.0))
-    with closing(Store(Paths(str(tmp_path)))) as store:
-        storage = LeaseStorage(store, str(tmp_path / "copies"))
-        storage.write(first)
-        storage.write(second)
-        storage.write(lease("c", device(1, 1)))
-        storage.delete("c")
-    with closing(Store(Paths(str(tmp_path)))) as store:
-        assert LeaseStorage(store, str(tmp_path / "copies")).read() == [first, second]
+A = lease("a", device(0, 0), device(0, 1))._replace(environment={"CUDA_VISIBLE_DEVICES": "GPU-0"})
+B = lease("b", device(1, 0))._replace(holder=Holder("name", 0, name="job-17", ttl_s=60.0))
 
 
-def test_a_row_that_cannot_be_understood_is_left_out(tmp_path: Path) -> None:
-    with closing(Store(Paths(str(tmp_path)))) as store:
-        storage = LeaseStorage(store, str(tmp_path / "copies"))
-        storage.write(lease("a", device(0, 0)))
-        for value in ("", "{}", '{"id":"x","devices":[{"other":1}],"holder":{},"since_s":1}', "[1]"):
-            store.write("INSERT INTO lease VALUES (?, ?)", [(f"bad {value}", value)])
-        assert [one.id for one in storage.read()] == ["a"]
+@pytest.fixture
+def paths(tmp_path: Path) -> Paths:
+    return Paths(str(tmp_path))
+
+
+@pytest.fixture
+def store(paths: Paths) -> Iterator[Store]:
+    with closing(Store(paths)) as store:
+        yield store
+
+
+@pytest.fixture
+def storage(store: Store, paths: Paths) -> LeaseStorage:
+    """Of a daemon that has the leases A and B, and had another."""
+    found = LeaseStorage(store, paths.lease_copies)
+    for one in (A, B, lease("c", device(1, 1))):
+        found.write(one)
+    found.delete("c")
+    return found
+
+
+def known_next(paths: Paths) -> list[Lease]:
+    """The leases that the next daemon knows."""
+    with closing(Store(paths)) as store:
+        return LeaseStorage(store, paths.lease_copies).read()
+
+
+@pytest.mark.usefixtures("storage")
+def test_leases_are_there_for_the_next_daemon(store: Store, paths: Paths) -> None:
+    store.close()
+    assert known_next(paths) == [A, B]
+
+
+def test_a_row_that_cannot_be_understood_is_left_out(store: Store, storage: LeaseStorage) -> None:
+    for value in ("", "{}", '{"id":"x","devices":[{"other":1}],"holder":{},"since_s":1}', "[1]"):
+        store.write("INSERT INTO lease VALUES (?, ?)", [(f"bad {value}", value)])
+    assert storage.read() == [A, B]
 
 
 @pytest.mark.parametrize(
@@ -60,86 +80,55 @@ def test_a_row_that_cannot_be_understood_is_left_out(tmp_path: Path) -> None:
     ],
 )
 def test_a_row_with_a_value_of_the_wrong_type_is_left_out(
-    tmp_path: Path, of: str, name: str, value: object
+    store: Store, storage: LeaseStorage, of: str, name: str, value: object
 ) -> None:
     """Each of these would have ended the daemon at its start, and the next one."""
-    with closing(Store(Paths(str(tmp_path)))) as store:
-        storage = LeaseStorage(store, str(tmp_path / "copies"))
-        storage.write(lease("a", device(0, 0)))
-        storage.write(lease("b", device(0, 1)))
-        ((text,),) = store.read("SELECT value FROM lease WHERE id = 'b'")
-        row = json.loads(text)
-        {"lease": row, "holder": row["holder"], "device": row["devices"][0]}[of][name] = value
-        store.write("UPDATE lease SET value = ? WHERE id = 'b'", [(json.dumps(row),)])
-        assert [one.id for one in storage.read()] == ["a"]
+    ((text,),) = store.read("SELECT value FROM lease WHERE id = 'b'")
+    row = json.loads(text)
+    {"lease": row, "holder": row["holder"], "device": row["devices"][0]}[of][name] = value
+    store.write("UPDATE lease SET value = ? WHERE id = 'b'", [(json.dumps(row),)])
+    assert storage.read() == [A]
 
 
-def test_a_copy_that_is_no_text_is_left_out(tmp_path: Path) -> None:
-    paths = Paths(str(tmp_path))
-    with closing(Store(paths)) as store:
-        LeaseStorage(store, paths.lease_copies).write(lease("a", device(0, 0)))
-    Path(paths.lease_copies, "b").write_bytes(b"\xff\xfe")
+@pytest.mark.usefixtures("storage")
+def test_a_new_file_in_place_of_a_damaged_one_has_the_leases_of_the_copies(
+    store: Store, paths: Paths
+) -> None:
+    store.close()
+    Path(paths.lease_copies, "no text").write_bytes(b"\xff\xfe")
     Path(paths.store).write_bytes(b"torn" * 1024)
-    with closing(Store(paths)) as store:
-        assert [one.id for one in LeaseStorage(store, paths.lease_copies).read()] == ["a"]
+    assert known_next(paths) == [A, B]
+    with closing(Store(paths)) as another:
+        assert LeaseStorage(another, "/nosuch").read() == [A, B], "they are in the file again"
 
 
-def test_a_new_file_in_place_of_a_damaged_one_has_the_leases_of_the_copies(tmp_path: Path) -> None:
-    paths = Paths(str(tmp_path))
-    kept = [lease("a", device(0, 0)), lease("b", device(0, 1))]
-    with closing(Store(paths)) as store:
-        storage = LeaseStorage(store, paths.lease_copies)
-        for one in (*kept, lease("c", device(0, 2))):
-            storage.write(one)
-        storage.delete("c")
-    Path(paths.store).write_bytes(b"torn" * 1024)
-    with closing(Store(paths)) as store:
-        assert LeaseStorage(store, paths.lease_copies).read() == kept
-    with closing(Store(paths)) as store:
-        assert LeaseStorage(store, "/nosuch").read() == kept, "they are in the file again"
-
-
-def test_a_lease_is_stored_also_if_it_cannot_be_copied(tmp_path: Path) -> None:
+def test_a_lease_is_stored_also_if_it_cannot_be_copied(store: Store, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with closing(Store(Paths(str(tmp_path)))) as store:
-        storage = LeaseStorage(store, str(tmp_path / "file"))
-        storage.write(lease("a", device(0, 0)))
-        assert storage.read() == [lease("a", device(0, 0))]
-        storage.delete("a")
-        assert storage.read() == []
+    storage = LeaseStorage(store, str(tmp_path / "file"))
+    storage.write(A)
+    assert storage.read() == [A]
+    storage.delete("a")
+    assert storage.read() == []
 
 
-def test_of_another_boot_only_leases_taken_by_name_are_known(tmp_path: Path) -> None:
+def test_of_another_boot_only_leases_taken_by_name_are_known(store: Store, storage: LeaseStorage) -> None:
     """A process of the same number may have started at the same tick: some machines boot alike."""
-    paths = Paths(str(tmp_path))
-    named = lease("b", device(0, 1))._replace(holder=Holder("name", 0, name="job-17", ttl_s=60.0))
-    with closing(Store(paths)) as store:
-        storage = LeaseStorage(store, paths.lease_copies)
-        storage.write(lease("a", device(0, 0)))
-        storage.write(named)
-        store.write("UPDATE lease SET value = replace(value, ?, 'another')", [(store.boot_id,)])
-        assert storage.read() == [named]
+    store.write("UPDATE lease SET value = replace(value, ?, 'another')", [(store.boot_id,)])
+    assert storage.read() == [B]
 
 
-def test_a_file_that_is_damaged_while_others_write_has_the_leases_too(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("storage")
+def test_a_file_that_is_damaged_while_others_write_has_the_leases_too(store: Store, paths: Paths) -> None:
     """The daemon may be killed before it writes the next lease."""
-    paths = Paths(str(tmp_path))
-    with closing(Store(paths)) as store:
-        LeaseStorage(store, paths.lease_copies).write(lease("a", device(0, 0)))
-        store.read("PRAGMA wal_checkpoint(TRUNCATE)")
-        for end in ("", "-wal", "-shm"):
-            Path(paths.store + end).write_bytes(b"torn" * 1024)
-        positions = QueuePositions(store)
-        positions.store(positions.place(queued("a"), 1000.0, 0.0))
-    with closing(Store(paths)) as store:
-        assert store.set_aside == ""
-        assert LeaseStorage(store, paths.lease_copies).read() == [lease("a", device(0, 0))]
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    with closing(Store(Paths(str(tmp_path)))) as store:
-        yield store
+    store.read("PRAGMA wal_checkpoint(TRUNCATE)")
+    for end in ("", "-wal", "-shm"):
+        Path(paths.store + end).write_bytes(b"torn" * 1024)
+    positions = QueuePositions(store)
+    positions.store(positions.place(queued("a"), 1000.0, 0.0))
+    store.close()
+    with closing(Store(paths)) as another:
+        assert another.set_aside == ""
+        assert LeaseStorage(another, paths.lease_copies).read() == [A, B]
 
 
 def queued(key: str) -> QueuedRequest:
