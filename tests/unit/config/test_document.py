@@ -4,6 +4,7 @@ import os
 import socket
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -141,18 +142,16 @@ def test_a_closed_directory_is_named_with_the_modes_it_should_have(files: Files)
     assert as_user(files.messages)[0] == f"{HOST}: cannot be read (Permission denied): {READABLE}"
 
 
-def test_a_fifo_in_place_of_a_file_is_refused_and_keeps_nobody_waiting(files: Files) -> None:
-    os.mkfifo(files.host)
-    os.mkfifo(files.devices)
-    assert files.messages() == [
-        f"{HOST}: is not a regular file: put a YAML file there",
-        f"{DEVICES}: is not a regular file: put a YAML file there",
-    ]
-
-
-def test_a_directory_instead_of_a_file_leaves_no_descriptor_open(files: Files) -> None:
-    files.host.mkdir()
-    files.devices.mkdir()
+@pytest.mark.parametrize(
+    "make",
+    [os.mkfifo, os.mkdir, lambda path: os.symlink("/dev/zero", path)],
+    ids=["a FIFO", "a directory", "an endless device"],
+)
+def test_what_is_no_regular_file_is_refused_at_once_and_not_left_open(
+    files: Files, make: Callable[[Path], None]
+) -> None:
+    make(files.host)
+    make(files.devices)
     before = os.listdir("/proc/self/fd")
     assert files.messages() == [
         f"{HOST}: is not a regular file: put a YAML file there",
@@ -166,11 +165,6 @@ def test_a_socket_in_place_of_a_file_is_refused(files: Files) -> None:
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(files.host))
         assert files.messages() == [f"{HOST}: cannot be read (No such device or address): {READABLE}"]
-
-
-def test_an_endless_device_in_place_of_a_file_is_refused(files: Files) -> None:
-    files.host.symlink_to("/dev/zero")
-    assert files.messages() == [f"{HOST}: is not a regular file: put a YAML file there"]
 
 
 def test_a_file_of_1_mib_is_read_and_one_byte_more_is_refused(files: Files) -> None:

@@ -80,65 +80,46 @@ WRONG: list[tuple[str, str, str, dict[str, str]]] = [
 ]  # fmt: skip
 
 
+#: For each key its default, another value, and how that is written.
+VALUES: dict[str, tuple[object, object, str]] = {
+    "enable_cuda_mps": (False, True, "true"),
+    "container_device_config_file": (
+        "/etc/yunion/host_container_device.yml", "/etc/devices.yml", "/etc/devices.yml"
+    ),
+    "cuda_mps_pipe_directory": ("/tmp/nvidia-mps/pipe", "/run/mps/pipe", "/run/mps/pipe"),
+    "cuda_mps_pipe_group": (None, "root", "root"),
+    "cuda_mps_log_directory": ("/tmp/nvidia-mps/log", "/var/log/mps", "/var/log/mps"),
+    "cuda_mps_replicas": (10, 7, "7"),
+    "cuda_mps_compute_mode": ("exclusive_process", "keep", "keep"),
+    "cuda_mps_scope": ("host", "gpu", "gpu"),
+    "cuda_mps_thread_percentage": ("equal", "double", "double"),
+    "cuda_mps_combine": (1, 2, "2"),
+    "cuda_mps_max_clients": (None, 96, "96"),
+    "cuda_mps_stop_timeout_s": (10, 3600, "3600"),
+    "cuda_mps_multiuser": (False, True, "true"),
+    "max_leases_per_user": (None, 4, "4"),
+    "max_lease_ttl_s": (30 * 86_400, 600, "600"),
+    "metrics_listen": (None, "10.0.0.1:9434", "10.0.0.1:9434"),
+    "metrics_allow_public": (False, True, "true"),
+    "metrics_textfile": (None, "/srv/yunion-mps.prom", "/srv/yunion-mps.prom"),
+    "web_listen": (None, "[::]:9435", "'[::]:9435'"),
+    "web_allow_public": (False, True, "true"),
+}  # fmt: skip
+
+
 def test_every_key_has_the_default_of_the_design(files: Files) -> None:
     config = files.write("hypervisor: kvm\n").load()
-    assert {name: getattr(config, name) for name in KEYS} == {
-        "enable_cuda_mps": False,
-        "container_device_config_file": "/etc/yunion/host_container_device.yml",
-        "cuda_mps_pipe_directory": "/tmp/nvidia-mps/pipe",
-        "cuda_mps_pipe_group": None,
-        "cuda_mps_log_directory": "/tmp/nvidia-mps/log",
-        "cuda_mps_replicas": 10,
-        "cuda_mps_compute_mode": "exclusive_process",
-        "cuda_mps_scope": "host",
-        "cuda_mps_thread_percentage": "equal",
-        "cuda_mps_combine": 1,
-        "cuda_mps_max_clients": None,
-        "cuda_mps_stop_timeout_s": 10,
-        "cuda_mps_multiuser": False,
-        "max_leases_per_user": None,
-        "max_lease_ttl_s": 30 * 86_400,
-        "metrics_listen": None,
-        "metrics_allow_public": False,
-        "metrics_textfile": None,
-        "web_listen": None,
-        "web_allow_public": False,
-    }
+    assert {name: getattr(config, name) for name in KEYS} == {name: row[0] for name, row in VALUES.items()}
     assert set(config.sources.values()) == {Source("default", None)}
     assert config.devices == ()
 
 
-#: For each key, a value that is not its default, and how it is written.
-WRITTEN: dict[str, tuple[object, str]] = {
-    "enable_cuda_mps": (True, "true"),
-    "container_device_config_file": ("/etc/devices.yml", "/etc/devices.yml"),
-    "cuda_mps_pipe_directory": ("/run/mps/pipe", "/run/mps/pipe"),
-    "cuda_mps_pipe_group": ("root", "root"),
-    "cuda_mps_log_directory": ("/var/log/mps", "/var/log/mps"),
-    "cuda_mps_replicas": (7, "7"),
-    "cuda_mps_compute_mode": ("keep", "keep"),
-    "cuda_mps_scope": ("gpu", "gpu"),
-    "cuda_mps_thread_percentage": ("double", "double"),
-    "cuda_mps_combine": (2, "2"),
-    "cuda_mps_max_clients": (96, "96"),
-    "cuda_mps_stop_timeout_s": (3600, "3600"),
-    "cuda_mps_multiuser": (True, "true"),
-    "max_leases_per_user": (4, "4"),
-    "max_lease_ttl_s": (600, "600"),
-    "metrics_listen": ("10.0.0.1:9434", "10.0.0.1:9434"),
-    "metrics_allow_public": (True, "true"),
-    "metrics_textfile": ("/srv/yunion-mps.prom", "/srv/yunion-mps.prom"),
-    "web_listen": ("[::]:9435", "'[::]:9435'"),
-    "web_allow_public": (True, "true"),
-}
-
-
 def test_every_key_is_read_and_knows_its_line(files: Files) -> None:
-    lines = [f"{name}: {written}\n" for name, (_, written) in WRITTEN.items()]
+    lines = [f"{name}: {written}\n" for name, (_, _, written) in VALUES.items()]
     files.write("".join(["# Cloudpods' and ours\n", "hypervisor: kvm\n", *lines]))
     files.root.joinpath("etc/devices.yml").write_text("devices: []\n")
     found = files.load()
-    assert {name: getattr(found, name) for name in KEYS} == {name: row[0] for name, row in WRITTEN.items()}
+    assert {name: getattr(found, name) for name in KEYS} == {name: row[1] for name, row in VALUES.items()}
     assert found.sources == {name: Source(str(files.host), 3 + place) for place, name in enumerate(KEYS)}
 
 

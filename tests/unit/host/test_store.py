@@ -31,9 +31,11 @@ Store(Paths(sys.argv[1])).remember_modes({"GPU-1": "Default", "GPU-2": "Prohibit
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
-#: What is wrong with opening it, and what to do.
+#: What is wrong with opening it, and what to do; as a user, if there is one.
 OPEN = """
-import sys
+import os, sys
+if len(sys.argv) > 2:
+    os.setgid(int(sys.argv[2])), os.setuid(int(sys.argv[2]))
 from yunion_mps.errors import HostError
 from yunion_mps.paths import Paths
 from yunion_mps.host.store import Store
@@ -53,6 +55,13 @@ def paths(tmp_path: Path) -> Paths:
 def store(paths: Paths) -> Iterator[OpenStore]:
     with ExitStack() as stack:
         yield lambda: stack.enter_context(closing(Store(paths)))
+
+
+def note(store: OpenStore, **modes: str) -> None:
+    """A daemon that notes the modes and ends; without any, that of one GPU."""
+    opened = store()
+    opened.remember_modes(modes or {"GPU-1": "Default"})
+    opened.close()
 
 
 def open_descriptors() -> list[str]:
@@ -82,9 +91,7 @@ def test_the_file_is_made_where_it_is_missing_in_a_directory_of_root_s_own(
 
 
 def test_modes_are_there_for_the_next_daemon(store: OpenStore) -> None:
-    first = store()
-    first.remember_modes({"GPU-1": "Default"})
-    first.close()
+    note(store)
     assert store().former_modes() == {"GPU-1": "Default"}
 
 
@@ -128,9 +135,7 @@ def test_modes_of_another_boot_do_not_count_and_go_with_the_next_note(paths: Pat
 
 
 def test_a_newer_format_is_left_alone_and_named(paths: Paths, store: OpenStore) -> None:
-    opened = store()
-    opened.remember_modes({"GPU-1": "Default"})
-    opened.close()
+    note(store)
     with closing(sqlite3.connect(paths.store)) as connection:
         connection.execute("PRAGMA user_version = 3")
     error = error_of(paths)
@@ -143,9 +148,7 @@ def test_a_newer_format_is_left_alone_and_named(paths: Paths, store: OpenStore) 
 def test_a_file_that_is_no_database_is_kept_aside_and_modes_are_copied(
     paths: Paths, store: OpenStore, content: bytes
 ) -> None:
-    noting = store()
-    noting.remember_modes({"GPU-1": "Default"})
-    noting.close()
+    note(store)
     Path(paths.store).write_bytes(content)
     opened = store()
     assert opened.set_aside == f"{paths.store}.unreadable"
@@ -155,9 +158,7 @@ def test_a_file_that_is_no_database_is_kept_aside_and_modes_are_copied(
 
 def test_no_torn_file_loses_a_mode(paths: Paths, store: OpenStore) -> None:
     noted = {f"GPU-{number}": "Default" for number in range(100)}
-    opened = store()
-    opened.remember_modes(noted)
-    opened.close()
+    note(store, **noted)
     whole = Path(paths.store).read_bytes()
     for length in range(0, len(whole), 1024):
         Path(paths.store).write_bytes(whole[:length])
@@ -203,9 +204,7 @@ def test_what_is_asked_after_the_end_is_refused_and_damages_nothing(paths: Paths
 
 
 def test_a_copy_of_another_boot_does_not_count(paths: Paths, store: OpenStore) -> None:
-    noting = store()
-    noting.remember_modes({"GPU-1": "Default"})
-    noting.close()
+    note(store)
     copy = Path(paths.former_modes)
     copy.write_text(copy.read_text().replace(Path(paths.boot_id).read_text().strip(), OTHER_BOOT))
     Path(paths.store).write_bytes(b"torn" * 1024)
@@ -256,28 +255,16 @@ def test_a_file_in_place_of_the_directory_is_named(paths: Paths, tmp_path: Path)
 def test_a_directory_that_may_not_be_written_is_named(
     tmp_path_factory: pytest.TempPathFactory, mode: int
 ) -> None:
-    program = (
-        "import os, sys\n"
-        "from yunion_mps.errors import HostError\n"
-        "from yunion_mps.paths import Paths\n"
-        "from yunion_mps.host.store import Store\n"
-        "os.setgid(65534), os.setuid(65534)\n"
-        "try:\n"
-        "    Store(Paths(sys.argv[1]))\n"
-        "except HostError as error:\n"
-        "    print(error.message)\n"
-    )
     root = tmp_path_factory.mktemp("root")
     for folder in (root, *list(root.parents)[:-2]):
         folder.chmod(folder.stat().st_mode | 0o055)
     state = root / "var/lib/yunion-mps"
     state.mkdir(parents=True)
     state.chmod(mode)
-    done = subprocess.run(
-        [sys.executable, "-c", program, root], capture_output=True, text=True, timeout=60, check=True
-    )
+    command = [sys.executable, "-c", OPEN, str(root), "65534"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     wanted = f"the state file {state}/state.db cannot be used: unable to open database file"
-    assert done.stdout.splitlines() == [wanted]
+    assert done.stdout.splitlines()[0] == wanted
 
 
 def test_a_file_that_cannot_be_written_any_more_is_an_error(paths: Paths, store: OpenStore) -> None:
