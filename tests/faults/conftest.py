@@ -16,7 +16,7 @@ _AT_ONCE = 12
 
 
 def play(fault: Fault) -> Row:
-    """Let the fault happen on a host of its own; fails where it costs what it may not."""
+    """Let the fault happen on a host of its own; fails if it costs what it may not."""
     with Scene(fault.gpus) as scene:
         fault.play(scene)
         cost = lost(scene)

@@ -39,7 +39,7 @@ INTERRUPTED = threading.Event()
 
 
 def until(look: Callable[[], T], what: str, trouble: Callable[[], str] = str, pause_s: float = 0.004) -> T:
-    """Return what `look` returns once that is true; AssertionError with `what` where it never is."""
+    """Return what `look` returns once that is true; AssertionError with `what` if it never is."""
     end_s = time.monotonic() + PATIENCE_S
     while not (found := look()):
         if time.monotonic() > end_s or INTERRUPTED.is_set():
@@ -203,7 +203,7 @@ class Scene(Closes):
         return time.monotonic() - self._struck_s
 
     def log_tells(self, text: str) -> None:
-        """As `is_told`, where the daemon cannot be asked."""
+        """As `is_told`, if the daemon cannot be asked."""
         self.daemon.wait_log(text)
         self._note("told after {}")
 
@@ -212,7 +212,7 @@ class Scene(Closes):
         self.words = until(lambda: self.find(text), f"{text!r} in status, log or events", self.trouble)
 
     def find(self, text: str) -> str:
-        """The first line with `text` that the operator can read, empty where there is none."""
+        """The first line with `text` that the operator can read, empty if there is none."""
         return next((shown(line, self.host) for line in readable(self.daemon) if text in line), "")
 
     def goes_on(self, what: str = "serves throughout") -> None:

@@ -15,7 +15,7 @@ _TARGETS = ("/v1/devices", "/v1/status", "/v1/events?limit=5", "/v1/gpus")
 
 
 def soak(scene: Scene) -> str:
-    """Ask and reload; fails where one is not answered as it should be, or where the daemon grows."""
+    """Ask and reload; fails if one is not answered as it should be, or if the daemon grows."""
     _round(scene, _REQUESTS * _WARM_UP // _RELOADS, _WARM_UP)
     before_kib = _resident_kib(scene)
     descriptors = _descriptors(scene)

@@ -132,7 +132,7 @@ class Sweep:
             self._daemon.ask("POST", "/v1/reload")
 
     def _wait_for_its_end(self) -> bool:
-        """Wait until it has been killed at its step; where it did without, it is killed now."""
+        """Wait until it has been killed at its step; if it got by without that step, it is killed now."""
 
         def is_over() -> bool:
             if not self._daemon.running:

@@ -121,22 +121,6 @@ def devices(daemon: Daemon) -> list[dict[str, str]]:
     return found
 
 
-def test_a_fatal_xid_makes_its_devices_unavailable_until_a_reload(
-    make_host: MakeHost, make_daemon: MakeDaemon
-) -> None:
-    host = make_host(TWO)
-    daemon = make_daemon(host).start().wait_ready()
-    daemon.wait_log("is ready")
-    eventually(lambda: daemon.polls(95) and available(daemon) == 4, "four devices")
-    gpu = daemon.get("/v1/gpus")[1]["gpus"][0]
-    assert gpu["reason"] == (
-        f"XID 95 (uncontained memory error): reset it (nvidia-smi --gpu-reset -i {host.gpus[0].uuid}) "
-        "or reboot, then: yunion-mps reload"
-    )
-    assert daemon.ask("POST", "/v1/reload")[0] == 200
-    assert available(daemon) == 8
-
-
 def test_an_xid_of_a_job_is_told_and_takes_no_device(make_host: MakeHost, make_daemon: MakeDaemon) -> None:
     host = make_host(TWO)
     daemon = make_daemon(host).start().wait_ready()

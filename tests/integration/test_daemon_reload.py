@@ -25,15 +25,6 @@ def total(daemon: Daemon) -> int:
     return found
 
 
-def test_sighup_brings_the_new_files_into_effect(ready_daemon: Daemon) -> None:
-    control = ready_daemon.control_pid()
-    ready_daemon.host.divide(2)
-    ready_daemon.signal(signal.SIGHUP)
-    eventually(lambda: total(ready_daemon) == 2, "two devices")
-    assert ready_daemon.control("get_default_device_pinned_mem_limit 0") == ["11G"]
-    assert ready_daemon.control_pid() == control
-
-
 def test_a_bad_file_is_refused_with_the_reason_and_changes_nothing(ready_daemon: Daemon) -> None:
     (ready_daemon.host.root / "etc/yunion/host.conf").write_text("enable_cuda_mps: perhaps\n")
     for target in ("/v1/plan", "/v1/reload"):
@@ -241,19 +232,6 @@ def test_an_open_front_end_delays_neither_an_answer_nor_an_order_for_good(at_wor
     assert client.says() == "server gone"
     eventually(lambda: not daemon.status()["domains"][0]["pending"], "the new limits")
     assert daemon.stop() == 0
-
-
-def test_now_is_answered_at_once_and_done_when_a_front_end_has_gone(
-    at_work: AtWork,
-) -> None:
-    daemon, _, client = at_work
-    with daemon.open_front_end():
-        daemon.host.divide(2)
-        status, answer = post(daemon, "/v1/reload?now=true")
-        assert status == 200
-        assert "another nvidia-cuda-mps-control is connected" in str(answer["pending"])
-    assert client.says() == "server gone"
-    eventually(lambda: not daemon.status()["domains"][0]["pending"], "the new limits")
 
 
 def test_a_daemon_that_stops_neither_reloads_nor_reexecs(

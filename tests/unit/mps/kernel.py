@@ -29,7 +29,7 @@ class _Program(ctypes.Structure):
 def refusing(call: int, errno: int, run: Callable[[], T], first_argument: int | None = None) -> T:
     """Return what `run` returns where this call ends with this error; with 0 it succeeds and does nothing.
 
-    With `first_argument`, only where the call has that.
+    With `first_argument`, only if the call has that.
     """
     argument = [(_LOAD, 0, 0, _FIRST_ARGUMENT_AT), (_JUMP_IF_EQUAL, 0, 1, first_argument)]
     program = [

@@ -83,36 +83,36 @@ def test_servers_that_outlive_an_adopted_one_are_ours_too(bench: Bench) -> None:
     stranger = bench.control(environment=environment)
     job = bench.jobs.begin()
     server = int(bench.ask("get_server_list")[0])
-    noted = order_for(bench.plan, stranger)
+    order = order_for(bench.plan, stranger)
     stranger.kill()
     assert orphaned_servers(bench.plan.pipe_directory) == []
-    record_order(noted)
+    record_order(order)
     assert orphaned_servers(bench.plan.pipe_directory) == [server]
     assert orphaned_servers(f"{bench.plan.pipe_directory}2") == []
-    record_order(noted._replace(started_ticks=1 << 60))  # of a later one
+    record_order(order._replace(started_ticks=1 << 60))  # of a later one
     assert orphaned_servers(bench.plan.pipe_directory) == []
     bench.jobs.end(job)
     os.kill(server, signal.SIGKILL)
 
 
-def test_what_was_written_down_holds_for_that_process_alone(bench: Bench) -> None:
+def test_an_order_holds_for_its_process_alone(bench: Bench) -> None:
     stranger = bench.control(environment=theirs(bench.plan))
     adopt(bench.plan, stranger)
-    noted = adoption_order(stranger.pid)
-    assert noted is not None
+    order = adoption_order(stranger.pid)
+    assert order is not None
     record_order(
-        noted._replace(started_ticks=noted.started_ticks + 1)
+        order._replace(started_ticks=order.started_ticks + 1)
     )  # as where its PID is another's by now
     assert adoption_order(stranger.pid) is None
     with pytest.raises(HostError, match="not started by us"):
         find(bench.plan)
-    record_order(noted._replace(pipe_directory="/elsewhere"))
+    record_order(order._replace(pipe_directory="/elsewhere"))
     with pytest.raises(HostError, match="not started by us"):
         find(bench.plan)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"pid": 1}'])
-def test_a_note_that_is_torn_is_none(place: Path, text: str) -> None:
+def test_a_torn_file_is_no_order(place: Path, text: str) -> None:
     file = place / "root/run/yunion-mps/adopted.json"
     file.parent.mkdir(parents=True)
     file.write_text(text)

@@ -188,7 +188,7 @@ class Faults(RuleBasedStateMachine):
 
     @rule()
     def lose_the_daemon(self) -> None:
-        """Ours dies, and the next one begins with what was written down."""
+        """Ours dies, and the next one begins with what was recorded."""
         self.run.domain._drop()
         if self.run.domain.control.runs:
             self.lost.append(self.run.pid)

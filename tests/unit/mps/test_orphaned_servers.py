@@ -238,7 +238,7 @@ def test_a_server_that_cannot_be_ended_is_an_event_once_a_minute(jobs: Jobs, run
 
 
 def test_without_descriptors_no_server_is_taken_for_gone(run: DomainRun, jobs: Jobs) -> None:
-    """For then its limits would be taken for those of the next."""
+    """Its limits would be taken for those of the next one."""
     jobs.begin()
     run.turn(1)
     (server,) = jobs.servers()

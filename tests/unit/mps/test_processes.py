@@ -83,15 +83,15 @@ def test_one_that_is_only_being_started_is_found(bench: Bench) -> None:
     for _ in range(30):
         process = start(bench.program, bench.plan)
         try:
-            for note in Path(Paths.from_environment().control_daemons).iterdir():
-                note.unlink()
+            for record_file in Path(Paths.from_environment().control_daemons).iterdir():
+                record_file.unlink()
             assert [pid for pid, _ in running_here(bench.plan)] == [process.pid]
         finally:
             process.kill()
 
 
 def test_one_on_the_way_through_a_script_is_found(bench: Bench) -> None:
-    """As a daemon leaves it that is killed between the start of the script and the note of its PID."""
+    """As a daemon leaves it that is killed between the start of the script and the record of its PID."""
     script = bench.script(f"echo >{bench.place}/begun; exec sleep 1000")
     record(bench.plan)
     process = subprocess.Popen([script], env=control_environment(bench.plan))
@@ -103,7 +103,7 @@ def test_one_on_the_way_through_a_script_is_found(bench: Bench) -> None:
         process.wait()
 
 
-def test_one_that_was_written_down_needs_no_mark(bench: Bench) -> None:
+def test_one_that_was_recorded_needs_no_mark(bench: Bench) -> None:
     unmarked = {name: value for name, value in control_environment(bench.plan).items() if name != MARK}
     control = bench.control(environment=unmarked)
     assert running_here(bench.plan) == []
@@ -112,7 +112,7 @@ def test_one_that_was_written_down_needs_no_mark(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"pid": 1}', '{"pid": "x", "more": 1}'])
-def test_a_note_that_cannot_be_understood_hides_nothing(bench: Bench, text: str) -> None:
+def test_a_record_that_cannot_be_understood_hides_nothing(bench: Bench, text: str) -> None:
     control = bench.control()
     directory = Path(Paths.from_environment().control_daemons)
     directory.mkdir(parents=True)
@@ -122,10 +122,10 @@ def test_a_note_that_cannot_be_understood_hides_nothing(bench: Bench, text: str)
 
 def test_another_process_with_the_recorded_pid_is_not_adopted(bench: Bench) -> None:
     record(bench.plan, os.getpid())
-    (note,) = Path(Paths.from_environment().control_daemons).iterdir()
-    value = json.loads(note.read_text())
-    assert running_here(bench.plan) == [(os.getpid(), bench.plan.gpu_uuids)], "as it was written down"
-    note.write_text(json.dumps({**value, "started_ticks": value["started_ticks"] - 1}))
+    (file,) = Path(Paths.from_environment().control_daemons).iterdir()
+    value = json.loads(file.read_text())
+    assert running_here(bench.plan) == [(os.getpid(), bench.plan.gpu_uuids)], "as it was recorded"
+    file.write_text(json.dumps({**value, "started_ticks": value["started_ticks"] - 1}))
     assert running_here(bench.plan) == []
 
 
