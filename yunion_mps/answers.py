@@ -33,6 +33,7 @@ Pid = Annotated[int, Field(minimum=1)]
 Seconds = Annotated[float, Field("In seconds since 1970.", minimum=0)]
 NumaNode = Annotated[int, Field("-1: there is none.", minimum=-1)]
 Uuid = Annotated[str, Field(format="uuid")]
+ReasonCode = Annotated[str, Field("The reason code; empty if there is no reason.")]
 GpuAddress = Annotated[str, Field("A PCI address; domain 0000 is left out.", pattern=f"^{_PCI}$")]
 DeviceAddress = Annotated[str, Field("The GPU's PCI address and the slot.", pattern=f"^{_PCI}-m?[0-9]+$")]
 VendorDeviceId = Annotated[str, Field("PCI vendor and device.", pattern="^[0-9a-f]{4}:[0-9a-f]{4}$")]
@@ -74,6 +75,7 @@ class Device(TypedDict):
     gpu_uuid: str
     state: Annotated[str, Field("Whether it can be used now.", enum=["available", "unavailable", "pending"])]
     reason: Annotated[str, Field("Why it is not available, or which leases a pending one waits for.")]
+    reason_code: ReasonCode
     budget_enforced: Annotated[bool, Field("Whether MPS enforces the budget: only from Volta on.")]
     lease: Annotated[str | None, Field("The id of the lease that has it.")]
     free: Annotated[bool, Field("Whether a request can have it.")]
@@ -126,6 +128,7 @@ class Gpu(TypedDict):
     devices: Annotated[Count, Field("How many devices it is divided into.")]
     state: Annotated[str, Field("Whether it serves devices.", enum=["available", "unavailable", "not used"])]
     reason: Annotated[str, Field("Why it cannot be used; empty if it can.")]
+    reason_code: ReasonCode
     budget_enforced: Annotated[bool, Field("Whether MPS enforces budgets on it: only from Volta on.")]
 
 
@@ -142,6 +145,7 @@ class Domain(TypedDict):
     name: Annotated[str, Field("`host`, or the GPU's address with one control daemon per GPU.")]
     state: Annotated[str, Field(enum=DOMAIN_STATES)]
     reason: Annotated[str, Field("Why it does not serve; empty if it does.")]
+    reason_code: ReasonCode
     pending: Annotated[str, Field("What has not taken effect yet, and what that waits for.")]
     waits_for: Annotated[list[int], Field("PIDs of the MPS servers that this waits for.")]
     pid: Annotated[Pid | None, Field("The control daemon's PID.")]
@@ -179,6 +183,14 @@ class GpuCounts(TypedDict):
     unavailable: Count
 
 
+class StatusWarning(TypedDict):
+    """Something that an operator must know although all runs."""
+
+    code: Annotated[str, Field("A reason code.")]
+    text: str
+    hint: Annotated[str, Field("What to do.")]
+
+
 class Status(TypedDict):
     """How the daemon, the control daemons and the devices are."""
 
@@ -190,7 +202,8 @@ class Status(TypedDict):
         ),
     ]
     notice: Annotated[str, Field("Why the host offers no devices at all, if so.")]
-    warnings: Annotated[list[str], Field("What an operator must know although all runs.")]
+    notice_code: ReasonCode
+    warnings: list[StatusWarning]
     version: Annotated[str, Field("The daemon's version.")]
     pid: Pid
     started: Seconds
@@ -212,6 +225,7 @@ class Event(TypedDict):
     what: str
     cause: Annotated[str, Field("Empty if unknown.")]
     consequence: Annotated[str, Field("Empty if there is none.")]
+    code: ReasonCode
 
 
 class EventList(TypedDict):
@@ -393,4 +407,4 @@ class ProblemDetails(ProblemFields, total=False):
     """What is wrong (RFC 9457)."""
 
     hint: Annotated[str, Field("What to do.")]
-    code: Annotated[str, Field("A reason code, if the status does not say enough.")]
+    code: Annotated[str, Field("A reason code.")]

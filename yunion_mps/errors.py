@@ -5,24 +5,31 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from yunion_mps import reasons
 from yunion_mps.escaping import printable
+from yunion_mps.reasons import Reason
 
 
 class YunionError(Exception):
     """Something a person must know of.
 
     `message` is one line that says what is wrong, `hint` one line that says what to do, and `exit_code`
-    what a command that ends with this error returns to its shell. `code` is a reason code, for programs;
-    empty if the exit code says enough.
+    what a command that ends with this error returns to its shell. `code` is its reason code, by default its
+    class's.
     """
 
     exit_code = 1
-    code = ""
+    code = reasons.FAILED
 
-    def __init__(self, message: str, hint: str = "") -> None:
+    def __init__(self, message: str, hint: str = "", code: str = "") -> None:
         super().__init__(message)
         self.message = message
         self.hint = hint
+        self.code = code or self.code
+
+    @property
+    def reason(self) -> Reason:
+        return Reason(self.message, self.code)
 
 
 class Problem(NamedTuple):
@@ -51,6 +58,7 @@ class ConfigError(YunionError):
     """The configuration cannot be used; carries every problem of both files."""
 
     exit_code = 6
+    code = reasons.INVALID_CONFIGURATION
 
     def __init__(self, problems: Sequence[Problem]) -> None:
         super().__init__(
@@ -63,21 +71,31 @@ class ConfigError(YunionError):
 class DriverError(YunionError):
     """NVML, or a GPU behind it, refused a call."""
 
+    code = reasons.DRIVER_ERROR
+
 
 class ControlError(YunionError):
     """NVIDIA's control daemon did not start, did not answer, or answered something else than it should."""
+
+    code = reasons.CONTROL_DAEMON_ERROR
 
 
 class HostError(YunionError):
     """The host's files, directories or users are not as they must be."""
 
+    code = reasons.HOST_ERROR
+
 
 class BusyError(HostError):
     """The daemon cannot do it at this moment, which passes by itself: it stops, or has too much to do."""
 
+    code = reasons.BUSY
+
 
 class ShortageError(BusyError):
     """The kernel refused memory, a descriptor, a process or a thread; that may pass by itself."""
+
+    code = reasons.SHORTAGE
 
     def __init__(self, message: str) -> None:
         shown = "systemctl show yunion-mps-daemon | grep -E 'Limit|Tasks|Memory'"
@@ -89,26 +107,31 @@ class UnreachableError(YunionError):
     """The daemon does not answer on its socket."""
 
     exit_code = 3
+    code = reasons.DAEMON_UNREACHABLE
 
 
 class NotAllowedError(YunionError):
     """The caller may not do this."""
 
     exit_code = 4
+    code = reasons.NOT_ALLOWED
 
 
 class NothingFreeError(YunionError):
     """No device is free that would do; the message says what there is."""
 
     exit_code = 5
+    code = reasons.NOTHING_FREE
 
 
 class NeverFreeError(NothingFreeError):
     """No device would do if all were free and served: to wait for one is no use."""
 
     exit_code = 1
-    code = "infeasible"
+    code = reasons.INFEASIBLE
 
 
 class NotFoundError(YunionError):
     """What was asked for by name does not exist."""
+
+    code = reasons.NOT_FOUND

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
+from yunion_mps.reasons import NO_REASON, Reason
+
 EXCLUSIVE_PROCESS = "Exclusive_Process"
 DEFAULT = "Default"
 PROHIBITED = "Prohibited"
@@ -130,7 +132,7 @@ class Gpu(NamedTuple):
     numa_node: int | None = None
     link: PcieLink | None = None
     render_node: str | None = None
-    reason: str = ""
+    reason: Reason = NO_REASON
 
     @property
     def address(self) -> str:
@@ -267,7 +269,7 @@ class Plan(NamedTuple):
     domains: tuple[DomainPlan, ...] = ()
     compute_modes: Mapping[str, str] = {}
     devices: tuple[Device, ...] = ()
-    unavailable: Mapping[str, str] = {}
+    unavailable: Mapping[str, Reason] = {}
     pools: tuple[Pool, ...] = ()
     parked: tuple[DomainPlan, ...] = ()
 
@@ -281,7 +283,7 @@ class DomainStatus(NamedTuple):
 
     plan: DomainPlan
     state: str
-    reason: str
+    reason: Reason
     pid: int | None
     since_s: float
     restarts: int
@@ -293,7 +295,8 @@ class Event(NamedTuple):
     """Something that changed: what, why, and what it means for the devices and the jobs on them.
 
     `kind` is one of domain, limit, gpu, compute_mode, configuration, client, lease and daemon; `severity`
-    one of info, warning and error; `subject` is the name of what changed, such as a GPU's address.
+    one of info, warning and error; `subject` is the name of what changed, such as a GPU's address. A warning
+    or an error has a reason code.
     """
 
     severity: str
@@ -302,6 +305,7 @@ class Event(NamedTuple):
     what: str
     cause: str = ""
     consequence: str = ""
+    code: str = ""
 
 
 class Owner(NamedTuple):
@@ -362,8 +366,8 @@ class Snapshot(NamedTuple):
 
     version: int
     enabled: bool
-    notice: str
+    notice: Reason
     plan: Plan
     inventory: Inventory
     domains: tuple[DomainStatus, ...]
-    remarks: tuple[str, ...] = ()
+    remarks: tuple[Reason, ...] = ()

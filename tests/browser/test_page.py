@@ -68,9 +68,9 @@ def test_what_is_wrong_comes_first_with_the_remedy_that_status_tells(scene: Scen
     page = browser.page(scene.served.url)
     shown = page.wait_text("Problem: 00:06.0-0 has 6000 of 4096 MiB", "main").splitlines()
     assert shown[0] == "What is wrong"
-    (remedy,) = (line for line in shown if line.startswith("Remedy"))
+    (hint,) = (line for line in shown if line.startswith("Hint"))
     told = scene.daemon.host.run(["yunion-mps", "status"]).stdout
-    assert remedy.partition(": ")[2] in told
+    assert hint.partition(": ")[2] in told
     assert page.wait("document.title").startswith("(1) ")
     assert "over budget" in page.wait_text("over budget", "#rows")
     assert page.ask("document.querySelector('.bar .part.over').textContent") == "! root"
@@ -200,7 +200,7 @@ def test_a_host_that_offers_nothing_says_why(
         page = browser.page(served.url)
         page.wait_text("disabled", "#state")
         page.wait_text("Notice: enable_cuda_mps is false")
-        page.wait_text("Remedy: to offer them: set enable_cuda_mps: true")
+        page.wait_text("Hint: to offer devices: set enable_cuda_mps: true")
         assert page.troubles() == []
 
 

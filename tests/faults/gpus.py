@@ -71,10 +71,10 @@ def fatal_xid(scene: Scene) -> None:
     scene.unavailable()
     scene.is_told("nvidia-smi --gpu-reset")
 
-    def remedy() -> None:
+    def mend() -> None:
         assert scene.daemon.ask("POST", "/v1/reload")[0] == 200
 
-    scene.mend(remedy, "the reset and a reload")
+    scene.mend(mend, "the reset and a reload")
     scene.serves_again()
 
 

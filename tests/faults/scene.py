@@ -171,11 +171,11 @@ class Scene(Closes):
         self._struck_s = time.monotonic()
         blow()
 
-    def mend(self, remedy: Callable[[], object], what: str) -> None:
+    def mend(self, repair: Callable[[], object], what: str) -> None:
         """Do what a human has to do, and measure again from then on."""
         self.recovery += f"; after {what}: "
         self._struck_s = time.monotonic()
-        remedy()
+        repair()
 
     def serves_again(self, also: Callable[[], object] = lambda: True) -> None:
         """Wait until every device is served (and `also` holds), and note how long that took."""
@@ -199,7 +199,7 @@ class Scene(Closes):
 
     @property
     def elapsed_s(self) -> float:
-        """How long ago the fault, or its remedy, was."""
+        """How long ago the fault, or its repair, was."""
         return time.monotonic() - self._struck_s
 
     def log_tells(self, text: str) -> None:

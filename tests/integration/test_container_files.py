@@ -93,7 +93,7 @@ def test_a_directory_that_cannot_be_written_is_said_once_and_tried_again(ready_d
     reloads(ready_daemon)
     shown = host.run(["yunion-mps", "status"]).stdout
     assert (
-        f"Warning:  {trouble}\nRemedy:   make it a directory that root can write; it is tried again" in shown
+        f"Warning:  {trouble}\nHint:     make it a directory that root can write; it is tried again" in shown
     )
     assert ready_daemon.log.count(trouble) == 1
     told = [event["what"] for event in ready_daemon.get("/v1/events?kind=daemon")[1]["events"]]

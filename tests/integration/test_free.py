@@ -43,7 +43,7 @@ def lease(daemon: Daemon, query: str) -> str:
     ],
     ids=["first-half", "second-half", "last-quarter", "units", "all-units", "no-change"],
 )
-def test_a_device_without_memory_left_by_older_leases_is_not_unused(
+def test_a_device_whose_memory_a_lease_from_before_a_reload_has_is_not_unused(
     make_host: MakeHost, make_daemon: MakeDaemon, before: str, query: str, after: str, free: list[str]
 ) -> None:
     host = make_host([{"kind": "v100"}])
@@ -71,7 +71,7 @@ def test_the_screens_say_why_a_device_cannot_be_had_until_that_is_over(
     told = "GPU 00:06.0: 2 devices pending: the new division of its GPU waits for lease old of root to end\n"
     status, top = printed(host, "status"), printed(host, "top", "--once")
     assert (
-        f"Pending:  {told}Remedy:   it takes effect by itself; see whose leases they are: yunion-mps who\n"
+        f"Pending:  {told}Hint:     it takes effect by itself; see whose leases they are: yunion-mps who\n"
         in status
     )
     assert "Devices:  2 of 4 available, 2 pending, 1 used, 2 free\n" in status

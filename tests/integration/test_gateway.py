@@ -168,11 +168,11 @@ def test_a_gateway_that_may_not_ask_does_not_say_the_daemon_is_gone(
     gateway = make_gateway(open_daemon).start(user=65534)
     gateway.serves(port, "yunion_mps_up 0")
     why = "the gateway's user may not ask the daemon"
-    remedy = "serve it as root, or as a member of the group yunion-mps"
-    assert gateway.log.count(f"yunion_mps_up is 0: {why}; {remedy}") == 1
+    hint = "serve it as root, or as a member of the group yunion-mps"
+    assert gateway.log.count(f"yunion_mps_up is 0: {why}; {hint}") == 1
     found = gateway.get(web, "/overview.json")
     assert found
-    assert (found[0], json.loads(found[1])["detail"], json.loads(found[1])["hint"]) == (503, why, remedy)
+    assert (found[0], json.loads(found[1])["detail"], json.loads(found[1])["hint"]) == (503, why, hint)
 
 
 def test_a_daemon_that_hangs_is_told_before_prometheus_gives_up(
@@ -230,7 +230,7 @@ def test_a_start_with_a_public_address_serves_all_else_and_warns(
     assert [one for one in shown["warnings"] if "not an address with a port" in one]
     assert [one for one in shown["warnings"] if "node_exporter does not read" in one]
     told = daemon.host.run(["yunion-mps", "status"]).stdout
-    assert "Remedy:   correct that line, then: yunion-mps reload" in told
+    assert "Hint:     correct that line, then: yunion-mps reload" in told
     gateway = Gateway(daemon)
     assert not gateway.addresses.exists()
     assert daemon.host.run(["yunion-mps", "config", "check"]).returncode == 6

@@ -156,9 +156,9 @@ def test_without_a_control_daemon_nothing_is_started_unasked(ready_daemon: Daemo
     assert (done.returncode, done.stdout) == (3, "")
     done = run(host, "--allow-unlimited", "echo", "ran")
     assert (done.returncode, done.stdout) == (0, "ran\n")
-    what, remedy = done.stderr.splitlines()
+    what, hint = done.stderr.splitlines()
     assert what.startswith("yunion-mps: echo runs without limits: the daemon is not running")
-    assert remedy.startswith("yunion-mps: start it: systemctl start yunion-mps-daemon")
+    assert hint.startswith("yunion-mps: start it: systemctl start yunion-mps-daemon")
 
 
 def test_leases_survive_the_daemon_and_end_with_what_had_them_meanwhile(ready_daemon: Daemon) -> None:

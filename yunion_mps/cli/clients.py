@@ -12,8 +12,8 @@ from yunion_mps.cli.output import cell, date_and_time, draw, fields, notes, outp
 from yunion_mps.cli.root import SuggestingGroup
 from yunion_mps.errors import NotFoundError, YunionError
 from yunion_mps.http.operations import GET_CLIENTS, TERMINATE_CLIENT
-from yunion_mps.overview.findings import WAITING_REMEDY
 from yunion_mps.overview.holdings import in_container
+from yunion_mps.reasons import CLIENT_WAITING, hint_of
 
 if TYPE_CHECKING:
     from yunion_mps.answers import ClientList, MpsClient, MpsServer, ProcessFields, WaitingClient
@@ -119,8 +119,8 @@ def _text(answer: ClientList) -> str:
     )
     unknown = notes(("Not known", trouble) for trouble in answer["troubles"])
     waiting = notes(("Waiting", _waiting(one)) for one in answer["waiting"])
-    remedy = f"Remedy: {WAITING_REMEDY}\n" if waiting else ""
-    return failed + clients_table(answer["clients"]) + past_mps + others + waiting + remedy + unknown
+    hint = f"Hint: {hint_of(CLIENT_WAITING)}\n" if waiting else ""
+    return failed + clients_table(answer["clients"]) + past_mps + others + waiting + hint + unknown
 
 
 def _waiting(one: WaitingClient) -> str:

@@ -18,7 +18,7 @@ from yunion_mps.http.operations import EVENT_KINDS, GET_EVENTS, MOST_EVENTS
 if TYPE_CHECKING:
     from yunion_mps.answers import Event
 
-COLUMNS = ("Time", "Severity", "Kind", "Subject", "What", "Cause", "Consequence")
+COLUMNS = ("Time", "Severity", "Kind", "Subject", "What", "Cause", "Consequence", "Code")
 
 _NEWEST = 100
 _NEWEST_TO_FOLLOW = 10

@@ -24,7 +24,7 @@ from yunion_mps.cli.output import (
 from yunion_mps.errors import YunionError
 from yunion_mps.http.operations import GET_CLIENTS, GET_GPUS, GET_LEASES, GET_STATUS, SLOW_S
 from yunion_mps.overview import count
-from yunion_mps.overview.findings import Finding, folded, of_uses, with_remedies
+from yunion_mps.overview.findings import Finding, folded, of_uses, with_hints
 from yunion_mps.overview.holdings import NO_CLIENTS, Holding, holdings, in_container
 from yunion_mps.overview.host import IN_USE, Answers, HostOverview, state_of
 
@@ -82,7 +82,7 @@ def ask_clients_soon() -> ClientList:
 @click.option("--exit-code", is_flag=True, help="Exit with 1 if the state is degraded or failed.")
 @output_option
 def status(exit_code: bool, output: str) -> None:
-    """Show how the daemon, the GPUs, the devices and their users are: what is wrong first, with its remedy.
+    """Show how the daemon, the GPUs, the devices and their users are: what is wrong first, with a hint.
 
     A device is available if its control daemon serves it, used if a lease or a process has it, and free if
     neither has and yunion-mps run would be given it. It is pending if its GPU was divided again and leases of
@@ -112,7 +112,9 @@ def status(exit_code: bool, output: str) -> None:
         "leases": {"total": len(leases["leases"]), "waiting": len(leases["waiting"])},
         "clients": len(clients["clients"]) - past,
         "past_mps": past,
-        "problems": [{"kind": one.kind, "what": one.what, "remedy": one.remedy} for one in host.findings],
+        "problems": [
+            {"kind": one.kind, "code": one.code, "what": one.what, "hint": one.hint} for one in host.findings
+        ],
         "troubles": clients["troubles"],
     }
     show_pairs(answer, output, lambda: _status_text(answer, host))
@@ -132,8 +134,8 @@ def _status_text(status: dict[str, Any], host: HostOverview) -> str:
     pending = f", {devices['pending']} pending" if devices.get("pending") else ""
     broken = status["gpus"]["unavailable"]
     lines = [f"State:    {status['state']}"]
-    for one, remedy in with_remedies(folded(host.findings)):
-        lines += [f"{one.kind + ':':9} {one.what}", *([f"Remedy:   {remedy}"] if remedy else [])]
+    for one, hint in with_hints(folded(host.findings)):
+        lines += [f"{one.kind + ':':9} {one.what}", *([f"Hint:     {hint}"] if hint else [])]
     lines += [
         f"Devices:  {devices['available']} of {devices['total']} available{pending}{free}",
         f"Leases:   {leases['total']}{waiting}; {clients}",
@@ -223,7 +225,7 @@ def who(output: str) -> None:
     answer = {
         "uses": uses,
         "waiting": leases["waiting"],
-        "problems": [{"what": one.what, "remedy": one.remedy} for one in wrong],
+        "problems": [{"code": one.code, "what": one.what, "hint": one.hint} for one in wrong],
         "troubles": clients["troubles"],
         "total": len(uses),
     }
@@ -255,7 +257,7 @@ def _uses(holding: Holding) -> list[Json]:
 
 
 def _who_text(answer: Json, wrong: Sequence[Finding]) -> str:
-    """A table, then the queued requests, what is wrong with its remedy, and what is not known."""
+    """A table, then the queued requests, what is wrong with a hint, and what is not known."""
     now_s = time.time()
     header = [name for name in COLUMNS if name not in _IN_OTHERS]
     text = draw(header, [_row(use, header, now_s) for use in answer["uses"]], _DROP, _NUMBERS)
@@ -263,8 +265,8 @@ def _who_text(answer: Json, wrong: Sequence[Finding]) -> str:
         since = duration(now_s - one["since"])
         user = f"{one['user']} (PID {one['pid']})" if one["pid"] else one["user"]
         text += wrapped(f"Waiting: {user} wants {one['wants']}, for {since}")
-    for finding, remedy in with_remedies(folded(wrong)):
-        text += wrapped(f"{finding.kind}: {finding.what}") + (wrapped(f"Remedy: {remedy}") if remedy else "")
+    for finding, hint in with_hints(folded(wrong)):
+        text += wrapped(f"{finding.kind}: {finding.what}") + (wrapped(f"Hint: {hint}") if hint else "")
     return text + notes(("Not known", trouble) for trouble in answer["troubles"])
 
 

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
+from yunion_mps import reasons
 from yunion_mps.containers import nvidia
 from yunion_mps.containers.spec import HostFiles, Node, Nvidia, devices_spec, lease_spec
 from yunion_mps.errors import HostError
@@ -20,6 +21,7 @@ from yunion_mps.host.processes import find_program
 from yunion_mps.host.threads import on_thread
 from yunion_mps.models import Device, DomainPlan, Event, Gpu, Lease, Snapshot
 from yunion_mps.paths import ROOT_VARIABLE, Paths
+from yunion_mps.reasons import NO_REASON, Reason
 from yunion_mps.supervisor import Supervisor
 
 log = logging.getLogger(__name__)
@@ -107,7 +109,7 @@ class CdiPublisher:
         self._inputs: _Inputs | None = None
         self._host: HostFiles | None = None
         self._leases: dict[str, Lease] = {}
-        self._trouble = ""
+        self._trouble = NO_REASON
         self._work: asyncio.Task[None] | None = None
         self._is_closed = False
         #: Held while the devices' file is written, so that none is written after `remove`.
@@ -193,7 +195,7 @@ class CdiPublisher:
     async def _write(self, inputs: _Inputs) -> None:
         """Off the loop: thousands of devices, and NVIDIA's file, take longer than a turn of it may."""
 
-        def work() -> tuple[HostFiles, str]:
+        def work() -> tuple[HostFiles, Reason]:
             host, trouble = self._host_of(inputs)
             spec = devices_spec(inputs.devices, inputs.domains, host, inputs.parked)
             with self._writing:
@@ -210,41 +212,44 @@ class CdiPublisher:
                 self._write_leases(self._leases.values() if host != before else self._spoilt(), host)
             self._host, self._inputs = host, inputs
         except OSError as error:
-            trouble = f"containers find no devices: {path}: {error.strerror}"
+            what = f"containers find no devices: {path}: {error.strerror}"
+            trouble = Reason(what, reasons.CDI_DIRECTORY_FAILED)
         except Exception as error:  # noqa: BLE001 - it is tried again, and reported where operators look
-            trouble = f"containers find no devices: {path} cannot be made: {error!r}"
+            what = f"containers find no devices: {path} cannot be made: {error!r}"
+            trouble = Reason(what, reasons.CDI_DIRECTORY_FAILED)
         if self._is_closed:
             return
         if trouble != self._trouble:
             self._report(trouble)
         self._trouble = trouble
 
-    def _host_of(self, inputs: _Inputs) -> tuple[HostFiles, str]:
+    def _host_of(self, inputs: _Inputs) -> tuple[HostFiles, Reason]:
         """What containers need of the host, and what is wrong with NVIDIA's specification of it."""
         theirs: Nvidia | None = None
-        trouble = ""
+        trouble = NO_REASON
         if inputs.nvidia:
             path = inputs.nvidia[0]
             try:
                 theirs = nvidia.read(path, inputs.gpus)
             except (OSError, ValueError) as error:
                 why = error.strerror if isinstance(error, OSError) else error
-                trouble = f"containers get no driver from us: {path} is passed over: {why}"
+                what = f"containers get no driver from us: {path} is passed over: {why}"
+                trouble = Reason(what, reasons.CDI_DRIVER_FAILED)
         root = self._paths.root
         environment = {} if root == "/" else {ROOT_VARIABLE: root}
         return HostFiles(inputs.nodes, inputs.gpu_nodes, self._hook, environment, theirs), trouble
 
-    def _report(self, trouble: str) -> None:
+    def _report(self, trouble: Reason) -> None:
         """Once for each trouble: in the log, as an event, and among the warnings of `status`."""
         self._supervisor.remark("containers", trouble)
+        event = Event("info", "daemon", "containers", "containers find the devices again")
         if trouble:
             means = "all else goes on, and it is tried again"
+            event = Event("warning", "daemon", "containers", trouble, "", means, trouble.code)
             log.warning("%s; %s", trouble, means)
         else:
-            trouble, means = "containers find the devices again", ""
-            log.info("%s", trouble)
-        severity = "warning" if means else "info"
-        self._supervisor.event_log.record(Event(severity, "daemon", "containers", trouble, "", means))
+            log.info("%s", event.what)
+        self._supervisor.event_log.record(event)
 
 
 def _hook_program() -> str:

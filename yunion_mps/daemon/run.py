@@ -24,6 +24,7 @@ from yunion_mps.leases.storage import recorded_ledger
 from yunion_mps.models import Event
 from yunion_mps.mps import directories
 from yunion_mps.paths import Paths
+from yunion_mps.reasons import FAILED
 from yunion_mps.service.queries import Queries
 from yunion_mps.service.state import one_line
 from yunion_mps.supervisor import Supervisor
@@ -205,11 +206,13 @@ class _Daemon:
         except OSError as error:
             what = f"the program cannot be run again: {error}"
             log.error("%s; this one goes on", what)
-            self._record("error", what, consequence="this one goes on")
+            self._record("error", what, consequence="this one goes on", code=FAILED)
             self._notifier.ready(what)
 
-    def _record(self, severity: str, what: str, cause: str = "", consequence: str = "") -> None:
-        event = Event(severity, "daemon", "yunion-mps-daemon", what, cause, consequence)
+    def _record(
+        self, severity: str, what: str, cause: str = "", consequence: str = "", code: str = ""
+    ) -> None:
+        event = Event(severity, "daemon", "yunion-mps-daemon", what, cause, consequence, code)
         self._supervisor.event_log.record(event)
 
 

@@ -8,7 +8,10 @@ from yunion_mps import __version__
 from yunion_mps.doctor.host import Finding, Findings, Host, check, ok, problem, skipped, warning
 from yunion_mps.errors import DriverError, HostError, Problem, UnreachableError
 from yunion_mps.mps.states import READY
+from yunion_mps.reasons import BUDGET_NOT_ENFORCED, COMPUTE_MODE_CHANGED
 
+#: What it warns of single GPUs, which the checks of the GPUs find in more detail.
+_OF_GPUS = (BUDGET_NOT_ENFORCED, COMPUTE_MODE_CHANGED)
 _EVENTS = "see what happened: yunion-mps events; journalctl -u yunion-mps-daemon"
 
 
@@ -36,8 +39,7 @@ def daemon(host: Host) -> Findings:
             times = "once" if domain["restarts"] == 1 else f"{domain['restarts']} times"
             what = f"the control daemon of domain {name} had to be started again, {times}"
             found.append(warning(what, _EVENTS))
-    # What it warns of single GPUs, the checks of the GPUs find in more detail.
-    found += [warning(text, _EVENTS) for text in status["warnings"] if not text.startswith("GPU ")]
+    found += [warning(one["text"], one["hint"]) for one in status["warnings"] if one["code"] not in _OF_GPUS]
     if status["version"] != __version__:
         what = f"it is version {status['version']}, and this command is {__version__}"
         found.append(warning(what, "run the new one, without harm to jobs: yunion-mps daemon-reexec"))

@@ -26,6 +26,7 @@ from yunion_mps.host.proc import environment_of
 from yunion_mps.models import DEFAULT, EXCLUSIVE_PROCESS, PROHIBITED, Gpu
 from yunion_mps.mps.processes import PROGRAM, SERVER, find_control_program, is_server, server_path
 from yunion_mps.planning.division import enforces_budgets, max_clients
+from yunion_mps.reasons import NO_REASON
 
 #: /proc/driver/nvidia/version: `Kernel Module  535.261.03`, `Open Kernel Module for x86_64  550.54.15`.
 _MODULE = re.compile(r"Kernel Module(?: for \S+)?\s+(\d{3}[\d.]*\d)")
@@ -186,7 +187,7 @@ def gpus(host: Host) -> Findings:
     hint = "see: yunion-mps gpus; dmesg | grep -iE 'nvrm|xid'"
     found = []
     for gpu in ours:
-        reason = gpu.reason or ("" if gpu.mig_enabled else unavailable.get(gpu.pci_address, ""))
+        reason = gpu.reason or (NO_REASON if gpu.mig_enabled else unavailable.get(gpu.pci_address, NO_REASON))
         if reason:
             found.append(problem(f"{_named(gpu)}: {reason}", hint))
     return found or [ok(f"{len(ours)} divided, each answers")]

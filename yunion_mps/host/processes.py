@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
+from yunion_mps import reasons
 from yunion_mps.errors import HostError, ShortageError
 from yunion_mps.host.proc import parent_of
 
@@ -37,7 +38,7 @@ def find_program(name: str, hint: str, besides: Sequence[str] = PROGRAM_DIRECTOR
         path = os.path.join(directory, name)
         if os.path.isfile(path) and os.access(path, os.X_OK):
             return path
-    raise HostError(f"{name} is not installed", hint)
+    raise HostError(f"{name} is not installed", hint, reasons.PROGRAM_MISSING)
 
 
 class Process:

@@ -51,7 +51,8 @@ _SCHEMA = (
     subject TEXT NOT NULL,
     what TEXT NOT NULL,
     cause TEXT NOT NULL,
-    consequence TEXT NOT NULL
+    consequence TEXT NOT NULL,
+    code TEXT NOT NULL
 )""",
 )
 #: What SQLite keeps of the file in memory; by itself it would take 2 MiB, as events come.

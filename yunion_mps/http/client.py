@@ -26,6 +26,7 @@ class BadConfigurationError(YunionError):
     """The daemon refuses the configuration; the message holds one problem a line."""
 
     exit_code = ConfigError.exit_code
+    code = ConfigError.code
 
 
 #: The errors by status; 400 is none that a caller of `DaemonClient` could correct.
@@ -179,4 +180,5 @@ def result_of(answer: Response, *, is_text: bool = False) -> Any:
     problem = value if isinstance(value, dict) else {}
     message = str(problem.get("detail") or f"the daemon answered {answer.status}")
     hint = str(problem.get("hint") or f"see: journalctl -u {_UNIT}")
-    raise _KINDS.get(answer.status, YunionError)(message, hint)
+    code = str(problem.get("code") or "")
+    raise _KINDS.get(answer.status, YunionError)(message, hint, code)

@@ -8,6 +8,10 @@ from typing import TYPE_CHECKING, NamedTuple, Union
 
 from yunion_mps.errors import YunionError
 from yunion_mps.http.operations import STATUSES
+from yunion_mps.reasons import BUSY, FAILED, INVALID_REQUEST, NOT_ALLOWED, NOT_FOUND
+
+#: The reason codes of statuses that stand for no error of ours.
+_CODES = {404: NOT_FOUND, 403: NOT_ALLOWED, 500: FAILED, 503: BUSY}
 
 if TYPE_CHECKING:
     from yunion_mps.answers import ProblemDetails
@@ -50,15 +54,14 @@ Answer = Union[Response, Awaitable[Response]]
 def problem(
     status: int, detail: str, hint: str = "", headers: tuple[tuple[str, str], ...] = (), code: str = ""
 ) -> Response:
-    """An error as problem details; `code` is the reason code."""
+    """An error as problem details; `code` is the reason code, by default the status's."""
     from http import HTTPStatus  # 3 ms, which a client need not pay
 
     title = HTTPStatus(status).phrase
     body: ProblemDetails = {"type": "about:blank", "title": title, "status": status, "detail": detail}
     if hint:
         body["hint"] = hint
-    if code:
-        body["code"] = code
+    body["code"] = code or _CODES.get(status, INVALID_REQUEST)
     return Response(status, "application/problem+json", encode(body), headers)
 
 

@@ -20,6 +20,7 @@ from yunion_mps.errors import (
     NothingFreeError,
     YunionError,
 )
+from yunion_mps.reasons import INVALID_REQUEST
 
 if TYPE_CHECKING:
     from yunion_mps.answers import (
@@ -81,12 +82,14 @@ class BadRequestError(YunionError):
     """The request cannot be understood; the message names the parameter."""
 
     exit_code = 2
+    code = INVALID_REQUEST
 
 
 class ContradictionError(YunionError):
     """Each parameter can be understood, and all of them together cannot."""
 
     exit_code = 2
+    code = INVALID_REQUEST
 
 
 #: The status of each kind of error, the more special kinds first; 409 for all others.

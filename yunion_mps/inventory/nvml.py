@@ -14,11 +14,13 @@ from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any, TypeVar
 
+from yunion_mps import reasons
 from yunion_mps.errors import DriverError, ShortageError
 from yunion_mps.escaping import decoded, printable
 from yunion_mps.host import threads
 from yunion_mps.inventory.sysfs import normal_address
 from yunion_mps.models import DEFAULT, EXCLUSIVE_PROCESS, PROHIBITED, Driver, Gpu
+from yunion_mps.reasons import NO_REASON, Reason
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -53,23 +55,27 @@ COMPUTE_MODES = {
 }
 _MODE_NUMBERS = {name: number for number, name in COMPUTE_MODES.items()}
 
-#: Failures of NVML with a hint of their own: what they mean, and what to do.
-_MEANINGS = {
+#: Failures of NVML with a hint of their own: what they mean, what to do, and the reason code if there is one.
+_MEANINGS: dict[int, tuple[str, ...]] = {
     pynvml.NVML_ERROR_LIBRARY_NOT_FOUND: (
         "no NVIDIA driver: its library libnvidia-ml.so.1 is not installed",
         "install the NVIDIA driver with its libraries, then check it with: nvidia-smi",
+        reasons.DRIVER_MISSING,
     ),
     pynvml.NVML_ERROR_DRIVER_NOT_LOADED: (
         "the NVIDIA driver's kernel module is not loaded",
         "load it with: modprobe nvidia; if that fails, see: dmesg | grep -i nvidia",
+        reasons.DRIVER_NOT_LOADED,
     ),
     pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH: (
         "the NVIDIA driver's library and its kernel module are of different versions",
         "reboot, or unload and load the module: the driver was updated while the old module was in use",
+        reasons.DRIVER_MISMATCH,
     ),
     pynvml.NVML_ERROR_GPU_IS_LOST: (
         "the GPU has fallen off the bus or is otherwise inaccessible (GPU is lost)",
         "see: dmesg | grep Xid; then reset the GPU or reboot the host",
+        reasons.GPU_LOST,
     ),
     pynvml.NVML_ERROR_NO_PERMISSION: (
         "NVML does not permit this",
@@ -98,6 +104,11 @@ def _translated(error: Any) -> DriverError:
     return DriverError(
         *_MEANINGS.get(error.value, (what, "see: dmesg | grep -i nvidia; and try: nvidia-smi"))
     )
+
+
+def reason_of(error: DriverError) -> Reason:
+    """Why a single GPU cannot be used."""
+    return Reason(error.message, reasons.GPU_ERROR if error.code == reasons.DRIVER_ERROR else error.code)
 
 
 def _call(function: Callable[..., Any], *arguments: Any) -> Any:
@@ -142,7 +153,8 @@ class Deadline:
         with `may_hang` makes it on the caller's, with no deadline.
         """
         if self._hanging and not self._hanging.is_set():
-            raise DriverError("the NVIDIA driver still does not answer an earlier call", _HANG_HINT)
+            what = "the NVIDIA driver still does not answer an earlier call"
+            raise DriverError(what, _HANG_HINT, reasons.DRIVER_HUNG)
         ended = threading.Event()
         results: list[T] = []
         errors: list[BaseException] = []
@@ -162,7 +174,8 @@ class Deadline:
             return work()
         if not ended.wait(self._timeout_s):
             self._hanging = ended
-            raise DriverError(f"the NVIDIA driver does not answer within {self._timeout_s:g} s", _HANG_HINT)
+            what = f"the NVIDIA driver does not answer within {self._timeout_s:g} s"
+            raise DriverError(what, _HANG_HINT, reasons.DRIVER_HUNG)
         if errors:
             raise errors[0]
         return results[0]
@@ -231,13 +244,13 @@ class Nvml:
         return found, silent
 
     @bounded
-    def reason_at(self, pci_address: str) -> str:
+    def reason_at(self, pci_address: str) -> Reason:
         """Why NVML offers no GPU at this address, empty if it does."""
         try:
             _call(pynvml.nvmlDeviceGetHandleByPciBusId, pci_address.encode())
         except DriverError as error:
-            return error.message
-        return ""
+            return reason_of(error)
+        return NO_REASON
 
     @bounded
     def processes(self) -> dict[str, dict[int, int | None]]:
@@ -296,7 +309,7 @@ class Nvml:
                 return self._updated(before._replace(nvml_index=index), handle)
             return self._updated(self._described(gpu, handle), handle)
         except DriverError as error:
-            return gpu._replace(reason=error.message)
+            return gpu._replace(reason=reason_of(error))
 
     def _described(self, gpu: Gpu, handle: Any) -> Gpu:
         name = _optional(pynvml.nvmlDeviceGetName, handle)
@@ -345,6 +358,7 @@ def _set_mode(handle: Any, uuid: str, mode: str) -> None:
         raise DriverError(
             f"GPU {uuid} is in compute mode {actual} after it was set to {mode}",
             "find what else sets compute modes on this host, or set cuda_mps_compute_mode: keep",
+            reasons.COMPUTE_MODE_REFUSED,
         )
 
 

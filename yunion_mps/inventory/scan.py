@@ -12,14 +12,17 @@ import json
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+from yunion_mps import reasons
 from yunion_mps.errors import HostError
 from yunion_mps.host.files import write_atomically
 from yunion_mps.inventory import sysfs
-from yunion_mps.inventory.nvml import Nvml
+from yunion_mps.inventory.nvml import Nvml, reason_of
 from yunion_mps.models import Gpu, Inventory, PcieLink
 from yunion_mps.paths import Paths
+from yunion_mps.reasons import NO_REASON, Reason
 
-GONE = "the GPU is not there any more"
+GONE = Reason("the GPU is not there any more", reasons.GPU_GONE)
+_NOT_OFFERED = Reason("the driver does not offer this GPU", reasons.GPU_ERROR)
 
 
 class ServedGpus(NamedTuple):
@@ -57,10 +60,10 @@ class Scanner:
         found, silent = nvml.gpus(self._known)
         nodes = sysfs.render_nodes(self._paths)
         gpus = {gpu.pci_address: self._placed(gpu) for gpu in found}
-        reasons = [error.message for _, error in silent]
+        refused = [reason_of(error) for _, error in silent]
         for address in self._nvidia_gpus():
             if address not in gpus:
-                reason = nvml.reason_at(address) or (reasons or ["the driver does not offer this GPU"])[0]
+                reason = nvml.reason_at(address) or (refused or [_NOT_OFFERED])[0]
                 gpus[address] = self._placed(Gpu(address, reason=reason))
         self._known = {gpu.uuid: gpu for gpu in gpus.values() if gpu.uuid and not gpu.reason}
         shown = (gpu._replace(render_node=nodes.get(gpu.pci_address)) for gpu in gpus.values())
@@ -100,7 +103,9 @@ def load_served(paths: Paths) -> ServedGpus:
 
 def save_served(paths: Paths, gpus: Iterable[Gpu]) -> bool:
     """Save the GPUs for the next daemon; return whether that could be done."""
-    kept = [gpu._replace(nvml_index=None, compute_mode=None, mig_enabled=None, reason="") for gpu in gpus]
+    kept = [
+        gpu._replace(nvml_index=None, compute_mode=None, mig_enabled=None, reason=NO_REASON) for gpu in gpus
+    ]
     rows = [{**gpu._asdict(), "link": gpu.link and gpu.link._asdict()} for gpu in kept]
     with contextlib.suppress(OSError):
         text = {"boot_id": _boot_id(paths), "gpus": rows}
@@ -136,7 +141,7 @@ def with_served(inventory: Inventory, served: Iterable[Gpu]) -> Inventory:
 def _gpu(row: dict[str, Any]) -> Gpu:
     capability, link = row["compute_capability"], row["link"]
     known = {**row, "compute_capability": capability and tuple(capability), "link": link and PcieLink(**link)}
-    gpu = Gpu(**known)
+    gpu = Gpu(**known)._replace(reason=NO_REASON)
     words = (gpu.pci_address, gpu.uuid, gpu.name or "", gpu.vendor_device_id or "", gpu.render_node or "")
     numbers = (*(gpu.compute_capability or ()), gpu.minor or 0, gpu.memory_mib or 0, gpu.numa_node or 0)
     if not (all(isinstance(one, str) for one in words) and all(isinstance(one, int) for one in numbers)):

@@ -148,8 +148,9 @@ CATALOGUE = (
     _state("yunion_mps_state",
            "Whether this is the host's state in `/v1/status`, which does not depend on what jobs do.",
            STATES, lambda facts: [(facts.status["state"],)]),
-    _host("yunion_mps_warnings", "The warnings of `yunion-mps status`.",
-          lambda facts: len(facts.status["warnings"])),
+    Metric(GAUGE, "yunion_mps_warnings", "The warnings of `yunion-mps status`, by their reason code.",
+           ("reason",), lambda facts: (((code,), number) for code, number in
+                          Counter(one["code"] for one in facts.status["warnings"]).items())),
     Metric(GAUGE, "yunion_mps_leases", "The leases, by their binding.", ("binding",),
            lambda facts: (((one,), facts.queue.leases.get(one, 0)) for one in BINDINGS)),
     _host("yunion_mps_lease_waiters", "The queued requests for devices.", lambda facts: facts.queue.waiting),
@@ -176,6 +177,10 @@ CATALOGUE = (
     _gpu("yunion_mps_gpu_usable",
          "Whether the GPU itself can be used, whatever the state of its control daemon.",
          lambda facts, gpu: None if gpu["state"] == NOT_USED else int(gpu["addr"] not in facts.unusable)),
+    Metric(GAUGE, "yunion_mps_gpu_unavailable",
+           "1 for each GPU that cannot be used now, with the reason code.",
+           ("gpu", "reason"), lambda facts: (((gpu["addr"], gpu["reason_code"]), 1) for gpu in facts.gpus
+                                           if gpu["state"] == UNAVAILABLE)),
     _gpu("yunion_mps_gpu_memory_bytes", "The GPU's memory.", lambda _, gpu: _bytes(gpu["memory_total"])),
     _gpu("yunion_mps_gpu_memory_used_bytes",
          "The GPU's memory that processes use, as far as the driver tells.",

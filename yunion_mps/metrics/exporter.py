@@ -14,6 +14,7 @@ from yunion_mps.host.threads import on_thread
 from yunion_mps.metrics.text import OPENMETRICS_TYPE, PLAIN_TYPE, text_of, wants_openmetrics
 from yunion_mps.mps.directories import open_directory
 from yunion_mps.paths import Paths
+from yunion_mps.reasons import METRICS_FILE_FAILED, NO_REASON, Reason
 from yunion_mps.service.metrics import Metrics
 from yunion_mps.supervisor import Supervisor
 
@@ -72,7 +73,7 @@ class Textfile:
             file = self._wanted
             if self._written != file:
                 self.remove()
-                self._supervisor.remark("metrics_textfile", "")
+                self._supervisor.remark("metrics_textfile", NO_REASON)
             if file:
                 await self._write(file)
             with contextlib.suppress(asyncio.TimeoutError):
@@ -105,7 +106,8 @@ class Textfile:
         if trouble and self._trouble != trouble:
             log.warning("%s; it is tried again every %g s", trouble, _WRITE_S)
         self._trouble = trouble
-        self._supervisor.remark("metrics_textfile", trouble)
+        reason = Reason(trouble, METRICS_FILE_FAILED) if trouble else NO_REASON
+        self._supervisor.remark("metrics_textfile", reason)
 
 
 def write(file: str, text: bytes) -> None:

@@ -18,6 +18,7 @@ from yunion_mps.host.proc import all_pids, count_open, program_name, uid_of
 from yunion_mps.host.processes import Process, spawn
 from yunion_mps.mps.diagnosis import front_end_at
 from yunion_mps.mps.processes import PROGRAM, client_variables
+from yunion_mps.reasons import CONTROL_DAEMON_SILENT
 
 #: How long a control daemon has to answer.
 ANSWER_TIMEOUT_S = 5.0
@@ -41,9 +42,13 @@ _ACCEPTS = 1 << 16
 class SilentError(ControlError):
     """A control daemon that runs does not answer, or cannot be reached."""
 
+    code = CONTROL_DAEMON_SILENT
+
 
 class OccupiedError(ControlError):
     """Another front-end is connected, and so ours was not heard."""
+
+    code = CONTROL_DAEMON_SILENT
 
     def __init__(self, pipe_directory: str, who: str = "") -> None:
         super().__init__(

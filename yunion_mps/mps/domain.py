@@ -13,6 +13,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 
+from yunion_mps import reasons
 from yunion_mps.errors import ControlError, HostError, YunionError
 from yunion_mps.models import DomainPlan, DomainStatus, Event
 from yunion_mps.mps.control_daemon import ControlDaemon, Shutdown, Startup, Task
@@ -356,7 +357,7 @@ class Domain(StateMachine):
         if self.state in (BACKOFF, FAILED):
             self._deadline_s = now_s  # what was wrong was wrong with this one
         elif self.state != STOPPING:
-            self._fail(now_s, ControlError(what, log_hint(self.plan)))
+            self._fail(now_s, ControlError(what, log_hint(self.plan), reasons.CONTROL_DAEMON_EXITED))
 
     def _give_up(self, now_s: float, error: YunionError) -> None:
         """End a control daemon that never served; one that may have jobs at work is treated with care."""
@@ -382,4 +383,4 @@ class Domain(StateMachine):
         self.restarts += 1
         self.error, self._deadline_s = error, now_s + wait_s
         log.error("domain %s: %s; next start in %g s. %s", self.plan.name, error.message, wait_s, error.hint)
-        self._change(state, now_s, error.message)
+        self._change(state, now_s, error.message, error.code)

@@ -11,6 +11,7 @@ from yunion_mps.mps.control_daemon import ASK_AGAIN_S, ControlDaemon, Task
 from yunion_mps.mps.conversation import HEARD, Conversation, OccupiedError
 from yunion_mps.mps.log_file import bound_logs
 from yunion_mps.mps.processes import describe_servers
+from yunion_mps.reasons import LIMITS_OVERWRITTEN
 
 log = logging.getLogger(__name__)
 
@@ -26,6 +27,8 @@ _WEDGED_PROBE_S = 0.5
 
 class LimitsChangedError(ControlError):
     """Another program has changed the limits."""
+
+    code = LIMITS_OVERWRITTEN
 
 
 class HealthMonitor(Task):

@@ -13,6 +13,7 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from yunion_mps import reasons
 from yunion_mps.errors import ControlError, ShortageError
 from yunion_mps.models import DomainPlan
 from yunion_mps.mps.control_daemon import ASK_AGAIN_S, ControlDaemon, Task
@@ -142,6 +143,7 @@ class LimitsSetter(Task):
             f"{describe_servers(servers)} keeps limits that neither this configuration nor the last one has",
             "it is ended once no job uses its GPUs; to have it end after its jobs, before others come: "
             f"{command} | CUDA_MPS_PIPE_DIRECTORY={self._plan.pipe_directory} {PROGRAM}",
+            reasons.LIMITS_PENDING,
         )
 
 
@@ -221,4 +223,5 @@ def _not_in_effect(what: str, desired: str, got: str | None) -> ControlError:
     return ControlError(
         f"the {what} is not in effect: it was set to {desired}, and the control daemon answers {answered}",
         _HINT,
+        reasons.LIMITS_NOT_IN_EFFECT,
     )

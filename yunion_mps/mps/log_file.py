@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from yunion_mps import reasons
 from yunion_mps.escaping import decoded
 from yunion_mps.host.proc import uid_of, user_name
 from yunion_mps.models import DomainPlan, Event
@@ -230,11 +231,11 @@ def _event(entry: LogEntry, domain: str) -> Event | None:
         return Event("info", "client", domain, f"{server} ended")
     if entry.kind == "died":
         what = f"{server} ended without being asked to"
-        return Event("error", "client", domain, what, "it crashed or was killed", "its jobs have failed")
+        return _failed(domain, what, "it crashed or was killed", "its jobs have failed")
     if entry.kind == "fault":
         means = "every job on that server fails; new ones start once those are gone"
         what = "an MPS server had a fatal exception"
-        return Event("error", "client", domain, what, "a fault of a job", means)
+        return _failed(domain, what, "a fault of a job", means)
     return None
 
 
@@ -243,7 +244,11 @@ def _failure(failed: Sequence[LogEntry], domain: str) -> Event:
     what = f"MPS server (PID {first.pid}) exited with status {first.number}"
     if more:
         what += f", and {len(more)} more"
-    return Event("error", "client", domain, what, f"see {SERVER_LOG} beside its log", "its jobs have failed")
+    return _failed(domain, what, f"see {SERVER_LOG} beside its log", "its jobs have failed")
+
+
+def _failed(domain: str, what: str, cause: str, means: str) -> Event:
+    return Event("error", "client", domain, what, cause, means, reasons.SERVER_FAILED)
 
 
 def _waiting(waiting: Sequence[LogEntry], uid: int, domain: str, servers: Sequence[int]) -> Event | None:
@@ -258,4 +263,4 @@ def _waiting(waiting: Sequence[LogEntry], uid: int, domain: str, servers: Sequen
     what = f"{len(pids)} job{plural} of {user_name(uid)} (PID{plural} {first}) {verb}"
     cause = f"MPS serves one user at a time, and {names} has the server"
     means = "jobs start when the other user's have ended; cuda_mps_multiuser: true serves all users at once"
-    return Event("warning", "client", domain, what, cause, means)
+    return Event("warning", "client", domain, what, cause, means, reasons.CLIENT_WAITING)

@@ -10,6 +10,7 @@ import logging
 import signal
 from collections.abc import Callable, Collection, Iterable
 
+from yunion_mps import reasons
 from yunion_mps.errors import ShortageError
 from yunion_mps.models import DomainPlan, Event
 from yunion_mps.mps.limits import LimitsInEffect
@@ -135,10 +136,13 @@ class Rollover:
             means += f"; {describe_servers(wrong)} may have the others, and keeps them until it ends"
             old = tuple(sorted({*self.in_effect.old_servers, *wrong}))
             self.in_effect = self.in_effect._replace(old_servers=old)
-        self._tell_limits("another program has changed its limits", cause, means, severity="warning")
+        what = "another program has changed its limits"
+        self._tell_limits(what, cause, means, "warning", reasons.LIMITS_OVERWRITTEN)
 
-    def _tell_limits(self, what: str, cause: str, means: str = "", severity: str = "info") -> None:
-        self._tell(Event(severity, "limit", self.in_effect.plan.name, what, cause, means))
+    def _tell_limits(
+        self, what: str, cause: str, means: str = "", severity: str = "info", code: str = ""
+    ) -> None:
+        self._tell(Event(severity, "limit", self.in_effect.plan.name, what, cause, means, code))
 
     # -- servers that are to end
 
@@ -300,4 +304,5 @@ class OrphanedServers:
 
     def _say(self, severity: str, what: str, cause: str, means: str = "") -> None:
         log.log(logging.INFO if severity == "info" else logging.WARNING, "domain %s: %s", self._domain, what)
-        self._tell(Event(severity, "client", self._domain, what, cause, means))
+        code = "" if severity == "info" else reasons.SERVERS_ORPHANED
+        self._tell(Event(severity, "client", self._domain, what, cause, means, code))

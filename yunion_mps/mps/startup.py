@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from yunion_mps import reasons
 from yunion_mps.errors import HostError
 from yunion_mps.escaping import printable
 from yunion_mps.host.proc import started_ticks
@@ -90,16 +91,17 @@ def find(plan: DomainPlan, ours: Sequence[MpsProcess] | None = None) -> RunningD
         what = f"a control daemon (PID {peer.pid}, uid {peer.uid}), not started by us, already serves {place}"
         if could_be_ours(peer.pid):
             hint += f"; or go on with it and its jobs: yunion-mps-daemon --adopt {peer.pid}"
-        raise HostError(what, hint)
+        raise HostError(what, hint, reasons.ADOPTION_REFUSED)
     one = next((one for one in here if peer and one.pid == peer.pid), here[0])
     order = adoption_order(one.pid)
     if order and not order.can_serve(plan):
         what = f"the control daemon (PID {one.pid}) that was adopted in {place}"
         why = "numbers its GPUs in an order that is not certain, and their memory limits differ"
-        raise HostError(f"{what} {why}", "give its GPUs equal limits, or end it when its jobs are done")
+        hint = "give its GPUs equal limits, or end it when its jobs are done"
+        raise HostError(f"{what} {why}", hint, reasons.ADOPTION_REFUSED)
     if not set(one.gpu_uuids) & set(plan.gpu_uuids):
         what = f"the control daemon (PID {one.pid}) that an earlier yunion-mps-daemon left in {place}"
-        raise HostError(f"{what} serves none of its GPUs", hint)
+        raise HostError(f"{what} serves none of its GPUs", hint, reasons.ADOPTION_REFUSED)
     process = Process.adopt(one.pid)
     if process is None:
         return None
@@ -177,7 +179,8 @@ def _served(
 
 def _refusal(pid: int, why: str) -> HostError:
     hint = "it goes on as it was; when its jobs are done, it can be ended, and ours starts"
-    return HostError(f"the control daemon (PID {pid}) cannot be adopted: {why}", hint)
+    what = f"the control daemon (PID {pid}) cannot be adopted: {why}"
+    return HostError(what, hint, reasons.ADOPTION_REFUSED)
 
 
 # -- start

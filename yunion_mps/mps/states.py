@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
+from yunion_mps import reasons
 from yunion_mps.errors import ShortageError, YunionError
 from yunion_mps.models import Event
+from yunion_mps.reasons import NO_REASON, Reason
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +44,15 @@ MEANINGS: dict[str, tuple[str, str]] = {
     STOPPING: ("info", "its devices are not served; jobs that run have their time to end"),
 }
 
+#: The reason codes of the states that pass by themselves; other states have that of an error.
+_CODES = {
+    STOPPED: reasons.DOMAIN_STOPPED,
+    STARTING: reasons.DOMAIN_STARTING,
+    APPLYING: reasons.DOMAIN_APPLYING,
+    WEDGED: reasons.CONTROL_DAEMON_SILENT,
+    STOPPING: reasons.DOMAIN_STOPPING,
+}
+
 #: The wait before each new start; the first death may be an accident, and costs no time.
 WAITS_S = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
 #: Once those are used up, an operator has to act; it is still tried this often.
@@ -55,7 +66,7 @@ class StateMachine:
 
     def __init__(self, name: str, tell: Callable[[Event], None], changed: Callable[[], None]) -> None:
         self.state = STOPPED
-        self.reason = "not started yet"
+        self.reason = Reason("not started yet", reasons.DOMAIN_STOPPED)
         #: What is wrong, None if nothing is.
         self.error: YunionError | None = None
         self.since_s = 0.0
@@ -65,8 +76,9 @@ class StateMachine:
         self._tell = tell
         self._changed = changed
 
-    def _change(self, state: str, now_s: float, reason: str) -> None:
-        """The one place that changes the state."""
+    def _change(self, state: str, now_s: float, text: str, code: str = "") -> None:
+        """The one place that changes the state; without a `code`, the reason has the state's."""
+        reason = Reason(text, code or _CODES[state]) if text else NO_REASON
         if state not in LEGAL_CHANGES[self.state]:
             raise AssertionError(f"domain {self._name}: {self.state} cannot become {state}")
         log.info("domain %s: %s -> %s%s", self._name, self.state, state, f" ({reason})" if reason else "")
@@ -78,15 +90,18 @@ class StateMachine:
             self.error = None
         severity, means = MEANINGS[state]
         if not again:  # what fails every minute for the same reason is one event
-            self._tell(Event(severity, "domain", self._name, f"{before} -> {state}", reason, means))
+            self._tell(
+                Event(severity, "domain", self._name, f"{before} -> {state}", reason, means, reason.code)
+            )
         self._changed()
 
-    def _explain(self, reason: str) -> None:
+    def _explain(self, text: str) -> None:
         """Give another reason for the state that it is in."""
-        if reason != self.reason:
-            self.reason = reason
+        if text != self.reason:
+            self.reason = reason = Reason(text, self.reason.code)
             log.warning("domain %s: %s", self._name, reason)
-            self._tell(Event("warning", "domain", self._name, f"still {self.state}", reason))
+            still = f"still {self.state}"
+            self._tell(Event("warning", "domain", self._name, still, reason, code=reason.code))
             self._changed()
 
 

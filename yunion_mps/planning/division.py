@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import groupby
 
+from yunion_mps import reasons
 from yunion_mps.errors import NotFoundError
 from yunion_mps.identity import uuid5
 from yunion_mps.models import (
@@ -27,6 +28,7 @@ from yunion_mps.models import (
     Slice,
     SliceEntry,
 )
+from yunion_mps.reasons import NO_REASON, Reason
 
 VOLTA = (7, 0)
 #: MPS needs compute capability 3.5 (nvidia-cuda-mps-control(1)).
@@ -70,20 +72,23 @@ def enforces_budgets(gpu: Gpu) -> bool:
     return gpu.compute_capability is not None and gpu.compute_capability >= VOLTA
 
 
-def reason_against(gpu: Gpu, config: Config) -> str:
+def reason_against(gpu: Gpu, config: Config) -> Reason:
     """Why the GPU cannot serve MPS devices, empty if it can."""
     if gpu.reason:
         return gpu.reason
     if gpu.uuid is None or gpu.memory_mib is None:
-        return "the driver does not report the GPU's UUID and memory"
+        return Reason("the driver does not report the GPU's UUID and memory", reasons.GPU_ERROR)
     if gpu.mig_enabled:
-        return "the GPU is in MIG mode, which excludes MPS on it as a whole (turn it off: nvidia-smi -mig 0)"
+        what = "the GPU is in MIG mode, which excludes MPS on it as a whole (turn it off: nvidia-smi -mig 0)"
+        return Reason(what, reasons.MIG_ENABLED)
     capability = gpu.compute_capability
     if capability is not None and capability < _FIRST_WITH_MPS:
-        return f"MPS needs compute capability 3.5, the GPU has {capability[0]}.{capability[1]}"
+        what = f"MPS needs compute capability 3.5, the GPU has {capability[0]}.{capability[1]}"
+        return Reason(what, reasons.MPS_UNSUPPORTED)
     if gpu.compute_mode == PROHIBITED and config.cuda_mps_compute_mode == "keep":
-        return "the GPU's compute mode is Prohibited, and cuda_mps_compute_mode is keep"
-    return ""
+        what = "the GPU's compute mode is Prohibited, and cuda_mps_compute_mode is keep"
+        return Reason(what, reasons.COMPUTE_MODE_PROHIBITED)
+    return NO_REASON
 
 
 def divide(entry: DeviceEntry, gpu: Gpu, config: Config, domain: str, clients: int) -> PlannedGpu:

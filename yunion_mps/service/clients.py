@@ -9,6 +9,7 @@ import signal
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from yunion_mps import reasons
 from yunion_mps.containers.lookup import Containers
 from yunion_mps.errors import BusyError, NotAllowedError, NotFoundError, YunionError
 from yunion_mps.escaping import printable
@@ -111,7 +112,8 @@ class ClientService:
         what = f"{found['command'] or 'a job'} (PID {pid}) of {found['user']}: {how}"
         cause = f"uid {uid} asked for its end"
         log.warning("%s, because %s", what, cause)
-        self._supervisor.event_log.record(Event("warning", "client", found["domain"], what, cause))
+        event = Event("warning", "client", found["domain"], what, cause, code=reasons.CLIENT_TERMINATED)
+        self._supervisor.event_log.record(event)
         return {"pid": pid, "ended": ended, "how": how}
 
     async def _end(
@@ -167,7 +169,13 @@ class XidAnalyzer:
         suspects = [pid for at, number, pid in named if (at, number) == (address, xid)][-1:]
         for pid in suspects:
             who = command_of(pid) or "a process that has ended"
-            self._record(address, f"XID {xid} came from PID {pid} ({who})", "the kernel's log names it", "")
+            self._record(
+                address,
+                f"XID {xid} came from PID {pid} ({who})",
+                "the kernel's log names it",
+                "",
+                reasons.XID,
+            )
         for server in (await self._clients.clients())["servers"]:
             if server["state"] == FAULT:
                 cause = f"suspected: PID {suspects[0]}" if suspects else "a fault of one of its jobs"
@@ -178,11 +186,12 @@ class XidAnalyzer:
                     f"MPS server (PID {server['pid']}) is in state {FAULT}",
                     cause,
                     f"{means}: yunion-mps clients{end}",
+                    reasons.SERVER_FAILED,
                 )
 
-    def _record(self, subject: str, what: str, cause: str, means: str) -> None:
+    def _record(self, subject: str, what: str, cause: str, means: str, code: str) -> None:
         log.warning("%s: %s%s", subject, what, f"; {means}" if means else "")
-        self._supervisor.event_log.record(Event("error", "client", subject, what, cause, means))
+        self._supervisor.event_log.record(Event("error", "client", subject, what, cause, means, code))
 
 
 def _find(listed: answers.ClientList, pid: int) -> answers.MpsClient | answers.WaitingClient:

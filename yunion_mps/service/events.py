@@ -49,6 +49,7 @@ class Events:
                     "what": one.event.what,
                     "cause": one.event.cause,
                     "consequence": one.event.consequence,
+                    "code": one.event.code,
                 }
                 for one in found
             ],

@@ -14,6 +14,7 @@ from yunion_mps.inventory.events import EventWatch
 from yunion_mps.inventory.scan import Scanner
 from yunion_mps.models import Inventory
 from yunion_mps.paths import Paths
+from yunion_mps.reasons import NO_REASON, Reason
 from yunion_mps.service.clients import XidAnalyzer
 from yunion_mps.service.reload import Reloader
 from yunion_mps.service.usage import UsageSampler
@@ -96,7 +97,7 @@ class Monitor:
                 supervisor.lose_driver(error, loop.time())
                 return
             self._trouble = ""
-            supervisor.remark("polling", "")
+            supervisor.remark("polling", NO_REASON)
             supervisor.jobs.update(processes, began_s)
             supervisor.update_gpus(inventory, loop.time())
             self._usage.record(processes, began_s)
@@ -134,7 +135,7 @@ class Monitor:
         if self._trouble != what:
             log.error("%s. %s", what, error.hint)
         self._trouble = what
-        self._supervisor.remark("polling", what)
+        self._supervisor.remark("polling", Reason(what, error.code))
 
     def _handle_event(self, event: tuple[str, int] | None) -> None:
         if event:

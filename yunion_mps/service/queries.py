@@ -11,6 +11,7 @@ from yunion_mps.errors import NotFoundError
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.models import Gpu, Snapshot
 from yunion_mps.planning.environment import client_environment
+from yunion_mps.reasons import Reason, hint_of
 from yunion_mps.service.shapes import devices_json, domain_json, gpu_json
 from yunion_mps.service.state import (
     AVAILABLE,
@@ -136,7 +137,10 @@ class Queries:
         return {
             "state": state_of(snapshot),
             "notice": snapshot.notice,
-            "warnings": list(warnings(snapshot)),
+            "notice_code": snapshot.notice.code,
+            "warnings": [
+                {"code": one.code, "text": one, "hint": hint_of(one.code)} for one in warnings(snapshot)
+            ],
             "version": __version__,
             "pid": self._pid,
             "started": self._started_s,
@@ -158,7 +162,7 @@ class Queries:
             "domains": [domain_json(domain) for domain in snapshot.domains],
         }
 
-    def reasons(self) -> Mapping[str, str]:
+    def reasons(self) -> Mapping[str, Reason]:
         """Why the devices of a GPU (by UUID) cannot be used now, empty if they can."""
         return reasons(self._take())
 

@@ -140,7 +140,8 @@ class Reloader:
         for problem in problems:
             log.error("not reloaded: %s", problem)
         means = "nothing was changed: what was in effect stays in effect"
-        event = Event("error", "configuration", "reload", "refused", f"{requester}: {error.message}", means)
+        cause = f"{requester}: {error.message}"
+        event = Event("error", "configuration", "reload", "refused", cause, means, error.code)
         self._supervisor.event_log.record(event)
 
     async def _settle(self) -> None:

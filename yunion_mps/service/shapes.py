@@ -19,6 +19,7 @@ from yunion_mps.models import (
     Snapshot,
 )
 from yunion_mps.planning.division import enforces_budgets
+from yunion_mps.reasons import NO_REASON
 from yunion_mps.service.state import (
     AVAILABLE,
     NO_DOMAIN,
@@ -55,6 +56,7 @@ def devices_json(snapshot: Snapshot, ledger: Ledger | None = None) -> list[answe
     for device in (*snapshot.plan.devices, *made):
         gpu, reason = gpus.get(device.gpu_uuid), why.get(device.gpu_uuid, NO_DOMAIN)
         state = UNAVAILABLE if reason else PENDING if device.id in pending else AVAILABLE
+        why_not = reason or pending.get(device.id, NO_REASON)
         now = given.get(device.id, device) if state == PENDING else device
         shown.append(
             {
@@ -74,7 +76,8 @@ def devices_json(snapshot: Snapshot, ledger: Ledger | None = None) -> list[answe
                 "mps_thread_percentage": _plain(now.thread_percentage),
                 "gpu_uuid": now.gpu_uuid,
                 "state": state,
-                "reason": reason or pending.get(device.id, ""),
+                "reason": why_not,
+                "reason_code": why_not.code,
                 "budget_enforced": now.budget_enforced,
                 "lease": ledger.owners.get(device.id),
                 "free": device.id in free,
@@ -109,7 +112,7 @@ def gpu_json(
 ) -> answers.Gpu:
     """A GPU with so many devices, the domain that serves it, and whether it is `used` for MPS at all."""
     capability = gpu.compute_capability
-    reason = gpu_reason(gpu, snapshot) or (why_unusable(gpu, domain) if used else "")
+    reason = gpu_reason(gpu, snapshot) or (why_unusable(gpu, domain) if used else NO_REASON)
     return {
         "uuid": gpu.uuid,
         "name": gpu.name,
@@ -128,6 +131,7 @@ def gpu_json(
         "devices": devices,
         "state": UNAVAILABLE if reason else AVAILABLE if used else NOT_USED,
         "reason": reason,
+        "reason_code": reason.code,
         "budget_enforced": enforces_budgets(gpu),
         "memory_free": memory_free_mib,
     }
@@ -140,6 +144,7 @@ def domain_json(domain: DomainStatus) -> answers.Domain:
         "name": plan.name,
         "state": domain.state,
         "reason": domain.reason,
+        "reason_code": domain.reason.code,
         "pending": domain.pending,
         "waits_for": list(domain.waits_for),
         "pid": domain.pid,

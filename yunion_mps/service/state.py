@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from yunion_mps import reasons as codes
 from yunion_mps.models import DomainStatus, Gpu, Plan, Snapshot
 from yunion_mps.mps.states import READY
+from yunion_mps.reasons import NO_REASON, Reason
 
 if TYPE_CHECKING:
     from yunion_mps import answers
@@ -20,10 +22,15 @@ NOT_USED = "not used"
 #: The states of the host; see `state_of`.
 STATES = ("ready", "degraded", "failed", "disabled")
 
-NO_DOMAIN = "no control daemon serves it"
+NO_DOMAIN = Reason("no control daemon serves it", codes.NO_DOMAIN)
+_GONE = Reason("its GPU is not there any more", codes.GPU_GONE)
+_NOT_SERVED = Reason(
+    "the running control daemon does not serve it; it will be served once that has ended",
+    codes.GPU_NOT_SERVED,
+)
 
 
-def reasons(snapshot: Snapshot) -> dict[str, str]:
+def reasons(snapshot: Snapshot) -> dict[str, Reason]:
     """Why the devices of a GPU (by UUID) cannot be used now, empty if they can."""
     gpus = {gpu.uuid: gpu for gpu in snapshot.inventory.gpus}
     domains = {domain.plan.name: domain for domain in snapshot.domains}
@@ -31,24 +38,24 @@ def reasons(snapshot: Snapshot) -> dict[str, str]:
     return {uuid: why_unusable(gpus.get(uuid), domains.get(name)) for uuid, name in names.items()}
 
 
-def why_unusable(gpu: Gpu | None, domain: DomainStatus | None) -> str:
+def why_unusable(gpu: Gpu | None, domain: DomainStatus | None) -> Reason:
     """Why the devices of a GPU cannot be used now, empty if they can."""
     if gpu is None:
-        return "its GPU is not there any more"
+        return _GONE
     if gpu.reason:
         return gpu.reason
     if domain is None:
         return NO_DOMAIN
     if gpu.uuid not in domain.plan.gpu_uuids:
-        return "the running control daemon does not serve it; it will be served once that has ended"
+        return _NOT_SERVED
     if domain.state != READY:
-        return f"its domain is {domain.state}: {domain.reason}"
-    return ""
+        return Reason(f"its domain is {domain.state}: {domain.reason}", codes.DOMAIN_NOT_READY)
+    return NO_REASON
 
 
-def gpu_reason(gpu: Gpu, snapshot: Snapshot) -> str:
+def gpu_reason(gpu: Gpu, snapshot: Snapshot) -> Reason:
     """What is wrong with a GPU, empty if nothing is."""
-    return gpu.reason or snapshot.plan.unavailable.get(gpu.pci_address, "")
+    return gpu.reason or snapshot.plan.unavailable.get(gpu.pci_address, NO_REASON)
 
 
 def domain_names(plan: Plan) -> dict[str, str]:

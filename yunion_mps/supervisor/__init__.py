@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import logging
 
+from yunion_mps import reasons
 from yunion_mps.errors import BusyError, DriverError, HostError, ShortageError
 from yunion_mps.host.store import Store
 from yunion_mps.models import Config, Inventory, Snapshot
 from yunion_mps.mps.domain import Domain
 from yunion_mps.mps.processes import find_control_program
 from yunion_mps.paths import Paths
+from yunion_mps.reasons import NO_REASON, Reason
 from yunion_mps.supervisor.changes import Change, DesiredState, FindLeaseWaits
 from yunion_mps.supervisor.compute_modes import ComputeModes, ModeResult, ModeWork, restore_unused
 from yunion_mps.supervisor.event_log import EventLog
@@ -51,7 +53,7 @@ class Supervisor:
         self._reserve: bytes | None = bytes(_RESERVE_BYTES)
         self._version = 0
         self._leftovers_notice = ""
-        self._remarked: dict[str, str] = {}
+        self._remarked: dict[str, Reason] = {}
         self._snapshot: Snapshot | None = None
 
     # -- from start to stop
@@ -155,10 +157,11 @@ class Supervisor:
         """What is now; the same object for as long as nothing changes."""
         if self._snapshot is None:
             self._version += 1
-            remarks = [words for words in self._remarked.values() if words]
+            remarks = [reason for reason in self._remarked.values() if reason]
             if self.event_log.trouble:
                 means = "events are kept elsewhere meanwhile, and nothing can be changed"
-                remarks.append(f"{self.event_log.trouble}; {means}")
+                what = f"{self.event_log.trouble}; {means}"
+                remarks.append(Reason(what, reasons.EVENTS_NOT_WRITTEN))
             self._snapshot = Snapshot(
                 self._version,
                 self.config.enable_cuda_mps,
@@ -170,10 +173,10 @@ class Supervisor:
             )
         return self._snapshot
 
-    def remark(self, about: str, words: str) -> None:
-        """Have the status warn of something; empty words take that back."""
-        if self._remarked.get(about, "") != words:
-            self._remarked[about] = words
+    def remark(self, about: str, reason: Reason) -> None:
+        """Have the status warn of something; an empty reason takes that back."""
+        if self._remarked.get(about, NO_REASON) != reason:
+            self._remarked[about] = reason
             self._changed()
 
     # -- GPUs
@@ -201,7 +204,7 @@ class Supervisor:
         for domain in self.domains:
             domain.note_use(in_use=None)  # nothing is known of jobs any more
         inventory = self._gpus.inventory
-        gpus = tuple(gpu._replace(reason=error.message) for gpu in inventory.gpus)
+        gpus = tuple(gpu._replace(reason=error.reason) for gpu in inventory.gpus)
         self.update_gpus(inventory._replace(gpus=gpus), now_s)
 
     def note_xid(self, pci_address: str, xid: int) -> None:

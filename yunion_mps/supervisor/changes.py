@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from yunion_mps import reasons
 from yunion_mps.config import KEYS
 from yunion_mps.errors import ConfigError
 from yunion_mps.models import Config, Device, DomainPlan, Event, Gpu, Inventory, Plan
@@ -14,6 +15,7 @@ from yunion_mps.mps.processes import describe_servers, find_control_program
 from yunion_mps.paths import Paths
 from yunion_mps.planning.division import division
 from yunion_mps.planning.plan import make_plan
+from yunion_mps.reasons import Reason
 from yunion_mps.supervisor.fleet import Fleet
 from yunion_mps.supervisor.gpus import Gpus
 from yunion_mps.supervisor.preflight import Preflight
@@ -50,8 +52,10 @@ class LeaseWait(NamedTuple):
     pending: frozenset[str] = frozenset()
 
     @property
-    def reason(self) -> str:
-        return f"the new division of its GPU waits for {self.description} to end"
+    def reason(self) -> Reason:
+        """Why these devices are pending."""
+        what = f"the new division of its GPU waits for {self.description} to end"
+        return Reason(what, reasons.LEASES_PENDING)
 
 
 #: Returns, by GPU UUID, which of these devices of a plan wait for leases.

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple
 
+from yunion_mps import reasons
 from yunion_mps.errors import DriverError, HostError, YunionError
 from yunion_mps.host.store import Store
 from yunion_mps.inventory.nvml import Nvml
@@ -152,14 +153,16 @@ class ComputeModes:
             if planned and before.get(gpu.uuid) == planned != gpu.compute_mode and not gpu.reason:
                 what = f"{planned} -> {gpu.compute_mode}"
                 event = _event("warning", gpu, what, "another program has changed it")
-                self._tell(event._replace(consequence=f"it is set to {planned} again"))
+                means = f"it is set to {planned} again"
+                self._tell(event._replace(consequence=means, code=reasons.COMPUTE_MODE_CHANGED))
 
     def refuse_if_none_can_be_set(self, target: Plan) -> None:
         """Raise DriverError if every GPU has refused."""
         errors = self._gpus.mode_errors
         if errors and all(uuid in errors for domain in target.domains for uuid in domain.gpu_uuids):
             first = next(iter(errors.values()))
-            raise DriverError(f"no GPU's compute mode can be set: {first.message}", first.hint)
+            what = f"no GPU's compute mode can be set: {first.message}"
+            raise DriverError(what, first.hint, reasons.COMPUTE_MODE_REFUSED)
 
 
 def _event(severity: str, gpu: Gpu, what: str, cause: str) -> Event:

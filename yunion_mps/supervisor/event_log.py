@@ -16,6 +16,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
+from yunion_mps import reasons
 from yunion_mps.errors import HostError
 from yunion_mps.host.store import Store
 from yunion_mps.models import Event
@@ -141,7 +142,8 @@ class EventLog:
         except HostError as error:
             self._note_trouble(error.message)
         means = "it was made again from copies: the events since the boot, and the former compute modes"
-        self.record(Event("error", "daemon", "state file", what, "it is damaged", means))
+        code = reasons.STATE_FILE_DAMAGED
+        self.record(Event("error", "daemon", "state file", what, "it is damaged", means, code))
 
     def _note_trouble(self, message: str) -> None:
         if message == self.trouble:
@@ -163,7 +165,7 @@ class EventTable:
         if not events:
             return
         rows = [(one.id, one.time_s, *one.event) for one in events]
-        self._store.write("INSERT OR IGNORE INTO event VALUES (?, ?, ?, ?, ?, ?, ?, ?)", rows)
+        self._store.write("INSERT OR IGNORE INTO event VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", rows)
         if events[0].id // _PRUNE_EVERY != (events[-1].id + 1) // _PRUNE_EVERY:
             self._prune()
 

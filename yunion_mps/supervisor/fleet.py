@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Optional
 
+from yunion_mps import reasons
 from yunion_mps.errors import YunionError
 from yunion_mps.host.proc import command_of, started_ticks, uid_of, user_name
 from yunion_mps.host.processes import refuse_if_no_process_can_start
@@ -275,7 +276,8 @@ class Jobs:
             log.warning("%s did not end in time: its MPS server was ended", job)
             means = "its MPS server was ended, and its CUDA calls fail"
             what = f"{job} did not end in time"
-            yield Event("warning", "client", "stop", what, "the daemon was stopped", means)
+            code = reasons.CLIENT_KILLED
+            yield Event("warning", "client", "stop", what, "the daemon was stopped", means, code)
 
     def _running(self) -> list[str]:
         """Those that still run, in words: `train.py (PID 12, alice)`."""

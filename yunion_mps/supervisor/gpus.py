@@ -12,6 +12,7 @@ import logging
 import os
 from collections.abc import Collection, Iterable, Mapping
 
+from yunion_mps import reasons
 from yunion_mps.errors import DriverError
 from yunion_mps.host.files import write_atomically
 from yunion_mps.inventory.events import xid_meaning
@@ -20,6 +21,7 @@ from yunion_mps.inventory.sysfs import sort_key
 from yunion_mps.models import Config, Event, Gpu, Inventory, Plan
 from yunion_mps.paths import Paths
 from yunion_mps.planning.division import reason_against
+from yunion_mps.reasons import NO_REASON, Reason
 
 log = logging.getLogger(__name__)
 
@@ -75,12 +77,14 @@ class Gpus:
         is_fatal, words = xid_meaning(xid)
         event = Event("warning", "gpu", gpu.address, f"XID {xid}: {words}", "the driver reported it")
         if not is_fatal:
-            return event._replace(consequence="jobs on it may have failed; its devices stay available")
+            means = "jobs on it may have failed; its devices stay available"
+            return event._replace(consequence=means, code=reasons.XID)
         hint = f"reset it (nvidia-smi --gpu-reset -i {gpu.uuid}) or reboot, then: yunion-mps reload"
-        self._faults[pci_address] = f"XID {xid} ({words}): {hint}"
+        self._faults[pci_address] = Reason(f"XID {xid} ({words}): {hint}", reasons.GPU_FAULT)
         self._write_faults()
         self._replace(gpu._replace(reason=gpu.reason or self._fault_of(gpu)))
-        return event._replace(severity="error", consequence="its devices are unavailable")
+        means = "its devices are unavailable"
+        return event._replace(severity="error", consequence=means, code=reasons.GPU_FAULT)
 
     def note_modes(self, modes: Mapping[str, str], errors: Mapping[str, DriverError]) -> None:
         """Record compute modes that were set, and GPUs that refused, by UUID."""
@@ -97,7 +101,7 @@ class Gpus:
         """Take every GPU as healthy: the operator says so by a reload."""
         for gpu in self.inventory.gpus:
             if gpu.reason and gpu.reason == self._fault_of(gpu):
-                self._replace(gpu._replace(reason=""))
+                self._replace(gpu._replace(reason=NO_REASON))
         self._clear_faults(*self._faults)
         self.mode_errors.clear()
 
@@ -121,7 +125,7 @@ class Gpus:
             now = gpus.get(address)
             refuses = known[address].uuid in self.mode_errors
             if not refuses and (now is None or now.uuid in (None, known[address].uuid)):
-                gpus[address] = known[address]._replace(reason="", mig_enabled=None, compute_mode=None)
+                gpus[address] = known[address]._replace(reason=NO_REASON, mig_enabled=None, compute_mode=None)
         return _in_order(inventory, map(self._with_mode_error, gpus.values()))
 
     def _replace(self, gpu: Gpu) -> None:
@@ -130,7 +134,10 @@ class Gpus:
 
     def _with_mode_error(self, gpu: Gpu) -> Gpu:
         error = self.mode_errors.get(gpu.uuid or "")
-        return gpu._replace(reason=f"its compute mode cannot be set: {error.message}") if error else gpu
+        if error is None:
+            return gpu
+        what = f"its compute mode cannot be set: {error.message}"
+        return gpu._replace(reason=Reason(what, reasons.COMPUTE_MODE_REFUSED))
 
     def _judged(self, gpu: Gpu, config: Config, divided: Collection[str]) -> Gpu:
         """The GPU with the reason why it cannot serve devices although it is to, such as MIG mode."""
@@ -138,8 +145,8 @@ class Gpus:
         reason = reason_against(gpu, config) if gpu.pci_address in divided else gpu.reason
         return gpu._replace(reason=reason or self._fault_of(gpu))
 
-    def _fault_of(self, gpu: Gpu) -> str:
-        return self._faults.get(gpu.pci_address, "")
+    def _fault_of(self, gpu: Gpu) -> Reason:
+        return self._faults.get(gpu.pci_address, NO_REASON)
 
     def _clear_faults(self, *pci_addresses: str) -> None:
         if [address for address in pci_addresses if self._faults.pop(address, None) is not None]:
@@ -153,10 +160,11 @@ class Gpus:
                 os.unlink(self._paths.gpu_faults)
 
 
-def _read_faults(path: str) -> dict[str, str]:
+def _read_faults(path: str) -> dict[str, Reason]:
     unreadable = (OSError, ValueError, AttributeError, RecursionError)
     with contextlib.suppress(*unreadable), open(path, encoding="utf-8") as file:
-        return {str(address): str(why) for address, why in json.load(file).items()}
+        faults = json.load(file).items()
+        return {str(address): Reason(str(why), reasons.GPU_FAULT) for address, why in faults}
     return {}
 
 
@@ -187,7 +195,8 @@ def _availability(gpu: Gpu, before: Gpu | None) -> list[Event]:
     reason = before.reason if before else "it was not there"
     if gpu.reason and gpu.reason != reason:
         log.error("GPU %s cannot be used: %s", gpu.address, gpu.reason)
-        return [Event("error", "gpu", gpu.address, "unavailable", gpu.reason, "its devices are unavailable")]
+        means = "its devices are unavailable"
+        return [Event("error", "gpu", gpu.address, "unavailable", gpu.reason, means, gpu.reason.code)]
     if reason and not gpu.reason:
         log.info("GPU %s is back", gpu.address)
         cause = f"it was not: {reason}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import NamedTuple
 
+from yunion_mps import reasons
 from yunion_mps.config import load
 from yunion_mps.errors import ConfigError, DriverError, HostError, Problem
 from yunion_mps.inventory.nvml import Nvml
@@ -13,6 +14,7 @@ from yunion_mps.models import Config, Driver, Inventory, Plan
 from yunion_mps.mps.processes import find_control_program
 from yunion_mps.paths import Paths
 from yunion_mps.planning.plan import make_plan
+from yunion_mps.reasons import Reason
 
 #: The consequence of a problem with something that no job needs.
 WITHOUT_IT = "the daemon goes on without it"
@@ -31,7 +33,7 @@ class Preflight(NamedTuple):
     machine_id: str
     nvml: Nvml | None
     driver_error: DriverError | None
-    remarks: tuple[str, ...] = ()
+    remarks: tuple[Reason, ...] = ()
 
     def check(self) -> None:
         """Raise ConfigError with every problem, or DriverError if there is no driver to work with."""
@@ -44,7 +46,9 @@ class Preflight(NamedTuple):
         """The same, with minor problems (metrics, the web page) as remarks unless there are others, too."""
         if not all(problem.is_minor for problem in self.problems):
             return self
-        said = tuple(f"{problem}; {WITHOUT_IT}" for problem in self.problems)
+        said = (
+            Reason(f"{problem}; {WITHOUT_IT}", reasons.CONFIGURATION_IGNORED) for problem in self.problems
+        )
         return self._replace(problems=(), remarks=(*self.remarks, *said))
 
     def close(self) -> None:
@@ -89,7 +93,7 @@ def _with_served(found: Inventory, config: Config, paths: Paths) -> tuple[Invent
     return inventory, {gpu.pci_address for gpu in inventory.gpus} - there
 
 
-def _without_multiuser(config: Config, paths: Paths) -> tuple[Config, tuple[str, ...]]:
+def _without_multiuser(config: Config, paths: Paths) -> tuple[Config, tuple[Reason, ...]]:
     """The configuration without cuda_mps_multiuser if NVIDIA's program does not know it, and a remark."""
     if not (config.enable_cuda_mps and config.cuda_mps_multiuser):
         return config, ()
@@ -106,4 +110,4 @@ def _without_multiuser(config: Config, paths: Paths) -> tuple[Config, tuple[str,
     remark = (
         f"cuda_mps_multiuser is true, and {program} does not know it: jobs of one user wait for another's"
     )
-    return config._replace(cuda_mps_multiuser=False), (remark,)
+    return config._replace(cuda_mps_multiuser=False), (Reason(remark, reasons.MULTIUSER_UNSUPPORTED),)

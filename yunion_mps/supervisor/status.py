@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from yunion_mps import reasons
 from yunion_mps.models import Config, DomainPlan, DomainStatus, Gpu, Plan, Snapshot
 from yunion_mps.mps.domain import Domain
 from yunion_mps.mps.states import STOPPED
 from yunion_mps.planning.division import enforces_budgets, pools_of
 from yunion_mps.planning.plan import devices_of
+from yunion_mps.reasons import Reason
 
-_WAITS = "it waits for the end of the control daemon that serves its GPUs now"
+_WAITS = Reason("it waits for the end of the control daemon that serves its GPUs now", reasons.LIMITS_PENDING)
 
 
 def in_effect(desired: Plan, domains: Sequence[Domain], gpus: Sequence[Gpu]) -> Plan:
@@ -39,33 +41,38 @@ def statuses(
     return tuple(sorted(found, key=lambda status: order.get(status.plan.gpu_uuids[0], 0)))
 
 
-def notice(config: Config, desired: Plan, host_conf: str, leftovers: str) -> str:
+def notice(config: Config, desired: Plan, host_conf: str, leftovers: str) -> Reason:
     """Why the host offers no devices at all, if that is so, and what is to be known of `leftovers`."""
-    why = ""
+    why, code = "", reasons.CONTROL_DAEMON_LEFT
     if not config.enable_cuda_mps:
         why = f"enable_cuda_mps is false in {host_conf}: this host offers no MPS devices"
+        code = reasons.DISABLED
     elif not desired.domains:
-        reasons = "; ".join(f"{address}: {reason}" for address, reason in desired.unavailable.items())
-        why = f"no GPU of this host can serve MPS devices ({reasons or 'it has none'})"
-    return "; ".join(part for part in (why, leftovers) if part)
+        each = "; ".join(f"{address}: {reason}" for address, reason in desired.unavailable.items())
+        why = f"no GPU of this host can serve MPS devices ({each or 'it has none'})"
+        code = reasons.NO_USABLE_GPU
+    text = "; ".join(part for part in (why, leftovers) if part)
+    return Reason(text, code if text else "")
 
 
-def warnings(snapshot: Snapshot) -> Sequence[str]:
+def warnings(snapshot: Snapshot) -> Sequence[Reason]:
     """What an operator must know although all runs, such as budgets that are not enforced."""
     found = list(snapshot.remarks)
     served = {uuid for domain in snapshot.domains for uuid in domain.plan.gpu_uuids}
     for gpu in snapshot.inventory.gpus:
         if gpu.uuid in served and not gpu.reason and not enforces_budgets(gpu):
-            found.append(
+            what = (
                 f"GPU {gpu.address} ({gpu.name}): budgets are not enforced: the GPU is older than Volta; "
                 "its clients can use all of its memory and threads"
             )
+            found.append(Reason(what, reasons.BUDGET_NOT_ENFORCED))
         planned = snapshot.plan.compute_modes.get(gpu.uuid or "")
         if planned and not gpu.reason and gpu.compute_mode != planned:
-            found.append(
+            what = (
                 f"GPU {gpu.address} ({gpu.name}): its compute mode is {gpu.compute_mode}, not {planned}; "
                 "a process that misses the control daemon would use it without limits"
             )
+            found.append(Reason(what, reasons.COMPUTE_MODE_CHANGED))
     return found
 
 

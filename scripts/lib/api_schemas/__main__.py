@@ -1,11 +1,42 @@
-"""Writes the schemas to a file, which is by default that of the package; `scripts/schemas` runs this."""
+"""Writes what is derived from types and tables; `scripts/schemas` runs this.
+
+The schemas are written to a file, which is by default that of the package, the page of reason codes to docs/.
+"""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
+from yunion_mps.reasons import CODES
+
 from api_schemas.making import FILE, content
 
+_PAGE = Path(__file__).resolve().parents[3] / "docs/reason-codes.md"
+_HEAD = """# Reason codes
+
+What can be wrong has a stable code beside its text, so that no program has to read sentences: `reason_code`
+of a device, GPU or domain, `code` of a warning, event, finding or problem (RFC 9457), the label `reason` of
+metrics. A code is never renamed or reused. `GPU` stands for the GPU's UUID.
+
+| code | meaning | what to do |
+|---|---|---|
+"""
+
+
+def reason_page() -> str:
+    """The table of all codes."""
+    rows = ((code, one.meaning, one.hint.replace("{gpu}", "GPU")) for code, one in CODES.items())
+    return _HEAD + "".join(f"| `{code}` | {meaning} | {_cell(hint)} |\n" for code, meaning, hint in rows)
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
 if __name__ == "__main__":
-    Path(sys.argv[1] if len(sys.argv) > 1 else FILE).write_text(content())
+    if len(sys.argv) > 1:
+        Path(sys.argv[1]).write_text(content())
+    else:
+        FILE.write_text(content())
+        _PAGE.write_text(reason_page())

@@ -59,13 +59,13 @@ def test_processes_past_mps_are_named_below(utc: Cli) -> None:
     ]
 
 
-def test_a_waiting_client_is_shown_with_the_servers_user_and_a_remedy(utc: Cli) -> None:
+def test_a_waiting_client_is_shown_with_the_servers_user_and_a_hint(utc: Cli) -> None:
     utc.host.clients.found = clients(CLIENT, GONE, waiting=(WAITING,))
     assert utc.good("clients") == (
         TABLE + "MPS server (PID 4250) of alice, domain host: ACTIVE\n"
         "Waiting: PID 4262 of bob (python eval.py), since 2026-08-29 10:40:10, for the MPS server (PID 4250) "
         "of alice, domain host\n"
-        "Remedy: wait for the other user's jobs, or serve all users at once: cuda_mps_multiuser: true\n"
+        "Hint: wait for the other user's jobs, or serve all users at once: cuda_mps_multiuser: true\n"
     )
 
 

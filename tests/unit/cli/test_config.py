@@ -6,6 +6,7 @@ from yunion_mps.cli.config import config_json, plan_json
 from yunion_mps.config import KEYS
 from yunion_mps.models import Config, Gpu, Inventory, SliceEntry
 from yunion_mps.planning.plan import make_plan
+from yunion_mps.reasons import GPU_LOST, Reason
 from yunion_mps.supervisor.preflight import Preflight
 
 from unit.builders import DEVICES, HOST, MACHINE_ID, P40, config, entry, gpu, inventory
@@ -103,7 +104,7 @@ def test_a_gpu_without_devices_says_why() -> None:
         gpu(1),
         gpu(2, mig_enabled=True),
         gpu(3),
-        Gpu("0000:04:00.0", reason="GPU is lost"),
+        Gpu("0000:04:00.0", reason=Reason("GPU is lost", GPU_LOST)),
     )
     settings = config(entry("01:00.0", 2), entry("02:00.0", 2, 5), entry("04:00.0", 2, 8))
     reasons = [shown["reason"] for shown in plan_json(preflight_of(settings, found))["gpus"]]

@@ -164,6 +164,7 @@ DEVICE = {
     "gpu_uuid": P40,
     "state": "available",
     "reason": "",
+    "reason_code": "",
     "budget_enforced": "false",
     "lease": "",
     "free": "true",

@@ -62,7 +62,7 @@ def test_reasons_are_whole_on_every_terminal(troubled: Cli, columns: int) -> Non
 
     def told(lines: list[str]) -> list[str]:
         text = re.sub(r"\n +", " ", "\n".join(lines))
-        return [line for line in text.splitlines() if re.match(r"(\d\S+|Problem|Remedy): +\S", line)]
+        return [line for line in text.splitlines() if re.match(r"(\d\S+|Problem|Hint): +\S", line)]
 
     for command in ("gpus", "status", "who"):
         lines = troubled.on_terminal(columns, command)

@@ -13,6 +13,7 @@ import pytest
 from yunion_mps import __version__
 from yunion_mps.errors import ConfigError, HostError, Problem
 from yunion_mps.models import Event, Snapshot
+from yunion_mps.reasons import CONTROL_DAEMON_ERROR, Reason
 
 from unit.cli.conftest import Cli, Done, Serve, table_of
 from unit.http import by_hand, snapshots
@@ -51,7 +52,7 @@ This would be ended:
 def pending(text: str = WAITS, state: str = "ready", reason: str = "") -> Snapshot:
     """The reference case, with something pending; a new version with each call."""
     shown = snapshots.reference()
-    domain = shown.domains[0]._replace(pending=text, state=state, reason=reason)
+    domain = shown.domains[0]._replace(pending=text, state=state, reason=Reason(reason, CONTROL_DAEMON_ERROR))
     return shown._replace(version=id(domain), domains=(domain,))
 
 

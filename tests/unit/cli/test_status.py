@@ -1,4 +1,4 @@
-"""`yunion-mps status`: one screen, to the letter, with what is wrong first and its remedy."""
+"""`yunion-mps status`: one screen, to the letter, with what is wrong first and its hint."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 from yunion_mps import __version__
 from yunion_mps.errors import ControlError
 from yunion_mps.models import PlannedGpu, Snapshot
+from yunion_mps.reasons import DOMAIN_STARTING, Reason
 
 from unit.cli.conftest import Cli, Serve
 from unit.cli.held import PAST_MPS, busy, hold
@@ -20,7 +21,7 @@ from unit.http.by_hand import LEASE, SERVER, WAITING, clients
 NOT_ENFORCED = """\
 Warning:  GPU 00:06.0 (Tesla P40): budgets are not enforced: the GPU is older than Volta; its clients \
 can use all of its memory and threads
-Remedy:   nothing enforces them on such a GPU; see who uses more: yunion-mps who
+Hint:     use it for jobs that keep to their budgets; see who uses more: yunion-mps who
 """
 WHERE = """\
 GPUs:     1
@@ -52,7 +53,7 @@ BUSY = f"""\
 State:    degraded
 Problem:  00:06.0-1 has 6000 of 5760 MiB: PID 4260 of alice (python train.py)
 Problem:  past MPS on GPU 00:06.0 with 300 MiB, where no budget holds: PID 4711 of mallory (./old-job)
-Remedy:   ask its owner, or end it: yunion-mps clients terminate PID
+Hint:     ask its owner, or end it: yunion-mps clients terminate PID
 {NOT_ENFORCED}\
 Devices:  4 of 4 available, 3 used, 1 free
 Leases:   2, 1 waiting; 1 client of MPS, 1 process past MPS
@@ -76,7 +77,7 @@ def test_the_status_of_a_healthy_host_is_one_screen(own: Cli) -> None:
     assert len(shown(own).splitlines()) < 24
 
 
-def test_what_is_over_budget_or_past_mps_comes_first_with_its_remedy(own: Cli) -> None:
+def test_what_is_over_budget_or_past_mps_comes_first_with_its_hint(own: Cli) -> None:
     busy(own.host)
     assert shown(own) == whole(BUSY)
     assert len(shown(own).splitlines()) < 24
@@ -87,7 +88,7 @@ def test_a_server_that_has_failed_is_shown(own: Cli) -> None:
     assert own.good("status").splitlines()[:3] == [
         "State:    degraded",
         "Problem:  MPS server (PID 4250), domain host: its jobs have failed",
-        "Remedy:   it serves again once they have ended: yunion-mps clients",
+        "Hint:     it serves again once they have ended: yunion-mps clients",
     ]
 
 
@@ -96,7 +97,7 @@ def test_a_client_that_waits_for_another_users_server_is_shown(own: Cli) -> None
     who = "PID 4262 of bob (python eval.py)"
     assert own.good("status").splitlines()[3:5] == [
         f"Warning:  {who} waits for the MPS server (PID 4250) of alice, domain host",
-        "Remedy:   wait for the other user's jobs, or serve all users at once: cuda_mps_multiuser: true",
+        "Hint:     wait for the other user's jobs, or serve all users at once: cuda_mps_multiuser: true",
     ]
 
 
@@ -139,7 +140,7 @@ def test_what_is_pending_is_said_of_each_domain_and_only_once(serve: Serve) -> N
         found.domains[0]._replace(
             plan=found.domains[0].plan._replace(name="00:06.0"),
             state="stopped",
-            reason=later,
+            reason=Reason(later, DOMAIN_STARTING),
             pending=later,
         ),
     )
@@ -155,11 +156,11 @@ def test_the_status_of_a_troubled_host_says_what_is_amiss_and_what_to_do(trouble
     assert lines[:7] == [
         "State:    failed",
         "Problem:  domain host is failed: nvidia-cuda-mps-control is missing",
-        "Remedy:   correct that; it is tried again every minute, or at once by: yunion-mps reload",
+        "Hint:     correct that; it is tried again every minute, or at once by: yunion-mps reload",
         "Problem:  GPU 10000:00:07.0: the GPU is lost",
-        "Remedy:   when it is repaired or reset: yunion-mps reload; look closer: yunion-mps doctor",
+        "Hint:     once it is repaired or reset: yunion-mps reload; look closer: yunion-mps doctor",
         f"Problem:  GPU 81:00.0 (NVIDIA H100): {MIG}",
-        f"Remedy:   turn it off: nvidia-smi -i {snapshots.IN_MIG_MODE.uuid} -mig 0; then: yunion-mps reload",
+        f"Hint:     turn it off: nvidia-smi -i {snapshots.IN_MIG_MODE.uuid} -mig 0; then: yunion-mps reload",
     ]
     assert "Devices:  0 of 6 available, 1 used, 0 free" in lines
     assert "GPUs:     4, 2 unavailable" in lines
@@ -172,7 +173,7 @@ def test_the_status_of_a_host_without_mps_says_why(serve: Serve) -> None:
     assert cli.good("status").splitlines()[:7] == [
         "State:    disabled",
         "Notice:   enable_cuda_mps is false",
-        "Remedy:   to offer them: set enable_cuda_mps: true there, then: yunion-mps reload",
+        "Hint:     to offer devices: set enable_cuda_mps: true there, then: yunion-mps reload",
         "Devices:  0 of 0 available",
         "Leases:   0; 0 clients of MPS",
         "GPUs:     0",

@@ -20,7 +20,7 @@ TEXT = """\
 Waiting: carol (PID 4300) wants 2 devices on one GPU, for 4 d 2 h
 Problem: 00:06.0-1 has 6000 of 5760 MiB: PID 4260 of alice (python train.py)
 Problem: past MPS on GPU 00:06.0 with 300 MiB, where no budget holds: PID 4711 of mallory (./old-job)
-Remedy: ask its owner, or end it: yunion-mps clients terminate PID
+Hint: ask its owner, or end it: yunion-mps clients terminate PID
 """
 
 
@@ -70,7 +70,7 @@ def test_it_is_printed_for_programs_too(own: Cli) -> None:
     assert (answer["total"], len(answer["uses"]), len(answer["waiting"])) == (3, 3, 1)
     first = answer["uses"][0]
     assert (first["device"], first["lease"], first["memory_used"]) == ("00:06.0-1", LEASE["id"], 6000)
-    assert [problem["remedy"] for problem in answer["problems"]] == [
+    assert [problem["hint"] for problem in answer["problems"]] == [
         "ask its owner, or end it: yunion-mps clients terminate PID"
     ] * 2
     assert header == [
@@ -102,7 +102,7 @@ Waiting: carol (PID 4300) wants 2 devices on one GPU, for 4 d 2 h
 Problem: 00:06.0-1 has 6000 of 5760 MiB: PID 4260 of alice (python train.py)
 Problem: past MPS on GPU 00:06.0 with 300 MiB, where no budget holds: PID 4711
     of mallory (./old-job)
-Remedy: ask its owner, or end it: yunion-mps clients terminate PID
+Hint: ask its owner, or end it: yunion-mps clients terminate PID
 """
 
 

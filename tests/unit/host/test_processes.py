@@ -214,7 +214,7 @@ def test_an_endless_environment_is_read_only_as_far_as_one_can_be_given() -> Non
         ("#!/no/such/shell\n", 0o755, "No such file or directory"),
     ],
 )
-def test_a_program_that_cannot_be_started_is_an_error_with_a_remedy(
+def test_a_program_that_cannot_be_started_is_an_error_with_a_hint(
     tmp_path: Path, null: int, content: str, mode: int, words: str
 ) -> None:
     program = tmp_path / "program"

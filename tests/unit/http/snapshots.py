@@ -5,6 +5,7 @@ from __future__ import annotations
 from yunion_mps.models import DomainStatus, Driver, Gpu, Inventory, PcieLink, Snapshot
 from yunion_mps.mps.states import FAILED, READY
 from yunion_mps.planning.plan import make_plan
+from yunion_mps.reasons import CONTROL_DAEMON_ERROR, DISABLED, GPU_LOST, NO_REASON, NO_USABLE_GPU, Reason
 
 from unit import builders
 
@@ -26,7 +27,7 @@ H100 = Gpu(
     numa_node=1,
 )
 #: All that is known of a GPU which does not answer.
-SILENT = Gpu("10000:00:07.0", reason="the GPU is lost")
+SILENT = Gpu("10000:00:07.0", reason=Reason("the GPU is lost", GPU_LOST))
 IN_MIG_MODE = H100._replace(
     pci_address="0000:81:00.0", uuid="GPU-aaaaaaaa-2222-3333-4444-555555555555", mig_enabled=True
 )
@@ -41,8 +42,10 @@ def snapshot(
     plan, problems = make_plan(config, inventory, MACHINE_ID)
     assert not problems
     pid = 4242 if state == READY else None
-    domains = tuple(DomainStatus(domain, state, reason, pid, 0.0, 0) for domain in plan.domains)
-    notice = "" if domains else "no GPU of this host can serve MPS devices"
+    why = Reason(reason, CONTROL_DAEMON_ERROR) if reason else NO_REASON
+    domains = tuple(DomainStatus(domain, state, why, pid, 0.0, 0) for domain in plan.domains)
+    none = Reason("no GPU of this host can serve MPS devices", NO_USABLE_GPU)
+    notice = NO_REASON if domains else none
     return Snapshot(1, True, notice, plan, inventory, domains)
 
 
@@ -62,7 +65,7 @@ def disabled() -> Snapshot:
     """MPS switched off: the driver was never asked."""
     return reference()._replace(
         enabled=False,
-        notice="enable_cuda_mps is false",
+        notice=Reason("enable_cuda_mps is false", DISABLED),
         plan=reference().plan._replace(domains=(), devices=(), compute_modes={}),
         inventory=Inventory(Driver("", None), ()),
         domains=(),

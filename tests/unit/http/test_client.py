@@ -119,10 +119,10 @@ def test_a_path_that_cannot_be_one_is_named(paths: Paths) -> None:
 def test_a_user_outside_the_group_is_told_how_to_join(host: ServerHost) -> None:
     os.chown(host.paths.socket, 0, 12345)
     with as_user(NOBODY):
-        code, wrong, remedy = failure(DaemonClient(host.paths))
+        code, wrong, hint = failure(DaemonClient(host.paths))
     assert code == 4
     assert wrong == f"you may not ask the daemon: no permission for {host.paths.socket}"
-    assert remedy == "become root, or join the group: usermod -aG yunion-mps USER, then log in again"
+    assert hint == "become root, or join the group: usermod -aG yunion-mps USER, then log in again"
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be other users")
@@ -212,11 +212,11 @@ def test_an_answer_that_trickles_in_is_given_up_at_the_deadline(paths: Paths) ->
 )
 def test_a_broken_answer_is_said_to_be_broken(paths: Paths, answer: bytes, why: str) -> None:
     with listening(paths, answer):
-        code, wrong, remedy = failure(DaemonClient(paths))
+        code, wrong, hint = failure(DaemonClient(paths))
     assert code == 3
     assert wrong.startswith(f"the daemon's answer on {paths.socket} broke off: ")
     assert why in wrong
-    assert remedy == "see: journalctl -u yunion-mps-daemon"
+    assert hint == "see: journalctl -u yunion-mps-daemon"
 
 
 NO_JSON = "the daemon's answer (status 200) is not JSON"

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from yunion_mps.errors import DriverError
 from yunion_mps.models import Gpu
+from yunion_mps.reasons import GPU_ERROR, Reason
 
 from simhost import SimHost
 from unit.inventory.conftest import OpenHost
@@ -136,7 +137,7 @@ def test_a_gpu_that_fails_in_any_call_has_a_reason_and_its_neighbours_none(
         numa_node=-1,
         link=before[1].link,
         render_node="/dev/dri/renderD129",
-        reason=words[error],
+        reason=Reason(words[error], GPU_ERROR),
     )
 
 
@@ -156,7 +157,7 @@ def test_a_gpu_without_handle_or_address_is_listed_by_its_place_on_the_bus(
         numa_node=-1,
         link=before[1].link,
         render_node="/dev/dri/renderD129",
-        reason=MESSAGES[error][0],
+        reason=Reason(MESSAGES[error][0], GPU_ERROR),
     )
 
 

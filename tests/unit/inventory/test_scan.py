@@ -32,7 +32,6 @@ def test_the_reference_case_has_every_field(open_host: OpenHost) -> None:
                 numa_node=-1,
                 link=PcieLink("3.0", "8GT/s", 16, "15.76 GB/s"),
                 render_node="/dev/dri/renderD128",
-                reason="",
             ),
         ),
     )

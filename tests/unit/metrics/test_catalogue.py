@@ -37,7 +37,8 @@ def test_both_formats_say_the_same() -> None:
 
 def test_each_metric_of_the_catalogue_can_be_had_and_no_other() -> None:
     in_units: Any = [{**gpu, "memory_free": 4096} for gpu in facts(snapshot(H100)).gpus]
-    text = text_of(ALL._replace(gpus=[*ALL.gpus, *in_units]), openmetrics=False).decode()
+    gpus = [*ALL.gpus, *in_units, *facts(snapshots.troubled()).gpus]
+    text = text_of(ALL._replace(gpus=gpus), openmetrics=False).decode()
     helped = dict(re.findall(r"^# HELP (\S+) (.*)$", text, re.MULTILINE))
     ours = {name: words for name, words in helped.items() if not name.startswith("yunion_mps_process_")}
     assert ours == {metric.name: metric.help for metric in CATALOGUE}
@@ -58,7 +59,19 @@ def test_names_and_units_are_as_prometheus_has_them() -> None:
 
 def test_labels_name_no_process_user_or_command() -> None:
     labels = {label for metric in CATALOGUE for label in metric.labels}
-    known = {"binding", "kind", "severity", "route", "method", "code", "gpu", "device", "domain", "state"}
+    known = {
+        "binding",
+        "kind",
+        "severity",
+        "route",
+        "method",
+        "code",
+        "gpu",
+        "device",
+        "domain",
+        "state",
+        "reason",
+    }
     assert labels == known
 
 

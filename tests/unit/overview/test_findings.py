@@ -1,4 +1,4 @@
-"""What is wrong, with a remedy for each sort of it."""
+"""What is wrong, with its reason code and a hint."""
 
 from __future__ import annotations
 
@@ -7,31 +7,40 @@ from typing import Any
 import pytest
 from yunion_mps import __version__
 from yunion_mps.overview.findings import Finding, folded, of_status, other_version
+from yunion_mps.reasons import (
+    BUDGET_NOT_ENFORCED,
+    CODES,
+    COMPUTE_MODE_CHANGED,
+    EVENTS_NOT_WRITTEN,
+    MIG_ENABLED,
+    Reason,
+)
 from yunion_mps.service.queries import Queries
-from yunion_mps.supervisor.preflight import WITHOUT_IT
-from yunion_mps.supervisor.status import warnings
 
 from unit.http import snapshots
 
 
-def test_every_warning_of_the_daemon_has_a_remedy_of_its_own() -> None:
-    kept = "events are kept elsewhere meanwhile, and nothing can be changed"
-    multiuser = "cuda_mps_multiuser is true, and /usr/bin/nvidia-cuda-mps-control does not know it: jobs wait"
-    textfile = "metrics_textfile is /srv/a.prom, which cannot be written: No such file or directory"
-    public = "host.conf:2: metrics_listen is 0.0.0.0:1, which other hosts can reach: write 127.0.0.1:1"
-    public += f"; {WITHOUT_IT}"
-    cdi = "containers find no devices: /var/run/cdi/yunion-mps.json: Read-only file system"
-    nvidia = "containers get no driver from us: /etc/cdi/nvidia.yaml is passed over: it is no YAML"
-    found = snapshots.troubled()._replace(remarks=(kept, multiuser, textfile, public, cdi, nvidia))
+def test_a_warning_of_the_daemon_keeps_its_code_and_hint() -> None:
+    found = snapshots.troubled()._replace(remarks=(Reason("no room", EVENTS_NOT_WRITTEN),))
     status: Any = Queries(lambda: found, 0.0, 1).status()
-    assert len(status["warnings"]) == len(warnings(found)) == 8
-    told = [one.remedy for one in of_status(status, []) if one.kind == "Warning"]
-    assert len(set(told)) == 8
-    assert "look closer: yunion-mps doctor" not in told
+    told = [(one.code, one.what, one.hint) for one in of_status(status, []) if one.kind == "Warning"]
+    assert told[0] == (EVENTS_NOT_WRITTEN, "no room", CODES[EVENTS_NOT_WRITTEN].hint)
+    assert [code for code, *_ in told[1:]] == [BUDGET_NOT_ENFORCED, COMPUTE_MODE_CHANGED]
 
 
-def test_findings_that_are_mended_alike_are_folded() -> None:
-    many = [Finding("Warning", f"GPU {n}", "reload") for n in range(9)] + [Finding("Problem", "x", "y")]
+def test_a_gpu_in_mig_mode_is_shown_with_the_command_for_it() -> None:
+    found = snapshots.snapshot(snapshots.H100, snapshots.IN_MIG_MODE)
+    queries = Queries(lambda: found, 0.0, 1)
+    problem = next(
+        one for one in of_status(queries.status(), queries.gpus()["gpus"]) if one.kind == "Problem"
+    )
+    assert problem.code == MIG_ENABLED
+    assert f"nvidia-smi -i {snapshots.IN_MIG_MODE.uuid} -mig 0" in problem.hint
+
+
+def test_findings_with_the_same_hint_are_folded() -> None:
+    many = [Finding("Warning", "", f"GPU {n}", "reload") for n in range(9)]
+    many.append(Finding("Problem", "", "x", "y"))
     assert [one.what for one in folded(many)] == [
         "GPU 0",
         "GPU 1",

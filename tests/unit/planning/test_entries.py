@@ -4,6 +4,7 @@ import pytest
 from yunion_mps.models import Config, Driver, Gpu
 from yunion_mps.planning.division import max_clients
 from yunion_mps.planning.plan import find_gpu
+from yunion_mps.reasons import GPU_LOST, Reason
 
 from unit.builders import DEVICES, HOST, P40, config, entry, gpu, inventory, messages, planned
 
@@ -89,7 +90,7 @@ def test_a_path_on_a_host_without_gpus_is_named() -> None:
 
 
 def test_the_uuid_of_a_gpu_that_is_lost_is_no_wrong_configuration() -> None:
-    lost = Gpu("0000:02:00.0", reason="GPU is lost")
+    lost = Gpu("0000:02:00.0", reason=Reason("GPU is lost", GPU_LOST))
     settings = config(entry(str(gpu(1).uuid), 2), entry(str(gpu(2).uuid), 2, 5))
     plan = planned(settings, inventory(gpu(1), lost))
     assert {device.gpu_uuid for device in plan.devices} == {gpu(1).uuid}
@@ -170,7 +171,7 @@ def test_an_override_below_the_default_replicas_is_named_at_its_line() -> None:
 
 
 def test_a_broken_gpu_is_not_held_to_a_number_of_clients() -> None:
-    broken = gpu(1, compute_capability=None, reason="GPU is lost")
+    broken = gpu(1, compute_capability=None, reason=Reason("GPU is lost", GPU_LOST))
     plan = planned(config(entry("01:00.0", 48)), inventory(broken))
     assert plan.unavailable == {broken.pci_address: "GPU is lost"}
 
@@ -212,7 +213,7 @@ def test_a_gpu_of_capability_3_5_is_the_oldest_that_serves() -> None:
 @pytest.mark.parametrize("scope", ["host", "gpu"])
 def test_a_gpu_that_cannot_serve_does_not_hinder_the_others(scope: str) -> None:
     settings = config(cuda_mps_replicas=2, cuda_mps_scope=scope)
-    found = inventory(gpu(1, mig_enabled=True), gpu(2), gpu(3, reason="GPU is lost"))
+    found = inventory(gpu(1, mig_enabled=True), gpu(2), gpu(3, reason=Reason("GPU is lost", GPU_LOST)))
     plan = planned(settings, found)
     assert {device.gpu_uuid for device in plan.devices} == {gpu(2).uuid}
     assert [domain.gpu_uuids for domain in plan.domains] == [(gpu(2).uuid,)]

@@ -9,6 +9,7 @@ from yunion_mps.errors import NotFoundError
 from yunion_mps.models import DeviceEntry, Gpu, Pool, SliceEntry, Source
 from yunion_mps.planning.division import division, free_units, pool_device, pools_of, units_for
 from yunion_mps.planning.environment import client_environment
+from yunion_mps.reasons import GPU_LOST, Reason
 
 from unit.builders import DEVICES, P40, config, entry, gpu, inventory, messages, planned
 
@@ -145,9 +146,8 @@ def test_more_than_the_gpu_has_is_named_with_the_line_and_a_hint(
     assert messages(config(given, **keys), inventory(V100)) == [
         f"{DEVICES}:4: {message}" for message in expected
     ]
-    assert (
-        messages(config(given, **keys), inventory(V100._replace(reason="GPU is lost", memory_mib=None))) == []
-    )
+    lost = V100._replace(reason=Reason("GPU is lost", GPU_LOST), memory_mib=None)
+    assert messages(config(given, **keys), inventory(lost)) == []
 
 
 def test_a_gpu_smaller_than_the_unit_is_named() -> None:

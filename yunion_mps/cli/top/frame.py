@@ -9,7 +9,7 @@ from typing import NamedTuple
 from yunion_mps.cli.output import cell, columns_of, duration, fit
 from yunion_mps.cli.top.rows import ORDERS, Row, Scene, sorted_devices, sorted_gpus
 from yunion_mps.overview import count
-from yunion_mps.overview.findings import NOTICE, PROBLEM, with_remedies
+from yunion_mps.overview.findings import NOTICE, PROBLEM, with_hints
 
 #: Words in one style: "" is the terminal's own.
 Line = list[tuple[str, str]]
@@ -51,7 +51,7 @@ class Outage(NamedTuple):
 
     since_s: float | None
     why: str
-    remedy: str = ""
+    hint: str = ""
 
 
 class Frame(NamedTuple):
@@ -102,7 +102,7 @@ def _top(scene: Scene, outage: Outage | None, now_s: float) -> list[Line]:
     why: list[Line] = []
     if outage:
         why = [[("Not known: " if outage.since_s is None else "Problem: ", "bad"), (outage.why, "")]]
-        why += [[(f"  do: {outage.remedy}", "")]] if outage.remedy else []
+        why += [[(f"  do: {outage.hint}", "")]] if outage.hint else []
         if outage.since_s is not None:
             old = f"no answer since {clock(outage.since_s)}; all below is from then"
             return [[begin, (old, "bad")], *why, _counts(scene)]
@@ -139,12 +139,12 @@ def _counts(scene: Scene) -> Line:
 
 
 def _findings(scene: Scene, most: int) -> list[Line]:
-    """What is wrong, and below problems with the same remedy that remedy, in so many lines."""
+    """What is wrong, and below problems with the same hint that hint, in so many lines."""
     blocks: list[list[Line]] = []
-    for one, remedy in with_remedies(scene.findings):
+    for one, hint in with_hints(scene.findings):
         blocks.append([[(f"{one.kind}: ", "bad" if one.kind == PROBLEM else "warn"), (one.what, "")]])
-        if remedy and one.kind in (NOTICE, PROBLEM):
-            blocks[-1].append([(f"  do: {remedy}", "")])
+        if hint and one.kind in (NOTICE, PROBLEM):
+            blocks[-1].append([(f"  do: {hint}", "")])
     if sum(map(len, blocks)) <= most:
         return [line for block in blocks for line in block]
     shown: list[Line] = []

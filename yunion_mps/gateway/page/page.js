@@ -138,9 +138,9 @@ function draw() {
   title();
   showAbout();
   showState();
-  const told = [...shown.findings, ...shown.troubles.map((what) => ({ kind: "Not known", what, remedy: "" }))];
+  const told = [...shown.findings, ...shown.troubles.map((what) => ({ kind: "Not known", what, hint: "" }))];
   hide(byId("wrong"), !told.length);
-  findings.show(told.map((one) => [`${one.kind} ${one.what} ${one.remedy}`, one]));
+  findings.show(told.map((one) => [`${one.kind} ${one.what} ${one.hint}`, one]));
   hide(byId("whole"), !shown.gpus.length);
   drawFigures();
   gpus.show(shown.gpus, shown.parts);
@@ -174,10 +174,10 @@ function drawWhole() {
   text(byId("whole-top"), memory(total));
 }
 
-function makeFinding({ kind, what, remedy }) {
+function makeFinding({ kind, what, hint }) {
   const words = make("p", "", {}, make("strong", "", {}, `${kind}: `), what);
   const element = make("li", kind.toLowerCase().replace(" ", "-"), {}, words);
-  if (remedy) element.append(make("p", "remedy", {}, "Remedy: ", remedy));
+  if (hint) element.append(make("p", "what-to-do", {}, "Hint: ", hint));
   return { element };
 }
 

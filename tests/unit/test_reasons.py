@@ -1,0 +1,90 @@
+"""Reason codes: each has one meaning, is used, and is explained in docs/reason-codes.md."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from yunion_mps import reasons
+from yunion_mps.errors import YunionError
+from yunion_mps.reasons import CODES, NO_REASON, Reason, hint_of
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+SOURCES = {
+    path: path.read_text() for path in (CHECKOUT / "yunion_mps").rglob("*.py") if path.name != "reasons.py"
+}
+NAMES = {name: value for name, value in vars(reasons).items() if name[0].isupper() and type(value) is str}
+
+
+def kinds_of_errors(kind: type[YunionError] = YunionError) -> list[type[YunionError]]:
+    return [kind, *(below for one in kind.__subclasses__() for below in kinds_of_errors(one))]
+
+
+def test_a_reason_is_its_text_and_has_a_code() -> None:
+    reason = Reason("the GPU is lost", reasons.GPU_LOST)
+    assert reason == f"{reason}" == "the GPU is lost"
+    assert (reason.code, NO_REASON.code, bool(NO_REASON)) == ("gpu_lost", "", False)
+
+
+def test_each_code_has_its_name_a_meaning_and_a_hint() -> None:
+    assert sorted(NAMES.values()) == sorted(CODES)
+    for name, code in NAMES.items():
+        assert code == name.lower()
+        meaning, hint = CODES[code]
+        assert re.fullmatch(r"[A-Z].*\.", meaning), code
+        assert re.fullmatch(r"[a-z].*[^.]", hint), code
+
+
+def test_a_hint_names_the_gpu_and_is_general_for_an_unknown_code() -> None:
+    expected = "turn it off: nvidia-smi -i GPU-1 -mig 0; then: yunion-mps reload"
+    assert hint_of(reasons.MIG_ENABLED, "GPU-1") == expected
+    assert hint_of("from_a_newer_daemon") == "look closer: yunion-mps doctor"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_code_is_used(name: str) -> None:
+    assert any(re.search(rf"\b{name}\b", text) for text in SOURCES.values())
+
+
+def test_each_error_has_a_code_of_the_table() -> None:
+    for kind in kinds_of_errors():
+        assert kind.code in CODES, kind
+
+
+def calls(name: str) -> list[tuple[Path, ast.Call]]:
+    """The calls of the class in the whole program."""
+    trees = {path: ast.parse(text) for path, text in SOURCES.items()}
+    return [
+        (path, node)
+        for path, tree in trees.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == name
+    ]
+
+
+def test_each_event_that_is_no_mere_information_has_a_code() -> None:
+    for path, call in calls("Event"):
+        severity: Any = call.args[0] if call.args else None
+        is_told = isinstance(severity, ast.Constant) and severity.value in ("warning", "error")
+        has_code = len(call.args) > 6 or any(one.arg == "code" for one in call.keywords)
+        assert has_code or not is_told or path.name == "gpus.py", f"{path}:{call.lineno}"
+
+
+def test_no_text_is_compared_where_there_is_a_code() -> None:
+    """A reason, warning, message or hint is for people: nothing looks for words in one."""
+    words = r"(?:reason|warning|message|hint|what|notice)(?:\"\])?"
+    within = r"\bin (?:\w+(?:\.|\[\"))?(?:reason|warning|message|hint)\b"
+    matching = re.compile(rf"\b{words}\.(?:startswith|endswith|find)\(|{within}")
+    for path, text in SOURCES.items():
+        found = matching.search(text)
+        assert found is None, f"{path}: {found and found[0]}"
+
+
+def test_the_page_has_each_code_with_its_meaning_and_hint() -> None:
+    page = (CHECKOUT / "docs/reason-codes.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \| (.*?) \| (.*) \|$", page, re.MULTILINE)
+    shown = {code: (meaning, hint.replace("\\|", "|")) for code, meaning, hint in rows}
+    assert shown == {code: (one.meaning, one.hint.replace("{gpu}", "GPU")) for code, one in CODES.items()}

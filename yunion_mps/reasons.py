@@ -1,0 +1,296 @@
+"""Reason codes: stable names for what can be wrong, each with its meaning and what the operator should do.
+
+Every reason, warning, finding and error carries one, and every event that is no mere information, so that no
+program has to read our sentences. Codes are never renamed or reused. docs/reason-codes.md is made from this
+table.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class ReasonCode(NamedTuple):
+    """What a code means, and a hint; `{gpu}` in it stands for the GPU's UUID."""
+
+    meaning: str
+    hint: str
+
+
+class Reason(str):
+    """A sentence that says why something is so, and its `code` for programs; empty if nothing is wrong."""
+
+    __slots__ = ("code",)
+    code: str
+
+    def __new__(cls, text: str = "", code: str = "") -> Reason:  # noqa: PYI034 - there is no Self before 3.11
+        made = super().__new__(cls, text)
+        made.code = code
+        return made
+
+
+NO_REASON = Reason()
+
+_EVENTS = "see what happened: yunion-mps events --since 1h"
+_DOCTOR = "look closer: yunion-mps doctor"
+_CLIENTS = "see whose jobs they are: yunion-mps clients"
+_REPAIRED = f"once it is repaired or reset: yunion-mps reload; {_DOCTOR}"
+_RETRIED = f"it is started again by itself; {_EVENTS}"
+_END_JOB = "ask its owner, or end it: yunion-mps clients terminate PID"
+
+CODES: dict[str, ReasonCode] = {}
+
+
+def _code(name: str, meaning: str, hint: str) -> str:
+    CODES[name] = ReasonCode(meaning, hint)
+    return name
+
+
+def hint_of(code: str, gpu: str = "GPU") -> str:
+    """What the operator should do; a general hint for a code that is unknown, such as a newer daemon's."""
+    return CODES[code].hint.replace("{gpu}", gpu) if code in CODES else _DOCTOR
+
+
+# -- GPUs
+
+GPU_LOST = _code("gpu_lost", "The GPU has fallen off the bus.", _REPAIRED)
+GPU_GONE = _code("gpu_gone", "The GPU is not on the PCI bus any more.", _REPAIRED)
+GPU_FAULT = _code(
+    "gpu_fault",
+    "The driver reported a fatal error (XID) of the GPU.",
+    "reset it (nvidia-smi --gpu-reset -i {gpu}) or reboot, then: yunion-mps reload",
+)
+GPU_ERROR = _code("gpu_error", "The driver cannot use the GPU, or does not describe it.", _REPAIRED)
+XID = _code(
+    "xid", "The driver reported an error of the GPU that is not fatal.", "check its jobs: yunion-mps clients"
+)
+MIG_ENABLED = _code(
+    "mig_enabled",
+    "The GPU is in MIG mode, which excludes MPS on the GPU as a whole.",
+    "turn it off: nvidia-smi -i {gpu} -mig 0; then: yunion-mps reload",
+)
+MPS_UNSUPPORTED = _code(
+    "mps_unsupported",
+    "The GPU is too old for MPS.",
+    "take it out of the device file, then: yunion-mps reload",
+)
+BUDGET_NOT_ENFORCED = _code(
+    "budget_not_enforced",
+    "The GPU is older than Volta: MPS serves it and enforces no limits.",
+    "use it for jobs that keep to their budgets; see who uses more: yunion-mps who",
+)
+
+# -- compute modes
+
+COMPUTE_MODE_PROHIBITED = _code(
+    "compute_mode_prohibited",
+    "The GPU's compute mode is Prohibited, and the configuration keeps it.",
+    "set it: nvidia-smi -i {gpu} -c DEFAULT; then: yunion-mps reload",
+)
+COMPUTE_MODE_REFUSED = _code(
+    "compute_mode_refused",
+    "The GPU's compute mode cannot be set.",
+    "try it by hand: nvidia-smi -i {gpu} -c EXCLUSIVE_PROCESS; keep it as it is: cuda_mps_compute_mode: keep",
+)
+COMPUTE_MODE_CHANGED = _code(
+    "compute_mode_changed",
+    "The GPU's compute mode is not the one that is configured.",
+    "set it: yunion-mps reload; keep it as it is: cuda_mps_compute_mode: keep",
+)
+
+# -- the driver
+
+DRIVER_MISSING = _code(
+    "driver_missing",
+    "The NVIDIA driver's library is not installed.",
+    "install the NVIDIA driver with its libraries, then check it: nvidia-smi",
+)
+DRIVER_NOT_LOADED = _code(
+    "driver_not_loaded",
+    "The NVIDIA driver's kernel module is not loaded.",
+    "load it: modprobe nvidia; if that fails: dmesg | grep -i nvidia",
+)
+DRIVER_MISMATCH = _code(
+    "driver_mismatch",
+    "The driver's library and its kernel module are of different versions.",
+    "reboot, or unload and load the module",
+)
+DRIVER_HUNG = _code(
+    "driver_hung",
+    "A call of the NVIDIA driver does not return.",
+    "see: dmesg | grep -iE 'nvrm|xid'; a driver that hangs needs a reboot",
+)
+DRIVER_ERROR = _code(
+    "driver_error",
+    "The NVIDIA driver refused a call.",
+    "see: dmesg | grep -i nvidia; try: nvidia-smi",
+)
+
+# -- control daemons, MPS servers and their limits
+
+DOMAIN_STOPPED = _code("domain_stopped", "The control daemon is not started.", "start it: yunion-mps reload")
+DOMAIN_STARTING = _code(
+    "domain_starting", "The control daemon starts and does not answer yet.", f"wait a moment; {_EVENTS}"
+)
+DOMAIN_APPLYING = _code(
+    "domain_applying", "The limits are being set and read back.", f"wait a moment; {_EVENTS}"
+)
+DOMAIN_STOPPING = _code("domain_stopping", "The control daemon waits for its jobs to end.", _CLIENTS)
+DOMAIN_NOT_READY = _code(
+    "domain_not_ready", "The GPU's domain does not serve now; see the domain's own reason.", _EVENTS
+)
+NO_DOMAIN = _code("no_domain", "No control daemon serves the GPU.", "start one: yunion-mps reload")
+GPU_NOT_SERVED = _code(
+    "gpu_not_served",
+    "The running control daemon does not serve the GPU, and is replaced once its jobs have ended.",
+    f"wait for its jobs; {_CLIENTS}",
+)
+PROGRAM_MISSING = _code(
+    "program_missing", "A program is not installed.", "install it; for MPS: nvidia-cuda-mps-control"
+)
+CONTROL_DAEMON_EXITED = _code("control_daemon_exited", "The control daemon ended.", _RETRIED)
+CONTROL_DAEMON_SILENT = _code(
+    "control_daemon_silent",
+    "The control daemon runs and does not answer, or cannot be reached.",
+    f"once its jobs have ended it is started again; {_CLIENTS}",
+)
+CONTROL_DAEMON_ERROR = _code(
+    "control_daemon_error", "The control daemon answered something that it should not.", _RETRIED
+)
+CONTROL_DAEMON_LEFT = _code(
+    "control_daemon_left", "A control daemon from before runs that is not adopted.", _DOCTOR
+)
+ADOPTION_REFUSED = _code(
+    "adoption_refused",
+    "A running control daemon cannot be adopted.",
+    "end it once its jobs are done, or correct the configuration to fit it",
+)
+SERVERS_ORPHANED = _code(
+    "servers_orphaned",
+    "MPS servers live on without their control daemon.",
+    f"wait for their jobs; {_CLIENTS}",
+)
+SERVER_FAILED = _code(
+    "server_failed",
+    "An MPS server failed, and its jobs with it.",
+    "it serves again once they have ended: yunion-mps clients",
+)
+LIMITS_NOT_IN_EFFECT = _code(
+    "limits_not_in_effect", "A limit was set, and another one was read back.", _RETRIED
+)
+LIMITS_OVERWRITTEN = _code(
+    "limits_overwritten",
+    "Another program changed the control daemon's limits; they were set again.",
+    "find that program, and end it",
+)
+LIMITS_PENDING = _code(
+    "limits_pending",
+    "New limits take effect once the MPS servers with the old ones have ended.",
+    "see who: yunion-mps clients; wait for them: yunion-mps reload --drain",
+)
+
+# -- devices, leases and jobs
+
+LEASES_PENDING = _code(
+    "leases_pending",
+    "A device takes effect, or disappears, once leases of the former division have ended.",
+    "it takes effect by itself; see whose leases they are: yunion-mps who",
+)
+LEASE_OUTDATED = _code(
+    "lease_outdated",
+    "The control daemon that a lease was given with is gone: what starts with it has no limits.",
+    "end it, and run its job with a new one: yunion-mps lease release LEASE",
+)
+CLIENT_WAITING = _code(
+    "client_waiting",
+    "A process waits for an MPS server because another user's server runs.",
+    "wait for the other user's jobs, or serve all users at once: cuda_mps_multiuser: true",
+)
+CLIENT_TERMINATED = _code("client_terminated", "A job was ended by its owner or by root.", _EVENTS)
+CLIENT_KILLED = _code("client_killed", "A job did not end in time when the daemon stopped.", _EVENTS)
+PROCESS_PAST_MPS = _code(
+    "process_past_mps", "A process uses the GPU without MPS, so that no budget holds it.", _END_JOB
+)
+OVER_BUDGET = _code("over_budget", "A device's processes have more memory than its budget.", _END_JOB)
+NOTHING_FREE = _code(
+    "nothing_free", "No device that would do is free now.", "see who has them: yunion-mps who; wait: --wait"
+)
+INFEASIBLE = _code(
+    "infeasible",
+    "The request could not be satisfied even if every device were free.",
+    "see what there is: yunion-mps list",
+)
+
+# -- the host and the daemon
+
+DISABLED = _code(
+    "disabled",
+    "MPS is disabled: enable_cuda_mps is false.",
+    "to offer devices: set enable_cuda_mps: true there, then: yunion-mps reload",
+)
+NO_USABLE_GPU = _code(
+    "no_usable_gpu",
+    "No GPU of the host can serve devices.",
+    "see each GPU's reason: yunion-mps gpus; then: yunion-mps reload",
+)
+INVALID_CONFIGURATION = _code(
+    "invalid_configuration",
+    "A configuration file has an error.",
+    "correct it, and try it: yunion-mps config check",
+)
+CONFIGURATION_IGNORED = _code(
+    "configuration_ignored",
+    "A minor setting has an error, and the daemon goes on without it.",
+    "correct that line, then: yunion-mps reload",
+)
+MULTIUSER_UNSUPPORTED = _code(
+    "multiuser_unsupported",
+    "NVIDIA's control program does not know cuda_mps_multiuser.",
+    "install a newer nvidia-cuda-mps-control, or set cuda_mps_multiuser: false",
+)
+METRICS_FILE_FAILED = _code(
+    "metrics_file_failed",
+    "The metrics' text file cannot be written.",
+    "make its directory one that root can write, or name another; it is tried again by itself",
+)
+CDI_DIRECTORY_FAILED = _code(
+    "cdi_directory_failed",
+    "The files by which containers find devices cannot be written.",
+    "make it a directory that root can write; it is tried again by itself",
+)
+CDI_DRIVER_FAILED = _code(
+    "cdi_driver_failed",
+    "NVIDIA's CDI file, from which containers get the driver, cannot be used.",
+    "generate it again: nvidia-ctk cdi generate --output=/etc/cdi/nvidia.yaml",
+)
+EVENTS_NOT_WRITTEN = _code(
+    "events_not_written",
+    "Events cannot be written to the state file, and are kept elsewhere.",
+    "make room where the state file is: df -h /var/lib/yunion-mps",
+)
+STATE_FILE_DAMAGED = _code(
+    "state_file_damaged",
+    "The state file was damaged, and was made again from its copies.",
+    "check the disk: dmesg | grep -iE 'i/o error|ext4|xfs'",
+)
+VERSION_DIFFERS = _code(
+    "version_differs",
+    "Another version of the daemon runs than is installed.",
+    "run the installed one, which ends no job: yunion-mps daemon-reexec",
+)
+SHORTAGE = _code(
+    "shortage",
+    "The kernel refused memory, a descriptor, a process or a thread.",
+    "check the limits: systemctl show yunion-mps-daemon | grep -E 'Limit|Tasks|Memory'",
+)
+BUSY = _code("busy", "The daemon cannot do it at this moment.", "try again")
+DAEMON_UNREACHABLE = _code(
+    "daemon_unreachable", "The daemon does not answer.", "see: systemctl status yunion-mps-daemon"
+)
+NOT_ALLOWED = _code("not_allowed", "The caller may not do this.", "try it as root, or as the owner")
+NOT_FOUND = _code("not_found", "What was named does not exist.", "list what there is: yunion-mps list")
+INVALID_REQUEST = _code("invalid_request", "The API does not know such a request.", "see: /v1/openapi.json")
+HOST_ERROR = _code(
+    "host_error", "A file, directory, user or process of the host is not as it must be.", _DOCTOR
+)
+FAILED = _code("failed", "It failed for a reason without a code of its own.", _EVENTS)
