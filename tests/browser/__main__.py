@@ -1,7 +1,7 @@
 """Makes docs/images/web.png: a real daemon with jobs on a simulated host, in a real browser.
 
-The jobs' users are those that /etc/passwd names for the uids below. The hour before is made up: nobody would
-wait for it: what the daemon answers to /v1/usage is replaced in the browser by curves up to what is used.
+The jobs' users are those that /etc/passwd names for the uids below. The hour before is made up: in the
+browser, curves up to what is used replace the daemon's answer to /v1/usage.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def begin(daemon: Daemon, stack: ExitStack) -> None:
 
 
 def make_up_an_hour(browser: Chromium, page: Page) -> None:
-    """Have the browser show an hour before now that nobody has waited for."""
+    """Have the browser show curves for the hour before now."""
 
     def answer(event: Json) -> None:
         if event["sessionId"] != page.session:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
 
 from integration.daemon_host import Daemon, eventually
 from integration.gateway_host import free_port
 from simhost import SimHost
 from simhost.closes import Closes
 from simhost.gpu import SimGpu
+from simhost.mps import StandIns
 
 
 class Served(Closes):
@@ -34,6 +37,23 @@ class Served(Closes):
     def close(self) -> None:
         self._process.kill()
         self._process.communicate()
+
+
+class Scene(NamedTuple):
+    """A daemon with jobs, and the page that shows them."""
+
+    daemon: Daemon
+    jobs: Jobs
+    served: Served
+
+
+@contextmanager
+def scene_on(host: SimHost, make_daemon: Callable[[SimHost], Daemon]) -> Iterator[Scene]:
+    """The daemon on this host, ready, with stand-ins for jobs."""
+    with StandIns(host):
+        daemon = make_daemon(host).start().wait_ready()
+        with Jobs(daemon) as jobs, Served(host) as served:
+            yield Scene(daemon, jobs, served)
 
 
 class Jobs(Closes):

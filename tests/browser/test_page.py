@@ -8,33 +8,21 @@ import signal
 import struct
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 import yunion_mps
 
 from browser.chromium import Chromium, Page
-from browser.scene import Jobs, Served
+from browser.scene import Scene, Served, scene_on
 from integration.conftest import MakeDaemon, MakeHost
-from integration.daemon_host import Daemon
-from simhost.mps import StandIns
 
 V100_BY_4 = [{"kind": "v100", "virtual_number": 4}]
 
 
-class Scene(NamedTuple):
-    daemon: Daemon
-    jobs: Jobs
-    served: Served
-
-
 @pytest.fixture
 def scene(make_host: MakeHost, make_daemon: MakeDaemon) -> Iterator[Scene]:
-    host = make_host(V100_BY_4)
-    with StandIns(host):
-        daemon = make_daemon(host).start().wait_ready()
-        with Jobs(daemon) as jobs, Served(host) as served:
-            yield Scene(daemon, jobs, served)
+    with scene_on(make_host(V100_BY_4), make_daemon) as scene:
+        yield scene
 
 
 def test_a_lease_that_is_taken_used_and_given_back_is_seen_at_once(scene: Scene, browser: Chromium) -> None:
@@ -212,11 +200,10 @@ def test_memory_in_units_is_a_bar_of_what_is_taken_and_what_is_left(
         "devices:\n- path: /dev/dri/renderD128\n  type: NVIDIA_MPS\n"
         "  virtual_number: 0\n  memory_unit: 1GiB\n"
     )
-    daemon = make_daemon(host).start().wait_ready()
-    with Jobs(daemon) as jobs, Served(host) as served:
-        page = browser.page(served.url)
+    with scene_on(host, make_daemon) as scene:
+        page = browser.page(scene.served.url)
         page.wait_text("16 GiB free", ".bar")
-        jobs.start("infer.py", options=["--gpu-mem", "4GiB"])
+        scene.jobs.start("infer.py", options=["--gpu-mem", "4GiB"])
         page.wait_text("12 GiB free", ".bar")
         page.wait_text("1 device · 1 idle · 12 GiB free")
         widths = page.ask("[...document.querySelectorAll('.bar .part')].map((one) => one.offsetWidth)")

@@ -12,31 +12,26 @@ from typing import Any
 import pytest
 
 from browser.chromium import Chromium, Page
-from browser.scene import Jobs, Served
+from browser.scene import Scene, Served, scene_on
 from integration.conftest import MakeDaemon, MakeHost
 from integration.daemon_host import Daemon, eventually
-from simhost.mps import StandIns
 
 MANY = [{"kind": "h100", "count": 64, "virtual_number": 48}]
 V100S = [{"kind": "v100", "virtual_number": 12}, {"kind": "v100", "virtual_number": 2}]
-#: Notes every task that keeps the page from answering for 50 ms and more.
 
 
 @pytest.fixture
-def busy(make_host: MakeHost, make_daemon: MakeDaemon) -> Iterator[tuple[Daemon, Served]]:
+def busy(make_host: MakeHost, make_daemon: MakeDaemon) -> Iterator[Scene]:
     """Two V100s, some of whose devices are in use, one over its budget."""
-    host = make_host(V100S)
-    with StandIns(host):
-        daemon = make_daemon(host).start().wait_ready()
-        with Jobs(daemon) as jobs, Served(host) as served:
-            jobs.start("train.py", ["--data", "/a/path/that/is/long/" * 8], device="00:06.0-3", mib=700)
-            jobs.start("notebook.py", device="00:06.0-4")
-            jobs.start("render.py", device="00:07.0-1", mib=9000)
-            yield daemon, served
+    with scene_on(make_host(V100S), make_daemon) as scene:
+        scene.jobs.start("train.py", ["--data", "/a/path/that/is/long/" * 8], device="00:06.0-3", mib=700)
+        scene.jobs.start("notebook.py", device="00:06.0-4")
+        scene.jobs.start("render.py", device="00:07.0-1", mib=9000)
+        yield scene
 
 
-def seen(browser: Chromium, served: Served, width: int = 1280, height: int = 900) -> Page:
-    page = browser.page(served.url, width=width, height=height)
+def seen(browser: Chromium, scene: Scene, width: int = 1280, height: int = 900) -> Page:
+    page = browser.page(scene.served.url, width=width, height=height)
     page.wait_text("render.py", "#rows")
     page.wait_text("given to", "#list")
     return page
@@ -72,24 +67,20 @@ def test_with_over_512_devices_the_hour_of_each_row_shown_is_drawn(
     make_host: MakeHost, make_daemon: MakeDaemon, browser: Chromium
 ) -> None:
     host = make_host([{"kind": "h100", "count": 11, "virtual_number": 48}])
-    with StandIns(host):
-        daemon = make_daemon(host).start().wait_ready()
+    with scene_on(host, make_daemon) as (daemon, jobs, served):
         first, *_, last = (one["addr"] for one in daemon.get("/v1/gpus")[1]["gpus"])
-        with Jobs(daemon) as jobs, Served(host) as served:
-            jobs.start("train.py", device=f"{first}-3", mib=700)
-            jobs.start("infer.py", device=f"{last}-4", mib=300)
-            used = [f"{first}-3", f"{last}-4"]
-            eventually(
-                lambda: [one["addr"] for one in daemon.get("/v1/usage")[1]["devices"]] == used, "their use"
-            )
-            page = browser.page(served.url)
-            page.wait(_hours(["700 MiB now", "300 MiB now"]))
-            page.ask("document.querySelector('#filter').focus()")
-            page.type(last)
-            page.wait(_hours(["300 MiB now"]))
-            page.press("Escape")
-            page.wait(_hours(["700 MiB now", "300 MiB now"]))
-            assert page.troubles() == []
+        jobs.start("train.py", device=f"{first}-3", mib=700)
+        jobs.start("infer.py", device=f"{last}-4", mib=300)
+        both = [f"{first}-3", f"{last}-4"]
+        eventually(lambda: [one["addr"] for one in daemon.get("/v1/usage")[1]["devices"]] == both, "the use")
+        page = browser.page(served.url)
+        page.wait(_hours(["700 MiB now", "300 MiB now"]))
+        page.ask("document.querySelector('#filter').focus()")
+        page.type(last)
+        page.wait(_hours(["300 MiB now"]))
+        page.press("Escape")
+        page.wait(_hours(["700 MiB now", "300 MiB now"]))
+        assert page.troubles() == []
 
 
 def _hours(words: list[str]) -> str:
@@ -115,17 +106,15 @@ _NUMBERS = itertools.count()
 
 
 @pytest.mark.parametrize("width", [320, 360, 768, 1280, 2560])
-def test_nothing_needs_sideways_scrolling(busy: tuple[Daemon, Served], browser: Chromium, width: int) -> None:
-    page = seen(browser, busy[1], width, 740)
+def test_nothing_needs_sideways_scrolling(busy: Scene, browser: Chromium, width: int) -> None:
+    page = seen(browser, busy, width, 740)
     assert page.ask("[innerWidth, document.documentElement.scrollWidth]") == [width, width]
     outside = "(one) => one.getBoundingClientRect().right > innerWidth + 1"
     assert page.ask(f"[...document.querySelectorAll('main *')].filter({outside}).length") == 0
 
 
-def test_everything_can_be_reached_with_the_tab_key_and_left_again(
-    busy: tuple[Daemon, Served], browser: Chromium
-) -> None:
-    page = seen(browser, busy[1])
+def test_everything_can_be_reached_with_the_tab_key_and_left_again(busy: Scene, browser: Chromium) -> None:
+    page = seen(browser, busy)
     forward = walk(page, shift=False)
     assert forward == [
         "GPUs", "Who has what", "Events", "00:06.0", "00:07.0", "Filter",
@@ -159,8 +148,8 @@ _FOCUS = """
 """
 
 
-def test_a_gpu_is_chosen_and_let_go_with_the_keyboard(busy: tuple[Daemon, Served], browser: Chromium) -> None:
-    page = seen(browser, busy[1])
+def test_a_gpu_is_chosen_and_let_go_with_the_keyboard(busy: Scene, browser: Chromium) -> None:
+    page = seen(browser, busy)
     for _ in range(4):
         page.press("Tab")
     page.press("Enter")
@@ -173,9 +162,9 @@ def test_a_gpu_is_chosen_and_let_go_with_the_keyboard(busy: tuple[Daemon, Served
     page.wait("document.querySelectorAll('#rows tr').length === 3")
 
 
-def test_what_is_only_seen_is_also_said(busy: tuple[Daemon, Served], browser: Chromium) -> None:
+def test_what_is_only_seen_is_also_said(busy: Scene, browser: Chromium) -> None:
     """What the browser tells a screen reader: landmarks, headings, a table, and each drawing in words."""
-    page = seen(browser, busy[1])
+    page = seen(browser, busy)
     page.wait("document.querySelectorAll('.chart[aria-label]').length >= 3")
     nodes = [one for one in page.tell("Accessibility.getFullAXTree")["nodes"] if not one["ignored"]]
     named: dict[str, list[Any]] = {}
@@ -203,8 +192,8 @@ def test_what_is_only_seen_is_also_said(busy: tuple[Daemon, Served], browser: Ch
     assert all(named["image"]), "no drawing is without words"
 
 
-def test_states_differ_by_more_than_their_colour(busy: tuple[Daemon, Served], browser: Chromium) -> None:
-    page = seen(browser, busy[1])
+def test_states_differ_by_more_than_their_colour(busy: Scene, browser: Chromium) -> None:
+    page = seen(browser, busy)
     page.wait("document.querySelectorAll('.bar .part.used').length === 1")
     looks = page.ask(_LOOKS)
     assert len(looks) == len(set(looks)) == 5
@@ -219,8 +208,8 @@ _LOOKS = """
 """
 
 
-def test_a_user_who_prefers_less_motion_gets_none(busy: tuple[Daemon, Served], browser: Chromium) -> None:
-    page = seen(browser, busy[1])
+def test_a_user_who_prefers_less_motion_gets_none(busy: Scene, browser: Chromium) -> None:
+    page = seen(browser, busy)
     duration = "getComputedStyle(document.querySelector('.bar .part b')).transitionDuration"
     assert page.ask(duration) == "0s"
     page.prefer(dark=False, reduced=False)

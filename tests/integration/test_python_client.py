@@ -8,9 +8,9 @@ import os
 import re
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,6 @@ import pytest
 import yunion_mps
 from yunion_mps.client import (
     Client,
-    Lease,
     NeverFreeError,
     NotAllowedError,
     NotFoundError,
@@ -44,6 +43,13 @@ ADDRESSES = [f"00:06.0-{slot}" for slot in range(4)]
 def said() -> list[str]:
     """What the client has told people."""
     return []
+
+
+@pytest.fixture
+def background() -> Iterator[ThreadPoolExecutor]:
+    threads = ThreadPoolExecutor()
+    yield threads
+    threads.shutdown(wait=False)  # a test that fails leaves a caller that waits
 
 
 @pytest.fixture
@@ -132,25 +138,22 @@ def test_what_is_not_to_be_had_is_told_by_the_kind_of_the_error(client: Client) 
         client.device("nosuch")
 
 
-def test_a_caller_that_waits_gets_the_device_once_it_is_free(client: Client, said: list[str]) -> None:
+def test_a_caller_that_waits_gets_the_device_once_it_is_free(
+    client: Client, said: list[str], background: ThreadPoolExecutor
+) -> None:
     first = client.lease(device=ADDRESSES[0])
-    got: list[Lease] = []
-    waiter = threading.Thread(target=lambda: got.append(client.lease(device=ADDRESSES[0], wait=math.inf)))
-    waiter.start()
+    second = background.submit(client.lease, device=ADDRESSES[0], wait=math.inf)
     eventually(lambda: said, "that it waits")
     assert said == [f"waiting: device {ADDRESSES[0]} cannot be allocated now: 1 of 1 in use"]
     first.release()
-    waiter.join(PATIENCE_S)
-    got[0].release()
+    second.result(PATIENCE_S).release()
 
 
 def test_a_caller_that_waits_goes_on_past_every_restart_of_the_daemon(
-    ready_daemon: Daemon, client: Client, said: list[str]
+    ready_daemon: Daemon, client: Client, said: list[str], background: ThreadPoolExecutor
 ) -> None:
     first = client.lease(device=ADDRESSES[0])
-    got: list[Lease] = []
-    waiter = threading.Thread(target=lambda: got.append(client.lease(device=ADDRESSES[0], wait=600)))
-    waiter.start()
+    second = background.submit(client.lease, device=ADDRESSES[0], wait=600)
     for number in (1, 2):
         eventually(lambda: ready_daemon.get("/v1/leases")[1]["waiting"], "that it waits")
         ready_daemon.kill()
@@ -158,21 +161,20 @@ def test_a_caller_that_waits_goes_on_past_every_restart_of_the_daemon(
         eventually(lambda number=number: said.count("the daemon answers again") == number, "that it knows")  # type: ignore[misc]
     eventually(lambda: ready_daemon.get("/v1/leases")[1]["waiting"], "that it waits")
     first.release()
-    waiter.join(PATIENCE_S)
+    lease = second.result(PATIENCE_S)
     assert given(client) == [ADDRESSES[0]]
-    got[0].release()
+    lease.release()
 
 
-def test_a_lease_is_given_back_to_the_next_daemon_where_its_own_is_away(
-    ready_daemon: Daemon, client: Client, said: list[str]
+def test_a_lease_is_given_back_to_the_next_daemon_if_its_own_is_away(
+    ready_daemon: Daemon, client: Client, said: list[str], background: ThreadPoolExecutor
 ) -> None:
     lease = client.lease()
     ready_daemon.kill()
-    releaser = threading.Thread(target=lease.release)
-    releaser.start()
+    released = background.submit(lease.release)
     eventually(lambda: said, "that it waits for the daemon")
     ready_daemon.start().wait_ready()
-    releaser.join(PATIENCE_S)
+    released.result(PATIENCE_S)
     assert given(client) == []
 
 

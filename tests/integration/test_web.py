@@ -8,8 +8,8 @@ import os
 import signal
 import socket
 import subprocess
-import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -112,16 +112,8 @@ def test_nothing_can_be_changed_and_only_events_and_usage_are_relayed(page: Serv
         for target in ("/", "/v1/leases", "/v1/reload", "/v1/events"):
             answer = ask(page, target, method)
             assert (answer.status, answer.headers["allow"]) == (405, "GET, HEAD")
-    for target in (
-        "/v1/leases",
-        "/v1/clients",
-        "/v1/devices",
-        "/v1/plan",
-        "/v1/openapi.json",
-        "/metrics",
-        "/../x",
-    ):
-        assert ask(page, target).status == 404
+    for name in ("v1/leases", "v1/clients", "v1/devices", "v1/plan", "v1/openapi.json", "metrics", "../x"):
+        assert ask(page, f"/{name}").status == 404
     assert ask(page, "/v1/usage").json["step"] == 60
     assert ask(page, "/v1/events?limit=1").json["events"]
     assert ask(page, "/", "HEAD").body == b""
@@ -157,21 +149,11 @@ def test_the_picture_shows_holders_and_no_process_environment(
         shown = ask(served, "/overview.json")
     picture = shown.json
     (part,) = (one for one in picture["parts"] if one["state"] != "free")
-    assert (part["devices"], part["user"], part["used"], part["budget"]) == (
-        ["00:06.0-1"],
-        "root",
-        6000,
-        4096,
-    )
+    assert (part["devices"], part["user"]) == (["00:06.0-1"], "root")
+    assert (part["used"], part["budget"]) == (6000, 4096)
     assert part["processes"][0]["pid"] == pid
-    assert picture["devices"] == {
-        "total": 4,
-        "available": 4,
-        "unavailable": 0,
-        "pending": 0,
-        "used": 1,
-        "free": 3,
-    }
+    served_devices = {"total": 4, "available": 4, "unavailable": 0, "pending": 0}
+    assert picture["devices"] == {**served_devices, "used": 1, "free": 3}
     assert picture["findings"][0]["what"].startswith("00:06.0-1 has 6000 of 4096 MiB")
     assert picture["host"] == os.uname().nodename
     assert b"CUDA_" not in shown.body
@@ -188,13 +170,10 @@ def test_an_event_reaches_a_waiting_page_and_the_next_picture_has_it(
 ) -> None:
     last = ask(served, "/v1/events?limit=1").json["last"]
     ask(served, "/overview.json")
-    found: list[Answer] = []
-    target = f"/v1/events?after={last}&wait=25"
-    waiting = threading.Thread(target=lambda: found.append(ask(served, target)))
-    waiting.start()
-    assert ready_daemon.ask("POST", "/v1/leases?binding=name&name=night&ttl=60")[0] == 200
-    waiting.join(PATIENCE_S)
-    (event,) = found[0].json["events"]
+    with ThreadPoolExecutor() as background:
+        waiting = background.submit(ask, served, f"/v1/events?after={last}&wait=25")
+        assert ready_daemon.ask("POST", "/v1/leases?binding=name&name=night&ttl=60")[0] == 200
+    (event,) = waiting.result().json["events"]
     assert event["kind"] == "lease"
     assert ask(served, f"/overview.json?event={event['id']}").json["leases"] == 1
 
@@ -217,24 +196,17 @@ def test_a_hanging_daemon_is_reported_to_all_pages_at_the_same_time(
 
     As soon as the first is told, the daemon goes on: who would only ask then would be answered.
     """
-    ready_daemon.signal(signal.SIGSTOP)
-    found: list[Answer] = []
-    pages = [
-        threading.Thread(target=lambda: found.append(ask(served, "/overview.json?event=99999")))
-        for _ in range(5)
-    ]
-    try:
-        for one in pages:
-            one.start()
-        eventually(lambda: found, "the first answer")
-    finally:
-        ready_daemon.signal(signal.SIGCONT)
-    for one in pages:
-        one.join(PATIENCE_S)
-    assert {(one.status, one.json["detail"]) for one in found} == {
+    with ThreadPoolExecutor(5) as background:
+        ready_daemon.signal(signal.SIGSTOP)
+        try:
+            pages = [background.submit(ask, served, "/overview.json?event=99999") for _ in range(5)]
+            eventually(lambda: any(page.done() for page in pages), "the first answer")
+        finally:
+            ready_daemon.signal(signal.SIGCONT)
+    answers = [page.result() for page in pages]
+    assert [(one.status, one.json["detail"]) for one in answers] == [
         (503, "the daemon does not answer within 10 s")
-    }
-    assert len(found) == 5
+    ] * 5
     eventually(lambda: ask(served, "/overview.json").status == 200, "the next picture")
 
 
@@ -259,20 +231,12 @@ def test_what_it_cannot_or_may_not_do_is_one_line_with_what_to_type(ready_daemon
     host = ready_daemon.host
     with closing(socket.create_server(("127.0.0.1", 0))) as other:
         taken = f"127.0.0.1:{other.getsockname()[1]}"
-        assert refused(host, "--listen", taken) == (
-            1,
-            [
-                f"yunion-mps: nothing can be served at {taken}: Address already in use",
-                "yunion-mps: choose another: --listen 127.0.0.1:PORT",
-            ],
-        )
-    assert refused(host, "--listen", "0.0.0.0:9435") == (
-        1,
-        [
-            "yunion-mps: other hosts can reach 0.0.0.0:9435, and there is no password",
-            "yunion-mps: listen at 127.0.0.1, or add --allow-public if that is meant",
-        ],
-    )
+        lines = [f"nothing can be served at {taken}: Address already in use"]
+        lines += ["choose another: --listen 127.0.0.1:PORT"]
+        assert refused(host, "--listen", taken) == (1, [f"yunion-mps: {line}" for line in lines])
+    lines = ["other hosts can reach 0.0.0.0:9435, and there is no password"]
+    lines += ["listen at 127.0.0.1, or add --allow-public if that is meant"]
+    assert refused(host, "--listen", "0.0.0.0:9435") == (1, [f"yunion-mps: {line}" for line in lines])
     status, lines = refused(host, "--listen", "gpu-01:80")
     assert (status, len(lines)) == (2, 2)
     assert "gpu-01:80, whose host is no IP address: write an IP address and a port" in lines[0]
