@@ -35,7 +35,6 @@ from yunion_mps.planning.environment import DEVICE_VARIABLE
 #: `export NAME=VALUE` of shells, `NAME=VALUE` of pam_env(8) and environment.d(5).
 _ASSIGNMENT = re.compile(r"^\s*(?:export\s+|setenv\s+)?(\w+)[= ]\s*[\"']?([^\"'\s;#]*)", re.MULTILINE)
 _LONGEST_SCRIPT = 1 << 16
-_WITHOUT_VALUE = ("-i", "-", "--ignore-environment", "-0", "--null", "-v", "--debug")
 
 
 class Subject(NamedTuple):
@@ -213,28 +212,25 @@ def _mapped(pid: int) -> set[str]:
 
 def _unpacked(given: dict[str, str], words: list[str]) -> tuple[dict[str, str], list[str]]:
     """The environment and the rest behind `NAME=VALUE` words and env(1) with its options."""
+    takes_options = False
     while words:
-        name, equals, value = words[0].partition("=")
-        if equals and name.isidentifier():
-            given[name] = value
-        elif os.path.basename(words[0]) != "env":
-            break
+        word, *rest = words
+        name, equals, value = word.partition("=")
+        if takes_options and word.startswith("-"):
+            if word in ("-i", "-", "--ignore-environment"):
+                given = {}
+            elif word in ("-u", "--unset") and rest:
+                given.pop(rest.pop(0), None)
+            elif word in ("-C", "--chdir"):
+                del rest[:1]
+        elif equals and name.isidentifier():
+            given[name], takes_options = value, False
+        elif os.path.basename(word) == "env":
+            takes_options = True
         else:
-            while len(words) > 1 and words[1].startswith("-"):
-                words, given = _option(words, given)
-        words = words[1:]
+            break
+        words = rest
     return given, words
-
-
-def _option(words: list[str], given: dict[str, str]) -> tuple[list[str], dict[str, str]]:
-    option = words[1]
-    if option in _WITHOUT_VALUE[:3]:
-        return [words[0], *words[2:]], {}
-    if option in ("-u", "--unset") and len(words) > 2:
-        return [words[0], *words[3:]], {name: value for name, value in given.items() if name != words[2]}
-    if option in ("-C", "--chdir"):
-        return [words[0], *words[3:]], given
-    return [words[0], *words[2:]], given
 
 
 def _never_waiting(path: str, flags: int) -> int:

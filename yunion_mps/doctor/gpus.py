@@ -21,7 +21,7 @@ from yunion_mps.doctor.host import (
     skipped,
     warning,
 )
-from yunion_mps.errors import DriverError, HostError, YunionError
+from yunion_mps.errors import DriverError, HostError
 from yunion_mps.host.proc import environment_of
 from yunion_mps.models import DEFAULT, EXCLUSIVE_PROCESS, PROHIBITED, Gpu
 from yunion_mps.mps.processes import PROGRAM, SERVER, find_control_program, is_server, server_path
@@ -286,10 +286,10 @@ def client_limit(host: Host) -> Findings:
 
 
 def _serves(host: Host) -> bool:
-    try:
-        return any(domain["pid"] for domain in host.status()["domains"])
-    except YunionError:
-        return any(host.control_pid(domain) for domain in host.domains())
+    status = host.known_status()
+    if status:
+        return any(domain["pid"] for domain in status["domains"])
+    return any(host.control_pid(domain) for domain in host.domains())
 
 
 def _guests(host: Host, gpu: Gpu) -> str:

@@ -156,6 +156,18 @@ class Host:
         """What the daemon says of one device, with its environment; raises YunionError."""
         return self._client.call(GET_DEVICE, id=name)
 
+    def known_status(self) -> Status | None:
+        """The daemon's /v1/status, None if it does not run or may not be asked."""
+        try:
+            return self.status()
+        except YunionError:
+            return None
+
+    def known_pids(self) -> dict[str, int | None]:
+        """The PIDs of the control daemons by domain, in the daemon's words."""
+        status = self.known_status()
+        return {domain["name"]: domain["pid"] for domain in status["domains"]} if status else {}
+
     def is_off(self) -> bool:
         """Whether this host is to offer no MPS devices, and offers none: it needs nothing of NVIDIA then."""
         config, problems = self.config()
@@ -181,10 +193,9 @@ class Host:
         return {pid for domain in self.domains() if (pid := self.control_pid(domain))}
 
     def _domains(self) -> list[DomainPlan]:
-        try:
-            return [_running(domain) for domain in self.status()["domains"]]
-        except YunionError:
-            pass
+        status = self.known_status()
+        if status:
+            return [_running(domain) for domain in status["domains"]]
         try:
             return [self._rooted(domain) for domain in self.plan()[0].domains]
         except YunionError:

@@ -24,7 +24,7 @@ from yunion_mps.doctor.host import (
     skipped,
     warning,
 )
-from yunion_mps.errors import HostError, YunionError
+from yunion_mps.errors import HostError
 from yunion_mps.host.proc import all_pids, environment_of, program_of, uid_of, user_name
 from yunion_mps.models import DomainPlan
 from yunion_mps.mps.conversation import Probe, SilentError, peer_of
@@ -60,7 +60,7 @@ def control_daemons(host: Host) -> Findings:
 def _owner(host: Host, domain: DomainPlan) -> Finding:
     place = domain.pipe_directory
     peer = peer_of(place)
-    known = _known_pid(host, domain)
+    known = host.known_pids().get(domain.name)
     if peer is None and known:
         what = f"the control daemon of domain {domain.name} (PID {known}) cannot be found in {place}"
         return problem(f"{what}: its socket was removed", _RESTART)
@@ -73,30 +73,15 @@ def _owner(host: Host, domain: DomainPlan) -> Finding:
     except HostError as error:
         return problem(error.message, error.hint)
     if found is None:
-        none = f"none runs in {place}"
-        return problem(none, _RESTART) if _is_enabled(host) else ok(f"{none}; the daemon starts it")
+        none, status = f"none runs in {place}", host.known_status()
+        is_missed = status is not None and status["state"] != "disabled"
+        return problem(none, _RESTART) if is_missed else ok(f"{none}; the daemon starts it")
     pid = found.process.pid
     found.process.close()
     what = f"PID {pid} goes on in {place} without the daemon, with the limits that it was given"
     if peer is None:
         what += ", and no new job finds it, because its socket was removed"
     return warning(what, "start the daemon, which adopts it: systemctl start yunion-mps-daemon")
-
-
-def _known_pid(host: Host, domain: DomainPlan) -> int | None:
-    """The PID of the domain's control daemon in the daemon's words."""
-    try:
-        pids = [one["pid"] for one in host.status()["domains"] if one["name"] == domain.name]
-    except YunionError:
-        return None
-    return pids[0] if pids else None
-
-
-def _is_enabled(host: Host) -> bool:
-    try:
-        return bool(host.status()["state"] != "disabled")
-    except YunionError:
-        return False
 
 
 @check("control daemon answers")
@@ -198,7 +183,7 @@ def _shares_gpus(host: Host, other: _Other) -> bool | None:
 
 
 def _others(host: Host) -> list[_Other]:
-    ours = host.control_pids() | {_known_pid(host, domain) for domain in host.domains()}
+    ours = {*host.control_pids(), *host.known_pids().values()}
     found = []
     for pid in all_pids():
         if pid in ours or not _options(pid):
@@ -313,7 +298,10 @@ def user_switching(host: Host) -> Findings:
         for domain in host.domains()
         if (pid := host.control_pid(domain)) and (pids := server_pids(pid))
     }
-    known = {os.getpid(), _daemon_pid(host), *(pid for pids in servers.values() for pid in pids)}
+    known = {os.getpid(), *(pid for pids in servers.values() for pid in pids)}
+    status = host.known_status()
+    if status:
+        known.add(status["pid"])
     # The owners of connections are looked up for all domains at once: that searches all processes.
     if set(holders({inode for domain in servers for inode in peers(domain.pipe_directory)})) - known:
         for domain, (_, *pids) in servers.items():
@@ -344,10 +332,3 @@ def _connected(domain: DomainPlan, known: set[int], serving: set[int]) -> set[in
         and uid_of(pid) not in (None, *serving)
         and program_of(pid).rpartition("/")[2] != PROGRAM
     }
-
-
-def _daemon_pid(host: Host) -> int:
-    try:
-        return int(host.status()["pid"])
-    except YunionError:
-        return 0

@@ -1,16 +1,19 @@
-"""Listeners that are opened, tried again and closed."""
+"""Listeners that are opened, tried again and closed, and the names under which they answer."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import re
 import socket
-from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
-from yunion_mps.gateway.server import LIMITS, Listeners, listen
+from yunion_mps.gateway.server import LIMITS, HostNames, Listeners, listen
 from yunion_mps.http.connection import Limits
 from yunion_mps.http.messages import Answer, Request, Response
+from yunion_mps.paths import Paths
 
 from integration.gateway_host import free_port
 
@@ -25,13 +28,6 @@ class Nothing:
         """Nothing waits."""
 
 
-@pytest.fixture
-def taken() -> Iterator[int]:
-    """A port in use."""
-    with listen("127.0.0.1:0") as other:
-        yield int(other.getsockname()[1])
-
-
 def answers(address: str) -> bool:
     """Whether the address is served."""
     host, _, port = address.rpartition(":")
@@ -39,36 +35,29 @@ def answers(address: str) -> bool:
         return client.connect_ex((host.strip("[]"), int(port))) == 0
 
 
-def errors(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
-
-
-def test_a_port_in_use_is_said_once_however_often_it_is_tried(
-    taken: int, caplog: pytest.LogCaptureFixture
-) -> None:
-    async def try_thrice() -> None:
+def test_an_address_in_use_is_said_once_and_tried_until_it_is_free(caplog: pytest.LogCaptureFixture) -> None:
+    async def follow() -> bool:
         listeners = Listeners({"metrics_listen": Nothing()})
-        for _ in range(3):
-            await listeners.follow({"metrics_listen": f"127.0.0.1:{taken}"})
+        with listen("127.0.0.1:0") as other:
+            taken = f"127.0.0.1:{other.getsockname()[1]}"
+            # No host has the second address (RFC 5737), and no handler is for the other key.
+            for address in (taken, taken, "192.0.2.1:9434", taken):
+                await listeners.follow({"metrics_listen": address, "web_listen": taken})
+        await listeners.follow({"metrics_listen": taken})
+        is_open = await asyncio.get_running_loop().run_in_executor(None, answers, taken)
         await listeners.follow({})
+        return is_open
 
-    asyncio.run(try_thrice())
-    (said,) = errors(caplog)
-    place = f"metrics_listen is 127.0.0.1:{taken}"
-    assert said.startswith(f"{place}, where nothing can be served: Address already in use")
-
-
-def test_another_trouble_is_said_as_well(taken: int, caplog: pytest.LogCaptureFixture) -> None:
-    async def try_both() -> None:
-        listeners = Listeners({"metrics_listen": Nothing()})
-        await listeners.follow({"metrics_listen": f"127.0.0.1:{taken}"})
-        await listeners.follow({"metrics_listen": "192.0.2.1:9434"})  # no host has this address (RFC 5737)
-        await listeners.follow({})
-
-    asyncio.run(try_both())
-    assert [line.partition(": ")[2].partition(";")[0] for line in errors(caplog)] == [
-        "Address already in use",
-        "Cannot assign requested address",
+    assert asyncio.run(follow())
+    said = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
+    assert [re.sub(r"127.0.0.1:\d+", "IT", line) for line in said] == [
+        f"metrics_listen is {where}, where nothing can be served: {why}; it is tried again. "
+        "Choose another port in host.conf"
+        for where, why in (
+            ("IT", "Address already in use"),
+            ("192.0.2.1:9434", "Cannot assign requested address"),
+            ("IT", "Address already in use"),
+        )
     ]
 
 
@@ -87,10 +76,6 @@ def test_it_is_open_while_it_is_wanted(host: str) -> None:
 
     asyncio.run(open_and_close())
     assert seen == [True, True, False]
-
-
-def test_a_key_without_a_handler_opens_nothing(taken: int) -> None:
-    asyncio.run(Listeners({}).follow({"web_listen": f"127.0.0.1:{taken}"}))
 
 
 @pytest.mark.parametrize("says", [b"", b"GET / HTT", b"GET / HTTP/1.1\r\nHost: here\r\n\r\n"])
@@ -126,3 +111,29 @@ def test_over_tcp_a_first_request_must_come_within_two_seconds() -> None:
         return found
 
     assert asyncio.run(limits()).first_request_timeout_s == 2.0
+
+
+NODE = os.uname().nodename.lower()
+HOSTS = f"""\
+127.0.0.1 localhost localhost.localdomain
+127.0.1.1 {NODE}.Example.COM {NODE}   # monitored.example
+10.0.0.9  other.example
+"""
+
+
+@pytest.mark.parametrize(
+    ("host", "is_ours"),
+    [
+        (f"{NODE}:9434", True), (f"{NODE}.example.com:9434", True), ("localhost.localdomain", True),
+        ("192.0.2.1:9434", True), ("[::1]:9434", True),
+        (f"{NODE}.example.org", False), ("other.example", False), ("monitored.example", False),
+        ("127.0.1.1.example", False), ("", False),
+    ],
+)  # fmt: skip
+def test_names_of_this_host_are_its_own_and_those_beside_them_in_hosts(
+    tmp_path: Path, host: str, is_ours: bool
+) -> None:
+    (tmp_path / "etc").mkdir()
+    (tmp_path / "etc/hosts").write_text(HOSTS)
+    refusal = HostNames(Paths(str(tmp_path))).refusal(host, "the metrics are")
+    assert (refusal and refusal.status) == (None if is_ours else 421)
