@@ -74,12 +74,12 @@ class ControlDaemon:
 
     @property
     def runs(self) -> bool:
-        """Whether there is one, as far as its end was noted."""
+        """Whether there is a process; also if it has ended and was not reaped yet."""
         return self._process is not None
 
     @property
     def process(self) -> Process:
-        """It; to be asked for only if there is one."""
+        """The process, while it `runs`."""
         assert self._process is not None
         return self._process
 
@@ -89,12 +89,12 @@ class ControlDaemon:
 
     @property
     def is_adopted(self) -> bool:
-        """Whether there is one that ran before us, and so may have jobs."""
+        """Whether it runs since before us, and so may have jobs."""
         return self.was_adopted and self._process is not None
 
     @property
     def has_ended(self) -> bool:
-        """Whether it has ended since it was held, and is to be reaped."""
+        """Whether it has ended and is to be reaped."""
         return self._process is not None and self._process.status() is not None
 
     @property
@@ -154,7 +154,7 @@ class ControlDaemon:
     # -- its end
 
     def reap(self, *, was_replaced: bool) -> tuple[str, tuple[int, ...]]:
-        """Let go of one that has ended; returns how it did, in words, and the PIDs of its servers."""
+        """Forget the process, which has ended; returns how, in words, and the PIDs of its servers."""
         self.log.tell()
         how = "did not serve, and was ended"
         if not was_replaced:
@@ -165,12 +165,12 @@ class ControlDaemon:
         return what, self._take_servers()
 
     def leave(self) -> None:
-        """Let go of one that goes on."""
+        """Forget the process, which goes on."""
         log.warning("domain %s: the control daemon (PID %d) is left running", self.target.name, self.pid)
         self._let_go()
 
     def kill(self) -> tuple[int, ...]:
-        """Kill one that never served; returns the PIDs of its servers, if a job has come all the same."""
+        """Kill it, because it never served; returns the PIDs of its servers, if a job has come all the same."""
         self.process.kill()
         forget(self.target)
         self._process = None

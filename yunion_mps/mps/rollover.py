@@ -268,7 +268,7 @@ class OrphanedServers:
             orphan.end(at_s, why)
 
     def leave(self) -> None:
-        """Let go of them, and say so."""
+        """Forget them, and log that they go on."""
         if self._orphans:
             log.warning("domain %s: %s is left running", self._domain, describe_servers(self.pids))
             self._orphans = []

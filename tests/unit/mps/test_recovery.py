@@ -17,7 +17,7 @@ from yunion_mps.mps.health import PROBE_S, PROBE_TIMEOUT_S
 from yunion_mps.mps.processes import PROGRAM
 from yunion_mps.mps.states import APPLYING, BACKOFF, FAILED, READY, STARTING, WEDGED
 
-from .driving import Bench, DomainRun, Jobs, silent_connection, silent_process, stop_process, wait_for
+from .driving import Bench, DomainRun, silent_connection, silent_process, stop_process, wait_for
 
 
 def find_out(run: DomainRun) -> DomainRun:
@@ -164,16 +164,6 @@ def test_a_socket_that_was_removed_comes_back(run: DomainRun, plan: DomainPlan) 
     peer = peer_of(plan.pipe_directory)
     assert peer is not None
     assert peer.pid == run.pid
-
-
-def test_removed_sockets_cost_no_job(run: DomainRun, plan: DomainPlan, jobs: Jobs) -> None:
-    jobs.begin()
-    run.tick()
-    run.domain.note_use(in_use=True)
-    (server,) = run.domain.server_pids()
-    os.unlink(f"{plan.pipe_directory}/control")
-    assert run.turn(PROBE_S).turn(60).state == WEDGED
-    assert jobs.servers() == [server]
 
 
 def test_a_pipe_directory_that_has_become_a_symlink_is_not_used(run: DomainRun, bench: Bench) -> None:
