@@ -161,16 +161,16 @@ class ControlDaemon:
             how = describe_exit(self.process.status() or 0)
         what = f"the control daemon (PID {self.process.pid}) {how}"
         forget(self.target)
-        self._let_go()
+        self._release()
         return what, self._take_servers()
 
     def leave(self) -> None:
         """Forget the process, which goes on."""
         log.warning("domain %s: the control daemon (PID %d) is left running", self.target.name, self.pid)
-        self._let_go()
+        self._release()
 
     def kill(self) -> tuple[int, ...]:
-        """Kill it, because it never served; returns the PIDs of its servers, if a job has come all the same."""
+        """Kill it because it never served; returns the PIDs of its servers: a job may have come."""
         self.process.kill()
         forget(self.target)
         self._process = None
@@ -180,7 +180,7 @@ class ControlDaemon:
         servers, self._known_servers = self._known_servers, ()
         return servers
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         self.process.close()
         self._process = self.order = None
 
