@@ -108,10 +108,9 @@ class _Loop:
         ledger, queue = self._leases.ledger, self._leases.queue
         metrics = Metrics(supervisor, service, ledger, queue, devices, lambda: router.counted())
         exporter = Exporter(metrics)
+        self._events = Events(supervisor.event_log)
         router = Router(
-            Handlers(
-                service, self._reloader, clients, self._leases, Events(supervisor.event_log), exporter.answer
-            )
+            Handlers(service, self._reloader, clients, self._leases, self._events, exporter.answer)
         )
         self._textfile = Textfile(paths, supervisor, exporter)
         self._server = Server(router)
@@ -136,6 +135,8 @@ class _Loop:
             self._unwatch()
             self._loop.remove_reader(self._signals.fileno())
             self._leases.cancel_queued()
+            if is_reexec:
+                self._events.end_waits()
             await (self._server.hand_over() if is_reexec else self._server.close())
             self._textfile.remove()
             if not is_reexec:

@@ -156,9 +156,6 @@ class _ReadOnly:
         except ValueError:
             return problem(400, "the request's target is no URL that can be taken apart")
 
-    def hurry(self) -> None:
-        """Nothing waits here that could not be cut off."""
-
     def _route(self, url: SplitResult, request: Request) -> Answer:
         raise NotImplementedError
 

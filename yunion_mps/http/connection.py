@@ -58,9 +58,6 @@ class Application(Protocol):
     def answer(self, request: Request) -> Answer:
         """The response, or an awaitable one; never raises."""
 
-    def hurry(self) -> None:
-        """Let no answer wait for what may come."""
-
 
 class ConnectionPool:
     """The connections, and each client's share of them."""

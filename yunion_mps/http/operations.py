@@ -23,20 +23,7 @@ from yunion_mps.errors import (
 from yunion_mps.reasons import INVALID_REQUEST
 
 if TYPE_CHECKING:
-    from yunion_mps.answers import (
-        ChangeList,
-        ClientList,
-        DeviceDetails,
-        DeviceList,
-        EventList,
-        GpuList,
-        LeaseList,
-        LeaseRecord,
-        Reexec,
-        Status,
-        Termination,
-        Usage,
-    )
+    from yunion_mps import answers
 
 T = TypeVar("T")
 Value = Union[str, int, bool, None]
@@ -66,6 +53,7 @@ NAME = "^[A-Za-z0-9][A-Za-z0-9._:/@-]{0,99}$"
 REQUEST = "^[A-Za-z0-9-]{16,64}$"
 
 EVENT_KINDS = ("domain", "limit", "gpu", "compute_mode", "configuration", "client", "lease", "daemon")
+SEVERITIES = ("info", "warning", "error")
 PLACEMENTS = ("binpack", "spread")
 BINDINGS = ("process", "connection", "name", "container")
 
@@ -248,7 +236,7 @@ _LEASE = Parameter(
 _NAME_HINT = "write letters, digits and ._:/@-, a letter or digit first, at most 100"
 _NAME_ONE = "leave it out, or name one"
 
-GET_DEVICES: Operation[DeviceList] = Operation(
+GET_DEVICES: Operation[answers.DeviceList] = Operation(
     "get_devices", "GET", "/v1/devices", "One page of the MPS devices", "DeviceList",
     _number("limit", "Devices a page; 0 for all.", 0, LARGEST_LIMIT, DEFAULT_LIMIT),
     _number("offset", "Devices to pass over.", 0, LARGEST_NUMBER, 0),
@@ -261,18 +249,18 @@ GET_DEVICES: Operation[DeviceList] = Operation(
     _switch("unused", "Only devices that can be used now."),
     cached=True,
 )  # fmt: skip
-GET_DEVICE: Operation[DeviceDetails] = Operation(
+GET_DEVICE: Operation[answers.DeviceDetails] = Operation(
     "get_device", "GET", "/v1/devices/{id}", "One MPS device, and how to use it", "DeviceDetails",
     _DEVICE, refusals=(404,), cached=True,
 )  # fmt: skip
-GET_GPUS: Operation[GpuList] = Operation(
+GET_GPUS: Operation[answers.GpuList] = Operation(
     "get_gpus", "GET", "/v1/gpus", "All GPUs of the host", "GpuList", cached=True
 )
-GET_STATUS: Operation[Status] = Operation(
+GET_STATUS: Operation[answers.Status] = Operation(
     "get_status", "GET", "/v1/status", "The state of the daemon, the devices and the control daemons",
     "Status", cached=True,
 )  # fmt: skip
-GET_EVENTS: Operation[EventList] = Operation(
+GET_EVENTS: Operation[answers.EventList] = Operation(
     "get_events", "GET", "/v1/events", "What happened", "EventList",
     _number("after", "Only events with a higher id, the oldest first; `since` does not count then.",
             0, LARGEST_NUMBER),
@@ -283,42 +271,42 @@ GET_EVENTS: Operation[EventList] = Operation(
             0, LONGEST_EVENT_WAIT_S, 0),
     refusals=(409,),
 )  # fmt: skip
-GET_USAGE: Operation[Usage] = Operation(
+GET_USAGE: Operation[answers.Usage] = Operation(
     "get_usage", "GET", "/v1/usage", "What was used in the last hour", "Usage",
     Parameter("gpu", "Only the GPU at this address, and its devices."),
     _switch("devices", "With false only GPUs, and none of their devices.", default=True),
 )  # fmt: skip
-GET_PLAN: Operation[ChangeList] = Operation(
+GET_PLAN: Operation[answers.ChangeList] = Operation(
     "get_plan", "GET", "/v1/plan", "What a reload would change", "ChangeList",
     refusals=(409, 422), timeout_s=SLOW_S,
 )  # fmt: skip
-GET_CLIENTS: Operation[ClientList] = Operation(
+GET_CLIENTS: Operation[answers.ClientList] = Operation(
     "get_clients", "GET", "/v1/clients", "Who uses the GPUs through MPS", "ClientList",
     _switch("seen", "Only what the driver and the kernel see: no control daemon is asked."),
     refusals=(409,), timeout_s=SLOW_S,
 )  # fmt: skip
-RELOAD: Operation[ChangeList] = Operation(
+RELOAD: Operation[answers.ChangeList] = Operation(
     "reload", "POST", "/v1/reload", "Read the configuration again, and bring into effect what differs",
     "ChangeList",
     _switch("drain", "Give MPS servers that keep old limits no new clients."),
     _switch("now", "End MPS servers that keep old limits, with their clients."),
     who=ROOT, refusals=(409, 422), completes=True, timeout_s=SLOW_S,
 )  # fmt: skip
-REEXEC: Operation[Reexec] = Operation(
+REEXEC: Operation[answers.Reexec] = Operation(
     "reexec", "POST", "/v1/reexec", "Run the daemon's program again in its process", "Reexec",
     who=ROOT, refusals=(409,), completes=True, timeout_s=SLOW_S,
 )  # fmt: skip
-TERMINATE_CLIENT: Operation[Termination] = Operation(
+TERMINATE_CLIENT: Operation[answers.Termination] = Operation(
     "terminate_client", "POST", "/v1/clients/{pid}/terminate",
     "End a client: its server lets go of it first", "Termination",
     _CLIENT,
     _switch("force", "End it by SIGKILL if nothing else helps."),
     who=OWNER, refusals=(404, 409), completes=True, timeout_s=SLOW_S,
 )  # fmt: skip
-GET_LEASES: Operation[LeaseList] = Operation(
+GET_LEASES: Operation[answers.LeaseList] = Operation(
     "get_leases", "GET", "/v1/leases", "Who has which devices, and which requests wait", "LeaseList"
 )
-TAKE_LEASE: Operation[LeaseRecord] = Operation(
+TAKE_LEASE: Operation[answers.LeaseRecord] = Operation(
     "take_lease", "POST", "/v1/leases",
     "Take devices, for as long as a process, a connection or a name lives", "LeaseRecord",
     _number("count", "How many devices.", 1, MOST_DEVICES, 1),
@@ -351,16 +339,16 @@ TAKE_LEASE: Operation[LeaseRecord] = Operation(
     _switch("dry", "Only say what would be given now."),
     who=OWNER, refusals=(404, 409, 410, 423),
 )  # fmt: skip
-END_LEASE: Operation[LeaseRecord] = Operation(
+END_LEASE: Operation[answers.LeaseRecord] = Operation(
     "end_lease", "DELETE", "/v1/leases/{lease}", "Give devices back", "LeaseRecord",
     _LEASE, who=OWNER, refusals=(404, 409),
 )  # fmt: skip
-RENEW_LEASE: Operation[LeaseRecord] = Operation(
+RENEW_LEASE: Operation[answers.LeaseRecord] = Operation(
     "renew_lease", "POST", "/v1/leases/{lease}/renew",
     "Let a lease of a name live for its whole time from now", "LeaseRecord",
     _LEASE, who=OWNER, refusals=(404, 409),
 )  # fmt: skip
-BIND_LEASE: Operation[LeaseRecord] = Operation(
+BIND_LEASE: Operation[answers.LeaseRecord] = Operation(
     "bind_lease", "POST", "/v1/leases/{lease}/bind",
     "Let a lease end with a container; one of a name is only checked", "LeaseRecord",
     _LEASE,

@@ -92,10 +92,6 @@ class Router:
         later.add_done_callback(count)
         return later
 
-    def hurry(self) -> None:
-        """Answer requests that wait for events now."""
-        self._handlers.hurry()
-
     def counted(self) -> Counted:
         """The answers and their latencies up to now."""
         latencies = {
@@ -232,10 +228,6 @@ class Handlers:
     def version(self) -> int:
         """Changes when a cached answer may change."""
         return self._service.version
-
-    def hurry(self) -> None:
-        """Answer requests that wait for events with what there is, and let none wait any more."""
-        self._events.end_waits()
 
     def get_devices(
         self,

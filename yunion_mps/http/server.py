@@ -51,7 +51,6 @@ class Server:
 
         The kernel lets later clients wait for the program that goes on with the socket.
         """
-        self.pool.application.hurry()
         await self._pause_accepting()
         end_s = asyncio.get_running_loop().time() + self.pool.limits.hand_over_s
         while any(connection.is_busy for connection in self.pool.connections):

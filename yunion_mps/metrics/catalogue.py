@@ -12,11 +12,10 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import accumulate, product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from yunion_mps.http.operations import BINDINGS
+from yunion_mps.http.operations import BINDINGS, EVENT_KINDS, SEVERITIES
 from yunion_mps.models import DomainStatus
 from yunion_mps.mps.states import LEGAL_CHANGES
 from yunion_mps.service.metrics import BOUNDS_S, DomainUse, Facts, GpuUse
-from yunion_mps.service.queries import EVENT_KINDS, SEVERITIES
 from yunion_mps.service.state import AVAILABLE, NOT_USED, PENDING, STATES, UNAVAILABLE
 from yunion_mps.service.usage import DeviceUse
 

@@ -28,15 +28,6 @@ from yunion_mps.supervisor.status import warnings
 if TYPE_CHECKING:
     from yunion_mps import answers
 
-#: The default length of a page of a listing, as with Cloudpods.
-DEFAULT_LIMIT = 20
-
-#: The kinds of events.
-EVENT_KINDS = ("domain", "limit", "gpu", "compute_mode", "configuration", "client", "lease", "daemon")
-
-#: How bad they are.
-SEVERITIES = ("info", "warning", "error")
-
 
 class Filters(NamedTuple):
     """Which devices a listing is to show; None takes all."""

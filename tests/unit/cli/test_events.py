@@ -218,7 +218,7 @@ def hurry(host: ServerHost) -> None:
     """Have the clients that wait for an event ask again."""
 
     async def work() -> None:
-        host.server.pool.application.hurry()
+        host.events.end_waits()
 
     host.call(work())
 

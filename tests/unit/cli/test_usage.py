@@ -16,11 +16,11 @@ from yunion_mps import __version__, client, revision
 from yunion_mps.cli import reload
 from yunion_mps.cli.root import COMMANDS, cli
 from yunion_mps.http.operations import (
+    EVENT_KINDS,
     LARGEST_LIMIT,
     LARGEST_NUMBER,
     LONGEST_EVENT_WAIT_S,
 )
-from yunion_mps.service.queries import EVENT_KINDS
 from yunion_mps.supervisor.changes import AT_ONCE
 
 from unit.cli.conftest import Cli

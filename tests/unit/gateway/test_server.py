@@ -24,9 +24,6 @@ class Nothing:
     def answer(self, request: Request) -> Answer:
         return Response(200, "text/plain", request.target.encode())
 
-    def hurry(self) -> None:
-        """Nothing waits."""
-
 
 def answers(address: str) -> bool:
     """Whether the address is served."""

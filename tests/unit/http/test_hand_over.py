@@ -17,8 +17,13 @@ from unit.http.test_turns import held
 
 
 def hand_over(host: ServerHost) -> Future[None]:
-    """Begin to hand over."""
-    return asyncio.run_coroutine_threadsafe(host.server.hand_over(), host._loop)
+    """Begin to hand over, as the daemon's loop does."""
+
+    async def work() -> None:
+        host.events.end_waits()
+        await host.server.hand_over()
+
+    return asyncio.run_coroutine_threadsafe(work(), host._loop)
 
 
 def go_on(host: ServerHost) -> None:

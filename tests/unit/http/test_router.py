@@ -90,7 +90,7 @@ def test_each_operation_has_a_handler_that_takes_its_parameters(operation: Opera
 def test_the_type_of_an_answer_and_its_schema_have_one_name(operation: Operation[Any]) -> None:
     declared = operations.__annotations__[operation.name.upper()]
     untyped = "str" if operation.is_text else "Any"
-    assert declared == f"Operation[{operation.answer or untyped}]"
+    assert declared == f"Operation[{f'answers.{operation.answer}' if operation.answer else untyped}]"
     if operation.answer:
         handler = getattr(Handlers, operation.name)
         assert handler.__annotations__["return"] == f"answers.{operation.answer}"
@@ -99,7 +99,7 @@ def test_the_type_of_an_answer_and_its_schema_have_one_name(operation: Operation
 
 def test_no_handler_is_without_an_operation() -> None:
     handlers = {name for name, one in vars(Handlers).items() if inspect.isfunction(one) and name[0] != "_"}
-    assert handlers - {"hurry"} == {operation.name for operation in OPERATIONS}
+    assert handlers == {operation.name for operation in OPERATIONS}
 
 
 @pytest.mark.parametrize("method", ["PUT", "PATCH", "OPTIONS", "TRACE", "CONNECT", "FETCH"])

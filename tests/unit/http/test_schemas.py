@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 from yunion_mps import answers
-from yunion_mps.http import operations
+from yunion_mps.http.operations import EVENT_KINDS, SEVERITIES
 from yunion_mps.models import DEV_TYPE
 from yunion_mps.mps.states import LEGAL_CHANGES
-from yunion_mps.service.queries import EVENT_KINDS, SEVERITIES
 from yunion_mps.service.state import STATES
 from yunion_mps.service.usage import MINUTES, STEP_S
 
@@ -47,10 +46,6 @@ def test_the_schemas_are_those_of_the_types(tmp_path: Path) -> None:
 )
 def test_a_schema_names_all_values_of_a_field(schema: str, name: str, values: Any) -> None:
     assert field(schema, name)["enum"] == list(values)
-
-
-def test_the_table_of_operations_names_all_kinds_of_events() -> None:
-    assert operations.EVENT_KINDS == EVENT_KINDS
 
 
 def test_a_schema_has_the_constants_of_the_program() -> None:

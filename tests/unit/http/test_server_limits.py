@@ -112,9 +112,6 @@ def test_a_fault_of_ours_is_an_answer_and_no_connection_that_hangs(
         def answer(self, _: Request) -> Awaitable[Response]:
             return self._fail()
 
-        def hurry(self) -> None:
-            """Nothing waits here."""
-
     host.server.pool.application, router = Faulty(), host.server.pool.application
     try:
         answer = host.ask("GET", "/v1/status")
