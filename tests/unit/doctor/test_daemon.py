@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from yunion_mps.doctor.host import Host
 from yunion_mps.doctor.report import OF_THE_HOST, run
+from yunion_mps.reasons import CONTROL_DAEMON_EXITED, Reason
 
 from unit.doctor.hosts import host_of, one, write
 from unit.http.snapshots import P40, disabled, reference, snapshot
@@ -29,7 +30,11 @@ def test_a_daemon_that_serves_is_ok(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changed", "level", "what"),
     [
-        ({"state": "backoff", "reason": "it ended"}, "problem", "domain host is backoff: it ended"),
+        (
+            {"state": "backoff", "reason": Reason("it ended", CONTROL_DAEMON_EXITED)},
+            "problem",
+            "domain host is backoff: it ended",
+        ),
         ({"pending": WAITS}, "warning", f"domain host: {WAITS}"),
         ({"restarts": 1}, "warning", "the control daemon of domain host had to be started again, once"),
         ({"restarts": 3}, "warning", "the control daemon of domain host had to be started again, 3 times"),

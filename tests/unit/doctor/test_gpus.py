@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from yunion_mps.doctor.host import Host, Once
 from yunion_mps.models import Gpu
+from yunion_mps.reasons import GPU_LOST, Reason
 
 from unit import builders
 from unit.doctor.hosts import DRIVER, host_of, one, write
@@ -141,7 +142,7 @@ def served(root: Path, *gpus: Gpu, **keys: str) -> Host:
 @pytest.mark.parametrize(
     ("check", "changed", "level", "what", "hint"),
     [
-        ("GPUs", {"reason": "the GPU is lost"}, "problem", "(Tesla T4): the GPU is lost", "yunion-mps gpus"),
+        ("GPUs", {"reason": Reason("the GPU is lost", GPU_LOST)}, "problem", "(Tesla T4): the GPU is lost", "yunion-mps gpus"),
         ("MIG", {"mig_enabled": True}, "problem", "is in MIG mode", "nvidia-smi -i 0000:07:00.0 -mig 0"),
         ("budgets", {"compute_capability": (6, 1)}, "warning", "no budget is enforced", "use such GPUs only"),
         ("compute mode", {"compute_mode": "Default"}, "problem", "runs without limits",
