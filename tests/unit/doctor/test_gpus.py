@@ -142,7 +142,7 @@ def served(root: Path, *gpus: Gpu, **keys: str) -> Host:
 @pytest.mark.parametrize(
     ("check", "changed", "level", "what", "hint"),
     [
-        ("GPUs", {"reason": Reason("the GPU is lost", GPU_LOST)}, "problem", "(Tesla T4): the GPU is lost", "yunion-mps gpus"),
+        ("GPUs", {"reason": Reason("the GPU is lost", GPU_LOST)}, "problem", "the GPU is lost", "dmesg"),
         ("MIG", {"mig_enabled": True}, "problem", "is in MIG mode", "nvidia-smi -i 0000:07:00.0 -mig 0"),
         ("budgets", {"compute_capability": (6, 1)}, "warning", "no budget is enforced", "use such GPUs only"),
         ("compute mode", {"compute_mode": "Default"}, "problem", "runs without limits",
