@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import click
 
 from yunion_mps.cli.common import call
-from yunion_mps.cli.lease import RequestCommand, take, warn_of_limits
+from yunion_mps.cli.lease import BUDGET_VARIABLES, take, warn_of_limits
 from yunion_mps.client.lease import refuse_unreachable
 from yunion_mps.containers.nvidia import driver_nodes, gpu_nodes
 from yunion_mps.errors import HostError, ShortageError, YunionError
@@ -24,14 +24,6 @@ from yunion_mps.http.operations import BIND_LEASE, GET_GPUS
 from yunion_mps.models import CDI_KIND, Gpu
 from yunion_mps.paths import Paths
 
-#: What only a device says of a process.
-BUDGET_VARIABLES = (
-    "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE",
-    "CUDA_MPS_CLIENT_PRIORITY",
-    "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT",
-    "YUNION_MPS_DEVICE",
-    "YUNION_MPS_LEASE",
-)
 #: All that a device may say of a process.
 _VARIABLES = (*BUDGET_VARIABLES, "CUDA_DEVICE_ORDER", "CUDA_MPS_PIPE_DIRECTORY", "CUDA_VISIBLE_DEVICES")
 
@@ -49,23 +41,6 @@ _PLAIN = frozenset({
     "rootfs", "tls-verify", "unsetenv-all",
 })  # fmt: skip
 _PLAIN_LETTERS = frozenset("diPqt")
-
-
-class EngineCommand(RequestCommand):
-    """A command with these options, after which people write the engine's own as they are used to."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        engine = next((engine for engine in ("docker", "podman") if f"--{engine}" in args), "")
-        try:
-            return super().parse_args(ctx, args)
-        except click.NoSuchOption as error:
-            if not engine:
-                raise
-            name = error.option_name
-            example = f"yunion-mps run --{engine} -- {name} … IMAGE"
-            raise click.UsageError(
-                f"{name} is no option of run; {engine}'s come after --: {example}", ctx
-            ) from None
 
 
 def run_container(

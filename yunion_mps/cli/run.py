@@ -14,8 +14,7 @@ import click
 from click.core import ParameterSource
 
 from yunion_mps.cli.common import call, complete_file, daemon, device_argument, one_device
-from yunion_mps.cli.engine import BUDGET_VARIABLES, EngineCommand, run_container
-from yunion_mps.cli.lease import request_options, take, warn_of_limits
+from yunion_mps.cli.lease import BUDGET_VARIABLES, RequestCommand, request_options, take, warn_of_limits
 from yunion_mps.cli.output import cell, refuse_closed_output, say
 from yunion_mps.client.lease import refuse_unreachable, would_take
 from yunion_mps.errors import HostError, NotFoundError, YunionError
@@ -41,6 +40,23 @@ def style_option(function: F) -> F:
         help="How to print an environment.",
     )  # fmt: skip
     return option(function)
+
+
+class EngineCommand(RequestCommand):
+    """A command with these options, after which people write the engine's own as they are used to."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        engine = next((engine for engine in ("docker", "podman") if f"--{engine}" in args), "")
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            if not engine:
+                raise
+            name = error.option_name
+            example = f"yunion-mps run --{engine} -- {name} … IMAGE"
+            raise click.UsageError(
+                f"{name} is no option of run; {engine}'s come after --: {example}", ctx
+            ) from None
 
 
 @click.command(
@@ -101,6 +117,8 @@ def run(
     becomes = " ".join([engine, "run", *argv] if engine else argv)
     wanted["command"] = cell(becomes)[:COMMAND_LENGTH]
     if engine:
+        from yunion_mps.cli.engine import run_container  # which a command that is run need not wait for
+
         run_container(engine, wanted, wait_s, argv, _inherited())
     environment = _inherited()
     try:
@@ -150,7 +168,7 @@ def _inherited() -> dict[str, str]:
 
 def _budget(lease: Mapping[str, Any]) -> str:
     """`5760 MiB of memory, 25 % of the threads`; the memory of each GPU if there are several."""
-    from yunion_mps.overview.holdings import gpu_of  # which a command that is run need not wait for
+    from yunion_mps.overview.holdings import gpu_of  # the same
 
     by_gpu = dict.fromkeys(lease["gpus"], 0)
     for device, memory_mib in zip(lease["devices"], lease["memory"]):

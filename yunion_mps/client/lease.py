@@ -19,7 +19,6 @@ from yunion_mps.errors import (
     UnreachableError,
     YunionError,
 )
-from yunion_mps.host import threads
 from yunion_mps.http.operations import END_LEASE, RENEW_LEASE, TAKE_LEASE
 
 if TYPE_CHECKING:
@@ -167,6 +166,8 @@ class Lease:
         #: Ends the renewals: set also if the daemon could not be told, so that it ends by its time.
         self._released = threading.Event()
         if ttl_s is not None:
+            from yunion_mps.host import threads  # which a lease of a process need not wait for
+
             try:
                 threads.start(lambda: self._keep(ttl_s), threads.ignore_outcome)
             except ShortageError:
