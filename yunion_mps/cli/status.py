@@ -24,7 +24,7 @@ from yunion_mps.cli.output import (
 from yunion_mps.errors import YunionError
 from yunion_mps.http.operations import GET_CLIENTS, GET_GPUS, GET_LEASES, GET_STATUS, SLOW_S
 from yunion_mps.overview import count
-from yunion_mps.overview.findings import Finding, folded, of_uses, with_hints
+from yunion_mps.overview.findings import HostFinding, folded, of_uses, with_hints
 from yunion_mps.overview.holdings import NO_CLIENTS, Holding, holdings, in_container
 from yunion_mps.overview.host import IN_USE, Answers, HostOverview, state_of
 
@@ -256,7 +256,7 @@ def _uses(holding: Holding) -> list[Json]:
     ]
 
 
-def _who_text(answer: Json, wrong: Sequence[Finding]) -> str:
+def _who_text(answer: Json, wrong: Sequence[HostFinding]) -> str:
     """A table, then the queued requests, what is wrong with a hint, and what is not known."""
     now_s = time.time()
     header = [name for name in COLUMNS if name not in _IN_OTHERS]

@@ -36,7 +36,7 @@ _DOMAIN_HINTS = {
 }
 
 
-class Finding(NamedTuple):
+class HostFinding(NamedTuple):
     """Something that is wrong, or must be known; `number` of the same sort if they were folded."""
 
     kind: str
@@ -46,8 +46,8 @@ class Finding(NamedTuple):
     number: int = 1
 
 
-def _finding(kind: str, code: str, what: str, gpu: str = "GPU") -> Finding:
-    return Finding(kind, code, what, hint_of(code, gpu))
+def _finding(kind: str, code: str, what: str, gpu: str = "GPU") -> HostFinding:
+    return HostFinding(kind, code, what, hint_of(code, gpu))
 
 
 def other_version(status: Status) -> str:
@@ -57,14 +57,16 @@ def other_version(status: Status) -> str:
     return f"{status['version']} of the daemon runs, and {__version__} is installed"
 
 
-def of_status(status: Status, gpus: Iterable[Gpu]) -> Iterator[Finding]:
+def of_status(status: Status, gpus: Iterable[Gpu]) -> Iterator[HostFinding]:
     """What the daemon says of itself, its domains and its GPUs."""
     if status["notice"]:
         yield _finding(NOTICE, status["notice_code"], status["notice"])
     for domain in status["domains"]:
         if domain["state"] != "ready" and domain["reason"] != domain["pending"]:
             what = f"domain {domain['name']} is {domain['state']}: {domain['reason']}"
-            yield Finding(PROBLEM, domain["reason_code"], what, _DOMAIN_HINTS.get(domain["state"], _EVENTS))
+            yield HostFinding(
+                PROBLEM, domain["reason_code"], what, _DOMAIN_HINTS.get(domain["state"], _EVENTS)
+            )
     for gpu in gpus:
         if gpu["state"] == "unavailable" and gpu["reason_code"] != reasons.DOMAIN_NOT_READY:
             name = f" ({gpu['name']})" if gpu["name"] else ""
@@ -73,13 +75,13 @@ def of_status(status: Status, gpus: Iterable[Gpu]) -> Iterator[Finding]:
     if other_version(status):
         yield _finding(WARNING, reasons.VERSION_DIFFERS, other_version(status))
     for warning in status["warnings"]:
-        yield Finding(WARNING, warning["code"], warning["text"], warning["hint"])
+        yield HostFinding(WARNING, warning["code"], warning["text"], warning["hint"])
     for domain in status["domains"]:
         if domain["pending"]:
             yield _finding(PENDING, reasons.LIMITS_PENDING, f"{domain['name']}: {domain['pending']}")
 
 
-def of_uses(holdings: Iterable[Holding], clients: ClientList) -> Iterator[Finding]:
+def of_uses(holdings: Iterable[Holding], clients: ClientList) -> Iterator[HostFinding]:
     """What is wrong with the use of the GPUs.
 
     MPS servers that have failed, clients that wait for another user's, use past MPS or over budget, and
@@ -114,7 +116,7 @@ def of_uses(holdings: Iterable[Holding], clients: ClientList) -> Iterator[Findin
         yield _finding(PENDING, reasons.LEASES_PENDING, what)
 
 
-def of_leases(leases: Iterable[LeaseRecord], status: Status, gpus: Iterable[Gpu]) -> Iterator[Finding]:
+def of_leases(leases: Iterable[LeaseRecord], status: Status, gpus: Iterable[Gpu]) -> Iterator[HostFinding]:
     """Leases whose environment names a control daemon that is gone, as after a reload.
 
     If CUDA finds none it goes on without one, and without limits. On a GPU that is lost nothing starts, and
@@ -136,16 +138,16 @@ def everything(
     leases: Iterable[LeaseRecord],
     held: Iterable[Holding],
     clients: ClientList,
-) -> list[Finding]:
+) -> list[HostFinding]:
     """All that is wrong, the worst first."""
     found = [*of_status(status, gpus), *of_uses(held, clients), *of_leases(leases, status, gpus)]
     return sorted(found, key=lambda one: (NOTICE, PROBLEM, WARNING, PENDING).index(one.kind))
 
 
-def folded(findings: Sequence[Finding], most: int = 3) -> list[Finding]:
+def folded(findings: Sequence[HostFinding], most: int = 3) -> list[HostFinding]:
     """The same, but of those with the same hint at most so many, and how many more there are."""
     counts = Counter((one.kind, one.hint) for one in findings)
-    shown: dict[tuple[str, str], list[Finding]] = {}
+    shown: dict[tuple[str, str], list[HostFinding]] = {}
     for one in findings:
         alike = shown.setdefault((one.kind, one.hint), [])
         if len(alike) < most:
@@ -157,7 +159,7 @@ def folded(findings: Sequence[Finding], most: int = 3) -> list[Finding]:
     return [one for alike in shown.values() for one in alike]
 
 
-def with_hints(findings: Sequence[Finding]) -> Iterator[tuple[Finding, str]]:
+def with_hints(findings: Sequence[HostFinding]) -> Iterator[tuple[HostFinding, str]]:
     """Each finding with its hint, which is empty if the next one has the same."""
     for one, after in zip_longest(findings, findings[1:]):
         yield one, "" if after and after.hint == one.hint else one.hint

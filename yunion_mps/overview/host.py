@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from yunion_mps.overview.findings import PROBLEM, Finding, everything, folded
+from yunion_mps.overview.findings import PROBLEM, HostFinding, everything, folded
 from yunion_mps.overview.holdings import Holding, ProcessUse, holdings, memory_by_gpu
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class HostOverview(NamedTuple):
 
     answers: Answers
     holdings: list[Holding]
-    findings: list[Finding]
+    findings: list[HostFinding]
     state: str
     memory_by_gpu: dict[str, int]
 

@@ -14,7 +14,7 @@ from yunion_mps.cli.output import columns_of
 from yunion_mps.cli.top.frame import VIEWS, Look, Outage, bar, clock, frame
 from yunion_mps.cli.top.rows import ORDERS, Poll, Scene, scene, sorted_devices
 from yunion_mps.models import Event, Snapshot
-from yunion_mps.overview.findings import Finding, folded
+from yunion_mps.overview.findings import HostFinding, folded
 from yunion_mps.overview.holdings import NO_CLIENTS
 from yunion_mps.overview.host import Answers
 from yunion_mps.service.queries import Queries
@@ -153,7 +153,7 @@ def test_a_device_shows_its_largest_process_and_how_many_more() -> None:
 
 def test_what_has_no_room_is_counted_even_if_it_was_folded() -> None:
     many = BUSY._replace(
-        findings=folded([Finding("Problem", "", f"GPU {n}", "reload") for n in range(50)], 2)
+        findings=folded([HostFinding("Problem", "", f"GPU {n}", "reload") for n in range(50)], 2)
     )
     assert lines_of(many, 80, 12)[2:4] == ["Problem: GPU 0", "49 more; all of it: yunion-mps status"]
     assert lines_of(many, 80, 24)[2:6] == [
@@ -162,7 +162,7 @@ def test_what_has_no_room_is_counted_even_if_it_was_folded() -> None:
         "Problem: and 48 more like that (all: yunion-mps status -o json)",
         "  do: reload",
     ]
-    more = many._replace(findings=[*many.findings, Finding("Warning", "", "a", "b")])
+    more = many._replace(findings=[*many.findings, HostFinding("Warning", "", "a", "b")])
     assert lines_of(more, 80, 24)[5] == "1 more; all of it: yunion-mps status"
 
 

@@ -66,9 +66,7 @@ def test_a_control_program_of_another_version_than_the_driver_is_found(host: Hos
     assert one(host, "driver", "problem").what == f"{CONTROL} is of 580.65.06, the driver of {DRIVER}"
 
 
-def test_a_library_that_is_missing_is_found_unless_the_loaders_cache_knows_another(
-    host: Host, tmp_path: Path
-) -> None:
+def test_a_missing_library_is_reported_unless_the_loader_knows_another(host: Host, tmp_path: Path) -> None:
     (tmp_path / "lib/libcuda.so.1").unlink()
     assert "libcuda.so.1 was not found" in one(host, "programs", "warning").what
     place = write(tmp_path / "far/libcuda.so.1")

@@ -173,7 +173,7 @@ def test_leases_and_those_who_wait_are_counted() -> None:
     assert value(given, "yunion_mps_device_leased", device="00:06.0-1", gpu="00:06.0") == 0
 
 
-def test_devices_of_a_former_division_are_counted_with_those_of_the_new_one() -> None:
+def test_devices_of_a_former_division_are_counted_with_the_new_ones() -> None:
     devices: Any = [
         {**one, "state": "pending", "lease": f"lease-{place}"} for place, one in enumerate(ALL.devices)
     ]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from yunion_mps import __version__
-from yunion_mps.overview.findings import Finding, folded, of_status, other_version
+from yunion_mps.overview.findings import HostFinding, folded, of_status, other_version
 from yunion_mps.reasons import (
     BUDGET_NOT_ENFORCED,
     CODES,
@@ -39,8 +39,8 @@ def test_a_gpu_in_mig_mode_is_shown_with_the_command_for_it() -> None:
 
 
 def test_findings_with_the_same_hint_are_folded() -> None:
-    many = [Finding("Warning", "", f"GPU {n}", "reload") for n in range(9)]
-    many.append(Finding("Problem", "", "x", "y"))
+    many = [HostFinding("Warning", "", f"GPU {n}", "reload") for n in range(9)]
+    many.append(HostFinding("Problem", "", "x", "y"))
     assert [one.what for one in folded(many)] == [
         "GPU 0",
         "GPU 1",

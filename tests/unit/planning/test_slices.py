@@ -89,7 +89,7 @@ def test_the_ids_of_slices_are_those_of_equal_devices_in_the_same_slots() -> Non
     assert [device.id for device in unequal.devices] == [device.id for device in equal.devices]
 
 
-def test_only_a_priority_below_normal_is_in_the_environment_the_lowest_of_all() -> None:
+def test_the_environment_has_the_lowest_priority_if_it_is_below_normal() -> None:
     plan = planned(config(slices((8192, 50.0, "normal"), (4096, 25.0, "below_normal"))), inventory(V100))
     normal, below, both = (
         client_environment(devices, plan.domains[0])

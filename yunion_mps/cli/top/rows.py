@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
-from yunion_mps.overview.findings import Finding, folded
+from yunion_mps.overview.findings import HostFinding, folded
 from yunion_mps.overview.holdings import Holding, filled
 from yunion_mps.overview.host import FREE, UNAVAILABLE, Answers, HostOverview, state_of
 
@@ -61,7 +61,7 @@ class Scene(NamedTuple):
 
     host: HostOverview
     events: list[Event]
-    findings: list[Finding]
+    findings: list[HostFinding]
     gpus: list[Row]
     devices: list[Row]
 
