@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 
 from simhost import SimHost
 from simhost.closes import Closes
+from simhost.mps import CONTROL
 
 #: So long that only something that never comes is missed, on however slow a machine.
 PATIENCE_S = 60.0
@@ -258,6 +259,16 @@ class Daemon(Closes):
         """Write host.conf with just these keys; JSON's scalars are YAML's."""
         lines = [f"{name}: {json.dumps(value)}\n" for name, value in keys.items()]
         (self.host.root / "etc/yunion/host.conf").write_text("".join(lines))
+
+    def wrap_control_program(self, script: str) -> Path:
+        """Put a script in the place of NVIDIA's control program, from the next start on; it is `$REAL`."""
+        real = shutil.which(CONTROL, path=self.env["PATH"])
+        program = self.host.root / "wrapper" / CONTROL
+        program.parent.mkdir()
+        program.write_text(f"#!/bin/sh\nREAL={real}\n{script}\n")
+        program.chmod(0o755)
+        self.env["PATH"] = f"{program.parent}{os.pathsep}{self.env['PATH']}"
+        return program
 
     # -- its end
 

@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-from integration.conftest import MakeDaemon, MakeHost, StartStranger
+from integration.conftest import StartStranger
 from integration.daemon_host import Daemon, eventually, is_running
 
 LIMITS = [f"get_default_device_pinned_mem_limit {number}" for number in (0, 1)]
@@ -79,32 +79,23 @@ def test_one_that_is_ours_is_refused(ready_daemon: Daemon) -> None:
     assert is_running(control)
 
 
+@pytest.mark.gpus({"kind": "t4"}, {"kind": "t4"})
 def test_if_its_gpu_order_is_uncertain_unequal_limits_wait_for_its_end(
-    make_host: MakeHost, make_daemon: MakeDaemon, start_stranger: StartStranger
+    daemon: Daemon, start_stranger: StartStranger
 ) -> None:
     """Limits are named by the GPU's number: equal ones can be set in any order, unequal ones cannot."""
-    host = make_host([{"kind": "t4"}, {"kind": "t4"}])
-    daemon = make_daemon(host)
-    divide(daemon, 4, 4)
+    host = daemon.host
+    host.divide(4, 4)
     stranger = start_stranger(host)
     assert daemon.run("--adopt", str(stranger.pid)) == 0, daemon.log
     daemon.start().wait_ready()
     assert daemon.control_pid() == stranger.pid
-    divide(daemon, 2, 2)
+    host.divide(2, 2)
     assert daemon.ask("POST", "/v1/reload")[0] == 200
     eventually(lambda: daemon.control(*LIMITS) == ["7G", "7G"], "the other limits")
     assert daemon.control_pid() == stranger.pid
-    divide(daemon, 2, 4)
+    host.divide(2, 4)
     assert daemon.ask("POST", "/v1/reload")[0] == 200
     assert stranger.wait(60) == 0, daemon.log
     eventually(lambda: daemon.status()["state"] == "ready", "another")
     assert daemon.control(*LIMITS) == ["7G", "3G"]
-
-
-def divide(daemon: Daemon, *numbers: int) -> None:
-    """Write the device file: each GPU in so many devices."""
-    rows = [
-        f"- {{path: {gpu.uuid}, type: NVIDIA_MPS, virtual_number: {number}}}\n"
-        for gpu, number in zip(daemon.host.gpus, numbers)
-    ]
-    (daemon.host.root / "etc/yunion/host_container_device.yml").write_text("devices:\n" + "".join(rows))

@@ -142,7 +142,7 @@ def test_from_shared_to_mps_and_back_the_agent_sees_what_we_serve(
     assert Agent(node).devices() == []
 
 
-def test_a_container_of_the_agent_finds_the_control_daemon_by_the_environment_it_is_given(
+def test_the_agent_s_environment_leads_a_container_to_the_control_daemon(
     node: SimHost, make_daemon: MakeDaemon
 ) -> None:
     """It gets no limits from the agent: those of the control daemon are one device's, for every client."""

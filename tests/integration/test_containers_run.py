@@ -61,7 +61,7 @@ def test_input_signals_and_terminal_are_the_container_s(ready_daemon: Daemon, po
     eventually(lambda: given(ready_daemon) == [], "the end of the lease")
 
 
-def test_a_lease_of_a_name_that_has_ended_ends_no_container_and_begins_none(
+def test_a_name_s_lease_that_has_ended_neither_ends_nor_begins_containers(
     ready_daemon: Daemon, podman: Podman
 ) -> None:
     _, lease = ready_daemon.ask("POST", f"/v1/leases?device={ADDRESSES[1]}&name=job-17&ttl=600")

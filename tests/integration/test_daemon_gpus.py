@@ -10,7 +10,8 @@ from integration.conftest import MakeDaemon, MakeHost
 from integration.daemon_host import Daemon, eventually, is_running
 from simhost.mps import StandIns
 
-TWO = [{"kind": "v100"}, {"kind": "a100"}]
+pytestmark = pytest.mark.gpus({"kind": "v100"}, {"kind": "a100"})
+
 LOST = "the GPU has fallen off the bus or is otherwise inaccessible (GPU is lost)"
 
 
@@ -28,11 +29,8 @@ def gpu_events(daemon: Daemon) -> list[tuple[str, str, str]]:
     return [(event["severity"], event["subject"], event["what"]) for event in events]
 
 
-def test_a_gpu_that_falls_off_the_bus_is_noticed_and_the_others_go_on(
-    make_host: MakeHost, make_daemon: MakeDaemon
-) -> None:
-    host = make_host(TWO)
-    daemon = make_daemon(host).start().wait_ready()
+def test_a_gpu_that_falls_off_the_bus_is_noticed_and_the_others_go_on(ready_daemon: Daemon) -> None:
+    host, daemon = ready_daemon.host, ready_daemon
     control = daemon.control_pid()
     told = ("error", "00:07.0", "XID 79: the GPU has fallen off the bus")
     # Before the loss: what a set of events is asked for after that is refused, and the report may be in it.
@@ -52,11 +50,8 @@ def test_a_gpu_that_falls_off_the_bus_is_noticed_and_the_others_go_on(
     assert available(daemon) == 8
 
 
-def test_the_next_daemon_lists_a_lost_gpu_and_serves_the_other(
-    make_host: MakeHost, make_daemon: MakeDaemon
-) -> None:
-    host = make_host(TWO)
-    daemon = make_daemon(host).start().wait_ready()
+def test_the_next_daemon_lists_a_lost_gpu_and_serves_the_other(ready_daemon: Daemon) -> None:
+    host, daemon = ready_daemon.host, ready_daemon
     before = {device["addr"]: device["id"] for device in devices(daemon)}
     for address in ("00:06.0-1", "00:07.0-1"):
         status, _ = daemon.ask("POST", f"/v1/leases?device={address}&name=job-{address}&ttl=600")
@@ -64,7 +59,7 @@ def test_the_next_daemon_lists_a_lost_gpu_and_serves_the_other(
     held = leases(daemon)
     host.gpus[1].remove()
     daemon.kill()
-    daemon = make_daemon(host).start().wait_ready()
+    daemon.start().wait_ready()
     assert {device["addr"]: device["id"] for device in devices(daemon)} == before
     told = {device["addr"][:7]: device["reason"] for device in devices(daemon)}
     assert told == {"00:06.0": "", "00:07.0": "the GPU is not there any more"}
@@ -77,19 +72,16 @@ def test_the_next_daemon_lists_a_lost_gpu_and_serves_the_other(
     assert checked.returncode == 0, checked.stderr
     host.gpus[1].restore()
     daemon.kill()
-    daemon = make_daemon(host).start().wait_ready()
+    daemon.start().wait_ready()
     eventually(lambda: available(daemon) == 8, "eight devices")
     assert {device["addr"]: device["id"] for device in devices(daemon)} == before
     assert leases(daemon)[:2] == held
 
 
 @pytest.mark.parametrize("scope", ["host", "gpu"])
-def test_the_other_gpu_serves_devices_and_containers_while_one_is_lost(
-    make_host: MakeHost, make_daemon: MakeDaemon, scope: str
-) -> None:
+def test_the_other_gpu_serves_devices_and_containers_while_one_is_lost(daemon: Daemon, scope: str) -> None:
     """The control daemon is a new one, as after a reboot: nothing serves the lost GPU, and nothing did."""
-    host = make_host(TWO)
-    daemon = make_daemon(host)
+    host = daemon.host
     daemon.configure(
         container_device_config_file="/etc/yunion/host_container_device.yml",
         cuda_mps_scope=scope,
@@ -121,9 +113,8 @@ def devices(daemon: Daemon) -> list[dict[str, str]]:
     return found
 
 
-def test_an_xid_of_a_job_is_told_and_takes_no_device(make_host: MakeHost, make_daemon: MakeDaemon) -> None:
-    host = make_host(TWO)
-    daemon = make_daemon(host).start().wait_ready()
+def test_an_xid_of_a_job_is_told_and_takes_no_device(ready_daemon: Daemon) -> None:
+    daemon = ready_daemon
     seen = ("warning", "00:06.0", "XID 31: memory page fault, mostly a fault of a job")
     eventually(lambda: daemon.polls() and seen in gpu_events(daemon), "the event")
     assert available(daemon) == 8
@@ -174,11 +165,9 @@ def test_a_server_in_fault_is_reported_with_the_process_the_kernel_names(
         assert not is_running(client.pid)
 
 
-def test_the_driver_is_lost_and_back_and_the_control_daemon_goes_on(
-    make_host: MakeHost, make_daemon: MakeDaemon
-) -> None:
-    host = make_host([{"kind": "h100", "count": 2, "virtual_number": 2}])
-    daemon = make_daemon(host).start().wait_ready()
+@pytest.mark.gpus({"kind": "h100", "count": 2, "virtual_number": 2})
+def test_the_driver_is_lost_and_back_and_the_control_daemon_goes_on(ready_daemon: Daemon) -> None:
+    host, daemon = ready_daemon.host, ready_daemon
     control = daemon.control_pid()
     assert reasons(daemon) == [""] * 4
 
@@ -193,12 +182,9 @@ def test_the_driver_is_lost_and_back_and_the_control_daemon_goes_on(
     assert daemon.stop() == 0
 
 
-def test_what_changes_between_two_polls_is_put_right_or_taken_in(
-    make_host: MakeHost, make_daemon: MakeDaemon
-) -> None:
-    host = make_host(TWO)
+def test_what_changes_between_two_polls_is_put_right_or_taken_in(daemon: Daemon) -> None:
+    host = daemon.host
     host.gpus[1].mig = True
-    daemon = make_daemon(host)
     daemon.configure(cuda_mps_scope="gpu")
     daemon.start().wait_ready()
     assert available(daemon) == 4

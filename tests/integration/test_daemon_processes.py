@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import signal
 
-from integration.conftest import MakeDaemon, MakeHost
+import pytest
+
 from integration.daemon_host import Daemon, control_daemons, eventually
 from integration.process_limit import no_more_processes
 from integration.test_daemon_gpus import available
@@ -58,9 +59,9 @@ def test_a_reload_without_processes_is_refused_and_looks_go_on(
     assert "Traceback" not in ready_daemon.log
 
 
-def test_a_stop_without_processes_restores_every_mode(make_host: MakeHost, make_daemon: MakeDaemon) -> None:
-    host = make_host([{"kind": "v100", "count": 2}])
-    daemon = make_daemon(host)
+@pytest.mark.gpus({"kind": "v100", "count": 2})
+def test_a_stop_without_processes_restores_every_mode(daemon: Daemon) -> None:
+    host = daemon.host
     daemon.configure(cuda_mps_stop_timeout_s=1)
     daemon.start().wait_ready()
     daemon.status()  # its loop runs

@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 from yunion_mps.host.processes import PROGRAM_DIRECTORIES
 
-from integration.conftest import MakeDaemon, MakeHost
 from integration.daemon_host import Daemon, control_daemons, eventually, is_running
 
 PROGRAM = "nvidia-cuda-mps-control"
+#: A control program by which the memory limit is another one than was set.
+OTHER_LIMIT = '[ "$1" = -f ] && exec $REAL -f; $REAL | sed "s/^5G$/4G/"'
 
 
 def refused(daemon: Daemon, code: int) -> list[str]:
@@ -76,18 +77,8 @@ def test_a_missing_control_program_is_named_with_its_packages(daemon: Daemon) ->
     assert hint.startswith("<3>install it: nvidia-cuda-mps on Debian")
 
 
-def wrap(daemon: Daemon, script: str) -> None:
-    """Put a script before NVIDIA's program; `$REAL` in it is the real one."""
-    real = shutil.which(PROGRAM, path=daemon.env["PATH"])
-    folder = daemon.host.root / "wrapper"
-    folder.mkdir(exist_ok=True)
-    (folder / PROGRAM).write_text(f"#!/bin/sh\nREAL={real}\n{script}\n")
-    (folder / PROGRAM).chmod(0o755)
-    daemon.env["PATH"] = f"{folder}{os.pathsep}{daemon.env['PATH']}"
-
-
 def test_limits_that_are_not_in_effect_are_never_ready(daemon: Daemon) -> None:
-    wrap(daemon, '[ "$1" = -f ] && exec $REAL -f; $REAL | sed "s/^5G$/4G/"')
+    daemon.wrap_control_program(OTHER_LIMIT)
     lines = refused(daemon, 1)
     assert lines[-2] == (
         "<3>the memory limit of device 0 is not in effect: it was set to 5760M, "
@@ -96,11 +87,9 @@ def test_limits_that_are_not_in_effect_are_never_ready(daemon: Daemon) -> None:
     assert control_daemons(daemon.host.root) == []
 
 
-def test_if_one_domain_cannot_serve_the_others_do_and_it_says_why(
-    make_host: MakeHost, make_daemon: MakeDaemon
-) -> None:
-    host = make_host([{"kind": "h100", "count": 2}])
-    daemon = make_daemon(host)
+@pytest.mark.gpus({"kind": "h100", "count": 2})
+def test_if_one_domain_cannot_serve_the_others_do_and_it_says_why(daemon: Daemon) -> None:
+    host = daemon.host
     daemon.configure(cuda_mps_scope="gpu")
     link = daemon.pipe_directory / host.gpus[0].uuid
     link.parent.mkdir(parents=True)
@@ -141,13 +130,13 @@ def test_a_survivor_with_other_limits_is_spared_until_it_has_ours(
     daemon.start().wait_ready()
     control = daemon.control_pid()
     daemon.kill()
-    wrap(daemon, '[ "$1" = -f ] && exec $REAL -f; $REAL | sed "s/^5G$/4G/"')
+    wrapper = daemon.wrap_control_program(OTHER_LIMIT)
     daemon.start().wait_ready()
     assert daemon.status()["state"] == "failed"
     assert daemon.get("/v1/devices")[1]["isolated_devices"][0]["state"] == "unavailable"
     assert is_running(control)
     assert daemon.host.gpus[0].compute_mode == "exclusive_process"
-    (daemon.host.root / "wrapper" / PROGRAM).unlink()
+    wrapper.unlink()
     assert daemon.ask("POST", "/v1/reload")[0] == 200
     eventually(lambda: daemon.status()["state"] == "ready", "the limits in effect")
     assert daemon.control_pid() == control

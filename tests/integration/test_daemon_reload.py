@@ -216,15 +216,18 @@ def test_now_ends_the_job_of_an_orphaned_server_and_no_other(
     assert daemon.stop() == 0
 
 
-def test_an_open_front_end_delays_neither_an_answer_nor_an_order_for_good(at_work: AtWork) -> None:
+@pytest.mark.parametrize("reexec", [False, True])
+def test_now_is_answered_at_once_and_done_when_a_front_end_has_gone(at_work: AtWork, reexec: bool) -> None:
+    """An open front-end keeps a new program from answering no more than the order from its end."""
     daemon, _, client = at_work
     with daemon.open_front_end():
-        daemon.messages.clear()
-        assert post(daemon, "/v1/reexec")[0] == 200
-        daemon.wait_message("READY=1")
-        (domain,) = daemon.status()["domains"]
-        assert domain["state"] == "applying"
-        assert "another nvidia-cuda-mps-control is connected" in domain["reason"]
+        if reexec:
+            daemon.messages.clear()
+            assert post(daemon, "/v1/reexec")[0] == 200
+            daemon.wait_message("READY=1")
+            (domain,) = daemon.status()["domains"]
+            assert domain["state"] == "applying"
+            assert "another nvidia-cuda-mps-control is connected" in domain["reason"]
         daemon.host.divide(2)
         status, answer = post(daemon, "/v1/reload?now=true")
         assert status == 200

@@ -47,7 +47,7 @@ def test_the_demo_shows_the_main_job_in_order_and_puts_everything_back() -> None
     assert "is ready: 4 of 4 devices available, 1 of 1 control daemons serving" in result.stderr
 
 
-def test_the_demo_says_that_a_compute_mode_is_not_used_on_the_simulated_host() -> None:
+def test_the_demo_says_that_the_simulated_host_uses_no_compute_mode() -> None:
     result = demo("--compute-mode", "keep")
     assert result.returncode == 0, result.stderr
     assert "\n(--compute-mode keep is for real GPUs, and not used here.)\n" in result.stdout
@@ -62,9 +62,7 @@ def test_the_demo_says_that_a_compute_mode_is_not_used_on_the_simulated_host() -
         (["--compute-mode", "exclusive_process"], "Exclusive_Process"),
     ],
 )
-def test_the_demo_runs_on_the_gpus_of_a_host_with_a_driver_and_keeps_their_compute_mode_unless_told(
-    options: list[str], mode: str
-) -> None:
+def test_with_a_driver_the_demo_keeps_the_compute_mode_unless_told(options: list[str], mode: str) -> None:
     with SimHost.create([{"kind": "h100", "count": 2}]) as host:
         result = host.run([str(CHECKOUT / "scripts/demo"), *options], timeout=120)
         assert result.returncode == 0, result.stderr

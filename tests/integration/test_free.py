@@ -43,7 +43,7 @@ def lease(daemon: Daemon, query: str) -> str:
     ],
     ids=["first-half", "second-half", "last-quarter", "units", "all-units", "no-change"],
 )
-def test_a_device_whose_memory_a_lease_from_before_a_reload_has_is_not_unused(
+def test_a_device_without_memory_left_by_older_leases_is_not_unused(
     make_host: MakeHost, make_daemon: MakeDaemon, before: str, query: str, after: str, free: list[str]
 ) -> None:
     host = make_host([{"kind": "v100"}])

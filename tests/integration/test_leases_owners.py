@@ -24,7 +24,7 @@ from integration.lease_host import (
     take,
     wait_until_wait,
 )
-from packages.groups import hierarchies
+from packages.machine import hierarchies
 from unit.http.server_host import as_user
 
 pytestmark = [needs_root, pytest.mark.gpus({"kind": "v100"})]

@@ -123,7 +123,7 @@ def test_one_domain_serves_many_gpus_with_each_ones_own_memory_limit(
 
 
 @pytest.mark.parametrize("count", [8, 64])
-def test_one_domain_a_gpu_gives_each_gpu_its_own_control_daemon_and_limits(
+def test_with_a_domain_for_each_gpu_each_has_its_own_limits(
     make_host: MakeHost, make_daemon: MakeDaemon, count: int
 ) -> None:
     host = make_host(description(count))
@@ -149,12 +149,12 @@ def test_one_domain_a_gpu_gives_each_gpu_its_own_control_daemon_and_limits(
     check_modes(daemon, gpus, "Default")
 
 
-def test_more_gpus_than_one_control_daemon_keeps_limits_for_are_refused_with_the_way_out(
-    make_host: MakeHost, make_daemon: MakeDaemon
+@pytest.mark.gpus({"kind": "h100", "count": 33})
+def test_more_gpus_than_one_control_daemon_can_limit_are_refused(
+    daemon: Daemon,
 ) -> None:
     """NVIDIA's control daemon keeps the memory limits of 32 devices and passes over the others in silence."""
-    host = make_host([{"kind": "h100", "count": 33}])
-    daemon = make_daemon(host)
+    host = daemon.host
     assert daemon.run() == 6, daemon.log
     conf = host.root / "etc/yunion/host.conf"
     assert daemon.log.splitlines()[0] == (

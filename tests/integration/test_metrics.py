@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from integration.conftest import MakeDaemon, MakeHost
 from integration.daemon_host import Daemon, eventually
 from integration.lease_host import STRANGER
 
@@ -59,51 +58,33 @@ def test_the_command_prints_what_is_true(ready_daemon: Daemon) -> None:
     assert value(ready_daemon, "yunion_mps_leases", binding="process") == 1
 
 
-def test_memory_is_told_by_gpu_and_by_the_device_of_the_process(
-    make_host: MakeHost, make_daemon: MakeDaemon
-) -> None:
-    host = make_host([{"kind": "h100", "virtual_number": 4}])
-    daemon = make_daemon(host).start().wait_ready()
-    address = daemon.get("/v1/devices")[1]["isolated_devices"][2]["addr"]
-    gpu = address.rpartition("-")[0]
-    with host.popen(["sleep", "60"], env={**daemon.env, "YUNION_MPS_DEVICE": address}) as sleeper:
-        host.gpus[0].add_process(sleeper.pid, 700, "M+C")
-        used = "yunion_mps_device_memory_used_bytes"
-        eventually(lambda: value(daemon, used, device=address, gpu=gpu) == 700 << 20, "its memory")
-        assert value(daemon, "yunion_mps_gpu_memory_used_bytes", gpu=gpu) == 700 << 20
-        assert value(daemon, "yunion_mps_device_clients", device=address, gpu=gpu) == 1
-        assert value(daemon, "yunion_mps_gpu_processes_past_mps", gpu=gpu) == 0
-        sleeper.kill()
-
-
-def test_the_last_hour_and_the_metrics_agree_on_a_client_of_two_devices(
-    make_host: MakeHost, make_daemon: MakeDaemon
-) -> None:
-    host = make_host([{"kind": "h100", "virtual_number": 4}])
-    daemon = make_daemon(host).start().wait_ready()
+@pytest.mark.gpus({"kind": "h100", "virtual_number": 4})
+def test_memory_is_told_by_gpu_and_device_and_agrees_with_the_last_hour(ready_daemon: Daemon) -> None:
+    """A client of two devices fills the budget of the first."""
+    host, daemon = ready_daemon.host, ready_daemon
     first, second = daemon.get("/v1/devices")[1]["isolated_devices"][1:3]
     both, budget_mib = [first["addr"], second["addr"]], first["mps_memory_limit"]
+    gpu = both[0].rpartition("-")[0]
 
     def hour() -> list[int]:
         used = {one["addr"]: one["memory_used"] for one in daemon.get("/v1/usage")[1]["devices"]}
         return [max(mib or 0 for mib in used.get(address, [0])) for address in both]
 
-    def metric() -> list[float | None]:
-        labels = [{"device": address, "gpu": address.rpartition("-")[0]} for address in both]
-        return [value(daemon, "yunion_mps_device_memory_used_bytes", **one) for one in labels]
-
     with host.popen(["sleep", "60"], env={**daemon.env, "YUNION_MPS_DEVICE": ",".join(both)}) as sleeper:
         host.gpus[0].add_process(sleeper.pid, budget_mib + 700, "M+C")
         eventually(lambda: daemon.polls() and hour() == [budget_mib, 700], "a poll")
-        assert metric() == [budget_mib << 20, 700 << 20]
+        for address, used_mib in zip(both, (budget_mib, 700)):
+            device = {"device": address, "gpu": gpu}
+            assert value(daemon, "yunion_mps_device_memory_used_bytes", **device) == used_mib << 20
+            assert value(daemon, "yunion_mps_device_clients", **device) == 1
+        assert value(daemon, "yunion_mps_gpu_memory_used_bytes", gpu=gpu) == (budget_mib + 700) << 20
+        assert value(daemon, "yunion_mps_gpu_processes_past_mps", gpu=gpu) == 0
         sleeper.kill()
 
 
-def test_a_lease_from_before_a_reload_keeps_its_budget_as_in_who(
-    make_host: MakeHost, make_daemon: MakeDaemon
-) -> None:
-    host = make_host([{"kind": "v100", "virtual_number": 4}])
-    daemon = make_daemon(host).start().wait_ready()
+@pytest.mark.gpus({"kind": "v100", "virtual_number": 4})
+def test_a_lease_from_before_a_reload_keeps_its_budget_as_in_who(ready_daemon: Daemon) -> None:
+    host, daemon = ready_daemon.host, ready_daemon
     device = {"device": "00:06.0-1", "gpu": "00:06.0"}
     with host.popen(["yunion-mps", "run", "--device", "00:06.0-1", "--", "sleep", "60"]) as job:
         eventually(lambda: daemon.get("/v1/leases")[1]["leases"], "its lease")
@@ -123,11 +104,10 @@ def test_a_lease_from_before_a_reload_keeps_its_budget_as_in_who(
 
 
 def test_a_driver_that_hangs_holds_up_none_of_several_scrapes(ready_daemon: Daemon) -> None:
-    printed(ready_daemon)
+    before = samples(printed(ready_daemon))
     ready_daemon.host.fail("nvmlDeviceGetComputeRunningProcesses*", "unknown", delay_ms=600_000)
-    formats = ["application/openmetrics-text", "text/plain"] * 4
     connections = []
-    for accept in formats:
+    for accept in ["application/openmetrics-text", "text/plain"] * 4:
         connection = http.client.HTTPConnection("localhost")
         connection.sock = socket.socket(socket.AF_UNIX)
         connection.sock.connect(str(ready_daemon.socket_path))
@@ -136,12 +116,6 @@ def test_a_driver_that_hangs_holds_up_none_of_several_scrapes(ready_daemon: Daem
     for connection in connections:
         with contextlib.closing(connection):
             assert connection.getresponse().read()
-    ready_daemon.host.clear()
-
-
-def test_a_driver_that_hangs_holds_up_no_scrape(ready_daemon: Daemon) -> None:
-    before = samples(printed(ready_daemon))
-    ready_daemon.host.fail("nvmlDeviceGetComputeRunningProcesses*", "unknown", delay_ms=600_000)
     asked = ("yunion_mps_http_requests_total", (("code", "200"), ("method", "GET"), ("route", "/metrics")))
     made = eventually(lambda: _newer(samples(printed(ready_daemon)), asked), "another scrape")
     used = ("yunion_mps_use_timestamp_seconds", ())

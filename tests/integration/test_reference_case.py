@@ -98,7 +98,7 @@ def test_every_field_of_the_devices_is_as_designed(ready_daemon: Daemon) -> None
     assert ready_daemon.get("/v1/devices?limit=0") == (200, answer)
 
 
-def test_nvidia_smi_says_exclusive_process_while_it_runs_and_default_before_and_after(daemon: Daemon) -> None:
+def test_nvidia_smi_says_exclusive_process_only_while_the_daemon_runs(daemon: Daemon) -> None:
     assert smi(daemon) == said("Default")
     daemon.start().wait_ready()
     assert smi(daemon) == said("Exclusive_Process")

@@ -30,7 +30,7 @@ def test_what_python_changes_of_a_process_is_not_the_commands(ready_daemon: Daem
     assert "PRIORITY" not in host.run(["yunion-mps", "run", "env"], env=inner).stdout
 
 
-def test_on_a_gpu_that_enforces_no_budget_nothing_is_started_unless_that_is_asked_for(
+def test_a_gpu_that_enforces_no_budget_is_only_given_if_that_is_asked_for(
     make_host: MakeHost, make_daemon: MakeDaemon
 ) -> None:
     daemon = make_daemon(make_host()).start().wait_ready()
@@ -60,11 +60,9 @@ def test_the_warning_names_only_gpus_that_enforce_no_budget(ready_daemon: Daemon
     assert (done.returncode, done.stderr) == (0, f"yunion-mps: {said}\n")
 
 
-def test_of_unlike_gpus_a_command_gets_one_that_enforces_its_budget(
-    make_host: MakeHost, make_daemon: MakeDaemon
-) -> None:
-    host = make_host([{"kind": "tesla-p40"}, {"kind": "v100"}, {"kind": "tesla-p40"}])
-    daemon = make_daemon(host).start().wait_ready()
+@pytest.mark.gpus({"kind": "tesla-p40"}, {"kind": "v100"}, {"kind": "tesla-p40"})
+def test_of_unlike_gpus_a_command_gets_one_that_enforces_its_budget(ready_daemon: Daemon) -> None:
+    host, daemon = ready_daemon.host, ready_daemon
     any_gpu = ["--allow-unlimited", "printenv", "YUNION_MPS_DEVICE"]
     assert run(host, *any_gpu).stdout == "00:07.0-0\n"
     jobs = [start(host) for _ in range(4)]
@@ -160,7 +158,7 @@ def test_a_command_without_standard_output_is_run_as_any_other(ready_daemon: Dae
         )
 
 
-def test_without_standard_error_what_is_to_be_said_is_not_put_into_the_output(daemon: Daemon) -> None:
+def test_without_standard_error_nothing_is_said_in_the_output_instead(daemon: Daemon) -> None:
     done = daemon.host.run(["sh", "-c", "yunion-mps run --allow-unlimited echo ran 2>&-"])
     assert (done.returncode, done.stdout) == (0, "ran\n")
 
@@ -184,7 +182,7 @@ def test_names_may_be_cut_as_elsewhere_and_a_name_has_one_lease(ready_daemon: Da
     assert given(ready_daemon) == []
 
 
-def test_a_lease_of_any_name_that_may_be_taken_is_renewed_and_released_by_it(ready_daemon: Daemon) -> None:
+def test_a_lease_of_any_valid_name_is_renewed_and_released_by_it(ready_daemon: Daemon) -> None:
     def lease(*words: str) -> int:
         return ready_daemon.host.run(["yunion-mps", "lease", *words]).returncode
 

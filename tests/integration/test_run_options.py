@@ -121,7 +121,7 @@ def test_env_prints_a_device_s_environment_for_its_holder(divided: Daemon) -> No
     assert given(divided) == []
 
 
-def test_an_eval_fails_where_there_is_no_environment_and_a_job_behind_it_does_not_run(
+def test_an_eval_without_an_environment_fails_and_no_job_behind_it_runs(
     divided: Daemon,
 ) -> None:
     """To eval, no text at all is a success."""
@@ -135,7 +135,7 @@ def test_an_eval_fails_where_there_is_no_environment_and_a_job_behind_it_does_no
     assert "false" not in typed.stdout, "nobody typed it for a shell"
 
 
-def test_while_its_domain_does_not_serve_nothing_is_started_and_who_waits_gets_it_then(
+def test_a_request_waits_until_its_domain_serves_and_is_started_then(
     divided: Daemon,
 ) -> None:
     """A file in the place of its log directory keeps the next control daemon from being started."""

@@ -1,4 +1,4 @@
-"""Debian as a minimal host has it, made once and kept under .cache/images by what it is made of."""
+"""Debian as a minimal host has it, made once and kept under .cache/images, and a machine's own changes."""
 
 from __future__ import annotations
 
@@ -108,3 +108,25 @@ def _sources(release: str, folder: Path) -> list[Path]:
             path.write_text(re.sub(r"(?<=\s)non-free(?=\s)", "main", text))
             files.append(path)
     return files
+
+
+def lay_over(image: Path, root: Path) -> None:
+    """Let the image be seen at `root`, where all that is written stays apart from it.
+
+    Where overlayfs cannot do that (in most containers), `root` is a copy.
+    """
+    parts = {name: root.with_name(f"{root.name}.{name}") for name in ("upper", "work")}
+    for folder in (root, *parts.values()):
+        folder.mkdir()
+    options = f"lowerdir={image},upperdir={parts['upper']},workdir={parts['work']}"
+    mounted = subprocess.run(
+        ["mount", "-t", "overlay", "-o", options, "overlay", str(root)], capture_output=True
+    )
+    if mounted.returncode != 0:
+        subprocess.run(["cp", "-a", "--reflink=auto", f"{image}/.", str(root)], check=True)
+
+
+def take_off(root: Path) -> None:
+    """Undo it; what was written is still to be removed."""
+    if os.path.ismount(root):
+        subprocess.run(["umount", "--recursive", "--lazy", str(root)], check=True)

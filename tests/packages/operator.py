@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
+from collections.abc import Iterator
 from typing import Any
 
 from packages.driver import CLIENT
@@ -78,6 +80,17 @@ class Operator:
         ended = ("server gone", "terminated", "refused")
         running = self.machine.show("ActiveState", f"{name}.service") == "active"
         return running and "attached" in said and not any(word in said for word in ended)
+
+    @contextlib.contextmanager
+    def restarted_at_once(self, more: str = "") -> Iterator[None]:
+        """Let systemd start the daemon again without its pause; `more` are other settings of the unit."""
+        machine, drop_ins = self.machine, f"/etc/systemd/system/{UNIT}.d"
+        assert machine.show("RestartUSec") == "5s"
+        machine.write(f"{drop_ins}/test.conf", f"[Service]\nRestartSec=100ms\n{more}\n")
+        machine.run("systemctl", "daemon-reload")
+        yield
+        machine.run("rm", "-r", drop_ins)
+        machine.run("systemctl", "daemon-reload")
 
     # -- what he sees
 

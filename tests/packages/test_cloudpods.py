@@ -54,9 +54,10 @@ def test_our_package_replaces_the_one_that_runs_and_its_jobs_go_on(
     assert [machine.run("cat", path).stdout for path in (HOST_CONF, DEVICES)] == before
     assert machine.run("test", "-e", "/opt/yunion/bin/mps-daemon", check=False).returncode == 1
     daemon = operator.daemon()
-    operator.kill(daemon)
-    machine.wait_until("another daemon", lambda: operator.daemon() not in (0, daemon))
-    machine.wait_until("it serves", lambda: machine.show("ActiveState") == "active")
+    with operator.restarted_at_once():
+        operator.kill(daemon)
+        machine.wait_until("another daemon", lambda: operator.daemon() not in (0, daemon))
+        machine.wait_until("it serves", lambda: machine.show("ActiveState") == "active")
     machine.run("yunion-mps", "daemon-reexec")
     operator.see_it_serves()
     assert operator.control_daemons() == [operator.control_daemon()] == [their]

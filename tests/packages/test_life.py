@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 from collections.abc import Iterator
 
@@ -16,7 +15,6 @@ from packages.versions import Packages
 
 GATEWAY = "yunion-mps-gateway.service"
 _SCRAPE = "import urllib.request as u; print(u.urlopen('http://127.0.0.1:9434/metrics').read().decode())"
-_DROP_IN = f"/etc/systemd/system/{UNIT}.d/watchdog.conf"
 
 
 @pytest.fixture(autouse=True)
@@ -191,8 +189,9 @@ class TestLife:
     ) -> None:
         pid, control = operator.begin_job("work"), operator.control_daemon()
         before = operator.daemon()
-        operator.kill(before)
-        machine.wait_until("another daemon", lambda: self._another(operator, before))
+        with operator.restarted_at_once():
+            operator.kill(before)
+            machine.wait_until("another daemon", lambda: self._another(operator, before))
         operator.see_it_serves()
         assert operator.control_daemon() == control
         assert operator.is_at_work("work")
@@ -202,20 +201,17 @@ class TestLife:
         self, operator: Operator, machine: Machine
     ) -> None:
         assert machine.show("WatchdogUSec") == "30s"
-        machine.write(_DROP_IN, "[Service]\nWatchdogSec=2s\nRestartSec=100ms\n")
-        machine.run("systemctl", "daemon-reload")
-        machine.run("systemctl", "restart", UNIT)
-        assert machine.show("WatchdogUSec") == "2s"
-        pid, control, before = operator.begin_job("hung"), operator.control_daemon(), operator.daemon()
-        machine.kill(before, signal.SIGSTOP)
-        machine.wait_until("another daemon", lambda: self._another(operator, before))
-        assert "watchdog" in machine.journal().lower()
-        operator.see_it_serves()
-        assert operator.control_daemon() == control
-        assert operator.is_at_work("hung")
-        operator.end_job("hung", pid)
-        machine.run("rm", "-r", os.path.dirname(_DROP_IN))
-        machine.run("systemctl", "daemon-reload")
+        with operator.restarted_at_once("WatchdogSec=2s"):
+            machine.run("systemctl", "restart", UNIT)
+            assert machine.show("WatchdogUSec") == "2s"
+            pid, control, before = operator.begin_job("hung"), operator.control_daemon(), operator.daemon()
+            machine.kill(before, signal.SIGSTOP)
+            machine.wait_until("another daemon", lambda: self._another(operator, before))
+            assert "watchdog" in machine.journal().lower()
+            operator.see_it_serves()
+            assert operator.control_daemon() == control
+            assert operator.is_at_work("hung")
+            operator.end_job("hung", pid)
 
     def test_a_server_that_is_killed_takes_only_its_jobs(self, operator: Operator, machine: Machine) -> None:
         pid, control = operator.begin_job("unlucky"), operator.control_daemon()
