@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import select
 import sys
-import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from yunion_mps.cli.common import PointInTime, call
-from yunion_mps.cli.output import as_json, csv_rows, date_and_time, output_option, say, show, wrapped
+from yunion_mps.cli.output import (
+    as_json,
+    csv_rows,
+    date_and_time,
+    output_option,
+    say,
+    show,
+    timestamp,
+    wrapped,
+)
 from yunion_mps.client import Client
 from yunion_mps.http.operations import EVENT_KINDS, GET_EVENTS, MOST_EVENTS
 
@@ -81,9 +89,9 @@ def _text(events: list[Event]) -> str:
 
 
 def _row(event: Event) -> list[object]:
-    when = time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(event["time"]))
     values: Mapping[str, object] = event
-    return [when, *("; ".join(str(values[name.lower()]).splitlines()) for name in COLUMNS[1:])]
+    texts = ("; ".join(str(values[name.lower()]).splitlines()) for name in COLUMNS[1:])
+    return [timestamp(event["time"]), *texts]
 
 
 def _follow(answer: Any, kind: str | None, output: str) -> None:

@@ -37,6 +37,7 @@ BUDGET_VARIABLES = (
     "YUNION_MPS_DEVICE",
     "YUNION_MPS_LEASE",
 )
+_REQUEST_OPTIONS = ("device", "gpu", "count", "across", "spread", "gpu_mem", "gpu_mem_units")
 #: What is meant as a duration, and is no command's name.
 _A_NUMBER = re.compile(r"[0-9]+(\.[0-9]*)?(e[0-9]+)?[a-z]?")
 _WAIT_NEEDS_EQUALS = "--wait takes a duration only after =: write --wait={0}, or --wait -- {0} to run {0}."
@@ -55,12 +56,9 @@ def request_options(function: F) -> F:
     """Give a command the options of a lease request, as parameters `wanted` and `wait_s`."""
 
     @wraps(function)
-    def with_request(
-        *args: Any, device: str | None, gpu: str | None, count: int, across: bool, spread: bool,
-        gpu_mem: str | None, gpu_mem_units: int | None, **others: Any,
-    ) -> Any:  # fmt: skip
-        wanted = _request(device, gpu, count, across, spread, gpu_mem, gpu_mem_units)
-        return function(*args, wanted=wanted, **others)
+    def with_request(*args: Any, **given: Any) -> Any:
+        wanted = _request(**{name: given.pop(name) for name in _REQUEST_OPTIONS})
+        return function(*args, wanted=wanted, **given)
 
     options = (
         click.option(

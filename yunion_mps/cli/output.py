@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any, TypeVar
@@ -254,9 +255,12 @@ def duration(seconds: float, parts: int = 2) -> str:
 
 def date_and_time(moment_s: float) -> str:
     """A moment (s since 1970) as people read it, in the local time zone."""
-    import time
-
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(moment_s))
+
+
+def timestamp(moment_s: float) -> str:
+    """A moment (s since 1970) as programs read it, in the local time zone."""
+    return time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(moment_s))
 
 
 def say(text: str) -> None:

@@ -19,13 +19,14 @@ from yunion_mps.cli.output import (
     show,
     show_pairs,
     terminal_size,
+    timestamp,
     wrapped,
 )
 from yunion_mps.errors import YunionError
 from yunion_mps.http.operations import GET_CLIENTS, GET_GPUS, GET_LEASES, GET_STATUS, SLOW_S
 from yunion_mps.overview import count
 from yunion_mps.overview.findings import HostFinding, folded, of_uses, with_hints
-from yunion_mps.overview.holdings import NO_CLIENTS, Holding, holdings, in_container
+from yunion_mps.overview.holdings import ID_LENGTH, NO_CLIENTS, Holding, holdings, in_container
 from yunion_mps.overview.host import IN_USE, Answers, HostOverview, state_of
 
 if TYPE_CHECKING:
@@ -61,8 +62,6 @@ COLUMNS = {
 #: What the table has no column for: a device's address begins with its GPU, and a command with its container.
 _IN_OTHERS = ("GPU", "Container")
 _DROP = ("Lease", "Since", "Remark", "Of_MiB", "Command", "PID")
-#: So much of a lease's id tells it from the others.
-_ID_LENGTH = 8
 
 
 def ask_clients(timeout_s: float) -> ClientList:
@@ -274,7 +273,7 @@ def _row(use: Json, header: Sequence[str], now_s: float) -> list[object]:
     shown = {
         **use,
         "device": use["device"] or use["gpu"],
-        "lease": (use["lease"] or "")[:_ID_LENGTH],
+        "lease": (use["lease"] or "")[:ID_LENGTH],
         "command": in_container(use["container"], use["command"] or ""),
         "since": "" if use["since"] is None else duration(now_s - use["since"]),
     }
@@ -284,5 +283,5 @@ def _row(use: Json, header: Sequence[str], now_s: float) -> list[object]:
 def _value(use: Json, field: str) -> object:
     value = use[field]
     if field == "since" and value is not None:
-        return time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(value))
+        return timestamp(value)
     return value

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from yunion_mps import __version__, reasons
 from yunion_mps.overview import count
-from yunion_mps.overview.holdings import Holding, ProcessUse
+from yunion_mps.overview.holdings import ID_LENGTH, Holding, ProcessUse
 from yunion_mps.reasons import hint_of
 
 if TYPE_CHECKING:
@@ -21,8 +21,6 @@ NOTICE, PROBLEM, WARNING, PENDING = "Notice", "Problem", "Warning", "Pending"
 #: What makes the daemon the version that is installed.
 REEXEC = "yunion-mps daemon-reexec"
 _COMMAND_LENGTH = 40
-#: So much of a lease's id tells it from the others.
-_ID_LENGTH = 8
 _EVENTS = "see what happened: yunion-mps events --since 1h"
 #: By the state of a domain that does not serve, which says more than the reason what the operator can do.
 _DOMAIN_HINTS = {
@@ -127,7 +125,7 @@ def of_leases(leases: Iterable[LeaseRecord], status: Status, gpus: Iterable[Gpu]
     for lease in leases:
         place = lease["environment"].get("CUDA_MPS_PIPE_DIRECTORY", "")
         if place not in {"", *places} and lost.isdisjoint(lease["gpus"]):
-            whose = f"lease {lease['id'][:_ID_LENGTH]} of {lease['user']} ({', '.join(lease['devices'])})"
+            whose = f"lease {lease['id'][:ID_LENGTH]} of {lease['user']} ({', '.join(lease['devices'])})"
             what = f"{whose}: the control daemon that it was given with is gone; what starts has no limits"
             yield _finding(PROBLEM, reasons.LEASE_OUTDATED, what)
 

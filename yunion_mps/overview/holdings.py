@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 #: that no device stands for, and the GPU.
 _Key = tuple[str, str]
 _PAST_MPS, _NO_DEVICE = "past MPS", "no device"
+#: So much of a lease's id tells it from the others.
+ID_LENGTH = 8
 
 
 NO_CLIENTS: ClientList = {"servers": [], "clients": [], "waiting": [], "troubles": [], "total": 0}

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from yunion_mps.overview.findings import PROBLEM, HostFinding, everything, folded
-from yunion_mps.overview.holdings import Holding, ProcessUse, holdings, memory_by_gpu
+from yunion_mps.overview.holdings import ID_LENGTH, Holding, ProcessUse, holdings, memory_by_gpu
 
 if TYPE_CHECKING:
     from yunion_mps.answers import ClientList, Device, Gpu, LeaseRecord, QueuedRequest, Status
@@ -17,7 +17,6 @@ Json = dict[str, Any]
 FREE, NO_ROOM, UNAVAILABLE, IDLE, IN_USE = "free", "no room", "unavailable", "idle", "in use"
 OVER, PAST_MPS, NO_DEVICE = "over budget", "past MPS", "no device"
 
-_ID_LENGTH = 8
 _COMMAND_LENGTH = 200
 
 
@@ -106,7 +105,7 @@ def _part(one: Holding) -> Json:
         part["unavailable"] = True
     containers = [process.container for process in one.processes]
     if one.lease:
-        part.update(lease=one.lease["id"][:_ID_LENGTH], name=one.lease["name"])
+        part.update(lease=one.lease["id"][:ID_LENGTH], name=one.lease["name"])
         part["command"] = _cut(one.lease["command"])
         containers.append(one.lease["container"])
     part["container"] = next(filter(None, containers), None)
