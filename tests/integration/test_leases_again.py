@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import sqlite3
 import threading
 from collections.abc import Callable
 
@@ -26,6 +25,7 @@ from integration.lease_host import (
     restart,
     run,
     start,
+    state_of,
     take,
     take_all,
     wait_until_wait,
@@ -213,8 +213,7 @@ def test_a_lease_that_could_not_be_given_back_can_be_later(ready_daemon: Daemon,
 
 def stored_positions(daemon: Daemon) -> int:
     """How many queued requests the next daemon would know."""
-    state = sqlite3.connect(daemon.host.root / "var/lib/yunion-mps/state.db")
-    with contextlib.closing(state):
+    with state_of(daemon) as state:
         (count,) = state.execute("SELECT count(*) FROM queued_request").fetchone()
         return int(count)
 

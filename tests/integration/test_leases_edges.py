@@ -7,7 +7,6 @@ import json
 import os
 import resource
 import signal
-import sqlite3
 import subprocess
 import sys
 import time
@@ -23,10 +22,12 @@ from integration.lease_host import (
     ADDRESSES,
     Asker,
     Connection,
+    fill_up,
     given,
     leases_of,
     queued,
     restart,
+    state_of,
     take,
     take_all,
     wait_until_wait,
@@ -247,16 +248,13 @@ def test_a_shortage_of_descriptors_is_reported_and_nothing_granted(
 def test_a_lease_whose_end_was_not_stored_takes_no_device_after_a_crash(
     ready_daemon: Daemon,
 ) -> None:
-    """The state file refuses the end, as a full disk makes it, and has room again for what comes then."""
     ended = take(ready_daemon, "name=a&ttl=600&device=00:06.0-0")
-    state = sqlite3.connect(ready_daemon.host.root / "var/lib/yunion-mps/state.db", isolation_level=None)
-    with contextlib.closing(state):
-        full = "BEGIN SELECT RAISE(ABORT, 'database or disk is full'); END"
-        state.execute(f"CREATE TRIGGER full BEFORE DELETE ON lease {full}")
+    with state_of(ready_daemon) as state:
+        fill_up(state, "DELETE", "lease")
         assert ready_daemon.ask("DELETE", f"/v1/leases/{ended['id']}")[0] == 200
         assert given(ready_daemon) == []
         assert ready_daemon.ask("POST", "/v1/leases?name=b&ttl=600")[0] == 409
-        state.execute("DROP TRIGGER full")
+        state.execute("DROP TRIGGER no_DELETE")  # there is room again
     new = take(ready_daemon, "name=b&ttl=600&device=00:06.0-0")
     restart(ready_daemon)
     (found,) = leases_of(ready_daemon)
@@ -265,18 +263,14 @@ def test_a_lease_whose_end_was_not_stored_takes_no_device_after_a_crash(
 
 
 def test_a_request_whose_position_cannot_be_stored_is_served_in_its_turn(ready_daemon: Daemon) -> None:
-    """The state file refuses it, as a full disk makes it; the leases themselves can be stored."""
     held = take(ready_daemon, "name=held&ttl=600&device=00:06.0-0")
-    state = sqlite3.connect(ready_daemon.host.root / "var/lib/yunion-mps/state.db", isolation_level=None)
-    with contextlib.closing(state):
-        full = "BEGIN SELECT RAISE(ABORT, 'database or disk is full'); END"
+    with state_of(ready_daemon) as state:
         for change in ("INSERT", "DELETE"):
-            state.execute(f"CREATE TRIGGER no_{change} BEFORE {change} ON queued_request {full}")
+            fill_up(state, change, "queued_request")
     waiters = []
     for number in range(2):
-        query = f"device=00:06.0-0&name=w{number}&ttl=600&wait=60&request={str(number) * 32}"
-        waiters.append(Asker(ready_daemon, query))
-        wait_until_wait(ready_daemon, number + 1)
+        query = f"device=00:06.0-0&name=w{number}&ttl=600&request={str(number) * 32}"
+        waiters.append(queued(ready_daemon, query, number + 1))
     for waiter in waiters:
         ready_daemon.ask("DELETE", f"/v1/leases/{held['id']}")
         status, held = waiter.answer()

@@ -256,19 +256,18 @@ class Metrics:
 
     async def _observed(self, nvml: Nvml) -> Use:
         domains = [
-            (
-                ServedDomain(plan.name, plan.gpu_uuids, frozenset(domain.server_pids()), None),
-                domain.status().pid,
-            )
+            (domain.plan, frozenset(domain.server_pids()), domain.status().pid)
             for domain in self._supervisor.domains
-            for plan in (domain.plan,)
         ]
         known = self._devices.known()
 
         def work() -> Use:
             # In this order: a process that begins between the two questions is known to use MPS.
             memory, through_mps = nvml.processes(), nvml.mps_clients()
-            served = tuple(one._replace(started_s=_started_s(pid)) for one, pid in domains)
+            served = tuple(
+                ServedDomain(plan.name, plan.gpu_uuids, servers, _started_s(pid))
+                for plan, servers, pid in domains
+            )
             servers = {pid for one in served for pid in one.servers}
             pids = {pid for of_gpu in (*memory.values(), *through_mps.values()) for pid in of_gpu} - servers
             others = frozenset(pid for pid in pids if uid_of(pid) is None or is_server(pid))

@@ -7,15 +7,16 @@ import json
 import threading
 from collections.abc import Callable
 from importlib.resources import files
+from types import SimpleNamespace
 from typing import Any
 
-from yunion_mps.errors import NotFoundError, YunionError
+from yunion_mps.errors import YunionError
 from yunion_mps.http.messages import OPENMETRICS
 from yunion_mps.http.router import Handlers, Router
 from yunion_mps.leases.request import LeaseRequest
 from yunion_mps.models import Holder, Owner
-from yunion_mps.service.clients import ClientService
-from yunion_mps.service.events import EventFilter, Events
+from yunion_mps.service.clients import ClientService, _find
+from yunion_mps.service.events import Events
 from yunion_mps.service.leases import LeaseService
 from yunion_mps.service.queries import Queries
 from yunion_mps.service.reload import Reloader
@@ -112,10 +113,7 @@ class _ByHand:
 class FakeReloader(_ByHand, Reloader):
     """A configuration whose change is given by hand."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.planned = NOTHING
-        self.reloaded = NOTHING
+    planned = reloaded = NOTHING
 
     async def plan(self) -> Any:
         await self._pass("plan")
@@ -131,15 +129,13 @@ class FakeReloader(_ByHand, Reloader):
 
 
 class FakeClients(_ByHand, ClientService):
-    """Clients given by hand; one that is terminated is gone."""
+    """Clients given by hand."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.found = clients(CLIENT)
-        #: Why the client that is to be terminated is not.
-        self.refusal: YunionError | None = None
-        self.ended = True
-        self.how = "its MPS server let go of it; ended by SIGTERM"
+    found = clients(CLIENT)
+    #: Why the client that is to be terminated is not.
+    refusal: YunionError | None = None
+    ended = True
+    how = "its MPS server let go of it; ended by SIGTERM"
 
     async def clients(self, *, seen: bool = False) -> Any:
         await self._pass("clients")
@@ -147,21 +143,10 @@ class FakeClients(_ByHand, ClientService):
 
     async def terminate(self, pid: int, uid: int, *, force: bool) -> Any:
         await self._pass(f"terminate {pid} for {uid}" + (" force" if force else ""))
-        if not any(client["pid"] == pid for client in (*self.found["clients"], *self.found["waiting"])):
-            raise NotFoundError(f"PID {pid} is no client of MPS", "list the clients with: yunion-mps clients")
+        _find(self.found, pid)
         if self.refusal:
             raise self.refusal
         return {"pid": pid, "ended": self.ended, "how": self.how}
-
-
-class NoEvents(Events):
-    """An event log without events."""
-
-    def __init__(self) -> None:
-        pass
-
-    async def wait(self, wanted: EventFilter, wait_s: float) -> Any:
-        return {"events": [], "last": 0}
 
 
 async def metrics(accept: str) -> tuple[str, bytes]:
@@ -172,17 +157,14 @@ async def metrics(accept: str) -> tuple[str, bytes]:
 class FakeLeases(_ByHand, LeaseService):
     """Leases given by hand: every request gets the same one."""
 
+    found: Json = {"leases": [LEASE], "waiting": [WAITER], "total": 1}
+    given: Json = LEASE
+    refusal: YunionError | None = None
+    memory_unit_mib = 1024
+
     def __init__(self) -> None:
         super().__init__()
-        self.found: Json = {"leases": [LEASE], "waiting": [WAITER], "total": 1}
-        self.given: Json = LEASE
-        self.refusal: YunionError | None = None
-        self.as_device = False
         self.requested: list[tuple[LeaseRequest, Holder, float]] = []
-
-    @property
-    def memory_unit_mib(self) -> int:
-        return 1024
 
     def leases(self) -> Any:
         return self.found
@@ -198,14 +180,13 @@ class FakeLeases(_ByHand, LeaseService):
         cdi: bool = False,
     ) -> Any:
         await self._pass("take")
-        self.requested.append((request, holder, wait_s))
-        self.as_device = cdi
-        if self.refusal:
-            raise self.refusal
-        return self.given
+        return self._answer(request, holder, wait_s)
 
     def would_take(self, request: LeaseRequest, holder: Holder, idempotency_key: str = "") -> Any:
-        self.requested.append((request, holder, -1))
+        return self._answer(request, holder, -1)
+
+    def _answer(self, request: LeaseRequest, holder: Holder, wait_s: float) -> Json:
+        self.requested.append((request, holder, wait_s))
         if self.refusal:
             raise self.refusal
         return self.given
@@ -224,5 +205,8 @@ class FakeLeases(_ByHand, LeaseService):
 
 
 def router(service: Queries) -> Router:
-    """A router over the service and all these."""
-    return Router(Handlers(service, FakeReloader(), FakeClients(), FakeLeases(), NoEvents(), metrics))
+    """A router over the service and all these, and an event log without events."""
+    log: Any = SimpleNamespace(
+        newest=lambda *_: [], after=lambda *_: [], last_id=lambda: 0, listen=lambda _: None
+    )
+    return Router(Handlers(service, FakeReloader(), FakeClients(), FakeLeases(), Events(log), metrics))
