@@ -21,7 +21,7 @@ def readable(daemon: Daemon) -> list[str]:
     with contextlib.suppress(OSError, AssertionError):
         gpus = [gpu["reason"] for gpu in daemon.get("/v1/gpus")[1]["gpus"]]
         status = daemon.status()
-        lines = [status["notice"], *status["warnings"]]
+        lines = [status["notice"], *daemon.warnings()]
         for domain in status["domains"]:
             lines += [domain["reason"], domain["pending"]]
         return [*map(_sentence, events_of(daemon)), *lines, *gpus, *log]

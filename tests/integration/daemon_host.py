@@ -213,6 +213,10 @@ class Daemon(Closes):
         assert code == 200, answer
         return dict(answer)
 
+    def warnings(self) -> dict[str, str]:
+        """The warnings of the status, each with its reason code."""
+        return {one["text"]: one["code"] for one in self.status()["warnings"]}
+
     def control_pid(self) -> int:
         """The PID of the one domain's control daemon, as /v1/status tells it."""
         (domain,) = self.status()["domains"]

@@ -60,7 +60,7 @@ def test_a_file_that_another_program_changed_is_written_again(ready_daemon: Daem
     path.mkdir()
     reloads(ready_daemon)
     trouble = f"containers find no devices: {path}: Is a directory"
-    eventually(lambda: trouble in ready_daemon.status()["warnings"], "the warning")
+    eventually(lambda: trouble in ready_daemon.warnings(), "the warning")
     path.rmdir()
     reloads(ready_daemon)
     eventually(lambda: spec_of(host) == whole, "the file")
@@ -89,7 +89,7 @@ def test_a_directory_that_cannot_be_written_is_said_once_and_tried_again(ready_d
     directory.write_text("")
     reloads(ready_daemon)
     trouble = f"containers find no devices: {directory}/yunion-mps.json: File exists"
-    eventually(lambda: trouble in ready_daemon.status()["warnings"], "the warning")
+    eventually(lambda: trouble in ready_daemon.warnings(), "the warning")
     reloads(ready_daemon)
     shown = host.run(["yunion-mps", "status"]).stdout
     assert (
@@ -108,7 +108,7 @@ def test_a_directory_that_cannot_be_written_is_said_once_and_tried_again(ready_d
     directory.unlink()
     reloads(ready_daemon)
     eventually(lambda: spec_of(host), "the file")
-    eventually(lambda: trouble not in ready_daemon.status()["warnings"], "the end of the warning")
+    eventually(lambda: trouble not in ready_daemon.warnings(), "the end of the warning")
     assert "containers find the devices again" in ready_daemon.log
 
 
@@ -143,7 +143,7 @@ def test_a_specification_of_nvidia_s_that_is_none_is_said(ready_daemon: Daemon) 
     path.write_text("kind: [")
     reloads(ready_daemon)
     trouble = f"containers get no driver from us: {path} is passed over: it is no YAML"
-    eventually(lambda: trouble in ready_daemon.status()["warnings"], "the warning")
+    eventually(lambda: trouble in ready_daemon.warnings(), "the warning")
     assert len(spec_of(host)["devices"]) == 9
 
 

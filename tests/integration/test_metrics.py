@@ -153,7 +153,7 @@ def test_a_missing_directory_is_one_warning_and_the_daemon_goes_on(daemon: Daemo
     daemon.start().wait_ready()
     wrong = f"metrics_textfile is {textfile}, which cannot be written: No such file or directory"
     daemon.wait_log(f"{wrong}; it is tried again every 15 s")
-    assert wrong in daemon.status()["warnings"]
+    assert daemon.warnings()[wrong] == "metrics_file_failed"
     assert daemon.status()["devices"]["available"] == 4
     daemon.signal(signal.SIGHUP)  # the same again
     daemon.wait_log("reloaded for SIGHUP")
@@ -162,7 +162,7 @@ def test_a_missing_directory_is_one_warning_and_the_daemon_goes_on(daemon: Daemo
     daemon.configure(metrics_textfile="/srv/metrics/yunion-mps.prom", cuda_mps_stop_timeout_s=9)
     daemon.signal(signal.SIGHUP)
     eventually(textfile.exists, "the file", trouble=lambda: daemon.log)
-    eventually(lambda: wrong not in daemon.status()["warnings"], "the end of the warning")
+    eventually(lambda: wrong not in daemon.warnings(), "the end of the warning")
 
 
 def test_nothing_that_another_user_laid_out_is_followed(daemon: Daemon, textfile: Path) -> None:
@@ -187,7 +187,7 @@ def test_no_directory_that_another_user_laid_out_is_followed(daemon: Daemon) -> 
     daemon.configure(metrics_textfile="/srv/theirs/metrics/a.prom")
     daemon.start().wait_ready()
     wrong = f"{theirs}/metrics is a symlink, which is not followed"
-    warning = eventually(lambda: [one for one in daemon.status()["warnings"] if wrong in one], "the warning")
+    warning = eventually(lambda: [one for one in daemon.warnings() if wrong in one], "the warning")
     assert warning == [f"metrics_textfile is {theirs}/metrics/a.prom, which cannot be written: {wrong}"]
     assert daemon.stop() == 0
     assert (precious / "a.prom").read_text() == "mine\n"

@@ -18,7 +18,7 @@ HINT = "move the file away; a compute mode that was changed is then restored by:
 OTHER_BOOT = "00000000-0000-0000-0000-000000000000"
 
 #: A statement for as much as is wanted in the file.
-EVENT = "INSERT INTO event VALUES (NULL, 1.0, 'info', 'domain', 'host', ?, '', '')"
+EVENT = "INSERT INTO event VALUES (NULL, 1.0, 'info', 'domain', 'host', ?, '', '', '')"
 
 OpenStore = Callable[[], Store]
 
