@@ -213,6 +213,13 @@ class Daemon(Closes):
         assert code == 200, answer
         return dict(answer)
 
+    def reexec(self) -> Daemon:
+        """Have it run its program again, and wait until that is ready."""
+        count = self.log.count(" is ready: ")
+        assert self.ask("POST", "/v1/reexec")[0] == 200
+        eventually(lambda: self.log.count(" is ready: ") > count, "the new program", trouble=lambda: self.log)
+        return self
+
     def warnings(self) -> dict[str, str]:
         """The warnings of the status, each with its reason code."""
         return {one["text"]: one["code"] for one in self.status()["warnings"]}

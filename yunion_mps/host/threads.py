@@ -6,10 +6,12 @@ A few are kept for reuse, so that what was done before can still be done once a 
 from __future__ import annotations
 
 import _thread
+import atexit
 import contextlib
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any, TypeVar
@@ -25,8 +27,22 @@ _KEPT = 4
 Done = Callable[[Any, "BaseException | None"], None]
 _Inbox = SimpleQueue["tuple[Callable[[], Any], Done]"]
 
+#: How long the end of the process waits for threads that were started and do not run yet.
+_BEGIN_S = 10.0
+
 _idle: list[_Inbox] = []
-os.register_at_fork(after_in_child=_idle.clear)  # a forked child has only the thread that forked
+_starting: list[_Inbox] = []
+# A forked child has only the thread that forked.
+os.register_at_fork(after_in_child=_idle.clear)
+os.register_at_fork(after_in_child=_starting.clear)
+
+
+@atexit.register
+def _await_begun() -> None:
+    """Let every thread begin: one that begins while Python ends aborts the process (seen beside load)."""
+    end_s = time.monotonic() + _BEGIN_S
+    while _starting and time.monotonic() < end_s:
+        time.sleep(0.001)
 
 
 def start(work: Callable[[], Any], done: Done) -> None:
@@ -35,10 +51,12 @@ def start(work: Callable[[], Any], done: Done) -> None:
         inbox = _idle.pop()
     except IndexError:
         inbox = _Inbox()
+        _starting.append(inbox)
         try:
             # Not threading.Thread, whose start waits for a sign of the thread: for good if memory is short.
             _thread.start_new_thread(_run, (inbox,))
         except (RuntimeError, MemoryError) as error:
+            _starting.remove(inbox)
             what = f"no thread can be started: memory, processes or threads have run out ({error})"
             raise ShortageError(what) from None
     inbox.put((work, done))
@@ -75,6 +93,7 @@ def ignore_outcome(result: Any, error: BaseException | None) -> None:
 
 
 def _run(inbox: _Inbox) -> None:
+    _starting.remove(inbox)
     sys.settrace(getattr(threading, "_trace_hook", None))  # as threading.Thread does, for coverage
     is_kept = True
     while is_kept:

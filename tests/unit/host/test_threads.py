@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import resource
+import subprocess
+import sys
 import threading
 import traceback
 from collections.abc import Callable
@@ -73,3 +75,27 @@ def test_few_threads_are_kept_after_a_crowd() -> None:
     for _ in range(50):
         ended.get(timeout=PATIENCE_S)
     wait_for(lambda: len(os.listdir("/proc/self/task")) <= before + 4)
+
+
+#: A machine under load: what starts a thread goes on long before the thread does.
+LATE_THREAD = """
+import atexit, _thread, time
+atexit.register(print, "end")
+from yunion_mps.host import threads
+
+def start_late(run, arguments, start=_thread.start_new_thread):
+    def late():
+        time.sleep(0.2)
+        print("begun", flush=True)
+        run(*arguments)
+    start(late, ())
+
+_thread.start_new_thread = start_late
+threads.start(time.time, threads.ignore_outcome)
+"""
+
+
+def test_the_end_of_the_process_waits_until_every_thread_has_begun() -> None:
+    """In Python 3.11, one that begins later ends the process by SIGABRT."""
+    done = subprocess.run([sys.executable, "-c", LATE_THREAD], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["begun", "end"]

@@ -164,9 +164,9 @@ class DomainRun:
             time.sleep(0.001)
         return self
 
-    def until_in_time(self, *states: str) -> DomainRun:
-        """As `until`, with the clock going ten times as fast as a real one."""
-        return self.until_it(lambda: self.turn(0.01).state in states)
+    def until_in_time(self, *states: str, step_s: float = 0.01) -> DomainRun:
+        """As `until`, with the clock going by `step_s` each millisecond."""
+        return self.until_it(lambda: self.turn(step_s).state in states)
 
     def until_said(self) -> DomainRun:
         """Tick until no answer is awaited any more, with the clock standing still."""

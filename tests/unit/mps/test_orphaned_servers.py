@@ -40,6 +40,7 @@ def test_servers_of_a_control_daemon_that_died_are_events_and_shown(run: DomainR
         f"its MPS server (PID {server}) lives on without its control daemon",
         f"the control daemon (PID {first}) was killed by signal 9",
         "its jobs go on with their limits; new ones may have to wait for its end",
+        "servers_orphaned",
     )
     assert run.pending == (
         f"its MPS server (PID {server}) of an earlier control daemon goes on with its jobs; "
