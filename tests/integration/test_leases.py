@@ -281,7 +281,7 @@ def test_memory_in_units_as_ack_hands_it_out(make_host: MakeHost, make_daemon: M
     assert (refused.returncode, refused.stderr.splitlines()[0]) == (1, f"yunion-mps: {why}")
     status, answer = daemon.ask("POST", "/v1/leases?units=1000")
     assert (status, answer["code"]) == (410, "infeasible")
-    assert daemon["code"] == "nothing_free".ask("POST", "/v1/leases?units=1")[1]
+    assert daemon.ask("POST", "/v1/leases?units=1")[1]["code"] == "nothing_free"
 
 
 def test_unequal_slices_are_given_by_name_or_by_the_memory_that_is_needed(
