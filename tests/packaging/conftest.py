@@ -79,7 +79,7 @@ def unpacked(built: Built, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Host:
-    """A host's directories and programs, for the functions of the packages' scripts."""
+    """A host's directories, and programs that do nothing, for the functions of the packages' scripts."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -87,6 +87,9 @@ class Host:
         self.called = root / "called"
         for name in ("etc", "run", "usr", "bin", "examples", "proc"):
             (root / name).mkdir()
+        for name in ("systemctl", "nsenter", "yunion-mps", "yunion-mps-daemon"):
+            self.program(name, "")
+        self.program("getent", "exit 2")  # there is no group of ours
 
     def program(self, name: str, body: str) -> None:
         """A program that writes down how it was called, and then does `body`."""

@@ -14,7 +14,6 @@ from .test_scriptlets import REFUSED
 def cloudpods(host: Host) -> Host:
     """Cloudpods' service was enabled and ran, and its control daemon serves; another's serves a container."""
     (host.root / "run/cloudpods").write_text("enabled\nwanted\nnoted\n")
-    host.program("systemctl", "")
     host.program("nsenter", 'shift 3; exec "$@"')
     host.program("yunion-mps", "echo cuda_mps_pipe_directory,/tmp/nvidia-mps/pipe,default")
     host.program("nvidia-cuda-mps-control", "cat")
@@ -94,14 +93,12 @@ def test_where_nothing_was_noted_of_cloudpods_nothing_is_done(cloudpods: Host) -
 
 def test_where_cloudpods_daemon_rested_ours_does(host: Host) -> None:
     (host.root / "run/cloudpods").write_text("noted\n")
-    host.program("systemctl", "")
     assert host.good("go_on") == []
     assert host.calls() == []
 
 
 def test_if_we_refuse_cloudpods_files_its_daemon_is_not_stopped(host: Host) -> None:
     (host.root / "run/cloudpods").write_text("wanted\nnoted\n")
-    host.program("systemctl", "")
     host.program("yunion-mps-daemon", f"cat >&2 <<'END'\n{REFUSED}\nEND\nexit 6")
     (said,) = host.good("go_on")
     assert said.endswith("correct it, then: systemctl restart yunion-mps-daemon.service")
@@ -109,7 +106,6 @@ def test_if_we_refuse_cloudpods_files_its_daemon_is_not_stopped(host: Host) -> N
 
 
 def test_a_package_of_cloudpods_that_takes_our_place_ends_no_job(host: Host) -> None:
-    host.program("systemctl", "")
     (said,) = host.good("systemd_runs() { :; }; replaced")
     assert said.endswith(
         "what runs goes on, and ends with its jobs by: systemctl restart yunion-mps-daemon.service"

@@ -13,7 +13,6 @@ __all__ = ["examples"]
 
 
 def test_a_purge_takes_what_the_package_made_and_the_operator_changed(host: Host) -> None:
-    host.program("getent", "exit 2")
     host.good("make_configuration")
     (host.root / "etc/host.conf").write_text("enable_cuda_mps: true\ncuda_mps_scope: gpu\n")
     assert host.good("purge") == []
@@ -30,7 +29,6 @@ def test_a_purge_takes_what_the_package_made_and_the_operator_changed(host: Host
     ],
 )
 def test_a_purge_leaves_a_file_that_other_software_uses_by_now(host: Host, name: str, added: str) -> None:
-    host.program("getent", "exit 2")
     host.good("make_configuration")
     path = host.root / "etc" / name
     path.write_text(path.read_text() + added)
@@ -39,7 +37,6 @@ def test_a_purge_leaves_a_file_that_other_software_uses_by_now(host: Host, name:
 
 
 def test_a_purge_leaves_a_file_that_another_package_owns(host: Host) -> None:
-    host.program("getent", "exit 2")
     host.program("dpkg-query", "exit 0")
     host.good("make_configuration")
     host.good("purge")
@@ -47,7 +44,6 @@ def test_a_purge_leaves_a_file_that_another_package_owns(host: Host) -> None:
 
 
 def test_a_purge_takes_our_devices_of_containers_and_nobody_else_s(host: Host) -> None:
-    host.program("getent", "exit 2")
     devices = host.root / "run/cdi"
     files(devices, "yunion-mps.json", "yunion-mps-lease-7c1f0e7a.json", "nvidia.yaml", "yunion-mps.json.bak")
     assert host.good("purge") == []
@@ -60,7 +56,6 @@ def recorded(host: Host, *lines: str) -> None:
 
 
 def test_a_purge_removes_files_of_mps_by_name_from_recorded_places(host: Host) -> None:
-    host.program("getent", "exit 2")
     mps = host.root / "mps"
     recorded(
         host,
@@ -79,7 +74,6 @@ def test_a_purge_removes_files_of_mps_by_name_from_recorded_places(host: Host) -
 
 
 def test_a_purge_leaves_a_neighbours_log_in_a_directory_that_was_used_too(host: Host) -> None:
-    host.program("getent", "exit 2")
     logs = host.root / "srv/logs"
     recorded(host, f"theirs {logs}/server.log", f"used {logs}")
     files(logs, "server.log", "control.log")
@@ -90,7 +84,6 @@ def test_a_purge_leaves_a_neighbours_log_in_a_directory_that_was_used_too(host: 
 
 
 def test_a_purge_spares_a_directory_that_only_host_conf_names(host: Host) -> None:
-    host.program("getent", "exit 2")
     logs = host.root / "srv/logs"
     (host.root / "etc/host.conf").write_text(f"cuda_mps_pipe_directory: /\ncuda_mps_log_directory: {logs}\n")
     files(logs, "server.log")
@@ -104,7 +97,6 @@ def test_a_purge_spares_a_directory_that_only_host_conf_names(host: Host) -> Non
 def test_a_purge_leaves_the_directories_that_a_control_daemon_serves(
     host: Host, mark: dict[str, str]
 ) -> None:
-    host.program("getent", "exit 2")
     pipe = host.root / "pipe"
     host.control_daemon(5, "-f", CUDA_MPS_PIPE_DIRECTORY=str(pipe), **mark)
     recorded(host, f"made {pipe}")
@@ -115,7 +107,6 @@ def test_a_purge_leaves_the_directories_that_a_control_daemon_serves(
 
 
 def test_a_purge_keeps_the_note_of_modes_that_are_not_restored(host: Host) -> None:
-    host.program("getent", "exit 2")
     running = host.root / "run/yunion-mps"
     files(running, "daemon.lock")
     note = running / "former-compute-modes.json"
@@ -130,7 +121,6 @@ def test_a_purge_keeps_the_note_of_modes_that_are_not_restored(host: Host) -> No
 
 @pytest.mark.parametrize("place", ["link", "link/below"])
 def test_a_purge_follows_no_link(host: Host, tmp_path: Path, place: str) -> None:
-    host.program("getent", "exit 2")
     for directory in (tmp_path / "precious", tmp_path / "precious/below"):
         files(directory, "log")
     (tmp_path / "link").symlink_to(tmp_path / "precious")
@@ -148,7 +138,6 @@ def test_a_purge_follows_no_link(host: Host, tmp_path: Path, place: str) -> None
     ],
 )
 def test_a_purge_takes_a_file_with_comments_and_broken_lines(host: Host, name: str, added: str) -> None:
-    host.program("getent", "exit 2")
     host.good("make_configuration")
     with (host.root / "etc" / name).open("a") as file:
         file.write(added)

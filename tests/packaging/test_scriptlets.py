@@ -70,7 +70,6 @@ def test_only_the_first_installation_makes_files() -> None:
 def test_what_is_there_stays_also_through_a_purge(host: Host) -> None:
     (host.root / "etc/host.conf").write_text(CLOUDPODS)
     (host.root / "etc/host_container_device.yml").symlink_to("elsewhere.yml")  # and dangles
-    host.program("getent", "exit 2")
     host.good("make_configuration")
     host.good("purge")
     assert (host.root / "etc/host.conf").read_text() == CLOUDPODS
@@ -114,8 +113,6 @@ def yunion_mps(host: Host, **answers: str) -> None:
 
 
 def test_an_upgrade_reexecutes_the_daemon_in_its_process(host: Host) -> None:
-    host.program("systemctl", "")
-    host.program("yunion-mps-daemon", "")
     yunion_mps(host, plan="Kind,Subject", daemon_reexec="The daemon was re-executed, with PID 7 as before")
     assert host.good("go_on") == ["yunion-mps-daemon: The daemon was re-executed, with PID 7 as before"]
     assert host.calls()[1:] == [
@@ -129,8 +126,6 @@ def test_an_upgrade_reexecutes_the_daemon_in_its_process(host: Host) -> None:
 
 
 def test_programs_of_a_wheel_that_lie_earlier_on_path_are_not_asked(host: Host) -> None:
-    host.program("systemctl", "")
-    host.program("yunion-mps-daemon", "")
     yunion_mps(host, plan="Kind,Subject", daemon_reexec="The daemon was re-executed, with PID 7 as before")
     wheel = host.root / "local"
     files(wheel, "yunion-mps", "yunion-mps-daemon")
@@ -143,8 +138,6 @@ def test_programs_of_a_wheel_that_lie_earlier_on_path_are_not_asked(host: Host) 
 
 
 def test_what_an_upgrade_changes_in_effect_is_shown_before(host: Host) -> None:
-    host.program("systemctl", "")
-    host.program("yunion-mps-daemon", "")
     yunion_mps(
         host, plan="Nothing was changed; a reload would:\n| limit | 00:06.0 |", daemon_reexec="It runs"
     )
@@ -169,7 +162,6 @@ def test_where_it_is_not_the_configuration_that_is_wrong_that_is_not_said(host: 
 
 
 def test_if_the_new_version_refuses_the_files_the_old_daemon_goes_on(host: Host) -> None:
-    host.program("systemctl", "")
     host.program("yunion-mps-daemon", f"cat >&2 <<'END'\n{REFUSED}\nEND\nexit 6")
     (said,) = host.good("go_on")
     assert (
@@ -181,8 +173,6 @@ def test_if_the_new_version_refuses_the_files_the_old_daemon_goes_on(host: Host)
 
 
 def test_no_job_is_ended_if_the_daemon_cannot_reexecute(host: Host) -> None:
-    host.program("systemctl", "")
-    host.program("yunion-mps-daemon", "")
     host.program("yunion-mps", "echo 'yunion-mps: the state file is full' >&2; exit 1")
     (said,) = host.good("go_on")
     assert "the daemon of before goes on: the state file is full; when no job runs: systemctl restart" in said
@@ -244,7 +234,6 @@ def test_what_is_said_is_one_line_that_steers_no_terminal(host: Host, said: str)
 
 
 def test_whose_jobs_a_removal_ends_is_said_before(host: Host) -> None:
-    host.program("systemctl", "")
     yunion_mps(
         host,
         clients="PID,User,Command\n4711,alice,a,b\n4712,bob,c",
@@ -263,9 +252,7 @@ def test_whose_jobs_a_removal_ends_is_said_before(host: Host) -> None:
 
 @pytest.mark.parametrize("left", ["modes", "control daemon"])
 def test_what_a_killed_daemon_left_is_restored_at_a_removal(host: Host, left: str) -> None:
-    host.program("systemctl", "")
     host.program("nsenter", 'shift 3; exec "$@"')
-    host.program("yunion-mps", "")
     host.program("yunion-mps-daemon", "exit 1")
     if left == "modes":
         files(host.root / "run/yunion-mps", "former-compute-modes.json")
@@ -283,9 +270,6 @@ def test_what_a_killed_daemon_left_is_restored_at_a_removal(host: Host, left: st
 
 def test_where_systemd_does_not_run_no_other_system_s_files_are_entered(host: Host) -> None:
     """In a chroot the process with PID 1 is another system's."""
-    host.program("nsenter", "")
-    host.program("systemctl", "")
-    host.program("yunion-mps-daemon", "")
     files(host.root / "run/yunion-mps", "former-compute-modes.json")
     assert host.good("systemd_runs() { return 1; }; going") == []
     calls = host.calls()
@@ -298,7 +282,6 @@ def test_jobs_by_the_template_are_stopped_after_the_service(host: Host) -> None:
         "echo yunion-mps-job@train.service loaded active running Job; echo yunion-mps-job@b.service loaded"
     )
     host.program("systemctl", f'case "$1" in list-units) {units} ;; esac')
-    host.program("yunion-mps", "")
     wants = host.root / "wants"
     wants.mkdir()
     for name in ("yunion-mps-job@train.service", "ssh.service"):
@@ -318,8 +301,6 @@ def test_jobs_by_the_template_are_stopped_after_the_service(host: Host) -> None:
 
 
 def test_a_removal_without_anything_left_says_nothing(host: Host) -> None:
-    host.program("systemctl", "")
-    host.program("yunion-mps", "")
     assert host.good("systemd_runs() { :; }; going") == []
     assert "yunion-mps-daemon --restore" not in host.calls()
 
