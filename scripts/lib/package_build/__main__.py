@@ -9,8 +9,7 @@ import subprocess
 import sys
 import tempfile
 
-from package_build.deb import build_deb
-from package_build.rpm import build_rpm
+from package_build.formats import build_deb, build_rpm
 from package_build.sbom import sbom
 from package_build.source import Source, take_source
 from package_build.tree import DEBIAN, FEDORA, stage

@@ -1,0 +1,142 @@
+"""The deb, by dpkg-deb, and the rpm, by rpmbuild; their changelogs have what is new in this version."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import textwrap
+import time
+from email.utils import formatdate
+
+from package_build.source import Source
+from package_build.tree import DEBIAN, DOCUMENTS, FEDORA, compressed, installed_bytes, put, settle
+
+#: There is no public mailbox: those who publish packages answer for them.
+MAINTAINER = "yunion-mps maintainers <yunion-mps@localhost>"
+#: Cloudpods' package of the same name counts its versions as Cloudpods does (3.11): this makes ours newer.
+EPOCH = 1
+
+
+def points(source: Source) -> list[str]:
+    """The points of the newest section, each one paragraph."""
+    section = source.read("CHANGELOG.md").split("\n## ")[1]
+    return [" ".join(point.split()) for point in section.split("\n- ")[1:]]
+
+
+def debian_changelog(source: Source) -> str:
+    """As deb-changelog(5) has it."""
+    head = f"yunion-mps-daemon ({EPOCH}:{source.version}) unstable; urgency=medium\n\n"
+    body = "".join(_indented(point, "  * ", "    ") for point in points(source))
+    return f"{head}{body}\n -- {MAINTAINER}  {formatdate(source.epoch_s)}\n"
+
+
+def rpm_changelog(source: Source) -> str:
+    """As a spec's %changelog has it."""
+    day = time.strftime("%a %b %d %Y", time.gmtime(source.epoch_s))
+    body = "".join(_indented(point, "- ", "  ") for point in points(source)).replace("%", "%%")
+    return f"* {day} {MAINTAINER} - {EPOCH}:{source.version}-1\n{body}"
+
+
+def _indented(point: str, first: str, rest: str) -> str:
+    return textwrap.fill(point, 78, initial_indent=first, subsequent_indent=rest) + "\n"
+
+
+def build_deb(source: Source, root: str, output: str) -> str:
+    """Turn the staged tree into a deb; returns its path."""
+    put(root, f"{DOCUMENTS}/changelog.gz", compressed(debian_changelog(source).encode()))
+    overrides = source.read("packaging/debian/lintian-overrides")
+    put(root, "usr/share/lintian/overrides/yunion-mps-daemon", overrides.encode())
+    sums = _sums(root)
+    control = source.read("packaging/debian/control")
+    for name, value in (
+        ("VERSION", f"{EPOCH}:{source.version}"),
+        ("MAINTAINER", MAINTAINER),
+        ("INSTALLED_KIB", str(-(-installed_bytes(root) // 1024))),
+    ):
+        control = control.replace(f"@{name}@", value)
+    put(root, "DEBIAN/control", control.encode())
+    put(root, "DEBIAN/conffiles", f"/{DEBIAN.defaults}\n".encode())
+    put(root, "DEBIAN/triggers", source.read("packaging/debian/triggers").encode())
+    put(root, "DEBIAN/md5sums", sums.encode())
+    for name in ("preinst", "postinst", "prerm", "postrm"):
+        put(root, f"DEBIAN/{name}", source.script("packaging/debian", name).encode(), 0o755)
+    settle(root, source.epoch_s)
+    path = os.path.join(output, f"yunion-mps-daemon_{source.version}_amd64.deb")
+    # xz, for dpkg before Debian 12 knows no zstd.
+    command = ["dpkg-deb", "--root-owner-group", "-Zxz", "--build", root, path]
+    environment = {**os.environ, "SOURCE_DATE_EPOCH": str(source.epoch_s)}
+    subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL)
+    return path
+
+
+def _sums(root: str) -> str:
+    """As deb-md5sums(5) has it; configuration files are not named there."""
+    lines = []
+    for folder, _, names in os.walk(root):
+        for name in names:
+            path = os.path.join(folder, name)
+            place = os.path.relpath(path, root)
+            if not place.startswith("etc/"):
+                with open(path, "rb") as file:
+                    lines.append(f"{hashlib.md5(file.read()).hexdigest()}  {place}\n")
+    return "".join(sorted(lines, key=lambda line: line.split("  ")[1]))
+
+
+def build_rpm(source: Source, root: str, work: str, output: str) -> str:
+    """Turn the staged tree into an rpm; `work` is an empty folder. Returns its path."""
+    settle(root, source.epoch_s)
+    with open(os.path.join(work, "files"), "w", encoding="utf-8") as file:
+        file.writelines(_file_list(root))
+    spec = source.script("packaging/rpm/yunion-mps-daemon.spec", percent="%%")
+    with open(os.path.join(work, "yunion-mps-daemon.spec"), "w", encoding="utf-8") as file:
+        file.write(spec + rpm_changelog(source))
+    defines = {
+        "_topdir": work,
+        "_rpmdir": f"{work}/rpms",
+        "staged": root,
+        "our_version": source.version,
+        "our_epoch": str(EPOCH),
+        "our_maintainer": MAINTAINER,
+        # Nothing of the machine and of the moment goes into the file.
+        "_buildhost": "reproducible",
+        "use_source_date_epoch_as_buildtime": "1",
+        "clamp_mtime_to_source_date_epoch": "1",
+        "source_date_epoch_from_changelog": "0",
+        "_binary_payload": "w6.xzdio",
+    }
+    command = ["rpmbuild", "-bb", "--quiet", "--nodeps", "--target", "x86_64-redhat-linux"]
+    for name, value in defines.items():
+        command += ["--define", f"{name} {value}"]
+    environment = {**os.environ, "SOURCE_DATE_EPOCH": str(source.epoch_s), "LC_ALL": "C.UTF-8", "TZ": "UTC"}
+    done = subprocess.run(
+        [*command, f"{work}/yunion-mps-daemon.spec"],
+        check=False, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    if done.returncode:
+        raise SystemExit(f"package: rpmbuild failed:\n{done.stdout}")
+    name = f"yunion-mps-daemon-{source.version}-1.x86_64.rpm"
+    return shutil.copy(f"{work}/rpms/x86_64/{name}", output)
+
+
+def _file_list(root: str) -> list[str]:
+    """Every file, and the folders that are ours alone; what is configuration or text is marked as such."""
+    lines = ["%dir /usr/lib/yunion-mps\n"]
+    for folder, folders, names in os.walk(root):
+        place = folder[len(root) :]
+        if place.startswith(
+            ("/usr/lib/yunion-mps/", "/usr/share/yunion-mps", "/usr/share/doc/yunion-mps-daemon")
+        ):
+            lines.append(f"%dir {place}\n")
+        lines += [f"{_mark(f'{place}/{name}')}{place}/{name}\n" for name in names]
+        folders.sort()
+    return sorted(lines, key=lambda line: line.split()[-1])
+
+
+def _mark(path: str) -> str:
+    if path == f"/{FEDORA.defaults}":
+        return "%config(noreplace) "
+    if path.endswith("/copyright"):
+        return "%license "
+    return "%doc " if path.startswith(("/usr/share/doc/", "/usr/share/man/")) else ""
