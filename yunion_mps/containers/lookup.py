@@ -13,6 +13,7 @@ import re
 from typing import Any, NamedTuple
 
 from yunion_mps.escaping import printable
+from yunion_mps.host.files import read_beginning
 from yunion_mps.paths import Paths
 
 #: What engines call a container's cgroup: `libpod-ID.scope`, `docker-ID.scope`, `cri-containerd-ID.scope`,
@@ -34,7 +35,6 @@ _CONTAINERS_JSON = (
     "/var/lib/containers/storage/vfs-containers/containers.json",
 )
 _DOCKER_CONFIG = "/var/lib/docker/containers/{id}/config.v2.json"
-_MOST_BYTES = 16 << 20
 
 
 class Container(NamedTuple):
@@ -68,7 +68,7 @@ class Containers:
 
     def of(self, pid: int) -> Container | None:
         """The container that the process is in; None if it is in none, or is gone."""
-        found = container_in(_read(f"{self._proc}/{pid}/cgroup"))
+        found = container_in(read_beginning(f"{self._proc}/{pid}/cgroup"))
         return Container(found.id, self._name(pid, found)) if found else None
 
     def _name(self, pid: int, found: _Found) -> str:
@@ -110,9 +110,9 @@ class Containers:
         It is there for every user's storage, wherever that lies.
         """
         for _ in range(_MOST_ANCESTORS):
-            fields = _read(f"{self._proc}/{pid}/stat").rpartition(")")[2].split()
+            fields = read_beginning(f"{self._proc}/{pid}/stat").rpartition(")")[2].split()
             pid = int(fields[1]) if len(fields) > 1 else 0
-            words = _read(f"{self._proc}/{pid}/cmdline").split("\0")
+            words = read_beginning(f"{self._proc}/{pid}/cmdline").split("\0")
             if words[0].endswith("conmon") and container_id in words and "-n" in words[:-1]:
                 return words[words.index("-n") + 1]
             if pid <= 1:
@@ -150,18 +150,10 @@ def _names_of(found: Any) -> dict[str, str]:
     }
 
 
-def _read(path: str) -> str:
-    try:
-        with open(path, "rb") as file:
-            return file.read(_MOST_BYTES).decode(errors="replace")
-    except OSError:
-        return ""
-
-
 def _json(path: str, kind: type) -> Any:
     """What a file holds, empty if that is not of the kind."""
     try:
-        found = json.loads(_read(path) or "null")
+        found = json.loads(read_beginning(path) or "null")
     except (ValueError, RecursionError):
         found = None
     return found if isinstance(found, kind) else kind()

@@ -12,24 +12,12 @@ from typing import NamedTuple
 
 from yunion_mps.doctor import variables
 from yunion_mps.doctor.gpus import library_version
-from yunion_mps.doctor.host import (
-    DEFAULT_PIPE_DIRECTORY,
-    Finding,
-    Findings,
-    Host,
-    SkipError,
-    check,
-    ok,
-    problem,
-    read,
-    shown,
-    skipped,
-    warning,
-)
+from yunion_mps.doctor.host import Finding, Findings, Host, SkipError, check, ok, problem, skipped, warning
 from yunion_mps.errors import DriverError, YunionError
-from yunion_mps.host.proc import command_of, environment_of, name_of, uid_of
+from yunion_mps.host.files import read_beginning
+from yunion_mps.host.proc import command_of, environment_of, name_of, title_of, uid_of
 from yunion_mps.models import DomainPlan
-from yunion_mps.mps.processes import is_server
+from yunion_mps.mps.processes import DEFAULT_PIPE_DIRECTORY, is_server
 from yunion_mps.planning.environment import DEVICE_VARIABLE
 
 #: `export NAME=VALUE` of shells, `NAME=VALUE` of pam_env(8) and environment.d(5).
@@ -97,7 +85,7 @@ def past_mps(host: Host) -> Findings:
                 continue
             place = given.get(variables.PIPE, host.paths.under(DEFAULT_PIPE_DIRECTORY))
             if not any(same_place(pid, place, ours) for ours in places):
-                what = f"{shown(pid)} uses GPU {gpu.address} past our MPS (it looks in {place})"
+                what = f"{title_of(pid)} uses GPU {gpu.address} past our MPS (it looks in {place})"
                 hint = f"start it with: yunion-mps run -- COMMAND; why: yunion-mps doctor --pid {pid}"
                 found.append(warning(f"{what}: it has no limits", hint))
     if found or not unread:
@@ -206,7 +194,7 @@ def _device_of(path: str) -> int | None:
 
 
 def _mapped(pid: int) -> set[str]:
-    lines = read(f"/proc/{pid}/maps").decode(errors="replace").splitlines()
+    lines = read_beginning(f"/proc/{pid}/maps").splitlines()
     return {line.split(None, 5)[5].strip() for line in lines if "libcuda.so" in line}
 
 

@@ -10,18 +10,8 @@ import stat
 import time
 from collections.abc import Iterator, Sequence
 
-from yunion_mps.doctor.host import (
-    NO_GPU,
-    Finding,
-    Findings,
-    Host,
-    SkipError,
-    check,
-    ok,
-    problem,
-    read,
-    warning,
-)
+from yunion_mps.doctor.host import Finding, Findings, Host, SkipError, check, ok, problem, warning
+from yunion_mps.host.files import read_beginning
 from yunion_mps.host.proc import user_name
 from yunion_mps.inventory.events import kernel_records
 
@@ -68,7 +58,7 @@ def pipe_directory(host: Host) -> Findings:
     if found:
         return found
     if not places:
-        raise SkipError(NO_GPU)
+        raise SkipError
     if missing:
         return [ok(f"{_few(missing)}: made at the daemon's start")]
     return [ok(f"{_few(places)}: {f'only the group {group}' if group else 'all users'} can enter")]
@@ -149,7 +139,7 @@ def _rules(host: Host) -> Iterator[tuple[str, str, str]]:
         for file in glob.glob(host.paths.under(f"{folder}/*.conf")):
             files.setdefault(os.path.basename(file), file)
     for file in files.values():
-        for line in read(file).decode(errors="replace").splitlines():
+        for line in read_beginning(file).splitlines():
             words = line.split()
             if len(words) > 1 and not line.startswith("#"):
                 age = words[5] if len(words) > 5 and words[5] != "-" else ""
@@ -215,8 +205,8 @@ def shm(host: Host) -> Findings:
 def denials(host: Host) -> Findings:
     """What was refused within the last day."""
     under = host.paths.under
-    enforcing = read(under("/sys/fs/selinux/enforce")).strip().decode(errors="replace")
-    apparmor = read(under("/sys/module/apparmor/parameters/enabled")).strip() == b"Y"
+    enforcing = read_beginning(under("/sys/fs/selinux/enforce")).strip()
+    apparmor = read_beginning(under("/sys/module/apparmor/parameters/enabled")).strip() == "Y"
     if not enforcing and not apparmor:
         return [ok("neither is active here")]
     texts, readable = _logs(under("/var/log/audit/audit.log"), host.paths.kernel_log)

@@ -8,20 +8,9 @@ import re
 import shutil
 from collections.abc import Iterator
 
-from yunion_mps.doctor.host import (
-    NO_GPU,
-    Finding,
-    Findings,
-    Host,
-    SkipError,
-    check,
-    ok,
-    problem,
-    read,
-    skipped,
-    warning,
-)
+from yunion_mps.doctor.host import Finding, Findings, Host, SkipError, check, ok, problem, warning
 from yunion_mps.errors import DriverError, HostError
+from yunion_mps.host.files import read_beginning
 from yunion_mps.host.proc import environment_of
 from yunion_mps.models import DEFAULT, EXCLUSIVE_PROCESS, PROHIBITED, Gpu
 from yunion_mps.mps.processes import PROGRAM, SERVER, find_control_program, is_server, server_path
@@ -31,7 +20,7 @@ from yunion_mps.reasons import NO_REASON
 #: /proc/driver/nvidia/version: `Kernel Module  535.261.03`, `Open Kernel Module for x86_64  550.54.15`.
 _MODULE = re.compile(r"Kernel Module(?: for \S+)?\s+(\d{3}[\d.]*\d)")
 #: NVIDIA's control program holds its release as a string of its own (535, 550).
-_IN_PROGRAM = re.compile(rb"\0(\d{3}\.\d{2,3}(?:\.\d{2})?)\0")
+_IN_PROGRAM = re.compile(r"\0(\d{3}\.\d{2,3}(?:\.\d{2})?)\0")
 _IN_NAME = re.compile(r"\.so\.(\d{3}\.[\d.]*\d)$")
 
 _LIBRARY = "libcuda.so.1"
@@ -56,7 +45,7 @@ def driver(host: Host) -> Findings:
         version = host.inventory().driver.version
     except DriverError as error:
         if host.is_off():
-            return [skipped(f"{error.message}; {_OFF}")]
+            raise SkipError(f"{error.message}; {_OFF}") from None
         return [problem(error.message, error.hint)]
     found = [
         (warning if other.partition(".")[0] == version.partition(".")[0] else problem)(
@@ -72,7 +61,7 @@ def driver(host: Host) -> Findings:
 def programs(host: Host) -> Findings:
     """NVIDIA's control program, its server where the control daemon looks for it, and libcuda."""
     if host.is_off():
-        return [skipped(_OFF)]
+        raise SkipError(_OFF)
     try:
         program = find_control_program()
     except HostError as error:
@@ -101,7 +90,7 @@ def nodes(host: Host) -> Findings:
     """The device nodes: an MPS server runs as its client's user, so all users must be able to open them."""
     minors = {f"nvidia{gpu.minor}" for gpu in host.our_gpus() if gpu.minor is not None}
     if not minors:
-        raise SkipError(NO_GPU)
+        raise SkipError
     missing, closed, groups = [], [], set()
     for name in ["nvidiactl", "nvidia-uvm", *sorted(minors)]:
         path = host.paths.under(f"/dev/{name}")
@@ -133,7 +122,7 @@ def library_version(path: str) -> str | None:
 
 def _versions(host: Host) -> Iterator[tuple[str, str]]:
     """Each part of the driver whose version can be seen, and the version."""
-    found = _MODULE.search(read(host.paths.under("/proc/driver/nvidia/version")).decode(errors="replace"))
+    found = _MODULE.search(read_beginning(host.paths.under("/proc/driver/nvidia/version")))
     if found:
         yield "the loaded kernel module", found[1]
     for path in _libraries(host):
@@ -149,9 +138,9 @@ def _versions(host: Host) -> Iterator[tuple[str, str]]:
 
 
 def _program(path: str, what: str) -> Iterator[tuple[str, str]]:
-    versions = set(_IN_PROGRAM.findall(read(path)))  # none in another user's process
+    versions = set(_IN_PROGRAM.findall(read_beginning(path)))  # none in another user's process
     if len(versions) == 1:
-        yield what, versions.pop().decode()
+        yield what, versions.pop()
 
 
 def _libraries(host: Host) -> list[str]:
@@ -160,8 +149,8 @@ def _libraries(host: Host) -> list[str]:
     named = [part for part in os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep) if part]
     candidates = [os.path.join(folder, _LIBRARY) for folder in named]
     # What the loader's cache (ldconfig(8)) names.
-    cached = re.findall(rb"(/[^\0]*/libcuda\.so\.1)\0", read(under("/etc/ld.so.cache")))
-    candidates += [name.decode(errors="replace") for name in cached]
+    cached = re.findall(r"(/[^\0]*/libcuda\.so\.1)\0", read_beginning(under("/etc/ld.so.cache")))
+    candidates += cached
     for folder in _LIBRARY_FOLDERS:
         candidates += sorted(glob.glob(under(os.path.join(folder, _LIBRARY))))
     return [path for path in candidates if os.path.exists(path)][:1]
@@ -234,7 +223,7 @@ def compute_mode(host: Host) -> Findings:
     if found:
         return found
     if not ours:
-        raise SkipError(NO_GPU)
+        raise SkipError
     modes = ", ".join(sorted({str(gpu.compute_mode) for gpu in ours}))
     if not wanted:
         return [ok(f"{modes}, which cuda_mps_compute_mode: keep leaves as it is")]
@@ -279,7 +268,7 @@ def client_limit(host: Host) -> Findings:
             what = f"GPU {gpu.address} has {number} clients of the {limit} that MPS allows"
             yield warning(what, "see who they are: yunion-mps clients")
     if not counts:
-        raise SkipError(NO_GPU)
+        raise SkipError
     if all(number < limit * _NEARLY for number, limit in counts):
         most, limits = max(number for number, _ in counts), [limit for _, limit in counts]
         yield ok(f"at most {most} on a GPU, of {min(limits)}")
@@ -298,7 +287,7 @@ def _guests(host: Host, gpu: Gpu) -> str:
     mediated = glob.glob(os.path.join(folder, "mdev_supported_types/*/devices/*"))
     if mediated:
         return f"{len(mediated)} vGPU{'s' if len(mediated) > 1 else ''}"
-    number = read(os.path.join(folder, "sriov_numvfs")).decode(errors="replace").strip()
+    number = read_beginning(os.path.join(folder, "sriov_numvfs")).strip()
     return f"{number} virtual functions" if number.isdigit() and int(number) else ""
 
 

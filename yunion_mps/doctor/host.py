@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from yunion_mps.config import load
 from yunion_mps.errors import Problem, YunionError
-from yunion_mps.host.proc import name_of, uid_of, user_name
 from yunion_mps.http.client import DaemonClient
 from yunion_mps.http.operations import GET_DEVICE, GET_DEVICES, GET_STATUS
 from yunion_mps.inventory.nvml import Nvml
@@ -26,11 +25,6 @@ T = TypeVar("T")
 
 #: What the parts below may take of a check's time, so that their own error is reported.
 _SHARE = 0.8
-
-NO_GPU = "no GPU is divided here"
-
-#: NVIDIA's own default, where programs look that name no pipe directory.
-DEFAULT_PIPE_DIRECTORY = "/tmp/nvidia-mps"
 
 OK = "ok"
 SKIPPED = "skipped"  # it cannot be checked here: no daemon, no permission, no GPU
@@ -94,7 +88,10 @@ def check(name: str, well: str = "", times: float = 1) -> Callable[[Callable[[Ho
 
 
 class SkipError(YunionError):
-    """A check has nothing to look at here, or may not."""
+    """A check has nothing to look at here, by default because no GPU is divided, or may not look."""
+
+    def __init__(self, message: str = "no GPU is divided here", hint: str = "") -> None:
+        super().__init__(message, hint)
 
 
 class Once(Generic[T]):
@@ -180,7 +177,7 @@ class Host:
         gpus = self.inventory().gpus
         ours = [gpu for gpu in gpus if gpu.uuid in uuids or gpu.pci_address in plan.unavailable]
         if not ours:
-            raise SkipError(NO_GPU)
+            raise SkipError
         return ours
 
     def control_pid(self, domain: DomainPlan) -> int | None:
@@ -227,17 +224,3 @@ def _running(domain: Mapping[str, Any]) -> DomainPlan:
         tuple(map(PlannedGpu, domain["gpus"], domain["memory_limits"])),
         domain["thread_percentage"],
     )
-
-
-def shown(pid: int) -> str:
-    """A process in a finding."""
-    return f"PID {pid} ({name_of(pid)}, {user_name(uid_of(pid) or 0)})"
-
-
-def read(path: str, most_bytes: int = 1 << 24) -> bytes:
-    """A file's beginning, empty if it cannot be read."""
-    try:
-        with open(path, "rb") as file:
-            return file.read(most_bytes)
-    except OSError:
-        return b""

@@ -9,28 +9,22 @@ import select
 import time
 from typing import NamedTuple
 
-from yunion_mps.doctor.host import (
-    DEFAULT_PIPE_DIRECTORY,
-    NO_GPU,
-    Finding,
-    Findings,
-    Host,
-    SkipError,
-    check,
-    ok,
-    problem,
-    read,
-    shown,
-    skipped,
-    warning,
-)
+from yunion_mps.doctor.host import Finding, Findings, Host, SkipError, check, ok, problem, skipped, warning
 from yunion_mps.errors import HostError
-from yunion_mps.host.proc import all_pids, environment_of, program_of, uid_of, user_name
+from yunion_mps.host.files import read_beginning
+from yunion_mps.host.proc import all_pids, environment_of, program_of, title_of, uid_of, user_name
 from yunion_mps.models import DomainPlan
 from yunion_mps.mps.conversation import Probe, SilentError, peer_of
 from yunion_mps.mps.diagnosis import front_end_at, holders, peers, why_silent
 from yunion_mps.mps.log_file import LOG_NAME, SERVER_LOG, timestamp_parser
-from yunion_mps.mps.processes import MARK, PROGRAM, describe_servers, orphaned_servers, server_pids
+from yunion_mps.mps.processes import (
+    DEFAULT_PIPE_DIRECTORY,
+    MARK,
+    PROGRAM,
+    describe_servers,
+    orphaned_servers,
+    server_pids,
+)
 from yunion_mps.mps.startup import find
 
 #: The control daemon greets at once; the daemon itself gives it 5 s before it acts.
@@ -53,7 +47,7 @@ def control_daemons(host: Host) -> Findings:
     """Whether the one that clients find in each directory is the daemon's own."""
     found = [_owner(host, domain) for domain in host.domains()]
     if not found:
-        raise SkipError(NO_GPU)
+        raise SkipError
     return found
 
 
@@ -205,7 +199,7 @@ def _options(pid: int) -> int | None:
 
     It comes from the command line, which all users may read.
     """
-    words = read(f"/proc/{pid}/cmdline", 4096).decode(errors="replace").split("\0")
+    words = read_beginning(f"/proc/{pid}/cmdline", 4096).split("\0")
     if os.path.basename(words[0]) != PROGRAM:
         return None
     return sum(word.startswith("-") for word in words[1:])
@@ -309,7 +303,7 @@ def user_switching(host: Host) -> Findings:
             users = ", ".join(user_name(uid) for uid in sorted(serving))
             hint = "run all jobs as one user, or write cuda_mps_multiuser: true (release 570 and later)"
             for pid in _waiting(domain, known, serving):
-                what = f"{shown(pid)} waits until the jobs of {users} are done"
+                what = f"{title_of(pid)} waits until the jobs of {users} are done"
                 yield warning(f"{what}: domain {domain.name} serves one user at a time", hint)
 
 

@@ -1,4 +1,4 @@
-"""Files that are written in one step: a reader finds the old file or the new one, never a part of it."""
+"""Files: written in one step, so that a reader never finds a part of one, and read if that is possible."""
 
 from __future__ import annotations
 
@@ -41,3 +41,12 @@ def write_atomically(
             os.unlink(new, dir_fd=dir_fd)
         raise
     return about
+
+
+def read_beginning(path: str, most_bytes: int = 16 << 20) -> str:
+    """The beginning of a file, empty if it cannot be read."""
+    try:
+        with open(path, "rb") as file:
+            return file.read(most_bytes).decode(errors="replace")
+    except OSError:
+        return ""

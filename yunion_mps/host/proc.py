@@ -109,6 +109,11 @@ def user_name(uid: int) -> str:
         return f"uid {uid}"
 
 
+def title_of(pid: int) -> str:
+    """`PID 4711 (python3, alice)`."""
+    return f"PID {pid} ({name_of(pid)}, {user_name(uid_of(pid) or 0)})"
+
+
 def children_of(pid: int) -> list[int]:
     """The PIDs of the process' children.
 

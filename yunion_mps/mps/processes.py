@@ -47,7 +47,7 @@ MARK = "YUNION_MPS_DOMAIN"
 #: What the kernel keeps of the server's name (TASK_COMM_LEN less its NUL); the control daemon's is the same.
 _NAME = SERVER[:15]
 #: Where NVIDIA's control daemon serves without CUDA_MPS_PIPE_DIRECTORY.
-_NVIDIAS_DIRECTORY = "/tmp/nvidia-mps"
+DEFAULT_PIPE_DIRECTORY = "/tmp/nvidia-mps"
 #: How long after its fork a process without an environment may still be on its way into its program. That
 #: takes 44 ms on a loaded machine (measured).
 _EXEC_S = 2.0
@@ -95,7 +95,7 @@ def server_path(program: str) -> str:
 
 def pipe_directory_in(environment: Mapping[str, str]) -> str:
     """Where a control daemon with this environment serves."""
-    return os.path.normpath(environment.get("CUDA_MPS_PIPE_DIRECTORY") or _NVIDIAS_DIRECTORY)
+    return os.path.normpath(environment.get("CUDA_MPS_PIPE_DIRECTORY") or DEFAULT_PIPE_DIRECTORY)
 
 
 # -- which processes are ours
