@@ -15,7 +15,7 @@ from pathlib import Path
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from yunion_mps.host.proc import all_pids, environment_of, parent_of, program_of
+from yunion_mps.host.proc import all_pids, environment_of, is_stopped, parent_of, program_of
 from yunion_mps.mps import limits
 from yunion_mps.mps.conversation import Conversation, SilentError
 from yunion_mps.mps.states import APPLYING, READY, STOPPED, STOPPING
@@ -58,7 +58,8 @@ class Faults(RuleBasedStateMachine):
         self.running: list[Client] = []
         #: Whether another program may have changed the limits since they were last read.
         self.meddled = False
-        self.silent: list[socket.socket] = []
+        #: Connections that say nothing, with the PID of the control daemon that they keep from all others.
+        self.silent: dict[socket.socket, int | None] = {}
         #: Control daemons of daemons that died: children of this process still, as they would not be.
         self.lost: list[int] = []
         self.run = DomainRun(self.plan, self.jobs.program)
@@ -176,7 +177,7 @@ class Faults(RuleBasedStateMachine):
         """Connect and say nothing, which keeps the control daemon from all others."""
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         connection.setblocking(False)
-        self.silent.append(connection)
+        self.silent[connection] = self.run.domain.status().pid
         with contextlib.suppress(OSError):
             connection.connect(f"{self.plan.pipe_directory}/control")
 
@@ -215,6 +216,10 @@ class Faults(RuleBasedStateMachine):
     # -- what holds
 
     def ask(self, *commands: str) -> list[str]:
+        """The answer; empty if there is none, which is known without waiting if it cannot answer."""
+        pid = self.run.domain.status().pid
+        if pid is not None and (pid in self.silent.values() or is_stopped(pid)):
+            return []
         place = self.plan.pipe_directory
         conversation = Conversation(self.jobs.program, place, commands, time.monotonic(), 1.0)
         try:
