@@ -142,7 +142,7 @@ def test_a_client_that_waits_for_another_users_server_is_listed(
     assert answer(ready)["waiting"] == []
     other = stand_ins.client(ready.pipe_directory, STRANGER)
     assert other.says() == "asking"
-    eventually(lambda: len(answer(ready)["waiting"]) == 1, "somebody who waits")
+    eventually(lambda: len(answer(ready)["waiting"]) == 1, "a client that waits")
     (waiting,) = answer(ready)["waiting"]
     assert (waiting["pid"], waiting["uid"], waiting["server_user"]) == (other.pid, STRANGER, "root")
     assert (waiting["server"], waiting["domain"]) == (server, "host")

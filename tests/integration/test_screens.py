@@ -214,7 +214,7 @@ def stands_still(screen: Tmux, period_s: float) -> bool:
     return True
 
 
-def test_a_signal_ends_it_also_where_the_terminal_was_stopped_by_ctrl_s(screen: Tmux) -> None:
+def test_a_signal_ends_it_even_if_ctrl_s_has_stopped_the_terminal(screen: Tmux) -> None:
     start(screen)
     pid = pid_of_top(screen)
     screen.type("C-s")
@@ -276,9 +276,7 @@ def test_while_the_clients_are_unknown_the_rest_goes_on(screen: Tmux, host: Serv
     screen.wait("; 0 leases; 2 processes")
 
 
-def test_what_was_not_told_is_asked_again_soon_however_rarely_one_looks(
-    screen: Tmux, host: ServerHost
-) -> None:
+def test_a_failed_question_is_asked_again_soon_whatever_the_interval(screen: Tmux, host: ServerHost) -> None:
     host.clients.error = ControlError("the driver does not answer", "see: dmesg")
     screen.type("yunion-mps top --interval 3600", "Enter")
     screen.wait(r"^Not known: who uses the GPUs, since \d\d:\d\d:\d\d: the driver does not answer$")
@@ -299,7 +297,7 @@ def test_there_are_colours_and_none_with_no_color_set(screen: Tmux) -> None:
     assert timeless(screen.lines()) == shown(SCREEN_80, 24)
 
 
-def test_where_the_locale_is_not_utf_8_the_bars_are_ascii(host: ServerHost) -> None:
+def test_in_a_locale_without_utf_8_the_bars_are_ascii(host: ServerHost) -> None:
     with terminal(host) as screen:
         lines = watch(screen, f"LC_ALL=C {TOP}")
     assert "".join(lines).isascii()

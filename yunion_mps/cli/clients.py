@@ -102,7 +102,7 @@ def _value(field: str, client: MpsClient) -> object:
 
 
 def _text(answer: ClientList) -> str:
-    """What must be known first, the clients, then their servers, who waits, and of what nothing is known."""
+    """What must be known first, the clients, their servers, the clients that wait, and what is not known."""
     servers = answer["servers"]
     failed = notes(
         (f"FAULT: {_named(server)}", "its jobs have failed, and it serves again once they have ended")

@@ -117,7 +117,7 @@ def run(
     becomes = " ".join([engine, "run", *argv] if engine else argv)
     wanted["command"] = cell(becomes)[:COMMAND_LENGTH]
     if engine:
-        from yunion_mps.cli.engine import run_container  # which a command that is run need not wait for
+        from yunion_mps.cli.engine import run_container  # for which no other command waits
 
         run_container(engine, wanted, wait_s, argv, _inherited())
     environment = _inherited()
@@ -168,7 +168,7 @@ def _inherited() -> dict[str, str]:
 
 def _budget(lease: Mapping[str, Any]) -> str:
     """`5760 MiB of memory, 25 % of the threads`; the memory of each GPU if there are several."""
-    from yunion_mps.overview.holdings import gpu_of  # the same
+    from yunion_mps.overview.holdings import gpu_of  # for which no command that is run waits
 
     by_gpu = dict.fromkeys(lease["gpus"], 0)
     for device, memory_mib in zip(lease["devices"], lease["memory"]):

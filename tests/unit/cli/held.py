@@ -47,7 +47,7 @@ def hold(host: ServerHost, *leases: Json, waiting: tuple[Json, ...] = ()) -> Non
 
 
 def busy(host: ServerHost, since_s: float = LEASE["since"]) -> None:
-    """Since then: somebody over budget, somebody past MPS, one who has not begun, and one who waits."""
+    """Since then: a process over budget, one past MPS, an idle lease, and a queued request."""
     over, idle, waiting = ({**one, "since": since_s} for one in (LEASE, TWO, CAROL))
     hold(host, over, idle, waiting=(waiting,))
     host.clients.found = clients(OVER, {**PAST_MPS, "started": since_s})

@@ -17,7 +17,7 @@ TABLE = """\
 | 4261 |       |                 |           |         |            |        | host   |                     |
 +------+-------+-----------------+-----------+---------+------------+--------+--------+---------------------+
 """
-NOBODY_THERE = """\
+EMPTY = """\
 +-----+------+---------+--------+------+------------+--------+--------+---------+
 | PID | User | Command | Device | GPUs | Memory_MiB | Server | Domain | Started |
 +-----+------+---------+--------+------+------------+--------+--------+---------+
@@ -71,7 +71,7 @@ def test_a_waiting_client_is_shown_with_the_servers_user_and_a_hint(utc: Cli) ->
 
 def test_without_clients_the_table_is_empty(utc: Cli) -> None:
     utc.host.clients.found = clients(servers=())
-    assert utc.good("clients") == NOBODY_THERE
+    assert utc.good("clients") == EMPTY
 
 
 def test_clients_are_printed_for_programs_too(utc: Cli) -> None:

@@ -1,4 +1,4 @@
-"""The completion scripts do what they are for, in the shells themselves where those are there."""
+"""The completion scripts do what they are for, in the shells themselves."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from yunion_mps.cli.engine import mount_words, overridden
         ["-e=A=1", "IMAGE"],
         ["--env", "A=1", "IMAGE"],
         ["--env=A=1", "IMAGE"],
-        ["--env", "A", "IMAGE"],  # from docker's own environment, or none where it is not there
+        ["--env", "A", "IMAGE"],  # from docker's own environment, or removed if it is not there
         ["-ite", "A=1", "IMAGE"],
         ["-dteA=1", "IMAGE"],
         ["--rm", "-v", "/a:/b", "--name", "-x", "--gpus=all", "-e", "A=", "IMAGE", "-e", "B=1"],

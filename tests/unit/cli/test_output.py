@@ -1,4 +1,4 @@
-"""Tables fit the terminal they are printed on, and are whole where they are piped."""
+"""Tables fit the terminal they are printed on, and are whole in a pipe."""
 
 from __future__ import annotations
 

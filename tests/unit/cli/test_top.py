@@ -1,4 +1,4 @@
-"""`yunion-mps top`: what a frame shows, whatever its size, and what is printed where nothing can be drawn."""
+"""`yunion-mps top`: what a frame shows, whatever its size, and what is printed if nothing can be drawn."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ def page_of(*gpus: Gpu, leases: Sequence[Json] = (), clients: Sequence[Json] = (
     """What the page shows of a host with these GPUs, leases and clients, and a domain in such a state."""
     service: Any = Queries(lambda: snapshot(*gpus, **domain), 0.0, 1)
     devices = service.devices(Filters(), 0, 0)["isolated_devices"]
-    seen = by_hand.clients(*clients, servers=(), troubles=("nobody knows",))
+    seen = by_hand.clients(*clients, servers=(), troubles=("domain host: it does not answer",))
     answers = Answers(service.status(), service.gpus()["gpus"], devices, leases, (), seen)
     return page(HostOverview.of(answers))
 
@@ -75,7 +75,7 @@ def test_findings_troubles_and_counts_are_those_of_status() -> None:
     shown = page_of(P40, leases=(LEASE, TWO), clients=(OVER, PAST_MPS))
     assert [one["kind"] for one in shown["findings"]] == ["Problem", "Problem", "Warning"]
     assert shown["wrong"] == 3
-    assert shown["troubles"] == ["nobody knows"]
+    assert shown["troubles"] == ["domain host: it does not answer"]
     served = {"total": 4, "available": 4, "unavailable": 0, "pending": 0}
     assert shown["devices"] == {**served, "used": 3, "free": 1}
     assert (shown["leases"], shown["clients"]) == (2, 2)

@@ -73,7 +73,7 @@ def _only_wake(number: int, frame: FrameType | None) -> None:
 
 
 class Terminal:
-    """The terminal on standard input and output, drawn on between `__enter__` and `__exit__`."""
+    """The terminal on standard input and output, drawn on between `enter` and `leave`."""
 
     def __init__(self, *, utf8: bool, colour: bool) -> None:
         self._in, self._out = 0, 1
