@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import subprocess
@@ -65,9 +66,14 @@ def run(*command: str | Path) -> str:
 
 @pytest.fixture(scope="session")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
-    directory = tmp_path_factory.mktemp("dist")
-    build(ROOT, directory)
-    return Built(directory)
+    """The packages of this checkout: one process of pytest's builds them, and another one waits for them."""
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    with open(shared / "dist.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (shared / "dist").exists():
+            build(ROOT, shared / "dist")
+    return Built(shared / "dist")
 
 
 @pytest.fixture(scope="session")
