@@ -17,7 +17,6 @@ class Field:
         self._keywords = {"description": description, **keywords} if description else keywords
 
     def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> dict[str, Any]:
-        """The schema and the keywords, for pydantic."""
         return {**handler(schema), **self._keywords}
 
 
@@ -39,6 +38,7 @@ DeviceAddress = Annotated[str, Field("The GPU's PCI address and the slot.", patt
 VendorDeviceId = Annotated[str, Field("PCI vendor and device.", pattern="^[0-9a-f]{4}:[0-9a-f]{4}$")]
 
 DOMAIN_STATES = ["stopped", "starting", "applying", "ready", "wedged", "backoff", "failed", "stopping"]
+STATES = ["ready", "degraded", "failed", "disabled"]
 EVENT_KINDS = ["domain", "limit", "gpu", "compute_mode", "configuration", "client", "lease", "daemon"]
 
 
@@ -88,11 +88,7 @@ class DeviceDetails(Device):
     domain: Annotated[str, Field("The control daemon that serves it.")]
     client_environment: Annotated[
         dict[str, str],
-        Field(
-            "What a process sets to use the device: CUDA_DEVICE_ORDER, CUDA_MPS_ACTIVE_THREAD_PERCENTAGE, "
-            "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT, CUDA_MPS_PIPE_DIRECTORY, CUDA_VISIBLE_DEVICES and, by which "
-            "its processes are known, YUNION_MPS_DEVICE; empty while no control daemon is to serve it."
-        ),
+        Field("What a process sets to use the device; empty while no control daemon is to serve it."),
     ]
 
 
@@ -194,13 +190,7 @@ class StatusWarning(TypedDict):
 class Status(TypedDict):
     """How the daemon, the control daemons and the devices are."""
 
-    state: Annotated[
-        str,
-        Field(
-            "`degraded`: something that should serve does not; `failed`: nothing does.",
-            enum=["ready", "degraded", "failed", "disabled"],
-        ),
-    ]
+    state: Annotated[str, Field("`degraded`: something does not serve; `failed`: nothing does.", enum=STATES)]
     notice: Annotated[str, Field("Why the host offers no devices at all, if so.")]
     notice_code: ReasonCode
     warnings: list[StatusWarning]

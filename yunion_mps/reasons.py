@@ -80,6 +80,22 @@ BUDGET_NOT_ENFORCED = _code(
     "use it for jobs that keep to their budgets; see who uses more: yunion-mps who",
 )
 
+VGPU = _code(
+    "vgpu",
+    "The GPU is a vGPU, or serves virtual machines.",
+    "try it: yunion-mps doctor --selftest; better pass a whole GPU through",
+)
+CLIENT_LIMIT = _code(
+    "client_limit",
+    "The GPU has nearly as many clients as MPS allows.",
+    "see who they are: yunion-mps clients",
+)
+DEVICE_NODES = _code(
+    "device_nodes",
+    "A device node of the GPU is missing, or users may not open it.",
+    "make them: nvidia-modprobe -u -c=0; look at them: ls -l /dev/nvidia*",
+)
+
 # -- compute modes
 
 COMPUTE_MODE_PROHIBITED = _code(
@@ -160,6 +176,11 @@ CONTROL_DAEMON_ERROR = _code(
 CONTROL_DAEMON_LEFT = _code(
     "control_daemon_left", "A control daemon from before runs that is not adopted.", _DOCTOR
 )
+OTHER_CONTROL_DAEMON = _code(
+    "other_control_daemon",
+    "A control daemon runs that is not ours: its clients get none of our limits.",
+    "end it once its jobs are done: echo quit | CUDA_MPS_PIPE_DIRECTORY=DIRECTORY nvidia-cuda-mps-control",
+)
 ADOPTION_REFUSED = _code(
     "adoption_refused",
     "A running control daemon cannot be adopted.",
@@ -212,6 +233,14 @@ PROCESS_PAST_MPS = _code(
     "process_past_mps", "A process uses the GPU without MPS, so that no budget holds it.", _END_JOB
 )
 OVER_BUDGET = _code("over_budget", "A device's processes have more memory than its budget.", _END_JOB)
+ENVIRONMENT = _code(
+    "environment",
+    "A variable leads a process past MPS, or to other limits than its device's.",
+    "let it be set for you: yunion-mps run COMMAND, or yunion-mps env",
+)
+SELFTEST_FAILED = _code(
+    "selftest_failed", "A small CUDA program did not run within a device's limits.", _DOCTOR
+)
 NOTHING_FREE = _code(
     "nothing_free", "No device that would do is free now.", "see who has them: yunion-mps who; wait: --wait"
 )
@@ -277,6 +306,27 @@ VERSION_DIFFERS = _code(
     "version_differs",
     "Another version of the daemon runs than is installed.",
     "run the installed one, which ends no job: yunion-mps daemon-reexec",
+)
+PIPE_DIRECTORY = _code(
+    "pipe_directory",
+    "The pipe or log directory, or what leads to it, is not as clients need it.",
+    "look at it: namei -l DIRECTORY; then: systemctl restart yunion-mps-daemon",
+)
+SOCKETS_REMOVED = _code(
+    "sockets_removed",
+    "A program that removes old files would remove the sockets of MPS.",
+    "exclude the directory from it, such as by a line in tmpfiles.d(5)",
+)
+DISK_FULL = _code("disk_full", "The pipe or log directory has no room.", "make room: df -h DIRECTORY")
+SHM_SMALL = _code(
+    "shm_small",
+    "MPS needs /dev/shm, which is too small or cannot be written.",
+    "make it larger: mount -o remount,size=1G /dev/shm; docker run --shm-size 1g",
+)
+ACCESS_DENIED = _code(
+    "access_denied",
+    "SELinux or AppArmor keeps a program from what it needs.",
+    "see what was denied: ausearch -m avc; journalctl -k | grep -i apparmor",
 )
 SHORTAGE = _code(
     "shortage",

@@ -18,6 +18,7 @@ from yunion_mps.host.logs import JournalFormatter, LineFormatter
 from yunion_mps.host.systemd import Notifier
 from yunion_mps.metrics.text import text_of
 from yunion_mps.paths import Paths
+from yunion_mps.reasons import HOST_ERROR
 
 from unit.hostile_names import HOSTILE, steers
 from unit.metrics.scene import facts
@@ -111,6 +112,6 @@ def test_the_metrics_are_printable_and_can_be_read(text: str) -> None:
 @given(HOSTILE)
 def test_a_finding_of_the_doctor_is_printable(text: str) -> None:
     """It quotes environments, logs and files of every sort."""
-    report = run([Check("one", lambda _: [problem(text, text)])], Host(Paths("/nowhere"), 30))
+    report = run([Check("one", HOST_ERROR, lambda _: [problem(text, text)])], Host(Paths("/nowhere"), 30))
     (line,) = report.lines
     assert (line.finding.what + line.finding.hint).isprintable()

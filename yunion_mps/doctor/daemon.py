@@ -8,14 +8,23 @@ from yunion_mps import __version__
 from yunion_mps.doctor.host import Finding, Findings, Host, check, ok, problem, skipped, warning
 from yunion_mps.errors import DriverError, HostError, Problem, UnreachableError
 from yunion_mps.mps.states import READY
-from yunion_mps.reasons import BUDGET_NOT_ENFORCED, COMPUTE_MODE_CHANGED
+from yunion_mps.reasons import (
+    BUDGET_NOT_ENFORCED,
+    COMPUTE_MODE_CHANGED,
+    CONTROL_DAEMON_EXITED,
+    DAEMON_UNREACHABLE,
+    INVALID_CONFIGURATION,
+    LIMITS_PENDING,
+    VERSION_DIFFERS,
+    hint_of,
+)
 
 #: What it warns of single GPUs, which the checks of the GPUs find in more detail.
 _OF_GPUS = (BUDGET_NOT_ENFORCED, COMPUTE_MODE_CHANGED)
 _EVENTS = "see what happened: yunion-mps events; journalctl -u yunion-mps-daemon"
 
 
-@check("daemon")
+@check("daemon", DAEMON_UNREACHABLE, DAEMON_UNREACHABLE)
 def daemon(host: Host) -> Findings:
     """Whether it runs, and what it says of its domains."""
     try:
@@ -27,28 +36,30 @@ def daemon(host: Host) -> Findings:
         return [ok("it does not run, and enable_cuda_mps is false: this host offers no devices")]
     if status["state"] == "disabled":
         return [ok(f"it runs ({status['version']}), and enable_cuda_mps is false: no devices are offered")]
-    found = [problem(status["notice"], _EVENTS)] if status["notice"] else []
+    found = [problem(status["notice"], _EVENTS, status["notice_code"])] if status["notice"] else []
     for domain in status["domains"]:
         name = domain["name"]
         if domain["state"] != READY:
-            found.append(problem(f"domain {name} is {domain['state']}: {domain['reason']}", _EVENTS))
+            what = f"domain {name} is {domain['state']}: {domain['reason']}"
+            found.append(problem(what, _EVENTS, domain["reason_code"]))
         if domain["pending"]:
             hint = "wait for the jobs, or end them: yunion-mps reload --drain or --now"
-            found.append(warning(f"domain {name}: {domain['pending']}", hint))
+            found.append(warning(f"domain {name}: {domain['pending']}", hint, LIMITS_PENDING))
         if domain["restarts"]:
             times = "once" if domain["restarts"] == 1 else f"{domain['restarts']} times"
             what = f"the control daemon of domain {name} had to be started again, {times}"
-            found.append(warning(what, _EVENTS))
-    found += [warning(one["text"], one["hint"]) for one in status["warnings"] if one["code"] not in _OF_GPUS]
+            found.append(warning(what, _EVENTS, CONTROL_DAEMON_EXITED))
+    others = (one for one in status["warnings"] if one["code"] not in _OF_GPUS)
+    found += [warning(one["text"], one["hint"], one["code"]) for one in others]
     if status["version"] != __version__:
         what = f"it is version {status['version']}, and this command is {__version__}"
-        found.append(warning(what, "run the new one, without harm to jobs: yunion-mps daemon-reexec"))
+        found.append(warning(what, hint_of(VERSION_DIFFERS), VERSION_DIFFERS))
     devices = status["devices"]
     well = f"it serves, {devices['available']} of {devices['total']} devices are available"
     return found or [ok(well)]
 
 
-@check("configuration")
+@check("configuration", INVALID_CONFIGURATION, INVALID_CONFIGURATION)
 def configuration(host: Host) -> Findings:
     """Both files, and whether they fit the GPUs."""
     paths = host.paths

@@ -14,6 +14,7 @@ from yunion_mps.doctor.host import Finding, Findings, Host, SkipError, check, ok
 from yunion_mps.host.files import read_beginning
 from yunion_mps.host.proc import user_name
 from yunion_mps.inventory.events import kernel_records
+from yunion_mps.reasons import ACCESS_DENIED, DISK_FULL, PIPE_DIRECTORY, SHM_SMALL, SOCKETS_REMOVED
 
 _ALL_ENTER = stat.S_IXUSR | stat.S_IXGRP | stat.S_IXOTH
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
@@ -43,7 +44,7 @@ _HINTS = {
 _ABOUT = re.compile(r'\b(comm|path|name|scontext|tcontext|tclass|profile)="?([^"\s]+)')
 
 
-@check("pipe directory")
+@check("pipe directory", PIPE_DIRECTORY, PIPE_DIRECTORY)
 def pipe_directory(host: Host) -> Findings:
     """Whether every user can reach the sockets, and no other user can put a control daemon there."""
     found: list[Finding] = []
@@ -115,7 +116,7 @@ def _sockets(place: str) -> Iterator[Finding]:
         yield problem(f"other users may not connect to {path}", f"chmod a+rw {path}")
 
 
-@check("cleaning", "nothing removes sockets by their age")
+@check("cleaning", SOCKETS_REMOVED, "nothing removes sockets by their age")
 def cleaning(host: Host) -> Findings:
     """Whether something removes sockets by their age, as systemd-tmpfiles does in /tmp on many systems."""
     rules = list(_rules(host))
@@ -157,7 +158,7 @@ def _is_below(place: str, path: str) -> bool:
     return place == path or place.startswith(path.rstrip("/") + "/")
 
 
-@check("disk space", "the pipe and log directories have room")
+@check("disk space", DISK_FULL, "the pipe and log directories have room")
 def space(host: Host) -> Findings:
     """Room for sockets and logs."""
     seen = set()
@@ -178,7 +179,7 @@ def space(host: Host) -> Findings:
             yield problem(f"{place} has no inodes left", f"remove files: df -i {place}")
 
 
-@check("/dev/shm")
+@check("/dev/shm", SHM_SMALL, SHM_SMALL)
 def shm(host: Host) -> Findings:
     """The shared memory in which servers and clients meet."""
     place = host.paths.under("/dev/shm")
@@ -201,7 +202,7 @@ def shm(host: Host) -> Findings:
     return found or [ok(f"{free >> 20} of {size >> 20} MiB are free")]
 
 
-@check("SELinux and AppArmor")
+@check("SELinux and AppArmor", ACCESS_DENIED, ACCESS_DENIED)
 def denials(host: Host) -> Findings:
     """What was refused within the last day."""
     under = host.paths.under

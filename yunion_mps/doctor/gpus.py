@@ -15,7 +15,18 @@ from yunion_mps.host.proc import environment_of
 from yunion_mps.models import DEFAULT, EXCLUSIVE_PROCESS, PROHIBITED, Gpu
 from yunion_mps.mps.processes import PROGRAM, SERVER, find_control_program, is_server, server_path
 from yunion_mps.planning.division import enforces_budgets, max_clients
-from yunion_mps.reasons import NO_REASON
+from yunion_mps.reasons import (
+    BUDGET_NOT_ENFORCED,
+    CLIENT_LIMIT,
+    COMPUTE_MODE_CHANGED,
+    DEVICE_NODES,
+    DRIVER_ERROR,
+    GPU_ERROR,
+    MIG_ENABLED,
+    NO_REASON,
+    PROGRAM_MISSING,
+    VGPU,
+)
 
 #: /proc/driver/nvidia/version: `Kernel Module  535.261.03`, `Open Kernel Module for x86_64  550.54.15`.
 _MODULE = re.compile(r"Kernel Module(?: for \S+)?\s+(\d{3}[\d.]*\d)")
@@ -38,7 +49,7 @@ _OFF = "nothing here needs it while enable_cuda_mps is false"
 _UPDATE = "finish the driver's update (all of its packages in one version), then reboot"
 
 
-@check("driver")
+@check("driver", DRIVER_ERROR, DRIVER_ERROR)
 def driver(host: Host) -> Findings:
     """Whether it answers, and whether its kernel module, library and programs are of one version."""
     try:
@@ -57,7 +68,7 @@ def driver(host: Host) -> Findings:
     return found or [ok(f"{version}, and so are its module, library and programs")]
 
 
-@check("programs")
+@check("programs", PROGRAM_MISSING, PROGRAM_MISSING)
 def programs(host: Host) -> Findings:
     """NVIDIA's control program, its server where the control daemon looks for it, and libcuda."""
     if host.is_off():
@@ -85,7 +96,7 @@ def programs(host: Host) -> Findings:
     return found or [ok(f"{program} and {SERVER} are there, and {_LIBRARY} is")]
 
 
-@check("device nodes")
+@check("device nodes", DEVICE_NODES, DEVICE_NODES)
 def nodes(host: Host) -> Findings:
     """The device nodes: an MPS server runs as its client's user, so all users must be able to open them."""
     minors = {f"nvidia{gpu.minor}" for gpu in host.our_gpus() if gpu.minor is not None}
@@ -169,7 +180,7 @@ _NEARLY = 0.9
 _VGPU = re.compile(r"-(?:\d-)?\d+(?:ME)?[ABCQ]$")
 
 
-@check("GPUs")
+@check("GPUs", GPU_ERROR, GPU_ERROR)
 def gpus(host: Host) -> Findings:
     """Whether each of our GPUs answers, and can serve."""
     ours, unavailable = host.our_gpus(), host.plan()[0].unavailable
@@ -178,11 +189,11 @@ def gpus(host: Host) -> Findings:
     for gpu in ours:
         reason = gpu.reason or (NO_REASON if gpu.mig_enabled else unavailable.get(gpu.pci_address, NO_REASON))
         if reason:
-            found.append(problem(f"{_named(gpu)}: {reason}", hint))
+            found.append(problem(f"{_named(gpu)}: {reason}", hint, reason.code))
     return found or [ok(f"{len(ours)} divided, each answers")]
 
 
-@check("MIG", "off on every GPU that is divided")
+@check("MIG", MIG_ENABLED, "off on every GPU that is divided")
 def mig(host: Host) -> Findings:
     """MIG mode, in which a GPU as a whole has no MPS."""
     for gpu in host.our_gpus():
@@ -191,7 +202,7 @@ def mig(host: Host) -> Findings:
             yield problem(f"{_named(gpu)} is in MIG mode, which excludes MPS on it as a whole", hint)
 
 
-@check("vGPU", "no GPU that is divided is a vGPU, or has any")
+@check("vGPU", VGPU, "no GPU that is divided is a vGPU, or has any")
 def vgpu(host: Host) -> Findings:
     """GPUs that are one virtual machine's share already, or whose memory is given to virtual machines."""
     for gpu in host.our_gpus():
@@ -204,7 +215,7 @@ def vgpu(host: Host) -> Findings:
             yield problem(what, "end them, or take it out of the device file")
 
 
-@check("budgets", "enforced on every GPU that is divided")
+@check("budgets", BUDGET_NOT_ENFORCED, "enforced on every GPU that is divided")
 def budgets(host: Host) -> Findings:
     """Whether limits are enforced at all."""
     for gpu in host.our_gpus():
@@ -213,7 +224,7 @@ def budgets(host: Host) -> Findings:
             yield warning(what, "use such GPUs only for jobs that keep to their budgets by themselves")
 
 
-@check("compute mode")
+@check("compute mode", COMPUTE_MODE_CHANGED, COMPUTE_MODE_CHANGED)
 def compute_mode(host: Host) -> Findings:
     """The modes: what a program does that misses the control daemon depends on them."""
     wanted = host.plan()[0].compute_modes
@@ -249,7 +260,7 @@ def _mode(gpu: Gpu, wanted: str | None, *, serves: bool) -> Finding | None:
     return None
 
 
-@check("client limit")
+@check("client limit", CLIENT_LIMIT, CLIENT_LIMIT)
 def client_limit(host: Host) -> Findings:
     """How many clients each GPU has of those that MPS allows there."""
     driver, override = host.inventory().driver, host.config()[0].cuda_mps_max_clients

@@ -37,11 +37,12 @@ EXIT_CODES = {PROBLEM: 2, WARNING: 1, UNKNOWN: 3, SKIPPED: 3, OK: 0}
 
 
 class Finding(NamedTuple):
-    """One line of the report."""
+    """One line of the report; without a `code`, a warning or problem has the code of its check."""
 
     level: str
     what: str
     hint: str = ""
+    code: str = ""
 
 
 Findings = Iterable[Finding]
@@ -57,34 +58,37 @@ def skipped(what: str, hint: str = "") -> Finding:
     return Finding(SKIPPED, what, hint)
 
 
-def warning(what: str, hint: str) -> Finding:
+def warning(what: str, hint: str, code: str = "") -> Finding:
     """Some programs will fail, or get something else than they should."""
-    return Finding(WARNING, what, hint)
+    return Finding(WARNING, what, hint, code)
 
 
-def problem(what: str, hint: str) -> Finding:
+def problem(what: str, hint: str, code: str = "") -> Finding:
     """Programs fail now, or run without their limits."""
-    return Finding(PROBLEM, what, hint)
+    return Finding(PROBLEM, what, hint, code)
 
 
 class Check(NamedTuple):
-    """One thing to look at: `well` is the finding of a check without any.
+    """One thing to look at: `code` is what its findings mean, `well` the finding of a check without any.
 
     A check is unknown if it takes more than so many `times` the host's timeout.
     """
 
     name: str
+    code: str
     look: Callable[[Host], Findings]
     well: str = ""
     times: float = 1
 
 
-def check(name: str, well: str = "", times: float = 1) -> Callable[[Callable[[Host], Findings]], Check]:
+def check(
+    name: str, code: str, well: str = "", times: float = 1
+) -> Callable[[Callable[[Host], Findings]], Check]:
     """Declare a function of a module in `report.MODULES` as a check of the host.
 
     It changes nothing, and returns or yields findings; it raises YunionError if it cannot be checked here.
     """
-    return lambda look: Check(name, look, well, times)
+    return lambda look: Check(name, code, look, well, times)
 
 
 class SkipError(YunionError):

@@ -26,6 +26,14 @@ from yunion_mps.mps.processes import (
     server_pids,
 )
 from yunion_mps.mps.startup import find
+from yunion_mps.reasons import (
+    CLIENT_WAITING,
+    CONTROL_DAEMON_ERROR,
+    CONTROL_DAEMON_SILENT,
+    OTHER_CONTROL_DAEMON,
+    SERVER_FAILED,
+    SERVERS_ORPHANED,
+)
 
 #: The control daemon greets at once; the daemon itself gives it 5 s before it acts.
 _GREETING_S = 2.0
@@ -42,7 +50,7 @@ _FAULT = "Server encountered a fatal exception"
 _STARTED = re.compile(r"Server \S* ?has started|: Server already exists")
 
 
-@check("control daemon")
+@check("control daemon", CONTROL_DAEMON_ERROR, CONTROL_DAEMON_ERROR)
 def control_daemons(host: Host) -> Findings:
     """Whether the one that clients find in each directory is the daemon's own."""
     found = [_owner(host, domain) for domain in host.domains()]
@@ -78,7 +86,7 @@ def _owner(host: Host, domain: DomainPlan) -> Finding:
     return warning(what, "start the daemon, which adopts it: systemctl start yunion-mps-daemon")
 
 
-@check("control daemon answers")
+@check("control daemon answers", CONTROL_DAEMON_SILENT, CONTROL_DAEMON_SILENT)
 def answers(host: Host) -> Findings:
     """Whether each control daemon greets its clients, and what keeps it from that."""
     found: list[Finding] = []
@@ -140,7 +148,7 @@ class _Other(NamedTuple):
         return f"PID {self.pid} ({', '.join(word for word in about if word)})"
 
 
-@check("other control daemons", "no other control daemon runs here")
+@check("other control daemons", OTHER_CONTROL_DAEMON, "no other control daemon runs here")
 def others(host: Host) -> Findings:
     """Other control daemons on this host: in NVIDIA's default place, or for the same GPUs."""
     for other in _others(host):
@@ -212,7 +220,7 @@ def _in_container(pid: int) -> bool:
         return False
 
 
-@check("orphaned servers", "every MPS server has its control daemon")
+@check("orphaned servers", SERVERS_ORPHANED, "every MPS server has its control daemon")
 def orphans(host: Host) -> Findings:
     """MPS servers that have outlived their control daemon, and keep their GPUs."""
     if os.geteuid() != 0:
@@ -225,7 +233,7 @@ def orphans(host: Host) -> Findings:
             yield warning(f"{what}, and keeps its GPUs from the next one", hint)
 
 
-@check("MPS servers", "none failed within the last hour")
+@check("MPS servers", SERVER_FAILED, "none failed within the last hour")
 def starts(host: Host) -> Findings:
     """Whether servers failed within the last hour, by the control daemons' own logs."""
     found: list[Finding] = []
@@ -279,7 +287,7 @@ def _last_failure(path: str) -> str:
     return next((text for text in reversed(lines) if re.search(r"(?i)fail|error|exception", text)), "")
 
 
-@check("users", "no client waits for another user's jobs")
+@check("users", CLIENT_WAITING, "no client waits for another user's jobs")
 def user_switching(host: Host) -> Findings:
     """Whether clients of one user wait for the end of another's jobs."""
     if host.config()[0].cuda_mps_multiuser:

@@ -10,11 +10,24 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from yunion_mps.doctor import daemon, environment, files, gpus, mps
-from yunion_mps.doctor.host import EXIT_CODES, SKIPPED, UNKNOWN, Check, Finding, Host, SkipError, ok, skipped
+from yunion_mps.doctor.host import (
+    EXIT_CODES,
+    PROBLEM,
+    SKIPPED,
+    UNKNOWN,
+    WARNING,
+    Check,
+    Finding,
+    Host,
+    SkipError,
+    ok,
+    skipped,
+)
 from yunion_mps.doctor.selftest import selftest
 from yunion_mps.errors import YunionError
 from yunion_mps.escaping import printable
 from yunion_mps.host import threads
+from yunion_mps.reasons import ENVIRONMENT
 
 #: Each check is declared once, by `@check(NAME)`, in one of these; a report of good news has their order.
 MODULES = (daemon, gpus, mps, files, environment)
@@ -27,9 +40,11 @@ def checks(
     """The checks of the host, of a process, of a command with the environment `own`, and on a GPU."""
     more = []
     if pid is not None:
-        more.append(Check("environment", partial(environment.of_process, pid=pid)))
+        more.append(Check("environment", ENVIRONMENT, partial(environment.of_process, pid=pid)))
     if command:
-        more.append(Check("environment", partial(environment.of_command, own=own, words=command)))
+        more.append(
+            Check("environment", ENVIRONMENT, partial(environment.of_command, own=own, words=command))
+        )
     if selftest_too:
         more.append(selftest)
     return (*OF_THE_HOST, *more)
@@ -120,4 +135,8 @@ def findings_of(check: Check, host: Host) -> list[Finding]:
         hint = "please report this, with the output of: yunion-mps doctor -o json"
         found = [Finding(UNKNOWN, f"the check itself failed: {type(error).__name__}: {error}", hint)]
     # Quotations come from environments, logs, files and answers; comparisons saw them as they are.
-    return [Finding(one.level, printable(one.what), printable(one.hint)) for one in found]
+    codes = {WARNING: check.code, PROBLEM: check.code}
+    return [
+        Finding(one.level, printable(one.what), printable(one.hint), one.code or codes.get(one.level, ""))
+        for one in found
+    ]

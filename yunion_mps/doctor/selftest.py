@@ -14,6 +14,7 @@ from yunion_mps.doctor.host import Finding, Findings, Host, SkipError, check, ok
 from yunion_mps.host.proc import uid_of, user_name
 from yunion_mps.host.processes import outcome_of
 from yunion_mps.mps.processes import server_pids
+from yunion_mps.reasons import SELFTEST_FAILED
 
 if TYPE_CHECKING:
     from yunion_mps.answers import DeviceDetails
@@ -46,7 +47,7 @@ _NO_GPU = (-1, 100)
 _KEPT = ("PATH", "LD_LIBRARY_PATH", "HOME", "LANG")
 
 
-@check("selftest", times=_TIMES_AS_LONG + 1)
+@check("selftest", SELFTEST_FAILED, times=_TIMES_AS_LONG + 1)
 def selftest(host: Host) -> Findings:
     """One device of each domain."""
     devices = [one for one in host.devices() if one["state"] == "available" and one["free"]]

@@ -10,6 +10,7 @@ from yunion_mps.doctor.host import Check, Finding, Findings, Host, Once, ok, pro
 from yunion_mps.doctor.report import OF_THE_HOST, Report, checks, run
 from yunion_mps.errors import HostError
 from yunion_mps.paths import Paths
+from yunion_mps.reasons import HOST_ERROR, MIG_ENABLED
 
 from simhost.environment import CHECKOUT
 
@@ -19,8 +20,11 @@ def host(tmp_path: Path) -> Host:
     return Host(Paths(str(tmp_path)), 30)
 
 
+GOOD = Check("good", HOST_ERROR, lambda _: [ok("fine")])
+
+
 def report(host: Host, *findings: Finding) -> Report:
-    return run([Check("one", lambda _: findings)], host)
+    return run([Check("one", HOST_ERROR, lambda _: findings)], host)
 
 
 def broken(_: Host) -> Findings:
@@ -32,7 +36,7 @@ def refused(_: Host) -> Findings:
 
 
 def test_a_check_that_breaks_is_a_line_of_its_own(host: Host) -> None:
-    found = run([Check("bad", broken), Check("good", lambda _: [ok("fine")])], host)
+    found = run([Check("bad", HOST_ERROR, broken), GOOD], host)
     assert [(line.check, line.finding.level) for line in found.lines] == [("bad", "unknown"), ("good", "ok")]
     assert found.lines[0].finding.what == "the check itself failed: ZeroDivisionError: of ours"
     assert found.exit_code == 3
@@ -45,21 +49,21 @@ def test_a_check_that_hangs_is_given_up_and_the_others_are_not(host: Host) -> No
         ended.wait(60)
         return []
 
-    found = run([Check("bad", hangs, times=0.01), Check("good", lambda _: [ok("fine")])], host)
+    found = run([Check("bad", HOST_ERROR, hangs, times=0.01), GOOD], host)
     ended.set()
     assert [line.check for line in found.lines] == ["bad", "good"]
     assert found.lines[0].finding.what == "no result within 0.3 s"
 
 
 def test_what_may_not_be_looked_at_is_skipped_with_the_reason(host: Host) -> None:
-    found = run([Check("root's", refused), Check("good", lambda _: [ok("fine")])], host)
+    found = run([Check("root's", HOST_ERROR, refused), GOOD], host)
     assert found.lines[-1].finding == ok("fine")
     assert found.lines[0].finding == skipped("not checked: you may not", "become root")
     assert found.exit_code == 0
 
 
 def test_a_check_without_findings_is_well_in_its_own_words(host: Host) -> None:
-    found = run([Check("one", lambda _: [], "all is well")], host)
+    found = run([Check("one", HOST_ERROR, lambda _: [], "all is well")], host)
     assert [line.finding for line in found.lines] == [ok("all is well")]
 
 
@@ -86,6 +90,11 @@ def test_the_worst_comes_first(host: Host) -> None:
     found = report(host, ok("1"), warning("2", ""), problem("3", ""), skipped("4"), Finding("unknown", "5"))
     assert [line.finding.what for line in found.lines] == ["3", "2", "5", "4", "1"]
     assert found.counts == {"problem": 1, "warning": 1, "unknown": 1, "skipped": 1, "ok": 1}
+
+
+def test_a_finding_has_its_own_code_or_that_of_its_check(host: Host) -> None:
+    found = report(host, problem("1", ""), warning("2", "", MIG_ENABLED), ok("3"))
+    assert [one["code"] for one in found.as_json()["checks"]] == [HOST_ERROR, MIG_ENABLED, ""]
 
 
 def test_what_was_found_out_or_failed_once_is_not_looked_for_again() -> None:
