@@ -52,7 +52,8 @@ Problem:  past MPS on GPU 00:06.0 with 300 MiB, where no budget holds: PID 4711
 Hint:     ask its owner, or end it: yunion-mps clients terminate PID
 Warning:  GPU 00:06.0 (Tesla P40): budgets are not enforced: the GPU is older
           than Volta; its clients can use all of its memory and threads
-Hint:     use it for jobs that keep to their budgets; see who uses more: yunion-mps who
+Hint:     use it for jobs that keep to their budgets; see who uses more:
+          yunion-mps who
 Devices:  4 of 4 available, 3 used, 1 free
 Leases:   2, 1 waiting; 1 client of MPS, 1 process past MPS
 GPUs:     1
