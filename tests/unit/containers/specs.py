@@ -10,7 +10,7 @@ from typing import Any
 from jsonschema import Draft7Validator  # type: ignore[import-untyped]
 from referencing import Registry, Resource
 from referencing.jsonschema import DRAFT7
-from yunion_mps.containers.spec import HostFiles, Node
+from yunion_mps.containers.spec import HostFiles, Node, devices_spec
 from yunion_mps.models import Device, DomainPlan, Snapshot
 
 from unit.http.snapshots import H100, P40
@@ -67,9 +67,20 @@ def plan_of(snapshot: Snapshot) -> tuple[tuple[Device, ...], list[DomainPlan]]:
     return snapshot.plan.devices, [status.plan for status in snapshot.domains]
 
 
-def edits_of(spec: Json | None, name: str) -> Json:
-    """What a container gets that is given the device."""
+def spec_of(snapshot: Snapshot, host: HostFiles = HOST) -> Json:
+    """The specification of a snapshot's devices, which is as the format has it."""
+    return held(devices_spec(*plan_of(snapshot), host))
+
+
+def held(spec: Json | None) -> Json:
+    """The specification, of which an engine would refuse nothing."""
     assert spec is not None
+    hold_to_the_format(spec)
+    return spec
+
+
+def edits_of(spec: Json, name: str) -> Json:
+    """What a container gets that is given the device."""
     return dict(next(device["containerEdits"] for device in spec["devices"] if device["name"] == name))
 
 

@@ -59,32 +59,28 @@ def process(root: Path, cgroup: str, *ancestors: list[str]) -> int:
     return 100
 
 
+def containers_of(root: Path) -> Containers:
+    return Containers(Paths(str(root)), proc=str(root / "proc"))
+
+
 def name_of(root: Path, pid: int) -> str:
-    found = Containers(Paths(str(root)), proc=str(root / "proc")).of(pid)
+    found = containers_of(root).of(pid)
     assert found is not None
     assert found.id == ID
     return found.name
 
 
+_STORED = "var/lib/containers/storage/overlay-containers/containers.json"
+
+
 def write(root: Path, path: str, value: object) -> None:
+    """A text as it is, and anything else as JSON."""
     (root / path).parent.mkdir(parents=True, exist_ok=True)
-    (root / path).write_text(json.dumps(value))
+    (root / path).write_text(value if isinstance(value, str) else json.dumps(value))
 
 
 def test_podman_s_name_is_told_by_the_monitor_wherever_the_storage_lies(tmp_path: Path) -> None:
-    monitor = [
-        "/usr/bin/conmon",
-        "--api-version",
-        "1",
-        "-c",
-        ID,
-        "-u",
-        ID,
-        "-n",
-        "trainer",
-        "-l",
-        "k8s-file:x",
-    ]
+    monitor = f"/usr/bin/conmon --api-version 1 -c {ID} -u {ID} -n trainer -l k8s-file:x".split()
     assert name_of(tmp_path, process(tmp_path, f"0::/libpod-{ID}.scope", ["sh"], monitor)) == "trainer"
 
 
@@ -96,7 +92,7 @@ def test_a_name_without_end_is_cut(tmp_path: Path) -> None:
 
 def test_podman_s_name_is_in_its_storage_where_the_monitor_has_gone(tmp_path: Path) -> None:
     stored = [{"id": OTHER, "names": ["other"]}, {"id": ID, "names": ["trainer"]}]
-    write(tmp_path, "var/lib/containers/storage/overlay-containers/containers.json", stored)
+    write(tmp_path, _STORED, stored)
     assert name_of(tmp_path, process(tmp_path, f"0::/libpod-{ID}.scope")) == "trainer"
 
 
@@ -114,32 +110,23 @@ def test_a_pod_is_named_by_its_uid(tmp_path: Path) -> None:
     "text", ["", "{", "[7]", '{"Name": 7}', json.dumps([{"id": ID}]), "[[[[[", "[" * 100_000]
 )
 def test_a_container_whose_name_cannot_be_read_goes_by_its_id(tmp_path: Path, text: str) -> None:
-    for path in (
-        "containers/storage/overlay-containers/containers.json",
-        f"docker/containers/{ID}/config.v2.json",
-    ):
-        (tmp_path / "var/lib" / path).parent.mkdir(parents=True)
-        (tmp_path / "var/lib" / path).write_text(text)
+    for path in (_STORED, f"var/lib/docker/containers/{ID}/config.v2.json"):
+        write(tmp_path, path, text)
     assert name_of(tmp_path, process(tmp_path, f"0::/libpod-{ID}.scope")) in (ID[:12], "7")
-
-
-_STORED = "var/lib/containers/storage/overlay-containers/containers.json"
 
 
 def test_a_name_outlives_the_file_that_had_it(tmp_path: Path) -> None:
     write(tmp_path, _STORED, [{"id": ID, "names": ["trainer"]}])
     pid = process(tmp_path, f"0::/libpod-{ID}.scope")
-    containers = Containers(Paths(str(tmp_path)), proc=str(tmp_path / "proc"))
+    containers = containers_of(tmp_path)
     assert containers.of(pid) == Container(ID, "trainer")
     (tmp_path / _STORED).unlink()
     assert containers.of(pid) == Container(ID, "trainer")
 
 
-def test_a_renamed_podman_container_has_its_new_name_not_its_monitors(
-    tmp_path: Path,
-) -> None:
+def test_a_renamed_podman_container_has_its_new_name_not_its_monitors(tmp_path: Path) -> None:
     pid = process(tmp_path, f"0::/libpod-{ID}.scope", ["conmon", "-c", ID, "-n", "trainer"])
-    containers = Containers(Paths(str(tmp_path)), proc=str(tmp_path / "proc"))
+    containers = containers_of(tmp_path)
     assert containers.of(pid) == Container(ID, "trainer")
     for name in ("another", "trainer", "third"):
         write(tmp_path, _STORED, [{"id": OTHER, "names": ["x"]}, {"id": ID, "names": [name]}])
@@ -148,7 +135,7 @@ def test_a_renamed_podman_container_has_its_new_name_not_its_monitors(
 
 def test_a_renamed_container_of_docker_goes_by_its_new_name(tmp_path: Path) -> None:
     pid = process(tmp_path, f"0::/system.slice/docker-{ID}.scope")
-    containers = Containers(Paths(str(tmp_path)), proc=str(tmp_path / "proc"))
+    containers = containers_of(tmp_path)
     assert containers.of(pid) == Container(ID, ID[:12])
     for name in ("trainer", "another", "trainer"):
         write(tmp_path, f"var/lib/docker/containers/{ID}/config.v2.json", {"ID": ID, "Name": f"/{name}"})
@@ -158,7 +145,7 @@ def test_a_renamed_container_of_docker_goes_by_its_new_name(tmp_path: Path) -> N
 def test_a_file_of_names_is_read_only_when_it_is_another(tmp_path: Path) -> None:
     write(tmp_path, _STORED, [{"id": ID, "names": ["trainer"]}])
     pid = process(tmp_path, f"0::/libpod-{ID}.scope")
-    containers = Containers(Paths(str(tmp_path)), proc=str(tmp_path / "proc"))
+    containers = containers_of(tmp_path)
     assert containers.of(pid) == Container(ID, "trainer")
     about = (tmp_path / _STORED).stat()
     write(tmp_path, _STORED, [{"id": ID, "names": ["another"]}])
@@ -167,6 +154,6 @@ def test_a_file_of_names_is_read_only_when_it_is_another(tmp_path: Path) -> None
 
 
 def test_a_process_of_the_host_and_one_that_is_gone_are_in_no_container(tmp_path: Path) -> None:
-    containers = Containers(Paths(str(tmp_path)), proc=str(tmp_path / "proc"))
+    containers = containers_of(tmp_path)
     assert containers.of(process(tmp_path, "0::/user.slice")) is None
     assert containers.of(os.getpid()) is None

@@ -10,7 +10,7 @@ from yunion_mps.models import Gpu, Holder, Lease, Pool
 from yunion_mps.planning.division import pool_device
 from yunion_mps.planning.environment import client_environment
 
-from unit.containers.specs import HOST, edits_of, environment_of, hold_to_the_format, plan_of
+from unit.containers.specs import HOST, edits_of, environment_of, held, hold_to_the_format, plan_of, spec_of
 from unit.http.snapshots import H100, P40, disabled, gone, large, reference, snapshot, troubled
 
 LEASE_ID = "7c1f0e7a-8a52-4f0e-8b5e-3f9d2a6c1b44"
@@ -18,9 +18,7 @@ LEASE_ID = "7c1f0e7a-8a52-4f0e-8b5e-3f9d2a6c1b44"
 
 def test_every_device_is_there_by_its_address_and_by_its_id_and_all_as_one() -> None:
     devices, domains = plan_of(reference())
-    spec = devices_spec(devices, domains, HOST)
-    assert spec is not None
-    hold_to_the_format(spec)
+    spec = held(devices_spec(devices, domains, HOST))
     assert (spec["kind"], spec["cdiVersion"]) == ("yunion.io/mps", "0.5.0")
     names = [device["name"] for device in spec["devices"]]
     assert names == [name for one in devices for name in (one.addr, one.id)] + ["all"]
@@ -30,7 +28,7 @@ def test_every_device_is_there_by_its_address_and_by_its_id_and_all_as_one() -> 
 
 def test_a_device_brings_budget_pipe_directory_nodes_and_hook() -> None:
     devices, domains = plan_of(reference())
-    spec = devices_spec(devices, domains, HOST._replace(hook_environment={"A": "b"}))
+    spec = held(devices_spec(devices, domains, HOST._replace(hook_environment={"A": "b"})))
     edits = edits_of(spec, "00:06.0-1")
     wanted = client_environment([devices[1]], domains[0])
     assert environment_of(edits) == {**wanted, "YUNION_MPS_LEASE": ""}, "and no lease of an engine's caller"
@@ -47,15 +45,14 @@ def test_a_device_brings_budget_pipe_directory_nodes_and_hook() -> None:
             "timeout": 30,
         }
     ]
-    assert spec is not None
     common = spec["containerEdits"]
     assert [mount["containerPath"] for mount in common["mounts"]] == ["/dev/shm"]
     assert [node["path"] for node in common["deviceNodes"]] == ["/dev/nvidiactl", "/dev/nvidia-uvm"]
 
 
 def test_all_has_every_gpu_within_what_one_client_may_get_of_it() -> None:
-    devices, domains = plan_of(snapshot(P40, H100))
-    edits = edits_of(devices_spec(devices, domains, HOST), "all")
+    devices, _ = plan_of(snapshot(P40, H100))
+    edits = edits_of(spec_of(snapshot(P40, H100)), "all")
     environment = environment_of(edits)
     assert environment["CUDA_VISIBLE_DEVICES"] == f"{P40.uuid},{H100.uuid}"
     assert environment["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] == "0=5760M,1=20389M"
@@ -66,8 +63,7 @@ def test_all_has_every_gpu_within_what_one_client_may_get_of_it() -> None:
 
 def test_with_a_control_daemon_for_each_gpu_nothing_is_all() -> None:
     devices, domains = plan_of(snapshot(P40, H100, scope="gpu"))
-    spec = devices_spec(devices, domains, HOST)
-    assert spec is not None
+    spec = held(devices_spec(devices, domains, HOST))
     assert "all" not in [device["name"] for device in spec["devices"]]
     places = {environment_of(edits_of(spec, one.addr))["CUDA_MPS_PIPE_DIRECTORY"] for one in devices}
     assert places == {f"/tmp/nvidia-mps/pipe/{gpu.uuid}" for gpu in (P40, H100)}
@@ -76,43 +72,35 @@ def test_with_a_control_daemon_for_each_gpu_nothing_is_all() -> None:
 def test_all_is_there_also_where_a_gpu_is_not_served_now() -> None:
     devices, (domain,) = plan_of(snapshot(P40, H100))
     without = domain._replace(gpus=domain.gpus[:1])
-    environment = environment_of(edits_of(devices_spec(devices, [without], HOST), "all"))
+    environment = environment_of(edits_of(held(devices_spec(devices, [without], HOST)), "all"))
     assert environment["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"].startswith("0=5760M,1=")
 
 
 def test_the_one_control_daemon_that_is_left_of_several_is_not_all() -> None:
     devices, domains = plan_of(snapshot(P40, H100, scope="gpu"))
-    spec = devices_spec(devices, domains[:1], HOST)
-    assert spec is not None
+    spec = held(devices_spec(devices, domains[:1], HOST))
     assert "all" not in [device["name"] for device in spec["devices"]]
 
 
 def test_devices_that_are_not_served_stay_for_the_hook_to_say_why() -> None:
     for state in (troubled(), gone()):
-        devices, domains = plan_of(state)
-        spec = devices_spec(devices, domains, HOST)
-        assert spec is not None
-        hold_to_the_format(spec)
-        assert {one.addr for one in devices} < {device["name"] for device in spec["devices"]}
+        names = {device["name"] for device in spec_of(state)["devices"]}
+        assert {device.addr for device in state.plan.devices} < names
 
 
 def test_a_device_of_a_lost_gpu_brings_only_its_variables_and_the_hook() -> None:
     """No control daemon is started for it, so its pipe directory and its nodes may be missing."""
     devices, (served, parked) = plan_of(snapshot(P40, H100, scope="gpu"))
-    spec = devices_spec(devices, [served], HOST, [parked])
-    assert spec is not None
-    hold_to_the_format(spec)
+    spec = held(devices_spec(devices, [served], HOST, [parked]))
     lost = [device for device in devices if device.domain == parked.name]
     for name in (lost[1].addr, lost[1].id):
         edits = edits_of(spec, name)
         assert edits.keys() == {"env", "hooks"}
         assert environment_of(edits)["YUNION_MPS_DEVICE"] == lost[1].addr
         assert edits["hooks"][0]["args"] == ["yunion-mps", "cdi-hook", lost[1].addr, "--unserved"]
-    alone = devices_spec(lost, [], HOST, [parked])
-    assert [one["name"] for one in (alone or {})["devices"]] == [
-        name for one in lost for name in (one.addr, one.id)
-    ]
-    both = devices_spec(devices, [served, parked], HOST, [parked])
+    alone = held(devices_spec(lost, [], HOST, [parked]))
+    assert [one["name"] for one in alone["devices"]] == [name for one in lost for name in (one.addr, one.id)]
+    both = held(devices_spec(devices, [served, parked], HOST, [parked]))
     assert "mounts" in edits_of(both, lost[1].addr), "as soon as it is served"
 
 
@@ -122,7 +110,7 @@ def test_a_host_without_devices_has_no_specification() -> None:
 
 def test_below_another_root_a_node_is_found_where_the_host_has_it() -> None:
     host = HostFiles(gpu_nodes={str(P40.uuid): (Node("/dev/nvidia0", "/root/dev/nvidia0"),)})
-    edits = edits_of(devices_spec(*plan_of(reference()), host), "00:06.0-0")
+    edits = edits_of(spec_of(reference(), host), "00:06.0-0")
     assert edits["deviceNodes"] == [{"path": "/dev/nvidia0", "hostPath": "/root/dev/nvidia0"}]
 
 
@@ -135,8 +123,7 @@ def test_what_nvidia_s_own_specification_says_comes_along() -> None:
     }  # fmt: skip
     gpu = {"deviceNodes": [{"path": "/dev/nvidia0"}, {"path": "/dev/dri/card0"}]}
     host = HOST._replace(nvidia=Nvidia((0, 7, 0), theirs, {str(P40.uuid): gpu}))
-    spec = devices_spec(*plan_of(snapshot(P40, H100)), host)
-    assert spec is not None
+    spec = spec_of(snapshot(P40, H100), host)
     assert spec["cdiVersion"] == "0.7.0", "theirs may need what came with it"
     common = spec["containerEdits"]
     assert [mount["containerPath"] for mount in common["mounts"]] == ["/usr/lib/libcuda.so.1", "/dev/shm"]
@@ -161,8 +148,7 @@ def test_a_lease_is_a_device_by_its_id_with_its_own_environment() -> None:
         "YUNION_MPS_LEASE": LEASE_ID,
     }
     lease = Lease(LEASE_ID, devices[:2], Holder("process", 0, 1, 1), 0.0, environment, cdi=True)
-    spec = lease_spec(lease, {device.id for device in devices}, HOST)
-    hold_to_the_format(spec)
+    spec = held(lease_spec(lease, {device.id for device in devices}, HOST))
     assert [device["name"] for device in spec["devices"]] == [LEASE_ID]
     edits = edits_of(spec, LEASE_ID)
     assert environment_of(edits) == environment
@@ -176,8 +162,7 @@ def test_a_device_of_a_pool_has_a_name_while_its_lease_lives() -> None:
     device = pool_device(reference().plan.host_id, pool, 2, 0, [P40])
     environment = client_environment([device], plan)
     lease = Lease(LEASE_ID, (device,), Holder("name", 0, name="job"), 0.0, environment, cdi=True)
-    spec = lease_spec(lease, set(), HOST)
-    hold_to_the_format(spec)
+    spec = held(lease_spec(lease, set(), HOST))
     assert [one["name"] for one in spec["devices"]] == [LEASE_ID, "00:06.0-m0", device.id]
     assert edits_of(spec, "00:06.0-m0")["hooks"][0]["args"][-1] == LEASE_ID
 
@@ -200,16 +185,12 @@ def test_whatever_the_gpus_are_every_name_fits_the_format(
         H100._replace(pci_address=address, uuid=f"GPU-{place:08x}-2222-3333-4444-555555555555", minor=place)
         for place, address in enumerate(sorted(addresses))
     ]
-    devices, domains = plan_of(snapshot(*gpus, replicas=number, scope=scope))
-    spec = devices_spec(devices, domains, HOST)
-    assert spec is not None
-    hold_to_the_format(spec)
+    spec_of(snapshot(*gpus, replicas=number, scope=scope))
 
 
 @pytest.mark.parametrize("word", ["kind", "name", "hookName", "deviceNodes"])
 def test_the_schema_that_holds_us_finds_what_is_wrong(word: str) -> None:
-    spec = devices_spec(*plan_of(large(48)), HOST)
-    assert spec is not None
+    spec = spec_of(large(48))
     edits = spec["devices"][0]["containerEdits"]
     broken = {"kind": spec, "name": spec["devices"][0], "hookName": edits["hooks"][0], "deviceNodes": edits}
     broken[word][word] = 7
