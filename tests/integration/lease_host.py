@@ -7,7 +7,6 @@ import http.client
 import json
 import os
 import socket
-import sqlite3
 import subprocess
 from collections.abc import Iterator
 from typing import Any
@@ -87,20 +86,6 @@ def take(daemon: Daemon, query: str) -> dict[str, Any]:
 def take_all(daemon: Daemon) -> None:
     for address in ADDRESSES:
         take(daemon, f"name={address}&ttl=600&device={address}")
-
-
-@contextlib.contextmanager
-def state_of(daemon: Daemon) -> Iterator[sqlite3.Connection]:
-    """Its state file, beside it."""
-    state = sqlite3.connect(daemon.host.root / "var/lib/yunion-mps/state.db", isolation_level=None)
-    with contextlib.closing(state):
-        yield state
-
-
-def fill_up(state: sqlite3.Connection, change: str, table: str) -> None:
-    """Let the state file refuse such changes, as a full disk makes it."""
-    full = "BEGIN SELECT RAISE(ABORT, 'database or disk is full'); END"
-    state.execute(f"CREATE TRIGGER no_{change} BEFORE {change} ON {table} {full}")
 
 
 def leases_of(daemon: Daemon) -> list[dict[str, Any]]:

@@ -22,12 +22,9 @@ from integration.lease_host import (
     ADDRESSES,
     Asker,
     Connection,
-    fill_up,
     given,
-    leases_of,
     queued,
     restart,
-    state_of,
     take,
     take_all,
     wait_until_wait,
@@ -84,45 +81,6 @@ def test_a_client_that_leaves_just_when_its_device_is_freed_has_none(
         waiter.close()
     eventually(lambda: not who_waits(ready_daemon), "that nobody waits")
     eventually(lambda: given(ready_daemon) == [], "that all is free")
-
-
-def test_a_reservation_ends_at_once_when_its_request_times_out(
-    make_host: MakeHost, make_daemon: MakeDaemon
-) -> None:
-    daemon = make_daemon(make_host([{"kind": "v100", "count": 2}])).start().wait_ready()
-    total = daemon.get("/v1/devices")[1]["total"]
-    for number in range(total - 1):
-        take(daemon, f"name=a{number}&ttl=600")
-    wants_two = Asker(daemon, "count=2&across=true&wait=1")
-    wait_until_wait(daemon, 1)
-    wants_one = queued(daemon, "name=b&ttl=600", 2)
-    assert wants_two.answer()[0] == 423
-    assert wants_two.ask("GET", "/v1/leases")[1]["waiting"] == []
-    assert wants_one.answer()[0] == 200
-    wants_two.close()
-    wants_one.close()
-
-
-def test_a_reload_refuses_queued_requests_that_become_infeasible(
-    make_host: MakeHost, make_daemon: MakeDaemon
-) -> None:
-    daemon = make_daemon(make_host([{"kind": "v100", "count": 2}])).start().wait_ready()
-    taken = [take(daemon, f"name=a{number}&ttl=600") for number in range(8)]
-    named = queued(daemon, "device=00:07.0-3&name=b&ttl=600")
-    across = queued(daemon, "count=2&across=true&name=c&ttl=600", 2)
-    anyone = queued(daemon, "name=d&ttl=600", 3)
-    (daemon.host.root / "etc/yunion/host_container_device.yml").write_text(
-        "devices:\n- {path: /dev/dri/renderD128, type: NVIDIA_MPS, virtual_number: 4}\n"
-    )
-    assert daemon.ask("POST", "/v1/reload")[0] == 200
-    for waiter in (named, across):
-        status, answer = waiter.answer()
-        assert (status, "can never be allocated" in answer["detail"]) == (410, True), answer
-        waiter.close()
-    assert [one["name"] for one in who_waits(daemon)] == ["d"]
-    assert daemon.ask("DELETE", f"/v1/leases/{taken[0]['id']}")[0] == 200
-    assert anyone.answer()[1]["devices"] == taken[0]["devices"]
-    anyone.close()
 
 
 def test_a_lease_that_a_reload_left_without_its_control_daemon_is_told(
@@ -243,39 +201,6 @@ def test_a_shortage_of_descriptors_is_reported_and_nothing_granted(
                 assert connection.ask("GET", "/v1/leases")[1]["total"] == 0
             else:
                 assert connection.ask("DELETE", f"/v1/leases/{answer['id']}")[0] == 200
-
-
-def test_a_lease_whose_end_was_not_stored_takes_no_device_after_a_crash(
-    ready_daemon: Daemon,
-) -> None:
-    ended = take(ready_daemon, "name=a&ttl=600&device=00:06.0-0")
-    with state_of(ready_daemon) as state:
-        fill_up(state, "DELETE", "lease")
-        assert ready_daemon.ask("DELETE", f"/v1/leases/{ended['id']}")[0] == 200
-        assert given(ready_daemon) == []
-        assert ready_daemon.ask("POST", "/v1/leases?name=b&ttl=600")[0] == 409
-        state.execute("DROP TRIGGER no_DELETE")  # there is room again
-    new = take(ready_daemon, "name=b&ttl=600&device=00:06.0-0")
-    restart(ready_daemon)
-    (found,) = leases_of(ready_daemon)
-    assert found["id"] == new["id"]
-    assert "passed over" not in ready_daemon.log
-
-
-def test_a_request_whose_position_cannot_be_stored_is_served_in_its_turn(ready_daemon: Daemon) -> None:
-    held = take(ready_daemon, "name=held&ttl=600&device=00:06.0-0")
-    with state_of(ready_daemon) as state:
-        for change in ("INSERT", "DELETE"):
-            fill_up(state, change, "queued_request")
-    waiters = []
-    for number in range(2):
-        query = f"device=00:06.0-0&name=w{number}&ttl=600&request={str(number) * 32}"
-        waiters.append(queued(ready_daemon, query, number + 1))
-    for waiter in waiters:
-        ready_daemon.ask("DELETE", f"/v1/leases/{held['id']}")
-        status, held = waiter.answer()
-        assert (status, held["devices"]) == (200, ["00:06.0-0"])
-        waiter.close()
 
 
 def test_a_clock_that_is_set_back_changes_no_order(daemon: Daemon, tmp_path: Path) -> None:

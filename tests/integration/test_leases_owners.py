@@ -16,16 +16,13 @@ import pytest
 from integration.daemon_host import Daemon, eventually
 from integration.lease_host import (
     STRANGER,
-    Asker,
     given,
     needs_root,
     restart,
     stranger,
     take,
-    wait_until_wait,
 )
 from packages.machine import hierarchies
-from unit.http.server_host import as_user
 
 pytestmark = [needs_root, pytest.mark.gpus({"kind": "v100"})]
 
@@ -138,49 +135,11 @@ def test_a_job_process_s_lease_is_its_unit_s_whichever_user_took_it(
         assert train.ask("DELETE", f"/v1/leases/{lease['id']}")[0] == 200
 
 
-def test_a_user_has_no_more_leases_than_allowed(daemon: Daemon) -> None:
-    daemon.configure(max_leases_per_user=2)
-    daemon.start().wait_ready()
-    request = "request=" + "a" * 32
-    with stranger(daemon) as nobody:
-        _, first = nobody.ask("POST", f"/v1/leases?name=a&ttl=600&{request}")
-        assert nobody.ask("POST", "/v1/leases?name=b&ttl=600")[0] == 200
-        assert nobody.ask("POST", f"/v1/leases?name=a&ttl=600&{request}")[1]["id"] == first["id"]
-        assert nobody.ask("POST", f"/v1/leases?name=a&ttl=600&{request}&dry=true")[0] == 200
-        for query in ("name=c&ttl=600", "name=c&ttl=600&wait=600", "name=d&ttl=600&dry=true"):
-            status, answer = nobody.ask("POST", f"/v1/leases?{query}")
-            what = "nobody: 2 leases and queued requests, and max_leases_per_user is 2"
-            assert (status, answer["detail"]) == (403, what)
-        assert nobody.ask("DELETE", "/v1/leases/b")[0] == 200
-        assert nobody.ask("POST", "/v1/leases?name=c&ttl=600")[0] == 200
-    take(daemon, "name=a&ttl=600")
-    take(daemon, "name=b&ttl=600")
-    assert daemon.ask("POST", "/v1/leases?name=c&ttl=600")[0] == 423, "root has as many as there are"
-
-
-def test_a_request_that_waits_counts_as_a_lease(daemon: Daemon) -> None:
-    daemon.configure(max_leases_per_user=2)
-    daemon.start().wait_ready()
-    for number in range(4):
-        take(daemon, f"name=ours-{number}&ttl=600")
-    daemon.socket_path.chmod(0o666)
-    with as_user(STRANGER):
-        waiters = [Asker(daemon, f"name=a{number}&ttl=600&wait=600") for number in range(2)]
-    wait_until_wait(daemon, 2)
-    with stranger(daemon) as nobody:
-        assert nobody.ask("POST", "/v1/leases?name=b&ttl=600&wait=1")[0] == 403
-    for number in (0, 1):
-        assert daemon.ask("DELETE", f"/v1/leases/ours-{number}")[0] == 200
-    assert [waiter.answer()[0] for waiter in waiters] == [200, 200], "what was let in is served"
-    for waiter in waiters:
-        waiter.close()
-
-
-def test_no_lease_lives_longer_without_renewal_than_allowed(daemon: Daemon) -> None:
+def test_a_reload_sets_how_many_leases_and_how_long_ones_are_allowed(daemon: Daemon) -> None:
     daemon.start().wait_ready()
     month_s = 30 * 86_400
     take(daemon, f"name=a&ttl={month_s}")
-    daemon.configure(max_lease_ttl_s=60)
+    daemon.configure(max_lease_ttl_s=60, max_leases_per_user=1)
     assert daemon.ask("POST", "/v1/reload")[0] == 200
     status, answer = daemon.ask("POST", "/v1/leases?name=b&ttl=61")
     assert (status, answer["detail"]) == (
@@ -188,3 +147,8 @@ def test_no_lease_lives_longer_without_renewal_than_allowed(daemon: Daemon) -> N
         "a time to live of 61 s is longer than max_lease_ttl_s allows (60 s)",
     )
     take(daemon, "name=b&ttl=60")
+    with stranger(daemon) as nobody:
+        assert nobody.ask("POST", "/v1/leases?name=a&ttl=60")[0] == 200
+        status, answer = nobody.ask("POST", "/v1/leases?name=b&ttl=60&wait=60")
+        what = "nobody: 1 leases and queued requests, and max_leases_per_user is 1"
+        assert (status, answer["detail"]) == (403, what)

@@ -1,0 +1,260 @@
+"""Leases over the state file: the queue, what a full disk and the next daemon make of them, and quotas."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Iterator
+from contextlib import closing
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from yunion_mps.answers import LeaseRecord
+from yunion_mps.containers.publisher import CdiPublisher
+from yunion_mps.errors import HostError, NeverFreeError, NotAllowedError, NothingFreeError
+from yunion_mps.host.store import Store
+from yunion_mps.leases.request import LeaseRequest
+from yunion_mps.models import Holder, Owner
+from yunion_mps.paths import Paths
+from yunion_mps.service.leases import LeaseService
+from yunion_mps.service.queries import Queries
+from yunion_mps.supervisor.event_log import EventLog
+
+from unit import builders
+from unit.http.snapshots import snapshot
+
+ONE, TWO = builders.gpu(1), builders.gpu(2)
+ROOT, ALICE, BOB = 0, 1000, 1001
+FIRST, SECOND = "a" * 32, "b" * 32
+
+
+class LeaseHost:
+    """The leases of one daemon after another on a host with two GPUs, each divided by four."""
+
+    def __init__(self, paths: Paths, store: Store) -> None:
+        self.paths = paths
+        self.store = store
+        self.snapshot = snapshot(ONE, TWO)
+        event_log = EventLog(lambda: store, paths.events_copy)
+        self.supervisor: Any = SimpleNamespace(
+            store=lambda: store,
+            snapshot=lambda: self.snapshot,
+            config=builders.config(),
+            event_log=event_log,
+            refuse_if_unsafe=lambda: None,
+        )
+        self.leases = self._daemon()
+
+    def _daemon(self) -> LeaseService:
+        queries = Queries(lambda: self.snapshot, 0.0, 1)
+        leases = LeaseService(self.paths, self.supervisor, queries, CdiPublisher(self.paths, self.supervisor))
+        queries.ledger = leases.ledger
+        return leases
+
+    async def restart(self) -> None:
+        """Go on with the leases of the next daemon."""
+        self.leases.cancel_queued()
+        for _ in range(5):  # what waits hears of it
+            await asyncio.sleep(0)
+        self.leases.close()
+        self.leases = self._daemon()
+        self.leases.restore()
+
+    async def take(
+        self,
+        name: str,
+        uid: int = ROOT,
+        *,
+        request: LeaseRequest = LeaseRequest(),  # noqa: B008 - it is frozen
+        wait_s: float = 0.0,
+        key: str = "",
+        ttl_s: float = 600.0,
+    ) -> LeaseRecord:
+        holder = Holder("name", uid, name=name, ttl_s=ttl_s)
+        return await self.leases.take(request, holder, lambda _: None, wait_s, key)
+
+    async def queue(self, name: str, uid: int = ROOT, **more: Any) -> asyncio.Task[LeaseRecord]:
+        """A request that waits."""
+        task = asyncio.ensure_future(self.take(name, uid, **{"wait_s": 60.0, **more}))
+        await asyncio.sleep(0)
+        assert not task.done()
+        return task
+
+    async def fill(self, number: int = 8) -> list[LeaseRecord]:
+        return [await self.take(f"held-{place}") for place in range(number)]
+
+    def release(self, name: str, uid: int = ROOT) -> None:
+        self.leases.release(name, Owner(uid))
+
+    @property
+    def waiting(self) -> list[str | None]:
+        return [one["name"] for one in self.leases.leases()["waiting"]]
+
+    @property
+    def held(self) -> list[str | None]:
+        return [one["name"] for one in self.leases.leases()["leases"]]
+
+    def refuse(self, change: str, table: str) -> None:
+        """Let the state file refuse such changes, as a full disk makes it."""
+        full = "BEGIN SELECT RAISE(ABORT, 'database or disk is full'); END"
+        self.store.write(f"CREATE TRIGGER no_{change} BEFORE {change} ON {table} {full}", [()])
+
+    @property
+    def positions(self) -> int:
+        """How many queued requests the next daemon would know."""
+        return len(self.store.read("SELECT 1 FROM queued_request"))
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Iterator[LeaseHost]:
+    paths = Paths(str(tmp_path))
+    with closing(Store(paths)) as store:
+        yield LeaseHost(paths, store)
+
+
+def run(work: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(work, 60))
+
+
+def test_a_reservation_ends_at_once_when_its_request_times_out(host: LeaseHost) -> None:
+    async def work() -> None:
+        await host.fill(7)
+        wants_two = await host.queue("two", request=LeaseRequest(2, across=True), wait_s=0.05)
+        wants_one = await host.queue("one")
+        with pytest.raises(NothingFreeError):
+            await wants_two
+        assert host.waiting == []
+        assert (await wants_one)["name"] == "one"
+
+    run(work())
+
+
+def test_queued_requests_that_become_infeasible_are_refused(host: LeaseHost) -> None:
+    async def work() -> None:
+        (first, *_) = await host.fill()
+        refused = [
+            await host.queue("named", request=LeaseRequest(device="02:00.0-3")),
+            await host.queue("across", request=LeaseRequest(2, across=True)),
+        ]
+        anyone = await host.queue("anyone")
+        host.snapshot = snapshot(ONE)._replace(version=2)
+        host.leases.serve()
+        for task in refused:
+            with pytest.raises(NeverFreeError, match="can never be allocated"):
+                await task
+        assert host.waiting == ["anyone"]
+        host.release(first["id"])
+        assert (await anyone)["devices"] == first["devices"]
+
+    run(work())
+
+
+def test_a_lease_whose_end_was_not_stored_takes_no_device_after_a_crash(host: LeaseHost) -> None:
+    async def work() -> None:
+        await host.take("ended")
+        host.refuse("DELETE", "lease")
+        host.release("ended")
+        assert host.held == []
+        with pytest.raises(HostError):
+            await host.take("new")
+        host.store.write("DROP TRIGGER no_DELETE", [()])  # there is room again
+        new = await host.take("new")
+        await host.restart()
+        assert [one["id"] for one in host.leases.leases()["leases"]] == [new["id"]]
+
+    run(work())
+
+
+def test_a_request_whose_position_cannot_be_stored_is_served_in_its_turn(host: LeaseHost) -> None:
+    async def work() -> None:
+        await host.fill()
+        for change in ("INSERT", "DELETE"):
+            host.refuse(change, "queued_request")
+        waiting = [await host.queue("first", key=FIRST), await host.queue("second", key=SECOND)]
+        for place, task in enumerate(waiting):
+            host.release(f"held-{place}")
+            assert (await task)["devices"] == [f"01:00.0-{place}"]
+
+    run(work())
+
+
+def test_a_repeated_request_keeps_its_position_when_the_first_is_gone(host: LeaseHost) -> None:
+    async def work() -> None:
+        await host.fill()
+        lost = await host.queue("job", key=FIRST)
+        again = await host.queue("job", key=FIRST)
+        for task, left in ((lost, 1), (again, 0)):
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            assert host.positions == left
+
+    run(work())
+
+
+def test_a_position_is_not_given_to_another_user(host: LeaseHost) -> None:
+    async def work() -> None:
+        await host.fill()
+        lost = await host.queue("mine", ALICE, key=FIRST)
+        await host.restart()
+        await asyncio.gather(lost, return_exceptions=True)
+        others = [await host.queue("theirs", BOB, key=FIRST), await host.queue("mine", ALICE, key=FIRST)]
+        assert host.waiting == ["mine", "theirs"]
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+
+    run(work())
+
+
+def test_another_holder_cannot_have_the_lease_of_a_request(host: LeaseHost) -> None:
+    async def work() -> None:
+        lease = await host.take("first", key=FIRST)
+        assert (await host.take("first", key=FIRST))["id"] == lease["id"]
+        with pytest.raises(HostError, match="this request has a lease already"):
+            await host.take("second", key=FIRST)
+        assert host.held == ["first"]
+
+    run(work())
+
+
+def test_restarts_keep_no_lease_that_is_not_renewed(host: LeaseHost) -> None:
+    async def work() -> None:
+        await host.take("dead", ttl_s=0.2)
+        while host.held:
+            await asyncio.sleep(0.01)
+            await host.restart()
+
+    run(work())
+
+
+def test_a_user_has_no_more_leases_and_queued_requests_than_allowed(host: LeaseHost) -> None:
+    async def work() -> None:
+        host.supervisor.config = builders.config(max_leases_per_user=2)
+        await host.fill(6)
+        first = await host.take("a", ALICE, key=FIRST)
+        await host.take("b", ALICE)
+        assert (await host.take("a", ALICE, key=FIRST))["id"] == first["id"]
+        again = Holder("name", ALICE, name="a", ttl_s=600.0)
+        with pytest.raises(NothingFreeError):  # because all are taken, and not because of the quota
+            host.leases.would_take(LeaseRequest(), again, FIRST)
+        for wait_s in (0.0, 60.0):
+            with pytest.raises(
+                NotAllowedError, match="2 leases and queued requests, and max_leases_per_user is 2"
+            ):
+                await host.take("c", ALICE, wait_s=wait_s)
+        with pytest.raises(NotAllowedError):
+            host.leases.would_take(LeaseRequest(), again._replace(name="d"))
+        waiting = [await host.queue("a", BOB, key=FIRST), await host.queue("b", BOB)]
+        (await host.queue("a", BOB, key=FIRST)).cancel()  # one that is repeated is no third
+        with pytest.raises(NotAllowedError):
+            await host.take("c", BOB, wait_s=60.0)
+        host.release("held-0")
+        host.release("held-1")
+        assert [(await task)["name"] for task in waiting] == ["a", "b"], "what was let in is served"
+        host.release("b", ALICE)
+        assert (await host.take("c", ALICE))["name"] == "c"
+        with pytest.raises(NothingFreeError):
+            await host.take("root has as many as there are")
+
+    run(work())
