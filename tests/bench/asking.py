@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 
 from bench.values import BenchError
-from simhost.closes import Closes
+from simhost.host import Closes
 
 
 def request_for(target: str, method: str = "GET") -> bytes:

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from integration.daemon_host import PATIENCE_S, eventually
-from simhost.closes import Closes
+from simhost.host import Closes
 
 Json = dict[str, Any]
 

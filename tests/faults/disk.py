@@ -12,7 +12,7 @@ import subprocess
 from pathlib import Path
 
 from faults.scene import Scene
-from simhost.closes import Closes
+from simhost.host import Closes
 
 _SIZE_KIB = 512
 

@@ -6,7 +6,7 @@ import mmap
 import struct
 from pathlib import Path
 
-from simhost.compiled import LIBRARY, compiled
+from simhost.install import LIBRARY, compiled
 
 _SOURCE = Path(__file__).with_name("levers.c")
 _PAGE = struct.Struct("=QQqq")

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 from faults.reading import events_of, readable, shown, shown_s
 from integration.daemon_host import Daemon, control_daemons, is_running
 from simhost import Description, SimHost
-from simhost.closes import Closes
+from simhost.host import Closes
 from simhost.mps import CONTROL, Client, StandIns
 
 T = TypeVar("T")

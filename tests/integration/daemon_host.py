@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from simhost import SimHost
-from simhost.closes import Closes
+from simhost.host import Closes
 from simhost.mps import CONTROL
 
 #: So long that only something that never comes is missed, on however slow a machine.

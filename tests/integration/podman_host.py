@@ -23,7 +23,7 @@ import pytest
 
 from integration.daemon_host import Daemon
 from simhost import SimHost
-from simhost.closes import Closes
+from simhost.host import Closes
 
 IMAGE = "localhost/tools:1"
 _TOOLS = ("bash", "cat", "env", "id", "ls", "sleep")

@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Mapping
 
 from integration.daemon_host import PATIENCE_S, eventually
-from simhost.closes import Closes
+from simhost.host import Closes
 
 #: Beyond the environment given: a shell that says nothing of its own.
 _SHELL = {"ENV": "", "SHELL": "/bin/sh", "LC_ALL": "C.UTF-8"}

@@ -13,7 +13,7 @@ from typing import Any
 
 from integration.daemon_host import PATIENCE_S, eventually
 from integration.gateway_host import free_port
-from simhost.closes import Closes
+from simhost.host import Closes
 
 CHECKOUT = Path(__file__).resolve().parent.parent.parent
 RULES = CHECKOUT / "etc/prometheus/yunion-mps.rules.yml"

@@ -18,7 +18,7 @@ from typing import TypeVar
 from packages.driver import Driver
 from packages.images import lay_over, take_off
 from simhost import Description
-from simhost.closes import Closes
+from simhost.host import Closes
 
 T = TypeVar("T")
 Done = subprocess.CompletedProcess[str]

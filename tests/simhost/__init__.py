@@ -6,10 +6,10 @@ with SimHost.create([{"kind": "h100", "count": 8}]) as host:
     host.fail("nvmlDeviceGetUUID", "gpu_is_lost", gpu=0, times=1)
 """
 
-from .compiled import BuildError
 from .description import REFERENCE, Description, DescriptionError
 from .gpu import SimGpu
 from .host import SimHost
+from .install import BuildError
 from .state import StateError
 
 __all__ = ["REFERENCE", "BuildError", "Description", "DescriptionError", "SimGpu", "SimHost", "StateError"]

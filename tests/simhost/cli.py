@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from .compiled import BuildError
 from .description import DescriptionError
 from .host import SimHost
+from .install import BuildError
 from .runner import hold_signals, run
 from .state import StateError
 

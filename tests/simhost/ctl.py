@@ -8,10 +8,10 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from .catalog import COMPUTE_MODES, ERRORS
 from .description import PROCESS_TYPES, DescriptionError
 from .gpu import SimGpu
 from .host import SimHost
-from .nvml import COMPUTE_MODES, ERRORS
 from .state import StateError
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Union
 
-from .catalog import KINDS, LINK_SPEEDS, LINK_WIDTHS
+from .catalog import COMPUTE_MODES, ERRORS, KINDS, LINK_SPEEDS, LINK_WIDTHS
 from .layout import (
     MAX_FAILURES,
     MAX_GPUS,
@@ -22,7 +22,6 @@ from .layout import (
     PROCESS_GRAPHICS,
     PROCESS_MPS,
 )
-from .nvml import COMPUTE_MODES, ERRORS
 
 # As nvidia-smi's table has them: compute, a client of MPS, graphics.
 PROCESS_TYPES = {"C": PROCESS_COMPUTE, "M+C": PROCESS_MPS, "G": PROCESS_GRAPHICS}

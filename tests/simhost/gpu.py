@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from . import layout
+from .catalog import COMPUTE_MODES, ERRORS, XID_FELL_OFF_THE_BUS
 from .description import PROCESS_TYPES, GpuDescription, ProcessDescription
-from .nvml import COMPUTE_MODES, ERRORS, XID_FELL_OFF_THE_BUS
 from .state import StateFile
 from .tree import plug_in, unplug
 

@@ -12,15 +12,29 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
-from .closes import Closes
 from .description import REFERENCE, Description, HostDescription, parse_description, parse_failure
 from .environment import host_environment
 from .gpu import SimGpu
 from .install import built_library, install, library_path
 from .state import StateError, StateFile
 from .tree import device_file, write_tree
+
+_Self = TypeVar("_Self", bound="Closes")  # typing.Self is not in Python 3.9
+
+
+class Closes:
+    """A context manager that is itself, and ends with `close`."""
+
+    def __enter__(self: _Self) -> _Self:  # noqa: PYI019
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        raise NotImplementedError
 
 
 class SimHost(Closes):
@@ -95,7 +109,7 @@ class SimHost(Closes):
     def fail(
         self, call: str, error: str, *, gpu: int | None = None, times: int | None = None, delay_ms: int = 0
     ) -> None:
-        """Let an NVML call (any version; `*` and `?` as in file names) fail with an error of nvml.ERRORS.
+        """Let an NVML call (any version; `*` and `?` as in file names) fail with an error of catalog.ERRORS.
 
         `times=None`: until cleared. `delay_ms` passes first, less if the rule is cleared meanwhile; the
         error "success" only takes that time. With `gpu`, a slot, calls that concern no GPU go on.

@@ -1,20 +1,71 @@
-"""The simulated libnvidia-ml.so.1 and `simhost-ctl`, and putting both into a host's root."""
+"""C programs and libraries, compiled on demand under `.cache/`, and what of them a host's root has."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shlex
 import shutil
+import subprocess
 import sys
+import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from .compiled import LIBRARY, compiled
 from .environment import CHECKOUT
 from .layout import c_header
 
+_FLAGS = ("-std=gnu11", "-O1", "-g0", "-Wall", "-Wextra")
+LIBRARY = ("-fPIC", "-shared")
+
+
+class BuildError(RuntimeError):
+    """Something could not be compiled."""
+
+
+def compiled(
+    name: str,
+    sources: Sequence[Path],
+    flags: Sequence[str] = (),
+    headers: Mapping[str, str] = {},
+    checkout: Path = CHECKOUT,
+) -> Path:
+    """Return what the sources (and generated headers, by name) compile to; compiles if they are new.
+
+    Several builders at once are safe: each compiles to a name of its own and renames; all results are alike.
+    """
+    options = [*_FLAGS, *flags]
+    near = [path for source in sources for path in sorted(source.parent.glob("*.h"))]
+    parts = [path.read_bytes() for path in (*sources, *near)]
+    parts += [text.encode() for text in (*headers.values(), " ".join(options))]
+    key = hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
+    target = checkout / ".cache/simhost" / f"{name}-{key}"
+    if target.exists():
+        return target
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if not compiler:
+        raise BuildError("simhost needs a C compiler: apt-get install gcc libc6-dev")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        for header, text in headers.items():
+            Path(folder, header).write_text(text)
+        made = Path(folder, "made")
+        command = [compiler, f"-I{folder}", *map(str, sources), *options, "-ldl", "-o", str(made)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode != 0:
+            raise BuildError(f"simhost: {' '.join(command)} failed:\n{done.stderr}")
+        os.replace(made, target)
+    return target
+
+
+def libcuda() -> Path:
+    """The stand-in of the CUDA driver's library, for `scripts/gpu-check` and the doctor's self-test."""
+    return compiled("libcuda", [Path(__file__).with_name("libcuda.c")], LIBRARY)
+
+
 SONAME = "libnvidia-ml.so.1"
 _SOURCES = Path(__file__).with_name("libnvidia-ml")
-_FLAGS = (*LIBRARY, "-fvisibility=hidden", "-pthread", "-Wl,-Bsymbolic", f"-Wl,-soname,{SONAME}")
+_NVML_FLAGS = (*LIBRARY, "-fvisibility=hidden", "-pthread", "-Wl,-Bsymbolic", f"-Wl,-soname,{SONAME}")
 
 _CTL = """\
 #!/bin/sh
@@ -23,7 +74,7 @@ exec {python} -I {program} --ctl {root} "$@"
 
 
 def built_library(checkout: Path = CHECKOUT) -> Path:
-    return compiled("nvml", sorted(_SOURCES.glob("*.c")), _FLAGS, {"layout.h": c_header()}, checkout)
+    return compiled("nvml", sorted(_SOURCES.glob("*.c")), _NVML_FLAGS, {"layout.h": c_header()}, checkout)
 
 
 def library_path(root: Path) -> Path:

@@ -21,9 +21,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from .closes import Closes
-from .compiled import BuildError, compiled
-from .host import SimHost
+from .host import Closes, SimHost
+from .install import BuildError, compiled
 
 SERVER = "nvidia-cuda-mps-server"
 CONTROL = "nvidia-cuda-mps-control"

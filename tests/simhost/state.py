@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from . import layout
-from .catalog import KINDS
+from .catalog import ERRORS, EVENT_XID, KINDS, architecture
 from .description import (
     PROCESS_TYPES,
     FailureDescription,
@@ -21,7 +21,6 @@ from .description import (
     HostDescription,
     ProcessDescription,
 )
-from .nvml import ERRORS, EVENT_XID, architecture
 
 _FUTEX_CALLS = {"x86_64": 202, "aarch64": 98}  # linux: the number of futex(2)
 _FUTEX_WAKE = 1

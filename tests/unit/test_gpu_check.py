@@ -21,7 +21,7 @@ import pytest
 
 from integration.daemon_host import eventually
 from simhost import SimHost
-from simhost.compiled import libcuda
+from simhost.install import libcuda
 from simhost.mps import StandIns
 
 CHECKOUT = Path(__file__).resolve().parent.parent.parent

@@ -17,7 +17,7 @@ from yunion_mps.host.proc import command_of
 
 from integration.daemon_host import eventually
 from integration.doctor_host import STRANGER, Scene
-from simhost.compiled import libcuda
+from simhost.install import libcuda
 
 GPU = "GPU-76aef7ff-372d-2432-b4b4-beca4d8d3400"
 

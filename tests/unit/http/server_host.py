@@ -36,7 +36,7 @@ from yunion_mps.service.events import Events
 from yunion_mps.service.queries import Queries
 from yunion_mps.supervisor.event_log import EventLog
 
-from simhost.closes import Closes
+from simhost.host import Closes
 from unit.http.by_hand import FakeClients, FakeLeases, FakeReloader, metrics
 
 #: So long that only what never comes is missed, on however slow a machine.

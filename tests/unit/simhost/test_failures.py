@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from simhost import DescriptionError
-from simhost.nvml import ERRORS
+from simhost.catalog import ERRORS
 from unit.simhost.conftest import MakeHost, RunPython
 
 TWO = [{"kind": "t4", "count": 2}]

@@ -6,8 +6,7 @@ import json
 
 import pytest
 
-from simhost.catalog import KINDS
-from simhost.nvml import ERRORS
+from simhost.catalog import ERRORS, KINDS
 from unit.simhost.conftest import MakeHost, RunPython
 
 READ_ALL = """
