@@ -84,6 +84,7 @@ def test_every_field_of_the_devices_is_as_designed(ready_daemon: Daemon) -> None
                 "gpu_uuid": GPU,
                 "state": "available",
                 "reason": "",
+                "reason_code": "",
                 "budget_enforced": False,
                 "lease": None,
                 "free": True,
