@@ -1,8 +1,7 @@
 """What the daemon answers, as types: plain dictionaries with exactly these keys.
 
-Memory is in MiB, times are in s since 1970, and what is unknown is None. The API's schemas are made of these
-types by scripts/schemas, with the keywords that `Field` adds. At run time only type checkers need them:
-import this module under TYPE_CHECKING if a program's start should not pay for it.
+Memory is in MiB, times are in s since 1970, and what is unknown is None. scripts/schemas makes the API's
+schemas of these types. Import this module under TYPE_CHECKING if a program's start should not pay for it.
 """
 
 from __future__ import annotations
@@ -254,7 +253,8 @@ class Change(TypedDict):
     subject: Annotated[str, Field("A GPU's address, a domain's name or a key.")]
     before: Annotated[str, Field("Empty if there was none.")]
     after: Annotated[str, Field("Empty if there is to be none.")]
-    effect: Annotated[str, Field("`at once`, or what it waits for.")]
+    effect: Annotated[str, Field("When, and for which devices.")]
+    at_once: Annotated[bool, Field("False: it waits, at least for some devices.")]
 
 
 class Pending(TypedDict):

@@ -47,6 +47,7 @@ def test_the_difference_is_told_before_and_after(ready_daemon: Daemon) -> None:
         "before": "4 x 5760 MiB, 25 %",
         "after": "2 x 11520 MiB, 50 %",
         "effect": "at once",
+        "at_once": True,
     }
     assert ready_daemon.get("/v1/plan") == (200, {"changes": [change], "pending": []})
     assert total(ready_daemon) == 4

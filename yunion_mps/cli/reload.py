@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
 COLUMNS = ("Kind", "Subject", "Before", "After", "Effect")
 #: The effect of a change that nothing keeps waiting.
-AT_ONCE = "at once"
 
 _POLL_S = 0.5
 _PATIENCE_S, _REEXEC_PATIENCE_S = 60.0, 120.0
@@ -73,7 +72,7 @@ def _text(title: str, answer: ChangeList) -> str:
     table = ""
     if answer["changes"]:
         table = draw(COLUMNS, [[value or "nothing" for value in row] for row in _rows(answer)], ("Effect",))
-    late = [change for change in answer["changes"] if change["effect"] != AT_ONCE]
+    late = [change for change in answer["changes"] if not change["at_once"]]
     table += notes((f"{change['kind']} {change['subject']}", change["effect"]) for change in late)
     pending = "".join(f"Pending:  {one['domain']}: {one['pending']}\n" for one in answer["pending"])
     return f"{title}\n{table}{pending}"
@@ -147,7 +146,7 @@ def _would_end(plan: ChangeList, status: Status) -> Callable[[MpsClient], bool] 
     A change that is still to be made waits for every server of its domain or its GPUs, and one that is
     pending for those that it names.
     """
-    late = {change["subject"] for change in plan["changes"] if change["effect"] != AT_ONCE}
+    late = {change["subject"] for change in plan["changes"] if not change["at_once"]}
     uuids = {gpu["uuid"] for gpu in call(GET_GPUS)["gpus"] if gpu["addr"] in late}
     domains: set[str] = set()
     servers: set[int | None] = {None}  # a client whose server is unknown may be any server's

@@ -175,6 +175,7 @@ class Reloader:
                 "before": one.before,
                 "after": one.after,
                 "effect": one.effect,
+                "at_once": one.at_once,
             }
             for one in changes
         ]

@@ -71,6 +71,10 @@ class Change(NamedTuple):
     after: str
     effect: str
 
+    @property
+    def at_once(self) -> bool:
+        return self.effect == AT_ONCE
+
     def event(self) -> Event:
         """The change as an event: what a reload has begun."""
         what = f"{self.before or 'nothing'} -> {self.after or 'nothing'}"
@@ -180,7 +184,7 @@ def _control_daemons(plan: Plan, domains: Sequence[Domain]) -> list[Change]:
             kept.append(domain.desired)
         else:
             found.append(Change("control daemon", domain.plan.name, _shown(domain.plan), "", _when(domain)))
-    waits = [change.effect for change in found if change.effect != AT_ONCE]
+    waits = [change.effect for change in found if not change.at_once]
     effect = f"once the one before has ended: {waits[0]}" if waits else AT_ONCE
     new = [plan for plan in plan.domains if not any(plan.same_control_daemon(other) for other in kept)]
     return found + [Change("control daemon", plan.name, "", _shown(plan), effect) for plan in new]

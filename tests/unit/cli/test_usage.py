@@ -13,7 +13,6 @@ from collections.abc import Iterator
 import click
 import pytest
 from yunion_mps import __version__, client, revision
-from yunion_mps.cli import reload
 from yunion_mps.cli.root import COMMANDS, cli
 from yunion_mps.http.operations import (
     EVENT_KINDS,
@@ -21,7 +20,6 @@ from yunion_mps.http.operations import (
     LARGEST_NUMBER,
     LONGEST_EVENT_WAIT_S,
 )
-from yunion_mps.supervisor.changes import AT_ONCE
 
 from unit.cli.conftest import Cli
 from unit.http.server_host import NOBODY
@@ -102,9 +100,7 @@ def test_the_largest_numbers_are_those_that_the_daemon_takes(cli: Cli) -> None:
 
 
 def test_what_the_commands_know_of_the_daemon_is_so() -> None:
-    """It is written there again, for loading it from there would take them as long as all the rest."""
     assert client.EVENT_WAIT_S <= LONGEST_EVENT_WAIT_S
-    assert reload.AT_ONCE == AT_ONCE
 
 
 def test_the_version_is_one_line_with_the_revision(alone: Cli) -> None:

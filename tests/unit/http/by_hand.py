@@ -36,6 +36,7 @@ AT_ONCE: Json = {
     "before": "10",
     "after": "20",
     "effect": "at once",
+    "at_once": True,
 }
 LATE: Json = EXAMPLES["Change"]
 WAITS = EXAMPLES["Pending"]["pending"]
