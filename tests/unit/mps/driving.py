@@ -172,6 +172,12 @@ class DomainRun:
         """Tick until no answer is awaited any more, with the clock standing still."""
         return self.until_it(lambda: self.tick() is not None and len(self.domain.descriptors()) <= 1)
 
+    def turns(self, count: int, seconds: float) -> DomainRun:
+        """Let time pass in so many steps, and after each wait for what the control daemon says."""
+        for _ in range(count):
+            self.turn(seconds).until_said()
+        return self
+
     @property
     def told(self) -> list[str]:
         """What its events other than changes of the state say."""

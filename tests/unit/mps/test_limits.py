@@ -152,8 +152,7 @@ def test_a_survivor_is_asked_again_while_another_front_end_is_open(bench: Bench)
     run = bench.domain().start().until(APPLYING)
     run.until_it(lambda: "another nvidia-cuda-mps-control is connected to it" in run.domain.reason)
     assert "nvidia-cuda-mps, root)" in run.domain.reason, "it says who that is"
-    for _ in range(30):
-        run.turn(1).until_said()
+    run.turns(30, 1)
     assert (run.state, run.pid) == (APPLYING, survivor.pid)
     leave()
     run.turn(1).until(READY)
@@ -163,8 +162,7 @@ def test_limits_are_not_verified_while_another_front_end_is_open(run: DomainRun,
     """An open shell is no fault; a probe is answered all the same."""
     leave = bench.hold_front_end()
     before = list(run.states)
-    for _ in range(5):
-        run.turn(VERIFY_S).until_said()
+    run.turns(5, VERIFY_S)
     assert run.states == before
     leave()
     run.turn(VERIFY_S).until_said()

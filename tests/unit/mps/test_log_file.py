@@ -119,8 +119,7 @@ def test_a_full_disk_is_freed_by_emptying_the_log(full_disk: Path, plan: DomainP
 def test_a_full_disk_ends_no_service(bench: Bench, full_disk: Path) -> None:
     fill(full_disk / "ballast")
     run = bench.domain().start().until(READY)
-    for _ in range(10):
-        run.turn(PROBE_S).until_said()
+    run.turns(10, PROBE_S)
     assert run.state == READY
     run.domain.change(bench.plan._replace(thread_percentage=50.0), run.now_s)
     run.until(READY)

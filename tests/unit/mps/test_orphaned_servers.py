@@ -64,8 +64,7 @@ def test_an_orphan_that_may_have_jobs_is_spared_for_good(
 ) -> None:
     server, _ = orphan(run, bench.jobs)
     run.domain.note_use(in_use=in_use)
-    for _ in range(30):
-        run.turn(60).until_said()
+    run.turns(30, 60)
     assert bench.jobs.servers() == [server]
 
 

@@ -137,7 +137,7 @@ def test_an_order_that_was_not_heard_is_given_again(
         bench.jobs.end(job)
     leave = held(run, bench, other, when)
     run.domain.drain(run.now_s, force=force)
-    wait_held(run, for_s)
+    run.turns(for_s // 10, 10)
     assert len(bench.jobs.servers()) == 1
     leave()
     run.turn(1).until_it(lambda: run.domain.in_effect == LimitsInEffect(other))
@@ -153,11 +153,10 @@ def test_an_order_that_ends_jobs_is_given_up_after_a_minute(
     (server,) = run.domain.server_pids()
     leave = held(run, bench, other, when)
     run.domain.drain(run.now_s, force=True)
-    wait_held(run, 90)
+    run.turns(9, 10)
     leave()
     run.turn(1).until(READY).until_said()
-    for _ in range(3):
-        run.turn(10).until_said()
+    run.turns(3, 10)
     assert (run.domain.in_effect, bench.jobs.servers()) == (
         LimitsInEffect(bench.plan, (server,)),
         [server],
@@ -174,11 +173,6 @@ def held(run: DomainRun, bench: Bench, other: DomainPlan, when: str) -> Callable
     run.domain.change(other, run.now_s)
     run.until_it(lambda: run.domain.is_occupied)
     return leave
-
-
-def wait_held(run: DomainRun, seconds: int) -> None:
-    for _ in range(seconds // 10):
-        run.turn(10).until_said()
 
 
 def test_a_retiring_domain_ends_when_its_servers_have_ended(run: DomainRun, jobs: Jobs) -> None:

@@ -86,8 +86,7 @@ def test_a_missing_socket_costs_jobs_none_of_their_time(run: DomainRun, jobs: Jo
     for name in ("control", "control_privileged"):  # root's front-end asks at the second
         os.unlink(f"{plan.pipe_directory}/{name}")
     run.stop()
-    for _ in range(55):
-        run.turn(0.2).until_said()
+    run.turns(55, 0.2)
     assert (run.state, len(jobs.servers())) == (STOPPING, 1)
     run.turn(1).turn(2).until(STOPPED)
     assert job.says() == "server gone"
@@ -100,8 +99,7 @@ def test_an_open_front_end_costs_jobs_none_of_their_time(
     job = bench.jobs.begin()
     bench.hold_front_end()
     run.stop()
-    for _ in range(50):
-        run.turn(0.2).until_said()
+    run.turns(50, 0.2)
     assert (run.state, len(bench.jobs.servers())) == (STOPPING, 1)
     (message,) = caplog.messages
     assert "another nvidia-cuda-mps-control is connected to it: PID " in message
@@ -114,8 +112,7 @@ def test_the_quit_is_said_again_until_it_is_heard(run: DomainRun, bench: Bench) 
     job = bench.jobs.begin()
     leave = bench.hold_front_end()
     run.stop()
-    for _ in range(10):
-        run.turn(0.2).until_said()
+    run.turns(10, 0.2)
     leave()
     bench.jobs.end(job)
     run.turn(0.2).until(STOPPED)
