@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from integration.conftest import MakeDaemon, MakeHost
-from integration.daemon_host import Daemon, eventually
+from integration.daemon_host import eventually
 from simhost import SimHost
 
 QUERY = ("nvidia-smi", "--query-gpu=gpu_uuid,gpu_name,gpu_bus_id,memory.total,compute_mode", "--format=csv")
@@ -25,6 +25,7 @@ devices:
   type: NVIDIA_GPU_SHARE
   virtual_number: 4
 """
+DIVIDED = SHARED.replace("NVIDIA_GPU_SHARE", "NVIDIA_MPS")
 HOST_CONF = """\
 hostname: gpu-7
 networks:
@@ -90,9 +91,14 @@ def node(make_host: MakeHost) -> SimHost:
     return host
 
 
-def _write(host: SimHost, *, enabled: bool, devices: str) -> None:
+def _write(host: SimHost, *, enabled: bool, devices: str = DIVIDED) -> None:
     (host.root / "etc/yunion/host.conf").write_text(HOST_CONF.format(enabled=str(enabled).lower()))
     (host.root / "etc/yunion/host_container_device.yml").write_text(devices)
+
+
+def _reload(host: SimHost, *, enabled: bool, devices: str = DIVIDED) -> None:
+    _write(host, enabled=enabled, devices=devices)
+    host.run(["yunion-mps", "reload"], check=True)
 
 
 def _files(host: SimHost) -> list[bytes]:
@@ -117,7 +123,7 @@ def test_from_shared_to_mps_and_back_the_agent_sees_what_we_serve(
 ) -> None:
     daemon = make_daemon(node)
     daemon.start().wait_ready()
-    _write(node, enabled=True, devices=SHARED.replace("NVIDIA_GPU_SHARE", "NVIDIA_MPS"))
+    _write(node, enabled=True)
     before = _files(node)
     node.run(["yunion-mps", "reload"], check=True)
     agent = Agent(node)
@@ -136,8 +142,7 @@ def test_from_shared_to_mps_and_back_the_agent_sees_what_we_serve(
     assert (len(agent.devices()), agent.whole_gpus()) == (4, [])
     assert _files(node) == before
 
-    _write(node, enabled=False, devices=SHARED)
-    node.run(["yunion-mps", "reload"], check=True)
+    _reload(node, enabled=False, devices=SHARED)
     eventually(lambda: len(Agent(node).whole_gpus()) == 1, "the compute mode of before")
     assert Agent(node).devices() == []
 
@@ -146,7 +151,7 @@ def test_the_agent_s_environment_leads_a_container_to_the_control_daemon(
     node: SimHost, make_daemon: MakeDaemon
 ) -> None:
     """It gets no limits from the agent: those of the control daemon are one device's, for every client."""
-    _write(node, enabled=True, devices=SHARED.replace("NVIDIA_GPU_SHARE", "NVIDIA_MPS"))
+    _write(node, enabled=True)
     daemon = make_daemon(node).start().wait_ready()
     agent = Agent(node)
     given = agent.environment(agent.devices()[0].gpu)
@@ -154,16 +159,8 @@ def test_the_agent_s_environment_leads_a_container_to_the_control_daemon(
     assert inside == daemon.pipe_directory
     for place in (inside.parent, inside):
         assert place.stat().st_mode & 0o005 == 0o005, f"{place}: a container's user could not go in"
-    assert _as_clients_see(daemon, inside) == ["5G", "25.0"]
-
-
-def _as_clients_see(daemon: Daemon, pipe_directory: Path) -> list[str]:
-    done = daemon.host.run(
-        ["nvidia-cuda-mps-control"],
-        input="get_default_device_pinned_mem_limit 0\nget_default_active_thread_percentage\n",
-        env={**os.environ, "CUDA_MPS_PIPE_DIRECTORY": str(pipe_directory), "PATH": daemon.env["PATH"]},
-    )
-    return list(done.stdout.split())
+    commands = ("get_default_device_pinned_mem_limit 0", "get_default_active_thread_percentage")
+    assert daemon.control(*commands, pipe_directory=inside) == ["5G", "25.0"]
 
 
 def test_the_agents_gpus_of_other_types_are_none_of_ours(
@@ -172,7 +169,7 @@ def test_the_agents_gpus_of_other_types_are_none_of_ours(
     """One GPU is divided, the other shared by Cloudpods: neither is offered twice."""
     host = make_host([{"kind": "tesla-p40", "count": 2}])
     second = SHARED.replace("128", "129").partition("\n")[2]
-    _write(host, enabled=True, devices=SHARED.replace("NVIDIA_GPU_SHARE", "NVIDIA_MPS") + second)
+    _write(host, enabled=True, devices=DIVIDED + second)
     make_daemon(host).start().wait_ready()
     agent = Agent(host)
     assert {one.gpu for one in agent.devices()}.isdisjoint(agent.whole_gpus())
@@ -192,7 +189,7 @@ def test_the_checks_after_each_step_say_what_the_manual_says(node: SimHost, make
     shared, mps = "Tesla P40, Default", "Tesla P40, Exclusive_Process"
     assert check(mode, shared) == f"{shared}\n"
     assert check("nvidia-smi --query-compute-apps=pid,name --format=csv,noheader", "") == ""
-    _write(node, enabled=True, devices=SHARED.replace("NVIDIA_GPU_SHARE", "NVIDIA_MPS"))
+    _write(node, enabled=True)
     (row,) = [line for line in check("yunion-mps config check", "").splitlines() if "| Tesla P40" in line]
     changes = "Default -> Exclusive_Process"
     assert changes in manual
@@ -206,12 +203,10 @@ def test_the_checks_after_each_step_say_what_the_manual_says(node: SimHost, make
     assert there in manual
     assert "  ".join(sorted(os.listdir(daemon.pipe_directory))) == there
     assert "GPU-" not in check("yunion-mps clients", "")
-    _write(node, enabled=False, devices=SHARED)
-    node.run(["yunion-mps", "reload"], check=True)
+    _reload(node, enabled=False, devices=SHARED)
     eventually(lambda: check(mode, shared) == f"{shared}\n", "the compute mode of before")
     assert "*** Total: 0 " in check("yunion-mps list", "")
-    _write(node, enabled=True, devices=SHARED.replace("NVIDIA_GPU_SHARE", "NVIDIA_MPS"))
-    node.run(["yunion-mps", "reload"], check=True)
+    _reload(node, enabled=True)
     eventually(lambda: check(mode, mps) == f"{mps}\n", "that it is for MPS again")
     assert daemon.stop() == 0
     assert check(mode, shared) == f"{shared}\n", "or stopped for good"

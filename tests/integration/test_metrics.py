@@ -88,9 +88,7 @@ def test_a_lease_from_before_a_reload_keeps_its_budget_as_in_who(ready_daemon: D
     device = {"device": "00:06.0-1", "gpu": "00:06.0"}
     with host.popen(["yunion-mps", "run", "--device", "00:06.0-1", "--", "sleep", "60"]) as job:
         eventually(lambda: daemon.get("/v1/leases")[1]["leases"], "its lease")
-        (host.root / "etc/yunion/host_container_device.yml").write_text(
-            "devices:\n- path: /dev/dri/renderD128\n  type: NVIDIA_MPS\n  virtual_number: 8\n"
-        )
+        host.divide(8)
         assert daemon.ask("POST", "/v1/reload")[0] == 200
         host.gpus[0].add_process(job.pid, 3000, "M+C")
         used = "yunion_mps_device_memory_used_bytes"
