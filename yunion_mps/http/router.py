@@ -33,6 +33,7 @@ from yunion_mps.http.operations import (
     Value,
     arguments_of,
 )
+from yunion_mps.leases.queue import QueuedRequest
 from yunion_mps.leases.request import LeaseRequest
 from yunion_mps.models import Holder, Owner
 from yunion_mps.service.clients import ClientService
@@ -324,10 +325,8 @@ class Handlers:
             raise ContradictionError("across wants several devices, and count is 1", "write count=2 or more")
         memory_mib = (memory or 0) + (units or 0) * self._leases.memory_unit_mib
         wanted = LeaseRequest(count, device or "", gpu or "", across, placement, memory_mib, enforced)
-        holder = _holder(asked, binding, pid, command, name, ttl)
-        if dry:
-            return self._leases.would_take(wanted, holder, request or "")
-        return await self._leases.take(wanted, holder, asked.keep, wait, request or "", cdi=cdi)
+        queued = QueuedRequest(wanted, _holder(asked, binding, pid, command, name, ttl), request or "", cdi)
+        return self._leases.would_take(queued) if dry else await self._leases.take(queued, asked.keep, wait)
 
     async def end_lease(self, request: Request, *, lease: str) -> answers.LeaseRecord:
         return self._leases.release(lease, _caller(request))

@@ -122,16 +122,7 @@ class LeaseService:
         queued = [queued_json(one, self._containers) for one in self.queue.requests]
         return {"leases": leases, "waiting": queued, "total": len(leases)}
 
-    async def take(
-        self,
-        request: LeaseRequest,
-        holder: Holder,
-        on_disconnect: OnDisconnect,
-        wait_s: float,
-        idempotency_key: str = "",
-        *,
-        cdi: bool = False,
-    ) -> LeaseRecord:
+    async def take(self, queued: QueuedRequest, on_disconnect: OnDisconnect, wait_s: float) -> LeaseRecord:
         """Lease what the holder requests, within `wait_s`; raises YunionError if that cannot be.
 
         A request repeated with its `idempotency_key`, because its answer was lost or the daemon restarted,
@@ -139,25 +130,24 @@ class LeaseService:
         as a device, by its id, before this returns.
         """
         self._supervisor.refuse_if_unsafe()
-        lease = self.ledger.repeated(holder, idempotency_key)
+        lease = self.ledger.repeated(queued.holder, queued.idempotency_key)
         if lease is None:
-            queued = QueuedRequest(request, holder, idempotency_key, cdi)
             self._refuse_over_quota(queued)
-            self.ledger.refuse_second(holder, idempotency_key)
-            queued = queued._replace(request=self._feasible(request))
+            self.ledger.refuse_second(queued.holder, queued.idempotency_key)
+            queued = queued._replace(request=self._feasible(queued.request))
             queued = self._positions.place(queued, time.time(), time.monotonic())
             lease = await self._granted(queued, wait_s)
         if lease.holder.binding == "connection":
             on_disconnect(partial(self._end_connected, lease.id))
         return self._json(lease)
 
-    def would_take(self, request: LeaseRequest, holder: Holder, idempotency_key: str = "") -> LeaseRecord:
+    def would_take(self, queued: QueuedRequest) -> LeaseRecord:
         """The lease that the holder would get now; raises YunionError if it would get none."""
-        if not self.ledger.repeated(holder, idempotency_key):
-            self._refuse_over_quota(QueuedRequest(request, holder, idempotency_key))
-        request, candidates = self._feasible(request), self._candidates()
+        if not self.ledger.repeated(queued.holder, queued.idempotency_key):
+            self._refuse_over_quota(queued)
+        request, candidates = self._feasible(queued.request), self._candidates()
         devices = self._allocator.choose(request, candidates, self.queue.reserved(candidates))
-        lease = Lease("", devices, holder, time.time(), candidates.environment(request, devices))
+        lease = Lease("", devices, queued.holder, time.time(), candidates.environment(request, devices))
         return lease_json(lease, None, self._containers)
 
     def release(self, name: str, caller: Owner) -> LeaseRecord:

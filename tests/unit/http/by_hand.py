@@ -13,6 +13,7 @@ from typing import Any
 from yunion_mps.errors import YunionError
 from yunion_mps.http.messages import OPENMETRICS
 from yunion_mps.http.router import Handlers, Router
+from yunion_mps.leases.queue import QueuedRequest
 from yunion_mps.leases.request import LeaseRequest
 from yunion_mps.models import Holder, Owner
 from yunion_mps.service.clients import ClientService, _find
@@ -171,23 +172,16 @@ class FakeLeases(_ByHand, LeaseService):
         return self.found
 
     async def take(
-        self,
-        request: LeaseRequest,
-        holder: Holder,
-        on_disconnect: Callable[[Callable[[], None]], None],
-        wait_s: float,
-        idempotency_key: str = "",
-        *,
-        cdi: bool = False,
+        self, queued: QueuedRequest, on_disconnect: Callable[[Callable[[], None]], None], wait_s: float
     ) -> Any:
         await self._pass("take")
-        return self._answer(request, holder, wait_s)
+        return self._answer(queued, wait_s)
 
-    def would_take(self, request: LeaseRequest, holder: Holder, idempotency_key: str = "") -> Any:
-        return self._answer(request, holder, -1)
+    def would_take(self, queued: QueuedRequest) -> Any:
+        return self._answer(queued, -1)
 
-    def _answer(self, request: LeaseRequest, holder: Holder, wait_s: float) -> Json:
-        self.requested.append((request, holder, wait_s))
+    def _answer(self, queued: QueuedRequest, wait_s: float) -> Json:
+        self.requested.append((queued.request, queued.holder, wait_s))
         if self.refusal:
             raise self.refusal
         return self.given

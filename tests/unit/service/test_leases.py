@@ -14,6 +14,7 @@ from yunion_mps.answers import LeaseRecord
 from yunion_mps.containers.publisher import CdiPublisher
 from yunion_mps.errors import HostError, NeverFreeError, NotAllowedError, NothingFreeError
 from yunion_mps.host.store import Store
+from yunion_mps.leases.queue import QueuedRequest
 from yunion_mps.leases.request import LeaseRequest
 from yunion_mps.models import Holder, Owner
 from yunion_mps.paths import Paths
@@ -71,8 +72,8 @@ class LeaseHost:
         key: str = "",
         ttl_s: float = 600.0,
     ) -> LeaseRecord:
-        holder = Holder("name", uid, name=name, ttl_s=ttl_s)
-        return await self.leases.take(request, holder, lambda _: None, wait_s, key)
+        queued = QueuedRequest(request, Holder("name", uid, name=name, ttl_s=ttl_s), key)
+        return await self.leases.take(queued, lambda _: None, wait_s)
 
     async def queue(self, name: str, uid: int = ROOT, **more: Any) -> asyncio.Task[LeaseRecord]:
         """A request that waits."""
@@ -235,16 +236,16 @@ def test_a_user_has_no_more_leases_and_queued_requests_than_allowed(host: LeaseH
         first = await host.take("a", ALICE, key=FIRST)
         await host.take("b", ALICE)
         assert (await host.take("a", ALICE, key=FIRST))["id"] == first["id"]
-        again = Holder("name", ALICE, name="a", ttl_s=600.0)
+        again = QueuedRequest(LeaseRequest(), Holder("name", ALICE, name="a", ttl_s=600.0), FIRST)
         with pytest.raises(NothingFreeError):  # because all are taken, and not because of the quota
-            host.leases.would_take(LeaseRequest(), again, FIRST)
+            host.leases.would_take(again)
         for wait_s in (0.0, 60.0):
             with pytest.raises(
                 NotAllowedError, match="2 leases and queued requests, and max_leases_per_user is 2"
             ):
                 await host.take("c", ALICE, wait_s=wait_s)
         with pytest.raises(NotAllowedError):
-            host.leases.would_take(LeaseRequest(), again._replace(name="d"))
+            host.leases.would_take(again._replace(idempotency_key=SECOND))
         waiting = [await host.queue("a", BOB, key=FIRST), await host.queue("b", BOB)]
         (await host.queue("a", BOB, key=FIRST)).cancel()  # one that is repeated is no third
         with pytest.raises(NotAllowedError):
