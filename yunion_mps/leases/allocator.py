@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from yunion_mps.errors import HostError, NeverFreeError, NothingFreeError
@@ -92,7 +93,7 @@ def candidates_of(snapshot: Snapshot, reasons: Mapping[str, str]) -> Candidates:
         PoolCandidate(
             pool,
             addresses[pool.gpu_uuid],
-            lambda units, slot, pool=pool: pool_device(plan.host_id, pool, units, slot, gpus),  # type: ignore[misc]
+            partial(pool_device, plan.host_id, pool, gpus=gpus),
             reasons[pool.gpu_uuid],
         )
         for pool in plan.pools
