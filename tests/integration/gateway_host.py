@@ -92,6 +92,12 @@ class Gateway:
             except ConnectionError:
                 return None
 
+    def answer(self, port: int, target: str = "/metrics", *words: str, **headers: str) -> tuple[int, str]:
+        """The same, of a port where it listens."""
+        found = self.get(port, target, *words, **headers)
+        assert found
+        return found
+
     def serves(self, port: int, text: str = "yunion_mps_up 1.0") -> None:
         def look() -> bool:
             answer = self.get(port)

@@ -52,12 +52,10 @@ def reload(daemon: Daemon, **keys: object) -> None:
 
 
 def test_prometheus_format_is_served_as_it_asks_for_it(gateway: Gateway, port: int) -> None:
-    plain = gateway.get(port)
-    assert plain
+    plain = gateway.answer(port)
     assert plain[0] == 200
     assert "# TYPE yunion_mps_build_info gauge\n" in plain[1]
-    modern = gateway.get(port, accept="application/openmetrics-text;version=1.0.0,text/plain;q=0.5")
-    assert modern
+    modern = gateway.answer(port, accept="application/openmetrics-text;version=1.0.0,text/plain;q=0.5")
     assert "# TYPE yunion_mps_build info\n" in modern[1]
     assert modern[1].endswith("\n# EOF\n")
 
@@ -66,20 +64,17 @@ def test_only_the_metrics_are_there_and_only_to_be_read(gateway: Gateway, port: 
     head = gateway.get(port, method="HEAD")
     assert head == (200, "")
     for target in ("/", "/v1/status", "/v1/devices", "/metrics/", "/v1/reload"):
-        found = gateway.get(port, target)
-        assert found
+        found = gateway.answer(port, target)
         assert found[0] == 404
         assert json.loads(found[1])["hint"] == "the metrics are at /metrics"
     for method in ("POST", "PUT", "DELETE", "BREW"):
-        refused = gateway.get(port, "/v1/reload", method)
-        assert refused
+        refused = gateway.answer(port, "/v1/reload", method)
         assert refused[0] == 405
 
 
 @pytest.mark.parametrize("target", ["/metrics", "/"])
 def test_a_name_that_another_party_may_hold_is_not_answered(gateway: Gateway, port: int, target: str) -> None:
-    found = gateway.get(port, target, host="evil.example")
-    assert found
+    found = gateway.answer(port, target, host="evil.example")
     assert (found[0], json.loads(found[1])["detail"]) == (421, "the metrics are not served under that name")
 
 
@@ -103,8 +98,7 @@ def test_what_is_no_http_is_refused_and_others_are_served(gateway: Gateway, port
 
 def test_every_accept_header_and_target_is_answered(gateway: Gateway, port: int) -> None:
     """A connection that is not answered is kept, and they are counted: 128 would shut Prometheus out."""
-    found = gateway.get(port, accept="\xe9t\xe9")
-    assert found
+    found = gateway.answer(port, accept="\xe9t\xe9")
     assert (found[0], "# TYPE yunion_mps_build_info gauge\n" in found[1]) == (200, True)
     for target, status in ((b"http://[", b"400"), (b"//[::1", b"400"), (b"*", b"404")):
         with socket.create_connection(("127.0.0.1", port), timeout=30) as client:
@@ -170,8 +164,7 @@ def test_a_gateway_that_may_not_ask_does_not_say_the_daemon_is_gone(
     why = "the gateway's user may not ask the daemon"
     hint = "serve it as root, or as a member of the group yunion-mps"
     assert gateway.log.count(f"yunion_mps_up is 0: {why}; {hint}") == 1
-    found = gateway.get(web, "/overview.json")
-    assert found
+    found = gateway.answer(web, "/overview.json")
     assert (found[0], json.loads(found[1])["detail"], json.loads(found[1])["hint"]) == (503, why, hint)
 
 
