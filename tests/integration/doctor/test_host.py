@@ -26,6 +26,14 @@ def test_on_a_healthy_host_every_line_is_ok(ready: Scene) -> None:
     assert seen.one("client limit", "ok")["what"] == "at most 1 on a GPU, of 48"
 
 
+def test_the_environment_of_a_command_is_checked_with_the_host(ready: Scene) -> None:
+    seen = ready.look("--", "true", **ready.device(0))
+    assert (seen.code, seen.bad()) == (0, {})
+    seen = ready.look("--", "env", "CUDA_MPS_PIPE_DIR=/x", "true", **ready.device(0))
+    assert seen.code == 2
+    assert seen.one("environment", "problem")["what"].startswith("no program reads CUDA_MPS_PIPE_DIR;")
+
+
 def test_on_a_healthy_host_it_waits_for_no_deadline(ready: Scene) -> None:
     """As a Nagios or NRPE plugin it has to be quick; here each check may take 10 minutes."""
     assert ready.look("--timeout", "600").code == 0

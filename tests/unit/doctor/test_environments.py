@@ -61,7 +61,9 @@ def scene() -> Iterator[Scene]:
 def job(environment: Mapping[str, str], words: Sequence[str] = SLEEP) -> Iterator[int]:
     """The PID of a process with this environment that has printed its first line."""
     env = {"PATH": os.environ["PATH"], **environment}
-    with subprocess.Popen(words, env=env, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        words, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
         try:
             assert process.stdout is not None
             assert process.stdout.readline() == "ready\n"
@@ -98,14 +100,14 @@ def test_an_environment_of_another_device_than_it_says_is_found(scene: Scene) ->
 
 @needs_root
 def test_a_process_that_shares_no_memory_with_the_server_is_found(scene: Scene) -> None:
-    steps = "mount -t tmpfs t /dev/shm && echo ready && exec sleep 600"
+    steps = "mount -t tmpfs t /dev/shm && echo ready && read _"
     found = of_job(scene, ["unshare", "--mount", "sh", "-c", steps])
     assert "has a /dev/shm of its own" in the(found, "problem").what
 
 
 @needs_root
 def test_a_process_that_does_not_see_the_pipe_directory_is_found(scene: Scene) -> None:
-    hide = f"mount -t tmpfs t {scene.pipe.parent} && echo ready && exec sleep 600"
+    hide = f"mount -t tmpfs t {scene.pipe.parent} && echo ready && read _"
     found = of_job(scene, ["unshare", "--mount", "sh", "-c", hide])
     what = f"does not see the host's {scene.pipe}: a container, or PrivateTmp=yes"
     assert what in the(found, "problem").what
