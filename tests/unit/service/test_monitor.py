@@ -16,6 +16,8 @@ from yunion_mps.service.usage import ProcessDevices, UsageHistory, UsageSampler
 
 from unit.supervised import MakeHost, Supervise, Supervised
 
+pytestmark = pytest.mark.processes  # whether a control daemon listens is seen by its socket
+
 TWO = [{"kind": "v100"}, {"kind": "a100"}]
 PATIENCE_S = 60.0
 
