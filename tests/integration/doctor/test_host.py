@@ -27,9 +27,10 @@ def test_on_a_healthy_host_every_line_is_ok(ready: Scene) -> None:
 
 
 def test_the_environment_of_a_command_is_checked_with_the_host(ready: Scene) -> None:
-    seen = ready.look("--", "true", **ready.device(0))
+    given = [f"{name}={value}" for name, value in ready.device(0).items()]
+    seen = ready.look("--", *given, "true")
     assert (seen.code, seen.bad()) == (0, {})
-    seen = ready.look("--", "env", "CUDA_MPS_PIPE_DIR=/x", "true", **ready.device(0))
+    seen = ready.look("--", "env", "CUDA_MPS_PIPE_DIR=/x", *given, "true")
     assert seen.code == 2
     assert seen.one("environment", "problem")["what"].startswith("no program reads CUDA_MPS_PIPE_DIR;")
 
