@@ -114,7 +114,7 @@ def test_a_device_file_that_host_conf_names_must_be_there(
     assert files.messages() == [f"{path}: cannot be read ({why}): {hint}"]
 
 
-def test_the_device_file_may_be_missing_where_host_conf_does_not_name_it(files: Files) -> None:
+def test_the_device_file_may_be_missing_if_host_conf_does_not_name_it(files: Files) -> None:
     assert files.write(devices=None).load().devices == ()
 
 

@@ -118,7 +118,7 @@ def test_a_signal_to_a_process_that_has_ended_does_nothing(null: int) -> None:
     assert process.status() == 0
 
 
-def test_a_process_of_somebody_else_is_held_and_its_end_seen() -> None:
+def test_another_s_child_is_held_and_its_end_seen() -> None:
     script = "sleep 1000 & echo $!; wait; echo gone; read x"
     with subprocess.Popen(["/bin/sh", "-c", script], stdin=-1, stdout=-1, text=True) as parent:
         assert parent.stdout is not None
@@ -241,7 +241,7 @@ def test_a_program_is_found_on_path_first_and_only_when_it_can_be_run(
     assert find_program("a-program", "") == f"{tmp_path}/first/a-program", "a relative entry is passed over"
 
 
-def test_a_program_beside_path_is_found_where_drivers_put_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program_beside_path_is_found_in_the_drivers_directories(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     assert find_program("env", "") == "/usr/bin/env"
 

@@ -81,9 +81,7 @@ def read_modes(paths: Paths) -> dict[str, str]:
         return opened.former_modes()
 
 
-def test_the_file_is_made_where_it_is_missing_in_a_directory_of_root_s_own(
-    paths: Paths, store: OpenStore
-) -> None:
+def test_a_missing_file_is_made_in_a_directory_of_root_s_own(paths: Paths, store: OpenStore) -> None:
     assert not Store.exists(paths)
     assert store().former_modes() == {}
     assert Store.exists(paths)

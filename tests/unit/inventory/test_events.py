@@ -65,7 +65,7 @@ def test_a_lost_gpu_is_reported_by_its_xid_or_as_a_change(open_host: OpenHost, l
     assert found in (("0000:00:07.0", 79), None)
 
 
-def test_a_driver_that_fails_is_told_as_something_to_look_at(open_host: OpenHost, listen: Listen) -> None:
+def test_a_driver_that_fails_is_reported_as_a_reason_to_poll(open_host: OpenHost, listen: Listen) -> None:
     host = open_host(TWO)
     host.sim.fail("nvmlEventSetCreate", "unknown")
     assert listen(host).get(timeout=PATIENCE_S) is None
@@ -99,7 +99,7 @@ def test_each_xid_that_names_a_process_is_found_with_its_gpu(paths: Paths) -> No
     assert processes_of_xids(paths) == [("0000:06:00.0", 31, 4711), ("0001:c6:00.0", 13, 4712)]
 
 
-def test_without_a_log_nobody_is_named(paths: Paths) -> None:
+def test_without_a_log_no_process_is_named(paths: Paths) -> None:
     assert processes_of_xids(paths) == []
 
 

@@ -216,7 +216,7 @@ def test_a_gpu_on_the_bus_that_the_driver_does_not_offer_is_listed(open_host: Op
     assert found[2].reason != ""
 
 
-def test_a_driver_that_fails_when_it_is_given_back_hurts_nobody(open_host: OpenHost) -> None:
+def test_a_driver_that_fails_when_it_is_closed_does_no_harm(open_host: OpenHost) -> None:
     host = open_host()
     host.sim.fail("nvmlShutdown", "unknown", times=1)
     host.nvml.close()

@@ -99,7 +99,7 @@ def test_a_device_without_the_files_of_a_link_has_none(tree: Paths) -> None:
 @pytest.mark.parametrize(
     ("text", "node"), [("-1", -1), ("0", 0), ("1", 1), ("15\n", 15), ("", None), ("x", None)]
 )
-def test_the_numa_node_is_the_kernel_s_and_absent_where_it_names_none(
+def test_the_numa_node_is_the_kernel_s_and_absent_if_it_names_none(
     tree: Paths, text: str, node: int | None
 ) -> None:
     write(tree, "numa_node", text)

@@ -140,7 +140,7 @@ def test_the_parser_takes_what_the_example_says_and_nothing_else(name: str, gene
         assert problems_of(name, value)[0].what.startswith(f"{name} is "), value
 
 
-def test_where_a_key_has_a_few_words_the_example_has_them_all(generated: Path) -> None:
+def test_the_example_has_all_words_of_a_key_with_a_few(generated: Path) -> None:
     checked = 0
     for name, key in told(generated).items():
         said = [problem.hint for problem in problems_of(name, "another")]

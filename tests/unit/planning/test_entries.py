@@ -196,7 +196,7 @@ def test_a_gpu_that_cannot_serve_gets_a_reason_instead_of_devices(
     assert reasons(gpu(1, **given), config(entry("01:00.0", 2))) == reason
 
 
-def test_a_prohibited_gpu_cannot_serve_where_compute_modes_are_kept() -> None:
+def test_a_prohibited_gpu_cannot_serve_if_compute_modes_are_kept() -> None:
     prohibited = gpu(1, compute_mode="Prohibited")
     assert reasons(prohibited, config(entry("01:00.0", 2), cuda_mps_compute_mode="keep")) == (
         "the GPU's compute mode is Prohibited, and cuda_mps_compute_mode is keep"

@@ -32,7 +32,7 @@ def test_the_reference_case_is_four_devices_of_5760_mib_and_25_percent() -> None
     assert plan.unavailable == {}
 
 
-def test_nothing_is_planned_where_mps_is_not_enabled() -> None:
+def test_nothing_is_planned_if_mps_is_not_enabled() -> None:
     plan, problems = make_plan(
         config(entry("/dev/no/gpu", 4), enable_cuda_mps=False), inventory(P40), MACHINE_ID
     )
@@ -125,7 +125,7 @@ def test_a_gpu_that_the_file_does_not_name_stays_as_it_is() -> None:
     assert plan.unavailable == {}
 
 
-def test_no_compute_mode_is_wanted_where_the_operator_keeps_them() -> None:
+def test_no_compute_mode_is_planned_if_the_operator_keeps_them() -> None:
     plan = planned(config(entry("01:00.0", 3), cuda_mps_compute_mode="keep"), inventory(gpu(1)))
     assert plan.compute_modes == {}
     assert len(plan.devices) == 3

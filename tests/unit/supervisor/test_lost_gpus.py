@@ -143,7 +143,7 @@ def test_the_start_is_refused_if_the_only_one_there_refuses_its_mode(begin: Begi
         made.again()
 
 
-def test_where_all_are_lost_all_devices_are_listed(begin: Begin) -> None:
+def test_if_all_are_lost_all_devices_are_listed(begin: Begin) -> None:
     host, first = begin(TWO)
     first.stop()
     for gpu in host.gpus:

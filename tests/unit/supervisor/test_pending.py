@@ -162,7 +162,7 @@ def test_a_server_whose_jobs_have_ended_does_not_hold_a_mode_for_good(
     assert made.snapshot.domains[0].pending == ""
 
 
-def test_a_mode_that_waits_comes_at_once_where_the_servers_are_to_end_now(put_to_work: PutToWork) -> None:
+def test_a_pending_mode_comes_at_once_if_the_servers_are_to_end_now(put_to_work: PutToWork) -> None:
     host, jobs, made, _ = put_to_work(V100, 4)
     configure(host, cuda_mps_compute_mode="keep")
     made.reload()

@@ -107,7 +107,7 @@ def test_a_driver_that_fails_during_the_search_is_an_error(make_host: MakeHost) 
         preflight_of(host).check()
 
 
-def test_no_driver_is_needed_where_mps_is_not_enabled(make_host: MakeHost) -> None:
+def test_no_driver_is_needed_if_mps_is_not_enabled(make_host: MakeHost) -> None:
     host = make_host()
     host.fail("nvmlInit", "library_not_found")
     (host.root / "etc/yunion/host.conf").write_text("enable_cuda_mps: false\n")
