@@ -11,7 +11,7 @@ from faults.hands import FailingProgram, Tracer
 from faults.rows import CONTROL_DAEMON, fault
 from faults.scene import FORMER_MODE, Scene, until
 from simhost.mps import CONTROL
-from unit.mps.driving import stop_process
+from unit.mps.front_ends import stop_process
 
 
 @fault(CONTROL_DAEMON, "it is killed (SIGKILL)")

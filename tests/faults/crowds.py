@@ -18,7 +18,7 @@ from faults.scene import Scene
 from faults.soak import soak
 from integration.process_limit import no_more_processes
 from unit.http.server_host import as_user
-from unit.mps.driving import silent_process
+from unit.mps.front_ends import silent_process
 
 _GET = b"GET /v1/status HTTP/1.1\r\nHost: localhost\r\n\r\n"
 

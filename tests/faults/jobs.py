@@ -9,7 +9,7 @@ from typing import Any
 from faults.reading import shown_s
 from faults.rows import JOBS, fault
 from faults.scene import FORMER_MODE, Scene, until
-from unit.mps.driving import stop_process
+from unit.mps.front_ends import stop_process
 
 OTHER_USER = 65534
 

@@ -11,7 +11,7 @@ from faults.levers import Levers
 from faults.rows import OURSELVES, fault
 from faults.scene import FORMER_MODE, Scene, until
 from faults.sweep import Sweep
-from unit.mps.driving import STRANGER, full_queue, stop_process
+from unit.mps.front_ends import STRANGER, full_queue, stop_process
 
 DAY_S = 86_400
 _ADOPTED = "adopted the running control daemon"

@@ -10,7 +10,7 @@ import pytest
 
 from integration.conftest import MakeAtWork
 from integration.daemon_host import Daemon, control_daemons, eventually
-from unit.mps.driving import full_queue
+from unit.mps.front_ends import full_queue
 
 LIMITS = ("get_default_device_pinned_mem_limit 0", "get_default_active_thread_percentage")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from unit.hostile_names import WORST
-from unit.mps.driving import STRANGER
+from unit.mps.front_ends import STRANGER
 
 from .conftest import ROOT, Host
 

@@ -19,7 +19,7 @@ from yunion_mps.mps.log_file import log_hint
 from unit.containers.test_lookup import ID, process, write
 from unit.containers.test_lookup import name_of as container_named
 from unit.hostile_names import HOSTILE, READABLE, STEERING
-from unit.mps.driving import wait_for
+from unit.mps.front_ends import wait_for
 
 #: A file's name, which becomes a process' name, has no slash, and the kernel keeps 15 bytes of it.
 FILE_NAMES = HOSTILE.map(lambda text: text.replace("\ud800", "")[:5]).filter(lambda text: text.strip(". \n"))

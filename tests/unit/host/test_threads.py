@@ -16,7 +16,7 @@ from yunion_mps.errors import ShortageError
 from yunion_mps.host import threads
 from yunion_mps.inventory.nvml import Deadline
 
-from unit.mps.driving import wait_for
+from unit.mps.front_ends import wait_for
 
 PATIENCE_S = 30
 #: A user of no other test, whose processes are counted apart.

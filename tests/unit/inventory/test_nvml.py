@@ -11,7 +11,7 @@ from yunion_mps.errors import DriverError
 from yunion_mps.inventory.nvml import Deadline, Nvml
 
 from unit.inventory.conftest import OpenHost
-from unit.mps.driving import wait_for
+from unit.mps.front_ends import wait_for
 
 
 def test_what_a_call_returns_or_raises_is_the_caller_s() -> None:

@@ -4,39 +4,30 @@ from __future__ import annotations
 
 import contextlib
 import os
-import resource
 import select
 import shutil
 import signal
-import socket
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
 
-import pytest
 from yunion_mps.errors import YunionError
-from yunion_mps.host.proc import is_stopped
 from yunion_mps.host.processes import Process, spawn
 from yunion_mps.models import DomainPlan, Event, PlannedGpu
-from yunion_mps.mps.conversation import Conversation, peer_of
 from yunion_mps.mps.diagnosis import front_end_at
 from yunion_mps.mps.domain import Domain
 from yunion_mps.mps.limits import LimitsInEffect
-from yunion_mps.mps.processes import client_variables, control_environment, our_processes
+from yunion_mps.mps.processes import client_variables, control_environment
 from yunion_mps.mps.states import READY
 
 from simhost import SimHost
 from simhost.environment import CHECKOUT
 from simhost.mps import CONTROL, Client, StandIns
 
-PATIENCE_S = 60.0
-#: nobody: a user who is neither root nor us.
-STRANGER = 65534
-as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user, and mount")
+from .front_ends import PATIENCE_S, connections_to, converse, wait_for, wait_until_it_answers
 
 
 class Jobs:
@@ -308,117 +299,3 @@ class Bench:
 def _kill(process: Process) -> None:
     with contextlib.suppress(OSError):  # the test has killed it
         process.kill()
-
-
-def connections_to(pipe_directory: str) -> set[str]:
-    """The inodes of its control daemon's ends, by the kernel's list: state 3, inode, path."""
-    places = (f"{pipe_directory}/control", f"{pipe_directory}/control_privileged")
-    rows = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()]
-    return {row[6] for row in rows if row[-1] in places and row[5] == "03"}
-
-
-def running_here(plan: DomainPlan) -> list[tuple[int, tuple[str, ...]]]:
-    """The PID and GPUs of every control daemon of ours on the plan's directory."""
-    ours = [one for one in our_processes() if one.pipe_directory == plan.pipe_directory]
-    return [(one.pid, one.gpu_uuids) for one in ours if not one.is_server]
-
-
-def wait_until_it_answers(plan: DomainPlan, pid: int) -> None:
-    """Wait until this control daemon listens in the plan's directory."""
-    wait_for(lambda: (peer := peer_of(plan.pipe_directory)) is not None and peer.pid == pid)
-
-
-def wait_for(look: Callable[[], bool]) -> None:
-    """Wait until `look` says true."""
-    end_s = time.monotonic() + PATIENCE_S
-    while not look():
-        assert time.monotonic() < end_s, "it did not come about"
-        time.sleep(0.002)
-
-
-def converse(program: str, plan: DomainPlan, *commands: str) -> list[str]:
-    """What the control daemon answers to the commands."""
-    conversation = Conversation(program, plan.pipe_directory, commands, 0.0, 5.0)
-    poll = select.poll()
-    poll.register(conversation.fileno(), select.POLLIN)
-    while (answer := conversation.poll(0.0)) is None:
-        assert poll.poll(PATIENCE_S * 1000), "no answer"
-    return answer
-
-
-def stop_process(pid: int) -> None:
-    """Stop it by SIGSTOP, and wait until it has."""
-    os.kill(pid, signal.SIGSTOP)
-    wait_for(lambda: is_stopped(pid))
-
-
-def silent_connection(plan: DomainPlan) -> socket.socket:
-    """A connection to its control daemon that says nothing, which keeps it from all others (measured)."""
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    connection.settimeout(PATIENCE_S)
-    try:
-        connection.connect(f"{plan.pipe_directory}/control")
-        connection.recv(64)  # its greeting, so that it is at this connection now
-    except BaseException:
-        connection.close()
-        raise
-    return connection
-
-
-_SAY_NOTHING = """
-import socket, sys
-connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-connection.connect(sys.argv[1])
-connection.recv(64)
-print(flush=True)
-sys.stdin.read()
-"""
-_FILL = """
-import socket, sys
-held = []
-while True:
-    held.append(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-    held[-1].setblocking(False)
-    try:
-        held[-1].connect(sys.argv[1])
-    except BlockingIOError:
-        break
-print(flush=True)
-sys.stdin.read()
-"""
-
-
-def silent_process(pipe_directory: str, first: str = "") -> contextlib.AbstractContextManager[int]:
-    """Have a process connect that says nothing, which keeps the control daemon from all others; its PID.
-
-    It executes the code `first` before.
-    """
-    return _connected(f"{first}\n{_SAY_NOTHING}", pipe_directory)
-
-
-def full_queue(pipe_directory: str, uid: int | None = None) -> contextlib.AbstractContextManager[int]:
-    """Have a process hold so many silent connections that no other can be made, as any user may; its PID."""
-    return _connected(_FILL, pipe_directory, uid)
-
-
-@contextlib.contextmanager
-def _connected(script: str, pipe_directory: str, uid: int | None = None) -> Iterator[int]:
-    # Another user may not reach the virtual environment.
-    python = sys.executable if uid is None else os.path.realpath(sys.executable)
-    command = [python, "-IS", "-c", script, f"{pipe_directory}/control"]
-    with subprocess.Popen(command, user=uid, stdin=-1, stdout=-1) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"\n"
-        yield process.pid
-        process.kill()
-
-
-@contextlib.contextmanager
-def no_descriptor_left() -> Iterator[None]:
-    """As if this process may open nothing more."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -14,7 +14,8 @@ from yunion_mps.mps.processes import MARK, PROGRAM, control_environment
 from yunion_mps.mps.startup import find, obstacle
 from yunion_mps.mps.states import APPLYING, BACKOFF, FAILED, READY, STARTING, STOPPED, WEDGED
 
-from .driving import Bench, running_here, stop_process, wait_until_it_answers
+from .driving import Bench
+from .front_ends import running_here, stop_process, wait_until_it_answers
 
 OTHER_GPU = "GPU-11111111-0000-0000-0000-000000000000"
 

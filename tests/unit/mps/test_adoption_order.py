@@ -21,7 +21,8 @@ from yunion_mps.mps.processes import (
 from yunion_mps.mps.startup import find, order_to_adopt
 from yunion_mps.mps.states import READY, STOPPED
 
-from .driving import Bench, running_here
+from .driving import Bench
+from .front_ends import running_here
 
 ONE, TWO = "GPU-00000000-0000-0000-0000-000000000000", "GPU-00000000-0000-0000-0000-000000000001"
 OTHER_GPU = "GPU-11111111-0000-0000-0000-000000000000"

@@ -24,7 +24,8 @@ from yunion_mps.mps.clients import (
 from yunion_mps.mps.conversation import OccupiedError
 from yunion_mps.mps.log_file import LARGEST_BYTES, LOG_NAME, bound_logs, timestamp_parser
 
-from .driving import Bench, DomainRun, Jobs, as_root, stop_process, wait_for
+from .driving import Bench, DomainRun, Jobs
+from .front_ends import as_root, stop_process, wait_for
 
 OF_535 = """\
 PID       ID        SERVER         DEVICE                    NAMESPACE      COMMAND        

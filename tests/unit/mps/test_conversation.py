@@ -17,7 +17,8 @@ from yunion_mps.mps.processes import PROGRAM, client_variables, find_control_pro
 from yunion_mps.planning.division import thread_percentage
 from yunion_mps.planning.environment import decimal
 
-from .driving import Bench, converse
+from .driving import Bench
+from .front_ends import converse
 
 
 def check_setting(plan: DomainPlan, answer: Sequence[str]) -> None:

@@ -13,7 +13,8 @@ from yunion_mps.models import DomainPlan
 from yunion_mps.mps import diagnosis
 from yunion_mps.mps.diagnosis import front_end_at, why_silent
 
-from .driving import Bench, silent_process, stop_process, wait_for
+from .driving import Bench
+from .front_ends import silent_process, stop_process, wait_for
 from .kernel import SOCKET, refusing
 
 NLMSG_ERROR = 2

@@ -13,7 +13,7 @@ import pytest
 from yunion_mps.errors import HostError
 from yunion_mps.mps.directories import check_entries, open_log, set_access, use
 
-from .driving import STRANGER, no_descriptor_left
+from .front_ends import STRANGER, no_descriptor_left
 
 LIMITS = (
     "check the limits on memory, files, processes and threads: "

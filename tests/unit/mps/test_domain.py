@@ -12,7 +12,8 @@ from yunion_mps.host.proc import environment_of
 from yunion_mps.mps.conversation import peer_of
 from yunion_mps.mps.states import APPLYING, BACKOFF, FAILED, READY, STARTING, STOPPED, STOPPING
 
-from .driving import Bench, silent_connection, stop_process
+from .driving import Bench
+from .front_ends import silent_connection, stop_process
 
 
 def is_gone(pid: int) -> bool:

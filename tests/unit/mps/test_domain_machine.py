@@ -22,7 +22,8 @@ from yunion_mps.mps.states import APPLYING, READY, STOPPED, STOPPING
 
 from simhost.mps import Client
 
-from .driving import PATIENCE_S, Bench, DomainRun
+from .driving import Bench, DomainRun
+from .front_ends import PATIENCE_S
 
 #: Longer than every deadline there is: 10 s for clients, 2 s each for three steps, and orphans after them.
 STOP_WITHIN_S = 10 + 3 * 2 + 2 * 2

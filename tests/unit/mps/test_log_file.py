@@ -25,7 +25,8 @@ from yunion_mps.mps.log_file import (
 )
 from yunion_mps.mps.states import READY
 
-from .driving import Bench, DomainRun, Jobs, as_root, wait_for
+from .driving import Bench, DomainRun, Jobs
+from .front_ends import as_root, wait_for
 
 CHATTER = (
     "[2026-11-20 12:40:49.964 Control 21889] Accepting connection...\n"

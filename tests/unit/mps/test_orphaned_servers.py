@@ -16,7 +16,8 @@ from yunion_mps.mps.states import BACKOFF, FAILED, READY, STOPPED, STOPPING
 
 from simhost.mps import Client
 
-from .driving import Bench, DomainRun, Jobs, no_descriptor_left, silent_connection, stop_process, wait_for
+from .driving import Bench, DomainRun, Jobs
+from .front_ends import no_descriptor_left, silent_connection, stop_process, wait_for
 from .kernel import PIDFD_SEND_SIGNAL, refusing
 
 

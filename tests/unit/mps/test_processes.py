@@ -20,7 +20,8 @@ from yunion_mps.mps.startup import start
 from yunion_mps.mps.states import APPLYING, READY, STARTING, STOPPED, WEDGED
 from yunion_mps.paths import ROOT_VARIABLE, Paths
 
-from .driving import STRANGER, Bench, as_root, full_queue, running_here, stop_process, wait_for
+from .driving import Bench
+from .front_ends import STRANGER, as_root, full_queue, running_here, stop_process, wait_for
 
 Hide = Callable[[DomainPlan, int], None]
 _PR_SET_DUMPABLE = 4

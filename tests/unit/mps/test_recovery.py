@@ -17,7 +17,8 @@ from yunion_mps.mps.health import PROBE_S, PROBE_TIMEOUT_S
 from yunion_mps.mps.processes import PROGRAM
 from yunion_mps.mps.states import APPLYING, BACKOFF, FAILED, READY, STARTING, WEDGED
 
-from .driving import Bench, DomainRun, silent_connection, silent_process, stop_process, wait_for
+from .driving import Bench, DomainRun
+from .front_ends import silent_connection, silent_process, stop_process, wait_for
 
 
 def find_out(run: DomainRun) -> DomainRun:

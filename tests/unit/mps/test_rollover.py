@@ -12,7 +12,8 @@ from yunion_mps.mps.limits import LimitsInEffect
 from yunion_mps.mps.rollover import Rollover
 from yunion_mps.mps.states import APPLYING, READY, STOPPED
 
-from .driving import Bench, DomainRun, Jobs, no_descriptor_left
+from .driving import Bench, DomainRun, Jobs
+from .front_ends import no_descriptor_left
 
 PERCENTAGE = "get_default_active_thread_percentage"
 MEMORY = "get_default_device_pinned_mem_limit 0"

@@ -11,16 +11,8 @@ from yunion_mps.models import DomainPlan
 from yunion_mps.mps.conversation import peer_of
 from yunion_mps.mps.states import STOPPED, STOPPING
 
-from .driving import (
-    Bench,
-    DomainRun,
-    Jobs,
-    connections_to,
-    full_queue,
-    silent_connection,
-    stop_process,
-    wait_for,
-)
+from .driving import Bench, DomainRun, Jobs
+from .front_ends import connections_to, full_queue, silent_connection, stop_process, wait_for
 
 
 def end_of(run: DomainRun, timeout_s: int) -> DomainRun:

@@ -21,7 +21,8 @@ from yunion_mps.mps.states import (
     StateMachine,
 )
 
-from .driving import Bench, DomainRun, silent_connection, stop_process
+from .driving import Bench, DomainRun
+from .front_ends import silent_connection, stop_process
 
 
 def cannot_start(bench: Bench) -> DomainRun:

@@ -17,7 +17,7 @@ from yunion_mps.service.shapes import devices_json
 from yunion_mps.supervisor.event_log import EventTable
 
 from simhost import SimHost
-from unit.mps.driving import full_queue
+from unit.mps.front_ends import full_queue
 from unit.supervised import Begin, MakeHost, PutToWork, Supervise, Supervised, configure, modes
 
 TWO = [{"kind": "v100"}, {"kind": "a100"}]
