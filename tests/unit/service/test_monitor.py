@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from contextlib import suppress
 
 import pytest
+from yunion_mps.daemon.loop import cancel_all
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.service import monitor
 from yunion_mps.service.clients import ClientService, XidAnalyzer
@@ -45,9 +45,7 @@ def test_without_any_event_the_gpus_are_polled_regularly(
             while host.gpus[0].compute_mode == "default":
                 await asyncio.wait_for(polled.wait(), PATIENCE_S)
                 polled.clear()
-        task.cancel()
-        with suppress(asyncio.CancelledError):
-            await task
+        await cancel_all([task])
 
     asyncio.run(follow())
 
@@ -81,9 +79,7 @@ def test_a_gpu_that_returns_and_is_lost_again_is_noticed_at_once(
             await until(8)
             host.gpus[1].lose()
             await until(4)
-        task.cancel()
-        with suppress(asyncio.CancelledError):
-            await task
+        await cancel_all([task])
 
     asyncio.run(follow())
     told = [event.what for event in made.events if event.kind == "gpu" and "XID" not in event.what]
