@@ -56,7 +56,7 @@ def lines(settings: Settings) -> Iterator[Line]:
             "us",
             "a dict's entry made and deleted",
             lambda: _enter(ledger, last),
-            lambda: _entry(ledger.owners),
+            lambda: _entry(ledger.lease_of),
         ),
     )
     for what, unit, floor, work, least in steps:

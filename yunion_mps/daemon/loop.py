@@ -43,14 +43,14 @@ def serve(
     paths: Paths,
     listener: Listener,
     supervisor: Supervisor,
-    service: Queries,
+    queries: Queries,
     notifier: Notifier,
     signals: Signals,
 ) -> bool:
     """Run until the domains have stopped after a signal, or a re-exec is requested; returns whether it is."""
 
     async def work() -> bool:
-        return await _Loop(paths, listener, supervisor, service, notifier, signals).run()
+        return await _Loop(paths, listener, supervisor, queries, notifier, signals).run()
 
     gc.freeze()  # what was imported stays for good; the collector need not look at it
     return asyncio.run(work())
@@ -62,14 +62,14 @@ class _Loop:
         paths: Paths,
         listener: Listener,
         supervisor: Supervisor,
-        service: Queries,
+        queries: Queries,
         notifier: Notifier,
         signals: Signals,
     ) -> None:
         self._paths = paths
         self._listener = listener
         self._supervisor = supervisor
-        self._service = service
+        self._queries = queries
         self._notifier = notifier
         self._signals = signals
         self._loop = asyncio.get_running_loop()
@@ -86,8 +86,8 @@ class _Loop:
         self._told_version = -1
         self._poll_now = asyncio.Event()
         self._cdi = CdiPublisher(paths, supervisor)
-        self._leases = LeaseService(paths, supervisor, service, self._cdi)
-        service.ledger = self._leases.ledger
+        self._leases = LeaseService(paths, supervisor, queries, self._cdi)
+        queries.ledger = self._leases.ledger
         self._reloader = Reloader(
             paths,
             supervisor,
@@ -104,16 +104,16 @@ class _Loop:
             supervisor,
             self._reloader,
             XidAnalyzer(paths, supervisor, clients),
-            UsageSampler(supervisor, devices, service.usage),
+            UsageSampler(supervisor, devices, queries.usage),
             self._poll_now,
             self._tick_soon,
         )
         ledger, queue = self._leases.ledger, self._leases.queue
-        metrics = Metrics(supervisor, service, ledger, queue, devices, lambda: router.counted())
+        metrics = Metrics(supervisor, queries, ledger, queue, devices, lambda: router.counted())
         exporter = Exporter(metrics)
         self._events = Events(supervisor.event_log)
         router = Router(
-            Handlers(service, self._reloader, clients, self._leases, self._events, exporter.answer)
+            Handlers(queries, self._reloader, clients, self._leases, self._events, exporter.answer)
         )
         self._textfile = Textfile(paths, supervisor, exporter)
         self._server = Server(router)
@@ -224,9 +224,9 @@ class _Loop:
         self._leases.serve()  # what has come or changed may be just what a queued request waits for
         self._announce()
         self._cdi.refresh()
-        if not self._supervisor.stopping and self._service.version != self._told_version:
-            self._told_version = self._service.version
-            self._notifier.status(one_line(self._service.status()))
+        if not self._supervisor.stopping and self._queries.version != self._told_version:
+            self._told_version = self._queries.version
+            self._notifier.status(one_line(self._queries.status()))
 
     def _announce(self) -> None:
         """Tell the gateway and the textfile what the configuration says, if that may have changed."""

@@ -24,7 +24,7 @@ _OF_GPUS = (BUDGET_NOT_ENFORCED, COMPUTE_MODE_CHANGED)
 _EVENTS = "see what happened: yunion-mps events; journalctl -u yunion-mps-daemon"
 
 
-@check("daemon", DAEMON_UNREACHABLE, DAEMON_UNREACHABLE)
+@check("daemon", DAEMON_UNREACHABLE)
 def daemon(host: Host) -> Findings:
     """Whether it runs, and what it says of its domains."""
     try:
@@ -59,7 +59,7 @@ def daemon(host: Host) -> Findings:
     return found or [ok(well)]
 
 
-@check("configuration", INVALID_CONFIGURATION, INVALID_CONFIGURATION)
+@check("configuration", INVALID_CONFIGURATION)
 def configuration(host: Host) -> Findings:
     """Both files, and whether they fit the GPUs."""
     paths = host.paths

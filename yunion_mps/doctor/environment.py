@@ -68,7 +68,7 @@ def of_command(host: Host, own: Mapping[str, str], words: Sequence[str]) -> Find
     return found or [ok(f"{words[0]} would have what a client of ours needs")]
 
 
-@check("past MPS", PROCESS_PAST_MPS, PROCESS_PAST_MPS)
+@check("past MPS", PROCESS_PAST_MPS)
 def past_mps(host: Host) -> Findings:
     """Programs that use a GPU of ours, and not through MPS or not through ours."""
     users = host.users()

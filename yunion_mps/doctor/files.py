@@ -44,7 +44,7 @@ _HINTS = {
 _ABOUT = re.compile(r'\b(comm|path|name|scontext|tcontext|tclass|profile)="?([^"\s]+)')
 
 
-@check("pipe directory", PIPE_DIRECTORY, PIPE_DIRECTORY)
+@check("pipe directory", PIPE_DIRECTORY)
 def pipe_directory(host: Host) -> Findings:
     """Whether every user can reach the sockets, and no other user can put a control daemon there."""
     found: list[Finding] = []
@@ -179,7 +179,7 @@ def space(host: Host) -> Findings:
             yield problem(f"{place} has no inodes left", f"remove files: df -i {place}")
 
 
-@check("/dev/shm", SHM_SMALL, SHM_SMALL)
+@check("/dev/shm", SHM_SMALL)
 def shm(host: Host) -> Findings:
     """The shared memory in which servers and clients meet."""
     place = host.paths.under("/dev/shm")
@@ -202,7 +202,7 @@ def shm(host: Host) -> Findings:
     return found or [ok(f"{free >> 20} of {size >> 20} MiB are free")]
 
 
-@check("SELinux and AppArmor", ACCESS_DENIED, ACCESS_DENIED)
+@check("SELinux and AppArmor", ACCESS_DENIED)
 def denials(host: Host) -> Findings:
     """What was refused within the last day."""
     under = host.paths.under

@@ -49,7 +49,7 @@ _OFF = "nothing here needs it while enable_cuda_mps is false"
 _UPDATE = "finish the driver's update (all of its packages in one version), then reboot"
 
 
-@check("driver", DRIVER_ERROR, DRIVER_ERROR)
+@check("driver", DRIVER_ERROR)
 def driver(host: Host) -> Findings:
     """Whether it answers, and whether its kernel module, library and programs are of one version."""
     try:
@@ -68,7 +68,7 @@ def driver(host: Host) -> Findings:
     return found or [ok(f"{version}, and so are its module, library and programs")]
 
 
-@check("programs", PROGRAM_MISSING, PROGRAM_MISSING)
+@check("programs", PROGRAM_MISSING)
 def programs(host: Host) -> Findings:
     """NVIDIA's control program, its server where the control daemon looks for it, and libcuda."""
     if host.is_off():
@@ -96,7 +96,7 @@ def programs(host: Host) -> Findings:
     return found or [ok(f"{program} and {SERVER} are there, and {_LIBRARY} is")]
 
 
-@check("device nodes", DEVICE_NODES, DEVICE_NODES)
+@check("device nodes", DEVICE_NODES)
 def nodes(host: Host) -> Findings:
     """The device nodes: an MPS server runs as its client's user, so all users must be able to open them."""
     minors = {f"nvidia{gpu.minor}" for gpu in host.our_gpus() if gpu.minor is not None}
@@ -180,7 +180,7 @@ _NEARLY = 0.9
 _VGPU = re.compile(r"-(?:\d-)?\d+(?:ME)?[ABCQ]$")
 
 
-@check("GPUs", GPU_ERROR, GPU_ERROR)
+@check("GPUs", GPU_ERROR)
 def gpus(host: Host) -> Findings:
     """Whether each of our GPUs answers, and can serve."""
     ours, unavailable = host.our_gpus(), host.plan()[0].unavailable
@@ -224,7 +224,7 @@ def budgets(host: Host) -> Findings:
             yield warning(what, "use such GPUs only for jobs that keep to their budgets by themselves")
 
 
-@check("compute mode", COMPUTE_MODE_CHANGED, COMPUTE_MODE_CHANGED)
+@check("compute mode", COMPUTE_MODE_CHANGED)
 def compute_mode(host: Host) -> Findings:
     """The modes: what a program does that misses the control daemon depends on them."""
     wanted = host.plan()[0].compute_modes
@@ -260,7 +260,7 @@ def _mode(gpu: Gpu, wanted: str | None, *, serves: bool) -> Finding | None:
     return None
 
 
-@check("client limit", CLIENT_LIMIT, CLIENT_LIMIT)
+@check("client limit", CLIENT_LIMIT)
 def client_limit(host: Host) -> Findings:
     """How many clients each GPU has of those that MPS allows there."""
     driver, override = host.inventory().driver, host.config()[0].cuda_mps_max_clients

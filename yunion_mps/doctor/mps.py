@@ -50,7 +50,7 @@ _FAULT = "Server encountered a fatal exception"
 _STARTED = re.compile(r"Server \S* ?has started|: Server already exists")
 
 
-@check("control daemon", CONTROL_DAEMON_ERROR, CONTROL_DAEMON_ERROR)
+@check("control daemon", CONTROL_DAEMON_ERROR)
 def control_daemons(host: Host) -> Findings:
     """Whether the one that clients find in each directory is the daemon's own."""
     found = [_owner(host, domain) for domain in host.domains()]
@@ -86,7 +86,7 @@ def _owner(host: Host, domain: DomainPlan) -> Finding:
     return warning(what, "start the daemon, which adopts it: systemctl start yunion-mps-daemon")
 
 
-@check("control daemon answers", CONTROL_DAEMON_SILENT, CONTROL_DAEMON_SILENT)
+@check("control daemon answers", CONTROL_DAEMON_SILENT)
 def answers(host: Host) -> Findings:
     """Whether each control daemon greets its clients, and what keeps it from that."""
     found: list[Finding] = []

@@ -29,7 +29,7 @@ from yunion_mps.escaping import printable
 from yunion_mps.host import threads
 from yunion_mps.reasons import ENVIRONMENT
 
-#: Each check is declared once, by `@check(NAME)`, in one of these; a report of good news has their order.
+#: Each check is declared once, by `@check(NAME, CODE)`, in one of these; a good report has their order.
 MODULES = (daemon, gpus, mps, files, environment)
 OF_THE_HOST = tuple(one for module in MODULES for one in vars(module).values() if isinstance(one, Check))
 

@@ -210,7 +210,7 @@ class Handlers:
 
     def __init__(
         self,
-        service: Queries,
+        queries: Queries,
         reloader: Reloader,
         clients: ClientService,
         leases: LeaseService,
@@ -218,7 +218,7 @@ class Handlers:
         metrics: Callable[[str], Awaitable[tuple[str, bytes]]],
     ) -> None:
         """`metrics` gives the content type and the text for an Accept header."""
-        self._service = service
+        self._queries = queries
         self._reloader = reloader
         self._clients = clients
         self._leases = leases
@@ -228,7 +228,7 @@ class Handlers:
     @property
     def version(self) -> int:
         """Changes when a cached answer may change."""
-        return self._service.version
+        return self._queries.version
 
     def get_devices(
         self,
@@ -245,16 +245,16 @@ class Handlers:
         unused: bool,
     ) -> answers.DeviceList:
         filters = Filters(dev_type, model, addr, device_path, vendor_device_id, numa_node, unused)
-        return self._service.devices(filters, limit, offset)
+        return self._queries.devices(filters, limit, offset)
 
     def get_device(self, _: Request, *, id: str) -> answers.DeviceDetails:  # noqa: A002 - it is the parameter's name
-        return self._service.device(id)
+        return self._queries.device(id)
 
     def get_gpus(self, _: Request) -> answers.GpuList:
-        return self._service.gpus()
+        return self._queries.gpus()
 
     def get_status(self, _: Request) -> answers.Status:
-        return self._service.status()
+        return self._queries.status()
 
     def get_document(self, _: Request) -> Mapping[str, object]:
         return document()
@@ -274,7 +274,7 @@ class Handlers:
     async def get_usage(self, _: Request, *, gpu: str | None, devices: bool) -> answers.Usage:
         """Of the moment, so that it cannot be a cached answer."""
         now_s = asyncio.get_running_loop().time()
-        return self._service.usage.last_hour(now_s, time.time(), gpu, devices=devices)
+        return self._queries.usage.last_hour(now_s, time.time(), gpu, devices=devices)
 
     async def get_plan(self, _: Request) -> answers.ChangeList:
         return await self._reloader.plan()

@@ -246,7 +246,7 @@ class Allocator:
             fits, key=lambda fit: (fit[2].pool.gpu_uuid in candidates.unenforced, sign * fit[0])
         )
         slot = 0
-        while (device := best.make(units, slot)).id in self.ledger.owners:
+        while (device := best.make(units, slot)).id in self.ledger.lease_of:
             slot += 1
         return device
 
@@ -277,7 +277,7 @@ class Allocator:
         waits = self.ledger.lease_waits([one.device for one in candidates.devices]).values()
         able = {one.device.id for one in matching if not one.reason}
         pending = [(wait.reason, able & wait.pending) for wait in waits if able & wait.pending]
-        used = len(ids & self.ledger.owners.keys() - {name for _, names in pending for name in names})
+        used = len(ids & self.ledger.lease_of.keys() - {name for _, names in pending for name in names})
         free = sum(map(len, by_gpu.values()))
         parts = [
             f"{self._left_mib(one, reserved)} MiB free on GPU {one.gpu}" for one in pools if not one.reason

@@ -28,7 +28,7 @@ class Ledger:
     def __init__(self, leases: Iterable[Lease] = ()) -> None:
         self.leases: dict[str, Lease] = {}
         #: The id of the lease that has a device, by the device's id.
-        self.owners: dict[str, str] = {}
+        self.lease_of: dict[str, str] = {}
         #: Changes with every lease that comes or ends.
         self.version = 0
         self._memory_mib: Counter[str] = Counter()
@@ -39,12 +39,12 @@ class Ledger:
     def add(self, lease: Lease) -> None:
         """Enter a lease; raises AssertionError if another lease has a device of it."""
         for device in lease.devices:
-            owner = self.owners.get(device.id)
+            owner = self.lease_of.get(device.id)
             if owner is not None:
                 raise AssertionError(f"device {device.addr} has an owner: lease {owner}")
         self.leases[lease.id] = lease
         for device in lease.devices:
-            self.owners[device.id] = lease.id
+            self.lease_of[device.id] = lease.id
             self._memory_mib[device.gpu_uuid] += needs_mib(device)
             self._clients[device.gpu_uuid] += 1
         self.version += 1
@@ -52,7 +52,7 @@ class Ledger:
     def remove(self, lease_id: str) -> Lease:
         lease = self.leases.pop(lease_id)
         for device in lease.devices:
-            del self.owners[device.id]
+            del self.lease_of[device.id]
             self._memory_mib[device.gpu_uuid] -= needs_mib(device)
             self._clients[device.gpu_uuid] -= 1
         self.version += 1
@@ -92,7 +92,7 @@ class Ledger:
         found: dict[str, list[Device]] = {}
         left_mib: dict[str, int] = {}
         for device in devices:
-            if device.id in reserved or device.id in self.owners:
+            if device.id in reserved or device.id in self.lease_of:
                 continue
             gpu = device.gpu_uuid
             if gpu not in left_mib:
@@ -111,7 +111,7 @@ class Ledger:
         return [
             device
             for device in devices
-            if device.id not in self.owners
+            if device.id not in self.lease_of
             and needs_mib(device) <= device.memory_total_mib - self._memory_mib[device.gpu_uuid]
         ]
 
@@ -135,7 +135,7 @@ class Ledger:
                     leases.setdefault(device.gpu_uuid, {})[lease.id] = lease
                     pending.setdefault(device.gpu_uuid, set()).add(device.id)
         concerned = [device for device in devices if device.gpu_uuid in leases]
-        fitting = self.free_devices(concerned) | self.owners.keys()
+        fitting = self.free_devices(concerned) | self.lease_of.keys()
         for device in concerned:
             if device.id not in fitting:
                 pending[device.gpu_uuid].add(device.id)

@@ -42,11 +42,11 @@ class LeaseService:
     """Gives devices to those who request them, and frees them when their holders end."""
 
     def __init__(
-        self, paths: Paths, supervisor: Supervisor, service: Queries, publisher: CdiPublisher
+        self, paths: Paths, supervisor: Supervisor, queries: Queries, publisher: CdiPublisher
     ) -> None:
         """Raises HostError if the state file cannot be used."""
         self._supervisor = supervisor
-        self._service = service
+        self._queries = queries
         self._publisher = publisher
         self._containers = Containers(paths)
         self._storage = LeaseStorage(supervisor.store(), paths.lease_copies)
@@ -230,7 +230,7 @@ class LeaseService:
         """What can be given now; made once for each snapshot."""
         snapshot = self._supervisor.snapshot()
         if self._known_version != snapshot.version:
-            self._known = candidates_of(snapshot, self._service.reasons())
+            self._known = candidates_of(snapshot, self._queries.reasons())
             self._known_version = snapshot.version
         return self._known
 
@@ -238,7 +238,7 @@ class LeaseService:
         """The request with whole names; raises YunionError if it is infeasible."""
         device, gpu = request.device, request.gpu
         if device and device != ALL:
-            device = self._service.device(device.removeprefix("0000:"))["addr"]
+            device = self._queries.device(device.removeprefix("0000:"))["addr"]
         if gpu:
             gpus = self._supervisor.snapshot().inventory.gpus
             gpu = gpu_named(gpu.removeprefix("0000:"), gpus).address
@@ -315,7 +315,7 @@ class LeaseService:
 
         If CUDA finds no control daemon it goes on without one, and without limits.
         """
-        reasons = self._service.reasons()
+        reasons = self._queries.reasons()
         for device in lease.devices:
             why = reasons.get(device.gpu_uuid, "its GPU is not there any more")
             if why:

@@ -189,14 +189,14 @@ class Metrics:
     def __init__(
         self,
         supervisor: Supervisor,
-        service: Queries,
+        queries: Queries,
         ledger: Ledger,
         queue: Queue,
         devices: ProcessDevices,
         requests: Callable[[], Counted],
     ) -> None:
         self._supervisor = supervisor
-        self._service = service
+        self._queries = queries
         self._ledger = ledger
         self._queue = queue
         self._devices = devices
@@ -209,16 +209,16 @@ class Metrics:
     async def facts(self) -> Facts:
         """All facts; the use is that of an earlier scrape if the driver does not answer in time."""
         await self.observe()
-        supervisor, service = self._supervisor, self._service
+        supervisor, queries = self._supervisor, self._queries
         now = Moment(time.time(), asyncio.get_running_loop().time())
         leases = self._ledger.leases.values()
         waits_s = [now.wall_s - queued.since_s for queued in self._queue.requests]
         return Facts(
             now,
             self._revision,
-            service.status(),
-            service.gpus()["gpus"],
-            service.devices(Filters(), 0, 0)["isolated_devices"],
+            queries.status(),
+            queries.gpus()["gpus"],
+            queries.devices(Filters(), 0, 0)["isolated_devices"],
             supervisor.snapshot().domains,
             {one.plan.name: one.probe_s for one in supervisor.domains if one.probe_s is not None},
             LeaseCounts(
@@ -227,7 +227,7 @@ class Metrics:
             dict(supervisor.event_log.counts),
             self._requests(),
             self._use,
-            service.unusable_gpus(),
+            queries.unusable_gpus(),
             {
                 device.addr: (device.memory_limit_mib, device.thread_percentage)
                 for lease in leases

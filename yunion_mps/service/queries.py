@@ -148,7 +148,7 @@ class Queries:
             },
             "gpus": {
                 "total": len(snapshot.inventory.gpus),
-                "unavailable": sum(bool(gpu_reason(gpu, snapshot)) for gpu in snapshot.inventory.gpus),
+                "unavailable": sum(gpu["state"] == UNAVAILABLE for gpu in self.gpus()["gpus"]),
             },
             "domains": [domain_json(domain) for domain in snapshot.domains],
         }

@@ -79,7 +79,7 @@ def devices_json(snapshot: Snapshot, ledger: Ledger | None = None) -> list[answe
                 "reason": why_not,
                 "reason_code": why_not.code,
                 "budget_enforced": now.budget_enforced,
-                "lease": ledger.owners.get(device.id),
+                "lease": ledger.lease_of.get(device.id),
                 "free": device.id in free,
             }
         )

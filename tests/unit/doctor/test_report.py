@@ -10,7 +10,7 @@ from yunion_mps.doctor.host import Check, Finding, Findings, Host, Once, ok, pro
 from yunion_mps.doctor.report import OF_THE_HOST, Report, checks, run
 from yunion_mps.errors import HostError
 from yunion_mps.paths import Paths
-from yunion_mps.reasons import HOST_ERROR, MIG_ENABLED
+from yunion_mps.reasons import CODES, HOST_ERROR, MIG_ENABLED
 
 from simhost.environment import CHECKOUT
 
@@ -90,6 +90,12 @@ def test_the_worst_comes_first(host: Host) -> None:
     found = report(host, ok("1"), warning("2", ""), problem("3", ""), skipped("4"), Finding("unknown", "5"))
     assert [line.finding.what for line in found.lines] == ["3", "2", "5", "4", "1"]
     assert found.counts == {"problem": 1, "warning": 1, "unknown": 1, "skipped": 1, "ok": 1}
+
+
+def test_each_check_of_the_host_has_a_code_of_the_table() -> None:
+    for one in OF_THE_HOST:
+        assert one.code in CODES, one.name
+        assert one.well not in CODES, one.name
 
 
 def test_a_finding_has_its_own_code_or_that_of_its_check(host: Host) -> None:

@@ -298,7 +298,7 @@ class LedgerMachine(RuleBasedStateMachine):
                 owned[share.id] += 1
         assert all(mib <= GPU_MIB for mib in used.values())
         assert set(owned.values()) <= {1}
-        assert self.ledger.owners.keys() == owned.keys()
+        assert self.ledger.lease_of.keys() == owned.keys()
 
     @invariant()
     def what_counts_as_free_is_what_can_be_had(self) -> None:
@@ -309,7 +309,7 @@ class LedgerMachine(RuleBasedStateMachine):
             had.add(lease(f"more {name}", *Allocator(had).choose(LeaseRequest(), found)))
         with pytest.raises(NothingFreeError):
             Allocator(had).choose(LeaseRequest(), found)
-        assert free == had.owners.keys() - self.ledger.owners.keys()
+        assert free == had.lease_of.keys() - self.ledger.lease_of.keys()
 
 
 TestLedger = LedgerMachine.TestCase
@@ -321,7 +321,7 @@ def test_what_is_reserved_for_a_request_is_free_and_would_do(wanted: LeaseReques
     kept = Allocator(ledger).reserve(wanted, candidates(2)).devices
     found = {offer.device.id: offer.device for offer in candidates(2).devices}
     assert len(kept) <= wanted.number
-    assert all(wanted.takes(found[one]) and one not in ledger.owners for one in kept)
+    assert all(wanted.takes(found[one]) and one not in ledger.lease_of for one in kept)
 
 
 def test_all_devices_are_had_together_or_not_at_all() -> None:

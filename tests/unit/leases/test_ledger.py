@@ -52,7 +52,7 @@ def test_a_device_has_one_owner() -> None:
     ledger = Ledger([lease("a", device(0, 0))])
     with pytest.raises(AssertionError, match=r"00:00\.0-0 has an owner: lease a"):
         ledger.add(lease("b", device(0, 1), device(0, 0)))
-    assert (ledger.owners, list(ledger.leases)) == ({"id-0-4-0": "a"}, ["a"]), "and nothing was entered"
+    assert (ledger.lease_of, list(ledger.leases)) == ({"id-0-4-0": "a"}, ["a"]), "and nothing was entered"
 
 
 def test_every_change_is_a_new_version() -> None:
@@ -60,7 +60,7 @@ def test_every_change_is_a_new_version() -> None:
     ledger.add(lease("a", device(0, 0)))
     assert ledger.version == 1
     ledger.remove("a")
-    assert (ledger.version, ledger.owners, ledger.leases) == (2, {}, {})
+    assert (ledger.version, ledger.lease_of, ledger.leases) == (2, {}, {})
 
 
 NIGHT = Holder("name", 1000, name="night")
