@@ -143,6 +143,7 @@ def test_systemd_accepts_the_gateways_units(tmp_path: Path, name: str) -> None:
         text = path.read_text().replace("/usr/bin/yunion-mps", shutil.which("true") or "")
         (tmp_path / path.name).write_text(text)
     assert "\nPartOf=yunion-mps-daemon.service\n" in (tmp_path / name).read_text()
+    assert "\nStartLimitIntervalSec=0\n" in (tmp_path / name).read_text(), "it starts with the daemon"
     daemon = (CHECKOUT / "systemd/yunion-mps-daemon.service").read_text()
     assert "\nWants=yunion-mps-gateway.path\n" in daemon
     verify(tmp_path / name)
