@@ -1,7 +1,7 @@
 """Reason codes: stable names for what can be wrong, each with its meaning and what the operator should do.
 
-Every reason, warning, finding and error carries one, and every event that is no mere information, so that no
-program has to read our sentences. Codes are never renamed or reused. docs/reason-codes.md is made from this
+Every reason, warning, finding and error carries one, as does every event above severity info, so that no
+program has to parse messages. Codes are never renamed or reused. docs/reason-codes.md is generated from this
 table.
 """
 
@@ -32,10 +32,10 @@ class Reason(str):
 NO_REASON = Reason()
 
 _EVENTS = "see what happened: yunion-mps events --since 1h"
-_DOCTOR = "look closer: yunion-mps doctor"
+_DOCTOR = "run the diagnostics: yunion-mps doctor"
 _CLIENTS = "see whose jobs they are: yunion-mps clients"
-_REPAIRED = f"once it is repaired or reset: yunion-mps reload; {_DOCTOR}"
-_RETRIED = f"it is started again by itself; {_EVENTS}"
+_REPAIRED = f"repair or reset the GPU, then: yunion-mps reload; {_DOCTOR}"
+_RETRIED = f"wait for the automatic restart; {_EVENTS}"
 _END_JOB = "ask its owner, or end it: yunion-mps clients terminate PID"
 
 CODES: dict[str, ReasonCode] = {}
@@ -77,13 +77,13 @@ MPS_UNSUPPORTED = _code(
 BUDGET_NOT_ENFORCED = _code(
     "budget_not_enforced",
     "The GPU is older than Volta: MPS serves it and enforces no limits.",
-    "use it for jobs that keep to their budgets; see who uses more: yunion-mps who",
+    "run only jobs that stay within their budgets; find those that do not: yunion-mps who",
 )
 
 VGPU = _code(
     "vgpu",
-    "The GPU is a vGPU, or serves virtual machines.",
-    "try it: yunion-mps doctor --selftest; better pass a whole GPU through",
+    "The GPU is a vGPU, or hosts vGPUs for virtual machines.",
+    "test it: yunion-mps doctor --selftest; if it fails, pass through a whole GPU",
 )
 CLIENT_LIMIT = _code(
     "client_limit",
@@ -92,26 +92,26 @@ CLIENT_LIMIT = _code(
 )
 DEVICE_NODES = _code(
     "device_nodes",
-    "A device node of the GPU is missing, or users may not open it.",
-    "make them: nvidia-modprobe -u -c=0; look at them: ls -l /dev/nvidia*",
+    "A device node of the GPU is missing, or users are not permitted to open it.",
+    "create the nodes: nvidia-modprobe -u -c=0; check their modes: ls -l /dev/nvidia*",
 )
 
 # -- compute modes
 
 COMPUTE_MODE_PROHIBITED = _code(
     "compute_mode_prohibited",
-    "The GPU's compute mode is Prohibited, and the configuration keeps it.",
+    "The GPU's compute mode is Prohibited, and the configuration says to keep it.",
     "set it: nvidia-smi -i {gpu} -c DEFAULT; then: yunion-mps reload",
 )
 COMPUTE_MODE_REFUSED = _code(
     "compute_mode_refused",
     "The GPU's compute mode cannot be set.",
-    "try it by hand: nvidia-smi -i {gpu} -c EXCLUSIVE_PROCESS; keep it as it is: cuda_mps_compute_mode: keep",
+    "set it manually: nvidia-smi -i {gpu} -c EXCLUSIVE_PROCESS; or set cuda_mps_compute_mode: keep",
 )
 COMPUTE_MODE_CHANGED = _code(
     "compute_mode_changed",
     "The GPU's compute mode is not the one that is configured.",
-    "set it: yunion-mps reload; keep it as it is: cuda_mps_compute_mode: keep",
+    "set it again: yunion-mps reload; or leave it unmanaged: cuda_mps_compute_mode: keep",
 )
 
 # -- the driver
@@ -133,8 +133,8 @@ DRIVER_MISMATCH = _code(
 )
 DRIVER_HUNG = _code(
     "driver_hung",
-    "A call of the NVIDIA driver does not return.",
-    "see: dmesg | grep -iE 'nvrm|xid'; a driver that hangs needs a reboot",
+    "A call to the NVIDIA driver does not return.",
+    "check: dmesg | grep -iE 'nvrm|xid'; reboot if the driver stays hung",
 )
 DRIVER_ERROR = _code(
     "driver_error",
@@ -144,41 +144,41 @@ DRIVER_ERROR = _code(
 
 # -- control daemons, MPS servers and their limits
 
-DOMAIN_STOPPED = _code("domain_stopped", "The control daemon is not started.", "start it: yunion-mps reload")
+DOMAIN_STOPPED = _code("domain_stopped", "The control daemon is not running.", "start it: yunion-mps reload")
 DOMAIN_STARTING = _code(
-    "domain_starting", "The control daemon starts and does not answer yet.", f"wait a moment; {_EVENTS}"
+    "domain_starting", "The control daemon is starting and does not answer yet.", f"wait a moment; {_EVENTS}"
 )
 DOMAIN_APPLYING = _code(
     "domain_applying", "The limits are being set and read back.", f"wait a moment; {_EVENTS}"
 )
-DOMAIN_STOPPING = _code("domain_stopping", "The control daemon waits for its jobs to end.", _CLIENTS)
+DOMAIN_STOPPING = _code("domain_stopping", "The control daemon is waiting for its jobs to end.", _CLIENTS)
 DOMAIN_NOT_READY = _code(
-    "domain_not_ready", "The GPU's domain does not serve now; see the domain's own reason.", _EVENTS
+    "domain_not_ready", "The GPU's domain is not ready; see the domain's own reason.", _EVENTS
 )
 NO_DOMAIN = _code("no_domain", "No control daemon serves the GPU.", "start one: yunion-mps reload")
 GPU_NOT_SERVED = _code(
     "gpu_not_served",
-    "The running control daemon does not serve the GPU, and is replaced once its jobs have ended.",
+    "The running control daemon does not serve the GPU; it is replaced once its jobs have ended.",
     f"wait for its jobs; {_CLIENTS}",
 )
 PROGRAM_MISSING = _code(
     "program_missing", "A program is not installed.", "install it; for MPS: nvidia-cuda-mps-control"
 )
-CONTROL_DAEMON_EXITED = _code("control_daemon_exited", "The control daemon ended.", _RETRIED)
+CONTROL_DAEMON_EXITED = _code("control_daemon_exited", "The control daemon exited unexpectedly.", _RETRIED)
 CONTROL_DAEMON_SILENT = _code(
     "control_daemon_silent",
-    "The control daemon runs and does not answer, or cannot be reached.",
-    f"once its jobs have ended it is started again; {_CLIENTS}",
+    "The control daemon is running but does not answer, or cannot be reached.",
+    f"wait for its jobs to end; it then restarts automatically; {_CLIENTS}",
 )
 CONTROL_DAEMON_ERROR = _code(
-    "control_daemon_error", "The control daemon answered something that it should not.", _RETRIED
+    "control_daemon_error", "The control daemon gave an unexpected answer.", _RETRIED
 )
 CONTROL_DAEMON_LEFT = _code(
-    "control_daemon_left", "A control daemon from before runs that is not adopted.", _DOCTOR
+    "control_daemon_left", "A control daemon from an earlier run is running but not adopted.", _DOCTOR
 )
 OTHER_CONTROL_DAEMON = _code(
     "other_control_daemon",
-    "A control daemon runs that is not ours: its clients get none of our limits.",
+    "A foreign control daemon is running; its clients get none of our limits.",
     "end it once its jobs are done: echo quit | CUDA_MPS_PIPE_DIRECTORY=DIRECTORY nvidia-cuda-mps-control",
 )
 ADOPTION_REFUSED = _code(
@@ -188,16 +188,16 @@ ADOPTION_REFUSED = _code(
 )
 SERVERS_ORPHANED = _code(
     "servers_orphaned",
-    "MPS servers live on without their control daemon.",
+    "MPS servers are still running, but their control daemon is gone.",
     f"wait for their jobs; {_CLIENTS}",
 )
 SERVER_FAILED = _code(
     "server_failed",
-    "An MPS server failed, and its jobs with it.",
-    "it serves again once they have ended: yunion-mps clients",
+    "An MPS server failed, and so did its jobs.",
+    "wait for the jobs to end, then it serves again; list them: yunion-mps clients",
 )
 LIMITS_NOT_IN_EFFECT = _code(
-    "limits_not_in_effect", "A limit was set, and another one was read back.", _RETRIED
+    "limits_not_in_effect", "A limit was set, but a different value was read back.", _RETRIED
 )
 LIMITS_OVERWRITTEN = _code(
     "limits_overwritten",
@@ -207,42 +207,42 @@ LIMITS_OVERWRITTEN = _code(
 LIMITS_PENDING = _code(
     "limits_pending",
     "New limits take effect once the MPS servers with the old ones have ended.",
-    "see who: yunion-mps clients; wait for them: yunion-mps reload --drain",
+    "list their jobs: yunion-mps clients; drain the servers: yunion-mps reload --drain",
 )
 
 # -- devices, leases and jobs
 
 LEASES_PENDING = _code(
     "leases_pending",
-    "A device takes effect, or disappears, once leases of the former division have ended.",
-    "it takes effect by itself; see whose leases they are: yunion-mps who",
+    "A device is added or removed once the leases of the former division have ended.",
+    "wait for the leases to end; see who holds them: yunion-mps who",
 )
 LEASE_OUTDATED = _code(
     "lease_outdated",
-    "The control daemon that a lease was given with is gone: what starts with it has no limits.",
-    "end it, and run its job with a new one: yunion-mps lease release LEASE",
+    "The control daemon of a lease is gone: processes started with the lease have no limits.",
+    "release it and run the job with a new lease: yunion-mps lease release LEASE",
 )
 CLIENT_WAITING = _code(
     "client_waiting",
-    "A process waits for an MPS server because another user's server runs.",
+    "A process is waiting for an MPS server because another user's server is running.",
     "wait for the other user's jobs, or serve all users at once: cuda_mps_multiuser: true",
 )
 CLIENT_TERMINATED = _code("client_terminated", "A job was ended by its owner or by root.", _EVENTS)
 CLIENT_KILLED = _code("client_killed", "A job did not end in time when the daemon stopped.", _EVENTS)
 PROCESS_PAST_MPS = _code(
-    "process_past_mps", "A process uses the GPU without MPS, so that no budget holds it.", _END_JOB
+    "process_past_mps", "A process uses the GPU without MPS, so no budget limits it.", _END_JOB
 )
-OVER_BUDGET = _code("over_budget", "A device's processes have more memory than its budget.", _END_JOB)
+OVER_BUDGET = _code("over_budget", "A device's processes use more memory than its budget.", _END_JOB)
 ENVIRONMENT = _code(
     "environment",
-    "A variable leads a process past MPS, or to other limits than its device's.",
-    "let it be set for you: yunion-mps run COMMAND, or yunion-mps env",
+    "An environment variable makes a process bypass MPS, or use limits other than its device's.",
+    "let yunion-mps set the environment: yunion-mps run COMMAND, or yunion-mps env",
 )
 SELFTEST_FAILED = _code(
     "selftest_failed", "A small CUDA program did not run within a device's limits.", _DOCTOR
 )
 NOTHING_FREE = _code(
-    "nothing_free", "No device that would do is free now.", "see who has them: yunion-mps who; wait: --wait"
+    "nothing_free", "No suitable device is free now.", "see who holds them: yunion-mps who; or wait: --wait"
 )
 INFEASIBLE = _code(
     "infeasible",
@@ -255,7 +255,7 @@ INFEASIBLE = _code(
 DISABLED = _code(
     "disabled",
     "MPS is disabled: enable_cuda_mps is false.",
-    "to offer devices: set enable_cuda_mps: true there, then: yunion-mps reload",
+    "set enable_cuda_mps: true in host.conf, then: yunion-mps reload",
 )
 NO_USABLE_GPU = _code(
     "no_usable_gpu",
@@ -269,7 +269,7 @@ INVALID_CONFIGURATION = _code(
 )
 CONFIGURATION_IGNORED = _code(
     "configuration_ignored",
-    "A minor setting has an error, and the daemon goes on without it.",
+    "A minor setting has an error, so the daemon ignores it.",
     "correct that line, then: yunion-mps reload",
 )
 MULTIUSER_UNSUPPORTED = _code(
@@ -280,12 +280,12 @@ MULTIUSER_UNSUPPORTED = _code(
 METRICS_FILE_FAILED = _code(
     "metrics_file_failed",
     "The metrics' text file cannot be written.",
-    "make its directory one that root can write, or name another; it is tried again by itself",
+    "make its directory writable for root, or set another path; the daemon retries automatically",
 )
 CDI_DIRECTORY_FAILED = _code(
     "cdi_directory_failed",
-    "The files by which containers find devices cannot be written.",
-    "make it a directory that root can write; it is tried again by itself",
+    "The CDI files through which containers find devices cannot be written.",
+    "make the directory writable for root; the daemon retries automatically",
 )
 CDI_DRIVER_FAILED = _code(
     "cdi_driver_failed",
@@ -294,30 +294,30 @@ CDI_DRIVER_FAILED = _code(
 )
 EVENTS_NOT_WRITTEN = _code(
     "events_not_written",
-    "Events cannot be written to the state file, and are kept elsewhere.",
+    "Events cannot be written to the state file; they are kept elsewhere for now.",
     "make room where the state file is: df -h /var/lib/yunion-mps",
 )
 STATE_FILE_DAMAGED = _code(
     "state_file_damaged",
-    "The state file was damaged, and was made again from its copies.",
+    "The state file was damaged and has been rebuilt from its copies.",
     "check the disk: dmesg | grep -iE 'i/o error|ext4|xfs'",
 )
 VERSION_DIFFERS = _code(
     "version_differs",
-    "Another version of the daemon runs than is installed.",
-    "run the installed one, which ends no job: yunion-mps daemon-reexec",
+    "The running daemon's version differs from the installed one.",
+    "switch to the installed version without ending jobs: yunion-mps daemon-reexec",
 )
 PIPE_DIRECTORY = _code(
     "pipe_directory",
-    "The pipe or log directory, or what leads to it, is not as clients need it.",
+    "The pipe or log directory, or a directory above it, is unsafe or not accessible to clients.",
     "look at it: namei -l DIRECTORY; then: systemctl restart yunion-mps-daemon",
 )
 SOCKETS_REMOVED = _code(
     "sockets_removed",
-    "A program that removes old files would remove the sockets of MPS.",
+    "A cleanup program would remove the MPS sockets once they are old enough.",
     "exclude the directory from it, such as by a line in tmpfiles.d(5)",
 )
-DISK_FULL = _code("disk_full", "The pipe or log directory has no room.", "make room: df -h DIRECTORY")
+DISK_FULL = _code("disk_full", "The pipe or log directory is full.", "free disk space: df -h DIRECTORY")
 SHM_SMALL = _code(
     "shm_small",
     "MPS needs /dev/shm, which is too small or cannot be written.",
@@ -325,7 +325,7 @@ SHM_SMALL = _code(
 )
 ACCESS_DENIED = _code(
     "access_denied",
-    "SELinux or AppArmor keeps a program from what it needs.",
+    "SELinux or AppArmor denies a program access that it needs.",
     "see what was denied: ausearch -m avc; journalctl -k | grep -i apparmor",
 )
 SHORTAGE = _code(
@@ -333,14 +333,14 @@ SHORTAGE = _code(
     "The kernel refused memory, a descriptor, a process or a thread.",
     "check the limits: systemctl show yunion-mps-daemon | grep -E 'Limit|Tasks|Memory'",
 )
-BUSY = _code("busy", "The daemon cannot do it at this moment.", "try again")
+BUSY = _code("busy", "The daemon cannot do this right now.", "try again later")
 DAEMON_UNREACHABLE = _code(
     "daemon_unreachable", "The daemon does not answer.", "see: systemctl status yunion-mps-daemon"
 )
-NOT_ALLOWED = _code("not_allowed", "The caller may not do this.", "try it as root, or as the owner")
-NOT_FOUND = _code("not_found", "What was named does not exist.", "list what there is: yunion-mps list")
-INVALID_REQUEST = _code("invalid_request", "The API does not know such a request.", "see: /v1/openapi.json")
+NOT_ALLOWED = _code("not_allowed", "The caller is not permitted to do this.", "retry as root or as the owner")
+NOT_FOUND = _code("not_found", "The named object does not exist.", "check the name: yunion-mps list")
+INVALID_REQUEST = _code("invalid_request", "The API does not support this request.", "see: /v1/openapi.json")
 HOST_ERROR = _code(
-    "host_error", "A file, directory, user or process of the host is not as it must be.", _DOCTOR
+    "host_error", "A file, directory, user or process on the host is not in the required state.", _DOCTOR
 )
-FAILED = _code("failed", "It failed for a reason without a code of its own.", _EVENTS)
+FAILED = _code("failed", "The operation failed for a reason that has no code of its own.", _EVENTS)

@@ -7,9 +7,9 @@ SCREEN_80 = f"""\
 yunion-mps 0.1.0  HH:MM:SS  degraded  driver 535.261.03
 1 GPU; 4 devices: 3 used, 1 free; 2 leases, 1 waiting; 2 processes
 Problem: 00:06.0-1 has 6000 of 5760 MiB: PID 4260 of alice (python train.py)
-Problem: past MPS on GPU 00:06.0 with 300 MiB, where no budget holds: PID 4711 …
+Problem: PID 4711 of mallory (./old-job) uses GPU 00:06.0 (300 MiB) without MPS…
   do: ask its owner, or end it: yunion-mps clients terminate PID
-Warning: GPU 00:06.0 (Tesla P40): budgets are not enforced: the GPU is older th…
+Warning: GPU 00:06.0 (Tesla P40): budgets are not enforced because it is older …
 GPU                    USED MiB  OF MiB       IN USE     PROCS        NAME
 00:06.0    ███░░░░░░░░     6300   23040       3 of 4         2        Tesla P40
 DEVICE                 USED MiB  OF MiB  SM % USER         PID  SINCE COMMAND
@@ -28,10 +28,10 @@ SCREEN_120 = f"""\
 yunion-mps 0.1.0  HH:MM:SS  degraded  driver 535.261.03
 1 GPU; 4 devices: 3 used, 1 free; 2 leases, 1 waiting; 2 processes
 Problem: 00:06.0-1 has 6000 of 5760 MiB: PID 4260 of alice (python train.py)
-Problem: past MPS on GPU 00:06.0 with 300 MiB, where no budget holds: PID 4711 of mallory (./old-job)
+Problem: PID 4711 of mallory (./old-job) uses GPU 00:06.0 (300 MiB) without MPS, so no budget limits it
   do: ask its owner, or end it: yunion-mps clients terminate PID
-Warning: GPU 00:06.0 (Tesla P40): budgets are not enforced: the GPU is older than Volta; its clients can use \
-all of its…
+Warning: GPU 00:06.0 (Tesla P40): budgets are not enforced because it is older than Volta; its clients can \
+use all of i…
 GPU                                 USED MiB  OF MiB       IN USE           PROCS        NAME
 00:06.0    ██████▋░░░░░░░░░░░░░░░░░     6300   23040       3 of 4               2        Tesla P40
 DEVICE                              USED MiB  OF MiB  SM % USER               PID  SINCE COMMAND
@@ -47,12 +47,12 @@ HH:MM:SS WARNING domain host: ready -> backoff (killed by signal 9)
 STATUS_80 = """\
 State:    degraded
 Problem:  00:06.0-1 has 6000 of 5760 MiB: PID 4260 of alice (python train.py)
-Problem:  past MPS on GPU 00:06.0 with 300 MiB, where no budget holds: PID 4711
-          of mallory (./old-job)
+Problem:  PID 4711 of mallory (./old-job) uses GPU 00:06.0 (300 MiB) without
+          MPS, so no budget limits it
 Hint:     ask its owner, or end it: yunion-mps clients terminate PID
-Warning:  GPU 00:06.0 (Tesla P40): budgets are not enforced: the GPU is older
+Warning:  GPU 00:06.0 (Tesla P40): budgets are not enforced because it is older
           than Volta; its clients can use all of its memory and threads
-Hint:     use it for jobs that keep to their budgets; see who uses more:
+Hint:     run only jobs that stay within their budgets; find those that do not:
           yunion-mps who
 Devices:  4 of 4 available, 3 used, 1 free
 Leases:   2, 1 waiting; 1 client of MPS, 1 process past MPS

@@ -45,7 +45,7 @@ def test_events_that_cannot_be_written_are_written_later_in_order(ready_daemon: 
     with sqlite3.connect(file, isolation_level=None) as other:
         other.execute("ALTER TABLE event RENAME TO hidden")
         os.kill(control, signal.SIGKILL)
-        ready_daemon.wait_log("events cannot be written, and are kept in")
+        ready_daemon.wait_log("events cannot be written to disk and are kept in")
         eventually(lambda: ready_daemon.status()["state"] == "ready", "ready: nothing waits for the record")
         other.execute("ALTER TABLE hidden RENAME TO event")
     other.close()

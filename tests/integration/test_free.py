@@ -71,7 +71,7 @@ def test_the_screens_say_why_a_device_cannot_be_had_until_that_is_over(
     told = "GPU 00:06.0: 2 devices pending: the new division of its GPU waits for lease old of root to end\n"
     status, top = printed(host, "status"), printed(host, "top", "--once")
     assert (
-        f"Pending:  {told}Hint:     it takes effect by itself; see whose leases they are: yunion-mps who\n"
+        f"Pending:  {told}Hint:     wait for the leases to end; see who holds them: yunion-mps who\n"
         in status
     )
     assert "Devices:  2 of 4 available, 2 pending, 1 used, 2 free\n" in status

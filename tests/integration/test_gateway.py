@@ -194,7 +194,7 @@ def test_a_start_with_a_public_address_serves_all_else_and_warns(
     warnings = daemon.warnings()
     assert set(warnings.values()) == {"configuration_ignored", "budget_not_enforced"}
     for part in (wrong, "not an address with a port", "node_exporter does not read"):
-        assert [one for one in warnings if part in one and one.endswith("goes on without it")]
+        assert [one for one in warnings if part in one and one.endswith("ignores this setting")]
     told = daemon.host.run(["yunion-mps", "status"]).stdout
     assert "Hint:     correct that line, then: yunion-mps reload" in told
     gateway = Gateway(daemon)

@@ -277,7 +277,7 @@ def test_memory_in_units_as_ack_hands_it_out(make_host: MakeHost, make_daemon: M
         "yunion-mps: 128 MiB cannot be allocated now: 0 MiB free on GPU 00:06.0\n"
     )
     refused = run(host, "--gpu-mem", "30GiB", "true")
-    why = "30720 MiB can never be allocated: there are at most 23040 MiB of GPU 00:06.0 [infeasible]"
+    why = "30720 MiB can never be allocated: the host has at most 23040 MiB of GPU 00:06.0 [infeasible]"
     assert (refused.returncode, refused.stderr.splitlines()[0]) == (1, f"yunion-mps: {why}")
     status, answer = daemon.ask("POST", "/v1/leases?units=1000")
     assert (status, answer["code"]) == (410, "infeasible")

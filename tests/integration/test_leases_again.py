@@ -219,7 +219,10 @@ def test_several_devices_that_can_never_be_had_are_refused_at_once(ready_daemon:
     most = "its control daemon gives no process more than 4096 MiB"
     for count, why in (
         ("2", f"2 devices cannot be one budget: {most}"),
-        ("5", "5 devices on one GPU can never be allocated: there are 4 such devices on 1 GPU [infeasible]"),
+        (
+            "5",
+            "5 devices on one GPU can never be allocated: the host has 4 such devices on 1 GPU [infeasible]",
+        ),
     ):
         done = run(ready_daemon.host, "--count", count, "--wait=600", "true")
         what, _ = done.stderr.splitlines()

@@ -174,7 +174,7 @@ def test_names_may_be_cut_as_elsewhere_and_a_name_has_one_lease(ready_daemon: Da
     first = host.run(["yunion-mps", "lease", "take", "job-1", "--ttl", "600", "-o", "json"])
     again = host.run(["yunion-mps", "lease", "take", "job-1", "--ttl", "600"])
     lease = json.loads(first.stdout)["id"]
-    assert again.stderr.splitlines()[0] == f"yunion-mps: job-1 has a lease already: {lease}"
+    assert again.stderr.splitlines()[0] == f"yunion-mps: job-1: a lease of this name already exists: {lease}"
     assert host.run(["yunion-mps", "lease", "renew", lease[:8]]).returncode == 0
     assert host.run(["yunion-mps", "lease", "release", "job-1"]).returncode == 0
     missing = host.run(["yunion-mps", "lease", "release", "job-1"])

@@ -317,7 +317,7 @@ class TestLife:
         assert operator.ask("status")["version"] == current.version
         operator.see_it_serves()
         assert operator.control_daemon() == control
-        both = f"{current.version} of the daemon runs, and {previous.version} is installed"
+        both = f"the daemon runs version {current.version}, but {previous.version} is installed"
         status = operator.machine.run("yunion-mps", "status").stdout
         assert f"Warning:  {both}\n" in status
         assert "which ends no job: yunion-mps daemon-reexec" in status

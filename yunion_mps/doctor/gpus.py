@@ -208,7 +208,9 @@ def vgpu(host: Host) -> Findings:
     for gpu in host.our_gpus():
         if gpu.name and _VGPU.search(gpu.name):
             what = f"{_named(gpu)} is a vGPU: not every vGPU type and release has MPS or keeps its limits"
-            yield warning(what, "try it: yunion-mps doctor --selftest; better pass a whole GPU through")
+            yield warning(
+                what, "test it: yunion-mps doctor --selftest; if it fails, pass through a whole GPU"
+            )
         guests = _guests(host, gpu)
         if guests:
             what = f"{_named(gpu)} serves {guests} for virtual machines, which take its memory and time"

@@ -1,4 +1,4 @@
-"""The allocator: which devices a request gets, of those that can be given now. Pure: nothing here waits.
+"""The allocator: chooses devices for a request from those that can be leased now. No I/O, no waiting.
 
 Of a GPU whose memory is handed out in units, a device of the requested size is made for each request.
 """
@@ -17,7 +17,7 @@ from yunion_mps.models import ALL, Device, DomainPlan, Pool, Snapshot
 from yunion_mps.planning.division import enforces_budgets, free_units, pool_device, units_for
 from yunion_mps.planning.environment import client_environment, whole_environment, why_not_honoured
 
-UNENFORCED_HINT = "take it all the same: --allow-unlimited (in Python: allow_unlimited=True)"
+UNENFORCED_HINT = "use it anyway: --allow-unlimited (in Python: allow_unlimited=True)"
 #: The most GPUs, and the most reasons, that an error names.
 _MOST_NAMED = 4
 
@@ -60,7 +60,7 @@ class Candidates(NamedTuple):
     def environment(self, request: LeaseRequest, devices: Sequence[Device]) -> dict[str, str]:
         """The environment of a process with the devices; raises HostError if it would not be honoured."""
         if len({device.domain for device in devices}) > 1:
-            hint = "take devices of one GPU; cuda_mps_scope: host has one control daemon for all GPUs"
+            hint = "request devices of one GPU, or serve all GPUs together: cuda_mps_scope: host"
             raise HostError("these devices are of several control daemons, and a process has only one", hint)
         domain = self.domains[devices[0].domain]
         if request.device == ALL:
@@ -149,12 +149,12 @@ def refuse_infeasible(request: LeaseRequest, candidates: Candidates) -> None:
     there = f"{number} such devices on {gpus} GPU{'' if gpus == 1 else 's'}" if number else "no such devices"
     hint = "see: yunion-mps list" if candidates.devices else "see why: yunion-mps status"
     if not by_gpu and _usable_pools(request, candidates):
-        hint = "memory is handed out in units here: --gpu-mem 2GiB"
+        hint = "request memory instead of devices: --gpu-mem 2GiB"
     if request.memory_mib:
         sizes = [f"at most {one.pool.memory_mib} MiB of GPU {one.gpu}" for one in pools]
         there = ", ".join(sizes) or "no GPUs whose memory is handed out in units, and no slices of that size"
         hint = "see memory_unit and slices: man yunion-mps-host_container_device.yml"
-    raise NeverFreeError(f"{request} can never be allocated: there are {there}", hint)
+    raise NeverFreeError(f"{request} can never be allocated: the host has {there}", hint)
 
 
 def _refuse_dishonoured(request: LeaseRequest, candidates: Candidates) -> None:
@@ -299,9 +299,9 @@ class Allocator:
 
 
 def _matching(request: LeaseRequest, candidates: Candidates) -> list[Candidate]:
-    """The devices that would do; a request for memory gets no equal share, and the smallest slice.
+    """The suitable devices; a request for memory gets the smallest slice, and never an equal share.
 
-    Several are of no GPU whose devices can never be one budget.
+    A request for several devices gets none of a GPU whose devices can never form one budget.
     """
     found = [
         one
@@ -357,7 +357,7 @@ def _place(
 
 
 def _together(devices: Sequence[Device], number: int, candidates: Candidates) -> tuple[Device, ...]:
-    """So many that can be one budget, the first ones or the smallest; empty if these cannot."""
+    """The first or the smallest `number` devices, if they can form one budget; empty if neither can."""
     if number == 1:
         return (devices[0],)
     for ordered in (devices, sorted(devices, key=needs_mib)):

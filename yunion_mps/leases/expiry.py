@@ -1,6 +1,6 @@
-"""Expiry: what ends a lease, which is its holder's process or a time without renewal.
+"""Expiry: ends a lease when its holder's process ends, or when it is not renewed in time.
 
-A lease taken by name ends its time to live after the last renewal, across restarts of the daemon. Times are
+A lease taken by name expires one TTL after its last renewal, across restarts of the daemon. Times are
 of the monotonic clock: it cannot be set, and stops while the host is suspended, when no holder could renew.
 """
 
@@ -42,7 +42,7 @@ def restored(lease: Lease, now_s: float) -> Lease:
 
 
 class HolderWatch:
-    """Watches the processes and the times that leases end with, on the event loop."""
+    """Watches the processes and timers that end leases, on the event loop."""
 
     def __init__(self, end: Callable[[str, str], None]) -> None:
         """`end` is called with a lease's id and why it has ended."""
@@ -99,6 +99,6 @@ def _is_other(process: Process, holder: Holder) -> bool:
         try:
             os.close(os.open(os.devnull, os.O_RDONLY))
         except OSError as error:
-            raise ShortageError(f"PID {process.pid} cannot be looked at: {error.strerror}") from None
+            raise ShortageError(f"PID {process.pid} cannot be inspected: {error.strerror}") from None
         return False  # only its first thread has ended
     return started != holder.started

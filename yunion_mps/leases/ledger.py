@@ -29,7 +29,7 @@ class Ledger:
         self.leases: dict[str, Lease] = {}
         #: The id of the lease that has a device, by the device's id.
         self.lease_of: dict[str, str] = {}
-        #: Changes with every lease that comes or ends.
+        #: Incremented whenever a lease is added, replaced or removed.
         self.version = 0
         self._memory_mib: Counter[str] = Counter()
         self._clients: Counter[str] = Counter()
@@ -76,11 +76,11 @@ class Ledger:
             if lease.holder.owner != holder.owner:
                 continue
             if holder.name and lease.holder.name == holder.name:
-                what = f"{holder.name} has a lease already: {lease.id}"
-                raise HostError(what, "go on with that one (yunion-mps lease renew), or release it")
+                what = f"{holder.name}: a lease of this name already exists: {lease.id}"
+                raise HostError(what, "renew that lease (yunion-mps lease renew), or release it")
             if idempotency_key and lease.idempotency_key == idempotency_key:
-                what = f"this request has a lease already: {lease.id}"
-                raise HostError(what, "make a new request for another")
+                what = f"this idempotency key already has a lease: {lease.id}"
+                raise HostError(what, "use a new idempotency key for another lease")
 
     def free_by_gpu(
         self, devices: Iterable[Device], reserved: Collection[str] = ()

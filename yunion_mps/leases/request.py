@@ -1,4 +1,4 @@
-"""Lease requests: which devices are wanted, and what the names in a request mean."""
+"""Lease requests: which devices they ask for, and how the names in them are resolved."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class LeaseRequest(NamedTuple):
     enforced: bool = False
 
     def takes(self, device: Device) -> bool:
-        """Whether the device would do, free or not."""
+        """Whether the device matches the request, free or not."""
         if device.memory_limit_mib < self.memory_mib or (self.enforced and not device.budget_enforced):
             return False
         if self.device not in ("", ALL, device.id, device.addr):
@@ -88,7 +88,7 @@ def owner_name(owner: Owner) -> str:
 
 
 def shortened(name: str) -> str:
-    """A caller's name for something, as it can be shown."""
+    """A name from a caller, shortened and escaped for output."""
     return name if name.isprintable() and len(name) <= 100 else repr(name[:100])
 
 

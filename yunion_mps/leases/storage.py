@@ -1,6 +1,6 @@
 """Storage: leases and queue positions in the state file, so that the next daemon knows them.
 
-A copy of each lease lies in the run directory, a file a lease; the store takes them if its file was damaged.
+The run directory has a copy of each lease, one file per lease; a damaged state file is rebuilt from them.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def _lease(text: str, boot_id: str, ahead_s: float) -> Lease | None:
 
 
 def _is_whole(lease: Lease) -> bool:
-    """Whether everything in it has its type: what has not would end the daemon later, at each start."""
+    """Whether every field has its type: a wrong one would crash the daemon later, at each start."""
     holder = lease.holder
     process = [one for one in (holder.pid, holder.started) if one is not None]
     types: list[tuple[object, type | tuple[type, ...]]] = [
@@ -117,7 +117,7 @@ class QueuePositions:
     """The queue's positions across restarts: a row for each queued request that has an idempotency key.
 
     A request that is repeated after a restart gets the position of its row, so no client can claim an earlier
-    one. A row that cannot be written or deleted is no reason not to wait.
+    one. A failure to write or delete a row does not keep a request from waiting.
     """
 
     def __init__(self, store: Store) -> None:

@@ -125,7 +125,7 @@ class Rollover:
     def change_withdrawn(self) -> None:
         """What is desired is what its servers have after all."""
         if self.in_effect.old_servers:
-            self._tell_limits("the change that was pending is taken back", "the configuration was read again")
+            self._tell_limits("the change that was pending is taken back", "the configuration was reloaded")
         self.in_effect = LimitsInEffect(self.in_effect.plan)
 
     def limits_overwritten(self, known: tuple[int, ...], cause: str) -> None:

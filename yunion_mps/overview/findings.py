@@ -1,4 +1,4 @@
-"""What is wrong on the host, the worst first, each with its hint. Pure."""
+"""Findings: everything that is wrong on the host, worst first, each with its hint. No I/O."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ NOTICE, PROBLEM, WARNING, PENDING = "Notice", "Problem", "Warning", "Pending"
 REEXEC = "yunion-mps daemon-reexec"
 _COMMAND_LENGTH = 40
 _EVENTS = "see what happened: yunion-mps events --since 1h"
-#: By the state of a domain that does not serve, which says more than the reason what the operator can do.
+#: Hints by the state of a domain that is not ready: the state is more specific than its reason.
 _DOMAIN_HINTS = {
-    "stopped": "it starts by itself, else: yunion-mps reload",
+    "stopped": "wait for it to start, or start it: yunion-mps reload",
     "starting": f"wait a moment; {_EVENTS}",
     "applying": f"wait a moment; {_EVENTS}",
-    "backoff": f"it is started again by itself; {_EVENTS}",
-    "failed": "correct that; it is tried again every minute, or at once by: yunion-mps reload",
-    "wedged": "see whose jobs wait for it: yunion-mps clients; ended, they let it be started again",
-    "stopping": "it waits for its jobs: yunion-mps clients; end one: yunion-mps clients terminate PID",
+    "backoff": f"wait for the automatic restart; {_EVENTS}",
+    "failed": "correct the cause; it is retried every minute, or at once with: yunion-mps reload",
+    "wedged": "list its jobs: yunion-mps clients; once they have ended, it restarts automatically",
+    "stopping": "list the jobs it waits for: yunion-mps clients; end one: yunion-mps clients terminate PID",
 }
 
 
 class HostFinding(NamedTuple):
-    """Something that is wrong, or must be known; `number` of the same sort if they were folded."""
+    """Something wrong or worth knowing; `number` counts the findings that are folded into it."""
 
     kind: str
     code: str
@@ -52,7 +52,7 @@ def other_version(status: Status) -> str:
     """What to say if another version runs than is installed, as after an upgrade that it refused."""
     if status["version"] == __version__:
         return ""
-    return f"{status['version']} of the daemon runs, and {__version__} is installed"
+    return f"the daemon runs version {status['version']}, but {__version__} is installed"
 
 
 def of_status(status: Status, gpus: Iterable[Gpu]) -> Iterator[HostFinding]:
@@ -98,8 +98,8 @@ def of_uses(holdings: Iterable[Holding], clients: ClientList) -> Iterator[HostFi
     for holding in holdings:
         if holding.past_mps:
             for process in holding.processes:
-                has = f" with {process.memory_mib} MiB" if process.memory_mib is not None else ""
-                what = f"past MPS on GPU {holding.gpu}{has}, where no budget holds: {_named(process)}"
+                has = f" ({process.memory_mib} MiB)" if process.memory_mib is not None else ""
+                what = f"{_named(process)} uses GPU {holding.gpu}{has} without MPS, so no budget limits it"
                 yield _finding(PROBLEM, reasons.PROCESS_PAST_MPS, what)
         elif holding.over_mib:
             most = max(holding.processes, key=lambda process: process.memory_mib or 0)
@@ -117,8 +117,8 @@ def of_uses(holdings: Iterable[Holding], clients: ClientList) -> Iterator[HostFi
 def of_leases(leases: Iterable[LeaseRecord], status: Status, gpus: Iterable[Gpu]) -> Iterator[HostFinding]:
     """Leases whose environment names a control daemon that is gone, as after a reload.
 
-    If CUDA finds none it goes on without one, and without limits. On a GPU that is lost nothing starts, and
-    when it is back its control daemon has its place again.
+    If CUDA finds no control daemon it runs without one, and without limits. Nothing starts on a lost GPU, and
+    when the GPU returns, its control daemon uses the same directory again.
     """
     places = {domain["pipe_directory"] for domain in status["domains"]}
     lost = {gpu["addr"] for gpu in gpus if gpu["state"] == "unavailable"}
@@ -126,7 +126,7 @@ def of_leases(leases: Iterable[LeaseRecord], status: Status, gpus: Iterable[Gpu]
         place = lease["environment"].get("CUDA_MPS_PIPE_DIRECTORY", "")
         if place not in {"", *places} and lost.isdisjoint(lease["gpus"]):
             whose = f"lease {lease['id'][:ID_LENGTH]} of {lease['user']} ({', '.join(lease['devices'])})"
-            what = f"{whose}: the control daemon that it was given with is gone; what starts has no limits"
+            what = f"{whose}: its control daemon is gone; processes started with it have no limits"
             yield _finding(PROBLEM, reasons.LEASE_OUTDATED, what)
 
 
@@ -143,7 +143,7 @@ def everything(
 
 
 def folded(findings: Sequence[HostFinding], most: int = 3) -> list[HostFinding]:
-    """The same, but of those with the same hint at most so many, and how many more there are."""
+    """At most `most` findings for each kind and hint, and one more that counts the rest."""
     counts = Counter((one.kind, one.hint) for one in findings)
     shown: dict[tuple[str, str], list[HostFinding]] = {}
     for one in findings:
@@ -152,7 +152,7 @@ def folded(findings: Sequence[HostFinding], most: int = 3) -> list[HostFinding]:
             alike.append(one)
         elif len(alike) == most:
             more = counts[one.kind, one.hint] - most
-            what = f"and {more} more like that (all: yunion-mps status -o json)"
+            what = f"and {more} more of the same kind (all: yunion-mps status -o json)"
             alike.append(one._replace(what=what, number=more))
     return [one for alike in shown.values() for one in alike]
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 AVAILABLE = "available"
 UNAVAILABLE = "unavailable"
-#: The device takes effect, or disappears, once leases of a former division have ended.
+#: The device is added or removed once the leases of a former division have ended.
 PENDING = "pending"
 NOT_USED = "not used"
 
@@ -23,9 +23,9 @@ NOT_USED = "not used"
 STATES = ("ready", "degraded", "failed", "disabled")
 
 NO_DOMAIN = Reason("no control daemon serves it", codes.NO_DOMAIN)
-_GONE = Reason("its GPU is not there any more", codes.GPU_GONE)
+_GONE = Reason("its GPU is no longer present", codes.GPU_GONE)
 _NOT_SERVED = Reason(
-    "the running control daemon does not serve it; it will be served once that has ended",
+    "the running control daemon does not serve its GPU; the next one will, once that has ended",
     codes.GPU_NOT_SERVED,
 )
 

@@ -1,4 +1,4 @@
-"""Brings the plan into effect, keeps it so, restores what it changed, and tells what is.
+"""The supervisor: brings the plan into effect, keeps it in effect, and restores what it changed.
 
 Like a domain it is told the time and never waits, so that one loop can drive it before the event loop is
 loaded and another afterwards. What calls the driver is handed out as work (`ModeWork`), because it may take
@@ -34,7 +34,7 @@ _RESERVE_BYTES = 2 << 20
 
 
 class Supervisor:
-    """Moves the host from what is to what the plan says, and tells what is."""
+    """Brings the host into the planned state, and reports the current one."""
 
     def __init__(self, paths: Paths, preflight: Preflight) -> None:
         """`preflight` is without problems; its NVML stays open for as long as this is used."""
@@ -49,7 +49,7 @@ class Supervisor:
         self._modes = ComputeModes(self._gpus, self.fleet, self.event_log.record)
         #: Whether a stop has begun.
         self.stopping = False
-        #: Address space that a stop can use when there is no more; without pages, as nothing writes to it.
+        #: Address space that a stop releases in case none is left; never written to, so it has no pages.
         self._reserve: bytes | None = bytes(_RESERVE_BYTES)
         self._version = 0
         self._leftovers_notice = ""
@@ -61,7 +61,7 @@ class Supervisor:
     def start(self, now_s: float) -> None:
         """Set the compute modes and begin to start the domains.
 
-        A control daemon of an earlier daemon that the configuration has no place for is looked after until
+        A control daemon from an earlier run that the configuration has no place for is supervised until
         it has no jobs. Raises YunionError, with nothing changed, if nothing can work: there is no control
         program, or every domain's place is taken.
         """
@@ -159,7 +159,7 @@ class Supervisor:
             self._version += 1
             remarks = [reason for reason in self._remarked.values() if reason]
             if self.event_log.trouble:
-                means = "events are kept elsewhere meanwhile, and nothing can be changed"
+                means = "events are kept elsewhere for now, and changes are refused"
                 what = f"{self.event_log.trouble}; {means}"
                 remarks.append(Reason(what, reasons.EVENTS_NOT_WRITTEN))
             self._snapshot = Snapshot(
@@ -174,7 +174,7 @@ class Supervisor:
         return self._snapshot
 
     def remark(self, about: str, reason: Reason) -> None:
-        """Have the status warn of something; an empty reason takes that back."""
+        """Add a warning to the status; an empty reason removes it."""
         if self._remarked.get(about, NO_REASON) != reason:
             self._remarked[about] = reason
             self._changed()
@@ -182,7 +182,7 @@ class Supervisor:
     # -- GPUs
 
     def update_gpus(self, inventory: Inventory, now_s: float) -> None:
-        """Take the result of a poll; a GPU that can serve only now gets its place in the plan."""
+        """Take the result of a poll; a GPU that has become usable gets its place in the plan."""
         before = self._gpus.inventory
         for event in self._gpus.update(inventory, self.config, self.desired.plan):
             self.event_log.record(event)
@@ -239,9 +239,9 @@ class Supervisor:
     # -- another configuration
 
     def accept(self, preflight: Preflight, find_lease_waits: FindLeaseWaits) -> list[Change]:
-        """Desire what was read again; the modes are to be set next (`mode_work`), then call `aim`.
+        """Make the reloaded configuration the desired one; next set the modes (`mode_work`), then call `aim`.
 
-        Raises YunionError, with nothing changed, if it cannot be.
+        Raises YunionError, with nothing changed, if it is refused.
         """
         plan, changes = self.desired.plan_for(preflight, find_lease_waits)
         self.fleet.refuse_if_any_cannot_start(self.desired.domains(plan))
@@ -257,7 +257,7 @@ class Supervisor:
         return changes
 
     def aim(self, now_s: float) -> None:
-        """Bring what was accepted into effect, as far as no job is in its way."""
+        """Bring the accepted configuration into effect, as far as running jobs allow."""
         self._plan_again()
         domains = self.desired.domains()
         program = find_control_program() if domains else ""

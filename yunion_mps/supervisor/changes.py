@@ -1,4 +1,4 @@
-"""The desired state, and what another configuration changes: shown before it is done, recorded when it is."""
+"""The desired state, and the changes that a reload makes: shown in advance, recorded when they begin."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from yunion_mps.supervisor.status import in_effect
 log = logging.getLogger(__name__)
 
 AT_ONCE = "at once"
-#: The keys of host.conf whose change shows in the plan; a change of another is shown by itself.
+#: The keys of host.conf whose changes show in the plan; a change to any other key is listed as a setting.
 PLANNED_KEYS = {
     "enable_cuda_mps",
     "container_device_config_file",
@@ -63,7 +63,7 @@ FindLeaseWaits = Callable[[Sequence[Device]], Mapping[str, LeaseWait]]
 
 
 class Change(NamedTuple):
-    """One thing that becomes another; `effect` says when, and for whom."""
+    """One change, from `before` to `after`; `effect` says when it takes effect, and for which devices."""
 
     kind: str
     subject: str
@@ -78,7 +78,7 @@ class Change(NamedTuple):
     def event(self) -> Event:
         """The change as an event: what a reload has begun."""
         what = f"{self.before or 'nothing'} -> {self.after or 'nothing'}"
-        cause, means = "the configuration was read again", f"it counts {self.effect}"
+        cause, means = "the configuration was reloaded", f"it takes effect {self.effect}"
         return Event("info", "configuration", f"{self.kind} {self.subject}", what, cause, means)
 
 
@@ -109,7 +109,7 @@ class DesiredState:
         return in_effect(self.plan, self._fleet.domains, self._gpus.inventory.gpus)
 
     def plan_for(self, preflight: Preflight, find_lease_waits: FindLeaseWaits) -> tuple[Plan, list[Change]]:
-        """The plan for what was read again, and its changes to what domains serve and leases have.
+        """The plan for a reloaded configuration, and its changes to what domains serve and leases hold.
 
         Raises YunionError if there can be none.
         """
@@ -123,7 +123,7 @@ class DesiredState:
         return plan, changes + changes_to(placed, before, gpus, self._fleet.domains, waits)
 
     def accept(self, preflight: Preflight, plan: Plan) -> bool:
-        """Desire what was read again from now on; returns whether that is anything else."""
+        """Make the reloaded configuration the desired one; return whether it differs."""
         differs = (preflight.config, plan) != (self.config, self.plan)
         self.config, self.plan, self.remarks = preflight.config, plan, preflight.remarks
         return differs
@@ -133,7 +133,7 @@ class DesiredState:
         try:
             self.plan = self._make_plan(self.config, self._gpus.inventory)
         except ConfigError as error:
-            log.error("the GPUs that came do not fit the configuration: %s", error.message)
+            log.error("the newly found GPUs do not fit the configuration: %s", error.message)
 
     def _make_plan(self, config: Config, inventory: Inventory) -> Plan:
         plan, problems = make_plan(config, self._gpus.for_planning(inventory, self.plan), self._machine_id)
@@ -149,7 +149,7 @@ def changes_to(
     domains: Sequence[Domain],
     lease_waits: Mapping[str, LeaseWait],
 ) -> list[Change]:
-    """What leads from what is in effect (`before`, and the running `domains`) to `plan`."""
+    """The changes from what is in effect (`before`, and the running `domains`) to `plan`."""
     found = _control_daemons(plan, domains)
     for gpu in gpus:
         domain = next((domain for domain in domains if gpu.uuid in domain.plan.gpu_uuids), None)
@@ -162,7 +162,7 @@ def changes_to(
         old_mode, new_mode = (some.compute_modes.get(gpu.uuid or "") for some in (before, plan))
         if old_mode != new_mode:
             when = AT_ONCE if new_mode else effect
-            shown = (old_mode or "as it was", new_mode or "as it was")
+            shown = (old_mode or "original", new_mode or "original")
             found.append(Change("compute mode", gpu.address, *shown, when))
     return found
 
@@ -185,7 +185,7 @@ def _control_daemons(plan: Plan, domains: Sequence[Domain]) -> list[Change]:
         else:
             found.append(Change("control daemon", domain.plan.name, _shown(domain.plan), "", _when(domain)))
     waits = [change.effect for change in found if not change.at_once]
-    effect = f"once the one before has ended: {waits[0]}" if waits else AT_ONCE
+    effect = f"once the previous one has ended: {waits[0]}" if waits else AT_ONCE
     new = [plan for plan in plan.domains if not any(plan.same_control_daemon(other) for other in kept)]
     return found + [Change("control daemon", plan.name, "", _shown(plan), effect) for plan in new]
 
@@ -199,7 +199,11 @@ def _shown(plan: DomainPlan) -> str:
 
 def _when(domain: Domain) -> str:
     servers = domain.server_pids()
-    return f"when {describe_servers(servers)} has ended" if servers else AT_ONCE
+    return (
+        f"when {describe_servers(servers)} {'has' if len(servers) == 1 else 'have'} ended"
+        if servers
+        else AT_ONCE
+    )
 
 
 def _after_leases(effect: str, total: int, wait: LeaseWait | None) -> str:

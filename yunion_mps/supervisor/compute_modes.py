@@ -35,7 +35,7 @@ class ModeResult(NamedTuple):
 
 
 def carry_out(work: ModeWork, nvml: Nvml | None, store: Store) -> ModeResult:
-    """Do the work; it calls the driver, which may take long. Raises HostError if modes cannot be recorded.
+    """Set and restore modes; calls the driver, which may be slow. Raises HostError if it cannot record them.
 
     Without an `nvml` (MPS is not enabled) one is opened for it.
     """
@@ -96,7 +96,7 @@ def restore_unused(store: Store, nvml: Nvml | None, used: Collection[str]) -> Mo
 
 
 class ComputeModes:
-    """Decides what is to be done; the caller chooses the thread that does it."""
+    """Decides which compute modes to set and restore; the caller chooses the thread that does so."""
 
     def __init__(self, gpus: Gpus, fleet: Fleet, tell: Callable[[Event], None]) -> None:
         self._gpus = gpus
@@ -133,7 +133,7 @@ class ComputeModes:
     def restore(self, nvml: Nvml | None, store: Store, left: Collection[str]) -> bool:
         """Restore the modes of all GPUs but those in `left`; whether there were any."""
         with self._lock:  # what was begun before the end is done first
-            return self.note(restore_unused(store, nvml, left), "as before")
+            return self.note(restore_unused(store, nvml, left), "the original mode was restored")
 
     def note(self, result: ModeResult, why: str) -> bool:
         """Record modes that were set or restored, and GPUs that refused; whether there were any."""
@@ -147,7 +147,7 @@ class ComputeModes:
         return False
 
     def tell_of_others(self, before: Mapping[str | None, str | None], target: Plan) -> None:
-        """Record modes that were as planned `before` (by GPU UUID) and are not now: we did not do that."""
+        """Record modes that were as planned `before` (by GPU UUID) and that another program changed."""
         for gpu in self._gpus.inventory.gpus:
             planned = target.compute_modes.get(gpu.uuid or "")
             if planned and before.get(gpu.uuid) == planned != gpu.compute_mode and not gpu.reason:

@@ -1,6 +1,6 @@
-"""The record of what happened: every change with its time, cause and consequence.
+"""The event log: every change on the host with its time, cause and consequence.
 
-An event is in its copy in the run directory first and in the state file next, so that neither a full disk nor
+An event goes to a copy in the run directory first and to the state file next, so that neither a full disk nor
 a damaged file loses it. An event that cannot be written at once is written later, in order, and nothing waits
 for it.
 """
@@ -44,7 +44,7 @@ class EventRecord(NamedTuple):
 
 
 class EventLog:
-    """Keeps events in the store that `store` opens, once there is something to keep."""
+    """Writes events to the state file, which `store` opens when the first one is recorded."""
 
     def __init__(
         self, store: Callable[[], Store], copy_file: str, changed: Callable[[], None] = lambda: None
@@ -134,14 +134,14 @@ class EventLog:
         self._copy.add(new)
 
     def _fill_again(self, store: Store) -> None:
-        """The state file was damaged and made again: give it the events of which there is a copy."""
-        what = f"the state file could not be read: it is kept as {store.set_aside}"
-        log.error("%s, and was made again", what)
+        """Refill a state file that was damaged and created again with the events from the copy."""
+        what = f"the state file could not be read and was set aside as {store.set_aside}"
+        log.error("%s; it is rebuilt from copies", what)
         try:
             EventTable(store).add(self._copy.read())
         except HostError as error:
             self._note_trouble(error.message)
-        means = "it was made again from copies: the events since the boot, and the former compute modes"
+        means = "it was rebuilt from copies: the events since boot, and the original compute modes"
         code = reasons.STATE_FILE_DAMAGED
         self.record(Event("error", "daemon", "state file", what, "it is damaged", means, code))
 
@@ -149,7 +149,7 @@ class EventLog:
         if message == self.trouble:
             return
         if message:
-            log.error("events cannot be written, and are kept in %s: %s", self._copy.file, message)
+            log.error("events cannot be written to disk and are kept in %s: %s", self._copy.file, message)
         self.trouble = message
         self._changed()
 
@@ -196,7 +196,7 @@ def _record(row: Sequence[object]) -> EventRecord:
 
 
 class EventCopy:
-    """One event a line, as JSON; what cannot be written or read of it is passed over."""
+    """The copy of the events, one JSON line each; lines that cannot be written or read are skipped."""
 
     def __init__(self, file: str) -> None:
         self.file = file

@@ -1,4 +1,4 @@
-"""The host's domains and the jobs on their GPUs: which domains there are, which are to come, and which to go.
+"""The host's domains and the jobs on their GPUs: which domains run, which are to start, and which to stop.
 
 If the configuration asks for other control daemons than run, those that run go on until their servers have
 ended; a domain that needs their GPUs or their directory waits for that.
@@ -77,7 +77,7 @@ class Fleet:
             domain.start(now_s, by_directory[domain.desired.pipe_directory])
 
     def aim(self, plans: Sequence[DomainPlan], program: str, stop_timeout_s: int, now_s: float) -> None:
-        """Have these from now on: change what differs in its limits alone, retire and start the rest."""
+        """Make `plans` the desired domains: change those that differ in limits only, replace the others."""
         if self._stopping:
             return
         self._program, self._stop_timeout_s = program, stop_timeout_s
@@ -104,7 +104,7 @@ class Fleet:
         return min(times, default=None)
 
     def stop(self, now_s: float, *, spare_adopted: bool) -> None:
-        """Begin to stop every domain, and start none any more."""
+        """Begin to stop every domain, and start no more."""
         self._stopping = True
         self.awaited = []
         for domain in self.domains:
@@ -160,7 +160,7 @@ class Fleet:
         return {domain.plan.pipe_directory for domain in self.domains if domain.status().pid is not None}
 
     def drain(self, now_s: float, *, force: bool) -> None:
-        """Have the servers that a pending change waits for end: after their jobs, with `force` at once."""
+        """End the servers that a pending change waits for: after their jobs, or at once with `force`."""
         for domain in self.domains:
             domain.drain(now_s, force=force)
 
@@ -237,7 +237,7 @@ class Jobs:
         #: By PID, with their start in clock ticks since the boot.
         self.started: Mapping[int, int] = {}
         self._check_s: float | None = None
-        #: Those that had not ended when their time was over, in words.
+        #: Descriptions of the jobs that had not ended at the deadline.
         self._late: list[str] = []
 
     def update(self, processes: Processes, polled_s: float) -> None:
@@ -258,14 +258,14 @@ class Jobs:
         self.started = {pid: ticks for pid in found if (ticks := started_ticks(pid)) is not None}
 
     def end_within(self, wait_s: int, now_s: float) -> None:
-        """Give them so long: those that still run just before that is over are late."""
+        """Give the jobs `wait_s` to end: those that still run just before the deadline are late."""
         jobs = self._running()
         if jobs:
             log.warning("running jobs have up to %d s to end: %s", wait_s, "; ".join(jobs))
         self._check_s = now_s + wait_s - _JUST_BEFORE_S
 
     def tick(self, now_s: float) -> float | None:
-        """Note which are late, once it is time for that; return when it is."""
+        """Note which jobs are late once the deadline is reached; return the deadline."""
         if self._check_s is not None and now_s >= self._check_s:
             self._check_s, self._late = None, self._running()
         return self._check_s
@@ -280,7 +280,7 @@ class Jobs:
             yield Event("warning", "client", "stop", what, "the daemon was stopped", means, code)
 
     def _running(self) -> list[str]:
-        """Those that still run, in words: `train.py (PID 12, alice)`."""
+        """Descriptions of the jobs that still run: `train.py (PID 12, alice)`."""
         return [_described(pid) for pid, ticks in self.started.items() if started_ticks(pid) == ticks]
 
 

@@ -1,7 +1,7 @@
 """The health of the GPUs: what NVML says, and the faults that it does not show.
 
-A GPU with a fatal XID still answers NVML. Its fault is kept until the GPU was reset or the operator says by a
-reload that it is healthy, also by the next daemon of this boot.
+A GPU with a fatal XID still answers NVML. Its fault is kept until the GPU is reset or the operator runs a
+reload, and survives restarts of the daemon within the same boot.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class Gpus:
                 self._replace(self._with_mode_error(gpu))
 
     def clear_faults(self) -> None:
-        """Take every GPU as healthy: the operator says so by a reload."""
+        """Consider every GPU healthy, which is what a reload by the operator means."""
         for gpu in self.inventory.gpus:
             if gpu.reason and gpu.reason == self._fault_of(gpu):
                 self._replace(gpu._replace(reason=NO_REASON))
@@ -199,6 +199,6 @@ def _availability(gpu: Gpu, before: Gpu | None) -> list[Event]:
         return [Event("error", "gpu", gpu.address, "unavailable", gpu.reason, means, gpu.reason.code)]
     if reason and not gpu.reason:
         log.info("GPU %s is back", gpu.address)
-        cause = f"it was not: {reason}"
+        cause = f"it was unavailable: {reason}"
         return [Event("info", "gpu", gpu.address, "available", cause, "it can be used again")]
     return []

@@ -17,7 +17,7 @@ from yunion_mps.planning.plan import make_plan
 from yunion_mps.reasons import Reason
 
 #: The consequence of a problem with something that no job needs.
-WITHOUT_IT = "the daemon goes on without it"
+WITHOUT_IT = "the daemon ignores this setting"
 
 
 class Preflight(NamedTuple):
@@ -43,7 +43,7 @@ class Preflight(NamedTuple):
             raise self.driver_error
 
     def for_start(self) -> Preflight:
-        """The same, with minor problems (metrics, the web page) as remarks unless there are others, too."""
+        """The same, with minor problems (metrics, the web page) turned into remarks if all are minor."""
         if not all(problem.is_minor for problem in self.problems):
             return self
         said = (
@@ -108,6 +108,6 @@ def _without_multiuser(config: Config, paths: Paths) -> tuple[Config, tuple[Reas
     except HostError:  # a start would say it, with what to do
         return config, ()
     remark = (
-        f"cuda_mps_multiuser is true, and {program} does not know it: jobs of one user wait for another's"
+        f"cuda_mps_multiuser is true, but {program} does not support it: users wait for each other's jobs"
     )
     return config._replace(cuda_mps_multiuser=False), (Reason(remark, reasons.MULTIUSER_UNSUPPORTED),)

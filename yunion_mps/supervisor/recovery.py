@@ -24,7 +24,7 @@ AFTERWARDS = "the next start of yunion-mps-daemon then restores its GPUs' comput
 
 
 class LimitRecords:
-    """Writes down what clients of each domain get; what cannot be written is logged, and tried again."""
+    """Records the limits in effect of each domain; a failure to write is logged, and the write is retried."""
 
     def __init__(self, store: Callable[[], Store]) -> None:
         """`store` opens the state file; raises HostError if it cannot."""
@@ -47,9 +47,9 @@ class LimitRecords:
                 self._store().record_limits(domain.plan.pipe_directory, to_json(domain.in_effect))
 
     def write_before_change(self, domain: Domain, plan: DomainPlan) -> None:
-        """Record the servers that are to keep what they have, before the next ones get something else.
+        """Record the servers that keep the present limits, before new servers get different ones.
 
-        If this daemon were killed in between, the next would otherwise take the new limits for theirs.
+        Otherwise, if this daemon were killed in between, the next would assume that they have the new limits.
         """
         if plan != domain.desired and domain.status().pid is not None:
             servers = tuple(domain.server_pids())
@@ -68,7 +68,7 @@ class LimitRecords:
         try:
             self._store().forget_limits(domain.plan.pipe_directory)
         except HostError as error:
-            log.warning("domain %s is still recorded: %s", domain.plan.name, error.message)
+            log.warning("domain %s: its record cannot be deleted: %s", domain.plan.name, error.message)
 
     def _write(self, pipe_directory: str, value: LimitsInEffect) -> None:
         if self._written.get(pipe_directory) == value:
@@ -77,7 +77,7 @@ class LimitRecords:
             self._store().record_limits(pipe_directory, to_json(value))
             self._written[pipe_directory] = value
         except HostError as error:
-            log.warning("what clients in %s get is not recorded: %s", pipe_directory, error.message)
+            log.warning("the limits in effect in %s cannot be recorded: %s", pipe_directory, error.message)
 
 
 def to_json(value: LimitsInEffect) -> dict[str, Any]:
@@ -115,7 +115,7 @@ class Leftovers(NamedTuple):
 
 
 def find_leftovers(store: Store | None, planned: Sequence[DomainPlan]) -> Leftovers:
-    """What is left; raises HostError if a control daemon without a record serves a GPU that the plan needs.
+    """Find leftovers; raise HostError if a control daemon without a record serves a GPU that the plan needs.
 
     It may have jobs, so it is not touched; and none of its GPUs gets a second control daemon.
     """
@@ -132,7 +132,7 @@ def find_leftovers(store: Store | None, planned: Sequence[DomainPlan]) -> Leftov
         if recorded and recorded.plan.gpu_uuids == one.gpu_uuids:
             found.known.append(recorded)
             continue
-        what = f"a control daemon (PID {one.pid}) of an earlier daemon still serves {place}"
+        what = f"a control daemon (PID {one.pid}) from an earlier run still serves {place}"
         hint = f"when its jobs are done: echo quit | CUDA_MPS_PIPE_DIRECTORY={place} {PROGRAM}; {AFTERWARDS}"
         if needed & set(one.gpu_uuids):
             raise HostError(what, hint)

@@ -1,4 +1,4 @@
-"""What is, put together for the snapshot: not what should be."""
+"""The actual state, assembled for the snapshot, as opposed to the desired one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from yunion_mps.planning.division import enforces_budgets, pools_of
 from yunion_mps.planning.plan import devices_of
 from yunion_mps.reasons import Reason
 
-_WAITS = Reason("it waits for the end of the control daemon that serves its GPUs now", reasons.LIMITS_PENDING)
+_WAITS = Reason("waiting for the control daemon that serves its GPUs now to end", reasons.LIMITS_PENDING)
 
 
 def in_effect(desired: Plan, domains: Sequence[Domain], gpus: Sequence[Gpu]) -> Plan:
@@ -62,7 +62,7 @@ def warnings(snapshot: Snapshot) -> Sequence[Reason]:
     for gpu in snapshot.inventory.gpus:
         if gpu.uuid in served and not gpu.reason and not enforces_budgets(gpu):
             what = (
-                f"GPU {gpu.address} ({gpu.name}): budgets are not enforced: the GPU is older than Volta; "
+                f"GPU {gpu.address} ({gpu.name}): budgets are not enforced because it is older than Volta; "
                 "its clients can use all of its memory and threads"
             )
             found.append(Reason(what, reasons.BUDGET_NOT_ENFORCED))
@@ -70,7 +70,7 @@ def warnings(snapshot: Snapshot) -> Sequence[Reason]:
         if planned and not gpu.reason and gpu.compute_mode != planned:
             what = (
                 f"GPU {gpu.address} ({gpu.name}): its compute mode is {gpu.compute_mode}, not {planned}; "
-                "a process that misses the control daemon would use it without limits"
+                "a process that bypasses the control daemon could use it without limits"
             )
             found.append(Reason(what, reasons.COMPUTE_MODE_CHANGED))
     return found

@@ -15,11 +15,11 @@ from api_schemas.making import FILE, content
 _PAGE = Path(__file__).resolve().parents[3] / "docs/reason-codes.md"
 _HEAD = """# Reason codes
 
-What can be wrong has a stable code beside its text, so that no program has to read sentences: `reason_code`
+Every problem has a stable code next to its text, so that no program has to parse messages: `reason_code`
 of a device, GPU or domain, `code` of a warning, event, finding or problem (RFC 9457), the label `reason` of
 metrics. A code is never renamed or reused. `GPU` stands for the GPU's UUID.
 
-| code | meaning | what to do |
+| code | meaning | hint |
 |---|---|---|
 """
 

@@ -19,9 +19,9 @@ from unit.http import snapshots
 from unit.http.by_hand import LEASE, SERVER, WAITING, clients
 
 NOT_ENFORCED = """\
-Warning:  GPU 00:06.0 (Tesla P40): budgets are not enforced: the GPU is older than Volta; its clients \
+Warning:  GPU 00:06.0 (Tesla P40): budgets are not enforced because it is older than Volta; its clients \
 can use all of its memory and threads
-Hint:     use it for jobs that keep to their budgets; see who uses more: yunion-mps who
+Hint:     run only jobs that stay within their budgets; find those that do not: yunion-mps who
 """
 WHERE = """\
 GPUs:     1
@@ -52,7 +52,7 @@ Leases:   0; 1 client of MPS
 BUSY = f"""\
 State:    degraded
 Problem:  00:06.0-1 has 6000 of 5760 MiB: PID 4260 of alice (python train.py)
-Problem:  past MPS on GPU 00:06.0 with 300 MiB, where no budget holds: PID 4711 of mallory (./old-job)
+Problem:  PID 4711 of mallory (./old-job) uses GPU 00:06.0 (300 MiB) without MPS, so no budget limits it
 Hint:     ask its owner, or end it: yunion-mps clients terminate PID
 {NOT_ENFORCED}\
 Devices:  4 of 4 available, 3 used, 1 free
@@ -88,7 +88,7 @@ def test_a_server_that_has_failed_is_shown(own: Cli) -> None:
     assert own.good("status").splitlines()[:3] == [
         "State:    degraded",
         "Problem:  MPS server (PID 4250), domain host: its jobs have failed",
-        "Hint:     it serves again once they have ended: yunion-mps clients",
+        "Hint:     wait for the jobs to end, then it serves again; list them: yunion-mps clients",
     ]
 
 
@@ -134,7 +134,7 @@ def test_a_domain_shows_the_default_limits_of_its_gpus_in_the_plan(
 
 def test_what_is_pending_is_said_of_each_domain_and_only_once(serve: Serve) -> None:
     found = snapshots.reference()
-    later = "it waits for the end of the control daemon that serves its GPUs now"
+    later = "waiting for the control daemon that serves its GPUs now to end"
     domains = (
         found.domains[0]._replace(pending="other limits take effect when its MPS server has ended"),
         found.domains[0]._replace(
@@ -156,14 +156,14 @@ def test_the_status_of_a_troubled_host_says_what_is_amiss_and_what_to_do(trouble
     assert lines[:7] == [
         "State:    failed",
         "Problem:  domain host is failed: nvidia-cuda-mps-control is missing",
-        "Hint:     correct that; it is tried again every minute, or at once by: yunion-mps reload",
+        "Hint:     correct the cause; it is retried every minute, or at once with: yunion-mps reload",
         "Problem:  GPU 10000:00:07.0: the GPU is lost",
-        "Hint:     once it is repaired or reset: yunion-mps reload; look closer: yunion-mps doctor",
+        "Hint:     repair or reset the GPU, then: yunion-mps reload; run the diagnostics: yunion-mps doctor",
         f"Problem:  GPU 81:00.0 (NVIDIA H100): {MIG}",
         f"Hint:     turn it off: nvidia-smi -i {snapshots.IN_MIG_MODE.uuid} -mig 0; then: yunion-mps reload",
     ]
     assert "Devices:  0 of 6 available, 1 used, 0 free" in lines
-    assert "GPUs:     4, 2 unavailable" in lines
+    assert "GPUs:     4, 4 unavailable" in lines
     assert sum(line.startswith("Warning:  GPU 0001:e1:00.0") for line in lines) == 1
 
 
@@ -173,7 +173,7 @@ def test_the_status_of_a_host_without_mps_says_why(serve: Serve) -> None:
     assert cli.good("status").splitlines()[:7] == [
         "State:    disabled",
         "Notice:   enable_cuda_mps is false",
-        "Hint:     to offer devices: set enable_cuda_mps: true there, then: yunion-mps reload",
+        "Hint:     set enable_cuda_mps: true in host.conf, then: yunion-mps reload",
         "Devices:  0 of 0 available",
         "Leases:   0; 0 clients of MPS",
         "GPUs:     0",

@@ -159,7 +159,7 @@ def test_what_has_no_room_is_counted_even_if_it_was_folded() -> None:
     assert lines_of(many, 80, 24)[2:6] == [
         "Problem: GPU 0",
         "Problem: GPU 1",
-        "Problem: and 48 more like that (all: yunion-mps status -o json)",
+        "Problem: and 48 more of the same kind (all: yunion-mps status -o json)",
         "  do: reload",
     ]
     more = many._replace(findings=[*many.findings, HostFinding("Warning", "", "a", "b")])
@@ -188,7 +188,7 @@ def test_once_prints_a_frame_whole_and_without_colours(own: Cli) -> None:
     assert "\x1b" not in out
     assert "  do: ask its owner, or end it: yunion-mps clients terminate PID\n" in out
     assert "00:06.0-0  ░░░░░░░░░░░             5760    25 free\n" in out
-    assert "mallory (./old-job)\n" in out
+    assert "without MPS, so no budget limits it\n" in out
     assert " quit " not in out
 
 

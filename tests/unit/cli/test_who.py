@@ -19,7 +19,7 @@ TEXT = """\
 | 00:06.0 | | mallory | 4711 | ./old-job | 4 d 2 h | 300 | | past MPS |
 Waiting: carol (PID 4300) wants 2 devices on one GPU, for 4 d 2 h
 Problem: 00:06.0-1 has 6000 of 5760 MiB: PID 4260 of alice (python train.py)
-Problem: past MPS on GPU 00:06.0 with 300 MiB, where no budget holds: PID 4711 of mallory (./old-job)
+Problem: PID 4711 of mallory (./old-job) uses GPU 00:06.0 (300 MiB) without MPS, so no budget limits it
 Hint: ask its owner, or end it: yunion-mps clients terminate PID
 """
 
@@ -100,8 +100,8 @@ AT_80 = """\
 (no room for Lease, Since, Remark: use -o csv)
 Waiting: carol (PID 4300) wants 2 devices on one GPU, for 4 d 2 h
 Problem: 00:06.0-1 has 6000 of 5760 MiB: PID 4260 of alice (python train.py)
-Problem: past MPS on GPU 00:06.0 with 300 MiB, where no budget holds: PID 4711
-    of mallory (./old-job)
+Problem: PID 4711 of mallory (./old-job) uses GPU 00:06.0 (300 MiB) without MPS,
+    so no budget limits it
 Hint: ask its owner, or end it: yunion-mps clients terminate PID
 """
 

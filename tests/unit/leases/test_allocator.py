@@ -179,7 +179,9 @@ def test_memory_is_reserved_for_requests_that_need_more_of_it() -> None:
     assert kept.memory_mib == {"GPU-0": 600}
     with pytest.raises(NothingFreeError):
         Allocator(ledger).choose(LeaseRequest(memory_mib=100), one, kept)
-    with pytest.raises(NothingFreeError, match="1300 MiB can never be allocated: there are at most 1200 MiB"):
+    with pytest.raises(
+        NothingFreeError, match="1300 MiB can never be allocated: the host has at most 1200 MiB"
+    ):
         refuse_infeasible(LeaseRequest(memory_mib=1300), one)
 
 
@@ -192,7 +194,7 @@ def test_memory_is_reserved_for_requests_that_need_more_of_it() -> None:
     ],
 )
 def test_an_infeasible_request_is_refused_at_once(wanted: LeaseRequest, there: str) -> None:
-    with pytest.raises(NothingFreeError, match=f"can never be allocated: there are {there}"):
+    with pytest.raises(NothingFreeError, match=f"can never be allocated: the host has {there}"):
         refuse_infeasible(wanted, candidates(1))
     refuse_infeasible(LeaseRequest(4), candidates(1, reason="away"))
 
@@ -235,7 +237,7 @@ def test_all_devices_are_what_one_process_gets_of_their_gpus() -> None:
 
 
 def test_on_a_host_without_devices_the_hint_names_status() -> None:
-    with pytest.raises(NothingFreeError, match="there are no such devices") as caught:
+    with pytest.raises(NothingFreeError, match="the host has no such devices") as caught:
         refuse_infeasible(LeaseRequest(), Candidates())
     assert caught.value.hint == "see why: yunion-mps status"
 

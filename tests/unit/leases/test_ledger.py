@@ -81,8 +81,8 @@ def test_the_same_request_of_the_same_holder_has_its_lease() -> None:
 @pytest.mark.parametrize(
     ("holder", "key", "message"),
     [
-        (NIGHT, "", "night has a lease already: b"),
-        (HOLDER._replace(pid=1), "a-request-of-1000", "this request has a lease already: a"),
+        (NIGHT, "", "night: a lease of this name already exists: b"),
+        (HOLDER._replace(pid=1), "a-request-of-1000", "this idempotency key already has a lease: a"),
     ],
 )
 def test_a_second_lease_for_a_name_or_a_request_is_refused(holder: Holder, key: str, message: str) -> None:

@@ -45,7 +45,7 @@ def test_findings_with_the_same_hint_are_folded() -> None:
         "GPU 0",
         "GPU 1",
         "GPU 2",
-        "and 6 more like that (all: yunion-mps status -o json)",
+        "and 6 more of the same kind (all: yunion-mps status -o json)",
         "x",
     ]
 
@@ -53,5 +53,5 @@ def test_findings_with_the_same_hint_are_folded() -> None:
 @pytest.mark.parametrize("version", [__version__, "0.0.1"])
 def test_a_daemon_of_another_version_than_installed_is_shown(version: str) -> None:
     status: Any = {"version": version}
-    said = f"{version} of the daemon runs, and {__version__} is installed"
+    said = f"the daemon runs version {version}, but {__version__} is installed"
     assert other_version(status) == ("" if version == __version__ else said)

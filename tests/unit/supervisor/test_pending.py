@@ -115,7 +115,7 @@ def test_other_control_daemons_wait_for_the_jobs_on_those_that_run(put_to_work: 
     first, *others = made.snapshot.domains
     assert (first.pid, first.state, made.available) == (before, "ready", 8)
     assert first.pending == "it ends when its MPS servers have ended, because the configuration has changed"
-    why = "it waits for the end of the control daemon that serves its GPUs now"
+    why = "waiting for the control daemon that serves its GPUs now to end"
     assert [(other.plan.name, other.reason) for other in others] == [("00:06.0", why), ("00:07.0", why)]
     client.end()
     uuids = [gpu.uuid for gpu in host.gpus]

@@ -137,7 +137,7 @@ def test_one_without_a_record_is_reported_and_keeps_its_modes(
     configure(host, enable_cuda_mps="false")
     made = first.again()
     pipe = host.root / "tmp/nvidia-mps/pipe"
-    what = f"a control daemon (PID {pid}) of an earlier daemon still serves {pipe}"
+    what = f"a control daemon (PID {pid}) from an earlier run still serves {pipe}"
     assert what in made.snapshot.notice
     assert f"echo quit | CUDA_MPS_PIPE_DIRECTORY={pipe} {PROGRAM}" in caplog.text
     made.stop()
@@ -177,7 +177,7 @@ def test_a_gpu_that_is_back_is_served_once_the_survivor_has_no_jobs(
     made = first.again()
     assert made.snapshot.domains[0].pid == pid
     devices = devices_json(made.snapshot)
-    why = "the running control daemon does not serve it; it will be served once that has ended"
+    why = "the running control daemon does not serve its GPU; the next one will, once that has ended"
     assert [device["reason"] for device in devices] == [why] * 4 + [""] * 4
     made.until(lambda: made.available == 8)
     assert made.snapshot.domains[0].pid != pid
@@ -206,7 +206,7 @@ def test_one_without_a_record_that_is_in_the_way_ends_the_start(begin: Begin, su
     with pytest.raises(HostError) as caught:
         made.supervisor.start(time.monotonic())
     pipe = host.root / "tmp/nvidia-mps/pipe"
-    assert caught.value.message == f"a control daemon (PID {pid}) of an earlier daemon still serves {pipe}"
+    assert caught.value.message == f"a control daemon (PID {pid}) from an earlier run still serves {pipe}"
     command = f"echo quit | CUDA_MPS_PIPE_DIRECTORY={pipe} {PROGRAM}"
     then = "the next start of yunion-mps-daemon then restores its GPUs' compute modes"
     assert caught.value.hint == f"when its jobs are done: {command}; {then}"

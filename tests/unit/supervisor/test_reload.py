@@ -36,7 +36,7 @@ def test_other_numbers_of_devices_take_effect_at_once_without_jobs(begin: Begin)
     assert made.snapshot.domains[0].plan.memory_limits_mib == (4096, A100_MIB // 4)
     told = [event for event in made.events if event.kind == "configuration"]
     assert [(event.subject, event.what, event.consequence) for event in told] == [
-        ("budget 00:06.0", "2 x 8192 MiB, 50 % -> 4 x 4096 MiB, 25 %", "it counts at once")
+        ("budget 00:06.0", "2 x 8192 MiB, 50 % -> 4 x 4096 MiB, 25 %", "it takes effect at once")
     ]
 
 
@@ -116,7 +116,7 @@ def test_keep_gives_the_modes_back_and_exclusive_takes_them_again(begin: Begin) 
     host, made = begin(TWO)
     control = made.snapshot.domains[0].pid
     configure(host, cuda_mps_compute_mode="keep")
-    gone = [("00:06.0", "Exclusive_Process", "as it was"), ("00:07.0", "Exclusive_Process", "as it was")]
+    gone = [("00:06.0", "Exclusive_Process", "original"), ("00:07.0", "Exclusive_Process", "original")]
     assert [change[1:4] for change in made.reload()] == gone
     assert modes(host) == ["default"] * 2
     configure(host, cuda_mps_compute_mode="exclusive_process")
@@ -191,8 +191,8 @@ def test_what_would_change_is_told_and_not_done(begin: Begin) -> None:
 def test_one_server_for_all_users_is_left_off_if_the_program_knows_none(begin: Begin) -> None:
     host, made = begin([{"kind": "v100"}], cuda_mps_multiuser="true")
     (warning,) = warnings(made.snapshot)
-    assert warning.startswith("cuda_mps_multiuser is true, and ")
-    assert warning.endswith(" does not know it: jobs of one user wait for another's")
+    assert warning.startswith("cuda_mps_multiuser is true, but ")
+    assert warning.endswith(" does not support it: users wait for each other's jobs")
     assert made.available == 4
     assert not made.snapshot.domains[0].plan.multiuser
     configure(host)
