@@ -188,7 +188,7 @@ def test_a_host_that_offers_nothing_says_why(
         page = browser.page(served.url)
         page.wait_text("disabled", "#state")
         page.wait_text("Notice: enable_cuda_mps is false")
-        page.wait_text("Hint: to offer devices: set enable_cuda_mps: true")
+        page.wait_text("Hint: set enable_cuda_mps: true in host.conf")
         assert page.troubles() == []
 
 

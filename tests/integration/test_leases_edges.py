@@ -95,7 +95,7 @@ def test_a_lease_that_a_reload_left_without_its_control_daemon_is_told(
     take(daemon, "name=after&ttl=600")
     (one,) = wrong_at(daemon)
     whose = f"lease {before['id'][:8]} of root ({ADDRESSES[0]})"
-    assert one.startswith(f"{whose}: the control daemon that it was given with is gone")
+    assert one.startswith(f"{whose}: its control daemon is gone")
 
 
 def test_a_lease_of_a_lost_gpu_goes_on_when_the_gpu_is_back(

@@ -41,7 +41,7 @@ def test_a_gpu_that_enforces_no_budget_is_only_given_if_that_is_asked_for(
         assert (done.returncode, done.stdout) == (1, "false\n" if option == "--print-env" else "")
         assert done.stderr.splitlines() == [
             f"yunion-mps: {why}: a command could use all of the memory",
-            f"yunion-mps: take it all the same: {ways}",
+            f"yunion-mps: use it anyway: {ways}",
         ]
     assert daemon.get("/v1/events?kind=lease")[1]["events"] == [], "no lease was taken for it"
     said = "budgets are not enforced on GPU 00:06.0, older than Volta: it could use all of its memory"

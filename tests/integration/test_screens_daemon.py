@@ -38,13 +38,13 @@ def test_jobs_of_the_real_daemon_come_and_go_and_use_past_mps_is_named(
         screen.wait(rf"^00:06\.0-1 .* 4096 .* root +{job.pid} ")
         screen.wait(r"2 devices: 1 used, 1 free; 0 leases; 1 process$")
         host.gpus[0].add_process(os.getpid(), 700, "C")
-        screen.wait(rf"^Problem: past MPS on GPU 00:06.0 with 700 MiB, .* PID {os.getpid()} of root")
+        screen.wait(rf"^Problem: PID {os.getpid()} of root .* uses GPU 00:06.0 \(700 MiB\)")
         host.gpus[0].add_process(job.pid, 9000, "M+C")
         screen.wait(rf"^Problem: 00:06.0-1 has 9000 of \d+ MiB: PID {job.pid} of root")
         status, who = printed(host, "status"), printed(host, "who")
         for text in (status, who):
             assert re.search(rf"^Problem: +00:06.0-1 has 9000 of \d+ MiB: PID {job.pid} ", text, re.MULTILINE)
-            assert re.search(rf"^Problem: +past MPS on GPU .* PID {os.getpid()} ", text, re.MULTILINE)
+            assert re.search(rf"^Problem: +PID {os.getpid()} of root .*uses GPU ", text, re.MULTILINE)
         assert "; 1 client of MPS, 1 process past MPS\n" in status
         assert re.search(rf"^\| 00:06.0-1 .*\| root +\| +{job.pid} \|.*over budget \|$", who, re.MULTILINE)
         host.gpus[0].remove_process(os.getpid())
