@@ -167,7 +167,7 @@ def test_500_jobs_on_48_devices_share_none_and_keep_their_order(
     assert order.longest > _AT_A_TIME // 2, "there was a queue"
     given_s = given_in_all(daemon)
     assert len(given_s) > _RUNS - client_kills - 1, "each one that nobody killed before"
-    assert order.check(given_s) > _RUNS // 10, "so many waited, and were served in their turn"
+    assert order.check(given_s) > _RUNS // 25, "so many waited, and were served in their turn"
 
 
 @pytest.mark.parametrize("how", ["kill", "re-exec", "restart"])
