@@ -92,9 +92,7 @@ def test_a_directory_that_cannot_be_written_is_said_once_and_tried_again(ready_d
     eventually(lambda: trouble in ready_daemon.warnings(), "the warning")
     reloads(ready_daemon)
     shown = host.run(["yunion-mps", "status"]).stdout
-    assert (
-        f"Warning:  {trouble}\nHint:     make it a directory that root can write; it is tried again" in shown
-    )
+    assert f"Warning:  {trouble}\nHint:     make the directory writable for root" in shown
     assert ready_daemon.log.count(trouble) == 1
     told = [event["what"] for event in ready_daemon.get("/v1/events?kind=daemon")[1]["events"]]
     assert told.count(trouble) == 1

@@ -283,8 +283,8 @@ class Bench:
         before = connections_to(place)
         front_end = subprocess.Popen([self.program], env=client_variables(place), stdin=-1, stdout=-1)
         wait_for(lambda: f"PID {front_end.pid} " in front_end_at(place))
+        wait_for(lambda: bool(connections_to(place) - before))
         its = connections_to(place) - before
-        assert its
 
         def leave() -> None:
             front_end.kill()
