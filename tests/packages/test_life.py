@@ -320,7 +320,7 @@ class TestLife:
         both = f"the daemon runs version {current.version}, but {previous.version} is installed"
         status = operator.machine.run("yunion-mps", "status").stdout
         assert f"Warning:  {both}\n" in status
-        assert "which ends no job: yunion-mps daemon-reexec" in status
+        assert "without ending jobs: yunion-mps daemon-reexec" in status
         operator.configure()
         reloaded = operator.machine.run("yunion-mps", "reload")
         assert f"{both}: yunion-mps daemon-reexec" in reloaded.stdout + reloaded.stderr
