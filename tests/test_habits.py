@@ -61,6 +61,14 @@ def test_no_test_asserts_how_long_something_took() -> None:
     assert {path: clocks for path, clocks in found.items() if clocks} == {}
 
 
+def test_no_test_waits_with_select() -> None:
+    """It fails on descriptors from 1024 on, and tests of crowds have more: `waiting.readable` polls."""
+    waiting = {
+        str(path) for path in CHECKOUT.glob("tests/**/*.py") if "select.select" + "(" in path.read_text()
+    }
+    assert waiting == set()
+
+
 def test_only_the_inventory_uses_pynvml_and_only_process_spawns() -> None:
     users = {"pynvml": set(), "posix_spawn": set(), "subprocess": set()}  # type: dict[str, set[str]]
     for path in CHECKOUT.glob("yunion_mps/**/*.py"):

@@ -17,6 +17,7 @@ from bench.asking import Http, request_for
 from bench.idling import memory_mib
 from bench.running import Daemon, running
 from bench.values import Aim, BenchError, Line, Rounds, Samples, Settings
+from waiting import readable
 
 _REQUEST_FLOOR = "an asyncio server that answers as many bytes"
 TARGET = "/v1/devices"
@@ -194,7 +195,7 @@ def _scrape(daemon: Daemon) -> tuple[float, float]:
     with Http(daemon.socket) as other, Http(daemon.socket) as scraper:
         begin_s = time.perf_counter()
         scraper.send(request_for(_METRICS))
-        while not select.select([scraper], [], [], 0)[0]:
+        while not readable(scraper, 0):
             asked_s = time.perf_counter()
             other.ask("/v1/status")
             longest_s = max(longest_s, time.perf_counter() - asked_s)

@@ -15,7 +15,6 @@ import base64
 import fcntl
 import json
 import os
-import select
 import shutil
 import signal
 import subprocess
@@ -27,6 +26,7 @@ from typing import Any
 
 from integration.daemon_host import PATIENCE_S, eventually
 from simhost.host import Closes
+from waiting import readable
 
 Json = dict[str, Any]
 
@@ -137,8 +137,9 @@ class Chromium(Closes):
     def _next(self) -> Json:
         end_s = time.monotonic() + PATIENCE_S
         while b"\0" not in self._read:
-            ready, _, _ = select.select([self._in], [], [], max(0.0, end_s - time.monotonic()))
-            assert ready, f"Chromium says nothing for {PATIENCE_S:g} s"
+            assert readable(self._in, max(0.0, end_s - time.monotonic())), (
+                f"Chromium says nothing for {PATIENCE_S:g} s"
+            )
             piece = os.read(self._in, 1 << 20)
             assert piece, "Chromium has ended"
             self._read += piece

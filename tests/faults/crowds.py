@@ -7,7 +7,6 @@ import http.client
 import json
 import os
 import resource
-import select
 import signal
 import socket
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from faults.soak import soak
 from integration.process_limit import no_more_processes
 from unit.http.server_host import as_user
 from unit.mps.front_ends import silent_process
+from waiting import readable
 
 _GET = b"GET /v1/status HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
@@ -55,7 +55,7 @@ def thousand(scene: Scene) -> None:
     scene.serve()
     old = scene.control
     with _connections(scene, 1000) as connections:
-        assert select.select([connections[0]], [], [], 60)[0]  # others have its place: all are accepted
+        assert readable(connections[0], 60)  # others have its place: all are accepted
         scene.strike(lambda: os.kill(old, signal.SIGKILL), answers=False)
         for connection in connections:
             with contextlib.suppress(BrokenPipeError):
@@ -92,7 +92,7 @@ def half_open_of_root(scene: Scene) -> None:
         for connection in connections:
             with contextlib.suppress(BrokenPipeError):
                 connection.sendall(_GET[:20])
-        assert select.select([connections[0]], [], [], 60)[0]  # others have its place: all are accepted
+        assert readable(connections[0], 60)  # others have its place: all are accepted
         scene.strike(lambda: None)
         for uid in (0, 65534, 0):
             with as_user(uid), _connect(scene) as another:
@@ -111,7 +111,7 @@ def byte_a_second(scene: Scene) -> None:
         scene.strike(lambda: None)
         for byte in _GET:
             connection.sendall(bytes([byte]))
-            if select.select([connection], [], [], 1)[0]:
+            if readable(connection, 1):
                 break
         status, answer = _answer(connection)
         assert status == 408

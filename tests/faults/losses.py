@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import signal
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from faults.rows import NOTHING
 from faults.scene import FORMER_MODE, Scene, until
 from integration.daemon_host import control_daemons, is_running
 from simhost.mps import Client
+from waiting import readable
 
 _QUESTIONS = ("get_default_device_pinned_mem_limit 0", "get_default_active_thread_percentage")
 
@@ -29,7 +29,7 @@ def _jobs(scene: Scene) -> list[str]:
 def _is_attached(job: Client) -> bool:
     """Whether nothing has happened to the job since it was attached."""
     assert job._process.stdout is not None
-    return is_running(job.pid) and not select.select([job._process.stdout], [], [], 0)[0]
+    return is_running(job.pid) and not readable(job._process.stdout, 0)
 
 
 def _budgets(scene: Scene) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import select
 import signal
 
 import pytest
@@ -10,6 +9,7 @@ import pytest
 from integration.daemon_host import Daemon, eventually
 from integration.lease_host import ADDRESSES, given, who_waits
 from integration.podman_host import IMAGE, Podman, files_of, mps
+from waiting import readable
 
 #: One GPU, divided by four: `run` and the client take nothing of the reference case, which has no limits.
 pytestmark = pytest.mark.gpus({"kind": "v100"})
@@ -53,7 +53,7 @@ def test_input_signals_and_terminal_are_the_container_s(ready_daemon: Daemon, po
     begun = host.popen([*RUN, "--", "--rm", IMAGE, "sh", "-c", LOOP])
     assert begun.stdout is not None
     assert begun.stdout.readline() == "begun\n"
-    while not select.select([begun.stdout], [], [], 0.1)[0]:
+    while not readable(begun.stdout, 0.1):
         begun.send_signal(signal.SIGUSR1)  # podman hands signals on from a moment after its container's start
     begun.send_signal(signal.SIGTERM)
     assert set(begun.communicate()[0].splitlines()) == {"heard", "ended"}

@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import shlex
 import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
+
+from waiting import readable
 
 from .host import Closes, SimHost
 from .install import BuildError, compiled
@@ -116,7 +117,7 @@ class Client:
     def says(self, patience_s: float = PATIENCE_S) -> str:
         """The next thing that happens to it, in a word of mps_client.py; waits for that. Empty at its end."""
         assert self._process.stdout is not None
-        if not select.select([self._process.stdout], [], [], patience_s)[0]:
+        if not readable(self._process.stdout, patience_s):
             raise AssertionError(f"nothing happened to the client {self.pid} in {patience_s:g} s")
         return self._process.stdout.readline().decode().strip()
 

@@ -9,7 +9,6 @@ import io
 import json
 import os
 import pty
-import select
 import struct
 import subprocess
 import sys
@@ -25,6 +24,7 @@ from yunion_mps.models import Snapshot
 
 from unit.http import snapshots
 from unit.http.server_host import PATIENCE_S, ServerHost, short_root
+from waiting import readable
 
 PROGRAM = str(Path(sys.executable).with_name("yunion-mps"))
 
@@ -97,7 +97,7 @@ class Cli:
             os.close(theirs)
             printed = b""
             while b"[y/N]: " not in printed:
-                assert select.select([ours], [], [], PATIENCE_S)[0], printed
+                assert readable(ours, PATIENCE_S), printed
                 printed += os.read(ours, 65536)
             os.write(ours, answer)
             printed += _rest(ours)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pty
-import select
 import shutil
 import subprocess
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 from yunion_mps.cli.root import COMMANDS
 
 from unit.cli.conftest import PROGRAM, Cli
+from waiting import readable
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +89,7 @@ def test_an_address_is_completed_as_it_is_typed(troubled: Cli, script: Path, typ
 def read_until(terminal: int, text: bytes) -> bytes:
     printed = b""
     while text not in printed:
-        assert select.select([terminal], [], [], 60)[0], printed
+        assert readable(terminal, 60), printed
         printed += os.read(terminal, 65536)
     return printed
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import select
 import socket
 import threading
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ import pytest
 from unit.http import snapshots
 from unit.http.conftest import Serve
 from unit.http.server_host import PATIENCE_S, ServerHost, eventually, request
+from waiting import readable
 
 COUNT = 1500
 #: Each is worked out separately; without a body, so that no answer waits to be read.
@@ -47,7 +47,7 @@ class Taker(threading.Thread):
             while data := self._connection.recv(1024):
                 *whole, left = (left + data).split(b"\r\n\r\n")
                 self.count += sum(head.startswith(b"HTTP/1.1 200 ") for head in whole)
-                if self._other and self.before is None and select.select([self._other], [], [], 0)[0]:
+                if self._other and self.before is None and readable(self._other, 0):
                     self.before = self.count
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pty
-import select
 import subprocess
 from contextlib import closing
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 
 from unit.cli.conftest import PROGRAM, Cli
 from unit.manual.conftest import program, run
+from waiting import readable
 
 FILES = {"bash": "yunion-mps.bash", "zsh": "_yunion-mps", "fish": "yunion-mps.fish"}
 
@@ -68,7 +68,7 @@ class Terminal:
         begin = len(self.printed)
         os.write(self._ours, text.encode())
         while until.encode() not in self.printed[begin:]:
-            assert select.select([self._ours], [], [], 60)[0], self.printed[begin:]
+            assert readable(self._ours, 60), self.printed[begin:]
             self.printed += os.read(self._ours, 65536)
         return self.printed[begin:].decode(errors="replace")
 
