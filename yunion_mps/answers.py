@@ -325,7 +325,7 @@ class ClientList(TypedDict):
     servers: list[MpsServer]
     clients: Annotated[list[MpsClient], Field("Clients, and other processes on their GPUs.")]
     waiting: Annotated[list[WaitingClient], Field("The first to come first.")]
-    troubles: Annotated[list[str], Field("What is not known, and why.")]
+    errors: Annotated[list[str], Field("What is not known, and why.")]
     total: Annotated[Count, Field("The number of clients.")]
 
 

@@ -124,7 +124,7 @@ class NothingFreeError(YunionError):
     code = reasons.NOTHING_FREE
 
 
-class NeverFreeError(NothingFreeError):
+class InfeasibleError(NothingFreeError):
     """No device would do if all were free and served: to wait for one is no use."""
 
     exit_code = 1

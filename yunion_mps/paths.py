@@ -11,7 +11,7 @@ import os
 ROOT_VARIABLE = "YUNION_MPS_ROOT"
 
 #: The longest path that fits a Unix socket's address, in bytes (unix(7): sun_path less its final NUL).
-LONGEST_SOCKET_PATH = 107
+MAX_SOCKET_PATH = 107
 
 
 class _Below:

@@ -11,14 +11,14 @@ from typing import NamedTuple
 
 
 class ReasonCode(NamedTuple):
-    """What a code means, and a hint; `{gpu}` in it stands for the GPU's UUID."""
+    """The meaning of a code and a hint for the operator, in which `{gpu}` stands for the GPU's UUID."""
 
     meaning: str
     hint: str
 
 
 class Reason(str):
-    """A sentence that says why something is so, and its `code` for programs; empty if nothing is wrong."""
+    """The text of a reason, and its `code` for programs; empty if nothing is wrong."""
 
     __slots__ = ("code",)
     code: str
@@ -36,7 +36,7 @@ _DOCTOR = "run the diagnostics: yunion-mps doctor"
 _CLIENTS = "see whose jobs they are: yunion-mps clients"
 _REPAIRED = f"repair or reset the GPU, then: yunion-mps reload; {_DOCTOR}"
 _RETRIED = f"wait for the automatic restart; {_EVENTS}"
-_END_JOB = "ask its owner, or end it: yunion-mps clients terminate PID"
+_END_JOB = "ask its owner, or terminate it: yunion-mps clients terminate PID"
 
 CODES: dict[str, ReasonCode] = {}
 
@@ -47,36 +47,34 @@ def _code(name: str, meaning: str, hint: str) -> str:
 
 
 def hint_of(code: str, gpu: str = "GPU") -> str:
-    """What the operator should do; a general hint for a code that is unknown, such as a newer daemon's."""
+    """What the operator should do; a general hint for an unknown code, such as one from a newer daemon."""
     return CODES[code].hint.replace("{gpu}", gpu) if code in CODES else _DOCTOR
 
 
 # -- GPUs
 
 GPU_LOST = _code("gpu_lost", "The GPU has fallen off the bus.", _REPAIRED)
-GPU_GONE = _code("gpu_gone", "The GPU is not on the PCI bus any more.", _REPAIRED)
+GPU_GONE = _code("gpu_gone", "The GPU is no longer on the PCI bus.", _REPAIRED)
 GPU_FAULT = _code(
     "gpu_fault",
-    "The driver reported a fatal error (XID) of the GPU.",
+    "The driver reported a fatal GPU error (XID).",
     "reset it (nvidia-smi --gpu-reset -i {gpu}) or reboot, then: yunion-mps reload",
 )
-GPU_ERROR = _code("gpu_error", "The driver cannot use the GPU, or does not describe it.", _REPAIRED)
-XID = _code(
-    "xid", "The driver reported an error of the GPU that is not fatal.", "check its jobs: yunion-mps clients"
-)
+GPU_ERROR = _code("gpu_error", "The driver cannot use the GPU, or reports no details of it.", _REPAIRED)
+XID = _code("xid", "The driver reported a non-fatal GPU error (XID).", "check its jobs: yunion-mps clients")
 MIG_ENABLED = _code(
     "mig_enabled",
-    "The GPU is in MIG mode, which excludes MPS on the GPU as a whole.",
-    "turn it off: nvidia-smi -i {gpu} -mig 0; then: yunion-mps reload",
+    "The GPU is in MIG mode, so MPS cannot serve it as a whole.",
+    "disable MIG mode: nvidia-smi -i {gpu} -mig 0; then: yunion-mps reload",
 )
 MPS_UNSUPPORTED = _code(
     "mps_unsupported",
     "The GPU is too old for MPS.",
-    "take it out of the device file, then: yunion-mps reload",
+    "remove it from the device file, then: yunion-mps reload",
 )
 BUDGET_NOT_ENFORCED = _code(
     "budget_not_enforced",
-    "The GPU is older than Volta: MPS serves it and enforces no limits.",
+    "The GPU is older than Volta: MPS serves it but enforces no limits.",
     "run only jobs that stay within their budgets; find those that do not: yunion-mps who",
 )
 
@@ -87,8 +85,8 @@ VGPU = _code(
 )
 CLIENT_LIMIT = _code(
     "client_limit",
-    "The GPU has nearly as many clients as MPS allows.",
-    "see who they are: yunion-mps clients",
+    "The GPU has almost reached the MPS client limit.",
+    "list the clients: yunion-mps clients",
 )
 DEVICE_NODES = _code(
     "device_nodes",
@@ -101,7 +99,7 @@ DEVICE_NODES = _code(
 COMPUTE_MODE_PROHIBITED = _code(
     "compute_mode_prohibited",
     "The GPU's compute mode is Prohibited, and the configuration says to keep it.",
-    "set it: nvidia-smi -i {gpu} -c DEFAULT; then: yunion-mps reload",
+    "change it: nvidia-smi -i {gpu} -c DEFAULT; then: yunion-mps reload",
 )
 COMPUTE_MODE_REFUSED = _code(
     "compute_mode_refused",
@@ -110,7 +108,7 @@ COMPUTE_MODE_REFUSED = _code(
 )
 COMPUTE_MODE_CHANGED = _code(
     "compute_mode_changed",
-    "The GPU's compute mode is not the one that is configured.",
+    "The GPU's compute mode differs from the configured one.",
     "set it again: yunion-mps reload; or leave it unmanaged: cuda_mps_compute_mode: keep",
 )
 
@@ -128,8 +126,8 @@ DRIVER_NOT_LOADED = _code(
 )
 DRIVER_MISMATCH = _code(
     "driver_mismatch",
-    "The driver's library and its kernel module are of different versions.",
-    "reboot, or unload and load the module",
+    "The versions of the driver's library and its kernel module differ.",
+    "reboot, or reload the kernel module",
 )
 DRIVER_HUNG = _code(
     "driver_hung",
@@ -159,10 +157,10 @@ NO_DOMAIN = _code("no_domain", "No control daemon serves the GPU.", "start one: 
 GPU_NOT_SERVED = _code(
     "gpu_not_served",
     "The running control daemon does not serve the GPU; it is replaced once its jobs have ended.",
-    f"wait for its jobs; {_CLIENTS}",
+    f"wait for its jobs to end; {_CLIENTS}",
 )
 PROGRAM_MISSING = _code(
-    "program_missing", "A program is not installed.", "install it; for MPS: nvidia-cuda-mps-control"
+    "program_missing", "A required program is not installed.", "install it; for MPS: nvidia-cuda-mps-control"
 )
 CONTROL_DAEMON_EXITED = _code("control_daemon_exited", "The control daemon exited unexpectedly.", _RETRIED)
 CONTROL_DAEMON_SILENT = _code(
@@ -184,12 +182,12 @@ OTHER_CONTROL_DAEMON = _code(
 ADOPTION_REFUSED = _code(
     "adoption_refused",
     "A running control daemon cannot be adopted.",
-    "end it once its jobs are done, or correct the configuration to fit it",
+    "stop it once its jobs are done, or change the configuration to match it",
 )
 SERVERS_ORPHANED = _code(
     "servers_orphaned",
     "MPS servers are still running, but their control daemon is gone.",
-    f"wait for their jobs; {_CLIENTS}",
+    f"wait for their jobs to end; {_CLIENTS}",
 )
 SERVER_FAILED = _code(
     "server_failed",
@@ -202,7 +200,7 @@ LIMITS_NOT_IN_EFFECT = _code(
 LIMITS_OVERWRITTEN = _code(
     "limits_overwritten",
     "Another program changed the control daemon's limits; they were set again.",
-    "find that program, and end it",
+    "find that program and stop it",
 )
 LIMITS_PENDING = _code(
     "limits_pending",
@@ -229,8 +227,8 @@ CLIENT_WAITING = _code(
 )
 CLIENT_TERMINATED = _code("client_terminated", "A job was ended by its owner or by root.", _EVENTS)
 CLIENT_KILLED = _code("client_killed", "A job did not end in time when the daemon stopped.", _EVENTS)
-PROCESS_PAST_MPS = _code(
-    "process_past_mps", "A process uses the GPU without MPS, so no budget limits it.", _END_JOB
+PROCESS_OUTSIDE_MPS = _code(
+    "process_outside_mps", "A process uses the GPU without MPS, so no budget limits it.", _END_JOB
 )
 OVER_BUDGET = _code("over_budget", "A device's processes use more memory than its budget.", _END_JOB)
 ENVIRONMENT = _code(
@@ -247,7 +245,7 @@ NOTHING_FREE = _code(
 INFEASIBLE = _code(
     "infeasible",
     "The request could not be satisfied even if every device were free.",
-    "see what there is: yunion-mps list",
+    "list the host's devices: yunion-mps list",
 )
 
 # -- the host and the daemon
@@ -259,13 +257,13 @@ DISABLED = _code(
 )
 NO_USABLE_GPU = _code(
     "no_usable_gpu",
-    "No GPU of the host can serve devices.",
+    "No GPU on this host can serve devices.",
     "see each GPU's reason: yunion-mps gpus; then: yunion-mps reload",
 )
 INVALID_CONFIGURATION = _code(
     "invalid_configuration",
     "A configuration file has an error.",
-    "correct it, and try it: yunion-mps config check",
+    "correct it, then verify it: yunion-mps config check",
 )
 CONFIGURATION_IGNORED = _code(
     "configuration_ignored",
@@ -274,12 +272,12 @@ CONFIGURATION_IGNORED = _code(
 )
 MULTIUSER_UNSUPPORTED = _code(
     "multiuser_unsupported",
-    "NVIDIA's control program does not know cuda_mps_multiuser.",
+    "NVIDIA's control program does not support cuda_mps_multiuser.",
     "install a newer nvidia-cuda-mps-control, or set cuda_mps_multiuser: false",
 )
 METRICS_FILE_FAILED = _code(
     "metrics_file_failed",
-    "The metrics' text file cannot be written.",
+    "The metrics text file cannot be written.",
     "make its directory writable for root, or set another path; the daemon retries automatically",
 )
 CDI_DIRECTORY_FAILED = _code(
@@ -295,7 +293,7 @@ CDI_DRIVER_FAILED = _code(
 EVENTS_NOT_WRITTEN = _code(
     "events_not_written",
     "Events cannot be written to the state file; they are kept elsewhere for now.",
-    "make room where the state file is: df -h /var/lib/yunion-mps",
+    "free disk space for the state file: df -h /var/lib/yunion-mps",
 )
 STATE_FILE_DAMAGED = _code(
     "state_file_damaged",
@@ -310,18 +308,18 @@ VERSION_DIFFERS = _code(
 PIPE_DIRECTORY = _code(
     "pipe_directory",
     "The pipe or log directory, or a directory above it, is unsafe or not accessible to clients.",
-    "look at it: namei -l DIRECTORY; then: systemctl restart yunion-mps-daemon",
+    "check its path: namei -l DIRECTORY; then: systemctl restart yunion-mps-daemon",
 )
 SOCKETS_REMOVED = _code(
     "sockets_removed",
     "A cleanup program would remove the MPS sockets once they are old enough.",
-    "exclude the directory from it, such as by a line in tmpfiles.d(5)",
+    "exclude the directory from the cleanup, for example in tmpfiles.d(5)",
 )
 DISK_FULL = _code("disk_full", "The pipe or log directory is full.", "free disk space: df -h DIRECTORY")
 SHM_SMALL = _code(
     "shm_small",
     "MPS needs /dev/shm, which is too small or cannot be written.",
-    "make it larger: mount -o remount,size=1G /dev/shm; docker run --shm-size 1g",
+    "enlarge it: mount -o remount,size=1G /dev/shm; docker run --shm-size 1g",
 )
 ACCESS_DENIED = _code(
     "access_denied",
@@ -330,7 +328,7 @@ ACCESS_DENIED = _code(
 )
 SHORTAGE = _code(
     "shortage",
-    "The kernel refused memory, a descriptor, a process or a thread.",
+    "The kernel refused memory, a file descriptor, a process or a thread.",
     "check the limits: systemctl show yunion-mps-daemon | grep -E 'Limit|Tasks|Memory'",
 )
 BUSY = _code("busy", "The daemon cannot do this right now.", "try again later")

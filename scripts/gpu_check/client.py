@@ -30,7 +30,7 @@ from yunion_mps.doctor.cuda_client import (
 from gpu_check.processes import die_with_parent
 
 _PR_SET_DUMPABLE = 4
-_LONGEST_LAUNCH_S = 0.002
+_MAX_LAUNCH_S = 0.002
 _BEAT_S = 0.05
 _WARM_S = 0.5  # an idle GPU's clocks are low, and take a while to rise
 
@@ -237,7 +237,7 @@ class Commands:
             start_s = time.monotonic()
             self._gpu.work(blocks, iterations)
             seconds = time.monotonic() - start_s
-            if seconds > _LONGEST_LAUNCH_S:
+            if seconds > _MAX_LAUNCH_S:
                 break
             iterations *= 2
         return {"iterations": max(1, int(iterations * 0.001 / max(seconds, 1e-6)))}

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 #: Longer texts are cut in their middle; the JSON file has them whole.
-_MOST_LINES = 70
+_MAX_LINES = 70
 _WIDEST = 200
 
 Json = dict[str, Any]
@@ -95,7 +95,7 @@ def _row(cells: Sequence[object]) -> str:
 
 def _cut(text: str) -> str:
     lines = [line[:_WIDEST].replace("```", "'''") for line in text.rstrip().splitlines()]
-    if len(lines) > _MOST_LINES:
-        half = _MOST_LINES // 2
+    if len(lines) > _MAX_LINES:
+        half = _MAX_LINES // 2
         lines = [*lines[:half], f"... ({len(lines) - 2 * half} lines are left out here)", *lines[-half:]]
     return "\n".join(lines)

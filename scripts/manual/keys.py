@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import yaml
 from yunion_mps.config import KEYS
-from yunion_mps.config.values import LARGEST_OVERRIDE, MOST_DEVICES
-from yunion_mps.mps.log_file import LARGEST_BYTES
-from yunion_mps.planning.division import MOST_GPUS_OF_A_DOMAIN, MPS_CLIENTS, VOLTA
+from yunion_mps.config.values import MAX_DEVICES, MAX_OVERRIDE
+from yunion_mps.mps.log_file import MAX_BYTES
+from yunion_mps.planning.division import MAX_GPUS_PER_DOMAIN, MPS_CLIENTS, VOLTA
 
 
 def texts(name: str) -> Any:
@@ -24,10 +24,10 @@ _NUMBERS = {
     "clients": _SINCE_VOLTA[2],
     "clients_before_volta": _BEFORE_VOLTA[2],
     "clients_newer": _NEWER[2],
-    "largest_override": LARGEST_OVERRIDE,
-    "log_mib": LARGEST_BYTES >> 20,
-    "most_devices": MOST_DEVICES,
-    "most_gpus": MOST_GPUS_OF_A_DOMAIN,
+    "largest_override": MAX_OVERRIDE,
+    "log_mib": MAX_BYTES >> 20,
+    "most_devices": MAX_DEVICES,
+    "most_gpus": MAX_GPUS_PER_DOMAIN,
     "newer": _NEWER[1],
     "volta": ".".join(map(str, VOLTA)),
 }

@@ -11,7 +11,7 @@ from yunion_mps import __version__
 #: What would be read as something else, or shown as a typographer's sign that cannot be copied.
 _ESCAPES = {"\\": r"\e", "-": r"\-", "'": r"\(aq", "`": r"\(ga", "^": r"\(ha", "~": r"\(ti", '"': r"\(dq"}
 #: mandoc calls longer lines bad style.
-_LONGEST_LINE = 76
+_MAX_LINE = 76
 
 
 class Page:
@@ -86,7 +86,7 @@ class Page:
 
     def _fill(self, text: str) -> None:
         self._fresh = False
-        lines = wrap(marked(text), _LONGEST_LINE, break_long_words=False, break_on_hyphens=False)
+        lines = wrap(marked(text), _MAX_LINE, break_long_words=False, break_on_hyphens=False)
         # Without the mark at its end, a line that ends with a sentence is followed by two blanks.
         self._lines += [_line(line) + ("\\&" if line.endswith((".", "?", "!")) else "") for line in lines]
 

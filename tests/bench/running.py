@@ -15,7 +15,7 @@ from integration import daemon_host
 from simhost import SimHost
 
 #: NVIDIA's control daemon (535 and 550) forgets memory limits for devices from the 33rd on.
-MOST_GPUS_OF_A_DOMAIN = 32
+MAX_GPUS_PER_DOMAIN = 32
 
 
 class Daemon(daemon_host.Daemon):
@@ -68,7 +68,7 @@ class Daemon(daemon_host.Daemon):
 @contextlib.contextmanager
 def running(gpus: int, virtual_number: int = 4) -> Iterator[Daemon]:
     """A host with so many GPUs, and the daemon on it."""
-    scope = "host" if gpus <= MOST_GPUS_OF_A_DOMAIN else "gpu"
+    scope = "host" if gpus <= MAX_GPUS_PER_DOMAIN else "gpu"
     with make_host(gpus, virtual_number, scope) as host, Daemon(host) as daemon:
         yield daemon
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from functools import partial
 
 from bench.floors import control_ms, python_ms
-from bench.running import MOST_GPUS_OF_A_DOMAIN, Daemon, make_host
+from bench.running import MAX_GPUS_PER_DOMAIN, Daemon, make_host
 from bench.values import Aim, BenchError, Line, Rounds, Samples, Settings
 from simhost import SimHost
 
@@ -20,7 +20,7 @@ _START_AIMS = {(1, "host"): Aim(3), (1, "gpu"): Aim(3), (4, "host"): Aim(52, "ms
 def start_lines(settings: Settings) -> Iterator[Line]:
     for gpus, full, quick in _START_SIZES:
         with (
-            make_host(min(gpus, MOST_GPUS_OF_A_DOMAIN), scope="host") as one_domain,
+            make_host(min(gpus, MAX_GPUS_PER_DOMAIN), scope="host") as one_domain,
             make_host(gpus, scope="gpu") as domain_each,
         ):
             yield from _start_lines(

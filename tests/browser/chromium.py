@@ -4,7 +4,7 @@ with Chromium() as browser:
     page = browser.page("http://127.0.0.1:9435/", width=360, dark=True)
     page.wait("document.querySelector('#host').textContent")  # until this is true; returns it
     page.press("Tab")
-    assert page.troubles() == []                              # nor errors, nor what the policy forbade
+    assert page.errors() == []                              # nor errors, nor what the policy forbade
 
 https://chromedevtools.github.io/devtools-protocol/
 """
@@ -37,10 +37,10 @@ _ARGUMENTS = (
     "--disable-dev-shm-usage", "--force-color-profile=srgb", "--lang=en-GB", "about:blank",
 )  # fmt: skip
 _WATCH = """
-window.troubles = [];
-addEventListener("securitypolicyviolation", (e) => troubles.push(`${e.violatedDirective} ${e.blockedURI}`));
-addEventListener("error", (e) => troubles.push(`error: ${e.message ?? e.target.outerHTML}`), true);
-addEventListener("unhandledrejection", (e) => troubles.push(`rejection: ${e.reason}`));
+window.errors = [];
+addEventListener("securitypolicyviolation", (e) => errors.push(`${e.violatedDirective} ${e.blockedURI}`));
+addEventListener("error", (e) => errors.push(`error: ${e.message ?? e.target.outerHTML}`), true);
+addEventListener("unhandledrejection", (e) => errors.push(`rejection: ${e.reason}`));
 """
 _KEYS = {"Tab": 9, "Enter": 13, "Escape": 27, " ": 32}
 
@@ -199,7 +199,7 @@ class Page:
         ]
         self.tell("Emulation.setEmulatedMedia", {"features": features})
 
-    def troubles(self) -> list[str]:
+    def errors(self) -> list[str]:
         """Errors, and what the security policy forbade, since the page was loaded."""
         self._browser.listen()
         own = [one for one in self._browser.events if one.get("sessionId") == self.session]
@@ -209,7 +209,7 @@ class Page:
             if one["method"] == "Log.entryAdded" and one["params"]["entry"]["level"] == "error"
         ]
         thrown = [str(one["params"]) for one in own if one["method"] == "Runtime.exceptionThrown"]
-        return [*self.ask("window.troubles"), *logged, *thrown]
+        return [*self.ask("window.errors"), *logged, *thrown]
 
     def picture(self, file: Path, *, whole: bool = False) -> None:
         """Save what is to be seen as PNG: what fits the window, or all of it."""

@@ -48,7 +48,7 @@ def test_a_lease_that_is_taken_used_and_given_back_is_seen_at_once(scene: Scene,
     page.wait_text("4 devices · 4 free")
     page.wait_text("given back by", "#list")
     assert page.ask("part.className") == "part free"
-    assert page.troubles() == []
+    assert page.errors() == []
 
 
 def test_what_is_wrong_comes_first_with_the_remedy_that_status_tells(scene: Scene, browser: Chromium) -> None:
@@ -175,7 +175,7 @@ def test_a_command_line_is_never_anything_but_text(scene: Scene, browser: Chromi
     page.wait_text("evil.py", "#findings")
     assert page.ask("document.querySelectorAll('img').length + document.scripts.length") == 1
     assert page.ask("window.hacked ?? 0") == 0
-    assert page.troubles() == []
+    assert page.errors() == []
 
 
 def test_a_host_that_offers_nothing_says_why(
@@ -189,7 +189,7 @@ def test_a_host_that_offers_nothing_says_why(
         page.wait_text("disabled", "#state")
         page.wait_text("Notice: enable_cuda_mps is false")
         page.wait_text("Hint: set enable_cuda_mps: true in host.conf")
-        assert page.troubles() == []
+        assert page.errors() == []
 
 
 def test_memory_in_units_is_a_bar_of_what_is_taken_and_what_is_left(

@@ -60,7 +60,7 @@ def test_64_gpus_with_3072_devices_are_drawn_once_and_then_updated(
         page.type("job-7 ")
         page.wait("document.querySelectorAll('#rows tr').length < 211")
         assert page.ask("document.documentElement.scrollWidth") == 1280
-        assert page.troubles() == []
+        assert page.errors() == []
 
 
 def test_with_over_512_devices_the_hour_of_each_row_shown_is_drawn(
@@ -80,7 +80,7 @@ def test_with_over_512_devices_the_hour_of_each_row_shown_is_drawn(
         page.wait(_hours(["300 MiB now"]))
         page.press("Escape")
         page.wait(_hours(["700 MiB now", "300 MiB now"]))
-        assert page.troubles() == []
+        assert page.errors() == []
 
 
 def _hours(words: list[str]) -> str:

@@ -52,7 +52,7 @@ def server_stopped(scene: Scene) -> None:
     scene.serve().job()
     (server,) = scene.stand_ins.servers()
     scene.strike(lambda: stop_process(server))
-    (trouble,) = scene.daemon.get("/v1/clients")[1]["troubles"]
+    (trouble,) = scene.daemon.get("/v1/clients")[1]["errors"]
     scene.words = trouble.replace(str(server), "N")
     scene.goes_on()
     os.kill(server, signal.SIGCONT)

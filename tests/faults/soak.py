@@ -10,7 +10,7 @@ from faults.scene import Scene, until
 
 _REQUESTS, _RELOADS, _CONNECTIONS, _AT_ONCE = 50_000, 500, 4, 25
 _WARM_UP = 100
-_MOST_GROWTH_KIB = 1024
+_MAX_GROWTH_KIB = 1024
 _TARGETS = ("/v1/devices", "/v1/status", "/v1/events?limit=5", "/v1/gpus")
 
 
@@ -21,19 +21,19 @@ def soak(scene: Scene) -> str:
     descriptors = _descriptors(scene)
     _round(scene, _REQUESTS, _RELOADS)
     grown_kib = _resident_kib(scene) - before_kib
-    assert grown_kib < _MOST_GROWTH_KIB, f"it has grown by {grown_kib} KiB"
+    assert grown_kib < _MAX_GROWTH_KIB, f"it has grown by {grown_kib} KiB"
     until(lambda: _descriptors(scene) <= descriptors, "no more descriptors than before")
     return "serves throughout; its memory grows by less than 1 MiB"
 
 
 def _round(scene: Scene, requests: int, reloads: int) -> None:
-    troubles: list[str] = []
+    errors: list[str] = []
 
     def ask(number: int) -> None:
         try:
             _ask_many(scene, requests // _CONNECTIONS // _AT_ONCE, _TARGETS[number % len(_TARGETS)])
         except (OSError, AssertionError) as error:
-            troubles.append(repr(error))
+            errors.append(repr(error))
 
     askers = [threading.Thread(target=ask, args=(number,)) for number in range(_CONNECTIONS)]
     for asker in askers:
@@ -44,7 +44,7 @@ def _round(scene: Scene, requests: int, reloads: int) -> None:
         assert status == 200, answer
     for asker in askers:
         asker.join()
-    assert troubles == []
+    assert errors == []
     scene.all_available()
 
 

@@ -77,7 +77,7 @@ def test_a_reexec_keeps_the_control_daemon_and_the_socket(ready_daemon: Daemon) 
 
 def test_no_request_is_refused_during_a_reexec(ready_daemon: Daemon) -> None:
     done = threading.Event()
-    troubles: list[str] = []
+    errors: list[str] = []
     answered: list[int] = []
 
     def ask() -> None:
@@ -85,7 +85,7 @@ def test_no_request_is_refused_during_a_reexec(ready_daemon: Daemon) -> None:
             try:
                 answered.append(ready_daemon.get("/v1/status")[0])
             except (OSError, http.client.HTTPException) as error:
-                troubles.append(repr(error))
+                errors.append(repr(error))
 
     askers = [threading.Thread(target=ask) for _ in range(4)]
     for asker in askers:
@@ -99,7 +99,7 @@ def test_no_request_is_refused_during_a_reexec(ready_daemon: Daemon) -> None:
         done.set()
         for asker in askers:
             asker.join()
-    assert troubles == []
+    assert errors == []
     assert set(answered) == {200}
 
 

@@ -78,7 +78,7 @@ def test_memory_is_told_by_gpu_and_device_and_agrees_with_the_last_hour(ready_da
             assert value(daemon, "yunion_mps_device_memory_used_bytes", **device) == used_mib << 20
             assert value(daemon, "yunion_mps_device_clients", **device) == 1
         assert value(daemon, "yunion_mps_gpu_memory_used_bytes", gpu=gpu) == (budget_mib + 700) << 20
-        assert value(daemon, "yunion_mps_gpu_processes_past_mps", gpu=gpu) == 0
+        assert value(daemon, "yunion_mps_gpu_processes_outside_mps", gpu=gpu) == 0
         sleeper.kill()
 
 

@@ -19,7 +19,7 @@ import pytest
 import yunion_mps
 from yunion_mps.client import (
     Client,
-    NeverFreeError,
+    InfeasibleError,
     NotAllowedError,
     NotFoundError,
     NothingFreeError,
@@ -132,7 +132,7 @@ def test_what_is_not_to_be_had_is_told_by_the_kind_of_the_error(client: Client) 
     with client.lease(device=ADDRESSES[0]):
         with pytest.raises(NothingFreeError, match="1 of 1 in use"):
             client.lease(device=ADDRESSES[0])
-        with pytest.raises(NeverFreeError, match="can never be allocated"):
+        with pytest.raises(InfeasibleError, match="can never be allocated"):
             client.lease(count=2, across=True, wait=math.inf)
     with pytest.raises(NotFoundError, match="there is no device nosuch"):
         client.device("nosuch")

@@ -17,7 +17,7 @@ from integration.daemon_host import eventually
 from integration.screens import DOMAINS_80, FOOT, SCREEN_80, SCREEN_120, STATUS_80
 from integration.tmux import Tmux
 from unit.cli.conftest import PROGRAM
-from unit.cli.held import CAROL, OVER, PAST_MPS, TWO, hold
+from unit.cli.held import CAROL, OUTSIDE_MPS, OVER, TWO, hold
 from unit.http import snapshots
 from unit.http.by_hand import LEASE, clients
 from unit.http.server_host import ServerHost
@@ -34,7 +34,7 @@ def host() -> Iterator[ServerHost]:
         now_s = time.time()
         one = {**LEASE, "since": now_s - 7300}
         hold(host, one, {**TWO, "since": now_s - 5 * 86400 - 60}, waiting=(CAROL,))
-        host.clients.found = clients(OVER, {**PAST_MPS, "started": now_s - 11000})
+        host.clients.found = clients(OVER, {**OUTSIDE_MPS, "started": now_s - 11000})
         host.record(Event("warning", "domain", "host", "ready -> backoff", "killed by signal 9"))
         host.record(Event("info", "domain", "host", "applying -> ready"))
         yield host

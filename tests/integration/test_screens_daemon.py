@@ -45,7 +45,7 @@ def test_jobs_of_the_real_daemon_come_and_go_and_use_past_mps_is_named(
         for text in (status, who):
             assert re.search(rf"^Problem: +00:06.0-1 has 9000 of \d+ MiB: PID {job.pid} ", text, re.MULTILINE)
             assert re.search(rf"^Problem: +PID {os.getpid()} of root .*uses GPU ", text, re.MULTILINE)
-        assert "; 1 client of MPS, 1 process past MPS\n" in status
+        assert "; 1 client of MPS, 1 process outside MPS\n" in status
         assert re.search(rf"^\| 00:06.0-1 .*\| root +\| +{job.pid} \|.*over budget \|$", who, re.MULTILINE)
         host.gpus[0].remove_process(os.getpid())
         job.end()

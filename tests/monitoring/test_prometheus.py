@@ -17,7 +17,7 @@ _FAULTS = (
     "YunionMpsDomainDown",
     "YunionMpsGpuLost",
     "YunionMpsOverBudget",
-    "YunionMpsProcessPastMps",
+    "YunionMpsProcessOutsideMps",
     "YunionMpsRestartBackoff",
 )
 

@@ -68,7 +68,7 @@ class Supervised:
         nvml = self.supervisor.nvml
         changes = self.supervisor.accept(run_preflight(self.paths, nvml), lambda _: self.lease_waits)
         self.set_modes()
-        self.supervisor.aim(time.monotonic())
+        self.supervisor.apply(time.monotonic())
         return changes
 
     def reload(self) -> list[Change]:

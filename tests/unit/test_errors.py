@@ -37,7 +37,7 @@ def test_a_bad_configuration_carries_every_problem_and_a_hint() -> None:
         ("UnreachableError", 3),
         ("NotAllowedError", 4),
         ("NothingFreeError", 5),
-        ("NeverFreeError", 1),
+        ("InfeasibleError", 1),
         ("ConfigError", 6),
     ],
 )

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from yunion_mps.paths import LONGEST_SOCKET_PATH, ROOT_VARIABLE, Paths
+from yunion_mps.paths import MAX_SOCKET_PATH, ROOT_VARIABLE, Paths
 
 PLACES = {
     "host_conf": "/etc/yunion/host.conf",
@@ -42,4 +42,4 @@ def test_the_environment_names_another_root(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_the_api_s_socket_fits_a_socket_s_address() -> None:
-    assert len(Paths().socket) <= LONGEST_SOCKET_PATH == 107
+    assert len(Paths().socket) <= MAX_SOCKET_PATH == 107

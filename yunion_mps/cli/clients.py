@@ -34,7 +34,7 @@ COLUMNS = {
 _DROP = ("Domain", "Server", "Started", "GPUs", "Memory_MiB", "Device")
 _FAULT = "FAULT"
 #: PID_MAX_LIMIT of the kernel (include/linux/threads.h).
-_LARGEST_PID = 4_194_304
+_MAX_PID = 4_194_304
 
 
 @click.group(
@@ -43,7 +43,7 @@ _LARGEST_PID = 4_194_304
 @output_option
 @click.pass_context
 def clients_group(ctx: click.Context, output: str) -> None:
-    """List processes that use GPUs through MPS or past it, their MPS servers, and those that wait for one.
+    """List processes that use GPUs through MPS or outside it, their MPS servers, and those that wait for one.
 
     \b
     Examples:
@@ -58,7 +58,7 @@ def clients_group(ctx: click.Context, output: str) -> None:
 
 
 @clients_group.command("terminate", short_help="End a client safely.")
-@click.argument("pid", type=click.IntRange(1, _LARGEST_PID))
+@click.argument("pid", type=click.IntRange(1, _MAX_PID))
 @click.option("--force", is_flag=True, help="End it by SIGKILL if nothing else helps.")
 @click.option("--yes", is_flag=True, help="Do not ask.")
 def terminate_client(pid: int, force: bool, yes: bool) -> None:
@@ -112,15 +112,15 @@ def _text(answer: ClientList) -> str:
     others = notes(
         (_named(server), server["state"] or "running") for server in servers if server["state"] != _FAULT
     )
-    past_mps = notes(
-        (f"PID {client['pid']}", "it uses a GPU past MPS, where no budget holds")
+    outside_mps = notes(
+        (f"PID {client['pid']}", "it uses a GPU outside MPS, where no budget holds")
         for client in answer["clients"]
         if client["mps"] is False
     )
-    unknown = notes(("Not known", trouble) for trouble in answer["troubles"])
+    unknown = notes(("Not known", error) for error in answer["errors"])
     waiting = notes(("Waiting", _waiting(one)) for one in answer["waiting"])
     hint = f"Hint: {hint_of(CLIENT_WAITING)}\n" if waiting else ""
-    return failed + clients_table(answer["clients"]) + past_mps + others + waiting + hint + unknown
+    return failed + clients_table(answer["clients"]) + outside_mps + others + waiting + hint + unknown
 
 
 def _waiting(one: WaitingClient) -> str:

@@ -9,7 +9,7 @@ import click
 
 from yunion_mps.cli.common import call, device_argument, one_device
 from yunion_mps.cli.output import cell, draw, fields, notes, output_option, pairs, show, show_pairs
-from yunion_mps.http.operations import GET_DEVICE, GET_DEVICES, GET_GPUS, LARGEST_LIMIT, LARGEST_NUMBER
+from yunion_mps.http.operations import GET_DEVICE, GET_DEVICES, GET_GPUS, MAX_LIMIT, MAX_NUMBER
 
 if TYPE_CHECKING:
     from yunion_mps.answers import DeviceDetails, DeviceList, Gpu
@@ -53,9 +53,9 @@ _GPU_COLUMNS = {
 _GPU_DROP = ("MIG", "Capability", "UUID", "Enforced", "Compute_mode", "Memory_MiB", "Name", "Devices")
 
 # What the daemon takes, so that a wrong number is wrong usage here.
-_NUMA_NODE = click.IntRange(-1, LARGEST_NUMBER)
-_FROM_0 = click.IntRange(0, LARGEST_NUMBER)
-_UP_TO = click.IntRange(0, LARGEST_LIMIT)
+_NUMA_NODE = click.IntRange(-1, MAX_NUMBER)
+_FROM_0 = click.IntRange(0, MAX_NUMBER)
+_UP_TO = click.IntRange(0, MAX_LIMIT)
 
 
 @click.command("isolated-device-list")

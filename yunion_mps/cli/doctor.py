@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _HEADER = ("Level", "Check", "What", "Hint")
 _INDENT = 12
 #: More findings of a check than these, as of 64 GPUs, would push the other checks off the screen.
-_MOST_ALIKE = 3
+_MAX_ALIKE = 3
 
 
 @click.command("doctor", short_help="Find what makes MPS fail here.")
@@ -85,9 +85,9 @@ def _text(report: Report) -> str:
         alike.setdefault((finding.level, ", ".join(names)), []).append(finding)
     for (level, names_of_checks), found in alike.items():
         begin = f"{level:<8} {names_of_checks}:"
-        for one in found[:_MOST_ALIKE]:
+        for one in found[:_MAX_ALIKE]:
             text += wrapped(f"{begin} {one.what}", _INDENT)
             text += wrapped(f"{'':<8} -> {one.hint}", _INDENT) if one.hint else ""
-        left = len(found) - _MOST_ALIKE
+        left = len(found) - _MAX_ALIKE
         text += wrapped(f"{begin} {left} more of this kind (all: -o csv)", _INDENT) if left > 0 else ""
     return text

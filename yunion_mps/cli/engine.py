@@ -31,7 +31,7 @@ _VARIABLES = (*BUDGET_VARIABLES, "CUDA_DEVICE_ORDER", "CUDA_MPS_PIPE_DIRECTORY",
 _PODMAN_WITH_CDI = [4, 1]
 _ENGINE_TIMEOUT_S = 30
 #: How soon the engine is asked again for the container, and how seldom in the end: it may pull an image.
-_POLL_S, _LONGEST_POLL_S = 0.1, 2.0
+_POLL_S, _MAX_POLL_S = 0.1, 2.0
 
 #: The options of `run` without a value, of docker 26 and 28 and podman 4 (their `run --help`).
 _PLAIN = frozenset({
@@ -159,7 +159,7 @@ def _bind(engine: str, lease_id: str, engine_process: Process) -> None:
         if has_ended:
             return
         time.sleep(poll_s)
-        poll_s = min(poll_s * 1.2, _LONGEST_POLL_S)
+        poll_s = min(poll_s * 1.2, _MAX_POLL_S)
 
 
 # Docker and podman read their options as Go's pflag does, and nothing after the image: options of the same

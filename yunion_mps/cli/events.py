@@ -21,7 +21,7 @@ from yunion_mps.cli.output import (
     wrapped,
 )
 from yunion_mps.client import Client
-from yunion_mps.http.operations import EVENT_KINDS, GET_EVENTS, MOST_EVENTS
+from yunion_mps.http.operations import EVENT_KINDS, GET_EVENTS, MAX_EVENTS
 
 if TYPE_CHECKING:
     from yunion_mps.answers import Event
@@ -41,10 +41,9 @@ _INDENT, _NARROWEST = 8, 40
 )
 @click.option(
     "--limit",
-    type=click.IntRange(1, MOST_EVENTS),
+    type=click.IntRange(1, MAX_EVENTS),
     metavar="N",
-    help=f"At most so many, the newest: {_NEWEST}, to follow {_NEWEST_TO_FOLLOW}, with --since "
-    f"{MOST_EVENTS}.",
+    help=f"At most so many, the newest: {_NEWEST}, to follow {_NEWEST_TO_FOLLOW}, with --since {MAX_EVENTS}.",
 )
 @output_option
 def show_events(follow: bool, since: int | None, kind: str | None, limit: int | None, output: str) -> None:
@@ -60,7 +59,7 @@ def show_events(follow: bool, since: int | None, kind: str | None, limit: int | 
       yunion-mps events --follow --kind gpu
       yunion-mps events --since yesterday --output csv
     """
-    default = MOST_EVENTS if since is not None else _NEWEST_TO_FOLLOW if follow else _NEWEST
+    default = MAX_EVENTS if since is not None else _NEWEST_TO_FOLLOW if follow else _NEWEST
     answer = call(GET_EVENTS, limit=limit or default, since=since or 0, kind=kind)
     if follow:
         _follow(answer, kind, output)

@@ -15,10 +15,10 @@ from yunion_mps.cli.root import SuggestingGroup
 from yunion_mps.client.lease import take as take_from
 from yunion_mps.http.operations import (
     END_LEASE,
-    LONGEST_TTL_S,
-    LONGEST_WAIT_S,
-    MOST_DEVICES,
-    MOST_MIB,
+    MAX_DEVICES,
+    MAX_MIB,
+    MAX_TTL_S,
+    MAX_WAIT_S,
     NAME,
     RENEW_LEASE,
 )
@@ -67,20 +67,20 @@ def request_options(function: F) -> F:
         ),
         click.option("--gpu", metavar="GPU", help="Of this GPU, by UUID or address."),
         click.option(
-            "--count", type=click.IntRange(1, MOST_DEVICES), default=1, metavar="N",
+            "--count", type=click.IntRange(1, MAX_DEVICES), default=1, metavar="N",
             help="So many, as one budget.",
         ),
         click.option(
             "--gpu-mem", metavar="SIZE", help="So much of a GPU's memory, as in 2GiB, where that is open."
         ),
         click.option(
-            "--gpu-mem-units", type=click.IntRange(1, MOST_MIB), metavar="N",
+            "--gpu-mem-units", type=click.IntRange(1, MAX_MIB), metavar="N",
             help="The same, in units of gpu_memory_unit.",
         ),
         click.option("--across", is_flag=True, help="With --count: each on another GPU."),
         click.option("--spread", is_flag=True, help="Of the GPU with the most free, not the fewest."),
         click.option(
-            "--wait", "wait_s", cls=_WaitOption, type=Duration(1, LONGEST_WAIT_S), default=0,
+            "--wait", "wait_s", cls=_WaitOption, type=Duration(1, MAX_WAIT_S), default=0,
             metavar="[=DURATION]", help="Wait for the devices, at most this long: 90, 90s, 10m, 2h, 1d.",
         ),
     )  # fmt: skip
@@ -102,7 +102,7 @@ class RequestCommand(click.Command):
             if word == "--wait":
                 if follower and _A_NUMBER.fullmatch(follower[0]) and not ctx.resilient_parsing:
                     raise click.UsageError(_WAIT_NEEDS_EQUALS.format(follower[0]), ctx)
-                args[place] = f"--wait={LONGEST_WAIT_S}"
+                args[place] = f"--wait={MAX_WAIT_S}"
             elif word in valued:
                 place += 1
             elif not word.startswith("-") and not ctx.allow_interspersed_args:
@@ -179,7 +179,7 @@ def lease_group() -> None:
 @click.argument("name")
 @request_options
 @click.option(
-    "--ttl", type=Duration(1, LONGEST_TTL_S), required=True, metavar="DURATION",
+    "--ttl", type=Duration(1, MAX_TTL_S), required=True, metavar="DURATION",
     help="Time to live after each renewal: 90, 90s, 10m, 2h, 1d.",
 )  # fmt: skip
 @output_option

@@ -25,7 +25,7 @@ from yunion_mps.http.operations import (
     SLOW_S,
 )
 from yunion_mps.overview.findings import REEXEC as REEXEC_HINT
-from yunion_mps.overview.findings import other_version
+from yunion_mps.overview.findings import version_mismatch
 
 if TYPE_CHECKING:
     from yunion_mps.answers import ChangeList, MpsClient, Status
@@ -111,8 +111,8 @@ def reload(drain: bool, now: bool, timeout: int | None, yes: bool, output: str) 
     show(answer, output, COLUMNS, _rows(answer), lambda: _reloaded_text(answer, waits=drain or now))
     sys.stdout.flush()
     status = _wait(timeout or (None if drain else _NOW_S)) if drain or now else call(GET_STATUS)
-    if other_version(status):
-        say(f"{other_version(status)}: {REEXEC_HINT}")
+    if version_mismatch(status):
+        say(f"{version_mismatch(status)}: {REEXEC_HINT}")
     _refuse_trouble(status)
 
 
@@ -134,9 +134,9 @@ def _confirm_end_of_jobs(yes: bool) -> None:
     clients = [client for client in answer["clients"] if would_end(client)]
     if clients:
         click.echo(f"This would be ended:\n{clients_table(clients)}", nl=False, err=True)
-    for trouble in answer["troubles"]:
-        say(f"not all clients are known: {trouble}")
-    if clients or answer["troubles"]:
+    for error in answer["errors"]:
+        say(f"not all clients are known: {error}")
+    if clients or answer["errors"]:
         confirm("End them?", yes)
 
 
@@ -185,13 +185,13 @@ def _wait(timeout_s: int | None) -> Status:
 
 def _refuse_trouble(status: Status) -> None:
     """Raise YunionError if the configuration was applied, but a control daemon does not serve."""
-    troubles = [
+    errors = [
         f"domain {domain['name']} is {domain['state']}: {domain['reason']}"
         for domain in status["domains"]
         if domain["state"] in _TROUBLED
     ]
-    if troubles:
-        raise YunionError("\n".join(troubles), "the configuration was reloaded; see: yunion-mps status")
+    if errors:
+        raise YunionError("\n".join(errors), "the configuration was reloaded; see: yunion-mps status")
 
 
 @click.command("daemon-reexec", short_help="Re-execute the daemon, as after an upgrade.")

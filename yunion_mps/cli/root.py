@@ -11,7 +11,7 @@ import sys
 import click
 
 from yunion_mps.cli.output import cell, refuse_closed_output, unwritable
-from yunion_mps.errors import NeverFreeError, YunionError
+from yunion_mps.errors import InfeasibleError, YunionError
 from yunion_mps.escaping import printable
 
 _PROGRAM = "yunion-mps"
@@ -220,7 +220,7 @@ def _forget_output() -> None:
 
 
 def _fail(error: YunionError) -> int:
-    reason_code = f" [{error.code}]" if isinstance(error, NeverFreeError) else ""
+    reason_code = f" [{error.code}]" if isinstance(error, InfeasibleError) else ""
     texts = (f"{error.message}{reason_code}", error.hint)
     lines = [printable(line) for text in texts if text for line in text.split("\n")]
     if sys.stderr is not None:

@@ -44,7 +44,7 @@ _GPU_DROP = ("Memory_MiB", "Name", "Devices")
 _NUMBERS = ("PID", "Restarts", "GPUs", "Memory_MiB", "Devices", "In_use", "Free", "Used_MiB", "Of_MiB")
 _INDENT = 10
 #: More rows than these are counted, and not shown one by one: it is to be one screen.
-_MOST_ROWS = 12
+_MAX_ROWS = 12
 
 COLUMNS = {
     "Device": "device",
@@ -70,11 +70,11 @@ def ask_clients(timeout_s: float) -> ClientList:
 
 
 def ask_clients_soon() -> ClientList:
-    """The same, and not for long; if the answer fails, why is one of its troubles."""
+    """The same, and not for long; if the answer fails, why is one of its errors."""
     try:
         return ask_clients(_CLIENTS_S)
     except YunionError as error:
-        return {**NO_CLIENTS, "troubles": [f"who uses the GPUs: {error.message}"]}
+        return {**NO_CLIENTS, "errors": [f"who uses the GPUs: {error.message}"]}
 
 
 @click.command("status", short_help="Show whether all is well.")
@@ -110,11 +110,11 @@ def status(exit_code: bool, output: str) -> None:
         "devices": host.devices,
         "leases": {"total": len(leases["leases"]), "waiting": len(leases["waiting"])},
         "clients": len(clients["clients"]) - past,
-        "past_mps": past,
+        "outside_mps": past,
         "problems": [
             {"kind": one.kind, "code": one.code, "what": one.what, "hint": one.hint} for one in host.findings
         ],
-        "troubles": clients["troubles"],
+        "errors": clients["errors"],
     }
     show_pairs(answer, output, lambda: _status_text(answer, host))
     if exit_code and host.state in ("degraded", "failed"):
@@ -126,8 +126,8 @@ def _status_text(status: dict[str, Any], host: HostOverview) -> str:
     cuda = f", CUDA {driver['cuda_version']}" if driver["cuda_version"] else ""
     waiting = f", {leases['waiting']} waiting" if leases["waiting"] else ""
     clients = f"{count(status['clients'], 'client')} of MPS"
-    if status["past_mps"]:
-        clients += f", {count(status['past_mps'], 'process', 'processes')} past MPS"
+    if status["outside_mps"]:
+        clients += f", {count(status['outside_mps'], 'process', 'processes')} outside MPS"
     up = duration(time.time() - status["started"])
     free = f", {devices['used']} used, {devices['free']} free" if devices["total"] or devices["used"] else ""
     pending = f", {devices['pending']} pending" if devices.get("pending") else ""
@@ -145,8 +145,8 @@ def _status_text(status: dict[str, Any], host: HostOverview) -> str:
     ]
     text = "".join(wrapped(line, _INDENT) for line in lines)
     text += _gpu_table(host) if gpus else ""
-    end = pools(gpus) + notes(("Not known", trouble) for trouble in status["troubles"])
-    domains = _domain_table(status["domains"], _MOST_ROWS)
+    end = pools(gpus) + notes(("Not known", error) for error in status["errors"])
+    domains = _domain_table(status["domains"], _MAX_ROWS)
     if 0 < terminal_size()[1] <= (text + domains + end).count("\n"):
         domains = _domain_table(status["domains"], 0)  # what is wrong must not be scrolled away
     return text + domains + end
@@ -167,7 +167,7 @@ def _gpu_table(host: HostOverview) -> str:
             gpu["memory_total"] or 0,
         )
         words = (gpu["addr"], gpu["name"] or "", gpu["state"])
-        key = words if len(gpus) <= _MOST_ROWS else words[1:]
+        key = words if len(gpus) <= _MAX_ROWS else words[1:]
         rows[key] = [before + more for before, more in zip(rows.get(key, [0] * len(numbers)), numbers)]
     shown = [(*(key if len(key) == 3 else (f"{row[0]} GPUs", *key)), *row[1:]) for key, row in rows.items()]
     return draw(_GPU_COLUMNS, shown, _GPU_DROP, _NUMBERS)
@@ -182,7 +182,7 @@ def _default_limit(domain: Domain) -> str:
 
 def _domain_table(domains: Sequence[Domain], most: int) -> str:
     """The control daemons; if they are more than so many, those that do not serve."""
-    shown = [one for one in domains if len(domains) <= most or one["state"] != "ready"][:_MOST_ROWS]
+    shown = [one for one in domains if len(domains) <= most or one["state"] != "ready"][:_MAX_ROWS]
     rows = [
         (
             domain["name"],
@@ -208,7 +208,7 @@ def who(output: str) -> None:
 
     A line is one process and what it has of its device's budget; a lease whose command uses no GPU yet is
     idle, and a client of MPS that does not say which device it uses has no device. What is over budget, or
-    past MPS, is said below.
+    outside MPS, is said below.
 
     \b
     Examples:
@@ -225,7 +225,7 @@ def who(output: str) -> None:
         "uses": uses,
         "waiting": leases["waiting"],
         "problems": [{"code": one.code, "what": one.what, "hint": one.hint} for one in wrong],
-        "troubles": clients["troubles"],
+        "errors": clients["errors"],
         "total": len(uses),
     }
     rows = [[_value(use, field) for field in COLUMNS.values()] for use in uses]
@@ -266,7 +266,7 @@ def _who_text(answer: Json, wrong: Sequence[HostFinding]) -> str:
         text += wrapped(f"Waiting: {user} wants {one['wants']}, for {since}")
     for finding, hint in with_hints(folded(wrong)):
         text += wrapped(f"{finding.kind}: {finding.what}") + (wrapped(f"Hint: {hint}") if hint else "")
-    return text + notes(("Not known", trouble) for trouble in answer["troubles"])
+    return text + notes(("Not known", error) for error in answer["errors"])
 
 
 def _row(use: Json, header: Sequence[str], now_s: float) -> list[object]:

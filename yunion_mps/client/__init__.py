@@ -13,9 +13,9 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from yunion_mps.client.lease import MOST_S, Lease, Patience, Say, refuse_unreachable, take
+from yunion_mps.client.lease import MAX_S, Lease, Patience, Say, refuse_unreachable, take
 from yunion_mps.errors import (
-    NeverFreeError,
+    InfeasibleError,
     NotAllowedError,
     NotFoundError,
     NothingFreeError,
@@ -28,8 +28,8 @@ from yunion_mps.http.operations import (
     GET_EVENTS,
     GET_LEASES,
     LATEST_S,
-    LONGEST_WAIT_S,
-    MOST_EVENTS,
+    MAX_EVENTS,
+    MAX_WAIT_S,
 )
 from yunion_mps.paths import Paths
 
@@ -41,9 +41,9 @@ __all__ = [
     "Device",
     "DeviceDetails",
     "Event",
+    "InfeasibleError",
     "Lease",
     "LeaseRecord",
-    "NeverFreeError",
     "NotAllowedError",
     "NotFoundError",
     "NothingFreeError",
@@ -157,7 +157,7 @@ class Client:
         if not _is_number(since_s):
             raise YunionError(f"since is {since!r}", "write seconds since 1970, as time.time() has them")
         first_s = int(min(max(0.0, since_s), LATEST_S))
-        answer = self._daemon.call(GET_EVENTS, limit=MOST_EVENTS, since=first_s, kind=kind)
+        answer = self._daemon.call(GET_EVENTS, limit=MAX_EVENTS, since=first_s, kind=kind)
         yield from (event for event in answer["events"] if event["time"] >= since_s)
         if follow:
             for events in self.follow(answer["last"], kind):
@@ -169,11 +169,11 @@ class Client:
         With the empty lists a caller can look whether its own reader is still there. Raises UnreachableError
         if the daemon stays away.
         """
-        patience = Patience(MOST_S, self._say)
+        patience = Patience(MAX_S, self._say)
         while True:
             try:
                 answer = self._daemon.call(
-                    GET_EVENTS, after=last, limit=MOST_EVENTS, kind=kind, wait=EVENT_WAIT_S
+                    GET_EVENTS, after=last, limit=MAX_EVENTS, kind=kind, wait=EVENT_WAIT_S
                 )
             except UnreachableError as error:
                 patience.lost(error)
@@ -192,7 +192,7 @@ def whole_seconds(wait: float) -> int:
     """A time to wait as the daemon takes it, rounded up; raises YunionError if it is none."""
     if not _is_number(wait):
         raise YunionError(f"wait is {wait!r}", "write a number of seconds, or math.inf")
-    return LONGEST_WAIT_S if wait >= LONGEST_WAIT_S else max(0, math.ceil(wait))
+    return MAX_WAIT_S if wait >= MAX_WAIT_S else max(0, math.ceil(wait))
 
 
 def _is_number(value: object) -> bool:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from yunion_mps.errors import (
     BusyError,
     HostError,
-    NeverFreeError,
+    InfeasibleError,
     NotFoundError,
     NothingFreeError,
     ShortageError,
@@ -32,7 +32,7 @@ Say = Callable[[str], None]
 Wanted = Mapping[str, Any]
 
 #: How long a daemon that has gone away is waited for, when one waits anyway.
-MOST_S = 60.0
+MAX_S = 60.0
 _BETWEEN_S = 0.2
 _A_DAY_S = 86_400
 #: A lease of a name is renewed so many times within its time to live.
@@ -88,7 +88,7 @@ def take(daemon: DaemonClient, wanted: Wanted, wait_s: int, say: Say) -> LeaseRe
     """
     wanted = {**wanted, "request": os.urandom(16).hex()}
     end_s = time.monotonic() + wait_s
-    away, busy = Patience(min(MOST_S, wait_s), say), Patience(wait_s, say)
+    away, busy = Patience(min(MAX_S, wait_s), say), Patience(wait_s, say)
     is_there = told = False
     while True:
         left_s = max(0, round(end_s - time.monotonic()))
@@ -119,7 +119,7 @@ def _obstacle(daemon: DaemonClient, wanted: Wanted) -> str:
     """Why the request would have to wait, empty if it would not; raises YunionError if that is no use."""
     try:
         would_take(daemon, wanted)
-    except NeverFreeError:
+    except InfeasibleError:
         raise
     except NothingFreeError as error:
         return error.message
@@ -188,7 +188,7 @@ class Lease:
             return
         self._released.set()
         with contextlib.suppress(NotFoundError):  # it ended by itself, or the answer to a first try was lost
-            Patience(MOST_S, self._say).until_answered(lambda: self._daemon.call(END_LEASE, lease=self.id))
+            Patience(MAX_S, self._say).until_answered(lambda: self._daemon.call(END_LEASE, lease=self.id))
         self._is_over = True
 
     def __enter__(self) -> Lease:  # noqa: PYI034 - typing.Self is not in 3.9

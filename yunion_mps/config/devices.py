@@ -21,7 +21,7 @@ from yunion_mps.config.document import (
     written,
 )
 from yunion_mps.config.values import (
-    LARGEST_OVERRIDE,
+    MAX_OVERRIDE,
     Kind,
     WrongValueError,
     in_mib,
@@ -179,7 +179,7 @@ class _Reader:
         if means == "virtual_number":
             count = self._required(item, means, whole_number(1, self._most), nodes)
             return entry._replace(virtual_number=count or 1)
-        overcommit = self._optional("thread_overcommit", number(1, LARGEST_OVERRIDE, 2), nodes)
+        overcommit = self._optional("thread_overcommit", number(1, MAX_OVERRIDE, 2), nodes)
         if means == "slices":
             slices = self._slices(nodes[means][1])
             if not slices:

@@ -13,12 +13,12 @@ import yaml
 from yunion_mps.errors import Problem
 
 #: A configuration is a page of text; these bounds only keep a mistake or an attack from costing time.
-LARGEST_FILE_BYTES = 1 << 20
+MAX_FILE_BYTES = 1 << 20
 DEEPEST_NESTING = 64
 #: Counted with every alias written out; nothing here expands them, but what walks the tree meets them so.
-MOST_VALUES = 200_000
+MAX_VALUES = 200_000
 #: YAML 1.1 has numbers to the base of 60 (1:30), which take quadratic time in their length.
-_LONGEST_NUMBER = 64
+_MAX_NUMBER = 64
 
 #: The C parser if PyYAML was built with it (8 times as fast), else the one in Python.
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -70,7 +70,7 @@ def value_of(node: Node) -> Any:
     kind = node.tag.rpartition(":")[2]
     if not isinstance(node, yaml.ScalarNode) or kind not in ("int", "bool", "float", "null", "str"):
         return node
-    if kind != "str" and len(node.value) > _LONGEST_NUMBER:
+    if kind != "str" and len(node.value) > _MAX_NUMBER:
         return node.value
     try:
         return getattr(_construct, f"construct_yaml_{kind}")(node)
@@ -142,8 +142,8 @@ def _read(path: str) -> bytes:
         os.close(descriptor)
         raise _problem(path, None, "is not a regular file", "put a YAML file there")
     with open(descriptor, "rb") as file:
-        text = file.read(LARGEST_FILE_BYTES + 1)
-    if len(text) > LARGEST_FILE_BYTES:
+        text = file.read(MAX_FILE_BYTES + 1)
+    if len(text) > MAX_FILE_BYTES:
         raise _problem(path, None, "is larger than 1 MiB", "this is no configuration of ours; replace it")
     return text
 
@@ -172,6 +172,6 @@ def _check_bounds(path: str, text: bytes) -> None:
         if len(opened) > DEEPEST_NESTING:
             what = f"is nested more than {DEEPEST_NESTING} levels deep"
             raise _problem(path, line, what, "write it flat, as the example has it")
-        if values > MOST_VALUES:
-            what = f"holds more than {MOST_VALUES:,} values, aliases written out"
+        if values > MAX_VALUES:
+            what = f"holds more than {MAX_VALUES:,} values, aliases written out"
             raise _problem(path, line, what, "write a short file, without aliases")

@@ -18,8 +18,8 @@ from yunion_mps.config.document import (
     written,
 )
 from yunion_mps.config.values import (
-    LARGEST_OVERRIDE,
-    MOST_DEVICES,
+    MAX_DEVICES,
+    MAX_OVERRIDE,
     Key,
     Kind,
     WrongValueError,
@@ -37,7 +37,7 @@ from yunion_mps.config.values import (
 )
 from yunion_mps.errors import Problem
 from yunion_mps.models import Source
-from yunion_mps.paths import LONGEST_SOCKET_PATH, Paths
+from yunion_mps.paths import MAX_SOCKET_PATH, Paths
 
 KEYS: dict[str, Key] = {
     "enable_cuda_mps": Key(boolean, default=False, help="whether this host offers MPS devices"),
@@ -54,7 +54,7 @@ KEYS: dict[str, Key] = {
         own_directory("/tmp/nvidia-mps/log"), "/tmp/nvidia-mps/log", "where the control daemon's log is kept"
     ),
     "cuda_mps_replicas": Key(
-        whole_number(1, MOST_DEVICES),
+        whole_number(1, MAX_DEVICES),
         10,
         "devices of every GPU if the device file has no entry of type NVIDIA_MPS",
     ),
@@ -68,10 +68,10 @@ KEYS: dict[str, Key] = {
         "SM threads of a device: 100/n, 100/(0.5 n), or not limited",
     ),
     "cuda_mps_combine": Key(
-        whole_number(1, MOST_DEVICES), 1, "how many devices of a GPU one job may have as one budget"
+        whole_number(1, MAX_DEVICES), 1, "how many devices of a GPU one job may have as one budget"
     ),
     "cuda_mps_max_clients": Key(
-        whole_number(1, LARGEST_OVERRIDE),
+        whole_number(1, MAX_OVERRIDE),
         None,
         "clients of a GPU's MPS from Volta on, for drivers newer than this table",
     ),
@@ -219,7 +219,7 @@ def _check_pipe_directory(paths: Paths, values: dict[str, Any], sources: dict[st
     """What is wrong if the paths of the control daemon's sockets would not fit a socket's address."""
     at = sources["cuda_mps_pipe_directory"]
     extra = _SOCKET if values["cuda_mps_scope"] == "host" else _GPU_DIRECTORY + _SOCKET
-    room = LONGEST_SOCKET_PATH - len(extra) - len(paths.under("/")) + 1
+    room = MAX_SOCKET_PATH - len(extra) - len(paths.under("/")) + 1
     length = len(values["cuda_mps_pipe_directory"].encode())
     if length <= room:
         return []

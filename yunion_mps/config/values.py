@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from yunion_mps.config.document import Node, nearest, value_of, written
 
 #: The most devices that any known driver allows on one GPU; see planning.MPS_CLIENTS for which allows what.
-MOST_DEVICES = 60
+MAX_DEVICES = 60
 
 #: Directories that belong to the system or to many, though nothing in them need: hier(7), file-hierarchy(7).
 _ONLY_SHARED_IN = ("/", "/usr", "/dev", "/proc", "/sys")
@@ -28,9 +28,9 @@ _SHARED = (
 )
 
 #: How far a number may be raised by the operator for drivers that we do not know yet.
-LARGEST_OVERRIDE = 4096
+MAX_OVERRIDE = 4096
 
-_LARGEST_PORT = 65_535
+_MAX_PORT = 65_535
 _LOCALHOST = "127.0.0.1"
 _EVERY_ADDRESS = ("0.0.0.0", "::")  # noqa: S104 - to know them, not to listen there
 ENDPOINT_EXAMPLE = f"an IP address and a port, for example {_LOCALHOST}:9435 or '[::1]:9435'"
@@ -182,7 +182,7 @@ def group(key: str, node: Node) -> str:
 
 def most_devices(override: int | None) -> int:
     """The most devices that any GPU may have; planning, which knows the GPU, may allow fewer."""
-    return max(override or 0, MOST_DEVICES)
+    return max(override or 0, MAX_DEVICES)
 
 
 def text(key: str, node: Node, what: str = "a text") -> str:
@@ -208,7 +208,7 @@ def endpoint(key: str, node: Node) -> str:
 def normal_endpoint(value: str) -> str:
     """The address and port, normalised; raises ValueError with what is wrong with the text."""
     found = re.fullmatch(r"(?:\[([0-9a-fA-F:.]+)\]|([a-zA-Z0-9.-]+)):([0-9]{1,5})", value)
-    if found is None or not 1 <= int(found[3]) <= _LARGEST_PORT:
+    if found is None or not 1 <= int(found[3]) <= _MAX_PORT:
         raise ValueError("not an address with a port")
     host, port = found[1] or found[2], int(found[3])
     if host == "localhost":

@@ -27,9 +27,9 @@ _POD = re.compile(r"pod([0-9a-f]{8}(?:[-_][0-9a-f]{4}){3}[-_][0-9a-f]{12})")
 _SHORT = 12
 #: So much of a name is of use; any user may call a process conmon, and a container by a name of megabytes.
 _LONGEST = 100
-_MOST_KNOWN = 1024
+_MAX_KNOWN = 1024
 #: A process has its engine's monitor among its ancestors, which nest no deeper than this.
-_MOST_ANCESTORS = 32
+_MAX_ANCESTORS = 32
 _CONTAINERS_JSON = (
     "/var/lib/containers/storage/overlay-containers/containers.json",
     "/var/lib/containers/storage/vfs-containers/containers.json",
@@ -76,7 +76,7 @@ class Containers:
             return f"pod {found.pod}/{found.id[:_SHORT]}"
         name = self._written(found)
         if name or found.id not in self._names:
-            if len(self._names) >= _MOST_KNOWN:
+            if len(self._names) >= _MAX_KNOWN:
                 self._names.clear()
             monitor_name = "" if name or found.engine == "docker" else self._by_monitor(pid, found.id)
             self._names[found.id] = printable(name or monitor_name)[:_LONGEST]
@@ -98,7 +98,7 @@ class Containers:
             return {}
         known = self._files.get(path)
         if known is None or known[0] != mark:
-            if len(self._files) >= _MOST_KNOWN:
+            if len(self._files) >= _MAX_KNOWN:
                 self._files.clear()
             known = mark, _names_of(_json(path, kind))
             self._files[path] = known
@@ -109,7 +109,7 @@ class Containers:
 
         It is there for every user's storage, wherever that lies.
         """
-        for _ in range(_MOST_ANCESTORS):
+        for _ in range(_MAX_ANCESTORS):
             fields = read_beginning(f"{self._proc}/{pid}/stat").rpartition(")")[2].split()
             pid = int(fields[1]) if len(fields) > 1 else 0
             words = read_beginning(f"{self._proc}/{pid}/cmdline").split("\0")

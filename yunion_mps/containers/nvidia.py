@@ -20,7 +20,7 @@ _DRIVER_NODES = ("nvidiactl", "nvidia-uvm", "nvidia-uvm-tools", "nvidia-modeset"
 _NAMES = ("nvidia.yaml", "nvidia.json", "nvidia.yml")
 _KIND = "nvidia.com/gpu"
 #: That of a host with 64 GPUs has some 200 kB.
-_MOST_BYTES = 8 << 20
+_MAX_BYTES = 8 << 20
 
 #: The version of the format that has groups; all else is in ours.
 _WITH_GROUPS = (0, 7, 0)
@@ -76,9 +76,9 @@ def read(path: str, gpus: Iterable[Gpu]) -> Nvidia:
     if not stat.S_ISREG(os.stat(path).st_mode):
         raise ValueError("it is no file")  # reading from a pipe would wait for good
     with open(path, "rb") as file:
-        text = file.read(_MOST_BYTES + 1)
-    if len(text) > _MOST_BYTES:
-        raise ValueError(f"it has more than {_MOST_BYTES >> 20} MiB")
+        text = file.read(_MAX_BYTES + 1)
+    if len(text) > _MAX_BYTES:
+        raise ValueError(f"it has more than {_MAX_BYTES >> 20} MiB")
     return parse(_loaded(text, path), gpus)
 
 
@@ -187,8 +187,8 @@ def _refuse_too_large(edits: Mapping[str, Any]) -> None:
     size = 0
     for piece in json.JSONEncoder().iterencode(edits):
         size += len(piece)
-        if size > _MOST_BYTES:
-            raise ValueError(f"its containerEdits have more than {_MOST_BYTES >> 20} MiB")
+        if size > _MAX_BYTES:
+            raise ValueError(f"its containerEdits have more than {_MAX_BYTES >> 20} MiB")
 
 
 def _loaded(text: bytes, path: str) -> Any:

@@ -24,7 +24,7 @@ _OUT_OF_MEMORY = 2
 NO_LIBRARY, NO_CALL = -1, -2
 
 #: More SMs than any GPU has; the kernel writes one word for each.
-_MOST_MULTIPROCESSORS = 1024
+_MAX_MULTIPROCESSORS = 1024
 _THREADS = 256
 #: A launch of the program's: more blocks than any GPU runs at once, of at most a few milliseconds.
 _BLOCKS, _ITERATIONS = 2048, 4096
@@ -148,7 +148,7 @@ class CudaGpu:
         self._call("cuCtxSetCurrent", self._context)
         self.target = self._load(kernels)
         self._work = self._function("work")
-        self._marks = c_uint64(self._allocate(_MOST_MULTIPROCESSORS * 4))
+        self._marks = c_uint64(self._allocate(_MAX_MULTIPROCESSORS * 4))
 
     def _load(self, kernels: str) -> str:
         first: CudaError | None = None
@@ -217,7 +217,7 @@ class CudaGpu:
 
     def multiprocessors_used(self, blocks: int, iterations: int) -> int:
         """On how many SMs the blocks of one launch ran."""
-        marks = (c_uint * _MOST_MULTIPROCESSORS)()
+        marks = (c_uint * _MAX_MULTIPROCESSORS)()
         self._call("cuMemsetD32_v2", self._marks, c_uint(0), c_size_t(len(marks)))
         self.work(blocks, iterations)
         self._call("cuMemcpyDtoH_v2", marks, self._marks, c_size_t(ctypes.sizeof(marks)))

@@ -19,11 +19,11 @@ from yunion_mps.host.proc import command_of, environment_of, name_of, title_of, 
 from yunion_mps.models import DomainPlan
 from yunion_mps.mps.processes import DEFAULT_PIPE_DIRECTORY, is_server
 from yunion_mps.planning.environment import DEVICE_VARIABLE
-from yunion_mps.reasons import ENVIRONMENT, PROCESS_PAST_MPS
+from yunion_mps.reasons import ENVIRONMENT, PROCESS_OUTSIDE_MPS
 
 #: `export NAME=VALUE` of shells, `NAME=VALUE` of pam_env(8) and environment.d(5).
 _ASSIGNMENT = re.compile(r"^\s*(?:export\s+|setenv\s+)?(\w+)[= ]\s*[\"']?([^\"'\s;#]*)", re.MULTILINE)
-_LONGEST_SCRIPT = 1 << 16
+_MAX_SCRIPT_BYTES = 1 << 16
 
 
 class Subject(NamedTuple):
@@ -68,8 +68,8 @@ def of_command(host: Host, own: Mapping[str, str], words: Sequence[str]) -> Find
     return found or [ok(f"{words[0]} would have what a client of ours needs")]
 
 
-@check("past MPS", PROCESS_PAST_MPS)
-def past_mps(host: Host) -> Findings:
+@check("outside MPS", PROCESS_OUTSIDE_MPS)
+def outside_mps(host: Host) -> Findings:
     """Programs that use a GPU of ours, and not through MPS or not through ours."""
     users = host.users()
     places = [domain.pipe_directory for domain in host.domains()]
@@ -106,7 +106,7 @@ def same_place(pid: int, seen: str, ours: str) -> bool:
     return (theirs.st_dev, theirs.st_ino) == (mine.st_dev, mine.st_ino)
 
 
-@check("logins", ENVIRONMENT, "no file gives every user a variable that leads past MPS")
+@check("logins", ENVIRONMENT, "no file gives every user a variable that leads outside MPS")
 def of_logins(host: Host) -> Findings:
     """The variables that every user gets at login, and that lead programs past our control daemons."""
     for pattern in ("/etc/environment", "/etc/environment.d/*.conf", "/etc/profile.d/*.sh"):
@@ -233,7 +233,7 @@ def _assigned_in(path: str) -> dict[str, str]:
         with open(path, "rb", opener=_never_waiting) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 return {}
-            text = file.read(_LONGEST_SCRIPT)
+            text = file.read(_MAX_SCRIPT_BYTES)
     except OSError:
         return {}
     if b"\0" in text or (text.startswith(b"#!") and b"sh" not in text.partition(b"\n")[0]):

@@ -29,7 +29,7 @@ _OVER_MIB = 64
 _MEANINGS = {
     -1: ("there is no CUDA driver library", "install the driver's libraries: see the check `programs`"),
     2: ("no memory is left within the budget", "see who uses the GPU: yunion-mps clients"),
-    46: ("the GPU is busy or unavailable", "see who uses it past MPS: nvidia-smi, and the compute mode"),
+    46: ("the GPU is busy or unavailable", "see who uses it outside MPS: nvidia-smi, and the compute mode"),
     100: ("no GPU is there for it", "see: yunion-mps gpus; nvidia-smi -L"),
     101: ("CUDA_VISIBLE_DEVICES names no GPU", "see: yunion-mps gpus"),
     802: ("the NVLink fabric is not up", "systemctl start nvidia-fabricmanager"),

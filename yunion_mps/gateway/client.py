@@ -44,7 +44,7 @@ _REST_S = 0.1
 _STALE_S = 30.0
 #: Waking many GPUs takes the driver tens of seconds; the page does without after the first of these.
 _CLIENTS_S = 2.0
-_CLIENTS_AT_MOST_S = 150.0
+_CLIENTS_TIMEOUT_S = 150.0
 
 
 async def ask(paths: Paths, target: str, accept: str = "*/*", timeout_s: float = 10.0) -> Response:
@@ -126,15 +126,15 @@ class Overview:
             self._gpus = (await self._call(GET_GPUS))["gpus"]
             self._devices = (await self._call(GET_DEVICES, limit=0))["isolated_devices"]
             self._seen, self._listed_s = seen, time.monotonic()
-        troubles = await self._ask_clients() if status["domains"] else []
+        errors = await self._ask_clients() if status["domains"] else []
         clients = self._clients if status["domains"] else NO_CLIENTS
-        clients = {**clients, "troubles": [*clients["troubles"], *troubles]}
+        clients = {**clients, "errors": [*clients["errors"], *errors]}
         return Answers(status, self._gpus, self._devices, leases["leases"], leases["waiting"], clients)
 
     async def _ask_clients(self) -> Sequence[str]:
         """Ask which processes use the GPUs, as the driver sees it; returns why that is not known."""
         if self._pending_clients is None:
-            question = self._call(GET_CLIENTS, _CLIENTS_AT_MOST_S, seen=True)
+            question = self._call(GET_CLIENTS, _CLIENTS_TIMEOUT_S, seen=True)
             self._pending_clients = asyncio.ensure_future(question)
         await asyncio.wait({self._pending_clients}, timeout=_CLIENTS_S)
         if not self._pending_clients.done():

@@ -28,7 +28,7 @@ from yunion_mps.http.operations import (
     GET_EVENTS,
     GET_METRICS,
     GET_USAGE,
-    LARGEST_NUMBER,
+    MAX_NUMBER,
     BadRequestError,
     Operation,
     Parameter,
@@ -49,9 +49,9 @@ yunion_mps_up 0
 """
 
 #: A proxy on the way may give up sooner than the daemon's own 60 s.
-_LONGEST_WAIT_S = 25
+_MAX_WAIT_S = 25
 _ANSWER_S = 10.0
-_MOST_EVENTS = 200
+_MAX_EVENTS = 200
 _INDEX = "index.html"
 _KINDS = {
     "html": "text/html; charset=utf-8",
@@ -83,7 +83,7 @@ def _limited(operation: Operation[Any], **highest: int) -> tuple[Parameter, ...]
 _RELAYED: dict[str, tuple[Operation[Any], tuple[Parameter, ...]]] = {
     GET_EVENTS.path: (
         GET_EVENTS,
-        _limited(GET_EVENTS, after=LARGEST_NUMBER, limit=_MOST_EVENTS, wait=_LONGEST_WAIT_S),
+        _limited(GET_EVENTS, after=MAX_NUMBER, limit=_MAX_EVENTS, wait=_MAX_WAIT_S),
     ),
     GET_USAGE.path: (
         GET_USAGE,
@@ -92,7 +92,7 @@ _RELAYED: dict[str, tuple[Operation[Any], tuple[Parameter, ...]]] = {
 }
 _OVERVIEW = (
     Parameter("mark", "That of the picture that the page has."),
-    Parameter("event", "The picture is taken after it.", "integer", 0, 0, LARGEST_NUMBER),
+    Parameter("event", "The picture is taken after it.", "integer", 0, 0, MAX_NUMBER),
 )
 
 

@@ -18,7 +18,7 @@ from yunion_mps.escaping import printable
 #: syslog(3) levels, as sd-daemon(3) reads them at the beginning of a line.
 _LEVELS = {logging.DEBUG: 7, logging.INFO: 6, logging.WARNING: 4, logging.ERROR: 3, logging.CRITICAL: 2}
 #: How often one cause may log its traceback, and how many causes are remembered.
-_INTERVAL_S, _MOST_CAUSES = 60.0, 256
+_INTERVAL_S, _MAX_CAUSES = 60.0, 256
 
 #: The exception's class, and the file and line of each frame that it passed.
 _Cause = tuple[object, ...]
@@ -61,7 +61,7 @@ class TracebackLimit(logging.Filter):
             return False
         if dropped:
             record.msg, record.args = f"{record.getMessage()} ({dropped} more since the last traceback)", ()
-        if len(self._logged) >= _MOST_CAUSES:
+        if len(self._logged) >= _MAX_CAUSES:
             self._logged.clear()
         self._logged[cause] = now_s, 0
         return True

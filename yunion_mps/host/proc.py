@@ -13,7 +13,7 @@ from yunion_mps.escaping import decoded, printable
 
 #: Linux gives no program more than this (execve(2): three quarters of 8 MiB, the arguments with it). But a
 #: process may say afterwards that any of its memory is its environment (prctl(2), PR_SET_MM).
-_LARGEST_ENVIRONMENT = 6 << 20
+_MAX_ENVIRONMENT = 6 << 20
 
 
 class Credentials(NamedTuple):
@@ -163,7 +163,7 @@ def _environment(pid: int) -> bytes:
     try:
         with open(f"/proc/{pid}/environ", "rb", buffering=0) as file:
             found = b""  # in small pieces, for which there is memory even in a shortage
-            while len(found) < _LARGEST_ENVIRONMENT and (piece := file.read(1 << 13)):
+            while len(found) < _MAX_ENVIRONMENT and (piece := file.read(1 << 13)):
                 found += piece
             return found
     except OSError:

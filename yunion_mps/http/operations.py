@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, Union
 from yunion_mps.errors import (
     BusyError,
     ConfigError,
-    NeverFreeError,
+    InfeasibleError,
     NotAllowedError,
     NotFoundError,
     NothingFreeError,
@@ -28,24 +28,24 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Value = Union[str, int, bool, None]
 
-LARGEST_NUMBER = (1 << 31) - 1
+MAX_NUMBER = (1 << 31) - 1
 #: No host has more devices; an answer is never larger than this many of them.
-LARGEST_LIMIT = 100_000
+MAX_LIMIT = 100_000
 #: A page of the listing if no other size is asked for, as with Cloudpods.
 DEFAULT_LIMIT = 20
-MOST_EVENTS = 1000
+MAX_EVENTS = 1000
 #: The last moment that can be asked for (in s since 1970), in the year 5138.
 LATEST_S = 99_999_999_999
-LONGEST_EVENT_WAIT_S = 60
+MAX_EVENT_WAIT_S = 60
 #: A PID has seven digits at most (PID_MAX_LIMIT of the kernel's include/linux/threads.h).
-LARGEST_PID = 9_999_999
+MAX_PID = 9_999_999
 #: The most devices that one lease may have.
-MOST_DEVICES = 64
+MAX_DEVICES = 64
 #: More memory than any GPU has.
-MOST_MIB = 1 << 30
+MAX_MIB = 1 << 30
 #: How long a request may wait, and how long a lease taken by name may live without renewal, in s.
-LONGEST_WAIT_S = 30 * 86_400
-LONGEST_TTL_S = 365 * 86_400
+MAX_WAIT_S = 30 * 86_400
+MAX_TTL_S = 365 * 86_400
 #: A holder's command line is cut to so many characters.
 COMMAND_LENGTH = 100
 #: The names of leases, and idempotency keys (regular expressions).
@@ -86,7 +86,7 @@ STATUSES: dict[type[YunionError], int] = {
     NotAllowedError: 403,
     NotFoundError: 404,
     ConfigError: 422,
-    NeverFreeError: 410,
+    InfeasibleError: 410,
     NothingFreeError: 423,
     BusyError: 503,
 }
@@ -238,14 +238,14 @@ _NAME_ONE = "leave it out, or name one"
 
 GET_DEVICES: Operation[answers.DeviceList] = Operation(
     "get_devices", "GET", "/v1/devices", "One page of the MPS devices", "DeviceList",
-    _number("limit", "Devices a page; 0 for all.", 0, LARGEST_LIMIT, DEFAULT_LIMIT),
-    _number("offset", "Devices to pass over.", 0, LARGEST_NUMBER, 0),
+    _number("limit", "Devices a page; 0 for all.", 0, MAX_LIMIT, DEFAULT_LIMIT),
+    _number("offset", "Devices to pass over.", 0, MAX_NUMBER, 0),
     Parameter("dev_type", "Only this type."),
     Parameter("model", "Only this model of GPU."),
     Parameter("addr", "Only this device, or the devices of the GPU at this address."),
     Parameter("device_path", "Only devices of the GPU with this UUID."),
     Parameter("vendor_device_id", "Only this kind of GPU, as vendor:device."),
-    _number("numa_node", "Only GPUs at this NUMA node; -1: GPUs without one.", -1, LARGEST_NUMBER),
+    _number("numa_node", "Only GPUs at this NUMA node; -1: GPUs without one.", -1, MAX_NUMBER),
     _switch("unused", "Only devices that can be used now."),
     cached=True,
 )  # fmt: skip
@@ -263,12 +263,12 @@ GET_STATUS: Operation[answers.Status] = Operation(
 GET_EVENTS: Operation[answers.EventList] = Operation(
     "get_events", "GET", "/v1/events", "What happened", "EventList",
     _number("after", "Only events with a higher id, the oldest first; `since` does not count then.",
-            0, LARGEST_NUMBER),
+            0, MAX_NUMBER),
     _number("since", "Only the newest from this moment on, in seconds since 1970.", 0, LATEST_S, 0),
-    _number("limit", "The most events.", 1, MOST_EVENTS, 100),
+    _number("limit", "The most events.", 1, MAX_EVENTS, 100),
     Parameter("kind", "Only events of this kind.", choices=EVENT_KINDS),
     _number("wait", "If there are none, wait so many seconds for one, unless `after` is beyond the last.",
-            0, LONGEST_EVENT_WAIT_S, 0),
+            0, MAX_EVENT_WAIT_S, 0),
     refusals=(409,),
 )  # fmt: skip
 GET_USAGE: Operation[answers.Usage] = Operation(
@@ -309,10 +309,10 @@ GET_LEASES: Operation[answers.LeaseList] = Operation(
 TAKE_LEASE: Operation[answers.LeaseRecord] = Operation(
     "take_lease", "POST", "/v1/leases",
     "Take devices, for as long as a process, a connection or a name lives", "LeaseRecord",
-    _number("count", "How many devices.", 1, MOST_DEVICES, 1),
+    _number("count", "How many devices.", 1, MAX_DEVICES, 1),
     _number("memory", "So many MiB of a GPU that the configuration opens for it (memory_unit, or slices).",
-            1, MOST_MIB),
-    _number("units", "The same, in units of `gpu_memory_unit`.", 1, MOST_MIB),
+            1, MAX_MIB),
+    _number("units", "The same, in units of `gpu_memory_unit`.", 1, MAX_MIB),
     Parameter("device",
               "This very device: id, address, or a unique beginning of either; `all` for all of the host.",
               pattern="^.+$", hint=_NAME_ONE),
@@ -325,13 +325,13 @@ TAKE_LEASE: Operation[answers.LeaseRecord] = Operation(
     Parameter("binding", "What ends it: a process (by default), a container's first one, this connection, "
               "or a name's time to live (by default if there is a name).", choices=BINDINGS),
     _number("pid", "With binding `process` or `container`: another process of the caller's user.",
-            1, LARGEST_PID),
+            1, MAX_PID),
     Parameter("command", "The command line that the process is about to execute, for people."),
     Parameter("name", "With binding `name`: the holder of the devices.", pattern=NAME, hint=_NAME_HINT),
     _number("ttl", "With binding `name`: time to live in s after each renewal, at most `max_lease_ttl_s`.",
-            1, LONGEST_TTL_S),
+            1, MAX_TTL_S),
     _number("wait", "If nothing is free, wait so many seconds: first come, first served.",
-            0, LONGEST_WAIT_S, 0),
+            0, MAX_WAIT_S, 0),
     Parameter("request", "A random name. A request that is repeated with it gets the lease that it was "
               "given, or its place in the queue.", pattern=REQUEST,
               hint="write 16 to 64 letters, digits and -, at random"),
@@ -352,7 +352,7 @@ BIND_LEASE: Operation[answers.LeaseRecord] = Operation(
     "bind_lease", "POST", "/v1/leases/{lease}/bind",
     "Let a lease end with a container; one of a name is only checked", "LeaseRecord",
     _LEASE,
-    _number("pid", "The container's first process; the caller itself if it is left out.", 1, LARGEST_PID),
+    _number("pid", "The container's first process; the caller itself if it is left out.", 1, MAX_PID),
     who=OWNER, refusals=(404, 409),
 )  # fmt: skip
 GET_DOCUMENT: Operation[Any] = Operation(

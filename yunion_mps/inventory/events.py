@@ -48,7 +48,7 @@ _OTHER_XIDS = {
 #: `NVRM: Xid (PCI:0000:c6:00): 31, pid=1234, name=python, ...`; the PID may be quoted or unknown.
 _XID_RECORD = re.compile(rb"NVRM: Xid \(PCI:([0-9a-fA-F:.]+)\): (\d+), pid='?(\d+)")
 #: The kernel keeps a ring of records, each read by itself (dmesg(1)); more than this is not looked at.
-_MOST_RECORDS = 20_000
+_MAX_RECORDS = 20_000
 
 #: How long one wait of the driver takes at most; what the thread's end may wait for.
 _WAIT_MS = 1000
@@ -180,7 +180,7 @@ def kernel_records(path: str) -> list[bytes] | None:
         return None
     found: list[bytes] = []
     try:
-        while len(found) < _MOST_RECORDS:
+        while len(found) < _MAX_RECORDS:
             try:
                 record = os.read(log, 8192)
             except BrokenPipeError:  # it was overwritten while we read: the next one is there

@@ -1,6 +1,6 @@
 """The allocator: chooses devices for a request from those that can be leased now. No I/O, no waiting.
 
-Of a GPU whose memory is handed out in units, a device of the requested size is made for each request.
+If a GPU's memory is handed out in units, a device of the requested size is created for each request.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from yunion_mps.errors import HostError, NeverFreeError, NothingFreeError
+from yunion_mps.errors import HostError, InfeasibleError, NothingFreeError
 from yunion_mps.leases.ledger import Ledger, needs_mib
 from yunion_mps.leases.request import SPREAD, LeaseRequest
 from yunion_mps.models import ALL, Device, DomainPlan, Pool, Snapshot
@@ -19,7 +19,7 @@ from yunion_mps.planning.environment import client_environment, whole_environmen
 
 UNENFORCED_HINT = "use it anyway: --allow-unlimited (in Python: allow_unlimited=True)"
 #: The most GPUs, and the most reasons, that an error names.
-_MOST_NAMED = 4
+_MAX_NAMED = 4
 
 
 class Candidate(NamedTuple):
@@ -34,7 +34,7 @@ class Candidate(NamedTuple):
 
 
 class PoolCandidate(NamedTuple):
-    """A GPU's memory in units, as it is now: `make` makes the device of so many units in a slot."""
+    """A pool as it is now: `make` creates a device of a number of units in a slot."""
 
     pool: Pool
     gpu: str  # its address
@@ -43,7 +43,7 @@ class PoolCandidate(NamedTuple):
 
 
 class Candidates(NamedTuple):
-    """All that can be given; `unenforced` names, by UUID, the GPUs that do not enforce budgets.
+    """Everything that can be leased; `unenforced` names, by UUID, the GPUs that do not enforce budgets.
 
     `domains` are those of all devices by name: as they serve, or as planned if they do not serve now.
     """
@@ -53,7 +53,7 @@ class Candidates(NamedTuple):
     unenforced: Mapping[str, str] = {}
     domains: Mapping[str, DomainPlan] = {}
 
-    def why_apart(self, devices: Sequence[Device]) -> str:
+    def why_not_combinable(self, devices: Sequence[Device]) -> str:
         """Why devices of one domain cannot be one budget, empty if they can."""
         return why_not_honoured(devices, self.domains[devices[0].domain])
 
@@ -61,15 +61,15 @@ class Candidates(NamedTuple):
         """The environment of a process with the devices; raises HostError if it would not be honoured."""
         if len({device.domain for device in devices}) > 1:
             hint = "request devices of one GPU, or serve all GPUs together: cuda_mps_scope: host"
-            raise HostError("these devices are of several control daemons, and a process has only one", hint)
+            raise HostError("these devices have different control daemons; a process can use only one", hint)
         domain = self.domains[devices[0].domain]
         if request.device == ALL:
             return whole_environment(devices, domain)
-        why = self.why_apart(devices)
+        why = self.why_not_combinable(devices)
         if why:
             more = f"cuda_mps_combine: {len(devices)}"
-            hint = f"take them on different GPUs (--across), or set {more} in host.conf"
-            raise HostError(f"{len(devices)} devices cannot be one budget: {why}", hint)
+            hint = f"request them on different GPUs (--across), or set {more} in host.conf"
+            raise HostError(f"{len(devices)} devices cannot form one budget: {why}", hint)
         return client_environment(devices, domain)
 
 
@@ -113,7 +113,7 @@ def _smallest_groups(request: LeaseRequest, candidates: Candidates) -> Iterator[
     """
     if request.number == 1:
         return
-    by_gpu = _by_gpu(one.device for one in candidates.devices if request.takes(one.device))
+    by_gpu = _by_gpu(one.device for one in candidates.devices if request.matches(one.device))
     if not by_gpu:
         return
     groups = [sorted(devices, key=needs_mib) for devices in by_gpu.values()]
@@ -129,10 +129,10 @@ def _smallest_groups(request: LeaseRequest, candidates: Candidates) -> Iterator[
 
 
 def refuse_infeasible(request: LeaseRequest, candidates: Candidates) -> None:
-    """Raise NeverFreeError if the request could not be met even if everything were free and served.
+    """Raise InfeasibleError if the request could not be met even if everything were free and served.
 
-    Raises HostError if only GPUs that enforce no budget could meet it, or only devices whose sum no process
-    would get.
+    Raises HostError if only GPUs that enforce no budget could meet it, or only devices that cannot form one
+    budget.
     """
     _refuse_dishonoured(request, candidates)
     pools = _matching_pools(request, candidates)
@@ -154,7 +154,7 @@ def refuse_infeasible(request: LeaseRequest, candidates: Candidates) -> None:
         sizes = [f"at most {one.pool.memory_mib} MiB of GPU {one.gpu}" for one in pools]
         there = ", ".join(sizes) or "no GPUs whose memory is handed out in units, and no slices of that size"
         hint = "see memory_unit and slices: man yunion-mps-host_container_device.yml"
-    raise NeverFreeError(f"{request} can never be allocated: the host has {there}", hint)
+    raise InfeasibleError(f"{request} can never be allocated: the host has {there}", hint)
 
 
 def _refuse_dishonoured(request: LeaseRequest, candidates: Candidates) -> None:
@@ -206,7 +206,7 @@ class Allocator:
     def reserve(
         self, request: LeaseRequest, candidates: Candidates, reserved: Reservation = NO_RESERVATION
     ) -> Reservation:
-        """What to reserve of what is free for a request that does not fit yet, so that it fits sooner."""
+        """The free devices or memory to reserve for a request that does not fit yet."""
         if request.memory_mib:
             left = {
                 one.pool.gpu_uuid: self._left_mib(one, reserved)
@@ -231,7 +231,7 @@ class Allocator:
     ) -> Device | None:
         """A device of the requested memory: binpack takes the pool that has the least left.
 
-        One on a GPU that enforces budgets goes before one that is just numbers.
+        A GPU that enforces budgets is preferred to one that does not.
         """
         fits = []
         for one in _matching_pools(request, candidates):
@@ -267,7 +267,7 @@ class Allocator:
         *,
         has_waited: bool,
     ) -> tuple[str, str]:
-        """What is wrong, and what to do."""
+        """The error message and its hint."""
         pools = _matching_pools(request, candidates)
         if not matching and not pools:
             return f"{request} cannot be allocated: there are no such devices", "see: yunion-mps list"
@@ -283,15 +283,15 @@ class Allocator:
             f"{self._left_mib(one, reserved)} MiB free on GPU {one.gpu}" for one in pools if not one.reason
         ]
         parts += [f"{used} of {len(ids)} in use"] if used else []
-        parts += [f"{len(names)} pending ({reason})" for reason, names in pending[:_MOST_NAMED]]
+        parts += [f"{len(names)} pending ({reason})" for reason, names in pending[:_MAX_NAMED]]
         if reserved.devices & ids:
             parts.append(f"{len(reserved.devices & ids)} reserved for earlier requests")
         if free:
             parts.append(f"{free} free, at most {max(map(len, by_gpu.values()))} on one GPU")
-        for reason, count in Counter(reason for reason, _ in unavailable).most_common(_MOST_NAMED):
+        for reason, count in Counter(reason for reason, _ in unavailable).most_common(_MAX_NAMED):
             gpus = list(dict.fromkeys(gpu for why, gpu in unavailable if why == reason))
-            more = f" and {len(gpus) - _MOST_NAMED} more" if len(gpus) > _MOST_NAMED else ""
-            parts.append(f"{count} unavailable (GPU {', '.join(gpus[:_MOST_NAMED])}{more}: {reason})")
+            more = f" and {len(gpus) - _MAX_NAMED} more" if len(gpus) > _MAX_NAMED else ""
+            parts.append(f"{count} unavailable (GPU {', '.join(gpus[:_MAX_NAMED])}{more}: {reason})")
         hint = ("" if has_waited else "wait for it: --wait; ") + "see who has them: yunion-mps who"
         if len(unavailable) == len(matching) + len(pools):
             hint = "see: yunion-mps status"
@@ -306,11 +306,11 @@ def _matching(request: LeaseRequest, candidates: Candidates) -> list[Candidate]:
     found = [
         one
         for one in candidates.devices
-        if request.takes(one.device) and (one.sliced or not request.memory_mib)
+        if request.matches(one.device) and (one.sliced or not request.memory_mib)
     ]
     if request.number > 1 and not request.across:
         groups = _smallest_groups(request, candidates)
-        apart = {some[0].gpu_uuid for some in groups if candidates.why_apart(some)}
+        apart = {some[0].gpu_uuid for some in groups if candidates.why_not_combinable(some)}
         found = [one for one in found if one.device.gpu_uuid not in apart]
     if request.memory_mib:
         found.sort(key=lambda one: one.device.memory_limit_mib)
@@ -361,7 +361,7 @@ def _together(devices: Sequence[Device], number: int, candidates: Candidates) ->
     if number == 1:
         return (devices[0],)
     for ordered in (devices, sorted(devices, key=needs_mib)):
-        if not candidates.why_apart(ordered[:number]):
+        if not candidates.why_not_combinable(ordered[:number]):
             return tuple(ordered[:number])
     return ()
 

@@ -51,9 +51,9 @@ class HolderWatch:
         self._timers: dict[str, asyncio.TimerHandle] = {}
 
     def watch(self, lease: Lease) -> bool:
-        """Watch what ends the lease now, instead of what was watched before; False if it has ended already.
+        """Watch the process or timer that ends the lease instead of the previous one; False if it has ended.
 
-        In that case, and if this raises ShortageError, what was watched before still is.
+        In that case, and if this raises ShortageError, the previous one is still watched.
         """
         loop, holder = asyncio.get_running_loop(), lease.holder
         if holder.binding == "name":

@@ -1,7 +1,7 @@
 """The ledger: the pure record of which lease has which device, and of what that leaves.
 
-A device is free if no lease has it and its GPU's memory suffices for it beside what all leases have of that
-GPU. Leases of a former division, which go on with what they had, count as well.
+A device is free if no lease holds it and its GPU has enough memory left for it beside all leases on that
+GPU. Leases of a former division, which keep what they were given, count as well.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from yunion_mps.planning.division import free_units
 from yunion_mps.supervisor.changes import LeaseWait
 
 #: The most leases that an error names.
-_MOST_NAMED = 3
-#: So much of a lease's id tells it from the others.
+_MAX_NAMED = 3
+#: How many characters of a lease's id are enough to identify it.
 _ID_LENGTH = 8
 
 
@@ -64,13 +64,13 @@ class Ledger:
         self.version += 1
 
     def repeated(self, holder: Holder, idempotency_key: str) -> Lease | None:
-        """The lease that this very request of this holder was answered with, None if there is none."""
+        """The lease that was granted for this request of this holder, None if there is none."""
         if not idempotency_key:
             return None
         asked = (idempotency_key, holder)
         return next((one for one in self.leases.values() if (one.idempotency_key, one.holder) == asked), None)
 
-    def refuse_second(self, holder: Holder, idempotency_key: str) -> None:
+    def refuse_duplicate(self, holder: Holder, idempotency_key: str) -> None:
         """Raise HostError if the holder's owner has a lease already for the name or the idempotency key."""
         for lease in self.leases.values():
             if lease.holder.owner != holder.owner:
@@ -85,7 +85,7 @@ class Ledger:
     def free_by_gpu(
         self, devices: Iterable[Device], reserved: Collection[str] = ()
     ) -> dict[str, list[Device]]:
-        """By GPU UUID, those of the devices that can be leased together: as many as its memory has room for.
+        """The devices that can be leased together, by GPU UUID: as many as fit into its memory.
 
         The devices with the ids in `reserved` are left out.
         """
@@ -103,11 +103,11 @@ class Ledger:
         return found
 
     def free_devices(self, devices: Iterable[Device]) -> set[str]:
-        """The ids of those of the devices that can be leased, all of them together."""
+        """The ids of the devices that can all be leased together."""
         return {device.id for some in self.free_by_gpu(devices).values() for device in some}
 
     def free_singly(self, devices: Iterable[Device]) -> list[Device]:
-        """Those of the devices of which any one can be leased; perhaps not all of them together."""
+        """The devices that can each be leased alone, though perhaps not all together."""
         return [
             device
             for device in devices
@@ -121,7 +121,7 @@ class Ledger:
         return free_units(pool, self._memory_mib[gpu] + reserved_mib, self._clients[gpu]) * pool.unit_mib
 
     def lease_waits(self, devices: Sequence[Device]) -> Mapping[str, LeaseWait]:
-        """By UUID, the GPUs with leases that were not given by the division into `devices`.
+        """By UUID, the GPUs with leases from another division than the one into `devices`.
 
         Pending are the devices of these leases, and those of the new division that do not fit beside them.
         """
@@ -162,9 +162,9 @@ def _budget(device: Device) -> tuple[int, float, str]:
 def _described(leases: Sequence[Lease]) -> str:
     """The leases: `lease job-17 of alice, lease 7c1f0e7a of bob (PID 4260) and 2 more`."""
     shown = []
-    for lease in leases[:_MOST_NAMED]:
+    for lease in leases[:_MAX_NAMED]:
         holder = lease.holder
         text = f"lease {shortened(holder.name) or lease.id[:_ID_LENGTH]} of {user_name(holder.uid)}"
         shown.append(text if holder.pid is None else f"{text} (PID {holder.pid})")
-    more = len(leases) - _MOST_NAMED
+    more = len(leases) - _MAX_NAMED
     return ", ".join(shown) + (f" and {more} more" if more > 0 else "")

@@ -49,7 +49,7 @@ class Queue:
     def next(self, candidates: Candidates) -> tuple[QueuedRequest, tuple[Device, ...]] | None:
         """The first request that fits now, and its devices; None if none does.
 
-        It stays in the queue until it is removed; the next one is asked for when the ledger has its lease.
+        It stays queued until it is removed; call this again once the ledger has its lease.
         """
         reserved = Reservation(set(), Counter())
         for queued in self._in_turn(candidates, reserved):
@@ -71,8 +71,8 @@ class Queue:
     ) -> Iterator[QueuedRequest]:
         """Yield each request that may fit, and then add to `reserved` what it needs.
 
-        This is done at every lease's end, and hundreds may wait. So requests for which nothing is free are
-        passed over by a look at what is free, and of those that are alike and found nothing, one is tried.
+        This runs whenever a lease ends, and hundreds of requests may wait. So one without a free device is
+        skipped by a cheap check, and of equal requests that cannot be satisfied only one is tried.
         """
         hopeless = set[LeaseRequest]()
         served = (one.device for one in candidates.devices if not one.reason)
@@ -82,7 +82,7 @@ class Queue:
             if queued is besides or request in hopeless:
                 continue
             if not request.memory_mib and not any(
-                request.takes(device) and device.id not in reserved.devices for device in free
+                request.matches(device) and device.id not in reserved.devices for device in free
             ):
                 continue
             yield queued

@@ -16,7 +16,7 @@ _SHORTEST_PREFIX = 8
 
 
 class LeaseRequest(NamedTuple):
-    """A request for `number` devices, of one GPU or each of another (`across`), or for so much memory.
+    """A request for `number` devices of one GPU or of different GPUs (`across`), or for `memory_mib`.
 
     `device` (id or address, or all) and `gpu` (UUID or address) restrict the choice if they are not empty,
     and `enforced` restricts it to GPUs that hold their clients to the budget.
@@ -30,7 +30,7 @@ class LeaseRequest(NamedTuple):
     memory_mib: int = 0
     enforced: bool = False
 
-    def takes(self, device: Device) -> bool:
+    def matches(self, device: Device) -> bool:
         """Whether the device matches the request, free or not."""
         if device.memory_limit_mib < self.memory_mib or (self.enforced and not device.budget_enforced):
             return False
@@ -50,7 +50,7 @@ class LeaseRequest(NamedTuple):
         return what + where + (together if self.number > 1 and not self.gpu else "")
 
 
-def gpu_named(name: str, gpus: Sequence[Gpu]) -> Gpu:
+def find_gpu(name: str, gpus: Sequence[Gpu]) -> Gpu:
     """The GPU of this address or UUID, or a unique prefix of either; raises NotFoundError."""
     found = [gpu for gpu in gpus if name in (gpu.address, gpu.uuid)]
     found = found or [
@@ -62,7 +62,7 @@ def gpu_named(name: str, gpus: Sequence[Gpu]) -> Gpu:
     return found[0]
 
 
-def lease_named(name: str, leases: Mapping[str, Lease], caller: Owner) -> Lease:
+def find_lease(name: str, leases: Mapping[str, Lease], caller: Owner) -> Lease:
     """The lease with this id, the caller's own lease of this name, or the one with this prefix of its id.
 
     `leases` are by id. A name never finds another owner's lease, not even for root, because the caller's own
@@ -95,18 +95,18 @@ def shortened(name: str) -> str:
 def refuse_over_quota(
     holder: Holder, owners: Iterable[Owner], max_leases: int | None, max_ttl_s: int
 ) -> None:
-    """Raise YunionError if the holder may not have one more lease, or not one with such a time to live.
+    """Raise YunionError if the holder may not have another lease, or not one with this time to live.
 
     `owners` has the owner of each lease and of each queued request, because a queued request is not refused
     later. Root is not limited, because its container engine takes leases for all users.
     """
     if holder.ttl_s > max_ttl_s:
         what = f"a time to live of {holder.ttl_s:.0f} s is longer than max_lease_ttl_s allows ({max_ttl_s} s)"
-        raise HostError(what, "ask for less, and renew the lease: yunion-mps lease renew")
+        raise HostError(what, "request a shorter time, and renew the lease: yunion-mps lease renew")
     if max_leases is None or holder.uid == 0:
         return
     number = sum(owner == holder.owner for owner in owners)
     if number >= max_leases:
         owner = owner_name(holder.owner)
-        what = f"{owner}: {number} leases and queued requests, and max_leases_per_user is {max_leases}"
+        what = f"{owner}: {number} leases and queued requests, but max_leases_per_user is {max_leases}"
         raise NotAllowedError(what, "release one: yunion-mps lease release LEASE; list them: yunion-mps who")

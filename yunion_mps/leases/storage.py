@@ -41,7 +41,7 @@ class LeaseStorage:
         self._ended: set[str] = set()
 
     def write(self, lease: Lease) -> None:
-        """Store a lease, or another version of it."""
+        """Store a lease, or replace its stored version."""
         self._delete_ended()  # else a device would be in two leases for the next daemon
         text = _text(lease, self._store.boot_id, self._ahead_s())
         self._store.write("INSERT OR REPLACE INTO lease VALUES (?, ?)", [(lease.id, text)])
@@ -56,10 +56,10 @@ class LeaseStorage:
         self._delete_ended()
 
     def read(self) -> list[Lease]:
-        """All leases; what cannot be understood, such as another release's, is left out.
+        """All leases; rows that cannot be parsed, such as those of another release, are skipped.
 
-        Processes end with the boot, and PIDs are given again: leases held by one are of this boot. So is the
-        monotonic clock: a lease of an earlier boot expires by the wall clock.
+        PIDs are reused after a reboot, so a lease held by a process is valid only within its boot, like
+        monotonic times: a lease from an earlier boot expires by the wall clock.
         """
         rows = self._store.read("SELECT value FROM lease ORDER BY rowid")
         boot_id, ahead_s = self._store.boot_id, self._ahead_s()

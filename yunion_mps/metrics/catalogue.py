@@ -201,9 +201,9 @@ CATALOGUE = (
          else int(gpu["budget_enforced"])),
     _gpu("yunion_mps_gpu_clients", "The processes that use the GPU through MPS.",
          lambda facts, gpu: (use := _gpu_use(facts, gpu)) and use.clients),
-    _gpu("yunion_mps_gpu_processes_past_mps",
-         "The processes that use the GPU past MPS, so that no budget holds them.",
-         lambda facts, gpu: (use := _gpu_use(facts, gpu)) and use.past_mps),
+    _gpu("yunion_mps_gpu_processes_outside_mps",
+         "The processes that use the GPU outside MPS, so that no budget holds them.",
+         lambda facts, gpu: (use := _gpu_use(facts, gpu)) and use.outside_mps),
 
     # There may be thousands of devices: each metric goes through them by itself, and keeps none.
     _device("yunion_mps_device_info", "A device.", lambda _, device: {"id": device["id"]}, INFO),

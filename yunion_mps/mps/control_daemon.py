@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 #: It listens after about 2 ms.
 START_TIMEOUT_S = 10.0
 _FIRST_POLL_S = 0.0002
-_LONGEST_POLL_S = 0.05
+_MAX_POLL_S = 0.05
 
 #: How soon a control daemon is asked again that did not hear us, and if it is to quit.
 ASK_AGAIN_S = 1.0
@@ -241,7 +241,7 @@ class Startup(Task):
         if now_s >= self._deadline_s:
             what = f"the control daemon did not answer within {START_TIMEOUT_S:g} s after its start"
             raise SilentError(what, log_hint(self._plan))
-        self._pause_s = min(self._pause_s * 1.5, _LONGEST_POLL_S)
+        self._pause_s = min(self._pause_s * 1.5, _MAX_POLL_S)
         return min(now_s + self._pause_s, self._deadline_s)
 
 

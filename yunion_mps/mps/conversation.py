@@ -33,7 +33,7 @@ HEARD = "get_default_active_thread_percentage"
 _TURNED_AWAY = "Cannot send command to MPS control daemon process"
 
 #: More than any answer of ours; the rest would only fill memory.
-_LONGEST_ANSWER = 1 << 20
+_MAX_ANSWER = 1 << 20
 _CREDENTIALS = struct.Struct("3i")
 #: The flag of a listening socket in /proc/net/unix (__SO_ACCEPTCON of linux/net.h).
 _ACCEPTS = 1 << 16
@@ -194,7 +194,7 @@ class Conversation:
                 return False
             if not part:
                 return True
-            if len(self._answer) < _LONGEST_ANSWER:
+            if len(self._answer) < _MAX_ANSWER:
                 self._answer += part
 
     def close(self) -> None:

@@ -33,9 +33,9 @@ FILES = (
 _MODE = 0o755
 #: That of a pipe directory which only one group may enter.
 _GROUP_MODE = 0o710
-_MOST_RECORDED = 1000
+_MAX_RECORDED = 1000
 _UNRECORDED = "%s cannot be %s: %s; a purge leaves what is not recorded there"
-_MOST_LINKS = 40
+_MAX_LINKS = 40
 _OPEN = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _ALL_ENTER = stat.S_IXUSR | stat.S_IXGRP | stat.S_IXOTH
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
@@ -145,7 +145,7 @@ def _walk(path: str, *, make: bool) -> int:
             child = _step(directory, name, f"{at}/{name}", last=not names, make=make)
             if isinstance(child, str):
                 links += 1
-                if links > _MOST_LINKS:
+                if links > _MAX_LINKS:
                     raise HostError(f"{at}/{name} is a symlink in a circle", "remove it")
                 # What was passed so far holds no symlink any more, so a `..` means what it says.
                 target = os.path.normpath(os.path.join(at or "/", child))
@@ -222,7 +222,7 @@ def _recorded() -> list[str] | None:
 def _write_record(before: Sequence[str] | None, lines: Sequence[str]) -> None:
     """Add the lines that are not there yet. What cannot be recorded is no reason to stop."""
     new = [line for line in lines if before is not None and line not in before]
-    if not new or len(before or ()) + len(new) > _MOST_RECORDED:
+    if not new or len(before or ()) + len(new) > _MAX_RECORDED:
         return
     try:
         os.makedirs(os.path.dirname(_record), mode=0o700, exist_ok=True)

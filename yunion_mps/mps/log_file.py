@@ -23,7 +23,7 @@ LOG_NAME = "control.log"
 OLDER = "control.log.1"
 #: NVIDIA's server writes its own log beside it.
 SERVER_LOG = "server.log"
-LARGEST_BYTES = 1 << 20
+MAX_BYTES = 1 << 20
 _LAST_LINES = 5
 _LAST_BYTES = 4000
 #: The host's time zone. The control daemon has no TZ in its environment, whatever there is in ours.
@@ -38,8 +38,8 @@ _CHATTER = (
 )
 
 #: What is read at once; more than that between two reads is a flood, of which the end has to do.
-_MOST_BYTES = 1 << 18
-_MOST_NAMED = 5
+_MAX_BYTES = 1 << 18
+_MAX_NAMED = 5
 
 _STARTED = re.compile(r"Starting new server (\d+) for user (\d+)")
 _EXITED = re.compile(r"Server (\d+) exited with status (\d+)")
@@ -100,14 +100,14 @@ def bound_logs(plan: DomainPlan) -> None:
 
 def _bound(directory: int, path: str, name: str) -> None:
     try:
-        if os.stat(name, dir_fd=directory, follow_symlinks=False).st_size <= LARGEST_BYTES:
+        if os.stat(name, dir_fd=directory, follow_symlinks=False).st_size <= MAX_BYTES:
             return
     except FileNotFoundError:
         return
     log = os.open(name, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=directory)
     try:
         size = os.fstat(log).st_size
-        kept = _without_chatter(os.pread(log, LARGEST_BYTES, max(0, size - LARGEST_BYTES)))
+        kept = _without_chatter(os.pread(log, MAX_BYTES, max(0, size - MAX_BYTES)))
         try:
             _keep(directory, path, f"{name}.1", kept)
         finally:  # also if nothing can be kept, because the disk is full then
@@ -120,7 +120,7 @@ def _keep(directory: int, path: str, name: str, kept: bytes) -> None:
     """Add to the older log, emptied first if it would become too large."""
     older = directories.open_log(directory, path, name)
     try:
-        if os.fstat(older).st_size + len(kept) > LARGEST_BYTES:
+        if os.fstat(older).st_size + len(kept) > MAX_BYTES:
             os.ftruncate(older, 0)
         os.write(older, kept)
     finally:
@@ -177,7 +177,7 @@ class LogReader:
                 size = os.fstat(file.fileno()).st_size
                 if size < self._offset:  # it was emptied
                     self._offset, self._rest = 0, b""
-                start = max(self._offset, size - _MOST_BYTES)
+                start = max(self._offset, size - _MAX_BYTES)
                 file.seek(start)
                 text = self._rest + file.read(size - start)
         except OSError:
@@ -259,7 +259,7 @@ def _waiting(waiting: Sequence[LogEntry], uid: int, domain: str, servers: Sequen
     names = ", ".join(sorted(user_name(other) for other in others))
     pids = [str(one.pid) for one in waiting if one.number == uid]
     plural, verb = ("s", "wait") if len(pids) > 1 else ("", "waits")
-    first = ", ".join(pids[:_MOST_NAMED]) + (", ..." if len(pids) > _MOST_NAMED else "")
+    first = ", ".join(pids[:_MAX_NAMED]) + (", ..." if len(pids) > _MAX_NAMED else "")
     what = f"{len(pids)} job{plural} of {user_name(uid)} (PID{plural} {first}) {verb}"
     cause = f"MPS serves one user at a time, and {names} has the server"
     means = "jobs start when the other user's have ended; cuda_mps_multiuser: true serves all users at once"

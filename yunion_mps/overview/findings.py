@@ -1,4 +1,4 @@
-"""Findings: everything that is wrong on the host, worst first, each with its hint. No I/O."""
+"""Findings: all_findings that is wrong on the host, worst first, each with its hint. No I/O."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 NOTICE, PROBLEM, WARNING, PENDING = "Notice", "Problem", "Warning", "Pending"
 
-#: What makes the daemon the version that is installed.
+#: The command that switches the daemon to the installed version.
 REEXEC = "yunion-mps daemon-reexec"
 _COMMAND_LENGTH = 40
 _EVENTS = "see what happened: yunion-mps events --since 1h"
@@ -48,15 +48,15 @@ def _finding(kind: str, code: str, what: str, gpu: str = "GPU") -> HostFinding:
     return HostFinding(kind, code, what, hint_of(code, gpu))
 
 
-def other_version(status: Status) -> str:
-    """What to say if another version runs than is installed, as after an upgrade that it refused."""
+def version_mismatch(status: Status) -> str:
+    """How the running version differs from the installed one, as after a refused upgrade; or empty."""
     if status["version"] == __version__:
         return ""
     return f"the daemon runs version {status['version']}, but {__version__} is installed"
 
 
 def of_status(status: Status, gpus: Iterable[Gpu]) -> Iterator[HostFinding]:
-    """What the daemon says of itself, its domains and its GPUs."""
+    """Findings about the daemon, its domains and its GPUs."""
     if status["notice"]:
         yield _finding(NOTICE, status["notice_code"], status["notice"])
     for domain in status["domains"]:
@@ -70,8 +70,8 @@ def of_status(status: Status, gpus: Iterable[Gpu]) -> Iterator[HostFinding]:
             name = f" ({gpu['name']})" if gpu["name"] else ""
             what = f"GPU {gpu['addr']}{name}: {gpu['reason']}"
             yield _finding(PROBLEM, gpu["reason_code"], what, gpu["uuid"] or gpu["pci_address"])
-    if other_version(status):
-        yield _finding(WARNING, reasons.VERSION_DIFFERS, other_version(status))
+    if version_mismatch(status):
+        yield _finding(WARNING, reasons.VERSION_DIFFERS, version_mismatch(status))
     for warning in status["warnings"]:
         yield HostFinding(WARNING, warning["code"], warning["text"], warning["hint"])
     for domain in status["domains"]:
@@ -80,9 +80,9 @@ def of_status(status: Status, gpus: Iterable[Gpu]) -> Iterator[HostFinding]:
 
 
 def of_uses(holdings: Iterable[Holding], clients: ClientList) -> Iterator[HostFinding]:
-    """What is wrong with the use of the GPUs.
+    """Findings about the use of the GPUs.
 
-    MPS servers that have failed, clients that wait for another user's, use past MPS or over budget, and
+    MPS servers that have failed, clients that wait for another user's, use outside MPS or over budget, and
     devices that wait for leases of a former division.
     """
     pending: Counter[tuple[str, str]] = Counter()
@@ -96,16 +96,16 @@ def of_uses(holdings: Iterable[Holding], clients: ClientList) -> Iterator[HostFi
         what = f"{who} waits for {whose}, domain {one['domain']}"
         yield _finding(WARNING, reasons.CLIENT_WAITING, what)
     for holding in holdings:
-        if holding.past_mps:
+        if holding.outside_mps:
             for process in holding.processes:
                 has = f" ({process.memory_mib} MiB)" if process.memory_mib is not None else ""
                 what = f"{_named(process)} uses GPU {holding.gpu}{has} without MPS, so no budget limits it"
-                yield _finding(PROBLEM, reasons.PROCESS_PAST_MPS, what)
+                yield _finding(PROBLEM, reasons.PROCESS_OUTSIDE_MPS, what)
         elif holding.over_mib:
             most = max(holding.processes, key=lambda process: process.memory_mib or 0)
             more = len(holding.processes) - 1
             processes = _named(most) + (f" and {more} more" if more else "")
-            what = f"{holding.named} has {holding.used_mib} of {holding.budget_mib} MiB: {processes}"
+            what = f"{holding.named} uses {holding.used_mib} of {holding.budget_mib} MiB: {processes}"
             yield _finding(PROBLEM, reasons.OVER_BUDGET, what)
         if holding.pending:
             pending[holding.gpu, holding.pending] += len(holding.devices)
@@ -130,14 +130,14 @@ def of_leases(leases: Iterable[LeaseRecord], status: Status, gpus: Iterable[Gpu]
             yield _finding(PROBLEM, reasons.LEASE_OUTDATED, what)
 
 
-def everything(
+def all_findings(
     status: Status,
     gpus: Sequence[Gpu],
     leases: Iterable[LeaseRecord],
     held: Iterable[Holding],
     clients: ClientList,
 ) -> list[HostFinding]:
-    """All that is wrong, the worst first."""
+    """All findings, worst first."""
     found = [*of_status(status, gpus), *of_uses(held, clients), *of_leases(leases, status, gpus)]
     return sorted(found, key=lambda one: (NOTICE, PROBLEM, WARNING, PENDING).index(one.kind))
 

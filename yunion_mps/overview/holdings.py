@@ -11,12 +11,12 @@ if TYPE_CHECKING:
 #: A key of a holding: the devices of one lease on one GPU, one device without a lease, or a kind of use
 #: that no device stands for, and the GPU.
 _Key = tuple[str, str]
-_PAST_MPS, _NO_DEVICE = "past MPS", "no device"
+_OUTSIDE_MPS, _NO_DEVICE = "outside MPS", "no device"
 #: So much of a lease's id tells it from the others.
 ID_LENGTH = 8
 
 
-NO_CLIENTS: ClientList = {"servers": [], "clients": [], "waiting": [], "troubles": [], "total": 0}
+NO_CLIENTS: ClientList = {"servers": [], "clients": [], "waiting": [], "errors": [], "total": 0}
 
 
 class ProcessUse(NamedTuple):
@@ -37,9 +37,9 @@ class ProcessUse(NamedTuple):
 class Holding(NamedTuple):
     """What counts against one budget on one GPU: the devices, the lease, if there is one, and the processes.
 
-    Without devices it is what processes use past MPS, or through MPS and by no device. `free` is whether the
-    daemon would give it to a request, although processes without a lease may use it; `pending`, which leases
-    of a former division it is of or waits for, empty for none.
+    Without devices it is what processes use outside MPS, or through MPS and by no device. `free` is whether
+    the daemon would give it to a request, although processes without a lease may use it; `pending`, which
+    leases of a former division it is of or waits for, empty for none.
     """
 
     gpu: str
@@ -50,7 +50,7 @@ class Holding(NamedTuple):
     available: bool = True
     free: bool = False
     pending: str = ""
-    past_mps: bool = False
+    outside_mps: bool = False
     processes: tuple[ProcessUse, ...] = ()
 
     @property
@@ -171,9 +171,9 @@ def _add(
         keys = []
     keys = [key for key in dict.fromkeys(keys) if not memory or key[1] in memory]
     others = [gpu for gpu in memory if all(gpu != key[1] for key in keys)]
-    kind = _PAST_MPS if client["mps"] is False else _NO_DEVICE
+    kind = _OUTSIDE_MPS if client["mps"] is False else _NO_DEVICE
     for key in [*keys, *((kind, gpu) for gpu in others or ([] if keys else [""]))]:
-        holding = found.get(key) or Holding(key[1], (), None, past_mps=kind == _PAST_MPS)
+        holding = found.get(key) or Holding(key[1], (), None, outside_mps=kind == _OUTSIDE_MPS)
         process = ProcessUse(
             client["pid"], client["user"], client["command"], client["started"], memory.get(key[1]),
             client["container"],

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from yunion_mps.overview.findings import PROBLEM, HostFinding, everything, folded
+from yunion_mps.overview.findings import PROBLEM, HostFinding, all_findings, folded
 from yunion_mps.overview.holdings import ID_LENGTH, Holding, ProcessUse, holdings, memory_by_gpu
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ Json = dict[str, Any]
 
 #: The states of a part of a GPU.
 FREE, NO_ROOM, UNAVAILABLE, IDLE, IN_USE = "free", "no room", "unavailable", "idle", "in use"
-OVER, PAST_MPS, NO_DEVICE = "over budget", "past MPS", "no device"
+OVER, OUTSIDE_MPS, NO_DEVICE = "over budget", "outside MPS", "no device"
 
 _COMMAND_LENGTH = 200
 
@@ -44,7 +44,7 @@ class HostOverview(NamedTuple):
     def of(cls, answers: Answers) -> HostOverview:
         status, clients = answers.status, answers.clients["clients"]
         found = holdings(answers.devices, answers.leases, clients)
-        wrong = everything(status, answers.gpus, answers.leases, found, answers.clients)
+        wrong = all_findings(status, answers.gpus, answers.leases, found, answers.clients)
         has_problem = any(one.kind == PROBLEM for one in wrong)
         state = "degraded" if has_problem and status["state"] == "ready" else str(status["state"])
         return cls(answers, found, wrong, state, memory_by_gpu(clients))
@@ -75,7 +75,7 @@ def page(host: HostOverview) -> Json:
         "clients": len(answers.clients["clients"]),
         "findings": [one._asdict() for one in folded(host.findings)],
         "wrong": len(host.findings),
-        "troubles": answers.clients["troubles"],
+        "errors": answers.clients["errors"],
         "gpus": [_gpu(gpu, host.memory_by_gpu.get(gpu["addr"], 0)) for gpu in answers.gpus],
         "parts": [_part(one) for one in host.holdings],
         "waiting": [
@@ -124,8 +124,8 @@ def _process(process: ProcessUse) -> Json:
 
 def state_of(one: Holding) -> str:
     """One of the states above."""
-    if one.past_mps:
-        return PAST_MPS
+    if one.outside_mps:
+        return OUTSIDE_MPS
     if not one.devices:
         return NO_DEVICE
     if one.over_mib:

@@ -43,7 +43,7 @@ MPS_CLIENTS = (
 )
 
 #: Measured with 535: a control daemon keeps memory limits of devices 0 to 31, and ignores others silently.
-MOST_GPUS_OF_A_DOMAIN = 32
+MAX_GPUS_PER_DOMAIN = 32
 
 _ALL_TENTHS = 1000
 

@@ -26,7 +26,7 @@ from yunion_mps.models import (
     Source,
 )
 from yunion_mps.planning.division import (
-    MOST_GPUS_OF_A_DOMAIN,
+    MAX_GPUS_PER_DOMAIN,
     divide,
     enforces_budgets,
     max_clients,
@@ -110,9 +110,9 @@ def devices_of(host: str, domain: DomainPlan, gpus: Iterable[Gpu]) -> list[Devic
 
 
 def _too_many_in_one_domain(config: Config, gpus: Sequence[Gpu]) -> list[Problem]:
-    if config.cuda_mps_scope != "host" or len(gpus) <= MOST_GPUS_OF_A_DOMAIN:
+    if config.cuda_mps_scope != "host" or len(gpus) <= MAX_GPUS_PER_DOMAIN:
         return []
-    most = MOST_GPUS_OF_A_DOMAIN
+    most = MAX_GPUS_PER_DOMAIN
     what = f"cuda_mps_scope is host, and one control daemon cannot limit more than {most} GPUs"
     at = config.sources["cuda_mps_scope"]
     if at.line is None:  # the default: host.conf is where MPS is enabled

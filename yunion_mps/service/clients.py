@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 #: How long a client has to end by itself once its server has let go of it.
 _GRACE_S = 5.0
 #: The longest value shown of the variable that names a job's devices: the job can write anything there.
-_LONGEST_DEVICE = 1000
+_MAX_DEVICE = 1000
 #: A log cuts its times to seconds; a process that began later than this after one only reuses the PID.
 _SAME_S = 5.0
 #: The kernel writes its line, and the server finds out, a moment after the driver has reported an XID.
@@ -70,7 +70,7 @@ class ClientService:
     async def clients(self, *, seen: bool = False) -> answers.ClientList:
         """The servers and clients of all domains, and processes that wait for another user's server.
 
-        `troubles` says of which nothing is known, and why. With `seen` only what NVML and the kernel see: no
+        `errors` says of which nothing is known, and why. With `seen` only what NVML and the kernel see: no
         control daemon is asked, because a server that hangs would keep it from serving anything else.
         """
         async with self._listing:
@@ -236,12 +236,12 @@ def _list(
     domains: Sequence[_DomainClients], nvml: Nvml | None, gpus: Iterable[Gpu], containers: Containers
 ) -> answers.ClientList:
     seen = _GpuProcesses({}, {})
-    troubles = [one.trouble for one in domains if one.trouble]
+    errors = [one.trouble for one in domains if one.trouble]
     try:
         # In this order: a process that begins between the two questions is known to use MPS.
         seen = _GpuProcesses(nvml.processes(), nvml.mps_clients()) if nvml else seen
     except YunionError as error:
-        troubles.append(error.message)
+        errors.append(error.message)
     addresses = {gpu.uuid: gpu.address for gpu in gpus}
     clients = [client for one in domains for client in _clients_json(one, seen, addresses, containers)]
     known = {client["pid"] for client in clients}
@@ -253,7 +253,7 @@ def _list(
         ],
         "clients": clients,
         "waiting": [waiter for one in domains for waiter in _waiting_json(one) if waiter["pid"] not in known],
-        "troubles": troubles,
+        "errors": errors,
         "total": len(clients),
     }
 
@@ -308,7 +308,7 @@ def _clients_json(
                 "mps": through_mps,
                 "server": None if through_mps is False else domain.clients.get(pid, only),
                 "domain": domain.plan.name,
-                "device": printable(variable_of(pid, DEVICE_VARIABLE) or "")[:_LONGEST_DEVICE] or None,
+                "device": printable(variable_of(pid, DEVICE_VARIABLE) or "")[:_MAX_DEVICE] or None,
                 "gpus": [addresses.get(uuid, uuid) for uuid in memory],
                 "memory_by_gpu": list(memory.values()),
                 "memory_used": sum(known) if known else None,

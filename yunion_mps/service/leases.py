@@ -20,7 +20,7 @@ from yunion_mps.leases.allocator import Allocator, Candidates, candidates_of, re
 from yunion_mps.leases.expiry import HolderWatch, renewed, restored
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.leases.queue import Queue, QueuedRequest
-from yunion_mps.leases.request import LeaseRequest, gpu_named, lease_named, owner_name, refuse_over_quota
+from yunion_mps.leases.request import LeaseRequest, find_gpu, find_lease, owner_name, refuse_over_quota
 from yunion_mps.leases.storage import LeaseStorage, QueuePositions
 from yunion_mps.models import ALL, LEASE_VARIABLE, Device, DomainPlan, Event, Holder, Lease, Owner, Plan
 from yunion_mps.paths import Paths
@@ -133,7 +133,7 @@ class LeaseService:
         lease = self.ledger.repeated(queued.holder, queued.idempotency_key)
         if lease is None:
             self._refuse_over_quota(queued)
-            self.ledger.refuse_second(queued.holder, queued.idempotency_key)
+            self.ledger.refuse_duplicate(queued.holder, queued.idempotency_key)
             queued = queued._replace(request=self._feasible(queued.request))
             queued = self._positions.place(queued, time.time(), time.monotonic())
             lease = await self._granted(queued, wait_s)
@@ -230,7 +230,7 @@ class LeaseService:
         """What can be given now; made once for each snapshot."""
         snapshot = self._supervisor.snapshot()
         if self._known_version != snapshot.version:
-            self._known = candidates_of(snapshot, self._queries.reasons())
+            self._known = candidates_of(snapshot, self._queries.unusable_reasons())
             self._known_version = snapshot.version
         return self._known
 
@@ -241,7 +241,7 @@ class LeaseService:
             device = self._queries.device(device.removeprefix("0000:"))["addr"]
         if gpu:
             gpus = self._supervisor.snapshot().inventory.gpus
-            gpu = gpu_named(gpu.removeprefix("0000:"), gpus).address
+            gpu = find_gpu(gpu.removeprefix("0000:"), gpus).address
         request = request._replace(device=device, gpu=gpu)
         refuse_infeasible(request, self._candidates())
         return request
@@ -290,7 +290,7 @@ class LeaseService:
     def _grant(self, queued: QueuedRequest, devices: tuple[Device, ...]) -> Lease:
         """Enter the lease; raises YunionError, with nothing granted, if it cannot be stored or honoured."""
         holder, lease_id = queued.holder, random_uuid()
-        self.ledger.refuse_second(holder, queued.idempotency_key)
+        self.ledger.refuse_duplicate(holder, queued.idempotency_key)
         environment = {**self._candidates().environment(queued.request, devices), LEASE_VARIABLE: lease_id}
         is_device = queued.cdi or holder.binding == "name"
         lease = Lease(lease_id, devices, holder, time.time(), environment, queued.idempotency_key, is_device)
@@ -315,7 +315,7 @@ class LeaseService:
 
         If CUDA finds no control daemon it goes on without one, and without limits.
         """
-        reasons = self._queries.reasons()
+        reasons = self._queries.unusable_reasons()
         for device in lease.devices:
             why = reasons.get(device.gpu_uuid, "its GPU is not there any more")
             if why:
@@ -359,7 +359,7 @@ class LeaseService:
 
         `of_any_unit`: an engine may have left its job's unit by now, which no job can by itself.
         """
-        lease = lease_named(name, self.ledger.leases, caller)
+        lease = find_lease(name, self.ledger.leases, caller)
         owner = lease.holder.owner
         is_owner = caller.uid == owner.uid if of_any_unit else caller == owner
         if caller.uid not in (0, os.geteuid()) and not is_owner:

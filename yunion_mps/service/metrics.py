@@ -83,7 +83,7 @@ class Observation(NamedTuple):
 
     `memory` is in MiB by GPU UUID and PID, `through_mps` the clients of MPS by GPU UUID (a GPU that does not
     tell is missing), `devices` the addresses that a process was given, and `others` the MPS servers that no
-    domain knows and processes that have ended since, none of which count as use past MPS.
+    domain knows and processes that have ended since, none of which count as use outside MPS.
     """
 
     taken_s: float
@@ -95,11 +95,11 @@ class Observation(NamedTuple):
 
 
 class GpuUse(NamedTuple):
-    """The use of one GPU; `past_mps` is None if the driver does not tell which processes use MPS."""
+    """The use of one GPU; `outside_mps` is None if the driver does not tell which processes use MPS."""
 
     mib: int
     clients: int
-    past_mps: int | None
+    outside_mps: int | None
 
 
 class DomainUse(NamedTuple):
@@ -146,7 +146,7 @@ class Facts(NamedTuple):
 def use_of(seen: Observation, budgets: Mapping[str, Budget]) -> Use:
     """How much is used, and by how many; `budgets` are those of all devices, by address."""
     servers = {pid for domain in seen.domains for pid in domain.servers}
-    past_mps = {
+    outside_mps = {
         uuid: set(processes) - set(seen.through_mps[uuid]) - servers - seen.others
         for uuid, processes in seen.memory.items()
         if uuid in seen.through_mps
@@ -155,7 +155,7 @@ def use_of(seen: Observation, budgets: Mapping[str, Budget]) -> Use:
         uuid: {*seen.memory.get(uuid, ()), *seen.through_mps.get(uuid, ())}
         - servers
         - seen.others
-        - past_mps.get(uuid, set())
+        - outside_mps.get(uuid, set())
         for uuid in {*seen.memory, *seen.through_mps}
     }
     memory = {
@@ -167,7 +167,7 @@ def use_of(seen: Observation, budgets: Mapping[str, Budget]) -> Use:
             uuid: GpuUse(
                 sum(mib or 0 for mib in processes.values()),
                 len(clients[uuid]),
-                len(past_mps[uuid]) if uuid in past_mps else None,
+                len(outside_mps[uuid]) if uuid in outside_mps else None,
             )
             for uuid, processes in seen.memory.items()
         },

@@ -19,8 +19,8 @@ from yunion_mps.service.state import (
     UNAVAILABLE,
     domain_names,
     gpu_reason,
-    reasons,
     state_of,
+    unusable_reasons,
 )
 from yunion_mps.service.usage import UsageHistory
 from yunion_mps.supervisor.status import warnings
@@ -116,7 +116,7 @@ class Queries:
         pool = next((pool for pool in snapshot.plan.pools if pool.gpu_uuid == gpu.uuid), None)
         if pool is None:
             return None
-        if reasons(snapshot)[pool.gpu_uuid]:
+        if unusable_reasons(snapshot)[pool.gpu_uuid]:
             return 0
         return self.ledger.free_mib(pool) if self.ledger else pool.memory_mib
 
@@ -153,9 +153,9 @@ class Queries:
             "domains": [domain_json(domain) for domain in snapshot.domains],
         }
 
-    def reasons(self) -> Mapping[str, Reason]:
+    def unusable_reasons(self) -> Mapping[str, Reason]:
         """Why the devices of a GPU (by UUID) cannot be used now, empty if they can."""
-        return reasons(self._take())
+        return unusable_reasons(self._take())
 
     def unusable_gpus(self) -> frozenset[str]:
         """The addresses of the GPUs that cannot be used themselves, whatever the state of their domains."""

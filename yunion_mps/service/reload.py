@@ -84,7 +84,7 @@ class Reloader:
                 self._record_refusal(requester, error)
                 raise
             await self.set_modes()
-            self._supervisor.aim(asyncio.get_running_loop().time())
+            self._supervisor.apply(asyncio.get_running_loop().time())
             self._tick()
             await self._settle()
             if drain or now:

@@ -27,7 +27,7 @@ from yunion_mps.service.state import (
     PENDING,
     UNAVAILABLE,
     gpu_reason,
-    reasons,
+    unusable_reasons,
     why_unusable,
 )
 
@@ -49,7 +49,7 @@ def devices_json(snapshot: Snapshot, ledger: Ledger | None = None) -> list[answe
     planned = {device.id for device in snapshot.plan.devices}
     made = [device for device in given.values() if device.id not in planned]
     gpus = {gpu.uuid: gpu for gpu in snapshot.inventory.gpus}
-    why = reasons(snapshot)
+    why = unusable_reasons(snapshot)
     served = [one for one in snapshot.plan.devices if not why.get(one.gpu_uuid, NO_DOMAIN)]
     free = ledger.free_devices(served)
     shown: list[answers.Device] = []

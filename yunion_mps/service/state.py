@@ -30,7 +30,7 @@ _NOT_SERVED = Reason(
 )
 
 
-def reasons(snapshot: Snapshot) -> dict[str, Reason]:
+def unusable_reasons(snapshot: Snapshot) -> dict[str, Reason]:
     """Why the devices of a GPU (by UUID) cannot be used now, empty if they can."""
     gpus = {gpu.uuid: gpu for gpu in snapshot.inventory.gpus}
     domains = {domain.plan.name: domain for domain in snapshot.domains}
@@ -72,7 +72,7 @@ def state_of(snapshot: Snapshot) -> str:
     if not serving:
         return "failed"
     broken = any(gpu_reason(gpu, snapshot) for gpu in snapshot.inventory.gpus)
-    broken = broken or any(reasons(snapshot).values())
+    broken = broken or any(unusable_reasons(snapshot).values())
     return "degraded" if broken or serving < len(snapshot.domains) else "ready"
 
 
@@ -85,5 +85,5 @@ def one_line(status: answers.Status) -> str:
     line = f"{devices['available']} of {devices['total']} devices available, "
     line += f"{devices['pending']} pending, " if devices["pending"] else ""
     line += f"{serving} of {len(domains)} control daemons serving"
-    troubles: Sequence[str] = [d["reason"] for d in domains if d["state"] != READY]
-    return line + (f"; {troubles[0]}" if troubles else "")
+    errors: Sequence[str] = [d["reason"] for d in domains if d["state"] != READY]
+    return line + (f"; {errors[0]}" if errors else "")

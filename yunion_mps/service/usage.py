@@ -25,7 +25,7 @@ MINUTES = 60
 STEP_S = 60
 
 #: The longest value of the variable that names a process's devices: all devices that a lease may have.
-_LONGEST_NAMES = 4096
+_MAX_NAMES = 4096
 
 #: The memory in MiB that each process uses, by GPU UUID and PID; None if the driver does not tell.
 Processes = Mapping[str, Mapping[int, Optional[int]]]
@@ -153,7 +153,7 @@ class ProcessDevices:
 def _named_by(pid: int) -> str | None:
     """What its environment says; its user can write anything, and no more of it is kept than makes sense."""
     names = variable_of(pid, DEVICE_VARIABLE)
-    return None if names is None else names[:_LONGEST_NAMES]
+    return None if names is None else names[:_MAX_NAMES]
 
 
 def _known(names: str | None, known: KnownDevices) -> tuple[str, ...]:

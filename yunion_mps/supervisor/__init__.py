@@ -1,7 +1,7 @@
 """The supervisor: brings the plan into effect, keeps it in effect, and restores what it changed.
 
-Like a domain it is told the time and never waits, so that one loop can drive it before the event loop is
-loaded and another afterwards. What calls the driver is handed out as work (`ModeWork`), because it may take
+Like a domain it takes the time as a parameter and never waits, so one loop can drive it before asyncio is
+loaded, and asyncio afterwards. Calls to the driver are returned as work (`ModeWork`), because they may take
 long.
 """
 
@@ -37,7 +37,7 @@ class Supervisor:
     """Brings the host into the planned state, and reports the current one."""
 
     def __init__(self, paths: Paths, preflight: Preflight) -> None:
-        """`preflight` is without problems; its NVML stays open for as long as this is used."""
+        """`preflight` must have no problems; its NVML must stay open as long as the supervisor is used."""
         self._paths = paths
         self.nvml = preflight.nvml
         self._gpus = Gpus(preflight.inventory, preflight.config, preflight.plan, paths)
@@ -81,7 +81,7 @@ class Supervisor:
         self._changed()
 
     def refuse_if_unsafe(self) -> None:
-        """Raise HostError if nothing may change now: nothing can be written down, or a stop has begun."""
+        """Raise HostError if nothing may change now: nothing can be recorded, or a stop has begun."""
         if self.stopping:
             raise BusyError("the daemon is stopping", "start it again: systemctl start yunion-mps-daemon")
         self.fleet.refuse_if_not_recorded()
@@ -120,7 +120,7 @@ class Supervisor:
         try:
             left = left_running(self._store)
         except ShortageError as error:
-            what = "compute modes are not restored, because it is not known whether a job still needs them"
+            what = "compute modes are not restored, because a job may still need them"
             log.error("%s: %s. %s", what, error.message, "restore them: yunion-mps-daemon --restore")
             self.release()
             return
@@ -131,7 +131,7 @@ class Supervisor:
         self.release()
 
     def release(self) -> None:
-        """Close what is open, and leave everything as it is, for the program that continues."""
+        """Close files and change nothing on the host, so that another program can continue."""
         self.event_log.flush()
         if self._store:
             self._store.close()
@@ -150,17 +150,17 @@ class Supervisor:
 
     @property
     def config(self) -> Config:
-        """What both files said when they were last accepted."""
+        """The configuration that was accepted last."""
         return self.desired.config
 
     def snapshot(self) -> Snapshot:
-        """What is now; the same object for as long as nothing changes."""
+        """The current state; the same object as long as nothing changes."""
         if self._snapshot is None:
             self._version += 1
             remarks = [reason for reason in self._remarked.values() if reason]
-            if self.event_log.trouble:
+            if self.event_log.write_error:
                 means = "events are kept elsewhere for now, and changes are refused"
-                what = f"{self.event_log.trouble}; {means}"
+                what = f"{self.event_log.write_error}; {means}"
                 remarks.append(Reason(what, reasons.EVENTS_NOT_WRITTEN))
             self._snapshot = Snapshot(
                 self._version,
@@ -195,12 +195,12 @@ class Supervisor:
         self.desired.plan_again()
         if self.desired.plan.domains != planned:
             try:
-                self.aim(now_s)
+                self.apply(now_s)
             except HostError as error:
                 log.error("%s. %s", error.message, error.hint)
 
     def lose_driver(self, error: DriverError, now_s: float) -> None:
-        """Record that the driver as a whole does not answer any more."""
+        """Record that the driver as a whole has stopped answering."""
         for domain in self.domains:
             domain.note_use(in_use=None)  # nothing is known of jobs any more
         inventory = self._gpus.inventory
@@ -228,7 +228,7 @@ class Supervisor:
         return self._modes.due(self.desired.plan, self._store)
 
     def set_modes(self, work: ModeWork) -> ModeResult:
-        """Do the work, or nothing once a stop has begun; for threads, because it calls the driver."""
+        """Do the work, or nothing once a stop has begun; run it on a thread, because it calls the driver."""
         return self._modes.set(work, self.nvml, self.store())
 
     def note_modes(self, result: ModeResult) -> None:
@@ -239,7 +239,7 @@ class Supervisor:
     # -- another configuration
 
     def accept(self, preflight: Preflight, find_lease_waits: FindLeaseWaits) -> list[Change]:
-        """Make the reloaded configuration the desired one; next set the modes (`mode_work`), then call `aim`.
+        """Make the reloaded configuration the desired one; then set the modes (`mode_work`) and call `apply`.
 
         Raises YunionError, with nothing changed, if it is refused.
         """
@@ -256,12 +256,12 @@ class Supervisor:
         self._changed()
         return changes
 
-    def aim(self, now_s: float) -> None:
+    def apply(self, now_s: float) -> None:
         """Bring the accepted configuration into effect, as far as running jobs allow."""
         self._plan_again()
         domains = self.desired.domains()
         program = find_control_program() if domains else ""
-        self.fleet.aim(domains, program, self.config.cuda_mps_stop_timeout_s, now_s)
+        self.fleet.apply(domains, program, self.config.cuda_mps_stop_timeout_s, now_s)
         self._changed()
 
     # -- its own
@@ -282,7 +282,7 @@ class Supervisor:
 
     def _make_fleet(self, program: str, leftovers: Leftovers) -> None:
         domains = self.desired.domains()
-        self.fleet.make(domains, leftovers.known, program, self.config.cuda_mps_stop_timeout_s)
+        self.fleet.create_domains(domains, leftovers.known, program, self.config.cuda_mps_stop_timeout_s)
 
     def _settle_leftovers(self) -> Leftovers:
         """Find what an earlier daemon left, and restore the modes that none of it needs."""

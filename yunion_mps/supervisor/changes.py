@@ -92,11 +92,11 @@ class DesiredState:
         self._fleet = fleet
         self.config: Config = preflight.config
         self.plan: Plan = preflight.plan
-        #: What is configured and left out.
+        #: The settings that are configured but ignored.
         self.remarks = preflight.remarks
 
     def domains(self, plan: Plan | None = None) -> list[DomainPlan]:
-        """The plan's domains, their directories below the root that everything of ours lies under."""
+        """The plan's domains, with their directories below our root directory."""
         return [
             domain._replace(
                 pipe_directory=self._paths.under(domain.pipe_directory),
@@ -111,7 +111,7 @@ class DesiredState:
     def plan_for(self, preflight: Preflight, find_lease_waits: FindLeaseWaits) -> tuple[Plan, list[Change]]:
         """The plan for a reloaded configuration, and its changes to what domains serve and leases hold.
 
-        Raises YunionError if there can be none.
+        Raises YunionError if no plan is possible.
         """
         preflight.check()
         plan = self._make_plan(preflight.config, preflight.inventory)

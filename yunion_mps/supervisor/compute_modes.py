@@ -37,7 +37,7 @@ class ModeResult(NamedTuple):
 def carry_out(work: ModeWork, nvml: Nvml | None, store: Store) -> ModeResult:
     """Set and restore modes; calls the driver, which may be slow. Raises HostError if it cannot record them.
 
-    Without an `nvml` (MPS is not enabled) one is opened for it.
+    If `nvml` is None because MPS is disabled, NVML is opened for this call.
     """
     if not any(work):
         return ModeResult({}, {})
@@ -106,9 +106,9 @@ class ComputeModes:
         self._ended = False
 
     def due(self, target: Plan, store: Store | None) -> ModeWork:
-        """What is to be set, and what restored because nothing of ours uses the GPU any more.
+        """The modes to set, and those to restore because nothing of ours uses their GPUs any more.
 
-        Without a store nothing is known to restore. What waits for servers is pending in their domains.
+        Without a store there is nothing to restore. What waits for servers is pending in their domains.
         """
         changes = mode_changes(target, [gpu for gpu in self._gpus.inventory.gpus if not gpu.reason])
         originals = {} if store is None else original_modes(store)
@@ -123,7 +123,7 @@ class ComputeModes:
         return ModeWork(changes, restore)
 
     def set(self, work: ModeWork, nvml: Nvml | None, store: Store) -> ModeResult:
-        """Do the work, or nothing once the end has begun; for threads, because it calls the driver."""
+        """Do the work, or nothing after `end()`; run it on a thread, because it calls the driver."""
         with self._lock:
             return ModeResult({}, {}) if self._ended else carry_out(work, nvml, store)
 
@@ -132,7 +132,7 @@ class ComputeModes:
 
     def restore(self, nvml: Nvml | None, store: Store, left: Collection[str]) -> bool:
         """Restore the modes of all GPUs but those in `left`; whether there were any."""
-        with self._lock:  # what was begun before the end is done first
+        with self._lock:  # work already under way finishes first
             return self.note(restore_unused(store, nvml, left), "the original mode was restored")
 
     def note(self, result: ModeResult, why: str) -> bool:

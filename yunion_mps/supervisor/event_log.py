@@ -24,19 +24,19 @@ from yunion_mps.models import Event
 log = logging.getLogger(__name__)
 
 #: How many events are kept, and for how long.
-MOST_EVENTS = 10_000
+MAX_EVENTS = 10_000
 OLDEST_EVENT_S = 30 * 86_400.0
 _PRUNE_EVERY = 256
 #: How many events are kept in memory while none can be written.
-_MOST_UNWRITTEN = 1000
-#: At this size a file of the copy is followed by the next; two are kept, of some 2,000 events each.
-_LARGEST_COPY_BYTES = 512 * 1024
-#: A larger id is none of ours, and no id that SQLite can keep could follow it.
-_MOST_EVENTS_EVER = 1 << 62
+_MAX_UNWRITTEN = 1000
+#: The size at which the copy is rotated; two files are kept, with about 2,000 events each.
+_MAX_COPY_BYTES = 512 * 1024
+#: A larger id is not one of ours, and would leave SQLite no room for later ids.
+_MAX_EVENT_ID = 1 << 62
 
 
 class EventRecord(NamedTuple):
-    """An event as it was recorded; ids grow, and are never used twice. `time_s` is in s since 1970."""
+    """A recorded event; ids increase and are never reused. `time_s` is in s since 1970."""
 
     id: int
     time_s: float
@@ -49,23 +49,23 @@ class EventLog:
     def __init__(
         self, store: Callable[[], Store], copy_file: str, changed: Callable[[], None] = lambda: None
     ) -> None:
-        """`copy_file` is where their copy lies; `changed` is called when `trouble` has changed."""
+        """`copy_file` is where their copy lies; `changed` is called when `write_error` has changed."""
         self._store = store
         self._copy = EventCopy(copy_file)
         self._changed = changed
         self._last_id: int | None = None
-        # Events that have no id yet, because the next id is not known before the file was read.
-        self._without_id: deque[tuple[float, Event]] = deque(maxlen=_MOST_UNWRITTEN)
-        self._unwritten: deque[EventRecord] = deque(maxlen=_MOST_UNWRITTEN)
+        # Events without an id, because the next id is unknown until the state file has been read.
+        self._without_id: deque[tuple[float, Event]] = deque(maxlen=_MAX_UNWRITTEN)
+        self._unwritten: deque[EventRecord] = deque(maxlen=_MAX_UNWRITTEN)
         self._set_aside = ""
         #: Why events cannot be written now, empty if they can.
-        self.trouble = ""
+        self.write_error = ""
         #: How many were recorded, by kind and severity.
         self.counts: Counter[tuple[str, str]] = Counter()
         self._listeners: list[Callable[[], None]] = []
 
     def listen(self, listener: Callable[[], None]) -> None:
-        """Have it called whenever events were written."""
+        """Call `listener` whenever events have been written."""
         self._listeners.append(listener)
 
     def record(self, event: Event) -> None:
@@ -83,10 +83,10 @@ class EventLog:
             store = self._store()
             EventTable(store).add(list(self._unwritten))
         except HostError as error:
-            self._note_trouble(error.message)
+            self._note_write_error(error.message)
             return
         self._unwritten.clear()
-        self._note_trouble("")
+        self._note_write_error("")
         if store.set_aside != self._set_aside:
             self._set_aside = store.set_aside
             self._fill_again(store)
@@ -140,17 +140,17 @@ class EventLog:
         try:
             EventTable(store).add(self._copy.read())
         except HostError as error:
-            self._note_trouble(error.message)
+            self._note_write_error(error.message)
         means = "it was rebuilt from copies: the events since boot, and the original compute modes"
         code = reasons.STATE_FILE_DAMAGED
         self.record(Event("error", "daemon", "state file", what, "it is damaged", means, code))
 
-    def _note_trouble(self, message: str) -> None:
-        if message == self.trouble:
+    def _note_write_error(self, message: str) -> None:
+        if message == self.write_error:
             return
         if message:
             log.error("events cannot be written to disk and are kept in %s: %s", self._copy.file, message)
-        self.trouble = message
+        self.write_error = message
         self._changed()
 
 
@@ -161,7 +161,7 @@ class EventTable:
         self._store = store
 
     def add(self, events: Sequence[EventRecord]) -> None:
-        """Keep the events, all or none; those that are there already are left alone."""
+        """Add the events, all or none; those already present are skipped."""
         if not events:
             return
         rows = [(one.id, one.time_s, *one.event) for one in events]
@@ -170,7 +170,7 @@ class EventTable:
             self._prune()
 
     def last_id(self) -> int:
-        """The id of the newest event that there ever was, 0 if there was none yet."""
+        """The highest id that was ever used, 0 if there is none yet."""
         rows = self._store.read("SELECT seq FROM sqlite_sequence WHERE name = 'event'")
         return int(rows[0][0]) if rows else 0
 
@@ -186,7 +186,7 @@ class EventTable:
 
     def _prune(self) -> None:
         """Delete the oldest: by number first, because a clock set ahead makes new events look old."""
-        self._store.write("DELETE FROM event WHERE id <= ?", [(self.last_id() - MOST_EVENTS,)])
+        self._store.write("DELETE FROM event WHERE id <= ?", [(self.last_id() - MAX_EVENTS,)])
         self._store.write("DELETE FROM event WHERE time_s < ?", [(time.time() - OLDEST_EVENT_S,)])
 
 
@@ -210,21 +210,21 @@ class EventCopy:
             file = os.open(self.file, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
             try:
                 os.write(file, lines.encode())
-                is_large = os.fstat(file).st_size > _LARGEST_COPY_BYTES
+                is_large = os.fstat(file).st_size > _MAX_COPY_BYTES
             finally:
                 os.close(file)
             if is_large:
                 os.replace(self.file, self._older)
 
     def read(self) -> list[EventRecord]:
-        """What there is, in the order of the ids, without a line that was cut off."""
+        """All readable events, ordered by id; a truncated line is skipped."""
         found: dict[int, EventRecord] = {}
         for name in (self._older, self.file):
             with contextlib.suppress(OSError), open(name, encoding="utf-8", errors="replace") as file:
                 for line in file:
                     with contextlib.suppress(ValueError, TypeError, OverflowError, RecursionError):
                         number, time_s, *fields = json.loads(line)
-                        if 0 < int(number) < _MOST_EVENTS_EVER:
+                        if 0 < int(number) < _MAX_EVENT_ID:
                             event = Event(*map(str, fields))
                             found[int(number)] = EventRecord(int(number), float(time_s), event)
         return [found[number] for number in sorted(found)]

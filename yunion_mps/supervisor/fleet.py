@@ -1,6 +1,6 @@
 """The host's domains and the jobs on their GPUs: which domains run, which are to start, and which to stop.
 
-If the configuration asks for other control daemons than run, those that run go on until their servers have
+If the configuration asks for different control daemons, the running ones continue until their servers have
 ended; a domain that needs their GPUs or their directory waits for that.
 """
 
@@ -29,7 +29,7 @@ from yunion_mps.supervisor.recovery import LimitRecords
 
 log = logging.getLogger(__name__)
 
-#: Who uses the GPUs: by GPU UUID, each PID with its MiB.
+#: The processes that use the GPUs: by GPU UUID, the memory in MiB of each PID.
 Processes = Mapping[str, Mapping[int, Optional[int]]]
 
 _JUST_BEFORE_S = 0.1
@@ -56,12 +56,12 @@ class Fleet:
         self._stopping = False
         self._wants_poll = False
 
-    def make(
+    def create_domains(
         self, plans: Sequence[DomainPlan], left: Sequence[LimitsInEffect], program: str, stop_timeout_s: int
     ) -> None:
-        """Have these domains, none of them started, and those that are `left` from an earlier configuration.
+        """Create the domains of `plans`, none started yet, and those `left` from an earlier configuration.
 
-        The latter are only looked after until they have no jobs; a domain that needs their place waits.
+        The latter are only supervised until they have no jobs; a domain that needs their place waits.
         """
         self._program, self._stop_timeout_s = program, stop_timeout_s
         self.domains = [self._new(one.plan) for one in left]
@@ -76,7 +76,7 @@ class Fleet:
         for domain in self.domains:
             domain.start(now_s, by_directory[domain.desired.pipe_directory])
 
-    def aim(self, plans: Sequence[DomainPlan], program: str, stop_timeout_s: int, now_s: float) -> None:
+    def apply(self, plans: Sequence[DomainPlan], program: str, stop_timeout_s: int, now_s: float) -> None:
         """Make `plans` the desired domains: change those that differ in limits only, replace the others."""
         if self._stopping:
             return
@@ -132,7 +132,7 @@ class Fleet:
                 raise error
 
     def refuse_if_not_recorded(self) -> None:
-        """Raise HostError if what clients get cannot be written down: nothing may change then."""
+        """Raise HostError if the limits in effect cannot be recorded, because then nothing may change."""
         self._records.write_again(self.domains)
 
     @property
@@ -176,7 +176,7 @@ class Fleet:
         return {uuid for domain in busy for uuid in domain.plan.gpu_uuids}
 
     def _go_on(self, now_s: float) -> bool:
-        """Drop the domains that have ended, and start those that waited for it; whether there were any."""
+        """Drop the domains that have ended and start those that waited; return whether there were any."""
         for domain in self.domains:
             if not domain.retiring and not self._stopping and self._is_to_be_replaced(domain):
                 domain.retire()
@@ -199,7 +199,7 @@ class Fleet:
     def _is_to_be_replaced(self, domain: Domain) -> bool:
         """Whether it adopted a control daemon that lacks a GPU or the group, or serves a GPU too many.
 
-        A GPU that is lost for now is none of those: it has its place, should it come back.
+        A lost GPU does not count as one too many: it keeps its place in case it returns.
         """
         desired, served = set(domain.desired.gpu_uuids), set(domain.plan.gpu_uuids)
         surplus = served - desired
@@ -250,7 +250,7 @@ class Jobs:
             servers = set(domain.server_pids())
             jobs = listed - servers
             found |= jobs
-            # That there are none is believed only if NVML lists the servers themselves: before Volta it lists
+            # An absence of jobs is trusted only if NVML lists the servers themselves: before Volta it lists
             # no client of MPS, and in a container without the host's PIDs no process.
             is_certain = servers <= listed and telling >= set(domain.plan.gpu_uuids)
             in_use = True if jobs else (False if is_certain else None)
@@ -271,7 +271,7 @@ class Jobs:
         return self._check_s
 
     def ended_by_force(self) -> Iterator[Event]:
-        """Those that were late, as events and in the log."""
+        """Log each late job, and yield an event for it."""
         for job in self._late:
             log.warning("%s did not end in time: its MPS server was ended", job)
             means = "its MPS server was ended, and its CUDA calls fail"

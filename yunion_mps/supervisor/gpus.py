@@ -31,13 +31,13 @@ class Gpus:
 
     def __init__(self, inventory: Inventory, config: Config, plan: Plan, paths: Paths) -> None:
         self._paths = paths
-        #: Why GPUs had a fault, by PCI address.
+        #: The faults of GPUs, by PCI address.
         self._faults = _read_faults(paths.gpu_faults)
         #: Why compute modes could not be set, by UUID.
         self.mode_errors: dict[str, DriverError] = {}
         self._remembered: set[tuple[str | None, str]] | None = None
         divided = _divided(inventory, plan)
-        gpus = [self._judged(gpu, config, divided) for gpu in inventory.gpus]
+        gpus = [self._with_reason(gpu, config, divided) for gpu in inventory.gpus]
         self.inventory = inventory._replace(gpus=tuple(gpus))
 
     @property
@@ -46,7 +46,7 @@ class Gpus:
         return {str(gpu.uuid) for gpu in self.inventory.gpus if gpu.uuid and not gpu.reason}
 
     def update(self, inventory: Inventory, config: Config, plan: Plan) -> list[Event]:
-        """Take the result of a poll; returns what has happened. `inventory` stays the same if nothing has.
+        """Take the result of a poll; return its events. `inventory` stays the same object if nothing changed.
 
         A GPU that only sysfs still lists, or that is gone and serves devices, keeps its identity.
         """
@@ -57,7 +57,7 @@ class Gpus:
                 self._clear_faults(gpu.pci_address)  # it was gone and is back, so it was reset
         divided = _divided(self.inventory, plan)
         found = (_with_identity(gpu, before.get(gpu.pci_address)) for gpu in inventory.gpus)
-        gpus = {gpu.pci_address: self._judged(gpu, config, divided) for gpu in found}
+        gpus = {gpu.pci_address: self._with_reason(gpu, config, divided) for gpu in found}
         served = tuple(sorted({*self.inventory.served, *inventory.served}))
         uuids = {gpu.uuid for gpu in gpus.values()}
         lost = {gpu.pci_address for gpu in before.values() if gpu.uuid in served} & set(plan.unavailable)
@@ -106,9 +106,9 @@ class Gpus:
         self.mode_errors.clear()
 
     def remember(self, plan: Plan) -> None:
-        """Write down which GPUs serve, or would but are lost, for a daemon that starts while one is lost.
+        """Record which GPUs serve, or would if not lost, for a daemon that starts while one is lost.
 
-        An empty plan, as while MPS is disabled, is not written down: no GPU is forgotten by it.
+        An empty plan, such as while MPS is disabled, is not recorded, so that no GPU is forgotten.
         """
         planned = {uuid for domain in (*plan.domains, *plan.parked) for uuid in domain.gpu_uuids}
         kept = tuple(gpu for gpu in self.inventory.gpus if gpu.uuid in planned)
@@ -118,7 +118,7 @@ class Gpus:
             self._remembered = places
 
     def for_planning(self, inventory: Inventory, plan: Plan) -> Inventory:
-        """The GPUs as a plan is to see them: one that serves keeps its place with a fault, lost or gone."""
+        """The GPUs as a plan should see them: one that serves keeps its place if faulty, lost or gone."""
         known = {gpu.pci_address: gpu for gpu in self.inventory.gpus}
         gpus = {gpu.pci_address: gpu for gpu in inventory.gpus}
         for address in _serving(self.inventory, plan):
@@ -139,8 +139,8 @@ class Gpus:
         what = f"its compute mode cannot be set: {error.message}"
         return gpu._replace(reason=Reason(what, reasons.COMPUTE_MODE_REFUSED))
 
-    def _judged(self, gpu: Gpu, config: Config, divided: Collection[str]) -> Gpu:
-        """The GPU with the reason why it cannot serve devices although it is to, such as MIG mode."""
+    def _with_reason(self, gpu: Gpu, config: Config, divided: Collection[str]) -> Gpu:
+        """The GPU with the reason why it cannot serve the devices that it should, such as MIG mode."""
         gpu = self._with_mode_error(gpu)
         reason = reason_against(gpu, config) if gpu.pci_address in divided else gpu.reason
         return gpu._replace(reason=reason or self._fault_of(gpu))
@@ -191,7 +191,7 @@ def _with_identity(gpu: Gpu, known: Gpu | None) -> Gpu:
 
 
 def _availability(gpu: Gpu, before: Gpu | None) -> list[Event]:
-    """Whether the GPU has become available or unavailable, as an event and in the log."""
+    """Log that the GPU has become available or unavailable, and return the event, if there is one."""
     reason = before.reason if before else "it was not there"
     if gpu.reason and gpu.reason != reason:
         log.error("GPU %s cannot be used: %s", gpu.address, gpu.reason)

@@ -23,7 +23,7 @@ WITHOUT_IT = "the daemon ignores this setting"
 class Preflight(NamedTuple):
     """The result. `nvml` is open if MPS is enabled and the driver answers; the caller closes it.
 
-    `remarks` say what is configured and left out.
+    `remarks` name the settings that are configured but ignored.
     """
 
     config: Config
@@ -99,13 +99,13 @@ def _without_multiuser(config: Config, paths: Paths) -> tuple[Config, tuple[Reas
         return config, ()
     from yunion_mps.mps.startup import knows_multiuser  # few hosts ask for it
 
-    # Somewhere to try a program that makes sockets: ours if the daemon has run before.
+    # A directory for the sockets of a trial run: ours if the daemon has run before.
     directory = paths.run_directory if os.access(paths.run_directory, os.W_OK) else "/tmp"
     try:
         program = find_control_program()
         if knows_multiuser(program, directory):
             return config, ()
-    except HostError:  # a start would say it, with what to do
+    except HostError:  # the start reports this with a hint
         return config, ()
     remark = (
         f"cuda_mps_multiuser is true, but {program} does not support it: users wait for each other's jobs"

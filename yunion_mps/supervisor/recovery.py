@@ -1,7 +1,7 @@
 """What the next daemon needs if this one is killed, and what an earlier daemon left behind.
 
 MPS servers keep their limits and outlive the daemon, so the limits that are in effect are recorded in the
-state file by pipe directory. At a start, control daemons of ours that run are found by their processes.
+state file by pipe directory. At a start, our running control daemons are found by their processes.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class LimitRecords:
                 self._write(domain.plan.pipe_directory, domain.in_effect)
 
     def write_again(self, domains: Iterable[Domain]) -> None:
-        """Record it again; raises HostError if it cannot be written, because then nothing may change."""
+        """Record the limits again; raises HostError if that fails, because then nothing may change."""
         for domain in domains:
             if domain.state == READY:
                 self._store().record_limits(domain.plan.pipe_directory, to_json(domain.in_effect))

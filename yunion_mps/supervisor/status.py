@@ -42,21 +42,21 @@ def statuses(
 
 
 def notice(config: Config, desired: Plan, host_conf: str, leftovers: str) -> Reason:
-    """Why the host offers no devices at all, if that is so, and what is to be known of `leftovers`."""
+    """Why the host offers no devices, if it offers none, and the notice about `leftovers`."""
     why, code = "", reasons.CONTROL_DAEMON_LEFT
     if not config.enable_cuda_mps:
         why = f"enable_cuda_mps is false in {host_conf}: this host offers no MPS devices"
         code = reasons.DISABLED
     elif not desired.domains:
         each = "; ".join(f"{address}: {reason}" for address, reason in desired.unavailable.items())
-        why = f"no GPU of this host can serve MPS devices ({each or 'it has none'})"
+        why = f"no GPU on this host can serve MPS devices ({each or 'there is none'})"
         code = reasons.NO_USABLE_GPU
     text = "; ".join(part for part in (why, leftovers) if part)
     return Reason(text, code if text else "")
 
 
 def warnings(snapshot: Snapshot) -> Sequence[Reason]:
-    """What an operator must know although all runs, such as budgets that are not enforced."""
+    """What an operator must know although everything runs, such as budgets that are not enforced."""
     found = list(snapshot.remarks)
     served = {uuid for domain in snapshot.domains for uuid in domain.plan.gpu_uuids}
     for gpu in snapshot.inventory.gpus:

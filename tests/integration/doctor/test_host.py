@@ -22,7 +22,7 @@ def test_on_a_healthy_host_every_line_is_ok(ready: Scene) -> None:
     seen = ready.look("--pid", str(job.pid))
     assert (seen.code, seen.bad()) == (0, {})
     assert len(seen.checks) == 25
-    assert seen.one("past MPS", "ok")["what"] == "1 programs use our GPUs, each through MPS"
+    assert seen.one("outside MPS", "ok")["what"] == "1 programs use our GPUs, each through MPS"
     assert seen.one("client limit", "ok")["what"] == "at most 1 on a GPU, of 48"
 
 
@@ -152,7 +152,7 @@ def test_without_a_driver_that_is_said_once_and_what_was_not_looked_at(ready: Sc
     ready.host.hide_library()
     assert "no NVIDIA driver" in ready.look().one("driver", "problem")["what"]
     told = ready.host.run(["yunion-mps", "doctor"]).stdout
-    skipped = "skipped  device nodes, GPUs, MIG, vGPU, budgets, compute mode, client limit, past MPS"
+    skipped = "skipped  device nodes, GPUs, MIG, vGPU, budgets, compute mode, client limit, outside MPS"
     reason = "not checked: no NVIDIA driver: its library libnvidia-ml.so.1 is not installed"
     assert f"\n{skipped}: {reason}\n" in told
 

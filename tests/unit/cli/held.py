@@ -28,7 +28,7 @@ TWO: Json = {
 CAROL: Json = {**WAITER, "user": "carol"}
 #: More than its device has.
 OVER: Json = {**CLIENT, "memory_by_gpu": [6000], "memory_used": 6000}
-PAST_MPS: Json = {
+OUTSIDE_MPS: Json = {
     **CLIENT,
     "pid": 4711,
     "user": "mallory",
@@ -47,10 +47,10 @@ def hold(host: ServerHost, *leases: Json, waiting: tuple[Json, ...] = ()) -> Non
 
 
 def busy(host: ServerHost, since_s: float = LEASE["since"]) -> None:
-    """Since then: a process over budget, one past MPS, an idle lease, and a queued request."""
+    """Since then: a process over budget, one outside MPS, an idle lease, and a queued request."""
     over, idle, waiting = ({**one, "since": since_s} for one in (LEASE, TWO, CAROL))
     hold(host, over, idle, waiting=(waiting,))
-    host.clients.found = clients(OVER, {**PAST_MPS, "started": since_s})
+    host.clients.found = clients(OVER, {**OUTSIDE_MPS, "started": since_s})
 
 
 def long_ago_s() -> float:

@@ -6,7 +6,7 @@ import pytest
 from yunion_mps.errors import ControlError, NotAllowedError, YunionError
 
 from unit.cli.conftest import Cli, table_of
-from unit.cli.held import PAST_MPS
+from unit.cli.held import OUTSIDE_MPS
 from unit.http.by_hand import CLIENT, GONE, SERVER, WAITING, clients
 
 TABLE = """\
@@ -42,7 +42,7 @@ def test_a_failed_server_comes_first_and_the_unknown_last(utc: Cli) -> None:
         CLIENT,
         GONE,
         servers=({**SERVER, "pid": 4300, "state": None}, {**SERVER, "state": "FAULT"}),
-        troubles=("domain 0001:e1:00.0: it does not answer",),
+        errors=("domain 0001:e1:00.0: it does not answer",),
     )
     assert utc.good("clients") == (
         "FAULT: MPS server (PID 4250) of alice, domain host: its jobs have failed, and it serves again once "
@@ -52,9 +52,9 @@ def test_a_failed_server_comes_first_and_the_unknown_last(utc: Cli) -> None:
 
 
 def test_processes_past_mps_are_named_below(utc: Cli) -> None:
-    utc.host.clients.found = clients(CLIENT, PAST_MPS)
+    utc.host.clients.found = clients(CLIENT, OUTSIDE_MPS)
     assert utc.good("clients").splitlines()[-2:] == [
-        "PID 4711: it uses a GPU past MPS, where no budget holds",
+        "PID 4711: it uses a GPU outside MPS, where no budget holds",
         "MPS server (PID 4250) of alice, domain host: ACTIVE",
     ]
 

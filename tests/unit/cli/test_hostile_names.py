@@ -13,7 +13,7 @@ from yunion_mps.errors import NothingFreeError
 from yunion_mps.models import Event
 
 from unit.cli.conftest import Cli
-from unit.cli.held import PAST_MPS, hold
+from unit.cli.held import OUTSIDE_MPS, hold
 from unit.hostile_names import READABLE, WORST, steers
 from unit.http.by_hand import CLIENT, LEASE, SERVER, WAITER, WAITING, clients
 from unit.http.server_host import ServerHost
@@ -49,8 +49,8 @@ def worst() -> Iterator[Cli]:
         names = {"user": WORST, "command": WORST}
         server, waiting = {**SERVER, **names}, {**WAITING, **names, "server_user": WORST}
         names["container"] = WORST
-        jobs = {**CLIENT, **names, "device": WORST}, {**PAST_MPS, **names}
-        host.clients.found = clients(*jobs, servers=(server,), waiting=(waiting,), troubles=(WORST,))
+        jobs = {**CLIENT, **names, "device": WORST}, {**OUTSIDE_MPS, **names}
+        host.clients.found = clients(*jobs, servers=(server,), waiting=(waiting,), errors=(WORST,))
         host.clients.how = WORST
         lease = {**LEASE, **names, "name": WORST, "environment": ENVIRONMENT}
         hold(host, lease, {**lease, "id": "b" * 36, "devices": ["00:06.0-2"]}, waiting=({**WAITER, **names},))

@@ -212,7 +212,7 @@ def test_now_names_the_clients_that_a_pending_domain_waits_for(serve: Serve) -> 
 
 def test_now_asks_also_if_not_all_clients_are_known(own: Cli) -> None:
     own.host.reloader.planned = PLANNED
-    own.host.clients.found = by_hand.clients(troubles=("domain host: it does not answer",))
+    own.host.clients.found = by_hand.clients(errors=("domain host: it does not answer",))
     code, text = own.answered(b"n\n", "reload", "--now")
     assert (code, own.host.reloader.done) == (1, ["plan"])
     assert "yunion-mps: not all clients are known: domain host: it does not answer" in text

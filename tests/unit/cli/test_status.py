@@ -13,7 +13,7 @@ from yunion_mps.models import PlannedGpu, Snapshot
 from yunion_mps.reasons import DOMAIN_STARTING, Reason
 
 from unit.cli.conftest import Cli, Serve
-from unit.cli.held import PAST_MPS, busy, hold
+from unit.cli.held import OUTSIDE_MPS, busy, hold
 from unit.cli.test_devices import HOST
 from unit.http import snapshots
 from unit.http.by_hand import LEASE, SERVER, WAITING, clients
@@ -56,7 +56,7 @@ Problem:  PID 4711 of mallory (./old-job) uses GPU 00:06.0 (300 MiB) without MPS
 Hint:     ask its owner, or end it: yunion-mps clients terminate PID
 {NOT_ENFORCED}\
 Devices:  4 of 4 available, 3 used, 1 free
-Leases:   2, 1 waiting; 1 client of MPS, 1 process past MPS
+Leases:   2, 1 waiting; 1 client of MPS, 1 process outside MPS
 {WHERE}{GPU.format(use=3, free=1, mib=6300)}{DOMAIN}"""
 
 
@@ -238,13 +238,13 @@ def test_tables_fit_the_terminal(own: Cli, columns: int) -> None:
 
 
 def test_the_status_is_printed_for_programs_too(own: Cli) -> None:
-    own.host.clients.found = clients(PAST_MPS)
+    own.host.clients.found = clients(OUTSIDE_MPS)
     hold(own.host, LEASE)
     answer, rows = own.read("status")
     assert (answer["state"], answer["domains"][0]["memory_limits"]) == ("degraded", [5760])
     served = {"total": 4, "available": 4, "unavailable": 0, "pending": 0}
     assert answer["devices"] == {**served, "used": 1, "free": 3}
-    assert (answer["leases"], answer["clients"], answer["past_mps"]) == ({"total": 1, "waiting": 0}, 0, 1)
+    assert (answer["leases"], answer["clients"], answer["outside_mps"]) == ({"total": 1, "waiting": 0}, 0, 1)
     assert [problem["kind"] for problem in answer["problems"]] == ["Problem", "Warning"]
     pairs = dict(rows)
     assert (pairs["Field"], pairs["state"], pairs["domains.0.pid"]) == ("Value", "degraded", "4242")

@@ -20,7 +20,7 @@ from yunion_mps.overview.host import Answers
 from yunion_mps.service.queries import Queries
 
 from unit.cli.conftest import Cli
-from unit.cli.held import OVER, PAST_MPS, TWO, busy, hold
+from unit.cli.held import OUTSIDE_MPS, OVER, TWO, busy, hold
 from unit.http import snapshots
 from unit.http.by_hand import CLIENT, LEASE, clients
 
@@ -41,7 +41,7 @@ def poll(snapshot: Snapshot, *leases: Any, events: int = 0) -> Poll:
     return Poll(NOW_S, told, [event] * events, (), 0.0)
 
 
-BUSY = scene(poll(snapshots.reference(), LEASE, TWO, events=9), clients(OVER, PAST_MPS))
+BUSY = scene(poll(snapshots.reference(), LEASE, TWO, events=9), clients(OVER, OUTSIDE_MPS))
 MANY = scene(poll(snapshots.large(480), events=9), NO_CLIENTS)
 TROUBLED = scene(poll(snapshots.troubled()), NO_CLIENTS)
 DISABLED = scene(poll(snapshots.disabled()), NO_CLIENTS)
@@ -193,7 +193,7 @@ def test_once_prints_a_frame_whole_and_without_colours(own: Cli) -> None:
 
 
 def test_once_says_what_is_not_known(own: Cli) -> None:
-    own.host.clients.found = clients(troubles=("domain host: it does not answer",))
+    own.host.clients.found = clients(errors=("domain host: it does not answer",))
     assert own.good("top", "--once").splitlines()[-1] == "Not known: domain host: it does not answer"
 
 

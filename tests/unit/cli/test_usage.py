@@ -16,9 +16,9 @@ from yunion_mps import __version__, client, revision
 from yunion_mps.cli.root import COMMANDS, cli
 from yunion_mps.http.operations import (
     EVENT_KINDS,
-    LARGEST_LIMIT,
-    LARGEST_NUMBER,
-    LONGEST_EVENT_WAIT_S,
+    MAX_EVENT_WAIT_S,
+    MAX_LIMIT,
+    MAX_NUMBER,
 )
 
 from unit.cli.conftest import Cli
@@ -93,14 +93,14 @@ def test_a_group_without_a_command_is_its_help(alone: Cli) -> None:
 
 
 def test_the_largest_numbers_are_those_that_the_daemon_takes(cli: Cli) -> None:
-    cli.good("list", "--limit", str(LARGEST_LIMIT), "--offset", str(LARGEST_NUMBER))
-    cli.good("list", "--numa-node", str(LARGEST_NUMBER))
-    assert cli("list", "--limit", str(LARGEST_LIMIT + 1)).code == 2
-    assert cli("list", "--offset", str(LARGEST_NUMBER + 1)).code == 2
+    cli.good("list", "--limit", str(MAX_LIMIT), "--offset", str(MAX_NUMBER))
+    cli.good("list", "--numa-node", str(MAX_NUMBER))
+    assert cli("list", "--limit", str(MAX_LIMIT + 1)).code == 2
+    assert cli("list", "--offset", str(MAX_NUMBER + 1)).code == 2
 
 
 def test_what_the_commands_know_of_the_daemon_is_so() -> None:
-    assert client.EVENT_WAIT_S <= LONGEST_EVENT_WAIT_S
+    assert client.EVENT_WAIT_S <= MAX_EVENT_WAIT_S
 
 
 def test_the_version_is_one_line_with_the_revision(alone: Cli) -> None:

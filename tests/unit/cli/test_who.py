@@ -16,7 +16,7 @@ TEXT = """\
 | Device | Lease | User | PID | Command | Since | Used_MiB | Of_MiB | Remark |
 | 00:06.0-1 | 7c1f0e7a | alice | 4260 | python train.py | 4 d 2 h | 6000 | 5760 | over budget |
 | 00:06.0-2,00:06.0-3 | 71b0b1ae | bob | | job-17 | 4 d 2 h | 0 | 11520 | idle |
-| 00:06.0 | | mallory | 4711 | ./old-job | 4 d 2 h | 300 | | past MPS |
+| 00:06.0 | | mallory | 4711 | ./old-job | 4 d 2 h | 300 | | outside MPS |
 Waiting: carol (PID 4300) wants 2 devices on one GPU, for 4 d 2 h
 Problem: 00:06.0-1 has 6000 of 5760 MiB: PID 4260 of alice (python train.py)
 Problem: PID 4711 of mallory (./old-job) uses GPU 00:06.0 (300 MiB) without MPS, so no budget limits it
@@ -112,7 +112,7 @@ def test_on_80_columns_the_use_is_kept_and_words_are_whole(own: Cli) -> None:
 
 
 def test_what_is_not_known_is_said(own: Cli) -> None:
-    own.host.clients.found = clients(troubles=("domain host: it does not answer",))
+    own.host.clients.found = clients(errors=("domain host: it does not answer",))
     assert own.good("who").splitlines()[-1] == "Not known: domain host: it does not answer"
 
 

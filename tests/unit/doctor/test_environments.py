@@ -129,11 +129,11 @@ def test_a_program_that_uses_a_gpu_past_mps_is_named(scene: Scene) -> None:
     outside = {**scene.given, "CUDA_MPS_PIPE_DIRECTORY": "/nowhere"}
     with job(scene.given) as inside, job(outside) as wild:
         scene.host.users = Once(lambda: {str(P40.uuid): {inside: 100, wild: 100}})
-        found = one(scene.host, "past MPS", "warning")
+        found = one(scene.host, "outside MPS", "warning")
     assert found.what.startswith(f"PID {wild} (python")
     assert "uses GPU 00:06.0 past our MPS (it looks in /nowhere): it has no limits" in found.what
     scene.host.users = Once(dict)
-    assert one(scene.host, "past MPS", "ok").what == "no program does"
+    assert one(scene.host, "outside MPS", "ok").what == "no program does"
 
 
 # -- commands

@@ -62,14 +62,14 @@ def clients(
     *found: Json,
     servers: tuple[Json, ...] = (SERVER,),
     waiting: tuple[Json, ...] = (),
-    troubles: tuple[str, ...] = (),
+    errors: tuple[str, ...] = (),
 ) -> Json:
     """The answer with these clients."""
     return {
         "servers": list(servers),
         "clients": list(found),
         "waiting": list(waiting),
-        "troubles": list(troubles),
+        "errors": list(errors),
         "total": len(found),
     }
 

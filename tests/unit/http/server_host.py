@@ -159,7 +159,7 @@ class ServerHost(Closes):
 
     def __init__(self, snapshot: Snapshot, limits: Limits | None = None) -> None:
         self.snapshot = snapshot
-        self.troubles: list[str] = []
+        self.errors: list[str] = []
         self._clients: list[RawClient] = []
         self._stack = contextlib.ExitStack()
         self.paths = self._stack.enter_context(short_root())
@@ -173,7 +173,7 @@ class ServerHost(Closes):
         self.server = Server(Router(handlers), limits or Limits())
         self.listener = Listener(self.paths)
         self._loop = asyncio.new_event_loop()
-        self._loop.set_exception_handler(lambda _, context: self.troubles.append(str(context)))
+        self._loop.set_exception_handler(lambda _, context: self.errors.append(str(context)))
         self._thread = threading.Thread(target=self._loop.run_forever)
         self._thread.start()
         self.call(self.server.open(self.listener.socket))
@@ -241,7 +241,7 @@ class ServerHost(Closes):
             client.close()
         self._stack.close()
         assert not self.server.pool.by_client
-        assert self.troubles == []
+        assert self.errors == []
 
     def call(self, coroutine: Any) -> None:
         """Do this in the server's event loop."""

@@ -260,15 +260,15 @@ def test_each_answers_time_is_in_one_bucket(router: Router) -> None:
 
 
 def test_an_answer_that_was_cancelled_is_not_counted(router: Router) -> None:
-    troubles: list[object] = []
+    errors: list[object] = []
 
     async def go_away() -> None:
-        asyncio.get_running_loop().set_exception_handler(lambda _, context: troubles.append(context))
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
         task = asyncio.ensure_future(router.answer(Request("GET", "/v1/clients", 0)))  # type: ignore[arg-type]
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         await asyncio.sleep(0)
 
     asyncio.run(go_away())
-    assert troubles == []
+    assert errors == []
     assert router.counted().answers == {}

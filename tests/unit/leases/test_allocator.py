@@ -265,7 +265,7 @@ class LedgerMachine(RuleBasedStateMachine):
         gpus = {one.gpu_uuid for one in devices}
         assert len(devices) == request.number
         assert len(gpus) == (request.number if request.across else 1)
-        assert all(request.takes(one) for one in devices)
+        assert all(request.matches(one) for one in devices)
         self.count += 1
         self.ledger.add(lease(str(self.count), *devices))
 
@@ -323,7 +323,7 @@ def test_what_is_reserved_for_a_request_is_free_and_would_do(wanted: LeaseReques
     kept = Allocator(ledger).reserve(wanted, candidates(2)).devices
     found = {offer.device.id: offer.device for offer in candidates(2).devices}
     assert len(kept) <= wanted.number
-    assert all(wanted.takes(found[one]) and one not in ledger.lease_of for one in kept)
+    assert all(wanted.matches(found[one]) and one not in ledger.lease_of for one in kept)
 
 
 def test_all_devices_are_had_together_or_not_at_all() -> None:

@@ -87,7 +87,7 @@ def test_the_same_request_of_the_same_holder_has_its_lease() -> None:
 )
 def test_a_second_lease_for_a_name_or_a_request_is_refused(holder: Holder, key: str, message: str) -> None:
     with pytest.raises(HostError) as caught:
-        Ledger(LEASES).refuse_second(holder, key)
+        Ledger(LEASES).refuse_duplicate(holder, key)
     assert caught.value.message == message
 
 
@@ -102,4 +102,4 @@ def test_a_second_lease_for_a_name_or_a_request_is_refused(holder: Holder, key: 
     ],
 )
 def test_another_owner_s_names_and_keys_are_no_conflict(holder: Holder, key: str) -> None:
-    Ledger(LEASES).refuse_second(holder, key)
+    Ledger(LEASES).refuse_duplicate(holder, key)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from yunion_mps.errors import NotFoundError
-from yunion_mps.leases.request import lease_named
+from yunion_mps.leases.request import find_lease
 from yunion_mps.models import Holder, Lease, Owner
 
 from unit.leases.shares import device, lease
@@ -49,7 +49,7 @@ THEIRS = made(
     ],
 )
 def test_a_lease_has_its_id_its_holders_name_and_the_beginning_of_its_id(name: str, found: str) -> None:
-    assert lease_named(name, LEASES, ALICE).id == found
+    assert find_lease(name, LEASES, ALICE).id == found
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_a_lease_has_its_id_its_holders_name_and_the_beginning_of_its_id(name: s
 )
 def test_what_names_none_or_several_is_said(name: str, message: str) -> None:
     with pytest.raises(NotFoundError) as caught:
-        lease_named(name, LEASES, ALICE)
+        find_lease(name, LEASES, ALICE)
     assert caught.value.message == message
 
 
@@ -79,7 +79,7 @@ def test_what_names_none_or_several_is_said(name: str, message: str) -> None:
     ],
 )
 def test_a_name_finds_own_leases_and_an_id_finds_any(owner: Owner, name: str, found: str) -> None:
-    assert lease_named(name, THEIRS, owner).id == found
+    assert find_lease(name, THEIRS, owner).id == found
 
 
 @pytest.mark.parametrize(
@@ -88,5 +88,5 @@ def test_a_name_finds_own_leases_and_an_id_finds_any(owner: Owner, name: str, fo
 def test_a_name_never_finds_another_owner_s_lease(owner: Owner, name: str) -> None:
     """Else root, whose own lease has expired, would end that of a user who has called it the same."""
     with pytest.raises(NotFoundError, match=f"there is no lease {name}") as caught:
-        lease_named(name, THEIRS, owner)
+        find_lease(name, THEIRS, owner)
     assert caught.value.hint == "give the id of another owner's lease: yunion-mps who"

@@ -79,7 +79,7 @@ def test_budgets_are_in_bytes_and_parts_of_one() -> None:
     assert value(ALL, "yunion_mps_device_clients", **unused) == 0
     assert value(ALL, "yunion_mps_gpu_memory_bytes", gpu="00:06.0") == 23040 * 1024**2
     assert value(ALL, "yunion_mps_gpu_memory_used_bytes", gpu="00:06.0") == 6000 * 1024**2
-    assert value(ALL, "yunion_mps_gpu_processes_past_mps", gpu="00:06.0") == 1
+    assert value(ALL, "yunion_mps_gpu_processes_outside_mps", gpu="00:06.0") == 1
 
 
 def test_the_budget_of_who_has_a_device_is_the_one_that_it_was_given_with() -> None:
@@ -106,7 +106,7 @@ def test_what_is_unknown_is_missing_and_not_0() -> None:
     assert not {name for name in shown if "used" in name or "clients" in name or "probe" in name}
     assert "yunion_mps_use_timestamp_seconds" not in shown
     silent = ALL._replace(use=USE._replace(gpus={str(P40.uuid): GpuUse(0, 0, None)}))
-    assert value(silent, "yunion_mps_gpu_processes_past_mps", gpu="00:06.0") is None
+    assert value(silent, "yunion_mps_gpu_processes_outside_mps", gpu="00:06.0") is None
     assert value(silent, "yunion_mps_gpu_clients", gpu="00:06.0") == 0
 
 

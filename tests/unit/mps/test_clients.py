@@ -22,7 +22,7 @@ from yunion_mps.mps.clients import (
     waiting_clients,
 )
 from yunion_mps.mps.conversation import OccupiedError
-from yunion_mps.mps.log_file import LARGEST_BYTES, LOG_NAME, bound_logs, timestamp_parser
+from yunion_mps.mps.log_file import LOG_NAME, MAX_BYTES, bound_logs, timestamp_parser
 
 from .driving import Bench, DomainRun, Jobs
 from .front_ends import as_root, stop_process, wait_for
@@ -180,9 +180,7 @@ def test_a_log_that_was_emptied_forgets_no_client(plan: DomainPlan) -> None:
     folder = Path(plan.log_directory)
     folder.mkdir(exist_ok=True)
     log = folder / LOG_NAME
-    log.write_bytes(
-        (b"x" * 1023 + b"\n") * (LARGEST_BYTES >> 10) + log_of(PUT_OFF % (os.getpid(), os.getuid()))
-    )
+    log.write_bytes((b"x" * 1023 + b"\n") * (MAX_BYTES >> 10) + log_of(PUT_OFF % (os.getpid(), os.getuid())))
     bound_logs(plan)
     assert log.read_bytes() == b""
     assert [one.pid for one in waiting_clients(plan, [os.getpid()])] == [os.getpid()]

@@ -13,8 +13,8 @@ import pytest
 from yunion_mps.models import DomainPlan
 from yunion_mps.mps.health import PROBE_S
 from yunion_mps.mps.log_file import (
-    LARGEST_BYTES,
     LOG_NAME,
+    MAX_BYTES,
     OLDER,
     SERVER_LOG,
     LogReader,
@@ -62,7 +62,7 @@ def test_what_was_kept_grows_no_further_than_the_log(plan: DomainPlan, log: Path
     for number in range(5):
         log.write_text(f"{number} matters {'x' * 1000}\n" * 2_000)
         bound_logs(plan)
-        assert log.with_name(OLDER).stat().st_size <= LARGEST_BYTES
+        assert log.with_name(OLDER).stat().st_size <= MAX_BYTES
     assert log.with_name(OLDER).read_text().rpartition("\n4 matters ")[1]
 
 
@@ -72,7 +72,7 @@ def test_a_control_daemon_goes_on_writing_to_a_log_that_was_emptied(bench: Bench
     with log.open("a") as file:
         file.write(CHATTER * 10_000)
     run.turn(PROBE_S).until_said()
-    assert log.stat().st_size < LARGEST_BYTES
+    assert log.stat().st_size < MAX_BYTES
     assert b"\0" not in log.read_bytes()
     assert "Starting control daemon" not in log.read_text()
     before = log.stat().st_size

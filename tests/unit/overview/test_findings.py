@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from yunion_mps import __version__
-from yunion_mps.overview.findings import HostFinding, folded, of_status, other_version
+from yunion_mps.overview.findings import HostFinding, folded, of_status, version_mismatch
 from yunion_mps.reasons import (
     BUDGET_NOT_ENFORCED,
     CODES,
@@ -54,4 +54,4 @@ def test_findings_with_the_same_hint_are_folded() -> None:
 def test_a_daemon_of_another_version_than_installed_is_shown(version: str) -> None:
     status: Any = {"version": version}
     said = f"the daemon runs version {version}, but {__version__} is installed"
-    assert other_version(status) == ("" if version == __version__ else said)
+    assert version_mismatch(status) == ("" if version == __version__ else said)

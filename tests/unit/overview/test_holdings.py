@@ -6,7 +6,7 @@ from typing import Any
 
 from yunion_mps.overview.holdings import Holding, filled, holdings, memory_by_gpu
 
-from unit.cli.held import PAST_MPS, TWO
+from unit.cli.held import OUTSIDE_MPS, TWO
 from unit.http.by_hand import CLIENT, GONE, LEASE
 
 
@@ -63,9 +63,9 @@ def test_a_lease_over_two_gpus_has_a_budget_on_each() -> None:
 
 
 def test_what_is_past_mps_counts_against_no_device() -> None:
-    found = holdings(DEVICES, [LEASE], [changed(PAST_MPS, device="00:06.0-1"), CLIENT])
+    found = holdings(DEVICES, [LEASE], [changed(OUTSIDE_MPS, device="00:06.0-1"), CLIENT])
     assert used(found) == {"00:06.0-1": 512, "00:06.0": 300}
-    assert [one.past_mps for one in found] == [False, False, False, False, True]
+    assert [one.outside_mps for one in found] == [False, False, False, False, True]
 
 
 def test_a_process_without_memory_yet_is_at_its_device() -> None:

@@ -11,7 +11,7 @@ from yunion_mps.mps.states import FAILED
 from yunion_mps.overview.host import Answers, HostOverview, page
 from yunion_mps.service.queries import Filters, Queries
 
-from unit.cli.held import OVER, PAST_MPS, TWO
+from unit.cli.held import OUTSIDE_MPS, OVER, TWO
 from unit.http import by_hand
 from unit.http.by_hand import CLIENT, LEASE
 from unit.http.snapshots import H100, P40, snapshot
@@ -23,7 +23,7 @@ def page_of(*gpus: Gpu, leases: Sequence[Json] = (), clients: Sequence[Json] = (
     """What the page shows of a host with these GPUs, leases and clients, and a domain in such a state."""
     service: Any = Queries(lambda: snapshot(*gpus, **domain), 0.0, 1)
     devices = service.devices(Filters(), 0, 0)["isolated_devices"]
-    seen = by_hand.clients(*clients, servers=(), troubles=("domain host: it does not answer",))
+    seen = by_hand.clients(*clients, servers=(), errors=("domain host: it does not answer",))
     answers = Answers(service.status(), service.gpus()["gpus"], devices, leases, (), seen)
     return page(HostOverview.of(answers))
 
@@ -32,14 +32,14 @@ def parts(shown: Json) -> dict[str, Json]:
     return {",".join(one["devices"]) or one["gpu"]: one for one in shown["parts"]}
 
 
-def test_a_part_is_free_idle_in_use_over_budget_or_past_mps() -> None:
-    shown = page_of(P40, leases=(LEASE, TWO), clients=(OVER, PAST_MPS))
+def test_a_part_is_free_idle_in_use_over_budget_or_outside_mps() -> None:
+    shown = page_of(P40, leases=(LEASE, TWO), clients=(OVER, OUTSIDE_MPS))
     states = {name: one["state"] for name, one in parts(shown).items()}
     assert states == {
         "00:06.0-0": "free",
         "00:06.0-1": "over budget",
         "00:06.0-2,00:06.0-3": "idle",
-        "00:06.0": "past MPS",
+        "00:06.0": "outside MPS",
     }
     assert shown["state"] == "degraded"
     within = page_of(P40, leases=(LEASE,), clients=(CLIENT,))
@@ -72,10 +72,10 @@ def test_a_lease_on_a_device_that_cannot_be_used_any_more_says_so() -> None:
 
 
 def test_findings_troubles_and_counts_are_those_of_status() -> None:
-    shown = page_of(P40, leases=(LEASE, TWO), clients=(OVER, PAST_MPS))
+    shown = page_of(P40, leases=(LEASE, TWO), clients=(OVER, OUTSIDE_MPS))
     assert [one["kind"] for one in shown["findings"]] == ["Problem", "Problem", "Warning"]
     assert shown["wrong"] == 3
-    assert shown["troubles"] == ["domain host: it does not answer"]
+    assert shown["errors"] == ["domain host: it does not answer"]
     served = {"total": 4, "available": 4, "unavailable": 0, "pending": 0}
     assert shown["devices"] == {**served, "used": 3, "free": 1}
     assert (shown["leases"], shown["clients"]) == (2, 2)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from yunion_mps.answers import LeaseRecord
 from yunion_mps.containers.publisher import CdiPublisher
-from yunion_mps.errors import HostError, NeverFreeError, NotAllowedError, NothingFreeError
+from yunion_mps.errors import HostError, InfeasibleError, NotAllowedError, NothingFreeError
 from yunion_mps.host.store import Store
 from yunion_mps.leases.queue import QueuedRequest
 from yunion_mps.leases.request import LeaseRequest
@@ -142,7 +142,7 @@ def test_queued_requests_that_become_infeasible_are_refused(host: LeaseHost) -> 
         host.snapshot = snapshot(ONE)._replace(version=2)
         host.leases.serve()
         for task in refused:
-            with pytest.raises(NeverFreeError, match="can never be allocated"):
+            with pytest.raises(InfeasibleError, match="can never be allocated"):
                 await task
         assert host.waiting == ["anyone"]
         host.release(first["id"])

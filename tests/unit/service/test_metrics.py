@@ -72,12 +72,12 @@ def test_a_process_that_is_no_client_is_past_mps_and_no_client() -> None:
     assert found.gpus[A] == GpuUse(980, 1, 1)
 
 
-def test_one_that_has_ended_or_is_a_server_nobody_knows_is_not_past_mps() -> None:
+def test_one_that_has_ended_or_is_a_server_nobody_knows_is_not_outside_mps() -> None:
     found = use(memory={A: {STRANGER: 50}}, through_mps={A: set()}, others=frozenset({STRANGER}))
     assert found.gpus[A] == GpuUse(50, 0, 0)
 
 
-def test_where_the_driver_does_not_tell_clients_apart_nobody_is_past_mps() -> None:
+def test_where_the_driver_does_not_tell_clients_apart_nobody_is_outside_mps() -> None:
     found = use(through_mps={})
     assert found.gpus[A] == GpuUse(1330, 2, None)
 

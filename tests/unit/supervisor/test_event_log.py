@@ -19,7 +19,7 @@ from yunion_mps.host.store import Store
 from yunion_mps.models import Event
 from yunion_mps.paths import Paths
 from yunion_mps.supervisor.event_log import (
-    MOST_EVENTS,
+    MAX_EVENTS,
     OLDEST_EVENT_S,
     EventCopy,
     EventLog,
@@ -118,7 +118,7 @@ def test_the_newest_are_shown_although_they_are_not_written_yet(disk: Disk, even
     disk.store.write = _full  # type: ignore[method-assign]
     event_log.record(event("b", "gpu"))
     event_log.record(event("c"))
-    assert event_log.trouble == "disk full"
+    assert event_log.write_error == "disk full"
     assert whats(event_log) == ["a", "b", "c"]
     assert [one.id for one in event_log.after(1, 1)] == [2]
     assert [one.event.what for one in event_log.newest(0.0, 2)] == ["b", "c"]
@@ -126,7 +126,7 @@ def test_the_newest_are_shown_although_they_are_not_written_yet(disk: Disk, even
     assert event_log.last_id() == 3
     disk.store.write = written  # type: ignore[method-assign]
     event_log.flush()
-    assert event_log.trouble == ""
+    assert event_log.write_error == ""
     assert whats(event_log) == ["a", "b", "c"]
 
 
@@ -187,7 +187,7 @@ def test_without_a_copy_events_are_kept_all_the_same(disk: Disk, paths: Paths) -
 
 def test_that_there_is_trouble_and_that_it_is_over_is_told(disk: Disk, paths: Paths) -> None:
     told: list[str] = []
-    kept = EventLog(disk, paths.events_copy, lambda: told.append(kept.trouble))
+    kept = EventLog(disk, paths.events_copy, lambda: told.append(kept.write_error))
     disk.full = True
     kept.record(event("a"))
     kept.record(event("b"))
@@ -234,17 +234,17 @@ def test_an_event_that_is_there_is_not_changed_and_not_added_twice(table: EventT
 def test_events_are_bounded_in_number_and_age_and_their_ids_go_on(table: EventTable) -> None:
     now_s = time.time()
     table.add(several(1, 5, now_s - OLDEST_EVENT_S - 10))
-    table.add(several(6, MOST_EVENTS + 300, now_s))
+    table.add(several(6, MAX_EVENTS + 300, now_s))
     left = table.after(0, 20_000)
-    assert MOST_EVENTS <= len(left) <= MOST_EVENTS + 300
-    table.add(several(MOST_EVENTS + 306, 300, now_s))
+    assert MAX_EVENTS <= len(left) <= MAX_EVENTS + 300
+    table.add(several(MAX_EVENTS + 306, 300, now_s))
     left = table.after(0, 20_000)
-    assert len(left) <= MOST_EVENTS + 300
+    assert len(left) <= MAX_EVENTS + 300
     assert min(one.time_s for one in left) == now_s
-    assert table.last_id() == MOST_EVENTS + 605
-    for number in range(MOST_EVENTS + 606, MOST_EVENTS + 1200):  # as they come: one at a time
+    assert table.last_id() == MAX_EVENTS + 605
+    for number in range(MAX_EVENTS + 606, MAX_EVENTS + 1200):  # as they come: one at a time
         table.add(several(number, 1, now_s))
-    assert len(table.after(0, 20_000)) <= MOST_EVENTS + 300
+    assert len(table.after(0, 20_000)) <= MAX_EVENTS + 300
 
 
 # -- the copy

@@ -259,6 +259,6 @@ def test_what_is_lost_while_the_daemon_runs_is_remembered_too(begin: Begin) -> N
     host, made = begin(TWO)
     host.gpus[0].lose()
     made.rescan()
-    made.supervisor.aim(time.monotonic())
+    made.supervisor.apply(time.monotonic())
     made.stop()
     assert len(shown(made.again())) == 8

@@ -39,7 +39,7 @@ _NEWEST_EVENTS = 20
 _STALE_S = 30.0
 #: A question is asked again after so many times its own duration, so that asking costs next to nothing.
 _REST = 20.0
-_LONGEST_REST_S = 60.0
+_MAX_REST_S = 60.0
 #: A daemon that did not answer is asked again so soon, however long the interval is.
 _RETRY_S = 2.0
 
@@ -53,7 +53,7 @@ _RETRY_S = 2.0
 def top(once: bool, interval: int) -> None:
     """Watch the GPUs and the devices: what is used of each budget, by whom, and what happens.
 
-    Behind an address, ! is what is over budget or past MPS, and ? a client of MPS that names no device.
+    Behind an address, ! is what is over budget or outside MPS, and ? a client of MPS that names no device.
     With NO_COLOR in the environment there are no colours.
 
     \b
@@ -95,7 +95,7 @@ def _once(first: Poll) -> str:
     look = Look(terminal_size()[0] or columns or _PIPE_COLUMNS, WHOLE, utf8=is_utf8())
     shown = frame(scene(first, clients), look, None, time.time(), 0)
     lines = ["".join(text for text, _ in line).rstrip() for line in shown.lines]
-    unknown = notes(("Not known", trouble) for trouble in clients["troubles"])
+    unknown = notes(("Not known", error) for error in clients["errors"])
     return "".join(map(wrapped, lines)) + unknown
 
 
@@ -142,7 +142,7 @@ class _Poller:
             wait_s = self._interval_s
             try:
                 self.news.put((about_clients, self._ask(about_clients)))
-                wait_s = max(wait_s, min(_REST * (time.monotonic() - begin_s), _LONGEST_REST_S))
+                wait_s = max(wait_s, min(_REST * (time.monotonic() - begin_s), _MAX_REST_S))
             except BaseException as error:  # noqa: BLE001 - a fault is raised where the terminal is restored
                 self.news.put((about_clients, error))
                 wait_s = min(wait_s, _RETRY_S)
@@ -263,8 +263,8 @@ class _View:
         if about_clients := self._errors.get(True):
             why = f"who uses the GPUs, since {clock(self._clients_s)}: {about_clients.message}"
             return Outage(None, why, about_clients.hint)
-        if troubles := self._clients["troubles"]:
-            return Outage(None, troubles[0])
+        if errors := self._clients["errors"]:
+            return Outage(None, errors[0])
         return None
 
 

@@ -13,7 +13,7 @@ from yunion_mps.overview.host import FREE, UNAVAILABLE, Answers, HostOverview, s
 if TYPE_CHECKING:
     from yunion_mps.answers import ClientList, Event, Gpu
 
-#: Behind the address of what needs attention: over budget or past MPS, and used without a device.
+#: Behind the address of what needs attention: over budget or outside MPS, and used without a device.
 TROUBLED, WITHOUT_DEVICE = "!", "?"
 
 ORDERS = ("busiest", "device", "user", "longest")
@@ -125,7 +125,7 @@ def _pool_row(gpu: Gpu) -> Row:
 
 
 def _device_rows(holding: Holding, budgets: dict[str, int]) -> list[Row]:
-    mark = TROUBLED if holding.past_mps or holding.over_mib else "" if holding.devices else WITHOUT_DEVICE
+    mark = TROUBLED if holding.outside_mps or holding.over_mib else "" if holding.devices else WITHOUT_DEVICE
     first = max(holding.holders, key=lambda one: one.memory_mib or 0, default=None)
     more = len(holding.processes) - 1
     row = Row(

@@ -129,7 +129,7 @@ function counts(gpu, parts) {
     by[part.state] = (by[part.state] ?? 0) + number;
     devices += part.devices.length;
   }
-  const states = ["past MPS", "no device", ...Object.keys(LOOKS)].filter((state) => by[state]);
+  const states = ["outside MPS", "no device", ...Object.keys(LOOKS)].filter((state) => by[state]);
   const words = [count(devices, "device"), ...states.map((state) => `${by[state]} ${state}`)];
   if (gpu.memory_free !== null) words.push(`${memory(gpu.memory_free)} free`);
   if (!gpu.budget_enforced) words.push("budgets not enforced");

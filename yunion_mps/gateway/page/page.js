@@ -10,12 +10,12 @@ import { ago, clock, count, duration, memory, setNow } from "./words.js";
 /** How often it looks; but a question that takes long is asked again only after so many times that. */
 const LOOK_MS = 2000;
 const REST = 20;
-const LONGEST_REST_MS = 60000;
+const MAX_REST_MS = 60000;
 const USAGE_MS = 60000;
-const LONGEST_PAUSE_MS = 8000;
+const MAX_PAUSE_MS = 8000;
 const EVENTS_WAIT_S = 20;
 /** With more devices, their hours are asked for GPU by GPU, and only of those that rows are shown of. */
-const MOST_HOURS = 512;
+const MAX_HOURS = 512;
 /** Where the filter is kept while the page is reloaded. */
 const KEPT = "yunion-mps filter";
 const SIGNS = { ready: "✓", degraded: "!", failed: "✕", disabled: "–", "no answer": "✕" };
@@ -86,7 +86,7 @@ async function look() {
 function reload() {
   sessionStorage.setItem(KEPT, who.filter.value);
   location.reload();
-  return LONGEST_REST_MS;
+  return MAX_REST_MS;
 }
 
 function gone(error) {
@@ -138,7 +138,7 @@ function draw() {
   title();
   showAbout();
   showState();
-  const told = [...shown.findings, ...shown.troubles.map((what) => ({ kind: "Not known", what, hint: "" }))];
+  const told = [...shown.findings, ...shown.errors.map((what) => ({ kind: "Not known", what, hint: "" }))];
   hide(byId("wrong"), !told.length);
   findings.show(told.map((one) => [`${one.kind} ${one.what} ${one.hint}`, one]));
   hide(byId("whole"), !shown.gpus.length);
@@ -195,7 +195,7 @@ function showAge() {
 
 async function askUsage() {
   if (!shown) return;
-  const many = shown.devices.total > MOST_HOURS;
+  const many = shown.devices.total > MAX_HOURS;
   try {
     const told = await get(`v1/usage${many ? "?devices=false" : ""}`);
     if (many) await askHours(told);
@@ -254,7 +254,7 @@ async function follow() {
       }
     } catch {
       await pause(pauseMs);
-      pauseMs = Math.min(pauseMs * 2, LONGEST_PAUSE_MS);
+      pauseMs = Math.min(pauseMs * 2, MAX_PAUSE_MS);
     }
   }
 }
@@ -262,7 +262,7 @@ async function follow() {
 async function lookOn() {
   for (;;) {
     await seen();
-    await pause(Math.max(LOOK_MS, Math.min(REST * (await look()), LONGEST_REST_MS)));
+    await pause(Math.max(LOOK_MS, Math.min(REST * (await look()), MAX_REST_MS)));
   }
 }
 

@@ -6,7 +6,7 @@ import { ago, clock, memory } from "./words.js";
 
 /** So many rows are shown at first, and more with each request for more. */
 const STEP = 200;
-const WRONG = new Set(["over budget", "past MPS", "no device"]);
+const WRONG = new Set(["over budget", "outside MPS", "no device"]);
 
 export class Who {
   constructor() {
@@ -56,7 +56,7 @@ export class Who {
     this.shown = found.slice(0, this.most);
     for (const part of this.shown) {
       const key = part.lease ?? part.devices.join(",");
-      seen.set(`${part.gpu} ${part.state === "past MPS" || part.state === "no device" ? part.state : key}`, part);
+      seen.set(`${part.gpu} ${part.state === "outside MPS" || part.state === "no device" ? part.state : key}`, part);
     }
     this.rows.show([...seen]);
     hide(byId("rows").parentElement, !found.length);
