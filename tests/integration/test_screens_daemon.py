@@ -24,7 +24,7 @@ def busy(make_host: MakeHost, make_daemon: MakeDaemon) -> Iterator[tuple[Daemon,
         yield make_daemon(host).start().wait_ready(), jobs
 
 
-def test_jobs_of_the_real_daemon_come_and_go_and_use_past_mps_is_named(
+def test_jobs_of_the_real_daemon_come_and_go_and_use_outside_mps_is_named(
     busy: tuple[Daemon, StandIns],
 ) -> None:
     daemon, jobs = busy
@@ -111,7 +111,7 @@ def test_what_is_left_of_memory_in_units_is_on_every_screen(
             command.communicate()
 
 
-def test_no_process_is_called_past_mps_without_proof(busy: tuple[Daemon, StandIns]) -> None:
+def test_no_process_is_called_outside_mps_without_proof(busy: tuple[Daemon, StandIns]) -> None:
     """An MPS server is none, nor a process that has just ended, nor any if the driver does not tell."""
     daemon, jobs = busy
     gpu, foreign = daemon.host.gpus[0], os.getpid()

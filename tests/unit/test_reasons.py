@@ -39,7 +39,7 @@ def test_each_code_has_its_name_a_meaning_and_a_hint() -> None:
 
 
 def test_a_hint_names_the_gpu_and_is_general_for_an_unknown_code() -> None:
-    expected = "turn it off: nvidia-smi -i GPU-1 -mig 0; then: yunion-mps reload"
+    expected = "disable MIG mode: nvidia-smi -i GPU-1 -mig 0; then: yunion-mps reload"
     assert hint_of(reasons.MIG_ENABLED, "GPU-1") == expected
     assert hint_of("from_a_newer_daemon") == "run the diagnostics: yunion-mps doctor"
 

@@ -51,7 +51,7 @@ def test_a_failed_server_comes_first_and_the_unknown_last(utc: Cli) -> None:
     )
 
 
-def test_processes_past_mps_are_named_below(utc: Cli) -> None:
+def test_processes_outside_mps_are_named_below(utc: Cli) -> None:
     utc.host.clients.found = clients(CLIENT, OUTSIDE_MPS)
     assert utc.good("clients").splitlines()[-2:] == [
         "PID 4711: it uses a GPU outside MPS, where no budget holds",

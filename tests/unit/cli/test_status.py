@@ -51,9 +51,9 @@ Leases:   0; 1 client of MPS
 {WHERE}{GPU.format(use=1, free=3, mib=512)}{DOMAIN}"""
 BUSY = f"""\
 State:    degraded
-Problem:  00:06.0-1 has 6000 of 5760 MiB: PID 4260 of alice (python train.py)
+Problem:  00:06.0-1 uses 6000 of 5760 MiB: PID 4260 of alice (python train.py)
 Problem:  PID 4711 of mallory (./old-job) uses GPU 00:06.0 (300 MiB) without MPS, so no budget limits it
-Hint:     ask its owner, or end it: yunion-mps clients terminate PID
+Hint:     ask its owner, or terminate it: yunion-mps clients terminate PID
 {NOT_ENFORCED}\
 Devices:  4 of 4 available, 3 used, 1 free
 Leases:   2, 1 waiting; 1 client of MPS, 1 process outside MPS
@@ -77,7 +77,7 @@ def test_the_status_of_a_healthy_host_is_one_screen(own: Cli) -> None:
     assert len(shown(own).splitlines()) < 24
 
 
-def test_what_is_over_budget_or_past_mps_comes_first_with_its_hint(own: Cli) -> None:
+def test_what_is_over_budget_or_outside_mps_comes_first_with_its_hint(own: Cli) -> None:
     busy(own.host)
     assert shown(own) == whole(BUSY)
     assert len(shown(own).splitlines()) < 24
@@ -160,7 +160,10 @@ def test_the_status_of_a_troubled_host_says_what_is_amiss_and_what_to_do(trouble
         "Problem:  GPU 10000:00:07.0: the GPU is lost",
         "Hint:     repair or reset the GPU, then: yunion-mps reload; run the diagnostics: yunion-mps doctor",
         f"Problem:  GPU 81:00.0 (NVIDIA H100): {MIG}",
-        f"Hint:     turn it off: nvidia-smi -i {snapshots.IN_MIG_MODE.uuid} -mig 0; then: yunion-mps reload",
+        (
+            f"Hint:     disable MIG mode: nvidia-smi -i {snapshots.IN_MIG_MODE.uuid} -mig 0; "
+            "then: yunion-mps reload"
+        ),
     ]
     assert "Devices:  0 of 6 available, 1 used, 0 free" in lines
     assert "GPUs:     4, 4 unavailable" in lines

@@ -186,7 +186,7 @@ def test_once_prints_a_frame_whole_and_without_colours(own: Cli) -> None:
     busy(own.host)
     out = own.good("top", "--once")
     assert "\x1b" not in out
-    assert "  do: ask its owner, or end it: yunion-mps clients terminate PID\n" in out
+    assert "  do: ask its owner, or terminate it: yunion-mps clients terminate PID\n" in out
     assert "00:06.0-0  ░░░░░░░░░░░             5760    25 free\n" in out
     assert "without MPS, so no budget limits it\n" in out
     assert " quit " not in out

@@ -18,9 +18,9 @@ TEXT = """\
 | 00:06.0-2,00:06.0-3 | 71b0b1ae | bob | | job-17 | 4 d 2 h | 0 | 11520 | idle |
 | 00:06.0 | | mallory | 4711 | ./old-job | 4 d 2 h | 300 | | outside MPS |
 Waiting: carol (PID 4300) wants 2 devices on one GPU, for 4 d 2 h
-Problem: 00:06.0-1 has 6000 of 5760 MiB: PID 4260 of alice (python train.py)
+Problem: 00:06.0-1 uses 6000 of 5760 MiB: PID 4260 of alice (python train.py)
 Problem: PID 4711 of mallory (./old-job) uses GPU 00:06.0 (300 MiB) without MPS, so no budget limits it
-Hint: ask its owner, or end it: yunion-mps clients terminate PID
+Hint: ask its owner, or terminate it: yunion-mps clients terminate PID
 """
 
 
@@ -71,7 +71,7 @@ def test_it_is_printed_for_programs_too(own: Cli) -> None:
     first = answer["uses"][0]
     assert (first["device"], first["lease"], first["memory_used"]) == ("00:06.0-1", LEASE["id"], 6000)
     assert [problem["hint"] for problem in answer["problems"]] == [
-        "ask its owner, or end it: yunion-mps clients terminate PID"
+        "ask its owner, or terminate it: yunion-mps clients terminate PID"
     ] * 2
     assert header == [
         "Device", "GPU", "Lease", "User", "PID", "Command", "Since", "Used_MiB", "Of_MiB", "Remark",
@@ -99,10 +99,10 @@ AT_80 = """\
 +---------------------+---------+------+-----------------+----------+--------+
 (no room for Lease, Since, Remark: use -o csv)
 Waiting: carol (PID 4300) wants 2 devices on one GPU, for 4 d 2 h
-Problem: 00:06.0-1 has 6000 of 5760 MiB: PID 4260 of alice (python train.py)
+Problem: 00:06.0-1 uses 6000 of 5760 MiB: PID 4260 of alice (python train.py)
 Problem: PID 4711 of mallory (./old-job) uses GPU 00:06.0 (300 MiB) without MPS,
     so no budget limits it
-Hint: ask its owner, or end it: yunion-mps clients terminate PID
+Hint: ask its owner, or terminate it: yunion-mps clients terminate PID
 """
 
 

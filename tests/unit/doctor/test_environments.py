@@ -125,7 +125,7 @@ def test_a_process_that_is_not_there_is_found(scene: Scene) -> None:
     assert "no process 4194304" in the(of_process(scene.host, 4194304), "problem").what
 
 
-def test_a_program_that_uses_a_gpu_past_mps_is_named(scene: Scene) -> None:
+def test_a_program_that_uses_a_gpu_outside_mps_is_named(scene: Scene) -> None:
     outside = {**scene.given, "CUDA_MPS_PIPE_DIRECTORY": "/nowhere"}
     with job(scene.given) as inside, job(outside) as wild:
         scene.host.users = Once(lambda: {str(P40.uuid): {inside: 100, wild: 100}})

@@ -211,7 +211,7 @@ def test_devices_that_no_process_gets_together_are_infeasible() -> None:
     with pytest.raises(HostError) as caught:
         refuse_infeasible(LeaseRequest(2), there)
     most = "its control daemon gives no process more than 300 MiB of GPU 01:00.0, not 600 MiB"
-    assert caught.value.message == f"2 devices cannot be one budget: {most}"
+    assert caught.value.message == f"2 devices cannot form one budget: {most}"
     for request in (LeaseRequest(), LeaseRequest(2, across=True), LeaseRequest(device="all")):
         refuse_infeasible(request, there)
     refuse_infeasible(LeaseRequest(2), candidates(2, gpu_0=300))
@@ -221,7 +221,7 @@ def test_devices_of_several_control_daemons_are_infeasible() -> None:
     there = candidates(1)
     other = Candidate(device(1, 0)._replace(domain="other"))
     both = {**there.domains, "other": there.domains["host"]._replace(name="other")}
-    with pytest.raises(HostError, match="these devices are of several control daemons"):
+    with pytest.raises(HostError, match="these devices have different control daemons"):
         refuse_infeasible(
             LeaseRequest(device="all"), there._replace(devices=[*there.devices, other], domains=both)
         )

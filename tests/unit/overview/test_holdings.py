@@ -62,7 +62,7 @@ def test_a_lease_over_two_gpus_has_a_budget_on_each() -> None:
     assert memory_by_gpu([client]) == {"00:06.0": 10, "00:07.0": 1001}
 
 
-def test_what_is_past_mps_counts_against_no_device() -> None:
+def test_what_is_outside_mps_counts_against_no_device() -> None:
     found = holdings(DEVICES, [LEASE], [changed(OUTSIDE_MPS, device="00:06.0-1"), CLIENT])
     assert used(found) == {"00:06.0-1": 512, "00:06.0": 300}
     assert [one.outside_mps for one in found] == [False, False, False, False, True]

@@ -67,17 +67,17 @@ def test_a_job_without_a_device_counts_on_its_gpu_alone() -> None:
     assert found.gpus[A] == GpuUse(1330, 2, 0)
 
 
-def test_a_process_that_is_no_client_is_past_mps_and_no_client() -> None:
+def test_a_process_that_is_no_client_is_outside_mps_and_no_client() -> None:
     found = use(memory={A: {SERVER: 30, TRAIN: 900, STRANGER: 50}}, through_mps={A: {TRAIN}})
     assert found.gpus[A] == GpuUse(980, 1, 1)
 
 
-def test_one_that_has_ended_or_is_a_server_nobody_knows_is_not_outside_mps() -> None:
+def test_an_ended_process_or_unknown_server_is_not_outside_mps() -> None:
     found = use(memory={A: {STRANGER: 50}}, through_mps={A: set()}, others=frozenset({STRANGER}))
     assert found.gpus[A] == GpuUse(50, 0, 0)
 
 
-def test_where_the_driver_does_not_tell_clients_apart_nobody_is_outside_mps() -> None:
+def test_no_process_counts_as_outside_mps_if_the_driver_names_no_clients() -> None:
     found = use(through_mps={})
     assert found.gpus[A] == GpuUse(1330, 2, None)
 

@@ -63,7 +63,7 @@ def test_gpus_that_cannot_serve_are_told_and_nothing_is_started(begin: Begin) ->
     host, made = begin([{"kind": "a100", "mig": True}])
     reason = made.snapshot.plan.unavailable[FIRST]
     assert reason.startswith("the GPU is in MIG mode")
-    assert made.snapshot.notice == f"no GPU of this host can serve MPS devices ({FIRST}: {reason})"
+    assert made.snapshot.notice == f"no GPU on this host can serve MPS devices ({FIRST}: {reason})"
     assert devices_json(made.snapshot) == []
     assert not (host.root / "tmp/nvidia-mps").exists()
 
