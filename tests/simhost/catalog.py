@@ -24,18 +24,19 @@ class Kind:
     memory_mib: int
     capability: tuple[int, int]
     generation: int  # of the PCIe link
+    power_limit_w: int
     mig: bool = False  # can be put into MIG mode
     brand: int = _NVIDIA
     pci_class: int = _CONTROLLER_3D
 
 
 KINDS = {
-    "tesla-k80": Kind("Tesla K80", 0x102D, 0x106C, 11441, (3, 7), 3, brand=_TESLA),
-    "tesla-m60": Kind("Tesla M60", 0x13F2, 0x115E, 7680, (5, 2), 3, brand=_TESLA),
-    "tesla-p40": Kind("Tesla P40", 0x1B38, 0x11D9, 23040, (6, 1), 3, brand=_TESLA),
-    "tesla-p100": Kind("Tesla P100-PCIE-16GB", 0x15F8, 0x118F, 16384, (6, 0), 3, brand=_TESLA),
-    "v100": Kind("Tesla V100-SXM2-16GB", 0x1DB1, 0x1212, 16384, (7, 0), 3, brand=_TESLA),
-    "t4": Kind("Tesla T4", 0x1EB8, 0x12A2, 15360, (7, 5), 3, brand=_TESLA),
+    "tesla-k80": Kind("Tesla K80", 0x102D, 0x106C, 11441, (3, 7), 3, 150, brand=_TESLA),
+    "tesla-m60": Kind("Tesla M60", 0x13F2, 0x115E, 7680, (5, 2), 3, 150, brand=_TESLA),
+    "tesla-p40": Kind("Tesla P40", 0x1B38, 0x11D9, 23040, (6, 1), 3, 250, brand=_TESLA),
+    "tesla-p100": Kind("Tesla P100-PCIE-16GB", 0x15F8, 0x118F, 16384, (6, 0), 3, 250, brand=_TESLA),
+    "v100": Kind("Tesla V100-SXM2-16GB", 0x1DB1, 0x1212, 16384, (7, 0), 3, 300, brand=_TESLA),
+    "t4": Kind("Tesla T4", 0x1EB8, 0x12A2, 15360, (7, 5), 3, 70, brand=_TESLA),
     "rtx-2080ti": Kind(
         "NVIDIA GeForce RTX 2080 Ti",
         0x1E07,
@@ -43,16 +44,17 @@ KINDS = {
         11264,
         (7, 5),
         3,
+        250,
         brand=_GEFORCE,
         pci_class=_CONTROLLER_VGA,
     ),
-    "a100": Kind("NVIDIA A100-SXM4-40GB", 0x20B0, 0x134F, 40960, (8, 0), 4, mig=True),
-    "a10": Kind("NVIDIA A10", 0x2236, 0x1482, 23028, (8, 6), 4),
-    "l4": Kind("NVIDIA L4", 0x27B8, 0x16CA, 23034, (8, 9), 4),
-    "l40s": Kind("NVIDIA L40S", 0x26B9, 0x1851, 46068, (8, 9), 4),
-    "h100": Kind("NVIDIA H100 80GB HBM3", 0x2330, 0x16C1, 81559, (9, 0), 5, mig=True),
-    "h200": Kind("NVIDIA H200", 0x2335, 0x18BE, 143771, (9, 0), 5, mig=True),
-    "b200": Kind("NVIDIA B200", 0x2901, 0x1999, 183359, (10, 0), 5, mig=True),
+    "a100": Kind("NVIDIA A100-SXM4-40GB", 0x20B0, 0x134F, 40960, (8, 0), 4, 400, mig=True),
+    "a10": Kind("NVIDIA A10", 0x2236, 0x1482, 23028, (8, 6), 4, 150),
+    "l4": Kind("NVIDIA L4", 0x27B8, 0x16CA, 23034, (8, 9), 4, 72),
+    "l40s": Kind("NVIDIA L40S", 0x26B9, 0x1851, 46068, (8, 9), 4, 350),
+    "h100": Kind("NVIDIA H100 80GB HBM3", 0x2330, 0x16C1, 81559, (9, 0), 5, 700, mig=True),
+    "h200": Kind("NVIDIA H200", 0x2335, 0x18BE, 143771, (9, 0), 5, 700, mig=True),
+    "b200": Kind("NVIDIA B200", 0x2901, 0x1999, 183359, (10, 0), 5, 1000, mig=True),
     "rtx-pro-6000": Kind(
         "NVIDIA RTX PRO 6000 Blackwell Server Edition",
         0x2BB5,
@@ -60,6 +62,7 @@ KINDS = {
         97887,
         (12, 0),
         5,
+        600,
         mig=True,
         brand=_RTX,
     ),
@@ -70,6 +73,7 @@ KINDS = {
         32607,
         (12, 0),
         5,
+        575,
         brand=_GEFORCE,
         pci_class=_CONTROLLER_VGA,
     ),

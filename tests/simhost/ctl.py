@@ -62,6 +62,13 @@ def _parser() -> argparse.ArgumentParser:
         "--type", dest="kind", choices=PROCESS_TYPES, default="C", help="as nvidia-smi shows it (C)"
     )
 
+    process.add_argument("--sm", type=int, metavar="PERCENT", help="its SM utilization (no sample of it)")
+
+    load = add("load", "Set what NVML measures of the GPU.", _load)
+    load.add_argument("utilization", type=int, metavar="PERCENT")
+    load.add_argument("--temperature", type=int, metavar="C")
+    load.add_argument("--power", type=float, metavar="W")
+
     fail = add("fail", "Let an NVML call fail.", _fail, gpu=False)
     fail.add_argument("call", metavar="CALL", help="e.g. nvmlDeviceGetUUID, or a pattern with * and ?")
     fail.add_argument("error", choices=ERRORS, metavar="ERROR", help=", ".join(ERRORS))
@@ -103,9 +110,13 @@ def _mig(host: SimHost, given: argparse.Namespace) -> None:
 
 def _process(host: SimHost, given: argparse.Namespace) -> None:
     if given.what == "add":
-        _gpu(host, given).add_process(given.pid, given.used_mib, given.kind)
+        _gpu(host, given).add_process(given.pid, given.used_mib, given.kind, given.sm)
     elif not _gpu(host, given).remove_process(given.pid):
         raise StateError(f"no process {given.pid} on GPU {given.gpu}")
+
+
+def _load(host: SimHost, given: argparse.Namespace) -> None:
+    _gpu(host, given).load(given.utilization, given.temperature, given.power)
 
 
 def _fail(host: SimHost, given: argparse.Namespace) -> None:

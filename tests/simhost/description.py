@@ -49,11 +49,12 @@ class DescriptionError(ValueError):
 
 @dataclass(frozen=True)
 class ProcessDescription:
-    """A process on a GPU; `used_mib` is None if the driver cannot tell."""
+    """A process on a GPU; `used_mib` is None if the driver cannot tell, `sm` (percent) without a sample."""
 
     pid: int
     used_mib: int | None
     type: str = "C"
+    sm: int | None = None
 
 
 @dataclass(frozen=True)
@@ -291,7 +292,8 @@ def _lanes(link: _Fields, key: str, default: int) -> int:
 
 
 def _process(entry: object, place: str) -> ProcessDescription:
-    fields = _Fields(entry, place, ("pid", "used_mib", "type"))
+    fields = _Fields(entry, place, ("pid", "used_mib", "type", "sm"))
     used = None if fields.raw("used_mib", 0) is None else fields.integer("used_mib", -1, 0, 1 << 40)
     kind = fields.choice("type", "C", PROCESS_TYPES)
-    return ProcessDescription(fields.integer("pid", 0, 1, 1 << 22), used, kind)
+    sm = fields.integer("sm", 0, 0, 100) if "sm" in fields else None
+    return ProcessDescription(fields.integer("pid", 0, 1, 1 << 22), used, kind, sm)

@@ -72,9 +72,20 @@ class SimGpu:
             self._slot.lost = 0
             self._slot.present = 1
 
-    def add_process(self, pid: int, used_mib: int | None, kind: str = "C") -> None:
-        """Put a process on the GPU, or change its memory; `kind` as in nvidia-smi: C, M+C (MPS) or G."""
-        self._file.add_process(self.slot, ProcessDescription(pid, used_mib, kind))
+    def add_process(self, pid: int, used_mib: int | None, kind: str = "C", sm: int | None = None) -> None:
+        """Put a process on the GPU, or change it; `kind` as nvidia-smi has it: C, M+C or G; `sm` in percent."""
+        self._file.add_process(self.slot, ProcessDescription(pid, used_mib, kind, sm))
+
+    def load(
+        self, utilization: int | None, temperature_c: int | None = None, power_w: float | None = None
+    ) -> None:
+        """Set what NVML measures; a `utilization` of None is that of the processes, other Nones stay."""
+        with self._file.changing():
+            self._slot.utilization = layout.UNSET if utilization is None else utilization
+            if temperature_c is not None:
+                self._slot.temperature_c = temperature_c
+            if power_w is not None:
+                self._slot.power_mw = int(power_w * 1000)
 
     def remove_process(self, pid: int) -> bool:
         """Take a process off the GPU; false where it was not there."""

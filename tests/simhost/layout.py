@@ -11,7 +11,7 @@ import ctypes
 from typing import Any
 
 MAGIC = 0x53494D48  # "SIMH"
-VERSION = 1
+VERSION = 2
 
 MAX_GPUS = 64
 MAX_PROCESSES = 32  # a GPU
@@ -21,6 +21,7 @@ MAX_EVENTS = 64  # a ring: the oldest is overwritten
 FOREVER = 0xFFFFFFFF  # Failure.times: until cleared
 ALL_GPUS = -1  # Failure.gpu
 UNKNOWN_MIB = 0xFFFFFFFFFFFFFFFF  # Process.used_mib: the driver cannot tell
+UNSET = 0xFFFFFFFF  # Process.sm_percent: no sample of it; Gpu.utilization: that of its processes
 
 PROCESS_COMPUTE, PROCESS_MPS, PROCESS_GRAPHICS = 1, 2, 3
 
@@ -32,6 +33,8 @@ class Process(ctypes.Structure):
         ("pid", ctypes.c_uint32),
         ("type", ctypes.c_uint32),  # PROCESS_*
         ("used_mib", ctypes.c_uint64),
+        ("sm_percent", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32),
     ]
 
 
@@ -66,6 +69,10 @@ class Gpu(ctypes.Structure):
         ("present", ctypes.c_uint32),  # 0: not enumerated by the next nvmlInit
         ("lost", ctypes.c_uint32),  # 1: every call on its handle gives GPU_IS_LOST
         ("lost_lookup", ctypes.c_uint32),  # what looking up a lost GPU's handle gives (nvmlReturn_t)
+        ("utilization", ctypes.c_uint32),  # percent
+        ("temperature_c", ctypes.c_uint32),
+        ("power_mw", ctypes.c_uint32),
+        ("power_limit_mw", ctypes.c_uint32),
         ("processes", Process * MAX_PROCESSES),
     ]
 
@@ -122,7 +129,7 @@ _C_TYPES = {
     ctypes.c_uint64: "uint64_t",
 }
 _CONSTANTS = (
-    "MAGIC VERSION MAX_GPUS MAX_PROCESSES MAX_FAILURES MAX_EVENTS FOREVER ALL_GPUS "
+    "MAGIC VERSION MAX_GPUS MAX_PROCESSES MAX_FAILURES MAX_EVENTS FOREVER ALL_GPUS UNSET "
     "PROCESS_COMPUTE PROCESS_MPS PROCESS_GRAPHICS"
 )
 

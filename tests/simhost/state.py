@@ -131,9 +131,7 @@ class StateFile:
             )
             if slot is None:
                 raise StateError(f"no more than {layout.MAX_PROCESSES} processes on a GPU")
-            slot.type = PROCESS_TYPES[process.type]
-            slot.used_mib = layout.UNKNOWN_MIB if process.used_mib is None else process.used_mib
-            slot.pid = process.pid
+            _fill_process(slot, process)
 
     def remove_process(self, gpu: int, pid: int) -> bool:
         """Take a process off a GPU; false where it was not there."""
@@ -178,6 +176,15 @@ def _fill(slot: layout.Gpu, gpu: GpuDescription) -> None:
     slot.compute_mode = gpu.compute_mode
     slot.present = 1
     slot.lost, slot.lost_lookup = gpu.lost, ERRORS["gpu_is_lost"]
+    slot.utilization = layout.UNSET
+    slot.power_limit_mw = kind.power_limit_w * 1000
+    slot.power_mw, slot.temperature_c = slot.power_limit_mw // 8, 32  # made up, as of an idle one
     for place, process in zip(slot.processes, gpu.processes):
-        place.pid, place.type = process.pid, PROCESS_TYPES[process.type]
-        place.used_mib = layout.UNKNOWN_MIB if process.used_mib is None else process.used_mib
+        _fill_process(place, process)
+
+
+def _fill_process(slot: layout.Process, process: ProcessDescription) -> None:
+    slot.type = PROCESS_TYPES[process.type]
+    slot.used_mib = layout.UNKNOWN_MIB if process.used_mib is None else process.used_mib
+    slot.sm_percent = layout.UNSET if process.sm is None else process.sm
+    slot.pid = process.pid

@@ -109,6 +109,20 @@ NVML nvmlDeviceGetPciInfoExt(nvmlDevice_t gpu, nvmlPciInfoExt_v1_t *pci)
     return SUCCESS;
 }
 
+static unsigned int utilization_of(const struct sim_gpu *gpu)
+{
+    unsigned int sum = 0;
+    int lock = lock_state();
+
+    for (size_t i = 0; i < COUNT(gpu->processes); i++)
+        if (gpu->processes[i].pid && gpu->processes[i].sm_percent != SIM_UNSET)
+            sum += gpu->processes[i].sm_percent;
+    unlock_state(lock);
+    if (gpu->utilization != SIM_UNSET)
+        return gpu->utilization;
+    return sum < 100 ? sum : 100;
+}
+
 static unsigned long long used_mib(const struct sim_gpu *gpu)
 {
     unsigned long long used = 0;
@@ -188,8 +202,18 @@ NVML nvmlDeviceGetUtilizationRates(nvmlDevice_t gpu, nvmlUtilization_t *utilizat
     ENTER_DEVICE(gpu, utilization);
     if (gpu->mig_current)
         return NOT_SUPPORTED;
-    *utilization = (nvmlUtilization_t){0, 0};
+    *utilization = (nvmlUtilization_t){utilization_of(gpu), 0};
     return SUCCESS;
+}
+
+NUMBER_OF_GPU(nvmlDeviceGetPowerUsage, gpu->power_mw)
+NUMBER_OF_GPU(nvmlDeviceGetEnforcedPowerLimit, gpu->power_limit_mw)
+NUMBER_OF_GPU(nvmlDeviceGetPowerManagementLimit, gpu->power_limit_mw)
+
+NVML nvmlDeviceGetTemperature(nvmlDevice_t gpu, unsigned int sensor, unsigned int *temperature)
+{
+    ENTER_DEVICE(gpu, temperature && sensor == 0); /* NVML_TEMPERATURE_GPU is the only sensor */
+    return give(temperature, gpu->temperature_c);
 }
 
 /* All take the GPU first; what else they take is left alone, which the C ABIs of Linux allow. */

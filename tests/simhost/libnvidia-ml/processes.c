@@ -1,5 +1,6 @@
 /* The processes on a GPU, as NVML tells them and as nvidia-smi asks for them. */
 #include <stdio.h>
+#include <time.h>
 
 #include "nvml.h"
 
@@ -87,6 +88,43 @@ PROCESSES(nvmlDeviceGetMPSComputeRunningProcesses_v3, SIM_PROCESS_MPS, nvmlProce
 PROCESSES(nvmlDeviceGetGraphicsRunningProcesses, SIM_PROCESS_GRAPHICS, nvmlProcessInfo_v1_t)
 PROCESSES(nvmlDeviceGetGraphicsRunningProcesses_v2, SIM_PROCESS_GRAPHICS, nvmlProcessInfo_v2_t)
 PROCESSES(nvmlDeviceGetGraphicsRunningProcesses_v3, SIM_PROCESS_GRAPHICS, nvmlProcessInfo_v2_t)
+
+typedef struct {
+    unsigned int pid;
+    unsigned long long timestamp_us;
+    unsigned int sm, memory, encoder, decoder;
+} nvmlProcessUtilizationSample_t;
+_Static_assert(sizeof(nvmlProcessUtilizationSample_t) == 32, "what pynvml takes");
+
+/*
+ * A sample for each process that has one, as taken this moment; Maxwell and newer, not in MIG mode. With no room for
+ * them all it gives their number, with none it is NOT_FOUND: both as the real one does.
+ */
+NVML nvmlDeviceGetProcessUtilization(nvmlDevice_t gpu, nvmlProcessUtilizationSample_t *samples,
+                                     unsigned int *count, unsigned long long last_seen_us)
+{
+    unsigned int n = 0;
+    struct timespec now;
+
+    ENTER_DEVICE(gpu, count && (samples || !*count));
+    if (gpu->capability_major < 5 || gpu->mig_current)
+        return NOT_SUPPORTED;
+    clock_gettime(CLOCK_REALTIME, &now);
+    unsigned long long now_us = now.tv_sec * 1000000ULL + now.tv_nsec / 1000;
+    unsigned int room = *count;
+    int lock = lock_state();
+    for (size_t i = 0; i < COUNT(gpu->processes) && now_us > last_seen_us; i++) {
+        const struct sim_process *process = &gpu->processes[i];
+        if (!process->pid || process->sm_percent == SIM_UNSET)
+            continue;
+        if (n < room)
+            samples[n] = (nvmlProcessUtilizationSample_t){process->pid, now_us, process->sm_percent, 0, 0, 0};
+        n++;
+    }
+    unlock_state(lock);
+    *count = n;
+    return !n ? NOT_FOUND : n > room ? INSUFFICIENT_SIZE : SUCCESS;
+}
 
 static nvmlReturn_t unsupported(void) { return NOT_SUPPORTED; }
 

@@ -25,7 +25,6 @@
     call(nvmlDeviceGetEncoderSessions) \
     call(nvmlDeviceGetEncoderStats) \
     call(nvmlDeviceGetEncoderUtilization) \
-    call(nvmlDeviceGetEnforcedPowerLimit) \
     call(nvmlDeviceGetFBCSessions) \
     call(nvmlDeviceGetFBCStats) \
     call(nvmlDeviceGetFanSpeed) \
@@ -47,11 +46,9 @@
     call(nvmlDeviceGetPcieReplayCounter) \
     call(nvmlDeviceGetPcieThroughput) \
     call(nvmlDeviceGetPowerManagementDefaultLimit) \
-    call(nvmlDeviceGetPowerManagementLimit) \
     call(nvmlDeviceGetPowerManagementLimitConstraints) \
     call(nvmlDeviceGetPowerManagementMode) \
     call(nvmlDeviceGetPowerState) \
-    call(nvmlDeviceGetPowerUsage) \
     call(nvmlDeviceGetRemappedRows) \
     call(nvmlDeviceGetRetiredPages) \
     call(nvmlDeviceGetRetiredPagesPendingStatus) \
@@ -62,7 +59,6 @@
     call(nvmlDeviceGetSupportedClocksThrottleReasons) \
     call(nvmlDeviceGetSupportedGraphicsClocks) \
     call(nvmlDeviceGetSupportedMemoryClocks) \
-    call(nvmlDeviceGetTemperature) \
     call(nvmlDeviceGetTemperatureThreshold) \
     call(nvmlDeviceGetTotalEccErrors) \
     call(nvmlDeviceGetVbiosVersion) \

@@ -141,6 +141,43 @@ def test_processes_come_and_go_while_a_program_runs(make_host: MakeHost) -> None
         assert listed() == ([(10, 200)], [], [(12, 7)])
 
 
+def test_what_a_gpu_does_is_measured(make_host: MakeHost) -> None:
+    host = make_host([{"kind": "h100", "processes": [{"pid": 5, "used_mib": 9, "sm": 30}]}])
+    with host.pynvml() as n:
+        n.nvmlInit()
+        handle = n.nvmlDeviceGetHandleByIndex(0)
+
+        def measured() -> tuple[int, int, int, int]:
+            return (
+                n.nvmlDeviceGetUtilizationRates(handle).gpu,
+                n.nvmlDeviceGetTemperature(handle, n.NVML_TEMPERATURE_GPU),
+                n.nvmlDeviceGetPowerUsage(handle),
+                n.nvmlDeviceGetEnforcedPowerLimit(handle),
+            )
+
+        assert measured() == (30, 32, 87_500, 700_000)
+        host.gpus[0].load(97, 71, 512.5)
+        assert measured() == (97, 71, 512_500, 700_000)
+
+
+def test_processes_have_samples_newer_than_the_last_seen(make_host: MakeHost) -> None:
+    host = make_host([{"kind": "h100"}, {"kind": "tesla-k80"}])
+    with host.pynvml() as n:
+        n.nvmlInit()
+        handle, kepler = (n.nvmlDeviceGetHandleByIndex(index) for index in (0, 1))
+        host.gpus[0].add_process(10, 100)
+        with pytest.raises(n.NVMLError_NotFound):
+            n.nvmlDeviceGetProcessUtilization(handle, 0)
+        host.gpus[0].add_process(10, 100, sm=0)
+        host.gpus[0].add_process(11, 100, "M+C", sm=64)
+        samples = n.nvmlDeviceGetProcessUtilization(handle, 0)
+        assert [(one.pid, one.smUtil) for one in samples] == [(10, 0), (11, 64)]
+        with pytest.raises(n.NVMLError_NotFound):
+            n.nvmlDeviceGetProcessUtilization(handle, samples[0].timeStamp + 3_600_000_000)
+        with pytest.raises(n.NVMLError_NotSupported):
+            n.nvmlDeviceGetProcessUtilization(kepler, 0)
+
+
 def test_compute_mode_set_by_nvidia_smi_is_seen_at_once(make_host: MakeHost, python: RunPython) -> None:
     host = make_host()
     with host.pynvml() as n:
