@@ -27,6 +27,7 @@ _HOUR = {"minItems": 60, "maxItems": 60}
 Count = Annotated[int, Field(minimum=0)]
 Mib = Annotated[int, Field("In MiB.", minimum=0)]
 Percentage = Annotated[float, Field("Of the GPU's SM threads.", minimum=0.1, maximum=100)]
+Busy = Annotated[int, Field("In percent of the time in which kernels ran.", minimum=0, maximum=100)]
 Pid = Annotated[int, Field(minimum=1)]
 Seconds = Annotated[float, Field("In seconds since 1970.", minimum=0)]
 NumaNode = Annotated[int, Field("-1: there is none.", minimum=-1)]
@@ -224,26 +225,24 @@ class EventList(TypedDict):
     last: Annotated[Count, Field("The id to continue from, with `after`; 0 before the first event.")]
 
 
-class MemoryUse(TypedDict):
-    """The memory that processes had of a GPU or a device; a lease of several devices fills them in turn."""
+class MinuteUse(TypedDict):
+    """What processes used of a GPU or a device; a lease of several devices fills their memory in turn."""
 
     addr: Annotated[str, Field("The address of the GPU or device.")]
     memory_used: Annotated[
         list[Mib | None], Field("The most of each minute in MiB; null: not read.", **_HOUR)
     ]
+    utilization: Annotated[list[Busy | None], Field("The most of each minute; null: not told.", **_HOUR)]
 
 
 class Usage(TypedDict):
-    """Memory used, minute by minute; the last one is the present minute. What is not listed used none."""
+    """What was used, minute by minute; the last one is the present minute. What is not listed used none."""
 
     begin: Annotated[Seconds, Field("When the first minute began, in seconds since 1970.")]
     step: Annotated[int, Field("Seconds from one number to the next.", const=60)]
-    looked: Annotated[
-        list[bool],
-        Field("False: not read, before the daemon's start or while the driver hung.", **_HOUR),
-    ]
-    gpus: list[MemoryUse]
-    devices: Annotated[list[MemoryUse], Field("By YUNION_MPS_DEVICE or the leases of processes.")]
+    looked: Annotated[list[bool], Field("False: not read, as before the daemon's start.", **_HOUR)]
+    gpus: list[MinuteUse]
+    devices: Annotated[list[MinuteUse], Field("By YUNION_MPS_DEVICE or the leases of processes.")]
 
 
 class Change(TypedDict):

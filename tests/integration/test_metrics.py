@@ -38,6 +38,11 @@ def value(daemon: Daemon, name: str, **labels: str) -> float | None:
     return samples(printed(daemon)).get((name, tuple(sorted(labels.items()))))
 
 
+def device_labels(daemon: Daemon, address: str) -> dict[str, str]:
+    (uuid,) = (gpu["uuid"] for gpu in daemon.get("/v1/gpus")[1]["gpus"] if address.startswith(gpu["addr"]))
+    return {"device": address, "gpu": address.rpartition("-")[0], "gpu_uuid": uuid}
+
+
 @pytest.fixture
 def textfile(daemon: Daemon) -> Path:
     """Where the daemon, once it runs, is to keep its metrics."""
@@ -48,7 +53,7 @@ def textfile(daemon: Daemon) -> Path:
 
 
 def test_the_command_prints_what_is_true(ready_daemon: Daemon) -> None:
-    device = {"device": "00:06.0-1", "gpu": "00:06.0"}
+    device = device_labels(ready_daemon, "00:06.0-1")
     assert value(ready_daemon, "yunion_mps_up") == 1
     assert value(ready_daemon, "yunion_mps_domain_state", domain="host", state="ready") == 1
     assert value(ready_daemon, "yunion_mps_device_memory_limit_bytes", **device) == 5760 << 20
@@ -74,18 +79,20 @@ def test_memory_is_told_by_gpu_and_device_and_agrees_with_the_last_hour(ready_da
         host.gpus[0].add_process(sleeper.pid, budget_mib + 700, "M+C")
         eventually(lambda: daemon.polls() and hour() == [budget_mib, 700], "a poll")
         for address, used_mib in zip(both, (budget_mib, 700)):
-            device = {"device": address, "gpu": gpu}
+            device = device_labels(daemon, address)
             assert value(daemon, "yunion_mps_device_memory_used_bytes", **device) == used_mib << 20
             assert value(daemon, "yunion_mps_device_clients", **device) == 1
-        assert value(daemon, "yunion_mps_gpu_memory_used_bytes", gpu=gpu) == (budget_mib + 700) << 20
-        assert value(daemon, "yunion_mps_gpu_processes_outside_mps", gpu=gpu) == 0
+        labels = {"gpu": gpu, "gpu_uuid": first["gpu_uuid"]}
+        assert value(daemon, "yunion_mps_gpu_memory_used_bytes", **labels) == (budget_mib + 700) << 20
+        assert value(daemon, "yunion_mps_gpu_processes_outside_mps", **labels) == 0
         sleeper.kill()
 
 
 @pytest.mark.gpus({"kind": "v100", "virtual_number": 4})
 def test_a_lease_from_before_a_reload_keeps_its_budget_as_in_who(ready_daemon: Daemon) -> None:
     host, daemon = ready_daemon.host, ready_daemon
-    device = {"device": "00:06.0-1", "gpu": "00:06.0"}
+    device = device_labels(daemon, "00:06.0-1")
+    gpu = {label: device[label] for label in ("gpu", "gpu_uuid")}
     with host.popen(["yunion-mps", "run", "--device", "00:06.0-1", "--", "sleep", "60"]) as job:
         eventually(lambda: daemon.get("/v1/leases")[1]["leases"], "its lease")
         host.divide(8)
@@ -93,9 +100,9 @@ def test_a_lease_from_before_a_reload_keeps_its_budget_as_in_who(ready_daemon: D
         host.gpus[0].add_process(job.pid, 3000, "M+C")
         used = "yunion_mps_device_memory_used_bytes"
         eventually(lambda: value(daemon, used, **device) == 3000 << 20, "its memory")
-        assert value(daemon, "yunion_mps_gpu_devices", gpu="00:06.0") == 8
+        assert value(daemon, "yunion_mps_gpu_devices", **gpu) == 8
         assert value(daemon, "yunion_mps_device_memory_limit_bytes", **device) == 4096 << 20
-        assert value(daemon, "yunion_mps_device_sm_ratio", **device) == 0.25
+        assert value(daemon, "yunion_mps_device_sm_limit_ratio", **device) == 0.25
         (row,) = json.loads(host.run(["yunion-mps", "who", "-o", "json"]).stdout)["uses"]
         assert (row["memory_used"], row["memory_budget"]) == (3000, 4096)
         job.kill()

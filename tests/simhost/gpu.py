@@ -73,7 +73,7 @@ class SimGpu:
             self._slot.present = 1
 
     def add_process(self, pid: int, used_mib: int | None, kind: str = "C", sm: int | None = None) -> None:
-        """Put a process on the GPU, or change it; `kind` as nvidia-smi has it: C, M+C or G; `sm` in percent."""
+        """Put a process on the GPU, or change it; `kind` as in nvidia-smi: C, M+C or G; `sm` in percent."""
         self._file.add_process(self.slot, ProcessDescription(pid, used_mib, kind, sm))
 
     def load(

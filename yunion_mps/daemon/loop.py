@@ -104,12 +104,14 @@ class _Loop:
             supervisor,
             self._reloader,
             XidAnalyzer(paths, supervisor, clients),
-            UsageSampler(supervisor, devices, queries.usage),
+            UsageSampler(supervisor, devices, queries.usage, self._leases.peaks),
             self._poll_now,
             self._tick_soon,
         )
         ledger, queue = self._leases.ledger, self._leases.queue
-        metrics = Metrics(supervisor, queries, ledger, queue, devices, lambda: router.counted())
+        metrics = Metrics(
+            supervisor, queries, ledger, queue, devices, self._leases.peaks, lambda: router.counted()
+        )
         exporter = Exporter(metrics)
         self._events = Events(supervisor.event_log)
         router = Router(

@@ -35,6 +35,12 @@ _SCHEMA = (
     id TEXT NOT NULL PRIMARY KEY,
     value TEXT NOT NULL
 )""",
+    """CREATE TABLE IF NOT EXISTS memory_peak (
+    lease TEXT NOT NULL,
+    device TEXT NOT NULL,
+    mib INTEGER NOT NULL,
+    PRIMARY KEY (lease, device)
+) WITHOUT ROWID""",
     """CREATE TABLE IF NOT EXISTS queued_request (
     position INTEGER PRIMARY KEY,
     uid INTEGER NOT NULL,

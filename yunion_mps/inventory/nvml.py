@@ -118,7 +118,7 @@ def _call(function: Callable[..., Any], *arguments: Any) -> Any:
         raise _translated(error) from None
 
 
-def _optional(function: Callable[..., Any], *arguments: Any) -> Any:
+def optional(function: Callable[..., Any], *arguments: Any) -> Any:
     """What the call returns, None if the driver does not know the field; raises DriverError otherwise."""
     try:
         return function(*arguments)
@@ -222,7 +222,7 @@ class Nvml:
     @bounded
     def driver(self) -> Driver:
         """The driver's version and that of its CUDA driver API, e.g. 535.261.03 and 12.2."""
-        cuda = _optional(pynvml.nvmlSystemGetCudaDriverVersion)
+        cuda = optional(pynvml.nvmlSystemGetCudaDriverVersion)
         return Driver(
             _text(_call(pynvml.nvmlSystemGetDriverVersion)),
             f"{cuda // 1000}.{cuda % 1000 // 10}" if cuda else None,
@@ -258,7 +258,7 @@ class Nvml:
 
         A GPU that does not answer is missing.
         """
-        listed = _of_each_gpu(pynvml.nvmlDeviceGetComputeRunningProcesses)
+        listed = of_each_gpu(pynvml.nvmlDeviceGetComputeRunningProcesses)
         return {
             uuid: {
                 one.pid: None if one.usedGpuMemory is None else one.usedGpuMemory // MIB for one in processes
@@ -269,13 +269,13 @@ class Nvml:
     @bounded
     def mps_clients(self) -> dict[str, set[int]]:
         """The PIDs of the clients of MPS on each GPU, by its UUID; a GPU that does not answer is missing."""
-        listed = _of_each_gpu(pynvml.nvmlDeviceGetMPSComputeRunningProcesses)
+        listed = of_each_gpu(pynvml.nvmlDeviceGetMPSComputeRunningProcesses)
         return {uuid: {one.pid for one in clients} for uuid, clients in listed.items()}
 
     @bounded
     def set_compute_mode(self, uuid: str, mode: str) -> None:
         """Set the GPU's compute mode, and read it back; raises DriverError if it is not in effect then."""
-        _set_mode(_handle_of(uuid), uuid, mode)
+        _set_mode(handle_of(uuid), uuid, mode)
 
     def restore_compute_mode(self, uuid: str, mode: str) -> bool:
         """As `set_compute_mode`, if the GPU has another mode; whether it had.
@@ -284,7 +284,7 @@ class Nvml:
         """
 
         def restore() -> bool:
-            handle = _handle_of(uuid)
+            handle = handle_of(uuid)
             differs = _mode(handle) != mode
             if differs:
                 _set_mode(handle, uuid, mode)
@@ -312,19 +312,19 @@ class Nvml:
             return gpu._replace(reason=reason_of(error))
 
     def _described(self, gpu: Gpu, handle: Any) -> Gpu:
-        name = _optional(pynvml.nvmlDeviceGetName, handle)
-        capability = _optional(pynvml.nvmlDeviceGetCudaComputeCapability, handle)
+        name = optional(pynvml.nvmlDeviceGetName, handle)
+        capability = optional(pynvml.nvmlDeviceGetCudaComputeCapability, handle)
         return gpu._replace(
             name=None if name is None else _text(name),
             compute_capability=None if capability is None else (capability[0], capability[1]),
-            minor=_optional(pynvml.nvmlDeviceGetMinorNumber, handle),
+            minor=optional(pynvml.nvmlDeviceGetMinorNumber, handle),
         )
 
     def _updated(self, gpu: Gpu, handle: Any) -> Gpu:
         """With what can change while the driver runs: the memory does by a reset that switches ECC."""
-        memory = _optional(pynvml.nvmlDeviceGetMemoryInfo, handle)
-        mode = _optional(pynvml.nvmlDeviceGetComputeMode, handle)
-        mig = _optional(pynvml.nvmlDeviceGetMigMode, handle)
+        memory = optional(pynvml.nvmlDeviceGetMemoryInfo, handle)
+        mode = optional(pynvml.nvmlDeviceGetComputeMode, handle)
+        mig = optional(pynvml.nvmlDeviceGetMigMode, handle)
         return gpu._replace(
             memory_mib=None if memory is None else memory.total // MIB,
             compute_mode=None if mode is None else COMPUTE_MODES.get(mode, str(mode)),
@@ -332,9 +332,9 @@ class Nvml:
         )
 
 
-def _of_each_gpu(function: Callable[[Any], list[Any]]) -> dict[str, list[Any]]:
+def of_each_gpu(function: Callable[[Any], T]) -> dict[str, T]:
     """What the call returns for each GPU that answers, by its UUID."""
-    found = {}
+    found: dict[str, T] = {}
     for index in range(_call(pynvml.nvmlDeviceGetCount)):
         with contextlib.suppress(DriverError):
             handle = _call(pynvml.nvmlDeviceGetHandleByIndex, index)
@@ -342,7 +342,8 @@ def _of_each_gpu(function: Callable[[Any], list[Any]]) -> dict[str, list[Any]]:
     return found
 
 
-def _handle_of(uuid: str) -> Any:
+def handle_of(uuid: str) -> Any:
+    """NVML's handle of a GPU."""
     return _call(pynvml.nvmlDeviceGetHandleByUUID, uuid.encode())
 
 

@@ -13,6 +13,7 @@ from itertools import accumulate, product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from yunion_mps.http.operations import BINDINGS, EVENT_KINDS, SEVERITIES
+from yunion_mps.inventory.load import GpuLoad
 from yunion_mps.models import DomainStatus
 from yunion_mps.mps.states import LEGAL_CHANGES
 from yunion_mps.service.metrics import BOUNDS_S, DomainUse, Facts, GpuUse
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
 MIB = 1 << 20
 
 GAUGE, COUNTER, INFO, HISTOGRAM = "gauge", "counter", "info", "histogram"
+
+#: The labels of a GPU: its PCI address, and what DCGM's metrics have as `UUID`.
+_GPU = ("gpu", "gpu_uuid")
 
 #: The values of a metric's labels, then what its kind of family takes as a value.
 Sample = tuple[Any, ...]
@@ -46,9 +50,13 @@ def _host(name: str, help_: str, value: Callable[[Facts], Any], kind: str = GAUG
 
 def _gpu(name: str, help_: str, value: Callable[[Facts, Gpu], Any], kind: str = GAUGE) -> Metric:
     def samples(facts: Facts) -> Iterator[Sample]:
-        return (((gpu["addr"],), value(facts, gpu)) for gpu in facts.gpus)
+        return ((_of_gpu(gpu), value(facts, gpu)) for gpu in facts.gpus)
 
-    return Metric(kind, name, help_, ("gpu",), samples)
+    return Metric(kind, name, help_, _GPU, samples)
+
+
+def _of_gpu(gpu: Gpu) -> tuple[str, str]:
+    return gpu["addr"], gpu["uuid"] or ""
 
 
 def _gpu_devices(name: str, help_: str, counts: Callable[[Device], bool]) -> Metric:
@@ -58,17 +66,18 @@ def _gpu_devices(name: str, help_: str, counts: Callable[[Device], bool]) -> Met
         devices = Counter(device["gpu_uuid"] for device in facts.devices if counts(device))
         for gpu in facts.gpus:
             if gpu["state"] != NOT_USED:
-                yield (gpu["addr"],), devices[gpu["uuid"] or ""]
+                yield _of_gpu(gpu), devices[gpu["uuid"] or ""]
 
-    return Metric(GAUGE, name, help_, ("gpu",), samples)
+    return Metric(GAUGE, name, help_, _GPU, samples)
 
 
 def _device(name: str, help_: str, value: Callable[[Facts, Device], Any], kind: str = GAUGE) -> Metric:
     def samples(facts: Facts) -> Iterator[Sample]:
         for device in facts.devices:
-            yield (device["addr"], device["addr"].rpartition("-")[0]), value(facts, device)
+            gpu = device["addr"].rpartition("-")[0]
+            yield (device["addr"], gpu, device["gpu_uuid"]), value(facts, device)
 
-    return Metric(kind, name, help_, ("device", "gpu"), samples)
+    return Metric(kind, name, help_, ("device", *_GPU), samples)
 
 
 def _domain(name: str, help_: str, value: Callable[[Facts, DomainStatus], Any], kind: str = GAUGE) -> Metric:
@@ -89,7 +98,7 @@ def _state(
 
     def samples(facts: Facts) -> Iterator[Sample]:
         for (*values, current), state in product(of(facts), states):
-            yield (*values, state), int(state == current)
+            yield (*values, state.replace(" ", "_")), int(state == current)
 
     return Metric(GAUGE, name, help_, (*labels, "state"), samples)
 
@@ -104,6 +113,10 @@ def _latencies(facts: Facts) -> Iterator[Sample]:
     bounds = [*(str(bound_s) for bound_s in BOUNDS_S), "+Inf"]
     for route, latency in facts.requests.latencies.items():
         yield (route,), list(zip(bounds, accumulate(latency.counts))), latency.sum_s
+
+
+def _load(facts: Facts, gpu: Gpu) -> GpuLoad:
+    return facts.latest.load.gpus.get(gpu["uuid"] or "", GpuLoad())
 
 
 def _gpu_use(facts: Facts, gpu: Gpu) -> GpuUse | None:
@@ -129,6 +142,10 @@ def _bytes(mib: int | None) -> int | None:
     return None if mib is None else mib * MIB
 
 
+def _ratio(percent: float | None) -> float | None:
+    return None if percent is None else round(percent / 100, 6)
+
+
 def _state_since_s(facts: Facts, domain: DomainStatus) -> float | None:
     if not domain.since_s:
         return None
@@ -137,112 +154,133 @@ def _state_since_s(facts: Facts, domain: DomainStatus) -> float | None:
 
 # fmt: off
 CATALOGUE = (
-    _host("yunion_mps_up", "Whether the daemon answers.", lambda _: 1),
-    _host("yunion_mps_build_info", "Which program answers.",
+    _host("yunion_mps_up", "Whether the daemon answers (1) or not (0).", lambda _: 1),
+    _host("yunion_mps_build_info", "Version of the daemon; the value is always 1.",
           lambda facts: {"version": facts.status["version"], "revision": facts.revision}, INFO),
-    _host("yunion_mps_driver_info", "The NVIDIA driver.",
+    _host("yunion_mps_driver_info", "Version of the NVIDIA driver; the value is always 1.",
           lambda facts: {name: value or "" for name, value in facts.status["driver"].items()}, INFO),
-    _host("yunion_mps_start_time_seconds", "When the daemon was started, since 1970.",
+    _host("yunion_mps_start_time_seconds", "Unix time at which the daemon started.",
           lambda facts: facts.status["started"]),
     _state("yunion_mps_state",
-           "Whether this is the host's state in `/v1/status`, which does not depend on what jobs do.",
+           "State of the host as in /v1/status: 1 for the current state, 0 for all others.",
            STATES, lambda facts: [(facts.status["state"],)]),
-    Metric(GAUGE, "yunion_mps_warnings", "The warnings of `yunion-mps status`, by their reason code.",
+    Metric(GAUGE, "yunion_mps_warnings", "Number of warnings in yunion-mps status, by reason code.",
            ("reason",), lambda facts: (((code,), number) for code, number in
                           Counter(one["code"] for one in facts.status["warnings"]).items())),
-    Metric(GAUGE, "yunion_mps_leases", "The leases, by their binding.", ("binding",),
+    Metric(GAUGE, "yunion_mps_leases", "Number of leases, by binding.", ("binding",),
            lambda facts: (((one,), facts.queue.leases.get(one, 0)) for one in BINDINGS)),
-    _host("yunion_mps_lease_waiters", "The queued requests for devices.", lambda facts: facts.queue.waiting),
-    _host("yunion_mps_lease_longest_wait_seconds", "How long the first request in the queue has waited.",
+    _host("yunion_mps_queued_requests", "Number of queued requests for devices.",
+          lambda facts: facts.queue.waiting),
+    _host("yunion_mps_queue_longest_wait_seconds",
+          "Time for which the oldest queued request has waited; 0 if none waits.",
           lambda facts: facts.queue.longest_s),
     Metric(COUNTER, "yunion_mps_events_total",
-           "The events since the daemon's start, as `yunion-mps events` shows them.",
+           "Total number of events since the daemon started, by kind and severity.",
            ("kind", "severity"), _events),
-    Metric(COUNTER, "yunion_mps_http_requests_total", "The API's answers.", ("route", "method", "code"),
+    Metric(COUNTER, "yunion_mps_http_requests_total",
+           "Total number of API requests, by route, method and status code.", ("route", "method", "code"),
            lambda facts: (((route, method, str(status)), number)
                           for (route, method, status), number in facts.requests.answers.items())),
     Metric(HISTOGRAM, "yunion_mps_http_request_duration_seconds",
-           "How long the API's answers took, including what their callers chose to wait for.",
+           "Time taken to answer API requests, including the time that callers chose to wait.",
            ("route",), _latencies),
     _host("yunion_mps_use_timestamp_seconds",
-          "When the driver last told which processes use the GPUs, since 1970; missing before it has.",
+          "Unix time at which the driver last listed the processes on the GPUs.",
           lambda facts: facts.use and facts.use.taken_s),
 
-    _gpu("yunion_mps_gpu_info", "A GPU of the host.",
-         lambda _, gpu: {name: gpu[name] or "" for name in ("uuid", "name", "compute_mode")}, INFO),
-    _state("yunion_mps_gpu_state", "Whether this is the state of the GPU, as `yunion-mps gpus` shows it.",
+    _gpu("yunion_mps_gpu_info", "A GPU of the host; the value is always 1.",
+         lambda _, gpu: {name: gpu[name] or "" for name in ("name", "compute_mode")}, INFO),
+    _state("yunion_mps_gpu_state",
+           "State of the GPU as in yunion-mps gpus: 1 for the current state, 0 for all others.",
            (AVAILABLE, UNAVAILABLE, NOT_USED),
-           lambda facts: ((gpu["addr"], gpu["state"]) for gpu in facts.gpus), ("gpu",)),
+           lambda facts: ((*_of_gpu(gpu), gpu["state"]) for gpu in facts.gpus), _GPU),
     _gpu("yunion_mps_gpu_usable",
-         "Whether the GPU itself can be used, whatever the state of its control daemon.",
+         "Whether the GPU itself can be used (1) or not (0), whatever the state of its control daemon.",
          lambda facts, gpu: None if gpu["state"] == NOT_USED else int(gpu["addr"] not in facts.unusable)),
     Metric(GAUGE, "yunion_mps_gpu_unavailable",
-           "1 for each GPU that cannot be used now, with the reason code.",
-           ("gpu", "reason"), lambda facts: (((gpu["addr"], gpu["reason_code"]), 1) for gpu in facts.gpus
+           "1 for each GPU that is unavailable, with the reason code.",
+           (*_GPU, "reason"), lambda facts: (((*_of_gpu(gpu), gpu["reason_code"]), 1) for gpu in facts.gpus
                                            if gpu["state"] == UNAVAILABLE)),
-    _gpu("yunion_mps_gpu_memory_bytes", "The GPU's memory.", lambda _, gpu: _bytes(gpu["memory_total"])),
-    _gpu("yunion_mps_gpu_memory_used_bytes",
-         "The GPU's memory that processes use, as far as the driver tells.",
-         lambda facts, gpu: (use := _gpu_use(facts, gpu)) and use.mib * MIB),
+    _gpu("yunion_mps_gpu_utilization_ratio",
+         "Fraction of the time in which a kernel ran on the GPU, over the driver's last sample period.",
+         lambda facts, gpu: _ratio(_load(facts, gpu).utilization)),
+    _gpu("yunion_mps_gpu_temperature_celsius", "Temperature of the GPU.",
+         lambda facts, gpu: _load(facts, gpu).temperature_c),
+    _gpu("yunion_mps_gpu_power_watts", "Power that the GPU draws.",
+         lambda facts, gpu: _load(facts, gpu).power_w),
+    _gpu("yunion_mps_gpu_power_limit_watts", "Power limit that the driver enforces on the GPU.",
+         lambda facts, gpu: _load(facts, gpu).power_limit_w),
+    _gpu("yunion_mps_gpu_memory_bytes", "Memory of the GPU.", lambda _, gpu: _bytes(gpu["memory_total"])),
+    _gpu("yunion_mps_gpu_memory_used_bytes", "Memory of the GPU that is in use, as nvidia-smi shows it.",
+         lambda facts, gpu: _bytes(_load(facts, gpu).memory_used_mib)),
     _gpu("yunion_mps_gpu_pool_free_bytes",
-         "What one more client can get of a GPU whose memory is leased in units.",
+         "Memory that one more client can get of a GPU whose memory is leased in units.",
          lambda _, gpu: _bytes(gpu["memory_free"])),
     _gpu_devices("yunion_mps_gpu_devices",
-                 "The GPU's devices: those that it is divided into, and leased ones of a former division.",
+                 "Number of devices of the GPU, including leased ones of a former division.",
                  lambda _: True),
-    _gpu_devices("yunion_mps_gpu_devices_leased", "The GPU's devices that are leased.",
+    _gpu_devices("yunion_mps_gpu_devices_leased", "Number of devices of the GPU that are leased.",
                  lambda device: bool(device["lease"])),
     _gpu_devices("yunion_mps_gpu_devices_pending",
-                 "The GPU's devices that wait for leases of a former division to end, or belong to one.",
+                 "Number of devices of the GPU that wait for leases of a former division, or belong to one.",
                  lambda device: bool(device["state"] == PENDING)),
     _gpu("yunion_mps_gpu_budget_enforced",
-         "Whether MPS enforces the budgets of the GPU's devices: not before Volta.",
+         "Whether MPS enforces the budgets of the GPU's devices (1) or not (0, before Volta).",
          lambda _, gpu: None if gpu["state"] == NOT_USED or gpu["compute_capability"] is None
          else int(gpu["budget_enforced"])),
-    _gpu("yunion_mps_gpu_clients", "The processes that use the GPU through MPS.",
+    _gpu("yunion_mps_gpu_clients", "Number of processes that use the GPU through MPS.",
          lambda facts, gpu: (use := _gpu_use(facts, gpu)) and use.clients),
     _gpu("yunion_mps_gpu_processes_outside_mps",
-         "The processes that use the GPU outside MPS, so that no budget holds them.",
+         "Number of processes that use the GPU outside MPS, where no budget applies.",
          lambda facts, gpu: (use := _gpu_use(facts, gpu)) and use.outside_mps),
 
     # There may be thousands of devices: each metric goes through them by itself, and keeps none.
-    _device("yunion_mps_device_info", "A device.", lambda _, device: {"id": device["id"]}, INFO),
-    _device("yunion_mps_device_available", "Whether the device can be used now.",
+    _device("yunion_mps_device_info", "A device; the value is always 1.",
+            lambda _, device: {"id": device["id"]}, INFO),
+    _device("yunion_mps_device_available", "Whether the device can be used now (1) or not (0).",
             lambda _, device: int(device["state"] == AVAILABLE)),
-    _device("yunion_mps_device_leased", "Whether the device is leased.",
+    _device("yunion_mps_device_leased", "Whether the device is leased (1) or not (0).",
             lambda _, device: int(bool(device["lease"]))),
     _device("yunion_mps_device_memory_limit_bytes",
-            "The memory of the device's budget; of a leased device, that of its lease.",
+            "Memory budget of the device; of a leased device, that of its lease.",
             lambda facts, device: _budget(facts, device)[0] * MIB),
-    _device("yunion_mps_device_sm_ratio",
-            "The part of the GPU's SM threads that the device's budget has: 1 is all of them.",
-            lambda facts, device: round(_budget(facts, device)[1] / 100, 6)),
     _device("yunion_mps_device_memory_used_bytes",
-            "The GPU's memory that the device's clients use, as far as the driver tells.",
+            "Memory of the GPU that the clients of the device use.",
             lambda facts, device: (use := _device_use(facts, device)) and use.mib * MIB),
-    _device("yunion_mps_device_clients", "The processes that use the device.",
+    _device("yunion_mps_device_memory_peak_bytes",
+            "Largest memory use of the device that a poll has found since its lease began.",
+            lambda facts, device: _bytes(facts.peaks_mib.get(device["addr"]))),
+    _device("yunion_mps_device_sm_limit_ratio",
+            "Fraction of the GPU's SM threads that the budget of the device allows.",
+            lambda facts, device: _ratio(_budget(facts, device)[1])),
+    _device("yunion_mps_device_sm_utilization_ratio",
+            "Fraction of the time in which kernels of the device's clients ran, by the driver's samples.",
+            lambda facts, device: (use := facts.latest.devices.get(device["addr"])) and _ratio(use.sm)),
+    _device("yunion_mps_device_clients", "Number of processes that use the device.",
             lambda facts, device: (use := _device_use(facts, device)) and use.clients),
 
-    _state("yunion_mps_domain_state", "Whether this is the state of the domain.", LEGAL_CHANGES,
+    _state("yunion_mps_domain_state",
+           "State of the domain: 1 for the current state, 0 for all others.", LEGAL_CHANGES,
            lambda facts: ((domain.plan.name, domain.state) for domain in facts.domains), ("domain",)),
     _domain("yunion_mps_domain_state_timestamp_seconds",
-            "Since when the domain is in its state, since 1970.", _state_since_s),
+            "Unix time at which the domain entered its state.", _state_since_s),
     _domain("yunion_mps_domain_start_time_seconds",
-            "When the domain's control daemon was started, since 1970; missing while none runs.",
+            "Unix time at which the control daemon of the domain started; missing if none runs.",
             lambda facts, domain: (use := _domain_use(facts, domain)) and (use.started_s or None)),
     _domain("yunion_mps_domain_restarts_total",
-            "How often the domain's control daemon has ended or failed since the daemon's start.",
+            "Total number of times that the control daemon of the domain ended or failed.",
             lambda _, domain: domain.restarts, COUNTER),
-    _domain("yunion_mps_domain_pending", "Whether a change of the domain waits for jobs to end.",
+    _domain("yunion_mps_domain_pending",
+            "Whether a change of the domain waits for jobs to end (1) or not (0).",
             lambda _, domain: int(bool(domain.pending))),
-    _domain("yunion_mps_domain_gpus", "The GPUs that the domain serves.",
+    _domain("yunion_mps_domain_gpus", "Number of GPUs that the domain serves.",
             lambda _, domain: len(domain.plan.gpu_uuids)),
-    _domain("yunion_mps_domain_servers", "The domain's MPS servers.",
+    _domain("yunion_mps_domain_servers", "Number of MPS servers of the domain.",
             lambda facts, domain: (use := _domain_use(facts, domain)) and use.servers),
-    _domain("yunion_mps_domain_clients", "The processes that use the domain's GPUs through MPS.",
+    _domain("yunion_mps_domain_clients", "Number of processes that use the domain's GPUs through MPS.",
             lambda facts, domain: (use := _domain_use(facts, domain)) and use.clients),
     _domain("yunion_mps_domain_probe_duration_seconds",
-            "How long the control daemon took to answer the last probe.",
+            "Time that the control daemon took to answer the last probe.",
             lambda facts, domain: facts.probe_s.get(domain.plan.name)),
 )
 # fmt: on

@@ -19,6 +19,7 @@ from yunion_mps.identity import random_uuid
 from yunion_mps.leases.allocator import Allocator, Candidates, candidates_of, refuse_infeasible
 from yunion_mps.leases.expiry import HolderWatch, renewed, restored
 from yunion_mps.leases.ledger import Ledger
+from yunion_mps.leases.peaks import MemoryPeaks
 from yunion_mps.leases.queue import Queue, QueuedRequest
 from yunion_mps.leases.request import LeaseRequest, find_gpu, find_lease, owner_name, refuse_over_quota
 from yunion_mps.leases.storage import LeaseStorage, QueuePositions
@@ -53,6 +54,7 @@ class LeaseService:
         self._positions = QueuePositions(supervisor.store())
         self._holders = HolderWatch(self._end)
         self.ledger = Ledger()
+        self.peaks = MemoryPeaks(self.ledger, supervisor.store())
         self._allocator = Allocator(self.ledger)
         self.queue = Queue(self._allocator)
         #: What the queued requests are answered with, by position.
@@ -80,6 +82,7 @@ class LeaseService:
             if not self._holders.watch(lease):
                 self._end(lease.id, "its process ended while no daemon ran")
         self._positions.restore(time.monotonic())
+        self.peaks.restore()
         self._publisher.restore(self.ledger.leases.values())
 
     def cancel_queued(self) -> None:

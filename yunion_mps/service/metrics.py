@@ -20,11 +20,12 @@ from yunion_mps.host.proc import started_ticks, uid_of
 from yunion_mps.host.threads import on_thread
 from yunion_mps.inventory.nvml import Nvml
 from yunion_mps.leases.ledger import Ledger
+from yunion_mps.leases.peaks import MemoryPeaks
 from yunion_mps.leases.queue import Queue
 from yunion_mps.models import DomainStatus
 from yunion_mps.mps.processes import is_server
 from yunion_mps.service.queries import Filters, Queries
-from yunion_mps.service.usage import Budget, DeviceUse, ProcessDevices, use_by_device
+from yunion_mps.service.usage import Budget, DeviceUse, Latest, ProcessDevices, use_by_device
 from yunion_mps.supervisor import Supervisor
 
 if TYPE_CHECKING:
@@ -97,7 +98,6 @@ class Observation(NamedTuple):
 class GpuUse(NamedTuple):
     """The use of one GPU; `outside_mps` is None if the driver does not tell which processes use MPS."""
 
-    mib: int
     clients: int
     outside_mps: int | None
 
@@ -125,7 +125,8 @@ class Facts(NamedTuple):
     `unusable` are the addresses of GPUs that cannot be used themselves. `leased_budgets` are the budgets (MiB
     and percent) of leased devices by address, because a reload may have changed them for the next lease.
     `probe_s` is how long each domain's control daemon took to answer last, `events` how many were recorded
-    since the start by kind and severity. `use` is None before the driver has told.
+    since the start by kind and severity. `use` is None before the driver has told. `latest` is what the last
+    poll found, and `peaks_mib` the most that was used of leased devices, by address.
     """
 
     now: Moment
@@ -141,6 +142,8 @@ class Facts(NamedTuple):
     use: Use | None = None
     unusable: Collection[str] = ()
     leased_budgets: Mapping[str, tuple[int, float]] = {}
+    latest: Latest = Latest()
+    peaks_mib: Mapping[str, int] = {}
 
 
 def use_of(seen: Observation, budgets: Mapping[str, Budget]) -> Use:
@@ -165,11 +168,10 @@ def use_of(seen: Observation, budgets: Mapping[str, Budget]) -> Use:
         seen.taken_s,
         {
             uuid: GpuUse(
-                sum(mib or 0 for mib in processes.values()),
                 len(clients[uuid]),
                 len(outside_mps[uuid]) if uuid in outside_mps else None,
             )
-            for uuid, processes in seen.memory.items()
+            for uuid in seen.memory
         },
         use_by_device(memory, seen.devices, budgets),
         {
@@ -193,6 +195,7 @@ class Metrics:
         ledger: Ledger,
         queue: Queue,
         devices: ProcessDevices,
+        peaks: MemoryPeaks,
         requests: Callable[[], Counted],
     ) -> None:
         self._supervisor = supervisor
@@ -200,6 +203,7 @@ class Metrics:
         self._ledger = ledger
         self._queue = queue
         self._devices = devices
+        self._peaks = peaks
         self._requests = requests
         self._revision = revision()  # now, because after an upgrade it would be that of the new program
         self._observing: asyncio.Task[Use] | None = None
@@ -233,6 +237,8 @@ class Metrics:
                 for lease in leases
                 for device in lease.devices
             },
+            queries.usage.latest,
+            self._peaks.by_device(),
         )
 
     async def observe(self) -> None:

@@ -5,19 +5,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Callable
 from typing import Optional
 
 from yunion_mps.errors import DriverError, ShortageError
 from yunion_mps.host.threads import on_thread
 from yunion_mps.inventory.events import EventWatch
+from yunion_mps.inventory.load import Load, read_load
+from yunion_mps.inventory.nvml import Nvml
 from yunion_mps.inventory.scan import Scanner
 from yunion_mps.models import Inventory
 from yunion_mps.paths import Paths
 from yunion_mps.reasons import NO_REASON, Reason
 from yunion_mps.service.clients import XidAnalyzer
 from yunion_mps.service.reload import Reloader
-from yunion_mps.service.usage import UsageSampler
+from yunion_mps.service.usage import Processes, UsageSampler
 from yunion_mps.supervisor import Supervisor
 
 log = logging.getLogger(__name__)
@@ -85,7 +88,7 @@ class Monitor:
         if nvml:
             began_s = loop.time()
             try:
-                inventory, processes = await on_thread(lambda: (self._scanner.scan(nvml), nvml.processes()))
+                inventory, processes, load = await on_thread(lambda: self._look(nvml))
             except ShortageError as error:  # which says nothing of the GPUs
                 self._note_shortage(error)
                 return
@@ -94,15 +97,22 @@ class Monitor:
                     log.error("the GPUs cannot be looked at: %s. %s", error.message, error.hint)
                 self._trouble = error.message
                 self._answering = frozenset()
+                self._usage.forget()
                 supervisor.lose_driver(error, loop.time())
                 return
             self._trouble = ""
             supervisor.remark("polling", NO_REASON)
             supervisor.jobs.update(processes, began_s)
             supervisor.update_gpus(inventory, loop.time())
-            self._usage.record(processes, began_s)
+            self._usage.record(processes, load, began_s)
             self._renew_events(inventory)
         await self._reloader.set_modes()
+
+    def _look(self, nvml: Nvml) -> tuple[Inventory, Processes, Load]:
+        """All that a poll asks the driver for; for any thread."""
+        inventory, processes = self._scanner.scan(nvml), nvml.processes()
+        busy = [uuid for uuid, those in processes.items() if those]
+        return inventory, processes, read_load(nvml, busy, time.time() - POLL_S)
 
     def _watch_events(self) -> None:
         """Register for the driver's events, once there is a driver."""

@@ -1,4 +1,4 @@
-"""The memory that jobs use of GPUs and devices: whose devices it counts for, and the most of each minute.
+"""What jobs use of GPUs and devices: whose devices it counts for, and the most of each minute.
 
 The last hour is kept in memory, a number a minute. It begins again with the daemon's program, also with a
 re-exec: an hour is not worth a file.
@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple, Optional
 
 from yunion_mps.host.proc import variable_of
+from yunion_mps.inventory.load import GpuLoad, Load
 from yunion_mps.leases.ledger import Ledger
-from yunion_mps.models import Gpu
+from yunion_mps.leases.peaks import MemoryPeaks
 from yunion_mps.planning.environment import DEVICE_VARIABLE
 from yunion_mps.supervisor import Supervisor
 
@@ -31,26 +32,45 @@ _MAX_NAMES = 4096
 Processes = Mapping[str, Mapping[int, Optional[int]]]
 
 
+class Latest(NamedTuple):
+    """What the last poll found: the load of GPUs and processes, and the use of devices, by address."""
+
+    load: Load = Load()
+    devices: Mapping[str, DeviceUse] = {}
+
+
+class _Series(NamedTuple):
+    """An hour of a GPU or device: memory in MiB, and utilization in % with 1 added, 0 if it is not known."""
+
+    mib: array[int]
+    busy: bytearray
+
+
 class UsageHistory:
-    """For each minute, the most memory (MiB) found by a poll in it; what used nothing takes no room."""
+    """For each minute, the most that a poll found in it; what used nothing takes no room."""
 
     def __init__(self) -> None:
+        self.latest = Latest()
         self._minute = 0
         self._polled = bytearray(MINUTES)
-        self._series: dict[str, array[int]] = {}
+        self._series: dict[str, _Series] = {}
 
-    def record(self, now_s: float, used_mib: Mapping[str, int]) -> None:
-        """A poll at `now_s` (monotonic) found this use of GPUs and devices by address, and no other."""
+    def record(self, now_s: float, used: Mapping[str, tuple[int, int | None]]) -> None:
+        """A poll at `now_s` (monotonic) found this use of GPUs and devices by address, and no other.
+
+        It is in MiB and in percent of the time; the latter may be unknown.
+        """
         self._advance(int(now_s) // STEP_S)
         place = self._minute % MINUTES
         self._polled[place] = 1
-        for address, mib in used_mib.items():
-            if not mib:
+        for address, (mib, percent) in used.items():
+            if not mib and not percent:
                 continue
             if address not in self._series:
-                self._series[address] = array("I", bytes(4 * MINUTES))
+                self._series[address] = _Series(array("I", bytes(4 * MINUTES)), bytearray(MINUTES))
             series = self._series[address]
-            series[place] = max(series[place], mib)
+            series.mib[place] = max(series.mib[place], mib)
+            series.busy[place] = max(series.busy[place], 0 if percent is None else percent + 1)
 
     def last_hour(self, now_s: float, wall_s: float, gpu: str | None, *, devices: bool) -> answers.Usage:
         """The hour up to now, of all GPUs or of this one; `wall_s` is what `now_s` is in s since 1970.
@@ -60,13 +80,18 @@ class UsageHistory:
         self._advance(int(now_s) // STEP_S)
         first = self._minute - MINUTES + 1
         places = [minute % MINUTES for minute in range(first, self._minute + 1)]
-        found: dict[bool, list[answers.MemoryUse]] = {True: [], False: []}
+        found: dict[bool, list[answers.MinuteUse]] = {True: [], False: []}
         for address, series in self._series.items():
             device_of = address.rpartition("-")[0]
             if (device_of and not devices) or gpu not in (None, address, device_of):
                 continue
-            used = [series[place] if self._polled[place] else None for place in places]
-            found[bool(device_of)].append({"addr": address, "memory_used": used})
+            found[bool(device_of)].append(
+                {
+                    "addr": address,
+                    "memory_used": [series.mib[one] if self._polled[one] else None for one in places],
+                    "utilization": [series.busy[one] - 1 if series.busy[one] else None for one in places],
+                }
+            )
         return {
             "begin": wall_s - now_s + first * STEP_S,
             "step": STEP_S,
@@ -86,8 +111,8 @@ class UsageHistory:
             self._polled[place] = 0
         for address, series in list(self._series.items()):
             for place in places:
-                series[place] = 0
-            if not any(series):
+                series.mib[place] = series.busy[place] = 0
+            if not any(series.mib) and not any(series.busy):
                 del self._series[address]
 
 
@@ -99,10 +124,14 @@ class Budget(NamedTuple):
 
 
 class DeviceUse(NamedTuple):
-    """The memory that is used of one device, and by how many processes."""
+    """The memory that is used of one device, by how many processes, and their SM utilization.
+
+    The latter is the percentage of the time in which their kernels ran; None if the driver has told none.
+    """
 
     mib: int
     clients: int
+    sm: int | None = None
 
 
 class KnownDevices(NamedTuple):
@@ -162,27 +191,36 @@ def _known(names: str | None, known: KnownDevices) -> tuple[str, ...]:
 
 
 def use_by_device(
-    memory: Processes, devices: Mapping[int, tuple[str, ...]], budgets: Mapping[str, Budget]
+    memory: Processes,
+    devices: Mapping[int, tuple[str, ...]],
+    budgets: Mapping[str, Budget],
+    sm: Mapping[str, Mapping[int, int]] = {},
 ) -> dict[str, DeviceUse]:
     """The use of each device (by address) that a process has; pure.
 
     `devices` are the addresses that a process (PID) has; those without a budget are passed over. The memory
     of processes with the same devices of a GPU fills the first of these first, and what exceeds all counts
-    for the last: they are one budget.
+    for the last: they are one budget. Its SM utilization (`sm`, by GPU UUID and PID) is that of each of them.
     """
     clients: Counter[str] = Counter()
     together: Counter[tuple[str, ...]] = Counter()
+    busy: Counter[str] = Counter()
     for uuid, processes in memory.items():
         for pid, mib in processes.items():
             own = tuple(name for name in devices.get(pid, ()) if name in budgets)
             here = tuple(name for name in own if budgets[name].gpu_uuid == uuid)
             together[here] += mib or 0
             clients.update(here)
+            if (percent := sm.get(uuid, {}).get(pid)) is not None:
+                busy.update(dict.fromkeys(here, percent))
     used: Counter[str] = Counter()
     for names, mib in together.items():
         for name, part_mib in _filled(names, mib, budgets):
             used[name] += part_mib
-    return {name: DeviceUse(used[name], count) for name, count in clients.items()}
+    return {
+        name: DeviceUse(used[name], count, min(busy[name], 100) if name in busy else None)
+        for name, count in clients.items()
+    }
 
 
 def _filled(names: tuple[str, ...], mib: int, budgets: Mapping[str, Budget]) -> Iterator[tuple[str, int]]:
@@ -193,30 +231,39 @@ def _filled(names: tuple[str, ...], mib: int, budgets: Mapping[str, Budget]) -> 
         left_mib -= part_mib
 
 
-def use_by_gpu(processes: Processes, gpus: Iterable[Gpu]) -> dict[str, int]:
-    """The MiB that the processes use of each GPU, by its address."""
-    return {gpu.address: sum(mib or 0 for mib in processes.get(gpu.uuid or "", {}).values()) for gpu in gpus}
-
-
 class UsageSampler:
-    """Adds what each poll finds to the last hour."""
+    """Adds what each poll finds to the last hour, and to the peaks of leases."""
 
-    def __init__(self, supervisor: Supervisor, devices: ProcessDevices, history: UsageHistory) -> None:
+    def __init__(
+        self, supervisor: Supervisor, devices: ProcessDevices, history: UsageHistory, peaks: MemoryPeaks
+    ) -> None:
         self._supervisor = supervisor
         self._devices = devices
         self._history = history
+        self._peaks = peaks
 
-    def record(self, processes: Processes, now_s: float) -> None:
+    def forget(self) -> None:
+        """The GPUs cannot be polled: what they do now is not known."""
+        self._history.latest = Latest()
+
+    def record(self, processes: Processes, load: Load, now_s: float) -> None:
         """Record what jobs use of GPUs and devices; the supervisor has taken note of the processes before."""
         jobs = self._supervisor.jobs.started
-        if not jobs:
-            self._history.record(now_s, {})
-            return
-        known = self._devices.known()
-        of_jobs = {
-            uuid: {pid: mib for pid, mib in those.items() if pid in jobs} for uuid, those in processes.items()
-        }
-        by_device = use_by_device(of_jobs, self._devices.of(jobs, known), known.budgets)
+        by_device: Mapping[str, DeviceUse] = {}
+        of_jobs: Processes = {}
+        if jobs:
+            known = self._devices.known()
+            of_jobs = {
+                uuid: {pid: mib for pid, mib in those.items() if pid in jobs}
+                for uuid, those in processes.items()
+            }
+            devices = self._devices.of(jobs, known)
+            by_device = use_by_device(of_jobs, devices, known.budgets, load.processes)
         gpus = self._supervisor.snapshot().inventory.gpus
-        used_mib = {name: used.mib for name, used in by_device.items()}
-        self._history.record(now_s, {**use_by_gpu(of_jobs, gpus), **used_mib})
+        used = {name: (one.mib, one.sm) for name, one in by_device.items()}
+        for gpu in gpus:
+            mib = sum(mib or 0 for mib in of_jobs.get(gpu.uuid or "", {}).values())
+            used[gpu.address] = mib, load.gpus.get(gpu.uuid or "", GpuLoad()).utilization
+        self._history.latest = Latest(load, by_device)
+        self._history.record(now_s, used)
+        self._peaks.note({name: one.mib for name, one in by_device.items()})

@@ -6,6 +6,7 @@ from typing import Any
 
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_plain
+from yunion_mps.inventory.load import GpuLoad, Load
 from yunion_mps.metrics.text import text_of
 from yunion_mps.models import Snapshot
 from yunion_mps.service.metrics import (
@@ -20,7 +21,7 @@ from yunion_mps.service.metrics import (
     Use,
 )
 from yunion_mps.service.queries import Filters, Queries
-from yunion_mps.service.usage import DeviceUse
+from yunion_mps.service.usage import DeviceUse, Latest
 
 from unit.http.snapshots import P40, reference
 
@@ -70,7 +71,7 @@ def value(given: Facts, name: str, **labels: str) -> float | None:
 
 USE = Use(
     1_788_000_000.5,
-    {str(P40.uuid): GpuUse(6000, 2, 1)},
+    {str(P40.uuid): GpuUse(2, 1)},
     {"00:06.0-1": DeviceUse(5900, 2)},
     {"host": DomainUse(1, 2, 1_787_999_500.0)},
 )
@@ -79,6 +80,11 @@ ALL = Facts(
     *facts(
         domains=(facts().domains[0]._replace(since_s=400.0),),
         use=USE,
+        latest=Latest(
+            Load({str(P40.uuid): GpuLoad(87, 6144, 61, 187.5, 250.0)}),
+            {"00:06.0-1": DeviceUse(5900, 2, 42), "00:06.0-2": DeviceUse(0, 1)},
+        ),
+        peaks_mib={"00:06.0-1": 5950},
         probe_s={"host": 0.0004},
         queue=LeaseCounts({"process": 2, "name": 1}, 3, 12.5),
         events={("domain", "warning"): 4},

@@ -16,7 +16,7 @@ from yunion_mps.metrics.text import text_of
 from yunion_mps.models import DomainStatus
 from yunion_mps.mps.states import LEGAL_CHANGES
 from yunion_mps.service.metrics import BOUNDS_S, Counted, DomainUse, Facts, GpuUse, Latency, Use
-from yunion_mps.service.usage import DeviceUse
+from yunion_mps.service.usage import DeviceUse, Latest
 
 from unit.http import snapshots
 from unit.http.snapshots import H100, IN_MIG_MODE, P40, snapshot
@@ -60,6 +60,7 @@ def test_labels_name_no_process_user_or_command() -> None:
         "method",
         "code",
         "gpu",
+        "gpu_uuid",
         "device",
         "domain",
         "state",
@@ -68,46 +69,79 @@ def test_labels_name_no_process_user_or_command() -> None:
     assert labels == known
 
 
+#: The labels of the reference case's GPU.
+GPU = {"gpu": "00:06.0", "gpu_uuid": str(P40.uuid)}
+FAULTY = {"gpu": "81:00.0", "gpu_uuid": IN_MIG_MODE.uuid or ""}
+
+
+def test_no_label_value_has_a_space_but_a_product_s_name() -> None:
+    for found in [ALL, *(facts(each()) for each in snapshots.ALL.values())]:
+        for _, labels in values(found):
+            assert not [one for one in labels if " " in one[1] and one[0] != "name"]
+
+
+def test_dcgms_series_of_a_gpu_can_be_joined_by_its_uuid() -> None:
+    for name, labels in values(ALL):
+        if {"gpu", "device"} & dict(labels).keys():
+            assert dict(labels).items() >= GPU.items(), name
+
+
+def test_what_nvml_measures_is_in_base_units() -> None:
+    shown = {name: value(ALL, f"yunion_mps_gpu_{name}", **GPU) for name in (
+        "utilization_ratio", "temperature_celsius", "power_watts", "power_limit_watts", "memory_used_bytes",
+    )}  # fmt: skip
+    assert list(shown.values()) == [0.87, 61, 187.5, 250, 6144 * 1024**2]
+    idle = ALL._replace(latest=Latest())
+    assert not {name for name, _ in values(idle) if re.search("utilization|celsius|watts", name)}
+
+
+def test_the_use_of_a_device_is_missing_if_it_is_not_known() -> None:
+    first, second, third = ({"device": f"00:06.0-{slot}", **GPU} for slot in (1, 2, 3))
+    sm, peak = "yunion_mps_device_sm_utilization_ratio", "yunion_mps_device_memory_peak_bytes"
+    assert [value(ALL, sm, **one) for one in (first, second, third)] == [0.42, None, None]
+    assert [value(ALL, peak, **one) for one in (first, second)] == [5950 * 1024**2, None]
+
+
 def test_budgets_are_in_bytes_and_parts_of_one() -> None:
-    device = {"device": "00:06.0-1", "gpu": "00:06.0"}
+    device = {"device": "00:06.0-1", **GPU}
     assert value(ALL, "yunion_mps_device_memory_limit_bytes", **device) == 5760 * 1024**2
-    assert value(ALL, "yunion_mps_device_sm_ratio", **device) == 0.25
+    assert value(ALL, "yunion_mps_device_sm_limit_ratio", **device) == 0.25
     assert value(ALL, "yunion_mps_device_memory_used_bytes", **device) == 5900 * 1024**2
     assert value(ALL, "yunion_mps_device_clients", **device) == 2
     unused = {**device, "device": "00:06.0-0"}
     assert value(ALL, "yunion_mps_device_memory_used_bytes", **unused) == 0
     assert value(ALL, "yunion_mps_device_clients", **unused) == 0
-    assert value(ALL, "yunion_mps_gpu_memory_bytes", gpu="00:06.0") == 23040 * 1024**2
-    assert value(ALL, "yunion_mps_gpu_memory_used_bytes", gpu="00:06.0") == 6000 * 1024**2
-    assert value(ALL, "yunion_mps_gpu_processes_outside_mps", gpu="00:06.0") == 1
+    assert value(ALL, "yunion_mps_gpu_memory_bytes", **GPU) == 23040 * 1024**2
+    assert value(ALL, "yunion_mps_gpu_memory_used_bytes", **GPU) == 6144 * 1024**2
+    assert value(ALL, "yunion_mps_gpu_processes_outside_mps", **GPU) == 1
 
 
 def test_the_budget_of_who_has_a_device_is_the_one_that_it_was_given_with() -> None:
     """As `who` has it: a reload changes what the next lease gets, and puts no one over budget."""
     given = ALL._replace(leased_budgets={"00:06.0-1": (11520, 50.0)})
-    device, other = ({"device": f"00:06.0-{slot}", "gpu": "00:06.0"} for slot in (1, 2))
+    device, other = ({"device": f"00:06.0-{slot}", **GPU} for slot in (1, 2))
     assert value(given, "yunion_mps_device_memory_limit_bytes", **device) == 11520 * 1024**2
-    assert value(given, "yunion_mps_device_sm_ratio", **device) == 0.5
+    assert value(given, "yunion_mps_device_sm_limit_ratio", **device) == 0.5
     assert value(given, "yunion_mps_device_memory_limit_bytes", **other) == 5760 * 1024**2
 
 
 def test_a_gpu_is_usable_by_its_own_health_not_its_control_daemons() -> None:
     down = facts(snapshot(P40, state="backoff"))
-    assert value(down, "yunion_mps_gpu_state", gpu="00:06.0", state="unavailable") == 1
-    assert value(down, "yunion_mps_gpu_usable", gpu="00:06.0") == 1
+    assert value(down, "yunion_mps_gpu_state", **GPU, state="unavailable") == 1
+    assert value(down, "yunion_mps_gpu_usable", **GPU) == 1
     faulty = facts(snapshot(P40, IN_MIG_MODE))
-    assert value(faulty, "yunion_mps_gpu_usable", gpu="81:00.0") == 0
-    assert value(faulty, "yunion_mps_gpu_usable", gpu="00:06.0") == 1
+    assert value(faulty, "yunion_mps_gpu_usable", **FAULTY) == 0
+    assert value(faulty, "yunion_mps_gpu_usable", **GPU) == 1
 
 
 def test_what_is_unknown_is_missing_and_not_0() -> None:
     unknown = ALL._replace(use=None, probe_s={})
     shown = {name for name, _ in values(unknown)}
-    assert not {name for name in shown if "used" in name or "clients" in name or "probe" in name}
+    assert not {name for name in shown if re.search("device_memory_used|clients|probe", name)}
     assert "yunion_mps_use_timestamp_seconds" not in shown
-    silent = ALL._replace(use=USE._replace(gpus={str(P40.uuid): GpuUse(0, 0, None)}))
-    assert value(silent, "yunion_mps_gpu_processes_outside_mps", gpu="00:06.0") is None
-    assert value(silent, "yunion_mps_gpu_clients", gpu="00:06.0") == 0
+    silent = ALL._replace(use=USE._replace(gpus={str(P40.uuid): GpuUse(0, None)}))
+    assert value(silent, "yunion_mps_gpu_processes_outside_mps", **GPU) is None
+    assert value(silent, "yunion_mps_gpu_clients", **GPU) == 0
 
 
 @pytest.mark.parametrize("state", LEGAL_CHANGES)
@@ -142,25 +176,26 @@ def test_two_domains_of_one_name_are_told_once_as_prometheus_demands() -> None:
 
 def test_a_gpus_budget_is_told_only_where_it_has_devices() -> None:
     given = facts(snapshot(P40, IN_MIG_MODE))
-    assert value(given, "yunion_mps_gpu_budget_enforced", gpu="00:06.0") == 0
-    assert value(facts(snapshot(H100)), "yunion_mps_gpu_budget_enforced", gpu="0001:e1:00.0") == 1
-    unavailable = {"gpu": "81:00.0", "state": "unavailable"}
+    assert value(given, "yunion_mps_gpu_budget_enforced", **GPU) == 0
+    other = {"gpu": "0001:e1:00.0", "gpu_uuid": str(H100.uuid)}
+    assert value(facts(snapshot(H100)), "yunion_mps_gpu_budget_enforced", **other) == 1
+    unavailable = {**FAULTY, "state": "unavailable"}
     assert value(given, "yunion_mps_gpu_state", **unavailable) == 1
 
 
 def test_leases_and_those_who_wait_are_counted() -> None:
     assert value(ALL, "yunion_mps_leases", binding="process") == 2
-    assert value(ALL, "yunion_mps_lease_waiters") == 3
-    assert value(ALL, "yunion_mps_lease_longest_wait_seconds") == 12.5
+    assert value(ALL, "yunion_mps_queued_requests") == 3
+    assert value(ALL, "yunion_mps_queue_longest_wait_seconds") == 12.5
     assert value(ALL, "yunion_mps_events_total", kind="domain", severity="warning") == 4
     nothing = facts()
     assert value(nothing, "yunion_mps_leases", binding="process") == 0
     assert value(nothing, "yunion_mps_events_total", kind="domain", severity="warning") == 0
     held: Any = [{**device, "lease": "7c1f"} for device in ALL.devices[:1]]
     given = ALL._replace(devices=[*held, *ALL.devices[1:]])
-    assert value(given, "yunion_mps_gpu_devices_leased", gpu="00:06.0") == 1
-    assert value(given, "yunion_mps_device_leased", device="00:06.0-0", gpu="00:06.0") == 1
-    assert value(given, "yunion_mps_device_leased", device="00:06.0-1", gpu="00:06.0") == 0
+    assert value(given, "yunion_mps_gpu_devices_leased", **GPU) == 1
+    assert value(given, "yunion_mps_device_leased", device="00:06.0-0", **GPU) == 1
+    assert value(given, "yunion_mps_device_leased", device="00:06.0-1", **GPU) == 0
 
 
 def test_devices_of_a_former_division_are_counted_with_the_new_ones() -> None:
@@ -169,9 +204,7 @@ def test_devices_of_a_former_division_are_counted_with_the_new_ones() -> None:
     ]
     former: Any = {**devices[0], "addr": "00:06.0-9", "id": "former"}
     given = ALL._replace(devices=[*devices, former])
-    counts = [
-        value(given, f"yunion_mps_gpu_devices{what}", gpu="00:06.0") for what in ("", "_leased", "_pending")
-    ]
+    counts = [value(given, f"yunion_mps_gpu_devices{what}", **GPU) for what in ("", "_leased", "_pending")]
     assert counts == [len(devices) + 1] * 3
 
 
@@ -199,7 +232,7 @@ def any_facts(draw: st.DrawFn) -> Facts:
     devices: Any = [{**device, "lease": draw(st.none() | TEXT)} for device in found.devices]
     use = Use(
         draw(st.floats(0, 1e10)),
-        {str(gpu["uuid"]): GpuUse(draw(NUMBER), draw(NUMBER), draw(st.none() | NUMBER)) for gpu in gpus},
+        {str(gpu["uuid"]): GpuUse(draw(NUMBER), draw(st.none() | NUMBER)) for gpu in gpus},
         {device["addr"]: DeviceUse(draw(NUMBER), draw(NUMBER)) for device in devices},
         {domain.plan.name: DomainUse(draw(NUMBER), draw(NUMBER), None) for domain in found.domains},
     )
@@ -222,7 +255,7 @@ def test_whatever_a_host_is_like_both_parsers_read_the_same(given: Facts) -> Non
     assert read["yunion_mps_up", ()] == 1
     for gpu in given.gpus:
         about = {
-            "uuid": gpu["uuid"] or "",
+            "gpu_uuid": gpu["uuid"] or "",
             "name": gpu["name"] or "",
             "compute_mode": gpu["compute_mode"] or "",
         }

@@ -47,7 +47,7 @@ def use(**given: Any) -> Use:
 def test_each_process_counts_where_it_has_its_device() -> None:
     found = use()
     assert found.devices == {"00:06.0-0": DeviceUse(900, 1), "00:06.0-1": DeviceUse(400, 1)}
-    assert found.gpus == {A: GpuUse(1330, 2, 0), B: GpuUse(0, 0, 0)}
+    assert found.gpus == {A: GpuUse(2, 0), B: GpuUse(0, 0)}
     assert found.domains == {"host": DomainUse(1, 2, 3.0)}
 
 
@@ -64,28 +64,27 @@ def test_a_job_on_two_gpus_counts_on_each_with_what_it_has_there() -> None:
 def test_a_job_without_a_device_counts_on_its_gpu_alone() -> None:
     found = use(devices={})
     assert found.devices == {}
-    assert found.gpus[A] == GpuUse(1330, 2, 0)
+    assert found.gpus[A] == GpuUse(2, 0)
 
 
 def test_a_process_that_is_no_client_is_outside_mps_and_no_client() -> None:
     found = use(memory={A: {SERVER: 30, TRAIN: 900, STRANGER: 50}}, through_mps={A: {TRAIN}})
-    assert found.gpus[A] == GpuUse(980, 1, 1)
+    assert found.gpus[A] == GpuUse(1, 1)
 
 
 def test_an_ended_process_or_unknown_server_is_not_outside_mps() -> None:
     found = use(memory={A: {STRANGER: 50}}, through_mps={A: set()}, others=frozenset({STRANGER}))
-    assert found.gpus[A] == GpuUse(50, 0, 0)
+    assert found.gpus[A] == GpuUse(0, 0)
 
 
 def test_no_process_counts_as_outside_mps_if_the_driver_names_no_clients() -> None:
     found = use(through_mps={})
-    assert found.gpus[A] == GpuUse(1330, 2, None)
+    assert found.gpus[A] == GpuUse(2, None)
 
 
 def test_memory_that_the_driver_does_not_tell_counts_as_none() -> None:
     found = use(memory={A: {TRAIN: None}})
     assert found.devices["00:06.0-0"] == DeviceUse(0, 1)
-    assert found.gpus[A].mib == 0
 
 
 def test_a_gpu_that_does_not_answer_is_missing() -> None:
@@ -115,7 +114,7 @@ def test_several_who_scrape_wait_for_a_hanging_driver_no_longer_than_one() -> No
     nothing: Any = None
     ledger = Ledger()
     devices = ProcessDevices(supervisor, ledger)
-    metrics = Metrics(supervisor, nothing, ledger, nothing, devices, nothing)
+    metrics = Metrics(supervisor, nothing, ledger, nothing, devices, nothing, nothing)
     clock = Clock()
     loop = asyncio.SelectorEventLoop(clock)
     loop.time = lambda: clock.now_s  # type: ignore[method-assign]

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 
 import pytest
 from yunion_mps.daemon.loop import cancel_all
 from yunion_mps.leases.ledger import Ledger
+from yunion_mps.leases.peaks import MemoryPeaks
 from yunion_mps.service import monitor
 from yunion_mps.service.clients import ClientService, XidAnalyzer
 from yunion_mps.service.monitor import Monitor
 from yunion_mps.service.reload import Reloader
-from yunion_mps.service.usage import ProcessDevices, UsageHistory, UsageSampler
+from yunion_mps.service.usage import Latest, ProcessDevices, UsageHistory, UsageSampler
 
 from unit.supervised import MakeHost, Supervise, Supervised
 
@@ -22,11 +24,15 @@ TWO = [{"kind": "v100"}, {"kind": "a100"}]
 PATIENCE_S = 60.0
 
 
-def monitor_of(made: Supervised, poll_now: asyncio.Event, polled: asyncio.Event) -> Monitor:
+def monitor_of(
+    made: Supervised, poll_now: asyncio.Event, polled: asyncio.Event, history: UsageHistory | None = None
+) -> Monitor:
     paths, supervisor = made.paths, made.supervisor
     reloader = Reloader(paths, supervisor, Ledger(), (), poll_now, lambda: None, lambda: None)
     xids = XidAnalyzer(paths, supervisor, ClientService(paths, supervisor))
-    usage = UsageSampler(supervisor, ProcessDevices(supervisor, Ledger()), UsageHistory())
+    ledger = Ledger()
+    peaks = MemoryPeaks(ledger, supervisor.store())
+    usage = UsageSampler(supervisor, ProcessDevices(supervisor, ledger), history or UsageHistory(), peaks)
     return Monitor(paths, supervisor, reloader, xids, usage, poll_now, polled.set)
 
 
@@ -84,3 +90,33 @@ def test_a_gpu_that_returns_and_is_lost_again_is_noticed_at_once(
     asyncio.run(follow())
     told = [event.what for event in made.events if event.kind == "gpu" and "XID" not in event.what]
     assert told == ["unavailable", *["available", "unavailable"] * 2]
+
+
+def test_a_poll_measures_and_a_driver_that_fails_makes_it_unknown(
+    make_host: MakeHost, supervise: Supervise
+) -> None:
+    host = make_host([{"kind": "v100", "processes": [{"pid": os.getpid(), "used_mib": 5, "sm": 40}]}])
+    made, history = supervise(host).start(), UsageHistory()
+    uuid = host.gpus[0].uuid
+
+    async def follow() -> None:
+        poll_now, polled = asyncio.Event(), asyncio.Event()
+
+        async def poll() -> None:
+            polled.clear()
+            poll_now.set()
+            await asyncio.wait_for(polled.wait(), PATIENCE_S)
+
+        task = asyncio.create_task(monitor_of(made, poll_now, polled, history).run())
+        await poll()
+        assert history.latest.load.gpus[uuid].utilization == 40
+        assert history.latest.load.processes == {uuid: {os.getpid(): 40}}
+        host.fail("nvmlDeviceGetCount", "unknown")
+        await poll()
+        assert history.latest == Latest()
+        host.clear()
+        await poll()
+        assert history.latest.load.gpus[uuid].utilization == 40
+        await cancel_all([task])
+
+    asyncio.run(follow())

@@ -7,11 +7,13 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from yunion_mps.host.proc import started_ticks
+from yunion_mps.inventory.load import GpuLoad, Load
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.models import Gpu
 from yunion_mps.service.metrics import Observation, use_of
@@ -24,7 +26,6 @@ from yunion_mps.service.usage import (
     UsageHistory,
     UsageSampler,
     use_by_device,
-    use_by_gpu,
 )
 
 from integration.daemon_host import eventually
@@ -169,10 +170,18 @@ def test_a_device_that_does_not_exist_is_passed_over() -> None:
     assert used == {"00:06.0-0": DeviceUse(400, 1)}
 
 
-def test_memory_counts_for_the_gpu_that_it_is_on() -> None:
-    gpus = [Gpu("0000:00:06.0", uuid="GPU-a"), Gpu("0000:00:07.0", uuid="GPU-b"), Gpu("0000:00:08.0")]
-    processes: Processes = {"GPU-a": {1: 100, 2: 50, 3: None, 4: 7}, "GPU-b": {1: 30}}
-    assert use_by_gpu(processes, gpus) == {"00:06.0": 157, "00:07.0": 30, "00:08.0": 0}
+def test_a_device_is_busy_as_long_as_any_of_its_processes() -> None:
+    """Time is not divided among the devices of a process, and there is no more of it than all."""
+    two = ("00:06.0-0", "00:06.0-1")
+    memory: Processes = {A: {1: 10, 2: 10, 3: 10, 4: 10}}
+    devices = {1: two, 2: two[:1], 3: ("00:06.0-2",), 4: ("00:06.0-2",)}
+    used = use_by_device(memory, devices, BUDGETS, {A: {1: 30, 2: 90, 3: 0}, B: {4: 50}})
+    assert {name: one.sm for name, one in used.items()} == {two[0]: 100, two[1]: 30, "00:06.0-2": 0}
+
+
+def test_utilization_is_unknown_and_not_0_without_a_sample() -> None:
+    used = use_by_device({A: {1: 10}}, {1: ("00:06.0-0",)}, BUDGETS, {A: {}})
+    assert used == {"00:06.0-0": DeviceUse(10, 1, None)}
 
 
 @pytest.mark.processes
@@ -188,13 +197,19 @@ def test_the_hour_and_the_metric_agree_on_a_job_with_several_devices(start: Star
     supervisor: Any = SimpleNamespace(jobs=SimpleNamespace(started=started), snapshot=lambda: snapshot)
     processes: Processes = {"GPU-0": {pid: 700, os.getpid(): 1000}}
     devices, usage = ProcessDevices(supervisor, Ledger([leased])), UsageHistory()
-    UsageSampler(supervisor, devices, usage).record(processes, 6000)
+    noted: list[dict[str, int]] = []
+    load = Load({"GPU-0": GpuLoad(utilization=81)}, {"GPU-0": {pid: 80, os.getpid(): 1}})
+    peaks: Any = SimpleNamespace(note=noted.append)
+    UsageSampler(supervisor, devices, usage, peaks).record(processes, load, 6000)
     known = devices.known()
     seen = Observation(6000.0, (), processes, {"GPU-0": {pid}}, devices.of(started, known))
     metric = {name: used.mib for name, used in use_of(seen, known.budgets).devices.items()}
     assert metric == dict(zip(names, parts))
     hour = {address: series[-1] for address, series in told(usage, 6000).items()}
     assert hour == {**metric, "00:00.0": 700}
+    assert noted == [metric]
+    assert {one.sm for one in usage.latest.devices.values()} == {80}
+    assert usage.last_hour(6000, 6000, None, devices=False)["gpus"][0]["utilization"][-1] == 81
 
 
 #: Some minutes after the boot, and what that is in s since 1970.
@@ -213,15 +228,23 @@ def told(
 def test_of_each_minute_the_most_is_kept() -> None:
     usage = UsageHistory()
     for now_s, mib in ((6000, 10), (6010, 300), (6020, 20), (6060, 5)):
-        usage.record(now_s, {GPU: mib})
+        usage.record(now_s, {GPU: (mib, None)})
     assert told(usage, 6070)[GPU][-3:] == [None, 300, 5]
+
+
+def test_the_most_of_a_minute_s_utilization_is_kept_and_a_gap_is_unknown() -> None:
+    usage = UsageHistory()
+    for now_s, percent in ((6000, 10), (6010, 70), (6020, None), (6060, 0), (6180, None)):
+        usage.record(now_s, {GPU: (5, percent), OTHER: (0, None), "00:07.0": (0, 0)})
+    (gpu,) = usage.last_hour(6180, BOOT_S, None, devices=True)["gpus"]
+    assert gpu["utilization"][-4:] == [70, 0, None, None]
 
 
 def test_a_minute_without_a_poll_is_not_one_in_which_nothing_was_used() -> None:
     usage = UsageHistory()
-    usage.record(6000, {GPU: 7})
+    usage.record(6000, {GPU: (7, None)})
     usage.record(6060, {})
-    usage.record(6180, {GPU: 9})
+    usage.record(6180, {GPU: (9, None)})
     assert told(usage, 6181)[GPU][-4:] == [7, 0, None, 9]
     assert usage.last_hour(6181, BOOT_S, None, devices=True)["looked"][-5:] == [
         False,
@@ -234,7 +257,7 @@ def test_a_minute_without_a_poll_is_not_one_in_which_nothing_was_used() -> None:
 
 def test_the_first_minute_is_an_hour_back_by_the_wall_clock() -> None:
     usage = UsageHistory()
-    usage.record(6030, {GPU: 7})
+    usage.record(6030, {GPU: (7, None)})
     answer = usage.last_hour(6030, BOOT_S, None, devices=True)
     assert (answer["begin"], answer["step"]) == (BOOT_S - 30 - 59 * 60, 60)
     assert len(answer["looked"]) == len(answer["gpus"][0]["memory_used"]) == MINUTES
@@ -242,8 +265,8 @@ def test_the_first_minute_is_an_hour_back_by_the_wall_clock() -> None:
 
 def test_what_is_an_hour_ago_is_forgotten_and_takes_no_room() -> None:
     usage = UsageHistory()
-    usage.record(6000, {GPU: 7, DEVICE: 7})
-    usage.record(6000 + 59 * 60, {GPU: 8})
+    usage.record(6000, {GPU: (7, None), DEVICE: (7, None)})
+    usage.record(6000 + 59 * 60, {GPU: (8, None)})
     assert told(usage, 6000 + 59 * 60) == {GPU: [7, *[None] * 58, 8], DEVICE: [7, *[None] * 58, 0]}
     assert told(usage, 6000 + 60 * 60) == {GPU: [*[None] * 58, 8, None]}
     assert told(usage, 6000 + 1000 * 60) == {}
@@ -252,7 +275,7 @@ def test_what_is_an_hour_ago_is_forgotten_and_takes_no_room() -> None:
 
 def test_one_gpu_and_its_devices_or_only_gpus_can_be_asked_for() -> None:
     usage = UsageHistory()
-    usage.record(6000, {GPU: 2, DEVICE: 1, "00:07.0": 3, OTHER: 3})
+    usage.record(6000, {GPU: (2, None), DEVICE: (1, None), "00:07.0": (3, None), OTHER: (3, None)})
     assert set(told(usage, 6000)) == {GPU, DEVICE, "00:07.0", OTHER}
     assert set(told(usage, 6000, GPU)) == {GPU, DEVICE}
     assert set(told(usage, 6000, devices=False)) == {GPU, "00:07.0"}
@@ -264,7 +287,7 @@ def test_an_hour_of_3072_devices_takes_little_room_and_an_idle_one_nothing() -> 
     usage.record(6000, {})
     assert not usage._series
     addresses = [f"{gpu:02x}:00.0-{slot}" for gpu in range(64) for slot in range(48)]
-    usage.record(6000, dict.fromkeys(addresses, 512))
-    size = sys.getsizeof(usage._series) + sum(sys.getsizeof(series) for series in usage._series.values())
+    usage.record(6000, dict.fromkeys(addresses, (512, 50)))
+    size = sys.getsizeof(usage._series) + sum(map(sys.getsizeof, chain(*usage._series.values())))
     assert len(usage._series) == 3072
-    assert size < 1_200_000
+    assert size < 1_600_000
