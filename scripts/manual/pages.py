@@ -81,22 +81,23 @@ def command_page(date: str) -> str:
 
 
 def statuses(text: str) -> list[tuple[str, str]]:
-    """Each exit status and its meaning, out of a program's help: `exit status: 0 done; 1 …`."""
-    listed = " ".join(text.partition("exit status:")[2].split())
+    """Each exit status and its meaning, out of a program's help: `Exit status: 0 success; 1 …`."""
+    listed = " ".join(text.partition("xit status:")[2].split())
     return [
         (number, words) for number, _, words in (part.strip().partition(" ") for part in listed.split(";"))
     ]
 
 
 def _commands(parent: click.Context) -> Iterator[tuple[click.Context, list[str]]]:
-    """Every command below `parent` in the order of the help, with all its names; the first is its own."""
+    """Every command below `parent` that the help shows, with all its names; the first is its own."""
     group = parent.command
     assert isinstance(group, click.Group)
     names: dict[click.Command, list[str]] = {}
     for name in group.list_commands(parent):
         command = group.get_command(parent, name)
         assert command
-        names.setdefault(command, []).append(f"{parent.command_path} {name}")
+        if not command.hidden:
+            names.setdefault(command, []).append(f"{parent.command_path} {name}")
     for command, called in names.items():
         context = click.Context(command, info_name=called[0].rpartition(" ")[2], parent=parent)
         yield context, called

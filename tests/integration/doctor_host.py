@@ -11,6 +11,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
+from yunion_mps.doctor.host import NAGIOS_CODES
+
 from integration.daemon_host import Daemon, eventually
 from simhost import SimHost
 from simhost.mps import StandIns
@@ -72,12 +74,12 @@ class Scene:
 
     def look(self, *arguments: str, before: tuple[str, ...] = (), user: int = 0, **variables: str) -> Seen:
         """Run the doctor, perhaps behind other words (`unshare`) or as a user; it says nothing but JSON."""
-        words = [*before, "yunion-mps", "doctor", "-o", "json", *arguments]
+        words = [*before, "yunion-mps", "doctor", "--nagios", "-o", "json", *arguments]
         as_user = {"user": user, "group": user, "extra_groups": []} if user else {}
         done = self.host.run(words, env={**self.host.env, **variables}, **as_user)
         assert done.stderr == "", done.stderr
         answer = json.loads(done.stdout)
-        assert answer["exit_code"] == done.returncode
+        assert NAGIOS_CODES[answer["state"]] == done.returncode
         checks: dict[str, list[dict[str, str]]] = {}
         for line in answer["checks"]:
             checks.setdefault(line["check"], []).append(line)

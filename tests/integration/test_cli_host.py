@@ -69,7 +69,7 @@ def test_each_device_of_the_reference_case_has_5760_mib_and_25_percent(ready: Da
 
 def test_show_gives_the_environment_that_leads_to_the_real_control_daemon(ready: Daemon) -> None:
     out = printed(ready.host, "show", "00:06.0-1")
-    environment = out.split("Environment of a process that uses it:\n")[1]
+    environment = out.split("Environment variables of a process that uses it:\n")[1]
     assert environment == (
         "  CUDA_DEVICE_ORDER=PCI_BUS_ID\n"
         "  CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=25\n"
@@ -112,13 +112,13 @@ def test_config_check_needs_no_daemon_and_changes_nothing(make_host: MakeHost) -
     before = sorted(str(path) for path in host.root.rglob("*"))
     shown = printed(host, "config", "show")
     assert "| cuda_mps_replicas " in shown
-    assert printed(host, "config", "check") == f"The configuration is right:\n{shown}{PLAN}"
+    assert printed(host, "config", "check") == f"The configuration is valid:\n{shown}{PLAN}"
     assert host.gpus[0].compute_mode == "default"
     assert sorted(str(path) for path in host.root.rglob("*")) == before
 
 
 PLAN = """\
-Nothing was changed; the daemon would do this:
+The daemon would divide the GPUs like this:
 +---------+-----------+---------+------------+-----------+------------------------------+--------+
 | GPU     | Name      | Devices | Memory_MiB | Threads_% | Compute_mode                 | Domain |
 +---------+-----------+---------+------------+-----------+------------------------------+--------+
@@ -187,7 +187,7 @@ def test_with_mps_switched_off_the_commands_say_why_there_is_nothing(make_host: 
     with Daemon(make_host()) as daemon:
         daemon.write_host_conf({"enable_cuda_mps": False})
         assert printed(daemon.host, "config", "check") == (
-            f"The configuration is right:\n{printed(daemon.host, 'config', 'show')}"
+            f"The configuration is valid:\n{printed(daemon.host, 'config', 'show')}"
             "enable_cuda_mps is false: this host offers no MPS devices.\n"
         )
         daemon.start().wait_ready()

@@ -67,9 +67,9 @@ def test_a_plan_is_what_the_reload_then_does(ready: Daemon) -> None:
     assert printed(ready.host, "plan") == "A reload would change nothing.\n"
     ready.host.divide(2)
     shown = planned("at once")
-    assert printed(ready.host, "plan") == f"Nothing was changed; a reload would change this:\n{shown}"
+    assert printed(ready.host, "plan") == f"A reload would make these changes:\n{shown}"
     assert limits(ready) == [5760]
-    assert printed(ready.host, "reload") == f"Reloaded; this changes:\n{shown}"
+    assert printed(ready.host, "reload") == f"Reloaded with these changes:\n{shown}"
     assert limits(ready) == [11520]
     assert printed(ready.host, "plan") == "A reload would change nothing.\n"
 
@@ -91,7 +91,7 @@ def test_while_a_job_runs_a_budget_is_pending_and_a_drain_waits_for_it(
     waits = f"its MPS server (PID {server}) has ended"
     pending = f"Pending:  host: other limits take effect when {waits}\n"
     out = printed(ready.host, "reload")
-    assert out.startswith(f"Reloaded; this changes:\n{planned(f'when {waits}')}{pending}")
+    assert out.startswith(f"Reloaded with these changes:\n{planned(f'when {waits}')}{pending}")
     assert pending in printed(ready.host, "status")
     assert limits(ready) == [5760]
     command = ["yunion-mps", "reload", "--drain"]
@@ -102,8 +102,8 @@ def test_while_a_job_runs_a_budget_is_pending_and_a_drain_waits_for_it(
         with contextlib.suppress(ProcessLookupError):  # told to end, it may be quicker
             os.kill(server, signal.SIGTERM)
         out, err = draining.communicate(timeout=PATIENCE_S)
-    assert (draining.returncode, err) == (0, "yunion-mps: nothing is pending any more\n")
-    assert out.startswith(f"Reloaded; this changes:\n{planned(f'when {waits}')}")
+    assert (draining.returncode, err) == (0, "yunion-mps: all changes are in effect\n")
+    assert out.startswith(f"Reloaded with these changes:\n{planned(f'when {waits}')}")
     assert limits(ready) == [11520]
 
 
@@ -111,7 +111,7 @@ def test_now_ends_the_job_that_is_in_the_way(ready: Daemon, job: Client, stand_i
     ready.host.divide(2)
     done = ready.host.run(["yunion-mps", "reload", "--now", "--yes"])
     assert done.returncode == 0, done.stderr
-    assert done.stderr.startswith("This would be ended:\n")
+    assert done.stderr.startswith("These jobs would be ended:\n")
     assert f"| {job.pid} |" in done.stderr
     assert limits(ready) == [11520]
     eventually(lambda: not stand_ins.servers(), "the server's end")
@@ -175,7 +175,7 @@ def test_what_happened_is_told_and_goes_on_over_a_new_program(ready: Daemon) -> 
     with ready.host.popen(command) as following:
         assert following.stdout is not None
         assert "applying -> ready" in following.stdout.readline()
-        told = rf"The daemon \(\S+\) was re-executed, with PID {ready.pid} as before; it took \d+\.\d\d s\n"
+        told = rf"The daemon \(\S+\) was re-executed as PID {ready.pid}; it was away for \d+\.\d\d s\n"
         assert re.fullmatch(told, printed(ready.host, "daemon-reexec"))
         assert ready.control_pid() == control
         os.kill(control, signal.SIGKILL)

@@ -114,7 +114,7 @@ def test_a_division_waiting_for_leases_is_named_and_counted_alike(
     assert change["effect"] == f"after the end of {leases}"
     assert daemon.ask("POST", "/v1/reload")[1] == {"changes": [change], "pending": [waits]}
     assert counted(daemon) == {"total": 10, "available": 6, "pending": 4}
-    shown = f"nothing changes.\nPending:  host: {what}\nSee whose the leases are: yunion-mps who\n"
+    shown = f"nothing changes.\nPending:  host: {what}\nSee who holds the leases: yunion-mps who\n"
     assert printed(host, "reload") == f"Reloaded; {shown}"
     listed = daemon.get("/v1/devices?addr=00:06.0")[1]["isolated_devices"]
     assert [one["mps_memory_limit"] for one in listed] == [4096] * 4, "as they were given"

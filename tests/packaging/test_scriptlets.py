@@ -113,8 +113,8 @@ def yunion_mps(host: Host, **answers: str) -> None:
 
 
 def test_an_upgrade_reexecutes_the_daemon_in_its_process(host: Host) -> None:
-    yunion_mps(host, plan="Kind,Subject", daemon_reexec="The daemon was re-executed, with PID 7 as before")
-    assert host.good("go_on") == ["yunion-mps-daemon: The daemon was re-executed, with PID 7 as before"]
+    yunion_mps(host, plan="Kind,Subject", daemon_reexec="The daemon was re-executed as PID 7")
+    assert host.good("go_on") == ["yunion-mps-daemon: The daemon was re-executed as PID 7"]
     assert host.calls()[1:] == [
         "yunion-mps-daemon --check",
         "yunion-mps plan --output csv",
@@ -126,14 +126,14 @@ def test_an_upgrade_reexecutes_the_daemon_in_its_process(host: Host) -> None:
 
 
 def test_programs_of_a_wheel_that_lie_earlier_on_path_are_not_asked(host: Host) -> None:
-    yunion_mps(host, plan="Kind,Subject", daemon_reexec="The daemon was re-executed, with PID 7 as before")
+    yunion_mps(host, plan="Kind,Subject", daemon_reexec="The daemon was re-executed as PID 7")
     wheel = host.root / "local"
     files(wheel, "yunion-mps", "yunion-mps-daemon")
     for path in wheel.iterdir():
         path.write_text("#!/bin/sh\nexit 6\n")
         path.chmod(0o755)
     assert host.good(f"PATH={wheel}:$PATH; go_on") == [
-        "yunion-mps-daemon: The daemon was re-executed, with PID 7 as before"
+        "yunion-mps-daemon: The daemon was re-executed as PID 7"
     ]
 
 

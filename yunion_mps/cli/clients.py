@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from yunion_mps.cli.common import call, confirm, refuse_unattended
+from yunion_mps.cli.common import call, complete_pid, confirm, refuse_unattended
 from yunion_mps.cli.output import cell, date_and_time, draw, fields, notes, output_option, show
 from yunion_mps.cli.root import SuggestingGroup
 from yunion_mps.errors import NotFoundError, YunionError
@@ -38,12 +38,15 @@ _MAX_PID = 4_194_304
 
 
 @click.group(
-    "clients", cls=SuggestingGroup, invoke_without_command=True, short_help="Show who uses MPS, or end one."
+    "clients",
+    cls=SuggestingGroup,
+    invoke_without_command=True,
+    short_help="List the processes that use GPUs.",
 )
 @output_option
 @click.pass_context
 def clients_group(ctx: click.Context, output: str) -> None:
-    """List processes that use GPUs through MPS or outside it, their MPS servers, and those that wait for one.
+    """List the processes that use GPUs through MPS or outside it, their MPS servers, and waiting clients.
 
     \b
     Examples:
@@ -57,14 +60,14 @@ def clients_group(ctx: click.Context, output: str) -> None:
         show(answer, output, list(COLUMNS), rows, lambda: _text(answer))
 
 
-@clients_group.command("terminate", short_help="End a client safely.")
-@click.argument("pid", type=click.IntRange(1, _MAX_PID))
-@click.option("--force", is_flag=True, help="End it by SIGKILL if nothing else helps.")
-@click.option("--yes", is_flag=True, help="Do not ask.")
+@clients_group.command("terminate", short_help="End a job without harming others.")
+@click.argument("pid", type=click.IntRange(1, _MAX_PID), shell_complete=complete_pid)
+@click.option("--force", is_flag=True, help="If SIGTERM does not end it, send SIGKILL.")
+@click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
 def terminate_client(pid: int, force: bool, yes: bool) -> None:
-    """End the client with this PID: its MPS server lets go of it first, then it gets SIGTERM.
+    """End the process PID safely: its MPS server disconnects it first, then it gets SIGTERM.
 
-    That spares the other clients of its server, which a mere kill can take down.
+    Killing an MPS client without that can take down the other clients of its server.
 
     \b
     Examples:

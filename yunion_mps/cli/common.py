@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import time
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, TypeVar
 
 import click
 
 from yunion_mps.errors import YunionError
-from yunion_mps.http.operations import GET_DEVICES, LATEST_S, Operation, Value
+from yunion_mps.http.operations import (
+    GET_CLIENTS,
+    GET_DEVICES,
+    GET_GPUS,
+    GET_LEASES,
+    LATEST_S,
+    Operation,
+    Value,
+)
+from yunion_mps.overview.holdings import ID_LENGTH
 from yunion_mps.paths import Paths
 
 if TYPE_CHECKING:
@@ -21,12 +32,15 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+#: A shell that waits longer for words to complete seems to hang.
+_COMPLETION_S = 2.0
+
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 _FORMS = ("%Y-%m-%d", "%Y-%m-%d %H:%M", "%Y-%m-%d %H:%M:%S")
-_NO_DURATION = "is not a duration: write 90, 90s, 10m, 2h or 1d"
+_NO_DURATION = "is not a duration: use 90, 90s, 10m, 2h or 1d"
 _MOMENT_HINT = (
-    "write 10m, 2h or 3d for so long ago, today, yesterday, a date as 2026-11-20, a time as "
-    "'2026-11-20 13:45', or seconds since 1970"
+    "use an age (10m, 2h, 3d), today, yesterday, a date (2026-11-20), a local time "
+    "('2026-11-20 13:45'), or seconds since 1970"
 )
 
 
@@ -121,17 +135,47 @@ class PointInTime(click.ParamType):
             self.fail(f"{value!r} is not a time: {_MOMENT_HINT}.", param, ctx)
 
 
-def complete_device(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """The addresses of the devices; none if the daemon does not answer."""
-    del ctx, param
-    from click.shell_completion import CompletionItem
+def _completing(words: Callable[[], Iterable[str]]) -> Callable[..., list[CompletionItem]]:
+    """A function that completes a parameter by these words of the daemon; by none if that does not answer."""
 
-    try:
-        devices = listed_devices()
-    except YunionError:
-        return []
-    # Without a description: zsh would look for it behind the address' first colon.
-    return [CompletionItem(d["addr"]) for d in devices if d["addr"].startswith(incomplete)]
+    def complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        del ctx, param
+        from click.shell_completion import CompletionItem
+
+        try:
+            found = dict.fromkeys(words())
+        except YunionError:
+            return []
+        # Without a description: zsh would look for it behind the address' first colon.
+        return [CompletionItem(word) for word in found if word.startswith(incomplete)]
+
+    return complete
+
+
+def _leases() -> Iterator[str]:
+    """The names of the caller's own leases, and every lease's id in short: a name finds no other user's."""
+    from yunion_mps.host.proc import user_name
+
+    user = user_name(os.geteuid())
+    for lease in call(GET_LEASES, _COMPLETION_S)["leases"]:
+        yield lease["name"] if lease["name"] and lease["user"] == user else lease["id"][:ID_LENGTH]
+
+
+def _devices() -> Iterator[str]:
+    return (one["addr"] for one in call(GET_DEVICES, _COMPLETION_S, limit=0)["isolated_devices"])
+
+
+def _gpus() -> Iterator[str]:
+    return (one["addr"] for one in call(GET_GPUS, _COMPLETION_S)["gpus"])
+
+
+def _pids() -> Iterator[str]:
+    found = call(GET_CLIENTS, _COMPLETION_S, seen=True)
+    return (str(one["pid"]) for one in (*found["clients"], *found["waiting"]))
+
+
+complete_device, complete_gpu = _completing(_devices), _completing(_gpus)
+complete_lease, complete_pid = _completing(_leases), _completing(_pids)
 
 
 def complete_file(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
@@ -150,17 +194,17 @@ def one_device(device: str) -> str:
     if not device:
         raise click.UsageError("DEVICE is empty.")
     if "," in device:
-        raise click.UsageError(f"DEVICE is {device}: name one of them.")
+        raise click.UsageError(f"DEVICE is {device}: give one of these devices.")
     return device
 
 
 def refuse_unattended(yes: bool) -> None:
     """Wrong usage if there is no terminal to ask on, and the answer was not given beforehand."""
     if not yes and not (sys.stdin and sys.stdin.isatty()):
-        raise click.UsageError("This ends jobs, and there is no terminal to confirm it on: add --yes.")
+        raise click.UsageError("This ends jobs, but there is no terminal to confirm it on: add --yes.")
 
 
 def confirm(question: str, yes: bool) -> None:
     """Go on if the answer is yes; raises YunionError otherwise."""
     if not yes and not click.confirm(question, err=True):
-        raise YunionError("nothing was changed, and no job was ended", "answer y to go on")
+        raise YunionError("cancelled: nothing was changed, and no job was ended", "answer y to continue")

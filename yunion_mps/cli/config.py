@@ -33,7 +33,9 @@ _GPU_DROP = ("Name", "Domain", "Compute_mode", "Threads_%", "Memory_MiB")
 
 @click.group("config", cls=SuggestingGroup, short_help="Show or check the configuration.")
 def config_group() -> None:
-    """Show the configuration in effect, or check both files.
+    """Show or check the two configuration files, host.conf and host_container_device.yml.
+
+    Neither command needs the daemon, and neither changes anything.
 
     \b
     Examples:
@@ -42,10 +44,10 @@ def config_group() -> None:
     """
 
 
-@config_group.command("show", short_help="Show every key, its value and its place.")
+@config_group.command("show", short_help="Show each key with its value and origin.")
 @output_option
 def show_config(output: str) -> None:
-    """Show every key's value, and where it stands or that it is the default.
+    """Show each key with its value and where that comes from: a file and line, or the default.
 
     \b
     Examples:
@@ -109,12 +111,12 @@ def _entry_text(entry: Json) -> str:
     return str(entry["virtual_number"])
 
 
-@config_group.command("check", short_help="Check both files, and show their plan.")
+@config_group.command("check", short_help="Check both files, and show the resulting plan.")
 @output_option
 def check_config(output: str) -> None:
-    """Check both files against this host's GPUs, and show the plan that they make.
+    """Check both files against the GPUs of this host, and show the resulting plan.
 
-    Exits with 6 and every problem of both files, each with its file and line.
+    If a file has errors, all of them are printed with file and line, and check exits with 6.
 
     \b
     Examples:
@@ -136,7 +138,7 @@ def plan_json(preflight: Preflight) -> Json:
     """The effective configuration and the plan: what each GPU would become, and the control daemons."""
     plan, inventory = preflight.plan, preflight.inventory
     is_off = not preflight.config.enable_cuda_mps
-    notices = ["enable_cuda_mps is false: this host offers no MPS devices"] if is_off else []
+    notices = ["MPS is disabled: enable_cuda_mps is false"] if is_off else []
     return {
         "notice": "; ".join([*notices, *preflight.remarks]),
         "driver": inventory.driver.version or None,
@@ -183,13 +185,13 @@ def _gpu_json(gpu: Gpu, plan: Plan) -> Json:
 
 
 def _plan_text(answer: Json) -> str:
-    text = "The configuration is right:\n" + draw(_HEADER, _config_rows(answer["configuration"]))
+    text = "The configuration is valid:\n" + draw(_HEADER, _config_rows(answer["configuration"]))
     if answer["notice"]:
         text += f"{answer['notice']}.\n"
     if not answer["gpus"]:
         return text
     rows = [[gpu[field] for field in _GPU_COLUMNS.values()] for gpu in answer["gpus"]]
-    text += "Nothing was changed; the daemon would do this:\n" + draw(list(_GPU_COLUMNS), rows, _GPU_DROP)
+    text += "The daemon would divide the GPUs like this:\n" + draw(list(_GPU_COLUMNS), rows, _GPU_DROP)
     text += notes((gpu["addr"], _note(gpu)) for gpu in answer["gpus"])
     for domain in answer["domains"]:
         gpus = count(len(domain["gpus"]), "GPU")
@@ -201,5 +203,5 @@ def _note(gpu: Json) -> str:
     if gpu["reason"]:
         return str(gpu["reason"])
     uneven = gpu["division"] if gpu["memory_limit"] is None else ""
-    unenforced = "" if gpu["budget_enforced"] else "budgets are not enforced: older than Volta"
+    unenforced = "" if gpu["budget_enforced"] else "budgets are not enforced: the GPU is older than Volta"
     return "; ".join(filter(None, (uneven, unenforced)))

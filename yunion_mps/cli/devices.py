@@ -63,18 +63,27 @@ _UP_TO = click.IntRange(0, MAX_LIMIT)
     "--limit",
     type=_UP_TO,
     metavar="N",
-    help=f"Devices per page; 0: all. Default: {_PAGE} in a table, otherwise all.",
+    help=f"Show at most N devices; 0 shows all. Default: {_PAGE} in a table, otherwise all.",
 )
 @click.option(
-    "--offset", type=_FROM_0, metavar="N", default=0, show_default=True, help="Devices to pass over."
+    "--offset", type=_FROM_0, metavar="N", default=0, show_default=True, help="Skip the first N devices."
 )
-@click.option("--dev-type", metavar="TYPE", help="Only this type, e.g. NVIDIA_MPS.")
-@click.option("--model", metavar="NAME", help='Only this model, e.g. "Tesla P40".')
-@click.option("--addr", metavar="ADDR", help="Only this device (00:06.0-1), or this GPU's (00:06.0).")
-@click.option("--device-path", metavar="UUID", help="Only devices of the GPU with this UUID.")
-@click.option("--vendor-device-id", metavar="ID", help="Only this kind of GPU, e.g. 10de:1b38.")
-@click.option("--numa-node", type=_NUMA_NODE, metavar="N", help="Only GPUs at this NUMA node; -1: without.")
-@click.option("--unused", is_flag=True, help="Only devices that yunion-mps run could be given now.")
+@click.option("--dev-type", metavar="TYPE", help="Show only devices of this type, e.g. NVIDIA_MPS.")
+@click.option("--model", metavar="NAME", help='Show only devices of this GPU model, e.g. "Tesla P40".')
+@click.option(
+    "--addr", metavar="ADDR", help="Show only this device (00:06.0-1) or devices of this GPU (00:06.0)."
+)
+@click.option("--device-path", metavar="UUID", help="Show only devices of the GPU with this UUID.")
+@click.option(
+    "--vendor-device-id", metavar="ID", help="Show only devices of GPUs with this PCI id, e.g. 10de:1b38."
+)
+@click.option(
+    "--numa-node",
+    type=_NUMA_NODE,
+    metavar="N",
+    help="Show only devices of GPUs at this NUMA node; -1 if there is none.",
+)
+@click.option("--unused", is_flag=True, help="Show only devices that yunion-mps run could get now.")
 @output_option
 def list_devices(limit: int | None, offset: int, output: str, **filters: Any) -> None:
     """List the MPS devices of this host.
@@ -105,14 +114,14 @@ def footer(answer: DeviceList) -> str:
     )
 
 
-@click.command("show", short_help="Show one device, and how to use it.")
+@click.command("show", short_help="Show one device in detail.")
 @device_argument
 @output_option
 def show_device(device: str, output: str) -> None:
-    """Show DEVICE: by id, by address, or by a unique beginning of either.
+    """Show one device and the environment variables with which a process uses it.
 
-    Within a job it may be left out: YUNION_MPS_DEVICE in the environment names the job's own,
-    if it has only one.
+    DEVICE is an id, an address (00:06.0-1) or a unique prefix of either. Inside a job with one device it may
+    be omitted: YUNION_MPS_DEVICE names it.
 
     \b
     Examples:
@@ -128,7 +137,7 @@ def _device_text(answer: DeviceDetails) -> str:
     about = {name: value for name, value in answer.items() if name != "client_environment"}
     text = draw(("Field", "Value"), pairs(about))
     if answer["client_environment"]:
-        text += "Environment of a process that uses it:\n"
+        text += "Environment variables of a process that uses it:\n"
     return text + "".join(f"  {name}={cell(value)}\n" for name, value in answer["client_environment"].items())
 
 
@@ -159,7 +168,7 @@ def pools(gpus: Iterable[Gpu]) -> str:
     return notes(
         (
             gpu["addr"],
-            f"{gpu['memory_free']} of {gpu['memory_total']} MiB can be had: yunion-mps run --gpu-mem",
+            f"{gpu['memory_free']} of {gpu['memory_total']} MiB are free to lease: yunion-mps run --gpu-mem",
         )
         for gpu in gpus
         if gpu["memory_free"] is not None and not gpu["reason"]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from yunion_mps.cli.common import Duration
+from yunion_mps.cli.common import Duration, complete_pid
 from yunion_mps.cli.output import output_option, show, wrapped
 from yunion_mps.overview import count
 from yunion_mps.paths import Paths
@@ -23,27 +23,29 @@ _INDENT = 12
 _MAX_ALIKE = 3
 
 
-@click.command("doctor", short_help="Find what makes MPS fail here.")
+@click.command("doctor", short_help="Find out why MPS does not work.")
 @click.option(
-    "--pid", type=click.IntRange(1, 4194304), metavar="PID",
-    help="Check the environment of this process too.",
+    "--pid", type=click.IntRange(1, 4194304), metavar="PID", shell_complete=complete_pid,
+    help="Also check the environment of this process.",
 )  # fmt: skip
-@click.option("--selftest", is_flag=True, help="Run a small CUDA program on a device of each domain.")
+@click.option("--selftest", is_flag=True, help="Also run a small CUDA program on one device of each domain.")
 @click.option(
     "--timeout", type=Duration(1, 600), default="10s", show_default=True, metavar="DURATION",
-    help="What one check may take.",
+    help="Time limit of each check.",
 )  # fmt: skip
+@click.option("--nagios", is_flag=True, help="Exit with the codes of monitoring plugins: 0, 1, 2 or 3.")
 @output_option
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="[-- COMMAND]")
-def doctor(pid: int | None, selftest: bool, timeout: int, output: str, command: tuple[str, ...]) -> None:
-    """Check everything that can make MPS fail, and say what to do. Changes nothing.
+def doctor(
+    pid: int | None, selftest: bool, timeout: int, nagios: bool, output: str, command: tuple[str, ...]
+) -> None:  # fmt: skip
+    """Check everything that can make MPS fail on this host, and say how to fix it. Changes nothing.
 
-    Works with the daemon and without it, as root and as a user. With COMMAND it
-    checks the environment that COMMAND would have here, and does not run it.
+    It works with or without the daemon, and as any user; root sees more. With COMMAND, it also checks the
+    environment that COMMAND would have, without running it.
 
-    \b
-    Exit status, as monitoring has it:
-      0 all is well; 1 a warning; 2 a problem; 3 it could not be determined
+    It exits with 1 if there is a problem, and otherwise with 0. With --nagios, it exits with 0 if everything
+    is well, 1 if there is a warning, 2 if there is a problem, and 3 if the state is unknown.
 
     \b
     Examples:
@@ -62,7 +64,7 @@ def doctor(pid: int | None, selftest: bool, timeout: int, output: str, command: 
     show(report.as_json(), output, _HEADER, rows, lambda: _text(report))
     sys.stdout.flush()
     # At once: a driver that hangs would also keep a tidy end waiting.
-    os._exit(report.exit_code)
+    os._exit(report.exit_code(nagios=nagios))
 
 
 def _text(report: Report) -> str:

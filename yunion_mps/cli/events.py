@@ -33,23 +33,32 @@ _NEWEST_TO_FOLLOW = 10
 _INDENT, _NARROWEST = 8, 40
 
 
-@click.command("events", short_help="Show what happened, and why.")
-@click.option("-f", "--follow", is_flag=True, help="Go on, with what happens from now on.")
-@click.option("--since", type=PointInTime(), metavar="TIME", help="Only from then on: 10m, 2h, yesterday.")
+@click.command("events", short_help="Show what happened on this host, and why.")
+@click.option("-f", "--follow", is_flag=True, help="Keep running, and print new events as they happen.")
 @click.option(
-    "--kind", type=click.Choice(EVENT_KINDS), metavar="KIND", help=f"Only these: {', '.join(EVENT_KINDS)}."
+    "--since",
+    type=PointInTime(),
+    metavar="TIME",
+    help="Show only events since this time, e.g. 10m, 2h, yesterday.",
+)
+@click.option(
+    "--kind",
+    type=click.Choice(EVENT_KINDS),
+    metavar="KIND",
+    help=f"Show only events of this kind: {', '.join(EVENT_KINDS)}.",
 )
 @click.option(
     "--limit",
     type=click.IntRange(1, MAX_EVENTS),
     metavar="N",
-    help=f"At most so many, the newest: {_NEWEST}, to follow {_NEWEST_TO_FOLLOW}, with --since {MAX_EVENTS}.",
+    help=f"Show at most the N newest events. Default: {_NEWEST}; with --follow {_NEWEST_TO_FOLLOW}, "
+    f"with --since {MAX_EVENTS}.",
 )
 @output_option
 def show_events(follow: bool, since: int | None, kind: str | None, limit: int | None, output: str) -> None:
-    """Show what happened on this host, the oldest first.
+    """Show what happened on this host, with cause and consequence, oldest first.
 
-    TIME is how long ago (90, 90s, 10m, 2h, 1d), today, yesterday, a date (2026-11-20), a local time
+    TIME is an age (90, 90s, 10m, 2h, 1d), today, yesterday, a date (2026-11-20), a local time
     ("2026-11-20 13:45"), or seconds since 1970.
 
     \b
@@ -70,7 +79,7 @@ def show_events(follow: bool, since: int | None, kind: str | None, limit: int | 
 def _whole_text(events: list[Event], limit: int) -> str:
     if not events:
         return "No events.\n"
-    cut = f"(the newest {limit}; there may be older ones: use --limit or --since)\n"
+    cut = f"(showing the newest {limit} events; for older ones, use --limit or --since)\n"
     return (cut if len(events) == limit else "") + _text(events)
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from yunion_mps.cli.common import Duration, call, complete_device, daemon
+from yunion_mps.cli.common import Duration, call, complete_device, complete_gpu, complete_lease, daemon
 from yunion_mps.cli.output import output_option, say, show_pairs
 from yunion_mps.cli.root import SuggestingGroup
 from yunion_mps.client.lease import take as take_from
@@ -63,25 +63,33 @@ def request_options(function: F) -> F:
     options = (
         click.option(
             "--device", metavar="DEVICE", shell_complete=complete_device,
-            help="Just this one, by id or address.",
+            help="Use this device (id or address).",
         ),
-        click.option("--gpu", metavar="GPU", help="Of this GPU, by UUID or address."),
+        click.option(
+            "--gpu", metavar="GPU", shell_complete=complete_gpu,
+            help="Use a device of this GPU (UUID or PCI address).",
+        ),
         click.option(
             "--count", type=click.IntRange(1, MAX_DEVICES), default=1, metavar="N",
-            help="So many, as one budget.",
+            help="Use N devices, combined into one budget. Default: 1.",
         ),
         click.option(
-            "--gpu-mem", metavar="SIZE", help="So much of a GPU's memory, as in 2GiB, where that is open."
+            "--gpu-mem", metavar="SIZE",
+            help="Use this much memory of a GPU that has memory_unit or slices: 512MiB, 2GiB.",
         ),
         click.option(
             "--gpu-mem-units", type=click.IntRange(1, MAX_MIB), metavar="N",
-            help="The same, in units of gpu_memory_unit.",
+            help="As --gpu-mem, in units of gpu_memory_unit (by default 1024 MiB).",
         ),
-        click.option("--across", is_flag=True, help="With --count: each on another GPU."),
-        click.option("--spread", is_flag=True, help="Of the GPU with the most free, not the fewest."),
+        click.option("--across", is_flag=True, help="With --count: use devices of different GPUs."),
+        click.option(
+            "--spread", is_flag=True,
+            help="Prefer the GPU with the most free devices. Default: the one with the fewest.",
+        ),
         click.option(
             "--wait", "wait_s", cls=_WaitOption, type=Duration(1, MAX_WAIT_S), default=0,
-            metavar="[=DURATION]", help="Wait for the devices, at most this long: 90, 90s, 10m, 2h, 1d.",
+            metavar="[=DURATION]",
+            help="If nothing is free, wait for at most DURATION (90, 90s, 10m, 2h, 1d), or for 30d.",
         ),
     )  # fmt: skip
     for option in reversed(options):
@@ -117,17 +125,17 @@ def _request(
 ) -> Json:  # fmt: skip
     """The lease request as the API's parameters; raises UsageError."""
     if device == "" or gpu == "":
-        raise click.UsageError("--device and --gpu want a name: what was given is empty.")
+        raise click.UsageError("--device and --gpu need a value: the one given is empty.")
     if sum((bool(device), count > 1, gpu_mem is not None, gpu_mem_units is not None)) > 1:
         raise click.UsageError(
-            "--device, --count, --gpu-mem and --gpu-mem-units exclude each other: give one."
+            "--device, --count, --gpu-mem and --gpu-mem-units are mutually exclusive: use one of them."
         )
     if device and gpu:
-        raise click.UsageError("--device names one device: leave out --gpu.")
+        raise click.UsageError("--device already selects the GPU: omit --gpu.")
     if across and count < 2:
-        raise click.UsageError("--across goes with --count.")
+        raise click.UsageError("--across requires --count of at least 2.")
     if across and gpu:
-        raise click.UsageError("--gpu names one GPU, and --across wants several.")
+        raise click.UsageError("--across needs several GPUs: omit --gpu.")
     return {
         "device": device,
         "gpu": gpu,
@@ -144,7 +152,7 @@ def _mebibytes(text: str) -> int:
     found = re.fullmatch(r"([0-9]{1,9})(MiB|GiB|M|G)", text)
     mib = int(found[1]) * (1024 if found[2][0] == "G" else 1) if found else 0
     if not mib:
-        raise click.UsageError(f"--gpu-mem is {text!r}: write a whole number of MiB or GiB, as in 2GiB.")
+        raise click.UsageError(f"--gpu-mem is {text!r}: use a whole number of MiB or GiB, as in 2GiB.")
     return mib
 
 
@@ -157,15 +165,15 @@ def warn_of_limits(unenforced_gpus: Sequence[str]) -> None:
     """Say so, beside the output, if some of the GPUs hold no process to its budget."""
     if unenforced_gpus:
         gpus = ", ".join(unenforced_gpus)
-        say(f"budgets are not enforced on GPU {gpus}, older than Volta: it could use all of its memory")
+        say(f"budgets are not enforced on GPU {gpus}, older than Volta: a job can use all of its memory")
 
 
-@click.group("lease", cls=SuggestingGroup, short_help="Take, renew and give back devices by name.")
+@click.group("lease", cls=SuggestingGroup, short_help="Manage leases of jobs that run elsewhere.")
 def lease_group() -> None:
-    """Take devices for what is no process of this host, by a name and with a time to live.
+    """Lease devices for a job that is not a process of this host, such as one of a batch system.
 
-    For a command on this host, yunion-mps run is simpler, and gives the device
-    back by itself.
+    Such a lease has a name and a time to live: it ends if it is not renewed in time. For a command on this
+    host, yunion-mps run is simpler: its lease ends with the command.
 
     \b
     Examples:
@@ -175,35 +183,38 @@ def lease_group() -> None:
     """
 
 
-@lease_group.command("take", cls=RequestCommand, short_help="Take devices for a name.")
+@lease_group.command("take", cls=RequestCommand, short_help="Lease devices under a name.")
 @click.argument("name")
 @request_options
 @click.option(
     "--ttl", type=Duration(1, MAX_TTL_S), required=True, metavar="DURATION",
-    help="Time to live after each renewal: 90, 90s, 10m, 2h, 1d.",
+    help="End the lease if it is not renewed for this long (90, 90s, 10m, 2h, 1d).",
 )  # fmt: skip
 @output_option
 def take_lease(name: str, wanted: Json, wait_s: int, ttl: int, output: str) -> None:
-    """Take devices for NAME, and print the lease with its id and its environment.
+    """Lease devices under NAME, and print the lease with its id and the environment of its job.
 
     \b
     Examples:
       yunion-mps lease take job-17 --ttl 1h --count 2
     """
     if not re.fullmatch(NAME.strip("^$"), name):
-        raise click.UsageError("NAME has letters, digits and ._:/@-, a letter or digit first, at most 100.")
+        raise click.UsageError(
+            "NAME may have letters, digits and ._:/@-, must begin with a letter or digit, "
+            "and is at most 100 characters long."
+        )
     lease = take({**wanted, "name": name, "ttl": ttl}, wait_s)
     show_pairs(dict(lease), output)
     warn_of_limits(lease["unenforced_gpus"])
 
 
-@lease_group.command("renew", short_help="Let a lease live on.")
-@click.argument("lease")
+@lease_group.command("renew", short_help="Renew a lease.")
+@click.argument("lease", shell_complete=complete_lease)
 @output_option
 def renew_lease(lease: str, output: str) -> None:
-    """Let a lease live for its whole time from now on: by its NAME, its id, or a unique beginning of that.
+    """Renew a lease: its time to live starts again. LEASE is its name, its id, or a unique prefix of the id.
 
-    NAME finds only your own leases; root renews another owner's lease by its id.
+    A name finds only your own leases. Root may renew any lease by its id.
 
     \b
     Examples:
@@ -213,14 +224,14 @@ def renew_lease(lease: str, output: str) -> None:
     show_pairs(renewed, output)
 
 
-@lease_group.command("release", short_help="Give devices back.")
-@click.argument("lease")
+@lease_group.command("release", short_help="End a lease.")
+@click.argument("lease", shell_complete=complete_lease)
 @output_option
 def release_lease(lease: str, output: str) -> None:
-    """End a lease: by its NAME, its id, or a unique beginning of that.
+    """End a lease. LEASE is its name, its id, or a unique prefix of the id.
 
-    Only its owner and root may. NAME finds only your own leases; root ends another owner's lease by its id. A
-    process that uses the devices keeps running.
+    A name finds only your own leases. Root may end any lease by its id. A process that still uses the devices
+    keeps running.
 
     \b
     Examples:

@@ -31,8 +31,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 def output_option(function: F) -> F:
     """Give a command the option `--output`."""
     option = click.option(
-        "-o", "--output", type=click.Choice(FORMATS), default="table", show_default=True,
-        help="How to print it.",
+        "-o", "--output", type=click.Choice(FORMATS), default="table", metavar="FORMAT",
+        help=f"Output format: {', '.join(FORMATS)}. Default: table.",
     )  # fmt: skip
     return option(function)
 

@@ -46,9 +46,9 @@ _SEE_LOG = "see: journalctl -u yunion-mps-daemon"
 @click.command("plan", short_help="Show what a reload would change.")
 @output_option
 def plan(output: str) -> None:
-    """Show what a reload would change, and when that would take effect; nothing is changed.
+    """Show what a reload would change and when each change would take effect. Changes nothing.
 
-    Exits with 6 and every problem of both files, each with its file and line.
+    If a configuration file has errors, all of them are printed with file and line, and plan exits with 6.
 
     \b
     Examples:
@@ -57,9 +57,7 @@ def plan(output: str) -> None:
     """
     answer = call(GET_PLAN)
     is_empty = not answer["changes"]
-    title = (
-        "A reload would change nothing." if is_empty else "Nothing was changed; a reload would change this:"
-    )
+    title = "A reload would change nothing." if is_empty else "A reload would make these changes:"
     show(answer, output, COLUMNS, _rows(answer), lambda: _text(title, answer))
 
 
@@ -78,21 +76,28 @@ def _text(title: str, answer: ChangeList) -> str:
     return f"{title}\n{table}{pending}"
 
 
-@click.command("reload", short_help="Apply changed files.")
-@click.option("--drain", is_flag=True, help="Wait until the jobs in its way have ended.")
-@click.option("--now", is_flag=True, help="End the jobs in its way; says whom first.")
+@click.command("reload", short_help="Apply the changed configuration.")
 @click.option(
-    "--timeout", type=Duration(), metavar="DURATION", help="Wait at most this long: 90, 90s, 10m, 2h, 1d."
+    "--drain", is_flag=True, help="Give running jobs no new processes, and wait until they have ended."
 )
-@click.option("--yes", is_flag=True, help="With --now: do not ask.")
+@click.option("--now", is_flag=True, help="List the jobs that delay the change, ask, and end them.")
+@click.option(
+    "--timeout",
+    type=Duration(),
+    metavar="DURATION",
+    help="With --drain or --now: wait at most this long (90, 90s, 10m, 2h, 1d).",
+)
+@click.option("--yes", is_flag=True, help="With --now: do not ask for confirmation.")
 @output_option
 def reload(drain: bool, now: bool, timeout: int | None, yes: bool, output: str) -> None:
-    """Read both files again, and apply what differs.
+    """Read both configuration files again and apply the differences.
 
-    Limits take effect with the next MPS server. If one with jobs runs, they are pending until it has ended:
-    MPS gives it no new clients with --drain, and --now ends it with its jobs.
+    New limits take effect when a new MPS server starts. While a server with the old limits still has jobs,
+    the new ones are pending. With --drain, that server gets no new clients, and reload waits for its jobs.
+    With --now, the server is ended together with its jobs.
 
-    Exits with 6 and every problem of both files if there is one; nothing is changed then.
+    If a configuration file has errors, all of them are printed with file and line, reload exits with 6, and
+    nothing is changed.
 
     \b
     Examples:
@@ -117,12 +122,12 @@ def reload(drain: bool, now: bool, timeout: int | None, yes: bool, output: str) 
 
 
 def _reloaded_text(answer: ChangeList, *, waits: bool) -> str:
-    title = "Reloaded; this changes:" if answer["changes"] else "Reloaded; nothing changes."
+    title = "Reloaded with these changes:" if answer["changes"] else "Reloaded; nothing has changed."
     for_leases = {bool(one.get("leases")) for one in answer["pending"]}
     text = _text(title, answer)
     if False in for_leases and not waits:
-        text += "See who uses it: yunion-mps clients; wait for them: --drain; end them: --now\n"
-    return text + ("See whose the leases are: yunion-mps who\n" if True in for_leases else "")
+        text += "List the jobs it waits for: yunion-mps clients; wait for them: --drain; end them: --now\n"
+    return text + ("See who holds the leases: yunion-mps who\n" if True in for_leases else "")
 
 
 def _confirm_end_of_jobs(yes: bool) -> None:
@@ -133,7 +138,7 @@ def _confirm_end_of_jobs(yes: bool) -> None:
     answer = call(GET_CLIENTS)
     clients = [client for client in answer["clients"] if would_end(client)]
     if clients:
-        click.echo(f"This would be ended:\n{clients_table(clients)}", nl=False, err=True)
+        click.echo(f"These jobs would be ended:\n{clients_table(clients)}", nl=False, err=True)
     for error in answer["errors"]:
         say(f"not all clients are known: {error}")
     if clients or answer["errors"]:
@@ -172,13 +177,13 @@ def _wait(timeout_s: int | None) -> Status:
         pending = "; ".join(f"{d['name']}: {d['pending']}" for d in status["domains"] if d["pending"])
         if not pending:
             if said:
-                say("nothing is pending any more")
+                say("all changes are in effect")
             return status
         if pending != said:
             say(f"waiting: {pending}")
             said = pending
         if end_s is not None and time.monotonic() > end_s:
-            hint = "it takes effect by itself; see: yunion-mps status"
+            hint = "it takes effect automatically; see: yunion-mps status"
             raise YunionError(f"still pending after {timeout_s} s: {pending}", hint)
         time.sleep(_POLL_S)
 
@@ -194,12 +199,13 @@ def _refuse_trouble(status: Status) -> None:
         raise YunionError("\n".join(errors), "the configuration was reloaded; see: yunion-mps status")
 
 
-@click.command("daemon-reexec", short_help="Re-execute the daemon, as after an upgrade.")
+@click.command("daemon-reexec", hidden=True)
 def reexec() -> None:
-    """Execute the daemon's program again in the same process, as after an upgrade.
+    """Replace the running daemon by the installed version without ending jobs.
 
-    Control daemons, jobs, limits and the socket stay; requests wait for the moment that it takes. The new
-    program is tried first: if it would not start, this one goes on.
+    The packages call this after an upgrade. The process, its control daemons, the jobs, their limits and the
+    socket are kept; requests wait for a moment. The new program is checked first: if it would not start, the
+    running one continues.
 
     \b
     Examples:
@@ -215,11 +221,11 @@ def reexec() -> None:
         if event["severity"] == "error":
             raise YunionError(event["what"], f"{event['consequence']}; {_SEE_LOG}")
     if after["pid"] != before["pid"]:
-        what = f"the daemon was restarted: its PID was {before['pid']}, and is {after['pid']}"
+        what = f"the daemon was restarted: its PID changed from {before['pid']} to {after['pid']}"
         raise YunionError(what, _SEE_LOG)
     version = before["version"]
     if after["version"] != version:
         version += f" -> {after['version']}"
     click.echo(
-        f"The daemon ({version}) was re-executed, with PID {after['pid']} as before; it took {away_s:.2f} s"
+        f"The daemon ({version}) was re-executed as PID {after['pid']}; it was away for {away_s:.2f} s"
     )

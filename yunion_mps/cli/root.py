@@ -15,31 +15,44 @@ from yunion_mps.errors import InfeasibleError, YunionError
 from yunion_mps.escaping import printable
 
 _PROGRAM = "yunion-mps"
+#: No short help is longer: it fits beside the longest name on 80 columns.
+_LONGEST = 54
 
-#: The commands, each with its module in `cli` and its name there, in the order of the help.
-COMMANDS = {
-    "isolated-device-list": ("devices", "list_devices"),
-    "list": ("devices", "list_devices"),
-    "show": ("devices", "show_device"),
-    "run": ("run", "run"),
-    "env": ("run", "print_environment"),
-    "lease": ("lease", "lease_group"),
-    "gpus": ("devices", "list_gpus"),
-    "status": ("status", "status"),
-    "top": ("top", "top"),
-    "who": ("status", "who"),
-    "clients": ("clients", "clients_group"),
-    "events": ("events", "show_events"),
-    "doctor": ("doctor", "doctor"),
-    "plan": ("reload", "plan"),
-    "reload": ("reload", "reload"),
-    "config": ("config", "config_group"),
-    "metrics": ("serve", "metrics"),
-    "web": ("serve", "web"),
-    "gateway": ("serve", "gateway"),
-    "daemon-reexec": ("reload", "reexec"),
-    "completion": ("root", "completion"),
+#: The commands by task, as the help shows them: each with its module in `cli` and its name there.
+SECTIONS = {
+    "Run jobs": {
+        "run": ("run", "run"),
+        "env": ("run", "print_environment"),
+        "lease": ("lease", "lease_group"),
+    },
+    "Devices and GPUs": {
+        "list": ("devices", "list_devices"),
+        "isolated-device-list": ("devices", "list_devices"),
+        "show": ("devices", "show_device"),
+        "gpus": ("devices", "list_gpus"),
+    },
+    "Monitor and troubleshoot": {
+        "status": ("status", "status"),
+        "who": ("status", "who"),
+        "top": ("top", "top"),
+        "clients": ("clients", "clients_group"),
+        "events": ("events", "show_events"),
+        "doctor": ("doctor", "doctor"),
+    },
+    "Configure": {
+        "config": ("config", "config_group"),
+        "plan": ("reload", "plan"),
+        "reload": ("reload", "reload"),
+    },
+    "Integrate": {
+        "metrics": ("serve", "metrics"),
+        "web": ("serve", "web"),
+        "completion": ("root", "completion"),
+    },
 }
+#: What the packages' scripts and units call; neither help nor completion shows them.
+_INTERNAL = {"gateway": ("serve", "gateway"), "daemon-reexec": ("reload", "reexec")}
+COMMANDS = {name: place for section in (*SECTIONS.values(), _INTERNAL) for name, place in section.items()}
 
 
 #: Click's script for bash cannot complete a word with a colon, which every device address has: bash takes
@@ -66,7 +79,15 @@ complete -o nosort -F _yunion_mps_completion yunion-mps
 
 
 class SuggestingGroup(click.Group):
-    """As click's group, with the nearest real command in the error, and help if no command is given."""
+    """As click's group, with the commands in the order of their definition, and the nearest one in the error.
+
+    Without a command it prints its help.
+    """
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """The commands' names, take before release."""
+        del ctx
+        return list(self.commands)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Take the arguments apart; from click 8.2 on, none at all would be an error."""
@@ -96,6 +117,19 @@ class LazyGroup(SuggestingGroup):
         del ctx
         return list(COMMANDS)
 
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the commands of each task under a heading, all in the same columns."""
+        width = max(map(len, COMMANDS))
+        for title, section in SECTIONS.items():
+            found = [(name, self.get_command(ctx, name)) for name in section]
+            rows = [
+                (name.ljust(width), command.get_short_help_str(_LONGEST))
+                for name, command in found
+                if command
+            ]
+            with formatter.section(title):
+                formatter.write_dl(rows)
+
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """The command, None if there is none of this name.
 
@@ -122,37 +156,38 @@ def _show_version(ctx: click.Context, parameter: click.Parameter, value: bool) -
 
 @click.group(
     cls=LazyGroup,
-    context_settings={"help_option_names": ["-h", "--help"]},
-    epilog="\b\nexit status:\n"
-    "  0 done; 1 the request failed; 2 wrong usage; 3 the daemon cannot be reached;\n"
-    "  4 not allowed; 5 nothing free now; 6 bad configuration",
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
+    epilog="\b\nExit status:\n"
+    "  0 success; 1 failure; 2 wrong usage; 3 the daemon is unreachable;\n"
+    "  4 permission denied; 5 no device is free; 6 invalid configuration",
 )
 @click.option(
     "--version", is_flag=True, is_eager=True, expose_value=False, callback=_show_version,
-    help="Show the version and the revision, and exit.",
+    help="Show the version and revision, and exit.",
 )  # fmt: skip
 def cli() -> None:
-    """NVIDIA GPUs divided into devices with budgets, by MPS.
+    """Share NVIDIA GPUs between jobs, with enforced limits.
+
+    NVIDIA MPS divides each GPU into devices. A device has a budget: an amount of memory and a percentage of
+    the GPU's SM threads. A job leases a device, and MPS holds it to that budget.
 
     \b
-    See what this host offers:            yunion-mps list
-    See one device and how to use it:     yunion-mps show 00:06.0-1
-    Run a command with a device:          yunion-mps run python train.py
-    See whether all is well:              yunion-mps status
-    See who has what:                     yunion-mps who
-    Watch it:                             yunion-mps top
-    Find what makes MPS fail:             yunion-mps doctor
-    See what happened:                    yunion-mps events
-    See whose jobs are running:           yunion-mps clients
-    Check both files, touch nothing:      yunion-mps config check
-    Try a new configuration:              yunion-mps plan; yunion-mps reload
+    Examples:
+      yunion-mps list                  list the devices of this host
+      yunion-mps run python train.py   run a command on a device of its own
+      yunion-mps who                   show which jobs use which devices
+      yunion-mps status                show the state of the service
+      yunion-mps doctor                find out why MPS does not work
     """
 
 
-@click.command("completion")
+@click.command("completion", short_help="Print a shell completion script.")
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 def completion(shell: str) -> None:
-    """Print the completion script of SHELL.
+    """Print a completion script for the given shell.
+
+    It completes commands, options, devices, GPUs, leases and PIDs. The packages install it for all three
+    shells.
 
     \b
     Examples:

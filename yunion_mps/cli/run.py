@@ -36,8 +36,8 @@ _REFUSED = {"shell": "false", "docker": "=there is none"}
 def style_option(function: F) -> F:
     """Give a command the option `--output` for environments."""
     option = click.option(
-        "-o", "--output", type=click.Choice(STYLES), default="shell", show_default=True,
-        help="How to print an environment.",
+        "-o", "--output", type=click.Choice(STYLES), default="shell", metavar="FORMAT",
+        help=f"Format of the environment: {', '.join(STYLES)}. Default: shell.",
     )  # fmt: skip
     return option(function)
 
@@ -55,22 +55,22 @@ class EngineCommand(RequestCommand):
             name = error.option_name
             example = f"yunion-mps run --{engine} -- {name} … IMAGE"
             raise click.UsageError(
-                f"{name} is no option of run; {engine}'s come after --: {example}", ctx
+                f"run has no option {name}; write {engine}'s options after --: {example}", ctx
             ) from None
 
 
 @click.command(
     "run",
     cls=EngineCommand,
-    short_help="Run a command with a device of its own.",
+    short_help="Run a command on a device of its own.",
     context_settings={"allow_interspersed_args": False},
 )
 @request_options
-@click.option("--podman", is_flag=True, help="Run a container: COMMAND is what follows podman run.")
-@click.option("--docker", is_flag=True, help="Run a container: COMMAND is what follows docker run.")
-@click.option("--allow-unlimited", is_flag=True, help="Run it even if nothing limits it.")
-@click.option("--dry-run", is_flag=True, help="Only say which device it would get.")
-@click.option("--print-env", is_flag=True, help="Only print the environment that it would get.")
+@click.option("--podman", is_flag=True, help='Run a container: COMMAND is what follows "podman run".')
+@click.option("--docker", is_flag=True, help='Run a container: COMMAND is what follows "docker run".')
+@click.option("--allow-unlimited", is_flag=True, help="Run COMMAND even if nothing enforces its budget.")
+@click.option("--dry-run", is_flag=True, help="Only print which device COMMAND would get.")
+@click.option("--print-env", is_flag=True, help="Only print the environment that COMMAND would get.")
 @style_option
 @click.pass_context
 @click.argument(
@@ -80,20 +80,20 @@ def run(
     ctx: click.Context, wanted: Json, wait_s: int, podman: bool, docker: bool, allow_unlimited: bool,
     dry_run: bool, print_env: bool, output: str, argv: tuple[str, ...],
 ) -> None:  # fmt: skip
-    """Take a device and become COMMAND; it is given back when COMMAND ends.
+    """Run COMMAND on a device of its own. The device is leased until COMMAND ends.
 
-    COMMAND is started with the budget of the device in its environment, or not at all: if no device is
-    free, its control daemon does not serve, or nothing would hold COMMAND to the budget, as on a GPU older
-    than Volta, this fails instead. With --allow-unlimited it says so, and starts COMMAND with such a device,
-    or with none. Signals, exit status, terminal and process group are COMMAND's own.
+    COMMAND runs within the device's budget or not at all: it is not started if no device is free, if the
+    device's control daemon is not ready, or if nothing enforces budgets, as on a GPU older than Volta.
+    With --allow-unlimited it is started all the same, on such a device or on none, after a warning.
 
-    With --podman or --docker, COMMAND is what follows podman run: its options, an image, and what runs in
-    it. The device is the container's then, until that ends, also with -d.
+    COMMAND replaces yunion-mps, so signals, exit status, terminal and process group are its own. Its
+    environment has YUNION_MPS_DEVICE and YUNION_MPS_LEASE.
 
-    In COMMAND's environment, YUNION_MPS_DEVICE and YUNION_MPS_LEASE name what it got.
+    With --podman or --docker, COMMAND is what follows "podman run" or "docker run": options, image and
+    command. The device is leased until the container ends, even with -d.
 
-    Exits with 5 if nothing is free now; --wait waits for it, first come, first served. Exits with 1 if
-    the request could not be met even if everything were free.
+    If nothing is free, run exits with 5; with --wait, it waits in a queue, first come, first served. If the
+    request could not be satisfied even on an idle host, it exits with 1.
 
     \b
     Examples:
@@ -104,11 +104,11 @@ def run(
       eval "$(yunion-mps run --print-env)" && python train.py
     """
     if podman and docker:
-        raise click.UsageError("a container has one engine: leave one of --podman and --docker out.")
+        raise click.UsageError("--podman and --docker are mutually exclusive: use one of them.")
     engine = "podman" if podman else "docker" if docker else ""
     wanted["enforced"] = None if allow_unlimited else "true"
     if ctx.get_parameter_source("output") is ParameterSource.COMMANDLINE and not print_env:
-        raise click.UsageError("--output goes with --print-env.")
+        raise click.UsageError("--output requires --print-env.")
     if dry_run or print_env:
         _show(wanted, output if print_env else "")
         return
@@ -126,7 +126,7 @@ def run(
     except YunionError as error:
         if not allow_unlimited or isinstance(error, NotFoundError):  # a mistyped name asks for a device
             raise
-        say(f"{cell(argv[0])} runs without limits: {error.message}")
+        say(f"warning: {cell(argv[0])} runs without limits: {error.message}")
         if error.hint:
             say(error.hint)
     _become(argv, environment)
@@ -153,7 +153,7 @@ def _show(wanted: Mapping[str, Any], output: str) -> None:
         if output:
             show_environment(lease["environment"], output)
     if not output:
-        click.echo(cell(f"it would get {', '.join(lease['devices'])}: {_budget(lease)}"))
+        click.echo(cell(f"would use {', '.join(lease['devices'])}: {_budget(lease)}"))
     warn_of_limits(lease["unenforced_gpus"])
 
 
@@ -167,7 +167,7 @@ def _inherited() -> dict[str, str]:
 
 
 def _budget(lease: Mapping[str, Any]) -> str:
-    """`5760 MiB of memory, 25 % of the threads`; the memory of each GPU if there are several."""
+    """`5760 MiB of memory, 25 % of the SM threads`; the memory of each GPU if there are several."""
     from yunion_mps.overview.holdings import gpu_of  # for which no command that is run waits
 
     by_gpu = dict.fromkeys(lease["gpus"], 0)
@@ -175,7 +175,7 @@ def _budget(lease: Mapping[str, Any]) -> str:
         by_gpu[gpu_of(device)] += memory_mib
     of_each = [f"{memory_mib} MiB of {gpu}" for gpu, memory_mib in by_gpu.items()]
     memory = " and ".join(of_each) if len(of_each) > 1 else f"{sum(lease['memory'])} MiB of memory"
-    return f"{memory}, {lease['environment']['CUDA_MPS_ACTIVE_THREAD_PERCENTAGE']} % of the threads"
+    return f"{memory}, {lease['environment']['CUDA_MPS_ACTIVE_THREAD_PERCENTAGE']} % of the SM threads"
 
 
 def _become(argv: tuple[str, ...], environment: Mapping[str, str]) -> NoReturn:
@@ -188,20 +188,19 @@ def _become(argv: tuple[str, ...], environment: Mapping[str, str]) -> NoReturn:
         why = error.strerror if isinstance(error, OSError) else error
         say(f"{name} cannot be started: {why}")
         if isinstance(error, OSError) and error.errno == errno.ENOEXEC:
-            say("a script begins with #! and its program, as #!/bin/sh; or start that: sh SCRIPT")
+            say("begin the script with #!/bin/sh, or run it with its interpreter: sh SCRIPT")
         status = _NOT_FOUND if isinstance(error, FileNotFoundError) else _NOT_EXECUTABLE
         raise click.exceptions.Exit(status) from None
 
 
-@click.command("env", short_help="Print the environment of a device.")
+@click.command("env", short_help="Print the environment variables of a device.")
 @device_argument
 @style_option
 def print_environment(device: str, output: str) -> None:
-    """Print the environment of a process that uses DEVICE.
+    """Print the environment variables with which a process uses DEVICE.
 
-    It takes no lease, so others may be given the same device: to have it for
-    yourself, use yunion-mps run. If it cannot be used now, eval and docker fail
-    as well.
+    This takes no lease, so another job may get the same device; to have a device to yourself, use
+    yunion-mps run. If the device is unavailable, env prints a line that makes eval and docker fail, too.
 
     \b
     Examples:
@@ -213,7 +212,7 @@ def print_environment(device: str, output: str) -> None:
         answer = call(GET_DEVICE, id=one_device(device))
         if answer["reason"]:
             raise HostError(
-                f"device {answer['addr']} cannot be used now: {answer['reason']}", "see: yunion-mps status"
+                f"device {answer['addr']} is unavailable: {answer['reason']}", "see: yunion-mps status"
             )
         show_environment(answer["client_environment"], output)
     warn_of_limits([] if answer["budget_enforced"] else [answer["addr"].rpartition("-")[0]])
@@ -243,7 +242,7 @@ def show_environment(environment: Mapping[str, str], style: str) -> None:
     for name, value in environment.items():
         if not value.isprintable() or _EXPANDED[style].intersection(value):
             what = f"{name}: the format {style} cannot represent {printable(value)}"
-            raise HostError(what, "use --output json, or name another directory in host.conf")
+            raise HostError(what, "use --output json, or set another directory in host.conf")
     for name, value in environment.items():
         click.echo(_LINES[style](name, value))
 

@@ -1,4 +1,4 @@
-"""What other programs read: `metrics` for Prometheus, `web` and `gateway` over TCP."""
+"""What is served to other programs: `metrics`, `web`, and the service's own `gateway`."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from yunion_mps.paths import Paths
 _DEFAULT = "127.0.0.1:9435"
 
 
-@click.command("metrics", short_help="Print the metrics, as Prometheus reads them.")
+@click.command("metrics", short_help="Print the metrics in Prometheus' text format.")
 def metrics() -> None:
-    """Print the metrics, as Prometheus reads them.
+    """Print the metrics in Prometheus' text format.
 
-    To have them scraped, set metrics_listen in host.conf; for node_exporter's textfile collector, set
-    metrics_textfile. What each one means is in docs/metrics.md.
+    To let Prometheus scrape them, set metrics_listen in host.conf. For node_exporter's textfile collector,
+    set metrics_textfile. docs/metrics.md describes each metric.
 
     \b
     Examples:
@@ -32,17 +32,17 @@ def metrics() -> None:
     sys.stdout.write("\n".join(map(printable, call(GET_METRICS).split("\n"))))
 
 
-@click.command("web", short_help="Show it all on a web page.")
+@click.command("web", short_help="Serve the web page.")
 @click.option(
     "--listen", "address", default=_DEFAULT, show_default=True, metavar="ADDRESS:PORT",
-    help="Where to serve it.",
+    help="Serve at this address.",
 )  # fmt: skip
-@click.option("--allow-public", is_flag=True, help="Also at an address that other hosts can reach.")
+@click.option("--allow-public", is_flag=True, help="Permit an address that other hosts can reach.")
 def web(address: str, allow_public: bool) -> None:
-    """Serve the web page until Ctrl-C: the GPUs, who has what, and what happens. It changes nothing.
+    """Serve a read-only web page with GPUs, devices, jobs and events until you press Ctrl-C.
 
-    Anyone who reaches the address can read it, without a password: at 127.0.0.1 all users of this host. To
-    have the page for good, set web_listen in host.conf.
+    Anyone who can reach the address can read the page without a password; 127.0.0.1 is open to all users of
+    this host. To serve the page permanently, set web_listen in host.conf.
 
     \b
     Examples:
@@ -72,8 +72,8 @@ def _checked(address: str, *, allow_public: bool) -> str:
             f"{address}, {error}: write {ENDPOINT_EXAMPLE}", param_hint="'--listen'"
         ) from None
     if is_public(where) and not allow_public:
-        hint = "listen at 127.0.0.1, or add --allow-public if that is meant"
-        raise YunionError(f"other hosts can reach {where}, and there is no password", hint)
+        hint = "use 127.0.0.1, or add --allow-public if this is intended"
+        raise YunionError(f"{where}: other hosts can reach this address, and the page has no password", hint)
     return where
 
 
@@ -86,23 +86,23 @@ async def _serve(address: str) -> None:
     try:
         listener = listen(address)
     except OSError as error:
-        hint = "choose another: --listen 127.0.0.1:PORT"
-        raise YunionError(f"nothing can be served at {address}: {error.strerror}", hint) from None
+        hint = "choose another port: --listen 127.0.0.1:PORT"
+        raise YunionError(f"cannot listen on {address}: {error.strerror}", hint) from None
     server: Any = Server(Web(Paths.from_environment()), LIMITS)
     await server.open(listener)
-    click.echo(f"Serving at http://{address}/ until Ctrl-C")
+    click.echo(f"Serving at http://{address}/ (press Ctrl-C to stop)")
     try:
         await asyncio.Event().wait()
     finally:
         await server.close()
 
 
-@click.command("gateway", short_help="Serve over TCP what host.conf opens: the service's own.")
+@click.command("gateway", hidden=True)
 def gateway() -> None:
-    """Serve over TCP what metrics_listen and web_listen in host.conf open.
+    """Serve the metrics and the web page over TCP, as metrics_listen and web_listen in host.conf say.
 
-    It needs no rights but to ask the daemon, and ends when host.conf opens nothing. The service
-    yunion-mps-gateway runs it; by hand it is only needed on a host without systemd.
+    The service yunion-mps-gateway runs this command as an unprivileged user; run it yourself only on a host
+    without systemd. It exits if host.conf sets neither key.
 
     \b
     Examples:

@@ -77,19 +77,18 @@ def ask_clients_soon() -> ClientList:
         return {**NO_CLIENTS, "errors": [f"who uses the GPUs: {error.message}"]}
 
 
-@click.command("status", short_help="Show whether all is well.")
+@click.command("status", short_help="Show the state of the service, problems first.")
 @click.option("--exit-code", is_flag=True, help="Exit with 1 if the state is degraded or failed.")
 @output_option
 def status(exit_code: bool, output: str) -> None:
-    """Show how the daemon, the GPUs, the devices and their users are: what is wrong first, with a hint.
+    """Show the state of the daemon, the GPUs and the devices, with problems and hints first.
 
-    A device is available if its control daemon serves it, used if a lease or a process has it, and free if
-    neither has and yunion-mps run would be given it. It is pending if its GPU was divided again and leases of
-    the former division have not ended.
+    The state is ready, degraded (there is a problem), failed (no control daemon is ready) or disabled
+    (enable_cuda_mps is false). Warnings do not change it.
 
-    The state is ready, degraded (there is a problem), failed (nothing serves) or disabled (MPS is not
-    offered); warnings do not change it. For monitoring, --exit-code exits with 1 if it is degraded or failed;
-    yunion-mps doctor checks more.
+    A device is available if its control daemon is ready; used if it is leased or a process uses it; free if
+    neither is so and yunion-mps run could get it; and pending if its GPU was divided again but leases of the
+    old division still exist.
 
     \b
     Examples:

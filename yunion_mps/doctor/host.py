@@ -33,7 +33,7 @@ WARNING = "warning"
 PROBLEM = "problem"
 #: From the worst to the best, which is the order of the report, with the exit statuses of monitoring plugins
 #: (Nagios, Icinga, NRPE); what was skipped alone is unknown.
-EXIT_CODES = {PROBLEM: 2, WARNING: 1, UNKNOWN: 3, SKIPPED: 3, OK: 0}
+NAGIOS_CODES = {PROBLEM: 2, WARNING: 1, UNKNOWN: 3, SKIPPED: 3, OK: 0}
 
 
 class Finding(NamedTuple):

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from yunion_mps.doctor import daemon, environment, files, gpus, mps
 from yunion_mps.doctor.host import (
-    EXIT_CODES,
+    NAGIOS_CODES,
     PROBLEM,
     SKIPPED,
     UNKNOWN,
@@ -66,30 +66,29 @@ class Report(NamedTuple):
     def state(self) -> str:
         """The worst level: ok, warning, problem, or unknown if a check broke or all were skipped."""
         counts = self.counts
-        return next((level for level in EXIT_CODES if counts[level] and level != SKIPPED), UNKNOWN)
+        return next((level for level in NAGIOS_CODES if counts[level] and level != SKIPPED), UNKNOWN)
 
-    @property
-    def exit_code(self) -> int:
-        """The exit status for monitoring."""
-        return EXIT_CODES[self.state]
+    def exit_code(self, *, nagios: bool) -> int:
+        """1 if there is a problem, otherwise 0; or what a monitoring plugin exits with."""
+        return NAGIOS_CODES[self.state] if nagios else int(self.state == PROBLEM)
 
     @property
     def counts(self) -> dict[str, int]:
         """How many lines there are of each level, the worst first."""
         found = Counter(line.finding.level for line in self.lines)
-        return {level: found[level] for level in EXIT_CODES}
+        return {level: found[level] for level in NAGIOS_CODES}
 
     def as_json(self) -> dict[str, Any]:
         """The report for programs."""
         lines = [{"check": line.check, **line.finding._asdict()} for line in self.lines]
-        return {"state": self.state, "exit_code": self.exit_code, "counts": self.counts, "checks": lines}
+        return {"state": self.state, "counts": self.counts, "checks": lines}
 
 
 def run(checks: Sequence[Check], host: Host) -> Report:
     """Run all checks; takes no longer than the slowest check's deadline, and never raises."""
     running = [_Running(check, host) for check in checks]
     lines = [Line(one.check.name, finding) for one in running for finding in one.findings()]
-    levels = list(EXIT_CODES)
+    levels = list(NAGIOS_CODES)
     return Report(tuple(sorted(lines, key=lambda line: levels.index(line.finding.level))))
 
 

@@ -126,7 +126,7 @@ def test_ending_a_client_is_confirmed_first(own: Cli) -> None:
 def test_with_no_it_goes_on(own: Cli) -> None:
     code, text = own.answered(b"n\n", "clients", "terminate", "4260")
     assert code == 1
-    assert "yunion-mps: nothing was changed, and no job was ended\n" in text
+    assert "yunion-mps: cancelled: nothing was changed, and no job was ended\n" in text
     assert own.host.clients.done == ["clients"]
 
 

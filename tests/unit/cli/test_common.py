@@ -87,7 +87,7 @@ def test_a_duration_is_in_seconds_unless_it_names_a_unit(text: str, duration_s: 
 def test_an_invalid_duration_is_wrong_usage_with_a_hint(text: str) -> None:
     with pytest.raises(click.BadParameter) as caught:
         Duration().convert(text, None, None)
-    assert caught.value.message == f"{text!r} is not a duration: write 90, 90s, 10m, 2h or 1d."
+    assert caught.value.message == f"{text!r} is not a duration: use 90, 90s, 10m, 2h or 1d."
 
 
 @pytest.mark.parametrize(

@@ -130,5 +130,5 @@ def test_a_compute_mode_that_stays_is_shown_alone() -> None:
 def test_a_host_without_mps_says_so_and_shows_no_gpu() -> None:
     settings = config(enable_cuda_mps=False)
     shown = plan_json(preflight_of(settings, Inventory(inventory().driver._replace(version=""), ())))
-    assert shown["notice"] == "enable_cuda_mps is false: this host offers no MPS devices"
+    assert shown["notice"] == "MPS is disabled: enable_cuda_mps is false"
     assert (shown["driver"], shown["gpus"], shown["domains"]) == (None, [], [])

@@ -178,7 +178,7 @@ DEVICE = {
     "client_environment.YUNION_MPS_DEVICE": "00:06.0-1",
 }
 ENVIRONMENT = f"""\
-Environment of a process that uses it:
+Environment variables of a process that uses it:
   CUDA_DEVICE_ORDER=PCI_BUS_ID
   CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=25
   CUDA_MPS_PINNED_DEVICE_MEM_LIMIT=0=5760M

@@ -121,11 +121,11 @@ def test_without_events_it_says_so(happened: Cli) -> None:
 
 
 def test_if_there_may_be_more_it_says_so_and_shows_the_newest(happened: Cli) -> None:
-    cut = "(the newest 1; there may be older ones: use --limit or --since)\n"
+    cut = "(showing the newest 1 events; for older ones, use --limit or --since)\n"
     assert happened.good("events", "--limit", "1") == cut + TEXT.splitlines(keepends=True)[-1]
     for _ in range(100):
         happened.host.record(GPU, THEN_S + 3600 * 4)
-    assert happened.good("events").startswith("(the newest 100; ")
+    assert happened.good("events").startswith("(showing the newest 100 events; ")
     assert len(happened.good("events").splitlines()) == 101
     assert happened.good("events", "--since", "yesterday").startswith(TEXT)
 

@@ -31,8 +31,8 @@ TABLE = """\
 budget 00:06.0: when its MPS server (PID 4250) has ended
 """  # noqa: E501 - it is what is printed
 PENDING = f"Pending:  host: {WAITS}\n"
-HINT = "See who uses it: yunion-mps clients; wait for them: --drain; end them: --now\n"
-SAME = "Reloaded; nothing changes.\n"
+HINT = "List the jobs it waits for: yunion-mps clients; wait for them: --drain; end them: --now\n"
+SAME = "Reloaded; nothing has changed.\n"
 BAD = ConfigError([Problem("a.conf", 3, "x is 0", "write 1"), Problem("b.yml", None, "y", "z")])
 TOLD = """\
 yunion-mps: a.conf:3: x is 0: write 1
@@ -40,7 +40,7 @@ yunion-mps: b.yml: y: z
 yunion-mps: correct the lines above, then try them with: yunion-mps config check
 """
 CLIENTS = """\
-This would be ended:
+These jobs would be ended:
 +------+-------+-----------------+-----------+---------+------------+--------+--------+---------------------+
 | PID  | User  | Command         | Device    | GPUs    | Memory_MiB | Server | Domain | Started             |
 +------+-------+-----------------+-----------+---------+------------+--------+--------+---------------------+
@@ -58,7 +58,7 @@ def pending(text: str = WAITS, state: str = "ready", reason: str = "") -> Snapsh
 
 def test_a_plan_is_shown_with_what_has_to_wait(own: Cli) -> None:
     own.host.reloader.planned = PLANNED
-    assert own.good("plan") == "Nothing was changed; a reload would change this:\n" + TABLE
+    assert own.good("plan") == "A reload would make these changes:\n" + TABLE
     assert own.host.reloader.done == ["plan"]
 
 
@@ -101,7 +101,7 @@ def test_bad_files_are_reported_and_change_nothing(own: Cli, command: list[str])
 def test_a_reload_shows_what_it_changed_and_what_is_pending(own: Cli) -> None:
     own.host.reloader.reloaded = RELOADED
     own.host.snapshot = pending()
-    assert own.good("reload") == "Reloaded; this changes:\n" + TABLE + PENDING + HINT
+    assert own.good("reload") == "Reloaded with these changes:\n" + TABLE + PENDING + HINT
     assert own.host.reloader.done == ["reload"]
 
 
@@ -129,8 +129,8 @@ def test_a_drain_waits_until_nothing_is_pending(own: Cli) -> None:
         assert process.poll() is None
         own.host.snapshot = pending("")
         out, err = process.communicate(timeout=PATIENCE_S)
-    assert (process.returncode, err) == (0, "yunion-mps: nothing is pending any more\n")
-    assert out == "Reloaded; this changes:\n" + TABLE + PENDING
+    assert (process.returncode, err) == (0, "yunion-mps: all changes are in effect\n")
+    assert out == "Reloaded with these changes:\n" + TABLE + PENDING
     assert own.host.reloader.done == ["reload drain"]
 
 
@@ -142,7 +142,7 @@ def test_a_reload_without_changes_says_so_and_waits_for_nothing(own: Cli, option
 def test_a_drain_that_takes_too_long_fails_and_says_what_it_waited_for(own: Cli) -> None:
     own.host.snapshot = pending()
     told = f"yunion-mps: waiting: host: {WAITS}\nyunion-mps: still pending after 1 s: host: {WAITS}\n"
-    told += "yunion-mps: it takes effect by itself; see: yunion-mps status\n"
+    told += "yunion-mps: it takes effect automatically; see: yunion-mps status\n"
     assert own("reload", "--drain", "--timeout", "1") == (1, SAME, told)
 
 
@@ -218,7 +218,9 @@ def test_now_asks_also_if_not_all_clients_are_known(own: Cli) -> None:
     assert "yunion-mps: not all clients are known: domain host: it does not answer" in text
 
 
-NOT_DONE = "yunion-mps: nothing was changed, and no job was ended\nyunion-mps: answer y to go on\n"
+NOT_DONE = (
+    "yunion-mps: cancelled: nothing was changed, and no job was ended\nyunion-mps: answer y to continue\n"
+)
 
 
 @pytest.mark.parametrize(
@@ -234,7 +236,7 @@ def test_now_asks_first_and_goes_on_only_with_yes(own: Cli, answer: bytes, code:
     own.host.reloader.planned = PLANNED
     status, text = own.answered(answer, "reload", "--now")
     assert status == code
-    assert text.startswith("This would be ended:\n")
+    assert text.startswith("These jobs would be ended:\n")
     assert text.endswith(end)
     assert own.host.reloader.done == (["plan"] if code else ["plan", "reload now"])
 
@@ -268,8 +270,8 @@ def reexec(cli: Cli, between: Callable[[], Any] = lambda: None) -> Done:
 def test_it_tells_how_long_it_took_once_the_next_program_answers(own: Cli) -> None:
     code, out, err = reexec(own)
     assert (code, err) == (0, "")
-    how = rf"with PID {os.getpid()} as before; it took \d+\.\d\d s\n"
-    told = rf"The daemon \({__version__}\) was re-executed, {how}"
+    how = rf"as PID {os.getpid()}; it was away for \d+\.\d\d s\n"
+    told = rf"The daemon \({__version__}\) was re-executed {how}"
     assert re.fullmatch(told, out)
 
 
@@ -292,5 +294,5 @@ def test_a_restarted_daemon_is_told_from_a_re_executed_one(own: Cli) -> None:
         own.host.service._pid = 1
         own.host.snapshot = own.host.snapshot._replace(version=2)
 
-    wrong = f"the daemon was restarted: its PID was {os.getpid()}, and is 1"
+    wrong = f"the daemon was restarted: its PID changed from {os.getpid()} to 1"
     assert reexec(own, restart) == (1, "", f"yunion-mps: {wrong}\nyunion-mps: {LOOK}\n")

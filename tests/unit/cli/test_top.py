@@ -26,8 +26,7 @@ from unit.http.by_hand import CLIENT, LEASE, clients
 
 NOW_S = 1788007260.0
 INSTEAD = (
-    "yunion-mps: one frame, on anything: yunion-mps top --once; what happens, line by line: "
-    "yunion-mps events -f\n"
+    "yunion-mps: print it once: yunion-mps top --once; or follow the events: yunion-mps events --follow\n"
 )
 
 
@@ -212,8 +211,8 @@ def test_a_host_without_mps_has_its_notice(serve: Any) -> None:
     [
         (True, True, "dumb", "top cannot draw on this terminal: TERM is dumb"),
         (True, True, "", "top cannot draw on this terminal: TERM is not set"),
-        (False, True, "xterm", "top needs a terminal, for its screen and for its keys"),
-        (True, False, "xterm", "top needs a terminal, for its screen and for its keys"),
+        (False, True, "xterm", "top needs a terminal"),
+        (True, False, "xterm", "top needs a terminal"),
     ],
 )
 def test_without_a_terminal_to_draw_on_it_says_what_to_do_instead(

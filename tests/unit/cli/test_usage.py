@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import click
 import pytest
 from yunion_mps import __version__, client, revision
-from yunion_mps.cli.root import COMMANDS, cli
+from yunion_mps.cli.root import COMMANDS, SECTIONS, cli
 from yunion_mps.http.operations import (
     EVENT_KINDS,
     MAX_EVENT_WAIT_S,
@@ -38,7 +38,7 @@ ASKING = (
     ["reload", "--now", "--yes"],
     ["clients"],
 )
-NO_TERMINAL = "This ends jobs, and there is no terminal to confirm it on: add --yes."
+NO_TERMINAL = "This ends jobs, but there is no terminal to confirm it on: add --yes."
 TELLING = (["daemon-reexec"], ["clients", "terminate", "4260", "--yes"])
 KIND = "Invalid value for '--kind':"
 KINDS = ", ".join(repr(kind) for kind in EVENT_KINDS)
@@ -53,11 +53,11 @@ SINCE = "Invalid value for '--since':"
 TIMEOUT = "Invalid value for '--timeout':"
 WAIT = "Invalid value for '--wait':"
 TTL = "Invalid value for '--ttl':"
-NO_DURATION = "is not a duration: write 90, 90s, 10m, 2h or 1d."
+NO_DURATION = "is not a duration: use 90, 90s, 10m, 2h or 1d."
 APART = "--wait takes a duration only after =: write --wait={0}, or --wait -- {0} to run {0}."
 TIMES = (
-    "write 10m, 2h or 3d for so long ago, today, yesterday, a date as 2026-11-20, "
-    "a time as '2026-11-20 13:45', or seconds since 1970"
+    "use an age (10m, 2h, 3d), today, yesterday, a date (2026-11-20), "
+    "a local time ('2026-11-20 13:45'), or seconds since 1970"
 )
 WRITING = (["list"], ["gpus", "-o", "json"], ["status", "-o", "yaml"], ["--help"], ["--version"])
 JOIN = "become root, or join the group: usermod -aG yunion-mps USER, then log in again"
@@ -80,12 +80,25 @@ def test_every_command_s_help_has_examples_and_fits_the_terminal(alone: Cli, com
 def test_the_first_help_tells_the_exit_codes_and_all_commands(alone: Cli) -> None:
     out = alone.good()
     assert out == alone.good("--help") == alone.good("-h")
-    for name in COMMANDS:
-        assert f"\n  {name} " in out
+    for title, section in SECTIONS.items():
+        listed = out.split(f"\n{title}:\n")[1].split("\n\n")[0].splitlines()
+        assert [line.split()[0] for line in listed] == list(section)
     assert (
-        "    0 done; 1 the request failed; 2 wrong usage; 3 the daemon cannot be reached;\n"
-        "    4 not allowed; 5 nothing free now; 6 bad configuration\n"
+        "    0 success; 1 failure; 2 wrong usage; 3 the daemon is unreachable;\n"
+        "    4 permission denied; 5 no device is free; 6 invalid configuration\n"
     ) in out
+
+
+def test_what_only_the_service_calls_is_hidden_and_has_help(alone: Cli) -> None:
+    hidden = set(COMMANDS) - {name for section in SECTIONS.values() for name in section}
+    assert hidden == {"gateway", "daemon-reexec"}
+    assert not any(name in alone.good("--help") for name in hidden)
+
+
+def test_help_is_wide_on_wide_terminals_up_to_120_columns(alone: Cli) -> None:
+    """The paragraphs of `run` are long enough to fill any line."""
+    longest = [max(map(len, alone.on_terminal(columns, "run", "--help"))) for columns in (80, 120, 200)]
+    assert longest[0] <= 80 < 110 < longest[1] == longest[2] <= 120
 
 
 def test_a_group_without_a_command_is_its_help(alone: Cli) -> None:
@@ -147,8 +160,8 @@ def test_the_version_is_one_line_with_the_revision(alone: Cli) -> None:
         (["run", "--wait=-1", "true"], f"{WAIT} '-1' {NO_DURATION}"),
         (["run", "--wait=0", "true"], f"{WAIT} 0 is not in the range 1s<=x<=2592000s."),
         (["run", "--wait=31d", "true"], f"{WAIT} 31d is not in the range 1s<=x<=2592000s."),
-        (["run", "-o", "json", "true"], "--output goes with --print-env."),
-        (["run", "--dry-run", "-o", "shell"], "--output goes with --print-env."),
+        (["run", "-o", "json", "true"], "--output requires --print-env."),
+        (["run", "--dry-run", "-o", "shell"], "--output requires --print-env."),
         (["lease", "take", "a", "--wait", "5", "--ttl", "1h"], APART.format("5")),
         (["lease", "take", "a", "--wait=", "--ttl", "1h"], f"{WAIT} '' {NO_DURATION}"),
         (["lease", "take", "a", "--ttl", "1y"], f"{TTL} '1y' {NO_DURATION}"),

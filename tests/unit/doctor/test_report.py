@@ -39,7 +39,7 @@ def test_a_check_that_breaks_is_a_line_of_its_own(host: Host) -> None:
     found = run([Check("bad", HOST_ERROR, broken), GOOD], host)
     assert [(line.check, line.finding.level) for line in found.lines] == [("bad", "unknown"), ("good", "ok")]
     assert found.lines[0].finding.what == "the check itself failed: ZeroDivisionError: of ours"
-    assert found.exit_code == 3
+    assert found.state == "unknown"
 
 
 def test_a_check_that_hangs_is_given_up_and_the_others_are_not(host: Host) -> None:
@@ -59,7 +59,7 @@ def test_what_may_not_be_looked_at_is_skipped_with_the_reason(host: Host) -> Non
     found = run([Check("root's", HOST_ERROR, refused), GOOD], host)
     assert found.lines[-1].finding == ok("fine")
     assert found.lines[0].finding == skipped("not checked: you may not", "become root")
-    assert found.exit_code == 0
+    assert found.state == "ok"
 
 
 def test_a_check_without_findings_is_well_in_its_own_words(host: Host) -> None:
@@ -68,22 +68,23 @@ def test_a_check_without_findings_is_well_in_its_own_words(host: Host) -> None:
 
 
 @pytest.mark.parametrize(
-    ("findings", "state", "code"),
+    ("findings", "state", "code", "nagios_code"),
     [
-        ([ok("")], "ok", 0),
-        ([ok(""), skipped("")], "ok", 0),
-        ([ok(""), warning("", "")], "warning", 1),
-        ([problem("", ""), warning("", ""), Finding("unknown", "")], "problem", 2),
-        ([ok(""), Finding("unknown", "")], "unknown", 3),
-        ([skipped("")], "unknown", 3),
-        ([], "unknown", 3),
+        ([ok("")], "ok", 0, 0),
+        ([ok(""), skipped("")], "ok", 0, 0),
+        ([ok(""), warning("", "")], "warning", 0, 1),
+        ([problem("", ""), warning("", ""), Finding("unknown", "")], "problem", 1, 2),
+        ([ok(""), Finding("unknown", "")], "unknown", 0, 3),
+        ([skipped("")], "unknown", 0, 3),
+        ([], "unknown", 0, 3),
     ],
 )
-def test_the_exit_status_is_the_worst_of_all_as_monitoring_has_it(
-    host: Host, findings: list[Finding], state: str, code: int
+def test_the_exit_status_tells_a_problem_and_nagios_every_level(
+    host: Host, findings: list[Finding], state: str, code: int, nagios_code: int
 ) -> None:
     found = report(host, *findings)
-    assert (found.state, found.exit_code) == (state, code)
+    assert (found.state, found.exit_code(nagios=False)) == (state, code)
+    assert found.exit_code(nagios=True) == nagios_code
 
 
 def test_the_worst_comes_first(host: Host) -> None:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     _News = tuple[bool, Union[Poll, ClientList, BaseException]]
 
-_INSTEAD = "one frame, on anything: yunion-mps top --once; what happens, line by line: yunion-mps events -f"
+_INSTEAD = "print it once: yunion-mps top --once; or follow the events: yunion-mps events --follow"
 _PIPE_COLUMNS = 120
 #: Here the question for clients may take long: waking many GPUs takes tens of seconds.
 _CLIENTS_S = 150.0
@@ -44,24 +44,24 @@ _MAX_REST_S = 60.0
 _RETRY_S = 2.0
 
 
-@click.command("top", short_help="Watch who uses what.")
-@click.option("--once", is_flag=True, help="Print it once, whole, as for a pipe.")
+@click.command("top", short_help="Watch GPUs, devices and jobs.")
+@click.option("--once", is_flag=True, help="Print everything once, and exit.")
 @click.option(
     "-d", "--interval", type=Duration(1, 3600), default="2s", show_default=True, metavar="DURATION",
-    help="How often to look.",
+    help="Time between updates.",
 )  # fmt: skip
 def top(once: bool, interval: int) -> None:
-    """Watch the GPUs and the devices: what is used of each budget, by whom, and what happens.
+    """Watch GPUs and devices live: how much of each budget is used, by which job, and recent events.
 
-    Behind an address, ! is what is over budget or outside MPS, and ? a client of MPS that names no device.
-    With NO_COLOR in the environment there are no colours.
+    After an address, ! marks a device over its budget or a process outside MPS, and ? an MPS client whose
+    device is unknown. Set NO_COLOR in the environment to turn off colours.
 
     \b
     Keys:
-      q           quit
-      s           sort: busiest, device, user, longest
-      v           view: all, only GPUs, only devices
-      arrows      scroll; so do j, k, PgUp, PgDn, Home and End
+      q        quit
+      s        change the order: busiest, device, user, longest
+      v        change the view: all, only GPUs, only devices
+      arrows   scroll (also j, k, PgUp, PgDn, Home and End)
 
     \b
     Examples:
@@ -81,7 +81,7 @@ def top(once: bool, interval: int) -> None:
 def _refuse_without_screen() -> None:
     """Raise YunionError if nothing can be drawn, or no key be read."""
     if not (os.isatty(0) and os.isatty(1)):
-        raise YunionError("top needs a terminal, for its screen and for its keys", _INSTEAD)
+        raise YunionError("top needs a terminal", _INSTEAD)
     if os.environ.get("TERM", "") in ("", "dumb", "unknown"):
         name = os.environ.get("TERM") or "not set"
         raise YunionError(f"top cannot draw on this terminal: TERM is {name}", _INSTEAD)
