@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -102,3 +103,12 @@ def test_an_interrupt_ends_the_tests_and_everything(
         out, _ = running.communicate(timeout=PATIENCE_S)
     assert (running.returncode, calls(checkout)[-1]) == (130, "interrupted")
     assert "Summary" not in out
+
+
+def test_the_demo_needs_a_compiler_and_python_and_no_more() -> None:
+    setup = (CHECKOUT / "scripts/setup").read_text()
+    needs = re.findall(r"^(demo|tests) +(\S+) ", setup, re.MULTILINE)
+    assert [package for level, package in needs if level == "demo"] == ["python3", "gcc", "libc6-dev"]
+    assert len(needs) > 10
+    for name in ("demo", "simhost"):
+        assert '/setup" --demo --quiet\n' in (CHECKOUT / f"scripts/{name}").read_text()

@@ -1,67 +1,126 @@
-# The steps of scripts/demo, on the host below $YUNION_MPS_ROOT; every line of output is the programs' own.
+# The steps of scripts/demo on the host below $YUNION_MPS_ROOT; every line of output is the programs' own.
+#
+#   demo_steps.sh reference|jobs
+#
+# reference: from the two files to the list of devices, as Cloudpods sees it; jobs: what operators and users type.
 set -eu
 root=$YUNION_MPS_ROOT
+lib=$(CDPATH='' cd -- "$(dirname -- "$0")" && pwd)
+daemon='' job=''
 step() { printf '\n==> %s\n' "$1"; }
-run() {
+run() { # a command; on a terminal of 100 columns where standard output is none
     printf '$ %s\n' "$*"
-    "$@"
+    if [ -t 1 ]; then "$@"; else python3 "$lib/columns.py" 100 "$@"; fi
 }
 modes() { nvidia-smi --query-gpu=gpu_uuid,gpu_name,gpu_bus_id,memory.total,compute_mode --format=csv; }
 
-step "1. The configuration: the file that Cloudpods' host agent shares with us, and the one that divides the GPUs"
-for file in "$root"/etc/yunion/*; do run cat "$file"; done
-run yunion-mps config check
-before=$(modes)
+start_daemon() {
+    before=$(modes)
+    echo "$ yunion-mps-daemon &"
+    yunion-mps-daemon &
+    daemon=$!
+    tries=0
+    until yunion-mps status >/dev/null 2>&1; do
+        tries=$((tries + 1))
+        if [ "$tries" -gt 200 ] || ! kill -0 "$daemon" 2>/dev/null; then
+            echo "demo: the daemon did not become ready; its lines above say why" >&2
+            exit 1
+        fi
+        sleep 0.05
+    done
+}
 
-step "2. The daemon starts: compute modes, NVIDIA's control daemon, and every limit read back before it is READY"
-echo "$ yunion-mps-daemon &"
-yunion-mps-daemon &
-daemon=$!
-trap 'kill "$daemon" 2>/dev/null && wait "$daemon" || :' EXIT
+end() { # whatever still runs
+    for pid in $job $daemon; do kill "$pid" 2>/dev/null && wait "$pid" || :; done
+    daemon='' job=''
+}
+trap end EXIT
 trap 'exit 1' HUP INT TERM
-tries=0
-until yunion-mps status >/dev/null 2>&1; do
-    tries=$((tries + 1))
-    if [ "$tries" -gt 200 ] || ! kill -0 "$daemon" 2>/dev/null; then
-        echo "demo: the daemon did not become ready; its lines above say why" >&2
+
+stop_daemon() {
+    step "$1. The daemon stops: the control daemon quits, and the compute modes are what they were"
+    echo "$ kill \$!"
+    end
+    after=$(modes)
+    echo "$after"
+    if [ "$before" != "$after" ]; then
+        echo "demo: the compute modes are not what they were before:" >&2
+        echo "$before" >&2
         exit 1
     fi
-    sleep 0.05
-done
+    echo "The compute modes are what they were."
+}
 
-step "3. What NVIDIA's own nvidia-smi says of the GPUs now"
-echo "$ nvidia-smi --query-gpu=gpu_uuid,gpu_name,gpu_bus_id,memory.total,compute_mode --format=csv"
-modes
+reference() {
+    step "1. The configuration: the file shared with Cloudpods' host agent, and the one about GPUs"
+    for file in "$root"/etc/yunion/*; do
+        printf '$ cat %s\n' "${file#"$root"}"
+        cat "$file"
+    done
+    run yunion-mps config check
 
-step "4. The devices that this host offers, as Cloudpods lists them"
-run yunion-mps isolated-device-list
+    step "2. The daemon starts: it sets compute modes and limits, and reads each back before it is ready"
+    start_daemon
 
-step "5. What the real control daemon answers for its limits (it shows whole G: 5760M is 5G)"
-CUDA_MPS_PIPE_DIRECTORY=$root/tmp/nvidia-mps/pipe
-export CUDA_MPS_PIPE_DIRECTORY
-gpus=$(nvidia-smi -L | grep -c '^GPU')
-device=0
-while [ "$device" -lt "$gpus" ]; do
-    echo "$ echo get_default_device_pinned_mem_limit $device | nvidia-cuda-mps-control"
-    echo "get_default_device_pinned_mem_limit $device" | nvidia-cuda-mps-control
-    device=$((device + 1))
-done
-echo "$ echo get_default_active_thread_percentage | nvidia-cuda-mps-control"
-echo get_default_active_thread_percentage | nvidia-cuda-mps-control
+    step "3. What NVIDIA's own nvidia-smi says of the GPUs now"
+    echo "$ nvidia-smi --query-gpu=gpu_uuid,gpu_name,gpu_bus_id,memory.total,compute_mode --format=csv"
+    modes
 
-step "6. How all of it is"
-run yunion-mps status
+    step "4. The devices that this host offers, as Cloudpods lists them"
+    run yunion-mps isolated-device-list
 
-step "7. The daemon stops: the control daemon quits, and the compute modes are what they were"
-echo "$ kill $daemon"
-kill "$daemon"
-wait "$daemon"
-trap - EXIT HUP INT TERM
-after=$(modes)
-echo "$after"
-if [ "$before" != "$after" ]; then
-    echo "demo: the compute modes are not what they were before:" >&2
-    echo "$before" >&2
-    exit 1
-fi
-echo "The compute modes are what they were."
+    step "5. What the real control daemon answers for its limits (it shows whole G: 5760M is 5G)"
+    gpus=$(nvidia-smi -L | grep -c '^GPU')
+    device=0
+    while [ "$device" -lt "$gpus" ]; do
+        echo "$ echo get_default_device_pinned_mem_limit $device | nvidia-cuda-mps-control"
+        ask "get_default_device_pinned_mem_limit $device"
+        device=$((device + 1))
+    done
+    echo "$ echo get_default_active_thread_percentage | nvidia-cuda-mps-control"
+    ask get_default_active_thread_percentage
+
+    step "6. The state of the host"
+    run yunion-mps status
+
+    step "7. A job: on a GPU older than Volta MPS would hold it to nothing, so it is not started"
+    run yunion-mps run python3 train.py || :
+    stop_daemon 8
+}
+
+ask() { echo "$1" | CUDA_MPS_PIPE_DIRECTORY=$root/tmp/nvidia-mps/pipe nvidia-cuda-mps-control; }
+
+jobs() {
+    step "9. The devices, as users list them"
+    start_daemon
+    run yunion-mps list
+
+    step "10. A job with a device of its own, until it ends; its budget is in its environment"
+    echo '$ yunion-mps run env | grep -E "CUDA|YUNION_MPS_DEVICE" | sort'
+    yunion-mps run env | grep -E "CUDA|YUNION_MPS_DEVICE" | sort
+    echo "$ yunion-mps run python3 demo_job.py 8192 &"
+    (cd "$lib" && exec yunion-mps run python3 demo_job.py 8192) >"$root/tmp/job" &
+    job=$!
+    tries=0
+    until [ -s "$root/tmp/job" ]; do
+        tries=$((tries + 1))
+        if [ "$tries" -gt 200 ] || ! kill -0 "$job" 2>/dev/null; then
+            echo "demo: the job did not start" >&2
+            exit 1
+        fi
+        sleep 0.05
+    done
+    cat "$root/tmp/job"
+    # A simulated driver has to be told who uses the GPU.
+    ! command -v simhost-ctl >/dev/null || simhost-ctl process 0 add "$job" 8192 --type M+C
+
+    step "11. Who has which device, and how much of it they use"
+    run yunion-mps who
+
+    step "12. Everything that makes MPS fail on a host, with the remedy"
+    run yunion-mps doctor || :
+    ! command -v simhost-ctl >/dev/null || simhost-ctl process 0 remove "$job"
+    stop_daemon 13
+}
+
+"$1"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 import subprocess
 import sys
@@ -15,7 +14,7 @@ from yunion_mps.doctor.host import NAGIOS_CODES
 
 from integration.daemon_host import Daemon, eventually
 from simhost import SimHost
-from simhost.mps import StandIns
+from simhost.mps import StandIns, program_version
 
 CONTROL = "nvidia-cuda-mps-control"
 #: nobody: a user who is neither root nor us.
@@ -52,7 +51,7 @@ class Scene:
         self.host = stack.enter_context(
             SimHost.create(
                 {
-                    "driver": {"version": _program_version(), "cuda": "12.2"},
+                    "driver": {"version": program_version(), "cuda": "12.2"},
                     "gpus": list(gpus) or [{"kind": "t4", "count": 2}],
                 }
             )
@@ -123,13 +122,3 @@ class Scene:
         """The environment of a device of the first GPU."""
         environment: dict[str, str] = self.daemon.get(f"/v1/devices/00:06.0-{slot}")[1]["client_environment"]
         return environment
-
-
-def _program_version() -> str:
-    """The release of NVIDIA's control program here, so that a driver of the same can be simulated."""
-    with SimHost.create() as host:
-        program = shutil.which(CONTROL, path=host.env["PATH"])
-    assert program
-    found = re.search(rb"\0(\d{3}\.[\d.]+\d)\0", Path(program).read_bytes())
-    assert found
-    return found[1].decode()

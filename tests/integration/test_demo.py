@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from simhost import SimHost
+from simhost.mps import StandIns
 
 CHECKOUT = Path(__file__).resolve().parent.parent.parent
 SMI = "GPU-76aef7ff-372d-2432-b4b4-beca4d8d3400, Tesla P40, 00000000:00:06.0, 23040 MiB"
@@ -27,24 +28,29 @@ def demo(*options: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_the_demo_shows_the_main_job_in_order_and_puts_everything_back() -> None:
-    result = demo()
-    assert result.returncode == 0, result.stderr
-    assert "--compute-mode" not in result.stdout
-    steps = re.split(r"^==> ", result.stdout, flags=re.MULTILINE)
-    assert [step[:2] for step in steps[1:]] == ["1.", "2.", "3.", "4.", "5.", "6.", "7."]
+def test_the_demo_and_the_readme_print_what_was_recorded() -> None:
+    command = [str(CHECKOUT / "scripts/sessions"), "--check"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_record_has_the_reference_case_and_an_enforcing_gpu() -> None:
+    text = (CHECKOUT / "docs/demo.txt").read_text()
+    steps = re.split(r"^==> ", text, flags=re.MULTILINE)
+    assert [step.partition(".")[0] for step in steps[1:]] == [str(number) for number in range(1, 14)]
     assert "virtual_number: 4" in steps[1]
-    assert "The configuration is right" in steps[1]
     assert f"{SMI}, Exclusive_Process" in steps[3]
-    addresses = re.findall(r"\| (00:06\.0-\d) ", steps[4])
+    addresses = re.findall(r"\b00:06\.0-\d\b", steps[4])
     assert addresses == ["00:06.0-0", "00:06.0-1", "00:06.0-2", "00:06.0-3"]
     assert "*** Total: 4 Pages: 1 Limit: 20 Offset: 0 Page: 1 ***" in steps[4]
     assert re.findall(r"^[\d.]+G?$", steps[5], re.MULTILINE) == ["5G", "25.0"]
-    assert "State:    ready" in steps[6]
-    assert "Devices:  4 of 4 available" in steps[6]
-    assert f"{SMI}, Default" in steps[7]
-    assert steps[7].endswith("The compute modes are what they were.\n")
-    assert "is ready: 4 of 4 devices available, 1 of 1 control daemons serving" in result.stderr
+    assert "--allow-unlimited" in steps[7]
+    assert f"{SMI}, Default" in steps[8]
+    assert "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT=0=20389M" in steps[10]
+    assert re.search("00:06.0-0 .*python3 demo_job.py", steps[11])
+    assert steps[13].endswith("The compute modes are what they were.\n")
+    for line in text.splitlines():
+        assert len(line) <= 100 or line.startswith(("yunion-mps:", "GPU-")), line
 
 
 def test_the_demo_says_that_the_simulated_host_uses_no_compute_mode() -> None:
@@ -63,13 +69,14 @@ def test_the_demo_says_that_the_simulated_host_uses_no_compute_mode() -> None:
     ],
 )
 def test_with_a_driver_the_demo_keeps_the_compute_mode_unless_told(options: list[str], mode: str) -> None:
-    with SimHost.create([{"kind": "h100", "count": 2}]) as host:
+    with SimHost.create([{"kind": "h100", "count": 2}]) as host, StandIns(host) as stand_ins:
+        stand_ins.install_libcuda()
         result = host.run([str(CHECKOUT / "scripts/demo"), *options], timeout=120)
         assert result.returncode == 0, result.stderr
         assert "simulated" not in result.stdout
         assert "not used here" not in result.stdout
         modes = re.findall(r"MiB, (\w+)$", result.stdout, re.MULTILINE)
-        assert modes == [mode, mode, "Default", "Default"]  # two GPUs, while it runs and afterwards
+        assert modes == [mode, mode, *["Default"] * 4]  # two GPUs, while it runs and after each part
         assert "Devices:  8 of 8 available" in result.stdout
         assert result.stdout.endswith("The compute modes are what they were.\n")
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from .description import DescriptionError
+from .description import REFERENCE, DescriptionError
 from .host import SimHost
 from .install import BuildError
+from .mps import StandIns, program_version
 from .runner import hold_signals, run
 from .state import StateError
 
@@ -25,6 +27,7 @@ Programs find it under $YUNION_MPS_ROOT. On it, simhost-ctl changes it while pro
 
   scripts/simhost -- nvidia-smi -L
   scripts/simhost --gpus eight.yml -- sh -c 'simhost-ctl lose 3; nvidia-smi -L'
+  scripts/simhost --jobs -- bash
 """
 
 
@@ -32,12 +35,17 @@ def main(arguments: list[str]) -> int:
     """Run the command and return its exit status; 2 for a wrong use, 126 and 127 as in a shell."""
     parser = argparse.ArgumentParser(
         prog="simhost",
-        usage="simhost [--gpus FILE] [--root DIR] -- COMMAND...",
+        usage="simhost [--gpus FILE] [--jobs] [--root DIR] -- COMMAND...",
         description="Run a command on a host with simulated GPUs.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--gpus", type=Path, metavar="FILE", help="the GPUs (default: one Tesla P40)")
+    parser.add_argument(
+        "--jobs", action="store_true",
+        help="with stand-ins for libcuda and the MPS server, so that CUDA programs run, "
+        "and a driver of the release of NVIDIA's programs here",
+    )  # fmt: skip
     parser.add_argument(
         "--root", type=Path, metavar="DIR", help="keep the host's files here and use them again"
     )
@@ -49,7 +57,12 @@ def main(arguments: list[str]) -> int:
     try:
         mask = hold_signals()
         description = None if given.gpus is None else _read(given.gpus)
-        with SimHost.create(description, given.root) as host:
+        if given.jobs:
+            gpus = REFERENCE if description is None else description
+            description = {"driver": {"version": program_version()}, **gpus}
+        with SimHost.create(description, given.root) as host, ExitStack() as stack:
+            if given.jobs:
+                stack.enter_context(StandIns(host)).install_libcuda()
             return run(command, host.env, mask)
     except (DescriptionError, StateError, BuildError) as error:
         where = f"{given.gpus}: " if given.gpus and isinstance(error, DescriptionError) else ""

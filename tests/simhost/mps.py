@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -22,8 +23,9 @@ from pathlib import Path
 
 from waiting import readable
 
+from .environment import host_environment
 from .host import Closes, SimHost
-from .install import BuildError, compiled
+from .install import BuildError, compiled, libcuda
 
 SERVER = "nvidia-cuda-mps-server"
 CONTROL = "nvidia-cuda-mps-control"
@@ -38,6 +40,17 @@ _WRAPPER = """\
 PATH={folder}:$PATH
 exec {program} "$@"
 """
+
+
+def program_version() -> str:
+    """The release of NVIDIA's control program here, so that a driver of the same can be simulated."""
+    program = shutil.which(CONTROL, path=host_environment(Path("/"))["PATH"])
+    if program is None:
+        raise BuildError(f"{CONTROL} is not there: run scripts/setup")
+    found = re.search(rb"\0(\d{3}\.[\d.]+\d)\0", Path(program).read_bytes())
+    if found is None:
+        raise BuildError(f"{program} does not say its release")
+    return found[1].decode()
 
 
 class StandIns(Closes):
@@ -61,6 +74,12 @@ class StandIns(Closes):
         )
         self.behave()
         host.env["PATH"] = f"{self.folder}{os.pathsep}{host.env['PATH']}"
+
+    def install_libcuda(self) -> None:
+        """Make the stand-in of libcuda the driver's library on this host."""
+        library = self._host.root / f"lib/libcuda.so.{self._host.description.driver_version}"
+        shutil.copy(libcuda(), library)
+        (self._host.root / "lib/libcuda.so.1").symlink_to(library.name)
 
     def behave(self, *words: str) -> None:
         """What servers do from now on: the words of mps-server/server.c, none for nothing special."""
