@@ -110,8 +110,16 @@ def test_links_between_documents_lead_to_files(page: Path) -> None:
         assert (page.parent / link).exists(), link
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(CHECKOUT)))
+def test_links_to_a_section_lead_to_one(page: Path) -> None:
+    for link, anchor in re.findall(r"\]\(([\w/.-]*)#([^)]+)\)", page.read_text()):
+        titles = re.findall(r"^#+ (.+)$", (page.parent / link if link else page).read_text(), re.MULTILINE)
+        anchors = {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+        assert anchor in anchors, anchor
+
+
 def test_the_guide_to_contributing_names_files_that_exist() -> None:
-    text = (CHECKOUT / "CONTRIBUTING.md").read_text().partition("## Where to add what")[2]
+    text = (CHECKOUT / "docs/develop.md").read_text().partition("## Where to add what")[2]
     named = re.findall(r"`([\w/.]+\.(?:py|md|yml|json|conf)|[\w]+/[\w/]+)`", text)
     assert len(named) > 15
     for name in named:

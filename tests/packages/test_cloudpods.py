@@ -105,7 +105,7 @@ def test_one_that_cannot_be_adopted_is_asked_to_end_once_its_jobs_have(
 def test_back_to_theirs_no_job_is_ended_before_the_restart(
     family: Family, operator: Operator, theirs: Packages, current: Packages
 ) -> None:
-    """As docs/install.md says it."""
+    """As docs/cloudpods.md says it."""
     machine = operator.machine
     operator.configure(more="metrics_listen: 127.0.0.1:9434\ncuda_mps_stop_timeout_s: 1")
     family.install(current)

@@ -124,7 +124,7 @@ def test_every_check_has_its_own_name_and_a_row_in_the_documentation() -> None:
     every = checks({}, 1, ("true",), selftest_too=True)
     names = {check.name for check in every}
     assert len(OF_THE_HOST) == len({check.name for check in OF_THE_HOST})
-    page = (CHECKOUT / "docs/doctor.md").read_text()
+    page = (CHECKOUT / "docs/troubleshoot.md").read_text()
     rows = [line.split(" | ")[0][2:] for line in page.splitlines() if line[:2] == "| "]
     listed = rows[rows.index("check") + 1 :]
     assert set(listed) == names

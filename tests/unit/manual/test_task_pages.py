@@ -1,0 +1,73 @@
+"""The pages of docs/ for a task each: how they begin, and what of the programs they quote."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from yunion_mps.config import KEYS
+from yunion_mps.host.processes import PROGRAM_DIRECTORIES
+from yunion_mps.reasons import CODES
+
+from unit.generated import CHECKOUT
+
+DOCS = CHECKOUT / "docs"
+TASKS = ("install", "configure", "run-jobs", "containers", "monitor", "troubleshoot", "cloudpods", "develop")
+INSTALL = (DOCS / "install.md").read_text()
+TROUBLESHOOT = (DOCS / "troubleshoot.md").read_text()
+SOURCES = "".join(path.read_text() for path in sorted(CHECKOUT.glob("yunion_mps/**/*.py")))
+#: What users paste into a search.
+CUDA_ERRORS = (
+    "CUDA_ERROR_MPS_CONNECTION_FAILED",
+    "CUDA_ERROR_MPS_SERVER_NOT_READY",
+    "CUDA_ERROR_MPS_MAX_CLIENTS_REACHED",
+    "CUDA_ERROR_MPS_RPC_FAILURE",
+    "CUDA_ERROR_MPS_CLIENT_TERMINATED",
+    '"all CUDA-capable devices are busy or unavailable"',
+    "Out of memory (2) below the budget",
+)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_a_task_page_begins_with_what_its_reader_can_do_after_it(task: str) -> None:
+    title, blank, promise = (DOCS / f"{task}.md").read_text().splitlines()[:3]
+    assert title.startswith("# ")
+    assert not blank
+    assert promise.startswith("After this page you can ")
+
+
+def test_the_readme_is_short_and_leads_to_every_page() -> None:
+    readme = (CHECKOUT / "README.md").read_text()
+    assert len(readme.splitlines()) <= 150
+    linked = set(re.findall(r"\]\(docs/([\w-]+)\.md\)", readme))
+    assert linked == {path.stem for path in DOCS.glob("*.md")}
+
+
+def test_cuda_s_errors_have_a_section_each() -> None:
+    titles = re.findall(r"^### (.+)$", TROUBLESHOOT, re.MULTILINE)
+    for error in CUDA_ERRORS:
+        assert [title for title in titles if title.startswith(error)], error
+
+
+def test_the_codes_in_the_table_of_reason_codes_exist() -> None:
+    table = TROUBLESHOOT.partition("| code | what to know | do |")[2].partition("\n## ")[0]
+    codes = re.findall(r"`([a-z_]+)`", " ".join(re.findall(r"^\| (`.+?) \|", table, re.MULTILINE)))
+    assert len(codes) > 10
+    assert set(codes) - set(CODES) == set()
+
+
+def test_each_message_of_the_daemon_s_start_is_one_of_the_programs() -> None:
+    table = TROUBLESHOOT.partition("| it says | do |")[2].partition("\n## ")[0]
+    cells = [row.split(" | ")[0] for row in table.splitlines() if row.startswith("| ")]
+    messages = [message for cell in cells for message in re.findall(r"`([^`]+)`", cell)]
+    assert len(messages) >= 8
+    for message in messages:
+        for part in (part.strip() for part in re.split("…|: ", message)):
+            found = part.replace("nvidia-cuda-mps-control ", "").replace("/var/lib/yunion-mps/state.db ", "")
+            assert len(part) <= 5 or found in SOURCES or "/host.conf" in found, message
+
+
+def test_the_page_names_the_control_program_s_places_and_defaults() -> None:
+    for directory in PROGRAM_DIRECTORIES:
+        assert f"`{directory}`" in INSTALL, directory
+    assert f"`cuda_mps_stop_timeout_s` ({KEYS['cuda_mps_stop_timeout_s'].default})" in INSTALL
