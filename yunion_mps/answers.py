@@ -1,6 +1,6 @@
 """What the daemon answers, as types: plain dictionaries with exactly these keys.
 
-Memory is in MiB, times are in s since 1970, and what is unknown is None. scripts/schemas makes the API's
+Memory is in MiB, times are RFC 3339 strings, and what is unknown is None. scripts/schemas makes the API's
 schemas of these types. Import this module under TYPE_CHECKING if a program's start should not pay for it.
 """
 
@@ -29,7 +29,10 @@ Mib = Annotated[int, Field("In MiB.", minimum=0)]
 Percentage = Annotated[float, Field("Of the GPU's SM threads.", minimum=0.1, maximum=100)]
 Busy = Annotated[int, Field("In percent of the time in which kernels ran.", minimum=0, maximum=100)]
 Pid = Annotated[int, Field(minimum=1)]
-Seconds = Annotated[float, Field("In seconds since 1970.", minimum=0)]
+Time = Annotated[
+    str,
+    Field("RFC 3339, in UTC with milliseconds.", format="date-time", pattern="^[0-9T:-]{19}\\.[0-9]{3}Z$"),
+]
 NumaNode = Annotated[int, Field("-1: there is none.", minimum=-1)]
 Uuid = Annotated[str, Field(format="uuid")]
 ReasonCode = Annotated[str, Field("The reason code; empty if there is no reason.")]
@@ -196,7 +199,7 @@ class Status(TypedDict):
     warnings: list[StatusWarning]
     version: Annotated[str, Field("The daemon's version.")]
     pid: Pid
-    started: Seconds
+    started: Time
     host_id: Uuid
     driver: Driver
     devices: DeviceCounts
@@ -208,7 +211,7 @@ class Event(TypedDict):
     """Something that changed, why, and what that means for devices and jobs."""
 
     id: Annotated[int, Field("Grows, and is never used twice.", minimum=1)]
-    time: Seconds
+    time: Time
     severity: Annotated[str, Field(enum=["info", "warning", "error"])]
     kind: Annotated[str, Field("What it is about.", enum=EVENT_KINDS)]
     subject: Annotated[str, Field("The name of what changed.")]
@@ -238,7 +241,7 @@ class MinuteUse(TypedDict):
 class Usage(TypedDict):
     """What was used, minute by minute; the last one is the present minute. What is not listed used none."""
 
-    begin: Annotated[Seconds, Field("When the first minute began, in seconds since 1970.")]
+    begin: Annotated[Time, Field("When the first minute began.")]
     step: Annotated[int, Field("Seconds from one number to the next.", const=60)]
     looked: Annotated[list[bool], Field("False: not read, as before the daemon's start.", **_HOUR)]
     gpus: list[MinuteUse]
@@ -278,7 +281,7 @@ class ProcessFields(TypedDict):
     uid: Count | None
     user: Annotated[str | None, Field("Its user's name, or the id if it has none.")]
     command: Annotated[str | None, Field("Its command line, cut to 500 characters.", maxLength=500)]
-    started: Seconds | None
+    started: Time | None
 
 
 class MpsServer(ProcessFields):
@@ -312,7 +315,7 @@ class MpsClient(ProcessFields, ContainerFields):
 class WaitingClient(ProcessFields):
     """One process that waits for an MPS server because another user's server runs."""
 
-    since: Annotated[Seconds, Field("When it asked for a server, in seconds since 1970.")]
+    since: Annotated[Time, Field("When it asked for a server.")]
     server: Annotated[Pid, Field("The PID of the MPS server that it waits for.")]
     server_user: Annotated[str, Field("That server's user: a name, or the id if there is none.")]
     domain: Annotated[str, Field("The control daemon that keeps it waiting.")]
@@ -350,7 +353,7 @@ class HolderFields(ContainerFields):
     user: Annotated[str, Field("Its user's name, or the id if it has none.")]
     command: Annotated[str | None, Field("The process' command line, cut to 100 characters.")]
     name: Annotated[str | None, Field("Its name; null if it is a process or a connection.")]
-    since: Seconds
+    since: Time
 
 
 class LeaseRecord(HolderFields):
@@ -364,7 +367,7 @@ class LeaseRecord(HolderFields):
     budget_enforced: Annotated[bool, Field("Whether MPS enforces their budgets: only from Volta on.")]
     unenforced_gpus: Annotated[list[str], Field("Addresses of those of its GPUs that are older than Volta.")]
     binding: Annotated[str, Field("What ends it.", enum=["process", "connection", "name", "container"])]
-    expires: Annotated[Seconds | None, Field("When it ends unless it is renewed; null if not by time.")]
+    expires: Annotated[Time | None, Field("When it ends unless it is renewed; null if not by time.")]
     cdi: Annotated[str | None, Field("Its CDI device, for podman run --device.")]
     environment: Annotated[dict[str, str], Field("The environment of a process that uses the devices.")]
 

@@ -9,6 +9,8 @@ import signal
 import time
 from collections.abc import Iterator, Sequence
 
+from yunion_mps.times import seconds
+
 from bench.asking import Http
 from bench.values import BenchError
 from integration import daemon_host
@@ -58,7 +60,9 @@ class Daemon(daemon_host.Daemon):
                 if not events:
                     raise BenchError(f"the daemon does not recover; it said:\n{self.log}")
                 last = events[-1]["id"]
-                ready_s += [float(event["time"]) for event in events if event["what"] == "applying -> ready"]
+                ready_s += [
+                    seconds(event["time"]) for event in events if event["what"] == "applying -> ready"
+                ]
         return (max(ready_s) - begin_s) * 1000
 
     def _passed_ms(self) -> float:

@@ -16,6 +16,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from yunion_mps.times import rfc3339
+
 from browser.chromium import Chromium, Page
 from browser.scene import Served
 from integration.daemon_host import Daemon, eventually
@@ -116,7 +118,7 @@ def an_hour(event: Json) -> Json:
         gpu = name.rpartition("-")[0]
         gpus[gpu] = [a + b for a, b in zip(gpus.get(gpu, [0] * 60), curve_of_it)]
     return {
-        "begin": time.time() - 3600, "step": 60, "looked": [True] * 60,
+        "begin": rfc3339(time.time() - 3600), "step": 60, "looked": [True] * 60,
         "gpus": [{"addr": name, "memory_used": used} for name, used in gpus.items()],
         "devices": [{"addr": name, "memory_used": used} for name, used in devices.items()],
     }  # fmt: skip

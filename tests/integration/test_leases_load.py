@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from yunion_mps.times import seconds
 
 from integration.conftest import MakeDaemon, MakeHost
 from integration.daemon_host import Daemon, eventually
@@ -68,10 +69,10 @@ class Order:
     def look(self, daemon: Daemon) -> None:
         waiting = who_waits(daemon)
         for one in waiting:
-            since_s = self._since_s.setdefault(one["pid"], one["since"])
-            assert since_s == one["since"], "a place that was kept, also by the next daemon"
+            since_s = self._since_s.setdefault(one["pid"], seconds(one["since"]))
+            assert since_s == seconds(one["since"]), "a place that was kept, also by the next daemon"
             self._daemons[-1][1].setdefault(one["pid"], time.time())
-        assert waiting == sorted(waiting, key=lambda one: float(one["since"]))
+        assert waiting == sorted(waiting, key=lambda one: str(one["since"]))
         self.longest = max(self.longest, len(waiting))
 
     def check(self, given_s: dict[int, float]) -> int:
@@ -101,7 +102,7 @@ def given_in_all(daemon: Daemon) -> dict[int, float]:
         for event in answer["events"]:
             to = re.match(r"given to .*\(PID (\d+), ", event["what"])
             if to:
-                found[int(to[1])] = event["time"]
+                found[int(to[1])] = seconds(event["time"])
         after = answer["events"][-1]["id"]
 
 

@@ -26,6 +26,7 @@ from yunion_mps.client import (
     UnreachableError,
 )
 from yunion_mps.errors import HostError, YunionError
+from yunion_mps.times import rfc3339, seconds
 
 from integration.conftest import MakeDaemon, MakeHost
 from integration.daemon_host import PATIENCE_S, Daemon, eventually
@@ -192,7 +193,8 @@ def test_a_lease_with_a_name_is_renewed_until_it_is_given_back(client: Client) -
     with client.lease(name="job-17", ttl=1) as lease:
         (first,) = client.leases()
         assert (first["name"], first["pid"], lease.name) == ("job-17", None, "job-17")
-        eventually(lambda: (client.leases()[0]["expires"] or 0) > first["since"] + 3, "a third renewal")
+        third = rfc3339(seconds(first["since"]) + 3)
+        eventually(lambda: (client.leases()[0]["expires"] or "") > third, "a third renewal")
         assert lease.lost == ""
     assert given(client) == []
 

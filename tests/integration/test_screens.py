@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from yunion_mps.errors import ControlError
 from yunion_mps.models import Event
+from yunion_mps.times import rfc3339
 
 from integration.daemon_host import eventually
 from integration.screens import DOMAINS_80, FOOT, SCREEN_80, SCREEN_120, STATUS_80
@@ -32,9 +33,9 @@ def host() -> Iterator[ServerHost]:
     """The reference case, in use in every way, on which two things have happened."""
     with ServerHost(snapshots.reference()) as host:
         now_s = time.time()
-        one = {**LEASE, "since": now_s - 7300}
-        hold(host, one, {**TWO, "since": now_s - 5 * 86400 - 60}, waiting=(CAROL,))
-        host.clients.found = clients(OVER, {**OUTSIDE_MPS, "started": now_s - 11000})
+        one = {**LEASE, "since": rfc3339(now_s - 7300)}
+        hold(host, one, {**TWO, "since": rfc3339(now_s - 5 * 86400 - 60)}, waiting=(CAROL,))
+        host.clients.found = clients(OVER, {**OUTSIDE_MPS, "started": rfc3339(now_s - 11000)})
         host.record(Event("warning", "domain", "host", "ready -> backoff", "killed by signal 9"))
         host.record(Event("info", "domain", "host", "applying -> ready"))
         yield host

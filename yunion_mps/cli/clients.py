@@ -92,14 +92,13 @@ def clients_table(clients: Sequence[MpsClient]) -> str:
     header = [name for name in COLUMNS if name != "Container"]
     rows = []
     for client in clients:
-        command = in_container(client["container"], client["command"] or "")
-        rows.append([command if name == "Command" else _value(COLUMNS[name], client) for name in header])
+        started = client["started"] and date_and_time(client["started"])
+        shown = {"Command": in_container(client["container"], client["command"] or ""), "Started": started}
+        rows.append([shown[name] if name in shown else _value(COLUMNS[name], client) for name in header])
     return draw(header, rows, _DROP)
 
 
 def _value(field: str, client: MpsClient) -> object:
-    if field == "started" and client["started"] is not None:
-        return date_and_time(client["started"])
     (value,) = fields(client, [field])
     return ",".join(value) if isinstance(value, list) else value
 

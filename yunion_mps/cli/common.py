@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import sys
@@ -23,6 +24,7 @@ from yunion_mps.http.operations import (
 )
 from yunion_mps.overview.holdings import ID_LENGTH
 from yunion_mps.paths import Paths
+from yunion_mps.times import seconds
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
@@ -40,7 +42,7 @@ _FORMS = ("%Y-%m-%d", "%Y-%m-%d %H:%M", "%Y-%m-%d %H:%M:%S")
 _NO_DURATION = "is not a duration: use 90, 90s, 10m, 2h or 1d"
 _MOMENT_HINT = (
     "use an age (10m, 2h, 3d), today, yesterday, a date (2026-11-20), a local time "
-    "('2026-11-20 13:45'), or seconds since 1970"
+    "('2026-11-20 13:45'), or 2026-11-20T13:45:00Z"
 )
 
 
@@ -80,6 +82,8 @@ def moment(text: str, now_s: float) -> int:
     """The moment in s since 1970, by the local time zone; raises ValueError if it is none."""
     if re.fullmatch(r"[0-9]{9,11}", text):  # fewer digits are no plausible date
         return int(text)
+    with contextlib.suppress(ValueError):
+        return min(max(0, int(seconds(text))), LATEST_S)
     ago_s = duration_s(text)
     if ago_s is not None:
         return max(0, int(now_s) - ago_s)

@@ -17,7 +17,6 @@ from yunion_mps.cli.output import (
     output_option,
     say,
     show,
-    timestamp,
     wrapped,
 )
 from yunion_mps.client import Client
@@ -59,7 +58,7 @@ def show_events(follow: bool, since: int | None, kind: str | None, limit: int | 
     """Show what happened on this host, with cause and consequence, oldest first.
 
     TIME is an age (90, 90s, 10m, 2h, 1d), today, yesterday, a date (2026-11-20), a local time
-    ("2026-11-20 13:45"), or seconds since 1970.
+    ("2026-11-20 13:45"), or 2026-11-20T13:45:00Z.
 
     \b
     Examples:
@@ -99,7 +98,7 @@ def _text(events: list[Event]) -> str:
 def _row(event: Event) -> list[object]:
     values: Mapping[str, object] = event
     texts = ("; ".join(str(values[name.lower()]).splitlines()) for name in COLUMNS[1:])
-    return [timestamp(event["time"]), *texts]
+    return [event["time"], *texts]
 
 
 def _follow(answer: Any, kind: str | None, output: str) -> None:

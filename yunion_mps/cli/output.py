@@ -16,6 +16,7 @@ import click
 
 from yunion_mps.errors import YunionError
 from yunion_mps.escaping import printable
+from yunion_mps.times import seconds
 
 FORMATS = ("table", "json", "yaml", "csv")
 
@@ -253,14 +254,9 @@ def duration(seconds: float, parts: int = 2) -> str:
     return " ".join(found[:parts]) or "0 s"
 
 
-def date_and_time(moment_s: float) -> str:
-    """A moment (s since 1970) as people read it, in the local time zone."""
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(moment_s))
-
-
-def timestamp(moment_s: float) -> str:
-    """A moment (s since 1970) as programs read it, in the local time zone."""
-    return time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(moment_s))
+def date_and_time(moment: str) -> str:
+    """A time of the API as people read it, in the local time zone."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds(moment)))
 
 
 def say(text: str) -> None:

@@ -19,7 +19,6 @@ from yunion_mps.cli.output import (
     show,
     show_pairs,
     terminal_size,
-    timestamp,
     wrapped,
 )
 from yunion_mps.errors import YunionError
@@ -28,6 +27,7 @@ from yunion_mps.overview import count
 from yunion_mps.overview.findings import HostFinding, folded, of_uses, with_hints
 from yunion_mps.overview.holdings import ID_LENGTH, NO_CLIENTS, Holding, holdings, in_container
 from yunion_mps.overview.host import IN_USE, Answers, HostOverview, state_of
+from yunion_mps.times import seconds
 
 if TYPE_CHECKING:
     from yunion_mps.answers import ClientList, Domain
@@ -127,7 +127,7 @@ def _status_text(status: dict[str, Any], host: HostOverview) -> str:
     clients = f"{count(status['clients'], 'client')} of MPS"
     if status["outside_mps"]:
         clients += f", {count(status['outside_mps'], 'process', 'processes')} outside MPS"
-    up = duration(time.time() - status["started"])
+    up = duration(time.time() - seconds(status["started"]))
     free = f", {devices['used']} used, {devices['free']} free" if devices["total"] or devices["used"] else ""
     pending = f", {devices['pending']} pending" if devices.get("pending") else ""
     broken = status["gpus"]["unavailable"]
@@ -227,7 +227,7 @@ def who(output: str) -> None:
         "errors": clients["errors"],
         "total": len(uses),
     }
-    rows = [[_value(use, field) for field in COLUMNS.values()] for use in uses]
+    rows = [[use[field] for field in COLUMNS.values()] for use in uses]
     show(answer, output, list(COLUMNS), rows, lambda: _who_text(answer, wrong))
 
 
@@ -246,7 +246,7 @@ def _uses(holding: Holding) -> list[Json]:
             "pid": process.pid,
             "command": process.command,
             "container": process.container,
-            "since": lease["since"] if lease else process.started_s,
+            "since": lease["since"] if lease else process.started,
             "memory_used": process.memory_mib,
             "remark": "" if state == IN_USE else state,
         }
@@ -260,7 +260,7 @@ def _who_text(answer: Json, wrong: Sequence[HostFinding]) -> str:
     header = [name for name in COLUMNS if name not in _IN_OTHERS]
     text = draw(header, [_row(use, header, now_s) for use in answer["uses"]], _DROP, _NUMBERS)
     for one in answer["waiting"]:
-        since = duration(now_s - one["since"])
+        since = duration(now_s - seconds(one["since"]))
         user = f"{one['user']} (PID {one['pid']})" if one["pid"] else one["user"]
         text += wrapped(f"Waiting: {user} wants {one['wants']}, for {since}")
     for finding, hint in with_hints(folded(wrong)):
@@ -274,13 +274,6 @@ def _row(use: Json, header: Sequence[str], now_s: float) -> list[object]:
         "device": use["device"] or use["gpu"],
         "lease": (use["lease"] or "")[:ID_LENGTH],
         "command": in_container(use["container"], use["command"] or ""),
-        "since": "" if use["since"] is None else duration(now_s - use["since"]),
+        "since": "" if use["since"] is None else duration(now_s - seconds(use["since"])),
     }
     return [shown[COLUMNS[name]] for name in header]
-
-
-def _value(use: Json, field: str) -> object:
-    value = use[field]
-    if field == "since" and value is not None:
-        return timestamp(value)
-    return value

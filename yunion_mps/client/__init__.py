@@ -32,6 +32,7 @@ from yunion_mps.http.operations import (
     MAX_WAIT_S,
 )
 from yunion_mps.paths import Paths
+from yunion_mps.times import rfc3339
 
 if TYPE_CHECKING:
     from yunion_mps.answers import Device, DeviceDetails, Event, LeaseRecord, PcieLink
@@ -156,9 +157,9 @@ class Client:
         since_s = 0.0 if since is None else since
         if not _is_number(since_s):
             raise YunionError(f"since is {since!r}", "write seconds since 1970, as time.time() has them")
-        first_s = int(min(max(0.0, since_s), LATEST_S))
-        answer = self._daemon.call(GET_EVENTS, limit=MAX_EVENTS, since=first_s, kind=kind)
-        yield from (event for event in answer["events"] if event["time"] >= since_s)
+        first = rfc3339(min(max(0.0, since_s), LATEST_S))
+        answer = self._daemon.call(GET_EVENTS, limit=MAX_EVENTS, since=first, kind=kind)
+        yield from answer["events"]
         if follow:
             for events in self.follow(answer["last"], kind):
                 yield from events

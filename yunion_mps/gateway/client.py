@@ -27,6 +27,7 @@ from yunion_mps.http.operations import (
 from yunion_mps.overview.holdings import NO_CLIENTS
 from yunion_mps.overview.host import Answers, HostOverview, page
 from yunion_mps.paths import Paths
+from yunion_mps.times import rfc3339
 
 if TYPE_CHECKING:
     from yunion_mps.answers import ClientList, Device, Gpu
@@ -113,7 +114,7 @@ class Overview:
                     raise
                 self._failure = None
                 mark = sha256(encode(shown)).hexdigest()[:16]
-                self._picture = {"mark": mark, "taken": time.time(), **shown}
+                self._picture = {"mark": mark, "taken": rfc3339(time.time()), **shown}
                 self._taken_s = time.monotonic()
             return self._picture
 

@@ -106,6 +106,8 @@ def _operation(
 
 def _parameter(parameter: Parameter, place: str) -> Schema:
     schema: dict[str, object] = {"type": parameter.type}
+    if parameter.type == "time":
+        schema = {"anyOf": [{"type": "string", "format": "date-time"}, {"type": "integer", "minimum": 0}]}
     if parameter.type == "integer":
         schema.update(minimum=parameter.lowest, maximum=parameter.highest)
     if parameter.choices:

@@ -7,6 +7,7 @@ is made from the type of that name in answers.py.
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, Union
@@ -21,12 +22,13 @@ from yunion_mps.errors import (
     YunionError,
 )
 from yunion_mps.reasons import INVALID_REQUEST
+from yunion_mps.times import seconds
 
 if TYPE_CHECKING:
     from yunion_mps import answers
 
 T = TypeVar("T")
-Value = Union[str, int, bool, None]
+Value = Union[str, int, float, bool, None]
 
 MAX_NUMBER = (1 << 31) - 1
 #: No host has more devices; an answer is never larger than this many of them.
@@ -118,6 +120,12 @@ class Parameter(NamedTuple):
             if is_number and self.lowest <= int(text) <= self.highest:
                 return int(text)
             hint = f"write a whole number from {self.lowest} to {self.highest}"
+        elif self.type == "time":
+            if re.fullmatch("[0-9]{1,11}", text):
+                return float(text)
+            with contextlib.suppress(ValueError):
+                return seconds(text)
+            hint = "write an RFC 3339 time such as 2026-11-20T13:45:00Z, or seconds since 1970"
         elif self.choices:
             if text in self.choices:
                 return text
@@ -264,7 +272,7 @@ GET_EVENTS: Operation[answers.EventList] = Operation(
     "get_events", "GET", "/v1/events", "What happened", "EventList",
     _number("after", "Only events with a higher id, the oldest first; `since` does not count then.",
             0, MAX_NUMBER),
-    _number("since", "Only the newest from this moment on, in seconds since 1970.", 0, LATEST_S, 0),
+    Parameter("since", "Only the newest from this time on: RFC 3339, or seconds since 1970.", "time", 0),
     _number("limit", "The most events.", 1, MAX_EVENTS, 100),
     Parameter("kind", "Only events of this kind.", choices=EVENT_KINDS),
     _number("wait", "If there are none, wait so many seconds for one, unless `after` is beyond the last.",

@@ -264,12 +264,12 @@ class Handlers:
         return Response(200, content_type, text)
 
     async def get_events(
-        self, request: Request, *, after: int | None, since: int, limit: int, kind: str | None, wait: int
+        self, request: Request, *, after: int | None, since: float, limit: int, kind: str | None, wait: int
     ) -> answers.EventList:
         """The events that are wanted; if there are none, the first that come within `wait` seconds."""
         if wait:
             request.await_event()
-        return await self._events.wait(EventFilter(after, float(since), limit, kind or ""), wait)
+        return await self._events.wait(EventFilter(after, since, limit, kind or ""), wait)
 
     async def get_usage(self, _: Request, *, gpu: str | None, devices: bool) -> answers.Usage:
         """Of the moment, so that it cannot be a cached answer."""

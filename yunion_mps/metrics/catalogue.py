@@ -19,6 +19,7 @@ from yunion_mps.mps.states import LEGAL_CHANGES
 from yunion_mps.service.metrics import BOUNDS_S, DomainUse, Facts, GpuUse
 from yunion_mps.service.state import AVAILABLE, NOT_USED, PENDING, STATES, UNAVAILABLE
 from yunion_mps.service.usage import DeviceUse
+from yunion_mps.times import seconds
 
 if TYPE_CHECKING:
     from yunion_mps.answers import Device, Gpu
@@ -160,7 +161,7 @@ CATALOGUE = (
     _host("yunion_mps_driver_info", "Version of the NVIDIA driver; the value is always 1.",
           lambda facts: {name: value or "" for name, value in facts.status["driver"].items()}, INFO),
     _host("yunion_mps_start_time_seconds", "Unix time at which the daemon started.",
-          lambda facts: facts.status["started"]),
+          lambda facts: seconds(facts.status["started"])),
     _state("yunion_mps_state",
            "State of the host as in /v1/status: 1 for the current state, 0 for all others.",
            STATES, lambda facts: [(facts.status["state"],)]),

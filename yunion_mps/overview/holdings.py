@@ -25,7 +25,7 @@ class ProcessUse(NamedTuple):
     pid: int | None
     user: str | None
     command: str | None
-    started_s: float | None
+    started: str | None
     memory_mib: int | None
     container: str | None = None
 
@@ -59,8 +59,8 @@ class Holding(NamedTuple):
         if self.processes or not self.lease:
             return self.processes
         command = self.lease["command"] or self.lease["name"]
-        since_s, container = self.lease["since"], self.lease["container"]
-        return (ProcessUse(self.lease["pid"], self.lease["user"], command, since_s, 0, container),)
+        since, container = self.lease["since"], self.lease["container"]
+        return (ProcessUse(self.lease["pid"], self.lease["user"], command, since, 0, container),)
 
     @property
     def used_mib(self) -> int:
@@ -87,11 +87,11 @@ class Holding(NamedTuple):
         return users.pop() if len(users) == 1 else f"{len(users)} users" if users else ""
 
     @property
-    def since_s(self) -> float | None:
-        """Since when, in s since 1970; None if that is not known."""
+    def since(self) -> str | None:
+        """The time since when, None if that is not known."""
         if self.lease:
-            return float(self.lease["since"])
-        return min((one.started_s for one in self.processes if one.started_s is not None), default=None)
+            return self.lease["since"]
+        return min((one.started for one in self.processes if one.started is not None), default=None)
 
     @property
     def named(self) -> str:

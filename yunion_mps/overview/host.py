@@ -100,7 +100,7 @@ def _part(one: Holding) -> Json:
     }
     if not one.in_use:
         return part
-    part.update(used=one.used_mib, user=one.user, since=one.since_s, threads=one.threads)
+    part.update(used=one.used_mib, user=one.user, since=one.since, threads=one.threads)
     if not one.available and one.devices:
         part["unavailable"] = True
     containers = [process.container for process in one.processes]

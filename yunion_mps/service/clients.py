@@ -24,6 +24,7 @@ from yunion_mps.mps.processes import find_control_program, is_server, server_pid
 from yunion_mps.paths import Paths
 from yunion_mps.planning.environment import DEVICE_VARIABLE
 from yunion_mps.supervisor import Supervisor
+from yunion_mps.times import rfc3339
 
 if TYPE_CHECKING:
     from yunion_mps import answers
@@ -263,12 +264,12 @@ def _waiting_json(domain: _DomainClients) -> list[answers.WaitingClient]:
     found: list[answers.WaitingClient] = []
     for one in waiting_clients(domain.plan, domain.servers):
         about = _process_json(one.pid)
-        owner = uid_of(one.server)
-        if owner is not None and about["started"] is not None and about["started"] < one.since_s + _SAME_S:
+        started, owner = about["started"], uid_of(one.server)
+        if owner is not None and started is not None and started < rfc3339(one.since_s + _SAME_S):
             found.append(
                 {
                     **about,
-                    "since": one.since_s,
+                    "since": rfc3339(one.since_s),
                     "server": one.server,
                     "server_user": user_name(owner),
                     "domain": domain.plan.name,
@@ -340,7 +341,7 @@ def _process_json(pid: int) -> answers.ProcessFields:
         try:
             process = psutil.Process(pid)
             about["command"] = printable(" ".join(process.cmdline()) or process.name())[:500]
-            about["started"] = process.create_time()
+            about["started"] = rfc3339(process.create_time())
         except psutil.Error:
             return about
     return about

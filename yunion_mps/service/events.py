@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 from yunion_mps.supervisor.event_log import EventLog
+from yunion_mps.times import rfc3339
 
 if TYPE_CHECKING:
     from yunion_mps import answers
@@ -42,7 +43,7 @@ class Events:
             "events": [
                 {
                     "id": one.id,
-                    "time": one.time_s,
+                    "time": rfc3339(one.time_s),
                     "severity": one.event.severity,
                     "kind": one.event.kind,
                     "subject": one.event.subject,

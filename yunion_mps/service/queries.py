@@ -24,6 +24,7 @@ from yunion_mps.service.state import (
 )
 from yunion_mps.service.usage import UsageHistory
 from yunion_mps.supervisor.status import warnings
+from yunion_mps.times import rfc3339
 
 if TYPE_CHECKING:
     from yunion_mps import answers
@@ -134,7 +135,7 @@ class Queries:
             ],
             "version": __version__,
             "pid": self._pid,
-            "started": self._started_s,
+            "started": rfc3339(self._started_s),
             "host_id": snapshot.plan.host_id,
             "driver": {
                 "version": snapshot.inventory.driver.version or None,

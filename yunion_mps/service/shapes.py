@@ -30,6 +30,7 @@ from yunion_mps.service.state import (
     unusable_reasons,
     why_unusable,
 )
+from yunion_mps.times import rfc3339
 
 if TYPE_CHECKING:  # READY does not wait for these
     from yunion_mps import answers
@@ -169,7 +170,7 @@ def lease_json(lease: Lease, expires_s: float | None, containers: Containers) ->
         "unenforced_gpus": _gpus(device for device in lease.devices if not device.budget_enforced),
         "binding": lease.holder.binding,
         **_holder_json(lease.holder, lease.since_s, containers),
-        "expires": expires_s,
+        "expires": None if expires_s is None else rfc3339(expires_s),
         "cdi": f"{CDI_KIND}={lease.id}" if lease.cdi else None,
         "environment": dict(lease.environment),
     }
@@ -196,5 +197,5 @@ def _holder_json(holder: Holder, since_s: float, containers: Containers) -> answ
         "container": inside.name if inside else None,
         "container_id": inside.id if inside else None,
         "name": holder.name or None,
-        "since": since_s,
+        "since": rfc3339(since_s),
     }

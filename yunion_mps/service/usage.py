@@ -17,6 +17,7 @@ from yunion_mps.leases.ledger import Ledger
 from yunion_mps.leases.peaks import MemoryPeaks
 from yunion_mps.planning.environment import DEVICE_VARIABLE
 from yunion_mps.supervisor import Supervisor
+from yunion_mps.times import rfc3339
 
 if TYPE_CHECKING:
     from yunion_mps import answers
@@ -93,7 +94,7 @@ class UsageHistory:
                 }
             )
         return {
-            "begin": wall_s - now_s + first * STEP_S,
+            "begin": rfc3339(wall_s - now_s + first * STEP_S),
             "step": STEP_S,
             "looked": [bool(self._polled[place]) for place in places],
             "gpus": found[False],

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from yunion_mps.times import rfc3339
+
 from unit.http.by_hand import CLIENT, LEASE, WAITER, clients
 from unit.http.server_host import ServerHost
 
@@ -22,8 +24,8 @@ TWO: Json = {
     "user": "bob",
     "command": None,
     "name": "job-17",
-    "since": 1788003600.0,
-    "expires": 1788007200.0,
+    "since": "2026-08-29T11:40:00.000Z",
+    "expires": "2026-08-29T12:40:00.000Z",
 }
 CAROL: Json = {**WAITER, "user": "carol"}
 #: More than its device has.
@@ -46,13 +48,13 @@ def hold(host: ServerHost, *leases: Json, waiting: tuple[Json, ...] = ()) -> Non
     host.leases.found = {"leases": list(leases), "waiting": list(waiting), "total": len(leases)}
 
 
-def busy(host: ServerHost, since_s: float = LEASE["since"]) -> None:
+def busy(host: ServerHost, since: str = LEASE["since"]) -> None:
     """Since then: a process over budget, one outside MPS, an idle lease, and a queued request."""
-    over, idle, waiting = ({**one, "since": since_s} for one in (LEASE, TWO, CAROL))
+    over, idle, waiting = ({**one, "since": since} for one in (LEASE, TWO, CAROL))
     hold(host, over, idle, waiting=(waiting,))
-    host.clients.found = clients(OVER, {**OUTSIDE_MPS, "started": since_s})
+    host.clients.found = clients(OVER, {**OUTSIDE_MPS, "started": since})
 
 
-def long_ago_s() -> float:
-    """A moment that is shown as 4 d 2 h, in s since 1970; also by a command that runs minutes later."""
-    return time.time() - (4 * 24 + 2.5) * 3600
+def long_ago() -> str:
+    """A time that is shown as 4 d 2 h; also by a command that runs minutes later."""
+    return rfc3339(time.time() - (4 * 24 + 2.5) * 3600)

@@ -41,6 +41,8 @@ def _in_berlin(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         ("2026-11-20T13:45", "2026-11-20 13:45:00"),
         ("2026-07-01 12:00", "2026-07-01 12:00:00"),
         ("1795178707", "2026-11-20 13:45:07"),
+        ("2026-11-20T12:45:07.999Z", "2026-11-20 13:45:07"),
+        ("2026-11-20t18:15:07+05:30", "2026-11-20 13:45:07"),
         ("999999999w", "1970-01-01 01:00:00"),
         ("1900-01-01", "1970-01-01 01:00:00"),
     ],
@@ -69,7 +71,7 @@ def test_what_is_no_moment_is_refused(text: str) -> None:
 
 
 def test_no_moment_is_later_than_the_daemon_takes() -> None:
-    assert moment("9999-12-31", NOW_S) == LATEST_S
+    assert moment("9999-12-31", NOW_S) == moment("9999-12-31T00:00:00Z", NOW_S) == LATEST_S
     assert moment("99999999999", NOW_S) == LATEST_S
 
 

@@ -18,6 +18,7 @@ from yunion_mps.cli.output import cell
 from yunion_mps.http.listener import Listener
 from yunion_mps.http.server import Server
 from yunion_mps.models import Event
+from yunion_mps.times import rfc3339
 
 from unit.cli.conftest import Cli
 from unit.http.server_host import ServerHost, eventually, short_root
@@ -132,9 +133,9 @@ def test_if_there_may_be_more_it_says_so_and_shows_the_newest(happened: Cli) -> 
 
 def test_events_are_printed_for_programs_too(happened: Cli) -> None:
     answer, (header, *rows) = happened.read("events")
-    assert answer["events"][0] == {"id": 1, "time": THEN_S, **DIED._asdict()}
+    assert answer["events"][0] == {"id": 1, "time": rfc3339(THEN_S), **DIED._asdict()}
     assert header == ["Time", "Severity", "Kind", "Subject", "What", "Cause", "Consequence", "Code"]
-    assert rows[1] == [day(f"%Y-%m-%dT13:00:00{EAST_H:+03}00"), *BACK]
+    assert rows[1] == [rfc3339(THEN_S + 3600), *BACK]
     assert rows[2][-3] == "a.conf:3: x is 0; b.yml:2: y is 1"
     assert len(rows) == 4
 

@@ -18,6 +18,7 @@ from yunion_mps.overview.findings import HostFinding, folded
 from yunion_mps.overview.holdings import NO_CLIENTS
 from yunion_mps.overview.host import Answers
 from yunion_mps.service.queries import Queries
+from yunion_mps.times import rfc3339
 
 from unit.cli.conftest import Cli
 from unit.cli.held import OUTSIDE_MPS, OVER, TWO, busy, hold
@@ -34,7 +35,11 @@ def poll(snapshot: Snapshot, *leases: Any, events: int = 0) -> Poll:
     """What a daemon with this snapshot says."""
     service: Any = Queries(lambda: snapshot, NOW_S - 60, 4200)
     devices = service._all()
-    event: Any = {"id": 1, "time": NOW_S - 30, **Event("info", "gpu", "00:06.0", "available")._asdict()}
+    event: Any = {
+        "id": 1,
+        "time": rfc3339(NOW_S - 30),
+        **Event("info", "gpu", "00:06.0", "available")._asdict(),
+    }
     gpus = service.gpus()["gpus"]
     told = Answers(service.status(), gpus, devices, list(leases), [], NO_CLIENTS)
     return Poll(NOW_S, told, [event] * events, (), 0.0)

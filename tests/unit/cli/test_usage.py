@@ -57,7 +57,7 @@ NO_DURATION = "is not a duration: use 90, 90s, 10m, 2h or 1d."
 APART = "--wait takes a duration only after =: write --wait={0}, or --wait -- {0} to run {0}."
 TIMES = (
     "use an age (10m, 2h, 3d), today, yesterday, a date (2026-11-20), "
-    "a local time ('2026-11-20 13:45'), or seconds since 1970"
+    "a local time ('2026-11-20 13:45'), or 2026-11-20T13:45:00Z"
 )
 WRITING = (["list"], ["gpus", "-o", "json"], ["status", "-o", "yaml"], ["--help"], ["--version"])
 JOIN = "become root, or join the group: usermod -aG yunion-mps USER, then log in again"

@@ -8,7 +8,7 @@ import re
 import pytest
 
 from unit.cli.conftest import Cli
-from unit.cli.held import OVER, TWO, busy, hold, long_ago_s
+from unit.cli.held import OVER, TWO, busy, hold, long_ago
 from unit.http.by_hand import CLIENT, LEASE, clients
 
 #: With one space for many, and no borders.
@@ -25,7 +25,7 @@ Hint: ask its owner, or terminate it: yunion-mps clients terminate PID
 
 
 def test_leases_processes_and_queued_requests_are_listed_above_problems(own: Cli) -> None:
-    busy(own.host, long_ago_s())
+    busy(own.host, long_ago())
     rows = [line for line in own.good("who").splitlines() if line[0] != "+"]
     squeezed = [re.sub(r" +", " ", line) for line in rows]
     assert squeezed == TEXT.splitlines()
@@ -107,7 +107,7 @@ Hint: ask its owner, or terminate it: yunion-mps clients terminate PID
 
 
 def test_on_80_columns_the_use_is_kept_and_words_are_whole(own: Cli) -> None:
-    busy(own.host, long_ago_s())
+    busy(own.host, long_ago())
     assert own.on_terminal(80, "who") == AT_80.splitlines()
 
 

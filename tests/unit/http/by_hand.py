@@ -45,7 +45,7 @@ PLANNED: Json = {"changes": [AT_ONCE, LATE], "pending": []}
 RELOADED: Json = {**PLANNED, "pending": [EXAMPLES["Pending"]]}
 
 SERVER: Json = EXAMPLES["MpsServer"]
-CLIENT: Json = {**EXAMPLES["MpsClient"], "started": 1788000060.5}
+CLIENT: Json = {**EXAMPLES["MpsClient"], "started": "2026-08-29T10:41:00.500Z"}
 #: All but the PID of a process that ended while it was looked at.
 GONE: Json = {
     **dict.fromkeys(CLIENT),
@@ -55,7 +55,11 @@ GONE: Json = {
     "memory_by_gpu": [],
 }
 #: It is another user's, and waits for the server.
-WAITING: Json = {**EXAMPLES["WaitingClient"], "started": 1788000009.5, "since": 1788000010.0}
+WAITING: Json = {
+    **EXAMPLES["WaitingClient"],
+    "started": "2026-08-29T10:40:09.500Z",
+    "since": "2026-08-29T10:40:10.000Z",
+}
 
 
 def clients(
@@ -78,7 +82,7 @@ LEASE: Json = {
     **EXAMPLES["LeaseRecord"],
     "budget_enforced": True,
     "unenforced_gpus": [],
-    "since": 1788000060.5,
+    "since": "2026-08-29T10:41:00.500Z",
 }
 WAITER: Json = {
     **EXAMPLES["QueuedRequest"],
@@ -86,7 +90,7 @@ WAITER: Json = {
     "uid": 1001,
     "user": "bob",
     "command": "yunion-mps run",
-    "since": 1788000090.5,
+    "since": "2026-08-29T10:41:30.500Z",
 }
 
 

@@ -10,6 +10,7 @@ import time
 import pytest
 from yunion_mps.errors import ConfigError, HostError, NotAllowedError, NotFoundError, Problem, YunionError
 from yunion_mps.models import Event
+from yunion_mps.times import rfc3339
 
 from unit.http import by_hand
 from unit.http.by_hand import FakeClients, FakeReloader
@@ -42,7 +43,7 @@ def test_events_are_asked_for_by_time_kind_and_number(host: ServerHost) -> None:
     for before_s, event in ((300.5, LOST), (200, READY), (100, BACK)):
         host.record(event, now_s - before_s)
     assert host.ask("GET", "/v1/events?limit=1").json() == {
-        "events": [{"id": 3, "time": now_s - 100, **BACK._asdict()}],
+        "events": [{"id": 3, "time": rfc3339(now_s - 100), **BACK._asdict()}],
         "last": 3,
     }
     for query, expected in {
@@ -50,6 +51,10 @@ def test_events_are_asked_for_by_time_kind_and_number(host: ServerHost) -> None:
         "?limit=2": [READY.what, BACK.what],
         f"?since={now_s - 300}": [READY.what, BACK.what],
         f"?since={now_s - 99}": [],
+        f"?since={rfc3339(now_s - 200.5)}": [READY.what, BACK.what],
+        f"?since={rfc3339(now_s - 200)}": [READY.what, BACK.what],
+        f"?since={rfc3339(now_s - 199.999)}": [BACK.what],
+        f"?since={rfc3339(now_s - 199)[:-1]}%2B00:00": [BACK.what],
         "?kind=gpu": [LOST.what, BACK.what],
         "?kind=gpu&limit=1": [BACK.what],
         "?kind=lease": [],

@@ -185,6 +185,9 @@ def test_what_is_answered_to_a_change_is_as_its_schema_says(target: str, schema:
 def described(parameter: dict[str, Any]) -> tuple[list[Any], list[Any]]:
     """Values at the bounds of what the document allows, and beyond."""
     schema = parameter["schema"]
+    if "anyOf" in schema:
+        times = ["2026-11-20T13:45:00Z", "2026-11-20T13:45:00.123%2B01:00", "0", "1795178707"]
+        return times, ["", "-1", "x", "2026-11-20", "2026-11-20T13:45:00"]
     if schema["type"] == "integer":
         lowest, highest = schema["minimum"], schema["maximum"]
         return [lowest, highest], [lowest - 1, highest + 1, "x", ""]

@@ -27,6 +27,7 @@ from yunion_mps.service.usage import (
     UsageSampler,
     use_by_device,
 )
+from yunion_mps.times import rfc3339
 
 from integration.daemon_host import eventually
 from unit.leases.shares import HOLDER, device, lease
@@ -259,7 +260,7 @@ def test_the_first_minute_is_an_hour_back_by_the_wall_clock() -> None:
     usage = UsageHistory()
     usage.record(6030, {GPU: (7, None)})
     answer = usage.last_hour(6030, BOOT_S, None, devices=True)
-    assert (answer["begin"], answer["step"]) == (BOOT_S - 30 - 59 * 60, 60)
+    assert (answer["begin"], answer["step"]) == (rfc3339(BOOT_S - 30 - 59 * 60), 60)
     assert len(answer["looked"]) == len(answer["gpus"][0]["memory_used"]) == MINUTES
 
 

@@ -10,6 +10,7 @@ from yunion_mps.cli.output import cell, columns_of, duration, fit
 from yunion_mps.cli.top.rows import ORDERS, Row, Scene, sorted_devices, sorted_gpus
 from yunion_mps.overview import count
 from yunion_mps.overview.findings import NOTICE, PROBLEM, with_hints
+from yunion_mps.times import seconds
 
 #: Words in one style: "" is the terminal's own.
 Line = list[tuple[str, str]]
@@ -270,8 +271,9 @@ def _events(scene: Scene, look: Look, room: int, now_s: float) -> list[Line]:
     newest = list(reversed(scene.events))[: max(room - 1, 0)]
     lines = [_heading("EVENTS", look)] if newest else []
     for event in newest:
-        form = "%H:%M:%S" if now_s - event["time"] < 86400 else "%d %b  "
-        when = time.strftime(form, time.localtime(event["time"]))
+        then_s = seconds(event["time"])
+        form = "%H:%M:%S" if now_s - then_s < 86400 else "%d %b  "
+        when = time.strftime(form, time.localtime(then_s))
         severity = event["severity"] if event["severity"] == "info" else event["severity"].upper()
         style = {"warning": "warn", "error": "bad"}.get(event["severity"], "")
         cause = f" ({event['cause'].splitlines()[0]})" if event["cause"] else ""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from yunion_mps.overview.findings import HostFinding, folded
 from yunion_mps.overview.holdings import Holding, filled
 from yunion_mps.overview.host import FREE, UNAVAILABLE, Answers, HostOverview, state_of
+from yunion_mps.times import seconds
 
 if TYPE_CHECKING:
     from yunion_mps.answers import ClientList, Event, Gpu
@@ -137,7 +138,7 @@ def _device_rows(holding: Holding, budgets: dict[str, int]) -> list[Row]:
         (first.shown if first else "") + (f" (+{more})" if more > 0 else ""),
         mark,
         holding.threads,
-        holding.since_s,
+        None if holding.since is None else seconds(holding.since),
         holding.in_use,
         mark == TROUBLED,
     )

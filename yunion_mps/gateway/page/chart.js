@@ -8,7 +8,7 @@ const HEIGHT = 100;
 /** What was used of something, a number a minute: `add` sums several of them. */
 export class Series {
   constructor(usage, used = null) {
-    this.begin = usage.begin;
+    this.beginMs = Date.parse(usage.begin);
     this.step = usage.step;
     this.used = usage.looked.map((looked, place) => (looked ? (used ? used[place] ?? 0 : 0) : null));
   }
@@ -77,6 +77,6 @@ function inWords(series) {
   const known = series.used.filter((mib) => mib !== null);
   if (!known.length) return "Memory used in the last hour: not known yet";
   const most = Math.max(...known);
-  const when = clock(series.begin + series.used.indexOf(most) * series.step);
+  const when = clock(series.beginMs + series.used.indexOf(most) * series.step * 1000);
   return `Memory used in the last hour: ${memory(known.at(-1))} now, at most ${memory(most)}, at ${when}`;
 }

@@ -35,7 +35,7 @@ export class Events {
 }
 
 function makeEvent(event) {
-  const when = make("time", "dim", { datetime: new Date(event.time * 1000).toISOString() }, clock(event.time));
+  const when = make("time", "dim", { datetime: event.time }, clock(event.time));
   const sign = make("span", "sign", { "aria-hidden": "true" }, SIGNS[event.severity] ?? "");
   const what = make("p", "what", {}, sign);
   if (event.severity !== "info") what.append(make("span", "unseen", {}, `${event.severity}: `));

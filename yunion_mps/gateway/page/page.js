@@ -91,8 +91,8 @@ function reload() {
 
 function gone(error) {
   if (!goneMs) goneMs = Date.now();
-  const from = shown ? ` All below is from ${clock(takenMs / 1000)}.` : "";
-  const words = [make("strong", "", {}, `No answer since ${clock(goneMs / 1000)}: `), `${error.message}.${from}`];
+  const from = shown ? ` All below is from ${clock(takenMs)}.` : "";
+  const words = [make("strong", "", {}, `No answer since ${clock(goneMs)}: `), `${error.message}.${from}`];
   if (error.hint) words.push(make("span", "hint", {}, error.hint));
   const banner = byId("gone");
   const told = words.map((one) => one.textContent ?? one).join("");
@@ -190,7 +190,7 @@ function makeFigure(item, name) {
 function showAge() {
   if (!takenMs) return;
   const age = Math.round((Date.now() - takenMs) / 1000);
-  text(byId("age"), `as of ${clock(takenMs / 1000)}${age > 2 ? `, ${duration(age)} ago` : ""}`);
+  text(byId("age"), `as of ${clock(takenMs)}${age > 2 ? `, ${duration(age)} ago` : ""}`);
 }
 
 async function askUsage() {

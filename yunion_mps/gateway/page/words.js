@@ -23,21 +23,21 @@ export function duration(seconds) {
   return parts.slice(0, 2).join(" ") || "0 s";
 }
 
-let aheadS = 0; // of this machine's clock, by which the host's goes
+let aheadMs = 0; // of this machine's clock, by which the host's goes
 
-/** The host has just told that it was then (s since 1970). */
-export function setNow(moment) {
-  aheadS = moment - Date.now() / 1000;
+/** The host has just told that it was then (RFC 3339). */
+export function setNow(time) {
+  aheadMs = Date.parse(time) - Date.now();
 }
 
-/** How long ago the host's moment (s since 1970) is by its own clock, in words. */
-export function ago(moment) {
-  return duration(Date.now() / 1000 + aheadS - moment);
+/** How long ago the host's time (RFC 3339) is by its own clock, in words. */
+export function ago(time) {
+  return duration((Date.now() + aheadMs - Date.parse(time)) / 1000);
 }
 
-/** A moment (s since 1970) on the clock, with the day where it is not today. */
+/** A time (RFC 3339, or ms since 1970) on the clock, with the day if it is not today. */
 export function clock(moment) {
-  const then = new Date(moment * 1000);
+  const then = new Date(moment);
   const time = then.toLocaleTimeString(undefined, { hourCycle: "h23" });
   if (then.toDateString() === new Date().toDateString()) return time;
   return `${then.toLocaleDateString(undefined, { month: "short", day: "numeric" })} ${time}`;

@@ -1,0 +1,26 @@
+"""Times as the API writes them: RFC 3339 strings in UTC with milliseconds, which also sort as text."""
+
+from __future__ import annotations
+
+import re
+import time
+
+_FORM = re.compile(r"(\d{4}-\d\d-\d\d)[Tt ](\d\d:\d\d:\d\d)(?:\.(\d{1,9}))?([Zz]|[+-]\d\d:\d\d)", re.ASCII)
+
+
+def rfc3339(moment_s: float) -> str:
+    """A moment in s since 1970 as `2026-11-20T13:45:00.123Z`; what is less than a millisecond is cut off."""
+    whole_s, ms = divmod(round(moment_s * 1_000_000) // 1000, 1000)  # 0.123 is a little less than 0.123
+    return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(whole_s)) + f".{ms:03}Z"
+
+
+def seconds(text: str) -> float:
+    """A moment that is written as RFC 3339 demands, in s since 1970; raises ValueError if it is not."""
+    found = _FORM.fullmatch(text)
+    if not found:
+        raise ValueError(f"{text!r} is not an RFC 3339 time")
+    from datetime import datetime  # 2 ms, which a command that shows no time need not pay
+
+    date, clock, fraction, zone = found.groups()
+    zone = "+00:00" if zone in "Zz" else zone
+    return datetime.fromisoformat(f"{date}T{clock}{zone}").timestamp() + float(f"0.{fraction or 0}")
