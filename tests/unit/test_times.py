@@ -36,8 +36,8 @@ def test_every_way_to_write_a_time_is_read(text: str) -> None:
 @pytest.mark.parametrize(
     "text",
     ["", "now", "1795175100", "2026-11-20", "2026-11-20T11:45:00", "2026-11-20T11:45Z",
-     "2026-13-20T11:45:00Z", "2026-11-20T25:45:00Z", "2026-11-20T11:45:00.Z", "2026-11-20T11:45:00+24:00", "20261120T114500Z",
-     "٢٠٢٦-11-20T11:45:00Z"],
+     "2026-13-20T11:45:00Z", "2026-11-20T25:45:00Z", "2026-11-20T11:45:00.Z", "2026-11-20T11:45:00+24:00",
+     "20261120T114500Z", "٢٠٢٦-11-20T11:45:00Z"],
 )  # fmt: skip
 def test_what_is_no_time_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"."):

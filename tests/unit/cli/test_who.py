@@ -77,7 +77,7 @@ def test_it_is_printed_for_programs_too(own: Cli) -> None:
         "Device", "GPU", "Lease", "User", "PID", "Command", "Since", "Used_MiB", "Of_MiB", "Remark",
         "Container",
     ]  # fmt: skip
-    assert one[6:] == ["2026-08-29T10:41:00+0000", "6000", "5760", "over budget", ""]
+    assert one[6:] == ["2026-08-29T10:41:00.500Z", "6000", "5760", "over budget", ""]
     assert two[:4] == ["00:06.0-2,00:06.0-3", "00:06.0", TWO["id"], "bob"]
     assert three[:4] == ["", "00:06.0", "", "mallory"]
 
