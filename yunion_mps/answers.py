@@ -6,36 +6,28 @@ schemas of these types. Import this module under TYPE_CHECKING if a program's st
 
 from __future__ import annotations
 
-from typing import Annotated, Any, TypedDict
+from typing import Annotated, TypedDict
 
+from yunion_mps.fields import (
+    Count,
+    DeviceAddress,
+    Field,
+    GpuAddress,
+    Mib,
+    MibByMinute,
+    NumaNode,
+    Percentage,
+    Pid,
+    PolledByMinute,
+    ReasonCode,
+    Time,
+    Utilization,
+    UtilizationByMinute,
+    UtilizationList,
+    Uuid,
+    VendorDeviceId,
+)
 
-class Field:
-    """What the JSON schema of a value says beyond its type."""
-
-    def __init__(self, description: str = "", **keywords: Any) -> None:
-        self._keywords = {"description": description, **keywords} if description else keywords
-
-    def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> dict[str, Any]:
-        return {**handler(schema), **self._keywords}
-
-
-_PCI = "([0-9a-f]{4,8}:)?[0-9a-f]{2}:[0-9a-f]{2}\\.[0-7]"
-
-#: One value a minute.
-_HOUR = {"minItems": 60, "maxItems": 60}
-
-Count = Annotated[int, Field(minimum=0)]
-Mib = Annotated[int, Field("In MiB.", minimum=0)]
-Percentage = Annotated[float, Field("Of the GPU's SM threads.", minimum=0.1, maximum=100)]
-Busy = Annotated[int, Field("In percent of the time in which kernels ran.", minimum=0, maximum=100)]
-Pid = Annotated[int, Field(minimum=1)]
-Time = Annotated[str, Field("RFC 3339, in UTC with milliseconds.", format="date-time", pattern="Z$")]
-NumaNode = Annotated[int, Field("-1: there is none.", minimum=-1)]
-Uuid = Annotated[str, Field(format="uuid")]
-ReasonCode = Annotated[str, Field("The reason code; empty if there is no reason.")]
-GpuAddress = Annotated[str, Field("A PCI address; domain 0000 is left out.", pattern=f"^{_PCI}$")]
-DeviceAddress = Annotated[str, Field("The GPU's PCI address and the slot.", pattern=f"^{_PCI}-m?[0-9]+$")]
-VendorDeviceId = Annotated[str, Field("PCI vendor and device.", pattern="^[0-9a-f]{4}:[0-9a-f]{4}$")]
 
 DOMAIN_STATES = ["stopped", "starting", "applying", "ready", "wedged", "backoff", "failed", "stopping"]
 STATES = ["ready", "degraded", "failed", "disabled"]
@@ -112,6 +104,11 @@ class Gpu(TypedDict):
     memory_free: Annotated[
         Mib | None, Field("MiB that are left of it; null unless its memory is leased by units.")
     ]
+    memory_used: Annotated[Mib | None, Field("MiB in use, as nvidia-smi shows it.")]
+    utilization: Utilization | None
+    temperature_c: Annotated[int | None, Field("In degrees Celsius.")]
+    power_w: Annotated[float | None, Field("The power that it draws, in watts.", minimum=0)]
+    power_limit_w: Annotated[float | None, Field("The limit of that, in watts.", minimum=0)]
     compute_mode: Annotated[str | None, Field("As nvidia-smi names it.")]
     compute_capability: Annotated[str, Field(pattern="^[0-9]+\\.[0-9]+$")] | None
     mig_enabled: bool | None
@@ -129,7 +126,7 @@ class Gpu(TypedDict):
 
 
 class GpuList(TypedDict):
-    """All GPUs of the host in PCI order, the broken ones with their reason."""
+    """All GPUs of the host in PCI order, the broken ones with their reason, as of the last poll."""
 
     gpus: list[Gpu]
     total: Count
@@ -229,10 +226,8 @@ class MinuteUse(TypedDict):
     """What processes used of a GPU or a device; a lease of several devices fills their memory in turn."""
 
     addr: Annotated[str, Field("The address of the GPU or device.")]
-    memory_used: Annotated[
-        list[Mib | None], Field("The most of each minute in MiB; null: not read.", **_HOUR)
-    ]
-    utilization: Annotated[list[Busy | None], Field("The most of each minute; null: not told.", **_HOUR)]
+    memory_used: MibByMinute
+    utilization: UtilizationByMinute
 
 
 class Usage(TypedDict):
@@ -240,7 +235,7 @@ class Usage(TypedDict):
 
     begin: Annotated[Time, Field("When the first minute began.")]
     step: Annotated[int, Field("Seconds from one number to the next.", const=60)]
-    looked: Annotated[list[bool], Field("False: not read, as before the daemon's start.", **_HOUR)]
+    looked: PolledByMinute
     gpus: list[MinuteUse]
     devices: Annotated[list[MinuteUse], Field("By YUNION_MPS_DEVICE or the leases of processes.")]
 
@@ -307,6 +302,7 @@ class MpsClient(ProcessFields, ContainerFields):
     gpus: Annotated[list[str], Field("Addresses of the GPUs on which it has memory.")]
     memory_by_gpu: Annotated[list[Mib | None], Field("What it has on each of these, in MiB.")]
     memory_used: Annotated[Mib | None, Field("What it has on its domain's GPUs, in MiB.")]
+    sm_by_gpu: Annotated[UtilizationList, Field("Its SM utilization on each of its GPUs.")]
 
 
 class WaitingClient(ProcessFields):
@@ -360,6 +356,8 @@ class LeaseRecord(HolderFields):
     devices: Annotated[list[str], Field("The devices' addresses.")]
     gpus: Annotated[list[str], Field("Their GPUs' addresses.")]
     memory: Annotated[list[Mib], Field("Each device's memory in MiB.")]
+    memory_peak: Annotated[list[Mib | None], Field("The most used of each since the lease began.")]
+    sm_utilization: Annotated[UtilizationList, Field("The SM utilization of each device.")]
     thread_percentage: Annotated[Percentage, Field("The smallest of the devices'.")]
     budget_enforced: Annotated[bool, Field("Whether MPS enforces their budgets: only from Volta on.")]
     unenforced_gpus: Annotated[list[str], Field("Addresses of those of its GPUs that are older than Volta.")]

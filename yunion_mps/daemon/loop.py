@@ -97,7 +97,7 @@ class _Loop:
             self._tick_soon,
             self._request_reexec,
         )
-        clients = ClientService(paths, supervisor)
+        clients = ClientService(paths, supervisor, queries.usage)
         devices = ProcessDevices(supervisor, self._leases.ledger)
         self._monitor = Monitor(
             paths,

@@ -262,7 +262,7 @@ GET_DEVICE: Operation[answers.DeviceDetails] = Operation(
     _DEVICE, refusals=(404,), cached=True,
 )  # fmt: skip
 GET_GPUS: Operation[answers.GpuList] = Operation(
-    "get_gpus", "GET", "/v1/gpus", "All GPUs of the host", "GpuList", cached=True
+    "get_gpus", "GET", "/v1/gpus", "All GPUs of the host", "GpuList"
 )
 GET_STATUS: Operation[answers.Status] = Operation(
     "get_status", "GET", "/v1/status", "The state of the daemon, the devices and the control daemons",

@@ -250,7 +250,8 @@ class Handlers:
     def get_device(self, _: Request, *, id: str) -> answers.DeviceDetails:  # noqa: A002 - it is the parameter's name
         return self._queries.device(id)
 
-    def get_gpus(self, _: Request) -> answers.GpuList:
+    async def get_gpus(self, _: Request) -> answers.GpuList:
+        """Of the last poll, so that it cannot be a cached answer."""
         return self._queries.gpus()
 
     def get_status(self, _: Request) -> answers.Status:

@@ -23,6 +23,7 @@ from yunion_mps.mps.clients import clients_of, server_state, terminate, waiting_
 from yunion_mps.mps.processes import find_control_program, is_server, server_pids
 from yunion_mps.paths import Paths
 from yunion_mps.planning.environment import DEVICE_VARIABLE
+from yunion_mps.service.usage import UsageHistory
 from yunion_mps.supervisor import Supervisor
 from yunion_mps.times import rfc3339
 
@@ -58,13 +59,15 @@ class _GpuProcesses(NamedTuple):
 
     memory: Mapping[str, Mapping[int, int | None]]  # in MiB, of each process
     through_mps: Mapping[str, Collection[int]]  # a GPU that does not tell is missing
+    sm: Mapping[str, Mapping[int, int]]  # the SM utilization of each process in %, as of the last poll
 
 
 class ClientService:
     """Lists clients, and ends them."""
 
-    def __init__(self, paths: Paths, supervisor: Supervisor) -> None:
+    def __init__(self, paths: Paths, supervisor: Supervisor, usage: UsageHistory) -> None:
         self._supervisor = supervisor
+        self._usage = usage
         self._containers = Containers(paths)
         self._listing = asyncio.Lock()  # listing once at a time is enough, however many requests there are
 
@@ -81,9 +84,10 @@ class ClientService:
                 if (pid := domain.status().pid)
             ]
             nvml, gpus = self._supervisor.nvml, self._supervisor.snapshot().inventory.gpus
+            sm = self._usage.latest.load.processes
             ask = _without_asking if seen else _ask
             return await on_thread(
-                lambda: _list([ask(*one) for one in serving], nvml, gpus, self._containers)
+                lambda: _list([ask(*one) for one in serving], nvml, gpus, sm, self._containers)
             )
 
     async def terminate(self, pid: int, uid: int, *, force: bool) -> answers.Termination:
@@ -234,13 +238,17 @@ def _without_asking(plan: DomainPlan, control_pid: int, servers: Sequence[int]) 
 
 
 def _list(
-    domains: Sequence[_DomainClients], nvml: Nvml | None, gpus: Iterable[Gpu], containers: Containers
+    domains: Sequence[_DomainClients],
+    nvml: Nvml | None,
+    gpus: Iterable[Gpu],
+    sm: Mapping[str, Mapping[int, int]],
+    containers: Containers,
 ) -> answers.ClientList:
-    seen = _GpuProcesses({}, {})
+    seen = _GpuProcesses({}, {}, {})
     errors = [one.trouble for one in domains if one.trouble]
     try:
         # In this order: a process that begins between the two questions is known to use MPS.
-        seen = _GpuProcesses(nvml.processes(), nvml.mps_clients()) if nvml else seen
+        seen = _GpuProcesses(nvml.processes(), nvml.mps_clients(), sm) if nvml else seen
     except YunionError as error:
         errors.append(error.message)
     addresses = {gpu.uuid: gpu.address for gpu in gpus}
@@ -313,6 +321,7 @@ def _clients_json(
                 "gpus": [addresses.get(uuid, uuid) for uuid in memory],
                 "memory_by_gpu": list(memory.values()),
                 "memory_used": sum(known) if known else None,
+                "sm_by_gpu": [seen.sm.get(uuid, {}).get(pid) for uuid in memory],
             }
         )
     return found

@@ -371,7 +371,8 @@ class LeaseService:
         return lease
 
     def _json(self, lease: Lease) -> LeaseRecord:
-        return lease_json(lease, self._holders.expires_s(lease.id), self._containers)
+        use, expires_s = self._queries.usage.latest.devices, self._holders.expires_s(lease.id)
+        return lease_json(lease, expires_s, self._containers, use, self.peaks.of(lease))
 
     def _record(self, lease: Lease, what: str, cause: str) -> None:
         """Record an event; the holder has to be there for its name to be known."""

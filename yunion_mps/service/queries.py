@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from yunion_mps import __version__
 from yunion_mps.errors import NotFoundError
+from yunion_mps.inventory.load import GpuLoad
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.models import Gpu, Snapshot
 from yunion_mps.planning.environment import client_environment
@@ -94,7 +95,7 @@ class Queries:
         return self._details(found[0])
 
     def gpus(self) -> answers.GpuList:
-        """Every GPU of the host, the broken ones with their reason."""
+        """Every GPU of the host, the broken ones with their reason, as of the last poll."""
         snapshot = self._take()
         names = domain_names(snapshot.plan)
         domains = {domain.plan.name: domain for domain in snapshot.domains}
@@ -106,6 +107,7 @@ class Queries:
                 snapshot,
                 counts[gpu.uuid or ""],
                 self._memory_free_mib(gpu, snapshot),
+                self.usage.latest.load.gpus.get(gpu.uuid or "", GpuLoad()),
                 used=gpu.uuid in names,
             )
             for gpu in snapshot.inventory.gpus

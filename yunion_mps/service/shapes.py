@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from yunion_mps.host.proc import command_of, started_ticks, user_name
+from yunion_mps.inventory.load import GpuLoad
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.models import (
     CDI_KIND,
@@ -36,6 +37,7 @@ if TYPE_CHECKING:  # READY does not wait for these
     from yunion_mps import answers
     from yunion_mps.containers.lookup import Containers
     from yunion_mps.leases.queue import QueuedRequest
+    from yunion_mps.service.usage import DeviceUse
 
 
 def devices_json(snapshot: Snapshot, ledger: Ledger | None = None) -> list[answers.Device]:
@@ -108,6 +110,7 @@ def gpu_json(
     snapshot: Snapshot,
     devices: int,
     memory_free_mib: int | None,
+    load: GpuLoad,
     *,
     used: bool,
 ) -> answers.Gpu:
@@ -135,6 +138,11 @@ def gpu_json(
         "reason_code": reason.code,
         "budget_enforced": enforces_budgets(gpu),
         "memory_free": memory_free_mib,
+        "memory_used": load.memory_used_mib,
+        "utilization": load.utilization,
+        "temperature_c": load.temperature_c,
+        "power_w": load.power_w,
+        "power_limit_w": load.power_limit_w,
     }
 
 
@@ -158,13 +166,24 @@ def domain_json(domain: DomainStatus) -> answers.Domain:
     }
 
 
-def lease_json(lease: Lease, expires_s: float | None, containers: Containers) -> answers.LeaseRecord:
-    """A lease; `expires_s` is in s since 1970, None if it ends with a process or a connection."""
+def lease_json(
+    lease: Lease,
+    expires_s: float | None,
+    containers: Containers,
+    use: Mapping[str, DeviceUse] = {},
+    peaks_mib: Sequence[int | None] = (),
+) -> answers.LeaseRecord:
+    """A lease; `expires_s` is in s since 1970, None if it ends with a process or a connection.
+
+    `use` is that of devices by address, `peaks_mib` those of its own devices, as far as they are known.
+    """
     return {
         "id": lease.id,
         "devices": [device.addr for device in lease.devices],
         "gpus": _gpus(lease.devices),
         "memory": [device.memory_limit_mib for device in lease.devices],
+        "memory_peak": list(peaks_mib) or [None for _ in lease.devices],
+        "sm_utilization": [use[one.addr].sm if one.addr in use else None for one in lease.devices],
         "thread_percentage": min(device.thread_percentage for device in lease.devices),
         "budget_enforced": all(device.budget_enforced for device in lease.devices),
         "unenforced_gpus": _gpus(device for device in lease.devices if not device.budget_enforced),

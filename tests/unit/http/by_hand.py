@@ -53,6 +53,7 @@ GONE: Json = {
     "domain": "host",
     "gpus": [],
     "memory_by_gpu": [],
+    "sm_by_gpu": [],
 }
 #: It is another user's, and waits for the server.
 WAITING: Json = {

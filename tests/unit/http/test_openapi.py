@@ -113,12 +113,14 @@ def test_an_example_is_right_and_a_field_more_or_less_is_wrong(schema: str) -> N
 
 
 def test_the_examples_are_what_the_reference_case_answers() -> None:
-    """All but the ids, which depend on the machine, and the moments and PIDs."""
+    """All but the ids, which depend on the machine, the moments and PIDs, and what polls have measured."""
     status, answer = ask(snapshots.reference(), "/v1/devices/00:06.0-1")
     assert status == 200
     shown = by_hand.EXAMPLES["DeviceDetails"]
     assert {**answer, "id": shown["id"], "host_id": shown["host_id"]} == shown
-    assert ask(snapshots.reference(), "/v1/gpus")[1] == by_hand.EXAMPLES["GpuList"]
+    measured = dict.fromkeys(("memory_used", "utilization", "temperature_c", "power_w", "power_limit_w"))
+    (gpu,) = by_hand.EXAMPLES["GpuList"]["gpus"]
+    assert ask(snapshots.reference(), "/v1/gpus")[1] == {"gpus": [{**gpu, **measured}], "total": 1}
     status_shown = by_hand.EXAMPLES["Status"]
     answer = ask(snapshots.reference(), "/v1/status")[1]
     warnings = answer.pop("warnings")

@@ -29,7 +29,7 @@ def monitor_of(
 ) -> Monitor:
     paths, supervisor = made.paths, made.supervisor
     reloader = Reloader(paths, supervisor, Ledger(), (), poll_now, lambda: None, lambda: None)
-    xids = XidAnalyzer(paths, supervisor, ClientService(paths, supervisor))
+    xids = XidAnalyzer(paths, supervisor, ClientService(paths, supervisor, UsageHistory()))
     ledger = Ledger()
     peaks = MemoryPeaks(ledger, supervisor.store())
     usage = UsageSampler(supervisor, ProcessDevices(supervisor, ledger), history or UsageHistory(), peaks)
