@@ -28,7 +28,6 @@ from yunion_mps.fields import (
     VendorDeviceId,
 )
 
-
 DOMAIN_STATES = ["stopped", "starting", "applying", "ready", "wedged", "backoff", "failed", "stopping"]
 STATES = ["ready", "degraded", "failed", "disabled"]
 EVENT_KINDS = ["domain", "limit", "gpu", "compute_mode", "configuration", "client", "lease", "daemon"]

@@ -20,7 +20,10 @@ NO_CLIENTS: ClientList = {"servers": [], "clients": [], "waiting": [], "errors":
 
 
 class ProcessUse(NamedTuple):
-    """What one process, or a lease without any, has on one GPU; `memory_mib` is None if it is not known."""
+    """What one process, or a lease without any, has on one GPU; None for what is not known.
+
+    `sm` is its SM utilization in %.
+    """
 
     pid: int | None
     user: str | None
@@ -28,6 +31,7 @@ class ProcessUse(NamedTuple):
     started: str | None
     memory_mib: int | None
     container: str | None = None
+    sm: int | None = None
 
     @property
     def shown(self) -> str:
@@ -65,6 +69,21 @@ class Holding(NamedTuple):
     @property
     def used_mib(self) -> int:
         return sum(process.memory_mib or 0 for process in self.processes)
+
+    @property
+    def sm(self) -> int | None:
+        """The SM utilization of its processes together in %, None if none is known."""
+        known = [process.sm for process in self.processes if process.sm is not None]
+        return min(sum(known), 100) if known else None
+
+    @property
+    def peak_mib(self) -> int | None:
+        """The most memory that was used of its devices since its lease began, None if it is not known."""
+        if not self.lease:
+            return None
+        peaks = dict(zip(self.lease["devices"], self.lease["memory_peak"]))
+        known = [mib for device in self.devices if (mib := peaks.get(device)) is not None]
+        return sum(known) if known else None
 
     @property
     def over_mib(self) -> int:
@@ -165,6 +184,7 @@ def _add(
 ) -> None:
     """Count what a process uses where it belongs: by its device, else by the lease that its PID holds."""
     memory: dict[str, int | None] = dict(zip(client["gpus"], client["memory_by_gpu"]))
+    sm: dict[str, int | None] = dict(zip(client["gpus"], client["sm_by_gpu"]))
     names = [name.strip() for name in (client["device"] or "").split(",") if name.strip()]
     keys = [place[name] for name in names if name in place] or by_pid.get(client["pid"], [])
     if client["mps"] is False:
@@ -176,7 +196,7 @@ def _add(
         holding = found.get(key) or Holding(key[1], (), None, outside_mps=kind == _OUTSIDE_MPS)
         process = ProcessUse(
             client["pid"], client["user"], client["command"], client["started"], memory.get(key[1]),
-            client["container"],
+            client["container"], sm.get(key[1]),
         )  # fmt: skip
         found[key] = holding._replace(processes=(*holding.processes, process))
 

@@ -86,7 +86,10 @@ def page(host: HostOverview) -> Json:
 
 
 def _gpu(gpu: Gpu, used_mib: int) -> Json:
-    names = ("addr", "name", "state", "reason", "memory_total", "memory_free", "budget_enforced")
+    names = (
+        "addr", "name", "state", "reason", "memory_total", "memory_free", "budget_enforced",
+        "utilization", "temperature_c", "power_w", "power_limit_w",
+    )  # fmt: skip
     shown: Mapping[str, object] = gpu
     return {**{name: shown[name] for name in names}, "memory_used": used_mib}
 
@@ -100,7 +103,9 @@ def _part(one: Holding) -> Json:
     }
     if not one.in_use:
         return part
-    part.update(used=one.used_mib, user=one.user, since=one.since, threads=one.threads)
+    part.update(
+        used=one.used_mib, peak=one.peak_mib, sm=one.sm, user=one.user, since=one.since, threads=one.threads
+    )
     if not one.available and one.devices:
         part["unavailable"] = True
     containers = [process.container for process in one.processes]

@@ -79,3 +79,20 @@ def test_a_process_that_has_just_ended_has_nothing() -> None:
 
 def test_a_lease_of_a_device_that_is_not_listed_yet_is_there() -> None:
     assert used(holdings([], [LEASE], [CLIENT])) == {"00:06.0-1": 512}
+
+
+def test_a_holding_is_as_busy_as_its_processes_together_and_at_most_always() -> None:
+    found = holdings(
+        DEVICES, [LEASE], [changed(CLIENT, sm_by_gpu=[70]), changed(CLIENT, pid=1, sm_by_gpu=[40])]
+    )
+    assert [one.sm for one in found] == [None, 100, None, None]
+    unknown = holdings(DEVICES, [LEASE], [changed(CLIENT, sm_by_gpu=[None])])
+    assert unknown[1].sm is None
+
+
+def test_the_peak_of_a_lease_is_that_of_its_devices_on_the_gpu() -> None:
+    lease = changed(LEASE, devices=["00:06.0-1", "00:06.0-2", "00:07.0-0"], memory=[5760, 5760, 1000])
+    lease["memory_peak"] = [5760, 40, None]
+    found = holdings([*DEVICES, device("00:07.0-0", 1000)], [lease], [])
+    assert {one.gpu: one.peak_mib for one in found if one.lease} == {"00:06.0": 5800, "00:07.0": None}
+    assert {one.peak_mib for one in found if not one.lease} == {None}

@@ -20,16 +20,29 @@ VIEWS = ("all", "GPUs", "devices")
 WHOLE = 1_000_000
 
 _HEADINGS = {
-    "GPU": {"used": "USED MiB", "of": "OF MiB", "user": "IN USE", "pid": "PROCS", "command": "NAME"},
+    "GPU": {
+        "used": "USED MiB", "of": "OF MiB", "busy": "UTIL %", "user": "IN USE", "pid": "PROCS",
+        "command": "NAME",
+    },
     "DEVICE": {
-        "used": "USED MiB", "of": "OF MiB", "threads": "SM %", "user": "USER", "pid": "PID",
+        "used": "USED MiB", "of": "OF MiB", "threads": "SM %", "busy": "UTIL %", "user": "USER", "pid": "PID",
         "since": "SINCE", "command": "COMMAND",
     },
 }  # fmt: skip
-_WIDTHS = {"bar": 10, "used": 8, "of": 7, "threads": 5, "user": 8, "pid": 7, "since": 6, "command": 8}
+_WIDTHS = {
+    "bar": 10,
+    "used": 8,
+    "of": 7,
+    "threads": 5,
+    "busy": 6,
+    "user": 8,
+    "pid": 7,
+    "since": 6,
+    "command": 8,
+}
 #: What a narrow terminal can do without, the least useful first.
-_DROP = ("threads", "since", "pid", "command", "user", "bar")
-_ON_THE_RIGHT = ("used", "of", "threads", "pid", "since")
+_DROP = ("since", "threads", "pid", "command", "user", "busy", "bar")
+_ON_THE_RIGHT = ("used", "of", "threads", "busy", "pid", "since")
 _WIDEST_BAR, _WIDEST_USER = 24, 14
 #: From this share of a budget on, a bar warns.
 _NEARLY = 0.9
@@ -231,6 +244,7 @@ def _line(row: Row, widths: dict[str, int], look: Look, now_s: float) -> Line:
         "used": str(row.used_mib) if row.in_use else "",
         "of": "" if row.of_mib is None else str(row.of_mib),
         "threads": "" if row.threads is None else f"{row.threads:g}",
+        "busy": "" if row.busy is None else str(row.busy),
         "user": row.user,
         "pid": "" if row.pid is None else str(row.pid),
         "since": "" if row.since_s is None else duration(now_s - row.since_s, 1),

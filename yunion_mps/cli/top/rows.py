@@ -36,7 +36,8 @@ class Poll(NamedTuple):
 class Row(NamedTuple):
     """A GPU, a device, or what is used without one: the memory that it has and what is used of it, in MiB.
 
-    Of a GPU, `user` is how many of its devices are in use, and `pid` the number of its processes.
+    Of a GPU, `user` is how many of its devices are in use, and `pid` the number of its processes. `busy` is
+    its utilization in %, that of its SMs for a device.
     """
 
     address: str
@@ -50,6 +51,7 @@ class Row(NamedTuple):
     since_s: float | None = None
     in_use: bool = True
     is_bad: bool = False
+    busy: int | None = None
 
     @property
     def share(self) -> float:
@@ -112,6 +114,7 @@ def _gpu_rows(host: HostOverview) -> list[Row]:
             processes[address],
             gpu["reason"] or (gpu["name"] or "").removeprefix("NVIDIA "),
             is_bad=bool(gpu["reason"]),
+            busy=gpu["utilization"],
         )
         for gpu in host.answers.gpus
         for address in [gpu["addr"]]
@@ -141,6 +144,7 @@ def _device_rows(holding: Holding, budgets: dict[str, int]) -> list[Row]:
         None if holding.since is None else seconds(holding.since),
         holding.in_use,
         mark == TROUBLED,
+        holding.sm,
     )
     if len(holding.devices) < 2:
         return [row]
