@@ -88,6 +88,36 @@ def test_memory_is_told_by_gpu_and_device_and_agrees_with_the_last_hour(ready_da
         sleeper.kill()
 
 
+@pytest.mark.gpus({"kind": "h100", "virtual_number": 4})
+def test_what_a_lease_uses_is_told_and_its_peak_outlives_the_daemon(ready_daemon: Daemon) -> None:
+    host, daemon = ready_daemon.host, ready_daemon
+
+    def lease() -> list[object]:
+        (one,) = daemon.get("/v1/leases")[1]["leases"]
+        return [one["memory_peak"], one["sm_utilization"]]
+
+    with host.popen(["yunion-mps", "run", "--device", "00:06.0-1", "--", "sleep", "600"]) as job:
+        eventually(lambda: daemon.get("/v1/leases")[1]["leases"], "its lease")
+        assert lease() == [[None], [None]]
+        host.gpus[0].load(64, 55, 310.5)
+        host.gpus[0].add_process(job.pid, 3000, "M+C", sm=37)
+        eventually(lambda: daemon.polls() and lease() == [[3000], [37]], "a poll")
+        device = device_labels(daemon, "00:06.0-1")
+        assert value(daemon, "yunion_mps_device_sm_utilization_ratio", **device) == 0.37
+        assert value(daemon, "yunion_mps_device_memory_peak_bytes", **device) == 3000 << 20
+        (gpu,) = daemon.get("/v1/gpus")[1]["gpus"]
+        measured = [gpu[name] for name in ("utilization", "memory_used", "temperature_c", "power_w")]
+        assert measured == [64, 3000, 55, 310.5]
+        (client,) = daemon.get("/v1/clients?seen=true")[1]["clients"]
+        assert client["sm_by_gpu"] == [37]
+        host.gpus[0].add_process(job.pid, 1000, "M+C")
+        eventually(lambda: daemon.polls() and lease() == [[3000], [None]], "another poll")
+        daemon.kill()
+        daemon.start().wait_ready()
+        assert lease() == [[3000], [None]]
+        job.kill()
+
+
 @pytest.mark.gpus({"kind": "v100", "virtual_number": 4})
 def test_a_lease_from_before_a_reload_keeps_its_budget_as_in_who(ready_daemon: Daemon) -> None:
     host, daemon = ready_daemon.host, ready_daemon
