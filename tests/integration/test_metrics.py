@@ -38,9 +38,9 @@ def value(daemon: Daemon, name: str, **labels: str) -> float | None:
     return samples(printed(daemon)).get((name, tuple(sorted(labels.items()))))
 
 
-def device_labels(daemon: Daemon, address: str) -> dict[str, str]:
-    (uuid,) = (gpu["uuid"] for gpu in daemon.get("/v1/gpus")[1]["gpus"] if address.startswith(gpu["addr"]))
-    return {"device": address, "gpu": address.rpartition("-")[0], "gpu_uuid": uuid}
+def of_device(address: str) -> dict[str, str]:
+    """The labels of its metrics."""
+    return {"device": address, "gpu": address.rpartition("-")[0]}
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def textfile(daemon: Daemon) -> Path:
 
 
 def test_the_command_prints_what_is_true(ready_daemon: Daemon) -> None:
-    device = device_labels(ready_daemon, "00:06.0-1")
+    device = of_device("00:06.0-1")
     assert value(ready_daemon, "yunion_mps_up") == 1
     assert value(ready_daemon, "yunion_mps_domain_state", domain="host", state="ready") == 1
     assert value(ready_daemon, "yunion_mps_device_memory_limit_bytes", **device) == 5760 << 20
@@ -79,7 +79,7 @@ def test_memory_is_told_by_gpu_and_device_and_agrees_with_the_last_hour(ready_da
         host.gpus[0].add_process(sleeper.pid, budget_mib + 700, "M+C")
         eventually(lambda: daemon.polls() and hour() == [budget_mib, 700], "a poll")
         for address, used_mib in zip(both, (budget_mib, 700)):
-            device = device_labels(daemon, address)
+            device = of_device(address)
             assert value(daemon, "yunion_mps_device_memory_used_bytes", **device) == used_mib << 20
             assert value(daemon, "yunion_mps_device_clients", **device) == 1
         labels = {"gpu": gpu, "gpu_uuid": first["gpu_uuid"]}
@@ -102,7 +102,7 @@ def test_what_a_lease_uses_is_told_and_its_peak_outlives_the_daemon(ready_daemon
         host.gpus[0].load(64, 55, 310.5)
         host.gpus[0].add_process(job.pid, 3000, "M+C", sm=37)
         eventually(lambda: daemon.polls() and lease() == [[3000], [37]], "a poll")
-        device = device_labels(daemon, "00:06.0-1")
+        device = of_device("00:06.0-1")
         assert value(daemon, "yunion_mps_device_sm_utilization_ratio", **device) == 0.37
         assert value(daemon, "yunion_mps_device_memory_peak_bytes", **device) == 3000 << 20
         (gpu,) = daemon.get("/v1/gpus")[1]["gpus"]
@@ -121,8 +121,8 @@ def test_what_a_lease_uses_is_told_and_its_peak_outlives_the_daemon(ready_daemon
 @pytest.mark.gpus({"kind": "v100", "virtual_number": 4})
 def test_a_lease_from_before_a_reload_keeps_its_budget_as_in_who(ready_daemon: Daemon) -> None:
     host, daemon = ready_daemon.host, ready_daemon
-    device = device_labels(daemon, "00:06.0-1")
-    gpu = {label: device[label] for label in ("gpu", "gpu_uuid")}
+    device = of_device("00:06.0-1")
+    gpu = {"gpu": "00:06.0", "gpu_uuid": host.gpus[0].uuid}
     with host.popen(["yunion-mps", "run", "--device", "00:06.0-1", "--", "sleep", "60"]) as job:
         eventually(lambda: daemon.get("/v1/leases")[1]["leases"], "its lease")
         host.divide(8)

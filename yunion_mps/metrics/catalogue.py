@@ -75,10 +75,9 @@ def _gpu_devices(name: str, help_: str, counts: Callable[[Device], bool]) -> Met
 def _device(name: str, help_: str, value: Callable[[Facts, Device], Any], kind: str = GAUGE) -> Metric:
     def samples(facts: Facts) -> Iterator[Sample]:
         for device in facts.devices:
-            gpu = device["addr"].rpartition("-")[0]
-            yield (device["addr"], gpu, device["gpu_uuid"]), value(facts, device)
+            yield (device["addr"], device["addr"].rpartition("-")[0]), value(facts, device)
 
-    return Metric(kind, name, help_, ("device", *_GPU), samples)
+    return Metric(kind, name, help_, ("device", "gpu"), samples)
 
 
 def _domain(name: str, help_: str, value: Callable[[Facts, DomainStatus], Any], kind: str = GAUGE) -> Metric:
@@ -237,7 +236,7 @@ CATALOGUE = (
 
     # There may be thousands of devices: each metric goes through them by itself, and keeps none.
     _device("yunion_mps_device_info", "A device; the value is always 1.",
-            lambda _, device: {"id": device["id"]}, INFO),
+            lambda _, device: {name: device[name] for name in ("gpu_uuid", "id")}, INFO),
     _device("yunion_mps_device_available", "Whether the device can be used now (1) or not (0).",
             lambda _, device: int(device["state"] == AVAILABLE)),
     _device("yunion_mps_device_leased", "Whether the device is leased (1) or not (0).",
