@@ -35,6 +35,7 @@ def look(around: Surroundings, report: Report) -> None:
                 server = _parents(report, control)
                 _answers(report, control, server, first.pid)
                 _listed(around, report, control, [first.pid, second.pid])
+                _counted(around, report, control, [first.pid, second.pid])
         _idle(report, control, server)
         report.verbatim("All logs of this control daemon and its server", control.logs())
 
@@ -106,6 +107,21 @@ def _listed(around: Surroundings, report: Report, control: Control, clients: lis
     )
 
 
+def _counted(around: Surroundings, report: Report, control: Control, clients: list[int]) -> None:
+    """Whose SM utilization the driver tells while clients run kernels: nvmlDeviceGetProcessUtilization's."""
+    table = driver.smi(around.host, "pmon", "-c", "1", "-s", "u")
+    report.verbatim("nvidia-smi pmon with two live clients", table or "(nothing, or no nvidia-smi)")
+    rows = [line.split() for line in table.splitlines() if line.strip() and not line.startswith("#")]
+    told = {row[1]: row[3] for row in rows if len(row) > 3 and row[3].isdigit()}
+    inside = [f"{told[str(pid)]} %" for pid in clients if str(pid) in told]
+    servers = [f"{told[str(pid)]} %" for pid in control.servers if str(pid) in told]
+    report.answer(
+        "utilization",
+        f"nvidia-smi pmon tells it of {len(inside)} of 2 clients ({', '.join(inside) or 'none'}) and of "
+        f"{len(servers)} of {len(control.servers)} servers ({', '.join(servers) or 'none'}).",
+    )
+
+
 def _idle(report: Report, control: Control, server: int) -> None:
     """Whether the server goes when its last client has."""
     start_s = time.monotonic()
@@ -133,6 +149,7 @@ STEPS = (
             ("parent", "Whose child is the server?"),
             ("lists", "What does the control daemon answer?"),
             ("nvml", "Which processes does NVML list?"),
+            ("utilization", "Whose SM utilization does NVML tell?"),
             ("idle", "Does the server end by itself when its last client ends?"),
         ),
         frozenset({"mps"}),
