@@ -3,20 +3,21 @@
 import os
 
 __version__ = "0.1.0"
-__all__ = ["Client", "__version__"]
+__all__ = ["AsyncClient", "Client", "__version__"]
 
 TYPE_CHECKING = False  # true for type checkers, as typing's own, whose import every start would pay
 if TYPE_CHECKING:
+    from yunion_mps.client import AsyncClient as AsyncClient
     from yunion_mps.client import Client as Client
 else:
 
     def __getattr__(name: str) -> object:
-        """Import the client only if it is used."""
-        if name != "Client":
+        """Import a client only if it is used."""
+        if name not in ("AsyncClient", "Client"):
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        from yunion_mps.client import Client
+        from yunion_mps import client
 
-        return Client
+        return getattr(client, name)
 
 
 def version_line(program: str) -> str:

@@ -135,3 +135,12 @@ class NotFoundError(YunionError):
     """What was asked for by name does not exist."""
 
     code = reasons.NOT_FOUND
+
+
+class VersionError(YunionError):
+    """The daemon answers otherwise than this program expects: one of them is older than the other."""
+
+    code = reasons.VERSION_DIFFERS
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, reasons.hint_of(self.code))

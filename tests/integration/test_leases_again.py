@@ -148,10 +148,10 @@ def test_an_answer_that_is_lost_costs_no_second_device(
         return b""
 
     with contextlib.closing(Between(ready_daemon, [lost])) as between:
-        lease = Client(said.append).lease(wait=60)
+        lease = Client(said.append).lease(wait_s=60)
         assert len(between.questions) == (1 if crashes else 2), "the next daemon is asked itself"
         (record,) = Client().leases()
-        assert (record["id"], record["devices"]) == (lease.id, [ADDRESSES[0]])
+        assert (record.id, record.devices) == (lease.id, (ADDRESSES[0],))
         lease.release()
 
 
@@ -160,7 +160,7 @@ def test_a_client_that_waits_goes_on_while_the_daemon_is_busy(ready_daemon: Daem
     with contextlib.closing(Between(ready_daemon, [*busy])) as between:
         with pytest.raises(Exception, match="too many connections are open"):
             Client().lease()
-        with Client(said.append).lease(wait=60):
+        with Client(said.append).lease(wait_s=60):
             assert len(between.questions) == 4
     assert said == ["too many connections are open; waiting up to 60 s for it"]
 
@@ -185,7 +185,7 @@ def test_a_lease_that_could_not_be_given_back_can_be_later(ready_daemon: Daemon,
     with contextlib.closing(Between(ready_daemon, [refused], b"DELETE")):
         with pytest.raises(YunionError):
             lease.release()
-        assert [one["id"] for one in Client().leases()] == [lease.id]
+        assert [one.id for one in Client().leases()] == [lease.id]
         lease.release()
         assert Client().leases() == []
 
@@ -218,7 +218,7 @@ def test_several_devices_that_can_never_be_had_are_refused_at_once(ready_daemon:
     jobs = [start(ready_daemon.host) for _ in ADDRESSES]
     most = "its control daemon gives no process more than 4096 MiB"
     for count, why in (
-        ("2", f"2 devices cannot be one budget: {most}"),
+        ("2", f"2 devices cannot form one budget: {most}"),
         (
             "5",
             "5 devices on one GPU can never be allocated: the host has 4 such devices on 1 GPU [infeasible]",

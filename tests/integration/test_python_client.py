@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import pickle
 import re
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime, timedelta, timezone
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,6 @@ from yunion_mps.client import (
     UnreachableError,
 )
 from yunion_mps.errors import HostError, YunionError
-from yunion_mps.times import rfc3339, seconds
 
 from integration.conftest import MakeDaemon, MakeHost
 from integration.daemon_host import PATIENCE_S, Daemon, eventually
@@ -35,7 +36,7 @@ from integration.daemon_host import PATIENCE_S, Daemon, eventually
 pytestmark = pytest.mark.gpus({"kind": "v100"})
 
 CHECKOUT = Path(__file__).resolve().parents[2]
-PAGE = (CHECKOUT / "docs/python-client.md").read_text()
+PAGE = (CHECKOUT / "docs/python.md").read_text()
 EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 ADDRESSES = [f"00:06.0-{slot}" for slot in range(4)]
 
@@ -60,7 +61,7 @@ def client(ready_daemon: Daemon, said: list[str], monkeypatch: pytest.MonkeyPatc
 
 
 def given(client: Client) -> list[str]:
-    return sorted(address for record in client.leases() for address in record["devices"])
+    return sorted(address for lease in client.leases() for address in lease.devices)
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=range(len(EXAMPLES)))
@@ -115,13 +116,13 @@ def test_a_package_that_is_only_imported_loads_nothing_of_the_client() -> None:
 
 
 def test_a_lease_ends_with_its_block_however_that_is_left(client: Client) -> None:
-    with contextlib.suppress(ZeroDivisionError), client.lease(device=ADDRESSES[2]) as lease:
+    with contextlib.suppress(ZeroDivisionError), client.lease(devices=[ADDRESSES[2]]) as lease:
         (record,) = client.leases()
-        assert (record["id"], record["pid"], record["binding"]) == (lease.id, os.getpid(), "process")
+        assert (record.id, record.pid, record.binding) == (lease.id, os.getpid(), "process")
         assert lease.devices == (ADDRESSES[2],)
-        assert (lease.memory, lease.thread_percentage, lease.gpus) == ((4096,), 25, ("00:06.0",))
-        assert lease.environ() == {**os.environ, **record["environment"]}
-        assert lease.environ({"A": "b"}) == {"A": "b", **record["environment"]}
+        assert (lease.memory_mib, lease.thread_percentage, lease.gpus) == ((4096,), 25, ("00:06.0",))
+        assert lease.environ() == {**os.environ, **record.environment}
+        assert lease.environ({"A": "b"}) == {"A": "b", **record.environment}
         assert len(client.devices(unused=True)) == 3
         1 / 0  # noqa: B018
     assert given(client) == []
@@ -130,11 +131,11 @@ def test_a_lease_ends_with_its_block_however_that_is_left(client: Client) -> Non
 
 
 def test_what_is_not_to_be_had_is_told_by_the_kind_of_the_error(client: Client) -> None:
-    with client.lease(device=ADDRESSES[0]):
+    with client.lease(devices=[ADDRESSES[0]]):
         with pytest.raises(NothingFreeError, match="1 of 1 in use"):
-            client.lease(device=ADDRESSES[0])
+            client.lease(devices=[ADDRESSES[0]])
         with pytest.raises(InfeasibleError, match="can never be allocated"):
-            client.lease(count=2, across=True, wait=math.inf)
+            client.lease(count=2, across=True, wait_s=math.inf)
     with pytest.raises(NotFoundError, match="there is no device nosuch"):
         client.device("nosuch")
 
@@ -142,8 +143,8 @@ def test_what_is_not_to_be_had_is_told_by_the_kind_of_the_error(client: Client) 
 def test_a_caller_that_waits_gets_the_device_once_it_is_free(
     client: Client, said: list[str], background: ThreadPoolExecutor
 ) -> None:
-    first = client.lease(device=ADDRESSES[0])
-    second = background.submit(client.lease, device=ADDRESSES[0], wait=math.inf)
+    first = client.lease(devices=[ADDRESSES[0]])
+    second = background.submit(client.lease, devices=[ADDRESSES[0]], wait_s=math.inf)
     eventually(lambda: said, "that it waits")
     assert said == [f"waiting: device {ADDRESSES[0]} cannot be allocated now: 1 of 1 in use"]
     first.release()
@@ -153,8 +154,8 @@ def test_a_caller_that_waits_gets_the_device_once_it_is_free(
 def test_a_caller_that_waits_goes_on_past_every_restart_of_the_daemon(
     ready_daemon: Daemon, client: Client, said: list[str], background: ThreadPoolExecutor
 ) -> None:
-    first = client.lease(device=ADDRESSES[0])
-    second = background.submit(client.lease, device=ADDRESSES[0], wait=600)
+    first = client.lease(devices=[ADDRESSES[0]])
+    second = background.submit(client.lease, devices=[ADDRESSES[0]], wait_s=600)
     for number in (1, 2):
         eventually(lambda: ready_daemon.get("/v1/leases")[1]["waiting"], "that it waits")
         ready_daemon.kill()
@@ -189,12 +190,70 @@ def test_a_fork_of_the_process_gives_nothing_back(client: Client) -> None:
         assert given(client) == [ADDRESSES[0]]
 
 
+def test_an_exception_of_the_block_is_not_replaced_by_the_daemons(
+    ready_daemon: Daemon, client: Client, said: list[str]
+) -> None:
+    with contextlib.suppress(ZeroDivisionError), client.lease():
+        ready_daemon.kill()
+        1 / 0  # noqa: B018
+    (why,) = said
+    assert why.startswith(f"the lease of {ADDRESSES[0]} could not be given back: the daemon is not running")
+
+
+def test_a_lease_lives_through_a_reexec_of_the_daemon(ready_daemon: Daemon, client: Client) -> None:
+    with client.lease() as lease, client.lease(name="job-17", ttl_s=1) as named:
+        ready_daemon.reexec()
+        then = client.leases()[1].since + timedelta(seconds=4)
+        eventually(lambda: (client.leases()[1].expires or then) > then, "a renewal by the next daemon")
+        lease.check()
+        named.check()
+    assert given(client) == []
+
+
+def test_a_lease_stays_in_its_process_and_its_record_travels(client: Client) -> None:
+    with client.lease() as lease:
+        with pytest.raises(TypeError, match="a Lease stays in its process: pass its record"):
+            pickle.dumps(lease)
+        assert pickle.loads(pickle.dumps(lease.record)) == lease.record
+
+
+def test_a_lease_whose_gpu_is_lost_says_so_and_can_be_released(ready_daemon: Daemon, client: Client) -> None:
+    with client.lease() as lease:
+        lease.check()
+        ready_daemon.host.gpus[0].lose()
+        error = eventually(lambda: failure(lease.check), "the loss of the GPU")
+        assert isinstance(error, HostError)
+        assert (error.code, error.message) == (
+            "gpu_lost",
+            f"device {ADDRESSES[0]} cannot be used now: {client.gpus()[0].reason}",
+        )
+        lease.release()
+        error = failure(lease.check)
+        assert isinstance(error, NotFoundError)
+        assert error.message == f"the lease of {ADDRESSES[0]} has ended"
+
+
+def failure(call: Callable[[], None]) -> YunionError | None:
+    try:
+        call()
+    except YunionError as error:
+        return error
+    return None
+
+
+def test_threads_share_a_client(client: Client, background: ThreadPoolExecutor) -> None:
+    leases = list(background.map(lambda _: client.lease(wait_s=60), range(4)))
+    assert sorted(lease.devices[0] for lease in leases) == ADDRESSES == given(client)
+    list(background.map(lambda lease: lease.release(), leases))
+    assert given(client) == []
+
+
 def test_a_lease_with_a_name_is_renewed_until_it_is_given_back(client: Client) -> None:
-    with client.lease(name="job-17", ttl=1) as lease:
+    with client.lease(name="job-17", ttl_s=1) as lease:
         (first,) = client.leases()
-        assert (first["name"], first["pid"], lease.name) == ("job-17", None, "job-17")
-        third = rfc3339(seconds(first["since"]) + 3)
-        eventually(lambda: (client.leases()[0]["expires"] or "") > third, "a third renewal")
+        assert (first.name, first.pid, lease.name) == ("job-17", None, "job-17")
+        third = first.since + timedelta(seconds=3)
+        eventually(lambda: (client.leases()[0].expires or third) > third, "a third renewal")
         assert lease.lost == ""
     assert given(client) == []
 
@@ -203,7 +262,7 @@ def test_leases_with_a_name_leave_few_threads(client: Client) -> None:
     """Some are kept for the next ones (`yunion_mps.host.threads`)."""
     before = len(os.listdir("/proc/self/task"))
     for number in range(20):
-        with client.lease(name=f"job-{number}", ttl=60):
+        with client.lease(name=f"job-{number}", ttl_s=60):
             pass
     eventually(lambda: len(os.listdir("/proc/self/task")) <= before + 4, "the end of their threads")
 
@@ -211,7 +270,7 @@ def test_leases_with_a_name_leave_few_threads(client: Client) -> None:
 def test_a_lease_with_a_name_says_that_another_caller_has_ended_it(
     ready_daemon: Daemon, client: Client, said: list[str]
 ) -> None:
-    with client.lease(name="job-17", ttl=1) as lease:
+    with client.lease(name="job-17", ttl_s=1) as lease:
         assert ready_daemon.ask("DELETE", f"/v1/leases/{lease.id}")[0] == 200
         assert eventually(lambda: lease.lost).startswith("there is no lease")
         assert said == [f"the lease of {ADDRESSES[0]} is lost: {lease.lost}"]
@@ -224,7 +283,7 @@ def test_a_control_daemon_that_this_user_cannot_reach_gets_no_lease(
     ready_daemon.pipe_directory.chmod(0o700)
     as_nobody()
     with pytest.raises(HostError, match="cannot be reached as this user"):
-        client.lease(name="a", ttl=600)
+        client.lease(name="a", ttl_s=600)
     assert given(client) == []
 
 
@@ -257,29 +316,33 @@ def as_nobody() -> Iterator[Callable[[], None]]:
 def test_what_makes_no_sense_is_told_as_every_failure_is(client: Client) -> None:
     wrong: Any
     for wrong in (math.nan, None, "60"):
-        with pytest.raises(YunionError, match="wait is "):
-            client.lease(wait=wrong)
-    for wrong in (math.nan, "x", [1]):
-        with pytest.raises(YunionError, match="since is "):
+        with pytest.raises(YunionError, match="wait_s: "):
+            client.lease(wait_s=wrong)
+    with pytest.raises(YunionError, match="memory: "):
+        client.lease(memory="6GB")
+    with pytest.raises(YunionError, match="ttl_s: only a lease with a name"):
+        client.lease(ttl_s=60)
+    for wrong in (time.time(), "x", datetime.now()):  # noqa: DTZ005 - wrong, without a time zone
+        with pytest.raises(YunionError, match="since: "):
             next(client.events(since=wrong))
     with pytest.raises(YunionError, match="kind is 'a b&c'"):
         next(client.events(kind="a b&c"))
-    assert list(client.events(since=math.inf)) == []
+    assert list(client.events(since=datetime.max.replace(tzinfo=timezone.utc))) == []
     assert given(client) == []
 
 
 def test_events_are_those_since_then_and_go_on_past_a_restart(ready_daemon: Daemon, client: Client) -> None:
-    began_s = time.time()
-    client.lease(device=ADDRESSES[1]).release()
-    told = [event["what"].partition(" ")[0] for event in client.events(since=began_s, kind="lease")]
+    began = datetime.now(timezone.utc)
+    client.lease(devices=[ADDRESSES[1]]).release()
+    told = [event.what.partition(" ")[0] for event in client.events(since=began, kind="lease")]
     assert told == ["given", "given"]
-    assert list(client.events(since=time.time() + 60)) == []
-    following = client.events(since=began_s, kind="lease", follow=True)
-    assert [next(following)["subject"], next(following)["subject"]] == [ADDRESSES[1]] * 2
+    assert list(client.events(since=timedelta(seconds=-60))) == []
+    following = client.events(since=began, kind="lease", follow=True)
+    assert [next(following).subject, next(following).subject] == [ADDRESSES[1]] * 2
     ready_daemon.kill()
     ready_daemon.start().wait_ready()
-    client.lease(device=ADDRESSES[3]).release()
-    assert next(following)["subject"] == ADDRESSES[3]
+    client.lease(devices=[ADDRESSES[3]]).release()
+    assert next(following).subject == ADDRESSES[3]
 
 
 def test_without_a_daemon_it_says_so_at_once(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,8 @@ import click
 from yunion_mps.cli.common import Duration, call, complete_device, complete_gpu, complete_lease, daemon
 from yunion_mps.cli.output import output_option, say, show_pairs
 from yunion_mps.cli.root import SuggestingGroup
-from yunion_mps.client.lease import take as take_from
+from yunion_mps.client.taking import take as take_from
+from yunion_mps.client.transport import Blocking, finish
 from yunion_mps.http.operations import (
     END_LEASE,
     MAX_DEVICES,
@@ -158,7 +159,7 @@ def _mebibytes(text: str) -> int:
 
 def take(wanted: Mapping[str, Any], wait_s: int) -> LeaseRecord:
     """The lease; raises YunionError, NothingFreeError among them, if there is none within `wait_s`."""
-    return take_from(daemon(), wanted, wait_s, say)
+    return finish(take_from(Blocking(daemon()), wanted, wait_s, say))
 
 
 def warn_of_limits(unenforced_gpus: Sequence[str]) -> None:

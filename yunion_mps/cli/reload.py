@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 import click
 
 from yunion_mps.cli.clients import clients_table
-from yunion_mps.cli.common import Duration, call, confirm, refuse_unattended
+from yunion_mps.cli.common import Duration, call, confirm, daemon, refuse_unattended
 from yunion_mps.cli.output import draw, fields, notes, output_option, say, show
-from yunion_mps.client.lease import Patience
+from yunion_mps.client.taking import Patience
+from yunion_mps.client.transport import Blocking, finish
 from yunion_mps.errors import YunionError
 from yunion_mps.http.operations import (
     GET_CLIENTS,
@@ -170,10 +171,10 @@ def _would_end(plan: ChangeList, status: Status) -> Callable[[MpsClient], bool] 
 def _wait(timeout_s: int | None) -> Status:
     """The status once nothing is pending; raises YunionError if that takes too long."""
     end_s = None if timeout_s is None else time.monotonic() + timeout_s
-    patience = Patience(_PATIENCE_S, say)
+    patience = Patience(Blocking(daemon()), _PATIENCE_S, say)
     said = ""
     while True:
-        status = patience.until_answered(lambda: call(GET_STATUS))
+        status = finish(patience.call(GET_STATUS))
         pending = "; ".join(f"{d['name']}: {d['pending']}" for d in status["domains"] if d["pending"])
         if not pending:
             if said:
@@ -215,7 +216,8 @@ def reexec() -> None:
     last = call(GET_EVENTS, limit=1)["last"]
     call(REEXEC, until_closed=True)
     gone_s = time.monotonic()
-    after = Patience(_REEXEC_PATIENCE_S, say).until_answered(lambda: call(GET_STATUS, SLOW_S))
+    patience = Patience(Blocking(daemon()), _REEXEC_PATIENCE_S, say)
+    after = finish(patience.call(GET_STATUS, SLOW_S))
     away_s = time.monotonic() - gone_s
     for event in call(GET_EVENTS, after=last, kind="daemon")["events"]:
         if event["severity"] == "error":

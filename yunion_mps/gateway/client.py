@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections.abc import Sequence
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import h11
-
-from yunion_mps.errors import UnreachableError, YunionError
+from yunion_mps.errors import NotAllowedError, UnreachableError, YunionError
+from yunion_mps.http.asynchronous import answer_on
 from yunion_mps.http.client import Exchange, result_of
 from yunion_mps.http.messages import Response, encode
 from yunion_mps.http.operations import (
@@ -36,7 +34,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Json = dict[str, Any]
 
-_PIECE_BYTES = 1 << 18
 #: An overview is shown to all readers for so long.
 _FRESH_S = 1.0
 #: The shortest time from one overview to the next.
@@ -51,30 +48,16 @@ _CLIENTS_TIMEOUT_S = 150.0
 async def ask(paths: Paths, target: str, accept: str = "*/*", timeout_s: float = 10.0) -> Response:
     """The daemon's answer to a GET, whatever its status; raises UnreachableError if there is none."""
     try:
-        return await asyncio.wait_for(_ask(paths.socket, target, accept), timeout_s)
+        exchange = Exchange("GET", target, accept or "*/*")
+        return await asyncio.wait_for(answer_on(paths.socket, exchange), timeout_s)
     except asyncio.TimeoutError:
         what = f"the daemon does not answer within {timeout_s:g} s"
-    except PermissionError:
+    except NotAllowedError:
         what = "the gateway's user may not ask the daemon"
         raise UnreachableError(what, "serve it as root, or as a member of the group yunion-mps") from None
-    except (OSError, h11.ProtocolError):
+    except UnreachableError:
         what = "the daemon is not running"
     raise UnreachableError(what, "see: systemctl status yunion-mps-daemon")
-
-
-async def _ask(path: str, target: str, accept: str) -> Response:
-    reader, writer = await asyncio.open_unix_connection(path)
-    try:
-        exchange = Exchange("GET", target, accept or "*/*")
-        writer.write(exchange.request)
-        answer = None
-        while answer is None:
-            answer = exchange.feed(await reader.read(_PIECE_BYTES))
-        return answer
-    finally:
-        writer.close()
-        with contextlib.suppress(OSError):
-            await writer.wait_closed()
 
 
 class Overview:

@@ -8,6 +8,7 @@ import json
 import socket
 import struct
 import time
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import h11
@@ -89,9 +90,7 @@ class DaemonClient:
 
         With `until_closed` it returns only once the program that has answered does not serve any more.
         """
-        if timeout_s is None:
-            usual_s = operation.timeout_s + int(arguments.get("wait") or 0)
-            timeout_s = usual_s if self._timeout_s is None else self._timeout_s
+        timeout_s = timeout_s or self._timeout_s or usual_timeout_s(operation, arguments)
         exchange = Exchange(operation.method, operation.target(arguments), keep=until_closed)
         answer = self._answer(exchange, timeout_s, until_closed=until_closed)
         result: T = result_of(answer, is_text=operation.is_text)
@@ -111,12 +110,9 @@ class DaemonClient:
                         while _receive(connection, deadline_s):
                             pass
             except socket.timeout:
-                raise self._silent(timeout_s) from None
+                raise silent(self._path, timeout_s) from None
             except (OSError, h11.ProtocolError) as error:
-                # h11's words for an end before any answer mean nothing to a person.
-                why = "it ended or started again" if "ConnectionClosed" in str(error) else str(error)
-                what = f"the daemon's answer on {self._path} broke off: {why}"
-                raise UnreachableError(what, f"see: journalctl -u {_UNIT}") from None
+                raise broken_off(self._path, error) from None
         return answer
 
     def _connect(self, timeout_s: float) -> socket.socket:
@@ -129,32 +125,48 @@ class DaemonClient:
             connection.settimeout(timeout_s)
         except OSError as error:
             connection.close()
-            raise self._unreachable(error, timeout_s) from None
+            if error.errno == errno.EAGAIN:
+                raise silent(self._path, timeout_s) from None
+            raise unreachable(self._path, error) from None
         return connection
 
-    def _unreachable(self, error: OSError, timeout_s: float) -> YunionError:
-        if error.errno in (errno.EACCES, errno.EPERM):
-            return NotAllowedError(
-                f"you may not ask the daemon: no permission for {self._path}",
-                "become root, or join the group: usermod -aG yunion-mps USER, then log in again",
-            )
-        if error.errno == errno.EAGAIN:
-            return self._silent(timeout_s)
-        if error.errno == errno.ENOENT:
-            what = f"the daemon is not running: there is no {self._path}"
-        elif error.errno == errno.ECONNREFUSED:
-            what = f"the daemon is not running: nothing answers on {self._path}"
-        else:
-            what = f"the daemon cannot be reached on {self._path}: {error.strerror}"
-        return UnreachableError(
-            what, f"start it: systemctl start {_UNIT}; or see why not: systemctl status {_UNIT}"
-        )
 
-    def _silent(self, timeout_s: float) -> YunionError:
-        return UnreachableError(
-            f"the daemon does not answer on {self._path} within {timeout_s:g} s",
-            f"see what it does: journalctl -u {_UNIT}; a restart ends jobs that do not end in time",
+def usual_timeout_s(operation: Operation[T], arguments: Mapping[str, Value]) -> float:
+    """How long an answer may take, and the wait that was asked for."""
+    return operation.timeout_s + int(arguments.get("wait") or 0)
+
+
+def unreachable(path: str, error: OSError) -> YunionError:
+    """What it means that a connection to this socket failed."""
+    if error.errno in (errno.EACCES, errno.EPERM):
+        return NotAllowedError(
+            f"you may not ask the daemon: no permission for {path}",
+            "become root, or join the group: usermod -aG yunion-mps USER, then log in again",
         )
+    if error.errno == errno.ENOENT:
+        what = f"the daemon is not running: there is no {path}"
+    elif error.errno == errno.ECONNREFUSED:
+        what = f"the daemon is not running: nothing answers on {path}"
+    else:
+        what = f"the daemon cannot be reached on {path}: {error.strerror}"
+    return UnreachableError(
+        what, f"start it: systemctl start {_UNIT}; or see why not: systemctl status {_UNIT}"
+    )
+
+
+def silent(path: str, timeout_s: float) -> UnreachableError:
+    """No answer came in time."""
+    return UnreachableError(
+        f"the daemon does not answer on {path} within {timeout_s:g} s",
+        f"see what it does: journalctl -u {_UNIT}; a restart ends jobs that do not end in time",
+    )
+
+
+def broken_off(path: str, error: Exception) -> UnreachableError:
+    """The connection ended before the answer did."""
+    # h11's words for an end before any answer mean nothing to a person.
+    why = "it ended or started again" if "ConnectionClosed" in str(error) else str(error)
+    return UnreachableError(f"the daemon's answer on {path} broke off: {why}", f"see: journalctl -u {_UNIT}")
 
 
 def _receive(connection: socket.socket, deadline_s: float) -> bytes:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from yunion_mps import answers
 from yunion_mps.http.operations import EVENT_KINDS, SEVERITIES
 from yunion_mps.models import DEV_TYPE
 from yunion_mps.mps.states import LEGAL_CHANGES
@@ -52,9 +51,3 @@ def test_a_schema_has_the_constants_of_the_program() -> None:
     assert field("Device", "dev_type")["const"] == DEV_TYPE
     assert field("Usage", "step")["const"] == STEP_S
     assert field("Usage", "looked")["minItems"] == MINUTES
-
-
-def test_the_clients_types_are_those_of_the_answers() -> None:
-    from yunion_mps.client import Device, LeaseRecord
-
-    assert (Device, LeaseRecord) == (answers.Device, answers.LeaseRecord)

@@ -1,0 +1,48 @@
+"""What a caller asks for is checked where that needs no daemon, with one error that says what is right."""
+
+from __future__ import annotations
+
+import math
+from datetime import datetime, timedelta, timezone
+from typing import Any
+
+import pytest
+from yunion_mps.client.request import beginning, mebibytes, whole_seconds
+from yunion_mps.errors import YunionError
+
+
+@pytest.mark.parametrize(("amount", "mib"), [("6GiB", 6144), ("512MiB", 512), ("1GiB", 1024)])
+def test_an_amount_of_memory_has_its_unit(amount: str, mib: int) -> None:
+    assert mebibytes(amount) == mib
+
+
+@pytest.mark.parametrize("wrong", ["6", "6GB", "0GiB", "1.5GiB", "", " 6GiB", "6 GiB", 6144, b"6GiB"])
+def test_another_amount_is_refused_with_an_example(wrong: Any) -> None:
+    with pytest.raises(YunionError, match=r"memory: .* is not an amount") as raised:
+        mebibytes(wrong)
+    assert (raised.value.code, raised.value.hint) == ("invalid_request", "write MiB or GiB, as in '6GiB'")
+
+
+@pytest.mark.parametrize(("wait_s", "whole"), [(0, 0), (0.2, 1), (-1, 0), (60, 60), (math.inf, 30 * 86400)])
+def test_a_wait_is_rounded_up_to_seconds(wait_s: float, whole: int) -> None:
+    assert whole_seconds(wait_s) == whole
+
+
+@pytest.mark.parametrize("wrong", [math.nan, None, "60"])
+def test_a_wait_that_is_no_number_is_refused(wrong: Any) -> None:
+    with pytest.raises(YunionError, match=r"wait_s: .* is not a number"):
+        whole_seconds(wrong)
+
+
+def test_a_beginning_is_a_time_or_so_long_ago() -> None:
+    moment = datetime(2026, 11, 20, 14, 45, tzinfo=timezone(timedelta(hours=1)))
+    assert beginning(moment) == "2026-11-20T13:45:00.000Z"
+    assert beginning(None) is None
+    assert beginning(datetime.min.replace(tzinfo=timezone.utc)) == "1970-01-01T00:00:00.000Z"
+    assert (beginning(timedelta(hours=1)) or "") < (beginning(timedelta(0)) or "")
+
+
+@pytest.mark.parametrize("wrong", [datetime(2026, 11, 20), 1788000000.0, "2026-11-20"])  # noqa: DTZ001
+def test_a_beginning_without_a_time_zone_is_refused(wrong: Any) -> None:
+    with pytest.raises(YunionError, match=r"since: .* is not a time with a time zone"):
+        beginning(wrong)

@@ -1,0 +1,57 @@
+"""A caller that is interrupted while it takes a lease has none, even if its answer was on the way."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from yunion_mps.client.taking import take
+from yunion_mps.client.transport import finish
+from yunion_mps.errors import NothingFreeError, YunionError
+from yunion_mps.http.operations import Operation
+
+LEASE = {"id": "a lease"}
+
+
+class Interrupted:
+    """A transport whose first call is interrupted, and those after it are answered in turn."""
+
+    def __init__(self, by: BaseException, *outcomes: Any) -> None:
+        self.outcomes = [by, *outcomes]
+        self.calls: list[tuple[str, Any]] = []
+
+    async def call(self, operation: Operation[Any], timeout_s: float | None = None, **arguments: Any) -> Any:
+        self.calls.append((operation.name, arguments))
+        outcome = self.outcomes.pop(0)
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return outcome
+
+    async def sleep(self, delay_s: float) -> None:
+        raise AssertionError
+
+
+@pytest.mark.parametrize("by", [KeyboardInterrupt(), SystemExit(), asyncio.CancelledError()], ids=repr)
+def test_the_lease_of_an_interrupted_caller_is_released(by: BaseException) -> None:
+    transport = Interrupted(by, LEASE, LEASE)
+    with pytest.raises(type(by)):
+        finish(take(transport, {"gpu": "00:06.0"}, 0, lambda _: None))
+    (first, arguments), (again, repeated), (last, ended) = transport.calls
+    assert (first, again, last) == ("take_lease", "take_lease", "end_lease")
+    assert repeated == {name: value for name, value in arguments.items() if name != "wait"}
+    assert ended == {"lease": "a lease"}
+
+
+def test_an_interrupted_caller_that_got_nothing_has_nothing_to_release() -> None:
+    transport = Interrupted(KeyboardInterrupt(), NothingFreeError("nothing"))
+    with pytest.raises(KeyboardInterrupt):
+        finish(take(transport, {}, 0, lambda _: None))
+    assert len(transport.calls) == 2
+
+
+def test_a_failure_is_no_interruption() -> None:
+    transport = Interrupted(YunionError("it is wrong"))
+    with pytest.raises(YunionError, match="it is wrong"):
+        finish(take(transport, {}, 0, lambda _: None))
+    assert len(transport.calls) == 1

@@ -1,0 +1,42 @@
+"""Following the event log, also past a restart of the daemon."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from typing import TYPE_CHECKING
+
+from yunion_mps.client.taking import MAX_S, Patience, Say
+from yunion_mps.client.transport import Transport
+from yunion_mps.errors import UnreachableError
+from yunion_mps.http.operations import GET_EVENTS, MAX_EVENTS
+
+if TYPE_CHECKING:
+    from yunion_mps import answers
+
+#: How long a question waits for the next event, in s.
+WAIT_S = 10
+
+
+async def follow(
+    transport: Transport, last: int, kind: str | None, say: Say
+) -> AsyncGenerator[list[answers.Event], None]:
+    """Yield what comes after the event with the id `last`, for good, and now and then an empty list.
+
+    With the empty lists a caller can look whether its own reader is still there. Raises UnreachableError
+    if the daemon stays away.
+    """
+    patience = Patience(transport, MAX_S, say)
+    while True:
+        try:
+            answer = await transport.call(GET_EVENTS, after=last, limit=MAX_EVENTS, kind=kind, wait=WAIT_S)
+        except UnreachableError as error:
+            await patience.lost(error)
+            yield []
+            continue
+        patience.found()
+        if answer["last"] < last:
+            say("the event log was started again")
+            last = 0
+            continue
+        last = answer["last"]
+        yield answer["events"]

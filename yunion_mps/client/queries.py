@@ -1,0 +1,62 @@
+"""What a Client and an AsyncClient ask the daemon, without how they reach it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from datetime import datetime, timedelta
+
+from yunion_mps.client.following import follow
+from yunion_mps.client.request import beginning
+from yunion_mps.client.taking import Say
+from yunion_mps.client.transport import Transport
+from yunion_mps.client.values import Device, DeviceDetails, Event, Gpu, LeaseRecord, QueuedRequest, Status
+from yunion_mps.http.operations import (
+    GET_DEVICE,
+    GET_DEVICES,
+    GET_EVENTS,
+    GET_GPUS,
+    GET_LEASES,
+    GET_STATUS,
+    MAX_EVENTS,
+)
+
+
+class Questions:
+    """What both clients ask, as coroutines that return values."""
+
+    def __init__(self, transport: Transport, say: Say) -> None:
+        self._call = transport.call
+        self._transport = transport
+        self._say = say
+
+    async def devices(self, *, unused: bool) -> list[Device]:
+        answer = await self._call(GET_DEVICES, limit=0, unused=unused)
+        return [Device.of(one) for one in answer["isolated_devices"]]
+
+    async def device(self, name: str) -> DeviceDetails:
+        answer = await self._call(GET_DEVICE, id=name)
+        return DeviceDetails.of(answer)
+
+    async def gpus(self) -> list[Gpu]:
+        return [Gpu.of(one) for one in (await self._call(GET_GPUS))["gpus"]]
+
+    async def status(self) -> Status:
+        return Status.of(await self._call(GET_STATUS))
+
+    async def leases(self) -> list[LeaseRecord]:
+        return [LeaseRecord.of(one) for one in (await self._call(GET_LEASES))["leases"]]
+
+    async def queue(self) -> list[QueuedRequest]:
+        return [QueuedRequest.of(one) for one in (await self._call(GET_LEASES))["waiting"]]
+
+    async def events(
+        self, since: datetime | timedelta | None, kind: str | None, *, goes_on: bool
+    ) -> AsyncGenerator[Event, None]:
+        first = beginning(since)
+        answer = await self._call(GET_EVENTS, limit=MAX_EVENTS, since=first, kind=kind)
+        for one in answer["events"]:
+            yield Event.of(one)
+        if goes_on:
+            async for some in follow(self._transport, answer["last"], kind, self._say):
+                for one in some:
+                    yield Event.of(one)

@@ -1,0 +1,79 @@
+"""What a caller asks for: the arguments of the clients' methods, as the API takes them."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from datetime import datetime, timedelta, timezone
+from typing import Any
+
+from yunion_mps.errors import YunionError
+from yunion_mps.http.operations import LATEST_S, MAX_WAIT_S
+from yunion_mps.reasons import INVALID_REQUEST
+from yunion_mps.times import rfc3339
+
+#: How long a lease with a name lives without renewal if nothing else is asked for, in s.
+TTL_S = 60
+
+
+def lease_request(
+    *,
+    memory: str | None,
+    count: int,
+    across: bool,
+    devices: Sequence[str],
+    gpu: str | None,
+    placement: str,
+    enforced: bool,
+    name: str | None,
+    ttl_s: int | None,
+) -> Mapping[str, Any]:
+    """The request for a lease, without arguments that are the API's defaults; raises YunionError."""
+    if ttl_s is not None and name is None:
+        raise _invalid("ttl_s: only a lease with a name has a time to live", "add a name, or leave ttl_s out")
+    if name is not None and ttl_s is None:
+        ttl_s = TTL_S
+    wanted = {
+        "memory": None if memory is None else mebibytes(memory),
+        "count": count if count != 1 else None,
+        "across": across or None,
+        "device": devices[0] if devices else None,
+        "gpu": gpu,
+        "placement": placement if placement != "binpack" else None,
+        "enforced": enforced or None,
+        "name": name,
+        "ttl": ttl_s,
+    }
+    return {member: value for member, value in wanted.items() if value is not None}
+
+
+def mebibytes(amount: str) -> int:
+    """What `6GiB` or `512MiB` is in MiB; raises YunionError."""
+    found = re.fullmatch(r"([0-9]{1,9})(MiB|GiB)", amount) if isinstance(amount, str) else None
+    mib = int(found[1]) * (1024 if found[2] == "GiB" else 1) if found else 0
+    if not mib:
+        raise _invalid(f"memory: {amount!r} is not an amount", "write MiB or GiB, as in '6GiB'")
+    return mib
+
+
+def whole_seconds(wait_s: float) -> int:
+    """A time to wait as the daemon takes it, rounded up; raises YunionError if it is none."""
+    if not isinstance(wait_s, (int, float)) or math.isnan(wait_s):
+        raise _invalid(f"wait_s: {wait_s!r} is not a number", "write seconds, or math.inf")
+    return MAX_WAIT_S if wait_s >= MAX_WAIT_S else max(0, math.ceil(wait_s))
+
+
+def beginning(since: datetime | timedelta | None) -> str | None:
+    """The time from which on events are wanted, as the API takes it; raises YunionError."""
+    if since is None:
+        return None
+    moment = datetime.now(timezone.utc) - since if isinstance(since, timedelta) else since
+    if not isinstance(moment, datetime) or moment.tzinfo is None:
+        hint = "write datetime.now(timezone.utc), or a timedelta for so long ago"
+        raise _invalid(f"since: {since!r} is not a time with a time zone", hint)
+    return rfc3339(min(max(0.0, moment.timestamp()), LATEST_S))
+
+
+def _invalid(message: str, hint: str) -> YunionError:
+    return YunionError(message, hint, INVALID_REQUEST)

@@ -1,0 +1,275 @@
+"""What the daemon answers, as frozen values: an attribute for each member of the types in answers.py.
+
+Attributes have the members' names; where the member's lacks the unit or is Cloudpods' own, it is noted beside
+the attribute's type. Lists are tuples, and times are datetimes in UTC. A member that only a newer
+daemon knows is ignored; if an older daemon leaves one out, VersionError says so.
+"""
+# Without `from __future__ import annotations`, because the types of the fields say how they are made.
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from datetime import datetime, timezone
+from functools import cache
+from typing import TYPE_CHECKING, Annotated, Any, Generic, Optional, TypeVar, Union, get_args, get_origin
+
+from yunion_mps.errors import VersionError
+from yunion_mps.times import seconds
+
+if TYPE_CHECKING:
+    from yunion_mps import answers  # noqa: F401 - the types in quotes, whose import takes 3 ms
+
+AnswerT = TypeVar("AnswerT")
+ValueT = TypeVar("ValueT", bound="Value[Any]")
+
+
+class Value(Generic[AnswerT]):
+    """A frozen value, made by `of` from an answer of the daemon."""
+
+    @classmethod
+    def of(cls: type[ValueT], answer: AnswerT) -> ValueT:  # noqa: PYI019 - there is no Self before 3.11
+        """The value that was answered; raises VersionError if a member is missing or of another type."""
+        kind: Any = cls
+        made: ValueT = _maker(kind)(answer)
+        return made
+
+
+def members(kind: Any) -> dict[str, tuple[str, Any]]:
+    """The name and the type of the answer's member that each attribute of a value has."""
+    found: dict[str, tuple[str, Any]] = {}
+    for one in fields(kind):
+        parts = get_args(one.type) if get_origin(one.type) is Annotated else (one.type, one.name)
+        found[one.name] = (parts[1], parts[0])
+    return found
+
+
+@cache
+def _maker(kind: Any) -> Callable[[Any], Any]:
+    """The function that makes a value of this type from its JSON."""
+    if get_origin(kind) is Union:  # Optional
+        make = _maker(get_args(kind)[0])
+        return lambda json: None if json is None else make(json)
+    if get_origin(kind) is tuple:
+        make = _maker(get_args(kind)[0])
+        return lambda json: tuple(map(make, json))
+    if kind is datetime:
+        return lambda json: datetime.fromtimestamp(seconds(json), timezone.utc)
+    if not issubclass(get_origin(kind) or kind, Value):
+        return lambda json: json
+    parts = [(name, member, _maker(type_)) for name, (member, type_) in members(kind).items()]
+    return lambda json: kind(**{name: _made(make, json, member) for name, member, make in parts})
+
+
+def _made(make: Callable[[Any], Any], answer: Mapping[str, Any], member: str) -> Any:
+    try:
+        return make(answer[member])
+    except KeyError:
+        what = f"the daemon's answer has no member {member}"
+    except (TypeError, ValueError):
+        what = f"the daemon's answer has another type of {member}"
+    raise VersionError(f"{what}: its version differs from this client's")
+
+
+@dataclass(frozen=True)
+class PcieLink(Value["answers.PcieLink"]):
+    """The most that a GPU's PCI Express link can do."""
+
+    lane_width: int
+    throughput: str
+    transfer_rate_per_lane: str
+    version: str
+
+
+@dataclass(frozen=True)
+class Device(Value["answers.Device"]):
+    """One MPS device: a share of a GPU. `memory_mib` is its budget, `lease` its lease's id."""
+
+    id: str
+    addr: str
+    model: Optional[str]
+    gpu_uuid: str
+    vendor_device_id: Optional[str]
+    host_id: str
+    numa_node: Optional[int]
+    pcie_info: Optional[PcieLink]
+    memory_mib: Annotated[int, "mps_memory_limit"]
+    gpu_memory_mib: Annotated[int, "mps_memory_total"]
+    thread_percentage: Annotated[float, "mps_thread_percentage"]
+    state: str
+    reason: str
+    reason_code: str
+    budget_enforced: bool
+    lease: Optional[str]
+    free: bool
+
+
+@dataclass(frozen=True)
+class DeviceDetails(Device):
+    """One MPS device, and the environment of a process that uses it."""
+
+    slot: int
+    domain: str
+    client_environment: Mapping[str, str] = field(hash=False)
+
+
+@dataclass(frozen=True)
+class Gpu(Value["answers.Gpu"]):
+    """One physical GPU. `memory_free_mib` is None unless its memory is handed out in units.
+
+    `utilization` is the percentage of the time in which kernels ran.
+    """
+
+    uuid: Optional[str]
+    name: Optional[str]
+    addr: str
+    pci_address: str
+    memory_mib: Annotated[Optional[int], "memory_total"]
+    memory_free_mib: Annotated[Optional[int], "memory_free"]
+    memory_used_mib: Annotated[Optional[int], "memory_used"]
+    utilization: Optional[int]
+    temperature_c: Optional[int]
+    power_w: Optional[float]
+    power_limit_w: Optional[float]
+    compute_mode: Optional[str]
+    compute_capability: Optional[str]
+    mig_enabled: Optional[bool]
+    vendor_device_id: Optional[str]
+    numa_node: Optional[int]
+    pcie_info: Optional[PcieLink]
+    render_node: Optional[str]
+    index: Optional[int]
+    device_minor: Optional[int]
+    devices: int
+    state: str
+    reason: str
+    reason_code: str
+    budget_enforced: bool
+
+
+@dataclass(frozen=True)
+class Domain(Value["answers.Domain"]):
+    """One of NVIDIA's control daemons, its GPUs and the limits in effect."""
+
+    name: str
+    state: str
+    reason: str
+    reason_code: str
+    pending: str
+    waits_for: tuple[int, ...]
+    pid: Optional[int]
+    restarts: int
+    pipe_directory: str
+    log_directory: str
+    gpus: tuple[str, ...]
+    memory_limits_mib: Annotated[tuple[Optional[int], ...], "memory_limits"]
+    thread_percentage: float
+
+
+@dataclass(frozen=True)
+class Driver(Value["answers.Driver"]):
+    """The NVIDIA driver; None if it was not read."""
+
+    version: Optional[str]
+    cuda_version: Optional[str]
+
+
+@dataclass(frozen=True)
+class DeviceCounts(Value["answers.DeviceCounts"]):
+    """How many devices there are."""
+
+    total: int
+    available: int
+    unavailable: int
+    pending: int
+
+
+@dataclass(frozen=True)
+class GpuCounts(Value["answers.GpuCounts"]):
+    """How many GPUs there are."""
+
+    total: int
+    unavailable: int
+
+
+@dataclass(frozen=True)
+class StatusWarning(Value["answers.StatusWarning"]):
+    """Something that an operator must know although everything runs."""
+
+    code: str
+    text: str
+    hint: str
+
+
+@dataclass(frozen=True)
+class Status(Value["answers.Status"]):
+    """The state of the daemon, the control daemons and the devices."""
+
+    state: str
+    notice: str
+    notice_code: str
+    warnings: tuple[StatusWarning, ...]
+    version: str
+    pid: int
+    started: datetime
+    host_id: str
+    driver: Driver
+    devices: DeviceCounts
+    gpus: GpuCounts
+    domains: tuple[Domain, ...]
+
+
+@dataclass(frozen=True)
+class Event(Value["answers.Event"]):
+    """Something that changed, why, and what that means for devices and jobs."""
+
+    id: int
+    time: datetime
+    severity: str
+    kind: str
+    subject: str
+    what: str
+    cause: str
+    consequence: str
+    code: str
+
+
+@dataclass(frozen=True)
+class HolderFields(Value["answers.HolderFields"]):
+    """The holder of a lease, or of a queued request."""
+
+    pid: Optional[int]
+    uid: int
+    user: str
+    command: Optional[str]
+    name: Optional[str]
+    since: datetime
+    container: Optional[str]
+    container_id: Optional[str]
+
+
+@dataclass(frozen=True)
+class LeaseRecord(HolderFields):
+    """Devices that belong to one holder until the lease ends.
+
+    `memory_mib`, `memory_peak_mib` and `sm_utilization` (in percent) have a number for each device.
+    """
+
+    id: str
+    devices: tuple[str, ...]
+    gpus: tuple[str, ...]
+    memory_mib: Annotated[tuple[int, ...], "memory"]
+    memory_peak_mib: Annotated[tuple[Optional[int], ...], "memory_peak"]
+    sm_utilization: tuple[Optional[int], ...]
+    thread_percentage: float
+    budget_enforced: bool
+    unenforced_gpus: tuple[str, ...]
+    binding: str
+    expires: Optional[datetime]
+    cdi: Optional[str]
+    environment: Mapping[str, str] = field(hash=False)
+
+
+@dataclass(frozen=True)
+class QueuedRequest(HolderFields):
+    """A request that waits for devices."""
+
+    wants: str

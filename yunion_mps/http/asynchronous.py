@@ -1,0 +1,79 @@
+"""The client of http/client in asyncio."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from typing import TypeVar
+
+import h11
+
+from yunion_mps.http.client import Exchange, broken_off, result_of, silent, unreachable, usual_timeout_s
+from yunion_mps.http.messages import Response
+from yunion_mps.http.operations import Operation, Value
+from yunion_mps.paths import Paths
+
+T = TypeVar("T")
+
+_PIECE_BYTES = 1 << 18
+#: How long until another try if too many clients connect at once, in s.
+_CROWDED_S = 0.02
+
+
+class AsyncDaemonClient:
+    """Calls the daemon of this host over its socket."""
+
+    def __init__(self, paths: Paths) -> None:
+        self._path = paths.socket
+
+    async def call(self, operation: Operation[T], timeout_s: float | None = None, **arguments: Value) -> T:
+        """The answer; raises YunionError of the kind that the failure is. Nothing is sent twice."""
+        timeout_s = timeout_s or usual_timeout_s(operation, arguments)
+        exchange = Exchange(operation.method, operation.target(arguments))
+        # Not wait_for: until Python 3.12 it forgets a cancellation that comes with the answer.
+        answering = asyncio.ensure_future(answer_on(self._path, exchange))
+        try:
+            await asyncio.wait({answering}, timeout=timeout_s)
+            if not answering.done():
+                raise silent(self._path, timeout_s)
+            result: T = result_of(answering.result(), is_text=operation.is_text)
+            return result
+        finally:
+            answering.cancel()
+            await asyncio.gather(answering, return_exceptions=True)
+
+    async def sleep(self, delay_s: float) -> None:
+        await asyncio.sleep(delay_s)
+
+
+async def answer_on(path: str, exchange: Exchange) -> Response:
+    """The answer that comes on this socket, for which it waits for good; raises YunionError."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.settimeout(0)
+        try:
+            await _connect(connection, path)
+        except OSError as error:
+            raise unreachable(path, error) from None
+        loop = asyncio.get_running_loop()
+        try:
+            with contextlib.suppress(BrokenPipeError):  # one that is turned away can still read why
+                await loop.sock_sendall(connection, exchange.request)
+            answer = None
+            while answer is None:
+                answer = exchange.feed(await loop.sock_recv(connection, _PIECE_BYTES))
+        except (OSError, h11.ProtocolError) as error:
+            raise broken_off(path, error) from None
+        return answer
+
+
+async def _connect(connection: socket.socket, path: str) -> None:
+    while True:
+        try:
+            connection.connect(path)
+        except (
+            BlockingIOError
+        ):  # of a Unix socket, that is: others are first, and no event tells the end of it
+            await asyncio.sleep(_CROWDED_S)
+        else:
+            return
