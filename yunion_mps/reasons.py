@@ -33,10 +33,10 @@ NO_REASON = Reason()
 
 _EVENTS = "see what happened: yunion-mps events --since 1h"
 _DOCTOR = "run the diagnostics: yunion-mps doctor"
-_CLIENTS = "see whose jobs they are: yunion-mps clients"
+_CLIENTS = "see whose jobs they are: yunion-mps who --clients"
 _REPAIRED = f"repair or reset the GPU, then: yunion-mps reload; {_DOCTOR}"
 _RETRIED = f"wait for the automatic restart; {_EVENTS}"
-_END_JOB = "ask its owner, or terminate it: yunion-mps clients terminate PID"
+_END_JOB = "ask its owner, or terminate it: yunion-mps terminate PID"
 
 CODES: dict[str, ReasonCode] = {}
 
@@ -61,7 +61,7 @@ GPU_FAULT = _code(
     "reset it (nvidia-smi --gpu-reset -i {gpu}) or reboot, then: yunion-mps reload",
 )
 GPU_ERROR = _code("gpu_error", "The driver cannot use the GPU, or reports no details of it.", _REPAIRED)
-XID = _code("xid", "The driver reported a non-fatal GPU error (XID).", "check its jobs: yunion-mps clients")
+XID = _code("xid", "The driver reported a non-fatal GPU error (XID).", "check its jobs: yunion-mps who")
 MIG_ENABLED = _code(
     "mig_enabled",
     "The GPU is in MIG mode, so MPS cannot serve it as a whole.",
@@ -86,7 +86,7 @@ VGPU = _code(
 CLIENT_LIMIT = _code(
     "client_limit",
     "The GPU has almost reached the MPS client limit.",
-    "list the clients: yunion-mps clients",
+    "list the clients: yunion-mps who --clients",
 )
 DEVICE_NODES = _code(
     "device_nodes",
@@ -192,7 +192,7 @@ SERVERS_ORPHANED = _code(
 SERVER_FAILED = _code(
     "server_failed",
     "An MPS server failed, and so did its jobs.",
-    "wait for the jobs to end, then it serves again; list them: yunion-mps clients",
+    "wait for the jobs to end, then it serves again; list them: yunion-mps who --clients",
 )
 LIMITS_NOT_IN_EFFECT = _code(
     "limits_not_in_effect", "A limit was set, but a different value was read back.", _RETRIED
@@ -205,7 +205,7 @@ LIMITS_OVERWRITTEN = _code(
 LIMITS_PENDING = _code(
     "limits_pending",
     "New limits take effect once the MPS servers with the old ones have ended.",
-    "list their jobs: yunion-mps clients; drain the servers: yunion-mps reload --drain",
+    "list their jobs: yunion-mps who --clients; drain the servers: yunion-mps reload --drain",
 )
 
 # -- devices, leases and jobs

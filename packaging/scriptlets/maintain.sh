@@ -172,7 +172,7 @@ going() { # for good: the daemon restores the compute modes as it stops
 say_whose_jobs_end() {
     units=$(systemctl list-units --plain --no-legend --state=active,activating 'yunion-mps-job@*.service' | cut -d ' ' -f 1 | paste -s -d , | sed 's/,/, /g')
     [ -z "$units" ] || say "these jobs are stopped: $units"
-    jobs=$(timeout 60 "$programs/yunion-mps" clients --output csv 2>/dev/null | sed 1d | cut -d , -f 1,2) || return 0
+    jobs=$(timeout 60 "$programs/yunion-mps" who --clients --output csv 2>/dev/null | sed 1d | cut -d , -f 1,2) || return 0
     [ -n "$jobs" ] || return 0
     wait_s=$(timeout 60 "$programs/yunion-mps" config show --output csv 2>/dev/null | sed -n 's/^cuda_mps_stop_timeout_s,\([0-9]*\),.*/\1/p')
     number=$(printf '%s\n' "$jobs" | wc -l)

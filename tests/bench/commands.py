@@ -21,7 +21,7 @@ def list_lines(settings: Settings) -> Iterator[Line]:
         devices = gpus * virtual_number
         with running(gpus, virtual_number) as daemon:
             daemon.answered_ms()
-            argv = [program(daemon.host, "yunion-mps"), "list", "--limit", "0"]
+            argv = [program(daemon.host, "yunion-mps"), "isolated-device-list", "--limit", "0"]
             _check(daemon.host, argv, devices)
             steps = [
                 ("floor", partial(python_ms, daemon.host, "import click", sys.executable)),
@@ -55,7 +55,7 @@ def run_lines(settings: Settings) -> Iterator[Line]:
         rounds = Rounds("ms")
         steps = [
             ("true", partial(run_ms, [program(host, "true")], host.env)),
-            ("list", partial(run_ms, [ours, "list", "--limit", "0"], host.env)),
+            ("list", partial(run_ms, [ours, "isolated-device-list", "--limit", "0"], host.env)),
             ("run", partial(run_ms, [ours, "run", "--", "true"], host.env)),
         ]
         rounds.run(settings.rounds(40, 10), steps)

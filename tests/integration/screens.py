@@ -8,15 +8,15 @@ yunion-mps 0.1.0  HH:MM:SS  degraded  driver 535.261.03
 1 GPU; 4 devices: 3 used, 1 free; 2 leases, 1 waiting; 2 processes
 Problem: 00:06.0-1 has 6000 of 5760 MiB: PID 4260 of alice (python train.py)
 Problem: PID 4711 of mallory (./old-job) uses GPU 00:06.0 (300 MiB) without MPS…
-  do: ask its owner, or end it: yunion-mps clients terminate PID
+  do: ask its owner, or end it: yunion-mps terminate PID
 Warning: GPU 00:06.0 (Tesla P40): budgets are not enforced because it is older …
 GPU                    USED MiB  OF MiB       IN USE     PROCS        NAME
 00:06.0    ███░░░░░░░░     6300   23040       3 of 4         2        Tesla P40
 DEVICE                 USED MiB  OF MiB  SM % USER         PID  SINCE COMMAND
-00:06.0-1! ███████████     6000    5760    25 alice       4260    2 h python tr…
-00:06.0!   {BAR}      300               mallory     4711    3 h ./old-job
-00:06.0-2  {BAR}        0    5760    25 bob                 5 d job-17
-00:06.0-3  {BAR}        0    5760    25 bob                 5 d job-17
+00:06.0-1! ███████████     6000    5760    25 alice       4260     2h python tr…
+00:06.0!   {BAR}      300               mallory     4711     3h ./old-job
+00:06.0-2  {BAR}        0    5760    25 bob                  5d job-17
+00:06.0-3  {BAR}        0    5760    25 bob                  5d job-17
 00:06.0-0  {BAR}             5760    25 free
 EVENTS
 HH:MM:SS info    domain host: applying -> ready
@@ -29,16 +29,16 @@ yunion-mps 0.1.0  HH:MM:SS  degraded  driver 535.261.03
 1 GPU; 4 devices: 3 used, 1 free; 2 leases, 1 waiting; 2 processes
 Problem: 00:06.0-1 has 6000 of 5760 MiB: PID 4260 of alice (python train.py)
 Problem: PID 4711 of mallory (./old-job) uses GPU 00:06.0 (300 MiB) without MPS, so no budget limits it
-  do: ask its owner, or end it: yunion-mps clients terminate PID
+  do: ask its owner, or end it: yunion-mps terminate PID
 Warning: GPU 00:06.0 (Tesla P40): budgets are not enforced because it is older than Volta; its clients can \
 use all of i…
 GPU                                 USED MiB  OF MiB       IN USE           PROCS        NAME
 00:06.0    ██████▋░░░░░░░░░░░░░░░░░     6300   23040       3 of 4               2        Tesla P40
 DEVICE                              USED MiB  OF MiB  SM % USER               PID  SINCE COMMAND
-00:06.0-1! ████████████████████████     6000    5760    25 alice             4260    2 h python train.py
-00:06.0!   {WIDE}      300               mallory           4711    3 h ./old-job
-00:06.0-2  {WIDE}        0    5760    25 bob                       5 d job-17
-00:06.0-3  {WIDE}        0    5760    25 bob                       5 d job-17
+00:06.0-1! ████████████████████████     6000    5760    25 alice             4260     2h python train.py
+00:06.0!   {WIDE}      300               mallory           4711     3h ./old-job
+00:06.0-2  {WIDE}        0    5760    25 bob                        5d job-17
+00:06.0-3  {WIDE}        0    5760    25 bob                        5d job-17
 00:06.0-0  {WIDE}             5760    25 free
 EVENTS
 HH:MM:SS info    domain host: applying -> ready
@@ -49,7 +49,7 @@ State:    degraded
 Problem:  00:06.0-1 has 6000 of 5760 MiB: PID 4260 of alice (python train.py)
 Problem:  PID 4711 of mallory (./old-job) uses GPU 00:06.0 (300 MiB) without
           MPS, so no budget limits it
-Hint:     ask its owner, or end it: yunion-mps clients terminate PID
+Hint:     ask its owner, or end it: yunion-mps terminate PID
 Warning:  GPU 00:06.0 (Tesla P40): budgets are not enforced because it is older
           than Volta; its clients can use all of its memory and threads
 Hint:     run only jobs that stay within their budgets; find those that do not:
@@ -60,18 +60,10 @@ GPUs:     1
 Driver:   535.261.03, CUDA 12.2
 Host:     NAME, id ID
 Daemon:   0.1.0, PID N, up T
-+---------+-----------+-----------+---------+--------+------+----------+
-| GPU     | Name      | State     | Devices | In_use | Free | Used_MiB |
-+---------+-----------+-----------+---------+--------+------+----------+
-| 00:06.0 | Tesla P40 | available |       4 |      3 |    1 |     6300 |
-+---------+-----------+-----------+---------+--------+------+----------+
-(no room for Memory_MiB: use -o csv)
+GPU      NAME       STATE      DEVICES  IN USE  FREE       MEMORY USED
+00:06.0  Tesla P40  available        4       3     1  6300 / 23040 MiB
 """
 DOMAINS_80 = """\
-+--------+-------+------+------+----------------+----------------------+
-| Domain | State | PID  | GPUs | Default_limit  | Pipe_directory       |
-+--------+-------+------+------+----------------+----------------------+
-| host   | ready | 4242 |    1 | 5760 MiB, 25 % | /tmp/nvidia-mps/pipe |
-+--------+-------+------+------+----------------+----------------------+
-(no room for Restarts: use -o csv)
+DOMAIN  STATE   PID  RESTARTS  GPUS  DEFAULT LIMIT   PIPE DIRECTORY
+host    ready  4242         0     1  5760 MiB, 25 %  /tmp/nvidia-mps/pipe
 """

@@ -157,7 +157,7 @@ def test_a_server_in_fault_is_reported_with_the_process_the_kernel_names(
         events = daemon.get("/v1/events?kind=client")[1]["events"]
         fault = next(event for event in events if "FAULT" in event["what"])
         assert fault["cause"] == f"suspected: PID {client.pid}"
-        assert fault["consequence"].endswith(f"yunion-mps clients terminate {client.pid}")
+        assert fault["consequence"].endswith(f"yunion-mps terminate {client.pid}")
         assert daemon.get("/v1/clients")[1]["servers"][0]["state"] == "FAULT"
         status, answer = daemon.ask("POST", f"/v1/clients/{client.pid}/terminate")
         assert (status, answer["ended"]) == (200, True)

@@ -23,7 +23,7 @@ def divide(host: SimHost, how: str) -> None:
 
 
 def unused(host: SimHost) -> list[str]:
-    return [row[3] for row in rows(printed(host, "list", "--unused", "-o", "csv"))[1:]]
+    return [row[0] for row in rows(printed(host, "list", "--free", "-o", "csv"))[1:]]
 
 
 def lease(daemon: Daemon, query: str) -> str:

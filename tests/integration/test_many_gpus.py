@@ -77,12 +77,14 @@ def check_devices(daemon: Daemon, gpus: Sequence[SimGpu]) -> None:
 def check_listing(daemon: Daemon, gpus: Sequence[SimGpu]) -> None:
     """The command's own table has them too, and its footer counts them by pages."""
     total = sum(gpu.description.virtual_number for gpu in gpus)
-    done = daemon.host.run(["yunion-mps", "list", "--limit", "0", "--output", "csv"], check=True)
+    done = daemon.host.run(["yunion-mps", "isolated-device-list", "--output", "csv"], check=True)
     rows = list(csv.DictReader(io.StringIO(done.stdout)))
     assert [row["Addr"] for row in rows] == [
         f"{address(gpu)}-{slot}" for gpu in gpus for slot in range(gpu.description.virtual_number)
     ]
-    footer = daemon.host.run(["yunion-mps", "list", "--offset", "20"], check=True).stdout.splitlines()[-1]
+    footer = daemon.host.run(
+        ["yunion-mps", "isolated-device-list", "--offset", "20"], check=True
+    ).stdout.splitlines()[-1]
     assert footer == f"*** Total: {total} Pages: {-(-total // 20)} Limit: 20 Offset: 20 Page: 2 ***"
 
 

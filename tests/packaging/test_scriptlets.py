@@ -236,8 +236,8 @@ def test_what_is_said_is_one_line_that_steers_no_terminal(host: Host, said: str)
 def test_whose_jobs_a_removal_ends_is_said_before(host: Host) -> None:
     yunion_mps(
         host,
-        clients="PID,User,Command\n4711,alice,a,b\n4712,bob,c",
-        config="Key,Value,From\ncuda_mps_stop_timeout_s,25,host.conf:3",
+        who="pid,user,command\n4711,alice,a,b\n4712,bob,c",
+        config="key,value,from\ncuda_mps_stop_timeout_s,25,host.conf:3",
     )
     (said,) = host.good("systemd_runs() { :; }; going")
     assert said == (
@@ -245,7 +245,7 @@ def test_whose_jobs_a_removal_ends_is_said_before(host: Host) -> None:
         " PID 4711 of alice, PID 4712 of bob"
     )
     calls = host.calls()
-    assert calls.index("yunion-mps clients --output csv") < calls.index(
+    assert calls.index("yunion-mps who --clients --output csv") < calls.index(
         "systemctl stop yunion-mps-daemon.service"
     )
 

@@ -11,7 +11,7 @@ import pytest
 import yaml
 from hypothesis import HealthCheck, given, settings
 from prometheus_client.parser import text_string_to_metric_families
-from yunion_mps.cli.output import draw, notes, say, show, wrapped
+from yunion_mps.cli.output import Column, notes, say, show, table, wrapped
 from yunion_mps.doctor.host import Check, Host, problem
 from yunion_mps.doctor.report import run
 from yunion_mps.host.logs import JournalFormatter, LineFormatter
@@ -94,9 +94,10 @@ def test_tables_csv_and_lines_are_printable(capsys: pytest.CaptureFixture[str], 
     show({}, "csv", ("A", "B", "C"), rows, str)
     say(text)
     out, err = capsys.readouterr()
-    shown = (out, err, draw(("A", "B", "C"), rows), wrapped(text), notes([(text, text)]))
+    columns = [Column(name, place) for place, name in enumerate("ABC")]
+    shown = (out, err, table(columns, rows), wrapped(text), notes([(text, text)]))
     assert set().union(*map(steers, shown)) == set()
-    assert [each.count("\n") for each in shown] == [2, 1, 5, 1, 1]
+    assert [each.count("\n") for each in shown] == [2, 1, 2, 1, 1]
 
 
 @given(HOSTILE)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from yunion_mps.cli.output import draw, notes, output_option, show, show_pairs
+from yunion_mps.cli.output import Column, mib, notes, output_option, show, show_pairs, table
 from yunion_mps.cli.root import SuggestingGroup
 from yunion_mps.errors import ConfigError
 from yunion_mps.overview import count
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
 
 Json = dict[str, Any]
 
-_HEADER = ("Key", "Value", "From")
-_GPU_COLUMNS = {
-    "GPU": "addr",
-    "Name": "name",
-    "Devices": "devices",
-    "Memory_MiB": "memory_limit",
-    "Threads_%": "thread_percentage",
-    "Compute_mode": "compute_mode",
-    "Domain": "domain",
-}
-_GPU_DROP = ("Name", "Domain", "Compute_mode", "Threads_%", "Memory_MiB")
+_FIELDS = ("key", "value", "from")
+_COLUMNS = (Column("KEY", 0), Column("VALUE", 1, least=12), Column("FROM", 2, least=12))
+_GPU_COLUMNS = (
+    Column("GPU", "addr"),
+    Column("NAME", "name", least=9, drop=5),
+    Column("DEVICES", "devices", numeric=True),
+    Column("MEMORY", lambda gpu: mib(gpu["memory_limit"]), numeric=True, drop=1),
+    Column("SM %", "thread_percentage", numeric=True, drop=2),
+    Column("COMPUTE MODE", "compute_mode", drop=3),
+    Column("DOMAIN", "domain", drop=4),
+)
 
 
 @click.group("config", cls=SuggestingGroup, short_help="Show or check the configuration.")
@@ -61,7 +61,7 @@ def show_config(output: str) -> None:
         raise ConfigError(problems)
     answer = config_json(config)
     rows = _config_rows(answer)
-    show(answer, output, _HEADER, rows, lambda: draw(_HEADER, rows))
+    show(answer, output, _FIELDS, rows, lambda: table(_COLUMNS, rows))
 
 
 def config_json(config: Config) -> Json:
@@ -185,13 +185,12 @@ def _gpu_json(gpu: Gpu, plan: Plan) -> Json:
 
 
 def _plan_text(answer: Json) -> str:
-    text = "The configuration is valid:\n" + draw(_HEADER, _config_rows(answer["configuration"]))
+    text = "The configuration is valid:\n" + table(_COLUMNS, _config_rows(answer["configuration"]))
     if answer["notice"]:
         text += f"{answer['notice']}.\n"
     if not answer["gpus"]:
         return text
-    rows = [[gpu[field] for field in _GPU_COLUMNS.values()] for gpu in answer["gpus"]]
-    text += "The daemon would divide the GPUs like this:\n" + draw(list(_GPU_COLUMNS), rows, _GPU_DROP)
+    text += "The daemon would divide the GPUs like this:\n" + table(_GPU_COLUMNS, answer["gpus"])
     text += notes((gpu["addr"], _note(gpu)) for gpu in answer["gpus"])
     for domain in answer["domains"]:
         gpus = count(len(domain["gpus"]), "GPU")

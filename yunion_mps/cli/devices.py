@@ -1,19 +1,60 @@
-"""What the host has: `isolated-device-list` (in short `list`, with Cloudpods' columns), `show`, `gpus`."""
+"""What the host has: `list`, `isolated-device-list` (with Cloudpods' table), `show`, `gpus`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from yunion_mps.cli.common import call, device_argument, one_device
-from yunion_mps.cli.output import cell, draw, fields, notes, output_option, pairs, show, show_pairs
-from yunion_mps.http.operations import GET_DEVICE, GET_DEVICES, GET_GPUS, MAX_LIMIT, MAX_NUMBER
+from yunion_mps.cli.common import call, device_argument, listed_devices, one_device
+from yunion_mps.cli.output import (
+    Column,
+    cell,
+    fields,
+    mib,
+    notes,
+    output_option,
+    show,
+    show_pairs,
+    table,
+    wide_output_option,
+    wrapped,
+)
+from yunion_mps.http.operations import (
+    GET_DEVICE,
+    GET_DEVICES,
+    GET_GPUS,
+    GET_LEASES,
+    MAX_LIMIT,
+    MAX_NUMBER,
+)
+from yunion_mps.overview.holdings import ID_LENGTH, gpu_of, holder_of
 
 if TYPE_CHECKING:
-    from yunion_mps.answers import DeviceDetails, DeviceList, Gpu
+    from yunion_mps.answers import Device, DeviceDetails, DeviceList, Gpu, PcieLink
 
+Json = dict[str, Any]
+
+#: The fields of a device in CSV.
+_DEVICE_FIELDS = (
+    "addr", "model", "mps_memory_limit", "mps_memory_total", "mps_thread_percentage", "state", "reason",
+    "reason_code", "free", "lease", "budget_enforced", "gpu_uuid", "vendor_device_id", "numa_node", "id",
+)  # fmt: skip
+_DEVICES = (
+    Column("ADDRESS", "addr"),
+    Column("GPU", "model", least=9, drop=2),
+    Column("MEMORY", lambda one: mib(one["mps_memory_limit"]), numeric=True, drop=1),
+    Column("SM %", "mps_thread_percentage", numeric=True, drop=3),
+    Column("STATE", lambda one: _state(one)),
+    Column("ENFORCED", "budget_enforced", wide=True, drop=5),
+    Column("NUMA", lambda one: _numa(one["numa_node"]), numeric=True, wide=True, drop=8),
+    Column("PCIE", lambda one: _link(one["pcie_info"]), wide=True, drop=7),
+    Column("GPU UUID", "gpu_uuid", wide=True, drop=4),
+    Column("DEVICE ID", "id", wide=True, drop=6),
+    Column("LEASE", lambda one: (one["lease"] or "")[:ID_LENGTH], wide=True, drop=5),
+    Column("HOLDER", "holder"),
+)
 
 #: Cloudpods' headers, and the fields under them.
 COLUMNS = {
@@ -34,23 +75,38 @@ _DROP = (
     "Device_minor", "Index", "Host_id", "numa_node", "Vendor_device_id", "PCIE_Info", "Dev_type",
     "Device_path", "Model",
 )  # fmt: skip
+_CUT = ("ID", "Model", "Host_id", "Device_path", "PCIE_Info")
+_CLOUDPODS = [
+    Column(
+        header, field,
+        least=12 if header in _CUT else 0,
+        drop=len(_DROP) - _DROP.index(header) if header in _DROP else 0,
+    )
+    for header, field in COLUMNS.items()
+]  # fmt: skip
 #: The devices of a page, as with Cloudpods.
 _PAGE = 20
 
-_GPU_COLUMNS = {
-    "Addr": "addr",
-    "Name": "name",
-    "UUID": "uuid",
-    "Memory_MiB": "memory_total",
-    "Compute_mode": "compute_mode",
-    "Capability": "compute_capability",
-    "MIG": "mig_enabled",
-    "Devices": "devices",
-    "Enforced": "budget_enforced",
-    "State": "state",
-    "Reason": "reason",
-}
-_GPU_DROP = ("MIG", "Capability", "UUID", "Enforced", "Compute_mode", "Memory_MiB", "Name", "Devices")
+_GPU_FIELDS = (
+    "addr", "name", "uuid", "memory_total", "memory_free", "devices", "budget_enforced", "state", "reason",
+    "reason_code", "compute_mode", "compute_capability", "mig_enabled", "vendor_device_id", "numa_node",
+    "render_node", "index", "device_minor",
+)  # fmt: skip
+_GPUS = (
+    Column("ADDRESS", "addr"),
+    Column("NAME", "name", least=9, drop=2),
+    Column("MEMORY", lambda one: mib(one["memory_total"]), numeric=True),
+    Column("DEVICES", "devices", numeric=True),
+    Column("ENFORCED", lambda one: one["budget_enforced"] if one["compute_capability"] else None, drop=1),
+    Column("STATE", "state"),
+    Column("COMPUTE MODE", "compute_mode", wide=True, drop=6),
+    Column("CAPABILITY", "compute_capability", wide=True, drop=7),
+    Column("MIG", lambda one: _on(one["mig_enabled"]), wide=True, drop=8),
+    Column("NUMA", lambda one: _numa(one["numa_node"]), numeric=True, wide=True, drop=9),
+    Column("PCIE", lambda one: _link(one["pcie_info"]), wide=True, drop=10),
+    Column("INDEX", "index", numeric=True, wide=True, drop=11),
+    Column("UUID", "uuid", wide=True, drop=5),
+)
 
 # What the daemon takes, so that a wrong number is wrong usage here.
 _NUMA_NODE = click.IntRange(-1, MAX_NUMBER)
@@ -58,7 +114,68 @@ _FROM_0 = click.IntRange(0, MAX_NUMBER)
 _UP_TO = click.IntRange(0, MAX_LIMIT)
 
 
-@click.command("isolated-device-list")
+@click.command("list", short_help="List the devices, their budgets and holders.")
+@click.option(
+    "--gpu", metavar="GPU", help="Only of this GPU: its address or UUID, or the beginning of either."
+)
+@click.option("--free", is_flag=True, help="Only devices that yunion-mps run could be given now.")
+@wide_output_option
+def list_devices(gpu: str | None, free: bool, output: str) -> None:
+    """List the devices of this host, and the lease holder of each.
+
+    Processes that use a device without a lease are shown by yunion-mps who.
+
+    \b
+    Examples:
+      yunion-mps list
+      yunion-mps list --free --gpu 00:06.0
+      yunion-mps list --output wide
+      yunion-mps list --output json
+    """
+    devices = [
+        one
+        for one in listed_devices()
+        if (one["free"] or not free)
+        and (not gpu or gpu_of(one["addr"]).startswith(gpu) or one["gpu_uuid"].startswith(gpu))
+    ]
+    answer = {"isolated_devices": devices, "total": len(devices), "limit": 0, "offset": 0}
+    rows = [fields(one, _DEVICE_FIELDS) for one in devices]
+    none = "No devices match." if gpu or free else "No devices; see why: yunion-mps status"
+    show(answer, output, _DEVICE_FIELDS, rows, lambda: _devices_text(devices, none, wide=output == "wide"))
+
+
+def _devices_text(devices: list[Device], none: str, *, wide: bool) -> str:
+    """A table, and below it why devices are not available, once for each GPU."""
+    leases = {one["id"]: one for one in call(GET_LEASES)["leases"]} if devices else {}
+    records: list[Json] = [
+        {**one, "holder": holder_of(leases[one["lease"]]) if one["lease"] in leases else None}
+        for one in devices
+    ]
+    reasons = dict.fromkeys((gpu_of(one["addr"]), one["reason"]) for one in devices)
+    return table(_DEVICES, records, none=none, wide=wide) + notes(reasons)
+
+
+def _state(device: Mapping[str, Any]) -> str:
+    """`unavailable` or `pending`, as the daemon says it; else whether it is leased, or can be."""
+    if device["state"] != "available":
+        return str(device["state"])
+    return "leased" if device["lease"] else "free" if device["free"] else "no room"
+
+
+def _numa(node: int | None) -> int | None:
+    return None if node == -1 else node
+
+
+def _link(link: PcieLink | None) -> str | None:
+    """`5.0 x16`."""
+    return link and f"{link['version']} x{link['lane_width']}"
+
+
+def _on(value: bool | None) -> str | None:
+    return None if value is None else "on" if value else "off"
+
+
+@click.command("isolated-device-list", short_help="List the devices as Cloudpods does.")
 @click.option(
     "--limit",
     type=_UP_TO,
@@ -85,23 +202,22 @@ _UP_TO = click.IntRange(0, MAX_LIMIT)
 )
 @click.option("--unused", is_flag=True, help="Show only devices that yunion-mps run could get now.")
 @output_option
-def list_devices(limit: int | None, offset: int, output: str, **filters: Any) -> None:
-    """List the MPS devices of this host.
+def list_as_cloudpods(limit: int | None, offset: int, output: str, **filters: Any) -> None:
+    """List the devices of this host in the table of Cloudpods' command of this name.
 
     \b
     Examples:
       yunion-mps isolated-device-list
-      yunion-mps list
-      yunion-mps list --addr 00:06.0 --limit 0
-      yunion-mps list --unused --output json
+      yunion-mps isolated-device-list --addr 00:06.0 --limit 0
+      yunion-mps isolated-device-list --unused --output json
     """
     if limit is None:
         limit = _PAGE if output == "table" else 0
     given = {name: value for name, value in filters.items() if value is not False}
     answer = call(GET_DEVICES, limit=limit, offset=offset, **given)
-    rows = [fields(device, COLUMNS.values()) for device in answer["isolated_devices"]]
-    header = list(COLUMNS)
-    show(answer, output, header, rows, lambda: draw(header, rows, _DROP) + footer(answer))
+    devices = answer["isolated_devices"]
+    rows = [fields(device, COLUMNS.values()) for device in devices]
+    show(answer, output, list(COLUMNS), rows, lambda: table(_CLOUDPODS, devices, boxed=True) + footer(answer))
 
 
 def footer(answer: DeviceList) -> str:
@@ -133,34 +249,64 @@ def show_device(device: str, output: str) -> None:
 
 
 def _device_text(answer: DeviceDetails) -> str:
-    """A table, and below it the environment in lines that can be copied as they are."""
-    about = {name: value for name, value in answer.items() if name != "client_environment"}
-    text = draw(("Field", "Value"), pairs(about))
-    if answer["client_environment"]:
-        text += "Environment variables of a process that uses it:\n"
-    return text + "".join(f"  {name}={cell(value)}\n" for name, value in answer["client_environment"].items())
+    """What it is, and the environment in lines that can be copied as they are."""
+    unenforced = "" if answer["budget_enforced"] else " (not enforced: the GPU is older than Volta)"
+    lease = next((one for one in call(GET_LEASES)["leases"] if one["id"] == answer["lease"]), None)
+    link = answer["pcie_info"]
+    lines = {
+        "Address": answer["addr"],
+        "State": _state(answer) + (f": {answer['reason']}" if answer["reason"] else ""),
+        "Holder": lease and holder_of(lease),
+        "Lease": answer["lease"],
+        "Budget": f"{answer['mps_memory_limit']} of {answer['mps_memory_total']} MiB, "
+        f"{cell(answer['mps_thread_percentage'])} % of the SM threads{unenforced}",
+        "GPU": f"{answer['model'] or 'unknown'} ({gpu_of(answer['addr'])})",
+        "GPU UUID": answer["gpu_uuid"],
+        "PCI IDs": answer["vendor_device_id"],
+        "PCIe": link and f"{_link(link)}, {link['transfer_rate_per_lane']} per lane, {link['throughput']}",
+        "NUMA node": _numa(answer["numa_node"]),
+        "Domain": answer["domain"],
+        "Device ID": answer["id"],
+        "Host ID": answer["host_id"],
+    }
+    return described(lines) + environment_text(answer["client_environment"])
 
 
-@click.command("gpus")
-@output_option
+def described(lines: Mapping[str, object]) -> str:
+    """`Name:  value` lines, the values below each other; a dash stands for what is not known."""
+    indent = max(map(len, lines)) + 3
+    return "".join(
+        wrapped(f"{name + ':':{indent}}{cell(value) or '-'}", indent) for name, value in lines.items()
+    )
+
+
+def environment_text(environment: Mapping[str, str]) -> str:
+    """The variables below a heading; nothing if there are none."""
+    lines = (f"  {name}={cell(value)}\n" for name, value in environment.items())
+    return "Environment variables of a process that uses it:\n" + "".join(lines) if environment else ""
+
+
+@click.command("gpus", short_help="List the GPUs.")
+@wide_output_option
 def list_gpus(output: str) -> None:
-    """List the NVIDIA GPUs of this host.
+    """List the NVIDIA GPUs of this host, and why those that are not available are not.
 
     \b
     Examples:
       yunion-mps gpus
+      yunion-mps gpus --output wide
       yunion-mps gpus --output csv
     """
     answer = call(GET_GPUS)
-    rows = [fields(gpu, _GPU_COLUMNS.values()) for gpu in answer["gpus"]]
-    show(answer, output, list(_GPU_COLUMNS), rows, lambda: _gpus_text(answer["gpus"]))
+    gpus = answer["gpus"]
+    rows = [fields(gpu, _GPU_FIELDS) for gpu in gpus]
+    show(answer, output, _GPU_FIELDS, rows, lambda: _gpus_text(gpus, wide=output == "wide"))
 
 
-def _gpus_text(gpus: list[Gpu]) -> str:
+def _gpus_text(gpus: list[Gpu], *, wide: bool) -> str:
     """A table, and below it the reasons, which no column has room for."""
-    header = [name for name in _GPU_COLUMNS if name != "Reason"]
-    rows = [fields(gpu, (_GPU_COLUMNS[name] for name in header)) for gpu in gpus]
-    return draw(header, rows, _GPU_DROP) + notes((gpu["addr"], gpu["reason"]) for gpu in gpus) + pools(gpus)
+    text = table(_GPUS, gpus, none="No GPUs.", wide=wide)
+    return text + notes((gpu["addr"], gpu["reason"]) for gpu in gpus) + pools(gpus)
 
 
 def pools(gpus: Iterable[Gpu]) -> str:

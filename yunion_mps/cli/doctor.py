@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from yunion_mps.doctor.host import Finding
     from yunion_mps.doctor.report import Report
 
-_HEADER = ("Level", "Check", "What", "Hint")
+_HEADER = ("level", "check", "what", "hint")
 _INDENT = 12
 #: More findings of a check than these, as of 64 GPUs, would push the other checks off the screen.
 _MAX_ALIKE = 3

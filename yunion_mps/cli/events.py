@@ -26,7 +26,7 @@ from yunion_mps.http.operations import EVENT_KINDS, GET_EVENTS, MAX_EVENTS
 if TYPE_CHECKING:
     from yunion_mps.answers import Event
 
-COLUMNS = ("Time", "Severity", "Kind", "Subject", "What", "Cause", "Consequence", "Code")
+FIELDS = ("time", "severity", "kind", "subject", "what", "cause", "consequence", "code")
 
 _NEWEST = 100
 _NEWEST_TO_FOLLOW = 10
@@ -73,7 +73,7 @@ def show_events(follow: bool, since: int | None, kind: str | None, limit: int | 
     if follow:
         _follow(answer, kind, output)
     rows = [_row(event) for event in answer["events"]]
-    show(answer, output, COLUMNS, rows, lambda: _whole_text(answer["events"], limit or default))
+    show(answer, output, FIELDS, rows, lambda: _whole_text(answer["events"], limit or default))
 
 
 def _whole_text(events: list[Event], limit: int) -> str:
@@ -98,7 +98,7 @@ def _text(events: list[Event]) -> str:
 
 def _row(event: Event) -> list[object]:
     values: Mapping[str, object] = event
-    texts = ("; ".join(str(values[name.lower()]).splitlines()) for name in COLUMNS[1:])
+    texts = ("; ".join(str(values[name]).splitlines()) for name in FIELDS[1:])
     return [event["time"], *texts]
 
 
@@ -120,7 +120,7 @@ def _print(events: list[Event], output: str, *, begin: bool = False) -> None:
     elif output == "csv" and not begin:
         sys.stdout.write(csv_rows([_row(event) for event in events]))
     else:
-        show(events, output, COLUMNS, [_row(event) for event in events], lambda: _text(events))
+        show(events, output, FIELDS, [_row(event) for event in events], lambda: _text(events))
     sys.stdout.flush()
 
 

@@ -10,12 +10,22 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from yunion_mps.cli.common import Duration, call, complete_device, complete_gpu, complete_lease, daemon
-from yunion_mps.cli.output import output_option, say, show_pairs
+from yunion_mps.cli.output import (
+    date_and_time,
+    fields,
+    output_option,
+    say,
+    show,
+    show_pairs,
+    wide_output_option,
+    wrapped,
+)
 from yunion_mps.cli.root import SuggestingGroup
 from yunion_mps.client.taking import take as take_from
 from yunion_mps.client.transport import Blocking, finish
 from yunion_mps.http.operations import (
     END_LEASE,
+    GET_LEASES,
     MAX_DEVICES,
     MAX_MIB,
     MAX_TTL_S,
@@ -179,6 +189,7 @@ def lease_group() -> None:
     \b
     Examples:
       yunion-mps lease take job-17 --ttl 1h --output json
+      yunion-mps lease list
       yunion-mps lease renew job-17
       yunion-mps lease release job-17
     """
@@ -205,8 +216,44 @@ def take_lease(name: str, wanted: Json, wait_s: int, ttl: int, output: str) -> N
             "and is at most 100 characters long."
         )
     lease = take({**wanted, "name": name, "ttl": ttl}, wait_s)
-    show_pairs(dict(lease), output)
+    from yunion_mps.cli.leases import lease_text  # here and below: no command that is run waits for it
+
+    show_pairs(lease, output, lambda: lease_text(lease))
     warn_of_limits(lease["unenforced_gpus"])
+
+
+@lease_group.command("list", short_help="List the leases.")
+@wide_output_option
+def list_leases(output: str) -> None:
+    """List the leases of all users, with their devices, budgets and holders, and the requests that wait.
+
+    \b
+    Examples:
+      yunion-mps lease list
+      yunion-mps lease list --output wide
+    """
+    from yunion_mps.cli.leases import FIELDS, leases_text
+
+    answer = call(GET_LEASES)
+    rows = [fields(one, FIELDS) for one in answer["leases"]]
+    show(answer, output, FIELDS, rows, lambda: leases_text(answer, wide=output == "wide"))
+
+
+@lease_group.command("show", short_help="Show one lease in detail.")
+@click.argument("lease", shell_complete=complete_lease)
+@output_option
+def show_lease(lease: str, output: str) -> None:
+    """Show one lease and the environment of its job. LEASE is its name, its id, or a unique prefix of the id.
+
+    \b
+    Examples:
+      yunion-mps lease show job-17
+      yunion-mps lease show 7c1f0e7a
+    """
+    from yunion_mps.cli.leases import lease_text, one_of
+
+    found = one_of(call(GET_LEASES), _one_lease(lease))
+    show_pairs(found, output, lambda: lease_text(found))
 
 
 @lease_group.command("renew", short_help="Renew a lease.")
@@ -222,7 +269,10 @@ def renew_lease(lease: str, output: str) -> None:
       yunion-mps lease renew job-17
     """
     renewed = call(RENEW_LEASE, lease=_one_lease(lease))
-    show_pairs(renewed, output)
+    from yunion_mps.cli.leases import in_words
+
+    until = f" until {date_and_time(renewed['expires'])}" if renewed["expires"] else ""
+    show_pairs(renewed, output, lambda: wrapped(in_words(renewed, f"renewed{until}.")))
 
 
 @lease_group.command("release", short_help="End a lease.")
@@ -240,7 +290,10 @@ def release_lease(lease: str, output: str) -> None:
       yunion-mps lease release 7c1f0e7a
     """
     ended = call(END_LEASE, lease=_one_lease(lease))
-    show_pairs(ended, output)
+    from yunion_mps.cli.leases import in_words
+
+    devices = ", ".join(ended["devices"])
+    show_pairs(ended, output, lambda: wrapped(in_words(ended, f"released: {devices}.")))
 
 
 def _one_lease(lease: str) -> str:

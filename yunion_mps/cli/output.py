@@ -1,6 +1,6 @@
 """What commands print: an answer as a table for people, or as JSON, YAML or CSV for programs (`--output`).
 
-Tables are drawn as Cloudpods' own command draws them: whole in a pipe, fitted to the width of a terminal.
+Tables are whole in a pipe, and fitted to the width of a terminal.
 """
 
 from __future__ import annotations
@@ -8,9 +8,9 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar, Union
 
 import click
 
@@ -20,22 +20,43 @@ from yunion_mps.times import seconds
 
 FORMATS = ("table", "json", "yaml", "csv")
 
-#: Cells up to this length are never cut, longer ones (UUIDs, paths, reasons) down to the shorter one.
-_SHORT_CELL = 20
-_CUT_CELL = 12
-_UNITS_S = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
-
 Row = Sequence[object]
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def output_option(function: F) -> F:
+#: What a record has in a column: its key in the record, or what makes it of the record.
+Value = Union[str, int, Callable[[Any], object]]
+
+
+class Column(NamedTuple):
+    """A column of a table, and what happens to it if the terminal is too narrow; `wide` ones need `-o wide`.
+
+    Cells are cut, the longest first, but not below `least`; without that, they are never cut. If that is not
+    enough, `short` makes the cells instead of `value`, and then the columns with `drop` are left out, the
+    highest first, as long as that is necessary.
+    """
+
+    header: str
+    value: Value
+    numeric: bool = False
+    least: int = 0
+    drop: int = 0
+    wide: bool = False
+    short: Value | None = None
+
+
+def output_option(function: F, formats: Sequence[str] = FORMATS) -> F:
     """Give a command the option `--output`."""
     option = click.option(
-        "-o", "--output", type=click.Choice(FORMATS), default="table", metavar="FORMAT",
-        help=f"Output format: {', '.join(FORMATS)}. Default: table.",
+        "-o", "--output", type=click.Choice(formats), default="table", metavar="FORMAT",
+        help=f"Output format: {', '.join(formats)}. Default: table.",
     )  # fmt: skip
     return option(function)
+
+
+def wide_output_option(function: F) -> F:
+    """Give a command the option `--output`, with the format `wide`: a table with all columns."""
+    return output_option(function, (FORMATS[0], "wide", *FORMATS[1:]))
 
 
 def fields(answer: Mapping[str, object], names: Iterable[str]) -> list[object]:
@@ -62,10 +83,9 @@ def show(
     sys.stdout.write(text)
 
 
-def show_pairs(value: Mapping[str, object], output: str, table: Callable[[], str] | None = None) -> None:
+def show_pairs(value: Mapping[str, object], output: str, table: Callable[[], str]) -> None:
     """As `show`, for an answer that is one thing and no list."""
-    header, rows = ("Field", "Value"), pairs(value)
-    show(value, output, header, rows, table or (lambda: draw(header, rows)))
+    show(value, output, ("field", "value"), pairs(value), table)
 
 
 def as_json(value: object, **layout: Any) -> str:
@@ -91,13 +111,15 @@ def csv_rows(rows: Iterable[Row]) -> str:
 
 
 def cell(value: object) -> str:
-    """A value as a cell: empty if unknown, JSON if it has parts, and without control characters."""
+    """The value without control characters: nothing if unknown, texts with commas, other parts as JSON."""
     if value is None:
         return ""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, float):
         return str(value).removesuffix(".0")
+    if isinstance(value, list) and all(isinstance(one, str) for one in value):
+        return printable(",".join(value))
     if isinstance(value, (dict, list)):
         return as_json(value, separators=(",", ":"))
     return printable(str(value))
@@ -118,35 +140,46 @@ def pairs(value: Mapping[str, object], prefix: str = "") -> list[tuple[str, obje
     return found
 
 
-def draw(
-    header: Sequence[str], rows: Sequence[Row], drop: Sequence[str] = (), numbers: Collection[str] = ()
+def table(
+    columns: Iterable[Column],
+    records: Sequence[Any],
+    *,
+    none: str = "",
+    wide: bool = False,
+    boxed: bool = False,
 ) -> str:
-    """A bordered table, with the cells of the columns of `numbers` on the right.
+    """The records below the columns' headers; the text `none` if there are no records.
 
-    On too narrow a terminal the columns of `drop` give way first, then long cells, then all of them.
+    What is not known is a dash; `boxed`, which has borders, leaves it empty.
     """
+    if none and not records:
+        return wrapped(none)
+    unknown, between, around = ("", 3, 4) if boxed else ("-", 2, 0)
     width = terminal_size()[0]
-    texts = [[cell(value) for value in row] for row in rows]
-    columns = list(range(len(header)))
-    widths = [max([len(name), *(columns_of(row[i]) for row in texts)]) for i, name in enumerate(header)]
-    hidden = []
-    for name in drop:
-        least = sum(_least(header[i], widths[i]) + 3 for i in columns) + 1
-        if not width or least <= width:
-            break
-        index = header.index(name)
-        if index in columns:
-            columns.remove(index)
-            hidden.append(name)
+    cells = {
+        one: [_of(one.value, record) or unknown for record in records]
+        for one in columns
+        if wide or not one.wide
+    }
+    if width and _taken(_least(_widths(cells)), between) + around > width:
+        for one in cells:
+            if one.short is not None:
+                cells[one] = [_of(one.short, record) or unknown for record in records]
+    widths = _widths(cells)
     if width:
-        _shrink(widths, {i: _least(header[i], widths[i]) for i in columns}, width)
-        _shrink(widths, dict.fromkeys(columns, 1), width)
-    border = "+" + "+".join("-" * (widths[i] + 2) for i in columns) + "+"
-    lines = [border, f"| {' | '.join(fit(header[i], widths[i]) for i in columns)} |", border]
-    for row in texts:
-        cells = [fit(row[i], widths[i], to_the_right=header[i] in numbers) for i in columns]
-        lines.append(f"| {' | '.join(cells)} |")
-    lines.append(border)
+        _narrow(widths, width - around, between)
+    header = [fit(one.header, widths[one], to_the_right=one.numeric) for one in widths]
+    rows = (
+        [fit(cells[one][i], widths[one], to_the_right=one.numeric) for one in widths]
+        for i in range(len(records))
+    )
+    if boxed:
+        border = "+" + "+".join("-" * (taken + 2) for taken in widths.values()) + "+"
+        lines = [f"| {' | '.join(row)} |" for row in (header, *rows)]
+        lines = [border, lines[0], border, *lines[1:], border]
+    else:
+        lines = ["  ".join(row).rstrip() for row in (header, *rows)]
+    hidden = [one.header for one in cells if one not in widths]
     if hidden:
         names = f"(no room for {', '.join(hidden)}: use -o csv)"
         few = f"(no room for {len(hidden)} columns: use -o csv)"
@@ -154,17 +187,39 @@ def draw(
     return "\n".join(lines) + "\n"
 
 
-def _shrink(widths: list[int], least: Mapping[int, int], width: int) -> None:
-    """Take from the widest column of `least` until all fit, or none can give more."""
-    while sum(widths[i] + 3 for i in least) + 1 > width:
-        able = [i for i in least if widths[i] > least[i]]
+def _of(value: Value, record: Any) -> str:
+    found = value(record) if callable(value) else record[value]
+    return ("yes" if found else "no") if isinstance(found, bool) else cell(found)
+
+
+def _widths(cells: Mapping[Column, Sequence[str]]) -> dict[Column, int]:
+    return {one: max(map(columns_of, (one.header, *texts))) for one, texts in cells.items()}
+
+
+def _taken(widths: Mapping[Column, int], between: int) -> int:
+    return sum(widths.values()) + between * (len(widths) - 1)
+
+
+def _least(widths: Mapping[Column, int]) -> dict[Column, int]:
+    """The widths down to which the columns can be cut."""
+    return {
+        one: min(taken, max(one.least, columns_of(one.header))) if one.least else taken
+        for one, taken in widths.items()
+    }
+
+
+def _narrow(widths: dict[Column, int], room: int, between: int) -> None:
+    """Leave columns out and make others narrower until they fit, or none can give way any more."""
+    least = _least(widths)
+    for one in sorted(widths, key=lambda one: -one.drop):
+        if not one.drop or _taken(least, between) <= room:
+            break
+        del widths[one], least[one]
+    while _taken(widths, between) > room:
+        able = [one for one in widths if widths[one] > least[one]]
         if not able:
-            return
-        widths[max(able, key=lambda i: widths[i])] -= 1
-
-
-def _least(name: str, width: int) -> int:
-    return width if width <= _SHORT_CELL else max(len(name), _CUT_CELL)
+            break
+        widths[max(able, key=lambda one: widths[one])] -= 1
 
 
 def notes(entries: Iterable[tuple[str, str]]) -> str:
@@ -243,15 +298,29 @@ def fit(text: str, width: int, *, utf8: bool | None = None, to_the_right: bool =
     return kept + mark + " " * (width - 1 - columns_of(kept)) if width > 0 else ""
 
 
-def duration(seconds: float, parts: int = 2) -> str:
-    """Seconds in the largest units: `3 d 4 h`, and of one part `3 d`."""
-    left = max(0, int(seconds))
-    found = []
-    for size, name in _UNITS_S:
-        if left >= size:
-            found.append(f"{left // size} {name}")
-            left %= size
-    return " ".join(found[:parts]) or "0 s"
+def age(duration_s: float) -> str:
+    """How long: `42s`, `5m`, `2h10m`, `4d2h`; from ten days on without hours."""
+    whole = max(0, int(duration_s))
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m"
+    (first, unit), (second, smaller) = (
+        ((whole // 3600, "h"), (whole // 60 % 60, "m"))
+        if whole < 86400
+        else ((whole // 86400, "d"), (whole // 3600 % 24, "h"))
+    )
+    return f"{first}{unit}" + (f"{second}{smaller}" if second and (unit == "h" or first < 10) else "")
+
+
+def age_of(moment: str | None) -> str | None:
+    """How long ago a time of the API was; None if it is not known."""
+    return None if moment is None else age(time.time() - seconds(moment))
+
+
+def mib(number: float | None) -> str | None:
+    """`5760 MiB`; None if it is not known."""
+    return None if number is None else f"{number} MiB"
 
 
 def date_and_time(moment: str) -> str:

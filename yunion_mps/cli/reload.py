@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from yunion_mps.cli.clients import clients_table
 from yunion_mps.cli.common import Duration, call, confirm, daemon, refuse_unattended
-from yunion_mps.cli.output import draw, fields, notes, output_option, say, show
+from yunion_mps.cli.output import Column, fields, notes, output_option, say, show, table
+from yunion_mps.cli.who import clients_table
 from yunion_mps.client.taking import Patience
 from yunion_mps.client.transport import Blocking, finish
 from yunion_mps.errors import YunionError
@@ -32,8 +32,14 @@ if TYPE_CHECKING:
     from yunion_mps.answers import ChangeList, MpsClient, Status
 
 
-COLUMNS = ("Kind", "Subject", "Before", "After", "Effect")
-#: The effect of a change that nothing keeps waiting.
+_FIELDS = ("kind", "subject", "before", "after", "effect")
+_COLUMNS = (
+    Column("KIND", "kind", drop=1),
+    Column("SUBJECT", "subject"),
+    Column("BEFORE", "before", least=20),
+    Column("AFTER", "after", least=20),
+    Column("EFFECT", lambda change: "at once" if change["at_once"] else "later"),
+)
 
 _POLL_S = 0.5
 _PATIENCE_S, _REEXEC_PATIENCE_S = 60.0, 120.0
@@ -59,22 +65,20 @@ def plan(output: str) -> None:
     answer = call(GET_PLAN)
     is_empty = not answer["changes"]
     title = "A reload would change nothing." if is_empty else "A reload would make these changes:"
-    show(answer, output, COLUMNS, _rows(answer), lambda: _text(title, answer))
+    show(answer, output, _FIELDS, _rows(answer), lambda: _text(title, answer))
 
 
 def _rows(answer: ChangeList) -> list[list[object]]:
-    return [fields(change, map(str.lower, COLUMNS)) for change in answer["changes"]]
+    return [fields(change, _FIELDS) for change in answer["changes"]]
 
 
 def _text(title: str, answer: ChangeList) -> str:
     """A table of the changes, below it what has to wait, and what each domain waits for already."""
-    table = ""
-    if answer["changes"]:
-        table = draw(COLUMNS, [[value or "nothing" for value in row] for row in _rows(answer)], ("Effect",))
+    text = table(_COLUMNS, answer["changes"]) if answer["changes"] else ""
     late = [change for change in answer["changes"] if not change["at_once"]]
-    table += notes((f"{change['kind']} {change['subject']}", change["effect"]) for change in late)
+    text += notes((f"{change['kind']} {change['subject']}", change["effect"]) for change in late)
     pending = "".join(f"Pending:  {one['domain']}: {one['pending']}\n" for one in answer["pending"])
-    return f"{title}\n{table}{pending}"
+    return f"{title}\n{text}{pending}"
 
 
 @click.command("reload", short_help="Apply the changed configuration.")
@@ -114,7 +118,7 @@ def reload(drain: bool, now: bool, timeout: int | None, yes: bool, output: str) 
         refuse_unattended(yes)
         _confirm_end_of_jobs(yes)
     answer = call(RELOAD, drain=drain, now=now)
-    show(answer, output, COLUMNS, _rows(answer), lambda: _reloaded_text(answer, waits=drain or now))
+    show(answer, output, _FIELDS, _rows(answer), lambda: _reloaded_text(answer, waits=drain or now))
     sys.stdout.flush()
     status = _wait(timeout or (None if drain else _NOW_S)) if drain or now else call(GET_STATUS)
     if version_mismatch(status):
@@ -127,7 +131,9 @@ def _reloaded_text(answer: ChangeList, *, waits: bool) -> str:
     for_leases = {bool(one.get("leases")) for one in answer["pending"]}
     text = _text(title, answer)
     if False in for_leases and not waits:
-        text += "List the jobs it waits for: yunion-mps clients; wait for them: --drain; end them: --now\n"
+        text += (
+            "List the jobs it waits for: yunion-mps who --clients; wait for them: --drain; end them: --now\n"
+        )
     return text + ("See who holds the leases: yunion-mps who\n" if True in for_leases else "")
 
 

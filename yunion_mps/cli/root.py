@@ -27,17 +27,17 @@ SECTIONS = {
     },
     "Devices and GPUs": {
         "list": ("devices", "list_devices"),
-        "isolated-device-list": ("devices", "list_devices"),
+        "isolated-device-list": ("devices", "list_as_cloudpods"),
         "show": ("devices", "show_device"),
         "gpus": ("devices", "list_gpus"),
     },
     "Monitor and troubleshoot": {
         "status": ("status", "status"),
-        "who": ("status", "who"),
+        "who": ("who", "who"),
         "top": ("top", "top"),
-        "clients": ("clients", "clients_group"),
         "events": ("events", "show_events"),
         "doctor": ("doctor", "doctor"),
+        "terminate": ("terminate", "terminate"),
     },
     "Configure": {
         "config": ("config", "config_group"),

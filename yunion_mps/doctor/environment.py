@@ -37,7 +37,7 @@ class Subject(NamedTuple):
 def of_process(host: Host, pid: int) -> Findings:
     """The environment that the process was started with, and what it sees of the host."""
     if not os.path.exists(f"/proc/{pid}"):
-        return [problem(f"there is no process {pid}", "list the clients with: yunion-mps clients")]
+        return [problem(f"there is no process {pid}", "list the clients with: yunion-mps who --clients")]
     if not os.access(f"/proc/{pid}/environ", os.R_OK):
         return [skipped(f"you may not look at PID {pid}", "run it as root, or as the user that it runs as")]
     subject = Subject(f"PID {pid} ({name_of(pid) or command_of(pid)})", environment_of(pid), pid)

@@ -276,10 +276,10 @@ def client_limit(host: Host) -> Findings:
         counts.append((number, limit))
         if number >= limit:
             what = f"GPU {gpu.address} has {number} clients, and MPS allows {limit}: the next one is refused"
-            yield problem(what, "end some (yunion-mps clients), or give each job fewer processes")
+            yield problem(what, "end some (yunion-mps who --clients), or give each job fewer processes")
         elif number >= limit * _NEARLY:
             what = f"GPU {gpu.address} has {number} clients of the {limit} that MPS allows"
-            yield warning(what, "see who they are: yunion-mps clients")
+            yield warning(what, "see who they are: yunion-mps who --clients")
     if not counts:
         raise SkipError
     if all(number < limit * _NEARLY for number, limit in counts):

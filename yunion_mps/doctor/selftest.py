@@ -28,7 +28,7 @@ _OVER_MIB = 64
 #: What an error of CUDA's means here (cuda.h), and what to do.
 _MEANINGS = {
     -1: ("there is no CUDA driver library", "install the driver's libraries: see the check `programs`"),
-    2: ("no memory is left within the budget", "see who uses the GPU: yunion-mps clients"),
+    2: ("no memory is left within the budget", "see who uses the GPU: yunion-mps who"),
     46: ("the GPU is busy or unavailable", "see who uses it outside MPS: nvidia-smi, and the compute mode"),
     100: ("no GPU is there for it", "see: yunion-mps gpus; nvidia-smi -L"),
     101: ("CUDA_VISIBLE_DEVICES names no GPU", "see: yunion-mps gpus"),
@@ -37,8 +37,11 @@ _MEANINGS = {
     804: ("libcuda's compatibility package does not fit this GPU", "remove cuda-compat from LD_LIBRARY_PATH"),
     805: ("its MPS server was not reached", "see the checks `control daemon`, `MPS servers` and `/dev/shm`"),
     806: ("its MPS server did not answer", "see the log directory's server.log"),
-    807: ("the MPS server is not ready", "after a fault it waits for its clients' end: yunion-mps clients"),
-    808: ("MPS has no room for another client", "see: yunion-mps clients"),
+    807: (
+        "the MPS server is not ready",
+        "after a fault it waits for its clients' end: yunion-mps who",
+    ),
+    808: ("MPS has no room for another client", "see: yunion-mps who --clients"),
     809: ("MPS has no connection left", "lower CUDA_DEVICE_MAX_CONNECTIONS, or run fewer clients"),
 }
 _OTHER_ERROR = ("a CUDA program failed", "see the log directory's server.log")
@@ -73,7 +76,7 @@ def _tested(host: Host, device: DeviceDetails) -> Finding:
     answer = _answer(device["client_environment"], over_mib, timeout_s)
     if answer is None:
         what = f"{addr}: a CUDA program was not served within {timeout_s:g} s"
-        hint = "see whether it waits for other jobs (yunion-mps clients), and the control daemon's log"
+        hint = "see whether it waits for other jobs (yunion-mps who --clients), and the control daemon's log"
         return problem(what, hint)
     if "code" in answer:
         means, hint = _MEANINGS.get(answer["code"], _OTHER_ERROR)

@@ -65,7 +65,7 @@ def terminate(program: str, plan: DomainPlan, server: int, client: int) -> bool:
     if not answer or answer[-1].strip() != "0":
         words = "; ".join(answer) or "nothing"
         what = f"its MPS server (PID {server}) refused to let go of it (the control daemon's answer: {words})"
-        raise ControlError(what, "to end it all the same: yunion-mps clients terminate --force")
+        raise ControlError(what, "to end it all the same: yunion-mps terminate --force")
     return True
 
 

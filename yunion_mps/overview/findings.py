@@ -29,8 +29,8 @@ _DOMAIN_HINTS = {
     "applying": f"wait a moment; {_EVENTS}",
     "backoff": f"wait for the automatic restart; {_EVENTS}",
     "failed": "correct the cause; it is retried every minute, or at once with: yunion-mps reload",
-    "wedged": "list its jobs: yunion-mps clients; once they have ended, it restarts automatically",
-    "stopping": "list the jobs it waits for: yunion-mps clients; end one: yunion-mps clients terminate PID",
+    "wedged": "list its jobs: yunion-mps who --clients; once they have ended, it restarts automatically",
+    "stopping": "list the jobs it waits for: yunion-mps who --clients; end one: yunion-mps terminate PID",
 }
 
 
@@ -139,7 +139,12 @@ def all_findings(
 ) -> list[HostFinding]:
     """All findings, worst first."""
     found = [*of_status(status, gpus), *of_uses(held, clients), *of_leases(leases, status, gpus)]
-    return sorted(found, key=lambda one: (NOTICE, PROBLEM, WARNING, PENDING).index(one.kind))
+    return worst_first(found)
+
+
+def worst_first(findings: Iterable[HostFinding]) -> list[HostFinding]:
+    """The findings by their kind, notices and problems before warnings."""
+    return sorted(findings, key=lambda one: (NOTICE, PROBLEM, WARNING, PENDING).index(one.kind))
 
 
 def folded(findings: Sequence[HostFinding], most: int = 3) -> list[HostFinding]:

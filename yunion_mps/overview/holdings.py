@@ -123,6 +123,32 @@ def in_container(container: str | None, command: str) -> str:
     return f"{container}: {command}" if container else command
 
 
+def holder_of(lease: LeaseRecord) -> str:
+    """`alice (PID 4260)`, `alice (trainer)`, `bob (job-17)`: the user, and the process, container or name."""
+    process = f"PID {lease['pid']}" if lease["pid"] else ""
+    return f"{lease['user']} ({lease['name'] or lease['container'] or process})"
+
+
+def folded_addresses(addresses: Sequence[str]) -> str:
+    """`00:06.0-2,3`, `00:06.0-0..7`: the devices of each GPU in short."""
+    slots: dict[str, list[str]] = {}
+    for address in addresses:
+        slots.setdefault(gpu_of(address), []).append(address.rpartition("-")[2])
+    return ",".join(f"{gpu}-{_folded(found)}" for gpu, found in slots.items())
+
+
+def _folded(slots: Sequence[str]) -> str:
+    """`2,3`, `0..7`: three and more in a row are a range; a pool's `m1` stands as it is."""
+    rows: list[list[str]] = []
+    for slot in slots:
+        last = rows[-1][-1] if rows else ""
+        if last.isdigit() and slot.isdigit() and int(slot) == int(last) + 1:
+            rows[-1].append(slot)
+        else:
+            rows.append([slot])
+    return ",".join(f"{row[0]}..{row[-1]}" if len(row) > 2 else ",".join(row) for row in rows)
+
+
 def gpu_of(address: str) -> str:
     """The address of the GPU that a device is a share of."""
     return address.rpartition("-")[0]

@@ -190,7 +190,7 @@ class XidAnalyzer:
                     server["domain"],
                     f"MPS server (PID {server['pid']}) is in state {FAULT}",
                     cause,
-                    f"{means}: yunion-mps clients{end}",
+                    f"{means}: yunion-mps who --clients{end}",
                     reasons.SERVER_FAILED,
                 )
 
@@ -204,7 +204,7 @@ def _find(listed: answers.ClientList, pid: int) -> answers.MpsClient | answers.W
     for one in found:
         if one["pid"] == pid:
             return one
-    raise NotFoundError(f"PID {pid} is no client of MPS", "list the clients with: yunion-mps clients")
+    raise NotFoundError(f"PID {pid} is no client of MPS", "list the clients with: yunion-mps who --clients")
 
 
 async def _has_ended(process: Process) -> bool:

@@ -13,7 +13,7 @@ import struct
 import subprocess
 import sys
 import termios
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -42,8 +42,11 @@ class Done(NamedTuple):
 class Cli:
     """Runs yunion-mps on a host with this root, and perhaps a server."""
 
-    def __init__(self, root: str, host: ServerHost | None = None) -> None:
+    def __init__(
+        self, root: str, host: ServerHost | None = None, program: Sequence[str] = (PROGRAM,)
+    ) -> None:
         self.root = root
+        self._program = program
         self._host = host
         self.env = {**os.environ, "YUNION_MPS_ROOT": root, "LC_ALL": "C.UTF-8", "COLUMNS": "80"}
         self.env.pop("YUNION_MPS_DEVICE", None)
@@ -56,7 +59,9 @@ class Cli:
 
     def start(self, *arguments: str, **options: Any) -> subprocess.Popen[str]:
         settings: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "env": self.env}
-        return subprocess.Popen([PROGRAM, *arguments], text=True, encoding="utf-8", **{**settings, **options})
+        return subprocess.Popen(
+            [*self._program, *arguments], text=True, encoding="utf-8", **{**settings, **options}
+        )
 
     def __call__(self, *arguments: str, **options: Any) -> Done:
         with self.start(*arguments, **options) as process:

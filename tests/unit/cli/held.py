@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
-
-from yunion_mps.times import rfc3339
 
 from unit.http.by_hand import CLIENT, LEASE, WAITER, clients
 from unit.http.server_host import ServerHost
@@ -53,8 +50,3 @@ def busy(host: ServerHost, since: str = LEASE["since"]) -> None:
     over, idle, waiting = ({**one, "since": since} for one in (LEASE, TWO, CAROL))
     hold(host, over, idle, waiting=(waiting,))
     host.clients.found = clients(OVER, {**OUTSIDE_MPS, "started": since})
-
-
-def long_ago() -> str:
-    """A time that is shown as 4 d 2 h; also by a command that runs minutes later."""
-    return rfc3339(time.time() - (4 * 24 + 2.5) * 3600)

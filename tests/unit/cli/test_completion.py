@@ -49,12 +49,11 @@ def with_program(cli: Cli) -> dict[str, str]:
         ("yunion-mps st", ["status"]),
         ("yunion-mps is", ["isolated-device-list"]),
         ("yunion-mps ", [name for section in SECTIONS.values() for name in section]),
-        ("yunion-mps clients ", ["terminate"]),
         ("yunion-mps events --kind c", ["compute_mode", "configuration", "client"]),
         ("yunion-mps reload --", ["--drain", "--now", "--timeout", "--yes", "--output", "--help"]),
         ("yunion-mps config ", ["show", "check"]),
-        ("yunion-mps list --of", ["--offset"]),
-        ("yunion-mps list --output ", ["table", "json", "yaml", "csv"]),
+        ("yunion-mps isolated-device-list --of", ["--offset"]),
+        ("yunion-mps list --output ", ["table", "wide", "json", "yaml", "csv"]),
         ("yunion-mps show ", ["00:06.0-0", "00:06.0-1", "00:06.0-2", "00:06.0-3"]),
         ("yunion-mps show 00:06.0-2", ["06.0-2"]),
         ("yunion-mps show x", []),
@@ -62,7 +61,7 @@ def with_program(cli: Cli) -> dict[str, str]:
         ("yunion-mps run --gpu ", ["00:06.0"]),
         ("yunion-mps lease release ", ["7c1f0e7a"]),
         ("yunion-mps doctor --pid 42", ["4260"]),
-        ("yunion-mps clients terminate ", ["4260"]),
+        ("yunion-mps terminate ", ["4260"]),
     ],
 )
 def test_bash_completes_commands_options_and_devices(

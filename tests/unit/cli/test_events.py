@@ -134,7 +134,7 @@ def test_if_there_may_be_more_it_says_so_and_shows_the_newest(happened: Cli) -> 
 def test_events_are_printed_for_programs_too(happened: Cli) -> None:
     answer, (header, *rows) = happened.read("events")
     assert answer["events"][0] == {"id": 1, "time": rfc3339(THEN_S), **DIED._asdict()}
-    assert header == ["Time", "Severity", "Kind", "Subject", "What", "Cause", "Consequence", "Code"]
+    assert header == ["time", "severity", "kind", "subject", "what", "cause", "consequence", "code"]
     assert rows[1] == [rfc3339(THEN_S + 3600), *BACK]
     assert rows[2][-3] == "a.conf:3: x is 0; b.yml:2: y is 1"
     assert len(rows) == 4
@@ -199,7 +199,7 @@ def test_a_program_that_follows_gets_each_event_whole(happened: Cli, output: str
         text += process.communicate(timeout=60)[0]
     if output == "csv":
         rows = list(csv.DictReader(io.StringIO(text)))
-        whats = [row["What"] for row in rows]
+        whats = [row["what"] for row in rows]
     elif output == "yaml":
         whats = [event["what"] for event in yaml.safe_load(text)]
     else:
@@ -209,7 +209,7 @@ def test_a_program_that_follows_gets_each_event_whole(happened: Cli, output: str
 
 
 def test_follow_before_the_first_event_shows_what_comes(own: Cli) -> None:
-    for output, begin in (("json", "{"), ("yaml", "- id:"), ("csv", "Time,")):
+    for output, begin in (("json", "{"), ("yaml", "- id:"), ("csv", "time,")):
         with following(own, "-o", output, "--since", "0s") as process:
             own.host.record(BACK)
             assert lines_of(process, 1)[0].startswith(begin)

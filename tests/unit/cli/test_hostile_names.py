@@ -21,13 +21,16 @@ from unit.http.snapshots import MACHINE_ID, P40, snapshot
 
 #: SQLite, files and arguments have no half of a character.
 WHOLE = WORST.replace("\ud800", "")
-LISTS = (["who"], ["clients"], ["gpus"], ["list"], ["events"], ["show", "00:06.0-1"], ["lease", "renew", "a"])
+LISTS = (
+    ["who"], ["who", "--clients"], ["gpus"], ["list"], ["isolated-device-list"], ["events"],
+    ["show", "00:06.0-1"], ["lease", "list"], ["lease", "show", "b" * 36], ["lease", "renew", "a"],
+)  # fmt: skip
 #: What to run, and the exit status.
 COMMANDS = [
     *(([*command, "-o", output], 0) for command in LISTS for output in FORMATS),
     (["status"], 0),
     (["top", "--once"], 0),
-    (["clients", "terminate", "4260", "--yes"], 0),
+    (["terminate", "4260", "--yes"], 0),
     (["run", "--dry-run", "a"], 0),
     (["run", "--allow-unlimited", WHOLE], 127),
     (["lease", "renew", WHOLE], 0),
@@ -93,10 +96,10 @@ def test_events_that_are_followed_are_one_line_each(worst: Cli) -> None:
 
 def test_readable_names_stay_as_they_are(own: Cli) -> None:
     own.host.clients.found = clients(*({**CLIENT, "user": name, "command": name} for name in READABLE))
-    answer, (_, *rows) = own.read("clients")
+    answer, (_, *rows) = own.read("who", "--clients")
     assert [one["user"] for one in answer["clients"]] == [row[1] for row in rows] == READABLE
-    table = own.good("clients")
-    assert [name for name in READABLE if f"| {name} " not in table] == []
+    table = own.good("who", "--clients")
+    assert [name for name in READABLE if f"  {name}  " not in table] == []
     for output in ("json", "yaml"):
-        text = own.good("clients", "-o", output)
+        text = own.good("who", "--clients", "-o", output)
         assert [name for name in ("jürgen", "訓練.py", "😀") if name not in text] == []

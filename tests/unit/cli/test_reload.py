@@ -15,23 +15,20 @@ from yunion_mps.errors import ConfigError, HostError, Problem
 from yunion_mps.models import Event, Snapshot
 from yunion_mps.reasons import CONTROL_DAEMON_ERROR, Reason
 
-from unit.cli.conftest import Cli, Done, Serve, table_of
+from unit.cli.conftest import Cli, Done, Serve
 from unit.http import by_hand, snapshots
 from unit.http.by_hand import AT_ONCE, LATE, PLANNED, RELOADED, WAITS
 from unit.http.server_host import PATIENCE_S, eventually
 from unit.http.test_hand_over import go_on, hand_over
 
 TABLE = """\
-+---------+-------------------------+--------------------+---------------------+------------------------------------------+
-| Kind    | Subject                 | Before             | After               | Effect                                   |
-+---------+-------------------------+--------------------+---------------------+------------------------------------------+
-| setting | cuda_mps_stop_timeout_s | 10                 | 20                  | at once                                  |
-| budget  | 00:06.0                 | 4 x 5760 MiB, 25 % | 2 x 11520 MiB, 50 % | when its MPS server (PID 4250) has ended |
-+---------+-------------------------+--------------------+---------------------+------------------------------------------+
+KIND     SUBJECT                  BEFORE              AFTER                EFFECT
+setting  cuda_mps_stop_timeout_s  10                  20                   at once
+budget   00:06.0                  4 x 5760 MiB, 25 %  2 x 11520 MiB, 50 %  later
 budget 00:06.0: when its MPS server (PID 4250) has ended
-"""  # noqa: E501 - it is what is printed
+"""
 PENDING = f"Pending:  host: {WAITS}\n"
-HINT = "List the jobs it waits for: yunion-mps clients; wait for them: --drain; end them: --now\n"
+HINT = "List the jobs it waits for: yunion-mps who --clients; wait for them: --drain; end them: --now\n"
 SAME = "Reloaded; nothing has changed.\n"
 BAD = ConfigError([Problem("a.conf", 3, "x is 0", "write 1"), Problem("b.yml", None, "y", "z")])
 TOLD = """\
@@ -39,13 +36,9 @@ yunion-mps: a.conf:3: x is 0: write 1
 yunion-mps: b.yml: y: z
 yunion-mps: correct the lines above, then try them with: yunion-mps config check
 """
-CLIENTS = """\
-These jobs would be ended:
-+------+-------+-----------------+-----------+---------+------------+--------+--------+---------------------+
-| PID  | User  | Command         | Device    | GPUs    | Memory_MiB | Server | Domain | Started             |
-+------+-------+-----------------+-----------+---------+------------+--------+--------+---------------------+
-| 4260 | alice | python train.py | 00:06.0-1 | 00:06.0 | 512        | 4250   | host   | 2026-08-29 10:41:00 |
-+------+-------+-----------------+-----------+---------+------------+--------+--------+---------------------+
+CLIENTS = r"""These jobs would be ended:
+ PID  USER   DEVICE      MEMORY  SERVER  AGE +COMMAND
+4260  alice  00:06.0-1  512 MiB    4250  \d+d +python train.py
 """
 
 
@@ -68,24 +61,24 @@ def test_a_plan_that_changes_nothing_says_so_and_what_is_pending_already(own: Cl
     assert own.good("plan") == "A reload would change nothing.\n" + PENDING
 
 
-def test_what_is_not_there_before_or_after_is_called_nothing(own: Cli) -> None:
+def test_what_is_not_there_before_or_after_is_a_dash(own: Cli) -> None:
     change = {**AT_ONCE, "kind": "control daemon", "subject": "host", "before": "", "after": "1 GPU in /p"}
     own.host.reloader.planned = {"changes": [change], "pending": []}
-    assert "| control daemon | host    | nothing | 1 GPU in /p | at once |\n" in own.good("plan")
+    assert "control daemon  host     -       1 GPU in /p  at once\n" in own.good("plan")
 
 
 @pytest.mark.parametrize("command", ["plan", "reload"])
 def test_changes_are_printed_for_programs_too(own: Cli, command: str) -> None:
     own.host.reloader.planned = own.host.reloader.reloaded = RELOADED
-    header = ["Kind", "Subject", "Before", "After", "Effect"]
+    header = ["kind", "subject", "before", "after", "effect"]
     assert own.read(command) == (RELOADED, [header, list(AT_ONCE.values())[:-1], list(LATE.values())[:-1]])
 
 
-@pytest.mark.parametrize("columns", [60, 80, 100, 132])
+@pytest.mark.parametrize("columns", [80, 100, 132])
 def test_on_every_terminal_what_has_to_wait_is_shown_whole(own: Cli, columns: int) -> None:
     own.host.reloader.planned = PLANNED
     lines = own.on_terminal(columns, "plan")
-    assert len(table_of(lines)[0]) <= columns
+    assert max(map(len, lines)) <= columns
     assert lines[-1] == TABLE.splitlines()[-1]
 
 
@@ -147,9 +140,10 @@ def test_a_drain_that_takes_too_long_fails_and_says_what_it_waited_for(own: Cli)
 
 
 def test_now_says_whom_it_ends_and_with_yes_does_not_ask(own: Cli) -> None:
-    own.env["TZ"] = "UTC"
     own.host.reloader.planned, own.host.reloader.reloaded = PLANNED, by_hand.NOTHING
-    assert own("reload", "--now", "--yes") == (0, SAME, CLIENTS)
+    done = own("reload", "--now", "--yes")
+    assert (done.code, done.out) == (0, SAME)
+    assert re.fullmatch(CLIENTS, done.err)
     assert own.host.reloader.done == ["plan", "reload now"]
 
 
@@ -178,7 +172,7 @@ def named_by_now(serve: Serve, waits: str, changes: list[Any], *found: Any) -> l
     cli.host.snapshot = TWO._replace(version=TWO.version + 1)
     _, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0
-    return [client["pid"] for client in found if f"| {client['pid']} |" in err]
+    return [client["pid"] for client in found if f"\n{client['pid']}  " in err]
 
 
 @pytest.mark.parametrize(

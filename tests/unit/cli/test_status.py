@@ -30,41 +30,35 @@ Host:     {node}, id {host}
 Daemon:   {version}, PID N, up T
 """
 GPU = """\
-+---------+-----------+-----------+---------+--------+------+----------+------------+
-| GPU     | Name      | State     | Devices | In_use | Free | Used_MiB | Memory_MiB |
-+---------+-----------+-----------+---------+--------+------+----------+------------+
-| 00:06.0 | Tesla P40 | available |       4 |      {use} |    {free} |     {mib:4} |      23040 |
-+---------+-----------+-----------+---------+--------+------+----------+------------+
+GPU      NAME       STATE      DEVICES  IN USE  FREE  {title:>{width}}
+00:06.0  Tesla P40  available        4       {use}     {free}  {mib} / 23040 MiB
 """
 DOMAIN = """\
-+--------+-------+------+----------+------+----------------+----------------------+
-| Domain | State | PID  | Restarts | GPUs | Default_limit  | Pipe_directory       |
-+--------+-------+------+----------+------+----------------+----------------------+
-| host   | ready | 4242 |        0 |    1 | 5760 MiB, 25 % | /tmp/nvidia-mps/pipe |
-+--------+-------+------+----------+------+----------------+----------------------+
+DOMAIN  STATE   PID  RESTARTS  GPUS  DEFAULT LIMIT   PIPE DIRECTORY
+host    ready  4242         0     1  5760 MiB, 25 %  /tmp/nvidia-mps/pipe
 """
 HEALTHY = f"""\
 State:    ready
 {NOT_ENFORCED}\
 Devices:  4 of 4 available, 1 used, 3 free
 Leases:   0; 1 client of MPS
-{WHERE}{GPU.format(use=1, free=3, mib=512)}{DOMAIN}"""
+{WHERE}{GPU.format(use=1, free=3, mib=512, title="MEMORY USED", width=15)}{DOMAIN}"""
 BUSY = f"""\
 State:    degraded
 Problem:  00:06.0-1 uses 6000 of 5760 MiB: PID 4260 of alice (python train.py)
 Problem:  PID 4711 of mallory (./old-job) uses GPU 00:06.0 (300 MiB) without MPS, so no budget limits it
-Hint:     ask its owner, or terminate it: yunion-mps clients terminate PID
+Hint:     ask its owner, or terminate it: yunion-mps terminate PID
 {NOT_ENFORCED}\
 Devices:  4 of 4 available, 3 used, 1 free
 Leases:   2, 1 waiting; 1 client of MPS, 1 process outside MPS
-{WHERE}{GPU.format(use=3, free=1, mib=6300)}{DOMAIN}"""
+{WHERE}{GPU.format(use=3, free=1, mib=6300, title="MEMORY USED", width=16)}{DOMAIN}"""
 
 
 MIG = "the GPU is in MIG mode, which excludes MPS on it as a whole (turn it off: nvidia-smi -mig 0)"
 
 
 def shown(cli: Cli) -> str:
-    return re.sub(r"PID \d+, up \d+ (s|min)( \d+ s)?", "PID N, up T", cli.good("status"))
+    return re.sub(r"PID \d+, up \d+[sm]", "PID N, up T", cli.good("status"))
 
 
 def whole(text: str) -> str:
@@ -88,7 +82,7 @@ def test_a_server_that_has_failed_is_shown(own: Cli) -> None:
     assert own.good("status").splitlines()[:3] == [
         "State:    degraded",
         "Problem:  MPS server (PID 4250), domain host: its jobs have failed",
-        "Hint:     wait for the jobs to end, then it serves again; list them: yunion-mps clients",
+        "Hint:     wait for the jobs to end, then it serves again; list them: yunion-mps who --clients",
     ]
 
 
@@ -128,7 +122,7 @@ def test_a_domain_shows_the_default_limits_of_its_gpus_in_the_plan(
     plan = found.domains[0].plan._replace(gpus=gpus, thread_percentage=percentage)
     cli = serve(found._replace(domains=(found.domains[0]._replace(plan=plan),)))
     lines = cli.good("status").splitlines()
-    assert [lines[place].split("|")[6].strip() for place in (-4, -2)] == ["Default_limit", shown]
+    assert f"  {shown}  " in lines[-1]
     assert json.loads(cli.good("status", "-o", "json"))["domains"][0]["memory_limits"] == limits
 
 
@@ -227,17 +221,10 @@ def test_the_exit_code_tells_the_state_if_that_is_asked_for(
 def test_a_host_of_many_gpus_is_one_screen_too(serve: Serve) -> None:
     lines = serve(snapshots.large(3072)).good("status").splitlines()
     assert len(lines) < 24
-    assert [line for line in lines if "NVIDIA H100 |" in line] == [
-        "| 64 GPUs | NVIDIA H100 | available |    3072 |      0 | 3072 |        0 |    5219776 |"
+    assert [line for line in lines if line.startswith("64 GPUs")] == [
+        "64 GPUs  NVIDIA H100  available     3072       0  3072  0 / 5219776 MiB"
     ]
     assert lines[-1] == "Domains:  64 of 64 are ready (all: -o json)"
-
-
-@pytest.mark.parametrize("columns", [30, 40, 60, 80, 120])
-def test_tables_fit_the_terminal(own: Cli, columns: int) -> None:
-    busy(own.host)
-    lines = own.on_terminal(columns, "status")
-    assert all(len(line) <= columns for line in lines if line[:1] in "+|")
 
 
 def test_the_status_is_printed_for_programs_too(own: Cli) -> None:
@@ -250,7 +237,7 @@ def test_the_status_is_printed_for_programs_too(own: Cli) -> None:
     assert (answer["leases"], answer["clients"], answer["outside_mps"]) == ({"total": 1, "waiting": 0}, 0, 1)
     assert [problem["kind"] for problem in answer["problems"]] == ["Problem", "Warning"]
     pairs = dict(rows)
-    assert (pairs["Field"], pairs["state"], pairs["domains.0.pid"]) == ("Value", "degraded", "4242")
+    assert (pairs["field"], pairs["state"], pairs["domains.0.pid"]) == ("value", "degraded", "4242")
     assert pairs["domains.0.memory_limits"] == "[5760]"
 
 

@@ -25,7 +25,15 @@ from yunion_mps.http.operations import (
 from unit.cli.conftest import Cli
 from unit.http.server_host import NOBODY
 
-ALL = [[], *([name] for name in COMMANDS), ["config", "show"], ["config", "check"], ["clients", "terminate"]]
+CLOUDPODS = "isolated-device-list"
+ALL = [
+    [],
+    *([name] for name in COMMANDS),
+    ["config", "show"],
+    ["config", "check"],
+    ["lease", "list"],
+    ["lease", "show"],
+]
 ASKING = (
     ["list"],
     ["isolated-device-list"],
@@ -37,10 +45,11 @@ ASKING = (
     ["plan"],
     ["reload"],
     ["reload", "--now", "--yes"],
-    ["clients"],
+    ["who", "--clients"],
+    ["lease", "list"],
 )
 NO_TERMINAL = "This ends jobs, but there is no terminal to confirm it on: add --yes."
-TELLING = (["daemon-reexec"], ["clients", "terminate", "4260", "--yes"])
+TELLING = (["daemon-reexec"], ["terminate", "4260", "--yes"])
 KIND = "Invalid value for '--kind':"
 KINDS = ", ".join(repr(kind) for kind in EVENT_KINDS)
 LIMIT = "Invalid value for '--limit':"
@@ -107,10 +116,10 @@ def test_a_group_without_a_command_is_its_help(alone: Cli) -> None:
 
 
 def test_the_largest_numbers_are_those_that_the_daemon_takes(cli: Cli) -> None:
-    cli.good("list", "--limit", str(MAX_LIMIT), "--offset", str(MAX_NUMBER))
-    cli.good("list", "--numa-node", str(MAX_NUMBER))
-    assert cli("list", "--limit", str(MAX_LIMIT + 1)).code == 2
-    assert cli("list", "--offset", str(MAX_NUMBER + 1)).code == 2
+    cli.good(CLOUDPODS, "--limit", str(MAX_LIMIT), "--offset", str(MAX_NUMBER))
+    cli.good(CLOUDPODS, "--numa-node", str(MAX_NUMBER))
+    assert cli(CLOUDPODS, "--limit", str(MAX_LIMIT + 1)).code == 2
+    assert cli(CLOUDPODS, "--offset", str(MAX_NUMBER + 1)).code == 2
 
 
 def test_what_the_commands_know_of_the_daemon_is_so() -> None:
@@ -129,19 +138,28 @@ def test_the_version_is_one_line_with_the_revision(alone: Cli) -> None:
         (["stauts"], "No such command 'stauts'. Did you mean status?"),
         (["config", "chek"], "No such command 'chek'. Did you mean check?"),
         (["zzz"], "No such command 'zzz'."),
-        (["list", "--limt", "3"], "No such option: --limt Did you mean --limit?"),
-        (["list", "--limit", "x"], "Invalid value for '--limit': 'x' is not a valid integer range."),
-        (["list", "--limit", "-1"], "Invalid value for '--limit': -1 is not in the range 0<=x<=100000."),
-        (["list", "--limit", "100001"], f"{LIMIT} 100001 is not in the range 0<=x<=100000."),
-        (["list", "--offset", "-1"], f"{OFFSET} -1 is not in the range 0<=x<=2147483647."),
+        ([CLOUDPODS, "--limt", "3"], "No such option: --limt Did you mean --limit?"),
         (
-            ["list", "--offset", "99999999999999"],
+            [CLOUDPODS, "--limit", "x"],
+            "Invalid value for '--limit': 'x' is not a valid integer range.",
+        ),
+        (
+            [CLOUDPODS, "--limit", "-1"],
+            "Invalid value for '--limit': -1 is not in the range 0<=x<=100000.",
+        ),
+        ([CLOUDPODS, "--limit", "100001"], f"{LIMIT} 100001 is not in the range 0<=x<=100000."),
+        ([CLOUDPODS, "--offset", "-1"], f"{OFFSET} -1 is not in the range 0<=x<=2147483647."),
+        (
+            [CLOUDPODS, "--offset", "99999999999999"],
             f"{OFFSET} 99999999999999 is not in the range 0<=x<=2147483647.",
         ),
-        (["list", "--numa-node", "2147483648"], f"{NODE} 2147483648 is not in the range -1<=x<=2147483647."),
+        (
+            [CLOUDPODS, "--numa-node", "2147483648"],
+            f"{NODE} 2147483648 is not in the range -1<=x<=2147483647.",
+        ),
         (["list", "more"], "Got unexpected extra argument (more)"),
         (["show"], "Missing argument 'DEVICE'."),
-        (["gpus", "-o", "xml"], f"{OUTPUT} 'xml' is not one of 'table', 'json', 'yaml', 'csv'."),
+        (["gpus", "-o", "xml"], f"{OUTPUT} 'xml' is not one of 'table', 'wide', 'json', 'yaml', 'csv'."),
         (["events", "--kind", "gpu0"], f"{KIND} 'gpu0' is not one of {KINDS}."),
         (["events", "--limit", "0"], f"{LIMIT} 0 is not in the range 1<=x<=1000."),
         (["events", "--since", "tomorrow"], f"{SINCE} 'tomorrow' is not a time: {TIMES}."),
@@ -169,11 +187,11 @@ def test_the_version_is_one_line_with_the_revision(alone: Cli) -> None:
         (["lease", "take", "a", "--ttl", "366d"], f"{TTL} 366d is not in the range 1s<=x<=31536000s."),
         (["reload", "--yes"], "--yes goes with --now."),
         (["reload", "--now"], NO_TERMINAL),
-        (["clients", "terminat"], "No such command 'terminat'. Did you mean terminate?"),
-        (["clients", "terminate"], "Missing argument 'PID'."),
-        (["clients", "terminate", "x"], f"{PID} 'x' is not a valid integer range."),
-        (["clients", "terminate", "0"], f"{PID} 0 is not in the range 1<=x<=4194304."),
-        (["clients", "terminate", "1"], NO_TERMINAL),
+        (["lease", "shw"], "No such command 'shw'. Did you mean show?"),
+        (["terminate"], "Missing argument 'PID'."),
+        (["terminate", "x"], f"{PID} 'x' is not a valid integer range."),
+        (["terminate", "0"], f"{PID} 0 is not in the range 1<=x<=4194304."),
+        (["terminate", "1"], NO_TERMINAL),
         (["plan", "more"], "Got unexpected extra argument (more)"),
         (["daemon-reexe"], "No such command 'daemon-reexe'. Did you mean daemon-reexec?"),
         (["completion"], "Missing argument '{bash|zsh|fish}'. Choose from: bash, zsh, fish"),
@@ -245,7 +263,7 @@ def test_output_that_cannot_be_written_is_said_once(cli: Cli, command: list[str]
     assert (done.code, done.err) == (1, wrong)
 
 
-@pytest.mark.parametrize("arguments", [["show", "x"], ["lst"], ["list", "--limit", "x"]])
+@pytest.mark.parametrize("arguments", [["show", "x"], ["lst"], [CLOUDPODS, "--limit", "x"]])
 @pytest.mark.parametrize("stream", ["/dev/full", "closed"])
 def test_the_exit_status_is_right_even_if_errors_cannot_be_written(
     cli: Cli, arguments: list[str], stream: str

@@ -210,7 +210,7 @@ def test_a_pid_that_is_no_client_s_is_not_there(host: ServerHost, pid: str) -> N
     assert post(host, f"/v1/clients/{pid}/terminate").problem == (
         404,
         f"PID {pid} is no client of MPS",
-        "list the clients with: yunion-mps clients",
+        "list the clients with: yunion-mps who --clients",
     )
 
 

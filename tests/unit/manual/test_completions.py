@@ -82,7 +82,7 @@ def test_a_tab_completes_a_command_and_a_device(
     prepare = START[shell][1].format(file=directory / FILES[shell], directory=directory)
     with closing(Terminal(shell, env)) as terminal:
         terminal.type(f"{prepare}; echo rea''dy\n", "ready\r\n")
-        printed = terminal.type("yunion-mps gp\t-o csv\n", "Addr,Name")
+        printed = terminal.type("yunion-mps gp\t-o csv\n", "addr,name")
         assert "error" not in printed
         terminal.type("yunion-mps show 00:06.0-2\t -o csv\n", "addr,00:06.0-2")
         terminal.type("yunion-mps show 0\t3 -o csv\n", "addr,00:06.0-3")
@@ -105,9 +105,9 @@ def test_a_tab_completes_the_name_of_a_file_for_a_command_to_run(
     ("line", "offered"),
     [
         ("yunion-mps sta", ["status"]),
-        ("yunion-mps clients ter", ["terminate"]),
+        ("yunion-mps ter", ["terminate"]),
         ("yunion-mps events --kind c", ["compute_mode", "configuration", "client"]),
-        ("yunion-mps list --of", ["--offset"]),
+        ("yunion-mps isolated-device-list --of", ["--offset"]),
         ("yunion-mps show ", ["00:06.0-0", "00:06.0-1", "00:06.0-2", "00:06.0-3"]),
         ("yunion-mps run python3 /usr/bin/dpkg-que", ["/usr/bin/dpkg-query"]),
     ],

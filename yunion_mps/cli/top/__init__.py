@@ -15,10 +15,10 @@ import click
 
 from yunion_mps.cli.common import Duration, call, listed_devices
 from yunion_mps.cli.output import is_utf8, notes, terminal_size, wrapped
-from yunion_mps.cli.status import ask_clients, ask_clients_soon
 from yunion_mps.cli.top.frame import VIEWS, WHOLE, Look, Outage, clock, frame
 from yunion_mps.cli.top.rows import ORDERS, Poll, Scene, scene
 from yunion_mps.cli.top.terminal import ENDING, Terminal, WakeUp
+from yunion_mps.cli.who import ask_clients, ask_clients_soon
 from yunion_mps.errors import YunionError
 from yunion_mps.host import threads
 from yunion_mps.http.operations import GET_EVENTS, GET_GPUS, GET_LEASES, GET_STATUS

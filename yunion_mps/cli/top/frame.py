@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from yunion_mps.cli.output import cell, columns_of, duration, fit
+from yunion_mps.cli.output import age, cell, columns_of, fit
 from yunion_mps.cli.top.rows import ORDERS, Row, Scene, sorted_devices, sorted_gpus
 from yunion_mps.overview import count
 from yunion_mps.overview.findings import NOTICE, PROBLEM, with_hints
@@ -247,7 +247,7 @@ def _line(row: Row, widths: dict[str, int], look: Look, now_s: float) -> Line:
         "busy": "" if row.busy is None else str(row.busy),
         "user": row.user,
         "pid": "" if row.pid is None else str(row.pid),
-        "since": "" if row.since_s is None else duration(now_s - row.since_s, 1),
+        "since": "" if row.since_s is None else age(now_s - row.since_s),
         "command": row.command,
     }
     styles = {

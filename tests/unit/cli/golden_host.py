@@ -1,0 +1,176 @@
+"""One realistic host for the golden outputs, at 13:45 on a day in November.
+
+Two H100 with jobs, a Tesla P40 on which nothing is enforced, a GPU that is lost, and requests that wait.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from yunion_mps.leases.ledger import Ledger
+from yunion_mps.models import Event, Holder, Lease, PcieLink
+from yunion_mps.reasons import GPU_LOST, OVER_BUDGET, SERVER_FAILED, Reason
+from yunion_mps.times import rfc3339
+
+from unit import builders
+from unit.cli.conftest import Cli
+from unit.http import by_hand, snapshots
+from unit.http.server_host import ServerHost
+
+Json = Any
+
+NOW_S = 1795182300.0
+_MINUTE, _HOUR, _DAY = 60, 3600, 86400
+#: The program at that moment, on a host of that name.
+PROGRAM = (
+    "import os, time, types\n"
+    f"time.time = lambda: {NOW_S}\n"
+    "os.uname = lambda: types.SimpleNamespace(nodename='gpu-01')\n"
+    "from yunion_mps.cli import main\n"
+    "main()\n"
+)
+H100 = [
+    builders.gpu(
+        number,
+        pci_address=address,
+        uuid=f"GPU-{number + 1}f0c2a8e-5b1d-4e6f-9a37-0d4c8b21e59{number}",
+        compute_mode="Exclusive_Process",
+        numa_node=number,
+        link=PcieLink("5.0", "32GT/s", 16, "63.02 GB/s"),
+    )
+    for number, address in enumerate(("0000:17:00.0", "0000:65:00.0"))
+]
+P40 = snapshots.P40._replace(pci_address="0000:b3:00.0", nvml_index=2, minor=2, numa_node=1)
+LOST = snapshots.SILENT._replace(pci_address="0000:e3:00.0", reason=Reason("the GPU is lost", GPU_LOST))
+_TRAIN = "python train.py --config configs/llama-7b.yaml --batch-size 64 --epochs 3"
+_SERVE = "python -m vllm.entrypoints.openai.api_server --model mistralai/Mistral-7B-v0.3 --port 8000"
+
+
+def _ago(seconds: float) -> str:
+    return rfc3339(NOW_S - seconds)
+
+
+def _lease(number: int, user: str, ago_s: float, devices: dict[str, int], **more: Json) -> Json:
+    gpus = list(dict.fromkeys(address.rpartition("-")[0] for address in devices))
+    enforced = gpus != [P40.address]
+    found = {
+        **by_hand.LEASE,
+        "id": f"{number}c1f0e7a-8a52-4f0e-8b5e-3f9d2a6c1b44",
+        "user": user,
+        "uid": 1000 + number,
+        "devices": list(devices),
+        "gpus": gpus,
+        "memory": list(devices.values()),
+        "thread_percentage": 25 * len(devices),
+        "since": _ago(ago_s),
+        "budget_enforced": enforced,
+        "unenforced_gpus": [] if enforced else gpus,
+        "binding": "process",
+        "name": None,
+        "expires": None,
+        "container": None,
+        "container_id": None,
+        "cdi": None,
+        "environment": {
+            "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+            "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": str(25 * len(devices)),
+            "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": f"0={sum(devices.values())}M",
+            "CUDA_MPS_PIPE_DIRECTORY": "/tmp/nvidia-mps/pipe",
+            "CUDA_VISIBLE_DEVICES": next(g.uuid for g in (*H100, P40) if g.address == gpus[0]),
+            "YUNION_MPS_DEVICE": ",".join(devices),
+            "YUNION_MPS_LEASE": f"{number}c1f0e7a-8a52-4f0e-8b5e-3f9d2a6c1b44",
+        },
+    }
+    return {**found, **more}
+
+
+LEASES = [
+    _lease(1, "alice", 2 * _DAY + 3 * _HOUR, {"17:00.0-0": 20389, "17:00.0-1": 20389}, pid=48213,
+           command=_TRAIN),
+    _lease(2, "bob", 10 * _MINUTE, {"65:00.0-0": 20389}, pid=None, command=None, binding="name",
+           name="job-17", expires=_ago(-50 * _MINUTE), cdi="yunion.io/mps=2c1f0e7a"),
+    _lease(3, "carol", 5 * _HOUR + 12 * _MINUTE, {"65:00.0-1": 20389}, pid=51877, command=_SERVE,
+           binding="container", container="vllm-prod", container_id="ab" * 32),
+    _lease(4, "dave", 42, {"b3:00.0-1": 5760}, pid=61044, command="./simulate --steps 100"),
+]  # fmt: skip
+
+
+def _client(number: int, gpu: str, memory_mib: int, ago_s: float, **more: Json) -> Json:
+    lease = LEASES[number - 1] if number else {}
+    known = {name: lease.get(name) for name in ("pid", "uid", "user", "command", "container", "container_id")}
+    return {
+        **by_hand.CLIENT,
+        **known,
+        "started": _ago(ago_s),
+        "mps": True,
+        "server": 40110,
+        "domain": "host",
+        "device": ",".join(lease.get("devices", [])) or None,
+        "gpus": [gpu],
+        "memory_by_gpu": [memory_mib],
+        "memory_used": memory_mib,
+        **more,
+    }
+
+
+CLIENTS = [
+    _client(1, "17:00.0", 31744, 2 * _DAY + 3 * _HOUR),
+    _client(1, "17:00.0", 4096, 2 * _DAY + 3 * _HOUR, pid=48390, command=f"{_TRAIN} --worker 1"),
+    _client(3, "65:00.0", 18322, 5 * _HOUR + 11 * _MINUTE),
+    _client(4, "b3:00.0", 6000, 40),
+    _client(0, "65:00.0", 512, 3 * _MINUTE, pid=61102, uid=1005, user="erin", command="python notebook.py"),
+    _client(0, "b3:00.0", 300, 11 * _DAY, pid=3301, uid=1009, user="mallory", command="./old-job", mps=False,
+            server=None),
+]  # fmt: skip
+WAITING = [
+    {**by_hand.WAITER, "pid": 61200, "uid": 1006, "user": "frank", "wants": "4 devices on one GPU",
+     "command": "yunion-mps run --count 4 --wait", "since": _ago(12 * _MINUTE)},
+    {**by_hand.WAITER, "pid": None, "uid": 1002, "user": "bob", "name": "job-18", "command": None,
+     "wants": "a device of GPU 17:00.0", "since": _ago(50)},
+]  # fmt: skip
+WAITING_CLIENT = {
+    **by_hand.WAITING, "pid": 61310, "uid": 1007, "user": "grace", "command": "python eval.py",
+    "started": _ago(30), "since": _ago(25), "server": 40110, "server_user": "root", "domain": "host",
+}  # fmt: skip
+_EVENTS = [
+    (2 * _DAY + 3 * _HOUR, Event("info", "lease", "17:00.0-0,17:00.0-1", "leased to alice (PID 48213)")),
+    (_HOUR, Event("error", "gpu", "e3:00.0", "lost", "Xid 79: GPU has fallen off the bus",
+                  "its devices are unavailable; the other GPUs are not affected", GPU_LOST)),
+    (20 * _MINUTE, Event("error", "client", "host", "MPS server (PID 39888) is in state FAULT",
+                         "a client of it failed", "its jobs have failed", SERVER_FAILED)),
+    (30, Event("warning", "client", "b3:00.0-1", "uses 6000 of 5760 MiB", "", "", OVER_BUDGET)),
+]  # fmt: skip
+
+
+@contextmanager
+def golden_host() -> Iterator[Cli]:
+    """The command line on that host."""
+    found = snapshots.snapshot(*H100, P40, LOST, replicas=4)
+    with ServerHost(found) as host:
+        devices = {device.addr: device for device in found.plan.devices}
+        host.service.ledger = Ledger(
+            Lease(
+                one["id"],
+                tuple(devices[name] for name in one["devices"]),
+                Holder("process", one["uid"]),
+                NOW_S,
+            )
+            for one in LEASES
+        )
+        host.service._started_s, host.service._pid = NOW_S - 9 * _DAY - 4 * _HOUR, 40001
+        host.leases.found = {"leases": LEASES, "waiting": WAITING, "total": len(LEASES)}
+        host.leases.given = LEASES[1]
+        server = {**by_hand.SERVER, "pid": 40110, "user": "root", "uid": 0, "started": _ago(_DAY)}
+        host.clients.found = by_hand.clients(*CLIENTS, servers=(server,), waiting=(WAITING_CLIENT,))
+        host.reloader.planned = host.reloader.reloaded = json.loads(
+            json.dumps(by_hand.PLANNED).replace("00:06.0", "17:00.0")
+        )
+        for ago_s, event in _EVENTS:
+            host.record(event, NOW_S - ago_s)
+        cli = Cli(host.paths.root, host, [sys.executable, "-c", PROGRAM])
+        cli.env["TZ"] = "UTC"
+        yield cli

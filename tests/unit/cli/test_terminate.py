@@ -1,0 +1,71 @@
+"""`yunion-mps terminate`: what it asks, and what it prints."""
+
+from __future__ import annotations
+
+import pytest
+from yunion_mps.errors import ControlError, NotAllowedError, YunionError
+
+from unit.cli.conftest import Cli
+from unit.http.by_hand import GONE, WAITING, clients
+
+WHO = "PID 4260 (python train.py) of alice"
+
+
+@pytest.mark.parametrize(("options", "force"), [([], ""), (["--force"], " force")])
+def test_a_client_is_ended_and_how_is_said(own: Cli, options: list[str], force: str) -> None:
+    out = own.good("terminate", "4260", "--yes", *options)
+    assert out == f"{WHO}: its MPS server let go of it; ended by SIGTERM\n"
+    assert own.host.clients.done == ["clients", f"terminate 4260 for 0{force}"]
+
+
+@pytest.mark.parametrize(
+    ("pid", "who"),
+    [
+        (WAITING["pid"], "PID 4262 (python eval.py) of bob"),
+        (GONE["pid"], "PID 4261 (unknown) of a user who is gone"),
+    ],
+    ids=["waiting", "ending"],
+)
+def test_what_is_known_of_a_client_that_is_ended_is_said(own: Cli, pid: int, who: str) -> None:
+    own.host.clients.found = clients(GONE, waiting=(WAITING,))
+    assert own.good("terminate", str(pid), "--yes").startswith(f"{who}: ")
+
+
+def test_ending_a_client_is_confirmed_first(own: Cli) -> None:
+    told = f"End {WHO}? [y/N]: y\n{WHO}: its MPS server let go of it; ended by SIGTERM\n"
+    assert own.answered(b"y\n", "terminate", "4260") == (0, told)
+
+
+def test_with_no_it_goes_on(own: Cli) -> None:
+    code, text = own.answered(b"n\n", "terminate", "4260")
+    assert code == 1
+    assert "yunion-mps: cancelled: nothing was changed, and no job was ended\n" in text
+    assert own.host.clients.done == ["clients"]
+
+
+def test_a_client_that_goes_on_is_a_failure(own: Cli) -> None:
+    own.host.clients.ended = False
+    own.host.clients.how = how = "it goes on after 5 s: end it with --force"
+    told = f"yunion-mps: {WHO}: {how}\nyunion-mps: see how it is: yunion-mps who --clients\n"
+    assert own("terminate", "4260", "--yes") == (1, "", told)
+
+
+def test_a_process_that_is_no_client_is_not_ended(own: Cli) -> None:
+    told = (
+        "yunion-mps: PID 1 is no client of MPS\nyunion-mps: list the clients with: yunion-mps who --clients\n"
+    )
+    assert own("terminate", "1", "--yes") == (1, "", told)
+    assert own.host.clients.done == ["clients"]
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (NotAllowedError("PID 4260 is a job of bob", "hint"), 4),
+        (ControlError("it does not let go", "hint"), 1),
+    ],
+)
+def test_what_is_refused_is_said(own: Cli, error: YunionError, code: int) -> None:
+    own.host.clients.refusal = error
+    told = f"yunion-mps: {error}\nyunion-mps: hint\n"
+    assert own("terminate", "4260", "--yes") == (code, "", told)

@@ -1,0 +1,41 @@
+"""`yunion-mps who --clients`: what is said around the table, which the golden outputs show."""
+
+from __future__ import annotations
+
+from unit.cli.conftest import Cli
+from unit.http.by_hand import CLIENT, GONE, SERVER, WAITING, clients
+
+
+def test_a_failed_server_comes_first_and_the_unknown_last(own: Cli) -> None:
+    own.host.clients.found = clients(
+        CLIENT,
+        GONE,
+        servers=({**SERVER, "pid": 4300, "state": None}, {**SERVER, "state": "FAULT"}),
+        errors=("domain 0001:e1:00.0: it does not answer",),
+    )
+    first, header, _, gone, *last = own.good("who", "--clients").splitlines()
+    assert first == (
+        "FAULT: MPS server (PID 4250) of alice, domain host: its jobs have failed, and it serves again once "
+        "they have ended"
+    )
+    assert header.split() == ["PID", "USER", "DEVICE", "MEMORY", "SERVER", "AGE", "COMMAND"]
+    assert gone.split() == ["4261", "-", "-", "-", "-", "-", "-"]
+    assert last == [
+        "MPS server (PID 4300) of alice, domain host: running",
+        "Not known: domain 0001:e1:00.0: it does not answer",
+    ]
+
+
+def test_without_clients_that_is_said(own: Cli) -> None:
+    own.host.clients.found = clients(servers=())
+    assert own.good("who", "--clients") == "No clients.\n"
+
+
+def test_clients_are_printed_for_programs_too(own: Cli) -> None:
+    two = {**CLIENT, "gpus": ["00:06.0", "00:07.0"]}
+    own.host.clients.found = clients(two, GONE, waiting=(WAITING,))
+    answer, (header, first, second) = own.read("who", "--clients")
+    assert answer == own.host.clients.found
+    assert header[:6] == ["pid", "user", "command", "device", "gpus", "memory_used"]
+    assert first[4:6] == ["00:06.0,00:07.0", "512"]
+    assert dict(zip(header, second)) == {**dict.fromkeys(header, ""), "pid": "4261", "domain": "host"}

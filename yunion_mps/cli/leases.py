@@ -1,0 +1,90 @@
+"""Leases for people: a table of them, one in detail, and what has become of one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from yunion_mps.cli.devices import described, environment_text
+from yunion_mps.cli.output import Column, age, age_of, cell, date_and_time, mib, table
+from yunion_mps.cli.who import waiting_text
+from yunion_mps.errors import NotFoundError
+from yunion_mps.overview.holdings import ID_LENGTH, folded_addresses, holder_of, in_container
+from yunion_mps.times import seconds
+
+if TYPE_CHECKING:
+    from yunion_mps.answers import LeaseList, LeaseRecord
+
+#: The fields of a lease in CSV.
+FIELDS = (
+    "id", "name", "binding", "devices", "gpus", "memory", "thread_percentage", "user", "pid", "command",
+    "container", "since", "expires", "budget_enforced", "cdi",
+)  # fmt: skip
+_COLUMNS = (
+    Column("LEASE", lambda one: one["id"][:ID_LENGTH]),
+    Column("DEVICES", "devices", short=lambda one: folded_addresses(one["devices"])),
+    Column("MEMORY", lambda one: mib(sum(one["memory"])), numeric=True, drop=1),
+    Column("SM %", "thread_percentage", numeric=True, drop=3),
+    Column("ENFORCED", "budget_enforced", wide=True, drop=7),
+    Column("HOLDER", lambda one: holder_of(one)),
+    Column("AGE", lambda one: age_of(one["since"]), drop=2),
+    Column("EXPIRES IN", lambda one: _expires(one), drop=4),
+    Column("ENDS WITH", "binding", wide=True, drop=6),
+    Column("LEASE ID", "id", wide=True, drop=5),
+    Column("CDI DEVICE", "cdi", wide=True, drop=8),
+    Column("COMMAND", lambda one: in_container(one["container"], one["command"] or ""), least=8, wide=True),
+)
+
+
+def leases_text(answer: LeaseList, *, wide: bool) -> str:
+    """A table of the leases, and the requests that wait."""
+    return table(_COLUMNS, answer["leases"], none="No leases.", wide=wide) + waiting_text(answer["waiting"])
+
+
+def lease_text(lease: LeaseRecord) -> str:
+    """What it is, and the environment in lines that can be copied as they are."""
+    enforced = "" if lease["budget_enforced"] else " (not enforced: a GPU is older than Volta)"
+    ends = {
+        "process": f"with its process (PID {lease['pid']})",
+        "connection": f"with its connection (PID {lease['pid']})",
+        "container": f"with its container ({lease['container'] or lease['pid']})",
+    }
+    expires = (
+        lease["expires"] and f"at {date_and_time(lease['expires'])} (in {_expires(lease)}), unless renewed"
+    )
+    lines = {
+        "Lease": lease["id"],
+        "Holder": holder_of(lease),
+        "Command": in_container(lease["container"], lease["command"] or ""),
+        "Devices": ", ".join(lease["devices"]),
+        "Budget": f"{sum(lease['memory'])} MiB, {cell(lease['thread_percentage'])} % of the SM threads"
+        + enforced,
+        "Since": f"{date_and_time(lease['since'])} ({age_of(lease['since'])} ago)",
+        "Ends": expires or ends.get(lease["binding"]),
+        "CDI device": lease["cdi"],
+    }
+    return described(lines) + environment_text(lease["environment"])
+
+
+def in_words(lease: LeaseRecord, done: str) -> str:
+    """`Lease 7c1f0e7a (job-17) renewed`: the beginning of a line about one lease."""
+    return f"Lease {lease['id'][:ID_LENGTH]}" + (f" ({lease['name']})" if lease["name"] else "") + f" {done}"
+
+
+def one_of(answer: LeaseList, lease: str) -> LeaseRecord:
+    """The lease of this name or id, or whose id begins so; raises NotFoundError unless it is one."""
+    named = [one for one in answer["leases"] if lease in (one["id"], one["name"])]
+    found = named or [one for one in answer["leases"] if one["id"].startswith(lease)]
+    if not found:
+        raise NotFoundError(f"there is no lease {cell(lease)}", "list the leases with: yunion-mps lease list")
+    if len(found) > 1:
+        ids = ", ".join(f"{one['id'][:ID_LENGTH]} of {one['user']}" for one in found[:4])
+        more = ", ..." if len(found) > 4 else ""
+        raise NotFoundError(f"{cell(lease)} names {len(found)} leases ({ids}{more})", "give more of the id")
+    return found[0]
+
+
+def _expires(lease: Mapping[str, Any]) -> str | None:
+    """How long it lives unless it is renewed; None if it does not end by time."""
+    return None if lease["expires"] is None else age(seconds(lease["expires"]) - time.time())

@@ -1,0 +1,43 @@
+"""`yunion-mps terminate`: end one process that uses a GPU, without harm to the others."""
+
+from __future__ import annotations
+
+import click
+
+from yunion_mps.cli.common import call, complete_pid, confirm, refuse_unattended
+from yunion_mps.cli.output import cell, wrapped
+from yunion_mps.cli.who import user_of
+from yunion_mps.errors import NotFoundError, YunionError
+from yunion_mps.http.operations import GET_CLIENTS, TERMINATE_CLIENT
+
+#: PID_MAX_LIMIT of the kernel (include/linux/threads.h).
+_MAX_PID = 4_194_304
+
+
+@click.command("terminate", short_help="End a job without harming others.")
+@click.argument("pid", type=click.IntRange(1, _MAX_PID), shell_complete=complete_pid)
+@click.option("--force", is_flag=True, help="If SIGTERM does not end it, send SIGKILL.")
+@click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
+def terminate(pid: int, force: bool, yes: bool) -> None:
+    """End the process PID safely: its MPS server disconnects it first, then it gets SIGTERM.
+
+    Killing an MPS client without that can take down the other clients of its server.
+
+    \b
+    Examples:
+      yunion-mps terminate 4711
+      yunion-mps terminate 4711 --force --yes
+    """
+    refuse_unattended(yes)
+    answer = call(GET_CLIENTS)
+    client = next((one for one in (*answer["clients"], *answer["waiting"]) if one["pid"] == pid), None)
+    if client is None:
+        raise NotFoundError(
+            f"PID {pid} is no client of MPS", "list the clients with: yunion-mps who --clients"
+        )
+    who = f"PID {pid} ({cell(client['command'] or 'unknown')}) of {cell(user_of(client))}"
+    confirm(f"End {who}?", yes)
+    ended = call(TERMINATE_CLIENT, pid=pid, force=force)
+    if not ended["ended"]:
+        raise YunionError(f"{who}: {ended['how']}", "see how it is: yunion-mps who --clients")
+    click.echo(wrapped(f"{who}: {ended['how']}"), nl=False)

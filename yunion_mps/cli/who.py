@@ -1,0 +1,234 @@
+"""`yunion-mps who`: which device belongs to whom; with `--clients`, the processes that MPS serves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from yunion_mps.cli.common import call, listed_devices
+from yunion_mps.cli.output import (
+    Column,
+    age_of,
+    fields,
+    notes,
+    show,
+    table,
+    wide_output_option,
+    wrapped,
+)
+from yunion_mps.errors import YunionError
+from yunion_mps.http.operations import GET_CLIENTS, GET_LEASES, SLOW_S
+from yunion_mps.overview.findings import HostFinding, folded, of_uses, with_hints, worst_first
+from yunion_mps.overview.holdings import (
+    ID_LENGTH,
+    NO_CLIENTS,
+    Holding,
+    folded_addresses,
+    holdings,
+    in_container,
+)
+from yunion_mps.overview.host import state_of
+from yunion_mps.reasons import CLIENT_WAITING, hint_of
+
+if TYPE_CHECKING:
+    from yunion_mps.answers import (
+        ClientList,
+        MpsClient,
+        MpsServer,
+        ProcessFields,
+        QueuedRequest,
+        WaitingClient,
+    )
+
+Json = dict[str, Any]
+
+#: A host on which asking for the clients takes longer has another trouble, which is to be seen at once.
+_CLIENTS_S = 6.0
+_FAULT = "FAULT"
+
+_FIELDS = (
+    "device", "gpu", "lease", "name", "user", "pid", "command", "container", "since", "memory_used",
+    "memory_budget", "thread_percentage", "state",
+)  # fmt: skip
+_COLUMNS = (
+    Column("DEVICE", lambda use: use["device"] or use["gpu"], short=lambda use: _in_short(use)),
+    Column("USER", "user"),
+    Column("PID", "pid", numeric=True),
+    Column("MEMORY", lambda use: _memory(use["memory_used"], use["memory_budget"]), numeric=True, drop=1),
+    Column("SM %", "thread_percentage", numeric=True, wide=True, drop=4),
+    Column("AGE", lambda use: age_of(use["since"]), drop=2),
+    Column("STATE", "state"),
+    Column("LEASE", lambda use: (use["lease"] or "")[:ID_LENGTH], wide=True, drop=3),
+    Column("COMMAND", lambda use: in_container(use["container"], use["command"] or ""), least=8),
+)
+
+_CLIENT_FIELDS = (
+    "pid", "user", "command", "device", "gpus", "memory_used", "mps", "server", "domain", "started",
+    "container",
+)  # fmt: skip
+_CLIENT_COLUMNS = (
+    Column("PID", "pid", numeric=True),
+    Column("USER", "user"),
+    Column("DEVICE", "device"),
+    Column("GPUS", "gpus", wide=True, drop=4),
+    Column("MEMORY", lambda one: _memory(one["memory_used"], None), numeric=True, drop=1),
+    Column("MPS", "mps", wide=True, drop=6),
+    Column("SERVER", "server", numeric=True, drop=3),
+    Column("DOMAIN", "domain", wide=True, drop=5),
+    Column("AGE", lambda one: age_of(one["started"]), drop=2),
+    Column("COMMAND", lambda one: in_container(one["container"], one["command"] or ""), least=8),
+)
+
+
+def ask_clients(timeout_s: float) -> ClientList:
+    """Who uses GPUs now, as the driver sees it: no look at a screen may cost a job; raises YunionError."""
+    return call(GET_CLIENTS, timeout_s, seen=True)
+
+
+def ask_clients_soon() -> ClientList:
+    """The same, and not for long; if the answer fails, why is one of its errors."""
+    try:
+        return ask_clients(_CLIENTS_S)
+    except YunionError as error:
+        return {**NO_CLIENTS, "errors": [f"who uses the GPUs: {error.message}"]}
+
+
+@click.command("who", short_help="Show who uses which device.")
+@click.option("--clients", "clients_only", is_flag=True, help="Show MPS clients and servers instead.")
+@wide_output_option
+def who(clients_only: bool, output: str) -> None:
+    """Show who has which device, by a lease or by using it.
+
+    Each line is one process and its memory, of the memory that its device has. A lease that no process uses
+    yet is idle. A process that does not say which device it uses has the address of its GPU. Problems, such
+    as use over budget or outside MPS, are listed below.
+
+    With --clients, the control daemons are asked: the table has the processes that use GPUs through MPS or
+    outside it; the MPS servers, and the clients that wait for another user's server, are listed below.
+
+    \b
+    Examples:
+      yunion-mps who
+      yunion-mps who --output wide
+      yunion-mps who --clients
+    """
+    if clients_only:
+        _show_clients(output)
+        return
+    devices = listed_devices()
+    leases = call(GET_LEASES)
+    clients = ask_clients(SLOW_S)
+    found = [one for one in holdings(devices, leases["leases"], clients["clients"]) if one.in_use]
+    uses = [use for holding in found for use in _uses(holding)]
+    wrong = worst_first(of_uses(found, clients))
+    answer = {
+        "uses": uses,
+        "waiting": leases["waiting"],
+        "problems": [{"code": one.code, "what": one.what, "hint": one.hint} for one in wrong],
+        "errors": clients["errors"],
+        "total": len(uses),
+    }
+    rows = [fields(use, _FIELDS) for use in uses]
+    show(answer, output, _FIELDS, rows, lambda: _who_text(answer, wrong, wide=output == "wide"))
+
+
+def _uses(holding: Holding) -> list[Json]:
+    """One entry for each process, or one for a lease without any."""
+    lease = holding.lease
+    return [
+        {
+            "device": holding.named or None,
+            "devices": list(holding.devices),
+            "gpu": holding.gpu or None,
+            "lease": lease["id"] if lease else None,
+            "name": lease["name"] if lease else None,
+            "user": process.user,
+            "pid": process.pid,
+            "command": process.command,
+            "container": process.container,
+            "since": lease["since"] if lease else process.started,
+            "memory_used": process.memory_mib,
+            "memory_budget": holding.budget_mib,
+            "thread_percentage": lease["thread_percentage"] if lease else holding.threads,
+            "state": state_of(holding),
+        }
+        for process in holding.holders
+    ]
+
+
+def _who_text(answer: Json, wrong: Sequence[HostFinding], *, wide: bool) -> str:
+    """A table, then the queued requests, what is wrong with a hint, and what is not known."""
+    text = table(_COLUMNS, answer["uses"], none="No devices are in use.", wide=wide)
+    text += waiting_text(answer["waiting"])
+    for finding, hint in with_hints(folded(wrong)):
+        text += wrapped(f"{finding.kind}: {finding.what}") + (wrapped(f"Hint: {hint}") if hint else "")
+    return text + notes(("Not known", error) for error in answer["errors"])
+
+
+def waiting_text(waiting: Sequence[QueuedRequest]) -> str:
+    """A line for each queued request, the first one first."""
+    text = ""
+    for one in waiting:
+        user = f"{one['user']} (PID {one['pid']})" if one["pid"] else one["user"]
+        text += wrapped(f"Waiting: {user} wants {one['wants']}, for {age_of(one['since'])}")
+    return text
+
+
+def _memory(used_mib: int | None, budget_mib: int | None) -> str | None:
+    """`512 / 5760 MiB`, or without a budget `512 MiB`; None if nothing is known."""
+    known = [str(one) for one in (used_mib, budget_mib) if one is not None]
+    return f"{' / '.join(known if used_mib is not None else ['?', *known])} MiB" if known else None
+
+
+def _in_short(use: Json) -> str | None:
+    return folded_addresses(use["devices"]) or use["gpu"]
+
+
+def _show_clients(output: str) -> None:
+    answer = call(GET_CLIENTS)
+    rows = [fields(client, _CLIENT_FIELDS) for client in answer["clients"]]
+    show(answer, output, _CLIENT_FIELDS, rows, lambda: _clients_text(answer, wide=output == "wide"))
+
+
+def clients_table(clients: Sequence[MpsClient], *, wide: bool = False) -> str:
+    """The clients for people; a command that runs in a container has its name before it."""
+    return table(_CLIENT_COLUMNS, clients, none="No clients.", wide=wide)
+
+
+def _clients_text(answer: ClientList, *, wide: bool) -> str:
+    """What must be known first, the clients, their servers, the clients that wait, and what is not known."""
+    servers = answer["servers"]
+    failed = notes(
+        (f"FAULT: {_named(server)}", "its jobs have failed, and it serves again once they have ended")
+        for server in servers
+        if server["state"] == _FAULT
+    )
+    others = notes(
+        (_named(server), server["state"] or "running") for server in servers if server["state"] != _FAULT
+    )
+    outside_mps = notes(
+        (f"PID {client['pid']}", "it uses a GPU outside MPS, where no budget holds")
+        for client in answer["clients"]
+        if client["mps"] is False
+    )
+    unknown = notes(("Not known", error) for error in answer["errors"])
+    waiting = notes(("Waiting", _waiting(one)) for one in answer["waiting"])
+    hint = wrapped(f"Hint: {hint_of(CLIENT_WAITING)}") if waiting else ""
+    found = clients_table(answer["clients"], wide=wide)
+    return failed + found + outside_mps + others + waiting + hint + unknown
+
+
+def _waiting(one: WaitingClient) -> str:
+    who = f"PID {one['pid']} of {user_of(one)} ({one['command']}), for {age_of(one['since'])}"
+    return f"{who}, for the MPS server (PID {one['server']}) of {one['server_user']}, domain {one['domain']}"
+
+
+def _named(server: MpsServer) -> str:
+    return f"MPS server (PID {server['pid']}) of {user_of(server)}, domain {server['domain']}"
+
+
+def user_of(process: ProcessFields) -> str:
+    """The user's name as a sentence has it."""
+    return str(process["user"] or "a user who is gone")
