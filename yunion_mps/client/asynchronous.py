@@ -9,8 +9,8 @@ from typing import Any
 from yunion_mps.client.blocking import silent
 from yunion_mps.client.lease import AsyncLease, hold
 from yunion_mps.client.queries import Questions
-from yunion_mps.client.request import lease_request, whole_seconds
-from yunion_mps.client.taking import Say, Wanted
+from yunion_mps.client.request import LeaseArguments, lease_request
+from yunion_mps.client.taking import Say
 from yunion_mps.client.values import Device, DeviceDetails, Event, Gpu, LeaseRecord, QueuedRequest, Status
 from yunion_mps.http.asynchronous import AsyncDaemonClient
 from yunion_mps.http.client import DaemonClient
@@ -71,27 +71,25 @@ class AsyncClient:
 
         If the task is cancelled while it waits, it leaves the queue and has no lease.
         """
-        wanted = lease_request(
+        request = lease_request(
             memory=memory, count=count, across=across, devices=devices, gpu=gpu, placement=placement,
-            enforced=enforced, name=name, ttl_s=ttl_s,
+            enforced=enforced, wait_s=wait_s, name=name, ttl_s=ttl_s,
         )  # fmt: skip
-        return LeaseTaking(self._transport, wanted, whole_seconds(wait_s), self._say)
+        return LeaseTaking(self._transport, request, self._say)
 
 
 class LeaseTaking:
     """A lease that is taken once this is awaited, or entered with `async with`."""
 
-    def __init__(self, transport: AsyncDaemonClient, wanted: Wanted, wait_s: int, say: Say) -> None:
+    def __init__(self, transport: AsyncDaemonClient, request: LeaseArguments, say: Say) -> None:
         self._transport = transport
-        self._wanted = wanted
-        self._wait_s = wait_s
+        self._request = request
         self._say = say
         self._lease: AsyncLease | None = None
 
     def __await__(self) -> Generator[Any, None, AsyncLease]:
         daemon = DaemonClient(Paths.from_environment())
-        taking = hold(AsyncLease, self._transport, daemon, self._wanted, self._wait_s, self._say)
-        return taking.__await__()
+        return hold(AsyncLease, self._transport, daemon, self._request, self._say).__await__()
 
     async def __aenter__(self) -> AsyncLease:
         self._lease = await self

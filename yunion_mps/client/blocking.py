@@ -7,7 +7,7 @@ from datetime import datetime, timedelta
 
 from yunion_mps.client.lease import Lease, hold
 from yunion_mps.client.queries import Questions
-from yunion_mps.client.request import lease_request, whole_seconds
+from yunion_mps.client.request import lease_request
 from yunion_mps.client.taking import Say
 from yunion_mps.client.transport import Blocking, finish, iterate
 from yunion_mps.client.values import Device, DeviceDetails, Event, Gpu, LeaseRecord, QueuedRequest, Status
@@ -100,9 +100,8 @@ class Client:
         Raises NothingFreeError if there are none within that time, InfeasibleError if there never will be,
         and HostError if this user could not use the devices.
         """
-        wanted = lease_request(
+        request = lease_request(
             memory=memory, count=count, across=across, devices=devices, gpu=gpu, placement=placement,
-            enforced=enforced, name=name, ttl_s=ttl_s,
+            enforced=enforced, wait_s=wait_s, name=name, ttl_s=ttl_s,
         )  # fmt: skip
-        wait = whole_seconds(wait_s)
-        return finish(hold(Lease, self._transport, self._daemon, wanted, wait, self._say))
+        return finish(hold(Lease, self._transport, self._daemon, request, self._say))

@@ -8,7 +8,8 @@ import threading
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
-from yunion_mps.client.taking import MAX_S, Patience, Say, Wanted, refuse_unreachable, take
+from yunion_mps.client.request import LeaseArguments
+from yunion_mps.client.taking import MAX_S, Patience, Say, refuse_unreachable, take
 from yunion_mps.client.transport import Transport, finish
 from yunion_mps.client.values import LeaseRecord
 from yunion_mps.errors import HostError, NotFoundError, YunionError
@@ -164,14 +165,14 @@ class AsyncLease(HeldLease):
 
 
 async def hold(
-    kind: type[LeaseT], transport: Transport, daemon: DaemonClient, wanted: Wanted, wait_s: int, say: Say
+    kind: type[LeaseT], transport: Transport, daemon: DaemonClient, request: LeaseArguments, say: Say
 ) -> LeaseT:
     """Take a lease that this process can use, and renews if it has a name; raises YunionError."""
-    answer = await take(transport, wanted, wait_s, say)
+    answer = await take(transport, request.members, request.wait_s, say)
     try:
         record = LeaseRecord.of(answer)
         refuse_unreachable(record.environment)
-        return kind(transport, daemon, record, wanted.get("ttl"), say)
+        return kind(transport, daemon, record, request.ttl_s, say)
     except YunionError:
         with contextlib.suppress(YunionError):  # it also ends with this process, or by its time
             await transport.call(END_LEASE, lease=answer["id"])

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import datetime, timedelta, timezone
-from typing import Any
+from typing import NamedTuple
 
+from yunion_mps.client.taking import Wanted
 from yunion_mps.errors import YunionError
 from yunion_mps.http.operations import LATEST_S, MAX_WAIT_S
 from yunion_mps.reasons import INVALID_REQUEST
@@ -15,6 +16,14 @@ from yunion_mps.times import rfc3339
 
 #: How long a lease with a name lives without renewal if nothing else is asked for, in s.
 TTL_S = 60
+
+
+class LeaseArguments(NamedTuple):
+    """The members of a request but `wait_s`, and the time to live of a lease with a name."""
+
+    members: Wanted
+    wait_s: int
+    ttl_s: int | None
 
 
 def lease_request(
@@ -26,12 +35,15 @@ def lease_request(
     gpu: str | None,
     placement: str,
     enforced: bool,
+    wait_s: float,
     name: str | None,
     ttl_s: int | None,
-) -> Mapping[str, Any]:
-    """The request for a lease, without arguments that are the API's defaults; raises YunionError."""
+) -> LeaseArguments:
+    """The request of these arguments, without those that are the API's defaults; raises YunionError."""
     if ttl_s is not None and name is None:
         raise _invalid("ttl_s: only a lease with a name has a time to live", "add a name, or leave ttl_s out")
+    if isinstance(devices, str) or len(devices) > 1:
+        raise _invalid(f"devices: {devices!r} is not a list of one device", "name one, as in ['00:06.0-1']")
     if name is not None and ttl_s is None:
         ttl_s = TTL_S
     wanted = {
@@ -45,7 +57,8 @@ def lease_request(
         "name": name,
         "ttl": ttl_s,
     }
-    return {member: value for member, value in wanted.items() if value is not None}
+    members = {member: value for member, value in wanted.items() if value is not None}
+    return LeaseArguments(members, whole_seconds(wait_s), ttl_s)
 
 
 def mebibytes(amount: str) -> int:
