@@ -127,7 +127,7 @@ def test_a_reload_moves_it_to_another_port(gateway: Gateway, open_daemon: Daemon
     reload(open_daemon, metrics_listen=f"127.0.0.1:{other}")
     gateway.serves(other)
     assert gateway.get(port) is None
-    assert f"metrics_listen: 127.0.0.1:{port} is closed" in gateway.log
+    assert f"metrics_listen: stopped serving at http://127.0.0.1:{port}/" in gateway.log
 
 
 def test_it_ends_when_nothing_is_to_be_served(gateway: Gateway, open_daemon: Daemon, port: int) -> None:
@@ -161,8 +161,8 @@ def test_a_gateway_that_may_not_ask_does_not_say_the_daemon_is_gone(
     reload(open_daemon, metrics_listen=f"127.0.0.1:{port}", web_listen=f"127.0.0.1:{web}")
     gateway = make_gateway(open_daemon).start(user=65534)
     gateway.serves(port, "yunion_mps_up 0")
-    why = "the gateway's user may not ask the daemon"
-    hint = "serve it as root, or as a member of the group yunion-mps"
+    why = "the gateway's user has no access to the daemon's socket"
+    hint = "run it as root or as a member of the group yunion-mps"
     assert gateway.log.count(f"yunion_mps_up is 0: {why}; {hint}") == 1
     found = gateway.answer(web, "/overview.json")
     assert (found[0], json.loads(found[1])["detail"], json.loads(found[1])["hint"]) == (503, why, hint)

@@ -151,10 +151,10 @@ def test_the_picture_shows_holders_and_no_process_environment(
     (part,) = (one for one in picture["parts"] if one["state"] != "free")
     assert (part["devices"], part["user"]) == (["00:06.0-1"], "root")
     assert (part["used"], part["budget"]) == (6000, 4096)
-    assert part["processes"][0]["pid"] == pid
+    assert part["pids"] == [pid]
     served_devices = {"total": 4, "available": 4, "unavailable": 0, "pending": 0}
     assert picture["devices"] == {**served_devices, "used": 1, "free": 3}
-    assert picture["findings"][0]["what"].startswith("00:06.0-1 has 6000 of 4096 MiB")
+    assert picture["findings"][0]["what"].startswith("00:06.0-1 uses 6000 of 4096 MiB")
     assert picture["host"] == os.uname().nodename
     assert b"CUDA_" not in shown.body
 
@@ -215,7 +215,7 @@ def test_it_says_where_and_ends_quietly_with_ctrl_c(ready_daemon: Daemon) -> Non
     process = ready_daemon.host.popen(["yunion-mps", "web", "--listen", f"localhost:{port}"])
     assert process.stdout is not None
     said = process.stdout.readline()
-    assert said == f"Serving at http://127.0.0.1:{port}/ until Ctrl-C\n"
+    assert said == f"Serving at http://127.0.0.1:{port}/ (press Ctrl-C to stop)\n"
     with closing(socket.create_connection(("127.0.0.1", port))):
         process.send_signal(signal.SIGINT)
         assert process.communicate(timeout=PATIENCE_S) == ("", "")
@@ -231,11 +231,11 @@ def test_what_it_cannot_or_may_not_do_is_one_line_with_what_to_type(ready_daemon
     host = ready_daemon.host
     with closing(socket.create_server(("127.0.0.1", 0))) as other:
         taken = f"127.0.0.1:{other.getsockname()[1]}"
-        lines = [f"nothing can be served at {taken}: Address already in use"]
-        lines += ["choose another: --listen 127.0.0.1:PORT"]
+        lines = [f"cannot listen on {taken}: Address already in use"]
+        lines += ["choose another port: --listen 127.0.0.1:PORT"]
         assert refused(host, "--listen", taken) == (1, [f"yunion-mps: {line}" for line in lines])
-    lines = ["other hosts can reach 0.0.0.0:9435, and there is no password"]
-    lines += ["listen at 127.0.0.1, or add --allow-public if that is meant"]
+    lines = ["0.0.0.0:9435: other hosts can reach this address, and the page has no password"]
+    lines += ["use 127.0.0.1, or add --allow-public if this is intended"]
     assert refused(host, "--listen", "0.0.0.0:9435") == (1, [f"yunion-mps: {line}" for line in lines])
     status, lines = refused(host, "--listen", "gpu-01:80")
     assert (status, len(lines)) == (2, 2)

@@ -1,8 +1,8 @@
-"""The listeners over TCP and their answers, all of them read-only: the metrics for Prometheus, the web page.
+"""The listeners over TCP and what they answer, read-only: the metrics for Prometheus and the web page.
 
-Both answer only under names of this host. A page of another origin must not read what is served here;
-browsers hold that, unless the owner of a name lets it point to this host (DNS rebinding). So only those names
-are answered that no other party can hold.
+Both answer only under names of this host. A page of another origin must not read what is served here:
+browsers enforce that, unless the owner of a name lets it point to this host (DNS rebinding). So only names
+that no other party can own are answered.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from yunion_mps.paths import Paths
 
 log = logging.getLogger(__name__)
 
-#: Less than the 10 s that Prometheus waits by default: the daemon hangs then, and not the gateway.
+#: Less than the 10 s that Prometheus waits by default, so that a daemon that hangs is told from the gateway.
 _METRICS_S = 7.0
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _METRICS_DOWN = b"""\
@@ -168,7 +168,7 @@ class MetricsHandler(_ReadOnly):
 
     def _route(self, url: SplitResult, request: Request) -> Answer:
         if url.path != GET_METRICS.path:
-            return problem(404, "there is nothing here", f"the metrics are at {GET_METRICS.path}")
+            return problem(404, "not found", f"the metrics are at {GET_METRICS.path}")
         return self._metrics(request.accept)
 
     async def _metrics(self, accept: str) -> Response:
@@ -188,7 +188,7 @@ class MetricsHandler(_ReadOnly):
 
 
 class Web(_ReadOnly):
-    """The page's files, its overview, and the little that it asks the daemon itself."""
+    """The page's files, its overview, and the requests that are relayed to the daemon."""
 
     subject = "this page is"
 
@@ -211,7 +211,7 @@ class Web(_ReadOnly):
             return self._picture(**arguments_of(url.query, _OVERVIEW))
         if url.path in _RELAYED:
             return self._relay(url, request)
-        return problem(404, "there is nothing here", "the page is at /")
+        return problem(404, "not found", "the page is at /")
 
     async def _later(self, answer: Awaitable[Response]) -> Response:
         try:
@@ -219,8 +219,9 @@ class Web(_ReadOnly):
         except UnreachableError as error:
             return _guarded(problem(503, error.message, error.hint))
         except Exception:
-            log.exception("the web page's question has failed")
-            return _guarded(problem(500, "a fault of the gateway", "see: journalctl -u yunion-mps-gateway"))
+            log.exception("the web page's request has failed")
+            hint = "see: journalctl -u yunion-mps-gateway"
+            return _guarded(problem(500, "internal error in the gateway", hint))
 
     async def _picture(self, mark: Any, event: Any) -> Response:
         """The whole picture after this event, or only when it was taken if the page has it by its mark."""
@@ -285,7 +286,7 @@ class Listeners:
             if wanted.get(key) != address:
                 await server.close()
                 del self._open[key]
-                log.info("%s: %s is closed", key, address)
+                log.info("%s: stopped serving at http://%s/", key, address)
         for key, address in wanted.items():
             if key not in self._open and key in self._handlers:
                 await self._try(key, address)
@@ -294,9 +295,9 @@ class Listeners:
         try:
             listener = listen(address)
         except OSError as error:
-            failure = f"{key} is {address}, where nothing can be served: {error.strerror}"
+            failure = f"{key}: cannot listen on {address}: {error.strerror}"
             if self._logged.get(key) != failure:
-                log.error("%s; it is tried again. Choose another port in host.conf", failure)
+                log.error("%s; trying again every %g s. Choose another port in host.conf", failure, _POLL_S)
             self._logged[key] = failure
             return
         server = Server(self._handlers[key], LIMITS)

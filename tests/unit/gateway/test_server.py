@@ -48,7 +48,7 @@ def test_an_address_in_use_is_said_once_and_tried_until_it_is_free(caplog: pytes
     assert asyncio.run(follow())
     said = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
     assert [re.sub(r"127.0.0.1:\d+", "IT", line) for line in said] == [
-        f"metrics_listen is {where}, where nothing can be served: {why}; it is tried again. "
+        f"metrics_listen: cannot listen on {where}: {why}; trying again every 2 s. "
         "Choose another port in host.conf"
         for where, why in (
             ("IT", "Address already in use"),
