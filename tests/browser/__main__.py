@@ -1,4 +1,4 @@
-"""Makes docs/images/web.png: a real daemon with jobs on a simulated host, in a real browser.
+"""Makes docs/images/web*.png: a real daemon with jobs on a simulated host, in a real browser.
 
 The jobs' users are those that /etc/passwd names for the uids below. The hour before is made up: in the
 browser, curves up to what is used replace the daemon's answer to /v1/usage.
@@ -19,6 +19,7 @@ from typing import Any
 from yunion_mps.times import rfc3339
 
 from browser.chromium import Chromium, Page
+from browser.png import with_palette
 from browser.scene import Served
 from integration.daemon_host import Daemon, eventually
 from simhost import SimHost
@@ -30,42 +31,38 @@ _GPUS = [
     {"kind": "h100", "virtual_number": 7},
     {"kind": "a100", "virtual_number": 4},
     {"kind": "l40s", "virtual_number": 3},
+    {"kind": "l40s", "count": 2, "virtual_number": 4},
 ]
 _LAST = "- path: /dev/dri/renderD130\n  type: NVIDIA_MPS\n  virtual_number: 3\n"
 _UNITS = "- path: /dev/dri/renderD130\n  type: NVIDIA_MPS\n  virtual_number: 0\n  memory_unit: 1GiB\n"
 ALICE, BOB, CAROL = 2001, 2002, 2003
 
+#: By picture: its width and height, and whether by dark.
+PICTURES = {"web": (1280, 1370, False), "web-dark": (1280, 860, True), "web-phone": (390, 1400, False)}
 
-def main(folder: Path, *, extra: bool) -> None:
-    """Write the picture into the folder; with `extra` also the whole page, the dark one and a phone's."""
+
+def main(folder: Path) -> None:
+    """Write the pictures into the folder."""
     with SimHost.create(_GPUS) as host, StandIns(host), Daemon(host) as daemon, ExitStack() as stack:
         file = host.root / "etc/yunion/host_container_device.yml"
         file.write_text(file.read_text().replace(_LAST, _UNITS))
         daemon.start().wait_ready()
         begin(daemon, stack)
         with Served(host) as served, Chromium() as browser:
-            page = look(browser, served.url, 1280, 1000)
-            page.picture(folder / "web.png")
-            if extra:
-                page.picture(folder / "web-whole.png", whole=True)
-                page.prefer(dark=True)
-                page.picture(folder / "web-dark.png", whole=True)
-                look(browser, served.url, 360, 800).picture(folder / "web-phone.png", whole=True)
-
-
-def look(browser: Chromium, url: str, width: int, height: int) -> Page:
-    page = browser.page("about:blank", width=width, height=height)
-    make_up_an_hour(browser, page)
-    page.tell("Page.navigate", {"url": url})
-    page.wait_text("whisper.py")
-    page.wait("document.querySelectorAll('td .chart .line[d]').length > 3")
-    return page
+            for name, (width, height, dark) in PICTURES.items():
+                page = browser.page("about:blank", width=width, height=height, dark=dark)
+                make_up_an_hour(browser, page)
+                page.tell("Page.navigate", {"url": served.url})
+                page.wait_text("whisper.py")
+                page.wait("document.querySelectorAll('td .chart .line[d]').length > 3")
+                page.wait("document.querySelectorAll('.cell-peak:not(:empty)').length === 10")
+                (folder / f"{name}.png").write_bytes(with_palette(page.picture()))
 
 
 def begin(daemon: Daemon, stack: ExitStack) -> None:
-    """Some of everything: busy, idle, more than allowed, out of a pool."""
+    """Some of everything: busy, idle, over its budget, out of a pool."""
 
-    def job(user: int, request: str, mib: int, *command: str) -> None:
+    def job(user: int, request: str, mib: int, sm: int, *command: str) -> None:
         folder = daemon.host.root / "tmp"
         (folder / command[0]).write_text("import time\ntime.sleep(600)\n")
         as_user = {"user": user, "group": 0, "extra_groups": []}
@@ -82,16 +79,22 @@ def begin(daemon: Daemon, stack: ExitStack) -> None:
         assert code == 200, lease
         if mib:
             order = ["00:06.0", "00:07.0", "00:08.0"]
-            daemon.host.gpus[order.index(lease["gpus"][0])].add_process(process.pid, mib, "M+C")
+            daemon.host.gpus[order.index(lease["gpus"][0])].add_process(process.pid, mib, "M+C", sm)
 
-    job(ALICE, "device=00:06.0-0", 9800, "train.py", "--model", "resnet50", "--epochs", "90")
-    job(ALICE, "device=00:06.0-1", 11100, "train.py", "--model", "vit-b16")
-    job(BOB, "device=00:06.0-2", 4100, "serve.py", "--port", "8000")
-    job(CAROL, "device=00:06.0-3", 0, "notebook.py")
-    job(BOB, "device=00:07.0-0", 21700, "finetune.py", "--lora", "--rank", "16")
-    job(CAROL, "device=00:07.0-2", 6200, "embed.py", "corpus/")
-    job(ALICE, "gpu=00:08.0&memory=8192", 7400, "infer.py", "--batch", "32")
-    job(BOB, "gpu=00:08.0&memory=4096", 2900, "whisper.py")
+    for gpu, load in zip(daemon.host.gpus, ((44, 58, 391), (54, 61, 287), (57, 66, 248))):
+        gpu.load(*load)
+    long = ["--trial", "17", "--data", "/srv/data/imagenet-2012/train"]
+    job(ALICE, "device=00:06.0-0", 9800, 12, "train.py", "--model", "resnet50", "--epochs", "90")
+    job(ALICE, "device=00:06.0-1", 11100, 14, "train.py", "--model", "vit-b16")
+    job(BOB, "device=00:06.0-2", 4100, 5, "serve.py", "--port", "8000")
+    job(CAROL, "device=00:06.0-3", 0, 0, "notebook.py")
+    job(CAROL, "device=00:06.0-4", 8200, 13, "sweep.py", *long)
+    job(BOB, "device=00:07.0-0", 21700, 24, "finetune.py", "--lora", "--rank", "16")
+    job(CAROL, "device=00:07.0-2", 6200, 9, "embed.py", "corpus/")
+    job(ALICE, "device=00:07.0-3", 9100, 21, "rerank.py", "--workers", "4")
+    job(ALICE, "gpu=00:08.0&memory=8192", 7400, 16, "infer.py", "--batch", "32")
+    job(BOB, "gpu=00:08.0&memory=16384", 12800, 34, "diffusion.py", "--steps", "30")
+    job(BOB, "gpu=00:08.0&memory=4096", 2900, 7, "whisper.py")
 
 
 def make_up_an_hour(browser: Chromium, page: Page) -> None:
@@ -110,8 +113,10 @@ def make_up_an_hour(browser: Chromium, page: Page) -> None:
 
 def an_hour(event: Json) -> Json:
     del event
-    ends = {"00:06.0-0": 9800, "00:06.0-1": 11100, "00:06.0-2": 4100, "00:07.0-0": 21700, "00:07.0-2": 6200,
-            "00:08.0-m0": 7400, "00:08.0-m1": 2900}  # fmt: skip
+    ends = {
+        "00:06.0-0": 9800, "00:06.0-1": 11100, "00:06.0-2": 4100, "00:06.0-4": 8200, "00:07.0-0": 21700,
+        "00:07.0-2": 6200, "00:07.0-3": 9100, "00:08.0-m0": 7400, "00:08.0-m1": 12800, "00:08.0-m2": 2900,
+    }  # fmt: skip
     devices = {name: curve(place, mib) for place, (name, mib) in enumerate(ends.items())}
     gpus: dict[str, list[int]] = {}
     for name, curve_of_it in devices.items():
@@ -133,4 +138,4 @@ def curve(place: int, end_mib: int) -> list[int]:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), extra="--extra" in sys.argv[2:])
+    main(Path(sys.argv[1]))

@@ -211,13 +211,9 @@ class Page:
         thrown = [str(one["params"]) for one in own if one["method"] == "Runtime.exceptionThrown"]
         return [*self.ask("window.errors"), *logged, *thrown]
 
-    def picture(self, file: Path, *, whole: bool = False) -> None:
-        """Save what is to be seen as PNG: what fits the window, or all of it."""
-        parameters = {"format": "png", "captureBeyondViewport": whole}
-        if whole:
-            size = self.tell("Page.getLayoutMetrics")["cssContentSize"]
-            parameters["clip"] = {**size, "scale": 1}
-        file.write_bytes(base64.b64decode(self.tell("Page.captureScreenshot", parameters)["data"]))
+    def picture(self) -> bytes:
+        """What the window shows, as PNG."""
+        return base64.b64decode(self.tell("Page.captureScreenshot", {"format": "png"})["data"])
 
 
 def _high_pipe() -> tuple[int, int]:

@@ -7,7 +7,7 @@
   const numbers = (colour) => colour.match(/[\d.]+/g).map(Number);
   const ground = (element) => {
     for (let one = element; one; one = one.parentElement) {
-      if (one.matches(".label")) one = one.parentElement.parentElement; // it stands below its part, not on it
+      if (one.matches(".used > .label")) one = one.previousElementSibling; // it stands on what is used, at its worst
       const colour = numbers(getComputedStyle(one).backgroundColor);
       if (colour[3] !== 0) return colour.slice(0, 3);
     }

@@ -28,7 +28,7 @@ from yunion_mps.paths import Paths
 from yunion_mps.times import rfc3339
 
 if TYPE_CHECKING:
-    from yunion_mps.answers import ClientList, Device, Gpu
+    from yunion_mps.answers import ClientList, Device
 
 
 T = TypeVar("T")
@@ -38,7 +38,7 @@ Json = dict[str, Any]
 _FRESH_S = 1.0
 #: The shortest time from one overview to the next.
 _REST_S = 0.1
-#: What no event tells of GPUs and devices, such as a compute mode, is asked again after so long.
+#: What no event tells of devices is asked again after so long.
 _STALE_S = 30.0
 #: Waking many GPUs takes the driver tens of seconds; the page does without after the first of these.
 _CLIENTS_S = 2.0
@@ -53,15 +53,15 @@ async def ask(paths: Paths, target: str, accept: str = "*/*", timeout_s: float =
     except asyncio.TimeoutError:
         what = f"the daemon does not answer within {timeout_s:g} s"
     except NotAllowedError:
-        what = "the gateway's user may not ask the daemon"
-        raise UnreachableError(what, "serve it as root, or as a member of the group yunion-mps") from None
+        what = "the gateway's user has no access to the daemon's socket"
+        raise UnreachableError(what, "run it as root or as a member of the group yunion-mps") from None
     except UnreachableError:
         what = "the daemon is not running"
     raise UnreachableError(what, "see: systemctl status yunion-mps-daemon")
 
 
 class Overview:
-    """The page's picture, once for all readers; GPUs and devices are asked for again after an event."""
+    """The page's picture, once for all readers; devices are asked for again after an event."""
 
     def __init__(self, paths: Paths) -> None:
         self._paths = paths
@@ -72,7 +72,6 @@ class Overview:
         self._last_event = 0
         self._seen: tuple[Any, ...] = ()
         self._listed_s = 0.0
-        self._gpus: list[Gpu] = []
         self._devices: list[Device] = []
         self._clients = NO_CLIENTS
         self._pending_clients: asyncio.Task[ClientList] | None = None
@@ -107,13 +106,13 @@ class Overview:
         leases = await self._call(GET_LEASES)
         seen = (last, status["devices"], status["gpus"], status["started"])
         if seen != self._seen or time.monotonic() - self._listed_s > _STALE_S:
-            self._gpus = (await self._call(GET_GPUS))["gpus"]
             self._devices = (await self._call(GET_DEVICES, limit=0))["isolated_devices"]
             self._seen, self._listed_s = seen, time.monotonic()
+        gpus = (await self._call(GET_GPUS))["gpus"]
         errors = await self._ask_clients() if status["domains"] else []
         clients = self._clients if status["domains"] else NO_CLIENTS
         clients = {**clients, "errors": [*clients["errors"], *errors]}
-        return Answers(status, self._gpus, self._devices, leases["leases"], leases["waiting"], clients)
+        return Answers(status, gpus, self._devices, leases["leases"], leases["waiting"], clients)
 
     async def _ask_clients(self) -> Sequence[str]:
         """Ask which processes use the GPUs, as the driver sees it; returns why that is not known."""
@@ -122,7 +121,7 @@ class Overview:
             self._pending_clients = asyncio.ensure_future(question)
         await asyncio.wait({self._pending_clients}, timeout=_CLIENTS_S)
         if not self._pending_clients.done():
-            return ["who uses the GPUs: the driver takes long to answer; what is shown was so before"]
+            return ["who uses the GPUs: the driver is slow to answer; the clients shown are from before"]
         answered, self._pending_clients = self._pending_clients, None
         try:
             self._clients = answered.result()

@@ -106,6 +106,20 @@ class Holding(NamedTuple):
         return users.pop() if len(users) == 1 else f"{len(users)} users" if users else ""
 
     @property
+    def label(self) -> str:
+        """What a person calls the holder: `job-17: python train.py`.
+
+        Its name or container, if it has one, and the command that the lease was taken for; without that, the
+        command of the process with the most memory.
+        """
+        names = [process.container for process in self.processes]
+        commands = [one.command for one in sorted(self.processes, key=lambda one: -(one.memory_mib or 0))]
+        if self.lease:
+            names = [self.lease["name"], self.lease["container"], *names]
+            commands.insert(0, self.lease["command"])
+        return in_container(next(filter(None, names), None), next(filter(None, commands), ""))
+
+    @property
     def since(self) -> str | None:
         """The time since when, None if that is not known."""
         if self.lease:
@@ -120,7 +134,7 @@ class Holding(NamedTuple):
 
 def in_container(container: str | None, command: str) -> str:
     """`trainer: python train.py`; the command alone outside of containers."""
-    return f"{container}: {command}" if container else command
+    return f"{container}: {command}" if container and command else container or command
 
 
 def holder_of(lease: LeaseRecord) -> str:

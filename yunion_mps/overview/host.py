@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from yunion_mps.overview.findings import PROBLEM, HostFinding, all_findings, folded
-from yunion_mps.overview.holdings import ID_LENGTH, Holding, ProcessUse, holdings, memory_by_gpu
+from yunion_mps.overview.findings import PROBLEM, HostFinding, all_findings, folded, with_hints
+from yunion_mps.overview.holdings import ID_LENGTH, Holding, holdings, in_container, memory_by_gpu
 
 if TYPE_CHECKING:
     from yunion_mps.answers import ClientList, Device, Gpu, LeaseRecord, QueuedRequest, Status
@@ -18,6 +18,7 @@ FREE, NO_ROOM, UNAVAILABLE, IDLE, IN_USE = "free", "no room", "unavailable", "id
 OVER, OUTSIDE_MPS, NO_DEVICE = "over budget", "outside MPS", "no device"
 
 _COMMAND_LENGTH = 200
+_MAX_WAITING = 5
 
 
 class Answers(NamedTuple):
@@ -73,15 +74,22 @@ def page(host: HostOverview) -> Json:
         "devices": host.devices,
         "leases": len(answers.leases),
         "clients": len(answers.clients["clients"]),
-        "findings": [one._asdict() for one in folded(host.findings)],
+        "findings": [
+            {"kind": one.kind, "what": one.what, "hint": hint}
+            for one, hint in with_hints(folded(host.findings))
+        ],
         "wrong": len(host.findings),
         "errors": answers.clients["errors"],
         "gpus": [_gpu(gpu, host.memory_by_gpu.get(gpu["addr"], 0)) for gpu in answers.gpus],
         "parts": [_part(one) for one in host.holdings],
         "waiting": [
-            {**{field: one[field] for field in ("user", "wants", "since")}, "command": _cut(one["command"])}
-            for one in answers.waiting
+            {
+                **{field: one[field] for field in ("user", "wants", "since")},
+                "holder": _cut(in_container(one["name"] or one["container"], one["command"] or "")),
+            }
+            for one in answers.waiting[:_MAX_WAITING]
         ],
+        "queued": len(answers.waiting),
     }
 
 
@@ -108,23 +116,11 @@ def _part(one: Holding) -> Json:
     )
     if not one.available and one.devices:
         part["unavailable"] = True
-    containers = [process.container for process in one.processes]
     if one.lease:
-        part.update(lease=one.lease["id"][:ID_LENGTH], name=one.lease["name"])
-        part["command"] = _cut(one.lease["command"])
-        containers.append(one.lease["container"])
-    part["container"] = next(filter(None, containers), None)
-    part["processes"] = [_process(process) for process in one.processes]
+        part["lease"] = one.lease["id"][:ID_LENGTH]
+    part["holder"] = _cut(one.label)
+    part["pids"] = [process.pid for process in one.holders if process.pid is not None]
     return {field: value for field, value in part.items() if value is not None}
-
-
-def _process(process: ProcessUse) -> Json:
-    return {
-        "pid": process.pid,
-        "user": process.user,
-        "command": _cut(process.command),
-        "memory": process.memory_mib,
-    }
 
 
 def state_of(one: Holding) -> str:
@@ -140,7 +136,5 @@ def state_of(one: Holding) -> str:
     return FREE if one.free else NO_ROOM if one.pending else UNAVAILABLE
 
 
-def _cut(command: str | None) -> str | None:
-    if command is None or len(command) <= _COMMAND_LENGTH:
-        return command
-    return f"{command[: _COMMAND_LENGTH - 1]}…"
+def _cut(command: str) -> str:
+    return command if len(command) <= _COMMAND_LENGTH else f"{command[: _COMMAND_LENGTH - 1]}…"

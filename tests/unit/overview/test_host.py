@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 from yunion_mps.models import Gpu
 from yunion_mps.mps.states import FAILED
 from yunion_mps.overview.host import Answers, HostOverview, page
@@ -52,18 +53,27 @@ def test_a_part_is_free_idle_in_use_over_budget_or_outside_mps() -> None:
 def test_a_part_has_its_holder_use_budget_and_since_when() -> None:
     part = parts(page_of(P40, leases=(LEASE,), clients=(CLIENT,)))["00:06.0-1"]
     assert (part["user"], part["used"], part["budget"], part["since"]) == ("alice", 512, 5760, LEASE["since"])
-    assert part["processes"] == [{"pid": 4260, "user": "alice", "command": "python train.py", "memory": 512}]
-    assert part["lease"] == LEASE["id"][:8]
+    assert (part["holder"], part["pids"], part["lease"]) == ("python train.py", [4260], LEASE["id"][:8])
     assert "environment" not in json.dumps(part)
 
 
-def test_a_job_in_a_container_is_shown_with_the_containers_name() -> None:
-    within = {**CLIENT, "container": "trainer"}
-    used = parts(page_of(P40, leases=(LEASE,), clients=(within,)))
-    assert used["00:06.0-1"]["container"] == "trainer"
-    waits = {**LEASE, "container": "trainer"}
-    assert parts(page_of(P40, leases=(waits,)))["00:06.0-1"]["container"] == "trainer"
-    assert "container" not in parts(page_of(P40, leases=(LEASE,)))["00:06.0-1"]
+@pytest.mark.parametrize(
+    ("lease", "client", "holder"),
+    [
+        ({"command": "torchrun train.py"}, {}, "torchrun train.py"),
+        ({"name": "job-17", "command": None}, {}, "job-17: python train.py"),
+        ({"container": "trainer", "command": None}, {"container": "trainer"}, "trainer: python train.py"),
+        ({"name": "job-17", "command": None}, None, "job-17"),
+        ({"command": "x" * 500}, {}, "x" * 199 + "…"),
+        (None, {"container": "trainer"}, "trainer: python train.py"),
+    ],
+)
+def test_a_holder_has_its_name_and_the_command_it_was_leased_for(
+    lease: Json, client: Json, holder: str
+) -> None:
+    leases = () if lease is None else ({**LEASE, **lease},)
+    clients = () if client is None else ({**CLIENT, **client},)
+    assert parts(page_of(P40, leases=leases, clients=clients))["00:06.0-1"]["holder"] == holder
 
 
 def test_a_lease_on_a_device_that_cannot_be_used_any_more_says_so() -> None:
@@ -82,10 +92,11 @@ def test_findings_troubles_and_counts_are_those_of_status() -> None:
     assert [(gpu["addr"], gpu["memory_used"]) for gpu in shown["gpus"]] == [("00:06.0", 6300)]
 
 
-def test_a_command_line_without_end_is_cut() -> None:
-    long = {**CLIENT, "command": "x" * 500}
-    (process,) = parts(page_of(P40, leases=(LEASE,), clients=(long,)))["00:06.0-1"]["processes"]
-    assert process["command"] == "x" * 199 + "…"
+def test_a_hint_that_several_findings_share_is_given_once() -> None:
+    other = {**OUTSIDE_MPS, "pid": 4301}
+    found = page_of(P40, clients=(OUTSIDE_MPS, other))["findings"]
+    outside = [one["hint"] != "" for one in found if "without MPS" in one["what"]]
+    assert outside == [False, True]
 
 
 def test_3072_free_devices_take_less_than_300_kib() -> None:

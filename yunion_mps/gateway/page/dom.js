@@ -1,4 +1,4 @@
-// The document, changed only where something is different. Text is never anything but text.
+// The document, changed only where something differs. Text is never anything but text.
 
 export const byId = (id) => document.getElementById(id);
 
@@ -23,13 +23,17 @@ export function attribute(element, name, value) {
   if (element.getAttribute(name) !== value) element.setAttribute(name, value);
 }
 
+export function style(element, name, value) {
+  if (element.style[name] !== value) element.style[name] = value;
+}
+
 export function hide(element, hidden) {
-  if (element.hidden !== hidden) element.hidden = hidden;
+  element.toggleAttribute("hidden", hidden);
 }
 
 /** A list kept like `items`: elements stay those of their key, and are made, moved and removed only as needed. */
 export class Keyed {
-  constructor(parent, create, update) {
+  constructor(parent, create, update = () => {}) {
     this.parent = parent;
     this.create = create;
     this.update = update;
@@ -49,5 +53,29 @@ export class Keyed {
       else this.parent.insertBefore(kept.element, place);
     }
     for (const { element } of before.values()) element.remove();
+  }
+}
+
+/** The pages of a list: a button to the one before, where it is, and a button to the one after. */
+export class Pages {
+  constructor(nav, size, turned) {
+    [this.back, this.where, this.on] = nav.children;
+    this.nav = nav;
+    this.size = size;
+    this.first = 0;
+    this.back.addEventListener("click", () => turned(Math.max(0, this.first - size)));
+    this.on.addEventListener("click", () => turned(this.first + size));
+  }
+
+  /** The items of this page; `more` if there are others behind these. */
+  of(items, more = false) {
+    if (this.first >= items.length) this.first = Math.max(0, Math.ceil(items.length / this.size - 1) * this.size);
+    const page = items.slice(this.first, this.first + this.size);
+    const last = this.first + page.length;
+    hide(this.nav, !more && items.length <= this.size);
+    text(this.where, `${this.first + 1}–${last}${more ? "" : ` of ${items.length}`}`);
+    this.back.disabled = this.first === 0;
+    this.on.disabled = !more && last >= items.length;
+    return page;
   }
 }

@@ -1,36 +1,60 @@
-// What happened, the newest first.
+// What happened, the newest first, a page at a time.
 
-import { byId, hide, Keyed, make, text } from "./dom.js";
+import { byId, hide, Keyed, make, Pages, text } from "./dom.js";
 import { clock } from "./words.js";
 
-const MOST = 60;
+const ROWS = 8;
+const MOST = 200;
 const SIGNS = { info: "", warning: "!", error: "✕" };
 
 export class Events {
-  constructor() {
+  /** `get` asks the daemon for events. */
+  constructor(get) {
+    this.get = get;
     this.events = [];
     this.last = 0;
-    this.list = new Keyed(byId("list"), makeEvent, () => {});
+    this.whole = false; // whether the daemon has no older ones
+    this.list = new Keyed(byId("list"), makeEvent);
+    this.pages = new Pages(byId("event-pages"), ROWS, (first) => this.turn(first));
   }
 
-  /** All of them, from the first. */
-  begin({ events, last }) {
-    this.events = events;
+  /** Load the newest. */
+  async begin() {
+    const { events, last } = await this.get(`limit=${2 * ROWS}`);
+    this.events = events.reverse();
     this.last = last;
+    this.pages.first = 0;
     this.draw();
   }
 
   add({ events, last }) {
     this.last = last;
-    this.events = [...this.events, ...events].slice(-MOST);
+    this.events = [...[...events].reverse(), ...this.events];
+    if (this.pages.first) this.pages.first += events.length; // a user who reads older ones keeps them in view
+    else if (this.events.length > MOST) [this.events.length, this.whole] = [MOST, false];
     this.draw();
     const heard = events.filter((one) => one.severity !== "info");
     if (heard.length) text(byId("said"), heard.map((one) => `${one.severity}: ${one.subject}: ${one.what}`).join("; "));
   }
 
+  async turn(first) {
+    const oldest = this.events.at(-1).id;
+    if (first + ROWS >= this.events.length && oldest > 1) {
+      const after = Math.max(0, oldest - 1 - 2 * ROWS);
+      const { events } = await this.get(`after=${after}&limit=${2 * ROWS}`).catch(() => ({ events: [] }));
+      const older = events.filter((one) => one.id < oldest).reverse();
+      this.events.push(...older);
+      this.whole = !older.length;
+    }
+    this.pages.first = first;
+    this.draw();
+  }
+
   draw() {
     hide(byId("no-events"), this.events.length > 0);
-    this.list.show(this.events.map((one) => [one.id, one]).reverse());
+    hide(byId("list"), !this.events.length);
+    const more = this.events.length > 0 && this.events.at(-1).id > 1 && !this.whole;
+    this.list.show(this.pages.of(this.events, more).map((one) => [one.id, one]));
   }
 }
 
@@ -40,9 +64,8 @@ function makeEvent(event) {
   const what = make("p", "what", {}, sign);
   if (event.severity !== "info") what.append(make("span", "unseen", {}, `${event.severity}: `));
   what.append(make("strong", "", {}, `${event.kind} ${event.subject}`), ` ${event.what}`);
-  const element = make("li", event.severity, {}, when, what);
-  for (const [name, words] of [["Why", event.cause], ["So", event.consequence]]) {
-    if (words) element.append(make("p", "dim", {}, `${name}: ${words}`));
+  for (const why of [event.cause && `cause: ${event.cause}`, event.consequence]) {
+    if (why) what.append(make("span", "dim", {}, ` · ${why}`));
   }
-  return { element };
+  return { element: make("li", event.severity, {}, when, what) };
 }

@@ -1,141 +1,158 @@
-// GPUs as bars cut into devices.
+// GPUs as bars cut into devices; those that are idle are folded.
 
 import { Chart, Series } from "./chart.js";
-import { attribute, byId, className, hide, Keyed, make, text } from "./dom.js";
-import { count, memory } from "./words.js";
+import { attribute, byId, className, hide, Keyed, make, style, text } from "./dom.js";
+import { count, memory, memoryOf } from "./words.js";
 
-/** Up to so many parts have their names below them. */
-const NAMED = 8;
-/** From so many GPUs on they stand beside each other. */
-const MANY = 5;
+/** Up to so many parts have their users' names in them. */
+const NAMED = 10;
+/** With more GPUs in use, they are tiles beside each other. */
+const MANY = 8;
+/** Up to so many idle GPUs are listed from the start. */
+const LISTED = 4;
 
 const LOOKS = { "in use": "used", "over budget": "over", idle: "idle", free: "free", "no room": "out", unavailable: "out" };
 
-/** All of them; `choose` is called with the address of a GPU or device that somebody points at. */
+/** All of them; `choose` is called with the address of a GPU or device that the user chooses. */
 export class Gpus {
   constructor(choose) {
-    this.cards = new Keyed(byId("cards"), (gpu) => new Card(gpu, choose), (card, item) => card.show(item));
-    byId("cards").addEventListener("mouseover", (event) => {
-      const part = event.target.closest(".part");
-      if (part && part.about) part.title = part.about();
+    this.rows = new Keyed(byId("busy"), (item) => new Row(item.gpu), (row, item) => row.show(item));
+    const [summary, list] = byId("idle").children;
+    this.summary = summary;
+    this.idle = new Keyed(list, makeIdle, showIdle);
+    this.isShown = false;
+    byId("busy").addEventListener("click", (event) => {
+      const address = event.target.closest("[data-address]")?.dataset.address;
+      if (address) choose(address);
     });
   }
 
   show(gpus, parts) {
     const own = new Map(gpus.map((gpu) => [gpu.addr, []]));
     for (const part of parts) own.get(part.gpu)?.push(part);
+    const all = gpus.map((gpu) => [gpu.addr, { gpu, parts: own.get(gpu.addr) }]);
+    const idle = all.filter(([, item]) => isIdle(item));
+    const busy = all.filter(([, item]) => !isIdle(item));
+    const many = busy.length > MANY;
     hide(byId("no-gpus"), gpus.length > 0);
-    hide(byId("key"), !gpus.length);
-    className(byId("cards"), gpus.length < MANY ? "few" : "many");
-    this.cards.show(gpus.map((gpu) => [gpu.addr, { gpu, parts: own.get(gpu.addr) }]));
+    hide(byId("key"), !busy.length);
+    hide(byId("busy"), !busy.length);
+    hide(byId("idle"), !idle.length);
+    className(byId("busy"), many ? "tiles" : "box");
+    this.rows.show(busy.map(([key, item]) => [key, { ...item, many }]));
+    this.idle.show(idle);
+    const free = idle.reduce((sum, [, item]) => sum + item.parts.length, 0);
+    text(this.summary, count(idle.length, "idle GPU") + (free ? `, ${count(free, "device")} free` : ""));
+    if (!this.isShown) byId("idle").open = idle.length <= LISTED;
+    this.isShown = true; // from now on, the user opens and closes it
   }
 
   showUsage(usage) {
     const used = new Map(usage.gpus.map((one) => [one.addr, one.memory_used]));
-    for (const [address, card] of this.cards.kept) card.showUsage(new Series(usage, used.get(address)));
+    for (const [address, row] of this.rows.kept) row.showUsage(new Series(usage, used.get(address)));
   }
 }
 
-class Card {
-  constructor({ gpu }, choose) {
-    const help = "Show only who has its devices";
-    this.address = make("button", "address", { type: "button", title: help }, gpu.addr);
-    this.address.addEventListener("click", () => choose(gpu.addr));
-    this.name = make("span", "name dim");
-    this.used = make("span", "amount");
+const isIdle = ({ gpu, parts }) =>
+  gpu.state !== "unavailable" && !gpu.memory_used && parts.every((part) => part.state === "free");
+
+class Row {
+  constructor(gpu) {
+    const help = "Show only the holders of its devices";
+    this.name = make("span", "dim");
+    [this.counts, this.reason, this.used, this.load] =
+      ["counts dim", "reason", "amount", "load dim"].map((name) => make("p", name));
     this.bar = make("div", "bar", { role: "img" });
-    this.bar.addEventListener("click", (event) => {
-      const part = event.target.closest(".part");
-      if (part?.device) choose(part.device);
-    });
-    this.about = make("p", "counts");
-    this.reason = make("p", "reason");
+    this.parts = new Keyed(this.bar, makePart, showPart);
     this.chart = new Chart();
     this.series = null;
-    this.total = 0;
-    const head = make("h3", "", {}, this.address, this.name, this.used);
-    this.element = make("li", "card", {}, head, this.bar, this.about, this.reason, this.chart.element);
-    this.parts = new Keyed(this.bar, makePart, showPart);
+    const address = make("button", "address", { type: "button", title: help, "data-address": gpu.addr }, gpu.addr);
+    const cells = [[make("h3", "", {}, address, " ", this.name), this.counts], [this.bar, this.reason], [this.used, this.load], [this.chart.element]];
+    this.element = make("li", "gpu", {}, ...cells.map((inner) => make("div", "", {}, ...inner)));
   }
 
-  show({ gpu, parts }) {
-    text(this.name, (gpu.name ?? "").replace(/^NVIDIA /, ""));
-    text(this.used, gpu.memory_total ? `${memory(gpu.memory_used)} of ${memory(gpu.memory_total)}` : "");
-    hide(this.reason, !gpu.reason);
-    text(this.reason, gpu.reason ? `Unavailable: ${gpu.reason}` : "");
+  show({ gpu, parts, many }) {
     const own = parts.filter((part) => part.devices.length);
-    const items = own.map((part) => [part.devices.join(","), part]);
-    if (gpu.memory_free) items.push(["free", { free_mib: gpu.memory_free, budget: gpu.memory_free, state: "free", devices: [] }]);
-    hide(this.bar, !items.length);
-    className(this.bar, items.length > NAMED ? "bar narrow" : "bar");
-    this.parts.show(items.map(([key, part]) => [key, { part, named: items.length <= NAMED }]));
+    if (gpu.memory_free) own.push({ state: "free", devices: [], budget: gpu.memory_free });
+    const named = !many && own.length <= NAMED;
     const words = counts(gpu, parts);
-    text(this.about, words);
-    attribute(this.bar, "aria-label", inWords(words, own));
-    className(this.element, gpu.state === "unavailable" ? "card out" : "card");
+    showName(this.name, gpu);
+    text(this.counts, words);
+    this.parts.show(own.map((part) => [part.devices.join(), { part, named }]));
+    hide(this.bar, own.every((part) => part.state === "unavailable"));
+    className(this.bar, named ? "bar" : "bar narrow");
+    attribute(this.bar, "aria-label", named ? [words, ...own.map(about)].join("; ") : words);
+    hide(this.reason, !gpu.reason);
+    text(this.reason, `Unavailable: ${gpu.reason}`);
+    attribute(this.reason, "title", gpu.reason);
+    text(this.used, gpu.memory_total ? memoryOf(gpu.memory_used, gpu.memory_total) : "");
+    const load = [[gpu.utilization, "%"], [gpu.temperature_c, "°C"], [gpu.power_w && Math.round(gpu.power_w), "W"]];
+    text(this.load, load.filter(([number]) => Number.isFinite(number)).map((one) => one.join(" ")).join(" · "));
     this.total = gpu.memory_total;
+    this.many = many;
     this.showUsage(this.series);
   }
 
   showUsage(series) {
     this.series = series;
-    hide(this.chart.element, !series);
-    this.chart.element.toggleAttribute("hidden", !series);
-    if (series) this.chart.show(series, this.total);
+    hide(this.chart.element, this.many || !series);
+    if (series && !this.many) this.chart.show(series, this.total);
   }
 }
 
 function makePart() {
-  const fill = make("b");
-  const label = make("span", "label");
-  const element = make("i", "part", {}, fill, label);
-  return { element, fill, label };
+  const [fill, label] = [make("b"), make("span", "label")];
+  return { element: make("i", "", {}, fill, label), fill, label };
 }
 
-function showPart(kept, { part, named }) {
-  const { element, fill, label } = kept;
+function showPart({ element, fill, label }, { part, named }) {
   className(element, `part ${LOOKS[part.state]}`);
-  const wide = String(Math.max(part.budget ?? 1, 1));
-  if (element.style.flexGrow !== wide) element.style.flexGrow = wide;
-  const share = part.budget ? Math.min(1, (part.used ?? 0) / part.budget) : 0;
-  const height = `${Math.round(share * 100)}%`;
-  if (fill.style.height !== height) fill.style.height = height;
+  style(element, "flexGrow", String(Math.max(part.budget ?? 1, 1)));
+  style(fill, "width", named ? `${share(part)}%` : "");
+  style(fill, "height", named ? "" : `${share(part)}%`);
   text(label, named ? labelOf(part) : "");
-  element.device = part.devices[0];
-  element.about = () => about(part);
+  attribute(element, "title", about(part));
+  attribute(element, "data-address", part.devices[0] ?? "");
 }
+
+/** What is used of its budget, in percent. */
+export const share = (part) => (part.budget ? Math.min(100, Math.round(((part.used ?? 0) / part.budget) * 100)) : 0);
 
 function labelOf(part) {
-  if (part.free_mib) return `${memory(part.free_mib)} free`;
+  if (!part.devices.length) return `${memory(part.budget)} free`;
   if (part.state === "over budget") return `! ${part.user}`;
-  return part.user ?? part.state;
+  return [part.user, part.state === "in use" ? "" : part.state].filter(Boolean).join(", ");
 }
 
-/** One part in words. */
-export function about(part) {
-  if (part.free_mib) return `${memory(part.free_mib)} can still be had`;
-  const name = part.devices.join(", ") || part.gpu;
-  if (!part.user) return `${name}: ${part.state}, ${memory(part.budget)}`;
-  const of = part.budget === undefined ? "" : ` of ${memory(part.budget)}`;
-  return `${name}: ${part.user}, ${part.state}, ${memory(part.used ?? 0)}${of}`;
+/** One part in words: 00:06.0-1: alice, in use, 512 of 5760 MiB. */
+function about({ devices, user, state, used, budget }) {
+  const words = [user, state, `${user ? `${used} of ` : ""}${budget} MiB`].filter(Boolean).join(", ");
+  return devices.length ? `${devices.join(", ")}: ${words}` : words;
 }
 
+/** How many of its parts are in which state. */
 function counts(gpu, parts) {
-  if (gpu.state === "not used") return "not used";
   const by = {};
-  let devices = 0;
-  for (const part of parts) {
-    const number = part.devices.length || 1;
-    by[part.state] = (by[part.state] ?? 0) + number;
-    devices += part.devices.length;
-  }
-  const states = ["outside MPS", "no device", ...Object.keys(LOOKS)].filter((state) => by[state]);
-  const words = [count(devices, "device"), ...states.map((state) => `${by[state]} ${state}`)];
+  for (const part of parts) by[part.state] = (by[part.state] ?? 0) + (part.devices.length || 1);
+  const words = ["outside MPS", "no device", ...Object.keys(LOOKS)].filter((state) => by[state]).map((state) => `${by[state]} ${state}`);
   if (gpu.memory_free !== null) words.push(`${memory(gpu.memory_free)} free`);
-  if (!gpu.budget_enforced) words.push("budgets not enforced");
-  return words.join(" · ");
+  if (gpu.state === "not used") words.push("not used");
+  if (!gpu.budget_enforced && parts.length) words.push("not enforced");
+  return words.join(", ");
 }
 
-function inWords(words, parts) {
-  return parts.length > NAMED ? words : [words, ...parts.map(about)].join("; ");
+function showName(element, gpu) {
+  text(element, (gpu.name ?? "").replace(/^NVIDIA /, ""));
+  attribute(element, "title", gpu.name ?? "");
+}
+
+function makeIdle({ gpu }) {
+  const [name, free, total] = [make("span", "dim"), make("span"), make("span", "dim")];
+  return { element: make("li", "", {}, make("span", "address", {}, gpu.addr), name, free, total), name, free, total };
+}
+
+function showIdle({ name, free, total }, { gpu, parts }) {
+  showName(name, gpu);
+  text(free, counts(gpu, parts));
+  text(total, memory(gpu.memory_total));
 }

@@ -1,0 +1,97 @@
+// The host as a whole: its state, what is wrong, and how much of it is used.
+
+import { Chart, Series } from "./chart.js";
+import { byId, className, hide, Keyed, make, text } from "./dom.js";
+import { ago, count, memory } from "./words.js";
+
+const SIGNS = { ready: "✓", degraded: "!", failed: "✕", disabled: "–", "no answer": "✕" };
+/** Up to so many findings are shown from the start. */
+const FINDINGS = 4;
+
+export class Summary {
+  constructor() {
+    const [more, rest] = byId("more-findings").children;
+    this.more = more;
+    this.findings = new Keyed(byId("findings"), makeFinding);
+    this.rest = new Keyed(rest, makeFinding);
+    this.figures = new Keyed(byId("figures"), makeFigure, (kept, { value, more: words }) => {
+      text(kept.value, value);
+      text(kept.more, words);
+    });
+    this.waiting = new Keyed(byId("waiting"), makeWaiting, (kept, one) => text(kept.age, `for ${ago(one.since)}`));
+    this.chart = new Chart();
+    byId("use-chart").append(this.chart.element);
+  }
+
+  show(shown) {
+    text(byId("host"), shown.host);
+    document.title = `${shown.wrong ? `(${shown.wrong}) ` : ""}${shown.host} – yunion-mps`;
+    this.showState(shown.state, shown.state);
+    this.showAbout(shown);
+    const told = [...shown.findings, ...shown.errors.map((what) => ({ kind: "Not known", what, hint: "" }))]
+      .map((one) => [`${one.kind} ${one.what} ${one.hint}`, one]);
+    hide(byId("wrong"), !told.length);
+    this.findings.show(told.slice(0, FINDINGS));
+    this.rest.show(told.slice(FINDINGS));
+    hide(byId("more-findings"), told.length <= FINDINGS);
+    text(this.more, `${told.length - FINDINGS} more`);
+    this.showFigures(shown);
+    hide(byId("queue"), !shown.queued);
+    this.waiting.show(shown.waiting.map((one, place) => [`${place} ${one.since}`, one]));
+    const behind = shown.queued - shown.waiting.length;
+    hide(byId("queued"), !behind);
+    text(byId("queued"), `and ${count(behind, "more request")}`);
+  }
+
+  showState(state, look) {
+    text(byId("state"), `${SIGNS[state] ?? "?"} ${state}`);
+    className(byId("state"), `state ${look}`);
+  }
+
+  showAbout({ version, driver, started }) {
+    const cuda = driver.cuda_version ? `, CUDA ${driver.cuda_version}` : "";
+    const words = [`yunion-mps ${version}`, driver.version ? `driver ${driver.version}${cuda}` : "driver unknown"];
+    text(byId("about"), [...words, `up ${ago(started)}`].join(" · "));
+  }
+
+  showFigures({ devices, gpus, leases, clients, queued }) {
+    const sum = (field) => gpus.reduce((total, gpu) => total + (gpu[field] ?? 0), 0);
+    const pool = sum("memory_free");
+    const free = [devices.total || !pool ? `${devices.free} free` : "", pool ? `${memory(pool)} free in units` : ""];
+    if (devices.unavailable) free.push(`${devices.unavailable} unavailable`);
+    this.total = sum("memory_total");
+    hide(byId("use"), !gpus.length);
+    const busy = gpus.map((gpu) => gpu.utilization).filter(Number.isFinite);
+    const figures = [
+      ["Devices in use", { value: `${devices.used}${devices.total ? ` of ${devices.total}` : ""}`, more: free.filter(Boolean).join(", ") }],
+      ["Memory used", { value: memory(sum("memory_used")), more: `of ${memory(this.total)}` }],
+      ["Leases", { value: String(leases), more: `${count(clients, "process", "processes")}, ${queued || "none"} queued` }],
+    ];
+    const mean = Math.round(busy.reduce((total, one) => total + one, 0) / busy.length);
+    if (busy.length) figures.splice(2, 0, ["Utilization", { value: `${mean} %`, more: `mean of ${count(busy.length, "GPU")}` }]);
+    this.figures.show(figures);
+  }
+
+  showUsage(usage) {
+    this.chart.show(new Series(usage, ...usage.gpus.map((one) => one.memory_used)), this.total);
+    text(byId("use-top"), memory(this.total));
+  }
+}
+
+function makeFinding({ kind, what, hint }) {
+  const words = make("p", "", {}, make("strong", "", {}, `${kind}: `), what);
+  const element = make("li", kind.toLowerCase().replace(" ", "-"), {}, words);
+  if (hint) element.append(make("p", "dim", {}, `Hint: ${hint}`));
+  return { element };
+}
+
+function makeFigure(item, name) {
+  const value = make("span", "value");
+  const more = make("span", "dim");
+  return { element: make("div", "", {}, make("dt", "", {}, name), make("dd", "", {}, value, " ", more)), value, more };
+}
+
+function makeWaiting({ user, holder, wants }) {
+  const age = make("span", "dim");
+  return { element: make("li", "", {}, make("strong", "", {}, user), ` ${holder} `, make("span", "dim", {}, `wants ${wants} `), age), age };
+}
