@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 
+import click
 import pytest
+from yunion_mps.cli.root import cli
 from yunion_mps.config import KEYS
 from yunion_mps.host.processes import PROGRAM_DIRECTORIES
 from yunion_mps.reasons import CODES
@@ -16,6 +18,10 @@ TASKS = ("install", "configure", "run-jobs", "containers", "monitor", "troublesh
 INSTALL = (DOCS / "install.md").read_text()
 TROUBLESHOOT = (DOCS / "troubleshoot.md").read_text()
 SOURCES = "".join(path.read_text() for path in sorted(CHECKOUT.glob("yunion_mps/**/*.py")))
+#: A command line within backquotes, or in a line of code.
+_COMMAND = re.compile(
+    r"(?:`|^(?: {4,}|\$ )(?:[#$] )?)yunion-mps ([a-z-][^`|;)#\n]*)(?=[`|;)#\n])", re.MULTILINE
+)
 #: What users paste into a search.
 CUDA_ERRORS = (
     "CUDA_ERROR_MPS_CONNECTION_FAILED",
@@ -71,3 +77,24 @@ def test_the_page_names_the_control_program_s_places_and_defaults() -> None:
     for directory in PROGRAM_DIRECTORIES:
         assert f"`{directory}`" in INSTALL, directory
     assert f"`cuda_mps_stop_timeout_s` ({KEYS['cuda_mps_stop_timeout_s'].default})" in INSTALL
+
+
+def test_the_documents_name_commands_and_options_that_exist() -> None:
+    root = click.Context(cli)
+    pages = [CHECKOUT / "README.md", *DOCS.glob("*.md")]
+    said = [(page.name, match[1]) for page in pages for match in _COMMAND.finditer(page.read_text())]
+    assert len(said) > 100
+    for page, words in said:
+        group: click.Command = cli
+        for word in words.split():
+            if isinstance(group, click.Group) and re.fullmatch("[a-z-]+", word):
+                found = group.get_command(root, word)
+                assert found, f"{page}: yunion-mps {words}"
+                group = found
+            elif not isinstance(group, click.Group) and word == "--":
+                break
+            elif option := re.match(r"--[a-z][a-z-]*", word):
+                names = {name for one in group.get_params(root) for name in one.opts}
+                assert option[0] in names, f"{page}: yunion-mps {words}"
+            elif group.name in ("run", "doctor"):
+                break
