@@ -90,7 +90,8 @@ _PAGE = 20
 _GPU_FIELDS = (
     "addr", "name", "uuid", "memory_total", "memory_free", "devices", "budget_enforced", "state", "reason",
     "reason_code", "compute_mode", "compute_capability", "mig_enabled", "vendor_device_id", "numa_node",
-    "render_node", "index", "device_minor",
+    "render_node", "index", "device_minor", "utilization", "memory_used", "temperature_c", "power_w",
+    "power_limit_w",
 )  # fmt: skip
 _GPUS = (
     Column("ADDRESS", "addr"),
@@ -99,13 +100,17 @@ _GPUS = (
     Column("DEVICES", "devices", numeric=True),
     Column("ENFORCED", lambda one: one["budget_enforced"] if one["compute_capability"] else None, drop=1),
     Column("STATE", "state"),
-    Column("COMPUTE MODE", "compute_mode", wide=True, drop=6),
-    Column("CAPABILITY", "compute_capability", wide=True, drop=7),
-    Column("MIG", lambda one: _on(one["mig_enabled"]), wide=True, drop=8),
-    Column("NUMA", lambda one: _numa(one["numa_node"]), numeric=True, wide=True, drop=9),
-    Column("PCIE", lambda one: _link(one["pcie_info"]), wide=True, drop=10),
-    Column("INDEX", "index", numeric=True, wide=True, drop=11),
-    Column("UUID", "uuid", wide=True, drop=5),
+    Column("UTIL %", "utilization", numeric=True, drop=3),
+    Column("USED", lambda one: mib(one["memory_used"]), numeric=True, wide=True, drop=5),
+    Column("TEMP C", "temperature_c", numeric=True, wide=True, drop=6),
+    Column("POWER W", lambda one: _power(one), numeric=True, wide=True, drop=7),
+    Column("COMPUTE MODE", "compute_mode", wide=True, drop=8),
+    Column("CAPABILITY", "compute_capability", wide=True, drop=9),
+    Column("MIG", lambda one: _on(one["mig_enabled"]), wide=True, drop=10),
+    Column("NUMA", lambda one: _numa(one["numa_node"]), numeric=True, wide=True, drop=11),
+    Column("PCIE", lambda one: _link(one["pcie_info"]), wide=True, drop=12),
+    Column("INDEX", "index", numeric=True, wide=True, drop=13),
+    Column("UUID", "uuid", wide=True, drop=4),
 )
 
 # What the daemon takes, so that a wrong number is wrong usage here.
@@ -160,6 +165,12 @@ def _state(device: Mapping[str, Any]) -> str:
     if device["state"] != "available":
         return str(device["state"])
     return "leased" if device["lease"] else "free" if device["free"] else "no room"
+
+
+def _power(gpu: Mapping[str, Any]) -> str | None:
+    """`188 / 700`: what it draws, and the limit of that."""
+    known = [f"{watts:.0f}" for watts in (gpu["power_w"], gpu["power_limit_w"]) if watts is not None]
+    return " / ".join(known) if gpu["power_w"] is not None else None
 
 
 def _numa(node: int | None) -> int | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from yunion_mps.cli.devices import described, environment_text
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 FIELDS = (
     "id", "name", "binding", "devices", "gpus", "memory", "thread_percentage", "user", "pid", "command",
     "container", "since", "expires", "budget_enforced", "cdi",
+    "memory_peak", "sm_utilization",
 )  # fmt: skip
 _COLUMNS = (
     Column("LEASE", lambda one: one["id"][:ID_LENGTH]),
@@ -33,6 +34,8 @@ _COLUMNS = (
     Column("ENDS WITH", "binding", wide=True, drop=6),
     Column("LEASE ID", "id", wide=True, drop=5),
     Column("CDI DEVICE", "cdi", wide=True, drop=8),
+    Column("PEAK", lambda one: mib(_sum(one["memory_peak"])), numeric=True, wide=True, drop=9),
+    Column("UTIL %", lambda one: _most(one["sm_utilization"]), numeric=True, wide=True, drop=10),
     Column("COMMAND", lambda one: in_container(one["container"], one["command"] or ""), least=8, wide=True),
 )
 
@@ -53,6 +56,7 @@ def lease_text(lease: LeaseRecord) -> str:
     expires = (
         lease["expires"] and f"at {date_and_time(lease['expires'])} (in {_expires(lease)}), unless renewed"
     )
+    peak_mib = _sum(lease["memory_peak"])
     lines = {
         "Lease": lease["id"],
         "Holder": holder_of(lease),
@@ -60,6 +64,7 @@ def lease_text(lease: LeaseRecord) -> str:
         "Devices": ", ".join(lease["devices"]),
         "Budget": f"{sum(lease['memory'])} MiB, {cell(lease['thread_percentage'])} % of the SM threads"
         + enforced,
+        **({"Peak memory": mib(peak_mib)} if peak_mib else {}),
         "Since": f"{date_and_time(lease['since'])} ({age_of(lease['since'])} ago)",
         "Ends": expires or ends.get(lease["binding"]),
         "CDI device": lease["cdi"],
@@ -83,6 +88,15 @@ def one_of(answer: LeaseList, lease: str) -> LeaseRecord:
         more = ", ..." if len(found) > 4 else ""
         raise NotFoundError(f"{cell(lease)} names {len(found)} leases ({ids}{more})", "give more of the id")
     return found[0]
+
+
+def _sum(mib_by_device: Sequence[int | None]) -> int | None:
+    known = [one for one in mib_by_device if one is not None]
+    return sum(known) if known else None
+
+
+def _most(percent_by_device: Sequence[int | None]) -> int | None:
+    return max((one for one in percent_by_device if one is not None), default=None)
 
 
 def _expires(lease: Mapping[str, Any]) -> str | None:

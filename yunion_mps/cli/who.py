@@ -12,6 +12,7 @@ from yunion_mps.cli.output import (
     Column,
     age_of,
     fields,
+    mib,
     notes,
     show,
     table,
@@ -50,7 +51,7 @@ _FAULT = "FAULT"
 
 _FIELDS = (
     "device", "gpu", "lease", "name", "user", "pid", "command", "container", "since", "memory_used",
-    "memory_budget", "thread_percentage", "state",
+    "memory_budget", "thread_percentage", "state", "memory_peak", "sm_utilization",
 )  # fmt: skip
 _COLUMNS = (
     Column("DEVICE", lambda use: use["device"] or use["gpu"], short=lambda use: _in_short(use)),
@@ -60,13 +61,15 @@ _COLUMNS = (
     Column("SM %", "thread_percentage", numeric=True, wide=True, drop=4),
     Column("AGE", lambda use: age_of(use["since"]), drop=2),
     Column("STATE", "state"),
-    Column("LEASE", lambda use: (use["lease"] or "")[:ID_LENGTH], wide=True, drop=3),
+    Column("LEASE", lambda use: (use["lease"] or "")[:ID_LENGTH], wide=True, drop=6),
+    Column("PEAK", lambda use: mib(use["memory_peak"]), numeric=True, wide=True, drop=5),
+    Column("UTIL %", "sm_utilization", numeric=True, wide=True, drop=3),
     Column("COMMAND", lambda use: in_container(use["container"], use["command"] or ""), least=8),
 )
 
 _CLIENT_FIELDS = (
     "pid", "user", "command", "device", "gpus", "memory_used", "mps", "server", "domain", "started",
-    "container",
+    "container", "sm_by_gpu",
 )  # fmt: skip
 _CLIENT_COLUMNS = (
     Column("PID", "pid", numeric=True),
@@ -153,6 +156,8 @@ def _uses(holding: Holding) -> list[Json]:
             "memory_budget": holding.budget_mib,
             "thread_percentage": lease["thread_percentage"] if lease else holding.threads,
             "state": state_of(holding),
+            "memory_peak": holding.peak_mib,
+            "sm_utilization": process.sm,
         }
         for process in holding.holders
     ]

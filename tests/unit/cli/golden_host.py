@@ -11,9 +11,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from yunion_mps.inventory.load import GpuLoad, Load
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.models import Event, Holder, Lease, PcieLink
 from yunion_mps.reasons import GPU_LOST, OVER_BUDGET, SERVER_FAILED, Reason
+from yunion_mps.service.usage import Latest
 from yunion_mps.times import rfc3339
 
 from unit import builders
@@ -54,6 +56,12 @@ def _ago(seconds: float) -> str:
     return rfc3339(NOW_S - seconds)
 
 
+#: What the last poll found: the peak memory of each device of a lease, its SM utilization, and a client's.
+_PEAKS = {1: [20389, 17001], 2: [None], 3: [18400], 4: [6000]}
+_BUSY = {1: [43, 43], 2: [None], 3: [48], 4: [97]}
+_SM = {48213: 31, 48390: 12, 51877: 48, 61044: 97, 3301: 2}
+
+
 def _lease(number: int, user: str, ago_s: float, devices: dict[str, int], **more: Json) -> Json:
     gpus = list(dict.fromkeys(address.rpartition("-")[0] for address in devices))
     enforced = gpus != [P40.address]
@@ -65,6 +73,8 @@ def _lease(number: int, user: str, ago_s: float, devices: dict[str, int], **more
         "devices": list(devices),
         "gpus": gpus,
         "memory": list(devices.values()),
+        "memory_peak": _PEAKS[number],
+        "sm_utilization": _BUSY[number],
         "thread_percentage": 25 * len(devices),
         "since": _ago(ago_s),
         "budget_enforced": enforced,
@@ -113,6 +123,7 @@ def _client(number: int, gpu: str, memory_mib: int, ago_s: float, **more: Json) 
         "gpus": [gpu],
         "memory_by_gpu": [memory_mib],
         "memory_used": memory_mib,
+        "sm_by_gpu": [_SM.get(int(more.get("pid") or known["pid"] or 0))],
         **more,
     }
 
@@ -161,6 +172,12 @@ def golden_host() -> Iterator[Cli]:
             )
             for one in LEASES
         )
+        load = {
+            H100[0].uuid: GpuLoad(44, 35900, 58, 402.2, 700.0),
+            H100[1].uuid: GpuLoad(48, 18902, 54, 371, 700),
+        }
+        load[P40.uuid] = GpuLoad(99, 6301, 71, 187.6, 250.0)
+        host.service.usage.latest = Latest(Load({str(uuid): one for uuid, one in load.items()}))
         host.service._started_s, host.service._pid = NOW_S - 9 * _DAY - 4 * _HOUR, 40001
         host.leases.found = {"leases": LEASES, "waiting": WAITING, "total": len(LEASES)}
         host.leases.given = LEASES[1]
