@@ -220,7 +220,7 @@ def _quoted(text: str) -> str:
         return text
     from urllib.parse import quote  # 2 ms, which a plain `run` need not pay
 
-    return quote(text, safe="")
+    return quote(text, safe="", errors="surrogateescape")  # an argument need not be UTF-8
 
 
 def _number(name: str, about: str, lowest: int, highest: int, default: int | None = None) -> Parameter:

@@ -161,11 +161,15 @@ class LeaseService:
         return released
 
     def renew(self, name: str, caller: Owner) -> LeaseRecord:
-        """Give a lease taken by name its whole time to live from now; raises as `release` does."""
+        """Give a lease taken by name its whole time to live from now; raises as `release` does.
+
+        If `max_lease_ttl_s` was lowered since it was taken, its time to live is that from now on.
+        """
         lease = self._own(name, caller)
         if lease.holder.binding != "name":
             raise HostError("this lease has no time to live", "it ends with its process or connection")
-        lease = renewed(lease, time.monotonic())
+        ttl_s = min(lease.holder.ttl_s, self._supervisor.config.max_lease_ttl_s)
+        lease = renewed(lease._replace(holder=lease.holder._replace(ttl_s=ttl_s)), time.monotonic())
         self._holders.watch(lease)
         self.ledger.replace(lease)
         self._store_expiry(lease)

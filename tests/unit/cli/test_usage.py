@@ -315,3 +315,10 @@ def collector_off() -> Iterator[None]:
 def test_no_command_runs_without_the_garbage_collector(name: str) -> None:
     assert cli.get_command(click.Context(cli), name)
     assert gc.isenabled()
+
+
+@pytest.mark.parametrize("command", ["show", "env"])
+def test_an_argument_that_is_not_utf8_names_nothing(cli: Cli, command: str) -> None:
+    done = cli(command, "\udcff")
+    assert done.code == 1, done.err
+    assert "there is no device " in done.err

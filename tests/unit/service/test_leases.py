@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Coroutine, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -21,6 +22,7 @@ from yunion_mps.paths import Paths
 from yunion_mps.service.leases import LeaseService
 from yunion_mps.service.queries import Queries
 from yunion_mps.supervisor.event_log import EventLog
+from yunion_mps.times import seconds
 
 from unit import builders
 from unit.http.snapshots import snapshot
@@ -225,6 +227,16 @@ def test_restarts_keep_no_lease_that_is_not_renewed(host: LeaseHost) -> None:
         while host.held:
             await asyncio.sleep(0.01)
             await host.restart()
+
+    run(work())
+
+
+def test_a_renewal_keeps_to_a_bound_that_was_lowered_since(host: LeaseHost) -> None:
+    async def work() -> None:
+        await host.take("job", ttl_s=600.0)
+        host.supervisor.config = builders.config(max_lease_ttl_s=60)
+        renewed = host.leases.renew("job", Owner(ROOT))
+        assert seconds(renewed["expires"] or "") - time.time() <= 60.0
 
     run(work())
 
