@@ -35,7 +35,7 @@ def test_a_gpu_that_enforces_no_budget_is_only_given_if_that_is_asked_for(
 ) -> None:
     daemon = make_daemon(make_host()).start().wait_ready()
     why = "no budget is enforced on GPU 00:06.0 (Tesla P40), which is older than Volta"
-    ways = "--allow-unlimited (in Python: allow_unlimited=True)"
+    ways = "--allow-unlimited (in Python: enforced=False)"
     for option in ("--dry-run", "--print-env", "--wait", "--"):
         done = run(daemon.host, option, "echo", "ran")
         assert (done.returncode, done.stdout) == (1, "false\n" if option == "--print-env" else "")

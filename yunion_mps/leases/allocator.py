@@ -14,10 +14,10 @@ from yunion_mps.errors import HostError, InfeasibleError, NothingFreeError
 from yunion_mps.leases.ledger import Ledger, needs_mib
 from yunion_mps.leases.request import SPREAD, LeaseRequest
 from yunion_mps.models import ALL, Device, DomainPlan, Pool, Snapshot
-from yunion_mps.planning.division import enforces_budgets, free_units, pool_device, units_for
+from yunion_mps.planning.division import enforces_budgets, pool_device, units_for
 from yunion_mps.planning.environment import client_environment, whole_environment, why_not_honoured
 
-UNENFORCED_HINT = "use it anyway: --allow-unlimited (in Python: allow_unlimited=True)"
+UNENFORCED_HINT = "use it anyway: --allow-unlimited (in Python: enforced=False)"
 #: The most GPUs, and the most reasons, that an error names.
 _MAX_NAMED = 4
 
@@ -113,7 +113,7 @@ def _smallest_groups(request: LeaseRequest, candidates: Candidates) -> Iterator[
     """
     if request.number == 1:
         return
-    by_gpu = _by_gpu(one.device for one in candidates.devices if request.matches(one.device))
+    by_gpu = _by_gpu(one.device for one in candidates.devices if _suits(request, one))
     if not by_gpu:
         return
     groups = [sorted(devices, key=needs_mib) for devices in by_gpu.values()]
@@ -134,10 +134,10 @@ def refuse_infeasible(request: LeaseRequest, candidates: Candidates) -> None:
     Raises HostError if only GPUs that enforce no budget could meet it, or only devices that cannot form one
     budget.
     """
-    _refuse_dishonoured(request, candidates)
     pools = _matching_pools(request, candidates)
-    if any(units_for(one.pool, request.memory_mib) <= free_units(one.pool) for one in pools):
+    if Allocator(Ledger()).from_pools(request, [one._replace(reason="") for one in pools], candidates):
         return
+    _refuse_dishonoured(request, candidates)
     by_gpu = _by_gpu(one.device for one in _matching(request, candidates))
     if _place(request, by_gpu, candidates):
         return
@@ -188,9 +188,9 @@ class Allocator:
         has_waited: bool = False,
     ) -> tuple[Device, ...]:
         """The devices that the request gets now; raises NothingFreeError, which says why it gets none."""
-        made = self._from_pools(request, candidates, reserved)
+        made = self.from_pools(request, _matching_pools(request, candidates), candidates, reserved)
         if made:
-            return (made,)
+            return made
         matching = _matching(request, candidates)
         by_gpu = self._free_by_gpu(matching, reserved)
         if request.device == ALL:
@@ -213,9 +213,10 @@ class Allocator:
                 for one in _matching_pools(request, candidates)
                 if not one.reason
             }
-            most = max(left, key=lambda gpu: left[gpu], default="")
-            mib = min(left.get(most, 0), request.memory_mib)
-            return Reservation(set(), Counter({most: mib} if mib > 0 else {}))
+            gpus = sorted(left, key=lambda gpu: left[gpu], reverse=True)
+            gpus = gpus[: request.number if request.across else 1]
+            mib = request.memory_mib * (1 if request.across else request.number)
+            return Reservation(set(), Counter({gpu: min(left[gpu], mib) for gpu in gpus if left[gpu] > 0}))
         by_gpu = self._free_by_gpu(_matching(request, candidates), reserved)
         most_first = sorted(by_gpu.values(), key=len, reverse=True)
         if request.device == ALL:
@@ -226,32 +227,48 @@ class Allocator:
             devices = most_first[0][: request.number] if most_first else []
         return Reservation({device.id for device in devices}, Counter())
 
-    def _from_pools(
-        self, request: LeaseRequest, candidates: Candidates, reserved: Reservation
-    ) -> Device | None:
-        """A device of the requested memory: binpack takes the pool that has the least left.
+    def from_pools(
+        self,
+        request: LeaseRequest,
+        pools: Sequence[PoolCandidate],
+        candidates: Candidates,
+        reserved: Reservation = NO_RESERVATION,
+    ) -> tuple[Device, ...]:
+        """Devices of the requested memory: binpack takes the pools that have the least left.
 
-        A GPU that enforces budgets is preferred to one that does not.
+        GPUs that enforce budgets are preferred to those that do not.
         """
+        gpus, each = (request.number, 1) if request.across else (1, request.number)
         fits = []
-        for one in _matching_pools(request, candidates):
+        for one in pools:
             units = units_for(one.pool, request.memory_mib)
-            left_mib = self._left_mib(one, reserved)
-            if not one.reason and units * one.pool.unit_mib <= left_mib:
-                fits.append((left_mib, units, one))
-        if not fits:
-            return None
+            others_mib = (each - 1) * (units * one.pool.unit_mib + one.pool.reserve_mib)
+            if not one.reason and units * one.pool.unit_mib <= self._left_mib(
+                one, reserved, others_mib, each - 1
+            ):
+                fits.append((self._left_mib(one, reserved), units, one))
+        if len(fits) < gpus:
+            return ()
         sign = -1 if request.placement == SPREAD else 1
-        _, units, best = min(
-            fits, key=lambda fit: (fit[2].pool.gpu_uuid in candidates.unenforced, sign * fit[0])
-        )
-        slot = 0
-        while (device := best.make(units, slot)).id in self.ledger.lease_of:
-            slot += 1
-        return device
+        fits.sort(key=lambda fit: (fit[2].pool.gpu_uuid in candidates.unenforced, sign * fit[0]))
+        return tuple(device for _, units, one in fits[:gpus] for device in self._make(one, units, each))
 
-    def _left_mib(self, one: PoolCandidate, reserved: Reservation) -> int:
-        return self.ledger.free_mib(one.pool, reserved.memory_mib[one.pool.gpu_uuid])
+    def _make(self, one: PoolCandidate, units: int, number: int) -> list[Device]:
+        """So many devices of the pool, in slots that no lease has."""
+        made: list[Device] = []
+        slot = 0
+        while len(made) < number:
+            device = one.make(units, slot)
+            if device.id not in self.ledger.lease_of:
+                made.append(device)
+            slot += 1
+        return made
+
+    def _left_mib(
+        self, one: PoolCandidate, reserved: Reservation, others_mib: int = 0, others: int = 0
+    ) -> int:
+        reserved_mib = reserved.memory_mib[one.pool.gpu_uuid] + others_mib
+        return self.ledger.free_mib(one.pool, reserved_mib, others)
 
     def _free_by_gpu(self, matching: Iterable[Candidate], reserved: Reservation) -> dict[str, list[Device]]:
         served = (one.device for one in matching if not one.reason)
@@ -298,16 +315,16 @@ class Allocator:
         return f"{request} cannot be allocated now: {'; '.join(parts)}", hint
 
 
+def _suits(request: LeaseRequest, one: Candidate) -> bool:
+    return request.matches(one.device) and (one.sliced or not request.memory_mib)
+
+
 def _matching(request: LeaseRequest, candidates: Candidates) -> list[Candidate]:
     """The suitable devices; a request for memory gets the smallest slice, and never an equal share.
 
     A request for several devices gets none of a GPU whose devices can never form one budget.
     """
-    found = [
-        one
-        for one in candidates.devices
-        if request.matches(one.device) and (one.sliced or not request.memory_mib)
-    ]
+    found = [one for one in candidates.devices if _suits(request, one)]
     if request.number > 1 and not request.across:
         groups = _smallest_groups(request, candidates)
         apart = {some[0].gpu_uuid for some in groups if candidates.why_not_combinable(some)}

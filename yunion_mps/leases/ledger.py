@@ -115,10 +115,10 @@ class Ledger:
             and needs_mib(device) <= device.memory_total_mib - self._memory_mib[device.gpu_uuid]
         ]
 
-    def free_mib(self, pool: Pool, reserved_mib: int = 0) -> int:
-        """How much of the pool one more client can get."""
-        gpu = pool.gpu_uuid
-        return free_units(pool, self._memory_mib[gpu] + reserved_mib, self._clients[gpu]) * pool.unit_mib
+    def free_mib(self, pool: Pool, reserved_mib: int = 0, others: int = 0) -> int:
+        """How much of the pool one more client can get, beside `others` that have `reserved_mib` of it."""
+        taken_mib = self._memory_mib[pool.gpu_uuid] + reserved_mib
+        return free_units(pool, taken_mib, self._clients[pool.gpu_uuid] + others) * pool.unit_mib
 
     def lease_waits(self, devices: Sequence[Device]) -> Mapping[str, LeaseWait]:
         """By UUID, the GPUs with leases from another division than the one into `devices`.

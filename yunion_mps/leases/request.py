@@ -43,9 +43,9 @@ class LeaseRequest(NamedTuple):
         if self.device:
             return "all devices" if self.device == ALL else f"device {self.device}"
         where = f" of GPU {self.gpu}" if self.gpu else ""
-        if self.memory_mib:
-            return f"{self.memory_mib} MiB{where}"
         what = "1 device" if self.number == 1 else f"{self.number} devices"
+        if self.memory_mib:
+            what = f"{what} of {self.memory_mib} MiB" if self.number > 1 else f"{self.memory_mib} MiB"
         together = " on different GPUs" if self.across else " on one GPU"
         return what + where + (together if self.number > 1 and not self.gpu else "")
 

@@ -118,6 +118,22 @@ def test_memory_is_given_in_units_of_the_pool_with_the_least_left() -> None:
     ), "its slot is free"
 
 
+def test_several_devices_of_a_memory_are_of_one_pool_or_across_pools() -> None:
+    both = Candidates(pools=[pool(0), pool(1)])
+    ledger = Ledger([lease("a", pool(0).make(3, 1))])
+    two, across = LeaseRequest(2, memory_mib=400), LeaseRequest(2, memory_mib=400, across=True)
+    given = Allocator(ledger).choose(two, both)
+    assert [(one.addr, one.memory_limit_mib) for one in given] == [("00:00.0-m0", 400), ("00:00.0-m2", 400)]
+    given = Allocator(ledger).choose(across, both)
+    assert [one.addr for one in given] == ["00:00.0-m0", "01:00.0-m0"]
+    assert Allocator(ledger).reserve(across, both).memory_mib == {"GPU-0": 400, "GPU-1": 400}
+    assert Allocator(ledger).reserve(two, both).memory_mib == {"GPU-1": 800}
+    refuse_infeasible(LeaseRequest(3, memory_mib=400), both)
+    for number, each in ((3, LeaseRequest(3, memory_mib=401)), (3, across._replace(number=3))):
+        with pytest.raises(NothingFreeError, match=f"^{number} devices of 40[01] MiB on .* can never"):
+            refuse_infeasible(each, both)
+
+
 def test_every_client_of_a_pool_takes_the_reserve_too() -> None:
     some = Candidates(pools=[pool(0, reserve_mib=50, clients=3)])
     ledger = Ledger()
@@ -244,7 +260,9 @@ def test_on_a_host_without_devices_the_hint_names_status() -> None:
 
 GPU_NAMES = st.sampled_from(["", "GPU-0", "01:00.0"])
 REQUESTS = requests(number=st.integers(1, 5), across=st.booleans(), gpu=GPU_NAMES)
-MEMORY = requests(memory_mib=st.integers(1, 1300), gpu=GPU_NAMES)
+MEMORY = requests(
+    memory_mib=st.integers(1, 1300), gpu=GPU_NAMES, number=st.integers(1, 3), across=st.booleans()
+)
 
 
 class LedgerMachine(RuleBasedStateMachine):
@@ -272,14 +290,17 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(request=MEMORY)
     def take_memory(self, request: LeaseRequest) -> None:
         try:
-            (made,) = Allocator(self.ledger).choose(
+            made = Allocator(self.ledger).choose(
                 request, Candidates(pools=[pool(0, 100, 7), pool(1, 64), pool(2, 100)])
             )
         except NothingFreeError:
             return
-        assert made.memory_limit_mib >= request.memory_mib
+        gpus = {one.gpu_uuid for one in made}
+        assert len(made) == request.number
+        assert len(gpus) == (request.number if request.across else 1)
+        assert all(one.memory_limit_mib >= request.memory_mib for one in made)
         self.count += 1
-        self.ledger.add(lease(str(self.count), made))
+        self.ledger.add(lease(str(self.count), *made))
 
     @rule(data=st.data())
     def end(self, data: st.DataObject) -> None:
