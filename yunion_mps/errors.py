@@ -33,7 +33,7 @@ class YunionError(Exception):
 
 
 class Problem(NamedTuple):
-    """One thing wrong in a configuration file: where, what, and what would be right.
+    """One thing wrong in a configuration file: where, what, and what would be right, unless `what` asks that.
 
     `is_minor`: no job needs what is wrong, so a start leaves it out and says so. A reload and
     `config check` refuse it as they do all others.
@@ -42,7 +42,7 @@ class Problem(NamedTuple):
     file: str
     line: int | None
     what: str
-    hint: str
+    hint: str = ""
     is_minor: bool = False
 
     def __str__(self) -> str:
@@ -51,7 +51,7 @@ class Problem(NamedTuple):
         One line, whatever it quotes: line ends and control characters are shown as Python writes them.
         """
         place = self.file if self.line is None else f"{self.file}:{self.line}"
-        return printable(f"{place}: {self.what}: {self.hint}")
+        return printable(": ".join(filter(None, (place, self.what, self.hint))))
 
 
 class ConfigError(YunionError):

@@ -2,18 +2,18 @@
 
 check_host() { # refuse what could only end half done
     if ! python >/dev/null; then
-        found=$(/usr/bin/python3 -c 'import sys; print("is %d.%d" % sys.version_info[:2])' 2>/dev/null || echo "is not there")
-        say "/usr/bin/python3 $found, and 3.9 or later is needed: add one, beside it too (python3.11), and try again"
+        found=$(/usr/bin/python3 -c 'import sys; print("is %d.%d" % sys.version_info[:2])' 2>/dev/null || echo "is missing")
+        say "/usr/bin/python3 $found, but 3.9 or later is required: install one, for example python3.11, and try again"
         exit 1
     fi
     for directory in /usr /etc /var; do
         if ! can_be_written "$directory"; then
-            say "$directory cannot be written: see whether it is mounted read-only (findmnt -T $directory), and try again"
+            say "$directory cannot be written: check whether it is mounted read-only (findmnt -T $directory), and try again"
             exit 1
         fi
         free_mib=$(stat -f -c '%a %S' "$directory" | { read -r blocks size; echo $((blocks * size / 1048576)); })
         if [ "$free_mib" -lt 8 ]; then
-            say "$directory has $free_mib MiB free, and 8 are needed: make room (df -h $directory), and try again"
+            say "$directory has $free_mib MiB free, but 8 are required: free disk space (df -h $directory), and try again"
             exit 1
         fi
     done

@@ -10,7 +10,7 @@ installed() { # the files are there, for the first time or in another version
         systemctl daemon-reload || say "systemctl daemon-reload failed: see above"
         go_on
     else
-        say "systemd does not run here, so nothing is started; where it does: systemctl enable --now yunion-mps-daemon"
+        say "systemd is not running, so nothing was started; with systemd: systemctl enable --now yunion-mps-daemon"
     fi
 }
 
@@ -18,7 +18,7 @@ compile_bytecode() {
     remove_bytecode
     if python=$(python) && ! "$python" -IS -m compileall -q "$library" >/dev/null 2>&1; then
         remove_bytecode
-        say "no bytecode could be written to $library (is the disk full?); all works without, but starts slower"
+        say "cannot write bytecode to $library (is the disk full?); everything works without it, but starts more slowly"
     fi
 }
 
@@ -28,7 +28,7 @@ make_group() {
     getent group yunion-mps >/dev/null ||
         systemd-sysusers yunion-mps.conf 2>/dev/null ||
         groupadd --system yunion-mps 2>/dev/null ||
-        say "the group yunion-mps cannot be made, so only root can ask the daemon; make it: groupadd --system yunion-mps"
+        say "cannot create the group yunion-mps, so only root can use the daemon; create it: groupadd --system yunion-mps"
 }
 
 # Only at the first installation, because later an absent file was removed on purpose; and only where there is none: on a
@@ -37,9 +37,9 @@ make_configuration() {
     mkdir -p "$configuration" "$state"
     chmod 0700 "$state"
     if make_file host.conf; then
-        say "$configuration/host.conf was made, an example that takes effect at the next start of the service"
+        say "$configuration/host.conf was created from the example; it takes effect when the service starts"
         if make_file host_container_device.yml; then
-            say "$configuration/host_container_device.yml was made too: name your GPUs there"
+            say "$configuration/host_container_device.yml was created, too: list your GPUs there"
         fi
     fi
 }
@@ -70,16 +70,16 @@ go_on() {
             configuration_is_right "correct it, then: systemctl restart $unit" || :
         fi
         others | while read -r pid directory; do
-            say "a control daemon (PID $pid) that is not ours serves $directory, and is left alone"
+            say "a control daemon (PID $pid) of another program serves $directory; it is left alone"
         done
     fi
 }
 
 reexec() { # an upgrade ends no job: the daemon runs the new program in its own process
-    configuration_is_right "the daemon of before goes on; correct it, then: yunion-mps daemon-reexec" || return 0
+    configuration_is_right "the previous daemon continues; correct it, then: yunion-mps daemon-reexec" || return 0
     changes=$(timeout 180 "$programs/yunion-mps" plan --output csv 2>/dev/null | sed 1d) || changes=
     if [ -n "$changes" ]; then
-        say "the files were changed since the daemon has read them; the daemon now applies this:"
+        say "the configuration has changed since the daemon read it; the daemon now applies these changes:"
         timeout 180 "$programs/yunion-mps" plan 2>/dev/null | sed 1d >&2 || :
     fi
     if why=$(timeout 180 "$programs/yunion-mps" daemon-reexec 2>&1); then
@@ -87,7 +87,7 @@ reexec() { # an upgrade ends no job: the daemon runs the new program in its own 
         systemctl --quiet try-restart yunion-mps-gateway.service 2>/dev/null || :
         systemctl --quiet start yunion-mps-gateway.path 2>/dev/null || : # a release before this one had none
     else
-        say "the daemon of before goes on: $(first "$why"); when no job runs: systemctl restart $unit"
+        say "the previous daemon continues: $(first "$why"); when no job is running: systemctl restart $unit"
     fi
 }
 
@@ -109,20 +109,20 @@ follow_cloudpods() { # take the place of Cloudpods' daemon: enabled and running 
     go_on_with_cloudpods
     systemctl stop "$unit" # where its control daemon was not adopted, Cloudpods' tells it to end after its jobs
     cloudpods_control_daemons | while read -r pid directory; do
-        say "Cloudpods' control daemon (PID $pid) is asked to end once its jobs have"
+        say "Cloudpods' control daemon (PID $pid) was asked to exit when its jobs have ended"
         echo quit | CUDA_MPS_PIPE_DIRECTORY=/proc/$pid/root$directory timeout 10 nvidia-cuda-mps-control >/dev/null 2>&1 || :
     done
-    systemctl start "$unit" || say "the service does not serve yet; see: systemctl status $unit"
+    systemctl start "$unit" || say "the service is not ready yet; see: systemctl status $unit"
 }
 
-# Its control daemon goes on with its jobs, as ours. Its own daemon is not let stop: it would tell it to end.
+# Its control daemon was adopted with its jobs. Its own daemon is not let stop: it would tell it to end.
 go_on_with_cloudpods() {
     cloudpods_control_daemons | while read -r pid directory; do
         if why=$(with_the_hosts_files timeout 180 "$programs/yunion-mps-daemon" --adopt "$pid" 2>&1); then
             systemctl daemon-reload # so that our unit counts, which lets the others live when its main process ends
             main=$(systemctl show --property MainPID --value "$unit")
             [ "${main:-0}" = 0 ] || kill -KILL "$main"
-            say "Cloudpods' control daemon (PID $pid) goes on with its jobs, as ours"
+            say "Cloudpods' control daemon (PID $pid) was adopted with its jobs"
         else
             say "$(first "$why")"
         fi
@@ -164,7 +164,7 @@ going() { # for good: the daemon restores the compute modes as it stops
     fi
     if [ -e "$running/former-compute-modes.json" ] || control_daemons | grep -q ' ours$'; then # it had been killed
         with_the_hosts_files "$programs/yunion-mps-daemon" --restore ||
-            say "not all could be restored: see above; to try again: yunion-mps-daemon --restore"
+            say "not everything could be restored: see above; to try again: yunion-mps-daemon --restore"
     fi
     remove_bytecode
 }
@@ -178,11 +178,11 @@ say_whose_jobs_end() {
     number=$(printf '%s\n' "$jobs" | wc -l)
     whose=$(printf '%s\n' "$jobs" | head -n 10 | sed 's/\([^,]*\),\(.*\)/PID \1 of \2/' | paste -s -d , | sed 's/,/, /g')
     [ "$number" -le 10 ] || whose="$whose and others"
-    say "$number job(s) on the GPUs have ${wait_s:-10} s to end, and are ended then: $whose"
+    say "$number job(s) on the GPUs have ${wait_s:-10} s to end; after that, they are ended: $whose"
 }
 
 replaced() { # by Cloudpods' package, and no longer there in a moment: jobs are not ended for that
-    say "Cloudpods' package takes the place of this one; what runs goes on, and ends with its jobs by: systemctl restart $unit"
+    say "Cloudpods' package replaces this one; running jobs continue; to switch over when they have ended: systemctl restart $unit"
     ! systemd_runs || systemctl --quiet stop yunion-mps-gateway.path yunion-mps-gateway.service || :
 }
 

@@ -12,7 +12,7 @@ purge() {
     rm -f "$devices"/yunion-mps.json "$devices"/yunion-mps-lease-*.json # what a daemon that was killed has left
     remove_notes
     if getent group yunion-mps >/dev/null; then
-        groupdel yunion-mps || say "the group yunion-mps is left: see above"
+        groupdel yunion-mps || say "the group yunion-mps was not removed: see above"
     fi
 }
 
@@ -25,7 +25,7 @@ remove_what_clients_saw() { # just what the daemon has recorded: yunion_mps/mps/
     LC_ALL=C sort -r -k 2 "$recorded" | while IFS= read -r line; do # what lies deeper comes first
         directory=${line#* }
         if printf '%s\n' "$serving" | grep -qxF -e "$directory"; then
-            say "$directory is left: a control daemon serves there"
+            say "$directory was not removed: a control daemon uses it"
             continue
         fi
         case $line in
@@ -47,7 +47,7 @@ remove_files_of_mps() ( # by name, and only in a directory of root's that no sym
 
 remove_notes() { # but not those by which what is still changed can be restored
     if control_daemons | grep -q ' ours$'; then
-        say "a control daemon of ours still runs, so $state is left; install the package again, then:" \
+        say "a control daemon of yunion-mps is still running, so $state was not removed; reinstall the package, then:" \
             "yunion-mps-daemon --restore"
         return
     fi
@@ -56,7 +56,7 @@ remove_notes() { # but not those by which what is still changed can be restored
     if [ -e "$modes" ]; then
         grep -o '"GPU-[^"]*": "[A-Za-z_]*"' "$modes" | tr -d '":' | while read -r gpu mode; do
             mode=$(printf '%s\n' "$mode" | tr '[:lower:]' '[:upper:]')
-            say "the compute mode of $gpu is not yet what it was; restore it: nvidia-smi -i $gpu -c $mode"
+            say "the compute mode of $gpu differs from the original; restore it: nvidia-smi -i $gpu -c $mode"
         done
         find "$running" -mindepth 1 ! -path "$modes" -delete
     else
@@ -72,7 +72,7 @@ is_ours() { # whether we made the file, and it has not become another's since
     *) every='type:' ours='NVIDIA_MPS' ;;
     esac
     if sed 's/\(^\|[[:space:]]\)#.*//' "$configuration/$1" 2>/dev/null | grep -e "$every" | grep -qv -e "$ours"; then
-        say "$configuration/$1 is left: other software uses it as well"
+        say "$configuration/$1 was not removed: other software uses it, too"
         return 1
     fi
 }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import re
 from collections.abc import Iterable, Iterator
 from inspect import cleandoc
@@ -10,7 +9,7 @@ from inspect import cleandoc
 import click
 from yunion_mps.cli.root import cli
 from yunion_mps.config import KEYS
-from yunion_mps.daemon.options import parser
+from yunion_mps.daemon.options import command
 from yunion_mps.paths import ROOT_VARIABLE, Paths
 from yunion_mps.planning.environment import DEVICE_VARIABLE
 
@@ -142,26 +141,24 @@ _DAEMON = "yunion-mps-daemon"
 
 def daemon_page(date: str) -> str:
     """The source of the page."""
-    told, words = parser(), texts("daemon")
-    options = [action for action in told._actions if action.option_strings]  # noqa: SLF001 - argparse has no other way
-    assert told.description
-    assert told.epilog
-    about, _, end = told.epilog.partition("\n\n")
-    made = Page(_DAEMON, 8, date, "runs NVIDIA MPS as a service")
+    told, words = command(), texts("daemon")
+    context = click.Context(told, info_name=_DAEMON, **told.context_settings)
+    prose, _ = _help(told)
+    made = Page(_DAEMON, 8, date, "run NVIDIA MPS as a service")
     made.section("Synopsis")
-    made.synopsis(_DAEMON, " ".join(f"[{_invocation(action).rpartition(', ')[2]}]" for action in options))
+    made.synopsis(_DAEMON, " ".join(told.collect_usage_pieces(context)))
     made.section("Description")
-    for text in (told.description, " ".join(about.split()), *words["description"]):
+    for text in (*prose, *words["description"]):
         made.paragraph(text)
     made.section("Options")
-    for action in options:
-        made.term(f"`{_invocation(action)}`", (action.help or "") % {"default": action.default})
+    for option, about in _options(context):
+        made.term(f"`{option}`", about)
     for section in ("stop and reload", "signals", "environment"):
         made.section(section)
         _add_terms(made, words[section])
     add_files(made)
     made.section("Exit status")
-    for number, meaning in statuses(end):
+    for number, meaning in statuses(told.epilog or ""):
         made.term(number, meaning)
     made.section("Examples")
     for title, lines in words["examples"].items():
@@ -184,13 +181,6 @@ def _add_terms(made: Page, terms: dict[str, str]) -> None:
     stop_s = KEYS["cuda_mps_stop_timeout_s"].default
     for name, text in terms.items():
         made.term(f"`{name}`", *text.format(stop_s=stop_s).split("\n"))
-
-
-def _invocation(action: argparse.Action) -> str:
-    names = ", ".join(action.option_strings)
-    if action.choices:
-        return f"{names} {{{','.join(action.choices)}}}"
-    return f"{names} {action.metavar}" if action.metavar else names
 
 
 _CHECK = """\

@@ -33,7 +33,7 @@ def busy(make_host: MakeHost, make_daemon: MakeDaemon) -> Iterator[Scene]:
 def seen(browser: Chromium, scene: Scene, width: int = 1280, height: int = 900) -> Page:
     page = browser.page(scene.served.url, width=width, height=height)
     page.wait_text("render.py", "#rows")
-    page.wait_text("given to", "#list")
+    page.wait_text("granted to", "#list")
     return page
 
 

@@ -166,7 +166,7 @@ def _connect_and_say_nothing(scene: Scene, first: str = "") -> None:
     scene.serve()
     with silent_process(str(scene.pipe_directory), first):
         scene.strike(lambda: None)
-        scene.is_told("is connected to it and says nothing")
+        scene.is_told("is connected to it but sends nothing")
     scene.mend(lambda: None, "it has gone")
     scene.serves_again(lambda: scene.control)
 

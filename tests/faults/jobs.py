@@ -88,7 +88,7 @@ def limits_changed(scene: Scene) -> None:
     scene.strike(lambda: scene.ask(*changes))
     assert scene.ask(ask) == ["90.0"]
     scene.serves_again(lambda: scene.ask(ask) == ["25.0"])
-    scene.saw("another program has changed its limits")
+    scene.saw("another program changed its limits")
 
 
 @fault(JOBS, "another program changes the compute mode", takes_s=11)
@@ -99,7 +99,7 @@ def mode_changed(scene: Scene) -> None:
     scene.strike(lambda: scene.host.run(change, check=True))
     assert gpu.compute_mode == "default"
     scene.serves_again(lambda: gpu.compute_mode == "exclusive_process")
-    scene.saw("another program has changed it")
+    scene.saw("another program changed it")
 
 
 @fault(JOBS, "an operator's front-end stays open during a reload")

@@ -203,7 +203,7 @@ def api_socket_removed(scene: Scene) -> None:
     scene.strike(scene.daemon.socket_path.unlink)
     until(scene.daemon.socket_path.exists, "another socket", scene.trouble)
     scene.serves_again()
-    scene.saw("was removed, and is made again")
+    scene.saw("was removed; creating it again")
 
 
 @fault(PLACES, "the pipe and log directories are removed")

@@ -75,7 +75,7 @@ def test_one_that_is_ours_is_refused(ready_daemon: Daemon) -> None:
     control = ready_daemon.control_pid()
     other = Daemon(ready_daemon.host, notify=False)
     assert other.run("--adopt", str(control)) == 1
-    assert f"the control daemon (PID {control}) is ours already" in other.log
+    assert f"the control daemon (PID {control}) is already managed by yunion-mps" in other.log
     assert is_running(control)
 
 

@@ -155,7 +155,7 @@ def test_config_check_tells_every_problem_of_both_files_and_exits_with_6(make_ho
     places = [problem.split(": ")[1] for problem in problems]
     conf, devices = f"{files}/host.conf", f"{files}/host_container_device.yml"
     assert places[:4] == [f"{conf}:1", f"{conf}:2", f"{conf}:3", f"{devices}:4"]
-    assert "unknown key cuda_mps_scop: did you mean cuda_mps_scope?\n" in problems[1]
+    assert "unknown key cuda_mps_scop (did you mean cuda_mps_scope?)\n" in problems[1]
 
 
 @pytest.mark.parametrize("command", ["show", "check"])

@@ -121,8 +121,8 @@ def test_a_file_from_before_a_new_pipe_directory_starts_no_container(
     eventually(lambda: ready_daemon.status()["state"] == "ready", "that it serves there")
     refused = podman.run(*mps(lease["id"]), IMAGE, *inside)
     assert refused.returncode != 0
-    why = f"the control daemon of {ADDRESSES[2]} is another one since the lease was given"
-    assert f"yunion-mps: {why} (take a new one, after: yunion-mps lease release " in refused.stderr
+    why = f"the control daemon of {ADDRESSES[2]} was replaced after the lease was granted"
+    assert f"yunion-mps: {why} (release it, and take a new one: yunion-mps lease release " in refused.stderr
     assert podman.good("run", "--rm", *mps(ADDRESSES[1]), IMAGE, *inside).startswith("25.0")
     assert set(given(ready_daemon)) == {ADDRESSES[0], ADDRESSES[2]}, "who has a device keeps it"
     podman.good("restart", "--time", "0", "trainer")
@@ -132,7 +132,7 @@ def test_a_file_from_before_a_new_pipe_directory_starts_no_container(
     (host.root / "run/cdi/old.json").write_text(json.dumps(old))
     refused = podman.run(*mps(f"old-{ADDRESSES[3]}"), IMAGE, *inside)
     assert refused.returncode != 0
-    assert f"device {ADDRESSES[3]} has just become another (start the container again)" in refused.stderr
+    assert f"device {ADDRESSES[3]} has just been redefined (start the container again)" in refused.stderr
     eventually(lambda: ADDRESSES[3] not in given(ready_daemon), "that it is free again")
 
 

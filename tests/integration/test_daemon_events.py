@@ -35,7 +35,7 @@ def test_a_death_and_the_recovery_are_told_with_cause_and_consequence(ready_daem
     told = events(ready_daemon, f"&after={last}&kind=domain")
     assert [event["what"] for event in told] == RECOVERY
     assert told[0]["cause"] == f"the control daemon (PID {control}) was killed by signal 9"
-    assert told[0]["consequence"] == "its devices are not served until it was started again"
+    assert told[0]["consequence"] == "its devices are not served until it has restarted"
 
 
 def test_events_that_cannot_be_written_are_written_later_in_order(ready_daemon: Daemon) -> None:

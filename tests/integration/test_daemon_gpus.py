@@ -62,12 +62,12 @@ def test_the_next_daemon_lists_a_lost_gpu_and_serves_the_other(ready_daemon: Dae
     daemon.start().wait_ready()
     assert {device["addr"]: device["id"] for device in devices(daemon)} == before
     told = {device["addr"][:7]: device["reason"] for device in devices(daemon)}
-    assert told == {"00:06.0": "", "00:07.0": "the GPU is not there any more"}
+    assert told == {"00:06.0": "", "00:07.0": "the GPU is no longer present"}
     assert leases(daemon) == held
     assert daemon.ask("POST", "/v1/leases?device=00:06.0-2&name=next&ttl=600")[0] == 200
     status, answer = daemon.ask("POST", "/v1/leases?device=00:07.0-2&name=lost&ttl=600")
     assert status != 200
-    assert "the GPU is not there any more" in str(answer)
+    assert "the GPU is no longer present" in str(answer)
     checked = host.run(["yunion-mps", "config", "check"])
     assert checked.returncode == 0, checked.stderr
     host.gpus[1].restore()
@@ -115,7 +115,7 @@ def devices(daemon: Daemon) -> list[dict[str, str]]:
 
 def test_an_xid_of_a_job_is_told_and_takes_no_device(ready_daemon: Daemon) -> None:
     daemon = ready_daemon
-    seen = ("warning", "00:06.0", "XID 31: memory page fault, mostly a fault of a job")
+    seen = ("warning", "00:06.0", "XID 31: memory page fault, usually caused by a job")
     eventually(lambda: daemon.polls() and seen in gpu_events(daemon), "the event")
     assert available(daemon) == 8
 
@@ -161,7 +161,7 @@ def test_a_server_in_fault_is_reported_with_the_process_the_kernel_names(
         assert daemon.get("/v1/clients")[1]["servers"][0]["state"] == "FAULT"
         status, answer = daemon.ask("POST", f"/v1/clients/{client.pid}/terminate")
         assert (status, answer["ended"]) == (200, True)
-        assert "its MPS server let go of it" in answer["how"]
+        assert "its MPS server disconnected it" in answer["how"]
         assert not is_running(client.pid)
 
 
@@ -174,7 +174,7 @@ def test_the_driver_is_lost_and_back_and_the_control_daemon_goes_on(ready_daemon
     host.fail("nvmlSystemGetDriverVersion", "driver_not_loaded")
     gone = "the NVIDIA driver's kernel module is not loaded"
     eventually(lambda: daemon.polls() and reasons(daemon) == [gone] * 4, "the driver's loss")
-    daemon.wait_log(f"the GPUs cannot be looked at: {gone}")
+    daemon.wait_log(f"the GPUs cannot be read: {gone}")
     host.clear()
     eventually(lambda: daemon.polls() and reasons(daemon) == [""] * 4, "the driver's return")
 
@@ -201,7 +201,7 @@ def test_what_changes_between_two_polls_is_put_right_or_taken_in(daemon: Daemon)
         "Default -> Exclusive_Process",
     ]
     told = next(event for event in events if event["what"] == "Exclusive_Process -> Default")
-    assert told["cause"] == "another program has changed it"
+    assert told["cause"] == "another program changed it"
     assert told["consequence"] == "it is set to Exclusive_Process again"
     assert daemon.stop() == 0
     assert [gpu.compute_mode for gpu in host.gpus] == ["default", "default"]

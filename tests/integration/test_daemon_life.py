@@ -119,8 +119,8 @@ def test_a_second_instance_names_the_first_and_leaves_it_alone(
     second = make_daemon(ready_daemon.host, notify=False)
     assert second.run(NOTIFY_SOCKET="/nowhere") == 1
     assert second.log.splitlines()[-2:] == [
-        f"<3>another yunion-mps-daemon is running already (PID {ready_daemon.pid})",
-        "<3>look at it: yunion-mps status; stop it: systemctl stop yunion-mps-daemon",
+        f"<3>another yunion-mps-daemon is already running (PID {ready_daemon.pid})",
+        "<3>check it: yunion-mps status; stop it: systemctl stop yunion-mps-daemon",
     ]
     assert ready_daemon.status()["state"] == "ready"
     assert ready_daemon.stop() == 0
@@ -139,10 +139,11 @@ def test_the_socket_is_private_and_the_log_is_not_for_everybody(ready_daemon: Da
     ("arguments", "code", "words"),
     [
         (["--version"], 0, f"{version_line('yunion-mps-daemon')}\n"),
-        (["--help"], 0, "usage: yunion-mps-daemon [-h] [--check]"),
-        (["--chek"], 2, "yunion-mps-daemon: error: unrecognized arguments: --chek\n"),
-        (["--log-level", "loud"], 2, "invalid choice: 'loud'"),
-        (["start"], 2, "unrecognized arguments: start"),
+        (["--help"], 0, "Usage: yunion-mps-daemon [OPTIONS]\n"),
+        (["--chek"], 2, "yunion-mps-daemon: No such option: --chek Did you mean --check?\n"),
+        (["--log-level", "loud"], 2, "'--log-level': 'loud' is not one of 'debug'"),
+        (["start"], 2, "Got unexpected extra argument (start)"),
+        (["--check", "--restore"], 2, "--check, --restore and --adopt are mutually exclusive"),
     ],
 )
 def test_options_answer_without_starting_anything(
@@ -155,7 +156,7 @@ def test_options_answer_without_starting_anything(
 
 def test_check_says_that_all_is_right_and_changes_nothing(daemon: Daemon) -> None:
     assert daemon.run("--check") == 0
-    assert daemon.log == "<6>the configuration is right: 4 devices\n"
+    assert daemon.log == "<6>the configuration is valid: 4 devices\n"
     assert daemon.host.gpus[0].compute_mode == "default"
     assert not (daemon.host.root / RUN).exists()
     assert not (daemon.host.root / "tmp/nvidia-mps").exists()

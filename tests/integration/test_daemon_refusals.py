@@ -46,7 +46,7 @@ def test_without_a_driver_it_says_so_and_ends_with_1(daemon: Daemon) -> None:
         ),
         (
             "lib_rm_version_mismatch",
-            "the NVIDIA driver's library and its kernel module are of different versions",
+            "the NVIDIA driver's library and its kernel module have different versions",
             "reboot, or unload and load the module: the driver was updated while the old module was in use",
         ),
     ],
@@ -112,7 +112,7 @@ def test_another_programs_control_daemon_is_reported_and_left_alone(
 ) -> None:
     daemon.control("set_default_active_thread_percentage 77")
     *_, message, hint = refused(daemon, 1)
-    who = f"a control daemon (PID {stranger.pid}, uid {os.getuid()}), not started by us"
+    who = f"a control daemon (PID {stranger.pid}, uid {os.getuid()}) not started by yunion-mps"
     assert message == f"<3>{who}, already serves {daemon.pipe_directory}"
     assert hint.startswith("<3>when its jobs are done, end it with: ")
     assert stranger.poll() is None

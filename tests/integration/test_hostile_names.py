@@ -71,7 +71,7 @@ def test_no_output_obeys_a_hostile_name(
     host_of_hostile_names: Daemon, hostile: subprocess.Popen[bytes]
 ) -> None:
     daemon = host_of_hostile_names
-    who = f"PID {hostile.pid} (\\nSTOPPING=1\\nx, root) is connected to it and says nothing"
+    who = f"PID {hostile.pid} (\\nSTOPPING=1\\nx, root) is connected to it but sends nothing"
     daemon.wait_message(who)
     daemon.wait_log(who)
     for command in COMMANDS:

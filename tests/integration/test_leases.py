@@ -130,10 +130,10 @@ def test_a_holder_is_named_by_the_command_that_it_becomes(ready_daemon: Daemon) 
     user = user_name(os.geteuid())
     first, last = f"sh -c echo begun; exec cat (PID {job.pid}, {user})", f"(PID {waiting.pid}, {user})"
     assert [event["what"] for event in ready_daemon.get("/v1/events?kind=lease")[1]["events"]] == [
-        f"given to {first}",
-        f"given back by {first}",
-        f"given to sh -c exit\\n{'x' * 88} {last}",
-        f"given back by sh -c exit\\n{'x' * 88} {last}",
+        f"granted to {first}",
+        f"released by {first}",
+        f"granted to sh -c exit\\n{'x' * 88} {last}",
+        f"released by sh -c exit\\n{'x' * 88} {last}",
     ]
 
 

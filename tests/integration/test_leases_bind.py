@@ -39,7 +39,7 @@ def test_it_ends_with_that_process_and_with_nothing_else_that_had_it(
     status, refused = ready_daemon.ask("POST", f"/v1/leases/{lease['id']}/bind?pid={os.getpid()}")
     assert (status, refused["detail"]) == (
         409,
-        f"the lease of {lease['devices'][0]} is a container's already (PID {inside.pid})",
+        f"the lease of {lease['devices'][0]} already belongs to a container (PID {inside.pid})",
     )
     inside.kill()
     inside.wait()

@@ -100,7 +100,7 @@ def given_in_all(daemon: Daemon) -> dict[int, float]:
         if not answer["events"]:
             return found
         for event in answer["events"]:
-            to = re.match(r"given to .*\(PID (\d+), ", event["what"])
+            to = re.match(r"granted to .*\(PID (\d+), ", event["what"])
             if to:
                 found[int(to[1])] = seconds(event["time"])
         after = answer["events"][-1]["id"]

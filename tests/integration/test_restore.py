@@ -68,7 +68,7 @@ def test_where_a_mode_cannot_be_restored_the_command_is_named(daemon: Daemon, ki
 def test_while_a_daemon_runs_it_refuses(ready_daemon: Daemon) -> None:
     other = Daemon(ready_daemon.host, notify=False)
     assert other.run("--restore") == 1
-    assert f"another yunion-mps-daemon is running already (PID {ready_daemon.pid})" in other.log
+    assert f"another yunion-mps-daemon is already running (PID {ready_daemon.pid})" in other.log
     assert ready_daemon.status()["state"] == "ready"
 
 

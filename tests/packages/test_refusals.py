@@ -108,7 +108,7 @@ class TestStart:
         started = machine.run("systemctl", "start", UNIT, check=False)
         assert started.returncode != 0
         assert (
-            f"a control daemon (PID {foreign}, uid 0), not started by us, already serves" in machine.journal()
+            f"a control daemon (PID {foreign}, uid 0) not started by yunion-mps serves" in machine.journal()
         )
         assert machine.show("ActiveState", "foreign.service") == "active"
         assert operator.modes() == ["Default"]
@@ -131,10 +131,8 @@ class TestStart:
         operator.configure(more="cuda_mps_pipe_directory: /home/mps/pipe")
         assert machine.run("systemctl", "start", UNIT, check=False).returncode != 0
         said = machine.journal()
-        assert "/home/mps cannot be made or opened: Read-only file system" in said
-        assert (
-            "name another directory in host.conf, such as /run/nvidia-mps/pipe: the service may not" in said
-        )
+        assert "/home/mps cannot be created or opened: Read-only file system" in said
+        assert "set another directory in host.conf, such as /run/nvidia-mps/pipe: the service may not" in said
         assert operator.modes() == ["Default"]
         operator.configure()
 
@@ -175,7 +173,7 @@ def test_where_systemd_does_not_run_it_is_installed_and_started_later(
         ]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, done.stdout + done.stderr
-        assert "systemd does not run here" in done.stderr + done.stdout
+        assert "systemd is not running" in done.stderr + done.stdout
         machine.boot()
         assert Deb(machine).version() == current.version
         operator = Operator(machine)

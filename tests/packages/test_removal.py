@@ -31,7 +31,7 @@ def test_removed_after_its_daemon_was_killed_it_restores_what_that_left(
     assert operator.modes() == ["Exclusive_Process"]
     operator.configure(number)
     done = family.remove()
-    assert "nothing is left" in done.stdout + done.stderr
+    assert "everything is restored" in done.stdout + done.stderr
     assert "it does not quit" not in done.stdout + done.stderr
     operator.see_it_rests()
 
@@ -50,7 +50,7 @@ def test_a_removal_names_the_jobs_it_ends_and_spares_others_files(
     operator.start()
     pid = operator.begin_job("working")
     done = family.remove()
-    said = f"1 job(s) on the GPUs have 10 s to end, and are ended then: PID {pid} of nobody"
+    said = f"1 job(s) on the GPUs have 10 s to end; after that, they are ended: PID {pid} of nobody"
     assert said in done.stdout + done.stderr
     operator.end_job("working", pid)
     family.purge()

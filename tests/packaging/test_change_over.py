@@ -36,7 +36,7 @@ def test_where_cloudpods_daemon_was_enabled_and_ran_ours_is_and_does(cloudpods: 
     with subprocess.Popen(["sleep", "1000"]) as daemon:
         cloudpods.program("systemctl", f'case "$1" in show) echo {daemon.pid} ;; esac')
         assert cloudpods.good("go_on") == [
-            "yunion-mps-daemon: Cloudpods' control daemon (PID 5) goes on with its jobs, as ours"
+            "yunion-mps-daemon: Cloudpods' control daemon (PID 5) was adopted with its jobs"
         ]
         assert daemon.wait(60) == -9
     assert systemctl_and_ours(cloudpods) == [
@@ -60,7 +60,7 @@ def test_a_control_daemon_that_cannot_be_adopted_is_asked_to_end(
     cloudpods.program("yunion-mps-daemon", f"[ $1 = --check ] || {{ echo '{refused}' >&2; exit 1; }}")
     assert cloudpods.good("go_on") == [
         "yunion-mps-daemon: the control daemon (PID 5) cannot be adopted: cuda_mps_scope is gpu",
-        "yunion-mps-daemon: Cloudpods' control daemon (PID 5) is asked to end once its jobs have",
+        "yunion-mps-daemon: Cloudpods' control daemon (PID 5) was asked to exit when its jobs have ended",
     ]
     assert systemctl_and_ours(cloudpods) == [
         "systemctl --quiet enable yunion-mps-daemon.service",
@@ -107,7 +107,5 @@ def test_if_we_refuse_cloudpods_files_its_daemon_is_not_stopped(host: Host) -> N
 
 def test_a_package_of_cloudpods_that_takes_our_place_ends_no_job(host: Host) -> None:
     (said,) = host.good("systemd_runs() { :; }; replaced")
-    assert said.endswith(
-        "what runs goes on, and ends with its jobs by: systemctl restart yunion-mps-daemon.service"
-    )
+    assert said.endswith("to switch over when they have ended: systemctl restart yunion-mps-daemon.service")
     assert host.calls() == ["systemctl --quiet stop yunion-mps-gateway.path yunion-mps-gateway.service"]

@@ -94,6 +94,6 @@ def test_where_every_python_is_too_old_that_is_said(installed: Installed) -> Non
     done = installed.run("yunion-mps-daemon", "--check", old=True)
     assert done.returncode == 1
     assert done.stderr.splitlines() == [
-        "yunion-mps-daemon: Python 3.9 or later is needed, and /usr/bin/python3 is 3.6",
-        "yunion-mps-daemon: install a newer one beside it, for example python3.11",
+        "yunion-mps-daemon: Python 3.9 or later is required, but /usr/bin/python3 is 3.6",
+        "yunion-mps-daemon: install a newer one next to it, for example python3.11",
     ]

@@ -87,7 +87,7 @@ def test_the_wheel_gives_both_programs_and_nothing_else(pipx: Pipx) -> None:
 
         assert said("yunion-mps", "--version").startswith(f"yunion-mps {__version__} (")
         assert "--adopt PID" in said("yunion-mps-daemon", "--help")
-        assert "The configuration is right" in said("yunion-mps", "config", "check")
+        assert "The configuration is valid" in said("yunion-mps", "config", "check")
         assert "4 devices" not in said("yunion-mps-daemon", "--check")
     pipx.run("uninstall", "yunion-mps")
     assert list((pipx.home / "bin").iterdir()) == []

@@ -32,7 +32,7 @@ def test_a_purge_leaves_a_file_that_other_software_uses_by_now(host: Host, name:
     host.good("make_configuration")
     path = host.root / "etc" / name
     path.write_text(path.read_text() + added)
-    assert host.good("purge") == [f"yunion-mps-daemon: {path} is left: other software uses it as well"]
+    assert host.good("purge") == [f"yunion-mps-daemon: {path} was not removed: other software uses it, too"]
     assert list(configuration(host)) == [name]
 
 
@@ -101,7 +101,7 @@ def test_a_purge_leaves_the_directories_that_a_control_daemon_serves(
     host.control_daemon(5, "-f", CUDA_MPS_PIPE_DIRECTORY=str(pipe), **mark)
     recorded(host, f"made {pipe}")
     files(pipe, "control")
-    assert f"yunion-mps-daemon: {pipe} is left: a control daemon serves there" in host.good("purge")
+    assert f"yunion-mps-daemon: {pipe} was not removed: a control daemon uses it" in host.good("purge")
     assert (pipe / "control").exists()
     assert (host.root / "state").exists() is bool(mark)
 
@@ -111,7 +111,7 @@ def test_a_purge_keeps_the_note_of_modes_that_are_not_restored(host: Host) -> No
     files(running, "daemon.lock")
     note = running / "former-compute-modes.json"
     note.write_text('{"boot_id": "1-2", "modes": {"GPU-a-1": "Default", "GPU-b-2": "Prohibited"}}')
-    how = "is not yet what it was; restore it: nvidia-smi -i"
+    how = "differs from the original; restore it: nvidia-smi -i"
     assert host.good("purge") == [
         f"yunion-mps-daemon: the compute mode of GPU-a-1 {how} GPU-a-1 -c DEFAULT",
         f"yunion-mps-daemon: the compute mode of GPU-b-2 {how} GPU-b-2 -c PROHIBITED",

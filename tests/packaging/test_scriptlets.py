@@ -44,7 +44,7 @@ def files(directory: Path, *names: str) -> None:
 
 def test_without_a_configuration_the_examples_are_taken(host: Host) -> None:
     said = host.good("make_configuration")
-    assert [line.split(" was made")[0] for line in said] == [
+    assert [line.split(" was created")[0] for line in said] == [
         f"yunion-mps-daemon: {host.root}/etc/{name}" for name in NAMES
     ]
     assert configuration(host) == {name: (ROOT / "etc/yunion" / name).read_text() for name in NAMES}
@@ -84,7 +84,8 @@ def test_a_disk_that_is_nearly_full_is_refused(host: Host) -> None:
     done = host.call("check_host")
     assert done.returncode == 1
     assert done.stderr == (
-        "yunion-mps-daemon: /usr has 3 MiB free, and 8 are needed: make room (df -h /usr), and try again\n"
+        "yunion-mps-daemon: /usr has 3 MiB free, but 8 are required: "
+        "free disk space (df -h /usr), and try again\n"
     )
 
 
@@ -94,7 +95,7 @@ def test_a_directory_that_cannot_be_written_is_refused(host: Host, directory: st
     done = host.call("check_host")
     assert done.returncode == 1
     assert done.stderr.startswith(
-        f"yunion-mps-daemon: {directory} cannot be written: see whether it is mounted"
+        f"yunion-mps-daemon: {directory} cannot be written: check whether it is mounted"
     )
 
 
@@ -142,7 +143,7 @@ def test_what_an_upgrade_changes_in_effect_is_shown_before(host: Host) -> None:
         host, plan="Nothing was changed; a reload would:\n| limit | 00:06.0 |", daemon_reexec="It runs"
     )
     said = host.good("go_on")
-    assert "applies this:" in said[0]
+    assert "applies these changes:" in said[0]
     assert said[1:] == ["| limit | 00:06.0 |", "yunion-mps-daemon: It runs"]
 
 
@@ -165,7 +166,7 @@ def test_if_the_new_version_refuses_the_files_the_old_daemon_goes_on(host: Host)
     host.program("yunion-mps-daemon", f"cat >&2 <<'END'\n{REFUSED}\nEND\nexit 6")
     (said,) = host.good("go_on")
     assert (
-        "refuses the configuration (/etc/yunion/host.conf:5: enable_cuda_mps is 3); the daemon of before"
+        "refuses the configuration (/etc/yunion/host.conf:5: enable_cuda_mps is 3); the previous daemon"
         in said
     )
     assert said.endswith("correct it, then: yunion-mps daemon-reexec")  # a reload would leave the old program
@@ -175,7 +176,10 @@ def test_if_the_new_version_refuses_the_files_the_old_daemon_goes_on(host: Host)
 def test_no_job_is_ended_if_the_daemon_cannot_reexecute(host: Host) -> None:
     host.program("yunion-mps", "echo 'yunion-mps: the state file is full' >&2; exit 1")
     (said,) = host.good("go_on")
-    assert "the daemon of before goes on: the state file is full; when no job runs: systemctl restart" in said
+    assert (
+        "the previous daemon continues: the state file is full; when no job is running: systemctl restart"
+        in said
+    )
     assert not [call for call in host.calls() if "restart" in call or "stop" in call]
 
 
@@ -194,7 +198,7 @@ def test_control_daemons_that_are_not_ours_are_named_and_left_alone(host: Host) 
     host.control_daemon(6, "-f", CUDA_MPS_PIPE_DIRECTORY="/tmp/nvidia-mps/pipe", YUNION_MPS_DOMAIN="host")
     host.control_daemon(7, "", CUDA_MPS_PIPE_DIRECTORY="/tmp/nvidia-mps/pipe")  # a front-end
     (said,) = host.good("go_on")
-    assert said.endswith("(PID 5) that is not ours serves /tmp/nvidia-mps/pipe, and is left alone")
+    assert said.endswith("(PID 5) of another program serves /tmp/nvidia-mps/pipe; it is left alone")
 
 
 def test_a_control_daemon_of_another_user_is_neither_ours_nor_reported(host: Host) -> None:
@@ -241,7 +245,7 @@ def test_whose_jobs_a_removal_ends_is_said_before(host: Host) -> None:
     )
     (said,) = host.good("systemd_runs() { :; }; going")
     assert said == (
-        "yunion-mps-daemon: 2 job(s) on the GPUs have 25 s to end, and are ended then:"
+        "yunion-mps-daemon: 2 job(s) on the GPUs have 25 s to end; after that, they are ended:"
         " PID 4711 of alice, PID 4712 of bob"
     )
     calls = host.calls()
@@ -312,5 +316,5 @@ def test_on_a_full_disk_no_bytecode_stays_and_that_is_said(host: Host) -> None:
     (host.root / "usr/module.py").write_text("syntax error\n")  # fails as a full disk does
     (host.root / "usr/good.py").write_text("")
     (said,) = host.good("compile_bytecode")
-    assert "no bytecode could be written" in said
+    assert "cannot write bytecode to" in said
     assert not (host.root / "usr/__pycache__").exists()

@@ -71,7 +71,7 @@ def run_container(
     try:
         os.execve(program, [engine, "run", *words, *argv], environment)  # noqa: S606 - no shell is the point
     except OSError as error:
-        raise HostError(f"{program} cannot be started: {error.strerror}", "install it again") from None
+        raise HostError(f"{program} cannot be started: {error.strerror}", "reinstall it") from None
 
 
 def _reads_cdi(engine: str, program: str) -> bool:

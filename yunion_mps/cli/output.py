@@ -342,4 +342,4 @@ def refuse_closed_output() -> None:
 
 def unwritable(why: str | None) -> YunionError:
     """The error for output that cannot be written."""
-    return YunionError(f"the output cannot be written: {why}", "look at where it goes: df")
+    return YunionError(f"the output cannot be written: {why}", "check its destination: df")

@@ -85,7 +85,7 @@ def run(
 
     COMMAND runs within the device's budget or not at all: it is not started if no device is free, if the
     device's control daemon is not ready, or if nothing enforces budgets, as on a GPU older than Volta.
-    With --allow-unlimited it is started all the same, on such a device or on none, after a warning.
+    It is started all the same, on such a device or on none, with --allow-unlimited.
 
     COMMAND replaces yunion-mps, so signals, exit status, terminal and process group are its own. Its
     environment has YUNION_MPS_DEVICE and YUNION_MPS_LEASE.

@@ -99,33 +99,31 @@ class _Reader:
         entries = [self._entry(item) for item in items]
         return found._replace(entries=tuple(entry for entry in entries if entry))
 
-    def _wrong(self, node: Node, what: str, hint: str) -> None:
+    def _wrong(self, node: Node, what: str, hint: str = "") -> None:
         self.problems.append(self._problem(node, what, hint))
 
-    def _problem(self, node: Node | None, what: str, hint: str) -> Problem:
+    def _problem(self, node: Node | None, what: str, hint: str = "") -> Problem:
         return Problem(self._file, line_of(node) if node else None, what, hint)
 
     def _file_nodes(self, root: Node | None) -> Nodes:
         """The file's keys; those that are not nearly ours are left alone."""
         if root is None:
-            raise FileProblemError(
-                self._problem(None, "is empty", "write devices: [] to divide no GPU by this file")
-            )
+            raise FileProblemError(self._problem(None, "is empty", "to divide no GPU, write devices: []"))
         if not isinstance(root, yaml.MappingNode):
-            what = f"holds {written(root)}, not a mapping"
+            what = f"contains {written(root)}, not a mapping"
             raise FileProblemError(self._problem(root, what, "begin the file with devices:"))
         nodes: Nodes = {}
         for name, key, node in pairs_of(root):
             near = None if name in _FILE_KEYS else nearest_key(name, _FILE_KEYS)
             if near:
-                self._wrong(key, f"unknown key {name}", f"did you mean {near}?")
+                self._wrong(key, f"unknown key {name} (did you mean {near}?)")
             elif name in _FILE_KEYS and name in nodes:
                 hint = "put all entries under one" if name == "devices" else "keep one of the two lines"
-                self._wrong(key, f"{name} is given twice", hint)
+                self._wrong(key, f"duplicate key {name}", hint)
             else:
                 nodes.setdefault(name, (key, node))
         if "devices" not in nodes and not self.problems:
-            self._wrong(root, "has no key devices", "begin the file with devices:")
+            self._wrong(root, "missing key devices", "begin the file with devices:")
         return nodes
 
     def _items(self, nodes: Nodes) -> list[Node]:
@@ -167,7 +165,7 @@ class _Reader:
         if len(given) > 1:
             first, second = sorted(given, key=lambda name: (line_of(nodes[name][0]), name))[:2]
             line = line_of(nodes[first][0])
-            what = f"{second} divides the GPU, which {first} in line {line} does already"
+            what = f"{second} divides the GPU, but {first} in line {line} already does"
             self._wrong(nodes[second][0], what, "keep one of the two")
             return entry
         means = given[0] if given else "virtual_number"
@@ -200,7 +198,7 @@ class _Reader:
         """Refuse the keys that count only if the GPU is divided in another way."""
         for name, others in _COUNTS_WITH.items():
             if name in nodes and means not in others:
-                what = f"{name} does not count with {means}, only with {' or '.join(others)}"
+                what = f"{name} is not allowed with {means}, only with {' or '.join(others)}"
                 hint = "remove it"
                 if name == "thread_overcommit":
                     hint += ", or set cuda_mps_thread_percentage in host.conf"
@@ -214,7 +212,7 @@ class _Reader:
             return ()
         before = len(self.problems)
         if len(node.value) > self._most:
-            what = f"slices has {len(node.value)} devices, more than any GPU may have"
+            what = f"slices has {len(node.value)} devices, more than a GPU can have"
             self._wrong(node, what, f"write at most {self._most}")
         slices = tuple(self._slice(item) for item in node.value)
         return slices if len(self.problems) == before else ()
@@ -240,21 +238,21 @@ class _Reader:
             self._check_merge(*nodes["<<"])
             return False
         if name is None:
-            hint = f"write type: {DEV_TYPE}, or another software's type"
+            hint = f"write type: {DEV_TYPE}, or the type of other software"
             self._wrong(item, "an entry has no type", hint)
             return False
         key, node = nodes[name]
         if name != "type":
-            self._wrong(key, f"unknown key {name}", "did you mean type?")
+            self._wrong(key, f"unknown key {name} (did you mean type?)")
         value = value_of(node)
         if value == DEV_TYPE:
             return True
         if not isinstance(value, str):
-            self._wrong(node, f"type is {written(node)}, not a text", f"write type: {DEV_TYPE}")
+            self._wrong(node, f"type is {written(node)}, not a string", f"write type: {DEV_TYPE}")
             return False
         if not nearest(value, [DEV_TYPE]):
             return False
-        self._wrong(node, f"type {value} is unknown", f"did you mean {DEV_TYPE}?")
+        self._wrong(node, f"unknown type {value} (did you mean {DEV_TYPE}?)")
         return True
 
     def _check_merge(self, key: Node, node: Node) -> None:
@@ -266,13 +264,13 @@ class _Reader:
             self._wrong(key, *NO_MERGE)
 
     def _nodes_of(self, mapping: Node) -> tuple[Nodes, list[Problem]]:
-        """Return the keys of the mapping, and a problem for each that is given twice: the first counts."""
+        """Return the keys of the mapping, and a problem for each that occurs twice: the first counts."""
         nodes: Nodes = {}
         problems = []
         for name, key, node in pairs_of(mapping):
             if name in nodes:
                 hint = f"keep one of the two lines (the other is line {line_of(nodes[name][0])})"
-                problems.append(self._problem(key, f"{name} is given twice", hint))
+                problems.append(self._problem(key, f"duplicate key {name}", hint))
             else:
                 nodes[name] = (key, node)
         return nodes, problems
@@ -289,11 +287,11 @@ class _Reader:
                 self._wrong(key, *NO_MERGE)
             elif name not in known and name != reported:
                 near = nearest_key(name, known)
-                hint = f"remove it; the keys of {owner[1]} are {', '.join(known)}"
+                what = f"{f'unknown key {name}' if name else 'a key that is not a string'} in {owner[0]}"
                 if near:
-                    hint = f"did you mean {near}?"
-                shown = f"unknown key {name}" if name else "a key that is not a text"
-                self._wrong(key, f"{shown} in {owner[0]}", hint)
+                    self._wrong(key, f"{what} (did you mean {near}?)")
+                else:
+                    self._wrong(key, what, f"remove it; the keys of {owner[1]} are {', '.join(known)}")
 
     def _required(self, item: Node, name: str, kind: Kind, nodes: Nodes) -> Any:
         if name not in nodes:

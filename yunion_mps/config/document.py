@@ -26,7 +26,7 @@ _construct = yaml.constructor.SafeConstructor()
 
 Node = yaml.nodes.Node
 
-NO_MERGE = ("merge keys (<<) are not followed", "write the keys out")
+NO_MERGE = ("merge keys (<<) are not supported", "write the keys out")
 
 
 class FileProblemError(Exception):
@@ -144,7 +144,7 @@ def _read(path: str) -> bytes:
     with open(descriptor, "rb") as file:
         text = file.read(MAX_FILE_BYTES + 1)
     if len(text) > MAX_FILE_BYTES:
-        raise _problem(path, None, "is larger than 1 MiB", "this is no configuration of ours; replace it")
+        raise _problem(path, None, "is larger than 1 MiB", "replace it by a configuration file of yunion-mps")
     return text
 
 
@@ -157,7 +157,7 @@ def _check_bounds(path: str, text: bytes) -> None:
         line = event.start_mark.line + 1 if event.start_mark else None
         if isinstance(event, yaml.AliasEvent):
             if any(event.anchor == anchor for anchor, _ in opened):
-                what = f"holds the alias *{event.anchor} in what it stands for"
+                what = f"contains the alias *{event.anchor}, which refers to itself"
                 raise _problem(path, line, what, "write the values out")
             values += sizes.get(event.anchor, 0)
         elif isinstance(event, yaml.CollectionStartEvent):
@@ -171,7 +171,7 @@ def _check_bounds(path: str, text: bytes) -> None:
             sizes[anchor] = values - before
         if len(opened) > DEEPEST_NESTING:
             what = f"is nested more than {DEEPEST_NESTING} levels deep"
-            raise _problem(path, line, what, "write it flat, as the example has it")
+            raise _problem(path, line, what, "write it flat, as in the example")
         if values > MAX_VALUES:
-            what = f"holds more than {MAX_VALUES:,} values, aliases written out"
+            what = f"contains more than {MAX_VALUES:,} values with its aliases expanded"
             raise _problem(path, line, what, "write a short file, without aliases")

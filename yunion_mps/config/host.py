@@ -47,16 +47,14 @@ KEYS: dict[str, Key] = {
     "cuda_mps_pipe_directory": Key(
         own_directory("/tmp/nvidia-mps/pipe"), "/tmp/nvidia-mps/pipe", "where clients find the control daemon"
     ),
-    "cuda_mps_pipe_group": Key(
-        group, None, "the only group whose members may reach the control daemon; root always may"
-    ),
+    "cuda_mps_pipe_group": Key(group, None, "limit access to the control daemon to root and this group"),
     "cuda_mps_log_directory": Key(
         own_directory("/tmp/nvidia-mps/log"), "/tmp/nvidia-mps/log", "where the control daemon's log is kept"
     ),
     "cuda_mps_replicas": Key(
         whole_number(1, MAX_DEVICES),
         10,
-        "devices of every GPU if the device file has no entry of type NVIDIA_MPS",
+        "devices per GPU if the device file has no entry of type NVIDIA_MPS",
     ),
     "cuda_mps_compute_mode": Key(
         one_of("exclusive_process", "keep"), "exclusive_process", "the GPUs' compute mode while MPS runs"
@@ -68,15 +66,15 @@ KEYS: dict[str, Key] = {
         "SM threads of a device: 100/n, 100/(0.5 n), or not limited",
     ),
     "cuda_mps_combine": Key(
-        whole_number(1, MAX_DEVICES), 1, "how many devices of a GPU one job may have as one budget"
+        whole_number(1, MAX_DEVICES), 1, "how many devices of a GPU one job may combine into one budget"
     ),
     "cuda_mps_max_clients": Key(
         whole_number(1, MAX_OVERRIDE),
         None,
-        "clients of a GPU's MPS from Volta on, for drivers newer than this table",
+        "the MPS client limit of each GPU (Volta or newer), if the driver's differs from the known one",
     ),
     "cuda_mps_stop_timeout_s": Key(
-        whole_number(0, 86_400), 10, "seconds that a stop waits for jobs to end before it ends them"
+        whole_number(0, 86_400), 10, "how long a stop waits for jobs before it ends them, in seconds"
     ),
     "cuda_mps_multiuser": Key(
         boolean, default=False, help="one MPS server for all users' jobs, if NVIDIA's program supports it"
@@ -89,14 +87,14 @@ KEYS: dict[str, Key] = {
         30 * 86_400,
         "the longest time to live of a lease that is taken by name, in seconds",
     ),
-    "metrics_listen": Key(endpoint, None, "where the metrics can be had over TCP, for Prometheus"),
+    "metrics_listen": Key(endpoint, None, "the TCP address at which Prometheus can scrape the metrics"),
     "metrics_allow_public": Key(
         boolean, default=False, help="whether metrics_listen may be reached from other hosts"
     ),
     "metrics_textfile": Key(
         textfile, None, "a file with the metrics, for node_exporter's textfile collector"
     ),
-    "web_listen": Key(endpoint, None, "where the web page can be had over TCP"),
+    "web_listen": Key(endpoint, None, "the TCP address of the web page"),
     "web_allow_public": Key(
         boolean, default=False, help="whether web_listen may be reached from other hosts"
     ),
@@ -132,7 +130,7 @@ def read_host(paths: Paths) -> tuple[dict[str, Any], dict[str, Source], list[Pro
             problems += _misspelt(file, line, name)
         elif sources[name].line is not None:
             hint = f"keep one of the two lines (the other is line {sources[name].line})"
-            problems.append(Problem(file, line, f"{name} is given twice", hint))
+            problems.append(Problem(file, line, f"duplicate key {name}", hint))
         else:
             sources[name] = Source(file, line)
             try:
@@ -158,8 +156,8 @@ def _mapping(file: str, root: Node | None) -> Node:
         hint = "write at least enable_cuda_mps: true or enable_cuda_mps: false"
         raise FileProblemError(Problem(file, None, "is empty", hint))
     if not isinstance(root, yaml.MappingNode):
-        hint = "write one key: value a line, as the example has it"
-        raise FileProblemError(Problem(file, line_of(root), f"holds {written(root)}, not a mapping", hint))
+        hint = "write one key: value per line, as in the example"
+        raise FileProblemError(Problem(file, line_of(root), f"contains {written(root)}, not a mapping", hint))
     return root
 
 
@@ -167,7 +165,7 @@ def _misspelt(file: str, line: int, name: str) -> list[Problem]:
     """What is wrong with a foreign key: nothing, unless it is nearly one of ours or begins like ours."""
     near = nearest_key(name, KEYS)
     if near:
-        return [Problem(file, line, f"unknown key {name}", f"did you mean {near}?")]
+        return [Problem(file, line, f"unknown key {name} (did you mean {near}?)")]
     if name.startswith(("cuda_mps_", "enable_cuda_mps")):
         real = ", ".join(sorted(KEYS))
         return [Problem(file, line, f"unknown key {name}", f"remove it; the keys of yunion-mps are {real}")]
@@ -198,7 +196,9 @@ def _check_public(values: dict[str, Any], sources: dict[str, Source]) -> list[tu
     for what in ("metrics", "web"):
         listen, allow = f"{what}_listen", f"{what}_allow_public"
         if values[listen] and is_public(values[listen]) and not values[allow]:
-            hint = f"write 127.0.0.1:{values[listen].rpartition(':')[2]}, or {allow}: true if that is meant"
+            hint = (
+                f"write 127.0.0.1:{values[listen].rpartition(':')[2]}, or {allow}: true if this is intended"
+            )
             problem = f"{listen} is {values[listen]}, which other hosts can reach"
             found.append((listen, Problem(sources[listen].file, sources[listen].line, problem, hint)))
     return found
@@ -211,8 +211,8 @@ def _check_ports(values: dict[str, Any], sources: dict[str, Source]) -> list[tup
     if not overlap(values["web_listen"], values["metrics_listen"]):
         return []
     at = sources["web_listen"]
-    problem = f"web_listen is {values['web_listen']}, where the metrics are served already (metrics_listen)"
-    return [("web_listen", Problem(at.file, at.line, problem, "give each a port of its own"))]
+    problem = f"web_listen is {values['web_listen']}, where metrics_listen already serves the metrics"
+    return [("web_listen", Problem(at.file, at.line, problem, "give each its own port"))]
 
 
 def _check_pipe_directory(paths: Paths, values: dict[str, Any], sources: dict[str, Source]) -> list[Problem]:
@@ -223,5 +223,5 @@ def _check_pipe_directory(paths: Paths, values: dict[str, Any], sources: dict[st
     length = len(values["cuda_mps_pipe_directory"].encode())
     if length <= room:
         return []
-    what = f"cuda_mps_pipe_directory is {length} bytes long, too long for a socket's address"
+    what = f"cuda_mps_pipe_directory is {length} bytes long, too long for a socket address"
     return [Problem(at.file, at.line, what, f"choose a path of at most {room} bytes")]

@@ -92,7 +92,7 @@ def number(lowest: float, highest: float, decimals: int) -> Kind:
         if not lowest <= value <= highest:
             raise WrongValueError(key, node, "out of range", hint)
         if round(value, decimals) != value:
-            raise WrongValueError(key, node, "more exact than it can be", hint)
+            raise WrongValueError(key, node, "too precise", hint)
         return float(value)
 
     return kind
@@ -138,10 +138,10 @@ def absolute_path(key: str, node: Node) -> str:
     """The path of a file or directory, from `/`; normalised."""
     value = text(key, node)
     if not value.startswith("/"):
-        raise WrongValueError(key, node, "not an absolute path", "write the whole path, from /")
+        raise WrongValueError(key, node, "not an absolute path", "write an absolute path")
     normal = "/" + os.path.normpath(value).lstrip("/")
     if normal == "/":
-        raise WrongValueError(key, node, "the root directory", "write a directory of its own")
+        raise WrongValueError(key, node, "the root directory", "use a separate directory")
     return normal
 
 
@@ -149,7 +149,7 @@ def textfile(key: str, node: Node) -> str:
     """The path of a file as node_exporter reads them; so a slip replaces no file of other software."""
     path = absolute_path(key, node)
     if not os.path.basename(path).endswith(".prom") or os.path.basename(path) == ".prom":
-        hint = "write the path of a file of its own that ends in .prom"
+        hint = "use a separate file that ends in .prom"
         raise WrongValueError(key, node, "which node_exporter does not read", hint)
     return path
 
@@ -160,7 +160,7 @@ def own_directory(example: str) -> Kind:
     def kind(key: str, node: Node) -> str:
         path = absolute_path(key, node)
         if os.path.dirname(path) in _ONLY_SHARED_IN or path in _SHARED:
-            hint = f"write a directory of its own, for example {example}"
+            hint = f"use a separate directory, for example {example}"
             raise WrongValueError(key, node, "which is shared with other software", hint)
         return path
 
@@ -191,7 +191,7 @@ def text(key: str, node: Node, what: str = "a text") -> str:
     if isinstance(value, (int, float)) and ":" in node.value:
         value = node.value  # the PCI address 00:06.0 is a number to the base of 60 in YAML 1.1
     if not isinstance(value, str) or not value.strip():
-        raise WrongValueError(key, node, "not a text", f"write {key}: followed by {what}")
+        raise WrongValueError(key, node, "not a string", f"write {key}: followed by {what}")
     if not value.isprintable():
         raise WrongValueError(key, node, "which contains control characters", "remove them")
     return value
@@ -218,7 +218,7 @@ def normal_endpoint(value: str) -> str:
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
-        raise ValueError("whose host is no IP address") from None
+        raise ValueError("whose host is not an IP address") from None
     if (address.version == 6) != bool(found[1]):
         raise ValueError("not an address with a port")
     return f"[{address}]:{port}" if address.version == 6 else f"{address}:{port}"

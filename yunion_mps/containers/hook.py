@@ -52,18 +52,18 @@ def main(arguments: list[str], state: TextIO, away_s: float = _AWAY_S) -> int:
     container: Mapping[str, Any] = {}
     try:
         if len(arguments) != 1 and arguments[1:] != [UNSERVED]:
-            raise HostError("cdi-hook is called by container engines alone", "see: yunion-mps run --help")
+            raise HostError("only container engines call cdi-hook", "see: yunion-mps run --help")
         container, name = _state(state), arguments[0]
         environment = _environment(container)
         _refuse_several(name, environment)
         lease = _bind(name, container["pid"], DaemonClient(paths, _ANSWER_S), away_s)
         if len(arguments) > 1:  # its GPU has just come back, and the container's file is of before
-            raise HostError(f"device {name} is only just served again", "start the container again")
+            raise HostError(f"device {name} has just become available again", "start the container again")
         needed = {key: value for key, value in lease["environment"].items() if key != LEASE_VARIABLE}
         # The engine has read a file from before a change: with another pipe directory, CUDA would find no
         # control daemon, and run without limits.
         if environment and any(environment.get(key) != value for key, value in needed.items()):
-            raise HostError(f"device {name} has just become another", "start the container again")
+            raise HostError(f"device {name} has just been redefined", "start the container again")
         if lease["unenforced_gpus"]:
             of, gpus = ", ".join(lease["devices"]), ", ".join(lease["unenforced_gpus"])
             _log(paths, container, f"the budget of {of} is not enforced: GPU {gpus} is older than Volta")
@@ -103,7 +103,7 @@ def _state(file: TextIO) -> Mapping[str, Any]:
     except (ValueError, RecursionError, OSError, AttributeError):  # of which the last: it is closed
         state = None
     if not (isinstance(state, dict) and isinstance(state.get("pid"), int)):
-        raise HostError("the container engine gave no container's state", "is it an OCI runtime's hook?")
+        raise HostError("the container engine passed no container state", "is it an OCI runtime's hook?")
     return state
 
 
@@ -112,8 +112,8 @@ def _refuse_several(name: str, environment: Mapping[str, str]) -> None:
     device, lease = environment.get("YUNION_MPS_DEVICE"), environment.get(LEASE_VARIABLE)
     if environment and name != ALL and name != (lease or device):
         beside = f"lease {lease}" if name == device else device or "another"
-        what = f"a container has one device, and this one was given {name} beside {beside}"
-        raise HostError(what, "several as one budget: yunion-mps run --count")
+        what = f"a container can have one device, but this one was given {name} and {beside}"
+        raise HostError(what, "to combine several into one budget: yunion-mps run --count")
 
 
 def _environment(state: Mapping[str, Any]) -> dict[str, str]:

@@ -74,7 +74,7 @@ def read(path: str, gpus: Iterable[Gpu]) -> Nvidia:
     Takes half a second if YAML has no C part and the file has hundreds of lines.
     """
     if not stat.S_ISREG(os.stat(path).st_mode):
-        raise ValueError("it is no file")  # reading from a pipe would wait for good
+        raise ValueError("it is not a file")  # reading from a pipe would wait for good
     with open(path, "rb") as file:
         text = file.read(_MAX_BYTES + 1)
     if len(text) > _MAX_BYTES:
@@ -151,7 +151,7 @@ def _list(found: Any) -> list[Any]:
 
 
 def _not_understood() -> ValueError:
-    return ValueError("its containerEdits cannot be understood")
+    return ValueError("its containerEdits cannot be parsed")
 
 
 def _texts(found: Any) -> list[str]:
@@ -196,11 +196,11 @@ def _loaded(text: bytes, path: str) -> Any:
         try:
             return json.loads(text)
         except (ValueError, RecursionError):
-            raise ValueError("it is no JSON") from None
+            raise ValueError("it is not JSON") from None
     import yaml
 
     loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     try:
         return yaml.load(text, loader)  # noqa: S506 - both loaders are safe
     except (yaml.YAMLError, RecursionError):
-        raise ValueError("it is no YAML") from None
+        raise ValueError("it is not YAML") from None

@@ -233,7 +233,7 @@ class CdiPublisher:
                 theirs = nvidia.read(path, inputs.gpus)
             except (OSError, ValueError) as error:
                 why = error.strerror if isinstance(error, OSError) else error
-                what = f"containers get no driver from us: {path} is passed over: {why}"
+                what = f"containers get no driver from yunion-mps: {path} is ignored: {why}"
                 trouble = Reason(what, reasons.CDI_DRIVER_FAILED)
         root = self._paths.root
         environment = {} if root == "/" else {ROOT_VARIABLE: root}
@@ -244,7 +244,7 @@ class CdiPublisher:
         self._supervisor.remark("containers", trouble)
         event = Event("info", "daemon", "containers", "containers find the devices again")
         if trouble:
-            means = "all else goes on, and it is tried again"
+            means = "everything else continues, and this is retried"
             event = Event("warning", "daemon", "containers", trouble, "", means, trouble.code)
             log.warning("%s; %s", trouble, means)
         else:

@@ -1,4 +1,4 @@
-"""The daemon's few options. argparse is imported only if one is given, because that costs 7 ms."""
+"""The daemon's few options. click is imported only if one is given, because that costs 20 ms."""
 
 from __future__ import annotations
 
@@ -6,21 +6,28 @@ import contextlib
 import os
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 if TYPE_CHECKING:
-    from argparse import ArgumentParser
+    import click
 
+PROGRAM = "yunion-mps-daemon"
 _LEVEL_VARIABLE = "YUNION_MPS_LOG_LEVEL"
 LEVELS = ("debug", "info", "warning", "error")
-_EPILOG = """\
-The daemon runs in the foreground; systemd starts it: systemctl enable --now yunion-mps-daemon.
-It reads /etc/yunion/host.conf and the device file named there (see: yunion-mps config show), and stops
-on SIGTERM or SIGINT, waiting a while for running jobs and restoring the GPUs' compute modes.
+_HELP = """\
+Run NVIDIA MPS as a service: divide GPUs into devices, and enforce their budgets.
 
-exit status: 0 after a clean stop; 1 something failed, and the last lines say what; 2 wrong usage;
-  6 bad configuration
+The daemon runs in the foreground, and is normally started by systemd:
+systemctl enable --now yunion-mps-daemon
+
+It reads /etc/yunion/host.conf and the device file named there; yunion-mps config show prints both. On SIGTERM
+or SIGINT, it gives running jobs time to end, stops, and restores the GPUs' compute modes.
 """
+_STATUSES = """\b
+Exit status:
+  0 stopped cleanly; 1 failure; 2 wrong usage; 6 invalid configuration
+"""
+_ONE_OF = "--check, --restore and --adopt are mutually exclusive: use one of them."
 
 
 class Options(NamedTuple):
@@ -31,48 +38,82 @@ class Options(NamedTuple):
     adopt: int | None = None
     log_level: str = "info"
 
+    @property
+    def is_offline(self) -> bool:
+        """Whether something is to be done while no daemon runs, instead of running it."""
+        return self.check or self.restore or self.adopt is not None
+
 
 def parse(arguments: Sequence[str]) -> Options:
     """The options; exits by itself for --help, --version and wrong usage (status 2)."""
-    level = os.environ.get(_LEVEL_VARIABLE) or "info"
-    found = Options(log_level=level)
-    if arguments:
-        found = Options(**vars(parser(level).parse_args(arguments)))
-    if found.log_level not in LEVELS:
-        choices = ", ".join(LEVELS)
-        with contextlib.suppress(OSError):  # the exit status says it even if nothing can be written
-            sys.stderr.write(f"yunion-mps-daemon: {_LEVEL_VARIABLE} is {level!r}: write one of {choices}\n")
-        sys.exit(2)
-    return found
+    given = _given(arguments) if arguments else {}
+    level = given.pop("log_level", None) or os.environ.get(_LEVEL_VARIABLE) or Options().log_level
+    if level not in LEVELS:
+        _refuse(f"{_LEVEL_VARIABLE} is {level!r}: use one of {', '.join(LEVELS)}")
+    return Options(**given, log_level=level)
 
 
-def parser(level: str = Options().log_level) -> ArgumentParser:
-    """All options with their help; `level` is the log level if none is given."""
-    import argparse
+def _given(arguments: Sequence[str]) -> dict[str, Any]:
+    import click
 
-    from yunion_mps import version_line
+    try:
+        found = command().main(list(arguments), prog_name=PROGRAM, standalone_mode=False)
+    except click.ClickException as error:
+        _refuse(error.format_message(), f"see: {PROGRAM} --help")
+    return found if isinstance(found, dict) else sys.exit(0)  # --help or --version
 
-    made = argparse.ArgumentParser(
-        prog="yunion-mps-daemon",
-        description="Runs NVIDIA MPS as a service: GPUs divided into devices with budgets that are kept.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+
+def _refuse(*lines: str) -> NoReturn:
+    """Exit with the status of wrong usage, with lines as the command line prints them."""
+    from yunion_mps.escaping import printable
+
+    with contextlib.suppress(OSError):  # the exit status says it even if nothing can be written
+        sys.stderr.write("".join(f"{PROGRAM}: {printable(' '.join(line.split()))}\n" for line in lines))
+    sys.exit(2)
+
+
+def command() -> click.Command:
+    """All options with their help, as a command that returns what was given."""
+    import click
+
+    def show_version(ctx: click.Context, _: click.Parameter, value: object) -> None:
+        if value:
+            from yunion_mps import version_line
+
+            click.echo(version_line(PROGRAM))
+            ctx.exit()
+
+    def checked(**given: Any) -> dict[str, Any]:
+        if given["check"] + given["restore"] + (given["adopt"] is not None) > 1:
+            raise click.UsageError(_ONE_OF)
+        return given
+
+    made = click.Command(
+        PROGRAM,
+        callback=checked,
+        help=_HELP,
+        epilog=_STATUSES,
+        context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
     )
-    made.add_argument(
-        "--check", action="store_true", help="check the configuration against the GPUs, and exit"
-    )
-    made.add_argument(
-        "--restore", action="store_true", help="undo what a daemon that was killed has left, and exit"
-    )
-    made.add_argument(
-        "--adopt",
-        type=int,
-        metavar="PID",
-        help="adopt a control daemon that was not started by us, with its jobs, and exit",
-    )
-    made.add_argument(
-        "--log-level", choices=LEVELS, default=level, help="what is logged (default: %(default)s)"
-    )
-    made.add_argument("--version", action="version", version=version_line("yunion-mps-daemon"))
+    for option in (
+        click.option("--check", is_flag=True, help="Check the configuration against the GPUs, and exit."),
+        click.option(
+            "--restore", is_flag=True,
+            help="Clean up after a daemon that was killed: end its control daemons, restore the GPUs' "
+            "compute modes, and exit.",
+        ),
+        click.option(
+            "--adopt", type=click.IntRange(1), metavar="PID",
+            help="Adopt a control daemon that another program started, with its jobs, and exit.",
+        ),
+        click.option(
+            "--log-level", type=click.Choice(LEVELS), metavar="LEVEL",
+            help=f"Log messages from this level on: {', '.join(LEVELS)}. Default: info.",
+        ),
+        click.option(
+            "--version", is_flag=True, is_eager=True, expose_value=False, callback=show_version,
+            help="Show the version and revision, and exit.",
+        ),
+    ):  # fmt: skip
+        option(made)
     return made

@@ -39,8 +39,8 @@ def take_lock(paths: Paths) -> int:
             continue
         os.close(descriptor)
         raise HostError(
-            f"another yunion-mps-daemon is running already (PID {pid})",
-            "look at it: yunion-mps status; stop it: systemctl stop yunion-mps-daemon",
+            f"another yunion-mps-daemon is already running (PID {pid})",
+            "check it: yunion-mps status; stop it: systemctl stop yunion-mps-daemon",
         )
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
@@ -62,13 +62,13 @@ def _open(paths: Paths) -> int:
         os.makedirs(paths.run_directory, mode=0o755, exist_ok=True)
         descriptor = os.open(paths.lock, flags, 0o600)
     except OSError as error:
-        hint = f"run as root, and look at it: ls -ld {paths.lock}"
+        hint = f"run as root, and check it: ls -ld {paths.lock}"
         raise HostError(f"{paths.lock} cannot be opened: {error.strerror}", hint) from None
     info = os.fstat(descriptor)
     if not stat.S_ISREG(info.st_mode) or info.st_uid not in (0, os.geteuid()):
         os.close(descriptor)
-        hint = f"look at it (ls -l {paths.lock}), and remove it"
-        raise HostError(f"{paths.lock} is not a file of ours", hint)
+        hint = f"check it (ls -l {paths.lock}), and remove it"
+        raise HostError(f"{paths.lock} is not a file of yunion-mps", hint)
     os.fchmod(descriptor, 0o600)  # an older one may be open to others
     return descriptor
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from yunion_mps import __version__
-from yunion_mps.daemon.options import Options
+from yunion_mps.daemon.options import PROGRAM, Options
 from yunion_mps.daemon.process import ReexecState, Signals, inherited, reexec, take_lock
 from yunion_mps.errors import ConfigError, ShortageError, YunionError
 from yunion_mps.gateway import addresses
@@ -46,19 +46,21 @@ def run(options: Options) -> int:
     logs.set_up(options.log_level)
     paths = Paths.from_environment()
     try:
-        if options.check or options.restore or options.adopt is not None:
+        if options.is_offline:
+            logs.begin_with(PROGRAM)
             return _run_offline(paths, options)
         state = inherited()
         lock = state.lock if state else take_lock(paths)
         try:
             signals = Signals()
         except OSError as error:
-            raise ShortageError(f"signals cannot be waited for: {error.strerror}") from None
+            raise ShortageError(f"cannot wait for signals: {error.strerror}") from None
         try:
             _run(paths, signals, lock, state)
         finally:
             os.close(lock)
     except YunionError as error:
+        logs.begin_with(PROGRAM)
         problems = error.problems if isinstance(error, ConfigError) else (error.message,)
         for problem in problems:
             log.error("%s", problem)
@@ -128,7 +130,7 @@ class _Daemon:
         except (YunionError, OSError) as error:
             self.stop(spare_adopted=True)
             if isinstance(error, OSError):
-                raise ShortageError(f"the system refused something: {error}") from None
+                raise ShortageError(f"the system refused a request: {error}") from None
             raise
 
     def _started(self) -> Listener | None:
@@ -154,7 +156,7 @@ class _Daemon:
         except MemoryError:
             if not self._signals.stop:
                 raise
-            log.error("the stop goes on without the event loop, because memory is short")
+            log.error("stopping without the event loop, because memory is short")
 
     def _serve(self, listener: Listener) -> None:
         """Say READY, because every limit was read back and the socket listens, then load the event loop.
@@ -198,15 +200,15 @@ class _Daemon:
 
     def _reexec(self, state: ReexecState) -> None:
         """Run the program again in this process; if that fails, go on with this one."""
-        log.info("the program is run again; control daemons, socket and lock stay")
-        self._notifier.reloading("the program is run again")
+        log.info("re-executing the program; control daemons, socket and lock are kept")
+        self._notifier.reloading("re-executing the program")
         self._supervisor.release()
         try:
             reexec(state)
         except OSError as error:
-            what = f"the program cannot be run again: {error}"
-            log.error("%s; this one goes on", what)
-            self._record("error", what, consequence="this one goes on", code=FAILED)
+            what = f"cannot re-execute the program: {error}"
+            log.error("%s; the running daemon continues", what)
+            self._record("error", what, consequence="the running daemon continues", code=FAILED)
             self._notifier.ready(what)
 
     def _record(

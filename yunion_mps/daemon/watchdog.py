@@ -48,7 +48,7 @@ class Watchdog:
             if not trouble and interval_s:
                 self._notifier.alive()
             if trouble and trouble != self._logged:
-                log.error("not well: %s; systemd hears nothing from us until that is over", trouble)
+                log.error("unhealthy: %s; not notifying systemd's watchdog until this is over", trouble)
             self._logged = trouble
 
     async def _silent(self) -> str:
@@ -56,18 +56,18 @@ class Watchdog:
         if not self._listener.is_found:
             try:
                 await self._server.reopen(self._listener)
-                log.warning("the socket %s was removed, and is made again", self._paths.socket)
+                log.warning("the socket %s was removed; creating it again", self._paths.socket)
             except HostError as error:
                 return error.message
         try:
             answer = await asyncio.wait_for(_ask(self._paths.socket), _ANSWER_S)
         except asyncio.TimeoutError:
-            return f"our own socket does not answer within {_ANSWER_S:g} s"
+            return f"the daemon's own socket does not answer within {_ANSWER_S:g} s"
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE):
                 return ""  # that passes when clients go, and a new start would not help
-            return f"our own socket cannot be reached: {error.strerror or error}"
-        return "" if answer.startswith(b"HTTP/1.1 ") else "our own socket gives no answer"
+            return f"the daemon's own socket cannot be reached: {error.strerror or error}"
+        return "" if answer.startswith(b"HTTP/1.1 ") else "the daemon's own socket gives no answer"
 
 
 async def _ask(path: str) -> bytes:

@@ -33,9 +33,11 @@ def daemon(host: Host) -> Findings:
         config, problems = host.config()
         if config.enable_cuda_mps or problems:
             return [problem(error.message, error.hint)]
-        return [ok("it does not run, and enable_cuda_mps is false: this host offers no devices")]
+        return [ok("it is not running; enable_cuda_mps is false, so this host offers no devices")]
     if status["state"] == "disabled":
-        return [ok(f"it runs ({status['version']}), and enable_cuda_mps is false: no devices are offered")]
+        return [
+            ok(f"it is running ({status['version']}); enable_cuda_mps is false, so no devices are offered")
+        ]
     found = [problem(status["notice"], _EVENTS, status["notice_code"])] if status["notice"] else []
     for domain in status["domains"]:
         name = domain["name"]
@@ -47,7 +49,7 @@ def daemon(host: Host) -> Findings:
             found.append(warning(f"domain {name}: {domain['pending']}", hint, LIMITS_PENDING))
         if domain["restarts"]:
             times = "once" if domain["restarts"] == 1 else f"{domain['restarts']} times"
-            what = f"the control daemon of domain {name} had to be started again, {times}"
+            what = f"the control daemon of domain {name} was restarted {times}"
             found.append(warning(what, _EVENTS, CONTROL_DAEMON_EXITED))
     others = (one for one in status["warnings"] if one["code"] not in _OF_GPUS)
     found += [warning(one["text"], one["hint"], one["code"]) for one in others]
@@ -55,7 +57,7 @@ def daemon(host: Host) -> Findings:
         what = f"it is version {status['version']}, and this command is {__version__}"
         found.append(warning(what, hint_of(VERSION_DIFFERS), VERSION_DIFFERS))
     devices = status["devices"]
-    well = f"it serves, {devices['available']} of {devices['total']} devices are available"
+    well = f"it is running; {devices['available']} of {devices['total']} devices are available"
     return found or [ok(well)]
 
 
@@ -64,28 +66,28 @@ def configuration(host: Host) -> Findings:
     """Both files, and whether they fit the GPUs."""
     paths = host.paths
     if os.path.exists(paths.host_conf) and not os.access(paths.host_conf, os.R_OK):
-        return [skipped(f"you may not read {paths.host_conf}", "run it as root")]
+        return [skipped(f"no permission to read {paths.host_conf}", "run it as root")]
     config, problems = host.config()
     if problems:
         return [_of(one) for one in problems]
     if not config.enable_cuda_mps:
-        return [ok("both files are right; enable_cuda_mps is false")]
+        return [ok("both files are valid; enable_cuda_mps is false")]
     try:
         plan, problems = host.plan()
     except DriverError:
-        return [ok("both files are right, as far as that can be seen without the driver")]
+        return [ok("both files are valid, as far as can be told without the driver")]
     except HostError as error:
         return [problem(error.message, error.hint)]
     if problems:
         return [_of(one) for one in problems]
     if not plan.devices and not plan.pools:
-        hint = f"look at what the driver says of the GPUs, and at {config.container_device_config_file}"
-        return [problem("both files are right, and no GPU of this host can be divided", hint)]
+        hint = f"check the GPUs (yunion-mps gpus) and {config.container_device_config_file}"
+        return [problem("both files are valid, and no GPU of this host can be divided", hint)]
     gpus = len({device.gpu_uuid for device in plan.devices})
     parts = [f"{len(plan.devices)} devices on {gpus} GPU{'s' if gpus > 1 else ''}"] if gpus else []
     if plan.pools:
         parts.append(f"memory in units on {len(plan.pools)} GPU{'s' if len(plan.pools) > 1 else ''}")
-    return [ok(f"both files are right: {', '.join(parts)}")]
+    return [ok(f"both files are valid: {', '.join(parts)}")]
 
 
 def _of(one: Problem) -> Finding:

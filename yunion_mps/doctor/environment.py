@@ -39,16 +39,18 @@ def of_process(host: Host, pid: int) -> Findings:
     if not os.path.exists(f"/proc/{pid}"):
         return [problem(f"there is no process {pid}", "list the clients with: yunion-mps who --clients")]
     if not os.access(f"/proc/{pid}/environ", os.R_OK):
-        return [skipped(f"you may not look at PID {pid}", "run it as root, or as the user that it runs as")]
+        return [
+            skipped(f"no permission to inspect PID {pid}", "run it as root, or as the user that it runs as")
+        ]
     subject = Subject(f"PID {pid} ({name_of(pid) or command_of(pid)})", environment_of(pid), pid)
-    return list(_judged(host, subject)) or [ok(f"{subject.title} has what a client of ours needs")]
+    return list(_judged(host, subject)) or [ok(f"{subject.title} has everything that an MPS client needs")]
 
 
 def of_command(host: Host, own: Mapping[str, str], words: Sequence[str]) -> Findings:
     """The environment that the command would have if it were started from here; it is not started."""
     given, words = _unpacked(dict(own), list(words))
     if not words:
-        return [problem("there is no command behind the variables", "yunion-mps doctor -- python3 train.py")]
+        return [problem("no command follows the variables", "yunion-mps doctor -- python3 train.py")]
     program = shutil.which(words[0], path=given.get("PATH"))
     if program is None:
         return [problem(f"{words[0]} was not found", "give its path, or correct PATH")]
@@ -62,10 +64,10 @@ def of_command(host: Host, own: Mapping[str, str], words: Sequence[str]) -> Find
     for path in (program, *words[1:]):
         given = {**given, **_assigned_in(path)}
     if (os.path.basename(words[0]), *words[1:2]) == ("yunion-mps", "run"):
-        gives = ok("yunion-mps run gives it what a client of ours needs, or does not start it")
+        gives = ok("yunion-mps run gives it everything that an MPS client needs, or does not start it")
         return list(variables.misspelt(given)) or [gives]
     found = list(_judged(host, Subject(words[0], given)))
-    return found or [ok(f"{words[0]} would have what a client of ours needs")]
+    return found or [ok(f"{words[0]} would have everything that an MPS client needs")]
 
 
 @check("outside MPS", PROCESS_OUTSIDE_MPS)
@@ -86,11 +88,17 @@ def outside_mps(host: Host) -> Findings:
                 continue
             place = given.get(variables.PIPE, host.paths.under(DEFAULT_PIPE_DIRECTORY))
             if not any(same_place(pid, place, ours) for ours in places):
-                what = f"{title_of(pid)} uses GPU {gpu.address} past our MPS (it looks in {place})"
+                what = f"{title_of(pid)} uses GPU {gpu.address} outside our MPS (it looks in {place})"
                 hint = f"start it with: yunion-mps run -- COMMAND; why: yunion-mps doctor --pid {pid}"
                 found.append(warning(f"{what}: it has no limits", hint))
     if found or not unread:
-        return found or [ok(f"{seen} programs use our GPUs, each through MPS" if seen else "no program does")]
+        return found or [
+            ok(
+                f"{seen} programs use our GPUs, each through MPS"
+                if seen
+                else "no program uses a GPU outside MPS"
+            )
+        ]
     raise SkipError(f"only root sees how {unread} of {seen} programs use our GPUs", "run it as root")
 
 

@@ -61,8 +61,8 @@ def pipe_directory(host: Host) -> Findings:
     if not places:
         raise SkipError
     if missing:
-        return [ok(f"{_few(missing)}: made at the daemon's start")]
-    return [ok(f"{_few(places)}: {f'only the group {group}' if group else 'all users'} can enter")]
+        return [ok(f"{_few(missing)}: created when the daemon starts")]
+    return [ok(f"{_few(places)}: {f'only the group {group}' if group else 'all users'} have access")]
 
 
 def _few(places: Sequence[str]) -> str:
@@ -96,13 +96,13 @@ def _directory(path: str, info: os.stat_result, *, last: bool, closed: bool) -> 
         what = f"{path} is open to all users, but cuda_mps_pipe_group limits it to one group"
         yield problem(what, "systemctl reload yunion-mps-daemon")
     elif not closed and info.st_mode & _ALL_ENTER != _ALL_ENTER:
-        what = f"{path} cannot be entered by other users: their programs do not find the control daemon"
+        what = f"{path} is not accessible to other users: their programs cannot find the control daemon"
         yield problem(f"{what}, nor do their MPS servers", f"chmod a+x {path}")
     if info.st_uid not in (0, os.geteuid()):
         what = f"{path} belongs to {user_name(info.st_uid)}, who can put another control daemon there"
         yield problem(what, f"see what is in it (ls -la {path}); remove it, or choose another directory")
     elif info.st_mode & _OTHERS_WRITE and (last or not info.st_mode & stat.S_ISVTX):
-        what = f"{path} may be written by other users, who can put another control daemon there"
+        what = f"{path} is writable by other users, who can put another control daemon there"
         yield problem(what, f"chmod go-w {path}")
 
 
@@ -158,7 +158,7 @@ def _is_below(place: str, path: str) -> bool:
     return place == path or place.startswith(path.rstrip("/") + "/")
 
 
-@check("disk space", DISK_FULL, "the pipe and log directories have room")
+@check("disk space", DISK_FULL, "the pipe and log directories have free space")
 def space(host: Host) -> Findings:
     """Room for sockets and logs."""
     seen = set()
@@ -174,7 +174,7 @@ def space(host: Host) -> Findings:
             yield problem(f"{place} is read-only", f"mount -o remount,rw; see: findmnt -T {place}")
         elif free < _LEAST_FREE_BYTES:
             what = f"{place} has {free >> 20} MiB left: the control daemon cannot write its log"
-            yield problem(what, f"make room: df -h {place}")
+            yield problem(what, f"free disk space: df -h {place}")
         elif system.f_files and not system.f_favail:
             yield problem(f"{place} has no inodes left", f"remove files: df -i {place}")
 
@@ -191,7 +191,9 @@ def shm(host: Host) -> Findings:
     free, size = (number * system.f_frsize for number in (system.f_bavail, system.f_blocks))
     found = []
     if info.st_mode & 0o1777 != 0o1777:
-        what = f"{place} has mode {stat.S_IMODE(info.st_mode):o}: not every user's server can make its files"
+        what = (
+            f"{place} has mode {stat.S_IMODE(info.st_mode):o}: not every user's server can create its files"
+        )
         found.append(problem(what, f"chmod 1777 {place}"))
     if size < _LEAST_SHM_BYTES:
         what = f"{place} has {size >> 20} MiB in all, too few for many clients"
@@ -223,9 +225,9 @@ def denials(host: Host) -> Findings:
     if lines:
         return [_denial(lines, permissive=enforcing == "0")]
     if not readable:
-        raise SkipError("only root can read what was refused (audit.log, dmesg)", "run it as root")
+        raise SkipError("only root can read what was denied (audit.log, dmesg)", "run it as root")
     state = {"1": "SELinux is enforcing", "0": "SELinux is permissive"}.get(enforcing, "AppArmor is active")
-    return [ok(f"{state}, and has refused MPS nothing within the last day")]
+    return [ok(f"{state}, and has denied MPS nothing within the last day")]
 
 
 def _denial(lines: list[str], *, permissive: bool) -> Finding:
@@ -233,9 +235,9 @@ def _denial(lines: list[str], *, permissive: bool) -> Finding:
     operation = next(word for word in _DENIED.search(last).groups() if word)  # type: ignore[union-attr]
     about = ", ".join(f"{key} {value}" for key, value in _ABOUT.findall(last))
     who = "AppArmor" if "apparmor=" in last else "SELinux"
-    what = f"{who} refused MPS {operation.strip()!r} ({len(lines)} times within the last day; {about})"
+    what = f"{who} denied MPS {operation.strip()!r} ({len(lines)} times within the last day; {about})"
     if permissive:
-        return warning(f"{what}: it would be refused in enforcing mode", _HINTS[who])
+        return warning(f"{what}: it would be denied in enforcing mode", _HINTS[who])
     return problem(what, _HINTS[who])
 
 

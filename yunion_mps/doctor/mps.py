@@ -80,7 +80,7 @@ def _owner(host: Host, domain: DomainPlan) -> Finding:
         return problem(none, _RESTART) if is_missed else ok(f"{none}; the daemon starts it")
     pid = found.process.pid
     found.process.close()
-    what = f"PID {pid} goes on in {place} without the daemon, with the limits that it was given"
+    what = f"PID {pid} continues in {place} without the daemon, with its limits"
     if peer is None:
         what += ", and no new job finds it, because its socket was removed"
     return warning(what, "start the daemon, which adopts it: systemctl start yunion-mps-daemon")
@@ -106,7 +106,9 @@ def answers(host: Host) -> Findings:
             continue
         front_end = front_end_at(domain.pipe_directory) if front_ends else ""
         if front_end:
-            what = f"{PROGRAM} is open at domain {domain.name}: {front_end}; meanwhile no other is answered"
+            what = (
+                f"{PROGRAM} is open at domain {domain.name}: {front_end}; meanwhile, no other gets an answer"
+            )
             found.append(warning(what, "end it: it serves one front-end at a time"))
         else:
             found.append(ok(f"domain {domain.name} greets within {took_s * 1000:.0f} ms"))
@@ -160,11 +162,11 @@ def others(host: Host) -> Findings:
             what = f"another control daemon, {other}, serves GPUs of ours: only one's server can use them"
             yield problem(f"{what}, and its clients have none of our limits", end)
         elif where == host.paths.under(DEFAULT_PIPE_DIRECTORY):
-            what = f"another control daemon, {other}, is where programs look that name no pipe directory"
-            yield warning(f"{what}: they get none of our limits", end)
+            what = f"another control daemon, {other}, serves the default pipe directory"
+            yield warning(f"{what}: programs that name no other get none of our limits", end)
         elif shares is None:
-            what = f"another control daemon runs, {other}, and it cannot be seen whether it serves our GPUs"
-            yield warning(what, f"look as root; {end}")
+            what = f"another control daemon runs, {other}, but only root can see whether it serves our GPUs"
+            yield warning(what, f"run it as root; {end}")
         else:
             yield ok(f"another control daemon, {other}, serves other GPUs")
 
@@ -228,7 +230,7 @@ def orphans(host: Host) -> Findings:
     for domain in host.domains():
         pids = orphaned_servers(domain.pipe_directory)
         if pids:
-            what = f"{describe_servers(pids)} of domain {domain.name} lives on without its control daemon"
+            what = f"{describe_servers(pids)} of domain {domain.name} runs on without its control daemon"
             hint = "wait for its jobs, or end them; without jobs the daemon ends it after a while"
             yield warning(f"{what}, and keeps its GPUs from the next one", hint)
 
@@ -245,7 +247,7 @@ def starts(host: Host) -> Findings:
         except FileNotFoundError:
             continue
         except PermissionError:
-            raise SkipError(f"you may not read {path}", "run it as root") from None
+            raise SkipError(f"no permission to read {path}", "run it as root") from None
         is_logged = True
         failures = [text for text in lines if _FAILED.search(text) or _FAULT in text]
         if not failures:
@@ -309,7 +311,7 @@ def user_switching(host: Host) -> Findings:
         for domain, (_, *pids) in servers.items():
             serving = {uid for server in pids if (uid := uid_of(server)) is not None}
             users = ", ".join(user_name(uid) for uid in sorted(serving))
-            hint = "run all jobs as one user, or write cuda_mps_multiuser: true (release 570 and later)"
+            hint = "run all jobs as one user, or set cuda_mps_multiuser: true (release 570 and later)"
             for pid in _waiting(domain, known, serving):
                 what = f"{title_of(pid)} waits until the jobs of {users} are done"
                 yield warning(f"{what}: domain {domain.name} serves one user at a time", hint)

@@ -30,10 +30,10 @@ _MEANINGS = {
     -1: ("there is no CUDA driver library", "install the driver's libraries: see the check `programs`"),
     2: ("no memory is left within the budget", "see who uses the GPU: yunion-mps who"),
     46: ("the GPU is busy or unavailable", "see who uses it outside MPS: nvidia-smi, and the compute mode"),
-    100: ("no GPU is there for it", "see: yunion-mps gpus; nvidia-smi -L"),
+    100: ("it finds no GPU", "see: yunion-mps gpus; nvidia-smi -L"),
     101: ("CUDA_VISIBLE_DEVICES names no GPU", "see: yunion-mps gpus"),
     802: ("the NVLink fabric is not up", "systemctl start nvidia-fabricmanager"),
-    803: ("library and kernel module are of different versions", "finish the driver's update, then reboot"),
+    803: ("library and kernel module have different versions", "finish the driver's update, then reboot"),
     804: ("libcuda's compatibility package does not fit this GPU", "remove cuda-compat from LD_LIBRARY_PATH"),
     805: ("its MPS server was not reached", "see the checks `control daemon`, `MPS servers` and `/dev/shm`"),
     806: ("its MPS server did not answer", "see the log directory's server.log"),
@@ -99,10 +99,10 @@ def _judged(device: DeviceDetails, answer: Given) -> Finding:
         return ok(f"{what}; on this GPU no budget is enforced")
     if answer["over_budget"] or memory > budget:
         hint = "see the limits: yunion-mps status; and restart the MPS server: yunion-mps reload"
-        return problem(f"{what}; more than the budget was given", hint)
+        return problem(f"{what}; it got more than its budget", hint)
     # Releases differ in whether a client's own count of SMs is already that of its share.
     if all_of and percentage < 100 and math.ceil(all_of * percentage / 100) < used < all_of:
-        return problem(f"{what}; more than the budget was given", "see the limits: yunion-mps status")
+        return problem(f"{what}; it got more than its budget", "see the limits: yunion-mps status")
     return ok(what)
 
 

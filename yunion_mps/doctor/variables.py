@@ -54,7 +54,7 @@ def misspelt(variables: Mapping[str, str]) -> Iterator[Finding]:
             yield problem(f"no program reads {name}; {near} was likely meant", f"write {near} instead")
         elif name.startswith("CUDA_MPS_"):
             real = ", ".join(known for known in THAT_MATTER if known.startswith("CUDA_MPS_"))
-            yield warning(f"{name} is no variable of MPS that is known here", f"these are: {real}")
+            yield warning(f"{name} is not a known variable of MPS", f"known variables: {real}")
 
 
 def values(variables: Mapping[str, str], domain: DomainPlan) -> Iterator[Finding]:
@@ -70,9 +70,9 @@ def no_place(variables: Mapping[str, str], default: str, served: Sequence[str]) 
     """The finding for an environment whose pipe directory is none of ours."""
     place = variables.get(PIPE)
     if place is None:
-        what = f"{PIPE} is not set: it looks in {default}, where no control daemon of ours serves"
+        what = f"{PIPE} is not set: it looks in {default}, where none of our control daemons serves"
     else:
-        what = f"{PIPE} is {place}, where no control daemon of ours serves ({' or '.join(served)} is ours)"
+        what = f"{PIPE} is {place}, where none of our control daemons serves ({' or '.join(served)} is ours)"
     what += "; it runs without limits, or finds the GPU busy if that is in Exclusive_Process"
     return problem(what, _HOW)
 
@@ -135,7 +135,7 @@ def _memory(text: str | None, seen: Sequence[str], domain: DomainPlan) -> Iterat
     limits = dict(zip(domain.gpu_uuids, domain.memory_limits_mib))
     for entry in text.split(","):
         if not _LIMIT.match(entry):
-            what = f"{MEMORY} is {text!r}: {entry!r} is not understood, and not limited"
+            what = f"{MEMORY} is {text!r}: {entry!r} is not understood, so nothing is limited"
             yield problem(what, f"write whole numbers, no blanks or quotes: {MEMORY}=0=5760M")
             continue
         number, _, size = entry.partition("=")

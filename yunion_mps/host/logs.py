@@ -91,6 +91,12 @@ def set_up(level: str, *, plain: bool = False) -> None:
     atexit.register(_give_up_what_is_left)
 
 
+def begin_with(program: str) -> None:
+    """From now on, begin lines that are not for systemd as a command's errors do: with the program's name."""
+    if not _for_systemd():
+        logging.getLogger().handlers[0].setFormatter(LineFormatter(f"{program}: %(message)s"))
+
+
 def _for_systemd() -> bool:
     """Whether standard error goes to the journal, as systemd.exec(5) tells it, or to a manager's own pipe."""
     try:

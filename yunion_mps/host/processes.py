@@ -136,7 +136,7 @@ def spawn(
     except OSError as error:
         what = f"{argv[0]} cannot be started: {error.strerror}"
         if error.errno in (errno.ENOENT, errno.ENOEXEC, errno.EACCES):
-            raise HostError(what, "install it again") from None
+            raise HostError(what, "reinstall it") from None
         raise ShortageError(what) from None
     try:
         return Process(pid, child=True)

@@ -63,7 +63,7 @@ _SCHEMA = (
 )
 #: What SQLite keeps of the file in memory; by itself it would take 2 MiB, as events come.
 _CACHE_KIB = 256
-_HINT = "move the file away; a compute mode that was changed is then restored by: nvidia-smi -c DEFAULT"
+_HINT = "move the file away; then restore changed compute modes: nvidia-smi -c DEFAULT"
 
 
 class Store:
@@ -249,11 +249,11 @@ class Store:
             return found
 
     def _trouble(self, what: str, error: Exception) -> HostError:
-        hint = "make room: df" if "full" in str(error) else _HINT
+        hint = "free disk space: df" if "full" in str(error) else _HINT
         directory = os.path.dirname(self._file)
         is_read_only = os.path.isdir(directory) and not os.access(directory, os.W_OK)
         if is_read_only or "readonly" in str(error) or getattr(error, "errno", None) == errno.EROFS:
-            hint = f"let root write there: findmnt -T {directory}; ls -l {self._file}"
+            hint = f"make it writable for root: findmnt -T {directory}; ls -l {self._file}"
         return HostError(f"the state file {self._file} cannot be {what}: {error}", hint)
 
     def _copy_modes(self) -> None:

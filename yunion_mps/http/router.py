@@ -127,7 +127,7 @@ class Router:
         operation = match.methods.get(request.method)
         if operation is None:
             allowed = (("Allow", ", ".join(match.methods)),)
-            return match.route, problem(405, f"{request.method} is not possible here", headers=allowed)
+            return match.route, problem(405, f"{request.method} is not supported here", headers=allowed)
 
         def work() -> Any:
             return self._handle(operation, request, match.arguments, url.query)

@@ -31,11 +31,11 @@ _FATAL_XIDS = {
     119: "the GPU's system processor does not answer",
     120: "error of the GPU's system processor",
     140: "unrecovered ECC error",
-    143: "the GPU could not be initialised",
+    143: "the GPU could not be initialized",
 }
 _OTHER_XIDS = {
-    13: "graphics engine exception, mostly a fault of a job",
-    31: "memory page fault, mostly a fault of a job",
+    13: "graphics engine exception, usually caused by a job",
+    31: "memory page fault, usually caused by a job",
     43: "the GPU stopped processing for a job",
     45: "a job's channels were torn down",
     63: "memory rows are remapped with the next reset",

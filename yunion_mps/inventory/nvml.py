@@ -68,7 +68,7 @@ _MEANINGS: dict[int, tuple[str, ...]] = {
         reasons.DRIVER_NOT_LOADED,
     ),
     pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH: (
-        "the NVIDIA driver's library and its kernel module are of different versions",
+        "the NVIDIA driver's library and its kernel module have different versions",
         "reboot, or unload and load the module: the driver was updated while the old module was in use",
         reasons.DRIVER_MISMATCH,
     ),
@@ -100,7 +100,7 @@ MIB = 1 << 20
 
 
 def _translated(error: Any) -> DriverError:
-    what = f"NVML says: {printable(str(error))}"
+    what = f"NVML error: {printable(str(error))}"
     return DriverError(
         *_MEANINGS.get(error.value, (what, "see: dmesg | grep -i nvidia; and try: nvidia-smi"))
     )
@@ -136,7 +136,7 @@ def _text(value: Any) -> str:
 #: A driver that has to wake many GPUs takes tens of seconds for its first call.
 TIMEOUT_S = 60.0
 
-_HANG_HINT = "see: dmesg | grep -iE 'nvrm|xid'; a driver that hangs is helped by a reboot alone"
+_HANG_HINT = "see: dmesg | grep -iE 'nvrm|xid'; only a reboot helps if the driver hangs"
 
 
 class Deadline:

@@ -21,8 +21,8 @@ from yunion_mps.models import Gpu, Inventory, PcieLink
 from yunion_mps.paths import Paths
 from yunion_mps.reasons import NO_REASON, Reason
 
-GONE = Reason("the GPU is not there any more", reasons.GPU_GONE)
-_NOT_OFFERED = Reason("the driver does not offer this GPU", reasons.GPU_ERROR)
+GONE = Reason("the GPU is no longer present", reasons.GPU_GONE)
+_NOT_OFFERED = Reason("the driver does not report this GPU", reasons.GPU_ERROR)
 
 
 class ServedGpus(NamedTuple):
@@ -163,7 +163,7 @@ def machine_id(paths: Paths) -> str:
         text = ""
     if len(text) != 32 or set(text) - set("0123456789abcdef"):
         raise HostError(
-            f"{paths.machine_id} holds no machine id, from which the devices' ids are derived",
-            "make one with: systemd-machine-id-setup",
+            f"{paths.machine_id} contains no machine id, from which the device ids are derived",
+            "create one: systemd-machine-id-setup",
         )
     return text

@@ -41,7 +41,7 @@ class Ledger:
         for device in lease.devices:
             owner = self.lease_of.get(device.id)
             if owner is not None:
-                raise AssertionError(f"device {device.addr} has an owner: lease {owner}")
+                raise AssertionError(f"device {device.addr} is already leased: lease {owner}")
         self.leases[lease.id] = lease
         for device in lease.devices:
             self.lease_of[device.id] = lease.id

@@ -52,8 +52,8 @@ class OccupiedError(ControlError):
 
     def __init__(self, pipe_directory: str, who: str = "") -> None:
         super().__init__(
-            f"it answers nothing, because another {PROGRAM} is connected to it{f': {who}' if who else ''}",
-            f"end that one; who has it open: pgrep -a nvidia-cuda-mps (pipe directory {pipe_directory})",
+            f"it does not answer, because another {PROGRAM} is connected to it{f': {who}' if who else ''}",
+            f"end that process; find it: pgrep -a nvidia-cuda-mps (pipe directory {pipe_directory})",
         )
 
 
@@ -93,7 +93,7 @@ def _new_socket() -> socket.socket:
     try:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     except OSError as error:
-        raise ShortageError(f"no socket can be made: {error.strerror}") from None
+        raise ShortageError(f"cannot create a socket: {error.strerror}") from None
     connection.settimeout(0)
     return connection
 
@@ -138,7 +138,7 @@ class Conversation:
         try:
             self._output, self._process = self._open(program, pipe_directory)
         except OSError as error:
-            what = f"the control daemon cannot be talked to: {error.strerror}"
+            what = f"cannot communicate with the control daemon: {error.strerror}"
             raise ShortageError(what) from None
         os.set_blocking(self._output, False)
 
@@ -181,7 +181,7 @@ class Conversation:
             self.close()
             raise SilentError(
                 f"the control daemon did not answer {self._commands[0]!r} within {self._timeout_s:g} s",
-                "look at the end of its log",
+                "check the end of its log",
             )
         return None
 
@@ -235,11 +235,11 @@ class Probe:
             return
         except OSError as error:
             what = f"its socket in {pipe_directory} is gone ({error.strerror})"
-            raise SilentError(what, "clients cannot find it any more") from None
+            raise SilentError(what, "clients can no longer find it") from None
         peer = _credentials_of(self._connection)
         if peer.pid != pid:
-            what = f"its socket in {pipe_directory} is that of another process (PID {peer.pid})"
-            raise SilentError(what, "clients do not find it any more")
+            what = f"its socket in {pipe_directory} belongs to another process (PID {peer.pid})"
+            raise SilentError(what, "clients can no longer find it")
 
     def fileno(self) -> int:
         """A descriptor that becomes readable with the greeting."""
@@ -251,9 +251,9 @@ class Probe:
         if answer:
             return True
         if answer is not None:
-            raise SilentError("it closes every new connection", "look at the end of its log")
+            raise SilentError("it closes every new connection", "check the end of its log")
         if now_s >= self.deadline_s:
-            raise SilentError(f"it has not answered for {self._timeout_s:g} s", "look at the end of its log")
+            raise SilentError(f"it has not answered for {self._timeout_s:g} s", "check the end of its log")
         return False
 
     def _receive(self) -> bytes | None:

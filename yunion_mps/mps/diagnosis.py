@@ -70,10 +70,10 @@ def _silent_connection(pid: int, pipe_directory: str) -> str:
     stopped = [other for other in strangers if is_stopped(other)]
     who = ", ".join(_described(other) for other in stopped[:1] or strangers[:5])
     if stopped:
-        return f"{who} is connected to it and was stopped: all others wait for that process"
+        return f"{who} is connected to it and was stopped, so all others wait for that process"
     if strangers:
         one_of = "one of " if len(strangers) > 1 else ""
-        return f"{one_of}{who} is connected to it and says nothing: all others wait for that process"
+        return f"{one_of}{who} is connected to it but sends nothing, so all others wait for that process"
     return ""
 
 

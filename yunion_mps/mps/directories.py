@@ -58,11 +58,11 @@ def use(path: str) -> Iterator[int]:
     by others. What is there already keeps its mode.
     """
     if ".." in path.split("/"):
-        raise HostError(f"{path} goes upwards", "name the directory without ..")
+        raise HostError(f"{path} contains ..", "write the path without ..")
     try:
         directory = _walk(path, make=True)
     except OSError as error:
-        raise _cannot(error, f"{path} cannot be made or opened") from None
+        raise _cannot(error, f"{path} cannot be created or opened") from None
     try:
         yield directory
     except OSError as error:
@@ -85,7 +85,7 @@ def set_access(directory: int, path: str, group: str) -> None:
         if info.st_gid == gid and mode & (_ALL_ENTER | _OTHERS_WRITE) == _GROUP_MODE & _ALL_ENTER:
             return
         if not made:
-            what = f"{path} was not made by yunion-mps, and is not limited to the group {group}"
+            what = f"{path} was not created by yunion-mps, and is not limited to the group {group}"
             raise HostError(what, f"limit it: chgrp {group} {path} && chmod {_GROUP_MODE:o} {path}")
         os.fchown(directory, -1, gid)
         os.fchmod(directory, _GROUP_MODE)
@@ -93,7 +93,7 @@ def set_access(directory: int, path: str, group: str) -> None:
         os.fchown(directory, -1, os.getegid())
         os.fchmod(directory, _MODE)
     elif mode & _ALL_ENTER != _ALL_ENTER:
-        raise HostError(f"{path} cannot be entered by other users", f"let clients in: chmod go+x {path}")
+        raise HostError(f"{path} is not accessible to other users", f"let clients in: chmod go+x {path}")
 
 
 def join(group: str) -> None:
@@ -122,7 +122,7 @@ def _gid(group: str) -> int:
     try:
         return grp.getgrnam(group).gr_gid
     except KeyError:
-        hint = f"create it (groupadd --system {group}), or name another in host.conf: cuda_mps_pipe_group"
+        hint = f"create it (groupadd --system {group}), or set another in host.conf: cuda_mps_pipe_group"
         raise HostError(f"the group {group} does not exist", hint) from None
 
 
@@ -146,7 +146,7 @@ def _walk(path: str, *, make: bool) -> int:
             if isinstance(child, str):
                 links += 1
                 if links > _MAX_LINKS:
-                    raise HostError(f"{at}/{name} is a symlink in a circle", "remove it")
+                    raise HostError(f"{at}/{name} is a circular symlink", "remove it")
                 # What was passed so far holds no symlink any more, so a `..` means what it says.
                 target = os.path.normpath(os.path.join(at or "/", child))
                 names += [part for part in target.split("/") if part][::-1]
@@ -183,7 +183,7 @@ def _step(directory: int, name: str, path: str, *, last: bool, make: bool) -> in
             return _link(directory, name, path)
         if not make:
             raise
-        raise _cannot(error, f"{path} cannot be made or opened") from None
+        raise _cannot(error, f"{path} cannot be created or opened") from None
 
 
 def _make(directory: int, name: str, path: str, *, last: bool) -> None:
@@ -236,10 +236,10 @@ def _write_record(before: Sequence[str] | None, lines: Sequence[str]) -> None:
 def _link(directory: int, name: str, path: str) -> str:
     link = os.stat(name, dir_fd=directory, follow_symlinks=False)
     if not stat.S_ISLNK(link.st_mode):
-        raise HostError(f"{path} is not a directory", f"look at it (ls -ld {path}), and remove it")
+        raise HostError(f"{path} is not a directory", f"check it (ls -ld {path}), and remove it")
     place = os.fstat(directory)
     if not {link.st_uid, place.st_uid} <= {*_ours()} or place.st_mode & _OTHERS_WRITE:
-        hint = f"see whose it is (ls -l {path}), and remove it: others can write there"
+        hint = f"check its owner (ls -l {path}), and remove it: others can write there"
         raise HostError(f"{path} is a symlink, which is not followed", hint)
     return os.readlink(name, dir_fd=directory)
 
@@ -249,8 +249,8 @@ def _judge(directory: int, path: str, *, last: bool) -> None:
     _check_owner(info, path)
     sticky = info.st_mode & stat.S_ISVTX
     if info.st_mode & _OTHERS_WRITE and (last or not sticky):
-        hint = f"look at it (ls -la {path}); then chmod go-w {path}, or choose another directory"
-        raise HostError(f"{path} may be written by other users", hint)
+        hint = f"check it (ls -la {path}); then chmod go-w {path}, or choose another directory"
+        raise HostError(f"{path} is writable by other users", hint)
 
 
 def check_entries(directory: int, path: str) -> None:
@@ -271,7 +271,7 @@ def check_entries(directory: int, path: str) -> None:
 
 def _check_owner(info: os.stat_result, path: str) -> None:
     if info.st_uid not in _ours():
-        hint = f"look at it (ls -la {path}); remove it, or choose another directory"
+        hint = f"check it (ls -la {path}); remove it, or choose another directory"
         raise HostError(f"{path} belongs to another user ({user_name(info.st_uid)})", hint)
 
 
@@ -282,21 +282,23 @@ def open_log(directory: int, path: str, name: str) -> int:
         log = os.open(name, flags, 0o640, dir_fd=directory)
     except OSError as error:
         what = f"{path}/{name} cannot be written: {error.strerror}"
-        raise HostError(what, f"look at it: ls -l {path}") from None
+        raise HostError(what, f"check it: ls -l {path}") from None
     info = os.fstat(log)
     if not stat.S_ISREG(info.st_mode) or info.st_uid not in _ours():
         os.close(log)
-        raise HostError(f"{path}/{name} is not a file of ours", f"look at it (ls -l {path}), and remove it")
+        raise HostError(
+            f"{path}/{name} is not a file of yunion-mps", f"check it (ls -l {path}), and remove it"
+        )
     return log
 
 
 def _cannot(error: OSError, what: str) -> HostError:
     if error.errno in (errno.EMFILE, errno.ENFILE):
         return ShortageError(f"{what}: {error.strerror}")
-    hint = "run as root, and look at the file system: df and mount tell if it is full or read-only"
+    hint = "run as root; check with df and mount whether the file system is full or read-only"
     if error.errno == errno.EROFS:
         hint = (
-            "name another directory in host.conf, such as /run/nvidia-mps/pipe: the service may not write"
+            "set another directory in host.conf, such as /run/nvidia-mps/pipe: the service may not write"
             " below /usr, /etc, /boot, /home and /root (its unit says so), nor where mount says ro"
         )
     return HostError(f"{what}: {error.strerror}", hint)

@@ -293,7 +293,7 @@ class Domain(StateMachine):
             due_s = monitor.tick(now_s, orders)
         except LimitsChangedError as error:
             self._rollover.limits_overwritten(monitor.servers, error.message)
-            self._apply(now_s, "another program has changed its limits: they are set again", set_first=True)
+            self._apply(now_s, "another program changed its limits: they are set again", set_first=True)
             return self._step(now_s)
         finally:
             self._rollover.orders_heard(monitor.heard, now_s)
@@ -369,7 +369,7 @@ class Domain(StateMachine):
             self._task = recovery = Recovery(control, why, now_s)
             self._change(WEDGED, now_s, recovery.reason)
             self._wants_poll = True  # whether jobs are in its way is believed only by a poll from now on
-            log.error("domain %s: %s. It is told to go on. %s", self.plan.name, self.reason, error.hint)
+            log.error("domain %s: %s. Resuming it. %s", self.plan.name, self.reason, error.hint)
             return
         if control.runs and not control.has_served:
             self._rollover.control_daemon_exited(error.message, control.kill())

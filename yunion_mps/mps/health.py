@@ -141,7 +141,7 @@ class Recovery(Task):
         if not self.spared_for:
             return what
         until = f"it is replaced when {describe_servers(self.spared_for)}, which may have jobs, has ended"
-        return f"{what}; {until} (not to wait, and risk them: kill -9 {pid})"
+        return f"{what}; {until} (to end it now, at the risk of its jobs: kill -9 {pid})"
 
     def tick(self, now_s: float, *, in_use: bool | None, polled_s: float) -> float | None:
         """Do what is due; when to be called again, None once it answers.

@@ -25,7 +25,7 @@ from yunion_mps.planning.environment import decimal
 #: How long a new control daemon that turns us away is asked again.
 OCCUPIED_TIMEOUT_S = 10.0
 
-_HINT = "no device is served without its limits; look at the end of the control daemon's log"
+_HINT = "no device is served without its limits; check the end of the control daemon's log"
 
 
 class LimitsInEffect(NamedTuple):
@@ -184,7 +184,7 @@ def check(plan: DomainPlan, answer: Sequence[str]) -> None:
             raise _not_in_effect(f"memory limit of device {device}", f"{memory_mib}M", got)
         check_percentage(plan, lines.pop(0) if lines else None)
     if lines:
-        raise ControlError(f"the control daemon answers more than was asked for: {lines[0]!r}", _HINT)
+        raise ControlError(f"the control daemon gave an unexpected answer: {lines[0]!r}", _HINT)
 
 
 def match(plan: DomainPlan, answer: Sequence[str]) -> bool:

@@ -225,17 +225,17 @@ def events_of(entries: Sequence[LogEntry], domain: str, servers: Sequence[int]) 
 def _event(entry: LogEntry, domain: str) -> Event | None:
     server = f"MPS server (PID {entry.pid})"
     if entry.kind == "started":
-        cause = f"a job of {user_name(entry.number)} came"
+        cause = f"a job of {user_name(entry.number)} connected"
         return Event("info", "client", domain, f"{server} started", cause)
     if entry.kind == "exited":
         return Event("info", "client", domain, f"{server} ended")
     if entry.kind == "died":
-        what = f"{server} ended without being asked to"
+        what = f"{server} ended unexpectedly"
         return _failed(domain, what, "it crashed or was killed", "its jobs have failed")
     if entry.kind == "fault":
-        means = "every job on that server fails; new ones start once those are gone"
+        means = "every job on that server fails; new ones start once those have ended"
         what = "an MPS server had a fatal exception"
-        return _failed(domain, what, "a fault of a job", means)
+        return _failed(domain, what, "a fault in one of its jobs", means)
     return None
 
 

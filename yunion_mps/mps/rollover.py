@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 SEARCH_AFTER_S = 1.0
 #: How often at most it is polled which servers there are, and whether those ended that something waits for.
 POLL_S = 1.0
-_STOP = "the time that its jobs had to end is over"
+_STOP = "its jobs did not end in time"
 #: How often servers without clients are asked to end, if something waits for that.
 _ASK_AGAIN_S = 10.0
 #: For how long servers are to end with their jobs, if the control daemon does not hear it at once.
@@ -107,7 +107,7 @@ class Rollover:
             log.debug("%s", error)
             return
         self._search_s = None
-        self.orphans.add(found, "an earlier control daemon has ended without it")
+        self.orphans.add(found, "its control daemon ended without it")
 
     # -- limits
 
@@ -125,7 +125,7 @@ class Rollover:
     def change_withdrawn(self) -> None:
         """What is desired is what its servers have after all."""
         if self.in_effect.old_servers:
-            self._tell_limits("the change that was pending is taken back", "the configuration was reloaded")
+            self._tell_limits("the pending change was withdrawn", "the configuration was reloaded")
         self.in_effect = LimitsInEffect(self.in_effect.plan)
 
     def limits_overwritten(self, known: tuple[int, ...], cause: str) -> None:
@@ -136,7 +136,7 @@ class Rollover:
             means += f"; {describe_servers(wrong)} may have the others, and keeps them until it ends"
             old = tuple(sorted({*self.in_effect.old_servers, *wrong}))
             self.in_effect = self.in_effect._replace(old_servers=old)
-        what = "another program has changed its limits"
+        what = "another program changed its limits"
         self._tell_limits(what, cause, means, "warning", reasons.LIMITS_OVERWRITTEN)
 
     def _tell_limits(
@@ -158,7 +158,7 @@ class Rollover:
         within a minute: later, it would come as a surprise that jobs end.
         """
         if force:
-            self.orphans.end(now_s, "its end was asked for")
+            self.orphans.end(now_s, "it was asked to end")
         self._asked_s = now_s
         self._to_ask = dict.fromkeys(self._servers(), force)
 
@@ -198,7 +198,7 @@ class Rollover:
         if self.orphans.pids:
             orphans = describe_servers(self.orphans.pids)
             waits.append(
-                f"{orphans} of an earlier control daemon goes on with its jobs; new ones may have to wait"
+                f"{orphans} of an earlier control daemon continues with its jobs; new ones may have to wait"
             )
         return "; ".join(waits)
 
@@ -259,8 +259,13 @@ class OrphanedServers:
                 for orphan in orphans:
                     orphan.end(end_s, why)
             self._orphans += orphans
-            means = "its jobs go on with their limits; new ones may have to wait for its end"
-            self._say("warning", f"{describe_servers(new)} lives on without its control daemon", cause, means)
+            means = "its jobs continue with their limits; new ones may have to wait for its end"
+            self._say(
+                "warning",
+                f"{describe_servers(new)} is still running without its control daemon",
+                cause,
+                means,
+            )
 
     def end(self, at_s: float, why: str) -> None:
         """Have those that there are now ended at this time, also with jobs."""

@@ -88,15 +88,15 @@ def find(plan: DomainPlan, ours: Sequence[MpsProcess] | None = None) -> RunningD
     if not here:
         if peer is None:
             return None
-        what = f"a control daemon (PID {peer.pid}, uid {peer.uid}), not started by us, already serves {place}"
+        what = f"a control daemon (PID {peer.pid}, uid {peer.uid}) not started by yunion-mps serves {place}"
         if could_be_ours(peer.pid):
-            hint += f"; or go on with it and its jobs: yunion-mps-daemon --adopt {peer.pid}"
+            hint += f"; or adopt it with its jobs: yunion-mps-daemon --adopt {peer.pid}"
         raise HostError(what, hint, reasons.ADOPTION_REFUSED)
     one = next((one for one in here if peer and one.pid == peer.pid), here[0])
     order = adoption_order(one.pid)
     if order and not order.can_serve(plan):
         what = f"the control daemon (PID {one.pid}) that was adopted in {place}"
-        why = "numbers its GPUs in an order that is not certain, and their memory limits differ"
+        why = "numbers its GPUs in an unknown order, and their memory limits differ"
         hint = "give its GPUs equal limits, or end it when its jobs are done"
         raise HostError(f"{what} {why}", hint, reasons.ADOPTION_REFUSED)
     if not set(one.gpu_uuids) & set(plan.gpu_uuids):
@@ -144,13 +144,13 @@ def order_to_adopt(
         why = f"it was started for {printable(place)}"
         raise _refusal(pid, f"{why}, and cuda_mps_pipe_directory is {plan.pipe_directory}")
     if plan.multiuser:
-        raise _refusal(pid, "cuda_mps_multiuser asks for one that is started otherwise")
+        raise _refusal(pid, "it was started with another value of cuda_mps_multiuser")
     gpu_uuids, in_order = _served(pid, environment, host_gpus)
     if set(gpu_uuids) != set(plan.gpu_uuids):
         raise _refusal(pid, "the GPUs that it serves are not those that the configuration divides")
     order = AdoptionOrder(pid, started_ticks(pid) or 0, gpu_uuids, in_order, plan.pipe_directory)
     if not order.can_serve(plan):
-        why = "its CUDA_DEVICE_ORDER is not PCI_BUS_ID, so which GPU is which number to it is not certain"
+        why = "its CUDA_DEVICE_ORDER is not PCI_BUS_ID, so its numbering of the GPUs is unknown"
         raise _refusal(pid, f"{why}, and their memory limits differ")
     if not order.started_ticks:
         raise _refusal(pid, "it has ended")
@@ -167,18 +167,18 @@ def _served(
     """
     known = tuple(uuid for uuid in host_gpus if uuid is not None)
     if len(known) < len(host_gpus):
-        raise _refusal(pid, "a GPU of this host does not tell its UUID")
+        raise _refusal(pid, "a GPU of this host has no known UUID")
     named = environment.get("CUDA_VISIBLE_DEVICES")
     if named is None:
         return known, len(known) == 1 or environment.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
     uuids = tuple(word.strip() for word in named.split(","))
     if not set(uuids) <= set(known):
-        raise _refusal(pid, f"its CUDA_VISIBLE_DEVICES is {named!r}: only UUIDs tell which GPUs those are")
+        raise _refusal(pid, f"its CUDA_VISIBLE_DEVICES is {named!r}: only UUIDs identify GPUs")
     return uuids, True
 
 
 def _refusal(pid: int, why: str) -> HostError:
-    hint = "it goes on as it was; when its jobs are done, it can be ended, and ours starts"
+    hint = "it was left alone; end it when its jobs are done, and yunion-mps starts its own"
     what = f"the control daemon (PID {pid}) cannot be adopted: {why}"
     return HostError(what, hint, reasons.ADOPTION_REFUSED)
 
@@ -239,7 +239,7 @@ def knows_multiuser(program: str, run_directory: str, deadline_s: float = _TRIAL
             return _knows_multiuser[key]
         knows = _try_multiuser(program, run_directory, deadline_s)
     except OSError as error:
-        raise HostError(f"{program} cannot be tried: {error.strerror}", "look at the file system") from None
+        raise HostError(f"{program} cannot be run: {error.strerror}", "check the file system") from None
     if knows is not None:
         _knows_multiuser[key] = knows
     return knows is True

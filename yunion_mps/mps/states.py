@@ -35,13 +35,13 @@ LEGAL_CHANGES: dict[str, tuple[str, ...]] = {
 #: How bad it is, and what it means for devices and jobs: both for the event log.
 MEANINGS: dict[str, tuple[str, str]] = {
     STOPPED: ("info", "its devices are not served"),
-    STARTING: ("info", "its devices are served once every limit was read back"),
-    APPLYING: ("info", "its devices are served once every limit was read back"),
+    STARTING: ("info", "its devices are served once every limit has been read back"),
+    APPLYING: ("info", "its devices are served once every limit has been read back"),
     READY: ("info", "its devices are served within their budgets"),
-    WEDGED: ("error", "its devices are not served; jobs that run are left alone"),
-    BACKOFF: ("warning", "its devices are not served until it was started again"),
-    FAILED: ("error", "its devices are not served; it is tried again every minute"),
-    STOPPING: ("info", "its devices are not served; jobs that run have their time to end"),
+    WEDGED: ("error", "its devices are not served; running jobs are left alone"),
+    BACKOFF: ("warning", "its devices are not served until it has restarted"),
+    FAILED: ("error", "its devices are not served; it is retried every minute"),
+    STOPPING: ("info", "its devices are not served; running jobs have time to end"),
 }
 
 #: The reason codes of the states that pass by themselves; other states have that of an error.

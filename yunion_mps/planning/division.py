@@ -79,7 +79,7 @@ def reason_against(gpu: Gpu, config: Config) -> Reason:
     if gpu.uuid is None or gpu.memory_mib is None:
         return Reason("the driver does not report the GPU's UUID and memory", reasons.GPU_ERROR)
     if gpu.mig_enabled:
-        what = "the GPU is in MIG mode, which excludes MPS on it as a whole (turn it off: nvidia-smi -mig 0)"
+        what = "the GPU is in MIG mode, so MPS cannot serve it as a whole (disable it: nvidia-smi -mig 0)"
         return Reason(what, reasons.MIG_ENABLED)
     capability = gpu.compute_capability
     if capability is not None and capability < _FIRST_WITH_MPS:
@@ -146,8 +146,8 @@ def wrong_slices(entry: DeviceEntry, gpu: Gpu, config: Config) -> list[tuple[str
     wrong = []
     taken_mib = sum(one.memory_mib for one in entry.slices)
     if taken_mib > total_mib:
-        what = f"slices have {taken_mib} MiB in all, more than the {total_mib} MiB of {_named(gpu)}"
-        wrong.append((what, f"take {taken_mib - total_mib} MiB off them"))
+        what = f"the slices add up to {taken_mib} MiB, more than the {total_mib} MiB of {_named(gpu)}"
+        wrong.append((what, f"reduce them by {taken_mib - total_mib} MiB"))
     overcommit = overcommit_of(entry, config)
     by_share = all(one.thread_percentage is None for one in entry.slices)
     if overcommit is None or by_share:
@@ -225,7 +225,7 @@ def pool_device(host_id: str, pool: Pool, units: int, slot: int, gpus: Iterable[
         raise ValueError(f"{units} units of {pool.unit_mib} MiB out of a pool of {pool.memory_mib} MiB")
     gpu = next((gpu for gpu in gpus if gpu.uuid == pool.gpu_uuid), None)
     if gpu is None:
-        raise NotFoundError(f"GPU {pool.gpu_uuid} is not there any more", "see which are: yunion-mps gpus")
+        raise NotFoundError(f"GPU {pool.gpu_uuid} is no longer present", "list the GPUs: yunion-mps gpus")
     return Device(
         id=uuid5(host_id, f"{pool.gpu_uuid}/m{slot}"),
         addr=f"{gpu.address}-m{slot}",
@@ -257,7 +257,7 @@ def _budget(device: Device) -> str:
 def _pool(pool: Pool) -> str:
     text = f"{pool.memory_mib // pool.unit_mib} units of {pool.unit_mib} MiB"
     if pool.reserve_mib:
-        text += f", {pool.reserve_mib} MiB in reserve for each client"
+        text += f", {pool.reserve_mib} MiB reserved for each client"
     if pool.thread_overcommit is None:
         return text + ", threads not limited"
     return text if pool.thread_overcommit == 1 else f"{text}, threads {pool.thread_overcommit:g} times"

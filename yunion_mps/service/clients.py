@@ -98,8 +98,8 @@ class ClientService:
         server does not let go of it.
         """
         if self._supervisor.stopping:
-            what = "the daemon is stopping, and its jobs have their time to end"
-            raise BusyError(what, f"end this one by hand: kill {pid}")
+            what = "the daemon is stopping; running jobs have time to end"
+            raise BusyError(what, f"end it yourself: kill {pid}")
         began = started_ticks(pid)
         found = _find(await self.clients(), pid)
         if uid not in (0, os.geteuid(), found["uid"]):
@@ -115,7 +115,7 @@ class ClientService:
         finally:
             process.close()
         what = f"{found['command'] or 'a job'} (PID {pid}) of {found['user']}: {how}"
-        cause = f"uid {uid} asked for its end"
+        cause = f"requested by uid {uid}"
         log.warning("%s, because %s", what, cause)
         event = Event("warning", "client", found["domain"], what, cause, code=reasons.CLIENT_TERMINATED)
         self._supervisor.event_log.record(event)
@@ -132,16 +132,16 @@ class ClientService:
             program = find_control_program()
             try:
                 let_go = await on_thread(lambda: terminate(program, status.plan, server, process.pid))
-                steps.append("its MPS server let go of it" if let_go else "no MPS server had it")
+                steps.append("its MPS server disconnected it" if let_go else "no MPS server served it")
             except YunionError as error:
                 if not force:
                     raise
-                steps.append(f"its MPS server did not let go of it ({error.message})")
+                steps.append(f"its MPS server did not disconnect it ({error.message})")
         for number in (signal.SIGTERM, signal.SIGKILL) if force else (signal.SIGTERM,):
             process.signal(number)
             if await _has_ended(process):
                 return "; ".join([*steps, f"ended by {number.name}"]), True
-        return "; ".join([*steps, f"it goes on after {_GRACE_S:g} s: end it with --force"]), False
+        return "; ".join([*steps, f"it is still running after {_GRACE_S:g} s: use --force"]), False
 
 
 class XidAnalyzer:
@@ -177,13 +177,13 @@ class XidAnalyzer:
             self._record(
                 address,
                 f"XID {xid} came from PID {pid} ({who})",
-                "the kernel's log names it",
+                "according to the kernel log",
                 "",
                 reasons.XID,
             )
         for server in (await self._clients.clients())["servers"]:
             if server["state"] == FAULT:
-                cause = f"suspected: PID {suspects[0]}" if suspects else "a fault of one of its jobs"
+                cause = f"suspected: PID {suspects[0]}" if suspects else "a fault in one of its jobs"
                 end = "".join(f" terminate {pid}" for pid in suspects)
                 means = "its jobs on that GPU have failed, and new ones start once those have ended"
                 self._record(

@@ -75,7 +75,7 @@ class LeaseService:
             try:
                 self.ledger.add(lease)
             except AssertionError as error:
-                log.error("lease %s is passed over: %s", lease.id, error)
+                log.error("lease %s is ignored: %s", lease.id, error)
                 continue
             if lease != stored:
                 self._store_expiry(lease)
@@ -157,7 +157,7 @@ class LeaseService:
         """End a lease for the caller; raises NotFoundError and NotAllowedError."""
         lease = self._own(name, caller)
         released = lease_json(lease, None, self._containers)
-        self._end(lease.id, f"{owner_name(caller)} gave it back")
+        self._end(lease.id, f"{owner_name(caller)} released it")
         return released
 
     def renew(self, name: str, caller: Owner) -> LeaseRecord:
@@ -189,8 +189,8 @@ class LeaseService:
         if lease.holder.binding == "name" or lease.holder == holder:
             return self._json(lease)
         if lease.holder.binding == "container":
-            what = f"the lease of {_addresses(lease)} is a container's already (PID {lease.holder.pid})"
-            raise HostError(what, "take another one: yunion-mps run --podman")
+            what = f"the lease of {_addresses(lease)} already belongs to a container (PID {lease.holder.pid})"
+            raise HostError(what, "take another lease: yunion-mps run --podman")
         bound = lease._replace(holder=holder)
         if not self._holders.watch(bound):
             raise NotFoundError(f"PID {holder.pid} has ended", "")
@@ -314,7 +314,7 @@ class LeaseService:
                 self._storage.delete(lease_id)
             raise
         self.ledger.add(lease)
-        self._record(lease, "given to", "it was asked for")
+        self._record(lease, "granted to", "it was requested")
         return lease
 
     def _refuse_unserved(self, lease: Lease) -> None:
@@ -324,15 +324,15 @@ class LeaseService:
         """
         reasons = self._queries.unusable_reasons()
         for device in lease.devices:
-            why = reasons.get(device.gpu_uuid, "its GPU is not there any more")
+            why = reasons.get(device.gpu_uuid, "its GPU is no longer present")
             if why:
-                raise HostError(f"device {device.addr} cannot be used now: {why}", "see: yunion-mps status")
+                raise HostError(f"device {device.addr} is unavailable: {why}", "see: yunion-mps status")
         snapshot = self._supervisor.snapshot()
         name = domain_names(snapshot.plan).get(lease.devices[0].gpu_uuid)
         served = [status.plan.pipe_directory for status in snapshot.domains if status.plan.name == name]
         if lease.environment["CUDA_MPS_PIPE_DIRECTORY"] not in served:
-            what = f"the control daemon of {_addresses(lease)} is another one since the lease was given"
-            raise HostError(what, f"take a new one, after: yunion-mps lease release {lease.id}")
+            what = f"the control daemon of {_addresses(lease)} was replaced after the lease was granted"
+            raise HostError(what, f"release it, and take a new one: yunion-mps lease release {lease.id}")
 
     def _store_expiry(self, lease: Lease) -> None:
         """Store when the lease ends; if that fails, its holder has a moment to renew it after a restart."""
@@ -352,7 +352,7 @@ class LeaseService:
             log.warning(
                 "the end of the lease of %s could not be stored: %s", _addresses(lease), error.message
             )
-        self._record(lease, "given back by", cause)
+        self._record(lease, "released by", cause)
         self.serve()
 
     def _end_connected(self, lease_id: str) -> None:

@@ -258,7 +258,7 @@ class Metrics:
             try:
                 self._use = observing.result()
             except YunionError as error:
-                log.debug("the use of the GPUs is not known: %s", error.message)
+                log.debug("the use of the GPUs is unknown: %s", error.message)
 
     async def _observed(self, nvml: Nvml) -> Use:
         domains = [

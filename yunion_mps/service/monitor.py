@@ -94,7 +94,7 @@ class Monitor:
                 return
             except DriverError as error:
                 if error.message != self._trouble:
-                    log.error("the GPUs cannot be looked at: %s. %s", error.message, error.hint)
+                    log.error("the GPUs cannot be read: %s. %s", error.message, error.hint)
                 self._trouble = error.message
                 self._answering = frozenset()
                 self._usage.forget()
@@ -141,7 +141,7 @@ class Monitor:
 
     def _note_shortage(self, error: ShortageError) -> None:
         """Warn that the GPUs cannot be polled now; the next poll tries again."""
-        what = f"the GPUs cannot be looked at, so their state may be out of date: {error.message}"
+        what = f"the GPUs cannot be read, so their state may be out of date: {error.message}"
         if self._trouble != what:
             log.error("%s. %s", what, error.hint)
         self._trouble = what

@@ -46,7 +46,7 @@ def check(paths: Paths) -> int:
         preflight.check()
     finally:
         preflight.close()
-    log.info("the configuration is right: %d devices", len(preflight.plan.devices))
+    log.info("the configuration is valid: %d devices", len(preflight.plan.devices))
     return 0
 
 
@@ -59,7 +59,7 @@ def restore(paths: Paths) -> int:
     with contextlib.suppress(OSError):
         os.unlink(paths.socket)  # nothing listens there any more
     if not Store.exists(paths) and not os.path.exists(paths.former_modes) and not our_processes():
-        log.info("there is nothing to restore: no daemon has left a note")
+        log.info("nothing to restore: no earlier daemon left a record")
         return 0
     store = Store(paths)
     try:
@@ -82,10 +82,12 @@ def _restore(paths: Paths, store: Store) -> int:
     still = original_modes(store)
     for uuid, mode in still.items():
         how = f"nvidia-smi -i {uuid} -c {mode.upper()}"
-        log.error("the compute mode of GPU %s is not what it was; restore it: %s", uuid, how)
+        log.error("the compute mode of GPU %s differs from the original; restore it: %s", uuid, how)
     if left or still:
         return 1
-    log.info("nothing is left: no control daemon of ours runs, and the compute modes are as before")
+    log.info(
+        "everything is restored: no control daemon is left, and the GPUs have their original compute modes"
+    )
     return 0
 
 
@@ -101,7 +103,7 @@ class _Past:
                 self._end(one, timeout_s, now_s)
         for place in {one.pipe_directory for one in running}:
             orphans = OrphanedServers(place, _ignore)
-            orphans.add(orphaned_servers(place), "", now_s + timeout_s, "the time that its jobs had is over")
+            orphans.add(orphaned_servers(place), "", now_s + timeout_s, "its jobs did not end in time")
             self._orphans.append(orphans)
 
     def _end(self, one: MpsProcess, timeout_s: int, now_s: float) -> None:
@@ -155,7 +157,7 @@ def adopt(paths: Paths, pid: int) -> int:
         finally:
             store.close()
     record_order(found)
-    log.info("the control daemon (PID %d) counts as ours now: yunion-mps-daemon goes on with it", pid)
+    log.info("the control daemon (PID %d) was adopted: yunion-mps-daemon now manages it", pid)
     return 0
 
 
@@ -169,13 +171,17 @@ def _judged(paths: Paths, pid: int, preflight: Preflight) -> AdoptionOrder:
     peer = peer_of(domain.pipe_directory)
     if peer is None or peer.pid != pid:
         serves = f"PID {peer.pid} serves there" if peer else "none serves there"
-        hint = f"adopt the one that does; all that there are: pgrep -a {PROGRAM[:15]}"
-        raise HostError(f"PID {pid} is no control daemon that serves {domain.pipe_directory}: {serves}", hint)
+        hint = f"adopt the one that does; list them: pgrep -a {PROGRAM[:15]}"
+        raise HostError(
+            f"PID {pid} is not the control daemon that serves {domain.pipe_directory}: {serves}", hint
+        )
     environment = environment_of(pid)
     if not could_be_ours(peer.pid) or not environment:
         what = f"PID {pid} (uid {peer.uid}) is not NVIDIA's {PROGRAM}, or not root's"
-        raise HostError(what, f"look at it: ls -l /proc/{pid}/exe")
+        raise HostError(what, f"check it: ls -l /proc/{pid}/exe")
     if MARK in environment:
-        raise HostError(f"the control daemon (PID {pid}) is ours already", "nothing is to be done")
+        raise HostError(
+            f"the control daemon (PID {pid}) is already managed by yunion-mps", "nothing needs to be done"
+        )
     gpus = [gpu.uuid for gpu in preflight.inventory.gpus]
     return order_to_adopt(pid, environment, gpus, domain)

@@ -194,4 +194,4 @@ class Reloader:
         if status:
             lines = [decoded(line.lstrip(b"<0123456789>")) for line in output.splitlines()]
             what = "the new program would not start: " + "; ".join(lines[-4:])
-            raise HostError(what, "correct that; this one goes on, and nothing was changed")
+            raise HostError(what, "correct this; the running daemon continues unchanged")

@@ -233,7 +233,7 @@ class Supervisor:
 
     def note_modes(self, result: ModeResult) -> None:
         """Record modes that were set or restored, and GPUs that refused."""
-        if self._modes.note(result, "the plan asks for it"):
+        if self._modes.note(result, "the configuration requires it"):
             self._changed()
 
     # -- another configuration

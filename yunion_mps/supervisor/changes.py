@@ -133,7 +133,7 @@ class DesiredState:
         try:
             self.plan = self._make_plan(self.config, self._gpus.inventory)
         except ConfigError as error:
-            log.error("the newly found GPUs do not fit the configuration: %s", error.message)
+            log.error("the configuration does not fit the newly found GPUs: %s", error.message)
 
     def _make_plan(self, config: Config, inventory: Inventory) -> Plan:
         plan, problems = make_plan(config, self._gpus.for_planning(inventory, self.plan), self._machine_id)

@@ -75,7 +75,7 @@ def _restore(uuid: str, mode: str, nvml: Nvml, store: Store) -> bool:
     try:
         store.forget_mode(uuid)
     except HostError as error:
-        what = "its record could not be deleted, so the next start sets it again"
+        what = "its record could not be deleted, so the next start restores it again"
         log.warning("GPU %s: compute mode %s was restored, but %s: %s", uuid, mode, what, error.message)
     return True
 
@@ -152,7 +152,7 @@ class ComputeModes:
             planned = target.compute_modes.get(gpu.uuid or "")
             if planned and before.get(gpu.uuid) == planned != gpu.compute_mode and not gpu.reason:
                 what = f"{planned} -> {gpu.compute_mode}"
-                event = _event("warning", gpu, what, "another program has changed it")
+                event = _event("warning", gpu, what, "another program changed it")
                 means = f"it is set to {planned} again"
                 self._tell(event._replace(consequence=means, code=reasons.COMPUTE_MODE_CHANGED))
 

@@ -44,7 +44,7 @@ def test_the_first_line_is_the_state_as_monitoring_shows_it(ready: Scene) -> Non
     done = ready.host.run(["yunion-mps", "doctor"])
     first, *lines = done.stdout.splitlines()
     assert (done.returncode, first) == (0, f"ok: {len(lines)} ok")
-    assert lines[0] == "ok       daemon: it serves, 8 of 8 devices are available"
+    assert lines[0] == "ok       daemon: it is running; 8 of 8 devices are available"
     ready.host.gpus[1].compute_mode = "default"
     (ready.host.root / "dev/shm").chmod(0o755)
     done = ready.host.run(["yunion-mps", "doctor"])
@@ -108,7 +108,7 @@ def test_a_gpu_whose_memory_is_handed_out_in_units_is_divided_too(scene: Scene) 
     file.write_text(f"devices:\n{path}")
     seen = scene.start().look()
     assert (seen.code, seen.bad()) == (0, {})
-    assert seen.one("configuration", "ok")["what"] == "both files are right: memory in units on 1 GPU"
+    assert seen.one("configuration", "ok")["what"] == "both files are valid: memory in units on 1 GPU"
 
 
 def test_what_is_wrong_with_many_gpus_keeps_other_checks_on_the_screen(stack: ExitStack) -> None:
@@ -132,7 +132,7 @@ def test_a_user_is_found_what_only_root_sees_and_all_else(ready: Scene) -> None:
     assert seen.code == 0
     assert {line.split(" ", 1)[0] for line in seen.bad()} == {"skipped"}
     assert "you may not ask the daemon" in seen.one("daemon", "skipped")["what"]
-    assert "you may not look at PID 1" in seen.one("environment", "skipped")["what"]
+    assert "no permission to inspect PID 1" in seen.one("environment", "skipped")["what"]
     assert seen.one("compute mode", "ok")
     assert seen.one("pipe directory", "ok")
 

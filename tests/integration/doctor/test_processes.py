@@ -17,8 +17,7 @@ def test_another_programs_control_daemon_in_our_place_is_found(scene: Scene) -> 
     pid = scene.control_daemon(scene.pipe)
     found = scene.look().one("control daemon", "problem")
     assert (
-        f"a control daemon (PID {pid}, uid 0), not started by us, already serves {scene.pipe}"
-        in found["what"]
+        f"a control daemon (PID {pid}, uid 0) not started by yunion-mps serves {scene.pipe}" in found["what"]
     )
     assert found["hint"].startswith(
         "when its jobs are done, end it with: echo quit | CUDA_MPS_PIPE_DIRECTORY="
@@ -51,7 +50,7 @@ def test_another_control_daemon_is_judged_by_its_place_and_its_gpus(ready: Scene
         "tmp/nvidia-mps": ("GPU-ffffffff", "warning", "is where programs look that name no pipe directory"),
         "run/ours": (ours, "problem", "serves GPUs of ours: only one's server can use them"),
         "run/all": (None, "problem", "serves GPUs of ours: only one's server can use them"),
-        "run/numbers": ("0", "warning", "and it cannot be seen whether it serves our GPUs"),
+        "run/numbers": ("0", "warning", "but only root can see whether it serves our GPUs"),
         "run/theirs": ("GPU-ffffffff", "ok", "serves other GPUs"),
     }
     wanted = {}
@@ -98,7 +97,7 @@ def test_a_server_that_outlived_its_control_daemon_is_found(ready: Scene) -> Non
     os.kill(control, signal.SIGKILL)
     eventually(lambda: not is_running(control), "its end")
     found = ready.look().one("orphaned servers", "warning")
-    assert found["what"].startswith(f"its MPS server (PID {server}) of domain host lives on")
+    assert found["what"].startswith(f"its MPS server (PID {server}) of domain host runs on")
 
 
 def test_servers_that_fail_at_their_start_are_found(ready: Scene) -> None:

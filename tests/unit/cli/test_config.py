@@ -59,7 +59,7 @@ def test_an_entry_shows_what_the_file_has_of_how_it_divides_its_gpu() -> None:
     told = ("devices", "division", "memory_limit", "thread_percentage", "domain", "reason")
     assert [[one[field] for field in told] for one in shown] == [
         [2, "1 x 8192 MiB, 50 % + 1 x 4096 MiB, 10 %, below normal", None, None, "host", ""],
-        [0, "127 units of 128 MiB, 64 MiB in reserve for each client", None, None, "host", ""],
+        [0, "127 units of 128 MiB, 64 MiB reserved for each client", None, None, "host", ""],
     ]
 
 
@@ -110,7 +110,7 @@ def test_a_gpu_without_devices_says_why() -> None:
     reasons = [shown["reason"] for shown in plan_json(preflight_of(settings, found))["gpus"]]
     assert reasons == [
         "",
-        "the GPU is in MIG mode, which excludes MPS on it as a whole (turn it off: nvidia-smi -mig 0)",
+        "the GPU is in MIG mode, so MPS cannot serve it as a whole (disable it: nvidia-smi -mig 0)",
         "not configured",
         "GPU is lost",
     ]

@@ -35,7 +35,7 @@ DIED = Event(
     "host",
     "ready -> backoff",
     "the control daemon (PID 4242) was killed by signal 9",
-    "its devices are not served until it was started again",
+    "its devices are not served until it has restarted",
 )
 BACK = Event("info", "domain", "host", "applying -> ready", "", "its devices are served within their budgets")
 REFUSED = Event(
@@ -60,7 +60,7 @@ def happened(own: Cli) -> Cli:
 TEXT = f"""\
 {day()} 12:00:00  WARNING  domain host: ready -> backoff
     cause: the control daemon (PID 4242) was killed by signal 9
-    consequence: its devices are not served until it was started again
+    consequence: its devices are not served until it has restarted
 {day()} 13:00:00  info     domain host: applying -> ready
     consequence: its devices are served within their budgets
 {day()} 14:00:00  ERROR    configuration reload: refused

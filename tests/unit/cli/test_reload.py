@@ -276,10 +276,17 @@ def test_a_new_program_that_would_not_start_is_reported(own: Cli) -> None:
 
 
 def test_an_old_program_that_had_to_go_on_is_reported(own: Cli) -> None:
-    event = Event("error", "daemon", "yunion-mps-daemon", "it cannot be executed: no", "", "this one goes on")
+    event = Event(
+        "error",
+        "daemon",
+        "yunion-mps-daemon",
+        "it cannot be executed: no",
+        "",
+        "the running daemon continues",
+    )
     own.host.record(event._replace(what="long ago"))
     done = reexec(own, lambda: own.host.record(event))
-    told = f"yunion-mps: it cannot be executed: no\nyunion-mps: this one goes on; {LOOK}\n"
+    told = f"yunion-mps: it cannot be executed: no\nyunion-mps: the running daemon continues; {LOOK}\n"
     assert done == (1, "", told)
 
 

@@ -54,7 +54,7 @@ Leases:   2, 1 waiting; 1 client of MPS, 1 process outside MPS
 {WHERE}{GPU.format(use=3, free=1, mib=6300, title="MEMORY USED", width=16)}{DOMAIN}"""
 
 
-MIG = "the GPU is in MIG mode, which excludes MPS on it as a whole (turn it off: nvidia-smi -mig 0)"
+MIG = "the GPU is in MIG mode, so MPS cannot serve it as a whole (disable it: nvidia-smi -mig 0)"
 
 
 def shown(cli: Cli) -> str:

@@ -84,6 +84,7 @@ def test_every_command_s_help_has_examples_and_fits_the_terminal(alone: Cli, com
     examples = out.split("Examples:\n")[1] if command else out
     assert " ".join(["  yunion-mps", *command]) in examples
     assert max(len(line) for line in out.splitlines()) <= 80
+    assert not [line for line in out.splitlines() if line.endswith("-")], "a name is broken at its hyphen"
     assert "..." not in out.replace("[ARGS]...", "").replace("[ARG]...", "")
 
 
@@ -259,7 +260,7 @@ def test_output_that_cannot_be_written_is_said_once(cli: Cli, command: list[str]
         with open(stream, "w") as full:
             done = cli(*command, stdout=full)
         why = "No space left on device"
-    wrong = f"yunion-mps: the output cannot be written: {why}\nyunion-mps: look at where it goes: df\n"
+    wrong = f"yunion-mps: the output cannot be written: {why}\nyunion-mps: check its destination: df\n"
     assert (done.code, done.err) == (1, wrong)
 
 

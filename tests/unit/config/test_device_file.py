@@ -62,15 +62,15 @@ def test_a_list_without_entries_is_right(files: Files) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", ": is empty: write devices: [] to divide no GPU by this file"),
-        ("# nothing\n", ": is empty: write devices: [] to divide no GPU by this file"),
-        ("- path: a\n", ":1: holds a list, not a mapping: begin the file with devices:"),
-        ("\n\nword\n", ':3: holds "word", not a mapping: begin the file with devices:'),
-        ("version: 1\n", ":1: has no key devices: begin the file with devices:"),
-        ("{}\n", ":1: has no key devices: begin the file with devices:"),
-        ("v: 1\ndevice: []\n", ":2: unknown key device: did you mean devices?"),
-        ("dveices: []\n", ":1: unknown key dveices: did you mean devices?"),
-        ("devices: []\ndevices: []\n", ":2: devices is given twice: put all entries under one"),
+        ("", ": is empty: to divide no GPU, write devices: []"),
+        ("# nothing\n", ": is empty: to divide no GPU, write devices: []"),
+        ("- path: a\n", ":1: contains a list, not a mapping: begin the file with devices:"),
+        ("\n\nword\n", ':3: contains "word", not a mapping: begin the file with devices:'),
+        ("version: 1\n", ":1: missing key devices: begin the file with devices:"),
+        ("{}\n", ":1: missing key devices: begin the file with devices:"),
+        ("v: 1\ndevice: []\n", ":2: unknown key device (did you mean devices?)"),
+        ("dveices: []\n", ":1: unknown key dveices (did you mean devices?)"),
+        ("devices: []\ndevices: []\n", ":2: duplicate key devices: put all entries under one"),
         ("devices:\n", ":1: devices is nothing (null), not a list: write each entry after a dash: - path: …"),
         (
             "devices:\n  path: a\n",
@@ -94,51 +94,51 @@ devices:
 -
 ! an entry of devices is nothing (null), not a mapping: write - path: …, type: … and virtual_number: …
 - {path: a, virtual_number: 4}
-! an entry has no type: write type: NVIDIA_MPS, or another software's type
+! an entry has no type: write type: NVIDIA_MPS, or the type of other software
 - {path: a, virtual_number: 4, tpye: NVIDIA_MPS}
-! unknown key tpye: did you mean type?
+! unknown key tpye (did you mean type?)
 - {path: a, virtual_number: 4, Type: NVIDIA_MPS}
-! unknown key Type: did you mean type?
+! unknown key Type (did you mean type?)
 - {path: a, virtual_number: 4, typ: NVIDIA_MSP}
-! unknown key typ: did you mean type?
-! type NVIDIA_MSP is unknown: did you mean NVIDIA_MPS?
+! unknown key typ (did you mean type?)
+! unknown type NVIDIA_MSP (did you mean NVIDIA_MPS?)
 - {typ: NVIDIA_GPU, virtual_numbr: 4}
-! unknown key typ: did you mean type?
+! unknown key typ (did you mean type?)
 - {typ: 5, virtual_numbr: 4}
-! unknown key typ: did you mean type?
-! type is 5, not a text: write type: NVIDIA_MPS
+! unknown key typ (did you mean type?)
+! type is 5, not a string: write type: NVIDIA_MPS
 - pth: a
-! unknown key pth in an NVIDIA_MPS entry: did you mean path?
+! unknown key pth in an NVIDIA_MPS entry (did you mean path?)
   typ: NVIDIA_MPS
-! unknown key typ: did you mean type?
+! unknown key typ (did you mean type?)
   virtual_numbr: 4
-! unknown key virtual_numbr in an NVIDIA_MPS entry: did you mean virtual_number?
+! unknown key virtual_numbr in an NVIDIA_MPS entry (did you mean virtual_number?)
 - pth: a
-! unknown key pth in an NVIDIA_MPS entry: did you mean path?
+! unknown key pth in an NVIDIA_MPS entry (did you mean path?)
   type: NVIDIA_MSP
-! type NVIDIA_MSP is unknown: did you mean NVIDIA_MPS?
+! unknown type NVIDIA_MSP (did you mean NVIDIA_MPS?)
   virtual-num: 4
-! unknown key virtual-num in an NVIDIA_MPS entry: did you mean virtual_number?
+! unknown key virtual-num in an NVIDIA_MPS entry (did you mean virtual_number?)
 - {typ: NVIDIA_MPS, path: a}
-! unknown key typ: did you mean type?
+! unknown key typ (did you mean type?)
 ! an NVIDIA_MPS entry has no virtual_number: add virtual_number, for example virtual_number: 4
 - {path: a, type: 4}
-! type is 4, not a text: write type: NVIDIA_MPS
+! type is 4, not a string: write type: NVIDIA_MPS
 - {path: a, type: }
-! type is nothing (null), not a text: write type: NVIDIA_MPS
+! type is nothing (null), not a string: write type: NVIDIA_MPS
 - {path: a, virtual_number: 4, type: nvidia_mps}
-! type nvidia_mps is unknown: did you mean NVIDIA_MPS?
+! unknown type nvidia_mps (did you mean NVIDIA_MPS?)
 - {type: NVIDIA_MPS}
 ! an NVIDIA_MPS entry has no path: add path, for example path: /dev/dri/renderD128
 ! an NVIDIA_MPS entry has no virtual_number: add virtual_number, for example virtual_number: 4
 - {type: NVIDIA_MPS, path: 5, virtual_number: '4'}
-! path is 5, not a text: $PATH
+! path is 5, not a string: $PATH
 ! virtual_number is "4", not a whole number: $NUMBER
 - {type: NVIDIA_MPS, path: , virtual_number: 4.5}
-! path is nothing (null), not a text: $PATH
+! path is nothing (null), not a string: $PATH
 ! virtual_number is 4.5, not a whole number: $NUMBER
 - {type: NVIDIA_MPS, path: ' ', virtual_number: true}
-! path is " ", not a text: $PATH
+! path is " ", not a string: $PATH
 ! virtual_number is true, not a whole number: $NUMBER
 - {type: NVIDIA_MPS, path: a, virtual_number: }
 ! virtual_number is nothing (null), not a whole number: $NUMBER
@@ -148,10 +148,10 @@ devices:
 ! virtual_number is 61, out of range: $NUMBER
 - {type: NVIDIA_MPS, path: a, virtual_number: 4, colour: red, [a]: b}
 ! unknown key colour in an NVIDIA_MPS entry: remove it; the keys of an entry are $KEYS
-! a key that is not a text in an NVIDIA_MPS entry: remove it; the keys of an entry are $KEYS
+! a key that is not a string in an NVIDIA_MPS entry: remove it; the keys of an entry are $KEYS
 - {path: a, type: NVIDIA_MPS, virtual_number: 4,
    path: b}
-! path is given twice: keep one of the two lines (the other is line 30)
+! duplicate key path: keep one of the two lines (the other is line 30)
 """
 
 
@@ -208,7 +208,7 @@ def test_values_given_by_alias_are_read(files: Files) -> None:
     assert [entry[:2] for entry in files.load().devices] == [("a", 4), ("b", 4)]
 
 
-NO_MERGE = "merge keys (<<) are not followed: write the keys out"
+NO_MERGE = "merge keys (<<) are not supported: write the keys out"
 
 
 def test_an_entry_that_merges_another_software_s_type_is_left_alone(files: Files) -> None:
@@ -239,7 +239,7 @@ def test_the_path_of_an_entry_with_a_problem_can_still_be_checked(files: Files) 
     assert [problem.what for problem in problems] == [
         "unknown key foo in an NVIDIA_MPS entry",
         'virtual_number is "4", not a whole number',
-        "path is 3, not a text",
+        "path is 3, not a string",
         "an NVIDIA_MPS entry has no virtual_number",
     ]
     assert {problem.file for problem in problems} == {str(files.devices)}

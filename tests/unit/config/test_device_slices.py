@@ -115,7 +115,7 @@ devices:
   - {memory: 1GiB, thread_percentage: 50%}
 ! thread_percentage is "50%", not a number: $PERCENTAGE
   - {memory: 1GiB, thread_percentage: 33.33}
-! thread_percentage is 33.33, more exact than it can be: $PERCENTAGE
+! thread_percentage is 33.33, too precise: $PERCENTAGE
   - {memory: 1GiB, thread_percentage: .nan}
 ! thread_percentage is .nan, out of range: $PERCENTAGE
   - {memory: 1GiB, priority: below-normal}
@@ -123,18 +123,18 @@ devices:
   - {memory: 1GiB, priority: 1}
 ! priority is 1, none of normal, below_normal: write one of normal, below_normal
   - {memroy: 1GiB}
-! unknown key memroy in a slice: did you mean memory?
+! unknown key memroy in a slice (did you mean memory?)
   - {memory: 1GiB, colour: 1}
 ! unknown key colour in a slice: remove it; the keys of a slice are memory, thread_percentage, priority
   - memory: 1GiB
     memory: 1MiB
-! memory is given twice: keep one of the two lines (the other is line 27)
+! duplicate key memory: keep one of the two lines (the other is line 27)
 - {type: NVIDIA_MPS, path: a, slices: [{memory: 1GiB}], memory_reserve: 64MiB}
-! memory_reserve does not count with slices, only with memory_unit: remove it
+! memory_reserve is not allowed with slices, only with memory_unit: remove it
 - {type: NVIDIA_MPS, path: a, slice: [{memory: 1GiB}]}
-! unknown key slice in an NVIDIA_MPS entry: did you mean slices?
+! unknown key slice in an NVIDIA_MPS entry (did you mean slices?)
 - {type: NVIDIA_MPS, path: a, memory_unti: 1GiB}
-! unknown key memory_unti in an NVIDIA_MPS entry: did you mean memory_unit?
+! unknown key memory_unti in an NVIDIA_MPS entry (did you mean memory_unit?)
 - {type: NVIDIA_MPS, path: a, memory_unit: 256MiB}
 ! memory_unit is "256MiB", $UNITS
 - {type: NVIDIA_MPS, path: a, memory_unit: 128}
@@ -150,9 +150,9 @@ devices:
   path: a
   virtual_number: 4
   memory_reserve: 64MiB
-! memory_reserve does not count with virtual_number, only with memory_unit: remove it
+! memory_reserve is not allowed with virtual_number, only with memory_unit: remove it
   thread_overcommit: 2
-! thread_overcommit does not count with virtual_number, only with slices or memory_unit: remove it,
+! thread_overcommit is not allowed with virtual_number, only with slices or memory_unit: remove it,
 !   or set cuda_mps_thread_percentage in host.conf
 """
 
@@ -174,13 +174,13 @@ def test_what_is_wrong_with_a_division_is_named_with_a_hint(files: Files) -> Non
 def test_a_second_way_to_divide_the_gpu_is_named(files: Files, first: str, second: str) -> None:
     files.write(devices=f"{ENTRY}  {first}\n  {second}\n")
     means, also = first.partition(":")[0], second.partition(":")[0]
-    what = f"{also} divides the GPU, which {means} in line 4 does already: keep one of the two"
+    what = f"{also} divides the GPU, but {means} in line 4 already does: keep one of the two"
     assert files.messages() == [f"{DEVICES}:5: {what}"]
 
 
 def test_more_slices_than_any_gpu_may_have_are_named(files: Files) -> None:
     files.write(devices=f"{ENTRY}  slices: [{'{memory: 1MiB}, ' * 61}]\n")
-    what = "slices has 61 devices, more than any GPU may have: write at most 60"
+    what = "slices has 61 devices, more than a GPU can have: write at most 60"
     assert files.messages() == [f"{DEVICES}:4: {what}"]
 
 
@@ -188,10 +188,10 @@ def test_more_slices_than_any_gpu_may_have_are_named(files: Files) -> None:
     ("text", "message"),
     [
         ("gpu_memory_unit: 2GiB", f'1: gpu_memory_unit is "2GiB", {UNITS}'),
-        ("gpu_memory_unti: 1GiB", "1: unknown key gpu_memory_unti: did you mean gpu_memory_unit?"),
+        ("gpu_memory_unti: 1GiB", "1: unknown key gpu_memory_unti (did you mean gpu_memory_unit?)"),
         (
             "gpu_memory_unit: 1GiB\ngpu_memory_unit: 1GiB",
-            "2: gpu_memory_unit is given twice: keep one of the two lines",
+            "2: duplicate key gpu_memory_unit: keep one of the two lines",
         ),
     ],
 )

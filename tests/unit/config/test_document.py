@@ -12,7 +12,7 @@ from unit.config.conftest import DEVICES, HOST, Files
 
 MIB = 1 << 20
 FILL = "write at least enable_cuda_mps: true or enable_cuda_mps: false"
-FLAT = "write one key: value a line, as the example has it"
+FLAT = "write one key: value per line, as in the example"
 SYNTAX = "correct the syntax near this line"
 UTF_8 = "save it as UTF-8 text"
 CREATE = "create it; the package's documentation has an example"
@@ -53,10 +53,10 @@ needs_root = pytest.mark.skipif(os.getuid() != 0, reason="becomes another user, 
         (b"# only a comment\n", f": is empty: {FILL}"),
         (b"\xef\xbb\xbf", f": is empty: {FILL}"),
         (b"---\n...\n", f": is empty: {FILL}"),
-        (b"- a\n", f":1: holds a list, not a mapping: {FLAT}"),
-        (b"\nenable_cuda_mps\n", f':2: holds "enable_cuda_mps", not a mapping: {FLAT}'),
-        (b"enable_cuda_mps = true\n", f':1: holds "enable_cuda_mps = true", not a mapping: {FLAT}'),
-        (b"4.5\n", f":1: holds 4.5, not a mapping: {FLAT}"),
+        (b"- a\n", f":1: contains a list, not a mapping: {FLAT}"),
+        (b"\nenable_cuda_mps\n", f':2: contains "enable_cuda_mps", not a mapping: {FLAT}'),
+        (b"enable_cuda_mps = true\n", f':1: contains "enable_cuda_mps = true", not a mapping: {FLAT}'),
+        (b"4.5\n", f":1: contains 4.5, not a mapping: {FLAT}"),
         (b"a: b: c\n", f":1: not valid YAML (mapping values are not allowed in this context): {SYNTAX}"),
         (
             b"a: 1\nb:\n\tc: 2\n",
@@ -171,16 +171,20 @@ def test_a_file_of_1_mib_is_read_and_one_byte_more_is_refused(files: Files) -> N
     text = b"enable_cuda_mps: true\n#"
     assert files.write(text.ljust(MIB, b"x")).load().enable_cuda_mps is True
     files.write(text.ljust(MIB + 1, b"x"))
-    assert files.messages() == [f"{HOST}: is larger than 1 MiB: this is no configuration of ours; replace it"]
+    assert files.messages() == [
+        f"{HOST}: is larger than 1 MiB: replace it by a configuration file of yunion-mps"
+    ]
 
 
 def test_a_huge_sparse_file_is_refused_without_being_read_whole(files: Files) -> None:
     with files.write().host.open("r+b") as file:
         file.truncate(1 << 40)
-    assert files.messages() == [f"{HOST}: is larger than 1 MiB: this is no configuration of ours; replace it"]
+    assert files.messages() == [
+        f"{HOST}: is larger than 1 MiB: replace it by a configuration file of yunion-mps"
+    ]
 
 
-TOO_MANY = "holds more than 200,000 values, aliases written out: write a short file, without aliases"
+TOO_MANY = "contains more than 200,000 values with its aliases expanded: write a short file, without aliases"
 
 
 def bomb(levels: int, aliases: int) -> str:
@@ -226,14 +230,16 @@ def test_many_aliases_to_little_are_read(files: Files) -> None:
 )
 def test_an_alias_to_what_holds_it_is_refused(files: Files, content: str) -> None:
     files.write(content)
-    assert files.messages() == [f"{HOST}:2: holds the alias *a in what it stands for: write the values out"]
+    assert files.messages() == [
+        f"{HOST}:2: contains the alias *a, which refers to itself: write the values out"
+    ]
 
 
 def test_sixty_four_levels_are_as_deep_as_is_read(files: Files) -> None:
     files.write("a: " + "[" * 63 + "]" * 63 + "\nenable_cuda_mps: true\n").load()
     files.write("enable_cuda_mps: true\na: " + "[" * 64 + "]" * 64)
     assert files.messages() == [
-        f"{HOST}:2: is nested more than 64 levels deep: write it flat, as the example has it"
+        f"{HOST}:2: is nested more than 64 levels deep: write it flat, as in the example"
     ]
 
 
@@ -242,7 +248,7 @@ def test_a_mebibyte_of_nesting_is_refused_quickly(files: Files, opener: str) -> 
     files.write("\n" + opener * ((MIB - 1) // len(opener)))
     begin = time.process_time()
     assert files.messages() == [
-        f"{HOST}:2: is nested more than 64 levels deep: write it flat, as the example has it"
+        f"{HOST}:2: is nested more than 64 levels deep: write it flat, as in the example"
     ]
     assert time.process_time() - begin < QUICK_S
 

@@ -31,20 +31,20 @@ def test_an_address_with_a_port_is_read_and_normalised(files: Files, written: st
 @pytest.mark.parametrize(
     ("written", "what"),
     [
-        ("9434", "is 9434, not a text"),
+        ("9434", "is 9434, not a string"),
         ("127.0.0.1", 'is "127.0.0.1", not an address with a port'),
         (":9434", 'is ":9434", not an address with a port'),
         ("127.0.0.1:0", 'is "127.0.0.1:0", not an address with a port'),
         ("127.0.0.1:65536", 'is "127.0.0.1:65536", not an address with a port'),
         ("'::1:9434'", 'is "::1:9434", not an address with a port'),
         ("'[127.0.0.1]:9434'", 'is "[127.0.0.1]:9434", not an address with a port'),
-        ("node7:9434", 'is "node7:9434", whose host is no IP address'),
-        ("127.0.0.256:9434", 'is "127.0.0.256:9434", whose host is no IP address'),
+        ("node7:9434", 'is "node7:9434", whose host is not an IP address'),
+        ("127.0.0.256:9434", 'is "127.0.0.256:9434", whose host is not an IP address'),
     ],
 )
 def test_what_is_no_address_with_a_port_is_refused(files: Files, written: str, what: str) -> None:
     files.write(f"web_listen: {written}\n")
-    hint = "write web_listen: followed by an IP address and a port" if "text" in what else EXAMPLE
+    hint = "write web_listen: followed by an IP address and a port" if "string" in what else EXAMPLE
     assert files.messages() == [f"{HOST}:1: web_listen {what}: {hint}"]
 
 
@@ -64,8 +64,8 @@ def test_the_page_and_the_metrics_cannot_be_at_one_place(
 ) -> None:
     files.write(f"metrics_listen: {metrics}\nweb_listen: {web}\nmetrics_allow_public: true\n")
     where = web.strip("'").replace("localhost", "127.0.0.1")
-    told = f"{HOST}:2: web_listen is {where}, where the metrics are served already (metrics_listen)"
-    assert files.messages() == ([f"{told}: give each a port of its own"] if clash else [])
+    told = f"{HOST}:2: web_listen is {where}, where metrics_listen already serves the metrics"
+    assert files.messages() == ([f"{told}: give each its own port"] if clash else [])
 
 
 @pytest.mark.parametrize("key", ["metrics", "web"])
@@ -73,7 +73,7 @@ def test_the_page_and_the_metrics_cannot_be_at_one_place(
 def test_an_address_that_others_can_reach_takes_a_second_key(files: Files, key: str, address: str) -> None:
     files.write(f"enable_cuda_mps: false\n{key}_listen: {address}\n")
     plain = address.strip("'")
-    hint = f"write 127.0.0.1:9434, or {key}_allow_public: true if that is meant"
+    hint = f"write 127.0.0.1:9434, or {key}_allow_public: true if this is intended"
     what = f"{key}_listen is {plain}, which other hosts can reach"
     assert files.messages() == [f"{HOST}:2: {what}: {hint}"]
     files.write(f"{key}_listen: {address}\n{key}_allow_public: true\n")

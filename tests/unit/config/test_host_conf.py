@@ -57,14 +57,14 @@ WRONG: list[tuple[str, str, str, dict[str, str]]] = [
     ("cuda_mps_scope", f"none of {SCOPES}", f"write one of {SCOPES}", {"true": "true", "[host]": "a list"}),
     ("cuda_mps_thread_percentage", f"none of {PERCENTAGES}", "write equal", {"equals": '"equals"'}),
     ("cuda_mps_thread_percentage", f"none of {PERCENTAGES}", f"write one of {PERCENTAGES}", {"25": "25"}),
-    (PIPE, "not an absolute path", "write the whole path, from /", {"tmp/x": '"tmp/x"'}),
-    (DEVICE_FILE, "not an absolute path", "write the whole path, from /", {"~/d.yml": '"~/d.yml"'}),
-    (PIPE, "the root directory", "write a directory of its own", {"/": '"/"'}),
-    (LOG, "the root directory", "write a directory of its own", {"/tmp/..": '"/tmp/.."'}),
-    (LOG, "not a text", A_TEXT, {"": NULL, '""': '""', "5": "5"}),
+    (PIPE, "not an absolute path", "write an absolute path", {"tmp/x": '"tmp/x"'}),
+    (DEVICE_FILE, "not an absolute path", "write an absolute path", {"~/d.yml": '"~/d.yml"'}),
+    (PIPE, "the root directory", "use a separate directory", {"/": '"/"'}),
+    (LOG, "the root directory", "use a separate directory", {"/tmp/..": '"/tmp/.."'}),
+    (LOG, "not a string", A_TEXT, {"": NULL, '""': '""', "5": "5"}),
     (
         "metrics_textfile", "which node_exporter does not read",
-        "write the path of a file of its own that ends in .prom",
+        "use a separate file that ends in .prom",
         {path: f'"{path}"' for path in ("/etc/yunion/host.conf", "/dev/null", "/srv/.prom")},
     ),
     *(
@@ -159,7 +159,7 @@ def test_a_wrong_value_is_named_with_its_line_and_a_hint(
 )
 def test_a_misspelt_key_is_named_with_the_nearest_real_one(files: Files, misspelt: str, real: str) -> None:
     files.write(f"hypervisor: kvm\n{misspelt}: x\n")
-    assert files.messages() == [f"{HOST}:2: unknown key {misspelt}: did you mean {real}?"]
+    assert files.messages() == [f"{HOST}:2: unknown key {misspelt} (did you mean {real}?)"]
 
 
 def test_an_unknown_key_that_begins_like_ours_is_named_with_all_of_ours(files: Files) -> None:
@@ -188,15 +188,15 @@ def test_an_unknown_key_that_begins_like_ours_is_named_with_all_of_ours(files: F
 )
 def test_a_merge_that_brings_in_keys_of_ours_is_named(files: Files, merge: str) -> None:
     files.write(f"theirs: &ours {{enable_cuda_mps: true}}\n{merge}\n")
-    assert files.messages() == [f"{HOST}:2: merge keys (<<) are not followed: write the keys out"]
+    assert files.messages() == [f"{HOST}:2: merge keys (<<) are not supported: write the keys out"]
 
 
 def test_of_a_key_given_twice_the_first_counts_and_both_are_named(files: Files) -> None:
     files.write("cuda_mps_scope: gpu\nhypervisor: kvm\ncuda_mps_scope: host\ncuda_mps_scope: host\n")
     hint = "keep one of the two lines (the other is line 1)"
     assert files.messages() == [
-        f"{HOST}:3: cuda_mps_scope is given twice: {hint}",
-        f"{HOST}:4: cuda_mps_scope is given twice: {hint}",
+        f"{HOST}:3: duplicate key cuda_mps_scope: {hint}",
+        f"{HOST}:4: duplicate key cuda_mps_scope: {hint}",
     ]
 
 
@@ -275,7 +275,7 @@ def test_a_message_is_one_line_whatever_the_file_holds(files: Files) -> None:
     assert messages[1].startswith(f"{HOST}:2: unknown key cuda_mps_\\nx: ")
 
 
-OWN = "write a directory of its own, for example /tmp/nvidia-mps"
+OWN = "use a separate directory, for example /tmp/nvidia-mps"
 
 
 @pytest.mark.parametrize(
@@ -314,7 +314,7 @@ def test_a_pipe_directory_is_refused_if_its_sockets_have_no_address(
     files.write(f"cuda_mps_scope: {scope}\ncuda_mps_pipe_directory: /run/{'p' * (room - 4)}\n")
     assert files.messages() == [
         (
-            f"{HOST}:2: cuda_mps_pipe_directory is {room + 1} bytes long, too long for a socket's address:"
+            f"{HOST}:2: cuda_mps_pipe_directory is {room + 1} bytes long, too long for a socket address:"
             f" choose a path of at most {room} bytes"
         )
     ]

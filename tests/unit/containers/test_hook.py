@@ -91,7 +91,7 @@ def test_whose_device_it_is_is_told_in_one_line(host: ServerHost) -> None:
 def test_a_second_device_is_refused_because_only_one_would_be_used(host: ServerHost, tmp_path: Path) -> None:
     given = bundle(tmp_path, YUNION_MPS_DEVICE="00:06.0-3")
     said = refused("00:06.0-2", bundle=given)
-    assert "was given 00:06.0-2 beside 00:06.0-3 (several as one budget:" in said
+    assert "was given 00:06.0-2 and 00:06.0-3 (to combine several into one budget:" in said
     accepted("00:06.0-3", given)
     assert devices(host) == ["00:06.0-3"]
 
@@ -99,8 +99,8 @@ def test_a_second_device_is_refused_because_only_one_would_be_used(host: ServerH
 def test_a_device_beside_a_lease_is_refused_whichever_comes_last(host: ServerHost, tmp_path: Path) -> None:
     """A device's environment leaves the lease's name in there, where it comes after the lease's."""
     given = bundle(tmp_path, YUNION_MPS_DEVICE="00:06.0-3", YUNION_MPS_LEASE=LEASE["id"])
-    assert f"was given 00:06.0-3 beside lease {LEASE['id']} (" in refused("00:06.0-3", bundle=given)
-    assert "was given 00:06.0-2 beside 00:06.0-3 (" in refused("00:06.0-2", bundle=given)
+    assert f"was given 00:06.0-3 and lease {LEASE['id']} (" in refused("00:06.0-3", bundle=given)
+    assert "was given 00:06.0-2 and 00:06.0-3 (" in refused("00:06.0-2", bundle=given)
     assert devices(host) == []
 
 
@@ -112,7 +112,7 @@ def test_the_lease_of_the_engines_own_job_is_no_second_device(host: ServerHost, 
 
 def test_a_device_not_served_when_its_file_was_read_is_refused(host: ServerHost, tmp_path: Path) -> None:
     given = bundle(tmp_path, YUNION_MPS_DEVICE="00:06.0-3")
-    again = "device 00:06.0-3 is only just served again (start the container again)"
+    again = "device 00:06.0-3 has just become available again (start the container again)"
     assert refused("00:06.0-3", "--unserved", bundle=given) == again
     host.leases.refusal = NothingFreeError("device 00:06.0-3 cannot be allocated now: it is lost", "reboot")
     said = refused("00:06.0-3", "--unserved", bundle=given, exit_code=NothingFreeError.exit_code)
@@ -166,7 +166,7 @@ def test_a_container_of_before_a_change_is_refused_once(
     now = {**LEASE["environment"], change: "/run/new", "YUNION_MPS_LEASE": LEASE["id"]}
     host.leases.given = {**LEASE, "environment": now}
     said = refused("00:06.0-1", bundle=bundle(tmp_path, YUNION_MPS_DEVICE="00:06.0-1"))
-    assert said == "device 00:06.0-1 has just become another (start the container again)"
+    assert said == "device 00:06.0-1 has just been redefined (start the container again)"
     accepted("00:06.0-1", bundle(tmp_path, YUNION_MPS_DEVICE="00:06.0-1", **{change: "/run/new"}))
 
 
@@ -207,7 +207,7 @@ def test_an_odd_name_is_asked_for_as_it_is(host: ServerHost) -> None:
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "7", '{"pid": "x"}', "{}", "[" * 100_000], ids=len)
 def test_what_is_no_containers_state_is_refused(host: ServerHost, text: str) -> None:
-    assert refused("00:06.0-1", state=text).startswith("the container engine gave no container's state")
+    assert refused("00:06.0-1", state=text).startswith("the container engine passed no container state")
     assert devices(host) == []
 
 
@@ -216,12 +216,12 @@ def test_without_a_state_on_its_input_it_says_so(host: ServerHost, state: str) -
     code = "import sys; from yunion_mps.containers.hook import main; sys.exit(main(['00:06.0-1'], sys.stdin))"
     command = ["sh", "-c", f'"$0" -c "$1" {state}', sys.executable, code]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    said = "yunion-mps: the container engine gave no container's state (is it an OCI runtime's hook?)\n"
+    said = "yunion-mps: the container engine passed no container state (is it an OCI runtime's hook?)\n"
     assert (done.returncode, done.stderr) == (1, said)
 
 
 def test_by_hand_it_says_what_it_is_for() -> None:
-    assert refused().startswith("cdi-hook is called by container engines alone")
+    assert refused().startswith("only container engines call cdi-hook")
 
 
 def test_without_a_daemon_it_waits_a_moment_and_refuses(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,11 +93,11 @@ def test_the_file_in_run_counts_before_the_one_in_etc(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("", "kind"), ("[]", "kind"), ("kind: vendor.com/net", "kind"), ("a: [", "no YAML"),
+        ("", "kind"), ("[]", "kind"), ("kind: vendor.com/net", "kind"), ("a: [", "not YAML"),
         ("kind: nvidia.com/gpu\ncontainerEdits: 7", "containerEdits"),
         ("kind: nvidia.com/gpu\ncontainerEdits: {mounts: 7}", "containerEdits"),
         ("kind: nvidia.com/gpu\ndevices: [{name: 0, containerEdits: [7]}]", "containerEdits"),
-        ("kind: nvidia.com/gpu\n" + "a: " + "[" * 3000, "no YAML"),
+        ("kind: nvidia.com/gpu\n" + "a: " + "[" * 3000, "not YAML"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_understood_is_said(tmp_path: Path, text: str, why: str) -> None:
@@ -142,13 +142,13 @@ def test_what_would_cost_us_our_own_devices_is_refused(tmp_path: Path, edits: st
 
 @pytest.mark.parametrize("text", ["{", "[" * 100_000])
 def test_json_that_is_none_is_said(tmp_path: Path, text: str) -> None:
-    with pytest.raises(ValueError, match="it is no JSON"):
+    with pytest.raises(ValueError, match="it is not JSON"):
         read(tmp_path, text, "nvidia.json")
 
 
 def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "nvidia.yaml")
-    with pytest.raises(ValueError, match="it is no file"):
+    with pytest.raises(ValueError, match="it is not a file"):
         nvidia.read(str(tmp_path / "nvidia.yaml"), [P40])
 
 

@@ -77,8 +77,8 @@ def test_a_lock_that_is_held_is_refused_with_the_holders_pid(paths: Paths) -> No
     held = take_lock(paths)
     error = refused(paths)
     os.close(held)
-    assert error.message == f"another yunion-mps-daemon is running already (PID {os.getpid()})"
-    assert error.hint == "look at it: yunion-mps status; stop it: systemctl stop yunion-mps-daemon"
+    assert error.message == f"another yunion-mps-daemon is already running (PID {os.getpid()})"
+    assert error.hint == "check it: yunion-mps status; stop it: systemctl stop yunion-mps-daemon"
     os.close(take_lock(paths))
 
 
@@ -104,21 +104,21 @@ def test_a_strangers_file_is_refused_and_stays_what_it_was(paths: Paths, lock: P
     lock.chmod(0o666)
     os.chown(lock, STRANGER, STRANGER)
     error = refused(paths)
-    assert error.message == f"{lock} is not a file of ours"
-    assert error.hint == f"look at it (ls -l {lock}), and remove it"
+    assert error.message == f"{lock} is not a file of yunion-mps"
+    assert error.hint == f"check it (ls -l {lock}), and remove it"
     assert (lock.read_text(), mode_of(lock), lock.stat().st_uid) == ("precious", 0o666, STRANGER)
 
 
 def test_a_fifo_is_refused(paths: Paths, lock: Path) -> None:
     os.mkfifo(lock)
-    assert refused(paths).message == f"{lock} is not a file of ours"
+    assert refused(paths).message == f"{lock} is not a file of yunion-mps"
 
 
 def test_a_symlink_is_not_followed(paths: Paths, lock: Path, tmp_path: Path) -> None:
     lock.symlink_to(tmp_path / "target")
     error = refused(paths)
     assert error.message == f"{lock} cannot be opened: Too many levels of symbolic links"
-    assert error.hint == f"run as root, and look at it: ls -ld {lock}"
+    assert error.hint == f"run as root, and check it: ls -ld {lock}"
     assert not (tmp_path / "target").exists()
 
 

@@ -82,7 +82,7 @@ def of_job(scene: Scene, words: Sequence[str] = SLEEP) -> list[Finding]:
 
 
 def test_a_process_with_a_devices_environment_has_what_it_needs(scene: Scene) -> None:
-    assert the(of_job(scene), "ok").what.endswith(" has what a client of ours needs")
+    assert the(of_job(scene), "ok").what.endswith(" has everything that an MPS client needs")
 
 
 def test_a_misspelt_variable_is_found_with_what_follows_from_it(scene: Scene) -> None:
@@ -131,9 +131,9 @@ def test_a_program_that_uses_a_gpu_outside_mps_is_named(scene: Scene) -> None:
         scene.host.users = Once(lambda: {str(P40.uuid): {inside: 100, wild: 100}})
         found = one(scene.host, "outside MPS", "warning")
     assert found.what.startswith(f"PID {wild} (python")
-    assert "uses GPU 00:06.0 past our MPS (it looks in /nowhere): it has no limits" in found.what
+    assert "uses GPU 00:06.0 outside our MPS (it looks in /nowhere): it has no limits" in found.what
     scene.host.users = Once(dict)
-    assert one(scene.host, "outside MPS", "ok").what == "no program does"
+    assert one(scene.host, "outside MPS", "ok").what == "no program uses a GPU outside MPS"
 
 
 # -- commands
@@ -166,7 +166,7 @@ def test_env_may_forget_and_unset_variables(scene: Scene, options: list[str]) ->
 
 def test_a_command_that_is_not_there_is_found(scene: Scene) -> None:
     assert scene.bad_command("pyhton3", "x") == ["pyhton3 was not found"]
-    assert scene.bad_command("env", "A=1") == ["there is no command behind the variables"]
+    assert scene.bad_command("env", "A=1") == ["no command follows the variables"]
 
 
 def test_a_job_script_is_read_for_what_it_exports(scene: Scene, tmp_path: Path) -> None:

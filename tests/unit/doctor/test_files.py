@@ -47,7 +47,7 @@ def test_a_directory_that_other_users_cannot_enter_is_found(
     assert one(host, "pipe directory", "ok")
     (root / closed).chmod(0o700)
     finding = one(host, "pipe directory", "problem")
-    assert finding.what.startswith(f"{root}/{closed} cannot be entered by other users")
+    assert finding.what.startswith(f"{root}/{closed} is not accessible to other users")
     with as_user(NOBODY):
         assert not os.access(f"{pipe}/.", os.F_OK, effective_ids=True)
         assert one(host, "pipe directory", "problem") == finding
@@ -61,7 +61,7 @@ def test_a_pipe_directory_must_be_limited_to_its_group(root: Path, pipe: Path) -
     host = host_of(root, cuda_mps_pipe_group="daemon")
     assert "is open to all users" in one(host, "pipe directory", "problem").what
     pipe.chmod(0o710)
-    assert one(host, "pipe directory", "ok").what == f"{pipe}: only the group daemon can enter"
+    assert one(host, "pipe directory", "ok").what == f"{pipe}: only the group daemon have access"
 
 
 def _others_link(pipe: Path) -> None:
@@ -80,7 +80,7 @@ def _file_in_its_place(pipe: Path) -> None:
     ("spoil", "what"),
     [
         (lambda pipe: os.chown(pipe.parent, NOBODY, NOBODY), "tmp/nvidia-mps belongs to nobody"),
-        (lambda pipe: pipe.chmod(0o777), "tmp/nvidia-mps/pipe may be written by other users"),
+        (lambda pipe: pipe.chmod(0o777), "tmp/nvidia-mps/pipe is writable by other users"),
         (_others_link, "tmp/nvidia-mps is a symlink of nobody"),
         (_file_in_its_place, "tmp/nvidia-mps/pipe is not a directory"),
         (lambda pipe: (pipe / "control").touch(0o600), "other users may not connect to "),
@@ -168,7 +168,7 @@ def test_what_selinux_refused_is_found_with_what_allows_it(
 ) -> None:
     selinux("1", AVC.format(at=NOW - 60))
     finding = one(host, "SELinux and AppArmor", "problem")
-    assert "SELinux refused MPS 'connectto' (1 times" in finding.what
+    assert "SELinux denied MPS 'connectto' (1 times" in finding.what
     assert "path /tmp/nvidia-mps/pipe/control" in finding.what
     assert finding.hint.startswith("ausearch -m avc -c nvidia-cuda-mps | audit2allow")
     selinux("0", AVC.format(at=NOW - 60))
@@ -182,14 +182,14 @@ def test_what_selinux_refused_long_ago_or_to_others_is_not_told(
     granted = AVC.replace("denied", "granted").format(at=NOW)
     selinux("1", AVC.format(at=1_600_000_000) + others + granted)
     finding = one(host, "SELinux and AppArmor", "ok")
-    assert finding.what == "SELinux is enforcing, and has refused MPS nothing within the last day"
+    assert finding.what == "SELinux is enforcing, and has denied MPS nothing within the last day"
 
 
 def test_what_apparmor_refused_is_found(host: Host, root: Path) -> None:
     assert one(host, "SELinux and AppArmor", "ok").what == "neither is active here"
     write(root / "sys/module/apparmor/parameters/enabled", "Y\n")
     write(root / "dev/kmsg", APPARMOR.format(at=NOW))
-    assert "AppArmor refused MPS 'open'" in one(host, "SELinux and AppArmor", "problem").what
+    assert "AppArmor denied MPS 'open'" in one(host, "SELinux and AppArmor", "problem").what
 
 
 @needs_root

@@ -88,7 +88,7 @@ def test_a_control_program_that_is_missing_is_found(host: Host, tmp_path: Path) 
 
 
 def test_a_device_node_that_is_missing_or_roots_alone_is_found(host: Host, tmp_path: Path) -> None:
-    assert one(host, "device nodes", "ok").what == "they are there, and can be opened"
+    assert one(host, "device nodes", "ok").what == "they exist and can be opened"
     node = tmp_path / "dev/nvidia7"
     node.chmod(0o660)
     assert f"{node}: users other than root may not open it" in one(host, "device nodes", "problem").what
@@ -142,7 +142,7 @@ def served(root: Path, *gpus: Gpu, **keys: str) -> Host:
     [
         ("GPUs", {"reason": Reason("the GPU is lost", GPU_LOST)}, "problem", "the GPU is lost", "dmesg"),
         ("MIG", {"mig_enabled": True}, "problem", "is in MIG mode", "nvidia-smi -i 0000:07:00.0 -mig 0"),
-        ("budgets", {"compute_capability": (6, 1)}, "warning", "no budget is enforced", "use such GPUs only"),
+        ("budgets", {"compute_capability": (6, 1)}, "warning", "no budget is enforced", "run only jobs"),
         ("compute mode", {"compute_mode": "Default"}, "problem", "runs without limits",
          "nvidia-smi -i 0000:07:00.0 -c EXCLUSIVE_PROCESS"),
         ("compute mode", {"compute_mode": "Prohibited"}, "problem", "no CUDA program can use it",

@@ -106,7 +106,7 @@ def test_limits_in_any_unit_that_is_known_are_compared() -> None:
 def test_a_missing_pipe_directory_is_found_with_what_follows_from_it() -> None:
     found = no_place({}, "/tmp/nvidia-mps", ["/run/mps"])
     assert found.level == "problem"
-    assert "it looks in /tmp/nvidia-mps, where no control daemon of ours serves" in found.what
+    assert "it looks in /tmp/nvidia-mps, where none of our control daemons serves" in found.what
     assert "yunion-mps run -- COMMAND" in found.hint
     other = no_place({"CUDA_MPS_PIPE_DIRECTORY": "/mps"}, "/tmp/nvidia-mps", ["/run/mps"])
     assert "CUDA_MPS_PIPE_DIRECTORY is /mps" in other.what

@@ -223,7 +223,7 @@ def test_a_program_that_cannot_be_started_is_an_error_with_a_hint(
     with pytest.raises(HostError) as caught:
         spawn([str(program)], {}, stdin=None, stdout=null, stderr=null)
     assert caught.value.message == f"{program} cannot be started: {words}"
-    assert caught.value.hint == "install it again"
+    assert caught.value.hint == "reinstall it"
 
 
 def test_a_program_is_found_on_path_first_and_only_when_it_can_be_run(

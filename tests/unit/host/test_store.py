@@ -14,7 +14,7 @@ from yunion_mps.errors import HostError
 from yunion_mps.host.store import Store
 from yunion_mps.paths import Paths
 
-HINT = "move the file away; a compute mode that was changed is then restored by: nvidia-smi -c DEFAULT"
+HINT = "move the file away; then restore changed compute modes: nvidia-smi -c DEFAULT"
 OTHER_BOOT = "00000000-0000-0000-0000-000000000000"
 
 #: A statement for as much as is wanted in the file.
@@ -285,4 +285,4 @@ def test_that_a_file_is_read_only_is_no_reason_to_move_it_away(paths: Paths, sto
     command = ["unshare", "--mount", "sh", "-c", steps, paths.root, sys.executable, "-c", OPEN]
     message, hint = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()
     assert message == f"the state file {paths.store} cannot be used: unable to open database file"
-    assert hint.startswith(f"let root write there: findmnt -T {paths.state_directory}; ls -l ")
+    assert hint.startswith(f"make it writable for root: findmnt -T {paths.state_directory}; ls -l ")

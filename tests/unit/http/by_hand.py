@@ -142,7 +142,7 @@ class FakeClients(_ByHand, ClientService):
     #: Why the client that is to be terminated is not.
     refusal: YunionError | None = None
     ended = True
-    how = "its MPS server let go of it; ended by SIGTERM"
+    how = "its MPS server disconnected it; ended by SIGTERM"
 
     async def clients(self, *, seen: bool = False) -> Any:
         await self._pass("clients")

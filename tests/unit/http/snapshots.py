@@ -73,7 +73,7 @@ def disabled() -> Snapshot:
 
 
 def gone() -> Snapshot:
-    """A GPU of the plan is not there any more."""
+    """A GPU of the plan is no longer present."""
     return reference()._replace(inventory=Inventory(Driver("535.261.03", None), ()))
 
 

@@ -138,7 +138,7 @@ def test_every_path_takes_the_methods_that_are_described_and_no_others(path: str
         if method in described:
             assert status == 200
         else:
-            detail = f"{method} is not possible here"
+            detail = f"{method} is not supported here"
             assert (status, answer["detail"], errors("ProblemDetails", answer)) == (405, detail, [])
 
 

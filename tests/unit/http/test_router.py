@@ -108,7 +108,7 @@ def test_other_methods_are_refused_with_the_ones_that_are_allowed(
     shared: Router, path: str, method: str
 ) -> None:
     refused = ask(shared, re.sub(r"{\w+}", "4260", path) + "?x#y", method)
-    assert problem(refused) == (405, f"{method} is not possible here", None)
+    assert problem(refused) == (405, f"{method} is not supported here", None)
     allowed = set(operations.ROUTES[path])
     assert set(dict(refused.headers)["Allow"].split(", ")) == allowed
 

@@ -37,7 +37,7 @@ MESSAGES = {
         "load it with: modprobe nvidia; if that fails, see: dmesg | grep -i nvidia",
     ),
     "lib_rm_version_mismatch": (
-        "the NVIDIA driver's library and its kernel module are of different versions",
+        "the NVIDIA driver's library and its kernel module have different versions",
         "reboot, or unload and load the module: the driver was updated while the old module was in use",
     ),
     "gpu_is_lost": (LOST, "see: dmesg | grep Xid; then reset the GPU or reboot the host"),
@@ -47,10 +47,10 @@ MESSAGES = {
         "if this is about the compute mode, set cuda_mps_compute_mode: keep in host.conf",
     ),
     "function_not_found": (
-        "NVML says: Function Not Found",
+        "NVML error: Function Not Found",
         "see: dmesg | grep -i nvidia; and try: nvidia-smi",
     ),
-    "unknown": ("NVML says: Unknown Error", "see: dmesg | grep -i nvidia; and try: nvidia-smi"),
+    "unknown": ("NVML error: Unknown Error", "see: dmesg | grep -i nvidia; and try: nvidia-smi"),
 }
 
 
@@ -126,7 +126,7 @@ def test_a_gpu_that_fails_in_any_call_has_a_reason_and_its_neighbours_none(
     host = open_host([{"kind": "t4", "count": 3}])
     before = host.gpus()
     host.sim.fail(call, error, gpu=1)
-    words = {"gpu_is_lost": LOST, "unknown": "NVML says: Unknown Error", "timeout": "NVML says: Timeout"}
+    words = {"gpu_is_lost": LOST, "unknown": "NVML error: Unknown Error", "timeout": "NVML error: Timeout"}
     first, broken, last = host.gpus()
     assert (first, last) == (before[0], before[2])
     assert broken == Gpu(

@@ -46,9 +46,7 @@ def test_a_driver_that_hangs_in_a_call_is_named(open_host: OpenHost, call: str) 
     with pytest.raises(DriverError) as caught:
         host.nvml.gpus()
     assert caught.value.message == "the NVIDIA driver does not answer within 0.05 s"
-    assert caught.value.hint == (
-        "see: dmesg | grep -iE 'nvrm|xid'; a driver that hangs is helped by a reboot alone"
-    )
+    assert caught.value.hint == ("see: dmesg | grep -iE 'nvrm|xid'; only a reboot helps if the driver hangs")
     host.nvml.close()
     host.sim.clear()
 
@@ -85,7 +83,7 @@ def test_a_compute_mode_is_set_on_the_gpu_with_the_uuid_and_on_no_other(
     [
         ("no_permission", "NVML does not permit this"),
         ("not_supported", "the driver does not support this on the GPU"),
-        ("unknown", "NVML says: Unknown Error"),
+        ("unknown", "NVML error: Unknown Error"),
     ],
 )
 def test_a_compute_mode_that_cannot_be_set_is_an_error(open_host: OpenHost, error: str, message: str) -> None:
@@ -123,5 +121,5 @@ def test_a_compute_mode_that_does_not_read_back_is_an_error(open_host: OpenHost)
 
 @pytest.mark.parametrize("call", ["restore_compute_mode", "set_compute_mode"])
 def test_a_gpu_that_is_not_there_is_an_error(open_host: OpenHost, call: str) -> None:
-    with pytest.raises(DriverError, match="NVML says: Not Found"):
+    with pytest.raises(DriverError, match="NVML error: Not Found"):
         getattr(open_host().nvml, call)("GPU-ffffffff-0000-0000-0000-000000000000", "Default")

@@ -166,6 +166,6 @@ def test_a_host_without_machine_id_is_named_with_what_makes_one(
     with pytest.raises(HostError) as caught:
         machine_id(Paths(str(tmp_path)))
     assert caught.value.message == (
-        f"{tmp_path}/etc/machine-id holds no machine id, from which the devices' ids are derived"
+        f"{tmp_path}/etc/machine-id contains no machine id, from which the device ids are derived"
     )
-    assert caught.value.hint == "make one with: systemd-machine-id-setup"
+    assert caught.value.hint == "create one: systemd-machine-id-setup"

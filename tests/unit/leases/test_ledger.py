@@ -50,7 +50,7 @@ def test_leases_are_named_by_name_or_id_with_their_holder() -> None:
 
 def test_a_device_has_one_owner() -> None:
     ledger = Ledger([lease("a", device(0, 0))])
-    with pytest.raises(AssertionError, match=r"00:00\.0-0 has an owner: lease a"):
+    with pytest.raises(AssertionError, match=r"00:00\.0-0 is already leased: lease a"):
         ledger.add(lease("b", device(0, 1), device(0, 0)))
     assert (ledger.lease_of, list(ledger.leases)) == ({"id-0-4-0": "a"}, ["a"]), "and nothing was entered"
 

@@ -87,10 +87,10 @@ def test_the_daemons_man_page_has_all_of_its_help(manual: Manual) -> None:
     assert len(options) == 6
     for option in options:
         assert squeezed(option) in page, option
-    _, about, _, end, statuses = text.split("\n\n")
-    assert squeezed(about) in page
-    assert squeezed(end) in page
-    for status in statuses.partition("exit status:")[2].split(";"):
+    prose, _, after = text.partition("\n\n")[2].partition("Options:\n")
+    for paragraph in prose.split("\n\n"):
+        assert squeezed(paragraph) in page
+    for status in after.partition("Exit status:")[2].split(";"):
         assert squeezed(status) in page
 
 

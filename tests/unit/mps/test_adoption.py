@@ -121,9 +121,9 @@ def test_another_programs_control_daemon_is_refused_and_left_alone(bench: Bench,
         it = f"the control daemon (PID {pid}) that an earlier yunion-mps-daemon left in {pipe}"
         assert (run.error.message, run.error.hint) == (f"{it} serves none of its GPUs", hint)
     else:
-        it = f"a control daemon (PID {pid}, uid {os.getuid()}), not started by us"
-        assert run.error.message == f"{it}, already serves {pipe}"
-        assert run.error.hint == f"{hint}; or go on with it and its jobs: yunion-mps-daemon --adopt {pid}"
+        it = f"a control daemon (PID {pid}, uid {os.getuid()}) not started by yunion-mps"
+        assert run.error.message == f"{it} serves {pipe}"
+        assert run.error.hint == f"{hint}; or adopt it with its jobs: yunion-mps-daemon --adopt {pid}"
     assert run.turn(60).states == [STOPPED, FAILED], "it is no event that it fails again as before"
     assert run.domain.since_s == run.now_s
     run.stop()

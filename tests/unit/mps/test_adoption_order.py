@@ -105,10 +105,10 @@ def test_an_order_holds_for_its_process_alone(bench: Bench) -> None:
         order._replace(started_ticks=order.started_ticks + 1)
     )  # as where its PID is another's by now
     assert adoption_order(stranger.pid) is None
-    with pytest.raises(HostError, match="not started by us"):
+    with pytest.raises(HostError, match="not started by yunion-mps"):
         find(bench.plan)
     record_order(order._replace(pipe_directory="/elsewhere"))
-    with pytest.raises(HostError, match="not started by us"):
+    with pytest.raises(HostError, match="not started by yunion-mps"):
         find(bench.plan)
 
 
@@ -142,11 +142,11 @@ def test_one_whose_gpu_order_is_certain_is_adopted(
     ("environment", "gpus", "why"),
     [
         pytest.param({}, (ONE, TWO), "CUDA_DEVICE_ORDER is not PCI_BUS_ID", id="in an order of its own"),
-        pytest.param({"CUDA_VISIBLE_DEVICES": "1,0"}, (ONE, TWO), "only UUIDs tell", id="by number"),
-        pytest.param({"CUDA_VISIBLE_DEVICES": ""}, (ONE, TWO), "only UUIDs tell", id="none"),
+        pytest.param({"CUDA_VISIBLE_DEVICES": "1,0"}, (ONE, TWO), "only UUIDs identify", id="by number"),
+        pytest.param({"CUDA_VISIBLE_DEVICES": ""}, (ONE, TWO), "only UUIDs identify", id="none"),
         pytest.param({"CUDA_VISIBLE_DEVICES": ONE}, (ONE, TWO), "are not those", id="too few"),
         pytest.param({}, (ONE, TWO, OTHER_GPU), "are not those", id="too many"),
-        pytest.param({}, (ONE, None), "does not tell its UUID", id="one unknown"),
+        pytest.param({}, (ONE, None), "has no known UUID", id="one unknown"),
         pytest.param({"CUDA_MPS_PIPE_DIRECTORY": "/b"}, (ONE, TWO), "started for /b", id="elsewhere"),
     ],
 )

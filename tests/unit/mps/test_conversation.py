@@ -27,7 +27,7 @@ def check_setting(plan: DomainPlan, answer: Sequence[str]) -> None:
     limits.check(plan, answer[1:])
 
 
-NO_DEVICE = "no device is served without its limits; look at the end of the control daemon's log"
+NO_DEVICE = "no device is served without its limits; check the end of the control daemon's log"
 
 
 def test_the_peer_of_a_pipe_directory_is_the_control_daemon_itself(bench: Bench) -> None:
@@ -98,7 +98,7 @@ def test_every_percentage_that_a_plan_can_have_is_kept_as_it_was_set(bench: Benc
     assert bench.ask(*commands) == [f"{value:.1f}" for value in ordered]
 
 
-MORE = "the control daemon answers more than was asked for: "
+MORE = "the control daemon gave an unexpected answer: "
 RIGHT = ["25.0", "5G", "25.0", "512M", "25.0"]
 
 
@@ -179,7 +179,7 @@ def test_a_stopped_control_daemon_is_given_up_at_the_deadline(bench: Bench) -> N
     assert caught.value.message == (
         "the control daemon did not answer 'set_default_active_thread_percentage 25' within 5 s"
     )
-    assert caught.value.hint == "look at the end of its log"
+    assert caught.value.hint == "check the end of its log"
     assert sorted(os.listdir("/proc/self/fd")) == before, "the front-end and its pipe are gone"
 
 

@@ -104,7 +104,7 @@ def test_a_directory_that_clients_cannot_enter_is_refused_if_they_must(tmp: Path
     descriptors = open_descriptors()
     with pytest.raises(HostError) as caught:
         make_for_clients(tmp / "pipe")
-    assert caught.value.message == f"{tmp}/pipe cannot be entered by other users"
+    assert caught.value.message == f"{tmp}/pipe is not accessible to other users"
     assert caught.value.hint == f"let clients in: chmod go+x {tmp}/pipe"
     assert mode_of(tmp / "pipe") == mode
     assert open_descriptors() == descriptors
@@ -120,7 +120,7 @@ def test_following_the_hint_lets_clients_in(tmp: Path) -> None:
 def test_a_shortage_of_descriptors_is_an_error_of_its_own(tmp: Path) -> None:
     with pytest.raises(HostError) as caught, no_descriptor_left():
         make(tmp / "pipe")
-    assert caught.value.message == f"{tmp}/pipe cannot be made or opened: Too many open files"
+    assert caught.value.message == f"{tmp}/pipe cannot be created or opened: Too many open files"
     assert caught.value.hint == LIMITS
     with use(f"{tmp}/pipe") as directory, pytest.raises(HostError) as caught, no_descriptor_left():
         check_entries(directory, f"{tmp}/pipe")
@@ -146,7 +146,7 @@ def test_a_strangers_symlink_is_refused_at_every_level(tmp: Path, place: Path, l
     os.lchown(link, STRANGER, STRANGER)
     error = refused(tmp / LEVELS[-1], place)
     assert error.message == f"{link} is a symlink, which is not followed"
-    assert error.hint == f"see whose it is (ls -l {link}), and remove it: others can write there"
+    assert error.hint == f"check its owner (ls -l {link}), and remove it: others can write there"
 
 
 def test_a_symlink_of_root_in_a_world_writable_directory_is_refused(tmp: Path, place: Path) -> None:
@@ -174,14 +174,14 @@ def test_symlinks_in_a_circle_end_with_an_error(place: Path) -> None:
     (place / "a").symlink_to(place / "b")
     (place / "b").symlink_to(place / "a")
     error = refused(place / "a/pipe", place)
-    assert error.message.endswith(" is a symlink in a circle")
+    assert error.message.endswith(" is a circular symlink")
     assert error.hint == "remove it"
 
 
 def test_a_path_that_goes_upwards_is_refused(place: Path) -> None:
     error = refused(Path(f"{place}/x/../../pipe"), place)
-    assert error.message == f"{place}/x/../../pipe goes upwards"
-    assert error.hint == "name the directory without .."
+    assert error.message == f"{place}/x/../../pipe contains .."
+    assert error.hint == "write the path without .."
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -193,7 +193,7 @@ def test_a_strangers_directory_is_refused_at_every_level(tmp: Path, level: str, 
     os.chown(path, STRANGER, STRANGER)
     error = refused(tmp / LEVELS[-1], tmp)
     assert error.message == f"{path} belongs to another user (nobody)"
-    assert error.hint == f"look at it (ls -la {path}); remove it, or choose another directory"
+    assert error.hint == f"check it (ls -la {path}); remove it, or choose another directory"
 
 
 def test_a_stranger_without_a_name_is_named_by_number(tmp: Path) -> None:
@@ -210,8 +210,8 @@ def test_a_writable_directory_is_refused_unless_sticky_on_the_way(place: Path, m
     path.mkdir()
     path.chmod(mode)
     error = refused(path if last else path / "pipe", place)
-    assert error.message == f"{path} may be written by other users"
-    assert error.hint == f"look at it (ls -la {path}); then chmod go-w {path}, or choose another directory"
+    assert error.message == f"{path} is writable by other users"
+    assert error.hint == f"check it (ls -la {path}); then chmod go-w {path}, or choose another directory"
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -248,7 +248,7 @@ def test_something_of_a_stranger_in_the_directory_is_refused(
     with pytest.raises(HostError) as caught:
         check(place / "pipe")
     assert caught.value.message == f"{control} belongs to another user (nobody)"
-    assert caught.value.hint == f"look at it (ls -la {control}); remove it, or choose another directory"
+    assert caught.value.hint == f"check it (ls -la {control}); remove it, or choose another directory"
     assert everything_below(place) == before
 
 
@@ -296,7 +296,7 @@ def test_the_log_is_made_unreadable_to_others_and_appended_to_later(log_director
 @pytest.mark.parametrize(
     ("what", "message"),
     [
-        ("file of a stranger", "is not a file of ours"),
+        ("file of a stranger", "is not a file of yunion-mps"),
         ("symlink", "cannot be written: Too many levels of symbolic links"),
         ("fifo", "cannot be written: No such device or address"),
         ("directory", "cannot be written: Is a directory"),

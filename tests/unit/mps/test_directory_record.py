@@ -108,7 +108,9 @@ def test_only_the_operator_restricts_a_directory_that_we_did_not_make(record: Pa
     mps.mkdir(mode=0o755)
     with pytest.raises(HostError) as caught:
         _admit(mps, "daemon")
-    assert caught.value.message == f"{mps} was not made by yunion-mps, and is not limited to the group daemon"
+    assert (
+        caught.value.message == f"{mps} was not created by yunion-mps, and is not limited to the group daemon"
+    )
     assert mps.stat().st_mode & 0o777 == 0o755
     subprocess.run(caught.value.hint.partition(": ")[2], shell=True, check=True)
     assert _admit(mps, "daemon").st_mode & 0o777 == 0o710

@@ -70,7 +70,7 @@ def test_one_that_dies_before_it_is_asked_again_is_replaced_at_once(run: DomainR
     os.kill(run.pid, signal.SIGKILL)
     after.until(READY)
     assert after.pending.endswith(
-        "of an earlier control daemon goes on with its jobs; new ones may have to wait"
+        "of an earlier control daemon continues with its jobs; new ones may have to wait"
     )
 
 
@@ -107,7 +107,7 @@ def test_what_a_survivors_server_waits_for_is_remembered(
 def test_limits_that_another_program_changed_are_set_again(run: DomainRun, bench: Bench) -> None:
     bench.ask("set_default_device_pinned_mem_limit 0 0G")
     assert run.turn(VERIFY_S - 1).state == READY
-    run.turn(1).until_it(lambda: "another program has changed its limits" in run.told).until(READY)
+    run.turn(1).until_it(lambda: "another program changed its limits" in run.told).until(READY)
     (event,) = [event for event in run.events if event.kind == "limit"]
     assert event.cause.startswith("the memory limit of device 0 is not in effect: it was set to 5760M")
     assert event.consequence == "they are set again"
@@ -120,7 +120,7 @@ def test_a_server_with_another_programs_limits_is_named_and_awaited(run: DomainR
     bench.ask("set_default_active_thread_percentage 100")
     bench.jobs.end(bench.jobs.begin())
     (server,) = run.domain.server_pids()
-    run.turn(VERIFY_S).until_it(lambda: "another program has changed its limits" in run.told).until(READY)
+    run.turn(VERIFY_S).until_it(lambda: "another program changed its limits" in run.told).until(READY)
     (event,) = [event for event in run.events if event.kind == "limit"]
     assert f"its MPS server (PID {server}) may have the others" in event.consequence
     assert f"its MPS server (PID {server})" in run.pending

@@ -216,7 +216,7 @@ ENDED = "[x Control 1] Server 7 exited with status 0\n"
 @pytest.mark.parametrize(
     ("before", "severity", "what"),
     [
-        ("", "error", "MPS server (PID 7) ended without being asked to"),
+        ("", "error", "MPS server (PID 7) ended unexpectedly"),
         ("[x Control 1] Cmd:shutdown_server 7\n", "info", "MPS server (PID 7) ended"),
         ("[x Control 1] quit command issued with timeout of 10\n", "info", "MPS server (PID 7) ended"),
         (
@@ -227,7 +227,7 @@ ENDED = "[x Control 1] Server 7 exited with status 0\n"
         (
             "[x Control 1] NEW CLIENT 9 from user 0: Server is not ready, push client to pending list\n",
             "error",
-            "MPS server (PID 7) ended without being asked to",
+            "MPS server (PID 7) ended unexpectedly",
         ),
     ],
 )

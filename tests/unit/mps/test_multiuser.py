@@ -48,12 +48,12 @@ def test_one_that_neither_serves_nor_ends_is_tried_again_later(bench: Bench) -> 
 
 
 def test_a_program_that_cannot_be_tried_is_an_error(bench: Bench) -> None:
-    with pytest.raises(HostError, match="cannot be tried: No such file or directory"):
+    with pytest.raises(HostError, match="cannot be run: No such file or directory"):
         knows_multiuser(str(bench.place / "none"), str(bench.place))
     unknown = bench.place / "copy"
     unknown.write_bytes(Path(bench.program).read_bytes())
     unknown.chmod(0o755)
-    with pytest.raises(HostError, match="cannot be tried: No such file or directory"):
+    with pytest.raises(HostError, match="cannot be run: No such file or directory"):
         knows_multiuser(str(unknown), str(bench.place / "none"))
 
 

@@ -33,18 +33,18 @@ def orphan(run: DomainRun, jobs: Jobs) -> tuple[int, Client]:
 def test_servers_of_a_control_daemon_that_died_are_events_and_shown(run: DomainRun, jobs: Jobs) -> None:
     first = run.pid
     server, _ = orphan(run, jobs)
-    (event,) = [event for event in run.events if "lives on" in event.what]
+    (event,) = [event for event in run.events if "still running" in event.what]
     assert event == Event(
         "warning",
         "client",
         "host",
-        f"its MPS server (PID {server}) lives on without its control daemon",
+        f"its MPS server (PID {server}) is still running without its control daemon",
         f"the control daemon (PID {first}) was killed by signal 9",
-        "its jobs go on with their limits; new ones may have to wait for its end",
+        "its jobs continue with their limits; new ones may have to wait for its end",
         "servers_orphaned",
     )
     assert run.pending == (
-        f"its MPS server (PID {server}) of an earlier control daemon goes on with its jobs; "
+        f"its MPS server (PID {server}) of an earlier control daemon continues with its jobs; "
         "new ones may have to wait"
     )
     assert run.domain.server_pids() == [server], "NVML's list of processes is read by this"
@@ -109,7 +109,7 @@ def test_a_server_orphaned_between_two_ticks_is_found(run: DomainRun, jobs: Jobs
     assert run.pending == ""
     run.turn(1)
     (server,) = jobs.servers()
-    assert run.pending.startswith(f"its MPS server (PID {server}) of an earlier control daemon goes on")
+    assert run.pending.startswith(f"its MPS server (PID {server}) of an earlier control daemon continues")
 
 
 def test_a_daemon_that_starts_finds_the_orphans_of_one_before_it(run: DomainRun, bench: Bench) -> None:
@@ -118,7 +118,7 @@ def test_a_daemon_that_starts_finds_the_orphans_of_one_before_it(run: DomainRun,
     os.kill(run.pid, signal.SIGKILL)
     run.until_ended()
     after = bench.serving().turn(1)
-    assert after.told == [f"its MPS server (PID {server}) lives on without its control daemon"]
+    assert after.told == [f"its MPS server (PID {server}) is still running without its control daemon"]
     after.stop().turn(10).until(STOPPED)
     assert bench.jobs.servers() == []
 
@@ -153,7 +153,7 @@ def test_a_stop_gives_orphans_the_clients_time_and_then_ends_them(run: DomainRun
     run.turn(0.1).until(STOPPED)
     assert jobs.servers() == []
     assert f"its MPS server (PID {server}), left without a control daemon, gets SIGTERM" in run.told
-    assert run.events[-2].cause == "the time that its jobs had to end is over"
+    assert run.events[-2].cause == "its jobs did not end in time"
 
 
 def test_a_stop_need_not_wait_for_an_orphan_that_ends(run: DomainRun, jobs: Jobs) -> None:

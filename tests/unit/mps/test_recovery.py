@@ -43,7 +43,7 @@ def test_a_stopped_control_daemon_is_named_and_told_to_go_on(
     assert run.reasons[-2] == "it answers again; its limits are being read"
     assert run.pid == pid
     assert run.domain.error is None
-    assert any("It is told to go on." in message for message in caplog.messages)
+    assert any("Resuming it." in message for message in caplog.messages)
     assert bench.ask("get_default_device_pinned_mem_limit 0") == ["5G"]
 
 
@@ -73,7 +73,7 @@ def test_who_keeps_it_waiting_is_named(run: DomainRun, plan: DomainPlan) -> None
         find_out(run)
         assert run.domain.reason == (
             f"the control daemon (PID {run.pid}) does not serve: PID {other} ({name_of(other)}, root) is "
-            "connected to it and says nothing: all others wait for that process"
+            "connected to it but sends nothing, so all others wait for that process"
         )
 
 
@@ -114,7 +114,7 @@ def test_one_with_jobs_is_replaced_once_their_server_has_ended(
         assert (run.state, run.pid, bench.jobs.servers()) == (WEDGED, pid, [server])
         assert run.domain.reason.endswith(
             f"; it is replaced when its MPS server (PID {server}), which may have jobs, has ended "
-            f"(not to wait, and risk them: kill -9 {pid})"
+            f"(to end it now, at the risk of its jobs: kill -9 {pid})"
         )
         assert sum("which may have jobs" in message for message in caplog.messages) == 1, "it is said once"
         bench.jobs.end(job)
@@ -192,9 +192,9 @@ def test_another_process_at_its_socket_is_reported_and_left_alone(run: DomainRun
         other.listen()
         run.turn(PROBE_S).turn(2).until(FAILED)
         who = f"(PID {os.getpid()})"
-        assert f"its socket in {plan.pipe_directory} is that of another process {who}" in run.reasons[3]
+        assert f"its socket in {plan.pipe_directory} belongs to another process {who}" in run.reasons[3]
         assert not Path(f"/proc/{pid}").exists()
-        assert f"(PID {os.getpid()}, uid {os.getuid()}), not started by us" in run.error.message
+        assert f"(PID {os.getpid()}, uid {os.getuid()}) not started by yunion-mps" in run.error.message
         assert PROGRAM in run.error.hint
     assert run.turn(60).until(READY).domain.error is None
 

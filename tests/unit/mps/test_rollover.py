@@ -32,7 +32,9 @@ def test_a_shortage_delays_them_and_ends_no_control_daemon(run: DomainRun, other
     with no_descriptor_left():
         run.domain.change(other, run.now_s)
         assert run.turn(1).state == APPLYING
-        assert run.domain.reason.startswith("the control daemon cannot be talked to: Too many open files; ")
+        assert run.domain.reason.startswith(
+            "cannot communicate with the control daemon: Too many open files; "
+        )
     run.turn(1).until(READY)
     assert (run.domain.in_effect, run.pid) == (LimitsInEffect(other), pid)
 
@@ -64,7 +66,7 @@ def test_a_change_that_is_taken_back_is_pending_no_more(
     assert run.pending
     run.change(bench.plan)
     assert (run.domain.in_effect, run.pending) == (LimitsInEffect(bench.plan), "")
-    assert "the change that was pending is taken back" in run.told
+    assert "the pending change was withdrawn" in run.told
 
 
 def test_the_next_server_has_the_new_limits(run: DomainRun, bench: Bench, other: DomainPlan) -> None:

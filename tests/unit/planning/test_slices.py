@@ -106,8 +106,8 @@ def test_the_environment_has_the_lowest_priority_if_it_is_below_normal() -> None
         (
             slices((8192,), (8193,)),
             {},
-            [("slices have 16385 MiB in all, more than the 16384 MiB of GPU 01:00.0 (Tesla V100):"
-             " take 1 MiB off them")],
+            [("the slices add up to 16385 MiB, more than the 16384 MiB of GPU 01:00.0 (Tesla V100):"
+             " reduce them by 1 MiB")],
         ),
         (
             slices((1024, 60.0), (1024, 50.5)),
@@ -242,7 +242,7 @@ def test_a_device_that_the_pool_never_has_is_not_made(wrong: int) -> None:
 
 
 def test_a_device_of_a_gpu_that_is_gone_is_not_made() -> None:
-    with pytest.raises(NotFoundError, match="is not there any more"):
+    with pytest.raises(NotFoundError, match="is no longer present"):
         pool_device("", pool_of(V100, units()), 1, 0, (P40,))
 
 
@@ -280,7 +280,7 @@ def test_a_gpu_that_cannot_serve_has_no_pool() -> None:
         (
             units(128, memory_reserve_mib=64, thread_overcommit=1.5),
             {},
-            "127 units of 128 MiB, 64 MiB in reserve for each client, threads 1.5 times",
+            "127 units of 128 MiB, 64 MiB reserved for each client, threads 1.5 times",
         ),
         (units(), {"cuda_mps_thread_percentage": "none"}, "16 units of 1024 MiB, threads not limited"),
     ],

@@ -17,7 +17,7 @@ from unit.supervised import Begin, MakeHost, PutToWork, Supervise, Supervised, c
 
 TWO = [{"kind": "v100"}, {"kind": "a100"}]
 LOST = "the GPU has fallen off the bus or is otherwise inaccessible (GPU is lost)"
-GONE = "the GPU is not there any more"
+GONE = "the GPU is no longer present"
 
 Entry = Callable[[SimHost, int], str]
 
@@ -110,7 +110,7 @@ def test_one_that_fails_in_every_call_is_listed_too(begin: Begin) -> None:
     host.fail("nvmlDeviceGetUUID", "unknown", gpu=0)
     made = first.again()
     assert list(shown(made)) == list(shown(first))
-    assert reasons(made) == ["NVML says: Unknown Error"] * 4 + [""] * 4
+    assert reasons(made) == ["NVML error: Unknown Error"] * 4 + [""] * 4
 
 
 def test_one_that_was_switched_to_mig_mode_is_listed_too(begin: Begin) -> None:
@@ -234,7 +234,7 @@ def test_one_that_never_served_is_still_a_mistake_in_the_file(begin: Begin) -> N
     made.stop()
     host.gpus[1].remove()
     name(host, by_uuid(host, 0), by_uuid(host, 1))
-    with pytest.raises(ConfigError, match=f"path {host.gpus[1].uuid} is no GPU of this host"):
+    with pytest.raises(ConfigError, match=f"path {host.gpus[1].uuid} is not a GPU of this host"):
         made.again()
 
 

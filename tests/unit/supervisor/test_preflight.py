@@ -67,8 +67,8 @@ def test_the_problems_of_the_files_and_of_the_host_are_reported_together(make_ho
         "- {path: 00:0f.0, type: NVIDIA_MPS, virtual_number: 1}\n"
     )
     clients = "more than the 16 clients that MPS allows on GPU 00:06.0 (Tesla P40): write at most 16"
-    twice = "line 2 divides already as /dev/dri/renderD128: remove one of the two entries"
-    no_gpu = "path 00:0f.0 is no GPU of this host: the GPUs of this host are /dev/dri/renderD128"
+    twice = "line 2 already divides as /dev/dri/renderD128: remove one of the two entries"
+    no_gpu = "path 00:0f.0 is not a GPU of this host: the GPUs of this host are /dev/dri/renderD128"
     assert messages(host) == [
         '/etc/yunion/host.conf:2: cuda_mps_scope is "hots", none of host, gpu: write host',
         *(
@@ -103,7 +103,7 @@ def test_a_bad_configuration_is_reported_before_a_missing_driver(make_host: Make
 def test_a_driver_that_fails_during_the_search_is_an_error(make_host: MakeHost) -> None:
     host = make_host()
     host.fail("nvmlDeviceGetCount", "unknown")
-    with pytest.raises(DriverError, match="NVML says: Unknown Error"):
+    with pytest.raises(DriverError, match="NVML error: Unknown Error"):
         preflight_of(host).check()
 
 
@@ -127,7 +127,7 @@ def test_a_broken_gpu_is_no_problem_of_the_configuration(make_host: MakeHost) ->
 def test_a_host_without_machine_id_has_no_preflight(make_host: MakeHost) -> None:
     host = make_host()
     (host.root / "etc/machine-id").unlink()
-    with pytest.raises(HostError, match="holds no machine id"):
+    with pytest.raises(HostError, match="contains no machine id"):
         preflight_of(host)
 
 

@@ -238,7 +238,7 @@ def test_a_stranger_on_the_directory_is_reported_before_any_change(
         stranger.stdout.readline()
         made = supervise(host)
         host.fail("nvmlDeviceSetComputeMode", "unknown")
-        with pytest.raises(HostError, match=f"PID {stranger.pid}, uid 0.*, not started by us, already"):
+        with pytest.raises(HostError, match=f"PID {stranger.pid}, uid 0.* not started by yunion-mps"):
             made.supervisor.start(time.monotonic())
         made.stop()
     finally:

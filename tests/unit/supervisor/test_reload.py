@@ -129,7 +129,11 @@ def test_keep_gives_the_modes_back_and_exclusive_takes_them_again(begin: Begin) 
     ("conf", "devices", "words"),
     [
         ("enable_cuda_mps: maybe\n", None, "enable_cuda_mps"),
-        (None, "devices:\n- path: 00:99.0\n  type: NVIDIA_MPS\n  virtual_number: 2\n", "no GPU of this host"),
+        (
+            None,
+            "devices:\n- path: 00:99.0\n  type: NVIDIA_MPS\n  virtual_number: 2\n",
+            "not a GPU of this host",
+        ),
         (None, "devices: [\n", "host_container_device.yml"),
     ],
 )

@@ -94,7 +94,7 @@ def test_a_fatal_xid_takes_the_devices_of_its_gpu_until_it_was_reset(begin: Begi
     assert made.available == 8
     assert [(event.severity, event.subject, event.what) for event in made.events if "XID" in event.what] == [
         ("error", "00:07.0", "XID 48: double bit ECC error"),
-        ("warning", "00:06.0", "XID 31: memory page fault, mostly a fault of a job"),
+        ("warning", "00:06.0", "XID 31: memory page fault, usually caused by a job"),
     ]
 
 
@@ -113,7 +113,7 @@ def test_a_gpu_that_is_taken_out_keeps_its_devices_unavailable(begin: Begin) -> 
     _, made = begin(TWO)
     inventory = made.snapshot.inventory
     made.supervisor.update_gpus(inventory._replace(gpus=inventory.gpus[:1]), time.monotonic())
-    assert [gpu.reason for gpu in made.snapshot.inventory.gpus] == ["", "the GPU is not there any more"]
+    assert [gpu.reason for gpu in made.snapshot.inventory.gpus] == ["", "the GPU is no longer present"]
     assert made.available == 4
     made.rescan()
     assert made.available == 8
