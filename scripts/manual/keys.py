@@ -82,15 +82,15 @@ def _key(name: str, text: dict[str, str], first: str = "", default: str | None =
 _WIDTH = 100
 
 _HOST_CONF = """\
-# The configuration of this host, shared with Cloudpods' host agent: the keys below are yunion-mps' own, all
-# others are left alone. Try a change before it is used: yunion-mps config check
-# The manual has all of this, too: man yunion-mps-host.conf
+# The configuration of this host, shared with Cloudpods' host agent. The keys below belong to yunion-mps; all
+# others are ignored. Check a change before you apply it: yunion-mps config check
+# This is also documented in: man yunion-mps-host.conf
 """
 _DEVICE_FILE = """\
-# How the GPUs are divided. A GPU that no entry names offers no devices. Without any entry of type NVIDIA_MPS,
-# every GPU is divided into cuda_mps_replicas devices (see host.conf). Try a change before it is used:
+# How the GPUs are divided. A GPU without an entry offers no devices. If there is no entry of type NVIDIA_MPS,
+# every GPU is divided into cuda_mps_replicas devices (see host.conf). Check a change before you apply it:
 # yunion-mps config check
-# The manual has all of this, too: man yunion-mps-host_container_device.yml
+# This is also documented in: man yunion-mps-host_container_device.yml
 """
 
 

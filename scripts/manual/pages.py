@@ -30,15 +30,15 @@ _KEPT = "\b\n"
 _HELP_OPTION = ("-h, --help", "--help")
 
 _WHO_MAY = """\
-`yunion-mps` asks `yunion-mps-daemon`(8) on its socket, and tells it what to do. Root and the members of the
-group `yunion-mps` may look, and take devices and give them back; only root may change what concerns
-everybody. Its commands `config` and `completion` need no daemon."""
+`yunion-mps` talks to `yunion-mps-daemon`(8) on its socket. Root and the members of the group `yunion-mps` may
+list everything and manage their own leases; only root may change what concerns other users. The commands
+`config`, `doctor` and `completion` also work without the daemon."""
 _ENVIRONMENT = {
     DEVICE_VARIABLE: """\
-The device that `show` is about where none is given. A process that uses a device has it in its environment
-(see `show`), so within a job it names the job's own.""",
+The default for DEVICE of `show` and `env`. A process that uses a device has this variable in its environment,
+so inside a job it names the job's own device.""",
     ROOT_VARIABLE: """\
-Another root directory than /, under which every path lies: to look into an unpacked host, and for tests.""",
+A root directory to use instead of /, for every path: to inspect an unpacked host, and for tests.""",
 }
 
 
@@ -57,7 +57,7 @@ def command_page(date: str) -> str:
     for option, words in _options(root):
         made.term(f"`{option}`", words)
     made.section("Commands")
-    made.paragraph("Each has `--help` as well, which says what stands here.")
+    made.paragraph("`yunion-mps COMMAND --help` prints the same text.")
     for context, names in _commands(root):
         _add_command(made, context, names)
     made.section("Exit status")
@@ -184,23 +184,23 @@ def _add_terms(made: Page, terms: dict[str, str]) -> None:
 
 
 _CHECK = """\
-`yunion-mps config check` tries both files, tells every problem with its line, and touches nothing. The
-daemon reads them when it starts, and at `systemctl reload yunion-mps-daemon`. With a problem in them it
-does not start, and a reload changes nothing."""
+`yunion-mps config check` checks both files, prints every problem with its line, and changes nothing. The
+daemon reads the files when it starts and on `systemctl reload yunion-mps-daemon`. If they have errors, the
+daemon does not start, and a reload changes nothing."""
 _HOST_CONF = """\
-A YAML file of keys and values, one a line. On a host with Cloudpods it is shared with Cloudpods' host
-agent; the keys below are those of yunion-mps, and all others are left alone. What is nearly one of these,
-or begins with `cuda_mps_` and is none of them, is taken for a mistake."""
+A YAML file with one key and value per line. On a host with Cloudpods, it is shared with Cloudpods' host
+agent. The keys below belong to yunion-mps, and all others are ignored, except that a misspelt key, or an
+unknown one that begins with `cuda_mps_`, is an error."""
 _DEVICE_FILE = """\
 A YAML file with the key `devices`: a list of entries, each of which divides one GPU. On a host with
-Cloudpods it is shared with Cloudpods' host agent. `container_device_config_file` in
-`yunion-mps-host.conf`(5) may name another file."""
+Cloudpods, it is shared with Cloudpods' host agent. `container_device_config_file` in
+`yunion-mps-host.conf`(5) can name another file."""
 _NO_ENTRY = """\
-A GPU that no entry names offers no devices. Where there is no entry of type NVIDIA_MPS at all, every GPU is
-divided into `cuda_mps_replicas` devices. An entry has `path`, `type` and one of `virtual_number`, `slices`
-and `memory_unit`:"""
+A GPU without an entry offers no devices. If there is no entry of type NVIDIA_MPS at all, every GPU is divided
+into `cuda_mps_replicas` devices. An entry has `path`, `type` and one of `virtual_number`, `slices` and
+`memory_unit`:"""
 _BESIDE = """\
-Beside `devices` the file may have:"""
+In addition to `devices`, the file may have:"""
 
 
 def host_conf_page(date: str) -> str:

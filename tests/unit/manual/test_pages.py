@@ -41,7 +41,7 @@ def help_of(*words: str) -> str:
 
 def options_of(text: str) -> list[str]:
     """The entries under Options, each with its names and its words."""
-    part = re.split(r"\n(?=\S)", re.split(r"\n[Oo]ptions:\n", text)[1])[0]
+    part = re.split(r"\n(?=\S)|\n\n", re.split(r"\n[Oo]ptions:\n", text)[1])[0]
     return re.split(r"\n(?= {1,4}-)", part)
 
 
