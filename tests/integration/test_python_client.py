@@ -225,7 +225,7 @@ def test_a_lease_whose_gpu_is_lost_says_so_and_can_be_released(ready_daemon: Dae
         assert isinstance(error, HostError)
         assert (error.code, error.message) == (
             "gpu_lost",
-            f"device {ADDRESSES[0]} cannot be used now: {client.gpus()[0].reason}",
+            f"device {ADDRESSES[0]} is unavailable: {client.gpus()[0].reason}",
         )
         lease.release()
         error = failure(lease.check)
