@@ -27,7 +27,7 @@ def test_it_becomes_ours_and_stays_so_through_a_crash_and_a_reexec(
     daemon.start().wait_ready()
     assert daemon.control_pid() == stranger.pid
     assert daemon.ask("POST", "/v1/reexec")[0] in (200, 202)
-    daemon.wait_log("run again")
+    daemon.wait_log("re-executing")
     assert daemon.control_pid() == stranger.pid
     assert daemon.stop() == 0
     assert stranger.wait(60) == 0, daemon.log

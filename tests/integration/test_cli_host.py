@@ -124,7 +124,7 @@ The daemon would divide the GPUs like this:
 +---------+-----------+---------+------------+-----------+------------------------------+--------+
 | 00:06.0 | Tesla P40 | 4       | 5760       | 25        | Default -> Exclusive_Process | host   |
 +---------+-----------+---------+------------+-----------+------------------------------+--------+
-00:06.0: budgets are not enforced: older than Volta
+00:06.0: budgets are not enforced: the GPU is older than Volta
 Control daemon host: 1 GPU, /tmp/nvidia-mps/pipe
 """
 
@@ -188,7 +188,7 @@ def test_with_mps_switched_off_the_commands_say_why_there_is_nothing(make_host: 
         daemon.write_host_conf({"enable_cuda_mps": False})
         assert printed(daemon.host, "config", "check") == (
             f"The configuration is valid:\n{printed(daemon.host, 'config', 'show')}"
-            "enable_cuda_mps is false: this host offers no MPS devices.\n"
+            "MPS is disabled: enable_cuda_mps is false.\n"
         )
         daemon.start().wait_ready()
         footer = printed(daemon.host, "isolated-device-list").splitlines()[-1]
@@ -196,7 +196,7 @@ def test_with_mps_switched_off_the_commands_say_why_there_is_nothing(make_host: 
         state, notice = printed(daemon.host, "status").splitlines()[:2]
         conf = Path(daemon.host.root) / "etc/yunion/host.conf"
         assert state == "State:    disabled"
-        assert notice == f"Notice:   enable_cuda_mps is false in {conf}: this host offers no MPS devices"
+        assert notice == f"Notice:   MPS is disabled: enable_cuda_mps is false in {conf}"
 
 
 def test_a_stopped_daemon_is_said_to_be_stopped(make_host: MakeHost) -> None:

@@ -140,7 +140,7 @@ def test_the_socket_is_private_and_the_log_is_not_for_everybody(ready_daemon: Da
     [
         (["--version"], 0, f"{version_line('yunion-mps-daemon')}\n"),
         (["--help"], 0, "Usage: yunion-mps-daemon [OPTIONS]\n"),
-        (["--chek"], 2, "yunion-mps-daemon: No such option: --chek Did you mean --check?\n"),
+        (["--chek"], 2, "yunion-mps-daemon: No such option: --chek (Possible options: --check, --help)\n"),
         (["--log-level", "loud"], 2, "'--log-level': 'loud' is not one of 'debug'"),
         (["start"], 2, "Got unexpected extra argument (start)"),
         (["--check", "--restore"], 2, "--check, --restore and --adopt are mutually exclusive"),

@@ -68,7 +68,7 @@ def test_disabled_it_stays_up_serves_an_empty_list_and_says_why(daemon: Daemon, 
     daemon.write_host_conf({"enable_cuda_mps": False})
     daemon.start().wait_ready()
     conf = f"{daemon.host.root}/etc/yunion/host.conf"
-    why = f"enable_cuda_mps is false in {conf}: this host offers no MPS devices"
+    why = f"MPS is disabled: enable_cuda_mps is false in {conf}"
     assert daemon.get("/v1/devices") == (
         200,
         {"isolated_devices": [], "total": 0, "limit": 20, "offset": 0},

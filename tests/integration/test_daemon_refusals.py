@@ -113,7 +113,7 @@ def test_another_programs_control_daemon_is_reported_and_left_alone(
     daemon.control("set_default_active_thread_percentage 77")
     *_, message, hint = refused(daemon, 1)
     who = f"a control daemon (PID {stranger.pid}, uid {os.getuid()}) not started by yunion-mps"
-    assert message == f"<3>{who}, already serves {daemon.pipe_directory}"
+    assert message == f"<3>{who} serves {daemon.pipe_directory}"
     assert hint.startswith("<3>when its jobs are done, end it with: ")
     assert stranger.poll() is None
     assert daemon.control("get_default_active_thread_percentage") == ["77.0"]

@@ -41,7 +41,7 @@ def test_a_command_has_a_device_for_as_long_as_it_runs(ready_daemon: Daemon) -> 
     eventually(lambda: given(ready_daemon) == [], "the end of the lease")
     assert ready_daemon.get("/v1/devices?unused=true")[1]["total"] == 4
     told = [event["what"] for event in ready_daemon.get("/v1/events?kind=lease")[1]["events"]]
-    assert [what.partition(" ")[0] for what in told] == ["given", "given"]
+    assert [what.partition(" ")[0] for what in told] == ["granted", "released"]
 
 
 def test_the_environment_is_that_of_the_device_variable_by_variable(ready_daemon: Daemon) -> None:
@@ -89,7 +89,7 @@ def test_a_script_without_its_first_line_is_told_what_that_is(ready_daemon: Daem
     done = run(ready_daemon.host, str(script))
     what, hint = done.stderr.splitlines()
     assert (done.returncode, what) == (126, f"yunion-mps: {script} cannot be started: Exec format error")
-    assert hint.startswith("yunion-mps: a script begins with #!")
+    assert hint.startswith("yunion-mps: begin the script with #!")
 
 
 def test_where_nothing_is_free_it_fails_or_waits_its_turn(ready_daemon: Daemon) -> None:
@@ -157,7 +157,7 @@ def test_without_a_control_daemon_nothing_is_started_unasked(ready_daemon: Daemo
     done = run(host, "--allow-unlimited", "echo", "ran")
     assert (done.returncode, done.stdout) == (0, "ran\n")
     what, hint = done.stderr.splitlines()
-    assert what.startswith("yunion-mps: echo runs without limits: the daemon is not running")
+    assert what.startswith("yunion-mps: warning: echo runs without limits: the daemon is not running")
     assert hint.startswith("yunion-mps: start it: systemctl start yunion-mps-daemon")
 
 
@@ -223,7 +223,7 @@ def test_devices_across_gpus_have_a_limit_each(make_host: MakeHost, make_daemon:
     refused = run(host, "--count", "2", "true")
     assert refused.returncode == 1
     assert refused.stderr.startswith(
-        "yunion-mps: 2 devices cannot be one budget: its control daemon gives no"
+        "yunion-mps: 2 devices cannot form one budget: its control daemon limits each"
     )
     assert given(daemon) == []
 
@@ -242,7 +242,7 @@ def test_devices_of_one_gpu_are_one_budget_if_that_is_allowed(
     assert [alone[name] for name in names] == ["0=4096M", "25", "00:06.0-0"]
     assert [both[name] for name in names] == ["0=8192M", "50", "00:06.0-0,00:06.0-1"]
     assert run(host, "--count", "3", "true").stderr.splitlines()[1] == (
-        "yunion-mps: take them on different GPUs (--across), or set cuda_mps_combine: 3 in host.conf"
+        "yunion-mps: request them on different GPUs (--across), or set cuda_mps_combine: 3 in host.conf"
     )
     restart(daemon)
     assert [d["mps_memory_limit"] for d in daemon.get("/v1/devices")[1]["isolated_devices"]] == [4096] * 4
@@ -268,7 +268,7 @@ def test_memory_in_units_as_ack_hands_it_out(make_host: MakeHost, make_daemon: M
     shown = daemon.get("/v1/devices?limit=0")[1]["isolated_devices"]
     assert [one["addr"] for one in shown] == [f"00:06.0-m{slot}" for slot in range(12)]
     assert sum(one["mps_memory_limit"] for one in shown) == 23040
-    left = "00:06.0: 0 of 23040 MiB can be had: yunion-mps run --gpu-mem"
+    left = "00:06.0: 0 of 23040 MiB are free to lease: yunion-mps run --gpu-mem"
     for screen in ("gpus", "status"):
         assert left in host.run(["yunion-mps", screen]).stdout
     refused = run(host, "--gpu-mem-units", "1", "true")

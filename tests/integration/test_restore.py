@@ -29,7 +29,7 @@ def test_its_control_daemon_is_ended_and_the_compute_mode_restored(daemon: Daemo
     assert not is_running(killed)
     assert daemon.host.gpus[0].compute_mode == "default"
     assert f"ending the control daemon (PID {killed})" in daemon.log
-    assert "nothing is left" in daemon.log
+    assert "everything is restored" in daemon.log
     assert not daemon.socket_path.exists()
     assert "Traceback" not in daemon.log
     assert daemon.run("--restore") == 0, daemon.log
@@ -74,4 +74,4 @@ def test_while_a_daemon_runs_it_refuses(ready_daemon: Daemon) -> None:
 
 def test_where_no_daemon_has_ever_run_there_is_nothing_to_do(daemon: Daemon) -> None:
     assert daemon.run("--restore") == 0
-    assert "there is nothing to restore" in daemon.log
+    assert "nothing to restore" in daemon.log

@@ -148,7 +148,7 @@ class TestJobs:
         done = host.machine.run(*command, "yunion-mps", "run", OPTIONS, "true", check=False)
         said = done.stdout + done.stderr
         assert done.returncode == 0, said
-        assert "true runs without limits: /tmp/nvidia-mps/pipe/control cannot be reached" in said
+        assert "warning: true runs without limits: /tmp/nvidia-mps/pipe/control cannot be reached" in said
         assert "PrivateTmp" in said
         assert host.ask("devices?unused=true")["total"] == 4
 

@@ -45,7 +45,7 @@ def notice(config: Config, desired: Plan, host_conf: str, leftovers: str) -> Rea
     """Why the host offers no devices, if it offers none, and the notice about `leftovers`."""
     why, code = "", reasons.CONTROL_DAEMON_LEFT
     if not config.enable_cuda_mps:
-        why = f"enable_cuda_mps is false in {host_conf}: this host offers no MPS devices"
+        why = f"MPS is disabled: enable_cuda_mps is false in {host_conf}"
         code = reasons.DISABLED
     elif not desired.domains:
         each = "; ".join(f"{address}: {reason}" for address, reason in desired.unavailable.items())

@@ -92,7 +92,7 @@ def test_without_the_daemon_the_rest_is_looked_at(scene: Scene) -> None:
 
 def test_if_mps_is_not_enabled_nothing_is_wrong(scene: Scene) -> None:
     scene.daemon.write_host_conf({"enable_cuda_mps": False})
-    for words in ("it does not run, and enable_cuda_mps is false", "it runs (0.1.0), and enable_cuda_mps is"):
+    for words in ("it is not running; enable_cuda_mps is false", "it is running (0.1.0); enable_cuda_mps is"):
         seen = scene.look()
         assert (seen.code, [level for level in seen.bad() if not level.startswith("skipped")]) == (0, [])
         assert seen.one("daemon", "ok")["what"].startswith(words)

@@ -28,7 +28,7 @@ def test_a_control_daemon_that_goes_on_without_us_is_found(ready: Scene) -> None
     pid = ready.daemon.control_pid()
     ready.daemon.kill()
     found = ready.look().one("control daemon", "warning")
-    assert found["what"].startswith(f"PID {pid} goes on in {ready.pipe} without the daemon")
+    assert found["what"].startswith(f"PID {pid} continues in {ready.pipe} without the daemon")
     (ready.pipe / "control").unlink()  # which the daemon would mend
     assert ready.look().one("control daemon", "warning")["what"].endswith("because its socket was removed")
 
@@ -47,7 +47,7 @@ def test_a_socket_that_was_removed_is_found_before_it_is_mended(ready: Scene) ->
 def test_another_control_daemon_is_judged_by_its_place_and_its_gpus(ready: Scene) -> None:
     root, ours = ready.host.root, ready.host.gpus[1].uuid
     places = {
-        "tmp/nvidia-mps": ("GPU-ffffffff", "warning", "is where programs look that name no pipe directory"),
+        "tmp/nvidia-mps": ("GPU-ffffffff", "warning", "serves the default pipe directory"),
         "run/ours": (ours, "problem", "serves GPUs of ours: only one's server can use them"),
         "run/all": (None, "problem", "serves GPUs of ours: only one's server can use them"),
         "run/numbers": ("0", "warning", "but only root can see whether it serves our GPUs"),
