@@ -44,7 +44,7 @@ def test_a_lease_that_is_taken_used_and_given_back_is_seen_at_once(scene: Scene,
     scene.jobs.end(job)
     scene.jobs.end(other)
     page.wait_text("1 idle GPU, 4 devices free", "#idle")
-    page.wait_text("given back by", "#list")
+    page.wait_text("released by", "#list")
     assert page.errors() == []
 
 
@@ -102,7 +102,7 @@ def test_without_a_daemon_the_page_says_how_old_it_is_until_it_is_back(
     job = scene.jobs.start("again.py", device="00:06.0-3")
     page.wait_text("again.py", "#rows")
     scene.jobs.end(job)
-    page.wait_text("given back by", "#list")
+    page.wait_text("released by", "#list")
 
 
 def test_how_long_something_lasts_is_told_by_the_host_s_clock(scene: Scene, browser: Chromium) -> None:

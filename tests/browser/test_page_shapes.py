@@ -85,14 +85,14 @@ def test_holders_events_and_idle_gpus_are_shown_a_page_at_a_time(
         click(page, "#who-pages", "Next")
         page.wait_text("16\u201320 of 20", "#who-pages")
         page.wait("document.querySelectorAll('#rows .chart[aria-label*=\"0.7 GiB now\"]').length === 1")
-        page.wait_text(f"given to {names[-1]}", "#list")
+        page.wait_text(f"granted to {names[-1]}", "#list")
         click(page, "#event-pages", "Older")
-        page.wait_text(f"given to {names[-9]}", "#list")
+        page.wait_text(f"granted to {names[-9]}", "#list")
         (newer,) = take(scene.daemon, 1)
-        assert f"given to {names[-9]}" in page.wait_text("10\u201317", "#events")
+        assert f"granted to {names[-9]}" in page.wait_text("10\u201317", "#events")
         click(page, "#event-pages", "Newer")
         click(page, "#event-pages", "Newer")
-        page.wait_text(f"given to {newer}", "#list")
+        page.wait_text(f"granted to {newer}", "#list")
         assert page.errors() == []
 
 

@@ -125,10 +125,10 @@ def test_a_client_is_listed_with_its_device_and_ended_safely(
     assert (shown["server"], shown["domain"]) == (str(server), "host")
     assert "mps_client.py" in shown["command"]
     out = printed(ready.host, "terminate", str(job.pid), "--yes")
-    assert out.endswith("its MPS server let go of it; ended by SIGTERM\n")
+    assert out.endswith("its MPS server disconnected it; ended by SIGTERM\n")
     eventually(lambda: not is_running(job.pid), "its end")
     assert len(rows(printed(ready.host, "who", "--clients", "-o", "csv"))) == 1
-    assert "uid 0 asked for its end" in printed(ready.host, "events", "--kind", "client")
+    assert "requested by uid 0" in printed(ready.host, "events", "--kind", "client")
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be two users")

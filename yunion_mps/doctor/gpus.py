@@ -116,13 +116,13 @@ def nodes(host: Host) -> Findings:
             else:
                 closed.append(path)
     if missing:
-        hint = "make them: nvidia-modprobe -c 0 -u; at every boot, enable nvidia-persistenced"
+        hint = "create them: nvidia-modprobe -c 0 -u; at every boot, enable nvidia-persistenced"
         return [problem(f"{', '.join(missing)}: missing, so no CUDA program runs", hint)]
     if closed:
         hint = "for now: chmod a+rw; for good, the option NVreg_DeviceFileMode=0666 of the nvidia module"
         return [problem(f"{', '.join(closed)}: users other than root may not open it", hint)]
     few = f", for the groups {', '.join(str(gid) for gid in sorted(groups))} only" if groups else ""
-    return [ok(f"they are there, and can be opened{few}")]
+    return [ok(f"they exist and can be opened{few}")]
 
 
 def library_version(path: str) -> str | None:
@@ -198,8 +198,8 @@ def mig(host: Host) -> Findings:
     """MIG mode, in which a GPU as a whole has no MPS."""
     for gpu in host.our_gpus():
         if gpu.mig_enabled:
-            hint = f"nvidia-smi -i {gpu.pci_address} -mig 0, or take it out of the device file"
-            yield problem(f"{_named(gpu)} is in MIG mode, which excludes MPS on it as a whole", hint)
+            hint = f"nvidia-smi -i {gpu.pci_address} -mig 0, or remove it from the device file"
+            yield problem(f"{_named(gpu)} is in MIG mode, so MPS cannot serve it as a whole", hint)
 
 
 @check("vGPU", VGPU, "no GPU that is divided is a vGPU, or has any")
@@ -214,7 +214,7 @@ def vgpu(host: Host) -> Findings:
         guests = _guests(host, gpu)
         if guests:
             what = f"{_named(gpu)} serves {guests} for virtual machines, which take its memory and time"
-            yield problem(what, "end them, or take it out of the device file")
+            yield problem(what, "end them, or remove it from the device file")
 
 
 @check("budgets", BUDGET_NOT_ENFORCED, "enforced on every GPU that is divided")
@@ -223,7 +223,7 @@ def budgets(host: Host) -> Findings:
     for gpu in host.our_gpus():
         if not gpu.reason and not enforces_budgets(gpu):
             what = f"{_named(gpu)} is older than Volta: no budget is enforced, each client can use all of it"
-            yield warning(what, "use such GPUs only for jobs that keep to their budgets by themselves")
+            yield warning(what, "run only jobs that stay within their budgets on their own")
 
 
 @check("compute mode", COMPUTE_MODE_CHANGED)
@@ -250,7 +250,9 @@ def _mode(gpu: Gpu, wanted: str | None, *, serves: bool) -> Finding | None:
             f"{_named(gpu)} is Prohibited: no CUDA program can use it", f"{setting} {DEFAULT.upper()}"
         )
     if serves and wanted and gpu.compute_mode != wanted:
-        what = f"{_named(gpu)} is {gpu.compute_mode}, not {wanted}: a program that misses the control daemon"
+        what = (
+            f"{_named(gpu)} is {gpu.compute_mode}, not {wanted}: a program that bypasses the control daemon"
+        )
         hint = f"find what changed it (yunion-mps events --kind compute_mode); {setting} {wanted.upper()}"
         return problem(f"{what} runs without limits", hint)
     if not serves and gpu.compute_mode == EXCLUSIVE_PROCESS:
@@ -279,7 +281,7 @@ def client_limit(host: Host) -> Findings:
             yield problem(what, "end some (yunion-mps who --clients), or give each job fewer processes")
         elif number >= limit * _NEARLY:
             what = f"GPU {gpu.address} has {number} clients of the {limit} that MPS allows"
-            yield warning(what, "see who they are: yunion-mps who --clients")
+            yield warning(what, "list them: yunion-mps who --clients")
     if not counts:
         raise SkipError
     if all(number < limit * _NEARLY for number, limit in counts):

@@ -148,7 +148,7 @@ class _ReadOnly:
         if refusal:
             return refusal
         if request.method not in ("GET", "HEAD"):
-            return problem(405, f"{request.method} is not possible here", headers=(("Allow", "GET, HEAD"),))
+            return problem(405, f"{request.method} is not supported here", headers=(("Allow", "GET, HEAD"),))
         try:
             return self._route(urlsplit(request.target), request)
         except BadRequestError as error:

@@ -64,7 +64,9 @@ def terminate(program: str, plan: DomainPlan, server: int, client: int) -> bool:
         return False  # it waits for a server, or that is about to end
     if not answer or answer[-1].strip() != "0":
         words = "; ".join(answer) or "nothing"
-        what = f"its MPS server (PID {server}) refused to let go of it (the control daemon's answer: {words})"
+        what = (
+            f"its MPS server (PID {server}) refused to disconnect it (the control daemon answered: {words})"
+        )
         raise ControlError(what, "to end it all the same: yunion-mps terminate --force")
     return True
 
@@ -73,8 +75,8 @@ def _refuse_stopped(servers: Sequence[int]) -> None:
     """Raise SilentError if one of the servers was stopped: to ask it would stop the control daemon too."""
     stopped = [pid for pid in servers if is_stopped(pid)]
     if stopped:
-        what = f"its MPS server (PID {stopped[0]}) was stopped, and asking for its clients would hang"
-        raise SilentError(what, f"let it go on: kill -CONT {stopped[0]}")
+        what = f"its MPS server (PID {stopped[0]}) is stopped, so its clients cannot be listed"
+        raise SilentError(what, f"resume it: kill -CONT {stopped[0]}")
 
 
 def _converse(program: str, plan: DomainPlan, command: str) -> list[str]:

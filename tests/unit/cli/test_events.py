@@ -83,7 +83,7 @@ def test_on_a_narrow_terminal_lines_are_folded_and_no_word_is_broken(happened: C
         "    cause: the control daemon (PID 4242) was",
         "        killed by signal 9",
         "    consequence: its devices are not served until",
-        "        it was started again",
+        "        it has restarted",
         f"{day()} 13:00:00  info     domain host:",
         "        applying -> ready",
         "    consequence: its devices are served within",

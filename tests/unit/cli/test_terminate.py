@@ -14,7 +14,7 @@ WHO = "PID 4260 (python train.py) of alice"
 @pytest.mark.parametrize(("options", "force"), [([], ""), (["--force"], " force")])
 def test_a_client_is_ended_and_how_is_said(own: Cli, options: list[str], force: str) -> None:
     out = own.good("terminate", "4260", "--yes", *options)
-    assert out == f"{WHO}: its MPS server let go of it; ended by SIGTERM\n"
+    assert out == f"{WHO}: its MPS server disconnected it; ended by SIGTERM\n"
     assert own.host.clients.done == ["clients", f"terminate 4260 for 0{force}"]
 
 
@@ -32,7 +32,7 @@ def test_what_is_known_of_a_client_that_is_ended_is_said(own: Cli, pid: int, who
 
 
 def test_ending_a_client_is_confirmed_first(own: Cli) -> None:
-    told = f"End {WHO}? [y/N]: y\n{WHO}: its MPS server let go of it; ended by SIGTERM\n"
+    told = f"End {WHO}? [y/N]: y\n{WHO}: its MPS server disconnected it; ended by SIGTERM\n"
     assert own.answered(b"y\n", "terminate", "4260") == (0, told)
 
 
@@ -45,7 +45,7 @@ def test_with_no_it_goes_on(own: Cli) -> None:
 
 def test_a_client_that_goes_on_is_a_failure(own: Cli) -> None:
     own.host.clients.ended = False
-    own.host.clients.how = how = "it goes on after 5 s: end it with --force"
+    own.host.clients.how = how = "it is still running after 5 s: use --force"
     told = f"yunion-mps: {WHO}: {how}\nyunion-mps: see how it is: yunion-mps who --clients\n"
     assert own("terminate", "4260", "--yes") == (1, "", told)
 
