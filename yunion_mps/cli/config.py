@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from yunion_mps.cli.output import Column, mib, notes, output_option, show, show_pairs, table
+from yunion_mps.cli.output import Column, cell, mib, notes, output_option, show, show_pairs, table
 from yunion_mps.cli.root import SuggestingGroup
 from yunion_mps.errors import ConfigError
 from yunion_mps.overview import count
@@ -19,7 +19,11 @@ if TYPE_CHECKING:
 Json = dict[str, Any]
 
 _FIELDS = ("key", "value", "from")
-_COLUMNS = (Column("KEY", 0), Column("VALUE", 1, least=12), Column("FROM", 2, least=12))
+_COLUMNS = (
+    Column("KEY", 0),
+    Column("VALUE", lambda row: cell(row[1]), least=20),  # as the file has it: true, and not yes
+    Column("FROM", 2, short=lambda row: row[2].rpartition("/")[2]),
+)
 _GPU_COLUMNS = (
     Column("GPU", "addr"),
     Column("NAME", "name", least=9, drop=5),
