@@ -78,7 +78,7 @@ def test_compute_use_is_shown_beside_its_limit(scene: Scene, browser: Chromium) 
     page = browser.page(scene.served.url)
     page.wait_text("44 % · 58 °C · 291 W", "#busy")
     page.wait_text("44 %", "#figures")
-    page.wait_text("12 of 25", "#rows .cell-sm")
+    page.wait_text("12", "#rows .cell-util")
     page.wait_text("2048", "#rows .cell-peak")
 
 

@@ -198,7 +198,8 @@ def test_what_is_only_seen_is_also_said(busy: Scene, browser: Chromium) -> None:
     assert {"What is wrong", "Use of the host", "GPUs", "Who has what", "Events"} <= set(named["region"])
     assert named["table"] == ["Who has what"]
     assert named["columnheader"] == [
-        "Device", "State", "User", "Holder", "PID", "Memory (MiB)", "Peak", "SM %", "Age", "Last hour",
+        "Device", "State", "User", "Command", "PID", "Memory (MiB)", "Peak", "Util %", "SM %", "Age",
+        "Last hour",
     ]  # fmt: skip
     assert named["searchbox"] == ["Filter"]
     assert "1 in use, 1 idle, 10 free" in named["image"]

@@ -107,10 +107,10 @@ class Holding(NamedTuple):
 
     @property
     def label(self) -> str:
-        """What a person calls the holder: `job-17: python train.py`.
+        """What a person knows it by: `job-17: python train.py`.
 
-        Its name or container, if it has one, and the command that the lease was taken for; without that, the
-        command of the process with the most memory.
+        The name or container of its holder, if there is one, and the command that the lease was taken for;
+        without that, the command of the process with the most memory.
         """
         names = [process.container for process in self.processes]
         commands = [one.command for one in sorted(self.processes, key=lambda one: -(one.memory_mib or 0))]

@@ -85,7 +85,7 @@ def page(host: HostOverview) -> Json:
         "waiting": [
             {
                 **{field: one[field] for field in ("user", "wants", "since")},
-                "holder": _cut(in_container(one["name"] or one["container"], one["command"] or "")),
+                "command": _cut(in_container(one["name"] or one["container"], one["command"] or "")),
             }
             for one in answers.waiting[:_MAX_WAITING]
         ],
@@ -95,11 +95,12 @@ def page(host: HostOverview) -> Json:
 
 def _gpu(gpu: Gpu, used_mib: int) -> Json:
     names = (
-        "addr", "name", "state", "reason", "memory_total", "memory_free", "budget_enforced",
+        "addr", "state", "reason", "memory_total", "memory_free", "budget_enforced",
         "utilization", "temperature_c", "power_w", "power_limit_w",
     )  # fmt: skip
     shown: Mapping[str, object] = gpu
-    return {**{name: shown[name] for name in names}, "memory_used": used_mib}
+    name = (gpu["name"] or "").removeprefix("NVIDIA ")
+    return {**{field: shown[field] for field in names}, "name": name, "memory_used": used_mib}
 
 
 def _part(one: Holding) -> Json:
@@ -118,7 +119,7 @@ def _part(one: Holding) -> Json:
         part["unavailable"] = True
     if one.lease:
         part["lease"] = one.lease["id"][:ID_LENGTH]
-    part["holder"] = _cut(one.label)
+    part["command"] = _cut(one.label)
     part["pids"] = [process.pid for process in one.holders if process.pid is not None]
     return {field: value for field, value in part.items() if value is not None}
 

@@ -53,7 +53,7 @@ def test_a_part_is_free_idle_in_use_over_budget_or_outside_mps() -> None:
 def test_a_part_has_its_holder_use_budget_and_since_when() -> None:
     part = parts(page_of(P40, leases=(LEASE,), clients=(CLIENT,)))["00:06.0-1"]
     assert (part["user"], part["used"], part["budget"], part["since"]) == ("alice", 512, 5760, LEASE["since"])
-    assert (part["holder"], part["pids"], part["lease"]) == ("python train.py", [4260], LEASE["id"][:8])
+    assert (part["command"], part["pids"], part["lease"]) == ("python train.py", [4260], LEASE["id"][:8])
     assert "environment" not in json.dumps(part)
 
 
@@ -73,7 +73,7 @@ def test_a_holder_has_its_name_and_the_command_it_was_leased_for(
 ) -> None:
     leases = () if lease is None else ({**LEASE, **lease},)
     clients = () if client is None else ({**CLIENT, **client},)
-    assert parts(page_of(P40, leases=leases, clients=clients))["00:06.0-1"]["holder"] == holder
+    assert parts(page_of(P40, leases=leases, clients=clients))["00:06.0-1"]["command"] == holder
 
 
 def test_a_lease_on_a_device_that_cannot_be_used_any_more_says_so() -> None:

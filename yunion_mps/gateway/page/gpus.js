@@ -76,7 +76,7 @@ class Row {
     if (gpu.memory_free) own.push({ state: "free", devices: [], budget: gpu.memory_free });
     const named = !many && own.length <= NAMED;
     const words = counts(gpu, parts);
-    showName(this.name, gpu);
+    text(this.name, gpu.name);
     text(this.counts, words);
     this.parts.show(own.map((part) => [part.devices.join(), { part, named }]));
     hide(this.bar, own.every((part) => part.state === "unavailable"));
@@ -87,7 +87,7 @@ class Row {
     attribute(this.reason, "title", gpu.reason);
     text(this.used, gpu.memory_total ? memoryOf(gpu.memory_used, gpu.memory_total) : "");
     const load = [[gpu.utilization, "%"], [gpu.temperature_c, "°C"], [gpu.power_w && Math.round(gpu.power_w), "W"]];
-    text(this.load, load.filter(([number]) => Number.isFinite(number)).map((one) => one.join(" ")).join(" · "));
+    text(this.load, load.slice(0, many ? 1 : 3).filter(([number]) => Number.isFinite(number)).map((one) => one.join(" ")).join(" · "));
     this.total = gpu.memory_total;
     this.many = many;
     this.showUsage(this.series);
@@ -141,18 +141,13 @@ function counts(gpu, parts) {
   return words.join(", ");
 }
 
-function showName(element, gpu) {
-  text(element, (gpu.name ?? "").replace(/^NVIDIA /, ""));
-  attribute(element, "title", gpu.name ?? "");
-}
-
 function makeIdle({ gpu }) {
   const [name, free, total] = [make("span", "dim"), make("span"), make("span", "dim")];
   return { element: make("li", "", {}, make("span", "address", {}, gpu.addr), name, free, total), name, free, total };
 }
 
 function showIdle({ name, free, total }, { gpu, parts }) {
-  showName(name, gpu);
+  text(name, gpu.name);
   text(free, counts(gpu, parts));
   text(total, memory(gpu.memory_total));
 }

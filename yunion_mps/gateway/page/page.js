@@ -28,22 +28,19 @@ let goneMs = 0; // since when there is no answer
 let usage = null;
 let files = ""; // which the page was loaded from
 
-/** The JSON at the address; throws an Error, perhaps with a `hint`. */
+const failure = (message, hint = "") => Object.assign(new Error(message), { hint });
+
+/** The JSON at the address; throws an Error with a `hint`. */
 async function get(address, patienceMs = 20000) {
   let response;
   try {
     response = await fetch(address, { signal: AbortSignal.timeout(patienceMs), cache: "no-store" });
   } catch {
-    const error = new Error("the server of this page does not answer");
-    error.hint = "see whether it runs: systemctl status yunion-mps-daemon yunion-mps-gateway";
-    throw error;
+    const hint = "see whether it runs: systemctl status yunion-mps-daemon yunion-mps-gateway";
+    throw failure("the server of this page does not answer", hint);
   }
   const found = await response.json().catch(() => ({}));
-  if (!response.ok) {
-    const error = new Error(found.detail ?? `the answer was ${response.status}`);
-    error.hint = found.hint ?? "";
-    throw error;
-  }
+  if (!response.ok) throw failure(found.detail ?? `the answer was ${response.status}`, found.hint);
   return found;
 }
 
@@ -81,7 +78,7 @@ function gone(error) {
   goneMs ||= Date.now();
   const from = shown ? ` Everything below is as of ${clock(takenMs)}.` : "";
   const words = [make("strong", "", {}, `No answer since ${clock(goneMs)}: `), `${error.message}.${from}`];
-  if (error.hint) words.push(make("span", "hint", {}, error.hint));
+  if (error.hint) words.push(make("p", "dim", {}, `Hint: ${error.hint}`));
   const banner = byId("gone");
   const told = words.map((one) => one.textContent ?? one).join("");
   if (banner.hidden || banner.textContent !== told) banner.replaceChildren(...words);

@@ -5,20 +5,15 @@ import { byId, className, hide, Keyed, make, text } from "./dom.js";
 import { ago, count, memory } from "./words.js";
 
 const SIGNS = { ready: "✓", degraded: "!", failed: "✕", disabled: "–", "no answer": "✕" };
-/** Up to so many findings are shown from the start. */
-const FINDINGS = 4;
 
 export class Summary {
   constructor() {
-    const [more, rest] = byId("more-findings").children;
-    this.more = more;
     this.findings = new Keyed(byId("findings"), makeFinding);
-    this.rest = new Keyed(rest, makeFinding);
     this.figures = new Keyed(byId("figures"), makeFigure, (kept, { value, more: words }) => {
       text(kept.value, value);
       text(kept.more, words);
     });
-    this.waiting = new Keyed(byId("waiting"), makeWaiting, (kept, one) => text(kept.age, `for ${ago(one.since)}`));
+    this.waiting = new Keyed(byId("waiting"), makeWaiting, (kept, one) => text(kept.age, `, waiting for ${ago(one.since)}`));
     this.chart = new Chart();
     byId("use-chart").append(this.chart.element);
   }
@@ -28,13 +23,9 @@ export class Summary {
     document.title = `${shown.wrong ? `(${shown.wrong}) ` : ""}${shown.host} – yunion-mps`;
     this.showState(shown.state, shown.state);
     this.showAbout(shown);
-    const told = [...shown.findings, ...shown.errors.map((what) => ({ kind: "Not known", what, hint: "" }))]
-      .map((one) => [`${one.kind} ${one.what} ${one.hint}`, one]);
+    const told = [...shown.findings, ...shown.errors.map((what) => ({ kind: "Not known", what, hint: "" }))];
     hide(byId("wrong"), !told.length);
-    this.findings.show(told.slice(0, FINDINGS));
-    this.rest.show(told.slice(FINDINGS));
-    hide(byId("more-findings"), told.length <= FINDINGS);
-    text(this.more, `${told.length - FINDINGS} more`);
+    this.findings.show(told.map((one) => [`${one.kind} ${one.what} ${one.hint}`, one]));
     this.showFigures(shown);
     hide(byId("queue"), !shown.queued);
     this.waiting.show(shown.waiting.map((one, place) => [`${place} ${one.since}`, one]));
@@ -91,7 +82,7 @@ function makeFigure(item, name) {
   return { element: make("div", "", {}, make("dt", "", {}, name), make("dd", "", {}, value, " ", more)), value, more };
 }
 
-function makeWaiting({ user, holder, wants }) {
+function makeWaiting({ user, command, wants }) {
   const age = make("span", "dim");
-  return { element: make("li", "", {}, make("strong", "", {}, user), ` ${holder} `, make("span", "dim", {}, `wants ${wants} `), age), age };
+  return { element: make("li", "", {}, make("strong", "", {}, user), ` ${command} `, make("span", "dim", {}, `wants ${wants}`), age), age };
 }

@@ -7,7 +7,7 @@ import { ago, clock } from "./words.js";
 
 const ROWS = 15;
 const WRONG = ["over budget", "outside MPS", "no device"];
-const COLUMNS = ["device", "state", "user", "holder", "pid", "memory", "peak", "sm", "age", "hour"];
+const COLUMNS = ["device", "state", "user", "command", "pid", "memory", "peak", "util", "sm", "age", "hour"];
 
 export class Who {
   /** `turned` is called when other rows are shown. */
@@ -63,25 +63,26 @@ export class Who {
     this.rows.show(this.shown.map((part) => [[part.gpu, part.lease ?? (part.devices.join() || part.state)].join(" "), part]));
     hide(byId("rows").parentElement, !found.length);
     hide(byId("nobody"), found.length > 0);
-    text(byId("nobody"), words.length ? "No holder matches the filter." : "No device is in use. To use one, run: yunion-mps run COMMAND");
+    text(byId("nobody"), words.length ? "Nothing matches the filter." : "No device is in use. To use one, run: yunion-mps run COMMAND");
     text(byId("shown"), words.length ? `${found.length} of ${this.parts.length}` : "");
   }
 
   showRow(row, part) {
-    const { device, state, user, holder, pid, peak, sm } = row.cells;
+    const { device, state, user, command, pid, peak, util, sm } = row.cells;
     text(device, part.devices.join(", ") || part.gpu);
     text(state, part.unavailable ? `${part.state}, unavailable` : part.state);
     className(row.element, WRONG.includes(part.state) || part.unavailable ? "wrong" : "");
     text(user, part.user ?? "");
-    text(holder, part.holder ?? "");
-    attribute(holder, "title", part.holder ?? "");
+    text(command, part.command);
+    attribute(command, "title", part.command);
     text(pid, part.pids.length > 1 ? `${part.pids[0]} +${part.pids.length - 1}` : String(part.pids[0] ?? "–"));
     attribute(pid, "title", part.pids.join(", "));
     text(row.amount, part.budget === undefined ? String(part.used) : `${part.used} of ${part.budget}`);
     hide(row.meter, part.budget === undefined);
     style(row.fill, "width", `${share(part)}%`);
     text(peak, String(part.peak ?? ""));
-    text(sm, part.threads === undefined ? String(part.sm ?? "") : `${part.sm === undefined ? "" : `${part.sm} of `}${part.threads}`);
+    text(util, String(part.sm ?? ""));
+    text(sm, String(part.threads ?? ""));
     row.since = part.since;
     showAge(row);
     const drawn = this.usage && part.devices.length;
@@ -97,7 +98,7 @@ export class Who {
 }
 
 function searched(part) {
-  const words = [part.gpu, ...part.devices, part.user, part.holder, part.lease, part.state, ...part.pids];
+  const words = [part.gpu, ...part.devices, part.user, part.command, part.lease, part.state, ...part.pids];
   return words.filter(Boolean).join(" ").toLowerCase();
 }
 

@@ -1,7 +1,5 @@
 // Amounts and moments in words.
 
-const UNITS = [[86400, "d"], [3600, "h"], [60, "m"], [1, "s"]];
-
 /** MiB as GiB: 5.6, 80. */
 function gib(mib) {
   const number = mib / 1024;
@@ -14,16 +12,13 @@ export const memory = (mib) => (mib === null || mib === undefined ? "?" : `${gib
 /** What is used of something, both in MiB: 2.8 of 80 GiB. */
 export const memoryOf = (used, total) => `${gib(used)} of ${memory(total)}`;
 
-/** Seconds in their two largest units: 2h10m. */
+/** Seconds as the command line writes ages: 42s, 5m, 2h10m, 4d2h. */
 export function duration(seconds) {
-  let left = Math.max(0, Math.floor(seconds));
-  const first = UNITS.findIndex(([size]) => left >= size);
-  if (first < 0) return "0s";
-  return UNITS.slice(first, first + 2).map(([size, name]) => {
-    const number = Math.floor(left / size);
-    left %= size;
-    return number ? `${number}${name}` : "";
-  }).join("");
+  const [s, m, h, d] = [1, 60, 3600, 86400].map((size) => Math.floor(Math.max(0, seconds) / size));
+  if (m < 1) return `${s}s`;
+  if (h < 1) return `${m}m`;
+  if (d < 1) return `${h}h${m % 60 ? `${m % 60}m` : ""}`;
+  return `${d}d${d < 10 && h % 24 ? `${h % 24}h` : ""}`;
 }
 
 let aheadMs = 0; // how far the host's clock is ahead of this machine's
