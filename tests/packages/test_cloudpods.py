@@ -79,7 +79,7 @@ def test_jobs_of_a_crashed_daemon_with_other_limits_keep_theirs(
     machine.wait_until("it failed", lambda: machine.show("ActiveState") == "failed")
     assert operator.control_daemons() == [their]
     done = family.install(current)
-    assert f"Cloudpods' control daemon (PID {their}) goes on" in done.stdout + done.stderr
+    assert f"Cloudpods' control daemon (PID {their}) was adopted with its jobs" in done.stdout + done.stderr
     operator.see_it_serves()
     assert operator.control_daemons() == [operator.control_daemon()] == [their]
     assert operator.is_at_work("theirs")
@@ -111,7 +111,8 @@ def test_back_to_theirs_no_job_is_ended_before_the_restart(
     ours, job = operator.control_daemon(), operator.begin_job("ours")
     done = family.install(theirs)
     restart = f"systemctl restart {UNIT}"
-    assert f"what runs goes on, and ends with its jobs by: {restart}" in done.stdout + done.stderr
+    said = f"running jobs continue; to switch over when they have ended: {restart}"
+    assert said in done.stdout + done.stderr
     assert operator.control_daemons() == [ours]
     assert operator.is_at_work("ours")
     machine.shell(restart)
