@@ -178,7 +178,7 @@ def test_failures_are_those_of_the_client(ready_daemon: Daemon) -> None:
                 try:
                     await lease.check()
                 except HostError as error:
-                    return error.code == "gpu_lost"
+                    return error.code in ("gpu_lost", "gpu_fault")
                 return False
 
             await until(is_lost, "the loss of the GPU")
