@@ -10,20 +10,20 @@ Problem: 00:06.0-1 has 6000 of 5760 MiB: PID 4260 of alice (python train.py)
 Problem: PID 4711 of mallory (./old-job) uses GPU 00:06.0 (300 MiB) without MPS…
   do: ask its owner, or end it: yunion-mps terminate PID
 Warning: GPU 00:06.0 (Tesla P40): budgets are not enforced because it is older …
-GPU                    USED MiB  OF MiB       IN USE     PROCS        NAME
-00:06.0    ███░░░░░░░░     6300   23040       3 of 4         2        Tesla P40
-DEVICE                 USED MiB  OF MiB  SM % USER         PID  SINCE COMMAND
-00:06.0-1! ███████████     6000    5760    25 alice       4260     2h python tr…
-00:06.0!   {BAR}      300               mallory     4711     3h ./old-job
-00:06.0-2  {BAR}        0    5760    25 bob                  5d job-17
-00:06.0-3  {BAR}        0    5760    25 bob                  5d job-17
-00:06.0-0  {BAR}             5760    25 free
+GPU                    USED MiB  OF MiB       UTIL % IN USE     PROCS NAME
+00:06.0    ███░░░░░░░░     6300   23040              3 of 4         2 Tesla P40
+DEVICE                 USED MiB  OF MiB  SM % UTIL % USER         PID COMMAND
+00:06.0-1! ███████████     6000    5760    25     42 alice       4260 python tr…
+00:06.0!   {BAR}      300                   42 mallory     4711 ./old-job
+00:06.0-2  {BAR}        0    5760    25        bob              job-17
+00:06.0-3  {BAR}        0    5760    25        bob              job-17
+00:06.0-0  {BAR}             5760    25        free
 EVENTS
 HH:MM:SS info    domain host: applying -> ready
 HH:MM:SS WARNING domain host: ready -> backoff (killed by signal 9)
 """
 FOOT = " q  quit  s  sort: busiest  v  view: all  ↑↓  scroll  every 1 s"
-WIDE = "░" * 24
+WIDE, FULL = "░" * 24, "█" * 24
 SCREEN_120 = f"""\
 yunion-mps 0.1.0  HH:MM:SS  degraded  driver 535.261.03
 1 GPU; 4 devices: 3 used, 1 free; 2 leases, 1 waiting; 2 processes
@@ -32,14 +32,14 @@ Problem: PID 4711 of mallory (./old-job) uses GPU 00:06.0 (300 MiB) without MPS,
   do: ask its owner, or end it: yunion-mps terminate PID
 Warning: GPU 00:06.0 (Tesla P40): budgets are not enforced because it is older than Volta; its clients can \
 use all of i…
-GPU                                 USED MiB  OF MiB       IN USE           PROCS        NAME
-00:06.0    ██████▋░░░░░░░░░░░░░░░░░     6300   23040       3 of 4               2        Tesla P40
-DEVICE                              USED MiB  OF MiB  SM % USER               PID  SINCE COMMAND
-00:06.0-1! ████████████████████████     6000    5760    25 alice             4260     2h python train.py
-00:06.0!   {WIDE}      300               mallory           4711     3h ./old-job
-00:06.0-2  {WIDE}        0    5760    25 bob                        5d job-17
-00:06.0-3  {WIDE}        0    5760    25 bob                        5d job-17
-00:06.0-0  {WIDE}             5760    25 free
+GPU                                 USED MiB  OF MiB       UTIL % IN USE           PROCS        NAME
+00:06.0    ██████▋░░░░░░░░░░░░░░░░░     6300   23040              3 of 4               2        Tesla P40
+DEVICE                              USED MiB  OF MiB  SM % UTIL % USER               PID  SINCE COMMAND
+00:06.0-1! {FULL}     6000    5760    25     42 alice             4260     2h python train.py
+00:06.0!   {WIDE}      300                   42 mallory           4711     3h ./old-job
+00:06.0-2  {WIDE}        0    5760    25        bob                       5d job-17
+00:06.0-3  {WIDE}        0    5760    25        bob                       5d job-17
+00:06.0-0  {WIDE}             5760    25        free
 EVENTS
 HH:MM:SS info    domain host: applying -> ready
 HH:MM:SS WARNING domain host: ready -> backoff (killed by signal 9)

@@ -33,9 +33,9 @@ def host() -> Iterator[ServerHost]:
     """The reference case, in use in every way, on which two things have happened."""
     with ServerHost(snapshots.reference()) as host:
         now_s = time.time()
-        one = {**LEASE, "since": rfc3339(now_s - 7300)}
+        one = {**LEASE, "since": rfc3339(now_s - 7205)}
         hold(host, one, {**TWO, "since": rfc3339(now_s - 5 * 86400 - 60)}, waiting=(CAROL,))
-        host.clients.found = clients(OVER, {**OUTSIDE_MPS, "started": rfc3339(now_s - 11000)})
+        host.clients.found = clients(OVER, {**OUTSIDE_MPS, "started": rfc3339(now_s - 10805)})
         host.record(Event("warning", "domain", "host", "ready -> backoff", "killed by signal 9"))
         host.record(Event("info", "domain", "host", "applying -> ready"))
         yield host
@@ -302,6 +302,6 @@ def test_in_a_locale_without_utf_8_the_bars_are_ascii(host: ServerHost) -> None:
     with terminal(host) as screen:
         lines = watch(screen, f"LC_ALL=C {TOP}")
     assert "".join(lines).isascii()
-    assert "00:06.0-1! [#########]     6000    5760    25 alice       4260    2 h python tr~" in lines
-    assert "00:06.0    [##-------]     6300   23040       3 of 4         2        Tesla P40" in lines
+    assert "00:06.0-1! [#########]     6000    5760    25     42 alice       4260 python tr~" in lines
+    assert "00:06.0    [##-------]     6300   23040              3 of 4         2 Tesla P40" in lines
     assert lines[-1] == FOOT.replace("↑↓", "j k")
