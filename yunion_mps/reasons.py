@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 
 class ReasonCode(NamedTuple):
-    """The meaning of a code and a hint for the operator, in which `{gpu}` stands for the GPU's UUID."""
+    """The meaning of a code and a hint for the operator, in which `{gpu}`, `{pid}` and `{lease}` are ids."""
 
     meaning: str
     hint: str
@@ -36,7 +36,7 @@ _DOCTOR = "run the diagnostics: yunion-mps doctor"
 _CLIENTS = "see whose jobs they are: yunion-mps who --clients"
 _REPAIRED = f"repair or reset the GPU, then: yunion-mps reload; {_DOCTOR}"
 _RETRIED = f"wait for the automatic restart; {_EVENTS}"
-_END_JOB = "ask its owner, or terminate it: yunion-mps terminate PID"
+_END_JOB = "ask its owner, or terminate it: yunion-mps terminate {pid}"
 
 CODES: dict[str, ReasonCode] = {}
 
@@ -46,9 +46,12 @@ def _code(name: str, meaning: str, hint: str) -> str:
     return name
 
 
-def hint_of(code: str, gpu: str = "GPU") -> str:
+def hint_of(code: str, *, gpu: str = "GPU", pid: int | None = None, lease: str = "LEASE") -> str:
     """What the operator should do; a general hint for an unknown code, such as one from a newer daemon."""
-    return CODES[code].hint.replace("{gpu}", gpu) if code in CODES else _DOCTOR
+    if code not in CODES:
+        return _DOCTOR
+    hint = CODES[code].hint.replace("{gpu}", gpu).replace("{lease}", lease)
+    return hint.replace("{pid}", str(pid or "PID"))
 
 
 # -- GPUs
@@ -218,7 +221,7 @@ LEASES_PENDING = _code(
 LEASE_OUTDATED = _code(
     "lease_outdated",
     "The control daemon of a lease is gone: processes started with the lease have no limits.",
-    "release it and run the job with a new lease: yunion-mps lease release LEASE",
+    "release it and run the job with a new lease: yunion-mps lease release {lease}",
 )
 CLIENT_WAITING = _code(
     "client_waiting",

@@ -6,9 +6,10 @@ BAR = "░" * 11
 SCREEN_80 = f"""\
 yunion-mps 0.1.0  HH:MM:SS  degraded  driver 535.261.03
 1 GPU; 4 devices: 3 used, 1 free; 2 leases, 1 waiting; 2 processes
-Problem: 00:06.0-1 has 6000 of 5760 MiB: PID 4260 of alice (python train.py)
+Problem: 00:06.0-1 uses 6000 of 5760 MiB: PID 4260 of alice (python train.py)
+  do: ask its owner, or terminate it: yunion-mps terminate 4260
 Problem: PID 4711 of mallory (./old-job) uses GPU 00:06.0 (300 MiB) without MPS…
-  do: ask its owner, or end it: yunion-mps terminate PID
+  do: ask its owner, or terminate it: yunion-mps terminate 4711
 Warning: GPU 00:06.0 (Tesla P40): budgets are not enforced because it is older …
 GPU                    USED MiB  OF MiB       UTIL % IN USE     PROCS NAME
 00:06.0    ███░░░░░░░░     6300   23040              3 of 4         2 Tesla P40
@@ -27,9 +28,10 @@ WIDE, FULL = "░" * 24, "█" * 24
 SCREEN_120 = f"""\
 yunion-mps 0.1.0  HH:MM:SS  degraded  driver 535.261.03
 1 GPU; 4 devices: 3 used, 1 free; 2 leases, 1 waiting; 2 processes
-Problem: 00:06.0-1 has 6000 of 5760 MiB: PID 4260 of alice (python train.py)
+Problem: 00:06.0-1 uses 6000 of 5760 MiB: PID 4260 of alice (python train.py)
+  do: ask its owner, or terminate it: yunion-mps terminate 4260
 Problem: PID 4711 of mallory (./old-job) uses GPU 00:06.0 (300 MiB) without MPS, so no budget limits it
-  do: ask its owner, or end it: yunion-mps terminate PID
+  do: ask its owner, or terminate it: yunion-mps terminate 4711
 Warning: GPU 00:06.0 (Tesla P40): budgets are not enforced because it is older than Volta; its clients can \
 use all of i…
 GPU                                 USED MiB  OF MiB       UTIL % IN USE           PROCS        NAME
@@ -46,10 +48,11 @@ HH:MM:SS WARNING domain host: ready -> backoff (killed by signal 9)
 """
 STATUS_80 = """\
 State:    degraded
-Problem:  00:06.0-1 has 6000 of 5760 MiB: PID 4260 of alice (python train.py)
+Problem:  00:06.0-1 uses 6000 of 5760 MiB: PID 4260 of alice (python train.py)
+Hint:     ask its owner, or terminate it: yunion-mps terminate 4260
 Problem:  PID 4711 of mallory (./old-job) uses GPU 00:06.0 (300 MiB) without
           MPS, so no budget limits it
-Hint:     ask its owner, or end it: yunion-mps terminate PID
+Hint:     ask its owner, or terminate it: yunion-mps terminate 4711
 Warning:  GPU 00:06.0 (Tesla P40): budgets are not enforced because it is older
           than Volta; its clients can use all of its memory and threads
 Hint:     run only jobs that stay within their budgets; find those that do not:

@@ -38,9 +38,12 @@ def test_each_code_has_its_name_a_meaning_and_a_hint() -> None:
         assert re.fullmatch(r"[a-z].*[^.]", hint), code
 
 
-def test_a_hint_names_the_gpu_and_is_general_for_an_unknown_code() -> None:
+def test_a_hint_names_what_it_is_about_or_is_general() -> None:
     expected = "disable MIG mode: nvidia-smi -i GPU-1 -mig 0; then: yunion-mps reload"
-    assert hint_of(reasons.MIG_ENABLED, "GPU-1") == expected
+    assert hint_of(reasons.MIG_ENABLED, gpu="GPU-1") == expected
+    assert hint_of(reasons.OVER_BUDGET, pid=4711).endswith("yunion-mps terminate 4711")
+    assert hint_of(reasons.OVER_BUDGET).endswith("yunion-mps terminate PID")
+    assert hint_of(reasons.LEASE_OUTDATED, lease="7c1f0e7a").endswith("lease release 7c1f0e7a")
     assert hint_of("from_a_newer_daemon") == "run the diagnostics: yunion-mps doctor"
 
 
@@ -87,4 +90,4 @@ def test_the_page_has_each_code_with_its_meaning_and_hint() -> None:
     page = (CHECKOUT / "docs/reason-codes.md").read_text()
     rows = re.findall(r"^\| `(\w+)` \| (.*?) \| (.*) \|$", page, re.MULTILINE)
     shown = {code: (meaning, hint.replace("\\|", "|")) for code, meaning, hint in rows}
-    assert shown == {code: (one.meaning, one.hint.replace("{gpu}", "GPU")) for code, one in CODES.items()}
+    assert shown == {code: (one.meaning, hint_of(code)) for code, one in CODES.items()}

@@ -106,7 +106,7 @@ class HeldLease:
         for address in self.devices:
             if address not in usable:
                 reason, code, gpu = reasons.get(address, ("its GPU is gone", GPU_GONE, "GPU"))
-                raise HostError(f"device {address} is unavailable: {reason}", hint_of(code, gpu), code)
+                raise HostError(f"device {address} is unavailable: {reason}", hint_of(code, gpu=gpu), code)
 
     def _renew(self, ttl_s: int) -> None:
         """Renew it until it is given back; the daemon is asked again if it is away or fails."""

@@ -44,8 +44,10 @@ class HostFinding(NamedTuple):
     number: int = 1
 
 
-def _finding(kind: str, code: str, what: str, gpu: str = "GPU") -> HostFinding:
-    return HostFinding(kind, code, what, hint_of(code, gpu))
+def _finding(
+    kind: str, code: str, what: str, *, gpu: str = "GPU", pid: int | None = None, lease: str = "LEASE"
+) -> HostFinding:
+    return HostFinding(kind, code, what, hint_of(code, gpu=gpu, pid=pid, lease=lease))
 
 
 def version_mismatch(status: Status) -> str:
@@ -69,7 +71,7 @@ def of_status(status: Status, gpus: Iterable[Gpu]) -> Iterator[HostFinding]:
         if gpu["state"] == "unavailable" and gpu["reason_code"] != reasons.DOMAIN_NOT_READY:
             name = f" ({gpu['name']})" if gpu["name"] else ""
             what = f"GPU {gpu['addr']}{name}: {gpu['reason']}"
-            yield _finding(PROBLEM, gpu["reason_code"], what, gpu["uuid"] or gpu["pci_address"])
+            yield _finding(PROBLEM, gpu["reason_code"], what, gpu=gpu["uuid"] or gpu["pci_address"])
     if version_mismatch(status):
         yield _finding(WARNING, reasons.VERSION_DIFFERS, version_mismatch(status))
     for warning in status["warnings"]:
@@ -100,13 +102,13 @@ def of_uses(holdings: Iterable[Holding], clients: ClientList) -> Iterator[HostFi
             for process in holding.processes:
                 has = f" ({process.memory_mib} MiB)" if process.memory_mib is not None else ""
                 what = f"{_named(process)} uses GPU {holding.gpu}{has} without MPS, so no budget limits it"
-                yield _finding(PROBLEM, reasons.PROCESS_OUTSIDE_MPS, what)
+                yield _finding(PROBLEM, reasons.PROCESS_OUTSIDE_MPS, what, pid=process.pid)
         elif holding.over_mib:
             most = max(holding.processes, key=lambda process: process.memory_mib or 0)
             more = len(holding.processes) - 1
             processes = _named(most) + (f" and {more} more" if more else "")
             what = f"{holding.named} uses {holding.used_mib} of {holding.budget_mib} MiB: {processes}"
-            yield _finding(PROBLEM, reasons.OVER_BUDGET, what)
+            yield _finding(PROBLEM, reasons.OVER_BUDGET, what, pid=most.pid)
         if holding.pending:
             pending[holding.gpu, holding.pending] += len(holding.devices)
     for (gpu, why), number in pending.items():
@@ -127,7 +129,7 @@ def of_leases(leases: Iterable[LeaseRecord], status: Status, gpus: Iterable[Gpu]
         if place not in {"", *places} and lost.isdisjoint(lease["gpus"]):
             whose = f"lease {lease['id'][:ID_LENGTH]} of {lease['user']} ({', '.join(lease['devices'])})"
             what = f"{whose}: its control daemon is gone; processes started with it have no limits"
-            yield _finding(PROBLEM, reasons.LEASE_OUTDATED, what)
+            yield _finding(PROBLEM, reasons.LEASE_OUTDATED, what, lease=lease["id"][:ID_LENGTH])
 
 
 def all_findings(
@@ -148,17 +150,21 @@ def worst_first(findings: Iterable[HostFinding]) -> list[HostFinding]:
 
 
 def folded(findings: Sequence[HostFinding], most: int = 3) -> list[HostFinding]:
-    """At most `most` findings for each kind and hint, and one more that counts the rest."""
-    counts = Counter((one.kind, one.hint) for one in findings)
+    """At most `most` findings of each kind that are alike, and one more that counts the rest.
+
+    They are alike by their code, because their hints may name different processes or GPUs.
+    """
+    counts = Counter((one.kind, one.code or one.hint) for one in findings)
     shown: dict[tuple[str, str], list[HostFinding]] = {}
     for one in findings:
-        alike = shown.setdefault((one.kind, one.hint), [])
+        alike = shown.setdefault((one.kind, one.code or one.hint), [])
         if len(alike) < most:
             alike.append(one)
         elif len(alike) == most:
-            more = counts[one.kind, one.hint] - most
+            more = counts[one.kind, one.code or one.hint] - most
             what = f"and {more} more of the same kind (all: yunion-mps status -o json)"
-            alike.append(one._replace(what=what, number=more))
+            hint = one.hint if one.hint == alike[-1].hint else hint_of(one.code)
+            alike.append(one._replace(what=what, hint=hint, number=more))
     return [one for alike in shown.values() for one in alike]
 
 

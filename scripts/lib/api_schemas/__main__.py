@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from yunion_mps.reasons import CODES
+from yunion_mps.reasons import CODES, hint_of
 
 from api_schemas.making import FILE, content
 
@@ -26,7 +26,7 @@ metrics. A code is never renamed or reused. `GPU` stands for the GPU's UUID.
 
 def reason_page() -> str:
     """The table of all codes."""
-    rows = ((code, one.meaning, one.hint.replace("{gpu}", "GPU")) for code, one in CODES.items())
+    rows = ((code, one.meaning, hint_of(code)) for code, one in CODES.items())
     return _HEAD + "".join(f"| `{code}` | {meaning} | {_cell(hint)} |\n" for code, meaning, hint in rows)
 
 

@@ -46,8 +46,9 @@ Leases:   0; 1 client of MPS
 BUSY = f"""\
 State:    degraded
 Problem:  00:06.0-1 uses 6000 of 5760 MiB: PID 4260 of alice (python train.py)
+Hint:     ask its owner, or terminate it: yunion-mps terminate 4260
 Problem:  PID 4711 of mallory (./old-job) uses GPU 00:06.0 (300 MiB) without MPS, so no budget limits it
-Hint:     ask its owner, or terminate it: yunion-mps terminate PID
+Hint:     ask its owner, or terminate it: yunion-mps terminate 4711
 {NOT_ENFORCED}\
 Devices:  4 of 4 available, 3 used, 1 free
 Leases:   2, 1 waiting; 1 client of MPS, 1 process outside MPS

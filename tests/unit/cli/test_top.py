@@ -190,7 +190,7 @@ def test_once_prints_a_frame_whole_and_without_colours(own: Cli) -> None:
     busy(own.host)
     out = own.good("top", "--once")
     assert "\x1b" not in out
-    assert "  do: ask its owner, or terminate it: yunion-mps terminate PID\n" in out
+    assert "  do: ask its owner, or terminate it: yunion-mps terminate 4260\n" in out
     assert "00:06.0-0  ░░░░░░░░░░░             5760    25        free\n" in out
     assert re.search(r"00:06.0-1! .* 25     42 alice", out), "its budget, then what it uses of the SMs"
     assert "without MPS, so no budget limits it\n" in out

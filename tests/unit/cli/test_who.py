@@ -49,8 +49,9 @@ def test_it_is_printed_for_programs_too(own: Cli) -> None:
     first = answer["uses"][0]
     assert (first["device"], first["lease"], first["memory_used"]) == ("00:06.0-1", LEASE["id"], 6000)
     assert [problem["hint"] for problem in answer["problems"]] == [
-        "ask its owner, or terminate it: yunion-mps terminate PID"
-    ] * 2
+        "ask its owner, or terminate it: yunion-mps terminate 4260",
+        "ask its owner, or terminate it: yunion-mps terminate 4711",
+    ]
     rows = [dict(zip(header, row)) for row in (one, two, three)]
     assert [row["state"] for row in rows] == ["over budget", "idle", "outside MPS"]
     assert [row["device"] for row in rows] == ["00:06.0-1", "00:06.0-2,00:06.0-3", ""]

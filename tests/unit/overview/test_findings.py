@@ -6,14 +6,16 @@ from typing import Any
 
 import pytest
 from yunion_mps import __version__
-from yunion_mps.overview.findings import HostFinding, folded, of_status, version_mismatch
+from yunion_mps.overview.findings import HostFinding, folded, of_status, version_mismatch, with_hints
 from yunion_mps.reasons import (
     BUDGET_NOT_ENFORCED,
     CODES,
     COMPUTE_MODE_CHANGED,
     EVENTS_NOT_WRITTEN,
     MIG_ENABLED,
+    OVER_BUDGET,
     Reason,
+    hint_of,
 )
 from yunion_mps.service.queries import Queries
 
@@ -48,6 +50,17 @@ def test_findings_with_the_same_hint_are_folded() -> None:
         "and 6 more of the same kind (all: yunion-mps status -o json)",
         "x",
     ]
+
+
+def test_findings_about_many_processes_are_folded_by_their_code() -> None:
+    many = [HostFinding("Problem", OVER_BUDGET, f"{n}", hint_of(OVER_BUDGET, pid=n)) for n in range(1, 6)]
+    assert [one.what[:6] for one in folded(many)] == ["1", "2", "3", "and 2 "]
+    assert folded(many)[-1].hint.endswith("yunion-mps terminate PID")
+
+
+def test_a_hint_that_neighbours_share_is_given_once() -> None:
+    alike = [HostFinding("Warning", "", f"GPU {n}", "reload") for n in range(2)]
+    assert [hint for _, hint in with_hints(alike)] == ["", "reload"]
 
 
 @pytest.mark.parametrize("version", [__version__, "0.0.1"])

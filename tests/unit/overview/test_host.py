@@ -92,11 +92,11 @@ def test_findings_troubles_and_counts_are_those_of_status() -> None:
     assert [(gpu["addr"], gpu["memory_used"]) for gpu in shown["gpus"]] == [("00:06.0", 6300)]
 
 
-def test_a_hint_that_several_findings_share_is_given_once() -> None:
+def test_the_hint_about_a_process_names_it() -> None:
     other = {**OUTSIDE_MPS, "pid": 4301}
     found = page_of(P40, clients=(OUTSIDE_MPS, other))["findings"]
-    outside = [one["hint"] != "" for one in found if "without MPS" in one["what"]]
-    assert outside == [False, True]
+    hints = [one["hint"].rpartition(" ")[2] for one in found if "without MPS" in one["what"]]
+    assert sorted(hints) == sorted([str(OUTSIDE_MPS["pid"]), "4301"])
 
 
 def test_3072_free_devices_take_less_than_300_kib() -> None:
