@@ -37,7 +37,7 @@ def test_a_lease_that_is_taken_used_and_given_back_is_seen_at_once(scene: Scene,
     page.ask("window.bar = document.querySelector('.bar'); window.part = bar.children[1]; 0")
     assert page.ask("[part.className, part.textContent]") == ["part used", "root"]
     assert page.ask("part.querySelector('b').style.width") == "50%"
-    page.wait_text("given to python3 train.py", "#list")
+    page.wait_text("granted to python3 train.py", "#list")
     other = scene.jobs.start("serve.py", device="00:06.0-0")
     page.wait_text("1 in use, 1 idle, 2 free", "#busy")
     assert page.ask("bar === document.querySelector('.bar') && part === bar.children[1]"), "it is kept"
@@ -197,7 +197,7 @@ def test_a_host_that_offers_nothing_says_why(
     with Served(daemon.host) as served:
         page = browser.page(served.url)
         page.wait_text("disabled", "#state")
-        page.wait_text("Notice: enable_cuda_mps is false")
+        page.wait_text("Notice: MPS is disabled: enable_cuda_mps is false")
         page.wait_text("Hint: set enable_cuda_mps: true in host.conf")
         assert page.errors() == []
 
