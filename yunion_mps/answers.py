@@ -387,10 +387,10 @@ class ProblemFields(TypedDict):
     title: Annotated[str, Field("The status in words.")]
     status: Annotated[int, Field("The HTTP status.", minimum=400, maximum=599)]
     detail: Annotated[str, Field("What is wrong.")]
+    code: Annotated[str, Field("A reason code.")]
 
 
 class ProblemDetails(ProblemFields, total=False):
     """What is wrong (RFC 9457)."""
 
     hint: Annotated[str, Field("What to do.")]
-    code: Annotated[str, Field("A reason code.")]

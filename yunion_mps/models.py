@@ -344,7 +344,8 @@ class Lease(NamedTuple):
 
     `idempotency_key` is what the holder has sent as such with its request, empty if nothing. `cdi`: container
     engines find it as a device for as long as it lives. `ends_s` (of the monotonic clock) is when a lease
-    taken by name expires, None for others; `is_extended`: a start of the daemon has postponed that.
+    taken by name expires, None for others; `is_extended`: a start of the daemon has postponed that. `request`
+    is what the holder has requested, as text: the same name with the same request finds this lease.
     """
 
     id: str
@@ -356,6 +357,11 @@ class Lease(NamedTuple):
     cdi: bool = False
     ends_s: float | None = None
     is_extended: bool = False
+    request: str = ""
+
+    @property
+    def addresses(self) -> str:
+        return ", ".join(device.addr for device in self.devices)
 
 
 class Snapshot(NamedTuple):

@@ -341,6 +341,11 @@ DAEMON_UNREACHABLE = _code(
 NOT_ALLOWED = _code("not_allowed", "The caller is not permitted to do this.", "retry as root or as the owner")
 NOT_FOUND = _code("not_found", "The named object does not exist.", "check the name: yunion-mps list")
 INVALID_REQUEST = _code("invalid_request", "The API does not support this request.", "see: /v1/openapi.json")
+LEASE_EXISTS = _code(
+    "lease_exists",
+    "The caller already has a lease with this name or idempotency key, by another request.",
+    "release it: yunion-mps lease release NAME; or use another name",
+)
 HOST_ERROR = _code(
     "host_error", "A file, directory, user or process on the host is not in the required state.", _DOCTOR
 )

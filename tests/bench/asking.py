@@ -26,7 +26,7 @@ class Http(Closes):
         self._socket.close()
 
     def ask(self, target: str, method: str = "GET") -> tuple[bytes, int]:
-        """The answer's body, and the size of the whole answer; raises BenchError for any status but 200."""
+        """The answer's body, and the size of the whole answer; raises BenchError unless it is 200 or 201."""
         self.send(request_for(target, method))
         return self.answer(target)
 
@@ -46,7 +46,7 @@ class Http(Closes):
         length = next(int(line.partition(b":")[2]) for line in lines if line.startswith(b"content-length:"))
         while len(body) < length:
             body += self._more()
-        if not lines[0].startswith(b"http/1.1 200"):
+        if not lines[0].startswith((b"http/1.1 200", b"http/1.1 201")):
             raise BenchError(f"{target} was answered by {answer[:300]!r}")
         return body, len(head) + 4 + length
 

@@ -9,8 +9,8 @@ from functools import partial
 from yunion_mps.errors import NothingFreeError
 from yunion_mps.leases.allocator import Allocator, Candidate, Candidates
 from yunion_mps.leases.ledger import Ledger
-from yunion_mps.leases.queue import Queue, QueuedRequest
-from yunion_mps.leases.request import LeaseRequest
+from yunion_mps.leases.queue import Queue
+from yunion_mps.leases.request import LeaseRequest, QueuedRequest
 from yunion_mps.models import Device, Holder, Lease
 
 from bench.values import BenchError, Line, Rounds, Settings

@@ -55,7 +55,7 @@ class Daemon(daemon_host.Daemon):
             for pid in control_pids:
                 os.kill(pid, signal.SIGKILL)
             while len(ready_s) < len(control_pids):
-                answer = http.ask(f"/v1/events?after={last}&limit=1000&kind=domain&wait=60")[0]
+                answer = http.ask(f"/v1/events?after={last}&limit=1000&kind=domain&wait_s=60")[0]
                 events = json.loads(answer)["events"]
                 if not events:
                     raise BenchError(f"the daemon does not recover; it said:\n{self.log}")

@@ -73,10 +73,10 @@ def begin(daemon: Daemon, stack: ExitStack) -> None:
         eventually(lambda: shown.read_bytes().startswith(b"python3\0"), "the job")
         os.seteuid(user)
         try:
-            code, lease = daemon.ask("POST", f"/v1/leases?pid={process.pid}&{request}")
+            code, lease = daemon.ask("POST", "/v1/leases", f"holder.pid={process.pid}&{request}")
         finally:
             os.seteuid(0)
-        assert code == 200, lease
+        assert code == 201, lease
         if mib:
             order = ["00:06.0", "00:07.0", "00:08.0"]
             daemon.host.gpus[order.index(lease["gpus"][0])].add_process(process.pid, mib, "M+C", sm)
@@ -84,17 +84,17 @@ def begin(daemon: Daemon, stack: ExitStack) -> None:
     for gpu, load in zip(daemon.host.gpus, ((44, 58, 391), (54, 61, 287), (57, 66, 248))):
         gpu.load(*load)
     long = ["--trial", "17", "--data", "/srv/data/imagenet-2012/train"]
-    job(ALICE, "device=00:06.0-0", 9800, 12, "train.py", "--model", "resnet50", "--epochs", "90")
-    job(ALICE, "device=00:06.0-1", 11100, 14, "train.py", "--model", "vit-b16")
-    job(BOB, "device=00:06.0-2", 4100, 5, "serve.py", "--port", "8000")
-    job(CAROL, "device=00:06.0-3", 0, 0, "notebook.py")
-    job(CAROL, "device=00:06.0-4", 8200, 13, "sweep.py", *long)
-    job(BOB, "device=00:07.0-0", 21700, 24, "finetune.py", "--lora", "--rank", "16")
-    job(CAROL, "device=00:07.0-2", 6200, 9, "embed.py", "corpus/")
-    job(ALICE, "device=00:07.0-3", 9100, 21, "rerank.py", "--workers", "4")
-    job(ALICE, "gpu=00:08.0&memory=8192", 7400, 16, "infer.py", "--batch", "32")
-    job(BOB, "gpu=00:08.0&memory=16384", 12800, 34, "diffusion.py", "--steps", "30")
-    job(BOB, "gpu=00:08.0&memory=4096", 2900, 7, "whisper.py")
+    job(ALICE, "devices=00:06.0-0", 9800, 12, "train.py", "--model", "resnet50", "--epochs", "90")
+    job(ALICE, "devices=00:06.0-1", 11100, 14, "train.py", "--model", "vit-b16")
+    job(BOB, "devices=00:06.0-2", 4100, 5, "serve.py", "--port", "8000")
+    job(CAROL, "devices=00:06.0-3", 0, 0, "notebook.py")
+    job(CAROL, "devices=00:06.0-4", 8200, 13, "sweep.py", *long)
+    job(BOB, "devices=00:07.0-0", 21700, 24, "finetune.py", "--lora", "--rank", "16")
+    job(CAROL, "devices=00:07.0-2", 6200, 9, "embed.py", "corpus/")
+    job(ALICE, "devices=00:07.0-3", 9100, 21, "rerank.py", "--workers", "4")
+    job(ALICE, "gpu=00:08.0&memory_mib=8192", 7400, 16, "infer.py", "--batch", "32")
+    job(BOB, "gpu=00:08.0&memory_mib=16384", 12800, 34, "diffusion.py", "--steps", "30")
+    job(BOB, "gpu=00:08.0&memory_mib=4096", 2900, 7, "whisper.py")
 
 
 def make_up_an_hour(browser: Chromium, page: Page) -> None:

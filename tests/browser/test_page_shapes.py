@@ -15,6 +15,7 @@ from browser.chromium import Chromium, Page
 from browser.scene import Scene, Served, scene_on
 from integration.conftest import MakeDaemon, MakeHost
 from integration.daemon_host import Daemon
+from posting import posted
 
 MANY = [{"kind": "h100", "count": 64, "virtual_number": 48}]
 V100S = [{"kind": "v100", "virtual_number": 12}, {"kind": "v100", "virtual_number": 2}]
@@ -109,10 +110,11 @@ def take(daemon: Daemon, count: int, request: str = "") -> list[str]:
     connection.sock.connect(str(daemon.socket_path))
     with closing(connection):
         for name in names:
-            connection.request("POST", f"/v1/leases?binding=name&ttl=3600&name={name}{request}")
+            words = f"holder.ttl_s=3600&holder.name={name}{request}"
+            connection.request("POST", "/v1/leases", *posted(words))
             answer = connection.getresponse()
             body = answer.read()
-            assert answer.status == 200, body
+            assert answer.status == 201, body
     return names
 
 

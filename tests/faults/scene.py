@@ -103,7 +103,7 @@ class Scene(Closes):
     def hold_a_lease(self) -> None:
         """This process has a device from now on, if it has none yet."""
         if not self.lease:
-            self.lease = self.daemon.ask("POST", f"/v1/leases?pid={os.getpid()}")[1]["id"]
+            self.lease = self.daemon.ask("POST", "/v1/leases", f"holder.pid={os.getpid()}")[1]["id"]
 
     @property
     def keeps_the_lease(self) -> bool:

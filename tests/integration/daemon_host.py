@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from posting import posted
 from simhost import SimHost
 from simhost.host import Closes
 from simhost.mps import CONTROL
@@ -198,13 +199,15 @@ class Daemon(Closes):
         """GET from its socket: the HTTP status and the JSON."""
         return self.ask("GET", path)
 
-    def ask(self, method: str, path: str) -> tuple[int, Any]:
+    def ask(self, method: str, path: str, words: str = "") -> tuple[int, Any]:
+        """Status and answer; `words` are the body, as `posting` has it."""
+        body, headers = posted(words) if method == "POST" else (None, {})
         connection = http.client.HTTPConnection("localhost", timeout=PATIENCE_S)
         connection.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         with contextlib.closing(connection):
             connection.sock.settimeout(PATIENCE_S)
             connection.sock.connect(str(self.socket_path))
-            connection.request(method, path)
+            connection.request(method, path, body, headers)
             response = connection.getresponse()
             return response.status, json.loads(response.read())
 

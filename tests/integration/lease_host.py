@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from integration.daemon_host import Daemon, eventually
+from posting import posted
 from simhost import SimHost
 from unit.http.server_host import as_user
 
@@ -36,9 +37,16 @@ class Connection(http.client.HTTPConnection):
         self.sock = socket.socket(socket.AF_UNIX)
         self.sock.connect(self._path)
 
-    def ask(self, method: str, target: str) -> tuple[int, Any]:
-        self.request(method, target, headers={"Content-Length": "0"})
+    def ask(self, method: str, target: str, words: str = "") -> tuple[int, Any]:
+        if method == "POST":
+            self.post(target, words)
+        else:
+            self.request(method, target)
         return self.answer()
+
+    def post(self, target: str, words: str) -> None:
+        """Send a request whose body has these members."""
+        self.request("POST", target, *posted(words))
 
     def answer(self) -> tuple[int, Any]:
         response = self.getresponse()
@@ -50,12 +58,12 @@ class Asker(Connection):
 
     def __init__(self, daemon: Daemon, query: str) -> None:
         super().__init__(daemon)
-        self.request("POST", f"/v1/leases?{query}", headers={"Content-Length": "0"})
+        self.post("/v1/leases", query)
 
 
 def queued(daemon: Daemon, query: str, position: int = 1) -> Asker:
     """One who asks for a lease, and waits in this position of the queue."""
-    asker = Asker(daemon, f"wait=600&{query}")
+    asker = Asker(daemon, f"wait_s=600&{query}")
     wait_until_wait(daemon, position)
     return asker
 
@@ -78,14 +86,14 @@ def stranger(daemon: Daemon) -> Iterator[Connection]:
 
 def take(daemon: Daemon, query: str) -> dict[str, Any]:
     """The lease that somebody gets for the query."""
-    status, lease = daemon.ask("POST", f"/v1/leases?{query}")
-    assert status == 200, lease
+    status, lease = daemon.ask("POST", "/v1/leases", query)
+    assert status in (200, 201), lease
     return dict(lease)
 
 
 def take_all(daemon: Daemon) -> None:
     for address in ADDRESSES:
-        take(daemon, f"name={address}&ttl=600&device={address}")
+        take(daemon, f"holder.name={address}&holder.ttl_s=600&devices={address}")
 
 
 def leases_of(daemon: Daemon) -> list[dict[str, Any]]:

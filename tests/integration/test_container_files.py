@@ -25,7 +25,7 @@ def test_the_file_is_written_only_when_it_changes_and_removed_at_the_stop(
     eventually(lambda: spec_of(host), "the file")
     path = host.root / "run/cdi/yunion-mps.json"
     first = path.stat()
-    assert ready_daemon.ask("POST", "/v1/leases?name=a&ttl=600")[0] == 200
+    assert ready_daemon.ask("POST", "/v1/leases", "holder.name=a&holder.ttl_s=600")[0] == 201
     reloads(ready_daemon)
     assert (path.stat().st_ino, path.stat().st_mtime_ns) == (first.st_ino, first.st_mtime_ns)
     path.unlink()
@@ -96,10 +96,10 @@ def test_a_directory_that_cannot_be_written_is_said_once_and_tried_again(ready_d
     assert ready_daemon.log.count(trouble) == 1
     told = [event["what"] for event in ready_daemon.get("/v1/events?kind=daemon")[1]["events"]]
     assert told.count(trouble) == 1
-    assert ready_daemon.ask("POST", "/v1/leases")[0] == 200, "all else goes on"
+    assert ready_daemon.ask("POST", "/v1/leases")[0] == 201, "all else goes on"
     refused = host.run(["yunion-mps", "lease", "take", "job-17", "--ttl", "60"])
     assert refused.returncode == 0, "by name it is of use without a container, too"
-    status, answer = ready_daemon.ask("POST", "/v1/leases?cdi=true")
+    status, answer = ready_daemon.ask("POST", "/v1/leases", "cdi=true")
     assert status == 409
     assert answer["detail"].startswith("containers cannot find the lease: ")
     assert len(given(ready_daemon)) == 2
@@ -114,8 +114,8 @@ def test_the_file_of_a_lease_follows_the_driver_and_comes_back(ready_daemon: Dae
     """A scheduler's lease may live for months, and its containers are started again."""
     host = ready_daemon.host
     eventually(lambda: spec_of(host), "the file")
-    status, lease = ready_daemon.ask("POST", "/v1/leases?name=job-17&ttl=600")
-    assert status == 200
+    status, lease = ready_daemon.ask("POST", "/v1/leases", "holder.name=job-17&holder.ttl_s=600")
+    assert status == 201
     name = f"yunion-mps-lease-{lease['id']}.json"
     made = "cdiVersion: 0.5.0\nkind: nvidia.com/gpu\ncontainerEdits: {env: [DRIVER=new]}\n"
     (host.root / "run/cdi/nvidia.yaml").write_text(made)

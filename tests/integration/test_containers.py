@@ -155,8 +155,10 @@ def test_several_devices_are_one_budget_by_run_and_refused_by_hand(
 
 
 def test_a_container_whose_domain_does_not_serve_does_not_start(ready_daemon: Daemon, podman: Podman) -> None:
-    status, lease = ready_daemon.ask("POST", f"/v1/leases?device={ADDRESSES[2]}&name=job-17&ttl=600")
-    assert status == 200
+    status, lease = ready_daemon.ask(
+        "POST", "/v1/leases", f"devices={ADDRESSES[2]}&holder.name=job-17&holder.ttl_s=600"
+    )
+    assert status == 201
     ready_daemon.pipe_directory.rename(ready_daemon.pipe_directory.with_name("away"))
     ready_daemon.pipe_directory.write_text("")
     os.kill(ready_daemon.control_pid(), signal.SIGKILL)
@@ -220,8 +222,8 @@ def test_memory_in_units_is_a_device_while_its_lease_lives(
     daemon = make_daemon(host).start().wait_ready()
     podman = make_podman(host)
     assert spec_of(host) == {}
-    status, lease = daemon.ask("POST", "/v1/leases?memory=2048&name=job-17&ttl=600")
-    assert status == 200
+    status, lease = daemon.ask("POST", "/v1/leases", "memory_mib=2048&holder.name=job-17&holder.ttl_s=600")
+    assert status == 201
     for name in (lease["id"], "00:06.0-m0"):
         limit = podman.good(
             "run", "--rm", *mps(name), IMAGE, "sh", "-c", "echo $CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"

@@ -107,8 +107,10 @@ def test_a_file_from_before_a_new_pipe_directory_starts_no_container(
     """There CUDA would find no control daemon, and run without limits: by a lease, or by an old file."""
     host = ready_daemon.host
     inside = ["sh", "-c", ASK]
-    status, lease = ready_daemon.ask("POST", f"/v1/leases?device={ADDRESSES[2]}&name=job-17&ttl=600")
-    assert status == 200
+    status, lease = ready_daemon.ask(
+        "POST", "/v1/leases", f"devices={ADDRESSES[2]}&holder.name=job-17&holder.ttl_s=600"
+    )
+    assert status == 201
     assert podman.good("run", "--rm", *mps(lease["id"]), IMAGE, *inside).startswith("25.0")
     told = ["sh", "-c", f"{ASK}; sleep 300"]
     podman.good("run", "--detach", "--name", "trainer", *mps(ADDRESSES[0]), IMAGE, *told)

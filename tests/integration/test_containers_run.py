@@ -64,7 +64,9 @@ def test_input_signals_and_terminal_are_the_container_s(ready_daemon: Daemon, po
 def test_a_name_s_lease_that_has_ended_neither_ends_nor_begins_containers(
     ready_daemon: Daemon, podman: Podman
 ) -> None:
-    _, lease = ready_daemon.ask("POST", f"/v1/leases?device={ADDRESSES[1]}&name=job-17&ttl=600")
+    _, lease = ready_daemon.ask(
+        "POST", "/v1/leases", f"devices={ADDRESSES[1]}&holder.name=job-17&holder.ttl_s=600"
+    )
     for name in ("trainer", "teacher"):
         podman.good("run", "--detach", "--name", name, "--device", lease["cdi"], IMAGE, "sleep", "300")
     assert given(ready_daemon) == [ADDRESSES[1]], "both share it"

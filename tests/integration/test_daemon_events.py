@@ -25,7 +25,7 @@ def test_a_death_and_the_recovery_are_told_with_cause_and_consequence(ready_daem
     control = ready_daemon.control_pid()
     last = ready_daemon.get("/v1/events")[1]["last"]
     heard: list[dict[str, Any]] = []
-    waiter = threading.Thread(target=lambda: heard.extend(events(ready_daemon, f"&after={last}&wait=60")))
+    waiter = threading.Thread(target=lambda: heard.extend(events(ready_daemon, f"&after={last}&wait_s=60")))
     waiter.start()
     os.kill(control, signal.SIGKILL)
     waiter.join(PATIENCE_S)

@@ -45,7 +45,7 @@ def test_a_gpu_that_falls_off_the_bus_is_noticed_and_the_others_go_on(ready_daem
     assert ("error", "00:07.0", "unavailable") in gpu_events(daemon)
     last = daemon.get("/v1/events")[1]["last"]
     host.gpus[1].restore()
-    told = daemon.get(f"/v1/events?kind=gpu&after={last}&wait=60")[1]["events"]
+    told = daemon.get(f"/v1/events?kind=gpu&after={last}&wait_s=60")[1]["events"]
     assert [(event["subject"], event["what"]) for event in told] == [("00:07.0", "available")]
     assert available(daemon) == 8
 
@@ -54,8 +54,10 @@ def test_the_next_daemon_lists_a_lost_gpu_and_serves_the_other(ready_daemon: Dae
     host, daemon = ready_daemon.host, ready_daemon
     before = {device["addr"]: device["id"] for device in devices(daemon)}
     for address in ("00:06.0-1", "00:07.0-1"):
-        status, _ = daemon.ask("POST", f"/v1/leases?device={address}&name=job-{address}&ttl=600")
-        assert status == 200
+        status, _ = daemon.ask(
+            "POST", "/v1/leases", f"devices={address}&holder.name=job-{address}&holder.ttl_s=600"
+        )
+        assert status == 201
     held = leases(daemon)
     host.gpus[1].remove()
     daemon.kill()
@@ -64,8 +66,8 @@ def test_the_next_daemon_lists_a_lost_gpu_and_serves_the_other(ready_daemon: Dae
     told = {device["addr"][:7]: device["reason"] for device in devices(daemon)}
     assert told == {"00:06.0": "", "00:07.0": "the GPU is no longer present"}
     assert leases(daemon) == held
-    assert daemon.ask("POST", "/v1/leases?device=00:06.0-2&name=next&ttl=600")[0] == 200
-    status, answer = daemon.ask("POST", "/v1/leases?device=00:07.0-2&name=lost&ttl=600")
+    assert daemon.ask("POST", "/v1/leases", "devices=00:06.0-2&holder.name=next&holder.ttl_s=600")[0] == 201
+    status, answer = daemon.ask("POST", "/v1/leases", "devices=00:07.0-2&holder.name=lost&holder.ttl_s=600")
     assert status != 200
     assert "the GPU is no longer present" in str(answer)
     checked = host.run(["yunion-mps", "config", "check"])
@@ -91,13 +93,13 @@ def test_the_other_gpu_serves_devices_and_containers_while_one_is_lost(daemon: D
     assert daemon.stop() == 0, daemon.log
     host.gpus[1].lose()
     daemon.start().wait_ready()
-    status, answer = daemon.ask("POST", "/v1/leases?count=2&name=two&ttl=600")
-    assert (status, answer["devices"]) == (200, ["00:06.0-0", "00:06.0-1"])
+    status, answer = daemon.ask("POST", "/v1/leases", "count=2&holder.name=two&holder.ttl_s=600")
+    assert (status, answer["devices"]) == (201, ["00:06.0-0", "00:06.0-1"])
     for request in (
         "count=2&gpu=00:07.0",
-        *(["device=all", "count=2&across=true"] if scope == "host" else []),
+        *(["devices=all", "count=2&across=true"] if scope == "host" else []),
     ):
-        status, answer = daemon.ask("POST", f"/v1/leases?{request}&name=more&ttl=600")
+        status, answer = daemon.ask("POST", "/v1/leases", f"{request}&holder.name=more&holder.ttl_s=600")
         assert (status, LOST in answer["detail"]) == (423, True), answer
     eventually((host.root / "run/cdi/yunion-mps.json").exists, "the devices of containers")
     assert "Traceback" not in daemon.log

@@ -16,8 +16,8 @@ from integration.conftest import AtWork, MakeAtWork
 from integration.daemon_host import Daemon, eventually
 
 
-def post(daemon: Daemon, target: str) -> tuple[int, dict[str, object]]:
-    return daemon.ask("POST", target)
+def post(daemon: Daemon, target: str, words: str = "") -> tuple[int, dict[str, object]]:
+    return daemon.ask("POST", target, words)
 
 
 def total(daemon: Daemon) -> int:
@@ -127,7 +127,7 @@ def test_jobs_live_through_a_reexec_and_a_pending_budget_stays_pending(at_work: 
     assert daemon.get("/v1/devices")[1]["isolated_devices"][0]["mps_memory_limit"] == 4096
     clients = daemon.get("/v1/clients")[1]["clients"]
     assert [(one["pid"], one["server"]) for one in clients] == [(client.pid, jobs.servers()[0])]
-    assert post(daemon, "/v1/reload?now=true")[0] == 200
+    assert post(daemon, "/v1/reload", "mode=now")[0] == 200
     assert client.says() == "server gone"
     eventually(lambda: not daemon.status()["domains"][0]["pending"], "the new limits in effect")
     assert daemon.get("/v1/devices")[1]["isolated_devices"][0]["mps_memory_limit"] == 8192
@@ -184,7 +184,7 @@ def test_a_changed_scope_waits_for_jobs_through_a_reexec(at_work: AtWork) -> Non
     domains = {domain["name"]: domain for domain in daemon.status()["domains"]}
     assert (domains["host"]["pid"], domains["host"]["state"]) == (control, "ready")
     assert domains["00:06.0"]["state"] == "stopped"
-    assert post(daemon, "/v1/reload?now=true")[0] == 200
+    assert post(daemon, "/v1/reload", "mode=now")[0] == 200
     assert client.says() == "server gone"
     eventually(lambda: [d["state"] for d in daemon.status()["domains"]] == ["ready"], "the new one")
     assert daemon.status()["domains"][0]["name"] == "00:06.0"
@@ -230,7 +230,7 @@ def test_now_is_answered_at_once_and_done_when_a_front_end_has_gone(at_work: AtW
             assert domain["state"] == "applying"
             assert "another nvidia-cuda-mps-control is connected" in domain["reason"]
         daemon.host.divide(2)
-        status, answer = post(daemon, "/v1/reload?now=true")
+        status, answer = post(daemon, "/v1/reload", "mode=now")
         assert status == 200
         assert "another nvidia-cuda-mps-control is connected" in str(answer["pending"])
     assert client.says() == "server gone"

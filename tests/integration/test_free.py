@@ -27,19 +27,19 @@ def unused(host: SimHost) -> list[str]:
 
 
 def lease(daemon: Daemon, query: str) -> str:
-    status, answer = daemon.ask("POST", f"/v1/leases?{query}&ttl=600")
-    return ",".join(answer["devices"]) if status == 200 else ""
+    status, answer = daemon.ask("POST", "/v1/leases", f"{query}&holder.ttl_s=600")
+    return ",".join(answer["devices"]) if status == 201 else ""
 
 
 @pytest.mark.parametrize(
     ("before", "query", "after", "free"),
     [
-        (HALVES, "device=00:06.0-0", QUARTERS, ["00:06.0-1", "00:06.0-2"]),
-        (HALVES, "device=00:06.0-1", QUARTERS, ["00:06.0-0", "00:06.0-2"]),
-        (QUARTERS, "device=00:06.0-3", HALVES, ["00:06.0-0"]),
-        (IN_UNITS, "memory=10240", QUARTERS, ["00:06.0-0"]),
-        (IN_UNITS, "memory=16384", HALVES, []),
-        (IN_UNITS, "memory=4096", IN_UNITS, []),
+        (HALVES, "devices=00:06.0-0", QUARTERS, ["00:06.0-1", "00:06.0-2"]),
+        (HALVES, "devices=00:06.0-1", QUARTERS, ["00:06.0-0", "00:06.0-2"]),
+        (QUARTERS, "devices=00:06.0-3", HALVES, ["00:06.0-0"]),
+        (IN_UNITS, "memory_mib=10240", QUARTERS, ["00:06.0-0"]),
+        (IN_UNITS, "memory_mib=16384", HALVES, []),
+        (IN_UNITS, "memory_mib=4096", IN_UNITS, []),
     ],
     ids=["first-half", "second-half", "last-quarter", "units", "all-units", "no-change"],
 )
@@ -49,14 +49,14 @@ def test_a_device_without_memory_left_by_older_leases_is_not_unused(
     host = make_host([{"kind": "v100"}])
     divide(host, before)
     daemon = make_daemon(host).start().wait_ready()
-    assert lease(daemon, f"{query}&name=old")
+    assert lease(daemon, f"{query}&holder.name=old")
     divide(host, after)
     printed(host, "reload")
     assert unused(host) == free
     assert json.loads(printed(host, "status", "-o", "json"))["devices"]["free"] == len(free)
-    assert [lease(daemon, f"name=new-{number}") for number in range(len(free))] == free
+    assert [lease(daemon, f"holder.name=new-{number}") for number in range(len(free))] == free
     assert unused(host) == []
-    assert lease(daemon, "name=one-more") == ""
+    assert lease(daemon, "holder.name=one-more") == ""
 
 
 def test_the_screens_say_why_a_device_cannot_be_had_until_that_is_over(
@@ -65,7 +65,7 @@ def test_the_screens_say_why_a_device_cannot_be_had_until_that_is_over(
     host = make_host([{"kind": "v100"}])
     divide(host, HALVES)
     daemon = make_daemon(host).start().wait_ready()
-    assert lease(daemon, "name=old") == "00:06.0-0"
+    assert lease(daemon, "holder.name=old") == "00:06.0-0"
     divide(host, QUARTERS)
     printed(host, "reload")
     told = "GPU 00:06.0: 2 devices pending: the new division of its GPU waits for lease old of root to end\n"
@@ -103,7 +103,7 @@ def test_a_division_waiting_for_leases_is_named_and_counted_alike(
     host.divide(4, 6)
     daemon = make_daemon(host).start().wait_ready()
     for slot in range(4):
-        assert lease(daemon, f"device=00:06.0-{slot}&name=job-{slot}")
+        assert lease(daemon, f"devices=00:06.0-{slot}&holder.name=job-{slot}")
     ids = [one["id"] for one in leases_of(daemon)]
     host.divide(2, 6)
     leases = "lease job-0 of root, lease job-1 of root, lease job-2 of root and 1 more"
@@ -114,14 +114,14 @@ def test_a_division_waiting_for_leases_is_named_and_counted_alike(
     assert change["effect"] == f"after the end of {leases}"
     assert daemon.ask("POST", "/v1/reload")[1] == {"changes": [change], "pending": [waits]}
     assert counted(daemon) == {"total": 10, "available": 6, "pending": 4}
-    shown = f"nothing changes.\nPending:  host: {what}\nSee who holds the leases: yunion-mps who\n"
+    shown = f"nothing has changed.\nPending:  host: {what}\nSee who holds the leases: yunion-mps who\n"
     assert printed(host, "reload") == f"Reloaded; {shown}"
     listed = daemon.get("/v1/devices?addr=00:06.0")[1]["isolated_devices"]
     assert [one["mps_memory_limit"] for one in listed] == [4096] * 4, "as they were given"
     assert {one["reason"] for one in listed} == {f"the new division of its GPU waits for {leases} to end"}
     environment = daemon.get("/v1/devices/00:06.0-0")[1]["client_environment"]
     assert environment["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] == "0=4096M"
-    assert lease(daemon, "gpu=00:06.0&name=next") == ""
+    assert lease(daemon, "gpu=00:06.0&holder.name=next") == ""
 
     daemon.kill()
     daemon.start().wait_ready()
@@ -133,7 +133,7 @@ def test_a_division_waiting_for_leases_is_named_and_counted_alike(
     assert counted(daemon) == {"total": 8, "available": 6, "pending": 2}
     assert daemon.ask("DELETE", "/v1/leases/job-0")[0] == 200
     assert counted(daemon) == {"total": 8, "available": 7, "pending": 1}
-    assert lease(daemon, "gpu=00:06.0&name=next") == "00:06.0-0"
+    assert lease(daemon, "gpu=00:06.0&holder.name=next") == "00:06.0-0"
     assert daemon.ask("DELETE", "/v1/leases/job-1")[0] == 200
     assert counted(daemon) == {"total": 8, "available": 8}
     assert daemon.get("/v1/plan") == (200, {"changes": [], "pending": []})

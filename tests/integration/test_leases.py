@@ -164,7 +164,7 @@ def test_without_a_control_daemon_nothing_is_started_unasked(ready_daemon: Daemo
 def test_leases_survive_the_daemon_and_end_with_what_had_them_meanwhile(ready_daemon: Daemon) -> None:
     host = ready_daemon.host
     stays, goes = start(host), start(host)
-    assert ready_daemon.ask("POST", "/v1/leases?name=job-17&ttl=600")[0] == 200
+    assert ready_daemon.ask("POST", "/v1/leases", "holder.name=job-17&holder.ttl_s=600")[0] == 201
     before = {one["id"]: one["devices"] for one in leases_of(ready_daemon)}
     ready_daemon.kill()
     end(goes)
@@ -184,12 +184,12 @@ def test_a_connection_ends_its_lease_and_a_name_lives_while_renewed(
     ready_daemon: Daemon,
 ) -> None:
     connection = Connection(ready_daemon)
-    status, lease = connection.ask("POST", "/v1/leases?binding=connection")
-    assert (status, lease["binding"], lease["pid"]) == (200, "connection", os.getpid())
+    status, lease = connection.ask("POST", "/v1/leases", "holder.kind=connection")
+    assert (status, lease["binding"], lease["pid"]) == (201, "connection", os.getpid())
     assert connection.ask("GET", "/v1/leases")[1]["total"] == 1
     connection.close()
     eventually(lambda: given(ready_daemon) == [], "its end")
-    _, named = ready_daemon.ask("POST", "/v1/leases?name=a&ttl=1")
+    _, named = ready_daemon.ask("POST", "/v1/leases", "holder.name=a&holder.ttl_s=1")
     for _ in range(3):
         status, renewed = ready_daemon.ask("POST", f"/v1/leases/{named['id']}/renew")
         assert status == 200
@@ -200,13 +200,13 @@ def test_a_connection_ends_its_lease_and_a_name_lives_while_renewed(
 
 @needs_root
 def test_only_the_owner_and_root_end_a_lease(ready_daemon: Daemon) -> None:
-    _, lease = ready_daemon.ask("POST", "/v1/leases?name=a&ttl=600")
+    _, lease = ready_daemon.ask("POST", "/v1/leases", "holder.name=a&holder.ttl_s=600")
     with stranger(ready_daemon) as nobody:
         status, answer = nobody.ask("DELETE", f"/v1/leases/{lease['id']}")
         assert (status, answer["hint"]) == (403, "only root and its owner may end or renew it")
-        status, answer = nobody.ask("POST", f"/v1/leases?pid={os.getpid()}")
+        status, answer = nobody.ask("POST", "/v1/leases", f"holder.pid={os.getpid()}")
         assert (status, answer["hint"]) == (403, "only root may take a lease for it")
-        _, theirs = nobody.ask("POST", "/v1/leases?name=b&ttl=600")
+        _, theirs = nobody.ask("POST", "/v1/leases", "holder.name=b&holder.ttl_s=600")
         assert nobody.ask("DELETE", f"/v1/leases/{theirs['id']}")[0] == 200
     assert ready_daemon.ask("DELETE", f"/v1/leases/{lease['id']}")[0] == 200
     assert given(ready_daemon) == []
@@ -263,8 +263,10 @@ def test_memory_in_units_as_ack_hands_it_out(make_host: MakeHost, make_daemon: M
     assert environment["YUNION_MPS_DEVICE"] == "00:06.0-m0"
     sizes = [16] * 11 + [4]
     for number, units in enumerate(sizes):
-        status, lease = daemon.ask("POST", f"/v1/leases?units={units}&name=job-{number}&ttl=600")
-        assert (status, lease["memory"]) == (200, [units * 128])
+        status, lease = daemon.ask(
+            "POST", "/v1/leases", f"memory_units={units}&holder.name=job-{number}&holder.ttl_s=600"
+        )
+        assert (status, lease["memory"]) == (201, [units * 128])
     shown = daemon.get("/v1/devices?limit=0")[1]["isolated_devices"]
     assert [one["addr"] for one in shown] == [f"00:06.0-m{slot}" for slot in range(12)]
     assert sum(one["mps_memory_limit"] for one in shown) == 23040
@@ -279,9 +281,9 @@ def test_memory_in_units_as_ack_hands_it_out(make_host: MakeHost, make_daemon: M
     refused = run(host, "--gpu-mem", "30GiB", "true")
     why = "30720 MiB can never be allocated: the host has at most 23040 MiB of GPU 00:06.0 [infeasible]"
     assert (refused.returncode, refused.stderr.splitlines()[0]) == (1, f"yunion-mps: {why}")
-    status, answer = daemon.ask("POST", "/v1/leases?units=1000")
+    status, answer = daemon.ask("POST", "/v1/leases", "memory_units=1000")
     assert (status, answer["code"]) == (410, "infeasible")
-    assert daemon.ask("POST", "/v1/leases?units=1")[1]["code"] == "nothing_free"
+    assert daemon.ask("POST", "/v1/leases", "memory_units=1")[1]["code"] == "nothing_free"
 
 
 def test_unequal_slices_are_given_by_name_or_by_the_memory_that_is_needed(

@@ -76,7 +76,7 @@ class Between:
 
     def _answer(self, client: socket.socket) -> None:
         question = client.recv(1 << 16)
-        if question.startswith(self._begin) and b"dry=" not in question:
+        if question.startswith(self._begin) and b'"dry_run"' not in question:
             self.questions.append(question.partition(b" HTTP")[0])
             if self._instead:
                 client.sendall(self._instead.pop(0)(lambda: self._forward(question)))
@@ -97,18 +97,20 @@ def said(ready_daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return []
 
 
-@pytest.mark.parametrize("query", ["", "name=a&ttl=600&", "binding=connection&"])
+@pytest.mark.parametrize("query", ["", "holder.name=a&holder.ttl_s=600&", "holder.kind=connection&"])
 def test_the_same_request_has_one_lease_however_often_it_is_made(ready_daemon: Daemon, query: str) -> None:
     with contextlib.closing(Connection(ready_daemon)) as connection:
-        target = f"/v1/leases?{query}request={FIRST}"
-        _, lease = connection.ask("POST", target)
-        assert connection.ask("POST", target)[1]["id"] == lease["id"]
+        request = "/v1/leases", f"{query}Idempotency-Key={FIRST}"
+        status, lease = connection.ask("POST", *request)
+        assert status == 201
+        status, again = connection.ask("POST", *request)
+        assert (status, again["id"]) == (200, lease["id"])
         restart(ready_daemon)
         connection.close()
-        assert connection.ask("POST", target)[1]["id"] == lease["id"]
+        assert connection.ask("POST", *request)[1]["id"] == lease["id"]
         assert given(ready_daemon) == [ADDRESSES[0]]
         assert connection.ask("DELETE", f"/v1/leases/{lease['id']}")[0] == 200
-        assert connection.ask("POST", target)[1]["id"] != lease["id"]
+        assert connection.ask("POST", *request)[1]["id"] != lease["id"]
 
 
 def test_a_renewal_is_known_to_the_next_daemon(ready_daemon: Daemon) -> None:
@@ -118,7 +120,7 @@ def test_a_renewal_is_known_to_the_next_daemon(ready_daemon: Daemon) -> None:
             (lease,) = LeaseStorage(store, paths.lease_copies).read()
         return lease.ends_s or 0.0
 
-    take(ready_daemon, "name=a&ttl=600")
+    take(ready_daemon, "holder.name=a&holder.ttl_s=600")
     before_s = kept()
     assert ready_daemon.ask("POST", "/v1/leases/a/renew")[0] == 200
     assert kept() > before_s
@@ -127,12 +129,12 @@ def test_a_renewal_is_known_to_the_next_daemon(ready_daemon: Daemon) -> None:
 def test_a_repeated_request_ties_the_lease_to_its_own_connection(
     ready_daemon: Daemon,
 ) -> None:
-    target = f"/v1/leases?binding=connection&request={FIRST}"
+    request = "/v1/leases", f"holder.kind=connection&Idempotency-Key={FIRST}"
     with contextlib.closing(Connection(ready_daemon)) as connection:
-        connection.ask("POST", target)
+        connection.ask("POST", *request)
         restart(ready_daemon)
         connection.close()
-        assert connection.ask("POST", target)[0] == 200
+        assert connection.ask("POST", *request)[0] == 200
         assert given(ready_daemon) == [ADDRESSES[0]]
     eventually(lambda: given(ready_daemon) == [], "its end")
 
@@ -142,7 +144,7 @@ def test_an_answer_that_is_lost_costs_no_second_device(
     ready_daemon: Daemon, said: list[str], crashes: bool
 ) -> None:
     def lost(answer: Callable[[], bytes]) -> bytes:
-        assert answer().startswith(b"HTTP/1.1 200")
+        assert answer().startswith((b"HTTP/1.1 200", b"HTTP/1.1 201"))
         if crashes:
             restart(ready_daemon)
         return b""
@@ -200,14 +202,16 @@ def stored_positions(daemon: Daemon) -> int:
 
 def test_a_repeated_request_has_its_position_and_none_can_be_invented(ready_daemon: Daemon) -> None:
     take_all(ready_daemon)
-    first = queued(ready_daemon, f"name=first&ttl=600&request={FIRST}")
+    first = queued(ready_daemon, f"holder.name=first&holder.ttl_s=600&Idempotency-Key={FIRST}")
     ready_daemon.kill()
     first.close()
     ready_daemon.start().wait_ready()
-    assert ready_daemon.ask("POST", "/v1/leases?wait=60&since=1")[0] == 400
+    assert ready_daemon.ask("POST", "/v1/leases", "wait_s=60&since=1")[0] == 400
     waiters = []
-    for number, query in enumerate((f"name=new&request={SECOND}", f"name=first&request={FIRST}")):
-        waiters.append(queued(ready_daemon, f"{query}&ttl=600", number + 1))
+    for number, query in enumerate(
+        (f"holder.name=new&Idempotency-Key={SECOND}", f"holder.name=first&Idempotency-Key={FIRST}")
+    ):
+        waiters.append(queued(ready_daemon, f"{query}&holder.ttl_s=600", number + 1))
     assert [one["name"] for one in who_waits(ready_daemon)] == ["first", "new"]
     for waiter in waiters:
         waiter.close()

@@ -25,18 +25,18 @@ def test_it_ends_with_that_process_and_with_nothing_else_that_had_it(
     ready_daemon: Daemon, inside: subprocess.Popen[bytes]
 ) -> None:
     connection = Connection(ready_daemon)
-    status, lease = connection.ask("POST", "/v1/leases?binding=connection")
-    assert status == 200
-    status, bound = ready_daemon.ask("POST", f"/v1/leases/{lease['id']}/bind?pid={inside.pid}")
+    status, lease = connection.ask("POST", "/v1/leases", "holder.kind=connection")
+    assert status == 201
+    status, bound = ready_daemon.ask("POST", f"/v1/leases/{lease['id']}/bind", f"pid={inside.pid}")
     assert (status, bound["binding"], bound["pid"]) == (200, "container", inside.pid)
     connection.close()
     ready_daemon.get("/v1/status")
     restart(ready_daemon)
     (known,) = leases_of(ready_daemon)
     assert (known["id"], known["binding"], known["pid"]) == (lease["id"], "container", inside.pid)
-    status, again = ready_daemon.ask("POST", f"/v1/leases/{lease['id']}/bind?pid={inside.pid}")
+    status, again = ready_daemon.ask("POST", f"/v1/leases/{lease['id']}/bind", f"pid={inside.pid}")
     assert (status, again["id"]) == (200, lease["id"]), "as a hook asks whose first answer was lost"
-    status, refused = ready_daemon.ask("POST", f"/v1/leases/{lease['id']}/bind?pid={os.getpid()}")
+    status, refused = ready_daemon.ask("POST", f"/v1/leases/{lease['id']}/bind", f"pid={os.getpid()}")
     assert (status, refused["detail"]) == (
         409,
         f"the lease of {lease['devices'][0]} already belongs to a container (PID {inside.pid})",
@@ -47,9 +47,9 @@ def test_it_ends_with_that_process_and_with_nothing_else_that_had_it(
 
 
 def test_one_of_a_name_stays_its_name_s(ready_daemon: Daemon, inside: subprocess.Popen[bytes]) -> None:
-    _, lease = ready_daemon.ask("POST", "/v1/leases?name=job-17&ttl=600")
+    _, lease = ready_daemon.ask("POST", "/v1/leases", "holder.name=job-17&holder.ttl_s=600")
     assert lease["cdi"] == f"yunion.io/mps={lease['id']}"
-    status, bound = ready_daemon.ask("POST", f"/v1/leases/{lease['id']}/bind?pid={inside.pid}")
+    status, bound = ready_daemon.ask("POST", f"/v1/leases/{lease['id']}/bind", f"pid={inside.pid}")
     assert (status, bound["binding"], bound["pid"]) == (200, "name", None)
     inside.kill()
     inside.wait()
@@ -61,9 +61,9 @@ def test_it_cannot_pass_to_a_process_that_has_ended(ready_daemon: Daemon) -> Non
     assert lease["cdi"] is None
     with subprocess.Popen(["true"]) as gone:
         pass
-    status, answer = ready_daemon.ask("POST", f"/v1/leases/{lease['id']}/bind?pid={gone.pid}")
+    status, answer = ready_daemon.ask("POST", f"/v1/leases/{lease['id']}/bind", f"pid={gone.pid}")
     assert (status, answer["detail"]) == (404, f"there is no process with PID {gone.pid}")
-    assert ready_daemon.ask("POST", f"/v1/leases/nothing/bind?pid={os.getpid()}")[0] == 404
+    assert ready_daemon.ask("POST", "/v1/leases/nothing/bind", f"pid={os.getpid()}")[0] == 404
     assert given(ready_daemon) == lease["devices"], "as before"
 
 
@@ -73,11 +73,11 @@ def test_only_owner_and_root_bind_it_and_only_to_their_own_process(
 ) -> None:
     _, ours = ready_daemon.ask("POST", "/v1/leases")
     with stranger(ready_daemon) as nobody:
-        _, theirs = nobody.ask("POST", "/v1/leases?name=theirs&ttl=600")
-        status, answer = nobody.ask("POST", f"/v1/leases/{theirs['id']}/bind?pid={inside.pid}")
+        _, theirs = nobody.ask("POST", "/v1/leases", "holder.name=theirs&holder.ttl_s=600")
+        status, answer = nobody.ask("POST", f"/v1/leases/{theirs['id']}/bind", f"pid={inside.pid}")
         assert (status, answer["detail"]) == (403, f"PID {inside.pid} is another user's")
         with subprocess.Popen(["sleep", "300"], user=STRANGER) as own:
-            status, answer = nobody.ask("POST", f"/v1/leases/{ours['id']}/bind?pid={own.pid}")
+            status, answer = nobody.ask("POST", f"/v1/leases/{ours['id']}/bind", f"pid={own.pid}")
             own.kill()
         assert (status, answer["hint"]) == (403, "only root and its owner may end or renew it")
 
@@ -88,12 +88,14 @@ def test_its_owner_does_not_change_with_the_container_s_user(ready_daemon: Daemo
     with subprocess.Popen(["sleep", "300"], user=STRANGER) as inside, contextlib.ExitStack() as end:
         end.callback(inside.kill)
         _, ours = ready_daemon.ask("POST", "/v1/leases")
-        status, bound = ready_daemon.ask("POST", f"/v1/leases/{ours['id']}/bind?pid={inside.pid}")
+        status, bound = ready_daemon.ask("POST", f"/v1/leases/{ours['id']}/bind", f"pid={inside.pid}")
         assert (status, bound["pid"], bound["uid"]) == (200, inside.pid, 0)
-        status, taken = ready_daemon.ask("POST", f"/v1/leases?binding=container&pid={inside.pid}")
-        assert (status, taken["pid"], taken["uid"]) == (200, inside.pid, 0)
+        status, taken = ready_daemon.ask(
+            "POST", "/v1/leases", f"holder.kind=container&holder.pid={inside.pid}"
+        )
+        assert (status, taken["pid"], taken["uid"]) == (201, inside.pid, 0)
         with stranger(ready_daemon) as nobody:
             for one in (bound, taken):
                 assert nobody.ask("DELETE", f"/v1/leases/{one['id']}")[0] == 403
-            status, theirs = nobody.ask("POST", "/v1/leases?name=theirs&ttl=600")
-            assert (status, theirs["uid"]) == (200, STRANGER)
+            status, theirs = nobody.ask("POST", "/v1/leases", "holder.name=theirs&holder.ttl_s=600")
+            assert (status, theirs["uid"]) == (201, STRANGER)

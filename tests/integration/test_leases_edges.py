@@ -53,9 +53,9 @@ def stopped(daemon: Daemon) -> Iterator[None]:
 
 
 def test_a_device_that_is_freed_just_when_a_wait_runs_out_is_given_or_free(ready_daemon: Daemon) -> None:
-    holder = Asker(ready_daemon, "binding=connection&device=00:06.0-0")
+    holder = Asker(ready_daemon, "holder.kind=connection&devices=00:06.0-0")
     assert holder.answer()[0] == 200
-    waiter = Asker(ready_daemon, "device=00:06.0-0&name=a&ttl=600&wait=1")
+    waiter = Asker(ready_daemon, "devices=00:06.0-0&holder.name=a&holder.ttl_s=600&wait_s=1")
     end_s = time.monotonic() + 1.1
     eventually(lambda: who_waits(ready_daemon) or time.monotonic() > end_s, "the wait")
     with stopped(ready_daemon):
@@ -71,8 +71,8 @@ def test_a_device_that_is_freed_just_when_a_wait_runs_out_is_given_or_free(ready
 def test_a_client_that_leaves_just_when_its_device_is_freed_has_none(
     ready_daemon: Daemon, sleeper: subprocess.Popen[bytes], first: str
 ) -> None:
-    take(ready_daemon, f"device=00:06.0-0&pid={sleeper.pid}")
-    waiter = queued(ready_daemon, "device=00:06.0-0&name=a&ttl=600")
+    take(ready_daemon, f"devices=00:06.0-0&holder.pid={sleeper.pid}")
+    waiter = queued(ready_daemon, "devices=00:06.0-0&holder.name=a&holder.ttl_s=600")
     with stopped(ready_daemon):
         if first == "asker":
             waiter.close()
@@ -87,12 +87,12 @@ def test_a_lease_that_a_reload_left_without_its_control_daemon_is_told(
     make_host: MakeHost, make_daemon: MakeDaemon
 ) -> None:
     daemon = make_daemon(make_host([{"kind": "v100", "count": 2}])).start().wait_ready()
-    before = take(daemon, "name=before&ttl=600")
+    before = take(daemon, "holder.name=before&holder.ttl_s=600")
     assert wrong_at(daemon) == []
     daemon.configure(cuda_mps_scope="gpu")
     assert daemon.ask("POST", "/v1/reload")[0] == 200
     eventually(lambda: daemon.status()["state"] == "ready", "that its new control daemons serve")
-    take(daemon, "name=after&ttl=600")
+    take(daemon, "holder.name=after&holder.ttl_s=600")
     (one,) = wrong_at(daemon)
     whose = f"lease {before['id'][:8]} of root ({ADDRESSES[0]})"
     assert one.startswith(f"{whose}: its control daemon is gone")
@@ -105,7 +105,7 @@ def test_a_lease_of_a_lost_gpu_goes_on_when_the_gpu_is_back(
     daemon = make_daemon(host)
     daemon.configure(cuda_mps_scope="gpu")
     daemon.start().wait_ready()
-    take(daemon, "gpu=00:07.0&name=a&ttl=600")
+    take(daemon, "gpu=00:07.0&holder.name=a&holder.ttl_s=600")
     assert daemon.stop() == 0
     host.gpus[1].lose()
     daemon.start().wait_ready()
@@ -124,7 +124,7 @@ def wrong_at(daemon: Daemon) -> list[str]:
 def test_the_next_daemon_ties_a_connection_s_lease_to_its_process(
     ready_daemon: Daemon,
 ) -> None:
-    holder = Asker(ready_daemon, "binding=connection")
+    holder = Asker(ready_daemon, "holder.kind=connection")
     assert holder.answer()[0] == 200
     assert ready_daemon.ask("POST", "/v1/reexec")[0] == 200
     assert holder.sock.recv(1) == b""
@@ -143,7 +143,7 @@ sys.stdin.readline()
 ctypes.CDLL(None).syscall({"x86_64": 60, "aarch64": 93}[platform.machine()], 0)
 """
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE) as process:
-        take(ready_daemon, f"pid={process.pid}")
+        take(ready_daemon, f"holder.pid={process.pid}")
         assert process.stdin
         process.stdin.close()
         status = Path(f"/proc/{process.pid}/status")
@@ -170,7 +170,7 @@ def test_a_shortage_of_descriptors_ends_no_running_process_s_lease(
     host.divide(48)
     daemon = make_daemon(host).start().wait_ready()
     for _ in range(48):
-        take(daemon, f"pid={sleeper.pid}")
+        take(daemon, f"holder.pid={sleeper.pid}")
     used = len(os.listdir(f"/proc/{daemon.pid}/fd"))
     daemon.kill()
     most = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -194,7 +194,7 @@ def test_a_shortage_of_descriptors_is_reported_and_nothing_granted(
         for spare in range(4):
             used = max(map(int, os.listdir(f"/proc/{ready_daemon.pid}/fd"))) + 1
             resource.prlimit(ready_daemon.pid, resource.RLIMIT_NOFILE, (used + spare, before[1]))
-            status, answer = connection.ask("POST", f"/v1/leases?pid={sleeper.pid}")
+            status, answer = connection.ask("POST", "/v1/leases", f"holder.pid={sleeper.pid}")
             resource.prlimit(ready_daemon.pid, resource.RLIMIT_NOFILE, before)
             if status != 200:
                 assert "has ended" not in answer["detail"], answer
@@ -206,10 +206,12 @@ def test_a_shortage_of_descriptors_is_reported_and_nothing_granted(
 def test_a_clock_that_is_set_back_changes_no_order(daemon: Daemon, tmp_path: Path) -> None:
     levers = Levers(tmp_path)
     daemon.start(**levers.environment).wait_ready()
-    held = take(daemon, "name=a&ttl=600&device=00:06.0-0")
+    held = take(daemon, "holder.name=a&holder.ttl_s=600&devices=00:06.0-0")
     waiters = []
     for number in range(2):
-        waiters.append(queued(daemon, f"device=00:06.0-0&name=w{number}&ttl=600", number + 1))
+        waiters.append(
+            queued(daemon, f"devices=00:06.0-0&holder.name=w{number}&holder.ttl_s=600", number + 1)
+        )
         levers.set_clock(-3600)
     waiting = who_waits(daemon)
     assert [one["name"] for one in waiting] == ["w0", "w1"]
@@ -220,7 +222,7 @@ def test_a_clock_that_is_set_back_changes_no_order(daemon: Daemon, tmp_path: Pat
 
 
 def test_what_a_crash_left_of_a_copy_is_no_second_lease(ready_daemon: Daemon) -> None:
-    lease = take(ready_daemon, "name=a&ttl=600")
+    lease = take(ready_daemon, "holder.name=a&holder.ttl_s=600")
     copies = ready_daemon.host.root / "run/yunion-mps/leases"
     (copies / f"{lease['id']}.new").write_bytes((copies / lease["id"]).read_bytes())
     ready_daemon.kill()
@@ -247,7 +249,7 @@ def test_a_request_waits_for_a_lost_gpu_and_gets_it_when_it_is_back(
     daemon.start().wait_ready()
     host.gpus[1].lose()
     assert daemon.ask("POST", "/v1/reload")[0] == 200
-    with contextlib.closing(Asker(daemon, "gpu=00:07.0&name=a&ttl=600&wait=120")) as waiter:
+    with contextlib.closing(Asker(daemon, "gpu=00:07.0&holder.name=a&holder.ttl_s=600&wait_s=120")) as waiter:
         wait_until_wait(daemon, 1)
         assert daemon.ask("POST", "/v1/reload")[0] == 200
         for domain in daemon.status()["domains"]:

@@ -114,7 +114,10 @@ def test_500_jobs_on_48_devices_share_none_and_keep_their_order(
     daemon = make_daemon(host).start().wait_ready()
     job = tmp_path / "job.py"
     job.write_text(_JOB)
-    held = [daemon.ask("POST", f"/v1/leases?name=held-{number}&ttl=600")[1]["id"] for number in range(_HELD)]
+    held = [
+        daemon.ask("POST", "/v1/leases", f"holder.name=held-{number}&holder.ttl_s=600")[1]["id"]
+        for number in range(_HELD)
+    ]
     chance, order = random.Random(5), Order()
     order.another_daemon()
     running: dict[int, subprocess.Popen[str]] = {}

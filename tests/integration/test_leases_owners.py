@@ -23,13 +23,14 @@ from integration.lease_host import (
     take,
 )
 from packages.machine import hierarchies
+from posting import posted
 
 pytestmark = [needs_root, pytest.mark.gpus({"kind": "v100"})]
 
 #: Puts itself into control groups, becomes another user, and asks the daemon.
 _ASK = """
 import http.client, os, socket, sys
-path, method, target, uid, *groups = sys.argv[1:]
+path, method, target, body, uid, *groups = sys.argv[1:]
 for group in groups:
     with open(f"{group}/cgroup.procs", "w") as file:
         file.write(str(os.getpid()))
@@ -37,7 +38,7 @@ connection = http.client.HTTPConnection("localhost")
 connection.sock = socket.socket(socket.AF_UNIX)
 os.setuid(int(uid))
 connection.sock.connect(path)
-connection.request(method, target, headers={"Content-Length": "0"})
+connection.request(method, target, body, {"Content-Type": "application/json"} if body else {})
 answer = connection.getresponse()
 print(answer.status, answer.read().decode())
 """
@@ -54,9 +55,10 @@ class Job:
         for group in self._groups:
             group.mkdir(parents=True)
 
-    def ask(self, method: str, target: str) -> tuple[int, Any]:
+    def ask(self, method: str, target: str, words: str = "") -> tuple[int, Any]:
         path, groups = str(self._daemon.socket_path), map(str, self._groups)
-        command = [sys.executable, "-IS", "-c", _ASK, path, method, target, str(STRANGER), *groups]
+        body = posted(words)[0].decode() if words else ""
+        command = [sys.executable, "-IS", "-c", _ASK, path, method, target, body, str(STRANGER), *groups]
         done = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True)
         status, _, body = done.stdout.partition(" ")
         return int(status), json.loads(body)
@@ -90,8 +92,8 @@ def jobs(ready_daemon: Daemon) -> Iterator[tuple[Job, Job, Job]]:
 
 def test_a_name_given_by_root_never_finds_another_user_s_lease(ready_daemon: Daemon) -> None:
     with stranger(ready_daemon) as nobody:
-        _, theirs = nobody.ask("POST", "/v1/leases?name=job&ttl=600")
-    _, ours = ready_daemon.ask("POST", "/v1/leases?name=job&ttl=600")
+        _, theirs = nobody.ask("POST", "/v1/leases", "holder.name=job&holder.ttl_s=600")
+    _, ours = ready_daemon.ask("POST", "/v1/leases", "holder.name=job&holder.ttl_s=600")
     assert ready_daemon.ask("DELETE", "/v1/leases/job")[1]["id"] == ours["id"]
     assert ready_daemon.ask("POST", "/v1/leases/job/renew")[0] == 404
     assert ready_daemon.ask("DELETE", "/v1/leases/job")[0] == 404
@@ -101,19 +103,21 @@ def test_a_name_given_by_root_never_finds_another_user_s_lease(ready_daemon: Dae
 
 def test_a_job_s_lease_is_its_unit_s(ready_daemon: Daemon, jobs: tuple[Job, Job, Job]) -> None:
     train, test, other = jobs
-    _, lease = train.ask("POST", "/v1/leases?name=model&ttl=600")
+    _, lease = train.ask("POST", "/v1/leases", "holder.name=model&holder.ttl_s=600")
     for job in (test, other):
         status, answer = job.ask("DELETE", f"/v1/leases/{lease['id']}")
         assert (status, answer["detail"]) == (403, "the lease of 00:06.0-0 is yunion-mps-job@train.service's")
         assert job.ask("POST", f"/v1/leases/{lease['id']}/renew")[0] == 403
         assert job.ask("DELETE", "/v1/leases/model")[0] == 404
-    assert test.ask("POST", "/v1/leases?name=model&ttl=600")[0] == 200, "its name is its own, too"
+    assert test.ask("POST", "/v1/leases", "holder.name=model&holder.ttl_s=600")[0] == 201, (
+        "its name is its own, too"
+    )
     restart(ready_daemon)
     ready_daemon.socket_path.chmod(0o666)
     assert test.ask("DELETE", f"/v1/leases/{lease['id']}")[0] == 403
     assert train.ask("POST", "/v1/leases/model/renew")[1]["id"] == lease["id"]
     assert train.ask("DELETE", "/v1/leases/model")[1]["id"] == lease["id"]
-    _, again = train.ask("POST", "/v1/leases?name=model&ttl=600")
+    _, again = train.ask("POST", "/v1/leases", "holder.name=model&holder.ttl_s=600")
     assert ready_daemon.ask("DELETE", f"/v1/leases/{again['id']}")[0] == 200, "root may"
 
 
@@ -125,11 +129,11 @@ def test_a_job_process_s_lease_is_its_unit_s_whichever_user_took_it(
         end.callback(process.kill)
         for group in train._groups:
             (group / "cgroup.procs").write_text(str(process.pid))
-        lease = take(ready_daemon, f"pid={process.pid}")
+        lease = take(ready_daemon, f"holder.pid={process.pid}")
         assert test.ask("DELETE", f"/v1/leases/{lease['id']}")[0] == 403
-        bind = f"/v1/leases/{lease['id']}/bind?pid={process.pid}"
-        assert test.ask("POST", bind)[0] == 403, "another job would end it with a process of its own"
-        engine = other.ask("POST", bind)
+        bind = f"/v1/leases/{lease['id']}/bind", f"pid={process.pid}"
+        assert test.ask("POST", *bind)[0] == 403, "another job would end it with a process of its own"
+        engine = other.ask("POST", *bind)
         assert (engine[0], engine[1]["binding"]) == (200, "container"), "an engine may have left the unit"
         assert other.ask("DELETE", f"/v1/leases/{lease['id']}")[0] == 403
         assert train.ask("DELETE", f"/v1/leases/{lease['id']}")[0] == 200
@@ -138,17 +142,17 @@ def test_a_job_process_s_lease_is_its_unit_s_whichever_user_took_it(
 def test_a_reload_sets_how_many_leases_and_how_long_ones_are_allowed(daemon: Daemon) -> None:
     daemon.start().wait_ready()
     month_s = 30 * 86_400
-    take(daemon, f"name=a&ttl={month_s}")
+    take(daemon, f"holder.name=a&holder.ttl_s={month_s}")
     daemon.configure(max_lease_ttl_s=60, max_leases_per_user=1)
     assert daemon.ask("POST", "/v1/reload")[0] == 200
-    status, answer = daemon.ask("POST", "/v1/leases?name=b&ttl=61")
+    status, answer = daemon.ask("POST", "/v1/leases", "holder.name=b&holder.ttl_s=61")
     assert (status, answer["detail"]) == (
         409,
         "a time to live of 61 s is longer than max_lease_ttl_s allows (60 s)",
     )
-    take(daemon, "name=b&ttl=60")
+    take(daemon, "holder.name=b&holder.ttl_s=60")
     with stranger(daemon) as nobody:
-        assert nobody.ask("POST", "/v1/leases?name=a&ttl=60")[0] == 200
-        status, answer = nobody.ask("POST", "/v1/leases?name=b&ttl=60&wait=60")
-        what = "nobody: 1 leases and queued requests, and max_leases_per_user is 1"
+        assert nobody.ask("POST", "/v1/leases", "holder.name=a&holder.ttl_s=60")[0] == 201
+        status, answer = nobody.ask("POST", "/v1/leases", "holder.name=b&holder.ttl_s=60&wait_s=60")
+        what = "nobody: 1 leases and queued requests, but max_leases_per_user is 1"
         assert (status, answer["detail"]) == (403, what)

@@ -123,7 +123,7 @@ def test_nothing_can_be_changed_and_only_events_and_usage_are_relayed(page: Serv
     ("target", "detail"),
     [
         ("/v1/events?kind=gpu", "'kind' is no parameter"),
-        ("/v1/events?wait=26", "wait is '26'"),
+        ("/v1/events?wait_s=26", "wait_s is '26'"),
         ("/v1/events?limit=1000", "limit is '1000'"),
         ("/v1/events?after=1%0d%0aX:y", "after is '1\\r\\nX:y'"),
         ("/v1/usage?gpu=%20HTTP", "gpu is ' HTTP'"),
@@ -171,8 +171,11 @@ def test_an_event_reaches_a_waiting_page_and_the_next_picture_has_it(
     last = ask(served, "/v1/events?limit=1").json["last"]
     ask(served, "/overview.json")
     with ThreadPoolExecutor() as background:
-        waiting = background.submit(ask, served, f"/v1/events?after={last}&wait=25")
-        assert ready_daemon.ask("POST", "/v1/leases?binding=name&name=night&ttl=60")[0] == 200
+        waiting = background.submit(ask, served, f"/v1/events?after={last}&wait_s=25")
+        assert (
+            ready_daemon.ask("POST", "/v1/leases", "holder.kind=name&holder.name=night&holder.ttl_s=60")[0]
+            == 201
+        )
     (event,) = waiting.result().json["events"]
     assert event["kind"] == "lease"
     assert ask(served, f"/overview.json?event={event['id']}").json["leases"] == 1

@@ -18,10 +18,9 @@ from yunion_mps.http.operations import (
     GET_DEVICES,
     GET_GPUS,
     GET_LEASES,
-    LATEST_S,
     Operation,
-    Value,
 )
+from yunion_mps.http.parameters import LATEST_S, Value
 from yunion_mps.overview.holdings import ID_LENGTH
 from yunion_mps.paths import Paths
 from yunion_mps.times import seconds

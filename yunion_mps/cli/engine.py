@@ -54,7 +54,7 @@ def run_container(
     hint = "install it; without a container, the command alone comes after run: yunion-mps run COMMAND"
     program = find_program(engine, hint, besides=())
     if _reads_cdi(engine, program):
-        lease = take({**wanted, "cdi": "true"}, wait_s)
+        lease = take({**wanted, "cdi": True}, wait_s)
         refuse_unreachable(lease["environment"])
         words = ["--device", f"{CDI_KIND}={lease['id']}"]
     else:
@@ -63,7 +63,7 @@ def run_container(
             what = f"--env {name} would replace the device's own, because this {engine} reads no CDI"
             raise click.UsageError(f"{what}: leave it out.")
         with _binder(program) as (pid, lease_ids):
-            lease = take({**wanted, "pid": pid}, wait_s)
+            lease = take({**wanted, "holder": {**wanted["holder"], "pid": pid}}, wait_s)
             refuse_unreachable(lease["environment"])
             words = [*_without_cdi(lease), "--label", _label(lease["id"])]
             os.write(lease_ids, lease["id"].encode())
@@ -152,7 +152,7 @@ def _bind(engine: str, lease_id: str, engine_process: Process) -> None:
         pid = output_of([engine, *words], _ENGINE_TIMEOUT_S) if container else ""
         if pid.isdigit() and pid != "0":  # 0 before and after it runs
             try:
-                call(BIND_LEASE, lease=lease_id, pid=pid)
+                call(BIND_LEASE, lease=lease_id, pid=int(pid))
             except YunionError:  # such as a container of root's, started by another user
                 output_of([engine, "wait", container])
             return

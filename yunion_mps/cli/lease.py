@@ -134,7 +134,7 @@ def _request(
     device: str | None, gpu: str | None, count: int, across: bool, spread: bool,
     gpu_mem: str | None, gpu_mem_units: int | None,
 ) -> Json:  # fmt: skip
-    """The lease request as the API's parameters; raises UsageError."""
+    """The lease request as members of the API's body; raises UsageError."""
     if device == "" or gpu == "":
         raise click.UsageError("--device and --gpu need a value: the one given is empty.")
     if sum((bool(device), count > 1, gpu_mem is not None, gpu_mem_units is not None)) > 1:
@@ -148,12 +148,12 @@ def _request(
     if across and gpu:
         raise click.UsageError("--across needs several GPUs: omit --gpu.")
     return {
-        "device": device,
+        "devices": [device] if device else None,
         "gpu": gpu,
         "count": count if count > 1 else None,
-        "memory": None if gpu_mem is None else _mebibytes(gpu_mem),
-        "units": gpu_mem_units,
-        "across": "true" if across else None,
+        "memory_mib": None if gpu_mem is None else _mebibytes(gpu_mem),
+        "memory_units": gpu_mem_units,
+        "across": across or None,
         "placement": "spread" if spread else None,
     }
 
@@ -215,7 +215,7 @@ def take_lease(name: str, wanted: Json, wait_s: int, ttl: int, output: str) -> N
             "NAME may have letters, digits and ._:/@-, must begin with a letter or digit, "
             "and is at most 100 characters long."
         )
-    lease = take({**wanted, "name": name, "ttl": ttl}, wait_s)
+    lease = take({**wanted, "holder": {"name": name, "ttl_s": ttl}}, wait_s)
     from yunion_mps.cli.leases import lease_text  # here and below: no command that is run waits for it
 
     show_pairs(lease, output, lambda: lease_text(lease))

@@ -117,7 +117,7 @@ def reload(drain: bool, now: bool, timeout: int | None, yes: bool, output: str) 
     if now:
         refuse_unattended(yes)
         _confirm_end_of_jobs(yes)
-    answer = call(RELOAD, drain=drain, now=now)
+    answer = call(RELOAD, mode="now" if now else "drain" if drain else None)
     show(answer, output, _FIELDS, _rows(answer), lambda: _reloaded_text(answer, waits=drain or now))
     sys.stdout.flush()
     status = _wait(timeout or (None if drain else _NOW_S)) if drain or now else call(GET_STATUS)

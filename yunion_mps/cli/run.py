@@ -107,7 +107,7 @@ def run(
     if podman and docker:
         raise click.UsageError("--podman and --docker are mutually exclusive: use one of them.")
     engine = "podman" if podman else "docker" if docker else ""
-    wanted["enforced"] = None if allow_unlimited else "true"
+    wanted["enforced"] = None if allow_unlimited else True
     if ctx.get_parameter_source("output") is ParameterSource.COMMANDLINE and not print_env:
         raise click.UsageError("--output requires --print-env.")
     if dry_run or print_env:
@@ -116,7 +116,7 @@ def run(
     if not argv or not argv[0]:
         raise click.UsageError("COMMAND is missing: yunion-mps run [OPTIONS] COMMAND [ARG]...")
     becomes = " ".join([engine, "run", *argv] if engine else argv)
-    wanted["command"] = cell(becomes)[:COMMAND_LENGTH]
+    wanted["holder"] = {"command": cell(becomes)[:COMMAND_LENGTH]}
     if engine:
         from yunion_mps.cli.engine import run_container  # for which no other command waits
 

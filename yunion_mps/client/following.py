@@ -28,7 +28,7 @@ async def follow(
     patience = Patience(transport, MAX_S, say)
     while True:
         try:
-            answer = await transport.call(GET_EVENTS, after=last, limit=MAX_EVENTS, kind=kind, wait=WAIT_S)
+            answer = await transport.call(GET_EVENTS, after=last, limit=MAX_EVENTS, kind=kind, wait_s=WAIT_S)
         except UnreachableError as error:
             await patience.lost(error)
             yield []

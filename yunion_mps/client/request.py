@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 from yunion_mps.client.taking import Wanted
 from yunion_mps.errors import YunionError
-from yunion_mps.http.operations import LATEST_S, MAX_WAIT_S
+from yunion_mps.http.operations import MAX_WAIT_S
+from yunion_mps.http.parameters import LATEST_S
 from yunion_mps.reasons import INVALID_REQUEST
 from yunion_mps.times import rfc3339
 
@@ -42,20 +43,19 @@ def lease_request(
     """The request of these arguments, without those that are the API's defaults; raises YunionError."""
     if ttl_s is not None and name is None:
         raise _invalid("ttl_s: only a lease with a name has a time to live", "add a name, or leave ttl_s out")
-    if isinstance(devices, str) or len(devices) > 1:
-        raise _invalid(f"devices: {devices!r} is not a list of one device", "name one, as in ['00:06.0-1']")
+    if isinstance(devices, str):
+        raise _invalid(f"devices: {devices!r} is not a list of devices", "write a list, as in ['00:06.0-1']")
     if name is not None and ttl_s is None:
         ttl_s = TTL_S
     wanted = {
-        "memory": None if memory is None else mebibytes(memory),
+        "memory_mib": None if memory is None else mebibytes(memory),
         "count": count if count != 1 else None,
         "across": across or None,
-        "device": devices[0] if devices else None,
+        "devices": list(devices) or None,
         "gpu": gpu,
         "placement": placement if placement != "binpack" else None,
         "enforced": enforced or None,
-        "name": name,
-        "ttl": ttl_s,
+        "holder": None if name is None else {"name": name, "ttl_s": ttl_s},
     }
     members = {member: value for member, value in wanted.items() if value is not None}
     return LeaseArguments(members, whole_seconds(wait_s), ttl_s)

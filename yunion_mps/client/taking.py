@@ -17,7 +17,8 @@ from yunion_mps.errors import (
     UnreachableError,
     YunionError,
 )
-from yunion_mps.http.operations import END_LEASE, TAKE_LEASE, Operation, Value
+from yunion_mps.http.operations import END_LEASE, TAKE_LEASE, Operation
+from yunion_mps.http.parameters import Value
 
 if TYPE_CHECKING:
     from yunion_mps.answers import LeaseRecord
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 #: Tells a person, in a line, how it goes.
 Say = Callable[[str], None]
-#: Parameters of a lease request; those that are None are left out.
+#: Members of a lease request; those that are None are left out.
 Wanted = Mapping[str, Any]
 
 #: How long a daemon that has gone away is waited for, when one waits anyway.
@@ -84,7 +85,7 @@ async def take(transport: Transport, wanted: Wanted, wait_s: int, say: Say) -> L
     at the moment: by the idempotency key the next daemon knows the request's place in the queue, or the lease
     that it has been given already. A caller that is interrupted or cancelled has no lease.
     """
-    wanted = {**wanted, "request": os.urandom(16).hex()}
+    wanted = {**wanted, "idempotency_key": os.urandom(16).hex()}
     end_s = time.monotonic() + wait_s
     away, busy = Patience(transport, min(MAX_S, wait_s), say), Patience(transport, wait_s, say)
     is_there = told = False
@@ -98,7 +99,7 @@ async def take(transport: Transport, wanted: Wanted, wait_s: int, say: Say) -> L
                 if obstacle and not told:
                     say(f"waiting: {obstacle}")
                     told = True
-            lease = await transport.call(TAKE_LEASE, **{**wanted, "wait": left_s or None})
+            lease = await transport.call(TAKE_LEASE, **{**wanted, "wait_s": left_s or None})
         except (UnreachableError, BusyError) as error:
             if time.monotonic() >= end_s:
                 raise
@@ -122,7 +123,7 @@ async def _undo(transport: Transport, wanted: Wanted) -> None:
 
 async def would_take(transport: Transport, wanted: Wanted) -> LeaseRecord:
     """The lease that the request would get now, without taking it; raises as `take` does."""
-    return await transport.call(TAKE_LEASE, **{**wanted, "dry": True})
+    return await transport.call(TAKE_LEASE, **{**wanted, "dry_run": True})
 
 
 async def _obstacle(transport: Transport, wanted: Wanted) -> str:

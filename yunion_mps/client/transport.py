@@ -10,7 +10,8 @@ import time
 from collections.abc import AsyncGenerator, Coroutine, Iterator
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from yunion_mps.http.operations import Operation, Value
+from yunion_mps.http.operations import Operation
+from yunion_mps.http.parameters import Value
 
 if TYPE_CHECKING:
     from yunion_mps.http.client import DaemonClient

@@ -87,7 +87,9 @@ def _bind(name: str, pid: int, daemon: DaemonClient, away_s: float) -> LeaseReco
         try:
             if len(name) == _ID_LENGTH:
                 return daemon.call(BIND_LEASE, lease=name, pid=pid)
-            return daemon.call(TAKE_LEASE, device=name, binding="container", pid=pid, request=key)
+            return daemon.call(
+                TAKE_LEASE, devices=[name], holder={"kind": "container", "pid": pid}, idempotency_key=key
+            )
         except NothingFreeError as error:
             raise _taken(name, daemon) or error from None
         except UnreachableError:

@@ -15,8 +15,9 @@ from yunion_mps.daemon.watchdog import Watchdog
 from yunion_mps.errors import YunionError
 from yunion_mps.gateway import addresses
 from yunion_mps.host.systemd import Notifier
+from yunion_mps.http.handlers import Handlers
 from yunion_mps.http.listener import Listener
-from yunion_mps.http.router import Handlers, Router
+from yunion_mps.http.router import Router
 from yunion_mps.http.server import Server
 from yunion_mps.metrics.exporter import Exporter, Textfile
 from yunion_mps.paths import Paths
@@ -145,6 +146,7 @@ class _Loop:
             self._leases.cancel_queued()
             if is_reexec:
                 self._events.end_waits()
+                self._queries.changes.end_waits()
             await (self._server.hand_over() if is_reexec else self._server.close())
             self._textfile.remove()
             if not is_reexec:
@@ -226,6 +228,7 @@ class _Loop:
         self._leases.serve()  # what has come or changed may be just what a queued request waits for
         self._announce()
         self._cdi.refresh()
+        self._queries.changes.wake()
         if not self._supervisor.stopping and self._queries.version != self._told_version:
             self._told_version = self._queries.version
             self._notifier.status(one_line(self._queries.status()))

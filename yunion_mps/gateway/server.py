@@ -22,18 +22,16 @@ from yunion_mps.config.values import split_endpoint
 from yunion_mps.errors import UnreachableError
 from yunion_mps.gateway import addresses
 from yunion_mps.gateway.client import Overview, ask
-from yunion_mps.http.connection import Application, Limits
-from yunion_mps.http.messages import Answer, Request, Response, json_response, problem
+from yunion_mps.http.messages import Answer, Request, Response, problem, response_of
 from yunion_mps.http.operations import (
     GET_EVENTS,
     GET_METRICS,
     GET_USAGE,
     MAX_NUMBER,
-    BadRequestError,
     Operation,
-    Parameter,
-    arguments_of,
 )
+from yunion_mps.http.parameters import BadRequestError, Parameter, query_arguments
+from yunion_mps.http.pool import Application, Limits
 from yunion_mps.http.server import Server
 from yunion_mps.paths import Paths
 
@@ -83,7 +81,7 @@ def _limited(operation: Operation[Any], **highest: int) -> tuple[Parameter, ...]
 _RELAYED: dict[str, tuple[Operation[Any], tuple[Parameter, ...]]] = {
     GET_EVENTS.path: (
         GET_EVENTS,
-        _limited(GET_EVENTS, after=MAX_NUMBER, limit=_MAX_EVENTS, wait=_MAX_WAIT_S),
+        _limited(GET_EVENTS, after=MAX_NUMBER, limit=_MAX_EVENTS, wait_s=_MAX_WAIT_S),
     ),
     GET_USAGE.path: (
         GET_USAGE,
@@ -144,7 +142,7 @@ class _ReadOnly:
 
     def answer(self, request: Request) -> Answer:
         """The response to a request, or what becomes it later; never raises."""
-        refusal = self._names.refusal(request.host, self.subject)
+        refusal = self._names.refusal(request.headers.get("host", ""), self.subject)
         if refusal:
             return refusal
         if request.method not in ("GET", "HEAD"):
@@ -169,7 +167,7 @@ class MetricsHandler(_ReadOnly):
     def _route(self, url: SplitResult, request: Request) -> Answer:
         if url.path != GET_METRICS.path:
             return problem(404, "not found", f"the metrics are at {GET_METRICS.path}")
-        return self._metrics(request.accept)
+        return self._metrics(request.headers.get("accept", ""))
 
     async def _metrics(self, accept: str) -> Response:
         try:
@@ -208,7 +206,7 @@ class Web(_ReadOnly):
         if url.path in self._files:
             return self._files[url.path]
         if url.path == "/overview.json":
-            return self._picture(**arguments_of(url.query, _OVERVIEW))
+            return self._picture(**query_arguments(url.query, _OVERVIEW))
         if url.path in _RELAYED:
             return self._relay(url, request)
         return problem(404, "not found", "the page is at /")
@@ -230,15 +228,15 @@ class Web(_ReadOnly):
             shown = {"mark": mark, "taken": shown["taken"], "page": self._page}
         else:
             shown = {**shown, "host": os.uname().nodename, "page": self._page}
-        return json_response(shown)
+        return response_of(shown)
 
     def _relay(self, url: SplitResult, request: Request) -> Awaitable[Response]:
         operation, parameters = _RELAYED[url.path]
-        arguments = arguments_of(url.query, parameters)
-        wait_s = int(arguments.get("wait") or 0)
+        arguments = query_arguments(url.query, parameters)
+        wait_s = int(str(arguments.get("wait_s") or 0))
         if wait_s:
             request.await_event()
-        return ask(self._paths, operation.target(arguments), timeout_s=wait_s + _ANSWER_S)
+        return ask(self._paths, operation.message(arguments).target, timeout_s=wait_s + _ANSWER_S)
 
 
 def _files() -> dict[str, Response]:

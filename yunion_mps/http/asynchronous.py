@@ -11,7 +11,8 @@ import h11
 
 from yunion_mps.http.client import Exchange, broken_off, result_of, silent, unreachable, usual_timeout_s
 from yunion_mps.http.messages import Response
-from yunion_mps.http.operations import Operation, Value
+from yunion_mps.http.operations import Operation
+from yunion_mps.http.parameters import Value
 from yunion_mps.paths import Paths
 
 T = TypeVar("T")
@@ -30,14 +31,14 @@ class AsyncDaemonClient:
     async def call(self, operation: Operation[T], timeout_s: float | None = None, **arguments: Value) -> T:
         """The answer; raises YunionError of the kind that the failure is. Nothing is sent twice."""
         timeout_s = timeout_s or usual_timeout_s(operation, arguments)
-        exchange = Exchange(operation.method, operation.target(arguments))
+        exchange = Exchange(operation.method, operation.message(arguments))
         # Not wait_for: until Python 3.12 it forgets a cancellation that comes with the answer.
         answering = asyncio.ensure_future(answer_on(self._path, exchange))
         try:
             await asyncio.wait({answering}, timeout=timeout_s)
             if not answering.done():
                 raise silent(self._path, timeout_s)
-            result: T = result_of(answering.result(), is_text=operation.is_text)
+            result: T = result_of(answering.result(), is_text=bool(operation.texts))
             return result
         finally:
             answering.cancel()

@@ -15,7 +15,8 @@ import h11
 
 from yunion_mps.errors import ConfigError, NotAllowedError, UnreachableError, YunionError
 from yunion_mps.http.messages import Response
-from yunion_mps.http.operations import STATUSES, Operation, Value
+from yunion_mps.http.operations import STATUSES, Message, Operation
+from yunion_mps.http.parameters import Value
 from yunion_mps.paths import Paths
 
 T = TypeVar("T")
@@ -32,24 +33,27 @@ class BadConfigurationError(YunionError):
 
 #: The errors by status; 400 is none that a caller of `DaemonClient` could correct.
 _KINDS: dict[int, type[YunionError]] = {
-    **{status: kind for kind, status in STATUSES.items() if status != 400},
+    **{status: kind for kind, status in STATUSES.items() if status not in (400, 415)},
     422: BadConfigurationError,
 }
+_DONE = (200, 201)
 _ACCEPTED = "application/json, text/plain"
 
 
 class Exchange:
     """One request and its answer, without I/O: send `request`, then feed what comes in."""
 
-    def __init__(self, method: str, target: str, accept: str = _ACCEPTED, *, keep: bool = False) -> None:
+    def __init__(self, method: str, message: Message, accept: str = _ACCEPTED, *, keep: bool = False) -> None:
         """With `keep` the connection stays open after the answer."""
         self._http = h11.Connection(h11.CLIENT)
         # A client of the gateway may accept any bytes.
         headers = [(b"Host", b"localhost"), (b"Accept", accept.encode("latin-1"))]
         headers += [] if keep else [(b"Connection", b"close")]
-        headers += [(b"Content-Length", b"0")] if method == "POST" else []
-        head = h11.Request(method=method, target=target, headers=headers)
-        self.request = (self._http.send(head) or b"") + (self._http.send(h11.EndOfMessage()) or b"")
+        headers += [(name.encode(), value.encode()) for name, value in message.headers]
+        headers += [(b"Content-Length", b"%d" % len(message.body))] if method == "POST" else []
+        events: list[h11.Event] = [h11.Request(method=method, target=message.target, headers=headers)]
+        events += [h11.Data(data=message.body)] if message.body else []
+        self.request = b"".join(self._http.send(one) or b"" for one in (*events, h11.EndOfMessage()))
         self._status = 0
         self._content_type = ""
         self._body = bytearray()
@@ -91,9 +95,9 @@ class DaemonClient:
         With `until_closed` it returns only once the program that has answered does not serve any more.
         """
         timeout_s = timeout_s or self._timeout_s or usual_timeout_s(operation, arguments)
-        exchange = Exchange(operation.method, operation.target(arguments), keep=until_closed)
+        exchange = Exchange(operation.method, operation.message(arguments), keep=until_closed)
         answer = self._answer(exchange, timeout_s, until_closed=until_closed)
-        result: T = result_of(answer, is_text=operation.is_text)
+        result: T = result_of(answer, is_text=bool(operation.texts))
         return result
 
     def _answer(self, exchange: Exchange, timeout_s: float, *, until_closed: bool) -> Response:
@@ -133,7 +137,7 @@ class DaemonClient:
 
 def usual_timeout_s(operation: Operation[T], arguments: Mapping[str, Value]) -> float:
     """How long an answer may take, and the wait that was asked for."""
-    return operation.timeout_s + int(arguments.get("wait") or 0)
+    return operation.timeout_s + int(str(arguments.get("wait_s") or 0))
 
 
 def unreachable(path: str, error: OSError) -> YunionError:
@@ -179,7 +183,7 @@ def _receive(connection: socket.socket, deadline_s: float) -> bytes:
 
 def result_of(answer: Response, *, is_text: bool = False) -> Any:
     """The value, or the text, that was answered; raises YunionError of the failure's kind."""
-    if answer.status == 200 and is_text:
+    if answer.status in _DONE and is_text:
         return answer.body.decode(errors="replace")
     try:
         value = json.loads(answer.body)
@@ -187,7 +191,7 @@ def result_of(answer: Response, *, is_text: bool = False) -> Any:
         raise UnreachableError(
             f"the daemon's answer (status {answer.status}) is not JSON", "is another program on its socket?"
         ) from None
-    if answer.status == 200:
+    if answer.status in _DONE:
         return value
     problem = value if isinstance(value, dict) else {}
     message = str(problem.get("detail") or f"the daemon answered {answer.status}")

@@ -8,112 +8,27 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
 from collections.abc import Callable
-from typing import NamedTuple, Protocol, cast
+from typing import cast
 
 import h11
 
 from yunion_mps.http.listener import STRANGER, is_gone, peer_of
-from yunion_mps.http.messages import Answer, Request, Response, problem
+from yunion_mps.http.messages import Request, Response, problem
+from yunion_mps.http.pool import KEPT_BYTES, ConnectionPool
 
 log = logging.getLogger(__name__)
 
-_ROOT = 0
-
 #: From this size on it is looked at how much a user has left unread.
 _LARGE_ANSWER_BYTES = 64 << 10
-
-#: What is kept of requests that wait for their turn, and of answers before no more of them is made.
-KEPT_BYTES = 16 << 10
 
 #: A body may come in this many pieces before others get their turn.
 _EVENTS_A_TURN = 64
 
 
+_NOT_MODIFIED = 304
+
 TOO_MANY = problem(503, "too many connections are open", "close some, or try again in a moment")
-
-
-class Limits(NamedTuple):
-    """What one client may use. Some connections are reserved for root, and some for clients without any."""
-
-    first_request_timeout_s: float = 10.0
-    request_timeout_s: float = 10.0
-    idle_timeout_s: float = 30.0
-    answer_timeout_s: float = 10.0
-    #: How long clients have to read answers before another program goes on with the socket.
-    hand_over_s: float = 1.0
-    head_bytes: int = 16 << 10
-    body_bytes: int = 64 << 10
-    connections: int = 528
-    kept_for_root: int = 64
-    kept_for_new_clients: int = 16
-    of_one_user: int = 128
-    unread_bytes: int = 16 << 20
-
-
-class Application(Protocol):
-    """What answers the requests: the API's router, or the gateway's pages."""
-
-    def answer(self, request: Request) -> Answer:
-        """The response, or an awaitable one; never raises."""
-
-
-class ConnectionPool:
-    """The connections, and each client's share of them."""
-
-    def __init__(self, application: Application, limits: Limits) -> None:
-        self.application = application
-        self.limits = limits
-        #: Of all connections: what comes in is taken out at once.
-        self.buffer = memoryview(bytearray(KEPT_BYTES))
-        #: In the order of their last answers, or of their beginnings if there was none.
-        self.connections: dict[Connection, None] = {}
-        #: By user, or by address over TCP.
-        self.by_client: Counter[int | str] = Counter()
-
-    def admit(self, connection: Connection) -> bool:
-        """Whether there is room for one more connection of this client.
-
-        If there is none, it replaces the one of the idle connections whose last answer is the oldest.
-        """
-        candidates = self._replaceable_for(connection.client)
-        if candidates is not None:
-            idle = next((one for one in candidates if one.may_be_replaced), None)
-            if idle is None:
-                return False
-            self.forget(idle)
-            idle.make_room()
-        self.connections[connection] = None
-        self.by_client[connection.client] += 1
-        return True
-
-    def _replaceable_for(self, client: int | str) -> list[Connection] | None:
-        """The connections of which one must be closed to admit the client; None if there is room."""
-        limits, has = self.limits, self.by_client[client]
-        if client != _ROOT and has >= limits.of_one_user:
-            return [one for one in self.connections if one.client == client]
-        room = limits.connections - (limits.kept_for_new_clients if has else 0)
-        not_roots = len(self.connections) - self.by_client[_ROOT]
-        if client != _ROOT and not_roots >= room - limits.kept_for_root:
-            return [one for one in self.connections if one.client != _ROOT]
-        return list(self.connections) if len(self.connections) >= room else None
-
-    def note_answer(self, connection: Connection) -> None:
-        """The connection has got an answer: it comes last in the order."""
-        if connection in self.connections:
-            self.connections[connection] = self.connections.pop(connection)
-
-    def unread_bytes(self, client: int | str) -> int:
-        """How much of the answers to this client has not been read."""
-        return sum(connection.unread_bytes for connection in self.connections if connection.client == client)
-
-    def forget(self, connection: Connection) -> None:
-        if connection in self.connections:
-            del self.connections[connection]
-            self.by_client[connection.client] -= 1
-            if not self.by_client[connection.client]:
-                del self.by_client[connection.client]
 
 
 class Connection(asyncio.BufferedProtocol):
@@ -132,7 +47,7 @@ class Connection(asyncio.BufferedProtocol):
         self._timer: asyncio.TimerHandle | None = None
         self._turn: asyncio.Handle | None = None
         self._request: h11.Request | None = None
-        self._body_bytes = 0
+        self._body = b""
         self._blocked = False
         self._fresh = True
         self._awaits_event = False
@@ -263,7 +178,7 @@ class Connection(asyncio.BufferedProtocol):
             if isinstance(event, h11.Request):
                 self._begin(event)
             elif isinstance(event, h11.Data):
-                self._count(len(event.data))
+                self._take(event.data)
             elif isinstance(event, h11.EndOfMessage):
                 self._answer()
                 return self._http.trailing_data != (b"", False)
@@ -275,7 +190,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def _begin(self, request: h11.Request) -> None:
         self._request = request
-        self._body_bytes = 0
+        self._body = b""
         # h11 bounds a head that comes in pieces, not one that comes whole.
         size = len(request.target) + sum(len(name) + len(value) + 4 for name, value in request.headers)
         if size > self._limits.head_bytes:
@@ -286,22 +201,22 @@ class Connection(asyncio.BufferedProtocol):
             go_on = h11.InformationalResponse(status_code=100, headers=[], reason=b"Continue")
             self._transport.write(self._http.send(go_on) or b"")
 
-    def _count(self, length: int) -> None:
-        """Skip bodies, which no request of ours needs, up to a size."""
-        self._body_bytes += length
-        if self._body_bytes > self._limits.body_bytes:
-            self._refuse(problem(413, f"the body is larger than {self._limits.body_bytes} bytes"))
+    def _take(self, piece: bytes) -> None:
+        """Add a piece to the body, up to a size."""
+        self._body += piece
+        if len(self._body) > self._limits.body_bytes:
+            what = f"the body is larger than {self._limits.body_bytes} bytes"
+            self._refuse(problem(413, what, "send only the members that the operation has"))
             raise h11.RemoteProtocolError("body too large")
 
     def _answer(self) -> None:
         assert self._request is not None
         request = self._request
         method, target = request.method.decode(), request.target.decode("ascii", "replace")
-        given = dict(reversed(list(request.headers)))  # of what comes twice, the first counts
-        host, accept = (given.get(name, b"").decode("latin-1") for name in (b"host", b"accept"))
-        asked = Request(
-            method, target, self.uid, self.pid, self.keep, self._body_bytes, host, accept, self.await_event
-        )
+        pairs = reversed(list(request.headers))  # of what comes twice, the first counts
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in pairs}
+        asked = Request(method, target, self.uid, self.pid, self.keep, headers, self._body, self.await_event)
+        self._body = b""
         answer = self._pool.application.answer(asked)
         if isinstance(answer, Response):
             self._give(answer)
@@ -343,11 +258,10 @@ class Connection(asyncio.BufferedProtocol):
         if self._transport is None or self._transport.is_closing():
             return
         self._fresh = False
-        headers = [
-            ("Content-Type", response.content_type),
-            ("Content-Length", str(len(response.body))),
-            *response.headers,
-        ]
+        headers = [*response.headers]
+        if response.status != _NOT_MODIFIED:
+            length = str(len(response.body))
+            headers += [("Content-Type", response.content_type), ("Content-Length", length)]
         head = h11.Response(status_code=response.status, headers=headers)
         out = self._http.send(head) or b""
         is_head = self._request is not None and self._request.method == b"HEAD"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, NamedTuple, Union
 
 from yunion_mps.errors import YunionError
@@ -16,16 +16,12 @@ _CODES = {404: NOT_FOUND, 403: NOT_ALLOWED, 500: FAILED, 503: BUSY}
 if TYPE_CHECKING:
     from yunion_mps.answers import ProblemDetails
 
-#: The format of metrics that Prometheus asks for; others get text.
-OPENMETRICS = "application/openmetrics-text"
-
 
 class Request(NamedTuple):
     """What was asked, and by which user and process, as the kernel says.
 
-    `keep` has a function called when the connection ends, which then may be idle for good. Bodies are not
-    kept: `body_bytes` is their length. `host` and `accept` are these headers. `await_event` is called once
-    the answer waits for something to happen.
+    The names of `headers` are in lower case. `keep` has a function called when the connection ends, which
+    then may be idle for good. `await_event` is called once the answer waits for something to happen.
     """
 
     method: str
@@ -33,9 +29,8 @@ class Request(NamedTuple):
     uid: int
     pid: int = 0
     keep: Callable[[Callable[[], None]], None] = lambda _: None
-    body_bytes: int = 0
-    host: str = ""
-    accept: str = ""
+    headers: Mapping[str, str] = {}
+    body: bytes = b""
     await_event: Callable[[], None] = lambda: None
 
 
@@ -48,6 +43,13 @@ class Response(NamedTuple):
     headers: tuple[tuple[str, str], ...] = ()
 
 
+class Created(NamedTuple):
+    """A value that was made just now, and where it is."""
+
+    value: object
+    location: str
+
+
 Answer = Union[Response, Awaitable[Response]]
 
 
@@ -58,10 +60,15 @@ def problem(
     from http import HTTPStatus  # 3 ms, which a client need not pay
 
     title = HTTPStatus(status).phrase
-    body: ProblemDetails = {"type": "about:blank", "title": title, "status": status, "detail": detail}
+    body: ProblemDetails = {
+        "type": "about:blank",
+        "title": title,
+        "status": status,
+        "detail": detail,
+        "code": code or _CODES.get(status, INVALID_REQUEST),
+    }
     if hint:
         body["hint"] = hint
-    body["code"] = code or _CODES.get(status, INVALID_REQUEST)
     return Response(status, "application/problem+json", encode(body), headers)
 
 
@@ -71,8 +78,12 @@ def problem_of(error: YunionError) -> Response:
     return problem(status, error.message, error.hint, code=error.code)
 
 
-def json_response(value: object) -> Response:
-    """The value as an answer."""
+def response_of(value: object) -> Response:
+    """The value as an answer, if it is none itself."""
+    if isinstance(value, Response):
+        return value
+    if isinstance(value, Created):
+        return Response(201, "application/json", encode(value.value), (("Location", value.location),))
     return Response(200, "application/json", encode(value))
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from yunion_mps import __version__
-from yunion_mps.http.messages import OPENMETRICS
-from yunion_mps.http.operations import OPERATIONS, ROUTES, Operation, Parameter
+from yunion_mps.http.operations import GET_READINESS, OPERATIONS, ROUTES, Operation
+from yunion_mps.http.parameters import Parameter, members_schema
 
 Schema = Mapping[str, object]
 
@@ -18,13 +19,14 @@ with open(os.path.join(os.path.dirname(__file__), "schemas.json"), encoding="utf
     _SCHEMAS = _file.read()
 
 _PROBLEMS = {
-    400: "The request, or one of its parameters, is not as described.",
+    400: "The request, or a parameter or member of it, is not as described; `detail` names which.",
     403: "The caller's user may not do this.",
     404: "There is no such thing, or more than one.",
     405: "The path takes other methods; `Allow` says which.",
     408: "The request did not arrive in time.",
     409: "It was refused, or did not work; nothing was changed.",
     413: "The request's body is too large.",
+    415: "The request's body is not declared as `application/json`.",
     422: "The configuration is not right, and nothing was changed; `detail` holds one problem a line.",
     410: "It could not be met even if everything were free (`code`: `infeasible`): do not wait.",
     423: "Nothing is free that would do; `detail` says what there is.",
@@ -32,6 +34,8 @@ _PROBLEMS = {
     501: "The request's body is in a transfer coding other than `chunked`.",
     503: "Too many connections are open, or it cannot be done at this moment; try again.",
 }
+_ETAG = {"ETag": {"required": True, "schema": {"type": "string"}}}
+_LOCATION = {"Location": {"required": True, "schema": {"type": "string"}}}
 #: What any request may meet.
 _ANY_REQUEST = (400, 408, 413, 431, 501, 503)
 
@@ -43,9 +47,10 @@ yunion-mps may ask:
 
     curl --unix-socket /run/yunion-mps/yunion-mps.sock http://localhost/v1/devices
 
-Memory is in MiB, percentages are of a GPU's SM threads. Every error is a problem detail (RFC 9457), with a
-`hint` if something can be done about it. Any other path is answered with 404, any other method with 405, and
-a parameter that is not described with 400.
+Memory is in MiB, percentages are of a GPU's SM threads, times are RFC 3339 in UTC. GET takes parameters in
+the query, POST members of a JSON object, of which none is required. Every error is a problem detail
+(RFC 9457) with a reason `code`, and with a `hint` if something can be done about it. Any other path is
+answered with 404, any other method with 405, and a parameter or member that is not described with 400.
 
 All of these users may read everything and take devices. Only root may change the daemon, and only root and
 its owner may end a client or a lease. A change of the daemon that has begun is finished even if its client
@@ -58,23 +63,31 @@ def document() -> dict[str, object]:
     paths: dict[str, dict[str, Schema]] = {}
     for operation in OPERATIONS:
         content: Schema = {"application/json": {"schema": {"type": "object"}}}
-        if operation.is_text:
-            content = {kind: {"schema": {"type": "string"}} for kind in ("text/plain", OPENMETRICS)}
+        if operation.texts:
+            content = {kind: {"schema": {"type": "string"}} for kind in operation.texts}
         elif operation.answer:
             example = schemas[operation.answer]["examples"][0]
             content = {"application/json": {"schema": _ref(operation.answer), "example": example}}
-        answer = {"description": f"{operation.about}.", "content": content}
-        refusals = sorted({*_ANY_REQUEST, *operation.refusals})
+        answer: dict[str, Any] = {"description": f"{operation.about}.", "content": content}
+        answers = {"200": answer, **({"201": {**answer, "headers": _LOCATION}} if operation.creates else {})}
+        if operation.watched:
+            answer["headers"] = _ETAG
+            answers["304"] = {"description": "Nothing has changed.", "headers": _ETAG}
+        refusals = sorted({*_ANY_REQUEST, *operation.refusals, *((415,) if operation.has_body else ())})
         refs = {str(status): _ref(str(status), "responses") for status in refusals}
+        if operation is GET_READINESS:
+            refs["503"] = _problem(503, f"Not ready: one line for each reason. {_PROBLEMS[503]}", content)
         first, *others = operation.name.split("_")
         name = "".join(map(str.title, others))
         item = paths.setdefault(operation.path, {})
-        item[operation.method.lower()] = _operation(operation, first + name, operation.about, answer, refs)
+        item[operation.method.lower()] = _operation(
+            operation, first + name, operation.about, {**answers, **refs}
+        )
         if operation.method == "GET":
             without_body = {str(status): {"description": _PROBLEMS[status]} for status in refusals}
-            head = {"description": "The head of GET's answer."}
+            heads = {status: {**one, "content": {}} for status, one in answers.items()}
             about = f"{operation.about}, the head only"
-            item["head"] = _operation(operation, "head" + name, about, head, without_body)
+            item["head"] = _operation(operation, "head" + name, about, {**heads, **without_body})
     return {
         "openapi": "3.1.0",
         "info": {
@@ -92,46 +105,36 @@ def document() -> dict[str, object]:
     }
 
 
-def _operation(
-    operation: Operation[Any], name: str, about: str, answer: Schema, refusals: Mapping[str, Schema]
-) -> Schema:
-    return {
+def _operation(operation: Operation[Any], name: str, about: str, responses: Mapping[str, Schema]) -> Schema:
+    found: dict[str, object] = {
         "operationId": name,
         "summary": about,
         "parameters": [_parameter(one, "path") for one in operation.path_parameters]
-        + [_parameter(one, "query") for one in operation.query_parameters],
-        "responses": {"200": answer, **refusals},
+        + [_parameter(one, "query") for one in operation.query_parameters]
+        + [_parameter(one, "header") for one in operation.headers],
+        "responses": responses,
     }
+    if operation.has_body:
+        schema = members_schema(operation.members)
+        found["requestBody"] = {"required": False, "content": {"application/json": {"schema": schema}}}
+    return found
 
 
 def _parameter(parameter: Parameter, place: str) -> Schema:
-    schema: dict[str, object] = {"type": parameter.type}
-    if parameter.type == "time":
-        schema = {"anyOf": [{"type": "string", "format": "date-time"}, {"type": "integer", "minimum": 0}]}
-    if parameter.type == "integer":
-        schema.update(minimum=parameter.lowest, maximum=parameter.highest)
-    if parameter.choices:
-        schema["enum"] = list(parameter.choices)
-    if parameter.pattern:
-        schema["pattern"] = parameter.pattern
-    if parameter.default is not None:
-        schema["default"] = parameter.default
     found: dict[str, object] = {
         "name": parameter.name,
         "in": place,
         "description": parameter.about,
-        "schema": schema,
+        "schema": parameter.schema(),
     }
     if place == "path":
         found.update(required=True, example=parameter.example)
     return found
 
 
-def _problem(status: int, about: str) -> Schema:
-    response: dict[str, object] = {
-        "description": about,
-        "content": {"application/problem+json": {"schema": _ref("ProblemDetails")}},
-    }
+def _problem(status: int, about: str, others: Schema = MappingProxyType({})) -> Schema:
+    content = {"application/problem+json": {"schema": _ref("ProblemDetails")}, **others}
+    response: dict[str, object] = {"description": about, "content": content}
     if status == 405:
         allowed = sorted({", ".join(methods) for methods in ROUTES.values()})
         response["headers"] = {"Allow": {"required": True, "schema": {"enum": allowed}}}

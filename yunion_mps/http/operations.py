@@ -1,16 +1,16 @@
 """The table of the API's operations, each declared once: its parameters, its answer and its permission.
 
 The router, the checks of parameters, the OpenAPI document, the counters' routes and the client's calls are
-made from it. An operation's handler is the method of `Handlers` that has its name, and its answer's schema
-is made from the type of that name in answers.py.
+made from it. GET has its parameters in the query, POST in a JSON body. An operation's handler is the method
+of `Handlers` that has its name, and its answer's schema is made from the type of that name in answers.py.
 """
 
 from __future__ import annotations
 
-import contextlib
+import json
 import re
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, Union
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from yunion_mps.errors import (
     BusyError,
@@ -21,14 +21,20 @@ from yunion_mps.errors import (
     NothingFreeError,
     YunionError,
 )
+from yunion_mps.http.parameters import (
+    BadRequestError,
+    MediaTypeError,
+    Parameter,
+    Value,
+    body_arguments,
+    query_arguments,
+)
 from yunion_mps.reasons import INVALID_REQUEST
-from yunion_mps.times import seconds
 
 if TYPE_CHECKING:
     from yunion_mps import answers
 
 T = TypeVar("T")
-Value = Union[str, int, float, bool, None]
 
 MAX_NUMBER = (1 << 31) - 1
 #: No host has more devices; an answer is never larger than this many of them.
@@ -36,9 +42,8 @@ MAX_LIMIT = 100_000
 #: A page of the listing if no other size is asked for, as with Cloudpods.
 DEFAULT_LIMIT = 20
 MAX_EVENTS = 1000
-#: The last moment that can be asked for (in s since 1970), in the year 5138.
-LATEST_S = 99_999_999_999
 MAX_EVENT_WAIT_S = 60
+MAX_CHANGE_WAIT_S = 600
 #: A PID has seven digits at most (PID_MAX_LIMIT of the kernel's include/linux/threads.h).
 MAX_PID = 9_999_999
 #: The most devices that one lease may have.
@@ -52,11 +57,12 @@ MAX_TTL_S = 365 * 86_400
 COMMAND_LENGTH = 100
 #: The names of leases, and idempotency keys (regular expressions).
 NAME = "^[A-Za-z0-9][A-Za-z0-9._:/@-]{0,99}$"
-REQUEST = "^[A-Za-z0-9-]{16,64}$"
+IDEMPOTENCY_KEY = "^[A-Za-z0-9-]{16,64}$"
 
 EVENT_KINDS = ("domain", "limit", "gpu", "compute_mode", "configuration", "client", "lease", "daemon")
 SEVERITIES = ("info", "warning", "error")
 PLACEMENTS = ("binpack", "spread")
+RELOAD_MODES = ("drain", "now")
 BINDINGS = ("process", "connection", "name", "container")
 
 #: How long a client waits for an answer, in s, and for one that makes the daemon ask the driver: waking many
@@ -64,15 +70,11 @@ BINDINGS = ("process", "connection", "name", "container")
 TIMEOUT_S = 30.0
 SLOW_S = 150.0
 
+#: The format of metrics that Prometheus asks for; others get text.
+OPENMETRICS = "application/openmetrics-text"
+
 #: The users that may: all that can connect; the owner and root, which the handler checks; root alone.
 ANYONE, OWNER, ROOT = "anyone", "owner", "root"
-
-
-class BadRequestError(YunionError):
-    """The request cannot be understood; the message names the parameter."""
-
-    exit_code = 2
-    code = INVALID_REQUEST
 
 
 class ContradictionError(YunionError):
@@ -84,6 +86,7 @@ class ContradictionError(YunionError):
 
 #: The status of each kind of error, the more special kinds first; 409 for all others.
 STATUSES: dict[type[YunionError], int] = {
+    MediaTypeError: 415,
     BadRequestError: 400,
     NotAllowedError: 403,
     NotFoundError: 404,
@@ -94,67 +97,12 @@ STATUSES: dict[type[YunionError], int] = {
 }
 
 
-class Parameter(NamedTuple):
-    """One parameter: what it may be, and its value if it is left out."""
+class Message(NamedTuple):
+    """What a request consists of beside its method."""
 
-    name: str
-    about: str
-    type: str = "string"
-    default: Value = None
-    lowest: int = 0
-    highest: int = 0
-    choices: tuple[str, ...] = ()
-    pattern: str = ""
-    hint: str = ""
-    example: Value = None
-
-    def value(self, text: str) -> Value:
-        """The value that is written so; raises BadRequestError."""
-        if self.type == "boolean":
-            if text in ("true", "false"):
-                return text == "true"
-            hint = f"write {self.name}=true or {self.name}=false"
-        elif self.type == "integer":
-            digits = text.removeprefix("-") if self.lowest < 0 else text
-            is_number = text.isascii() and digits.isdigit() and len(text) < 12
-            if is_number and self.lowest <= int(text) <= self.highest:
-                return int(text)
-            hint = f"write a whole number from {self.lowest} to {self.highest}"
-        elif self.type == "time":
-            if re.fullmatch("[0-9]{1,11}", text):
-                return float(text)
-            with contextlib.suppress(ValueError):
-                return seconds(text)
-            hint = "write an RFC 3339 time such as 2026-11-20T13:45:00Z, or seconds since 1970"
-        elif self.choices:
-            if text in self.choices:
-                return text
-            hint = f"write one of {', '.join(self.choices)}"
-        else:
-            if re.fullmatch(self.pattern.strip("^$") or "(?s:.*)", text):
-                return text
-            hint = self.hint
-        raise BadRequestError(f"{self.name} is {text[:100]!r}", hint)
-
-
-def arguments_of(query: str, parameters: Iterable[Parameter]) -> dict[str, Value]:
-    """The value of every parameter; raises BadRequestError."""
-    from urllib.parse import parse_qsl
-
-    try:
-        pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query), max_num_fields=32)
-    except ValueError:
-        hint = "write it as name=value&name=value"
-        raise BadRequestError("the query cannot be taken apart", hint) from None
-    given = dict(pairs)
-    if len(given) != len(pairs):
-        raise BadRequestError("a parameter is given twice")
-    known = {parameter.name: parameter for parameter in parameters}
-    for name in given:
-        if name not in known:
-            hint = f"the parameters are {', '.join(sorted(known))}" if known else "there are none here"
-            raise BadRequestError(f"{name[:100]!r} is no parameter", hint)
-    return {name: one.value(given[name]) if name in given else one.default for name, one in known.items()}
+    target: str
+    headers: tuple[tuple[str, str], ...] = ()
+    body: bytes = b""
 
 
 class Operation(Generic[T]):
@@ -168,18 +116,24 @@ class Operation(Generic[T]):
         about: str,
         answer: str,
         *parameters: Parameter,
+        headers: tuple[Parameter, ...] = (),
         who: str = ANYONE,
         refusals: tuple[int, ...] = (),
         cached: bool = False,
         completes: bool = False,
-        is_text: bool = False,
+        texts: tuple[str, ...] = (),
+        watched: bool = False,
+        creates: bool = False,
         timeout_s: float = TIMEOUT_S,
     ) -> None:
         """`answer` is the name of T, empty if it is no type of ours, as text is none.
 
         `refusals` are statuses beside those that any request may get. A `cached` answer is made from the
         snapshot without waiting, and given again until the snapshot changes; others may wait, as long as the
-        parameter `wait` says if there is one. What `completes` is finished even if the caller goes away.
+        parameter `wait_s` says if there is one. What `completes` is finished even if the caller goes away.
+        What `creates` something answers 201 with its `Location`, and 200 if it exists already. What is
+        `watched` has an `ETag`, by which a caller can wait for another answer. `texts` are the media types of
+        an answer that is no JSON.
         """
         self.name = name
         self.method = method
@@ -187,32 +141,76 @@ class Operation(Generic[T]):
         self.about = about
         self.answer = answer
         self.path_parameters = tuple(one for one in parameters if f"{{{one.name}}}" in path)
-        self.query_parameters = tuple(one for one in parameters if one not in self.path_parameters)
+        others = tuple(one for one in parameters if one not in self.path_parameters)
+        self.has_body = method == "POST"
+        self.query_parameters = () if self.has_body else others
+        self.members = others if self.has_body else ()
+        self.headers = headers
         self.who = who
         self.refusals = refusals if who == ANYONE else (403, *refusals)
         self.cached = cached
         self.completes = completes
-        self.is_text = is_text
+        self.texts = texts
+        self.watched = watched
+        if watched:
+            self.query_parameters += WATCH_PARAMETERS[:1]
+            self.headers += WATCH_PARAMETERS[1:]
+        self.creates = creates
         self.timeout_s = timeout_s
 
     @property
     def parameters(self) -> tuple[Parameter, ...]:
-        """Those of the path and those of the query."""
-        return self.path_parameters + self.query_parameters
+        """Those of the path, the query, the headers and the body."""
+        return self.path_parameters + self.query_parameters + self.headers + self.members
 
-    def target(self, arguments: Mapping[str, Value]) -> str:
-        """The target of a request with these arguments; those that are None are left out."""
-        path, query = self.path, []
-        unknown = set(arguments) - {parameter.name for parameter in self.parameters}
+    def arguments(self, query: str, headers: Mapping[str, str], body: bytes) -> dict[str, Value]:
+        """The value of every parameter but the path's; raises BadRequestError. Headers are in lower case."""
+        found = query_arguments(query, self.query_parameters)
+        for one in self.headers:
+            text = headers.get(one.name.lower())
+            found[one.argument] = one.default if text is None else one.value(text)
+        if self.has_body:
+            found.update(body_arguments(body, headers.get("content-type", ""), self.members))
+        return found
+
+    def message(self, arguments: Mapping[str, Value]) -> Message:
+        """The request with these arguments; those that are None are left out."""
+        given = {name: value for name, value in arguments.items() if value is not None}
+        unknown = set(given) - {one.argument for one in self.parameters}
         if unknown:
             raise TypeError(f"{self.name} has no parameter {', '.join(sorted(unknown))}")
-        for name, value in arguments.items():
-            text = _quoted(str(value).lower() if isinstance(value, bool) else str(value))
-            if f"{{{name}}}" in path:
-                path = path.replace(f"{{{name}}}", text)
-            elif value is not None:
-                query.append(f"{name}={text}")
-        return f"{path}?{'&'.join(query)}" if query else path
+        path = self.path
+        for one in self.path_parameters:
+            path = path.replace(f"{{{one.name}}}", _text(given[one.name]))
+        query = [f"{one.name}={_text(given[one.name])}" for one in self.query_parameters if one.name in given]
+        headers = [(one.name, str(given[one.argument])) for one in self.headers if one.argument in given]
+        body = {one.name: _without_none(given[one.name]) for one in self.members if one.name in given}
+        if body:
+            headers.append(("Content-Type", "application/json"))
+        return Message(
+            f"{path}?{'&'.join(query)}" if query else path,
+            tuple(headers),
+            json.dumps(body).encode() if body else b"",
+        )
+
+
+#: Of a watched operation: one of the query, and a header.
+WATCH_PARAMETERS = (
+    Parameter("wait_s", "If the answer is what `If-None-Match` names, wait so many seconds for another.",
+              "integer", 0, 0, MAX_CHANGE_WAIT_S),
+    Parameter("If-None-Match", "The `ETag` of the answer that the caller has: 304 if nothing has changed.",
+              example='"3f8a6c0d51b7e294"'),
+)  # fmt: skip
+
+
+def _without_none(value: Value) -> Value:
+    if not isinstance(value, Mapping):
+        return value
+    return {name: one for name, one in value.items() if one is not None}
+
+
+def _text(value: Value) -> str:
+    return _quoted(str(value).lower() if isinstance(value, bool) else str(value))
 
 
 def _quoted(text: str) -> str:
@@ -255,7 +253,7 @@ GET_DEVICES: Operation[answers.DeviceList] = Operation(
     Parameter("vendor_device_id", "Only this kind of GPU, as vendor:device."),
     _number("numa_node", "Only GPUs at this NUMA node; -1: GPUs without one.", -1, MAX_NUMBER),
     _switch("unused", "Only devices that can be used now."),
-    cached=True,
+    cached=True, watched=True,
 )  # fmt: skip
 GET_DEVICE: Operation[answers.DeviceDetails] = Operation(
     "get_device", "GET", "/v1/devices/{id}", "One MPS device, and how to use it", "DeviceDetails",
@@ -275,7 +273,7 @@ GET_EVENTS: Operation[answers.EventList] = Operation(
     Parameter("since", "Only the newest from this time on: RFC 3339, or seconds since 1970.", "time", 0),
     _number("limit", "The most events.", 1, MAX_EVENTS, 100),
     Parameter("kind", "Only events of this kind.", choices=EVENT_KINDS),
-    _number("wait", "If there are none, wait so many seconds for one, unless `after` is beyond the last.",
+    _number("wait_s", "If there are none, wait so many seconds for one, unless `after` is beyond the last.",
             0, MAX_EVENT_WAIT_S, 0),
     refusals=(409,),
 )  # fmt: skip
@@ -296,8 +294,9 @@ GET_CLIENTS: Operation[answers.ClientList] = Operation(
 RELOAD: Operation[answers.ChangeList] = Operation(
     "reload", "POST", "/v1/reload", "Read the configuration again, and bring into effect what differs",
     "ChangeList",
-    _switch("drain", "Give MPS servers that keep old limits no new clients."),
-    _switch("now", "End MPS servers that keep old limits, with their clients."),
+    Parameter("mode", "What is done about MPS servers that keep old limits: `drain` gives them no new "
+              "clients, `now` ends them with their clients. By default they serve on until they have none.",
+              choices=RELOAD_MODES),
     who=ROOT, refusals=(409, 422), completes=True, timeout_s=SLOW_S,
 )  # fmt: skip
 REEXEC: Operation[answers.Reexec] = Operation(
@@ -314,38 +313,46 @@ TERMINATE_CLIENT: Operation[answers.Termination] = Operation(
 GET_LEASES: Operation[answers.LeaseList] = Operation(
     "get_leases", "GET", "/v1/leases", "Who has which devices, and which requests wait", "LeaseList"
 )
+GET_LEASE: Operation[answers.LeaseRecord] = Operation(
+    "get_lease", "GET", "/v1/leases/{lease}", "One lease", "LeaseRecord", _LEASE, refusals=(404,)
+)
+_HOLDER = (
+    Parameter("kind", "What ends the lease: a process (the default), a container's first process, this "
+              "connection, or a name's time to live (the default if there is a name).", choices=BINDINGS),
+    _number("pid", "Of kind `process` or `container`: another process of the caller's user.", 1, MAX_PID),
+    Parameter("command", "The command line that the process is about to execute, for people."),
+    Parameter("name", "Of kind `name`: the holder's name.", pattern=NAME, hint=_NAME_HINT),
+    _number("ttl_s", "Of kind `name`: the time to live after each renewal, at most `max_lease_ttl_s`.",
+            1, MAX_TTL_S),
+)  # fmt: skip
 TAKE_LEASE: Operation[answers.LeaseRecord] = Operation(
     "take_lease", "POST", "/v1/leases",
     "Take devices, for as long as a process, a connection or a name lives", "LeaseRecord",
     _number("count", "How many devices.", 1, MAX_DEVICES, 1),
-    _number("memory", "So many MiB of a GPU that the configuration opens for it (memory_unit, or slices).",
-            1, MAX_MIB),
-    _number("units", "The same, in units of `gpu_memory_unit`.", 1, MAX_MIB),
-    Parameter("device",
-              "This very device: id, address, or a unique beginning of either; `all` for all of the host.",
-              pattern="^.+$", hint=_NAME_ONE),
-    Parameter("gpu", "Devices of this GPU: UUID, address, or a unique beginning of either.",
-              pattern="^.+$", hint=_NAME_ONE),
     _switch("across", "Each on another GPU, and not all on one."),
+    _number("memory_mib", "So much of a GPU that the configuration opens for it (memory_unit, or slices).",
+            1, MAX_MIB),
+    _number("memory_units", "The same, in units of `gpu_memory_unit`.", 1, MAX_MIB),
+    Parameter("devices", "These very devices: ids, addresses, or unique beginnings of either; `all` for all "
+              "of the host.", "array", lowest=1, highest=MAX_DEVICES, pattern="^.+$", hint=_NAME_ONE,
+              example=("00:06.0-1",)),
+    Parameter("gpu", "Devices of this GPU: UUID, address, or a unique beginning of either.",
+              pattern="^.+$", hint=_NAME_ONE, example="00:06.0"),
     Parameter("placement", "Of the GPU with the fewest free devices that will do, or with the most.",
               default=PLACEMENTS[0], choices=PLACEMENTS),
     _switch("enforced", "Only of GPUs that hold their clients to the budget: from Volta on."),
-    Parameter("binding", "What ends it: a process (by default), a container's first one, this connection, "
-              "or a name's time to live (by default if there is a name).", choices=BINDINGS),
-    _number("pid", "With binding `process` or `container`: another process of the caller's user.",
-            1, MAX_PID),
-    Parameter("command", "The command line that the process is about to execute, for people."),
-    Parameter("name", "With binding `name`: the holder of the devices.", pattern=NAME, hint=_NAME_HINT),
-    _number("ttl", "With binding `name`: time to live in s after each renewal, at most `max_lease_ttl_s`.",
-            1, MAX_TTL_S),
-    _number("wait", "If nothing is free, wait so many seconds: first come, first served.",
+    _number("wait_s", "If nothing is free, wait so many seconds: first come, first served.",
             0, MAX_WAIT_S, 0),
-    Parameter("request", "A random name. A request that is repeated with it gets the lease that it was "
-              "given, or its place in the queue.", pattern=REQUEST,
-              hint="write 16 to 64 letters, digits and -, at random"),
     _switch("cdi", "Let container engines find it: device `yunion.io/mps=` and the lease's id."),
-    _switch("dry", "Only say what would be given now."),
-    who=OWNER, refusals=(404, 409, 410, 423),
+    _switch("dry_run", "Only say what would be given now."),
+    Parameter("holder", "Who has the devices, and what ends the lease: by default the calling process.",
+              "object", members=_HOLDER),
+    headers=(
+        Parameter("Idempotency-Key", "A random name. A request that is repeated with it gets the lease that "
+                  "it was given, or its place in the queue.", pattern=IDEMPOTENCY_KEY,
+                  hint="write 16 to 64 letters, digits and -, at random"),
+    ),
+    who=OWNER, refusals=(404, 409, 410, 423), creates=True,
 )  # fmt: skip
 END_LEASE: Operation[answers.LeaseRecord] = Operation(
     "end_lease", "DELETE", "/v1/leases/{lease}", "Give devices back", "LeaseRecord",
@@ -367,8 +374,17 @@ GET_DOCUMENT: Operation[Any] = Operation(
     "get_document", "GET", "/v1/openapi.json", "This document", "", cached=True
 )
 GET_METRICS: Operation[str] = Operation(
-    "get_metrics", "GET", "/metrics", "The metrics, for Prometheus", "", is_text=True
+    "get_metrics", "GET", "/metrics", "The metrics, for Prometheus", "",
+    texts=("text/plain", OPENMETRICS),
+)  # fmt: skip
+GET_HEALTH: Operation[str] = Operation(
+    "get_health", "GET", "/healthz", "Whether the daemon answers: `ok`", "", texts=("text/plain",)
 )
+GET_READINESS: Operation[str] = Operation(
+    "get_readiness", "GET", "/readyz",
+    "Whether devices can be leased, or MPS is disabled: `ok`, or 503 with a line for each reason", "",
+    texts=("text/plain",),
+)  # fmt: skip
 
 OPERATIONS: tuple[Operation[Any], ...] = tuple(
     one for one in tuple(globals().values()) if isinstance(one, Operation)

@@ -1,7 +1,4 @@
-"""Finds the operation that a request is for, has it answered out of the services, and counts the answers.
-
-An operation's handler is the method of `Handlers` that has its name.
-"""
+"""The router: finds the operation that a request is for, has it answered, and counts the answers."""
 
 from __future__ import annotations
 
@@ -13,35 +10,16 @@ import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from hashlib import sha256
+from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
-from yunion_mps.errors import NotAllowedError, NotFoundError, YunionError
-from yunion_mps.escaping import printable
-from yunion_mps.host.proc import started_ticks, uid_of
-from yunion_mps.host.systemd import job_unit_of
-from yunion_mps.http.messages import Answer, Request, Response, json_response, problem, problem_of
-from yunion_mps.http.openapi import document
-from yunion_mps.http.operations import (
-    COMMAND_LENGTH,
-    OPERATIONS,
-    ROOT,
-    ROUTES,
-    BadRequestError,
-    ContradictionError,
-    Operation,
-    Value,
-    arguments_of,
-)
-from yunion_mps.leases.queue import QueuedRequest
-from yunion_mps.leases.request import LeaseRequest
-from yunion_mps.models import Holder, Owner
-from yunion_mps.service.clients import ClientService
-from yunion_mps.service.events import EventFilter, Events
-from yunion_mps.service.leases import LeaseService
+from yunion_mps.errors import NotAllowedError, YunionError
+from yunion_mps.http.handlers import Handlers
+from yunion_mps.http.messages import Answer, Request, Response, problem, problem_of, response_of
+from yunion_mps.http.operations import OPERATIONS, ROOT, ROUTES, WATCH_PARAMETERS, Operation
+from yunion_mps.http.parameters import Value
 from yunion_mps.service.metrics import BOUNDS_S, Counted, Latency
-from yunion_mps.service.queries import Filters, Queries
-from yunion_mps.service.reload import Reloader
 
 log = logging.getLogger(__name__)
 
@@ -113,21 +91,24 @@ class Router:
         if version != self._cached_for or self._cached_bytes > _CACHED_BYTES:
             self._cached.clear()
             self._cached_for, self._cached_bytes = version, 0
-        cached = self._cached.get(request.target) if request.method in _READ else None
-        if cached:
-            return cached
+        known = self._cached.get(request.target) if request.method in _READ else None
+        if known:
+            return known[0], self._unless_known(request, known[1])
         try:
             url = urlsplit(request.target)
         except ValueError:
-            return OTHER, problem(400, "the request's target is no URL that can be taken apart")
+            return OTHER, problem(
+                400, "the request's target cannot be parsed", "write a path such as /v1/devices"
+            )
         match = _match(url.path)
         if match is None:
-            hint = "the paths are in /v1/openapi.json"
+            hint = "see the paths: /v1/openapi.json"
             return OTHER, problem(404, f"there is nothing at {url.path[:200]!r}", hint)
         operation = match.methods.get(request.method)
         if operation is None:
-            allowed = (("Allow", ", ".join(match.methods)),)
-            return match.route, problem(405, f"{request.method} is not supported here", headers=allowed)
+            allowed = ", ".join(match.methods)
+            what, hint = f"{request.method} is not supported here", f"use {allowed}"
+            return match.route, problem(405, what, hint, (("Allow", allowed),))
 
         def work() -> Any:
             return self._handle(operation, request, match.arguments, url.query)
@@ -139,15 +120,47 @@ class Router:
         if response.status < 500:
             self._cached[request.target] = match.route, response
             self._cached_bytes += len(request.target) + len(response.body)
-        return match.route, response
+        return match.route, self._unless_known(request, response)
+
+    def _unless_known(self, request: Request, response: Response) -> Answer:
+        """The response, or 304 if the caller has it already; it may wait for another one first."""
+        etag = dict(response.headers).get("ETag")
+        if etag is None or not _names(request.headers.get("if-none-match", ""), etag):
+            return response
+        url = urlsplit(request.target)
+        wait_s = ROUTES[url.path]["GET"].arguments(url.query, request.headers, b"")["wait_s"]
+        if not isinstance(wait_s, int) or not wait_s:
+            return _not_modified(etag)
+        request.await_event()
+        return self._changed(request, etag, wait_s)
+
+    async def _changed(self, request: Request, etag: str, wait_s: float) -> Response:
+        """The response once it is another than the caller has; 304 if it is none within the time."""
+        again = request._replace(headers={})
+
+        def look() -> Response:
+            found = self._answer(again)[1]
+            assert isinstance(found, Response)
+            return found
+
+        def is_enough(found: Response) -> bool:
+            return dict(found.headers).get("ETag") != etag
+
+        found = await self._handlers.changes.until(look, is_enough, wait_s)
+        return found if is_enough(found) else _not_modified(etag)
 
     def _handle(
         self, operation: Operation[Any], request: Request, in_path: Mapping[str, Value], query: str
     ) -> Any:
         if operation.who == ROOT and request.uid not in (0, os.geteuid()):
             raise NotAllowedError("only root may change the daemon", "use sudo")
-        arguments = arguments_of(query, operation.query_parameters)
-        return self._handler_of[operation.name](request, **in_path, **arguments)
+        arguments = operation.arguments(query, request.headers, request.body)
+        if not operation.watched:
+            return self._handler_of[operation.name](request, **in_path, **arguments)
+        for one in WATCH_PARAMETERS:  # which are ours, and not the handler's
+            del arguments[one.argument]
+        response = response_of(self._handler_of[operation.name](request, **in_path, **arguments))
+        return response._replace(headers=(*response.headers, ("ETag", _etag(response.body))))
 
     async def _completed(self, work: Awaitable[Response]) -> Response:
         """Do all of a change, even if its caller goes away meanwhile."""
@@ -155,6 +168,19 @@ class Router:
         self._changing.add(task)
         task.add_done_callback(self._changing.discard)
         return await asyncio.shield(task)
+
+
+def _etag(body: bytes) -> str:
+    return f'"{sha256(body).hexdigest()[:32]}"'
+
+
+def _names(if_none_match: str, etag: str) -> bool:
+    known = [one.strip().removeprefix("W/") for one in if_none_match.split(",")]
+    return etag in known or known == ["*"]
+
+
+def _not_modified(etag: str) -> Response:
+    return Response(304, "", b"", (("ETag", etag),))
 
 
 def _match(path: str) -> _Match | None:
@@ -181,15 +207,14 @@ def _path_value(kind: str, text: str) -> Value:
 
 def _at_once(request: Request, work: Callable[[], Any]) -> Response:
     try:
-        return json_response(work())
+        return response_of(work())
     except Exception as error:  # noqa: BLE001 - it becomes the answer
         return _failure(request, error)
 
 
 async def _later(request: Request, work: Callable[[], Any]) -> Response:
     try:
-        found = await work()
-        return found if isinstance(found, Response) else json_response(found)
+        return response_of(await work())
     except Exception as error:  # noqa: BLE001 - it becomes the answer
         return _failure(request, error)
 
@@ -199,187 +224,3 @@ def _failure(request: Request, error: Exception) -> Response:
         return problem_of(error)
     log.error("the answer to %s %s has failed", request.method, request.target, exc_info=error)
     return problem(500, "a fault of the daemon", "see: journalctl -u yunion-mps-daemon")
-
-
-if TYPE_CHECKING:
-    from yunion_mps import answers
-
-
-class Handlers:
-    """Answers the operations out of the services: one method for each, with its name and its parameters."""
-
-    def __init__(
-        self,
-        queries: Queries,
-        reloader: Reloader,
-        clients: ClientService,
-        leases: LeaseService,
-        events: Events,
-        metrics: Callable[[str], Awaitable[tuple[str, bytes]]],
-    ) -> None:
-        """`metrics` gives the content type and the text for an Accept header."""
-        self._queries = queries
-        self._reloader = reloader
-        self._clients = clients
-        self._leases = leases
-        self._events = events
-        self._metrics = metrics
-
-    @property
-    def version(self) -> int:
-        """Changes when a cached answer may change."""
-        return self._queries.version
-
-    def get_devices(
-        self,
-        _: Request,
-        *,
-        limit: int,
-        offset: int,
-        dev_type: str | None,
-        model: str | None,
-        addr: str | None,
-        device_path: str | None,
-        vendor_device_id: str | None,
-        numa_node: int | None,
-        unused: bool,
-    ) -> answers.DeviceList:
-        filters = Filters(dev_type, model, addr, device_path, vendor_device_id, numa_node, unused)
-        return self._queries.devices(filters, limit, offset)
-
-    def get_device(self, _: Request, *, id: str) -> answers.DeviceDetails:  # noqa: A002 - it is the parameter's name
-        return self._queries.device(id)
-
-    async def get_gpus(self, _: Request) -> answers.GpuList:
-        """Of the last poll, so that it cannot be a cached answer."""
-        return self._queries.gpus()
-
-    def get_status(self, _: Request) -> answers.Status:
-        return self._queries.status()
-
-    def get_document(self, _: Request) -> Mapping[str, object]:
-        return document()
-
-    async def get_metrics(self, request: Request) -> Response:
-        content_type, text = await self._metrics(request.accept)
-        return Response(200, content_type, text)
-
-    async def get_events(
-        self, request: Request, *, after: int | None, since: float, limit: int, kind: str | None, wait: int
-    ) -> answers.EventList:
-        """The events that are wanted; if there are none, the first that come within `wait` seconds."""
-        if wait:
-            request.await_event()
-        return await self._events.wait(EventFilter(after, since, limit, kind or ""), wait)
-
-    async def get_usage(self, _: Request, *, gpu: str | None, devices: bool) -> answers.Usage:
-        """Of the moment, so that it cannot be a cached answer."""
-        now_s = asyncio.get_running_loop().time()
-        return self._queries.usage.last_hour(now_s, time.time(), gpu, devices=devices)
-
-    async def get_plan(self, _: Request) -> answers.ChangeList:
-        return await self._reloader.plan()
-
-    async def reload(self, _: Request, *, drain: bool, now: bool) -> answers.ChangeList:
-        return await self._reloader.reload(drain=drain, now=now)
-
-    async def reexec(self, _: Request) -> answers.Reexec:
-        return await self._reloader.reexec()
-
-    async def get_clients(self, _: Request, *, seen: bool) -> answers.ClientList:
-        return await self._clients.clients(seen=seen)
-
-    async def terminate_client(self, request: Request, *, pid: int, force: bool) -> answers.Termination:
-        return await self._clients.terminate(pid, request.uid, force=force)
-
-    async def get_leases(self, _: Request) -> answers.LeaseList:
-        return self._leases.leases()
-
-    async def take_lease(
-        self,
-        asked: Request,
-        *,
-        count: int,
-        memory: int | None,
-        units: int | None,
-        device: str | None,
-        gpu: str | None,
-        across: bool,
-        placement: str,
-        enforced: bool,
-        wait: int,
-        cdi: bool,
-        dry: bool,
-        request: str | None,
-        binding: str | None,
-        pid: int | None,
-        command: str | None,
-        name: str | None,
-        ttl: int | None,
-    ) -> answers.LeaseRecord:
-        if asked.body_bytes:
-            hint = "write it as parameters: /v1/leases?name=a&ttl=60"
-            raise BadRequestError("a body is not read here", hint)
-        if sum((count > 1, bool(device), memory is not None, units is not None)) > 1:
-            raise ContradictionError("count, device, memory and units exclude each other", "give one")
-        if across and count == 1:
-            raise ContradictionError("across wants several devices, and count is 1", "write count=2 or more")
-        memory_mib = (memory or 0) + (units or 0) * self._leases.memory_unit_mib
-        wanted = LeaseRequest(count, device or "", gpu or "", across, placement, memory_mib, enforced)
-        queued = QueuedRequest(wanted, _holder(asked, binding, pid, command, name, ttl), request or "", cdi)
-        return self._leases.would_take(queued) if dry else await self._leases.take(queued, asked.keep, wait)
-
-    async def end_lease(self, request: Request, *, lease: str) -> answers.LeaseRecord:
-        return self._leases.release(lease, _caller(request))
-
-    async def renew_lease(self, request: Request, *, lease: str) -> answers.LeaseRecord:
-        return self._leases.renew(lease, _caller(request))
-
-    async def bind_lease(self, request: Request, *, lease: str, pid: int | None) -> answers.LeaseRecord:
-        holder = _process("container", request.pid if pid is None else pid, request)
-        return self._leases.bind(lease, _caller(request), holder)
-
-
-def _caller(request: Request) -> Owner:
-    return Owner(request.uid, job_unit_of(request.pid))
-
-
-def _holder(
-    request: Request,
-    binding: str | None,
-    pid: int | None,
-    command: str | None,
-    name: str | None,
-    ttl: int | None,
-) -> Holder:
-    """The holder that the parameters name; raises ContradictionError and what `_process` raises."""
-    if (binding or (name and "name")) == "name":
-        if not name or ttl is None:
-            what = "a lease of a name needs both its name and its time to live"
-            raise ContradictionError(what, "write name=job-17&ttl=600, in seconds")
-        if command is not None:
-            raise ContradictionError("command does not go with binding=name", "leave one of them out")
-        return Holder("name", request.uid, name=name, ttl_s=ttl, unit=job_unit_of(request.pid))
-    for parameter, value in (("name", name), ("ttl", ttl)):
-        if value is not None:
-            raise ContradictionError(f"{parameter} goes with binding=name only", "leave one of them out")
-    if binding == "connection" and pid not in (None, request.pid):
-        raise ContradictionError("pid goes with binding=process only")
-    holder = _process(binding or "process", request.pid if pid is None else pid, request)
-    return holder._replace(command=printable((command or "")[:COMMAND_LENGTH]))
-
-
-def _process(binding: str, pid: int, request: Request) -> Holder:
-    """A process of the caller's user, or any for root; raises NotFoundError and NotAllowedError.
-
-    A process' lease belongs to the process' owner, and a container's to the engine that asks: the user in a
-    container, or the user outside that its root is mapped to, is no user of the host's.
-    """
-    started, owner = (started_ticks(pid), uid_of(pid)) if pid else (None, None)
-    if started is None or owner is None:
-        hint = "a process in another PID namespace cannot be seen from here: take the lease by name and ttl"
-        raise NotFoundError(f"there is no process with PID {pid}", hint)
-    if request.uid not in (0, os.geteuid(), owner):
-        raise NotAllowedError(f"PID {pid} is another user's", "only root may take a lease for it")
-    lease_owner = _caller(request) if binding == "container" else Owner(owner, job_unit_of(pid))
-    return Holder(binding, lease_owner.uid, pid, started, unit=lease_owner.unit)

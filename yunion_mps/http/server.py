@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import socket
 
-from yunion_mps.http.connection import Application, Connection, ConnectionPool, Limits
+from yunion_mps.http.connection import Connection
 from yunion_mps.http.listener import Listener
+from yunion_mps.http.pool import Application, ConnectionPool, Limits
 
 #: Clients that may wait to be accepted, so that a burst of them is not turned away.
 _BACKLOG = 512

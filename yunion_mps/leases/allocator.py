@@ -63,7 +63,7 @@ class Candidates(NamedTuple):
             hint = "request devices of one GPU, or serve all GPUs together: cuda_mps_scope: host"
             raise HostError("these devices have different control daemons; a process can use only one", hint)
         domain = self.domains[devices[0].domain]
-        if request.device == ALL:
+        if ALL in request.devices:
             return whole_environment(devices, domain)
         why = self.why_not_combinable(devices)
         if why:
@@ -138,8 +138,9 @@ def refuse_infeasible(request: LeaseRequest, candidates: Candidates) -> None:
     if Allocator(Ledger()).from_pools(request, [one._replace(reason="") for one in pools], candidates):
         return
     _refuse_dishonoured(request, candidates)
-    by_gpu = _by_gpu(one.device for one in _matching(request, candidates))
-    if _place(request, by_gpu, candidates):
+    matching = _matching(request, candidates)
+    by_gpu = _by_gpu(one.device for one in matching)
+    if len(matching) >= len(request.devices) and _place(request, by_gpu, candidates):
         return
     if request.enforced:
         anywhere = request._replace(enforced=False)
@@ -159,8 +160,10 @@ def refuse_infeasible(request: LeaseRequest, candidates: Candidates) -> None:
 
 def _refuse_dishonoured(request: LeaseRequest, candidates: Candidates) -> None:
     groups: Iterable[tuple[Device, ...]] = _smallest_groups(request, candidates)
-    if request.device == ALL and candidates.devices:
-        groups = [tuple(one.device for one in candidates.devices)]
+    if request.devices:
+        groups = filter(
+            None, [tuple(one.device for one in candidates.devices if request.matches(one.device))]
+        )
     refusal = None
     for devices in groups:
         try:
@@ -193,7 +196,7 @@ class Allocator:
             return made
         matching = _matching(request, candidates)
         by_gpu = self._free_by_gpu(matching, reserved)
-        if request.device == ALL:
+        if request.devices:
             free = [device for devices in by_gpu.values() for device in devices]
             placed = tuple(free) if len(free) == len(matching) else ()
         else:
@@ -219,7 +222,7 @@ class Allocator:
             return Reservation(set(), Counter({gpu: min(left[gpu], mib) for gpu in gpus if left[gpu] > 0}))
         by_gpu = self._free_by_gpu(_matching(request, candidates), reserved)
         most_first = sorted(by_gpu.values(), key=len, reverse=True)
-        if request.device == ALL:
+        if request.devices:
             devices = [device for some in most_first for device in some]
         elif request.across:
             devices = [some[0] for some in most_first[: request.number]]

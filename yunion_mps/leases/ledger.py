@@ -7,13 +7,14 @@ GPU. Leases of a former division, which keep what they were given, count as well
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from yunion_mps.errors import HostError
 from yunion_mps.host.proc import user_name
-from yunion_mps.leases.request import shortened
+from yunion_mps.leases.request import QueuedRequest, shortened
 from yunion_mps.models import Device, Holder, Lease, Pool
 from yunion_mps.planning.division import free_units
+from yunion_mps.reasons import LEASE_EXISTS
 from yunion_mps.supervisor.changes import LeaseWait
 
 #: The most leases that an error names.
@@ -31,6 +32,8 @@ class Ledger:
         self.lease_of: dict[str, str] = {}
         #: Incremented whenever a lease is added, replaced or removed.
         self.version = 0
+        #: Called then.
+        self.changed: Callable[[], None] = lambda: None
         self._memory_mib: Counter[str] = Counter()
         self._clients: Counter[str] = Counter()
         for lease in leases:
@@ -47,7 +50,11 @@ class Ledger:
             self.lease_of[device.id] = lease.id
             self._memory_mib[device.gpu_uuid] += needs_mib(device)
             self._clients[device.gpu_uuid] += 1
+        self._note_change()
+
+    def _note_change(self) -> None:
         self.version += 1
+        self.changed()
 
     def remove(self, lease_id: str) -> Lease:
         lease = self.leases.pop(lease_id)
@@ -55,20 +62,27 @@ class Ledger:
             del self.lease_of[device.id]
             self._memory_mib[device.gpu_uuid] -= needs_mib(device)
             self._clients[device.gpu_uuid] -= 1
-        self.version += 1
+        self._note_change()
         return lease
 
     def replace(self, lease: Lease) -> None:
         """Replace the lease of this id, which has the same devices."""
         self.leases[lease.id] = lease
-        self.version += 1
+        self._note_change()
 
-    def repeated(self, holder: Holder, idempotency_key: str) -> Lease | None:
-        """The lease that was granted for this request of this holder, None if there is none."""
-        if not idempotency_key:
-            return None
-        asked = (idempotency_key, holder)
-        return next((one for one in self.leases.values() if (one.idempotency_key, one.holder) == asked), None)
+    def repeated(self, queued: QueuedRequest) -> Lease | None:
+        """The lease that was granted for this very request of this holder, None if there is none.
+
+        It is the same by its idempotency key, or by the holder's name and all that is requested for it.
+        """
+        for lease in self.leases.values():
+            holder, other = lease.holder, queued.holder
+            is_named = holder.name and (holder.name, holder.owner) == (other.name, other.owner)
+            if is_named and lease.request == queued.sent:
+                return lease
+            if holder == other and queued.idempotency_key == lease.idempotency_key != "":
+                return lease
+        return None
 
     def refuse_duplicate(self, holder: Holder, idempotency_key: str) -> None:
         """Raise HostError if the holder's owner has a lease already for the name or the idempotency key."""
@@ -76,11 +90,12 @@ class Ledger:
             if lease.holder.owner != holder.owner:
                 continue
             if holder.name and lease.holder.name == holder.name:
-                what = f"{holder.name}: a lease of this name already exists: {lease.id}"
-                raise HostError(what, "renew that lease (yunion-mps lease renew), or release it")
+                what = f"{holder.name}: a lease of this name already exists, by another request: {lease.id}"
+                hint = f"release it: yunion-mps lease release {holder.name}; or use another name"
+                raise HostError(what, hint, LEASE_EXISTS)
             if idempotency_key and lease.idempotency_key == idempotency_key:
-                what = f"this idempotency key already has a lease: {lease.id}"
-                raise HostError(what, "use a new idempotency key for another lease")
+                what = f"this idempotency key already has a lease, of another holder: {lease.id}"
+                raise HostError(what, "use a new idempotency key for another lease", LEASE_EXISTS)
 
     def free_by_gpu(
         self, devices: Iterable[Device], reserved: Collection[str] = ()

@@ -8,31 +8,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from typing import NamedTuple
 
 from yunion_mps.errors import NothingFreeError
 from yunion_mps.leases.allocator import Allocator, Candidates, Reservation
-from yunion_mps.leases.request import LeaseRequest
-from yunion_mps.models import Device, Holder
-
-
-class QueuedRequest(NamedTuple):
-    """A request that waits: the lowest `position` is the first, `since_s` is in s since 1970.
-
-    `cdi`: the lease is to be a device for container engines.
-    """
-
-    request: LeaseRequest
-    holder: Holder
-    idempotency_key: str = ""
-    cdi: bool = False
-    position: int = 0
-    since_s: float = 0.0
-
-    @property
-    def key(self) -> tuple[int, str] | None:
-        """What identifies the request if it is repeated: user and idempotency key; None if nothing does."""
-        return (self.holder.uid, self.idempotency_key) if self.idempotency_key else None
+from yunion_mps.leases.request import LeaseRequest, QueuedRequest
+from yunion_mps.models import Device
 
 
 class Queue:

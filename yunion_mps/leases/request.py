@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -18,12 +19,12 @@ _SHORTEST_PREFIX = 8
 class LeaseRequest(NamedTuple):
     """A request for `number` devices of one GPU or of different GPUs (`across`), or for `memory_mib`.
 
-    `device` (id or address, or all) and `gpu` (UUID or address) restrict the choice if they are not empty,
-    and `enforced` restricts it to GPUs that hold their clients to the budget.
+    With `devices` (ids or addresses, or all) it is for just these. `gpu` (UUID or address) restricts the
+    choice if it is not empty, and `enforced` restricts it to GPUs that hold their clients to the budget.
     """
 
     number: int = 1
-    device: str = ""
+    devices: tuple[str, ...] = ()
     gpu: str = ""
     across: bool = False
     placement: str = BINPACK
@@ -34,20 +35,46 @@ class LeaseRequest(NamedTuple):
         """Whether the device matches the request, free or not."""
         if device.memory_limit_mib < self.memory_mib or (self.enforced and not device.budget_enforced):
             return False
-        if self.device not in ("", ALL, device.id, device.addr):
+        if self.devices and not {ALL, device.id, device.addr}.intersection(self.devices):
             return False
         return not self.gpu or self.gpu in (device.gpu_uuid, device.gpu_address)
 
     def __str__(self) -> str:
         """In words: `2 devices on different GPUs`."""
-        if self.device:
-            return "all devices" if self.device == ALL else f"device {self.device}"
+        if self.devices:
+            few = f"device{'s' if len(self.devices) > 1 else ''} {', '.join(self.devices)}"
+            return "all devices" if ALL in self.devices else few
         where = f" of GPU {self.gpu}" if self.gpu else ""
         what = "1 device" if self.number == 1 else f"{self.number} devices"
         if self.memory_mib:
             what = f"{what} of {self.memory_mib} MiB" if self.number > 1 else f"{self.memory_mib} MiB"
         together = " on different GPUs" if self.across else " on one GPU"
         return what + where + (together if self.number > 1 and not self.gpu else "")
+
+
+class QueuedRequest(NamedTuple):
+    """A request that waits: the lowest `position` is the first, `since_s` is in s since 1970.
+
+    `cdi`: the lease is to be a device for container engines. `sent` is what its client requested, as text:
+    the names in `request` are resolved.
+    """
+
+    request: LeaseRequest
+    holder: Holder
+    idempotency_key: str = ""
+    cdi: bool = False
+    position: int = 0
+    since_s: float = 0.0
+    sent: str = ""
+
+    @property
+    def as_text(self) -> str:
+        return json.dumps([*self.request, self.cdi, self.holder.ttl_s], separators=(",", ":"))
+
+    @property
+    def key(self) -> tuple[int, str] | None:
+        """What identifies the request if it is repeated: user and idempotency key; None if nothing does."""
+        return (self.holder.uid, self.idempotency_key) if self.idempotency_key else None
 
 
 def find_gpu(name: str, gpus: Sequence[Gpu]) -> Gpu:

@@ -17,7 +17,7 @@ from yunion_mps.host.files import write_atomically
 from yunion_mps.host.proc import started_ticks
 from yunion_mps.host.store import Store
 from yunion_mps.leases.ledger import Ledger
-from yunion_mps.leases.queue import QueuedRequest
+from yunion_mps.leases.request import QueuedRequest
 from yunion_mps.models import Device, Holder, Lease
 
 #: For how long after the start of a daemon a request may be repeated and keep its position, in s.
@@ -101,7 +101,7 @@ def _is_whole(lease: Lease) -> bool:
     holder = lease.holder
     process = [one for one in (holder.pid, holder.started) if one is not None]
     types: list[tuple[object, type | tuple[type, ...]]] = [
-        *((one, str) for one in (lease.id, lease.idempotency_key)),
+        *((one, str) for one in (lease.id, lease.idempotency_key, lease.request)),
         *((one, str) for one in (holder.binding, holder.name, holder.unit, holder.command)),
         *((one, int) for one in (holder.uid, *process)),
         *((one, (int, float)) for one in (lease.since_s, holder.ttl_s, lease.ends_s or 0.0)),

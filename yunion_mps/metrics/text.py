@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from yunion_mps.escaping import printable
-from yunion_mps.http.messages import OPENMETRICS
+from yunion_mps.http.operations import OPENMETRICS
 from yunion_mps.metrics.catalogue import CATALOGUE, COUNTER, GAUGE, HISTOGRAM, INFO, Metric, Sample
 from yunion_mps.service.metrics import Facts
 

@@ -38,6 +38,7 @@ _GRACE_S = 5.0
 _MAX_DEVICE = 1000
 #: A log cuts its times to seconds; a process that began later than this after one only reuses the PID.
 _SAME_S = 5.0
+_LIST = "yunion-mps who --clients"
 #: The kernel writes its line, and the server finds out, a moment after the driver has reported an XID.
 _XID_SETTLE_S = 0.5
 #: The state of a server that takes no more jobs because one of them caused a fault.
@@ -184,13 +185,13 @@ class XidAnalyzer:
         for server in (await self._clients.clients())["servers"]:
             if server["state"] == FAULT:
                 cause = f"suspected: PID {suspects[0]}" if suspects else "a fault in one of its jobs"
-                end = "".join(f" terminate {pid}" for pid in suspects)
+                end = "; ".join(f"yunion-mps terminate {pid}" for pid in suspects) or _LIST
                 means = "its jobs on that GPU have failed, and new ones start once those have ended"
                 self._record(
                     server["domain"],
                     f"MPS server (PID {server['pid']}) is in state {FAULT}",
                     cause,
-                    f"{means}: yunion-mps who --clients{end}",
+                    f"{means}: {end}",
                     reasons.SERVER_FAILED,
                 )
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
+from yunion_mps.service.waits import Waits
 from yunion_mps.supervisor.event_log import EventLog
 from yunion_mps.times import rfc3339
 
@@ -23,14 +21,12 @@ class EventFilter(NamedTuple):
     kind: str = ""
 
 
-class Events:
+class Events(Waits):
     """Finds events; requests may wait for them."""
 
     def __init__(self, event_log: EventLog) -> None:
+        super().__init__()
         self._event_log = event_log
-        #: What wakes the requests that wait.
-        self.waiting: set[Callable[[], None]] = set()
-        self._is_ending = False
         event_log.listen(self.wake)
 
     def find(self, wanted: EventFilter) -> answers.EventList:
@@ -59,27 +55,9 @@ class Events:
 
     async def wait(self, wanted: EventFilter, wait_s: float) -> answers.EventList:
         """The events; if there are none, the first that come within `wait_s`."""
-        end_s = asyncio.get_running_loop().time() + wait_s
-        while True:
-            found = self.find(wanted)
-            left_s = end_s - asyncio.get_running_loop().time()
+
+        def is_enough(found: answers.EventList) -> bool:
             is_beyond = found["last"] < (wanted.after or 0)  # the event log began again: it may never come
-            if found["events"] or is_beyond or left_s <= 0 or self._is_ending:
-                return found
-            more = asyncio.Event()
-            self.waiting.add(more.set)
-            try:
-                with contextlib.suppress(asyncio.TimeoutError):
-                    await asyncio.wait_for(more.wait(), left_s)
-            finally:
-                self.waiting.discard(more.set)
+            return bool(found["events"]) or is_beyond
 
-    def wake(self) -> None:
-        """Let the requests that wait search again."""
-        for wake in [*self.waiting]:  # events are also recorded on other threads
-            wake()
-
-    def end_waits(self) -> None:
-        """Answer requests that wait with what there is, and let none wait any more."""
-        self._is_ending = True
-        self.wake()
+        return await self.until(lambda: self.find(wanted), is_enough, wait_s)

@@ -9,25 +9,31 @@ import os
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from yunion_mps.containers.lookup import Containers
 from yunion_mps.containers.publisher import CdiPublisher
 from yunion_mps.errors import HostError, NotAllowedError, NotFoundError, NothingFreeError, YunionError
-from yunion_mps.host.proc import command_of, user_name
 from yunion_mps.identity import random_uuid
 from yunion_mps.leases.allocator import Allocator, Candidates, candidates_of, refuse_infeasible
 from yunion_mps.leases.expiry import HolderWatch, renewed, restored
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.leases.peaks import MemoryPeaks
-from yunion_mps.leases.queue import Queue, QueuedRequest
-from yunion_mps.leases.request import LeaseRequest, find_gpu, find_lease, owner_name, refuse_over_quota
+from yunion_mps.leases.queue import Queue
+from yunion_mps.leases.request import (
+    LeaseRequest,
+    QueuedRequest,
+    find_gpu,
+    find_lease,
+    owner_name,
+    refuse_over_quota,
+)
 from yunion_mps.leases.storage import LeaseStorage, QueuePositions
 from yunion_mps.models import ALL, LEASE_VARIABLE, Device, DomainPlan, Event, Holder, Lease, Owner, Plan
 from yunion_mps.paths import Paths
 from yunion_mps.service.queries import Queries
-from yunion_mps.service.shapes import lease_json, queued_json
-from yunion_mps.service.state import domain_names
+from yunion_mps.service.shapes import holder_words, lease_json, queued_json
+from yunion_mps.service.state import refuse_unserved
 from yunion_mps.supervisor import Supervisor
 
 if TYPE_CHECKING:
@@ -37,6 +43,13 @@ log = logging.getLogger(__name__)
 
 #: Has a function called when the connection that a request came by ends.
 OnDisconnect = Callable[[Callable[[], None]], None]
+
+
+class Grant(NamedTuple):
+    """A lease that is given for a request; not `is_new` if the request was repeated."""
+
+    lease: LeaseRecord
+    is_new: bool
 
 
 class LeaseService:
@@ -54,6 +67,7 @@ class LeaseService:
         self._positions = QueuePositions(supervisor.store())
         self._holders = HolderWatch(self._end)
         self.ledger = Ledger()
+        self.ledger.changed = queries.changes.wake
         self.peaks = MemoryPeaks(self.ledger, supervisor.store())
         self._allocator = Allocator(self.ledger)
         self.queue = Queue(self._allocator)
@@ -119,35 +133,48 @@ class LeaseService:
         """What a unit of memory is in requests."""
         return self._supervisor.config.gpu_memory_unit_mib
 
+    def lease(self, name: str, caller: Owner) -> LeaseRecord:
+        """The lease of this id or name; raises NotFoundError."""
+        return self._json(find_lease(name, self.ledger.leases, caller))
+
     def leases(self) -> LeaseList:
         """All leases, and the queued requests in their order."""
         leases = [self._json(lease) for lease in self.ledger.leases.values()]
         queued = [queued_json(one, self._containers) for one in self.queue.requests]
         return {"leases": leases, "waiting": queued, "total": len(leases)}
 
-    async def take(self, queued: QueuedRequest, on_disconnect: OnDisconnect, wait_s: float) -> LeaseRecord:
+    async def take(self, queued: QueuedRequest, on_disconnect: OnDisconnect, wait_s: float) -> Grant:
         """Lease what the holder requests, within `wait_s`; raises YunionError if that cannot be.
 
         A request repeated with its `idempotency_key`, because its answer was lost or the daemon restarted,
-        gets the lease that it was given, or its queue position. With `cdi` container engines find the lease
-        as a device, by its id, before this returns.
+        gets the lease that it was given, or its queue position; so does a holder with a name that requests
+        the same again, and its lease is renewed. With `cdi` container engines find the lease as a device, by
+        its id, before this returns.
         """
         self._supervisor.refuse_if_unsafe()
-        lease = self.ledger.repeated(queued.holder, queued.idempotency_key)
+        queued = queued._replace(sent=queued.as_text)
+        lease = self.ledger.repeated(queued)
+        is_new = lease is None
         if lease is None:
             self._refuse_over_quota(queued)
             self.ledger.refuse_duplicate(queued.holder, queued.idempotency_key)
             queued = queued._replace(request=self._feasible(queued.request))
             queued = self._positions.place(queued, time.time(), time.monotonic())
             lease = await self._granted(queued, wait_s)
+        elif lease.holder.binding == "name":
+            lease = self._renewed(lease)
         if lease.holder.binding == "connection":
             on_disconnect(partial(self._end_connected, lease.id))
-        return self._json(lease)
+        return Grant(self._json(lease), is_new)
 
     def would_take(self, queued: QueuedRequest) -> LeaseRecord:
         """The lease that the holder would get now; raises YunionError if it would get none."""
-        if not self.ledger.repeated(queued.holder, queued.idempotency_key):
-            self._refuse_over_quota(queued)
+        queued = queued._replace(sent=queued.as_text)
+        lease = self.ledger.repeated(queued)
+        if lease:
+            return self._json(lease)
+        self._refuse_over_quota(queued)
+        self.ledger.refuse_duplicate(queued.holder, queued.idempotency_key)
         request, candidates = self._feasible(queued.request), self._candidates()
         devices = self._allocator.choose(request, candidates, self.queue.reserved(candidates))
         lease = Lease("", devices, queued.holder, time.time(), candidates.environment(request, devices))
@@ -168,12 +195,7 @@ class LeaseService:
         lease = self._own(name, caller)
         if lease.holder.binding != "name":
             raise HostError("this lease has no time to live", "it ends with its process or connection")
-        ttl_s = min(lease.holder.ttl_s, self._supervisor.config.max_lease_ttl_s)
-        lease = renewed(lease._replace(holder=lease.holder._replace(ttl_s=ttl_s)), time.monotonic())
-        self._holders.watch(lease)
-        self.ledger.replace(lease)
-        self._store_expiry(lease)
-        return self._json(lease)
+        return self._json(self._renewed(lease))
 
     def bind(self, name: str, caller: Owner, holder: Holder) -> LeaseRecord:
         """Let a lease end with the container whose first process `holder` is, and not with its old holder.
@@ -185,11 +207,11 @@ class LeaseService:
         """
         lease = self._own(name, caller, of_any_unit=not caller.unit)
         holder = holder._replace(uid=lease.holder.uid, unit=lease.holder.unit)
-        self._refuse_unserved(lease)
+        refuse_unserved(lease, self._supervisor.snapshot())
         if lease.holder.binding == "name" or lease.holder == holder:
             return self._json(lease)
         if lease.holder.binding == "container":
-            what = f"the lease of {_addresses(lease)} already belongs to a container (PID {lease.holder.pid})"
+            what = f"the lease of {lease.addresses} already belongs to a container (PID {lease.holder.pid})"
             raise HostError(what, "take another lease: yunion-mps run --podman")
         bound = lease._replace(holder=holder)
         if not self._holders.watch(bound):
@@ -243,13 +265,14 @@ class LeaseService:
 
     def _feasible(self, request: LeaseRequest) -> LeaseRequest:
         """The request with whole names; raises YunionError if it is infeasible."""
-        device, gpu = request.device, request.gpu
-        if device and device != ALL:
-            device = self._queries.device(device.removeprefix("0000:"))["addr"]
+        devices, gpu = request.devices, request.gpu
+        if devices and ALL not in devices:
+            found = [self._queries.device(one.removeprefix("0000:"))["addr"] for one in devices]
+            devices = tuple(dict.fromkeys(found))
         if gpu:
             gpus = self._supervisor.snapshot().inventory.gpus
             gpu = find_gpu(gpu.removeprefix("0000:"), gpus).address
-        request = request._replace(device=device, gpu=gpu)
+        request = request._replace(devices=devices, gpu=gpu)
         refuse_infeasible(request, self._candidates())
         return request
 
@@ -301,7 +324,7 @@ class LeaseService:
         environment = {**self._candidates().environment(queued.request, devices), LEASE_VARIABLE: lease_id}
         is_device = queued.cdi or holder.binding == "name"
         lease = Lease(lease_id, devices, holder, time.time(), environment, queued.idempotency_key, is_device)
-        lease = renewed(lease, time.monotonic())
+        lease = renewed(lease._replace(request=queued.sent), time.monotonic())
         if not self._holders.watch(lease):
             raise NotFoundError(f"PID {holder.pid} has ended", "")
         try:
@@ -317,22 +340,13 @@ class LeaseService:
         self._record(lease, "granted to", "it was requested")
         return lease
 
-    def _refuse_unserved(self, lease: Lease) -> None:
-        """Raise HostError if a device is not served now, or not by the control daemon of its environment.
-
-        If CUDA finds no control daemon it goes on without one, and without limits.
-        """
-        reasons = self._queries.unusable_reasons()
-        for device in lease.devices:
-            why = reasons.get(device.gpu_uuid, "its GPU is no longer present")
-            if why:
-                raise HostError(f"device {device.addr} is unavailable: {why}", "see: yunion-mps status")
-        snapshot = self._supervisor.snapshot()
-        name = domain_names(snapshot.plan).get(lease.devices[0].gpu_uuid)
-        served = [status.plan.pipe_directory for status in snapshot.domains if status.plan.name == name]
-        if lease.environment["CUDA_MPS_PIPE_DIRECTORY"] not in served:
-            what = f"the control daemon of {_addresses(lease)} was replaced after the lease was granted"
-            raise HostError(what, f"release it, and take a new one: yunion-mps lease release {lease.id}")
+    def _renewed(self, lease: Lease) -> Lease:
+        ttl_s = min(lease.holder.ttl_s, self._supervisor.config.max_lease_ttl_s)
+        lease = renewed(lease._replace(holder=lease.holder._replace(ttl_s=ttl_s)), time.monotonic())
+        self._holders.watch(lease)
+        self.ledger.replace(lease)
+        self._store_expiry(lease)
+        return lease
 
     def _store_expiry(self, lease: Lease) -> None:
         """Store when the lease ends; if that fails, its holder has a moment to renew it after a restart."""
@@ -349,9 +363,7 @@ class LeaseService:
         try:
             self._storage.delete(lease_id)
         except HostError as error:  # the next daemon finds that its holder has ended
-            log.warning(
-                "the end of the lease of %s could not be stored: %s", _addresses(lease), error.message
-            )
+            log.warning("the end of the lease of %s could not be stored: %s", lease.addresses, error.message)
         self._record(lease, "released by", cause)
         self.serve()
 
@@ -370,7 +382,7 @@ class LeaseService:
         owner = lease.holder.owner
         is_owner = caller.uid == owner.uid if of_any_unit else caller == owner
         if caller.uid not in (0, os.geteuid()) and not is_owner:
-            what = f"the lease of {_addresses(lease)} is {owner_name(owner)}'s"
+            what = f"the lease of {lease.addresses} is {owner_name(owner)}'s"
             raise NotAllowedError(what, "only root and its owner may end or renew it")
         return lease
 
@@ -380,16 +392,5 @@ class LeaseService:
 
     def _record(self, lease: Lease, what: str, cause: str) -> None:
         """Record an event; the holder has to be there for its name to be known."""
-        holder = lease.holder
-        who = user_name(holder.uid)
-        if holder.binding == "name":
-            who = f"{holder.name} of {who}"
-        else:
-            inside = self._containers.of(holder.pid or 0) if holder.binding == "container" else None
-            command = holder.command or command_of(holder.pid or 0) or "a process"
-            who = f"{f'container {inside.name}' if inside else command} (PID {holder.pid}, {who})"
-        self._supervisor.event_log.record(Event("info", "lease", _addresses(lease), f"{what} {who}", cause))
-
-
-def _addresses(lease: Lease) -> str:
-    return ", ".join(device.addr for device in lease.devices)
+        who = holder_words(lease.holder, self._containers)
+        self._supervisor.event_log.record(Event("info", "lease", lease.addresses, f"{what} {who}", cause))

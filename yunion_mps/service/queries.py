@@ -20,10 +20,12 @@ from yunion_mps.service.state import (
     UNAVAILABLE,
     domain_names,
     gpu_reason,
+    not_ready_reasons,
     state_of,
     unusable_reasons,
 )
 from yunion_mps.service.usage import UsageHistory
+from yunion_mps.service.waits import Waits
 from yunion_mps.supervisor.status import warnings
 from yunion_mps.times import rfc3339
 
@@ -64,6 +66,8 @@ class Queries:
         self._devices: list[answers.Device] = []
         self.ledger: Ledger | None = None
         self.usage = UsageHistory()
+        #: The requests that wait for another answer.
+        self.changes = Waits()
 
     @property
     def version(self) -> int:
@@ -155,6 +159,10 @@ class Queries:
             },
             "domains": [domain_json(domain) for domain in snapshot.domains],
         }
+
+    def not_ready_reasons(self) -> list[str]:
+        """Why the daemon is not ready, one line each; empty if it is."""
+        return not_ready_reasons(self._take())
 
     def unusable_reasons(self) -> Mapping[str, Reason]:
         """Why the devices of a GPU (by UUID) cannot be used now, empty if they can."""

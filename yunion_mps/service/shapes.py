@@ -36,7 +36,7 @@ from yunion_mps.times import rfc3339
 if TYPE_CHECKING:  # READY does not wait for these
     from yunion_mps import answers
     from yunion_mps.containers.lookup import Containers
-    from yunion_mps.leases.queue import QueuedRequest
+    from yunion_mps.leases.request import QueuedRequest
     from yunion_mps.service.usage import DeviceUse
 
 
@@ -198,6 +198,16 @@ def lease_json(
 def queued_json(queued: QueuedRequest, containers: Containers) -> answers.QueuedRequest:
     """A queued request, without its position: its place in the list says that."""
     return {**_holder_json(queued.holder, queued.since_s, containers), "wants": str(queued.request)}
+
+
+def holder_words(holder: Holder, containers: Containers) -> str:
+    """The holder, for an event."""
+    who = user_name(holder.uid)
+    if holder.binding == "name":
+        return f"{holder.name} of {who}"
+    inside = containers.of(holder.pid or 0) if holder.binding == "container" else None
+    command = holder.command or command_of(holder.pid or 0) or "a process"
+    return f"{f'container {inside.name}' if inside else command} (PID {holder.pid}, {who})"
 
 
 def _gpus(devices: Iterable[Device]) -> list[str]:

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from yunion_mps import reasons as codes
-from yunion_mps.models import DomainStatus, Gpu, Plan, Snapshot
+from yunion_mps.errors import HostError
+from yunion_mps.models import DomainStatus, Gpu, Lease, Plan, Snapshot
 from yunion_mps.mps.states import READY
 from yunion_mps.reasons import NO_REASON, Reason
 
@@ -53,6 +54,23 @@ def why_unusable(gpu: Gpu | None, domain: DomainStatus | None) -> Reason:
     return NO_REASON
 
 
+def refuse_unserved(lease: Lease, snapshot: Snapshot) -> None:
+    """Raise HostError if a device is not served now, or not by the control daemon of its environment.
+
+    If CUDA finds no control daemon it goes on without one, and without limits.
+    """
+    reasons = unusable_reasons(snapshot)
+    for device in lease.devices:
+        why = reasons.get(device.gpu_uuid, "its GPU is no longer present")
+        if why:
+            raise HostError(f"device {device.addr} is unavailable: {why}", "see: yunion-mps status")
+    name = domain_names(snapshot.plan).get(lease.devices[0].gpu_uuid)
+    served = [status.plan.pipe_directory for status in snapshot.domains if status.plan.name == name]
+    if lease.environment["CUDA_MPS_PIPE_DIRECTORY"] not in served:
+        what = f"the control daemon of {lease.addresses} was replaced after the lease was granted"
+        raise HostError(what, f"release it, and take a new one: yunion-mps lease release {lease.id}")
+
+
 def gpu_reason(gpu: Gpu, snapshot: Snapshot) -> Reason:
     """What is wrong with a GPU, empty if nothing is."""
     return gpu.reason or snapshot.plan.unavailable.get(gpu.pci_address, NO_REASON)
@@ -74,6 +92,16 @@ def state_of(snapshot: Snapshot) -> str:
     broken = any(gpu_reason(gpu, snapshot) for gpu in snapshot.inventory.gpus)
     broken = broken or any(unusable_reasons(snapshot).values())
     return "degraded" if broken or serving < len(snapshot.domains) else "ready"
+
+
+def not_ready_reasons(snapshot: Snapshot) -> list[str]:
+    """Why nothing can be leased although MPS is enabled, one line each; empty if something can."""
+    if state_of(snapshot) != "failed":
+        return []
+    found = [snapshot.notice, *(f"{one.plan.name}: {one.reason or one.state}" for one in snapshot.domains)]
+    gpus = ((gpu, gpu_reason(gpu, snapshot)) for gpu in snapshot.inventory.gpus)
+    found += [f"GPU {gpu.address}: {reason}" for gpu, reason in gpus if reason]
+    return [line.replace("\n", "; ") for line in found if line] or ["no control daemon serves"]
 
 
 def one_line(status: answers.Status) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import click
 import pytest
 from yunion_mps.cli.common import Duration, moment
-from yunion_mps.http.operations import LATEST_S
+from yunion_mps.http.parameters import LATEST_S
 
 #: 2026-11-20 13:45:07 in Berlin, an hour ahead of UTC; at that place it is summer until 2026-10-25.
 NOW_S = 1795178707

@@ -39,7 +39,7 @@ def test_the_lease_of_an_interrupted_caller_is_released(by: BaseException) -> No
         finish(take(transport, {"gpu": "00:06.0"}, 0, lambda _: None))
     (first, arguments), (again, repeated), (last, ended) = transport.calls
     assert (first, again, last) == ("take_lease", "take_lease", "end_lease")
-    assert repeated == {name: value for name, value in arguments.items() if name != "wait"}
+    assert repeated == {name: value for name, value in arguments.items() if name != "wait_s"}
     assert ended == {"lease": "a lease"}
 
 

@@ -62,15 +62,20 @@ def bundle(folder: Path, **environment: str) -> Path:
     return folder
 
 
-def devices(host: ServerHost) -> list[str | None]:
+def devices(host: ServerHost) -> list[tuple[str, ...]]:
     """Those that were requested."""
-    return [request.device for request, _, _ in host.leases.requested]
+    return [request.devices for request, _, _ in host.leases.requested]
 
 
 def test_a_device_is_taken_for_the_containers_first_process(host: ServerHost, tmp_path: Path) -> None:
     accepted("00:06.0-1", bundle(tmp_path, YUNION_MPS_DEVICE="00:06.0-1"))
     ((request, holder, wait_s),) = host.leases.requested
-    assert (request.device, holder.binding, holder.pid, wait_s) == ("00:06.0-1", "container", os.getpid(), 0)
+    assert (request.devices, holder.binding, holder.pid, wait_s) == (
+        ("00:06.0-1",),
+        "container",
+        os.getpid(),
+        0,
+    )
 
 
 def test_a_lease_is_bound_to_the_containers_first_process(host: ServerHost, tmp_path: Path) -> None:
@@ -93,7 +98,7 @@ def test_a_second_device_is_refused_because_only_one_would_be_used(host: ServerH
     said = refused("00:06.0-2", bundle=given)
     assert "was given 00:06.0-2 and 00:06.0-3 (to combine several into one budget:" in said
     accepted("00:06.0-3", given)
-    assert devices(host) == ["00:06.0-3"]
+    assert devices(host) == [("00:06.0-3",)]
 
 
 def test_a_device_beside_a_lease_is_refused_whichever_comes_last(host: ServerHost, tmp_path: Path) -> None:
@@ -107,7 +112,7 @@ def test_a_device_beside_a_lease_is_refused_whichever_comes_last(host: ServerHos
 def test_the_lease_of_the_engines_own_job_is_no_second_device(host: ServerHost, tmp_path: Path) -> None:
     """`podman run --env-host` within a job: the device's own variables come last, and this one is empty."""
     accepted("00:06.0-3", bundle(tmp_path, YUNION_MPS_DEVICE="00:06.0-3", YUNION_MPS_LEASE=""))
-    assert devices(host) == ["00:06.0-3"]
+    assert devices(host) == [("00:06.0-3",)]
 
 
 def test_a_device_not_served_when_its_file_was_read_is_refused(host: ServerHost, tmp_path: Path) -> None:
@@ -181,7 +186,7 @@ def test_where_the_answer_is_lost_the_next_daemon_is_asked_the_very_same(
         for answer in (b"", json.dumps(LEASE).encode()):
             connection, _ = listening.accept()
             with connection:
-                asked.append(connection.recv(1 << 16).decode().split()[1])
+                asked.append(connection.recv(1 << 16).decode())
                 if answer:
                     connection.sendall(
                         b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(answer) + answer
@@ -196,13 +201,14 @@ def test_where_the_answer_is_lost_the_next_daemon_is_asked_the_very_same(
         accepted(name)
         thread.join()
     assert asked[0] == asked[1]
-    assert ("&request=" in asked[0]) == (name != LEASE["id"]), "a lease's container is known by its PID"
+    has_key = "Idempotency-Key: " in asked[0]
+    assert has_key == (name != LEASE["id"]), "a lease's container is known by its PID"
 
 
 def test_an_odd_name_is_asked_for_as_it_is(host: ServerHost) -> None:
     accepted("gpu é&pid=1")
     ((request, holder, _),) = host.leases.requested
-    assert (request.device, holder.pid) == ("gpu é&pid=1", os.getpid())
+    assert (request.devices, holder.pid) == (("gpu é&pid=1",), os.getpid())
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "7", '{"pid": "x"}', "{}", "[" * 100_000], ids=len)
@@ -238,5 +244,6 @@ def test_it_loads_nothing_of_ours_but_the_daemons_client() -> None:
     assert set(loaded.split()) == {
         "yunion_mps.http", "yunion_mps.http.client", "yunion_mps.http.messages", "yunion_mps.http.operations",
         "yunion_mps.containers", "yunion_mps.containers.hook", "yunion_mps.errors", "yunion_mps.escaping",
-        "yunion_mps.models", "yunion_mps.paths", "yunion_mps.reasons",
+        "yunion_mps.http.parameters", "yunion_mps.models", "yunion_mps.paths", "yunion_mps.reasons",
+        "yunion_mps.times",
     }  # fmt: skip

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 from yunion_mps.gateway.server import LIMITS, HostNames, Listeners, listen
-from yunion_mps.http.connection import Limits
 from yunion_mps.http.messages import Answer, Request, Response
+from yunion_mps.http.pool import Limits
 from yunion_mps.paths import Paths
 
 from integration.gateway_host import free_port

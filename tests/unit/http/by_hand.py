@@ -11,14 +11,14 @@ from types import SimpleNamespace
 from typing import Any
 
 from yunion_mps.errors import YunionError
-from yunion_mps.http.messages import OPENMETRICS
-from yunion_mps.http.router import Handlers, Router
-from yunion_mps.leases.queue import QueuedRequest
-from yunion_mps.leases.request import LeaseRequest
+from yunion_mps.http.handlers import Handlers
+from yunion_mps.http.operations import OPENMETRICS
+from yunion_mps.http.router import Router
+from yunion_mps.leases.request import LeaseRequest, QueuedRequest
 from yunion_mps.models import Holder, Owner
 from yunion_mps.service.clients import ClientService, _find
 from yunion_mps.service.events import Events
-from yunion_mps.service.leases import LeaseService
+from yunion_mps.service.leases import Grant, LeaseService
 from yunion_mps.service.queries import Queries
 from yunion_mps.service.reload import Reloader
 
@@ -168,6 +168,7 @@ class FakeLeases(_ByHand, LeaseService):
     given: Json = LEASE
     refusal: YunionError | None = None
     memory_unit_mib = 1024
+    is_new = True
 
     def __init__(self) -> None:
         super().__init__()
@@ -180,7 +181,7 @@ class FakeLeases(_ByHand, LeaseService):
         self, queued: QueuedRequest, on_disconnect: Callable[[Callable[[], None]], None], wait_s: float
     ) -> Any:
         await self._pass("take")
-        return self._answer(queued, wait_s)
+        return Grant(self._answer(queued, wait_s), self.is_new)
 
     def would_take(self, queued: QueuedRequest) -> Any:
         return self._answer(queued, -1)
@@ -189,6 +190,10 @@ class FakeLeases(_ByHand, LeaseService):
         self.requested.append((queued.request, queued.holder, wait_s))
         if self.refusal:
             raise self.refusal
+        return self.given
+
+    def lease(self, name: str, caller: Owner) -> Any:
+        self.done.append(f"lease {name} for {caller.uid}")
         return self.given
 
     def release(self, name: str, caller: Owner) -> Any:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
 import pytest
-from yunion_mps.http.connection import Limits
+from yunion_mps.http.pool import Limits
 from yunion_mps.models import Snapshot
 
 from unit.http import snapshots

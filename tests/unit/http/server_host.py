@@ -26,9 +26,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from yunion_mps.host.store import Store
-from yunion_mps.http.connection import Limits
+from yunion_mps.http.handlers import Handlers
 from yunion_mps.http.listener import Listener
-from yunion_mps.http.router import Handlers, Router
+from yunion_mps.http.pool import Limits
+from yunion_mps.http.router import Router
 from yunion_mps.http.server import Server
 from yunion_mps.models import Event, Snapshot
 from yunion_mps.paths import Paths
@@ -36,6 +37,7 @@ from yunion_mps.service.events import Events
 from yunion_mps.service.queries import Queries
 from yunion_mps.supervisor.event_log import EventLog
 
+from posting import posted
 from simhost.host import Closes
 from unit.http.by_hand import FakeClients, FakeLeases, FakeReloader, metrics
 
@@ -97,6 +99,12 @@ class RawClient(Closes):
         """The answer to a GET."""
         return self.send(request(target, "GET", *head)).answer()
 
+    def post(self, target: str, words: str = "") -> Answer:
+        """The answer to a POST with this body, as `posting` has it; none is sent if it is empty."""
+        body, headers = posted(words) if words else (b"", {})
+        lines = [f"{name}: {value}" for name, value in {**headers, "Content-Length": len(body)}.items()]
+        return self.send(request(target, "POST", *lines) + body).answer()
+
     def answer(self, method: str = "GET") -> Answer:
         """The next answer, to a request with `method`."""
         found = self.answer_or_end(method)
@@ -111,7 +119,7 @@ class RawClient(Closes):
                 return None
             pairs = (found.decode().strip().partition(": ") for found in iter(self._file.readline, b"\r\n"))
             headers = {name.lower(): value for name, _, value in pairs}
-            length = 0 if method == "HEAD" else int(headers["content-length"])
+            length = 0 if method == "HEAD" else int(headers.get("content-length", 0))
             return Answer(int(line.split()[1]), headers, self._file.read(length))
         except ConnectionResetError:  # the kernel's word for an end with something of ours unread
             return None
@@ -219,6 +227,7 @@ class ServerHost(Closes):
         """Something hangs on each connection that is open, as a lease does: none is idle."""
 
         async def keep() -> None:
+            connection: Any
             for connection in self.server.pool.connections:
                 connection.keep(lambda: None)
 

@@ -268,7 +268,7 @@ def test_a_client_that_is_turned_away_can_read_why(serve: Serve) -> None:
 
 def test_a_post_s_answer_comes_back_as_what_its_json_says(host: ServerHost) -> None:
     host.reloader.reloaded = by_hand.RELOADED
-    assert DaemonClient(host.paths).call(RELOAD, drain=True) == by_hand.RELOADED
+    assert DaemonClient(host.paths).call(RELOAD, mode="drain") == by_hand.RELOADED
     assert host.reloader.done == ["reload drain"]
 
 
@@ -290,7 +290,9 @@ def test_a_question_may_take_longer_than_others(host: ServerHost) -> None:
     """Longer than what the daemon may wait for it."""
     answers: list[object] = []
     client = DaemonClient(host.paths, 0.0)
-    asking = threading.Thread(target=lambda: answers.append(client.call(GET_EVENTS, 60.0, after=0, wait=60)))
+    asking = threading.Thread(
+        target=lambda: answers.append(client.call(GET_EVENTS, 60.0, after=0, wait_s=60))
+    )
     asking.start()
     eventually(lambda: host.events.waiting, "one that waits")
     host.record(Event("info", "gpu", "00:06.0", "back"))

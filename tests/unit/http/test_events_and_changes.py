@@ -6,6 +6,7 @@ import contextlib
 import os
 import socket
 import time
+from typing import Any
 
 import pytest
 from yunion_mps.errors import ConfigError, HostError, NotAllowedError, NotFoundError, Problem, YunionError
@@ -20,7 +21,7 @@ from unit.http.server_host import NOBODY, Answer, RawClient, ServerHost, eventua
 LOST = Event("error", "gpu", "00:06.0", "lost", "GPU_IS_LOST", "its 4 devices are unavailable")
 BACK = Event("info", "gpu", "00:06.0", "back")
 READY = Event("info", "domain", "host", "applying -> ready")
-WAIT = "/v1/events?after=0&wait=60"
+WAIT = "/v1/events?after=0&wait_s=60"
 AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be other users")
 
 
@@ -60,7 +61,7 @@ def test_events_are_asked_for_by_time_kind_and_number(host: ServerHost) -> None:
         "?kind=lease": [],
         "?after=1": [READY.what, BACK.what],
         "?after=0&limit=1": [LOST.what],
-        "?after=3&wait=0": [],
+        "?after=3&wait_s=0": [],
     }.items():
         assert whats(host.ask("GET", "/v1/events" + query)) == expected, query
     assert host.ask("GET", "/v1/events?after=3").json()["last"] == 3
@@ -82,12 +83,12 @@ def test_a_request_that_waits_for_one_kind_gets_no_other(host: ServerHost) -> No
 
 
 def test_the_time_to_wait_ends(host: ServerHost) -> None:
-    assert whats(host.ask("GET", "/v1/events?after=0&wait=1")) == []
+    assert whats(host.ask("GET", "/v1/events?after=0&wait_s=1")) == []
 
 
 def test_a_request_beyond_the_last_event_does_not_wait(host: ServerHost) -> None:
     host.record(LOST)
-    assert host.ask("GET", "/v1/events?after=2&wait=60").json() == {"events": [], "last": 1}
+    assert host.ask("GET", "/v1/events?after=2&wait_s=60").json() == {"events": [], "last": 1}
 
 
 def test_many_that_wait_cost_others_nothing(serve: Serve) -> None:
@@ -146,7 +147,8 @@ def test_what_a_client_sends_while_it_waits_is_bounded(host: ServerHost) -> None
     with contextlib.suppress(BlockingIOError):
         while True:
             client.socket.send(b"x" * 65536)
-    (connection,) = host.server.pool.connections
+    connections: Any = host.server.pool.connections
+    (connection,) = connections
     assert len(connection._http.trailing_data[0]) <= 48 << 10
     host.assert_serves()
     host.record(LOST)
@@ -161,23 +163,23 @@ def test_a_stopping_server_ends_all_waits(host: ServerHost) -> None:
     assert [client.ended() for client in clients] == [True, True]
 
 
-def post(host: ServerHost, target: str, uid: int = 0) -> Answer:
+def post(host: ServerHost, target: str, uid: int = 0, words: str = "") -> Answer:
     with host.connect(uid) as client:
-        return client.send(request(target, "POST")).answer()
+        return client.post(target, words)
 
 
 @pytest.mark.parametrize(
-    ("target", "asked"),
+    ("target", "words", "asked"),
     [
-        ("/v1/reload", "reload"),
-        ("/v1/reload?drain=true&now=false", "reload drain"),
-        ("/v1/reload?now=true", "reload now"),
-        ("http://localhost/v1/reload", "reload"),
-        ("/v1/reexec", "reexec"),
+        ("/v1/reload", "", "reload"),
+        ("/v1/reload", "mode=drain", "reload drain"),
+        ("/v1/reload", "mode=now", "reload now"),
+        ("http://localhost/v1/reload", "", "reload"),
+        ("/v1/reexec", "", "reexec"),
     ],
 )
-def test_root_may_change_the_daemon(host: ServerHost, target: str, asked: str) -> None:
-    assert post(host, target).status == 200
+def test_root_may_change_the_daemon(host: ServerHost, target: str, words: str, asked: str) -> None:
+    assert post(host, target, words=words).status == 200
     assert host.reloader.done == [asked]
 
 
@@ -201,7 +203,7 @@ def test_another_user_may_read_all_there_is(host: ServerHost) -> None:
 def test_the_user_that_terminates_a_client_is_passed_on(host: ServerHost) -> None:
     os.chmod(host.paths.socket, 0o666)
     assert post(host, "/v1/clients/4260/terminate", NOBODY).json()["ended"]
-    assert post(host, "/v1/clients/4260/terminate?force=true").status == 200
+    assert post(host, "/v1/clients/4260/terminate", words="force=true").status == 200
     assert host.clients.done == [f"terminate 4260 for {NOBODY}", "terminate 4260 for 0 force"]
 
 

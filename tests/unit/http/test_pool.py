@@ -11,7 +11,7 @@ from unit.http.conftest import Serve
 from unit.http.server_host import NOBODY, RawClient, ServerHost, eventually, request
 
 TOO_MANY = (503, "too many connections are open", "close some, or try again in a moment")
-WAIT = request("/v1/events?after=0&wait=60")
+WAIT = request("/v1/events?after=0&wait_s=60")
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be other users")
 
 
@@ -161,12 +161,12 @@ def test_a_client_that_does_not_read_its_answer_makes_room(crowded: Serve) -> No
 def test_a_request_for_a_lease_is_never_ended_for_another(crowded: Serve) -> None:
     host = crowded(connections=2)
     host.leases.gate.clear()
-    waiting = request("/v1/leases?binding=process", "POST", "Content-Length: 0")
+    waiting = request("/v1/leases", "POST", "Content-Length: 0")
     clients = fill(host, 2, send=waiting)
     eventually(lambda: len(host.leases.asked) == 2, "two that wait")
     assert_turned_away(host)
     host.leases.gate.set()
-    assert [client.answer().status for client in clients] == [200, 200]
+    assert [client.answer().status for client in clients] == [201, 201]
 
 
 @pytest.mark.parametrize("part", [b"", b"G", request("/v1/gpus", "GET", "Content-Length: 9") + b"half"])

@@ -12,20 +12,26 @@ from typing import Any
 import pytest
 from yunion_mps import answers
 from yunion_mps.http import operations
+from yunion_mps.http.handlers import Handlers
 from yunion_mps.http.messages import Request, Response
 from yunion_mps.http.operations import OPERATIONS, Operation
-from yunion_mps.http.router import OTHER, Handlers, Router
+from yunion_mps.http.router import OTHER, Router
 from yunion_mps.service.metrics import BOUNDS_S
 from yunion_mps.service.queries import Queries
 
+from posting import posted
 from unit.http import by_hand, snapshots
 
 Problem = tuple[int, str, "str | None"]
 
 
-def ask(router: Router, target: str, method: str = "GET", body_bytes: int = 0) -> Response:
+def ask(
+    router: Router, target: str, method: str = "GET", body: bytes = b"", kind: str = "application/json"
+) -> Response:
     async def answer() -> Response:
-        found = router.answer(Request(method, target, 0, os.getpid(), body_bytes=body_bytes))
+        found = router.answer(
+            Request(method, target, 0, os.getpid(), headers={"content-type": kind}, body=body)
+        )
         response = found if isinstance(found, Response) else await found
         await asyncio.sleep(0)  # what is called at its end comes a turn later
         return response
@@ -71,10 +77,10 @@ def test_all_else_is_nowhere_and_one_route_together(router: Router, target: str)
     for method in ("GET", "POST", "BREW"):
         status, detail, hint = problem(ask(router, target, method))
         if "[" in target or "]" in target:
-            found = (400, "the request's target is no URL that can be taken apart", None)
+            found = (400, "the request's target cannot be parsed", "write a path such as /v1/devices")
             assert (status, detail, hint) == found
         else:
-            assert (status, hint) == (404, "the paths are in /v1/openapi.json")
+            assert (status, hint) == (404, "see the paths: /v1/openapi.json")
             assert detail == f"there is nothing at {target[:200]!r}"
     assert set(router.counted().latencies) == {OTHER}
 
@@ -83,17 +89,19 @@ def test_all_else_is_nowhere_and_one_route_together(router: Router, target: str)
 def test_each_operation_has_a_handler_that_takes_its_parameters(operation: Operation[Any]) -> None:
     signature = inspect.signature(getattr(Handlers, operation.name))
     named = {one.name for one in signature.parameters.values() if one.kind is one.KEYWORD_ONLY}
-    assert named == {parameter.name for parameter in operation.parameters}
+    watched = {one.argument for one in operations.WATCH_PARAMETERS if operation.watched}
+    assert named == {parameter.argument for parameter in operation.parameters} - watched
 
 
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda one: one.name)
 def test_the_type_of_an_answer_and_its_schema_have_one_name(operation: Operation[Any]) -> None:
     declared = operations.__annotations__[operation.name.upper()]
-    untyped = "str" if operation.is_text else "Any"
+    untyped = "str" if operation.texts else "Any"
     assert declared == f"Operation[{f'answers.{operation.answer}' if operation.answer else untyped}]"
     if operation.answer:
         handler = getattr(Handlers, operation.name)
-        assert handler.__annotations__["return"] == f"answers.{operation.answer}"
+        returned = f"answers.{operation.answer}" + (" | Created" if operation.creates else "")
+        assert handler.__annotations__["return"] == returned
         assert hasattr(answers, operation.answer)
 
 
@@ -108,7 +116,8 @@ def test_other_methods_are_refused_with_the_ones_that_are_allowed(
     shared: Router, path: str, method: str
 ) -> None:
     refused = ask(shared, re.sub(r"{\w+}", "4260", path) + "?x#y", method)
-    assert problem(refused) == (405, f"{method} is not supported here", None)
+    hint = f"use {', '.join(operations.ROUTES[path])}"
+    assert problem(refused) == (405, f"{method} is not supported here", hint)
     allowed = set(operations.ROUTES[path])
     assert set(dict(refused.headers)["Allow"].split(", ")) == allowed
 
@@ -117,9 +126,11 @@ def whole(lowest: int, highest: int) -> str:
     return f"write a whole number from {lowest} to {highest}"
 
 
-NO_QUERY, AS_PAIRS = "the query cannot be taken apart", "write it as name=value&name=value"
-FILTERS = "addr, dev_type, device_path, limit, model, numa_node, offset, unused, vendor_device_id"
+ADRESS = "unknown parameter 'adress'"
+NO_QUERY, AS_PAIRS = "the query cannot be parsed", "write it as name=value&name=value"
+FILTERS = "addr, dev_type, device_path, limit, model, numa_node, offset, unused, vendor_device_id, wait_s"
 KINDS = "write one of domain, limit, gpu, compute_mode, configuration, client, lease, daemon"
+NO_PARAMETERS = "leave it out: there are no parameters here"
 A_TIME = "write an RFC 3339 time such as 2026-11-20T13:45:00Z, or seconds since 1970"
 REQUEST = "write 16 to 64 letters, digits and -, at random"
 
@@ -136,35 +147,24 @@ REQUEST = "write 16 to 64 letters, digits and -, at random"
         ("GET", "/v1/devices?offset=2147483648", "offset is '2147483648'", whole(0, 2147483647)),
         ("GET", "/v1/devices?numa_node=none", "numa_node is 'none'", whole(-1, 2147483647)),
         ("GET", "/v1/devices?numa_node=-2", "numa_node is '-2'", whole(-1, 2147483647)),
-        ("GET", "/v1/devices?unused=1", "unused is '1'", "write unused=true or unused=false"),
-        ("GET", "/v1/devices?limit=1&limit=2", "a parameter is given twice", None),
-        ("GET", "/v1/devices?adress=00:06.0", "'adress' is no parameter", f"the parameters are {FILTERS}"),
+        ("GET", "/v1/devices?unused=1", "unused is '1'", "write true or false"),
+        ("GET", "/v1/devices?limit=1&limit=2", "a parameter is given twice", "give each parameter once"),
+        ("GET", "/v1/devices?adress=00:06.0", ADRESS, f"the parameters are {FILTERS}"),
         ("GET", "/v1/devices?limit", NO_QUERY, AS_PAIRS),
         ("GET", "/v1/devices?" + "&".join(f"x{n}=1" for n in range(33)), NO_QUERY, AS_PAIRS),
         *(
-            ("GET", f"/v1/{path}?limit=1", "'limit' is no parameter", "there are none here")
+            ("GET", f"/v1/{path}?limit=1", "unknown parameter 'limit'", NO_PARAMETERS)
             for path in ("devices/00:06.0-1", "gpus", "status", "openapi.json", "plan")
         ),
-        ("GET", "/v1/events?wait=61", "wait is '61'", whole(0, 60)),
+        ("GET", "/v1/events?wait_s=61", "wait_s is '61'", whole(0, 60)),
         ("GET", "/v1/events?limit=0", "limit is '0'", whole(1, 1000)),
         ("GET", "/v1/events?limit=1001", "limit is '1001'", whole(1, 1000)),
         ("GET", "/v1/events?since=-1", "since is '-1'", A_TIME),
         ("GET", "/v1/events?after=x", "after is 'x'", whole(0, 2147483647)),
         ("GET", "/v1/events?kind=gpus", "kind is 'gpus'", KINDS),
         ("GET", "/v1/events?kind=", "kind is ''", KINDS),
-        ("POST", "/v1/reload?force=true", "'force' is no parameter", "the parameters are drain, now"),
-        ("POST", "/v1/reload?now=1", "now is '1'", "write now=true or now=false"),
+        ("POST", "/v1/reload?mode=now", "unknown parameter 'mode'", NO_PARAMETERS),
         ("POST", "/v1/reexec?x", NO_QUERY, AS_PAIRS),
-        ("POST", "/v1/clients/1/terminate?force=", "force is ''", "write force=true or force=false"),
-        ("POST", "/v1/leases?count=0", "count is '0'", whole(1, 64)),
-        ("POST", "/v1/leases?placement=best", "placement is 'best'", "write one of binpack, spread"),
-        ("POST", "/v1/leases?binding=hope", "binding is 'hope'",
-         "write one of process, connection, name, container"),
-        ("POST", "/v1/leases?name=a%20b&ttl=1", "name is 'a b'", operations._NAME_HINT),
-        *(
-            ("POST", f"/v1/leases?request={text}", f"request is {text!r}", REQUEST)
-            for text in ("", "short", "../../../../../etc/passwd", "a" * 65)
-        ),
     ],
 )  # fmt: skip
 def test_a_bad_query_is_refused_by_name(
@@ -173,34 +173,131 @@ def test_a_bad_query_is_refused_by_name(
     assert problem(ask(shared, target, method)) == (400, detail, hint)
 
 
-TOGETHER = "count, device, memory and units exclude each other"
-NEEDS = "a lease of a name needs both its name and its time to live"
+AN_OBJECT = 'write a JSON object such as {"count": 2}'
+BRACES = "write a JSON object: {…}"
+MEMBERS = (
+    "the members are across, cdi, count, devices, dry_run, enforced, gpu, holder, memory_mib, memory_units, "
+    "placement, wait_s"
+)
+OF_HOLDER = "the members are command, kind, name, pid, ttl_s"
+INVALID = "the body is not valid JSON"
+
+
+@pytest.mark.parametrize(
+    ("body", "detail", "hint"),
+    [
+        ("{", f"{INVALID}: line 1, column 2: Expecting property name enclosed in double quotes", AN_OBJECT),
+        ("count=2", f"{INVALID}: line 1, column 1: Expecting value", AN_OBJECT),
+        ('{"count": NaN}', "NaN is not valid JSON", "write a number"),
+        ('{"count": -Infinity}', "-Infinity is not valid JSON", "write a number"),
+        ('{"count": ' + "[" * 100_000, "the body is nested too deeply", AN_OBJECT),
+        ('{"count": 1, "count": 2}', "member 'count' is given twice", "give each member once"),
+        ('{"holder": {"pid": 1, "pid": 1}}', "member 'pid' is given twice", "give each member once"),
+        ("[]", "the body is []", BRACES),
+        ("null", "the body is null", BRACES),
+        ('{"cuont": 2}', "unknown member 'cuont' (did you mean count?)", MEMBERS),
+        ('{"ttl": 2}', "unknown member 'ttl'", MEMBERS),
+        ('{"holder": {"ttl": 2}}', "unknown member 'holder.ttl' (did you mean holder.ttl_s?)", OF_HOLDER),
+        ('{"holder": 7}', "holder is 7", BRACES),
+        ('{"holder": {"ttl_s": "5"}}', 'holder.ttl_s is "5"', whole(1, operations.MAX_TTL_S)),
+        ('{"holder": {"kind": "hope"}}', 'holder.kind is "hope"',
+         "write one of process, connection, name, container"),
+        ('{"holder": {"name": "a b", "ttl_s": 1}}', 'holder.name is "a b"', operations._NAME_HINT),
+        *(
+            (f'{{"count": {value}}}', f"count is {value}", whole(1, 64))
+            for value in ("0", "65", "-1", "1.5", '"2"', "true", "null", "[2]")
+        ),
+        ('{"count": 1e999}', "count is Infinity", whole(1, 64)),
+        ('{"across": 1}', "across is 1", "write true or false"),
+        ('{"placement": "best"}', 'placement is "best"', "write one of binpack, spread"),
+        ('{"devices": "00:06.0-1"}', 'devices is "00:06.0-1"', "write a list of 1 to 64 strings"),
+        ('{"devices": []}', "devices is []", "write a list of 1 to 64 strings"),
+        ('{"devices": ["00:06.0-1", 7]}', "devices[1] is 7", operations._NAME_ONE),
+        ('{"gpu": ""}', 'gpu is ""', operations._NAME_ONE),
+    ],
+)  # fmt: skip
+def test_a_bad_body_is_refused_with_the_path_of_the_member(
+    shared: Router, body: str, detail: str, hint: str
+) -> None:
+    assert problem(ask(shared, "/v1/leases", "POST", body.encode())) == (400, detail, hint)
+
+
+@pytest.mark.parametrize("body", [b"\xff", b'{"gpu": "\xc3"}', '{"gpu": "0"}'.encode("utf-16")])
+def test_a_body_that_is_no_utf_8_is_refused(shared: Router, body: bytes) -> None:
+    assert problem(ask(shared, "/v1/leases", "POST", body)) == (400, f"{INVALID} in UTF-8", AN_OBJECT)
+
+
+@pytest.mark.parametrize(
+    ("kind", "shown"),
+    [("", "not given"), ("text/plain", "'text/plain'"), ("application/jsonp", "'application/jsonp'"),
+     ("application/x-www-form-urlencoded", "'application/x-www-form-urlencoded'")],
+)  # fmt: skip
+def test_a_body_that_is_not_declared_as_json_is_refused(shared: Router, kind: str, shown: str) -> None:
+    found = problem(ask(shared, "/v1/leases", "POST", b"{}", kind))
+    hint = "send the header Content-Type: application/json"
+    assert found == (415, f"the body's content type is {shown}", hint)
+
+
+@pytest.mark.parametrize("kind", ["application/json", "Application/JSON; charset=utf-8"])
+@pytest.mark.parametrize(
+    "body", ["", "{}", '{"count": 1.0, "holder": {}}', '{"wait_s": 0, "devices": ["00"]}']
+)
+def test_a_new_lease_is_created_at_its_own_address(shared: Router, body: str, kind: str) -> None:
+    answer = ask(shared, "/v1/leases", "POST", body.encode(), kind)
+    lease = json.loads(answer.body)["id"]
+    assert (answer.status, answer.headers) == (201, (("Location", f"/v1/leases/{lease}"),))
+    assert json.loads(ask(shared, f"/v1/leases/{lease}").body)["id"] == lease
+
+
+@pytest.mark.parametrize(
+    ("target", "body", "detail"),
+    [
+        ("/v1/reexec", '{"force": true}', "unknown member 'force'"),
+        ("/v1/reload", '{"mode": "soon"}', 'mode is "soon"'),
+        ("/v1/clients/1/terminate", '{"force": "yes"}', 'force is "yes"'),
+        ("/v1/leases/a/bind", '{"pid": 0}', "pid is 0"),
+    ],
+)
+def test_every_post_checks_its_body(shared: Router, target: str, body: str, detail: str) -> None:
+    assert problem(ask(shared, target, "POST", body.encode()))[:2] == (400, detail)
+
+
+@pytest.mark.parametrize("key", ["", "short", "../../../../../etc/passwd", "a" * 65])
+def test_an_idempotency_key_has_a_form(shared: Router, key: str) -> None:
+    async def answer() -> Response:
+        later = shared.answer(Request("POST", "/v1/leases", 0, headers={"idempotency-key": key}))
+        return later if isinstance(later, Response) else await later
+
+    assert problem(asyncio.run(answer())) == (400, f"Idempotency-Key is {key!r}", REQUEST)
+
+
+NAMED = "devices go with neither count nor memory"
+TOGETHER = "memory_mib and memory_units exclude each other"
+NEEDS = "a holder of kind name needs both a name and a time to live"
+SO = 'write "holder": {"name": "job-17", "ttl_s": 600}'
 LEAVE_OUT = "leave one of them out"
 
 
 @pytest.mark.parametrize(
-    ("query", "detail", "hint"),
+    ("words", "detail", "hint"),
     [
-        ("count=2&device=00:06.0-1", TOGETHER, "give one"),
-        ("memory=1&units=1", TOGETHER, "give one"),
-        ("across=true", "across wants several devices, and count is 1", "write count=2 or more"),
-        ("name=job", NEEDS, "write name=job-17&ttl=600, in seconds"),
-        ("ttl=1&binding=name", NEEDS, "write name=job-17&ttl=600, in seconds"),
-        ("name=a&ttl=9&command=b", "command does not go with binding=name", LEAVE_OUT),
-        ("ttl=5", "ttl goes with binding=name only", LEAVE_OUT),
-        ("name=a&binding=process", "name goes with binding=name only", LEAVE_OUT),
-        ("binding=connection&pid=1", "pid goes with binding=process only", None),
+        ("count=2&devices=00:06.0-1", NAMED, LEAVE_OUT),
+        ("memory_mib=9&devices=00:06.0-1", NAMED, LEAVE_OUT),
+        ("memory_mib=1&memory_units=1", TOGETHER, "give one of them"),
+        ("across=true", "across needs several devices, and count is 1", "set count to 2 or more"),
+        ("holder.name=job", NEEDS, SO),
+        ("holder.ttl_s=1&holder.kind=name", NEEDS, SO),
+        ("holder.name=a&holder.ttl_s=9&holder.command=b", "holder.command is of no use to a name", LEAVE_OUT),
+        ("holder.name=a&holder.ttl_s=9&holder.pid=1", "holder.pid is of no use to a name", LEAVE_OUT),
+        ("holder.ttl_s=5", "holder.ttl_s requires kind name", LEAVE_OUT),
+        ("holder.name=a&holder.kind=process", "holder.name requires kind name", LEAVE_OUT),
+        ("holder.kind=connection&holder.pid=1", "holder.pid requires kind process or container", LEAVE_OUT),
     ],
 )
-def test_parameters_of_a_lease_that_contradict_each_other_are_refused(
-    shared: Router, query: str, detail: str, hint: str | None
+def test_members_of_a_lease_request_that_contradict_each_other_are_refused(
+    shared: Router, words: str, detail: str, hint: str
 ) -> None:
-    assert problem(ask(shared, f"/v1/leases?{query}", "POST")) == (409, detail, hint)
-
-
-def test_a_lease_is_not_asked_for_in_a_body(shared: Router) -> None:
-    found = problem(ask(shared, "/v1/leases", "POST", body_bytes=9))
-    assert found == (400, "a body is not read here", "write it as parameters: /v1/leases?name=a&ttl=60")
+    assert problem(ask(shared, "/v1/leases", "POST", posted(words)[0])) == (409, detail, hint)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 from collections.abc import Awaitable
+from typing import Any
 
 import pytest
 from yunion_mps.http.messages import Request, Response
@@ -13,6 +14,7 @@ from unit.http import snapshots
 from unit.http.conftest import Serve
 from unit.http.server_host import Answer, ServerHost, eventually, request
 
+LESS = "send only the members that the operation has"
 LARGE = "/v1/devices?limit=0"
 GARBAGE = {
     "TLS": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(200),
@@ -66,7 +68,7 @@ def test_a_huge_body_is_answered_with_413_before_it_has_come(host: ServerHost, h
     chunk = b"x" * 1000
     piece = chunk if "Length" in head else b"3e8\r\n" + chunk + b"\r\n"
     data = request("/v1/status", "GET", head) + piece * 66
-    assert refused(host, data).problem == (413, "the body is larger than 65536 bytes", None)
+    assert refused(host, data).problem == (413, "the body is larger than 16384 bytes", LESS)
     host.assert_serves()
 
 
@@ -191,8 +193,8 @@ def test_a_flood_of_unread_answers_costs_one_answer_of_memory(serve: Serve) -> N
         with pytest.raises((socket.timeout, BrokenPipeError, ConnectionResetError)):
             client.send(request(LARGE) * 100_000)
         host.assert_serves()
-        for connection in list(host.server.pool.connections):
-            assert connection._transport is not None
+        connections: Any = list(host.server.pool.connections)
+        for connection in connections:
             assert connection._transport.get_write_buffer_size() < size + (128 << 10)
         host.wait_connections(0)
 

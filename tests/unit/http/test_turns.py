@@ -6,6 +6,7 @@ import contextlib
 import socket
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -115,11 +116,9 @@ def test_what_many_connections_hold_unread_is_bounded_for_root_too(serve: Serve)
         client.socket.setblocking(False)
         with contextlib.suppress(BlockingIOError):
             client.socket.send(request(targets[number % 3]) * 3000)
-    eventually(
-        lambda: all(connection._blocked for connection in list(host.server.pool.connections)),
-        "nobody's answers being taken",
-    )
-    for connection in host.server.pool.connections:
+    connections: Any = host.server.pool.connections
+    eventually(lambda: all(one._blocked for one in list(connections)), "no answers being taken")
+    for connection in connections:
         assert len(connection._http.trailing_data[0]) < 64 << 10
         assert connection.unread_bytes < size + (32 << 10)
     assert host.server.pool.unread_bytes(0) < (16 << 20) + size + 60 * (96 << 10)

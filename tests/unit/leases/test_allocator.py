@@ -57,8 +57,8 @@ def test_devices_across_gpus_are_of_as_many_gpus() -> None:
 
 @pytest.mark.parametrize("name", ["01:00.0-2", "id-1-4-2"])
 def test_one_device_is_named_by_address_or_id(name: str) -> None:
-    assert chosen(Ledger(), LeaseRequest(device=name), candidates(2)) == ["01:00.0-2"]
-    message, hint = why_not(Ledger([lease("a", device(1, 2))]), LeaseRequest(device=name), candidates(2))
+    assert chosen(Ledger(), LeaseRequest(devices=(name,)), candidates(2)) == ["01:00.0-2"]
+    message, hint = why_not(Ledger([lease("a", device(1, 2))]), LeaseRequest(devices=(name,)), candidates(2))
     assert message == f"device {name} cannot be allocated now: 1 of 1 in use"
     assert hint == "wait for it: --wait; see who has them: yunion-mps who"
 
@@ -206,7 +206,7 @@ def test_memory_is_reserved_for_requests_that_need_more_of_it() -> None:
     [
         (LeaseRequest(5), "4 such devices on 1 GPU"),
         (LeaseRequest(2, across=True), "4 such devices on 1 GPU"),
-        (LeaseRequest(device="nosuch"), "no such devices"),
+        (LeaseRequest(devices=("nosuch",)), "no such devices"),
     ],
 )
 def test_an_infeasible_request_is_refused_at_once(wanted: LeaseRequest, there: str) -> None:
@@ -228,7 +228,7 @@ def test_devices_that_no_process_gets_together_are_infeasible() -> None:
         refuse_infeasible(LeaseRequest(2), there)
     most = "its control daemon limits each process to 300 MiB of GPU 01:00.0, not 600 MiB"
     assert caught.value.message == f"2 devices cannot form one budget: {most}"
-    for request in (LeaseRequest(), LeaseRequest(2, across=True), LeaseRequest(device="all")):
+    for request in (LeaseRequest(), LeaseRequest(2, across=True), LeaseRequest(devices=("all",))):
         refuse_infeasible(request, there)
     refuse_infeasible(LeaseRequest(2), candidates(2, gpu_0=300))
 
@@ -239,7 +239,7 @@ def test_devices_of_several_control_daemons_are_infeasible() -> None:
     both = {**there.domains, "other": there.domains["host"]._replace(name="other")}
     with pytest.raises(HostError, match="these devices have different control daemons"):
         refuse_infeasible(
-            LeaseRequest(device="all"), there._replace(devices=[*there.devices, other], domains=both)
+            LeaseRequest(devices=("all",)), there._replace(devices=[*there.devices, other], domains=both)
         )
 
 
@@ -247,7 +247,7 @@ def test_all_devices_are_what_one_process_gets_of_their_gpus() -> None:
     there = candidates(1, gpu_0=600)
     devices = [one.device for one in there.devices]
     limit = "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"
-    assert there.environment(LeaseRequest(device="all"), devices)[limit] == "0=600M"
+    assert there.environment(LeaseRequest(devices=("all",)), devices)[limit] == "0=600M"
     assert there.environment(LeaseRequest(2), devices[:2])[limit] == "0=600M"
     assert there.environment(LeaseRequest(), devices[:1])[limit] == "0=300M"
 
@@ -349,11 +349,11 @@ def test_what_is_reserved_for_a_request_is_free_and_would_do(wanted: LeaseReques
 
 def test_all_devices_are_had_together_or_not_at_all() -> None:
     everything = [f"0{gpu}:00.0-{slot}" for gpu in range(2) for slot in range(4)]
-    assert chosen(Ledger(), LeaseRequest(device="all"), candidates(2)) == everything
+    assert chosen(Ledger(), LeaseRequest(devices=("all",)), candidates(2)) == everything
     ledger = Ledger([lease("a", device(1, 2))])
-    message, _ = why_not(ledger, LeaseRequest(device="all"), candidates(2))
+    message, _ = why_not(ledger, LeaseRequest(devices=("all",)), candidates(2))
     assert message.startswith("all devices cannot be allocated now: 1 of 8 in use; 7 free")
-    kept = Allocator(ledger).reserve(LeaseRequest(device="all"), candidates(2))
+    kept = Allocator(ledger).reserve(LeaseRequest(devices=("all",)), candidates(2))
     assert len(kept.devices) == 7, "a request for all of them is not starved"
-    message, _ = why_not(Ledger(), LeaseRequest(device="all"), candidates(2, reason="lost"))
+    message, _ = why_not(Ledger(), LeaseRequest(devices=("all",)), candidates(2, reason="lost"))
     assert message == "all devices cannot be allocated now: 8 unavailable (GPU 00:00.0, 01:00.0: lost)"

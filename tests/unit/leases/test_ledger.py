@@ -6,7 +6,9 @@ import pytest
 from yunion_mps.errors import HostError
 from yunion_mps.host.proc import user_name
 from yunion_mps.leases.ledger import Ledger
-from yunion_mps.models import Device, Holder
+from yunion_mps.leases.request import LeaseRequest, QueuedRequest
+from yunion_mps.models import Device, Holder, Lease
+from yunion_mps.reasons import LEASE_EXISTS
 
 from unit.leases.shares import HOLDER, device, lease, pool
 
@@ -66,29 +68,38 @@ def test_every_change_is_a_new_version() -> None:
 NIGHT = Holder("name", 1000, name="night")
 LEASES = [
     lease("a", device(0, 0))._replace(idempotency_key="a-request-of-1000"),
-    lease("b", device(0, 1))._replace(holder=NIGHT),
+    lease("b", device(0, 1))._replace(holder=NIGHT, request="[]"),
     lease("c", device(0, 2)),
 ]
 
 
 def test_the_same_request_of_the_same_holder_has_its_lease() -> None:
-    assert Ledger(LEASES).repeated(HOLDER, "a-request-of-1000") is LEASES[0]
-    assert Ledger(LEASES).repeated(HOLDER._replace(pid=1), "a-request-of-1000") is None
-    assert Ledger(LEASES).repeated(HOLDER, "another-request") is None
-    assert Ledger(LEASES).repeated(HOLDER, "") is None, "who names no request asks for the first time"
+    def repeated(holder: Holder, key: str, sent: str = "[]") -> Lease | None:
+        return Ledger(LEASES).repeated(QueuedRequest(LeaseRequest(), holder, key, sent=sent))
+
+    assert repeated(HOLDER, "a-request-of-1000") is LEASES[0]
+    assert repeated(HOLDER._replace(pid=1), "a-request-of-1000") is None
+    assert repeated(HOLDER, "another-request") is None
+    assert repeated(HOLDER, "") is None, "without a key, a process has another lease"
+    assert repeated(NIGHT, "") is LEASES[1], "a name has one lease"
+    assert repeated(NIGHT, "", "[2]") is None
 
 
 @pytest.mark.parametrize(
     ("holder", "key", "message"),
     [
-        (NIGHT, "", "night: a lease of this name already exists: b"),
-        (HOLDER._replace(pid=1), "a-request-of-1000", "this idempotency key already has a lease: a"),
+        (NIGHT, "", "night: a lease of this name already exists, by another request: b"),
+        (
+            HOLDER._replace(pid=1),
+            "a-request-of-1000",
+            "this idempotency key already has a lease, of another holder: a",
+        ),
     ],
 )
 def test_a_second_lease_for_a_name_or_a_request_is_refused(holder: Holder, key: str, message: str) -> None:
     with pytest.raises(HostError) as caught:
         Ledger(LEASES).refuse_duplicate(holder, key)
-    assert caught.value.message == message
+    assert (caught.value.message, caught.value.code) == (message, LEASE_EXISTS)
 
 
 @pytest.mark.parametrize(

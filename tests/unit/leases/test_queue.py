@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from yunion_mps.errors import NothingFreeError
 from yunion_mps.leases.allocator import NO_RESERVATION, Allocator, Candidates, Reservation
 from yunion_mps.leases.ledger import Ledger
-from yunion_mps.leases.queue import Queue, QueuedRequest
-from yunion_mps.leases.request import LeaseRequest
+from yunion_mps.leases.queue import Queue
+from yunion_mps.leases.request import LeaseRequest, QueuedRequest
 from yunion_mps.models import Device, Lease
 
 from unit.leases.shares import HOLDER, candidates, device, lease, pool, requests

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 from yunion_mps.host.store import Store
-from yunion_mps.leases.queue import QueuedRequest
-from yunion_mps.leases.request import LeaseRequest
+from yunion_mps.leases.request import LeaseRequest, QueuedRequest
 from yunion_mps.leases.storage import RETURN_WITHIN_S, LeaseStorage, QueuePositions
 from yunion_mps.models import Holder, Lease
 from yunion_mps.paths import Paths

@@ -130,7 +130,7 @@ async function followEvents() {
     try {
       if (!begun) await events.begin();
       begun = true;
-      const told = await get(`v1/events?after=${events.last}&wait=${EVENTS_WAIT_S}`, (EVENTS_WAIT_S + 15) * 1000);
+      const told = await get(`v1/events?after=${events.last}&wait_s=${EVENTS_WAIT_S}`, (EVENTS_WAIT_S + 15) * 1000);
       pauseMs = 500;
       if (told.last < events.last) begun = false; // the event log began again
       else if (told.events.length) {

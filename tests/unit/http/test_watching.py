@@ -1,0 +1,131 @@
+"""Devices are watched: an answer has an ETag, and a request may wait for another answer."""
+
+from __future__ import annotations
+
+import pytest
+
+from unit.http import snapshots
+from unit.http.conftest import Serve
+from unit.http.server_host import Answer, RawClient, ServerHost, eventually, request
+
+DEVICES = "/v1/devices?limit=0"
+
+
+def etag_of(host: ServerHost, target: str = DEVICES) -> str:
+    return host.ask("GET", target).headers["etag"]
+
+
+def known(etag: str) -> str:
+    return f"If-None-Match: {etag}"
+
+
+def change(host: ServerHost, *, state: str) -> None:
+    """The domain goes into this state, as a tick of the daemon finds."""
+
+    async def work() -> None:
+        after = snapshots.snapshot(snapshots.P40, state=state)
+        host.snapshot = after._replace(version=host.snapshot.version + 1)
+        host.service.changes.wake()
+
+    host.call(work())
+
+
+def watching(host: ServerHost, wait_s: int = 60, count: int = 1) -> list[RawClient]:
+    """Clients that have the devices, and wait for a change."""
+    head = request(f"{DEVICES}&wait_s={wait_s}", "GET", known(etag_of(host)))
+    clients = [host.connect().send(head) for _ in range(count)]
+    eventually(lambda: len(host.service.changes.waiting) == count, f"{count} that wait")
+    return clients
+
+
+def states(answer: Answer) -> set[str]:
+    assert answer.status == 200
+    return {one["state"] for one in answer.json()["isolated_devices"]}
+
+
+def test_what_the_caller_has_already_is_not_sent_again(host: ServerHost) -> None:
+    etag = etag_of(host)
+    for header in (etag, f"W/{etag}", f'"other", {etag}', "*"):
+        answer = host.ask("GET", DEVICES, known(header))
+        assert (answer.status, answer.headers["etag"], answer.body) == (304, etag, b"")
+    assert host.ask("HEAD", DEVICES, known(etag)).status == 304
+    assert host.ask("GET", DEVICES, known('"other"')).status == 200
+    assert host.ask("GET", "/v1/devices?limit=1", known(etag)).status == 200, "another page"
+
+
+def test_after_304_the_connection_goes_on(host: ServerHost) -> None:
+    with host.connect() as client:
+        assert client.ask(DEVICES, known("*")).status == 304
+        assert client.ask("/v1/gpus").status == 200
+
+
+def test_a_change_of_the_devices_is_answered_at_once(host: ServerHost) -> None:
+    clients = watching(host, count=3)
+    change(host, state="backoff")
+    assert [states(client.answer()) for client in clients] == [{"unavailable"}] * 3
+    (client,) = watching(host)
+    change(host, state="ready")
+    assert states(client.answer()) == {"available"}
+
+
+def test_a_snapshot_that_leaves_the_devices_as_they_are_wakes_nobody(host: ServerHost) -> None:
+    (client,) = watching(host, 1)
+    change(host, state="ready")
+    answer = client.answer()
+    assert answer.status == 304
+
+
+def test_without_an_etag_nothing_is_waited_for(host: ServerHost) -> None:
+    assert host.ask("GET", f"{DEVICES}&wait_s=600").status == 200
+    assert host.ask("GET", f"{DEVICES}&wait_s=600", known('"other"')).status == 200
+
+
+@pytest.mark.parametrize("wait_s", ["-1", "601", "x", ""])
+def test_a_wait_has_bounds(host: ServerHost, wait_s: str) -> None:
+    answer = host.ask("GET", f"{DEVICES}&wait_s={wait_s}", known("*"))
+    assert answer.problem[:2] == (400, f"wait_s is {wait_s!r}")
+
+
+def test_one_that_goes_away_waits_no_more(host: ServerHost) -> None:
+    (client,) = watching(host)
+    client.close()
+    eventually(lambda: not host.service.changes.waiting, "that none waits")
+
+
+def test_a_program_that_gives_way_answers_those_that_wait(host: ServerHost) -> None:
+    (client,) = watching(host)
+
+    async def end() -> None:
+        host.service.changes.end_waits()
+
+    host.call(end())
+    assert client.answer().status == 304
+
+
+@pytest.mark.parametrize(
+    ("name", "status", "text"),
+    [
+        ("reference", 200, "ok\n"),
+        ("disabled", 200, "ok\n"),
+        ("troubled", 503, None),
+    ],
+)
+def test_readiness_is_the_state_of_the_host(name: str, status: int, text: str | None) -> None:
+    with ServerHost(snapshots.ALL[name]()) as host:
+        assert (host.ask("GET", "/healthz").status, host.ask("GET", "/healthz").body) == (200, b"ok\n")
+        answer = host.ask("GET", "/readyz")
+        assert (answer.status, answer.headers["content-type"]) == (status, "text/plain; charset=utf-8")
+        if text is None:
+            lines = answer.body.decode().splitlines()
+            assert lines
+            assert all(": " in line for line in lines), "each names what it is about"
+        else:
+            assert answer.body.decode() == text
+
+
+def test_a_body_that_comes_slowly_has_a_deadline(serve: Serve) -> None:
+    slow = serve(snapshots.reference(), first_request_timeout_s=0.2)
+    head = request("/v1/leases", "POST", "Content-Type: application/json", "Content-Length: 9")
+    answer = slow.connect().send(head + b'{"cou').answer()
+    assert answer.problem[:2] == (408, "the request did not arrive in time")
+    slow.assert_serves()

@@ -1,0 +1,226 @@
+"""The handlers: answer the operations out of the services, each by the method that has its name."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from yunion_mps.errors import NotAllowedError, NotFoundError
+from yunion_mps.escaping import printable
+from yunion_mps.host.proc import started_ticks, uid_of
+from yunion_mps.host.systemd import job_unit_of
+from yunion_mps.http.messages import Created, Request, Response
+from yunion_mps.http.openapi import document
+from yunion_mps.http.operations import COMMAND_LENGTH, ContradictionError
+from yunion_mps.leases.request import LeaseRequest, QueuedRequest
+from yunion_mps.models import Holder, Owner
+from yunion_mps.service.clients import ClientService
+from yunion_mps.service.events import EventFilter, Events
+from yunion_mps.service.leases import LeaseService
+from yunion_mps.service.queries import Filters, Queries
+from yunion_mps.service.reload import Reloader
+from yunion_mps.service.waits import Waits
+
+if TYPE_CHECKING:
+    from yunion_mps import answers
+
+_TEXT = "text/plain; charset=utf-8"
+
+
+class Handlers:
+    """Answers the operations out of the services: one method for each, with its name and its parameters."""
+
+    def __init__(
+        self,
+        queries: Queries,
+        reloader: Reloader,
+        clients: ClientService,
+        leases: LeaseService,
+        events: Events,
+        metrics: Callable[[str], Awaitable[tuple[str, bytes]]],
+    ) -> None:
+        """`metrics` gives the content type and the text for an Accept header."""
+        self._queries = queries
+        self._reloader = reloader
+        self._clients = clients
+        self._leases = leases
+        self._events = events
+        self._metrics = metrics
+
+    @property
+    def changes(self) -> Waits:
+        """Wakes what waits for another answer."""
+        return self._queries.changes
+
+    @property
+    def version(self) -> int:
+        """Changes when a cached answer may change."""
+        return self._queries.version
+
+    def get_devices(
+        self,
+        _: Request,
+        *,
+        limit: int,
+        offset: int,
+        dev_type: str | None,
+        model: str | None,
+        addr: str | None,
+        device_path: str | None,
+        vendor_device_id: str | None,
+        numa_node: int | None,
+        unused: bool,
+    ) -> answers.DeviceList:
+        filters = Filters(dev_type, model, addr, device_path, vendor_device_id, numa_node, unused)
+        return self._queries.devices(filters, limit, offset)
+
+    def get_device(self, _: Request, *, id: str) -> answers.DeviceDetails:  # noqa: A002 - it is the parameter's name
+        return self._queries.device(id)
+
+    async def get_gpus(self, _: Request) -> answers.GpuList:
+        """Of the last poll, so that it cannot be a cached answer."""
+        return self._queries.gpus()
+
+    def get_status(self, _: Request) -> answers.Status:
+        return self._queries.status()
+
+    async def get_health(self, _: Request) -> Response:
+        return Response(200, _TEXT, b"ok\n")
+
+    async def get_readiness(self, _: Request) -> Response:
+        reasons = self._queries.not_ready_reasons()
+        text = "".join(f"{line}\n" for line in reasons or ["ok"])
+        return Response(503 if reasons else 200, _TEXT, text.encode(errors="backslashreplace"))
+
+    def get_document(self, _: Request) -> Mapping[str, object]:
+        return document()
+
+    async def get_metrics(self, request: Request) -> Response:
+        content_type, text = await self._metrics(request.headers.get("accept", ""))
+        return Response(200, content_type, text)
+
+    async def get_events(
+        self, request: Request, *, after: int | None, since: float, limit: int, kind: str | None, wait_s: int
+    ) -> answers.EventList:
+        """The events that are wanted; if there are none, the first that come within `wait_s` seconds."""
+        if wait_s:
+            request.await_event()
+        return await self._events.wait(EventFilter(after, since, limit, kind or ""), wait_s)
+
+    async def get_usage(self, _: Request, *, gpu: str | None, devices: bool) -> answers.Usage:
+        """Of the moment, so that it cannot be a cached answer."""
+        now_s = asyncio.get_running_loop().time()
+        return self._queries.usage.last_hour(now_s, time.time(), gpu, devices=devices)
+
+    async def get_plan(self, _: Request) -> answers.ChangeList:
+        return await self._reloader.plan()
+
+    async def reload(self, _: Request, *, mode: str | None) -> answers.ChangeList:
+        return await self._reloader.reload(drain=mode == "drain", now=mode == "now")
+
+    async def reexec(self, _: Request) -> answers.Reexec:
+        return await self._reloader.reexec()
+
+    async def get_clients(self, _: Request, *, seen: bool) -> answers.ClientList:
+        return await self._clients.clients(seen=seen)
+
+    async def terminate_client(self, request: Request, *, pid: int, force: bool) -> answers.Termination:
+        return await self._clients.terminate(pid, request.uid, force=force)
+
+    async def get_leases(self, _: Request) -> answers.LeaseList:
+        return self._leases.leases()
+
+    async def get_lease(self, request: Request, *, lease: str) -> answers.LeaseRecord:
+        return self._leases.lease(lease, _caller(request))
+
+    async def take_lease(
+        self,
+        request: Request,
+        *,
+        count: int,
+        across: bool,
+        memory_mib: int | None,
+        memory_units: int | None,
+        devices: Sequence[str] | None,
+        gpu: str | None,
+        placement: str,
+        enforced: bool,
+        wait_s: int,
+        cdi: bool,
+        dry_run: bool,
+        holder: Mapping[str, Any],
+        idempotency_key: str | None,
+    ) -> answers.LeaseRecord | Created:
+        if memory_mib is not None and memory_units is not None:
+            raise ContradictionError("memory_mib and memory_units exclude each other", "give one of them")
+        if devices and (count > 1 or memory_mib is not None or memory_units is not None):
+            raise ContradictionError("devices go with neither count nor memory", "leave one of them out")
+        if across and count == 1:
+            raise ContradictionError("across needs several devices, and count is 1", "set count to 2 or more")
+        mib = (memory_mib or 0) + (memory_units or 0) * self._leases.memory_unit_mib
+        wanted = LeaseRequest(count, tuple(devices or ()), gpu or "", across, placement, mib, enforced)
+        queued = QueuedRequest(wanted, _holder(request, **holder), idempotency_key or "", cdi)
+        if dry_run:
+            return self._leases.would_take(queued)
+        lease, is_new = await self._leases.take(queued, request.keep, wait_s)
+        return Created(lease, f"/v1/leases/{lease['id']}") if is_new else lease
+
+    async def end_lease(self, request: Request, *, lease: str) -> answers.LeaseRecord:
+        return self._leases.release(lease, _caller(request))
+
+    async def renew_lease(self, request: Request, *, lease: str) -> answers.LeaseRecord:
+        return self._leases.renew(lease, _caller(request))
+
+    async def bind_lease(self, request: Request, *, lease: str, pid: int | None) -> answers.LeaseRecord:
+        holder = _process("container", request.pid if pid is None else pid, request)
+        return self._leases.bind(lease, _caller(request), holder)
+
+
+def _caller(request: Request) -> Owner:
+    return Owner(request.uid, job_unit_of(request.pid))
+
+
+def _holder(
+    request: Request,
+    *,
+    kind: str | None,
+    pid: int | None,
+    command: str | None,
+    name: str | None,
+    ttl_s: int | None,
+) -> Holder:
+    """The holder that the members name; raises ContradictionError and what `_process` raises."""
+    if (kind or (name and "name")) == "name":
+        if not name or ttl_s is None:
+            what = "a holder of kind name needs both a name and a time to live"
+            raise ContradictionError(what, 'write "holder": {"name": "job-17", "ttl_s": 600}')
+        for member, value in (("pid", pid), ("command", command)):
+            if value is not None:
+                raise ContradictionError(f"holder.{member} is of no use to a name", "leave one of them out")
+        return Holder("name", request.uid, name=name, ttl_s=ttl_s, unit=job_unit_of(request.pid))
+    for member, value in (("name", name), ("ttl_s", ttl_s)):
+        if value is not None:
+            raise ContradictionError(f"holder.{member} requires kind name", "leave one of them out")
+    if kind == "connection" and pid not in (None, request.pid):
+        raise ContradictionError("holder.pid requires kind process or container", "leave one of them out")
+    holder = _process(kind or "process", request.pid if pid is None else pid, request)
+    return holder._replace(command=printable((command or "")[:COMMAND_LENGTH]))
+
+
+def _process(binding: str, pid: int, request: Request) -> Holder:
+    """A process of the caller's user, or any for root; raises NotFoundError and NotAllowedError.
+
+    A process' lease belongs to the process' owner, and a container's to the engine that asks: the user in a
+    container, or the user outside that its root is mapped to, is no user of the host's.
+    """
+    started, owner = (started_ticks(pid), uid_of(pid)) if pid else (None, None)
+    if started is None or owner is None:
+        hint = "a process in another PID namespace cannot be seen from here: use holder.name and holder.ttl_s"
+        raise NotFoundError(f"there is no process with PID {pid}", hint)
+    if request.uid not in (0, os.geteuid(), owner):
+        raise NotAllowedError(f"PID {pid} is another user's", "only root may take a lease for it")
+    lease_owner = _caller(request) if binding == "container" else Owner(owner, job_unit_of(pid))
+    return Holder(binding, lease_owner.uid, pid, started, unit=lease_owner.unit)

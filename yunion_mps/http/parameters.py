@@ -1,0 +1,224 @@
+"""Parameters of operations: what a path, a query, a header or a JSON body may hold, and its checks."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Union
+
+from yunion_mps.errors import YunionError
+from yunion_mps.reasons import INVALID_REQUEST
+from yunion_mps.times import seconds
+
+Value = Union[str, int, float, bool, Sequence[str], Mapping[str, Any], None]
+
+#: The last moment that can be asked for (in s since 1970), in the year 5138.
+LATEST_S = 99_999_999_999
+_SHOWN_LENGTH = 100
+_EXAMPLE = 'write a JSON object such as {"count": 2}'
+
+
+class BadRequestError(YunionError):
+    """The request cannot be understood; the message names the parameter."""
+
+    exit_code = 2
+    code = INVALID_REQUEST
+
+
+class MediaTypeError(BadRequestError):
+    """The body is not declared as JSON."""
+
+
+class Parameter(NamedTuple):
+    """One parameter: what it may be, and its value if it is left out.
+
+    Its type is `string`, `integer`, `boolean`, `time`, `array` (of so many such strings) or `object`, which
+    has `members` and is one of a body.
+    """
+
+    name: str
+    about: str
+    type: str = "string"
+    default: Value = None
+    lowest: int = 0
+    highest: int = 0
+    choices: tuple[str, ...] = ()
+    pattern: str = ""
+    hint: str = ""
+    example: Value = None
+    members: tuple[Parameter, ...] = ()
+
+    @property
+    def argument(self) -> str:
+        """Its name in Python: `Idempotency-Key` is `idempotency_key`."""
+        return self.name.lower().replace("-", "_")
+
+    def value(self, text: str) -> Value:
+        """The value that is written so in a query or a header; raises BadRequestError."""
+        value: Value = text
+        if self.type == "boolean":
+            value = {"true": True, "false": False}.get(text, text)
+        elif self.type == "integer" and re.fullmatch(f"{'-?' if self.lowest < 0 else ''}[0-9]{{1,11}}", text):
+            value = int(text)
+        return self._checked(value, self.name, repr(text[:_SHOWN_LENGTH]))
+
+    def member(self, value: Any, path: str) -> Value:
+        """The value of a member of a JSON body; raises BadRequestError."""
+        if self.type == "object":
+            return members_of(value, self.members, path)
+        if self.type == "array":
+            if isinstance(value, list) and self.lowest <= len(value) <= self.highest:
+                item = self._replace(type="string")
+                return tuple(str(item.member(one, f"{path}[{place}]")) for place, one in enumerate(value))
+            raise BadRequestError(
+                f"{path} is {_shown(value)}", f"write a list of {self.lowest} to {self.highest} strings"
+            )
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)  # for JSON, 2.0 is a whole number as well
+        return self._checked(value, path, _shown(value))
+
+    def _checked(self, value: Value, path: str, shown: str) -> Value:
+        hint = self.hint
+        if self.type == "boolean":
+            if isinstance(value, bool):
+                return value
+            hint = "write true or false"
+        elif self.type == "integer":
+            if (
+                isinstance(value, int)
+                and not isinstance(value, bool)
+                and self.lowest <= value <= self.highest
+            ):
+                return value
+            hint = f"write a whole number from {self.lowest} to {self.highest}"
+        elif self.type == "time":
+            with contextlib.suppress(ValueError):
+                text = str(value)
+                return float(text) if re.fullmatch("[0-9]{1,11}", text) else seconds(text)
+            hint = "write an RFC 3339 time such as 2026-11-20T13:45:00Z, or seconds since 1970"
+        elif self.choices:
+            if value in self.choices:
+                return value
+            hint = f"write one of {', '.join(self.choices)}"
+        elif isinstance(value, str) and re.fullmatch(self.pattern.strip("^$") or "(?s:.*)", value):
+            return value
+        raise BadRequestError(f"{path} is {shown}", hint or "write a string")
+
+    def schema(self) -> dict[str, object]:
+        """What it may be, as a JSON schema."""
+        if self.type == "object":
+            return {"description": self.about, **members_schema(self.members)}
+        if self.type == "time":
+            unix = {"type": "integer", "minimum": 0, "maximum": LATEST_S}
+            return {"anyOf": [{"type": "string", "format": "date-time"}, unix]}
+        if self.type == "array":
+            items = self._replace(type="string").schema()
+            return {"type": "array", "items": items, "minItems": self.lowest, "maxItems": self.highest}
+        schema: dict[str, object] = {"type": self.type}
+        if self.type == "integer":
+            schema.update(minimum=self.lowest, maximum=self.highest)
+        if self.choices:
+            schema["enum"] = list(self.choices)
+        if self.pattern:
+            schema["pattern"] = self.pattern
+        if self.default is not None:
+            schema["default"] = self.default
+        return schema
+
+
+def members_schema(members: Iterable[Parameter]) -> dict[str, object]:
+    """An object with these members, all of which may be left out."""
+    properties = {
+        one.name: one.schema() if one.type == "object" else {"description": one.about, **one.schema()}
+        for one in members
+    }
+    return {"type": "object", "properties": properties, "additionalProperties": False}
+
+
+def query_arguments(query: str, parameters: Iterable[Parameter]) -> dict[str, Value]:
+    """The value of every parameter of a query; raises BadRequestError."""
+    from urllib.parse import parse_qsl
+
+    try:
+        pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query), max_num_fields=32)
+    except ValueError:
+        raise BadRequestError("the query cannot be parsed", "write it as name=value&name=value") from None
+    given = dict(pairs)
+    if len(given) != len(pairs):
+        raise BadRequestError("a parameter is given twice", "give each parameter once")
+    known = {parameter.name: parameter for parameter in parameters}
+    for name in given:
+        if name not in known:
+            raise _unknown("parameter", name, known)
+    return {name: one.value(given[name]) if name in given else one.default for name, one in known.items()}
+
+
+def body_arguments(body: bytes, content_type: str, members: Iterable[Parameter]) -> dict[str, Value]:
+    """The value of every member of a JSON body, which may be empty; raises BadRequestError."""
+    if not body:
+        return members_of({}, members)
+    kind = content_type.partition(";")[0].strip().lower()
+    if kind != "application/json":
+        shown = repr(kind[:_SHOWN_LENGTH]) if kind else "not given"
+        what = f"the body's content type is {shown}"
+        raise MediaTypeError(what, "send the header Content-Type: application/json")
+    return members_of(_parsed(body), members)
+
+
+def members_of(value: Any, members: Iterable[Parameter], path: str = "") -> dict[str, Value]:
+    """The value of every member of an object at this path of a body; raises BadRequestError."""
+    if not isinstance(value, dict):
+        raise BadRequestError(f"{path or 'the body'} is {_shown(value)}", "write a JSON object: {…}")
+    known = {one.name: one for one in members}
+    prefix = f"{path}." if path else ""
+    for name in value:
+        if name not in known:
+            raise _unknown("member", name, known, prefix)
+    found: dict[str, Value] = {}
+    for name, one in known.items():
+        if name in value or one.type == "object":
+            found[name] = one.member(value.get(name, {}), prefix + name)
+        else:
+            found[name] = one.default
+    return found
+
+
+def _parsed(body: bytes) -> Any:
+    try:
+        return json.loads(body.decode(), object_pairs_hook=_object, parse_constant=_refuse_constant)
+    except RecursionError:
+        raise BadRequestError("the body is nested too deeply", _EXAMPLE) from None
+    except json.JSONDecodeError as error:
+        where = f"line {error.lineno}, column {error.colno}: {error.msg}"
+        raise BadRequestError(f"the body is not valid JSON: {where}", _EXAMPLE) from None
+    except ValueError:  # it is not UTF-8, or has a number of thousands of digits
+        raise BadRequestError("the body is not valid JSON in UTF-8", _EXAMPLE) from None
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise BadRequestError(f"member {name[:_SHOWN_LENGTH]!r} is given twice", "give each member once")
+        found[name] = value
+    return found
+
+
+def _refuse_constant(name: str) -> None:
+    raise BadRequestError(f"{name} is not valid JSON", "write a number")
+
+
+def _unknown(kind: str, name: str, known: Iterable[str], prefix: str = "") -> BadRequestError:
+    from yunion_mps.config.document import nearest_key  # which parses YAML: only a mistake pays for it
+
+    near = nearest_key(name[:_SHOWN_LENGTH], known)
+    guess = f" (did you mean {prefix}{near}?)" if near else ""
+    names = ", ".join(sorted(known))
+    hint = f"the {kind}s are {names}" if names else f"leave it out: there are no {kind}s here"
+    return BadRequestError(f"unknown {kind} {(prefix + name)[:_SHOWN_LENGTH]!r}{guess}", hint)
+
+
+def _shown(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)[:_SHOWN_LENGTH]
