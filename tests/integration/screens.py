@@ -39,8 +39,8 @@ GPU                                 USED MiB  OF MiB       UTIL % IN USE        
 DEVICE                              USED MiB  OF MiB  SM % UTIL % USER               PID  SINCE COMMAND
 00:06.0-1! {FULL}     6000    5760    25     42 alice             4260     2h python train.py
 00:06.0!   {WIDE}      300                   42 mallory           4711     3h ./old-job
-00:06.0-2  {WIDE}        0    5760    25        bob                       5d job-17
-00:06.0-3  {WIDE}        0    5760    25        bob                       5d job-17
+00:06.0-2  {WIDE}        0    5760    25        bob                        5d job-17
+00:06.0-3  {WIDE}        0    5760    25        bob                        5d job-17
 00:06.0-0  {WIDE}             5760    25        free
 EVENTS
 HH:MM:SS info    domain host: applying -> ready
