@@ -343,6 +343,17 @@ def test_events_are_those_since_then_and_go_on_past_a_restart(ready_daemon: Daem
     assert next(following).subject == ADDRESSES[3]
 
 
+def test_devices_are_watched_also_past_a_restart(ready_daemon: Daemon, client: Client) -> None:
+    watched = client.watch_devices()
+    assert next(watched) == client.devices()
+    with client.lease(devices=[ADDRESSES[1]]) as lease:
+        assert [device.lease for device in next(watched)] == [None, lease.id, None, None]
+        ready_daemon.kill()
+        ready_daemon.start().wait_ready()
+    changed = next(devices for devices in watched if all(device.free for device in devices))
+    assert [device.addr for device in changed] == ADDRESSES
+
+
 def test_without_a_daemon_it_says_so_at_once(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("YUNION_MPS_ROOT", str(daemon.host.root))
     with pytest.raises(UnreachableError, match="the daemon is not running"):

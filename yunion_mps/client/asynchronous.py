@@ -29,6 +29,9 @@ class AsyncClient:
     async def devices(self, *, unused: bool = False) -> list[Device]:
         return await self._ask.devices(unused=unused)
 
+    def watch_devices(self) -> AsyncIterator[list[Device]]:
+        return self._ask.watch_devices()
+
     async def device(self, name: str) -> DeviceDetails:
         return await self._ask.device(name)
 

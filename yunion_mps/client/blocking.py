@@ -36,6 +36,13 @@ class Client:
         """All devices in PCI order, or those that can be used now and are free."""
         return finish(self._ask.devices(unused=unused))
 
+    def watch_devices(self) -> Iterator[list[Device]]:
+        """Yield all devices now and whenever one of them has changed, also past a restart of the daemon.
+
+        Raises UnreachableError if the daemon stays away.
+        """
+        return iterate(self._ask.watch_devices())
+
     def device(self, name: str) -> DeviceDetails:
         """One device by id, address or a unique beginning of either; raises NotFoundError."""
         return finish(self._ask.device(name))

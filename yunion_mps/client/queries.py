@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from datetime import datetime, timedelta
 
-from yunion_mps.client.following import follow
+from yunion_mps.client.following import follow, watch
 from yunion_mps.client.request import beginning
 from yunion_mps.client.taking import Say
 from yunion_mps.client.transport import Transport
@@ -32,6 +32,10 @@ class Questions:
     async def devices(self, *, unused: bool) -> list[Device]:
         answer = await self._call(GET_DEVICES, limit=0, unused=unused)
         return [Device.of(one) for one in answer["isolated_devices"]]
+
+    async def watch_devices(self) -> AsyncGenerator[list[Device], None]:
+        async for answer in watch(self._transport, GET_DEVICES, self._say, limit=0):
+            yield [Device.of(one) for one in answer["isolated_devices"]]
 
     async def device(self, name: str) -> DeviceDetails:
         answer = await self._call(GET_DEVICE, id=name)

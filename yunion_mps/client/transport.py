@@ -25,6 +25,9 @@ class Transport(Protocol):
     async def call(self, operation: Operation[T], timeout_s: float | None = None, **arguments: Value) -> T:
         """The answer, as `DaemonClient.call` returns it; raises YunionError."""
 
+    async def changed(self, operation: Operation[T], **arguments: Value) -> tuple[T | None, str]:
+        """The answer and its ETag, as `DaemonClient.changed` returns them; raises YunionError."""
+
     async def sleep(self, delay_s: float) -> None: ...
 
 
@@ -36,6 +39,9 @@ class Blocking:
 
     async def call(self, operation: Operation[T], timeout_s: float | None = None, **arguments: Value) -> T:
         return self._daemon.call(operation, timeout_s, until_closed=False, **arguments)
+
+    async def changed(self, operation: Operation[T], **arguments: Value) -> tuple[T | None, str]:
+        return self._daemon.changed(operation, **arguments)
 
     async def sleep(self, delay_s: float) -> None:
         time.sleep(delay_s)  # noqa: ASYNC251 - blocking is its purpose

@@ -9,7 +9,15 @@ from typing import TypeVar
 
 import h11
 
-from yunion_mps.http.client import Exchange, broken_off, result_of, silent, unreachable, usual_timeout_s
+from yunion_mps.http.client import (
+    Exchange,
+    broken_off,
+    changed_of,
+    result_of,
+    silent,
+    unreachable,
+    usual_timeout_s,
+)
 from yunion_mps.http.messages import Response
 from yunion_mps.http.operations import Operation
 from yunion_mps.http.parameters import Value
@@ -31,15 +39,23 @@ class AsyncDaemonClient:
     async def call(self, operation: Operation[T], timeout_s: float | None = None, **arguments: Value) -> T:
         """The answer; raises YunionError of the kind that the failure is. Nothing is sent twice."""
         timeout_s = timeout_s or usual_timeout_s(operation, arguments)
+        answer = await self._answer(Exchange(operation.method, operation.message(arguments)), timeout_s)
+        result: T = result_of(answer, is_text=bool(operation.texts))
+        return result
+
+    async def changed(self, operation: Operation[T], **arguments: Value) -> tuple[T | None, str]:
+        """The answer to a watched operation and its ETag, as `DaemonClient.changed` returns them."""
         exchange = Exchange(operation.method, operation.message(arguments))
+        return changed_of(await self._answer(exchange, usual_timeout_s(operation, arguments)))
+
+    async def _answer(self, exchange: Exchange, timeout_s: float) -> Response:
         # Not wait_for: until Python 3.12 it forgets a cancellation that comes with the answer.
         answering = asyncio.ensure_future(answer_on(self._path, exchange))
         try:
             await asyncio.wait({answering}, timeout=timeout_s)
             if not answering.done():
                 raise silent(self._path, timeout_s)
-            result: T = result_of(answering.result(), is_text=bool(operation.texts))
-            return result
+            return answering.result()
         finally:
             answering.cancel()
             await asyncio.gather(answering, return_exceptions=True)

@@ -56,6 +56,7 @@ class Exchange:
         self.request = b"".join(self._http.send(one) or b"" for one in (*events, h11.EndOfMessage()))
         self._status = 0
         self._content_type = ""
+        self._etag = ""
         self._body = bytearray()
 
     def feed(self, data: bytes) -> Response | None:
@@ -67,11 +68,14 @@ class Exchange:
                 return None
             if isinstance(event, h11.Response):
                 self._status = event.status_code
-                self._content_type = dict(event.headers).get(b"content-type", b"").decode()
+                headers = dict(event.headers)
+                self._content_type = headers.get(b"content-type", b"").decode()
+                self._etag = headers.get(b"etag", b"").decode("latin-1")
             elif isinstance(event, h11.Data):
                 self._body += event.data
             else:
-                return Response(self._status, self._content_type, bytes(self._body))
+                etag = (("ETag", self._etag),) if self._etag else ()
+                return Response(self._status, self._content_type, bytes(self._body), etag)
 
 
 class DaemonClient:
@@ -99,6 +103,11 @@ class DaemonClient:
         answer = self._answer(exchange, timeout_s, until_closed=until_closed)
         result: T = result_of(answer, is_text=bool(operation.texts))
         return result
+
+    def changed(self, operation: Operation[T], **arguments: Value) -> tuple[T | None, str]:
+        """The answer to a watched operation, None if it is what `if_none_match` names, and its ETag."""
+        exchange = Exchange(operation.method, operation.message(arguments))
+        return changed_of(self._answer(exchange, usual_timeout_s(operation, arguments), until_closed=False))
 
     def _answer(self, exchange: Exchange, timeout_s: float, *, until_closed: bool) -> Response:
         deadline_s = time.monotonic() + timeout_s
@@ -179,6 +188,12 @@ def _receive(connection: socket.socket, deadline_s: float) -> bytes:
         raise socket.timeout
     connection.settimeout(left_s)
     return connection.recv(1 << 18)
+
+
+def changed_of(answer: Response) -> tuple[Any, str]:
+    """The value that was answered, None if it has not changed, and its ETag; raises as `result_of` does."""
+    value = None if answer.status == 304 else result_of(answer)
+    return value, dict(answer.headers).get("ETag", "")
 
 
 def result_of(answer: Response, *, is_text: bool = False) -> Any:

@@ -26,6 +26,9 @@ class Away:
             raise AWAY
         return {"an": "answer"}
 
+    async def changed(self, *_: Any, **__: Any) -> Any:
+        raise AssertionError
+
     async def sleep(self, delay_s: float) -> None:
         pass
 

@@ -28,6 +28,9 @@ class Interrupted:
             raise outcome
         return outcome
 
+    async def changed(self, *_: Any, **__: Any) -> Any:
+        raise AssertionError
+
     async def sleep(self, delay_s: float) -> None:
         raise AssertionError
 
