@@ -115,7 +115,12 @@ async def take(transport: Transport, wanted: Wanted, wait_s: int, say: Say) -> L
 
 
 async def _undo(transport: Transport, wanted: Wanted) -> None:
-    """End the lease whose answer may have been on its way when the caller was interrupted."""
+    """End the lease whose answer may have been on its way when the caller was interrupted.
+
+    One with a name is left to its time to live, because the name may have had it before.
+    """
+    if "name" in (wanted.get("holder") or {}):
+        return
     with contextlib.suppress(YunionError):
         lease = await transport.call(TAKE_LEASE, _UNDO_S, **wanted)
         await transport.call(END_LEASE, _UNDO_S, lease=lease["id"])

@@ -53,6 +53,13 @@ def test_an_interrupted_caller_that_got_nothing_has_nothing_to_release() -> None
     assert len(transport.calls) == 2
 
 
+def test_a_lease_with_a_name_is_left_to_its_time_to_live() -> None:
+    transport = Interrupted(KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        finish(take(transport, {"holder": {"name": "job-17", "ttl_s": 60}}, 0, lambda _: None))
+    assert len(transport.calls) == 1
+
+
 def test_a_failure_is_no_interruption() -> None:
     transport = Interrupted(YunionError("it is wrong"))
     with pytest.raises(YunionError, match="it is wrong"):
