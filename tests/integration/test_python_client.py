@@ -7,6 +7,7 @@ import math
 import os
 import pickle
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -78,6 +79,7 @@ def test_every_example_of_the_page_runs_and_leaves_nothing_taken(
 def test_the_examples_pass_a_strict_type_check_with_the_installed_package(tmp_path: Path) -> None:
     for number, example in enumerate(EXAMPLES):
         (tmp_path / f"example{number}.py").write_text(example)
+    shutil.copy(CHECKOUT / "docs/examples/llm_servers.py", tmp_path)
     wrong = tmp_path / "wrong.py"
     wrong.write_text("from yunion_mps import Client\nwith Client().lease() as lease:\n    lease.nothing\n")
     files: list[str | Path] = sorted(tmp_path.glob("*.py"))
