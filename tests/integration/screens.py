@@ -9,8 +9,7 @@ yunion-mps 0.1.0  HH:MM:SS  degraded  driver 535.261.03
 Problem: 00:06.0-1 uses 6000 of 5760 MiB: PID 4260 of alice (python train.py)
   do: ask its owner, or terminate it: yunion-mps terminate 4260
 Problem: PID 4711 of mallory (./old-job) uses GPU 00:06.0 (300 MiB) without MPS…
-  do: ask its owner, or terminate it: yunion-mps terminate 4711
-Warning: GPU 00:06.0 (Tesla P40): budgets are not enforced because it is older …
+1 more; all of it: yunion-mps status
 GPU                    USED MiB  OF MiB       UTIL % IN USE     PROCS NAME
 00:06.0    ███░░░░░░░░     6300   23040              3 of 4         2 Tesla P40
 DEVICE                 USED MiB  OF MiB  SM % UTIL % USER         PID COMMAND
