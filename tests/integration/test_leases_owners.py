@@ -27,17 +27,22 @@ from posting import posted
 
 pytestmark = [needs_root, pytest.mark.gpus({"kind": "v100"})]
 
-#: Puts itself into control groups, becomes another user, and asks the daemon.
+#: Puts itself into control groups, becomes another user, and asks the daemon, by a connection that it, or a
+#: child that ends before, has opened.
 _ASK = """
 import http.client, os, socket, sys
-path, method, target, body, uid, *groups = sys.argv[1:]
+path, method, target, body, uid, connects, *groups = sys.argv[1:]
 for group in groups:
     with open(f"{group}/cgroup.procs", "w") as file:
         file.write(str(os.getpid()))
 connection = http.client.HTTPConnection("localhost")
 connection.sock = socket.socket(socket.AF_UNIX)
 os.setuid(int(uid))
-connection.sock.connect(path)
+if connects == "child" and (child := os.fork()):
+    os.waitpid(child, 0)
+else:
+    connection.sock.connect(path)
+    connects == "child" and os._exit(0)
 connection.request(method, target, body, {"Content-Type": "application/json"} if body else {})
 answer = connection.getresponse()
 print(answer.status, answer.read().decode())
@@ -55,10 +60,11 @@ class Job:
         for group in self._groups:
             group.mkdir(parents=True)
 
-    def ask(self, method: str, target: str, words: str = "") -> tuple[int, Any]:
+    def ask(self, method: str, target: str, words: str = "", connects: str = "self") -> tuple[int, Any]:
         path, groups = str(self._daemon.socket_path), map(str, self._groups)
         body = posted(words)[0].decode() if words else ""
-        command = [sys.executable, "-IS", "-c", _ASK, path, method, target, body, str(STRANGER), *groups]
+        asked = [path, method, target, body, str(STRANGER), connects]
+        command = [sys.executable, "-IS", "-c", _ASK, *asked, *groups]
         done = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True)
         status, _, body = done.stdout.partition(" ")
         return int(status), json.loads(body)
@@ -137,6 +143,26 @@ def test_a_job_process_s_lease_is_its_unit_s_whichever_user_took_it(
         assert (engine[0], engine[1]["binding"]) == (200, "container"), "an engine may have left the unit"
         assert other.ask("DELETE", f"/v1/leases/{lease['id']}")[0] == 403
         assert train.ask("DELETE", f"/v1/leases/{lease['id']}")[0] == 200
+
+
+def test_no_job_passes_for_another_by_a_process_that_ended(
+    ready_daemon: Daemon, jobs: tuple[Job, Job, Job]
+) -> None:
+    train, test, _ = jobs
+    with subprocess.Popen(["sleep", "300"], user=STRANGER) as process, contextlib.ExitStack() as end:
+        end.callback(process.kill)
+        for group in train._groups:
+            (group / "cgroup.procs").write_text(str(process.pid))
+        lease, own = take(ready_daemon, f"holder.pid={process.pid}"), f"holder.pid={process.pid}"
+        for method, target, words in (
+            ("DELETE", f"/v1/leases/{lease['id']}", ""),
+            ("POST", f"/v1/leases/{lease['id']}/bind", f"pid={process.pid}"),
+            ("POST", "/v1/leases", own),
+        ):
+            assert test.ask(method, target, words, "child")[0] == 403, target
+        status, answer = test.ask("POST", "/v1/leases", own)
+        assert (status, answer["detail"]) == (403, f"PID {process.pid} is of another unit")
+        assert given(ready_daemon) == lease["devices"]
 
 
 def test_a_reload_sets_how_many_leases_and_how_long_ones_are_allowed(daemon: Daemon) -> None:

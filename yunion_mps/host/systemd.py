@@ -65,16 +65,16 @@ def watchdog_interval_s() -> float | None:
     return int(text) / 2_000_000
 
 
-def job_unit_of(pid: int, proc: str = "/proc") -> str:
-    """The job's unit that the process is in, such as `yunion-mps-job@train.service`.
+def job_unit_of(pid: int, proc: str = "/proc") -> str | None:
+    """The job's unit that the process is in, such as `yunion-mps-job@train.service`; None if it has ended.
 
     systemd makes a control group for each unit, and no job can leave its own. "" also if there are no control
-    groups, or if the process is in a PID namespace that cannot be seen from here.
+    groups, or if the process is in a PID namespace that cannot be seen from here (PID 0).
     """
     try:
         with open(f"{proc}/{pid}/cgroup", encoding="utf-8", errors="replace") as file:
             groups = file.read().splitlines()
     except OSError:
-        return ""
+        return None if pid and not os.path.exists(f"{proc}/{pid}") else ""
     found = (_JOB_UNIT.search(group) for group in groups if not _USERS.search(group))
     return next((match[1] for match in found if match), "")

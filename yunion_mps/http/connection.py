@@ -13,6 +13,7 @@ from typing import cast
 
 import h11
 
+from yunion_mps.host.systemd import job_unit_of
 from yunion_mps.http.listener import STRANGER, is_gone, peer_of
 from yunion_mps.http.messages import Request, Response, problem
 from yunion_mps.http.pool import KEPT_BYTES, ConnectionPool
@@ -37,6 +38,7 @@ class Connection(asyncio.BufferedProtocol):
     def __init__(self, pool: ConnectionPool) -> None:
         self.pid = 0
         self.uid = STRANGER
+        self.unit: str | None = ""
         #: The user, or the address of a client over TCP.
         self.client: int | str = STRANGER
         self._at_end: list[Callable[[], None]] = []
@@ -57,6 +59,7 @@ class Connection(asyncio.BufferedProtocol):
         self._transport = cast(asyncio.Transport, transport)
         self._transport.set_write_buffer_limits(high=KEPT_BYTES)
         self.pid, self.uid = peer_of(transport.get_extra_info("socket"))
+        self.unit = job_unit_of(self.pid)  # now, because the process may end, and its PID be given again
         address = transport.get_extra_info("peername") or ("",)
         self.client = self.uid if self.uid != STRANGER else str(address[0])
         if not self._pool.admit(self):
@@ -215,7 +218,8 @@ class Connection(asyncio.BufferedProtocol):
         method, target = request.method.decode(), request.target.decode("ascii", "replace")
         pairs = reversed(list(request.headers))  # of what comes twice, the first counts
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in pairs}
-        asked = Request(method, target, self.uid, self.pid, self.keep, headers, self._body, self.await_event)
+        peer = (self.uid, self.pid, self.unit)
+        asked = Request(method, target, *peer, self.keep, headers, self._body, self.await_event)
         self._body = b""
         answer = self._pool.application.answer(asked)
         if isinstance(answer, Response):

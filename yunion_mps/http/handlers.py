@@ -180,7 +180,11 @@ class Handlers:
 
 
 def _caller(request: Request) -> Owner:
-    return Owner(request.uid, job_unit_of(request.pid))
+    """Whose request it is; raises NotAllowedError if that cannot be known."""
+    if request.unit is None and request.uid != 0:
+        what = "the process that opened this connection has ended, so its unit is unknown"
+        raise NotAllowedError(what, "connect again")
+    return Owner(request.uid, request.unit or "")
 
 
 def _holder(
@@ -200,7 +204,7 @@ def _holder(
         for member, value in (("pid", pid), ("command", command)):
             if value is not None:
                 raise ContradictionError(f"holder.{member} is of no use to a name", "leave one of them out")
-        return Holder("name", request.uid, name=name, ttl_s=ttl_s, unit=job_unit_of(request.pid))
+        return Holder("name", request.uid, name=name, ttl_s=ttl_s, unit=_caller(request).unit)
     for member, value in (("name", name), ("ttl_s", ttl_s)):
         if value is not None:
             raise ContradictionError(f"holder.{member} requires kind name", "leave one of them out")
@@ -222,5 +226,8 @@ def _process(binding: str, pid: int, request: Request) -> Holder:
         raise NotFoundError(f"there is no process with PID {pid}", hint)
     if request.uid not in (0, os.geteuid(), owner):
         raise NotAllowedError(f"PID {pid} is another user's", "only root may take a lease for it")
-    lease_owner = _caller(request) if binding == "container" else Owner(owner, job_unit_of(pid))
+    caller = _caller(request)
+    lease_owner = caller if binding == "container" else Owner(owner, job_unit_of(pid) or "")
+    if request.uid != 0 and lease_owner.unit != caller.unit:
+        raise NotAllowedError(f"PID {pid} is of another unit", "only root may take a lease for it")
     return Holder(binding, lease_owner.uid, pid, started, unit=lease_owner.unit)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Request(NamedTuple):
-    """What was asked, and by which user and process, as the kernel says.
+    """What was asked, and by which user, process and unit of a job, as the kernel says.
 
     The names of `headers` are in lower case. `keep` has a function called when the connection ends, which
     then may be idle for good. `await_event` is called once the answer waits for something to happen.
@@ -28,6 +28,7 @@ class Request(NamedTuple):
     target: str
     uid: int
     pid: int = 0
+    unit: str | None = ""
     keep: Callable[[Callable[[], None]], None] = lambda _: None
     headers: Mapping[str, str] = {}
     body: bytes = b""

@@ -152,4 +152,7 @@ def test_a_process_of_a_job_s_unit_is_known_by_its_control_group(
     (tmp_path / "4260").mkdir()
     (tmp_path / "4260/cgroup").write_text(cgroups)
     assert job_unit_of(4260, str(tmp_path)) == unit
-    assert job_unit_of(4261, str(tmp_path)) == "", "it has ended, or control groups are not there"
+    assert job_unit_of(4261, str(tmp_path)) is None, "it has ended"
+    (tmp_path / "4262").mkdir()
+    assert job_unit_of(4262, str(tmp_path)) == "", "there are no control groups"
+    assert job_unit_of(0, str(tmp_path)) == "", "it is in a PID namespace that cannot be seen"
