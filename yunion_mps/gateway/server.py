@@ -254,7 +254,7 @@ def _guarded(response: Response) -> Response:
 
 
 #: Any local user reaches a port of 127.0.0.1, and all of them are one client there.
-LIMITS = Limits(first_request_timeout_s=2.0)
+LIMITS = Limits(first_request_timeout_s=2.0, waiting=512)
 _POLL_S = 2.0
 
 

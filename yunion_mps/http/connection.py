@@ -29,6 +29,9 @@ _EVENTS_A_TURN = 64
 
 _NOT_MODIFIED = 304
 
+#: So soon a client has sent its request, if it is not there to take places from others.
+_FIRST_REQUEST_S = 0.25
+
 TOO_MANY = problem(503, "too many connections are open", "close some, or try again in a moment")
 
 
@@ -51,6 +54,8 @@ class Connection(asyncio.BufferedProtocol):
         self._request: h11.Request | None = None
         self._body = b""
         self._blocked = False
+        self._has_place = False
+        self._begun_s = 0.0
         self._fresh = True
         self._awaits_event = False
         self._awaited: asyncio.Future[Response] | None = None
@@ -62,10 +67,17 @@ class Connection(asyncio.BufferedProtocol):
         self.unit = job_unit_of(self.pid)  # now, because the process may end, and its PID be given again
         address = transport.get_extra_info("peername") or ("",)
         self.client = self.uid if self.uid != STRANGER else str(address[0])
+        self._set_deadline(self._limits.answer_timeout_s)
         if not self._pool.admit(self):
             self._refuse(TOO_MANY)
-            return
+
+    def begin(self) -> None:
+        """Handle requests: it has its place."""
+        self._has_place = True
+        self._begun_s = asyncio.get_running_loop().time()
         self._set_deadline(self._limits.first_request_timeout_s)
+        if self._http.trailing_data[0]:
+            self._turn = asyncio.get_running_loop().call_soon(self._work)
 
     def connection_lost(self, exc: Exception | None) -> None:
         del exc
@@ -86,7 +98,8 @@ class Connection(asyncio.BufferedProtocol):
 
     def buffer_updated(self, nbytes: int) -> None:
         self._http.receive_data(bytes(self._pool.buffer[:nbytes]))
-        if self._awaited and self._transport and len(self._http.trailing_data[0]) > KEPT_BYTES:
+        waits = self._awaited or not self._has_place
+        if waits and self._transport and len(self._http.trailing_data[0]) > KEPT_BYTES:
             self._transport.pause_reading()
         self._work()
 
@@ -129,7 +142,14 @@ class Connection(asyncio.BufferedProtocol):
         """Whether it may be closed for a new one: no request is being handled, and no lease depends on it."""
         if self._at_end or (self._awaited is not None and not self._awaits_event):
             return False
+        if self._fresh and self._limits.waiting:
+            return asyncio.get_running_loop().time() - self._begun_s > _FIRST_REQUEST_S
         return self._blocked or self._turn is None
+
+    @property
+    def was_answered(self) -> bool:
+        """Whether it has had an answer."""
+        return not self._fresh
 
     def await_event(self) -> None:
         """The current request waits for an event; until then the connection may be replaced."""
@@ -155,6 +175,8 @@ class Connection(asyncio.BufferedProtocol):
         """Take a turn: what is left after it waits for the next one, and nothing is read until then."""
         self._turn = None
         if self._transport is None or self._transport.is_closing() or self._blocked or self._awaited:
+            return
+        if not self._has_place:
             return
         try:
             more = self._handle()
@@ -307,7 +329,9 @@ class Connection(asyncio.BufferedProtocol):
         if self._turn or self._awaited:  # it is we who are slow
             self._set_deadline(self._limits.request_timeout_s)
             return
-        if self._request_has_begun and not self._blocked and not self._transport.is_closing():
+        if not self._has_place:
+            self._refuse(TOO_MANY)
+        elif self._request_has_begun and not self._blocked and not self._transport.is_closing():
             self._refuse(problem(408, "the request did not arrive in time"))
         else:
             self._transport.abort()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from typing import NamedTuple, Protocol
 
 from yunion_mps.http.messages import Answer, Request
@@ -29,6 +29,9 @@ class Limits(NamedTuple):
     kept_for_new_clients: int = 16
     of_one_user: int = 128
     unread_bytes: int = 16 << 20
+    #: How many connections wait for a place, first come, first served, instead of being refused. Over TCP one
+    #: program may keep all connections of an address busy: one that has had an answer gives way to them.
+    waiting: int = 0
 
 
 class Application(Protocol):
@@ -56,6 +59,13 @@ class Member(Protocol):
     def may_be_replaced(self) -> bool:
         """Whether it may be closed for a new one."""
 
+    @property
+    def was_answered(self) -> bool:
+        """Whether it has had an answer."""
+
+    def begin(self) -> None:
+        """Handle requests: it has its place."""
+
     def make_room(self) -> None:
         """Close it in favour of a new connection."""
 
@@ -75,22 +85,40 @@ class ConnectionPool:
         self.connections: dict[Member, None] = {}
         #: By user, or by address over TCP.
         self.by_client: Counter[int | str] = Counter()
+        self.waiting: deque[Member] = deque()
 
     def admit(self, connection: Member) -> bool:
-        """Whether there is room for one more connection of this client.
+        """Let the connection begin, now or once it has a place; returns whether it will have one.
 
-        If there is none, it replaces the one of the idle connections whose last answer is the oldest.
+        If there is no room, it replaces the one of the idle connections whose last answer is the oldest.
         """
+        if self._replaceable_for(connection.client) is not None and self.waiting:
+            has_place = False  # others have waited longer
+        else:
+            has_place = self._place(connection)
+        if not has_place and len(self.waiting) < self.limits.waiting:
+            self.waiting.append(connection)
+            return True
+        return has_place
+
+    def _place(self, connection: Member) -> bool:
         candidates = self._replaceable_for(connection.client)
         if candidates is not None:
-            idle = next((one for one in candidates if one.may_be_replaced), None)
-            if idle is None:
+            replaced = next((one for one in candidates if one.may_be_replaced), None)
+            if replaced is None and self.limits.waiting:
+                replaced = next((one for one in candidates if one.was_answered), None)
+            if replaced is None:
                 return False
-            self.forget(idle)
-            idle.make_room()
+            self._remove(replaced)
+            replaced.make_room()
         self.connections[connection] = None
         self.by_client[connection.client] += 1
+        connection.begin()
         return True
+
+    def _place_waiting(self) -> None:
+        while self.waiting and self._place(self.waiting[0]):
+            self.waiting.popleft()
 
     def _replaceable_for(self, client: int | str) -> list[Member] | None:
         """The connections of which one must be closed to admit the client; None if there is room."""
@@ -106,13 +134,22 @@ class ConnectionPool:
     def note_answer(self, connection: Member) -> None:
         """The connection has got an answer: it comes last in the order."""
         if connection in self.connections:
-            self.connections[connection] = self.connections.pop(connection)
+            del self.connections[connection]  # its client has to read the answer before it gives way
+            self._place_waiting()
+            self.connections[connection] = None
 
     def unread_bytes(self, client: int | str) -> int:
         """How much of the answers to this client has not been read."""
         return sum(connection.unread_bytes for connection in self.connections if connection.client == client)
 
     def forget(self, connection: Member) -> None:
+        """The connection has ended."""
+        if connection in self.waiting:
+            self.waiting.remove(connection)
+        self._remove(connection)
+        self._place_waiting()
+
+    def _remove(self, connection: Member) -> None:
         if connection in self.connections:
             del self.connections[connection]
             self.by_client[connection.client] -= 1

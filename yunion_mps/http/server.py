@@ -44,7 +44,10 @@ class Server:
     async def close(self) -> None:
         """Accept no more, and end the connections that are open."""
         await self._end_accepting()
-        for connection in list(self.pool.connections):
+        self._abort_all()
+
+    def _abort_all(self) -> None:
+        for connection in [*self.pool.waiting, *self.pool.connections]:
             connection.abort()
 
     async def hand_over(self) -> None:
@@ -58,8 +61,7 @@ class Server:
             if asyncio.get_running_loop().time() > end_s:
                 break
             await asyncio.sleep(0.005)
-        for connection in list(self.pool.connections):
-            connection.abort()
+        self._abort_all()
 
     async def _pause_accepting(self) -> None:
         """Leave new clients to the kernel, and let those that asyncio has accepted become connections."""

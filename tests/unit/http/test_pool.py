@@ -151,6 +151,29 @@ def test_a_request_that_is_being_answered_is_not_ended_for_another(crowded: Serv
     assert [client.answer().status for client in clients] == [200, 200]
 
 
+def test_connections_wait_for_those_that_are_busy_and_had_an_answer(crowded: Serve) -> None:
+    host = crowded(connections=2, waiting=2)
+    host.reloader.gate.clear()
+    busy = fill(host, 2, send=request("/v1/plan") * 3)
+    eventually(lambda: len(host.reloader.asked) == 2, "two that are being answered")
+    waiting = []
+    for number in (1, 2):
+        waiting.append(host.connect().send(request("/v1/status")))
+        eventually(lambda number=number: len(host.server.pool.waiting) == number, "one more that waits")  # type: ignore[misc]
+    assert_turned_away(host)
+    host.reloader.gate.set()
+    assert [client.answer().status for client in busy] == [200, 200]
+    assert [client.answer().status for client in waiting] == [200, 200]
+
+
+def test_a_connection_that_waits_too_long_is_told_so(crowded: Serve) -> None:
+    host = crowded(connections=1, waiting=1, answer_timeout_s=0.2)
+    host.reloader.gate.clear()
+    fill(host, 1, send=request("/v1/plan"))
+    eventually(lambda: len(host.reloader.asked) == 1, "one that is being answered")
+    assert_turned_away(host)
+
+
 def test_a_client_that_does_not_read_its_answer_makes_room(crowded: Serve) -> None:
     host = crowded(snapshots.large(2400), connections=1, answer_timeout_s=600)
     fill(host, 1, send=request("/v1/devices?limit=0"))
