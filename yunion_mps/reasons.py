@@ -171,6 +171,11 @@ CONTROL_DAEMON_SILENT = _code(
     "The control daemon is running but does not answer, or cannot be reached.",
     f"wait for its jobs to end; it then restarts automatically; {_CLIENTS}",
 )
+CONTROL_DAEMON_BUSY = _code(
+    "control_daemon_busy",
+    "Other processes are connected to the control daemon and keep it from answering.",
+    "end the processes that the reason names, or let only one group connect: set cuda_mps_pipe_group",
+)
 CONTROL_DAEMON_ERROR = _code(
     "control_daemon_error", "The control daemon gave an unexpected answer.", _RETRIED
 )

@@ -13,7 +13,7 @@ from faults.levers import Levers
 from faults.rows import OURSELVES, fault
 from faults.scene import FORMER_MODE, Scene, until
 from faults.sweep import Sweep
-from unit.mps.front_ends import STRANGER, full_queue, stop_process
+from unit.mps.front_ends import STRANGER, flood, full_queue, stop_process
 
 DAY_S = 86_400
 _ADOPTED = "adopted the running control daemon"
@@ -96,6 +96,21 @@ def hidden(scene: Scene) -> None:
     scene.mend(lambda: None, "they are closed")
     scene.serves_again(lambda: scene.control == control)
     assert scene.control_daemons() == [control]
+
+
+@fault(OURSELVES, "it is started while a user fills the queue of every control daemon", takes_s=20)
+def flooded_at_a_start(scene: Scene) -> None:
+    """It waits and names the user's process, and the compute modes stay set."""
+    scene.serve()
+    place = str(scene.pipe_directory)
+    assert scene.daemon.stop() == 0
+    with flood(place, STRANGER):
+        scene.strike(lambda: scene.daemon.start().wait_ready(), answers=False)
+        scene.is_told("its queue is full, so")
+        assert scene.host.gpus[0].compute_mode == "exclusive_process"
+    scene.mend(lambda: None, "the user's process has ended")
+    scene.serves_again()
+    scene.hold_a_lease()
 
 
 @fault(

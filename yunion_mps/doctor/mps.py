@@ -33,6 +33,7 @@ from yunion_mps.reasons import (
     OTHER_CONTROL_DAEMON,
     SERVER_FAILED,
     SERVERS_ORPHANED,
+    hint_of,
 )
 
 #: The control daemon greets at once; the daemon itself gives it 5 s before it acts.
@@ -101,8 +102,7 @@ def answers(host: Host) -> Findings:
         except SilentError as error:
             why = why_silent(peer.pid, domain.pipe_directory)
             what = f"the control daemon of domain {domain.name} (PID {peer.pid}): {error.message}"
-            hint = "end what keeps it, or: systemctl restart yunion-mps-daemon (this ends its jobs)"
-            found.append(problem(f"{what}{f'; {why}' if why else ''}", hint))
+            found.append(problem(f"{what}{f'; {why}' if why else ''}", hint_of((why or error.reason).code)))
             continue
         front_end = front_end_at(domain.pipe_directory) if front_ends else ""
         if front_end:

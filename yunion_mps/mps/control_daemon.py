@@ -63,8 +63,10 @@ class ControlDaemon:
         self.target = plan
         #: The order to adopt it, if another program has started it.
         self.order: AdoptionOrder | None = None
-        #: Whether it ran before us, and whether it has served: then it may have jobs.
+        #: Whether it ran before us, and whether it has had limits of ours, which its servers may still have.
         self.was_adopted = self.has_served = False
+        #: Whether it replaces one that did not answer, and has not served yet.
+        self.is_replacement = False
         self._had_one = False
         self._is_recorded = is_recorded
         self._tell = tell
@@ -150,6 +152,7 @@ class ControlDaemon:
     def note_served(self) -> None:
         """Note that it serves with its limits in effect."""
         self.has_served = self._is_recorded = True
+        self.is_replacement = False
 
     # -- its end
 
@@ -157,6 +160,7 @@ class ControlDaemon:
         """Forget the process, which has ended; returns how, in words, and the PIDs of its servers."""
         self.log.tell()
         how = "did not serve, and was ended"
+        self.is_replacement = was_replaced
         if not was_replaced:
             how = describe_exit(self.process.status() or 0)
         what = f"the control daemon (PID {self.process.pid}) {how}"
@@ -170,7 +174,7 @@ class ControlDaemon:
         self._release()
 
     def kill(self) -> tuple[int, ...]:
-        """Kill it because it never served; returns the PIDs of its servers: a job may have come."""
+        """Kill it because it has no limits; returns the PIDs of its servers: a job may have come."""
         self.process.kill()
         forget(self.target)
         self._process = None

@@ -18,7 +18,7 @@ from yunion_mps.host.proc import all_pids, count_open, program_name, uid_of
 from yunion_mps.host.processes import Process, spawn
 from yunion_mps.mps.diagnosis import front_end_at
 from yunion_mps.mps.processes import PROGRAM, client_variables
-from yunion_mps.reasons import CONTROL_DAEMON_SILENT
+from yunion_mps.reasons import CONTROL_DAEMON_BUSY, CONTROL_DAEMON_SILENT
 
 #: How long a control daemon has to answer.
 ANSWER_TIMEOUT_S = 5.0
@@ -48,7 +48,7 @@ class SilentError(ControlError):
 class OccupiedError(ControlError):
     """Another front-end is connected, and so ours was not heard."""
 
-    code = CONTROL_DAEMON_SILENT
+    code = CONTROL_DAEMON_BUSY
 
     def __init__(self, pipe_directory: str, who: str = "") -> None:
         super().__init__(

@@ -15,6 +15,7 @@ from collections.abc import Collection, Iterator
 
 from yunion_mps.host.proc import all_pids, count_open, is_stopped, name_of, program_name, uid_of, user_name
 from yunion_mps.mps.processes import PROGRAM, server_pids
+from yunion_mps.reasons import CONTROL_DAEMON_BUSY, CONTROL_DAEMON_SILENT, NO_REASON, Reason
 
 #: So many connections wait in a control daemon's queue (measured); a further one is refused.
 QUEUE = 128
@@ -34,11 +35,14 @@ _ATTRIBUTE = struct.Struct("=HH")
 _TIMEOUT_S = 0.5
 
 
-def why_silent(pid: int, pipe_directory: str) -> str:
-    """The cause in words, empty if none can be seen. Never raises; takes up to half a second."""
+def why_silent(pid: int, pipe_directory: str) -> Reason:
+    """The cause, empty if none can be seen. Never raises; takes up to half a second."""
     with contextlib.suppress(Exception):
-        return _stopped_process(pid) or _silent_connection(pid, pipe_directory)
-    return ""
+        stopped = _stopped_process(pid)
+        if stopped:
+            return Reason(stopped, CONTROL_DAEMON_SILENT)
+        return Reason(_silent_connection(pid, pipe_directory), CONTROL_DAEMON_BUSY)
+    return NO_REASON
 
 
 def front_end_at(pipe_directory: str) -> str:

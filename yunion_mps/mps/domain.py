@@ -18,7 +18,6 @@ from yunion_mps.errors import ControlError, HostError, YunionError
 from yunion_mps.models import DomainPlan, DomainStatus, Event
 from yunion_mps.mps.control_daemon import ControlDaemon, Shutdown, Startup, Task
 from yunion_mps.mps.conversation import SilentError
-from yunion_mps.mps.diagnosis import why_silent
 from yunion_mps.mps.health import HealthMonitor, LimitsChangedError, Recovery
 from yunion_mps.mps.limits import LimitsInEffect, LimitsSetter
 from yunion_mps.mps.log_file import log_hint
@@ -38,6 +37,7 @@ from yunion_mps.mps.states import (
     StateMachine,
     after_failure,
 )
+from yunion_mps.reasons import Reason
 
 log = logging.getLogger(__name__)
 
@@ -120,8 +120,8 @@ class Domain(StateMachine):
 
     @property
     def is_occupied(self) -> bool:
-        """Whether another process keeps its control daemon, which served before, from answering."""
-        return self.control.has_served and isinstance(self._task, LimitsSetter) and bool(self._task.note)
+        """Whether its control daemon cannot be told its limits now, and is asked again."""
+        return isinstance(self._task, LimitsSetter) and bool(self._task.note)
 
     def server_pids(self) -> list[int]:
         """The PIDs of its MPS servers, orphans among them."""
@@ -256,16 +256,20 @@ class Domain(StateMachine):
         due_s = self._task.tick(now_s)
         if due_s is not None:
             return due_s
+        self._begin_to_apply(now_s)
+        return self._step(now_s)
+
+    def _begin_to_apply(self, now_s: float, because: str = "") -> None:
+        """Set the limits of a new control daemon; one that may have them already is asked first."""
         served = self.control.has_served
         what = "read" if served else "set and read back"
-        self._apply(now_s, f"its limits are being {what}", set_first=not served)
-        return self._step(now_s)
+        self._apply(now_s, f"{because}its limits are being {what}", set_first=not served)
 
     def _apply(self, now_s: float, reason: str, *, set_first: bool) -> None:
         idle = self.in_use is False
-        self._task = LimitsSetter(self._free(), self.in_effect, now_s, set_first=set_first, idle=idle)
+        self._task = LimitsSetter(self._free(), self.in_effect, set_first=set_first, idle=idle)
         if self.state == APPLYING:
-            self._explain(reason)
+            self._explain(Reason(reason, reasons.DOMAIN_APPLYING))
         else:
             self._change(APPLYING, now_s, reason)
 
@@ -306,11 +310,10 @@ class Domain(StateMachine):
         if isinstance(task, Recovery):
             due_s = task.tick(now_s, in_use=self.in_use, polled_s=self._polled_s)
             if due_s is None:
-                self._apply(now_s, "it answers again; its limits are being read", set_first=False)
+                self._begin_to_apply(now_s, "it answers again; ")
                 return self._step(now_s)
             if not task.failed:
-                if task.spared_for:
-                    self._explain(task.reason)
+                self._explain(task.reason)
                 return due_s
             self._task = task = Shutdown(self._free(), now_s, timeout_s=None)
         assert isinstance(task, Shutdown)
@@ -360,16 +363,16 @@ class Domain(StateMachine):
             self._fail(now_s, ControlError(what, log_hint(self.plan), reasons.CONTROL_DAEMON_EXITED))
 
     def _give_up(self, now_s: float, error: YunionError) -> None:
-        """End a control daemon that never served; one that may have jobs at work is treated with care."""
+        """Treat a silent control daemon with care: it may have jobs. End one that cannot get its limits."""
         control = self.control
         self._drop()
-        if control.runs and control.has_served and isinstance(error, SilentError):
-            why = why_silent(control.process.pid, self.plan.pipe_directory) or error.message
+        if control.runs and isinstance(error, SilentError):
             self.error = error
-            self._task = recovery = Recovery(control, why, now_s)
-            self._change(WEDGED, now_s, recovery.reason)
+            self._task = recovery = Recovery(control, error, now_s)
+            self._change(WEDGED, now_s, recovery.reason, recovery.reason.code)
             self._wants_poll = True  # whether jobs are in its way is believed only by a poll from now on
-            log.error("domain %s: %s. Resuming it. %s", self.plan.name, self.reason, error.hint)
+            hint = reasons.hint_of(self.reason.code)
+            log.error("domain %s: %s. Resuming it. %s", self.plan.name, self.reason, hint)
             return
         if control.runs and not control.has_served:
             self._rollover.control_daemon_exited(error.message, control.kill())

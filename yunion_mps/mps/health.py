@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from yunion_mps.errors import ControlError, ShortageError, YunionError
 from yunion_mps.mps import limits
 from yunion_mps.mps.control_daemon import ASK_AGAIN_S, ControlDaemon, Task
-from yunion_mps.mps.conversation import HEARD, Conversation, OccupiedError
+from yunion_mps.mps.conversation import HEARD, Conversation, OccupiedError, SilentError
+from yunion_mps.mps.diagnosis import why_silent
 from yunion_mps.mps.log_file import bound_logs
 from yunion_mps.mps.processes import describe_servers
-from yunion_mps.reasons import LIMITS_OVERWRITTEN
+from yunion_mps.reasons import CONTROL_DAEMON_BUSY, LIMITS_OVERWRITTEN, Reason
 
 log = logging.getLogger(__name__)
 
@@ -23,6 +24,8 @@ VERIFY_S = 60.0
 #: How long a wedged control daemon has to answer once it was told to go on, and how often it is probed.
 PATIENCE_S = 2.0
 _WEDGED_PROBE_S = 0.5
+#: How often it is found out why: all processes are searched for that.
+_DIAGNOSE_S = 10.0
 
 
 class LimitsChangedError(ControlError):
@@ -118,12 +121,14 @@ class Recovery(Task):
     """The way out for a control daemon that runs and does not serve: the safest steps first, jobs above all.
 
     It and its servers, for which it waits, are told to go on, in case one was only stopped, and it is asked
-    again and again. Only if that does not help, and no server of it may have jobs, it is to be replaced.
+    again and again. Only if that does not help, and no server of it may have jobs, it is to be replaced. If
+    other processes keep it from answering, that is done once: they can keep the next one from it as well.
     """
 
-    def __init__(self, control: ControlDaemon, why: str, now_s: float) -> None:
+    def __init__(self, control: ControlDaemon, error: SilentError, now_s: float) -> None:
         super().__init__(control)
-        self._why = why
+        self._error = error
+        self._diagnose(now_s)
         self._began_s = now_s
         self._deadline_s = now_s + PATIENCE_S
         self._probe_at_s = now_s
@@ -134,14 +139,26 @@ class Recovery(Task):
         self._wake()
 
     @property
-    def reason(self) -> str:
+    def reason(self) -> Reason:
         """What is wrong, and what it waits for."""
-        pid = self._control.process.pid
-        what = f"the control daemon (PID {pid}) does not serve: {self._why}"
-        if not self.spared_for:
-            return what
-        until = f"it is replaced when {describe_servers(self.spared_for)}, which may have jobs, has ended"
-        return f"{what}; {until} (to end it now, at the risk of its jobs: kill -9 {pid})"
+        pid, why = self._control.process.pid, self._why
+        what = f"the control daemon (PID {pid}) does not serve: {why}"
+        if self.spared_for:
+            until = f"it is replaced when {describe_servers(self.spared_for)}, which may have jobs, has ended"
+            sooner = f"to end it now, at the risk of its jobs: kill -9 {pid}"
+            if self._is_kept_busy:
+                sooner = "not to wait: end the processes that keep it busy"
+            what = f"{what}; {until} ({sooner})"
+        return Reason(what, why.code)
+
+    @property
+    def _is_kept_busy(self) -> bool:
+        return self._why.code == CONTROL_DAEMON_BUSY
+
+    def _diagnose(self, now_s: float) -> None:
+        why = why_silent(self._control.process.pid, self._plan.pipe_directory)
+        self._why = why or self._error.reason
+        self._diagnose_at_s = now_s + _DIAGNOSE_S
 
     def tick(self, now_s: float, *, in_use: bool | None, polled_s: float) -> float | None:
         """Do what is due; when to be called again, None once it answers.
@@ -152,12 +169,14 @@ class Recovery(Task):
         due_s = self._ask(now_s)
         if due_s is None:
             return None
+        if now_s >= self._diagnose_at_s:
+            self._diagnose(now_s)
         if now_s >= self._deadline_s:
             servers = self._control.servers()
             # A job may have come since an earlier poll.
             is_idle = in_use is False and polled_s >= self._began_s
             self.spared_for = () if is_idle else tuple(servers)
-            self.failed = not self.spared_for
+            self.failed = not self.spared_for and not (self._is_kept_busy and self._control.is_replacement)
             if not self.failed:
                 self._wake()
                 self._deadline_s = now_s + ASK_AGAIN_S

@@ -8,22 +8,19 @@ A limit of None is that of a GPU which the control daemon serves and the plan do
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from yunion_mps import reasons
-from yunion_mps.errors import ControlError, ShortageError
+from yunion_mps.errors import ControlError, ShortageError, YunionError
 from yunion_mps.models import DomainPlan
 from yunion_mps.mps.control_daemon import ASK_AGAIN_S, ControlDaemon, Task
 from yunion_mps.mps.conversation import Conversation, occupied
 from yunion_mps.mps.processes import PROGRAM, describe_servers
 from yunion_mps.mps.startup import as_served
 from yunion_mps.planning.environment import decimal
-
-#: How long a new control daemon that turns us away is asked again.
-OCCUPIED_TIMEOUT_S = 10.0
+from yunion_mps.reasons import NO_REASON, Reason
 
 _HINT = "no device is served without its limits; check the end of the control daemon's log"
 
@@ -38,31 +35,28 @@ class LimitsInEffect(NamedTuple):
 class LimitsSetter(Task):
     """Brings limits into effect."""
 
-    def __init__(
-        self, control: ControlDaemon, known: LimitsInEffect, now_s: float, *, set_first: bool, idle: bool
-    ) -> None:
+    def __init__(self, control: ControlDaemon, known: LimitsInEffect, *, set_first: bool, idle: bool) -> None:
         """Begin; `known` is what is in effect as far as we know.
 
         `set_first`: the limits are set without asking first. `idle`: no job uses its GPUs, so a server with
         other limits may be asked to end. If what the servers of another program's control daemon have was
-        never recorded, and its answer is not what is desired, they count as ones with other limits. One that
-        has served may have jobs, so if another front-end is connected, it is asked again without end.
+        never recorded, and its answer is not what is desired, they count as ones with other limits. It is
+        asked again without end while another front-end is connected, or no process can be started.
         """
         super().__init__(control)
         self._known = known
         self._setting = set_first
         self._idle = idle
         self._first: list[str] = []
-        self._give_up_s = math.inf if control.has_served else now_s + OCCUPIED_TIMEOUT_S
         self._again_s = 0.0
         #: Why it takes longer than usual, empty if it does not.
-        self.note = ""
+        self.note = NO_REASON
 
     def tick(self, now_s: float) -> float | LimitsInEffect:
         """What is in effect, once that is read back; before that, when to be called again.
 
         Raises SilentError if there is no answer, ControlError if the limits are not in effect, or if it is
-        unknown which a running server has; ShortageError if a new one cannot be talked to.
+        unknown which a running server has.
         """
         if self._conversation is None and now_s < self._again_s:
             return self._again_s
@@ -82,24 +76,21 @@ class LimitsSetter(Task):
         return self.tick(now_s)
 
     def _begin(self, now_s: float) -> Conversation | None:
-        """Talk to it; None if no process can be started for that, and it may have jobs: it is tried again."""
+        """Talk to it; None if no process can be started for that: it is tried again."""
         first = [*self._first, *set_commands(self._plan)] if self._setting else []
         # The servers are asked for after the limits were set: one that comes in between counts as an old one.
         try:
             return self._converse([*first, "get_server_list", *get_commands(self._plan)], now_s)
         except ShortageError as error:
-            if not self._control.has_served:
-                raise
-            self.note = f"{error.message}; {error.hint}"
-            self._again_s = now_s + ASK_AGAIN_S
+            self._wait(error, now_s)
             return None
 
     def _turned_away(self, now_s: float) -> float:
-        if now_s >= self._give_up_s:
-            raise occupied(self._plan.pipe_directory)
-        if not self.note:
-            error = occupied(self._plan.pipe_directory)
-            self.note = f"{error.message}; {error.hint}"
+        return self._wait(None if self.note else occupied(self._plan.pipe_directory), now_s)
+
+    def _wait(self, error: YunionError | None, now_s: float) -> float:
+        if error:
+            self.note = Reason(f"{error.message}; {error.hint}", error.code)
         self._again_s = now_s + ASK_AGAIN_S
         return self._again_s
 

@@ -95,10 +95,10 @@ class StateMachine:
             )
         self._changed()
 
-    def _explain(self, text: str) -> None:
+    def _explain(self, reason: Reason) -> None:
         """Give another reason for the state that it is in."""
-        if text != self.reason:
-            self.reason = reason = Reason(text, self.reason.code)
+        if reason != self.reason:
+            self.reason = reason
             log.warning("domain %s: %s", self._name, reason)
             still = f"still {self.state}"
             self._tell(Event("warning", "domain", self._name, still, reason, code=reason.code))

@@ -29,7 +29,6 @@ _DOMAIN_HINTS = {
     "applying": f"wait a moment; {_EVENTS}",
     "backoff": f"wait for the automatic restart; {_EVENTS}",
     "failed": "correct the cause; it is retried every minute, or at once with: yunion-mps reload",
-    "wedged": "list its jobs: yunion-mps who --clients; once they have ended, it restarts automatically",
     "stopping": "list the jobs it waits for: yunion-mps who --clients; end one: yunion-mps terminate PID",
 }
 
@@ -64,9 +63,8 @@ def of_status(status: Status, gpus: Iterable[Gpu]) -> Iterator[HostFinding]:
     for domain in status["domains"]:
         if domain["state"] != "ready" and domain["reason"] != domain["pending"]:
             what = f"domain {domain['name']} is {domain['state']}: {domain['reason']}"
-            yield HostFinding(
-                PROBLEM, domain["reason_code"], what, _DOMAIN_HINTS.get(domain["state"], _EVENTS)
-            )
+            code = domain["reason_code"]
+            yield HostFinding(PROBLEM, code, what, _DOMAIN_HINTS.get(domain["state"]) or hint_of(code))
     for gpu in gpus:
         if gpu["state"] == "unavailable" and gpu["reason_code"] != reasons.DOMAIN_NOT_READY:
             name = f" ({gpu['name']})" if gpu["name"] else ""

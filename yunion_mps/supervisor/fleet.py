@@ -150,8 +150,8 @@ class Fleet:
         return all(domain.state == STOPPED for domain in self.domains)
 
     def error_of_all(self) -> YunionError | None:
-        """Why no domain serves; None if one does, or an adopted control daemon is to be looked after."""
-        if any(domain.state == READY or domain.control.is_adopted for domain in self.domains):
+        """Why no domain can serve; None if one does, or has a control daemon that is waited for."""
+        if any(domain.control.runs for domain in self.domains):
             return None
         return next((domain.error for domain in self.domains if domain.error), None)
 

@@ -102,6 +102,22 @@ while True:
 print(flush=True)
 sys.stdin.read()
 """
+_FLOOD = """
+import socket, sys, time
+held = []
+print(flush=True)
+while True:
+    held.append(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+    held[-1].setblocking(False)
+    try:
+        held[-1].connect(sys.argv[1])
+    except BlockingIOError:
+        held.pop()
+        time.sleep(0.0005)
+    except OSError:
+        held = []
+        time.sleep(0.0002)
+"""
 
 
 def silent_process(pipe_directory: str, first: str = "") -> contextlib.AbstractContextManager[int]:
@@ -115,6 +131,11 @@ def silent_process(pipe_directory: str, first: str = "") -> contextlib.AbstractC
 def full_queue(pipe_directory: str, uid: int | None = None) -> contextlib.AbstractContextManager[int]:
     """Have a process hold so many silent connections that no other can be made, as any user may; its PID."""
     return _connected(_FILL, pipe_directory, uid)
+
+
+def flood(pipe_directory: str, uid: int) -> contextlib.AbstractContextManager[int]:
+    """Have a process fill the queue of each control daemon that serves there; its PID."""
+    return _connected(_FLOOD, pipe_directory, uid)
 
 
 @contextlib.contextmanager

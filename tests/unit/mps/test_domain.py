@@ -79,7 +79,11 @@ def test_a_control_daemon_that_never_answers_is_ended_after_ten_seconds(bench: B
     pid = run.pid
     assert run.turn(9.9).state == STARTING
     run.turn(0.1)
-    assert run.reasons[1] == "the control daemon did not answer within 10 s after its start"
+    assert run.reasons[1] == (
+        f"the control daemon (PID {pid}) does not serve: "
+        "the control daemon did not answer within 10 s after its start"
+    )
+    run.turn(2).until(BACKOFF, STARTING)
     assert is_gone(pid)
 
 

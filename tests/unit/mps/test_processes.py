@@ -8,12 +8,15 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from yunion_mps.host.proc import program_name, uid_of
 from yunion_mps.models import DomainPlan
+from yunion_mps.mps import processes
 from yunion_mps.mps.conversation import peer_of
 from yunion_mps.mps.processes import MARK, PROGRAM, SERVER, control_environment, our_processes, record
 from yunion_mps.mps.startup import start
@@ -21,7 +24,7 @@ from yunion_mps.mps.states import APPLYING, READY, STARTING, STOPPED, WEDGED
 from yunion_mps.paths import ROOT_VARIABLE, Paths
 
 from .driving import Bench
-from .front_ends import STRANGER, as_root, full_queue, running_here, stop_process, wait_for
+from .front_ends import PATIENCE_S, STRANGER, as_root, full_queue, running_here, stop_process, wait_for
 
 Hide = Callable[[DomainPlan, int], None]
 _PR_SET_DUMPABLE = 4
@@ -78,29 +81,61 @@ def test_one_whose_queue_is_full_is_adopted_and_serves_when_it_can(bench: Bench,
     assert (run.pid, run.states[-2:]) == (ours.pid, [APPLYING, READY])
 
 
-def test_one_that_is_only_being_started_is_found(bench: Bench) -> None:
-    """Its environment is empty at first, and it does not listen yet; fails now and then without the wait."""
-    for _ in range(30):
-        process = start(bench.program, bench.plan)
-        try:
-            for record_file in Path(Paths.from_environment().control_daemons).iterdir():
-                record_file.unlink()
-            assert [pid for pid, _ in running_here(bench.plan)] == [process.pid]
-        finally:
-            process.kill()
+class KilledError(BaseException):
+    """Stands for our own death."""
 
 
-def test_one_on_the_way_through_a_script_is_found(bench: Bench) -> None:
-    """As a daemon leaves it that is killed between the start of the script and the record of its PID."""
-    script = bench.script(f"echo >{bench.place}/begun; exec sleep 1000")
-    record(bench.plan)
-    process = subprocess.Popen([script], env=control_environment(bench.plan))
+def test_one_whose_daemon_dies_as_it_starts_it_is_found(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before its PID can be recorded, and before a script has come as far as NVIDIA's program."""
+    started, really_spawn = [], os.posix_spawn
+
+    def spawn_and_die(*words: Any, **how: Any) -> int:
+        started.append(really_spawn(*words, **how))
+        raise KilledError
+
+    monkeypatch.setattr(os, "posix_spawn", spawn_and_die)
+    with pytest.raises(KilledError):
+        start(bench.script("exec sleep 1000"), bench.plan)
+    (pid,) = started
     try:
-        wait_for((bench.place / "begun").exists)
-        assert [pid for pid, _ in running_here(bench.plan)] == [process.pid]
+        assert [one for one, _ in running_here(bench.plan)] == [pid]
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+def test_one_that_was_started_is_found_without_its_mark(bench: Bench) -> None:
+    """As if a script started it in another environment."""
+    process = start(bench.script("exec env -i sleep 1000"), bench.plan)
+    try:
+        wait_for(lambda: program_name(process.pid) == "sleep")
+        assert running_here(bench.plan) == [(process.pid, bench.plan.gpu_uuids)]
     finally:
         process.kill()
-        process.wait()
+
+
+def test_an_environment_is_waited_for_while_a_program_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is empty until then, as this shell's is."""
+    monkeypatch.setattr(processes, "_EXEC_S", PATIENCE_S)
+    command = ["/bin/sh", "-c", f"read line; exec env -i {MARK}=host sleep 1000"]
+    one = subprocess.Popen(command, stdin=-1, env={})
+    go = one.stdin
+    assert go is not None
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+
+            def go_on(_: float) -> None:
+                patch.undo()
+                go.close()
+                wait_for(lambda: program_name(one.pid) == "sleep")
+
+            patch.setattr(time, "sleep", go_on)
+            assert processes._environment_after_exec(one.pid) == {MARK: "host"}
+    finally:
+        one.kill()
+        one.wait()
 
 
 def test_one_that_was_recorded_needs_no_mark(bench: Bench) -> None:

@@ -16,9 +16,19 @@ from yunion_mps.mps.conversation import peer_of
 from yunion_mps.mps.health import PROBE_S, PROBE_TIMEOUT_S
 from yunion_mps.mps.processes import PROGRAM
 from yunion_mps.mps.states import APPLYING, BACKOFF, FAILED, READY, STARTING, WEDGED
+from yunion_mps.reasons import CONTROL_DAEMON_BUSY, CONTROL_DAEMON_SILENT
 
 from .driving import Bench, DomainRun
-from .front_ends import silent_connection, silent_process, stop_process, wait_for
+from .front_ends import (
+    STRANGER,
+    as_root,
+    full_queue,
+    silent_connection,
+    silent_process,
+    stop_process,
+    wait_for,
+    wait_until_it_answers,
+)
 
 
 def find_out(run: DomainRun) -> DomainRun:
@@ -133,6 +143,68 @@ def test_one_whose_servers_have_no_jobs_is_replaced_with_them(run: DomainRun, be
         find_out(run).turn(2).until_it(lambda: run.state == READY and run.pid != pid)
     wait_for(lambda: bench.jobs.servers() == [])
     assert run.turn(2).pending == ""
+
+
+@as_root
+def test_with_jobs_the_hint_is_to_end_who_fills_its_queue(run: DomainRun, bench: Bench) -> None:
+    bench.jobs.begin()
+    run.tick()
+    with full_queue(bench.plan.pipe_directory, STRANGER) as user_s:
+        find_out(run).turn(2)
+        assert f"PID {user_s} (" in run.domain.reason
+        assert run.domain.reason.endswith("(not to wait: end the processes that keep it busy)")
+        assert run.domain.reason.code == CONTROL_DAEMON_BUSY
+
+
+@as_root
+def test_a_start_waits_while_another_user_fills_the_queue(bench: Bench, plan: DomainPlan) -> None:
+    """A first replacement gets rid of one who does not come back; from then on it waits."""
+    waits = bench.place / "waits"
+    waits.touch()
+    program = f'[ "$1" = -f ] && while [ -e {waits} ]; do sleep 0.01; done; exec {bench.program} $1'
+    run = bench.domain(program=bench.script(program)).start()
+    for is_replacement in (False, True):
+        pid = run.pid
+        waits.unlink()
+        wait_until_it_answers(plan, pid)
+        with full_queue(plan.pipe_directory, STRANGER) as user_s:
+            waits.touch()
+            run.until(APPLYING).turn(5)
+            assert (run.state, run.pid) == (WEDGED, pid)
+            assert f"PID {user_s} (" in run.domain.reason
+            assert ", nobody) has 1" in run.domain.reason
+            if not is_replacement:
+                run.turn(2).until_ended().tick()
+                continue
+            for _ in range(20):
+                run.turn(2)
+            assert (run.state, run.pid) == (WEDGED, pid)
+    run.until_in_time(READY)
+    assert run.pid == pid
+    assert bench.ask("get_default_device_pinned_mem_limit 0") == ["5G"]
+
+
+def test_a_new_one_waits_for_another_front_end_without_end(bench: Bench, plan: DomainPlan) -> None:
+    run = bench.domain().start()
+    wait_until_it_answers(plan, run.pid)
+    leave = bench.hold_front_end()
+    run.until_it(lambda: run.domain.is_occupied)
+    run.turns(20, 1)
+    assert (run.state, run.domain.reason.code) == (APPLYING, CONTROL_DAEMON_BUSY)
+    leave()
+    run.until_in_time(READY)
+
+
+@as_root
+def test_why_is_found_out_again(run: DomainRun, bench: Bench) -> None:
+    bench.jobs.begin()
+    run.tick()
+    with silent_connection(bench.plan):
+        with full_queue(bench.plan.pipe_directory, STRANGER):
+            find_out(run)
+            assert run.domain.reason.code == CONTROL_DAEMON_BUSY
+        run.turn(10)
+        assert run.domain.reason.code == CONTROL_DAEMON_SILENT
 
 
 def test_a_stopped_server_that_it_waits_for_is_named_and_let_go_on(run: DomainRun, bench: Bench) -> None:
