@@ -107,7 +107,7 @@ def test_a_device_that_is_not_there_is_no_reason_to_run_without_one(ready_daemon
         ("run --gpu '' true", "--device and --gpu need a value: the one given is empty."),
         (
             "run --podman --rm IMAGE true",
-            "run has no option --rm; write podman's options after --: yunion-mps run --podman -- --rm … IMAGE",
+            "run has no option --rm; write podman's options after --: yunion-mps run --podman -- --rm",
         ),
         (
             "run --podman --docker IMAGE",

@@ -43,16 +43,16 @@ _ACCEPTED = "application/json, text/plain"
 class Exchange:
     """One request and its answer, without I/O: send `request`, then feed what comes in."""
 
-    def __init__(self, method: str, message: Message, accept: str = _ACCEPTED, *, keep: bool = False) -> None:
+    def __init__(self, method: str, sent: Message, accept: str = _ACCEPTED, *, keep: bool = False) -> None:
         """With `keep` the connection stays open after the answer."""
         self._http = h11.Connection(h11.CLIENT)
         # A client of the gateway may accept any bytes.
         headers = [(b"Host", b"localhost"), (b"Accept", accept.encode("latin-1"))]
         headers += [] if keep else [(b"Connection", b"close")]
-        headers += [(name.encode(), value.encode()) for name, value in message.headers]
-        headers += [(b"Content-Length", b"%d" % len(message.body))] if method == "POST" else []
-        events: list[h11.Event] = [h11.Request(method=method, target=message.target, headers=headers)]
-        events += [h11.Data(data=message.body)] if message.body else []
+        headers += [(name.encode(), value.encode()) for name, value in sent.headers]
+        headers += [(b"Content-Length", b"%d" % len(sent.body))] if method == "POST" else []
+        events: list[h11.Event] = [h11.Request(method=method, target=sent.target, headers=headers)]
+        events += [h11.Data(data=sent.body)] if sent.body else []
         self.request = b"".join(self._http.send(one) or b"" for one in (*events, h11.EndOfMessage()))
         self._status = 0
         self._content_type = ""
