@@ -40,10 +40,10 @@ def test_jobs_of_the_real_daemon_come_and_go_and_use_outside_mps_is_named(
         host.gpus[0].add_process(os.getpid(), 700, "C")
         screen.wait(rf"^Problem: PID {os.getpid()} of root .* uses GPU 00:06.0 \(700 MiB\)")
         host.gpus[0].add_process(job.pid, 9000, "M+C")
-        screen.wait(rf"^Problem: 00:06.0-1 has 9000 of \d+ MiB: PID {job.pid} of root")
+        screen.wait(rf"^Problem: 00:06.0-1 uses 9000 of \d+ MiB: PID {job.pid} of root")
         status, who = printed(host, "status"), printed(host, "who")
         for text in (status, who):
-            assert re.search(rf"^Problem: +00:06.0-1 has 9000 of \d+ MiB: PID {job.pid} ", text, re.MULTILINE)
+            assert re.search(rf"^Problem: +00:06.0-1 uses 9000 of \d+ MiB: PID {job.pid} ", text, re.MULTILINE)
             assert re.search(rf"^Problem: +PID {os.getpid()} of root .*uses GPU ", text, re.MULTILINE)
         assert "; 1 client of MPS, 1 process outside MPS\n" in status
         assert re.search(rf"^00:06.0-1 +root +{job.pid} .* over budget ", who, re.MULTILINE)
@@ -66,7 +66,7 @@ def test_a_lease_of_the_real_daemon_has_a_user_while_its_command_runs(
         command = host.popen(["yunion-mps", "run", "--", "sleep", "600"])
         try:
             screen.wait("2 devices: 1 used, 1 free; 1 lease;")
-            screen.wait(rf"^00:06\.0-0 .* 0 +8192 +50 root +{command.pid} +\d+s sleep 600")
+            screen.wait(rf"^00:06\.0-0 .* 0 +8192 +50 +root +{command.pid} +\d+[sm] sleep 600")
             header, row = rows(printed(host, "who", "-o", "csv"))
             shown = dict(zip(header, row))
             assert (shown["device"], shown["user"], shown["pid"]) == ("00:06.0-0", "root", str(command.pid))
@@ -98,7 +98,7 @@ def test_what_is_left_of_memory_in_units_is_on_every_screen(
         try:
             screen.wait("^1 GPU; 1 device: 1 used, 0 free; 10240 MiB free in units; 1 lease; 0 processes$")
             screen.wait(r"^00:06\.0-m\* +\S+ +10240 +free +in units$")
-            screen.wait(rf"^00:06\.0-m0 .* 6144 +37\.5 root +{command.pid} ")
+            screen.wait(rf"^00:06\.0-m0 .* 6144 +37\.5 +root +{command.pid} ")
             for name in ("gpus", "status"):
                 assert "00:06.0: 10240 of 16384 MiB are free to lease: yunion-mps run --gpu-mem\n" in printed(
                     host, name
