@@ -185,10 +185,11 @@ class Podman(Closes):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(pause.read_text()), signal.SIGKILL)
         self._namespace.communicate()
-        for path in Path("/sys/fs/cgroup").glob("**/libpod_parent"):
-            for folder in (*path.iterdir(), path):
-                with contextlib.suppress(OSError):
-                    folder.rmdir()
+        for path, folders, _ in os.walk("/sys/fs/cgroup"):  # which passes over what ends meanwhile
+            if path.endswith("/libpod_parent"):
+                for folder in (*(os.path.join(path, name) for name in folders), path):
+                    with contextlib.suppress(OSError):
+                        os.rmdir(folder)
 
 
 def mps(name: str) -> tuple[str, str]:

@@ -106,7 +106,7 @@ def test_run_gives_a_container_a_lease_that_ends_with_it(ready_daemon: Daemon, p
     assert (lease["binding"], lease["pid"]) == ("container", podman.pid_of("trainer"))
     assert files_of(host) == [f"yunion-mps-lease-{lease['id']}.json", "yunion-mps.json"]
     refused = podman.run(*mps(lease["id"]), IMAGE, "true")
-    assert "is a container's already" in refused.stderr
+    assert "already belongs to a container" in refused.stderr
     podman.good("rm", "--force", "--time", "0", "trainer")
     eventually(lambda: given(ready_daemon) == [], "the end of the lease")
     assert files_of(host) == ["yunion-mps.json"]
@@ -150,7 +150,7 @@ def test_several_devices_are_one_budget_by_run_and_refused_by_hand(
     refused = podman.run(*mps("00:06.0-0"), *mps("00:07.0-0"), IMAGE, "true")
     assert "a container can have one device, but this one was given 00:06.0-0 and 00:07.0-0" in refused.stderr
     alone = ["yunion-mps", "run", "--podman", "--", "--rm", *mps("00:07.0-0"), IMAGE, "true"]
-    assert re.search(r"was given [0-9a-f-]{36} beside 00:07\.0-0 \(", host.run(alone).stderr), "the lease"
+    assert re.search(r"[0-9a-f-]{36} and 00:07\.0-0 \(", host.run(alone).stderr), "the lease"
     eventually(lambda: given(daemon) == [], "that nothing is taken")
 
 

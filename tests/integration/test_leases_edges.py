@@ -54,7 +54,7 @@ def stopped(daemon: Daemon) -> Iterator[None]:
 
 def test_a_device_that_is_freed_just_when_a_wait_runs_out_is_given_or_free(ready_daemon: Daemon) -> None:
     holder = Asker(ready_daemon, "holder.kind=connection&devices=00:06.0-0")
-    assert holder.answer()[0] == 200
+    assert holder.answer()[0] == 201
     waiter = Asker(ready_daemon, "devices=00:06.0-0&holder.name=a&holder.ttl_s=600&wait_s=1")
     end_s = time.monotonic() + 1.1
     eventually(lambda: who_waits(ready_daemon) or time.monotonic() > end_s, "the wait")
@@ -62,8 +62,8 @@ def test_a_device_that_is_freed_just_when_a_wait_runs_out_is_given_or_free(ready
         holder.close()
         eventually(lambda: time.monotonic() > end_s, "the end of the wait")
     status, answer = waiter.answer()
-    assert status in (200, 423), answer
-    assert given(ready_daemon) == ([ADDRESSES[0]] if status == 200 else [])
+    assert status in (201, 423), answer
+    assert given(ready_daemon) == ([ADDRESSES[0]] if status == 201 else [])
     waiter.close()
 
 
@@ -125,7 +125,7 @@ def test_the_next_daemon_ties_a_connection_s_lease_to_its_process(
     ready_daemon: Daemon,
 ) -> None:
     holder = Asker(ready_daemon, "holder.kind=connection")
-    assert holder.answer()[0] == 200
+    assert holder.answer()[0] == 201
     assert ready_daemon.ask("POST", "/v1/reexec")[0] == 200
     assert holder.sock.recv(1) == b""
     assert given(ready_daemon) == [ADDRESSES[0]]
@@ -196,7 +196,7 @@ def test_a_shortage_of_descriptors_is_reported_and_nothing_granted(
             resource.prlimit(ready_daemon.pid, resource.RLIMIT_NOFILE, (used + spare, before[1]))
             status, answer = connection.ask("POST", "/v1/leases", f"holder.pid={sleeper.pid}")
             resource.prlimit(ready_daemon.pid, resource.RLIMIT_NOFILE, before)
-            if status != 200:
+            if status != 201:
                 assert "has ended" not in answer["detail"], answer
                 assert connection.ask("GET", "/v1/leases")[1]["total"] == 0
             else:
@@ -259,4 +259,4 @@ def test_a_request_waits_for_a_lost_gpu_and_gets_it_when_it_is_back(
         host.gpus[1].restore()
         assert daemon.ask("POST", "/v1/reload")[0] == 200
         status, lease = waiter.answer()
-    assert (status, lease["gpus"]) == (200, ["00:07.0"])
+    assert (status, lease["gpus"]) == (201, ["00:07.0"])

@@ -93,10 +93,10 @@ def test_every_option_gives_its_own_environment_and_nothing_else(divided: Daemon
 def test_dry_run_and_print_env_say_the_same_and_take_nothing(divided: Daemon) -> None:
     host = divided.host
     said = run(host, "--count", "2", "--dry-run").stdout
-    assert said == "it would get 00:06.0-0, 00:06.0-1: 8192 MiB of memory, 50 % of the threads\n"
+    assert said == "would use 00:06.0-0, 00:06.0-1: 8192 MiB of memory, 50 % of the SM threads\n"
     across = run(host, "--count", "2", "--across", "--dry-run").stdout
     of_each = "8192 MiB of 00:08.0 and 4096 MiB of 00:06.0"
-    assert across == f"it would get 00:08.0-0, 00:06.0-0: {of_each}, 25 % of the threads\n"
+    assert across == f"would use 00:08.0-0, 00:06.0-0: {of_each}, 25 % of the SM threads\n"
     printed = json.loads(run(host, "--count", "2", "--print-env", "-o", "json").stdout)
     assert printed["YUNION_MPS_DEVICE"] == "00:06.0-0,00:06.0-1"
     assert "YUNION_MPS_LEASE" not in printed

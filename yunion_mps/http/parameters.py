@@ -75,7 +75,7 @@ class Parameter(NamedTuple):
             raise BadRequestError(
                 f"{path} is {_shown(value)}", f"write a list of {self.lowest} to {self.highest} strings"
             )
-        if isinstance(value, float) and value.is_integer():
+        if isinstance(value, float) and value % 1 == 0:
             value = int(value)  # for JSON, 2.0 is a whole number as well
         return self._checked(value, path, _shown(value))
 

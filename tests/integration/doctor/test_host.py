@@ -60,7 +60,7 @@ def test_the_first_line_is_the_state_as_monitoring_shows_it(ready: Scene) -> Non
 def test_it_answers_in_every_format(ready: Scene, output: str) -> None:
     done = ready.host.run(["yunion-mps", "doctor", "-o", output])
     assert (done.returncode, done.stderr) == (0, "")
-    start = {"yaml": "state: ok\ncounts:\n", "csv": "Level,Check,What,Hint\nok,daemon,"}
+    start = {"yaml": "state: ok\ncounts:\n", "csv": "level,check,what,hint\nok,daemon,"}
     assert done.stdout.startswith(start[output])
 
 

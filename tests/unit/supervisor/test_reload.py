@@ -89,7 +89,7 @@ def test_mps_can_be_turned_off_and_on_again(begin: Begin) -> None:
     made.set_modes()
     assert modes(host) == ["default"] * 2
     assert devices_json(made.snapshot) == []
-    assert made.snapshot.notice.startswith("enable_cuda_mps is false")
+    assert made.snapshot.notice.startswith("MPS is disabled: enable_cuda_mps is false")
     configure(host)
     made.reload()
     assert (modes(host), made.available) == (["exclusive_process"] * 2, 8)
