@@ -41,7 +41,7 @@ class LimitsSetter(Task):
         `set_first`: the limits are set without asking first. `idle`: no job uses its GPUs, so a server with
         other limits may be asked to end. If what the servers of another program's control daemon have was
         never recorded, and its answer is not what is desired, they count as ones with other limits. It is
-        asked again without end while another front-end is connected, or no process can be started.
+        asked again without end while another front-end is connected.
         """
         super().__init__(control)
         self._known = known
@@ -56,7 +56,7 @@ class LimitsSetter(Task):
         """What is in effect, once that is read back; before that, when to be called again.
 
         Raises SilentError if there is no answer, ControlError if the limits are not in effect, or if it is
-        unknown which a running server has.
+        unknown which a running server has; ShortageError if a new one cannot be talked to.
         """
         if self._conversation is None and now_s < self._again_s:
             return self._again_s
@@ -76,12 +76,14 @@ class LimitsSetter(Task):
         return self.tick(now_s)
 
     def _begin(self, now_s: float) -> Conversation | None:
-        """Talk to it; None if no process can be started for that: it is tried again."""
+        """Talk to it; None if no process can be started for that, and it may have jobs: it is tried again."""
         first = [*self._first, *set_commands(self._plan)] if self._setting else []
         # The servers are asked for after the limits were set: one that comes in between counts as an old one.
         try:
             return self._converse([*first, "get_server_list", *get_commands(self._plan)], now_s)
         except ShortageError as error:
+            if not self._control.has_served:
+                raise
             self._wait(error, now_s)
             return None
 
