@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -25,6 +27,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    with contextlib.suppress(ValueError):  # in a thread of a worker
+        signal.signal(signal.SIGTERM, _interrupt)
     config.addinivalue_line("markers", "processes: starts processes or opens sockets; not in --quick")
     if config.getoption("quick"):
         sys.addaudithook(_refuse)
@@ -35,6 +39,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         slow = [item for item in items if item.get_closest_marker("processes")]
         config.hook.pytest_deselected(items=slow)
         items[:] = [item for item in items if item not in slow]
+
+
+def _interrupt(number: int, _: object, pid: int = os.getpid()) -> None:
+    """End the tests as Ctrl-C does, so that they end what they started; a forked child just ends."""
+    if os.getpid() == pid:
+        raise KeyboardInterrupt
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
 
 
 def _refuse(event: str, _: object) -> None:

@@ -176,7 +176,7 @@ def test_500_jobs_on_48_devices_share_none_and_keep_their_order(
     assert order.longest > _AT_A_TIME // 2, "there was a queue"
     given_s = given_in_all(daemon)
     # A daemon that is killed after it stored a lease and before it recorded that loses the event of this one.
-    assert len(given_s) >= _RUNS - client_kills - daemon_kills, "each one that nobody killed before"
+    assert len(given_s) >= _RUNS - client_kills - daemon_kills, "each job that was not killed before"
     assert order.check(given_s) > _RUNS // 25, "so many waited, and were served in their turn"
 
 
