@@ -76,6 +76,7 @@ def test_the_screens_say_why_a_device_cannot_be_had_until_that_is_over(
     )
     assert "Devices:  2 of 4 available, 2 pending, 1 used, 2 free\n" in status
     assert f"Pending: {told}" in top
+    assert told in printed(host, "who"), "those that nobody has are counted too"
     words = {line.split()[0]: line.split()[2:] for line in top.splitlines() if line.startswith("00:06.0-")}
     assert words["00:06.0-0"][:3] == ["0", "8192", "50"], "as it was given, which is not as it would be now"
     assert words["00:06.0-3"] == ["4096", "25", "no", "room"]
@@ -107,7 +108,7 @@ def test_a_division_waiting_for_leases_is_named_and_counted_alike(
     ids = [one["id"] for one in leases_of(daemon)]
     host.divide(2, 6)
     leases = "lease job-0 of root, lease job-1 of root, lease job-2 of root and 1 more"
-    what = f"GPU 00:06.0: 2 of its devices wait for {leases} to end"
+    what = f"GPU 00:06.0: 4 of its devices wait for {leases} to end"
     waits = {"domain": "host", "pending": what, "leases": ids}
 
     (change,) = daemon.get("/v1/plan")[1]["changes"]

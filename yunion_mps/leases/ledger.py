@@ -139,6 +139,7 @@ class Ledger:
         """By UUID, the GPUs with leases from another division than the one into `devices`.
 
         Pending are the devices of these leases, and those of the new division that do not fit beside them.
+        What is pending is counted from this alone, in every output.
         """
         divided = {device.id: _budget(device) for device in devices}
         gpus = {device.gpu_uuid for device in devices}
@@ -151,15 +152,14 @@ class Ledger:
                     pending.setdefault(device.gpu_uuid, set()).add(device.id)
         concerned = [device for device in devices if device.gpu_uuid in leases]
         fitting = self.free_devices(concerned) | self.lease_of.keys()
+        total = {uuid: len(former - divided.keys()) for uuid, former in pending.items()}
         for device in concerned:
+            total[device.gpu_uuid] += 1
             if device.id not in fitting:
                 pending[device.gpu_uuid].add(device.id)
         return {
             uuid: LeaseWait(
-                len(pending[uuid] & divided.keys()),
-                tuple(found),
-                _described([*found.values()]),
-                frozenset(pending[uuid]),
+                frozenset(pending[uuid]), total[uuid], tuple(found), _described([*found.values()])
             )
             for uuid, found in leases.items()
         }

@@ -1,4 +1,4 @@
-"""Findings: all_findings that is wrong on the host, worst first, each with its hint. No I/O."""
+"""Findings: all that is wrong on the host, worst first, each with its hint. No I/O."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from yunion_mps import __version__, reasons
 from yunion_mps.overview import count
-from yunion_mps.overview.holdings import ID_LENGTH, Holding, ProcessUse
+from yunion_mps.overview.holdings import ID_LENGTH, Holding, ProcessUse, gpu_of
 from yunion_mps.reasons import hint_of
 
 if TYPE_CHECKING:
-    from yunion_mps.answers import ClientList, Gpu, LeaseRecord, Status
+    from yunion_mps.answers import ClientList, Device, Gpu, LeaseRecord, Status
 
 
 NOTICE, PROBLEM, WARNING, PENDING = "Notice", "Problem", "Warning", "Pending"
@@ -79,13 +79,19 @@ def of_status(status: Status, gpus: Iterable[Gpu]) -> Iterator[HostFinding]:
             yield _finding(PENDING, reasons.LIMITS_PENDING, f"{domain['name']}: {domain['pending']}")
 
 
+def of_devices(devices: Iterable[Device]) -> Iterator[HostFinding]:
+    """The devices of each GPU that wait for leases of a former division, or belong to one."""
+    pending = Counter((gpu_of(one["addr"]), one["reason"]) for one in devices if one["state"] == "pending")
+    for (gpu, why), number in pending.items():
+        what = f"GPU {gpu}: {count(number, 'device')} pending: {why}"
+        yield _finding(PENDING, reasons.LEASES_PENDING, what)
+
+
 def of_uses(holdings: Iterable[Holding], clients: ClientList) -> Iterator[HostFinding]:
     """Findings about the use of the GPUs.
 
-    MPS servers that have failed, clients that wait for another user's, use outside MPS or over budget, and
-    devices that wait for leases of a former division.
+    MPS servers that have failed, clients that wait for another user's, and use outside MPS or over budget.
     """
-    pending: Counter[tuple[str, str]] = Counter()
     for server in clients["servers"]:
         if server["state"] == "FAULT":
             what = f"MPS server (PID {server['pid']}), domain {server['domain']}: its jobs have failed"
@@ -107,11 +113,6 @@ def of_uses(holdings: Iterable[Holding], clients: ClientList) -> Iterator[HostFi
             processes = _named(most) + (f" and {more} more" if more else "")
             what = f"{holding.named} uses {holding.used_mib} of {holding.budget_mib} MiB: {processes}"
             yield _finding(PROBLEM, reasons.OVER_BUDGET, what, pid=most.pid)
-        if holding.pending:
-            pending[holding.gpu, holding.pending] += len(holding.devices)
-    for (gpu, why), number in pending.items():
-        what = f"GPU {gpu}: {count(number, 'device')} pending: {why}"
-        yield _finding(PENDING, reasons.LEASES_PENDING, what)
 
 
 def of_leases(leases: Iterable[LeaseRecord], status: Status, gpus: Iterable[Gpu]) -> Iterator[HostFinding]:
@@ -133,13 +134,14 @@ def of_leases(leases: Iterable[LeaseRecord], status: Status, gpus: Iterable[Gpu]
 def all_findings(
     status: Status,
     gpus: Sequence[Gpu],
+    devices: Iterable[Device],
     leases: Iterable[LeaseRecord],
     held: Iterable[Holding],
     clients: ClientList,
 ) -> list[HostFinding]:
     """All findings, worst first."""
-    found = [*of_status(status, gpus), *of_uses(held, clients), *of_leases(leases, status, gpus)]
-    return worst_first(found)
+    found = [*of_status(status, gpus), *of_devices(devices), *of_uses(held, clients)]
+    return worst_first([*found, *of_leases(leases, status, gpus)])
 
 
 def worst_first(findings: Iterable[HostFinding]) -> list[HostFinding]:

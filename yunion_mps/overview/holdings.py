@@ -42,8 +42,8 @@ class Holding(NamedTuple):
     """What counts against one budget on one GPU: the devices, the lease, if there is one, and the processes.
 
     Without devices it is what processes use outside MPS, or through MPS and by no device. `free` is whether
-    the daemon would give it to a request, although processes without a lease may use it; `pending`, which
-    leases of a former division it is of or waits for, empty for none.
+    the daemon would give it to a request, although processes without a lease may use it; `pending`, whether
+    it waits for leases of a former division or belongs to one.
     """
 
     gpu: str
@@ -53,7 +53,7 @@ class Holding(NamedTuple):
     lease: LeaseRecord | None = None
     available: bool = True
     free: bool = False
-    pending: str = ""
+    pending: bool = False
     outside_mps: bool = False
     processes: tuple[ProcessUse, ...] = ()
 
@@ -188,7 +188,7 @@ def holdings(
         state = device["state"] if device else ""
         one = Holding(
             key[1], (address,), budget_mib, percentage, lease, state != "unavailable",
-            device["free"] if device else False, device["reason"] if device and state == "pending" else "",
+            device["free"] if device else False, state == "pending",
         )  # fmt: skip
         found[key] = _joined(found[key], one) if key in found else one
         place[address] = key

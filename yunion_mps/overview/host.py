@@ -45,7 +45,7 @@ class HostOverview(NamedTuple):
     def of(cls, answers: Answers) -> HostOverview:
         status, clients = answers.status, answers.clients["clients"]
         found = holdings(answers.devices, answers.leases, clients)
-        wrong = all_findings(status, answers.gpus, answers.leases, found, answers.clients)
+        wrong = all_findings(status, answers.gpus, answers.devices, answers.leases, found, answers.clients)
         has_problem = any(one.kind == PROBLEM for one in wrong)
         state = "degraded" if has_problem and status["state"] == "ready" else str(status["state"])
         return cls(answers, found, wrong, state, memory_by_gpu(clients))

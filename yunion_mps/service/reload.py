@@ -165,9 +165,8 @@ class Reloader:
         names = domain_names(snapshot.plan)
         for uuid, wait in self._ledger.lease_waits(snapshot.plan.devices).items():
             address = gpus.get(uuid, uuid)
-            what = f"GPU {address}: {wait.devices} of its devices wait for {wait.description} to end"
-            if wait.devices:
-                pending.append({"domain": names[uuid], "pending": what, "leases": [*wait.leases]})
+            what = f"GPU {address}: {len(wait.pending)} of its devices wait for {wait.description} to end"
+            pending.append({"domain": names[uuid], "pending": what, "leases": [*wait.leases]})
         shown: list[answers.Change] = [
             {
                 "kind": one.kind,

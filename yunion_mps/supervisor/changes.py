@@ -41,15 +41,15 @@ PLANNED_KEYS = {
 
 
 class LeaseWait(NamedTuple):
-    """How many devices of a GPU wait for leases of a former division, those leases' ids, and their names.
+    """What of a GPU waits for leases of a former division: the ids of its pending devices and of the leases.
 
-    `pending` has the ids of these devices, and of those that the leases have.
+    `total` counts the GPU's devices, those of the leases among them, and `description` names the leases.
     """
 
-    devices: int
+    pending: frozenset[str]
+    total: int
     leases: tuple[str, ...]
     description: str
-    pending: frozenset[str] = frozenset()
 
     @property
     def reason(self) -> Reason:
@@ -156,8 +156,7 @@ def changes_to(
         effect = _when(domain) if domain else AT_ONCE
         old, new = division(before, gpu.uuid), division(plan, gpu.uuid)
         if old != new:
-            total = sum(device.gpu_uuid == gpu.uuid for device in plan.devices)
-            means = _after_leases(effect, total, lease_waits.get(gpu.uuid or ""))
+            means = _after_leases(effect, lease_waits.get(gpu.uuid or ""))
             found.append(Change("budget", gpu.address, old, new, means))
         old_mode, new_mode = (some.compute_modes.get(gpu.uuid or "") for some in (before, plan))
         if old_mode != new_mode:
@@ -206,12 +205,13 @@ def _when(domain: Domain) -> str:
     )
 
 
-def _after_leases(effect: str, total: int, wait: LeaseWait | None) -> str:
-    if wait is None or not wait.devices:
+def _after_leases(effect: str, wait: LeaseWait | None) -> str:
+    if wait is None:
         return effect
     end = f"after the end of {wait.description}"
+    waiting = len(wait.pending)
     if effect != AT_ONCE:
-        return f"{effect}; {wait.devices} of {total} devices {end}"
-    if wait.devices == total:
+        return f"{effect}; {waiting} of {wait.total} devices {end}"
+    if waiting == wait.total:
         return end
-    return f"{AT_ONCE} for {total - wait.devices} of {total} devices, for the others {end}"
+    return f"{AT_ONCE} for {wait.total - waiting} of {wait.total} devices, for the others {end}"

@@ -17,27 +17,28 @@ HALVES, QUARTERS = (
 )
 
 
-def waiting(devices: list[Device], *leased: Device) -> dict[str, int]:
+def waiting(devices: list[Device], *leased: Device) -> dict[str, tuple[int, int]]:
+    """Of how many devices each GPU has, how many are pending: first these, then all."""
     ledger = Ledger([lease(f"lease-{place}", one) for place, one in enumerate(leased)])
-    return {uuid: wait.devices for uuid, wait in ledger.lease_waits(devices).items() if wait.devices}
+    return {uuid: (len(wait.pending), wait.total) for uuid, wait in ledger.lease_waits(devices).items()}
 
 
 def test_leases_of_the_division_keep_nothing_waiting() -> None:
     assert waiting(QUARTERS, *QUARTERS) == {}
 
 
-def test_what_former_leases_have_or_leave_no_room_for_waits() -> None:
-    assert waiting(HALVES, *QUARTERS) == {"GPU-0": 2}
-    assert waiting(HALVES, QUARTERS[3]) == {"GPU-0": 1}
-    assert waiting(QUARTERS, HALVES[0]) == {"GPU-0": 2}
-    assert waiting(QUARTERS, *HALVES) == {"GPU-0": 4}
-    assert waiting(QUARTERS, pool(0).make(6, 0)) == {"GPU-0": 2}
+def test_what_former_leases_have_or_leave_no_room_for_is_pending() -> None:
+    assert waiting(HALVES, *QUARTERS) == {"GPU-0": (4, 4)}
+    assert waiting(HALVES, QUARTERS[3]) == {"GPU-0": (2, 3)}
+    assert waiting(QUARTERS, HALVES[0]) == {"GPU-0": (2, 4)}
+    assert waiting(QUARTERS, *HALVES) == {"GPU-0": (4, 4)}
+    assert waiting(QUARTERS, pool(0).make(6, 0)) == {"GPU-0": (3, 5)}
 
 
 def test_other_threads_are_another_division_of_that_gpu_alone() -> None:
     fewer = QUARTERS[1]._replace(thread_percentage=12.5)
     other = [one._replace(gpu_uuid="GPU-1", id=f"other-{one.id}") for one in QUARTERS]
-    assert waiting([*QUARTERS, *other], fewer, other[0]) == {"GPU-0": 1}
+    assert waiting([*QUARTERS, *other], fewer, other[0]) == {"GPU-0": (1, 4)}
 
 
 def test_leases_are_named_by_name_or_id_with_their_holder() -> None:

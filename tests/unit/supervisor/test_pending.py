@@ -38,7 +38,7 @@ def test_a_budget_is_pending_until_the_server_of_the_last_job_has_ended(
 def test_a_budget_that_waits_for_leases_as_well_says_so(put_to_work: PutToWork) -> None:
     host, jobs, made, _ = put_to_work(V100, 2)
     (server,) = jobs.servers()
-    made.lease_waits[host.gpus[0].uuid] = LeaseWait(1, ("id",), "lease old of root")
+    made.lease_waits[host.gpus[0].uuid] = LeaseWait(frozenset({"x"}), 4, ("id",), "lease old of root")
     host.divide(4)
     (change,) = made.reload()
     ended = f"when its MPS server (PID {server}) has ended"
