@@ -95,9 +95,9 @@ class Rpm(Family):
         return self._rpm("--erase", NAME)
 
     def purge(self) -> None:
-        """Do what docs/install.md says, for rpm knows no purge."""
+        """Do what docs/install.md says, because RPM has no purge."""
         self.remove()
-        said = re.search(r"An rpm knows no purge.*?\n    # (.+?)\n", _INSTALL.read_text(), re.DOTALL)
+        said = re.search(r"RPM has no purge.*?\n    # (.+?)\n", _INSTALL.read_text(), re.DOTALL)
         assert said, f"{_INSTALL} does not say how to remove everything"
         self.machine.shell(said[1])
 
