@@ -36,14 +36,16 @@ python() { # the Python that the programs run with: the same search as in /usr/b
     return 1
 }
 
-control_daemons() { # PID of each control daemon of root's that runs, and whether it is ours
+control_daemons() { # PID of each control daemon of root's that runs, and whose it is
     for process in "$processes"/[1-9]*; do
         [ -O "$process" ] || continue # another user's may have this name, our mark and any directory
         case $(readlink "$process/exe" 2>/dev/null) in */nvidia-cuda-mps-control) ;; *) continue ;; esac
         case $(tr '\0' ' ' <"$process/cmdline" 2>/dev/null) in *" -"[df]*) ;; *) continue ;; esac # a front-end
         pid=${process##*/}
         [ -r "$process/environ" ] || continue
-        if variables "$pid" | grep -q '^YUNION_MPS_DOMAIN=' || is_adopted "$pid"; then
+        if ! [ "$process/root" -ef / ]; then # its directories are not those of the host, and our mark is another daemon's
+            echo "$pid a container's"
+        elif variables "$pid" | grep -q '^YUNION_MPS_DOMAIN=' || is_adopted "$pid"; then
             echo "$pid ours"
         else
             echo "$pid another's"
@@ -60,8 +62,8 @@ variables() { tr '\0\n' '\n?' <"$processes/$1/environ" 2>/dev/null; } # a proces
 
 variable() { variables "$1" | sed -n "s/^$2=//p"; }
 
-others() { # PID and pipe directory of each control daemon of root's that is not ours
+others() { # PID and pipe directory of each control daemon of root's on the host that is not ours
     control_daemons | while read -r pid whose; do
-        [ "$whose" = ours ] || printf '%s %s\n' "$pid" "$(variable "$pid" CUDA_MPS_PIPE_DIRECTORY)"
+        [ "$whose" != "another's" ] || printf '%s %s\n' "$pid" "$(variable "$pid" CUDA_MPS_PIPE_DIRECTORY)"
     done
 }

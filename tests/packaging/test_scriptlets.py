@@ -213,6 +213,17 @@ def test_a_control_daemon_of_another_user_is_neither_ours_nor_reported(host: Hos
     assert host.call("control_daemons").stdout == ""
 
 
+def test_a_control_daemon_in_a_container_is_neither_ours_nor_reported(host: Host) -> None:
+    host.program("systemctl", "exit 3")
+    place = "/tmp/nvidia-mps/pipe"
+    inside = str(host.root)
+    host.control_daemon(5, "-d", inside, CUDA_MPS_PIPE_DIRECTORY=place)
+    host.control_daemon(6, "-f", inside, CUDA_MPS_PIPE_DIRECTORY=place, YUNION_MPS_DOMAIN="host")
+    assert host.good("go_on") == []
+    assert host.call("control_daemons").stdout == "5 a container's\n6 a container's\n"
+    assert host.call("others").stdout == ""
+
+
 def test_our_mark_inside_another_variable_does_not_count(host: Host) -> None:
     host.control_daemon(5, "-d", NOTE="a\nYUNION_MPS_DOMAIN=host", OLD_YUNION_MPS_DOMAIN="host")
     assert host.call("control_daemons").stdout == "5 another's\n"

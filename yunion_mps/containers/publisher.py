@@ -211,9 +211,9 @@ class CdiPublisher:
             if not self._is_closed:  # a lease's containers are started for months, maybe after a new driver
                 self._write_leases(self._leases.values() if host != before else self._spoilt(), host)
             self._host, self._inputs = host, inputs
-        except OSError as error:
-            what = f"containers find no devices: {path}: {error.strerror}"
-            trouble = Reason(what, reasons.CDI_DIRECTORY_FAILED)
+        except (OSError, HostError) as error:
+            why = error.strerror if isinstance(error, OSError) else error.message
+            trouble = Reason(f"containers find no devices: {path}: {why}", reasons.CDI_DIRECTORY_FAILED)
         except Exception as error:  # noqa: BLE001 - it is tried again, and reported where operators look
             what = f"containers find no devices: {path} cannot be made: {error!r}"
             trouble = Reason(what, reasons.CDI_DIRECTORY_FAILED)

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import stat
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from yunion_mps.containers.publisher import DEVICES_FILE, SpecDirectory, lease_file
+from yunion_mps.containers.publisher import DEVICES_FILE, CdiPublisher, SpecDirectory, lease_file
+from yunion_mps.host import threads
+from yunion_mps.paths import Paths
+
+from unit.http.snapshots import snapshot
 
 SPECS = st.dictionaries(st.text(max_size=10), st.text(max_size=200), max_size=20)
 
@@ -95,3 +101,27 @@ def test_only_our_files_are_ours(tmp_path: Path) -> None:
         files.remove(name)
     assert sorted(os.listdir(tmp_path)) == ["nvidia.yaml", "other-yunion-mps.json", "yunion-mps.json.bak"]
     assert SpecDirectory(str(tmp_path / "nowhere")).names() == []
+
+
+def test_a_shortage_of_threads_is_reported_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    supervisor: Any = SimpleNamespace(
+        snapshot=snapshot,
+        remark=lambda _, reason: told.append(reason),
+        event_log=SimpleNamespace(record=lambda event: told.append(event.what)),
+    )
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    async def refresh() -> None:
+        publisher = CdiPublisher(Paths(str(tmp_path)), supervisor)
+        publisher.refresh()
+        while not told:  # noqa: ASYNC110 - its task tells
+            await asyncio.sleep(0)
+
+    monkeypatch.setattr(threads, "_idle", [])
+    monkeypatch.setattr("_thread.start_new_thread", refuse)
+    asyncio.run(refresh())
+    short = "no thread can be started: memory, processes or threads have run out (can't start new thread)"
+    assert told == [f"containers find no devices: {tmp_path}/run/cdi/{DEVICES_FILE}: {short}"] * 2
