@@ -20,7 +20,7 @@ from yunion_mps.client import Lease, YunionError
 
 def main(number: int, command: list[str]) -> int:
     """Run the servers; returns the exit status of the first that ends."""
-    client = Client(say=print)
+    client = Client(on_message=print)
     with ExitStack() as stack:
         leases: list[Lease] = []
         servers: list[subprocess.Popen[bytes]] = []

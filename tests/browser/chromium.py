@@ -163,12 +163,12 @@ class Page:
         assert "exceptionDetails" not in answer, (expression, answer["exceptionDetails"])
         return answer["result"].get("value")
 
-    def wait(self, expression: str, patience_s: float = PATIENCE_S) -> Any:
+    def wait(self, expression: str, timeout_s: float = PATIENCE_S) -> Any:
         shown = "document.body.innerText"
         return eventually(
             lambda: self.ask(f"document.readyState !== 'loading' && ({expression})"),
             expression,
-            patience_s,
+            timeout_s,
             lambda: str(self.ask(shown))[:3000],
         )
 

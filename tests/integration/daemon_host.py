@@ -37,13 +37,13 @@ T = TypeVar("T")
 
 
 def eventually(
-    look: Callable[[], T], what: str = "it", patience_s: float = PATIENCE_S, trouble: Callable[[], str] = str
+    look: Callable[[], T], what: str = "it", timeout_s: float = PATIENCE_S, trouble: Callable[[], str] = str
 ) -> T:
     """Return what `look` returns once that is true; fails with `what` (and `trouble()`) when it never is."""
-    end_s = time.monotonic() + patience_s
+    end_s = time.monotonic() + timeout_s
     while not (found := look()):
         if time.monotonic() > end_s:
-            raise AssertionError(f"{what} did not come about in {patience_s:g} s\n{trouble()}")
+            raise AssertionError(f"{what} did not come about in {timeout_s:g} s\n{trouble()}")
         time.sleep(0.005)
     return found
 
@@ -109,14 +109,14 @@ class Daemon(Closes):
             )
         return self
 
-    def wait_ready(self, patience_s: float = PATIENCE_S) -> Daemon:
+    def wait_ready(self, timeout_s: float = PATIENCE_S) -> Daemon:
         """Wait until it has said READY=1; fails with its log when it ends before that."""
-        self.wait_message("READY=1", patience_s)
+        self.wait_message("READY=1", timeout_s)
         return self
 
-    def wait_message(self, text: str, patience_s: float = PATIENCE_S) -> str:
+    def wait_message(self, text: str, timeout_s: float = PATIENCE_S) -> str:
         """Wait for a notification that holds `text`, and return it whole; woken by each one, not by time."""
-        end_s = time.monotonic() + patience_s
+        end_s = time.monotonic() + timeout_s
         while True:
             self._arrived.clear()
             if has_ended := not self.running:
@@ -124,19 +124,19 @@ class Daemon(Closes):
             if found := next((message for message in list(self.messages) if text in message), ""):
                 return found
             assert not has_ended, f"it ended with {self.returncode} before {text!r}:\n{self.log}"
-            assert time.monotonic() < end_s, f"no notification {text!r} in {patience_s:g} s:\n{self.log}"
+            assert time.monotonic() < end_s, f"no notification {text!r} in {timeout_s:g} s:\n{self.log}"
             self._arrived.wait(0.05)
 
-    def wait_log(self, text: str, patience_s: float = PATIENCE_S) -> None:
-        eventually(lambda: text in self.log, f"{text!r} in the log", patience_s, lambda: self.log)
+    def wait_log(self, text: str, timeout_s: float = PATIENCE_S) -> None:
+        eventually(lambda: text in self.log, f"{text!r} in the log", timeout_s, lambda: self.log)
 
-    def wait(self, patience_s: float = PATIENCE_S) -> int:
+    def wait(self, timeout_s: float = PATIENCE_S) -> int:
         """Wait for its end, and return the exit status (negative for a signal)."""
         assert self._process is not None
         try:
-            self._process.wait(patience_s)
+            self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"it did not end in {patience_s:g} s:\n{self.log}") from None
+            raise AssertionError(f"it did not end in {timeout_s:g} s:\n{self.log}") from None
         self._drain()
         return self._process.returncode
 

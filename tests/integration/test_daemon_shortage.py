@@ -63,7 +63,7 @@ def test_connections_that_cannot_be_accepted_are_told_in_a_few_lines(ready_daemo
         client.connect(str(ready_daemon.socket_path))
         ready_daemon.wait_log("socket.accept() out of system resource")
         allow(ready_daemon, 1024)
-        eventually(lambda: ready_daemon.get("/v1/status")[0] == 200, patience_s=60)
+        eventually(lambda: ready_daemon.get("/v1/status")[0] == 200, timeout_s=60)
     assert "Traceback" not in ready_daemon.log
     assert ready_daemon.log.count("socket.accept()") <= 32
     assert ready_daemon.stop() == 0

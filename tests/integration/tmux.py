@@ -55,7 +55,7 @@ class Tmux(Closes):
         shown = self._tmux("capture-pane", "-p", *(["-e"] if styled else []))
         return [line.rstrip() for line in shown.rstrip().splitlines()]
 
-    def wait(self, pattern: str, patience_s: float = PATIENCE_S) -> list[str]:
+    def wait(self, pattern: str, timeout_s: float = PATIENCE_S) -> list[str]:
         """The lines, once one of them matches the pattern somewhere."""
         found: list[str] = []
 
@@ -63,7 +63,7 @@ class Tmux(Closes):
             found[:] = self.lines()
             return any(re.search(pattern, line) for line in found)
 
-        eventually(look, f"{pattern!r} on the screen", patience_s, lambda: "\n".join(found))
+        eventually(look, f"{pattern!r} on the screen", timeout_s, lambda: "\n".join(found))
         return list(found)
 
     def wait_prompt(self) -> None:

@@ -133,11 +133,11 @@ class Client:
         self._process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, bufsize=0)
         self.pid = self._process.pid
 
-    def says(self, patience_s: float = PATIENCE_S) -> str:
+    def says(self, timeout_s: float = PATIENCE_S) -> str:
         """The next thing that happens to it, in a word of mps_client.py; waits for that. Empty at its end."""
         assert self._process.stdout is not None
-        if not readable(self._process.stdout, patience_s):
-            raise AssertionError(f"nothing happened to the client {self.pid} in {patience_s:g} s")
+        if not readable(self._process.stdout, timeout_s):
+            raise AssertionError(f"nothing happened to the client {self.pid} in {timeout_s:g} s")
         return self._process.stdout.readline().decode().strip()
 
     def end(self) -> None:

@@ -19,8 +19,8 @@ from yunion_mps.cli.output import (
     show,
     wrapped,
 )
-from yunion_mps.client.following import follow as follow_events
-from yunion_mps.client.transport import Blocking, iterate
+from yunion_mps.client.streams import follow_events
+from yunion_mps.client.transport import BlockingTransport, iterate_blocking
 from yunion_mps.http.operations import EVENT_KINDS, GET_EVENTS, MAX_EVENTS
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ def _follow(answer: Any, kind: str | None, output: str) -> None:
     """Print what there is and what comes, until it is ended."""
     _print(answer["events"], output, begin=True)
     _refuse_without_reader()
-    for events in iterate(follow_events(Blocking(daemon()), answer["last"], kind, say)):
+    for events in iterate_blocking(follow_events(BlockingTransport(daemon()), answer["last"], kind, say)):
         _print(events, output)
         _refuse_without_reader()
 

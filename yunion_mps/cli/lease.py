@@ -21,8 +21,8 @@ from yunion_mps.cli.output import (
     wrapped,
 )
 from yunion_mps.cli.root import SuggestingGroup
-from yunion_mps.client.taking import take as take_from
-from yunion_mps.client.transport import Blocking, finish
+from yunion_mps.client.acquire import take as take_from
+from yunion_mps.client.transport import BlockingTransport, run_blocking
 from yunion_mps.http.operations import (
     END_LEASE,
     GET_LEASES,
@@ -169,7 +169,7 @@ def _mebibytes(text: str) -> int:
 
 def take(wanted: Mapping[str, Any], wait_s: int) -> LeaseRecord:
     """The lease; raises YunionError, NothingFreeError among them, if there is none within `wait_s`."""
-    return finish(take_from(Blocking(daemon()), wanted, wait_s, say))
+    return run_blocking(take_from(BlockingTransport(daemon()), wanted, wait_s, say))
 
 
 def warn_of_limits(unenforced_gpus: Sequence[str]) -> None:

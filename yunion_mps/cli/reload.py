@@ -12,8 +12,8 @@ import click
 from yunion_mps.cli.common import Duration, call, confirm, daemon, refuse_unattended
 from yunion_mps.cli.output import Column, fields, notes, output_option, say, show, table
 from yunion_mps.cli.who import clients_table
-from yunion_mps.client.taking import Patience
-from yunion_mps.client.transport import Blocking, finish
+from yunion_mps.client.acquire import Retrier
+from yunion_mps.client.transport import BlockingTransport, run_blocking
 from yunion_mps.errors import YunionError
 from yunion_mps.http.operations import (
     GET_CLIENTS,
@@ -42,7 +42,7 @@ _COLUMNS = (
 )
 
 _POLL_S = 0.5
-_PATIENCE_S, _REEXEC_PATIENCE_S = 60.0, 120.0
+_UNREACHABLE_TIMEOUT_S, _REEXEC_TIMEOUT_S = 60.0, 120.0
 #: What `--now` may take if no time is given: servers end within moments.
 _NOW_S = 60
 #: A control daemon in one of these does not serve, for a reason.
@@ -177,10 +177,10 @@ def _would_end(plan: ChangeList, status: Status) -> Callable[[MpsClient], bool] 
 def _wait(timeout_s: int | None) -> Status:
     """The status once nothing is pending; raises YunionError if that takes too long."""
     end_s = None if timeout_s is None else time.monotonic() + timeout_s
-    patience = Patience(Blocking(daemon()), _PATIENCE_S, say)
+    retrier = Retrier(BlockingTransport(daemon()), _UNREACHABLE_TIMEOUT_S, say)
     said = ""
     while True:
-        status = finish(patience.call(GET_STATUS))
+        status = run_blocking(retrier.call(GET_STATUS))
         pending = "; ".join(f"{d['name']}: {d['pending']}" for d in status["domains"] if d["pending"])
         if not pending:
             if said:
@@ -222,8 +222,8 @@ def reexec() -> None:
     last = call(GET_EVENTS, limit=1)["last"]
     call(REEXEC, until_closed=True)
     gone_s = time.monotonic()
-    patience = Patience(Blocking(daemon()), _REEXEC_PATIENCE_S, say)
-    after = finish(patience.call(GET_STATUS, SLOW_S))
+    retrier = Retrier(BlockingTransport(daemon()), _REEXEC_TIMEOUT_S, say)
+    after = run_blocking(retrier.call(GET_STATUS, SLOW_S))
     away_s = time.monotonic() - gone_s
     for event in call(GET_EVENTS, after=last, kind="daemon")["events"]:
         if event["severity"] == "error":

@@ -16,8 +16,8 @@ from click.core import ParameterSource
 from yunion_mps.cli.common import call, complete_file, daemon, device_argument, one_device
 from yunion_mps.cli.lease import BUDGET_VARIABLES, RequestCommand, request_options, take, warn_of_limits
 from yunion_mps.cli.output import cell, refuse_closed_output, say
-from yunion_mps.client.taking import refuse_unreachable, would_take
-from yunion_mps.client.transport import Blocking, finish
+from yunion_mps.client.acquire import preview, refuse_unreachable
+from yunion_mps.client.transport import BlockingTransport, run_blocking
 from yunion_mps.errors import HostError, NotFoundError, YunionError
 from yunion_mps.escaping import printable
 from yunion_mps.http.operations import COMMAND_LENGTH, END_LEASE, GET_DEVICE
@@ -150,7 +150,7 @@ def _show(wanted: Mapping[str, Any], output: str) -> None:
     """Print the environment that COMMAND would have in this format, or a summary if it is empty."""
     refuse_closed_output()
     with _failing_reader(output):
-        lease = finish(would_take(Blocking(daemon()), wanted))
+        lease = run_blocking(preview(BlockingTransport(daemon()), wanted))
         if output:
             show_environment(lease["environment"], output)
     if not output:

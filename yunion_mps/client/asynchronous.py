@@ -1,4 +1,4 @@
-"""The client whose methods are awaited."""
+"""The asyncio client."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import AsyncIterator, Generator, Sequence
 from datetime import datetime, timedelta
 from typing import Any
 
-from yunion_mps.client.blocking import silent
-from yunion_mps.client.lease import AsyncLease, hold
-from yunion_mps.client.queries import Questions
+from yunion_mps.client.acquire import OnMessage
+from yunion_mps.client.blocking import ignore_message
+from yunion_mps.client.lease import AsyncLease, acquire
+from yunion_mps.client.queries import ClientQueries
 from yunion_mps.client.request import LeaseArguments, lease_request
-from yunion_mps.client.taking import Say
 from yunion_mps.client.values import Device, DeviceDetails, Event, Gpu, LeaseRecord, QueuedRequest, Status
 from yunion_mps.http.asynchronous import AsyncDaemonClient
 from yunion_mps.http.client import DaemonClient
@@ -18,34 +18,34 @@ from yunion_mps.paths import Paths
 
 
 class AsyncClient:
-    """A Client in asyncio: the same methods, which are awaited. It belongs to no event loop."""
+    """The same methods as Client, as coroutines. It is not bound to an event loop."""
 
-    def __init__(self, say: Say = silent) -> None:
-        """`say` is given a line for people now and then: what is waited for, and that it has come."""
+    def __init__(self, on_message: OnMessage = ignore_message) -> None:
+        """`on_message` is called with a line of text when a request starts or stops waiting."""
         self._transport = AsyncDaemonClient(Paths.from_environment())
-        self._say = say
-        self._ask = Questions(self._transport, say)
+        self._on_message = on_message
+        self._queries = ClientQueries(self._transport, on_message)
 
     async def devices(self, *, unused: bool = False) -> list[Device]:
-        return await self._ask.devices(unused=unused)
+        return await self._queries.devices(unused=unused)
 
     def watch_devices(self) -> AsyncIterator[list[Device]]:
-        return self._ask.watch_devices()
+        return self._queries.watch_devices()
 
     async def device(self, name: str) -> DeviceDetails:
-        return await self._ask.device(name)
+        return await self._queries.device(name)
 
     async def gpus(self) -> list[Gpu]:
-        return await self._ask.gpus()
+        return await self._queries.gpus()
 
     async def status(self) -> Status:
-        return await self._ask.status()
+        return await self._queries.status()
 
     async def leases(self) -> list[LeaseRecord]:
-        return await self._ask.leases()
+        return await self._queries.leases()
 
     async def queue(self) -> list[QueuedRequest]:
-        return await self._ask.queue()
+        return await self._queries.queue()
 
     def events(
         self,
@@ -54,7 +54,7 @@ class AsyncClient:
         kind: str | None = None,
         follow: bool = False,
     ) -> AsyncIterator[Event]:
-        return self._ask.events(since, kind, goes_on=follow)
+        return self._queries.events(since, kind, follow=follow)
 
     def lease(
         self,
@@ -69,30 +69,30 @@ class AsyncClient:
         wait_s: float = 0,
         name: str | None = None,
         ttl_s: int | None = None,
-    ) -> LeaseTaking:
-        """Take devices as `Client.lease` does: await it, or enter it with `async with`.
+    ) -> LeaseContextManager:
+        """Take devices as `Client.lease` does: await the result, or use it in `async with`.
 
-        If the task is cancelled while it waits, it leaves the queue and has no lease.
+        If the task is cancelled while it waits, the request leaves the queue and no lease is held.
         """
         request = lease_request(
             memory=memory, count=count, across=across, devices=devices, gpu=gpu, placement=placement,
             enforced=enforced, wait_s=wait_s, name=name, ttl_s=ttl_s,
         )  # fmt: skip
-        return LeaseTaking(self._transport, request, self._say)
+        return LeaseContextManager(self._transport, request, self._on_message)
 
 
-class LeaseTaking:
-    """A lease that is taken once this is awaited, or entered with `async with`."""
+class LeaseContextManager:
+    """Takes the lease when it is awaited or entered with `async with`."""
 
-    def __init__(self, transport: AsyncDaemonClient, request: LeaseArguments, say: Say) -> None:
+    def __init__(self, transport: AsyncDaemonClient, request: LeaseArguments, on_message: OnMessage) -> None:
         self._transport = transport
         self._request = request
-        self._say = say
+        self._on_message = on_message
         self._lease: AsyncLease | None = None
 
     def __await__(self) -> Generator[Any, None, AsyncLease]:
         daemon = DaemonClient(Paths.from_environment())
-        return hold(AsyncLease, self._transport, daemon, self._request, self._say).__await__()
+        return acquire(AsyncLease, self._transport, daemon, self._request, self._on_message).__await__()
 
     async def __aenter__(self) -> AsyncLease:
         self._lease = await self

@@ -1,67 +1,67 @@
-"""The client whose methods block."""
+"""The blocking client."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from datetime import datetime, timedelta
 
-from yunion_mps.client.lease import Lease, hold
-from yunion_mps.client.queries import Questions
+from yunion_mps.client.acquire import OnMessage
+from yunion_mps.client.lease import Lease, acquire
+from yunion_mps.client.queries import ClientQueries
 from yunion_mps.client.request import lease_request
-from yunion_mps.client.taking import Say
-from yunion_mps.client.transport import Blocking, finish, iterate
+from yunion_mps.client.transport import BlockingTransport, iterate_blocking, run_blocking
 from yunion_mps.client.values import Device, DeviceDetails, Event, Gpu, LeaseRecord, QueuedRequest, Status
 from yunion_mps.http.client import DaemonClient
 from yunion_mps.paths import Paths
 
 
-def silent(text: str) -> None:
-    """Tell nothing."""
+def ignore_message(text: str) -> None:
+    """The default of `on_message`."""
 
 
 class Client:
-    """Asks the daemon of this host. It may be used by several threads, and holds nothing open.
+    """A client of this host's daemon. It is thread-safe, and keeps no connection open.
 
     Every method raises YunionError if the daemon cannot answer.
     """
 
-    def __init__(self, say: Say = silent) -> None:
-        """`say` is given a line for people now and then: what is waited for, and that it has come."""
+    def __init__(self, on_message: OnMessage = ignore_message) -> None:
+        """`on_message` is called with a line of text when a request starts or stops waiting."""
         self._daemon = DaemonClient(Paths.from_environment())
-        self._transport = Blocking(self._daemon)
-        self._say = say
-        self._ask = Questions(self._transport, say)
+        self._transport = BlockingTransport(self._daemon)
+        self._on_message = on_message
+        self._queries = ClientQueries(self._transport, on_message)
 
     def devices(self, *, unused: bool = False) -> list[Device]:
         """All devices in PCI order, or those that can be used now and are free."""
-        return finish(self._ask.devices(unused=unused))
+        return run_blocking(self._queries.devices(unused=unused))
 
     def watch_devices(self) -> Iterator[list[Device]]:
-        """Yield all devices now and whenever one of them has changed, also past a restart of the daemon.
+        """Yield all devices now and whenever one of them changes, across restarts of the daemon.
 
-        Raises UnreachableError if the daemon stays away.
+        Raises UnreachableError if the daemon stays unreachable.
         """
-        return iterate(self._ask.watch_devices())
+        return iterate_blocking(self._queries.watch_devices())
 
     def device(self, name: str) -> DeviceDetails:
-        """One device by id, address or a unique beginning of either; raises NotFoundError."""
-        return finish(self._ask.device(name))
+        """One device by id, address or a unique prefix of either; raises NotFoundError."""
+        return run_blocking(self._queries.device(name))
 
     def gpus(self) -> list[Gpu]:
-        """All GPUs of the host in PCI order, those that cannot be used with their reason."""
-        return finish(self._ask.gpus())
+        """All GPUs of the host in PCI order; an unusable one has a reason."""
+        return run_blocking(self._queries.gpus())
 
     def status(self) -> Status:
         """The state of the daemon, the control daemons and the devices."""
-        return finish(self._ask.status())
+        return run_blocking(self._queries.status())
 
     def leases(self) -> list[LeaseRecord]:
         """All leases of the host."""
-        return finish(self._ask.leases())
+        return run_blocking(self._queries.leases())
 
     def queue(self) -> list[QueuedRequest]:
-        """The requests that wait for devices, the first to be served first."""
-        return finish(self._ask.queue())
+        """The queued requests, in the order in which they are served."""
+        return run_blocking(self._queries.queue())
 
     def events(
         self,
@@ -70,13 +70,13 @@ class Client:
         kind: str | None = None,
         follow: bool = False,
     ) -> Iterator[Event]:
-        """Yield what has happened since then, or for so long, the oldest first, at most the newest 1000.
+        """Yield the events since a time or within the last timedelta, oldest first: at most the newest 1000.
 
         `kind` is one of domain, limit, gpu, compute_mode, configuration, client, lease and daemon. With
-        `follow` it goes on for good with what comes, also past a restart of the daemon; raises
-        UnreachableError if the daemon stays away.
+        `follow` it continues with new events, across restarts of the daemon; raises UnreachableError if the
+        daemon stays unreachable.
         """
-        return iterate(self._ask.events(since, kind, goes_on=follow))
+        return iterate_blocking(self._queries.events(since, kind, follow=follow))
 
     def lease(
         self,
@@ -92,23 +92,22 @@ class Client:
         name: str | None = None,
         ttl_s: int | None = None,
     ) -> Lease:
-        """Take devices, and give them back at the end of a `with` block, or of this process at the latest.
+        """Lease devices; they are released at the end of a `with` block, or when this process exits.
 
-        `memory` is what a device must have, as in "6GiB", on a GPU that is open for it. `count` devices are
-        of one GPU or, with `across`, of one each. `devices` (ids or addresses) and `gpu` (UUID or address)
-        restrict the choice. The `placement` "spread" takes from the GPU with the most free devices, "binpack"
-        from that with the fewest. Only GPUs that enforce budgets are taken (from Volta on); with
-        `enforced=False` others as well. `wait_s` is how long to wait, `math.inf` for good: first come, first
-        served.
+        `memory` is the size of each device, as in "6GiB", on a GPU whose memory is handed out in units. The
+        `count` devices are on one GPU or, with `across`, on one GPU each. `devices` (ids or addresses) and
+        `gpu` (UUID or address) restrict the choice. The `placement` "spread" prefers the GPU with the most
+        free devices, "binpack" the one with the fewest. Only GPUs that enforce budgets (Volta or newer) are
+        used unless `enforced=False`. `wait_s` is how long to wait in the queue, `math.inf` for no limit.
 
-        With a `name` the lease is bound to that and not to this process: it is renewed for as long as this
-        process lives, and ends `ttl_s` (60) seconds after that.
+        A lease with a `name` is bound to the name instead of this process: it is renewed while this process
+        runs, and expires `ttl_s` (60) seconds after that.
 
-        Raises NothingFreeError if there are none within that time, InfeasibleError if there never will be,
-        and HostError if this user could not use the devices.
+        Raises NothingFreeError if nothing is free within that time, InfeasibleError if the request can never
+        be satisfied, and HostError if this user could not use the devices.
         """
         request = lease_request(
             memory=memory, count=count, across=across, devices=devices, gpu=gpu, placement=placement,
             enforced=enforced, wait_s=wait_s, name=name, ttl_s=ttl_s,
         )  # fmt: skip
-        return finish(hold(Lease, self._transport, self._daemon, request, self._say))
+        return run_blocking(acquire(Lease, self._transport, self._daemon, request, self._on_message))

@@ -1,13 +1,13 @@
-"""What a Client and an AsyncClient ask the daemon, without how they reach it."""
+"""The queries of Client and AsyncClient, independent of the transport."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from datetime import datetime, timedelta
 
-from yunion_mps.client.following import follow, watch
-from yunion_mps.client.request import beginning
-from yunion_mps.client.taking import Say
+from yunion_mps.client.acquire import OnMessage
+from yunion_mps.client.request import format_since
+from yunion_mps.client.streams import follow_events, watch
 from yunion_mps.client.transport import Transport
 from yunion_mps.client.values import Device, DeviceDetails, Event, Gpu, LeaseRecord, QueuedRequest, Status
 from yunion_mps.http.operations import (
@@ -21,20 +21,20 @@ from yunion_mps.http.operations import (
 )
 
 
-class Questions:
-    """What both clients ask, as coroutines that return values."""
+class ClientQueries:
+    """The queries of both clients, as coroutines that return values."""
 
-    def __init__(self, transport: Transport, say: Say) -> None:
+    def __init__(self, transport: Transport, on_message: OnMessage) -> None:
         self._call = transport.call
         self._transport = transport
-        self._say = say
+        self._on_message = on_message
 
     async def devices(self, *, unused: bool) -> list[Device]:
         answer = await self._call(GET_DEVICES, limit=0, unused=unused)
         return [Device.of(one) for one in answer["isolated_devices"]]
 
     async def watch_devices(self) -> AsyncGenerator[list[Device], None]:
-        async for answer in watch(self._transport, GET_DEVICES, self._say, limit=0):
+        async for answer in watch(self._transport, GET_DEVICES, self._on_message, limit=0):
             yield [Device.of(one) for one in answer["isolated_devices"]]
 
     async def device(self, name: str) -> DeviceDetails:
@@ -54,13 +54,13 @@ class Questions:
         return [QueuedRequest.of(one) for one in (await self._call(GET_LEASES))["waiting"]]
 
     async def events(
-        self, since: datetime | timedelta | None, kind: str | None, *, goes_on: bool
+        self, since: datetime | timedelta | None, kind: str | None, *, follow: bool
     ) -> AsyncGenerator[Event, None]:
-        first = beginning(since)
+        first = format_since(since)
         answer = await self._call(GET_EVENTS, limit=MAX_EVENTS, since=first, kind=kind)
         for one in answer["events"]:
             yield Event.of(one)
-        if goes_on:
-            async for some in follow(self._transport, answer["last"], kind, self._say):
+        if follow:
+            async for some in follow_events(self._transport, answer["last"], kind, self._on_message):
                 for one in some:
                     yield Event.of(one)

@@ -1,4 +1,4 @@
-"""What a caller asks for: the arguments of the clients' methods, as the API takes them."""
+"""Convert the arguments of the clients' methods to what the API takes."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from collections.abc import Sequence
 from datetime import datetime, timedelta, timezone
 from typing import NamedTuple
 
-from yunion_mps.client.taking import Wanted
+from yunion_mps.client.acquire import RequestMembers
 from yunion_mps.errors import YunionError
 from yunion_mps.http.operations import MAX_WAIT_S
 from yunion_mps.http.parameters import LATEST_S
 from yunion_mps.reasons import INVALID_REQUEST
 from yunion_mps.times import rfc3339
 
-#: How long a lease with a name lives without renewal if nothing else is asked for, in s.
+#: The default time to live of a named lease, in s.
 TTL_S = 60
 
 
 class LeaseArguments(NamedTuple):
-    """The members of a request but `wait_s`, and the time to live of a lease with a name."""
+    """The members of a request except `wait_s`, and the time to live of a named lease."""
 
-    members: Wanted
+    members: RequestMembers
     wait_s: int
     ttl_s: int | None
 
@@ -40,14 +40,14 @@ def lease_request(
     name: str | None,
     ttl_s: int | None,
 ) -> LeaseArguments:
-    """The request of these arguments, without those that are the API's defaults; raises YunionError."""
+    """The request for these arguments, without the API's defaults; raises YunionError."""
     if ttl_s is not None and name is None:
         raise _invalid("ttl_s: only a lease with a name has a time to live", "add a name, or leave ttl_s out")
     if isinstance(devices, str):
         raise _invalid(f"devices: {devices!r} is not a list of devices", "write a list, as in ['00:06.0-1']")
     if name is not None and ttl_s is None:
         ttl_s = TTL_S
-    wanted = {
+    members = {
         "memory_mib": None if memory is None else mebibytes(memory),
         "count": count if count != 1 else None,
         "across": across or None,
@@ -57,12 +57,12 @@ def lease_request(
         "enforced": enforced or None,
         "holder": None if name is None else {"name": name, "ttl_s": ttl_s},
     }
-    members = {member: value for member, value in wanted.items() if value is not None}
-    return LeaseArguments(members, whole_seconds(wait_s), ttl_s)
+    given = {member: value for member, value in members.items() if value is not None}
+    return LeaseArguments(given, whole_seconds(wait_s), ttl_s)
 
 
 def mebibytes(amount: str) -> int:
-    """What `6GiB` or `512MiB` is in MiB; raises YunionError."""
+    """Parse `6GiB` or `512MiB` to MiB; raises YunionError."""
     found = re.fullmatch(r"([0-9]{1,9})(MiB|GiB)", amount) if isinstance(amount, str) else None
     mib = int(found[1]) * (1024 if found[2] == "GiB" else 1) if found else 0
     if not mib:
@@ -71,14 +71,14 @@ def mebibytes(amount: str) -> int:
 
 
 def whole_seconds(wait_s: float) -> int:
-    """A time to wait as the daemon takes it, rounded up; raises YunionError if it is none."""
+    """The time to wait in whole seconds, rounded up and at most the API's; raises YunionError."""
     if not isinstance(wait_s, (int, float)) or math.isnan(wait_s):
         raise _invalid(f"wait_s: {wait_s!r} is not a number", "write seconds, or math.inf")
     return MAX_WAIT_S if wait_s >= MAX_WAIT_S else max(0, math.ceil(wait_s))
 
 
-def beginning(since: datetime | timedelta | None) -> str | None:
-    """The time from which on events are wanted, as the API takes it; raises YunionError."""
+def format_since(since: datetime | timedelta | None) -> str | None:
+    """The start time of a query for events, as the API takes it; raises YunionError."""
     if since is None:
         return None
     moment = datetime.now(timezone.utc) - since if isinstance(since, timedelta) else since

@@ -1,7 +1,7 @@
-"""How the client reaches the daemon. What it asks is written once, as coroutines over a `Transport`.
+"""Transports: how the clients reach the daemon. Queries are written once, as coroutines over a `Transport`.
 
 An AsyncClient awaits them in asyncio. A Client runs them over a transport that blocks instead of suspending,
-so that a coroutine is through after its first step: `finish` takes that step, and needs no event loop.
+so a coroutine finishes in its first step: `run_blocking` takes that step, and needs no event loop.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ T = TypeVar("T")
 
 
 class Transport(Protocol):
-    """Calls operations of the daemon, and waits."""
+    """Calls the daemon's operations, and sleeps."""
 
     async def call(self, operation: Operation[T], timeout_s: float | None = None, **arguments: Value) -> T:
         """The answer, as `DaemonClient.call` returns it; raises YunionError."""
 
-    async def changed(self, operation: Operation[T], **arguments: Value) -> tuple[T | None, str]:
-        """The answer and its ETag, as `DaemonClient.changed` returns them; raises YunionError."""
+    async def call_if_changed(self, operation: Operation[T], **arguments: Value) -> tuple[T | None, str]:
+        """The answer and its ETag, as `DaemonClient.call_if_changed` returns them; raises YunionError."""
 
     async def sleep(self, delay_s: float) -> None: ...
 
 
-class Blocking:
-    """Blocks the thread."""
+class BlockingTransport:
+    """A transport whose coroutines block the thread and never suspend."""
 
     def __init__(self, daemon: DaemonClient) -> None:
         self._daemon = daemon
@@ -40,15 +40,15 @@ class Blocking:
     async def call(self, operation: Operation[T], timeout_s: float | None = None, **arguments: Value) -> T:
         return self._daemon.call(operation, timeout_s, until_closed=False, **arguments)
 
-    async def changed(self, operation: Operation[T], **arguments: Value) -> tuple[T | None, str]:
-        return self._daemon.changed(operation, **arguments)
+    async def call_if_changed(self, operation: Operation[T], **arguments: Value) -> tuple[T | None, str]:
+        return self._daemon.call_if_changed(operation, **arguments)
 
     async def sleep(self, delay_s: float) -> None:
         time.sleep(delay_s)  # noqa: ASYNC251 - blocking is its purpose
 
 
-def finish(coroutine: Coroutine[Any, Any, T]) -> T:
-    """The result of a coroutine over a transport that blocks."""
+def run_blocking(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine that uses a BlockingTransport; returns its result."""
     try:
         coroutine.send(None)
     except StopIteration as done:
@@ -58,14 +58,14 @@ def finish(coroutine: Coroutine[Any, Any, T]) -> T:
     raise AssertionError("the transport has suspended instead of blocking")
 
 
-def iterate(generator: AsyncGenerator[T, None]) -> Iterator[T]:
-    """Yield what a generator over a transport that blocks does, and close it at the end."""
+def iterate_blocking(generator: AsyncGenerator[T, None]) -> Iterator[T]:
+    """Iterate over an asynchronous generator that uses a BlockingTransport, and close it at the end."""
     try:
         while True:
             try:
-                item = finish(generator.__anext__())
+                item = run_blocking(generator.__anext__())
             except StopAsyncIteration:
                 return
             yield item
     finally:
-        finish(generator.aclose())
+        run_blocking(generator.aclose())

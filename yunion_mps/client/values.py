@@ -1,10 +1,10 @@
-"""What the daemon answers, as frozen values: an attribute for each member of the types in answers.py.
+"""The daemon's answers as frozen values: an attribute for each member of the types in answers.py.
 
-Attributes have the members' names; where the member's lacks the unit or is Cloudpods' own, it is noted beside
-the attribute's type. Lists are tuples, and times are datetimes in UTC. A member that only a newer
-daemon knows is ignored; if an older daemon leaves one out, VersionError says so.
+An attribute has the name of its member; if that lacks the unit or is Cloudpods' own, the member's name stands
+beside the attribute's type. Lists are tuples, and times are datetimes in UTC. Unknown members of a newer
+daemon are ignored; a member that an older daemon lacks raises VersionError.
 """
-# Without `from __future__ import annotations`, because the types of the fields say how they are made.
+# Without `from __future__ import annotations`, because the types of the fields on_message how they are made.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
@@ -23,18 +23,18 @@ ValueT = TypeVar("ValueT", bound="Value[Any]")
 
 
 class Value(Generic[AnswerT]):
-    """A frozen value, made by `of` from an answer of the daemon."""
+    """A frozen value, made from an answer of the daemon."""
 
     @classmethod
     def of(cls: type[ValueT], answer: AnswerT) -> ValueT:  # noqa: PYI019 - there is no Self before 3.11
-        """The value that was answered; raises VersionError if a member is missing or of another type."""
+        """The value of an answer; raises VersionError if a member is missing or of another type."""
         kind: Any = cls
         made: ValueT = _maker(kind)(answer)
         return made
 
 
 def members(kind: Any) -> dict[str, tuple[str, Any]]:
-    """The name and the type of the answer's member that each attribute of a value has."""
+    """By attribute, the name and the type of the member of the answer."""
     found: dict[str, tuple[str, Any]] = {}
     for one in fields(kind):
         parts = get_args(one.type) if get_origin(one.type) is Annotated else (one.type, one.name)
@@ -71,7 +71,7 @@ def _made(make: Callable[[Any], Any], answer: Mapping[str, Any], member: str) ->
 
 @dataclass(frozen=True)
 class PcieLink(Value["answers.PcieLink"]):
-    """The most that a GPU's PCI Express link can do."""
+    """The best PCI Express link that a GPU supports."""
 
     lane_width: int
     throughput: str

@@ -95,10 +95,10 @@ class Process:
         os.close(self._pidfd)
 
 
-def _readable(descriptor: int, patience_s: float | None = 0.0) -> bool:
+def _readable(descriptor: int, timeout_s: float | None = 0.0) -> bool:
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
-    return bool(poll.poll(None if patience_s is None else patience_s * 1000))
+    return bool(poll.poll(None if timeout_s is None else timeout_s * 1000))
 
 
 def describe_exit(status: int) -> str:
@@ -152,10 +152,10 @@ def refuse_if_no_process_can_start() -> None:
         spawn(["/bin/sh", "-c", ":"], {}, stdin=None, stdout=null.fileno(), stderr=null.fileno()).kill()
 
 
-def output_of(argv: Sequence[str], patience_s: float | None = None) -> str:
-    """A program's standard output; empty if it fails, or takes longer than `patience_s`."""
+def output_of(argv: Sequence[str], timeout_s: float | None = None) -> str:
+    """A program's standard output; empty if it fails, or takes longer than `timeout_s`."""
     try:
-        status, found = outcome_of(argv, patience_s)
+        status, found = outcome_of(argv, timeout_s)
     except HostError:
         return ""
     return found.decode(errors="replace").strip() if status == 0 else ""
@@ -163,12 +163,12 @@ def output_of(argv: Sequence[str], patience_s: float | None = None) -> str:
 
 def outcome_of(
     argv: Sequence[str],
-    patience_s: float | None = None,
+    timeout_s: float | None = None,
     *,
     with_stderr: bool = False,
     environment: Mapping[str, str] | None = None,
 ) -> tuple[int | None, bytes]:
-    """A program's exit status, None if it takes longer than `patience_s`, and its output.
+    """A program's exit status, None if it takes longer than `timeout_s`, and its output.
 
     It gets this process's environment unless another one is given. It is killed if this is interrupted, as by
     Ctrl-C, which does not reach it in its own session. Raises HostError as `spawn` does.
@@ -191,18 +191,18 @@ def outcome_of(
         os.close(answer_in)
     try:
         with open(output, "rb", buffering=0) as file:
-            found = _read_all(file.fileno(), patience_s)
+            found = _read_all(file.fileno(), timeout_s)
         if found is not None:  # it has closed its output, and is about to end
-            _readable(process.fileno(), patience_s)
+            _readable(process.fileno(), timeout_s)
         status = process.status()
     finally:
         process.kill()
     return (None, b"") if found is None else (status, found)
 
 
-def _read_all(descriptor: int, patience_s: float | None) -> bytes | None:
+def _read_all(descriptor: int, timeout_s: float | None) -> bytes | None:
     """All that comes until it is closed; None if that takes longer."""
-    end_s = None if patience_s is None else time.monotonic() + patience_s
+    end_s = None if timeout_s is None else time.monotonic() + timeout_s
     found = b""
     while _readable(descriptor, None if end_s is None else max(0.0, end_s - time.monotonic())):
         piece = os.read(descriptor, 1 << 16)

@@ -11,12 +11,12 @@ import h11
 
 from yunion_mps.http.client import (
     Exchange,
-    broken_off,
-    changed_of,
+    conditional_result_of,
+    default_timeout_s,
+    disconnected_error,
     result_of,
-    silent,
-    unreachable,
-    usual_timeout_s,
+    timeout_error,
+    unreachable_error,
 )
 from yunion_mps.http.messages import Response
 from yunion_mps.http.operations import Operation
@@ -38,15 +38,15 @@ class AsyncDaemonClient:
 
     async def call(self, operation: Operation[T], timeout_s: float | None = None, **arguments: Value) -> T:
         """The answer; raises YunionError of the kind that the failure is. Nothing is sent twice."""
-        timeout_s = timeout_s or usual_timeout_s(operation, arguments)
+        timeout_s = timeout_s or default_timeout_s(operation, arguments)
         answer = await self._answer(Exchange(operation.method, operation.message(arguments)), timeout_s)
         result: T = result_of(answer, is_text=bool(operation.texts))
         return result
 
-    async def changed(self, operation: Operation[T], **arguments: Value) -> tuple[T | None, str]:
-        """The answer to a watched operation and its ETag, as `DaemonClient.changed` returns them."""
+    async def call_if_changed(self, operation: Operation[T], **arguments: Value) -> tuple[T | None, str]:
+        """The answer to a watched operation and its ETag, as `DaemonClient.call_if_changed` returns them."""
         exchange = Exchange(operation.method, operation.message(arguments))
-        return changed_of(await self._answer(exchange, usual_timeout_s(operation, arguments)))
+        return conditional_result_of(await self._answer(exchange, default_timeout_s(operation, arguments)))
 
     async def _answer(self, exchange: Exchange, timeout_s: float) -> Response:
         # Not wait_for: until Python 3.12 it forgets a cancellation that comes with the answer.
@@ -54,7 +54,7 @@ class AsyncDaemonClient:
         try:
             await asyncio.wait({answering}, timeout=timeout_s)
             if not answering.done():
-                raise silent(self._path, timeout_s)
+                raise timeout_error(self._path, timeout_s)
             return answering.result()
         finally:
             answering.cancel()
@@ -71,7 +71,7 @@ async def answer_on(path: str, exchange: Exchange) -> Response:
         try:
             await _connect(connection, path)
         except OSError as error:
-            raise unreachable(path, error) from None
+            raise unreachable_error(path, error) from None
         loop = asyncio.get_running_loop()
         try:
             with contextlib.suppress(BrokenPipeError):  # one that is turned away can still read why
@@ -80,7 +80,7 @@ async def answer_on(path: str, exchange: Exchange) -> Response:
             while answer is None:
                 answer = exchange.feed(await loop.sock_recv(connection, _PIECE_BYTES))
         except (OSError, h11.ProtocolError) as error:
-            raise broken_off(path, error) from None
+            raise disconnected_error(path, error) from None
         return answer
 
 

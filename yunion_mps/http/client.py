@@ -98,16 +98,18 @@ class DaemonClient:
 
         With `until_closed` it returns only once the program that has answered does not serve any more.
         """
-        timeout_s = timeout_s or self._timeout_s or usual_timeout_s(operation, arguments)
+        timeout_s = timeout_s or self._timeout_s or default_timeout_s(operation, arguments)
         exchange = Exchange(operation.method, operation.message(arguments), keep=until_closed)
         answer = self._answer(exchange, timeout_s, until_closed=until_closed)
         result: T = result_of(answer, is_text=bool(operation.texts))
         return result
 
-    def changed(self, operation: Operation[T], **arguments: Value) -> tuple[T | None, str]:
+    def call_if_changed(self, operation: Operation[T], **arguments: Value) -> tuple[T | None, str]:
         """The answer to a watched operation, None if it is what `if_none_match` names, and its ETag."""
         exchange = Exchange(operation.method, operation.message(arguments))
-        return changed_of(self._answer(exchange, usual_timeout_s(operation, arguments), until_closed=False))
+        return conditional_result_of(
+            self._answer(exchange, default_timeout_s(operation, arguments), until_closed=False)
+        )
 
     def _answer(self, exchange: Exchange, timeout_s: float, *, until_closed: bool) -> Response:
         deadline_s = time.monotonic() + timeout_s
@@ -123,9 +125,9 @@ class DaemonClient:
                         while _receive(connection, deadline_s):
                             pass
             except socket.timeout:
-                raise silent(self._path, timeout_s) from None
+                raise timeout_error(self._path, timeout_s) from None
             except (OSError, h11.ProtocolError) as error:
-                raise broken_off(self._path, error) from None
+                raise disconnected_error(self._path, error) from None
         return answer
 
     def _connect(self, timeout_s: float) -> socket.socket:
@@ -139,17 +141,17 @@ class DaemonClient:
         except OSError as error:
             connection.close()
             if error.errno == errno.EAGAIN:
-                raise silent(self._path, timeout_s) from None
-            raise unreachable(self._path, error) from None
+                raise timeout_error(self._path, timeout_s) from None
+            raise unreachable_error(self._path, error) from None
         return connection
 
 
-def usual_timeout_s(operation: Operation[T], arguments: Mapping[str, Value]) -> float:
+def default_timeout_s(operation: Operation[T], arguments: Mapping[str, Value]) -> float:
     """How long an answer may take, and the wait that was asked for."""
     return operation.timeout_s + int(str(arguments.get("wait_s") or 0))
 
 
-def unreachable(path: str, error: OSError) -> YunionError:
+def unreachable_error(path: str, error: OSError) -> YunionError:
     """What it means that a connection to this socket failed."""
     if error.errno in (errno.EACCES, errno.EPERM):
         return NotAllowedError(
@@ -167,7 +169,7 @@ def unreachable(path: str, error: OSError) -> YunionError:
     )
 
 
-def silent(path: str, timeout_s: float) -> UnreachableError:
+def timeout_error(path: str, timeout_s: float) -> UnreachableError:
     """No answer came in time."""
     return UnreachableError(
         f"the daemon does not answer on {path} within {timeout_s:g} s",
@@ -175,7 +177,7 @@ def silent(path: str, timeout_s: float) -> UnreachableError:
     )
 
 
-def broken_off(path: str, error: Exception) -> UnreachableError:
+def disconnected_error(path: str, error: Exception) -> UnreachableError:
     """The connection ended before the answer did."""
     # h11's words for an end before any answer mean nothing to a person.
     why = "it ended or started again" if "ConnectionClosed" in str(error) else str(error)
@@ -190,7 +192,7 @@ def _receive(connection: socket.socket, deadline_s: float) -> bytes:
     return connection.recv(1 << 18)
 
 
-def changed_of(answer: Response) -> tuple[Any, str]:
+def conditional_result_of(answer: Response) -> tuple[Any, str]:
     """The value that was answered, None if it has not changed, and its ETag; raises as `result_of` does."""
     value = None if answer.status == 304 else result_of(answer)
     return value, dict(answer.headers).get("ETag", "")

@@ -164,7 +164,7 @@ class Handlers:
         wanted = LeaseRequest(count, tuple(devices or ()), gpu or "", across, placement, mib, enforced)
         queued = QueuedRequest(wanted, _holder(request, **holder), idempotency_key or "", cdi)
         if dry_run:
-            return self._leases.would_take(queued)
+            return self._leases.preview(queued)
         lease, is_new = await self._leases.take(queued, request.keep, wait_s)
         return Created(lease, f"/v1/leases/{lease['id']}") if is_new else lease
 

@@ -22,7 +22,7 @@ PROBE_TIMEOUT_S = 5.0
 #: How often its limits are read back.
 VERIFY_S = 60.0
 #: How long a wedged control daemon has to answer once it was told to go on, and how often it is probed.
-PATIENCE_S = 2.0
+RESUME_TIMEOUT_S = 2.0
 _WEDGED_PROBE_S = 0.5
 #: How often it is found out why: all processes are searched for that.
 _DIAGNOSE_S = 10.0
@@ -130,7 +130,7 @@ class Recovery(Task):
         self._error = error
         self._diagnose(now_s)
         self._began_s = now_s
-        self._deadline_s = now_s + PATIENCE_S
+        self._deadline_s = now_s + RESUME_TIMEOUT_S
         self._probe_at_s = now_s
         #: The servers for whose sake it is not replaced.
         self.spared_for: tuple[int, ...] = ()
@@ -195,7 +195,7 @@ class Recovery(Task):
             if not self._probe.poll(now_s):
                 return self._probe.deadline_s
             self.close()
-            return self._converse([HEARD], now_s, PATIENCE_S).deadline_s
+            return self._converse([HEARD], now_s, RESUME_TIMEOUT_S).deadline_s
         except YunionError:
             self.close()
             self._probe_at_s = max(self._probe_at_s, now_s + _WEDGED_PROBE_S)

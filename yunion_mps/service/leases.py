@@ -167,7 +167,7 @@ class LeaseService:
             on_disconnect(partial(self._end_connected, lease.id))
         return Grant(self._json(lease), is_new)
 
-    def would_take(self, queued: QueuedRequest) -> LeaseRecord:
+    def preview(self, queued: QueuedRequest) -> LeaseRecord:
         """The lease that the holder would get now; raises YunionError if it would get none."""
         queued = queued._replace(sent=queued.as_text)
         lease = self.ledger.repeated(queued)

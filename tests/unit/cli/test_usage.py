@@ -14,7 +14,7 @@ import click
 import pytest
 from yunion_mps import __version__, revision
 from yunion_mps.cli.root import COMMANDS, SECTIONS, cli
-from yunion_mps.client import following
+from yunion_mps.client import streams
 from yunion_mps.http.operations import (
     EVENT_KINDS,
     MAX_EVENT_WAIT_S,
@@ -124,7 +124,7 @@ def test_the_largest_numbers_are_those_that_the_daemon_takes(cli: Cli) -> None:
 
 
 def test_what_the_commands_know_of_the_daemon_is_so() -> None:
-    assert following.WAIT_S <= MAX_EVENT_WAIT_S
+    assert streams.WAIT_S <= MAX_EVENT_WAIT_S
 
 
 def test_the_version_is_one_line_with_the_revision(alone: Cli) -> None:

@@ -7,7 +7,7 @@ from datetime import datetime, timedelta, timezone
 from typing import Any
 
 import pytest
-from yunion_mps.client.request import beginning, mebibytes, whole_seconds
+from yunion_mps.client.request import format_since, mebibytes, whole_seconds
 from yunion_mps.errors import YunionError
 
 
@@ -36,13 +36,13 @@ def test_a_wait_that_is_no_number_is_refused(wrong: Any) -> None:
 
 def test_a_beginning_is_a_time_or_so_long_ago() -> None:
     moment = datetime(2026, 11, 20, 14, 45, tzinfo=timezone(timedelta(hours=1)))
-    assert beginning(moment) == "2026-11-20T13:45:00.000Z"
-    assert beginning(None) is None
-    assert beginning(datetime.min.replace(tzinfo=timezone.utc)) == "1970-01-01T00:00:00.000Z"
-    assert (beginning(timedelta(hours=1)) or "") < (beginning(timedelta(0)) or "")
+    assert format_since(moment) == "2026-11-20T13:45:00.000Z"
+    assert format_since(None) is None
+    assert format_since(datetime.min.replace(tzinfo=timezone.utc)) == "1970-01-01T00:00:00.000Z"
+    assert (format_since(timedelta(hours=1)) or "") < (format_since(timedelta(0)) or "")
 
 
 @pytest.mark.parametrize("wrong", [datetime(2026, 11, 20), 1788000000.0, "2026-11-20"])  # noqa: DTZ001
 def test_a_beginning_without_a_time_zone_is_refused(wrong: Any) -> None:
     with pytest.raises(YunionError, match=r"since: .* is not a time with a time zone"):
-        beginning(wrong)
+        format_since(wrong)

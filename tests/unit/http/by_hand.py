@@ -183,7 +183,7 @@ class FakeLeases(_ByHand, LeaseService):
         await self._pass("take")
         return Grant(self._answer(queued, wait_s), self.is_new)
 
-    def would_take(self, queued: QueuedRequest) -> Any:
+    def preview(self, queued: QueuedRequest) -> Any:
         return self._answer(queued, -1)
 
     def _answer(self, queued: QueuedRequest, wait_s: float) -> Json:

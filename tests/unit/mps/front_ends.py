@@ -20,7 +20,7 @@ from yunion_mps.models import DomainPlan
 from yunion_mps.mps.conversation import Conversation, peer_of
 from yunion_mps.mps.processes import our_processes
 
-PATIENCE_S = 60.0
+RESUME_TIMEOUT_S = 60.0
 #: nobody: a user who is neither root nor us.
 STRANGER = 65534
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user, and mount")
@@ -46,7 +46,7 @@ def wait_until_it_answers(plan: DomainPlan, pid: int) -> None:
 
 def wait_for(look: Callable[[], bool]) -> None:
     """Wait until `look` says true."""
-    end_s = time.monotonic() + PATIENCE_S
+    end_s = time.monotonic() + RESUME_TIMEOUT_S
     while not look():
         assert time.monotonic() < end_s, "it did not come about"
         time.sleep(0.002)
@@ -58,7 +58,7 @@ def converse(program: str, plan: DomainPlan, *commands: str) -> list[str]:
     poll = select.poll()
     poll.register(conversation.fileno(), select.POLLIN)
     while (answer := conversation.poll(0.0)) is None:
-        assert poll.poll(PATIENCE_S * 1000), "no answer"
+        assert poll.poll(RESUME_TIMEOUT_S * 1000), "no answer"
     return answer
 
 
@@ -71,7 +71,7 @@ def stop_process(pid: int) -> None:
 def silent_connection(plan: DomainPlan) -> socket.socket:
     """A connection to its control daemon that says nothing, which keeps it from all others (measured)."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    connection.settimeout(PATIENCE_S)
+    connection.settimeout(RESUME_TIMEOUT_S)
     try:
         connection.connect(f"{plan.pipe_directory}/control")
         connection.recv(64)  # its greeting, so that it is at this connection now

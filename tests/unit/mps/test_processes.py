@@ -24,7 +24,7 @@ from yunion_mps.mps.states import APPLYING, READY, STARTING, STOPPED, WEDGED
 from yunion_mps.paths import ROOT_VARIABLE, Paths
 
 from .driving import Bench
-from .front_ends import PATIENCE_S, STRANGER, as_root, full_queue, running_here, stop_process, wait_for
+from .front_ends import RESUME_TIMEOUT_S, STRANGER, as_root, full_queue, running_here, stop_process, wait_for
 
 Hide = Callable[[DomainPlan, int], None]
 _PR_SET_DUMPABLE = 4
@@ -118,7 +118,7 @@ def test_one_that_was_started_is_found_without_its_mark(bench: Bench) -> None:
 
 def test_an_environment_is_waited_for_while_a_program_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is empty until then, as this shell's is."""
-    monkeypatch.setattr(processes, "_EXEC_S", PATIENCE_S)
+    monkeypatch.setattr(processes, "_EXEC_S", RESUME_TIMEOUT_S)
     command = ["/bin/sh", "-c", f"read line; exec env -i {MARK}=host sleep 1000"]
     one = subprocess.Popen(command, stdin=-1, env={})
     go = one.stdin

@@ -6,16 +6,16 @@ import asyncio
 from typing import Any
 
 import pytest
-from yunion_mps.client.taking import take
-from yunion_mps.client.transport import finish
+from yunion_mps.client.acquire import take
+from yunion_mps.client.transport import run_blocking
 from yunion_mps.errors import NothingFreeError, YunionError
 from yunion_mps.http.operations import Operation
 
 LEASE = {"id": "a lease"}
 
 
-class Interrupted:
-    """A transport whose first call is interrupted, and those after it are answered in turn."""
+class InterruptedTransport:
+    """A transport whose first call is interrupted, and whose later calls return the outcomes in turn."""
 
     def __init__(self, by: BaseException, *outcomes: Any) -> None:
         self.outcomes = [by, *outcomes]
@@ -28,7 +28,7 @@ class Interrupted:
             raise outcome
         return outcome
 
-    async def changed(self, *_: Any, **__: Any) -> Any:
+    async def call_if_changed(self, *_: Any, **__: Any) -> Any:
         raise AssertionError
 
     async def sleep(self, delay_s: float) -> None:
@@ -37,9 +37,9 @@ class Interrupted:
 
 @pytest.mark.parametrize("by", [KeyboardInterrupt(), SystemExit(), asyncio.CancelledError()], ids=repr)
 def test_the_lease_of_an_interrupted_caller_is_released(by: BaseException) -> None:
-    transport = Interrupted(by, LEASE, LEASE)
+    transport = InterruptedTransport(by, LEASE, LEASE)
     with pytest.raises(type(by)):
-        finish(take(transport, {"gpu": "00:06.0"}, 0, lambda _: None))
+        run_blocking(take(transport, {"gpu": "00:06.0"}, 0, lambda _: None))
     (first, arguments), (again, repeated), (last, ended) = transport.calls
     assert (first, again, last) == ("take_lease", "take_lease", "end_lease")
     assert repeated == {name: value for name, value in arguments.items() if name != "wait_s"}
@@ -47,21 +47,21 @@ def test_the_lease_of_an_interrupted_caller_is_released(by: BaseException) -> No
 
 
 def test_an_interrupted_caller_that_got_nothing_has_nothing_to_release() -> None:
-    transport = Interrupted(KeyboardInterrupt(), NothingFreeError("nothing"))
+    transport = InterruptedTransport(KeyboardInterrupt(), NothingFreeError("nothing"))
     with pytest.raises(KeyboardInterrupt):
-        finish(take(transport, {}, 0, lambda _: None))
+        run_blocking(take(transport, {}, 0, lambda _: None))
     assert len(transport.calls) == 2
 
 
 def test_a_lease_with_a_name_is_left_to_its_time_to_live() -> None:
-    transport = Interrupted(KeyboardInterrupt())
+    transport = InterruptedTransport(KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
-        finish(take(transport, {"holder": {"name": "job-17", "ttl_s": 60}}, 0, lambda _: None))
+        run_blocking(take(transport, {"holder": {"name": "job-17", "ttl_s": 60}}, 0, lambda _: None))
     assert len(transport.calls) == 1
 
 
-def test_a_failure_is_no_interruption() -> None:
-    transport = Interrupted(YunionError("it is wrong"))
+def test_a_failed_request_is_not_followed_by_a_release() -> None:
+    transport = InterruptedTransport(YunionError("it is wrong"))
     with pytest.raises(YunionError, match="it is wrong"):
-        finish(take(transport, {}, 0, lambda _: None))
+        run_blocking(take(transport, {}, 0, lambda _: None))
     assert len(transport.calls) == 1

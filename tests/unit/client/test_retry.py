@@ -1,0 +1,58 @@
+"""The client retries while the daemon is unreachable, until its deadline."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from yunion_mps.cli.output import say
+from yunion_mps.client.acquire import Retrier
+from yunion_mps.client.transport import run_blocking
+from yunion_mps.errors import UnreachableError
+from yunion_mps.http.operations import GET_STATUS
+
+UNREACHABLE = UnreachableError("it is away", "start it")
+
+
+class UnreachableTransport:
+    """A transport whose first calls fail."""
+
+    def __init__(self, calls: int) -> None:
+        self.calls = calls
+
+    async def call(self, *_: Any, **__: Any) -> Any:
+        self.calls -= 1
+        if self.calls >= 0:
+            raise UNREACHABLE
+        return {"an": "answer"}
+
+    async def call_if_changed(self, *_: Any, **__: Any) -> Any:
+        raise AssertionError
+
+    async def sleep(self, delay_s: float) -> None:
+        pass
+
+
+def test_an_outage_and_its_end_are_announced_once(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    retrier = Retrier(UnreachableTransport(2), 60.0, say)
+    for _ in range(2):
+        run_blocking(retrier.call(GET_STATUS))
+    said = "yunion-mps: it is away; waiting up to 60 s for it\nyunion-mps: the daemon answers again\n"
+    assert capsys.readouterr() == ("", said)
+
+
+def test_retries_end_at_the_deadline_which_an_answer_resets() -> None:
+    retrier = Retrier(UnreachableTransport(0), 1e-9, say)
+    run_blocking(retrier.wait(UNREACHABLE))
+    with pytest.raises(UnreachableError, match="it is away"):
+        run_blocking(retrier.wait(UNREACHABLE))
+    retrier.reset()
+    run_blocking(retrier.wait(UNREACHABLE))
+
+
+def test_without_a_timeout_the_first_failure_is_raised(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(UnreachableError, match="it is away"):
+        run_blocking(Retrier(UnreachableTransport(1), 0, say).call(GET_STATUS))
+    assert capsys.readouterr() == ("", "")

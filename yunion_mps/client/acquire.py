@@ -1,0 +1,160 @@
+"""Acquire a lease; retry while the daemon restarts or is briefly busy."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from yunion_mps.client.transport import Transport
+from yunion_mps.errors import (
+    BusyError,
+    HostError,
+    InfeasibleError,
+    NothingFreeError,
+    UnreachableError,
+    YunionError,
+)
+from yunion_mps.http.operations import END_LEASE, TAKE_LEASE, Operation
+from yunion_mps.http.parameters import Value
+
+if TYPE_CHECKING:
+    from yunion_mps.answers import LeaseRecord
+
+T = TypeVar("T")
+#: Called with a line of text whenever a request starts or stops waiting.
+OnMessage = Callable[[str], None]
+#: Members of a lease request; those that are None are left out.
+RequestMembers = Mapping[str, Any]
+
+#: How long to retry while the daemon is unreachable, if the caller is willing to wait.
+RECONNECT_TIMEOUT_S = 60.0
+_RETRY_INTERVAL_S = 0.2
+_A_DAY_S = 86_400
+#: How long an interrupted caller waits for each answer, in s.
+_UNDO_S = 2.0
+#: The directories that PrivateTmp= hides from other units (systemd.exec(5)).
+_PRIVATE_PLACES = ("/tmp/", "/var/tmp/")
+
+
+class Retrier:
+    """Retries for `timeout_s` while the daemon is unreachable or busy; announces the outage once."""
+
+    def __init__(self, transport: Transport, timeout_s: float, on_message: OnMessage) -> None:
+        self._transport = transport
+        self._timeout_s = timeout_s
+        self._on_message = on_message
+        self._deadline_s = 0.0
+
+    async def wait(self, error: YunionError) -> None:
+        """Wait until the next attempt after `error`; raises it once the deadline has passed."""
+        now_s = time.monotonic()
+        if not self._timeout_s:
+            raise error
+        if not self._deadline_s:
+            self._deadline_s = now_s + self._timeout_s
+            how_long = f" up to {self._timeout_s:.0f} s" if self._timeout_s <= _A_DAY_S else ""
+            self._on_message(f"{error.message}; waiting{how_long} for it")
+        elif now_s > self._deadline_s:
+            raise error
+        await self._transport.sleep(_RETRY_INTERVAL_S)
+
+    def reset(self) -> None:
+        """Start over with a full timeout, because the daemon has answered."""
+        if self._deadline_s:
+            self._on_message("the daemon answers again")
+        self._deadline_s = 0.0
+
+    async def call(self, operation: Operation[T], timeout_s: float | None = None, **arguments: Value) -> T:
+        """Call the operation until the daemon answers; raises its error once the deadline has passed."""
+        while True:
+            try:
+                answer = await self._transport.call(operation, timeout_s, **arguments)
+            except (UnreachableError, BusyError) as error:
+                await self.wait(error)
+            else:
+                self.reset()
+                return answer
+
+
+async def take(
+    transport: Transport, request: RequestMembers, wait_s: int, on_message: OnMessage
+) -> LeaseRecord:
+    """Take a lease within `wait_s`; raises NothingFreeError if none is free by then, or another YunionError.
+
+    A request that waits is retried if the daemon restarts or is busy: its idempotency key identifies its
+    position in the queue, or the lease that was already granted. A caller that is interrupted or cancelled
+    has no lease.
+    """
+    request = {**request, "idempotency_key": os.urandom(16).hex()}
+    end_s = time.monotonic() + wait_s
+    unreachable, busy = (
+        Retrier(transport, min(RECONNECT_TIMEOUT_S, wait_s), on_message),
+        Retrier(transport, wait_s, on_message),
+    )
+    is_connected = is_announced = False
+    while True:
+        left_s = max(0, round(end_s - time.monotonic()))
+        try:
+            if wait_s and not is_connected:
+                reason = await _wait_reason(transport, request)
+                unreachable.reset()
+                is_connected = True
+                if reason and not is_announced:
+                    on_message(f"waiting: {reason}")
+                    is_announced = True
+            lease = await transport.call(TAKE_LEASE, **{**request, "wait_s": left_s or None})
+        except (UnreachableError, BusyError) as error:
+            if time.monotonic() >= end_s:
+                raise
+            await (busy if isinstance(error, BusyError) else unreachable).wait(error)
+            is_connected = False
+        except (Exception, GeneratorExit):
+            raise
+        except BaseException:
+            await _release_unconfirmed(transport, request)
+            raise
+        else:
+            return lease
+
+
+async def _release_unconfirmed(transport: Transport, request: RequestMembers) -> None:
+    """Release the lease that may have been granted although the interrupted caller got no answer.
+
+    A named lease is left to expire, because it may have existed before this request.
+    """
+    if "name" in (request.get("holder") or {}):
+        return
+    with contextlib.suppress(YunionError):
+        lease = await transport.call(TAKE_LEASE, _UNDO_S, **request)
+        await transport.call(END_LEASE, _UNDO_S, lease=lease["id"])
+
+
+async def preview(transport: Transport, request: RequestMembers) -> LeaseRecord:
+    """The lease that the request would get now, without taking it; raises as `take` does."""
+    return await transport.call(TAKE_LEASE, **{**request, "dry_run": True})
+
+
+async def _wait_reason(transport: Transport, request: RequestMembers) -> str:
+    """Why the request would have to wait, empty if it would not; raises YunionError if waiting is useless."""
+    try:
+        await preview(transport, request)
+    except InfeasibleError:
+        raise
+    except NothingFreeError as error:
+        return error.message
+    return ""
+
+
+def refuse_unreachable(environment: Mapping[str, str]) -> None:
+    """Raise HostError if this user cannot reach the control daemon: CUDA would go on without limits."""
+    place = environment["CUDA_MPS_PIPE_DIRECTORY"]
+    control = os.path.join(place, "control")
+    if not os.access(control, os.W_OK, effective_ids=True):
+        what = f"{control} cannot be reached as this user, and CUDA would then run without limits"
+        hint = "see: yunion-mps doctor"
+        if place.startswith(_PRIVATE_PLACES) and not os.path.exists(place):  # for the daemon it is there
+            hint = f"in a unit with PrivateTmp=yes, set BindPaths={place}; otherwise {hint}"
+        raise HostError(what, hint)

@@ -1,0 +1,71 @@
+"""Follow the event log, and watch an answer for changes, across restarts of the daemon."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from typing import TYPE_CHECKING, TypeVar
+
+from yunion_mps.client.acquire import RECONNECT_TIMEOUT_S, OnMessage, Retrier
+from yunion_mps.client.transport import Transport
+from yunion_mps.errors import BusyError, UnreachableError
+from yunion_mps.http.operations import GET_EVENTS, MAX_EVENTS, Operation
+from yunion_mps.http.parameters import Value
+
+if TYPE_CHECKING:
+    from yunion_mps import answers
+
+T = TypeVar("T")
+
+#: How long a request waits for the next event, in s.
+WAIT_S = 10
+#: How long a request waits for the answer to change, in s.
+_CHANGE_WAIT_S = 60
+
+
+async def follow_events(
+    transport: Transport, last: int, kind: str | None, on_message: OnMessage
+) -> AsyncGenerator[list[answers.Event], None]:
+    """Yield the events after the one with the id `last`, without end; also an empty list at each timeout.
+
+    An empty list lets the caller check whether its own reader is still there. Raises UnreachableError if the
+    daemon stays unreachable.
+    """
+    retrier = Retrier(transport, RECONNECT_TIMEOUT_S, on_message)
+    while True:
+        try:
+            answer = await transport.call(GET_EVENTS, after=last, limit=MAX_EVENTS, kind=kind, wait_s=WAIT_S)
+        except UnreachableError as error:
+            await retrier.wait(error)
+            yield []
+            continue
+        retrier.reset()
+        if answer["last"] < last:
+            on_message("the event log was started again")
+            last = 0
+            continue
+        last = answer["last"]
+        yield answer["events"]
+
+
+async def watch(
+    transport: Transport, operation: Operation[T], on_message: OnMessage, **arguments: Value
+) -> AsyncGenerator[T, None]:
+    """Yield the answer of a watched operation, and the new answer whenever it changes, without end.
+
+    Raises UnreachableError if the daemon stays unreachable.
+    """
+    retrier = Retrier(transport, RECONNECT_TIMEOUT_S, on_message)
+    known: dict[str, Value] = {}
+    while True:
+        try:
+            found = await transport.call_if_changed(operation, **arguments, **known)
+        except (UnreachableError, BusyError) as error:
+            if not known:
+                raise
+            await retrier.wait(error)
+            continue
+        retrier.reset()
+        answer, etag = found
+        known = {"if_none_match": etag, "wait_s": _CHANGE_WAIT_S}
+        if answer is not None:
+            yield answer
