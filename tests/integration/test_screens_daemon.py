@@ -35,7 +35,7 @@ def test_jobs_of_the_real_daemon_come_and_go_and_use_outside_mps_is_named(
         host.env["YUNION_MPS_DEVICE"] = "00:06.0-1"
         job = jobs.attached(daemon.pipe_directory)
         host.gpus[0].add_process(job.pid, 4096, "M+C")
-        screen.wait(rf"^00:06\.0-1 .* 4096 .* root +{job.pid} ")
+        screen.wait(rf"^00:06\.0-1 .* 4\.0 .* root +{job.pid} ")
         screen.wait(r"2 devices: 1 used, 1 free; 0 leases; 1 process$")
         host.gpus[0].add_process(os.getpid(), 700, "C")
         screen.wait(rf"^Problem: PID {os.getpid()} of root .* uses GPU 00:06.0 \(700 MiB\)")
@@ -67,7 +67,7 @@ def test_a_lease_of_the_real_daemon_has_a_user_while_its_command_runs(
         command = host.popen(["yunion-mps", "run", "--", "sleep", "600"])
         try:
             screen.wait("2 devices: 1 used, 1 free; 1 lease;")
-            screen.wait(rf"^00:06\.0-0 .* 0 +8192 +50 +root +{command.pid} +\d+[sm] sleep 600")
+            screen.wait(rf"^00:06\.0-0 .* 0\.0 +8\.0 +50 +root +{command.pid} +\d+[sm] sleep 600")
             header, row = rows(printed(host, "who", "-o", "csv"))
             shown = dict(zip(header, row))
             assert (shown["device"], shown["user"], shown["pid"]) == ("00:06.0-0", "root", str(command.pid))
@@ -93,19 +93,19 @@ def test_what_is_left_of_memory_in_units_is_on_every_screen(
     make_daemon(host).start().wait_ready()
     with Tmux(host.env, 80, 24) as screen:
         screen.type(TOP, "Enter")
-        screen.wait("^1 GPU; 0 devices: 0 used, 0 free; 16384 MiB free in units; 0 leases; 0 processes$")
-        screen.wait(r"^00:06\.0-m\* +\S+ +16384 +free +in units$")
+        screen.wait("^1 GPU; 0 devices: 0 used, 0 free; 16.0 GiB free in units; 0 leases; 0 processes$")
+        screen.wait(r"^00:06\.0-m\* +\S+ +16\.0 +free +in units$")
         command = host.popen(["yunion-mps", "run", "--gpu-mem", "6GiB", "--", "sleep", "600"])
         try:
-            screen.wait("^1 GPU; 1 device: 1 used, 0 free; 10240 MiB free in units; 1 lease; 0 processes$")
-            screen.wait(r"^00:06\.0-m\* +\S+ +10240 +free +in units$")
-            screen.wait(rf"^00:06\.0-m0 .* 6144 +37\.5 +root +{command.pid} ")
+            screen.wait("^1 GPU; 1 device: 1 used, 0 free; 10.0 GiB free in units; 1 lease; 0 processes$")
+            screen.wait(r"^00:06\.0-m\* +\S+ +10\.0 +free +in units$")
+            screen.wait(rf"^00:06\.0-m0 .* 6\.0 +37\.5 +root +{command.pid} ")
             for name in ("gpus", "status"):
                 assert "00:06.0: 10240 of 16384 MiB are free to lease: yunion-mps run --gpu-mem\n" in printed(
                     host, name
                 )
             host.gpus[0].lose()
-            screen.wait(r"^00:06\.0-m\* +\S+ +0 +unavail")
+            screen.wait(r"^00:06\.0-m\* +\S+ +0\.0 +unavail")
             assert "free to lease" not in printed(host, "gpus") + printed(host, "status")
         finally:
             command.kill()

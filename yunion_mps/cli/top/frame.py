@@ -21,24 +21,24 @@ WHOLE = 1_000_000
 
 _HEADINGS = {
     "GPU": {
-        "used": "USED MiB", "of": "OF MiB", "busy": "UTIL %", "user": "IN USE", "pid": "PROCS",
+        "used": "USED GiB", "of": "OF GiB", "busy": "UTIL %", "user": "IN USE", "pid": "PROCS",
         "command": "NAME",
     },
     "DEVICE": {
-        "used": "USED MiB", "of": "OF MiB", "threads": "SM %", "busy": "UTIL %", "user": "USER", "pid": "PID",
+        "used": "USED GiB", "of": "OF GiB", "threads": "SM %", "busy": "UTIL %", "user": "USER", "pid": "PID",
         "since": "SINCE", "command": "COMMAND",
     },
 }  # fmt: skip
 _WIDTHS = {
     "bar": 10,
     "used": 8,
-    "of": 7,
+    "of": 6,
     "threads": 5,
     "busy": 6,
     "user": 8,
     "pid": 7,
     "since": 6,
-    "command": 8,
+    "command": 10,
 }
 #: What a narrow terminal can do without, the least useful first.
 _DROP = ("since", "threads", "pid", "command", "user", "busy", "bar")
@@ -145,7 +145,7 @@ def _counts(scene: Scene) -> Line:
         count(len(scene.gpus), "GPU"),
         f"{count(total, 'device')}: {devices['used']} used, {devices['free']} free"
         + (f", {devices['unavailable']} unavailable" if devices["unavailable"] else ""),
-        *([f"{sum(pools)} MiB free in units"] if pools else []),
+        *([f"{_gib(sum(pools))} GiB free in units"] if pools else []),
         count(len(answers.leases), "lease") + (f", {waiting} waiting" if waiting else ""),
         count(clients, "process", "processes"),
     ]
@@ -241,8 +241,8 @@ def _headings(name: str, words: str, widths: dict[str, int], look: Look) -> str:
 def _line(row: Row, widths: dict[str, int], look: Look, now_s: float) -> Line:
     texts = {
         "address": row.address + row.mark,
-        "used": str(row.used_mib) if row.in_use else "",
-        "of": "" if row.of_mib is None else str(row.of_mib),
+        "used": _gib(row.used_mib) if row.in_use else "",
+        "of": "" if row.of_mib is None else _gib(row.of_mib),
         "threads": "" if row.threads is None else f"{row.threads:g}",
         "busy": "" if row.busy is None else str(row.busy),
         "user": row.user,
@@ -278,6 +278,11 @@ def bar(share: float, width: int, *, utf8: bool) -> str:
     full, part = divmod(eighths, 8)
     drawn = "█" * full + (_EIGHTHS[part] if part else "")
     return drawn + "░" * (width - len(drawn))
+
+
+def _gib(number_mib: int) -> str:
+    """As much as one can read in passing; every other command counts in MiB."""
+    return f"{number_mib / 1024:.1f}"
 
 
 def _events(scene: Scene, look: Look, room: int, now_s: float) -> list[Line]:

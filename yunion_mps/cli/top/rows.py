@@ -113,6 +113,7 @@ def _gpu_rows(host: HostOverview) -> list[Row]:
             f"{in_use[address]} of {devices[address]}",
             processes[address],
             gpu["reason"] or (gpu["name"] or "").removeprefix("NVIDIA "),
+            in_use=gpu["memory_total"] is not None,  # of a lost one nothing is known
             is_bad=bool(gpu["reason"]),
             busy=gpu["utilization"],
         )
