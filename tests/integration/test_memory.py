@@ -15,10 +15,13 @@ from browser.scene import Served
 from integration.daemon_host import PATIENCE_S, Daemon
 from integration.gateway_host import Gateway, free_port
 
-_WARM_UP, _REQUESTS = 2_000, 3_000
+_WARM_UP, _REQUESTS = 4_000, 10_000
+#: How many requests are sent on one connection: a connection costs more than a small request.
+_ON_ONE = 10
 #: A server that leaks one object of a connection grows by more than this in so many; a sound one by 50 KiB.
 _MAX_KIB = 512
 
+_SMALL = "/nothing"
 _PAGE = ("/", "/", "/overview.json", "/v1/events?limit=1", "/nothing")
 _TARGETS = {
     "daemon": ("/v1/status", "/v1/status", "/v1/events", "/metrics", "/nothing"),
@@ -35,15 +38,16 @@ class Server(NamedTuple):
     connect: Callable[[], socket.socket]
 
     def ask(self, targets: tuple[str, ...], count: int) -> None:
-        """So many requests, each on a connection of its own; every fifth is broken."""
-        for target, is_broken in islice(zip(cycle(targets), cycle([*[False] * 4, True])), count):
+        """So many requests, and on each connection one of `targets` as the last; every fifth of these is broken."""
+        ends = zip(cycle(targets), cycle([*[False] * 4, True]))
+        for target, is_broken in islice(ends, count // _ON_ONE):
+            small = f"GET {_SMALL} HTTP/1.1\r\nHost: localhost\r\n\r\n" * (_ON_ONE - 1)
             head = f"GET {target} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
             with self.connect() as client:
-                client.sendall(f"{head}{'broken' if is_broken else ''}\r\n\r\n".encode())
-                answer = client.recv(1 << 16)
-                assert answer.startswith(b"HTTP/1.1 400 " if is_broken else b"HTTP/1.1 "), answer
-                while client.recv(1 << 16):
-                    pass
+                client.sendall(f"{small}{head}{'broken' if is_broken else ''}\r\n\r\n".encode())
+                answers = b"".join(iter(lambda: client.recv(1 << 16), b""))
+            assert answers.count(b"HTTP/1.1 ") == _ON_ONE, answers
+            assert answers.count(b"HTTP/1.1 400 ") == is_broken, answers
 
     @property
     def resident_kib(self) -> int:
