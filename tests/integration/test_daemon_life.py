@@ -142,6 +142,7 @@ def test_the_socket_is_private_and_the_log_is_not_for_everybody(ready_daemon: Da
         (["--help"], 0, "Usage: yunion-mps-daemon [OPTIONS]\n"),
         (["--chek"], 2, "yunion-mps-daemon: No such option: --chek (Possible options: --check, --help)\n"),
         (["--log-level", "loud"], 2, "'--log-level': 'loud' is not one of 'debug'"),
+        (["--adopt", "0"], 2, "Invalid value for '--adopt': 0 is not a PID.\n"),
         (["start"], 2, "Got unexpected extra argument (start)"),
         (["--check", "--restore"], 2, "--check, --restore and --adopt are mutually exclusive"),
     ],

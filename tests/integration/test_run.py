@@ -115,7 +115,7 @@ def test_a_device_that_is_not_there_is_no_reason_to_run_without_one(ready_daemon
         ),
         ("run ''", "COMMAND is missing: yunion-mps run [OPTIONS] COMMAND [ARG]..."),
         ("run -- ''", "COMMAND is missing: yunion-mps run [OPTIONS] COMMAND [ARG]..."),
-        ("run --gpu-mem-units 9999999999 true", "Invalid value for '--gpu-mem-units': 9999999999 is not in"),
+        ("run --gpu-mem-units 9999999999 true", "Invalid value for '--gpu-mem-units': 9999999999 is not a"),
         ("env ''", "DEVICE is empty."),
         ("lease release ''", "LEASE is empty."),
         ("lease renew ''", "LEASE is empty."),

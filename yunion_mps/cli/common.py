@@ -116,11 +116,39 @@ class Duration(click.ParamType):
         found = duration_s(str(value))
         if found is None:
             self.fail(f"{value!r} {_NO_DURATION}.", param, ctx)
-        if found < self._least_s or (self._most_s is not None and found > self._most_s):
-            least = f"{self._least_s}s"
-            bounds = f"{least}<=x<={self._most_s}s" if self._most_s else f"x>={least}"
-            self.fail(f"{value} is not in the range {bounds}.", param, ctx)
+        if found < self._least_s:
+            self.fail(f"{value} is too short: use at least {_in_words(self._least_s)}.", param, ctx)
+        if self._most_s is not None and found > self._most_s:
+            self.fail(f"{value} is too long: use at most {_in_words(self._most_s)}.", param, ctx)
         return found
+
+
+def _in_words(duration: int) -> str:
+    """A duration in s in the largest unit that has a whole number of it."""
+    unit = max((one for one in _UNITS_S if duration % _UNITS_S[one] == 0), key=_UNITS_S.__getitem__)
+    return f"{duration // _UNITS_S[unit]}{unit}"
+
+
+class Number(click.ParamType):
+    """A whole number within bounds. Help does not show them, unlike IntRange's."""
+
+    name = "integer"
+
+    def __init__(self, lowest: int, highest: int) -> None:
+        self._lowest = lowest
+        self._highest = highest
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """The number; wrong usage if it is none, or out of bounds."""
+        found = int(str(value)) if re.fullmatch("-?[0-9]{1,20}", str(value)) else None
+        if found is None or not self._lowest <= found <= self._highest:
+            bounds = f"from {self._lowest} to {self._highest}"
+            self.fail(f"{value} is not a whole number {bounds}.", param, ctx)
+        return found
+
+
+#: PID_MAX_LIMIT of the kernel (include/linux/threads.h).
+PID = Number(1, 4_194_304)
 
 
 class PointInTime(click.ParamType):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from yunion_mps.cli.common import call, device_argument, listed_devices, one_device
+from yunion_mps.cli.common import Number, call, device_argument, listed_devices, one_device
 from yunion_mps.cli.output import (
     Column,
     cell,
@@ -114,9 +114,9 @@ _GPUS = (
 )
 
 # What the daemon takes, so that a wrong number is wrong usage here.
-_NUMA_NODE = click.IntRange(-1, MAX_NUMBER)
-_FROM_0 = click.IntRange(0, MAX_NUMBER)
-_UP_TO = click.IntRange(0, MAX_LIMIT)
+_NUMA_NODE = Number(-1, MAX_NUMBER)
+_FROM_0 = Number(0, MAX_NUMBER)
+_UP_TO = Number(0, MAX_LIMIT)
 
 
 @click.command("list", short_help="List the devices, their budgets and holders.")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from yunion_mps.cli.common import Duration, complete_pid
+from yunion_mps.cli.common import PID, Duration, complete_pid
 from yunion_mps.cli.output import output_option, show, wrapped
 from yunion_mps.overview import count
 from yunion_mps.paths import Paths
@@ -25,7 +25,7 @@ _MAX_ALIKE = 3
 
 @click.command("doctor", short_help="Find out why MPS does not work.")
 @click.option(
-    "--pid", type=click.IntRange(1, 4194304), metavar="PID", shell_complete=complete_pid,
+    "--pid", type=PID, metavar="PID", shell_complete=complete_pid,
     help="Also check the environment of this process.",
 )  # fmt: skip
 @click.option("--selftest", is_flag=True, help="Also run a small CUDA program on one device of each domain.")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from yunion_mps.cli.common import PointInTime, call, daemon
+from yunion_mps.cli.common import Number, PointInTime, call, daemon
 from yunion_mps.cli.output import (
     as_json,
     csv_rows,
@@ -49,7 +49,7 @@ _INDENT, _NARROWEST = 8, 40
 )
 @click.option(
     "--limit",
-    type=click.IntRange(1, MAX_EVENTS),
+    type=Number(1, MAX_EVENTS),
     metavar="N",
     help=f"Show at most the N newest events. Default: {_NEWEST}; with --follow {_NEWEST_TO_FOLLOW}, "
     f"with --since {MAX_EVENTS}.",

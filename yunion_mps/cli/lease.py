@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from yunion_mps.cli.common import Duration, call, complete_device, complete_gpu, complete_lease, daemon
+from yunion_mps.cli.common import (
+    Duration,
+    Number,
+    call,
+    complete_device,
+    complete_gpu,
+    complete_lease,
+    daemon,
+)
 from yunion_mps.cli.output import (
     date_and_time,
     fields,
@@ -81,7 +89,7 @@ def request_options(function: F) -> F:
             help="Use a device of this GPU (UUID or PCI address).",
         ),
         click.option(
-            "--count", type=click.IntRange(1, MAX_DEVICES), default=1, metavar="N",
+            "--count", type=Number(1, MAX_DEVICES), default=1, metavar="N",
             help="Use N devices, combined into one budget. Default: 1.",
         ),
         click.option(
@@ -89,7 +97,7 @@ def request_options(function: F) -> F:
             help="Use this much memory of a GPU that has memory_unit or slices: 512MiB, 2GiB.",
         ),
         click.option(
-            "--gpu-mem-units", type=click.IntRange(1, MAX_MIB), metavar="N",
+            "--gpu-mem-units", type=Number(1, MAX_MIB), metavar="N",
             help="As --gpu-mem, in units of gpu_memory_unit (by default 1024 MiB).",
         ),
         click.option("--across", is_flag=True, help="With --count: use devices of different GPUs."),

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import click
 
-from yunion_mps.cli.common import call, complete_pid, confirm, refuse_unattended
+from yunion_mps.cli.common import PID, call, complete_pid, confirm, refuse_unattended
 from yunion_mps.cli.output import cell, wrapped
 from yunion_mps.cli.who import user_of
 from yunion_mps.errors import NotFoundError, YunionError
 from yunion_mps.http.operations import GET_CLIENTS, TERMINATE_CLIENT
 
-#: PID_MAX_LIMIT of the kernel (include/linux/threads.h).
-_MAX_PID = 4_194_304
-
 
 @click.command("terminate", short_help="End a job without harming others.")
-@click.argument("pid", type=click.IntRange(1, _MAX_PID), shell_complete=complete_pid)
+@click.argument("pid", type=PID, shell_complete=complete_pid)
 @click.option("--force", is_flag=True, help="If SIGTERM does not end it, send SIGKILL.")
 @click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
 def terminate(pid: int, force: bool, yes: bool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
@@ -83,6 +84,11 @@ def command() -> click.Command:
             click.echo(version_line(PROGRAM))
             ctx.exit()
 
+    def pid(text: str) -> int:
+        if not re.fullmatch("[1-9][0-9]{0,6}", text):
+            raise click.BadParameter(f"{text} is not a PID.")
+        return int(text)
+
     def checked(**given: Any) -> dict[str, Any]:
         if given["check"] + given["restore"] + (given["adopt"] is not None) > 1:
             raise click.UsageError(_ONE_OF)
@@ -103,7 +109,7 @@ def command() -> click.Command:
             "compute modes, and exit.",
         ),
         click.option(
-            "--adopt", type=click.IntRange(1), metavar="PID",
+            "--adopt", type=pid, metavar="PID",
             help="Adopt a control daemon that another program started, with its jobs, and exit.",
         ),
         click.option(
