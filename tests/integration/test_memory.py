@@ -38,7 +38,7 @@ class Server(NamedTuple):
     connect: Callable[[], socket.socket]
 
     def ask(self, targets: tuple[str, ...], count: int) -> None:
-        """So many requests, and on each connection one of `targets` as the last; every fifth of these is broken."""
+        """So many requests; a connection's last is one of `targets`, and every fifth of these is broken."""
         ends = zip(cycle(targets), cycle([*[False] * 4, True]))
         for target, is_broken in islice(ends, count // _ON_ONE):
             small = f"GET {_SMALL} HTTP/1.1\r\nHost: localhost\r\n\r\n" * (_ON_ONE - 1)
