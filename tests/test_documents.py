@@ -52,7 +52,7 @@ def test_another_value_of_a_planned_key_gives_another_plan(key: str) -> None:
 def test_each_operation_has_its_row_in_the_documentation() -> None:
     page = (CHECKOUT / "docs/api.md").read_text()
     rows = re.findall(r"^\| `(\w+)` \| `(\w+) (\S+)` \| .+ \| (\w+) \|$", page, re.MULTILINE)
-    assert rows == [(one.name, one.method, one.path, one.who) for one in OPERATIONS]
+    assert rows == [(one.name, one.method, one.path, one.access) for one in OPERATIONS]
 
 
 def test_only_listed_kinds_and_severities_of_events_are_recorded() -> None:

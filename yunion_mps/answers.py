@@ -234,7 +234,7 @@ class Usage(TypedDict):
 
     begin: Annotated[Time, Field("When the first minute began.")]
     step: Annotated[int, Field("Seconds from one number to the next.", const=60)]
-    looked: PolledByMinute
+    polled: PolledByMinute
     gpus: list[MinuteUse]
     devices: Annotated[list[MinuteUse], Field("By YUNION_MPS_DEVICE or the leases of processes.")]
 

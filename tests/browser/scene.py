@@ -1,4 +1,4 @@
-"""What the page is looked at with: `yunion-mps web` on a simulated host, and jobs that have devices."""
+"""The fixture of the page tests: `yunion-mps web` on a simulated host with jobs."""
 
 from __future__ import annotations
 

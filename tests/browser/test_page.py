@@ -123,8 +123,8 @@ def test_minutes_without_a_poll_are_a_gap_in_the_line(scene: Scene, browser: Chr
     drawn = """
       import("/chart.js").then(({ Series, Chart }) => {
         const chart = new Chart();
-        const looked = [true, true, false, false, true, true];
-        chart.show(new Series({ begin: 0, step: 60, looked }, [100, 100, null, null, 50, 0]), 100);
+        const polled = [true, true, false, false, true, true];
+        chart.show(new Series({ begin: 0, step: 60, polled }, [100, 100, null, null, 50, 0]), 100);
         return [chart.line.getAttribute("d"), chart.element.getAttribute("aria-label")];
       })
     """

@@ -22,7 +22,7 @@ from yunion_mps.http.server import Server
 from yunion_mps.metrics.exporter import Exporter, Textfile
 from yunion_mps.paths import Paths
 from yunion_mps.service.clients import ClientService, XidAnalyzer
-from yunion_mps.service.events import Events
+from yunion_mps.service.events import EventService
 from yunion_mps.service.leases import LeaseService
 from yunion_mps.service.metrics import Metrics
 from yunion_mps.service.monitor import Monitor
@@ -114,7 +114,7 @@ class _Loop:
             supervisor, queries, ledger, queue, devices, self._leases.peaks, lambda: router.counted()
         )
         exporter = Exporter(metrics)
-        self._events = Events(supervisor.event_log)
+        self._events = EventService(supervisor.event_log)
         router = Router(
             Handlers(queries, self._reloader, clients, self._leases, self._events, exporter.answer)
         )
@@ -145,8 +145,8 @@ class _Loop:
             self._loop.remove_reader(self._signals.fileno())
             self._leases.cancel_queued()
             if is_reexec:
-                self._events.end_waits()
-                self._queries.changes.end_waits()
+                self._events.close()
+                self._queries.changes.close()
             await (self._server.hand_over() if is_reexec else self._server.close())
             self._textfile.remove()
             if not is_reexec:
@@ -228,7 +228,7 @@ class _Loop:
         self._leases.serve()  # what has come or changed may be just what a queued request waits for
         self._announce()
         self._cdi.refresh()
-        self._queries.changes.wake()
+        self._queries.changes.notify()
         if not self._supervisor.stopping and self._queries.version != self._told_version:
             self._told_version = self._queries.version
             self._notifier.status(one_line(self._queries.status()))

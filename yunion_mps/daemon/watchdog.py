@@ -53,7 +53,7 @@ class Watchdog:
 
     async def _silent(self) -> str:
         """Why our own socket does not answer, empty if it does; a name that was removed is made again."""
-        if not self._listener.is_found:
+        if not self._listener.is_reachable:
             try:
                 await self._server.reopen(self._listener)
                 log.warning("the socket %s was removed; creating it again", self._paths.socket)

@@ -19,7 +19,7 @@ from yunion_mps.http.operations import (
     GET_GPUS,
     GET_LEASES,
     GET_STATUS,
-    Message,
+    EncodedRequest,
     Operation,
 )
 from yunion_mps.http.parameters import Value
@@ -49,7 +49,7 @@ _CLIENTS_TIMEOUT_S = 150.0
 async def ask(paths: Paths, target: str, accept: str = "*/*", timeout_s: float = 10.0) -> Response:
     """The daemon's answer to a GET, whatever its status; raises UnreachableError if there is none."""
     try:
-        exchange = Exchange("GET", Message(target), accept or "*/*")
+        exchange = Exchange("GET", EncodedRequest(target), accept or "*/*")
         return await asyncio.wait_for(answer_on(paths.socket, exchange), timeout_s)
     except asyncio.TimeoutError:
         what = f"the daemon does not answer within {timeout_s:g} s"
@@ -131,7 +131,7 @@ class Overview:
         return []
 
     async def _call(self, operation: Operation[T], timeout_s: float = 10.0, **arguments: Value) -> T:
-        answer = await ask(self._paths, operation.message(arguments).target, timeout_s=timeout_s)
+        answer = await ask(self._paths, operation.encode(arguments).target, timeout_s=timeout_s)
         try:
             result: T = result_of(answer)
         except YunionError as error:

@@ -71,10 +71,10 @@ _HEADERS = (
 )
 
 
-def _limited(operation: Operation[Any], **highest: int) -> tuple[Parameter, ...]:
+def _limited(operation: Operation[Any], **maximum: int) -> tuple[Parameter, ...]:
     """The operation's parameters of these names, with these bounds and no defaults."""
     parameters = {one.name: one for one in operation.query_parameters}
-    return tuple(parameters[name]._replace(highest=most, default=None) for name, most in highest.items())
+    return tuple(parameters[name]._replace(maximum=most, default=None) for name, most in maximum.items())
 
 
 #: What the page may ask the daemon: by path, the operation and the parameters that are handed on.
@@ -200,7 +200,7 @@ class Web(_ReadOnly):
     def answer(self, request: Request) -> Answer:
         """The response to a request, or what becomes it later; never raises."""
         answer = super().answer(request)
-        return _guarded(answer) if isinstance(answer, Response) else self._later(answer)
+        return _guarded(answer) if isinstance(answer, Response) else self._run_async(answer)
 
     def _route(self, url: SplitResult, request: Request) -> Answer:
         if url.path in self._files:
@@ -211,7 +211,7 @@ class Web(_ReadOnly):
             return self._relay(url, request)
         return problem(404, "not found", "the page is at /")
 
-    async def _later(self, answer: Awaitable[Response]) -> Response:
+    async def _run_async(self, answer: Awaitable[Response]) -> Response:
         try:
             return _guarded(await answer)
         except UnreachableError as error:
@@ -236,7 +236,7 @@ class Web(_ReadOnly):
         wait_s = int(str(arguments.get("wait_s") or 0))
         if wait_s:
             request.await_event()
-        return ask(self._paths, operation.message(arguments).target, timeout_s=wait_s + _ANSWER_S)
+        return ask(self._paths, operation.encode(arguments).target, timeout_s=wait_s + _ANSWER_S)
 
 
 def _files() -> dict[str, Response]:

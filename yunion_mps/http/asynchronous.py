@@ -1,4 +1,4 @@
-"""The client of http/client in asyncio."""
+"""The asyncio client: calls operations of the daemon as http/client does."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from yunion_mps.paths import Paths
 T = TypeVar("T")
 
 _PIECE_BYTES = 1 << 18
-#: How long until another try if too many clients connect at once, in s.
-_CROWDED_S = 0.02
+#: How long to wait before connecting again if the listener's backlog is full, in s.
+_CONNECT_RETRY_S = 0.02
 
 
 class AsyncDaemonClient:
@@ -37,15 +37,15 @@ class AsyncDaemonClient:
         self._path = paths.socket
 
     async def call(self, operation: Operation[T], timeout_s: float | None = None, **arguments: Value) -> T:
-        """The answer; raises YunionError of the kind that the failure is. Nothing is sent twice."""
+        """Return the answer; raises the YunionError of the failure. Nothing is retried."""
         timeout_s = timeout_s or default_timeout_s(operation, arguments)
-        answer = await self._answer(Exchange(operation.method, operation.message(arguments)), timeout_s)
-        result: T = result_of(answer, is_text=bool(operation.texts))
+        answer = await self._answer(Exchange(operation.method, operation.encode(arguments)), timeout_s)
+        result: T = result_of(answer, is_text=bool(operation.media_types))
         return result
 
     async def call_if_changed(self, operation: Operation[T], **arguments: Value) -> tuple[T | None, str]:
-        """The answer to a watched operation and its ETag, as `DaemonClient.call_if_changed` returns them."""
-        exchange = Exchange(operation.method, operation.message(arguments))
+        """The answer and its ETag, as `DaemonClient.call_if_changed` returns them."""
+        exchange = Exchange(operation.method, operation.encode(arguments))
         return conditional_result_of(await self._answer(exchange, default_timeout_s(operation, arguments)))
 
     async def _answer(self, exchange: Exchange, timeout_s: float) -> Response:
@@ -65,7 +65,7 @@ class AsyncDaemonClient:
 
 
 async def answer_on(path: str, exchange: Exchange) -> Response:
-    """The answer that comes on this socket, for which it waits for good; raises YunionError."""
+    """Send the request to this socket, and return the answer, without a timeout; raises YunionError."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(0)
         try:
@@ -91,6 +91,6 @@ async def _connect(connection: socket.socket, path: str) -> None:
         except (
             BlockingIOError
         ):  # of a Unix socket, that is: others are first, and no event tells the end of it
-            await asyncio.sleep(_CROWDED_S)
+            await asyncio.sleep(_CONNECT_RETRY_S)
         else:
             return

@@ -1,4 +1,4 @@
-"""The client: calls operations of the daemon, with a deadline and words for every way they can fail."""
+"""The blocking client: calls operations of the daemon, with a deadline and an error for every failure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import h11
 
 from yunion_mps.errors import ConfigError, NotAllowedError, UnreachableError, YunionError
 from yunion_mps.http.messages import Response
-from yunion_mps.http.operations import STATUSES, Message, Operation
+from yunion_mps.http.operations import STATUSES, EncodedRequest, Operation
 from yunion_mps.http.parameters import Value
 from yunion_mps.paths import Paths
 
@@ -31,7 +31,7 @@ class BadConfigurationError(YunionError):
     code = ConfigError.code
 
 
-#: The errors by status; 400 is none that a caller of `DaemonClient` could correct.
+#: The errors by status; a caller of `DaemonClient` could not correct a 400 or 415.
 _KINDS: dict[int, type[YunionError]] = {
     **{status: kind for kind, status in STATUSES.items() if status not in (400, 415)},
     422: BadConfigurationError,
@@ -43,12 +43,14 @@ _ACCEPTED = "application/json, text/plain"
 class Exchange:
     """One request and its answer, without I/O: send `request`, then feed what comes in."""
 
-    def __init__(self, method: str, sent: Message, accept: str = _ACCEPTED, *, keep: bool = False) -> None:
-        """With `keep` the connection stays open after the answer."""
+    def __init__(
+        self, method: str, sent: EncodedRequest, accept: str = _ACCEPTED, *, keep_alive: bool = False
+    ) -> None:
+        """With `keep_alive` the connection stays open after the answer."""
         self._http = h11.Connection(h11.CLIENT)
-        # A client of the gateway may accept any bytes.
+        # A client of the gateway may send any bytes as Accept.
         headers = [(b"Host", b"localhost"), (b"Accept", accept.encode("latin-1"))]
-        headers += [] if keep else [(b"Connection", b"close")]
+        headers += [] if keep_alive else [(b"Connection", b"close")]
         headers += [(name.encode(), value.encode()) for name, value in sent.headers]
         headers += [(b"Content-Length", b"%d" % len(sent.body))] if method == "POST" else []
         events: list[h11.Event] = [h11.Request(method=method, target=sent.target, headers=headers)]
@@ -60,7 +62,7 @@ class Exchange:
         self._body = bytearray()
 
     def feed(self, data: bytes) -> Response | None:
-        """Take what came in, empty at the end; returns the answer once it is whole; raises ProtocolError."""
+        """Add received data, empty at EOF; returns the answer once it is complete; raises ProtocolError."""
         self._http.receive_data(data)
         while True:
             event = self._http.next_event()
@@ -82,7 +84,7 @@ class DaemonClient:
     """Calls the daemon of this host over its socket."""
 
     def __init__(self, paths: Paths, timeout_s: float | None = None) -> None:
-        """`timeout_s` is how long an answer may take, if not as long as its operation says."""
+        """`timeout_s` replaces the timeouts of the operations."""
         self._path = paths.socket
         self._timeout_s = timeout_s
 
@@ -94,19 +96,19 @@ class DaemonClient:
         until_closed: bool = False,
         **arguments: Value,
     ) -> T:
-        """The answer; raises YunionError of the kind that the failure is. Nothing is sent twice.
+        """Return the answer; raises the YunionError of the failure. Nothing is retried.
 
-        With `until_closed` it returns only once the program that has answered does not serve any more.
+        With `until_closed` it returns once the server has closed the connection, when that program has ended.
         """
         timeout_s = timeout_s or self._timeout_s or default_timeout_s(operation, arguments)
-        exchange = Exchange(operation.method, operation.message(arguments), keep=until_closed)
+        exchange = Exchange(operation.method, operation.encode(arguments), keep_alive=until_closed)
         answer = self._answer(exchange, timeout_s, until_closed=until_closed)
-        result: T = result_of(answer, is_text=bool(operation.texts))
+        result: T = result_of(answer, is_text=bool(operation.media_types))
         return result
 
     def call_if_changed(self, operation: Operation[T], **arguments: Value) -> tuple[T | None, str]:
-        """The answer to a watched operation, None if it is what `if_none_match` names, and its ETag."""
-        exchange = Exchange(operation.method, operation.message(arguments))
+        """The answer, None if its ETag is still `if_none_match`, and its ETag."""
+        exchange = Exchange(operation.method, operation.encode(arguments))
         return conditional_result_of(
             self._answer(exchange, default_timeout_s(operation, arguments), until_closed=False)
         )
@@ -133,7 +135,7 @@ class DaemonClient:
     def _connect(self, timeout_s: float) -> socket.socket:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            # In a burst of clients the kernel lets a connect wait; with Python's own timeout it does not.
+            # In a burst of clients a blocking connect waits in the kernel; with Python's timeout it fails.
             wait = struct.pack("ll", int(timeout_s), int(timeout_s % 1 * 1e6))
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, wait)
             connection.connect(self._path)
@@ -147,12 +149,12 @@ class DaemonClient:
 
 
 def default_timeout_s(operation: Operation[T], arguments: Mapping[str, Value]) -> float:
-    """How long an answer may take, and the wait that was asked for."""
+    """The operation's timeout, plus the wait that was requested."""
     return operation.timeout_s + int(str(arguments.get("wait_s") or 0))
 
 
 def unreachable_error(path: str, error: OSError) -> YunionError:
-    """What it means that a connection to this socket failed."""
+    """The error for a failure to connect to the socket."""
     if error.errno in (errno.EACCES, errno.EPERM):
         return NotAllowedError(
             f"you may not ask the daemon: no permission for {path}",
@@ -170,7 +172,7 @@ def unreachable_error(path: str, error: OSError) -> YunionError:
 
 
 def timeout_error(path: str, timeout_s: float) -> UnreachableError:
-    """No answer came in time."""
+    """The error if no answer arrives in time."""
     return UnreachableError(
         f"the daemon does not answer on {path} within {timeout_s:g} s",
         f"see what it does: journalctl -u {_UNIT}; a restart ends jobs that do not end in time",
@@ -178,8 +180,8 @@ def timeout_error(path: str, timeout_s: float) -> UnreachableError:
 
 
 def disconnected_error(path: str, error: Exception) -> UnreachableError:
-    """The connection ended before the answer did."""
-    # h11's words for an end before any answer mean nothing to a person.
+    """The error if the connection ends before the answer is complete."""
+    # h11's message for a connection closed before the answer means nothing to a user.
     why = "it ended or started again" if "ConnectionClosed" in str(error) else str(error)
     return UnreachableError(f"the daemon's answer on {path} broke off: {why}", f"see: journalctl -u {_UNIT}")
 
@@ -193,13 +195,13 @@ def _receive(connection: socket.socket, deadline_s: float) -> bytes:
 
 
 def conditional_result_of(answer: Response) -> tuple[Any, str]:
-    """The value that was answered, None if it has not changed, and its ETag; raises as `result_of` does."""
+    """The value of the answer, None if it has not changed, and its ETag; raises what `result_of` raises."""
     value = None if answer.status == 304 else result_of(answer)
     return value, dict(answer.headers).get("ETag", "")
 
 
 def result_of(answer: Response, *, is_text: bool = False) -> Any:
-    """The value, or the text, that was answered; raises YunionError of the failure's kind."""
+    """The value, or the text, of the answer; raises the YunionError of a failure."""
     if answer.status in _DONE and is_text:
         return answer.body.decode(errors="replace")
     try:

@@ -1,7 +1,7 @@
-"""Connections: each has its requests handled one after another, at no cost to other connections.
+"""Connections: each handles its requests one at a time, without delaying other connections.
 
-Each has a deadline for its request and for reading the answer, and a bound on what it may send. h11 parses;
-a request that it refuses is answered and the connection closed.
+Sending a request and reading its answer have deadlines, and requests have a size limit. h11 parses; a request
+that it rejects is answered and the connection closed.
 """
 
 from __future__ import annotations
@@ -14,37 +14,35 @@ from typing import cast
 import h11
 
 from yunion_mps.host.systemd import job_unit_of
-from yunion_mps.http.listener import STRANGER, is_gone, peer_of
+from yunion_mps.http.listener import UNKNOWN_UID, is_disconnected, peer_of
 from yunion_mps.http.messages import Request, Response, problem
-from yunion_mps.http.pool import KEPT_BYTES, ConnectionPool
+from yunion_mps.http.pool import BUFFER_BYTES, ConnectionPool
 
 log = logging.getLogger(__name__)
 
-#: From this size on it is looked at how much a user has left unread.
+#: From this size on, answers count against the client's limit of unread bytes.
 _LARGE_ANSWER_BYTES = 64 << 10
 
-#: A body may come in this many pieces before others get their turn.
+#: How many h11 events are handled before other connections get their turn.
 _EVENTS_A_TURN = 64
-
-
 _NOT_MODIFIED = 304
 
-#: So soon a client has sent its request, if it is not there to take places from others.
+#: How soon an honest client has sent its first request; a slower one may be replaced.
 _FIRST_REQUEST_S = 0.25
 
 TOO_MANY = problem(503, "too many connections are open", "close some, or try again in a moment")
 
 
 class Connection(asyncio.BufferedProtocol):
-    """One client: its requests one after another, one a turn, so that none keeps the loop from others."""
+    """One client's connection: handles one request per turn, so that no client monopolizes the loop."""
 
     def __init__(self, pool: ConnectionPool) -> None:
         self.pid = 0
-        self.uid = STRANGER
+        self.uid = UNKNOWN_UID
         self.unit: str | None = ""
         #: The user, or the address of a client over TCP.
-        self.client: int | str = STRANGER
-        self._at_end: list[Callable[[], None]] = []
+        self.client: int | str = UNKNOWN_UID
+        self._on_close: list[Callable[[], None]] = []
         self._pool = pool
         self._limits = pool.limits
         self._http = h11.Connection(h11.SERVER, max_incomplete_event_size=pool.limits.head_bytes)
@@ -54,30 +52,30 @@ class Connection(asyncio.BufferedProtocol):
         self._request: h11.Request | None = None
         self._body = b""
         self._blocked = False
-        self._has_place = False
-        self._begun_s = 0.0
-        self._fresh = True
+        self._is_admitted = False
+        self._admitted_s = 0.0
+        self._is_unanswered = True
         self._awaits_event = False
-        self._awaited: asyncio.Future[Response] | None = None
+        self._pending: asyncio.Future[Response] | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
-        self._transport.set_write_buffer_limits(high=KEPT_BYTES)
+        self._transport.set_write_buffer_limits(high=BUFFER_BYTES)
         self.pid, self.uid = peer_of(transport.get_extra_info("socket"))
-        self.unit = job_unit_of(self.pid)  # now, because the process may end, and its PID be given again
+        self.unit = job_unit_of(self.pid)  # now, because the process may end and its PID be reused
         address = transport.get_extra_info("peername") or ("",)
-        self.client = self.uid if self.uid != STRANGER else str(address[0])
+        self.client = self.uid if self.uid != UNKNOWN_UID else str(address[0])
         self._set_deadline(self._limits.answer_timeout_s)
         if not self._pool.admit(self):
             self._refuse(TOO_MANY)
 
     def begin(self) -> None:
-        """Handle requests: it has its place."""
-        self._has_place = True
-        self._begun_s = asyncio.get_running_loop().time()
+        """Start to handle requests, because the pool has admitted it."""
+        self._is_admitted = True
+        self._admitted_s = asyncio.get_running_loop().time()
         self._set_deadline(self._limits.first_request_timeout_s)
         if self._http.trailing_data[0]:
-            self._turn = asyncio.get_running_loop().call_soon(self._work)
+            self._turn = asyncio.get_running_loop().call_soon(self._process)
 
     def connection_lost(self, exc: Exception | None) -> None:
         del exc
@@ -85,10 +83,10 @@ class Connection(asyncio.BufferedProtocol):
             self._timer.cancel()
         if self._turn:
             self._turn.cancel()
-        if self._awaited:
-            self._awaited.cancel()
+        if self._pending:
+            self._pending.cancel()
         self._pool.forget(self)
-        for call in self._at_end:
+        for call in self._on_close:
             call()
 
     def get_buffer(self, sizehint: int) -> memoryview:
@@ -98,21 +96,21 @@ class Connection(asyncio.BufferedProtocol):
 
     def buffer_updated(self, nbytes: int) -> None:
         self._http.receive_data(bytes(self._pool.buffer[:nbytes]))
-        waits = self._awaited or not self._has_place
-        if waits and self._transport and len(self._http.trailing_data[0]) > KEPT_BYTES:
+        waits = self._pending or not self._is_admitted
+        if waits and self._transport and len(self._http.trailing_data[0]) > BUFFER_BYTES:
             self._transport.pause_reading()
-        self._work()
+        self._process()
 
     def eof_received(self) -> bool:
-        """The client sends no more; what it has asked is still answered, and then the connection closed."""
+        """The client sends no more; requests that it has sent are still answered before the close."""
         self._http.receive_data(b"")
-        if self._awaited and self._transport and is_gone(self._transport.get_extra_info("socket")):
-            self._transport.abort()  # the client cannot get what it waits for
-        self._work()
+        if self._pending and self._transport and is_disconnected(self._transport.get_extra_info("socket")):
+            self._transport.abort()  # the client cannot receive the answer
+        self._process()
         return True
 
     def pause_writing(self) -> None:
-        """The client does not read its answer: it gets a deadline, and no more is read from it."""
+        """The client does not read its answer: set a deadline, and read no more requests."""
         assert self._transport is not None
         self._blocked = True
         self._transport.pause_reading()
@@ -121,11 +119,11 @@ class Connection(asyncio.BufferedProtocol):
     def resume_writing(self) -> None:
         self._blocked = False
         self._set_deadline(self._idle_timeout_s)
-        self._work()
+        self._process()
 
     @property
     def _idle_timeout_s(self) -> float | None:
-        return None if self._at_end else self._limits.idle_timeout_s
+        return None if self._on_close else self._limits.idle_timeout_s
 
     @property
     def unread_bytes(self) -> int:
@@ -133,50 +131,49 @@ class Connection(asyncio.BufferedProtocol):
 
     @property
     def is_busy(self) -> bool:
-        """Whether a request is on its way or being answered, or its answer not read yet."""
-        waits = self._awaited is not None or self._turn is not None or self.unread_bytes > 0
-        return waits or self._fresh or bool(self._http.trailing_data[0])
+        """Whether a request is arriving or being answered, or an answer is unread."""
+        waits = self._pending is not None or self._turn is not None or self.unread_bytes > 0
+        return waits or self._is_unanswered or bool(self._http.trailing_data[0])
 
     @property
-    def may_be_replaced(self) -> bool:
-        """Whether it may be closed for a new one: no request is being handled, and no lease depends on it."""
-        if self._at_end or (self._awaited is not None and not self._awaits_event):
+    def is_replaceable(self) -> bool:
+        """Whether it may be closed for a new one: it handles no request, and no lease depends on it."""
+        if self._on_close or (self._pending is not None and not self._awaits_event):
             return False
-        if self._fresh and self._limits.waiting:
-            return asyncio.get_running_loop().time() - self._begun_s > _FIRST_REQUEST_S
+        if self._is_unanswered and self._limits.waiting:
+            return asyncio.get_running_loop().time() - self._admitted_s > _FIRST_REQUEST_S
         return self._blocked or self._turn is None
 
     @property
     def was_answered(self) -> bool:
-        """Whether it has had an answer."""
-        return not self._fresh
+        return not self._is_unanswered
 
     def await_event(self) -> None:
-        """The current request waits for an event; until then the connection may be replaced."""
+        """Note that the current request waits for an event, so the connection may be replaced."""
         self._awaits_event = True
 
-    def keep(self, at_end: Callable[[], None]) -> None:
-        """Something hangs on this connection: it may be idle for good, and `at_end` is called at its end."""
-        self._at_end.append(at_end)
+    def keep_open(self, on_close: Callable[[], None]) -> None:
+        """Exempt it from the idle timeout, because something is bound to it; call `on_close` at its end."""
+        self._on_close.append(on_close)
 
     def make_room(self) -> None:
-        """Close it in favour of a new connection, and say so if a request has begun."""
-        if (self._fresh or self._request_has_begun) and not self.unread_bytes:
+        """Close it in favour of a new connection; a request that has begun is refused."""
+        if (self._is_unanswered or self._request_has_begun) and not self.unread_bytes:
             self._refuse(TOO_MANY)
         else:
             self.abort()
 
     def abort(self) -> None:
-        """End it now, whatever is under way."""
+        """Close it at once, without finishing anything."""
         if self._transport:
             self._transport.abort()
 
-    def _work(self) -> None:
-        """Take a turn: what is left after it waits for the next one, and nothing is read until then."""
+    def _process(self) -> None:
+        """Handle one turn; the rest waits for the next turn, and nothing is read until then."""
         self._turn = None
-        if self._transport is None or self._transport.is_closing() or self._blocked or self._awaited:
+        if self._transport is None or self._transport.is_closing() or self._blocked or self._pending:
             return
-        if not self._has_place:
+        if not self._is_admitted:
             return
         try:
             more = self._handle()
@@ -187,23 +184,23 @@ class Connection(asyncio.BufferedProtocol):
                 why = f"the request's head is larger than {self._limits.head_bytes} bytes"
             self._refuse(problem(status, why))
             return
-        if self._awaited:
-            if len(self._http.trailing_data[0]) <= KEPT_BYTES:
-                self._transport.resume_reading()  # so that the client's end is noticed
+        if self._pending:
+            if len(self._http.trailing_data[0]) <= BUFFER_BYTES:
+                self._transport.resume_reading()  # to notice if the client disconnects
         elif more and not self._blocked:
             self._transport.pause_reading()
-            self._turn = asyncio.get_running_loop().call_soon(self._work)
+            self._turn = asyncio.get_running_loop().call_soon(self._process)
         elif not self._blocked:
             self._transport.resume_reading()
 
     def _handle(self) -> bool:
-        """Handle what has come in, up to one answer; returns whether something may be left."""
+        """Handle received events, up to one answer; returns whether more may be buffered."""
         for _ in range(_EVENTS_A_TURN):
             event = self._http.next_event()
             if isinstance(event, h11.Request):
-                self._begin(event)
+                self._start_request(event)
             elif isinstance(event, h11.Data):
-                self._take(event.data)
+                self._add_body(event.data)
             elif isinstance(event, h11.EndOfMessage):
                 self._answer()
                 return self._http.trailing_data != (b"", False)
@@ -213,21 +210,21 @@ class Connection(asyncio.BufferedProtocol):
                 return False
         return True
 
-    def _begin(self, request: h11.Request) -> None:
+    def _start_request(self, request: h11.Request) -> None:
         self._request = request
         self._body = b""
-        # h11 bounds a head that comes in pieces, not one that comes whole.
+        # h11 limits a head that arrives in pieces, but not one that arrives at once.
         size = len(request.target) + sum(len(name) + len(value) + 4 for name, value in request.headers)
         if size > self._limits.head_bytes:
             raise h11.RemoteProtocolError("head too large", error_status_hint=431)
-        if not self._fresh:
+        if not self._is_unanswered:
             self._set_deadline(self._limits.request_timeout_s)
         if self._transport and self._http.they_are_waiting_for_100_continue:
             go_on = h11.InformationalResponse(status_code=100, headers=[], reason=b"Continue")
             self._transport.write(self._http.send(go_on) or b"")
 
-    def _take(self, piece: bytes) -> None:
-        """Add a piece to the body, up to a size."""
+    def _add_body(self, piece: bytes) -> None:
+        """Add a piece to the body, up to the limit."""
         self._body += piece
         if len(self._body) > self._limits.body_bytes:
             what = f"the body is larger than {self._limits.body_bytes} bytes"
@@ -238,35 +235,35 @@ class Connection(asyncio.BufferedProtocol):
         assert self._request is not None
         request = self._request
         method, target = request.method.decode(), request.target.decode("ascii", "replace")
-        pairs = reversed(list(request.headers))  # of what comes twice, the first counts
+        pairs = reversed(list(request.headers))  # of repeated headers the first counts
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in pairs}
         peer = (self.uid, self.pid, self.unit)
-        asked = Request(method, target, *peer, self.keep, headers, self._body, self.await_event)
+        asked = Request(method, target, *peer, self.keep_open, headers, self._body, self.await_event)
         self._body = b""
         answer = self._pool.application.answer(asked)
         if isinstance(answer, Response):
-            self._give(answer)
+            self._respond(answer)
             return
         if self._timer:
-            self._timer.cancel()  # it has its own deadline, which may be longer than ours
-        self._awaited = asyncio.ensure_future(answer)
-        self._awaited.add_done_callback(self._got)
+            self._timer.cancel()  # the request has its own deadline, which may be longer
+        self._pending = asyncio.ensure_future(answer)
+        self._pending.add_done_callback(self._on_answer)
 
-    def _got(self, awaited: asyncio.Future[Response]) -> None:
-        self._awaited = None
+    def _on_answer(self, awaited: asyncio.Future[Response]) -> None:
+        self._pending = None
         if awaited.cancelled():
-            self.abort()  # there is no answer, and none will come
+            self.abort()  # there will be no answer
             return
         if self._transport is None or self._transport.is_closing():
             return
         failure = awaited.exception()
-        if failure:  # without an answer, the client would wait for good, and its connection with it
+        if failure:  # without an answer, the client would wait forever
             log.error("a request could not be answered", exc_info=failure)
-        self._give(problem(500, "a fault, which the log tells of") if failure else awaited.result())
+        self._respond(problem(500, "a fault, which the log tells of") if failure else awaited.result())
         if not self._transport.is_closing():
-            self._work()
+            self._process()
 
-    def _give(self, answer: Response) -> None:
+    def _respond(self, answer: Response) -> None:
         large = len(answer.body) > _LARGE_ANSWER_BYTES
         if large and self._pool.unread_bytes(self.client) > self._limits.unread_bytes:
             answer = problem(503, "too much of your answers waits to be read", "read it, or ask for less")
@@ -283,7 +280,7 @@ class Connection(asyncio.BufferedProtocol):
     def _send(self, response: Response) -> None:
         if self._transport is None or self._transport.is_closing():
             return
-        self._fresh = False
+        self._is_unanswered = False
         headers = [*response.headers]
         if response.status != _NOT_MODIFIED:
             length = str(len(response.body))
@@ -296,7 +293,7 @@ class Connection(asyncio.BufferedProtocol):
         self._transport.write(out)
 
     def _refuse(self, response: Response) -> None:
-        """Answer if that is still possible, and close."""
+        """Send the response if still possible, and close."""
         if self._transport is None or self._transport.is_closing():
             return
         if self._http.our_state in (h11.IDLE, h11.SEND_RESPONSE):
@@ -304,7 +301,7 @@ class Connection(asyncio.BufferedProtocol):
         self._close()
 
     def _close(self) -> None:
-        """Close once what was written has been taken, and within the deadline for that."""
+        """Close once the client has read what was written, or at the deadline."""
         if self._transport and not self._transport.is_closing():
             self._transport.close()
             self._set_deadline(self._limits.answer_timeout_s)
@@ -314,22 +311,22 @@ class Connection(asyncio.BufferedProtocol):
             self._timer.cancel()
             self._timer = None
         if wait_s is not None:
-            self._timer = asyncio.get_running_loop().call_later(wait_s, self._too_late)
+            self._timer = asyncio.get_running_loop().call_later(wait_s, self._on_timeout)
 
     @property
     def _request_has_begun(self) -> bool:
-        """Whether the client waits for an answer, or has sent a part of its request."""
+        """Whether the client waits for an answer, or has sent part of a request."""
         state = self._http.our_state
         return state is h11.SEND_RESPONSE or (state is h11.IDLE and bool(self._http.trailing_data[0]))
 
-    def _too_late(self) -> None:
-        """The client was too slow; a request that it has begun is answered with that."""
+    def _on_timeout(self) -> None:
+        """The client was too slow; an incomplete request is answered with 408."""
         if self._transport is None:
             return
-        if self._turn or self._awaited:  # it is we who are slow
+        if self._turn or self._pending:  # the daemon is slow, not the client
             self._set_deadline(self._limits.request_timeout_s)
             return
-        if not self._has_place:
+        if not self._is_admitted:
             self._refuse(TOO_MANY)
         elif self._request_has_begun and not self._blocked and not self._transport.is_closing():
             self._refuse(problem(408, "the request did not arrive in time"))

@@ -1,4 +1,4 @@
-"""The handlers: answer the operations out of the services, each by the method that has its name."""
+"""The handlers: one method for each operation, which calls the services."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from yunion_mps.host.proc import started_ticks, uid_of
 from yunion_mps.host.systemd import job_unit_of
 from yunion_mps.http.messages import Created, Request, Response
 from yunion_mps.http.openapi import document
-from yunion_mps.http.operations import COMMAND_LENGTH, ContradictionError
+from yunion_mps.http.operations import COMMAND_LENGTH, ConflictingParametersError
 from yunion_mps.leases.request import LeaseRequest, QueuedRequest
 from yunion_mps.models import Holder, Owner
 from yunion_mps.service.clients import ClientService
-from yunion_mps.service.events import EventFilter, Events
+from yunion_mps.service.events import EventFilter, EventService
 from yunion_mps.service.leases import LeaseService
+from yunion_mps.service.long_polls import LongPolls
 from yunion_mps.service.queries import Filters, Queries
 from yunion_mps.service.reload import Reloader
-from yunion_mps.service.waits import Waits
 
 if TYPE_CHECKING:
     from yunion_mps import answers
@@ -31,7 +31,7 @@ _TEXT = "text/plain; charset=utf-8"
 
 
 class Handlers:
-    """Answers the operations out of the services: one method for each, with its name and its parameters."""
+    """One method for each operation, with its name and its parameters."""
 
     def __init__(
         self,
@@ -39,10 +39,10 @@ class Handlers:
         reloader: Reloader,
         clients: ClientService,
         leases: LeaseService,
-        events: Events,
+        events: EventService,
         metrics: Callable[[str], Awaitable[tuple[str, bytes]]],
     ) -> None:
-        """`metrics` gives the content type and the text for an Accept header."""
+        """`metrics` returns the content type and the text for an Accept header."""
         self._queries = queries
         self._reloader = reloader
         self._clients = clients
@@ -51,8 +51,8 @@ class Handlers:
         self._metrics = metrics
 
     @property
-    def changes(self) -> Waits:
-        """Wakes what waits for another answer."""
+    def changes(self) -> LongPolls:
+        """The requests that wait for a cached answer to change."""
         return self._queries.changes
 
     @property
@@ -81,7 +81,7 @@ class Handlers:
         return self._queries.device(id)
 
     async def get_gpus(self, _: Request) -> answers.GpuList:
-        """Of the last poll, so that it cannot be a cached answer."""
+        """Not cached, because each poll changes it."""
         return self._queries.gpus()
 
     def get_status(self, _: Request) -> answers.Status:
@@ -105,13 +105,13 @@ class Handlers:
     async def get_events(
         self, request: Request, *, after: int | None, since: float, limit: int, kind: str | None, wait_s: int
     ) -> answers.EventList:
-        """The events that are wanted; if there are none, the first that come within `wait_s` seconds."""
+        """The matching events; if there are none, the first that are recorded within `wait_s`."""
         if wait_s:
             request.await_event()
         return await self._events.wait(EventFilter(after, since, limit, kind or ""), wait_s)
 
     async def get_usage(self, _: Request, *, gpu: str | None, devices: bool) -> answers.Usage:
-        """Of the moment, so that it cannot be a cached answer."""
+        """Not cached, because it depends on the time."""
         now_s = asyncio.get_running_loop().time()
         return self._queries.usage.last_hour(now_s, time.time(), gpu, devices=devices)
 
@@ -155,17 +155,23 @@ class Handlers:
         idempotency_key: str | None,
     ) -> answers.LeaseRecord | Created:
         if memory_mib is not None and memory_units is not None:
-            raise ContradictionError("memory_mib and memory_units exclude each other", "give one of them")
+            raise ConflictingParametersError(
+                "memory_mib and memory_units exclude each other", "give one of them"
+            )
         if devices and (count > 1 or memory_mib is not None or memory_units is not None):
-            raise ContradictionError("devices go with neither count nor memory", "leave one of them out")
+            raise ConflictingParametersError(
+                "devices go with neither count nor memory", "leave one of them out"
+            )
         if across and count == 1:
-            raise ContradictionError("across needs several devices, and count is 1", "set count to 2 or more")
+            raise ConflictingParametersError(
+                "across needs several devices, and count is 1", "set count to 2 or more"
+            )
         mib = (memory_mib or 0) + (memory_units or 0) * self._leases.memory_unit_mib
         wanted = LeaseRequest(count, tuple(devices or ()), gpu or "", across, placement, mib, enforced)
         queued = QueuedRequest(wanted, _holder(request, **holder), idempotency_key or "", cdi)
         if dry_run:
             return self._leases.preview(queued)
-        lease, is_new = await self._leases.take(queued, request.keep, wait_s)
+        lease, is_new = await self._leases.take(queued, request.keep_open, wait_s)
         return Created(lease, f"/v1/leases/{lease['id']}") if is_new else lease
 
     async def end_lease(self, request: Request, *, lease: str) -> answers.LeaseRecord:
@@ -180,7 +186,7 @@ class Handlers:
 
 
 def _caller(request: Request) -> Owner:
-    """Whose request it is; raises NotAllowedError if that cannot be known."""
+    """The owner that the request is from; raises NotAllowedError if it is unknown."""
     if request.unit is None and request.uid != 0:
         what = "the process that opened this connection has ended, so its unit is unknown"
         raise NotAllowedError(what, "connect again")
@@ -196,29 +202,33 @@ def _holder(
     name: str | None,
     ttl_s: int | None,
 ) -> Holder:
-    """The holder that the members name; raises ContradictionError and what `_process` raises."""
+    """The holder that the members name; raises ConflictingParametersError and what `_process` raises."""
     if (kind or (name and "name")) == "name":
         if not name or ttl_s is None:
             what = "a holder of kind name needs both a name and a time to live"
-            raise ContradictionError(what, 'write "holder": {"name": "job-17", "ttl_s": 600}')
+            raise ConflictingParametersError(what, 'write "holder": {"name": "job-17", "ttl_s": 600}')
         for member, value in (("pid", pid), ("command", command)):
             if value is not None:
-                raise ContradictionError(f"holder.{member} is of no use to a name", "leave one of them out")
+                raise ConflictingParametersError(
+                    f"holder.{member} is of no use to a name", "leave one of them out"
+                )
         return Holder("name", request.uid, name=name, ttl_s=ttl_s, unit=_caller(request).unit)
     for member, value in (("name", name), ("ttl_s", ttl_s)):
         if value is not None:
-            raise ContradictionError(f"holder.{member} requires kind name", "leave one of them out")
+            raise ConflictingParametersError(f"holder.{member} requires kind name", "leave one of them out")
     if kind == "connection" and pid not in (None, request.pid):
-        raise ContradictionError("holder.pid requires kind process or container", "leave one of them out")
+        raise ConflictingParametersError(
+            "holder.pid requires kind process or container", "leave one of them out"
+        )
     holder = _process(kind or "process", request.pid if pid is None else pid, request)
     return holder._replace(command=printable((command or "")[:COMMAND_LENGTH]))
 
 
 def _process(binding: str, pid: int, request: Request) -> Holder:
-    """A process of the caller's user, or any for root; raises NotFoundError and NotAllowedError.
+    """The holder for a process of the caller's user, or any for root; raises NotFoundError, NotAllowedError.
 
-    A process' lease belongs to the process' owner, and a container's to the engine that asks: the user in a
-    container, or the user outside that its root is mapped to, is no user of the host's.
+    The lease of a process belongs to its owner. That of a container belongs to the engine that requests it,
+    because a user of a container, even if mapped by a user namespace, is not a user of the host.
     """
     started, owner = (started_ticks(pid), uid_of(pid)) if pid else (None, None)
     if started is None or owner is None:

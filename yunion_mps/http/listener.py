@@ -1,4 +1,4 @@
-"""The Unix socket: private before it can be reached, and the processes at its other end."""
+"""The listening Unix socket, which is never reachable without its permissions, and its peers' credentials."""
 
 from __future__ import annotations
 
@@ -14,44 +14,44 @@ from yunion_mps.errors import HostError
 from yunion_mps.paths import Paths
 
 #: The uid of a client over TCP, which the kernel does not know.
-STRANGER = -1
+UNKNOWN_UID = -1
 
-#: Members of this group may ask; if it does not exist, only root may.
+#: Members of this group may connect; if it does not exist, only root may.
 GROUP = "yunion-mps"
 _BACKLOG = 512
 
 
 class Listener:
-    """The socket that the API is served on, and its name in the file system."""
+    """The socket of the API, and its name in the file system."""
 
-    def __init__(self, paths: Paths, handed_over: int | None = None) -> None:
-        """Listen, or go on with the descriptor of a socket that listens already; raises HostError."""
+    def __init__(self, paths: Paths, inherited_fd: int | None = None) -> None:
+        """Listen, or continue with the descriptor of a listening socket; raises HostError."""
         self._paths = paths
-        self.socket = listen(paths) if handed_over is None else socket.socket(fileno=handed_over)
+        self.socket = listen(paths) if inherited_fd is None else socket.socket(fileno=inherited_fd)
         self.socket.settimeout(0)
-        self._place = _place(paths.socket)
+        self._identity = _identity(paths.socket)
 
     @property
-    def is_found(self) -> bool:
-        """Whether clients find it: its name may have been removed, or be that of something else."""
-        return self._place is not None and _place(self._paths.socket) == self._place
+    def is_reachable(self) -> bool:
+        """Whether clients can connect to it: its name may have been removed or replaced."""
+        return self._identity is not None and _identity(self._paths.socket) == self._identity
 
     def renew(self) -> None:
-        """Listen on a new socket under the name; connected clients stay connected. Raises HostError."""
+        """Listen on a new socket of the same name; existing connections stay. Raises HostError."""
         renewed = listen(self._paths)
         self.socket.close()
         self.socket = renewed
-        self._place = _place(self._paths.socket)
+        self._identity = _identity(self._paths.socket)
 
     def close(self) -> None:
-        """Listen no more, and remove the name if it is still ours."""
+        """Stop listening, and remove the name if it is still ours."""
         self.socket.close()
-        if self.is_found:
+        if self.is_reachable:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self._paths.socket)
 
 
-def _place(path: str) -> tuple[int, int] | None:
+def _identity(path: str) -> tuple[int, int] | None:
     try:
         info = os.lstat(path)
     except OSError:
@@ -60,19 +60,18 @@ def _place(path: str) -> tuple[int, int] | None:
 
 
 def listen(paths: Paths) -> socket.socket:
-    """Return the API's socket, listening; raises HostError when it cannot be made.
+    """Return the API's listening socket; raises HostError if it cannot be created.
 
-    It is bound beside its place with no permissions at all, given to root:yunion-mps with 0660, listens, and
-    only then gets its name: a client that finds it is neither refused nor let in too early. A socket that an
-    earlier daemon left is replaced; anything else in its place is not touched. The caller holds the daemon's
-    lock, so no other daemon of ours can be using it.
+    It is bound under a temporary name without permissions, gets root:yunion-mps and 0660, listens, and is
+    then renamed: a client that finds it is neither refused nor let in too early. An earlier daemon's socket
+    is replaced; any other file is left alone. The caller holds the daemon's lock, so no other daemon uses it.
     """
     path = paths.socket
     unfinished = os.path.join(os.path.dirname(path), "." + os.path.basename(path))
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
     umask = os.umask(0o777)
     try:
-        _refuse_what_is_no_socket(path)
+        _refuse_non_socket(path)
         with contextlib.suppress(FileNotFoundError):
             os.unlink(unfinished)
         listener.bind(unfinished)
@@ -91,7 +90,7 @@ def listen(paths: Paths) -> socket.socket:
 
 
 def group_id() -> int:
-    """The gid of the group that may ask, that of root if there is no such group."""
+    """The gid of the group that may connect; root's if there is no such group."""
     import grp
 
     try:
@@ -100,7 +99,7 @@ def group_id() -> int:
         return 0
 
 
-def _refuse_what_is_no_socket(path: str) -> None:
+def _refuse_non_socket(path: str) -> None:
     try:
         mode = os.lstat(path).st_mode
     except FileNotFoundError:
@@ -110,19 +109,19 @@ def _refuse_what_is_no_socket(path: str) -> None:
 
 
 def peer_of(connection: socket.socket) -> tuple[int, int]:
-    """The PID (0 if it is in a PID namespace that we cannot see) and the user (SO_PEERCRED, unix(7)).
+    """The PID (0 if its PID namespace is not visible from here) and the uid (SO_PEERCRED, unix(7)).
 
-    Over TCP both are unknown.
+    Both are unknown over TCP.
     """
     if connection.family != socket.AF_UNIX:
-        return 0, STRANGER
+        return 0, UNKNOWN_UID
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
     pid, uid, _ = struct.unpack("3i", raw)
     return pid, uid
 
 
-def is_gone(connection: socket.socket) -> bool:
-    """Whether the other end was closed, and not only shut for sending."""
+def is_disconnected(connection: socket.socket) -> bool:
+    """Whether the peer has closed the connection, rather than only shut down sending."""
     poll = select.poll()
     poll.register(connection.fileno(), 0)
     return any(event & select.POLLHUP for _, event in poll.poll(0))

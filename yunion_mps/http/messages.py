@@ -10,7 +10,7 @@ from yunion_mps.errors import YunionError
 from yunion_mps.http.operations import STATUSES
 from yunion_mps.reasons import BUSY, FAILED, INVALID_REQUEST, NOT_ALLOWED, NOT_FOUND
 
-#: The reason codes of statuses that stand for no error of ours.
+#: The reason codes of statuses that no class of errors has.
 _CODES = {404: NOT_FOUND, 403: NOT_ALLOWED, 500: FAILED, 503: BUSY}
 
 if TYPE_CHECKING:
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 class Request(NamedTuple):
-    """What was asked, and by which user, process and unit of a job, as the kernel says.
+    """A request, and the user, process and systemd unit that sent it, according to the kernel.
 
-    The names of `headers` are in lower case. `keep` has a function called when the connection ends, which
-    then may be idle for good. `await_event` is called once the answer waits for something to happen.
+    The names of `headers` are in lower case. `keep_open` registers a function to call when the connection
+    ends, and exempts it from the idle timeout. `await_event` is called if the answer waits for an event.
     """
 
     method: str
@@ -29,14 +29,14 @@ class Request(NamedTuple):
     uid: int
     pid: int = 0
     unit: str | None = ""
-    keep: Callable[[Callable[[], None]], None] = lambda _: None
+    keep_open: Callable[[Callable[[], None]], None] = lambda _: None
     headers: Mapping[str, str] = {}
     body: bytes = b""
     await_event: Callable[[], None] = lambda: None
 
 
 class Response(NamedTuple):
-    """An answer."""
+    """An HTTP response."""
 
     status: int
     content_type: str
@@ -45,7 +45,7 @@ class Response(NamedTuple):
 
 
 class Created(NamedTuple):
-    """A value that was made just now, and where it is."""
+    """A value that the request created, and its location."""
 
     value: object
     location: str
@@ -80,7 +80,7 @@ def problem_of(error: YunionError) -> Response:
 
 
 def response_of(value: object) -> Response:
-    """The value as an answer, if it is none itself."""
+    """The value as a response, unless it is one already."""
     if isinstance(value, Response):
         return value
     if isinstance(value, Created):

@@ -1,4 +1,4 @@
-"""The API's OpenAPI 3.1 document, which the daemon serves at /v1/openapi.json: made from the operations."""
+"""The API's OpenAPI 3.1 document, which is served at /v1/openapi.json, generated from the operations."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from yunion_mps.http.parameters import Parameter, members_schema
 
 Schema = Mapping[str, object]
 
-#: Made by scripts/schemas; read now, because after an upgrade it would be another program's.
+#: Written by scripts/schemas; read now, because an upgrade may replace the file while this program runs.
 with open(os.path.join(os.path.dirname(__file__), "schemas.json"), encoding="utf-8") as _file:
     _SCHEMAS = _file.read()
 
@@ -36,7 +36,7 @@ _PROBLEMS = {
 }
 _ETAG = {"ETag": {"required": True, "schema": {"type": "string"}}}
 _LOCATION = {"Location": {"required": True, "schema": {"type": "string"}}}
-#: What any request may meet.
+#: The error statuses of any request.
 _ANY_REQUEST = (400, 408, 413, 431, 501, 503)
 
 _ABOUT = """\
@@ -58,19 +58,19 @@ disconnects; a request for devices ends with its connection."""
 
 
 def document() -> dict[str, object]:
-    """The document."""
+    """Return the document."""
     schemas: dict[str, Any] = json.loads(_SCHEMAS)
     paths: dict[str, dict[str, Schema]] = {}
     for operation in OPERATIONS:
         content: Schema = {"application/json": {"schema": {"type": "object"}}}
-        if operation.texts:
-            content = {kind: {"schema": {"type": "string"}} for kind in operation.texts}
+        if operation.media_types:
+            content = {kind: {"schema": {"type": "string"}} for kind in operation.media_types}
         elif operation.answer:
             example = schemas[operation.answer]["examples"][0]
             content = {"application/json": {"schema": _ref(operation.answer), "example": example}}
-        answer: dict[str, Any] = {"description": f"{operation.about}.", "content": content}
+        answer: dict[str, Any] = {"description": f"{operation.summary}.", "content": content}
         answers = {"200": answer, **({"201": {**answer, "headers": _LOCATION}} if operation.creates else {})}
-        if operation.watched:
+        if operation.watchable:
             answer["headers"] = _ETAG
             answers["304"] = {"description": "Nothing has changed.", "headers": _ETAG}
         refusals = sorted({*_ANY_REQUEST, *operation.refusals, *((415,) if operation.has_body else ())})
@@ -81,13 +81,13 @@ def document() -> dict[str, object]:
         name = "".join(map(str.title, others))
         item = paths.setdefault(operation.path, {})
         item[operation.method.lower()] = _operation(
-            operation, first + name, operation.about, {**answers, **refs}
+            operation, first + name, operation.summary, {**answers, **refs}
         )
         if operation.method == "GET":
             without_body = {str(status): {"description": _PROBLEMS[status]} for status in refusals}
             heads = {status: {**one, "content": {}} for status, one in answers.items()}
-            about = f"{operation.about}, the head only"
-            item["head"] = _operation(operation, "head" + name, about, {**heads, **without_body})
+            summary = f"{operation.summary}, the head only"
+            item["head"] = _operation(operation, "head" + name, summary, {**heads, **without_body})
     return {
         "openapi": "3.1.0",
         "info": {
@@ -105,10 +105,10 @@ def document() -> dict[str, object]:
     }
 
 
-def _operation(operation: Operation[Any], name: str, about: str, responses: Mapping[str, Schema]) -> Schema:
+def _operation(operation: Operation[Any], name: str, summary: str, responses: Mapping[str, Schema]) -> Schema:
     found: dict[str, object] = {
         "operationId": name,
-        "summary": about,
+        "summary": summary,
         "parameters": [_parameter(one, "path") for one in operation.path_parameters]
         + [_parameter(one, "query") for one in operation.query_parameters]
         + [_parameter(one, "header") for one in operation.headers],
@@ -124,7 +124,7 @@ def _parameter(parameter: Parameter, place: str) -> Schema:
     found: dict[str, object] = {
         "name": parameter.name,
         "in": place,
-        "description": parameter.about,
+        "description": parameter.description,
         "schema": parameter.schema(),
     }
     if place == "path":

@@ -1,8 +1,8 @@
-"""The table of the API's operations, each declared once: its parameters, its answer and its permission.
+"""The table of the API's operations, each declared once: its parameters, its answer and its access.
 
-The router, the checks of parameters, the OpenAPI document, the counters' routes and the client's calls are
-made from it. GET has its parameters in the query, POST in a JSON body. An operation's handler is the method
-of `Handlers` that has its name, and its answer's schema is made from the type of that name in answers.py.
+The router, the checks of parameters, the OpenAPI document, the request counters and the client's calls are
+derived from it. GET has its parameters in the query, POST in a JSON body. An operation's handler is the
+method of `Handlers` with its name, and its answer's schema comes from the type of that name in answers.py.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ T = TypeVar("T")
 MAX_NUMBER = (1 << 31) - 1
 #: No host has more devices; an answer is never larger than this many of them.
 MAX_LIMIT = 100_000
-#: A page of the listing if no other size is asked for, as with Cloudpods.
+#: The default page size of the listing, as in Cloudpods.
 DEFAULT_LIMIT = 20
 MAX_EVENTS = 1000
 MAX_EVENT_WAIT_S = 60
@@ -53,7 +53,7 @@ MAX_MIB = 1 << 30
 #: How long a request may wait, and how long a lease taken by name may live without renewal, in s.
 MAX_WAIT_S = 30 * 86_400
 MAX_TTL_S = 365 * 86_400
-#: A holder's command line is cut to so many characters.
+#: A holder's command line is cut to this many characters.
 COMMAND_LENGTH = 100
 #: The names of leases, and idempotency keys (regular expressions).
 NAME = "^[A-Za-z0-9][A-Za-z0-9._:/@-]{0,99}$"
@@ -65,26 +65,26 @@ PLACEMENTS = ("binpack", "spread")
 RELOAD_MODES = ("drain", "now")
 BINDINGS = ("process", "connection", "name", "container")
 
-#: How long a client waits for an answer, in s, and for one that makes the daemon ask the driver: waking many
-#: GPUs takes tens of seconds, and a call that hangs is given up after 60.
+#: How long a client waits for an answer, in s, and for one that needs the driver: waking many GPUs takes
+#: tens of seconds, and a call that hangs is abandoned after 60.
 TIMEOUT_S = 30.0
 SLOW_S = 150.0
 
 #: The format of metrics that Prometheus asks for; others get text.
 OPENMETRICS = "application/openmetrics-text"
 
-#: The users that may: all that can connect; the owner and root, which the handler checks; root alone.
+#: Who has access: every user that can connect; the owner and root, which the handler checks; only root.
 ANYONE, OWNER, ROOT = "anyone", "owner", "root"
 
 
-class ContradictionError(YunionError):
-    """Each parameter can be understood, and all of them together cannot."""
+class ConflictingParametersError(YunionError):
+    """Each parameter is valid, but they cannot be combined."""
 
     exit_code = 2
     code = INVALID_REQUEST
 
 
-#: The status of each kind of error, the more special kinds first; 409 for all others.
+#: The status of each class of errors, subclasses first; 409 for all others.
 STATUSES: dict[type[YunionError], int] = {
     MediaTypeError: 415,
     BadRequestError: 400,
@@ -97,8 +97,8 @@ STATUSES: dict[type[YunionError], int] = {
 }
 
 
-class Message(NamedTuple):
-    """What a request consists of beside its method."""
+class EncodedRequest(NamedTuple):
+    """The target, headers and body of a request."""
 
     target: str
     headers: tuple[tuple[str, str], ...] = ()
@@ -106,39 +106,39 @@ class Message(NamedTuple):
 
 
 class Operation(Generic[T]):
-    """One method of one path, which answers a T."""
+    """One method of one path, whose answer is a T."""
 
     def __init__(
         self,
         name: str,
         method: str,
         path: str,
-        about: str,
+        summary: str,
         answer: str,
         *parameters: Parameter,
         headers: tuple[Parameter, ...] = (),
-        who: str = ANYONE,
+        access: str = ANYONE,
         refusals: tuple[int, ...] = (),
         cached: bool = False,
-        completes: bool = False,
-        texts: tuple[str, ...] = (),
-        watched: bool = False,
+        uninterruptible: bool = False,
+        media_types: tuple[str, ...] = (),
+        watchable: bool = False,
         creates: bool = False,
         timeout_s: float = TIMEOUT_S,
     ) -> None:
-        """`answer` is the name of T, empty if it is no type of ours, as text is none.
+        """`answer` is the name of T, empty if it is not a type of answers.py, such as text.
 
-        `refusals` are statuses beside those that any request may get. A `cached` answer is made from the
-        snapshot without waiting, and given again until the snapshot changes; others may wait, as long as the
-        parameter `wait_s` says if there is one. What `completes` is finished even if the caller goes away.
-        What `creates` something answers 201 with its `Location`, and 200 if it exists already. What is
-        `watched` has an `ETag`, by which a caller can wait for another answer. `texts` are the media types of
-        an answer that is no JSON.
+        `refusals` are the statuses that are specific to this operation. A `cached` answer is made from the
+        snapshot without waiting, and reused until the snapshot changes; others may wait, up to the parameter
+        `wait_s` if there is one. An `uninterruptible` operation is finished even if the caller disconnects.
+        One that `creates` something answers 201 with its `Location`, or 200 if it exists already. A
+        `watchable` answer has an `ETag`, with which a caller can wait for a change. `media_types` are those
+        of an answer that is not JSON.
         """
         self.name = name
         self.method = method
         self.path = path
-        self.about = about
+        self.summary = summary
         self.answer = answer
         self.path_parameters = tuple(one for one in parameters if f"{{{one.name}}}" in path)
         others = tuple(one for one in parameters if one not in self.path_parameters)
@@ -146,13 +146,13 @@ class Operation(Generic[T]):
         self.query_parameters = () if self.has_body else others
         self.members = others if self.has_body else ()
         self.headers = headers
-        self.who = who
-        self.refusals = refusals if who == ANYONE else (403, *refusals)
+        self.access = access
+        self.refusals = refusals if access == ANYONE else (403, *refusals)
         self.cached = cached
-        self.completes = completes
-        self.texts = texts
-        self.watched = watched
-        if watched:
+        self.uninterruptible = uninterruptible
+        self.media_types = media_types
+        self.watchable = watchable
+        if watchable:
             self.query_parameters += WATCH_PARAMETERS[:1]
             self.headers += WATCH_PARAMETERS[1:]
         self.creates = creates
@@ -160,11 +160,11 @@ class Operation(Generic[T]):
 
     @property
     def parameters(self) -> tuple[Parameter, ...]:
-        """Those of the path, the query, the headers and the body."""
+        """The parameters of the path, the query, the headers and the body."""
         return self.path_parameters + self.query_parameters + self.headers + self.members
 
     def arguments(self, query: str, headers: Mapping[str, str], body: bytes) -> dict[str, Value]:
-        """The value of every parameter but the path's; raises BadRequestError. Headers are in lower case."""
+        """The value of every parameter except the path's, from lower-case headers; raises BadRequestError."""
         found = query_arguments(query, self.query_parameters)
         for one in self.headers:
             text = headers.get(one.name.lower())
@@ -173,7 +173,7 @@ class Operation(Generic[T]):
             found.update(body_arguments(body, headers.get("content-type", ""), self.members))
         return found
 
-    def message(self, arguments: Mapping[str, Value]) -> Message:
+    def encode(self, arguments: Mapping[str, Value]) -> EncodedRequest:
         """The request with these arguments; those that are None are left out."""
         given = {name: value for name, value in arguments.items() if value is not None}
         unknown = set(given) - {one.argument for one in self.parameters}
@@ -187,14 +187,14 @@ class Operation(Generic[T]):
         body = {one.name: _without_none(given[one.name]) for one in self.members if one.name in given}
         if body:
             headers.append(("Content-Type", "application/json"))
-        return Message(
+        return EncodedRequest(
             f"{path}?{'&'.join(query)}" if query else path,
             tuple(headers),
             json.dumps(body).encode() if body else b"",
         )
 
 
-#: Of a watched operation: one of the query, and a header.
+#: The parameters of a watchable operation: one of the query, and a header.
 WATCH_PARAMETERS = (
     Parameter("wait_s", "If the answer is what `If-None-Match` names, wait so many seconds for another.",
               "integer", 0, 0, MAX_CHANGE_WAIT_S),
@@ -221,18 +221,18 @@ def _quoted(text: str) -> str:
     return quote(text, safe="", errors="surrogateescape")  # an argument need not be UTF-8
 
 
-def _number(name: str, about: str, lowest: int, highest: int, default: int | None = None) -> Parameter:
-    return Parameter(name, about, "integer", default, lowest, highest)
+def _number(name: str, description: str, minimum: int, maximum: int, default: int | None = None) -> Parameter:
+    return Parameter(name, description, "integer", default, minimum, maximum)
 
 
-def _switch(name: str, about: str, *, default: bool = False) -> Parameter:
-    return Parameter(name, about, "boolean", default)
+def _flag(name: str, description: str, *, default: bool = False) -> Parameter:
+    return Parameter(name, description, "boolean", default)
 
 
 _DEVICE = Parameter(
     "id", "Its id, its address, or a unique beginning of either.", pattern="^.+$", example="00:06.0-1"
 )
-_CLIENT = Parameter("pid", "The client's PID.", "integer", highest=9_999_999_999, example=4260)
+_CLIENT = Parameter("pid", "The client's PID.", "integer", maximum=9_999_999_999, example=4260)
 _LEASE = Parameter(
     "lease",
     "The lease's id, its first 8 or more characters, or the name of the caller's lease.",
@@ -240,7 +240,7 @@ _LEASE = Parameter(
     example="7c1f0e7a-8a52-4f0e-8b5e-3f9d2a6c1b44",
 )
 _NAME_HINT = "write letters, digits and ._:/@-, a letter or digit first, at most 100"
-_NAME_ONE = "leave it out, or name one"
+_GIVE_ONE = "leave it out, or name one"
 
 GET_DEVICES: Operation[answers.DeviceList] = Operation(
     "get_devices", "GET", "/v1/devices", "One page of the MPS devices", "DeviceList",
@@ -252,8 +252,8 @@ GET_DEVICES: Operation[answers.DeviceList] = Operation(
     Parameter("device_path", "Only devices of the GPU with this UUID."),
     Parameter("vendor_device_id", "Only this kind of GPU, as vendor:device."),
     _number("numa_node", "Only GPUs at this NUMA node; -1: GPUs without one.", -1, MAX_NUMBER),
-    _switch("unused", "Only devices that can be used now."),
-    cached=True, watched=True,
+    _flag("unused", "Only devices that can be used now."),
+    cached=True, watchable=True,
 )  # fmt: skip
 GET_DEVICE: Operation[answers.DeviceDetails] = Operation(
     "get_device", "GET", "/v1/devices/{id}", "One MPS device, and how to use it", "DeviceDetails",
@@ -280,7 +280,7 @@ GET_EVENTS: Operation[answers.EventList] = Operation(
 GET_USAGE: Operation[answers.Usage] = Operation(
     "get_usage", "GET", "/v1/usage", "What was used in the last hour", "Usage",
     Parameter("gpu", "Only the GPU at this address, and its devices."),
-    _switch("devices", "With false only GPUs, and none of their devices.", default=True),
+    _flag("devices", "With false only GPUs, and none of their devices.", default=True),
 )  # fmt: skip
 GET_PLAN: Operation[answers.ChangeList] = Operation(
     "get_plan", "GET", "/v1/plan", "What a reload would change", "ChangeList",
@@ -288,7 +288,7 @@ GET_PLAN: Operation[answers.ChangeList] = Operation(
 )  # fmt: skip
 GET_CLIENTS: Operation[answers.ClientList] = Operation(
     "get_clients", "GET", "/v1/clients", "Who uses the GPUs through MPS", "ClientList",
-    _switch("seen", "Only what the driver and the kernel see: no control daemon is asked."),
+    _flag("seen", "Only what the driver and the kernel see: no control daemon is asked."),
     refusals=(409,), timeout_s=SLOW_S,
 )  # fmt: skip
 RELOAD: Operation[answers.ChangeList] = Operation(
@@ -297,18 +297,18 @@ RELOAD: Operation[answers.ChangeList] = Operation(
     Parameter("mode", "What is done about MPS servers that keep old limits: `drain` gives them no new "
               "clients, `now` ends them with their clients. By default they serve on until they have none.",
               choices=RELOAD_MODES),
-    who=ROOT, refusals=(409, 422), completes=True, timeout_s=SLOW_S,
+    access=ROOT, refusals=(409, 422), uninterruptible=True, timeout_s=SLOW_S,
 )  # fmt: skip
 REEXEC: Operation[answers.Reexec] = Operation(
     "reexec", "POST", "/v1/reexec", "Run the daemon's program again in its process", "Reexec",
-    who=ROOT, refusals=(409,), completes=True, timeout_s=SLOW_S,
+    access=ROOT, refusals=(409,), uninterruptible=True, timeout_s=SLOW_S,
 )  # fmt: skip
 TERMINATE_CLIENT: Operation[answers.Termination] = Operation(
     "terminate_client", "POST", "/v1/clients/{pid}/terminate",
     "End a client: its server lets go of it first", "Termination",
     _CLIENT,
-    _switch("force", "End it by SIGKILL if nothing else helps."),
-    who=OWNER, refusals=(404, 409), completes=True, timeout_s=SLOW_S,
+    _flag("force", "End it by SIGKILL if nothing else helps."),
+    access=OWNER, refusals=(404, 409), uninterruptible=True, timeout_s=SLOW_S,
 )  # fmt: skip
 GET_LEASES: Operation[answers.LeaseList] = Operation(
     "get_leases", "GET", "/v1/leases", "Who has which devices, and which requests wait", "LeaseList"
@@ -329,22 +329,22 @@ TAKE_LEASE: Operation[answers.LeaseRecord] = Operation(
     "take_lease", "POST", "/v1/leases",
     "Take devices, for as long as a process, a connection or a name lives", "LeaseRecord",
     _number("count", "How many devices.", 1, MAX_DEVICES, 1),
-    _switch("across", "Each on another GPU, and not all on one."),
+    _flag("across", "Each on another GPU, and not all on one."),
     _number("memory_mib", "So much of a GPU that the configuration opens for it (memory_unit, or slices).",
             1, MAX_MIB),
     _number("memory_units", "The same, in units of `gpu_memory_unit`.", 1, MAX_MIB),
     Parameter("devices", "These very devices: ids, addresses, or unique beginnings of either; `all` for all "
-              "of the host.", "array", lowest=1, highest=MAX_DEVICES, pattern="^.+$", hint=_NAME_ONE,
+              "of the host.", "array", minimum=1, maximum=MAX_DEVICES, pattern="^.+$", hint=_GIVE_ONE,
               example=("00:06.0-1",)),
     Parameter("gpu", "Devices of this GPU: UUID, address, or a unique beginning of either.",
-              pattern="^.+$", hint=_NAME_ONE, example="00:06.0"),
+              pattern="^.+$", hint=_GIVE_ONE, example="00:06.0"),
     Parameter("placement", "Of the GPU with the fewest free devices that will do, or with the most.",
               default=PLACEMENTS[0], choices=PLACEMENTS),
-    _switch("enforced", "Only of GPUs that hold their clients to the budget: from Volta on."),
+    _flag("enforced", "Only of GPUs that hold their clients to the budget: from Volta on."),
     _number("wait_s", "If nothing is free, wait so many seconds: first come, first served.",
             0, MAX_WAIT_S, 0),
-    _switch("cdi", "Let container engines find it: device `yunion.io/mps=` and the lease's id."),
-    _switch("dry_run", "Only say what would be given now."),
+    _flag("cdi", "Let container engines find it: device `yunion.io/mps=` and the lease's id."),
+    _flag("dry_run", "Only say what would be given now."),
     Parameter("holder", "Who has the devices, and what ends the lease: by default the calling process.",
               "object", members=_HOLDER),
     headers=(
@@ -352,38 +352,38 @@ TAKE_LEASE: Operation[answers.LeaseRecord] = Operation(
                   "it was given, or its place in the queue.", pattern=IDEMPOTENCY_KEY,
                   hint="write 16 to 64 letters, digits and -, at random"),
     ),
-    who=OWNER, refusals=(404, 409, 410, 423), creates=True,
+    access=OWNER, refusals=(404, 409, 410, 423), creates=True,
 )  # fmt: skip
 END_LEASE: Operation[answers.LeaseRecord] = Operation(
     "end_lease", "DELETE", "/v1/leases/{lease}", "Give devices back", "LeaseRecord",
-    _LEASE, who=OWNER, refusals=(404, 409),
+    _LEASE, access=OWNER, refusals=(404, 409),
 )  # fmt: skip
 RENEW_LEASE: Operation[answers.LeaseRecord] = Operation(
     "renew_lease", "POST", "/v1/leases/{lease}/renew",
     "Let a lease of a name live for its whole time from now", "LeaseRecord",
-    _LEASE, who=OWNER, refusals=(404, 409),
+    _LEASE, access=OWNER, refusals=(404, 409),
 )  # fmt: skip
 BIND_LEASE: Operation[answers.LeaseRecord] = Operation(
     "bind_lease", "POST", "/v1/leases/{lease}/bind",
     "Let a lease end with a container; one of a name is only checked", "LeaseRecord",
     _LEASE,
     _number("pid", "The container's first process; the caller itself if it is left out.", 1, MAX_PID),
-    who=OWNER, refusals=(404, 409),
+    access=OWNER, refusals=(404, 409),
 )  # fmt: skip
 GET_DOCUMENT: Operation[Any] = Operation(
     "get_document", "GET", "/v1/openapi.json", "This document", "", cached=True
 )
 GET_METRICS: Operation[str] = Operation(
     "get_metrics", "GET", "/metrics", "The metrics, for Prometheus", "",
-    texts=("text/plain", OPENMETRICS),
+    media_types=("text/plain", OPENMETRICS),
 )  # fmt: skip
 GET_HEALTH: Operation[str] = Operation(
-    "get_health", "GET", "/healthz", "Whether the daemon answers: `ok`", "", texts=("text/plain",)
+    "get_health", "GET", "/healthz", "Whether the daemon answers: `ok`", "", media_types=("text/plain",)
 )
 GET_READINESS: Operation[str] = Operation(
     "get_readiness", "GET", "/readyz",
     "Whether devices can be leased, or MPS is disabled: `ok`, or 503 with a line for each reason", "",
-    texts=("text/plain",),
+    media_types=("text/plain",),
 )  # fmt: skip
 
 OPERATIONS: tuple[Operation[Any], ...] = tuple(

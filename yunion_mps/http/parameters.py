@@ -1,4 +1,4 @@
-"""Parameters of operations: what a path, a query, a header or a JSON body may hold, and its checks."""
+"""Parameters of operations, in a path, a query, a header or a JSON body, and how they are validated."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from yunion_mps.times import seconds
 
 Value = Union[str, int, float, bool, Sequence[str], Mapping[str, Any], None]
 
-#: The last moment that can be asked for (in s since 1970), in the year 5138.
+#: The latest time that a request may name (in s since 1970), in the year 5138.
 LATEST_S = 99_999_999_999
 _SHOWN_LENGTH = 100
 _EXAMPLE = 'write a JSON object such as {"count": 2}'
@@ -32,18 +32,18 @@ class MediaTypeError(BadRequestError):
 
 
 class Parameter(NamedTuple):
-    """One parameter: what it may be, and its value if it is left out.
+    """One parameter: its type, its constraints and its default.
 
-    Its type is `string`, `integer`, `boolean`, `time`, `array` (of so many such strings) or `object`, which
-    has `members` and is one of a body.
+    The type is `string`, `integer`, `boolean`, `time`, `array` (of `minimum` to `maximum` strings), or, in a
+    body, `object` with `members`.
     """
 
     name: str
-    about: str
+    description: str
     type: str = "string"
     default: Value = None
-    lowest: int = 0
-    highest: int = 0
+    minimum: int = 0
+    maximum: int = 0
     choices: tuple[str, ...] = ()
     pattern: str = ""
     hint: str = ""
@@ -56,27 +56,29 @@ class Parameter(NamedTuple):
         return self.name.lower().replace("-", "_")
 
     def value(self, text: str) -> Value:
-        """The value that is written so in a query or a header; raises BadRequestError."""
+        """Parse a value in a query or a header; raises BadRequestError."""
         value: Value = text
         if self.type == "boolean":
             value = {"true": True, "false": False}.get(text, text)
-        elif self.type == "integer" and re.fullmatch(f"{'-?' if self.lowest < 0 else ''}[0-9]{{1,11}}", text):
+        elif self.type == "integer" and re.fullmatch(
+            f"{'-?' if self.minimum < 0 else ''}[0-9]{{1,11}}", text
+        ):
             value = int(text)
         return self._checked(value, self.name, repr(text[:_SHOWN_LENGTH]))
 
     def member(self, value: Any, path: str) -> Value:
-        """The value of a member of a JSON body; raises BadRequestError."""
+        """Validate the value of a member of a JSON body; raises BadRequestError."""
         if self.type == "object":
             return members_of(value, self.members, path)
         if self.type == "array":
-            if isinstance(value, list) and self.lowest <= len(value) <= self.highest:
+            if isinstance(value, list) and self.minimum <= len(value) <= self.maximum:
                 item = self._replace(type="string")
                 return tuple(str(item.member(one, f"{path}[{place}]")) for place, one in enumerate(value))
             raise BadRequestError(
-                f"{path} is {_shown(value)}", f"write a list of {self.lowest} to {self.highest} strings"
+                f"{path} is {_shown(value)}", f"write a list of {self.minimum} to {self.maximum} strings"
             )
         if isinstance(value, float) and value % 1 == 0:
-            value = int(value)  # for JSON, 2.0 is a whole number as well
+            value = int(value)  # in JSON, 2.0 is an integer
         return self._checked(value, path, _shown(value))
 
     def _checked(self, value: Value, path: str, shown: str) -> Value:
@@ -89,10 +91,10 @@ class Parameter(NamedTuple):
             if (
                 isinstance(value, int)
                 and not isinstance(value, bool)
-                and self.lowest <= value <= self.highest
+                and self.minimum <= value <= self.maximum
             ):
                 return value
-            hint = f"write a whole number from {self.lowest} to {self.highest}"
+            hint = f"write a whole number from {self.minimum} to {self.maximum}"
         elif self.type == "time":
             with contextlib.suppress(ValueError):
                 text = str(value)
@@ -107,18 +109,18 @@ class Parameter(NamedTuple):
         raise BadRequestError(f"{path} is {shown}", hint or "write a string")
 
     def schema(self) -> dict[str, object]:
-        """What it may be, as a JSON schema."""
+        """Its JSON schema."""
         if self.type == "object":
-            return {"description": self.about, **members_schema(self.members)}
+            return {"description": self.description, **members_schema(self.members)}
         if self.type == "time":
             unix = {"type": "integer", "minimum": 0, "maximum": LATEST_S}
             return {"anyOf": [{"type": "string", "format": "date-time"}, unix]}
         if self.type == "array":
             items = self._replace(type="string").schema()
-            return {"type": "array", "items": items, "minItems": self.lowest, "maxItems": self.highest}
+            return {"type": "array", "items": items, "minItems": self.minimum, "maxItems": self.maximum}
         schema: dict[str, object] = {"type": self.type}
         if self.type == "integer":
-            schema.update(minimum=self.lowest, maximum=self.highest)
+            schema.update(minimum=self.minimum, maximum=self.maximum)
         if self.choices:
             schema["enum"] = list(self.choices)
         if self.pattern:
@@ -129,9 +131,9 @@ class Parameter(NamedTuple):
 
 
 def members_schema(members: Iterable[Parameter]) -> dict[str, object]:
-    """An object with these members, all of which may be left out."""
+    """The schema of an object with these members, all of them optional."""
     properties = {
-        one.name: one.schema() if one.type == "object" else {"description": one.about, **one.schema()}
+        one.name: one.schema() if one.type == "object" else {"description": one.description, **one.schema()}
         for one in members
     }
     return {"type": "object", "properties": properties, "additionalProperties": False}
@@ -211,7 +213,7 @@ def _refuse_constant(name: str) -> None:
 
 
 def _unknown(kind: str, name: str, known: Iterable[str], prefix: str = "") -> BadRequestError:
-    from yunion_mps.config.document import nearest_key  # which parses YAML: only a mistake pays for it
+    from yunion_mps.config.document import nearest_key  # it imports a YAML parser, which only mistakes need
 
     near = nearest_key(name[:_SHOWN_LENGTH], known)
     guess = f" (did you mean {prefix}{near}?)" if near else ""

@@ -1,4 +1,4 @@
-"""The pool of connections: how many there may be, each client's share, and which gives way to a new one."""
+"""The connection pool: limits the total and each client's share, and chooses which to close for a new one."""
 
 from __future__ import annotations
 
@@ -9,40 +9,40 @@ from yunion_mps.http.messages import Answer, Request
 
 _ROOT = 0
 
-#: What is kept of requests that wait for their turn, and of answers before no more of them is made.
-KEPT_BYTES = 16 << 10
+#: How many bytes are buffered of requests that wait for their turn, and of unread answers.
+BUFFER_BYTES = 16 << 10
 
 
 class Limits(NamedTuple):
-    """What one client may use. Some connections are reserved for root, and some for clients without any."""
+    """The limits; some connections are reserved for root, and some for clients that have none."""
 
     first_request_timeout_s: float = 10.0
     request_timeout_s: float = 10.0
     idle_timeout_s: float = 30.0
     answer_timeout_s: float = 10.0
-    #: How long clients have to read answers before another program goes on with the socket.
+    #: How long clients have to read answers before the socket is handed over to another program.
     hand_over_s: float = 1.0
     head_bytes: int = 16 << 10
     body_bytes: int = 16 << 10
     connections: int = 528
-    kept_for_root: int = 64
-    kept_for_new_clients: int = 16
-    of_one_user: int = 128
+    reserved_for_root: int = 64
+    reserved_for_new_clients: int = 16
+    per_user: int = 128
     unread_bytes: int = 16 << 20
-    #: How many connections wait for a place, first come, first served, instead of being refused. Over TCP one
-    #: program may keep all connections of an address busy: one that has had an answer gives way to them.
+    #: How many connections may queue, first come, first served, instead of being refused. Over TCP one
+    #: program may keep all connections of an address busy: answered ones are closed for queued ones.
     waiting: int = 0
 
 
 class Application(Protocol):
-    """What answers the requests: the API's router, or the gateway's pages."""
+    """Answers requests: the API's router, or the gateway's pages."""
 
     def answer(self, request: Request) -> Answer:
         """The response, or an awaitable one; never raises."""
 
 
-class Member(Protocol):
-    """A connection, as far as its pool knows it."""
+class PooledConnection(Protocol):
+    """A connection, as the pool sees it."""
 
     #: The user, or the address of a client over TCP.
     client: int | str
@@ -53,10 +53,10 @@ class Member(Protocol):
 
     @property
     def is_busy(self) -> bool:
-        """Whether a request is on its way or being answered, or its answer not read yet."""
+        """Whether a request is arriving or being answered, or an answer is unread."""
 
     @property
-    def may_be_replaced(self) -> bool:
+    def is_replaceable(self) -> bool:
         """Whether it may be closed for a new one."""
 
     @property
@@ -64,13 +64,13 @@ class Member(Protocol):
         """Whether it has had an answer."""
 
     def begin(self) -> None:
-        """Handle requests: it has its place."""
+        """Start to handle requests."""
 
     def make_room(self) -> None:
         """Close it in favour of a new connection."""
 
     def abort(self) -> None:
-        """End it now."""
+        """Close it at once."""
 
 
 class ConnectionPool:
@@ -79,32 +79,32 @@ class ConnectionPool:
     def __init__(self, application: Application, limits: Limits) -> None:
         self.application = application
         self.limits = limits
-        #: Of all connections: what comes in is taken out at once.
-        self.buffer = memoryview(bytearray(KEPT_BYTES))
-        #: In the order of their last answers, or of their beginnings if there was none.
-        self.connections: dict[Member, None] = {}
+        #: The receive buffer of all connections, which is emptied after each read.
+        self.buffer = memoryview(bytearray(BUFFER_BYTES))
+        #: In the order of their last answers, or of their admission if there was none.
+        self.connections: dict[PooledConnection, None] = {}
         #: By user, or by address over TCP.
         self.by_client: Counter[int | str] = Counter()
-        self.waiting: deque[Member] = deque()
+        self.waiting: deque[PooledConnection] = deque()
 
-    def admit(self, connection: Member) -> bool:
-        """Let the connection begin, now or once it has a place; returns whether it will have one.
+    def admit(self, connection: PooledConnection) -> bool:
+        """Admit the connection now, or queue it; returns whether either was possible.
 
-        If there is no room, it replaces the one of the idle connections whose last answer is the oldest.
+        If the pool is full, it replaces the idle connection whose last answer is the oldest.
         """
         if self._replaceable_for(connection.client) is not None and self.waiting:
-            has_place = False  # others have waited longer
+            is_admitted = False  # others are ahead of it
         else:
-            has_place = self._place(connection)
-        if not has_place and len(self.waiting) < self.limits.waiting:
+            is_admitted = self._admit(connection)
+        if not is_admitted and len(self.waiting) < self.limits.waiting:
             self.waiting.append(connection)
             return True
-        return has_place
+        return is_admitted
 
-    def _place(self, connection: Member) -> bool:
+    def _admit(self, connection: PooledConnection) -> bool:
         candidates = self._replaceable_for(connection.client)
         if candidates is not None:
-            replaced = next((one for one in candidates if one.may_be_replaced), None)
+            replaced = next((one for one in candidates if one.is_replaceable), None)
             if replaced is None and self.limits.waiting:
                 replaced = next((one for one in candidates if one.was_answered), None)
             if replaced is None:
@@ -116,40 +116,40 @@ class ConnectionPool:
         connection.begin()
         return True
 
-    def _place_waiting(self) -> None:
-        while self.waiting and self._place(self.waiting[0]):
+    def _admit_waiting(self) -> None:
+        while self.waiting and self._admit(self.waiting[0]):
             self.waiting.popleft()
 
-    def _replaceable_for(self, client: int | str) -> list[Member] | None:
-        """The connections of which one must be closed to admit the client; None if there is room."""
+    def _replaceable_for(self, client: int | str) -> list[PooledConnection] | None:
+        """The connections of which one must be closed to admit the client; None if the pool is not full."""
         limits, has = self.limits, self.by_client[client]
-        if client != _ROOT and has >= limits.of_one_user:
+        if client != _ROOT and has >= limits.per_user:
             return [one for one in self.connections if one.client == client]
-        room = limits.connections - (limits.kept_for_new_clients if has else 0)
+        room = limits.connections - (limits.reserved_for_new_clients if has else 0)
         not_roots = len(self.connections) - self.by_client[_ROOT]
-        if client != _ROOT and not_roots >= room - limits.kept_for_root:
+        if client != _ROOT and not_roots >= room - limits.reserved_for_root:
             return [one for one in self.connections if one.client != _ROOT]
         return list(self.connections) if len(self.connections) >= room else None
 
-    def note_answer(self, connection: Member) -> None:
-        """The connection has got an answer: it comes last in the order."""
+    def note_answer(self, connection: PooledConnection) -> None:
+        """Note that the connection was answered, which moves it to the end of the order."""
         if connection in self.connections:
             del self.connections[connection]  # its client has to read the answer before it gives way
-            self._place_waiting()
+            self._admit_waiting()
             self.connections[connection] = None
 
     def unread_bytes(self, client: int | str) -> int:
         """How much of the answers to this client has not been read."""
         return sum(connection.unread_bytes for connection in self.connections if connection.client == client)
 
-    def forget(self, connection: Member) -> None:
-        """The connection has ended."""
+    def forget(self, connection: PooledConnection) -> None:
+        """Remove a connection that has ended."""
         if connection in self.waiting:
             self.waiting.remove(connection)
         self._remove(connection)
-        self._place_waiting()
+        self._admit_waiting()
 
-    def _remove(self, connection: Member) -> None:
+    def _remove(self, connection: PooledConnection) -> None:
         if connection in self.connections:
             del self.connections[connection]
             self.by_client[connection.client] -= 1

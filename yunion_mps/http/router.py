@@ -1,4 +1,4 @@
-"""The router: finds the operation that a request is for, has it answered, and counts the answers."""
+"""The router: dispatches requests to their operations, caches answers, and counts requests."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ from yunion_mps.service.metrics import BOUNDS_S, Counted, Latency
 
 log = logging.getLogger(__name__)
 
-#: The route of all that is no path of ours, and the method of all that is none of ours: so that callers
-#: cannot make counters.
+#: The route of unknown paths, and the method of unsupported ones, so that callers cannot create counters.
 OTHER = "other"
 
 _READ = ("GET", "HEAD")
@@ -34,7 +33,7 @@ _TEMPLATES = {path: path.split("/") for path in ROUTES if "{" in path}
 
 
 class _Match(NamedTuple):
-    """A path of ours, its operations by method, and its parameters."""
+    """A route, its operations by method, and the arguments in the path."""
 
     route: str
     methods: Mapping[str, Operation[Any]]
@@ -42,7 +41,7 @@ class _Match(NamedTuple):
 
 
 class Router:
-    """Answers requests; equal ones between two changes of the snapshot get the very same bytes."""
+    """Answers requests; a cached answer is reused until the snapshot changes."""
 
     def __init__(self, handlers: Handlers) -> None:
         self._handlers = handlers
@@ -50,9 +49,9 @@ class Router:
         self._cached: dict[str, tuple[str, Response]] = {}
         self._cached_for = -1
         self._cached_bytes = 0
-        self._changing: set[asyncio.Task[Response]] = set()
+        self._uninterruptible: set[asyncio.Task[Response]] = set()
         self._answers: Counter[tuple[str, str, int]] = Counter()
-        self._within: dict[str, list[int]] = {}
+        self._buckets: dict[str, list[int]] = {}
         self._sums_s: dict[str, float] = {}
 
     def answer(self, request: Request) -> Answer:
@@ -64,7 +63,7 @@ class Router:
             return answer
 
         def count(done: asyncio.Future[Response]) -> None:
-            if not done.cancelled() and not done.exception():  # else there is no answer
+            if not done.cancelled() and not done.exception():  # otherwise there is no answer
                 self._count(route, request, done.result(), time.perf_counter() - began_s)
 
         later = asyncio.ensure_future(answer)
@@ -74,15 +73,15 @@ class Router:
     def counted(self) -> Counted:
         """The answers and their latencies up to now."""
         latencies = {
-            route: Latency(tuple(within), self._sums_s[route]) for route, within in self._within.items()
+            route: Latency(tuple(buckets), self._sums_s[route]) for route, buckets in self._buckets.items()
         }
         return Counted(dict(self._answers), latencies)
 
     def _count(self, route: str, request: Request, response: Response, took_s: float) -> None:
         method = request.method if request.method in _METHODS else OTHER
         self._answers[route, method, response.status] += 1
-        within = self._within.setdefault(route, [0] * (len(BOUNDS_S) + 1))
-        within[bisect_left(BOUNDS_S, took_s)] += 1
+        buckets = self._buckets.setdefault(route, [0] * (len(BOUNDS_S) + 1))
+        buckets[bisect_left(BOUNDS_S, took_s)] += 1
         self._sums_s[route] = self._sums_s.get(route, 0.0) + took_s
 
     def _answer(self, request: Request) -> tuple[str, Answer]:
@@ -93,7 +92,7 @@ class Router:
             self._cached_for, self._cached_bytes = version, 0
         known = self._cached.get(request.target) if request.method in _READ else None
         if known:
-            return known[0], self._unless_known(request, known[1])
+            return known[0], self._conditional(request, known[1])
         try:
             url = urlsplit(request.target)
         except ValueError:
@@ -114,59 +113,59 @@ class Router:
             return self._handle(operation, request, match.arguments, url.query)
 
         if not operation.cached:
-            answer = _later(request, work)
-            return match.route, self._completed(answer) if operation.completes else answer
-        response = _at_once(request, work)
+            answer = _run_async(request, work)
+            return match.route, self._shielded(answer) if operation.uninterruptible else answer
+        response = _run(request, work)
         if response.status < 500:
             self._cached[request.target] = match.route, response
             self._cached_bytes += len(request.target) + len(response.body)
-        return match.route, self._unless_known(request, response)
+        return match.route, self._conditional(request, response)
 
-    def _unless_known(self, request: Request, response: Response) -> Answer:
-        """The response, or 304 if the caller has it already; it may wait for another one first."""
+    def _conditional(self, request: Request, response: Response) -> Answer:
+        """The response, or 304 if the caller has it already, possibly after waiting for a change."""
         etag = dict(response.headers).get("ETag")
-        if etag is None or not _names(request.headers.get("if-none-match", ""), etag):
+        if etag is None or not _matches(request.headers.get("if-none-match", ""), etag):
             return response
         url = urlsplit(request.target)
         wait_s = ROUTES[url.path]["GET"].arguments(url.query, request.headers, b"")["wait_s"]
         if not isinstance(wait_s, int) or not wait_s:
             return _not_modified(etag)
         request.await_event()
-        return self._changed(request, etag, wait_s)
+        return self._await_change(request, etag, wait_s)
 
-    async def _changed(self, request: Request, etag: str, wait_s: float) -> Response:
-        """The response once it is another than the caller has; 304 if it is none within the time."""
-        again = request._replace(headers={})
+    async def _await_change(self, request: Request, etag: str, wait_s: float) -> Response:
+        """The response once it differs from the caller's; 304 if it does not within `wait_s`."""
+        unconditional = request._replace(headers={})
 
-        def look() -> Response:
-            found = self._answer(again)[1]
-            assert isinstance(found, Response)
-            return found
+        def evaluate() -> Response:
+            response = self._answer(unconditional)[1]
+            assert isinstance(response, Response)
+            return response
 
-        def is_enough(found: Response) -> bool:
-            return dict(found.headers).get("ETag") != etag
+        def is_changed(response: Response) -> bool:
+            return dict(response.headers).get("ETag") != etag
 
-        found = await self._handlers.changes.until(look, is_enough, wait_s)
-        return found if is_enough(found) else _not_modified(etag)
+        response = await self._handlers.changes.wait_for(evaluate, is_changed, wait_s)
+        return response if is_changed(response) else _not_modified(etag)
 
     def _handle(
         self, operation: Operation[Any], request: Request, in_path: Mapping[str, Value], query: str
     ) -> Any:
-        if operation.who == ROOT and request.uid not in (0, os.geteuid()):
+        if operation.access == ROOT and request.uid not in (0, os.geteuid()):
             raise NotAllowedError("only root may change the daemon", "use sudo")
         arguments = operation.arguments(query, request.headers, request.body)
-        if not operation.watched:
+        if not operation.watchable:
             return self._handler_of[operation.name](request, **in_path, **arguments)
-        for one in WATCH_PARAMETERS:  # which are ours, and not the handler's
+        for one in WATCH_PARAMETERS:  # the router handles these
             del arguments[one.argument]
         response = response_of(self._handler_of[operation.name](request, **in_path, **arguments))
         return response._replace(headers=(*response.headers, ("ETag", _etag(response.body))))
 
-    async def _completed(self, work: Awaitable[Response]) -> Response:
-        """Do all of a change, even if its caller goes away meanwhile."""
+    async def _shielded(self, work: Awaitable[Response]) -> Response:
+        """Finish the work even if its caller disconnects."""
         task = asyncio.ensure_future(work)
-        self._changing.add(task)
-        task.add_done_callback(self._changing.discard)
+        self._uninterruptible.add(task)
+        task.add_done_callback(self._uninterruptible.discard)
         return await asyncio.shield(task)
 
 
@@ -174,7 +173,7 @@ def _etag(body: bytes) -> str:
     return f'"{sha256(body).hexdigest()[:32]}"'
 
 
-def _names(if_none_match: str, etag: str) -> bool:
+def _matches(if_none_match: str, etag: str) -> bool:
     known = [one.strip().removeprefix("W/") for one in if_none_match.split(",")]
     return etag in known or known == ["*"]
 
@@ -199,20 +198,20 @@ def _match(path: str) -> _Match | None:
 
 
 def _path_value(kind: str, text: str) -> Value:
-    """A parameter of a path; None if it cannot be one."""
+    """The value of a path parameter; None if it is invalid."""
     if kind == "integer":
         return int(text) if re.fullmatch("[0-9]{1,10}", text) else None
     return unquote(text) or None
 
 
-def _at_once(request: Request, work: Callable[[], Any]) -> Response:
+def _run(request: Request, work: Callable[[], Any]) -> Response:
     try:
         return response_of(work())
     except Exception as error:  # noqa: BLE001 - it becomes the answer
         return _failure(request, error)
 
 
-async def _later(request: Request, work: Callable[[], Any]) -> Response:
+async def _run_async(request: Request, work: Callable[[], Any]) -> Response:
     try:
         return response_of(await work())
     except Exception as error:  # noqa: BLE001 - it becomes the answer

@@ -1,10 +1,10 @@
-"""Events: those recorded, and a wait for the next ones."""
+"""Events: find recorded ones, and wait for new ones."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from yunion_mps.service.waits import Waits
+from yunion_mps.service.long_polls import LongPolls
 from yunion_mps.supervisor.event_log import EventLog
 from yunion_mps.times import rfc3339
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class EventFilter(NamedTuple):
-    """Which events: after an id (the oldest first), or the newest from a time (s since 1970) on."""
+    """Selects events after an id (the oldest first), or the newest since a time (s since 1970)."""
 
     after: int | None = None
     since_s: float = 0.0
@@ -21,13 +21,13 @@ class EventFilter(NamedTuple):
     kind: str = ""
 
 
-class Events(Waits):
-    """Finds events; requests may wait for them."""
+class EventService(LongPolls):
+    """Finds events; requests may wait for new ones."""
 
     def __init__(self, event_log: EventLog) -> None:
         super().__init__()
         self._event_log = event_log
-        event_log.listen(self.wake)
+        event_log.listen(self.notify)
 
     def find(self, wanted: EventFilter) -> answers.EventList:
         """The events, oldest first, and the newest one's id; raises HostError."""
@@ -56,8 +56,8 @@ class Events(Waits):
     async def wait(self, wanted: EventFilter, wait_s: float) -> answers.EventList:
         """The events; if there are none, the first that come within `wait_s`."""
 
-        def is_enough(found: answers.EventList) -> bool:
-            is_beyond = found["last"] < (wanted.after or 0)  # the event log began again: it may never come
+        def is_complete(found: answers.EventList) -> bool:
+            is_beyond = found["last"] < (wanted.after or 0)  # a new event log may never reach this id
             return bool(found["events"]) or is_beyond
 
-        return await self.until(lambda: self.find(wanted), is_enough, wait_s)
+        return await self.wait_for(lambda: self.find(wanted), is_complete, wait_s)

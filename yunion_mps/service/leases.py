@@ -67,7 +67,7 @@ class LeaseService:
         self._positions = QueuePositions(supervisor.store())
         self._holders = HolderWatch(self._end)
         self.ledger = Ledger()
-        self.ledger.changed = queries.changes.wake
+        self.ledger.changed = queries.changes.notify
         self.peaks = MemoryPeaks(self.ledger, supervisor.store())
         self._allocator = Allocator(self.ledger)
         self.queue = Queue(self._allocator)

@@ -13,6 +13,7 @@ from yunion_mps.leases.ledger import Ledger
 from yunion_mps.models import Gpu, Snapshot
 from yunion_mps.planning.environment import client_environment
 from yunion_mps.reasons import Reason, hint_of
+from yunion_mps.service.long_polls import LongPolls
 from yunion_mps.service.shapes import devices_json, domain_json, gpu_json
 from yunion_mps.service.state import (
     AVAILABLE,
@@ -25,7 +26,6 @@ from yunion_mps.service.state import (
     unusable_reasons,
 )
 from yunion_mps.service.usage import UsageHistory
-from yunion_mps.service.waits import Waits
 from yunion_mps.supervisor.status import warnings
 from yunion_mps.times import rfc3339
 
@@ -67,7 +67,7 @@ class Queries:
         self.ledger: Ledger | None = None
         self.usage = UsageHistory()
         #: The requests that wait for another answer.
-        self.changes = Waits()
+        self.changes = LongPolls()
 
     @property
     def version(self) -> int:

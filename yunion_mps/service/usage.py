@@ -96,7 +96,7 @@ class UsageHistory:
         return {
             "begin": rfc3339(wall_s - now_s + first * STEP_S),
             "step": STEP_S,
-            "looked": [bool(self._polled[place]) for place in places],
+            "polled": [bool(self._polled[place]) for place in places],
             "gpus": found[False],
             "devices": found[True],
         }

@@ -219,7 +219,7 @@ def hurry(host: ServerHost) -> None:
     """Have the clients that wait for an event ask again."""
 
     async def work() -> None:
-        host.events.end_waits()
+        host.events.close()
 
     host.call(work())
 

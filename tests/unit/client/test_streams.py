@@ -9,7 +9,7 @@ from yunion_mps.client.streams import watch
 from yunion_mps.client.transport import iterate_blocking
 from yunion_mps.errors import UnreachableError
 from yunion_mps.http.client import Exchange, conditional_result_of
-from yunion_mps.http.operations import GET_DEVICES, Message, Operation
+from yunion_mps.http.operations import GET_DEVICES, EncodedRequest, Operation
 
 UNREACHABLE = UnreachableError("it is away")
 
@@ -54,7 +54,7 @@ def test_a_daemon_that_never_answered_is_not_retried() -> None:
     [("200 OK", b'{"total": 4}', ({"total": 4}, '"1"')), ("304 Not Modified", b"", (None, '"1"'))],
 )
 def test_an_answer_has_its_etag(status: str, body: bytes, found: Any) -> None:
-    exchange = Exchange("GET", Message("/v1/devices"))
+    exchange = Exchange("GET", EncodedRequest("/v1/devices"))
     head = f'HTTP/1.1 {status}\r\nETag: "1"\r\nContent-Length: {len(body)}\r\n\r\n'
     answer = exchange.feed(head.encode() + body)
     assert answer is not None

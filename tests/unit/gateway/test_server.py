@@ -84,8 +84,8 @@ def test_connections_that_do_nothing_shut_no_client_out(says: bytes) -> None:
         listeners = Listeners({"web_listen": Nothing()})
         await listeners.follow({"web_listen": f"127.0.0.1:{port}"})
         writers, lines = [], []
-        for number in range(LIMITS.of_one_user + 20):
-            is_served = number >= LIMITS.of_one_user
+        for number in range(LIMITS.per_user + 20):
+            is_served = number >= LIMITS.per_user
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             writer.write(b"GET / HTTP/1.1\r\nHost: here\r\n\r\n" if is_served else says)
             if is_served:

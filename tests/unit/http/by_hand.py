@@ -17,7 +17,7 @@ from yunion_mps.http.router import Router
 from yunion_mps.leases.request import LeaseRequest, QueuedRequest
 from yunion_mps.models import Holder, Owner
 from yunion_mps.service.clients import ClientService, _find
-from yunion_mps.service.events import Events
+from yunion_mps.service.events import EventService
 from yunion_mps.service.leases import Grant, LeaseService
 from yunion_mps.service.queries import Queries
 from yunion_mps.service.reload import Reloader
@@ -214,4 +214,4 @@ def router(service: Queries) -> Router:
     log: Any = SimpleNamespace(
         newest=lambda *_: [], after=lambda *_: [], last_id=lambda: 0, listen=lambda _: None
     )
-    return Router(Handlers(service, FakeReloader(), FakeClients(), FakeLeases(), Events(log), metrics))
+    return Router(Handlers(service, FakeReloader(), FakeClients(), FakeLeases(), EventService(log), metrics))

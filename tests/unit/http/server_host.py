@@ -33,7 +33,7 @@ from yunion_mps.http.router import Router
 from yunion_mps.http.server import Server
 from yunion_mps.models import Event, Snapshot
 from yunion_mps.paths import Paths
-from yunion_mps.service.events import Events
+from yunion_mps.service.events import EventService
 from yunion_mps.service.queries import Queries
 from yunion_mps.supervisor.event_log import EventLog
 
@@ -176,7 +176,7 @@ class ServerHost(Closes):
         self.clients = FakeClients()
         self.leases = FakeLeases()
         self.service = service = Queries(lambda: self.snapshot, time.time(), os.getpid())
-        self.events = Events(self.event_log)
+        self.events = EventService(self.event_log)
         handlers = Handlers(service, self.reloader, self.clients, self.leases, self.events, metrics)
         self.server = Server(Router(handlers), limits or Limits())
         self.listener = Listener(self.paths)
@@ -194,7 +194,7 @@ class ServerHost(Closes):
         """Keep events there from now on, as a daemon does that finds none of those before."""
         self._use(paths)
         self.events._event_log = self.event_log
-        self.event_log.listen(self.events.wake)
+        self.event_log.listen(self.events.notify)
 
     def record(self, event: Event, time_s: float | None = None) -> None:
         """An event comes now; with `time_s`, there is one of then."""
@@ -229,7 +229,7 @@ class ServerHost(Closes):
         async def keep() -> None:
             connection: Any
             for connection in self.server.pool.connections:
-                connection.keep(lambda: None)
+                connection.keep_open(lambda: None)
 
         self.call(keep())
 

@@ -254,7 +254,7 @@ def test_a_device_that_is_not_there_is_a_failed_request(host: ServerHost) -> Non
 
 def test_a_client_that_is_turned_away_can_read_why(serve: Serve) -> None:
     """Again and again, for the server may hang up before the client has said anything."""
-    host = serve(connections=1, kept_for_root=0, first_request_timeout_s=600)
+    host = serve(connections=1, reserved_for_root=0, first_request_timeout_s=600)
     host.connect()
     host.wait_connections(1)
     host.keep_connections()

@@ -20,7 +20,7 @@ def hand_over(host: ServerHost) -> Future[None]:
     """Begin to hand over, as the daemon's loop does."""
 
     async def work() -> None:
-        host.events.end_waits()
+        host.events.close()
         await host.server.hand_over()
 
     return asyncio.run_coroutine_threadsafe(work(), host._loop)
@@ -37,7 +37,7 @@ def test_a_client_that_connects_between_programs_is_answered_by_the_next(host: S
     host.assert_serves()
     hand_over(host).result(PATIENCE_S)
     clients = [host.connect().send(request("/v1/gpus")) for _ in range(20)]
-    assert host.listener.is_found
+    assert host.listener.is_reachable
     assert len(host.server.pool.connections) == 0
     go_on(host)
     for client in clients:
@@ -99,9 +99,9 @@ def test_without_its_name_it_listens_again_and_drops_no_connection(host: ServerH
     old.ask("/v1/gpus")
     (client,) = waiting(host, target=WAIT)
     os.unlink(host.paths.socket)
-    assert not host.listener.is_found
+    assert not host.listener.is_reachable
     host.call(host.server.reopen(host.listener))
-    assert host.listener.is_found
+    assert host.listener.is_reachable
     host.assert_serves()
     old.ask("/v1/gpus")
     assert len(host.server.pool.connections) >= 2

@@ -217,8 +217,8 @@ def test_a_body_may_have_just_the_members_that_the_document_says(path: str, cont
 def allowed(member: Any) -> tuple[list[Any], list[Any]]:
     """Values at the bounds of what a schema allows, and beyond; a holder's members are tried by hand."""
     if member["type"] == "integer":
-        lowest, highest = member["minimum"], member["maximum"]
-        return [lowest, highest, float(highest)], [lowest - 1, highest + 1, lowest + 0.5, "1", True, None]
+        minimum, maximum = member["minimum"], member["maximum"]
+        return [minimum, maximum, float(maximum)], [minimum - 1, maximum + 1, minimum + 0.5, "1", True, None]
     if member["type"] == "boolean":
         return [True, False], ["true", 1, None]
     if member["type"] == "array":
@@ -237,8 +237,8 @@ def described(parameter: dict[str, Any]) -> tuple[list[Any], list[Any]]:
         times = ["2026-11-20T13:45:00Z", "2026-11-20T13:45:00.123%2B01:00", "0", "1795178707"]
         return times, ["", "-1", "x", "2026-11-20", "2026-11-20T13:45:00"]
     if schema["type"] == "integer":
-        lowest, highest = schema["minimum"], schema["maximum"]
-        return [lowest, highest], [lowest - 1, highest + 1, "x", ""]
+        minimum, maximum = schema["minimum"], schema["maximum"]
+        return [minimum, maximum], [minimum - 1, maximum + 1, "x", ""]
     if schema["type"] == "boolean":
         return ["true", "false"], ["1", ""]
     if "enum" in schema:

@@ -19,7 +19,8 @@ pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be othe
 def crowded(serve: Serve) -> Serve:
     """Make a server that ends no connection for being slow."""
     return lambda snapshot=None, **limits: serve(
-        snapshot, **{"first_request_timeout_s": 600, "kept_for_root": 0, "kept_for_new_clients": 0, **limits}
+        snapshot,
+        **{"first_request_timeout_s": 600, "reserved_for_root": 0, "reserved_for_new_clients": 0, **limits},
     )
 
 
@@ -65,7 +66,7 @@ def test_there_is_a_cap_on_connections_and_room_again_when_one_ends(crowded: Ser
 
 
 def test_one_user_cannot_take_the_connections_of_another(crowded: Serve) -> None:
-    host = crowded(connections=20, kept_for_root=2, of_one_user=5)
+    host = crowded(connections=20, reserved_for_root=2, per_user=5)
     clients = hold(host, 5, NOBODY)
     assert_turned_away(host, NOBODY)
     clients += hold(host, 5, NOBODY - 1)
@@ -78,7 +79,7 @@ def test_one_user_cannot_take_the_connections_of_another(crowded: Serve) -> None
 
 
 def test_all_other_users_together_leave_room_for_root(crowded: Serve) -> None:
-    host = crowded(connections=10, kept_for_root=3, of_one_user=4)
+    host = crowded(connections=10, reserved_for_root=3, per_user=4)
     hold(host, 4, 1000)
     hold(host, 3, 1001)
     assert_turned_away(host, 1002)
@@ -89,7 +90,7 @@ def test_all_other_users_together_leave_room_for_root(crowded: Serve) -> None:
 
 
 def test_a_new_user_gets_a_connection_though_root_has_all_others(crowded: Serve) -> None:
-    host = crowded(connections=10, kept_for_root=2, kept_for_new_clients=3)
+    host = crowded(connections=10, reserved_for_root=2, reserved_for_new_clients=3)
     hold(host, 7)
     assert_turned_away(host)
     hold(host, 1, NOBODY)
@@ -99,7 +100,7 @@ def test_a_new_user_gets_a_connection_though_root_has_all_others(crowded: Serve)
 
 
 def test_a_new_user_gets_a_connection_though_others_have_theirs(crowded: Serve) -> None:
-    host = crowded(connections=10, kept_for_root=2, kept_for_new_clients=3)
+    host = crowded(connections=10, reserved_for_root=2, reserved_for_new_clients=3)
     hold(host, 5, 1000)
     assert_turned_away(host, 1000)
     hold(host, 1, 1001)
@@ -110,7 +111,7 @@ def test_a_new_user_gets_a_connection_though_others_have_theirs(crowded: Serve) 
 @pytest.mark.parametrize("uid", [0, NOBODY])
 @pytest.mark.parametrize("part", [b"", b"GET /v1/gp"], ids=["silent", "half a request"])
 def test_a_user_whose_connections_are_all_half_open_gets_in(crowded: Serve, uid: int, part: bytes) -> None:
-    host = crowded(connections=20, of_one_user=20)
+    host = crowded(connections=20, per_user=20)
     clients = fill(host, 20, uid, send=part)
     for client in clients[:10]:
         with host.connect(uid) as another:

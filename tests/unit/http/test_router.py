@@ -89,14 +89,14 @@ def test_all_else_is_nowhere_and_one_route_together(router: Router, target: str)
 def test_each_operation_has_a_handler_that_takes_its_parameters(operation: Operation[Any]) -> None:
     signature = inspect.signature(getattr(Handlers, operation.name))
     named = {one.name for one in signature.parameters.values() if one.kind is one.KEYWORD_ONLY}
-    watched = {one.argument for one in operations.WATCH_PARAMETERS if operation.watched}
-    assert named == {parameter.argument for parameter in operation.parameters} - watched
+    watchable = {one.argument for one in operations.WATCH_PARAMETERS if operation.watchable}
+    assert named == {parameter.argument for parameter in operation.parameters} - watchable
 
 
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda one: one.name)
 def test_the_type_of_an_answer_and_its_schema_have_one_name(operation: Operation[Any]) -> None:
     declared = operations.__annotations__[operation.name.upper()]
-    untyped = "str" if operation.texts else "Any"
+    untyped = "str" if operation.media_types else "Any"
     assert declared == f"Operation[{f'answers.{operation.answer}' if operation.answer else untyped}]"
     if operation.answer:
         handler = getattr(Handlers, operation.name)
@@ -122,8 +122,8 @@ def test_other_methods_are_refused_with_the_ones_that_are_allowed(
     assert set(dict(refused.headers)["Allow"].split(", ")) == allowed
 
 
-def whole(lowest: int, highest: int) -> str:
-    return f"write a whole number from {lowest} to {highest}"
+def whole(minimum: int, maximum: int) -> str:
+    return f"write a whole number from {minimum} to {maximum}"
 
 
 ADRESS = "unknown parameter 'adress'"
@@ -212,8 +212,8 @@ INVALID = "the body is not valid JSON"
         ('{"placement": "best"}', 'placement is "best"', "write one of binpack, spread"),
         ('{"devices": "00:06.0-1"}', 'devices is "00:06.0-1"', "write a list of 1 to 64 strings"),
         ('{"devices": []}', "devices is []", "write a list of 1 to 64 strings"),
-        ('{"devices": ["00:06.0-1", 7]}', "devices[1] is 7", operations._NAME_ONE),
-        ('{"gpu": ""}', 'gpu is ""', operations._NAME_ONE),
+        ('{"devices": ["00:06.0-1", 7]}', "devices[1] is 7", operations._GIVE_ONE),
+        ('{"gpu": ""}', 'gpu is ""', operations._GIVE_ONE),
     ],
 )  # fmt: skip
 def test_a_bad_body_is_refused_with_the_path_of_the_member(

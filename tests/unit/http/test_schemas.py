@@ -50,4 +50,4 @@ def test_a_schema_names_all_values_of_a_field(schema: str, name: str, values: An
 def test_a_schema_has_the_constants_of_the_program() -> None:
     assert field("Device", "dev_type")["const"] == DEV_TYPE
     assert field("Usage", "step")["const"] == STEP_S
-    assert field("Usage", "looked")["minItems"] == MINUTES
+    assert field("Usage", "polled")["minItems"] == MINUTES

@@ -1,4 +1,4 @@
-"""Devices are watched: an answer has an ETag, and a request may wait for another answer."""
+"""Devices are watchable: an answer has an ETag, and a request may wait for another answer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def change(host: ServerHost, *, state: str) -> None:
     async def work() -> None:
         after = snapshots.snapshot(snapshots.P40, state=state)
         host.snapshot = after._replace(version=host.snapshot.version + 1)
-        host.service.changes.wake()
+        host.service.changes.notify()
 
     host.call(work())
 
@@ -96,7 +96,7 @@ def test_a_program_that_gives_way_answers_those_that_wait(host: ServerHost) -> N
     (client,) = watching(host)
 
     async def end() -> None:
-        host.service.changes.end_waits()
+        host.service.changes.close()
 
     host.call(end())
     assert client.answer().status == 304

@@ -247,7 +247,7 @@ def test_a_minute_without_a_poll_is_not_one_in_which_nothing_was_used() -> None:
     usage.record(6060, {})
     usage.record(6180, {GPU: (9, None)})
     assert told(usage, 6181)[GPU][-4:] == [7, 0, None, 9]
-    assert usage.last_hour(6181, BOOT_S, None, devices=True)["looked"][-5:] == [
+    assert usage.last_hour(6181, BOOT_S, None, devices=True)["polled"][-5:] == [
         False,
         True,
         True,
@@ -261,7 +261,7 @@ def test_the_first_minute_is_an_hour_back_by_the_wall_clock() -> None:
     usage.record(6030, {GPU: (7, None)})
     answer = usage.last_hour(6030, BOOT_S, None, devices=True)
     assert (answer["begin"], answer["step"]) == (rfc3339(BOOT_S - 30 - 59 * 60), 60)
-    assert len(answer["looked"]) == len(answer["gpus"][0]["memory_used"]) == MINUTES
+    assert len(answer["polled"]) == len(answer["gpus"][0]["memory_used"]) == MINUTES
 
 
 def test_what_is_an_hour_ago_is_forgotten_and_takes_no_room() -> None:

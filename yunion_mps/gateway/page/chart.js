@@ -11,7 +11,7 @@ export class Series {
   constructor(usage, ...used) {
     this.beginMs = Date.parse(usage.begin);
     this.step = usage.step;
-    this.used = usage.looked.map((looked) => (looked ? 0 : null));
+    this.used = usage.polled.map((polled) => (polled ? 0 : null));
     for (const one of used) this.add(one);
   }
 

@@ -155,7 +155,7 @@ async function askUsageOn() {
   for (;;) {
     await seen();
     await askUsage();
-    await pause(usage?.looked.includes(true) ? USAGE_MS : POLL_MS);
+    await pause(usage?.polled.includes(true) ? USAGE_MS : POLL_MS);
   }
 }
 
