@@ -106,6 +106,17 @@ def test_a_device_that_is_not_there_is_no_reason_to_run_without_one(ready_daemon
         ("run --device '' true", "--device and --gpu need a value: the one given is empty."),
         ("run --gpu '' true", "--device and --gpu need a value: the one given is empty."),
         (
+            "run --gpu-mem 2GiB --gpu-mem-units 2 true",
+            "--gpu-mem and --gpu-mem-units are mutually exclusive: use one of them.",
+        ),
+        *(
+            (
+                f"run --device 00:06.0-1 {option} true",
+                "--device already selects one device: omit --count, --gpu-mem and --gpu-mem-units.",
+            )
+            for option in ("--count 2", "--gpu-mem 2GiB", "--gpu-mem-units 2")
+        ),
+        (
             "run --podman --rm IMAGE true",
             "run has no option --rm; write podman's options after --: yunion-mps run --podman -- --rm",
         ),

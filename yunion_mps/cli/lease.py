@@ -94,7 +94,8 @@ def request_options(function: F) -> F:
         ),
         click.option(
             "--gpu-mem", metavar="SIZE",
-            help="Use this much memory of a GPU that has memory_unit or slices: 512MiB, 2GiB.",
+            help="Use this much memory of a GPU that has memory_unit or slices: 512MiB, 2GiB. With --count: "
+            "for each device.",
         ),
         click.option(
             "--gpu-mem-units", type=Number(1, MAX_MIB), metavar="N",
@@ -145,9 +146,11 @@ def _request(
     """The lease request as members of the API's body; raises UsageError."""
     if device == "" or gpu == "":
         raise click.UsageError("--device and --gpu need a value: the one given is empty.")
-    if sum((bool(device), count > 1, gpu_mem is not None, gpu_mem_units is not None)) > 1:
+    if gpu_mem is not None and gpu_mem_units is not None:
+        raise click.UsageError("--gpu-mem and --gpu-mem-units are mutually exclusive: use one of them.")
+    if device and (count > 1 or gpu_mem is not None or gpu_mem_units is not None):
         raise click.UsageError(
-            "--device, --count, --gpu-mem and --gpu-mem-units are mutually exclusive: use one of them."
+            "--device already selects one device: omit --count, --gpu-mem and --gpu-mem-units."
         )
     if device and gpu:
         raise click.UsageError("--device already selects the GPU: omit --gpu.")

@@ -63,3 +63,11 @@ def test_what_a_format_cannot_hold_makes_its_reader_fail(own: Cli, style: str) -
     why = f"{NAME}: the format {style} cannot represent /a\\nLD_PRELOAD=/b"
     hint = "use --output json, or set another directory in host.conf"
     assert done.err == f"yunion-mps: {why}\nyunion-mps: {hint}\n"
+
+
+@pytest.mark.parametrize("command", ["run --print-env", "lease take job-17 --ttl 1h"])
+@pytest.mark.parametrize("memory", ["--gpu-mem 3GiB", "--gpu-mem-units 3"])
+def test_memory_is_requested_for_each_of_several_devices(own: Cli, command: str, memory: str) -> None:
+    own.good(*command.split(), "--count", "2", "--across", *memory.split())
+    ((request, _, _),) = own.host.leases.requested
+    assert (request.number, request.across, request.memory_mib) == (2, True, 3072)
