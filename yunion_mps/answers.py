@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, TypedDict
 
+from yunion_mps import enums
 from yunion_mps.fields import (
     Count,
     DeviceAddress,
@@ -27,10 +28,6 @@ from yunion_mps.fields import (
     Uuid,
     VendorDeviceId,
 )
-
-DOMAIN_STATES = ["stopped", "starting", "applying", "ready", "wedged", "backoff", "failed", "stopping"]
-STATES = ["ready", "degraded", "failed", "disabled"]
-EVENT_KINDS = ["domain", "limit", "gpu", "compute_mode", "configuration", "client", "lease", "daemon"]
 
 
 class PcieLink(TypedDict):
@@ -64,7 +61,9 @@ class Device(TypedDict):
     mps_memory_total: Annotated[Mib, Field("What the GPU has, in MiB.")]
     mps_thread_percentage: Annotated[Percentage, Field("What the device may use of the SM threads.")]
     gpu_uuid: str
-    state: Annotated[str, Field("Whether it can be used now.", enum=["available", "unavailable", "pending"])]
+    state: Annotated[
+        str, Field("Whether it can be used now.", enum=[enums.AVAILABLE, enums.UNAVAILABLE, enums.PENDING])
+    ]
     reason: Annotated[str, Field("Why it is not available, or which leases a pending one waits for.")]
     reason_code: ReasonCode
     budget_enforced: Annotated[bool, Field("Whether MPS enforces the budget: only from Volta on.")]
@@ -118,7 +117,9 @@ class Gpu(TypedDict):
     index: Annotated[Count | None, Field("NVML's index.")]
     device_minor: Annotated[Count | None, Field("The N of /dev/nvidiaN.")]
     devices: Annotated[Count, Field("How many devices it is divided into.")]
-    state: Annotated[str, Field("Whether it serves devices.", enum=["available", "unavailable", "not used"])]
+    state: Annotated[
+        str, Field("Whether it serves devices.", enum=[enums.AVAILABLE, enums.UNAVAILABLE, enums.NOT_USED])
+    ]
     reason: Annotated[str, Field("Why it cannot be used; empty if it can.")]
     reason_code: ReasonCode
     budget_enforced: Annotated[bool, Field("Whether MPS enforces budgets on it: only from Volta on.")]
@@ -135,7 +136,7 @@ class Domain(TypedDict):
     """One of NVIDIA's control daemons, its GPUs and the limits in effect."""
 
     name: Annotated[str, Field("`host`, or the GPU's address with one control daemon per GPU.")]
-    state: Annotated[str, Field(enum=DOMAIN_STATES)]
+    state: Annotated[str, Field(enum=enums.DOMAIN_STATES)]
     reason: Annotated[str, Field("Why it does not serve; empty if it does.")]
     reason_code: ReasonCode
     pending: Annotated[str, Field("What has not taken effect yet, and what that waits for.")]
@@ -186,7 +187,9 @@ class StatusWarning(TypedDict):
 class Status(TypedDict):
     """How the daemon, the control daemons and the devices are."""
 
-    state: Annotated[str, Field("`degraded`: something does not serve; `failed`: nothing does.", enum=STATES)]
+    state: Annotated[
+        str, Field("`degraded`: something does not serve; `failed`: nothing does.", enum=enums.HOST_STATES)
+    ]
     notice: Annotated[str, Field("Why the host offers no devices at all, if so.")]
     notice_code: ReasonCode
     warnings: list[StatusWarning]
@@ -205,8 +208,8 @@ class Event(TypedDict):
 
     id: Annotated[int, Field("Grows, and is never used twice.", minimum=1)]
     time: Time
-    severity: Annotated[str, Field(enum=["info", "warning", "error"])]
-    kind: Annotated[str, Field("What it is about.", enum=EVENT_KINDS)]
+    severity: Annotated[str, Field(enum=enums.SEVERITIES)]
+    kind: Annotated[str, Field("What it is about.", enum=enums.EVENT_KINDS)]
     subject: Annotated[str, Field("The name of what changed.")]
     what: str
     cause: Annotated[str, Field("Empty if unknown.")]
@@ -360,7 +363,7 @@ class LeaseRecord(HolderFields):
     thread_percentage: Annotated[Percentage, Field("The smallest of the devices'.")]
     budget_enforced: Annotated[bool, Field("Whether MPS enforces their budgets: only from Volta on.")]
     unenforced_gpus: Annotated[list[str], Field("Addresses of those of its GPUs that are older than Volta.")]
-    binding: Annotated[str, Field("What ends it.", enum=["process", "connection", "name", "container"])]
+    binding: Annotated[str, Field("What ends it.", enum=enums.BINDINGS)]
     expires: Annotated[Time | None, Field("When it ends unless it is renewed; null if not by time.")]
     cdi: Annotated[str | None, Field("Its CDI device, for podman run --device.")]
     environment: Annotated[dict[str, str], Field("The environment of a process that uses the devices.")]

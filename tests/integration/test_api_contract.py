@@ -14,7 +14,8 @@ import requests
 import schemathesis
 from openapi_schema_validator import OAS31Validator
 from yunion_mps.http.openapi import document
-from yunion_mps.http.operations import MAX_CHANGE_WAIT_S, MAX_EVENT_WAIT_S, MAX_WAIT_S
+from yunion_mps.http.operation import MAX_CHANGE_WAIT_S
+from yunion_mps.http.operations import MAX_EVENT_WAIT_S, MAX_WAIT_S
 
 from integration.daemon_host import Daemon, eventually
 from integration.unix_session import unix_session

@@ -21,14 +21,7 @@ from yunion_mps.cli.output import (
     wide_output_option,
     wrapped,
 )
-from yunion_mps.http.operations import (
-    GET_DEVICE,
-    GET_DEVICES,
-    GET_GPUS,
-    GET_LEASES,
-    MAX_LIMIT,
-    MAX_NUMBER,
-)
+from yunion_mps.http.operations import GET_DEVICE, GET_DEVICES, GET_GPUS, GET_LEASES, MAX_LIMIT, MAX_NUMBER
 from yunion_mps.overview.holdings import ID_LENGTH, gpu_of, holder_of
 
 if TYPE_CHECKING:

@@ -21,7 +21,8 @@ from yunion_mps.cli.output import (
 )
 from yunion_mps.client.streams import follow_events
 from yunion_mps.client.transport import BlockingTransport, iterate_blocking
-from yunion_mps.http.operations import EVENT_KINDS, GET_EVENTS, MAX_EVENTS
+from yunion_mps.enums import EVENT_KINDS
+from yunion_mps.http.operations import GET_EVENTS, MAX_EVENTS
 
 if TYPE_CHECKING:
     from yunion_mps.answers import Event

@@ -15,16 +15,8 @@ from yunion_mps.cli.who import clients_table
 from yunion_mps.client.acquire import Retrier
 from yunion_mps.client.transport import BlockingTransport, run_blocking
 from yunion_mps.errors import YunionError
-from yunion_mps.http.operations import (
-    GET_CLIENTS,
-    GET_EVENTS,
-    GET_GPUS,
-    GET_PLAN,
-    GET_STATUS,
-    REEXEC,
-    RELOAD,
-    SLOW_S,
-)
+from yunion_mps.http.operation import SLOW_S
+from yunion_mps.http.operations import GET_CLIENTS, GET_EVENTS, GET_GPUS, GET_PLAN, GET_STATUS, REEXEC, RELOAD
 from yunion_mps.overview.findings import REEXEC as REEXEC_HINT
 from yunion_mps.overview.findings import version_mismatch
 

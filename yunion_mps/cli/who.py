@@ -19,8 +19,10 @@ from yunion_mps.cli.output import (
     wide_output_option,
     wrapped,
 )
+from yunion_mps.enums import SERVER_FAULT
 from yunion_mps.errors import YunionError
-from yunion_mps.http.operations import GET_CLIENTS, GET_LEASES, SLOW_S
+from yunion_mps.http.operation import SLOW_S
+from yunion_mps.http.operations import GET_CLIENTS, GET_LEASES
 from yunion_mps.overview.findings import HostFinding, folded, of_devices, of_uses, with_hints, worst_first
 from yunion_mps.overview.holdings import (
     ID_LENGTH,
@@ -47,7 +49,6 @@ Json = dict[str, Any]
 
 #: A host on which asking for the clients takes longer has another trouble, which is to be seen at once.
 _CLIENTS_S = 6.0
-_FAULT = "FAULT"
 
 _FIELDS = (
     "device", "gpu", "lease", "name", "user", "pid", "command", "container", "since", "memory_used",
@@ -208,10 +209,12 @@ def _clients_text(answer: ClientList, *, wide: bool) -> str:
     failed = notes(
         (f"FAULT: {_named(server)}", "its jobs have failed, and it serves again once they have ended")
         for server in servers
-        if server["state"] == _FAULT
+        if server["state"] == SERVER_FAULT
     )
     others = notes(
-        (_named(server), server["state"] or "running") for server in servers if server["state"] != _FAULT
+        (_named(server), server["state"] or "running")
+        for server in servers
+        if server["state"] != SERVER_FAULT
     )
     outside_mps = notes(
         (f"PID {client['pid']}", "it uses a GPU outside MPS, where no budget holds")

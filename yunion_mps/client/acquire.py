@@ -17,7 +17,8 @@ from yunion_mps.errors import (
     UnreachableError,
     YunionError,
 )
-from yunion_mps.http.operations import END_LEASE, TAKE_LEASE, Operation
+from yunion_mps.http.operation import Operation
+from yunion_mps.http.operations import END_LEASE, TAKE_LEASE
 from yunion_mps.http.parameters import Value
 
 if TYPE_CHECKING:

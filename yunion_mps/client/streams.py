@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, TypeVar
 from yunion_mps.client.acquire import RECONNECT_TIMEOUT_S, OnMessage, Retrier
 from yunion_mps.client.transport import Transport
 from yunion_mps.errors import BusyError, UnreachableError
-from yunion_mps.http.operations import GET_EVENTS, MAX_EVENTS, Operation
+from yunion_mps.http.operation import Operation
+from yunion_mps.http.operations import GET_EVENTS, MAX_EVENTS
 from yunion_mps.http.parameters import Value
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import time
 from collections.abc import AsyncGenerator, Coroutine, Iterator
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from yunion_mps.http.operations import Operation
+from yunion_mps.http.operation import Operation
 from yunion_mps.http.parameters import Value
 
 if TYPE_CHECKING:

@@ -23,13 +23,8 @@ from yunion_mps.errors import UnreachableError
 from yunion_mps.gateway import addresses
 from yunion_mps.gateway.client import Overview, ask
 from yunion_mps.http.messages import Answer, Request, Response, problem, response_of
-from yunion_mps.http.operations import (
-    GET_EVENTS,
-    GET_METRICS,
-    GET_USAGE,
-    MAX_NUMBER,
-    Operation,
-)
+from yunion_mps.http.operation import Operation
+from yunion_mps.http.operations import GET_EVENTS, GET_METRICS, GET_USAGE, MAX_NUMBER
 from yunion_mps.http.parameters import BadRequestError, Parameter, query_arguments
 from yunion_mps.http.pool import Application, Limits
 from yunion_mps.http.server import Server

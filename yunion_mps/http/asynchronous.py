@@ -19,7 +19,7 @@ from yunion_mps.http.client import (
     unreachable_error,
 )
 from yunion_mps.http.messages import Response
-from yunion_mps.http.operations import Operation
+from yunion_mps.http.operation import Operation
 from yunion_mps.http.parameters import Value
 from yunion_mps.paths import Paths
 

@@ -14,7 +14,8 @@ from yunion_mps.host.proc import started_ticks, uid_of
 from yunion_mps.host.systemd import job_unit_of
 from yunion_mps.http.messages import Created, Request, Response
 from yunion_mps.http.openapi import document
-from yunion_mps.http.operations import COMMAND_LENGTH, ConflictingParametersError
+from yunion_mps.http.operation import ConflictingParametersError
+from yunion_mps.http.operations import COMMAND_LENGTH
 from yunion_mps.leases.request import LeaseRequest, QueuedRequest
 from yunion_mps.models import Holder, Owner
 from yunion_mps.service.clients import ClientService

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, NamedTuple, Union
 
 from yunion_mps.errors import YunionError
-from yunion_mps.http.operations import STATUSES
+from yunion_mps.http.operation import STATUSES
 from yunion_mps.reasons import BUSY, FAILED, INVALID_REQUEST, NOT_ALLOWED, NOT_FOUND
 
 #: The reason codes of statuses that no class of errors has.

@@ -7,34 +7,14 @@ method of `Handlers` with its name, and its answer's schema comes from the type 
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from yunion_mps.errors import (
-    BusyError,
-    ConfigError,
-    InfeasibleError,
-    NotAllowedError,
-    NotFoundError,
-    NothingFreeError,
-    YunionError,
-)
-from yunion_mps.http.parameters import (
-    BadRequestError,
-    MediaTypeError,
-    Parameter,
-    Value,
-    body_arguments,
-    query_arguments,
-)
-from yunion_mps.reasons import INVALID_REQUEST
+from yunion_mps.enums import BINDINGS, EVENT_KINDS, PLACEMENTS, RELOAD_MODES
+from yunion_mps.http.operation import OWNER, ROOT, SLOW_S, Operation
+from yunion_mps.http.parameters import Parameter
 
 if TYPE_CHECKING:
     from yunion_mps import answers
-
-T = TypeVar("T")
 
 MAX_NUMBER = (1 << 31) - 1
 #: No host has more devices; an answer is never larger than this many of them.
@@ -43,7 +23,6 @@ MAX_LIMIT = 100_000
 DEFAULT_LIMIT = 20
 MAX_EVENTS = 1000
 MAX_EVENT_WAIT_S = 60
-MAX_CHANGE_WAIT_S = 600
 #: A PID has seven digits at most (PID_MAX_LIMIT of the kernel's include/linux/threads.h).
 MAX_PID = 9_999_999
 #: The most devices that one lease may have.
@@ -59,166 +38,9 @@ COMMAND_LENGTH = 100
 NAME = "^[A-Za-z0-9][A-Za-z0-9._:/@-]{0,99}$"
 IDEMPOTENCY_KEY = "^[A-Za-z0-9-]{16,64}$"
 
-EVENT_KINDS = ("domain", "limit", "gpu", "compute_mode", "configuration", "client", "lease", "daemon")
-SEVERITIES = ("info", "warning", "error")
-PLACEMENTS = ("binpack", "spread")
-RELOAD_MODES = ("drain", "now")
-BINDINGS = ("process", "connection", "name", "container")
-
-#: How long a client waits for an answer, in s, and for one that needs the driver: waking many GPUs takes
-#: tens of seconds, and a call that hangs is abandoned after 60.
-TIMEOUT_S = 30.0
-SLOW_S = 150.0
 
 #: The format of metrics that Prometheus asks for; others get text.
 OPENMETRICS = "application/openmetrics-text"
-
-#: Who has access: every user that can connect; the owner and root, which the handler checks; only root.
-ANYONE, OWNER, ROOT = "anyone", "owner", "root"
-
-
-class ConflictingParametersError(YunionError):
-    """Each parameter is valid, but they cannot be combined."""
-
-    exit_code = 2
-    code = INVALID_REQUEST
-
-
-#: The status of each class of errors, subclasses first; 409 for all others.
-STATUSES: dict[type[YunionError], int] = {
-    MediaTypeError: 415,
-    BadRequestError: 400,
-    NotAllowedError: 403,
-    NotFoundError: 404,
-    ConfigError: 422,
-    InfeasibleError: 410,
-    NothingFreeError: 423,
-    BusyError: 503,
-}
-
-
-class EncodedRequest(NamedTuple):
-    """The target, headers and body of a request."""
-
-    target: str
-    headers: tuple[tuple[str, str], ...] = ()
-    body: bytes = b""
-
-
-class Operation(Generic[T]):
-    """One method of one path, whose answer is a T."""
-
-    def __init__(
-        self,
-        name: str,
-        method: str,
-        path: str,
-        summary: str,
-        answer: str,
-        *parameters: Parameter,
-        headers: tuple[Parameter, ...] = (),
-        access: str = ANYONE,
-        refusals: tuple[int, ...] = (),
-        cached: bool = False,
-        uninterruptible: bool = False,
-        media_types: tuple[str, ...] = (),
-        watchable: bool = False,
-        creates: bool = False,
-        timeout_s: float = TIMEOUT_S,
-    ) -> None:
-        """`answer` is the name of T, empty if it is not a type of answers.py, such as text.
-
-        `refusals` are the statuses that are specific to this operation. A `cached` answer is made from the
-        snapshot without waiting, and reused until the snapshot changes; others may wait, up to the parameter
-        `wait_s` if there is one. An `uninterruptible` operation is finished even if the caller disconnects.
-        One that `creates` something answers 201 with its `Location`, or 200 if it exists already. A
-        `watchable` answer has an `ETag`, with which a caller can wait for a change. `media_types` are those
-        of an answer that is not JSON.
-        """
-        self.name = name
-        self.method = method
-        self.path = path
-        self.summary = summary
-        self.answer = answer
-        self.path_parameters = tuple(one for one in parameters if f"{{{one.name}}}" in path)
-        others = tuple(one for one in parameters if one not in self.path_parameters)
-        self.has_body = method == "POST"
-        self.query_parameters = () if self.has_body else others
-        self.members = others if self.has_body else ()
-        self.headers = headers
-        self.access = access
-        self.refusals = refusals if access == ANYONE else (403, *refusals)
-        self.cached = cached
-        self.uninterruptible = uninterruptible
-        self.media_types = media_types
-        self.watchable = watchable
-        if watchable:
-            self.query_parameters += WATCH_PARAMETERS[:1]
-            self.headers += WATCH_PARAMETERS[1:]
-        self.creates = creates
-        self.timeout_s = timeout_s
-
-    @property
-    def parameters(self) -> tuple[Parameter, ...]:
-        """The parameters of the path, the query, the headers and the body."""
-        return self.path_parameters + self.query_parameters + self.headers + self.members
-
-    def arguments(self, query: str, headers: Mapping[str, str], body: bytes) -> dict[str, Value]:
-        """The value of every parameter except the path's, from lower-case headers; raises BadRequestError."""
-        found = query_arguments(query, self.query_parameters)
-        for one in self.headers:
-            text = headers.get(one.name.lower())
-            found[one.argument] = one.default if text is None else one.value(text)
-        if self.has_body:
-            found.update(body_arguments(body, headers.get("content-type", ""), self.members))
-        return found
-
-    def encode(self, arguments: Mapping[str, Value]) -> EncodedRequest:
-        """The request with these arguments; those that are None are left out."""
-        given = {name: value for name, value in arguments.items() if value is not None}
-        unknown = set(given) - {one.argument for one in self.parameters}
-        if unknown:
-            raise TypeError(f"{self.name} has no parameter {', '.join(sorted(unknown))}")
-        path = self.path
-        for one in self.path_parameters:
-            path = path.replace(f"{{{one.name}}}", _text(given[one.name]))
-        query = [f"{one.name}={_text(given[one.name])}" for one in self.query_parameters if one.name in given]
-        headers = [(one.name, str(given[one.argument])) for one in self.headers if one.argument in given]
-        body = {one.name: _without_none(given[one.name]) for one in self.members if one.name in given}
-        if body:
-            headers.append(("Content-Type", "application/json"))
-        return EncodedRequest(
-            f"{path}?{'&'.join(query)}" if query else path,
-            tuple(headers),
-            json.dumps(body).encode() if body else b"",
-        )
-
-
-#: The parameters of a watchable operation: one of the query, and a header.
-WATCH_PARAMETERS = (
-    Parameter("wait_s", "If the answer is what `If-None-Match` names, wait so many seconds for another.",
-              "integer", 0, 0, MAX_CHANGE_WAIT_S),
-    Parameter("If-None-Match", "The `ETag` of the answer that the caller has: 304 if nothing has changed.",
-              example='"3f8a6c0d51b7e294"'),
-)  # fmt: skip
-
-
-def _without_none(value: Value) -> Value:
-    if not isinstance(value, Mapping):
-        return value
-    return {name: one for name, one in value.items() if one is not None}
-
-
-def _text(value: Value) -> str:
-    return _quoted(str(value).lower() if isinstance(value, bool) else str(value))
-
-
-def _quoted(text: str) -> str:
-    if re.fullmatch(r"[A-Za-z0-9._~-]*", text):
-        return text
-    from urllib.parse import quote  # 2 ms, which a plain `run` need not pay
-
-    return quote(text, safe="", errors="surrogateescape")  # an argument need not be UTF-8
 
 
 def _number(name: str, description: str, minimum: int, maximum: int, default: int | None = None) -> Parameter:

@@ -12,12 +12,20 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import accumulate, product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from yunion_mps.http.operations import BINDINGS, EVENT_KINDS, SEVERITIES
+from yunion_mps.enums import (
+    AVAILABLE,
+    BINDINGS,
+    EVENT_KINDS,
+    HOST_STATES,
+    NOT_USED,
+    PENDING,
+    SEVERITIES,
+    UNAVAILABLE,
+)
 from yunion_mps.inventory.load import GpuLoad
 from yunion_mps.models import DomainStatus
 from yunion_mps.mps.states import LEGAL_CHANGES
 from yunion_mps.service.metrics import BOUNDS_S, DomainUse, Facts, GpuUse
-from yunion_mps.service.state import AVAILABLE, NOT_USED, PENDING, STATES, UNAVAILABLE
 from yunion_mps.service.usage import DeviceUse
 from yunion_mps.times import seconds
 
@@ -163,7 +171,7 @@ CATALOGUE = (
           lambda facts: seconds(facts.status["started"])),
     _state("yunion_mps_state",
            "State of the host as in /v1/status: 1 for the current state, 0 for all others.",
-           STATES, lambda facts: [(facts.status["state"],)]),
+           HOST_STATES, lambda facts: [(facts.status["state"],)]),
     Metric(GAUGE, "yunion_mps_warnings", "Number of warnings in yunion-mps status, by reason code.",
            ("reason",), lambda facts: (((code,), number) for code, number in
                           Counter(one["code"] for one in facts.status["warnings"]).items())),

@@ -1,4 +1,4 @@
-"""Findings: all that is wrong on the host, worst first, each with its hint. No I/O."""
+"""Findings: everything that is wrong on the host, worst first, each with its hint. No I/O."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING, NamedTuple
 
 from yunion_mps import __version__, reasons
+from yunion_mps.enums import SERVER_FAULT
 from yunion_mps.overview import count
 from yunion_mps.overview.holdings import ID_LENGTH, Holding, ProcessUse, gpu_of
 from yunion_mps.reasons import hint_of
@@ -61,7 +62,7 @@ def of_status(status: Status, gpus: Iterable[Gpu]) -> Iterator[HostFinding]:
     if status["notice"]:
         yield _finding(NOTICE, status["notice_code"], status["notice"])
     for domain in status["domains"]:
-        if domain["state"] != "ready" and domain["reason"] != domain["pending"]:
+        if domain["state"] != "ready" and domain["reason_code"] != reasons.LIMITS_PENDING:
             what = f"domain {domain['name']} is {domain['state']}: {domain['reason']}"
             code = domain["reason_code"]
             yield HostFinding(PROBLEM, code, what, _DOMAIN_HINTS.get(domain["state"]) or hint_of(code))
@@ -93,7 +94,7 @@ def of_uses(holdings: Iterable[Holding], clients: ClientList) -> Iterator[HostFi
     MPS servers that have failed, clients that wait for another user's, and use outside MPS or over budget.
     """
     for server in clients["servers"]:
-        if server["state"] == "FAULT":
+        if server["state"] == SERVER_FAULT:
             what = f"MPS server (PID {server['pid']}), domain {server['domain']}: its jobs have failed"
             yield _finding(PROBLEM, reasons.SERVER_FAILED, what)
     for one in clients["waiting"]:

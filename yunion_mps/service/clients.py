@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from yunion_mps import reasons
 from yunion_mps.containers.lookup import Containers
+from yunion_mps.enums import SERVER_FAULT
 from yunion_mps.errors import BusyError, NotAllowedError, NotFoundError, YunionError
 from yunion_mps.escaping import printable
 from yunion_mps.host.proc import command_of, started_ticks, uid_of, user_name, variable_of
@@ -41,8 +42,6 @@ _SAME_S = 5.0
 _LIST = "yunion-mps who --clients"
 #: The kernel writes its line, and the server finds out, a moment after the driver has reported an XID.
 _XID_SETTLE_S = 0.5
-#: The state of a server that takes no more jobs because one of them caused a fault.
-FAULT = "FAULT"
 
 
 class _DomainClients(NamedTuple):
@@ -183,13 +182,13 @@ class XidAnalyzer:
                 reasons.XID,
             )
         for server in (await self._clients.clients())["servers"]:
-            if server["state"] == FAULT:
+            if server["state"] == SERVER_FAULT:
                 cause = f"suspected: PID {suspects[0]}" if suspects else "a fault in one of its jobs"
                 end = "; ".join(f"yunion-mps terminate {pid}" for pid in suspects) or _LIST
                 means = "its jobs on that GPU have failed, and new ones start once those have ended"
                 self._record(
                     server["domain"],
-                    f"MPS server (PID {server['pid']}) is in state {FAULT}",
+                    f"MPS server (PID {server['pid']}) is in state {SERVER_FAULT}",
                     cause,
                     f"{means}: {end}",
                     reasons.SERVER_FAILED,

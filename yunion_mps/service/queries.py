@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from yunion_mps import __version__
+from yunion_mps.enums import AVAILABLE, PENDING, UNAVAILABLE
 from yunion_mps.errors import NotFoundError
 from yunion_mps.inventory.load import GpuLoad
 from yunion_mps.leases.ledger import Ledger
@@ -16,9 +17,6 @@ from yunion_mps.reasons import Reason, hint_of
 from yunion_mps.service.long_polls import LongPolls
 from yunion_mps.service.shapes import devices_json, domain_json, gpu_json
 from yunion_mps.service.state import (
-    AVAILABLE,
-    PENDING,
-    UNAVAILABLE,
     domain_names,
     gpu_reason,
     not_ready_reasons,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from yunion_mps.enums import AVAILABLE, NOT_USED, PENDING, UNAVAILABLE
 from yunion_mps.host.proc import command_of, started_ticks, user_name
 from yunion_mps.inventory.load import GpuLoad
 from yunion_mps.leases.ledger import Ledger
@@ -22,11 +23,7 @@ from yunion_mps.models import (
 from yunion_mps.planning.division import enforces_budgets
 from yunion_mps.reasons import NO_REASON
 from yunion_mps.service.state import (
-    AVAILABLE,
     NO_DOMAIN,
-    NOT_USED,
-    PENDING,
-    UNAVAILABLE,
     gpu_reason,
     unusable_reasons,
     why_unusable,

@@ -14,15 +14,6 @@ from yunion_mps.reasons import NO_REASON, Reason
 if TYPE_CHECKING:
     from yunion_mps import answers
 
-AVAILABLE = "available"
-UNAVAILABLE = "unavailable"
-#: The device is added or removed once the leases of a former division have ended.
-PENDING = "pending"
-NOT_USED = "not used"
-
-#: The states of the host; see `state_of`.
-STATES = ("ready", "degraded", "failed", "disabled")
-
 NO_DOMAIN = Reason("no control daemon serves it", codes.NO_DOMAIN)
 _GONE = Reason("its GPU is no longer present", codes.GPU_GONE)
 _NOT_SERVED = Reason(

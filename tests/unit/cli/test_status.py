@@ -10,7 +10,7 @@ import pytest
 from yunion_mps import __version__
 from yunion_mps.errors import ControlError
 from yunion_mps.models import PlannedGpu, Snapshot
-from yunion_mps.reasons import DOMAIN_STARTING, Reason
+from yunion_mps.reasons import LIMITS_PENDING, Reason
 
 from unit.cli.conftest import Cli, Serve
 from unit.cli.held import OUTSIDE_MPS, busy, hold
@@ -135,7 +135,7 @@ def test_what_is_pending_is_said_of_each_domain_and_only_once(serve: Serve) -> N
         found.domains[0]._replace(
             plan=found.domains[0].plan._replace(name="00:06.0"),
             state="stopped",
-            reason=Reason(later, DOMAIN_STARTING),
+            reason=Reason(later, LIMITS_PENDING),
             pending=later,
         ),
     )

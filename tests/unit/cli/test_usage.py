@@ -15,12 +15,8 @@ import pytest
 from yunion_mps import __version__, revision
 from yunion_mps.cli.root import COMMANDS, SECTIONS, cli
 from yunion_mps.client import streams
-from yunion_mps.http.operations import (
-    EVENT_KINDS,
-    MAX_EVENT_WAIT_S,
-    MAX_LIMIT,
-    MAX_NUMBER,
-)
+from yunion_mps.enums import EVENT_KINDS
+from yunion_mps.http.operations import MAX_EVENT_WAIT_S, MAX_LIMIT, MAX_NUMBER
 
 from unit.cli.conftest import Cli
 from unit.http.server_host import NOBODY

@@ -9,7 +9,7 @@ import pytest
 from yunion_mps.client.acquire import take
 from yunion_mps.client.transport import run_blocking
 from yunion_mps.errors import NothingFreeError, YunionError
-from yunion_mps.http.operations import Operation
+from yunion_mps.http.operation import Operation
 
 LEASE = {"id": "a lease"}
 

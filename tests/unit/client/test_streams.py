@@ -9,7 +9,8 @@ from yunion_mps.client.streams import watch
 from yunion_mps.client.transport import iterate_blocking
 from yunion_mps.errors import UnreachableError
 from yunion_mps.http.client import Exchange, conditional_result_of
-from yunion_mps.http.operations import GET_DEVICES, EncodedRequest, Operation
+from yunion_mps.http.operation import EncodedRequest, Operation
+from yunion_mps.http.operations import GET_DEVICES
 
 UNREACHABLE = UnreachableError("it is away")
 

@@ -22,16 +22,8 @@ from yunion_mps.errors import (
 )
 from yunion_mps.http.client import BadConfigurationError, DaemonClient
 from yunion_mps.http.listener import listen
-from yunion_mps.http.operations import (
-    GET_DEVICE,
-    GET_EVENTS,
-    GET_GPUS,
-    GET_PLAN,
-    GET_STATUS,
-    REEXEC,
-    RELOAD,
-    Operation,
-)
+from yunion_mps.http.operation import Operation
+from yunion_mps.http.operations import GET_DEVICE, GET_EVENTS, GET_GPUS, GET_PLAN, GET_STATUS, REEXEC, RELOAD
 from yunion_mps.models import Event
 from yunion_mps.paths import Paths
 

@@ -14,7 +14,8 @@ from yunion_mps import answers
 from yunion_mps.http import operations
 from yunion_mps.http.handlers import Handlers
 from yunion_mps.http.messages import Request, Response
-from yunion_mps.http.operations import OPERATIONS, Operation
+from yunion_mps.http.operation import WATCH_PARAMETERS, Operation
+from yunion_mps.http.operations import OPERATIONS
 from yunion_mps.http.router import OTHER, Router
 from yunion_mps.service.metrics import BOUNDS_S
 from yunion_mps.service.queries import Queries
@@ -89,7 +90,7 @@ def test_all_else_is_nowhere_and_one_route_together(router: Router, target: str)
 def test_each_operation_has_a_handler_that_takes_its_parameters(operation: Operation[Any]) -> None:
     signature = inspect.signature(getattr(Handlers, operation.name))
     named = {one.name for one in signature.parameters.values() if one.kind is one.KEYWORD_ONLY}
-    watchable = {one.argument for one in operations.WATCH_PARAMETERS if operation.watchable}
+    watchable = {one.argument for one in WATCH_PARAMETERS if operation.watchable}
     assert named == {parameter.argument for parameter in operation.parameters} - watchable
 
 

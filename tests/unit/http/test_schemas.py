@@ -10,10 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from yunion_mps.http.operations import EVENT_KINDS, SEVERITIES
 from yunion_mps.models import DEV_TYPE
 from yunion_mps.mps.states import LEGAL_CHANGES
-from yunion_mps.service.state import STATES
 from yunion_mps.service.usage import MINUTES, STEP_S
 
 from unit.generated import CHECKOUT
@@ -34,17 +32,8 @@ def test_the_schemas_are_those_of_the_types(tmp_path: Path) -> None:
     assert made.read_text() == CARRIED.read_text(), "run scripts/schemas"
 
 
-@pytest.mark.parametrize(
-    ("schema", "name", "values"),
-    [
-        ("Domain", "state", LEGAL_CHANGES),
-        ("Event", "kind", EVENT_KINDS),
-        ("Event", "severity", SEVERITIES),
-        ("Status", "state", STATES),
-    ],
-)
-def test_a_schema_names_all_values_of_a_field(schema: str, name: str, values: Any) -> None:
-    assert field(schema, name)["enum"] == list(values)
+def test_a_schema_names_all_states_of_a_domain() -> None:
+    assert field("Domain", "state")["enum"] == list(LEGAL_CHANGES)
 
 
 def test_a_schema_has_the_constants_of_the_program() -> None:
