@@ -84,7 +84,9 @@ class LeaseService:
 
         Raises HostError if they cannot be read: nothing may be given away then.
         """
-        for stored in self._storage.read():
+        found = self._storage.read()
+        lost = self._supervisor.event_log.not_recorded("lease", {one.addresses: one.since_s for one in found})
+        for stored in found:
             lease = restored(stored, time.monotonic())
             try:
                 self.ledger.add(lease)
@@ -93,6 +95,8 @@ class LeaseService:
                 continue
             if lease != stored:
                 self._store_expiry(lease)
+            if lease.addresses in lost:
+                self._record(lease, "granted to", "it was requested just before the daemon ended")
             if not self._holders.watch(lease):
                 self._end(lease.id, "its process ended while no daemon ran")
         self._positions.restore(time.monotonic())
@@ -156,8 +160,7 @@ class LeaseService:
         lease = self.ledger.repeated(queued)
         is_new = lease is None
         if lease is None:
-            self._refuse_over_quota(queued)
-            self.ledger.refuse_duplicate(queued.holder, queued.idempotency_key)
+            self._refuse_another(queued)
             queued = queued._replace(request=self._feasible(queued.request))
             queued = self._positions.place(queued, time.time(), time.monotonic())
             lease = await self._granted(queued, wait_s)
@@ -173,8 +176,7 @@ class LeaseService:
         lease = self.ledger.repeated(queued)
         if lease:
             return self._json(lease)
-        self._refuse_over_quota(queued)
-        self.ledger.refuse_duplicate(queued.holder, queued.idempotency_key)
+        self._refuse_another(queued)
         request, candidates = self._feasible(queued.request), self._candidates()
         devices = self._allocator.choose(request, candidates, self.queue.reserved(candidates))
         lease = Lease("", devices, queued.holder, time.time(), candidates.environment(request, devices))
@@ -308,12 +310,14 @@ class LeaseService:
             return error
         return NothingFreeError(f"{queued.request} cannot be allocated now", "try again")
 
-    def _refuse_over_quota(self, queued: QueuedRequest) -> None:
+    def _refuse_another(self, queued: QueuedRequest) -> None:
+        """Raise YunionError if its owner may have no other lease, or has one for the name or the key."""
         owners = [lease.holder.owner for lease in self.ledger.leases.values()]
         same = queued.key  # a request may be repeated
         owners += [one.holder.owner for one in self.queue.requests if not same or one.key != same]
         config = self._supervisor.config
         refuse_over_quota(queued.holder, owners, config.max_leases_per_user, config.max_lease_ttl_s)
+        self.ledger.refuse_duplicate(queued.holder, queued.idempotency_key)
 
     # -- leases
 

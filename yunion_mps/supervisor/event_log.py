@@ -13,7 +13,7 @@ import logging
 import os
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from yunion_mps import reasons
@@ -117,6 +117,20 @@ class EventLog:
         found = EventTable(self._store()).newest(since_s, limit, kind)
         return [*found, *self._not_written_since(0, since_s, kind)][-limit:]
 
+    def not_recorded(self, kind: str, since_s: Mapping[str, float]) -> set[str]:
+        """The subjects of which no event is known since their time, although events as old as that are kept.
+
+        Their event was lost: the daemon was killed before it could record it. Empty if events cannot be read.
+        """
+        try:
+            self.last_id()
+            oldest_s, newest_s = EventTable(self._store()).times(kind)
+        except HostError:
+            return set()
+        newest_s.update((one.event.subject, one.time_s) for one in self._unwritten if one.event.kind == kind)
+        kept = {name: time_s for name, time_s in since_s.items() if time_s >= oldest_s}
+        return {name for name, time_s in kept.items() if time_s > newest_s.get(name, 0.0)}
+
     def _not_written_since(self, last: int, since_s: float, kind: str) -> list[EventRecord]:
         return [
             one
@@ -183,6 +197,12 @@ class EventTable:
         """The oldest `limit` events with an id above `last`, oldest first."""
         query = "SELECT * FROM event WHERE id > ? AND (? = '' OR kind = ?) ORDER BY id LIMIT ?"
         return [_record(row) for row in self._store.read(query, last, kind, kind, limit)]
+
+    def times(self, kind: str) -> tuple[float, dict[str, float]]:
+        """The time of the oldest event, and those of the newest of this kind by subject, in s since 1970."""
+        (oldest,) = self._store.read("SELECT COALESCE(MIN(time_s), 0) FROM event")
+        query = "SELECT subject, MAX(time_s) FROM event WHERE kind = ? GROUP BY subject"
+        return oldest[0], dict(self._store.read(query, kind))
 
     def _prune(self) -> None:
         """Delete the oldest: by number first, because a clock set ahead makes new events look old."""

@@ -16,7 +16,8 @@ from yunion_mps.containers.publisher import CdiPublisher
 from yunion_mps.errors import HostError, InfeasibleError, NotAllowedError, NothingFreeError
 from yunion_mps.host.store import Store
 from yunion_mps.leases.request import LeaseRequest, QueuedRequest
-from yunion_mps.models import Holder, Owner
+from yunion_mps.leases.storage import LeaseStorage
+from yunion_mps.models import Event, Holder, Owner
 from yunion_mps.paths import Paths
 from yunion_mps.service.leases import LeaseService
 from yunion_mps.service.queries import Queries
@@ -53,6 +54,12 @@ class LeaseHost:
         leases = LeaseService(self.paths, self.supervisor, queries, CdiPublisher(self.paths, self.supervisor))
         queries.ledger = leases.ledger
         return leases
+
+    @property
+    def events(self) -> list[tuple[str, str]]:
+        """What was recorded of leases."""
+        newest = self.supervisor.event_log.newest(0.0, 100, "lease")
+        return [(one.event.subject, one.event.what) for one in newest]
 
     async def restart(self) -> None:
         """Go on with the leases of the next daemon."""
@@ -226,6 +233,28 @@ def test_restarts_keep_no_lease_that_is_not_renewed(host: LeaseHost) -> None:
         while host.held:
             await asyncio.sleep(0.01)
             await host.restart()
+
+    run(work())
+
+
+def test_a_stored_grant_without_its_event_is_recorded_at_the_next_start(host: LeaseHost) -> None:
+    """A daemon may be killed between the two."""
+
+    async def work() -> None:
+        await host.take("first")
+        storage = LeaseStorage(host.store, host.paths.lease_copies)
+        (first,) = host.leases.ledger.leases.values()
+        host.leases.release("first", Owner(ROOT))
+        storage.write(first._replace(since_s=time.time()))
+        before = host.events
+        await host.restart()
+        assert host.events == [*before, before[0]]
+        await host.restart()
+        assert host.events == [*before, before[0]]
+        host.store.write("DELETE FROM event", [()])  # as when they are too many or too old
+        host.supervisor.event_log.record(Event("info", "daemon", "something", "later"))
+        await host.restart()
+        assert host.events == []
 
     run(work())
 
