@@ -24,7 +24,7 @@ from yunion_mps.paths import Paths
 from yunion_mps.service.clients import ClientService, XidAnalyzer
 from yunion_mps.service.events import EventService
 from yunion_mps.service.leases import LeaseService
-from yunion_mps.service.metrics import Metrics
+from yunion_mps.service.metrics import MetricsCollector
 from yunion_mps.service.monitor import Monitor
 from yunion_mps.service.queries import Queries
 from yunion_mps.service.reload import Reloader
@@ -110,8 +110,8 @@ class _Loop:
             self._tick_soon,
         )
         ledger, queue = self._leases.ledger, self._leases.queue
-        metrics = Metrics(
-            supervisor, queries, ledger, queue, devices, self._leases.peaks, lambda: router.counted()
+        metrics = MetricsCollector(
+            supervisor, queries, ledger, queue, devices, self._leases.peaks, lambda: router.request_counts()
         )
         exporter = Exporter(metrics)
         self._events = EventService(supervisor.event_log)

@@ -20,7 +20,7 @@ from yunion_mps.http.messages import Answer, Request, Response, problem, problem
 from yunion_mps.http.operation import ROOT, WATCH_PARAMETERS, Operation
 from yunion_mps.http.operations import OPERATIONS, ROUTES
 from yunion_mps.http.parameters import Value
-from yunion_mps.service.metrics import BOUNDS_S, Counted, Latency
+from yunion_mps.service.metrics import BOUNDS_S, LatencyHistogram, RequestCounts
 
 log = logging.getLogger(__name__)
 
@@ -71,12 +71,13 @@ class Router:
         later.add_done_callback(count)
         return later
 
-    def counted(self) -> Counted:
+    def request_counts(self) -> RequestCounts:
         """The answers and their latencies up to now."""
         latencies = {
-            route: Latency(tuple(buckets), self._sums_s[route]) for route, buckets in self._buckets.items()
+            route: LatencyHistogram(tuple(buckets), self._sums_s[route])
+            for route, buckets in self._buckets.items()
         }
-        return Counted(dict(self._answers), latencies)
+        return RequestCounts(dict(self._answers), latencies)
 
     def _count(self, route: str, request: Request, response: Response, took_s: float) -> None:
         method = request.method if request.method in _METHODS else OTHER

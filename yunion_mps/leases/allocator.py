@@ -1,6 +1,6 @@
 """The allocator: chooses devices for a request from those that can be leased now. No I/O, no waiting.
 
-If a GPU's memory is handed out in units, a device of the requested size is created for each request.
+If a GPU's memory is handed out in units, it creates a device of the requested size.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ _MAX_NAMED = 4
 
 
 class Candidate(NamedTuple):
-    """A device as it is now: `reason` says why it is not served, empty if it is.
+    """A device in its current state: `reason` says why it is not served, empty if it is.
 
-    `sliced`: it is one of a GPU's unequal slices, so a request for memory may get it.
+    `is_slice`: it is one of a GPU's unequal slices, so it can satisfy a request for memory.
     """
 
     device: Device
     reason: str = ""
-    sliced: bool = False
+    is_slice: bool = False
 
 
 class PoolCandidate(NamedTuple):
-    """A pool as it is now: `make` creates a device of a number of units in a slot."""
+    """A pool in its current state: `make` creates a device of a number of units in a slot."""
 
     pool: Pool
     gpu: str  # its address
@@ -43,9 +43,9 @@ class PoolCandidate(NamedTuple):
 
 
 class Candidates(NamedTuple):
-    """Everything that can be leased; `unenforced` names, by UUID, the GPUs that do not enforce budgets.
+    """Everything that can be leased; `unenforced` has the names of GPUs without enforced budgets, by UUID.
 
-    `domains` are those of all devices by name: as they serve, or as planned if they do not serve now.
+    `domains` are the domains of all devices, by name: as they serve, or as planned if they do not serve.
     """
 
     devices: Sequence[Candidate] = ()
@@ -54,11 +54,11 @@ class Candidates(NamedTuple):
     domains: Mapping[str, DomainPlan] = {}
 
     def why_not_combinable(self, devices: Sequence[Device]) -> str:
-        """Why devices of one domain cannot be one budget, empty if they can."""
+        """Why devices of one domain cannot be combined into one budget, empty if they can."""
         return why_not_honoured(devices, self.domains[devices[0].domain])
 
     def environment(self, request: LeaseRequest, devices: Sequence[Device]) -> dict[str, str]:
-        """The environment of a process with the devices; raises HostError if it would not be honoured."""
+        """The environment of a process with the devices; raises HostError if MPS would not honour it."""
         if len({device.domain for device in devices}) > 1:
             hint = "request devices of one GPU, or serve all GPUs together: cuda_mps_scope: host"
             raise HostError("these devices have different control daemons; a process can use only one", hint)
@@ -74,7 +74,7 @@ class Candidates(NamedTuple):
 
 
 class Reservation(NamedTuple):
-    """What is free and reserved for earlier requests: ids of devices, and MiB by GPU UUID."""
+    """What is free, but reserved for earlier requests: ids of devices, and MiB by GPU UUID."""
 
     devices: set[str]
     memory_mib: Counter[str]
@@ -84,7 +84,7 @@ NO_RESERVATION = Reservation(set(), Counter())
 
 
 def candidates_of(snapshot: Snapshot, reasons: Mapping[str, str]) -> Candidates:
-    """The devices and pools; `reasons` says, by GPU UUID, why they cannot be used, empty if they can."""
+    """The devices and pools; `reasons` says, by GPU UUID, why they are unusable, empty if they are not."""
     plan, gpus = snapshot.plan, snapshot.inventory.gpus
     sliced = {gpu.uuid for status in snapshot.domains for gpu in status.plan.gpus if gpu.slices}
     devices = [Candidate(one, reasons[one.gpu_uuid], one.gpu_uuid in sliced) for one in plan.devices]
@@ -107,13 +107,13 @@ def candidates_of(snapshot: Snapshot, reasons: Mapping[str, str]) -> Candidates:
 
 
 def _smallest_groups(request: LeaseRequest, candidates: Candidates) -> Iterator[tuple[Device, ...]]:
-    """Yield the smallest devices that a request for several could get if everything were free and served.
+    """Yield the smallest groups of devices that could satisfy a request if everything were free and served.
 
-    They are of each GPU that has enough, or, if they are to be across GPUs, of each control daemon.
+    There is a group for each GPU with enough devices, or, across GPUs, for each control daemon.
     """
     if request.number == 1:
         return
-    by_gpu = _by_gpu(one.device for one in candidates.devices if _suits(request, one))
+    by_gpu = _by_gpu(one.device for one in candidates.devices if _is_suitable(request, one))
     if not by_gpu:
         return
     groups = [sorted(devices, key=needs_mib) for devices in by_gpu.values()]
@@ -129,15 +129,15 @@ def _smallest_groups(request: LeaseRequest, candidates: Candidates) -> Iterator[
 
 
 def refuse_infeasible(request: LeaseRequest, candidates: Candidates) -> None:
-    """Raise InfeasibleError if the request could not be met even if everything were free and served.
+    """Raise InfeasibleError if the request could not be satisfied if everything were free and served.
 
-    Raises HostError if only GPUs that enforce no budget could meet it, or only devices that cannot form one
-    budget.
+    Raises HostError if only GPUs without enforced budgets could satisfy it, or only devices that cannot be
+    combined into one budget.
     """
     pools = _matching_pools(request, candidates)
     if Allocator(Ledger()).from_pools(request, [one._replace(reason="") for one in pools], candidates):
         return
-    _refuse_dishonoured(request, candidates)
+    _refuse_uncombinable(request, candidates)
     matching = _matching(request, candidates)
     by_gpu = _by_gpu(one.device for one in matching)
     if len(matching) >= len(request.devices) and _place(request, by_gpu, candidates):
@@ -158,7 +158,7 @@ def refuse_infeasible(request: LeaseRequest, candidates: Candidates) -> None:
     raise InfeasibleError(f"{request} can never be allocated: the host has {there}", hint)
 
 
-def _refuse_dishonoured(request: LeaseRequest, candidates: Candidates) -> None:
+def _refuse_uncombinable(request: LeaseRequest, candidates: Candidates) -> None:
     groups: Iterable[tuple[Device, ...]] = _smallest_groups(request, candidates)
     if request.devices:
         groups = filter(
@@ -177,7 +177,7 @@ def _refuse_dishonoured(request: LeaseRequest, candidates: Candidates) -> None:
 
 
 class Allocator:
-    """Chooses devices for requests, beside the leases of a ledger."""
+    """Chooses devices for requests, given the leases of a ledger."""
 
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
@@ -190,7 +190,7 @@ class Allocator:
         *,
         has_waited: bool = False,
     ) -> tuple[Device, ...]:
-        """The devices that the request gets now; raises NothingFreeError, which says why it gets none."""
+        """The devices that satisfy the request now; raises NothingFreeError with the reason if none do."""
         made = self.from_pools(request, _matching_pools(request, candidates), candidates, reserved)
         if made:
             return made
@@ -237,7 +237,7 @@ class Allocator:
         candidates: Candidates,
         reserved: Reservation = NO_RESERVATION,
     ) -> tuple[Device, ...]:
-        """Devices of the requested memory: binpack takes the pools that have the least left.
+        """Devices of the requested memory: binpack prefers the pools that have the least left.
 
         GPUs that enforce budgets are preferred to those that do not.
         """
@@ -257,7 +257,7 @@ class Allocator:
         return tuple(device for _, units, one in fits[:gpus] for device in self._make(one, units, each))
 
     def _make(self, one: PoolCandidate, units: int, number: int) -> list[Device]:
-        """So many devices of the pool, in slots that no lease has."""
+        """Create `number` devices of the pool, in slots that no lease has."""
         made: list[Device] = []
         slot = 0
         while len(made) < number:
@@ -318,16 +318,16 @@ class Allocator:
         return f"{request} cannot be allocated now: {'; '.join(parts)}", hint
 
 
-def _suits(request: LeaseRequest, one: Candidate) -> bool:
-    return request.matches(one.device) and (one.sliced or not request.memory_mib)
+def _is_suitable(request: LeaseRequest, one: Candidate) -> bool:
+    return request.matches(one.device) and (one.is_slice or not request.memory_mib)
 
 
 def _matching(request: LeaseRequest, candidates: Candidates) -> list[Candidate]:
-    """The suitable devices; a request for memory gets the smallest slice, and never an equal share.
+    """The suitable devices, for a request for memory the smallest slices first, and no equal shares.
 
-    A request for several devices gets none of a GPU whose devices can never form one budget.
+    For a request for several devices, GPUs whose devices can never be combined are left out.
     """
-    found = [one for one in candidates.devices if _suits(request, one)]
+    found = [one for one in candidates.devices if _is_suitable(request, one)]
     if request.number > 1 and not request.across:
         groups = _smallest_groups(request, candidates)
         apart = {some[0].gpu_uuid for some in groups if candidates.why_not_combinable(some)}
@@ -338,7 +338,7 @@ def _matching(request: LeaseRequest, candidates: Candidates) -> list[Candidate]:
 
 
 def _matching_pools(request: LeaseRequest, candidates: Candidates) -> list[PoolCandidate]:
-    """The pools of which a request for memory could get some; none for another request."""
+    """The pools that could satisfy a request for memory; none for other requests."""
     return _usable_pools(request, candidates) if request.memory_mib else []
 
 
@@ -363,21 +363,21 @@ def _place(
 ) -> tuple[Device, ...]:
     """As many devices as requested: binpack fills the fullest GPU first, spread the emptiest.
 
-    GPUs that enforce budgets go before others.
+    GPUs that enforce budgets come first.
     """
     need = 1 if request.across else request.number
     fits = [devices for devices in by_gpu.values() if len(devices) >= need]
     sign = -1 if request.placement == SPREAD else 1
     fits.sort(key=lambda devices: (not devices[0].budget_enforced, sign * len(devices)))
     if not request.across:
-        return next(filter(None, (_together(devices, request.number, candidates) for devices in fits)), ())
+        return next(filter(None, (_combinable(devices, request.number, candidates) for devices in fits)), ())
     if len(fits) < request.number:
         return ()
     return tuple(devices[0] for devices in fits[: request.number])
 
 
-def _together(devices: Sequence[Device], number: int, candidates: Candidates) -> tuple[Device, ...]:
-    """The first or the smallest `number` devices, if they can form one budget; empty if neither can."""
+def _combinable(devices: Sequence[Device], number: int, candidates: Candidates) -> tuple[Device, ...]:
+    """The first or the smallest `number` devices, if they can be combined; empty if neither can."""
     if number == 1:
         return (devices[0],)
     for ordered in (devices, sorted(devices, key=needs_mib)):

@@ -1,7 +1,7 @@
 """Expiry: ends a lease when its holder's process ends, or when it is not renewed in time.
 
 A lease taken by name expires one TTL after its last renewal, across restarts of the daemon. Times are
-of the monotonic clock: it cannot be set, and stops while the host is suspended, when no holder could renew.
+monotonic: that clock cannot be set, and stops while the host is suspended and no holder can renew.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ def renewed(lease: Lease, now_s: float) -> Lease:
 
 
 def restored(lease: Lease, now_s: float) -> Lease:
-    """The lease after a start of the daemon: with the time that it had left.
+    """The lease after a restart of the daemon: with the time that it had left.
 
-    A lease that expired while no daemon could be reached, or is about to, is extended by `RENEWAL_GRACE_S` so
-    that its holder can renew it; only once until then, so that frequent restarts keep no dead job's lease.
+    A lease that expired while the daemon was unreachable, or is about to, is extended by `RENEWAL_GRACE_S` so
+    that its holder can renew it; only once, so that frequent restarts do not preserve a dead job's lease.
     """
     if lease.ends_s is None:  # held by a process, or written by a version that did not store it
         return renewed(lease, now_s)
@@ -51,7 +51,7 @@ class HolderWatch:
         self._timers: dict[str, asyncio.TimerHandle] = {}
 
     def watch(self, lease: Lease) -> bool:
-        """Watch the process or timer that ends the lease instead of the previous one; False if it has ended.
+        """Watch the holder's process or timer in place of the previous one; False if it has ended.
 
         In that case, and if this raises ShortageError, the previous one is still watched.
         """
@@ -65,11 +65,11 @@ class HolderWatch:
         if process is None:
             return False
         try:
-            is_other = _is_other(process, holder)
+            has_ended = _has_ended(process, holder)
         except ShortageError:
             process.close()
             raise
-        if is_other:
+        if has_ended:
             process.close()
             return False
         self.forget(lease.id)
@@ -92,10 +92,10 @@ class HolderWatch:
         return time.time() + timer.when() - asyncio.get_running_loop().time() if timer else None
 
 
-def _is_other(process: Process, holder: Holder) -> bool:
-    """Whether the process has ended, or has only the holder's PID; raises ShortageError."""
+def _has_ended(process: Process, holder: Holder) -> bool:
+    """Whether the holder has ended, even if its PID was reused; raises ShortageError."""
     started = started_ticks(process.pid)
-    if started is None and process.status() is None:  # it runs, and cannot be looked at
+    if started is None and process.status() is None:  # it runs, but cannot be inspected
         try:
             os.close(os.open(os.devnull, os.O_RDONLY))
         except OSError as error:

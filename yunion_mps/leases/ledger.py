@@ -1,7 +1,7 @@
-"""The ledger: the pure record of which lease has which device, and of what that leaves.
+"""The ledger: the pure record of which lease has which device, and of what is free.
 
 A device is free if no lease holds it and its GPU has enough memory left for it beside all leases on that
-GPU. Leases of a former division, which keep what they were given, count as well.
+GPU. Leases of a former division, which keep their devices, count as well.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ _ID_LENGTH = 8
 
 
 class Ledger:
-    """The leases by id, and what they leave free."""
+    """The leases by id, and what is free beside them."""
 
     def __init__(self, leases: Iterable[Lease] = ()) -> None:
         self.leases: dict[str, Lease] = {}
-        #: The id of the lease that has a device, by the device's id.
+        #: Lease ids by device id.
         self.lease_of: dict[str, str] = {}
         #: Incremented whenever a lease is added, replaced or removed.
         self.version = 0
-        #: Called then.
+        #: Called after each such change.
         self.changed: Callable[[], None] = lambda: None
         self._memory_mib: Counter[str] = Counter()
         self._clients: Counter[str] = Counter()
@@ -40,7 +40,7 @@ class Ledger:
             self.add(lease)
 
     def add(self, lease: Lease) -> None:
-        """Enter a lease; raises AssertionError if another lease has a device of it."""
+        """Add a lease; raises AssertionError if another lease has one of its devices."""
         for device in lease.devices:
             owner = self.lease_of.get(device.id)
             if owner is not None:
@@ -71,9 +71,9 @@ class Ledger:
         self._note_change()
 
     def repeated(self, queued: QueuedRequest) -> Lease | None:
-        """The lease that was granted for this very request of this holder, None if there is none.
+        """The lease that was granted for an earlier attempt of this request, None if there is none.
 
-        It is the same by its idempotency key, or by the holder's name and all that is requested for it.
+        Requests are the same if they have the same idempotency key, or the same named holder and content.
         """
         for lease in self.leases.values():
             holder, other = lease.holder, queued.holder
@@ -131,7 +131,7 @@ class Ledger:
         ]
 
     def free_mib(self, pool: Pool, reserved_mib: int = 0, others: int = 0) -> int:
-        """How much of the pool one more client can get, beside `others` that have `reserved_mib` of it."""
+        """How much of the pool one more client can get, beside `others` with `reserved_mib` of it."""
         taken_mib = self._memory_mib[pool.gpu_uuid] + reserved_mib
         return free_units(pool, taken_mib, self._clients[pool.gpu_uuid] + others) * pool.unit_mib
 
@@ -166,7 +166,7 @@ class Ledger:
 
 
 def needs_mib(device: Device) -> int:
-    """How much of its GPU's memory a device takes: its budget, and what is reserved beside it."""
+    """How much of its GPU's memory a device takes: its budget, plus what is reserved with it."""
     return device.memory_limit_mib + device.reserve_mib
 
 

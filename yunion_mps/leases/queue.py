@@ -1,7 +1,7 @@
-"""The queue: requests that wait, first come, first served.
+"""The queue: requests are served first come, first served.
 
-A request that does not fit yet reserves the free devices that it will need; the rest goes to those behind it.
-So a request for four devices is not starved by many for one, and those for other GPUs do not wait for it.
+A request that does not fit yet reserves the free devices that it will need; later requests get the rest. So
+a request for four devices is not starved by many for one, and requests for other GPUs do not wait for it.
 """
 
 from __future__ import annotations
@@ -39,27 +39,27 @@ class Queue:
                 continue
         return None
 
-    def reserved(self, candidates: Candidates, besides: QueuedRequest | None = None) -> Reservation:
-        """What is free and reserved for the queued requests, `besides` left out."""
+    def reserved(self, candidates: Candidates, excluding: QueuedRequest | None = None) -> Reservation:
+        """What is free, but reserved for the queued requests, not counting `excluding`."""
         reserved = Reservation(set(), Counter())
-        for _ in self._in_turn(candidates, reserved, besides):
+        for _ in self._in_turn(candidates, reserved, excluding):
             pass
         return reserved
 
     def _in_turn(
-        self, candidates: Candidates, reserved: Reservation, besides: QueuedRequest | None = None
+        self, candidates: Candidates, reserved: Reservation, excluding: QueuedRequest | None = None
     ) -> Iterator[QueuedRequest]:
         """Yield each request that may fit, and then add to `reserved` what it needs.
 
-        This runs whenever a lease ends, and hundreds of requests may wait. So one without a free device is
-        skipped by a cheap check, and of equal requests that cannot be satisfied only one is tried.
+        This runs whenever a lease ends, and hundreds of requests may be queued. So a cheap check skips those
+        without a free device, and of equal requests that cannot be satisfied only one is tried.
         """
-        hopeless = set[LeaseRequest]()
+        unsatisfiable = set[LeaseRequest]()
         served = (one.device for one in candidates.devices if not one.reason)
         free = self._allocator.ledger.free_singly(served)
         for queued in self.requests:
             request = queued.request
-            if queued is besides or request in hopeless:
+            if queued is excluding or request in unsatisfiable:
                 continue
             if not request.memory_mib and not any(
                 request.matches(device) and device.id not in reserved.devices for device in free
@@ -68,6 +68,6 @@ class Queue:
             yield queued
             more = self._allocator.reserve(request, candidates, reserved)
             if not any(more):
-                hopeless.add(request)
+                unsatisfiable.add(request)
             reserved.devices.update(more.devices)
             reserved.memory_mib.update(more.memory_mib)

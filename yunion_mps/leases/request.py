@@ -1,4 +1,4 @@
-"""Lease requests: which devices they ask for, and how the names in them are resolved."""
+"""Lease requests, and how the names in them are resolved."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _SHORTEST_PREFIX = 8
 
 
 class LeaseRequest(NamedTuple):
-    """A request for `number` devices of one GPU or of different GPUs (`across`), or for `memory_mib`.
+    """A request for `number` devices on one GPU or on different GPUs (`across`), or for `memory_mib` each.
 
-    With `devices` (ids or addresses, or all) it is for just these. `gpu` (UUID or address) restricts the
-    choice if it is not empty, and `enforced` restricts it to GPUs that hold their clients to the budget.
+    `devices` (ids or addresses, or all) requests just these. `gpu` (UUID or address) restricts the choice if
+    it is not empty, and `enforced` restricts it to GPUs that enforce budgets.
     """
 
     number: int = 1
@@ -40,7 +40,7 @@ class LeaseRequest(NamedTuple):
         return not self.gpu or self.gpu in (device.gpu_uuid, device.gpu_address)
 
     def __str__(self) -> str:
-        """In words: `2 devices on different GPUs`."""
+        """As text: `2 devices on different GPUs`."""
         if self.devices:
             few = f"device{'s' if len(self.devices) > 1 else ''} {', '.join(self.devices)}"
             return "all devices" if ALL in self.devices else few
@@ -53,10 +53,9 @@ class LeaseRequest(NamedTuple):
 
 
 class QueuedRequest(NamedTuple):
-    """A request that waits: the lowest `position` is the first, `since_s` is in s since 1970.
+    """A queued request: the lowest `position` is the first, `since_s` is in s since 1970.
 
-    `cdi`: the lease is to be a device for container engines. `sent` is what its client requested, as text:
-    the names in `request` are resolved.
+    `cdi`: publish the lease as a CDI device. `sent` is the request as text, before names were resolved.
     """
 
     request: LeaseRequest
@@ -73,7 +72,7 @@ class QueuedRequest(NamedTuple):
 
     @property
     def key(self) -> tuple[int, str] | None:
-        """What identifies the request if it is repeated: user and idempotency key; None if nothing does."""
+        """What identifies a repeated request: uid and idempotency key; None without an idempotency key."""
         return (self.holder.uid, self.idempotency_key) if self.idempotency_key else None
 
 
@@ -92,8 +91,8 @@ def find_gpu(name: str, gpus: Sequence[Gpu]) -> Gpu:
 def find_lease(name: str, leases: Mapping[str, Lease], caller: Owner) -> Lease:
     """The lease with this id, the caller's own lease of this name, or the one with this prefix of its id.
 
-    `leases` are by id. A name never finds another owner's lease, not even for root, because the caller's own
-    of that name may have ended. Raises NotFoundError.
+    `leases` are by id. A name never matches another owner's lease, not even for root, because the caller's
+    own lease of that name may have ended. Raises NotFoundError.
     """
     if name in leases:
         return leases[name]
@@ -124,8 +123,8 @@ def refuse_over_quota(
 ) -> None:
     """Raise YunionError if the holder may not have another lease, or not one with this time to live.
 
-    `owners` has the owner of each lease and of each queued request, because a queued request is not refused
-    later. Root is not limited, because its container engine takes leases for all users.
+    `owners` has the owner of each lease and of each queued request, because queued requests are not checked
+    again when granted. Root is not limited, because its container engine takes leases for all users.
     """
     if holder.ttl_s > max_ttl_s:
         what = f"a time to live of {holder.ttl_s:.0f} s is longer than max_lease_ttl_s allows ({max_ttl_s} s)"

@@ -1,4 +1,4 @@
-"""Storage: leases and queue positions in the state file, so that the next daemon knows them.
+"""Storage: leases and queue positions in the state file, for the next daemon.
 
 The run directory has a copy of each lease, one file per lease; a damaged state file is rebuilt from them.
 """
@@ -20,8 +20,8 @@ from yunion_mps.leases.ledger import Ledger
 from yunion_mps.leases.request import QueuedRequest
 from yunion_mps.models import Device, Holder, Lease
 
-#: For how long after the start of a daemon a request may be repeated and keep its position, in s.
-RETURN_WITHIN_S = 60.0
+#: How long after the daemon's start a repeated request still gets its earlier position, in s.
+REPEAT_TIMEOUT_S = 60.0
 #: The types of a device's first fields.
 _DEVICE = (str, str, str, int, int, int)
 
@@ -42,14 +42,14 @@ class LeaseStorage:
 
     def write(self, lease: Lease) -> None:
         """Store a lease, or replace its stored version."""
-        self._delete_ended()  # else a device would be in two leases for the next daemon
+        self._delete_ended()  # otherwise the next daemon would find a device in two leases
         text = _text(lease, self._store.boot_id, self._ahead_s())
         self._store.write("INSERT OR REPLACE INTO lease VALUES (?, ?)", [(lease.id, text)])
-        with contextlib.suppress(OSError):  # without a copy it is a lease all the same
+        with contextlib.suppress(OSError):  # the copy is only a backup
             write_atomically(os.path.join(self._copies, lease.id), text, directory_mode=0o700)
 
     def delete(self, lease_id: str) -> None:
-        """Delete a lease; if that fails now, it is deleted before another is stored."""
+        """Delete a lease; if that fails, it is deleted before the next one is stored."""
         self._ended.add(lease_id)
         with contextlib.suppress(OSError):
             os.unlink(os.path.join(self._copies, lease_id))
@@ -91,13 +91,13 @@ def _lease(text: str, boot_id: str, ahead_s: float) -> Lease | None:
         lease = Lease(**value)
     except (ValueError, TypeError, KeyError, AttributeError):
         return None
-    if not _is_whole(lease):
+    if not _is_valid(lease):
         return None
     return lease if is_of_this_boot or lease.holder.binding == "name" else None
 
 
-def _is_whole(lease: Lease) -> bool:
-    """Whether every field has its type: a wrong one would crash the daemon later, at each start."""
+def _is_valid(lease: Lease) -> bool:
+    """Whether every field has its type: a wrong one would crash the daemon later, after every restart."""
     holder = lease.holder
     process = [one for one in (holder.pid, holder.started) if one is not None]
     types: list[tuple[object, type | tuple[type, ...]]] = [
@@ -117,34 +117,34 @@ class QueuePositions:
     """The queue's positions across restarts: a row for each queued request that has an idempotency key.
 
     A request that is repeated after a restart gets the position of its row, so no client can claim an earlier
-    one. A failure to write or delete a row does not keep a request from waiting.
+    one. A request waits even if its row cannot be written or deleted.
     """
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self._last = 0
-        #: Position and beginning of requests that an earlier daemon had queued, until they are repeated.
-        self._absent: dict[tuple[int, str], tuple[int, float]] = {}
-        self._until_s = 0.0
+        #: Position and start time of requests that an earlier daemon had queued, until they are repeated.
+        self._restored: dict[tuple[int, str], tuple[int, float]] = {}
+        self._repeat_deadline_s = 0.0
 
     def restore(self, now_s: float) -> None:
-        """Read the positions that an earlier daemon of this boot has left; `now_s` is monotonic."""
-        self._until_s = now_s + RETURN_WITHIN_S
+        """Read the positions that an earlier daemon stored since the boot; `now_s` is monotonic."""
+        self._repeat_deadline_s = now_s + REPEAT_TIMEOUT_S
         boot_id = self._store.boot_id
         with contextlib.suppress(HostError):
             rows = self._store.read(
                 "SELECT uid, idempotency_key, position, since_s, boot_id FROM queued_request"
             )
-            self._absent = {(row[0], row[1]): (row[2], row[3]) for row in rows if row[4] == boot_id}
+            self._restored = {(row[0], row[1]): (row[2], row[3]) for row in rows if row[4] == boot_id}
             self._last = max((row[2] for row in rows), default=0)
             self._store.write("DELETE FROM queued_request WHERE boot_id != ?", [(boot_id,)])
 
     def place(self, queued: QueuedRequest, wall_s: float, now_s: float) -> QueuedRequest:
-        """The request at the end of the queue, or, if it is repeated after a restart, where it was before."""
-        if now_s > self._until_s and self._absent:
-            late, self._absent = self._absent, {}
+        """The request with a position: the last, or, if it is repeated after a restart, its earlier one."""
+        if now_s > self._repeat_deadline_s and self._restored:
+            late, self._restored = self._restored, {}
             self._delete(late)
-        known = self._absent.pop(queued.key, None) if queued.key else None
+        known = self._restored.pop(queued.key, None) if queued.key else None
         if known is None:
             self._last += 1
             known = self._last, wall_s
@@ -167,9 +167,9 @@ class QueuePositions:
 
 
 def recorded_ledger(store: Store, copies: str) -> Ledger:
-    """The leases of the daemon before, without those whose process has ended; empty if they cannot be read.
+    """The previous daemon's leases, except those whose process has ended; empty if they cannot be read.
 
-    READY counts devices by it, before the event loop watches the leases and reports what is wrong with them.
+    The status at READY is based on it, before the event loop watches the leases and reports problems.
     """
     ledger = Ledger()
     with contextlib.suppress(HostError, AssertionError):

@@ -25,8 +25,8 @@ from yunion_mps.enums import (
 from yunion_mps.inventory.load import GpuLoad
 from yunion_mps.models import DomainStatus
 from yunion_mps.mps.states import LEGAL_CHANGES
-from yunion_mps.service.metrics import BOUNDS_S, DomainUse, Facts, GpuUse
-from yunion_mps.service.usage import DeviceUse
+from yunion_mps.service.metrics import BOUNDS_S, DomainUsage, Facts, GpuUsage
+from yunion_mps.service.usage import DeviceUsage
 from yunion_mps.times import seconds
 
 if TYPE_CHECKING:
@@ -127,17 +127,17 @@ def _load(facts: Facts, gpu: Gpu) -> GpuLoad:
     return facts.latest.load.gpus.get(gpu["uuid"] or "", GpuLoad())
 
 
-def _gpu_use(facts: Facts, gpu: Gpu) -> GpuUse | None:
+def _gpu_use(facts: Facts, gpu: Gpu) -> GpuUsage | None:
     return facts.use.gpus.get(gpu["uuid"] or "") if facts.use else None
 
 
-def _device_use(facts: Facts, device: Device) -> DeviceUse | None:
+def _device_use(facts: Facts, device: Device) -> DeviceUsage | None:
     if facts.use is None or device["gpu_uuid"] not in facts.use.gpus:
         return None
-    return facts.use.devices.get(device["addr"], DeviceUse(0, 0))
+    return facts.use.devices.get(device["addr"], DeviceUsage(0, 0))
 
 
-def _domain_use(facts: Facts, domain: DomainStatus) -> DomainUse | None:
+def _domain_use(facts: Facts, domain: DomainStatus) -> DomainUsage | None:
     return facts.use.domains.get(domain.plan.name) if facts.use else None
 
 

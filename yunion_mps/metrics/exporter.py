@@ -15,7 +15,7 @@ from yunion_mps.metrics.text import OPENMETRICS_TYPE, PLAIN_TYPE, text_of, wants
 from yunion_mps.mps.directories import open_directory
 from yunion_mps.paths import Paths
 from yunion_mps.reasons import METRICS_FILE_FAILED, NO_REASON, Reason
-from yunion_mps.service.metrics import Metrics
+from yunion_mps.service.metrics import MetricsCollector
 from yunion_mps.supervisor import Supervisor
 
 log = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ _KEPT_S = 1.0
 class Exporter:
     """Writes the metrics for HTTP and for the textfile."""
 
-    def __init__(self, metrics: Metrics) -> None:
+    def __init__(self, metrics: MetricsCollector) -> None:
         self._metrics = metrics
         self._writing = asyncio.Lock()
         self._kept: dict[bool, bytes] = {}

@@ -38,8 +38,8 @@ _GRACE_S = 5.0
 #: The longest value shown of the variable that names a job's devices: the job can write anything there.
 _MAX_DEVICE = 1000
 #: A log cuts its times to seconds; a process that began later than this after one only reuses the PID.
-_SAME_S = 5.0
-_LIST = "yunion-mps who --clients"
+_START_TOLERANCE_S = 5.0
+_LIST_COMMAND = "yunion-mps who --clients"
 #: The kernel writes its line, and the server finds out, a moment after the driver has reported an XID.
 _XID_SETTLE_S = 0.5
 
@@ -51,7 +51,7 @@ class _DomainClients(NamedTuple):
     servers: Sequence[int]  # also those that have outlived their control daemon
     states: Mapping[int, str | None]  # of those that have not
     clients: Mapping[int, int]  # PID: its server's
-    trouble: str
+    failure: str
 
 
 class _GpuProcesses(NamedTuple):
@@ -85,7 +85,7 @@ class ClientService:
             ]
             nvml, gpus = self._supervisor.nvml, self._supervisor.snapshot().inventory.gpus
             sm = self._usage.latest.load.processes
-            ask = _without_asking if seen else _ask
+            ask = _servers_from_kernel if seen else _query_control_daemon
             return await on_thread(
                 lambda: _list([ask(*one) for one in serving], nvml, gpus, sm, self._containers)
             )
@@ -131,8 +131,8 @@ class ClientService:
             status = next(s for s in self._supervisor.snapshot().domains if s.plan.name == found["domain"])
             program = find_control_program()
             try:
-                let_go = await on_thread(lambda: terminate(program, status.plan, server, process.pid))
-                steps.append("its MPS server disconnected it" if let_go else "no MPS server served it")
+                disconnected = await on_thread(lambda: terminate(program, status.plan, server, process.pid))
+                steps.append("its MPS server disconnected it" if disconnected else "no MPS server served it")
             except YunionError as error:
                 if not force:
                     raise
@@ -184,7 +184,7 @@ class XidAnalyzer:
         for server in (await self._clients.clients())["servers"]:
             if server["state"] == SERVER_FAULT:
                 cause = f"suspected: PID {suspects[0]}" if suspects else "a fault in one of its jobs"
-                end = "; ".join(f"yunion-mps terminate {pid}" for pid in suspects) or _LIST
+                end = "; ".join(f"yunion-mps terminate {pid}" for pid in suspects) or _LIST_COMMAND
                 means = "its jobs on that GPU have failed, and new ones start once those have ended"
                 self._record(
                     server["domain"],
@@ -220,20 +220,20 @@ async def _has_ended(process: Process) -> bool:
     return True
 
 
-def _ask(plan: DomainPlan, control_pid: int, servers: Sequence[int]) -> _DomainClients:
+def _query_control_daemon(plan: DomainPlan, control_pid: int, servers: Sequence[int]) -> _DomainClients:
     states: dict[int, str | None] = {}
     clients: dict[int, int] = {}
-    trouble = ""
+    failure = ""
     try:
         program = find_control_program()
         clients = {row.pid: row.server for row in clients_of(program, plan, control_pid)}
         states = {pid: server_state(program, plan, pid) for pid in server_pids(control_pid)}
     except YunionError as error:
-        trouble = f"domain {plan.name}: {error.message}; {error.hint}"
-    return _DomainClients(plan, servers, states, clients, trouble)
+        failure = f"domain {plan.name}: {error.message}; {error.hint}"
+    return _DomainClients(plan, servers, states, clients, failure)
 
 
-def _without_asking(plan: DomainPlan, control_pid: int, servers: Sequence[int]) -> _DomainClients:
+def _servers_from_kernel(plan: DomainPlan, control_pid: int, servers: Sequence[int]) -> _DomainClients:
     return _DomainClients(plan, servers, dict.fromkeys(server_pids(control_pid)), {}, "")
 
 
@@ -245,7 +245,7 @@ def _list(
     containers: Containers,
 ) -> answers.ClientList:
     seen = _GpuProcesses({}, {}, {})
-    errors = [one.trouble for one in domains if one.trouble]
+    errors = [one.failure for one in domains if one.failure]
     try:
         # In this order: a process that begins between the two questions is known to use MPS.
         seen = _GpuProcesses(nvml.processes(), nvml.mps_clients(), sm) if nvml else seen
@@ -273,7 +273,7 @@ def _waiting_json(domain: _DomainClients) -> list[answers.WaitingClient]:
     for one in waiting_clients(domain.plan, domain.servers):
         about = _process_json(one.pid)
         started, owner = about["started"], uid_of(one.server)
-        if owner is not None and started is not None and started < rfc3339(one.since_s + _SAME_S):
+        if owner is not None and started is not None and started < rfc3339(one.since_s + _START_TOLERANCE_S):
             found.append(
                 {
                     **about,
@@ -335,8 +335,8 @@ def _uses_mps(pid: int, domain: _DomainClients, seen: _GpuProcesses, gpus: Colle
     """
     if pid in domain.clients or any(pid in seen.through_mps.get(uuid, ()) for uuid in gpus):
         return True
-    told = bool(gpus) and all(uuid in seen.through_mps for uuid in gpus)
-    return False if told and uid_of(pid) is not None and not is_server(pid) else None
+    is_known = bool(gpus) and all(uuid in seen.through_mps for uuid in gpus)
+    return False if is_known and uid_of(pid) is not None and not is_server(pid) else None
 
 
 def _process_json(pid: int) -> answers.ProcessFields:

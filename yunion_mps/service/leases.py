@@ -31,8 +31,8 @@ from yunion_mps.leases.request import (
 from yunion_mps.leases.storage import LeaseStorage, QueuePositions
 from yunion_mps.models import ALL, LEASE_VARIABLE, Device, DomainPlan, Event, Holder, Lease, Owner, Plan
 from yunion_mps.paths import Paths
+from yunion_mps.service.json_values import holder_text, lease_json, queued_json
 from yunion_mps.service.queries import Queries
-from yunion_mps.service.shapes import holder_words, lease_json, queued_json
 from yunion_mps.service.state import refuse_unserved
 from yunion_mps.supervisor import Supervisor
 
@@ -304,7 +304,7 @@ class LeaseService:
     def _why_not(self, queued: QueuedRequest, *, has_waited: bool) -> YunionError:
         candidates = self._candidates()
         try:
-            reserved = self.queue.reserved(candidates, besides=queued)
+            reserved = self.queue.reserved(candidates, excluding=queued)
             self._allocator.choose(queued.request, candidates, reserved, has_waited=has_waited)
         except NothingFreeError as error:
             return error
@@ -396,5 +396,5 @@ class LeaseService:
 
     def _record(self, lease: Lease, what: str, cause: str) -> None:
         """Record an event; the holder has to be there for its name to be known."""
-        who = holder_words(lease.holder, self._containers)
+        who = holder_text(lease.holder, self._containers)
         self._supervisor.event_log.record(Event("info", "lease", lease.addresses, f"{what} {who}", cause))

@@ -25,7 +25,7 @@ from yunion_mps.leases.queue import Queue
 from yunion_mps.models import DomainStatus
 from yunion_mps.mps.processes import is_server
 from yunion_mps.service.queries import Filters, Queries
-from yunion_mps.service.usage import Budget, DeviceUse, Latest, ProcessDevices, use_by_device
+from yunion_mps.service.usage import Budget, DeviceUsage, LatestPoll, ProcessDevices, usage_by_device
 from yunion_mps.supervisor import Supervisor
 
 if TYPE_CHECKING:
@@ -41,21 +41,21 @@ BOUNDS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0
 DRIVER_TIMEOUT_S = 2.0
 
 
-class Latency(NamedTuple):
+class LatencyHistogram(NamedTuple):
     """How many answers came within each of `BOUNDS_S` (the last number: later), and what all took, in s."""
 
     counts: tuple[int, ...]
     sum_s: float
 
 
-class Counted(NamedTuple):
+class RequestCounts(NamedTuple):
     """The answers by route, method and status, and their latencies by route."""
 
     answers: Mapping[tuple[str, str, int], int] = {}
-    latencies: Mapping[str, Latency] = {}
+    latencies: Mapping[str, LatencyHistogram] = {}
 
 
-class Moment(NamedTuple):
+class ClockReadings(NamedTuple):
     """Now: the wall clock's time in s since 1970, and that of the clock that domains count by."""
 
     wall_s: float
@@ -95,14 +95,14 @@ class Observation(NamedTuple):
     others: frozenset[int] = frozenset()
 
 
-class GpuUse(NamedTuple):
+class GpuUsage(NamedTuple):
     """The use of one GPU; `outside_mps` is None if the driver does not tell which processes use MPS."""
 
     clients: int
     outside_mps: int | None
 
 
-class DomainUse(NamedTuple):
+class DomainUsage(NamedTuple):
     """The use of one domain; `started_s` is when its control daemon was started, in s since 1970."""
 
     servers: int
@@ -110,13 +110,13 @@ class DomainUse(NamedTuple):
     started_s: float | None
 
 
-class Use(NamedTuple):
+class HostUsage(NamedTuple):
     """The use of GPUs (by UUID), of devices in use (by address), and of domains (by name)."""
 
     taken_s: float
-    gpus: Mapping[str, GpuUse]
-    devices: Mapping[str, DeviceUse]
-    domains: Mapping[str, DomainUse]
+    gpus: Mapping[str, GpuUsage]
+    devices: Mapping[str, DeviceUsage]
+    domains: Mapping[str, DomainUsage]
 
 
 class Facts(NamedTuple):
@@ -129,7 +129,7 @@ class Facts(NamedTuple):
     poll found, and `peaks_mib` the most that was used of leased devices, by address.
     """
 
-    now: Moment
+    now: ClockReadings
     revision: str
     status: answers.Status
     gpus: Sequence[answers.Gpu]
@@ -138,15 +138,15 @@ class Facts(NamedTuple):
     probe_s: Mapping[str, float]
     queue: LeaseCounts
     events: Mapping[tuple[str, str], int]
-    requests: Counted
-    use: Use | None = None
+    requests: RequestCounts
+    use: HostUsage | None = None
     unusable: Collection[str] = ()
     leased_budgets: Mapping[str, tuple[int, float]] = {}
-    latest: Latest = Latest()
+    latest: LatestPoll = LatestPoll()
     peaks_mib: Mapping[str, int] = {}
 
 
-def use_of(seen: Observation, budgets: Mapping[str, Budget]) -> Use:
+def host_usage(seen: Observation, budgets: Mapping[str, Budget]) -> HostUsage:
     """How much is used, and by how many; `budgets` are those of all devices, by address."""
     servers = {pid for domain in seen.domains for pid in domain.servers}
     outside_mps = {
@@ -164,18 +164,18 @@ def use_of(seen: Observation, budgets: Mapping[str, Budget]) -> Use:
     memory = {
         uuid: {pid: seen.memory.get(uuid, {}).get(pid) for pid in pids} for uuid, pids in clients.items()
     }
-    return Use(
+    return HostUsage(
         seen.taken_s,
         {
-            uuid: GpuUse(
+            uuid: GpuUsage(
                 len(clients[uuid]),
                 len(outside_mps[uuid]) if uuid in outside_mps else None,
             )
             for uuid in seen.memory
         },
-        use_by_device(memory, seen.devices, budgets),
+        usage_by_device(memory, seen.devices, budgets),
         {
-            domain.name: DomainUse(
+            domain.name: DomainUsage(
                 len(domain.servers),
                 len(set().union(*(clients.get(uuid, ()) for uuid in domain.gpu_uuids))),
                 domain.started_s,
@@ -185,7 +185,7 @@ def use_of(seen: Observation, budgets: Mapping[str, Budget]) -> Use:
     )
 
 
-class Metrics:
+class MetricsCollector:
     """Gathers the facts."""
 
     def __init__(
@@ -196,7 +196,7 @@ class Metrics:
         queue: Queue,
         devices: ProcessDevices,
         peaks: MemoryPeaks,
-        requests: Callable[[], Counted],
+        requests: Callable[[], RequestCounts],
     ) -> None:
         self._supervisor = supervisor
         self._queries = queries
@@ -206,15 +206,15 @@ class Metrics:
         self._peaks = peaks
         self._requests = requests
         self._revision = revision()  # now, because after an upgrade it would be that of the new program
-        self._observing: asyncio.Task[Use] | None = None
+        self._observing: asyncio.Task[HostUsage] | None = None
         self._began_s = 0.0
-        self._use: Use | None = None
+        self._use: HostUsage | None = None
 
     async def facts(self) -> Facts:
         """All facts; the use is that of an earlier scrape if the driver does not answer in time."""
         await self.observe()
         supervisor, queries = self._supervisor, self._queries
-        now = Moment(time.time(), asyncio.get_running_loop().time())
+        now = ClockReadings(time.time(), asyncio.get_running_loop().time())
         leases = self._ledger.leases.values()
         waits_s = [now.wall_s - queued.since_s for queued in self._queue.requests]
         return Facts(
@@ -260,14 +260,14 @@ class Metrics:
             except YunionError as error:
                 log.debug("the use of the GPUs is unknown: %s", error.message)
 
-    async def _observed(self, nvml: Nvml) -> Use:
+    async def _observed(self, nvml: Nvml) -> HostUsage:
         domains = [
             (domain.plan, frozenset(domain.server_pids()), domain.status().pid)
             for domain in self._supervisor.domains
         ]
         known = self._devices.known()
 
-        def work() -> Use:
+        def work() -> HostUsage:
             # In this order: a process that begins between the two questions is known to use MPS.
             memory, through_mps = nvml.processes(), nvml.mps_clients()
             served = tuple(
@@ -280,7 +280,7 @@ class Metrics:
             jobs = {pid: ticks for pid in pids - others if (ticks := started_ticks(pid)) is not None}
             devices = self._devices.of(jobs, known)
             seen = Observation(time.time(), served, memory, through_mps, devices, others)
-            return use_of(seen, known.budgets)
+            return host_usage(seen, known.budgets)
 
         return await on_thread(work)
 

@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 #: How often the GPUs are polled; a poll takes about 0.1 ms a GPU.
 POLL_S = 10.0
 #: How often while a GPU that should serve cannot: the driver reports that a GPU is lost, not that it is back.
-RETURN_POLL_S = 1.0
+UNAVAILABLE_POLL_S = 1.0
 
 
 class Monitor:
@@ -53,7 +53,7 @@ class Monitor:
         self._poll_now = poll_now
         self._polled = polled
         self._tasks: set[asyncio.Task[None]] = set()
-        self._trouble = ""
+        self._last_error = ""
         self._answering = frozenset[Optional[str]]()
         self._events: EventWatch | None = None
 
@@ -62,7 +62,7 @@ class Monitor:
         try:
             while True:
                 self._watch_events()
-                wait_s = RETURN_POLL_S if self._supervisor.has_unavailable_gpus else POLL_S
+                wait_s = UNAVAILABLE_POLL_S if self._supervisor.has_unavailable_gpus else POLL_S
                 with contextlib.suppress(asyncio.TimeoutError):
                     await asyncio.wait_for(self._poll_now.wait(), wait_s)
                 self._poll_now.clear()
@@ -88,19 +88,19 @@ class Monitor:
         if nvml:
             began_s = loop.time()
             try:
-                inventory, processes, load = await on_thread(lambda: self._look(nvml))
+                inventory, processes, load = await on_thread(lambda: self._read_gpus(nvml))
             except ShortageError as error:  # which says nothing of the GPUs
                 self._note_shortage(error)
                 return
             except DriverError as error:
-                if error.message != self._trouble:
+                if error.message != self._last_error:
                     log.error("the GPUs cannot be read: %s. %s", error.message, error.hint)
-                self._trouble = error.message
+                self._last_error = error.message
                 self._answering = frozenset()
                 self._usage.forget()
                 supervisor.lose_driver(error, loop.time())
                 return
-            self._trouble = ""
+            self._last_error = ""
             supervisor.remark("polling", NO_REASON)
             supervisor.jobs.update(processes, began_s)
             supervisor.update_gpus(inventory, loop.time())
@@ -108,7 +108,7 @@ class Monitor:
             self._renew_events(inventory)
         await self._reloader.set_modes()
 
-    def _look(self, nvml: Nvml) -> tuple[Inventory, Processes, Load]:
+    def _read_gpus(self, nvml: Nvml) -> tuple[Inventory, Processes, Load]:
         """All that a poll asks the driver for; for any thread."""
         inventory, processes = self._scanner.scan(nvml), nvml.processes()
         busy = [uuid for uuid, those in processes.items() if those]
@@ -120,11 +120,11 @@ class Monitor:
             return
         loop = asyncio.get_running_loop()
 
-        def tell(event: tuple[str, int] | None) -> None:
+        def on_event(event: tuple[str, int] | None) -> None:
             with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
                 loop.call_soon_threadsafe(self._handle_event, event)
 
-        events = EventWatch(self._supervisor.nvml, tell)
+        events = EventWatch(self._supervisor.nvml, on_event)
         try:
             events.start()
         except ShortageError as error:
@@ -142,9 +142,9 @@ class Monitor:
     def _note_shortage(self, error: ShortageError) -> None:
         """Warn that the GPUs cannot be polled now; the next poll tries again."""
         what = f"the GPUs cannot be read, so their state may be out of date: {error.message}"
-        if self._trouble != what:
+        if self._last_error != what:
             log.error("%s. %s", what, error.hint)
-        self._trouble = what
+        self._last_error = what
         self._supervisor.remark("polling", Reason(what, error.code))
 
     def _handle_event(self, event: tuple[str, int] | None) -> None:

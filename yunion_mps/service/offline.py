@@ -72,9 +72,9 @@ def restore(paths: Paths) -> int:
 def _restore(paths: Paths, store: Store) -> int:
     config, _ = load(paths)  # what is wrong there is read as its default
     timeout_s = config.cuda_mps_stop_timeout_s
-    past = _Past(timeout_s, time.monotonic())
+    cleanup = _Cleanup(timeout_s, time.monotonic())
     end_s = time.monotonic() + timeout_s + _GRACE_S
-    drive(past, lambda: past.ended or time.monotonic() > end_s)
+    drive(cleanup, lambda: cleanup.ended or time.monotonic() > end_s)
     left = left_running(store)
     restore_unused(store, None, gpus_of(left))
     for one in left:
@@ -91,7 +91,7 @@ def _restore(paths: Paths, store: Store) -> int:
     return 0
 
 
-class _Past:
+class _Cleanup:
     """The control daemons of ours, and the servers that have outlived one; all are being ended."""
 
     def __init__(self, timeout_s: int, now_s: float) -> None:
@@ -147,7 +147,7 @@ def adopt(paths: Paths, pid: int) -> int:
     preflight = run_preflight(paths)
     try:
         preflight.check()
-        found = _judged(paths, pid, preflight)
+        found = _adoption_order(paths, pid, preflight)
     finally:
         preflight.close()
     if Store.exists(paths):
@@ -161,7 +161,7 @@ def adopt(paths: Paths, pid: int) -> int:
     return 0
 
 
-def _judged(paths: Paths, pid: int, preflight: Preflight) -> AdoptionOrder:
+def _adoption_order(paths: Paths, pid: int, preflight: Preflight) -> AdoptionOrder:
     config, plan = preflight.config, preflight.plan
     if config.cuda_mps_scope != "host" or not plan.domains:
         why = "cuda_mps_scope is gpu" if plan.domains else "the configuration divides no GPU"

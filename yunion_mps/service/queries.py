@@ -14,8 +14,8 @@ from yunion_mps.leases.ledger import Ledger
 from yunion_mps.models import Gpu, Snapshot
 from yunion_mps.planning.environment import client_environment
 from yunion_mps.reasons import Reason, hint_of
+from yunion_mps.service.json_values import devices_json, domain_json, gpu_json
 from yunion_mps.service.long_polls import LongPolls
-from yunion_mps.service.shapes import devices_json, domain_json, gpu_json
 from yunion_mps.service.state import (
     domain_names,
     gpu_reason,
@@ -42,7 +42,7 @@ class Filters(NamedTuple):
     numa_node: int | None = None
     unused: bool = False
 
-    def take(self, device: answers.Device) -> bool:
+    def matches(self, device: answers.Device) -> bool:
         """Whether the device is wanted; an address may be the device's own or its GPU's."""
         if self.addr is not None and self.addr not in (device["addr"], device["addr"].rpartition("-")[0]):
             return False
@@ -57,10 +57,10 @@ class Queries:
     """Answers from the snapshot that `snapshot` returns; what is costly is made once for each snapshot."""
 
     def __init__(self, snapshot: Callable[[], Snapshot], started_s: float, pid: int) -> None:
-        self._take = snapshot
+        self._snapshot = snapshot
         self._started_s = started_s
         self._pid = pid
-        self._made_for = -1
+        self._cached_version = -1
         self._devices: list[answers.Device] = []
         self.ledger: Ledger | None = None
         self.usage = UsageHistory()
@@ -70,11 +70,11 @@ class Queries:
     @property
     def version(self) -> int:
         """Changes when an answer may change."""
-        return self._take().version + (self.ledger.version if self.ledger else 0)
+        return self._snapshot().version + (self.ledger.version if self.ledger else 0)
 
     def devices(self, filters: Filters, limit: int, offset: int) -> answers.DeviceList:
         """One page of the devices that the filters take; a `limit` of 0 means all."""
-        wanted = [device for device in self._all() if filters.take(device)]
+        wanted = [device for device in self._all() if filters.matches(device)]
         page = wanted[offset : offset + limit] if limit else wanted[offset:]
         return {"isolated_devices": page, "total": len(wanted), "limit": limit, "offset": offset}
 
@@ -98,7 +98,7 @@ class Queries:
 
     def gpus(self) -> answers.GpuList:
         """Every GPU of the host, the broken ones with their reason, as of the last poll."""
-        snapshot = self._take()
+        snapshot = self._snapshot()
         names = domain_names(snapshot.plan)
         domains = {domain.plan.name: domain for domain in snapshot.domains}
         counts = Counter(device.gpu_uuid for device in snapshot.plan.devices)
@@ -127,7 +127,7 @@ class Queries:
 
     def status(self) -> answers.Status:
         """The daemon, the driver and the domains at a glance."""
-        snapshot = self._take()
+        snapshot = self._snapshot()
         devices = self._all()
         states = Counter(device["state"] for device in devices)
         return {
@@ -160,25 +160,25 @@ class Queries:
 
     def not_ready_reasons(self) -> list[str]:
         """Why the daemon is not ready, one line each; empty if it is."""
-        return not_ready_reasons(self._take())
+        return not_ready_reasons(self._snapshot())
 
     def unusable_reasons(self) -> Mapping[str, Reason]:
         """Why the devices of a GPU (by UUID) cannot be used now, empty if they can."""
-        return unusable_reasons(self._take())
+        return unusable_reasons(self._snapshot())
 
     def unusable_gpus(self) -> frozenset[str]:
         """The addresses of the GPUs that cannot be used themselves, whatever the state of their domains."""
-        snapshot = self._take()
+        snapshot = self._snapshot()
         return frozenset(gpu.address for gpu in snapshot.inventory.gpus if gpu_reason(gpu, snapshot))
 
     def _all(self) -> list[answers.Device]:
-        if self._made_for != self.version:
-            self._devices = devices_json(self._take(), self.ledger)
-            self._made_for = self.version
+        if self._cached_version != self.version:
+            self._devices = devices_json(self._snapshot(), self.ledger)
+            self._cached_version = self.version
         return self._devices
 
     def _details(self, shown: answers.Device) -> answers.DeviceDetails:
-        snapshot = self._take()
+        snapshot = self._snapshot()
         leases = self.ledger.leases.values() if self.ledger else ()
         given = [device for lease in leases for device in lease.devices]
         both = (*snapshot.plan.devices, *given)

@@ -33,11 +33,11 @@ _MAX_NAMES = 4096
 Processes = Mapping[str, Mapping[int, Optional[int]]]
 
 
-class Latest(NamedTuple):
+class LatestPoll(NamedTuple):
     """What the last poll found: the load of GPUs and processes, and the use of devices, by address."""
 
     load: Load = Load()
-    devices: Mapping[str, DeviceUse] = {}
+    devices: Mapping[str, DeviceUsage] = {}
 
 
 class _Series(NamedTuple):
@@ -51,7 +51,7 @@ class UsageHistory:
     """For each minute, the most that a poll found in it; what used nothing takes no room."""
 
     def __init__(self) -> None:
-        self.latest = Latest()
+        self.latest = LatestPoll()
         self._minute = 0
         self._polled = bytearray(MINUTES)
         self._series: dict[str, _Series] = {}
@@ -124,7 +124,7 @@ class Budget(NamedTuple):
     memory_mib: int
 
 
-class DeviceUse(NamedTuple):
+class DeviceUsage(NamedTuple):
     """The memory that is used of one device, by how many processes, and their SM utilization.
 
     The latter is the percentage of the time in which their kernels ran; None if the driver has told none.
@@ -191,12 +191,12 @@ def _known(names: str | None, known: KnownDevices) -> tuple[str, ...]:
     return tuple(name for name in own if name in known.budgets)
 
 
-def use_by_device(
+def usage_by_device(
     memory: Processes,
     devices: Mapping[int, tuple[str, ...]],
     budgets: Mapping[str, Budget],
     sm: Mapping[str, Mapping[int, int]] = {},
-) -> dict[str, DeviceUse]:
+) -> dict[str, DeviceUsage]:
     """The use of each device (by address) that a process has; pure.
 
     `devices` are the addresses that a process (PID) has; those without a budget are passed over. The memory
@@ -219,7 +219,7 @@ def use_by_device(
         for name, part_mib in _filled(names, mib, budgets):
             used[name] += part_mib
     return {
-        name: DeviceUse(used[name], count, min(busy[name], 100) if name in busy else None)
+        name: DeviceUsage(used[name], count, min(busy[name], 100) if name in busy else None)
         for name, count in clients.items()
     }
 
@@ -245,12 +245,12 @@ class UsageSampler:
 
     def forget(self) -> None:
         """The GPUs cannot be polled: what they do now is not known."""
-        self._history.latest = Latest()
+        self._history.latest = LatestPoll()
 
     def record(self, processes: Processes, load: Load, now_s: float) -> None:
         """Record what jobs use of GPUs and devices; the supervisor has taken note of the processes before."""
         jobs = self._supervisor.jobs.started
-        by_device: Mapping[str, DeviceUse] = {}
+        by_device: Mapping[str, DeviceUsage] = {}
         of_jobs: Processes = {}
         if jobs:
             known = self._devices.known()
@@ -259,12 +259,12 @@ class UsageSampler:
                 for uuid, those in processes.items()
             }
             devices = self._devices.of(jobs, known)
-            by_device = use_by_device(of_jobs, devices, known.budgets, load.processes)
+            by_device = usage_by_device(of_jobs, devices, known.budgets, load.processes)
         gpus = self._supervisor.snapshot().inventory.gpus
         used = {name: (one.mib, one.sm) for name, one in by_device.items()}
         for gpu in gpus:
             mib = sum(mib or 0 for mib in of_jobs.get(gpu.uuid or "", {}).values())
             used[gpu.address] = mib, load.gpus.get(gpu.uuid or "", GpuLoad()).utilization
-        self._history.latest = Latest(load, by_device)
+        self._history.latest = LatestPoll(load, by_device)
         self._history.record(now_s, used)
         self._peaks.note({name: one.mib for name, one in by_device.items()})

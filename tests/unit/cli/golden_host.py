@@ -15,7 +15,7 @@ from yunion_mps.inventory.load import GpuLoad, Load
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.models import Event, Holder, Lease, PcieLink
 from yunion_mps.reasons import GPU_LOST, OVER_BUDGET, SERVER_FAILED, Reason
-from yunion_mps.service.usage import Latest
+from yunion_mps.service.usage import LatestPoll
 from yunion_mps.times import rfc3339
 
 from unit import builders
@@ -177,7 +177,7 @@ def golden_host() -> Iterator[Cli]:
             H100[1].uuid: GpuLoad(48, 18902, 54, 371, 700),
         }
         load[P40.uuid] = GpuLoad(99, 6301, 71, 187.6, 250.0)
-        host.service.usage.latest = Latest(Load({str(uuid): one for uuid, one in load.items()}))
+        host.service.usage.latest = LatestPoll(Load({str(uuid): one for uuid, one in load.items()}))
         host.service._started_s, host.service._pid = NOW_S - 9 * _DAY - 4 * _HOUR, 40001
         host.leases.found = {"leases": LEASES, "waiting": WAITING, "total": len(LEASES)}
         host.leases.given = LEASES[1]

@@ -62,7 +62,7 @@ def test_each_path_of_the_api_is_a_route(router: Router, operation: Operation[An
     target = re.sub(r"{\w+}", "4260", operation.path)
     for shown in (target, f"{target}?x=1", f"http://localhost{target}"):
         ask(router, shown, operation.method)
-    assert {route for route, _, _ in router.counted().answers} == {operation.path}
+    assert {route for route, _, _ in router.request_counts().answers} == {operation.path}
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_all_else_is_nowhere_and_one_route_together(router: Router, target: str)
         else:
             assert (status, hint) == (404, "see the paths: /v1/openapi.json")
             assert detail == f"there is nothing at {target[:200]!r}"
-    assert set(router.counted().latencies) == {OTHER}
+    assert set(router.request_counts().latencies) == {OTHER}
 
 
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda one: one.name)
@@ -341,7 +341,7 @@ def test_answers_are_counted_by_route_method_and_status(router: Router) -> None:
         ask(router, f"/v1/devices/{device}")
     ask(router, "/v1/events?limit=0")
     ask(router, "/v1/status", "BREW")
-    assert router.counted().answers == {
+    assert router.request_counts().answers == {
         ("/v1/devices/{id}", "GET", 200): 2,
         ("/v1/devices/{id}", "GET", 404): 1,
         ("/v1/events", "GET", 400): 1,
@@ -352,7 +352,7 @@ def test_answers_are_counted_by_route_method_and_status(router: Router) -> None:
 def test_each_answers_time_is_in_one_bucket(router: Router) -> None:
     for _ in range(3):
         ask(router, "/v1/clients")
-    latency = router.counted().latencies["/v1/clients"]
+    latency = router.request_counts().latencies["/v1/clients"]
     assert len(latency.counts) == len(BOUNDS_S) + 1
     assert sum(latency.counts) == 3
     assert 0 < latency.sum_s < 60
@@ -370,4 +370,4 @@ def test_an_answer_that_was_cancelled_is_not_counted(router: Router) -> None:
 
     asyncio.run(go_away())
     assert errors == []
-    assert router.counted().answers == {}
+    assert router.request_counts().answers == {}

@@ -149,7 +149,7 @@ def test_a_request_for_memory_gets_the_smallest_slice_and_no_equal_share() -> No
     with pytest.raises(NothingFreeError, match="no GPUs whose memory is handed out in units"):
         refuse_infeasible(LeaseRequest(memory_mib=100), equal)
     large, small = device(0, 0, 2), device(0, 1, 4)
-    slices = Candidates([Candidate(large, sliced=True), Candidate(small, sliced=True)])
+    slices = Candidates([Candidate(large, is_slice=True), Candidate(small, is_slice=True)])
     assert Allocator(Ledger()).choose(LeaseRequest(memory_mib=100), slices) == (small,)
     assert Allocator(Ledger([lease("a", small)])).choose(LeaseRequest(memory_mib=100), slices) == (large,)
     with pytest.raises(NothingFreeError, match="can never be allocated"):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from yunion_mps.host.store import Store
 from yunion_mps.leases.request import LeaseRequest, QueuedRequest
-from yunion_mps.leases.storage import RETURN_WITHIN_S, LeaseStorage, QueuePositions
+from yunion_mps.leases.storage import REPEAT_TIMEOUT_S, LeaseStorage, QueuePositions
 from yunion_mps.models import Holder, Lease
 from yunion_mps.paths import Paths
 
@@ -175,7 +175,7 @@ def test_a_position_is_that_of_one_user(store: Store) -> None:
 
 def test_a_request_that_is_not_repeated_in_time_has_lost_its_position(store: Store) -> None:
     stored(store, "a")
-    assert place(after(store), "a", RETURN_WITHIN_S + 1) == (2, 500.0)
+    assert place(after(store), "a", REPEAT_TIMEOUT_S + 1) == (2, 500.0)
     assert keys(store) == []
 
 

@@ -11,22 +11,22 @@ from yunion_mps.metrics.text import text_of
 from yunion_mps.models import Snapshot
 from yunion_mps.service.metrics import (
     BOUNDS_S,
-    Counted,
-    DomainUse,
+    ClockReadings,
+    DomainUsage,
     Facts,
-    GpuUse,
-    Latency,
+    GpuUsage,
+    HostUsage,
+    LatencyHistogram,
     LeaseCounts,
-    Moment,
-    Use,
+    RequestCounts,
 )
 from yunion_mps.service.queries import Filters, Queries
-from yunion_mps.service.usage import DeviceUse, Latest
+from yunion_mps.service.usage import DeviceUsage, LatestPoll
 
 from unit.http.snapshots import P40, reference
 
 #: Now: the daemon's clock began 1,000 s before.
-NOW = Moment(1_788_000_000.0, 1000.0)
+NOW = ClockReadings(1_788_000_000.0, 1000.0)
 
 #: A value by the metric's name and its labels, sorted.
 Values = dict[tuple[str, tuple[tuple[str, str], ...]], float]
@@ -46,7 +46,7 @@ def facts(snapshot: Snapshot | None = None, **given: Any) -> Facts:
         {},
         LeaseCounts(),
         {},
-        Counted(),
+        RequestCounts(),
         unusable=service.unusable_gpus(),
     )
     return found._replace(**given)
@@ -69,27 +69,28 @@ def value(given: Facts, name: str, **labels: str) -> float | None:
     return values(given).get((name, tuple(sorted(labels.items()))))
 
 
-USE = Use(
+USE = HostUsage(
     1_788_000_000.5,
-    {str(P40.uuid): GpuUse(2, 1)},
-    {"00:06.0-1": DeviceUse(5900, 2)},
-    {"host": DomainUse(1, 2, 1_787_999_500.0)},
+    {str(P40.uuid): GpuUsage(2, 1)},
+    {"00:06.0-1": DeviceUsage(5900, 2)},
+    {"host": DomainUsage(1, 2, 1_787_999_500.0)},
 )
 #: A host on which every metric has a value that any host can have.
 ALL = Facts(
     *facts(
         domains=(facts().domains[0]._replace(since_s=400.0),),
         use=USE,
-        latest=Latest(
+        latest=LatestPoll(
             Load({str(P40.uuid): GpuLoad(87, 6144, 61, 187.5, 250.0)}),
-            {"00:06.0-1": DeviceUse(5900, 2, 42), "00:06.0-2": DeviceUse(0, 1)},
+            {"00:06.0-1": DeviceUsage(5900, 2, 42), "00:06.0-2": DeviceUsage(0, 1)},
         ),
         peaks_mib={"00:06.0-1": 5950},
         probe_s={"host": 0.0004},
         queue=LeaseCounts({"process": 2, "name": 1}, 3, 12.5),
         events={("domain", "warning"): 4},
-        requests=Counted(
-            {("/v1/status", "GET", 200): 3}, {"/v1/status": Latency((1, 2, *[0] * (len(BOUNDS_S) - 1)), 0.25)}
+        requests=RequestCounts(
+            {("/v1/status", "GET", 200): 3},
+            {"/v1/status": LatencyHistogram((1, 2, *[0] * (len(BOUNDS_S) - 1)), 0.25)},
         ),
     )
 )

@@ -15,8 +15,16 @@ from yunion_mps.metrics.catalogue import CATALOGUE
 from yunion_mps.metrics.text import text_of
 from yunion_mps.models import DomainStatus
 from yunion_mps.mps.states import LEGAL_CHANGES
-from yunion_mps.service.metrics import BOUNDS_S, Counted, DomainUse, Facts, GpuUse, Latency, Use
-from yunion_mps.service.usage import DeviceUse, Latest
+from yunion_mps.service.metrics import (
+    BOUNDS_S,
+    DomainUsage,
+    Facts,
+    GpuUsage,
+    HostUsage,
+    LatencyHistogram,
+    RequestCounts,
+)
+from yunion_mps.service.usage import DeviceUsage, LatestPoll
 
 from unit.http import snapshots
 from unit.http.snapshots import H100, IN_MIG_MODE, P40, snapshot
@@ -91,7 +99,7 @@ def test_what_nvml_measures_is_in_base_units() -> None:
         "utilization_ratio", "temperature_celsius", "power_watts", "power_limit_watts", "memory_used_bytes",
     )}  # fmt: skip
     assert list(shown.values()) == [0.87, 61, 187.5, 250, 6144 * 1024**2]
-    idle = ALL._replace(latest=Latest())
+    idle = ALL._replace(latest=LatestPoll())
     assert not {name for name, _ in values(idle) if re.search("utilization|celsius|watts", name)}
 
 
@@ -139,7 +147,7 @@ def test_what_is_unknown_is_missing_and_not_0() -> None:
     shown = {name for name, _ in values(unknown)}
     assert not {name for name in shown if re.search("device_memory_used|clients|probe", name)}
     assert "yunion_mps_use_timestamp_seconds" not in shown
-    silent = ALL._replace(use=USE._replace(gpus={str(P40.uuid): GpuUse(0, None)}))
+    silent = ALL._replace(use=USE._replace(gpus={str(P40.uuid): GpuUsage(0, None)}))
     assert value(silent, "yunion_mps_gpu_processes_outside_mps", **GPU) is None
     assert value(silent, "yunion_mps_gpu_clients", **GPU) == 0
 
@@ -230,11 +238,11 @@ def any_facts(draw: st.DrawFn) -> Facts:
         for gpu in found.gpus
     ]
     devices: Any = [{**device, "lease": draw(st.none() | TEXT)} for device in found.devices]
-    use = Use(
+    use = HostUsage(
         draw(st.floats(0, 1e10)),
-        {str(gpu["uuid"]): GpuUse(draw(NUMBER), draw(st.none() | NUMBER)) for gpu in gpus},
-        {device["addr"]: DeviceUse(draw(NUMBER), draw(NUMBER)) for device in devices},
-        {domain.plan.name: DomainUse(draw(NUMBER), draw(NUMBER), None) for domain in found.domains},
+        {str(gpu["uuid"]): GpuUsage(draw(NUMBER), draw(st.none() | NUMBER)) for gpu in gpus},
+        {device["addr"]: DeviceUsage(draw(NUMBER), draw(NUMBER)) for device in devices},
+        {domain.plan.name: DomainUsage(draw(NUMBER), draw(NUMBER), None) for domain in found.domains},
     )
     counts = tuple(draw(st.lists(NUMBER, min_size=len(BOUNDS_S) + 1, max_size=len(BOUNDS_S) + 1)))
     return found._replace(
@@ -243,7 +251,9 @@ def any_facts(draw: st.DrawFn) -> Facts:
         use=draw(st.none() | st.just(use)),
         revision=draw(TEXT),
         events=draw(st.dictionaries(st.tuples(TEXT, TEXT), NUMBER, max_size=3)),
-        requests=Counted({(draw(TEXT), "GET", 200): draw(NUMBER)}, {draw(TEXT): Latency(counts, 1.5)}),
+        requests=RequestCounts(
+            {(draw(TEXT), "GET", 200): draw(NUMBER)}, {draw(TEXT): LatencyHistogram(counts, 1.5)}
+        ),
     )
 
 

@@ -11,15 +11,15 @@ from typing import Any
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.service.metrics import (
     DRIVER_TIMEOUT_S,
-    DomainUse,
-    GpuUse,
-    Metrics,
+    DomainUsage,
+    GpuUsage,
+    HostUsage,
+    MetricsCollector,
     Observation,
     ServedDomain,
-    Use,
-    use_of,
+    host_usage,
 )
-from yunion_mps.service.usage import Budget, DeviceUse, ProcessDevices
+from yunion_mps.service.usage import Budget, DeviceUsage, ProcessDevices
 
 from unit.leases.shares import device
 
@@ -40,15 +40,15 @@ def seen(**given: Any) -> Observation:
     return found._replace(**given)
 
 
-def use(**given: Any) -> Use:
-    return use_of(seen(**given), BUDGETS)
+def use(**given: Any) -> HostUsage:
+    return host_usage(seen(**given), BUDGETS)
 
 
 def test_each_process_counts_where_it_has_its_device() -> None:
     found = use()
-    assert found.devices == {"00:06.0-0": DeviceUse(900, 1), "00:06.0-1": DeviceUse(400, 1)}
-    assert found.gpus == {A: GpuUse(2, 0), B: GpuUse(0, 0)}
-    assert found.domains == {"host": DomainUse(1, 2, 3.0)}
+    assert found.devices == {"00:06.0-0": DeviceUsage(900, 1), "00:06.0-1": DeviceUsage(400, 1)}
+    assert found.gpus == {A: GpuUsage(2, 0), B: GpuUsage(0, 0)}
+    assert found.domains == {"host": DomainUsage(1, 2, 3.0)}
 
 
 def test_a_job_on_two_gpus_counts_on_each_with_what_it_has_there() -> None:
@@ -57,34 +57,34 @@ def test_a_job_on_two_gpus_counts_on_each_with_what_it_has_there() -> None:
         through_mps={A: {TRAIN}, B: {TRAIN}},
         devices={TRAIN: ("00:06.0-0", "00:07.0-0")},
     )
-    assert found.devices == {"00:06.0-0": DeviceUse(900, 1), "00:07.0-0": DeviceUse(1500, 1)}
+    assert found.devices == {"00:06.0-0": DeviceUsage(900, 1), "00:07.0-0": DeviceUsage(1500, 1)}
     assert found.domains["host"].clients == 1
 
 
 def test_a_job_without_a_device_counts_on_its_gpu_alone() -> None:
     found = use(devices={})
     assert found.devices == {}
-    assert found.gpus[A] == GpuUse(2, 0)
+    assert found.gpus[A] == GpuUsage(2, 0)
 
 
 def test_a_process_that_is_no_client_is_outside_mps_and_no_client() -> None:
     found = use(memory={A: {SERVER: 30, TRAIN: 900, STRANGER: 50}}, through_mps={A: {TRAIN}})
-    assert found.gpus[A] == GpuUse(1, 1)
+    assert found.gpus[A] == GpuUsage(1, 1)
 
 
 def test_an_ended_process_or_unknown_server_is_not_outside_mps() -> None:
     found = use(memory={A: {STRANGER: 50}}, through_mps={A: set()}, others=frozenset({STRANGER}))
-    assert found.gpus[A] == GpuUse(0, 0)
+    assert found.gpus[A] == GpuUsage(0, 0)
 
 
 def test_no_process_counts_as_outside_mps_if_the_driver_names_no_clients() -> None:
     found = use(through_mps={})
-    assert found.gpus[A] == GpuUse(2, None)
+    assert found.gpus[A] == GpuUsage(2, None)
 
 
 def test_memory_that_the_driver_does_not_tell_counts_as_none() -> None:
     found = use(memory={A: {TRAIN: None}})
-    assert found.devices["00:06.0-0"] == DeviceUse(0, 1)
+    assert found.devices["00:06.0-0"] == DeviceUsage(0, 1)
 
 
 def test_a_gpu_that_does_not_answer_is_missing() -> None:
@@ -114,7 +114,7 @@ def test_several_who_scrape_wait_for_a_hanging_driver_no_longer_than_one() -> No
     nothing: Any = None
     ledger = Ledger()
     devices = ProcessDevices(supervisor, ledger)
-    metrics = Metrics(supervisor, nothing, ledger, nothing, devices, nothing, nothing)
+    metrics = MetricsCollector(supervisor, nothing, ledger, nothing, devices, nothing, nothing)
     clock = Clock()
     loop = asyncio.SelectorEventLoop(clock)
     loop.time = lambda: clock.now_s  # type: ignore[method-assign]

@@ -14,7 +14,7 @@ from yunion_mps.service import monitor
 from yunion_mps.service.clients import ClientService, XidAnalyzer
 from yunion_mps.service.monitor import Monitor
 from yunion_mps.service.reload import Reloader
-from yunion_mps.service.usage import Latest, ProcessDevices, UsageHistory, UsageSampler
+from yunion_mps.service.usage import LatestPoll, ProcessDevices, UsageHistory, UsageSampler
 
 from unit.supervised import MakeHost, Supervise, Supervised
 
@@ -113,7 +113,7 @@ def test_a_poll_measures_and_a_driver_that_fails_makes_it_unknown(
         assert history.latest.load.processes == {uuid: {os.getpid(): 40}}
         host.fail("nvmlDeviceGetCount", "unknown")
         await poll()
-        assert history.latest == Latest()
+        assert history.latest == LatestPoll()
         host.clear()
         await poll()
         assert history.latest.load.gpus[uuid].utilization == 40

@@ -16,16 +16,16 @@ from yunion_mps.host.proc import started_ticks
 from yunion_mps.inventory.load import GpuLoad, Load
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.models import Gpu
-from yunion_mps.service.metrics import Observation, use_of
+from yunion_mps.service.metrics import Observation, host_usage
 from yunion_mps.service.usage import (
     MINUTES,
     Budget,
-    DeviceUse,
+    DeviceUsage,
     ProcessDevices,
     Processes,
     UsageHistory,
     UsageSampler,
-    use_by_device,
+    usage_by_device,
 )
 from yunion_mps.times import rfc3339
 
@@ -146,29 +146,29 @@ def test_a_process_that_has_just_been_started_is_read_again() -> None:
 def test_memory_counts_for_the_devices_of_the_gpu_that_it_is_on() -> None:
     memory: dict[str, dict[int, int | None]] = {A: {1: 70, 2: None, 3: 7}, B: {1: 30, 9: 1000}}
     devices = {1: ("00:07.0-0", "00:06.0-0"), 2: ("00:06.0-2",)}
-    assert use_by_device(memory, devices, BUDGETS) == {
-        "00:06.0-0": DeviceUse(70, 1),
-        "00:06.0-2": DeviceUse(0, 1),
-        "00:07.0-0": DeviceUse(30, 1),
+    assert usage_by_device(memory, devices, BUDGETS) == {
+        "00:06.0-0": DeviceUsage(70, 1),
+        "00:06.0-2": DeviceUsage(0, 1),
+        "00:07.0-0": DeviceUsage(30, 1),
     }
 
 
 def test_several_devices_are_filled_in_order_and_the_last_has_the_rest() -> None:
     three = ("00:06.0-1", "00:06.0-0", "00:06.0-2")
     for mib, parts in ((20, (20, 0, 0)), (60, (50, 10, 0)), (400, (50, 100, 250))):
-        used = use_by_device({A: {1: mib}}, {1: three}, BUDGETS)
-        assert used == {name: DeviceUse(part, 1) for name, part in zip(three, parts)}
+        used = usage_by_device({A: {1: mib}}, {1: three}, BUDGETS)
+        assert used == {name: DeviceUsage(part, 1) for name, part in zip(three, parts)}
 
 
 def test_processes_with_the_same_devices_fill_them_together() -> None:
     two = ("00:06.0-0", "00:06.0-1")
-    used = use_by_device({A: {1: 80, 2: 60, 3: 5}}, {1: two, 2: two, 3: two[1:]}, BUDGETS)
-    assert used == {"00:06.0-0": DeviceUse(100, 2), "00:06.0-1": DeviceUse(45, 3)}
+    used = usage_by_device({A: {1: 80, 2: 60, 3: 5}}, {1: two, 2: two, 3: two[1:]}, BUDGETS)
+    assert used == {"00:06.0-0": DeviceUsage(100, 2), "00:06.0-1": DeviceUsage(45, 3)}
 
 
 def test_a_device_that_does_not_exist_is_passed_over() -> None:
-    used = use_by_device({A: {1: 400}}, {1: ("00:06.0-9", "00:06.0-0")}, BUDGETS)
-    assert used == {"00:06.0-0": DeviceUse(400, 1)}
+    used = usage_by_device({A: {1: 400}}, {1: ("00:06.0-9", "00:06.0-0")}, BUDGETS)
+    assert used == {"00:06.0-0": DeviceUsage(400, 1)}
 
 
 def test_a_device_is_busy_as_long_as_any_of_its_processes() -> None:
@@ -176,13 +176,13 @@ def test_a_device_is_busy_as_long_as_any_of_its_processes() -> None:
     two = ("00:06.0-0", "00:06.0-1")
     memory: Processes = {A: {1: 10, 2: 10, 3: 10, 4: 10}}
     devices = {1: two, 2: two[:1], 3: ("00:06.0-2",), 4: ("00:06.0-2",)}
-    used = use_by_device(memory, devices, BUDGETS, {A: {1: 30, 2: 90, 3: 0}, B: {4: 50}})
+    used = usage_by_device(memory, devices, BUDGETS, {A: {1: 30, 2: 90, 3: 0}, B: {4: 50}})
     assert {name: one.sm for name, one in used.items()} == {two[0]: 100, two[1]: 30, "00:06.0-2": 0}
 
 
 def test_utilization_is_unknown_and_not_0_without_a_sample() -> None:
-    used = use_by_device({A: {1: 10}}, {1: ("00:06.0-0",)}, BUDGETS, {A: {}})
-    assert used == {"00:06.0-0": DeviceUse(10, 1, None)}
+    used = usage_by_device({A: {1: 10}}, {1: ("00:06.0-0",)}, BUDGETS, {A: {}})
+    assert used == {"00:06.0-0": DeviceUsage(10, 1, None)}
 
 
 @pytest.mark.processes
@@ -204,7 +204,7 @@ def test_the_hour_and_the_metric_agree_on_a_job_with_several_devices(start: Star
     UsageSampler(supervisor, devices, usage, peaks).record(processes, load, 6000)
     known = devices.known()
     seen = Observation(6000.0, (), processes, {"GPU-0": {pid}}, devices.of(started, known))
-    metric = {name: used.mib for name, used in use_of(seen, known.budgets).devices.items()}
+    metric = {name: used.mib for name, used in host_usage(seen, known.budgets).devices.items()}
     assert metric == dict(zip(names, parts))
     hour = {address: series[-1] for address, series in told(usage, 6000).items()}
     assert hour == {**metric, "00:00.0": 700}

@@ -34,7 +34,7 @@ if TYPE_CHECKING:  # READY does not wait for these
     from yunion_mps import answers
     from yunion_mps.containers.lookup import Containers
     from yunion_mps.leases.request import QueuedRequest
-    from yunion_mps.service.usage import DeviceUse
+    from yunion_mps.service.usage import DeviceUsage
 
 
 def devices_json(snapshot: Snapshot, ledger: Ledger | None = None) -> list[answers.Device]:
@@ -167,7 +167,7 @@ def lease_json(
     lease: Lease,
     expires_s: float | None,
     containers: Containers,
-    use: Mapping[str, DeviceUse] = {},
+    use: Mapping[str, DeviceUsage] = {},
     peaks_mib: Sequence[int | None] = (),
 ) -> answers.LeaseRecord:
     """A lease; `expires_s` is in s since 1970, None if it ends with a process or a connection.
@@ -197,7 +197,7 @@ def queued_json(queued: QueuedRequest, containers: Containers) -> answers.Queued
     return {**_holder_json(queued.holder, queued.since_s, containers), "wants": str(queued.request)}
 
 
-def holder_words(holder: Holder, containers: Containers) -> str:
+def holder_text(holder: Holder, containers: Containers) -> str:
     """The holder, for an event."""
     who = user_name(holder.uid)
     if holder.binding == "name":
