@@ -1,4 +1,4 @@
-"""The clients of MPS: listed from control daemons, NVML and the kernel, ended safely, and blamed for XIDs."""
+"""MPS clients: list them from control daemons, NVML and the kernel, terminate them, and attribute XIDs."""
 
 from __future__ import annotations
 
@@ -33,49 +33,49 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: How long a client has to end by itself once its server has let go of it.
+#: How long a client has to end after its server has disconnected it.
 _GRACE_S = 5.0
-#: The longest value shown of the variable that names a job's devices: the job can write anything there.
+#: How much is shown of the variable that names a job's devices, because a job can set it to anything.
 _MAX_DEVICE = 1000
-#: A log cuts its times to seconds; a process that began later than this after one only reuses the PID.
+#: The log's times are in whole seconds; a process that started this much later only reuses the PID.
 _START_TOLERANCE_S = 5.0
 _LIST_COMMAND = "yunion-mps who --clients"
-#: The kernel writes its line, and the server finds out, a moment after the driver has reported an XID.
+#: The kernel logs an XID, and the server notices it, a moment after the driver reports it.
 _XID_SETTLE_S = 0.5
 
 
 class _DomainClients(NamedTuple):
-    """The servers and clients of one domain, as far as its control daemon was asked and answered."""
+    """The servers and clients of one domain, as far as its control daemon answered."""
 
     plan: DomainPlan
     servers: Sequence[int]  # also those that have outlived their control daemon
-    states: Mapping[int, str | None]  # of those that have not
-    clients: Mapping[int, int]  # PID: its server's
+    states: Mapping[int, str | None]  # of the others
+    clients: Mapping[int, int]  # the server's PID, by the client's
     failure: str
 
 
 class _GpuProcesses(NamedTuple):
-    """What the driver tells, by GPU UUID."""
+    """What the driver reports, by GPU UUID."""
 
-    memory: Mapping[str, Mapping[int, int | None]]  # in MiB, of each process
-    through_mps: Mapping[str, Collection[int]]  # a GPU that does not tell is missing
+    memory: Mapping[str, Mapping[int, int | None]]  # in MiB, by PID
+    through_mps: Mapping[str, Collection[int]]  # a GPU that does not report them is missing
     sm: Mapping[str, Mapping[int, int]]  # the SM utilization of each process in %, as of the last poll
 
 
 class ClientService:
-    """Lists clients, and ends them."""
+    """Lists and terminates clients."""
 
     def __init__(self, paths: Paths, supervisor: Supervisor, usage: UsageHistory) -> None:
         self._supervisor = supervisor
         self._usage = usage
         self._containers = Containers(paths)
-        self._listing = asyncio.Lock()  # listing once at a time is enough, however many requests there are
+        self._listing = asyncio.Lock()  # one listing at a time, to limit the load of many requests
 
     async def clients(self, *, seen: bool = False) -> answers.ClientList:
         """The servers and clients of all domains, and processes that wait for another user's server.
 
-        `errors` says of which nothing is known, and why. With `seen` only what NVML and the kernel see: no
-        control daemon is asked, because a server that hangs would keep it from serving anything else.
+        `errors` says which are unknown, and why. With `seen` only NVML and the kernel are queried, and no
+        control daemon, because a hung server would block its control daemon for every other process.
         """
         async with self._listing:
             serving = [
@@ -91,11 +91,11 @@ class ClientService:
             )
 
     async def terminate(self, pid: int, uid: int, *, force: bool) -> answers.Termination:
-        """End a client for the user `uid`: its server lets go of it, then it gets SIGTERM.
+        """Terminate a client for the user `uid`: its server disconnects it, then it gets SIGTERM.
 
-        With `force` it gets SIGKILL if that does not end it. Raises BusyError during a stop, NotFoundError if
-        it is no client, NotAllowedError if it is another user's, and without `force` ControlError if its
-        server does not let go of it.
+        With `force` SIGKILL follows if that does not end it. Raises BusyError during a stop, NotFoundError if
+        it is not a client, NotAllowedError if it is another user's, and without `force` ControlError if its
+        server does not disconnect it.
         """
         if self._supervisor.stopping:
             what = "the daemon is stopping; running jobs have time to end"
@@ -109,7 +109,7 @@ class ClientService:
         if process is None:
             raise NotFoundError(f"PID {pid} has just ended", "")
         try:
-            if started_ticks(pid) != began:  # it has ended, and its PID is another's
+            if started_ticks(pid) != began:  # it has ended, and its PID was reused
                 raise NotFoundError(f"PID {pid} has just ended", "")
             how, ended = await self._end(process, found, force=force)
         finally:
@@ -124,7 +124,7 @@ class ClientService:
     async def _end(
         self, process: Process, found: answers.MpsClient | answers.WaitingClient, *, force: bool
     ) -> tuple[str, bool]:
-        """How it ended, or what was done for that, and whether it ended."""
+        """Returns the steps that were taken, as text, and whether it has ended."""
         steps = []
         server = None if "since" in found else found["server"]  # a process that waits has none yet
         if server:
@@ -145,7 +145,7 @@ class ClientService:
 
 
 class XidAnalyzer:
-    """Records XIDs, which process caused each, and MPS servers that take no more jobs because of it."""
+    """Records XIDs, the process that caused each, and MPS servers that accept no more jobs because of it."""
 
     def __init__(self, paths: Paths, supervisor: Supervisor, clients: ClientService) -> None:
         self._paths = paths
@@ -154,7 +154,7 @@ class XidAnalyzer:
         self._analyzing: set[str] = set()
 
     async def analyze(self, address: str, xid: int) -> None:
-        """Record the XID of the GPU at once, then the process that the kernel names, then failed servers."""
+        """Record the XID of the GPU at once, then the process that the kernel names, and failed servers."""
         self._supervisor.note_xid(address, xid)
         if address in self._analyzing:
             return  # one fault causes many XIDs
@@ -247,7 +247,7 @@ def _list(
     seen = _GpuProcesses({}, {}, {})
     errors = [one.failure for one in domains if one.failure]
     try:
-        # In this order: a process that begins between the two questions is known to use MPS.
+        # In this order, so that a process that starts between the two calls counts as an MPS client.
         seen = _GpuProcesses(nvml.processes(), nvml.mps_clients(), sm) if nvml else seen
     except YunionError as error:
         errors.append(error.message)
@@ -268,7 +268,7 @@ def _list(
 
 
 def _waiting_json(domain: _DomainClients) -> list[answers.WaitingClient]:
-    """The processes that another user's server keeps waiting, with what the kernel tells of them."""
+    """The processes that wait for another user's server, with their details from the kernel."""
     found: list[answers.WaitingClient] = []
     for one in waiting_clients(domain.plan, domain.servers):
         about = _process_json(one.pid)
@@ -292,9 +292,9 @@ def _clients_json(
     addresses: Mapping[str | None, str],
     containers: Containers,
 ) -> list[answers.MpsClient]:
-    """The processes that the control daemon names, and those that NVML sees on its GPUs.
+    """The processes that the control daemon lists, and those that NVML sees on its GPUs.
 
-    A server that is about to end names none, although they run, and one without a control daemon neither.
+    The clients of a server that is about to end, or has no control daemon, are not listed although they run.
     """
     on_gpus: dict[int, dict[str, int | None]] = {}
     for uuid in domain.plan.gpu_uuids:
@@ -328,10 +328,10 @@ def _clients_json(
 
 
 def _uses_mps(pid: int, domain: _DomainClients, seen: _GpuProcesses, gpus: Collection[str]) -> bool | None:
-    """Whether the process uses the GPUs through MPS; None if it cannot be known.
+    """Whether the process uses the GPUs through MPS; None if unknown.
 
-    False only for a process that runs, has one of the GPUs, and is a client neither by the control daemon
-    nor by the driver.
+    False only for a process that runs, uses one of the GPUs, and is a client according to neither the control
+    daemon nor the driver.
     """
     if pid in domain.clients or any(pid in seen.through_mps.get(uuid, ()) for uuid in gpus):
         return True
@@ -340,7 +340,7 @@ def _uses_mps(pid: int, domain: _DomainClients, seen: _GpuProcesses, gpus: Colle
 
 
 def _process_json(pid: int) -> answers.ProcessFields:
-    """What the kernel tells of a process; all but the PID is None if it has ended."""
+    """The process's details from the kernel; all but the PID are None if it has ended."""
     import psutil
 
     uid = uid_of(pid)

@@ -1,4 +1,4 @@
-"""Devices, GPUs, domains and leases as the API answers them, and the command line prints them."""
+"""The JSON values of devices, GPUs, domains and leases in the API's answers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from yunion_mps.service.state import (
 )
 from yunion_mps.times import rfc3339
 
-if TYPE_CHECKING:  # READY does not wait for these
+if TYPE_CHECKING:  # not needed before READY
     from yunion_mps import answers
     from yunion_mps.containers.lookup import Containers
     from yunion_mps.leases.request import QueuedRequest
@@ -38,9 +38,9 @@ if TYPE_CHECKING:  # READY does not wait for these
 
 
 def devices_json(snapshot: Snapshot, ledger: Ledger | None = None) -> list[answers.Device]:
-    """Every device of the snapshot, with Cloudpods' own field names and ours, and those made for a lease.
+    """Every device of the snapshot, and those created for a lease, with Cloudpods' field names and ours.
 
-    A device of a lease from before a reload is shown as it was given.
+    A device that was leased before a reload is shown as it was leased.
     """
     ledger = ledger or Ledger()
     waits = ledger.lease_waits(snapshot.plan.devices).values()
@@ -111,7 +111,7 @@ def gpu_json(
     *,
     used: bool,
 ) -> answers.Gpu:
-    """A GPU with so many devices, the domain that serves it, and whether it is `used` for MPS at all."""
+    """A GPU with the number of its devices, the domain that serves it, and whether MPS uses it at all."""
     capability = gpu.compute_capability
     reason = gpu_reason(gpu, snapshot) or (why_unusable(gpu, domain) if used else NO_REASON)
     return {
@@ -144,7 +144,7 @@ def gpu_json(
 
 
 def domain_json(domain: DomainStatus) -> answers.Domain:
-    """A domain, and what of it is pending."""
+    """A domain with its pending change."""
     plan = domain.plan
     return {
         "name": plan.name,
@@ -172,7 +172,7 @@ def lease_json(
 ) -> answers.LeaseRecord:
     """A lease; `expires_s` is in s since 1970, None if it ends with a process or a connection.
 
-    `use` is that of devices by address, `peaks_mib` those of its own devices, as far as they are known.
+    `use` is the use of devices by address, `peaks_mib` the known peaks of its own devices.
     """
     return {
         "id": lease.id,
@@ -193,12 +193,12 @@ def lease_json(
 
 
 def queued_json(queued: QueuedRequest, containers: Containers) -> answers.QueuedRequest:
-    """A queued request, without its position: its place in the list says that."""
+    """A queued request; its place in the list is its position."""
     return {**_holder_json(queued.holder, queued.since_s, containers), "wants": str(queued.request)}
 
 
 def holder_text(holder: Holder, containers: Containers) -> str:
-    """The holder, for an event."""
+    """The holder as text, for an event."""
     who = user_name(holder.uid)
     if holder.binding == "name":
         return f"{holder.name} of {who}"

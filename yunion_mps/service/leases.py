@@ -41,19 +41,19 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: Has a function called when the connection that a request came by ends.
+#: Registers a function to call when the connection of the request ends.
 OnDisconnect = Callable[[Callable[[], None]], None]
 
 
 class Grant(NamedTuple):
-    """A lease that is given for a request; not `is_new` if the request was repeated."""
+    """The lease for a request; not `is_new` if the request was repeated."""
 
     lease: LeaseRecord
     is_new: bool
 
 
 class LeaseService:
-    """Gives devices to those who request them, and frees them when their holders end."""
+    """Grants leases, and releases them when their holders end."""
 
     def __init__(
         self, paths: Paths, supervisor: Supervisor, queries: Queries, publisher: CdiPublisher
@@ -71,7 +71,7 @@ class LeaseService:
         self.peaks = MemoryPeaks(self.ledger, supervisor.store())
         self._allocator = Allocator(self.ledger)
         self.queue = Queue(self._allocator)
-        #: What the queued requests are answered with, by position.
+        #: The answers to queued requests, by position.
         self._answers: dict[int, asyncio.Future[Lease]] = {}
         self._known, self._known_version = Candidates(), -1
         self._divided: tuple[Plan, tuple[DomainPlan, ...]] | None = None
@@ -80,9 +80,9 @@ class LeaseService:
     # -- from the daemon's start to its end
 
     def restore(self) -> None:
-        """Continue the leases of the daemon before, and end those whose holder has ended meanwhile.
+        """Restore the previous daemon's leases, and end those whose holder has ended meanwhile.
 
-        Raises HostError if they cannot be read: nothing may be given away then.
+        Raises HostError if they cannot be read; no lease may be granted then.
         """
         found = self._storage.read()
         lost = self._supervisor.event_log.not_recorded("lease", {one.addresses: one.since_s for one in found})
@@ -111,13 +111,13 @@ class LeaseService:
             answer.cancel()
 
     def close(self) -> None:
-        """Grant and end nothing more: the leases are kept for the next daemon."""
+        """Stop granting and ending leases, which the next daemon restores."""
         self._is_closed = True
         for lease_id in list(self.ledger.leases):
             self._holders.forget(lease_id)
 
     def serve(self) -> None:
-        """Grant what queued requests can get now, and refuse those that have become infeasible."""
+        """Grant queued requests that fit now, and refuse those that have become infeasible."""
         if self._is_closed or not self.queue.requests:
             return
         self._refuse_infeasible()
@@ -134,7 +134,7 @@ class LeaseService:
 
     @property
     def memory_unit_mib(self) -> int:
-        """What a unit of memory is in requests."""
+        """The size of one memory unit in requests."""
         return self._supervisor.config.gpu_memory_unit_mib
 
     def lease(self, name: str, caller: Owner) -> LeaseRecord:
@@ -148,12 +148,11 @@ class LeaseService:
         return {"leases": leases, "waiting": queued, "total": len(leases)}
 
     async def take(self, queued: QueuedRequest, on_disconnect: OnDisconnect, wait_s: float) -> Grant:
-        """Lease what the holder requests, within `wait_s`; raises YunionError if that cannot be.
+        """Grant the request within `wait_s`; raises YunionError if that is not possible.
 
         A request repeated with its `idempotency_key`, because its answer was lost or the daemon restarted,
-        gets the lease that it was given, or its queue position; so does a holder with a name that requests
-        the same again, and its lease is renewed. With `cdi` container engines find the lease as a device, by
-        its id, before this returns.
+        gets its earlier lease or queue position. So does a named holder that requests the same again, which
+        also renews its lease. With `cdi` the lease is published as a CDI device before this returns.
         """
         self._supervisor.refuse_if_unsafe()
         queued = queued._replace(sent=queued.as_text)
@@ -171,7 +170,7 @@ class LeaseService:
         return Grant(self._json(lease), is_new)
 
     def preview(self, queued: QueuedRequest) -> LeaseRecord:
-        """The lease that the holder would get now; raises YunionError if it would get none."""
+        """The lease that would be granted now; raises YunionError if none would."""
         queued = queued._replace(sent=queued.as_text)
         lease = self.ledger.repeated(queued)
         if lease:
@@ -190,9 +189,9 @@ class LeaseService:
         return released
 
     def renew(self, name: str, caller: Owner) -> LeaseRecord:
-        """Give a lease taken by name its whole time to live from now; raises as `release` does.
+        """Restart the time to live of a lease taken by name; raises what `release` raises.
 
-        If `max_lease_ttl_s` was lowered since it was taken, its time to live is that from now on.
+        The time to live is reduced to `max_lease_ttl_s` if that was lowered since.
         """
         lease = self._own(name, caller)
         if lease.holder.binding != "name":
@@ -200,12 +199,12 @@ class LeaseService:
         return self._json(self._renewed(lease))
 
     def bind(self, name: str, caller: Owner, holder: Holder) -> LeaseRecord:
-        """Let a lease end with the container whose first process `holder` is, and not with its old holder.
+        """Make a container, whose first process is `holder`, the lease's holder in place of the old one.
 
-        Its owner does not change. A lease taken by name stays one, because containers may share it. Repeated
-        for the same container, it changes nothing. Raises as `release` does, and HostError, with nothing
-        changed, if another container has it, or a device of it is not served now, or by another control
-        daemon.
+        The owner does not change. A lease taken by name stays one, because containers may share it. Binding
+        the same container again changes nothing. Raises what `release` raises, and HostError, with nothing
+        changed, if another container has the lease, or if a device is not served now, or is served by another
+        control daemon.
         """
         lease = self._own(name, caller, of_any_unit=not caller.unit)
         holder = holder._replace(uid=lease.holder.uid, unit=lease.holder.unit)
@@ -231,7 +230,7 @@ class LeaseService:
     # -- requests
 
     async def _granted(self, queued: QueuedRequest, wait_s: float) -> Lease:
-        """Queue the request; returns its lease, or raises YunionError."""
+        """Queue the request and wait; returns its lease, or raises YunionError."""
         answer: asyncio.Future[Lease] = asyncio.get_running_loop().create_future()
         self._answers[queued.position] = answer
         self.queue.add(queued)
@@ -239,7 +238,7 @@ class LeaseService:
         try:
             if wait_s and not answer.done():
                 self._positions.store(queued)
-                # Not wait_for: until Python 3.12 it forgets a cancellation that comes with the answer.
+                # Not wait_for: before Python 3.12 it loses a cancellation that coincides with the answer.
                 await asyncio.wait({answer}, timeout=wait_s)
             if not answer.done():
                 raise self._why_not(queued, has_waited=wait_s > 0)
@@ -255,10 +254,10 @@ class LeaseService:
                 self._positions.delete(queued)
             if queued in self.queue.requests:
                 self.queue.requests.remove(queued)
-                self.serve()  # what was reserved for it is for those behind
+                self.serve()  # its reservation is available to later requests
 
     def _candidates(self) -> Candidates:
-        """What can be given now; made once for each snapshot."""
+        """What can be leased now; computed once for each snapshot."""
         snapshot = self._supervisor.snapshot()
         if self._known_version != snapshot.version:
             self._known = candidates_of(snapshot, self._queries.unusable_reasons())
@@ -266,7 +265,7 @@ class LeaseService:
         return self._known
 
     def _feasible(self, request: LeaseRequest) -> LeaseRequest:
-        """The request with whole names; raises YunionError if it is infeasible."""
+        """The request with its names resolved; raises YunionError if it is infeasible."""
         devices, gpu = request.devices, request.gpu
         if devices and ALL not in devices:
             found = [self._queries.device(one.removeprefix("0000:"))["addr"] for one in devices]
@@ -279,9 +278,9 @@ class LeaseService:
         return request
 
     def _refuse_infeasible(self) -> None:
-        """Refuse the queued requests that have become infeasible, as by a reload.
+        """Refuse the queued requests that have become infeasible, for example by a reload.
 
-        Else they would wait for good, with what is free reserved for them.
+        Otherwise they would wait forever and keep free devices reserved.
         """
         snapshot = self._supervisor.snapshot()
         divided = (snapshot.plan, tuple(status.plan for status in snapshot.domains))
@@ -313,7 +312,7 @@ class LeaseService:
     def _refuse_another(self, queued: QueuedRequest) -> None:
         """Raise YunionError if its owner may have no other lease, or has one for the name or the key."""
         owners = [lease.holder.owner for lease in self.ledger.leases.values()]
-        same = queued.key  # a request may be repeated
+        same = queued.key  # a repeated request counts once
         owners += [one.holder.owner for one in self.queue.requests if not same or one.key != same]
         config = self._supervisor.config
         refuse_over_quota(queued.holder, owners, config.max_leases_per_user, config.max_lease_ttl_s)
@@ -322,7 +321,7 @@ class LeaseService:
     # -- leases
 
     def _grant(self, queued: QueuedRequest, devices: tuple[Device, ...]) -> Lease:
-        """Enter the lease; raises YunionError, with nothing granted, if it cannot be stored or honoured."""
+        """Grant the lease; raises YunionError, with nothing granted, if it cannot be stored or honoured."""
         holder, lease_id = queued.holder, random_uuid()
         self.ledger.refuse_duplicate(holder, queued.idempotency_key)
         environment = {**self._candidates().environment(queued.request, devices), LEASE_VARIABLE: lease_id}
@@ -353,7 +352,7 @@ class LeaseService:
         return lease
 
     def _store_expiry(self, lease: Lease) -> None:
-        """Store when the lease ends; if that fails, its holder has a moment to renew it after a restart."""
+        """Store the lease's expiry; if that fails, its holder can still renew it after a restart."""
         with contextlib.suppress(HostError):
             self._storage.write(lease)
 
@@ -366,13 +365,13 @@ class LeaseService:
         self._publisher.forget(lease)
         try:
             self._storage.delete(lease_id)
-        except HostError as error:  # the next daemon finds that its holder has ended
+        except HostError as error:  # the next daemon will notice that its holder has ended
             log.warning("the end of the lease of %s could not be stored: %s", lease.addresses, error.message)
         self._record(lease, "released by", cause)
         self.serve()
 
     def _end_connected(self, lease_id: str) -> None:
-        """End a lease with its connection, unless the daemon itself ends all connections."""
+        """End a lease because its connection was closed, unless the daemon closes all connections."""
         lease = self.ledger.leases.get(lease_id)
         if lease and lease.holder.binding == "connection" and not self._is_closed:
             self._end(lease_id, "its connection ended")
@@ -380,7 +379,7 @@ class LeaseService:
     def _own(self, name: str, caller: Owner, *, of_any_unit: bool = False) -> Lease:
         """The lease of this name or id that the caller may change; raises NotFoundError, NotAllowedError.
 
-        `of_any_unit`: an engine may have left its job's unit by now, which no job can by itself.
+        `of_any_unit`: a container engine may have left its job's unit by now, which a job cannot.
         """
         lease = find_lease(name, self.ledger.leases, caller)
         owner = lease.holder.owner
@@ -395,6 +394,6 @@ class LeaseService:
         return lease_json(lease, expires_s, self._containers, use, self.peaks.of(lease))
 
     def _record(self, lease: Lease, what: str, cause: str) -> None:
-        """Record an event; the holder has to be there for its name to be known."""
+        """Record an event, while the holder still runs and its name is known."""
         who = holder_text(lease.holder, self._containers)
         self._supervisor.event_log.record(Event("info", "lease", lease.addresses, f"{what} {who}", cause))

@@ -1,8 +1,7 @@
-"""The facts that the metrics are made of, gathered at one moment.
+"""The facts behind the metrics, collected at one point in time.
 
-Facts are gathered on the event loop from what is known already; asking the driver and reading /proc is done
-on a thread, and a scrape does not wait long for it: if the driver hangs, the use that it reported last is
-given.
+Facts that are known already are collected on the event loop; a thread calls the driver and reads /proc. A
+scrape does not wait long for that thread: if the driver hangs, it shows the last known use.
 """
 
 from __future__ import annotations
@@ -33,16 +32,15 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: The upper bounds of the buckets of request durations in s: from an answer at hand to a reload that waits
-#: for jobs.
+#: The buckets of request durations in s, from a cached answer to a reload that waits for jobs.
 BOUNDS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0, 30.0)
 
-#: How long a scrape waits for the driver to tell which processes use the GPUs.
+#: How long a scrape waits for the driver's list of processes.
 DRIVER_TIMEOUT_S = 2.0
 
 
 class LatencyHistogram(NamedTuple):
-    """How many answers came within each of `BOUNDS_S` (the last number: later), and what all took, in s."""
+    """The number of answers in each bucket of `BOUNDS_S` (the last: above all), and their total time in s."""
 
     counts: tuple[int, ...]
     sum_s: float
@@ -56,7 +54,7 @@ class RequestCounts(NamedTuple):
 
 
 class ClockReadings(NamedTuple):
-    """Now: the wall clock's time in s since 1970, and that of the clock that domains count by."""
+    """The current wall-clock time in s since 1970, and the monotonic time that domains use."""
 
     wall_s: float
     clock_s: float
@@ -80,11 +78,11 @@ class ServedDomain(NamedTuple):
 
 
 class Observation(NamedTuple):
-    """What NVML and the kernel tell of processes.
+    """What NVML and the kernel report about processes.
 
-    `memory` is in MiB by GPU UUID and PID, `through_mps` the clients of MPS by GPU UUID (a GPU that does not
-    tell is missing), `devices` the addresses that a process was given, and `others` the MPS servers that no
-    domain knows and processes that have ended since, none of which count as use outside MPS.
+    `memory` is in MiB by GPU UUID and PID, `through_mps` the MPS clients by GPU UUID (a GPU that does not
+    report them is missing), `devices` the addresses of each process's devices, and `others` unknown MPS
+    servers and processes that have ended since, which do not count as use outside MPS.
     """
 
     taken_s: float
@@ -96,7 +94,7 @@ class Observation(NamedTuple):
 
 
 class GpuUsage(NamedTuple):
-    """The use of one GPU; `outside_mps` is None if the driver does not tell which processes use MPS."""
+    """The use of one GPU; `outside_mps` is None if the driver does not report which processes use MPS."""
 
     clients: int
     outside_mps: int | None
@@ -120,13 +118,13 @@ class HostUsage(NamedTuple):
 
 
 class Facts(NamedTuple):
-    """All of it: `status`, `gpus` and `devices` are the service's answers.
+    """All facts; `status`, `gpus` and `devices` are the service's answers.
 
-    `unusable` are the addresses of GPUs that cannot be used themselves. `leased_budgets` are the budgets (MiB
-    and percent) of leased devices by address, because a reload may have changed them for the next lease.
-    `probe_s` is how long each domain's control daemon took to answer last, `events` how many were recorded
-    since the start by kind and severity. `use` is None before the driver has told. `latest` is what the last
-    poll found, and `peaks_mib` the most that was used of leased devices, by address.
+    `unusable` are the unusable GPUs (addresses). `leased_budgets` are the budgets (MiB and percent) of leased
+    devices by address, because a reload may have changed them for the next lease. `probe_s` is each control
+    daemon's latest response time, `events` the number of events since the start by kind and severity. `use`
+    is None until the driver has answered. `latest` is the last poll, and `peaks_mib` the peak memory use of
+    leased devices, by address.
     """
 
     now: ClockReadings
@@ -147,7 +145,7 @@ class Facts(NamedTuple):
 
 
 def host_usage(seen: Observation, budgets: Mapping[str, Budget]) -> HostUsage:
-    """How much is used, and by how many; `budgets` are those of all devices, by address."""
+    """Compute the use from an observation; `budgets` are those of all devices, by address."""
     servers = {pid for domain in seen.domains for pid in domain.servers}
     outside_mps = {
         uuid: set(processes) - set(seen.through_mps[uuid]) - servers - seen.others
@@ -186,7 +184,7 @@ def host_usage(seen: Observation, budgets: Mapping[str, Budget]) -> HostUsage:
 
 
 class MetricsCollector:
-    """Gathers the facts."""
+    """Collects the facts."""
 
     def __init__(
         self,
@@ -205,13 +203,13 @@ class MetricsCollector:
         self._devices = devices
         self._peaks = peaks
         self._requests = requests
-        self._revision = revision()  # now, because after an upgrade it would be that of the new program
+        self._revision = revision()  # now, because an upgrade may replace the files while this runs
         self._observing: asyncio.Task[HostUsage] | None = None
         self._began_s = 0.0
         self._use: HostUsage | None = None
 
     async def facts(self) -> Facts:
-        """All facts; the use is that of an earlier scrape if the driver does not answer in time."""
+        """All facts; if the driver does not answer in time, the use is that of an earlier scrape."""
         await self.observe()
         supervisor, queries = self._supervisor, self._queries
         now = ClockReadings(time.time(), asyncio.get_running_loop().time())
@@ -242,7 +240,7 @@ class MetricsCollector:
         )
 
     async def observe(self) -> None:
-        """Find out which processes use the GPUs; a longer observation counts for a later scrape."""
+        """Observe which processes use the GPUs; a slow observation is used by a later scrape."""
         nvml = self._supervisor.nvml
         if nvml is None:
             self._use = None
@@ -268,7 +266,7 @@ class MetricsCollector:
         known = self._devices.known()
 
         def work() -> HostUsage:
-            # In this order: a process that begins between the two questions is known to use MPS.
+            # In this order, so that a process that starts between the two calls counts as an MPS client.
             memory, through_mps = nvml.processes(), nvml.mps_clients()
             served = tuple(
                 ServedDomain(plan.name, plan.gpu_uuids, servers, _started_s(pid))

@@ -1,4 +1,4 @@
-"""The monitor: polls the GPUs, at once when the driver reports something, and sets compute modes."""
+"""The monitor: polls the GPUs, immediately if the driver reports an event, and sets compute modes."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ log = logging.getLogger(__name__)
 
 #: How often the GPUs are polled; a poll takes about 0.1 ms a GPU.
 POLL_S = 10.0
-#: How often while a GPU that should serve cannot: the driver reports that a GPU is lost, not that it is back.
+#: How often while a GPU is unavailable, because the driver reports that a GPU is lost, but not its return.
 UNAVAILABLE_POLL_S = 1.0
 
 
 class Monitor:
-    """The task that polls."""
+    """The polling task."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class Monitor:
                 task.cancel()
 
     async def poll_processes(self) -> None:
-        """See only which processes use the GPUs: a stop is to name those that came since the last poll."""
+        """Poll only which processes use the GPUs, so that a stop names those that are new."""
         nvml, began_s = self._supervisor.nvml, asyncio.get_running_loop().time()
         if nvml:
             with contextlib.suppress(DriverError, ShortageError):
@@ -89,7 +89,7 @@ class Monitor:
             began_s = loop.time()
             try:
                 inventory, processes, load = await on_thread(lambda: self._read_gpus(nvml))
-            except ShortageError as error:  # which says nothing of the GPUs
+            except ShortageError as error:  # which says nothing about the GPUs
                 self._note_shortage(error)
                 return
             except DriverError as error:
@@ -109,13 +109,13 @@ class Monitor:
         await self._reloader.set_modes()
 
     def _read_gpus(self, nvml: Nvml) -> tuple[Inventory, Processes, Load]:
-        """All that a poll asks the driver for; for any thread."""
+        """Everything that a poll reads from the driver; thread-safe."""
         inventory, processes = self._scanner.scan(nvml), nvml.processes()
         busy = [uuid for uuid, those in processes.items() if those]
         return inventory, processes, read_load(nvml, busy, time.time() - POLL_S)
 
     def _watch_events(self) -> None:
-        """Register for the driver's events, once there is a driver."""
+        """Register for the driver's events once the driver is available."""
         if self._events or not self._supervisor.nvml:
             return
         loop = asyncio.get_running_loop()
@@ -133,14 +133,14 @@ class Monitor:
             self._events = events
 
     def _renew_events(self, inventory: Inventory) -> None:
-        """Register for the driver's events again if other GPUs answer than before."""
+        """Register for the driver's events again if the set of responding GPUs has changed."""
         answering = frozenset(gpu.uuid for gpu in inventory.gpus if not gpu.reason)
         if self._events and answering != self._answering:
             self._events.renew()
         self._answering = answering
 
     def _note_shortage(self, error: ShortageError) -> None:
-        """Warn that the GPUs cannot be polled now; the next poll tries again."""
+        """Warn that the GPUs cannot be polled now; the next poll retries."""
         what = f"the GPUs cannot be read, so their state may be out of date: {error.message}"
         if self._last_error != what:
             log.error("%s. %s", what, error.hint)

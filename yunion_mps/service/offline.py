@@ -1,4 +1,4 @@
-"""What is done without a daemon that serves: `yunion-mps-daemon --check`, `--restore` and `--adopt`."""
+"""The one-shot commands of the daemon's program: `yunion-mps-daemon --check`, `--restore` and `--adopt`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from yunion_mps.supervisor.recovery import gpus_of, left_running
 
 log = logging.getLogger("yunion_mps.daemon")
 
-#: How long ending may take beside the jobs' time, before what is left is named.
+#: How long the cleanup may take beyond the jobs' timeout, before it reports what is left.
 _GRACE_S = 80
 
 
@@ -51,13 +51,13 @@ def check(paths: Paths) -> int:
 
 
 def restore(paths: Paths) -> int:
-    """Undo what a daemon that was killed has left, whatever the files say; 0 if nothing is left after that.
+    """Clean up after a daemon that was killed, whatever is configured; returns 0 if nothing is left.
 
-    It ends our control daemons, as a stop does, and restores the compute modes. The caller holds the daemon's
-    lock. Raises HostError if the notes cannot be read.
+    It stops our control daemons and restores the compute modes. The caller holds the daemon's lock. Raises
+    HostError if the state file cannot be read.
     """
     with contextlib.suppress(OSError):
-        os.unlink(paths.socket)  # nothing listens there any more
+        os.unlink(paths.socket)  # the daemon that listened there has ended
     if not Store.exists(paths) and not os.path.exists(paths.former_modes) and not our_processes():
         log.info("nothing to restore: no earlier daemon left a record")
         return 0
@@ -70,7 +70,7 @@ def restore(paths: Paths) -> int:
 
 
 def _restore(paths: Paths, store: Store) -> int:
-    config, _ = load(paths)  # what is wrong there is read as its default
+    config, _ = load(paths)  # invalid values count as their defaults
     timeout_s = config.cuda_mps_stop_timeout_s
     cleanup = _Cleanup(timeout_s, time.monotonic())
     end_s = time.monotonic() + timeout_s + _GRACE_S
@@ -92,7 +92,7 @@ def _restore(paths: Paths, store: Store) -> int:
 
 
 class _Cleanup:
-    """The control daemons of ours, and the servers that have outlived one; all are being ended."""
+    """Stops our control daemons, and servers that have outlived theirs."""
 
     def __init__(self, timeout_s: int, now_s: float) -> None:
         self._domains: list[Domain] = []
@@ -122,27 +122,24 @@ class _Cleanup:
         return min((due_s for due_s in times if due_s is not None), default=None)
 
     def descriptors(self) -> list[int]:
-        """What to watch for reading, to be asked for again after every tick."""
+        """The descriptors to watch for reading until the next tick."""
         return [descriptor for domain in self._domains for descriptor in domain.descriptors()]
 
     @property
     def ended(self) -> bool:
-        """Whether all have ended."""
+        """Whether all of them have ended."""
         waits = any(orphans.pids for orphans in self._orphans)
         return not waits and all(domain.state == STOPPED for domain in self._domains)
 
 
 def _ignore(_: Event) -> None:
-    """What happens is logged; no events are kept."""
-
-
-log = logging.getLogger("yunion_mps.daemon")
+    """Record no events; the log has them."""
 
 
 def adopt(paths: Paths, pid: int) -> int:
-    """Record that a control daemon not started by us is ours; raises YunionError if it cannot be.
+    """Record the order to adopt another program's control daemon; raises YunionError if it cannot be adopted.
 
-    This changes nothing about that process: the daemon finds it at its next start, and sets its limits.
+    That process is not touched: the daemon finds it at its next start, and sets its limits.
     """
     preflight = run_preflight(paths)
     try:
@@ -153,7 +150,7 @@ def adopt(paths: Paths, pid: int) -> int:
     if Store.exists(paths):
         store = Store(paths)
         try:
-            store.forget_limits(found.pipe_directory)  # what is noted there is of another control daemon
+            store.forget_limits(found.pipe_directory)  # they are of another control daemon
         finally:
             store.close()
     record_order(found)

@@ -1,4 +1,4 @@
-"""Queries: devices, GPUs and the status, made once from each snapshot."""
+"""Queries: devices, GPUs and the status, computed once for each snapshot."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class Filters(NamedTuple):
-    """Which devices a listing is to show; None takes all."""
+    """Selects the devices of a listing; None matches all."""
 
     dev_type: str | None = None
     model: str | None = None
@@ -43,7 +43,7 @@ class Filters(NamedTuple):
     unused: bool = False
 
     def matches(self, device: answers.Device) -> bool:
-        """Whether the device is wanted; an address may be the device's own or its GPU's."""
+        """Whether the device matches; an address may be the device's own or its GPU's."""
         if self.addr is not None and self.addr not in (device["addr"], device["addr"].rpartition("-")[0]):
             return False
         if self.unused and not device["free"]:
@@ -54,7 +54,7 @@ class Filters(NamedTuple):
 
 
 class Queries:
-    """Answers from the snapshot that `snapshot` returns; what is costly is made once for each snapshot."""
+    """Answers queries from the current snapshot; expensive answers are computed once for each snapshot."""
 
     def __init__(self, snapshot: Callable[[], Snapshot], started_s: float, pid: int) -> None:
         self._snapshot = snapshot
@@ -64,7 +64,7 @@ class Queries:
         self._devices: list[answers.Device] = []
         self.ledger: Ledger | None = None
         self.usage = UsageHistory()
-        #: The requests that wait for another answer.
+        #: The requests that wait for an answer to change.
         self.changes = LongPolls()
 
     @property
@@ -73,13 +73,13 @@ class Queries:
         return self._snapshot().version + (self.ledger.version if self.ledger else 0)
 
     def devices(self, filters: Filters, limit: int, offset: int) -> answers.DeviceList:
-        """One page of the devices that the filters take; a `limit` of 0 means all."""
+        """One page of the devices that match the filters; a `limit` of 0 means all."""
         wanted = [device for device in self._all() if filters.matches(device)]
         page = wanted[offset : offset + limit] if limit else wanted[offset:]
         return {"isolated_devices": page, "total": len(wanted), "limit": limit, "offset": offset}
 
     def device(self, name: str) -> answers.DeviceDetails:
-        """One device by id, address or a unique beginning of either; raises NotFoundError otherwise."""
+        """One device by id, address or a unique prefix of either; raises NotFoundError otherwise."""
         devices = self._all()
         found = [device for device in devices if name in (device["id"], device["addr"])]
         found = found or [
@@ -97,7 +97,7 @@ class Queries:
         return self._details(found[0])
 
     def gpus(self) -> answers.GpuList:
-        """Every GPU of the host, the broken ones with their reason, as of the last poll."""
+        """Every GPU of the host as of the last poll; an unusable one has a reason."""
         snapshot = self._snapshot()
         names = domain_names(snapshot.plan)
         domains = {domain.plan.name: domain for domain in snapshot.domains}
@@ -117,7 +117,7 @@ class Queries:
         return {"gpus": gpus, "total": len(gpus)}
 
     def _memory_free_mib(self, gpu: Gpu, snapshot: Snapshot) -> int | None:
-        """What one more client can get of a GPU whose memory is leased in units; None of others."""
+        """How much one more client can get of a GPU whose memory is leased in units; None for other GPUs."""
         pool = next((pool for pool in snapshot.plan.pools if pool.gpu_uuid == gpu.uuid), None)
         if pool is None:
             return None
@@ -126,7 +126,7 @@ class Queries:
         return self.ledger.free_mib(pool) if self.ledger else pool.memory_mib
 
     def status(self) -> answers.Status:
-        """The daemon, the driver and the domains at a glance."""
+        """The state of the daemon, the driver and the domains."""
         snapshot = self._snapshot()
         devices = self._all()
         states = Counter(device["state"] for device in devices)
@@ -167,7 +167,7 @@ class Queries:
         return unusable_reasons(self._snapshot())
 
     def unusable_gpus(self) -> frozenset[str]:
-        """The addresses of the GPUs that cannot be used themselves, whatever the state of their domains."""
+        """The addresses of the GPUs that are unusable themselves, whatever the state of their domains."""
         snapshot = self._snapshot()
         return frozenset(gpu.address for gpu in snapshot.inventory.gpus if gpu_reason(gpu, snapshot))
 

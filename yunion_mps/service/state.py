@@ -1,4 +1,4 @@
-"""The state of the host, its GPUs and devices, and the reason if one cannot be used."""
+"""The state of the host, its GPUs and devices, and the reason if one is unusable."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ def why_unusable(gpu: Gpu | None, domain: DomainStatus | None) -> Reason:
 
 
 def refuse_unserved(lease: Lease, snapshot: Snapshot) -> None:
-    """Raise HostError if a device is not served now, or not by the control daemon of its environment.
+    """Raise HostError if a device is not served now, or not by the control daemon in its environment.
 
-    If CUDA finds no control daemon it goes on without one, and without limits.
+    If CUDA finds no control daemon, it runs without one, and without limits.
     """
     reasons = unusable_reasons(snapshot)
     for device in lease.devices:
@@ -68,7 +68,7 @@ def gpu_reason(gpu: Gpu, snapshot: Snapshot) -> Reason:
 
 
 def domain_names(plan: Plan) -> dict[str, str]:
-    """The domain of each GPU (UUID) that has devices, or a pool to make them of."""
+    """The domain of each GPU (UUID) that has devices or a pool."""
     names = {device.gpu_uuid: device.domain for device in plan.devices}
     return {**names, **{pool.gpu_uuid: pool.domain for pool in plan.pools}}
 

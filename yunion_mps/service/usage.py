@@ -1,7 +1,6 @@
-"""What jobs use of GPUs and devices: whose devices it counts for, and the most of each minute.
+"""How much of the GPUs and devices jobs use, now and at most in each minute of the last hour.
 
-The last hour is kept in memory, a number a minute. It begins again with the daemon's program, also with a
-re-exec: an hour is not worth a file.
+The last hour is kept in memory only, so it is lost in a restart or re-exec of the daemon.
 """
 
 from __future__ import annotations
@@ -22,33 +21,33 @@ from yunion_mps.times import rfc3339
 if TYPE_CHECKING:
     from yunion_mps import answers
 
-#: How many minutes are kept, the present one among them.
+#: How many minutes are kept, including the current one.
 MINUTES = 60
 STEP_S = 60
 
-#: The longest value of the variable that names a process's devices: all devices that a lease may have.
+#: How much is read of the variable that names a process's devices: enough for all devices of a lease.
 _MAX_NAMES = 4096
 
-#: The memory in MiB that each process uses, by GPU UUID and PID; None if the driver does not tell.
+#: The memory in MiB that each process uses, by GPU UUID and PID; None if the driver does not report it.
 Processes = Mapping[str, Mapping[int, Optional[int]]]
 
 
 class LatestPoll(NamedTuple):
-    """What the last poll found: the load of GPUs and processes, and the use of devices, by address."""
+    """The results of the last poll: the load of GPUs and processes, and the use of devices, by address."""
 
     load: Load = Load()
     devices: Mapping[str, DeviceUsage] = {}
 
 
 class _Series(NamedTuple):
-    """An hour of a GPU or device: memory in MiB, and utilization in % with 1 added, 0 if it is not known."""
+    """An hour of a GPU or device: memory in MiB, and utilization in % plus 1, 0 if unknown."""
 
     mib: array[int]
     busy: bytearray
 
 
 class UsageHistory:
-    """For each minute, the most that a poll found in it; what used nothing takes no room."""
+    """The maximum of all polls in each minute; a GPU or device without use takes no space."""
 
     def __init__(self) -> None:
         self.latest = LatestPoll()
@@ -57,7 +56,7 @@ class UsageHistory:
         self._series: dict[str, _Series] = {}
 
     def record(self, now_s: float, used: Mapping[str, tuple[int, int | None]]) -> None:
-        """A poll at `now_s` (monotonic) found this use of GPUs and devices by address, and no other.
+        """Record a poll at `now_s` (monotonic): the use of GPUs and devices by address, complete.
 
         It is in MiB and in percent of the time; the latter may be unknown.
         """
@@ -74,7 +73,7 @@ class UsageHistory:
             series.busy[place] = max(series.busy[place], 0 if percent is None else percent + 1)
 
     def last_hour(self, now_s: float, wall_s: float, gpu: str | None, *, devices: bool) -> answers.Usage:
-        """The hour up to now, of all GPUs or of this one; `wall_s` is what `now_s` is in s since 1970.
+        """The last hour of all GPUs or of this one; `wall_s` is `now_s` in s since 1970.
 
         A minute without a poll is None.
         """
@@ -102,7 +101,7 @@ class UsageHistory:
         }
 
     def _advance(self, minute: int) -> None:
-        """Forget the minutes that are more than an hour ago by now, and what has used nothing since."""
+        """Forget the minutes that are more than an hour ago, and series without use since."""
         past = min(minute - self._minute, MINUTES)
         if past <= 0:
             return
@@ -118,16 +117,16 @@ class UsageHistory:
 
 
 class Budget(NamedTuple):
-    """A device's GPU (its UUID), and how many MiB of it the device's clients may use together."""
+    """A device's GPU (its UUID), and how many MiB of it the device's clients may use in total."""
 
     gpu_uuid: str
     memory_mib: int
 
 
 class DeviceUsage(NamedTuple):
-    """The memory that is used of one device, by how many processes, and their SM utilization.
+    """The memory use of one device, the number of its clients, and their SM utilization.
 
-    The latter is the percentage of the time in which their kernels ran; None if the driver has told none.
+    The latter is the percentage of time in which their kernels ran; None if the driver reported none.
     """
 
     mib: int
@@ -136,17 +135,17 @@ class DeviceUsage(NamedTuple):
 
 
 class KnownDevices(NamedTuple):
-    """The budgets of all devices, by address, and the addresses of those that a process (PID) was given."""
+    """The budgets of all devices, by address, and the addresses of each holder's devices, by PID."""
 
     budgets: Mapping[str, Budget]
     given: Mapping[int, tuple[str, ...]]
 
 
 class ProcessDevices:
-    """Tells which devices a process has: those that its environment names, or else those of its leases.
+    """Maps processes to devices: those that the environment names, or otherwise those of the leases.
 
-    The environment of each process is read once. Metrics and the last hour ask here, so that both count the
-    same memory for the same device.
+    The environment of each process is read once. Metrics and the last hour share this mapping, so that both
+    attribute memory to the same devices.
     """
 
     def __init__(self, supervisor: Supervisor, ledger: Ledger) -> None:
@@ -155,7 +154,7 @@ class ProcessDevices:
         self._named: dict[tuple[int, int], str] = {}
 
     def known(self) -> KnownDevices:
-        """What is known now; for the event loop, on which leases and the plan change."""
+        """The devices that are known now; call it on the event loop, where leases and the plan change."""
         leases = self._ledger.leases.values()
         given: dict[int, tuple[str, ...]] = {}
         for lease in leases:
@@ -168,26 +167,26 @@ class ProcessDevices:
         return KnownDevices(budgets, given)
 
     def of(self, started: Mapping[int, int], known: KnownDevices) -> dict[int, tuple[str, ...]]:
-        """The addresses of the known devices that each process has; for any thread.
+        """The addresses of the known devices of each process; thread-safe.
 
         `started` are the processes by PID, with their start in clock ticks. All others are forgotten.
         """
         before = self._named
         now = {one: before[one] if one in before else _named_by(one[0]) for one in started.items()}
-        # Replaced as a whole: if two threads ask at a time, some environments are read twice. Without those
-        # that could not be read, as while a program is being started: they are read again at the next poll.
+        # Replaced as a whole: if two threads call this at once, some environments are read twice. Unreadable
+        # environments, such as those of starting programs, are left out and read again at the next poll.
         self._named = {one: names for one, names in now.items() if names is not None}
         return {pid: _known(names, known) or known.given.get(pid, ()) for (pid, _), names in now.items()}
 
 
 def _named_by(pid: int) -> str | None:
-    """What its environment says; its user can write anything, and no more of it is kept than makes sense."""
+    """The variable in its environment, cut to a length, because a user can set it to anything."""
     names = variable_of(pid, DEVICE_VARIABLE)
     return None if names is None else names[:_MAX_NAMES]
 
 
 def _known(names: str | None, known: KnownDevices) -> tuple[str, ...]:
-    own = dict.fromkeys(name.strip() for name in (names or "").split(","))  # twice, it is the same device
+    own = dict.fromkeys(name.strip() for name in (names or "").split(","))  # without duplicates
     return tuple(name for name in own if name in known.budgets)
 
 
@@ -199,9 +198,9 @@ def usage_by_device(
 ) -> dict[str, DeviceUsage]:
     """The use of each device (by address) that a process has; pure.
 
-    `devices` are the addresses that a process (PID) has; those without a budget are passed over. The memory
-    of processes with the same devices of a GPU fills the first of these first, and what exceeds all counts
-    for the last: they are one budget. Its SM utilization (`sm`, by GPU UUID and PID) is that of each of them.
+    `devices` are the addresses by PID; those without a budget are ignored. Processes with the same devices of
+    a GPU share one budget: their memory fills these devices in order, and any excess counts for the last. The
+    SM utilization (`sm`, by GPU UUID and PID) counts for each of them.
     """
     clients: Counter[str] = Counter()
     together: Counter[tuple[str, ...]] = Counter()
@@ -233,7 +232,7 @@ def _filled(names: tuple[str, ...], mib: int, budgets: Mapping[str, Budget]) -> 
 
 
 class UsageSampler:
-    """Adds what each poll finds to the last hour, and to the peaks of leases."""
+    """Adds each poll to the usage history, and to the peaks of leases."""
 
     def __init__(
         self, supervisor: Supervisor, devices: ProcessDevices, history: UsageHistory, peaks: MemoryPeaks
@@ -244,11 +243,11 @@ class UsageSampler:
         self._peaks = peaks
 
     def forget(self) -> None:
-        """The GPUs cannot be polled: what they do now is not known."""
+        """Forget the last poll, because the GPUs cannot be polled now."""
         self._history.latest = LatestPoll()
 
     def record(self, processes: Processes, load: Load, now_s: float) -> None:
-        """Record what jobs use of GPUs and devices; the supervisor has taken note of the processes before."""
+        """Record how jobs use GPUs and devices; the supervisor must know the processes already."""
         jobs = self._supervisor.jobs.started
         by_device: Mapping[str, DeviceUsage] = {}
         of_jobs: Processes = {}
