@@ -31,10 +31,10 @@ from yunion_mps.fields import (
 
 
 class PcieLink(TypedDict):
-    """The most that a GPU's PCI Express link can do."""
+    """The capability of a GPU's PCI Express link."""
 
     lane_width: Count
-    throughput: Annotated[str, Field("Of all lanes together.", pattern="^[0-9]+\\.[0-9]{2} GB/s$")]
+    throughput: Annotated[str, Field("Of all lanes combined.", pattern="^[0-9]+\\.[0-9]{2} GB/s$")]
     transfer_rate_per_lane: Annotated[str, Field(pattern="^[0-9.]+GT/s$")]
     version: Annotated[str, Field("The version of PCI Express.", pattern="^[1-7]\\.0$")]
 
@@ -43,10 +43,10 @@ class Device(TypedDict):
     """One MPS device: a share of a GPU.
 
     It is pending, and not free, if leases from before a reload hold it or the memory that it needs; a device
-    of such a lease is shown as it was given, and can still be used.
+    of such a lease is shown as it was leased, and can still be used.
     """
 
-    id: Annotated[Uuid, Field("The same after every restart.")]
+    id: Annotated[Uuid, Field("Does not change across restarts.")]
     dev_type: Annotated[str, Field(const="NVIDIA_MPS")]
     model: Annotated[str | None, Field("The GPU's name.")]
     addr: DeviceAddress
@@ -57,9 +57,9 @@ class Device(TypedDict):
     pcie_info: PcieLink | None
     index: Annotated[int, Field("Always -1 for MPS devices.", const=-1)]
     device_minor: Annotated[int, Field("Always -1 for MPS devices.", const=-1)]
-    mps_memory_limit: Annotated[Mib, Field("What the device may use, in MiB.")]
-    mps_memory_total: Annotated[Mib, Field("What the GPU has, in MiB.")]
-    mps_thread_percentage: Annotated[Percentage, Field("What the device may use of the SM threads.")]
+    mps_memory_limit: Annotated[Mib, Field("Memory that the device may use, in MiB.")]
+    mps_memory_total: Annotated[Mib, Field("Memory of the GPU, in MiB.")]
+    mps_thread_percentage: Annotated[Percentage, Field("Share of the SM threads that the device may use.")]
     gpu_uuid: str
     state: Annotated[
         str, Field("Whether it can be used now.", enum=[enums.AVAILABLE, enums.UNAVAILABLE, enums.PENDING])
@@ -67,18 +67,18 @@ class Device(TypedDict):
     reason: Annotated[str, Field("Why it is not available, or which leases a pending one waits for.")]
     reason_code: ReasonCode
     budget_enforced: Annotated[bool, Field("Whether MPS enforces the budget: only from Volta on.")]
-    lease: Annotated[str | None, Field("The id of the lease that has it.")]
-    free: Annotated[bool, Field("Whether a request can have it.")]
+    lease: Annotated[str | None, Field("The id of its lease.")]
+    free: Annotated[bool, Field("Whether it can be leased now.")]
 
 
 class DeviceDetails(Device):
     """One MPS device, and how to use it."""
 
-    slot: Annotated[Count, Field("Which share of the GPU it is, from 0.")]
+    slot: Annotated[Count, Field("The number of the share on its GPU, from 0.")]
     domain: Annotated[str, Field("The control daemon that serves it.")]
     client_environment: Annotated[
         dict[str, str],
-        Field("What a process sets to use the device; empty while no control daemon is to serve it."),
+        Field("The variables of a process that uses the device; empty if no control daemon serves it."),
     ]
 
 
@@ -86,7 +86,7 @@ class DeviceList(TypedDict):
     """One page of the devices."""
 
     isolated_devices: Annotated[list[Device], Field("The devices of this page, in PCI order.")]
-    total: Annotated[Count, Field("The devices that pass the filters, on all pages.")]
+    total: Annotated[Count, Field("The number of devices that match the filters, on all pages.")]
     limit: Count
     offset: Count
 
@@ -97,16 +97,16 @@ class Gpu(TypedDict):
     uuid: str | None
     name: str | None
     addr: GpuAddress
-    pci_address: Annotated[GpuAddress, Field("The whole PCI address.")]
+    pci_address: Annotated[GpuAddress, Field("The full PCI address.")]
     memory_total: Mib | None
     memory_free: Annotated[
-        Mib | None, Field("MiB that are left of it; null unless its memory is leased by units.")
+        Mib | None, Field("MiB that can still be leased; null unless its memory is leased in units.")
     ]
     memory_used: Annotated[Mib | None, Field("MiB in use, as nvidia-smi shows it.")]
     utilization: Utilization | None
     temperature_c: Annotated[int | None, Field("In degrees Celsius.")]
     power_w: Annotated[float | None, Field("The power that it draws, in watts.", minimum=0)]
-    power_limit_w: Annotated[float | None, Field("The limit of that, in watts.", minimum=0)]
+    power_limit_w: Annotated[float | None, Field("Its power limit, in watts.", minimum=0)]
     compute_mode: Annotated[str | None, Field("As nvidia-smi names it.")]
     compute_capability: Annotated[str, Field(pattern="^[0-9]+\\.[0-9]+$")] | None
     mig_enabled: bool | None
@@ -126,7 +126,7 @@ class Gpu(TypedDict):
 
 
 class GpuList(TypedDict):
-    """All GPUs of the host in PCI order, the broken ones with their reason, as of the last poll."""
+    """All GPUs of the host in PCI order, as of the last poll; unavailable ones with the reason."""
 
     gpus: list[Gpu]
     total: Count
@@ -137,12 +137,12 @@ class Domain(TypedDict):
 
     name: Annotated[str, Field("`host`, or the GPU's address with one control daemon per GPU.")]
     state: Annotated[str, Field(enum=enums.DOMAIN_STATES)]
-    reason: Annotated[str, Field("Why it does not serve; empty if it does.")]
+    reason: Annotated[str, Field("Why it is not ready; empty if it is.")]
     reason_code: ReasonCode
-    pending: Annotated[str, Field("What has not taken effect yet, and what that waits for.")]
-    waits_for: Annotated[list[int], Field("PIDs of the MPS servers that this waits for.")]
+    pending: Annotated[str, Field("What has not taken effect yet, and what it is waiting for.")]
+    waits_for: Annotated[list[int], Field("PIDs of the MPS servers that this change waits for.")]
     pid: Annotated[Pid | None, Field("The control daemon's PID.")]
-    restarts: Annotated[Count, Field("How often it had to be started again.")]
+    restarts: Annotated[Count, Field("How often it had to be restarted.")]
     pipe_directory: str
     log_directory: str
     gpus: Annotated[list[str], Field("UUIDs of its GPUs, in CUDA's order.")]
@@ -154,7 +154,7 @@ class Domain(TypedDict):
 
 
 class Driver(TypedDict):
-    """The NVIDIA driver; null if it was not read."""
+    """The NVIDIA driver; its fields are null if it could not be read."""
 
     version: str | None
     cuda_version: Annotated[str | None, Field("The version of the CUDA driver API.")]
@@ -177,7 +177,7 @@ class GpuCounts(TypedDict):
 
 
 class StatusWarning(TypedDict):
-    """Something that an operator must know although all runs."""
+    """Something that an operator must know although everything is running."""
 
     code: Annotated[str, Field("A reason code.")]
     text: str
@@ -185,12 +185,12 @@ class StatusWarning(TypedDict):
 
 
 class Status(TypedDict):
-    """How the daemon, the control daemons and the devices are."""
+    """The state of the daemon, the control daemons and the devices."""
 
     state: Annotated[
-        str, Field("`degraded`: something does not serve; `failed`: nothing does.", enum=enums.HOST_STATES)
+        str, Field("`degraded`: something is not ready; `failed`: nothing is.", enum=enums.HOST_STATES)
     ]
-    notice: Annotated[str, Field("Why the host offers no devices at all, if so.")]
+    notice: Annotated[str, Field("Why the host offers no devices; empty if it does.")]
     notice_code: ReasonCode
     warnings: list[StatusWarning]
     version: Annotated[str, Field("The daemon's version.")]
@@ -204,9 +204,9 @@ class Status(TypedDict):
 
 
 class Event(TypedDict):
-    """Something that changed, why, and what that means for devices and jobs."""
+    """Something that changed, why, and the consequence for devices and jobs."""
 
-    id: Annotated[int, Field("Grows, and is never used twice.", minimum=1)]
+    id: Annotated[int, Field("Increasing, and never reused.", minimum=1)]
     time: Time
     severity: Annotated[str, Field(enum=enums.SEVERITIES)]
     kind: Annotated[str, Field("What it is about.", enum=enums.EVENT_KINDS)]
@@ -221,11 +221,11 @@ class EventList(TypedDict):
     """Events, the oldest first, and where to continue."""
 
     events: list[Event]
-    last: Annotated[Count, Field("The id to continue from, with `after`; 0 before the first event.")]
+    last: Annotated[Count, Field("The value of `after` to continue from; 0 before the first event.")]
 
 
 class MinuteUse(TypedDict):
-    """What processes used of a GPU or a device; a lease of several devices fills their memory in turn."""
+    """The usage of a GPU or a device; the devices of one lease are filled in turn."""
 
     addr: Annotated[str, Field("The address of the GPU or device.")]
     memory_used: MibByMinute
@@ -233,48 +233,48 @@ class MinuteUse(TypedDict):
 
 
 class Usage(TypedDict):
-    """What was used, minute by minute; the last one is the present minute. What is not listed used none."""
+    """The usage by minute; the last value is the current minute. What is not listed was not used."""
 
     begin: Annotated[Time, Field("When the first minute began.")]
     step: Annotated[int, Field("Seconds from one number to the next.", const=60)]
     polled: PolledByMinute
     gpus: list[MinuteUse]
-    devices: Annotated[list[MinuteUse], Field("By YUNION_MPS_DEVICE or the leases of processes.")]
+    devices: Annotated[list[MinuteUse], Field("By their processes' YUNION_MPS_DEVICE or leases.")]
 
 
 class Change(TypedDict):
-    """One thing that becomes another."""
+    """One difference between the configuration in effect and another one."""
 
     kind: Annotated[str, Field(enum=["control daemon", "budget", "compute mode", "setting"])]
     subject: Annotated[str, Field("A GPU's address, a domain's name or a key.")]
-    before: Annotated[str, Field("Empty if there was none.")]
-    after: Annotated[str, Field("Empty if there is to be none.")]
-    effect: Annotated[str, Field("When, and for which devices.")]
+    before: Annotated[str, Field("Empty if it is new.")]
+    after: Annotated[str, Field("Empty if it is removed.")]
+    effect: Annotated[str, Field("When it takes effect, and for which devices.")]
     at_once: Annotated[bool, Field("False: it waits, at least for some devices.")]
 
 
 class Pending(TypedDict):
-    """What a domain waits for."""
+    """What a domain is waiting for."""
 
     domain: str
-    pending: Annotated[str, Field("What waits for what.")]
-    leases: Annotated[list[str], Field("Ids of the leases that it waits for, if it waits for leases.")]
+    pending: Annotated[str, Field("What has not taken effect yet, and what it is waiting for.")]
+    leases: Annotated[list[str], Field("Ids of the leases that it waits for, if any.")]
 
 
 class ChangeList(TypedDict):
-    """What another configuration changes, and when."""
+    """What a configuration would change, and when."""
 
     changes: list[Change]
     pending: Annotated[list[Pending], Field("What has not taken effect yet.")]
 
 
 class ProcessFields(TypedDict):
-    """A process; all but its PID is null if it has just ended."""
+    """A process; all fields except its PID are null if it has just ended."""
 
     pid: Pid
     uid: Count | None
     user: Annotated[str | None, Field("Its user's name, or the id if it has none.")]
-    command: Annotated[str | None, Field("Its command line, cut to 500 characters.", maxLength=500)]
+    command: Annotated[str | None, Field("Its command line, truncated to 500 characters.", maxLength=500)]
     started: Time | None
 
 
@@ -283,12 +283,12 @@ class MpsServer(ProcessFields):
 
     domain: Annotated[str, Field("The control daemon that it belongs to.")]
     state: Annotated[
-        str | None, Field("Null if the control daemon does not know it (before 550); FAULT: its jobs failed.")
+        str | None, Field("Null if the control daemon does not list it (before 550). FAULT: its jobs failed.")
     ]
 
 
 class ContainerFields(TypedDict):
-    """The container that a process is in; null if it is in none."""
+    """The container that a process runs in; null if there is none."""
 
     container: Annotated[str | None, Field("The container's name, or the beginning of its id.")]
     container_id: Annotated[str, Field(pattern="^[0-9a-f]{64}$")] | None
@@ -297,18 +297,18 @@ class ContainerFields(TypedDict):
 class MpsClient(ProcessFields, ContainerFields):
     """One process that uses GPUs."""
 
-    mps: Annotated[bool | None, Field("False: not through MPS, so that no budget holds it. Null: unknown.")]
+    mps: Annotated[bool | None, Field("False: outside MPS, so no budget limits it. Null: unknown.")]
     server: Annotated[Pid | None, Field("The PID of its MPS server.")]
     domain: Annotated[str, Field("The control daemon that serves it.")]
     device: Annotated[str | None, Field("Its device, by YUNION_MPS_DEVICE in its environment.")]
     gpus: Annotated[list[str], Field("Addresses of the GPUs on which it has memory.")]
-    memory_by_gpu: Annotated[list[Mib | None], Field("What it has on each of these, in MiB.")]
-    memory_used: Annotated[Mib | None, Field("What it has on its domain's GPUs, in MiB.")]
+    memory_by_gpu: Annotated[list[Mib | None], Field("Its memory on each of these, in MiB.")]
+    memory_used: Annotated[Mib | None, Field("Its memory on all GPUs of its domain, in MiB.")]
     sm_by_gpu: Annotated[UtilizationList, Field("Its SM utilization on each of its GPUs.")]
 
 
 class WaitingClient(ProcessFields):
-    """One process that waits for an MPS server because another user's server runs."""
+    """One process that waits for an MPS server because another user's server is running."""
 
     since: Annotated[Time, Field("When it asked for a server.")]
     server: Annotated[Pid, Field("The PID of the MPS server that it waits for.")]
@@ -317,12 +317,12 @@ class WaitingClient(ProcessFields):
 
 
 class ClientList(TypedDict):
-    """Who uses the GPUs through MPS."""
+    """The clients and servers of MPS."""
 
     servers: list[MpsServer]
     clients: Annotated[list[MpsClient], Field("Clients, and other processes on their GPUs.")]
-    waiting: Annotated[list[WaitingClient], Field("The first to come first.")]
-    errors: Annotated[list[str], Field("What is not known, and why.")]
+    waiting: Annotated[list[WaitingClient], Field("In order of arrival.")]
+    errors: Annotated[list[str], Field("What could not be found out, and why.")]
     total: Annotated[Count, Field("The number of clients.")]
 
 
@@ -335,19 +335,19 @@ class Termination(TypedDict):
 
 
 class Reexec(TypedDict):
-    """The daemon's program starts again within moments, in the same process."""
+    """The daemon is about to run the installed version in the same process."""
 
     pid: Pid
 
 
 class HolderFields(ContainerFields):
-    """Who has, or waits for, devices."""
+    """Who holds or waits for devices."""
 
-    pid: Annotated[Pid | None, Field("Its process; null if a name has it.")]
+    pid: Annotated[Pid | None, Field("Its process; null if it is bound to a name.")]
     uid: Count
     user: Annotated[str, Field("Its user's name, or the id if it has none.")]
-    command: Annotated[str | None, Field("The process' command line, cut to 100 characters.")]
-    name: Annotated[str | None, Field("Its name; null if it is a process or a connection.")]
+    command: Annotated[str | None, Field("The process's command line, truncated to 100 characters.")]
+    name: Annotated[str | None, Field("Its name; null unless it is bound to a name.")]
     since: Time
 
 
@@ -358,13 +358,13 @@ class LeaseRecord(HolderFields):
     devices: Annotated[list[str], Field("The devices' addresses.")]
     gpus: Annotated[list[str], Field("Their GPUs' addresses.")]
     memory: Annotated[list[Mib], Field("Each device's memory in MiB.")]
-    memory_peak: Annotated[list[Mib | None], Field("The most used of each since the lease began.")]
+    memory_peak: Annotated[list[Mib | None], Field("Each device's highest memory use since the lease began.")]
     sm_utilization: Annotated[UtilizationList, Field("The SM utilization of each device.")]
-    thread_percentage: Annotated[Percentage, Field("The smallest of the devices'.")]
+    thread_percentage: Annotated[Percentage, Field("The smallest percentage among the devices.")]
     budget_enforced: Annotated[bool, Field("Whether MPS enforces their budgets: only from Volta on.")]
-    unenforced_gpus: Annotated[list[str], Field("Addresses of those of its GPUs that are older than Volta.")]
+    unenforced_gpus: Annotated[list[str], Field("Addresses of its GPUs that are older than Volta.")]
     binding: Annotated[str, Field("What ends it.", enum=enums.BINDINGS)]
-    expires: Annotated[Time | None, Field("When it ends unless it is renewed; null if not by time.")]
+    expires: Annotated[Time | None, Field("When it ends unless it is renewed; null if it does not expire.")]
     cdi: Annotated[str | None, Field("Its CDI device, for podman run --device.")]
     environment: Annotated[dict[str, str], Field("The environment of a process that uses the devices.")]
 
@@ -372,19 +372,19 @@ class LeaseRecord(HolderFields):
 class QueuedRequest(HolderFields):
     """A request that waits for devices."""
 
-    wants: Annotated[str, Field("What for.")]
+    wants: Annotated[str, Field("What it requests.")]
 
 
 class LeaseList(TypedDict):
-    """All leases, and the requests that wait."""
+    """All leases, and the queued requests."""
 
     leases: list[LeaseRecord]
-    waiting: Annotated[list[QueuedRequest], Field("In the order of their coming.")]
+    waiting: Annotated[list[QueuedRequest], Field("In order of arrival.")]
     total: Annotated[Count, Field("The number of leases.")]
 
 
 class ProblemFields(TypedDict):
-    """What every problem says."""
+    """The members of every problem."""
 
     type: Annotated[str, Field(const="about:blank")]
     title: Annotated[str, Field("The status in words.")]

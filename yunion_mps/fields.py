@@ -21,26 +21,26 @@ Count = Annotated[int, Field(minimum=0)]
 Mib = Annotated[int, Field("In MiB.", minimum=0)]
 Percentage = Annotated[float, Field("Of the GPU's SM threads.", minimum=0.1, maximum=100)]
 Utilization = Annotated[
-    int, Field("In percent of the time in which kernels ran, of the last poll.", minimum=0, maximum=100)
+    int, Field("Percentage of the time in which kernels ran, at the last poll.", minimum=0, maximum=100)
 ]
 UtilizationList = Annotated[
-    list[Optional[Utilization]], Field("Null: the driver has no sample, or does not tell.")
+    list[Optional[Utilization]], Field("Null: the driver has no sample, or does not report it.")
 ]
 _HOUR = {"minItems": 60, "maxItems": 60}  # one value a minute
 MibByMinute = Annotated[
-    list[Optional[Mib]], Field("The most of each minute in MiB; null: not read.", **_HOUR)
+    list[Optional[Mib]], Field("The highest value of each minute in MiB; null: not read.", **_HOUR)
 ]
 UtilizationByMinute = Annotated[
-    list[Optional[Utilization]], Field("The most of each minute; null: the driver did not tell.", **_HOUR)
+    list[Optional[Utilization]], Field("The highest value of each minute; null: not reported.", **_HOUR)
 ]
 PolledByMinute = Annotated[
-    list[bool], Field("False: not read, before the daemon's start or while the driver hung.", **_HOUR)
+    list[bool], Field("False: not read, because the daemon was not running or the driver hung.", **_HOUR)
 ]
 Pid = Annotated[int, Field(minimum=1)]
 Time = Annotated[str, Field("RFC 3339, in UTC with milliseconds.", format="date-time", pattern="Z$")]
 NumaNode = Annotated[int, Field("-1: there is none.", minimum=-1)]
 Uuid = Annotated[str, Field(format="uuid")]
 ReasonCode = Annotated[str, Field("The reason code; empty if there is no reason.")]
-GpuAddress = Annotated[str, Field("A PCI address; domain 0000 is left out.", pattern=f"^{_PCI}$")]
+GpuAddress = Annotated[str, Field("A PCI address; domain 0000 is omitted.", pattern=f"^{_PCI}$")]
 DeviceAddress = Annotated[str, Field("The GPU's PCI address and the slot.", pattern=f"^{_PCI}-m?[0-9]+$")]
 VendorDeviceId = Annotated[str, Field("PCI vendor and device.", pattern="^[0-9a-f]{4}:[0-9a-f]{4}$")]

@@ -20,20 +20,20 @@ with open(os.path.join(os.path.dirname(__file__), "schemas.json"), encoding="utf
     _SCHEMAS = _file.read()
 
 _PROBLEMS = {
-    400: "The request, or a parameter or member of it, is not as described; `detail` names which.",
+    400: "The request, or one of its parameters or members, is invalid; `detail` names it.",
     403: "The caller's user may not do this.",
-    404: "There is no such thing, or more than one.",
-    405: "The path takes other methods; `Allow` says which.",
+    404: "The object does not exist, or the name is ambiguous.",
+    405: "The path does not support this method; `Allow` lists those that it does.",
     408: "The request did not arrive in time.",
-    409: "It was refused, or did not work; nothing was changed.",
+    409: "The request was refused or failed; nothing was changed.",
     413: "The request's body is too large.",
     415: "The request's body is not declared as `application/json`.",
-    422: "The configuration is not right, and nothing was changed; `detail` holds one problem a line.",
-    410: "It could not be met even if everything were free (`code`: `infeasible`): do not wait.",
-    423: "Nothing is free that would do; `detail` says what there is.",
-    431: "The request's head is too large.",
-    501: "The request's body is in a transfer coding other than `chunked`.",
-    503: "Too many connections are open, or it cannot be done at this moment; try again.",
+    422: "The configuration is invalid, and nothing was changed; `detail` has one problem per line.",
+    410: "It could not be satisfied even if everything were free (`code`: `infeasible`): do not wait.",
+    423: "No suitable device is free; `detail` says what there is.",
+    431: "The request's header is too large.",
+    501: "The request's body has a transfer coding other than `chunked`.",
+    503: "Too many connections are open, or the daemon cannot do this right now; try again.",
 }
 _ETAG = {"ETag": {"required": True, "schema": {"type": "string"}}}
 _LOCATION = {"Location": {"required": True, "schema": {"type": "string"}}}
@@ -43,19 +43,19 @@ _ANY_REQUEST = (400, 408, 413, 431, 501, 503)
 _ABOUT = """\
 The GPUs of one host, divided by NVIDIA MPS into devices with a budget of memory and SM threads.
 
-The API is served on the Unix socket /run/yunion-mps/yunion-mps.sock; root and the members of the group
-yunion-mps may ask:
+The API is served on the Unix socket /run/yunion-mps/yunion-mps.sock, for root and the members of the group
+yunion-mps:
 
     curl --unix-socket /run/yunion-mps/yunion-mps.sock http://localhost/v1/devices
 
-Memory is in MiB, percentages are of a GPU's SM threads, times are RFC 3339 in UTC. GET takes parameters in
-the query, POST members of a JSON object, of which none is required. Every error is a problem detail
-(RFC 9457) with a reason `code`, and with a `hint` if something can be done about it. Any other path is
-answered with 404, any other method with 405, and a parameter or member that is not described with 400.
+Memory is in MiB, percentages are of a GPU's SM threads, and times are RFC 3339 in UTC. GET takes parameters
+in the query string, and POST takes a JSON object whose members are all optional. Every error is a problem
+detail (RFC 9457) with a reason `code`, and with a `hint` if something can be done about it. Unknown paths are
+answered with 404, unsupported methods with 405, and unknown parameters or members with 400.
 
-All of these users may read everything and take devices. Only root may change the daemon, and only root and
-its owner may end a client or a lease. A change of the daemon that has begun is finished even if its client
-disconnects; a request for devices ends with its connection."""
+All of these users may read everything and lease devices. Only root may change the daemon, and only root and
+its owner may end a client or a lease. A change of the daemon that has begun is completed even if the caller
+disconnects; a request for devices is cancelled when its connection is closed."""
 
 
 def document() -> dict[str, object]:
@@ -87,7 +87,7 @@ def document() -> dict[str, object]:
         if operation.method == "GET":
             without_body = {str(status): {"description": _PROBLEMS[status]} for status in refusals}
             heads = {status: {**one, "content": {}} for status, one in answers.items()}
-            summary = f"{operation.summary}, the head only"
+            summary = f"{operation.summary}: headers only"
             item["head"] = _operation(operation, "head" + name, summary, {**heads, **without_body})
     return {
         "openapi": "3.1.0",
@@ -97,7 +97,7 @@ def document() -> dict[str, object]:
             "description": _ABOUT,
             "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
         },
-        "servers": [{"url": "http://localhost", "description": "Any host name does: it is a Unix socket."}],
+        "servers": [{"url": "http://localhost", "description": "Any host name works on a Unix socket."}],
         "paths": paths,
         "components": {
             "schemas": schemas,

@@ -158,9 +158,9 @@ class Operation(Generic[T]):
 
 #: The parameters of a watchable operation: one of the query, and a header.
 WATCH_PARAMETERS = (
-    Parameter("wait_s", "If the answer is what `If-None-Match` names, wait so many seconds for another.",
+    Parameter("wait_s", "If the response still matches `If-None-Match`, wait this many seconds for a change.",
               "integer", 0, 0, MAX_CHANGE_WAIT_S),
-    Parameter("If-None-Match", "The `ETag` of the answer that the caller has: 304 if nothing has changed.",
+    Parameter("If-None-Match", "The `ETag` of the response that the caller has; 304 if nothing has changed.",
               example='"3f8a6c0d51b7e294"'),
 )  # fmt: skip
 
