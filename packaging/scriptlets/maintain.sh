@@ -1,4 +1,4 @@
-# Called by the packages' scripts. Nothing here fails them: what goes wrong is said in one line each.
+# Called by the packages' scripts. Nothing here makes them fail: each problem is reported in one line.
 
 installed() { # the files are there, for the first time or in another version
     compile_bytecode
